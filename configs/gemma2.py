@@ -40,7 +40,7 @@ which start at 16 to 17; its best scores take 40 times as many steps.
 import dataclasses
 
 from encdec_adapt import config as config_lib
-from encdec_adapt.cli import errors
+from encdec_adapt.base import errors
 from encdec_adapt.models import presets
 
 

@@ -15,8 +15,8 @@ steps: arXiv 2504.06225).
 """
 
 from encdec_adapt import config as config_lib
-from encdec_adapt.cli import errors
-from encdec_adapt.conversion import stored_model
+from encdec_adapt.base import errors
+from encdec_adapt.conversion import model_on_disk
 from encdec_adapt.huggingface import config_json
 
 _MULTIPLE = 128  # Rows of the tables, to divide over a mesh.
@@ -64,14 +64,14 @@ def _model(args):
   encoder = open_model(args['encoder'])
   decoder = open_model(args['decoder']) if args['decoder'] else encoder
   for opened in (encoder, decoder):
-    stored_model.require_decoder_only(opened)
+    model_on_disk.require_decoder_only(opened)
   stacks = encoder.model.decoder, decoder.model.decoder
   balanced = stacks[0].width == stacks[1].width
   pair = config_json.pair_of(*stacks, target=args['target'])
-  choice = stored_model.vocabularies_of_pair(encoder, decoder)
+  choice = model_on_disk.vocabularies_of_pair(encoder, decoder)
   return pair, 0 if balanced else 1000, choice
 
 
 def open_model(path):
   """Opens a work directory or a Hugging Face folder."""
-  return stored_model.open_model(path, vocab_multiple=_MULTIPLE)
+  return model_on_disk.open_model(path, vocab_multiple=_MULTIPLE)

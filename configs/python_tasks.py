@@ -19,8 +19,9 @@ from typing import Any
 from absl import flags
 import numpy as np
 
-from encdec_adapt.cli import command, errors
-from encdec_adapt.data import python_source
+from encdec_adapt.base import errors
+from encdec_adapt.cli import command
+from encdec_adapt.data.sources import python_source
 from encdec_adapt.files import disk, paths
 
 _CONTEXT = 240  # Characters before what is asked for.

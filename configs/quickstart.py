@@ -19,8 +19,8 @@ best with two more seeds, and trains the controls. `size=smoke` is for tests.
 import dataclasses
 
 from encdec_adapt import config as config_lib
-from encdec_adapt.cli import errors
-from encdec_adapt.evaluation import study_stages
+from encdec_adapt.base import errors
+from encdec_adapt.evaluation.reports import study_stages
 from encdec_adapt.models import model_config
 
 RUNS = {

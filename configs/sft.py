@@ -21,7 +21,7 @@ two held-out examples (`samples` in `config.train.evaluators`).
 
 from configs import pretrained
 from encdec_adapt import config as config_lib
-from encdec_adapt.cli import errors
+from encdec_adapt.base import errors
 
 
 def get_config(arg=None):

@@ -8,7 +8,7 @@ Importing the package imports nothing else; the commands are its modules.
 
 
 def load(path, **options):
-  """Loads a model; see `encdec_adapt.conversion.loaded_model.load`."""
-  from encdec_adapt.conversion import loaded_model
+  """Loads a model; see `encdec_adapt.conversion.model_in_memory.load`."""
+  from encdec_adapt.conversion import model_in_memory
 
-  return loaded_model.load(path, **options)
+  return model_in_memory.load(path, **options)

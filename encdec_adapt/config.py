@@ -13,13 +13,18 @@ from typing import Any
 import ml_collections
 
 from encdec_adapt.adaptation import init_section
+from encdec_adapt.base import (
+  errors,
+  keys,
+  option_strings,
+)
 from encdec_adapt.checkpoints import checkpoint_section
-from encdec_adapt.cli import errors, keys, option_strings
 from encdec_adapt.cluster import distributed
-from encdec_adapt.data import data_section, definition
+from encdec_adapt.data import data_section
 from encdec_adapt.files import atomic, paths
 from encdec_adapt.models import architecture as architectures
 from encdec_adapt.models import execution, model_config, model_section
+from encdec_adapt.objectives import definition
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import rules as rules_lib
 from encdec_adapt.training import (

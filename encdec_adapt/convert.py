@@ -23,7 +23,7 @@ from encdec_adapt.conversion import (
   exporting,
   importing,
   inspection,
-  stored_model,
+  model_on_disk,
 )
 from encdec_adapt.models import model_config
 
@@ -32,7 +32,7 @@ _OUTPUT = command.string(
 )
 _WINDOW = command.choice(
   'encoder_window',
-  list(stored_model.WINDOWS),
+  list(model_on_disk.WINDOWS),
   'Window of the local layers of a bidirectional encoder: |q-k| < W (exclusive,'
   ' the authors of T5Gemma) or <= W (inclusive, transformers 5.23). Default:'
   " the run's own; for a folder, that of its config.json, or exclusive.",
@@ -46,7 +46,7 @@ _MULTIPLE = command.integer(
 
 def inspect(_: flags.FlagValues, operands: list[str]) -> int:
   """Prints a description of a model."""
-  print(inspection.describe(stored_model.open_model(operands[0])))
+  print(inspection.describe(model_on_disk.open_model(operands[0])))
   return 0
 
 

@@ -19,20 +19,21 @@ from typing import Protocol
 
 from absl import flags
 
-from encdec_adapt.cli import command, errors, option_strings
+from encdec_adapt.base import errors, option_strings
+from encdec_adapt.cli import command
 from encdec_adapt.cluster import distributed, lock
-from encdec_adapt.conversion import loaded_model, stored_model
-from encdec_adapt.data import records
-from encdec_adapt.evaluation import (
+from encdec_adapt.conversion import model_in_memory, model_on_disk
+from encdec_adapt.data.records import record_sets
+from encdec_adapt.evaluation.measures import (
   attention_analysis,
-  comparisons,
-  costs,
   held_out,
-  html_report,
-  results,
+  inference_cost,
+)
+from encdec_adapt.evaluation.reports import html_report, score_tables
+from encdec_adapt.evaluation.results import comparisons, results_store
+from encdec_adapt.evaluation.tasks import (
   retrieval_scores,
   retrieval_tasks,
-  score_tables,
   task_groups,
   text_pairs,
 )
@@ -101,15 +102,18 @@ class Evaluation(Protocol):
 
   name: str
 
-  def options(self) -> results.Options:
+  def options(self) -> results_store.Options:
     """Returns all that decides the scores of a model."""
 
-  def check(self, stored: stored_model.StoredModel) -> None:
+  def check(self, stored: model_on_disk.StoredModel) -> None:
     """Raises a `UserError` for a model that this does not suit."""
 
   def scores(
-    self, loaded: loaded_model.LoadedModel, rows: int, report: progress.Report
-  ) -> Iterable[results.Score]:
+    self,
+    loaded: model_in_memory.LoadedModel,
+    rows: int,
+    report: progress.Report,
+  ) -> Iterable[results_store.Score]:
     """Measures a model; every process of a job takes part.
 
     Args:
@@ -136,7 +140,7 @@ def main(values: flags.FlagValues) -> int:
   with command.processes(values):
     evaluations = _evaluations(values, planned)
     # Opens every model, so that bad input is refused before the first hours.
-    models = {path: stored_model.open_model(path) for path in given}
+    models = {path: model_on_disk.open_model(path) for path in given}
     for stored in models.values():
       for evaluation in evaluations:
         evaluation.check(stored)
@@ -144,7 +148,7 @@ def main(values: flags.FlagValues) -> int:
       store = None
       if distributed.is_lead():
         stack.enter_context(lock.hold(values.output))
-        store = stack.enter_context(results.Store(values.output))
+        store = stack.enter_context(results_store.Store(values.output))
       found = {
         path: evaluate(path, stored, evaluations, store, values)
         for path, stored in models.items()
@@ -167,7 +171,7 @@ def _evaluations(
   if values.attention:
     command.require(values, 'records')
   if values.records:
-    record_set = records.RecordSet.open(values.records)
+    record_set = record_sets.RecordSet.open(values.records)
     found.append(held_out.HeldOutEvaluation(record_set))
     if values.attention:
       found.append(
@@ -185,7 +189,9 @@ def _evaluations(
     found.append(retrieval_scores.RetrievalEvaluation(retrieval))
   if values.cost:
     lengths = _lengths(values.cost)
-    found.append(costs.CostEvaluation(*lengths, values.batch_size, values.int8))
+    found.append(
+      inference_cost.CostEvaluation(*lengths, values.batch_size, values.int8)
+    )
   if not found:
     raise errors.UserError(
       'nothing to evaluate: give --records, --tasks, --task_folder, --pairs or'
@@ -228,11 +234,11 @@ def _lengths(value: str) -> tuple[int, int]:
 
 def evaluate(
   path: str,
-  stored: stored_model.StoredModel,
+  stored: model_on_disk.StoredModel,
   evaluations: Sequence[Evaluation],
-  store: results.Store | None,
+  store: results_store.Store | None,
   values: flags.FlagValues,
-) -> list[results.Score]:
+) -> list[results_store.Score]:
   """Evaluates a model on what the store does not have.
 
   Args:
@@ -247,7 +253,7 @@ def evaluate(
   """
   say = print if store else lambda *_, **__: None
   kept = stored.fingerprint + ('-int8' if values.int8 else '')
-  model = results.Model(path, stored.step, kept)
+  model = results_store.Model(path, stored.step, kept)
   options = [evaluation.options() for evaluation in evaluations]
   missing = distributed.from_lead(
     lambda: [i for i, own in enumerate(options) if not store.find(model, own)]
@@ -255,7 +261,7 @@ def evaluate(
   done = len(evaluations) - len(missing)
   say(f'{path}: {len(missing)} evaluations, {done} done before')
   if missing:
-    loaded = loaded_model.read_as_trained(stored)
+    loaded = model_in_memory.read_as_trained(stored)
     if values.int8:
       loaded = dataclasses.replace(
         loaded,
@@ -283,8 +289,8 @@ def _report(
   values: flags.FlagValues,
   planned: task_groups.Plan,
   evaluations: Sequence[Evaluation],
-  models: Mapping[str, stored_model.StoredModel],
-  found: Mapping[str, Sequence[results.Score]],
+  models: Mapping[str, model_on_disk.StoredModel],
+  found: Mapping[str, Sequence[results_store.Score]],
 ) -> None:
   """Prints the tables and writes the report; `found` by path of a model."""
   names = score_tables.short_names(list(models))
@@ -333,7 +339,7 @@ def _report(
 
 def _notes(
   values: flags.FlagValues,
-  models: Mapping[str, stored_model.StoredModel],
+  models: Mapping[str, model_on_disk.StoredModel],
   scores: score_tables.Scores,
 ) -> list[str]:
   """Returns the sentences below the tables."""
@@ -353,7 +359,7 @@ def _notes(
   return notes
 
 
-def _size(stored: stored_model.StoredModel) -> str:
+def _size(stored: model_on_disk.StoredModel) -> str:
   """Returns the size class of a model: layers and width of its stacks."""
   stacks = stored.model.stacks.values()
   return '+'.join(f'{stack.layers}x{stack.width}' for stack in stacks)

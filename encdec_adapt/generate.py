@@ -31,11 +31,20 @@ from typing import Any
 from absl import flags
 import numpy as np
 
-from encdec_adapt.cli import command, errors
+from encdec_adapt.base import errors
+from encdec_adapt.cli import command
 from encdec_adapt.cluster import distributed
-from encdec_adapt.conversion import loaded_model, source_files, stored_model
+from encdec_adapt.conversion import (
+  model_in_memory,
+  model_on_disk,
+  pretrained_files,
+)
 from encdec_adapt.files import append_log, disk, paths, text_lines
-from encdec_adapt.inference import beam_search, embeddings, engine
+from encdec_adapt.inference import (
+  beam_search,
+  engine,
+  pooled_states,
+)
 from encdec_adapt.inference import sampling as sampling_lib
 from encdec_adapt.telemetry import progress
 from encdec_adapt.tokenizers import chat_format
@@ -124,7 +133,7 @@ define_flags = command.define(
   command.boolean('chat', "Take prompts as a user's turns and answer them."),
   command.choice(
     'embed',
-    list(embeddings.POOLINGS),
+    list(pooled_states.POOLINGS),
     "Write the encoder's states instead: their mean, or that of the last"
     ' token.',
   ),
@@ -147,13 +156,13 @@ def main(values: flags.FlagValues) -> int:
   del given['batch_size']
   texts = json.dumps(list(prompts.values())).encode()
   with command.processes(values, prompts=hashlib.sha256(texts).hexdigest()):
-    stored = stored_model.open_model(values.checkpoint)
+    stored = model_on_disk.open_model(values.checkpoint)
     encoded = _encode(prompts, stored, values)
     results = _Results(values.output, prompts, {**given, 'step': stored.step})
     done = distributed.from_lead(lambda: sorted(results.done))
     left = [i for i in range(len(prompts)) if i not in done]
     if left:
-      loaded = loaded_model.read_as_trained(stored)
+      loaded = model_in_memory.read_as_trained(stored)
       run = _embed if values.embed else _continue
       for i, found in run(loaded, {i: encoded[i] for i in left}, values):
         results.add(i, {'run': pathlib.Path(values.checkpoint).name, **found})
@@ -231,7 +240,7 @@ def read_prompts(
 
 def _encode(
   prompts: Prompts,
-  stored: stored_model.StoredModel,
+  stored: model_on_disk.StoredModel,
   values: flags.FlagValues,
 ) -> list[np.ndarray]:
   """Encodes each prompt as token ids, int32 [n], BOS first.
@@ -246,7 +255,7 @@ def _encode(
     for one in opened.sides.values():
       chat_format.template_of(one)
   generated = 0 if values.embed else values.max_tokens
-  longest = source_files.prompt_room(stored, generated)
+  longest = pretrained_files.prompt_room(stored, generated)
   separator = opened.decoder.encode(stored.separator)
   encoded = []
   for place, prompt in prompts.items():
@@ -275,7 +284,7 @@ def _encode(
 
 
 def _continue(
-  loaded: loaded_model.LoadedModel,
+  loaded: model_in_memory.LoadedModel,
   encoded: Mapping[int, np.ndarray],
   values: flags.FlagValues,
 ) -> Iterator[tuple[int, Result]]:
@@ -321,13 +330,13 @@ def _continue(
 
 
 def _embed(
-  loaded: loaded_model.LoadedModel,
+  loaded: model_in_memory.LoadedModel,
   encoded: Mapping[int, np.ndarray],
   values: flags.FlagValues,
 ) -> Iterator[tuple[int, Result]]:
   """Embeds prompts and yields results; arguments as `_continue`."""
   indices = list(encoded)
-  found = embeddings.embed(
+  found = pooled_states.embed(
     loaded.model,
     loaded.params,
     list(encoded.values()),

@@ -8,8 +8,8 @@ Finished shards are kept when the command is interrupted and given again. With
 a --: `--runner=beam -- --runner=DataflowRunner ..` (`launch/beam.md`). With
 --show it then prints rows of the records as text, with their documents,
 sentinels, masks and weights; with --contamination=SOURCES, which evaluation
-examples stand in the training text. `encdec_adapt/data/materialization.py` does
-the work.
+examples stand in the training text.
+`encdec_adapt/data/making/materialization.py` does the work.
 """
 
 from collections.abc import Sequence
@@ -17,8 +17,10 @@ import sys
 
 from absl import flags
 
-from encdec_adapt.cli import command, errors
-from encdec_adapt.data import materialization, row_display
+from encdec_adapt.base import errors
+from encdec_adapt.cli import command
+from encdec_adapt.data.making import materialization
+from encdec_adapt.data.records import row_display
 
 define_flags = command.define(
   command.define_config,

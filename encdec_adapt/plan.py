@@ -28,12 +28,13 @@ import jax
 from jax.sharding import Mesh
 
 from encdec_adapt import config as config_lib
-from encdec_adapt.cli import command, errors
+from encdec_adapt.base import errors
+from encdec_adapt.cli import command
 from encdec_adapt.files import atomic, disk
 from encdec_adapt.planning import (
+  analytic_model,
   calibration,
   chips,
-  cost_model,
   hlo,
   plan_report,
   programs,
@@ -157,8 +158,8 @@ def _plan(job: programs.Job, where: chips.Slice) -> dict[str, Any]:
   program = job.program()
   copies = {'replicated': layout_report.replicated(program.rows())}
   if where.chip.kind == 'gpu':
-    given = cost_model.Arguments.of(job, program)
-    return cost_model.describe(job, where, given) | copies
+    given = analytic_model.Arguments.of(job, program)
+    return analytic_model.describe(job, where, given) | copies
   what = f'program {job.name!r}, compiled for {where.name} x {where.count}'
   libtpu = f'libtpu {importlib.metadata.version("libtpu")}'
   try:

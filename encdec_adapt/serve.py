@@ -18,8 +18,13 @@ import time
 from absl import flags
 import numpy as np
 
-from encdec_adapt.cli import command, errors
-from encdec_adapt.conversion import loaded_model, source_files, stored_model
+from encdec_adapt.base import errors
+from encdec_adapt.cli import command
+from encdec_adapt.conversion import (
+  model_in_memory,
+  model_on_disk,
+  pretrained_files,
+)
 from encdec_adapt.files import disk
 from encdec_adapt.inference import engine as engine_lib
 from encdec_adapt.inference import lengths
@@ -86,10 +91,10 @@ def main(values: flags.FlagValues) -> int:
 
   if not http_app.is_free(values.host, values.port):
     return 1
-  stored = stored_model.open_model(values.checkpoint)
+  stored = model_on_disk.open_model(values.checkpoint)
   opened = stored.require_vocabularies()
-  longest = source_files.prompt_room(stored)
-  loaded = loaded_model.read_as_trained(stored)
+  longest = pretrained_files.prompt_room(stored)
+  loaded = model_in_memory.read_as_trained(stored)
   ids = loaded.special_ids
   if chat_format.find_template(opened.decoder):
     ends = *ids.eos, chat_format.end_of_turn(opened.decoder)

@@ -3,11 +3,10 @@
     python -m encdec_adapt.study --study=configs/quickstart.py:size=default
 
 A study is what `get_study(arg)` of a configuration file returns
-(`evaluation/study_stages.py`). Every stage is a command, printed before it
-runs. Stages share this process, which saves imports and compilations; only
-records are made in another one, which loads TensorFlow.
-Finished stages are skipped and an interrupted one resumes when the command is
-given again.
+(`evaluation/reports/study_stages.py`). Every stage is a command, printed before
+it runs. Stages share this process, which saves imports and compilations; only
+records are made in another one, which loads TensorFlow. Finished stages are
+skipped and an interrupted one resumes when the command is given again.
 """
 
 from collections.abc import Sequence
@@ -27,17 +26,16 @@ from typing import Any
 from absl import flags
 
 from encdec_adapt import config as config_lib
-from encdec_adapt.cli import command, errors
-from encdec_adapt.data import records, workers
-from encdec_adapt.evaluation import (
-  held_out,
-  html_report,
-  results,
-  study_stages,
-)
+from encdec_adapt.base import errors
+from encdec_adapt.cli import command
+from encdec_adapt.data.making import process_pool
+from encdec_adapt.data.records import record_sets
+from encdec_adapt.evaluation.measures import held_out
+from encdec_adapt.evaluation.reports import html_report, study_stages
+from encdec_adapt.evaluation.results import results_store
 from encdec_adapt.files import append_log, atomic, disk, paths
 from encdec_adapt.telemetry import (
-  accounting,
+  compute_cost,
   environment,
   metrics,
   progress,
@@ -106,7 +104,7 @@ def run(study: study_stages.Study, digest: str) -> int:
   for module, group in itertools.groupby(waiting, lambda s: s.module):
     group = list(group)
     if module == 'materialize':
-      workers.run_in_subprocess(run_stages, str(root), group)
+      process_pool.run_in_subprocess(run_stages, str(root), group)
     elif status := run_stages(str(root), group):
       return status
   _report(study)
@@ -180,7 +178,7 @@ def _check_same_study(root: paths.Path, digest: str) -> None:
 
 
 def _summary(root: paths.Path, name: str) -> dict[str, Any]:
-  return atomic.read_json(root / name / accounting.SUMMARY)
+  return atomic.read_json(root / name / compute_cost.SUMMARY)
 
 
 def _training_summary(root: paths.Path, name: str) -> dict[str, Any]:
@@ -189,7 +187,7 @@ def _training_summary(root: paths.Path, name: str) -> dict[str, Any]:
   made_by = summary.get('made_by', {'command': 'train'})
   if made_by['command'] != 'import':
     return summary
-  path = paths.at(made_by['sources'][0]) / accounting.SUMMARY
+  path = paths.at(made_by['sources'][0]) / compute_cost.SUMMARY
   training = atomic.read_json(path) if path.exists() else {}
   return {**summary, **training, 'inclusive': summary['inclusive']}
 
@@ -218,13 +216,13 @@ def _report(study: study_stages.Study) -> None:
   for name, candidates in study.best_of.items():
     folders = {name: _best(root, candidates), **folders}
   stages = [atomic.read_json(_marker(root, s)) for s in study.stages]
-  with results.Store(study.results) as store:
+  with results_store.Store(study.results) as store:
     runs = {name: _run(root, folder, store) for name, folder in folders.items()}
     measured = store.of_run(
       paths.join(study.root, study.runs[0]), held_out.TASK
     )
   options, tokens = measured[held_out.TARGET_TOKENS]
-  spec = records.RecordSet.open(options['records']).spec
+  spec = record_sets.RecordSet.open(options['records']).spec
   collected = {
     'title': study.title,
     'size': study.size,
@@ -250,7 +248,9 @@ def _report(study: study_stages.Study) -> None:
   print(f'\n{total} in all; report: {root / "report.html"}')
 
 
-def _run(root: paths.Path, folder: str, store: results.Store) -> dict[str, Any]:
+def _run(
+  root: paths.Path, folder: str, store: results_store.Store
+) -> dict[str, Any]:
   """The results of one run; an imported model has no curve."""
   scores = {
     metric: score.value

@@ -22,17 +22,22 @@ import jax
 import ml_collections
 
 from encdec_adapt import config as config_lib
+from encdec_adapt.base import exit_status
 from encdec_adapt.checkpoints import manager, resume_checks
-from encdec_adapt.cli import app, command
+from encdec_adapt.cli import command
 from encdec_adapt.cluster import distributed, lock, preemption
 from encdec_adapt.cluster import watchdog as watchdog_lib
 from encdec_adapt.conversion import initial_state, run_artifacts
-from encdec_adapt.data import row_rates
+from encdec_adapt.data.records import row_rates
 from encdec_adapt.evaluation import evaluators as evaluators_lib
 from encdec_adapt.files import paths
 from encdec_adapt.models import parameters
 from encdec_adapt.planning import dry_run, out_of_memory
-from encdec_adapt.telemetry import accounting, environment, profiling
+from encdec_adapt.telemetry import (
+  compute_cost,
+  environment,
+  profiling,
+)
 from encdec_adapt.training import job_telemetry, setup
 from encdec_adapt.training import phases as phases_lib
 from encdec_adapt.training import step as step_lib
@@ -80,7 +85,7 @@ def train(
     workdir: work directory; a job that was started there is resumed.
 
   Returns:
-    Exit status: 0, or `app.RESTART` after a preemption was saved.
+    Exit status: 0, or `exit_status.RESTART` after a preemption was saved.
 
   Raises:
     UserError: bad input, found before the first step; checkpoints exist but
@@ -131,7 +136,7 @@ def train(
   start = checkpoints.latest()  # A step, or None for a new job.
   if start is None:
     checkpoints.check_not_lost()
-    cost = accounting.Cost()
+    cost = compute_cost.Cost()
     sources = initial_state.open_sources(settings.init, settings.compute, where)
     sources.check_files(settings.data.vocabularies)
   else:
@@ -139,7 +144,7 @@ def train(
     saved = found.read_meta()
     resume_checks.check_config(saved, config.to_dict(), say)
     found.require_same(phases.abstract_saved(start))
-    cost = accounting.Cost(**found.read_data())
+    cost = compute_cost.Cost(**found.read_data())
 
   # -- Data --------------------------------------------------------------------
 
@@ -186,7 +191,7 @@ def train(
   # The first step donates the buffers of the state: another reference to the
   # parameters would keep them in memory twice.
   if start is None:
-    meta['sources'] = accounting.read_sources(
+    meta['sources'] = compute_cost.read_sources(
       [str(source.path) for source in sources.models]
       + [settings.teacher.checkpoint] * bool(references)
     )
@@ -346,8 +351,8 @@ def train(
 
   batches.close()
   if stopping and not last:
-    say(f'asked to stop: saved step {step}, exiting with {app.RESTART}')
-    return app.RESTART
+    say(f'asked to stop: saved step {step}, exiting with {exit_status.RESTART}')
+    return exit_status.RESTART
   if telemetry.stagnates:
     say(
       f'no {"higher" if loss.highest else "lower"} held-out {loss.selects} in'

@@ -8,10 +8,11 @@ import pytest
 
 from encdec_adapt import config as config_lib
 from encdec_adapt import study, train
-from encdec_adapt.cli import command, errors
-from encdec_adapt.evaluation import study_stages
+from encdec_adapt.base import errors
+from encdec_adapt.cli import command
+from encdec_adapt.evaluation.reports import study_stages
 from encdec_adapt.files import paths
-from encdec_adapt.telemetry import accounting
+from encdec_adapt.telemetry import compute_cost
 from tests import tiny
 
 RATES = ('0.0005', '0.0015', '0.0045')
@@ -21,7 +22,7 @@ def _summaries(folder, **losses):
   """Writes summaries of runs; their learning rates are 0.001, 0.002, ..."""
   for rate, (name, loss) in enumerate(losses.items(), 1):
     (folder / name).mkdir()
-    (folder / name / accounting.SUMMARY).write_text(
+    (folder / name / compute_cost.SUMMARY).write_text(
       json.dumps({'eval_loss': loss, 'learning_rate': rate * 1e-3})
     )
   return paths.at(folder), tuple(losses)
@@ -47,7 +48,7 @@ def test_an_imported_decoder_has_the_numbers_of_its_training(tmp_path):
   source = tiny.ROOT / 'configs' / 'decoders' / 'base'
   summary = dict(steps=0, target_tokens=0.0, inclusive={'flops': 5.0})
   summary['made_by'] = {'command': 'import', 'sources': [str(source)]}
-  (tmp_path / accounting.SUMMARY).write_text(json.dumps(summary))
+  (tmp_path / compute_cost.SUMMARY).write_text(json.dumps(summary))
   training = study._training_summary(paths.at(tmp_path), '.')
   assert (training['steps'], training['target_tokens']) == (3000, 6141172)
   assert training['eval_loss_at_step_0'] > 8 > 3 > training['eval_loss']

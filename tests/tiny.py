@@ -19,8 +19,13 @@ from encdec_adapt import convert as commands
 from encdec_adapt import generate as generate_lib
 from encdec_adapt.checkpoints import manager
 from encdec_adapt.cli import command
-from encdec_adapt.data import batch, record_writing, records, row_order
-from encdec_adapt.tokenizers import vocabularies, vocabulary_training
+from encdec_adapt.data.records import (
+  record_sets,
+  record_writing,
+  row_order,
+)
+from encdec_adapt.objectives import framing
+from encdec_adapt.tokenizers import vocabulary_pair, vocabulary_training
 from tests import xla_flags
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -58,8 +63,8 @@ def make_records(
     documents, folder / 'vocabulary.model', VOCAB
   )
   for objective, lengths in (
-    ('prefix_lm', batch.Lengths(16, 16)),
-    ('causal_lm', batch.Lengths(0, 32)),
+    ('prefix_lm', framing.Lengths(16, 16)),
+    ('causal_lm', framing.Lengths(0, 32)),
   ):
     for split, some in (
       ('train', documents[:rows]),
@@ -72,7 +77,7 @@ def make_records(
 
 
 def _write_set(folder, objective, split, lengths, vocabulary, documents):
-  spec = records.RecordSpec(
+  spec = record_sets.RecordSpec(
     source='text:none',
     split=split,
     objective=objective,
@@ -86,7 +91,7 @@ def _write_set(folder, objective, split, lengths, vocabulary, documents):
     vocabulary=vocabulary.fingerprint,
     encoder_vocabulary=vocabulary.fingerprint,
   )
-  parts = [records.Part(objective, 'text:none')]
+  parts = [record_sets.Part(objective, 'text:none')]
   (key,) = record_writing.shard_keys(spec, parts)
   with record_writing.ShardWriter(folder, spec, key) as writer:
     for index, document in enumerate(documents):
@@ -96,9 +101,9 @@ def _write_set(folder, objective, split, lengths, vocabulary, documents):
       count = SHORTEST + index * 5 % (LONGEST - SHORTEST + 1)
       assert len(tokens) >= half + count - 1
       targets = np.append(tokens[half : half + count - 1], vocabulary.eos)
-      writer.write([batch.Pair(tokens[:half], targets.astype(np.int32))])
+      writer.write([framing.Pair(tokens[:half], targets.astype(np.int32))])
     entry = writer.finish(examples=len(documents), shared_sentinel_spans=0)
-  opened = vocabularies.Opened(vocabulary, vocabulary)
+  opened = vocabulary_pair.Opened(vocabulary, vocabulary)
   described = opened.describe()
   record_writing.write_manifest(folder, spec, parts, {key: entry}, described)
 
@@ -135,7 +140,7 @@ def flags(folder: pathlib.Path, objective: str) -> list[str]:
 
 def target_tokens(folder: pathlib.Path, rows: int | None = None) -> int:
   """Targets in the first rows of a training stream; in all rows for None."""
-  found = records.RecordSet.open(folder)
+  found = record_sets.RecordSet.open(folder)
   order = row_order.Order(found)
   numbers = range(len(found)) if rows is None else map(order.row, range(rows))
   return sum(

@@ -7,7 +7,7 @@ from jax import numpy as jnp
 import numpy as np
 
 import encdec_adapt
-from encdec_adapt.conversion import loaded_model
+from encdec_adapt.conversion import model_in_memory
 from encdec_adapt.huggingface import export
 from encdec_adapt.models import build, model_config, parameters
 from tests import tiny_tokenizers
@@ -35,7 +35,7 @@ def params(config, seed=0, scale=0.5):
 def load(config, **options):
   """The model with random parameters, as `encdec_adapt.load` returns it."""
   model = build.build(config)
-  return loaded_model.LoadedModel(model, params(config, **options), None)
+  return model_in_memory.LoadedModel(model, params(config, **options), None)
 
 
 def pair_and_decoder(stack):
@@ -51,7 +51,7 @@ def save(
   config: model_config.ModelConfig,
   native: bool = False,
   **options,
-) -> loaded_model.LoadedModel:
+) -> model_in_memory.LoadedModel:
   """Writes a model with Gemma-like tokens to a folder and loads it.
 
   Args:

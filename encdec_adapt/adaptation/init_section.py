@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from encdec_adapt.cli import errors, keys
+from encdec_adapt.base import errors, keys
 
 MODES = ('random', 'checkpoint', 'adapt', 'embeddings')
 

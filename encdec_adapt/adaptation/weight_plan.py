@@ -13,7 +13,7 @@ from typing import Literal
 
 from encdec_adapt.adaptation import coverage as coverage_lib
 from encdec_adapt.adaptation import transforms as transforms_lib
-from encdec_adapt.cli import errors
+from encdec_adapt.base import errors
 from encdec_adapt.models import block, layer_leaves, model_config, parameters
 
 CrossAttention = Literal['auto', 'copy', 'fresh']

@@ -4,7 +4,7 @@ import collections
 from collections.abc import Iterable, Sequence
 import dataclasses
 
-from encdec_adapt.cli import keys
+from encdec_adapt.base import keys
 
 
 @dataclasses.dataclass(frozen=True)

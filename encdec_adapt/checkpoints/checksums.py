@@ -21,7 +21,7 @@ import os
 import pathlib
 from typing import Any
 
-from encdec_adapt.cli import errors
+from encdec_adapt.base import errors
 from encdec_adapt.files import paths as paths_lib
 
 FILE = 'checksums.json'

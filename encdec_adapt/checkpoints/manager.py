@@ -37,6 +37,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
+from encdec_adapt.base import errors
 from encdec_adapt.checkpoints import (
   checkpoint_section,
   checksums,
@@ -44,7 +45,6 @@ from encdec_adapt.checkpoints import (
   state_leaves,
   step_folders,
 )
-from encdec_adapt.cli import errors
 from encdec_adapt.cluster import distributed
 from encdec_adapt.files import disk, paths
 

@@ -10,8 +10,8 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from encdec_adapt.base import errors
 from encdec_adapt.checkpoints import state_leaves
-from encdec_adapt.cli import errors
 from encdec_adapt.files import paths
 from encdec_adapt.sharding import placement
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from encdec_adapt.cli import errors, keys
+from encdec_adapt.base import errors, keys
 from encdec_adapt.telemetry import environment
 
 Report = Callable[[str], None]  # Prints a paragraph.

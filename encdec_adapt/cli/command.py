@@ -17,7 +17,7 @@ from absl import app as absl_app
 from absl import flags, logging
 from ml_collections import config_flags
 
-from encdec_adapt.cli import app, errors
+from encdec_adapt.base import errors, exit_status
 from encdec_adapt.cluster import distributed
 
 # What absl and ml_collections raise for bad flags and configuration keys.
@@ -278,7 +278,7 @@ def _run(start: Callable[[Sequence[str]], int]) -> None:
     # Into a file or pipe Python writes 8 KB at once: hours of a job's lines.
     if isinstance(sys.stdout, io.TextIOWrapper):
       sys.stdout.reconfigure(line_buffering=True)
-    return app.guard(start, argv[1:])
+    return exit_status.guard(start, argv[1:])
 
   # absl and Grain's workers require that absl's global flags are parsed; ours
   # are separate.

@@ -1,4 +1,4 @@
 """The processes of one job: start, barriers, preemption, watchdog, locks.
 
-Imports `files`, `telemetry` and `cli.errors`, and no model or data.
+Imports `files`, `telemetry` and `base.errors`, and no model or data.
 """

@@ -5,10 +5,10 @@ which this module alone holds (jax has no public names for them):
 
 - Start: the service of process 0 waits until all processes have registered.
   If some have not in time, jax aborts the others with status 134
-  (`app.ABORT`) and a message that lists the missing process numbers. If
+  (`exit_status.ABORT`) and a message that lists the missing process numbers. If
   process 0 is the one that is missing, or dies meanwhile, the others name it
-  and exit with status 76 (`app.HANG`). Then versions, flags and devices are
-  compared before the first program runs.
+  and exit with status 76 (`exit_status.HANG`). Then versions, flags and devices
+  are compared before the first program runs.
 - Barriers need no device, so that devices that wait for each other do not
   hold them up; every one has a timeout.
 - Failure: a process that fails publishes its error under one key. A thread of
@@ -42,7 +42,7 @@ from jax._src import clusters
 from jax._src import distributed as jax_distributed
 from jax._src.lib import _jax
 
-from encdec_adapt.cli import app, errors
+from encdec_adapt.base import errors, exit_status
 from encdec_adapt.cluster import consistency
 from encdec_adapt.telemetry import environment
 
@@ -281,7 +281,7 @@ def _end_without_coordinator(
         ' job again.',
         file=sys.stderr,
       )
-      _exit_at_once(app.HANG)
+      _exit_at_once(exit_status.HANG)
 
 
 def is_lead() -> bool:
@@ -383,7 +383,10 @@ def fail_together() -> Iterator[None]:
     with _naming_delays():
       yield
   except BaseException as error:
-    if app.status(error) and jax_distributed.global_state.client is not None:
+    if (
+      exit_status.status(error)
+      and jax_distributed.global_state.client is not None
+    ):
       _publish_failure(error)
     raise
 
@@ -407,7 +410,7 @@ def _naming_delays() -> Iterator[None]:
 
 def _publish_failure(error: BaseException) -> None:
   """Publishes the error of this process, and waits for the others to end."""
-  state, status = jax_distributed.global_state, app.status(error)
+  state, status = jax_distributed.global_state, exit_status.status(error)
   text = str(error)
   if isinstance(error, SystemExit):
     text = f'it exited with status {status} after an error message.'

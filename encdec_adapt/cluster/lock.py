@@ -25,7 +25,7 @@ import time
 from typing import Any
 import uuid
 
-from encdec_adapt.cli import app, errors
+from encdec_adapt.base import errors, exit_status
 from encdec_adapt.files import disk, paths
 
 FILE = 'job.lock'
@@ -157,14 +157,14 @@ class BucketLock:
     while not self._stop.wait(self._beat):
       try:
         if not self._write(self._generation) and not self._find_own():
-          self._lose('another job has taken it', app.USER_ERROR)
+          self._lose('another job has taken it', exit_status.USER_ERROR)
           return
         last = time.monotonic()
       except (ValueError, TimeoutError) as error:
         # Waiting and trying take up to two more beats, in which no other job
         # may have taken the lock yet.
         if time.monotonic() - last > self._stale - 3 * self._beat:
-          self._lose(f'it could not be renewed ({error})', app.HANG)
+          self._lose(f'it could not be renewed ({error})', exit_status.HANG)
           return
 
   def _find_own(self) -> bool:

@@ -2,7 +2,7 @@
 
 Launchers and clouds announce that with SIGTERM and kill the process some
 30 seconds later. The training loop checks between steps, saves, and exits with
-`app.RESTART`.
+`exit_status.RESTART`.
 
 Often only one of several processes gets the signal, and all must save the
 same step. jax's own handler, installed by `distributed.initialize`, then

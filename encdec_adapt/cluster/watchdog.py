@@ -4,8 +4,8 @@ If a collective misses a process or a file system does not answer, the process
 waits in C++ and no exception comes. A thread compares the time since the last
 heartbeat with a multiple of the median step; beyond it, it reports the stacks
 of all threads, the step and the last barrier on standard error and in
-`hang/PROCESS.txt`, and ends the process with `app.HANG`, on which launchers
-restart.
+`hang/PROCESS.txt`, and ends the process with `exit_status.HANG`, on which
+launchers restart.
 """
 
 import collections
@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 
-from encdec_adapt.cli import app
+from encdec_adapt.base import exit_status
 from encdec_adapt.cluster import distributed
 from encdec_adapt.files import paths
 
@@ -104,7 +104,7 @@ class Watchdog:
           f' {self._clock() - since:.0f} s; the limit is {self.limit:.0f} s.\n'
           f'last barrier of this process: {distributed.last_barrier()}\n'
         )
-        self._end(app.HANG)
+        self._end(exit_status.HANG)
         return
 
   def _report(self, head: str) -> None:

@@ -18,11 +18,12 @@ import numpy as np
 
 from encdec_adapt.adaptation import coverage as coverage_lib
 from encdec_adapt.adaptation import recipes, weight_plan
-from encdec_adapt.cli import command, errors
+from encdec_adapt.base import errors
+from encdec_adapt.cli import command
 from encdec_adapt.conversion import (
   importing,
-  source_files,
-  stored_model,
+  model_on_disk,
+  pretrained_files,
   work_directory,
 )
 from encdec_adapt.files import lazy_array
@@ -64,7 +65,7 @@ def adapt_models(values: flags.FlagValues, _: list[str]) -> int:
   paths = [values.encoder] + ([values.decoder] if values.decoder else [])
   sources = [importing.open_model(path, values) for path in paths]
   for source in sources:
-    stored_model.require_decoder_only(source)
+    model_on_disk.require_decoder_only(source)
   encoder, decoder = sources[0], sources[-1]
   target = _target(encoder.model.decoder, decoder.model.decoder, values)
   coverage = weight_plan.make_plan(
@@ -74,8 +75,8 @@ def adapt_models(values: flags.FlagValues, _: list[str]) -> int:
     cross_attention=values.cross_attention,
     post_norm_gain=values.post_norm_gain,
   )
-  coverage = stored_model.with_outside(coverage, encoder, decoder)
-  choice = stored_model.vocabularies_of_pair(encoder, decoder)
+  coverage = model_on_disk.with_outside(coverage, encoder, decoder)
+  choice = model_on_disk.vocabularies_of_pair(encoder, decoder)
   if choice is not None and choice.encoder:
     _report_two_tokenizers(encoder, decoder, shared=target.shared_table)
   print(coverage.table())
@@ -94,7 +95,7 @@ def adapt_models(values: flags.FlagValues, _: list[str]) -> int:
   contents = work_directory.Contents(
     target,
     {'command': 'adapt', 'sources': list(dict.fromkeys(paths))},
-    source_files.folders_of_pair(encoder.path, decoder.path),
+    pretrained_files.folders_of_pair(encoder.path, decoder.path),
     choice,
     coverage,
     can_extend=True,
@@ -129,8 +130,8 @@ def _target(
 
 
 def _report_two_tokenizers(
-  encoder: stored_model.StoredModel,
-  decoder: stored_model.StoredModel,
+  encoder: model_on_disk.StoredModel,
+  decoder: model_on_disk.StoredModel,
   *,
   shared: bool,
 ) -> None:
@@ -152,8 +153,8 @@ def _report_two_tokenizers(
 def _arrays(
   target: model_config.EncoderDecoderConfig,
   coverage: coverage_lib.Coverage,
-  encoder: stored_model.StoredModel,
-  decoder: stored_model.StoredModel,
+  encoder: model_on_disk.StoredModel,
+  decoder: model_on_disk.StoredModel,
   seed: int,
 ) -> dict[str, lazy_array.LazyArray]:
   """Returns every array of the target, made when it is read."""

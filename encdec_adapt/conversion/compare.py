@@ -6,8 +6,8 @@ import dataclasses
 import jax
 import numpy as np
 
-from encdec_adapt.cli import errors
-from encdec_adapt.conversion import loaded_model, stored_model
+from encdec_adapt.base import errors
+from encdec_adapt.conversion import model_in_memory, model_on_disk
 from encdec_adapt.models import layer_leaves
 
 _FIRST_DRAWN = 4  # Lower ids are special in most vocabularies.
@@ -37,7 +37,7 @@ class LeafDifference:
 
 
 def diff(
-  one: stored_model.StoredModel, other: stored_model.StoredModel
+  one: model_on_disk.StoredModel, other: model_on_disk.StoredModel
 ) -> Iterator[LeafDifference]:
   """Compares two models parameter by parameter, layer by layer.
 
@@ -64,7 +64,7 @@ def diff(
 class _Leaves:
   """Parameters of a stored model by layer."""
 
-  def __init__(self, stored: stored_model.StoredModel):
+  def __init__(self, stored: model_on_disk.StoredModel):
     self.leaves = layer_leaves.leaves_of(stored.model)
     self._arrays = stored.arrays()
     self._stacks = stored.model.stacks
@@ -99,8 +99,8 @@ class Agreement:
 
 
 def verify(
-  one: stored_model.StoredModel,
-  other: stored_model.StoredModel,
+  one: model_on_disk.StoredModel,
+  other: model_on_disk.StoredModel,
   *,
   rows: int,
   length: int,
@@ -134,7 +134,7 @@ def verify(
   }
   logits = []
   for stored in (one, other):
-    model = loaded_model.read(stored)
+    model = model_in_memory.read(stored)
     with jax.default_matmul_precision('highest'):
       found = model.logits(tokens['decoder'], tokens.get('encoder'))
     # In float64: a KL near 0 is a difference of near numbers.

@@ -11,12 +11,13 @@ import tempfile
 from absl import flags
 import numpy as np
 
-from encdec_adapt.cli import command, errors
+from encdec_adapt.base import errors
+from encdec_adapt.cli import command
 from encdec_adapt.conversion import (
   model_card,
-  source_files,
-  stored_model,
-  tokenizer_export,
+  model_on_disk,
+  pretrained_files,
+  tokenizer_files,
 )
 from encdec_adapt.files import paths
 from encdec_adapt.huggingface import config_json, export, new_folder
@@ -35,12 +36,12 @@ def export_folder(values: flags.FlagValues, _: list[str]) -> int:
   """
   command.require(values, 'checkpoint', 'output')
   new_folder.require_free(values.output)
-  stored = stored_model.open_model(values.checkpoint)
+  stored = model_on_disk.open_model(values.checkpoint)
   own = _uses_own_layout(stored.model, values.layout)
-  found = source_files.folders(stored.path)
-  source_files.check(found)
+  found = pretrained_files.folders(stored.path)
+  pretrained_files.check(found)
   choice = stored.vocabularies
-  opened = stored_model.open_if_suitable(choice) if choice else None
+  opened = model_on_disk.open_if_suitable(choice) if choice else None
   vision, about_images = None, []
   if _reads_images(stored.model, own=own):
     vision, about_images = _vision(values.vision, stored.model, found)
@@ -49,8 +50,8 @@ def export_folder(values: flags.FlagValues, _: list[str]) -> int:
       f'--vision={values.vision} is for what transformers loads as T5Gemma 2;'
       ' this model has no part that reads images.'
     )
-  fields = source_files.config_fields(found, opened)
-  generation, dropped = source_files.generation_config(
+  fields = pretrained_files.config_fields(found, opened)
+  generation, dropped = pretrained_files.generation_config(
     found,
     fields,
     is_pair=stored.model.architecture.encodes_prompt,
@@ -66,7 +67,7 @@ def export_folder(values: flags.FlagValues, _: list[str]) -> int:
     tokenizers = pathlib.Path(scratch)
     notes = [
       _window_note(stored.model, own=own),
-      *tokenizer_export.write(tokenizers, stored, opened),
+      *tokenizer_files.write(tokenizers, stored, opened),
       *about_images,
       dropped,
     ]
@@ -88,7 +89,7 @@ def export_folder(values: flags.FlagValues, _: list[str]) -> int:
           for file in tokenizers.rglob('*')
           if file.is_file()
         },
-        source_files.GENERATION: (
+        pretrained_files.GENERATION: (
           json.dumps(generation, indent=2) + '\n'
         ).encode(),
         'README.md': card.encode(),
@@ -130,7 +131,7 @@ def _reads_images(model: model_config.ModelConfig, *, own: bool) -> bool:
 def _vision(
   folder: str | None,
   model: model_config.EncoderDecoderConfig,
-  found: source_files.Folders,
+  found: pretrained_files.Folders,
 ) -> tuple[vision_lib.Vision | None, list[str]]:
   """Opens the vision part of a T5Gemma 2; None where there is none.
 
@@ -140,7 +141,7 @@ def _vision(
   Raises:
     UserError: it does not fit the model.
   """
-  part = source_files.vision_part(found, folder)
+  part = pretrained_files.vision_part(found, folder)
   if part is None:
     return None, [
       'only the text part is written: transformers reports as missing, and'
@@ -156,7 +157,7 @@ def _vision(
       f'the vision part came without {missing}, which transformers needs to'
       ' read images: copy them from the model of the vision part.'
     )
-  elif folder and not source_files.reads_images(found):
+  elif folder and not pretrained_files.reads_images(found):
     notes.append(
       'the image processor came with the vision part, the tokenizer did not:'
       ' image_token in tokenizer_config.json must name the token of id'

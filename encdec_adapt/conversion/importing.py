@@ -10,11 +10,12 @@ from absl import flags
 import numpy as np
 
 from encdec_adapt.adaptation import coverage as coverage_lib
+from encdec_adapt.base import errors, option_strings
 from encdec_adapt.checkpoints import orbax_folder
-from encdec_adapt.cli import command, errors, option_strings
+from encdec_adapt.cli import command
 from encdec_adapt.conversion import (
-  source_files,
-  stored_model,
+  model_on_disk,
+  pretrained_files,
   work_directory,
 )
 from encdec_adapt.files import atomic, lazy_array, paths
@@ -27,11 +28,13 @@ from encdec_adapt.huggingface import (
 from encdec_adapt.models import model_config
 
 
-def open_model(path: str, values: flags.FlagValues) -> stored_model.StoredModel:
-  """Opens a model with the options of `stored_model` given as flags."""
+def open_model(
+  path: str, values: flags.FlagValues
+) -> model_on_disk.StoredModel:
+  """Opens a model with the options of `model_on_disk` given as flags."""
   names = [n for n in ('encoder_window', 'vocab_multiple') if n in values]
   options = {name: values[name].value for name in names}
-  return stored_model.open_model(path, **options)
+  return model_on_disk.open_model(path, **options)
 
 
 def import_folder(values: flags.FlagValues, _: list[str]) -> int:
@@ -49,7 +52,7 @@ def import_folder(values: flags.FlagValues, _: list[str]) -> int:
   if is_flax:
     source = _open_flax(path, values)
   else:
-    if not stored_model.is_folder(path):
+    if not model_on_disk.is_folder(path):
       raise errors.UserError(
         f'--source={path} is a work directory already; import reads Hugging'
         ' Face folders, and the Flax folders of the authors.'
@@ -70,7 +73,7 @@ def import_folder(values: flags.FlagValues, _: list[str]) -> int:
   contents = work_directory.Contents(
     source.model,
     made_by,
-    {} if is_flax else source_files.folders(path),
+    {} if is_flax else pretrained_files.folders(path),
     source.vocabularies,
   )
   work_directory.write(values.output, contents, source.arrays(), verb='read')
@@ -79,7 +82,7 @@ def import_folder(values: flags.FlagValues, _: list[str]) -> int:
 
 def _open_flax(
   path: paths.Path, values: flags.FlagValues
-) -> stored_model.StoredModel:
+) -> model_on_disk.StoredModel:
   """Opens a model as its authors' Flax code saves it; reads no arrays.
 
   Raises:
@@ -92,13 +95,13 @@ def _open_flax(
     model = config_json.model_from_raw(raw, values.model)[0]
   else:
     model = flax_layout.released_model(folder.arrays, str(path))
-  model = stored_model.with_window(model, values.encoder_window, str(path))
+  model = model_on_disk.with_window(model, values.encoder_window, str(path))
   model = model_config.with_vocab_multiple(model, values.vocab_multiple)
   found = flax_layout.FlaxModel(folder.arrays, folder.read, model, str(path))
-  return stored_model.StoredModel(
+  return model_on_disk.StoredModel(
     path,
     model,
-    stored_model.vocabularies_in(path),
+    model_on_disk.vocabularies_in(path),
     found.arrays,
     unused=found.unused,
   )
@@ -114,10 +117,10 @@ def merge_models(values: flags.FlagValues, operands: list[str]) -> int:
   command.require(values, 'output')
   new_folder.require_free(values.output)
   weights = _weights(values.weights, len(operands))
-  first = stored_model.open_model(operands[0])
+  first = model_on_disk.open_model(operands[0])
   multiple = first.model.decoder.vocab_multiple
   others = [
-    stored_model.open_model(path, vocab_multiple=multiple)
+    model_on_disk.open_model(path, vocab_multiple=multiple)
     for path in operands[1:]
   ]
   for other in others:
@@ -132,11 +135,11 @@ def merge_models(values: flags.FlagValues, operands: list[str]) -> int:
     if first.vocabularies and other.vocabularies:
       for side in first.model.stacks:
         own = first.vocabularies.path(side)
-        stored_model.require_same_tokens(other, side, own, str(first.path))
+        model_on_disk.require_same_tokens(other, side, own, str(first.path))
   contents = work_directory.Contents(
     first.model,
     {'command': 'merge', 'sources': operands, 'weights': weights},
-    source_files.folders(operands[0]),
+    pretrained_files.folders(operands[0]),
     first.vocabularies,
   )
   averages = _averages([first, *others], weights)
@@ -163,7 +166,7 @@ def _weights(text: str | None, models: int) -> list[float]:
 
 
 def _averages(
-  models: list[stored_model.StoredModel], weights: list[float]
+  models: list[model_on_disk.StoredModel], weights: list[float]
 ) -> dict[str, lazy_array.LazyArray]:
   """Returns every parameter of the average, computed when it is read."""
   sources = [model.arrays() for model in models]

@@ -10,17 +10,17 @@ import jax
 
 from encdec_adapt.adaptation import coverage as coverage_lib
 from encdec_adapt.adaptation import init_section, recipes, weight_plan
-from encdec_adapt.cli import errors
+from encdec_adapt.base import errors
 from encdec_adapt.cluster import distributed
-from encdec_adapt.conversion import source_files, stored_model
+from encdec_adapt.conversion import model_on_disk, pretrained_files
 from encdec_adapt.models import (
   architecture,
-  decoder_only,
+  base_model,
   execution,
   model_config,
   parameters,
 )
-from encdec_adapt.tokenizers import vocabularies
+from encdec_adapt.tokenizers import vocabulary_pair
 from encdec_adapt.training import losses, setup, teacher_section
 from encdec_adapt.training import state as state_lib
 
@@ -42,20 +42,20 @@ class Sources:
   init: init_section.InitConfig
   compute: execution.ComputeConfig
   where: state_lib.Placement
-  models: tuple[stored_model.StoredModel, ...]
+  models: tuple[model_on_disk.StoredModel, ...]
   coverage: coverage_lib.Coverage | None
 
   @property
-  def kept_folders(self) -> source_files.Folders:
+  def kept_folders(self) -> pretrained_files.Folders:
     """Folders of the sources' files that an export carries along."""
     if not self.models:
       return {}
     encoder, decoder = self.models[0].path, self.models[-1].path
     if self.init.mode == 'checkpoint':
-      return source_files.folders(encoder)
-    return source_files.folders_of_pair(encoder, decoder)
+      return pretrained_files.folders(encoder)
+    return pretrained_files.folders_of_pair(encoder, decoder)
 
-  def check_files(self, choice: vocabularies.Choice) -> None:
+  def check_files(self, choice: vocabulary_pair.Choice) -> None:
     """Checks the sources' tokenizers and the files that an export carries.
 
     Args:
@@ -65,7 +65,7 @@ class Sources:
       UserError: a source was trained with another vocabulary, or a file is
         damaged.
     """
-    source_files.check(self.kept_folders)
+    pretrained_files.check(self.kept_folders)
     if self.models:
       of_side = {'encoder': self.models[0], 'decoder': self.models[-1]}
       pairs = {
@@ -75,7 +75,7 @@ class Sources:
       for side in pairs.values():
         _check_vocabulary(of_side[side], choice, side)
 
-  def read(self, seed: int) -> decoder_only.Params:
+  def read(self, seed: int) -> base_model.Params:
     """Reads or draws the parameters; no device holds more than its shards.
 
     Args:
@@ -139,7 +139,7 @@ def open_sources(
     _check_same_model(_without_head(models[0], target), where)
   elif init.mode != 'random':
     for source in models:
-      stored_model.require_decoder_only(source)
+      model_on_disk.require_decoder_only(source)
     fresh = init.mode == 'embeddings'
     report = weight_plan.make_plan(
       target,
@@ -148,7 +148,7 @@ def open_sources(
       post_norm_gain=init.post_norm_gain,
       fresh=weight_plan.all_but_embeddings(target) if fresh else (),
     )
-    report = stored_model.with_outside(report, models[0], models[-1])
+    report = model_on_disk.with_outside(report, models[0], models[-1])
   return Sources(init, compute, where, models, report)
 
 
@@ -161,10 +161,10 @@ class Reference:
     where: the model on the mesh of the job.
   """
 
-  source: stored_model.StoredModel
+  source: model_on_disk.StoredModel
   where: state_lib.Placement
 
-  def read(self) -> decoder_only.Params:
+  def read(self) -> base_model.Params:
     """Reads its parameters."""
     return self.source.read(self.where)
 
@@ -174,7 +174,7 @@ def open_references(
   config: teacher_section.TeacherConfig,
   where: state_lib.Placement,
   compute: execution.ComputeConfig,
-  choice: vocabularies.Choice,
+  choice: vocabulary_pair.Choice,
 ) -> dict[str, Reference]:
   """Opens the reference models of a loss by their names; most have none.
 
@@ -199,8 +199,8 @@ def open_reference(
   loss: losses.loss.Loss,
   config: teacher_section.TeacherConfig,
   model: model_config.ModelConfig,
-  choice: vocabularies.Choice,
-) -> stored_model.StoredModel:
+  choice: vocabulary_pair.Choice,
+) -> model_on_disk.StoredModel:
   """Opens the model that `config.teacher` names.
 
   Raises:
@@ -239,15 +239,15 @@ def place_reference(
 
 def _open(
   path: str, target: model_config.ModelConfig
-) -> stored_model.StoredModel:
+) -> model_on_disk.StoredModel:
   """Opens a source or teacher, its tables padded as the model's own."""
   multiple = target.decoder.vocab_multiple
-  return stored_model.open_model(path, vocab_multiple=multiple)
+  return model_on_disk.open_model(path, vocab_multiple=multiple)
 
 
 def _without_head(
-  source: stored_model.StoredModel, target: model_config.ModelConfig
-) -> stored_model.StoredModel:
+  source: model_on_disk.StoredModel, target: model_config.ModelConfig
+) -> model_on_disk.StoredModel:
   """Returns a classifier's source as the classifier that is made of it."""
   if not target.decoder.classes:
     return source
@@ -258,7 +258,7 @@ def _without_head(
 
 
 def _check_same_model(
-  source: stored_model.StoredModel, where: state_lib.Placement
+  source: model_on_disk.StoredModel, where: state_lib.Placement
 ) -> None:
   """Checks that a checkpoint fits the model that continues it.
 
@@ -281,7 +281,7 @@ def _check_same_model(
 
 
 def _check_vocabulary(
-  source: stored_model.StoredModel, choice: vocabularies.Choice, side: str
+  source: model_on_disk.StoredModel, choice: vocabulary_pair.Choice, side: str
 ) -> None:
   """Checks that a source or teacher was trained with the job's vocabulary.
 
@@ -301,4 +301,4 @@ def _check_vocabulary(
         f' what they mean in {own}.'
       )
     return
-  stored_model.require_same_tokens(source, side, own, 'this job')
+  model_on_disk.require_same_tokens(source, side, own, 'this job')

@@ -4,14 +4,14 @@ from collections import Counter
 from collections.abc import Iterator
 import dataclasses
 
-from encdec_adapt.cli import errors
-from encdec_adapt.conversion import stored_model
+from encdec_adapt.base import errors
+from encdec_adapt.conversion import model_on_disk
 from encdec_adapt.files import disk
 from encdec_adapt.huggingface import config_json
 from encdec_adapt.models import model_config, parameters
 
 
-def describe(stored: stored_model.StoredModel) -> str:
+def describe(stored: model_on_disk.StoredModel) -> str:
   """Describes kind, sizes, dtypes, step and config; reads no weights."""
   return '\n'.join([*_head(stored), *_sizes(stored), *_config(stored)])
 
@@ -25,7 +25,7 @@ def transformers_class(model: model_config.ModelConfig) -> str | None:
   return raw['architectures'][0]
 
 
-def _head(stored: stored_model.StoredModel) -> Iterator[str]:
+def _head(stored: model_on_disk.StoredModel) -> Iterator[str]:
   kind = 'Hugging Face folder'
   if stored.step is not None:
     kind = f'work directory, checkpoint of step {stored.step}'
@@ -40,7 +40,7 @@ def _head(stored: stored_model.StoredModel) -> Iterator[str]:
     yield f"the encoder's vocabulary: {choice.encoder}"
 
 
-def _sizes(stored: stored_model.StoredModel) -> Iterator[str]:
+def _sizes(stored: model_on_disk.StoredModel) -> Iterator[str]:
   yield f'parameters: {parameters.count(stored.model):,}'
   for name, part in parameters.count_by_stack(stored.model).items():
     split = ', '.join(
@@ -58,7 +58,7 @@ def _sizes(stored: stored_model.StoredModel) -> Iterator[str]:
     yield f'{count} tensors unused: {reason}'
 
 
-def _config(stored: stored_model.StoredModel) -> Iterator[str]:
+def _config(stored: model_on_disk.StoredModel) -> Iterator[str]:
   stacks = stored.model.stacks
   rows = [('config', *stacks)]
   for field in dataclasses.fields(model_config.StackConfig):

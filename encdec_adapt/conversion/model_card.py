@@ -5,11 +5,15 @@ import pathlib
 from typing import Any
 
 from encdec_adapt import config as config_lib
-from encdec_adapt.conversion import inspection, stored_model, work_directory
+from encdec_adapt.conversion import (
+  inspection,
+  model_on_disk,
+  work_directory,
+)
 from encdec_adapt.files import atomic
 from encdec_adapt.files import paths as paths_lib
 from encdec_adapt.models import model_config, parameters
-from encdec_adapt.telemetry import accounting
+from encdec_adapt.telemetry import compute_cost
 
 _SIZES = (
   *('layers', 'width', 'mlp_width', 'heads', 'kv_heads', 'head_dim'),
@@ -55,7 +59,7 @@ _TRANSFORMERS = """or with transformers:
 
 
 def write(
-  stored: stored_model.StoredModel,
+  stored: model_on_disk.StoredModel,
   *,
   own: bool,
   dtype: str,
@@ -115,7 +119,7 @@ def _history(path: paths_lib.Path, step: int | None) -> Iterator[str]:
   if step is None:
     yield f'- A copy of the folder `{path.name}`.'
     return
-  summary = _read(path / accounting.SUMMARY)
+  summary = _read(path / compute_cost.SUMMARY)
   coverage = _read(path / work_directory.COVERAGE)
   if made_by := summary.get('made_by'):
     sources = made_by['sources']
@@ -140,7 +144,7 @@ def _history(path: paths_lib.Path, step: int | None) -> Iterator[str]:
       yield f'  - Differs from its source: {change}.'
   for source in map(paths_lib.at, dict.fromkeys(sources)):
     # Sources that are finished runs and still exist.
-    if earlier := _read(source / accounting.SUMMARY):
+    if earlier := _read(source / compute_cost.SUMMARY):
       yield f'- `{source.name}`:'
       yield from (f'  {line}' for line in _history(source, earlier['steps']))
 

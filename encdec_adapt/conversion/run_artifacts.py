@@ -11,11 +11,15 @@ from typing import Any
 import ml_collections
 
 from encdec_adapt import config as config_lib
-from encdec_adapt.conversion import initial_state, source_files, work_directory
+from encdec_adapt.conversion import (
+  initial_state,
+  pretrained_files,
+  work_directory,
+)
 from encdec_adapt.files import atomic, paths
 from encdec_adapt.models import model_config, parameters
-from encdec_adapt.telemetry import accounting, metrics
-from encdec_adapt.tokenizers import vocabularies
+from encdec_adapt.telemetry import compute_cost, metrics
+from encdec_adapt.tokenizers import vocabulary_pair
 
 ENVIRONMENT = 'environment.json'
 
@@ -23,7 +27,7 @@ ENVIRONMENT = 'environment.json'
 def write_initial(
   workdir: str | os.PathLike[str],
   sources: initial_state.Sources,
-  opened: vocabularies.Opened,
+  opened: vocabulary_pair.Opened,
 ) -> None:
   """Writes the artifacts of step 0, replacing those of an earlier start.
 
@@ -37,7 +41,7 @@ def write_initial(
   path.unlink(missing_ok=True)
   if sources.coverage:
     atomic.write_json(path, sources.coverage.to_json())
-  source_files.keep(workdir, sources.kept_folders)
+  pretrained_files.keep(workdir, sources.kept_folders)
   work_directory.keep_vocabularies(workdir, opened)
 
 
@@ -53,7 +57,7 @@ def write_config(
 
 def remove_summary(workdir: str | os.PathLike[str]) -> None:
   """Removes the summary of a finished job that trains further."""
-  (paths.at(workdir) / accounting.SUMMARY).unlink(missing_ok=True)
+  (paths.at(workdir) / compute_cost.SUMMARY).unlink(missing_ok=True)
 
 
 def write_summary(
@@ -61,7 +65,7 @@ def write_summary(
   model: model_config.ModelConfig,
   hyperparameters: Mapping[str, Any],
   step: int,
-  cost: accounting.Cost,
+  cost: compute_cost.Cost,
   sources: Mapping[str, Any],
 ) -> None:
   """Writes summary.json of a finished job and prints its main numbers.
@@ -72,7 +76,7 @@ def write_summary(
     hyperparameters: further entries, by name.
     step: the last step.
     cost: totals of the job.
-    sources: result of `accounting.read_sources` when the job started.
+    sources: result of `compute_cost.read_sources` when the job started.
   """
   losses = [r for r in metrics.read_metrics(workdir) if r['kind'] == 'eval']
   own = {
@@ -82,8 +86,8 @@ def write_summary(
     'eval_loss_at_step_0': losses[0]['loss'],
     'eval_loss': losses[-1]['loss'],
   }
-  summary = accounting.summarise(workdir, own, cost, sources)
-  atomic.write_json(paths.join(workdir, accounting.SUMMARY), summary)
+  summary = compute_cost.summarise(workdir, own, cost, sources)
+  atomic.write_json(paths.join(workdir, compute_cost.SUMMARY), summary)
   print(
     f'{workdir}: {step} steps, {cost.target_tokens:,.0f} target tokens,'
     f' held-out loss {summary["eval_loss_at_step_0"]:.4f} ->'

@@ -17,15 +17,19 @@ import numpy as np
 
 from encdec_adapt import config as config_lib
 from encdec_adapt.adaptation import coverage as coverage_lib
+from encdec_adapt.base import errors
 from encdec_adapt.checkpoints import manager, streaming
-from encdec_adapt.cli import errors
-from encdec_adapt.conversion import source_files, stored_model
+from encdec_adapt.conversion import model_on_disk, pretrained_files
 from encdec_adapt.data import data_section
 from encdec_adapt.files import atomic, disk, lazy_array, paths
 from encdec_adapt.huggingface import new_folder
 from encdec_adapt.models import model_config, parameters
-from encdec_adapt.telemetry import accounting, environment, progress
-from encdec_adapt.tokenizers import vocabularies, vocabulary
+from encdec_adapt.telemetry import (
+  compute_cost,
+  environment,
+  progress,
+)
+from encdec_adapt.tokenizers import vocabulary, vocabulary_pair
 from encdec_adapt.training import state as state_lib
 
 COVERAGE = 'coverage.json'
@@ -39,7 +43,7 @@ class Contents:
   Attributes:
     model: config of the model.
     made_by: `command` and `sources`, the folders it was made from.
-    kept: Hugging Face files to keep, see `source_files.folders`.
+    kept: Hugging Face files to keep, see `pretrained_files.folders`.
     choice: paths of the vocabularies; None for none.
     coverage: coverage report of an adaptation.
     can_extend: whether the command has flags for larger tables,
@@ -48,8 +52,8 @@ class Contents:
 
   model: model_config.ModelConfig
   made_by: dict[str, Any]
-  kept: source_files.Folders
-  choice: vocabularies.Choice | None = None
+  kept: pretrained_files.Folders
+  choice: vocabulary_pair.Choice | None = None
   coverage: coverage_lib.Coverage | None = None
   can_extend: bool = False
 
@@ -78,18 +82,18 @@ def write(
     CheckpointError: the checkpoint was not written.
   """
   output = paths.at(output)
-  source_files.check(contents.kept)
+  pretrained_files.check(contents.kept)
   opened = _open_vocabularies(contents)
   config = _config(contents, opened)
   if config_lib.load(config, str(output)).model != contents.model:
     raise ValueError('the configuration describes another model')
   nbytes = sum(array.nbytes for array in arrays.values())
   count = parameters.count(contents.model)
-  summary = accounting.summarise(
+  summary = compute_cost.summarise(
     output,
     {'made_by': contents.made_by, 'parameters': count, 'steps': 0},
-    accounting.Cost(),
-    accounting.read_sources(contents.made_by['sources']),
+    compute_cost.Cost(),
+    compute_cost.read_sources(contents.made_by['sources']),
   )
   with new_folder.new_folder(output) as draft:
     remedy = ' ($TMPDIR)' if paths.is_bucket(output) else ''
@@ -97,10 +101,10 @@ def write(
       draft.parent, nbytes, what='the parameters', remedy=remedy
     )
     config_lib.save(config, str(draft))
-    atomic.write_json(draft / accounting.SUMMARY, summary)
+    atomic.write_json(draft / compute_cost.SUMMARY, summary)
     if opened:
       keep_vocabularies(draft, opened)
-    source_files.keep(draft, contents.kept)
+    pretrained_files.keep(draft, contents.kept)
     if contents.coverage:
       atomic.write_json(draft / COVERAGE, contents.coverage.to_json())
     meta = {
@@ -140,7 +144,7 @@ def _save(folder: pathlib.Path, params: Any, meta: dict[str, Any]) -> None:
   try:
     with _without_logging(), manager.Checkpoints(folder) as checkpoints:
       checkpoints.save(
-        0, {'params': params}, data=accounting.Cost().as_dict(), meta=meta
+        0, {'params': params}, data=compute_cost.Cost().as_dict(), meta=meta
       )
   except manager.CheckpointError as error:
     # A source that is read while it is saved may be damaged: a user error.
@@ -158,7 +162,7 @@ def _without_logging() -> Iterator[None]:
     logging.set_verbosity(before)
 
 
-def _config(contents: Contents, opened: vocabularies.Opened | None) -> Any:
+def _config(contents: Contents, opened: vocabulary_pair.Opened | None) -> Any:
   """Returns the default configuration with the model and vocabularies."""
   config = config_lib.defaults()
   config_lib.set_model(config.model, contents.model)
@@ -177,7 +181,7 @@ def _config(contents: Contents, opened: vocabularies.Opened | None) -> Any:
   return config
 
 
-def _open_vocabularies(contents: Contents) -> vocabularies.Opened | None:
+def _open_vocabularies(contents: Contents) -> vocabulary_pair.Opened | None:
   """Opens the vocabularies and checks that the model has a row for each token.
 
   Raises:
@@ -189,12 +193,12 @@ def _open_vocabularies(contents: Contents) -> vocabularies.Opened | None:
       ' to train it on text.'
     )
     return None
-  opened = stored_model.open_if_suitable(contents.choice)
+  opened = model_on_disk.open_if_suitable(contents.choice)
   if opened is None:
     return None
   for side, stack in contents.model.stacks.items():
     key = f'--model.{side}.vocab_size' if contents.can_extend else ''
-    note = vocabularies.check_size(
+    note = vocabulary_pair.check_size(
       opened.sides[side], stack.vocab_size, side, key=key
     )
     if note:
@@ -202,13 +206,15 @@ def _open_vocabularies(contents: Contents) -> vocabularies.Opened | None:
   return opened
 
 
-def _distinct(opened: vocabularies.Opened) -> dict[str, vocabulary.Vocabulary]:
+def _distinct(
+  opened: vocabulary_pair.Opened,
+) -> dict[str, vocabulary.Vocabulary]:
   """Returns the vocabularies by side, the decoder's alone if they are equal."""
   return opened.sides if opened.differ else {'decoder': opened.decoder}
 
 
 def keep_vocabularies(
-  workdir: str | os.PathLike[str], opened: vocabularies.Opened
+  workdir: str | os.PathLike[str], opened: vocabulary_pair.Opened
 ) -> None:
   """Copies the files of the vocabularies into a work directory.
 
@@ -225,7 +231,7 @@ def keep_vocabularies(
     if one:
       names = {file.name: file for file in one.files}
       if len(names) == 1 and one.files[0].suffix != '.json':
-        names = {vocabularies.SENTENCEPIECE: one.files[0]}
+        names = {vocabulary_pair.SENTENCEPIECE: one.files[0]}
     if any(paths.at(file).parent == folder for file in names.values()):
       continue
     paths.remove(folder)

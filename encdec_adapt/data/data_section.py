@@ -4,19 +4,17 @@ from collections.abc import Mapping
 import dataclasses
 import functools
 
-from encdec_adapt.cli import errors, keys
-from encdec_adapt.data import (
-  batch,
+from encdec_adapt.base import errors, keys
+from encdec_adapt.data.records import record_sets, row_rates
+from encdec_adapt.data.sources import mixtures, text_sources
+from encdec_adapt.files import paths
+from encdec_adapt.objectives import (
   definition,
   denoising,
-  mixtures,
-  objective_names,
-  records,
-  row_rates,
-  text_sources,
+  framing,
+  parsing,
 )
-from encdec_adapt.files import paths
-from encdec_adapt.tokenizers import vocabularies
+from encdec_adapt.tokenizers import vocabulary_pair
 
 # A path that starts with this is below the work directory.
 WORKDIR = '{workdir}'
@@ -139,7 +137,7 @@ class DataConfig:
 
   def __post_init__(self):
     keys.check(self, 'config.data.')
-    lengths = batch.Lengths(self.encoder_length, self.decoder_length)
+    lengths = framing.Lengths(self.encoder_length, self.decoder_length)
     for objective in self.objectives:
       objective.check_lengths(lengths)
     self._check_sources()
@@ -170,7 +168,7 @@ class DataConfig:
   @functools.cached_property
   def objectives(self) -> tuple[definition.Objective, ...]:
     """The objectives that share the training rows."""
-    return objective_names.parse(self.objective)
+    return parsing.parse(self.objective)
 
   def in_workdir(self, workdir: str) -> 'DataConfig':
     """Returns the section with the paths of a job's work directory."""
@@ -184,20 +182,20 @@ class DataConfig:
     )
 
   @property
-  def vocabularies(self) -> vocabularies.Choice:
+  def vocabularies(self) -> vocabulary_pair.Choice:
     """Vocabularies of the two stacks."""
     added = max(
       objective.added_sentinels(self.sentinels, self.train.lengths)
       for objective in self.objectives
     )
-    return vocabularies.Choice(
+    return vocabulary_pair.Choice(
       self.vocabulary,
       self.encoder_vocabulary,
       max(added, self.add_sentinels),
     )
 
   @functools.cached_property
-  def train(self) -> records.RecordSpec:
+  def train(self) -> record_sets.RecordSpec:
     """Spec of the training records."""
     return self._spec(
       split='train',
@@ -208,7 +206,7 @@ class DataConfig:
     )
 
   @functools.cached_property
-  def evaluation(self) -> records.RecordSpec:
+  def evaluation(self) -> record_sets.RecordSpec:
     """Spec of the held-out records: one example in a row."""
     return self._spec(
       split='eval',
@@ -218,8 +216,8 @@ class DataConfig:
       max_rows=self.eval_rows,
     )
 
-  def _spec(self, **fields) -> records.RecordSpec:
-    return records.RecordSpec(
+  def _spec(self, **fields) -> record_sets.RecordSpec:
+    return record_sets.RecordSpec(
       source=self.source,
       max_bytes=self.max_bytes,
       seqio_modules=self.seqio_modules,

@@ -18,7 +18,8 @@ import json
 import textwrap
 import warnings
 
-from encdec_adapt.data import document_source, python_source, randomness
+from encdec_adapt.data.sources import document_source, python_source
+from encdec_adapt.objectives import randomness
 
 _SHORTEST, _LONGEST = 180, 240  # Characters of a description.
 _ROWS = 4  # Rows of a table.

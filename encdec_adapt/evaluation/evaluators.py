@@ -11,18 +11,18 @@ import functools
 from typing import Any
 
 from encdec_adapt import config as config_lib
-from encdec_adapt.cli import errors
+from encdec_adapt.base import errors
 from encdec_adapt.cluster import distributed
-from encdec_adapt.conversion import loaded_model, stored_model
-from encdec_adapt.evaluation import (
+from encdec_adapt.conversion import model_in_memory, model_on_disk
+from encdec_adapt.evaluation.measures import (
   held_out,
   perplexity,
-  results,
   samples,
-  task_groups,
 )
+from encdec_adapt.evaluation.results import results_store
+from encdec_adapt.evaluation.tasks import task_groups
 from encdec_adapt.files import paths
-from encdec_adapt.models import decoder_only
+from encdec_adapt.models import base_model
 from encdec_adapt.training import (
   job_telemetry,
   setup,
@@ -66,14 +66,14 @@ class Evaluators:
     settings: config_lib.Settings,
     tasks: Mapping[str, task_groups.Plan],
     where: state_lib.Placement,
-    references: Mapping[str, decoder_only.Params],
+    references: Mapping[str, base_model.Params],
     data: setup.Data,
     telemetry: job_telemetry.JobTelemetry,
   ):
     """Opens the results, without those beyond the last evaluation.
 
     Args:
-      workdir: work directory of the job; gets `results.jsonl`.
+      workdir: work directory of the job; gets `results_store.jsonl`.
       config: the configuration, whose digest the results have.
       settings: the validated configuration; the loss has its models.
       tasks: result of `read_tasks`.
@@ -98,20 +98,22 @@ class Evaluators:
     self._store = None
     if distributed.is_lead():
       beyond = -1 if evaluated is None else evaluated
-      self._store = results.Store(workdir, beyond)
-    self._model = results.Model(workdir, None, results.digest(config))
+      self._store = results_store.Store(workdir, beyond)
+    self._model = results_store.Model(
+      workdir, None, results_store.digest(config)
+    )
     self._tasks = tasks
     # Kernels are not for the prompts of a few rows.
     compute = dataclasses.replace(settings.compute, attention='chunked')
     self._load = functools.partial(
-      loaded_model.LoadedModel,
+      model_in_memory.LoadedModel,
       model=dataclasses.replace(where.model, compute=compute),
-      stored=stored_model.StoredModel(
+      stored=model_on_disk.StoredModel(
         paths.at(workdir),
         settings.model,
         settings.data.vocabularies,
         dict,
-        separator=stored_model.separator_of(settings),
+        separator=model_on_disk.separator_of(settings),
       ),
       rules=where.rules,
     )
@@ -123,7 +125,7 @@ class Evaluators:
   def __call__(
     self,
     step: int,
-    params: decoder_only.Params,
+    params: base_model.Params,
     *,
     beat: Callable[[], None],
     last: bool = False,

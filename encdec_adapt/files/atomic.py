@@ -4,7 +4,7 @@ import json
 import os
 from typing import Any
 
-from encdec_adapt.cli import errors
+from encdec_adapt.base import errors
 from encdec_adapt.files import paths
 
 

@@ -8,7 +8,7 @@ import pathlib
 import shutil
 import socket
 
-from encdec_adapt.cli import errors
+from encdec_adapt.base import errors
 from encdec_adapt.files import paths
 
 # Size of the file that tests whether a folder is writable.

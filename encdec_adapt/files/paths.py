@@ -39,7 +39,7 @@ from typing import Any, BinaryIO
 
 from etils import epath
 
-from encdec_adapt.cli import errors
+from encdec_adapt.base import errors
 
 Path = pathlib.Path | epath.Path
 AnyPath = str | os.PathLike[str]

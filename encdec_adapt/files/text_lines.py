@@ -4,7 +4,7 @@ import json
 import sys
 from typing import Any
 
-from encdec_adapt.cli import errors
+from encdec_adapt.base import errors
 from encdec_adapt.files import paths
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import types
 from typing import Any
 
-from encdec_adapt.cli import errors, keys
+from encdec_adapt.base import errors, keys
 from encdec_adapt.huggingface import families, raw_fields, weights
 from encdec_adapt.models import model_config, model_section
 

@@ -11,7 +11,7 @@ import dataclasses
 import types
 from typing import Any
 
-from encdec_adapt.cli import errors
+from encdec_adapt.base import errors
 from encdec_adapt.huggingface import (
   class_defaults,
   raw_fields,

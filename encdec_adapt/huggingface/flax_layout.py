@@ -11,7 +11,7 @@ import re
 
 import numpy as np
 
-from encdec_adapt.cli import errors
+from encdec_adapt.base import errors
 from encdec_adapt.files import lazy_array
 from encdec_adapt.huggingface import tensor_folder
 from encdec_adapt.models import layer_leaves, model_config, parameters, presets

@@ -7,7 +7,7 @@ import os
 
 import numpy as np
 
-from encdec_adapt.cli import errors
+from encdec_adapt.base import errors
 from encdec_adapt.files import atomic, lazy_array, paths
 from encdec_adapt.huggingface import (
   config_json,

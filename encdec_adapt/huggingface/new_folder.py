@@ -9,7 +9,7 @@ import secrets
 import shutil
 import tempfile
 
-from encdec_adapt.cli import errors
+from encdec_adapt.base import errors
 from encdec_adapt.files import disk, paths
 
 # Every model folder has this file. In a bucket it is written last: a folder

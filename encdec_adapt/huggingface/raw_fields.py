@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 import math
 from typing import Any
 
-from encdec_adapt.cli import errors
+from encdec_adapt.base import errors
 
 # Test of a value, and a description of valid ones.
 _Rule = tuple[Callable[[Any], bool], str]

@@ -7,7 +7,7 @@ transformers 5.23, `modeling_rope_utils.py`.
 from collections.abc import Mapping
 from typing import Any
 
-from encdec_adapt.cli import errors
+from encdec_adapt.base import errors
 from encdec_adapt.models import model_config
 from encdec_adapt.ops import rope
 

@@ -18,7 +18,7 @@ import ml_dtypes
 import numpy as np
 import safetensors
 
-from encdec_adapt.cli import errors
+from encdec_adapt.base import errors
 from encdec_adapt.files import atomic, paths
 
 SINGLE = 'model.safetensors'

@@ -14,7 +14,7 @@ import numpy as np
 import safetensors
 from safetensors import numpy as safetensors_numpy
 
-from encdec_adapt.cli import errors
+from encdec_adapt.base import errors
 from encdec_adapt.files import atomic, disk, paths
 from encdec_adapt.huggingface import tensor_folder, transposed_copy
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from encdec_adapt.cli import errors
+from encdec_adapt.base import errors
 from encdec_adapt.files import atomic, paths
 from encdec_adapt.huggingface import families, tensor_folder, tensor_writer
 from encdec_adapt.models import model_config

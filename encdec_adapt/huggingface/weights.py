@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from encdec_adapt.cli import errors
+from encdec_adapt.base import errors
 from encdec_adapt.models import layer_leaves, model_config
 
 _SUFFIXES = {'': 'weight', '_bias': 'bias'}

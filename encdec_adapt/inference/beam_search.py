@@ -16,10 +16,10 @@ from jax import numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 import numpy as np
 
-from encdec_adapt.cli import errors
+from encdec_adapt.base import errors
 from encdec_adapt.inference import decoding, quantization, sampling
 from encdec_adapt.inference import engine as engine_lib
-from encdec_adapt.models import build, decoder_only
+from encdec_adapt.models import base_model, build
 from encdec_adapt.models import cache as caches
 
 _NEVER = -1e9  # Below every score; of hypotheses that do not count.
@@ -130,7 +130,7 @@ def search(
 
 def _search(
   model: build.Model,
-  params: decoder_only.Params,
+  params: base_model.Params,
   state: decoding.State,
   eos: Int[Array, 'k'],
   penalty: Float[Array, ''],
@@ -184,7 +184,7 @@ def _start(state: decoding.State, real: Bool[Array, 'b'], beams: int) -> _Loop:
 
 def _advance(
   model: build.Model,
-  params: decoder_only.Params,
+  params: base_model.Params,
   eos: Int[Array, 'k'],
   penalty: Float[Array, ''],
   loop: _Loop,

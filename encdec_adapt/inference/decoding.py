@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from encdec_adapt.inference import lengths, quantization
 from encdec_adapt.inference import sampling as sampling_lib
-from encdec_adapt.models import build, decoder_only
+from encdec_adapt.models import base_model, build
 from encdec_adapt.models import cache as caches
 from encdec_adapt.ops import partition
 from encdec_adapt.sharding import compiler
@@ -202,7 +202,7 @@ def stop(
 
 def prefill(
   model: build.Model,
-  params: decoder_only.Params,
+  params: base_model.Params,
   state: State,
   group: Group,
   bos: Int[Array, ''] | int,
@@ -251,7 +251,7 @@ def prefill(
 
 def decode(
   model: build.Model,
-  params: decoder_only.Params,
+  params: base_model.Params,
   state: State,
   eos: Int[Array, 'k'],
   wake: Int[Array, ''],
@@ -286,7 +286,7 @@ def decode(
 
 def advance(
   model: build.Model,
-  params: decoder_only.Params,
+  params: base_model.Params,
   state: State,
   eos: Int[Array, 'k'],
 ) -> State:
@@ -322,8 +322,8 @@ def advance(
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames='int8')
 def prepare(
-  model: build.Model, params: decoder_only.Params, *, int8: bool
-) -> decoder_only.Params:
+  model: build.Model, params: base_model.Params, *, int8: bool
+) -> base_model.Params:
   """Returns parameters of a model as its programs take them."""
   params = quantization.cast(params, model.table, model.compute.dtype)
   if int8:

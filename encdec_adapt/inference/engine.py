@@ -23,10 +23,10 @@ from jax.sharding import Mesh
 from jaxtyping import Float, Int
 import numpy as np
 
-from encdec_adapt.cli import errors
+from encdec_adapt.base import errors
 from encdec_adapt.inference import decoding, lengths
 from encdec_adapt.inference import sampling as sampling_lib
-from encdec_adapt.models import build, decoder_only
+from encdec_adapt.models import base_model, build
 from encdec_adapt.sharding import rules as rules_lib
 
 UNLIMITED = 1 << 30  # More tokens than there are.
@@ -111,7 +111,7 @@ class Engine:
   def __init__(
     self,
     model: build.Model,
-    params: decoder_only.Params,
+    params: base_model.Params,
     ids: SpecialIds,
     *,
     rows: int = 8,
@@ -343,7 +343,7 @@ class Engine:
 
   def prefill_arguments(
     self, requests: Sequence[Request], rows: int
-  ) -> tuple[decoder_only.Params, decoding.State, decoding.Group, np.int32]:
+  ) -> tuple[base_model.Params, decoding.State, decoding.Group, np.int32]:
     """Returns arguments of `decoding.prefill` for a state of its own.
 
     Args:
@@ -479,7 +479,7 @@ class Engine:
     rows: Sequence[int],
     size: int,
     state: decoding.State,
-  ) -> tuple[decoder_only.Params, decoding.State, decoding.Group, np.int32]:
+  ) -> tuple[base_model.Params, decoding.State, decoding.Group, np.int32]:
     """Returns the arguments of `decoding.prefill`.
 
     Prompts are padded to a group of this size, whose rest is for no row.

@@ -13,7 +13,7 @@ import flax.struct
 import jax
 from jax import numpy as jnp
 
-from encdec_adapt.models import decoder_only, parameters
+from encdec_adapt.models import base_model, parameters
 
 _LARGEST = 127
 # Axes that count kernels.
@@ -45,10 +45,10 @@ def _input_axes(axes: tuple[str, ...]) -> tuple[int, ...]:
 
 
 def _map_kernels(
-  params: decoder_only.Params,
+  params: base_model.Params,
   table: Table,
   fn: Callable[[jax.Array, tuple[int, ...]], Any],
-) -> decoder_only.Params:
+) -> base_model.Params:
   """Applies `fn(kernel, input axes)` to every kernel of nested parameters."""
   flat = traverse_util.flatten_dict(params, sep='/')
   for path, leaf in flat.items():
@@ -58,13 +58,13 @@ def _map_kernels(
 
 
 def cast(
-  params: decoder_only.Params, table: Table, dtype: str
-) -> decoder_only.Params:
+  params: base_model.Params, table: Table, dtype: str
+) -> base_model.Params:
   """Converts kernels to a dtype; norms and biases stay as they are."""
   return _map_kernels(params, table, lambda kernel, _: kernel.astype(dtype))
 
 
-def quantize(params: decoder_only.Params, table: Table) -> decoder_only.Params:
+def quantize(params: base_model.Params, table: Table) -> base_model.Params:
   """Replaces kernels by `Quantized` ones.
 
   Args:
@@ -82,7 +82,7 @@ def quantize(params: decoder_only.Params, table: Table) -> decoder_only.Params:
   return _map_kernels(params, table, quantize_kernel)
 
 
-def dequantize(params: decoder_only.Params, dtype: str) -> decoder_only.Params:
+def dequantize(params: base_model.Params, dtype: str) -> base_model.Params:
   """Returns the parameters that `Quantized` kernels stand for."""
 
   def restore(leaf: Any) -> Any:
@@ -96,10 +96,10 @@ def dequantize(params: decoder_only.Params, dtype: str) -> decoder_only.Params:
 
 
 @jax.jit(static_argnames='table')
-def _rounded(params: decoder_only.Params, table: Any) -> decoder_only.Params:
+def _rounded(params: base_model.Params, table: Any) -> base_model.Params:
   return dequantize(quantize(params, dict(table)), 'float32')
 
 
-def rounded(params: decoder_only.Params, table: Table) -> decoder_only.Params:
+def rounded(params: base_model.Params, table: Table) -> base_model.Params:
   """Returns fp32 parameters as integers keep them, to measure what is lost."""
   return _rounded(params, tuple(table.items()))

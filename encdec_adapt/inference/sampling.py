@@ -14,7 +14,7 @@ import jax
 from jax import numpy as jnp
 import numpy as np
 
-from encdec_adapt.cli import errors
+from encdec_adapt.base import errors
 
 # Tokens among which top-p looks for its last one; beyond them it sorts all.
 _CANDIDATES = 1024

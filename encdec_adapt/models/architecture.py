@@ -2,8 +2,8 @@
 
 The config of a model gives its architecture (`config.architecture`). Training,
 evaluation, inference and planning ask this object, so that they need no tests
-of types. The fields of a batch (`data.batch`) that each stack reads are those
-of a side, `{side}_tokens`, `{side}_segments` and `{side}_positions`:
+of types. The fields of a batch (`objectives.framing`) that each stack reads are
+those of a side, `{side}_tokens`, `{side}_segments` and `{side}_positions`:
 
 | architecture    | stack   | side in batches of pairs | without inputs |
 |-----------------|---------|--------------------------|----------------|
@@ -134,7 +134,7 @@ class Architecture:
     Args:
       model: the model.
       params: parameters of the model.
-      batch: fields of `data.batch`.
+      batch: fields of `objectives.framing`.
       **options: as for `source`.
     """
     sides = self.sides('encoder_tokens' in batch)

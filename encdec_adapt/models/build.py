@@ -4,14 +4,14 @@ import dataclasses
 from typing import Any
 
 from encdec_adapt.models import (
-  decoder_only,
+  base_model,
   encoder_decoder,
   execution,
   layers_index,
   model_config,
 )
 
-Model = decoder_only.DecoderOnly | encoder_decoder.EncoderDecoder
+Model = base_model.DecoderOnly | encoder_decoder.EncoderDecoder
 
 
 def build(
@@ -27,7 +27,7 @@ def build(
   """
   if config.architecture.encodes_prompt:
     return encoder_decoder.EncoderDecoder(config, compute)
-  return decoder_only.DecoderOnly(config, compute)
+  return base_model.DecoderOnly(config, compute)
 
 
 def unroll(model: Model) -> Model:
@@ -40,7 +40,7 @@ def unroll(model: Model) -> Model:
   return dataclasses.replace(model, config=config)
 
 
-def unroll_params(model: Model, params: decoder_only.Params) -> dict[str, Any]:
+def unroll_params(model: Model, params: base_model.Params) -> dict[str, Any]:
   """Returns parameters of the model as those of `unroll(model)`."""
   decoder = layers_index.unroll_params(model.config.decoder, params['decoder'])
   return {**params, 'decoder': decoder}

@@ -8,17 +8,17 @@ from jaxtyping import Array, Float, Int
 
 from encdec_adapt.models import (
   attention_layer,
-  decoder_only,
+  base_model,
   layers_index,
   model_config,
 )
 from encdec_adapt.models import cache as caches
 
-Params = decoder_only.Params
+Params = base_model.Params
 
 
 @dataclasses.dataclass(frozen=True)
-class EncoderDecoder(decoder_only.Decoder):
+class EncoderDecoder(base_model.Decoder):
   """A bidirectional encoder and a causal decoder that attends to it.
 
   Segments tie the two together: a decoder token sees encoder tokens of its
@@ -34,8 +34,8 @@ class EncoderDecoder(decoder_only.Decoder):
     segments: Int[Array, 'B S'],
     positions: Int[Array, 'B S'],
     *,
-    routing: decoder_only.Routing = None,
-    dropout: decoder_only.Dropout | None = None,
+    routing: base_model.Routing = None,
+    dropout: base_model.Dropout | None = None,
   ) -> Float[Array, 'B S E']:
     """Computes the encoder's states after its final norm.
 

@@ -6,7 +6,7 @@ import math
 
 import jax
 
-from encdec_adapt.cli import keys
+from encdec_adapt.base import keys
 from encdec_adapt.ops import attention, experts
 
 

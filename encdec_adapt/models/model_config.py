@@ -7,7 +7,7 @@ differ in every field.
 import dataclasses
 from typing import Any, Literal
 
-from encdec_adapt.cli import errors, keys
+from encdec_adapt.base import errors, keys
 from encdec_adapt.models import architecture as architectures
 from encdec_adapt.ops import rope
 

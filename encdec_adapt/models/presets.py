@@ -12,7 +12,7 @@ import operator
 import types
 from typing import Any
 
-from encdec_adapt.cli import errors
+from encdec_adapt.base import errors
 from encdec_adapt.models import model_config as configs
 
 GEMMA2_VOCABULARY = 256000

@@ -10,7 +10,7 @@ import math
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from encdec_adapt.cli import option_strings
+from encdec_adapt.base import option_strings
 
 # The numbers of each kind of scaling, in the order of `Scaling.numbers`.
 NUMBERS = {

@@ -16,7 +16,7 @@ import os
 import jax
 import numpy as np
 
-from encdec_adapt.cli import errors, option_strings
+from encdec_adapt.base import errors, option_strings
 from encdec_adapt.telemetry import peak_flops
 
 _GIB = 2**30

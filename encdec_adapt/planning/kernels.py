@@ -11,8 +11,8 @@ import math
 
 import numpy as np
 
-from encdec_adapt.data import batch
 from encdec_adapt.models import model_config
+from encdec_adapt.objectives import framing
 from encdec_adapt.ops import attention_splash, masks
 from encdec_adapt.planning import hlo
 
@@ -115,7 +115,7 @@ class Attention:
 
 def attentions(
   models: Iterable[model_config.ModelConfig],
-  lengths: batch.Lengths,
+  lengths: framing.Lengths,
   shards: int = 1,
 ) -> list[Attention]:
   """Returns all kinds of attention of models, on a device.

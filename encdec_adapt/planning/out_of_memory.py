@@ -7,7 +7,7 @@ import shlex
 
 import jax
 
-from encdec_adapt.cli import errors
+from encdec_adapt.base import errors
 from encdec_adapt.planning import chips, stored_plans
 
 # RESOURCE_EXHAUSTED alone may also be a network error.

@@ -15,13 +15,13 @@ from jax.sharding import AbstractMesh, Mesh
 
 from encdec_adapt import config as config_lib
 from encdec_adapt.conversion import initial_state
-from encdec_adapt.data import batch as batch_lib
 from encdec_adapt.data import data_section
-from encdec_adapt.evaluation import perplexity
+from encdec_adapt.evaluation.measures import perplexity
 from encdec_adapt.inference import decoding
 from encdec_adapt.models import build, execution, model_config
 from encdec_adapt.models import cache as caches
-from encdec_adapt.models import model_flops as formula
+from encdec_adapt.models import forward_flops as formula
+from encdec_adapt.objectives import framing
 from encdec_adapt.ops import partition
 from encdec_adapt.sharding import compiler, layout_report, placement
 from encdec_adapt.sharding import rules as rules_lib
@@ -145,7 +145,7 @@ class Job:
     return self.data.objectives[0].maker.axes
 
   @property
-  def lengths(self) -> batch_lib.Lengths:
+  def lengths(self) -> framing.Lengths:
     """Tokens of a row."""
     return self.data.train.lengths
 
@@ -201,7 +201,7 @@ class Job:
     }
 
   def flops(self) -> float:
-    """Returns FLOPs on all devices by `models.model_flops`."""
+    """Returns FLOPs on all devices by `models.forward_flops`."""
     lengths = self.lengths
     if self.trains:
       model, *references = self.models
@@ -376,7 +376,7 @@ def tree_bytes(trees: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _batch(job: Job) -> dict[str, jax.ShapeDtypeStruct]:
-  """Returns the fields of a batch; see `data.batch`."""
+  """Returns the fields of a batch; see `objectives.framing`."""
   # A row without pairs has the fields, and no ids beside those of padding.
   ids = special_ids.SideIds(0, 0, 0)
   row = job.data.objectives[0].maker.frame(
@@ -385,7 +385,7 @@ def _batch(job: Job) -> dict[str, jax.ShapeDtypeStruct]:
     special_ids.Framing(ids, ids),
     teacher=job.reads_teacher_row,
   )
-  rows = batch_lib.stack_rows([row])
+  rows = framing.stack_rows([row])
   if job.trains:
     rows = job.loss.frame(rows, ids.pad)
   shapes = {

@@ -13,10 +13,14 @@ from typing import Any
 
 from jax.sharding import AbstractMesh
 
-from encdec_adapt.cli import errors
+from encdec_adapt.base import errors
 from encdec_adapt.files import disk
 from encdec_adapt.models import execution, parameters
-from encdec_adapt.planning import chips, cost_model, programs
+from encdec_adapt.planning import (
+  analytic_model,
+  chips,
+  programs,
+)
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import placement
 from encdec_adapt.sharding import rules as rules_lib
@@ -83,7 +87,7 @@ class _Planner:
     """
     self.job, self.where, self.doubt = job, where, doubt
     self.least = float('inf')  # Bytes of the smallest plan so far.
-    self._given: dict[Any, cost_model.Arguments] = {}
+    self._given: dict[Any, analytic_model.Arguments] = {}
 
   def plan(self, changes: Mapping[str, Any]) -> Candidate:
     """Returns the candidate with changed configuration keys.
@@ -92,14 +96,14 @@ class _Planner:
       changes: configuration key, as in 'train.batch_size', to value.
     """
     job = _changed(self.job, changes)
-    plan = cost_model.describe(job, self.where, self._arguments(job))
+    plan = analytic_model.describe(job, self.where, self._arguments(job))
     peak = self.doubt * plan['memory']['peak']
     plan['fits'] = peak <= self.where.chip.hbm_bytes
     self.least = min(self.least, peak)
     flags = (f'--config.{key}={value}' for key, value in changes.items())
     return Candidate(job, tuple(flags), plan)
 
-  def _arguments(self, job: programs.Job) -> cost_model.Arguments:
+  def _arguments(self, job: programs.Job) -> analytic_model.Arguments:
     rules, place = job.rules, job.rules.on(job.mesh)
     key = (job.optimizer, not job.trains and job.mesh) + tuple(
       tuple(job.mesh.shape[axis] for axis in axes)
@@ -112,7 +116,9 @@ class _Planner:
       if not job.trains:
         sizes = {'train.eval_batch_size': rows}
       smallest = _changed(job, sizes)
-      self._given[key] = cost_model.Arguments.of(smallest, smallest.program())
+      self._given[key] = analytic_model.Arguments.of(
+        smallest, smallest.program()
+      )
     return self._given[key]
 
   def nothing_fits(self) -> str:

@@ -8,7 +8,7 @@ import jax
 from ml_collections import config_flags
 
 from encdec_adapt import config as config_lib
-from encdec_adapt.cli import errors
+from encdec_adapt.base import errors
 from encdec_adapt.files import atomic
 from encdec_adapt.files import paths as paths_lib
 from encdec_adapt.planning import chips

@@ -20,10 +20,15 @@ from starlette import applications, middleware, requests, responses, routing
 import uvicorn
 from uvicorn.protocols.http import h11_impl
 
-from encdec_adapt.cli import errors
+from encdec_adapt.base import errors
 from encdec_adapt.inference import engine as engine_lib
-from encdec_adapt.serving import engine_thread, origins, protocol, text_stream
-from encdec_adapt.tokenizers import chat_format, vocabularies
+from encdec_adapt.serving import (
+  engine_worker,
+  origins,
+  protocol,
+  text_stream,
+)
+from encdec_adapt.tokenizers import chat_format, vocabulary_pair
 
 _MAX_BODY = 1 << 20  # Bytes.
 _BODY_SECONDS = 30  # Within which a body must arrive.
@@ -49,7 +54,7 @@ class Served:
 
   name: str
   step: int | None
-  opened: vocabularies.Opened
+  opened: vocabulary_pair.Opened
   prompt_side: str
   limits: protocol.Limits
   separator: Sequence[int] = ()
@@ -73,7 +78,7 @@ class Service:
       engine: the engine, which can decode.
       served: the model's name, vocabularies and limits.
     """
-    self.thread, self.draining = engine_thread.EngineThread(engine), False
+    self.thread, self.draining = engine_worker.EngineThread(engine), False
     self._served, self._began = served, int(time.time())
     sides = served.opened.sides.values()
     self._chat = all(chat_format.find_template(side) for side in sides)

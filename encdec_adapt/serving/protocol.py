@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from encdec_adapt.cli import errors
+from encdec_adapt.base import errors
 from encdec_adapt.inference import engine as engine_lib
 from encdec_adapt.inference import sampling as sampling_lib
 from encdec_adapt.tokenizers import chat_format, vocabulary

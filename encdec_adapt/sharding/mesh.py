@@ -9,7 +9,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 import numpy as np
 
-from encdec_adapt.cli import keys
+from encdec_adapt.base import keys
 from encdec_adapt.sharding import rules as rules_lib
 
 AXES = ('replica', 'fsdp', 'sequence', 'tensor')

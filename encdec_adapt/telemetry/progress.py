@@ -14,7 +14,7 @@ Report = Callable[[int, int], Any]
 class Progress:
   """Measures rates over the recent steps and formats the progress line.
 
-  Model FLOPs per step come from `models/model_flops.py`; "of peak" is model
+  Model FLOPs per step come from `models/forward_flops.py`; "of peak" is model
   FLOPs utilisation, which does not count rematerialisation.
   """
 

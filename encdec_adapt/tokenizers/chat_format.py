@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from encdec_adapt.cli import errors
+from encdec_adapt.base import errors
 from encdec_adapt.tokenizers import vocabulary as vocabulary_lib
 
 ROLES = ('system', 'user', 'assistant')

@@ -23,7 +23,7 @@ from typing import Any
 
 import sentencepiece
 
-from encdec_adapt.cli import errors
+from encdec_adapt.base import errors
 from encdec_adapt.files import paths
 from encdec_adapt.tokenizers import vocabulary
 

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import tokenizers
 
-from encdec_adapt.cli import errors
+from encdec_adapt.base import errors
 from encdec_adapt.files import atomic, paths
 from encdec_adapt.tokenizers import vocabulary
 

@@ -34,7 +34,7 @@ from typing import Any
 
 import numpy as np
 
-from encdec_adapt.cli import errors
+from encdec_adapt.base import errors
 from encdec_adapt.files import paths
 from encdec_adapt.tokenizers import special_ids
 

@@ -17,7 +17,7 @@ import os
 
 import sentencepiece
 
-from encdec_adapt.cli import errors
+from encdec_adapt.base import errors
 from encdec_adapt.files import disk, paths
 from encdec_adapt.tokenizers import sentencepiece_vocabulary
 

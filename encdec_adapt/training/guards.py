@@ -9,7 +9,7 @@ from collections import deque
 import jax
 import numpy as np
 
-from encdec_adapt.cli import errors
+from encdec_adapt.base import errors
 from encdec_adapt.files import atomic, paths
 
 FILE = 'nonfinite-{process}.json'

@@ -15,7 +15,7 @@ import numpy as np
 
 from encdec_adapt.cluster import distributed
 from encdec_adapt.telemetry import (
-  accounting,
+  compute_cost,
   environment,
   metrics,
   peak_flops,
@@ -38,7 +38,7 @@ class JobTelemetry:
     train: train_section.TrainConfig,
     loss: losses.loss.Loss,
     start: int | None,
-    cost: accounting.Cost,
+    cost: compute_cost.Cost,
     flops_per_step: float,
     say: Callable[[str], None],
   ):

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 import optax
 
-from encdec_adapt.cli import errors, keys
+from encdec_adapt.base import errors, keys
 from encdec_adapt.models import layers_index, parameters
 from encdec_adapt.training import schedules
 

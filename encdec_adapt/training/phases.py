@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from encdec_adapt.cli import errors
+from encdec_adapt.base import errors
 from encdec_adapt.models import block
 from encdec_adapt.sharding import memory, placement
 from encdec_adapt.training import losses, optimizers, train_section

@@ -11,7 +11,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from encdec_adapt.cli import errors, keys
+from encdec_adapt.base import errors, keys
 
 KINDS = ('cosine', 'linear', 'rsqrt', 'constant')
 

@@ -10,24 +10,25 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
 
-from encdec_adapt.cli import errors
+from encdec_adapt.base import errors
 from encdec_adapt.cluster import distributed
-from encdec_adapt.data import batch as batch_lib
-from encdec_adapt.data import (
-  data_section,
-  loader,
-  materialization,
-  records,
-  workers,
+from encdec_adapt.data import data_section
+from encdec_adapt.data.making import materialization, process_pool
+from encdec_adapt.data.records import loader, record_sets
+from encdec_adapt.models import (
+  build,
+  execution,
+  forward_flops,
+  model_config,
 )
-from encdec_adapt.models import build, execution, model_config, model_flops
+from encdec_adapt.objectives import framing
 from encdec_adapt.ops import attention
 from encdec_adapt.ops import partition as partition_lib
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import placement
 from encdec_adapt.sharding import rules as rules_lib
 from encdec_adapt.telemetry import environment
-from encdec_adapt.tokenizers import export_files, vocabularies
+from encdec_adapt.tokenizers import tokenizer_writer, vocabulary_pair
 from encdec_adapt.training import state as state_lib
 from encdec_adapt.training import train_section
 
@@ -54,7 +55,7 @@ def make_mesh(config: mesh_lib.MeshConfig, cache: str = '') -> Mesh:
 
 def check_batches(
   train: train_section.TrainConfig,
-  lengths: batch_lib.Lengths,
+  lengths: framing.Lengths,
   mesh: Mesh,
   rules: rules_lib.Rules,
 ) -> None:
@@ -140,7 +141,7 @@ def place_model(
 
 def step_flops(
   model: model_config.ModelConfig,
-  lengths: batch_lib.Lengths,
+  lengths: framing.Lengths,
   rows: int,
   references: Iterable[model_config.ModelConfig] = (),
 ) -> float:
@@ -153,8 +154,8 @@ def step_flops(
     references: models that add a forward pass each.
   """
   sizes = lengths.encoder, lengths.decoder, lengths.teacher
-  total = model_flops.TRAINING * model_flops.forward(model, *sizes)
-  total += sum(model_flops.forward(frozen, *sizes) for frozen in references)
+  total = forward_flops.TRAINING * forward_flops.forward(model, *sizes)
+  total += sum(forward_flops.forward(frozen, *sizes) for frozen in references)
   return float(total * rows)
 
 
@@ -171,9 +172,9 @@ class Data:
     evaluation: held-out rows.
   """
 
-  vocabularies: vocabularies.Opened
-  train: records.RecordSet
-  evaluation: records.RecordSet
+  vocabularies: vocabulary_pair.Opened
+  train: record_sets.RecordSet
+  evaluation: record_sets.RecordSet
 
 
 def check_vocabularies(data: data_section.DataConfig) -> None:
@@ -189,11 +190,11 @@ def check_vocabularies(data: data_section.DataConfig) -> None:
       table has rows, or could not be exported.
   """
   choice = data.vocabularies
-  if data.train_vocabulary and not vocabularies.exists(choice.decoder):
+  if data.train_vocabulary and not vocabulary_pair.exists(choice.decoder):
     return
   opened = choice.open()
   for vocabulary in {*opened.sides.values()}:
-    export_files.check_convertible(vocabulary)
+    tokenizer_writer.check_convertible(vocabulary)
   for note in opened.check_tables(data.table_sizes):
     if distributed.is_lead():
       print(f'note: {note}')
@@ -214,7 +215,7 @@ def open_data(data: data_section.DataConfig) -> Data:
   """
   if distributed.is_lead() and materialization.is_missing(data):
     print('records are missing; encdec_adapt.materialize makes them')
-    workers.run_in_subprocess(materialization.materialize, data)
+    process_pool.run_in_subprocess(materialization.materialize, data)
   distributed.barrier('records', distributed.MAKE_TIMEOUT)
   opened = data.vocabularies.open()
   train_set, eval_set = materialization.open_sets(data, opened)
@@ -230,7 +231,7 @@ def open_data(data: data_section.DataConfig) -> Data:
 
 
 def reads_teacher_row(
-  lengths: batch_lib.Lengths, *models: model_config.ModelConfig
+  lengths: framing.Lengths, *models: model_config.ModelConfig
 ) -> bool:
   """Returns whether batches need the teacher's fields, which a model reads.
 
@@ -243,7 +244,7 @@ def reads_teacher_row(
 
 
 def training_batches(
-  record_set: records.RecordSet,
+  record_set: record_sets.RecordSet,
   batch_size: int,
   where: state_lib.Placement,
   **options: Any,
@@ -260,11 +261,11 @@ def training_batches(
 
 
 def evaluation_batches(
-  record_set: records.RecordSet,
+  record_set: record_sets.RecordSet,
   batch_size: int,
   where: state_lib.Placement,
   **options: Any,
-) -> Iterator[batch_lib.Batch]:
+) -> Iterator[framing.Batch]:
   """Opens the held-out batches of this process.
 
   See `loader.evaluation_batches`.
@@ -281,7 +282,7 @@ def evaluation_batches(
 
 def describe_batch(
   rows: Mapping[str, Any],
-  opened: vocabularies.Opened,
+  opened: vocabulary_pair.Opened,
   labels: Sequence[str] = (),
 ) -> str:
   """Decodes the first example of a process's rows, field by field.

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 import optax
 
-from encdec_adapt.models import decoder_only
+from encdec_adapt.models import base_model
 from encdec_adapt.ops import partition
 from encdec_adapt.sharding import compiler, placement
 from encdec_adapt.training import losses, offload, optimizers
@@ -68,7 +68,7 @@ def make_train_step(
       def objective(trained, part, key):
         """Returns a microbatch's share of the loss, and all of its sums."""
         params = state_lib.unflatten({**frozen, **trained})
-        masks = decoder_only.Dropout(dropout, key) if dropout else None
+        masks = base_model.Dropout(dropout, key) if dropout else None
         terms = loss.sums(where.model, params, part, references, masks)
         return terms['loss'] / divisor, terms
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from encdec_adapt.cli import keys
+from encdec_adapt.base import keys
 
 
 @dataclasses.dataclass(frozen=True)

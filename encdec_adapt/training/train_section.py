@@ -2,7 +2,11 @@
 
 import dataclasses
 
-from encdec_adapt.cli import errors, keys, option_strings
+from encdec_adapt.base import (
+  errors,
+  keys,
+  option_strings,
+)
 
 # Names of evaluators that are no tasks.
 LOSS, SAMPLES = 'loss', 'samples'

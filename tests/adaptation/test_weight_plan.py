@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from encdec_adapt.adaptation import recipes, weight_plan
-from encdec_adapt.cli import errors
+from encdec_adapt.base import errors
 from encdec_adapt.models import (
   build,
   layer_leaves,

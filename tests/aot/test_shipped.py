@@ -9,9 +9,9 @@ from encdec_adapt import config as config_lib
 from encdec_adapt import plan
 from encdec_adapt.cli import command
 from encdec_adapt.planning import (
+  analytic_model,
   calibration,
   chips,
-  cost_model,
   programs,
   search,
   stored_plans,
@@ -95,8 +95,8 @@ def test_the_cost_model_is_near_the_compiled_plan(path):
   written, where, settings = load(path)
   mesh = mesh_lib.make_mesh(settings.mesh, chips.devices_of(where))
   job = programs.Job.of('train', settings, mesh)
-  given = cost_model.Arguments.of(job, job.program())
-  found = cost_model.describe(job, where, given)
+  given = analytic_model.Arguments.of(job, job.program())
+  found = analytic_model.describe(job, where, given)
   peak = written['programs']['train']['memory']['peak']
   ratio = found['memory']['peak'] / peak
   # A search may compile candidates that do not fit, but must not skip one

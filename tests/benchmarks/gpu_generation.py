@@ -6,7 +6,7 @@ The 2B-2B pair in bf16 with random weights and prompts of `--prompt` tokens. A
 decoding step reads the decoder's weights and every row's caches: `of bandwidth`
 is the time that these bytes take at the chip's memory bandwidth over the time
 of a step. `MFU` of a prefill counts the encoder and the keys and values of the
-encoding by `models.model_flops`. `--int8` keeps kernels as 8-bit integers.
+encoding by `models.forward_flops`. `--int8` keeps kernels as 8-bit integers.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,11 @@ import numpy as np
 
 from encdec_adapt.inference import decoding
 from encdec_adapt.inference import engine as engine_lib
-from encdec_adapt.models import execution, model_flops, presets
+from encdec_adapt.models import (
+  execution,
+  forward_flops,
+  presets,
+)
 from encdec_adapt.planning import chips
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import rules as rules_lib
@@ -98,7 +102,7 @@ def _measure(
   start = time.perf_counter()
   prefill()
   reading = time.perf_counter() - start
-  flops, _ = model_flops.generation(where.model.config, arguments.prompt, 1)
+  flops, _ = forward_flops.generation(where.model.config, arguments.prompt, 1)
   return {
     'rows': rows,
     'ms a step': 1000 * step,

@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from encdec_adapt.models import model_flops
+from encdec_adapt.models import forward_flops
 from encdec_adapt.ops import (
   attention,
   attention_triton,
@@ -129,7 +129,7 @@ def _attention(backend, mask, spec, examples, arguments, tiles='shipped'):
   def loss(q, k, v, spec):
     return jnp.sum(attend(q, k, v, spec).astype(jnp.float32))
 
-  pairs = model_flops.visible_pairs(
+  pairs = forward_flops.visible_pairs(
     length, causal=spec.kind == 'causal', window=spec.window
   )
   work = batch * 4 * arguments.heads * head_dim * pairs
@@ -143,7 +143,7 @@ def _attention(backend, mask, spec, examples, arguments, tiles='shipped'):
     )
     for passes, run, factor in (
       ('forward', attend, 1),
-      ('both', jax.grad(loss, (0, 1, 2)), model_flops.TRAINING),
+      ('both', jax.grad(loss, (0, 1, 2)), forward_flops.TRAINING),
     )
   ]
 
@@ -171,8 +171,8 @@ def _loss(arguments) -> dict[str, Any]:
 
     return jax.grad(loss, (0, 1))(hidden, table)
 
-  forward = model_flops.vocabulary(width, arguments.vocab_size, tokens)
-  work = model_flops.TRAINING * forward
+  forward = forward_flops.vocabulary(width, arguments.vocab_size, tokens)
+  work = forward_flops.TRAINING * forward
   size = 2 * (hidden.nbytes + table.nbytes)
   what = {'kernel': 'vocabulary loss', 'backend': 'xla', 'tiles': '-'}
   return (

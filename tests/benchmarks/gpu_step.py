@@ -9,7 +9,7 @@ gradients and AdamW's fp32 moments would take 83 GiB, more than an H100 has;
 `--moment_dtype=bfloat16` takes 62 GiB. For each of our attention backends,
 with one example a row and with several, and for the peer (which cannot pack)
 with every attention that it has: every batch that fits, tokens/s and MFU by
-the formula of `models.model_flops`. `--batches` are rows of a step, tried in
+the formula of `models.forward_flops`. `--batches` are rows of a step, tried in
 order until one does not fit; `--examples` are examples of a row; `--platform`
 is torch's device. `speed ratio` is over the peer's best row, if torch and
 transformers are installed. `gpu_kernels` measures attention and loss alone.
@@ -138,12 +138,12 @@ def _measure(
 
 def _step_flops(model: argparse.Namespace) -> int:
   """Returns the model FLOPs of a step."""
-  from encdec_adapt.models import model_flops
+  from encdec_adapt.models import forward_flops
 
   lengths = model.encoder_length, model.decoder_length
   pair = training_step.make_pair(model)
-  row = model_flops.forward(pair, *lengths, teacher=0)
-  return model.batch_size * model_flops.TRAINING * row
+  row = forward_flops.forward(pair, *lengths, teacher=0)
+  return model.batch_size * forward_flops.TRAINING * row
 
 
 if __name__ == '__main__':

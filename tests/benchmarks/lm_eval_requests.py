@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
   import transformers
 
   import encdec_adapt
-  from encdec_adapt.evaluation import lm_eval_adapter
+  from encdec_adapt.evaluation.tasks import lm_eval_adapter
   from encdec_adapt.huggingface import config_json
   from encdec_adapt.models import model_config as configs
   from tests import tiny_tokenizers

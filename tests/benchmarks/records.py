@@ -24,20 +24,22 @@ from typing import Any
 
 import numpy as np
 
-from encdec_adapt.data import (
-  batch,
-  loader,
+from encdec_adapt.data.making import (
   materialization,
   packing,
-  record_writing,
-  records,
   shard_jobs,
-  text_sources,
 )
-from encdec_adapt.tokenizers import vocabularies, vocabulary_training
+from encdec_adapt.data.records import (
+  loader,
+  record_sets,
+  record_writing,
+)
+from encdec_adapt.data.sources import text_sources
+from encdec_adapt.objectives import framing
+from encdec_adapt.tokenizers import vocabulary_pair, vocabulary_training
 from tests import gemma_ids
 from tests.benchmarks import results
-from tests.data import test_packing
+from tests.data.making import test_packing
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
@@ -75,7 +77,7 @@ def _measure(task: str, tokens: int, run: Callable[[], Any]) -> dict[str, Any]:
 
 def _read(folder: pathlib.Path, arguments) -> list[dict[str, Any]]:
   """Rows on reading."""
-  spec = records.RecordSpec(
+  spec = record_sets.RecordSpec(
     source='random',
     split='train',
     objective='prefix_lm',
@@ -84,7 +86,7 @@ def _read(folder: pathlib.Path, arguments) -> list[dict[str, Any]]:
     shards=1,
   )
   rng = np.random.default_rng(0)
-  parts = [records.Part('prefix_lm', 'random')]
+  parts = [record_sets.Part('prefix_lm', 'random')]
   (key,) = record_writing.shard_keys(spec, parts)
   with record_writing.ShardWriter(folder, spec, key) as writer:
     for _ in range(arguments.rows):
@@ -93,7 +95,7 @@ def _read(folder: pathlib.Path, arguments) -> list[dict[str, Any]]:
   record_writing.write_manifest(
     folder, spec, parts, {key: entry}, gemma_ids.DESCRIBED
   )
-  record_set = records.RecordSet.open(folder)
+  record_set = record_sets.RecordSet.open(folder)
 
   def decode():
     for first in range(0, arguments.rows, arguments.batch_size):
@@ -120,12 +122,12 @@ def _read(folder: pathlib.Path, arguments) -> list[dict[str, Any]]:
 
 
 def _random_row(
-  lengths: batch.Lengths, rng: np.random.Generator
-) -> list[batch.Pair]:
+  lengths: framing.Lengths, rng: np.random.Generator
+) -> list[framing.Pair]:
   """Four pairs that fill a row."""
   sides = [lengths.encoder // 4 - 1, lengths.decoder // 4]
   return [
-    batch.Pair(*(rng.integers(5, 32_000, n, dtype=np.int32) for n in sides))
+    framing.Pair(*(rng.integers(5, 32_000, n, dtype=np.int32) for n in sides))
     for _ in range(4)
   ]
 
@@ -169,8 +171,8 @@ def _make_records(
   folder, file, vocabulary, tokens, length, objective, arguments
 ) -> dict[str, Any]:
   """The row on making records of an objective, and on their packing."""
-  lengths = batch.Lengths(arguments.encoder_length, arguments.decoder_length)
-  pairs: list[batch.Pair] = []
+  lengths = framing.Lengths(arguments.encoder_length, arguments.decoder_length)
+  pairs: list[framing.Pair] = []
 
   def read(job):
     for example in shard_jobs.read_examples(job):
@@ -178,7 +180,7 @@ def _make_records(
       yield example
 
   def make(max_bytes, name):
-    spec = records.RecordSpec(
+    spec = record_sets.RecordSpec(
       source=f'jsonl:{file}',
       split='train',
       objective=objective,
@@ -191,7 +193,7 @@ def _make_records(
     pairs.clear()
     materialization.materialize_sets(
       [(spec, folder / f'{objective}-{length}-{name}')],
-      vocabularies.Choice(vocabulary.path),
+      vocabulary_pair.Choice(vocabulary.path),
       read=read,
     )
 
@@ -205,7 +207,7 @@ def _make_records(
   in_order = test_packing.count_in_order(
     [(len(pair.inputs), len(pair.targets)) for pair in pairs], lengths
   )
-  manifest = records.read_manifest(folder / f'{objective}-{length}-records')
+  manifest = record_sets.read_manifest(folder / f'{objective}-{length}-records')
   return row | {
     'encoder fill': manifest['fill']['encoder'],
     'decoder fill': manifest['fill']['decoder'],
@@ -216,10 +218,11 @@ def _make_records(
 
 def _live(file, vocabulary, tokens, length, arguments) -> dict[str, Any]:
   """The row on SeqIO's own pipeline: the same task, one example at a time."""
-  from encdec_adapt.data import mixtures, tasks
+  from encdec_adapt.data.seqio import seqio_tasks
+  from encdec_adapt.data.sources import mixtures
 
   (part,) = mixtures.open_parts(f'jsonl:{file}')
-  task = tasks.make_task(
+  task = seqio_tasks.make_task(
     part, mixtures.Draw('train', 0.0, 0), vocabulary, 'prefix_lm'
   )
   lengths = {

@@ -76,10 +76,10 @@ def make_batch(arguments: argparse.Namespace) -> dict[str, Any]:
   """Makes a batch whose rows are full of equally long examples."""
   import numpy as np
 
-  from encdec_adapt.data import batch
+  from encdec_adapt.objectives import framing
   from tests import gemma_ids
 
-  lengths = batch.Lengths(arguments.encoder_length, arguments.decoder_length)
+  lengths = framing.Lengths(arguments.encoder_length, arguments.decoder_length)
   rng = np.random.default_rng(0)
   vocabulary = make_pair(arguments).decoder.vocab_size
 
@@ -94,11 +94,11 @@ def make_batch(arguments: argparse.Namespace) -> dict[str, Any]:
   rows = []
   for _ in range(arguments.batch_size):
     pairs = [
-      batch.Pair(draw(inputs - 1), draw(targets))
+      framing.Pair(draw(inputs - 1), draw(targets))
       for _ in range(arguments.examples)
     ]
-    rows.append(batch.frame_row(pairs, lengths, gemma_ids.FRAMING))
-  return batch.stack_rows(rows)
+    rows.append(framing.frame_row(pairs, lengths, gemma_ids.FRAMING))
+  return framing.stack_rows(rows)
 
 
 def make_pair(arguments: argparse.Namespace) -> Any:

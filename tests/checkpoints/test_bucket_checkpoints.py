@@ -6,8 +6,8 @@ What disks and buckets have in common is in test_manager.
 import jax
 import pytest
 
+from encdec_adapt.base import errors
 from encdec_adapt.checkpoints import checksums, manager, step_folders
-from encdec_adapt.cli import errors
 from encdec_adapt.files import paths
 
 

@@ -12,8 +12,8 @@ import numpy as np
 import optax
 import pytest
 
+from encdec_adapt.base import errors
 from encdec_adapt.checkpoints import checkpoint_section, checksums, manager
-from encdec_adapt.cli import errors
 from encdec_adapt.files import paths
 
 _OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))

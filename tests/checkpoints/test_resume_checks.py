@@ -2,8 +2,8 @@
 
 import pytest
 
+from encdec_adapt.base import errors
 from encdec_adapt.checkpoints import resume_checks
-from encdec_adapt.cli import errors
 
 ONE = {'records': ['a'], 'seed': 0}
 TWO = {'records': ['a', 'b'], 'seed': 0}

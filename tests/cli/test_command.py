@@ -7,7 +7,8 @@ from absl import flags
 import pytest
 
 from encdec_adapt import evaluate, generate, train
-from encdec_adapt.cli import command, errors
+from encdec_adapt.base import errors
+from encdec_adapt.cli import command
 
 
 def _define(values):

@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from encdec_adapt.cli import errors
+from encdec_adapt.base import errors
 from encdec_adapt.cluster import distributed
 from tests import tiny
 

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from encdec_adapt.cli import app, errors
+from encdec_adapt.base import errors, exit_status
 from encdec_adapt.cluster import lock
 from encdec_adapt.files import paths
 from tests import tiny
@@ -124,7 +124,7 @@ def test_one_of_two_jobs_takes_over(bucket):
   'how, status',
   # Launchers restart a job whose bucket was unreachable, not one that another
   # job has replaced.
-  [('taken', app.USER_ERROR), ('unreachable', app.HANG)],
+  [('taken', exit_status.USER_ERROR), ('unreachable', exit_status.HANG)],
 )
 def test_an_owner_that_lost_its_lock_ends(bucket, store, how, status, capfd):
   ended = []

@@ -6,7 +6,7 @@ import textwrap
 
 import pytest
 
-from encdec_adapt.cli import app
+from encdec_adapt.base import exit_status
 from encdec_adapt.cluster import watchdog
 from tests import tiny
 
@@ -66,7 +66,7 @@ def test_a_process_that_hangs_ends_with_the_stacks_of_its_threads(tmp_path):
     env=tiny.environment(),
     timeout=120,
   )
-  assert done.returncode == app.HANG, done.stderr
+  assert done.returncode == exit_status.HANG, done.stderr
   report = (tmp_path / watchdog.REPORTS / '3.txt').read_text()
   for text in (done.stderr, report):
     assert 'process 3 hangs: step at step 7' in text

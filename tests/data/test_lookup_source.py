@@ -3,7 +3,7 @@
 import collections
 import json
 
-from encdec_adapt.data import text_sources
+from encdec_adapt.data.sources import text_sources
 
 
 def test_the_answer_stands_in_the_table_behind_the_name_that_is_asked():

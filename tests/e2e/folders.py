@@ -11,8 +11,8 @@ import jax
 import numpy as np
 
 from encdec_adapt import evaluate as evaluate_lib
-from encdec_adapt.conversion import stored_model
-from encdec_adapt.evaluation import results
+from encdec_adapt.conversion import model_on_disk
+from encdec_adapt.evaluation.results import results_store
 from encdec_adapt.files import paths
 from encdec_adapt.huggingface import export as exporter
 from encdec_adapt.models import model_config, parameters
@@ -48,7 +48,7 @@ def read(file):
 
 def arrays(path):
   """Returns every parameter of a model, by its stored path."""
-  opened = stored_model.open_model(path, vocab_multiple=128)
+  opened = model_on_disk.open_model(path, vocab_multiple=128)
   return {path: np.asarray(array) for path, array in opened.arrays().items()}
 
 
@@ -57,7 +57,7 @@ def evaluate(run, held_out):
   output = paths.join(run, 'evaluation')
   flags = [f'--checkpoint={run}', f'--records={held_out}', f'--output={output}']
   assert tiny.call(evaluate_lib, *flags, '--cost=', '--batch_size=8') == 0
-  with results.Store(output) as store:
+  with results_store.Store(output) as store:
     found = store.of_run(str(run), 'held_out')
   return {metric: score.value for metric, (_, score) in found.items()}
 

@@ -13,8 +13,8 @@ from safetensors import numpy as safetensors
 
 from encdec_adapt import train
 from encdec_adapt.adaptation import recipes, weight_plan
-from encdec_adapt.cli import errors
-from encdec_adapt.conversion import stored_model
+from encdec_adapt.base import errors
+from encdec_adapt.conversion import model_on_disk
 from encdec_adapt.tokenizers import vocabulary_training
 from tests import tiny
 from tests.e2e import folders
@@ -32,10 +32,10 @@ def test_adapt_writes_what_adaptation_makes(folder, gemma, wide, capsys):
   assert 'cross_attention_warmup' in capsys.readouterr().out
   sources = []
   for path in (wide, gemma):
-    model = stored_model.open_model(path, vocab_multiple=128).model
+    model = model_on_disk.open_model(path, vocab_multiple=128).model
     nested = traverse_util.unflatten_dict(folders.arrays(path), sep='/')
     sources.append((model, nested))
-  target = stored_model.open_model(output).model
+  target = model_on_disk.open_model(output).model
   models = [model for model, _ in sources]
   coverage = weight_plan.make_plan(target, *models, post_norm_gain='zero')
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors import numpy as safetensors
 
-from encdec_adapt.cli import errors
+from encdec_adapt.base import errors
 from tests import tiny
 
 pytestmark = pytest.mark.e2e

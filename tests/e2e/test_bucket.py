@@ -5,7 +5,7 @@ import json
 import pytest
 
 from encdec_adapt import train
-from encdec_adapt.data import records
+from encdec_adapt.data.records import record_sets
 from encdec_adapt.files import paths
 from encdec_adapt.huggingface import new_folder
 from encdec_adapt.telemetry import metrics
@@ -34,7 +34,7 @@ def test_a_job_with_all_in_the_bucket(bucket, put, folder, pairs, capsys):
     paths.upload(
       folder / 'prefix_lm' / split,
       paths.at(f'{bucket}/records/{split}'),
-      records.MANIFEST,
+      record_sets.MANIFEST,
     )
   vocabulary = f'{bucket}/vocabulary.model'
   paths.copy(folder / 'vocabulary.model', vocabulary)

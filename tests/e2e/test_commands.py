@@ -12,13 +12,13 @@ import pytest
 
 from encdec_adapt import config as config_lib
 from encdec_adapt import train
+from encdec_adapt.base import errors
 from encdec_adapt.checkpoints import manager
-from encdec_adapt.cli import errors
-from encdec_adapt.conversion import source_files
-from encdec_adapt.data import records, row_order
+from encdec_adapt.conversion import pretrained_files
+from encdec_adapt.data.records import record_sets, row_order
 from encdec_adapt.models import model_config, parameters
 from encdec_adapt.telemetry import metrics
-from encdec_adapt.tokenizers import vocabularies
+from encdec_adapt.tokenizers import vocabulary_pair
 from encdec_adapt.training import setup
 from tests import tiny, tiny_tokenizers, toy_models
 from tests.e2e import folders
@@ -106,9 +106,9 @@ def test_continues_where_parameters_thaw_and_shows_the_first_batch(
   assert manager.open_latest(at_thaw).step == 4
   tiny.assert_same_params(at_thaw, adapted)
 
-  found = records.RecordSet.open(folder / 'prefix_lm' / 'train')
+  found = record_sets.RecordSet.open(folder / 'prefix_lm' / 'train')
   (pair, *_) = found.read([row_order.Order(found).row(3 * 8)])[0]
-  vocabulary = vocabularies.open_vocabulary(folder / 'vocabulary.model')
+  vocabulary = vocabulary_pair.open_vocabulary(folder / 'vocabulary.model')
   for field, tokens in (
     ('encoder_tokens', pair.inputs),
     ('decoder_tokens', pair.targets[:-1]),
@@ -126,7 +126,7 @@ def test_artifacts_of_an_earlier_start_are_replaced(
   pairs, tmp_path, monkeypatch
 ):
   run = tmp_path / 'run'
-  (run / source_files.FOLDER / 'decoder').mkdir(parents=True)
+  (run / pretrained_files.FOLDER / 'decoder').mkdir(parents=True)
   files = 'summary.json', 'coverage.json'
   for name in files:
     (run / name).write_text('{"of": "others"}')
@@ -135,7 +135,7 @@ def test_artifacts_of_an_earlier_start_are_replaced(
     _train(*pairs, f'--workdir={run}')
   # Fresh parameters have neither a coverage report nor kept files.
   assert not any((run / name).exists() for name in files)
-  assert not (run / source_files.FOLDER).exists()
+  assert not (run / pretrained_files.FOLDER).exists()
 
 
 def test_no_room_for_checkpoints_before_any_work(tmp_path, pairs, monkeypatch):

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from encdec_adapt.conversion import stored_model
+from encdec_adapt.conversion import model_on_disk
 from encdec_adapt.models import parameters
 from tests import tiny
 
@@ -17,7 +17,7 @@ def test_inspect(adapted, gemma, capsys):
   shown = capsys.readouterr().out
   assert 'work directory, checkpoint of step 0' in shown
   assert 'T5GemmaForConditionalGeneration' in shown
-  count = parameters.count(stored_model.open_model(adapted).model)
+  count = parameters.count(model_on_disk.open_model(adapted).model)
   assert f'parameters: {count:,}' in shown
   assert re.search(r'^window +8 +8 *$', shown, re.MULTILINE)
   assert convert_('inspect', gemma) == 0

@@ -14,8 +14,8 @@ import tokenizers
 
 from encdec_adapt import config as config_lib
 from encdec_adapt import train
+from encdec_adapt.base import errors
 from encdec_adapt.checkpoints import manager
-from encdec_adapt.cli import errors
 from encdec_adapt.models import model_config
 from encdec_adapt.tokenizers import vocabulary_training
 from tests import tiny

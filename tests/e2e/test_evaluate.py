@@ -5,9 +5,10 @@ import json
 import pytest
 
 from encdec_adapt import evaluate
-from encdec_adapt.cli import errors
-from encdec_adapt.conversion import loaded_model
-from encdec_adapt.evaluation import results, task_groups
+from encdec_adapt.base import errors
+from encdec_adapt.conversion import model_in_memory
+from encdec_adapt.evaluation.results import results_store
+from encdec_adapt.evaluation.tasks import task_groups
 from tests import tiny
 
 pytestmark = pytest.mark.e2e
@@ -24,7 +25,7 @@ def _flags(folder, *models):
 
 
 def _lines(folder):
-  path = folder / 'evaluation' / results.FILE
+  path = folder / 'evaluation' / results_store.FILE
   return [json.loads(line) for line in path.read_text().splitlines()]
 
 
@@ -61,15 +62,15 @@ def test_what_is_there_is_not_evaluated_again(
   folder, gemma, adapted, evaluated, monkeypatch, capsys
 ):
   # As after a kill while the scores of the second model were written.
-  path = folder / 'evaluation' / results.FILE
+  path = folder / 'evaluation' / results_store.FILE
   content = path.read_text()
   half = len(evaluated) // 2
   cut = ''.join(content.splitlines(keepends=True)[: half + 2])
   path.write_text(cut + content[len(cut) :][:40])
   read = []
-  load = loaded_model.read_as_trained
+  load = model_in_memory.read_as_trained
   monkeypatch.setattr(
-    loaded_model,
+    model_in_memory,
     'read_as_trained',
     lambda stored: read.append(stored.path) or load(stored),
   )
@@ -106,7 +107,7 @@ def test_what_is_there_is_not_evaluated_again(
 def test_bad_input_before_any_work(
   folder, gemma, wide, flags, words, monkeypatch, tmp_path
 ):
-  monkeypatch.setattr(loaded_model, 'read_as_trained', None)
+  monkeypatch.setattr(model_in_memory, 'read_as_trained', None)
   given = [flag.format(gemma=gemma, wide=wide) for flag in flags]
   base = [
     f'--records={folder}/prefix_lm/eval',

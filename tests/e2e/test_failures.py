@@ -10,8 +10,8 @@ import jax
 import pytest
 
 from encdec_adapt import train
+from encdec_adapt.base import errors
 from encdec_adapt.checkpoints import checksums, manager
-from encdec_adapt.cli import errors
 from encdec_adapt.training import step as step_lib
 from tests import tiny
 

@@ -9,7 +9,7 @@ import pytest
 
 import encdec_adapt
 from encdec_adapt import generate
-from encdec_adapt.cli import errors
+from encdec_adapt.base import errors
 from encdec_adapt.inference import engine, sampling
 from encdec_adapt.sharding import mesh as mesh_lib
 from tests import tiny

@@ -7,8 +7,8 @@ import pathlib
 import pytest
 
 from encdec_adapt import train
+from encdec_adapt.base import errors
 from encdec_adapt.checkpoints import manager
-from encdec_adapt.cli import errors
 from tests import tiny
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from configs import python_tasks
-from encdec_adapt.evaluation import task_groups, text_pairs
+from encdec_adapt.evaluation.tasks import task_groups, text_pairs
 from tests import tiny
 
 pytestmark = pytest.mark.e2e

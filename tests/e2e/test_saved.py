@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from encdec_adapt import study, train
-from encdec_adapt.conversion import stored_model
-from encdec_adapt.data import records
+from encdec_adapt.conversion import model_on_disk
+from encdec_adapt.data.records import record_sets
 from encdec_adapt.telemetry import metrics
 from tests import tiny
 from tests.e2e import folders
@@ -39,11 +39,11 @@ def test_a_study_is_opened_resumed_and_exported(
   out = capsys.readouterr().out
   assert '[run]' not in out and '0 evaluations, 1 done before' in out
   assert pathlib.Path('saved/evaluation/results.jsonl').read_text() == before
-  assert len(records.RecordSet.open('saved/records/train'))
+  assert len(record_sets.RecordSet.open('saved/records/train'))
 
   exported = folders.export('saved/run', tmp_path / 'exported')
   weights, trained = (
-    stored_model.open_model(str(path)).arrays()
+    model_on_disk.open_model(str(path)).arrays()
     for path in (exported, 'saved/run')
   )
   assert weights.keys() == trained.keys()

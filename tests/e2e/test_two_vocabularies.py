@@ -8,10 +8,10 @@ import pytest
 import encdec_adapt
 from encdec_adapt import config as config_lib
 from encdec_adapt import generate, train
+from encdec_adapt.base import errors
 from encdec_adapt.checkpoints import manager
-from encdec_adapt.cli import errors
-from encdec_adapt.data import records
-from encdec_adapt.tokenizers import vocabularies
+from encdec_adapt.data.records import record_sets
+from encdec_adapt.tokenizers import vocabulary_pair
 from tests import tiny, tiny_tokenizers
 from tests.e2e import folders
 
@@ -101,8 +101,8 @@ def trained(folder):
 
 
 def test_both_sides_read_the_same_text(folder, trained, texts):
-  opened = vocabularies.Choice(f'{folder}/qwen', f'{folder}/llama').open()
-  found = records.RecordSet.open(folder / 'records' / 'train')
+  opened = vocabulary_pair.Choice(f'{folder}/qwen', f'{folder}/llama').open()
+  found = record_sets.RecordSet.open(folder / 'records' / 'train')
   assert found.framing == opened.framing
   assert found.manifest['vocabularies'] == opened.describe()
   assert found.spec.encoder_vocabulary == opened.encoder.fingerprint
@@ -131,7 +131,7 @@ def test_it_trains_evaluates_and_continues(folder, trained, capsys):
   summary = folders.read(workdir / 'summary.json')
   assert summary['steps'] == 6
   found = manager.open_latest(workdir)
-  opened = vocabularies.Choice(f'{folder}/qwen', f'{folder}/llama').open()
+  opened = vocabulary_pair.Choice(f'{folder}/qwen', f'{folder}/llama').open()
   assert found.read_meta()['vocabularies'] == opened.describe()
   result = folders.evaluate(workdir, folder / 'records' / 'eval')
   assert result['loss'] == pytest.approx(summary['eval_loss'], rel=1e-5)
@@ -175,7 +175,7 @@ def test_a_converted_pair_keeps_both_tokenizers(folder, tmp_path, capsys):
   moved = output.rename(tmp_path / 'moved')
   opened = config_lib.load_run(str(moved)).data.vocabularies.open()
   for side, name in (('encoder', 'llama'), ('decoder', 'qwen')):
-    own = vocabularies.open_vocabulary(folder / name)
+    own = vocabulary_pair.open_vocabulary(folder / name)
     assert opened.sides[side].fingerprint == own.fingerprint
     assert opened.sides[side].path.startswith(str(moved))
   # Out and in again: each side's files are where they belong.

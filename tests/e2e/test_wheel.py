@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from encdec_adapt.conversion import stored_model
+from encdec_adapt.conversion import model_on_disk
 from tests import tiny
 
 pytestmark = pytest.mark.e2e
@@ -84,5 +84,5 @@ def test_convert_and_calibration(wheel, gemma, tmp_path):
   output = tmp_path / 'run'
   flags = [f'--source={gemma}', f'--output={output}']
   _run(wheel, tmp_path / 'empty', code, 'import', *flags)
-  assert stored_model.open_model(output).step == 0
+  assert model_on_disk.open_model(output).step == 0
   assert not os.listdir(tmp_path / 'empty')

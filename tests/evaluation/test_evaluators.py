@@ -6,9 +6,9 @@ import shutil
 import pytest
 
 from encdec_adapt import evaluate, train
+from encdec_adapt.base import errors
 from encdec_adapt.checkpoints import manager
-from encdec_adapt.cli import errors
-from encdec_adapt.evaluation import results
+from encdec_adapt.evaluation.results import results_store
 from encdec_adapt.telemetry import metrics
 from tests import tiny
 
@@ -62,7 +62,7 @@ def test_tasks_run_during_training_and_again_after_a_kill(folder, tmp_path):
   job = _flags(folder, tmp_path / 'run', f'loss=2,{folder}/tasks=4')
   run = tmp_path / 'run'
   assert tiny.call(train, *job) == 0
-  lines = _lines(run / results.FILE)
+  lines = _lines(run / results_store.FILE)
   steps = {
     task: [x['step'] for x in lines if (x['task'], x['metric']) == (task, name)]
     for task, name in (('held_out', 'loss'), ('animals', 'acc'))
@@ -76,15 +76,15 @@ def test_tasks_run_during_training_and_again_after_a_kill(folder, tmp_path):
   flags = [f'--checkpoint={run}', f'--task_folder={folder}/tasks', '--cost=']
   output = tmp_path / 'evaluation'
   assert tiny.call(evaluate, *flags, f'--output={output}') == 0
-  (saved,) = _lines(output / results.FILE)
+  (saved,) = _lines(output / results_store.FILE)
   assert saved['value'] == pytest.approx(found[-1], abs=1e-6)
   assert (saved['step'], saved['n']) == (4, len(tiny.WORDS))
   # As after a kill between the scores of step 4 and its save.
-  content = (run / results.FILE).read_bytes()
+  content = (run / results_store.FILE).read_bytes()
   shutil.rmtree(run / manager.FOLDER / '4')
-  (run / results.FILE).write_bytes(content + b'{"run": "')
+  (run / results_store.FILE).write_bytes(content + b'{"run": "')
   assert tiny.call(train, *job) == 0
-  assert (run / results.FILE).read_bytes() == content
+  assert (run / results_store.FILE).read_bytes() == content
 
 
 @pytest.mark.e2e

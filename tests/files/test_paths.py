@@ -6,7 +6,7 @@ import os
 from etils import epath
 import pytest
 
-from encdec_adapt.cli import errors
+from encdec_adapt.base import errors
 from encdec_adapt.files import disk, paths
 from tests import tiny
 

@@ -5,7 +5,7 @@ import dataclasses
 
 import pytest
 
-from encdec_adapt.cli import errors
+from encdec_adapt.base import errors
 from encdec_adapt.huggingface import (
   config_json,
   families,

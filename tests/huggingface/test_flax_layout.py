@@ -12,8 +12,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from encdec_adapt.cli import errors
-from encdec_adapt.conversion import stored_model
+from encdec_adapt.base import errors
+from encdec_adapt.conversion import model_on_disk
 from encdec_adapt.huggingface import config_json, flax_layout
 from encdec_adapt.models import layer_leaves, model_config, parameters, presets
 from tests import tiny, toy_models
@@ -167,13 +167,13 @@ def test_the_import_command(saved, tmp_path, capsys):
   flags += [f'--model={folder}/config.json', '--vocab_multiple=16']
   assert tiny.convert('import', *flags) == 0
   assert 'rows 20 to 23' in capsys.readouterr().out
-  opened = stored_model.open_model(tmp_path / 'run')
+  opened = model_on_disk.open_model(tmp_path / 'run')
   assert opened.model == model_config.with_vocab_multiple(PAIR, 16)
   table = np.asarray(opened.arrays()['encoder/embedder/table'])
   np.testing.assert_array_equal(table[:20], leaves['encoder/embedder/table'])
   assert table.shape == (32, 4) and not table[20:].any()
   with pytest.raises(errors.UserError, match='convert import'):
-    stored_model.open_model(folder / 'flax')
+    model_on_disk.open_model(folder / 'flax')
 
 
 @pytest.mark.parametrize(

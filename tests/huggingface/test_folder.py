@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from safetensors import numpy as safetensors
 
-from encdec_adapt.cli import errors
+from encdec_adapt.base import errors
 from encdec_adapt.huggingface import export, folder
 from encdec_adapt.models import model_config, parameters
 from tests import toy_models

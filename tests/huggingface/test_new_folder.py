@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from encdec_adapt.cli import errors
+from encdec_adapt.base import errors
 from encdec_adapt.files import paths
 from encdec_adapt.huggingface import new_folder
 

@@ -11,7 +11,7 @@ import pytest
 import safetensors
 from safetensors import numpy as safetensors_numpy
 
-from encdec_adapt.cli import errors
+from encdec_adapt.base import errors
 from encdec_adapt.files import paths
 from encdec_adapt.huggingface import (
   new_folder,

@@ -10,7 +10,7 @@ from jax import numpy as jnp
 import numpy as np
 import pytest
 
-from encdec_adapt.cli import errors
+from encdec_adapt.base import errors
 from encdec_adapt.inference import decoding, lengths, sampling
 from encdec_adapt.inference import engine as engine_lib
 from encdec_adapt.models import model_config

@@ -11,9 +11,9 @@ import pytest
 import encdec_adapt
 from encdec_adapt import config as config_lib
 from encdec_adapt import generate
+from encdec_adapt.base import errors
 from encdec_adapt.checkpoints import manager
-from encdec_adapt.cli import errors
-from encdec_adapt.conversion import source_files
+from encdec_adapt.conversion import pretrained_files
 from encdec_adapt.tokenizers import vocabulary_training
 from tests import tiny, toy_models
 
@@ -267,7 +267,7 @@ def test_prompts_beyond_the_positions_of_the_model(
 ):
   stated = {'max_position_embeddings': 24}
   monkeypatch.setattr(
-    source_files, 'config_fields', lambda _: {'decoder': stated}
+    pretrained_files, 'config_fields', lambda _: {'decoder': stated}
   )
   flags = [f'--checkpoint={run_folder}', f'--prompt={TEXT * 2}']
   is_pair = 'encoder_decoder' in str(run_folder)

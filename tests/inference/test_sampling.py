@@ -5,7 +5,7 @@ from jax import numpy as jnp
 import numpy as np
 import pytest
 
-from encdec_adapt.cli import errors
+from encdec_adapt.base import errors
 from encdec_adapt.inference import sampling
 
 INF = np.inf

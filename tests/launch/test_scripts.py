@@ -9,7 +9,7 @@ import sys
 from packaging import requirements
 import pytest
 
-from encdec_adapt.cli import app
+from encdec_adapt.base import exit_status
 from launch import commands
 from tests import tiny
 
@@ -18,8 +18,11 @@ LOCKS = ('cpu', 'tpu', 'gpu-cuda12')
 
 
 def test_statuses_are_those_of_the_job():
-  assert commands.USER_ERROR == app.USER_ERROR
-  assert (commands.RESTART, commands.HANG) == (app.RESTART, app.HANG)
+  assert commands.USER_ERROR == exit_status.USER_ERROR
+  assert (commands.RESTART, commands.HANG) == (
+    exit_status.RESTART,
+    exit_status.HANG,
+  )
 
 
 @pytest.mark.parametrize(

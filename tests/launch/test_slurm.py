@@ -4,7 +4,7 @@ import shlex
 
 import pytest
 
-from encdec_adapt.cli import app
+from encdec_adapt.base import exit_status
 from tests.launch import cloud as cloud_lib
 
 
@@ -82,10 +82,10 @@ def test_processes_get_the_memory_that_plans_assume(run_job, given, memory):
   'status, state, is_requeued',
   [
     (0, 'RUNNING', False),
-    (app.USER_ERROR, 'RUNNING', False),
-    (app.RESTART, 'RUNNING', True),
-    (app.RESTART, 'CANCELLED', False),
-    (app.ABORT, 'RUNNING', True),
+    (exit_status.USER_ERROR, 'RUNNING', False),
+    (exit_status.RESTART, 'RUNNING', True),
+    (exit_status.RESTART, 'CANCELLED', False),
+    (exit_status.ABORT, 'RUNNING', True),
   ],
 )
 def test_a_stopped_or_killed_job_is_requeued(
@@ -96,6 +96,6 @@ def test_a_stopped_or_killed_job_is_requeued(
 
 def test_consecutive_failures_end_the_job(run_job):
   # A restart resets the count.
-  for status in (1, app.HANG, app.RESTART, app.HANG, 1):
+  for status in (1, exit_status.HANG, exit_status.RESTART, exit_status.HANG, 1):
     assert 'requeue 7' in run_job(status)
   assert 'failed 3 times in a row; not requeued' in run_job(1)

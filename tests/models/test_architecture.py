@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from encdec_adapt.data import batch as batch_lib
 from encdec_adapt.models import architecture, build, model_config
+from encdec_adapt.objectives import framing
 from tests import gemma_ids, toy_models
 
 STACK = toy_models.stack(window=16)
-LENGTHS = batch_lib.Lengths(6, 5)
+LENGTHS = framing.Lengths(6, 5)
 KINDS = architecture.BY_NAME
 
 
@@ -26,13 +26,13 @@ def _config(kind, classes=0):
 
 
 def _batch(lengths=LENGTHS):
-  pairs = [batch_lib.Pair(np.arange(5, 10), np.arange(20, 24))]
+  pairs = [framing.Pair(np.arange(5, 10), np.arange(20, 24))]
   if not lengths.encoder:
-    pairs = [batch_lib.Pair(np.zeros(0, np.int32), np.arange(20, 24))]
-  row = batch_lib.frame_row(
+    pairs = [framing.Pair(np.zeros(0, np.int32), np.arange(20, 24))]
+  row = framing.frame_row(
     pairs, lengths, gemma_ids.FRAMING, teacher=lengths.encoder > 0
   )
-  return jax.tree.map(jnp.asarray, batch_lib.stack_rows([row]))
+  return jax.tree.map(jnp.asarray, framing.stack_rows([row]))
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def _batch(lengths=LENGTHS):
     (_config('prefix_decoder'), LENGTHS, {'teacher'}),
     (_config('encoder_only'), LENGTHS, {'encoder'}),
     (_config('decoder_only', classes=3), LENGTHS, {'encoder'}),
-    (_config('decoder_only'), batch_lib.Lengths(0, 5), {'decoder'}),
+    (_config('decoder_only'), framing.Lengths(0, 5), {'decoder'}),
   ],
 )
 def test_a_model_reads_the_sides_of_its_architecture(config, lengths, read):

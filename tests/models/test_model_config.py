@@ -2,7 +2,7 @@
 
 import pytest
 
-from encdec_adapt.cli import errors
+from encdec_adapt.base import errors
 
 EXPERTS = dict(experts=4, experts_per_token=2)
 

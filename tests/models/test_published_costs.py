@@ -4,7 +4,11 @@ import math
 
 import pytest
 
-from encdec_adapt.models import model_flops, parameters, presets
+from encdec_adapt.models import (
+  forward_flops,
+  parameters,
+  presets,
+)
 
 # Rows of the table of embeddings: 256,000 tokens, padded (Gemma 2).
 _ROWS = 256128
@@ -72,28 +76,31 @@ def test_inference_flops_of_figure_3(sizes, published, released, corrected):
   # cross-attention out.
   model = _paper(*sizes)
   counted = [
-    model_flops.published(x, 4096, 4096) / 1e14
+    forward_flops.published(x, 4096, 4096) / 1e14
     for x in (model, _released(*sizes))
   ]
   assert counted == pytest.approx([published, released], rel=0.005)
   if corrected is not None:
     length = 8192 // len(sizes)
     source = length if len(sizes) == 2 else 0
-    own = model_flops.forward(model, source, length, source)
+    own = forward_flops.forward(model, source, length, source)
     assert own / 1e14 == pytest.approx(corrected, rel=0.005)
 
 
 @pytest.mark.parametrize('model', [_released('9b', '2b'), _released('2b')])
 def test_prefill_and_decode_add_up(model):
   prompt, generated = 4090, 20  # Beyond the window of 4096.
-  prefill, decode = model_flops.generation(model, prompt, generated)
+  prefill, decode = forward_flops.generation(model, prompt, generated)
   first = 0
   if 'encoder' in model.stacks:
-    assert prefill + decode == model_flops.forward(model, prompt, generated, 0)
+    assert prefill + decode == forward_flops.forward(
+      model, prompt, generated, 0
+    )
   else:  # The first step reads the last token of the prompt again.
     first = prompt - 1
   # The steps, one at a time.
   steps = [
-    model_flops.decoding(model, prompt, first + n + 1) for n in range(generated)
+    forward_flops.decoding(model, prompt, first + n + 1)
+    for n in range(generated)
   ]
   assert decode == sum(steps)

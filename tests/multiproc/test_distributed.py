@@ -7,14 +7,14 @@ import time
 
 import pytest
 
-from encdec_adapt.cli import app
+from encdec_adapt.base import exit_status
 from tests import tiny
 
 pytestmark = pytest.mark.multiproc
 
 _HEADER = """
 import sys, time
-from encdec_adapt.cli import app, errors
+from encdec_adapt.base import errors, exit_status
 from encdec_adapt.cluster import distributed
 coordinator, count, me = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 """
@@ -75,19 +75,19 @@ def main():
       multihost_utils.process_allgather(me)
     time.sleep(600)
 
-app.guard(main)
+exit_status.guard(main)
 """
 
 
 @pytest.mark.parametrize(
   'roles, error, status, message',
   [
-    ('FS', 'bad input', app.USER_ERROR, 'no room'),
+    ('FS', 'bad input', exit_status.USER_ERROR, 'no room'),
     ('BSF', 'bug', 1, 'ValueError: a bug'),
-    ('TS', '', app.HANG, 'another process of this job was late'),
+    ('TS', '', exit_status.HANG, 'another process of this job was late'),
     # Gloo's 30 s cannot be changed.
     pytest.param(
-      *('SG', '', app.HANG, 'another process of this job was late'),
+      *('SG', '', exit_status.HANG, 'another process of this job was late'),
       marks=pytest.mark.long,
     ),
   ],
@@ -147,7 +147,7 @@ def test_process_0_that_dies_during_registration_is_named(
       process.kill()
       process.wait()
   log = _logs(tmp_path)[1]
-  assert status == app.HANG, log
+  assert status == exit_status.HANG, log
   assert 'Error: process 0 at 127.0.0.1:' in log
 
 
@@ -164,7 +164,7 @@ def test_processes_with_different_flags_are_refused(tmp_path):
     for index in range(2)
   ]
   codes, logs = tiny.wait_all(processes, 240), _logs(tmp_path)
-  assert codes == [app.USER_ERROR] * 2, logs
+  assert codes == [exit_status.USER_ERROR] * 2, logs
   host = platform.node()
   for log in logs:
     assert (

@@ -8,9 +8,9 @@ import time
 
 import pytest
 
+from encdec_adapt.base import exit_status
 from encdec_adapt.checkpoints import checksums, manager
-from encdec_adapt.cli import app
-from encdec_adapt.evaluation import samples
+from encdec_adapt.evaluation.measures import samples
 from encdec_adapt.telemetry import metrics
 from tests import tiny
 
@@ -194,7 +194,7 @@ def test_both_stop_after_one_step_and_resume_as_two_or_one(
   finally:
     processes[0].send_signal(signal.SIGCONT)
     codes = tiny.wait_all(processes)
-  assert codes == [app.RESTART] * 2, _text(logs)
+  assert codes == [exit_status.RESTART] * 2, _text(logs)
   step = manager.open_latest(workdir).step
   assert step == max(number for _, number in _records(workdir)) < STEPS
 

@@ -25,7 +25,7 @@ TEXTS = [
 def test_loglikelihoods(name, tmp_path):
   from lm_eval.models import huggingface
 
-  from encdec_adapt.evaluation import lm_eval_adapter
+  from encdec_adapt.evaluation.tasks import lm_eval_adapter
 
   folder = tiny_models.save_tokenizer(tmp_path / 'model', 'gemma')
   tokens = tiny_models.transformers.AutoTokenizer.from_pretrained(folder)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import encdec_adapt
-from encdec_adapt.cli import errors
+from encdec_adapt.base import errors
 from encdec_adapt.huggingface import folder, tensor_folder
 from encdec_adapt.models import expert_layer
 from tests.parity import tiny_models

@@ -7,7 +7,7 @@ import shutil
 import numpy as np
 import pytest
 
-from encdec_adapt.cli import errors
+from encdec_adapt.base import errors
 from encdec_adapt.huggingface import tensor_folder
 from tests import tiny
 from tests.parity import tiny_models

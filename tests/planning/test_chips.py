@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from encdec_adapt.cli import errors
+from encdec_adapt.base import errors
 from encdec_adapt.planning import chips, hlo
 from encdec_adapt.sharding import compiler
 from encdec_adapt.sharding import mesh as mesh_lib

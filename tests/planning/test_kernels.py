@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from encdec_adapt.data import batch
 from encdec_adapt.models import model_config, presets
+from encdec_adapt.objectives import framing
 from encdec_adapt.ops import attention_splash, masks
 from encdec_adapt.planning import hlo, kernels
 
@@ -87,7 +87,7 @@ def test_a_kernel_that_the_model_does_not_have_is_refused(kernel, message):
 def test_attentions_of_a_pair_and_its_teacher():
   pair = presets.t5gemma('2b_2b')
   models = pair, model_config.without_cross_attention(pair.decoder)
-  found = kernels.attentions(models, batch.Lengths(512, 1024))
+  found = kernels.attentions(models, framing.Lengths(512, 1024))
   assert set(found) == {
     kernels.Attention(512, 512, None, None),
     kernels.Attention(512, 512, 4095, 4095),

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from encdec_adapt import plan
-from encdec_adapt.cli import errors
+from encdec_adapt.base import errors
 from encdec_adapt.planning import calibration
 from tests import tiny
 from tests.planning import toy

@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from encdec_adapt import plan
-from encdec_adapt.cli import errors
+from encdec_adapt.base import errors
 from encdec_adapt.files import atomic
 from encdec_adapt.planning import (
   chips,

@@ -9,8 +9,8 @@ import time
 
 import pytest
 
+from encdec_adapt.base import exit_status
 from encdec_adapt.checkpoints import checksums, manager
-from encdec_adapt.cli import app
 from encdec_adapt.cluster import lock
 from encdec_adapt.files import paths
 from encdec_adapt.telemetry import metrics
@@ -172,7 +172,7 @@ def test_sigterm_saves_and_exits_with_its_own_status(
   )
   assert _wait(process, lambda: _last_step(workdir) >= 2)
   process.send_signal(signal.SIGTERM)
-  assert process.wait(120) == app.RESTART
+  assert process.wait(120) == exit_status.RESTART
   saved = manager.open_latest(workdir).step
   assert saved == _last_step(workdir) < STEPS
   done = tiny.run('train', *flags, f'--workdir={workdir}')

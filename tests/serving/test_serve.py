@@ -19,7 +19,7 @@ import urllib.request
 import pytest
 
 from encdec_adapt import serve, serving
-from encdec_adapt.cli import errors
+from encdec_adapt.base import errors
 from encdec_adapt.telemetry import environment
 from tests import tiny, toy_models
 

@@ -9,7 +9,7 @@ import pytest
 from tensorboard.compat.proto import event_pb2
 from tensorboard.compat.tensorflow_stub import pywrap_tensorflow
 
-from encdec_adapt.cli import errors
+from encdec_adapt.base import errors
 from encdec_adapt.telemetry import metrics
 
 

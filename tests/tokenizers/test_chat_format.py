@@ -3,8 +3,8 @@
 import pytest
 import tokenizers
 
-from encdec_adapt.cli import errors
-from encdec_adapt.tokenizers import chat_format, vocabularies
+from encdec_adapt.base import errors
+from encdec_adapt.tokenizers import chat_format, vocabulary_pair
 
 MESSAGES = [
   {'role': 'system', 'content': 'Be brief.'},
@@ -43,7 +43,7 @@ def family(request):
 
 @pytest.fixture(scope='module')
 def vocabulary(family, tiny_folder):
-  return vocabularies.open_vocabulary(tiny_folder(family))
+  return vocabulary_pair.open_vocabulary(tiny_folder(family))
 
 
 def test_ids_are_those_of_the_rendered_text(family, tiny_folder, vocabulary):
@@ -95,7 +95,7 @@ def test_other_conversations_are_refused(vocabulary, messages, message):
 
 
 def test_gemmas_system_text_is_not_stripped(tiny_folder):
-  own = vocabularies.open_vocabulary(tiny_folder('gemma'))
+  own = vocabulary_pair.open_vocabulary(tiny_folder('gemma'))
   messages = [{'role': 'system', 'content': ' Be brief. \n'}, MESSAGES[3]]
   ids = chat_format.encode(messages, own).ids
   assert own.decode(ids, show_special=True) == (
@@ -104,12 +104,12 @@ def test_gemmas_system_text_is_not_stripped(tiny_folder):
 
 
 def test_gemmas_system_needs_a_user(tiny_folder):
-  own = vocabularies.open_vocabulary(tiny_folder('gemma'))
+  own = vocabulary_pair.open_vocabulary(tiny_folder('gemma'))
   with pytest.raises(errors.UserError, match='add a message of the user'):
     chat_format.encode(MESSAGES[:1], own)
 
 
 def test_vocabularies_without_a_template_are_refused():
-  own = vocabularies.open_vocabulary('bytes')
+  own = vocabulary_pair.open_vocabulary('bytes')
   with pytest.raises(errors.UserError, match='bytes has no chat template'):
     chat_format.encode(MESSAGES, own)

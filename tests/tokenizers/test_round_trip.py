@@ -7,7 +7,7 @@ from hypothesis import strategies
 import numpy as np
 import pytest
 
-from encdec_adapt.tokenizers import vocabularies
+from encdec_adapt.tokenizers import vocabulary_pair
 from tests import tiny_tokenizers
 
 SPELLED_OUT = (
@@ -28,7 +28,7 @@ def vocabulary(request, tiny_folder, tmp_path_factory):
     path = tiny_tokenizers.train(file, 512, model_type=path)
   elif path != 'bytes':
     path = tiny_folder(path)
-  return vocabularies.open_vocabulary(path)
+  return vocabulary_pair.open_vocabulary(path)
 
 
 @hypothesis.settings(

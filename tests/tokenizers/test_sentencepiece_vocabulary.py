@@ -7,8 +7,8 @@ import pytest
 import sentencepiece
 from sentencepiece import sentencepiece_model_pb2
 
-from encdec_adapt.cli import errors
-from encdec_adapt.tokenizers import vocabularies
+from encdec_adapt.base import errors
+from encdec_adapt.tokenizers import vocabulary_pair
 from tests import tiny_tokenizers
 
 SIZE = 512
@@ -23,7 +23,7 @@ def vocabulary(request, tmp_path_factory):
   """A vocabulary that we train; and one as Gemma's, which are 'bpe'."""
   path = tmp_path_factory.mktemp('vocabulary') / 'new' / 'folder' / 'a.model'
   tiny_tokenizers.train(path, SIZE, model_type=request.param)
-  return vocabularies.open_vocabulary(path)
+  return vocabulary_pair.open_vocabulary(path)
 
 
 def test_layout(vocabulary):
@@ -57,12 +57,12 @@ def test_bad_input_is_refused(vocabulary):
 def test_damaged_files_are_refused(vocabulary, tmp_path):
   path = tmp_path / 'a.model'
   with pytest.raises(errors.UserError, match='cannot be read'):
-    vocabularies.open_vocabulary(path)
+    vocabulary_pair.open_vocabulary(path)
   data = pathlib.Path(vocabulary.path).read_bytes()
   for damaged in (b'not a model', data[: len(data) // 2]):
     path.write_bytes(damaged)
     with pytest.raises(errors.UserError, match='a damaged one|give back'):
-      vocabularies.open_vocabulary(path)
+      vocabulary_pair.open_vocabulary(path)
 
 
 def _changed(vocabulary, path, change):
@@ -86,7 +86,7 @@ def test_specials_of_gemmas_own_files_do_not_match_text(vocabulary, tmp_path):
   path = _changed(vocabulary, tmp_path / 'gemma.model', as_gemma)
   raw = sentencepiece.SentencePieceProcessor(model_file=str(path))
   assert raw.encode('<mask><unused3>') == [4, 10]
-  gemma = vocabularies.open_vocabulary(path)
+  gemma = vocabulary_pair.open_vocabulary(path)
   ids = gemma.encode(SPELLED_OUT)
   assert gemma.decode(ids) == SPELLED_OUT
   assert ids.min() > 105
@@ -112,4 +112,4 @@ def test_models_that_cannot_serve_are_refused(
 ):
   path = _changed(vocabulary, tmp_path / 'other.model', change)
   with pytest.raises(errors.UserError, match=message):
-    vocabularies.open_vocabulary(path)
+    vocabulary_pair.open_vocabulary(path)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import tokenizers
 
-from encdec_adapt.cli import errors
-from encdec_adapt.tokenizers import vocabularies
+from encdec_adapt.base import errors
+from encdec_adapt.tokenizers import vocabulary_pair
 from tests import tiny_tokenizers
 
 SIZE = 600
@@ -40,7 +40,7 @@ def family(request):
 
 @pytest.fixture(scope='module')
 def vocabulary(family, tiny_folder):
-  return vocabularies.open_vocabulary(tiny_folder(family))
+  return vocabulary_pair.open_vocabulary(tiny_folder(family))
 
 
 def roles(vocabulary):
@@ -70,7 +70,7 @@ def test_roles_without_a_config_are_known_by_name(family, tmp_path):
   folder = tiny_tokenizers.save(
     tmp_path, family, tiny_tokenizers.TEXTS, SIZE, config=False
   )
-  bare = vocabularies.open_vocabulary(folder)
+  bare = vocabulary_pair.open_vocabulary(folder)
   # A base model of Qwen has one token for all.
   want = ('<|endoftext|>',) * 3 if family == 'qwen' else FAMILIES[family][0]
   assert roles(bare) == want
@@ -92,11 +92,11 @@ def llama3(tmp_path):
   ],
 )
 def test_other_files_name_special_tokens(llama3, name, content):
-  plain = vocabularies.open_vocabulary(llama3)
+  plain = vocabulary_pair.open_vocabulary(llama3)
   eot = plain.specials['<|eot_id|>']
   text = json.dumps(content).replace('"ID"', str(eot))
   (llama3 / name).write_text(text)
-  named = vocabularies.open_vocabulary(llama3)
+  named = vocabulary_pair.open_vocabulary(llama3)
   assert named.eos == eot != plain.eos
   assert named.fingerprint != plain.fingerprint
   assert named.tokens_digest == plain.tokens_digest
@@ -105,9 +105,9 @@ def test_other_files_name_special_tokens(llama3, name, content):
 
 def test_a_negative_id_names_none(llama3):
   """As the first Llamas' config.json says that they have no padding."""
-  plain = vocabularies.open_vocabulary(llama3)
+  plain = vocabulary_pair.open_vocabulary(llama3)
   (llama3 / 'config.json').write_text('{"pad_token_id": -1}')
-  assert vocabularies.open_vocabulary(llama3).ids == plain.ids
+  assert vocabulary_pair.open_vocabulary(llama3).ids == plain.ids
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_a_negative_id_names_none(llama3):
 def test_files_that_cannot_serve_are_refused(llama3, name, text, message):
   (llama3 / name).write_text(text)
   with pytest.raises(errors.UserError, match=message):
-    vocabularies.open_vocabulary(llama3)
+    vocabulary_pair.open_vocabulary(llama3)
 
 
 def test_tokenizers_that_lose_text_are_refused(tmp_path):
@@ -135,12 +135,12 @@ def test_tokenizers_that_lose_text_are_refused(tmp_path):
   )
   whole.save(str(tmp_path / 'tokenizer.json'))
   with pytest.raises(errors.UserError, match='does not give back the text'):
-    vocabularies.open_vocabulary(tmp_path)
+    vocabulary_pair.open_vocabulary(tmp_path)
 
 
 def test_sentencepiece_comes_first(llama3):
   model = llama3 / 'tokenizer.model'
   model.write_text('IQ== 0\nIg== 1\n')  # Llama 3's kind.
-  assert vocabularies.file_in(llama3).name == 'tokenizer.json'
+  assert vocabulary_pair.file_in(llama3).name == 'tokenizer.json'
   model.write_bytes(b'\n\x01')
-  assert vocabularies.file_in(llama3).name == 'tokenizer.model'
+  assert vocabulary_pair.file_in(llama3).name == 'tokenizer.model'

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from encdec_adapt.cli import errors
+from encdec_adapt.base import errors
 from encdec_adapt.tokenizers import vocabulary_training
 from tests import tiny_tokenizers
 

@@ -5,8 +5,8 @@ import types
 import jax
 import numpy as np
 
-from encdec_adapt.data import batch as batch_lib
 from encdec_adapt.models import build, model_config
+from encdec_adapt.objectives import framing
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import rules as rules_lib
 from encdec_adapt.training import (
@@ -21,7 +21,7 @@ from encdec_adapt.training.losses import cross_entropy
 from tests import gemma_ids, toy_models
 
 VOCAB = 60
-LENGTHS = batch_lib.Lengths(encoder=12, decoder=8)
+LENGTHS = framing.Lengths(encoder=12, decoder=8)
 
 STACK = toy_models.stack(vocab_size=VOCAB, vocab_multiple=8, pattern=('local',))
 PAIR = model_config.encoder_decoder(STACK, STACK)
@@ -38,16 +38,16 @@ def make_batch(rows: int, seed: int = 0, teacher: bool = False):
   framed = []
   for _ in range(rows):
     pairs = [
-      batch_lib.Pair(
+      framing.Pair(
         rng.integers(5, VOCAB, rng.integers(1, 5), dtype=np.int32),
         rng.integers(5, VOCAB, rng.integers(1, 4), dtype=np.int32),
       )
       for _ in range(2)
     ]
     framed.append(
-      batch_lib.frame_row(pairs, LENGTHS, gemma_ids.FRAMING, teacher=teacher)
+      framing.frame_row(pairs, LENGTHS, gemma_ids.FRAMING, teacher=teacher)
     )
-  batch = batch_lib.stack_rows(framed)
+  batch = framing.stack_rows(framed)
   batch['weights'] *= rng.random(batch['weights'].shape, dtype=np.float32)
   return batch
 

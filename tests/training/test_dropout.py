@@ -11,7 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from encdec_adapt.models import build, decoder_only, model_config, parameters
+from encdec_adapt.models import (
+  base_model,
+  build,
+  model_config,
+  parameters,
+)
 from encdec_adapt.ops import partition
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import rules as rules_lib
@@ -37,7 +42,7 @@ def predict(params):
   batch = _batch()
 
   def run(rate, key):
-    dropout = decoder_only.Dropout(rate, key) if rate is not None else None
+    dropout = base_model.Dropout(rate, key) if rate is not None else None
     states = MODEL.architecture.predict(MODEL, params, batch, dropout=dropout)
     return jnp.where(batch['decoder_segments'][..., None] > 0, states, 0)
 
@@ -76,7 +81,7 @@ def test_every_layer_and_stack_draws_masks_of_its_own():
   )
   tokens = jnp.ones((4, 32), jnp.int32)
   side = tokens, tokens, jnp.broadcast_to(jnp.arange(32), tokens.shape)
-  dropout = decoder_only.Dropout(0.5, jax.random.key(0))
+  dropout = base_model.Dropout(0.5, jax.random.key(0))
   encoded = model.encode(params, *side, dropout=dropout)
   decoded = model.decode(params, *side, encoded, tokens, dropout=dropout)
   encoded, decoded = (
@@ -93,7 +98,7 @@ def test_steps_and_microbatches_draw_their_own(params):
 
   @jax.jit
   def loss(part, key):
-    dropout = decoder_only.Dropout(RATE, key)
+    dropout = base_model.Dropout(RATE, key)
     return trainer.loss.sums(MODEL, params, part, dropout=dropout)['loss']
 
   parts = [{name: x[i::2] for name, x in batch.items()} for i in range(2)]
@@ -123,7 +128,7 @@ def _gradient(mesh=mesh_lib.MeshConfig(fsdp=1), **compute):
   rules = rules_lib.RULES['fsdp'].as_dict()
 
   def loss(params, batch, key):
-    dropout = decoder_only.Dropout(RATE, key)
+    dropout = base_model.Dropout(RATE, key)
     with partition.use(mesh, rules):
       terms = LOSS.sums(model, params, batch, dropout=dropout)
     return terms['loss'] / LOSS.weight(batch)

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from encdec_adapt.cli import errors
+from encdec_adapt.base import errors
 from encdec_adapt.training import guards
 
 

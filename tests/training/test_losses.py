@@ -9,8 +9,8 @@ from jax import numpy as jnp
 import numpy as np
 import pytest
 
-from encdec_adapt.cli import errors, keys
-from encdec_adapt.evaluation import perplexity
+from encdec_adapt.base import errors, keys
+from encdec_adapt.evaluation.measures import perplexity
 from encdec_adapt.models import architecture, build, model_config
 from encdec_adapt.training import losses
 from encdec_adapt.training.losses import cross_entropy, distillation, loss

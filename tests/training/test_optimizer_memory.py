@@ -4,8 +4,8 @@ import jax
 import numpy as np
 import pytest
 
+from encdec_adapt.base import errors
 from encdec_adapt.checkpoints import manager
-from encdec_adapt.cli import errors
 from encdec_adapt.sharding import memory
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.training import optimizers, schedules

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from encdec_adapt.cli import errors
+from encdec_adapt.base import errors
 from encdec_adapt.models import model_config, presets
 from encdec_adapt.models import parameters as parameters_lib
 from encdec_adapt.training import optimizers, schedules

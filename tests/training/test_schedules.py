@@ -2,7 +2,7 @@
 
 import pytest
 
-from encdec_adapt.cli import errors
+from encdec_adapt.base import errors
 from encdec_adapt.training import schedules
 
 

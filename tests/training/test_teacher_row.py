@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from encdec_adapt.data import batch as batch_lib
 from encdec_adapt.models import build, model_config
+from encdec_adapt.objectives import framing
 from tests import gemma_ids
 from tests.training.conftest import STACK, VOCAB
 
@@ -34,14 +34,14 @@ def pairs():
     return rng.integers(5, VOCAB, count, dtype=np.int32)
 
   # Each longer than the window, prefixes and targets too.
-  return [batch_lib.Pair(tokens(m), tokens(n)) for m, n in ((9, 7), (6, 8))]
+  return [framing.Pair(tokens(m), tokens(n)) for m, n in ((9, 7), (6, 8))]
 
 
 def _logits(teacher, pairs, lengths):
   """Logits at the targets of each pair, read from one row."""
   model, params = teacher
-  row = batch_lib.stack_rows(
-    [batch_lib.frame_row(pairs, lengths, gemma_ids.FRAMING, teacher=True)]
+  row = framing.stack_rows(
+    [framing.frame_row(pairs, lengths, gemma_ids.FRAMING, teacher=True)]
   )
   row = jax.tree.map(jnp.asarray, row)
   hidden = model.architecture.predict(model, params, row)
@@ -53,9 +53,9 @@ def _logits(teacher, pairs, lengths):
 
 
 def test_packed_logits_equal_unpacked_ones_above_the_window(teacher, pairs):
-  packed = _logits(teacher, pairs, batch_lib.Lengths(20, 20))
+  packed = _logits(teacher, pairs, framing.Lengths(20, 20))
   for pair, logits in zip(pairs, packed, strict=True):
-    (alone,) = _logits(teacher, [pair], batch_lib.Lengths(12, 10))
+    (alone,) = _logits(teacher, [pair], framing.Lengths(12, 10))
     assert len(pair.inputs) + len(pair.targets) > 2 * WINDOW
     np.testing.assert_allclose(logits, alone, atol=1e-5)
 
@@ -70,5 +70,5 @@ def test_targets_are_predicted_as_the_continuation(teacher, pairs):
     hidden = model.decode(params, text, ones, positions)
     logits = np.asarray(model.logits(params, hidden))[0]
     m = len(pair.inputs)
-    (found,) = _logits(teacher, [pair], batch_lib.Lengths(12, 10))
+    (found,) = _logits(teacher, [pair], framing.Lengths(12, 10))
     np.testing.assert_allclose(found, logits[m:-1], atol=1e-5)

@@ -30,7 +30,7 @@ import importlib
 import pkgutil
 from typing import Any
 
-from encdec_adapt.cli import errors, keys
+from encdec_adapt.base import errors, keys
 from encdec_adapt.models import model_config
 from encdec_adapt.training.losses import cross_entropy, loss
 

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 import dataclasses
 from typing import Any, ClassVar
 
-from encdec_adapt.cli import errors, keys
-from encdec_adapt.data import batch as batch_lib
+from encdec_adapt.base import errors, keys
 from encdec_adapt.models import model_config
+from encdec_adapt.objectives import framing
 from encdec_adapt.ops import vocabulary_loss
 from encdec_adapt.training.losses import loss
 
@@ -54,7 +54,7 @@ class CrossEntropy(loss.Loss):
 
   def frame(self, rows: loss.Rows, pad: int) -> loss.Rows:
     """Makes the inputs targets, too, if `on_inputs` is set."""
-    return batch_lib.on_all_tokens(rows, pad) if self.on_inputs else rows
+    return framing.on_all_tokens(rows, pad) if self.on_inputs else rows
 
   def terms(
     self,

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 import dataclasses
 from typing import ClassVar
 
-from encdec_adapt.cli import errors, keys
+from encdec_adapt.base import errors, keys
 from encdec_adapt.models import architecture as architectures
 from encdec_adapt.models import model_config
 from encdec_adapt.ops import distillation_loss

@@ -12,20 +12,20 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 import numpy as np
 
-from encdec_adapt.cli import keys
-from encdec_adapt.data import definition
+from encdec_adapt.base import keys
 from encdec_adapt.models import architecture as architectures
 from encdec_adapt.models import (
+  base_model,
   build,
-  decoder_only,
   expert_layer,
   model_config,
 )
+from encdec_adapt.objectives import definition
 from encdec_adapt.ops import vocabulary_loss
 
 Batch = Mapping[str, Array]
 Objectives = Sequence[definition.Objective]
-Params = decoder_only.Params
+Params = base_model.Params
 References = Mapping[str, Params]
 Rows = dict[str, np.ndarray]
 Terms = dict[str, Array]
@@ -137,7 +137,7 @@ class Loss:
     """Changes a batch of the objective on the host.
 
     Args:
-      rows: fields of `data.batch`.
+      rows: fields of `objectives.framing`.
       pad: padding id of the decoder's vocabulary.
     """
     del pad
@@ -155,7 +155,7 @@ class Loss:
     Args:
       model: the trained model or a reference.
       params: its parameters.
-      batch: fields of `data.batch`.
+      batch: fields of `objectives.framing`.
       **options: of `architecture.Architecture.predict`.
     """
     hidden = model.architecture.predict(model, params, batch, **options)
@@ -169,7 +169,7 @@ class Loss:
     Args:
       outputs: those of the trained model.
       references: those of the references, by name.
-      batch: fields of `data.batch`.
+      batch: fields of `objectives.framing`.
 
     Returns:
       Metric -> sum over the batch; `loss` carries the gradient.
@@ -182,14 +182,14 @@ class Loss:
     params: Params,
     batch: Batch,
     references: References | None = None,
-    dropout: decoder_only.Dropout | None = None,
+    dropout: base_model.Dropout | None = None,
   ) -> Terms:
     """Computes `terms` and `weight` of a batch, and the losses of routers.
 
     Args:
       model: the trained model.
       params: its parameters.
-      batch: fields of `data.batch`.
+      batch: fields of `objectives.framing`.
       references: parameters of the references, which no gradient reaches.
       dropout: dropout of the trained model; references have none.
     """
@@ -247,7 +247,7 @@ class Loss:
     Args:
       model: the model.
       params: its parameters.
-      batch: fields of `data.batch`.
+      batch: fields of `objectives.framing`.
       references: parameters of `held_out_references`.
 
     Returns:

@@ -1,0 +1,42 @@
+"""Exit statuses, and user errors without a traceback."""
+
+from collections.abc import Callable
+import sys
+from typing import Any
+
+from absl import flags
+
+from encdec_adapt.base import errors
+
+# Exit statuses besides 0 and Python's 1 for an unexpected exception; launchers
+# restart on all but the first.
+USER_ERROR = 2
+# EX_TEMPFAIL: stopped by a signal and saved; the same command resumes.
+RESTART = 75
+# Ended by the watchdog, or another process of the job did not answer in time.
+HANG = 76
+# SIGABRT: jax aborts a process when another one of the job is missing or has
+# died.
+ABORT = 134
+
+
+def guard(function: Callable[..., Any], *arguments: Any) -> Any:
+  """Calls a function; prints a user error as one paragraph and exits.
+
+  There is no traceback, and the exit status is that of the error.
+  """
+  try:
+    return function(*arguments)
+  except (errors.UserError, flags.Error) as error:
+    sys.stdout.flush()
+    print(f'Error: {" ".join(str(error).split())}', file=sys.stderr, flush=True)
+    sys.exit(status(error))
+
+
+def status(error: BaseException) -> int:
+  """Returns the exit status of a process that ends with an exception."""
+  if isinstance(error, SystemExit):
+    return error.code if isinstance(error.code, int) else int(bool(error.code))
+  if isinstance(error, errors.AbsentError):
+    return HANG
+  return USER_ERROR if isinstance(error, (errors.UserError, flags.Error)) else 1

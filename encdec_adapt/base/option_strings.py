@@ -1,0 +1,218 @@
+r"""Strings of options, which keys, flags and sources share.
+
+| reader       | reads                         | as in                |
+|--------------|-------------------------------|----------------------|
+| `things`     | things, perhaps with a weight | python@2 + text:a    |
+| `phases`     | settings, each from a step on | rows:1,0; 9=rows:1,1 |
+| `key_values` | keys and values               | size=2b,run=adapted  |
+
+A thing has options after a colon (`Part.options`). Dividers inside of a JSON
+string in quotes do not divide: `pairs:prefix="Question, or: "`. The section
+"Strings of options" of `configs/README.md` explains all strings to users.
+
+This module imports nothing of ours but user errors.
+"""
+
+from collections.abc import Callable, Mapping
+import dataclasses
+import json
+import math
+import re
+from typing import Any, TypeVar
+
+from encdec_adapt.base import errors
+
+_QUOTED = r'"(?:[^"\\]|\\.)*"'  # A JSON string.
+
+T = TypeVar('T')
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+  """Part of a string of options, which knows its column for messages.
+
+  Attributes:
+    label: name of the string in messages, such as 'config.data.rates'.
+    string: the whole string.
+    start: index of the first character of the part.
+    stop: index behind its last character; None for the string's end.
+  """
+
+  label: str
+  string: str
+  start: int = 0
+  stop: int | None = None
+
+  @property
+  def text(self) -> str:
+    """The part's characters."""
+    return self.string[self.start : self.stop]
+
+  def __bool__(self) -> bool:
+    return bool(self.text)
+
+  def error(self, problem: str) -> errors.UserError:
+    """Returns the error that names the part and its column, from 1.
+
+    Args:
+      problem: verb and object for the part as subject: 'must be a number'.
+    """
+    return errors.UserError(
+      f'{self.label} is {self.string!r}; {self.text!r} at column'
+      f' {self.start + 1} {problem}'
+    )
+
+  def strip(self) -> 'Part':
+    """Returns the part without spaces around it."""
+    text = self.text
+    start = self.start + len(text) - len(text.lstrip())
+    return dataclasses.replace(
+      self, start=start, stop=start + len(text.strip())
+    )
+
+  def divide(self, divider: str) -> list['Part']:
+    """Divides the part wherever a pattern matches outside of quotes."""
+    # Quotes come first, so that the scan steps over them as a whole.
+    matches = re.finditer(f'{_QUOTED}|({divider})', self.text)
+    spans = [match.span() for match in matches if match[1]]
+    starts = [0, *(stop for _, stop in spans)]
+    stops = [*(start for start, _ in spans), len(self.text)]
+    return [
+      dataclasses.replace(self, start=self.start + i, stop=self.start + j)
+      for i, j in zip(starts, stops, strict=True)
+    ]
+
+  def partition(self, mark: str) -> tuple['Part', 'Part']:
+    """Divides the part at the first mark; without one the second is empty."""
+    head = self.divide(re.escape(mark))[0]
+    # Where there is no mark, the second part is empty at the end, so that its
+    # column is that of what is missing.
+    start = min(head.stop + len(mark), self.start + len(self.text))
+    return head, dataclasses.replace(self, start=start)
+
+  def options(self, divider: str = ',') -> list['Part']:
+    """Divides what follows the first colon; [] if nothing does."""
+    options = self.partition(':')[1]
+    return options.divide(divider) if options else []
+
+  def read(
+    self,
+    kind: Callable[[str], T],
+    form: str,
+    accepts: Callable[[T], bool] = lambda value: True,
+  ) -> T:
+    """Converts the part.
+
+    Args:
+      kind: converts text; raises ValueError.
+      form: form of the right values, for the message: 'a number above 0'.
+      accepts: returns whether a value is right.
+
+    Raises:
+      UserError: the part has another form.
+    """
+    try:
+      value = kind(self.text)
+      if accepts(value):
+        return value
+    except ValueError:
+      pass
+    raise self.error(f'must be {form}')
+
+
+def unquote(text: str) -> str:
+  """Returns the content of a JSON string in quotes; other text as it is."""
+  return json.loads(text) if text.startswith('"') else text
+
+
+def things(
+  label: str, string: str, divider: str, mark: str = '@'
+) -> list[tuple[Part, float | None]]:
+  """Reads a list of things with their weights.
+
+  Args:
+    label: name of the string in messages.
+    string: things and dividers.
+    divider: pattern between two things.
+    mark: precedes a weight. Text behind it that is not a number belongs to the
+      thing, as paths may contain the mark.
+
+  Returns:
+    Each thing, and its weight or None.
+
+  Raises:
+    UserError: a weight is not positive and finite.
+  """
+  weighted: list[tuple[Part, float | None]] = []
+  for part in Part(label, string).divide(divider):
+    thing = part.strip()
+    # The last mark, as the names of folders and users contain it too.
+    name, sign, number = thing.text.rpartition(mark)
+    try:
+      weight = float(number if sign else 'none')
+    except ValueError:
+      weighted.append((thing, None))
+      continue
+    # float() reads nan and inf too.
+    if not 0 < weight < math.inf:
+      raise thing.error(
+        f'has weight {weight:g} after the {mark}; it must be above 0'
+      )
+    stop = thing.start + len(name)
+    weighted.append((dataclasses.replace(thing, stop=stop), weight))
+  return weighted
+
+
+def phases(label: str, string: str) -> list[tuple[int, Part]]:
+  """Reads settings that follow one another: 'SETTING; STEP=SETTING; ..'.
+
+  Args:
+    label: name of the string in messages.
+    string: settings with the steps at which they begin; 0 for the first.
+
+  Returns:
+    Step and setting of each phase; none for ''.
+
+  Raises:
+    UserError: a step is missing, or is not above the one before.
+  """
+  settings: list[tuple[int, Part]] = []
+  for part in Part(label, string).divide(';') if string else []:
+    setting, step = part.strip(), 0
+    if settings:
+      # Options of a setting have an equals sign as well: the first is the
+      # step's, since a setting begins with its name.
+      number, setting = setting.partition('=')
+      last = settings[-1][0]
+      step = number.read(
+        int, f'STEP= with a step above {last}', lambda n, last=last: n > last
+      )
+    settings.append((step, setting.strip()))
+  return settings
+
+
+def key_values(
+  label: str, string: str, defaults: Mapping[str, Any]
+) -> dict[str, Any]:
+  """Reads keys and values: 'KEY=VALUE,KEY=VALUE'.
+
+  Args:
+    label: name of the string in messages.
+    string: pairs of a key and a value.
+    defaults: every key with its default; a value keeps the type of its default.
+
+  Raises:
+    UserError: a key is unknown, or a value has the wrong type.
+  """
+  values = dict(defaults)
+  for item in filter(None, Part(label, string).divide(',')):
+    key, value = item.partition('=')
+    # An empty value is a value; without a sign the key is the whole item.
+    if key.text not in defaults or key.stop == item.stop:
+      known = ', '.join(f'{k}={v}' for k, v in defaults.items())
+      raise item.error(f'is not understood; it must be KEY=VALUE of {known}')
+    kind = type(defaults[key.text])
+    values[key.text] = value.read(
+      lambda text, kind=kind: kind(unquote(text)), f'of type {kind.__name__}'
+    )
+  return values

@@ -1,0 +1,99 @@
+"""Runs generated programs: in a process of their own, with limits.
+
+Nothing runs unless `allowed` was entered, which `evaluate --allow_code` does.
+The limits keep mistakes small; they are no sandbox against malice.
+"""
+
+from collections.abc import Iterator
+import contextlib
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+
+from encdec_adapt.base import errors
+
+# Set while generated programs may run; lm-eval's own tasks read it, too.
+_VARIABLE = 'HF_ALLOW_CODE_EVAL'
+SECONDS = 10
+MEGABYTES = 1024
+# The new process limits itself, which it cannot undo, before it reads the
+# program, and writes a word that the program does not know once that has ended.
+_START = """
+import math, os, resource, sys
+for kind, most in (
+  (resource.RLIMIT_CPU, math.ceil(float(sys.argv[1])) + 1),
+  (resource.RLIMIT_AS, int(sys.argv[2]) << 20),
+  (resource.RLIMIT_FSIZE, 1 << 20),
+  (resource.RLIMIT_CORE, 0),
+):
+  resource.setrlimit(kind, (most, most))
+def run(word, program):
+  answer = os.dup(1)
+  os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+  exec(compile(program, 'program', 'exec'), {'__name__': '__main__'})
+  os.write(answer, word)
+run(*sys.stdin.buffer.read().split(b'\\n', 1))
+"""
+
+
+@contextlib.contextmanager
+def allowed(allow: bool) -> Iterator[None]:
+  """Allows generated programs to run inside the context."""
+  before = os.environ.get(_VARIABLE)
+  os.environ[_VARIABLE] = '1' if allow else '0'
+  try:
+    yield
+  finally:
+    if before is None:
+      del os.environ[_VARIABLE]
+    else:
+      os.environ[_VARIABLE] = before
+
+
+def passes(
+  program: str, *, seconds: float = SECONDS, megabytes: int = MEGABYTES
+) -> bool:
+  """Runs a Python program and returns whether it reaches its end.
+
+  Args:
+    program: source text, which ends with its tests.
+    seconds: most time that it may take.
+    megabytes: most memory that it may have.
+
+  Raises:
+    UserError: generated programs may not run.
+  """
+  if os.environ.get(_VARIABLE) != '1':
+    raise errors.UserError(
+      'this task runs generated programs, which may do anything that you may;'
+      ' give --allow_code to run them, in a container best.'
+    )
+
+  word = secrets.token_hex(16).encode()
+  with tempfile.TemporaryDirectory() as folder:
+    process = subprocess.Popen(
+      [sys.executable, '-I', '-c', _START, str(seconds), str(megabytes)],
+      stdin=subprocess.PIPE,
+      stdout=subprocess.PIPE,
+      stderr=subprocess.DEVNULL,
+      cwd=folder,
+      env={'PATH': os.defpath},
+      start_new_session=True,
+    )
+    given = word + b'\n' + program.encode('utf-8', 'replace')
+    try:
+      process.stdin.write(given)
+      process.stdin.close()
+      process.wait(seconds)
+    except (BrokenPipeError, subprocess.TimeoutExpired):
+      return False
+    finally:
+      # With its children.
+      with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+      process.wait()
+    with process.stdout as answer:
+      return answer.read() == word

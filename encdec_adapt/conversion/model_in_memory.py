@@ -1,0 +1,322 @@
+"""`encdec_adapt.load`: a model as a Python object, for notebooks."""
+
+from collections.abc import Callable, Sequence
+import dataclasses
+import functools
+import math
+import os
+from typing import Any
+
+import jax
+from jax import numpy as jnp
+from jax.sharding import Mesh
+from jaxtyping import Array, Bool, Float, Int
+import numpy as np
+
+from encdec_adapt import config as config_lib
+from encdec_adapt.base import errors
+from encdec_adapt.conversion import model_on_disk, pretrained_files
+from encdec_adapt.inference import engine as engine_lib
+from encdec_adapt.inference import lengths
+from encdec_adapt.models import build, execution, model_config
+from encdec_adapt.sharding import mesh as mesh_lib
+from encdec_adapt.sharding import rules as rules_lib
+from encdec_adapt.training import setup
+from encdec_adapt.training import state as state_lib
+
+Tokens = Int[Array, 'B L']
+Mask = Bool[Array, 'B L']
+_RULES = 'fsdp'
+_NO_ENCODER = 'a decoder-only model has no encoder.'
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadedModel:
+  """A model with its parameters.
+
+  Masks are True at tokens and False at padding; None is all True. Positions
+  are 0, 1, .. from the left, padding included, as in the forward pass of
+  transformers.
+
+  Attributes:
+    model: functions of parameters (`models.build`).
+    params: the parameters, nested, fp32.
+    stored: the files it was read from.
+    rules: meaning of logical axes on the mesh of the parameters.
+  """
+
+  model: build.Model
+  params: Any
+  stored: model_on_disk.StoredModel
+  rules: rules_lib.Rules = rules_lib.RULES[_RULES]
+
+  @property
+  def config(self) -> model_config.ModelConfig:
+    """Config of the model."""
+    return self.model.config
+
+  @functools.cached_property
+  def special_ids(self) -> engine_lib.SpecialIds:
+    """Ids that the decoder's vocabulary, or the model's files, state.
+
+    Raises:
+      UserError: some are stated nowhere.
+    """
+    folders = pretrained_files.folders(self.stored.path)
+    found = pretrained_files.special_ids(
+      folders, self.stored.open_vocabularies()
+    )
+    if missing := {'bos', 'eos', 'pad'} - found.keys():
+      raise errors.UserError(
+        f'{self.stored.path} has no tokenizer and no config.json that state'
+        f' {" and ".join(sorted(missing))}; give `ids` to the engine.'
+      )
+    return engine_lib.SpecialIds(**found)
+
+  @functools.cached_property
+  def _decode(self) -> Callable[[np.ndarray], str] | None:
+    """Turns generated tokens into text; None without a tokenizer."""
+    opened = self.stored and self.stored.open_vocabularies()
+    if not opened:
+      return None
+    one = opened.decoder
+
+    def decode(tokens: np.ndarray) -> str:
+      """Returns the text of tokens."""
+      # A table may have more rows than the vocabulary has tokens; no text has
+      # those ids.
+      known = np.where(tokens < one.size, tokens, one.pad)
+      return one.decode(known, start=False)
+
+    return decode
+
+  def encode(self, tokens: Tokens, mask: Mask | None = None) -> Array:
+    """Returns the encoder's states after its final norm, [B, S, E].
+
+    Raises:
+      UserError: the model is decoder-only, or see `_framed`.
+    """
+    if not self.config.architecture.has_encoder:
+      raise errors.UserError(_NO_ENCODER)
+    fields = self._framed(tokens, mask, self.config.architecture.prompt_stack)
+    return _encode(self.model, self.params, fields)
+
+  def logits(
+    self,
+    decoder_tokens: Tokens,
+    encoder_tokens: Tokens | None = None,
+    encoder_mask: Mask | None = None,
+    decoder_mask: Mask | None = None,
+  ) -> Float[Array, 'B T V']:
+    """Returns the logits of the token after each decoder token, fp32.
+
+    Args:
+      decoder_tokens: tokens fed to the decoder, BOS first, [B, T].
+      encoder_tokens: tokens fed to the encoder, [B, S]; None for a
+        decoder-only model.
+      encoder_mask: mask of the encoder's tokens.
+      decoder_mask: mask of the decoder's tokens.
+
+    Raises:
+      UserError: encoder tokens are missing, there is no encoder, or see
+        `_framed`.
+    """
+    inputs = {'decoder': (decoder_tokens, decoder_mask)}
+    if encoder_tokens is not None:
+      inputs['encoder'] = encoder_tokens, encoder_mask
+    if inputs.keys() > self.config.stacks.keys():
+      raise errors.UserError(_NO_ENCODER)
+    if inputs.keys() < self.config.stacks.keys():
+      raise errors.UserError(
+        'an encoder-decoder needs encoder_tokens and decoder_tokens.'
+      )
+    fields = {side: self._framed(*x, side) for side, x in inputs.items()}
+    return _logits(self.model, self.params, fields)
+
+  def engine(
+    self,
+    *,
+    rows: int = 8,
+    int8: bool = False,
+    decode: Callable[[np.ndarray], str] | None = None,
+    ids: engine_lib.SpecialIds | None = None,
+    steps: int = 16,
+    sizes: Sequence[lengths.Size] = (),
+  ) -> engine_lib.Engine:
+    """Makes an inference engine; see `inference.engine.Engine`.
+
+    Args:
+      rows: rows of the batch.
+      int8: whether to keep kernels as 8-bit integers.
+      decode: turns token ids into text; by default as the model's tokenizer
+        does, if it has one. Stop strings need it.
+      ids: special tokens; by default `special_ids`.
+      steps: tokens between two looks for stop strings.
+      sizes: sizes of the state, as `Engine` takes them.
+
+    Raises:
+      UserError: see `Engine` and `special_ids`.
+    """
+    return engine_lib.Engine(
+      self.model,
+      self.params,
+      ids or self.special_ids,
+      rows=rows,
+      decode=decode or self._decode,
+      mesh=self.where.mesh,
+      rules=self.where.rules,
+      int8=int8,
+      steps=steps,
+      sizes=sizes,
+    )
+
+  @functools.cached_property
+  def where(self) -> state_lib.Placement:
+    """The model with mesh and sharding rules of its parameters."""
+    mesh = getattr(jax.tree.leaves(self.params)[0].sharding, 'mesh', None)
+    return state_lib.Placement(self.model, mesh or _one_device(), self.rules)
+
+  def rows(self, needed: int) -> int:
+    """Returns how many rows a batch of `needed` ones has: all devices share."""
+    shards = self.where.rules.on(self.where.mesh).size('batch')
+    return -(-needed // shards) * shards
+
+  def _framed(
+    self, tokens: Any, mask: Any, side: str
+  ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns tokens, segments and positions for a stack, [B, L] each.
+
+    Raises:
+      UserError: tokens are not integers [B, L] below the stack's vocabulary
+        size.
+      ValueError: the mask has another shape.
+    """
+    tokens = _tokens(tokens, self.config.stacks[side].vocab_size, side)
+    mask = jnp.asarray(True if mask is None else mask) != 0
+    segments = jnp.broadcast_to(mask, tokens.shape).astype(jnp.int32)
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    return tokens, segments, positions
+
+
+def read_as_trained(stored: model_on_disk.StoredModel) -> LoadedModel:
+  """Reads a model over all devices, to compute as its run does.
+
+  Args:
+    stored: the opened model; that of a folder computes in fp32.
+  """
+  dtype = 'float32'
+  if stored.step is not None:
+    dtype = config_lib.load_run(str(stored.path)).compute.dtype
+  mesh = inference_mesh(stored.model)
+  return read(stored, dtype=jnp.dtype(dtype), mesh=mesh)
+
+
+def inference_mesh(config: model_config.ModelConfig) -> Mesh:
+  """Returns a mesh of all devices for a model.
+
+  Heads and feed-forwards are divided as often as they can be, because a step
+  of decoding gathers what is divided otherwise; then rows.
+  """
+  sizes = [
+    size
+    for stack in config.stacks.values()
+    for size in (stack.kv_heads, stack.mlp_width, stack.expert_width)
+  ]
+  tensor = math.gcd(jax.device_count(), *sizes)
+  groups = mesh_lib.in_groups(
+    jax.device_count() // tensor, rules_lib.VOCABULARY_GROUP
+  )
+  return mesh_lib.make_mesh(dataclasses.replace(groups, tensor=tensor))
+
+
+def load(
+  path: str | os.PathLike[str],
+  *,
+  dtype=jnp.float32,
+  mesh: Mesh | None = None,
+  encoder_window: str | None = None,
+) -> LoadedModel:
+  """Loads a Hugging Face folder or a run (`model_on_disk.open_checkpoint`).
+
+  Args:
+    path: the folder.
+    dtype: dtype of activations and products.
+    mesh: mesh to shard the parameters over (`sharding.mesh.make_mesh`); None
+      for this process's first device. A folder's tables are padded to divide.
+    encoder_window: window of the local layers of a bidirectional encoder,
+      'exclusive' (the authors of T5Gemma) or 'inclusive' (transformers 5.23,
+      eager). None for the rule of the run or of the folder's config.json;
+      without one, a T5Gemma's is exclusive.
+
+  Raises:
+    UserError: there is no model, it is damaged or unsupported, it does not
+      divide over the mesh, or it has no such encoder.
+  """
+  multiple = None
+  if mesh is not None:
+    axes = rules_lib.RULES[_RULES].vocab
+    multiple = math.prod(mesh.shape[axis] for axis in axes)
+  stored = model_on_disk.open_model(
+    path, encoder_window=encoder_window, vocab_multiple=multiple
+  )
+  return read(stored, dtype=dtype, mesh=mesh)
+
+
+def read(
+  stored: model_on_disk.StoredModel,
+  *,
+  dtype=jnp.float32,
+  mesh: Mesh | None = None,
+) -> LoadedModel:
+  """Reads the parameters of an opened model.
+
+  Args:
+    stored: the opened model.
+    dtype: see `load`.
+    mesh: see `load`.
+
+  Raises:
+    UserError: the model does not divide over the mesh.
+  """
+  mesh = mesh or _one_device()
+  compute = execution.ComputeConfig(dtype=jnp.dtype(dtype).name)
+  where = setup.place_model(
+    stored.model, compute, mesh, rules_lib.RULES[_RULES]
+  )
+  return LoadedModel(where.model, stored.read(where), stored)
+
+
+def _one_device() -> Mesh:
+  """Returns a mesh of this process's first device."""
+  return mesh_lib.make_mesh(
+    mesh_lib.MeshConfig(), devices=jax.local_devices()[:1]
+  )
+
+
+def _tokens(tokens: Any, size: int, side: str) -> jax.Array:
+  """Checks token ids [B, L]; the values of a traced array are not checked."""
+  if not isinstance(tokens, jax.Array):
+    tokens = np.asarray(tokens)
+  if tokens.ndim != 2 or not np.issubdtype(tokens.dtype, np.integer):
+    raise errors.UserError(
+      f'tokens of the {side} are {tokens.dtype} of shape'
+      f' {list(tokens.shape)}; give integers [rows, length].'
+    )
+  if tokens.size and not isinstance(tokens, jax.core.Tracer):
+    least, most = int(tokens.min()), int(tokens.max())
+    if least < 0 or most >= size:
+      raise errors.UserError(
+        f'tokens of the {side} are {least} to {most}; its vocabulary has the'
+        f' ids 0 to {size - 1}. Padding needs one too.'
+      )
+  return jnp.asarray(tokens, jnp.int32)
+
+
+@jax.jit(static_argnames='model')
+def _encode(model, params, fields):
+  return model.architecture.encode(model, params, fields)
+
+
+@jax.jit(static_argnames='model')
+def _logits(model, params, fields):
+  return model.logits(params, model.architecture.states(model, params, fields))

@@ -1,0 +1,463 @@
+"""Opens models on disk: work directories of runs, Hugging Face folders."""
+
+from collections.abc import Callable
+import dataclasses
+import functools
+import hashlib
+import math
+import os
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from encdec_adapt import config as config_lib
+from encdec_adapt.adaptation import coverage as coverage_lib
+from encdec_adapt.base import errors
+from encdec_adapt.checkpoints import checksums, manager, orbax_folder
+from encdec_adapt.cluster import distributed
+from encdec_adapt.files import atomic, lazy_array
+from encdec_adapt.files import paths as paths_lib
+from encdec_adapt.huggingface import folder, tensor_folder
+from encdec_adapt.models import model_config, parameters
+from encdec_adapt.tokenizers import vocabulary, vocabulary_pair
+from encdec_adapt.training import state as state_lib
+
+WINDOWS = ('exclusive', 'inclusive')  # Rules of an encoder's local layers.
+ENCODER = 'encoder'  # Subfolder with the tokenizer of the encoder.
+_GROUP_BYTES = 128 << 20  # Bytes of a checkpoint that are restored at once.
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredModel:
+  """A model on disk whose parameters have not been read.
+
+  Attributes:
+    path: the folder.
+    model: config of the model.
+    vocabularies: paths of its vocabularies; None if it has none.
+    arrays: returns path -> parameter, unread, in the order of the parameter
+      table.
+    checkpoint: the checkpoint of a run, see `open_checkpoint`; None for a
+      folder.
+    unused: name of a stored tensor that the model does not use -> reason.
+    separator: text between a prompt and its continuation, see `separator_of`.
+  """
+
+  path: paths_lib.Path
+  model: model_config.ModelConfig
+  vocabularies: vocabulary_pair.Choice | None
+  arrays: Callable[[], dict[str, lazy_array.LazyArray]]
+  checkpoint: manager.Checkpoint | None = None
+  unused: dict[str, str] = dataclasses.field(default_factory=dict)
+  separator: str = ''
+
+  @property
+  def step(self) -> int | None:
+    """Step of the checkpoint; None for a folder."""
+    return self.checkpoint.step if self.checkpoint else None
+
+  @property
+  def fingerprint(self) -> str:
+    """Digest that changes with the configuration or the parameters.
+
+    Of a run it covers the configuration and the checksums of the checkpoint;
+    of a folder config.json, and sizes and times of the files of weights.
+    """
+    parts = [(self.path / tensor_folder.CONFIG).read_bytes()]
+    if self.checkpoint:
+      manifest = self.checkpoint.path / checksums.FILE
+      parts += [manifest.read_bytes()] if manifest.exists() else []
+    else:
+      files = {*self.path.glob('*.safetensors'), *self.path.glob('tokenizer*')}
+      for file in sorted(files):
+        parts.append(f'{file.name} {paths_lib.version(file)}'.encode())
+    return hashlib.blake2b(b'\0'.join(parts), digest_size=8).hexdigest()
+
+  def open_vocabularies(self) -> vocabulary_pair.Opened | None:
+    """Opens the vocabularies; None if there are none."""
+    return self.vocabularies.open() if self.vocabularies else None
+
+  def require_vocabularies(self) -> vocabulary_pair.Opened:
+    """Opens the vocabularies.
+
+    Raises:
+      UserError: there are none, or they have ids without a row in the model.
+    """
+    opened = self.open_vocabularies()
+    if opened is None:
+      raise errors.UserError(
+        f'{self.path} has no tokenizer; put its tokenizer.model or'
+        ' tokenizer.json into the folder of the weights.'
+      )
+    for side, stack in self.model.stacks.items():
+      vocabulary_pair.check_size(opened.sides[side], stack.vocab_size, side)
+    return opened
+
+  @property
+  def prompt_side(self) -> str:
+    """Name of the stack that reads prompts: the encoder where there is one."""
+    return self.model.architecture.prompt_stack
+
+  def read(self, where: state_lib.Placement) -> Any:
+    """Reads the parameters: nested, sharded, in the dtype of the placement.
+
+    Args:
+      where: placement of this model. Each process reads only what its
+        devices hold.
+    """
+    dtype = jnp.dtype(where.dtype or 'float32')
+    if self.checkpoint:
+      return self.checkpoint.restore_params(where.abstract_params())
+    return state_lib.unflatten(
+      {
+        path: jax.make_array_from_callback(
+          array.shape,
+          where.parameters[path],
+          lambda index, array=array: np.asarray(array.read(index), dtype),
+        )
+        for path, array in self.arrays().items()
+      }
+    )
+
+  @property
+  def answers_chats(self) -> bool:
+    """Whether the model is a run that was trained on conversations."""
+    if self.checkpoint is None:
+      return False
+    objectives = config_lib.load_run(str(self.path)).data.objectives
+    return any(objective.ends_turns for objective in objectives)
+
+
+def open_model(
+  path: str | os.PathLike[str],
+  *,
+  encoder_window: str | None = None,
+  vocab_multiple: int | None = None,
+) -> StoredModel:
+  """Opens the work directory of a run or a Hugging Face folder.
+
+  Reads configs and headers only.
+
+  Args:
+    path: the folder.
+    encoder_window: see `with_window`; None for the stored rule.
+    vocab_multiple: tables of a Hugging Face folder are padded to a multiple
+      of this many rows, to divide over a mesh; None for no padding. A run's
+      tables stay as they are.
+
+  Raises:
+    UserError: it is neither, it is damaged, or it has no such window.
+  """
+  path = paths_lib.at(path)
+  if is_folder(path):
+    opened = folder.ModelFolder(path, vocab_multiple=vocab_multiple)
+    stored = StoredModel(
+      path,
+      opened.config,
+      vocabularies_in(path),
+      opened.arrays,
+      unused=dict(opened.unused),
+    )
+  else:
+    stored = _open_run(path)
+  model = with_window(stored.model, encoder_window, str(path))
+  return dataclasses.replace(stored, model=model)
+
+
+def _open_run(path: paths_lib.Path) -> StoredModel:
+  settings = config_lib.load_run(str(path))
+  checkpoint = open_checkpoint(path, settings)
+  choice = settings.data.vocabularies
+  opened = open_vocabularies(checkpoint, choice)
+  return StoredModel(
+    path,
+    settings.model,
+    choice if opened else None,
+    lambda: _checkpoint_arrays(checkpoint, settings.model),
+    checkpoint,
+    separator=separator_of(settings),
+  )
+
+
+def separator_of(settings: config_lib.Settings) -> str:
+  """Returns the text that a run's model expects after a prompt.
+
+  It is the `separator` of the run's objectives, of the first that has one; ''
+  for encoder-decoders, which read the prompt on its own.
+  """
+  if settings.model.architecture.encodes_prompt:
+    return ''
+  separators = (part.separator for part in settings.data.objectives)
+  return next(filter(None, separators), '')
+
+
+def open_checkpoint(
+  path: str | os.PathLike[str], settings: config_lib.Settings
+) -> manager.Checkpoint:
+  """Opens the checkpoint by which a run is used; prints its step and loss.
+
+  Args:
+    path: work directory of the run.
+    settings: configuration of the run. With `checkpoint.keep_best` the
+      undamaged checkpoint with the lowest held-out loss is opened, otherwise
+      the newest.
+
+  Raises:
+    UserError: there is no undamaged checkpoint.
+  """
+  best = settings.checkpoint.keep_best
+  found = (manager.open_best if best else manager.open_latest)(path)
+  if distributed.is_lead():
+    rank = found.read_loss()
+    value = None if rank is None else settings.loss.rank(rank)
+    which = '' if value is None else f', {settings.loss.describe(value)}'
+    print(f'{path}: step {found.step}{which}', file=sys.stderr)
+  return found
+
+
+def with_window(
+  model: model_config.ModelConfig, encoder_window: str | None, name: str
+) -> model_config.ModelConfig:
+  """Sets the window rule of the local layers of an encoder.
+
+  Args:
+    model: the model.
+    encoder_window: 'exclusive', |q-k| < W (the authors of T5Gemma), or
+      'inclusive', |q-k| <= W (transformers 5.23, eager); None for no change.
+    name: name of the model in errors.
+
+  Raises:
+    UserError: no such rule, or the model has no bidirectional encoder apart
+      from its decoder's attention.
+  """
+  if encoder_window is None:
+    return model
+  if encoder_window not in WINDOWS:
+    raise errors.UserError(
+      f'encoder_window is {encoder_window!r}; it must be one of'
+      f' {", ".join(WINDOWS)}.'
+    )
+  encoder = model.stacks.get('encoder')
+  if encoder is None or encoder.role != 'bidirectional':
+    why = 'no bidirectional encoder'
+  elif model.decoder.cross_merged:
+    why = 'merged attention, whose windows are those of T5Gemma 2'
+  else:
+    encoder = dataclasses.replace(encoder, window_rule=encoder_window)
+    return dataclasses.replace(model, encoder=encoder)
+  raise errors.UserError(
+    f'encoder_window is {encoder_window!r}, and {name} has {why}; leave it out.'
+  )
+
+
+def open_vocabularies(
+  checkpoint: manager.Checkpoint, choice: vocabulary_pair.Choice
+) -> vocabulary_pair.Opened | None:
+  """Opens the vocabularies that a run was trained with.
+
+  Args:
+    checkpoint: checkpoint of the run; its metadata describes them.
+    choice: paths of the vocabularies in the run's configuration.
+
+  Returns:
+    None where the checkpoint describes none and there is none.
+
+  Raises:
+    UserError: one is missing, changed or damaged; names its path.
+  """
+  described = checkpoint.read_meta()['vocabularies']
+  if not described:
+    return choice.open() if vocabulary_pair.exists(choice.decoder) else None
+  sides = ('decoder', 'encoder')
+  wrong = [s for s in sides if not vocabulary_pair.exists(choice.path(s))]
+  if not wrong:
+    opened = choice.open()
+    wanted = {side: described[side]['fingerprint'] for side in sides}
+    wrong = [s for s in sides if opened.sides[s].fingerprint != wanted[s]]
+  if wrong:
+    key = 'encoder_vocabulary' if wrong[0] == 'encoder' else 'vocabulary'
+    raise errors.UserError(
+      f'the vocabulary {choice.path(wrong[0])} of the {wrong[0]} is missing, or'
+      f' is not the one that the checkpoint {checkpoint.path} was trained with.'
+      ' Put the file back, or write its new path in'
+      f' {checkpoint.folder.parent / config_lib.RUN_CONFIG} (data.{key}).'
+    )
+  return opened
+
+
+def open_if_suitable(
+  choice: vocabulary_pair.Choice,
+) -> vocabulary_pair.Opened | None:
+  """Opens the tokenizers of a folder, which may be of a kind we cannot use.
+
+  Returns:
+    None, with a note on why, where our data cannot be read with one of them.
+
+  Raises:
+    UserError: one is damaged.
+  """
+  try:
+    return choice.open()
+  except vocabulary.DamagedError:
+    raise
+  except errors.UserError as error:
+    print(f'note: not used as a vocabulary: {error}')
+    return None
+
+
+def vocabularies_of_pair(
+  encoder: StoredModel, decoder: StoredModel
+) -> vocabulary_pair.Choice | None:
+  """Chooses the vocabularies of an encoder-decoder made from two models.
+
+  Args:
+    encoder: decoder-only source of the encoder.
+    decoder: decoder-only source of the decoder.
+
+  Returns:
+    The decoder's, and the encoder's where its ids mean other text; None where
+    the decoder has none.
+
+  Raises:
+    UserError: a tokenizer is damaged.
+  """
+  own, theirs = decoder.vocabularies, encoder.vocabularies
+  if own is None or theirs is None:
+    return own
+  if same_tokens(own.decoder, theirs.decoder):
+    return own
+  return dataclasses.replace(own, encoder=theirs.decoder)
+
+
+def same_tokens(one: str, other: str) -> bool:
+  """Returns whether ids mean the same text in the vocabularies at two paths."""
+  if one == other:
+    return True
+  opened = [vocabulary_pair.open_vocabulary(path) for path in (one, other)]
+  return opened[0].tokens_digest == opened[1].tokens_digest
+
+
+def require_same_tokens(
+  source: StoredModel, side: str, own: str, name: str
+) -> None:
+  """Checks that ids mean the same text to a source and to its target.
+
+  Args:
+    source: the source, which has vocabularies.
+    side: stack of the target that is made from it.
+    own: path of the target's vocabulary; may not exist yet.
+    name: name of the target in the error.
+
+  Raises:
+    UserError: the vocabularies differ, or one is damaged.
+  """
+  # A decoder-only model has only 'decoder', even as the encoder's source.
+  theirs = source.vocabularies.path(
+    side if side in source.model.stacks else 'decoder'
+  )
+  # A vocabulary that is still to be trained differs from the source's.
+  if not vocabulary_pair.exists(own) or not same_tokens(own, theirs):
+    key = 'encoder_vocabulary' if side == 'encoder' else 'vocabulary'
+    raise errors.UserError(
+      f'{source.path} has the vocabulary {theirs}, the {side} of {name} has'
+      f' {own}, and they differ: ids would mean other text. Use one vocabulary'
+      f' (config.data.{key} of a job).'
+    )
+
+
+def with_outside(
+  coverage: coverage_lib.Coverage, encoder: StoredModel, decoder: StoredModel
+) -> coverage_lib.Coverage:
+  """Adds the sources' tensors outside the model to a coverage report.
+
+  Args:
+    coverage: report of the adaptation.
+    encoder: source of the encoder.
+    decoder: source of the decoder; may be the same.
+  """
+  unused = {
+    'encoder_source': encoder.unused,
+    'decoder_source': decoder.unused,
+  }
+  outside = {name: unused[name] for name in coverage.sources if unused[name]}
+  return dataclasses.replace(coverage, outside=outside)
+
+
+def require_decoder_only(source: StoredModel) -> None:
+  """Checks the source of an adaptation.
+
+  Raises:
+    UserError: it is no decoder-only model.
+  """
+  if source.model.architecture.has_encoder:
+    raise errors.UserError(
+      f'{source.path} is a model of kind {source.model.architecture.name};'
+      ' adaptation starts from decoder-only models.'
+    )
+
+
+def is_folder(path: str | os.PathLike[str]) -> bool:
+  """Returns whether a path is a Hugging Face folder, not a work directory.
+
+  Raises:
+    UserError: it is neither.
+  """
+  file = paths_lib.at(path) / tensor_folder.CONFIG
+  if not file.exists():
+    remedy = 'Give the work directory of a run, or a Hugging Face folder.'
+    if orbax_folder.is_orbax_folder(path):
+      remedy = 'Convert its Orbax arrays by `convert import` first.'
+    raise errors.UserError(
+      f'{path} holds no model: it has no {tensor_folder.CONFIG}. {remedy}'
+    )
+  content = atomic.read_json(file)
+  # The configuration of a run has sections.
+  return 'model_type' in content or 'train' not in content
+
+
+def vocabularies_in(path: paths_lib.Path) -> vocabulary_pair.Choice | None:
+  """Finds the tokenizers of a model folder, `encoder/` for the encoder's."""
+  decoder = vocabulary_pair.file_in(path)
+  encoder = vocabulary_pair.file_in(path / ENCODER)
+  if decoder is None:
+    return None
+  return vocabulary_pair.Choice(str(decoder), str(encoder) if encoder else '')
+
+
+def _checkpoint_arrays(
+  checkpoint: manager.Checkpoint, model: model_config.ModelConfig
+) -> dict[str, lazy_array.LazyArray]:
+  """Returns the arrays of a checkpoint; restores a group of them at a time.
+
+  Opening a checkpoint takes longer than restoring a small array.
+  """
+  table = parameters.parameter_table(model)
+  checkpoint.require_same({'params': state_lib.unflatten(table)}, partial=True)
+  folder = checkpoint.open_state()
+  names = {path: f'params/{path}' for path in table}
+  group_of, size = {}, _GROUP_BYTES
+  for name in sorted(names.values()):
+    shape, dtype = folder.arrays[name]
+    nbytes = math.prod(shape) * dtype.itemsize
+    if size + nbytes > _GROUP_BYTES:
+      group, size = [], 0
+    group.append(name)
+    group_of[name], size = group, size + nbytes
+  last: dict[str, np.ndarray] = {}
+
+  def read(name: str, index: tuple[slice, ...]) -> np.ndarray:
+    """Reads part of an array; keeps the group that was restored last."""
+    if name not in last:
+      last.clear()
+      last.update(folder.read(group_of[name]))
+    return last[name][index]
+
+  return {
+    path: lazy_array.LazyArray(
+      *folder.arrays[name], functools.partial(read, name)
+    )
+    for path, name in names.items()
+  }

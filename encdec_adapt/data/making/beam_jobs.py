@@ -1,0 +1,80 @@
+"""Runs shard jobs on Apache Beam, for corpora beyond one machine.
+
+Every group of shards (`data/making/shard_jobs.py`) is an element of the
+pipeline. Its worker reads its share of the text and writes its shards to the
+folder of the set, which is a bucket unless the pipeline runs on this machine;
+the shards' entries are read from there, so that no result has to come back.
+
+Apache Beam is imported when a pipeline is run: `pip install
+'encdec_adapt[beam]'`.
+"""
+
+from collections.abc import Iterator, Sequence
+from concurrent import futures
+from typing import Any
+
+from encdec_adapt.base import errors
+from encdec_adapt.data.making import shard_jobs
+from encdec_adapt.data.records import record_writing
+from encdec_adapt.files import paths
+
+
+def run_jobs(
+  groups: Sequence[shard_jobs.ShardGroup], options: Sequence[str]
+) -> Iterator[tuple[shard_jobs.ShardGroup, list[dict[str, Any]]]]:
+  """Writes the shards of all groups, and yields these when all have ended.
+
+  Args:
+    groups: groups of shards.
+    options: options of the pipeline, such as --runner=DataflowRunner.
+
+  Yields:
+    Every group and the manifest entries of its shards.
+
+  Raises:
+    UserError: Apache Beam is missing, or the workers' shards are not where they
+      are read.
+  """
+  try:
+    import apache_beam
+    from apache_beam.options import pipeline_options
+  except ImportError as error:
+    raise errors.UserError(
+      f'--runner=beam needs Apache Beam ({error}): pip install'
+      " 'encdec_adapt[beam]' (in a checkout: -e '.[beam]')"
+    ) from error
+  parsed = pipeline_options.PipelineOptions(list(options))
+  runner = parsed.view_as(pipeline_options.StandardOptions).runner
+  folders = {job.folder for group in groups for job in group.jobs}
+  for folder in sorted(folders):
+    if runner == 'DataflowRunner' and not paths.is_bucket(folder):
+      raise errors.UserError(
+        f'the workers of {runner} cannot write to {folder}; set'
+        ' config.data.folder to a bucket'
+      )
+  if groups:
+    with apache_beam.Pipeline(options=parsed) as pipeline:
+      listed = pipeline | apache_beam.Create(groups, reshuffle=False)
+      # Otherwise the groups would be made where they were listed.
+      spread = listed | apache_beam.Reshuffle()
+      _ = spread | 'WriteShards' >> apache_beam.Map(shard_jobs.write_shards)
+  with futures.ThreadPoolExecutor(record_writing.THREADS) as pool:
+    yield from zip(groups, pool.map(_entries, groups), strict=True)
+
+
+def _entries(group: shard_jobs.ShardGroup) -> list[dict[str, Any]]:
+  """Reads the manifest entries of a group's shards.
+
+  Raises:
+    UserError: a shard is not there.
+  """
+  found = []
+  for job in group.jobs:
+    entry = record_writing.finished_shard(job.folder, job.spec, job.key)
+    if entry is None:
+      raise errors.UserError(
+        f'{job}: the pipeline has ended and the shard is not there; the'
+        ' workers must reach config.data.folder, such as a bucket'
+      )
+    found.append(entry)
+  return found

@@ -1,0 +1,95 @@
+"""Runs functions in fresh processes.
+
+`run_jobs` distributes jobs over worker processes; `run_in_subprocess` makes a
+single call, which keeps TensorFlow out of this process.
+
+This module imports neither TensorFlow nor SeqIO; the functions may.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
+from concurrent.futures import process as process_pool
+import multiprocessing
+import sys
+from typing import Any
+
+from encdec_adapt.base import errors, exit_status
+from encdec_adapt.cluster import parent_death
+
+
+def run_jobs(
+  function: Callable[[Any], Any], jobs: Sequence[Any], workers: int
+) -> Iterator[tuple[Any, Any]]:
+  """Calls `function(job)` for every job and yields (job, result) as it ends.
+
+  If a job raises, jobs that have not started are dropped and its error is
+  raised once the running ones have ended.
+
+  Args:
+    function: function to call, importable by name.
+    jobs: arguments, picklable, in the order in which they start.
+    workers: number of processes; 1 (or a single job) uses this one.
+
+  Raises:
+    UserError: a worker process died.
+  """
+  workers = min(workers, len(jobs))
+  if workers <= 1:
+    for job in jobs:
+      yield job, function(job)
+    return
+  with futures.ProcessPoolExecutor(
+    workers,
+    multiprocessing.get_context('spawn'),
+    # Orphans would write the same shards as the next run of the command.
+    initializer=parent_death.end_with_parent,
+  ) as pool:
+    pending = {pool.submit(function, job): job for job in jobs}
+    try:
+      for done in futures.as_completed(pending):
+        yield pending[done], done.result()
+    except process_pool.BrokenProcessPool:
+      raise errors.UserError(
+        f'a worker of {len(jobs)} jobs such as {jobs[0]} died; if it was'
+        ' killed for lack of memory, use fewer workers. Run the same command'
+        ' again: finished shards are kept'
+      ) from None
+    finally:
+      pool.shutdown(cancel_futures=True)
+
+
+def run_in_subprocess(function: Callable[..., Any], *args: Any) -> None:
+  """Calls `function(*args)` in a fresh process and waits for its end.
+
+  The subprocess ends with this process, even if this process is killed.
+
+  Args:
+    function: function to call, importable by name; its result is discarded.
+    *args: arguments that can be pickled.
+
+  Raises:
+    UserError: the process died.
+    SystemExit: the function raised a UserError, which the process printed.
+  """
+  context = multiprocessing.get_context('spawn')
+  process = context.Process(target=_call_and_exit, args=(function, *args))
+  process.start()
+  try:
+    process.join()
+  except BaseException:
+    process.terminate()
+    process.join()
+    raise
+  if process.exitcode == exit_status.USER_ERROR:
+    sys.exit(exit_status.USER_ERROR)  # The error is printed already.
+  if process.exitcode:
+    raise errors.UserError(
+      f'the process of {function.__module__}.{function.__name__} ended with'
+      f' status {process.exitcode}; see its output above.'
+    )
+
+
+def _call_and_exit(function: Callable[..., Any], *args: Any) -> None:
+  """Calls the function and exits with its status; see `run_in_subprocess`."""
+  parent_death.end_with_parent()  # An orphan would hold the records' locks.
+  sys.exit(exit_status.guard(lambda _: function(*args), None))

@@ -1,0 +1,296 @@
+"""Makes the shards of a record set: read, tokenise, make examples, pack, write.
+
+A job describes one shard. The passes over the same documents, and objectives
+that read the same source, are a group, which one process makes so that their
+text is tokenised once.
+
+`read_examples` imports SeqIO (so TensorFlow), in the process that makes a
+shard.
+"""
+
+import collections
+from collections.abc import Callable, Iterable, Mapping, Sequence
+import dataclasses
+import gc
+import heapq
+import os
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from encdec_adapt.data.making import packing, token_cache
+from encdec_adapt.data.records import record_sets, record_writing
+from encdec_adapt.data.sources import mixtures, tensorflow_import
+from encdec_adapt.files import paths
+from encdec_adapt.objectives import (
+  definition,
+  framing,
+  parsing,
+  randomness,
+)
+from encdec_adapt.tokenizers import vocabulary_pair
+
+
+class Example(NamedTuple):
+  """An (inputs, targets) pair and its number of spans that share a sentinel."""
+
+  pair: framing.Pair
+  shared_spans: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardJob:
+  """Describes one shard to make.
+
+  Attributes:
+    folder: folder of the record set.
+    spec: spec of the record set with its fingerprints.
+    choice: vocabularies of the model.
+    parts: parts of the record set.
+    key: place of the shard in the set.
+    read: function that yields the shard's examples; must be importable by
+      name, because worker processes call it.
+    left_out: name of a source -> ids of documents that are not read.
+    cut: names of the sources of which pieces are held out; None: unknown.
+    tokens: tokens of documents that another job of the group has read.
+    counts: examples that were dropped or cut, filled in by `read`.
+  """
+
+  folder: str
+  spec: record_sets.RecordSpec
+  choice: vocabulary_pair.Choice
+  parts: Sequence[record_sets.Part]
+  key: record_writing.ShardKey
+  read: Callable[['ShardJob'], Iterable[Example]]
+  left_out: Mapping[str, frozenset[str]] = dataclasses.field(
+    default_factory=dict
+  )
+  cut: frozenset[str] | None = None
+  tokens: token_cache.TokenCache | None = None
+  counts: collections.Counter[str] = dataclasses.field(
+    default_factory=collections.Counter
+  )
+
+  @property
+  def part(self) -> record_sets.Part:
+    """The part that the shard belongs to."""
+    return self.parts[self.key.part]
+
+  def __str__(self) -> str:
+    return (
+      f'shard {self.key.shard} of {self.spec.shards}, {self.part}, pass'
+      f' {self.key.pass_index}, {self.spec.split} records in {self.folder}'
+    )
+
+  def generator(self, purpose: str) -> np.random.Generator:
+    """Returns the generator of a shard-level draw such as the packing."""
+    spec = self.spec
+    return randomness.generator(
+      spec.seed,
+      self.key.pass_index,
+      self.part.source,
+      f'{purpose} of {spec.split} shard {self.key.shard} of {spec.shards}',
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardGroup:
+  """Shards that are made one after the other, of the same documents.
+
+  Attributes:
+    jobs: jobs of one record set, source and number of the shard.
+  """
+
+  jobs: Sequence[ShardJob]
+
+  def __str__(self) -> str:
+    return str(self.jobs[0])
+
+
+def group_jobs(jobs: Iterable[ShardJob]) -> list[ShardGroup]:
+  """Groups jobs by the documents that they read, in order of their first."""
+  groups: dict[tuple[str, str, int], list[ShardJob]] = {}
+  for job in jobs:
+    key = job.folder, job.part.source, job.key.shard
+    groups.setdefault(key, []).append(job)
+  return [ShardGroup(found) for found in groups.values()]
+
+
+def open_sources(
+  spec: record_sets.RecordSpec,
+  objective: definition.Objective,
+  left_out: Mapping[str, frozenset[str]] | None = None,
+  cut: frozenset[str] | None = None,
+) -> list[mixtures.Part]:
+  """Opens the sources that have what an objective is made of.
+
+  Args:
+    spec: spec of the record set.
+    objective: the objective.
+    left_out: name of a source -> ids of documents that are not read.
+    cut: names of the sources of which pieces are held out; None: unknown.
+
+  Returns:
+    The sources with their weights.
+
+  Raises:
+    UserError: a source is missing or has no text.
+  """
+  needed = objective.documents
+  return mixtures.open_parts(
+    mixtures.having(spec.source, needed),
+    max_bytes=spec.max_bytes,
+    seqio_modules=spec.seqio_modules,
+    pairs=needed == 'pairs',
+    skip_bad=spec.bad_documents == 'skip',
+    left_out=left_out or {},
+    cut=cut,
+  )
+
+
+def make_draw(spec: record_sets.RecordSpec, pass_index: int) -> mixtures.Draw:
+  """Returns what decides which documents a pass over a source reads.
+
+  Args:
+    spec: spec of the record set.
+    pass_index: 0 to spec.passes - 1.
+  """
+  return mixtures.Draw(spec.split, spec.eval_fraction, spec.seed, pass_index)
+
+
+def read_examples(job: ShardJob) -> Iterable[Example]:
+  """Yields the examples of a shard from SeqIO; imports TensorFlow."""
+  tasks = tensorflow_import.import_quietly(
+    'encdec_adapt.data.seqio.seqio_tasks'
+  )
+  # TensorFlow's modules have millions of objects, which every full garbage
+  # collection would go through again (a third of the time on short documents),
+  # and so it would through the pairs that wait to be packed (a fifth).
+  gc.freeze()
+  gc.set_threshold(100_000)
+  spec, opened = job.spec, job.choice.open()
+  chosen = parsing.parse_one(job.part.objective)
+  if spec.split == 'eval':
+    chosen = parsing.for_evaluation(chosen)
+  objective = chosen.make(
+    spec.lengths,
+    opened.decoder,
+    encoder_vocabulary=opened.encoder if opened.differ else None,
+    sentinel_policy=spec.sentinels,
+  )
+  objective.skips_bad = spec.bad_documents == 'skip'
+  draw = make_draw(spec, job.key.pass_index)
+  (part,) = (
+    part
+    for part in open_sources(spec, chosen, job.left_out, job.cut)
+    if part.source.name == job.part.source
+  )
+  objective.locate = part.source.locate
+  keyed = randomness.Keyed(spec.seed, job.key.pass_index, job.part.source)
+  shard = job.key.shard
+
+  def generator(name: str) -> np.random.Generator:
+    """Returns the generator of a window: of a document, or of the shard."""
+    if name.startswith('#'):
+      name = f'shard {shard} of {spec.shards}{name}'
+    return keyed(name)
+
+  def read(text: str) -> str | np.ndarray:
+    """Returns what the objective reads of a document."""
+    if objective.reads == 'text':
+      return text
+    if job.tokens is None:
+      return opened.decoder.encode(text)
+    return job.tokens.encode(text, opened.decoder.encode)
+
+  documents = (
+    (document.id, read(document.text))
+    for document in tasks.documents(part, draw, shard, spec.shards)
+  )
+  for pair in objective.examples(documents, generator):
+    yield Example(pair, objective.shared_spans(pair))
+  job.counts['bad_documents'] += part.skipped(draw, shard)
+  job.counts.update(objective.counts)
+
+
+def write_shard(job: ShardJob) -> dict[str, Any]:
+  """Makes one shard and returns its entry in the manifest."""
+  spec = job.spec
+  examples = shared_spans = 0
+
+  def pairs():
+    nonlocal examples, shared_spans
+    for example in job.read(job):
+      examples += 1
+      shared_spans += example.shared_spans
+      yield example.pair
+
+  rows = (
+    packing.pack_pairs(pairs(), spec.lengths)
+    if spec.pack
+    else packing.single_pairs(pairs(), spec.lengths)
+  )
+  if spec.max_rows:
+    # The shards' shares differ by at most one row and sum to max_rows.
+    index = job.key.part * spec.shards + job.key.shard
+    first, stop = (
+      spec.max_rows * i // (spec.shards * len(job.parts))
+      for i in (index, index + 1)
+    )
+    rows = sample_rows(rows, stop - first, job.generator('rows'))
+  with record_writing.ShardWriter(job.folder, spec, job.key) as writer:
+    for row in rows:
+      writer.write(row)
+    return writer.finish(
+      examples=examples, shared_sentinel_spans=shared_spans, **job.counts
+    )
+
+
+def write_shards(group: ShardGroup) -> list[dict[str, Any]]:
+  """Makes the shards of a group.
+
+  Shards that are finished already, by an attempt that failed later, are kept.
+
+  Returns:
+    Their entries in the manifest.
+  """
+  folder = group.jobs[0].folder
+  here = None if paths.is_bucket(folder) else folder
+  if here:
+    os.makedirs(here, exist_ok=True)
+  entries = []
+  with token_cache.TokenCache(here) as tokens:
+    for job in group.jobs:
+      entry = record_writing.finished_shard(job.folder, job.spec, job.key)
+      if entry is None:
+        with paths.staged(job.folder) as place:
+          entry = write_shard(
+            dataclasses.replace(
+              job,
+              folder=str(place),
+              tokens=tokens if len(group.jobs) > 1 else None,
+            )
+          )
+      entries.append(entry)
+  return entries
+
+
+def sample_rows(
+  rows: Iterable[Sequence[framing.Pair]],
+  count: int,
+  rng: np.random.Generator,
+) -> list[Sequence[framing.Pair]]:
+  """Draws rows in one pass over them, and keeps their order.
+
+  Args:
+    rows: rows to draw from, without replacement.
+    count: rows drawn, at least 0.
+    rng: generator of one number for every row.
+
+  Returns:
+    `count` rows, or all if there are fewer.
+  """
+  keyed = ((rng.random(), i, row) for i, row in enumerate(rows))
+  # The indices differ, so rows themselves are never compared.
+  kept = heapq.nsmallest(count, keyed, key=lambda entry: entry[:2])
+  return [row for _, _, row in sorted(kept, key=lambda entry: entry[1])]

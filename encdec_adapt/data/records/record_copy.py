@@ -1,0 +1,131 @@
+"""Local copies of record sets in buckets.
+
+ArrayRecord reads files only. Shards are copied below $XDG_CACHE_HOME (by
+default ~/.cache), once per machine, however many processes it runs. Existing
+shards that match the manifest are kept, so that an interrupted copy resumes; a
+copied shard is verified before it is renamed to its final name.
+
+This module imports neither TensorFlow nor SeqIO.
+"""
+
+from collections.abc import Mapping
+from concurrent import futures
+import contextlib
+import fcntl
+import hashlib
+import os
+import pathlib
+from typing import Any
+
+from encdec_adapt.base import errors
+from encdec_adapt.files import disk, paths
+
+_THREADS = 8
+
+
+def local_folder(folder: paths.Path) -> pathlib.Path:
+  """Returns the folder itself if local, or the cache folder for a bucket."""
+  if not paths.is_bucket(folder):
+    return folder
+  cache = os.environ.get('XDG_CACHE_HOME') or '~/.cache'
+  digest = hashlib.sha256(str(folder).encode()).hexdigest()[:16]
+  name = f'{folder.parent.name}-{folder.name}-{digest}'
+  return pathlib.Path(cache).expanduser() / 'encdec_adapt' / 'records' / name
+
+
+def fetch(
+  folder: paths.Path, shards: Mapping[str, Mapping[str, Any]]
+) -> pathlib.Path:
+  """Checks a record set, or copies what is missing here from its bucket.
+
+  Args:
+    folder: folder of the record set.
+    shards: manifest entries by name below the folder, of all shards.
+
+  Returns:
+    `local_folder(folder)`.
+
+  Raises:
+    UserError: the disk has no room, or a shard is missing or does not match
+      the manifest.
+  """
+  target = local_folder(folder)
+  if target == folder:
+    for name, entry in shards.items():
+      if problem := damage(folder / name, entry):
+        raise errors.UserError(
+          f'record shard {folder / name} {problem}; materialise again: finished'
+          ' shards are kept'
+        )
+    return target
+  disk.require_writable(target)
+  with _locked(target), futures.ThreadPoolExecutor(_THREADS) as pool:
+    damaged = pool.map(lambda name: damage(target / name, shards[name]), shards)
+    missing = [name for name, bad in zip(shards, damaged, strict=True) if bad]
+    nbytes = sum(shards[name]['bytes'] for name in missing)
+    if missing:
+      disk.require_space(target, nbytes, what='the records')
+      print(
+        f'records: copying {len(missing)} of {len(shards)} shards,'
+        f' {disk.format_bytes(nbytes)}, from {folder} to {target}',
+        flush=True,
+      )
+    list(pool.map(lambda n: _copy(folder, target, n, shards[n]), missing))
+  return target
+
+
+def damage(path: paths.Path, entry: Mapping[str, Any]) -> str:
+  """Returns how a shard differs from its manifest entry, '' if not.
+
+  Only the size of an object is compared: its upload compared checksums.
+  """
+  try:
+    size = paths.size(path)
+    if size != entry['bytes']:
+      return f'has {size} bytes instead of {entry["bytes"]}'
+    same = paths.is_bucket(path) or file_hash(path) == entry['sha256']
+    return '' if same else 'has another SHA-256 than the manifest'
+  except FileNotFoundError:
+    return 'is missing'
+
+
+def file_hash(path: str | os.PathLike) -> str:
+  """Returns the SHA-256 of a file in hexadecimal."""
+  with open(path, 'rb') as file:
+    return hashlib.file_digest(file, 'sha256').hexdigest()
+
+
+def _copy(
+  folder: paths.Path,
+  target: pathlib.Path,
+  name: str,
+  entry: Mapping[str, Any],
+) -> None:
+  """Copies one shard and its .json file, and verifies it."""
+  path = target / name
+  path.parent.mkdir(parents=True, exist_ok=True)
+  draft = path.with_name(f'{path.name}.part')
+  counts = pathlib.PurePosixPath(name).with_suffix('.json')
+  try:
+    paths.copy(folder / name, draft)
+    paths.copy(folder / str(counts), target / counts)
+  except OSError as error:
+    raise errors.UserError(
+      f'record shard {folder / name} cannot be copied to {target} ({error});'
+      ' if it is missing, materialise the records again.'
+    ) from error
+  if bad := damage(draft, entry):
+    raise errors.UserError(
+      f'record shard {folder / name} {bad}; remove {folder}/manifest.json and'
+      ' materialise the records again.'
+    )
+  paths.sync(draft)
+  os.replace(draft, path)
+
+
+@contextlib.contextmanager
+def _locked(target: pathlib.Path):
+  """Locks the copy against other processes of this machine."""
+  with open(target.with_name(f'{target.name}.lock'), 'ab') as file:
+    fcntl.flock(file, fcntl.LOCK_EX)
+    yield

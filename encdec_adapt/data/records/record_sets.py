@@ -1,0 +1,337 @@
+"""Record sets: packed rows of token ids on disk, read by index.
+
+A record set is a folder:
+
+  manifest.json                                    written last
+  pass-00000/part-000/shard-00003-of-00008.array_record   rows (`row_codec.py`)
+  pass-00000/part-000/shard-00003-of-00008.json    counts and hash of the shard
+
+A pass is one draw of masks, splits and packing over the whole source. A part
+holds the rows of one objective on one source; `data/records/row_order.py` mixes
+parts. Rows are numbered through all shards of all parts of all passes, in that
+order.
+
+`data/records/record_writing.py` writes the shards, and the manifest of a
+finished set, which lists them. Reading refuses a set whose manifest does not
+match the configuration, and shards whose size or hash differs: ArrayRecord
+itself reads a truncated file as an empty one.
+
+This module imports neither TensorFlow nor SeqIO.
+"""
+
+from collections.abc import Mapping, Sequence
+import dataclasses
+import functools
+import hashlib
+import itertools
+import json
+import os
+import pathlib
+from typing import Any
+
+from grain import sources
+
+from encdec_adapt.base import errors
+from encdec_adapt.data.records import record_copy, row_codec
+from encdec_adapt.data.sources import mixtures, text_sources
+from encdec_adapt.files import paths
+from encdec_adapt.objectives import (
+  definition,
+  framing,
+  noising,
+  parsing,
+)
+from encdec_adapt.tokenizers import special_ids, vocabulary
+
+# Version of rows, file names, windows, packing and manifest.
+FORMAT = 7
+MANIFEST = 'manifest.json'
+# Fields of a spec that a configuration leaves empty.
+_FINGERPRINTS = ('source_fingerprint', 'vocabulary', 'encoder_vocabulary')
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordSpec:
+  """Everything the content of a record set depends on.
+
+  Attributes:
+    source: sources and weights, see `data/sources/mixtures.py`.
+    split: 'train' or 'eval'.
+    objective: name of the objective, such as 'prefix_lm', with its options;
+      several are separated by ' | '.
+    encoder_length: S of the rows in tokens; 0 for a causal language model.
+    decoder_length: T of the rows in tokens; 0 for an encoder-only model.
+    passes: number of draws over the source, at least 1.
+    shards: files per part and pass; a shard is made and restarted as a whole.
+    seed: seed of all draws.
+    pack: whether rows hold several pairs; otherwise one pair each, in order.
+    sentinels: policy for windows with more spans than sentinels
+      (`objectives/denoising.py`).
+    eval_fraction: share of the documents held out for 'eval', 0 to 1.
+    seqio_modules: modules that register the SeqIO tasks of the source.
+    bad_documents: 'fail', or 'skip' to leave out what cannot be read.
+    deduplicate: whether documents with the text of an earlier one are left out.
+    max_bytes: bytes used of each source (`document_source.Source`); 0 for all.
+    max_rows: rows kept per pass, drawn from all of them; 0 keeps all.
+    source_fingerprint: digest of the text; '' in a configuration, which is
+      filled in when records are made and is not compared.
+    vocabulary: fingerprint of the decoder's vocabulary; '' likewise.
+    encoder_vocabulary: fingerprint of the encoder's vocabulary; '' likewise.
+  """
+
+  source: str
+  split: str
+  objective: str
+  encoder_length: int
+  decoder_length: int
+  passes: int = 1
+  shards: int = 8
+  seed: int = 0
+  pack: bool = True
+  sentinels: str = 'unique'
+  eval_fraction: float = 0.0
+  seqio_modules: str = ''
+  bad_documents: str = 'fail'
+  deduplicate: bool = False
+  max_bytes: int = 0
+  max_rows: int = 0
+  source_fingerprint: str = ''
+  vocabulary: str = ''
+  encoder_vocabulary: str = ''
+
+  @property
+  def lengths(self) -> framing.Lengths:
+    """S and T of the rows."""
+    return framing.Lengths(self.encoder_length, self.decoder_length)
+
+  @functools.cached_property
+  def objectives(self) -> tuple[definition.Objective, ...]:
+    """The objectives of the rows, those of held-out rows without masks."""
+    parsed = parsing.parse(self.objective)
+    if self.split != 'eval':
+      return parsed
+    return tuple(map(parsing.for_evaluation, parsed))
+
+  @property
+  def changes(self) -> dict[str, tuple[str, ...]]:
+    """Objectives and sources that have changed since `FORMAT`, and how."""
+    result = {}
+    for objective in self.objectives:
+      result[f'objective {objective.text!r}'] = objective.revisions
+    for source, _ in mixtures.parse(self.source):
+      result[f'source {source!r}'] = text_sources.revisions(source)
+    return {name: changes for name, changes in result.items() if changes}
+
+  @property
+  def revisions(self) -> dict[str, int]:
+    """Revision number of the objectives and sources that have changed."""
+    return {name: len(changes) for name, changes in self.changes.items()}
+
+  def shard_identity(self) -> dict[str, Any]:
+    """Returns all that a shard depends on: everything but `passes`."""
+    fields = {**dataclasses.asdict(self), 'format': FORMAT}
+    del fields['passes']
+    # Left out where nothing has changed, so that older shards stay valid.
+    revisions = self.revisions
+    return {**fields, 'revisions': revisions} if revisions else fields
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+  """What a part of a record set is made of.
+
+  Attributes:
+    objective: name and options of its objective.
+    source: name of its source.
+    rate: rate by examples that a SeqIO mixture gives the source, else None.
+  """
+
+  objective: str
+  source: str
+  rate: float | None = None
+
+  def __str__(self) -> str:
+    return f'{self.objective} of {self.source}'
+
+
+def read_manifest(folder: str | os.PathLike) -> dict[str, Any] | None:
+  """Returns the manifest of a finished record set, None if there is none.
+
+  Raises:
+    UserError: it cannot be parsed, or has another format.
+  """
+  path = paths.at(folder) / MANIFEST
+  try:
+    manifest = json.loads(path.read_bytes())
+  except FileNotFoundError:
+    return None
+  except ValueError as error:
+    raise errors.UserError(
+      f'{path} is not a manifest ({error}); remove it and materialise again:'
+      ' finished shards are kept'
+    ) from error
+  if manifest['format'] != FORMAT:
+    raise errors.UserError(
+      f'{path} has format {manifest["format"]!r}, this version reads {FORMAT};'
+      ' materialise the records again into an empty folder'
+    )
+  return manifest
+
+
+class RecordSet:
+  """The rows of a finished record set, read by number.
+
+  Attributes:
+    folder: local folder of the shards.
+    spec: spec that the set was made from.
+    framing: special ids that rows are framed with.
+    manifest: content of the manifest.
+    parts: parts of the set, as the manifest has them.
+    ranges: first row and end of every pass of every part, [pass][part].
+  """
+
+  def __init__(self, folder: pathlib.Path, manifest: dict[str, Any]):
+    """Use `RecordSet.open`, which verifies the shards."""
+    self.folder = folder
+    self.spec = RecordSpec(**manifest['spec'])
+    self.framing = special_ids.Framing.from_description(
+      manifest['vocabularies']
+    )
+    self.manifest = manifest
+    self.parts = manifest['parts']
+    rows = [count for one in manifest['passes'] for count in one['rows']]
+    bounds = list(itertools.pairwise(itertools.accumulate(rows, initial=0)))
+    parts = len(self.parts)
+    self.ranges = [bounds[i : i + parts] for i in range(0, len(bounds), parts)]
+    self._source = sources.ArrayRecordDataSource(
+      [str(folder / name) for name in shards(manifest)]
+    )
+
+  @classmethod
+  def open(
+    cls, folder: str | os.PathLike, expect: RecordSpec | None = None
+  ) -> 'RecordSet':
+    """Opens a record set, verifies its shards and compares its spec.
+
+    Hashing takes about a second per GB.
+
+    Args:
+      folder: folder of the record set; shards in a bucket are copied to this
+        machine.
+      expect: spec to compare with; a fingerprint that is '' is not compared.
+
+    Raises:
+      UserError: there are no records, or they are damaged, empty or of
+        another spec.
+    """
+    folder = paths.at(folder)
+    manifest = read_manifest(folder)
+    if manifest is None:
+      raise errors.UserError(
+        f'no records in {folder} ({MANIFEST} is missing); run `python -m'
+        ' encdec_adapt.materialize` with the same config'
+      )
+    if expect is not None:
+      check_spec(folder, manifest, expect)
+    folder = record_copy.fetch(folder, shards(manifest))
+    if not manifest['totals']['rows']:
+      raise errors.UserError(f'the records in {folder} have no rows')
+    return cls(folder, manifest)
+
+  @functools.cached_property
+  def digests(self) -> list[str]:
+    """Hash of each pass; identifies the rows that a saved position refers to.
+
+    Adding passes does not change the hashes of the existing ones.
+    """
+    return [
+      hashlib.sha256(
+        ' '.join(shard['sha256'] for shard in entry['shards']).encode()
+      ).hexdigest()
+      for entry in self.manifest['passes']
+    ]
+
+  @property
+  def mask(self) -> int:
+    """The decoder's mask token."""
+    described = self.manifest['vocabularies']['decoder']
+    return described['special_tokens']['mask']['id']
+
+  def __len__(self) -> int:
+    """Returns the number of rows of all passes."""
+    return self.manifest['totals']['rows']
+
+  @property
+  def passes(self) -> int:
+    """Number of passes."""
+    return len(self.ranges)
+
+  def check_framing(
+    self, rows: framing.Batch, decoder: vocabulary.Vocabulary
+  ) -> None:
+    """Checks a batch of these rows; see `framing.check_framing`.
+
+    Args:
+      rows: the batch.
+      decoder: the decoder's vocabulary.
+
+    Raises:
+      ValueError: names the broken rule, the row and the position.
+    """
+    parsed = self.spec.objectives
+    masked = [part.text for part in parsed if part.masks_inputs]
+    parsed[0].maker.check(
+      rows,
+      self.framing,
+      mask=noising.mask_token(masked[0], decoder) if masked else None,
+      eos_inside=any(part.eos_inside for part in parsed),
+      labelled=bool(parsed[0].labels),
+    )
+
+  def read(self, indices: Sequence[int]) -> list[list[framing.Pair]]:
+    """Reads rows by their numbers, in the order of `indices`."""
+    if not len(indices):  # ArrayRecord refuses to read nothing.
+      return []
+    records = self._source.__getitems__([int(i) for i in indices])
+    maker = self.spec.objectives[0].maker
+    return [row_codec.decode_row(record, maker) for record in records]
+
+
+def check_spec(
+  folder: str | os.PathLike, manifest: Mapping[str, Any], expect: RecordSpec
+) -> None:
+  """Raises an error if a manifest has another spec.
+
+  Raises:
+    UserError: names every field that differs, and every objective or source
+      that has changed since.
+  """
+  for name, changes in expect.changes.items():
+    revision = manifest.get('revisions', {}).get(name, 0)
+    if revision != len(changes):
+      raise errors.UserError(
+        f'the records in {folder} have revision {revision} of {name}, this'
+        f' version makes {len(changes)}: {"; ".join(changes[revision:])}.'
+        ' Materialise them again into an empty folder'
+      )
+  found = manifest['spec']
+  wrong = [
+    f'{field} is {found.get(field)!r} in the records and {value!r} in the'
+    ' config'
+    for field, value in dataclasses.asdict(expect).items()
+    if found.get(field) != value and (value or field not in _FINGERPRINTS)
+  ]
+  if wrong:
+    raise errors.UserError(
+      f'the records in {folder} do not match: {"; ".join(wrong)}. Change the'
+      ' config back, or name another data folder and materialise there'
+    )
+
+
+def shards(manifest: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+  """Returns the entries of all shards by their names below the folder."""
+  return {
+    entry['file']: entry
+    for one in manifest['passes']
+    for entry in one['shards']
+  }

@@ -1,0 +1,242 @@
+"""Writes a record set (`record_sets`): its shards, then its manifest.
+
+A shard is written under a temporary name, synced and renamed; its .json file,
+written next, marks it as finished, and finished shards are kept when the making
+of a set is repeated.
+
+This module imports neither TensorFlow nor SeqIO.
+"""
+
+import collections
+from collections.abc import Mapping, Sequence
+import contextlib
+import dataclasses
+import itertools
+import json
+import os
+from typing import Any, NamedTuple
+
+from array_record.python import array_record_module
+
+from encdec_adapt.base import errors
+from encdec_adapt.data.records import (
+  record_copy,
+  record_sets,
+  row_codec,
+)
+from encdec_adapt.files import atomic, paths
+from encdec_adapt.objectives import framing
+
+# Entries of finished shards read at a time, which is slow in a bucket.
+THREADS = 16
+# One row per chunk, for reads in random order. Level 1 reads fastest.
+_WRITER_OPTIONS = 'group_size:1,zstd:1'
+
+
+class ShardKey(NamedTuple):
+  """The place of a shard in its record set.
+
+  Attributes:
+    pass_index: 0 to spec.passes - 1.
+    part: 0-based number of the part.
+    shard: 0 to spec.shards - 1.
+  """
+
+  pass_index: int
+  part: int
+  shard: int
+
+
+def shard_keys(
+  spec: record_sets.RecordSpec, parts: Sequence[record_sets.Part]
+) -> list[ShardKey]:
+  """Returns the places of all shards of a set, in the order of their rows."""
+  return [
+    ShardKey(*key)
+    for key in itertools.product(
+      range(spec.passes), range(len(parts)), range(spec.shards)
+    )
+  ]
+
+
+def shard_path(
+  folder: str | os.PathLike, spec: record_sets.RecordSpec, key: ShardKey
+) -> paths.Path:
+  """Returns the path of a shard.
+
+  Args:
+    folder: folder of the record set.
+    spec: spec of the record set.
+    key: place of the shard in the set.
+  """
+  place = paths.at(folder) / f'pass-{key[0]:05d}' / f'part-{key[1]:03d}'
+  return place / f'shard-{key[2]:05d}-of-{spec.shards:05d}.array_record'
+
+
+class ShardWriter(contextlib.AbstractContextManager):
+  """Writes one shard: `write` each row, then `finish`.
+
+  Used as a context manager. An unfinished shard leaves no file behind.
+  """
+
+  def __init__(
+    self, folder: str | os.PathLike, spec: record_sets.RecordSpec, key: ShardKey
+  ):
+    """Opens a temporary file next to the shard's path.
+
+    Args:
+      folder: folder of the record set; made if missing.
+      spec: spec of the record set, with its fingerprints.
+      key: place of the shard in the set.
+    """
+    self._spec = spec
+    self._path = shard_path(folder, spec, key)
+    self._path.parent.mkdir(parents=True, exist_ok=True)
+    self._temporary = self._path.with_suffix(f'.{os.getpid()}.tmp')
+    self._writer = array_record_module.ArrayRecordWriter(
+      str(self._temporary), _WRITER_OPTIONS
+    )
+    self._counts = dict.fromkeys(
+      ('rows', 'pairs', 'encoder_positions', 'target_tokens'), 0
+    )
+
+  def write(self, pairs: Sequence[framing.Pair]) -> None:
+    """Appends one row.
+
+    Raises:
+      UserError: the disk is full or fails.
+    """
+    with self._disk_errors():
+      maker = self._spec.objectives[0].maker
+      self._writer.write(row_codec.encode_row(pairs, maker))
+    self._counts['rows'] += 1
+    self._counts['pairs'] += len(pairs)
+    for pair in pairs:
+      encoder, decoder = pair.positions(self._spec.lengths)
+      self._counts['encoder_positions'] += encoder
+      # An encoder-only model has its targets where it reads the inputs.
+      self._counts['target_tokens'] += decoder or len(pair.targets)
+
+  def finish(self, **counts: int) -> dict[str, Any]:
+    """Renames the shard to its path and marks it as finished.
+
+    Args:
+      **counts: further counts for the manifest, such as documents=17.
+
+    Returns:
+      The shard's entry in the manifest.
+
+    Raises:
+      UserError: the disk is full or fails.
+    """
+    with self._disk_errors():
+      self._writer.close()
+      paths.sync(self._temporary)
+      entry = {
+        **self._counts,
+        **counts,
+        'bytes': self._temporary.stat().st_size,
+        'sha256': record_copy.file_hash(self._temporary),
+      }
+      os.replace(self._temporary, self._path)
+      atomic.write_json(
+        self._path.with_suffix('.json'),
+        {'identity': self._spec.shard_identity(), **entry},
+      )
+    return entry
+
+  def __exit__(self, *unused):
+    with contextlib.suppress(RuntimeError):  # Closed, or the disk is full.
+      self._writer.close()
+    self._temporary.unlink(missing_ok=True)
+
+  @contextlib.contextmanager
+  def _disk_errors(self):
+    # ArrayRecord reports a full disk late, as a RuntimeError.
+    try:
+      yield
+    except (OSError, RuntimeError) as error:
+      raise errors.UserError(
+        f'record shard {self._path} cannot be written ({error}); free some'
+        ' space or name another data folder. Finished shards are kept'
+      ) from error
+
+
+def finished_shard(
+  folder: str | os.PathLike, spec: record_sets.RecordSpec, key: ShardKey
+) -> dict[str, Any] | None:
+  """Returns the manifest entry of a finished, undamaged shard of this spec.
+
+  Returns:
+    None if the shard has to be made.
+  """
+  path = shard_path(folder, spec, key)
+  try:
+    entry = json.loads(path.with_suffix('.json').read_text())
+  except (FileNotFoundError, json.JSONDecodeError):
+    return None
+  if entry.pop('identity', None) != spec.shard_identity():
+    return None
+  return None if record_copy.damage(path, entry) else entry
+
+
+def write_manifest(
+  folder: str | os.PathLike,
+  spec: record_sets.RecordSpec,
+  parts: Sequence[record_sets.Part],
+  entries: Mapping[ShardKey, Mapping[str, Any]],
+  vocabularies: Mapping[str, Any],
+) -> dict[str, Any]:
+  """Writes the manifest of a finished record set.
+
+  Args:
+    folder: folder of the record set.
+    spec: spec that the set was made from.
+    parts: parts of the set, in order.
+    entries: result of `ShardWriter.finish` by place.
+    vocabularies: description by `vocabularies.Opened.describe`; rows are
+      framed with its special ids.
+
+  Returns:
+    The manifest: format, spec, revisions, vocabularies (fingerprints and
+    special tokens), totals of the shards' counts, fill of both sides (0 to 1),
+    parts with their totals, and per pass the rows of each part and the shards'
+    entries.
+  """
+  totals: list[collections.Counter[str]] = [
+    collections.Counter() for _ in parts
+  ]
+  passes: list[dict[str, Any]] = [
+    {'rows': [0] * len(parts), 'shards': []} for _ in range(spec.passes)
+  ]
+  for key in shard_keys(spec, parts):
+    entry = entries[key]
+    name = shard_path(folder, spec, key).relative_to(folder).as_posix()
+    passes[key.pass_index]['shards'].append({'file': name, **entry})
+    passes[key.pass_index]['rows'][key.part] += entry['rows']
+    totals[key.part].update({k: n for k, n in entry.items() if k != 'sha256'})
+  whole = collections.Counter[str]()
+  for counts in totals:
+    whole.update(counts)
+  count = max(whole['rows'], 1)
+  manifest = {
+    'format': record_sets.FORMAT,
+    'spec': dataclasses.asdict(spec),
+    'revisions': spec.revisions,
+    'vocabularies': dict(vocabularies),
+    'totals': dict(whole),
+    'fill': {
+      side: whole[counted] / (count * length) if length else 0.0
+      for side, counted, length in (
+        ('encoder', 'encoder_positions', spec.encoder_length),
+        ('decoder', 'target_tokens', spec.decoder_length),
+      )
+    },
+    'parts': [
+      {**dataclasses.asdict(part), **counts}
+      for part, counts in zip(parts, totals, strict=True)
+    ],
+    'passes': passes,
+  }
+  atomic.write_json(paths.at(folder) / record_sets.MANIFEST, manifest)
+  return manifest

@@ -1,0 +1,104 @@
+"""Rows of records as text, for people to read.
+
+Each pair of a row is shown with the ids of its documents and its fields as the
+model reads them. Colours of a terminal: cyan for special tokens (sentinels,
+modes, masks), dim for targets of weight 0; without colours special tokens
+have their names, and targets of weight 0 stand in braces.
+
+This module imports neither TensorFlow nor SeqIO nor jax.
+"""
+
+from collections.abc import Sequence
+import itertools
+from typing import Any
+
+import numpy as np
+
+from encdec_adapt.data.records import record_sets
+from encdec_adapt.objectives import definition
+from encdec_adapt.tokenizers import vocabulary, vocabulary_pair
+
+_SPECIAL, _UNWEIGHTED, _RESET = '\033[36m', '\033[2m', '\033[0m'
+
+
+def describe(
+  record_set: record_sets.RecordSet,
+  opened: vocabulary_pair.Opened,
+  rows: Sequence[int],
+  *,
+  colour: bool,
+) -> str:
+  """Describes rows of a record set.
+
+  Args:
+    record_set: the records.
+    opened: vocabularies of the two sides.
+    rows: numbers of the rows.
+    colour: whether to use colours of a terminal.
+  """
+  lines, objective = [], record_set.spec.objectives[0]
+  for number, row in zip(rows, record_set.read(rows), strict=True):
+    lines.append(f'row {number}: {len(row)} examples')
+    for segment, pair in enumerate(row, start=1):
+      lines += _example(segment, pair, objective, opened, colour)
+  return '\n'.join(lines)
+
+
+def _example(
+  segment: int,
+  example: Any,
+  objective: definition.Objective,
+  opened: vocabulary_pair.Opened,
+  colour: bool,
+) -> list[str]:
+  """Returns the lines of an example: a line for every field of tokens."""
+  names = ', '.join(example.documents) or 'unknown'
+  lines = [f' segment {segment}, of {names}']
+  # Targets come last, after all that is read.
+  for field in sorted(
+    objective.maker.fields, key=lambda f: f.name == 'targets'
+  ):
+    ids = getattr(example, field.name)
+    if ids is None or not len(ids) or field.dtype != 'int32':
+      continue
+    weights = None
+    if field.name == 'targets':
+      weights = getattr(example, 'weights', None)
+    if objective.labels and field.name == 'targets':
+      known = [objective.labels[i] for i in ids[weights > 0]]
+      lines.append(f'  labels  {len(known):>6}  {" ".join(known)}')
+      continue
+    text = _text(ids, opened.sides[field.side], weights, colour)
+    # A model reads `decoder_inputs` in place of the targets.
+    name = {'decoder_inputs': 'reads'}.get(field.name, field.name)
+    lines.append(f'  {name:<8}{len(ids):>6}  {text}')
+  return lines
+
+
+def _text(
+  ids: np.ndarray,
+  one: vocabulary.Vocabulary,
+  weights: np.ndarray | None,
+  colour: bool,
+) -> str:
+  """Decodes tokens, marking the special and those of weight 0."""
+  special = set(one.specials.values())
+  kinds = [
+    (token in special, weights is not None and not weights[i])
+    for i, token in enumerate(ids.tolist())
+  ]
+  parts, start = [], 0
+  for kind, run in itertools.groupby(kinds):
+    stop = start + len(list(run))
+    text = one.decode(
+      ids[start:stop], show_special=True, start=start == 0
+    ).replace('\n', '\\n')
+    is_special, unweighted = kind
+    if colour and (is_special or unweighted):
+      style = _SPECIAL * is_special + _UNWEIGHTED * unweighted
+      text = f'{style}{text}{_RESET}'
+    elif unweighted:
+      text = f'{{{text}}}'
+    parts.append(text)
+    start = stop
+  return ''.join(parts)

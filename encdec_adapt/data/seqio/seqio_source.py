@@ -1,0 +1,188 @@
+"""Sources that are registered SeqIO tasks.
+
+`seqio:NAME` or `seqio:NAME:SPLIT` (train) reads a task; a mixture is read task
+by task (`rates`), each a part of the records with the mixture's rate. An
+example gives its text: the feature `text`, or `inputs` and `targets` for the
+objective `pairs`. Features that the task has encoded are decoded with its own
+vocabulary, and encoded again with the model's.
+
+A task is read file by file, in SeqIO's own shards: as many as its source has
+files. Our shard i of n reads file i modulo n, or, where files are fewer, its
+share of the examples of one. An example is named TASK:SPLIT:FILE:ID by the
+number of its file and its feature `id`, or else its position in the file, so
+names are distinct and do not depend on the number of our shards.
+Preprocessors of a task that draw at random use SeqIO's own seeds, which depend
+on the position in the file, and those that join examples join them within one.
+
+This module imports SeqIO and TensorFlow, and is imported when such a source is
+opened. What registers the task is imported first:
+`config.data.seqio_modules`.
+"""
+
+from collections.abc import Iterator, Sequence
+import difflib
+import functools
+import importlib
+import itertools
+import json
+from typing import Any
+
+import seqio
+
+from encdec_adapt.base import errors
+from encdec_adapt.data.sources import document_source
+
+_SEED = 0  # For preprocessors that draw at random.
+
+
+class SeqioSource(document_source.Source):
+  """A registered task, whose documents are texts if they are divisible."""
+
+  def __init__(self, name: str, max_bytes: int, *, pairs: bool):
+    """Finds the task.
+
+    Args:
+      name: 'seqio:NAME[:SPLIT]'.
+      max_bytes: see `document_source.Source`.
+      pairs: whether documents are pairs of texts.
+
+    Raises:
+      UserError: no such task is registered, it is a mixture, or it lacks the
+        split.
+    """
+    super().__init__(name, max_bytes)
+    self.divisible = not pairs
+    self.holds_json = pairs
+    task, self._split = _parse(name)
+    self._task = _get(task)
+    if self._split not in self._task.splits:
+      raise errors.UserError(
+        f'source {name!r}: the task has no split {self._split!r} but'
+        f' {sorted(self._task.splits)}; name it as seqio:NAME:SPLIT'
+      )
+    self._num_files = max(len(self._task.source.list_shards(self._split)), 1)
+
+  def entries(
+    self, shard_index: int = 0, num_shards: int = 1
+  ) -> Iterator[document_source.Entry]:
+    """Yields the examples of a shard: of whole files where there are enough."""
+    count = self._num_files
+    if self.max_bytes:
+      found = itertools.chain.from_iterable(map(self._file, range(count)))
+      yield from self._every(found, shard_index, num_shards)
+      return
+    for file in range(shard_index % count, count, num_shards):
+      # The shards that read this file, this one among them, take turns.
+      readers = range(file % num_shards, num_shards, count)
+      turn = readers.index(shard_index)
+      yield from itertools.islice(self._file(file), turn, None, len(readers))
+
+  def _file(self, index: int) -> Iterator[document_source.Entry]:
+    """Yields the examples of one of the task's files."""
+    dataset = self._task.get_dataset(
+      None,
+      self._split,
+      shuffle=False,
+      seed=_SEED,
+      shard_info=seqio.ShardInfo(index, self._num_files),
+      trim_output_features=False,
+    )
+    for i, row in enumerate(dataset.as_numpy_iterator()):
+      example = row.get('id', i)
+      if isinstance(example, bytes):
+        example = example.decode('utf-8', 'replace')
+      name = f'{self._task.name}:{self._split}:{index}:{example}'
+      yield name.replace('::', ':_:'), functools.partial(self._read, row)
+
+  def _read(self, row: dict[str, Any]) -> str:
+    """Returns the text of an example, or the JSON of a pair."""
+    if self.divisible:
+      name = 'text' if 'text' in row else 'targets'
+      return self._feature(row, name)
+    pair = [self._feature(row, name) for name in ('inputs', 'targets')]
+    return json.dumps(pair, ensure_ascii=False)
+
+  def _feature(self, row: dict[str, Any], name: str) -> str:
+    if name not in row:
+      raise errors.UserError(
+        f'source {self.name!r}: its examples have no feature {name!r} but'
+        f' {sorted(row)}; objectives of text read text or targets, pairs read'
+        ' inputs and targets'
+      )
+    if isinstance(row[name], bytes):
+      return document_source.decode(row[name], self.name, f'feature {name!r}')
+    vocabulary = self._task.output_features[name].vocabulary
+    ids = row[name].tolist()
+    if ids and ids[-1] == vocabulary.eos_id:
+      ids.pop()
+    return vocabulary.decode(ids)
+
+  def _content(self) -> Iterator[object]:
+    yield self._split
+    yield self._num_files
+    yield self._task.num_input_examples(self._split)
+    for _, (name, read) in zip(range(16), self.entries(), strict=False):
+      yield name
+      yield read()
+
+
+def _parse(name: str) -> tuple[str, str]:
+  """Returns the task and the split of a source's name."""
+  parts = name.split(':')[1:]
+  return parts[0], parts[1] if len(parts) > 1 else 'train'
+
+
+def _get(name: str) -> Any:
+  """Returns a registered task or mixture.
+
+  Raises:
+    UserError: names the nearest ones.
+  """
+  known = [*seqio.TaskRegistry.names(), *seqio.MixtureRegistry.names()]
+  if name not in known:
+    near = difflib.get_close_matches(name, known, 3) or sorted(known)[:3]
+    raise errors.UserError(
+      f'no SeqIO task or mixture {name!r} is registered; did you mean'
+      f' {", ".join(near) or "none"}? config.data.seqio_modules imports the'
+      ' modules that register them'
+    )
+  return seqio.get_mixture_or_task(name)
+
+
+def rates(name: str, modules: Sequence[str] = ()) -> dict[str, float | None]:
+  """Returns the tasks of a source and their rates in a mixture.
+
+  Args:
+    name: 'seqio:NAME[:SPLIT]', a task or a mixture.
+    modules: modules to import first.
+
+  Returns:
+    Name of the source of every task with a rate above 0 -> its rate by
+    examples; None for a task that is named itself.
+
+  Raises:
+    UserError: a module cannot be imported, or nothing of the name is
+      registered.
+  """
+  for module in modules:
+    try:
+      importlib.import_module(module)
+    except ImportError as error:
+      raise errors.UserError(
+        f'config.data.seqio_modules: {module!r} cannot be imported ({error})'
+      ) from error
+  task, split = _parse(name)
+  found = _get(task)
+  if not isinstance(found, seqio.Mixture):
+    return {name: None}
+  given = {
+    f'seqio:{one.name}:{split}': float(found.get_rate(one))
+    for one in found.tasks
+    if split in one.splits  # As SeqIO does.
+  }
+  if not any(given.values()):
+    raise errors.UserError(
+      f'source {name!r}: no task of the mixture has a split {split!r} and a'
+      ' rate above 0; name a split as seqio:NAME:SPLIT'
+    )
+  return {one: rate for one, rate in given.items() if rate}

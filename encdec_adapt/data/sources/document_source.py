@@ -1,0 +1,271 @@
+"""Documents, and what every source of documents does.
+
+The sources are in `file_sources`, `python_source`, `tfds_source`,
+`prompt_source` and `seqio_source`; `text_sources` opens them by name.
+
+Document ids depend neither on the machine nor on the reader, nor on the number
+of shards or workers. They decide the train/eval split (`in_split`): the part
+before the last '::' is hashed, so that two documents made from one text (the
+docstrings and the source of a module) are on the same side.
+
+A shard has its share of a source (`Source.entries`): every document is in
+exactly one shard, whatever their number, and a shard's documents are always
+the same, in the same order.
+
+This module imports neither TensorFlow nor SeqIO nor jax.
+"""
+
+import abc
+from collections.abc import Callable, Iterable, Iterator
+import dataclasses
+import functools
+import itertools
+import json
+import re
+
+from encdec_adapt.base import errors
+from encdec_adapt.objectives import randomness
+
+# The id of a document, and a function that reads its text.
+Entry = tuple[str, Callable[[], str]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Document:
+  """A document: its id, unique in its source, and its text, not empty."""
+
+  id: str
+  text: str
+
+
+def in_split(
+  document_id: str, split: str, eval_fraction: float, seed: int
+) -> bool:
+  """Returns whether a document belongs to `split`, by a hash of its id.
+
+  Args:
+    document_id: document id; only the part before the last '::' counts.
+    split: 'train' or 'eval'.
+    eval_fraction: share of the documents in 'eval', in [0, 1].
+    seed: seed of the split.
+  """
+  group = document_id.rpartition('::')[0] or document_id
+  uniform = randomness.digest('split', seed, group) / 2**128
+  return (uniform < eval_fraction) == (split == 'eval')
+
+
+class Source(abc.ABC):
+  """Documents in a fixed order.
+
+  Attributes:
+    name: name that the source was opened by.
+    divisible: whether documents may be cut, because they are text.
+    holds_json: whether documents are the JSON of pairs or conversations.
+    skips_bad: whether documents that cannot be read are left out.
+    skipped: number of wanted documents that were left out so far.
+    max_bytes: only the beginning of the source is used, 0 for all of it: the
+      documents that lie within the first `max_bytes` bytes of the files, or,
+      where the source is no files, those before the UTF-8 text exceeds them.
+  """
+
+  divisible = True
+  holds_json = False
+
+  def __init__(self, name: str, max_bytes: int = 0):
+    """Opens the source.
+
+    Args:
+      name: name of the source.
+      max_bytes: cap, see the class; 0 for none.
+    """
+    self.name = name
+    self.max_bytes = max_bytes
+    self.skips_bad = False
+    self.skipped = 0
+
+  @abc.abstractmethod
+  def entries(
+    self, shard_index: int = 0, num_shards: int = 1
+  ) -> Iterator[Entry]:
+    """Yields ids and readers of the documents of a shard, within the cap."""
+
+  @abc.abstractmethod
+  def _content(self) -> Iterator[object]:
+    """Yields the values that the fingerprint is computed from."""
+
+  def in_split(
+    self, document_id: str, split: str, eval_fraction: float, seed: int
+  ) -> bool:
+    """Returns whether a document belongs to `split`.
+
+    Args:
+      document_id: document id of this source.
+      split: 'train' or 'eval'.
+      eval_fraction: share of the documents in 'eval', in [0, 1].
+      seed: seed of the split.
+
+    Returns:
+      `document_source.in_split`, unless the source knows its own splits.
+    """
+    return in_split(document_id, split, eval_fraction, seed)
+
+  def locate(self, document_id: str) -> str:
+    """Returns where a document stands, for messages: by default its id."""
+    return document_id
+
+  def documents(
+    self,
+    keep: Callable[[str], bool] | None = None,
+    shard_index: int = 0,
+    num_shards: int = 1,
+  ) -> Iterator[Document]:
+    """Yields the documents of a shard that have text, in order.
+
+    Args:
+      keep: function of the id that selects documents; others are not read.
+      shard_index: number of the shard, in [0, num_shards).
+      num_shards: number of shards that the source is divided into.
+
+    Raises:
+      UserError: the source is missing, or has no text; a shard may have none.
+    """
+    empty = num_shards == 1
+    for document_id, read in self.entries(shard_index, num_shards):
+      if keep is not None and not keep(document_id):
+        empty = False
+        continue
+      try:
+        text = read()
+      except errors.UserError:
+        if not self.skips_bad:
+          raise
+        self.skipped += 1
+        continue
+      if text:
+        empty = False
+        yield Document(document_id, text)
+    if empty:
+      raise errors.UserError(
+        f'source {self.name!r} has no text within max_bytes={self.max_bytes};'
+        ' check its files, the field and the cap'
+      )
+
+  def plain(self, document: Document) -> Document:
+    """Returns a document with the bare text of its pair, messages or texts."""
+    if not self.holds_json:
+      return document
+    content = json.loads(document.text)
+    if content and isinstance(content[0], list):
+      content = content[0]  # The second part is a label.
+    return dataclasses.replace(document, text='\n'.join(_texts(content)))
+
+  def fingerprint(self) -> str:
+    """Returns a hex digest of the content and the cap.
+
+    It is computed from names, sizes and three samples of each local file, and
+    from the store's checksums of files in a bucket.
+    """
+    parts = [self.max_bytes, *self._content()]
+    return f'{randomness.digest(self.name, *parts):032x}'
+
+  def _every(
+    self, entries: Iterable[Entry], shard_index: int, num_shards: int
+  ) -> Iterator[Entry]:
+    """Yields every n-th of all entries, for a source that has to be scanned."""
+    if self.max_bytes:
+      entries = self._capped(entries)
+    return itertools.islice(entries, shard_index, None, num_shards)
+
+  def _capped(self, entries: Iterable[Entry]) -> Iterator[Entry]:
+    """Reads entries and yields them until their text exceeds the cap."""
+    size = 0
+    for document_id, read in entries:
+      try:
+        text = read()
+      except errors.UserError:  # Raised again if the document is wanted.
+        yield document_id, read
+        continue
+      size += len(text.encode('utf-8'))
+      if size > self.max_bytes:
+        return
+      yield document_id, functools.partial(str, text)
+
+
+def _texts(content: object) -> Iterator[str]:
+  """Yields the texts of a pair, of messages, or of lists of words."""
+  if isinstance(content, str):
+    yield content
+  elif isinstance(content, dict):
+    yield from _texts(content.get('content'))
+  elif isinstance(content, list):
+    for part in content:
+      yield from _texts(part)
+
+
+class Pieces(Source):
+  """The documents of a source, cut into pieces.
+
+  Piece i of document D has the id D:i. A piece ends at the first empty line
+  after 4,000 characters, or with the document. If neither follows within 8,000
+  more characters, it ends at the first end of a line after the 4,000, without
+  that at the first space, and in a text that has neither after 4,000
+  characters. Every shard reads all documents.
+  """
+
+  _PIECE = re.compile(
+    r'.{4000}.{0,8000}?(?:\n\s*\n|\Z)'
+    r'|.{4000}.{0,8000}?\n'
+    r'|.{4000}.{0,8000}?\s'
+    r'|.{4000}'
+    r'|.+',
+    re.DOTALL,
+  )
+
+  def __init__(self, source: Source):
+    """Wraps a source of texts, whose name and cap it has."""
+    super().__init__(source.name, source.max_bytes)
+    self._source = source
+
+  def entries(
+    self, shard_index: int = 0, num_shards: int = 1
+  ) -> Iterator[Entry]:
+    """Yields every n-th piece; the documents are within the cap."""
+    return itertools.islice(self._pieces(), shard_index, None, num_shards)
+
+  def _pieces(self) -> Iterator[Entry]:
+    for document in self._source.documents():
+      pieces = self._PIECE.finditer(document.text)
+      for number, piece in enumerate(pieces, 1):
+        yield f'{document.id}:{number}', piece.group
+
+  def _content(self) -> Iterator[object]:
+    yield self._source.fingerprint()
+
+
+def decode(data: bytes, source: str, where: str | Callable[[], str]) -> str:
+  """Decodes UTF-8.
+
+  Args:
+    data: text; U+FEFF is a character like any other.
+    source: name of the source, for the error.
+    where: place in the source, for the error; a function if it is slow to
+      find.
+
+  Raises:
+    UserError: it is not UTF-8; names the place and the byte.
+  """
+  try:
+    return data.decode('utf-8')
+  except UnicodeDecodeError as error:
+    where = where if isinstance(where, str) else where()
+    raise errors.UserError(
+      f'source {source!r}: {where}, is not UTF-8 (byte {error.start});'
+      ' convert it, for example with `iconv -t UTF-8`'
+    ) from None
+
+
+def encodable(text: str) -> str:
+  """Replaces lone surrogates, which UTF-8 cannot hold, by U+FFFD."""
+  if text.isascii():
+    return text
+  return text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')

@@ -1,0 +1,260 @@
+"""Mixtures of text sources, and how often each document is drawn.
+
+    python@2 + jsonl:/data/*.jsonl@0.25
+
+Sources (`data/sources/text_sources.py`) are separated by ' + '. The number
+after the '@' is the source's weight (1 by default): how often a pass draws each
+of its documents. With 2 it draws all of them twice, with 0.25 a quarter of them
+(another one in every pass), with 1.5 all of them and half of them once more. So
+a pass is one epoch of a source of weight 1, no text is left out because another
+source ended, and the content of a pass is known before it is made. Held-out
+documents are drawn at most once.
+
+Where no document of a source is held out, because there are few, pieces of its
+documents are held out instead (`document_source.Pieces`).
+Finding that out reads ids until one is held out (`cut_sources`), which is done
+once for all shards.
+
+A fraction's documents are chosen by (seed, pass, source, document id). The
+second draw of a document in a pass has its own id, the document's with '::1',
+so that its masks and splits differ.
+
+This module imports neither TensorFlow nor SeqIO nor jax.
+"""
+
+import collections
+from collections.abc import Iterator, Mapping, Sequence
+import dataclasses
+import functools
+import math
+import types
+
+from encdec_adapt.base import option_strings
+from encdec_adapt.data.sources import (
+  document_source,
+  tensorflow_import,
+  text_sources,
+)
+from encdec_adapt.objectives import randomness
+
+
+@dataclasses.dataclass(frozen=True)
+class Draw:
+  """Selects the documents of a source: a split, and a pass over it.
+
+  Attributes:
+    split: 'train' or 'eval'.
+    eval_fraction: share of the documents in 'eval', in [0, 1].
+    seed: seed of the split and of all draws.
+    pass_index: 0, 1, ..; every pass draws again within the same split.
+  """
+
+  split: str
+  eval_fraction: float
+  seed: int
+  pass_index: int = 0
+
+  def has(self, source: document_source.Source, document_id: str) -> bool:
+    """Returns whether a document of a source is in the split."""
+    return source.in_split(
+      document_id, self.split, self.eval_fraction, self.seed
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+  """A source of a mixture.
+
+  Attributes:
+    source: source of documents.
+    weight: how often a pass draws each document; positive.
+    rate: rate by examples that a SeqIO mixture gives the source, else None.
+    left_out: ids of documents that are not drawn (duplicates).
+    cut: whether pieces of the documents are held out; None: found when the
+      first document is drawn.
+  """
+
+  source: document_source.Source
+  weight: float
+  rate: float | None = None
+  left_out: frozenset[str] = frozenset()
+  cut: bool | None = None
+
+  @functools.cache  # noqa: B019  Parts are few and live as long as the job.
+  def is_cut(self, draw: Draw) -> bool:
+    """Returns whether pieces are held out, as no document of a few is.
+
+    Raises:
+      UserError: the source has no text.
+    """
+    if self.cut is not None:
+      return self.cut
+    next(self.source.documents())
+    self.source.skipped = 0  # What was read is read again.
+    if not draw.eval_fraction or not self.source.divisible:
+      return False
+    held_out = dataclasses.replace(draw, split='eval')
+    return not any(
+      held_out.has(self.source, name) for name, _ in self.source.entries()
+    )
+
+  def skipped(self, draw: Draw, shard_index: int) -> int:
+    """Returns the documents of a shard that were read and left out as bad."""
+    # Every shard reads all documents that are cut into pieces.
+    counted = not self.is_cut(draw) or not shard_index
+    return self.source.skipped if counted else 0
+
+  def documents(
+    self, draw: Draw, shard_index: int = 0, num_shards: int = 1
+  ) -> Iterator[document_source.Document]:
+    """Yields the drawn documents, all of the first draw before the second.
+
+    Args:
+      draw: selection of documents.
+      shard_index: number of the shard, in [0, num_shards).
+      num_shards: number of shards that the source is divided into.
+
+    Raises:
+      UserError: the source is missing or has no text.
+    """
+    cut = self.is_cut(draw)
+    source = document_source.Pieces(self.source) if cut else self.source
+
+    def document_id(name: str) -> str:
+      """Returns the id of the document that a piece is from."""
+      return name.rpartition(':')[0] if cut else name
+
+    weight = self.weight if draw.split == 'train' else min(self.weight, 1.0)
+    for number in range(math.ceil(weight)):
+      share = weight - number  # 1 or more in all rounds but the last.
+
+      def keep(name: str, share=share) -> bool:
+        """Returns whether this round draws a document."""
+        return (
+          draw.has(source, name)
+          and document_id(name) not in self.left_out
+          and (share >= 1 or self._uniform(draw, name) < share)
+        )
+
+      before = self.source.skipped
+      for document in source.documents(keep, shard_index, num_shards):
+        if number:
+          name = f'{document.id}::{number}'
+          document = dataclasses.replace(document, id=name)
+        yield document
+      if number:
+        self.source.skipped = before  # Bad documents count once.
+
+  def _uniform(self, draw: Draw, document_id: str) -> float:
+    """Returns a document's number in [0, 1), which differs by pass."""
+    key = draw.seed, draw.pass_index, self.source.name, document_id
+    return randomness.digest('draw', *key) / 2**128
+
+
+def parse(text: str) -> list[tuple[str, float]]:
+  """Returns the names and weights of the sources of a mixture.
+
+  Text after an '@' that is not a number belongs to the name.
+
+  Raises:
+    UserError: a weight is not positive, or a source is named twice.
+  """
+  weights: dict[str, float] = {}
+  for part, weight in option_strings.things('the source', text, r'\s\+\s'):
+    if part.text in weights:
+      raise part.error(
+        'is named twice; name it once, with the sum of the weights'
+      )
+    weights[part.text] = weight or 1.0
+  return list(weights.items())
+
+
+def having(text: str, content: str) -> str:
+  """Returns the sources of a mixture that have 'text', 'pairs', ..
+
+  SeqIO tasks have text and pairs.
+  """
+  return ' + '.join(
+    f'{name}@{weight}'
+    for name, weight in parse(text)
+    if text_sources.gives(name) == content
+    or (name.startswith('seqio:') and content in ('text', 'pairs'))
+  )
+
+
+def open_parts(
+  text: str,
+  *,
+  max_bytes: int = 0,
+  seqio_modules: str = '',
+  pairs: bool = False,
+  skip_bad: bool = False,
+  left_out: Mapping[str, frozenset[str]] = types.MappingProxyType({}),
+  cut: frozenset[str] | None = None,
+) -> list[Part]:
+  """Opens the sources of a mixture.
+
+  Args:
+    text: sources and weights, see the module's docstring.
+    max_bytes: bytes of text used of each source; 0 for all.
+    seqio_modules: modules that register SeqIO tasks, separated by commas.
+    pairs: whether SeqIO tasks give pairs of texts.
+    skip_bad: whether documents that cannot be read are left out.
+    left_out: name of a source -> ids of documents that are not drawn.
+    cut: result of `cut_sources`; None to find it when documents are drawn.
+
+  Raises:
+    UserError: the text cannot be parsed, or a source has no documents.
+  """
+  parts = []
+  for name, weight in parse(text):
+    if not name.startswith('seqio:'):
+      parts.append(Part(text_sources.open_source(name, max_bytes), weight))
+      continue
+    seqio_source = tensorflow_import.import_quietly(
+      'encdec_adapt.data.seqio.seqio_source'
+    )
+    modules = [one for one in seqio_modules.split(',') if one]
+    for task, rate in seqio_source.rates(name, modules).items():
+      source = seqio_source.SeqioSource(task, max_bytes, pairs=pairs)
+      parts.append(Part(source, weight, rate))
+  for part in parts:
+    part.source.skips_bad = skip_bad
+  return [
+    dataclasses.replace(
+      part,
+      left_out=left_out.get(part.source.name, frozenset()),
+      cut=None if cut is None else part.source.name in cut,
+    )
+    for part in parts
+  ]
+
+
+def cut_sources(parts: Sequence[Part], draw: Draw) -> frozenset[str]:
+  """Returns the names of the sources of which pieces are held out.
+
+  Raises:
+    UserError: a source has no text.
+  """
+  return frozenset(part.source.name for part in parts if part.is_cut(draw))
+
+
+def fingerprint(parts: Sequence[Part]) -> str:
+  """Returns a hex digest of the content, caps and weights of all sources."""
+  if len(parts) == 1:
+    return parts[0].source.fingerprint()
+  prints = [(part.source.fingerprint(), part.weight) for part in parts]
+  return f'{randomness.digest(*prints):032x}'
+
+
+def interleaved_documents(
+  parts: Sequence[Part], draw: Draw
+) -> Iterator[document_source.Document]:
+  """Yields a document of each source in turn until all are exhausted."""
+  waiting = collections.deque(part.documents(draw) for part in parts)
+  while waiting:
+    documents = waiting.popleft()
+    for document in documents:
+      yield document
+      waiting.append(documents)
+      break

@@ -1,0 +1,177 @@
+"""Pairs from rows of JSONL and prompt templates in the form of P3.
+
+`prompts:GLOB#TEMPLATES.yaml` renders every line of the files by every template
+of a promptsource file (arXiv:2202.01279), the form of T0's training mixture
+(P3). A template is Jinja; '|||' stands between inputs and targets, and
+`answer_choices` has its own choices, also divided by '|||'; in the fields of a
+row '|||' is text. A line whose targets a template leaves empty gives no
+example. The draws of `choice`, a filter of some templates, depend on the
+example alone.
+
+This module imports neither TensorFlow nor SeqIO nor jax.
+"""
+
+from collections.abc import Iterator, Sequence
+import dataclasses
+import functools
+import json
+import random
+from typing import Any
+
+import jinja2
+from jinja2 import sandbox
+import yaml
+
+from encdec_adapt.base import errors, option_strings
+from encdec_adapt.data.sources import document_source, file_sources
+from encdec_adapt.files import paths
+
+_BETWEEN = '|||'
+# Stands for '|||' in templates while they are rendered, as their rows may have
+# that in their texts. These are noncharacters, which Unicode reserves for
+# internal use, so no filter such as `upper` changes them.
+_MARK = '\ufdd0\ufdd1\ufdd0'
+
+
+@dataclasses.dataclass(frozen=True)
+class Template:
+  """A template of a promptsource file.
+
+  Attributes:
+    name: name of the template.
+    jinja: text with the inputs, '|||' and the targets.
+    choices: answer choices, divided by '|||'; '' for none.
+    original: whether it asks what the data set asks.
+  """
+
+  name: str
+  jinja: str
+  choices: str
+  original: bool = True
+
+  def render(self, row: dict[str, Any], example_id: str) -> list[str]:
+    """Returns inputs and targets of a row; [] if it has no targets.
+
+    Args:
+      row: fields of the row.
+      example_id: decides the draws of `choice`.
+
+    Raises:
+      jinja2.TemplateError: the template cannot be rendered.
+    """
+    environment = _environment()
+    environment.filters['choice'] = random.Random(example_id).choice
+    if self.choices:
+      row = row | {'answer_choices': self.render_choices(row)}
+    parts = _render_parts(environment, self.jinja, row)
+    return parts[:2] if len(parts) > 1 and parts[1] else []
+
+  def render_choices(self, row: dict[str, Any]) -> list[str]:
+    """Returns the answer choices of a row, of a template that has some."""
+    return _render_parts(_environment(), self.choices, row)
+
+
+def _environment() -> sandbox.SandboxedEnvironment:
+  environment = sandbox.SandboxedEnvironment(undefined=jinja2.StrictUndefined)
+  environment.globals['zip'] = zip
+  environment.filters['most_frequent'] = _most_frequent
+  return environment
+
+
+def _render_parts(
+  environment: sandbox.SandboxedEnvironment, jinja: str, row: dict[str, Any]
+) -> list[str]:
+  """Renders a template and returns the parts that its '|||' divide."""
+  template = environment.from_string(jinja.replace(_BETWEEN, _MARK))
+  return [part.strip() for part in template.render(row).split(_MARK)]
+
+
+def _most_frequent(items: Sequence[Any]) -> list[Any]:
+  """Returns the most frequent items, in order of appearance."""
+  most = max((items.count(item) for item in items), default=0)
+  return [item for item in dict.fromkeys(items) if items.count(item) == most]
+
+
+class _Loader(yaml.SafeLoader):
+  """Reads the tagged objects of a promptsource file as mappings."""
+
+
+for _tag in ('!Template', '!TemplateMetadata'):
+  _Loader.add_constructor(
+    _tag, lambda loader, node: loader.construct_mapping(node, deep=True)
+  )
+
+
+def read_templates(path: str) -> list[Template]:
+  """Reads the templates of a promptsource file, ordered by name.
+
+  Raises:
+    UserError: the file cannot be read, or is none.
+  """
+  try:
+    content = yaml.load(paths.at(path).read_text(), _Loader)
+    found = [
+      Template(
+        one['name'],
+        one['jinja'],
+        one.get('answer_choices') or '',
+        bool(one.get('metadata', {}).get('original_task', True)),
+      )
+      for one in content['templates'].values()
+    ]
+  except (
+    OSError,
+    yaml.YAMLError,
+    KeyError,
+    TypeError,
+    AttributeError,
+  ) as error:
+    raise errors.UserError(
+      f'{path} is not a file of prompt templates ({error!r:.200}); it must have'
+      ' templates with a name and jinja, as promptsource writes them'
+    ) from error
+  return sorted(found, key=lambda one: one.name)
+
+
+class PromptSource(file_sources.FileSource):
+  """`prompts:GLOB#TEMPLATES.yaml`; see the module's docstring."""
+
+  divisible = False
+  holds_json = True
+
+  def _take_fields(self, fields: option_strings.Part) -> None:
+    if not fields:
+      raise fields.error(
+        'must be a file of templates, as in prompts:GLOB#TEMPLATES.yaml'
+      )
+    self._templates = read_templates(fields.text)
+
+  def _documents(
+    self, name: str, data: bytes, path: str, offset: int
+  ) -> Iterator[document_source.Entry]:
+    for template in self._templates:
+      # The part before '::' is held out: a line in all templates or in none.
+      place = f'{name}::{template.name.replace("::", ":_:")}'
+      yield (
+        place,
+        functools.partial(self._render, template, place, data, path, offset),
+      )
+
+  def _render(
+    self, template: Template, place: str, data: bytes, path: str, offset: int
+  ) -> str:
+    try:
+      row = json.loads(data.decode('utf-8'))
+      pair = template.render(row, place)
+    except Exception as error:  # Templates are a user's code.
+      raise errors.UserError(
+        f'source {self.name!r}: {self._where(path, offset)}: the template'
+        f' {template.name!r} cannot be rendered ({error})'
+      ) from error
+    text = json.dumps(pair, ensure_ascii=False) if pair else ''
+    return document_source.encodable(text)
+
+  def _content(self) -> Iterator[object]:
+    yield from super()._content()
+    for template in self._templates:
+      yield from (template.name, template.jinja, template.choices)

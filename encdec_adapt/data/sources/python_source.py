@@ -1,0 +1,169 @@
+"""The source `python[:FILE]`: the text that comes with the running Python.
+
+It has the documentation topics of `pydoc_data`, and the docstrings and the
+source of every module of the standard library, except installed packages,
+tests, generated code and tables (`encodings`, `_sysconfigdata*`) and files
+that are not UTF-8. Documents are ordered by hashes of their ids, so that a
+capped prefix is a fair sample. `python:FILE` holds out exactly the topics and
+modules whose content's digest (`content_digest`) is a line of FILE: names and
+contents change between Python versions, and a model that was trained
+elsewhere is evaluated only on documents that it has not seen.
+
+This module imports neither TensorFlow nor SeqIO nor jax.
+"""
+
+import ast
+from collections.abc import Iterator
+import hashlib
+import pathlib
+import platform
+import sysconfig
+import warnings
+
+from encdec_adapt.base import errors
+from encdec_adapt.data.sources import document_source
+from encdec_adapt.files import paths
+from encdec_adapt.objectives import randomness
+
+
+def content_digest(text: str) -> str:
+  """Returns the 16 hex digits that identify a text in a list of held-outs."""
+  return hashlib.sha256(text.encode('utf-8')).hexdigest()[:16]
+
+
+class PythonSource(document_source.Source):
+  """`python[:FILE]`: the text that comes with the running Python."""
+
+  _LEFT_OUT = frozenset(
+    ('site-packages', 'dist-packages', 'test', 'tests', 'idle_test')
+    + ('encodings', 'pydoc_data', '__pycache__', '_bundled', 'lib-dynload')
+  )
+
+  def __init__(self, name: str, max_bytes: int = 0):
+    """Finds the topics and modules; see `document_source.Source`.
+
+    Raises:
+      UserError: this Python lacks them, or FILE cannot be read.
+    """
+    super().__init__(name, max_bytes)
+    self._root = pathlib.Path(sysconfig.get_path('stdlib'))
+    try:
+      from pydoc_data import topics  # Only this source needs 500 kB of text.
+    except ImportError:
+      topics = None
+    self._topics = topics.topics if topics else {}
+    self._modules = sorted(
+      path.relative_to(self._root).as_posix()
+      for path in self._root.rglob('*.py')
+      if self._wanted(path.relative_to(self._root))
+    )
+    if not self._topics or not self._modules:
+      raise errors.UserError(
+        f'source {self.name!r}: this Python ({platform.python_version()}) lacks'
+        ' the sources of its standard library, or pydoc_data; use a complete'
+        ' Python, or name text of your own as text:GLOB'
+      )
+    path = self.name.partition(':')[2]
+    self._held_out = self._read_list(path) if path else None
+    # A list says what is held out.
+    self.divisible = self.divisible and self._held_out is None
+
+  def _read_list(self, path: str) -> frozenset[str]:
+    """Returns the topics and modules whose contents a file lists."""
+    try:
+      digests = set(paths.at(path).read_text().split())
+    except OSError as error:
+      raise errors.UserError(
+        f'source {self.name!r}: the list of held-out documents {path} cannot'
+        f' be read ({error.strerror or error})'
+      ) from None
+    contents = {f'topic/{name}': text for name, text in self._topics.items()}
+    contents |= {name: _python(self._root / name) for name in self._modules}
+    return frozenset(
+      name for name, text in contents.items() if content_digest(text) in digests
+    )
+
+  def in_split(
+    self, document_id: str, split: str, eval_fraction: float, seed: int
+  ) -> bool:
+    """Returns whether a document belongs to `split`, by the list if given."""
+    if self._held_out is None:
+      return super().in_split(document_id, split, eval_fraction, seed)
+    group = document_id.rpartition('::')[0] or document_id
+    return (group in self._held_out) == (split == 'eval')
+
+  def modules(self) -> Iterator[str]:
+    """Yields the source of every module."""
+    for module in self._modules:
+      yield _python(self._root / module)
+
+  def _wanted(self, path: pathlib.Path) -> bool:
+    return not (
+      self._LEFT_OUT.intersection(path.parts)
+      or path.name.startswith('_sysconfigdata')
+      or path.parts[0].startswith('config-')
+    )
+
+  def entries(
+    self, shard_index: int = 0, num_shards: int = 1
+  ) -> Iterator[document_source.Entry]:
+    """Yields every n-th document; a capped source is read by all shards."""
+    entries = []
+    seen = set()
+    for topic, text in sorted(self._topics.items()):
+      if text not in seen:  # Some topics are the same page under two names.
+        entries.append((f'topic/{topic}', lambda text=text: text))
+      seen.add(text)
+    for module in self._modules:
+      path = self._root / module
+      entries.append(
+        (f'{module}::docstrings', lambda p=path: _docstrings(_python(p)))
+      )
+      entries.append((f'{module}::source', lambda p=path: _python(p)))
+    entries.sort(key=lambda entry: randomness.digest('order', entry[0]))
+    return self._every(entries, shard_index, num_shards)
+
+  def _content(self) -> Iterator[object]:
+    yield platform.python_version()
+    yield from sorted(self._held_out or ())
+    yield from sorted(self._topics)
+    for module in self._modules:
+      yield module
+      yield (self._root / module).stat().st_size
+
+
+def _python(path: pathlib.Path) -> str:
+  """Reads a module, '' if it is not UTF-8 (a few declare another coding)."""
+  try:
+    text = path.read_text('utf-8')
+  except UnicodeDecodeError:
+    return ''
+  return text.removeprefix('\ufeff')
+
+
+def _docstrings(source: str) -> str:
+  """Returns a module's docstrings under their names, like `pydoc`'s pages."""
+  parts = []
+
+  def visit(node, prefix):
+    text = ast.get_docstring(node)
+    if text:
+      parts.append(f'{prefix}\n\n{text}' if prefix else text)
+    for child in node.body:
+      if isinstance(child, ast.ClassDef):
+        visit(child, f'{prefix}.{child.name}'.lstrip('.'))
+      elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+        name = f'{prefix}.{child.name}'.lstrip('.')
+        text = ast.get_docstring(child)
+        if text:
+          arguments = ast.unparse(child.args)
+          parts.append(f'{name}({arguments})\n\n{text}')
+
+  try:
+    with warnings.catch_warnings():
+      warnings.simplefilter('ignore')  # About invalid escapes in strings.
+      tree = ast.parse(source)
+  except SyntaxError:  # lib2to3 and others carry Python 2 on purpose.
+    return ''
+  visit(tree, '')
+  return document_source.encodable('\n\n\n'.join(parts) + '\n' if parts else '')

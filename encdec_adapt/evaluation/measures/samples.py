@@ -1,0 +1,111 @@
+"""Samples of a model in training: greedy answers to held-out inputs.
+
+They are printed and appended to `samples.jsonl`, a line per sample with `step`,
+`row` (of the held-out records), `prompt`, `reference` and `output`: text with
+special tokens by name, the prompt's beginning left out if it is long.
+"""
+
+import numpy as np
+
+from encdec_adapt.cluster import distributed
+from encdec_adapt.conversion import model_in_memory
+from encdec_adapt.files import append_log, paths
+from encdec_adapt.inference import engine
+from encdec_adapt.tokenizers import chat_format
+from encdec_adapt.training import setup
+
+FILE = 'samples.jsonl'
+_COUNT = 2  # Held-out rows that are continued, from the first.
+_LONGEST = 1000  # Characters of a prompt that are kept.
+_SHOWN = 160  # Characters of a text that are printed.
+
+
+class Sampler:
+  """Continues the inputs of some held-out rows."""
+
+  def __init__(
+    self,
+    workdir: str,
+    data: setup.Data,
+    evaluated: int | None,
+  ):
+    """Reads the rows, and drops samples that are to be made again.
+
+    Args:
+      workdir: gets `samples.jsonl`.
+      data: vocabularies and held-out rows, of one pair each.
+      evaluated: the last step that was evaluated, None for none; samples of
+        later steps are dropped.
+    """
+    if distributed.is_lead():
+      last = -1 if evaluated is None else evaluated
+      self._log = append_log.Log(paths.at(workdir) / FILE)
+      self._log.keep(
+        sample
+        for sample, _ in self._log.lines
+        if sample and sample['step'] <= last
+      )
+    held_out, self._sides = data.evaluation, data.vocabularies.sides
+    self._rows = held_out.read(range(min(_COUNT, len(held_out))))
+    self._max_tokens, framing = held_out.spec.decoder_length, held_out.framing
+    ends = [framing.decoder.eos]
+    if held_out.spec.objectives[0].ends_turns:
+      ends.append(chat_format.end_of_turn(self._sides['decoder']))
+    self._ids = engine.SpecialIds(
+      framing.decoder.bos, tuple(ends), framing.decoder.pad
+    )
+
+  def __call__(self, step: int, loaded: model_in_memory.LoadedModel) -> None:
+    """Prints and appends samples; every process takes part.
+
+    Args:
+      step: the step that the model is of.
+      loaded: the model, which reads pairs.
+    """
+    # A decoder-only model reads the inputs as a teacher does.
+    side = loaded.stored.prompt_side
+    pairs = [pair for pair, *_ in self._rows]
+    inputs = [
+      pair.inputs if side == 'encoder' else pair.teacher_inputs
+      for pair in pairs
+    ]
+    bos = self._sides[side].bos
+    requests = [
+      engine.Request(np.array([bos, *ids], np.int32), self._max_tokens)
+      for ids in inputs
+    ]
+    # The engine's copy of the parameters lives no longer than the samples.
+    outputs = dict(
+      loaded.engine(
+        rows=loaded.rows(len(self._rows)),
+        ids=self._ids,
+        decode=lambda tokens: self._text('decoder', tokens),
+      ).run(requests)
+    )
+    if not distributed.is_lead():
+      return
+    samples = []
+    for row, (pair, ids) in enumerate(zip(pairs, inputs, strict=True)):
+      sample = {
+        'prompt': self._text(side, ids)[-_LONGEST:],
+        'reference': self._text('decoder', pair.targets),
+        'output': self._text('decoder', outputs[row].tokens),
+      }
+      print(f'step {step}: sample {row + 1} of {len(self._rows)}')
+      for name, text in sample.items():
+        shown = text
+        if len(text) > _SHOWN and name == 'prompt':
+          shown = f'... {text[-_SHOWN:]}'
+        elif len(text) > _SHOWN:
+          shown = f'{text[:_SHOWN]} ...'
+        print(f'  {name:<9} {shown!r}')
+      samples.append({'step': step, 'row': row, **sample})
+    self._log.write(*samples)
+    self._log.flush()
+
+  def _text(self, side: str, tokens: np.ndarray) -> str:
+    """Decodes tokens of a side."""
+    vocabulary = self._sides[side]
+    # A table may have more rows than the vocabulary has tokens.
+    known = np.where(tokens < vocabulary.size, tokens, vocabulary.pad)
+    return vocabulary.decode(known, show_special=True, start=False)

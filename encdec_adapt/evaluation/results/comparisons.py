@@ -1,0 +1,158 @@
+"""Statistics of scores: intervals, paired tests, rank correlation.
+
+Scores of 0 and 1 have Wilson's interval (1927) and are compared by the exact
+form of McNemar's test (1947), with the interval of Agresti and Min (Statistics
+in Medicine 24, 2005) for a difference of paired proportions. Other scores have
+Student's t intervals and the paired t test. Nothing is corrected for the number
+of comparisons. scipy, which jax depends on, is imported when a statistic is
+computed.
+"""
+
+from collections.abc import Iterable, Sequence
+import dataclasses
+import math
+
+import numpy as np
+
+from encdec_adapt.evaluation.results import results_store
+
+CONFIDENCE = 0.95
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+  """A paired comparison of two models on the same examples.
+
+  Attributes:
+    difference: mean of the second model's scores minus the first's.
+    low: lower bound of its 95 % interval.
+    high: upper bound of the interval.
+    p: two-sided p-value of no difference.
+    n: number of examples.
+    test: name of the test.
+  """
+
+  difference: float
+  low: float
+  high: float
+  p: float
+  n: int
+  test: str
+
+
+def interval(score: results_store.Score) -> tuple[float, float] | None:
+  """Returns the 95 % interval of a score; None where none is known."""
+  if score.scores and _is_binary(score.scores):
+    z, n = _z(), score.n
+    middle = (score.value + z * z / (2 * n)) / (1 + z * z / n)
+    spread = score.value * (1 - score.value) / n + z * z / (4 * n * n)
+    half = z * math.sqrt(spread) / (1 + z * z / n)
+    return middle - half, middle + half
+  if score.stderr is None or score.n < 2:
+    return None
+  half = _t(score.n - 1) * score.stderr
+  return score.value - half, score.value + half
+
+
+def compare(
+  first: results_store.Score, second: results_store.Score
+) -> Comparison | None:
+  """Compares two models on one metric.
+
+  Args:
+    first: score of a model.
+    second: score of another model on the same examples.
+
+  Returns:
+    None where there are no paired scores: fewer than two examples, another
+    number of them, or a metric that is not one of single examples.
+  """
+  n = len(first.scores)
+  if n < 2 or n != len(second.scores):
+    return None
+  differences = np.subtract(second.scores, first.scores)
+  if _is_binary(first.scores) and _is_binary(second.scores):
+    return _mcnemar(
+      int((differences > 0).sum()), int((differences < 0).sum()), n
+    )
+  from scipy import stats
+
+  mean = float(differences.mean())
+  error = float(differences.std(ddof=1)) / math.sqrt(n)
+  half = _t(n - 1) * error
+  if error:
+    p = 2 * float(stats.t.sf(abs(mean) / error, n - 1))
+  else:  # Constant differences.
+    p = 0.0 if mean else 1.0
+  return Comparison(mean, mean - half, mean + half, p, n, 'paired t')
+
+
+def _mcnemar(better: int, worse: int, n: int) -> Comparison:
+  """Compares 0/1 scores.
+
+  Args:
+    better: number of examples on which only the second model has 1.
+    worse: number of examples on which only the first model has 1.
+    n: number of examples.
+  """
+  from scipy import stats
+
+  changed = better + worse
+  p = 1.0
+  if changed:
+    p = float(stats.binomtest(better, changed).pvalue)
+  # Agresti and Min: half an example more in each cell of the 2 x 2 table.
+  middle = (better - worse) / (n + 2)
+  variance = (changed + 1 - (better - worse) ** 2 / (n + 2)) / (n + 2) ** 2
+  half = _z() * math.sqrt(variance)
+  return Comparison(
+    (better - worse) / n,
+    max(middle - half, -1.0),
+    min(middle + half, 1.0),
+    p,
+    n,
+    'McNemar, exact',
+  )
+
+
+def correlations(
+  points: Iterable[tuple[str, float, float]],
+) -> tuple[float, float | None]:
+  """Computes Spearman's rank correlation, pooled and within size.
+
+  As of pretraining with downstream scores in the T5Gemma paper (2504.06225).
+
+  Args:
+    points: size, and two scores, of every model.
+
+  Returns:
+    The correlation over all points, and the mean of those within each size
+    that has at least three points; None where no size has.
+  """
+  from scipy import stats
+
+  points = list(points)
+  sizes: dict[str, list[tuple[float, float]]] = {}
+  for size, *scores in points:
+    sizes.setdefault(size, []).append(tuple(scores))
+  correlate = lambda pairs: float(stats.spearmanr(pairs).statistic)  # noqa: E731
+  within = [correlate(pairs) for pairs in sizes.values() if len(pairs) > 2]
+  pooled = correlate([scores for _, *scores in points])
+  return pooled, sum(within) / len(within) if within else None
+
+
+def _is_binary(scores: Sequence[float]) -> bool:
+  return set(scores) <= {0.0, 1.0}
+
+
+def _z() -> float:
+  from scipy import special
+
+  return float(special.ndtri((1 + CONFIDENCE) / 2))
+
+
+def _t(freedom: int) -> float:
+  """Returns the two-sided quantile of Student's t distribution."""
+  from scipy import special
+
+  return float(special.stdtrit(freedom, (1 + CONFIDENCE) / 2))

@@ -1,0 +1,206 @@
+"""The results store: scores of all runs and steps in one append-only file.
+
+`results.jsonl` has a line per (run, step, task, metric):
+
+    {"run": "runs/adapted", "step": 140, "fingerprint": "5be0c1f0d1c7a0f2",
+     "options": {"task": "boolq", "shots": 0}, "task": "boolq", "metric": "acc",
+     "value": 0.62, "stderr": 0.02, "n": 500, "scores": [1, 0, ...]}
+
+`fingerprint` identifies the model, `options` are all that decides its scores.
+A number that is not finite is null. Later lines replace earlier ones. This
+module imports nothing of the package but `files` and `base.errors`.
+"""
+
+from collections.abc import Iterable, Mapping
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import statistics
+from typing import Any
+
+from encdec_adapt.base import errors
+from encdec_adapt.files import append_log, disk
+
+FILE = 'results.jsonl'
+
+Options = Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Score:
+  """One metric of one task.
+
+  Attributes:
+    task: name of the task.
+    metric: name of the metric, such as 'acc', 'rouge1' or 'loss'.
+    value: value over all examples; the mean of `scores` where the metric is
+      a mean over examples.
+    stderr: standard error of `value`, None where it is not known.
+    n: number of examples.
+    scores: value of every example, in the order of the examples, for paired
+      tests; empty where the metric is not one of single examples.
+  """
+
+  task: str
+  metric: str
+  value: float
+  stderr: float | None
+  n: int
+  scores: tuple[float, ...] = ()
+
+
+def mean_score(task: str, metric: str, scores: Iterable[float]) -> Score:
+  """Returns the score of a metric that is a mean over examples.
+
+  Args:
+    task: name of the task.
+    metric: name of the metric.
+    scores: value of every example, at least one.
+  """
+  scores = tuple(map(float, scores))
+  n = len(scores)
+  stderr = statistics.stdev(scores) / n**0.5 if n > 1 else None
+  return Score(task, metric, statistics.fmean(scores), stderr, n, scores)
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+  """A model that was evaluated.
+
+  Attributes:
+    run: path of the run or Hugging Face folder, as it was given.
+    step: step of the checkpoint; None for a folder.
+    fingerprint: digest of its configuration, and of its files where they
+      exist.
+  """
+
+  run: str
+  step: int | None
+  fingerprint: str
+
+
+class Store:
+  """The results of a folder; one process writes them."""
+
+  def __init__(self, folder: str | os.PathLike[str], beyond: float = math.inf):
+    """Reads the results and drops what is half written.
+
+    Args:
+      folder: gets `results.jsonl`; made if it is missing.
+      beyond: results of later steps than this are dropped, too.
+
+    Raises:
+      UserError: a line is not a result, or the folder cannot be written.
+    """
+    self._log = append_log.Log(disk.require_writable(folder) / FILE)
+    entries = [(_parse(*line), line[0]) for line in self._log.lines]
+    if self._log.torn:
+      # The lines before the half-written one may be of the same evaluation,
+      # which is not complete.
+      last = entries[-1][0][:2] if entries else None
+      while entries and entries[-1][0][:2] == last:
+        entries.pop()
+    self._scores: dict[tuple[Model, str], dict[tuple[str, str], Score]] = {}
+    records = []
+    for (model, options, score), record in entries:
+      if (model.step or 0) <= beyond:
+        records.append(record)
+        self._put(model, options, score)
+    self._log.keep(records)
+
+  def __enter__(self) -> 'Store':
+    return self
+
+  def __exit__(self, *exception) -> None:
+    self._log.close()
+
+  def find(self, model: Model, options: Options) -> list[Score]:
+    """Returns the scores of a model with these options; empty if none."""
+    return list(self._scores.get((model, _text(options)), {}).values())
+
+  def of_run(self, run: str, task: str) -> dict[str, tuple[Options, Score]]:
+    """Returns the last results of a run on a task, by metric."""
+    return {
+      metric: (json.loads(options), score)
+      for (model, options), scores in self._scores.items()
+      for (name, metric), score in scores.items()
+      if (model.run, name) == (run, task)
+    }
+
+  def add(
+    self, model: Model, options: Options, scores: Iterable[Score]
+  ) -> None:
+    """Appends scores, together: a restart finds all of them or none.
+
+    Args:
+      model: the model.
+      options: all that decides the scores, JSON serialisable.
+      scores: all scores with these options.
+
+    Raises:
+      UserError: the disk is full, or gone.
+    """
+    records = []
+    for score in scores:
+      plain = dataclasses.asdict(score)
+      plain['scores'] = [_number(x) for x in score.scores]
+      for name in ('value', 'stderr'):
+        plain[name] = None if plain[name] is None else _number(plain[name])
+      records.append({**dataclasses.asdict(model), 'options': options, **plain})
+      self._put(model, _text(options), score)
+    self._log.write(*records)
+    self._log.flush()
+
+  def _put(self, model: Model, options: str, score: Score) -> None:
+    """Replaces a score; the newest results of a model come last."""
+    key = model, options
+    self._scores[key] = found = self._scores.pop(key, {})
+    found[score.task, score.metric] = score
+
+
+def digest(config: Mapping[str, Any]) -> str:
+  """Returns the fingerprint of a configuration."""
+  return hashlib.blake2b(_text(config).encode(), digest_size=8).hexdigest()
+
+
+def _text(options: Options) -> str:
+  """Returns options as text that is equal for equal options."""
+  return json.dumps(options, sort_keys=True)
+
+
+def _number(value: float) -> float | int | None:
+  """Shortens a number for the file to seven digits; None if not finite."""
+  value = float(f'{value:.7g}')
+  if not math.isfinite(value):
+    return None
+  return int(value) if value.is_integer() else value
+
+
+def _parse(fields: Any, place: str) -> tuple[Model, str, Score]:
+  """Parses the record of a line.
+
+  Raises:
+    UserError: names the place.
+  """
+  number = lambda x: math.nan if x is None else float(x)  # noqa: E731
+  try:
+    step, stderr = fields['step'], fields['stderr']
+    return (
+      Model(fields['run'], step and int(step), fields['fingerprint']),
+      _text(fields['options']),
+      Score(
+        fields['task'],
+        fields['metric'],
+        number(fields['value']),
+        stderr and float(stderr),
+        int(fields['n']),
+        tuple(map(number, fields['scores'])),
+      ),
+    )
+  except (ValueError, KeyError, TypeError) as error:
+    raise errors.UserError(
+      f'{place} is not a result ({type(error).__name__}: {error}); remove the'
+      ' line, and its task is evaluated again.'
+    ) from error

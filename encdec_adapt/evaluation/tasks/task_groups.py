@@ -1,0 +1,380 @@
+"""Tasks and named groups of tasks: what to run, with which shots and metric.
+
+A task is a YAML file in a folder of local tasks (`task_files`), or a task of
+lm-eval, whose data come from the Hugging Face hub. Local tasks come before
+lm-eval's of the same name.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+import dataclasses
+import hashlib
+import importlib.util
+import json
+import logging
+import math
+import statistics
+from typing import Any
+
+from encdec_adapt.base import errors
+from encdec_adapt.cluster import distributed, program_limits
+from encdec_adapt.conversion import model_in_memory, model_on_disk
+from encdec_adapt.evaluation.results import results_store
+from encdec_adapt.evaluation.tasks import prompted_task, task_files
+from encdec_adapt.files import paths
+from encdec_adapt.telemetry import progress
+
+
+@dataclasses.dataclass(frozen=True)
+class Member:
+  """A task of a group.
+
+  Attributes:
+    task: name of the task in lm-eval or in the folder of local tasks.
+    shots: examples in the context; None for the task's own number.
+    metric: the metric that counts, with lm-eval's filter after a comma.
+  """
+
+  task: str
+  shots: int | None
+  metric: str
+
+
+def _accuracies(tasks: str) -> list[Member]:
+  """Returns tasks whose accuracy counts, without examples in the context."""
+  return [Member(task, 0, 'acc') for task in tasks.split()]
+
+
+# Encoder-Decoder Gemma (arXiv:2504.06225), section 4 and Table 3. Where the
+# table has no number of shots the task's own is taken.
+_PT = (
+  *_accuracies(
+    'boolq social_iqa piqa arc_easy truthfulqa_mc2 gpqa_main_zeroshot'
+    ' lambada_openai'
+  ),
+  Member('arc_challenge', 25, 'acc_norm'),
+  Member('mmlu', 5, 'acc'),
+  Member('mmlu_pro', 5, 'exact_match,custom-extract'),
+  Member('hellaswag', 10, 'acc_norm'),
+  Member('winogrande', 5, 'acc'),
+  Member('agieval_en', 3, 'acc'),
+  Member('bbh_cot_fewshot', 3, 'exact_match,get-answer'),
+  Member('drop', 3, 'f1'),
+  Member('gsm8k', 5, 'exact_match,strict-match'),
+  Member('humaneval', 0, 'pass@1,create_test'),
+  Member('minerva_math500', 4, 'exact_match'),
+  Member('mbpp', 3, 'pass_at_1'),
+  Member('nq_open', 5, 'exact_match,remove_whitespace'),
+  Member('triviaqa', 5, 'exact_match,remove_whitespace'),
+  Member('wmt23', None, 'bleurt'),
+)
+_IT = (
+  Member('gsm8k', 11, 'exact_match,strict-match'),
+  Member('mmlu', 5, 'acc'),
+  Member('mmlu_pro', 5, 'exact_match,custom-extract'),
+  Member('mbpp', 3, 'pass_at_1'),
+  Member('humaneval', 0, 'pass@1,create_test'),
+  Member('minerva_math500', 0, 'exact_match'),
+  Member('bbh_cot_fewshot', 3, 'exact_match,get-answer'),
+  Member('gpqa_diamond_zeroshot', 0, 'acc'),
+  Member('wmt23', 5, 'bleurt'),
+  Member('mgsm_direct_en', 8, 'exact_match,remove_whitespace'),
+)
+# Wang et al. 2022 (arXiv:2204.05832), section 3.3: zero-shot accuracy.
+_EAI = (
+  *_accuracies(
+    'anli_r1 anli_r2 anli_r3 arc_challenge arc_easy boolq cb copa headqa_en'
+    ' hellaswag lambada_openai logiqa mathqa mrpc multirc openbookqa piqa prost'
+    ' pubmedqa qnli qqp race rte sciq sst2 wic winogrande wnli wsc'
+  ),
+  Member('triviaqa', 0, 'exact_match,remove_whitespace'),
+  Member('webqs', 0, 'exact_match'),
+)
+# The same, section 3.3: rank classification over all prompts of P3; the mean
+# of the medians. All are local tasks with templates, named like this.
+_T0 = tuple(
+  Member(task, None, 'median')
+  for task in (
+    'anli_r1 anli_r2 anli_r3 cb rte copa hellaswag story_cloze wic wsc'
+    ' winogrande'
+  ).split()
+)
+GROUPS: Mapping[str, tuple[Member, ...]] = {
+  'pt': _PT,
+  'it': _IT,
+  'eai': _EAI,
+  't0': _T0,
+}
+# Tasks of lm-eval that run generated programs.
+_RUN_CODE = frozenset({'humaneval', 'mbpp'})
+_ADD_FOLDER = (
+  'put a task file of that name and its JSONL into a folder and give it as'
+  ' --task_folder (encdec_adapt/evaluation/README.md shows one)'
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+  """A task that was checked, which models are evaluated on.
+
+  Attributes:
+    name: name of the task.
+    content: content of its file; None for tasks of the hub, and a
+      `PromptedTask` for those with templates.
+    shots: examples in the context; None for the task's own number.
+    limit: most examples.
+    allow_code: whether generated programs may run.
+  """
+
+  name: str
+  content: Any
+  shots: int | None = None
+  limit: int | None = None
+  allow_code: bool = False
+
+  def options(self) -> results_store.Options:
+    """Returns what decides the scores of a model."""
+    content, digest = self.content, hashlib.blake2b(digest_size=8)
+    if isinstance(content, prompted_task.PromptedTask):
+      digest.update(repr(content).encode())
+    elif content is not None:
+      named = lambda x: getattr(x, '__name__', type(x).__name__)  # noqa: E731
+      digest.update(json.dumps(content, sort_keys=True, default=named).encode())
+      for file in content['dataset_kwargs']['data_files'].values():
+        digest.update(paths.at(file).read_bytes())
+        for code in sorted(paths.at(file).parent.glob('*.py')):
+          digest.update(code.read_bytes())
+    return {
+      'task': self.name,
+      'shots': self.shots,
+      'limit': self.limit,
+      'content': 'lm-eval' if content is None else digest.hexdigest(),
+    }
+
+  def check(self, stored: model_on_disk.StoredModel) -> None:
+    """Checks that a model has vocabularies."""
+    stored.require_vocabularies()
+
+  def scores(
+    self,
+    loaded: model_in_memory.LoadedModel,
+    rows: int,
+    report: progress.Report,
+  ) -> list[results_store.Score]:
+    """Measures a model; every process of a job takes part.
+
+    Args:
+      loaded: the model.
+      rows: rows at a time.
+      report: called with the number of requests done and of all.
+
+    Returns:
+      Scores on process 0, nothing on others.
+
+    Raises:
+      UserError: the data of the task cannot be had.
+    """
+    from encdec_adapt.evaluation.tasks import lm_eval_adapter
+
+    adapter = lm_eval_adapter.Adapter(loaded, batch_size=rows, report=report)
+    if not distributed.is_lead():
+      adapter.follow()
+      return []
+    try:
+      with program_limits.allowed(self.allow_code):
+        if isinstance(self.content, prompted_task.PromptedTask):
+          return _run_prompted(adapter, self.content)
+        return self._run_lm_eval(adapter)
+    finally:
+      adapter.stop()
+
+  def _run_lm_eval(self, adapter: Any) -> list[results_store.Score]:
+    """Runs a task of lm-eval."""
+    import datasets
+    import lm_eval
+    from lm_eval import tasks as lm_eval_tasks
+
+    datasets.disable_progress_bars()
+    logging.getLogger('lm_eval').setLevel(logging.ERROR)
+    is_local = self.content is not None
+    manager = lm_eval_tasks.TaskManager(include_defaults=not is_local)
+    wanted = [dict(self.content) if is_local else self.name]
+    try:
+      manager.load(wanted)  # Reads the data.
+    except Exception as error:
+      what = 'file or the data of the local' if is_local else 'data of'
+      raise errors.UserError(
+        f'the {what} task {self.name!r} cannot be read'
+        f' ({type(error).__name__}: {error!s:.200}); tasks of the hub need the'
+        f' network and no data script. Otherwise {_ADD_FOLDER}. Tasks that run'
+        ' programs need --allow_code.'
+      ) from error
+    answer = lm_eval.simple_evaluate(
+      adapter,
+      tasks=wanted,
+      num_fewshot=self.shots,
+      limit=self.limit,
+      task_manager=manager,
+      bootstrap_iters=0,
+      # Seeding torch would import it.
+      torch_random_seed=None,
+      confirm_run_unsafe_code=self.allow_code,
+    )
+    return list(_scores(answer))
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+  """Tasks to evaluate.
+
+  Attributes:
+    tasks: the tasks.
+    groups: members of the groups that were asked for, by name.
+    absent: members that neither the folder nor lm-eval has.
+  """
+
+  tasks: Sequence[Task] = ()
+  groups: Mapping[str, tuple[Member, ...]] = dataclasses.field(
+    default_factory=dict
+  )
+  absent: Sequence[str] = ()
+
+  def group_scores(
+    self, scores: Iterable[results_store.Score]
+  ) -> Iterator[results_store.Score]:
+    """Returns the mean of each group.
+
+    Args:
+      scores: scores of the tasks; a group that lacks some says of how many it
+        is.
+    """
+    found = {(score.task, score.metric): score for score in scores}
+    for group, members in self.groups.items():
+      values = [
+        found[key].value
+        for member in members
+        if (key := (member.task, member.metric)) in found
+      ]
+      if values:
+        of = '' if len(values) == len(members) else f' of {len(values)}'
+        yield results_store.Score(
+          group, f'mean{of}', statistics.fmean(values), None, len(values)
+        )
+
+
+def plan(
+  names: Sequence[str],
+  folder: str | None = None,
+  *,
+  shots: int | None = None,
+  limit: int | None = None,
+  allow_code: bool = False,
+) -> Plan:
+  """Finds tasks and checks local ones, before a model is read.
+
+  Args:
+    names: names of tasks and groups; none for all of the folder.
+    folder: folder of local tasks, or None.
+    shots: examples in the context; None for the group's or task's own.
+    limit: most examples of a task.
+    allow_code: whether generated programs may run.
+
+  Raises:
+    UserError: lm-eval is not installed, there is no such task, a task of
+      lm-eval runs programs that are not allowed, or a file of a local task is
+      wrong; names the file and the line.
+  """
+  if importlib.util.find_spec('lm_eval') is None:
+    raise errors.UserError(
+      "tasks need lm-eval: pip install 'encdec_adapt[eval]'"
+    )
+  local = task_files.read_folder(folder, limit) if folder else {}
+  groups = {name: GROUPS[name] for name in names if name in GROUPS}
+  members = [
+    member
+    for name in names or sorted(local)
+    for member in GROUPS.get(name, (Member(name, None, ''),))
+  ]
+  # lm-eval has no tasks with templates.
+  hub = {x.task for x in members if x.metric != 'median'} - local.keys()
+  known = hub & _hub_tasks() if hub else set()
+  present = [
+    member
+    for member in members
+    if member.task in local
+    or (member.metric != 'median' and member.task in known)
+  ]
+  absent = sorted({x.task for x in members if x not in present})
+  if absent and not (groups and present):
+    raise errors.UserError(
+      f'there is no task {", ".join(map(repr, absent))}; {_ADD_FOLDER}.'
+    )
+  if not allow_code and (programs := known & _RUN_CODE):
+    raise errors.UserError(
+      f'{", ".join(sorted(programs))} run programs that the model generates;'
+      ' name other tasks, or give `evaluate` --allow_code, in a container best.'
+    )
+  found: dict[str, Task] = {}
+  for member in present:
+    content = local.get(member.task)
+    count = member.shots if shots is None else shots
+    if shots and isinstance(content, prompted_task.PromptedTask):
+      raise errors.UserError(
+        f'--shots={shots}: {member.task} has templates without examples;'
+        ' leave out --shots, or the task.'
+      )
+    task = Task(member.task, content, count, limit, allow_code)
+    if found.setdefault(member.task, task).shots != count:
+      raise errors.UserError(
+        f'the groups ask for {member.task} with different numbers of shots;'
+        ' evaluate the groups one by one, or give --shots.'
+      )
+  return Plan(list(found.values()), groups, absent)
+
+
+def _run_prompted(
+  adapter: Any, task: prompted_task.PromptedTask
+) -> list[results_store.Score]:
+  """Runs a task with templates."""
+  scored = adapter.score_choices(list(task.pairs()), task.separator)
+  return list(task.score([log_prob for log_prob, _ in scored]))
+
+
+def _scores(answer: Mapping[str, Any]) -> Iterator[results_store.Score]:
+  """Returns the scores in lm-eval's results."""
+  found = {**answer['results'], **answer.get('groups', {})}
+  for task, values in found.items():
+    samples = answer.get('samples', {}).get(task, [])
+    for key, value in values.items():
+      metric, _, kept = key.partition(',')
+      if not isinstance(value, int | float) or metric.endswith('_stderr'):
+        continue
+      if not kept:  # 'alias' and the like.
+        continue
+      own = sorted(
+        (s for s in samples if s.get('filter', 'none') == kept),
+        key=lambda sample: sample['doc_id'],
+      )
+      scores = [
+        sample[metric]
+        for sample in own
+        if isinstance(sample.get(metric), int | float)
+      ]
+      name = metric if kept == 'none' else key
+      # Of a perplexity the samples are log-likelihoods.
+      if scores and math.isclose(
+        statistics.fmean(scores), value, rel_tol=1e-6, abs_tol=1e-6
+      ):
+        yield results_store.mean_score(task, name, scores)
+        continue
+      counted = answer.get('n-samples', {})
+      parts = answer.get('group_subtasks', {}).get(task) or [task]
+      n = sum(counted.get(x, {}).get('effective', 0) for x in parts)
+      yield results_store.Score(task, name, float(value), None, len(own) or n)
+
+
+def _hub_tasks() -> frozenset[str]:
+  """Returns the names of all tasks, groups and tags of lm-eval."""
+  from lm_eval import tasks as lm_eval_tasks
+
+  print('reading the list of tasks of lm-eval', flush=True)
+  return frozenset(lm_eval_tasks.TaskManager().all_tasks)

@@ -1,0 +1,81 @@
+"""Embeddings of texts: the encoder's states after its final norm, pooled."""
+
+from collections.abc import Iterator, Sequence
+import functools
+
+import jax
+from jax import numpy as jnp
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int
+import numpy as np
+
+from encdec_adapt.base import errors
+from encdec_adapt.inference import lengths
+from encdec_adapt.models import base_model, build
+from encdec_adapt.ops import partition
+from encdec_adapt.sharding import rules as rules_lib
+
+# The mean over all tokens, or the state of the last one.
+POOLINGS = ('mean', 'last')
+
+
+def embed(
+  model: build.Model,
+  params: base_model.Params,
+  texts: Sequence[Int[np.ndarray, 'n']],
+  *,
+  mesh: Mesh,
+  rules: rules_lib.Rules,
+  pooling: str,
+  rows: int,
+) -> Iterator[tuple[int, Float[np.ndarray, 'E']]]:
+  """Embeds texts, long ones first.
+
+  Args:
+    model: an encoder-decoder or an encoder-only model.
+    params: its parameters.
+    texts: token ids of each, BOS first.
+    mesh: mesh of the parameters.
+    rules: meaning of logical axes on it.
+    pooling: one of `POOLINGS`.
+    rows: texts at a time.
+
+  Yields:
+    Index of a text and its embedding, float32.
+
+  Raises:
+    UserError: the model has no encoder.
+  """
+  if not model.architecture.has_encoder:
+    raise errors.UserError(
+      'a decoder-only model has no encoder, whose states embeddings are; use an'
+      ' encoder-decoder or an encoder-only model.'
+    )
+  order = sorted(range(len(texts)), key=lambda i: -len(texts[i]))
+  for start in range(0, len(order), rows):
+    chosen = order[start : start + rows]
+    tokens, counts = lengths.pad([texts[i] for i in chosen], rows)
+    with partition.use(mesh, rules.as_dict()):
+      found = _pool(model, pooling, params, tokens, counts)
+    states = jax.device_get(found)
+    yield from zip(chosen, states, strict=False)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _pool(
+  model: build.Model,
+  pooling: str,
+  params: base_model.Params,
+  tokens: Int[Array, 'B S'],
+  counts: Int[Array, 'B'],
+) -> Float[Array, 'B E']:
+  """Encodes padded rows and pools their states."""
+  positions, real = lengths.frame(tokens, counts)
+  states = model.architecture.encode(model, params, (tokens, real, positions))
+  states = states.astype(jnp.float32)
+  if pooling == 'last':
+    pooled = states[jnp.arange(len(counts)), counts - 1]
+  else:
+    total = jnp.sum(jnp.where(real[:, :, None] > 0, states, 0), axis=1)
+    pooled = total / counts[:, None]
+  return partition.shard(pooled, None, None)  # Every process reads it.

@@ -1,0 +1,430 @@
+"""Objectives: what is learnt from a document, and from which fields of a row.
+
+An `Objective` is parsed from `config.data.objective` (`objective_names.parse`)
+and answers every question about itself. `Objective.make` gives the maker of
+examples for rows of given lengths and a vocabulary, one of the classes of
+`objectives`, `denoising`, `noising`, `supervised` and `labelled`, which also
+hold the answers. A module of this kind lists its names in `OBJECTIVES`.
+
+This module imports neither TensorFlow nor SeqIO nor jax.
+"""
+
+import abc
+import collections
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import dataclasses
+import types
+from typing import Any
+
+import numpy as np
+
+from encdec_adapt.base import errors
+from encdec_adapt.objectives import framing
+from encdec_adapt.tokenizers import special_ids
+from encdec_adapt.tokenizers import vocabulary as vocabulary_lib
+
+Generator = Callable[[str], np.random.Generator]
+# Name of a noise, as in `ExampleMaker.count_hidden` -> its share of the
+# windows, and the share of hidden tokens; None where that is drawn for every
+# window.
+HiddenShares = Mapping[str, tuple[float, float | None]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+  """An option in the name of an objective.
+
+  Attributes:
+    read: parses its value; raises a ValueError.
+    form: how it is written, for errors.
+    verbatim: whether spaces around its value belong to it.
+  """
+
+  read: Callable[[str], Any]
+  form: str
+  verbatim: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class RowField:
+  """A field of an example that is stored in a row.
+
+  Attributes:
+    name: attribute of the example, an array [n] or None.
+    dtype: 'int32' for tokens, 'float32' for weights.
+    side: stack whose vocabulary the tokens are of.
+  """
+
+  name: str
+  dtype: str = 'int32'
+  side: str = 'decoder'
+
+
+# Kinds of models that read the rows of an objective, by the sides it fills.
+_KINDS = {
+  'decoder': ('decoder_only',),
+  'pair': ('encoder_decoder', 'decoder_only', 'prefix_decoder'),
+  'encoder': ('encoder_only',),
+}
+PAIR_FIELDS = (
+  RowField('inputs', side='encoder'),
+  RowField('targets'),
+  RowField('prefix'),
+  RowField('decoder_inputs'),
+  RowField('weights', 'float32'),
+)
+
+
+class ExampleMaker(abc.ABC):
+  """Makes examples of documents, for rows of given lengths.
+
+  Attributes:
+    name: name as in a configuration, options included.
+    feeds: sides of a row that it fills: 'decoder' (causal language models),
+      'pair', or 'encoder' (masked language models).
+    options: options that a name may have.
+    draws: whether anything is random.
+    documents: kind of documents that it reads: 'text', 'pairs', 'chat' or
+      'labels'.
+    reads: content of documents: 'tokens', or 'text' (JSON of pairs and chats).
+    fields: fields of an example that are stored in a row.
+    example: class of the examples, a NamedTuple with `fields` and `documents`.
+    axes: logical axes of batch fields other than rows ('batch') of tokens
+      ('length').
+    distills: whether a teacher can predict the targets from the inputs.
+    ends_turns: whether targets end with the token that ends a turn.
+    concatenate: whether examples cross documents.
+    one_vocabulary: reason that both sides must share a vocabulary; '' if each
+      may have its own.
+    lengths: row lengths that every pair fits.
+    skips_bad: whether documents that it cannot read are left out and counted.
+    locate: returns where the document of an id stands, for errors.
+    counts: examples that were dropped or cut, by what happened to them, and
+      what was hidden (`count_hidden`); they stand in the manifest.
+  """
+
+  feeds = 'pair'
+  options: Mapping[str, Option] = types.MappingProxyType({})
+  draws = False
+  documents = 'text'
+  reads = 'tokens'
+  fields = PAIR_FIELDS
+  example: type = framing.Pair
+  axes: Mapping[str, tuple[str | None, ...]] = types.MappingProxyType({})
+  distills = False
+  ends_turns = False
+  concatenate = False
+  one_vocabulary = 'both sides read the tokens of one window'
+  skips_bad = False
+  locate: Callable[[str], str] = staticmethod(str)
+
+  def __init__(self, name: str, lengths: framing.Lengths):
+    """Checks the lengths.
+
+    Args:
+      name: name of the objective, for errors.
+      lengths: row lengths that every pair has to fit.
+
+    Raises:
+      UserError: the lengths do not suit the objective.
+    """
+    check_lengths(name, self.feeds, lengths)
+    self.name = name
+    self.lengths = lengths
+    self.counts: collections.Counter[str] = collections.Counter()
+
+  @classmethod
+  def masks_inputs(cls, options: Mapping[str, Any]) -> bool:
+    """Whether the decoder reads masks in place of targets (MEAP)."""
+    del options
+    return False
+
+  @classmethod
+  def shared_mask_share(cls, options: Mapping[str, Any]) -> float:
+    """Share of the decoder's inputs that one pattern masks in all rows."""
+    del options
+    return 0.0
+
+  @classmethod
+  def evaluation_text(cls, text: str, options: Mapping[str, Any]) -> str:
+    """Returns the objective that held-out rows are made with.
+
+    It lacks the masks that only training has, so that held-out losses of MEAP
+    and of plain next-token prediction compare, as in its published code.
+    """
+    del options
+    return text
+
+  @classmethod
+  def hidden_shares(cls, text: str, options: Mapping[str, Any]) -> HiddenShares:
+    """Returns the shares of windows and tokens that each noise is to hide."""
+    del text, options
+    return {}
+
+  @classmethod
+  def added_sentinels(
+    cls, options: Mapping[str, Any], policy: str, lengths: framing.Lengths
+  ) -> int:
+    """Returns the new sentinels that a policy for them needs."""
+    del options, policy, lengths
+    return 0
+
+  @classmethod
+  def require_one_vocabulary(cls, options: Mapping[str, Any]) -> str:
+    """Returns why both sides must share a vocabulary; '' if they need not."""
+    if options.get('concatenate'):
+      return 'windows of concatenated documents are cut in the tokens of one'
+    return cls.one_vocabulary
+
+  @classmethod
+  def build(
+    cls,
+    text: str,
+    lengths: framing.Lengths,
+    vocabulary: vocabulary_lib.Vocabulary,
+    encoder_vocabulary: vocabulary_lib.Vocabulary | None,
+    sentinel_policy: str,
+    options: Mapping[str, Any],
+  ) -> 'ExampleMaker':
+    """Makes the maker; see `Objective.make`."""
+    del encoder_vocabulary, sentinel_policy
+    return cls(text, lengths, vocabulary, **options)
+
+  @classmethod
+  def frame(
+    cls,
+    examples: Sequence[Any],
+    lengths: framing.Lengths,
+    ids: special_ids.Framing,
+    *,
+    teacher: bool = False,
+  ) -> framing.Batch:
+    """Frames a row of examples; see `framing.frame_row`."""
+    return framing.frame_row(examples, lengths, ids, teacher=teacher)
+
+  @classmethod
+  def check(
+    cls, rows: framing.Batch, ids: special_ids.Framing, **options: Any
+  ) -> None:
+    """Checks framed rows; see `framing.check_framing`."""
+    framing.check_framing(rows, ids, **options)
+
+  @classmethod
+  def revisions(cls, options: Mapping[str, Any]) -> tuple[str, ...]:
+    """Returns the changes to the examples since record format 7, in order.
+
+    Their number is the revision of the objective; records of an earlier one are
+    refused with the changes as the reason.
+
+    Args:
+      options: options of the objective's name.
+    """
+    del options
+    return ()
+
+  @abc.abstractmethod
+  def examples(
+    self, documents: Iterable[tuple[str, Any]], generator: Generator
+  ) -> Iterator[framing.Pair]:
+    """Makes the pairs of documents.
+
+    Args:
+      documents: (id, content) pairs of one virtual shard, in order; the
+        content is what the objective `reads`: tokens, int32 [n] with n > 0, or
+        text.
+      generator: returns the generator of a name, which draws everything about
+        an example: its document's id, '#' and its number there, or '#' and its
+        number in the shard if documents are concatenated. Not called if
+        nothing is drawn.
+
+    Yields:
+      Pairs that fit the lengths, with the ids of their documents.
+    """
+
+  def count_hidden(self, noise: str, tokens: int, hidden: int) -> None:
+    """Counts a window of a noise, its tokens, and those that were hidden."""
+    self.counts[f'{noise}: windows'] += 1
+    self.counts[f'{noise}: tokens'] += tokens
+    self.counts[f'{noise}: hidden'] += hidden
+
+  def shared_spans(self, pair: framing.Pair) -> int:
+    """Returns the number of spans that share their sentinel with another."""
+    del pair
+    return 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Name:
+  """A name that a configuration gives to an objective.
+
+  Attributes:
+    maker: class of its maker.
+    predicts: description of the targets, for the table in configs/README.md.
+    preset: options that the name stands for.
+  """
+
+  maker: type[ExampleMaker]
+  predicts: str
+  preset: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Objective:
+  """An objective of a configuration.
+
+  Attributes:
+    text: name and options of the objective, as the configuration has them.
+    maker: class of its maker.
+    options: values of its options, and of those that its name stands for.
+  """
+
+  text: str
+  maker: type[ExampleMaker] = dataclasses.field(compare=False, repr=False)
+  options: Mapping[str, Any] = dataclasses.field(compare=False, repr=False)
+
+  def __str__(self) -> str:
+    return self.text
+
+  @property
+  def feeds(self) -> str:
+    """Sides of a row that it fills: see `ExampleMaker.feeds`."""
+    return self.maker.feeds
+
+  @property
+  def documents(self) -> str:
+    """Kind of documents that it reads: see `ExampleMaker.documents`."""
+    return self.maker.documents
+
+  @property
+  def kinds(self) -> tuple[str, ...]:
+    """Kinds of models that read its rows (`config.model.kind`)."""
+    return (
+      ('encoder_only', 'decoder_only') if self.labels else _KINDS[self.feeds]
+    )
+
+  @property
+  def labels(self) -> tuple[str, ...]:
+    """Labels that it predicts; empty for tokens."""
+    return self.options.get('labels', ())
+
+  @property
+  def concatenate(self) -> bool:
+    """Whether windows cross documents, so that EOS may be inside."""
+    return self.options.get('concatenate', False)
+
+  @property
+  def ends_turns(self) -> bool:
+    """Whether targets end with the token that ends a turn."""
+    return self.maker.ends_turns
+
+  @property
+  def eos_inside(self) -> bool:
+    """Whether inputs may hold EOS, of a document or a turn."""
+    # The EOS of some vocabularies ends a turn, and inputs have several.
+    return self.concatenate or self.ends_turns
+
+  @property
+  def masks_inputs(self) -> bool:
+    """Whether the decoder reads other tokens than the targets."""
+    return self.maker.masks_inputs(self.options)
+
+  @property
+  def shared_mask_share(self) -> float:
+    """Share of the inputs that framing masks alike in all rows, else 0."""
+    return self.maker.shared_mask_share(self.options)
+
+  @property
+  def separator(self) -> str:
+    """Text between the inputs and targets of decoder-only rows."""
+    return self.options.get('separator', '')
+
+  @property
+  def hidden_shares(self) -> HiddenShares:
+    """What it is to hide, by noise."""
+    return self.maker.hidden_shares(self.text, self.options)
+
+  @property
+  def revisions(self) -> tuple[str, ...]:
+    """Changes to its examples; see `ExampleMaker.revisions`."""
+    # Parsing removed the last space of the last option, before it was kept.
+    space = ('options keep the space at their end',)
+    kept = space * (self.text != self.text.rstrip())
+    return (*self.maker.revisions(self.options), *kept)
+
+  def added_sentinels(self, policy: str, lengths: framing.Lengths) -> int:
+    """Returns the new sentinels that 'extend_vocabulary' needs, else 0."""
+    return self.maker.added_sentinels(self.options, policy, lengths)
+
+  def check_lengths(self, lengths: framing.Lengths) -> None:
+    """Checks that a row has the sides that it fills; see `check_lengths`."""
+    check_lengths(self.text, self.feeds, lengths)
+
+  def check_vocabularies(self) -> None:
+    """Refuses an objective that cannot have two vocabularies.
+
+    Raises:
+      UserError: states the reason.
+    """
+    if reason := self.maker.require_one_vocabulary(self.options):
+      raise errors.UserError(
+        f'config.data.objective {self.text!r} needs one vocabulary for both'
+        f' sides: {reason}. Leave out config.data.encoder_vocabulary, or use'
+        ' prefix_lm, prefix_lm_uniform, reverse_prefix_lm, pairs or chat'
+        ' without these options'
+      )
+
+  def make(
+    self,
+    lengths: framing.Lengths,
+    vocabulary: vocabulary_lib.Vocabulary,
+    *,
+    encoder_vocabulary: vocabulary_lib.Vocabulary | None = None,
+    sentinel_policy: str = 'unique',
+  ) -> ExampleMaker:
+    """Makes the maker of examples.
+
+    Args:
+      lengths: row lengths that every example has to fit.
+      vocabulary: vocabulary with EOS, and what the objective needs of
+        sentinels, mode tokens and a mask; the decoder's if there are two.
+      encoder_vocabulary: vocabulary of the encoder if it is another one.
+      sentinel_policy: one of `denoising.POLICIES`.
+
+    Raises:
+      UserError: the lengths do not suit the objective, it cannot have two
+        vocabularies, or the vocabulary lacks special tokens.
+    """
+    if encoder_vocabulary is not None:
+      self.check_vocabularies()
+    return self.maker.build(
+      self.text,
+      lengths,
+      vocabulary,
+      encoder_vocabulary,
+      sentinel_policy,
+      self.options,
+    )
+
+
+def check_lengths(name: str, feeds: str, lengths: framing.Lengths) -> None:
+  """Checks that a row has the sides that an objective fills.
+
+  Raises:
+    UserError: names the length to change.
+  """
+  for side, length in (
+    ('encoder', lengths.encoder),
+    ('decoder', lengths.decoder),
+  ):
+    filled = feeds in (side, 'pair')
+    if filled != (length > 0):
+      raise errors.UserError(
+        f'objective {name!r}: config.data.{side}_length is {length};'
+        + (' it must be above 0' if filled else f' it must be 0, as {name!r}')
+        + ('' if filled else f' fills only the {feeds}')
+        + (
+          ' (causal_lm and full_lm have no inputs)'
+          if feeds == 'pair' and side == 'encoder'
+          else ''
+        )
+      )

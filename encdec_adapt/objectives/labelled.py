@@ -1,0 +1,167 @@
+"""Labelled examples, for classifiers (`config.data.source=labels:..`).
+
+| name     | reads                                | label                     |
+|----------|--------------------------------------|---------------------------|
+| classify | its texts, with a line break between | at the last token         |
+| tag      | words, a space before all but the    | of each word, at its      |
+|          | first                                | first token               |
+
+Both need their labels, in the order of their numbers: `classify:labels=no|yes`.
+They feed classifiers, whose head has a row for each label: a stack that was
+pretrained as an encoder, or as a decoder (Encoder-Decoder Gemma,
+arXiv:2504.06225, section 4: a head on the last token). Targets are numbers of
+labels, aligned with the tokens that the model reads.
+
+Pure numpy; this module imports neither TensorFlow nor SeqIO nor jax.
+"""
+
+import collections
+from collections.abc import Sequence
+import json
+
+import numpy as np
+
+from encdec_adapt.base import errors, option_strings
+from encdec_adapt.objectives import (
+  definition,
+  framing,
+  supervised,
+)
+from encdec_adapt.tokenizers import vocabulary as vocabulary_lib
+
+
+class Classify(definition.ExampleMaker):
+  """Texts with one label; see the module's docstring."""
+
+  options = {
+    'labels': definition.Option(
+      lambda text: tuple(option_strings.unquote(text).split('|')),
+      'labels=LABEL|LABEL, in quotes where a label has a comma',
+    ),
+    'too_long': supervised.Supervised.options['too_long'],
+  }
+  reads = 'text'
+  documents = 'labels'
+  feeds = 'encoder'
+  one_vocabulary = 'it has no decoder'
+
+  def __init__(
+    self,
+    name: str,
+    lengths: framing.Lengths,
+    vocabulary: vocabulary_lib.Vocabulary,
+    *,
+    labels: Sequence[str] = (),
+    too_long: str = 'drop',
+  ):
+    """Checks the labels.
+
+    Args:
+      name: name of the objective, for errors.
+      lengths: row lengths that every example has to fit.
+      vocabulary: vocabulary of the texts.
+      labels: the labels, at least two.
+      too_long: 'drop' examples that are longer than a row, or 'truncate' them.
+
+    Raises:
+      UserError: there are fewer than two labels, or the lengths do not suit.
+    """
+    super().__init__(name, lengths)
+    if len(set(labels)) < max(2, len(labels)):
+      raise errors.UserError(
+        f'objective {name!r} has the labels {list(labels)}; give at least two,'
+        ' all different, as in classify:labels=no|yes'
+      )
+    self._numbers = {label: i for i, label in enumerate(labels)}
+    self._truncates = too_long == 'truncate'
+    self._encode = vocabulary.encode
+    self.counts = collections.Counter(dropped=0, truncated=0)
+
+  def examples(self, documents, generator):
+    del generator
+    for name, content in documents:
+      try:
+        pair = self._fitting(*self._parts(*json.loads(content)))
+      except errors.UserError as error:
+        if not self.skips_bad:
+          raise errors.UserError(
+            f'example {self.locate(name)}: {error}'
+          ) from error
+        self.counts['bad_documents'] += 1
+        continue
+      if pair is not None:
+        yield pair._replace(documents=(name,))
+
+  def _parts(self, texts, label) -> tuple[list[np.ndarray], list[int]]:
+    """Returns the tokens of the parts of an example that have a label each."""
+    if not all(isinstance(text, str) for text in texts):
+      raise errors.UserError('its texts are lists of words; use `tag`')
+    return [self._encode('\n'.join(texts))], [self._number(label)]
+
+  def _number(self, label: str | int) -> int:
+    if str(label) not in self._numbers:
+      raise errors.UserError(
+        f'its label {label!r} is none of {list(self._numbers)}, the labels of'
+        ' config.data.objective'
+      )
+    return self._numbers[str(label)]
+
+  def _places(self, lengths: np.ndarray) -> np.ndarray:
+    """Returns where the labels of parts of these lengths are."""
+    return np.cumsum(lengths) - 1
+
+  def _fitting(
+    self, parts: list[np.ndarray], labels: list[int]
+  ) -> framing.Pair | None:
+    """Returns the pair of an example; None if it is dropped."""
+    counts = np.array([len(part) for part in parts])
+    if not counts.all():
+      raise errors.UserError('it has a text or a word without tokens')
+    tokens, places = np.concatenate(parts), self._places(counts)
+    longest = self.lengths.encoder - 1
+    if len(tokens) > longest:
+      self.counts['truncated' if self._truncates else 'dropped'] += 1
+      if not self._truncates:
+        return None
+      tokens, places = self._cut(tokens[:longest], places)
+    targets = np.zeros(len(tokens), np.int32)
+    weights = np.zeros(len(tokens), np.float32)
+    targets[places], weights[places] = labels[: len(places)], 1
+    return framing.Pair(tokens, targets, weights=weights)
+
+  def _cut(self, tokens, places):
+    """Returns what is left of an example, and where its label is then."""
+    return tokens, np.minimum(places, len(tokens) - 1)
+
+
+class Tag(Classify):
+  """Words with a label each; see the module's docstring."""
+
+  def _parts(self, texts, label):
+    words = texts[0]
+    if len(texts) > 1 or isinstance(words, str) or not isinstance(label, list):
+      raise errors.UserError('it must have one list of words and one of labels')
+    if len(words) != len(label) or not words:
+      raise errors.UserError(
+        f'it has {len(words)} words and {len(label)} labels; give a label for'
+        ' each word'
+      )
+    encoded = [
+      self._encode(' ' * bool(i) + str(word)) for i, word in enumerate(words)
+    ]
+    return encoded, [self._number(one) for one in label]
+
+  def _places(self, lengths):
+    return np.cumsum(lengths) - lengths
+
+  def _cut(self, tokens, places):
+    return tokens, places[places < len(tokens)]
+
+
+OBJECTIVES = {
+  'classify': definition.Name(
+    Classify,
+    'a label for one or several texts (`labels:` sources), at the last token',
+  ),
+  'tag': definition.Name(Tag, 'a label for each word, at its first token'),
+}

@@ -1,0 +1,542 @@
+"""Objectives that noise a window other than by spans with sentinels.
+
+M is the mask token; the default share of hidden tokens is in brackets and is
+set by an option, as in `bart_masking:share=0.3`.
+
+T5 (arXiv:1910.10683, section 3.3; t5/data/preprocessors.py), noise by token:
+
+| name               | inputs                             | targets            |
+|--------------------|------------------------------------|--------------------|
+| iid_denoising      | hidden tokens; adjacent ones share | per run its        |
+| (0.15)             | a sentinel; their number is fixed  | sentinel, tokens   |
+| mask_tokens (0.15) | each hidden token is M             | the window         |
+| drop_tokens (0.15) | without the hidden tokens          | the hidden tokens  |
+| deshuffle          | the window's tokens, permuted      | the window         |
+| replace_tokens     | hidden tokens are random ones      | the window         |
+| (0.15)             |                                    |                    |
+
+BART (arXiv:1910.13461, section 2.2); targets are the window:
+
+| name               | inputs                                                  |
+|--------------------|---------------------------------------------------------|
+| bart_masking (0.15)| hidden tokens are M                                     |
+| bart_deletion      | hidden tokens are deleted (0.15)                        |
+| bart_infilling     | spans of Poisson(3) tokens are one M each; a span of    |
+| (0.3)              | none inserts an M                                       |
+| bart_permutation   | sentences in random order; a sentence ends after a token|
+|                    | whose text ends in . ! ? or a newline                   |
+| bart_rotation      | rotated to begin with a random token                    |
+| bart (0.3)         | the published mixture: permutation, then infilling      |
+
+Others:
+
+| name               | inputs                             | targets            |
+|--------------------|------------------------------------|--------------------|
+| mass (0.5)         | one span, each of its tokens M     | the span           |
+|                    | (arXiv:1905.02450)                 |                    |
+| permuted_lm (1/6)  | each hidden token is a sentinel of | sentinel and token,|
+|                    | its own (BART's section 4, after   | in random order    |
+|                    | arXiv:1906.08237)                  |                    |
+| bert (0.15)        | 80% of the chosen tokens are M, 10%| the window, with   |
+|                    | random, 10% kept (arXiv:1810.04805)| weight on the      |
+|                    |                                    | chosen tokens      |
+
+`bert` feeds encoder-only models; the masks of every pass are others (RoBERTa's
+dynamic masking, arXiv:1907.11692), and the next-sentence task is left out, as
+there.
+
+Inputs of the longest windows fill the encoder; targets that do not fit the
+decoder then are an error, which names the lengths that would do.
+
+MEAP (arXiv:2502.07490) is next-token prediction over a window of which 15%
+are M where the model reads them; targets are the window, all with weight:
+
+| name               | what is masked                                          |
+|--------------------|---------------------------------------------------------|
+| meap (0.15)        | floor(.15 n) of the n tokens of each window, and one    |
+|                    | more with the remaining probability, in runs of `span`  |
+|                    | tokens (1; the paper tried 5 and 50); every window has  |
+|                    | its own draw                                            |
+| meap_shared (0.15) | the same positions in all rows of a batch, as in its    |
+|                    | published code (`objectives/shared_masks.py`)           |
+
+Pure numpy; this module imports neither TensorFlow nor SeqIO nor jax.
+"""
+
+import numpy as np
+
+from encdec_adapt.base import errors
+from encdec_adapt.objectives import (
+  definition,
+  denoising,
+  framing,
+  windows,
+)
+from encdec_adapt.tokenizers import vocabulary as vocabulary_lib
+
+_POISSON = 3.0  # Mean length of BART's spans.
+_KEPT, _RANDOM = 0.1, 0.1  # BERT's shares of the chosen tokens.
+
+
+def _share(text: str) -> float:
+  if not 0 < float(text) < 1:
+    raise ValueError
+  return float(text)
+
+
+def _span(text: str) -> int:
+  if int(text) < 1:
+    raise ValueError
+  return int(text)
+
+
+SHARE = definition.Option(_share, 'share=NUMBER between 0 and 1')
+
+
+class Noising(windows.WindowMaker):
+  """An objective that noises whole windows.
+
+  Attributes:
+    default_share: share of hidden tokens unless the option sets it.
+    needs_mask: whether the vocabulary must have a mask token.
+  """
+
+  draws = True
+  options = {**windows.CONCATENATE, 'share': SHARE}
+  default_share = 0.15
+  needs_mask = True
+
+  @classmethod
+  def hidden_shares(cls, text, options):
+    return {text: (1.0, options.get('share', cls.default_share))}
+
+  def __init__(
+    self,
+    name: str,
+    lengths: framing.Lengths,
+    vocabulary: vocabulary_lib.Vocabulary,
+    *,
+    share: float | None = None,
+    concatenate: bool = False,
+  ):
+    """Plans the windows.
+
+    Args:
+      name: name of the objective, for errors.
+      lengths: row lengths that every pair has to fit.
+      vocabulary: vocabulary with a mask token, or sentinels.
+      share: share of hidden tokens, in (0, 1).
+      concatenate: whether windows cross documents.
+
+    Raises:
+      UserError: the lengths do not suit the objective, or the vocabulary has no
+        mask token.
+    """
+    self._share = self.default_share if share is None else share
+    self._vocabulary = vocabulary
+    if self.needs_mask:
+      self._mask = mask_token(name, vocabulary)
+    super().__init__(name, lengths, vocabulary, concatenate=concatenate)
+
+  def _make_plans(self):
+    plan = self._longest(lambda window: (window, self._targets(window)))
+    if self.feeds == 'pair':
+      most = self._targets(self.lengths.encoder - 1)
+      self.require_targets(most, plan.inside + 1, 'it')
+    return (plan,)
+
+  def _targets(self, window: int) -> int:
+    """Returns the most targets of a window."""
+    return window
+
+  def _count(self, size: int) -> int:
+    """Returns the hidden tokens of a window: its share, at least 1."""
+    return max(round(size * self._share), 1)
+
+  def _hide(self, size: int) -> int:
+    """Returns the hidden tokens of a window that is made, and counts them."""
+    count = self._count(size)
+    self.count_hidden(self.name, size, count)
+    return count
+
+  def _hidden(self, size: int, rng: np.random.Generator) -> np.ndarray:
+    """Draws which tokens of a window are hidden, bool [size]."""
+    hidden = np.zeros(size, bool)
+    hidden[rng.choice(size, self._hide(size), replace=False)] = True
+    return hidden
+
+
+def mask_token(name: str, vocabulary: vocabulary_lib.Vocabulary) -> int:
+  """Returns the mask token: <mask>, or the last sentinel without one.
+
+  Raises:
+    UserError: the vocabulary has neither.
+  """
+  if vocabulary.mask is not None:
+    return vocabulary.mask
+  if not len(vocabulary.sentinels):
+    raise errors.UserError(
+      f'objective {name!r}: the vocabulary {vocabulary.path!r} has neither a'
+      ' mask token nor sentinels; set config.data.add_sentinels=1, whose last'
+      ' sentinel then is the mask'
+    )
+  return vocabulary.sentinels[-1]
+
+
+class MaskTokens(Noising):
+  """Replaces hidden tokens by the mask; predicts the window."""
+
+  def split(self, window, plan, rng):
+    hidden = self._hidden(len(window), rng)
+    return framing.Pair(np.where(hidden, np.int32(self._mask), window), window)
+
+
+class DeleteTokens(Noising):
+  """Deletes hidden tokens, of which there is no trace; predicts the window."""
+
+  needs_mask = False
+
+  def split(self, window, plan, rng):
+    return framing.Pair(window[~self._hidden(len(window), rng)], window)
+
+
+class DropTokens(Noising):
+  """Predicts the tokens that were dropped from the inputs."""
+
+  needs_mask = False
+
+  def _targets(self, window):
+    return self._count(window)
+
+  def split(self, window, plan, rng):
+    hidden = self._hidden(len(window), rng)
+    return framing.Pair(window[~hidden], window[hidden])
+
+
+class Deshuffle(Noising):
+  """Predicts the window from its tokens in random order."""
+
+  options = windows.CONCATENATE
+  needs_mask = False
+
+  def split(self, window, plan, rng):
+    return framing.Pair(rng.permutation(window), window)
+
+
+class ReplaceTokens(Noising):
+  """Replaces hidden tokens by random tokens of text; predicts the window."""
+
+  needs_mask = False
+
+  def split(self, window, plan, rng):
+    hidden = self._hidden(len(window), rng)
+    inputs = window.copy()
+    inputs[hidden] = random_text(self._vocabulary, int(hidden.sum()), rng)
+    return framing.Pair(inputs, window)
+
+
+class IidDenoising(Noising):
+  """Hides tokens at independent positions; adjacent ones share a sentinel.
+
+  Their number is fixed, the share of the window (T5 draws each token on its
+  own): so the longest windows fill a row.
+  """
+
+  needs_mask = False
+  one_vocabulary = denoising.Denoising.one_vocabulary
+
+  def _make_plans(self):
+    (plan,) = super()._make_plans()
+    _check_sentinels(self.name, self._vocabulary, self._count(plan.inside))
+    return (plan,)
+
+  def _targets(self, window):
+    # Every hidden token may have a sentinel of its own, if others lie between.
+    hidden = self._count(window)
+    return hidden + min(hidden, window - hidden + 1)
+
+  def split(self, window, plan, rng):
+    hidden = self._hidden(len(window), rng)
+    starts = np.flatnonzero(np.diff(hidden, prepend=False) & hidden)
+    stops = np.flatnonzero(np.diff(hidden, append=False) & hidden) + 1
+    sentinels = np.array(self._vocabulary.sentinels[: len(starts)], np.int32)
+    hidden_before = np.cumsum(stops - starts) - (stops - starts)
+    return framing.Pair(
+      denoising.insert(window[~hidden], starts - hidden_before, sentinels),
+      denoising.insert(window[hidden], hidden_before, sentinels),
+    )
+
+
+class PermutedLM(IidDenoising):
+  """Predicts hidden tokens in random order, each after its sentinel."""
+
+  default_share = 1 / 6
+
+  def _targets(self, window):
+    return 2 * self._count(window)
+
+  def split(self, window, plan, rng):
+    at = np.flatnonzero(self._hidden(len(window), rng))
+    sentinels = np.array(self._vocabulary.sentinels[: len(at)], np.int32)
+    inputs = window.copy()
+    inputs[at] = sentinels
+    order = rng.permutation(len(at))
+    targets = np.stack([sentinels[order], window[at][order]], axis=1)
+    return framing.Pair(inputs, targets.reshape(-1))
+
+
+class Mass(Noising):
+  """Masks one span; predicts it."""
+
+  default_share = 0.5
+
+  def _targets(self, window):
+    return self._count(window)
+
+  def split(self, window, plan, rng):
+    size = self._hide(len(window))
+    start = int(rng.integers(len(window) - size + 1))
+    inputs = window.copy()
+    inputs[start : start + size] = self._mask
+    return framing.Pair(inputs, window[start : start + size])
+
+
+class Infilling(Noising):
+  """Replaces spans of Poisson lengths by one mask each; predicts the window."""
+
+  default_share = 0.3
+
+  def split(self, window, plan, rng):
+    return framing.Pair(self._infill(window, rng), window)
+
+  def _infill(self, window: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Hides a share of the tokens.
+
+    Spans are drawn until they hide the share; the last one is cut to it. They
+    lie in random order between the visible tokens.
+    """
+    count = self._hide(len(window))
+    drawn = rng.poisson(_POISSON, count + 8)  # Nearly always more than enough.
+    while drawn.sum() < count:
+      drawn = np.append(drawn, rng.poisson(_POISSON, count))
+    last = int(np.searchsorted(np.cumsum(drawn), count))
+    lengths = drawn[: last + 1]
+    lengths[-1] -= lengths.sum() - count
+    # As many masks as fit in place of the hidden tokens, so that the inputs
+    # are never longer than the window: spans of no tokens give way.
+    empty = np.flatnonzero(lengths == 0)
+    lengths = np.delete(lengths, empty[: max(len(lengths) - count, 0)])
+    rng.shuffle(lengths)
+    visible = len(window) - count
+    # Visible tokens before each span, in order: any composition.
+    before = np.sort(rng.integers(visible + 1, size=len(lengths)))
+    starts = before + np.cumsum(lengths) - lengths
+    hidden = np.zeros(len(window) + 1, np.int64)
+    np.add.at(hidden, starts, 1)
+    np.add.at(hidden, starts + lengths, -1)
+    kept = window[np.cumsum(hidden[:-1]) == 0]
+    masks = np.full(len(lengths), self._mask, np.int32)
+    return denoising.insert(kept, before, masks)
+
+
+class PermuteSentences(Infilling):
+  """Puts sentences in random order; predicts the window."""
+
+  options = windows.CONCATENATE
+  needs_mask = False
+
+  def split(self, window, plan, rng):
+    return framing.Pair(self._permute(window, rng), window)
+
+  def _permute(
+    self, window: np.ndarray, rng: np.random.Generator
+  ) -> np.ndarray:
+    ends = np.flatnonzero(self._vocabulary.sentence_ends[window]) + 1
+    sentences = np.split(window, ends[ends < len(window)])
+    order = rng.permutation(len(sentences))
+    return np.concatenate([sentences[i] for i in order])
+
+
+class Bart(PermuteSentences):
+  """Permutes sentences, then infills; predicts the window."""
+
+  options = Noising.options
+  needs_mask = True
+
+  def split(self, window, plan, rng):
+    return framing.Pair(self._infill(self._permute(window, rng), rng), window)
+
+
+class Rotate(Noising):
+  """Rotates the window to begin with a random token; predicts the window."""
+
+  options = windows.CONCATENATE
+  needs_mask = False
+
+  def split(self, window, plan, rng):
+    return framing.Pair(
+      np.roll(window, -int(rng.integers(len(window)))), window
+    )
+
+
+class Bert(Noising):
+  """Masked language modelling for encoder-only models."""
+
+  feeds = 'encoder'
+  adds_eos = False
+  one_vocabulary = 'it has no decoder'
+
+  def split(self, window, plan, rng):
+    chosen = np.flatnonzero(self._hidden(len(window), rng))
+    uniform = rng.random(len(chosen))
+    inputs = window.copy()
+    inputs[chosen[uniform >= _KEPT]] = self._mask
+    replaced = chosen[uniform >= 1 - _RANDOM]
+    inputs[replaced] = random_text(self._vocabulary, len(replaced), rng)
+    weights = np.zeros(len(window), np.float32)
+    weights[chosen] = 1
+    return framing.Pair(inputs, window, weights=weights)
+
+
+class NextToken(Noising):
+  """Next-token prediction from inputs of which a share is masked."""
+
+  feeds = 'decoder'
+  one_vocabulary = windows.CausalLM.one_vocabulary
+
+  @classmethod
+  def masks_inputs(cls, options):
+    return True
+
+  @classmethod
+  def evaluation_text(cls, text, options):
+    return 'causal_lm' + ':concatenate' * options.get('concatenate', False)
+
+  def _make_plans(self):
+    return (self._longest(lambda window: (0, window)),)
+
+
+class Meap(NextToken):
+  """Next-token prediction from a window of which a share is masked."""
+
+  options = {
+    **Noising.options,
+    'span': definition.Option(_span, 'span=NUMBER of at least 1'),
+  }
+
+  @classmethod
+  def revisions(cls, options):
+    del options
+    return ('windows mask their share of tokens on average, not rounded down',)
+
+  def __init__(self, *args, span: int = 1, **options):
+    """Plans the windows; see `Noising`.
+
+    Args:
+      *args: positional arguments of `Noising`.
+      span: tokens of a masked run, at least 1.
+      **options: keyword arguments of `Noising`.
+    """
+    super().__init__(*args, **options)
+    self._span = span
+
+  def split(self, window, plan, rng):
+    masked = self._masked(len(window), rng)
+    self.count_hidden(self.name, len(window), int(masked.sum()))
+    read = np.where(masked, np.int32(self._mask), window)
+    return framing.Pair(np.zeros(0, np.int32), window, decoder_inputs=read)
+
+  def _masked(self, size: int, rng: np.random.Generator) -> np.ndarray:
+    """Draws masked tokens in runs of `span`, bool [size]; see the module."""
+    count, remainder = divmod(size * self._share, 1)
+    count = int(count) + (rng.random() < remainder)
+    runs = -(-count // self._span)
+    masked = np.zeros(size, bool)
+    if not runs:
+      return masked
+    if self._span == 1:
+      masked[rng.choice(size, count, replace=False)] = True
+      return masked
+    # Runs lie in any order between the tokens that stay; the last is shorter.
+    before = np.sort(rng.integers(size - count + 1, size=runs))
+    for i, place in enumerate(before):
+      start = place + i * self._span
+      masked[start : min(start + self._span, place + count)] = True
+    return masked
+
+
+class SharedMeap(NextToken):
+  """Next-token prediction; inputs are masked when rows are framed."""
+
+  draws = False
+
+  @classmethod
+  def shared_mask_share(cls, options):
+    return options.get('share', cls.default_share)
+
+  def __init__(self, name, lengths, vocabulary, **options):
+    """Checks that the vocabulary has a mask token; see `Noising`."""
+    super().__init__(name, lengths, vocabulary, **options)
+    if vocabulary.mask is None:
+      raise errors.UserError(
+        f'objective {name!r}: the vocabulary {vocabulary.path!r} has no mask'
+        ' token; use meap, which takes a sentinel instead'
+      )
+
+  def split(self, window, plan, rng):
+    return framing.Pair(np.zeros(0, np.int32), window)
+
+
+def random_text(
+  vocabulary: vocabulary_lib.Vocabulary, count: int, rng: np.random.Generator
+) -> np.ndarray:
+  """Draws ids that are not special, int32 [count]."""
+  return rng.choice(vocabulary.text_ids, count)
+
+
+def _check_sentinels(
+  name: str, vocabulary: vocabulary_lib.Vocabulary, needed: int
+) -> None:
+  found = len(vocabulary.sentinels)
+  if needed > found:
+    raise errors.UserError(
+      f'objective {name!r}: windows have up to {needed} hidden tokens and the'
+      f' vocabulary {vocabulary.path!r} {found} sentinels; shorten'
+      ' config.data.encoder_length, or set config.data.add_sentinels to'
+      f' {needed}'
+    )
+
+
+OBJECTIVES = {
+  'meap': definition.Name(
+    Meap, 'next token, 15% of what is read masked (MEAP)'
+  ),
+  'meap_shared': definition.Name(
+    SharedMeap,
+    "the same, with one pattern of masks for a whole batch (MEAP's code)",
+  ),
+  'iid_denoising': definition.Name(IidDenoising, 'hidden tokens, 15%'),
+  'mask_tokens': definition.Name(MaskTokens, 'the text from 85% of its tokens'),
+  'drop_tokens': definition.Name(DropTokens, 'the dropped tokens, 15%'),
+  'deshuffle': definition.Name(Deshuffle, 'the text from its shuffled tokens'),
+  'replace_tokens': definition.Name(
+    ReplaceTokens, 'the text, 15% of it replaced'
+  ),
+  'bart_masking': definition.Name(
+    MaskTokens, 'the text from 85% of its tokens'
+  ),
+  'bart_deletion': definition.Name(
+    DeleteTokens, 'the text without 15% of its tokens'
+  ),
+  'bart_infilling': definition.Name(
+    Infilling, 'the text from spans of one mask each, 30%'
+  ),
+  'bart_permutation': definition.Name(
+    PermuteSentences, 'the text from its shuffled sentences'
+  ),
+  'bart_rotation': definition.Name(Rotate, 'the text from its rotation'),
+  'bart': definition.Name(Bart, 'permutation and infilling'),
+  'mass': definition.Name(Mass, 'one masked half'),
+  'permuted_lm': definition.Name(PermutedLM, 'a sixth, in random order'),
+  'bert': definition.Name(Bert, 'masked tokens in place, 15%'),
+}

@@ -1,0 +1,124 @@
+r"""Parses the objectives of a configuration.
+
+A name may have options after a colon, separated by commas:
+
+    prefix_lm
+    causal_lm:concatenate
+    bart:share=0.2,concatenate
+    meap:share=0.15,span=5
+    denoise:R:3:0.15 + S:uniform@4
+
+    pairs:too_long=truncate,prefix=summarize:
+    pairs:prefix="Question: ",separator="\n"
+    classify:labels=no|yes
+
+A text is taken verbatim, spaces included, or is a JSON string in quotes, which
+may have commas and escapes. Several objectives, which then share the training
+rows (`data/records/row_order.py`), are separated by ' | ': `prefix_lm | ul2`.
+The names are those in `OBJECTIVES` of the modules of objectives, whose
+docstrings describe them and their options.
+
+This module imports neither TensorFlow nor SeqIO nor jax.
+"""
+
+from collections.abc import Mapping
+import functools
+
+from encdec_adapt.base import errors, option_strings
+from encdec_adapt.objectives import (
+  definition,
+  denoising,
+  labelled,
+  noising,
+  supervised,
+  windows,
+)
+
+_MODULES = (windows, noising, supervised, labelled, denoising)
+NAMES: Mapping[str, definition.Name] = {
+  name: entry
+  for module in _MODULES
+  for name, entry in module.OBJECTIVES.items()
+}
+_MIXTURE = 'denoise'
+_LABEL = 'config.data.objective'
+
+
+@functools.cache
+def parse(text: str) -> tuple[definition.Objective, ...]:
+  """Parses `config.data.objective`: one objective or several.
+
+  Raises:
+    UserError: one is not known or named twice, they fill other sides or have
+      other fields, or one of several masks whole batches.
+  """
+  divided = option_strings.Part(_LABEL, text).divide(r' \| ')
+  parts = [_trim(part.text) for part in divided]
+  result = tuple(map(_parse_objective, parts))
+  first = result[0]
+  if len(set(parts)) < len(parts) or any(
+    (part.feeds, part.maker.fields) != (first.feeds, first.maker.fields)
+    for part in result
+  ):
+    sides = {str(part): part.feeds for part in result}
+    raise errors.UserError(
+      f'config.data.objective is {text!r}; several objectives must differ and'
+      f' fill the same sides of a row, but these fill {sides}'
+    )
+  if len(result) > 1 and any(part.shared_mask_share for part in result):
+    raise errors.UserError(
+      f'config.data.objective is {text!r}; meap_shared masks the rows of a'
+      ' whole step and stands alone; use meap'
+    )
+  return result
+
+
+def parse_one(text: str) -> definition.Objective:
+  """Parses an objective that stands alone.
+
+  Raises:
+    UserError: the name or an option is not known.
+  """
+  return _parse_objective(_trim(text))
+
+
+def for_evaluation(
+  objective: definition.Objective,
+) -> definition.Objective:
+  """Returns the objective that makes its held-out rows."""
+  maker, options = objective.maker, objective.options
+  return parse_one(maker.evaluation_text(objective.text, options))
+
+
+def _trim(text: str) -> str:
+  """Removes spaces around an objective, unless they end a verbatim option."""
+  name, _, rest = text.strip().partition(':')
+  # A text in quotes that has a comma ends in a quote: no space to keep.
+  key = rest.rpartition(',')[2].partition('=')[0]
+  option = NAMES[name].maker.options.get(key) if name in NAMES else None
+  return text.lstrip() if option and option.verbatim else text.strip()
+
+
+def _parse_objective(text: str) -> definition.Objective:
+  """Parses one objective.
+
+  Raises:
+    UserError: the name or an option is not known, or a value has a wrong type.
+  """
+  part = option_strings.Part(_LABEL, text)
+  head, rest = part.partition(':')
+  name = head.text
+  if name not in NAMES:
+    raise head.error(f'must be one of {", ".join(NAMES)}')
+  maker, options = NAMES[name].maker, dict(NAMES[name].preset)
+  if name == _MIXTURE:
+    options['mixture'] = denoising.parse_mixture(rest.text)
+    return definition.Objective(text, maker, options)
+  for entry in filter(None, part.options()):
+    key, value = entry.partition('=')
+    option = maker.options.get(key.text)
+    if option is None or ('=' in option.form) != ('=' in entry.text):
+      forms = ', '.join(option.form for option in maker.options.values())
+      raise entry.error(f'is not an option of {name}; it has {forms}')
+    options[key.text] = value.read(option.read, f'as in {option.form}')
+  return definition.Objective(text, maker, options)

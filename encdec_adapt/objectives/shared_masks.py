@@ -1,0 +1,44 @@
+"""MEAP's masks as its published code draws them: one pattern for a whole batch.
+
+Source: github.com/scitix/MEAP. All rows and microbatches of a step have the
+same masked positions, and the patterns recur after 51 steps. They depend on the
+step alone, so they are applied when rows are framed (`data/records/loader.py`);
+the records are those of `causal_lm`.
+
+This module imports numpy only: neither TensorFlow nor jax.
+"""
+
+import random
+
+import numpy as np
+
+from encdec_adapt.objectives import framing
+
+_SEED, _PATTERNS = 50, 51
+
+
+def positions(step: int, length: int, share: float) -> np.ndarray:
+  """Returns the masked positions of a row of inputs.
+
+  Args:
+    step: global step, from 0.
+    length: T, length of the row; its last position is never masked.
+    share: share of the row that is masked.
+
+  Returns:
+    int [int(T * share)], in no order; equal to the published code's
+    `random.seed(50 + step % 51); random.sample(range(0, T - 1), int(T * P))`.
+  """
+  draw = random.Random(_SEED + step % _PATTERNS)
+  return np.array(draw.sample(range(length - 1), int(length * share)), int)
+
+
+def apply(
+  rows: framing.Batch, step: int, share: float, mask: int
+) -> framing.Batch:
+  """Masks what the decoder reads at the positions of a step, padding apart."""
+  tokens = rows['decoder_tokens'].copy()
+  at = positions(step, tokens.shape[1], share)
+  real = rows['decoder_segments'][:, at] > 0
+  tokens[:, at] = np.where(real, mask, tokens[:, at])
+  return rows | {'decoder_tokens': tokens}

@@ -1,0 +1,391 @@
+"""Supervised examples: pairs of texts, and conversations.
+
+| name  | source  | inputs                              | targets             |
+|-------|---------|-------------------------------------|---------------------|
+| pairs | pairs:  | the first text                      | the second, EOS     |
+| chat  | chat:   | the conversation before a turn of   | the turn and its end|
+|       |         | the assistant, which it opens       | token               |
+
+Every turn of the assistant is an example, so the loss is on its turns only.
+The format is that of the vocabulary (`tokenizers/chat_format.py`). A
+conversation is encoded as a whole and cut at its answers. So targets are those
+of `apply_chat_template`, and inputs the ids that `generate --chat` reads, save
+where a token spans the header and the answer (line breaks): it is the answer's.
+
+Examples are never split; one that is longer than a row is dropped, or with the
+option `too_long=truncate` cut at the end of inputs and targets, and the
+manifest counts both. `prefix=TEXT` precedes all inputs of `pairs` ("summarize:
+" in T5). `separator=TEXT` stands between inputs and targets where a
+decoder-only model or a teacher reads both in one row; it belongs to the inputs
+there, so it has no weight. An encoder does not read it.
+
+With two vocabularies each side has its own: inputs are encoded in both, those
+of `chat` in the format of each, and answers and the token that ends them are
+the decoder's.
+
+MEAP fine-tuning (arXiv:2502.07490) adds a copy in which 10% of the tokens are
+masked where the model reads them, if the targets have more than 50 tokens.
+Held-out records have no copies:
+
+| option        | layout                                                      |
+|---------------|-------------------------------------------------------------|
+| meap=separate | its published code: the copy is an example of its own, whose|
+|               | targets alone are masked; weights are 1 at masked tokens    |
+| meap=concat   | the paper: the copy (inputs and targets, both masked)       |
+|               | follows the targets in the same sequence, where that fits;  |
+|               | weights are 1 at targets and at masked tokens               |
+
+Pure numpy; this module imports neither TensorFlow nor SeqIO nor jax.
+"""
+
+import collections
+from collections.abc import Callable, Iterable, Iterator, Sequence
+import json
+
+import numpy as np
+
+from encdec_adapt.base import errors, option_strings
+from encdec_adapt.objectives import (
+  definition,
+  framing,
+  noising,
+)
+from encdec_adapt.tokenizers import chat_format
+from encdec_adapt.tokenizers import vocabulary as vocabulary_lib
+
+_MEAP_SHARE = 0.1  # Of the tokens of the copy.
+_MEAP_LEAST = 50  # Targets without EOS; shorter ones have no copy.
+TOO_LONG = ('drop', 'truncate')
+MEAP = ('separate', 'concat')
+
+
+def _choice(name: str, values: Sequence[str]) -> definition.Option:
+  """Returns an option with a few values."""
+
+  def read(text: str) -> str:
+    if text not in values:
+      raise ValueError
+    return text
+
+  return definition.Option(read, f'{name}={"|".join(values)}')
+
+
+def _text(name: str) -> definition.Option:
+  """Returns an option whose value is a text."""
+  return definition.Option(
+    option_strings.unquote,
+    f'{name}=TEXT, a JSON string in quotes or without a comma',
+    verbatim=True,
+  )
+
+
+# (number of tokens, number to choose) -> positions.
+Sample = Callable[[int, int], Iterable[int]]
+
+
+class Supervised(definition.ExampleMaker):
+  """Pairs of texts; see the module's docstring."""
+
+  options = {
+    'too_long': _choice('too_long', TOO_LONG),
+    'meap': _choice('meap', MEAP),
+    'prefix': _text('prefix'),
+    'separator': _text('separator'),
+  }
+  reads = 'text'
+  documents = 'pairs'
+  one_vocabulary = ''
+
+  @classmethod
+  def masks_inputs(cls, options):
+    return bool(options.get('meap'))
+
+  @classmethod
+  def evaluation_text(cls, text, options):
+    if not options.get('meap'):
+      return text
+    name, _, entries = text.partition(':')
+    plain = [
+      entry.text
+      for entry in option_strings.Part('', entries).divide(',')
+      if not entry.text.startswith('meap=')
+    ]
+    return ':'.join([name, *([','.join(plain)] if plain else [])])
+
+  @classmethod
+  def require_one_vocabulary(cls, options):
+    if options.get('meap'):
+      return 'a masked copy repeats inputs and targets in the tokens of one'
+    return super().require_one_vocabulary(options)
+
+  @classmethod
+  def build(
+    cls, text, lengths, vocabulary, encoder_vocabulary, sentinel_policy, options
+  ):
+    del sentinel_policy
+    encoder = () if encoder_vocabulary is None else (encoder_vocabulary,)
+    return cls(text, lengths, vocabulary, *encoder, **options)
+
+  def __init__(
+    self,
+    name: str,
+    lengths: framing.Lengths,
+    vocabulary: vocabulary_lib.Vocabulary,
+    encoder_vocabulary: vocabulary_lib.Vocabulary | None = None,
+    *,
+    too_long: str = 'drop',
+    meap: str = '',
+    prefix: str = '',
+    separator: str = '',
+  ):
+    """Checks the options.
+
+    Args:
+      name: name of the objective, for errors.
+      lengths: row lengths that every pair has to fit.
+      vocabulary: vocabulary of the decoder.
+      encoder_vocabulary: vocabulary of the encoder if it is another one.
+      too_long: rule for examples longer than a row, one of `TOO_LONG`.
+      meap: layout of MEAP's copies, one of `MEAP`; '' for none.
+      prefix: text before all inputs.
+      separator: text between inputs and targets of decoder-only rows.
+
+    Raises:
+      UserError: the lengths do not suit pairs or the separator, or the
+        vocabulary lacks special tokens.
+    """
+    super().__init__(name, lengths)
+    self.draws = bool(meap)
+    self.counts = collections.Counter(dropped=0, truncated=0)
+    self._truncates = too_long == 'truncate'
+    self._meap = meap
+    self._prefix = prefix
+    self._vocabulary = vocabulary
+    self._encoder_vocabulary = encoder_vocabulary
+    self._separator = vocabulary.encode(separator)
+    if separator and len(self._separator) > lengths.encoder - 2:
+      raise errors.UserError(
+        f'objective {name!r}: its separator has {len(self._separator)} tokens,'
+        f' which leave no inputs of config.data.encoder_length='
+        f'{lengths.encoder}; set it to at least {len(self._separator) + 2}'
+      )
+    if meap:
+      self._mask = noising.mask_token(name, vocabulary)
+
+  def examples(self, documents, generator):
+    for name, content in documents:
+      try:
+        pairs = list(self._pairs(name, json.loads(content)))
+      except errors.UserError:
+        if not self.skips_bad:
+          raise
+        self.counts['bad_documents'] += 1
+        continue
+      for i, pair in enumerate(pairs):
+        place = f'{name}#{i}'
+        for one in self._with_copy(pair, lambda place=place: generator(place)):
+          fitting = self._fitting(one)
+          # A copy that was cut may have lost its masked tokens.
+          if fitting and (fitting.weights is None or fitting.weights.any()):
+            yield fitting._replace(documents=(name,))
+
+  def _pairs(self, name: str, content: list) -> Iterator[framing.Pair]:
+    """Yields the pairs of a document."""
+    del name
+    inputs, targets = content
+    encode, end = self._vocabulary.encode, np.int32(self._vocabulary.eos)
+    ids = encode(self._prefix + inputs)
+    pair = framing.Pair(ids, np.append(encode(targets), end))
+    if self._encoder_vocabulary:
+      ids = self._encoder_vocabulary.encode(self._prefix + inputs)
+      pair = pair._replace(inputs=ids, prefix=pair.inputs)
+    yield pair
+
+  def _separated(
+    self, pair: framing.Pair, room: int | None = None
+  ) -> framing.Pair:
+    """Returns a pair whose prefix ends in the separator, if there is one.
+
+    Args:
+      pair: pair without the separator.
+      room: most tokens of inputs, and of the prefix with its separator; None
+        for all.
+    """
+    cut = None if room is None else room - len(self._separator)
+    prefix = pair.prefix
+    if prefix is not None or len(self._separator):
+      prefix = np.concatenate([pair.teacher_inputs[:cut], self._separator])
+    return pair._replace(inputs=pair.inputs[:room], prefix=prefix)
+
+  def _fitting(self, unseparated: framing.Pair) -> framing.Pair | None:
+    """Returns a pair that fits a row; None if it is dropped."""
+    pair = self._separated(unseparated)
+    encoder, decoder = pair.positions(self.lengths)
+    if encoder <= self.lengths.encoder and decoder <= self.lengths.decoder:
+      return pair
+    if not self._truncates:
+      self.counts['dropped'] += 1
+      return None
+    self.counts['truncated'] += 1
+    targets = slice(self.lengths.decoder)
+    pair = self._separated(unseparated, self.lengths.encoder - 1)
+    return pair._replace(
+      **{
+        field: getattr(pair, field)[targets]
+        for field in ('targets', 'decoder_inputs', 'weights')
+        if getattr(pair, field) is not None
+      },
+    )
+
+  def _with_copy(
+    self, pair: framing.Pair, generator: Callable[[], np.random.Generator]
+  ) -> Iterator[framing.Pair]:
+    """Yields a pair, and MEAP's copy beside or inside of it."""
+    if not self._meap:
+      yield pair
+      return
+
+    def sample(size: int, count: int) -> np.ndarray:
+      return generator().choice(size, count, replace=False)
+
+    made = meap_copies(pair, self._mask, self._meap, sample, self._separator)
+    # A pair and its copy in one sequence may be too long.
+    longest = max(self.lengths.decoder, len(pair.targets))
+    if len(made[0].targets) > longest:
+      self.counts['left without a masked copy'] += 1
+      yield pair._replace(
+        decoder_inputs=pair.targets,
+        weights=np.ones(len(pair.targets), np.float32),
+      )
+    else:
+      yield from made
+
+
+def meap_copies(
+  pair: framing.Pair,
+  mask: int,
+  layout: str,
+  sample: Sample,
+  separator: Sequence[int] = (),
+) -> list[framing.Pair]:
+  """Adds MEAP's masked copy to a pair.
+
+  Args:
+    pair: a pair whose last target ends it (EOS).
+    mask: mask token.
+    layout: 'separate' or 'concat', see the module's docstring.
+    sample: draws the masked positions, as `random.sample(range(n), k)` does;
+      called once, and not for pairs without a copy.
+    separator: tokens between inputs and targets of the copy.
+
+  Returns:
+    One or two pairs, all with decoder inputs and weights, as rows need.
+  """
+  inputs, targets = pair.parts
+  ones = np.ones(len(targets), np.float32)
+  plain = pair._replace(decoder_inputs=targets, weights=ones)
+  answer = len(targets) - 1
+  if answer <= _MEAP_LEAST:
+    return [plain]
+  if layout == 'separate':
+    at = np.array(list(sample(answer, int(answer * _MEAP_SHARE))))
+    read, weights = targets.copy(), np.zeros(len(targets), np.float32)
+    read[at], weights[at] = mask, 1
+    return [plain, pair._replace(decoder_inputs=read, weights=weights)]
+  inputs = np.append(inputs, np.array(separator, np.int32))
+  copy = np.concatenate([inputs, targets])
+  size = len(copy) - 1
+  at = np.array(list(sample(size, int(size * _MEAP_SHARE))))
+  read, weights = copy.copy(), np.zeros(len(copy), np.float32)
+  weights[len(inputs) :] = 1
+  read[at], weights[at] = mask, 1
+  return [
+    pair._replace(
+      targets=np.concatenate([targets, copy]),
+      decoder_inputs=np.concatenate([targets, read]),
+      weights=np.concatenate([ones, weights]),
+    )
+  ]
+
+
+class Chat(Supervised):
+  """The assistant's turns of conversations."""
+
+  options = {
+    name: option
+    for name, option in Supervised.options.items()
+    if name != 'prefix'
+  }
+  documents = 'chat'
+  ends_turns = True
+
+  @classmethod
+  def revisions(cls, options):
+    del options
+    return ('answers are cut from the ids of the whole conversation',)
+
+  def __init__(self, name, lengths, vocabulary, *encoder, **options):
+    """Finds the chat template of each vocabulary; see `Supervised`."""
+    super().__init__(name, lengths, vocabulary, *encoder, **options)
+    for side in (vocabulary, *encoder):
+      chat_format.template_of(side)
+
+  def _pairs(self, name, content):
+    try:
+      _check_answers(content)
+      ids, turns = _encode(content, self._vocabulary)
+      pairs = [framing.Pair(ids[:i], ids[i:stop]) for i, stop in turns]
+      if self._encoder_vocabulary:
+        ids, turns = _encode(content, self._encoder_vocabulary)
+        pairs = [
+          pair._replace(inputs=ids[:i], prefix=pair.inputs)
+          for pair, (i, _) in zip(pairs, turns, strict=True)
+        ]
+    except errors.UserError as error:
+      raise errors.UserError(
+        f'conversation {self.locate(name)}: {error}'
+      ) from error
+    yield from pairs
+
+
+def _check_answers(messages: chat_format.Messages) -> None:
+  """Refuses a conversation that does not end with an answer to somebody.
+
+  Raises:
+    UserError: states what is wrong.
+  """
+  chat_format.check_messages(messages)
+  roles = [message['role'] for message in messages]
+  if 'assistant' not in roles:
+    raise errors.UserError('it has no turn of the assistant')
+  if roles[-1] != 'assistant':
+    raise errors.UserError(
+      'it ends with the user, so that the last turn has no answer'
+    )
+  if roles[0] == 'assistant':
+    raise errors.UserError('it begins with the assistant')
+
+
+def _encode(
+  messages: chat_format.Messages, vocabulary: vocabulary_lib.Vocabulary
+) -> tuple[np.ndarray, list[tuple[int, int]]]:
+  """Encodes a conversation and locates the assistant's turns.
+
+  Returns:
+    The ids, int32 [n]; and per turn the first of its tokens, and the place
+    after the token that ends it.
+  """
+  encoded = chat_format.encode(messages, vocabulary)
+  edges = np.diff(encoded.assistant, prepend=False, append=False)
+  bounds = np.flatnonzero(edges).reshape(-1, 2)
+  return encoded.ids, [(int(start), int(stop)) for start, stop in bounds]
+
+
+OBJECTIVES = {
+  'pairs': definition.Name(
+    Supervised,
+    "targets of given pairs (`pairs:` sources), with MEAP's copies as an"
+    ' option',
+  ),
+  'chat': definition.Name(Chat, "the assistant's turns (`chat:` sources)"),
+}

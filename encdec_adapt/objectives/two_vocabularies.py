@@ -1,0 +1,185 @@
+"""PrefixLM for an encoder and a decoder with different vocabularies.
+
+A document is cut into windows, and each window is split, in tokens of the
+decoder's vocabulary; the text of the inputs (before the split, or after it in
+`reverse_prefix_lm`), not its ids, is then encoded with the encoder's
+vocabulary. So both sides read the same characters as with
+one vocabulary, and a teacher, which has the decoder's vocabulary, reads the
+prefix in the tokens that were split.
+
+Windows and splits end at the end of a character: a split inside of one moves
+back, and a window that cannot (a character of more tokens than a row) has no
+inputs. A window that is too long for the encoder in its own tokens, or for the
+decoder, is shortened until it fits both.
+
+This module imports neither TensorFlow nor SeqIO nor jax.
+"""
+
+from collections.abc import Callable, Iterator
+import itertools
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from encdec_adapt.objectives import definition, framing
+from encdec_adapt.tokenizers import vocabulary as vocabulary_lib
+
+
+class _Document(NamedTuple):
+  """A document in the decoder's tokens.
+
+  Attributes:
+    text: text of the document.
+    tokens: int32 [n].
+    characters: int32 [n + 1], characters before each token, -1 inside of one.
+    nearest: int [n + 1], the last place up to this one that ends a character.
+  """
+
+  text: str
+  tokens: np.ndarray
+  characters: np.ndarray
+  nearest: np.ndarray
+
+
+class _Window(NamedTuple):
+  """A window in the tokens of a document.
+
+  Attributes:
+    given: tokens of the inputs.
+    predicted: tokens of the targets.
+    stop: end of the window.
+    inputs: inputs in the encoder's tokens.
+    ends: whether the document ends with the window.
+  """
+
+  given: slice
+  predicted: slice
+  stop: int
+  inputs: np.ndarray
+  ends: bool
+
+
+class TextSplit(definition.ExampleMaker):
+  """A PrefixLM objective over two vocabularies.
+
+  Attributes:
+    plans: plans of the wrapped objective.
+  """
+
+  reads = 'text'
+
+  def __init__(
+    self,
+    objective: Any,
+    encoder: vocabulary_lib.Vocabulary,
+    decoder: vocabulary_lib.Vocabulary,
+  ):
+    """Wraps a maker.
+
+    Args:
+      objective: maker of a PrefixLM objective for the decoder's vocabulary,
+        which does not concatenate.
+      encoder: vocabulary of the encoder.
+      decoder: vocabulary of the decoder.
+    """
+    super().__init__(objective.name, objective.lengths)
+    self._objective = objective
+    self._encoder, self._decoder = encoder, decoder
+    self.draws, self.plans = objective.draws, objective.plans
+    self._eos = np.array([decoder.eos], np.int32)
+
+  def examples(self, documents, generator):
+    for name, text in documents:
+      for pair in self.pairs(
+        text, lambda i, name=name: generator(f'{name}#{i}')
+      ):
+        yield pair._replace(documents=(name,))
+
+  def pairs(
+    self, text: str, generator: Callable[[int], np.random.Generator]
+  ) -> Iterator[framing.Pair]:
+    """Cuts a whole document into windows, in order, and pairs each.
+
+    Args:
+      text: text of the document.
+      generator: see `objectives.WindowMaker.pairs`.
+
+    Yields:
+      Pairs with a prefix that fit the lengths; the last targets end in EOS.
+    """
+    document = self._read(text)
+    at = 0
+    for i in itertools.count():
+      rng = generator(i) if self.draws else None
+      plan = self._objective.draw_plan(rng)
+      cut = self._objective.draw_cut(rng)
+      left = len(document.tokens) - at
+      ends = left <= plan.last
+      # A token is left for the last window, which needs room for EOS.
+      size = left if ends else min(plan.inside, left - 1)
+      window = self._fit(document, at, size, ends, cut)
+      targets = document.tokens[window.predicted]
+      yield framing.Pair(
+        window.inputs,
+        np.concatenate([targets, self._eos]) if window.ends else targets,
+        document.tokens[window.given],
+      )
+      if window.ends:
+        return
+      at = window.stop
+
+  def _read(self, text: str) -> _Document:
+    tokens, characters = self._decoder.encode_with_boundaries(text)
+    places = np.where(characters >= 0, np.arange(len(characters)), 0)
+    return _Document(text, tokens, characters, np.maximum.accumulate(places))
+
+  def _fit(
+    self,
+    document: _Document,
+    at: int,
+    size: int,
+    ends: bool,
+    cut: Callable[[int], int],
+  ) -> _Window:
+    """Returns a window of at most `size` tokens that fits a row.
+
+    Args:
+      document: the document.
+      at: first token of the window.
+      size: most tokens.
+      ends: whether the document ends with this many tokens.
+      cut: function from tokens of a window to tokens of its first part.
+    """
+    while True:
+      window = self._window(document, at, size, ends, cut)
+      encoder = 1 + max(len(window.inputs), _size(window.given))
+      decoder = _size(window.predicted) + ends
+      share = min(
+        self.lengths.encoder / encoder, self.lengths.decoder / decoder
+      )
+      if share >= 1:
+        return window
+      # A window of one token has no inputs, so this ends.
+      size = max(min(int(size * share), window.stop - at - 1), 1)
+      ends = False
+
+  def _window(self, document, at, size, ends, cut) -> _Window:
+    """Returns the window of up to `size` tokens, whether it fits or not."""
+    stop = at + size
+    if not ends and document.nearest[stop] > at:
+      stop = int(document.nearest[stop])
+    middle = max(at, int(document.nearest[at + cut(stop - at)]))
+    first, second = slice(at, middle), slice(middle, stop)
+    given, predicted = (
+      (second, first) if self._objective.reverse else (first, second)
+    )
+    start, end = document.characters[[given.start, given.stop]]
+    if start < 0 or end < 0 or not _size(predicted):
+      # No inputs: the window starts or ends inside of a character.
+      given, predicted, start, end = slice(at, at), slice(at, stop), 0, 0
+    inputs = self._encoder.encode(document.text[start:end])
+    return _Window(given, predicted, stop, inputs, ends)
+
+
+def _size(tokens: slice) -> int:
+  return tokens.stop - tokens.start

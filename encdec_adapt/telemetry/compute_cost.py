@@ -1,0 +1,90 @@
+"""Compute that a run has used, and its summary with that of its sources."""
+
+from collections.abc import Iterable, Mapping
+import dataclasses
+import json
+import os
+from typing import Any
+
+from encdec_adapt.files import paths as paths_lib
+
+SUMMARY = 'summary.json'
+
+
+@dataclasses.dataclass
+class Cost:
+  """Running totals of a job over all its starts.
+
+  Attributes:
+    rows: record rows consumed, the position in the data.
+    rows_of_parts: rows consumed of every part of a mixture
+      (`data/records/row_order.py`).
+    target_tokens: target tokens with nonzero weight.
+    total_tokens: encoder and decoder tokens that are not padding.
+    flops: model FLOPs as of `models.forward_flops`, with the teacher's.
+    seconds: time in training steps, without evaluation, saving and the steps
+      that were compiled first.
+  """
+
+  rows: int = 0
+  rows_of_parts: list[int] = dataclasses.field(default_factory=list)
+  target_tokens: float = 0.0
+  total_tokens: float = 0.0
+  flops: float = 0.0
+  seconds: float = 0.0
+
+  def as_dict(self) -> dict[str, Any]:
+    """Returns the totals by name."""
+    return dataclasses.asdict(self)
+
+
+def read_sources(paths: Iterable[str]) -> dict[str, Any]:
+  """Reads the totals of sources and their ancestors from their summaries.
+
+  Args:
+    paths: folders that a run starts from or distils from.
+
+  Returns:
+    `ledger`, totals by resolved path of each run, so that each counts once;
+    `not_counted`, sources with unknown totals: folders of other software, and
+    runs that have not ended. JSON serialisable.
+  """
+  ledger, not_counted = {}, []
+  for path in dict.fromkeys(paths):
+    file = paths_lib.at(path) / SUMMARY
+    if file.exists():
+      ledger.update(json.loads(file.read_text())['ledger'])
+    else:
+      not_counted.append(path)
+  return {'ledger': ledger, 'not_counted': not_counted}
+
+
+def summarise(
+  workdir: str | os.PathLike[str],
+  own: dict[str, Any],
+  cost: Cost,
+  sources: Mapping[str, Any],
+) -> dict[str, Any]:
+  """Makes the summary of a finished run.
+
+  Args:
+    workdir: work directory of the run.
+    own: entries to keep as they are: parameters, steps, losses.
+    cost: totals of the run itself.
+    sources: result of `read_sources` when the run started.
+
+  Returns:
+    The summary; `inclusive` holds the totals with all sources.
+  """
+  place = str(paths_lib.absolute(workdir))
+  ledger = sources['ledger'] | {place: cost.as_dict()}
+  totals = ('target_tokens', 'total_tokens', 'flops', 'seconds')
+  return {
+    **own,
+    **cost.as_dict(),
+    'not_counted': sources['not_counted'],
+    'inclusive': {
+      name: sum(entry[name] for entry in ledger.values()) for name in totals
+    },
+    'ledger': ledger,
+  }

@@ -1,0 +1,370 @@
+"""Writes a vocabulary as tokenizer files that other software loads.
+
+| vocabulary            | tokenizer.json                                      |
+|-----------------------|-----------------------------------------------------|
+| tokenizer.json        | the file as it is                                   |
+| SentencePiece BPE     | BPE with byte fallback, merges ordered by score     |
+| SentencePiece unigram | Unigram with byte fallback                          |
+| bytes                 | BPE with byte fallback and no merges                |
+
+No tokenizer.json reads texts as a SentencePiece BPE model with both a space
+before every text and user-defined symbols: `tokenizers` puts the space after
+every symbol too, or not before a text that begins with it. Such a model is
+refused, by `check_convertible` before training.
+
+Two things differ from this package. `tokenizers` reads a U+2581 in a text as
+a space where the model is of SentencePiece. And a special token that is
+spelled out in a text becomes that token if the folder has a chat template,
+which needs that; otherwise tokenizer_config.json has `split_special_tokens`.
+
+tokenizer_config.json names PreTrainedTokenizerFast: transformers 4 and 5 then
+load tokenizer.json as it is, without `sentencepiece` or `protobuf`; model
+classes such as GemmaTokenizer rebuild the tokenizer from parts of it.
+
+This module imports neither TensorFlow nor SeqIO nor jax.
+"""
+
+from collections.abc import Iterable, Mapping
+import itertools
+import json
+import pathlib
+import re
+from typing import Any
+
+import tokenizers
+from tokenizers import decoders, models, normalizers, processors
+
+from encdec_adapt.base import errors
+from encdec_adapt.files import atomic, paths
+from encdec_adapt.tokenizers import (
+  byte_vocabulary,
+  chat_format,
+  sentencepiece_vocabulary,
+  tokenizer_json,
+  vocabulary,
+)
+
+JSON = tokenizer_json.FILE
+SENTENCEPIECE = 'tokenizer.model'
+CONFIG = 'tokenizer_config.json'
+_SPACE = '\u2581'
+# Below every path through ordinary pieces, so that the name of a special
+# token, which Unigram has among its pieces, never matches in a text.
+_NEVER = -1e6
+
+
+def write(folder: pathlib.Path, vocab: vocabulary.Vocabulary) -> str:
+  """Completes the tokenizer files of a folder.
+
+  Files that are there already, carried along from the folder that the model
+  came from, are kept; tokens that were added to the vocabulary are written
+  into them.
+
+  Args:
+    folder: local folder that exists, such as the draft of an export.
+    vocab: the vocabulary.
+
+  Returns:
+    A sentence on tokens that were added to the vocabulary, '' without any.
+
+  Raises:
+    UserError: a file is damaged.
+  """
+  for source in vocab.files:
+    name = source.name
+    if isinstance(vocab, sentencepiece_vocabulary.SentencePieceVocabulary):
+      name = SENTENCEPIECE
+    # The model's config.json is written by the export, not copied.
+    if name != 'config.json' and not (folder / name).exists():
+      paths.copy(source, folder / name)
+  if not (folder / JSON).exists():
+    (folder / JSON).write_text(_convert(vocab).to_str(pretty=True) + '\n')
+  if not (folder / CONFIG).exists():
+    _write_json(folder / CONFIG, _config(vocab))
+  if not vocab.added:
+    return ''
+  ids = {vocab.piece(i): i for i in vocab.added}
+  first, last = vocab.added[0], vocab.added[-1]
+  added = (
+    f'{len(ids)} added tokens, {vocab.piece(first)} to {vocab.piece(last)},'
+    f' have the ids {first} to {last}'
+  )
+  if _add_tokens(folder, ids):
+    return f'{added} in the tokenizer files.'
+  return (
+    f'{added}, but the tokenizer files would number them otherwise and are'
+    ' left without them. Set config.data.add_sentinels to the same number'
+    ' when this model is trained further.'
+  )
+
+
+def check(
+  folder: pathlib.Path, vocab: vocabulary.Vocabulary, texts: Iterable[str]
+) -> None:
+  """Compares the ids of texts by the folder's tokenizer.json with ours.
+
+  Texts with a U+2581 are skipped; see the module's docstring. SentencePiece
+  adds unigram scores in float32, so rounding decides between segmentations of
+  equal score: unigram ids are compared line by line, whatever their order.
+
+  Args:
+    folder: folder with a tokenizer.json.
+    vocab: the vocabulary that the folder was written for.
+    texts: texts to encode, without BOS.
+
+  Raises:
+    UserError: names the first text and token that differ.
+  """
+  tokenizer = tokenizers.Tokenizer.from_file(str(folder / JSON))
+  tokenizer.encode_special_tokens = True
+  unigram = isinstance(tokenizer.model, models.Unigram)
+  for text in texts:
+    for part in text.splitlines(keepends=True) if unigram else [text]:
+      ours = vocab.encode(part).tolist()
+      theirs = tokenizer.encode(part, add_special_tokens=False).ids
+      same = sorted(theirs) == sorted(ours) if unigram else theirs == ours
+      if not same and _SPACE not in part:
+        _refuse(folder / JSON, vocab, ours, theirs)
+
+
+def check_convertible(vocab: vocabulary.Vocabulary) -> None:
+  """Refuses a vocabulary that no tokenizer.json can express.
+
+  Raises:
+    UserError: it is such a vocabulary; see the module's docstring.
+  """
+  if isinstance(vocab, sentencepiece_vocabulary.SentencePieceVocabulary):
+    data = vocab.files[0].read_bytes()
+    _symbols(sentencepiece_vocabulary.read_proto(data), vocab)
+
+
+def _symbols(proto: Any, vocab: vocabulary.Vocabulary) -> list[str]:
+  """Returns the names of a model's symbols that always match as a whole."""
+  symbols = [
+    piece.piece
+    for piece in proto.pieces
+    if piece.type == piece.USER_DEFINED
+    and piece.piece not in vocab.specials
+    and ' ' not in piece.piece  # SentencePiece looks for it after U+2581.
+  ]
+  is_bpe = proto.trainer_spec.model_type != proto.trainer_spec.UNIGRAM
+  if symbols and is_bpe and proto.normalizer_spec.add_dummy_prefix:
+    raise errors.UserError(
+      f'the vocabulary {vocab.path}, of SentencePiece BPE, puts a space before'
+      f' every text and has user-defined symbols ({symbols[0]!r}); a model'
+      ' trained with it cannot be exported, because no tokenizer.json has the'
+      ' same ids. Give a tokenizer.json as the vocabulary, or another model.'
+    )
+  return symbols
+
+
+def _refuse(
+  path: pathlib.Path,
+  vocab: vocabulary.Vocabulary,
+  ours: list[int],
+  theirs: list[int],
+) -> None:
+  # They differ somewhere, perhaps in length alone.
+  pairs = enumerate(itertools.zip_longest(ours, theirs))
+  at = next(i for i, (our, their) in pairs if our != their)
+  shown = [
+    ' '.join(repr(vocab.piece(i)) for i in ids[at : at + 3]) or 'nothing'
+    for ids in (theirs, ours)
+  ]
+  raise errors.UserError(
+    f'{path} encodes a text differently from the vocabulary {vocab.path}: after'
+    f' {vocab.decode(ours[:at])[-40:]!r} (token {at}) it has {shown[0]} instead'
+    f' of {shown[1]}. Software that loads the export would read other tokens'
+    ' than the model was trained on; use a vocabulary that comes with a'
+    ' tokenizer.json of its own, or a SentencePiece BPE model.'
+  )
+
+
+def _convert(vocab: vocabulary.Vocabulary) -> tokenizers.Tokenizer:
+  """Builds the `tokenizers` form of a vocabulary, without added tokens."""
+  if isinstance(vocab, byte_vocabulary.ByteVocabulary):
+    tokenizer = _bpe({vocab.piece(i): i for i in range(vocab.stored_size)}, [])
+    tokenizer.decoder = decoders.Sequence(
+      [decoders.ByteFallback(), decoders.Fuse()]
+    )
+    symbols = []
+  else:
+    tokenizer, symbols = _from_sentencepiece(vocab)
+  # By id, because `tokenizers` numbers those that are no pieces in this order.
+  tokenizer.add_special_tokens(
+    [
+      tokenizers.AddedToken(name, special=True, normalized=False)
+      for name, i in sorted(vocab.specials.items(), key=lambda item: item[1])
+      if i < vocab.stored_size
+    ]
+  )
+  # A symbol with spaces matches after normalisation, which writes U+2581.
+  tokenizer.add_tokens(
+    [tokenizers.AddedToken(name, normalized=_SPACE in name) for name in symbols]
+  )
+  bos = vocab.piece(vocab.bos)
+  tokenizer.post_processor = processors.TemplateProcessing(
+    single=f'{bos} $A',
+    pair=f'{bos} $A {bos}:1 $B:1',
+    special_tokens=[(bos, vocab.bos)],
+  )
+  return tokenizer
+
+
+def _from_sentencepiece(
+  vocab: vocabulary.Vocabulary,
+) -> tuple[tokenizers.Tokenizer, list[str]]:
+  """Converts a SentencePiece model.
+
+  Returns:
+    The tokenizer, and the names of the symbols that always match as a whole.
+  """
+  proto = sentencepiece_vocabulary.read_proto(vocab.files[0].read_bytes())
+  ids = {piece.piece: i for i, piece in enumerate(proto.pieces)}
+  scores = {
+    piece.piece: piece.score
+    for piece in proto.pieces
+    if piece.type == piece.NORMAL
+  }
+  symbols = _symbols(proto, vocab)
+  if proto.trainer_spec.model_type == proto.trainer_spec.UNIGRAM:
+    alphabet = set(''.join(scores))
+    # As SentencePiece scores a symbol: better than any path through pieces.
+    scores |= {name: 0.1 * len(name.encode()) - 0.1 for name in symbols}
+    symbols = []
+    tokenizer = tokenizers.Tokenizer(
+      models.Unigram(
+        [(name, scores.get(name, _NEVER)) for name in ids],
+        unk_id=vocab.unk,
+        byte_fallback=True,
+      )
+    )
+    # A character that no piece has scores even less than `_NEVER`, so a name
+    # with such a character would match. Nothing spans it: texts are split
+    # there, wherever it stands in a name.
+    cuts = [
+      (re.escape(name[: i + 1]), re.escape(name[i + 1 :]), re.escape(x))
+      for name in sorted(ids.keys() - scores.keys())
+      for i, x in enumerate(name)
+      if x not in alphabet
+    ]
+    if cuts:
+      names = '|'.join(f'(?<={start})(?={end})' for start, end, _ in cuts)
+      characters = ''.join(sorted({x for *_, x in cuts}))
+      tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split(
+        tokenizers.Regex(f'[{characters}](?:{names})'), 'isolated'
+      )
+  else:
+    tokenizer = _bpe(ids, _merges(scores), unk_token=vocab.piece(vocab.unk))
+  # The steps have SentencePiece's order: normalise characters, put the prefix,
+  # escape spaces. Decoding goes back in the other direction.
+  spec = proto.normalizer_spec
+  steps = [normalizers.Replace(' ', _SPACE)]
+  undo = [
+    decoders.Replace(_SPACE, ' '),
+    decoders.ByteFallback(),
+    decoders.Fuse(),
+  ]
+  if spec.add_dummy_prefix:
+    steps.insert(0, normalizers.Prepend(_SPACE))
+    undo.append(decoders.Strip(' ', 1, 0))
+  if spec.precompiled_charsmap:
+    steps.insert(0, normalizers.Precompiled(spec.precompiled_charsmap))
+  tokenizer.normalizer = normalizers.Sequence(steps)
+  tokenizer.decoder = decoders.Sequence(undo)
+  return tokenizer, symbols
+
+
+def _bpe(
+  ids: Mapping[str, int], merges: list[tuple[str, str]], **options: str
+) -> tokenizers.Tokenizer:
+  model = models.BPE(
+    vocab=dict(ids),
+    merges=merges,
+    byte_fallback=True,
+    # SentencePiece too makes a single unknown token of a run of characters.
+    fuse_unk=True,
+    **options,
+  )
+  return tokenizers.Tokenizer(model)
+
+
+def _merges(scores: Mapping[str, float]) -> list[tuple[str, str]]:
+  """Lists every way to join two pieces to a third, the best piece first.
+
+  SentencePiece joins the neighbours whose joint piece has the best score;
+  `tokenizers` those that come first in the list.
+  """
+  return [
+    (name[:at], name[at:])
+    for name in sorted(scores, key=scores.__getitem__, reverse=True)
+    for at in range(1, len(name))
+    if name[:at] in scores and name[at:] in scores
+  ]
+
+
+def _config(vocab: vocabulary.Vocabulary) -> dict[str, Any]:
+  """Returns the content of a new tokenizer_config.json.
+
+  It has the chat template that fits the vocabulary's special tokens.
+  """
+  family = chat_format.find_template(vocab)
+  roles = {role: getattr(vocab, role) for role in vocabulary.ROLES}
+  config = {
+    'tokenizer_class': 'PreTrainedTokenizerFast',
+    **{f'{r}_token': vocab.piece(i) for r, i in roles.items() if i is not None},
+    'clean_up_tokenization_spaces': False,
+    'model_input_names': ['input_ids', 'attention_mask'],
+    # A rendered chat spells special tokens out; any other text is to be split.
+    'split_special_tokens': family is None,
+  }
+  if family:
+    config['chat_template'] = chat_format.jinja(family)
+  return config
+
+
+def _add_tokens(folder: pathlib.Path, tokens: Mapping[str, int]) -> bool:
+  """Writes added tokens into the files of a folder.
+
+  Returns:
+    False, with no file changed, where a file gives the tokens other ids.
+  """
+  tokenizer = tokenizers.Tokenizer.from_file(str(folder / JSON))
+  tokenizer.add_special_tokens(
+    [tokenizers.AddedToken(name, normalized=False) for name in tokens]
+  )
+  # `tokenizers` numbers new tokens itself, from the end of its vocabulary on.
+  agree = all(tokenizer.token_to_id(name) == i for name, i in tokens.items())
+  model = folder / SENTENCEPIECE
+  if (
+    agree and model.exists() and vocabulary.is_sentencepiece(model.read_bytes())
+  ):
+    agree = _add_pieces(model, tokens)
+  if not agree:
+    return False
+  tokenizer.save(str(folder / JSON))
+  config = atomic.read_json(folder / CONFIG)
+  if listed := config.get('added_tokens_decoder'):
+    # transformers' classes that rebuild the tokenizer read this list alone.
+    for name, i in tokens.items():
+      listed[str(i)] = {'content': name, 'normalized': False, 'special': True}
+    _write_json(folder / CONFIG, config)
+  return True
+
+
+def _add_pieces(path: pathlib.Path, tokens: Mapping[str, int]) -> bool:
+  """Appends pieces to a SentencePiece model unless its ids end elsewhere."""
+  proto = sentencepiece_vocabulary.read_proto(path.read_bytes())
+  if len(proto.pieces) != min(tokens.values()):
+    return False
+  for name in tokens:
+    piece = proto.pieces.add(piece=name, score=0.0)
+    # As special tokens are in Gemma's files.
+    piece.type = piece.USER_DEFINED
+  proto.trainer_spec.vocab_size = len(proto.pieces)
+  path.write_bytes(proto.SerializeToString())
+  return True
+
+
+def _write_json(path: pathlib.Path, content: Mapping[str, Any]) -> None:
+  path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + '\n')

@@ -1,0 +1,229 @@
+"""Opens vocabularies: one for a model, or a separate one for the encoder.
+
+A vocabulary is named by a path, or 'bytes':
+
+| path                   | vocabulary                                         |
+|------------------------|----------------------------------------------------|
+| bytes                  | `byte_vocabulary`                                  |
+| a file *.json          | a tokenizer.json                                   |
+| any other file         | a SentencePiece model                              |
+| a folder               | its tokenizer.model if it is SentencePiece (the    |
+|                        | file that a model was trained with), or its        |
+|                        | tokenizer.json                                     |
+
+This module imports neither TensorFlow nor SeqIO nor jax.
+"""
+
+from collections.abc import Mapping
+import dataclasses
+import os
+from typing import Any
+
+from encdec_adapt.base import errors
+from encdec_adapt.files import paths
+from encdec_adapt.tokenizers import (
+  byte_vocabulary,
+  chat_format,
+  sentencepiece_vocabulary,
+  special_ids,
+  tokenizer_json,
+  vocabulary,
+)
+
+BYTES = byte_vocabulary.NAME
+SENTENCEPIECE = 'tokenizer.model'
+TOKENIZER_JSON = tokenizer_json.FILE
+
+
+def open_vocabulary(
+  path: str | os.PathLike[str], *, added_sentinels: int = 0
+) -> vocabulary.Vocabulary:
+  """Opens a vocabulary.
+
+  Args:
+    path: see the module's table.
+    added_sentinels: number of new sentinels at its end; mode tokens follow
+      them if it has none.
+
+  Raises:
+    UserError: there is no vocabulary, it is damaged, or it loses text.
+  """
+  if os.fspath(path) == BYTES:
+    return byte_vocabulary.ByteVocabulary(added_sentinels=added_sentinels)
+  path = paths.at(path)
+  if path.is_dir():
+    folder, path = path, file_in(path)
+    if path is None:
+      raise errors.UserError(
+        f'vocabulary {str(folder)!r}: the folder has neither a {SENTENCEPIECE}'
+        f' of SentencePiece nor a {TOKENIZER_JSON}'
+      )
+  if path.suffix == '.json':
+    return tokenizer_json.TokenizerJson(path, added_sentinels=added_sentinels)
+  return sentencepiece_vocabulary.SentencePieceVocabulary(
+    path, added_sentinels=added_sentinels
+  )
+
+
+def exists(path: str) -> bool:
+  """Returns whether there is a file or folder to open."""
+  return path == BYTES or paths.at(path).exists()
+
+
+def file_in(folder: str | os.PathLike[str]) -> paths.Path | None:
+  """Returns the file of a folder that `open_vocabulary` opens, if any."""
+  # SentencePiece first: a tokenizer.json beside it may be a conversion, with
+  # other ids for some texts.
+  file = paths.at(folder) / SENTENCEPIECE
+  if file.is_file():
+    with file.open('rb') as content:
+      if vocabulary.is_sentencepiece(content.read(1)):
+        return file
+  file = paths.at(folder) / TOKENIZER_JSON
+  return file if file.is_file() else None
+
+
+def check_size(
+  vocab: vocabulary.Vocabulary, rows: int, side: str, *, key: str = ''
+) -> str:
+  """Refuses a vocabulary with ids that a model has no embedding for.
+
+  Special tokens that neither framing, objectives nor chats use may lie beyond
+  the table, because no text becomes such a token; Gemma 3's image token does.
+
+  Args:
+    vocab: vocabulary of the stack.
+    rows: number of tokens in the model's table.
+    side: name of the stack.
+    key: configuration key or flag that sets `rows`; '' for none.
+
+  Returns:
+    A note on special tokens beyond the table, '' without any.
+
+  Raises:
+    UserError: names both sizes, a token beyond the table, and the key.
+  """
+  path, size, piece = vocab.path, vocab.size, vocab.piece
+  surplus = range(rows, size)
+  used = next((i for i in surplus if _may_be_read(vocab, i)), None)
+  if used is not None:
+    added = f' ({len(vocab.added)} of them added)' if vocab.added else ''
+    raise errors.UserError(
+      f"the vocabulary {path} has {size} tokens{added} and the {side}'s table"
+      f' {rows} rows, none for {piece(used)!r} ({used}); give the vocabulary of'
+      ' this model' + f', or set {key}={size}' * bool(key) + '.'
+    )
+  if not surplus:
+    return ''
+  return (
+    f'{len(surplus)} special tokens of the vocabulary {path}, the first'
+    f" {piece(rows)!r} ({rows}), have no row in the {side}'s table and are"
+    ' left out: a text that spells one out is read as its characters.'
+  )
+
+
+def _may_be_read(vocab: vocabulary.Vocabulary, token: int) -> bool:
+  """Returns whether text, framing, an objective or a chat has the token."""
+  name = vocab.piece(token)
+  if not name:  # A gap between ids.
+    return False
+  roles = {getattr(vocab, role) for role in vocabulary.ROLES}
+  return (
+    # A text can become any token that is not special.
+    vocab.specials.get(name) != token
+    or token in {*roles, *vocab.sentinels, *vocab.mode_ids.values()}
+    or name in chat_format.markers()
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class Opened:
+  """The vocabularies of a model's two sides.
+
+  Attributes:
+    decoder: vocabulary of the decoder, its targets and a teacher.
+    encoder: vocabulary of the encoder; the same object if both sides share it.
+  """
+
+  decoder: vocabulary.Vocabulary
+  encoder: vocabulary.Vocabulary
+
+  @property
+  def differ(self) -> bool:
+    """Whether ids mean different text on the two sides."""
+    return self.decoder.fingerprint != self.encoder.fingerprint
+
+  @property
+  def sides(self) -> dict[str, vocabulary.Vocabulary]:
+    """Vocabularies by name of the stack."""
+    return {'encoder': self.encoder, 'decoder': self.decoder}
+
+  @property
+  def framing(self) -> special_ids.Framing:
+    """Ids that frame rows."""
+    return special_ids.Framing(self.encoder.ids, self.decoder.ids)
+
+  @property
+  def fingerprints(self) -> dict[str, str]:
+    """Fingerprint fields of a `records.RecordSpec`."""
+    return {
+      'vocabulary': self.decoder.fingerprint,
+      'encoder_vocabulary': self.encoder.fingerprint,
+    }
+
+  def check_tables(self, sizes: Mapping[str, int]) -> list[str]:
+    """Checks the vocabularies against a model's tables.
+
+    Args:
+      sizes: number of tokens of the model's table, by name of the stack.
+
+    Returns:
+      Notes, see `check_size`.
+
+    Raises:
+      UserError: see `check_size`.
+    """
+    key = 'config.model.{}.vocab_size'
+    notes = (
+      check_size(self.sides[side], rows, side, key=key.format(side))
+      for side, rows in sizes.items()
+    )
+    return list(filter(None, notes))
+
+  def describe(self) -> dict[str, Any]:
+    """Returns the description in manifests and checkpoints, for JSON."""
+    return {side: v.describe() for side, v in self.sides.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+  """Paths of a model's vocabularies.
+
+  Attributes:
+    decoder: path, or 'bytes'.
+    encoder: path, or 'bytes'; '' for the decoder's.
+    added_sentinels: sentinels added to the decoder's vocabulary, and to the
+      encoder's if it is the same.
+  """
+
+  decoder: str
+  encoder: str = ''
+  added_sentinels: int = 0
+
+  def path(self, side: str) -> str:
+    """Returns the path of a stack's vocabulary."""
+    return self.encoder or self.decoder if side == 'encoder' else self.decoder
+
+  def open(self) -> Opened:
+    """Opens the vocabularies.
+
+    Raises:
+      UserError: see `open_vocabulary`.
+    """
+    decoder = open_vocabulary(
+      self.decoder, added_sentinels=self.added_sentinels
+    )
+    # The same object, so that added sentinels are those of both sides.
+    if self.encoder in ('', self.decoder):
+      return Opened(decoder, decoder)
+    return Opened(decoder, open_vocabulary(self.encoder))

@@ -1,0 +1,79 @@
+"""Exit statuses, one paragraph for user errors, tracebacks for bugs."""
+
+import subprocess
+import sys
+
+import pytest
+
+from encdec_adapt.base import exit_status
+from tests import tiny
+
+_MAIN = """
+import os
+from absl import flags
+from encdec_adapt.base import errors, exit_status
+from encdec_adapt.cli import command
+
+def define(values):
+  default = 'return exit_status.RESTART'
+  flags.DEFINE_string('end', default, '', flag_values=values)
+  flags.DEFINE_integer('count', 0, '', flag_values=values)
+
+def main(values):
+  print('step 10/20')
+  if values.end == 'user error':
+    raise errors.UserError('config.train.steps is -1;\\n  give at least 1.')
+  if values.end == 'absent':
+    raise errors.AbsentError('process 3 is missing.')
+  if values.end == 'bug':
+    raise RuntimeError('a bug')
+  if values.end == 'kill':  # Lines are printed at once, also into a pipe.
+    os._exit(exit_status.HANG)
+  return exit_status.RESTART
+
+command.main('A job.', define, main)
+"""
+
+
+@pytest.mark.parametrize(
+  'arguments, status, stdout, stderr',
+  [
+    ([], exit_status.RESTART, 'step 10/20\n', ''),
+    (['--end=kill'], exit_status.HANG, 'step 10/20\n', ''),
+    (
+      *(['--end=user error'], exit_status.USER_ERROR, 'step 10/20\n'),
+      'Error: config.train.steps is -1; give at least 1.\n',
+    ),
+    (
+      *(['--end=absent'], exit_status.HANG, 'step 10/20\n'),
+      'Error: process 3 is missing.\n',
+    ),
+    (['--end=bug'], 1, 'step 10/20\n', 'RuntimeError: a bug\n'),
+    (
+      ['--count=x'],
+      exit_status.USER_ERROR,
+      '',
+      'print_config shows every key.\n',
+    ),
+    (
+      ['--unknown'],
+      exit_status.USER_ERROR,
+      '',
+      'print_config shows every key.\n',
+    ),
+  ],
+)
+def test_statuses_and_paragraphs(arguments, status, stdout, stderr):
+  environment = tiny.environment()
+  environment.pop('PYTHONUNBUFFERED')
+  done = subprocess.run(
+    [sys.executable, '-c', _MAIN, *arguments],
+    capture_output=True,
+    text=True,
+    timeout=60,
+    env=environment,
+  )
+  assert (done.returncode, done.stdout) == (status, stdout), done.stderr
+  assert done.stderr.endswith(stderr)
+  if status in (exit_status.USER_ERROR, exit_status.HANG):
+    assert done.stderr.count('\n') == bool(stderr)

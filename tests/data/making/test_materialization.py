@@ -1,0 +1,380 @@
+"""Materialising: bytes do not depend on workers and survive restarts."""
+
+import dataclasses
+import os
+import pathlib
+import pydoc_data.topics
+import signal
+import time
+import types
+
+import numpy as np
+import pytest
+
+from encdec_adapt import materialize
+from encdec_adapt.base import errors
+from encdec_adapt.cli import command
+from encdec_adapt.cluster import lock
+from encdec_adapt.data.making import materialization, shard_jobs
+from encdec_adapt.data.records import loader, record_sets
+from encdec_adapt.objectives import framing, randomness
+from encdec_adapt.tokenizers import vocabulary_pair, vocabulary_training
+from tests import tiny
+
+DOCUMENTS = 40
+
+
+@pytest.fixture(scope='module')
+def text(tmp_path_factory):
+  """A folder of small documents, and a vocabulary trained on them."""
+  folder = tmp_path_factory.mktemp('text')
+  topics = sorted(pydoc_data.topics.topics.items())[:DOCUMENTS]
+  for i, (_, topic) in enumerate(topics):
+    (folder / f'{i:02d}.txt').write_text(topic[:2000], encoding='utf-8')
+  vocabulary_training.train_vocabulary(
+    (topic for _, topic in topics), folder / 'vocabulary.model', 600
+  )
+  return folder
+
+
+def make_spec(text, **changes):
+  fields = dict(
+    source=f'text:{text}/*.txt',
+    split='train',
+    objective='prefix_lm_uniform',
+    encoder_length=24,
+    decoder_length=16,
+    passes=2,
+    shards=3,
+    seed=1,
+    eval_fraction=0.2,
+  )
+  return record_sets.RecordSpec(**{**fields, **changes})
+
+
+def fake_examples(job):
+  """Examples without SeqIO, which takes ten seconds to import.
+
+  Document i of 40 is in shard i modulo the shards and gives four pairs; it
+  kills its process where DIE_AT names its shard, once the pass before is made.
+  """
+  spec = job.spec
+  for document in range(job.key.shard, DOCUMENTS, spec.shards):
+    if os.environ.get('DIE_AT') == f'{job.key.pass_index}/{job.key.shard}':
+      before = pathlib.Path(job.folder) / f'pass-{job.key.pass_index - 1:05}'
+      while len(list(before.rglob('*.json'))) < spec.shards:
+        time.sleep(0.01)
+      os.kill(os.getpid(), signal.SIGKILL)
+    rng = randomness.generator(
+      spec.seed, job.key.pass_index, spec.source, str(document)
+    )
+    for _ in range(4):
+      m, n = rng.integers(0, 12), rng.integers(1, 12)
+      tokens = rng.integers(5, 600, m + n).astype(np.int32)
+      tokens[0] = 10 + document
+      yield shard_jobs.Example(framing.Pair(tokens[:m], tokens[m:]), 1)
+
+
+def make(text, folder, workers=1, spec=None, read=fake_examples, **changes):
+  (manifest,) = materialization.materialize_sets(
+    [(spec or make_spec(text, **changes), folder)],
+    vocabulary_pair.Choice(str(text / 'vocabulary.model')),
+    workers=workers,
+    read=read,
+  )
+  return manifest
+
+
+def contents(folder):
+  """Bytes of everything but the lock, which names its last owner."""
+  return {
+    path.relative_to(folder).as_posix(): path.read_bytes()
+    for path in folder.rglob('*')
+    if path.is_file() and path.name != lock.FILE
+  }
+
+
+@pytest.fixture(scope='module')
+def reference(text, tmp_path_factory):
+  folder = tmp_path_factory.mktemp('reference')
+  make(text, folder)
+  return contents(folder)
+
+
+@pytest.mark.multiproc
+def test_any_number_of_workers_makes_the_same_bytes(text, reference, tmp_path):
+  make(text, tmp_path, workers=3)
+  assert contents(tmp_path) == reference
+  assert len(reference) == 2 * 3 * 2 + 1  # shards and their .json, manifest
+
+
+@pytest.mark.multiproc
+def test_finished_shards_survive_a_killed_worker(
+  text, reference, tmp_path, monkeypatch
+):
+  monkeypatch.setenv('DIE_AT', '1/0')
+  with pytest.raises(errors.UserError, match='a worker .* died'):
+    make(text, tmp_path, workers=2)
+  assert not (tmp_path / 'manifest.json').exists()
+  kept = sorted(tmp_path.glob('pass-00000/*/*.array_record'))
+  assert len(kept) == 3
+  times = [path.stat().st_mtime_ns for path in kept]
+  monkeypatch.delenv('DIE_AT')
+  make(text, tmp_path)
+  assert contents(tmp_path) == reference
+  assert [path.stat().st_mtime_ns for path in kept] == times
+
+
+def test_finished_records_are_left_alone(text, tmp_path):
+  first = make(text, tmp_path)
+  before = {p: p.stat().st_mtime_ns for p in tmp_path.rglob('*.array_record')}
+  assert make(text, tmp_path, read=None) == first  # `read` is not called.
+  assert before == {p: p.stat().st_mtime_ns for p in before}
+
+
+def test_added_passes_have_their_own_draws(text, reference, tmp_path):
+  make(text, tmp_path, passes=1)
+  one = contents(tmp_path)
+  make(text, tmp_path, passes=2)
+  both = contents(tmp_path)
+  assert both == reference
+  assert all(both[name] == one[name] for name in one if 'shard' in name)
+  name = 'shard-00000-of-00003.array_record'
+  assert (
+    both[f'pass-00000/part-000/{name}'] != both[f'pass-00001/part-000/{name}']
+  )
+
+
+def test_a_damaged_shard_alone_is_made_again(text, reference, tmp_path):
+  make(text, tmp_path)
+  path = tmp_path / 'pass-00001/part-000/shard-00002-of-00003.array_record'
+  path.write_bytes(path.read_bytes()[:1000])
+  path.with_suffix('.999.tmp').write_bytes(b'of a killed worker')
+  with pytest.raises(errors.UserError, match='materialise again'):
+    record_sets.RecordSet.open(tmp_path)
+  (tmp_path / 'manifest.json').unlink()
+  make(text, tmp_path)
+  assert contents(tmp_path) == reference
+
+
+def test_the_manifest_says_what_was_made(text, tmp_path):
+  manifest = make(text, tmp_path)
+  vocabulary = vocabulary_pair.open_vocabulary(text / 'vocabulary.model')
+  assert manifest['spec']['vocabulary'] == vocabulary.fingerprint
+  assert len(manifest['spec']['source_fingerprint']) == 32
+  assert manifest['totals']['examples'] == 2 * 4 * DOCUMENTS
+  assert manifest['totals']['pairs'] == 2 * 4 * DOCUMENTS
+  assert manifest['totals']['shared_sentinel_spans'] == 2 * 4 * DOCUMENTS
+  assert '320 spans share' in materialization.summary(manifest)
+  found = record_sets.RecordSet.open(tmp_path)
+  rows = found.read(range(len(found)))
+  targets = sum(len(pair.targets) for row in rows for pair in row)
+  assert manifest['totals']['target_tokens'] == targets
+  assert manifest['fill']['decoder'] == targets / (16 * len(found))
+
+
+def test_max_rows_keeps_rows_from_all_over(text, tmp_path, monkeypatch):
+  monkeypatch.chdir(text)  # The draws depend on the source's name.
+  make(text, tmp_path, source='text:*.txt', pack=False, max_rows=20, passes=1)
+  found = record_sets.RecordSet.open(tmp_path)
+  assert len(found) == 20
+  rows = found.read(range(20))
+  assert all(len(row) == 1 for row in rows)
+  first = [np.concatenate(row[0].parts)[0] - 10 for row in rows]
+  # More than the beginning of each shard.
+  assert found.manifest['passes'][0]['shards'][0]['rows'] == 6
+  assert len(set(first)) > 12
+  assert max(first) > 30
+  assert first[:6] == sorted(first[:6])
+
+
+def no_examples(job):
+  return iter(())
+
+
+def test_refusals_write_nothing(text, tmp_path):
+  with pytest.raises(errors.UserError, match="no rows for split 'train'"):
+    make(text, tmp_path / 'empty', read=no_examples)
+  dropping = lambda job: job.counts.update(dropped=9) or ()  # noqa: E731
+  words = 'all 27 examples .* row .*_length=24 .*_length=16.* too_long=truncate'
+  with pytest.raises(errors.UserError, match=words):
+    make(text, tmp_path / 'long', read=dropping)
+  assert not list(tmp_path.glob('*/manifest.json'))
+  with pytest.raises(errors.UserError, match='encoder_length=1 .* least 2 and'):
+    make(text, tmp_path / 'short', read=None, encoder_length=1)
+  assert not list(tmp_path.glob('short/*/*'))
+  with pytest.raises(errors.UserError, match='no file matches'):
+    make(text, tmp_path / 'new', source='text:/nowhere/*.txt')
+  assert not (tmp_path / 'new').exists()
+  make(text, tmp_path)
+  before = contents(tmp_path)
+  with pytest.raises(errors.UserError, match='seed is 1 in the records and 2'):
+    make(text, tmp_path, seed=2)
+  with lock.hold(tmp_path):
+    with pytest.raises(errors.UserError, match='another job'):
+      make(text, tmp_path)
+  assert contents(tmp_path) == before
+
+
+def data_config(text, folder, **changes):
+  """What config.DataConfig gives."""
+  fields = dict(
+    folder=str(folder),
+    vocabularies=vocabulary_pair.Choice(str(text / 'vocabulary.model')),
+    table_sizes={'decoder': 600},
+    train_vocabulary=False,
+    workers=1,
+    train=make_spec(text, passes=1),
+    evaluation=make_spec(text, split='eval', passes=1, pack=False, max_rows=8),
+  )
+  return types.SimpleNamespace(rates='', **{**fields, **changes})
+
+
+def test_vocabulary_and_records_are_made_from_text(text, tmp_path, capsys):
+  """The real thing, with SeqIO."""
+  data = data_config(
+    text,
+    tmp_path,
+    vocabularies=vocabulary_pair.Choice(str(tmp_path / 'own.model')),
+    train_vocabulary=True,
+  )
+  assert materialization.is_missing(data)
+  materialization.materialize(data)
+  assert not materialization.is_missing(data)
+  assert capsys.readouterr().out.count('own.model does not exist') == 1
+  opened = data.vocabularies.open()
+  train_set, eval_set = materialization.open_sets(data, opened)
+  assert 1 <= len(eval_set) <= 8
+  assert train_set.manifest['fill']['decoder'] > 0.85  # it binds
+  words = ''
+  for fields in loader.Loader(
+    train_set, framing.Lengths(24, 16), 4, teacher=True
+  ):
+    framing.check_framing(fields, train_set.framing)
+    words += opened.encoder.decode(fields['encoder_tokens'].ravel())
+  assert ' the ' in words
+
+
+def test_records_of_another_vocabulary_are_refused(text, tmp_path):
+  data = data_config(text, tmp_path)
+  for part, (spec, folder) in materialization.set_folders(data).items():
+    assert folder == tmp_path / part
+    make(text, folder, spec=spec)
+  materialization.open_sets(data, data.vocabularies.open())
+  topics = pydoc_data.topics.topics.values()
+  other = tmp_path / 'other.model'
+  vocabulary_training.train_vocabulary(topics, other, 500)
+  data.vocabularies = vocabulary_pair.Choice(str(other))
+  with pytest.raises(errors.UserError, match='vocabulary is .* in the records'):
+    materialization.open_sets(data, data.vocabularies.open())
+  data.table_sizes = {'decoder': 400}
+  with pytest.raises(errors.UserError, match='has 500 tokens.* table 400 rows'):
+    materialization.open_vocabularies(data)
+  data.vocabularies = vocabulary_pair.Choice(str(tmp_path / 'none.model'))
+  with pytest.raises(errors.UserError, match='none.model'):
+    materialization.open_vocabularies(data)
+
+
+def test_neither_source_nor_teacher_is_asked_for(text, tmp_path, monkeypatch):
+  made = []
+  monkeypatch.setattr(
+    materialization, 'materialize', lambda data, _: made.append(data)
+  )
+  arguments = [
+    '--config=configs/gemma2.py:size=s_s',
+    f'--config.data.folder={tmp_path}',
+    f'--config.data.vocabulary={text}/vocabulary.model',
+  ]
+  values = command.parse(materialize.define_flags, arguments)
+  assert materialize.main(values) == 0
+  monkeypatch.undo()
+  assert materialization.open_vocabularies(made[0]).decoder.size == 600
+  # What records are of is asked for.
+  values.config.data.vocabulary = f'{tmp_path}/absent.model'
+  with pytest.raises(errors.UserError, match='absent.model'):
+    materialize.main(values)
+  values.config.data.vocabulary = f'{text}/vocabulary.model'
+  values.config.model.decoder.vocab_size = 500
+  with pytest.raises(errors.UserError, match='600 tokens.*500 rows'):
+    materialize.main(values)
+
+
+@pytest.mark.multiproc
+@pytest.mark.long
+def test_seqio_shards_are_the_same_for_any_number_of_workers(text, tmp_path):
+  # Unequal lengths, so that windows vary, and a source drawn in part.
+  source = f'text:{text}/[0-2]*.txt@1.5 + text:{text}/3*.txt'
+  spec = make_spec(
+    text,
+    source=source,
+    objective='ul2',
+    sentinels='recycle',
+    decoder_length=24,
+  )
+  read = shard_jobs.read_examples
+  found = []
+  for workers in (1, 2):
+    folder = tmp_path / str(workers)
+    make(text, folder, workers, spec=spec, read=read)
+    found.append(contents(folder))
+  assert found[0] == found[1]
+  # Passes that are made one by one tokenise the text again.
+  for passes in (1, 2):
+    one = dataclasses.replace(spec, passes=passes)
+    make(text, tmp_path / 'each', spec=one, read=read)
+  assert contents(tmp_path / 'each') == found[0]
+
+
+def test_rows_and_contamination_are_shown(text, tmp_path, capsys):
+  (tmp_path / 'copies').mkdir()
+  for name in ('00.txt', '01.txt', '02.txt'):
+    copy = tmp_path / 'copies' / name
+    copy.write_text((text / '00.txt').read_text())
+  flags = {
+    'model.kind': 'encoder_decoder',
+    'model.encoder.vocab_size': 600,
+    'model.decoder.vocab_size': 600,
+    'data.folder': tmp_path / 'records',
+    'data.vocabulary': text / 'vocabulary.model',
+    'data.source': f'text:{text}/*.txt + text:{tmp_path}/copies/*.txt',
+    'data.objective': 'mass',
+    'data.encoder_length': 48,
+    'data.decoder_length': 48,
+    'data.shards': 1,
+    'data.workers': 1,
+    'data.deduplicate': True,
+  }
+  arguments = [
+    '--config=configs/base.py',
+    '--show',
+    '--n=1',
+    f'--contamination=text:{text}/0[0-4].txt',
+    *(f'--config.{key}={value}' for key, value in flags.items()),
+  ]
+  values = command.parse(materialize.define_flags, arguments)
+  assert materialize.main(values) == 0
+  shown = capsys.readouterr().out
+  assert 'data: 3 documents are duplicates' in shown
+  # All but those that are held out.
+  assert ' of 5 examples share 13 words' in shown
+  assert shown.count('row 0: ') == 2 and '<mask>' in shown
+
+
+@pytest.mark.multiproc
+@pytest.mark.long
+def test_a_bad_document_ends_the_command_with_one_paragraph(
+  tmp_path, monkeypatch
+):
+  # TensorFlow logs as it does for users.
+  monkeypatch.delenv('TF_CPP_MIN_LOG_LEVEL')
+  (tmp_path / 'a.jsonl').write_text('{"text": "fine"}\n{"body": 1}\n' * 2)
+  flags = f'source=jsonl:{tmp_path}/a.jsonl vocabulary=bytes eval_fraction=0.5'
+  ended = tiny.run(
+    'materialize',
+    '--config=configs/base.py',
+    f'--workdir={tmp_path}',
+    *(f'--config.data.{flag}' for flag in flags.split()),
+  )
+  assert ended.returncode == 2
+  assert ended.stderr.count('\n') == 1, ended.stderr
+  assert 'a.jsonl, line ' in ended.stderr

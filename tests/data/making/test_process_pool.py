@@ -1,0 +1,45 @@
+"""Jobs in worker processes: every job once, and their failures."""
+
+import os
+import signal
+
+import pytest
+
+from encdec_adapt.base import errors
+from encdec_adapt.data.making import process_pool
+
+
+def square(job):
+  """Fails as the job says, if it is a string."""
+  if job == 'bug':
+    raise ZeroDivisionError('no reason')
+  if job == 'bad input':
+    raise errors.UserError('mend this')
+  if job == 'killed':
+    os.kill(os.getpid(), signal.SIGKILL)
+  return job * job, os.getpid()
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize('count', [1, 2])
+def test_every_job_has_its_result(count):
+  results = dict(process_pool.run_jobs(square, range(5), count))
+  assert {job: value for job, (value, _) in results.items()} == {
+    job: job * job for job in range(5)
+  }
+  here = {process == os.getpid() for _, process in results.values()}
+  assert here == {count == 1}
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize(
+  'job, error, message',
+  [
+    ('bug', ZeroDivisionError, 'no reason'),
+    ('bad input', errors.UserError, '^mend this$'),
+    ('killed', errors.UserError, 'died; .* use fewer workers'),
+  ],
+)
+def test_failures_are_raised_here(job, error, message):
+  with pytest.raises(error, match=message):
+    list(process_pool.run_jobs(square, [job, 1], 2))

@@ -1,0 +1,243 @@
+"""Record sets: rows on disk, shards, manifests, and what is refused."""
+
+import dataclasses
+import json
+import os
+import resource
+
+import numpy as np
+import pytest
+
+from encdec_adapt.base import errors
+from encdec_adapt.data.records import record_sets, record_writing
+from encdec_adapt.objectives import framing
+from tests import gemma_ids
+
+SPEC = record_sets.RecordSpec(
+  source='python',
+  split='train',
+  objective='prefix_lm',
+  encoder_length=8,
+  decoder_length=4,
+  passes=2,
+  shards=3,
+  seed=7,
+  vocabulary='abc',
+)
+
+
+def make_row(number):
+  """A row of one or two pairs that tells its number."""
+  pairs = [
+    framing.Pair(
+      np.array([100 + number], np.int32), np.array([number, 5], np.int32)
+    ),
+    framing.Pair(np.array([], np.int32), np.array([7], np.int32)),
+  ]
+  return pairs[: 1 + number % 2]
+
+
+PARTS = [record_sets.Part('prefix_lm', 'python')]
+
+
+def write_set(folder, spec=SPEC, rows_per_shard=(2, 0, 3)):
+  """Writes rows 0, 1, .. ; returns the manifest."""
+  entries, number = {}, 0
+  for key in record_writing.shard_keys(spec, PARTS):
+    with record_writing.ShardWriter(folder, spec, key) as writer:
+      for _ in range(rows_per_shard[key.shard]):
+        writer.write(make_row(number))
+        number += 1
+      entries[key] = writer.finish(documents=1)
+  return record_writing.write_manifest(
+    folder, spec, PARTS, entries, gemma_ids.DESCRIBED
+  )
+
+
+def assert_rows_equal(got, want):
+  assert len(got) == len(want)
+  for one, other in zip(got, want, strict=True):
+    assert len(one) == len(other)
+    for a, b in zip(one, other, strict=True):
+      for x, y in zip(a.parts, b.parts, strict=True):
+        assert x.dtype == np.int32
+        np.testing.assert_array_equal(x, y)
+
+
+def test_rows_are_numbered_through_shards_and_passes(tmp_path):
+  write_set(tmp_path)
+  found = record_sets.RecordSet.open(tmp_path, SPEC)
+  assert found.spec == SPEC
+  assert len(found) == 10
+  assert found.passes == 2
+  assert found.ranges == [[(0, 5)], [(5, 10)]]
+  order = [9, 0, 4, 2, 2]
+  assert_rows_equal(found.read(order), [make_row(i) for i in order])
+  assert found.read([]) == []
+
+
+def test_the_manifest_counts_and_measures_fill(tmp_path):
+  manifest = write_set(tmp_path)
+  # Per pass five rows; odd rows have a second pair (1 + 0 and 1 positions).
+  assert manifest['totals'] == {
+    'rows': 10,
+    'pairs': 15,
+    'encoder_positions': 25,
+    'target_tokens': 25,
+    'documents': 6,
+    'bytes': sum(p.stat().st_size for p in tmp_path.rglob('*.array_record')),
+  }
+  assert manifest['fill'] == {'encoder': 25 / 80, 'decoder': 25 / 40}
+  assert manifest['spec']['seed'] == 7
+  assert json.loads((tmp_path / 'manifest.json').read_text()) == manifest
+  names = [entry['file'] for entry in manifest['passes'][1]['shards']]
+  assert names[2] == 'pass-00001/part-000/shard-00002-of-00003.array_record'
+
+
+def test_an_unfinished_shard_leaves_nothing(tmp_path):
+  with pytest.raises(RuntimeError, match='stop'):
+    with record_writing.ShardWriter(tmp_path, SPEC, (0, 0, 1)) as writer:
+      writer.write(make_row(0))
+      raise RuntimeError('stop')
+  assert [p for p in tmp_path.rglob('*') if p.is_file()] == []
+
+
+def test_a_full_disk_is_an_error_that_leaves_nothing(tmp_path):
+  soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+  with record_writing.ShardWriter(tmp_path, SPEC, (0, 0, 1)) as writer:
+    writer.write(make_row(0))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50, hard))
+    try:
+      with pytest.raises(errors.UserError, match='shard-00001.*too large'):
+        writer.finish()
+    finally:
+      resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+  assert [p for p in tmp_path.rglob('*') if p.is_file()] == []
+
+
+def test_finished_shards_are_known_by_their_spec_and_content(tmp_path):
+  manifest = write_set(tmp_path)
+  entry = dict(manifest['passes'][1]['shards'][2])
+  del entry['file']
+  assert record_writing.finished_shard(tmp_path, SPEC, (1, 0, 2)) == entry
+  # Another number of passes changes no shard, anything else does.
+  more = dataclasses.replace(SPEC, passes=5)
+  assert record_writing.finished_shard(tmp_path, more, (1, 0, 2)) == entry
+  assert record_writing.finished_shard(tmp_path, more, (2, 0, 2)) is None
+  for field, value in (('seed', 8), ('vocabulary', 'x'), ('pack', False)):
+    other = dataclasses.replace(SPEC, **{field: value})
+    assert record_writing.finished_shard(tmp_path, other, (1, 0, 2)) is None
+  flip_byte(record_writing.shard_path(tmp_path, SPEC, (1, 0, 2)))
+  assert record_writing.finished_shard(tmp_path, SPEC, (1, 0, 2)) is None
+  sidecar = record_writing.shard_path(tmp_path, SPEC, (0, 0, 0)).with_suffix(
+    '.json'
+  )
+  sidecar.write_text(sidecar.read_text()[:20])
+  assert record_writing.finished_shard(tmp_path, SPEC, (0, 0, 0)) is None
+
+
+def flip_byte(path):
+  data = bytearray(path.read_bytes())
+  data[len(data) // 2] ^= 1
+  path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+  'field, value',
+  [
+    ('vocabulary', 'another'),
+    ('encoder_length', 16),
+    ('passes', 3),
+    ('seed', 8),
+    ('source_fingerprint', 'known'),
+  ],
+)
+def test_records_of_another_spec_are_refused_by_field(tmp_path, field, value):
+  write_set(tmp_path)
+  expect = dataclasses.replace(SPEC, **{field: value})
+  with pytest.raises(errors.UserError, match=f'match: {field} is .*{value!r}'):
+    record_sets.RecordSet.open(tmp_path, expect)
+  unknown = dataclasses.replace(SPEC, vocabulary='', source_fingerprint='')
+  assert record_sets.RecordSet.open(tmp_path, unknown).spec == SPEC
+
+
+def test_damaged_shards_are_refused(tmp_path):
+  write_set(tmp_path)
+  path = record_writing.shard_path(tmp_path, SPEC, (1, 0, 2))
+  flip_byte(path)
+  with pytest.raises(errors.UserError, match='another SHA-256'):
+    record_sets.RecordSet.open(tmp_path)
+  os.truncate(path, 1000)
+  with pytest.raises(errors.UserError, match='has 1000 bytes'):
+    record_sets.RecordSet.open(tmp_path)
+  path.unlink()
+  with pytest.raises(errors.UserError, match='00002-of-00003.*is missing'):
+    record_sets.RecordSet.open(tmp_path)
+
+
+def test_unusable_record_sets_are_refused(tmp_path):
+  with pytest.raises(errors.UserError, match='encdec_adapt.materialize'):
+    record_sets.RecordSet.open(tmp_path)
+  manifest = write_set(tmp_path, rows_per_shard=(0, 0, 0))
+  with pytest.raises(errors.UserError, match='no rows'):
+    record_sets.RecordSet.open(tmp_path)
+  path = tmp_path / 'manifest.json'
+  path.write_text(json.dumps({**manifest, 'format': 99}))
+  with pytest.raises(errors.UserError, match='format 99'):
+    record_sets.RecordSet.open(tmp_path)
+  path.write_text(path.read_text()[:-20])
+  with pytest.raises(errors.UserError, match='is not a manifest'):
+    record_sets.RecordSet.open(tmp_path)
+
+
+@pytest.mark.parametrize(
+  'change, name, reason',
+  [
+    ({'objective': 'meap'}, "objective 'meap'", 'not rounded down'),
+    (
+      {'objective': 'prefix_lm | prefix_lm_uniform:concatenate'},
+      "objective 'prefix_lm_uniform:concatenate'",
+      'share the draw of their splits',
+    ),
+    ({'objective': 'pairs:prefix=a '}, "objective 'pairs:prefix=a '", 'space'),
+    ({'objective': 'chat'}, "objective 'chat'", 'the whole conversation'),
+    (
+      {'objective': 'pairs', 'source': 'pairs:a#b,c + prompts:a#b'},
+      "source 'prompts:a#b'",
+      "'|||' in the fields",
+    ),
+  ],
+)
+def test_records_of_a_changed_objective_or_source_are_refused(
+  tmp_path, change, name, reason
+):
+  spec = dataclasses.replace(SPEC, **change)
+  manifest = write_set(tmp_path, spec)
+  assert manifest['revisions'] == {name: 1}
+  record_sets.check_spec(tmp_path, manifest, spec)
+  del manifest['revisions']  # As before there were any.
+  with pytest.raises(errors.UserError, match='have revision 0') as error:
+    record_sets.check_spec(tmp_path, manifest, spec)
+  assert name in str(error.value) and reason in str(error.value)
+  shard = record_writing.shard_path(tmp_path, spec, (0, 0, 0))
+  entry = json.loads(shard.with_suffix('.json').read_text())
+  del entry['identity']['revisions']
+  shard.with_suffix('.json').write_text(json.dumps(entry))
+  assert record_writing.finished_shard(tmp_path, spec, (0, 0, 0)) is None
+
+
+@pytest.mark.parametrize(
+  'change',
+  [
+    {},
+    {'objective': 'prefix_lm_uniform'},
+    {'objective': 'meap', 'split': 'eval'},  # Held-out rows have no masks.
+    {'objective': 'pairs:prefix=a b: ,too_long=drop', 'source': 'pairs:a#b,c'},
+  ],
+)
+def test_records_of_unchanged_objectives_stay_valid(tmp_path, change):
+  spec = dataclasses.replace(SPEC, **change)
+  assert 'revisions' not in spec.shard_identity()
+  manifest = write_set(tmp_path, spec)
+  del manifest['revisions']
+  record_sets.check_spec(tmp_path, manifest, spec)

@@ -1,0 +1,35 @@
+"""Rows of records as text."""
+
+from types import SimpleNamespace
+
+import numpy as np
+
+from encdec_adapt.data.records import row_display
+from encdec_adapt.objectives import framing, parsing
+from encdec_adapt.tokenizers import vocabulary_pair
+
+
+def test_special_tokens_weights_and_documents_are_shown():
+  one = vocabulary_pair.open_vocabulary(vocabulary_pair.BYTES)
+  sentinel = one.sentinels[0]
+  pair = framing.Pair(
+    np.concatenate([one.encode('a\nb'), [sentinel]]).astype(np.int32),
+    one.encode('cde'),
+    decoder_inputs=np.array([*one.encode('c'), one.mask, *one.encode('e')]),
+    weights=np.array([1, 1, 0], np.float32),
+    documents=('x.txt', 'y.txt'),
+  )
+  spec = SimpleNamespace(objectives=parsing.parse('prefix_lm'))
+  record_set = SimpleNamespace(read=lambda rows: [[pair]], spec=spec)
+  opened = vocabulary_pair.Opened(one, one)
+  plain = row_display.describe(record_set, opened, [7], colour=False)
+  assert plain.splitlines() == [
+    'row 7: 1 examples',
+    ' segment 1, of x.txt, y.txt',
+    '  inputs       4  a\\nb<unused0>',
+    '  reads        3  c<mask>e',
+    '  targets      3  cd{e}',
+  ]
+  coloured = row_display.describe(record_set, opened, [7], colour=True)
+  assert '\033[36m<mask>\033[0m' in coloured
+  assert 'cd\033[2me\033[0m' in coloured

@@ -1,0 +1,248 @@
+"""Files as documents: ids, ranges of shards, caps and what is refused."""
+
+import itertools
+import json
+import os
+import pathlib
+import re
+import tempfile
+
+import hypothesis
+from hypothesis import strategies
+import pytest
+
+from encdec_adapt.base import errors
+from encdec_adapt.data.sources import document_source, text_sources
+from encdec_adapt.files import paths, text_lines
+
+
+def _write(folder, **files):
+  for name, text in files.items():
+    path = folder / name.replace('__', '/')
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+
+
+def test_text_files_are_documents(tmp_path):
+  _write(tmp_path, b__x='second\n', a='first \u00e9', empty='', c__d__e='3')
+  source = text_sources.open_source(f'text:{tmp_path}/**')
+  assert list(source.documents()) == [
+    document_source.Document('a', 'first \u00e9'),
+    document_source.Document('b/x', 'second\n'),
+    document_source.Document('c/d/e', '3'),
+  ]
+
+
+def test_jsonl_lines_are_documents(tmp_path):
+  lines = '{"text": "one", "n": 1}\n\n{"text": "tw\\ud800o"}\n{"text": ""}\n'
+  _write(tmp_path, **{'a::b.jsonl': lines})
+  source = text_sources.open_source(f'jsonl:{tmp_path}/*.jsonl')
+  assert list(source.documents()) == [
+    document_source.Document('a:_:b.jsonl:0', 'one'),
+    document_source.Document('a:_:b.jsonl:25', 'tw\ufffdo'),
+  ]
+  _write(tmp_path, **{'other.json': '{"body": "b", "text": "t"}'})
+  other = text_sources.open_source(f'jsonl:{tmp_path}/*.json#body')
+  assert [document.text for document in other.documents()] == ['b']
+
+
+def test_files_of_a_bucket_are_as_those_of_a_disk(tmp_path, bucket, store):
+  lines = '{"text": "one"}\n\n{"text": "two"}\n' + '{"text": "x"}\n' * 3
+  files = {'b__x.jsonl': lines, 'a.jsonl': '{"text": "a"}', 'a.txt': 'not'}
+  _write(tmp_path, **files, **{'b__c__d.jsonl': '{"text": "d"}'})
+  paths.upload(tmp_path, paths.at(f'{bucket}/text'))
+  paths.write(f'{bucket}/other/a.jsonl', b'{"text": "elsewhere"}')
+  for glob in ('*.jsonl', '**/*.jsonl', 'b/x.jsonl', '?.txt', '[ab].*'):
+    kind = 'jsonl' if 'jsonl' in glob else 'text'
+    here, there = (
+      list(text_sources.open_source(f'{kind}:{root}/{glob}').documents())
+      for root in (tmp_path, f'{bucket}/text')
+    )
+    assert here and here == there, glob
+  source = text_sources.open_source(f'jsonl:{bucket}/text/*.jsonl')
+  first = source.fingerprint()
+  requests = len(store.requests)
+  assert source.fingerprint() == first
+  assert len(store.requests) == requests
+  paths.write(f'{bucket}/text/a.jsonl', b'{"text": "b"}')
+  changed = text_sources.open_source(f'jsonl:{bucket}/text/*.jsonl')
+  assert changed.fingerprint() != first
+  with pytest.raises(errors.UserError, match='no file matches .*absent'):
+    text_sources.open_source(f'text:{bucket}/absent/*')
+  with pytest.raises(errors.UserError, match=f'cannot be listed: {bucket}/a'):
+    text_sources.open_source(f'text:{bucket}/a**/x')
+
+
+def test_only_what_is_wanted_is_read(tmp_path):
+  _write(tmp_path, a='a', b=b'\xff not UTF-8', c='c')
+  source = text_sources.open_source(f'text:{tmp_path}/*')
+  kept = source.documents(lambda name: name != 'b')
+  assert [document.id for document in kept] == ['a', 'c']
+  with pytest.raises(errors.UserError, match='b, is not UTF-8 .byte 0'):
+    list(source.documents())
+
+
+@pytest.mark.parametrize(
+  'caps, ids',
+  [
+    (dict(max_bytes=7), ['a', 'b']),
+    (dict(max_bytes=6), ['a']),
+    (dict(max_bytes=100), ['a', 'b', 'c']),
+  ],
+)
+def test_caps_take_the_first(tmp_path, caps, ids):
+  _write(tmp_path, a='\u00e9\u00e9', b='bbb', c='c')
+  source = text_sources.open_source(f'text:{tmp_path}/*', **caps)
+  assert [document.id for document in source.documents()] == ids
+  # A cap means the same documents to every reader of a shard.
+  shards = [
+    [document.id for document in source.documents(None, shard, 2)]
+    for shard in (0, 1)
+  ]
+  assert sorted(sum(shards, [])) == ids
+
+
+def test_fingerprint_follows_the_content(tmp_path):
+  big = b'x' * 200_000
+  _write(tmp_path, a=big, b='b')
+  name = f'text:{tmp_path}/*'
+  first = text_sources.open_source(name).fingerprint()
+  assert text_sources.open_source(name).fingerprint() == first
+  os.utime(tmp_path / 'a', (1, 1))
+  assert text_sources.open_source(name).fingerprint() == first
+  assert text_sources.open_source(name, max_bytes=9).fingerprint() != first
+  for changed in (b'y' + big[1:], big[:-1] + b'y', big + b'x'):
+    _write(tmp_path, a=changed)
+    assert text_sources.open_source(name).fingerprint() != first
+
+
+@pytest.mark.parametrize(
+  'line, message',
+  [
+    (b'{"text": ', "line 2, is not .* text in 'text'"),
+    (b'{"body": "x", "id": 3}', "line 2, is not .* text in 'text'"),
+    (b'{"text": 3}', 'line 2, is not .* .3.; name the field'),
+    (b'["x"]', 'line 2, is not'),
+    (b'\xff', 'line 2, is not UTF-8'),
+  ],
+)
+def test_jsonl_refuses(tmp_path, line, message):
+  _write(tmp_path, **{'a.jsonl': b'{"text": "fine"}\n' + line})
+  with pytest.raises(errors.UserError, match=message):
+    list(text_sources.open_source(f'jsonl:{tmp_path}/a.jsonl').documents())
+
+
+def test_only_the_byte_order_mark_of_a_file_is_dropped(tmp_path):
+  file = tmp_path / 'a.txt'
+  file.write_text('\ufeffx\n\ufeffx\n\n\ufeff\n')
+  for unit, texts in (
+    ('', ['x\n\ufeffx\n\n\ufeff\n']),
+    ('#paragraphs', ['x\n\ufeffx', '\ufeff']),
+    ('#lines', ['x', '\ufeffx', '\ufeff']),
+  ):
+    documents = text_sources.open_source(f'text:{file}{unit}').documents()
+    assert [one.text for one in documents] == texts
+  lines = text_lines.read(str(file)).values()
+  assert '|'.join(lines) == 'x|\ufeffx||\ufeff'
+  # In a string U+FEFF is text; outside of one it is not JSON.
+  file.write_text('\ufeff{"text": "\ufeffx"}\n\ufeff{"text": "x"}')
+  templates = tmp_path / 'a.yaml'
+  templates.write_text('templates: {a: {name: a, jinja: "{{text}} ||| b"}}')
+  for name, text in (
+    (f'jsonl:{file}', '\ufeffx'),
+    (f'prompts:{file}#{templates}', '["\ufeffx", "b"]'),
+  ):
+    documents = text_sources.open_source(name).documents()
+    assert next(documents).text == text
+    with pytest.raises(errors.UserError, match='line 2.* BOM'):
+      next(documents)
+  with pytest.raises(errors.UserError, match='line 2 is not JSON .* BOM'):
+    text_lines.read_json(str(file))
+
+
+def test_sources_of_pairs_and_conversations(tmp_path):
+  file = tmp_path / 'a.jsonl'
+  file.write_text('{"q": "\u00e9?", "a": "b", "turns": []}\n')
+  (pair,) = text_sources.open_source(f'pairs:{file}#q,a').documents()
+  assert json.loads(pair.text) == ['\u00e9?', 'b'] and pair.id == 'a.jsonl:0'
+  (chat,) = text_sources.open_source(f'chat:{file}#turns').documents()
+  assert json.loads(chat.text) == []
+  for name, words in (
+    (f'pairs:{file}#q', 'must be two fields'),
+    (f'pairs:{file}#q,b', "a.jsonl, line 1, .*text in 'b'"),
+    (f'chat:{file}', "line 1, .*a list in 'messages'"),
+    (f'pairs:{file}#turns,a', r"text in 'turns' \(\[\]\)"),
+  ):
+    with pytest.raises(errors.UserError, match=words):
+      list(text_sources.open_source(name).documents())
+
+
+def test_paragraphs_and_lines_of_a_file_are_documents(tmp_path):
+  file = tmp_path / 'a.txt'
+  file.write_text('\n one\ntwo \n \n\nthree\n\n\nfour\n')
+
+  def texts(unit):
+    source = text_sources.open_source(f'text:{file}#{unit}')
+    return [(one.id, one.text) for one in source.documents()]
+
+  assert texts('paragraphs') == [
+    ('a.txt:1', ' one\ntwo '),
+    ('a.txt:14', 'three'),
+    ('a.txt:22', 'four'),
+  ]
+  assert [text for _, text in texts('lines')] == [
+    ' one',
+    'two ',
+    'three',
+    'four',
+  ]
+  with pytest.raises(errors.UserError, match='paragraphs or lines'):
+    text_sources.open_source(f'text:{file}#words')
+
+
+def _documents(name, max_bytes=0, shards=1):
+  """The documents of all shards, each opened by itself."""
+  found = []
+  for i in range(shards):
+    source = text_sources.open_source(name, max_bytes)
+    found += source.documents(None, i, shards)
+  return found
+
+
+@hypothesis.settings(deadline=None, max_examples=150)
+@hypothesis.given(
+  files=strategies.lists(
+    strategies.text('a\ufeff \r\n\t', max_size=60), min_size=1, max_size=4
+  ),
+  unit=strategies.sampled_from(['', '#lines', '#paragraphs']),
+  shards=strategies.integers(2, 12),
+  max_bytes=strategies.integers(1, 80),
+)
+def test_shards_divide_files(files, unit, shards, max_bytes):
+  with tempfile.TemporaryDirectory() as folder:
+    for i, text in enumerate(files):
+      (pathlib.Path(folder) / str(i)).write_bytes(b'.' + text.encode())
+    name = f'text:{folder}/*{unit}'
+    whole = _documents(name)
+    # No document is lost, in two shards or elsewhere named otherwise.
+    assert _documents(name, shards=shards) == whole
+    assert len({one.id for one in whole}) == len(whole)
+    ends = {'': r'\Z', '#lines': '\n', '#paragraphs': r'\n\s*\n'}[unit]
+    parts = itertools.chain(*(re.split(ends, '.' + text) for text in files))
+    stripped = [one.text.strip() for one in whole]
+    assert stripped == [part.strip() for part in parts if part.strip()]
+    try:
+      capped = _documents(name, max_bytes)
+    except errors.UserError:
+      capped = []
+    assert capped == whole[: len(capped)]
+    assert sum(len(one.text.encode()) for one in capped) <= max_bytes
+    assert _documents(name, max_bytes, shards) == capped
+
+
+def test_a_shard_reads_its_range_of_a_bucket(tmp_path, bucket, store):
+  lines = [json.dumps({'text': f'{i} ' * 200_000}) for i in range(30)]
+  paths.write(f'{bucket}/a.jsonl', '\n'.join(lines).encode())
+  name = f'jsonl:{bucket}/a.jsonl'
+  whole = _documents(name)
+  assert _documents(name, shards=4) == whole and len(whole) == 30

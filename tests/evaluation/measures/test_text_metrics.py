@@ -1,0 +1,41 @@
+"""Metrics of texts on literal ones."""
+
+import pytest
+
+from encdec_adapt.evaluation.measures import text_metrics
+
+pytest.importorskip('sacrebleu', reason="needs pip install -e '.[eval]'")
+PREDICTIONS = ['The cat sat on the mat.', 'two dogs', '', 'A red house']
+REFERENCES = [
+  ['the cat sat on the mat'],
+  ['three dogs ran', 'two dogs!'],
+  ['nothing'],
+  ['the blue house stands'],
+]
+
+
+def test_literal_scores():
+  found = {
+    s.metric: s for s in text_metrics.score('x', PREDICTIONS, REFERENCES)
+  }
+  assert found['exact_match'].scores == (1, 1, 0, 0)
+  # 'red house' and 'blue house stands' share one word of 2 and 3.
+  assert found['f1'].scores == pytest.approx((1, 1, 0, 0.4))
+  assert found['f1'].value == pytest.approx(0.6)
+  assert found['f1'].stderr == pytest.approx(0.2449, abs=1e-4)
+  # 'a red house' against 'the blue house stands': 2 * (1/3 * 1/4) / (7/12).
+  assert found['rouge1'].scores == pytest.approx((1, 1, 0, 2 / 7))
+  assert found['rougeL'].n == 4
+  assert 0 < found['bleu'].value < 1 and 0 < found['chrf'].value < 1
+  assert found['bleu'].stderr is None
+
+
+def test_corpus_scores_are_those_of_sacrebleu():
+  import sacrebleu
+
+  texts = ['the cat is on a mat today', 'a dog barks at the red car']
+  references = [['the cat is on the mat today'], ['the dog barks at a red car']]
+  found = {s.metric: s for s in text_metrics.score('x', texts, references)}
+  want = sacrebleu.corpus_bleu(texts, [[one for (one,) in references]])
+  assert found['bleu'].value == pytest.approx(want.score / 100)
+  assert 0.1 < found['bleu'].value < 0.9

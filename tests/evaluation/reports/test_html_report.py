@@ -1,0 +1,163 @@
+"""Findings state what the numbers say, in either direction; the files."""
+
+import json
+import math
+
+import pytest
+
+from encdec_adapt.evaluation.reports import html_report, report_findings
+from encdec_adapt.evaluation.results import number_format
+from encdec_adapt.files import paths
+
+
+def _run(start, end, shuffled=None, **fields):
+  cost = dict(total_tokens=819_200, target_tokens=409_600, flops=1.5e13)
+  steps = [0, 50, 100]
+  return {
+    'kind': 'encoder_decoder',
+    'parameters': 2_345_678,
+    'steps': 100,
+    'learning_rate': 1e-3,
+    'seed': 0,
+    'eval_loss': end,
+    'exact_match': 0.25,
+    'eval_loss_at_step_0': start,
+    'eval_loss_in_training': end - 0.5,
+    'eval_loss_shuffled_prefix': shuffled,
+    'curve': {
+      'step': steps,
+      'target_tokens': [step * 4096 for step in steps],
+      'eval_loss': [start, (start + end) / 2, end],
+    },
+    'seconds': 75.0,
+    **cost,
+    'inclusive': {**cost, 'seconds': 150.0},
+    **fields,
+  }
+
+
+@pytest.fixture
+def report():
+  runs = {
+    'decoder_only': _run(8.3, 3.5, 3.75, kind='decoder_only'),
+    'adapted': _run(4.6, 3.1, 3.7),
+    'adapted_seed1': _run(4.7, 3.2, 3.8, seed=1),
+    'scratch': _run(8.4, 3.9, 3.95),
+    'scratch_seed1': _run(8.4, 4.1, 4.15, seed=1),
+    'adapted_embeddings': _run(8.0, 3.6),
+    'adapted_lr_0.0003': _run(4.6, 3.4, 3.5, learning_rate=3e-4),
+  }
+  stage = {'name': 'adapt', 'command': 'python -m train --workdir=<runs>'}
+  return {
+    'title': 'A study',
+    'size': 'small',
+    'text': {'documents': 1200, 'bytes': 5_000_000},
+    'runs': runs,
+    'stages': [{**stage, 'budget_seconds': 60, 'seconds': 75.0}],
+    'samples': [
+      {'run': 'adapted', 'prompt': 'def f(x):\n', 'continuation': 'a < b'}
+    ],
+    'environment': {'python': '3.12.1', 'versions': {'jax': '0.10.2'}},
+  }
+
+
+def _about(report, *starts):
+  """The findings that start so, one for each start."""
+  found = report_findings.findings(report)
+  lines = []
+  for start in starts:
+    (line,) = [text for text in found if text.startswith(start)]
+    lines.append(line)
+  return lines
+
+
+def test_findings(report):
+  start, end, scratch, decoder, control = _about(
+    report,
+    'At step 0',
+    'After 100 steps',
+    'scratch (',
+    'decoder_only (',
+    'adapted_embeddings (',
+  )
+  assert '4.650 (mean of 2 seeds, 4.600 to 4.700)' in start
+  assert 'adapted is 3.750 nats lower' in start
+  assert '3.150 (mean of 2 seeds' in end
+  assert 'adapted is 0.850 nats lower (95 % interval' in scratch
+  assert 'adapted is 0.350 nats lower' in decoder
+  assert 'adapted is 0.450 nats lower' in control
+
+
+def test_no_interval_where_the_seeds_differ(report):
+  runs = report['runs']
+  runs['scratch_seed2'] = runs.pop('scratch_seed1')
+  (scratch,) = _about(report, 'scratch (')
+  assert 'lower' in scratch and 'interval' not in scratch
+
+
+def test_the_interval_is_of_paired_seeds():
+  low, high = number_format.paired_interval([1.0, 2.0, 3.0], [0.0, 0.0, 3.0])
+  # t of 2 degrees of freedom is 4.3027, the standard error 1 / sqrt(3).
+  assert (low, high) == pytest.approx((1 - 2.4841, 1 + 2.4841), abs=1e-3)
+
+
+def test_encoder_use_needs_a_clear_rise_and_finite_losses(report):
+  adapted, scratch, decoder = _about(
+    report,
+    *('adapted uses its encoder', 'scratch does not clearly use its encoder'),
+    'decoder_only reads prefixes without an encoder',
+  )
+  assert '(+0.600)' in adapted and '(+0.050)' in scratch
+  assert '(+0.250)' in decoder
+  report['runs']['scratch']['eval_loss'] = math.nan
+  _about(report, 'scratch ended with a loss that is not finite')
+  found = report_findings.findings(report)
+  assert not [text for text in found if text.startswith('scratch (')]
+  # Its loss with the prefixes of other examples was not measured.
+  assert not [
+    text for text in found if text.startswith('adapted_embeddings uses')
+  ]
+
+
+def test_every_finding_names_its_model(report):
+  report['runs']['decoder_only_continued'] = _run(8.3, 3.15, kind='decoder')
+  report['runs']['adapted']['label_accuracy'] = 0.5
+  found = report_findings.findings({**report, 'best': ['adapted']})
+  assert len(found) == 11
+  for text in found:
+    assert any(name in text.split(':')[0] for name in report['runs']), text
+  (more,) = (x for x in found if x.startswith('decoder_only_continued ('))
+  assert 'that decoder' not in more and 'adapted does not differ' in more
+
+
+def test_poor_continuations_are_explained_by_the_size(report):
+  (text,) = report_findings.explain_continuations(report)
+  assert '2.35 M parameters and 819 k tokens' in text
+  report['runs']['adapted']['parameters'] = 2_600_000_000
+  assert report_findings.explain_continuations(report) == []
+
+
+def test_write(report, bucket, tmp_path):
+  runs = report['runs']
+  runs['scratch']['curve']['eval_loss'][0] = math.inf
+  # An imported model.
+  runs['decoder_only'] |= dict(learning_rate=None, seed=None)
+  runs['decoder_only'] |= dict(eval_loss_at_step_0=None, steps=0)
+  runs['decoder_only']['curve'] = dict(step=[], target_tokens=[], eval_loss=[])
+  found = html_report.write(report, tmp_path)
+  assert found == report_findings.findings(report)
+  assert (tmp_path / 'curves.png').read_bytes().startswith(b'\x89PNG')
+  text = (tmp_path / 'report.html').read_text()
+  for name in runs:
+    assert f'<td>{name}</td>' in text
+  assert 'data:image/png;base64,' in text
+  assert 'http' not in text  # Nothing outside the page.
+  assert '2.35 M parameters and 819 k tokens' in text
+  assert '<td>2.600</td>' in text  # Of adapted, in its own training.
+  assert 'a &lt; b' in text and '--workdir=&lt;runs&gt;' in text
+  saved = json.loads((tmp_path / 'report.json').read_text())
+  assert saved['findings'] == found
+  assert saved['runs']['adapted'] == runs['adapted']
+  assert saved['runs']['scratch']['curve']['eval_loss'][0] is None
+  html_report.write(report, f'{bucket}/study')
+  assert paths.tree(paths.at(f'{bucket}/study')) == paths.tree(tmp_path)

@@ -1,0 +1,92 @@
+"""Intervals and paired tests against published and hand-made examples."""
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from encdec_adapt.evaluation.results import comparisons, results_store
+
+
+def _score(*scores):
+  n = len(scores)
+  error = float(np.std(scores, ddof=1)) / n**0.5
+  return results_store.Score('t', 'm', float(np.mean(scores)), error, n, scores)
+
+
+def test_interval_of_a_share_is_wilsons():
+  score = _score(*[1.0] * 15, *[0.0] * 5)
+  want = stats.binomtest(15, 20).proportion_ci(method='wilson')
+  assert comparisons.interval(score) == pytest.approx((want.low, want.high))
+  # All right is no certainty.
+  low, high = comparisons.interval(_score(*[1.0] * 10))
+  assert 0.7 < low < 0.75 and high == pytest.approx(1.0)
+
+
+def test_interval_of_a_mean_is_students():
+  score = _score(1.0, 2.0, 3.0)
+  # t of 2 degrees of freedom is 4.3027, the standard error 1 / sqrt(3).
+  want = 2 - 2.4841, 2 + 2.4841
+  assert comparisons.interval(score) == pytest.approx(want, abs=1e-4)
+  unknown = results_store.Score('t', 'bleu', 12.0, None, 3)
+  assert comparisons.interval(unknown) is None
+
+
+def test_mcnemar():
+  # 2 are right for the first alone, 8 for the second alone.
+  first = [1.0] * 10 + [0.0] * 10
+  second = [1.0] * 8 + [0.0] * 2 + [1.0] * 8 + [0.0] * 2
+  found = comparisons.compare(_score(*first), _score(*second))
+  assert found.difference == pytest.approx(0.3)
+  # Of 10 changed examples 8 are better: 2 * (1 + 10 + 45) / 1024.
+  assert found.p == pytest.approx(112 / 1024)
+  assert (found.n, found.test) == (20, 'McNemar, exact')
+  # 6 / 22 -+ 1.96 sqrt(11 - 36 / 22) / 22
+  want = 6 / 22 - 0.27265, 6 / 22 + 0.27265
+  assert (found.low, found.high) == pytest.approx(want, abs=1e-4)
+  swapped = comparisons.compare(_score(*second), _score(*first))
+  assert (swapped.low, swapped.high) == pytest.approx((-found.high, -found.low))
+
+
+def test_equal_answers_leave_an_interval():
+  score = _score(1.0, 0.0, 1.0, 1.0)
+  found = comparisons.compare(score, score)
+  assert found.p == 1.0 and found.low < 0 < found.high
+
+
+def test_paired_t():
+  first = _score(2.0, 3.5, 1.0, 4.0, 2.5)
+  second = _score(2.5, 3.75, 2.0, 4.0, 3.5)
+  found = comparisons.compare(first, second)
+  want = stats.ttest_rel(second.scores, first.scores)
+  bounds = want.confidence_interval(0.95)
+  assert found.difference == pytest.approx(0.55)
+  assert found.p == pytest.approx(want.pvalue)
+  assert (found.low, found.high) == pytest.approx((bounds.low, bounds.high))
+
+
+def test_no_comparison_without_the_same_examples():
+  whole = results_store.Score('t', 'bleu', 12.0, None, 3)
+  assert comparisons.compare(whole, whole) is None
+  assert comparisons.compare(_score(1.0, 2.0), _score(1.0, 2.0, 3.0)) is None
+
+
+# T5Gemma (2504.06225), table 2: pretrained and instruction-tuned averages.
+TABLE_2 = {
+  '2B-2B': [(47.9, 39.0), (49.7, 46.4), (50.1, 42.4)],
+  '9B-2B': [(55.0, 49.3), (52.9, 45.7)],
+  '9B-9B': [(61.7, 59.6), (63.1, 62.9), (63.9, 61.5)],
+  'S-S': [(23.4, 6.2), (22.8, 9.8), (23.1, 10.7)],
+  'B-B': [(26.7, 9.8), (26.9, 12.9), (26.0, 11.1)],
+  'L-L': [(32.3, 12.9), (31.6, 17.5), (30.9, 18.9)],
+  'XL-XL': [(39.7, 23.5), (39.5, 30.7), (38.5, 29.2)],
+}
+
+
+def test_correlation_of_pretraining_with_instruction_tuning():
+  points = [(s, *pair) for s, pairs in TABLE_2.items() for pair in pairs]
+  pooled, within = comparisons.correlations(points)
+  # The paper states 0.97 over all points, and 0.42 within a size, of more
+  # models than the table has.
+  assert pooled == pytest.approx(0.97, abs=0.005)
+  assert within < 0.5
+  assert comparisons.correlations(points[:2])[1] is None

@@ -1,0 +1,487 @@
+"""Tasks through lm-eval and prompt templates, on files made here."""
+
+import dataclasses
+import json
+import pathlib
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from encdec_adapt.base import errors
+from encdec_adapt.cluster import program_limits
+from encdec_adapt.conversion import pretrained_files
+from encdec_adapt.evaluation.measures import log_likelihoods
+from encdec_adapt.evaluation.tasks import task_groups as tasks
+from tests import toy_models
+
+_REASON = "needs lm-eval: pip install -e '.[eval]'"
+instance = pytest.importorskip('lm_eval.api.instance', reason=_REASON)
+
+from encdec_adapt.evaluation.tasks import lm_eval_adapter  # noqa: E402
+
+CHOICE = {
+  'task': 'colours',
+  'dataset_path': 'json',
+  'dataset_kwargs': {'data_files': {'test': 'colours.jsonl'}},
+  'test_split': 'test',
+  'output_type': 'multiple_choice',
+  'doc_to_text': 'The {{thing}} is',
+  'doc_to_choice': '{{colours}}',
+  'doc_to_target': '{{answer}}',
+  'metric_list': [{'metric': 'acc'}],
+}
+GENERATE = {
+  'task': 'echo',
+  'dataset_path': 'json',
+  'dataset_kwargs': {'data_files': {'test': 'echo.jsonl'}},
+  'test_split': 'test',
+  'output_type': 'generate_until',
+  'doc_to_text': 'Say {{word}}:',
+  'doc_to_target': '{{word}}',
+  'generation_kwargs': {'until': ['\n'], 'max_gen_toks': 4},
+  'metric_list': [{'metric': 'exact_match'}],
+}
+ROLLING = {
+  'task': 'prose',
+  'dataset_path': 'json',
+  'dataset_kwargs': {'data_files': {'test': 'echo.jsonl'}},
+  'test_split': 'test',
+  'output_type': 'loglikelihood_rolling',
+  'doc_to_text': '',
+  'doc_to_target': '{{word}}',
+  'metric_list': [{'metric': 'bits_per_byte'}],
+}
+COLOURS = [
+  {'thing': 'sky', 'colours': [' blue', ' green', ' red'], 'answer': 0},
+  {'thing': 'grass', 'colours': [' blue', ' green', ' red'], 'answer': 1},
+  {'thing': 'rose', 'colours': [' blue', ' green', ' red'], 'answer': 2},
+]
+ECHO = [{'word': 'quick brown fox'}, {'word': 'lazy dog'}]
+PROMPTED = {'task': 'wsc', 'data': 'rows.jsonl', 'templates': 'p3.yaml'}
+PROMPTED['row'] = {'label': "{{ ['no', 'yes'].index(label) }}"}
+TEMPLATES = """
+templates:
+  a: !Template
+    answer_choices: No ||| Yes
+    jinja: "{{text}} Is it true? ||| {{answer_choices[label]}}"
+    name: left
+  b: !Template
+    answer_choices: wrong ||| right
+    jinja: "{{text}} This is ||| {{answer_choices[label]}}"
+    name: right
+  c: !Template
+    answer_choices: null
+    jinja: "{{text}} Why? ||| Because."
+    name: why
+"""
+ROWS = [{'text': 'The fox ||| is quick.', 'label': 'yes'}]
+ROWS.append({'text': 'The dog is quick.', 'label': 'no'})
+
+
+def _write(folder, **changes):
+  """A folder of local tasks."""
+  contents = {
+    'colours.yaml': CHOICE,
+    'echo.yaml': GENERATE,
+    'prose.yaml': ROLLING,
+    'wsc.yaml': PROMPTED,
+    'p3.yaml': TEMPLATES,
+    'colours.jsonl': COLOURS,
+    'echo.jsonl': ECHO,
+    'rows.jsonl': ROWS,
+    **changes,
+  }
+  for name, content in contents.items():
+    if isinstance(content, list):
+      content = ''.join(json.dumps(row) + '\n' for row in content)
+    elif not isinstance(content, str):
+      content = json.dumps(content)  # JSON is YAML.
+    (folder / name).write_text(content)
+  return str(folder)
+
+
+@pytest.fixture(scope='module')
+def models(tmp_path_factory):
+  """Models with a vocabulary by kind."""
+  stack = toy_models.stack(vocab_size=toy_models.GEMMA_SIZE, window=64)
+  folder = tmp_path_factory.mktemp('models')
+  return {
+    kind: toy_models.save(folder / kind, config, scale=0.2)
+    for kind, config in toy_models.pair_and_decoder(stack).items()
+  }
+
+
+KINDS = ['encoder_decoder', 'decoder_only']
+
+
+def _run(loaded, planned, rows=8, report=lambda done, total: None):
+  """Scores of the tasks and groups of a plan."""
+  found = []
+  for task in planned.tasks:
+    found += task.scores(loaded, rows, report)
+  return [*found, *planned.group_scores(found)]
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_scores_are_those_of_the_logits(kind, models):
+  loaded = models[kind]
+  rng = np.random.default_rng(0)
+  pairs = [
+    log_likelihoods.Pair(
+      [2, *rng.integers(3, 300, n)], list(rng.integers(3, 300, m))
+    )
+    for n, m in ((4, 3), (20, 40), (1, 1), (9, 17), (60, 2))
+  ]
+  # Continuations of one context, which an encoder reads once.
+  pairs += [log_likelihoods.Pair(pairs[0].context, [i, 7]) for i in (5, 6)]
+  pairs += [log_likelihoods.Pair(pairs[3].context, [9])]
+  found = dict(log_likelihoods.score(loaded, pairs, batch_size=4, bos=2))
+  for i, (context, continuation) in enumerate(pairs):
+    if kind == 'decoder_only':
+      logits = loaded.logits(np.array([[*context, *continuation[:-1]]]))
+      logits = logits[0, len(context) - 1 :]
+    else:
+      decoder = np.array([[2, *continuation[:-1]]])
+      logits = loaded.logits(decoder, np.array([context]))[0]
+    log_probs = np.asarray(jax.nn.log_softmax(logits))
+    want = log_probs[np.arange(len(continuation)), continuation].sum()
+    assert found[i].log_prob == pytest.approx(want, abs=1e-3)
+    assert found[i].greedy == (log_probs.argmax(1) == continuation).all()
+  # The likeliest continuation of one token is greedy.
+  best = log_likelihoods.Pair(pairs[-1].context, [int(log_probs.argmax(1)[0])])
+  assert dict(log_likelihoods.score(loaded, [best], bos=2))[0].greedy
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_a_folder_of_tasks(kind, models, tmp_path):
+  progress = []
+  planned = tasks.plan([], _write(tmp_path))
+  found = {
+    (score.task, score.metric): score
+    for score in _run(
+      models[kind], planned, report=lambda *args: progress.append(args)
+    )
+  }
+  colours = found['colours', 'acc']
+  assert colours.n == len(colours.scores) == 3
+  assert colours.value == pytest.approx(np.mean(colours.scores))
+  assert colours.stderr is not None
+  assert found['echo', 'exact_match'].n == 2
+  assert found['prose', 'bits_per_byte'].value > 0
+  # Two templates have choices; one, in the middle, is both.
+  accuracies = [found[f'wsc/{name}', 'acc'].value for name in ('right', 'left')]
+  assert found['wsc', 'median'].value == np.median(accuracies)
+  assert found['wsc', 'median'].n == len(ROWS)
+  # The last of every task's requests.
+  assert sum(done == total for done, total in progress) == 4
+  assert (9, 9) in progress
+
+
+def test_likelihoods_are_of_the_model(models, tmp_path):
+  """The answer of a task is the likeliest choice by our own scores."""
+  loaded = models['encoder_decoder']
+  adapter = lm_eval_adapter.Adapter(loaded)
+  texts = [('The sky is ', 'blue'), ('', 'green'), ('The rose is', ' red')]
+  requests = [instance.Instance('loglikelihood', {}, t, 0) for t in texts]
+  found = adapter.loglikelihood(requests, disable_tqdm=True)
+  reader = loaded.stored.open_vocabularies().decoder
+  # Spaces go to the continuation, and without a context there is BOS.
+  framed = [('The sky is', ' blue'), ('', 'green'), ('The rose is', ' red')]
+  pairs = [
+    log_likelihoods.Pair([2, *reader.encode(a)], list(reader.encode(b)))
+    for a, b in framed
+  ]
+  want = dict(log_likelihoods.score(loaded, pairs, bos=2))
+  for i, (log_prob, greedy) in enumerate(found):
+    assert log_prob == pytest.approx(want[i].log_prob, abs=1e-4)
+    assert greedy == want[i].greedy
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_a_separator_joins_context_and_choice(kind, models):
+  loaded = models[kind]
+  reader = loaded.stored.open_vocabularies().decoder
+  texts = [('Is it so? ', 'Yes'), ('Is it so? ', 'No')]
+  is_pair = kind == 'encoder_decoder'
+  between = [] if is_pair else reader.encode('\n')
+  # Encoders have contexts without the space at their end, as lm-eval does.
+  split = [(a.rstrip(), ' ' + b) if is_pair else (a, b) for a, b in texts]
+  pairs = [
+    log_likelihoods.Pair(
+      [2, *reader.encode(a), *between], list(reader.encode(b))
+    )
+    for a, b in split
+  ]
+  want = dict(log_likelihoods.score(loaded, pairs, bos=2))
+  stored = dataclasses.replace(loaded.stored, separator='\n' * (not is_pair))
+  of_run = dataclasses.replace(loaded, stored=stored)
+  for model, separator in ((loaded, '\n'), (of_run, None)):
+    adapter = lm_eval_adapter.Adapter(model)
+    for i, (log_prob, _) in enumerate(adapter.score_choices(texts, separator)):
+      assert log_prob == pytest.approx(want[i].log_prob, abs=1e-4)
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_continuations_have_at_most_the_positions_of_the_model(
+  kind, models, monkeypatch
+):
+  text, loaded = ' a lazy dog', models[kind]
+  limit = len(loaded.stored.open_vocabularies().decoder.encode(text))
+  stated = {'decoder': {'max_position_embeddings': limit}}
+  if kind == 'encoder_decoder':
+    stated['encoder'] = {'max_position_embeddings': 64}
+  monkeypatch.setattr(pretrained_files, 'config_fields', lambda _: stated)
+  adapter = lm_eval_adapter.Adapter(loaded)
+  longest, too_long, rolling = (
+    instance.Instance('loglikelihood', {}, texts, 0)
+    for texts in (('The sky is', text), ('', f'{text}s'), (text * 3,))
+  )
+  assert len(adapter.loglikelihood([longest])) == 1
+  assert len(adapter.loglikelihood_rolling([rolling])) == 1
+  with pytest.raises(errors.UserError, match="' a lazy dogs' has .* positions"):
+    adapter.loglikelihood([too_long])
+
+
+def test_rolling_scores_every_token_once(models, monkeypatch):
+  monkeypatch.setattr(lm_eval_adapter, 'WINDOW', 7)
+  text = 'The quick brown fox jumps over the lazy dog.'
+  for loaded in models.values():
+    adapter = lm_eval_adapter.Adapter(loaded)
+    seen = []
+
+    def score(pairs, seen=seen):
+      seen += pairs
+      return [
+        log_likelihoods.Scored(-1.0 * len(p.continuation), False) for p in pairs
+      ]
+
+    monkeypatch.setattr(adapter, '_score', score)
+    request = instance.Instance('loglikelihood_rolling', {}, (text,), 0)
+    (total,) = adapter.loglikelihood_rolling([request])
+    tokens = adapter.tok_encode(text, add_special_tokens=False)
+    assert [t for pair in seen for t in pair.continuation] == tokens
+    assert total == -len(tokens)
+    assert seen[0].context == [2]
+    assert seen[2].context == [2, *tokens[7:14]]
+
+
+def test_generated_programs_are_a_local_task(models, tmp_path):
+  """A task file may name a function of the user's, which runs programs."""
+  (tmp_path / 'code.py').write_text(
+    'from encdec_adapt.cluster import program_limits\n'
+    'def check(doc, answers):\n'
+    '  program = doc["start"] + "\\n" + doc["test"]\n'
+    '  return {"pass": float(program_limits.passes(program))}\n'
+  )
+  (tmp_path / 'code.yaml').write_text(
+    json.dumps({**GENERATE, 'task': 'code', 'doc_to_text': '{{start}}'})[:-1]
+    + ', "process_results": !function code.check}'
+  )
+  content = (tmp_path / 'code.yaml').read_text()
+  (tmp_path / 'code.yaml').write_text(
+    content.replace('echo.jsonl', 'code.jsonl')
+    .replace('{{word}}', '{{test}}')
+    .replace('exact_match', 'pass')
+    .replace('"metric": "pass"', '"metric": "pass", "aggregation": "mean"')
+  )
+  rows = [{'start': 'x = 1', 'test': f'assert x == {i}'} for i in range(2)]
+  (tmp_path / 'code.jsonl').write_text(
+    ''.join(json.dumps(row) + '\n' for row in rows)
+  )
+  loaded = models['encoder_decoder']
+  (score,) = _run(loaded, tasks.plan([], str(tmp_path), allow_code=True))
+  assert (score.metric, score.scores) == ('pass', (0, 1))
+  with pytest.raises(errors.UserError, match='give --allow_code'):
+    _run(loaded, tasks.plan([], str(tmp_path)))
+
+
+def test_a_filter_is_a_part_of_a_metric():
+  answer = {
+    'results': {'gsm8k': {'exact_match,strict-match': 0.5, 'alias': 'x'}},
+    'groups': {'mmlu': {'acc,none': 0.25}},
+  }
+  found = {(s.task, s.metric): s.value for s in tasks._scores(answer)}
+  assert found == {
+    ('gsm8k', 'exact_match,strict-match'): 0.5,
+    ('mmlu', 'acc'): 0.25,
+  }
+  asked = {(m.task, m.metric) for m in tasks.GROUPS['pt']}
+  assert asked >= set(found)
+
+
+def test_groups_are_of_local_tasks_first(models, tmp_path, monkeypatch):
+  monkeypatch.setattr(tasks, '_hub_tasks', frozenset)
+  folder = _write(tmp_path)
+  planned = tasks.plan(['t0'], folder)
+  assert [task.name for task in planned.tasks] == ['wsc']
+  assert 'cb' in planned.absent
+  scores = _run(models['encoder_decoder'], planned)
+  assert scores[-1].task == 't0' and scores[-1].metric == 'mean of 1'
+  sizes = {name: len(group) for name, group in tasks.GROUPS.items()}
+  assert sizes == {'pt': 22, 'it': 10, 'eai': 31, 't0': 11}
+
+
+def test_a_task_of_the_hub_is_not_lost_to_one_with_templates(monkeypatch):
+  everywhere = {m.task for group in tasks.GROUPS.values() for m in group}
+  monkeypatch.setattr(tasks, '_hub_tasks', lambda: frozenset(everywhere))
+  alone, both = tasks.plan(['eai']), tasks.plan(['eai', 't0'])
+  assert len(alone.tasks) == 31 and not alone.absent
+  assert both.tasks == alone.tasks
+  assert both.absent == sorted(m.task for m in tasks.GROUPS['t0'])
+  planned = tasks.plan(['hellaswag', 't0'])
+  assert [task.name for task in planned.tasks] == ['hellaswag']
+  with pytest.raises(errors.UserError, match="there is no task 'anli_r1'"):
+    tasks.plan(['t0'])
+
+
+def test_programs_run_apart_and_only_when_asked_for(tmp_path):
+  with pytest.raises(errors.UserError, match='give --allow_code'):
+    program_limits.passes('pass')
+  with program_limits.allowed(True):
+    assert program_limits.passes('assert sum([1, 2]) == 3')
+    assert not program_limits.passes('assert sum([1, 2]) == 4')
+    assert not program_limits.passes('while True: pass', seconds=1)
+    assert not program_limits.passes('x = bytearray(1 << 31)', megabytes=512)
+    place = tmp_path / 'written'
+    program_limits.passes(f'open({str(place)!r}, "wb").write(b"x" * (2 << 20))')
+    assert place.stat().st_size <= 1 << 20
+    # Neither an early exit nor a child outlives the tests.
+    assert not program_limits.passes('import sys; sys.exit(0)')
+    assert not program_limits.passes('import os; os._exit(0)')
+    late = tmp_path / 'late'
+    child = f'import time; time.sleep(1); open({str(late)!r}, "w")'
+    program_limits.passes(
+      f'import subprocess, sys; subprocess.Popen([sys.executable, "-c",'
+      f' {child!r}])'
+    )
+    time.sleep(1.5)
+    assert not late.exists()
+    # Not within this process's folder or environment.
+    program = 'import os; assert not os.listdir() and len(os.environ) < 4'
+    assert program_limits.passes(program)
+
+
+@pytest.mark.parametrize(
+  'names, changes, message',
+  [
+    (['nothing'], {}, "there is no task 'nothing'; put a task file"),
+    ([], {'echo.jsonl': ''}, 'echo.jsonl is empty'),
+    (
+      [],
+      {'echo.jsonl': '{"word": "a"}\n{"wort": 1}'},
+      "line 2 has no field 'wo",
+    ),
+    ([], {'echo.jsonl': '{"word": "a"}\n{'}, 'echo.jsonl, line 2 is not JSON'),
+    ([], {'echo.jsonl': '3'}, 'line 1 must be a JSON object'),
+    (
+      [],
+      {'echo.yaml': {'task': 'echo'}},
+      r"fields \['dataset_path', 'doc_to_t",
+    ),
+    ([], {'echo.yaml': {**GENERATE, 'test_split': 'x'}}, "test_split is 'x'"),
+    ([], {'echo.yaml': {**GENERATE, 'dataset_path': 'x'}}, 'not local'),
+    ([], {'two.yaml': CHOICE}, "a second task is named 'colours'"),
+    ([], {'wsc.yaml': {'task': 'w', 'templates': 'p3.yaml'}}, r"\['data'\]"),
+    ([], {'rows.jsonl': '{"text": "a"}'}, 'line 1: the template .* rendered'),
+    ([], {'p3.yaml': 'x: 1'}, 'is not a file of prompt templates'),
+    ([], {'p3.yaml': 'templates: {}'}, 'no template gives a question'),
+    ([], {'colours.yaml': '{'}, 'colours.yaml is not YAML'),
+  ],
+)
+def test_bad_tasks_are_named(names, changes, message, tmp_path, monkeypatch):
+  monkeypatch.setattr(tasks, '_hub_tasks', frozenset)
+  with pytest.raises(errors.UserError, match=message):
+    tasks.plan(names, _write(tmp_path, **changes))
+  with pytest.raises(errors.UserError, match='empty has no task'):
+    tasks.plan([], str(tmp_path / 'empty'))
+
+
+def test_data_of_the_hub_need_a_folder(models, monkeypatch):
+  class Manager:
+    """A task manager without a network."""
+
+    def load(self, _):
+      raise ConnectionError('no route to the hub')
+
+  planned = tasks.Plan([tasks.Task('boolq', None, 0)])
+  monkeypatch.setattr('lm_eval.tasks.TaskManager', lambda **_: Manager())
+  with pytest.raises(errors.UserError, match='boolq.*no route.*folder'):
+    _run(models['encoder_decoder'], planned)
+
+
+DATA = pathlib.Path(__file__).resolve().parents[4] / 'shared' / 'data'
+# Fields of P3's templates from those of the local files.
+LOCAL = {
+  'cb': (
+    'eval_superglue/CB/val.jsonl',
+    'super_glue__cb',
+    {'label': "{{ ['entailment','contradiction','neutral'].index(label) }}"},
+    15,
+  ),
+  'copa': ('eval_superglue/COPA/val.jsonl', 'super_glue__copa', {}, 12),
+  'rte': (
+    'eval_superglue/RTE/val.jsonl',
+    'super_glue__rte',
+    {'label': "{{ ['entailment', 'not_entailment'].index(label) }}"},
+    10,
+  ),
+  'wsc': (
+    'eval_superglue/WSC/val.jsonl',
+    'super_glue__wsc.fixed',
+    {
+      'label': '{{ label | int }}',
+      **{
+        f'span{i}_{part}': f'{{{{ target.span{i}_{part} }}}}'
+        for i in (1, 2)
+        for part in ('text', 'index')
+      },
+    },
+    10,
+  ),
+  'hellaswag': (
+    'eval_hellaswag/hellaswag_val_1500.jsonl',
+    'hellaswag',
+    {
+      'ctx_a': '{{ ctx }}',
+      'ctx_b': '{{ "" }}',
+      'label': '{{ label | string }}',
+      'activity_label': '{{ ctx.split(":")[0] }}',
+    },
+    4,
+  ),
+  'winogrande': (
+    'eval_commonsense/winogrande.jsonl',
+    'winogrande__winogrande_xl',
+    {
+      'sentence': '{{ question }}',
+      'option1': '{{ choices[0] }}',
+      'option2': '{{ choices[1] }}',
+      'answer': '{{ (answer + 1) | string }}',
+    },
+    5,
+  ),
+}
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not DATA.exists(), reason='needs ../shared/data')
+def test_real_sets_with_all_prompts(models, tmp_path, monkeypatch):
+  monkeypatch.setattr(tasks, '_hub_tasks', frozenset)
+  for name, (file, templates, row, _) in LOCAL.items():
+    content = {
+      'task': name,
+      'data': str(DATA / file),
+      'templates': str(
+        DATA / f'templates_promptsource/templates/{templates}.yaml'
+      ),
+      'row': row,
+    }
+    (tmp_path / f'{name}.yaml').write_text(json.dumps(content))
+  planned = tasks.plan(['t0'], str(tmp_path), limit=6)
+  for task in planned.tasks:
+    # The counts of prompts that the paper's code has.
+    assert len(task.content.questions) == LOCAL[task.name][-1], task.name
+  found = _run(models['encoder_decoder'], planned, rows=16)
+  assert found[-1].metric == 'mean of 6'

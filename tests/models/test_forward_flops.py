@@ -1,0 +1,119 @@
+"""Model FLOPs against the products of a traced program."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from encdec_adapt.models import execution, model_config, stack
+from encdec_adapt.models import forward_flops as flops
+from encdec_adapt.ops import masks
+from tests import toy_models
+
+
+@pytest.mark.parametrize('causal', [True, False])
+@pytest.mark.parametrize('rule', ['exclusive', 'inclusive', 'centered'])
+@pytest.mark.parametrize('window', [None, 1, 2, 5, 6, 7, 20])
+def test_visible_pairs_are_those_of_the_mask(causal, rule, window):
+  length = 6
+  ones, positions = jnp.ones((1, length), int), jnp.arange(length)[None]
+  if causal:
+    spec = masks.causal(ones, positions, window=window)
+  else:
+    spec = masks.bidirectional(ones, positions, window=window, window_rule=rule)
+  assert np.sum(masks.dense_mask(spec)) == flops.visible_pairs(
+    length, causal=causal, window=window, window_rule=rule
+  )
+
+
+def _stack(**changes):
+  values = dict(layers=1, mlp_width=32, pattern=('global',))
+  values |= dict(role='bidirectional', vocab_size=100)
+  return toy_models.stack(**values | changes)
+
+
+def _products(jaxpr):
+  """FLOPs of the products of a traced program."""
+  total = 0
+  for equation in jaxpr.eqns:
+    if equation.primitive.name == 'dot_general':
+      contracted = equation.params['dimension_numbers'][0][0]
+      left, out = equation.invars[0].aval, equation.outvars[0].aval
+      total += 2 * out.size * math.prod(left.shape[i] for i in contracted)
+    inner = (getattr(x, 'jaxpr', None) for x in equation.params.values())
+    total += sum(_products(x) for x in inner if x is not None)
+  return total
+
+
+def test_a_layer_equals_the_products_of_its_program():
+  # In the tail, so that nothing is in a loop.
+  config, length, source = (
+    _stack(pattern=('global',) * 2, cross_width=24),
+    10,
+    6,
+  )
+  compute = execution.ComputeConfig(attention='reference')
+
+  def run(encoded):
+    ids, others = (jnp.ones((1, n), jnp.int32) for n in (length, source))
+    module = stack.Stack(config, compute)
+    return module.init_with_output(
+      jax.random.key(0), ids, ids, ids, encoded, others
+    )[0]
+
+  traced = jax.make_jaxpr(run)(jnp.ones((1, source, 24)))
+  expected = flops.stack_forward(config, length, source_length=source)
+  assert _products(traced.jaxpr) == expected
+
+
+def test_experts_count_where_a_token_takes_them():
+  dense = flops.stack_forward(_stack(layers=3), 10)
+  experts = dict(
+    experts=4,
+    experts_per_token=2,
+    expert_mlp_width=24,
+    shared_expert_width=8,
+    shared_expert_gate=True,
+    dense_layers=1,
+  )
+  sparse = flops.stack_forward(_stack(layers=3, **experts), 10)
+  # In two layers: two experts of 24, one of 8, a router to 4 and a gate.
+  assert sparse - dense == 2 * 10 * 2 * 16 * (3 * (56 - 32) + 5)
+
+
+@pytest.mark.parametrize(
+  'experts', [{}, dict(experts=4, experts_per_token=2, expert_mlp_width=8)]
+)
+def test_a_prompt_leaves_keys_and_values_of_the_last_layer(experts):
+  stack = _stack(role='causal', **experts)
+  model = model_config.DecoderOnlyConfig(stack)
+  assert flops.generation(model, 10, 1)[0] == 10 * 2 * 16 * 2 * (2 * 8)
+
+
+def test_cross_attention_of_some_layers_and_merged():
+  pattern = dict(role='causal', layers=2, pattern=('local', 'global'))
+
+  def total(**cross):
+    return flops.stack_forward(_stack(**pattern, **cross), 8, source_length=6)
+
+  alone = total()
+  both = total(cross_width=16) - alone
+  assert total(cross_width=16, cross_layers='global') - alone == both // 2
+  # Query and output projections of its own are all that merging saves.
+  saved = 2 * (2 * 16 * 2 * 4 * 8) * 8
+  assert total(cross_width=16, cross_merged=True) - alone == both - saved
+
+
+@pytest.mark.parametrize('source', [0, 7])
+def test_decoding_token_by_token_is_one_forward_pass(source):
+  stack = _stack(layers=2, role='causal', pattern=('global', 'local'), window=3)
+  model = model_config.DecoderOnlyConfig(stack)
+  if source:
+    model = model_config.encoder_decoder(_stack(width=12), stack)
+  steps = sum(flops.decoding(model, source, keys) for keys in range(1, 11))
+  # The source's keys and values are computed once, before.
+  before = 2 * 2 * 12 * 2 * (2 * 8) * source
+  whole = flops.stack_forward(model.decoder, 10, source_length=source)
+  assert steps + before == whole + 2 * 16 * 100 * 10

@@ -1,0 +1,58 @@
+"""A vocabulary for tests of objectives, and the pairs they make in it."""
+
+from types import SimpleNamespace
+
+import numpy as np
+
+from encdec_adapt.objectives import framing, parsing
+from tests import gemma_ids
+
+EOS = gemma_ids.EOS
+MASK = 4
+A, B, C = 5, 6, 7  # Sentinels.
+R, S, X = 8, 9, 10
+TEXT = 500  # First id of text.
+STOP = 1000  # Ends a sentence.
+
+
+def vocabulary(sentinels=96, **changes):
+  """Sentinels A, B, C and more, modes, a mask, 600 ids of text."""
+  ends = np.zeros(STOP + 100, bool)
+  ends[STOP] = True
+  fields = dict(
+    path='v.model',
+    eos=EOS,
+    mask=MASK,
+    sentinels=[A, B, C, *range(11, 11 + sentinels - 3)][:sentinels],
+    mode_ids={'R': R, 'S': S, 'X': X},
+    text_ids=np.arange(TEXT, STOP + 100, dtype=np.int32),
+    sentence_ends=ends,
+  )
+  return SimpleNamespace(**fields | changes)
+
+
+def make(name, encoder, decoder, *, sentinels=96, **options):
+  """Makes an objective for rows of these lengths."""
+  return parsing.parse_one(name).make(
+    framing.Lengths(encoder, decoder), vocabulary(sentinels), **options
+  )
+
+
+def make_fitting(name, length=48, **options):
+  """Makes an objective for rows with the sides that it fills."""
+  feeds = parsing.parse_one(name).feeds
+  sides = [length * (feeds in (one, 'pair')) for one in ('encoder', 'decoder')]
+  return make(name, *sides, **options)
+
+
+def pairs(objective, tokens, seed=0):
+  """Returns a document's pairs; window i has a generator of its own."""
+  tokens = np.asarray(tokens, np.int32)
+  return list(
+    objective.pairs(tokens, lambda i: np.random.default_rng([seed, i]))
+  )
+
+
+def lists(pair):
+  """Returns inputs and targets as lists."""
+  return [part.tolist() for part in pair.parts]

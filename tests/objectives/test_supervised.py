@@ -1,0 +1,309 @@
+"""Pairs and conversations as examples, and MEAP's copies of them."""
+
+import json
+import pydoc_data.topics
+import random
+
+import numpy as np
+import pytest
+import tokenizers
+
+from encdec_adapt.base import errors
+from encdec_adapt.objectives import (
+  framing,
+  parsing,
+  supervised,
+)
+from encdec_adapt.tokenizers import (
+  chat_format,
+  special_ids,
+  vocabulary_pair,
+)
+from tests import gemma_ids, tiny_tokenizers
+
+
+@pytest.fixture(scope='module')
+def vocabulary(tmp_path_factory):
+  texts = list(pydoc_data.topics.topics.values())[:20]
+  folder = tmp_path_factory.mktemp('gemma')
+  return vocabulary_pair.open_vocabulary(
+    tiny_tokenizers.save(folder, 'gemma', texts, 600)
+  )
+
+
+def _make(vocabulary, name, encoder=64, decoder=96):
+  return parsing.parse_one(name).make(
+    framing.Lengths(encoder, decoder), vocabulary
+  )
+
+
+def _examples(objective, *contents):
+  documents = [(str(i), json.dumps(one)) for i, one in enumerate(contents)]
+  return list(
+    objective.examples(documents, lambda name: np.random.default_rng(0))
+  )
+
+
+def test_pairs_with_a_prefix(vocabulary):
+  objective = _make(vocabulary, 'pairs:prefix=sum: ')
+  (pair,) = _examples(objective, ['one two', 'three'])
+  assert vocabulary.decode(pair.inputs) == 'sum: one two'
+  assert vocabulary.decode(pair.targets) == 'three'
+  assert pair.targets[-1] == vocabulary.eos and pair.documents == ('0',)
+
+
+@pytest.mark.parametrize('rule, kept', [('drop', 1), ('truncate', 3)])
+def test_long_examples_follow_a_named_rule_and_are_counted(
+  vocabulary, rule, kept
+):
+  objective = _make(vocabulary, f'pairs:too_long={rule}', 8, 6)
+  pairs = _examples(
+    objective, ['\u00e9' * 5, 'y'], ['x', 'y'], ['x', '\u00e9' * 5]
+  )
+  assert len(pairs) == kept
+  count = {'drop': 'dropped', 'truncate': 'truncated'}[rule]
+  assert objective.counts[count] == 2
+  if rule == 'truncate':
+    assert len(pairs[0].inputs) == 7 and len(pairs[2].targets) == 6
+    assert (
+      pairs[0].inputs.tolist() == vocabulary.encode('\u00e9' * 5)[:7].tolist()
+    )
+    assert pairs[2].targets[-1] != vocabulary.eos
+
+
+CHAT = [
+  {'role': 'system', 'content': 'Be brief.'},
+  {'role': 'user', 'content': 'Hi'},
+  {'role': 'assistant', 'content': ' Hello '},
+  {'role': 'user', 'content': 'Bye'},
+  {'role': 'assistant', 'content': 'See you'},
+]
+
+
+def test_every_turn_of_the_assistant_is_an_example(vocabulary):
+  first, second = _examples(_make(vocabulary, 'chat', 256), CHAT)
+  end = vocabulary.specials['<end_of_turn>']
+  shown = vocabulary.decode(second.inputs, show_special=True)
+  assert shown == (
+    '<start_of_turn>user\nBe brief.\n\nHi<end_of_turn>\n'
+    '<start_of_turn>model\nHello<end_of_turn>\n'
+    '<start_of_turn>user\nBye<end_of_turn>\n<start_of_turn>model\n'
+  )
+  assert vocabulary.decode(first.targets) == 'Hello'
+  assert first.targets[-1] == second.targets[-1] == end
+  # The ids of a whole conversation, as `generate --chat` reads its start.
+  whole = chat_format.encode(CHAT, vocabulary).ids.tolist()
+  made = [*second.inputs, *second.targets]
+  assert made == whole[: len(made)]
+
+
+def test_turns_are_those_of_the_whole_conversation(tmp_path):
+  """With a vocabulary that puts a space before every text, as Llama 2's."""
+  names = ['<|im_start|>', '<|im_end|>']
+  folder = tiny_tokenizers.save(
+    tmp_path, 'llama2', tiny_tokenizers.TEXTS, 600, more=names
+  )
+  own = vocabulary_pair.open_vocabulary(folder)
+  reference = tokenizers.Tokenizer.from_file(str(folder / 'tokenizer.json'))
+  rendered = ''.join(
+    f'<|im_start|>{turn["role"]}\n{turn["content"]}<|im_end|>\n'
+    for turn in CHAT
+  )
+  ids = reference.encode(rendered, add_special_tokens=False).ids
+  pairs = _examples(_make(own, 'chat', 256), CHAT)
+  for pair, text in zip(pairs, (' Hello ', 'See you'), strict=True):
+    stop = len(pair.inputs) + len(pair.targets)
+    assert [*pair.inputs, *pair.targets] == ids[:stop]
+    assert own.decode(pair.targets, start=False) == text
+    assert pair.targets[-1] == own.specials['<|im_end|>']
+
+
+@pytest.fixture(scope='module')
+def qwen(tmp_path_factory):
+  folder = tmp_path_factory.mktemp('qwen')
+  tiny_tokenizers.save(folder, 'qwen', tiny_tokenizers.TEXTS, 500)
+  return vocabulary_pair.open_vocabulary(folder)
+
+
+def _decoder_only(pairs, lengths, *sides):
+  """The fields of a decoder-only row: tokens read, targets with weight."""
+  frame = special_ids.Framing(*(side.ids for side in sides))
+  row = framing.frame_row(pairs, lengths, frame, teacher=True)
+  framing.check_framing(framing.stack_rows([row]), frame, eos_inside=True)
+  read = row['teacher_tokens'][row['teacher_segments'] > 0]
+  index = row['teacher_index'][row['weights'] > 0]
+  return read, read[index + 1], row
+
+
+@pytest.mark.parametrize(
+  'text', ['a b', 'a\nb\n', 'a ||| b'], ids=['plain', 'inside', 'bars']
+)
+def test_a_separator_stands_between_the_texts_with_weight_0(vocabulary, text):
+  name = r'pairs:prefix="Q: ",separator="\n|||\n"'
+  objective = _make(vocabulary, name)
+  (pair,) = _examples(objective, [text, 'yes'])
+  read, predicted, row = _decoder_only(
+    [pair], objective.lengths, vocabulary, vocabulary
+  )
+  between = vocabulary.encode('\n|||\n').tolist()
+  answer = [*vocabulary.encode('yes'), vocabulary.eos]
+  assert read.tolist() == [
+    vocabulary.bos,
+    *vocabulary.encode('Q: ' + text),
+    *between,
+    *answer,
+  ]
+  assert predicted.tolist() == answer
+  encoder = row['encoder_tokens'][row['encoder_segments'] > 0]
+  assert encoder[1:].tolist() == vocabulary.encode('Q: ' + text).tolist()
+
+
+def test_a_separator_stays_when_inputs_are_cut(vocabulary):
+  name = 'pairs:too_long=truncate,separator=: '
+  objective = _make(vocabulary, name, 8)
+  (pair,) = _examples(objective, ['\u00e9' * 9, 'y'])
+  between = vocabulary.encode(': ').tolist()
+  ids = vocabulary.encode('\u00e9' * 9).tolist()
+  assert pair.prefix.tolist() == [*ids[: 7 - len(between)], *between]
+  assert pair.inputs.tolist() == ids[:7]
+  with pytest.raises(errors.UserError, match='set it to at least'):
+    _make(vocabulary, 'pairs:separator=' + '\u00e9' * 9, 8)
+
+
+def test_each_side_reads_pairs_and_chats_in_its_own_vocabulary(
+  vocabulary, qwen
+):
+  lengths = framing.Lengths(256, 96)
+  pairs, chats = (
+    parsing.parse_one(name).make(lengths, qwen, encoder_vocabulary=vocabulary)
+    for name in ('pairs:separator=: ', 'chat')
+  )
+  (pair,) = _examples(pairs, ['one two', 'three'])
+  read, _, row = _decoder_only([pair], lengths, vocabulary, qwen)
+  answer = [*qwen.encode('three'), qwen.eos]
+  ids = [*qwen.encode('one two'), *qwen.encode(': '), *answer]
+  assert read.tolist() == [qwen.bos, *ids]
+  encoder = row['encoder_tokens'][row['encoder_segments'] > 0]
+  assert encoder.tolist() == [vocabulary.bos, *vocabulary.encode('one two')]
+  for i, pair in zip((2, 4), _examples(chats, CHAT), strict=True):
+    read, predicted, _ = _decoder_only([pair], lengths, vocabulary, qwen)
+    before = chat_format.encode(CHAT[:i], vocabulary, open_turn=True).ids
+    assert pair.inputs.tolist() == before.tolist()
+    whole = chat_format.encode(CHAT[: i + 1], qwen)
+    ids = whole.ids[: np.flatnonzero(whole.assistant)[-1] + 1]
+    assert read.tolist() == [qwen.bos, *ids]
+    end = qwen.specials['<|im_end|>']
+    assert predicted.tolist() == [*qwen.encode(CHAT[i]['content']), end]
+
+
+def test_turns_that_end_in_eos_are_framed(tmp_path):
+  # Qwen's EOS ends a turn, so inputs have several.
+  one = vocabulary_pair.open_vocabulary(
+    tiny_tokenizers.save(tmp_path, 'qwen', tiny_tokenizers.TEXTS, 600)
+  )
+  lengths = framing.Lengths(256, 96)
+  made = _examples(parsing.parse_one('chat').make(lengths, one), CHAT)
+  frame = special_ids.Framing(one.ids, one.ids)
+  rows = framing.stack_rows(
+    [framing.frame_row([pair], lengths, frame) for pair in made]
+  )
+  framing.check_framing(rows, frame, eos_inside=True)
+  with pytest.raises(ValueError, match='reads no EOS'):
+    framing.check_framing(rows, frame)
+
+
+def test_a_copy_that_does_not_fit_leaves_the_example(vocabulary):
+  objective = _make(vocabulary, 'pairs:meap=concat', 64, 96)
+  (pair,) = _examples(objective, ['q', 'word ' * 30])
+  assert len(pair.targets) < 96 and pair.weights.all()
+  assert objective.counts['left without a masked copy'] == 1
+  plain = parsing.for_evaluation(
+    parsing.parse_one('pairs:meap=concat,prefix=a')
+  ).text
+  assert plain == 'pairs:prefix=a'
+  assert (
+    parsing.for_evaluation(parsing.parse_one('meap:share=0.2')).text
+    == 'causal_lm'
+  )
+  assert (
+    parsing.for_evaluation(parsing.parse_one('chat:meap=separate')).text
+    == 'chat'
+  )
+
+
+@pytest.mark.parametrize(
+  'messages, words',
+  [
+    (CHAT[:4], '^conversation line 0: it ends with the user'),
+    (CHAT[:2], 'it has no turn of the assistant'),
+    (CHAT[2:3], 'it begins with the assistant'),
+    ([{'role': 'user'}], 'message 1 of the conversation'),
+  ],
+)
+def test_conversations_without_an_answer_are_refused(
+  vocabulary, messages, words
+):
+  objective = _make(vocabulary, 'chat', 256)
+  objective.locate = 'line {}'.format
+  with pytest.raises(errors.UserError, match=words):
+    _examples(objective, messages)
+
+
+INPUTS = np.arange(100, 105, dtype=np.int32)
+LONG = np.append(np.arange(200, 260, dtype=np.int32), np.int32(gemma_ids.EOS))
+MASK = 4
+
+
+@pytest.mark.parametrize('layout', ['separate', 'concat'])
+def test_meap_has_no_copy_of_50_targets(layout):
+  short = framing.Pair(INPUTS, np.append(LONG[:50], np.int32(gemma_ids.EOS)))
+  (plain,) = supervised.meap_copies(short, MASK, layout, None)
+  assert plain.targets.tolist() == plain.decoder_inputs.tolist()
+  assert plain.weights.tolist() == [1] * 51
+  longer = short._replace(targets=LONG[:52])
+  made = supervised.meap_copies(longer, MASK, layout, lambda n, k: range(k))
+  assert len(made) == (2 if layout == 'separate' else 1)
+
+
+def test_meap_separate_masks_the_answer_and_predicts_the_masked():
+  stream, again = random.Random(3), random.Random(3)
+  plain, copy = supervised.meap_copies(
+    framing.Pair(INPUTS, LONG),
+    MASK,
+    'separate',
+    lambda n, k: stream.sample(range(n), k),
+  )
+  at = sorted(again.sample(range(60), 6))  # 10% of 60, EOS left out.
+  assert plain.weights.tolist() == [1] * 61
+  assert np.flatnonzero(copy.weights).tolist() == at
+  assert np.flatnonzero(copy.decoder_inputs == MASK).tolist() == at
+  assert copy.targets.tolist() == LONG.tolist()
+  assert copy.inputs.tolist() == INPUTS.tolist()
+
+
+def test_meap_concat_masks_a_copy_of_the_whole_sample():
+  stream, again = random.Random(3), random.Random(3)
+  (pair,) = supervised.meap_copies(
+    framing.Pair(INPUTS, LONG),
+    MASK,
+    'concat',
+    lambda n, k: stream.sample(range(n), k),
+  )
+  at = sorted(again.sample(range(65), 6))  # 10% of 5 + 60.
+  copy = slice(61, None)
+  assert pair.targets.tolist() == [*LONG, *INPUTS, *LONG]
+  assert pair.decoder_inputs[:61].tolist() == LONG.tolist()
+  assert np.flatnonzero(pair.decoder_inputs[copy] == MASK).tolist() == at
+  weights = np.zeros(66)
+  weights[5:] = 1
+  weights[at] = 1
+  assert pair.weights.tolist() == [*[1] * 61, *weights]
+
+
+def test_options_with_unknown_values_are_refused(vocabulary):
+  with pytest.raises(
+    errors.UserError, match='too_long=cut.*too_long=drop.truncate'
+  ):
+    _make(vocabulary, 'pairs:too_long=cut')
+  with pytest.raises(errors.UserError, match='meap=both'):
+    _make(vocabulary, 'chat:meap=both')

@@ -1,0 +1,291 @@
+"""Language-model objectives, names and options, and what holds for all."""
+
+import hypothesis
+from hypothesis import strategies
+import numpy as np
+import pytest
+
+from encdec_adapt.base import errors
+from encdec_adapt.data.making import packing
+from encdec_adapt.objectives import framing, parsing
+from tests import gemma_ids
+from tests.objectives import objective_cases as cases
+from tests.objectives.objective_cases import EOS, TEXT
+
+
+def _windows(objective, size):
+  """Sizes of the windows of a document, and which of them end it."""
+  result = []
+  for pair in cases.pairs(objective, np.full(size, TEXT)):
+    tokens = np.concatenate(pair.parts)
+    result.append((int((tokens == TEXT).sum()), bool(tokens[-1] == EOS)))
+  return result
+
+
+def test_causal_lm():
+  objective = cases.make('causal_lm', 0, 4)
+  # The document's last window has room for EOS.
+  assert _windows(objective, 9) == [(4, False), (4, False), (1, True)]
+  assert _windows(objective, 8) == [(4, False), (3, False), (1, True)]
+  assert _windows(objective, 3) == [(3, True)]
+  assert [cases.lists(p) for p in cases.pairs(objective, range(50, 56))] == [
+    [[], [50, 51, 52, 53]],
+    [[], [54, 55, EOS]],
+  ]
+
+
+def test_prefix_lm_splits_exactly_in_half():
+  objective = cases.make('prefix_lm', 4, 4)
+  # BOS and 3 inputs, 4 targets; or 3 and EOS.
+  assert _windows(objective, 20) == [(7, False), (7, False), (6, True)]
+  assert [cases.lists(p) for p in cases.pairs(objective, range(50, 63))] == [
+    [[50, 51, 52], [53, 54, 55, 56]],
+    [[57, 58, 59], [60, 61, 62, EOS]],
+  ]
+  assert cases.lists(cases.pairs(objective, [50])[0]) == [[], [50, EOS]]
+
+
+@pytest.mark.parametrize('name', ['prefix_lm_uniform', 'reverse_prefix_lm'])
+def test_uniform_splits_are_uniform(name):
+  objective = cases.make(name, 6, 5)
+  window = np.arange(50, 54, dtype=np.int32)
+  rng = np.random.default_rng(0)
+  counts = np.zeros(4, int)
+  for _ in range(600):
+    inputs, targets = objective.split(window, objective.plans[0], rng).parts
+    first, second = inputs, targets
+    if name == 'reverse_prefix_lm':
+      first, second = second, first
+    counts[len(first)] += 1
+    assert [*first, *second] == [50, 51, 52, 53]
+  assert counts[0] == 0 and counts[1:].min() > 150
+
+
+def test_concatenated_windows_cross_documents():
+  documents = [('a', [50, 51]), ('b', [60]), ('c', [70, 71, 72, 73])]
+  found = [(name, np.array(ids, np.int32)) for name, ids in documents]
+  made = list(cases.make('full_lm', 0, 4).examples(iter(found), None))
+  assert [(pair.targets.tolist(), pair.documents) for pair in made] == [
+    ([50, 51, EOS, 60], ('a', 'b')),
+    ([EOS, 70, 71, 72], ('b', 'c')),
+    ([73, EOS], ('c',)),
+  ]
+  apart = list(cases.make('causal_lm', 0, 4).examples(iter(found), None))
+  assert [(pair.targets.tolist(), pair.documents) for pair in apart] == [
+    ([50, 51, EOS], ('a',)),
+    ([60, EOS], ('b',)),
+    ([70, 71, 72], ('c',)),
+    ([73, EOS], ('c',)),
+  ]
+
+
+@pytest.mark.parametrize(
+  'lengths, window', [((626, 626), 624), ((627, 626), 625)]
+)
+def test_two_uniform_windows_of_a_stream_fill_a_row(lengths, window):
+  objective = cases.make('prefix_lm_uniform:concatenate', *lengths)
+  rng = np.random.default_rng(0)
+  sizes = rng.integers(1, 3000, 200)
+  documents = [
+    (str(i), np.full(n, TEXT, np.int32)) for i, n in enumerate(sizes)
+  ]
+  pairs = list(
+    objective.examples(documents, lambda key: np.random.default_rng(len(key)))
+  )
+  total = int(sizes.sum()) + len(sizes)  # Every document ends in EOS.
+  parts = [[len(part) for part in pair.parts] for pair in pairs]
+  assert [sum(part) for part in parts[:-1]] == [window] * (total // window)
+  assert sum(parts[-1]) == total % window
+  for first, second in zip(parts[:-1:2], parts[1:-1:2], strict=False):
+    assert first == second[::-1] and min(first) >= 1
+  rows = list(packing.pack_pairs(pairs, objective.lengths))
+  assert len(rows) == -(-len(pairs) // 2)
+  fill = [
+    sum(pair.positions(objective.lengths)[side] for pair in pairs)
+    / (len(rows) * length)
+    for side, length in enumerate(lengths)
+  ]
+  assert min(fill) >= 0.97
+
+
+def test_the_last_window_of_a_stream_is_split_within_it():
+  objective = cases.make('prefix_lm_uniform:concatenate', 12, 10)
+  for size in range(1, 20):
+    document = ('a', np.full(size, TEXT, np.int32))
+    for pairs in (
+      list(
+        objective.examples(
+          [document], lambda _, seed=seed: np.random.default_rng(seed)
+        )
+      )
+      for seed in range(5)
+    ):
+      row = framing.frame_row(pairs, objective.lengths, gemma_ids.FRAMING)
+      assert row['weights'].sum() == sum(len(pair.targets) for pair in pairs)
+      assert sum(len(part) for pair in pairs for part in pair.parts) == size + 1
+
+
+def test_draws_are_keyed_by_document_or_window():
+  asked = []
+
+  def generator(name):
+    asked.append(name)
+    return np.random.default_rng(0)
+
+  found = [(name, np.full(7, TEXT, np.int32)) for name in 'ab']
+  list(cases.make('bart', 7, 6).examples(found, generator))
+  assert asked == ['a#0', 'a#1', 'b#0', 'b#1']
+  asked.clear()
+  list(cases.make('bart:concatenate', 7, 6).examples(found, generator))
+  assert asked == ['#0', '#1', '#2']
+
+
+def _restored(name, pair):
+  """Text of a window, from pairs that keep all of it, as a sorted list."""
+  inputs, targets = pair.parts
+  if name in ('iid_denoising', 'permuted_lm', *_SPANS):
+    kept, hidden = inputs[inputs >= TEXT], targets[targets >= TEXT]
+    return sorted([*kept, *hidden])
+  if name in ('drop_tokens', 'prefix_lm', *_SPLITS):
+    return sorted(t for t in [*inputs, *targets] if t >= TEXT)
+  if name == 'mass':
+    return sorted([*inputs[inputs >= TEXT], *targets[targets >= TEXT]])
+  return sorted(targets[targets >= TEXT])  # Targets are the window.
+
+
+_SPANS = ('span_corruption', 'ul2', 'ul2_published', 'ul2r', 't5gemma2')
+_SPLITS = ('prefix_lm_uniform', 'reverse_prefix_lm')
+_NAMES = [
+  name
+  for name in parsing.NAMES
+  if name not in ('denoise', 'pairs', 'chat', 'classify', 'tag')
+]
+
+
+@hypothesis.settings(deadline=None, max_examples=60)
+@hypothesis.given(
+  name=strategies.sampled_from(_NAMES),
+  sizes=strategies.lists(strategies.integers(1, 150), min_size=1, max_size=5),
+  concatenate=strategies.booleans(),
+  seed=strategies.integers(0, 2**32),
+)
+def test_nothing_is_lost_and_every_pair_fits(name, sizes, concatenate, seed):
+  option = ':concatenate' * concatenate
+  objective = cases.make_fitting(name + option, sentinel_policy='recycle')
+  starts = np.cumsum([TEXT, *sizes])
+  documents = [
+    (str(i), np.arange(start, start + size, dtype=np.int32) % 400 + TEXT)
+    for i, (start, size) in enumerate(zip(starts, sizes, strict=False))
+  ]
+  made = list(
+    objective.examples(
+      documents, lambda key: np.random.default_rng([seed, *key.encode()])
+    )
+  )
+  text, ends = [], 0
+  for pair in made:
+    assert {part.dtype for part in pair.parts} == {np.dtype(np.int32)}
+    framing.frame_row([pair], objective.lengths, gemma_ids.FRAMING)
+    text += _restored(name, pair)
+    ends += (np.concatenate([pair.targets]) == EOS).sum()
+    if not objective.concatenate:
+      ends_here = pair.targets[-1] == EOS
+      assert (pair.targets == EOS).sum() == ends_here
+  every = np.concatenate([tokens for _, tokens in documents])
+  if name != 'replace_tokens':
+    assert sorted(text) == sorted(every)
+  if not objective.concatenate and objective.adds_eos:
+    assert ends == len(sizes)
+  documents_seen = [name for pair in made for name in pair.documents]
+  assert list(dict.fromkeys(documents_seen)) == [
+    str(i) for i in range(len(sizes))
+  ]
+
+
+@pytest.mark.parametrize(
+  'arguments, message',
+  [
+    (('causal_lm', 8, 8), 'encoder_length is 8; it must be 0'),
+    (('prefix_lm', 0, 8), 'encoder_length is 0; it must be above 0'),
+    (('bert', 8, 8), 'decoder_length is 8; it must be 0'),
+    (('prefix_lm', 8, 1), 'decoder_length=1; they must be at least 8 and 2$'),
+    (('ul2', 2, 8), 'encoder_length=2 and .* at least 3 and 8$'),
+    (('causal_lm', 0, 1), 'decoder_length=1; they must be at least 0 and 2$'),
+    (('ul3', 8, 8), "objective is 'ul3'; .* must be one of causal_lm, full_lm"),
+    (
+      ('bart:shares=0.2', 8, 8),
+      "'shares=0.2' at column 6 is not an option",
+    ),
+    (('deshuffle:share=0.2', 8, 8), 'not an option of deshuffle'),
+    (
+      ('bart:share=2', 8, 8),
+      "'2' at column 12 must be as in share=.*between 0",
+    ),
+    (('causal_lm:concatenate=false', 0, 8), 'concatenate=false'),
+    (('denoise:R:3:0.15@inf', 8, 8), 'weight inf .*above 0'),
+    (
+      ('prefix_lm_uniform:concatenate', 3, 8),
+      'must be at least 4 and 8',
+    ),
+    (('pairs:separator="a', 8, 8), """'"a' at column 17 must be"""),
+    (('bart:share=x', 8, 8), "'x' at column 12 must be"),
+    (('meap:span=0', 0, 8), "'0' at column 11 must be as in span="),
+    (('denoise:R:3', 8, 8), "'R:3' at column 1 must be MODE:MEAN:DENSITY"),
+    (('denoise:Q:3:0.1', 8, 8), "'Q:3:0.1' at column 1 must be"),
+    (
+      ('denoise:R:0.5:0.1', 8, 8),
+      "'0.5' at column 3 must be a MEAN",
+    ),
+    (('denoise:R:3:0.15@0', 8, 8), 'weight 0 .*above 0'),
+  ],
+)
+def test_refuses(arguments, message):
+  with pytest.raises(errors.UserError, match=message):
+    cases.make(*arguments)
+
+
+@pytest.mark.parametrize(
+  'name',
+  [
+    n
+    for n in parsing.NAMES
+    if n != 'denoise' and parsing.parse_one(n).hidden_shares
+  ],
+)
+def test_what_is_hidden_is_counted_and_is_what_is_asked(name):
+  objective = cases.make_fitting(name, 200, sentinel_policy='recycle')
+  cases.pairs(objective, np.arange(500, 1000).repeat(100))
+  asked = parsing.parse_one(name).hidden_shares
+  counts = [
+    [objective.counts[f'{noise}: {what}'] for noise in asked]
+    for what in ('windows', 'tokens', 'hidden')
+  ]
+  windows, tokens, hidden = np.array(counts)
+  if not windows.sum():
+    return  # Permutation and rotation hide nothing.
+  shares, rates = zip(*asked.values(), strict=True)
+  np.testing.assert_allclose(windows / windows.sum(), shares, atol=0.1)
+  wanted = [0.5 if rate is None else rate for rate in rates]
+  np.testing.assert_allclose(hidden / tokens, wanted, atol=0.05)
+
+
+@pytest.mark.parametrize(
+  'text, names, separators',
+  [
+    ('pairs:separator=: ', ['pairs:separator=: '], [': ']),
+    (r'pairs:separator="\n"', [r'pairs:separator="\n"'], ['\n']),
+    (
+      'chat:separator=", | " | pairs:separator=  | prefix_lm ',
+      ['chat:separator=", | "', 'pairs:separator= ', 'prefix_lm'],
+      [', | ', ' ', ''],
+    ),
+    (' ul2 | prefix_lm', ['ul2', 'prefix_lm'], ['', '']),
+    ('pairs:separator=', ['pairs:separator='], ['']),
+    ('pairs:too_long=drop ', ['pairs:too_long=drop'], ['']),
+    ('denoise:S:uniform@4 ', ['denoise:S:uniform@4'], ['']),
+  ],
+)
+def test_texts_of_options_are_verbatim_or_in_quotes(text, names, separators):
+  parsed = parsing.parse(text)
+  assert [part.text for part in parsed] == names
+  assert [part.separator for part in parsed] == separators

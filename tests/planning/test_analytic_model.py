@@ -1,0 +1,176 @@
+"""The analytic cost model: exact where possible, and monotonic."""
+
+import types
+
+import jax
+import numpy as np
+import pytest
+
+from encdec_adapt.models import forward_flops
+from encdec_adapt.planning import chips, hlo, programs, roofline
+from encdec_adapt.sharding import mesh as mesh_lib
+from tests.planning import toy
+
+
+@pytest.fixture(scope='module')
+def plans():
+  return {name: toy.plan(toy.job(name)) for name in programs.PROGRAMS}
+
+
+@pytest.mark.parametrize('name', programs.PROGRAMS)
+def test_arguments_are_exact_and_memory_adds_up(plans, name):
+  program, found = toy.job(name).program(), plans[name]
+  memory = found['memory']
+  assert memory['arguments'] == programs.tree_bytes(program.arguments)
+  assert memory['beside'] == programs.tree_bytes(program.beside)
+  assert memory['temporary'] == sum(memory['parts'].values())
+  assert memory['peak'] == memory['temporary'] + sum(
+    (*memory['arguments'].values(), *memory['beside'].values())
+  )
+  assert found['fits'] == (memory['peak'] <= memory['budget'])
+  assert 0 < found['mfu'] < 1
+
+
+def test_evaluation_and_decoding_have_no_backward_pass(plans):
+  train = plans['train']
+  for name in ('eval', 'decode'):
+    found = plans[name]
+    assert found['memory']['temporary'] < train['memory']['temporary'] / 2
+    assert found['flops']['products'] == found['flops']['model']
+    kinds = {row['for']: row['kind'] for row in found['collectives']}
+    assert kinds == {'weights': 'all-gather', 'hidden states': 'all-gather'}
+    assert found['roofline']['step_s'] < train['roofline']['step_s']
+
+
+def test_kernels_of_gpus_are_counted_apart(plans):
+  job = toy.job(compute__attention='triton')
+  found = toy.plan(job)
+  kernels = {row['name']: row for row in found['kernels']}
+  encoder, decoder = job.model.encoder, job.model.decoder
+  calls = encoder.layers + 2 * decoder.layers
+  assert {name: row['calls'] for name, row in kernels.items()} == {
+    'flash_forward': 2 * calls,  # Once more for the backward pass.
+    'flash_backward_queries': calls,
+    'flash_backward_keys': calls,
+  }
+  scores = toy.ROWS * (
+    forward_flops.scores(encoder, toy.LENGTH)
+    + forward_flops.scores(decoder, toy.LENGTH, source_length=toy.LENGTH)
+  )
+  shares = {name: row['flops'] * 8 / scores for name, row in kernels.items()}
+  assert list(shares.values()) == [2, 1.5, 2]
+  # By the formula, a pass, its repetition, and twice for gradients.
+  products = plans['train']['flops']['products'] - 4 * scores / 8
+  assert found['flops']['products'] == pytest.approx(products)
+
+
+def test_offloaded_state_is_copied_twice(plans):
+  plain, held = plans['train'], toy.plan(toy.job(optimizer__offload=True))
+  size = plain['memory']['arguments']['optimizer']
+  size -= held['memory']['arguments']['optimizer']
+  assert size > 0 == plain['roofline']['host_s']
+  seconds = 2 * size / toy.where().chip.host_bandwidth
+  assert held['roofline']['host_s'] == pytest.approx(seconds)
+
+
+def test_rematerialisation_repeats_the_blocks(plans):
+  model = plans['train']['flops']['model']
+  blocks = scores = widening = 0
+  stacks = toy.job().model.stacks.values()
+  for stack, source in zip(stacks, (0, toy.LENGTH), strict=True):
+    lengths = dict(length=toy.LENGTH, source_length=source)
+    blocks += forward_flops.stack_forward(stack, **lengths)
+    scores += forward_flops.scores(stack, **lengths)
+    widening += stack.layers * 4 * toy.LENGTH * stack.width * stack.mlp_width
+  expected = {
+    'full': blocks,
+    'attention': blocks - scores,
+    'narrow_dots': widening,
+    'dots': 0,
+    'none': 0,
+  }
+  peaks = []
+  for remat, again in expected.items():
+    found = toy.plan(toy.job(compute__remat=remat))
+    repeated = found['flops']['products'] - model
+    assert repeated == pytest.approx(toy.ROWS * again / 8)
+    peaks.append(found['memory']['peak'])
+  assert peaks == sorted(set(peaks))
+
+
+def test_microbatches_trade_activations_for_gradients():
+  one, two = (
+    toy.plan(toy.job(train__batch_size=64, train__microbatches=n))
+    for n in (1, 2)
+  )
+  one, two = one['memory']['parts'], two['memory']['parts']
+  assert two['activations'] == one['activations'] / 2
+  assert two['gradients'] == 2 * one['gradients']
+
+
+def _network(where=toy.where(), **sizes):
+  mesh = mesh_lib.make_mesh(mesh_lib.MeshConfig(**sizes), jax.devices()[:8])
+  return roofline.Network(mesh, where)
+
+
+@pytest.mark.parametrize(
+  'axes, kind, sent, seconds',
+  [
+    (('fsdp',), 'all-gather', 7e9, 7e9 / 450e9),
+    (('replica', 'fsdp'), 'all-reduce', 14e9, 14e9 / 450e9),
+    (('tensor',), 'all-gather', 0, 0),
+  ],
+)
+def test_a_collective_along_mesh_axes(axes, kind, sent, seconds):
+  found = _network().along(axes, kind, 8e9)
+  assert found == pytest.approx((sent, seconds))
+
+
+@pytest.mark.parametrize(
+  'pairs, axes, seconds',
+  [
+    ('{{0,1},{1,0},{2,3},{3,2}}', 'fsdp', 0.02),
+    ('{{0,4},{4,0}}', 'replica', 0.02),
+    ('{{0,5},{1,4}}', 'replica+fsdp', 0.02),
+    ('{{0,0}}', 'one device', 0),
+  ],
+)
+def test_a_permutation_moves_along_mesh_axes(pairs, axes, seconds):
+  one = hlo.Collective('collective-permute', 9e9, pairs, 1, False, '')
+  found = _network(replica=2, fsdp=4).cost(one)
+  assert found == (axes, 9e9, pytest.approx(seconds))
+
+
+def test_data_that_leaves_a_node_goes_over_the_network():
+  links = _network(toy.where(host_chips=4), replica=2, fsdp=4)
+  inside = links.along(('fsdp',), 'all-gather', 8e9)
+  assert inside == pytest.approx((6e9, 6e9 / 450e9))
+  between = links.along(('replica',), 'all-reduce', 8e9)
+  assert between == pytest.approx((8e9, 8e9 / 50e9))
+
+
+@pytest.mark.parametrize(
+  'topology, places, gigabytes',
+  [
+    # v5e: 100 GB/s into a dimension, both ways; 16 chips close to a ring.
+    ('v5e:16x16', [(x, y) for x in range(16) for y in range(16)], 200),
+    ('v5e:16x16', [(x, y) for x in range(16) for y in range(4)], 150),
+    ('v5e:16x16', [(x, y) for x in range(8) for y in range(8)], 100),
+    ('v5e:16x16', [(0, 0), (0, 4), (0, 8), (0, 12)], 25),
+    ('v5e:16x16', [(0, 0), (0, 8)], 12.5),
+    ('v5p:4x4x4', [(x, 0, 0) for x in range(4)], 200),
+    # Two devices per chip share its links; inside a chip they have their own.
+    ('tpu7x:2x2x1', [(x, 0, 0) for x in (0, 0, 1, 1)], 50),
+    ('tpu7x:2x2x1', [(0, 0, 0), (0, 0, 0)], 600),
+  ],
+)
+def test_a_part_of_a_torus_has_a_part_of_its_links(topology, places, gigabytes):
+  members = [types.SimpleNamespace(coords=place) for place in places]
+  mesh = types.SimpleNamespace(
+    devices=np.array(members, object),
+    axis_names=('fsdp',),
+    shape={'fsdp': len(places)},
+  )
+  links = roofline.Network(mesh, chips.parse(topology))
+  sent, seconds = links.along(('fsdp',), 'all-gather', 1e9)
+  assert sent / seconds == pytest.approx(gigabytes * 1e9)
