@@ -8,7 +8,7 @@ r"""What adaptation is worth after fine-tuning, on the quickstart's models.
 Fine-tunes the adapted pair, the pair from scratch and the decoder of
 `runs/quickstart` on answers alone, with three seeds each, evaluates them on the
 same held-out answers, and writes runs/finetuning_SET/report.html with paired
-intervals. `lookups` asks for an entry of a table (`data/lookup_source.py`) and
+intervals. `lookups` asks for an entry of a table (`configs/lookups.py`) and
 counts exact matches; the adapted pair is also tuned with MEAP's masked copies
 (arXiv:2502.07490). `gsm8k` reads questions and worked answers. On two cores
 gsm8k took 2 min 38 s, and lookups 26 min 38 s. All have the same
@@ -60,6 +60,7 @@ def get_config(arg=None):
   config = sft.get_config(f'source={args["models"]}/{RUNS[args["run"]]}{meap}')
   inputs, answers, max_bytes = SETS[args['set']]
   config.data.source = 'lookups'
+  config.data.seqio_modules = 'configs.lookups'
   if args['file']:
     config.data.source = f'pairs:{args["file"]}#question,answer'
   config.data.encoder_length, config.data.decoder_length = inputs, answers

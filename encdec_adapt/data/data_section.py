@@ -42,7 +42,9 @@ class DataConfig:
     " 'python@2 + jsonl:/data/*.jsonl@0.25'.",
   )
   seqio_modules: str = keys.key(
-    '', 'Modules to import, which register SeqIO tasks; separated by commas.'
+    '',
+    'Modules to import, which register sources (`document_source.register`) or'
+    ' SeqIO tasks; separated by commas.',
   )
   bad_documents: str = keys.key(
     'fail',
@@ -151,11 +153,9 @@ class DataConfig:
     needed = {objective.documents for objective in self.objectives}
     given = set()
     for source, _ in mixtures.parse(self.source):
-      if source.startswith('seqio:'):
-        # Its features show when it is read.
-        given |= needed & {'text', 'pairs'}
-      else:
-        given.add(text_sources.gives(source))
+      kinds = text_sources.document_kinds(source, self.seqio_modules)
+      # A SeqIO task has text and pairs, whichever an objective reads.
+      given |= needed & kinds or kinds
     if given != needed:
       raise errors.UserError(
         f'config.data.source is {self.source!r}, which has'

@@ -138,7 +138,7 @@ def open_sources(
   """
   needed = objective.documents
   return mixtures.open_parts(
-    mixtures.having(spec.source, needed),
+    mixtures.having(spec.source, needed, spec.seqio_modules),
     max_bytes=spec.max_bytes,
     seqio_modules=spec.seqio_modules,
     pairs=needed == 'pairs',

@@ -68,7 +68,7 @@ class RecordSpec:
     sentinels: policy for windows with more spans than sentinels
       (`objectives/denoising.py`).
     eval_fraction: share of the documents held out for 'eval', 0 to 1.
-    seqio_modules: modules that register the SeqIO tasks of the source.
+    seqio_modules: modules that register sources and SeqIO tasks.
     bad_documents: 'fail', or 'skip' to leave out what cannot be read.
     deduplicate: whether documents with the text of an earlier one are left out.
     max_bytes: bytes used of each source (`document_source.Source`); 0 for all.
@@ -119,7 +119,9 @@ class RecordSpec:
     for objective in self.objectives:
       result[f'objective {objective.text!r}'] = objective.revisions
     for source, _ in mixtures.parse(self.source):
-      result[f'source {source!r}'] = text_sources.revisions(source)
+      result[f'source {source!r}'] = text_sources.revisions(
+        source, self.seqio_modules
+      )
     return {name: changes for name, changes in result.items() if changes}
 
   @property

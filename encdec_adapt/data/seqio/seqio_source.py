@@ -19,10 +19,9 @@ opened. What registers the task is imported first:
 `config.data.seqio_modules`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 import difflib
 import functools
-import importlib
 import itertools
 import json
 from typing import Any
@@ -30,6 +29,7 @@ from typing import Any
 import seqio
 
 from encdec_adapt.base import errors
+from encdec_adapt.data.seqio import seqio_tasks  # noqa: F401  Registers tasks.
 from encdec_adapt.data.sources import document_source
 
 _SEED = 0  # For preprocessors that draw at random.
@@ -50,9 +50,8 @@ class SeqioSource(document_source.Source):
       UserError: no such task is registered, it is a mixture, or it lacks the
         split.
     """
+    self.document_kind = 'pairs' if pairs else 'text'
     super().__init__(name, max_bytes)
-    self.divisible = not pairs
-    self.holds_json = pairs
     task, self._split = _parse(name)
     self._task = _get(task)
     if self._split not in self._task.splits:
@@ -149,28 +148,19 @@ def _get(name: str) -> Any:
   return seqio.get_mixture_or_task(name)
 
 
-def rates(name: str, modules: Sequence[str] = ()) -> dict[str, float | None]:
+def rates(name: str) -> dict[str, float | None]:
   """Returns the tasks of a source and their rates in a mixture.
 
   Args:
     name: 'seqio:NAME[:SPLIT]', a task or a mixture.
-    modules: modules to import first.
 
   Returns:
     Name of the source of every task with a rate above 0 -> its rate by
     examples; None for a task that is named itself.
 
   Raises:
-    UserError: a module cannot be imported, or nothing of the name is
-      registered.
+    UserError: nothing of the name is registered.
   """
-  for module in modules:
-    try:
-      importlib.import_module(module)
-    except ImportError as error:
-      raise errors.UserError(
-        f'config.data.seqio_modules: {module!r} cannot be imported ({error})'
-      ) from error
   task, split = _parse(name)
   found = _get(task)
   if not isinstance(found, seqio.Mixture):

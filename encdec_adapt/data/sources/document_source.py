@@ -1,7 +1,7 @@
 """Documents, and what every source of documents does.
 
-The sources are in `file_sources`, `python_source`, `tfds_source`,
-`prompt_source` and `seqio_source`; `text_sources` opens them by name.
+A source is a subclass of `Source` that is registered under the kind with which
+names of it begin (`register`); `text_sources` opens sources by name.
 
 Document ids depend neither on the machine nor on the reader, nor on the number
 of shards or workers. They decide the train/eval split (`in_split`): the part
@@ -16,7 +16,7 @@ This module imports neither TensorFlow nor SeqIO nor jax.
 """
 
 import abc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 import dataclasses
 import functools
 import itertools
@@ -58,9 +58,13 @@ class Source(abc.ABC):
   """Documents in a fixed order.
 
   Attributes:
+    form: how a name of this source is written, for errors.
+    document_kind: kind of its documents, as objectives name it: 'text', or the
+      JSON of 'pairs', 'chat' or 'labels'.
+    revisions: changes to the documents since record format 7, in order; see
+      `definition.ExampleMaker.revisions`.
     name: name that the source was opened by.
-    divisible: whether documents may be cut, because they are text.
-    holds_json: whether documents are the JSON of pairs or conversations.
+    divisible: whether documents may be cut.
     skips_bad: whether documents that cannot be read are left out.
     skipped: number of wanted documents that were left out so far.
     max_bytes: only the beginning of the source is used, 0 for all of it: the
@@ -68,8 +72,9 @@ class Source(abc.ABC):
       where the source is no files, those before the UTF-8 text exceeds them.
   """
 
-  divisible = True
-  holds_json = False
+  form = ''
+  document_kind = 'text'
+  revisions: tuple[str, ...] = ()
 
   def __init__(self, name: str, max_bytes: int = 0):
     """Opens the source.
@@ -80,6 +85,8 @@ class Source(abc.ABC):
     """
     self.name = name
     self.max_bytes = max_bytes
+    # JSON that is cut is no JSON.
+    self.divisible = self.document_kind == 'text'
     self.skips_bad = False
     self.skipped = 0
 
@@ -152,7 +159,7 @@ class Source(abc.ABC):
 
   def plain(self, document: Document) -> Document:
     """Returns a document with the bare text of its pair, messages or texts."""
-    if not self.holds_json:
+    if self.document_kind == 'text':
       return document
     content = json.loads(document.text)
     if content and isinstance(content[0], list):
@@ -189,6 +196,28 @@ class Source(abc.ABC):
       if size > self.max_bytes:
         return
       yield document_id, functools.partial(str, text)
+
+
+_KINDS: dict[str, type[Source]] = {}
+
+
+def register(kind: str) -> Callable[[type[Source]], type[Source]]:
+  """Registers a class of sources, as a decorator.
+
+  Args:
+    kind: names of the source are `kind`, or begin with `kind:`.
+  """
+
+  def decorate(source: type[Source]) -> type[Source]:
+    _KINDS[kind] = source
+    return source
+
+  return decorate
+
+
+def registered() -> Mapping[str, type[Source]]:
+  """Returns the registered classes by kind."""
+  return _KINDS
 
 
 def _texts(content: object) -> Iterator[str]:

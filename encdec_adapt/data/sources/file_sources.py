@@ -141,8 +141,11 @@ class FileSource(document_source.Source):
       yield self._files[path].get('digest') or _sample(path)
 
 
+@document_source.register('text')
 class TextSource(FileSource):
   """`text:GLOB[#UNIT]`: each file, paragraph or line is one document."""
+
+  form = 'text:GLOB[#paragraphs|#lines]'
 
   def _take_fields(self, fields: option_strings.Part) -> None:
     self._unit = fields.text
@@ -177,8 +180,11 @@ class TextSource(FileSource):
       return document_source.decode(data, self.name, path)
 
 
+@document_source.register('jsonl')
 class JsonlSource(FileSource):
   """`jsonl:GLOB[#FIELD]`: each line is an object with the text in a field."""
+
+  form = 'jsonl:GLOB[#FIELD]'
 
   default_field = 'text'
 
@@ -224,11 +230,12 @@ class JsonlSource(FileSource):
     return value
 
 
+@document_source.register('pairs')
 class PairSource(JsonlSource):
   """`pairs:GLOB#INPUTS,TARGETS`: two fields of each line."""
 
-  divisible = False
-  holds_json = True
+  form = 'pairs:GLOB#INPUTS,TARGETS'
+  document_kind = 'pairs'
 
   def _take_fields(self, fields: option_strings.Part) -> None:
     self._fields = [field.text for field in fields.divide(',')]
@@ -240,6 +247,7 @@ class PairSource(JsonlSource):
     return document_source.encodable(json.dumps(pair, ensure_ascii=False))
 
 
+@document_source.register('labels')
 class LabelSource(JsonlSource):
   """`labels:GLOB#TEXT[,TEXT],LABEL`: texts and their label in each line.
 
@@ -247,8 +255,8 @@ class LabelSource(JsonlSource):
   each. A label is a string or an integer.
   """
 
-  divisible = False
-  holds_json = True
+  form = 'labels:GLOB#TEXT,LABEL'
+  document_kind = 'labels'
 
   def _take_fields(self, fields: option_strings.Part) -> None:
     *self._texts, self._field = [field.text for field in fields.divide(',')]
@@ -264,11 +272,13 @@ class LabelSource(JsonlSource):
     return document_source.encodable(json.dumps(content, ensure_ascii=False))
 
 
+@document_source.register('chat')
 class ChatSource(JsonlSource):
   """`chat:GLOB[#FIELD]`: a list of messages in each line."""
 
-  divisible = False
-  holds_json = True
+  form = 'chat:GLOB[#FIELD]'
+  document_kind = 'chat'
+
   default_field = 'messages'
 
   def _read(self, data: bytes, path: str, offset: int) -> str:

@@ -169,16 +169,18 @@ def parse(text: str) -> list[tuple[str, float]]:
   return list(weights.items())
 
 
-def having(text: str, content: str) -> str:
-  """Returns the sources of a mixture that have 'text', 'pairs', ..
+def having(text: str, kind: str, seqio_modules: str = '') -> str:
+  """Returns the sources of a mixture with documents of a kind.
 
-  SeqIO tasks have text and pairs.
+  Args:
+    text: sources and weights, see the module's docstring.
+    kind: kind of documents: 'text', 'pairs', 'chat' or 'labels'.
+    seqio_modules: see `open_parts`.
   """
   return ' + '.join(
     f'{name}@{weight}'
     for name, weight in parse(text)
-    if text_sources.gives(name) == content
-    or (name.startswith('seqio:') and content in ('text', 'pairs'))
+    if kind in text_sources.document_kinds(name, seqio_modules)
   )
 
 
@@ -197,7 +199,8 @@ def open_parts(
   Args:
     text: sources and weights, see the module's docstring.
     max_bytes: bytes of text used of each source; 0 for all.
-    seqio_modules: modules that register SeqIO tasks, separated by commas.
+    seqio_modules: modules that register sources and SeqIO tasks, separated by
+      commas.
     pairs: whether SeqIO tasks give pairs of texts.
     skip_bad: whether documents that cannot be read are left out.
     left_out: name of a source -> ids of documents that are not drawn.
@@ -208,14 +211,15 @@ def open_parts(
   """
   parts = []
   for name, weight in parse(text):
-    if not name.startswith('seqio:'):
-      parts.append(Part(text_sources.open_source(name, max_bytes), weight))
+    if not name.startswith(text_sources.SEQIO):
+      source = text_sources.open_source(name, max_bytes, seqio_modules)
+      parts.append(Part(source, weight))
       continue
+    text_sources.import_modules(seqio_modules)
     seqio_source = tensorflow_import.import_quietly(
       'encdec_adapt.data.seqio.seqio_source'
     )
-    modules = [one for one in seqio_modules.split(',') if one]
-    for task, rate in seqio_source.rates(name, modules).items():
+    for task, rate in seqio_source.rates(name).items():
       source = seqio_source.SeqioSource(task, max_bytes, pairs=pairs)
       parts.append(Part(source, weight, rate))
   for part in parts:

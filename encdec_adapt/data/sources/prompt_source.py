@@ -18,8 +18,6 @@ import json
 import random
 from typing import Any
 
-import jinja2
-from jinja2 import sandbox
 import yaml
 
 from encdec_adapt.base import errors, option_strings
@@ -71,7 +69,11 @@ class Template:
     return _render_parts(_environment(), self.choices, row)
 
 
-def _environment() -> sandbox.SandboxedEnvironment:
+def _environment() -> Any:
+  """Returns a Jinja environment without access to Python's internals."""
+  import jinja2  # Training from records does without it.
+  from jinja2 import sandbox
+
   environment = sandbox.SandboxedEnvironment(undefined=jinja2.StrictUndefined)
   environment.globals['zip'] = zip
   environment.filters['most_frequent'] = _most_frequent
@@ -79,7 +81,7 @@ def _environment() -> sandbox.SandboxedEnvironment:
 
 
 def _render_parts(
-  environment: sandbox.SandboxedEnvironment, jinja: str, row: dict[str, Any]
+  environment: Any, jinja: str, row: dict[str, Any]
 ) -> list[str]:
   """Renders a template and returns the parts that its '|||' divide."""
   template = environment.from_string(jinja.replace(_BETWEEN, _MARK))
@@ -133,11 +135,13 @@ def read_templates(path: str) -> list[Template]:
   return sorted(found, key=lambda one: one.name)
 
 
+@document_source.register('prompts')
 class PromptSource(file_sources.FileSource):
   """`prompts:GLOB#TEMPLATES.yaml`; see the module's docstring."""
 
-  divisible = False
-  holds_json = True
+  form = 'prompts:GLOB#FILE.yaml'
+  document_kind = 'pairs'
+  revisions = ("'|||' in the fields of a row no longer divides its prompt",)
 
   def _take_fields(self, fields: option_strings.Part) -> None:
     if not fields:

@@ -31,8 +31,11 @@ def content_digest(text: str) -> str:
   return hashlib.sha256(text.encode('utf-8')).hexdigest()[:16]
 
 
+@document_source.register('python')
 class PythonSource(document_source.Source):
   """`python[:FILE]`: the text that comes with the running Python."""
+
+  form = 'python[:FILE]'
 
   _LEFT_OUT = frozenset(
     ('site-packages', 'dist-packages', 'test', 'tests', 'idle_test')

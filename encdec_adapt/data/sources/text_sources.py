@@ -5,8 +5,6 @@
 | python                   | the text that this Python carries              |
 |                          | (`python_source`)                              |
 | python:FILE              | the same, with a list of held-out documents    |
-| lookups                  | questions on tables made of its docstrings,    |
-|                          | pairs (`data/lookup_source.py`)                |
 | text:GLOB                | each file that matches is one document         |
 | text:GLOB#paragraphs     | each paragraph (between empty lines) is one    |
 | text:GLOB#lines          | each line that is not empty is one             |
@@ -34,72 +32,101 @@ reads its share of the files (`data/sources/file_sources.py`) or of a TFDS
 dataset. The source `python`, and whatever is cut into pieces, is scanned by
 every shard.
 
+A user's module adds a source: a subclass of `document_source.Source` that it
+registers under a new kind (`document_source.register`). It is named in
+`config.data.seqio_modules`, and imported where a source of a kind that is not
+known yet is opened, in worker processes too.
+
 This module imports neither TensorFlow nor SeqIO nor jax; opening a source
 `tfds:..` imports `tensorflow_datasets` (and with it TensorFlow).
 """
 
+import importlib
+
 from encdec_adapt.base import errors
-from encdec_adapt.data import lookup_source
 from encdec_adapt.data.sources import (
   document_source,
   file_sources,
+  prompt_source,
   python_source,
   tfds_source,
 )
 
-_FORMS = (
-  'python[:FILE], lookups, text:GLOB[#paragraphs|#lines], jsonl:GLOB[#FIELD],'
-  ' pairs:GLOB#INPUTS,TARGETS, prompts:GLOB#FILE.yaml, chat:GLOB[#FIELD],'
-  ' labels:GLOB#TEXT,LABEL, seqio:NAME[:SPLIT], tfds:NAME:SPLIT[:FIELD]'
-)
-_SOURCES = {
-  'python': python_source.PythonSource,
-  'lookups': lookup_source.LookupSource,
-  'text': file_sources.TextSource,
-  'jsonl': file_sources.JsonlSource,
-  'pairs': file_sources.PairSource,
-  'chat': file_sources.ChatSource,
-  'labels': file_sources.LabelSource,
-  'tfds': tfds_source.TfdsSource,
-}
-# Changes to the documents of a kind of source since record format 7, in order;
-# see `definition.ExampleMaker.revisions`.
-_REVISIONS = {
-  'prompts': ("'|||' in the fields of a row no longer divides its prompt",),
-  'seqio': ('ids of examples have the task, the split and the file',),
-}
+# Each registers its sources when it is imported.
+_MODULES = (file_sources, prompt_source, python_source, tfds_source)
+# SeqIO's tasks are no class here: importing theirs would bring TensorFlow into
+# training processes, and their features show only when they are read.
+SEQIO = 'seqio:'
+_SEQIO_KINDS = frozenset(('text', 'pairs'))
+_SEQIO_REVISIONS = ('ids of examples have the task, the split and the file',)
 
 
-def open_source(name: str, max_bytes: int = 0) -> document_source.Source:
+def open_source(
+  name: str, max_bytes: int = 0, modules: str = ''
+) -> document_source.Source:
   """Opens a source by its name (table in the module's docstring).
 
   Args:
     name: name of the source.
     max_bytes: cap, see `document_source.Source`; 0 for none.
+    modules: the user's modules that register sources, separated by commas.
 
   Raises:
     UserError: the name has no known form, or has no documents.
   """
-  kind, _, rest = name.partition(':')
-  if kind == 'prompts' and rest:
-    from encdec_adapt.data.sources import prompt_source  # Only it needs Jinja.
-
-    return prompt_source.PromptSource(name, max_bytes)
-  if kind not in _SOURCES or (not rest and name not in ('python', 'lookups')):
-    raise errors.UserError(
-      f'source {name!r}: not a source; the forms are {_FORMS}'
-    )
-  return _SOURCES[kind](name, max_bytes)
+  return _find(name, modules)(name, max_bytes)
 
 
-def revisions(name: str) -> tuple[str, ...]:
+def document_kinds(name: str, modules: str = '') -> frozenset[str]:
+  """Returns the kinds of documents that a source has, see `document_source`.
+
+  Raises:
+    UserError: the name has no known form.
+  """
+  if name.startswith(SEQIO):
+    return _SEQIO_KINDS
+  return frozenset((_find(name, modules).document_kind,))
+
+
+def revisions(name: str, modules: str = '') -> tuple[str, ...]:
   """Returns the changes to the documents of a source since record format 7."""
-  return _REVISIONS.get(name.partition(':')[0], ())
+  if name.startswith(SEQIO):
+    return _SEQIO_REVISIONS
+  return _find(name, modules).revisions
 
 
-def gives(name: str) -> str:
-  """Returns what a source has: 'text', 'pairs', 'chat' or 'labels'."""
-  kind = name.partition(':')[0]
-  if kind in ('pairs', 'prompts', 'lookups'):
-    return 'pairs'
-  return kind if kind in ('chat', 'labels') else 'text'
+def import_modules(modules: str) -> None:
+  """Imports the user's modules that register sources or SeqIO tasks.
+
+  Args:
+    modules: `config.data.seqio_modules`, names separated by commas.
+
+  Raises:
+    UserError: a module cannot be imported.
+  """
+  for module in filter(None, modules.split(',')):
+    try:
+      importlib.import_module(module)
+    except ImportError as error:
+      raise errors.UserError(
+        f'config.data.seqio_modules: {module!r} cannot be imported ({error})'
+      ) from error
+
+
+def _find(name: str, modules: str = '') -> type[document_source.Source]:
+  """Returns the class of a source that is no SeqIO task."""
+  kinds = document_source.registered()
+  kind, _, details = name.partition(':')
+  if kind not in kinds:
+    # Not before: modules of SeqIO tasks bring TensorFlow.
+    import_modules(modules)
+  if kind not in kinds or (
+    not details and kinds[kind].form.startswith(f'{kind}:')
+  ):
+    forms = [source.form for source in kinds.values()]
+    raise errors.UserError(
+      f'source {name!r}: not a source; the forms are {", ".join(forms)} and'
+      ' seqio:NAME[:SPLIT], and those of modules that'
+      ' config.data.seqio_modules names'
+    )
+  return kinds[kind]

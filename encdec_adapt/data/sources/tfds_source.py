@@ -19,8 +19,11 @@ from encdec_adapt.data.sources import document_source
 _FORM = r'tfds:([^:]+(?::[\d.*]+)?):((?:[^:\[]|\[[^]]*\])+)(?::(\w+))?'
 
 
+@document_source.register('tfds')
 class TfdsSource(document_source.Source):
   """Each example's feature `text`, or FIELD, in the order of the dataset."""
+
+  form = 'tfds:NAME:SPLIT[:FIELD]'
 
   def __init__(self, name: str, max_bytes: int = 0):
     """Opens the dataset; see `document_source.Source`.

@@ -172,7 +172,7 @@ def read(source: str, lengths: str, limit: int | None = None) -> Retrieval:
     part.read(int, 'a number of tokens, as in 256,512.', lambda n: n > 0)
     for part in option_strings.Part('--retrieval_lengths', lengths).divide(',')
   }
-  if text_sources.gives(source) != 'text':
+  if 'text' not in text_sources.document_kinds(source):
     raise errors.UserError(
       f'--retrieval={source} has no plain text; give text:GLOB or jsonl:GLOB.'
     )

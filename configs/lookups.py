@@ -1,5 +1,8 @@
 """The source `lookups`: questions on tables of names and their descriptions.
 
+    config.data.source = 'lookups'
+    config.data.seqio_modules = 'configs.lookups'
+
 A table has four names of classes and functions of the standard library, each
 with the beginning of its docstring, 180 to 240 characters up to the end of a
 word. A question asks for one of them, and the answer is that text, word for
@@ -26,39 +29,41 @@ _ROWS = 4  # Rows of a table.
 _NODES = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
+@document_source.register('lookups')
 class LookupSource(python_source.PythonSource):
   """`lookups`: pairs of a table with a question, and the answer."""
 
-  divisible = False
-  holds_json = True
+  form = 'lookups'
+  document_kind = 'pairs'
 
   def entries(
     self, shard_index: int = 0, num_shards: int = 1
   ) -> Iterator[document_source.Entry]:
     """Yields every n-th question; all shards read the standard library."""
-    found = dict(itertools.chain.from_iterable(map(_described, self.modules())))
-    # Names in the order of their hashes, each description once.
+    texts = dict(itertools.chain.from_iterable(map(_described, self.modules())))
+    # In the order of their hashes, so that a table mixes modules, and each
+    # description once, so that a question has one answer.
     names = {
       text: name
       for name, text in sorted(
-        found.items(), key=lambda item: randomness.digest('table', item[0])
+        texts.items(), key=lambda item: randomness.digest('table', item[0])
       )
     }
     rows = [(name, text) for text, name in names.items()]
     tables = [rows[i : i + _ROWS] for i in range(0, len(rows) - 3, _ROWS)]
     entries = (
-      (f'{table[0][0]}::{asked}', functools.partial(_pair, table, asked))
+      (f'{table[0][0]}::{row}', functools.partial(_pair, table, row))
       for table in tables
-      for asked in range(_ROWS)
+      for row in range(_ROWS)
     )
     return self._every(entries, shard_index, num_shards)
 
 
-def _pair(table: list[tuple[str, str]], asked: int) -> str:
+def _pair(table: list[tuple[str, str]], row: int) -> str:
   """Returns the JSON of a table with a question, and the answer."""
-  rows = ''.join(f'{name}: {text}\n' for name, text in table)
-  name, text = table[asked]
-  return json.dumps([f'{rows}What is {name}?\n', text], ensure_ascii=False)
+  lines = ''.join(f'{name}: {text}\n' for name, text in table)
+  name, text = table[row]
+  return json.dumps([f'{lines}What is {name}?\n', text], ensure_ascii=False)
 
 
 def _described(source: str) -> Iterator[tuple[str, str]]:

@@ -1,0 +1,53 @@
+"""Sources that a user's module registers: `configs.lookups`."""
+
+import collections
+import json
+
+import pytest
+
+from encdec_adapt.base import errors
+from encdec_adapt.data.making import process_pool
+from encdec_adapt.data.sources import mixtures, text_sources
+
+MODULE = 'configs.lookups'
+
+
+def first_document(name):
+  """Opens a source as a shard does, with the modules of its record set."""
+  mixture = mixtures.having(name, 'pairs', MODULE)
+  (part,) = mixtures.open_parts(mixture, seqio_modules=MODULE)
+  return next(part.source.documents()).id
+
+
+def test_worker_processes_import_the_module_of_a_source():
+  # Two jobs, for which fresh processes start that have imported nothing.
+  jobs = ['lookups', 'lookups@2']
+  ids = dict(process_pool.run_jobs(first_document, jobs, workers=2))
+  document = next(text_sources.open_source('lookups', 0, MODULE).documents())
+  assert ids == dict.fromkeys(jobs, document.id)
+
+
+def test_a_source_that_no_module_registers_is_refused():
+  with pytest.raises(errors.UserError, match='forms are .*text:GLOB.*modules'):
+    text_sources.open_source('ledgers', 0, MODULE)
+  with pytest.raises(errors.UserError, match="'no_such' cannot be imported"):
+    text_sources.open_source('ledgers', 0, 'no_such')
+
+
+def test_the_answer_stands_in_the_table_behind_the_name_that_is_asked():
+  source = text_sources.open_source('lookups', 0, MODULE)
+  documents = list(source.documents())
+  assert len(documents) > 1000
+  groups = collections.Counter(d.id.rpartition('::')[0] for d in documents)
+  assert set(groups.values()) == {4}
+  answers = []
+  for document in documents:
+    inputs, answer = json.loads(document.text)
+    *rows, question = inputs.splitlines()
+    name = question.removeprefix('What is ').removesuffix('?')
+    assert len(rows) == 4 and f'{name}: {answer}' in rows
+    assert 180 <= len(answer) <= 240
+    answers.append(answer)
+  assert len(set(answers)) == len(answers)
+  shard = [d.id for d in source.documents(shard_index=1, num_shards=3)]
+  assert shard == [d.id for d in documents[1::3]]
