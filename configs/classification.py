@@ -34,7 +34,7 @@ import random
 from configs import pretrained
 from encdec_adapt import config as config_lib
 from encdec_adapt.base import errors, option_strings
-from encdec_adapt.evaluation.reports import study_stages
+from encdec_adapt.evaluation import study_stages
 from encdec_adapt.models import model_config
 
 

@@ -18,7 +18,7 @@ learning rate.
 from configs import sft
 from encdec_adapt import config as config_lib
 from encdec_adapt.base import errors
-from encdec_adapt.evaluation.reports import study_stages
+from encdec_adapt.evaluation import study_stages
 
 # Set -> lengths of inputs and answers in tokens, and bytes of text used.
 SETS = {'lookups': (384, 128, 0), 'gsm8k': (192, 256, 300_000)}

@@ -20,7 +20,7 @@ import dataclasses
 
 from encdec_adapt import config as config_lib
 from encdec_adapt.base import errors
-from encdec_adapt.evaluation.reports import study_stages
+from encdec_adapt.evaluation import study_stages
 from encdec_adapt.models import model_config
 
 RUNS = {

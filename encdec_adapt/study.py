@@ -3,7 +3,7 @@
     python -m encdec_adapt.study --study=configs/quickstart.py:size=default
 
 A study is what `get_study(arg)` of a configuration file returns
-(`evaluation/reports/study_stages.py`). Every stage is a command, printed before
+(`evaluation/study_stages.py`). Every stage is a command, printed before
 it runs. Stages share this process, which saves imports and compilations; only
 records are made in another one, which loads TensorFlow. Finished stages are
 skipped and an interrupted one resumes when the command is given again.
@@ -31,7 +31,8 @@ from encdec_adapt.cli import command
 from encdec_adapt.data.making import process_pool
 from encdec_adapt.data.records import record_sets
 from encdec_adapt.evaluation.measures import held_out
-from encdec_adapt.evaluation.reports import html_report, study_stages
+from encdec_adapt.evaluation.reports import html_report
+from encdec_adapt.evaluation import study_stages
 from encdec_adapt.evaluation.results import results_store
 from encdec_adapt.files import append_log, atomic, disk, paths
 from encdec_adapt.telemetry import (

@@ -10,7 +10,7 @@ from encdec_adapt import config as config_lib
 from encdec_adapt import study, train
 from encdec_adapt.base import errors
 from encdec_adapt.cli import command
-from encdec_adapt.evaluation.reports import study_stages
+from encdec_adapt.evaluation import study_stages
 from encdec_adapt.files import paths
 from encdec_adapt.telemetry import compute_cost
 from tests import tiny

@@ -23,23 +23,31 @@ This module imports neither TensorFlow nor SeqIO nor jax.
 
 from collections.abc import Mapping
 import functools
+import importlib
+import pkgutil
 
+from encdec_adapt import objectives
 from encdec_adapt.base import errors, option_strings
-from encdec_adapt.objectives import (
-  definition,
-  denoising,
-  labelled,
-  noising,
-  supervised,
-  windows,
-)
+from encdec_adapt.objectives import definition, denoising
 
-_MODULES = (windows, noising, supervised, labelled, denoising)
-NAMES: Mapping[str, definition.Name] = {
-  name: entry
-  for module in _MODULES
-  for name, entry in module.OBJECTIVES.items()
-}
+
+def _names() -> dict[str, definition.Name]:
+  """Returns the objectives of all modules of this package, by name."""
+  # Found, not listed, so that a new objective needs no change outside its
+  # module.
+  modules = [
+    importlib.import_module(f'{objectives.__name__}.{module.name}')
+    for module in pkgutil.iter_modules(objectives.__path__)
+    if module.name != __name__.rpartition('.')[2]
+  ]
+  return {
+    name: entry
+    for module in modules
+    for name, entry in getattr(module, 'OBJECTIVES', {}).items()
+  }
+
+
+NAMES: Mapping[str, definition.Name] = _names()
 _MIXTURE = 'denoise'
 _LABEL = 'config.data.objective'
 

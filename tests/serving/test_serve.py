@@ -98,7 +98,8 @@ def test_the_readme_and_a_second_signal(server, tmp_path):
   command = ['bash', '-ec', block]
   output = subprocess.run(command, check=True, capture_output=True).stdout
   assert output.count(b'data: [DONE]') == 1
-  assert output.count(b'"finish_reason": "length"') == 1
+  # The text is drawn without a seed, so it may end before its 32 tokens.
+  assert len(re.findall(rb'"finish_reason": "(length|stop)"', output)) == 1
   assert output.count(b'"chat.completion"') == 1
 
   body = {'prompt': 'x', 'max_tokens': 1024, 'temperature': 5}
