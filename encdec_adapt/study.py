@@ -142,8 +142,8 @@ def run_stages(root: str, stages: Sequence[study_stages.Stage]) -> int:
       return status
     duration = progress.format_seconds(seconds)
     print(f'[{stage.name}] took {duration} of {budget}', flush=True)
-    marker = {'name': stage.name, 'command': line, 'seconds': seconds}
-    marker['budget_seconds'] = stage.budget_seconds
+    marker = {'name': stage.name, 'command': line}
+    marker |= {'budget_seconds': stage.budget_seconds, 'seconds': seconds}
     atomic.write_json(_marker(paths.at(root), stage), marker)
   return 0
 
