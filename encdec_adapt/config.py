@@ -4,6 +4,7 @@ Every key is stated once, as a field of the frozen dataclass of its section,
 which lives next to its user. This module assembles the sections: `defaults`
 makes the ConfigDict that experiments start from, `load` turns a ConfigDict
 into validated `Settings`, and `page` prints every key with its documentation.
+It opens no model and no records; `conversion` and the commands are above it.
 """
 
 from collections.abc import Mapping
@@ -13,11 +14,7 @@ from typing import Any
 import ml_collections
 
 from encdec_adapt.adaptation import init_section
-from encdec_adapt.base import (
-  errors,
-  keys,
-  option_strings,
-)
+from encdec_adapt.base import errors, keys, option_strings
 from encdec_adapt.checkpoints import checkpoint_section
 from encdec_adapt.cluster import distributed
 from encdec_adapt.data import data_section
@@ -36,7 +33,8 @@ from encdec_adapt.training import (
 )
 
 RUN_CONFIG = 'config.json'
-# In a work directory: the vocabularies of the run, a folder for each side.
+# In a work directory: copies of the run's vocabularies, a folder for each side,
+# so that the directory can be moved without the files that it was trained with.
 VOCABULARIES = 'vocabulary'
 
 
@@ -71,7 +69,9 @@ class Settings:
     Raises:
       UserError: the job is shorter than a warm-up.
     """
+    # Rounded up: the last batch may be filled with rows of weight 0.
     steps = step - (-rows // self.train.batch_size)
+    # The schedule holds the number too, since a decay ends at the last step.
     schedule = dataclasses.replace(self.optimizer.schedule, total_steps=steps)
     return dataclasses.replace(
       self,
@@ -87,7 +87,9 @@ class _Root:
   seed: int = keys.key(0, 'Seed of initialisation and of the order of rows.')
 
 
-# The dataclasses whose keys make a section.
+# The dataclasses that hold the keys of a section. Losses are several, of which
+# a configuration uses a single class; the keys of optimizer and schedule stand
+# together.
 _SECTIONS = {
   'compute': (execution.ComputeConfig,),
   'init': (init_section.InitConfig,),
@@ -105,9 +107,7 @@ def defaults() -> ml_collections.ConfigDict:
   """Returns every key with its default value."""
   values = {**keys.defaults(_Root), 'model': model_section.defaults()}
   for name, parts in _SECTIONS.items():
-    values[name] = {}
-    for part in parts:
-      values[name] |= keys.defaults(part)
+    values[name] = {k: v for p in parts for k, v in keys.defaults(p).items()}
   return ml_collections.ConfigDict(values)
 
 
@@ -144,53 +144,65 @@ def load(
 ) -> Settings:
   """Validates a configuration.
 
-  Keys that a saved one lacks, as its version did not have them, take their
-  defaults, which are printed in one line.
+  Keys that a saved configuration lacks, since its version did not have them,
+  take their defaults, which are printed.
 
   Args:
     config: `defaults()` with changes.
     workdir: work directory of the job; records go below it unless the
       configuration names a folder.
-    sources: whether the paths of sources and teacher must be given; a plan,
-      which needs shapes only, does without.
+    sources: whether the paths of sources and teacher must be given. A plan
+      needs shapes only.
 
   Raises:
-    UserError: names the key, its value and what it must be.
+    UserError: names the key, its value and the allowed values.
   """
-  saved, known = config.to_dict(), defaults().to_dict()
+  saved, standard = config.to_dict(), defaults().to_dict()
   # An encoder has no head to tie, but files may give both stacks equal keys.
   if 'tied_head' in saved.get('model', {}).get('encoder', {}):
-    known['model']['encoder']['tied_head'] = True
-  values, added = keys.complete(saved, known)
+    standard['model']['encoder']['tied_head'] = True
+  # A configuration of this version is complete, as it starts from `defaults`.
+  values, added = keys.complete(saved, standard)
   if added and distributed.is_lead():
     print(
       f'the configuration in {workdir} was saved by an earlier version; keys'
       f' that it lacks take their defaults: {", ".join(added)}'
     )
   model = model_section.model_from_section(values['model'])
+  # The sections that need nothing but their keys; the others follow.
   sections = {
-    name: keys.make(part, values[name])
-    for name, (part, *others) in _SECTIONS.items()
-    if name != 'data' and not others
+    name: keys.make(parts[0], values[name])
+    for name, parts in _SECTIONS.items()
+    if name != 'data' and len(parts) == 1
   }
   data = keys.make(
     data_section.DataConfig,
     values['data'],
-    table_sizes={side: one.vocab_size for side, one in model.stacks.items()},
+    table_sizes={name: s.vocab_size for name, s in model.stacks.items()},
   )
+  # The labels of the records and no key decide on the head of a classifier. A
+  # model of another kind is left as it is: `check_kind` refuses it.
   objective = data.objectives[0]
   if objective.labels and model.architecture.name in objective.kinds:
     count = len(objective.labels)
     stack = dataclasses.replace(model.decoder, classes=count)
     model = model_config.DecoderOnlyConfig(stack)
+  schedule = keys.make(
+    schedules.ScheduleConfig,
+    values['optimizer'],
+    total_steps=sections['train'].steps,
+  )
   settings = Settings(
     seed=values['seed'],
     model=model,
     data=data.in_workdir(workdir),
-    optimizer=_optimizer(values['optimizer'], sections['train'].steps),
+    optimizer=keys.make(
+      optimizers.OptimizerConfig, values['optimizer'], schedule=schedule
+    ),
     loss=losses.from_section(values['loss'], model),
     **sections,
   )
+  # As the user wrote it: the settings have a path below the work directory.
   _check_model(settings, values['data']['vocabulary'])
   _check_sources(settings, sources)
   if settings.data.repeat and not settings.train.steps:
@@ -219,7 +231,7 @@ def parse_arg(arg: str | None, **defaults: Any) -> dict[str, Any]:
       of its default.
 
   Raises:
-    UserError: an unknown key or a value of the wrong type; names the known.
+    UserError: an unknown key or a value of the wrong type; lists the keys.
   """
   return option_strings.key_values(
     "the configuration's argument", arg or '', defaults
@@ -247,6 +259,7 @@ def load_run(workdir: str) -> Settings:
       f' {RUN_CONFIG}. Give the folder that --workdir named in training.'
     )
   content = atomic.read_json(path)
+  # A Hugging Face folder has a file of the same name, with this field.
   if 'model_type' in content:
     raise errors.UserError(
       f'{workdir} is a Hugging Face folder, and a work directory of a training'
@@ -254,21 +267,10 @@ def load_run(workdir: str) -> Settings:
     )
   saved = ml_collections.ConfigDict(content)
   for side, key in (('decoder', ''), ('encoder', 'encoder_')):
-    own = paths.at(workdir) / VOCABULARIES / side
-    if own.exists():
-      saved.data[f'{key}vocabulary'] = str(own)
+    copy = paths.at(workdir) / VOCABULARIES / side
+    if copy.exists():
+      saved.data[f'{key}vocabulary'] = str(copy)
   return load(saved, str(workdir))
-
-
-def _optimizer(
-  values: Mapping[str, Any], steps: int
-) -> optimizers.OptimizerConfig:
-  """Builds the section `optimizer`, which has the keys of the schedule too."""
-  return keys.make(
-    optimizers.OptimizerConfig,
-    values,
-    schedule=keys.make(schedules.ScheduleConfig, values, total_steps=steps),
-  )
 
 
 def check_kind(
@@ -281,12 +283,13 @@ def check_kind(
   """
   labels, kind = objective.labels, model.architecture.name
   if kind not in objective.kinds:
-    fed = ' and '.join(objective.kinds)
+    kinds = ' and '.join(objective.kinds)
     raise errors.UserError(
-      f'objective {objective.text!r} feeds models of kind {fed}, and'
+      f'objective {objective.text!r} feeds models of kind {kinds}, and'
       f' the model is {kind}; change config.data.objective or'
       ' config.model.kind (the table of objectives is in configs/README.md).'
     )
+  # Also where there are none: a classifier cannot predict tokens.
   if len(labels) != model.decoder.classes:
     raise errors.UserError(
       f'objective {objective.text!r} has {len(labels)} labels and the model'
@@ -297,6 +300,7 @@ def check_kind(
 def _check_model(settings: Settings, vocabulary: str) -> None:
   """Checks objective, vocabularies and initialisation against the model."""
   data, model, init = settings.data, settings.model, settings.init
+  # The first stands for all: objectives of a mixture have the same row fields.
   check_kind(model, data.objectives[0])
   architecture, feeds = model.architecture, data.objectives[0].feeds
   if train_section.SAMPLES in settings.train.intervals and feeds != 'pair':
@@ -305,16 +309,17 @@ def _check_model(settings: Settings, vocabulary: str) -> None:
       f' {data.objective!r}, whose rows have no inputs for the model to answer;'
       ' leave samples out, or train on pairs of inputs and targets.'
     )
-  own = data.encoder_vocabulary
-  if own not in ('', data.vocabulary, vocabulary):
+  path = data.encoder_vocabulary
+  # Equal paths are a single vocabulary, which any model can have.
+  if path not in ('', data.vocabulary, vocabulary):
     if not architecture.encodes_prompt:
       raise errors.UserError(
-        f'config.data.encoder_vocabulary is {own!r} but config.model.kind is'
+        f'config.data.encoder_vocabulary is {path!r} but config.model.kind is'
         f' {architecture.name}, which has no encoder; leave it empty.'
       )
     if model.shared_table:
       raise errors.UserError(
-        f'config.data.encoder_vocabulary is {own!r} with'
+        f'config.data.encoder_vocabulary is {path!r} with'
         ' config.model.shared_table, one table for both sides; change one of'
         ' them.'
       )
@@ -329,11 +334,14 @@ def _check_sources(settings: Settings, sources: bool) -> None:
   """Checks the loss, and that sources and teacher are given if needed."""
   init, teacher = settings.init, settings.teacher.checkpoint
   loss = settings.loss
+  # Here and not when the section is made: a dry run plans a job before its
+  # sources exist.
   if sources and init.mode != 'random' and not init.encoder:
     raise errors.UserError(
       f'config.init.mode is {init.mode!r} but config.init.encoder is empty;'
       ' give the work directory or Hugging Face folder of the source.'
     )
+  # Most likely config.loss.distillation was forgotten.
   if teacher and not loss.references:
     raise errors.UserError(
       f'config.teacher.checkpoint is {teacher!r} but the loss is {loss.name},'

@@ -14,6 +14,8 @@ SRC, A, B and PATH are Hugging Face folders or work directories of runs. CKPT
 is a work directory as training leaves it, with a checkpoint of step 0.
 """
 
+# Flags and printed results only: the work is done in `conversion`.
+
 from absl import flags
 
 from encdec_adapt.cli import command
@@ -27,6 +29,7 @@ from encdec_adapt.conversion import (
 )
 from encdec_adapt.models import model_config
 
+# Flags that several subcommands define.
 _OUTPUT = command.string(
   'output', 'Folder to write; must not exist, or be empty.'
 )
@@ -40,6 +43,7 @@ _WINDOW = command.choice(
 _MULTIPLE = command.integer(
   'vocab_multiple',
   'Pad tables to a multiple of this many rows, to divide over a mesh.',
+  # A multiple of the devices that may share a table, `rules.VOCABULARY_GROUP`.
   default=128,
 )
 
@@ -52,14 +56,15 @@ def inspect(_: flags.FlagValues, operands: list[str]) -> int:
 
 def diff(values: flags.FlagValues, operands: list[str]) -> int:
   """Prints the differences of two models; returns 1 if there are any."""
-  one, other = (importing.open_model(path, values) for path in operands)
-  fields = model_config.differences(one.model, other.model)
+  a, b = (importing.open_model(path, values) for path in operands)
+  # Settings such as windows differ without a difference in any parameter.
+  fields = model_config.differences(a.model, b.model)
   for line in fields:
     print(f'config: {line}')
   count = different = 0
-  for leaf in compare.diff(one, other):
+  for leaf in compare.diff(a, b):
     count += 1
-    different += leaf.largest != 0
+    different += leaf.largest != 0  # Also None, for shapes that differ.
     if values.all or leaf.largest != 0:
       print(leaf)
   print(f'{count} parameters, {different} different')
@@ -68,16 +73,17 @@ def diff(values: flags.FlagValues, operands: list[str]) -> int:
 
 def verify(values: flags.FlagValues, operands: list[str]) -> int:
   """Compares the logits of two models; returns 1 if above the tolerance."""
-  one, other = (importing.open_model(path, values) for path in operands)
-  found = compare.verify(
-    one, other, rows=values.rows, length=values.length, seed=values.seed
+  a, b = (importing.open_model(path, values) for path in operands)
+  agreement = compare.verify(
+    a, b, rows=values.rows, length=values.length, seed=values.seed
   )
   print(
-    f'{found.tokens} predictions: largest difference of a logit'
-    f' {found.largest:.3e}, KL {found.kl:.3e} nats, top-1 agreement'
-    f' {found.top1:.2%}'
+    f'{agreement.tokens} predictions: largest difference of a logit'
+    f' {agreement.largest:.3e}, KL {agreement.kl:.3e} nats, top-1 agreement'
+    f' {agreement.top1:.2%}'
   )
-  if values.tolerance is None or found.largest <= values.tolerance:
+  # `<=` is False for nan, which thus fails.
+  if values.tolerance is None or agreement.largest <= values.tolerance:
     return 0
   print(f'the difference is above --tolerance={values.tolerance:g}')
   return 1

@@ -1,13 +1,13 @@
-r"""Evaluates models, compares them, and measures what they cost.
+r"""Evaluates models, compares them, and measures their cost.
 
     python -m encdec_adapt.evaluate --checkpoint=runs/adapted \
       --checkpoint=runs/scratch --records=runs/records/prefix_lm/eval \
       --tasks=FOLDER --output=runs/evaluation
 
 A checkpoint is the work directory of a run or a Hugging Face folder. Scores go
-to OUTPUT/results.jsonl; those that are there for the same model and options are
-not computed again. Then it prints every score with its interval, paired tests
-between the models, and their cost, and writes OUTPUT/report.html. See
+to OUTPUT/results.jsonl; a score of the same model and options is not computed
+again. Then it prints every score with its interval, paired tests between the
+models, and their cost, and writes OUTPUT/report.html. See
 `evaluation/README.md`.
 """
 
@@ -68,8 +68,7 @@ define_flags = command.define(
     lower_bound=1,
   ),
   command.string(
-    'retrieval',
-    'Text source, such as text:GLOB, that needles are hidden in.',
+    'retrieval', 'Text source, such as text:GLOB, that needles are hidden in.'
   ),
   command.string(
     'retrieval_lengths', 'Tokens of the texts: N,N.', default='256,512'
@@ -94,7 +93,7 @@ define_flags = command.define(
 
 
 class Evaluation(Protocol):
-  """One unit of work, whose scores are stored together.
+  """A unit of work; its scores are stored together.
 
   Attributes:
     name: name in progress lines.
@@ -103,7 +102,7 @@ class Evaluation(Protocol):
   name: str
 
   def options(self) -> results_store.Options:
-    """Returns all that decides the scores of a model."""
+    """Returns the settings that decide the scores of a model."""
 
   def check(self, stored: model_on_disk.StoredModel) -> None:
     """Raises a `UserError` for a model that this does not suit."""
@@ -126,98 +125,96 @@ class Evaluation(Protocol):
 def main(values: flags.FlagValues) -> int:
   """Runs the command."""
   command.require(values, 'checkpoint', 'output')
-  given = [path.rstrip('/') for path in values.checkpoint]
-  if repeated := sorted({path for path in given if given.count(path) > 1}):
+  # A slash at the end, as of a completed path, would make another run of it in
+  # the store.
+  folders = [path.rstrip('/') for path in values.checkpoint]
+  repeated = sorted(p for p in folders if folders.count(p) > 1)
+  if repeated:
     raise errors.UserError(
       f'--checkpoint={repeated[0]} is given twice; give every model once.'
     )
-  if values.correlate and (len(given) < 3 or values.correlate.count(',') != 1):
+  # Of two models a rank correlation is 1 or -1, whatever they score.
+  if values.correlate and (
+    len(folders) < 3 or values.correlate.count(',') != 1
+  ):
     raise errors.UserError(
       f'--correlate={values.correlate} must be TASK,TASK, and needs at least 3'
-      f' models; {len(given)} are given.'
+      f' models; {len(folders)} are given.'
     )
-  planned = _plan(values)
+  plan = task_groups.Plan()
+  if values.tasks or values.task_folder:
+    plan = task_groups.plan(
+      values.tasks.split(',') if values.tasks else [],
+      values.task_folder,
+      shots=values.shots,
+      limit=values.limit,
+      allow_code=values.allow_code,
+    )
   with command.processes(values):
-    evaluations = _evaluations(values, planned)
+    evaluations = _evaluations(values, plan)
     # Opens every model, so that bad input is refused before the first hours.
-    models = {path: model_on_disk.open_model(path) for path in given}
+    models = {path: model_on_disk.open_model(path) for path in folders}
     for stored in models.values():
       for evaluation in evaluations:
         evaluation.check(stored)
     with contextlib.ExitStack() as stack:
       store = None
+      # A single writer: other processes learn from it which scores are missing.
       if distributed.is_lead():
         stack.enter_context(lock.hold(values.output))
         store = stack.enter_context(results_store.Store(values.output))
-      found = {
+      scores = {
         path: evaluate(path, stored, evaluations, store, values)
         for path, stored in models.items()
       }
       if store:
-        _report(values, planned, evaluations, models, found)
+        _report(values, plan, evaluations, models, scores)
+    # The others wait for the report, so that all processes end together.
     distributed.barrier('report')
   return 0
 
 
 def _evaluations(
-  values: flags.FlagValues, planned: task_groups.Plan
+  values: flags.FlagValues, plan: task_groups.Plan
 ) -> list[Evaluation]:
-  """Returns what the flags ask for; every task is an evaluation.
+  """Returns the evaluations that the flags describe, tasks among them.
 
   Raises:
     UserError: a flag is wrong, or there is nothing to do.
   """
-  found: list[Evaluation] = []
+  evaluations: list[Evaluation] = []
   if values.attention:
     command.require(values, 'records')
   if values.records:
     record_set = record_sets.RecordSet.open(values.records)
-    found.append(held_out.HeldOutEvaluation(record_set))
+    evaluations.append(held_out.HeldOutEvaluation(record_set))
     if values.attention:
-      found.append(
+      evaluations.append(
         attention_analysis.AttentionEvaluation(record_set, values.attention)
       )
-  if planned.absent and distributed.is_lead():
-    print(f'not evaluated, as they are not there: {", ".join(planned.absent)}')
-  found += planned.tasks
+  if plan.absent and distributed.is_lead():
+    print(f'not evaluated, as they are not there: {", ".join(plan.absent)}')
+  evaluations += plan.tasks
   if values.pairs:
-    found.append(text_pairs.read(values.pairs, values.max_tokens, values.limit))
+    evaluations.append(
+      text_pairs.read(values.pairs, values.max_tokens, values.limit)
+    )
   if values.retrieval:
     retrieval = retrieval_tasks.read(
       values.retrieval, values.retrieval_lengths, values.limit
     )
-    found.append(retrieval_scores.RetrievalEvaluation(retrieval))
+    evaluations.append(retrieval_scores.RetrievalEvaluation(retrieval))
   if values.cost:
     lengths = _lengths(values.cost)
-    found.append(
+    evaluations.append(
       inference_cost.CostEvaluation(*lengths, values.batch_size, values.int8)
     )
-  if not found:
+  if not evaluations:
     raise errors.UserError(
       'nothing to evaluate: give --records, --tasks, --task_folder, --pairs or'
       ' --retrieval.'
     )
-  return found
-
-
-def _plan(values: flags.FlagValues) -> task_groups.Plan:
-  """Returns the tasks that are asked for."""
-  if not (values.tasks or values.task_folder):
-    return task_groups.Plan()
-  return task_groups.plan(
-    values.tasks.split(',') if values.tasks else [],
-    values.task_folder,
-    shots=values.shots,
-    limit=values.limit,
-    allow_code=values.allow_code,
-  )
-
-
-def _progress(name: str) -> progress.Report:
-  """Returns what is told how many examples are done, and of how many."""
-  if distributed.is_lead():
-    return progress.CountProgress(name)
-  return lambda done, total: None
+  return evaluations
 
 
 def _lengths(value: str) -> tuple[int, int]:
@@ -239,68 +236,73 @@ def evaluate(
   store: results_store.Store | None,
   values: flags.FlagValues,
 ) -> list[results_store.Score]:
-  """Evaluates a model on what the store does not have.
+  """Computes the scores of a model that the store lacks.
 
   Args:
-    path: the model as it was given.
-    stored: the model, whose parameters are read when they are needed.
-    evaluations: what to evaluate.
+    path: path of the model, as it was given.
+    stored: the model; its parameters are read only if a score is missing.
+    evaluations: the evaluations, all suited to the model.
     store: gets the scores; None on processes other than 0.
     values: the flags of the command.
 
   Returns:
     All scores, on process 0.
   """
-  say = print if store else lambda *_, **__: None
-  kept = stored.fingerprint + ('-int8' if values.int8 else '')
-  model = results_store.Model(path, stored.step, kept)
+  log = print if store else lambda *_, **__: None
+  # Rounded kernels make another model, of which no score is reused.
+  fingerprint = stored.fingerprint + ('-int8' if values.int8 else '')
+  model = results_store.Model(path, stored.step, fingerprint)
   options = [evaluation.options() for evaluation in evaluations]
+  # The lead decides for all, as every process takes part in each evaluation.
   missing = distributed.from_lead(
-    lambda: [i for i, own in enumerate(options) if not store.find(model, own)]
+    lambda: [i for i, o in enumerate(options) if not store.find(model, o)]
   )
-  done = len(evaluations) - len(missing)
-  say(f'{path}: {len(missing)} evaluations, {done} done before')
+  reused = len(evaluations) - len(missing)
+  log(f'{path}: {len(missing)} evaluations, {reused} done before')
   if missing:
     loaded = model_in_memory.read_as_trained(stored)
     if values.int8:
       loaded = dataclasses.replace(
-        loaded,
-        params=quantization.rounded(loaded.params, loaded.model.table),
+        loaded, params=quantization.rounded(loaded.params, loaded.model.table)
       )
     rows = loaded.rows(values.batch_size)
   for number, i in enumerate(missing, 1):
-    began, name = time.monotonic(), evaluations[i].name
-    found = list(evaluations[i].scores(loaded, rows, _progress(name)))
+    start, name = time.monotonic(), evaluations[i].name
+    report = progress.CountProgress(name) if store else lambda *_: None
+    scores = list(evaluations[i].scores(loaded, rows, report))
+    # After each: an interrupted command loses a single evaluation.
     if store:
-      store.add(model, options[i], found)
-    took = progress.format_seconds(time.monotonic() - began)
-    shown = ', '.join(f'{x.task} {x.metric} {x.value:.4g}' for x in found[:4])
-    say(
-      f'{path} [{number}/{len(missing)}] {name} ({took}):'
-      f' {shown}{" .." * (len(found) > 4)}',
+      store.add(model, options[i], scores)
+    duration = progress.format_seconds(time.monotonic() - start)
+    text = ', '.join(f'{x.task} {x.metric} {x.value:.4g}' for x in scores[:4])
+    log(
+      f'{path} [{number}/{len(missing)}] {name} ({duration}):'
+      f' {text}{" .." * (len(scores) > 4)}',
       flush=True,
     )
   if not store:
     return []
-  return [score for own in options for score in store.find(model, own)]
+  return [score for o in options for score in store.find(model, o)]
 
 
 def _report(
   values: flags.FlagValues,
-  planned: task_groups.Plan,
+  plan: task_groups.Plan,
   evaluations: Sequence[Evaluation],
   models: Mapping[str, model_on_disk.StoredModel],
-  found: Mapping[str, Sequence[results_store.Score]],
+  results: Mapping[str, Sequence[results_store.Score]],
 ) -> None:
-  """Prints the tables and writes the report; `found` by path of a model."""
+  """Prints the tables and writes the report; `results` by path of a model."""
   names = score_tables.short_names(list(models))
+  # Means of groups are not stored, as they follow from the scores of tasks.
   scores = {
-    names[path]: [*own, *planned.group_scores(own)]
-    for path, own in found.items()
+    names[path]: [*task_scores, *plan.group_scores(task_scores)]
+    for path, task_scores in results.items()
   }
   notes = _notes(values, models, scores)
   cells = retrieval_scores.rows(scores)
   needles = retrieval_scores.grids(scores)
+  # A score for each length and depth would bury the others in the tables.
   scores = retrieval_scores.without_cells(scores)
   tables = {
     'Scores': score_tables.score_rows(scores),
@@ -312,12 +314,10 @@ def _report(
     if rows:
       print(f'\n{title}\n{score_tables.text(rows)}')
   print('\n'.join(['', *notes]))
-  asked = {
-    x.name
-    for x in evaluations
-    if isinstance(x, task_groups.Task | text_pairs.Pairs)
-  }
-  quality = score_tables.quality(scores, asked | {*retrieval_tasks.FACTS})
+  # Evaluations of answers only: no losses, costs or attention.
+  kinds = task_groups.Task | text_pairs.Pairs
+  tasks = {x.name for x in evaluations if isinstance(x, kinds)}
+  quality = score_tables.quality(scores, tasks | {*retrieval_tasks.FACTS})
   per_query = {}
   if values.cost and quality[1]:
     per_query = score_tables.per_query(scores, _lengths(values.cost)[1])
@@ -349,7 +349,11 @@ def _notes(
     ' corrected for the number of comparisons.'
   ]
   if values.correlate:
-    sizes = [_size(stored) for stored in models.values()]
+    # Within a size class too: over all sizes, size by itself correlates tasks.
+    sizes = [
+      '+'.join(f'{s.layers}x{s.width}' for s in stored.model.stacks.values())
+      for stored in models.values()
+    ]
     notes.append(_correlation(values.correlate, sizes, scores))
   if values.cost:
     notes.append(
@@ -359,23 +363,23 @@ def _notes(
   return notes
 
 
-def _size(stored: model_on_disk.StoredModel) -> str:
-  """Returns the size class of a model: layers and width of its stacks."""
-  stacks = stored.model.stacks.values()
-  return '+'.join(f'{stack.layers}x{stack.width}' for stack in stacks)
-
-
 def _correlation(
   spec: str, sizes: Sequence[str], scores: score_tables.Scores
 ) -> str:
-  """Describes the rank correlation that --correlate asks for."""
+  """Describes the rank correlation of --correlate.
+
+  Args:
+    spec: value of the flag.
+    sizes: size class of each model: layers and widths of the stacks.
+    scores: scores by name of the model.
+  """
   names = spec.split(',')
   columns = [score_tables.column(scores, name) for name in names]
   pooled, within = comparisons.correlations(zip(sizes, *columns, strict=True))
-  shown = 'no size has three models' if within is None else f'{within:.2f}'
+  mean = 'no size has three models' if within is None else f'{within:.2f}'
   return (
     f'Spearman correlation of {names[0]} with {names[1]}: {pooled:.2f} over'
-    f' {len(scores)} models; within a size (mean): {shown}.'
+    f' {len(scores)} models; within a size (mean): {mean}.'
   )
 
 

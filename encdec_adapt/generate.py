@@ -40,21 +40,16 @@ from encdec_adapt.conversion import (
   pretrained_files,
 )
 from encdec_adapt.files import append_log, disk, paths, text_lines
-from encdec_adapt.inference import (
-  beam_search,
-  engine,
-  pooled_states,
-)
+from encdec_adapt.inference import beam_search, engine, pooled_states
 from encdec_adapt.inference import sampling as sampling_lib
 from encdec_adapt.telemetry import progress
 from encdec_adapt.tokenizers import chat_format
 
-# Where a prompt was given, for messages -> a text, or with --chat the messages
-# of a conversation.
+# Source of a prompt, for messages -> a text, or with --chat the messages of a
+# conversation.
 Prompts = Mapping[str, str | chat_format.Messages]
-# What a prompt gave: fields of its line of JSON.
+# Fields of a prompt's line of JSON.
 Result = dict[str, Any]
-
 
 define_flags = command.define(
   command.string('checkpoint', 'Work directory of a run, or a HF folder.'),
@@ -63,7 +58,7 @@ define_flags = command.define(
     'prompt',
     'Text to continue; may be repeated.',
     default=[],
-    agrees=False,  # The prompts themselves must, wherever they are from.
+    agrees=False,  # The prompts themselves must, whatever file they are from.
   ),
   command.string(
     'prompts',
@@ -85,8 +80,7 @@ define_flags = command.define(
   command.number('temperature', '0 is greedy.', default=0.0),
   command.integer('top_k', 'Draw among the k likeliest tokens only.'),
   command.number(
-    'top_p',
-    'Draw among the likeliest tokens that reach this probability only.',
+    'top_p', 'Draw among the likeliest tokens that reach this probability only.'
   ),
   command.number(
     'min_p',
@@ -105,10 +99,7 @@ define_flags = command.define(
     lower_bound=0,
   ),
   command.integer(
-    'beams',
-    'Beams of a beam search; 1 for none.',
-    default=1,
-    lower_bound=1,
+    'beams', 'Beams of a beam search; 1 for none.', default=1, lower_bound=1
   ),
   command.number(
     'length_penalty',
@@ -151,21 +142,25 @@ def main(values: flags.FlagValues) -> int:
   _check_options(values)
   if values.output:
     disk.require_output(values.output)
-  # What decides the results: a file is resumed with the same values only.
-  given = command.agreed(values)
-  del given['batch_size']
+  # The options that decide the results: a file is resumed with equal ones only.
+  options = command.agreed(values)
+  # Memory may force another number; each prompt draws with a seed of its index.
+  del options['batch_size']
   texts = json.dumps(list(prompts.values())).encode()
   with command.processes(values, prompts=hashlib.sha256(texts).hexdigest()):
     stored = model_on_disk.open_model(values.checkpoint)
+    # All prompts, before parameters are read: a bad prompt is named at once.
     encoded = _encode(prompts, stored, values)
-    results = _Results(values.output, prompts, {**given, 'step': stored.step})
-    done = distributed.from_lead(lambda: sorted(results.done))
-    left = [i for i in range(len(prompts)) if i not in done]
-    if left:
+    # The step too: a run may have been trained further since.
+    results = _Results(values.output, prompts, {**options, 'step': stored.step})
+    finished = distributed.from_lead(lambda: sorted(results.lines))
+    pending = {i: ids for i, ids in enumerate(encoded) if i not in finished}
+    if pending:
       loaded = model_in_memory.read_as_trained(stored)
       run = _embed if values.embed else _continue
-      for i, found in run(loaded, {i: encoded[i] for i in left}, values):
-        results.add(i, {'run': pathlib.Path(values.checkpoint).name, **found})
+      name = pathlib.Path(values.checkpoint).name
+      for i, result in run(loaded, pending, values):
+        results.add(i, {'run': name, **result})
     results.finish()
     distributed.barrier('results')
   return 0
@@ -173,8 +168,11 @@ def main(values: flags.FlagValues) -> int:
 
 def _check_options(values: flags.FlagValues) -> None:
   """Refuses options that do not go together, before anything is opened."""
-  drawn = _sampling(values, 0)
-  if values.beams > 1 and (drawn.temperature or drawn.repetition_penalty != 1):
+  # SamplingConfig itself refuses values out of range, and those without effect.
+  sampling = _sampling(values, 0)
+  if values.beams > 1 and (
+    sampling.temperature or sampling.repetition_penalty != 1
+  ):
     raise errors.UserError(
       f'--beams={values.beams} searches without drawing; leave out'
       ' --temperature and --repetition_penalty.'
@@ -192,13 +190,14 @@ def _check_options(values: flags.FlagValues) -> None:
 def _sampling(
   values: flags.FlagValues, index: int
 ) -> sampling_lib.SamplingConfig:
-  """Returns how tokens of a prompt are chosen."""
+  """Returns the sampling options of a prompt."""
   return sampling_lib.SamplingConfig(
     values.temperature,
     values.top_k,
     values.top_p,
     values.min_p,
     values.repetition_penalty,
+    # Of the index: draws depend neither on the batch nor on a restart.
     sampling_lib.seed_of(values.seed, index),
   )
 
@@ -209,7 +208,7 @@ def read_prompts(
   """Reads the prompts of the flags, in order.
 
   Args:
-    texts: prompts given one by one.
+    texts: values of --prompt.
     file: path of a file of prompts, '-' for standard input, or None.
     chat: whether a line of JSON may be a conversation.
 
@@ -226,55 +225,56 @@ def read_prompts(
   else:
     is_json = file.endswith('.jsonl')
     prompts = (text_lines.read_json if is_json else text_lines.read)(file)
-  for place, prompt in prompts.items():
+  for origin, prompt in prompts.items():
+    # Messages are checked when they are encoded, by the chat format.
     if chat and isinstance(prompt, list):
       continue
     if not isinstance(prompt, str):
-      raise errors.UserError(f'{place} must be a JSON string: {prompt!r:.60}')
+      raise errors.UserError(f'{origin} must be a JSON string: {prompt!r:.60}')
     if not prompt.strip():
       raise errors.UserError(
-        f'{place}: the prompt is empty; there is nothing to continue.'
+        f'{origin}: the prompt is empty; there is nothing to continue.'
       )
   return prompts
 
 
 def _encode(
-  prompts: Prompts,
-  stored: model_on_disk.StoredModel,
-  values: flags.FlagValues,
+  prompts: Prompts, stored: model_on_disk.StoredModel, values: flags.FlagValues
 ) -> list[np.ndarray]:
   """Encodes each prompt as token ids, int32 [n], BOS first.
 
   Raises:
-    UserError: a vocabulary has no chat template and one is needed, or a
+    UserError: a vocabulary lacks the chat template that --chat needs, or a
       prompt cannot be encoded or is too long; names the prompt.
   """
   opened = stored.require_vocabularies()
   reader = opened.sides[stored.prompt_side]
   if values.chat:
-    for one in opened.sides.values():
-      chat_format.template_of(one)
+    # The encoder's reads the turns, the decoder's ends the answer.
+    for vocabulary in opened.sides.values():
+      chat_format.template_of(vocabulary)
+  # Embeddings come from the encoder, without a decoder that needs room.
   generated = 0 if values.embed else values.max_tokens
   longest = pretrained_files.prompt_room(stored, generated)
   separator = opened.decoder.encode(stored.separator)
   encoded = []
-  for place, prompt in prompts.items():
+  for origin, prompt in prompts.items():
+    if values.chat and isinstance(prompt, str):
+      prompt = [{'role': 'user', 'content': prompt}]
     try:
       if values.chat:
-        messages = prompt
-        if isinstance(prompt, str):
-          messages = [{'role': 'user', 'content': prompt}]
-        ids = chat_format.encode(messages, reader, open_turn=True).ids
+        ids = chat_format.encode(prompt, reader, open_turn=True).ids
       else:
         ids = reader.encode(prompt)
     except errors.UserError as error:
-      raise errors.UserError(f'{place}: {error}') from error
+      raise errors.UserError(f'{origin}: {error}') from error
     ids = np.append(ids, separator)
     if values.max_prompt:
+      # The last tokens: a continuation depends most on the text before it.
       ids = ids[-(values.max_prompt - 1) :]
     elif longest is not None and len(ids) + 1 > longest:
       raise errors.UserError(
-        f'{place} has {len(ids) + 1} tokens, and the model has room for'
+        f'{origin} has {len(ids) + 1} tokens, and the model has room for'
         f' {longest} (max_position_embeddings of its config.json, in a'
         ' decoder-only model without --max_tokens); give'
         f' --max_prompt={longest} to keep the last ones, or shorten it.'
@@ -297,34 +297,36 @@ def _continue(
   """
   indices, ids = list(encoded), loaded.special_ids
   if values.chat:
-    writer = loaded.stored.require_vocabularies().decoder
-    ends = *ids.eos, chat_format.end_of_turn(writer)
+    vocabulary = loaded.stored.require_vocabularies().decoder
+    ends = *ids.eos, chat_format.end_of_turn(vocabulary)
     ids = dataclasses.replace(ids, eos=ends)
+  # Fewer rows for few prompts: every row costs time, used or not.
   rows = loaded.rows(min(values.batch_size, len(encoded) * values.beams))
-  made = loaded.engine(rows=rows, int8=values.int8, ids=ids)
+  generator = loaded.engine(rows=rows, int8=values.int8, ids=ids)
   if values.beams > 1:
     completions = beam_search.search(
-      made,
+      generator,
       list(encoded.values()),
       beams=values.beams,
       max_tokens=values.max_tokens,
       length_penalty=values.length_penalty,
     )
   else:
-    completions = made.run(
+    completions = generator.run(
       engine.Request(
         tokens, values.max_tokens, _sampling(values, i), tuple(values.stop)
       )
       for i, tokens in encoded.items()
     )
-  for number, found in completions:
+  # Both number the requests from 0, in the order in which they get them.
+  for number, completion in completions:
     yield (
       indices[number],
       {
-        'continuation': found.text,
-        'tokens': len(found.tokens),
-        'log_prob': float(found.log_probs.sum()),
-        'ended': found.ended,
+        'continuation': completion.text,
+        'tokens': len(completion.tokens),
+        'log_prob': float(completion.log_probs.sum()),
+        'ended': completion.ended,
       },
     )
 
@@ -336,7 +338,7 @@ def _embed(
 ) -> Iterator[tuple[int, Result]]:
   """Embeds prompts and yields results; arguments as `_continue`."""
   indices = list(encoded)
-  found = pooled_states.embed(
+  embeddings = pooled_states.embed(
     loaded.model,
     loaded.params,
     list(encoded.values()),
@@ -345,80 +347,88 @@ def _embed(
     pooling=values.embed,
     rows=loaded.rows(min(values.batch_size, len(encoded))),
   )
-  for number, states in found:
+  for number, states in embeddings:
     yield indices[number], {'embedding': [float(x) for x in states]}
 
 
 class _Results:
-  """Prints results, or writes them to a file that can be continued."""
+  """Prints results, or writes them to a file that can be resumed.
 
-  def __init__(self, output: str | None, prompts: Prompts, given: Any):
-    """Reads what an earlier run left.
+  Attributes:
+    lines: line of JSON of every finished prompt, by its index; process 0 only.
+  """
+
+  def __init__(self, output: str | None, prompts: Prompts, options: Any):
+    """Reads the results of an earlier command.
 
     Args:
       output: path of the file, or None.
       prompts: all prompts.
-      given: what decides the results.
+      options: values that decide the results.
 
     Raises:
       UserError: the file is of other prompts or options.
     """
     self._texts = list(prompts.values())
-    described = json.dumps([given, self._texts], sort_keys=True)
-    self._of = hashlib.sha256(described.encode()).hexdigest()[:12]
-    self.done: dict[int, Result] = {}
+    description = json.dumps([options, self._texts], sort_keys=True)
+    # In every line and not in a header: any line says which command wrote it.
+    self._digest = hashlib.sha256(description.encode()).hexdigest()[:12]
+    self.lines: dict[int, Result] = {}
     self._log = None
-    self._began = time.monotonic()
-    self._told = progress.CountProgress('generate')
+    self._start = time.monotonic()
+    self._progress = progress.CountProgress('generate')
     if output is None or not distributed.is_lead():
       return
     self._log = append_log.Log(paths.at(output))
     for line, _ in self._log.lines:
-      if not isinstance(line, dict) or line.get('of') != self._of:
+      if not isinstance(line, dict) or line.get('of') != self._digest:
         raise errors.UserError(
           f'--output={output} exists, and is of other prompts or options;'
           ' remove it, or name another file.'
         )
-      self.done[line['index']] = line
-    self._before = len(self.done)
-    self._log.keep(self.done.values())
-    if self.done:
-      print(f'{output}: {len(self.done)} of {len(self._texts)} are done')
+      self.lines[line['index']] = line
+    self._resumed = len(self.lines)
+    # Without a line that a kill left half written, which has no line end.
+    self._log.keep(self.lines.values())
+    if self.lines:
+      print(f'{output}: {len(self.lines)} of {len(self._texts)} are done')
 
-  def add(self, index: int, found: Result) -> None:
-    """Prints a result, or writes it and prints progress now and then."""
+  def add(self, index: int, result: Result) -> None:
+    """Prints a result, or writes it and prints progress every few seconds."""
     if not distributed.is_lead():
       return
     prompt = self._texts[index]
     if self._log is None:
       print(f'--- prompt {index + 1} of {len(self._texts)}\n{prompt}')
-      print(_describe(found), flush=True)
+      print(_describe(result), flush=True)
       return
-    line = {'index': index, **found, 'prompt': prompt, 'of': self._of}
-    self.done[index] = line
+    line = {'index': index, **result, 'prompt': prompt, 'of': self._digest}
+    self.lines[index] = line
     self._log.write(line)
-    done, total = len(self.done), len(self._texts)
-    self._told(done - self._before, total - self._before)
+    # Without the results of earlier commands, which would raise the rate.
+    skipped = self._resumed
+    self._progress(len(self.lines) - skipped, len(self._texts) - skipped)
 
   def finish(self) -> None:
-    """Brings the lines into the order of the prompts."""
+    """Sorts the lines of the file by prompt."""
     if self._log is None:
       return
+    # Twice, as `keep` replaces the file and opens it again.
     self._log.close()
-    self._log.keep(self.done[i] for i in range(len(self._texts)))
+    self._log.keep(self.lines[i] for i in range(len(self._texts)))
     self._log.close()
-    took = progress.format_seconds(time.monotonic() - self._began)
-    print(f'{len(self._texts)} results in {self._log.path} ({took})')
+    duration = progress.format_seconds(time.monotonic() - self._start)
+    print(f'{len(self._texts)} results in {self._log.path} ({duration})')
 
 
-def _describe(found: Result) -> str:
+def _describe(result: Result) -> str:
   """Describes a result for the screen."""
-  if 'embedding' in found:
-    shown = ' '.join(f'{x:.4f}' for x in found['embedding'][:6])
-    return f'--- embedding ({len(found["embedding"])} numbers)\n{shown} ..'
+  if 'embedding' in result:
+    numbers = ' '.join(f'{x:.4f}' for x in result['embedding'][:6])
+    return f'--- embedding ({len(result["embedding"])} numbers)\n{numbers} ..'
   return (
-    f'--- continuation ({found["tokens"]} tokens, ended by {found["ended"]})\n'
-    f'{found["continuation"]}'
+    f'--- continuation ({result["tokens"]} tokens, ended by'
+    f' {result["ended"]})\n{result["continuation"]}'
   )
 
 

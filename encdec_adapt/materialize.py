@@ -4,7 +4,7 @@ r"""Makes the vocabulary and the records of a configuration ahead of training.
       --workdir=runs/quickstart [--config.data.workers=4] [--show --n=8]
 
 Finished shards are kept when the command is interrupted and given again. With
---runner=beam they are made by an Apache Beam pipeline, whose own options follow
+--runner=beam they are made by an Apache Beam pipeline; its options follow
 a --: `--runner=beam -- --runner=DataflowRunner ..` (`launch/beam.md`). With
 --show it then prints rows of the records as text, with their documents,
 sentinels, masks and weights; with --contamination=SOURCES, which evaluation
@@ -77,10 +77,11 @@ def main(values: flags.FlagValues, options: Sequence[str] = ()) -> int:
     )
   if values.show:
     opened = settings.data.vocabularies.open()
-    for one in materialization.open_sets(settings.data, opened):
-      print(f'{one.folder}:')
-      rows = range(min(values.n, len(one)))
-      print(row_display.describe(one, opened, rows, colour=sys.stdout.isatty()))
+    is_terminal = sys.stdout.isatty()  # Colours would be escapes in a file.
+    for split in materialization.open_sets(settings.data, opened):
+      rows = range(min(values.n, len(split)))
+      text = row_display.describe(split, opened, rows, colour=is_terminal)
+      print(f'{split.folder}:\n{text}')
   return 0
 
 

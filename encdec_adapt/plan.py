@@ -1,9 +1,9 @@
-r"""Estimates memory and time of a configuration on hardware not at hand.
+r"""Estimates memory and time of a configuration on hardware that is elsewhere.
 
     python -m encdec_adapt.plan --config=configs/gemma2.py:size=2b_2b \
       --topology=v5e:4x4 [--num_slices=2] [--programs=train,eval,decode]
 
-compiles the programs with the TPU's own compiler (libtpu), which needs no TPU,
+compiles the programs with the TPU's compiler (libtpu), which needs no TPU,
 and reports memory, FLOPs, collectives and a roofline estimate per device. For
 GPUs (--topology=h100:64) the same report comes from the analytic cost model.
 The exit status is 3 if a program does not fit into memory.
@@ -47,7 +47,6 @@ from encdec_adapt.training import setup
 
 DOES_NOT_FIT = 3  # Exit status.
 
-
 define_flags = command.define(
   command.define_config,
   command.string('topology', 'Chips, such as v5e:4x4, v5p:8x8x8 or h100:64.'),
@@ -80,47 +79,50 @@ def main(values: flags.FlagValues) -> int:
     print(f'\n{calibration.text(calibration.table())}')
     return 0
   command.require(values, 'config', 'topology')
-  where = chips.parse(values.topology, values.num_slices, values.hbm_gib)
+  slices = chips.parse(values.topology, values.num_slices, values.hbm_gib)
+  # [''] for --programs=, which would plan nothing without a word.
   for name in values.programs or ['']:
     if name not in programs.PROGRAMS:
-      known = ', '.join(programs.PROGRAMS)
+      names = ', '.join(programs.PROGRAMS)
       raise errors.UserError(
-        f'--programs={name} is not known; choose of {known}.'
+        f'--programs={name} is not known; choose of {names}.'
       )
   if values.output:
     disk.require_output(values.output)
   settings = config_lib.load(values.config, sources=False)
-  setup.check_attention(settings.compute.attention, where.chip.kind)
+  # Against the planned chips: the devices of this machine run nothing.
+  setup.check_attention(settings.compute.attention, slices.chip.kind)
   if values.sharding:
-    mesh = _mesh(settings, where)
+    mesh = _mesh(settings, slices)
     for name in values.programs:
       rows = programs.Job.of(name, settings, mesh).program().rows()
       print(f'[{name}]\n{layout_report.text(rows)}')
     return 0
   if values.search:
-    return _search(settings, where, values)
-  plans = make(settings, where, values.programs)
+    return _search(settings, slices, values)
+  plans = make(settings, slices, values.programs)
   for name, plan in plans.items():
-    print(f'[{name}] {where.name} x {where.count}: {where.devices} devices')
+    print(f'[{name}] {slices.name} x {slices.count}: {slices.devices} devices')
     print(plan_report.text(plan))
   print(calibration.text(calibration.table()))
   job = {'job': stored_plans.setup(settings)}
-  _write(values, where, job | {'programs': plans})
+  _write(values, slices, job | {'programs': plans})
   return 0 if all(p['fits'] for p in plans.values()) else DOES_NOT_FIT
 
 
 def _write(
-  values: flags.FlagValues, where: chips.Slice, found: dict[str, Any]
+  values: flags.FlagValues, slices: chips.Slice, results: dict[str, Any]
 ) -> None:
   """Writes a report with its request and the calibration, to --output."""
   if values.output:
-    request = stored_plans.request(values['config'], where)
-    worth = {'calibration': calibration.table()}
-    atomic.write_json(values.output, {**request, **found, **worth})
+    request = stored_plans.request(values['config'], slices)
+    # With the errors of past estimates, by which a stored plan is judged.
+    content = {**request, **results, 'calibration': calibration.table()}
+    atomic.write_json(values.output, content)
 
 
 def make(
-  settings: config_lib.Settings, where: chips.Slice, names: list[str]
+  settings: config_lib.Settings, slices: chips.Slice, names: list[str]
 ) -> dict[str, dict[str, Any]]:
   """Returns plans of the named programs; see `plan_report.describe`.
 
@@ -128,19 +130,19 @@ def make(
     UserError: the mesh or a batch does not divide, libtpu is missing, the
       topology does not exist, or the compiler fails.
   """
-  mesh, plans = _mesh(settings, where), {}
+  mesh, plans = _mesh(settings, slices), {}
   for name in names:
     job = programs.Job.of(name, settings, mesh)
-    plans[name] = _plan(job, where)
+    plans[name] = _plan(job, slices)
     if not plans[name]['fits']:
-      plans[name] |= search.remedies(job, plans[name], where)
+      plans[name] |= search.remedies(job, plans[name], slices)
   return plans
 
 
-def _mesh(settings: config_lib.Settings, where: chips.Slice) -> Mesh:
-  """Returns the mesh of a job on chips that are not here."""
+def _mesh(settings: config_lib.Settings, slices: chips.Slice) -> Mesh:
+  """Returns the mesh of a job on abstract devices of the chips."""
   try:
-    mesh = mesh_lib.make_mesh(settings.mesh, chips.devices_of(where))
+    mesh = mesh_lib.make_mesh(settings.mesh, chips.devices_of(slices))
   except ValueError as error:
     raise errors.UserError(str(error)) from error
   lengths = settings.data.train.lengths
@@ -148,77 +150,83 @@ def _mesh(settings: config_lib.Settings, where: chips.Slice) -> Mesh:
   return mesh
 
 
-def _plan(job: programs.Job, where: chips.Slice) -> dict[str, Any]:
-  """Returns the plan of one program, compiled unless it is for GPUs.
+def _plan(job: programs.Job, slices: chips.Slice) -> dict[str, Any]:
+  """Returns the plan of a program, compiled unless it is for GPUs.
 
   Raises:
     UserError: the compiler fails for another reason than memory, or the
       compiled program is not understood.
   """
   program = job.program()
+  # Listed, since a replicated array takes its full size on every device.
   copies = {'replicated': layout_report.replicated(program.rows())}
-  if where.chip.kind == 'gpu':
-    given = analytic_model.Arguments.of(job, program)
-    return analytic_model.describe(job, where, given) | copies
-  what = f'program {job.name!r}, compiled for {where.name} x {where.count}'
+  # Only the compiler of TPUs runs on a machine without the devices.
+  if slices.chip.kind == 'gpu':
+    arguments = analytic_model.Arguments.of(job, program)
+    return analytic_model.describe(job, slices, arguments) | copies
+  subject = f'program {job.name!r}, compiled for {slices.name} x {slices.count}'
   libtpu = f'libtpu {importlib.metadata.version("libtpu")}'
   try:
-    return plan_report.describe(job, where, program) | copies
+    return plan_report.describe(job, slices, program) | copies
   except hlo.UnknownProgramError as error:
     raise errors.UserError(
-      f'{what}, has parts that are not understood: {error}. Please report this,'
-      f' with {libtpu} and the command. --search first prints estimates that'
-      ' compile nothing.'
+      f'{subject}, has parts that are not understood: {error}. Please report'
+      f' this, with {libtpu} and the command. --search first prints estimates'
+      ' that compile nothing.'
     ) from error
   except ValueError as error:  # Decoding shares no length, for example.
-    raise errors.UserError(f'{what}: {error} Change config.mesh.') from error
+    raise errors.UserError(f'{subject}: {error} Change config.mesh.') from error
   except jax.errors.JaxRuntimeError as error:
     raise errors.UserError(
-      f'{libtpu} fails on {what}: {_first_line(error)}. Change config.mesh, the'
-      ' topology or its version.'
+      f'{libtpu} fails on {subject}: {_first_line(error)}. Change config.mesh,'
+      ' the topology or its version.'
     ) from error
 
 
 def _first_line(error: Exception) -> str:
+  # libtpu's errors go on with stack frames or parts of the program.
   return str(error).strip().splitlines()[0]
 
 
 def _search(
-  settings: config_lib.Settings, where: chips.Slice, values: flags.FlagValues
+  settings: config_lib.Settings, slices: chips.Slice, values: flags.FlagValues
 ) -> int:
   """Ranks candidates with the cost model, plans the first, ranks again."""
-  # Any mesh will do: candidates have their own.
+  # Any mesh will do, since each candidate replaces it.
   mesh = mesh_lib.make_mesh(
-    mesh_lib.MeshConfig(replica=where.count), chips.devices_of(where)
+    mesh_lib.MeshConfig(replica=slices.count), chips.devices_of(slices)
   )
-  found = search.ranked(programs.Job.of('train', settings, mesh), where)
+  candidates = search.ranked(programs.Job.of('train', settings, mesh), slices)
   print(
-    f'{len(found)} candidates may fit into {where.name} x {where.count}. They'
-    ' have their own rows per chip: a job keeps its batch of'
+    f'{len(candidates)} candidates may fit into {slices.name} x {slices.count}.'
+    ' They have their own rows per chip: a job keeps its batch of'
     f' {settings.train.batch_size} by config.train.microbatches.'
   )
-  if where.chip.kind == 'gpu':
-    found = [one for one in found if one.plan['fits']]
-  found = found[: values.search]
-  print(search.text(found))
+  # `ranked` leaves room for the compiler to find less memory than the model;
+  # for GPUs the model decides, as nothing is compiled.
+  if slices.chip.kind == 'gpu':
+    candidates = [c for c in candidates if c.plan['fits']]
+  candidates = candidates[: values.search]
+  print(search.text(candidates))
   fit = []
-  for i, one in enumerate(found):
-    began = time.monotonic()
+  for i, candidate in enumerate(candidates):
+    start = time.monotonic()
     try:
-      plan = _plan(one.job, where)
+      plan = _plan(candidate.job, slices)
+    # The compiler may fail on a mesh and take the next.
     except errors.UserError as error:
       result = f'no plan ({_first_line(error)})'
     else:
       result = disk.format_bytes(plan['memory']['peak'])
       result += ', fits' if plan['fits'] else ', does not fit'
       if plan['fits']:
-        fit.append(dataclasses.replace(one, plan=plan))
-        rows = [{'flags': one.flags, 'plan': one.plan} for one in fit]
+        fit.append(dataclasses.replace(candidate, plan=plan))
+        rows = [{'flags': c.flags, 'plan': c.plan} for c in fit]
         # Written each time, since compiling may take hours.
-        _write(values, where, {'candidates': rows})
+        _write(values, slices, {'candidates': rows})
     print(
-      f'{i + 1}/{len(found)}: {result}, {time.monotonic() - began:.0f} s:'
-      f' {" ".join(one.flags)}',
+      f'{i + 1}/{len(candidates)}: {result}, {time.monotonic() - start:.0f} s:'
+      f' {" ".join(candidate.flags)}',
       flush=True,
     )
   print(search.text(fit) if fit else 'none of these fits; try --search=N')

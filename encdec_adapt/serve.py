@@ -1,6 +1,6 @@
 r"""Serves a model over HTTP, in the shapes of OpenAI's API.
 
-python -m encdec_adapt.serve --checkpoint=runs/adapted
+    python -m encdec_adapt.serve --checkpoint=runs/adapted
 
 POST /v1/completions and /v1/chat/completions, streamed or not; GET /v1/models,
 /health, /metrics, and / for a page to try the model. There is no
@@ -32,6 +32,8 @@ from encdec_adapt.serving import protocol
 from encdec_adapt.telemetry import environment
 from encdec_adapt.tokenizers import chat_format
 
+# By default at most this, since the largest state holds the longest prompt, and
+# some models state 128 K positions.
 _MAX_PROMPT = 4096
 STEPS = 4  # Decode steps between queue polls; a stream sends them together.
 
@@ -87,8 +89,10 @@ def main(values: flags.FlagValues) -> int:
       raise errors.UserError(
         f"serving needs {name}: pip install 'encdec_adapt[serve]'"
       )
+  # After the check: its imports are those of the extra `serve`.
   from encdec_adapt.serving import http_app
 
+  # Before the parameters are read, which takes minutes for large models.
   if not http_app.is_free(values.host, values.port):
     return 1
   stored = model_on_disk.open_model(values.checkpoint)
@@ -96,12 +100,14 @@ def main(values: flags.FlagValues) -> int:
   longest = pretrained_files.prompt_room(stored)
   loaded = model_in_memory.read_as_trained(stored)
   ids = loaded.special_ids
+  # A request may be a chat or plain text; both end at the first of these ids.
   if chat_format.find_template(opened.decoder):
     ends = *ids.eos, chat_format.end_of_turn(opened.decoder)
     ids = dataclasses.replace(ids, eos=tuple(dict.fromkeys(ends)))
   limits = protocol.Limits(
     values.max_prompt or min(longest or _MAX_PROMPT, _MAX_PROMPT),
     values.max_tokens,
+    # A decoder that reads prompts itself holds both in its positions.
     None if 'encoder' in stored.model.stacks else longest,
   )
   engine = loaded.engine(
@@ -113,9 +119,9 @@ def main(values: flags.FlagValues) -> int:
   )
   _require_memory(engine)
   if values.warm_up:
-    began = time.monotonic()
+    start = time.monotonic()
     count = engine.warm_up()
-    print(f'compiled {count} programs in {time.monotonic() - began:.1f} s')
+    print(f'compiled {count} programs in {time.monotonic() - start:.1f} s')
   # Fails now if the parameters do not fit.
   bos = np.array([opened.sides[stored.prompt_side].bos], np.int32)
   list(engine.run([engine_lib.Request(bos, 2)]))
@@ -140,6 +146,7 @@ def _state_sizes(
 ) -> list[lengths.Size]:
   """Returns the sizes that the engine's state may have."""
   generated = limits.max_tokens
+  # The longest prompt leaves fewer positions to generate.
   if limits.context is not None:
     generated = min(generated, limits.context - limits.max_prompt)
   return lengths.state_sizes(

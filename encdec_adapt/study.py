@@ -1,12 +1,13 @@
-"""Runs the stages of a study one after the other and writes its report.
+"""Runs the stages of a study in sequence and writes its report.
 
     python -m encdec_adapt.study --study=configs/quickstart.py:size=default
 
-A study is what `get_study(arg)` of a configuration file returns
+The function `get_study(arg)` of a configuration file returns a study
 (`evaluation/study_stages.py`). Every stage is a command, printed before
 it runs. Stages share this process, which saves imports and compilations; only
-records are made in another one, which loads TensorFlow. Finished stages are
-skipped and an interrupted one resumes when the command is given again.
+records are made in a separate process, which loads TensorFlow. Finished
+stages are skipped and an interrupted stage resumes when the command is given
+again.
 """
 
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ import pathlib
 import shlex
 import sys
 import time
+import types
 from typing import Any
 
 from absl import flags
@@ -30,17 +32,12 @@ from encdec_adapt.base import errors
 from encdec_adapt.cli import command
 from encdec_adapt.data.making import process_pool
 from encdec_adapt.data.records import record_sets
+from encdec_adapt.evaluation import study_stages
 from encdec_adapt.evaluation.measures import held_out
 from encdec_adapt.evaluation.reports import html_report
-from encdec_adapt.evaluation import study_stages
 from encdec_adapt.evaluation.results import results_store
 from encdec_adapt.files import append_log, atomic, disk, paths
-from encdec_adapt.telemetry import (
-  compute_cost,
-  environment,
-  metrics,
-  progress,
-)
+from encdec_adapt.telemetry import compute_cost, environment, metrics, progress
 
 define_flags = command.define(
   command.string('study', 'FILE[:ARG] with a function get_study(arg).'),
@@ -71,9 +68,10 @@ def load(spec: str) -> tuple[study_stages.Study, str]:
   path, _, arg = spec.partition(':')
   if not pathlib.Path(path).is_file():
     raise errors.UserError(f'--study={spec}: the file {path} does not exist.')
-  found = importlib.util.spec_from_file_location('study_config', path)
-  module = importlib.util.module_from_spec(found)
-  found.loader.exec_module(module)
+  # By its path, as --config loads files: configs/ need not be importable.
+  spec_of_file = importlib.util.spec_from_file_location('study_config', path)
+  module = importlib.util.module_from_spec(spec_of_file)
+  spec_of_file.loader.exec_module(module)
   if not hasattr(module, 'get_study'):
     raise errors.UserError(f'--study={spec}: {path} has no get_study(arg).')
   text = pathlib.Path(path).read_bytes() + arg.encode()
@@ -94,14 +92,16 @@ def run(study: study_stages.Study, digest: str) -> int:
     UserError: the root holds another version of the study, or a stage fails
       on bad input. Arguments of training are checked before the first stage.
   """
+  # A mistyped flag of the last stage is found now, not after hours.
   for stage in study.stages:
-    if stage.module != 'convert':
+    if stage.module != 'convert':  # It has subcommands, which parse themselves.
       _parse(stage, ())
   root = paths.at(study.root)
   disk.require_writable(root / 'stages')
   _check_same_study(root, digest)
   print(f'{study.title}: {len(study.stages)} stages into {root}', flush=True)
   waiting = [s for s in study.stages if not _marker(root, s).exists()]
+  # Neighbours that make records share a process: TensorFlow takes long to load.
   for module, group in itertools.groupby(waiting, lambda s: s.module):
     group = list(group)
     if module == 'materialize':
@@ -114,16 +114,14 @@ def run(study: study_stages.Study, digest: str) -> int:
 
 def _parse(stage: study_stages.Stage, extra: Sequence[str]) -> flags.FlagValues:
   """Parses the arguments of a stage; the configuration file is loaded."""
-  module = importlib.import_module(f'encdec_adapt.{stage.module}')
+  module = _module(stage)
   return command.parse(module.define_flags, (*stage.arguments, *extra))
 
 
-def _call(stage: study_stages.Stage, extra: Sequence[str]) -> int:
-  """Runs the command of a stage; returns its status."""
-  module = importlib.import_module(f'encdec_adapt.{stage.module}')
-  if stage.module == 'convert':
-    return command.run_subcommand('', module.COMMANDS, stage.arguments)
-  return module.main(_parse(stage, extra))
+def _module(stage: study_stages.Stage) -> types.ModuleType:
+  """Imports the module of a stage's command."""
+  # Late: a study without a command need not load its dependencies.
+  return importlib.import_module(f'encdec_adapt.{stage.module}')
 
 
 def run_stages(root: str, stages: Sequence[study_stages.Stage]) -> int:
@@ -133,27 +131,27 @@ def run_stages(root: str, stages: Sequence[study_stages.Stage]) -> int:
     line = _command_line(stage, extra)
     budget = progress.format_seconds(stage.budget_seconds)
     print(f'\n[{stage.name}] budget {budget}\n$ {line}', flush=True)
-    began = time.perf_counter()
-    status = _call(stage, extra)
-    seconds = time.perf_counter() - began
+    start = time.perf_counter()
+    if stage.module == 'convert':
+      commands = _module(stage).COMMANDS
+      status = command.run_subcommand('', commands, stage.arguments)
+    else:
+      status = _module(stage).main(_parse(stage, extra))
+    seconds = time.perf_counter() - start
+    # Also for a preemption: without its marker the stage resumes.
     if status:
       return status
-    took = progress.format_seconds(seconds)
-    print(f'[{stage.name}] took {took} of {budget}', flush=True)
-    atomic.write_json(
-      _marker(paths.at(root), stage),
-      {
-        'name': stage.name,
-        'command': line,
-        'budget_seconds': stage.budget_seconds,
-        'seconds': seconds,
-      },
-    )
+    duration = progress.format_seconds(seconds)
+    print(f'[{stage.name}] took {duration} of {budget}', flush=True)
+    marker = {'name': stage.name, 'command': line}
+    marker |= {'budget_seconds': stage.budget_seconds, 'seconds': seconds}
+    atomic.write_json(_marker(paths.at(root), stage), marker)
   return 0
 
 
 def _command_line(stage: study_stages.Stage, extra: Sequence[str]) -> str:
-  """The command as it can be typed, with this interpreter."""
+  """Returns the command as it can be typed, with this interpreter."""
+  # Short and movable inside of the repository, such as .venv/bin/python.
   python = os.path.relpath(sys.executable)
   python = sys.executable if python.startswith('..') else python
   return shlex.join(
@@ -162,7 +160,7 @@ def _command_line(stage: study_stages.Stage, extra: Sequence[str]) -> str:
 
 
 def _marker(root: paths.Path, stage: study_stages.Stage) -> paths.Path:
-  """The file that marks a finished stage."""
+  """Returns the path of the file that marks a finished stage."""
   return root / 'stages' / f'{stage.name}.json'
 
 
@@ -183,18 +181,21 @@ def _summary(root: paths.Path, name: str) -> dict[str, Any]:
 
 
 def _training_summary(root: paths.Path, name: str) -> dict[str, Any]:
-  """The summary of a run; of an imported model, that of its own training."""
+  """Returns the summary of a run, with the training of an imported model."""
   summary = _summary(root, name)
   made_by = summary.get('made_by', {'command': 'train'})
   if made_by['command'] != 'import':
     return summary
+  # The decoders in configs/decoders are shipped with their summaries.
   path = paths.at(made_by['sources'][0]) / compute_cost.SUMMARY
   training = atomic.read_json(path) if path.exists() else {}
+  # `inclusive` of the import counts the training as that of its source.
   return {**summary, **training, 'inclusive': summary['inclusive']}
 
 
 def _best(root: paths.Path, names: Sequence[str]) -> str:
-  """The run with the lowest finite held-out loss."""
+  """Returns the name of the run with the lowest finite held-out loss."""
+  # A run at too high a rate may diverge: nan compares with nothing.
   losses = {name: _summary(root, name)['eval_loss'] for name in names}
   finite = {name: x for name, x in losses.items() if math.isfinite(x)}
   if not finite:
@@ -203,7 +204,7 @@ def _best(root: paths.Path, names: Sequence[str]) -> str:
 
 
 def _best_rate(root: paths.Path, names: Sequence[str]) -> tuple[str, ...]:
-  """The flag with the learning rate of the best of these runs."""
+  """Returns the flag with the learning rate of the best of these runs."""
   if not names:
     return ()
   rate = _summary(root, _best(root, names))['learning_rate']
@@ -214,16 +215,20 @@ def _report(study: study_stages.Study) -> None:
   """Collects the results of the runs and writes the report."""
   root = paths.at(study.root)
   folders = {name: name for name in study.runs}
+  # First, as tables and plots list the runs in this order.
   for name, candidates in study.best_of.items():
     folders = {name: _best(root, candidates), **folders}
   stages = [atomic.read_json(_marker(root, s)) for s in study.stages]
   with results_store.Store(study.results) as store:
     runs = {name: _run(root, folder, store) for name, folder in folders.items()}
-    measured = store.of_run(
-      paths.join(study.root, study.runs[0]), held_out.TASK
-    )
+    # Any run: all were evaluated on the same records.
+    run = paths.join(study.root, study.runs[0])
+    measured = store.of_run(run, held_out.TASK)
   options, tokens = measured[held_out.TARGET_TOKENS]
   spec = record_sets.RecordSet.open(options['records']).spec
+  samples = []
+  if study.samples:
+    samples = [x for x, _ in append_log.Log(paths.at(study.samples)).lines]
   collected = {
     'title': study.title,
     'size': study.size,
@@ -235,11 +240,7 @@ def _report(study: study_stages.Study) -> None:
     'runs': runs,
     'best': list(study.best_of),
     'stages': stages,
-    'samples': (
-      [sample for sample, _ in append_log.Log(paths.at(study.samples)).lines]
-      if study.samples
-      else []
-    ),
+    'samples': samples,
     'environment': environment.report(),
   }
   findings = html_report.write(collected, root)
@@ -252,22 +253,20 @@ def _report(study: study_stages.Study) -> None:
 def _run(
   root: paths.Path, folder: str, store: results_store.Store
 ) -> dict[str, Any]:
-  """The results of one run; an imported model has no curve."""
-  scores = {
-    metric: score.value
-    for metric, (_, score) in store.of_run(
-      paths.join(root, folder), held_out.TASK
-    ).items()
-  }
+  """Returns the results of a run; an imported model has no curve."""
+  results = store.of_run(paths.join(root, folder), held_out.TASK)
+  scores = {metric: score.value for metric, (_, score) in results.items()}
   is_trained = (root / folder / metrics.FILE).exists()
   lines = metrics.read_metrics(root / folder) if is_trained else []
   evals = [line for line in lines if line['kind'] == 'eval']
   summary = _training_summary(root, folder)
   return {
+    # Null in the report unless the summary, below, has them.
     'eval_loss_at_step_0': None,
     'learning_rate': None,
     'seed': None,
     **summary,
+    # Of the last step; the scores are of the checkpoint that was evaluated.
     'eval_loss_in_training': summary.get('eval_loss'),
     'kind': config_lib.load_run(str(root / folder)).model.architecture.name,
     'eval_loss': scores['loss'],

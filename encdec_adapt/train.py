@@ -6,10 +6,10 @@ r"""Trains a model: a whole job, from configuration to last checkpoint.
 A job that ended early resumes when the same command is given again.
 
 `train` reads from top to bottom: models, checkpoint to start from, data, state,
-loop objects, steps, end. What other commands build too (mesh,
-models, data) is in `training/setup.py`; models on disk that a job starts from
-are opened by `conversion/initial_state.py`; the loss and the update are in
-`training/losses/` and `training/step.py`.
+loop objects, steps, end. Mesh, models and data, which other commands build too,
+are in `training/setup.py`; models on disk that a job starts from are opened by
+`conversion/initial_state.py`; the loss and the update are in `training/losses/`
+and `training/step.py`.
 """
 
 import contextlib
@@ -33,11 +33,7 @@ from encdec_adapt.evaluation import evaluators as evaluators_lib
 from encdec_adapt.files import paths
 from encdec_adapt.models import parameters
 from encdec_adapt.planning import dry_run, out_of_memory
-from encdec_adapt.telemetry import (
-  compute_cost,
-  environment,
-  profiling,
-)
+from encdec_adapt.telemetry import compute_cost, environment, profiling
 from encdec_adapt.training import job_telemetry, setup
 from encdec_adapt.training import phases as phases_lib
 from encdec_adapt.training import step as step_lib
@@ -73,9 +69,7 @@ def main(values: flags.FlagValues) -> int:
 
 
 def train(
-  config: ml_collections.ConfigDict,
-  settings: config_lib.Settings,
-  workdir: str,
+  config: ml_collections.ConfigDict, settings: config_lib.Settings, workdir: str
 ) -> int:
   """Trains to the last step, or until the job is preempted.
 
@@ -91,7 +85,7 @@ def train(
     UserError: bad input, found before the first step; checkpoints exist but
       none is undamaged; or too many updates in a row are not finite.
   """
-  say = print if distributed.is_lead() else lambda *_: None
+  log = print if distributed.is_lead() else lambda *_: None
   steps, model = settings.train.steps, settings.model
   lengths = settings.data.train.lengths
 
@@ -104,19 +98,20 @@ def train(
   setup.check_batches(settings.train, lengths, mesh, settings.rules)
   setup.check_vocabularies(settings.data)
   tasks = evaluators_lib.read_tasks(settings)
-  where = setup.place_model(model, settings.compute, mesh, settings.rules)
+  placement = setup.place_model(model, settings.compute, mesh, settings.rules)
   references = initial_state.open_references(
     settings.loss,
     settings.teacher,
-    where,
+    placement,
     settings.compute,
     settings.data.vocabularies,
   )
-  frozen = {name: entry.where.model for name, entry in references.items()}
+  # Opened only: parameters are read below, when other inputs are checked.
+  frozen = {name: r.placement.model for name, r in references.items()}
   loss = dataclasses.replace(settings.loss, models=frozen)
   settings = dataclasses.replace(settings, loss=loss)
   axes = settings.data.objectives[0].maker.axes
-  make_phases = functools.partial(phases_lib.Phases, where, loss, axes=axes)
+  make_phases = functools.partial(phases_lib.Phases, placement, loss, axes=axes)
   phases = make_phases(settings.optimizer, settings.train)
 
   # -- Checkpoint to start from ------------------------------------------------
@@ -127,7 +122,7 @@ def train(
   )
 
   def require_space(steps):
-    """Checks the disk; one checkpoint, while the number of steps is open."""
+    """Checks the disk; for a single checkpoint while `steps` is 0."""
     saves = {*range(every, steps, every), steps}
     saves |= {group.start for group in phases.groups if group.start}
     checkpoints.require_space(phases.abstract(), sorted(saves))
@@ -137,14 +132,16 @@ def train(
   if start is None:
     checkpoints.check_not_lost()
     cost = compute_cost.Cost()
-    sources = initial_state.open_sources(settings.init, settings.compute, where)
+    sources = initial_state.open_sources(
+      settings.init, settings.compute, placement
+    )
     sources.check_files(settings.data.vocabularies)
   else:
-    found = checkpoints.at(start)
-    saved = found.read_meta()
-    resume_checks.check_config(saved, config.to_dict(), say)
-    found.require_same(phases.abstract_saved(start))
-    cost = compute_cost.Cost(**found.read_data())
+    checkpoint = checkpoints.at(start)
+    saved = checkpoint.read_meta()
+    resume_checks.check_config(saved, config.to_dict(), log)
+    checkpoint.require_same(phases.abstract_saved(start))
+    cost = compute_cost.Cost(**checkpoint.read_data())
 
   # -- Data --------------------------------------------------------------------
 
@@ -159,7 +156,7 @@ def train(
   batches = setup.training_batches(
     data.train,
     settings.train.batch_size,
-    where,
+    placement,
     position=cost.rows,
     consumed=cost.rows_of_parts or None,
     first_step=start or 0,
@@ -173,10 +170,9 @@ def train(
     steps = settings.train.steps
     phases = make_phases(settings.optimizer, settings.train)
     require_space(steps)
-  say(
+  log(
     f'{type(model).__name__}: {parameters.count(model):,} parameters on'
-    f' {dict(mesh.shape)}; {len(data.train):,} training rows, {steps:,}'
-    ' steps'
+    f' {dict(mesh.shape)}; {len(data.train):,} training rows, {steps:,} steps'
   )
 
   # -- State -------------------------------------------------------------------
@@ -196,25 +192,25 @@ def train(
       + [settings.teacher.checkpoint] * bool(references)
     )
     for path in meta['sources']['not_counted']:
-      say(f'the cost of {path} is unknown: the summary leaves it out')
+      log(f'the cost of {path} is unknown: the summary leaves it out')
     state = phases.create(sources.read(settings.seed), settings.seed)
     if sources.models and sources.coverage:
-      say(sources.coverage.table())
+      log(sources.coverage.table())
     if distributed.is_lead():
       run_artifacts.write_initial(workdir, sources, data.vocabularies)
   else:
     meta['sources'] = saved['sources']
-    resume_checks.report_environment(saved, meta, say)
-    state = found.restore(phases.abstract_saved(start))
-    say(f'resuming at step {start}')
-  reference_params = {name: entry.read() for name, entry in references.items()}
+    resume_checks.report_environment(saved, meta, log)
+    state = checkpoint.restore(phases.abstract_saved(start))
+    log(f'resuming at step {start}')
+  reference_params = {name: r.read() for name, r in references.items()}
   if distributed.is_lead():
     run_artifacts.write_config(workdir, config, meta['environment'])
 
   # -- Loop objects ------------------------------------------------------------
 
   step = first = start or 0
-  resume_checks.report_end(batches.left, first, steps, say)
+  resume_checks.report_end(batches.left, first, steps, log)
   telemetry = job_telemetry.JobTelemetry(
     workdir,
     settings.train,
@@ -222,7 +218,7 @@ def train(
     start,
     cost,
     setup.step_flops(model, lengths, settings.train.batch_size, shapes),
-    say,
+    log,
   )
   watchdog = watchdog_lib.Watchdog(
     workdir, jax.process_index(), settings.train.hang_seconds
@@ -239,7 +235,7 @@ def train(
     config.to_dict(),
     settings,
     tasks,
-    where,
+    placement,
     reference_params,
     data,
     telemetry,
@@ -249,10 +245,7 @@ def train(
     """Runs the evaluators that are due; ranks the held-out metrics."""
     with telemetry.spent('evaluate'):
       values = evaluators(
-        step,
-        params,
-        beat=lambda: watchdog.beat(step, 'evaluate'),
-        last=last,
+        step, params, beat=lambda: watchdog.beat(step, 'evaluate'), last=last
       )
       return loss.rank(values[loss.selects])
 
@@ -276,9 +269,9 @@ def train(
       and batches.left != 0
       and not (stopping or telemetry.stagnates)
     ):
-      began = time.perf_counter()
+      step_start = time.perf_counter()
 
-      # Phase: the groups that train. Each phase compiles its own step.
+      # Phase: the groups that train. Each phase compiles a step function.
       compiling = step == first or phases.begins(step)
       if compiling:
         state = phases.thaw(state, step)
@@ -291,7 +284,7 @@ def train(
       if step == first:
         data.train.check_framing(rows, data.vocabularies.decoder)
         labels = settings.data.objectives[0].labels
-        say(setup.describe_batch(rows, data.vocabularies, labels))
+        log(setup.describe_batch(rows, data.vocabularies, labels))
         if distributed.is_lead():
           run_artifacts.remove_summary(workdir)  # Of a shorter, finished job.
       row_numbers = rows.pop('row')
@@ -305,7 +298,7 @@ def train(
       # Update. Dispatch is asynchronous: the host continues meanwhile.
       profiler.before(step)
       with telemetry.spent('compile' if compiling else 'dispatch'):
-        batch = step_lib.place_batch(rows, where, axes)
+        batch = step_lib.place_batch(rows, placement, axes)
         state, metrics = train_step(state, batch, reference_params)
       if compiling:
         telemetry.pause()
@@ -323,9 +316,9 @@ def train(
       evaluating |= saving and settings.checkpoint.keep_best
       saving |= stopping  # At once: a preemption leaves no time to evaluate.
       if evaluating or saving or compiling:
-        telemetry.read()  # What is saved includes this step.
+        telemetry.read()  # Saved costs include this step.
       if not compiling:
-        cost.seconds += time.perf_counter() - began
+        cost.seconds += time.perf_counter() - step_start
       rank = evaluate(step, state.params, last) if evaluating else None
       if saving or telemetry.stagnates:
         watchdog.beat(step, 'save')
@@ -351,30 +344,24 @@ def train(
 
   batches.close()
   if stopping and not last:
-    say(f'asked to stop: saved step {step}, exiting with {exit_status.RESTART}')
+    log(f'asked to stop: saved step {step}, exiting with {exit_status.RESTART}')
     return exit_status.RESTART
   if telemetry.stagnates:
-    say(
+    log(
       f'no {"higher" if loss.highest else "lower"} held-out {loss.selects} in'
-      f' {settings.train.patience} evaluations: the'
-      f' job ends at step {step} of {steps}'
+      f' {settings.train.patience} evaluations: the job ends at step {step} of'
+      f' {steps}'
     )
   elif step < steps:
-    say(
+    log(
       f'the last pass is over: the records end after {cost.rows:,} rows, at'
       f' step {step} of {steps}'
     )
   if distributed.is_lead():
+    rate, seed = settings.optimizer.schedule.peak, settings.seed
+    hyperparameters = {'learning_rate': rate, 'seed': seed}
     run_artifacts.write_summary(
-      workdir,
-      model,
-      {
-        'learning_rate': settings.optimizer.schedule.peak,
-        'seed': settings.seed,
-      },
-      step,
-      cost,
-      meta['sources'],
+      workdir, model, hyperparameters, step, cost, meta['sources']
     )
   # No process exits before process 0 has committed the last checkpoint.
   distributed.barrier('the end')

@@ -15,33 +15,24 @@ from encdec_adapt.files import paths
 from encdec_adapt.telemetry import compute_cost
 from tests import tiny
 
-RATES = ('0.0005', '0.0015', '0.0045')
-
-
-def _summaries(folder, **losses):
-  """Writes summaries of runs; their learning rates are 0.001, 0.002, ..."""
-  for rate, (name, loss) in enumerate(losses.items(), 1):
-    (folder / name).mkdir()
-    (folder / name / compute_cost.SUMMARY).write_text(
-      json.dumps({'eval_loss': loss, 'learning_rate': rate * 1e-3})
-    )
-  return paths.at(folder), tuple(losses)
-
 
 def test_stages_get_the_rate_of_the_best_finite_run(tmp_path, monkeypatch):
-  losses = dict(a=math.nan, b=-math.inf, c=2.75, d=2.5)
-  root, names = _summaries(tmp_path, **losses)
+  names, losses = ('a', 'b', 'c', 'd'), (math.nan, -math.inf, 2.75, 2.5)
+  for name, loss, rate in zip(names, losses, (1, 2, 3, 4), strict=True):
+    (tmp_path / name).mkdir()
+    summary = {'eval_loss': loss, 'learning_rate': rate * 1e-3}
+    (tmp_path / name / compute_cost.SUMMARY).write_text(json.dumps(summary))
   flags = (f'--config={tiny.ROOT}/configs/base.py',)
   stage = study_stages.Stage('seeds', 'train', flags, 1.0, rate_of=names)
-  given = []
+  rates = []
   monkeypatch.setattr(
-    train, 'main', lambda v: given.append(v.config.optimizer.learning_rate)
+    train, 'main', lambda v: rates.append(v.config.optimizer.learning_rate)
   )
-  assert study.run_stages(str(root), [stage]) == 0
-  assert given == [0.004]
+  assert study.run_stages(str(tmp_path), [stage]) == 0
+  assert rates == [0.004]
   stage = study_stages.Stage('seeds', 'train', flags, 1.0, rate_of=names[:2])
   with pytest.raises(errors.UserError, match='none of the runs'):
-    study.run_stages(str(root), [stage])
+    study.run_stages(str(tmp_path), [stage])
 
 
 def test_an_imported_decoder_has_the_numbers_of_its_training(tmp_path):
@@ -81,14 +72,13 @@ def loaded(request):
   return plan, configs
 
 
-def _changed(configs, one, other):
+def _changed(configs, *runs):
   """Key to the values of two runs' configs, where they are not the same."""
-  one, other = (
-    traverse_util.flatten_dict(configs[name].to_dict(), sep='.')
-    for name in (one, other)
+  a, b = (
+    traverse_util.flatten_dict(configs[run].to_dict(), sep='.') for run in runs
   )
-  assert one.keys() == other.keys()
-  return {key: (one[key], other[key]) for key in one if one[key] != other[key]}
+  assert a.keys() == b.keys()
+  return {key: (a[key], b[key]) for key in a if a[key] != b[key]}
 
 
 def test_runs_differ_in_what_is_compared_alone(loaded):
@@ -112,8 +102,6 @@ def test_runs_differ_in_what_is_compared_alone(loaded):
   assert (more.init.mode, more.init.encoder) == ('checkpoint', source)
   # As many tokens, in another order than those that it was trained on.
   assert more.train == pair.train
-  lengths = [
-    c.data.encoder_length + c.data.decoder_length for c in (more, pair)
-  ]
-  assert lengths[0] == lengths[1]
+  tokens = {c.data.encoder_length + c.data.decoder_length for c in (more, pair)}
+  assert len(tokens) == 1
   assert more.seed != configs['decoder_only'].seed

@@ -1,5 +1,6 @@
-"""Models on disk, of any software: open, compare, adapt, import, export.
+"""Models on disk: open, compare, adapt, import, merge and export.
 
-Above `huggingface` (files of others), `checkpoints` and `training`; below
-`evaluation`, `planning` and the commands.
+A model is the work directory of a run or a Hugging Face folder. Above
+`huggingface` (formats of other software), `checkpoints` and `training`; imports
+nothing of `evaluation`, `planning` or the commands.
 """

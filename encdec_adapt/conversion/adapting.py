@@ -1,12 +1,12 @@
-"""Adapt: decoder-only models -> an encoder-decoder at step 0.
+"""`convert adapt`: decoder-only models -> an encoder-decoder at step 0.
 
 The adaptation is planned from configs alone. Each array of the new model is
 then computed when it is written, so that host memory grows with the largest
-array only.
+array only. The copy rules are in `adaptation`; this module imports no part of
+training beyond the format of its checkpoints.
 """
 
 from collections.abc import Callable
-import functools
 from typing import Any
 
 from absl import flags
@@ -33,13 +33,12 @@ from encdec_adapt.models import model_config, model_section, parameters
 
 def define_model(values: flags.FlagValues) -> None:
   """Defines --model.KEY=VALUE for the keys of config.model, unset."""
-  unset = {
-    key: config_dict.placeholder(type(value))
-    for key, value in traverse_util.flatten_dict(
-      model_section.defaults(), sep='.'
-    ).items()
-    if key != 'kind'
-  }
+  keys = traverse_util.flatten_dict(model_section.defaults(), sep='.')
+  # Adaptation makes encoder-decoders only, so that there is no kind to choose.
+  del keys['kind']
+  # Typed placeholders and not defaults: only the given keys may override the
+  # shapes of the sources.
+  unset = {k: config_dict.placeholder(type(v)) for k, v in keys.items()}
   config_flags.DEFINE_config_dict(
     'model',
     ml_collections.ConfigDict(traverse_util.unflatten_dict(unset, sep='.')),
@@ -53,7 +52,7 @@ def define_model(values: flags.FlagValues) -> None:
 
 
 def adapt_models(values: flags.FlagValues, _: list[str]) -> int:
-  """Runs `convert adapt`: makes an encoder-decoder of one or two models.
+  """Runs `convert adapt`: makes an encoder-decoder of decoder-only models.
 
   Raises:
     UserError: the output exists, a source is damaged or not decoder-only, or
@@ -61,6 +60,7 @@ def adapt_models(values: flags.FlagValues, _: list[str]) -> int:
   """
   command.require(values, 'encoder', *(() if values.dry_run else ('output',)))
   if not values.dry_run:
+    # First: opening the sources reads the headers of all their tensors.
     new_folder.require_free(values.output)
   paths = [values.encoder] + ([values.decoder] if values.decoder else [])
   sources = [importing.open_model(path, values) for path in paths]
@@ -75,11 +75,14 @@ def adapt_models(values: flags.FlagValues, _: list[str]) -> int:
     cross_attention=values.cross_attention,
     post_norm_gain=values.post_norm_gain,
   )
+  # make_plan sees configs only; these tensors are known from the files.
   coverage = model_on_disk.with_outside(coverage, encoder, decoder)
   choice = model_on_disk.vocabularies_of_pair(encoder, decoder)
   if choice is not None and choice.encoder:
-    _report_two_tokenizers(encoder, decoder, shared=target.shared_table)
+    _report_two_tokenizers(sources, shared=target.shared_table)
   print(coverage.table())
+  # Keys and values read the encoder's width, so that the decoder's
+  # self-attention cannot be copied into cross-attention.
   if target.encoder.width != target.decoder.width:
     print(
       'the pair is unbalanced: its cross-attention is fresh. Warm it up alone,'
@@ -94,6 +97,7 @@ def adapt_models(values: flags.FlagValues, _: list[str]) -> int:
     return 0
   contents = work_directory.Contents(
     target,
+    # A source of both stacks counts once in the cost of ancestors.
     {'command': 'adapt', 'sources': list(dict.fromkeys(paths))},
     pretrained_files.folders_of_pair(encoder.path, decoder.path),
     choice,
@@ -115,14 +119,16 @@ def _target(
   Raises:
     UserError: there is no such model, or it is not in --target's family.
   """
-  given = traverse_util.flatten_dict(values.model.to_dict(), sep='.')
-  given = {key: value for key, value in given.items() if value is not None}
-  is_t5gemma2, options = values.target == 't5gemma2', {}
-  if is_t5gemma2 and 'eoi_token' in given:
-    options['eoi_token'] = given['eoi_token']
+  overrides = traverse_util.flatten_dict(values.model.to_dict(), sep='.')
+  overrides = {k: v for k, v in overrides.items() if v is not None}
+  options = {}
+  # pair_of checks that the token is below vocab_size; the default, 256000, may
+  # lie beyond the table of a small model.
+  if values.target == 't5gemma2' and 'eoi_token' in overrides:
+    options['eoi_token'] = overrides['eoi_token']
   pair = config_json.pair_of(encoder, decoder, values.target or '', **options)
   section = ml_collections.ConfigDict(model_section.section_from_model(pair))
-  section.update_from_flattened_dict(given)
+  section.update_from_flattened_dict(overrides)
   target = model_section.model_from_section(section.to_dict())
   if values.target:
     config_json.raw_from_model(target)  # Raises if it left the family.
@@ -130,24 +136,22 @@ def _target(
 
 
 def _report_two_tokenizers(
-  encoder: model_on_disk.StoredModel,
-  decoder: model_on_disk.StoredModel,
-  *,
-  shared: bool,
+  sources: list[model_on_disk.StoredModel], *, shared: bool
 ) -> None:
   """Notes that the stacks have different tokenizers.
 
   Raises:
     UserError: they share a table.
   """
-  both = f'{encoder.path} and {decoder.path} have different tokenizers'
+  paths = ' and '.join(str(source.path) for source in sources)
+  difference = f'{paths} have different tokenizers'
   if shared:
     raise errors.UserError(
-      f'{both}: in a table that both stacks share (--model.shared_table,'
+      f'{difference}: in a table that both stacks share (--model.shared_table,'
       ' --target=t5gemma2) an id would mean other text to each. Choose sources'
       ' with one vocabulary, or a table for each stack.'
     )
-  print(f'note: {both}; the two sides of an example are tokenised apart.')
+  print(f'note: {difference}; the two sides of an example are tokenised apart.')
 
 
 def _arrays(
@@ -157,33 +161,34 @@ def _arrays(
   decoder: model_on_disk.StoredModel,
   seed: int,
 ) -> dict[str, lazy_array.LazyArray]:
-  """Returns every array of the target, made when it is read."""
-  # A single source has a single mapping, which caches what was read last.
+  """Returns every array of the target, computed when it is read."""
+  # The same mapping for both stacks of a single source: that of a run caches
+  # the group of arrays that it restored last.
   arrays = encoder.arrays()
   rng = jax.random.key(seed)
   trees = {
     'encoder_source': arrays,
     'decoder_source': arrays if decoder is encoder else decoder.arrays(),
+    # Per path, and not all by `parameters.init`: only the fresh ones are drawn,
+    # with the values that a random model of this seed would have.
     recipes.FRESH: {
-      path: _lazy(
-        info, functools.partial(parameters.init_one, target, rng, path)
-      )
+      path: _lazy(info, parameters.init_one, target, rng, path)
       for path, info in parameters.parameter_table(target).items()
     },
   }
   models = {'encoder_source': encoder.model, 'decoder_source': decoder.model}
   return {
-    path: _lazy(recipe.info, functools.partial(recipe.make, trees, np))
+    path: _lazy(recipe.info, recipe.make, trees, np)
     for path, recipe in recipes.make_recipes(target, coverage, models).items()
   }
 
 
 def _lazy(
-  info: parameters.ParamInfo, make: Callable[[], Any]
+  info: parameters.ParamInfo, make: Callable[..., Any], *args: Any
 ) -> lazy_array.LazyArray:
-  """Returns an array that is made when it is read."""
+  """Returns the array `make(*args)`, computed when it is read."""
+  dtype = np.dtype(info.dtype)
+  # Computed whole even for a part: checkpoints are written by whole arrays.
   return lazy_array.LazyArray(
-    tuple(info.shape),
-    np.dtype(info.dtype),
-    lambda index: np.asarray(make())[index],
+    tuple(info.shape), dtype, lambda index: np.asarray(make(*args))[index]
   )

@@ -1,4 +1,7 @@
-"""Compares two models: their parameters and their predictions."""
+"""Compares two models on disk: parameters (`diff`), predictions (`verify`).
+
+Returns values; `convert` prints them and decides on the exit status.
+"""
 
 from collections.abc import Iterator
 import dataclasses
@@ -10,12 +13,13 @@ from encdec_adapt.base import errors
 from encdec_adapt.conversion import model_in_memory, model_on_disk
 from encdec_adapt.models import layer_leaves
 
-_FIRST_DRAWN = 4  # Lower ids are special in most vocabularies.
+# Lower ids are special in most vocabularies: padding, EOS, BOS, unknown.
+_FIRST_DRAWN = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class LeafDifference:
-  """Difference of one parameter of two models.
+  """Difference of a parameter between two models.
 
   Attributes:
     leaf: name of the parameter (`models.layer_leaves`).
@@ -37,26 +41,28 @@ class LeafDifference:
 
 
 def diff(
-  one: model_on_disk.StoredModel, other: model_on_disk.StoredModel
+  model_a: model_on_disk.StoredModel, model_b: model_on_disk.StoredModel
 ) -> Iterator[LeafDifference]:
   """Compares two models parameter by parameter, layer by layer.
 
   Args:
-    one: the first model.
-    other: the second; may have another config, stored in another pattern.
+    model_a: the first model.
+    model_b: the second; may have another config, stored in another pattern.
 
   Yields:
-    The difference of every parameter that either has.
+    The difference of every parameter of either model.
   """
-  sides = [_Leaves(one), _Leaves(other)]
+  sides = [_Leaves(model_a), _Leaves(model_b)]
+  # Both lists, first model first: a set would not keep the order of layers.
   for leaf in dict.fromkeys([*sides[0].leaves, *sides[1].leaves]):
-    found = [side.read(leaf) for side in sides]
+    arrays = [side.leaf(leaf) for side in sides]
     kinds = tuple(
-      'absent' if a is None else f'{a.dtype}{list(a.shape)}' for a in found
+      'absent' if a is None else f'{a.dtype}{list(a.shape)}' for a in arrays
     )
     largest = None
-    if len({None if a is None else a.shape for a in found}) == 1:
-      a, b = (np.asarray(array, np.float32) for array in found)
+    if len({None if a is None else a.shape for a in arrays}) == 1:
+      # A bfloat16 export is compared by value: its dtype is shown beside it.
+      a, b = (np.asarray(array, np.float32) for array in arrays)
       largest = float(np.max(np.abs(a - b), initial=0.0))
     yield LeafDifference(leaf, kinds, largest)
 
@@ -69,13 +75,14 @@ class _Leaves:
     self._arrays = stored.arrays()
     self._stacks = stored.model.stacks
 
-  def read(self, name: str) -> np.ndarray | None:
+  def leaf(self, name: str) -> np.ndarray | None:
     """Reads a parameter without padding rows; None if there is none."""
     if name not in self.leaves:
       return None
     leaf = self.leaves[name]
     array = self._arrays[leaf.path]
     value = np.asarray(array) if leaf.index is None else array[leaf.index]
+    # The same model may be padded for different meshes; no token has the rows.
     if name.endswith('/table'):
       value = value[: self._stacks[name.split('/')[0]].vocab_size]
     return value
@@ -88,7 +95,7 @@ class Agreement:
   Attributes:
     tokens: number of predictions compared.
     largest: largest absolute difference of a logit.
-    kl: mean over predictions of KL(one || other), in nats.
+    kl: mean over predictions of KL(first || second), in nats.
     top1: fraction of predictions with the same likeliest token.
   """
 
@@ -99,8 +106,8 @@ class Agreement:
 
 
 def verify(
-  one: model_on_disk.StoredModel,
-  other: model_on_disk.StoredModel,
+  model_a: model_on_disk.StoredModel,
+  model_b: model_on_disk.StoredModel,
   *,
   rows: int,
   length: int,
@@ -109,8 +116,8 @@ def verify(
   """Compares the logits of two models on random tokens, in float32.
 
   Args:
-    one: the first model.
-    other: the second.
+    model_a: the first model.
+    model_b: the second.
     rows: number of rows.
     length: tokens of a row.
     seed: seed of the tokens.
@@ -118,14 +125,15 @@ def verify(
   Raises:
     UserError: the models differ in stacks or vocabulary sizes.
   """
-  sizes, other_sizes = (
+  # Sizes of the vocabularies, not of tables, which may be padded differently.
+  sizes, sizes_b = (
     {name: stack.vocab_size for name, stack in stored.model.stacks.items()}
-    for stored in (one, other)
+    for stored in (model_a, model_b)
   )
-  if sizes != other_sizes:
+  if sizes != sizes_b:
     raise errors.UserError(
-      f'{one.path} and {other.path} have no tokens in common to be compared'
-      f' on: their vocabulary sizes are {sizes} and {other_sizes}.'
+      f'{model_a.path} and {model_b.path} have no tokens in common to be'
+      f' compared on: their vocabulary sizes are {sizes} and {sizes_b}.'
     )
   rng = np.random.default_rng(seed)
   tokens = {
@@ -133,13 +141,14 @@ def verify(
     for name, size in sizes.items()
   }
   logits = []
-  for stored in (one, other):
+  for stored in (model_a, model_b):
     model = model_in_memory.read(stored)
+    # By default TPUs and GPUs round the inputs of float32 products.
     with jax.default_matmul_precision('highest'):
-      found = model.logits(tokens['decoder'], tokens.get('encoder'))
+      output = model.logits(tokens['decoder'], tokens.get('encoder'))
     # In float64: a KL near 0 is a difference of near numbers.
-    logits.append(np.asarray(found, np.float64).reshape(-1, found.shape[-1]))
-    del model  # One model in memory at a time.
+    logits.append(np.asarray(output, np.float64).reshape(-1, output.shape[-1]))
+    del model  # Before the next is read: memory holds a single model.
   p, q = (x - np.logaddexp.reduce(x, axis=-1, keepdims=True) for x in logits)
   return Agreement(
     tokens=len(p),

@@ -1,7 +1,7 @@
-"""Export: a checkpoint of ours -> a Hugging Face folder with a model card.
+"""`convert export`: a run -> a Hugging Face folder with a model card.
 
 Bad input is refused before anything is written, and the folder appears whole
-or not at all.
+or not at all. Tensor names and layouts are in `huggingface`.
 """
 
 import json
@@ -31,30 +31,32 @@ def export_folder(values: flags.FlagValues, _: list[str]) -> int:
   """Runs `convert export`.
 
   Raises:
-    UserError: the output exists, the model is missing or damaged, a kept file
-      is damaged, or a tokenizer encodes text to other ids than our vocabulary.
+    UserError: the output exists, the model or a pretrained file is missing or
+      damaged, or a tokenizer encodes text to other ids than our vocabulary.
   """
   command.require(values, 'checkpoint', 'output')
   new_folder.require_free(values.output)
   stored = model_on_disk.open_model(values.checkpoint)
-  own = _uses_own_layout(stored.model, values.layout)
-  found = pretrained_files.folders(stored.path)
-  pretrained_files.check(found)
-  choice = stored.vocabularies
-  opened = model_on_disk.open_if_suitable(choice) if choice else None
-  vision, about_images = None, []
-  if _reads_images(stored.model, own=own):
-    vision, about_images = _vision(values.vision, stored.model, found)
+  native = _is_native(stored.model, values.layout)
+  folders = pretrained_files.folders(stored.path)
+  # The tokenizer below is written from these files: damage is found first.
+  pretrained_files.check(folders)
+  opened = model_on_disk.open_if_suitable(stored.vocabularies)
+  vision, image_notes = None, []
+  # Only merged attention makes it a T5Gemma 2, the family with a vision part.
+  if stored.model.decoder.cross_merged and not native:
+    vision, image_notes = _vision(values.vision, stored.model, folders)
   elif values.vision:
     raise errors.UserError(
       f'--vision={values.vision} is for what transformers loads as T5Gemma 2;'
       ' this model has no part that reads images.'
     )
-  fields = pretrained_files.config_fields(found, opened)
-  generation, dropped = pretrained_files.generation_config(
-    found,
+  fields = pretrained_files.config_fields(folders, opened)
+  generation, cache_note = pretrained_files.generation_config(
+    folders,
     fields,
     is_pair=stored.model.architecture.encodes_prompt,
+    # A vocabulary may have a chat format although the model read plain text.
     end_of_turn=chat_format.end_of_turn(opened.decoder)
     if opened and stored.answers_chats
     else None,
@@ -63,37 +65,38 @@ def export_folder(values: flags.FlagValues, _: list[str]) -> int:
   dtype = np.dtype(values.dtype) if values.dtype else None
   dtypes = {dtype or array.dtype for array in arrays.values()}
   name = ' and '.join(sorted(map(str, dtypes)))
+  # The tokenizer is written and compared outside of the output, so that a
+  # difference is refused while nothing of the output exists.
   with tempfile.TemporaryDirectory() as scratch:
     tokenizers = pathlib.Path(scratch)
     notes = [
-      _window_note(stored.model, own=own),
+      _window_note(stored.model, native=native),
       *tokenizer_files.write(tokenizers, stored, opened),
-      *about_images,
-      dropped,
+      *image_notes,
+      cache_note,
     ]
-    notes = [note for note in notes if note]
+    notes = list(filter(None, notes))
     for note in notes:
       print(f'note: {note}')
     print(f'tensors of {name}')
-    card = model_card.write(stored, own=own, dtype=name, notes=notes)
+    # Notes go into the card too: whoever downloads the folder sees no terminal.
+    card = model_card.write(stored, native=native, dtype=name, notes=notes)
+    # Relative names: the encoder's tokenizer is in a subfolder.
+    files = {
+      file.relative_to(tokenizers).as_posix(): file
+      for file in tokenizers.rglob('*')
+      if file.is_file()
+    }
+    text = json.dumps(generation, indent=2) + '\n'
+    files[pretrained_files.GENERATION] = text.encode()
     export.write(
       values.output,
       stored.model,
       arrays,
-      native=own,
+      native=native,
       dtype=dtype,
       fields=fields,
-      files={
-        **{
-          file.relative_to(tokenizers).as_posix(): file
-          for file in tokenizers.rglob('*')
-          if file.is_file()
-        },
-        pretrained_files.GENERATION: (
-          json.dumps(generation, indent=2) + '\n'
-        ).encode(),
-        'README.md': card.encode(),
-      },
+      files={**files, 'README.md': card.encode()},
       vision=vision,
       on_progress=progress.ByteProgress('written'),
     )
@@ -101,8 +104,8 @@ def export_folder(values: flags.FlagValues, _: list[str]) -> int:
   return 0
 
 
-def _uses_own_layout(model: model_config.ModelConfig, layout: str) -> bool:
-  """Returns whether our own layout is written; prints it, with the reason.
+def _is_native(model: model_config.ModelConfig, layout: str) -> bool:
+  """Returns whether the native layout is written; prints the choice.
 
   Raises:
     UserError: --layout=transformers, but transformers has no class for it.
@@ -123,26 +126,22 @@ def _uses_own_layout(model: model_config.ModelConfig, layout: str) -> bool:
   return False
 
 
-def _reads_images(model: model_config.ModelConfig, *, own: bool) -> bool:
-  """Returns whether transformers loads the export as a T5Gemma 2."""
-  return not own and model.decoder.cross_merged
-
-
 def _vision(
   folder: str | None,
   model: model_config.EncoderDecoderConfig,
-  found: pretrained_files.Folders,
+  folders: pretrained_files.Folders,
 ) -> tuple[vision_lib.Vision | None, list[str]]:
   """Opens the vision part of a T5Gemma 2; None where there is none.
 
   Returns:
-    The part, and notes for those who give images to the model.
+    The part, and notes for users who give images to the model.
 
   Raises:
     UserError: it does not fit the model.
   """
-  part = pretrained_files.vision_part(found, folder)
+  part = pretrained_files.vision_part(folders, folder)
   if part is None:
+    # No error: the text model is complete, only images would be read wrongly.
     return None, [
       'only the text part is written: transformers reports as missing, and'
       f' initialises at random, {", ".join(vision_lib.MISSING)}. `export'
@@ -157,7 +156,9 @@ def _vision(
       f'the vision part came without {missing}, which transformers needs to'
       ' read images: copy them from the model of the vision part.'
     )
-  elif folder and not pretrained_files.reads_images(found):
+  # The image ids of Gemma 3, which such a model may be adapted from, lie above
+  # the vocabulary of T5Gemma 2.
+  elif folder and not pretrained_files.reads_images(folders):
     notes.append(
       'the image processor came with the vision part, the tokenizer did not:'
       ' image_token in tokenizer_config.json must name the token of id'
@@ -166,10 +167,12 @@ def _vision(
   return part, notes
 
 
-def _window_note(model: model_config.ModelConfig, *, own: bool) -> str:
+def _window_note(model: model_config.ModelConfig, *, native: bool) -> str:
   """Returns a note if other software uses another encoder window, or ''."""
   encoder = model.stacks.get('encoder')
-  if own or encoder is None or model.decoder.cross_merged:
+  # T5Gemma 2 (merged attention) fixes its rule; only that of T5Gemma differs
+  # between implementations.
+  if native or encoder is None or model.decoder.cross_merged:
     return ''
   window = encoder.window
   if window is None or 'local' not in encoder.pattern:

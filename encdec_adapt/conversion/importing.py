@@ -1,7 +1,7 @@
-"""Import and merge: models on disk -> a work directory at step 0.
+"""`convert import` and `merge`: models on disk -> a work directory at step 0.
 
 Bad input is refused before anything is written, and the work directory
-appears whole or not at all.
+appears whole or not at all (`work_directory`).
 """
 
 import functools
@@ -32,6 +32,7 @@ def open_model(
   path: str, values: flags.FlagValues
 ) -> model_on_disk.StoredModel:
   """Opens a model with the options of `model_on_disk` given as flags."""
+  # Subcommands that open models define different ones of these flags.
   names = [n for n in ('encoder_window', 'vocab_multiple') if n in values]
   options = {name: values[name].value for name in names}
   return model_on_disk.open_model(path, **options)
@@ -46,9 +47,10 @@ def import_folder(values: flags.FlagValues, _: list[str]) -> int:
   command.require(values, 'source', 'output')
   new_folder.require_free(values.output)
   path = paths.at(values.source)
-  is_flax = not (
-    path / tensor_folder.CONFIG
-  ).exists() and orbax_folder.is_orbax_folder(path)
+  has_config = (path / tensor_folder.CONFIG).exists()
+  # With a config.json it is a Hugging Face folder or a run, whatever else it
+  # has.
+  is_flax = not has_config and orbax_folder.is_orbax_folder(path)
   if is_flax:
     source = _open_flax(path, values)
   else:
@@ -65,14 +67,10 @@ def import_folder(values: flags.FlagValues, _: list[str]) -> int:
     source = open_model(path, values)
   for line in coverage_lib.by_reason(source.unused):
     print(f'unused: {line}')
-  made_by = {
-    'command': 'import',
-    'sources': [str(path)],
-    'unused': source.unused,
-  }
   contents = work_directory.Contents(
     source.model,
-    made_by,
+    {'command': 'import', 'sources': [str(path)], 'unused': source.unused},
+    # The authors' Flax folders have no Hugging Face files to carry along.
     {} if is_flax else pretrained_files.folders(path),
     source.vocabularies,
   )
@@ -94,21 +92,19 @@ def _open_flax(
     raw = atomic.read_json(values.model)
     model = config_json.model_from_raw(raw, values.model)[0]
   else:
+    # Such a folder has arrays only; shapes tell the released models apart.
     model = flax_layout.released_model(folder.arrays, str(path))
   model = model_on_disk.with_window(model, values.encoder_window, str(path))
   model = model_config.with_vocab_multiple(model, values.vocab_multiple)
-  found = flax_layout.FlaxModel(folder.arrays, folder.read, model, str(path))
+  source = flax_layout.FlaxModel(folder.arrays, folder.read, model, str(path))
+  choice = model_on_disk.vocabularies_in(path)
   return model_on_disk.StoredModel(
-    path,
-    model,
-    model_on_disk.vocabularies_in(path),
-    found.arrays,
-    unused=found.unused,
+    path, model, choice, source.arrays, unused=source.unused
   )
 
 
 def merge_models(values: flags.FlagValues, operands: list[str]) -> int:
-  """Runs `convert merge`: averages models of one shape.
+  """Runs `convert merge`: averages models of the same shape.
 
   Raises:
     UserError: the output exists, the models differ in shape or vocabulary, or
@@ -118,31 +114,34 @@ def merge_models(values: flags.FlagValues, operands: list[str]) -> int:
   new_folder.require_free(values.output)
   weights = _weights(values.weights, len(operands))
   first = model_on_disk.open_model(operands[0])
+  # Folders are padded as the first model is; runs keep the padding they have.
   multiple = first.model.decoder.vocab_multiple
-  others = [
+  models = [first] + [
     model_on_disk.open_model(path, vocab_multiple=multiple)
     for path in operands[1:]
   ]
-  for other in others:
-    found = model_config.differences(first.model, other.model)
-    if not found and other.model != first.model:
-      found = ['their tables are padded to other multiples']
-    if found:
+  for model in models[1:]:
+    differences = model_config.differences(first.model, model.model)
+    # `differences` leaves padding out; averaged arrays must share it too.
+    if not differences and model.model != first.model:
+      differences = ['their tables are padded to other multiples']
+    if differences:
       raise errors.UserError(
-        f'{first.path} and {other.path} differ in shape: {"; ".join(found)}.'
-        ' Only models of one config can be averaged.'
+        f'{first.path} and {model.path} differ in shape:'
+        f' {"; ".join(differences)}. Only models of one config can be averaged.'
       )
-    if first.vocabularies and other.vocabularies:
+    # Nothing is known of the ids of a model without a tokenizer.
+    if first.vocabularies and model.vocabularies:
       for side in first.model.stacks:
-        own = first.vocabularies.path(side)
-        model_on_disk.require_same_tokens(other, side, own, str(first.path))
+        path = first.vocabularies.path(side)
+        model_on_disk.require_same_tokens(model, side, path, str(first.path))
   contents = work_directory.Contents(
     first.model,
     {'command': 'merge', 'sources': operands, 'weights': weights},
     pretrained_files.folders(operands[0]),
     first.vocabularies,
   )
-  averages = _averages([first, *others], weights)
+  averages = _averages(models, weights)
   work_directory.write(values.output, contents, averages, verb='averaged')
   return 0
 
@@ -151,12 +150,13 @@ def _weights(text: str | None, models: int) -> list[float]:
   """Parses --weights; equal weights where none are given.
 
   Raises:
-    UserError: they are not one number for each model, or do not sum to 1.
+    UserError: they are not as many numbers as models, or do not sum to 1.
   """
   if not text:
     return [1 / models] * models
   string = option_strings.Part('--weights', text)
   weights = [part.read(float, 'a number') for part in string.divide(',')]
+  # Negated, so that nan is refused; the tolerance allows for rounded thirds.
   if len(weights) != models or not abs(sum(weights) - 1) < 1e-6:
     raise string.error(
       f'must be {models} numbers, one for each model, that sum to 1, separated'
@@ -172,7 +172,7 @@ def _averages(
   sources = [model.arrays() for model in models]
 
   def read(path: str, index: tuple[slice, ...]) -> np.ndarray:
-    """Reads part of a parameter of every source and averages it."""
+    # In float32 whatever the sources have: a bfloat16 sum would lose bits.
     return sum(
       np.float32(weight) * np.asarray(arrays[path].read(index), np.float32)
       for weight, arrays in zip(weights, sources, strict=True)

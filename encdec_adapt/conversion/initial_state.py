@@ -1,7 +1,8 @@
 """Models on disk that a training job starts from: its sources and its teacher.
 
 Opening reads configs and headers, checks them before any long work, and plans
-how every weight is filled; `read` then reads the weights.
+how every weight is filled; `read` then reads the weights. The evaluation and
+the commands are above this module.
 """
 
 import dataclasses
@@ -32,25 +33,26 @@ class Sources:
   Attributes:
     init: section `init` of the configuration.
     compute: section `compute`.
-    where: the trained model and its mesh.
-    models: the opened sources, the encoder's first; one where both stacks
-      come from the same, none for random parameters.
+    placement: the trained model and its mesh.
+    models: the opened sources, the encoder's first; a single entry if both
+      stacks come from it, none for random parameters.
     coverage: how every weight is filled by an adaptation; None for other
       modes.
   """
 
   init: init_section.InitConfig
   compute: execution.ComputeConfig
-  where: state_lib.Placement
+  placement: state_lib.Placement
   models: tuple[model_on_disk.StoredModel, ...]
   coverage: coverage_lib.Coverage | None
 
   @property
-  def kept_folders(self) -> pretrained_files.Folders:
+  def pretrained_folders(self) -> pretrained_files.Folders:
     """Folders of the sources' files that an export carries along."""
     if not self.models:
       return {}
     encoder, decoder = self.models[0].path, self.models[-1].path
+    # Such a source may be a pair, which has the files of both stacks.
     if self.init.mode == 'checkpoint':
       return pretrained_files.folders(encoder)
     return pretrained_files.folders_of_pair(encoder, decoder)
@@ -65,15 +67,17 @@ class Sources:
       UserError: a source was trained with another vocabulary, or a file is
         damaged.
     """
-    pretrained_files.check(self.kept_folders)
+    pretrained_files.check(self.pretrained_folders)
     if self.models:
-      of_side = {'encoder': self.models[0], 'decoder': self.models[-1]}
+      sources = {'encoder': self.models[0], 'decoder': self.models[-1]}
+      # Source and vocabulary are a key, so that a source of both stacks is
+      # checked, and noted, once. Reversed: the first stack names it in errors.
       pairs = {
-        (of_side[side].path, choice.path(side)): side
-        for side in reversed(self.where.model.config.stacks)
+        (sources[side].path, choice.path(side)): side
+        for side in reversed(self.placement.model.config.stacks)
       }
       for side in pairs.values():
-        _check_vocabulary(of_side[side], choice, side)
+        _check_vocabulary(sources[side], choice, side)
 
   def read(self, seed: int) -> base_model.Params:
     """Reads or draws the parameters; no device holds more than its shards.
@@ -81,27 +85,27 @@ class Sources:
     Args:
       seed: seed of the random parameters.
     """
-    rng, target = jax.random.key(seed), self.where.model.config
+    rng, target = jax.random.key(seed), self.placement.model.config
     if self.init.mode == 'random':
-      return self.where.place(lambda rng: parameters.init(target, rng), rng)
+      return self.placement.place(lambda rng: parameters.init(target, rng), rng)
     if self.init.mode == 'checkpoint' and not target.decoder.classes:
-      return self.models[0].read(self.where)
-    mesh, rules = self.where.mesh, self.where.rules
-    read = [
+      return self.models[0].read(self.placement)
+    mesh, rules = self.placement.mesh, self.placement.rules
+    # Sharded over the job's mesh as models of their kind, so that no device
+    # holds a whole source while the target is made of them.
+    params = [
       source.read(setup.place_model(source.model, self.compute, mesh, rules))
       for source in self.models
     ]
 
-    if target.decoder.classes:
-
-      def classify(rng, params):
-        """Makes a classifier of the source's first stack, with a new head."""
-        first = self.models[0].prompt_side
-        table = {'embedder': params['decoder']['embedder']}  # A shared one.
-        head = parameters.init_one(target, rng, 'decoder/head/table')
-        return {'decoder': {**table, **params[first], 'head': {'table': head}}}
-
-      return self.where.place(classify, rng, *read)
+    def classify(rng, params):
+      """Makes a classifier of the source's first stack, with a new head."""
+      stack = params[self.models[0].prompt_side]
+      # A table that both stacks share is stored with the decoder; a table of
+      # the first stack replaces it.
+      table = {'embedder': params['decoder']['embedder']}
+      head = parameters.init_one(target, rng, 'decoder/head/table')
+      return {'decoder': {**table, **stack, 'head': {'table': head}}}
 
     def fill(rng, *params):
       """Makes the target's parameters from those of its sources."""
@@ -109,13 +113,14 @@ class Sources:
       pairs = zip(configs, params, strict=True)
       return recipes.fill(target, self.coverage, *pairs, rng=rng)
 
-    return self.where.place(fill, rng, *read)
+    make = classify if target.decoder.classes else fill
+    return self.placement.place(make, rng, *params)
 
 
 def open_sources(
   init: init_section.InitConfig,
   compute: execution.ComputeConfig,
-  where: state_lib.Placement,
+  placement: state_lib.Placement,
 ) -> Sources:
   """Opens the sources of a job and plans how every weight is filled.
 
@@ -125,21 +130,23 @@ def open_sources(
   Args:
     init: section `init` of the configuration.
     compute: section `compute`.
-    where: the trained model and its mesh.
+    placement: the trained model and its mesh.
 
   Raises:
     UserError: a source is neither a Hugging Face folder nor a run with an
       undamaged checkpoint, or the model cannot start from it.
   """
-  target = where.model.config
-  folders = [folder for folder in (init.encoder, init.decoder) if folder]
+  target = placement.model.config
+  folders = filter(None, (init.encoder, init.decoder))
   models = tuple(_open(folder, target) for folder in folders)
   report = None
   if init.mode == 'checkpoint':
-    _check_same_model(_without_head(models[0], target), where)
+    _check_same_model(_without_head(models[0], target), placement)
   elif init.mode != 'random':
     for source in models:
       model_on_disk.require_decoder_only(source)
+    # 'embeddings' is the baseline of an adaptation: the same pair, in which
+    # only the tables are those of the sources.
     fresh = init.mode == 'embeddings'
     report = weight_plan.make_plan(
       target,
@@ -149,7 +156,7 @@ def open_sources(
       fresh=weight_plan.all_but_embeddings(target) if fresh else (),
     )
     report = model_on_disk.with_outside(report, models[0], models[-1])
-  return Sources(init, compute, where, models, report)
+  return Sources(init, compute, placement, models, report)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,21 +165,21 @@ class Reference:
 
   Attributes:
     source: the opened model.
-    where: the model on the mesh of the job.
+    placement: the model on the mesh of the job.
   """
 
   source: model_on_disk.StoredModel
-  where: state_lib.Placement
+  placement: state_lib.Placement
 
   def read(self) -> base_model.Params:
-    """Reads its parameters."""
-    return self.source.read(self.where)
+    """Reads the parameters."""
+    return self.source.read(self.placement)
 
 
 def open_references(
   loss: losses.loss.Loss,
   config: teacher_section.TeacherConfig,
-  where: state_lib.Placement,
+  placement: state_lib.Placement,
   compute: execution.ComputeConfig,
   choice: vocabulary_pair.Choice,
 ) -> dict[str, Reference]:
@@ -181,7 +188,7 @@ def open_references(
   Args:
     loss: the loss.
     config: section `teacher` of the configuration.
-    where: the trained model and its mesh.
+    placement: the trained model and its mesh.
     compute: section `compute`.
     choice: the vocabularies of the job.
 
@@ -190,8 +197,9 @@ def open_references(
   """
   if not loss.references:
     return {}
-  source = open_reference(loss, config, where.model.config, choice)
-  placed = place_reference(source.model, config, where, compute)
+  source = open_reference(loss, config, placement.model.config, choice)
+  placed = place_reference(source.model, config, placement, compute)
+  # `config.teacher` names a single model, which is every reference of the loss.
   return dict.fromkeys(loss.references, Reference(source, placed))
 
 
@@ -216,6 +224,7 @@ def open_reference(
       f' {loss.name} reads models of kind {architecture.names(loss.accepts)}.'
     )
   for side, stack in source.model.stacks.items():
+    # A stack that the model lacks is compared with its only vocabulary.
     size = model.stacks.get(side, model.decoder).vocab_size
     if stack.vocab_size != size:
       raise errors.UserError(
@@ -229,18 +238,20 @@ def open_reference(
 def place_reference(
   model: model_config.ModelConfig,
   config: teacher_section.TeacherConfig,
-  where: state_lib.Placement,
+  placement: state_lib.Placement,
   compute: execution.ComputeConfig,
 ) -> state_lib.Placement:
-  """Places a model on the mesh of the job, in the dtype it is held in."""
-  placed = setup.place_model(model, compute, where.mesh, where.rules)
+  """Places a reference model on the mesh of the job."""
+  placed = setup.place_model(model, compute, placement.mesh, placement.rules)
+  # No small updates are added to these parameters, as to those in training,
+  # which are float32.
   return dataclasses.replace(placed, dtype=config.dtype or compute.dtype)
 
 
 def _open(
   path: str, target: model_config.ModelConfig
 ) -> model_on_disk.StoredModel:
-  """Opens a source or teacher, its tables padded as the model's own."""
+  """Opens a source or teacher; pads its tables as those of the model."""
   multiple = target.decoder.vocab_multiple
   return model_on_disk.open_model(path, vocab_multiple=multiple)
 
@@ -248,9 +259,10 @@ def _open(
 def _without_head(
   source: model_on_disk.StoredModel, target: model_config.ModelConfig
 ) -> model_on_disk.StoredModel:
-  """Returns a classifier's source as the classifier that is made of it."""
+  """Returns the source of a classifier with the model that is made of it."""
   if not target.decoder.classes:
     return source
+  # A classifier reads with the stack that reads prompts, and drops the other.
   prompt_stack = source.model.stacks[source.prompt_side]
   stack = dataclasses.replace(prompt_stack, classes=target.decoder.classes)
   model = model_config.DecoderOnlyConfig(stack)
@@ -258,7 +270,7 @@ def _without_head(
 
 
 def _check_same_model(
-  source: model_on_disk.StoredModel, where: state_lib.Placement
+  source: model_on_disk.StoredModel, placement: state_lib.Placement
 ) -> None:
   """Checks that a checkpoint fits the model that continues it.
 
@@ -267,17 +279,18 @@ def _check_same_model(
   Raises:
     UserError: the shape of a parameter differs.
   """
-  tables = where.model.table, parameters.parameter_table(source.model)
-  own, theirs = ({p: i.shape for p, i in table.items()} for table in tables)
-  found = model_config.differences(source.model, where.model.config)
-  if own != theirs:
+  tables = placement.model.table, parameters.parameter_table(source.model)
+  ours, theirs = ({p: i.shape for p, i in table.items()} for table in tables)
+  differences = model_config.differences(source.model, placement.model.config)
+  if ours != theirs:
     raise errors.UserError(
       f'{source.path} is of another model than config.model:'
-      f' {"; ".join(found) or "tables are padded differently"}. Set'
+      f' {"; ".join(differences) or "tables are padded differently"}. Set'
       ' config.model to that of the source.'
     )
-  if found and distributed.is_lead():
-    print('differs from its source: ' + '; '.join(found))
+  # Settings without parameters, such as a window, may be changed on purpose.
+  if differences and distributed.is_lead():
+    print('differs from its source: ' + '; '.join(differences))
 
 
 def _check_vocabulary(
@@ -286,19 +299,18 @@ def _check_vocabulary(
   """Checks that a source or teacher was trained with the job's vocabulary.
 
   Args:
-    source: the source of a stack or of the whole model.
+    source: the source of a stack or of the model.
     choice: the vocabularies of the job.
     side: the stack that is made from it, 'encoder' or 'decoder'.
 
   Raises:
     UserError: the token ids mean different text.
   """
-  own = choice.path(side)
-  if source.vocabularies is None:
-    if distributed.is_lead():
-      print(
-        f'note: {source.path} has no tokenizer, so its ids are assumed to mean'
-        f' what they mean in {own}.'
-      )
-    return
-  model_on_disk.require_same_tokens(source, side, own, 'this job')
+  path = choice.path(side)
+  if source.vocabularies is not None:
+    model_on_disk.require_same_tokens(source, side, path, 'this job')
+  elif distributed.is_lead():
+    print(
+      f'note: {source.path} has no tokenizer, so its ids are assumed to mean'
+      f' what they mean in {path}.'
+    )

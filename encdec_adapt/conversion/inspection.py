@@ -1,4 +1,7 @@
-"""Describes a model on disk as text."""
+"""Describes a model on disk as text, from its config and headers.
+
+`model_card` has the prose for an exported folder. No parameter is read here.
+"""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -12,12 +15,14 @@ from encdec_adapt.models import model_config, parameters
 
 
 def describe(stored: model_on_disk.StoredModel) -> str:
-  """Describes kind, sizes, dtypes, step and config; reads no weights."""
+  """Describes kind, sizes, dtypes, step and config of a model."""
   return '\n'.join([*_head(stored), *_sizes(stored), *_config(stored)])
 
 
 def transformers_class(model: model_config.ModelConfig) -> str | None:
   """Returns the name of a model's class in transformers, None for none."""
+  # Writing the config.json is the only test: a family's limits are known to the
+  # code that expresses a model in it.
   try:
     raw, _ = config_json.raw_from_model(model)
   except errors.UserError:
@@ -50,10 +55,12 @@ def _sizes(stored: model_on_disk.StoredModel) -> Iterator[str]:
     )
     yield f'  {name}: {part.total:,} ({split})'
   sizes = Counter()
+  # The stored dtypes, which may be mixed; reading gives float32 in any case.
   for array in stored.arrays().values():
     sizes[str(array.dtype)] += array.nbytes
   for dtype, nbytes in sizes.items():
     yield f'stored in {dtype}: {disk.format_bytes(nbytes)}'
+  # By reason: the hundreds of tensors of a vision tower share a reason.
   for reason, count in Counter(stored.unused.values()).items():
     yield f'{count} tensors unused: {reason}'
 
@@ -65,6 +72,7 @@ def _config(stored: model_on_disk.StoredModel) -> Iterator[str]:
     values = [getattr(stack, field.name) for stack in stacks.values()]
     rows.append((field.name, *map(_text, values)))
   for field in dataclasses.fields(stored.model):
+    # A model's fields are its stacks, listed above, and those of the pair.
     if field.name not in stacks:
       rows.append((field.name, str(getattr(stored.model, field.name))))
   width = max(len(row[0]) for row in rows)

@@ -1,20 +1,20 @@
-"""The model card (README.md) of an exported folder: shape and history."""
+"""The model card (README.md) of an exported folder: shape and history.
+
+Reads the JSON files that runs leave; opens no model besides the exported one.
+"""
 
 from collections.abc import Iterable, Iterator, Sequence
 import pathlib
 from typing import Any
 
 from encdec_adapt import config as config_lib
-from encdec_adapt.conversion import (
-  inspection,
-  model_on_disk,
-  work_directory,
-)
+from encdec_adapt.conversion import inspection, model_on_disk, work_directory
 from encdec_adapt.files import atomic
 from encdec_adapt.files import paths as paths_lib
 from encdec_adapt.models import model_config, parameters
 from encdec_adapt.telemetry import compute_cost
 
+# Fields of a stack in the card's table: its sizes, without masks and norms.
 _SIZES = (
   *('layers', 'width', 'mlp_width', 'heads', 'kv_heads', 'head_dim'),
   *('experts', 'vocab_size'),
@@ -43,7 +43,7 @@ A model with {count:,} parameters ({kind}), exported in {dtype} by encdec_adapt.
 
 Weights that were made from others are under the terms of those others.
 """
-_OWN = """No class of transformers can express this model. The folder is in
+_NATIVE = """No class of transformers can express this model. The folder is in
 the layout of encdec_adapt: config.json has `model_type` `encdec_adapt` and, as
 `model`, the keys of `config.model`; the tensors are named
 `<stack>.layers.<number>.<part>`, kernels are stored as [in, out] with heads
@@ -61,7 +61,7 @@ _TRANSFORMERS = """or with transformers:
 def write(
   stored: model_on_disk.StoredModel,
   *,
-  own: bool,
+  native: bool,
   dtype: str,
   notes: Sequence[str] = (),
 ) -> str:
@@ -69,7 +69,7 @@ def write(
 
   Args:
     stored: the exported checkpoint or folder.
-    own: whether it is written in our own layout.
+    native: whether it is written in the native layout.
     dtype: dtypes of the exported tensors.
     notes: notes that the command printed.
 
@@ -79,29 +79,30 @@ def write(
   model = stored.model
   arguments = "'PATH'"
   rule = getattr(model.stacks.get('encoder'), 'window_rule', None)
-  if rule == 'inclusive' and not own:  # Not the rule of a T5Gemma folder.
+  # The example names it, as the authors' rule for a T5Gemma is 'exclusive'.
+  if rule == 'inclusive' and not native:
     arguments += ", encoder_window='inclusive'"
-  layout = _OWN
-  if not own:
+  layout = _NATIVE
+  if not native:
     layout = _TRANSFORMERS.format(name=inspection.transformers_class(model))
+  lines = ''.join(f'- {note}\n' for note in notes)
   return _CARD.format(
-    library='encdec_adapt' if own else 'transformers',
+    library='encdec_adapt' if native else 'transformers',
+    # A relative path such as '.' has no name.
     name=stored.path.name or paths_lib.absolute(stored.path).name,
     count=parameters.count(model),
     kind=model.architecture.name,
     dtype=dtype,
     shape='\n'.join(_shape(model)),
     history='\n'.join(_history(stored.path, stored.step)),
-    notes='\n'.join(['## Notes', '', *(f'- {n}' for n in notes), '', ''])
-    if notes
-    else '',
+    notes=f'## Notes\n\n{lines}\n' * bool(notes),
     arguments=arguments,
     layout=layout,
   )
 
 
 def _shape(model: model_config.ModelConfig) -> Iterator[str]:
-  """Yields the lines of a table of both stacks."""
+  """Yields the lines of a table with a column for each stack."""
   yield '| | ' + ' | '.join(model.stacks) + ' |'
   yield '|---|' + '---|' * len(model.stacks)
   for name in _SIZES:
@@ -110,7 +111,7 @@ def _shape(model: model_config.ModelConfig) -> Iterator[str]:
 
 
 def _history(path: paths_lib.Path, step: int | None) -> Iterator[str]:
-  """Yields lines on how a run and the runs that it started from were made.
+  """Yields lines on how a run and its ancestors were made, newest first.
 
   Args:
     path: a work directory or a folder.
@@ -121,6 +122,8 @@ def _history(path: paths_lib.Path, step: int | None) -> Iterator[str]:
     return
   summary = _read(path / compute_cost.SUMMARY)
   coverage = _read(path / work_directory.COVERAGE)
+  # Only `convert` writes 'made_by'. A run that was killed has no summary, but
+  # always a configuration.
   if made_by := summary.get('made_by'):
     sources = made_by['sources']
     weights = ', '.join(f'{weight:g}' for weight in made_by.get('weights', ()))
@@ -132,7 +135,8 @@ def _history(path: paths_lib.Path, step: int | None) -> Iterator[str]:
     config = _read(path / config_lib.RUN_CONFIG)
     init = config['init']
     sources = [path for path in (init['encoder'], init['decoder']) if path]
-    yield from _training(config, summary, step)
+    yield from _training(config, summary, step, sources)
+  # Counts only: the file has an entry for every parameter.
   if coverage:
     counts = coverage['parameters']
     yield (
@@ -144,9 +148,10 @@ def _history(path: paths_lib.Path, step: int | None) -> Iterator[str]:
       yield f'  - Differs from its source: {change}.'
   for source in map(paths_lib.at, dict.fromkeys(sources)):
     # Sources that are finished runs and still exist.
-    if earlier := _read(source / compute_cost.SUMMARY):
+    if source_summary := _read(source / compute_cost.SUMMARY):
       yield f'- `{source.name}`:'
-      yield from (f'  {line}' for line in _history(source, earlier['steps']))
+      for line in _history(source, source_summary['steps']):
+        yield f'  {line}'  # Indented: Markdown nests the list of an ancestor.
 
 
 def _names(paths: Iterable[str]) -> str:
@@ -155,13 +160,16 @@ def _names(paths: Iterable[str]) -> str:
 
 
 def _training(
-  config: dict[str, Any], summary: dict[str, Any], step: int
+  config: dict[str, Any],
+  summary: dict[str, Any],
+  step: int,
+  sources: Iterable[str],
 ) -> Iterator[str]:
   """Yields lines on the training of a run."""
   init, data = config['init'], config['data']
   if init['mode'] != 'random':
-    names = [path for path in (init['encoder'], init['decoder']) if path]
-    yield f'- Started by `{init["mode"]}` from {_names(names)}.'
+    yield f'- Started by `{init["mode"]}` from {_names(sources)}.'
+  # 0 where the records decided the length: then only the step is known.
   steps = config['train']['steps']
   yield (
     f'- Trained to step {step}{f" of {steps}" * bool(steps)}, with'

@@ -1,6 +1,10 @@
-"""`encdec_adapt.load`: a model as a Python object, for notebooks."""
+"""`encdec_adapt.load`: a model as a Python object, for notebooks.
 
-from collections.abc import Callable, Sequence
+Also how evaluation, generation and serving read models (`read_as_trained`).
+The functions of a model are in `models`, the engine in `inference`.
+"""
+
+from collections.abc import Callable
 import dataclasses
 import functools
 import math
@@ -17,7 +21,6 @@ from encdec_adapt import config as config_lib
 from encdec_adapt.base import errors
 from encdec_adapt.conversion import model_on_disk, pretrained_files
 from encdec_adapt.inference import engine as engine_lib
-from encdec_adapt.inference import lengths
 from encdec_adapt.models import build, execution, model_config
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import rules as rules_lib
@@ -63,15 +66,14 @@ class LoadedModel:
       UserError: some are stated nowhere.
     """
     folders = pretrained_files.folders(self.stored.path)
-    found = pretrained_files.special_ids(
-      folders, self.stored.open_vocabularies()
-    )
-    if missing := {'bos', 'eos', 'pad'} - found.keys():
+    opened = self.stored.open_vocabularies()
+    ids = pretrained_files.special_ids(folders, opened)
+    if missing := {'bos', 'eos', 'pad'} - ids.keys():
       raise errors.UserError(
         f'{self.stored.path} has no tokenizer and no config.json that state'
         f' {" and ".join(sorted(missing))}; give `ids` to the engine.'
       )
-    return engine_lib.SpecialIds(**found)
+    return engine_lib.SpecialIds(**ids)
 
   @functools.cached_property
   def _decode(self) -> Callable[[np.ndarray], str] | None:
@@ -79,14 +81,13 @@ class LoadedModel:
     opened = self.stored and self.stored.open_vocabularies()
     if not opened:
       return None
-    one = opened.decoder
+    vocabulary = opened.decoder
 
     def decode(tokens: np.ndarray) -> str:
-      """Returns the text of tokens."""
       # A table may have more rows than the vocabulary has tokens; no text has
       # those ids.
-      known = np.where(tokens < one.size, tokens, one.pad)
-      return one.decode(known, start=False)
+      ids = np.where(tokens < vocabulary.size, tokens, vocabulary.pad)
+      return vocabulary.decode(ids, start=False)
 
     return decode
 
@@ -124,11 +125,11 @@ class LoadedModel:
     inputs = {'decoder': (decoder_tokens, decoder_mask)}
     if encoder_tokens is not None:
       inputs['encoder'] = encoder_tokens, encoder_mask
-    if inputs.keys() > self.config.stacks.keys():
-      raise errors.UserError(_NO_ENCODER)
-    if inputs.keys() < self.config.stacks.keys():
+    if inputs.keys() != self.config.stacks.keys():
       raise errors.UserError(
-        'an encoder-decoder needs encoder_tokens and decoder_tokens.'
+        _NO_ENCODER
+        if 'encoder' in inputs
+        else 'an encoder-decoder needs encoder_tokens and decoder_tokens.'
       )
     fields = {side: self._framed(*x, side) for side, x in inputs.items()}
     return _logits(self.model, self.params, fields)
@@ -136,23 +137,17 @@ class LoadedModel:
   def engine(
     self,
     *,
-    rows: int = 8,
-    int8: bool = False,
     decode: Callable[[np.ndarray], str] | None = None,
     ids: engine_lib.SpecialIds | None = None,
-    steps: int = 16,
-    sizes: Sequence[lengths.Size] = (),
+    **options: Any,
   ) -> engine_lib.Engine:
     """Makes an inference engine; see `inference.engine.Engine`.
 
     Args:
-      rows: rows of the batch.
-      int8: whether to keep kernels as 8-bit integers.
       decode: turns token ids into text; by default as the model's tokenizer
         does, if it has one. Stop strings need it.
       ids: special tokens; by default `special_ids`.
-      steps: tokens between two looks for stop strings.
-      sizes: sizes of the state, as `Engine` takes them.
+      **options: `rows`, `int8`, `steps` and `sizes` of `Engine`.
 
     Raises:
       UserError: see `Engine` and `special_ids`.
@@ -161,25 +156,24 @@ class LoadedModel:
       self.model,
       self.params,
       ids or self.special_ids,
-      rows=rows,
       decode=decode or self._decode,
       mesh=self.where.mesh,
       rules=self.where.rules,
-      int8=int8,
-      steps=steps,
-      sizes=sizes,
+      **options,
     )
 
   @functools.cached_property
   def where(self) -> state_lib.Placement:
     """The model with mesh and sharding rules of its parameters."""
+    # From the arrays: `dataclasses.replace` may have put others in their place,
+    # and an array on a single device has no mesh.
     mesh = getattr(jax.tree.leaves(self.params)[0].sharding, 'mesh', None)
     return state_lib.Placement(self.model, mesh or _one_device(), self.rules)
 
-  def rows(self, needed: int) -> int:
-    """Returns how many rows a batch of `needed` ones has: all devices share."""
+  def rows(self, least: int) -> int:
+    """Rounds a number of rows up to a multiple that divides over the mesh."""
     shards = self.where.rules.on(self.where.mesh).size('batch')
-    return -(-needed // shards) * shards
+    return -(-least // shards) * shards
 
   def _framed(
     self, tokens: Any, mask: Any, side: str
@@ -192,8 +186,11 @@ class LoadedModel:
       ValueError: the mask has another shape.
     """
     tokens = _tokens(tokens, self.config.stacks[side].vocab_size, side)
+    # Masks of other software are integers or floats; all but 0 is True.
     mask = jnp.asarray(True if mask is None else mask) != 0
     segments = jnp.broadcast_to(mask, tokens.shape).astype(jnp.int32)
+    # Positions count padding, as transformers' forward pass does: left-padded
+    # rows then agree with it.
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     return tokens, segments, positions
 
@@ -204,6 +201,8 @@ def read_as_trained(stored: model_on_disk.StoredModel) -> LoadedModel:
   Args:
     stored: the opened model; that of a folder computes in fp32.
   """
+  # That of the run, so that scores agree with those taken in training; a
+  # folder's config.json states a dtype of storage.
   dtype = 'float32'
   if stored.step is not None:
     dtype = config_lib.load_run(str(stored.path)).compute.dtype
@@ -214,14 +213,16 @@ def read_as_trained(stored: model_on_disk.StoredModel) -> LoadedModel:
 def inference_mesh(config: model_config.ModelConfig) -> Mesh:
   """Returns a mesh of all devices for a model.
 
-  Heads and feed-forwards are divided as often as they can be, because a step
-  of decoding gathers what is divided otherwise; then rows.
+  Heads and feed-forwards are divided as often as possible, because a step of
+  decoding gathers parameters that are divided otherwise; then rows.
   """
+  # Query heads are a multiple of kv_heads, so that they divide as well.
   sizes = [
     size
     for stack in config.stacks.values()
     for size in (stack.kv_heads, stack.mlp_width, stack.expert_width)
   ]
+  # A stack without experts has expert_width 0, which gcd ignores.
   tensor = math.gcd(jax.device_count(), *sizes)
   groups = mesh_lib.in_groups(
     jax.device_count() // tensor, rules_lib.VOCABULARY_GROUP
@@ -245,14 +246,15 @@ def load(
       for this process's first device. A folder's tables are padded to divide.
     encoder_window: window of the local layers of a bidirectional encoder,
       'exclusive' (the authors of T5Gemma) or 'inclusive' (transformers 5.23,
-      eager). None for the rule of the run or of the folder's config.json;
-      without one, a T5Gemma's is exclusive.
+      eager). None for the rule of the run or of the folder's config.json; a
+      T5Gemma without a rule there is exclusive.
 
   Raises:
     UserError: there is no model, it is damaged or unsupported, it does not
       divide over the mesh, or it has no such encoder.
   """
   multiple = None
+  # Tables must divide over the mesh, and folders have any number of rows.
   if mesh is not None:
     axes = rules_lib.RULES[_RULES].vocab
     multiple = math.prod(mesh.shape[axis] for axis in axes)
@@ -280,10 +282,9 @@ def read(
   """
   mesh = mesh or _one_device()
   compute = execution.ComputeConfig(dtype=jnp.dtype(dtype).name)
-  where = setup.place_model(
-    stored.model, compute, mesh, rules_lib.RULES[_RULES]
-  )
-  return LoadedModel(where.model, stored.read(where), stored)
+  rules = rules_lib.RULES[_RULES]
+  placement = setup.place_model(stored.model, compute, mesh, rules)
+  return LoadedModel(placement.model, stored.read(placement), stored)
 
 
 def _one_device() -> Mesh:
@@ -295,6 +296,8 @@ def _one_device() -> Mesh:
 
 def _tokens(tokens: Any, size: int, side: str) -> jax.Array:
   """Checks token ids [B, L]; the values of a traced array are not checked."""
+  # NumPy keeps the caller's dtype for the message; jnp.asarray would make
+  # float32 of float64.
   if not isinstance(tokens, jax.Array):
     tokens = np.asarray(tokens)
   if tokens.ndim != 2 or not np.issubdtype(tokens.dtype, np.integer):
@@ -302,16 +305,19 @@ def _tokens(tokens: Any, size: int, side: str) -> jax.Array:
       f'tokens of the {side} are {tokens.dtype} of shape'
       f' {list(tokens.shape)}; give integers [rows, length].'
     )
+  # Lookups on devices do not check ids: a wrong id gives wrong states silently.
   if tokens.size and not isinstance(tokens, jax.core.Tracer):
-    least, most = int(tokens.min()), int(tokens.max())
-    if least < 0 or most >= size:
+    lowest, highest = int(tokens.min()), int(tokens.max())
+    if lowest < 0 or highest >= size:
       raise errors.UserError(
-        f'tokens of the {side} are {least} to {most}; its vocabulary has the'
-        f' ids 0 to {size - 1}. Padding needs one too.'
+        f'tokens of the {side} are {lowest} to {highest}; its vocabulary has'
+        f' the ids 0 to {size - 1}. Padding needs one too.'
       )
   return jnp.asarray(tokens, jnp.int32)
 
 
+# Module-level functions with the model as a static argument: two objects of the
+# same model share compiled programs.
 @jax.jit(static_argnames='model')
 def _encode(model, params, fields):
   return model.architecture.encode(model, params, fields)

@@ -1,4 +1,8 @@
-"""Opens models on disk: work directories of runs, Hugging Face folders."""
+"""Opens models on disk: work directories of runs, Hugging Face folders.
+
+Opening reads configs and headers; `StoredModel.read` reads the parameters.
+Nothing here writes a file or builds an engine.
+"""
 
 from collections.abc import Callable
 import dataclasses
@@ -27,12 +31,14 @@ from encdec_adapt.training import state as state_lib
 
 WINDOWS = ('exclusive', 'inclusive')  # Rules of an encoder's local layers.
 ENCODER = 'encoder'  # Subfolder with the tokenizer of the encoder.
-_GROUP_BYTES = 128 << 20  # Bytes of a checkpoint that are restored at once.
+# Bytes of a checkpoint that are restored at once: small arrays share the time
+# that opening it takes, and host memory stays small beside a large array.
+_GROUP_BYTES = 128 << 20
 
 
 @dataclasses.dataclass(frozen=True)
 class StoredModel:
-  """A model on disk whose parameters have not been read.
+  """A model on disk with unread parameters.
 
   Attributes:
     path: the folder.
@@ -68,9 +74,10 @@ class StoredModel:
     """
     parts = [(self.path / tensor_folder.CONFIG).read_bytes()]
     if self.checkpoint:
-      manifest = self.checkpoint.path / checksums.FILE
-      parts += [manifest.read_bytes()] if manifest.exists() else []
+      # Steps without a manifest are never opened.
+      parts.append((self.checkpoint.path / checksums.FILE).read_bytes())
     else:
+      # No digests: reading the weights of a large model takes minutes.
       files = {*self.path.glob('*.safetensors'), *self.path.glob('tokenizer*')}
       for file in sorted(files):
         parts.append(f'{file.name} {paths_lib.version(file)}'.encode())
@@ -98,24 +105,25 @@ class StoredModel:
 
   @property
   def prompt_side(self) -> str:
-    """Name of the stack that reads prompts: the encoder where there is one."""
+    """Name of the stack that reads prompts, 'encoder' or 'decoder'."""
     return self.model.architecture.prompt_stack
 
-  def read(self, where: state_lib.Placement) -> Any:
+  def read(self, placement: state_lib.Placement) -> Any:
     """Reads the parameters: nested, sharded, in the dtype of the placement.
 
     Args:
-      where: placement of this model. Each process reads only what its
-        devices hold.
+      placement: placement of this model. Each process reads only the shards
+        of its devices.
     """
-    dtype = jnp.dtype(where.dtype or 'float32')
+    dtype = jnp.dtype(placement.dtype or 'float32')
     if self.checkpoint:
-      return self.checkpoint.restore_params(where.abstract_params())
+      return self.checkpoint.restore_params(placement.abstract_params())
+    # `array=array`: otherwise the callbacks of all would read the last array.
     return state_lib.unflatten(
       {
         path: jax.make_array_from_callback(
           array.shape,
-          where.parameters[path],
+          placement.parameters[path],
           lambda index, array=array: np.asarray(array.read(index), dtype),
         )
         for path, array in self.arrays().items()
@@ -125,6 +133,7 @@ class StoredModel:
   @property
   def answers_chats(self) -> bool:
     """Whether the model is a run that was trained on conversations."""
+    # A folder states the ids that end its turns in generation_config.json.
     if self.checkpoint is None:
       return False
     objectives = config_lib.load_run(str(self.path)).data.objectives
@@ -153,13 +162,10 @@ def open_model(
   """
   path = paths_lib.at(path)
   if is_folder(path):
-    opened = folder.ModelFolder(path, vocab_multiple=vocab_multiple)
+    source = folder.ModelFolder(path, vocab_multiple=vocab_multiple)
+    choice, unused = vocabularies_in(path), dict(source.unused)
     stored = StoredModel(
-      path,
-      opened.config,
-      vocabularies_in(path),
-      opened.arrays,
-      unused=dict(opened.unused),
+      path, source.config, choice, source.arrays, unused=unused
     )
   else:
     stored = _open_run(path)
@@ -176,6 +182,7 @@ def _open_run(path: paths_lib.Path) -> StoredModel:
     path,
     settings.model,
     choice if opened else None,
+    # Called late: callers that need the config only never open the arrays.
     lambda: _checkpoint_arrays(checkpoint, settings.model),
     checkpoint,
     separator=separator_of(settings),
@@ -185,8 +192,8 @@ def _open_run(path: paths_lib.Path) -> StoredModel:
 def separator_of(settings: config_lib.Settings) -> str:
   """Returns the text that a run's model expects after a prompt.
 
-  It is the `separator` of the run's objectives, of the first that has one; ''
-  for encoder-decoders, which read the prompt on its own.
+  It is the first `separator` among the run's objectives; '' for
+  encoder-decoders, which read the prompt in another stack.
   """
   if settings.model.architecture.encodes_prompt:
     return ''
@@ -209,13 +216,16 @@ def open_checkpoint(
     UserError: there is no undamaged checkpoint.
   """
   best = settings.checkpoint.keep_best
-  found = (manager.open_best if best else manager.open_latest)(path)
+  checkpoint = (manager.open_best if best else manager.open_latest)(path)
   if distributed.is_lead():
-    rank = found.read_loss()
-    value = None if rank is None else settings.loss.rank(rank)
-    which = '' if value is None else f', {settings.loss.describe(value)}'
-    print(f'{path}: step {found.step}{which}', file=sys.stderr)
-  return found
+    rank, text = checkpoint.read_loss(), ''
+    if rank is not None:
+      # Checkpoints store ranks, of which lower is better; `rank` applied twice
+      # is the value.
+      text = f', {settings.loss.describe(settings.loss.rank(rank))}'
+    # On standard error: the standard output of commands has their results.
+    print(f'{path}: step {checkpoint.step}{text}', file=sys.stderr)
+  return checkpoint
 
 
 def with_window(
@@ -240,6 +250,8 @@ def with_window(
       f'encoder_window is {encoder_window!r}; it must be one of'
       f' {", ".join(WINDOWS)}.'
     )
+  # An option without an effect is refused: scores would seem to be of a rule
+  # that the model does not have.
   encoder = model.stacks.get('encoder')
   if encoder is None or encoder.role != 'bidirectional':
     why = 'no bidirectional encoder'
@@ -266,17 +278,23 @@ def open_vocabularies(
     None where the checkpoint describes none and there is none.
 
   Raises:
-    UserError: one is missing, changed or damaged; names its path.
+    UserError: a vocabulary is missing, changed or damaged; names its path.
   """
   described = checkpoint.read_meta()['vocabularies']
   if not described:
+    # An import without a tokenizer; a user may have set a path since.
     return choice.open() if vocabulary_pair.exists(choice.decoder) else None
   sides = ('decoder', 'encoder')
   wrong = [s for s in sides if not vocabulary_pair.exists(choice.path(s))]
   if not wrong:
     opened = choice.open()
-    wanted = {side: described[side]['fingerprint'] for side in sides}
-    wrong = [s for s in sides if opened.sides[s].fingerprint != wanted[s]]
+    # Fingerprints and not paths: a run may have been moved, and a file with the
+    # right path may have been trained again.
+    wrong = [
+      side
+      for side in sides
+      if opened.sides[side].fingerprint != described[side]['fingerprint']
+    ]
   if wrong:
     key = 'encoder_vocabulary' if wrong[0] == 'encoder' else 'vocabulary'
     raise errors.UserError(
@@ -289,19 +307,21 @@ def open_vocabularies(
 
 
 def open_if_suitable(
-  choice: vocabulary_pair.Choice,
+  choice: vocabulary_pair.Choice | None,
 ) -> vocabulary_pair.Opened | None:
-  """Opens the tokenizers of a folder, which may be of a kind we cannot use.
+  """Opens the tokenizers of a folder, which may be of an unsupported kind.
 
   Returns:
-    None, with a note on why, where our data cannot be read with one of them.
+    None if there are none; also, after a note with the reason, if a tokenizer
+    is of such a kind.
 
   Raises:
-    UserError: one is damaged.
+    UserError: a tokenizer is damaged.
   """
   try:
-    return choice.open()
+    return choice and choice.open()
   except vocabulary.DamagedError:
+    # Also a UserError, but a damaged file must not pass as unsupported.
     raise
   except errors.UserError as error:
     print(f'note: not used as a vocabulary: {error}')
@@ -318,52 +338,55 @@ def vocabularies_of_pair(
     decoder: decoder-only source of the decoder.
 
   Returns:
-    The decoder's, and the encoder's where its ids mean other text; None where
-    the decoder has none.
+    The decoder's, and the encoder's if its ids mean other text; None if the
+    decoder has none.
 
   Raises:
     UserError: a tokenizer is damaged.
   """
-  own, theirs = decoder.vocabularies, encoder.vocabularies
-  if own is None or theirs is None:
-    return own
-  if same_tokens(own.decoder, theirs.decoder):
-    return own
-  return dataclasses.replace(own, encoder=theirs.decoder)
+  # Both sources are decoder-only: the vocabularies of each are its decoder's.
+  targets, inputs = decoder.vocabularies, encoder.vocabularies
+  if targets is None or inputs is None:
+    return targets
+  if same_tokens(targets.decoder, inputs.decoder):
+    return targets
+  return dataclasses.replace(targets, encoder=inputs.decoder)
 
 
-def same_tokens(one: str, other: str) -> bool:
+def same_tokens(path_a: str, path_b: str) -> bool:
   """Returns whether ids mean the same text in the vocabularies at two paths."""
-  if one == other:
+  if path_a == path_b:
     return True
-  opened = [vocabulary_pair.open_vocabulary(path) for path in (one, other)]
-  return opened[0].tokens_digest == opened[1].tokens_digest
+  # Tokens and not files: a tokenizer.json may be the conversion of the
+  # tokenizer.model that the other model has.
+  vocabularies = map(vocabulary_pair.open_vocabulary, (path_a, path_b))
+  return len({vocab.tokens_digest for vocab in vocabularies}) == 1
 
 
 def require_same_tokens(
-  source: StoredModel, side: str, own: str, name: str
+  source: StoredModel, side: str, path: str, name: str
 ) -> None:
   """Checks that ids mean the same text to a source and to its target.
 
   Args:
     source: the source, which has vocabularies.
     side: stack of the target that is made from it.
-    own: path of the target's vocabulary; may not exist yet.
+    path: path of the target's vocabulary; may not exist yet.
     name: name of the target in the error.
 
   Raises:
-    UserError: the vocabularies differ, or one is damaged.
+    UserError: the vocabularies differ, or a vocabulary is damaged.
   """
   # A decoder-only model has only 'decoder', even as the encoder's source.
   theirs = source.vocabularies.path(
     side if side in source.model.stacks else 'decoder'
   )
   # A vocabulary that is still to be trained differs from the source's.
-  if not vocabulary_pair.exists(own) or not same_tokens(own, theirs):
+  if not vocabulary_pair.exists(path) or not same_tokens(path, theirs):
     key = 'encoder_vocabulary' if side == 'encoder' else 'vocabulary'
     raise errors.UserError(
       f'{source.path} has the vocabulary {theirs}, the {side} of {name} has'
-      f' {own}, and they differ: ids would mean other text. Use one vocabulary'
+      f' {path}, and they differ: ids would mean other text. Use one vocabulary'
       f' (config.data.{key} of a job).'
     )
 
@@ -378,10 +401,7 @@ def with_outside(
     encoder: source of the encoder.
     decoder: source of the decoder; may be the same.
   """
-  unused = {
-    'encoder_source': encoder.unused,
-    'decoder_source': decoder.unused,
-  }
+  unused = {'encoder_source': encoder.unused, 'decoder_source': decoder.unused}
   outside = {name: unused[name] for name in coverage.sources if unused[name]}
   return dataclasses.replace(coverage, outside=outside)
 
@@ -414,7 +434,8 @@ def is_folder(path: str | os.PathLike[str]) -> bool:
       f'{path} holds no model: it has no {tensor_folder.CONFIG}. {remedy}'
     )
   content = atomic.read_json(file)
-  # The configuration of a run has sections.
+  # The configuration of a run has sections. Any other file passes for that of a
+  # folder: its reader names the supported model types.
   return 'model_type' in content or 'train' not in content
 
 
@@ -422,6 +443,7 @@ def vocabularies_in(path: paths_lib.Path) -> vocabulary_pair.Choice | None:
   """Finds the tokenizers of a model folder, `encoder/` for the encoder's."""
   decoder = vocabulary_pair.file_in(path)
   encoder = vocabulary_pair.file_in(path / ENCODER)
+  # An encoder's tokenizer by itself encodes no targets.
   if decoder is None:
     return None
   return vocabulary_pair.Choice(str(decoder), str(encoder) if encoder else '')
@@ -435,10 +457,14 @@ def _checkpoint_arrays(
   Opening a checkpoint takes longer than restoring a small array.
   """
   table = parameters.parameter_table(model)
+  # Partial: there may be optimizer state. Differences are found before a
+  # conversion has written half of its output.
   checkpoint.require_same({'params': state_lib.unflatten(table)}, partial=True)
   folder = checkpoint.open_state()
   names = {path: f'params/{path}' for path in table}
+  # As if a group were full, so that the first name opens another.
   group_of, size = {}, _GROUP_BYTES
+  # By path, the order in which exports read: each group is restored once.
   for name in sorted(names.values()):
     shape, dtype = folder.arrays[name]
     nbytes = math.prod(shape) * dtype.itemsize
@@ -449,9 +475,8 @@ def _checkpoint_arrays(
   last: dict[str, np.ndarray] = {}
 
   def read(name: str, index: tuple[slice, ...]) -> np.ndarray:
-    """Reads part of an array; keeps the group that was restored last."""
     if name not in last:
-      last.clear()
+      last.clear()  # Before the next group: memory holds a single group.
       last.update(folder.read(group_of[name]))
     return last[name][index]
 

@@ -1,9 +1,9 @@
-"""Hugging Face files of a run's source models, kept for a later export.
+"""Hugging Face files of a run's source models, stored for a later export.
 
 A work directory stores their config.json, generation config and tokenizer
-files under hugging_face/decoder, and under hugging_face/encoder where the
-encoder came from another folder; also the vision part of a T5Gemma 2 with its
-image processor. An export writes them into its folder.
+files under hugging_face/decoder, and under hugging_face/encoder if the encoder
+came from another folder; also the vision part of a T5Gemma 2 with its image
+processor. An export writes them into its folder. Parameters are not read here.
 """
 
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ TOKENIZER = (
 )
 # Fields of a generation config that name the software that wrote it.
 _STAMPS = ('transformers_version', '_from_model_config', '_commit_hash')
-# Fields that choose caches for one class and version of transformers; the
+# Fields that choose caches for a class and version of transformers; the
 # exported model may be of another class.
 _CACHES = ('cache_implementation', 'cache_config', 'compile_config')
 
@@ -40,7 +40,7 @@ Folders = Mapping[str, paths.Path]
 
 
 def folders(path: str | os.PathLike[str]) -> Folders:
-  """Finds the folders with the kept files of a model.
+  """Finds the folders with the pretrained files of a model.
 
   Args:
     path: a Hugging Face folder, or a work directory.
@@ -51,8 +51,8 @@ def folders(path: str | os.PathLike[str]) -> Folders:
   path = paths.at(path)
   if model_on_disk.is_folder(path):
     return {'decoder': path}
-  kept = {name: path / FOLDER / name for name in ('encoder', 'decoder')}
-  return {name: folder for name, folder in kept.items() if folder.is_dir()}
+  stored = {name: path / FOLDER / name for name in ('encoder', 'decoder')}
+  return {name: folder for name, folder in stored.items() if folder.is_dir()}
 
 
 def folders_of_pair(
@@ -64,50 +64,48 @@ def folders_of_pair(
     encoder: decoder-only source of the encoder.
     decoder: decoder-only source of the decoder.
   """
-  found = {
-    'encoder': folders(encoder).get('decoder'),
-    'decoder': folders(decoder).get('decoder'),
-  }
-  if found['encoder'] == found['decoder']:
-    del found['encoder']
-  return {name: path for name, path in found.items() if path}
+  # Both are decoder-only: each has its files under 'decoder'.
+  inputs, targets = (folders(x).get('decoder') for x in (encoder, decoder))
+  pair = {'encoder': None if inputs == targets else inputs, 'decoder': targets}
+  return {name: path for name, path in pair.items() if path}
 
 
-def check(found: Folders) -> None:
-  """Checks kept files before anything is written.
+def check(sources: Folders) -> None:
+  """Checks pretrained files before anything is written.
 
   Args:
-    found: see `folders`.
+    sources: see `folders`.
 
   Raises:
     UserError: a file is damaged; names it.
   """
-  for path in found.values():
-    for name in (GENERATION, *TOKENIZER):
-      if (path / name).is_file():
-        _check_file(path / name)
-  vision_part(found)
+  for path in sources.values():
+    for file in (path / name for name in (GENERATION, *TOKENIZER)):
+      if not file.is_file():
+        continue
+      if file.name.endswith('.json'):
+        atomic.read_json(file)
+      with file.open('rb') as content:
+        # A clone without Git LFS has text files that begin with 'version'
+        # instead of large files.
+        if content.read(7) in (b'', b'version'):
+          raise errors.UserError(
+            f'{file} is empty, or a pointer of Git LFS; copy the file itself'
+            ' again.'
+          )
+  vision_part(sources)
 
 
-def _check_file(file: paths.Path) -> None:
-  if file.name.endswith('.json'):
-    atomic.read_json(file)
-  with file.open('rb') as content:
-    if content.read(7) in (b'', b'version'):
-      raise errors.UserError(
-        f'{file} is empty, or a pointer of Git LFS; copy the file itself again.'
-      )
-
-
-def keep(workdir: str | os.PathLike[str], found: Folders) -> None:
+def keep(workdir: str | os.PathLike[str], sources: Folders) -> None:
   """Copies the files into a work directory, replacing earlier ones.
 
   Args:
     workdir: the work directory.
-    found: see `folders`.
+    sources: see `folders`.
   """
+  # All of them: a file that the new sources lack would describe another model.
   paths.remove(paths.at(workdir) / FOLDER)
-  for name, path in found.items():
+  for name, path in sources.items():
     folder = paths.at(workdir) / FOLDER / name
     folder.mkdir(parents=True, exist_ok=True)
     for file in (tensor_folder.CONFIG, GENERATION, *TOKENIZER):
@@ -118,71 +116,74 @@ def keep(workdir: str | os.PathLike[str], found: Folders) -> None:
 
 
 def vision_part(
-  found: Folders, folder: str | None = None
+  sources: Folders, folder: str | None = None
 ) -> vision.Vision | None:
-  """Opens the vision part of a T5Gemma 2; None where there is none.
+  """Opens the vision part of a T5Gemma 2; None if there is none.
 
   Args:
-    found: see `folders`.
+    sources: see `folders`.
     folder: model folder to take it from instead; the ids of images stay
-      those of `found`.
+      those of `sources`.
 
   Raises:
     UserError: it is incomplete, or `folder` has none.
   """
   if folder is None:
-    own = reads_images(found)
-    return vision.open_vision(found['decoder']) if own else None
+    # A Gemma 3 may have a vision part too, but is adapted as a text model: only
+    # --vision takes it over.
+    has_part = reads_images(sources)
+    return vision.open_vision(sources['decoder']) if has_part else None
   part = vision.open_vision(folder)
   if part is None:
     raise errors.UserError(
       f'{folder} has no vision part: no tensor of a vision_tower. Give a'
       ' folder of T5Gemma 2, or of a Gemma 3 that reads images.'
     )
-  ids = vision.image_ids(_kept_json(found, tensor_folder.CONFIG))
+  # The text model was trained with the ids of its source, not of `folder`.
+  ids = vision.image_ids(_stored_json(sources, tensor_folder.CONFIG))
   return dataclasses.replace(part, fields={**part.fields, **ids})
 
 
-def reads_images(found: Folders) -> bool:
-  """Returns whether the kept config.json is that of a T5Gemma 2."""
-  config = _kept_json(found, tensor_folder.CONFIG)
+def reads_images(sources: Folders) -> bool:
+  """Returns whether the stored config.json is that of a T5Gemma 2."""
+  config = _stored_json(sources, tensor_folder.CONFIG)
   return config.get('model_type') == vision.MODEL_TYPE
 
 
-def _kept_json(found: Folders, name: str) -> dict[str, Any]:
-  """Reads a kept file of the decoder; empty if there is none."""
-  if 'decoder' in found and (found['decoder'] / name).is_file():
-    return atomic.read_json(found['decoder'] / name)
+def _stored_json(sources: Folders, name: str) -> dict[str, Any]:
+  """Reads a stored file of the decoder; empty if there is none."""
+  if 'decoder' in sources and (sources['decoder'] / name).is_file():
+    return atomic.read_json(sources['decoder'] / name)
   return {}
 
 
 def config_fields(
-  found: Folders, opened: vocabulary_pair.Opened | None = None
+  sources: Folders, opened: vocabulary_pair.Opened | None = None
 ) -> dict[str, dict[str, Any]]:
-  """Collects the fields of config.json to carry, by stack.
+  """Collects the fields of config.json to carry over, by stack.
 
   Args:
-    found: see `folders`.
-    opened: vocabularies of the model, whose ids are used where no config.json
-      was kept.
+    sources: see `folders`.
+    opened: vocabularies of the model; their ids are used if no config.json is
+      stored.
 
   Raises:
-    UserError: a kept file is damaged.
+    UserError: a stored file is damaged.
   """
   fields = {'decoder': {}}
-  for name, one in opened.sides.items() if opened else ():
+  for name, vocabulary in opened.sides.items() if opened else ():
     if name == 'decoder' or opened.differ:
       fields[name] = {
-        'bos_token_id': one.bos,
-        'eos_token_id': one.eos,
-        'pad_token_id': one.pad,
+        f'{role}_token_id': getattr(vocabulary, role)
+        for role in ('bos', 'eos', 'pad')
       }
-  for name, path in found.items():
-    kept = config_json.carried_fields(
-      atomic.read_json(path / tensor_folder.CONFIG)
-    )
-    # The folder of a pair has fields of both stacks, that of a decoder one's.
-    fields |= {name: kept['decoder']} if len(kept) == 1 else kept
+  # Stored files replace the vocabulary's ids: they may list several EOS.
+  for name, path in sources.items():
+    raw = atomic.read_json(path / tensor_folder.CONFIG)
+    carried = config_json.carried_fields(raw)
+    # The folder of a pair has fields of both stacks. A decoder-only folder has
+    # its fields under 'decoder', also as the source of an encoder.
+    fields |= {name: carried['decoder']} if len(carried) == 1 else carried
   return fields
 
 
@@ -197,12 +198,14 @@ def prompt_room(
       them, too.
 
   Returns:
-    None where the kept config.json states no limit.
+    None if the stored config.json states no limit.
 
   Raises:
-    UserError: there is no room for BOS and a token, or a kept file is damaged.
+    UserError: there is no room for BOS and a token, or a stored file is
+      damaged.
   """
   fields = config_fields(folders(stored.path))
+  # A pair made from a single folder has its fields under 'decoder' only.
   side = 'encoder' if 'encoder' in fields else 'decoder'
   limit = fields[side].get('max_position_embeddings')
   if limit is None or 'encoder' in stored.model.stacks:
@@ -217,58 +220,60 @@ def prompt_room(
 
 
 def decoder_positions(stored: model_on_disk.StoredModel) -> int | None:
-  """Returns the decoder's `max_position_embeddings`, None where none is stated.
+  """Returns the decoder's `max_position_embeddings`, None if not stated.
 
   Raises:
-    UserError: a kept file is damaged.
+    UserError: a stored file is damaged.
   """
   fields = config_fields(folders(stored.path))
   return fields['decoder'].get('max_position_embeddings')
 
 
 def special_ids(
-  found: Folders, opened: vocabulary_pair.Opened | None
+  sources: Folders, opened: vocabulary_pair.Opened | None
 ) -> dict[str, Any]:
   """Finds the ids that frame a decoder's text.
 
-  A vocabulary has one EOS; a model tuned for conversations ends its turns
+  A vocabulary has a single EOS; a model tuned for conversations ends its turns
   with others, which its config.json or generation config lists.
 
   Args:
-    found: see `folders`.
+    sources: see `folders`.
     opened: vocabularies of the model, if it has any.
 
   Returns:
-    `bos` and `pad`, ids; `eos`, a tuple of ids. Only those that are known.
+    `bos` and `pad`, ids; `eos`, a tuple of ids. Only those that are stated.
 
   Raises:
-    UserError: a kept file is damaged.
+    UserError: a stored file is damaged.
   """
-  kept = config_fields(found)['decoder']
-  generation = _kept_json(found, GENERATION)
-  own = opened.decoder if opened else None
-  ids = {
-    'bos': own.bos if own else kept.get('bos_token_id'),
-    'pad': own.pad if own else kept.get('pad_token_id'),
-    'eos': own.eos if own else None,
-  }
+  fields = config_fields(sources)['decoder']
+  generation = _stored_json(sources, GENERATION)
+  # The vocabulary first: the model was trained on texts that it framed.
+  framing = opened.decoder if opened else None
 
   def tokens(stated: int | list[int] | None) -> list[int]:
     """Returns the ids that a file states; old Llamas have -1 for none."""
     listed = stated if isinstance(stated, list) else [stated]
     return [i for i in listed if i is not None and i >= 0]
 
-  known: dict[str, Any] = {
-    name: ids[name] for name in ('bos', 'pad') if tokens(ids[name])
-  }
-  ends = ids['eos'], kept.get('eos_token_id'), generation.get('eos_token_id')
+  ids: dict[str, Any] = {}
+  for role in ('bos', 'pad'):
+    key = f'{role}_token_id'
+    token = getattr(framing, role) if framing else fields.get(key)
+    if tokens(token):
+      ids[role] = token
+  ends = fields.get('eos_token_id'), generation.get('eos_token_id')
+  if framing:
+    ends = framing.eos, *ends
+  # All of them: generation must end at whichever the model emits.
   if eos := tuple(dict.fromkeys(i for end in ends for i in tokens(end))):
-    known['eos'] = eos
-  return known
+    ids['eos'] = eos
+  return ids
 
 
 def generation_config(
-  found: Folders,
+  sources: Folders,
   fields: Mapping[str, Mapping[str, Any]],
   *,
   is_pair: bool,
@@ -277,28 +282,30 @@ def generation_config(
   """Makes the content of an exported generation_config.json.
 
   Args:
-    found: see `folders`.
+    sources: see `folders`.
     fields: see `config_fields`.
-    is_pair: whether the model is an encoder-decoder, whose decoder starts
-      from BOS.
+    is_pair: whether the model is an encoder-decoder; its decoder starts from
+      BOS.
     end_of_turn: id that ends an answer of a model that was trained on
       conversations; None for others.
 
   Returns:
-    The content, and a note on kept fields that are left out, '' for none.
+    The content, and a note on stored fields that are left out, '' for none.
   """
-  own = fields['decoder']
-  content = {key: own[key] for key in config_json.TOKEN_IDS if key in own}
-  kept = _kept_json(found, GENERATION)
-  content |= {k: kept[k] for k in kept if k not in (*_STAMPS, *_CACHES)}
+  ids = fields['decoder']
+  content = {key: ids[key] for key in config_json.TOKEN_IDS if key in ids}
+  stored = _stored_json(sources, GENERATION)
+  content |= {k: stored[k] for k in stored if k not in (*_STAMPS, *_CACHES)}
+  # The files of decoder-only sources have no such field.
   if is_pair and 'bos_token_id' in content:
     content['decoder_start_token_id'] = content['bos_token_id']
   if end_of_turn is not None:
+    # Added and not put in place of EOS, which still ends plain text.
     ends = content.get('eos_token_id', [])
     ends = ends if isinstance(ends, list) else [ends]
     content['eos_token_id'] = [*dict.fromkeys([*ends, end_of_turn])]
   dropped = [
-    f'{key} ({kept[key]!r})' for key in _CACHES if kept.get(key) is not None
+    f'{key} ({stored[key]!r})' for key in _CACHES if stored.get(key) is not None
   ]
   if not dropped:
     return content, ''

@@ -1,7 +1,8 @@
-"""Run artifacts: resolved config, coverage report, kept files, summary.
+"""Run artifacts: resolved config, coverage report, pretrained files, summary.
 
 They describe the checkpoints in the same work directory, so files of an earlier
-start are removed before they are out of date.
+start are removed before they are out of date. Only process 0 calls these
+functions; checkpoints and metrics are written elsewhere.
 """
 
 from collections.abc import Mapping
@@ -38,10 +39,12 @@ def write_initial(
   """
   remove_summary(workdir)
   path = paths.at(workdir) / work_directory.COVERAGE
+  # An earlier start may have adapted a model where this one begins at random.
   path.unlink(missing_ok=True)
   if sources.coverage:
     atomic.write_json(path, sources.coverage.to_json())
-  pretrained_files.keep(workdir, sources.kept_folders)
+  # Copies, so that an export needs no source: those may be moved or deleted.
+  pretrained_files.keep(workdir, sources.pretrained_folders)
   work_directory.keep_vocabularies(workdir, opened)
 
 
@@ -78,15 +81,16 @@ def write_summary(
     cost: totals of the job.
     sources: result of `compute_cost.read_sources` when the job started.
   """
+  # From the file and not from memory: step 0 may lie several starts back.
   losses = [r for r in metrics.read_metrics(workdir) if r['kind'] == 'eval']
-  own = {
+  entries = {
     'parameters': parameters.count(model),
     'steps': step,
     **hyperparameters,
     'eval_loss_at_step_0': losses[0]['loss'],
     'eval_loss': losses[-1]['loss'],
   }
-  summary = compute_cost.summarise(workdir, own, cost, sources)
+  summary = compute_cost.summarise(workdir, entries, cost, sources)
   atomic.write_json(paths.join(workdir, compute_cost.SUMMARY), summary)
   print(
     f'{workdir}: {step} steps, {cost.target_tokens:,.0f} target tokens,'

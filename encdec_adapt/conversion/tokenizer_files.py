@@ -1,10 +1,11 @@
 """Tokenizer files of an exported folder, compared with our vocabularies.
 
 A folder gets a tokenizer.json and a tokenizer_config.json, so that
-`transformers` encodes text as the model was trained on it; the encoder's own
-go to the subfolder encoder/ where they are not the decoder's. A model without
-a vocabulary that this package can open keeps its own files, and a note says
-that nothing was compared.
+`transformers` encodes text as the model was trained on it; those of the encoder
+go to the subfolder encoder/ if they differ from the decoder's. The files of a
+model without a vocabulary that this package can open are copied, with a note
+that nothing was compared. The conversion itself is in
+`tokenizers.tokenizer_writer`.
 """
 
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from encdec_adapt.data.records import record_sets
 from encdec_adapt.files import paths
 from encdec_adapt.tokenizers import tokenizer_writer, vocabulary_pair
 
-_RECORDS = 64  # Rows of a run's records whose text is compared.
+_RECORDS = 64  # Rows of a run's records for which text is compared.
 # Compared for every model: runs of spaces, digits, line ends, characters that
 # small vocabularies spell in bytes.
 _TEXTS = (
@@ -45,31 +46,43 @@ def write(
     UserError: a file is damaged, or encodes a text to other ids than our
       vocabulary.
   """
-  found = pretrained_files.folders(stored.path)
-  kept = {
+  sources = {
     stack: {
       name: path / name
       for name in pretrained_files.TOKENIZER
       if (path / name).is_file()
     }
-    for stack, path in found.items()
+    for stack, path in pretrained_files.folders(stored.path).items()
   }
-  notes = []
-  for side in ('decoder', 'encoder'):
-    files = kept.get(side, {})
-    if side == 'encoder' and not _is_own(
-      files, kept.get('decoder', {}), opened
+  notes, decoder_files = [], sources.get('decoder', {})
+  # The decoder's go to the top of the folder, where AutoTokenizer looks.
+  for side, target in (
+    ('decoder', folder),
+    ('encoder', folder / model_on_disk.ENCODER),
+  ):
+    files = sources.get(side, {})
+    differ = opened is not None and opened.differ
+    # Contents and not paths: files of both stacks may be copies of the same.
+    if (
+      side == 'encoder'
+      and not differ
+      and all(
+        name in decoder_files
+        and file.read_bytes() == decoder_files[name].read_bytes()
+        for name, file in files.items()
+      )
     ):
       continue
-    target = folder if side == 'decoder' else folder / model_on_disk.ENCODER
     target.mkdir(exist_ok=True)
+    # First, as the writer completes the files that it finds.
     for name, file in files.items():
       paths.copy(file, target / name)
     if opened:
-      one = opened.sides[side]
-      notes.append(tokenizer_writer.write(target, one))
-      tokenizer_writer.check(target, one, _sample_texts(stored, opened, side))
-  if opened is None and not kept.get('decoder'):
+      vocabulary = opened.sides[side]
+      notes.append(tokenizer_writer.write(target, vocabulary))
+      texts = _sample_texts(stored, opened, side)
+      tokenizer_writer.check(target, vocabulary, texts)
+  if opened is None and not decoder_files:
     notes.append('the model has no tokenizer, so none is written.')
   elif opened is None:
     notes.append(
@@ -77,19 +90,7 @@ def write(
       ' ids were not compared with those of the model, which has no vocabulary'
       ' that encdec_adapt can use.'
     )
-  return [note for note in notes if note]
-
-
-def _is_own(
-  files: dict[str, paths.Path],
-  decoders: dict[str, paths.Path],
-  opened: vocabulary_pair.Opened | None,
-) -> bool:
-  """Returns whether the encoder has tokenizer files of its own."""
-  return bool(opened and opened.differ) or any(
-    name not in decoders or file.read_bytes() != decoders[name].read_bytes()
-    for name, file in files.items()
-  )
+  return list(filter(None, notes))
 
 
 def _sample_texts(
@@ -99,14 +100,15 @@ def _sample_texts(
   yield from _TEXTS
   if stored.checkpoint is None:
     return
+  # Held-out rows: real text in the languages and formats of the training.
   folder = paths.at(config_lib.load_run(str(stored.path)).data.folder) / 'eval'
   if not (folder / record_sets.MANIFEST).exists():
     return
-  found = record_sets.RecordSet.open(folder)
-  made = {name: getattr(found.spec, name) for name in opened.fingerprints}
-  if made != opened.fingerprints:
+  records = record_sets.RecordSet.open(folder)
+  spec, fingerprints = records.spec, opened.fingerprints
+  if any(getattr(spec, name) != fingerprints[name] for name in fingerprints):
     return  # The records were made again, for another run.
-  for row in found.read(range(min(_RECORDS, len(found)))):
+  for row in records.read(range(min(_RECORDS, len(records)))):
     for pair in row:
       ids = pair.inputs if side == 'encoder' else pair.targets
       yield opened.sides[side].decode(ids)

@@ -1,11 +1,10 @@
 """Writes work directories for imported, adapted and merged models.
 
 They have the layout of a training job's, with a checkpoint of step 0, and are
-written atomically.
+written atomically. The commands compute the parameters; none is kept here.
 """
 
-from collections.abc import Iterator, Mapping
-import contextlib
+from collections.abc import Mapping
 import dataclasses
 import functools
 import os
@@ -24,16 +23,12 @@ from encdec_adapt.data import data_section
 from encdec_adapt.files import atomic, disk, lazy_array, paths
 from encdec_adapt.huggingface import new_folder
 from encdec_adapt.models import model_config, parameters
-from encdec_adapt.telemetry import (
-  compute_cost,
-  environment,
-  progress,
-)
+from encdec_adapt.telemetry import compute_cost, environment, progress
 from encdec_adapt.tokenizers import vocabulary, vocabulary_pair
 from encdec_adapt.training import state as state_lib
 
 COVERAGE = 'coverage.json'
-_LENGTH = 256  # Default tokens of either side in the configuration.
+_LENGTH = 256  # Default tokens of each side in the configuration.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +38,7 @@ class Contents:
   Attributes:
     model: config of the model.
     made_by: `command` and `sources`, the folders it was made from.
-    kept: Hugging Face files to keep, see `pretrained_files.folders`.
+    sources: folders of Hugging Face files, see `pretrained_files.folders`.
     choice: paths of the vocabularies; None for none.
     coverage: coverage report of an adaptation.
     can_extend: whether the command has flags for larger tables,
@@ -52,7 +47,7 @@ class Contents:
 
   model: model_config.ModelConfig
   made_by: dict[str, Any]
-  kept: pretrained_files.Folders
+  sources: pretrained_files.Folders
   choice: vocabulary_pair.Choice | None = None
   coverage: coverage_lib.Coverage | None = None
   can_extend: bool = False
@@ -67,8 +62,8 @@ def write(
 ) -> None:
   """Writes a work directory and prints the number of its parameters.
 
-  Each array is read when it is written and keeps its stored dtype: reading
-  the checkpoint gives float32 in any case.
+  Each array is read when it is written and keeps its stored dtype, since a
+  checkpoint is read as float32 anyway.
 
   Args:
     output: folder that does not exist or is empty; may be in a bucket.
@@ -77,14 +72,16 @@ def write(
     verb: verb of the progress line, such as "read".
 
   Raises:
-    UserError: the folder is taken or cannot be written, a kept file is
+    UserError: the folder is taken or cannot be written, a pretrained file is
       damaged, or a vocabulary has more tokens than the table has rows.
     CheckpointError: the checkpoint was not written.
   """
   output = paths.at(output)
-  pretrained_files.check(contents.kept)
+  pretrained_files.check(contents.sources)
   opened = _open_vocabularies(contents)
   config = _config(contents, opened)
+  # A field of the model that no key expresses would be lost when a job starts
+  # from the folder, long after this command.
   if config_lib.load(config, str(output)).model != contents.model:
     raise ValueError('the configuration describes another model')
   nbytes = sum(array.nbytes for array in arrays.values())
@@ -96,6 +93,7 @@ def write(
     compute_cost.read_sources(contents.made_by['sources']),
   )
   with new_folder.new_folder(output) as draft:
+    # A bucket's draft is a local folder, which has to hold the model as well.
     remedy = ' ($TMPDIR)' if paths.is_bucket(output) else ''
     disk.require_space(
       draft.parent, nbytes, what='the parameters', remedy=remedy
@@ -104,7 +102,7 @@ def write(
     atomic.write_json(draft / compute_cost.SUMMARY, summary)
     if opened:
       keep_vocabularies(draft, opened)
-    pretrained_files.keep(draft, contents.kept)
+    pretrained_files.keep(draft, contents.sources)
     if contents.coverage:
       atomic.write_json(draft / COVERAGE, contents.coverage.to_json())
     meta = {
@@ -121,15 +119,14 @@ def write(
 def _reporting(
   arrays: Mapping[str, lazy_array.LazyArray], total: int, verb: str
 ) -> dict[str, lazy_array.LazyArray]:
-  """Returns the arrays; reading one prints how many bytes have been read."""
-  report, done = progress.ByteProgress(verb), 0
+  """Returns the arrays; reading prints the number of bytes read so far."""
+  report, nbytes = progress.ByteProgress(verb), 0
 
   def read(array: lazy_array.LazyArray, index: tuple[slice, ...]) -> np.ndarray:
-    """Reads part of an array and prints the progress."""
-    nonlocal done
+    nonlocal nbytes
     part = array.read(index)
-    done += part.nbytes
-    report(done, total)
+    nbytes += part.nbytes
+    report(nbytes, total)
     return part
 
   return {
@@ -141,25 +138,19 @@ def _reporting(
 def _save(folder: pathlib.Path, params: Any, meta: dict[str, Any]) -> None:
   """Saves the checkpoint of step 0."""
   streaming.register()
+  verbosity = logging.get_verbosity()
+  # Orbax logs tracebacks of errors that it raises as well.
+  logging.set_verbosity(logging.FATAL)
   try:
-    with _without_logging(), manager.Checkpoints(folder) as checkpoints:
+    with manager.Checkpoints(folder) as checkpoints:
       checkpoints.save(
         0, {'params': params}, data=compute_cost.Cost().as_dict(), meta=meta
       )
   except manager.CheckpointError as error:
     # A source that is read while it is saved may be damaged: a user error.
     raise errors.user_error_behind(error) or error from error
-
-
-@contextlib.contextmanager
-def _without_logging() -> Iterator[None]:
-  """Suppresses Orbax's tracebacks of errors that are raised as well."""
-  before = logging.get_verbosity()
-  logging.set_verbosity(logging.FATAL)
-  try:
-    yield
   finally:
-    logging.set_verbosity(before)
+    logging.set_verbosity(verbosity)
 
 
 def _config(contents: Contents, opened: vocabulary_pair.Opened | None) -> Any:
@@ -170,13 +161,16 @@ def _config(contents: Contents, opened: vocabulary_pair.Opened | None) -> Any:
   if contents.model.architecture.encodes_prompt:
     data.objective = 'prefix_lm'
     data.encoder_length = data.decoder_length = _LENGTH
+  # Rows of the tables are tokens of the sources: a new vocabulary would give
+  # them other meanings.
   data.train_vocabulary = False
   if opened:
     keys = {'decoder': 'vocabulary', 'encoder': 'encoder_vocabulary'}
-    for side, one in _distinct(opened).items():
+    for side, vocab in _distinct(opened).items():
       # Relative to the work directory, so that it can be moved.
       copy = f'{data_section.WORKDIR}/{config_lib.VOCABULARIES}/{side}'
-      data[keys[side]] = copy if one.files else contents.choice.path(side)
+      # 'bytes' has no files and stays as it is.
+      data[keys[side]] = copy if vocab.files else contents.choice.path(side)
     data.add_sentinels = contents.choice.added_sentinels
   return config
 
@@ -185,23 +179,22 @@ def _open_vocabularies(contents: Contents) -> vocabulary_pair.Opened | None:
   """Opens the vocabularies and checks that the model has a row for each token.
 
   Raises:
-    UserError: one is damaged, or has more tokens than the table has rows.
+    UserError: a vocabulary is damaged, or has more tokens than the table has
+      rows.
   """
   if contents.choice is None:
     print(
       'note: the model comes without a tokenizer; set config.data.vocabulary'
       ' to train it on text.'
     )
-    return None
   opened = model_on_disk.open_if_suitable(contents.choice)
-  if opened is None:
-    return None
-  for side, stack in contents.model.stacks.items():
+  for side, stack in contents.model.stacks.items() if opened else ():
+    # The error names a flag only where the command has it.
     key = f'--model.{side}.vocab_size' if contents.can_extend else ''
-    note = vocabulary_pair.check_size(
-      opened.sides[side], stack.vocab_size, side, key=key
-    )
-    if note:
+    vocab = opened.sides[side]
+    if note := vocabulary_pair.check_size(
+      vocab, stack.vocab_size, side, key=key
+    ):
       print(f'note: {note}')
   return opened
 
@@ -209,7 +202,7 @@ def _open_vocabularies(contents: Contents) -> vocabulary_pair.Opened | None:
 def _distinct(
   opened: vocabulary_pair.Opened,
 ) -> dict[str, vocabulary.Vocabulary]:
-  """Returns the vocabularies by side, the decoder's alone if they are equal."""
+  """Returns the vocabularies by side, only the decoder's if they are equal."""
   return opened.sides if opened.differ else {'decoder': opened.decoder}
 
 
@@ -224,14 +217,16 @@ def keep_vocabularies(
     workdir: the work directory.
     opened: the vocabularies.
   """
-  kept = _distinct(opened)
+  distinct = _distinct(opened)
+  # Both sides, as an earlier start may have left an encoder's.
   for side in opened.sides:
     folder = paths.at(workdir) / config_lib.VOCABULARIES / side
-    one, names = kept.get(side), {}
-    if one:
-      names = {file.name: file for file in one.files}
-      if len(names) == 1 and one.files[0].suffix != '.json':
-        names = {vocabulary_pair.SENTENCEPIECE: one.files[0]}
+    sources = distinct[side].files if side in distinct else ()
+    names = {file.name: file for file in sources}
+    # A SentencePiece model may have any name; folders are opened by this name.
+    if len(names) == 1 and sources[0].suffix != '.json':
+      names = {vocabulary_pair.SENTENCEPIECE: sources[0]}
+    # Removing the folder would remove the files that are to be copied.
     if any(paths.at(file).parent == folder for file in names.values()):
       continue
     paths.remove(folder)

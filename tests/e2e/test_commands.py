@@ -66,16 +66,16 @@ def test_adaptation_leaves_what_a_reader_needs(folder, adapted):
   coverage = folders.read(adapted / 'coverage.json')
   count = parameters.count(config_lib.load_run(str(adapted)).model)
   # A balanced pair takes everything from its source.
-  found = {'copied': count, 'fresh': 0, 'constant': 0}
-  assert coverage['parameters'] == found
+  counts = {'copied': count, 'fresh': 0, 'constant': 0}
+  assert coverage['parameters'] == counts
   summary = folders.read(adapted / 'summary.json')
   assert summary['steps'] == 4
-  own, source = (
+  trained, source = (
     tiny.target_tokens(folder / objective / 'train', rows=4 * 8)
     for objective in ('prefix_lm', 'causal_lm')
   )
-  assert summary['target_tokens'] == own
-  assert summary['inclusive']['target_tokens'] == own + source
+  assert summary['target_tokens'] == trained
+  assert summary['inclusive']['target_tokens'] == trained + source
   assert list((adapted / 'tensorboard').iterdir())
   assert (adapted / 'config.json').exists()
   assert folders.read(adapted / 'environment.json')['jax'] == jax.__version__
@@ -88,26 +88,21 @@ def test_finished_run_is_not_run_again(adapted, adapting, capsys):
   assert (adapted / 'metrics.jsonl').read_bytes() == before
 
 
-@pytest.fixture
-def at_thaw(adapted, tmp_path):
-  """A copy of the run as it was at the step of which all parameters move."""
+def test_continues_where_parameters_thaw_and_shows_the_first_batch(
+  folder, adapted, adapting, tmp_path, capsys
+):
+  # The run as it was at step 3, from which all parameters move.
   copy = shutil.copytree(adapted, tmp_path / 'copy')
   shutil.rmtree(copy / manager.FOLDER / '4')
   (copy / 'summary.json').unlink()
-  return copy
-
-
-def test_continues_where_parameters_thaw_and_shows_the_first_batch(
-  folder, adapted, adapting, at_thaw, capsys
-):
-  assert _train(*adapting, f'--workdir={at_thaw}') == 0
+  assert _train(*adapting, f'--workdir={copy}') == 0
   shown = capsys.readouterr().out
   assert 'resuming at step 3' in shown
-  assert manager.open_latest(at_thaw).step == 4
-  tiny.assert_same_params(at_thaw, adapted)
+  assert manager.open_latest(copy).step == 4
+  tiny.assert_same_params(copy, adapted)
 
-  found = record_sets.RecordSet.open(folder / 'prefix_lm' / 'train')
-  (pair, *_) = found.read([row_order.Order(found).row(3 * 8)])[0]
+  records = record_sets.RecordSet.open(folder / 'prefix_lm' / 'train')
+  (pair, *_) = records.read([row_order.Order(records).row(3 * 8)])[0]
   vocabulary = vocabulary_pair.open_vocabulary(folder / 'vocabulary.model')
   for field, tokens in (
     ('encoder_tokens', pair.inputs),
@@ -148,11 +143,10 @@ def test_no_room_for_checkpoints_before_any_work(tmp_path, pairs, monkeypatch):
 
 def test_evaluate_measures_all_on_the_same_targets(folder, adapted, decoder):
   held_out = folder / 'prefix_lm' / 'eval'
-  pair, alone = (folders.evaluate(run, held_out) for run in (adapted, decoder))
-  wanted = tiny.target_tokens(held_out)
-  assert pair['target_tokens'] == alone['target_tokens'] == wanted
-  for result in (pair, alone):
-    assert result['loss_shuffled_prefix'] != result['loss']
+  for run in (adapted, decoder):
+    scores = folders.evaluate(run, held_out)
+    assert scores['target_tokens'] == tiny.target_tokens(held_out)
+    assert scores['loss_shuffled_prefix'] != scores['loss']
 
 
 # Found by a dry run as well.
@@ -254,8 +248,8 @@ def copied(decoder, tmp_path):
 
 def _continue(folder, workdir, *flags) -> int:
   """Gives the command of the decoder-only run again, with changes."""
-  given = [*tiny.flags(folder, 'causal_lm'), '--config.train.steps=4', *flags]
-  return _train(*given, f'--workdir={workdir}')
+  standard = *tiny.flags(folder, 'causal_lm'), '--config.train.steps=4'
+  return _train(*standard, *flags, f'--workdir={workdir}')
 
 
 def test_without_a_sound_checkpoint_it_does_not_start_over(
@@ -296,13 +290,11 @@ def test_another_batch_size_continues_at_the_saved_rows(folder, copied, capsys):
   assert _continue(folder, copied, *flags) == 0
   assert 'the records last for' not in capsys.readouterr().out
   rows = 4 * 8 + 2 * 16
-  found = manager.open_latest(copied)
-  assert found.step == 6
-  assert found.read_data()['rows'] == rows
+  checkpoint = manager.open_latest(copied)
+  assert (checkpoint.step, checkpoint.read_data()['rows']) == (6, rows)
   # No row was read twice and none was passed over.
-  wanted = tiny.target_tokens(folder / 'causal_lm' / 'train', rows)
-  summary = folders.read(copied / 'summary.json')
-  assert summary['target_tokens'] == wanted
+  tokens = tiny.target_tokens(folder / 'causal_lm' / 'train', rows)
+  assert folders.read(copied / 'summary.json')['target_tokens'] == tokens
 
 
 @pytest.mark.parametrize('eval_every, save_every', [(3, 4), (4, 3)])
@@ -320,8 +312,8 @@ def test_records_that_end_between_evaluations_or_saves(
   shown = capsys.readouterr().out
   assert 'the records last for 2 of the 6 remaining steps' in shown
   assert 'the records end after 96 rows, at step 6 of 10' in shown
-  found = manager.open_latest(copied)
-  assert (found.step, found.read_data()['rows']) == (6, 96)
+  checkpoint = manager.open_latest(copied)
+  assert (checkpoint.step, checkpoint.read_data()['rows']) == (6, 96)
   evaluations = [r for r in metrics.read_metrics(copied) if r['kind'] == 'eval']
   assert [r['step'] for r in evaluations] == [0, 4, 6]
   summary = folders.read(copied / 'summary.json')
@@ -332,14 +324,14 @@ def test_records_that_end_between_evaluations_or_saves(
 def test_steps_of_0_end_with_the_records(folder, decoder, tmp_path):
   flags = tiny.flags(folder, 'causal_lm')
   flags += ['--config.train.batch_size=32', '--config.checkpoint.every=2']
-  given, open_end = tmp_path / 'given', tmp_path / 'open'
-  assert _train(*flags, '--config.train.steps=3', f'--workdir={given}') == 0
+  closed, open_end = tmp_path / 'closed', tmp_path / 'open'
+  assert _train(*flags, '--config.train.steps=3', f'--workdir={closed}') == 0
   flags = [*flags, '--config.train.steps=0', f'--workdir={open_end}']
   for _ in range(2):
     assert _train(*flags) == 0
     assert folders.read(open_end / 'summary.json')['steps'] == 3
     # The learning rate falls to the same end, also after a kill.
-    tiny.assert_same_params(open_end, given)
+    tiny.assert_same_params(open_end, closed)
     shutil.rmtree(open_end / manager.FOLDER / '3')
 
 
@@ -364,8 +356,8 @@ def test_the_best_checkpoint_is_kept_and_used(folder, tmp_path, capsys):
   assert list(losses) == [2, 4, 6, 8, 10, 12]
   best = min(losses, key=losses.get)
   assert best < 12
-  kept = manager.Checkpoints(workdir / manager.FOLDER).all_steps()
-  assert kept == [best, 12]
+  steps = manager.Checkpoints(workdir / manager.FOLDER).all_steps()
+  assert steps == [best, 12]
   capsys.readouterr()
   result = folders.evaluate(workdir, folder / 'causal_lm' / 'eval')
   assert f'step {best}, held-out loss ' in capsys.readouterr().err
@@ -385,10 +377,7 @@ def test_steps_of_0_still_refuse_bad_input_before_records_are_made(
   for bad, words in (
     (['train.batch_size=12'], 'config.train.batch_size is 12; it must divide'),
     (['train.cross_attention_warmup=1'], 'must be 0 without cross-attention'),
-    (
-      ['data.vocabulary=no.model', 'data.train_vocabulary=False'],
-      'no.model',
-    ),
+    (['data.vocabulary=no.model', 'data.train_vocabulary=False'], 'no.model'),
     (
       [f'data.vocabulary={path}', 'data.train_vocabulary=False'],
       'a model trained with it cannot be exported',
@@ -407,9 +396,9 @@ def test_a_job_killed_before_its_last_evaluation_makes_up_for_it(
   path.write_text(''.join(lines[:-1]))
   (copied / 'summary.json').unlink()
   assert _continue(folder, copied) == 0
-  now = path.read_text().splitlines(keepends=True)
-  assert now[:-1] == lines[:-1]
-  wanted, found = json.loads(lines[-1]), json.loads(now[-1])
-  assert wanted['kind'] == found['kind'] == 'eval'
-  assert wanted['loss'] == found['loss']
+  rewritten = path.read_text().splitlines(keepends=True)
+  assert rewritten[:-1] == lines[:-1]
+  records = [json.loads(line[-1]) for line in (lines, rewritten)]
+  assert [record['kind'] for record in records] == ['eval', 'eval']
+  assert records[0]['loss'] == records[1]['loss']
   assert (copied / 'summary.json').exists()

@@ -27,9 +27,9 @@ _export, _json = folders.export, folders.read
 EYES = 'vision_tower.patches.weight'
 
 
-def _assert_same_files(one, other, *names):
+def _assert_same_files(a, b, *names):
   for name in names:
-    assert (one / name).read_bytes() == (other / name).read_bytes(), name
+    assert (a / name).read_bytes() == (b / name).read_bytes(), name
 
 
 def _other_vocabulary(path):
@@ -37,23 +37,13 @@ def _other_vocabulary(path):
   return path
 
 
-@pytest.fixture(scope='module')
-def seeing(folder, wide):
-  """The wider model, with a tensor of a vision part."""
-  path = shutil.copytree(wide, folder / 'seeing')
-  tensors = safetensors.load_file(path / 'model.safetensors')
-  tensors[EYES] = np.ones(4, np.float32)
-  safetensors.save_file(tensors, path / 'model.safetensors', {'format': 'pt'})
-  return path
-
-
 def test_an_imported_folder_is_a_run(folder, gemma, imported):
   settings = config_lib.load_run(str(imported))
   stack = model_config.StackConfig(**folders.GEMMA, vocab_multiple=128)
   assert settings.model == model_config.DecoderOnlyConfig(stack)
-  found = manager.open_latest(imported)
-  assert found.step == 0
-  assert found.read_meta()['made_by']['sources'] == [str(gemma)]
+  checkpoint = manager.open_latest(imported)
+  assert checkpoint.step == 0
+  assert checkpoint.read_meta()['made_by']['sources'] == [str(gemma)]
   # It can be read like any other run, also where it was moved.
   moved = shutil.copytree(imported, folder / 'moved')
   assert tiny.generate(moved, 'the quick', f'{folder}/out.json') == 0
@@ -64,12 +54,8 @@ def test_an_imported_folder_is_a_run(folder, gemma, imported):
 
 def test_import_then_export_gives_the_same_bytes(folder, gemma, imported):
   output = _export(imported, folder / 'exported')
-  _assert_same_files(
-    output,
-    gemma,
-    *('model.safetensors', 'config.json'),
-    *('chat_template.json', 'tokenizer.model'),
-  )
+  names = 'model.safetensors', 'config.json', 'chat_template.json'
+  _assert_same_files(output, gemma, *names, 'tokenizer.model')
   assert _json(output / 'generation_config.json') == folders.GENERATION
   card = (output / 'README.md').read_text()
   assert 'Gemma2ForCausalLM.from_pretrained' in card
@@ -176,7 +162,12 @@ def test_a_pair_comes_back_from_its_folder(folder, adapted):
   assert convert_('verify', one, other, folders.ROUNDED) == 1
 
 
-def test_training_starts_from_folders(folder, pairs, gemma, seeing, capsys):
+def test_training_starts_from_folders(folder, pairs, gemma, wide, capsys):
+  # The wider model, with a tensor of a vision part.
+  seeing = shutil.copytree(wide, folder / 'seeing')
+  tensors = safetensors.load_file(seeing / 'model.safetensors')
+  tensors[EYES] = np.ones(4, np.float32)
+  safetensors.save_file(tensors, seeing / 'model.safetensors', {'format': 'pt'})
   workdir = folder / 'from_folders'
   flags = [
     '--config.init.mode=adapt',

@@ -53,16 +53,15 @@ def test_a_mesh_changes_no_logits(odd):
 
 @pytest.mark.sharded
 def test_a_mesh_over_which_heads_do_not_divide_is_refused(odd):
-  with pytest.raises(
-    errors.UserError, match="'kv_heads' of size 2.*another mesh"
-  ):
+  words = "'kv_heads' of size 2.*another mesh"
+  with pytest.raises(errors.UserError, match=words):
     encdec_adapt.load(odd, mesh=_mesh(tensor=4))
 
 
 def _continue(model, *prompts, **options):
   requests = [engine.Request(prompt, **options) for prompt in prompts]
-  found = dict(model.engine(rows=len(prompts)).run(requests))
-  return [found[i].tokens for i in range(len(prompts))]
+  completions = dict(model.engine(rows=len(prompts)).run(requests))
+  return [completions[i].tokens for i in range(len(prompts))]
 
 
 def _generate(output, *argv):
@@ -97,10 +96,8 @@ def test_generate_reads_a_folder_and_ends_as_it_says(gemma, imported, tmp_path):
   run = shutil.copytree(imported, tmp_path / 'run')
   kept = run / 'hugging_face' / 'decoder' / 'generation_config.json'
   kept.write_text(file.read_text())
-  assert _generate(output, f'--checkpoint={run}', *drawn) == {
-    **ended,
-    'run': 'run',
-  }
+  sample = _generate(output, f'--checkpoint={run}', *drawn)
+  assert sample == {**ended, 'run': 'run'}
 
 
 def test_the_window_is_as_stored_unless_it_is_given(
