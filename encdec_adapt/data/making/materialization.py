@@ -10,7 +10,7 @@ that are missing or damaged are made.
 process that only opens records never does.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent import futures
 import contextlib
 import dataclasses
@@ -100,9 +100,7 @@ def materialize_sets(
   *,
   workers: int = 1,
   beam: Sequence[str] | None = None,
-  reader: Callable[
-    [shard_jobs.ShardJob], Iterable[shard_jobs.Example]
-  ] = shard_jobs.read_examples,
+  reader: shard_jobs.Reader = shard_jobs.read_examples,
 ) -> list[dict[str, Any]]:
   """Makes the missing shards and the manifests of record sets.
 
@@ -182,7 +180,7 @@ def materialize_sets(
 def _missing_shards(
   builds: Sequence[_Build],
   choice: vocabulary_pair.Choice,
-  reader: Callable[[shard_jobs.ShardJob], Iterable[shard_jobs.Example]],
+  reader: shard_jobs.Reader,
 ) -> list[shard_jobs.ShardJob]:
   """Describes the missing shards of record sets."""
   jobs = [

@@ -33,6 +33,10 @@ class Example(NamedTuple):
   shared_spans: int
 
 
+# Yields the examples of a shard; importable, as processes pass it by its name.
+Reader = Callable[['ShardJob'], Iterable[Example]]
+
+
 @dataclasses.dataclass(frozen=True)
 class ShardJob:
   """Describes a shard to make.
@@ -43,8 +47,7 @@ class ShardJob:
     choice: vocabularies of the model.
     parts: parts of the record set.
     key: pass, part and number of the shard in the set.
-    reader: function that yields the examples of the shard; must be importable
-      by name, because worker processes call it.
+    reader: function that yields the examples of the shard.
     left_out: name of a source -> ids of documents that are not read.
     cut: names of the sources of which pieces are held out; None: unknown.
     tokens: tokens of documents that another job of the group has read.
@@ -56,7 +59,7 @@ class ShardJob:
   choice: vocabulary_pair.Choice
   parts: Sequence[record_sets.Part]
   key: record_writing.ShardKey
-  reader: Callable[['ShardJob'], Iterable[Example]]
+  reader: Reader
   left_out: Mapping[str, frozenset[str]] = dataclasses.field(
     default_factory=dict
   )
@@ -75,16 +78,6 @@ class ShardJob:
     return (
       f'shard {self.key.shard} of {self.spec.shards}, {self.part}, pass'
       f' {self.key.pass_index}, {self.spec.split} records in {self.folder}'
-    )
-
-  def generator(self, purpose: str) -> np.random.Generator:
-    """Returns the generator of a draw over the shard, such as its rows."""
-    spec = self.spec
-    return randomness.generator(
-      spec.seed,
-      self.key.pass_index,
-      self.part.source,
-      f'{purpose} of {spec.split} shard {self.key.shard} of {spec.shards}',
     )
 
 
@@ -243,7 +236,11 @@ def write_shard(job: ShardJob) -> dict[str, Any]:
       spec.max_rows * i // (spec.shards * len(job.parts))
       for i in (index, index + 1)
     )
-    rows = sample_rows(rows, stop - first, job.generator('rows'))
+    purpose = f'rows of {spec.split} shard {job.key.shard} of {spec.shards}'
+    rng = randomness.generator(
+      spec.seed, job.key.pass_index, job.part.source, purpose
+    )
+    rows = sample_rows(rows, stop - first, rng)
   with record_writing.ShardWriter(job.folder, spec, job.key) as writer:
     for row in rows:
       writer.write(row)
