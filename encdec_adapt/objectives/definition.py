@@ -208,8 +208,8 @@ class ExampleMaker(abc.ABC):
 
     Args:
       documents: (id, content) pairs of one virtual shard, in order; the
-        content is what the objective `reads`: tokens, int32 [n] with n > 0, or
-        text.
+        content is of the kind that the objective `reads`: tokens, int32 [n]
+        with n > 0, or text.
       generator: returns the generator of a name, which draws everything about
         an example: its document's id, '#' and its number there, or '#' and its
         number in the shard if documents are concatenated. Not called if
@@ -364,8 +364,8 @@ class Objective:
 
     Args:
       lengths: row lengths that every example has to fit.
-      vocabulary: vocabulary with EOS, and what the objective needs of
-        sentinels, mode tokens and a mask; the decoder's if there are two.
+      vocabulary: vocabulary with EOS, and with sentinels, mode tokens or a mask
+        if the objective needs them; the decoder's if there are two.
       encoder_vocabulary: vocabulary of the encoder if it is another one.
       sentinel_policy: one of `denoising.POLICIES`.
 

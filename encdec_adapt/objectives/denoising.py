@@ -11,7 +11,7 @@ DENSITY the share of hidden tokens; a mixture is denoisers with weights:
 | MODE:3:0.15          | spans of random lengths, mean 3, 15% of tokens   |
 | MODE:3:0.15:normal   | the same with normally distributed lengths       |
 | MODE:suffix:0.25     | the last 25%, as one span                        |
-| MODE:uniform         | what follows a uniform split; without sentinels  |
+| MODE:uniform         | the text after a uniform split; has no sentinels |
 
 Objectives are such mixtures:
 
@@ -29,8 +29,8 @@ Objectives are such mixtures:
 | denoise:MIXTURE | any other                                             |
 
 Spans are drawn as T5 draws them: a fixed number of spans, random partitions
-of hidden and visible tokens, alternating, a hidden span last. The window of
-such a denoiser is the longest whose inputs fit the encoder (T5's
+of hidden and visible tokens, alternating, a hidden span last. The inputs of the
+longest windows of such a denoiser fill the encoder (T5's
 `random_spans_helper`); targets that do not fit the decoder are an error, which
 names the lengths that would do. Windows of `suffix` and `uniform` are the
 longest that fit both sides.

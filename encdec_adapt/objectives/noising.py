@@ -341,7 +341,7 @@ class Infilling(Noising):
       rng.integers(len(window) - count + 1, size=len(lengths))
     )
     starts = visible_before + np.cumsum(lengths) - lengths
-    # `add.at` and not `+=`, as spans that touch share indices.
+    # `add.at` and not `+=`: a span of no tokens starts where the next starts.
     hidden = np.zeros(len(window) + 1, np.int64)
     np.add.at(hidden, starts, 1)
     np.add.at(hidden, starts + lengths, -1)
@@ -363,8 +363,8 @@ class PermuteSentences(Infilling):
     self, window: np.ndarray, rng: np.random.Generator
   ) -> np.ndarray:
     ends = np.flatnonzero(self._vocabulary.sentence_ends[window]) + 1
-    # An end at that of the window would split off an empty sentence, and draw
-    # another permutation.
+    # Splitting at the end of the window too would add an empty sentence, and
+    # change the permutation that is drawn.
     sentences = np.split(window, ends[ends < len(window)])
     order = rng.permutation(len(sentences))
     return np.concatenate([sentences[i] for i in order])

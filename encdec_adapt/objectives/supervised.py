@@ -268,7 +268,7 @@ def meap_copies(
   """Adds MEAP's masked copy to a pair.
 
   Args:
-    pair: a pair whose last target ends it (EOS).
+    pair: a pair with EOS as its last target.
     mask: mask token.
     layout: 'separate' or 'concat', see the module's docstring.
     sample: draws the masked positions, as `random.sample(range(n), k)` does;
@@ -347,7 +347,7 @@ def _check_answers(messages: chat_format.Messages) -> None:
   """Refuses a conversation that does not end with an answer to a user.
 
   Raises:
-    UserError: states what is wrong.
+    UserError: names the broken rule.
   """
   chat_format.check_messages(messages)
   roles = [message['role'] for message in messages]

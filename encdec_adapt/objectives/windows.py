@@ -6,8 +6,8 @@
 | full_lm           | none                         | the window, of        |
 |                   |                              | concatenated documents|
 | prefix_lm         | its first half               | its second half       |
-| prefix_lm_uniform | up to a uniform split        | what follows          |
-| reverse_prefix_lm | what follows a uniform split | what precedes it      |
+| prefix_lm_uniform | up to a uniform split        | after the split       |
+| reverse_prefix_lm | after a uniform split        | up to the split       |
 
 `prefix_lm` splits in half, as T5Gemma does (arXiv:2504.06225). The uniform
 split is in [1, window), as in Wang et al. (arXiv:2204.05832). `full_lm` is

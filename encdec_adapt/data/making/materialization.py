@@ -126,23 +126,16 @@ def materialize_sets(
       # Refuses lengths and vocabularies before any text is read.
       shard_jobs.make_maker(spec, objective, opened)
   # Before the locks, which make the folders: a wrong source leaves no trace.
-  sets = [
-    (
-      dataclasses.replace(
-        spec,
-        source_fingerprint=mixtures.fingerprint(_all_sources(spec)),
-        **opened.fingerprints,
-      ),
-      paths.at(folder),
-    )
-    for spec, folder in sets
-  ]
+  fingerprints = [mixtures.fingerprint(_all_sources(spec)) for spec, _ in sets]
   with contextlib.ExitStack() as stack:
     for _, folder in sets:
-      stack.enter_context(lock.hold(folder))
-    builds = [
-      _open_set(spec, folder, beam is not None) for spec, folder in sets
-    ]
+      stack.enter_context(lock.hold(paths.at(folder)))
+    builds = []
+    for (spec, folder), digest in zip(sets, fingerprints, strict=True):
+      spec = dataclasses.replace(
+        spec, source_fingerprint=digest, **opened.fingerprints
+      )
+      builds.append(_open_set(spec, paths.at(folder), beam is not None))
     jobs = _missing_shards(builds, choice, reader)
     groups = shard_jobs.group_jobs(jobs)
     if jobs:
@@ -194,7 +187,15 @@ def _missing_shards(
   if not jobs:
     return []
   # Here and not in the workers, each of which would go through all sources.
-  left_out = _duplicates([build.spec for build in builds])
+  left_out: Mapping[str, frozenset[str]] = {}
+  if any(build.spec.deduplicate for build in builds):
+    # Held-out rows may have fewer sources than training rows.
+    sources = max((_all_sources(build.spec) for build in builds), key=len)
+    left_out = contamination.duplicates(sources)
+    _print(
+      f'data: {sum(map(len, left_out.values())):,} documents are duplicates and'
+      ' are left out'
+    )
   cut = {
     spec: mixtures.cut_sources(
       _all_sources(spec), shard_jobs.make_draw(spec, 0)
@@ -254,21 +255,6 @@ def list_parts(spec: record_sets.RecordSpec) -> list[record_sets.Part]:
     for objective in parsing.parse(spec.objective)
     for part in shard_jobs.open_sources(spec, objective)
   ]
-
-
-def _duplicates(
-  specs: Sequence[record_sets.RecordSpec],
-) -> Mapping[str, frozenset[str]]:
-  """Returns the documents to leave out of the sets of a job."""
-  if not any(spec.deduplicate for spec in specs):
-    return {}
-  # Held-out rows may have fewer sources than training rows.
-  duplicates = contamination.duplicates(max(map(_all_sources, specs), key=len))
-  _print(
-    f'data: {sum(map(len, duplicates.values())):,} documents are duplicates and'
-    ' are left out'
-  )
-  return duplicates
 
 
 def _all_sources(spec: record_sets.RecordSpec) -> list[mixtures.Part]:

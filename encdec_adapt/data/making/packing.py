@@ -129,8 +129,8 @@ def _pack_best_fit(costs: np.ndarray, capacity: np.ndarray) -> list[list[int]]:
   rows: list[list[int]] = []
   # By free positions: (free positions of the other side, row), sorted.
   by_room: list[list[tuple[int, int]]] = [[] for _ in range(size + 1)]
-  # Bit n is set if and only if `by_room[n]` is not empty. Most are empty, and
-  # integer arithmetic skips a run of them in a single step.
+  # Bit n is set if and only if `by_room[n]` is not empty, so that the search
+  # skips a run of empty lists in a single step of integer arithmetic.
   occupied = 0
   for i in order:
     need, other_need = needs[i]

@@ -90,8 +90,8 @@ class ShardWriter(contextlib.AbstractContextManager):
     self._writer = array_record_module.ArrayRecordWriter(
       str(self._temporary), _WRITER_OPTIONS
     )
-    self._counts = dict.fromkeys(
-      ('rows', 'pairs', 'encoder_positions', 'target_tokens'), 0
+    self._counts = collections.Counter(
+      rows=0, pairs=0, encoder_positions=0, target_tokens=0
     )
 
   def write(self, pairs: Sequence[framing.Pair]) -> None:
@@ -103,13 +103,12 @@ class ShardWriter(contextlib.AbstractContextManager):
     maker = self._spec.objectives[0].maker
     with self._disk_errors():
       self._writer.write(row_codec.encode_row(pairs, maker))
-    self._counts['rows'] += 1
-    self._counts['pairs'] += len(pairs)
+    self._counts.update(rows=1, pairs=len(pairs))
     for pair in pairs:
       encoder, decoder = pair.positions(self._spec.lengths)
-      self._counts['encoder_positions'] += encoder
       # An encoder-only model has its targets where it reads the inputs.
-      self._counts['target_tokens'] += decoder or len(pair.targets)
+      targets = decoder or len(pair.targets)
+      self._counts.update(encoder_positions=encoder, target_tokens=targets)
 
   def finish(self, **counts: int) -> dict[str, Any]:
     """Renames the shard to its path and marks it as finished.
@@ -125,6 +124,8 @@ class ShardWriter(contextlib.AbstractContextManager):
     """
     with self._disk_errors():
       self._writer.close()
+      # Before the rename, or a crash of the machine could leave the final name
+      # with an empty file.
       paths.sync(self._temporary)
       entry = {
         **self._counts,
