@@ -210,7 +210,7 @@ def train(
   # -- Loop objects ------------------------------------------------------------
 
   step = first = start or 0
-  resume_checks.report_end(batches.left, first, steps, log)
+  resume_checks.report_end(batches.remaining, first, steps, log)
   telemetry = job_telemetry.JobTelemetry(
     workdir,
     settings.train,
@@ -266,7 +266,7 @@ def train(
       evaluate(step, state.params)
     while (
       step < steps
-      and batches.left != 0
+      and batches.remaining != 0
       and not (stopping or telemetry.stagnates)
     ):
       step_start = time.perf_counter()
@@ -309,7 +309,7 @@ def train(
 
       # Evaluation and checkpoint. All processes take the same decisions.
       stopping = stop.reached(step)
-      last = step == steps or batches.left == 0
+      last = step == steps or batches.remaining == 0
       thawing = phases.begins(step)
       saving = last or thawing or step % every == 0
       evaluating = last or evaluators.is_due(step)

@@ -1,17 +1,18 @@
-"""Objectives: what is learnt from a document, and from which fields of a row.
+"""Objectives: the examples made of a document, and their fields in a row.
 
-An `Objective` is parsed from `config.data.objective` (`objective_names.parse`)
-and answers every question about itself. `Objective.make` gives the maker of
-examples for rows of given lengths and a vocabulary, one of the classes of
-`objectives`, `denoising`, `noising`, `supervised` and `labelled`, which also
-hold the answers. A module of this kind lists its names in `OBJECTIVES`.
+An `Objective` is parsed from `config.data.objective` (`parsing.parse`) and
+answers every question about itself. `Objective.make` gives the maker of
+examples for rows of given lengths and a vocabulary: an `ExampleMaker` of
+`windows`, `denoising`, `noising`, `supervised` or `labelled`. The
+answers are attributes and methods of these classes. A module of this kind lists
+its names in `OBJECTIVES`.
 
 This module imports neither TensorFlow nor SeqIO nor jax.
 """
 
 import abc
 import collections
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 import dataclasses
 import types
 from typing import Any
@@ -20,13 +21,11 @@ import numpy as np
 
 from encdec_adapt.base import errors
 from encdec_adapt.objectives import framing
-from encdec_adapt.tokenizers import special_ids
 from encdec_adapt.tokenizers import vocabulary as vocabulary_lib
 
 Generator = Callable[[str], np.random.Generator]
 # Name of a noise, as in `ExampleMaker.count_hidden` -> its share of the
-# windows, and the share of hidden tokens; None where that is drawn for every
-# window.
+# windows, and the share of hidden tokens; None if every window draws its share.
 HiddenShares = Mapping[str, tuple[float, float | None]]
 
 
@@ -35,12 +34,12 @@ class Option:
   """An option in the name of an objective.
 
   Attributes:
-    read: parses its value; raises a ValueError.
-    form: how it is written, for errors.
+    parse: parses its value; raises a ValueError.
+    form: its spelling, for errors.
     verbatim: whether spaces around its value belong to it.
   """
 
-  read: Callable[[str], Any]
+  parse: Callable[[str], Any]
   form: str
   verbatim: bool = False
 
@@ -52,7 +51,7 @@ class RowField:
   Attributes:
     name: attribute of the example, an array [n] or None.
     dtype: 'int32' for tokens, 'float32' for weights.
-    side: stack whose vocabulary the tokens are of.
+    side: stack that reads the tokens, so that they are of its vocabulary.
   """
 
   name: str
@@ -94,13 +93,15 @@ class ExampleMaker(abc.ABC):
     distills: whether a teacher can predict the targets from the inputs.
     ends_turns: whether targets end with the token that ends a turn.
     concatenate: whether examples cross documents.
-    one_vocabulary: reason that both sides must share a vocabulary; '' if each
-      may have its own.
+    one_vocabulary: reason that both sides must share a vocabulary; '' if they
+      may differ.
     lengths: row lengths that every pair fits.
     skips_bad: whether documents that it cannot read are left out and counted.
-    locate: returns where the document of an id stands, for errors.
-    counts: examples that were dropped or cut, by what happened to them, and
-      what was hidden (`count_hidden`); they stand in the manifest.
+    locate: returns the file and line of a document id, for errors.
+    frame: frames a row of examples; see `framing.frame_row`.
+    check: checks framed rows; see `framing.check_framing`.
+    counts: dropped and cut examples and hidden tokens (`count_hidden`), which
+      the manifest states.
   """
 
   feeds = 'pair'
@@ -117,6 +118,8 @@ class ExampleMaker(abc.ABC):
   one_vocabulary = 'both sides read the tokens of one window'
   skips_bad = False
   locate: Callable[[str], str] = staticmethod(str)
+  frame = staticmethod(framing.frame_row)
+  check = staticmethod(framing.check_framing)
 
   def __init__(self, name: str, lengths: framing.Lengths):
     """Checks the lengths.
@@ -136,13 +139,11 @@ class ExampleMaker(abc.ABC):
   @classmethod
   def masks_inputs(cls, options: Mapping[str, Any]) -> bool:
     """Whether the decoder reads masks in place of targets (MEAP)."""
-    del options
     return False
 
   @classmethod
   def shared_mask_share(cls, options: Mapping[str, Any]) -> float:
-    """Share of the decoder's inputs that one pattern masks in all rows."""
-    del options
+    """Share of the decoder's inputs that a common pattern masks in all rows."""
     return 0.0
 
   @classmethod
@@ -152,13 +153,11 @@ class ExampleMaker(abc.ABC):
     It lacks the masks that only training has, so that held-out losses of MEAP
     and of plain next-token prediction compare, as in its published code.
     """
-    del options
     return text
 
   @classmethod
   def hidden_shares(cls, text: str, options: Mapping[str, Any]) -> HiddenShares:
-    """Returns the shares of windows and tokens that each noise is to hide."""
-    del text, options
+    """Returns the expected shares of windows and hidden tokens by noise."""
     return {}
 
   @classmethod
@@ -166,12 +165,12 @@ class ExampleMaker(abc.ABC):
     cls, options: Mapping[str, Any], policy: str, lengths: framing.Lengths
   ) -> int:
     """Returns the new sentinels that a policy for them needs."""
-    del options, policy, lengths
     return 0
 
   @classmethod
   def require_one_vocabulary(cls, options: Mapping[str, Any]) -> str:
     """Returns why both sides must share a vocabulary; '' if they need not."""
+    # Two vocabularies are split in text, which concatenated ids no longer have.
     if options.get('concatenate'):
       return 'windows of concatenated documents are cut in the tokens of one'
     return cls.one_vocabulary
@@ -187,39 +186,18 @@ class ExampleMaker(abc.ABC):
     options: Mapping[str, Any],
   ) -> 'ExampleMaker':
     """Makes the maker; see `Objective.make`."""
-    del encoder_vocabulary, sentinel_policy
     return cls(text, lengths, vocabulary, **options)
-
-  @classmethod
-  def frame(
-    cls,
-    examples: Sequence[Any],
-    lengths: framing.Lengths,
-    ids: special_ids.Framing,
-    *,
-    teacher: bool = False,
-  ) -> framing.Batch:
-    """Frames a row of examples; see `framing.frame_row`."""
-    return framing.frame_row(examples, lengths, ids, teacher=teacher)
-
-  @classmethod
-  def check(
-    cls, rows: framing.Batch, ids: special_ids.Framing, **options: Any
-  ) -> None:
-    """Checks framed rows; see `framing.check_framing`."""
-    framing.check_framing(rows, ids, **options)
 
   @classmethod
   def revisions(cls, options: Mapping[str, Any]) -> tuple[str, ...]:
     """Returns the changes to the examples since record format 7, in order.
 
-    Their number is the revision of the objective; records of an earlier one are
-    refused with the changes as the reason.
+    Their number is the revision of the objective; records of an earlier
+    revision are refused with the changes as the reason.
 
     Args:
       options: options of the objective's name.
     """
-    del options
     return ()
 
   @abc.abstractmethod
@@ -230,8 +208,8 @@ class ExampleMaker(abc.ABC):
 
     Args:
       documents: (id, content) pairs of one virtual shard, in order; the
-        content is what the objective `reads`: tokens, int32 [n] with n > 0, or
-        text.
+        content is of the kind that the objective `reads`: tokens, int32 [n]
+        with n > 0, or text.
       generator: returns the generator of a name, which draws everything about
         an example: its document's id, '#' and its number there, or '#' and its
         number in the shard if documents are concatenated. Not called if
@@ -249,7 +227,6 @@ class ExampleMaker(abc.ABC):
 
   def shared_spans(self, pair: framing.Pair) -> int:
     """Returns the number of spans that share their sentinel with another."""
-    del pair
     return 0
 
 
@@ -309,7 +286,7 @@ class Objective:
 
   @property
   def concatenate(self) -> bool:
-    """Whether windows cross documents, so that EOS may be inside."""
+    """Whether windows cross documents, so that they may contain EOS."""
     return self.options.get('concatenate', False)
 
   @property
@@ -340,16 +317,18 @@ class Objective:
 
   @property
   def hidden_shares(self) -> HiddenShares:
-    """What it is to hide, by noise."""
+    """Expected shares of hidden tokens by noise; see `HiddenShares`."""
     return self.maker.hidden_shares(self.text, self.options)
 
   @property
   def revisions(self) -> tuple[str, ...]:
     """Changes to its examples; see `ExampleMaker.revisions`."""
-    # Parsing removed the last space of the last option, before it was kept.
-    space = ('options keep the space at their end',)
-    kept = space * (self.text != self.text.rstrip())
-    return (*self.maker.revisions(self.options), *kept)
+    changes = self.maker.revisions(self.options)
+    # Parsing used to remove a space at the end, so that records of the same
+    # text may have been made without it.
+    if self.text != self.text.rstrip():
+      changes += ('options keep the space at their end',)
+    return changes
 
   def added_sentinels(self, policy: str, lengths: framing.Lengths) -> int:
     """Returns the new sentinels that 'extend_vocabulary' needs, else 0."""
@@ -385,8 +364,8 @@ class Objective:
 
     Args:
       lengths: row lengths that every example has to fit.
-      vocabulary: vocabulary with EOS, and what the objective needs of
-        sentinels, mode tokens and a mask; the decoder's if there are two.
+      vocabulary: vocabulary with EOS, and with sentinels, mode tokens or a mask
+        if the objective needs them; the decoder's if there are two.
       encoder_vocabulary: vocabulary of the encoder if it is another one.
       sentinel_policy: one of `denoising.POLICIES`.
 
@@ -412,19 +391,14 @@ def check_lengths(name: str, feeds: str, lengths: framing.Lengths) -> None:
   Raises:
     UserError: names the length to change.
   """
-  for side, length in (
-    ('encoder', lengths.encoder),
-    ('decoder', lengths.decoder),
-  ):
-    filled = feeds in (side, 'pair')
+  for side in ('encoder', 'decoder'):
+    length, filled = getattr(lengths, side), feeds in (side, 'pair')
     if filled != (length > 0):
+      rule = 'above 0' if filled else f'0, as {name!r} fills only the {feeds}'
+      # The usual mistake: settings of a causal language model for a pair.
+      if feeds == 'pair' and side == 'encoder':
+        rule += ' (causal_lm and full_lm have no inputs)'
       raise errors.UserError(
-        f'objective {name!r}: config.data.{side}_length is {length};'
-        + (' it must be above 0' if filled else f' it must be 0, as {name!r}')
-        + ('' if filled else f' fills only the {feeds}')
-        + (
-          ' (causal_lm and full_lm have no inputs)'
-          if feeds == 'pair' and side == 'encoder'
-          else ''
-        )
+        f'objective {name!r}: config.data.{side}_length is {length}; it must be'
+        f' {rule}'
       )

@@ -1,4 +1,4 @@
-"""Span corruption: denoisers as data, and what stands for hidden spans.
+"""Span corruption: denoisers as data, and sentinels for hidden spans.
 
 A denoiser hides part of a window. It is written MODE:MEAN:DENSITY, where MODE
 is a mode token (R, S, X, or - for none), MEAN the mean length of a span and
@@ -11,7 +11,7 @@ DENSITY the share of hidden tokens; a mixture is denoisers with weights:
 | MODE:3:0.15          | spans of random lengths, mean 3, 15% of tokens   |
 | MODE:3:0.15:normal   | the same with normally distributed lengths       |
 | MODE:suffix:0.25     | the last 25%, as one span                        |
-| MODE:uniform         | what follows a uniform split; without sentinels  |
+| MODE:uniform         | the text after a uniform split; has no sentinels |
 
 Objectives are such mixtures:
 
@@ -24,14 +24,13 @@ Objectives are such mixtures:
 |                 | uniform split without a sentinel, and documents are   |
 |                 | concatenated                                          |
 | ul2r            | U-PaLM (arXiv:2210.11399): 50% S, 25% R, 25% X, where |
-|                 | X is half (32, 0.15) and half (3, 0.5), as Levanter   |
-|                 | reads it                                              |
+|                 | X is half (32, 0.15) and half (3, 0.5), as in Levanter|
 | t5gemma2        | the five of T5Gemma 2 (arXiv:2512.14856), 1:1:1:1:4   |
 | denoise:MIXTURE | any other                                             |
 
 Spans are drawn as T5 draws them: a fixed number of spans, random partitions
-of hidden and visible tokens, alternating, a hidden span last. The window of
-such a denoiser is the longest whose inputs fit the encoder (T5's
+of hidden and visible tokens, alternating, a hidden span last. The inputs of the
+longest windows of such a denoiser fill the encoder (T5's
 `random_spans_helper`); targets that do not fit the decoder are an error, which
 names the lengths that would do. Windows of `suffix` and `uniform` are the
 longest that fit both sides.
@@ -43,7 +42,7 @@ policies (the papers do not say which one Google used):
 | policy            | spans beyond the vocabulary's sentinels               |
 |-------------------|-------------------------------------------------------|
 | unique            | are refused: an error names the sentinels needed      |
-| recycle           | use the ids again in order, 21 times for (3, 0.5)     |
+| recycle           | repeat the ids in order, 21 times for (3, 0.5)        |
 | extend_vocabulary | all spans use new ids at the end of the vocabulary,   |
 |                   | which the model's tables have to cover (2,047 at 8192)|
 | single            | all spans have the first sentinel; their order tells  |
@@ -64,30 +63,17 @@ from typing import Any
 import numpy as np
 
 from encdec_adapt.base import errors, option_strings
-from encdec_adapt.objectives import (
-  definition,
-  framing,
-  windows,
-)
+from encdec_adapt.objectives import definition, framing, windows
 from encdec_adapt.tokenizers import vocabulary as vocabulary_lib
 
 _FEW = 1000  # Up to this many, a permutation is faster than a choice.
 _FEW_SPANS = 12  # Up to this many, slices are faster than masks.
 POLICIES = ('unique', 'recycle', 'extend_vocabulary', 'single', 'limit_segment')
 
-_UL2_SPANS = 'R:3:0.15 + R:8:0.15 + X:3:0.5 + X:8:0.5 + X:64:0.15 + X:64:0.5'
-_MIXTURES = {
-  'span_corruption': '-:3:0.15',
-  'ul2': f'{_UL2_SPANS} + S:suffix:0.25',
-  'ul2_published': f'{_UL2_SPANS} + S:uniform',
-  'ul2r': 'R:3:0.15@2 + X:32:0.15 + X:3:0.5 + S:uniform@4',
-  't5gemma2': ('R:3:0.15 + X:12:0.5 + X:32:0.15 + X:32:0.5 + S:suffix:0.75@4'),
-}
-
 
 @dataclasses.dataclass(frozen=True)
 class Denoiser:
-  """One setting of span corruption.
+  """A setting of span corruption.
 
   Attributes:
     mode: mode token, 'R', 'S' or 'X'; '' for none.
@@ -114,15 +100,19 @@ class Denoiser:
 
   def counts(self, length: int) -> tuple[int, int]:
     """Returns hidden tokens and spans of a window, at least one of each."""
+    # As in T5 (`random_spans_noise_mask`): a token stays visible, unless the
+    # window has no other.
     noise = min(max(round(length * self.density), 1), max(length - 1, 1))
     if self.kind == 'suffix':
       return noise, 1
     spans = max(round(noise / self.mean), 1)
+    # Spans alternate with visible runs, and neither may be empty.
     return noise, min(spans, noise, max(length - noise, 1))
 
   def sizes(self, window: int) -> tuple[int, int]:
     """Returns the most tokens of inputs (with the mode token) and targets."""
     mode = bool(self.mode)
+    # The split is drawn later: either side may have all tokens but one.
     if self.kind == 'uniform':
       return mode + window - 1, max(window - 1, 1)
     noise, spans = self.counts(window)
@@ -133,7 +123,7 @@ def parse_mixture(text: str) -> tuple[Denoiser, ...]:
   """Parses a mixture of denoisers (the module's first table).
 
   Raises:
-    UserError: names the denoiser that is not one.
+    UserError: names the denoiser that cannot be parsed.
   """
   return tuple(
     _denoiser(part, weight or 1.0)
@@ -144,11 +134,10 @@ def parse_mixture(text: str) -> tuple[Denoiser, ...]:
 
 
 def _denoiser(part: option_strings.Part, weight: float) -> Denoiser:
-  """Reads one denoiser of a mixture."""
+  """Reads a denoiser of a mixture."""
   mode, *settings = part.divide(':')
 
   def density(share: option_strings.Part) -> float:
-    """Reads the share of hidden tokens."""
     return share.read(float, 'a DENSITY between 0 and 1', lambda n: 0 < n < 1)
 
   if mode.text in ('-', *vocabulary_lib.MODES):
@@ -175,7 +164,7 @@ def _denoiser(part: option_strings.Part, weight: float) -> Denoiser:
 
 
 class Denoising(windows.WindowMaker):
-  """A mixture of denoisers, one drawn per window by its weight."""
+  """A mixture of denoisers: every window draws a denoiser by the weights."""
 
   draws = True
   one_vocabulary = 'a sentinel stands for the same span on both sides'
@@ -184,6 +173,7 @@ class Denoising(windows.WindowMaker):
   def hidden_shares(cls, text, options):
     mixture = options['mixture']
     total = sum(denoiser.weight for denoiser in mixture)
+    # A uniform split has no density: its share is drawn for every window.
     return {
       denoiser.label: (denoiser.weight / total, denoiser.density or None)
       for denoiser in mixture
@@ -199,9 +189,7 @@ class Denoising(windows.WindowMaker):
   def build(
     cls, text, lengths, vocabulary, encoder_vocabulary, sentinel_policy, options
   ):
-    del encoder_vocabulary
-    options = {'policy': sentinel_policy, **options}
-    return cls(text, lengths, vocabulary, **options)
+    return cls(text, lengths, vocabulary, policy=sentinel_policy, **options)
 
   def __init__(
     self,
@@ -229,16 +217,20 @@ class Denoising(windows.WindowMaker):
     """
     self._mixture = tuple(mixture)
     self._policy = policy
-    # Upper bounds of the denoisers' shares of a uniform draw.
-    self._bounds = np.cumsum([one.weight for one in mixture]).tolist()
+    # Upper bounds of the denoisers' shares of a uniform draw; a list, as
+    # `bisect` in plain numbers is faster than a search in an array.
+    self._bounds = np.cumsum([x.weight for x in mixture]).tolist()
+    # Arrays, to be concatenated with a window without a conversion for each.
     self._modes = {
       mode: np.array([i], np.int32) for mode, i in vocabulary.mode_ids.items()
     }
     self._modes[''] = np.zeros(0, np.int32)
     self._sentinels = np.array(vocabulary.sentinels, np.int32)
     if policy == 'extend_vocabulary':
-      needed = most_spans(self._mixture, lengths)
-      self._sentinels = self._sentinels[-needed:]
+      # New sentinels follow those of the vocabulary, which this policy leaves
+      # alone.
+      count = most_spans(self._mixture, lengths)
+      self._sentinels = self._sentinels[-count:]
     masks = any(denoiser.kind != 'uniform' for denoiser in mixture)
     modes = {denoiser.mode for denoiser in mixture} <= set(self._modes)
     if (masks and not len(self._sentinels)) or not modes:
@@ -248,6 +240,7 @@ class Denoising(windows.WindowMaker):
         ' <|reserved_special_token_0|> .. of Llama 3); add some with'
         ' config.data.add_sentinels, or use one that has them'
       )
+    # A table by id: counting shared spans looks up every target of a shard.
     self._is_sentinel = np.zeros(self._sentinels.max(initial=0) + 1, bool)
     self._is_sentinel[self._sentinels] = True
     super().__init__(name, lengths, vocabulary, concatenate=concatenate)
@@ -257,7 +250,7 @@ class Denoising(windows.WindowMaker):
   def _make_plans(self):
     return tuple(self._plan(denoiser) for denoiser in self._mixture)
 
-  def _plan(self, denoiser: Denoiser) -> windows.Plan:
+  def _plan(self, denoiser: Denoiser) -> windows.WindowPlan:
     """Plans the windows of a denoiser.
 
     Raises:
@@ -266,19 +259,22 @@ class Denoising(windows.WindowMaker):
     plan = self._longest(denoiser.sizes, denoiser)
     if denoiser.kind != 'spans':
       return plan
+    # Targets that do not fit would shorten the windows, which would leave part
+    # of the encoder empty: refused, as it would go unnoticed.
     by_inputs = _window_of_inputs(denoiser, self.lengths.encoder)
     targets = denoiser.sizes(by_inputs)[1]
-    what = f'{denoiser.mode or "-"}:{denoiser.mean:g}:{denoiser.density:g}'
-    shorter = denoiser.sizes(plan.inside + 1)[0]
-    self.require_targets(targets, shorter, f'the denoiser {what}')
+    shorter = denoiser.sizes(plan.inner + 1)[0]
+    self.require_targets(targets, shorter, f'the denoiser {denoiser.label}')
     if self._policy != 'limit_segment':
       return plan
 
     def exceeds(window: int) -> bool:
       return denoiser.counts(window)[1] > len(self._sentinels)
 
-    most = bisect.bisect_left(range(1, plan.inside + 1), True, key=exceeds)
-    return dataclasses.replace(plan, inside=most, last=min(most, plan.last))
+    # Spans never decrease with the window, so that a bisection finds the first
+    # window with too many; its index in this range is the size before it.
+    longest = bisect.bisect_left(range(1, plan.inner + 1), True, key=exceeds)
+    return windows.WindowPlan(longest, min(longest, plan.last), denoiser)
 
   def _check_sentinels(self, vocabulary: vocabulary_lib.Vocabulary) -> None:
     spans = most_spans(self._mixture, self.lengths)
@@ -292,10 +288,11 @@ class Denoising(windows.WindowMaker):
       )
 
   def draw_plan(self, rng):
+    # No draw without a choice: records depend on the number of draws.
     if len(self.plans) == 1:
       return self.plans[0]
-    at = rng.random() * self._bounds[-1]
-    return self.plans[bisect.bisect_right(self._bounds, at)]
+    point = rng.random() * self._bounds[-1]
+    return self.plans[bisect.bisect_right(self._bounds, point)]
 
   def split(self, window, plan, rng):
     denoiser = plan.task
@@ -308,6 +305,8 @@ class Denoising(windows.WindowMaker):
     else:
       noise, spans = denoiser.counts(len(window))
       hide = normal_partition if denoiser.normal else partition
+      # Arguments are evaluated in order: visible runs are drawn first, and
+      # records depend on it.
       pair = corrupt_spans(
         window,
         partition(len(window) - noise, spans, rng),
@@ -322,18 +321,19 @@ class Denoising(windows.WindowMaker):
     """Returns the ids that stand for the spans of a window, in order."""
     if self._policy == 'single':
       return np.full(spans, self._sentinels[0])
-    if spans <= len(self._sentinels):
+    if spans <= len(self._sentinels):  # A view, which most windows need.
       return self._sentinels[:spans]
-    return self._sentinels[np.arange(spans) % len(self._sentinels)]
+    return np.resize(self._sentinels, spans)  # Repeats them in order.
 
   def shared_spans(self, pair):
     if self._policy not in ('recycle', 'single'):
       return 0
     if self._policy == 'recycle' and len(pair.targets) <= len(self._sentinels):
       return 0  # There is a sentinel for every target.
-    low = pair.targets[pair.targets < len(self._is_sentinel)]
-    times = np.bincount(low[self._is_sentinel[low]])
-    return int(times[times > 1].sum())
+    # Ids beyond the table are no sentinels, and would be errors as indices.
+    candidates = pair.targets[pair.targets < len(self._is_sentinel)]
+    counts = np.bincount(candidates[self._is_sentinel[candidates]])
+    return int(counts[counts > 1].sum())
 
 
 def most_spans(mixture: Sequence[Denoiser], lengths: framing.Lengths) -> int:
@@ -348,7 +348,9 @@ def most_spans(mixture: Sequence[Denoiser], lengths: framing.Lengths) -> int:
 
 @functools.cache
 def _window_of_inputs(denoiser: Denoiser, encoder: int) -> int:
-  """Returns the longest window whose inputs and BOS fit the encoder."""
+  """Returns the longest window of which inputs and BOS fit the encoder."""
+  # Visible tokens alone fill the encoder at encoder / (1 - density): twice that
+  # is beyond every window that fits, with room for rounding.
   return bisect.bisect_left(
     range(1, 1 + int(2 * encoder / (1 - denoiser.density))),
     True,
@@ -371,12 +373,14 @@ def partition(total: int, parts: int, rng: np.random.Generator) -> np.ndarray:
   ends[-1] = total
   if parts == 1:
     return ends
+  # Distinct bounds between neighbours: every partition is equally likely (T5
+  # shuffles a row of marks, to the same effect).
   if total < _FEW:
-    places = rng.permutation(total - 1)[: parts - 1]
+    bounds = rng.permutation(total - 1)[: parts - 1]
   else:
-    places = rng.choice(total - 1, parts - 1, replace=False)
-  places.sort()
-  np.add(places, 1, out=ends[:-1])
+    bounds = rng.choice(total - 1, parts - 1, replace=False)
+  bounds.sort()
+  np.add(bounds, 1, out=ends[:-1])
   return ends
 
 
@@ -397,9 +401,11 @@ def normal_partition(
     The end of every part, int64 [parts]; the last is `total`.
   """
   mean = total / parts
-  # What is beyond 1, which every length has.
-  drawn = np.maximum(rng.normal(mean - 1, mean / 2, parts), 0)
-  share = drawn / drawn.sum() if drawn.any() else np.full(parts, 1 / parts)
+  # Lengths beyond 1, which every part has: rounding cannot make a part empty.
+  excess = np.maximum(rng.normal(mean - 1, mean / 2, parts), 0)
+  # All draws may be 0 where the mean is near 1.
+  share = excess / excess.sum() if excess.any() else np.full(parts, 1 / parts)
+  # Rounded ends and not lengths, which would not sum to the total.
   ends = np.round(np.cumsum(share) * (total - parts)).astype(np.int64)
   ends[-1] = total - parts
   return ends + np.arange(1, parts + 1)
@@ -407,7 +413,7 @@ def normal_partition(
 
 def corrupt_spans(
   window: np.ndarray,
-  kept: np.ndarray,
+  visible: np.ndarray,
   hidden: np.ndarray,
   sentinels: np.ndarray,
   mode: np.ndarray,
@@ -416,33 +422,38 @@ def corrupt_spans(
 
   Args:
     window: int32 [w].
-    kept: int [k], visible tokens before each span.
-    hidden: int [k], hidden tokens up to the end of each span; the last of kept
-      and hidden sum to w.
-    sentinels: int32 [k], one per span.
-    mode: int32 [0] or [1], what precedes the inputs.
+    visible: int [k], visible tokens before each span.
+    hidden: int [k], hidden tokens up to the end of each span; the last numbers
+      of visible and hidden sum to w.
+    sentinels: int32 [k], a sentinel per span.
+    mode: int32 [0] or [1], mode token before the inputs.
 
   Returns:
-    Inputs mode kept_0 sentinel_0 kept_1 sentinel_1 .., and targets sentinel_0
-    hidden_0 sentinel_1 hidden_1 ...
+    Inputs mode visible_0 sentinel_0 visible_1 sentinel_1 .., and targets
+    sentinel_0 hidden_0 sentinel_1 hidden_1 ...
   """
-  if len(kept) <= _FEW_SPANS:
-    inputs, targets, start, before = [mode], [], 0, 0
-    for i, (keep, hide) in enumerate(
-      zip(kept.tolist(), hidden.tolist(), strict=True)
-    ):
+  # Cumulative counts: the v visible and h hidden tokens before a position make
+  # it v + h in the window, v in the inputs and h in the targets, so that no
+  # branch below has to sum lengths again.
+  if len(visible) <= _FEW_SPANS:
+    inputs, targets, start, hidden_before = [mode], [], 0, 0
+    spans = zip(visible.tolist(), hidden.tolist(), strict=True)
+    for i, (visible_count, hidden_count) in enumerate(spans):
       sentinel = sentinels[i : i + 1]
-      middle, end = keep + before, keep + hide
+      middle = visible_count + hidden_before
+      end = visible_count + hidden_count
       inputs += window[start:middle], sentinel
       targets += sentinel, window[middle:end]
-      start, before = end, hide
+      start, hidden_before = end, hidden_count
     return framing.Pair(np.concatenate(inputs), np.concatenate(targets))
   hidden_before = np.concatenate([[0], hidden[:-1]])
+  # +1 where a span starts and -1 behind its end; their sum is 1 within spans.
+  # The last end is w, for which the array has an element more.
   step = np.zeros(len(window) + 1, np.int8)
-  step[kept + hidden_before] = 1
-  step[kept + hidden] = -1
+  step[visible + hidden_before] = 1
+  step[visible + hidden] = -1
   is_hidden = step[:-1].cumsum().astype(bool)
-  inputs = insert(window[~is_hidden], kept, sentinels)
+  inputs = insert(window[~is_hidden], visible, sentinels)
   return framing.Pair(
     np.concatenate([mode, inputs]),
     insert(window[is_hidden], hidden_before, sentinels),
@@ -450,32 +461,42 @@ def corrupt_spans(
 
 
 def insert(
-  tokens: np.ndarray, places: np.ndarray, new: np.ndarray
+  tokens: np.ndarray, indices: np.ndarray, new: np.ndarray
 ) -> np.ndarray:
-  """`np.insert` before non-decreasing places, three times as fast."""
-  at = places + np.arange(len(places))
-  result = np.empty(len(tokens) + len(places), np.int32)
+  """`np.insert` before non-decreasing indices, three times as fast."""
+  # Each insertion moves all later ones by a position.
+  slots = indices + np.arange(len(indices))
+  result = np.empty(len(tokens) + len(indices), np.int32)
   is_token = np.ones(len(result), bool)
-  is_token[at] = False
-  result[at] = new
+  is_token[slots] = False
+  result[slots] = new
   result[is_token] = tokens
   return result
 
 
-def _name(name: str, predicts: str, **preset: Any) -> definition.Name:
-  """Returns the entry of a mixture of `_MIXTURES`."""
-  preset |= {'mixture': parse_mixture(_MIXTURES[name])}
+def _preset(mixture: str, predicts: str, **preset: Any) -> definition.Name:
+  """Returns the entry of a named mixture."""
+  preset |= {'mixture': parse_mixture(mixture)}
   return definition.Name(Denoising, predicts, preset)
 
 
+_UL2_SPANS = 'R:3:0.15 + R:8:0.15 + X:3:0.5 + X:8:0.5 + X:64:0.15 + X:64:0.5'
 OBJECTIVES = {
-  'span_corruption': _name('span_corruption', "T5's spans, 15%, mean 3"),
-  'ul2': _name('ul2', "UL2's seven denoisers, as its table"),
-  'ul2_published': _name(
-    'ul2_published', 'the same as its code ran', concatenate=True
+  'span_corruption': _preset('-:3:0.15', "T5's spans, 15%, mean 3"),
+  'ul2': _preset(
+    f'{_UL2_SPANS} + S:suffix:0.25', "UL2's seven denoisers, as its table"
   ),
-  'ul2r': _name('ul2r', 'U-PaLM: 50% S, 25% R, 25% X'),
-  't5gemma2': _name('t5gemma2', "T5Gemma 2's five denoisers"),
+  'ul2_published': _preset(
+    f'{_UL2_SPANS} + S:uniform', 'the same as its code ran', concatenate=True
+  ),
+  'ul2r': _preset(
+    'R:3:0.15@2 + X:32:0.15 + X:3:0.5 + S:uniform@4',
+    'U-PaLM: 50% S, 25% R, 25% X',
+  ),
+  't5gemma2': _preset(
+    'R:3:0.15 + X:12:0.5 + X:32:0.15 + X:32:0.5 + S:suffix:0.75@4',
+    "T5Gemma 2's five denoisers",
+  ),
   # The text after its colon is the mixture, not options.
   'denoise': definition.Name(
     Denoising, 'any mixture: `denoise:R:3:0.15 + S:uniform@4`'

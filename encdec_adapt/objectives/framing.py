@@ -21,7 +21,7 @@ targets (MEAP's masks). The fields of a batch are, in the pair's segment,
 | row              | index of the record row, -1 for a filler row           |
 
 So a pair takes m+1 encoder, n decoder and m+1+n teacher positions. Each side
-has BOS and padding of its own vocabulary; EOS and the teacher's tokens are the
+has BOS and padding of its vocabulary; EOS and the teacher's tokens are the
 decoder's. If the encoder has another vocabulary, the teacher's prefix has
 another length; the pair then takes as many encoder positions as the longer of
 the two prefixes, so that it also fits the teacher's row.
@@ -54,15 +54,15 @@ Batch = dict[str, np.ndarray]
 
 
 class Pair(NamedTuple):
-  """One example, unframed; token ids are int32.
+  """An unframed example; token ids are int32.
 
   Attributes:
     inputs: [m], in the encoder's vocabulary; empty for a causal language
       model.
     targets: [n], in the decoder's vocabulary.
-    prefix: inputs in the decoder's vocabulary; None if both sides share one.
-    decoder_inputs: [n], what the decoder reads in place of each target; None
-      for the targets themselves.
+    prefix: inputs in the decoder's vocabulary; None if both sides share it.
+    decoder_inputs: [n], tokens that the decoder reads in place of the targets;
+      None for the targets themselves.
     weights: float32 [n], weights of the targets in the loss; None for 1.
     documents: ids of the documents that the tokens are from.
   """
@@ -85,12 +85,13 @@ class Pair(NamedTuple):
     return self[:2] if self.prefix is None else self[:3]
 
   @property
-  def read(self) -> np.ndarray:
-    """What the decoder reads in place of each target, [n]."""
+  def read_tokens(self) -> np.ndarray:
+    """Tokens that the decoder reads in place of the targets, [n]."""
     return self.targets if self.decoder_inputs is None else self.decoder_inputs
 
   def positions(self, lengths: 'Lengths') -> tuple[int, int]:
     """Returns encoder and decoder positions; 0 without the side."""
+    # The longer prefix, so that a packed row also fits the teacher's S + T.
     inputs = max(len(self.inputs), len(self.teacher_inputs)) + 1
     return (
       inputs if lengths.encoder else 0,
@@ -123,7 +124,7 @@ def frame_row(
   *,
   teacher: bool = False,
 ) -> Batch:
-  """Frames one row.
+  """Frames a row.
 
   Args:
     pairs: pairs of the row, in order.
@@ -137,36 +138,38 @@ def frame_row(
   Raises:
     ValueError: the pairs do not fit, or a pair has no targets.
   """
-  sizes = {
-    'encoder': lengths.encoder,
-    'decoder': lengths.decoder,
-    'teacher': lengths.teacher if teacher else 0,
-  }
+  sizes = {'encoder': lengths.encoder, 'decoder': lengths.decoder}
+  sizes['teacher'] = lengths.teacher if teacher else 0
   sizes = {side: size for side, size in sizes.items() if size}
   aligned = 'decoder' if lengths.decoder else 'encoder'  # With the targets.
   row = _padding(sizes, aligned, framing)
-  at = dict.fromkeys(sizes, 0)
+  ends = dict.fromkeys(sizes, 0)  # Of the segments so far, by side.
+  # Segments count from 1, as 0 marks padding.
   for segment, pair in enumerate(pairs, start=1):
     m, n = len(pair.teacher_inputs), len(pair.targets)
     if n == 0:
       raise ValueError(f'pair {segment} of the row has no targets')
+    # The last target predicts nothing, so that no decoder reads it. It is in
+    # the teacher's row, where `on_all_tokens` and `check_framing` look for
+    # every target behind its index.
     streams = {
       'encoder': [[framing.encoder.bos], pair.inputs],
-      'decoder': [[framing.decoder.bos], pair.read[:-1]],
-      'teacher': [[framing.decoder.bos], pair.teacher_inputs, pair.read],
+      'decoder': [[framing.decoder.bos], pair.read_tokens[:-1]],
+      'teacher': [[framing.decoder.bos], pair.teacher_inputs, pair.read_tokens],
     }
-    start = dict(at)
+    starts = dict(ends)
     for side in sizes:
       tokens = np.concatenate(streams[side])
-      _place(row, side, start[side], segment, tokens)
-      at[side] += len(tokens)
+      _write_segment(row, side, starts[side], segment, tokens)
+      ends[side] += len(tokens)
     # An encoder-only model predicts each token where it reads it, after BOS.
-    first = start[aligned] + (aligned == 'encoder')
-    places = slice(first, first + n)
-    row['targets'][places] = pair.targets
-    row['weights'][places] = 1.0 if pair.weights is None else pair.weights
+    first = starts[aligned] + (aligned == 'encoder')
+    positions = slice(first, first + n)
+    row['targets'][positions] = pair.targets
+    row['weights'][positions] = 1.0 if pair.weights is None else pair.weights
     if teacher:
-      row['teacher_index'][places] = start['teacher'] + m + np.arange(n)
+      # Position m of the teacher's row, after BOS, reads the last prefix token.
+      row['teacher_index'][positions] = starts['teacher'] + m + np.arange(n)
   return row
 
 
@@ -195,8 +198,10 @@ def _padding(
   return row
 
 
-def _place(row: Batch, side: str, start: int, segment: int, tokens):
-  """Writes one framed segment of `side` at `start`."""
+def _write_segment(
+  row: Batch, side: str, start: int, segment: int, tokens: np.ndarray
+) -> None:
+  """Writes a framed segment of `side` at `start`."""
   stop = start + len(tokens)
   length = len(row[f'{side}_tokens'])
   if stop > length:
@@ -218,19 +223,22 @@ def on_all_tokens(batch: Batch, pad: int) -> Batch:
 
   Returns:
     The batch with targets, weights and teacher_index of the teacher's row,
-    [B, S + T]; the inputs have weight 1, and the targets their own.
+    [B, S + T]; inputs have weight 1, and targets the weights of the batch.
   """
   tokens, segments = batch['teacher_tokens'], batch['teacher_segments']
   index = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
-  after = np.roll(segments, -1, axis=1)
-  after[:, -1] = 0
-  follows = (segments > 0) & (segments == after)
+  next_segments = np.roll(segments, -1, axis=1)
+  next_segments[:, -1] = 0  # `roll` wraps around: nothing follows the row.
+  # A segment does not predict the BOS of the next.
+  follows = (segments > 0) & (segments == next_segments)
   targets = np.where(follows, np.roll(tokens, -1, axis=1), pad)
   weights = follows.astype(np.float32)
-  rows, places = np.nonzero(batch['decoder_segments'])
-  at = batch['teacher_index'][rows, places]
-  targets[rows, at] = batch['targets'][rows, places]
-  weights[rows, at] = batch['weights'][rows, places]
+  # Targets are copied from the batch: the teacher's row has MEAP's masks in
+  # place of some.
+  rows, columns = np.nonzero(batch['decoder_segments'])
+  indices = batch['teacher_index'][rows, columns]
+  targets[rows, indices] = batch['targets'][rows, columns]
+  weights[rows, indices] = batch['weights'][rows, columns]
   return batch | {
     'targets': targets.astype(np.int32),
     'weights': weights,
@@ -239,7 +247,7 @@ def on_all_tokens(batch: Batch, pad: int) -> Batch:
 
 
 def stack_rows(rows: Sequence[Mapping[str, np.ndarray]]) -> Batch:
-  """Stacks framed rows into a batch: [B, ...] per field."""
+  """Stacks framed rows into a batch, field by field: [B, ...]."""
   return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
 
@@ -270,6 +278,8 @@ def check_framing(
     'padding has weight 0': (batch[f'{side}_segments'] > 0) | (weights == 0)
   }
   ids = getattr(framing, side)
+  # Qwen pads with EOS, which is a target; the number of a label may equal the
+  # id of padding.
   if ids.pad != ids.eos and not labelled:
     rules['padding is never a target'] = (weights == 0) | (targets != ids.pad)
   if side == 'decoder':
@@ -291,10 +301,10 @@ def _decoder_rules(
   """Returns rule -> positions where it holds, [B, T]."""
   segments, tokens = batch['decoder_segments'], batch['decoder_tokens']
   first = (batch['decoder_positions'] == 0) & (segments > 0)
-  # Within a segment, each input is the target before it.
   later = (segments > 0) & ~first
+  # `roll` wraps around to the first position, to which only BOS applies.
   previous = np.roll(batch['targets'], 1, axis=-1)
-  masked = tokens == (-1 if mask is None else mask)
+  masked = tokens == (-1 if mask is None else mask)  # No token is -1.
   return {
     'a decoder segment starts with BOS': ~first | (tokens == ids.bos) | masked,
     'decoder inputs are the targets shifted right': ~later
@@ -315,6 +325,7 @@ def _encoder_rules(
     'an encoder segment starts with its only BOS': (segments == 0)
     | (start == (tokens == ids.bos))
   }
+  # BOS of Qwen is its EOS, with which every segment starts.
   if ids.eos != ids.bos and not eos_inside:
     rules['the encoder reads no EOS'] = (segments == 0) | (tokens != ids.eos)
   return rules
@@ -327,12 +338,17 @@ def _teacher_rules(
   if 'teacher_index' not in batch:
     return {}
   weights, index = batch['weights'], batch['teacher_index']
-  after = np.minimum(index + 1, batch['teacher_tokens'].shape[-1] - 1)
-  predicted = np.take_along_axis(batch['teacher_tokens'], after, axis=-1)
+  # Only a wrong index can be the last of the row: clipped, it breaks the rule,
+  # which names its place, instead of failing here.
+  following = np.minimum(index + 1, batch['teacher_tokens'].shape[-1] - 1)
+  predicted = np.take_along_axis(batch['teacher_tokens'], following, axis=-1)
   masked = predicted == (-1 if mask is None else mask)
-  segments = np.take_along_axis(batch['teacher_segments'], index, axis=-1)
-  own = np.take_along_axis(batch['teacher_segments'], after, axis=-1)
+  segments = batch['teacher_segments']
+  # In the same segment: equal tokens of the next pair are no prediction.
+  same_segment = np.take_along_axis(
+    segments, index, axis=-1
+  ) == np.take_along_axis(segments, following, axis=-1)
   return {
     'the teacher predicts the targets': (weights == 0)
-    | ((predicted == batch['targets']) | masked) & (segments == own)
+    | ((predicted == batch['targets']) | masked) & same_segment
   }

@@ -7,8 +7,8 @@
 |          | first                                | first token               |
 
 Both need their labels, in the order of their numbers: `classify:labels=no|yes`.
-They feed classifiers, whose head has a row for each label: a stack that was
-pretrained as an encoder, or as a decoder (Encoder-Decoder Gemma,
+They feed classifiers, models with a head of a row for each label: a stack that
+was pretrained as an encoder, or as a decoder (Encoder-Decoder Gemma,
 arXiv:2504.06225, section 4: a head on the last token). Targets are numbers of
 labels, aligned with the tokens that the model reads.
 
@@ -22,16 +22,12 @@ import json
 import numpy as np
 
 from encdec_adapt.base import errors, option_strings
-from encdec_adapt.objectives import (
-  definition,
-  framing,
-  supervised,
-)
+from encdec_adapt.objectives import definition, framing, supervised
 from encdec_adapt.tokenizers import vocabulary as vocabulary_lib
 
 
 class Classify(definition.ExampleMaker):
-  """Texts with one label; see the module's docstring."""
+  """Texts with a common label; see the module's docstring."""
 
   options = {
     'labels': definition.Option(
@@ -78,7 +74,6 @@ class Classify(definition.ExampleMaker):
     self.counts = collections.Counter(dropped=0, truncated=0)
 
   def examples(self, documents, generator):
-    del generator
     for name, content in documents:
       try:
         pair = self._fitting(*self._parts(*json.loads(content)))
@@ -93,12 +88,13 @@ class Classify(definition.ExampleMaker):
         yield pair._replace(documents=(name,))
 
   def _parts(self, texts, label) -> tuple[list[np.ndarray], list[int]]:
-    """Returns the tokens of the parts of an example that have a label each."""
+    """Returns the tokens of each labelled part, and the numbers of labels."""
     if not all(isinstance(text, str) for text in texts):
       raise errors.UserError('its texts are lists of words; use `tag`')
     return [self._encode('\n'.join(texts))], [self._number(label)]
 
   def _number(self, label: str | int) -> int:
+    # Options are text, and JSON may have labels as numbers.
     if str(label) not in self._numbers:
       raise errors.UserError(
         f'its label {label!r} is none of {list(self._numbers)}, the labels of'
@@ -106,8 +102,9 @@ class Classify(definition.ExampleMaker):
       )
     return self._numbers[str(label)]
 
-  def _places(self, lengths: np.ndarray) -> np.ndarray:
-    """Returns where the labels of parts of these lengths are."""
+  def _label_positions(self, lengths: np.ndarray) -> np.ndarray:
+    """Returns the position of each part's label, given the parts' lengths."""
+    # The last token, as a causal stack has read the text only there.
     return np.cumsum(lengths) - 1
 
   def _fitting(
@@ -117,25 +114,27 @@ class Classify(definition.ExampleMaker):
     counts = np.array([len(part) for part in parts])
     if not counts.all():
       raise errors.UserError('it has a text or a word without tokens')
-    tokens, places = np.concatenate(parts), self._places(counts)
-    longest = self.lengths.encoder - 1
+    tokens, positions = np.concatenate(parts), self._label_positions(counts)
+    longest = self.lengths.encoder - 1  # Beside BOS.
     if len(tokens) > longest:
       self.counts['truncated' if self._truncates else 'dropped'] += 1
       if not self._truncates:
         return None
-      tokens, places = self._cut(tokens[:longest], places)
+      tokens = tokens[:longest]
+      positions = self._cut_positions(positions, longest)
     targets = np.zeros(len(tokens), np.int32)
     weights = np.zeros(len(tokens), np.float32)
-    targets[places], weights[places] = labels[: len(places)], 1
+    # A cut may have removed the last words, and their labels with them.
+    targets[positions], weights[positions] = labels[: len(positions)], 1
     return framing.Pair(tokens, targets, weights=weights)
 
-  def _cut(self, tokens, places):
-    """Returns what is left of an example, and where its label is then."""
-    return tokens, np.minimum(places, len(tokens) - 1)
+  def _cut_positions(self, positions: np.ndarray, size: int) -> np.ndarray:
+    """Returns the positions of labels when the tokens are cut to a size."""
+    return np.minimum(positions, size - 1)
 
 
 class Tag(Classify):
-  """Words with a label each; see the module's docstring."""
+  """Words with labels; see the module's docstring."""
 
   def _parts(self, texts, label):
     words = texts[0]
@@ -146,16 +145,18 @@ class Tag(Classify):
         f'it has {len(words)} words and {len(label)} labels; give a label for'
         ' each word'
       )
+    # Word by word, as tokens must not cross words; the space is that of the
+    # text, which many vocabularies have in the token of the word.
     encoded = [
       self._encode(' ' * bool(i) + str(word)) for i, word in enumerate(words)
     ]
-    return encoded, [self._number(one) for one in label]
+    return encoded, [self._number(value) for value in label]
 
-  def _places(self, lengths):
+  def _label_positions(self, lengths):
     return np.cumsum(lengths) - lengths
 
-  def _cut(self, tokens, places):
-    return tokens, places[places < len(tokens)]
+  def _cut_positions(self, positions, size):
+    return positions[positions < size]
 
 
 OBJECTIVES = {

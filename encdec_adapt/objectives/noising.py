@@ -21,10 +21,10 @@ BART (arXiv:1910.13461, section 2.2); targets are the window:
 |--------------------|---------------------------------------------------------|
 | bart_masking (0.15)| hidden tokens are M                                     |
 | bart_deletion      | hidden tokens are deleted (0.15)                        |
-| bart_infilling     | spans of Poisson(3) tokens are one M each; a span of    |
-| (0.3)              | none inserts an M                                       |
+| bart_infilling     | each span of Poisson(3) tokens is an M; a span of none  |
+| (0.3)              | inserts an M                                            |
 | bart_permutation   | sentences in random order; a sentence ends after a token|
-|                    | whose text ends in . ! ? or a newline                   |
+|                    | that ends in . ! ? or a newline                         |
 | bart_rotation      | rotated to begin with a random token                    |
 | bart (0.3)         | the published mixture: permutation, then infilling      |
 
@@ -32,10 +32,10 @@ Others:
 
 | name               | inputs                             | targets            |
 |--------------------|------------------------------------|--------------------|
-| mass (0.5)         | one span, each of its tokens M     | the span           |
+| mass (0.5)         | a span, each of its tokens M       | the span           |
 |                    | (arXiv:1905.02450)                 |                    |
-| permuted_lm (1/6)  | each hidden token is a sentinel of | sentinel and token,|
-|                    | its own (BART's section 4, after   | in random order    |
+| permuted_lm (1/6)  | each hidden token is another       | sentinel and token,|
+|                    | sentinel (BART's section 4, after  | in random order    |
 |                    | arXiv:1906.08237)                  |                    |
 | bert (0.15)        | 80% of the chosen tokens are M, 10%| the window, with   |
 |                    | random, 10% kept (arXiv:1810.04805)| weight on the      |
@@ -51,12 +51,12 @@ decoder then are an error, which names the lengths that would do.
 MEAP (arXiv:2502.07490) is next-token prediction over a window of which 15%
 are M where the model reads them; targets are the window, all with weight:
 
-| name               | what is masked                                          |
+| name               | masked tokens                                           |
 |--------------------|---------------------------------------------------------|
-| meap (0.15)        | floor(.15 n) of the n tokens of each window, and one    |
-|                    | more with the remaining probability, in runs of `span`  |
-|                    | tokens (1; the paper tried 5 and 50); every window has  |
-|                    | its own draw                                            |
+| meap (0.15)        | floor(.15 n) of the n tokens of each window, and        |
+|                    | another with the remaining probability, in runs of      |
+|                    | `span` tokens (1; the paper tried 5 and 50); drawn for  |
+|                    | every window                                            |
 | meap_shared (0.15) | the same positions in all rows of a batch, as in its    |
 |                    | published code (`objectives/shared_masks.py`)           |
 
@@ -66,12 +66,7 @@ Pure numpy; this module imports neither TensorFlow nor SeqIO nor jax.
 import numpy as np
 
 from encdec_adapt.base import errors
-from encdec_adapt.objectives import (
-  definition,
-  denoising,
-  framing,
-  windows,
-)
+from encdec_adapt.objectives import definition, denoising, framing, windows
 from encdec_adapt.tokenizers import vocabulary as vocabulary_lib
 
 _POISSON = 3.0  # Mean length of BART's spans.
@@ -140,13 +135,14 @@ class Noising(windows.WindowMaker):
 
   def _make_plans(self):
     plan = self._longest(lambda window: (window, self._targets(window)))
+    # Without this, targets that do not fit would shorten the windows silently.
     if self.feeds == 'pair':
-      most = self._targets(self.lengths.encoder - 1)
-      self.require_targets(most, plan.inside + 1, 'it')
+      targets = self._targets(self.lengths.encoder - 1)
+      self.require_targets(targets, plan.inner + 1, 'it')
     return (plan,)
 
   def _targets(self, window: int) -> int:
-    """Returns the most targets of a window."""
+    """Returns the number of targets of a window, at most."""
     return window
 
   def _count(self, size: int) -> int:
@@ -154,13 +150,14 @@ class Noising(windows.WindowMaker):
     return max(round(size * self._share), 1)
 
   def _hide(self, size: int) -> int:
-    """Returns the hidden tokens of a window that is made, and counts them."""
+    """Returns the number of hidden tokens of a window, and counts them."""
+    # Planning asks `_count` for sizes of windows that are never made.
     count = self._count(size)
     self.count_hidden(self.name, size, count)
     return count
 
   def _hidden(self, size: int, rng: np.random.Generator) -> np.ndarray:
-    """Draws which tokens of a window are hidden, bool [size]."""
+    """Draws the hidden tokens of a window, bool [size]."""
     hidden = np.zeros(size, bool)
     hidden[rng.choice(size, self._hide(size), replace=False)] = True
     return hidden
@@ -192,7 +189,7 @@ class MaskTokens(Noising):
 
 
 class DeleteTokens(Noising):
-  """Deletes hidden tokens, of which there is no trace; predicts the window."""
+  """Deletes hidden tokens without a trace; predicts the window."""
 
   needs_mask = False
 
@@ -238,8 +235,8 @@ class ReplaceTokens(Noising):
 class IidDenoising(Noising):
   """Hides tokens at independent positions; adjacent ones share a sentinel.
 
-  Their number is fixed, the share of the window (T5 draws each token on its
-  own): so the longest windows fill a row.
+  Their number is fixed, the share of the window, while T5 draws each token
+  independently: so the longest windows fill a row.
   """
 
   needs_mask = False
@@ -247,11 +244,20 @@ class IidDenoising(Noising):
 
   def _make_plans(self):
     (plan,) = super()._make_plans()
-    _check_sentinels(self.name, self._vocabulary, self._count(plan.inside))
+    # As many sentinels as hidden tokens: these need not be adjacent.
+    required = self._count(plan.inner)
+    available = len(self._vocabulary.sentinels)
+    if required > available:
+      raise errors.UserError(
+        f'objective {self.name!r}: windows have up to {required} hidden tokens'
+        f' and the vocabulary {self._vocabulary.path!r} {available} sentinels;'
+        ' shorten config.data.encoder_length, or set'
+        f' config.data.add_sentinels to {required}'
+      )
     return (plan,)
 
   def _targets(self, window):
-    # Every hidden token may have a sentinel of its own, if others lie between.
+    # Every hidden token may need a sentinel, if visible tokens lie between.
     hidden = self._count(window)
     return hidden + min(hidden, window - hidden + 1)
 
@@ -260,6 +266,7 @@ class IidDenoising(Noising):
     starts = np.flatnonzero(np.diff(hidden, prepend=False) & hidden)
     stops = np.flatnonzero(np.diff(hidden, append=False) & hidden) + 1
     sentinels = np.array(self._vocabulary.sentinels[: len(starts)], np.int32)
+    # `insert` counts in the tokens that stay, of the window or of the targets.
     hidden_before = np.cumsum(stops - starts) - (stops - starts)
     return framing.Pair(
       denoising.insert(window[~hidden], starts - hidden_before, sentinels),
@@ -276,17 +283,18 @@ class PermutedLM(IidDenoising):
     return 2 * self._count(window)
 
   def split(self, window, plan, rng):
-    at = np.flatnonzero(self._hidden(len(window), rng))
-    sentinels = np.array(self._vocabulary.sentinels[: len(at)], np.int32)
+    hidden = np.flatnonzero(self._hidden(len(window), rng))
+    sentinels = np.array(self._vocabulary.sentinels[: len(hidden)], np.int32)
     inputs = window.copy()
-    inputs[at] = sentinels
-    order = rng.permutation(len(at))
-    targets = np.stack([sentinels[order], window[at][order]], axis=1)
+    inputs[hidden] = sentinels
+    order = rng.permutation(len(hidden))
+    # The sentinel tells the position of the token that it precedes.
+    targets = np.stack([sentinels[order], window[hidden][order]], axis=1)
     return framing.Pair(inputs, targets.reshape(-1))
 
 
 class Mass(Noising):
-  """Masks one span; predicts it."""
+  """Masks a span; predicts it."""
 
   default_share = 0.5
 
@@ -302,7 +310,7 @@ class Mass(Noising):
 
 
 class Infilling(Noising):
-  """Replaces spans of Poisson lengths by one mask each; predicts the window."""
+  """Replaces each span of Poisson length by a mask; predicts the window."""
 
   default_share = 0.3
 
@@ -312,7 +320,7 @@ class Infilling(Noising):
   def _infill(self, window: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """Hides a share of the tokens.
 
-    Spans are drawn until they hide the share; the last one is cut to it. They
+    Spans are drawn until they hide the share; the last span is cut to it. They
     lie in random order between the visible tokens.
     """
     count = self._hide(len(window))
@@ -326,17 +334,20 @@ class Infilling(Noising):
     # are never longer than the window: spans of no tokens give way.
     empty = np.flatnonzero(lengths == 0)
     lengths = np.delete(lengths, empty[: max(len(lengths) - count, 0)])
+    # The last span was cut, and must not always be the last of the window.
     rng.shuffle(lengths)
-    visible = len(window) - count
-    # Visible tokens before each span, in order: any composition.
-    before = np.sort(rng.integers(visible + 1, size=len(lengths)))
-    starts = before + np.cumsum(lengths) - lengths
+    # Visible tokens before each span, in order. Spans may touch: each is an M.
+    visible_before = np.sort(
+      rng.integers(len(window) - count + 1, size=len(lengths))
+    )
+    starts = visible_before + np.cumsum(lengths) - lengths
+    # `add.at` and not `+=`: a span of no tokens starts where the next starts.
     hidden = np.zeros(len(window) + 1, np.int64)
     np.add.at(hidden, starts, 1)
     np.add.at(hidden, starts + lengths, -1)
-    kept = window[np.cumsum(hidden[:-1]) == 0]
+    visible = window[np.cumsum(hidden[:-1]) == 0]
     masks = np.full(len(lengths), self._mask, np.int32)
-    return denoising.insert(kept, before, masks)
+    return denoising.insert(visible, visible_before, masks)
 
 
 class PermuteSentences(Infilling):
@@ -352,6 +363,8 @@ class PermuteSentences(Infilling):
     self, window: np.ndarray, rng: np.random.Generator
   ) -> np.ndarray:
     ends = np.flatnonzero(self._vocabulary.sentence_ends[window]) + 1
+    # Splitting at the end of the window too would add an empty sentence, and
+    # change the permutation that is drawn.
     sentences = np.split(window, ends[ends < len(window)])
     order = rng.permutation(len(sentences))
     return np.concatenate([sentences[i] for i in order])
@@ -374,9 +387,8 @@ class Rotate(Noising):
   needs_mask = False
 
   def split(self, window, plan, rng):
-    return framing.Pair(
-      np.roll(window, -int(rng.integers(len(window)))), window
-    )
+    start = int(rng.integers(len(window)))
+    return framing.Pair(np.roll(window, -start), window)
 
 
 class Bert(Noising):
@@ -388,6 +400,8 @@ class Bert(Noising):
 
   def split(self, window, plan, rng):
     chosen = np.flatnonzero(self._hidden(len(window), rng))
+    # A single draw decides for each token between the three treatments, which
+    # exclude each other.
     uniform = rng.random(len(chosen))
     inputs = window.copy()
     inputs[chosen[uniform >= _KEPT]] = self._mask
@@ -412,8 +426,7 @@ class NextToken(Noising):
   def evaluation_text(cls, text, options):
     return 'causal_lm' + ':concatenate' * options.get('concatenate', False)
 
-  def _make_plans(self):
-    return (self._longest(lambda window: (0, window)),)
+  _make_plans = windows.CausalLM._make_plans
 
 
 class Meap(NextToken):
@@ -426,7 +439,6 @@ class Meap(NextToken):
 
   @classmethod
   def revisions(cls, options):
-    del options
     return ('windows mask their share of tokens on average, not rounded down',)
 
   def __init__(self, *args, span: int = 1, **options):
@@ -443,11 +455,13 @@ class Meap(NextToken):
   def split(self, window, plan, rng):
     masked = self._masked(len(window), rng)
     self.count_hidden(self.name, len(window), int(masked.sum()))
-    read = np.where(masked, np.int32(self._mask), window)
-    return framing.Pair(np.zeros(0, np.int32), window, decoder_inputs=read)
+    inputs = np.where(masked, np.int32(self._mask), window)
+    return framing.Pair(np.zeros(0, np.int32), window, decoder_inputs=inputs)
 
   def _masked(self, size: int, rng: np.random.Generator) -> np.ndarray:
     """Draws masked tokens in runs of `span`, bool [size]; see the module."""
+    # Rounding down, as the published code does for rows of thousands of tokens,
+    # would mask far less of short windows.
     count, remainder = divmod(size * self._share, 1)
     count = int(count) + (rng.random() < remainder)
     runs = -(-count // self._span)
@@ -457,11 +471,11 @@ class Meap(NextToken):
     if self._span == 1:
       masked[rng.choice(size, count, replace=False)] = True
       return masked
-    # Runs lie in any order between the tokens that stay; the last is shorter.
-    before = np.sort(rng.integers(size - count + 1, size=runs))
-    for i, place in enumerate(before):
-      start = place + i * self._span
-      masked[start : min(start + self._span, place + count)] = True
+    # Runs lie anywhere between the visible tokens; the last may be shorter.
+    visible_before = np.sort(rng.integers(size - count + 1, size=runs))
+    for i, visible in enumerate(visible_before):
+      start = visible + i * self._span
+      masked[start : min(start + self._span, visible + count)] = True
     return masked
 
 
@@ -469,6 +483,7 @@ class SharedMeap(NextToken):
   """Next-token prediction; inputs are masked when rows are framed."""
 
   draws = False
+  split = windows.CausalLM.split
 
   @classmethod
   def shared_mask_share(cls, options):
@@ -477,14 +492,13 @@ class SharedMeap(NextToken):
   def __init__(self, name, lengths, vocabulary, **options):
     """Checks that the vocabulary has a mask token; see `Noising`."""
     super().__init__(name, lengths, vocabulary, **options)
+    # Framing finds the mask in the description of the vocabulary
+    # (`RecordSet.mask`), where no sentinel stands in for it.
     if vocabulary.mask is None:
       raise errors.UserError(
         f'objective {name!r}: the vocabulary {vocabulary.path!r} has no mask'
         ' token; use meap, which takes a sentinel instead'
       )
-
-  def split(self, window, plan, rng):
-    return framing.Pair(np.zeros(0, np.int32), window)
 
 
 def random_text(
@@ -494,49 +508,29 @@ def random_text(
   return rng.choice(vocabulary.text_ids, count)
 
 
-def _check_sentinels(
-  name: str, vocabulary: vocabulary_lib.Vocabulary, needed: int
-) -> None:
-  found = len(vocabulary.sentinels)
-  if needed > found:
-    raise errors.UserError(
-      f'objective {name!r}: windows have up to {needed} hidden tokens and the'
-      f' vocabulary {vocabulary.path!r} {found} sentinels; shorten'
-      ' config.data.encoder_length, or set config.data.add_sentinels to'
-      f' {needed}'
-    )
-
-
+_Name = definition.Name
 OBJECTIVES = {
-  'meap': definition.Name(
-    Meap, 'next token, 15% of what is read masked (MEAP)'
-  ),
-  'meap_shared': definition.Name(
+  'meap': _Name(Meap, 'next token, 15% of what is read masked (MEAP)'),
+  'meap_shared': _Name(
     SharedMeap,
     "the same, with one pattern of masks for a whole batch (MEAP's code)",
   ),
-  'iid_denoising': definition.Name(IidDenoising, 'hidden tokens, 15%'),
-  'mask_tokens': definition.Name(MaskTokens, 'the text from 85% of its tokens'),
-  'drop_tokens': definition.Name(DropTokens, 'the dropped tokens, 15%'),
-  'deshuffle': definition.Name(Deshuffle, 'the text from its shuffled tokens'),
-  'replace_tokens': definition.Name(
-    ReplaceTokens, 'the text, 15% of it replaced'
-  ),
-  'bart_masking': definition.Name(
-    MaskTokens, 'the text from 85% of its tokens'
-  ),
-  'bart_deletion': definition.Name(
-    DeleteTokens, 'the text without 15% of its tokens'
-  ),
-  'bart_infilling': definition.Name(
+  'iid_denoising': _Name(IidDenoising, 'hidden tokens, 15%'),
+  'mask_tokens': _Name(MaskTokens, 'the text from 85% of its tokens'),
+  'drop_tokens': _Name(DropTokens, 'the dropped tokens, 15%'),
+  'deshuffle': _Name(Deshuffle, 'the text from its shuffled tokens'),
+  'replace_tokens': _Name(ReplaceTokens, 'the text, 15% of it replaced'),
+  'bart_masking': _Name(MaskTokens, 'the text from 85% of its tokens'),
+  'bart_deletion': _Name(DeleteTokens, 'the text without 15% of its tokens'),
+  'bart_infilling': _Name(
     Infilling, 'the text from spans of one mask each, 30%'
   ),
-  'bart_permutation': definition.Name(
+  'bart_permutation': _Name(
     PermuteSentences, 'the text from its shuffled sentences'
   ),
-  'bart_rotation': definition.Name(Rotate, 'the text from its rotation'),
-  'bart': definition.Name(Bart, 'permutation and infilling'),
-  'mass': definition.Name(Mass, 'one masked half'),
-  'permuted_lm': definition.Name(PermutedLM, 'a sixth, in random order'),
-  'bert': definition.Name(Bert, 'masked tokens in place, 15%'),
+  'bart_rotation': _Name(Rotate, 'the text from its rotation'),
+  'bart': _Name(Bart, 'permutation and infilling'),
+  'mass': _Name(Mass, 'one masked half'),
+  'permuted_lm': _Name(PermutedLM, 'a sixth, in random order'),
+  'bert': _Name(Bert, 'masked tokens in place, 15%'),
 }

@@ -128,5 +128,5 @@ def _parse_objective(text: str) -> definition.Objective:
     if option is None or ('=' in option.form) != ('=' in entry.text):
       forms = ', '.join(option.form for option in maker.options.values())
       raise entry.error(f'is not an option of {name}; it has {forms}')
-    options[key.text] = value.read(option.read, f'as in {option.form}')
+    options[key.text] = value.read(option.parse, f'as in {option.form}')
   return definition.Objective(text, maker, options)

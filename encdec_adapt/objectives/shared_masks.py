@@ -1,4 +1,4 @@
-"""MEAP's masks as its published code draws them: one pattern for a whole batch.
+"""MEAP's masks as its published code draws them: a pattern for a whole batch.
 
 Source: github.com/scitix/MEAP. All rows and microbatches of a step have the
 same masked positions, and the patterns recur after 51 steps. They depend on the
@@ -14,7 +14,7 @@ import numpy as np
 
 from encdec_adapt.objectives import framing
 
-_SEED, _PATTERNS = 50, 51
+_SEED, _PATTERNS = 50, 51  # Both from the published code.
 
 
 def positions(step: int, length: int, share: float) -> np.ndarray:
@@ -29,6 +29,7 @@ def positions(step: int, length: int, share: float) -> np.ndarray:
     int [int(T * share)], in no order; equal to the published code's
     `random.seed(50 + step % 51); random.sample(range(0, T - 1), int(T * P))`.
   """
+  # Python's generator and not NumPy's, as the patterns must be the published.
   draw = random.Random(_SEED + step % _PATTERNS)
   return np.array(draw.sample(range(length - 1), int(length * share)), int)
 
@@ -36,9 +37,9 @@ def positions(step: int, length: int, share: float) -> np.ndarray:
 def apply(
   rows: framing.Batch, step: int, share: float, mask: int
 ) -> framing.Batch:
-  """Masks what the decoder reads at the positions of a step, padding apart."""
+  """Masks the decoder's inputs at the positions of a step, but no padding."""
   tokens = rows['decoder_tokens'].copy()
-  at = positions(step, tokens.shape[1], share)
-  real = rows['decoder_segments'][:, at] > 0
-  tokens[:, at] = np.where(real, mask, tokens[:, at])
+  masked = positions(step, tokens.shape[1], share)
+  real = rows['decoder_segments'][:, masked] > 0
+  tokens[:, masked] = np.where(real, mask, tokens[:, masked])
   return rows | {'decoder_tokens': tokens}

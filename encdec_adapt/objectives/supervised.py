@@ -19,9 +19,8 @@ manifest counts both. `prefix=TEXT` precedes all inputs of `pairs` ("summarize:
 decoder-only model or a teacher reads both in one row; it belongs to the inputs
 there, so it has no weight. An encoder does not read it.
 
-With two vocabularies each side has its own: inputs are encoded in both, those
-of `chat` in the format of each, and answers and the token that ends them are
-the decoder's.
+With two vocabularies inputs are encoded in both, those of `chat` in the format
+of each, and answers and the token that ends them are the decoder's.
 
 MEAP fine-tuning (arXiv:2502.07490) adds a copy in which 10% of the tokens are
 masked where the model reads them, if the targets have more than 50 tokens.
@@ -29,8 +28,8 @@ Held-out records have no copies:
 
 | option        | layout                                                      |
 |---------------|-------------------------------------------------------------|
-| meap=separate | its published code: the copy is an example of its own, whose|
-|               | targets alone are masked; weights are 1 at masked tokens    |
+| meap=separate | its published code: the copy is another example, with masks |
+|               | in its targets only; weights are 1 at masked tokens         |
 | meap=concat   | the paper: the copy (inputs and targets, both masked)       |
 |               | follows the targets in the same sequence, where that fits;  |
 |               | weights are 1 at targets and at masked tokens               |
@@ -40,16 +39,13 @@ Pure numpy; this module imports neither TensorFlow nor SeqIO nor jax.
 
 import collections
 from collections.abc import Callable, Iterable, Iterator, Sequence
+import functools
 import json
 
 import numpy as np
 
 from encdec_adapt.base import errors, option_strings
-from encdec_adapt.objectives import (
-  definition,
-  framing,
-  noising,
-)
+from encdec_adapt.objectives import definition, framing, noising
 from encdec_adapt.tokenizers import chat_format
 from encdec_adapt.tokenizers import vocabulary as vocabulary_lib
 
@@ -61,17 +57,14 @@ MEAP = ('separate', 'concat')
 
 def _choice(name: str, values: Sequence[str]) -> definition.Option:
   """Returns an option with a few values."""
-
-  def read(text: str) -> str:
-    if text not in values:
-      raise ValueError
-    return text
-
-  return definition.Option(read, f'{name}={"|".join(values)}')
+  # `index` raises the ValueError of a text that is not among them.
+  return definition.Option(
+    lambda text: values[values.index(text)], f'{name}={"|".join(values)}'
+  )
 
 
 def _text(name: str) -> definition.Option:
-  """Returns an option whose value is a text."""
+  """Returns an option with a text as its value."""
   return definition.Option(
     option_strings.unquote,
     f'{name}=TEXT, a JSON string in quotes or without a comma',
@@ -110,7 +103,7 @@ class Supervised(definition.ExampleMaker):
       for entry in option_strings.Part('', entries).divide(',')
       if not entry.text.startswith('meap=')
     ]
-    return ':'.join([name, *([','.join(plain)] if plain else [])])
+    return ':'.join(filter(None, [name, ','.join(plain)]))
 
   @classmethod
   def require_one_vocabulary(cls, options):
@@ -122,7 +115,6 @@ class Supervised(definition.ExampleMaker):
   def build(
     cls, text, lengths, vocabulary, encoder_vocabulary, sentinel_policy, options
   ):
-    del sentinel_policy
     encoder = () if encoder_vocabulary is None else (encoder_vocabulary,)
     return cls(text, lengths, vocabulary, *encoder, **options)
 
@@ -163,6 +155,7 @@ class Supervised(definition.ExampleMaker):
     self._vocabulary = vocabulary
     self._encoder_vocabulary = encoder_vocabulary
     self._separator = vocabulary.encode(separator)
+    # BOS takes a position, and an input that is cut should keep a token.
     if separator and len(self._separator) > lengths.encoder - 2:
       raise errors.UserError(
         f'objective {name!r}: its separator has {len(self._separator)} tokens,'
@@ -182,17 +175,17 @@ class Supervised(definition.ExampleMaker):
         self.counts['bad_documents'] += 1
         continue
       for i, pair in enumerate(pairs):
-        place = f'{name}#{i}'
-        for one in self._with_copy(pair, lambda place=place: generator(place)):
-          fitting = self._fitting(one)
+        draw = functools.partial(generator, f'{name}#{i}')
+        for example in self._with_copy(pair, draw):
+          fitting = self._fitting(example)
           # A copy that was cut may have lost its masked tokens.
           if fitting and (fitting.weights is None or fitting.weights.any()):
             yield fitting._replace(documents=(name,))
 
   def _pairs(self, name: str, content: list) -> Iterator[framing.Pair]:
     """Yields the pairs of a document."""
-    del name
     inputs, targets = content
+    # The prefix is encoded with the inputs: tokens may span the border.
     encode, end = self._vocabulary.encode, np.int32(self._vocabulary.eos)
     ids = encode(self._prefix + inputs)
     pair = framing.Pair(ids, np.append(encode(targets), end))
@@ -204,13 +197,15 @@ class Supervised(definition.ExampleMaker):
   def _separated(
     self, pair: framing.Pair, room: int | None = None
   ) -> framing.Pair:
-    """Returns a pair whose prefix ends in the separator, if there is one.
+    """Returns a pair with the separator, if any, at the end of its prefix.
 
     Args:
       pair: pair without the separator.
       room: most tokens of inputs, and of the prefix with its separator; None
         for all.
     """
+    # Inputs are cut before the separator: without it a decoder-only model could
+    # not tell where they end.
     cut = None if room is None else room - len(self._separator)
     prefix = pair.prefix
     if prefix is not None or len(self._separator):
@@ -219,6 +214,7 @@ class Supervised(definition.ExampleMaker):
 
   def _fitting(self, unseparated: framing.Pair) -> framing.Pair | None:
     """Returns a pair that fits a row; None if it is dropped."""
+    # `positions` counts the longer of inputs and prefix, with the separator.
     pair = self._separated(unseparated)
     encoder, decoder = pair.positions(self.lengths)
     if encoder <= self.lengths.encoder and decoder <= self.lengths.decoder:
@@ -240,7 +236,7 @@ class Supervised(definition.ExampleMaker):
   def _with_copy(
     self, pair: framing.Pair, generator: Callable[[], np.random.Generator]
   ) -> Iterator[framing.Pair]:
-    """Yields a pair, and MEAP's copy beside or inside of it."""
+    """Yields a pair, and MEAP's copy beside or inside it."""
     if not self._meap:
       yield pair
       return
@@ -248,17 +244,18 @@ class Supervised(definition.ExampleMaker):
     def sample(size: int, count: int) -> np.ndarray:
       return generator().choice(size, count, replace=False)
 
-    made = meap_copies(pair, self._mask, self._meap, sample, self._separator)
-    # A pair and its copy in one sequence may be too long.
+    copies = meap_copies(pair, self._mask, self._meap, sample, self._separator)
+    # A pair and its copy in a single sequence may be too long. Where the pair
+    # alone is, it is dropped or truncated by its option, not counted here.
     longest = max(self.lengths.decoder, len(pair.targets))
-    if len(made[0].targets) > longest:
+    if len(copies[0].targets) > longest:
       self.counts['left without a masked copy'] += 1
       yield pair._replace(
         decoder_inputs=pair.targets,
         weights=np.ones(len(pair.targets), np.float32),
       )
     else:
-      yield from made
+      yield from copies
 
 
 def meap_copies(
@@ -271,7 +268,7 @@ def meap_copies(
   """Adds MEAP's masked copy to a pair.
 
   Args:
-    pair: a pair whose last target ends it (EOS).
+    pair: a pair with EOS as its last target.
     mask: mask token.
     layout: 'separate' or 'concat', see the module's docstring.
     sample: draws the masked positions, as `random.sample(range(n), k)` does;
@@ -279,30 +276,32 @@ def meap_copies(
     separator: tokens between inputs and targets of the copy.
 
   Returns:
-    One or two pairs, all with decoder inputs and weights, as rows need.
+    A pair or two, all with decoder inputs and weights: pairs of a row must have
+    the same fields.
   """
   inputs, targets = pair.parts
   ones = np.ones(len(targets), np.float32)
   plain = pair._replace(decoder_inputs=targets, weights=ones)
-  answer = len(targets) - 1
-  if answer <= _MEAP_LEAST:
+  if len(targets) - 1 <= _MEAP_LEAST:
     return [plain]
-  if layout == 'separate':
-    at = np.array(list(sample(answer, int(answer * _MEAP_SHARE))))
-    read, weights = targets.copy(), np.zeros(len(targets), np.float32)
-    read[at], weights[at] = mask, 1
-    return [plain, pair._replace(decoder_inputs=read, weights=weights)]
-  inputs = np.append(inputs, np.array(separator, np.int32))
-  copy = np.concatenate([inputs, targets])
-  size = len(copy) - 1
-  at = np.array(list(sample(size, int(size * _MEAP_SHARE))))
-  read, weights = copy.copy(), np.zeros(len(copy), np.float32)
-  weights[len(inputs) :] = 1
-  read[at], weights[at] = mask, 1
+  separate = layout == 'separate'
+  context = np.append(inputs, np.array(separator, np.int32))
+  copy = targets if separate else np.concatenate([context, targets])
+  size = len(copy) - 1  # The last token, EOS, is never masked.
+  masked = np.array(list(sample(size, int(size * _MEAP_SHARE))))
+  decoder_inputs, weights = copy.copy(), np.zeros(len(copy), np.float32)
+  if not separate:
+    weights[len(context) :] = 1
+  decoder_inputs[masked], weights[masked] = mask, 1
+  if separate:
+    return [
+      plain,
+      pair._replace(decoder_inputs=decoder_inputs, weights=weights),
+    ]
   return [
     pair._replace(
       targets=np.concatenate([targets, copy]),
-      decoder_inputs=np.concatenate([targets, read]),
+      decoder_inputs=np.concatenate([targets, decoder_inputs]),
       weights=np.concatenate([ones, weights]),
     )
   ]
@@ -311,22 +310,18 @@ def meap_copies(
 class Chat(Supervised):
   """The assistant's turns of conversations."""
 
-  options = {
-    name: option
-    for name, option in Supervised.options.items()
-    if name != 'prefix'
-  }
+  options = {k: x for k, x in Supervised.options.items() if k != 'prefix'}
   documents = 'chat'
   ends_turns = True
 
   @classmethod
   def revisions(cls, options):
-    del options
     return ('answers are cut from the ids of the whole conversation',)
 
   def __init__(self, name, lengths, vocabulary, *encoder, **options):
     """Finds the chat template of each vocabulary; see `Supervised`."""
     super().__init__(name, lengths, vocabulary, *encoder, **options)
+    # Refuses a vocabulary without a template before any text is read.
     for side in (vocabulary, *encoder):
       chat_format.template_of(side)
 
@@ -349,10 +344,10 @@ class Chat(Supervised):
 
 
 def _check_answers(messages: chat_format.Messages) -> None:
-  """Refuses a conversation that does not end with an answer to somebody.
+  """Refuses a conversation that does not end with an answer to a user.
 
   Raises:
-    UserError: states what is wrong.
+    UserError: names the broken rule.
   """
   chat_format.check_messages(messages)
   roles = [message['role'] for message in messages]
@@ -372,10 +367,12 @@ def _encode(
   """Encodes a conversation and locates the assistant's turns.
 
   Returns:
-    The ids, int32 [n]; and per turn the first of its tokens, and the place
+    The ids, int32 [n]; and per turn the index of its first token, and the index
     after the token that ends it.
   """
   encoded = chat_format.encode(messages, vocabulary)
+  # The mask of the assistant's tokens changes at the bounds of its turns, which
+  # therefore come in pairs.
   edges = np.diff(encoded.assistant, prepend=False, append=False)
   bounds = np.flatnonzero(edges).reshape(-1, 2)
   return encoded.ids, [(int(start), int(stop)) for start, stop in bounds]

@@ -3,14 +3,14 @@
 A document is cut into windows, and each window is split, in tokens of the
 decoder's vocabulary; the text of the inputs (before the split, or after it in
 `reverse_prefix_lm`), not its ids, is then encoded with the encoder's
-vocabulary. So both sides read the same characters as with
-one vocabulary, and a teacher, which has the decoder's vocabulary, reads the
-prefix in the tokens that were split.
+vocabulary. So both sides read the same characters as with a shared vocabulary,
+and a teacher, which has the decoder's vocabulary, reads the prefix in the
+tokens that were split.
 
-Windows and splits end at the end of a character: a split inside of one moves
-back, and a window that cannot (a character of more tokens than a row) has no
-inputs. A window that is too long for the encoder in its own tokens, or for the
-decoder, is shortened until it fits both.
+Windows and splits end at the end of a character: a split inside a character
+moves back, and a window that cannot (a character of more tokens than a row) has
+no inputs. A window that is too long for the encoder in the encoder's tokens, or
+for the decoder, is shortened until it fits both.
 
 This module imports neither TensorFlow nor SeqIO nor jax.
 """
@@ -31,8 +31,9 @@ class _Document(NamedTuple):
   Attributes:
     text: text of the document.
     tokens: int32 [n].
-    characters: int32 [n + 1], characters before each token, -1 inside of one.
-    nearest: int [n + 1], the last place up to this one that ends a character.
+    characters: int32 [n + 1], characters before each token, -1 inside a
+      character.
+    nearest: int [n + 1], the last index up to this that ends a character.
   """
 
   text: str
@@ -45,14 +46,14 @@ class _Window(NamedTuple):
   """A window in the tokens of a document.
 
   Attributes:
-    given: tokens of the inputs.
+    prefix: tokens of the inputs.
     predicted: tokens of the targets.
     stop: end of the window.
     inputs: inputs in the encoder's tokens.
     ends: whether the document ends with the window.
   """
 
-  given: slice
+  prefix: slice
   predicted: slice
   stop: int
   inputs: np.ndarray
@@ -102,41 +103,42 @@ class TextSplit(definition.ExampleMaker):
 
     Args:
       text: text of the document.
-      generator: see `objectives.WindowMaker.pairs`.
+      generator: see `windows.WindowMaker.pairs`.
 
     Yields:
       Pairs with a prefix that fit the lengths; the last targets end in EOS.
     """
     document = self._read(text)
-    at = 0
+    start = 0
     for i in itertools.count():
       rng = generator(i) if self.draws else None
       plan = self._objective.draw_plan(rng)
       cut = self._objective.draw_cut(rng)
-      left = len(document.tokens) - at
-      ends = left <= plan.last
+      remaining = len(document.tokens) - start
+      ends = remaining <= plan.last
       # A token is left for the last window, which needs room for EOS.
-      size = left if ends else min(plan.inside, left - 1)
-      window = self._fit(document, at, size, ends, cut)
+      size = remaining if ends else min(plan.inner, remaining - 1)
+      window = self._fit(document, start, size, ends, cut)
       targets = document.tokens[window.predicted]
       yield framing.Pair(
         window.inputs,
         np.concatenate([targets, self._eos]) if window.ends else targets,
-        document.tokens[window.given],
+        document.tokens[window.prefix],
       )
       if window.ends:
         return
-      at = window.stop
+      start = window.stop  # Windows that had to be shortened end earlier.
 
   def _read(self, text: str) -> _Document:
     tokens, characters = self._decoder.encode_with_boundaries(text)
-    places = np.where(characters >= 0, np.arange(len(characters)), 0)
-    return _Document(text, tokens, characters, np.maximum.accumulate(places))
+    # Once for a document: each window then looks its bounds up.
+    ends = np.where(characters >= 0, np.arange(len(characters)), 0)
+    return _Document(text, tokens, characters, np.maximum.accumulate(ends))
 
   def _fit(
     self,
     document: _Document,
-    at: int,
+    start: int,
     size: int,
     ends: bool,
     cut: Callable[[int], int],
@@ -145,40 +147,48 @@ class TextSplit(definition.ExampleMaker):
 
     Args:
       document: the document.
-      at: first token of the window.
-      size: most tokens.
+      start: first token of the window.
+      size: number of tokens, at most.
       ends: whether the document ends with this many tokens.
       cut: function from tokens of a window to tokens of its first part.
     """
     while True:
-      window = self._window(document, at, size, ends, cut)
-      encoder = 1 + max(len(window.inputs), _size(window.given))
+      window = self._window(document, start, size, ends, cut)
+      encoder = 1 + max(len(window.inputs), _size(window.prefix))
       decoder = _size(window.predicted) + ends
       share = min(
         self.lengths.encoder / encoder, self.lengths.decoder / decoder
       )
       if share >= 1:
         return window
-      # A window of one token has no inputs, so this ends.
-      size = max(min(int(size * share), window.stop - at - 1), 1)
+      # By the share that fits, as lengths in the other vocabulary grow about
+      # with the tokens, but by at least a token. A window of a single token
+      # has no inputs and fits, so that this ends.
+      size = max(min(int(size * share), window.stop - start - 1), 1)
       ends = False
 
-  def _window(self, document, at, size, ends, cut) -> _Window:
+  def _window(self, document, start, size, ends, cut) -> _Window:
     """Returns the window of up to `size` tokens, whether it fits or not."""
-    stop = at + size
-    if not ends and document.nearest[stop] > at:
+    stop = start + size
+    # A character of more tokens than the window is cut: a window must advance.
+    if not ends and document.nearest[stop] > start:
       stop = int(document.nearest[stop])
-    middle = max(at, int(document.nearest[at + cut(stop - at)]))
-    first, second = slice(at, middle), slice(middle, stop)
-    given, predicted = (
-      (second, first) if self._objective.reverse else (first, second)
-    )
-    start, end = document.characters[[given.start, given.stop]]
-    if start < 0 or end < 0 or not _size(predicted):
-      # No inputs: the window starts or ends inside of a character.
-      given, predicted, start, end = slice(at, at), slice(at, stop), 0, 0
-    inputs = self._encoder.encode(document.text[start:end])
-    return _Window(given, predicted, stop, inputs, ends)
+    middle = max(start, int(document.nearest[start + cut(stop - start)]))
+    prefix, predicted = slice(start, middle), slice(middle, stop)
+    if self._objective.reverse:
+      prefix, predicted = predicted, prefix
+    first, end = document.characters[[prefix.start, prefix.stop]]
+    # Part of a character has no text that the encoder could read, and a pair
+    # needs targets: then all tokens are predicted from no inputs.
+    if first < 0 or end < 0 or not _size(predicted):
+      prefix, predicted, first, end = (
+        slice(start, start),
+        slice(start, stop),
+        0,
+        0,
+      )
+    inputs = self._encoder.encode(document.text[first:end])
+    return _Window(prefix, predicted, stop, inputs, ends)
 
 
 def _size(tokens: slice) -> int:

@@ -6,26 +6,27 @@
 | full_lm           | none                         | the window, of        |
 |                   |                              | concatenated documents|
 | prefix_lm         | its first half               | its second half       |
-| prefix_lm_uniform | up to a uniform split        | what follows          |
-| reverse_prefix_lm | what follows a uniform split | what precedes it      |
+| prefix_lm_uniform | up to a uniform split        | after the split       |
+| reverse_prefix_lm | after a uniform split        | up to the split       |
 
 `prefix_lm` splits in half, as T5Gemma does (arXiv:2504.06225). The uniform
 split is in [1, window), as in Wang et al. (arXiv:2204.05832). `full_lm` is
-their full language modeling. With `concatenate`, two uniform splits in a row
-are complementary, which is their packing of two examples into one
+their full language modeling. With `concatenate`, two successive uniform splits
+are complementary, which is their packing of two examples into a row
 (`UniformPrefixLM`).
 
 A document is cut into windows that fit a row with the framing of
 `objectives/framing.py` (m + 1 encoder and n decoder positions), as long as the
 row allows. Targets end in EOS if and only if the document ends. With the option
 `concatenate`, the documents of a shard are joined first, each with an EOS at
-its end, and windows are cut from the whole.
+its end, and windows are cut from the result.
 
 Pure numpy; this module imports neither TensorFlow nor SeqIO nor jax.
 """
 
 import abc
 import bisect
+import collections
 from collections.abc import Callable, Iterator, Sequence
 import contextlib
 import dataclasses
@@ -36,11 +37,7 @@ from typing import Any
 import numpy as np
 
 from encdec_adapt.base import errors
-from encdec_adapt.objectives import (
-  definition,
-  framing,
-  two_vocabularies,
-)
+from encdec_adapt.objectives import definition, framing, two_vocabularies
 from encdec_adapt.tokenizers import vocabulary as vocabulary_lib
 
 # Joins the documents of a shard before windows are cut.
@@ -48,17 +45,17 @@ CONCATENATE = {'concatenate': definition.Option(lambda _: True, 'concatenate')}
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class WindowPlan:
   """Decisions on a window before it is cut.
 
   Attributes:
-    inside: most tokens of a window that does not end its document.
-    last: most tokens of a document's last window, whose targets get EOS.
+    inner: largest size of a window that does not end its document, in tokens.
+    last: largest size of a document's last window; its targets get EOS.
     task: denoiser of the window, for mixtures of denoisers; whether its split
-      is the complement of the one before, for uniform splits; else None.
+      complements that of the preceding window, for uniform splits; else None.
   """
 
-  inside: int
+  inner: int
   last: int
   task: Any = None
 
@@ -73,7 +70,7 @@ class WindowMaker(definition.ExampleMaker):
 
   options = CONCATENATE
   adds_eos = True
-  plans: Sequence[Plan]
+  plans: Sequence[WindowPlan]
 
   def __init__(
     self,
@@ -106,16 +103,19 @@ class WindowMaker(definition.ExampleMaker):
         f' they must be at least {shortest.encoder} and {shortest.decoder}'
       )
 
-  def _have_windows(self, plans: Sequence[Plan]) -> bool:
-    return all(min(plan.inside, plan.last) >= 1 for plan in plans)
+  def _have_windows(self, plans: Sequence[WindowPlan]) -> bool:
+    return all(min(plan.inner, plan.last) >= 1 for plan in plans)
 
   def _shortest(self) -> framing.Lengths:
     """Returns the next longer row lengths that a window fits."""
+    # By trial, as the classes plan too differently for a formula. This changes
+    # `lengths`, as it is called only by an `__init__` that then fails.
     encoder, decoder = self.lengths.encoder, self.lengths.decoder
     for size in range(2, 100):
       # A side that is not filled stays 0.
       longer = encoder and max(encoder, size), decoder and max(decoder, size)
-      # One side alone where that is enough, before both.
+      # A single side if that suffices, before both: the error is to ask for
+      # the least change.
       for sides in ((longer[0], decoder), (encoder, longer[1]), longer):
         self.lengths = framing.Lengths(*sides)
         with contextlib.suppress(errors.UserError):  # Targets do not fit yet.
@@ -124,67 +124,66 @@ class WindowMaker(definition.ExampleMaker):
     return self.lengths
 
   @abc.abstractmethod
-  def _make_plans(self) -> Sequence[Plan]:
+  def _make_plans(self) -> Sequence[WindowPlan]:
     """Returns `plans`."""
 
   def _longest(
     self, sizes: Callable[[int], tuple[int, int]], task: Any = None
-  ) -> Plan:
+  ) -> WindowPlan:
     """Returns the plan of the longest windows that fit a row.
 
     Args:
-      sizes: function from a window's size to the most tokens of inputs and of
-        targets (without EOS), neither of which decreases.
-      task: see `Plan`.
+      sizes: function from a window's size to the largest numbers of inputs and
+        of targets (without EOS), neither of which decreases.
+      task: see `WindowPlan`.
     """
+    encoder, decoder = self.lengths.encoder, self.lengths.decoder
 
-    def capacity(eos: int) -> int:
-      """Returns the longest window whose targets have room for EOS (0, 1)."""
+    def exceeds(window: int, eos: int) -> bool:
+      inputs, targets = sizes(window)
+      # A side of length 0 is not filled, and limits nothing. Inputs have BOS.
+      return 0 < encoder < inputs + 1 or 0 < decoder < targets + eos
 
-      def exceeds(window: int) -> bool:
-        """Returns whether a window of this size may not fit a row."""
-        inputs, targets = sizes(window)
-        too_long = bool(self.lengths.encoder) and (
-          inputs + 1 > self.lengths.encoder
-        )
-        return too_long or (
-          self.feeds != 'encoder' and targets + eos > self.lengths.decoder
-        )
+    # Windows longer than four rows are not tried. As sizes never decrease, a
+    # bisection finds the first window that exceeds; its index in a range from 1
+    # is the size before it.
+    sizes_to_try = range(1, 4 * (encoder + decoder) + 1)
+    inner, last = (
+      bisect.bisect_left(
+        sizes_to_try, True, key=functools.partial(exceeds, eos=eos)
+      )
+      for eos in (0, int(self.adds_eos))
+    )
+    return WindowPlan(inner, last, task)
 
-      most = 4 * (self.lengths.encoder + self.lengths.decoder) + 1
-      return bisect.bisect_left(range(1, most), True, key=exceeds)
-
-    return Plan(capacity(0), capacity(int(self.adds_eos)), task)
-
-  def require_targets(self, most: int, shorter: int, what: str) -> None:
+  def require_targets(self, targets: int, shorter: int, cause: str) -> None:
     """Refuses lengths at which inputs that fill the encoder are not used.
 
     Args:
-      most: targets of a window whose inputs fill the encoder.
-      shorter: encoder length whose windows have targets that fit.
-      what: what makes the targets.
+      targets: number of targets of a window that fills the encoder.
+      shorter: encoder length at which the targets fit.
+      cause: subject of the error's sentence, which makes the targets.
 
     Raises:
       UserError: the targets do not fit; names the lengths that would do.
     """
-    if most > self.lengths.decoder:
+    if targets > self.lengths.decoder:
       raise errors.UserError(
         f'objective {self.name!r}: with config.data.encoder_length='
-        f'{self.lengths.encoder} {what} makes up to {most} targets, more than'
-        f' config.data.decoder_length={self.lengths.decoder}; set'
-        f' decoder_length to at least {most}, or encoder_length to at most'
+        f'{self.lengths.encoder} {cause} makes up to {targets} targets, more'
+        f' than config.data.decoder_length={self.lengths.decoder}; set'
+        f' decoder_length to at least {targets}, or encoder_length to at most'
         f' {shorter}'
       )
 
-  def draw_plan(self, rng: np.random.Generator | None) -> Plan:
+  def draw_plan(self, rng: np.random.Generator | None) -> WindowPlan:
     """Draws the plan of a document's next window."""
-    del rng
     (plan,) = self.plans
     return plan
 
   @abc.abstractmethod
   def split(
-    self, window: np.ndarray, plan: Plan, rng: np.random.Generator | None
+    self, window: np.ndarray, plan: WindowPlan, rng: np.random.Generator | None
   ) -> framing.Pair:
     """Returns the pair of a planned window [w], without EOS."""
 
@@ -199,9 +198,7 @@ class WindowMaker(definition.ExampleMaker):
         yield framing.Pair(*pair[:-1], (name,))
 
   def pairs(
-    self,
-    tokens: np.ndarray,
-    generator: Callable[[int], np.random.Generator],
+    self, tokens: np.ndarray, generator: Callable[[int], np.random.Generator]
   ) -> Iterator[framing.Pair]:
     """Cuts a whole document into windows, in order, and pairs each.
 
@@ -212,34 +209,38 @@ class WindowMaker(definition.ExampleMaker):
     Yields:
       Pairs that fit the lengths; the last targets end in EOS.
     """
-    left = tokens
+    remaining = tokens
     for i in itertools.count():
+      # A generator for each window, so that a window draws the same whatever
+      # number of draws the windows before it made.
       rng = generator(i) if self.draws else None
       plan = self.draw_plan(rng)
-      ends = len(left) <= plan.last
+      ends = len(remaining) <= plan.last
       # A token is left for the last window, which needs room for EOS.
-      size = len(left) if ends else min(plan.inside, len(left) - 1)
-      pair = self.split(left[:size], plan, rng)
+      size = len(remaining) if ends else min(plan.inner, len(remaining) - 1)
+      pair = self.split(remaining[:size], plan, rng)
       yield self._with_eos(pair) if ends and self.adds_eos else pair
       if ends:
         return
-      left = left[size:]
+      remaining = remaining[size:]
 
   def _with_eos(self, pair: framing.Pair) -> framing.Pair:
-    """Appends EOS to the targets, and what belongs to it to other fields."""
-    inputs, targets, prefix, read, weights, documents = pair
-    return framing.Pair(
-      inputs,
-      np.concatenate([targets, self._eos]),
-      prefix,
-      read if read is None else np.append(read, self._eos),
-      weights if weights is None else np.append(weights, weights[-1:]),
-      documents,
+    """Appends EOS to the targets, and to the fields aligned with them."""
+    decoder_inputs, weights = pair.decoder_inputs, pair.weights
+    # EOS is never masked: its place in the decoder's inputs holds EOS too.
+    if decoder_inputs is not None:
+      decoder_inputs = np.append(decoder_inputs, self._eos)
+    if weights is not None:
+      weights = np.append(weights, weights[-1:])
+    return pair._replace(
+      targets=np.concatenate([pair.targets, self._eos]),
+      decoder_inputs=decoder_inputs,
+      weights=weights,
     )
 
   def _draw_in_stream(
     self, index: int, generator: definition.Generator
-  ) -> tuple[np.random.Generator | None, Plan]:
+  ) -> tuple[np.random.Generator | None, WindowPlan]:
     """Draws the plan of a window of concatenated documents, by its number."""
     rng = generator(f'#{index}') if self.draws else None
     return rng, self.draw_plan(rng)
@@ -247,33 +248,35 @@ class WindowMaker(definition.ExampleMaker):
   def _from_stream(self, documents, generator) -> Iterator[framing.Pair]:
     """Cuts windows from concatenated documents, each of which ends in EOS."""
     documents = iter(documents)
+    # Read ahead by a document: no window, and no draw, follows the last token.
     following = next(documents, None)
-    buffer, names = np.zeros(0, np.int32), []  # names: (id, tokens left)
+    buffer = np.zeros(0, np.int32)
+    # (id, tokens in the buffer) of the documents in the buffer, in order.
+    spans: collections.deque[tuple[str, int]] = collections.deque()
     for i in itertools.count():
       if following is None and not len(buffer):
         return
       rng, plan = self._draw_in_stream(i, generator)
-      waiting, size = [buffer], len(buffer)
-      while size < plan.inside and following is not None:
+      chunks, size = [buffer], len(buffer)
+      while size < plan.inner and following is not None:
         name, tokens = following
-        waiting += [tokens, self._eos]
-        names.append((name, len(tokens) + 1))
+        chunks += [tokens, self._eos]
+        spans.append((name, len(tokens) + 1))
         size += len(tokens) + 1
         following = next(documents, None)
-      if len(waiting) > 1:
-        buffer = np.concatenate(waiting)
-      size = min(plan.inside, len(buffer))
-      pair = self.split(buffer[:size], plan, rng)
-      buffer = buffer[size:]
-      within = []
-      while size:
-        name, left = names[0]
-        within.append(name)
-        names[0] = (name, left - min(left, size))
-        size -= min(left, size)
-        if not names[0][1]:
-          names.pop(0)
-      yield pair._replace(documents=tuple(within))
+      # Not for the windows of a long document: each would copy the rest of it.
+      if len(chunks) > 1:
+        buffer = np.concatenate(chunks)
+      window, buffer = buffer[: plan.inner], buffer[plan.inner :]
+      pair = self.split(window, plan, rng)
+      names, size = [], len(window)
+      while size > 0:
+        name, count = spans.popleft()
+        names.append(name)
+        if count > size:  # The next window begins in this document.
+          spans.appendleft((name, count - size))
+        size -= count
+      yield pair._replace(documents=tuple(names))
 
 
 class CausalLM(WindowMaker):
@@ -290,7 +293,7 @@ class CausalLM(WindowMaker):
 
 
 class PrefixLM(WindowMaker):
-  """Predicts the second half from the first, which is not the longer one.
+  """Predicts the second half from the first half, which is never longer.
 
   Attributes:
     reverse: whether the part before the split is the targets.
@@ -304,7 +307,6 @@ class PrefixLM(WindowMaker):
   def build(
     cls, text, lengths, vocabulary, encoder_vocabulary, sentinel_policy, options
   ):
-    del sentinel_policy
     maker = cls(text, lengths, vocabulary, **options)
     if encoder_vocabulary is None:
       return maker
@@ -314,8 +316,10 @@ class PrefixLM(WindowMaker):
     return (self._longest(lambda window: (window // 2, window - window // 2)),)
 
   def draw_cut(self, rng: np.random.Generator | None) -> Callable[[int], int]:
-    """Draws the split: a function from a window's size to its first part's."""
-    del rng
+    """Returns a drawn split: a function from window size to first part's size.
+
+    A function, as `two_vocabularies` may shorten a window after the draw.
+    """
     return lambda size: size // 2
 
   def split(self, window, plan, rng):
@@ -328,9 +332,9 @@ class UniformPrefixLM(PrefixLM):
   """Predicts the text after a uniformly drawn split.
 
   Of concatenated documents, windows have w = min(S - 2, T) tokens, and windows
-  2k and 2k + 1 share a draw i in [1, w): one is split at i, the next at w - i.
-  Their inputs, with a BOS each, are w + 2 tokens and their targets w, so that
-  both fill a row (Wang et al., arXiv:2204.05832, section 3.2).
+  2k and 2k + 1 share a draw i in [1, w): the first is split at i, the second at
+  w - i. Their inputs, with a BOS each, are w + 2 tokens and their targets w, so
+  that both fill a row (Wang et al., arXiv:2204.05832, section 3.2).
   """
 
   draws = True
@@ -343,22 +347,25 @@ class UniformPrefixLM(PrefixLM):
   def _make_plans(self):
     if self.concatenate:
       window = min(self.lengths.encoder - 2, self.lengths.decoder)
-      return (Plan(*2 * [window if window > 1 else 0]),)
-    # Inputs have at most window - 1 tokens; the row has room for one more BOS.
+      # A window of a single token has no complement.
+      return (WindowPlan(*2 * [window if window > 1 else 0]),)
+    # Inputs have at most window - 1 tokens; the row has room for another BOS.
     return (self._longest(lambda window: (window, max(window - 1, 1))),)
 
   def draw_cut(self, rng):
     return functools.partial(uniform_split, rng.random())
 
   def _draw_in_stream(self, index, generator):
+    # The generator of the even window, so that both draw the same split.
     rng, plan = super()._draw_in_stream(index - index % 2, generator)
     return rng, dataclasses.replace(plan, task=bool(index % 2))
 
   def split(self, window, plan, rng):
     if not plan.task:
       return super().split(window, plan, rng)
-    middle = plan.inside - uniform_split(rng.random(), plan.inside)
-    # Only the last window of a shard is shorter; its target is one token then.
+    middle = plan.inner - uniform_split(rng.random(), plan.inner)
+    # Only the last window of a shard is shorter; then a single token is left as
+    # its target.
     middle = min(middle, len(window) - 1)
     return framing.Pair(window[:middle], window[middle:])
 
@@ -382,24 +389,23 @@ class ReversePrefixLM(PrefixLM):
 
 
 def uniform_split(share: float, size: int) -> int:
-  """Returns a split in [1, size) at a share in [0, 1); 0 for one token."""
+  """Returns a split in [1, size) at a share in [0, 1); 0 for a single token."""
   return 1 + int(share * (size - 1)) if size > 1 else 0
 
 
+_Name = definition.Name
 OBJECTIVES = {
-  'causal_lm': definition.Name(CausalLM, 'next token, documents apart'),
-  'full_lm': definition.Name(
+  'causal_lm': _Name(CausalLM, 'next token, documents apart'),
+  'full_lm': _Name(
     CausalLM,
     'next token, documents concatenated (Wang et al.)',
     {'concatenate': True},
   ),
-  'prefix_lm': definition.Name(
-    PrefixLM, 'second half from the first (T5Gemma)'
-  ),
-  'prefix_lm_uniform': definition.Name(
+  'prefix_lm': _Name(PrefixLM, 'second half from the first (T5Gemma)'),
+  'prefix_lm_uniform': _Name(
     UniformPrefixLM, 'the text after a uniform split (Wang et al.)'
   ),
-  'reverse_prefix_lm': definition.Name(
+  'reverse_prefix_lm': _Name(
     ReversePrefixLM, 'the text before a uniform split'
   ),
 }

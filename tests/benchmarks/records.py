@@ -194,7 +194,7 @@ def _make_records(
     materialization.materialize_sets(
       [(spec, folder / f'{objective}-{length}-{name}')],
       vocabulary_pair.Choice(vocabulary.path),
-      read=read,
+      reader=read,
     )
 
   make(20_000, 'warm')  # Imports TensorFlow.

@@ -41,8 +41,8 @@ def make(name, encoder, decoder, *, sentinels=96, **options):
 def make_fitting(name, length=48, **options):
   """Makes an objective for rows with the sides that it fills."""
   feeds = parsing.parse_one(name).feeds
-  sides = [length * (feeds in (one, 'pair')) for one in ('encoder', 'decoder')]
-  return make(name, *sides, **options)
+  lengths = [length * (feeds in (x, 'pair')) for x in ('encoder', 'decoder')]
+  return make(name, *lengths, **options)
 
 
 def pairs(objective, tokens, seed=0):

@@ -80,8 +80,8 @@ def test_normal_lengths_vary_less_than_random_ones():
   ],
 )
 def test_counts(denoiser, length, noise, spans):
-  (made,) = denoising.parse_mixture(denoiser)
-  assert made.counts(length) == (noise, spans)
+  (parsed,) = denoising.parse_mixture(denoiser)
+  assert parsed.counts(length) == (noise, spans)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_the_three_kinds_of_denoisers():
 @pytest.mark.parametrize('name', ['ul2', 't5gemma2', 'span_corruption'])
 def test_windows_are_the_longest_that_fit(name):
   for plan in cases.make(name, 64, 64).plans:
-    for ends, longest in ((0, plan.inside), (1, plan.last)):
+    for ends, longest in ((0, plan.inner), (1, plan.last)):
       fitting = [
         size
         for size in range(1, 400)
@@ -139,13 +139,11 @@ def test_t5_window_of_512_inputs():
   # Wang et al. 2022: 512 + 114 for 568 raw tokens; T5 counts an EOS on both
   # sides, which stand here for BOS of the encoder and EOS of the targets.
   objective = cases.make('span_corruption', 512, 114)
-  assert objective.plans[0].inside == 568 and objective.plans[0].last == 568
+  assert objective.plans[0].inner == 568 and objective.plans[0].last == 568
   with pytest.raises(errors.UserError) as refused:
     cases.make('span_corruption', 512, 100)
   assert 'decoder_length to at least 113' in str(refused.value)
-  (number,) = [
-    int(word) for word in str(refused.value).split() if word.isdigit()
-  ][-1:]
+  number = int(str(refused.value).split()[-1])
   cases.make('span_corruption', number, 100)
   with pytest.raises(errors.UserError, match='at least'):
     cases.make('span_corruption', number + 4, 100)
@@ -162,10 +160,7 @@ def test_sentinels_run_out():
 
 @pytest.mark.parametrize(
   'policy, used, shared',
-  [
-    ('recycle', [A, B, C, A], 2),
-    ('single', [A, A, A, A], 4),
-  ],
+  [('recycle', [A, B, C, A], 2), ('single', [A, A, A, A], 4)],
 )
 def test_shared_sentinels_are_counted(policy, used, shared):
   objective = cases.make(
@@ -183,13 +178,9 @@ def test_limit_segment_ends_windows_before_sentinels_run_out():
     'ul2', 512, 512, sentinels=10, sentinel_policy='limit_segment'
   )
   for plan in objective.plans:
-    assert plan.task.counts(plan.inside)[1] <= 10
-  (dense,) = (
-    plan
-    for plan in objective.plans
-    if (plan.task.mean, plan.task.density) == (3, 0.5)
-  )
-  assert dense.task.counts(dense.inside + 1)[1] == 11
+    assert plan.task.counts(plan.inner)[1] <= 10
+  (dense,) = (x for x in objective.plans if x.task.label == 'X:3:0.5')
+  assert dense.task.counts(dense.inner + 1)[1] == 11
 
 
 def test_extend_vocabulary_uses_new_sentinels_only():
@@ -200,8 +191,8 @@ def test_extend_vocabulary_uses_new_sentinels_only():
     name, 40, 40, sentinels=3 + needed, sentinel_policy='extend_vocabulary'
   )
   plan = objective.plans[0]
-  assert plan.task.counts(plan.inside)[1] == needed
-  pair = objective.split(_window(plan.inside), plan, np.random.default_rng(0))
+  assert plan.task.counts(plan.inner)[1] == needed
+  pair = objective.split(_window(plan.inner), plan, np.random.default_rng(0))
   used = [i for i in pair.inputs.tolist() if i < TEXT]
   assert used == list(range(11, 11 + needed))
 

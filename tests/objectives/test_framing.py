@@ -19,6 +19,15 @@ def pair(inputs, targets):
 ROW = [pair([11, 12, 13], [14, 15, 16]), pair([21, 22], [23, EOS])]
 
 
+def assert_row(row, expected):
+  """Checks all fields of a row; weights are float32, others int32."""
+  assert set(row) == set(expected)
+  for name, values in expected.items():
+    np.testing.assert_array_equal(row[name], values, err_msg=name)
+    dtype = np.float32 if name == 'weights' else np.int32
+    assert row[name].dtype == dtype, name
+
+
 def make_batch():
   """A batch of the row above and a filler row."""
   return framing.stack_rows(
@@ -47,11 +56,7 @@ def test_a_row_of_two_pairs_is_framed_as_the_table_says():
     # 14 is predicted at 13 (index 3); 23 at 22 (index 9).
     'teacher_index': [3, 4, 5, 9, 10, 0],
   }
-  assert set(row) == set(expected)
-  for name, values in expected.items():
-    np.testing.assert_array_equal(row[name], values, err_msg=name)
-    dtype = np.float32 if name == 'weights' else np.int32
-    assert row[name].dtype == dtype, name
+  assert_row(row, expected)
 
 
 def test_a_causal_row_has_no_encoder():
@@ -60,16 +65,14 @@ def test_a_causal_row_has_no_encoder():
     framing.Lengths(0, 6),
     gemma_ids.FRAMING,
   )
-  assert set(row) == {
-    'decoder_tokens',
-    'decoder_segments',
-    'decoder_positions',
-    'targets',
-    'weights',
+  expected = {
+    'decoder_tokens': [2, 11, 2, 21, 0, 0],
+    'decoder_segments': [1, 1, 2, 2, 0, 0],
+    'decoder_positions': [0, 1, 0, 1, 0, 0],
+    'targets': [11, 12, 21, EOS, 0, 0],
+    'weights': [1, 1, 1, 1, 0, 0],
   }
-  np.testing.assert_array_equal(row['decoder_tokens'], [2, 11, 2, 21, 0, 0])
-  np.testing.assert_array_equal(row['targets'], [11, 12, 21, EOS, 0, 0])
-  np.testing.assert_array_equal(row['decoder_segments'], [1, 1, 2, 2, 0, 0])
+  assert_row(row, expected)
 
 
 def test_decoder_inputs_and_weights_of_a_pair():
@@ -111,9 +114,7 @@ def test_an_encoder_only_row_predicts_tokens_where_it_reads_them():
     'targets': [0, 11, 12, 13, 0, 21, 22, 0],
     'weights': [0, 1, 0, 0, 0, 0, 1, 0],
   }
-  assert set(row) == set(expected)
-  for name, values in expected.items():
-    np.testing.assert_array_equal(row[name], values, err_msg=name)
+  assert_row(row, expected)
   framing.check_framing(framing.stack_rows([row]), gemma_ids.FRAMING)
 
 

@@ -36,9 +36,10 @@ def test_draws_are_those_of_every_machine_and_run():
 def test_one_generator_of_many_keys_draws_as_many_generators():
   keyed = randomness.Keyed(3, 1, 'a source')
   for name in ('x#0', 'y#1', 'x#0'):
-    own = randomness.generator(3, 1, 'a source', name)
-    found = keyed(name)
+    single = randomness.generator(3, 1, 'a source', name)
+    shared = keyed(name)
     # Also 32-bit draws, which leave half a number behind.
-    assert found.integers(9, dtype='int32') == own.integers(9, dtype='int32')
-    assert (found.permutation(50) == own.permutation(50)).all()
-    assert found.random() == own.random()
+    draws = [x.integers(9, dtype='int32') for x in (shared, single)]
+    assert draws[0] == draws[1]
+    assert (shared.permutation(50) == single.permutation(50)).all()
+    assert shared.random() == single.random()

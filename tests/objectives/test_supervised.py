@@ -9,16 +9,8 @@ import pytest
 import tokenizers
 
 from encdec_adapt.base import errors
-from encdec_adapt.objectives import (
-  framing,
-  parsing,
-  supervised,
-)
-from encdec_adapt.tokenizers import (
-  chat_format,
-  special_ids,
-  vocabulary_pair,
-)
+from encdec_adapt.objectives import framing, parsing, supervised
+from encdec_adapt.tokenizers import chat_format, special_ids, vocabulary_pair
 from tests import gemma_ids, tiny_tokenizers
 
 
@@ -38,7 +30,7 @@ def _make(vocabulary, name, encoder=64, decoder=96):
 
 
 def _examples(objective, *contents):
-  documents = [(str(i), json.dumps(one)) for i, one in enumerate(contents)]
+  documents = [(str(i), json.dumps(x)) for i, x in enumerate(contents)]
   return list(
     objective.examples(documents, lambda name: np.random.default_rng(0))
   )
@@ -65,9 +57,8 @@ def test_long_examples_follow_a_named_rule_and_are_counted(
   assert objective.counts[count] == 2
   if rule == 'truncate':
     assert len(pairs[0].inputs) == 7 and len(pairs[2].targets) == 6
-    assert (
-      pairs[0].inputs.tolist() == vocabulary.encode('\u00e9' * 5)[:7].tolist()
-    )
+    inputs = vocabulary.encode('\u00e9' * 5)[:7]
+    assert pairs[0].inputs.tolist() == inputs.tolist()
     assert pairs[2].targets[-1] != vocabulary.eos
 
 
@@ -217,18 +208,18 @@ def test_a_copy_that_does_not_fit_leaves_the_example(vocabulary):
   (pair,) = _examples(objective, ['q', 'word ' * 30])
   assert len(pair.targets) < 96 and pair.weights.all()
   assert objective.counts['left without a masked copy'] == 1
-  plain = parsing.for_evaluation(
-    parsing.parse_one('pairs:meap=concat,prefix=a')
-  ).text
-  assert plain == 'pairs:prefix=a'
-  assert (
-    parsing.for_evaluation(parsing.parse_one('meap:share=0.2')).text
-    == 'causal_lm'
-  )
-  assert (
-    parsing.for_evaluation(parsing.parse_one('chat:meap=separate')).text
-    == 'chat'
-  )
+
+
+@pytest.mark.parametrize(
+  'text, plain',
+  [
+    ('pairs:meap=concat,prefix=a', 'pairs:prefix=a'),
+    ('meap:share=0.2', 'causal_lm'),
+    ('chat:meap=separate', 'chat'),
+  ],
+)
+def test_held_out_rows_have_no_masks(text, plain):
+  assert parsing.for_evaluation(parsing.parse_one(text)).text == plain
 
 
 @pytest.mark.parametrize(

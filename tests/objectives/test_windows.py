@@ -126,35 +126,30 @@ def test_the_last_window_of_a_stream_is_split_within_it():
 
 
 def test_draws_are_keyed_by_document_or_window():
-  asked = []
+  keys = []
 
   def generator(name):
-    asked.append(name)
+    keys.append(name)
     return np.random.default_rng(0)
 
-  found = [(name, np.full(7, TEXT, np.int32)) for name in 'ab']
-  list(cases.make('bart', 7, 6).examples(found, generator))
-  assert asked == ['a#0', 'a#1', 'b#0', 'b#1']
-  asked.clear()
-  list(cases.make('bart:concatenate', 7, 6).examples(found, generator))
-  assert asked == ['#0', '#1', '#2']
+  documents = [(name, np.full(7, TEXT, np.int32)) for name in 'ab']
+  list(cases.make('bart', 7, 6).examples(documents, generator))
+  assert keys == ['a#0', 'a#1', 'b#0', 'b#1']
+  keys.clear()
+  list(cases.make('bart:concatenate', 7, 6).examples(documents, generator))
+  assert keys == ['#0', '#1', '#2']
 
 
 def _restored(name, pair):
   """Text of a window, from pairs that keep all of it, as a sorted list."""
-  inputs, targets = pair.parts
-  if name in ('iid_denoising', 'permuted_lm', *_SPANS):
-    kept, hidden = inputs[inputs >= TEXT], targets[targets >= TEXT]
-    return sorted([*kept, *hidden])
-  if name in ('drop_tokens', 'prefix_lm', *_SPLITS):
-    return sorted(t for t in [*inputs, *targets] if t >= TEXT)
-  if name == 'mass':
-    return sorted([*inputs[inputs >= TEXT], *targets[targets >= TEXT]])
-  return sorted(targets[targets >= TEXT])  # Targets are the window.
+  # Otherwise targets are the window.
+  tokens = np.concatenate(pair.parts) if name in _DIVIDED else pair.targets
+  return sorted(tokens[tokens >= TEXT])
 
 
-_SPANS = ('span_corruption', 'ul2', 'ul2_published', 'ul2r', 't5gemma2')
-_SPLITS = ('prefix_lm_uniform', 'reverse_prefix_lm')
+_DIVIDED = 'iid_denoising permuted_lm drop_tokens mass prefix_lm'.split()
+_DIVIDED += 'span_corruption ul2 ul2_published ul2r t5gemma2'.split()
+_DIVIDED += 'prefix_lm_uniform reverse_prefix_lm'.split()
 _NAMES = [
   name
   for name in parsing.NAMES
@@ -212,10 +207,7 @@ def test_nothing_is_lost_and_every_pair_fits(name, sizes, concatenate, seed):
     (('ul2', 2, 8), 'encoder_length=2 and .* at least 3 and 8$'),
     (('causal_lm', 0, 1), 'decoder_length=1; they must be at least 0 and 2$'),
     (('ul3', 8, 8), "objective is 'ul3'; .* must be one of causal_lm, full_lm"),
-    (
-      ('bart:shares=0.2', 8, 8),
-      "'shares=0.2' at column 6 is not an option",
-    ),
+    (('bart:shares=0.2', 8, 8), "'shares=0.2' at column 6 is not an option"),
     (('deshuffle:share=0.2', 8, 8), 'not an option of deshuffle'),
     (
       ('bart:share=2', 8, 8),
@@ -223,19 +215,13 @@ def test_nothing_is_lost_and_every_pair_fits(name, sizes, concatenate, seed):
     ),
     (('causal_lm:concatenate=false', 0, 8), 'concatenate=false'),
     (('denoise:R:3:0.15@inf', 8, 8), 'weight inf .*above 0'),
-    (
-      ('prefix_lm_uniform:concatenate', 3, 8),
-      'must be at least 4 and 8',
-    ),
+    (('prefix_lm_uniform:concatenate', 3, 8), 'must be at least 4 and 8'),
     (('pairs:separator="a', 8, 8), """'"a' at column 17 must be"""),
     (('bart:share=x', 8, 8), "'x' at column 12 must be"),
     (('meap:span=0', 0, 8), "'0' at column 11 must be as in span="),
     (('denoise:R:3', 8, 8), "'R:3' at column 1 must be MODE:MEAN:DENSITY"),
     (('denoise:Q:3:0.1', 8, 8), "'Q:3:0.1' at column 1 must be"),
-    (
-      ('denoise:R:0.5:0.1', 8, 8),
-      "'0.5' at column 3 must be a MEAN",
-    ),
+    (('denoise:R:0.5:0.1', 8, 8), "'0.5' at column 3 must be a MEAN"),
     (('denoise:R:3:0.15@0', 8, 8), 'weight 0 .*above 0'),
   ],
 )

@@ -1,0 +1,10 @@
+"""Making record sets from text sources.
+
+Which shards are missing, and the data of a job (`materialization`); the jobs
+that make shards (`shard_jobs`), in this process and others (`process_pool`) or
+on Apache Beam (`beam_jobs`); packing of examples into rows (`packing`) and
+tokens shared by passes (`token_cache`).
+
+Builds on `data/records`, `data/sources` and `objectives`; `data/records` must
+not import it. TensorFlow, SeqIO and Beam are imported when shards are made.
+"""

@@ -6,7 +6,7 @@ folder of the set, which is a bucket unless the pipeline runs on this machine;
 the shards' entries are read from there, so that no result has to come back.
 
 Apache Beam is imported when a pipeline is run: `pip install
-'encdec_adapt[beam]'`.
+'encdec_adapt[beam]'`. TensorFlow and SeqIO are imported by its workers only.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,7 +22,7 @@ from encdec_adapt.files import paths
 def run_jobs(
   groups: Sequence[shard_jobs.ShardGroup], options: Sequence[str]
 ) -> Iterator[tuple[shard_jobs.ShardGroup, list[dict[str, Any]]]]:
-  """Writes the shards of all groups, and yields these when all have ended.
+  """Writes the shards of all groups; yields all groups at the end.
 
   Args:
     groups: groups of shards.
@@ -32,8 +32,8 @@ def run_jobs(
     Every group and the manifest entries of its shards.
 
   Raises:
-    UserError: Apache Beam is missing, or the workers' shards are not where they
-      are read.
+    UserError: Apache Beam is missing, or the shards of the workers are not in
+      the folders of the jobs.
   """
   try:
     import apache_beam
@@ -55,7 +55,8 @@ def run_jobs(
   if groups:
     with apache_beam.Pipeline(options=parsed) as pipeline:
       listed = pipeline | apache_beam.Create(groups, reshuffle=False)
-      # Otherwise the groups would be made where they were listed.
+      # Runners fuse steps: without a shuffle between them, the worker that
+      # lists the groups would make all of them.
       spread = listed | apache_beam.Reshuffle()
       _ = spread | 'WriteShards' >> apache_beam.Map(shard_jobs.write_shards)
   with futures.ThreadPoolExecutor(record_writing.THREADS) as pool:
@@ -68,7 +69,7 @@ def _entries(group: shard_jobs.ShardGroup) -> list[dict[str, Any]]:
   Raises:
     UserError: a shard is not there.
   """
-  found = []
+  entries = []
   for job in group.jobs:
     entry = record_writing.finished_shard(job.folder, job.spec, job.key)
     if entry is None:
@@ -76,5 +77,5 @@ def _entries(group: shard_jobs.ShardGroup) -> list[dict[str, Any]]:
         f'{job}: the pipeline has ended and the shard is not there; the'
         ' workers must reach config.data.folder, such as a bucket'
       )
-    found.append(entry)
-  return found
+    entries.append(entry)
+  return entries

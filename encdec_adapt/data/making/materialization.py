@@ -3,14 +3,14 @@
 A record set (`data/records/record_sets.py`) is made shard by shard. A shard
 reads its share of a source (`data/sources/document_source.py`), and the key of
 every random draw names what is drawn (`objectives/randomness.py`), so the bytes
-of a shard depend neither on the number of workers nor on restarts. Finished
-shards are kept, others made again.
+of a shard depend neither on the number of workers nor on restarts. Only shards
+that are missing or damaged are made.
 
 `shard_jobs.read_examples` imports SeqIO (so TensorFlow) when a shard is made; a
 process that only opens records never does.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent import futures
 import contextlib
 import dataclasses
@@ -35,40 +35,63 @@ from encdec_adapt.objectives import parsing
 from encdec_adapt.telemetry import progress
 from encdec_adapt.tokenizers import vocabulary_pair, vocabulary_training
 
-
-def _print(line: str) -> None:
-  """Prints without buffering, so that progress shows in pipes too."""
-  print(line, flush=True)
+# Without buffering, so that progress shows in pipes too.
+_print = functools.partial(print, flush=True)
 
 
 # -- Record sets -------------------------------------------------------------
 
 
 @dataclasses.dataclass
-class _Set:
+class _Build:
   """A record set that is being made.
 
   Attributes:
     spec: spec of the record set, with fingerprints.
     folder: folder where it is read.
-    place: folder where its shards are made: of a set in a bucket a local one,
-      or the bucket itself by workers on other machines.
+    shard_folder: folder where its shards are written: for a set in a bucket a
+      local folder, or the bucket itself if other machines make the shards.
     parts: source and objective of each part.
-    entries: manifest entry of every shard; None for one that is to be made.
+    entries: manifest entry of every shard; None for a shard to make.
     manifest: None until the set is finished.
   """
 
   spec: record_sets.RecordSpec
   folder: paths.Path
-  place: paths.Path
+  shard_folder: paths.Path
   parts: Sequence[record_sets.Part]
   entries: dict[record_writing.ShardKey, dict[str, Any] | None]
   manifest: dict[str, Any] | None = None
 
-  def finish(self, described: Mapping[str, Any]) -> None:
-    """Writes the manifest if all shards are there; an empty set is an error."""
-    if self.manifest is None and None not in self.entries.values():
-      self.manifest = _finish(self, described)
+  def finish(self, vocabularies: Mapping[str, Any]) -> None:
+    """Writes the manifest if all shards are there, uploads the set to a bucket.
+
+    Args:
+      vocabularies: description of the vocabularies for the manifest.
+
+    Raises:
+      UserError: the set has no rows.
+    """
+    spec, folder, entries = self.spec, self.folder, self.entries
+    if self.manifest is not None or None in entries.values():
+      return
+    # Checked before the manifest is written: a set without rows stays
+    # unfinished, and more text can be added to it.
+    if not any(entry['rows'] for entry in entries.values()):
+      _check_dropped(spec, entries)
+      raise errors.UserError(
+        f'data: source {spec.source!r} gives no rows for split {spec.split!r}'
+        f' with eval_fraction={spec.eval_fraction} and'
+        f' max_rows={spec.max_rows}; use more text, or another fraction'
+      )
+    self.manifest = record_writing.write_manifest(
+      self.shard_folder, spec, self.parts, entries, vocabularies
+    )
+    if self.shard_folder != folder:
+      _print(f'{folder}: uploading the records')
+      # The manifest goes last: it marks the set as finished.
+      paths.upload(self.shard_folder, folder, record_sets.MANIFEST)
+    _print(f'{folder}: {summary(self.manifest)}')
 
 
 def materialize_sets(
@@ -77,9 +100,7 @@ def materialize_sets(
   *,
   workers: int = 1,
   beam: Sequence[str] | None = None,
-  read: Callable[
-    [shard_jobs.ShardJob], Iterable[shard_jobs.Example]
-  ] = shard_jobs.read_examples,
+  reader: shard_jobs.Reader = shard_jobs.read_examples,
 ) -> list[dict[str, Any]]:
   """Makes the missing shards and the manifests of record sets.
 
@@ -89,7 +110,7 @@ def materialize_sets(
     choice: vocabularies of the model.
     workers: number of processes; 1 makes the shards in this one.
     beam: options of the Apache Beam pipeline that makes the shards instead.
-    read: function that yields a shard's examples; importable by name.
+    reader: function that yields the examples of a shard; importable by name.
 
   Returns:
     The manifests, in the order of `sets`.
@@ -103,66 +124,78 @@ def materialize_sets(
   for spec, _ in sets:
     for objective in parsing.parse(spec.objective):
       # Refuses lengths and vocabularies before any text is read.
-      objective.make(
-        spec.lengths,
-        opened.decoder,
-        encoder_vocabulary=opened.encoder if opened.differ else None,
-        sentinel_policy=spec.sentinels,
-      )
-  sets = [
-    (_with_fingerprints(spec, opened), paths.at(folder))
-    for spec, folder in sets
-  ]
+      shard_jobs.make_maker(spec, objective, opened)
+  # Before the locks, which make the folders: a wrong source leaves no trace.
+  fingerprints = [mixtures.fingerprint(_all_sources(spec)) for spec, _ in sets]
   with contextlib.ExitStack() as stack:
     for _, folder in sets:
-      stack.enter_context(lock.hold(folder))
-    found = [_open_set(spec, folder, beam is not None) for spec, folder in sets]
-    jobs = _missing_shards(found, choice, read)
+      stack.enter_context(lock.hold(paths.at(folder)))
+    builds = []
+    for (spec, folder), digest in zip(sets, fingerprints, strict=True):
+      spec = dataclasses.replace(
+        spec, source_fingerprint=digest, **opened.fingerprints
+      )
+      builds.append(_open_set(spec, paths.at(folder), beam is not None))
+    jobs = _missing_shards(builds, choice, reader)
     groups = shard_jobs.group_jobs(jobs)
     if jobs:
       how = f'{min(workers, len(groups))} at a time'
       _print(
-        f'records: {len(jobs)} of {sum(len(one.entries) for one in found)}'
+        f'records: {len(jobs)} of {sum(len(x.entries) for x in builds)}'
         f' shards to make, {how if beam is None else "on Apache Beam"}'
       )
-    for one in found:
-      one.finish(described)
+    # A killed job may have left a set without a manifest, but all its shards.
+    for build in builds:
+      build.finish(described)
     start, count = time.monotonic(), 0
     if beam is None:
-      done = process_pool.run_jobs(shard_jobs.write_shards, groups, workers)
+      results = process_pool.run_jobs(shard_jobs.write_shards, groups, workers)
     else:
-      done = beam_jobs.run_jobs(groups, beam)
-    for group, entries in done:
-      (own,) = (one for one in found if str(one.place) == group.jobs[0].folder)
-      own.entries.update(
-        zip((job.key for job in group.jobs), entries, strict=True)
-      )
+      results = beam_jobs.run_jobs(groups, beam)
+    for group, entries in results:
+      folder = group.jobs[0].folder
+      (build,) = (x for x in builds if str(x.shard_folder) == folder)
+      keys = (job.key for job in group.jobs)
+      build.entries.update(zip(keys, entries, strict=True))
       count += len(entries)
-      left = (time.monotonic() - start) / count * (len(jobs) - count)
+      seconds = (time.monotonic() - start) / count * (len(jobs) - count)
       if beam is None:  # A pipeline returns all its shards at its end.
         _print(
           f'records: {count}/{len(jobs)} shards,'
-          f' {progress.format_seconds(left)} left'
+          f' {progress.format_seconds(seconds)} left'
         )
-      own.finish(described)
-    return [one.manifest for one in found if one.manifest]
+      # At once, not after the last set: an empty set of held-out rows, which
+      # is made first, ends the job before the training rows are made.
+      build.finish(described)
+    return [build.manifest for build in builds if build.manifest]
 
 
 def _missing_shards(
-  sets: Sequence[_Set],
+  builds: Sequence[_Build],
   choice: vocabulary_pair.Choice,
-  read: Callable[[shard_jobs.ShardJob], Iterable[shard_jobs.Example]],
+  reader: shard_jobs.Reader,
 ) -> list[shard_jobs.ShardJob]:
-  """Describes the shards of sets that are to be made."""
+  """Describes the missing shards of record sets."""
   jobs = [
-    shard_jobs.ShardJob(str(one.place), one.spec, choice, one.parts, key, read)
-    for one in sets
-    for key, entry in one.entries.items()
+    shard_jobs.ShardJob(
+      str(build.shard_folder), build.spec, choice, build.parts, key, reader
+    )
+    for build in builds
+    for key, entry in build.entries.items()
     if entry is None
   ]
   if not jobs:
     return []
-  left_out = _duplicates([one.spec for one in sets])
+  # Here and not in the workers, each of which would go through all sources.
+  left_out: Mapping[str, frozenset[str]] = {}
+  if any(build.spec.deduplicate for build in builds):
+    # Held-out rows may have fewer sources than training rows.
+    sources = max((_all_sources(build.spec) for build in builds), key=len)
+    left_out = contamination.duplicates(sources)
+    _print(
+      f'data: {sum(map(len, left_out.values())):,} documents are duplicates and'
+      ' are left out'
+    )
   cut = {
     spec: mixtures.cut_sources(
       _all_sources(spec), shard_jobs.make_draw(spec, 0)
@@ -177,8 +210,8 @@ def _missing_shards(
 
 def _open_set(
   spec: record_sets.RecordSpec, folder: paths.Path, elsewhere: bool
-) -> _Set:
-  """Finds the finished shards of a set, and removes unfinished ones.
+) -> _Build:
+  """Finds the finished shards of a set, and removes unfinished shards.
 
   Args:
     spec: spec with fingerprints.
@@ -195,17 +228,20 @@ def _open_set(
     record_sets.check_spec(
       folder, manifest, dataclasses.replace(spec, passes=passes)
     )
-  place = folder if elsewhere else record_copy.local_folder(folder)
-  if manifest is not None and place != folder:
+  shard_folder = folder if elsewhere else record_copy.local_folder(folder)
+  # Passes may be added to a finished set: its shards have to be here for that.
+  if manifest is not None and shard_folder != folder:
     record_copy.fetch(folder, record_sets.shards(manifest))
-  for leftover in place.glob('pass-*/*/*.tmp'):  # From killed workers.
+  for leftover in shard_folder.glob('pass-*/*/*.tmp'):  # From killed workers.
     leftover.unlink()
   parts = list_parts(spec)
   keys = record_writing.shard_keys(spec, parts)
-  finished = functools.partial(record_writing.finished_shard, place, spec)
+  finished = functools.partial(
+    record_writing.finished_shard, shard_folder, spec
+  )
   with futures.ThreadPoolExecutor(record_writing.THREADS) as pool:
     entries = dict(zip(keys, pool.map(finished, keys), strict=True))
-  return _Set(spec, folder, place, parts, entries)
+  return _Build(spec, folder, shard_folder, parts, entries)
 
 
 def list_parts(spec: record_sets.RecordSpec) -> list[record_sets.Part]:
@@ -221,59 +257,14 @@ def list_parts(spec: record_sets.RecordSpec) -> list[record_sets.Part]:
   ]
 
 
-def _with_fingerprints(
-  spec: record_sets.RecordSpec, opened: vocabulary_pair.Opened
-) -> record_sets.RecordSpec:
-  source = mixtures.fingerprint(_all_sources(spec))
-  return dataclasses.replace(
-    spec, source_fingerprint=source, **opened.fingerprints
-  )
-
-
-def _duplicates(
-  specs: Sequence[record_sets.RecordSpec],
-) -> Mapping[str, frozenset[str]]:
-  """Returns the documents to leave out of the sets of a job."""
-  if not any(spec.deduplicate for spec in specs):
-    return {}
-  # Held-out rows may have fewer sources than training rows.
-  found = contamination.duplicates(max(map(_all_sources, specs), key=len))
-  _print(
-    f'data: {sum(map(len, found.values())):,} documents are duplicates and'
-    ' are left out'
-  )
-  return found
-
-
 def _all_sources(spec: record_sets.RecordSpec) -> list[mixtures.Part]:
   """Opens every source of a set once."""
-  found = {
+  sources = {
     part.source.name: part
     for objective in parsing.parse(spec.objective)
     for part in shard_jobs.open_sources(spec, objective)
   }
-  return list(found.values())
-
-
-def _finish(made: _Set, described: Mapping[str, Any]) -> dict[str, Any]:
-  """Writes the manifest, uploads the set to its bucket, prints a summary."""
-  spec, folder, place = made.spec, made.folder, made.place
-  entries = {key: entry for key, entry in made.entries.items() if entry}
-  if not any(entry['rows'] for entry in entries.values()):
-    _check_dropped(spec, entries)
-    raise errors.UserError(
-      f'data: source {spec.source!r} gives no rows for split {spec.split!r}'
-      f' with eval_fraction={spec.eval_fraction} and max_rows={spec.max_rows};'
-      ' use more text, or another fraction'
-    )
-  manifest = record_writing.write_manifest(
-    place, spec, made.parts, entries, described
-  )
-  if place != folder:
-    _print(f'{folder}: uploading the records')
-    paths.upload(place, folder, record_sets.MANIFEST)
-  _print(f'{folder}: {summary(manifest)}')
-  return manifest
+  return list(sources.values())
 
 
 def _check_dropped(
@@ -281,7 +272,7 @@ def _check_dropped(
   entries: Mapping[record_writing.ShardKey, Mapping[str, Any]],
 ) -> None:
   """Raises UserError if a set is empty because all examples are too long."""
-  # Every pass drops the same.
+  # Every pass drops the same examples; the error is to count each once.
   shards = [entry for key, entry in entries.items() if not key.pass_index]
   dropped = sum(entry.get('dropped', 0) for entry in shards)
   if dropped and not any(entry['examples'] for entry in shards):
@@ -319,9 +310,9 @@ def summary(manifest: Mapping[str, Any]) -> str:
       f'; {totals["shared_sentinel_spans"]:,} spans share their sentinel with'
       f' another (sentinels={spec["sentinels"]})'
     )
-  for what in ('dropped', 'truncated', 'left without a masked copy'):
-    if totals.get(what):
-      line += f'; {totals[what]:,} examples longer than a row were {what}'
+  for outcome in ('dropped', 'truncated', 'left without a masked copy'):
+    if totals.get(outcome):
+      line += f'; {totals[outcome]:,} examples longer than a row were {outcome}'
   if totals.get('bad_documents'):
     line += f'; {totals["bad_documents"]:,} documents could not be read'
   lines = [line]
@@ -336,18 +327,18 @@ def summary(manifest: Mapping[str, Any]) -> str:
 
 
 def _hidden(part: Mapping[str, Any]) -> list[str]:
-  """Compares what was hidden in a part with what its objective asks for."""
-  objective = parsing.parse_one(part['objective'])
-  asked = objective.hidden_shares
-  windows = sum(part.get(f'{noise}: windows', 0) for noise in asked)
+  """Compares the hidden tokens of a part with the shares of its objective."""
+  requested = parsing.parse_one(part['objective']).hidden_shares
+  windows = sum(part.get(f'{noise}: windows', 0) for noise in requested)
   lines = []
-  for noise, (share, hidden) in asked.items():
-    if own := part.get(f'{noise}: windows', 0):
-      found = part[f'{noise}: hidden'] / part[f'{noise}: tokens']
-      wanted = '' if hidden is None else f' (asked {hidden:.1%})'
+  for noise, (share, hidden) in requested.items():
+    # A noise of a small part may never have been drawn.
+    if count := part.get(f'{noise}: windows', 0):
+      rate = part[f'{noise}: hidden'] / part[f'{noise}: tokens']
+      target = '' if hidden is None else f' (asked {hidden:.1%})'
       lines.append(
-        f'    {noise}: {own / windows:.1%} of {windows:,} windows (asked'
-        f' {share:.1%}), {found:.1%} of their tokens hidden{wanted}'
+        f'    {noise}: {count / windows:.1%} of {windows:,} windows (asked'
+        f' {share:.1%}), {rate:.1%} of their tokens hidden{target}'
       )
   return lines
 
@@ -372,11 +363,11 @@ def is_missing(data: data_section.DataConfig) -> bool:
   Records of another spec do not count as missing: `open_sets` refuses them.
   Another number of passes does, because passes can be added.
   """
-  for spec, folder in set_folders(data).values():
-    manifest = record_sets.read_manifest(folder)
-    if manifest is None or manifest['spec']['passes'] != spec.passes:
-      return True
-  return False
+  return any(
+    (manifest := record_sets.read_manifest(folder)) is None
+    or manifest['spec']['passes'] != spec.passes
+    for spec, folder in set_folders(data).values()
+  )
 
 
 def open_sets(
@@ -409,7 +400,7 @@ def open_vocabularies(data: data_section.DataConfig) -> vocabulary_pair.Opened:
   choice = data.vocabularies
   if data.train_vocabulary and not vocabulary_pair.exists(choice.decoder):
     path = paths.at(choice.decoder)
-    # Trained vocabularies have mode tokens: only sentinels are added.
+    # Trained vocabularies have mode tokens: only sentinels are added later.
     size = data.table_sizes['decoder'] - choice.added_sentinels
     _print(
       f'vocabulary: {path} does not exist, so a new one of {size:,} ids is'
@@ -464,13 +455,14 @@ def materialize(
     UserError: bad input, see `materialize_sets`.
   """
   opened = open_vocabularies(data)
-  for vocabulary in {one.path: one for one in opened.sides.values()}.values():
+  # By path: both sides have the same vocabulary where only one is named.
+  for vocabulary in {x.path: x for x in opened.sides.values()}.values():
     if vocabulary.note:
       _print(f'note: the vocabulary {vocabulary.path} {vocabulary.note}')
   names = [str(part) for part in list_parts(data.train)]
   for phase in row_rates.parse(data.rates):
     phase.check_parts(names)
   # Held-out records first: they are few, and show whether there are any.
-  found = set_folders(data)
-  sets = [found['eval'], found['train']]
+  folders = set_folders(data)
+  sets = [folders['eval'], folders['train']]
   materialize_sets(sets, data.vocabularies, workers=data.workers, beam=beam)

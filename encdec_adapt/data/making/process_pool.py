@@ -40,15 +40,17 @@ def run_jobs(
     return
   with futures.ProcessPoolExecutor(
     workers,
+    # A forked copy of a process with threads may wait for their locks forever.
     multiprocessing.get_context('spawn'),
     # Orphans would write the same shards as the next run of the command.
     initializer=parent_death.end_with_parent,
   ) as pool:
     pending = {pool.submit(function, job): job for job in jobs}
     try:
-      for done in futures.as_completed(pending):
-        yield pending[done], done.result()
+      for future in futures.as_completed(pending):
+        yield pending[future], future.result()
     except process_pool.BrokenProcessPool:
+      # The pool does not say which process died, nor on which job.
       raise errors.UserError(
         f'a worker of {len(jobs)} jobs such as {jobs[0]} died; if it was'
         ' killed for lack of memory, use fewer workers. Run the same command'
@@ -76,7 +78,7 @@ def run_in_subprocess(function: Callable[..., Any], *args: Any) -> None:
   process.start()
   try:
     process.join()
-  except BaseException:
+  except BaseException:  # Ctrl-C and SystemExit of a signal handler too.
     process.terminate()
     process.join()
     raise

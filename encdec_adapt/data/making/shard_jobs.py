@@ -1,7 +1,7 @@
 """Makes the shards of a record set: read, tokenise, make examples, pack, write.
 
-A job describes one shard. The passes over the same documents, and objectives
-that read the same source, are a group, which one process makes so that their
+A job describes a shard. Passes over the same documents, and objectives that
+read the same source, form a group, which a single process makes so that their
 text is tokenised once.
 
 `read_examples` imports SeqIO (so TensorFlow), in the process that makes a
@@ -22,12 +22,7 @@ from encdec_adapt.data.making import packing, token_cache
 from encdec_adapt.data.records import record_sets, record_writing
 from encdec_adapt.data.sources import mixtures, tensorflow_import
 from encdec_adapt.files import paths
-from encdec_adapt.objectives import (
-  definition,
-  framing,
-  parsing,
-  randomness,
-)
+from encdec_adapt.objectives import definition, framing, parsing, randomness
 from encdec_adapt.tokenizers import vocabulary_pair
 
 
@@ -38,22 +33,25 @@ class Example(NamedTuple):
   shared_spans: int
 
 
+# Yields the examples of a shard; importable, as processes pass it by its name.
+Reader = Callable[['ShardJob'], Iterable[Example]]
+
+
 @dataclasses.dataclass(frozen=True)
 class ShardJob:
-  """Describes one shard to make.
+  """Describes a shard to make.
 
   Attributes:
     folder: folder of the record set.
     spec: spec of the record set with its fingerprints.
     choice: vocabularies of the model.
     parts: parts of the record set.
-    key: place of the shard in the set.
-    read: function that yields the shard's examples; must be importable by
-      name, because worker processes call it.
+    key: pass, part and number of the shard in the set.
+    reader: function that yields the examples of the shard.
     left_out: name of a source -> ids of documents that are not read.
     cut: names of the sources of which pieces are held out; None: unknown.
     tokens: tokens of documents that another job of the group has read.
-    counts: examples that were dropped or cut, filled in by `read`.
+    counts: examples that were dropped or cut, filled in by `reader`.
   """
 
   folder: str
@@ -61,7 +59,7 @@ class ShardJob:
   choice: vocabulary_pair.Choice
   parts: Sequence[record_sets.Part]
   key: record_writing.ShardKey
-  read: Callable[['ShardJob'], Iterable[Example]]
+  reader: Reader
   left_out: Mapping[str, frozenset[str]] = dataclasses.field(
     default_factory=dict
   )
@@ -82,23 +80,13 @@ class ShardJob:
       f' {self.key.pass_index}, {self.spec.split} records in {self.folder}'
     )
 
-  def generator(self, purpose: str) -> np.random.Generator:
-    """Returns the generator of a shard-level draw such as the packing."""
-    spec = self.spec
-    return randomness.generator(
-      spec.seed,
-      self.key.pass_index,
-      self.part.source,
-      f'{purpose} of {spec.split} shard {self.key.shard} of {spec.shards}',
-    )
-
 
 @dataclasses.dataclass(frozen=True)
 class ShardGroup:
-  """Shards that are made one after the other, of the same documents.
+  """Shards of the same documents, made in turn by a single process.
 
   Attributes:
-    jobs: jobs of one record set, source and number of the shard.
+    jobs: jobs of the same record set, source and number of the shard.
   """
 
   jobs: Sequence[ShardJob]
@@ -113,7 +101,7 @@ def group_jobs(jobs: Iterable[ShardJob]) -> list[ShardGroup]:
   for job in jobs:
     key = job.folder, job.part.source, job.key.shard
     groups.setdefault(key, []).append(job)
-  return [ShardGroup(found) for found in groups.values()]
+  return [ShardGroup(members) for members in groups.values()]
 
 
 def open_sources(
@@ -122,7 +110,7 @@ def open_sources(
   left_out: Mapping[str, frozenset[str]] | None = None,
   cut: frozenset[str] | None = None,
 ) -> list[mixtures.Part]:
-  """Opens the sources that have what an objective is made of.
+  """Opens the sources that have the documents of an objective.
 
   Args:
     spec: spec of the record set.
@@ -136,12 +124,12 @@ def open_sources(
   Raises:
     UserError: a source is missing or has no text.
   """
-  needed = objective.documents
+  documents = objective.documents
   return mixtures.open_parts(
-    mixtures.having(spec.source, needed, spec.seqio_modules),
+    mixtures.having(spec.source, documents, spec.seqio_modules),
     max_bytes=spec.max_bytes,
     seqio_modules=spec.seqio_modules,
-    pairs=needed == 'pairs',
+    pairs=documents == 'pairs',
     skip_bad=spec.bad_documents == 'skip',
     left_out=left_out or {},
     cut=cut,
@@ -149,13 +137,31 @@ def open_sources(
 
 
 def make_draw(spec: record_sets.RecordSpec, pass_index: int) -> mixtures.Draw:
-  """Returns what decides which documents a pass over a source reads.
+  """Returns the draw of the documents that a pass over a source reads.
 
   Args:
     spec: spec of the record set.
     pass_index: 0 to spec.passes - 1.
   """
   return mixtures.Draw(spec.split, spec.eval_fraction, spec.seed, pass_index)
+
+
+def make_maker(
+  spec: record_sets.RecordSpec,
+  objective: definition.Objective,
+  opened: vocabulary_pair.Opened,
+) -> definition.ExampleMaker:
+  """Makes the maker of an objective's examples for the rows of a spec.
+
+  Raises:
+    UserError: the lengths or the vocabularies do not suit the objective.
+  """
+  return objective.make(
+    spec.lengths,
+    opened.decoder,
+    encoder_vocabulary=opened.encoder if opened.differ else None,
+    sentinel_policy=spec.sentinels,
+  )
 
 
 def read_examples(job: ShardJob) -> Iterable[Example]:
@@ -169,107 +175,104 @@ def read_examples(job: ShardJob) -> Iterable[Example]:
   gc.freeze()
   gc.set_threshold(100_000)
   spec, opened = job.spec, job.choice.open()
-  chosen = parsing.parse_one(job.part.objective)
+  objective = parsing.parse_one(job.part.objective)
   if spec.split == 'eval':
-    chosen = parsing.for_evaluation(chosen)
-  objective = chosen.make(
-    spec.lengths,
-    opened.decoder,
-    encoder_vocabulary=opened.encoder if opened.differ else None,
-    sentinel_policy=spec.sentinels,
-  )
-  objective.skips_bad = spec.bad_documents == 'skip'
+    objective = parsing.for_evaluation(objective)
+  maker = make_maker(spec, objective, opened)
+  maker.skips_bad = spec.bad_documents == 'skip'
   draw = make_draw(spec, job.key.pass_index)
   (part,) = (
     part
-    for part in open_sources(spec, chosen, job.left_out, job.cut)
+    for part in open_sources(spec, objective, job.left_out, job.cut)
     if part.source.name == job.part.source
   )
-  objective.locate = part.source.locate
+  maker.locate = part.source.locate
   keyed = randomness.Keyed(spec.seed, job.key.pass_index, job.part.source)
   shard = job.key.shard
 
   def generator(name: str) -> np.random.Generator:
-    """Returns the generator of a window: of a document, or of the shard."""
+    # Windows of concatenated documents have a number in the shard only, and
+    # those of different shards must not draw alike.
     if name.startswith('#'):
       name = f'shard {shard} of {spec.shards}{name}'
     return keyed(name)
 
-  def read(text: str) -> str | np.ndarray:
-    """Returns what the objective reads of a document."""
-    if objective.reads == 'text':
+  def content_of(text: str) -> str | np.ndarray:
+    if maker.reads == 'text':
       return text
     if job.tokens is None:
       return opened.decoder.encode(text)
     return job.tokens.encode(text, opened.decoder.encode)
 
   documents = (
-    (document.id, read(document.text))
+    (document.id, content_of(document.text))
     for document in tasks.documents(part, draw, shard, spec.shards)
   )
-  for pair in objective.examples(documents, generator):
-    yield Example(pair, objective.shared_spans(pair))
+  for pair in maker.examples(documents, generator):
+    yield Example(pair, maker.shared_spans(pair))
+  # The source and the maker count while they are read: complete only now.
   job.counts['bad_documents'] += part.skipped(draw, shard)
-  job.counts.update(objective.counts)
+  job.counts.update(maker.counts)
 
 
 def write_shard(job: ShardJob) -> dict[str, Any]:
-  """Makes one shard and returns its entry in the manifest."""
+  """Makes a shard and returns its entry in the manifest."""
   spec = job.spec
-  examples = shared_spans = 0
+  counts = collections.Counter(examples=0, shared_sentinel_spans=0)
 
   def pairs():
-    nonlocal examples, shared_spans
-    for example in job.read(job):
-      examples += 1
-      shared_spans += example.shared_spans
+    for example in job.reader(job):
+      counts['examples'] += 1
+      counts['shared_sentinel_spans'] += example.shared_spans
       yield example.pair
 
-  rows = (
-    packing.pack_pairs(pairs(), spec.lengths)
-    if spec.pack
-    else packing.single_pairs(pairs(), spec.lengths)
-  )
+  pack = packing.pack_pairs if spec.pack else packing.single_pairs
+  rows = pack(pairs(), spec.lengths)
   if spec.max_rows:
-    # The shards' shares differ by at most one row and sum to max_rows.
+    # Differences of rounded bounds: the shares of the shards differ by at most
+    # a row and sum to max_rows, without knowledge of each other.
     index = job.key.part * spec.shards + job.key.shard
     first, stop = (
       spec.max_rows * i // (spec.shards * len(job.parts))
       for i in (index, index + 1)
     )
-    rows = sample_rows(rows, stop - first, job.generator('rows'))
+    purpose = f'rows of {spec.split} shard {job.key.shard} of {spec.shards}'
+    rng = randomness.generator(
+      spec.seed, job.key.pass_index, job.part.source, purpose
+    )
+    rows = sample_rows(rows, stop - first, rng)
   with record_writing.ShardWriter(job.folder, spec, job.key) as writer:
     for row in rows:
       writer.write(row)
-    return writer.finish(
-      examples=examples, shared_sentinel_spans=shared_spans, **job.counts
-    )
+    # Both counts are final here only: rows are made while they are written.
+    return writer.finish(**counts, **job.counts)
 
 
 def write_shards(group: ShardGroup) -> list[dict[str, Any]]:
   """Makes the shards of a group.
 
-  Shards that are finished already, by an attempt that failed later, are kept.
+  Shards that an earlier attempt finished are not made again.
 
   Returns:
     Their entries in the manifest.
   """
   folder = group.jobs[0].folder
-  here = None if paths.is_bucket(folder) else folder
-  if here:
-    os.makedirs(here, exist_ok=True)
+  # Beside the records, which need space anyway: the system's temporary folder
+  # may be small, or in memory.
+  cache_folder = None if paths.is_bucket(folder) else folder
+  if cache_folder:
+    os.makedirs(cache_folder, exist_ok=True)
   entries = []
-  with token_cache.TokenCache(here) as tokens:
+  with token_cache.TokenCache(cache_folder) as cache:
+    # A group of a single job would only write tokens that nobody reads.
+    tokens = cache if len(group.jobs) > 1 else None
     for job in group.jobs:
+      # Beam repeats a whole group when a worker fails.
       entry = record_writing.finished_shard(job.folder, job.spec, job.key)
       if entry is None:
-        with paths.staged(job.folder) as place:
+        with paths.staged(job.folder) as staging:
           entry = write_shard(
-            dataclasses.replace(
-              job,
-              folder=str(place),
-              tokens=tokens if len(group.jobs) > 1 else None,
-            )
+            dataclasses.replace(job, folder=str(staging), tokens=tokens)
           )
       entries.append(entry)
   return entries
@@ -280,17 +283,19 @@ def sample_rows(
   count: int,
   rng: np.random.Generator,
 ) -> list[Sequence[framing.Pair]]:
-  """Draws rows in one pass over them, and keeps their order.
+  """Draws rows in a single pass over them; the sample keeps their order.
 
   Args:
     rows: rows to draw from, without replacement.
     count: rows drawn, at least 0.
-    rng: generator of one number for every row.
+    rng: generator of a number for every row.
 
   Returns:
     `count` rows, or all if there are fewer.
   """
+  # The rows with the smallest of random numbers are a uniform sample, and a
+  # heap holds `count` rows at a time, however many there are.
   keyed = ((rng.random(), i, row) for i, row in enumerate(rows))
   # The indices differ, so rows themselves are never compared.
-  kept = heapq.nsmallest(count, keyed, key=lambda entry: entry[:2])
-  return [row for _, _, row in sorted(kept, key=lambda entry: entry[1])]
+  sample = heapq.nsmallest(count, keyed, key=lambda entry: entry[:2])
+  return [row for _, _, row in sorted(sample, key=lambda entry: entry[1])]

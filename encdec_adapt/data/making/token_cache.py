@@ -1,9 +1,10 @@
-"""Token ids of a shard's documents, kept between passes over them.
+"""Token ids of a shard's documents, cached between passes over them.
 
-All passes over a shard are made by one process after the other, so the ids
-need not outlive it: they are in a temporary file beside the records, of which
-nothing is left when the process ends, however it does. A document is known by
-the digest of its text: whatever a pass draws, each text is tokenised once.
+A single process makes all passes over a shard, one after the other, so that the
+ids need not outlive it. They are in an unnamed temporary file beside the
+records, which vanishes with the process, even if it is killed. The digest of
+its text identifies a document: whatever a pass draws, each text is tokenised
+once.
 
 This module imports neither TensorFlow nor SeqIO.
 """
@@ -20,17 +21,17 @@ from encdec_adapt.base import errors
 
 
 class TokenCache(contextlib.AbstractContextManager):
-  """Tokens of texts, for one vocabulary; a context manager."""
+  """Tokens of texts in a vocabulary; a context manager."""
 
   def __init__(self, folder: str | os.PathLike[str] | None):
     """Opens a temporary file.
 
     Args:
-      folder: local folder to write to; None for the system's temporary one.
+      folder: local folder to write to; None for the system's temporary folder.
     """
     self._file = tempfile.TemporaryFile(dir=folder)
     self._size = 0
-    self._places: dict[bytes, tuple[int, int]] = {}  # digest: (start, bytes)
+    self._slots: dict[bytes, tuple[int, int]] = {}  # digest: (start, bytes)
 
   def encode(
     self, text: str, encode: Callable[[str], np.ndarray]
@@ -44,10 +45,13 @@ class TokenCache(contextlib.AbstractContextManager):
     Raises:
       UserError: the disk is full or fails.
     """
+    # 16 bytes, so that the index of a shard stays small beside its texts; at
+    # that size no two texts collide.
     key = hashlib.blake2b(text.encode(), digest_size=16).digest()
     try:
-      if key in self._places:
-        start, size = self._places[key]
+      if key in self._slots:
+        start, size = self._slots[key]
+        # `pread` bypasses the buffer of the file, which may still hold the ids.
         self._file.flush()
         data = os.pread(self._file.fileno(), size, start)
         return np.frombuffer(data, np.int32)
@@ -60,10 +64,11 @@ class TokenCache(contextlib.AbstractContextManager):
         f' ({error}); free some space where the records are made, or make one'
         ' pass at a time (config.data.passes)'
       ) from error
-    self._places[key] = self._size, len(data)
+    self._slots[key] = self._size, len(data)
     self._size += len(data)
     return tokens
 
   def __exit__(self, *unused):
-    with contextlib.suppress(OSError):  # Nothing that is written now counts.
+    # Closing flushes: on a full disk it fails, but nobody reads the file again.
+    with contextlib.suppress(OSError):
       self._file.close()

@@ -3,8 +3,8 @@
 The saved state is the number of rows consumed, in all and of every part of a
 mixture (`data/records/row_order.py`), so a job resumes exactly even with
 another batch size or another number of hosts. Every process makes only the rows
-of each global batch that its devices hold; where several processes hold the
-same rows, each makes them.
+of each global batch that its devices hold; rows on devices of several processes
+are made by each of them.
 
 Grain prefetches in a thread. This module imports neither TensorFlow nor SeqIO.
 """
@@ -16,11 +16,7 @@ import grain
 import numpy as np
 
 from encdec_adapt.base import errors
-from encdec_adapt.data.records import (
-  record_sets,
-  row_order,
-  row_rates,
-)
+from encdec_adapt.data.records import record_sets, row_order, row_rates
 from encdec_adapt.objectives import framing, shared_masks
 
 
@@ -28,8 +24,8 @@ class Loader:
   """Iterator over training batches.
 
   A batch has the fields of `objectives/framing.py` and `row` [B] int32, the row
-  numbers in the record set. The last batch of a stream is completed with
-  rows of weight 0 whose `row` is `row_order.FILLER`.
+  numbers in the record set. Filler rows, of weight 0 and with the number
+  `row_order.FILLER`, complete the last batch of a stream.
 
   Attributes:
     order: the order of the rows.
@@ -57,7 +53,7 @@ class Loader:
 
     Args:
       record_set: rows to read.
-      lengths: S and T of the batch, which must be the records' own.
+      lengths: S and T of the batch, which must equal those of the records.
       batch_size: rows of the global batch.
       position: rows consumed before.
       consumed: rows consumed of every part; see `row_order.Order`.
@@ -88,25 +84,36 @@ class Loader:
       batch_size=batch_size,
     )
     self.total = order.total
-    _check_position(record_set, position, self.total)
+    if self.total is not None and not 0 <= position <= self.total:
+      raise errors.UserError(
+        f'position {position} is not within the {self.total} rows of'
+        f' {record_set.folder}; the saved position belongs to other records, or'
+        ' to a job with config.data.repeat'
+      )
     self.position = position
     self._batch_size = batch_size
-    places = range(batch_size) if local is None else local
-    # Rows that share their masks have no other objective beside them.
+    slots = range(batch_size) if local is None else local
+    # Parsing refuses a mixture with shared masks, so the first objective
+    # speaks for all rows.
     share = record_set.spec.objectives[0].shared_mask_share
 
+    # A function of the step alone: prefetched batches that a job never
+    # consumed leave no trace in the state that it saves.
     def make(step: int) -> framing.Batch:
       first = position + step * batch_size
-      rows = [order.row(first + i) for i in places]
-      made = _frame(record_set, rows, lengths, teacher)
-      if share:
-        made = shared_masks.apply(
-          made, first_step + step, share, record_set.mask
-        )
-      return made
+      rows = [order.row(first + slot) for slot in slots]
+      batch = _frame(record_set, rows, lengths, teacher)
+      if not share:
+        return batch
+      # Masked here and not in the records: the published pattern depends on
+      # the step, which a stored row does not know.
+      return shared_masks.apply(
+        batch, first_step + step, share, record_set.mask
+      )
 
-    left = sys.maxsize if self.left is None else self.left
-    self._batches = _prefetched(make, left, prefetch)
+    # Grain needs a length; no job comes to the end of the largest one.
+    batches = sys.maxsize if self.remaining is None else self.remaining
+    self._batches = _prefetched(make, batches, prefetch)
 
   def __iter__(self) -> Iterator[framing.Batch]:
     return self
@@ -117,14 +124,15 @@ class Loader:
     Raises:
       StopIteration: the last pass is over.
     """
-    result = next(self._batches)
+    batch = next(self._batches)
     self.position += self._batch_size
     if self.total is not None:
+      # The last batch may have filler, which is no row of the records.
       self.position = min(self.position, self.total)
-    return result
+    return batch
 
   @property
-  def left(self) -> int | None:
+  def remaining(self) -> int | None:
     """Number of remaining batches, None if the stream repeats without end."""
     if self.total is None:
       return None
@@ -149,12 +157,12 @@ def evaluation_batches(
 
   Args:
     record_set: rows to read.
-    lengths: S and T of the batch, which must be the records' own.
+    lengths: S and T of the batch, which must equal those of the records.
     batch_size: rows of the global batch.
     teacher: whether to make the teacher's fields.
     prefix_offset: if not 0, row i has the inputs of row (i + prefix_offset)
       modulo the number of rows, so that targets follow the prefix of another
-      example. Needs rows of one pair.
+      example. Needs rows of a single pair.
     local: see `Loader`.
     prefetch: batches made ahead; 0 makes none.
 
@@ -164,12 +172,22 @@ def evaluation_batches(
   """
   _check_lengths(record_set, lengths)
   count = len(record_set)
-  if prefix_offset:
-    _check_prefixes(record_set, prefix_offset)
-  places = range(batch_size) if local is None else local
+  spec = record_set.spec
+  # In a packed row, or without an encoder, targets have no prefix to exchange;
+  # a multiple of the count would give every row its own prefix back.
+  if prefix_offset and (
+    spec.pack or not spec.encoder_length or prefix_offset % count == 0
+  ):
+    raise errors.UserError(
+      f'{prefix_offset=} needs records of one pair per row with an encoder, and'
+      ' an offset that is no multiple of their number; those in'
+      f' {record_set.folder} have pack={spec.pack},'
+      f' encoder_length={spec.encoder_length} and {count} rows'
+    )
+  slots = range(batch_size) if local is None else local
 
   def make(step: int) -> framing.Batch:
-    rows = [step * batch_size + i for i in places]
+    rows = [step * batch_size + slot for slot in slots]
     rows = [row if row < count else row_order.FILLER for row in rows]
     return _frame(record_set, rows, lengths, teacher, prefix_offset)
 
@@ -180,13 +198,14 @@ def _read(
   record_set: record_sets.RecordSet, indices: Sequence[int], offset: int
 ) -> list[list[framing.Pair]]:
   """Reads rows; with an offset, row i gets the inputs of row i + offset."""
-  own = record_set.read(indices)
+  rows = record_set.read(indices)
   if not offset:
-    return own
-  others = record_set.read([(i + offset) % len(record_set) for i in indices])
+    return rows
+  donors = record_set.read([(i + offset) % len(record_set) for i in indices])
+  # The teacher reads `prefix`, so that it has to follow the inputs.
   return [
-    [pair._replace(inputs=other.inputs, prefix=other.prefix)]
-    for (pair,), (other,) in zip(own, others, strict=True)
+    [pair._replace(inputs=donor.inputs, prefix=donor.prefix)]
+    for (pair,), (donor,) in zip(rows, donors, strict=True)
   ]
 
 
@@ -198,22 +217,22 @@ def _frame(
   prefix_offset: int = 0,
 ) -> framing.Batch:
   """Reads and frames rows; `row_order.FILLER` gives a row of padding."""
-  some = [row for row in rows if row != row_order.FILLER]
-  content = iter(_read(record_set, some, prefix_offset))
+  # All rows in a single call: ArrayRecord reads its shards in parallel.
+  numbers = [row for row in rows if row != row_order.FILLER]
+  content = iter(_read(record_set, numbers, prefix_offset))
+  # Objectives of a set declare the same fields (`parsing.parse`), and so the
+  # first can frame the rows of all.
   frame = record_set.spec.objectives[0].maker.frame
-  result = framing.stack_rows(
-    [
-      frame(
-        next(content) if row != row_order.FILLER else [],
-        lengths,
-        record_set.framing,
-        teacher=teacher,
-      )
-      for row in rows
-    ]
-  )
-  result['row'] = np.array(rows, np.int32)
-  return result
+  framed = [
+    frame(
+      [] if row == row_order.FILLER else next(content),
+      lengths,
+      record_set.framing,
+      teacher=teacher,
+    )
+    for row in rows
+  ]
+  return framing.stack_rows(framed) | {'row': np.array(rows, np.int32)}
 
 
 def _prefetched(
@@ -228,34 +247,12 @@ def _prefetched(
   return iter(dataset.to_iter_dataset(options))
 
 
-def _check_position(
-  record_set: record_sets.RecordSet, position: int, total: int | None
-) -> None:
-  if total is not None and not 0 <= position <= total:
-    raise errors.UserError(
-      f'position {position} is not within the {total} rows of'
-      f' {record_set.folder}; the saved position belongs to other records, or'
-      ' to a job with config.data.repeat'
-    )
-
-
 def _check_lengths(
   record_set: record_sets.RecordSet, lengths: framing.Lengths
 ) -> None:
-  made = record_set.spec.lengths
-  if lengths != made:
+  stored = record_set.spec.lengths
+  if lengths != stored:
     raise errors.UserError(
-      f'the records in {record_set.folder} have {made}, not {lengths}; set'
+      f'the records in {record_set.folder} have {stored}, not {lengths}; set'
       ' their lengths, or materialise records into another folder'
-    )
-
-
-def _check_prefixes(record_set: record_sets.RecordSet, offset: int) -> None:
-  spec, count = record_set.spec, len(record_set)
-  if spec.pack or not spec.encoder_length or offset % count == 0:
-    raise errors.UserError(
-      f'prefix_offset={offset} needs records of one pair per row with an'
-      ' encoder, and an offset that is no multiple of their number; those in'
-      f' {record_set.folder} have pack={spec.pack},'
-      f' encoder_length={spec.encoder_length} and {count} rows'
     )

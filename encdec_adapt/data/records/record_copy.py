@@ -2,7 +2,7 @@
 
 ArrayRecord reads files only. Shards are copied below $XDG_CACHE_HOME (by
 default ~/.cache), once per machine, however many processes it runs. Existing
-shards that match the manifest are kept, so that an interrupted copy resumes; a
+shards that match the manifest stay, so that an interrupted copy resumes; a
 copied shard is verified before it is renamed to its final name.
 
 This module imports neither TensorFlow nor SeqIO.
@@ -13,6 +13,7 @@ from concurrent import futures
 import contextlib
 import fcntl
 import hashlib
+import itertools
 import os
 import pathlib
 from typing import Any
@@ -20,6 +21,7 @@ from typing import Any
 from encdec_adapt.base import errors
 from encdec_adapt.files import disk, paths
 
+# Shards that are hashed or copied at the same time.
 _THREADS = 8
 
 
@@ -28,6 +30,7 @@ def local_folder(folder: paths.Path) -> pathlib.Path:
   if not paths.is_bucket(folder):
     return folder
   cache = os.environ.get('XDG_CACHE_HOME') or '~/.cache'
+  # Names alone are ambiguous: every data folder has `train` and `eval`.
   digest = hashlib.sha256(str(folder).encode()).hexdigest()[:16]
   name = f'{folder.parent.name}-{folder.name}-{digest}'
   return pathlib.Path(cache).expanduser() / 'encdec_adapt' / 'records' / name
@@ -36,7 +39,7 @@ def local_folder(folder: paths.Path) -> pathlib.Path:
 def fetch(
   folder: paths.Path, shards: Mapping[str, Mapping[str, Any]]
 ) -> pathlib.Path:
-  """Checks a record set, or copies what is missing here from its bucket.
+  """Checks a local record set, or copies missing shards from its bucket.
 
   Args:
     folder: folder of the record set.
@@ -60,8 +63,10 @@ def fetch(
     return target
   disk.require_writable(target)
   with _locked(target), futures.ThreadPoolExecutor(_THREADS) as pool:
+    # Under the lock: a shard that another process copies now would look
+    # missing, and be copied a second time.
     damaged = pool.map(lambda name: damage(target / name, shards[name]), shards)
-    missing = [name for name, bad in zip(shards, damaged, strict=True) if bad]
+    missing = [*itertools.compress(shards, damaged)]
     nbytes = sum(shards[name]['bytes'] for name in missing)
     if missing:
       disk.require_space(target, nbytes, what='the records')
@@ -70,6 +75,7 @@ def fetch(
         f' {disk.format_bytes(nbytes)}, from {folder} to {target}',
         flush=True,
       )
+    # `list` raises the errors of the copies; `map` alone would drop them.
     list(pool.map(lambda n: _copy(folder, target, n, shards[n]), missing))
   return target
 
@@ -101,9 +107,10 @@ def _copy(
   name: str,
   entry: Mapping[str, Any],
 ) -> None:
-  """Copies one shard and its .json file, and verifies it."""
+  """Copies a shard and its .json file, and verifies the shard."""
   path = target / name
   path.parent.mkdir(parents=True, exist_ok=True)
+  # A killed copy leaves this name, which nothing reads.
   draft = path.with_name(f'{path.name}.part')
   counts = pathlib.PurePosixPath(name).with_suffix('.json')
   try:
@@ -114,10 +121,11 @@ def _copy(
       f'record shard {folder / name} cannot be copied to {target} ({error});'
       ' if it is missing, materialise the records again.'
     ) from error
-  if bad := damage(draft, entry):
+  # The bucket's own checksum says only that the object is what was uploaded.
+  if problem := damage(draft, entry):
     raise errors.UserError(
-      f'record shard {folder / name} {bad}; remove {folder}/manifest.json and'
-      ' materialise the records again.'
+      f'record shard {folder / name} {problem}; remove {folder}/manifest.json'
+      ' and materialise the records again.'
     )
   paths.sync(draft)
   os.replace(draft, path)
@@ -126,6 +134,7 @@ def _copy(
 @contextlib.contextmanager
 def _locked(target: pathlib.Path):
   """Locks the copy against other processes of this machine."""
+  # `flock`, as the kernel releases it however a process ends.
   with open(target.with_name(f'{target.name}.lock'), 'ab') as file:
     fcntl.flock(file, fcntl.LOCK_EX)
     yield

@@ -12,8 +12,8 @@ parts. Rows are numbered through all shards of all parts of all passes, in that
 order.
 
 `data/records/record_writing.py` writes the shards, and the manifest of a
-finished set, which lists them. Reading refuses a set whose manifest does not
-match the configuration, and shards whose size or hash differs: ArrayRecord
+finished set, which lists them. Reading refuses a manifest that does not match
+the configuration, and shards of another size or hash than it has: ArrayRecord
 itself reads a truncated file as an empty one.
 
 This module imports neither TensorFlow nor SeqIO.
@@ -35,24 +35,22 @@ from encdec_adapt.base import errors
 from encdec_adapt.data.records import record_copy, row_codec
 from encdec_adapt.data.sources import mixtures, text_sources
 from encdec_adapt.files import paths
-from encdec_adapt.objectives import (
-  definition,
-  framing,
-  noising,
-  parsing,
-)
+from encdec_adapt.objectives import definition, framing, noising, parsing
 from encdec_adapt.tokenizers import special_ids, vocabulary
 
-# Version of rows, file names, windows, packing and manifest.
+# Version of rows, file names, windows, packing and manifest. A change to a
+# single objective or source is a revision of it, so that other records stay
+# valid.
 FORMAT = 7
 MANIFEST = 'manifest.json'
-# Fields of a spec that a configuration leaves empty.
+# Fields of a spec that a configuration leaves empty. They are compared where
+# they are known only, as a job that reads records need not have their source.
 _FINGERPRINTS = ('source_fingerprint', 'vocabulary', 'encoder_vocabulary')
 
 
 @dataclasses.dataclass(frozen=True)
 class RecordSpec:
-  """Everything the content of a record set depends on.
+  """All settings that the content of a record set depends on.
 
   Attributes:
     source: sources and weights, see `data/sources/mixtures.py`.
@@ -62,17 +60,17 @@ class RecordSpec:
     encoder_length: S of the rows in tokens; 0 for a causal language model.
     decoder_length: T of the rows in tokens; 0 for an encoder-only model.
     passes: number of draws over the source, at least 1.
-    shards: files per part and pass; a shard is made and restarted as a whole.
+    shards: files per part and pass; a shard is the unit of work and restart.
     seed: seed of all draws.
-    pack: whether rows hold several pairs; otherwise one pair each, in order.
+    pack: whether rows hold several pairs; otherwise a single pair, in order.
     sentinels: policy for windows with more spans than sentinels
       (`objectives/denoising.py`).
     eval_fraction: share of the documents held out for 'eval', 0 to 1.
     seqio_modules: modules that register sources and SeqIO tasks.
-    bad_documents: 'fail', or 'skip' to leave out what cannot be read.
-    deduplicate: whether documents with the text of an earlier one are left out.
+    bad_documents: 'fail', or 'skip' to leave out unreadable documents.
+    deduplicate: whether documents that repeat an earlier text are left out.
     max_bytes: bytes used of each source (`document_source.Source`); 0 for all.
-    max_rows: rows kept per pass, drawn from all of them; 0 keeps all.
+    max_rows: rows per pass, drawn from all of them; 0 for all.
     source_fingerprint: digest of the text; '' in a configuration, which is
       filled in when records are made and is not compared.
     vocabulary: fingerprint of the decoder's vocabulary; '' likewise.
@@ -107,22 +105,20 @@ class RecordSpec:
   @functools.cached_property
   def objectives(self) -> tuple[definition.Objective, ...]:
     """The objectives of the rows, those of held-out rows without masks."""
-    parsed = parsing.parse(self.objective)
+    objectives = parsing.parse(self.objective)
     if self.split != 'eval':
-      return parsed
-    return tuple(map(parsing.for_evaluation, parsed))
+      return objectives
+    return tuple(map(parsing.for_evaluation, objectives))
 
   @property
   def changes(self) -> dict[str, tuple[str, ...]]:
     """Objectives and sources that have changed since `FORMAT`, and how."""
-    result = {}
-    for objective in self.objectives:
-      result[f'objective {objective.text!r}'] = objective.revisions
+    revisions = {f'objective {x.text!r}': x.revisions for x in self.objectives}
     for source, _ in mixtures.parse(self.source):
-      result[f'source {source!r}'] = text_sources.revisions(
+      revisions[f'source {source!r}'] = text_sources.revisions(
         source, self.seqio_modules
       )
-    return {name: changes for name, changes in result.items() if changes}
+    return {name: changes for name, changes in revisions.items() if changes}
 
   @property
   def revisions(self) -> dict[str, int]:
@@ -130,7 +126,7 @@ class RecordSpec:
     return {name: len(changes) for name, changes in self.changes.items()}
 
   def shard_identity(self) -> dict[str, Any]:
-    """Returns all that a shard depends on: everything but `passes`."""
+    """Returns the settings that a shard depends on: all but `passes`."""
     fields = {**dataclasses.asdict(self), 'format': FORMAT}
     del fields['passes']
     # Left out where nothing has changed, so that older shards stay valid.
@@ -140,11 +136,11 @@ class RecordSpec:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-  """What a part of a record set is made of.
+  """Objective and source of the rows of a part.
 
   Attributes:
-    objective: name and options of its objective.
-    source: name of its source.
+    objective: name and options of the objective.
+    source: name of the source.
     rate: rate by examples that a SeqIO mixture gives the source, else None.
   """
 
@@ -201,8 +197,10 @@ class RecordSet:
     )
     self.manifest = manifest
     self.parts = manifest['parts']
-    rows = [count for one in manifest['passes'] for count in one['rows']]
-    bounds = list(itertools.pairwise(itertools.accumulate(rows, initial=0)))
+    # Rows have numbers in the order of passes, then of parts, so that a pass
+    # that is added later leaves those of the earlier passes as they are.
+    counts = [n for entry in manifest['passes'] for n in entry['rows']]
+    bounds = list(itertools.pairwise(itertools.accumulate(counts, initial=0)))
     parts = len(self.parts)
     self.ranges = [bounds[i : i + parts] for i in range(0, len(bounds), parts)]
     self._source = sources.ArrayRecordDataSource(
@@ -244,7 +242,7 @@ class RecordSet:
   def digests(self) -> list[str]:
     """Hash of each pass; identifies the rows that a saved position refers to.
 
-    Adding passes does not change the hashes of the existing ones.
+    Added passes do not change the hashes of existing passes.
     """
     return [
       hashlib.sha256(
@@ -280,20 +278,23 @@ class RecordSet:
     Raises:
       ValueError: names the broken rule, the row and the position.
     """
-    parsed = self.spec.objectives
-    masked = [part.text for part in parsed if part.masks_inputs]
-    parsed[0].maker.check(
+    objectives = self.spec.objectives
+    masked = [x.text for x in objectives if x.masks_inputs]
+    # A batch has rows of all objectives, which a row does not name: each rule
+    # is as lenient as the most lenient of them needs.
+    objectives[0].maker.check(
       rows,
       self.framing,
       mask=noising.mask_token(masked[0], decoder) if masked else None,
-      eos_inside=any(part.eos_inside for part in parsed),
-      labelled=bool(parsed[0].labels),
+      eos_inside=any(x.eos_inside for x in objectives),
+      labelled=bool(objectives[0].labels),
     )
 
   def read(self, indices: Sequence[int]) -> list[list[framing.Pair]]:
     """Reads rows by their numbers, in the order of `indices`."""
     if not len(indices):  # ArrayRecord refuses to read nothing.
       return []
+    # `__getitems__` reads the shards in parallel, indexing row by row.
     records = self._source.__getitems__([int(i) for i in indices])
     maker = self.spec.objectives[0].maker
     return [row_codec.decode_row(record, maker) for record in records]
@@ -316,17 +317,17 @@ def check_spec(
         f' version makes {len(changes)}: {"; ".join(changes[revision:])}.'
         ' Materialise them again into an empty folder'
       )
-  found = manifest['spec']
-  wrong = [
-    f'{field} is {found.get(field)!r} in the records and {value!r} in the'
+  stored = manifest['spec']
+  differences = [
+    f'{field} is {stored.get(field)!r} in the records and {value!r} in the'
     ' config'
     for field, value in dataclasses.asdict(expect).items()
-    if found.get(field) != value and (value or field not in _FINGERPRINTS)
+    if stored.get(field) != value and (value or field not in _FINGERPRINTS)
   ]
-  if wrong:
+  if differences:
     raise errors.UserError(
-      f'the records in {folder} do not match: {"; ".join(wrong)}. Change the'
-      ' config back, or name another data folder and materialise there'
+      f'the records in {folder} do not match: {"; ".join(differences)}. Change'
+      ' the config back, or name another data folder and materialise there'
     )
 
 
@@ -334,6 +335,6 @@ def shards(manifest: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
   """Returns the entries of all shards by their names below the folder."""
   return {
     entry['file']: entry
-    for one in manifest['passes']
-    for entry in one['shards']
+    for pass_entry in manifest['passes']
+    for entry in pass_entry['shards']
   }

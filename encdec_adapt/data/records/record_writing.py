@@ -1,8 +1,8 @@
 """Writes a record set (`record_sets`): its shards, then its manifest.
 
 A shard is written under a temporary name, synced and renamed; its .json file,
-written next, marks it as finished, and finished shards are kept when the making
-of a set is repeated.
+written next, marks it as finished. Making a set again leaves finished shards as
+they are.
 
 This module imports neither TensorFlow nor SeqIO.
 """
@@ -19,17 +19,15 @@ from typing import Any, NamedTuple
 from array_record.python import array_record_module
 
 from encdec_adapt.base import errors
-from encdec_adapt.data.records import (
-  record_copy,
-  record_sets,
-  row_codec,
-)
+from encdec_adapt.data.records import record_copy, record_sets, row_codec
 from encdec_adapt.files import atomic, paths
 from encdec_adapt.objectives import framing
 
-# Entries of finished shards read at a time, which is slow in a bucket.
+# Entries of finished shards that are read at the same time: in a bucket each
+# takes a round trip.
 THREADS = 16
-# One row per chunk, for reads in random order. Level 1 reads fastest.
+# A row per chunk, as a chunk is decompressed for each of its rows that is read,
+# and training reads in random order. Level 1 reads fastest.
 _WRITER_OPTIONS = 'group_size:1,zstd:1'
 
 
@@ -51,12 +49,8 @@ def shard_keys(
   spec: record_sets.RecordSpec, parts: Sequence[record_sets.Part]
 ) -> list[ShardKey]:
   """Returns the places of all shards of a set, in the order of their rows."""
-  return [
-    ShardKey(*key)
-    for key in itertools.product(
-      range(spec.passes), range(len(parts)), range(spec.shards)
-    )
-  ]
+  sizes = spec.passes, len(parts), spec.shards
+  return [ShardKey(*key) for key in itertools.product(*map(range, sizes))]
 
 
 def shard_path(
@@ -69,12 +63,12 @@ def shard_path(
     spec: spec of the record set.
     key: place of the shard in the set.
   """
-  place = paths.at(folder) / f'pass-{key[0]:05d}' / f'part-{key[1]:03d}'
-  return place / f'shard-{key[2]:05d}-of-{spec.shards:05d}.array_record'
+  parent = paths.at(folder) / f'pass-{key[0]:05d}' / f'part-{key[1]:03d}'
+  return parent / f'shard-{key[2]:05d}-of-{spec.shards:05d}.array_record'
 
 
 class ShardWriter(contextlib.AbstractContextManager):
-  """Writes one shard: `write` each row, then `finish`.
+  """Writes a shard: `write` each row, then `finish`.
 
   Used as a context manager. An unfinished shard leaves no file behind.
   """
@@ -96,26 +90,25 @@ class ShardWriter(contextlib.AbstractContextManager):
     self._writer = array_record_module.ArrayRecordWriter(
       str(self._temporary), _WRITER_OPTIONS
     )
-    self._counts = dict.fromkeys(
-      ('rows', 'pairs', 'encoder_positions', 'target_tokens'), 0
+    self._counts = collections.Counter(
+      rows=0, pairs=0, encoder_positions=0, target_tokens=0
     )
 
   def write(self, pairs: Sequence[framing.Pair]) -> None:
-    """Appends one row.
+    """Appends a row.
 
     Raises:
       UserError: the disk is full or fails.
     """
+    maker = self._spec.objectives[0].maker
     with self._disk_errors():
-      maker = self._spec.objectives[0].maker
       self._writer.write(row_codec.encode_row(pairs, maker))
-    self._counts['rows'] += 1
-    self._counts['pairs'] += len(pairs)
+    self._counts.update(rows=1, pairs=len(pairs))
     for pair in pairs:
       encoder, decoder = pair.positions(self._spec.lengths)
-      self._counts['encoder_positions'] += encoder
       # An encoder-only model has its targets where it reads the inputs.
-      self._counts['target_tokens'] += decoder or len(pair.targets)
+      targets = decoder or len(pair.targets)
+      self._counts.update(encoder_positions=encoder, target_tokens=targets)
 
   def finish(self, **counts: int) -> dict[str, Any]:
     """Renames the shard to its path and marks it as finished.
@@ -131,6 +124,8 @@ class ShardWriter(contextlib.AbstractContextManager):
     """
     with self._disk_errors():
       self._writer.close()
+      # Before the rename, or a crash of the machine could leave the final name
+      # with an empty file.
       paths.sync(self._temporary)
       entry = {
         **self._counts,
@@ -139,6 +134,7 @@ class ShardWriter(contextlib.AbstractContextManager):
         'sha256': record_copy.file_hash(self._temporary),
       }
       os.replace(self._temporary, self._path)
+      # Last: its presence says that the shard is complete.
       atomic.write_json(
         self._path.with_suffix('.json'),
         {'identity': self._spec.shard_identity(), **entry},
@@ -193,8 +189,8 @@ def write_manifest(
     folder: folder of the record set.
     spec: spec that the set was made from.
     parts: parts of the set, in order.
-    entries: result of `ShardWriter.finish` by place.
-    vocabularies: description by `vocabularies.Opened.describe`; rows are
+    entries: result of `ShardWriter.finish` by key.
+    vocabularies: description by `vocabulary_pair.Opened.describe`; rows are
       framed with its special ids.
 
   Returns:
@@ -203,9 +199,7 @@ def write_manifest(
     parts with their totals, and per pass the rows of each part and the shards'
     entries.
   """
-  totals: list[collections.Counter[str]] = [
-    collections.Counter() for _ in parts
-  ]
+  parts_totals = [collections.Counter[str]() for _ in parts]
   passes: list[dict[str, Any]] = [
     {'rows': [0] * len(parts), 'shards': []} for _ in range(spec.passes)
   ]
@@ -214,27 +208,29 @@ def write_manifest(
     name = shard_path(folder, spec, key).relative_to(folder).as_posix()
     passes[key.pass_index]['shards'].append({'file': name, **entry})
     passes[key.pass_index]['rows'][key.part] += entry['rows']
-    totals[key.part].update({k: n for k, n in entry.items() if k != 'sha256'})
-  whole = collections.Counter[str]()
-  for counts in totals:
-    whole.update(counts)
-  count = max(whole['rows'], 1)
+    counts = {name: n for name, n in entry.items() if name != 'sha256'}
+    parts_totals[key.part].update(counts)
+  totals = collections.Counter[str]()
+  for counts in parts_totals:
+    # Unlike `+`, `update` keeps counts of 0, which readers look up.
+    totals.update(counts)
+  rows = max(totals['rows'], 1)
   manifest = {
     'format': record_sets.FORMAT,
     'spec': dataclasses.asdict(spec),
     'revisions': spec.revisions,
     'vocabularies': dict(vocabularies),
-    'totals': dict(whole),
+    'totals': dict(totals),
     'fill': {
-      side: whole[counted] / (count * length) if length else 0.0
-      for side, counted, length in (
+      side: totals[count] / (rows * length) if length else 0.0
+      for side, count, length in (
         ('encoder', 'encoder_positions', spec.encoder_length),
         ('decoder', 'target_tokens', spec.decoder_length),
       )
     },
     'parts': [
       {**dataclasses.asdict(part), **counts}
-      for part, counts in zip(parts, totals, strict=True)
+      for part, counts in zip(parts, parts_totals, strict=True)
     ],
     'passes': passes,
   }

@@ -19,7 +19,7 @@ import numpy as np
 from encdec_adapt.objectives import definition
 
 Maker = type[definition.ExampleMaker]
-_START = 16  # Bytes before the lengths.
+_START = 16  # Bytes before the lengths: four uint32.
 
 
 def encode_row(examples: Sequence[Any], maker: Maker) -> bytes:
@@ -30,28 +30,28 @@ def encode_row(examples: Sequence[Any], maker: Maker) -> bytes:
     maker: class of their maker, which declares the fields.
 
   Raises:
-    ValueError: some examples have a field that others have not.
+    ValueError: the examples do not have the same fields.
   """
-  fields = [
-    field
-    for field in maker.fields
-    if examples and getattr(examples[0], field.name) is not None
+  # A single mask of fields and a rectangle of lengths describe the row, so its
+  # examples must agree in their optional fields.
+  present = [
+    [field for field in maker.fields if getattr(x, field.name) is not None]
+    for x in examples
   ]
-  names = {field.name for field in fields}
-  for example in examples:
-    if names != {
-      f.name for f in maker.fields if getattr(example, f.name) is not None
-    }:
-      raise ValueError(f'the examples of a row have other fields than {names}')
+  fields = present[0] if present else []
+  if any(names != fields for names in present):
+    names = {field.name for field in fields}
+    raise ValueError(f'the examples of a row have other fields than {names}')
   arrays = [
     _to_integers(getattr(example, field.name), field)
     for example in examples
     for field in fields
   ]
   tokens = np.concatenate(arrays) if arrays else np.zeros(0, np.int32)
+  # Most vocabularies have ids below 65,536, which halves the row.
   width = 2 if tokens.max(initial=0) <= np.iinfo(np.uint16).max else 4
-  ids = json.dumps([x.documents for x in examples], ensure_ascii=False)
-  ids = ids.encode('utf-8')
+  documents = json.dumps([x.documents for x in examples], ensure_ascii=False)
+  ids = documents.encode('utf-8')
   mask = sum(1 << maker.fields.index(field) for field in fields)
   header = [width, len(examples), mask, len(ids), *map(len, arrays)]
   return (
@@ -63,6 +63,8 @@ def encode_row(examples: Sequence[Any], maker: Maker) -> bytes:
 
 def _to_integers(values: np.ndarray, field: definition.RowField) -> np.ndarray:
   if field.dtype == 'float32':
+    # Bits of 16 leave the width of the tokens at 2 bytes; weights of the
+    # objectives, 0 and 1, are exact in float16.
     return np.asarray(values, np.float16).view(np.uint16)
   return values
 
@@ -73,18 +75,19 @@ def decode_row(record: bytes, maker: Maker) -> list[Any]:
   Raises:
     ValueError: the bytes are not a row.
   """
-  whole = len(record) >= _START
-  start = np.frombuffer(record, '<u4', 4) if whole else [0, 0, 0, 0]
-  width, count, mask, ids = (int(value) for value in start)
+  # A truncated header is padded with a width of 0, which is refused below.
+  header = np.frombuffer(record[:_START].ljust(_START, b'\0'), '<u4')
+  width, count, mask, ids = header.tolist()
   fields = [field for i, field in enumerate(maker.fields) if mask >> i & 1]
-  at = _START + 4 * count * len(fields)
-  if width not in (2, 4) or mask >> len(maker.fields) or len(record) < at:
+  start = _START + 4 * count * len(fields)
+  # A bit beyond the declared fields is of another objective.
+  if width not in (2, 4) or mask >> len(maker.fields) or len(record) < start:
     raise ValueError(f'{len(record)} bytes are not a row of tokens')
   sizes = np.frombuffer(record, '<u4', count * len(fields), offset=_START)
-  stop = at + width * int(sizes.sum())
+  stop = start + width * int(sizes.sum())
   if len(record) != stop + ids:
     raise ValueError(f'{len(record)} bytes are not a row of {sizes} tokens')
-  tokens = np.frombuffer(record[at:stop], f'<u{width}').astype(np.int32)
+  tokens = np.frombuffer(record[start:stop], f'<u{width}').astype(np.int32)
   arrays = iter(np.split(tokens, np.cumsum(sizes)[:-1]) if count else ())
   return [
     maker.example(

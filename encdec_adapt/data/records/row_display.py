@@ -1,7 +1,7 @@
 """Rows of records as text, for people to read.
 
-Each pair of a row is shown with the ids of its documents and its fields as the
-model reads them. Colours of a terminal: cyan for special tokens (sentinels,
+Each example of a row is shown with the ids of its documents and its fields as
+the model reads them. Colours of a terminal: cyan for special tokens (sentinels,
 modes, masks), dim for targets of weight 0; without colours special tokens
 have their names, and targets of weight 0 stand in braces.
 
@@ -16,7 +16,8 @@ import numpy as np
 
 from encdec_adapt.data.records import record_sets
 from encdec_adapt.objectives import definition
-from encdec_adapt.tokenizers import vocabulary, vocabulary_pair
+from encdec_adapt.tokenizers import vocabulary as vocabulary_lib
+from encdec_adapt.tokenizers import vocabulary_pair
 
 _SPECIAL, _UNWEIGHTED, _RESET = '\033[36m', '\033[2m', '\033[0m'
 
@@ -54,7 +55,7 @@ def _example(
   """Returns the lines of an example: a line for every field of tokens."""
   names = ', '.join(example.documents) or 'unknown'
   lines = [f' segment {segment}, of {names}']
-  # Targets come last, after all that is read.
+  # Targets come last, after the fields that the model reads.
   for field in sorted(
     objective.maker.fields, key=lambda f: f.name == 'targets'
   ):
@@ -63,11 +64,13 @@ def _example(
       continue
     weights = None
     if field.name == 'targets':
+      # An objective may have examples of a class without weights.
       weights = getattr(example, 'weights', None)
-    if objective.labels and field.name == 'targets':
-      known = [objective.labels[i] for i in ids[weights > 0]]
-      lines.append(f'  labels  {len(known):>6}  {" ".join(known)}')
-      continue
+      if objective.labels:
+        # Numbers at other tokens are padding and not the label 0.
+        labels = [objective.labels[i] for i in ids[weights > 0]]
+        lines.append(f'  labels  {len(labels):>6}  {" ".join(labels)}')
+        continue
     text = _text(ids, opened.sides[field.side], weights, colour)
     # A model reads `decoder_inputs` in place of the targets.
     name = {'decoder_inputs': 'reads'}.get(field.name, field.name)
@@ -77,23 +80,25 @@ def _example(
 
 def _text(
   ids: np.ndarray,
-  one: vocabulary.Vocabulary,
+  vocabulary: vocabulary_lib.Vocabulary,
   weights: np.ndarray | None,
   colour: bool,
 ) -> str:
-  """Decodes tokens, marking the special and those of weight 0."""
-  special = set(one.specials.values())
+  """Decodes tokens and marks special tokens and those of weight 0."""
+  special = set(vocabulary.specials.values())
   kinds = [
     (token in special, weights is not None and not weights[i])
     for i, token in enumerate(ids.tolist())
   ]
   parts, start = [], 0
-  for kind, run in itertools.groupby(kinds):
+  # Decoded by runs of a kind: decoding token by token would break characters
+  # that several tokens spell.
+  for (is_special, unweighted), run in itertools.groupby(kinds):
     stop = start + len(list(run))
-    text = one.decode(
+    # Llama 2 puts a space before a text, which only its first run may lose.
+    text = vocabulary.decode(
       ids[start:stop], show_special=True, start=start == 0
     ).replace('\n', '\\n')
-    is_special, unweighted = kind
     if colour and (is_special or unweighted):
       style = _SPECIAL * is_special + _UNWEIGHTED * unweighted
       text = f'{style}{text}{_RESET}'

@@ -1,12 +1,14 @@
-"""The order of training rows: which row is read at each position.
+"""The order of training rows: position -> row number.
 
-A stream permutes the rows of one pass after another by a key of (seed, pass).
-Without rates one stream reads every row of the record set once in a pass. With
-rates (`data/records/row_rates.py`) every part of the set has a stream of its
-own, and an interleaving decides whose turn it is. The order is a pure function
+A stream permutes the rows of pass after pass by a key of (seed, pass). Without
+rates, a single stream reads every row of the record set once in a pass. With
+rates (`data/records/row_rates.py`) every part of the set has a stream, and an
+interleaving assigns the positions to the streams. The order is a pure function
 of the position, so it is the same on any number of hosts. A job resumes exactly
 from the position and the number of rows read of every stream; later phases may
 then have other rates.
+
+This module imports neither TensorFlow nor SeqIO.
 """
 
 import bisect
@@ -23,11 +25,13 @@ from encdec_adapt.data.records import record_sets, row_rates
 
 FILLER = -1  # `row` of a row that only completes a batch; its weights are 0.
 _ROUNDS = 4  # Rounds of Grain's index shuffle (its default).
-_BLOCK = 4096  # Positions of an interleaving that are computed together.
+# Positions of an interleaving that are computed together: sorting a block costs
+# less per position than finding each alone, and no saved state depends on it.
+_BLOCK = 4096
 
 
 class _Stream:
-  """Rows of ranges, one range after the other, each permuted."""
+  """Rows of consecutive ranges, each range permuted."""
 
   def __init__(
     self, ranges: Sequence[tuple[int, int]], seed: int, repeat: bool
@@ -41,27 +45,28 @@ class _Stream:
   def row(self, index: int) -> int:
     """Returns the row number at an index of the stream."""
     epoch, index = divmod(index, self._ends[-1])
-    which = bisect.bisect_right(self._ends, index)
-    start, stop = self._ranges[which]
+    # `bisect_right` skips empty ranges: their end equals the preceding end.
+    pass_index = bisect.bisect_right(self._ends, index)
+    start, stop = self._ranges[pass_index]
+    # Hashed, as a sum of the three would give passes of neighbouring seeds the
+    # same order. The shuffle takes keys of 32 bits.
+    key = f'order {self._seed} {epoch} {pass_index}'.encode()
+    # A bijection that is computed per index: no permutation is held in memory,
+    # and a resumed job need not replay it.
     return start + experimental.index_shuffle(
-      index=index - self._ends[which] + stop - start,
+      index=index - self._ends[pass_index] + stop - start,
       max_index=stop - start - 1,
-      seed=_permutation_seed(self._seed, epoch, which),
+      seed=int.from_bytes(hashlib.blake2b(key, digest_size=4).digest()),
       rounds=_ROUNDS,
     )
 
 
-def _permutation_seed(seed: int, epoch: int, pass_index: int) -> int:
-  """Returns the 32-bit key of the order of one pass in one repetition."""
-  text = f'order {seed} {epoch} {pass_index}'.encode()
-  return int.from_bytes(hashlib.blake2b(text, digest_size=4).digest())
-
-
 class Interleaving:
-  """Gives the positions in turn to streams, in proportion to their shares.
+  """Assigns positions to streams in proportion to their shares.
 
   Turn k of a stream with share p has the time (k + 1/2) / p; positions are all
-  turns in the order of their times. Any part of it can be computed by itself.
+  turns in the order of their times, and at equal times in that of the streams.
+  Any block of positions can be computed without those before it.
   """
 
   def __init__(self, shares: Sequence[float]):
@@ -71,13 +76,16 @@ class Interleaving:
       shares: share of the positions of every stream; they sum to 1.
     """
     self._shares = np.array(shares)
+    # Two blocks: a batch that crosses the end of a block reads both.
     self._block = functools.lru_cache(maxsize=2)(self._make_block)
 
-  def _before(self, time: float) -> np.ndarray:
+  def _turns_until(self, time: float) -> np.ndarray:
     """Returns the number of turns of every stream before a time, [streams]."""
-    with np.errstate(divide='ignore'):
+    with np.errstate(divide='ignore'):  # Streams without a share: no turns.
       counts = np.maximum(np.ceil(self._shares * time - 0.5), 0)
-      # Rounded; times are compared, so that all blocks agree.
+      # The product is rounded, so that the count may be off by a turn. It is
+      # corrected by the quotient that `_make_block` sorts by: the two must
+      # agree to the last bit, or a turn would be in two blocks or in none.
       counts += (counts + 0.5) / self._shares < time
       counts -= (counts > 0) & ((counts - 0.5) / self._shares >= time)
     return counts.astype(int)
@@ -91,23 +99,31 @@ class Interleaving:
       Streams and turns of the positions, [_BLOCK] each, and the turns of every
       stream before the block, [streams].
     """
-    slack = len(self._shares)  # Counts by time may be off by one per stream.
-    before = self._before(index * _BLOCK - slack)
-    more = np.ceil(self._shares * (_BLOCK + 3 * slack)).astype(int) + 2
-    more[self._shares == 0] = 0
-    streams = np.repeat(np.arange(slack), more)
+    # Shares sum to 1, so that about t turns have a time before t; each stream
+    # rounds its count by less than a turn. That many positions before and
+    # behind the block, its turns are sure to be among the candidates.
+    slack = len(self._shares)
+    first_turns = self._turns_until(index * _BLOCK - slack)
+    candidates = np.ceil(self._shares * (_BLOCK + 3 * slack)).astype(int) + 2
+    candidates[self._shares == 0] = 0
+    streams = np.repeat(np.arange(slack), candidates)
     turns = np.concatenate(
-      [np.arange(i, i + n) for i, n in zip(before, more, strict=True)]
+      [
+        np.arange(i, i + n)
+        for i, n in zip(first_turns, candidates, strict=True)
+      ]
     )
     times = (turns + 0.5) / self._shares[streams]
-    order = np.lexsort((streams, times))
-    start = index * _BLOCK - before.sum()
-    before = before + np.bincount(streams[order[:start]], minlength=slack)
+    order = np.lexsort((streams, times))  # By time, then by stream.
+    # All turns before the candidates come before all candidates, so that their
+    # number is the position of the first candidate.
+    start = index * _BLOCK - first_turns.sum()
+    skipped = np.bincount(streams[order[:start]], minlength=slack)
     order = order[start : start + _BLOCK]
-    return streams[order], turns[order], before
+    return streams[order], turns[order], first_turns + skipped
 
   def turn(self, position: int) -> tuple[int, int]:
-    """Returns the stream of a position, and which of its turns it is."""
+    """Returns the stream of a position, and the number of its turn."""
     index, offset = divmod(position, _BLOCK)
     streams, turns, _ = self._block(index)
     return int(streams[offset]), int(turns[offset])
@@ -115,17 +131,21 @@ class Interleaving:
   def counts(self, position: int) -> np.ndarray:
     """Returns the turns of every stream before a position, [streams]."""
     index, offset = divmod(position, _BLOCK)
-    streams, _, before = self._block(index)
-    return before + np.bincount(streams[:offset], minlength=len(before))
+    streams, _, first_turns = self._block(index)
+    return first_turns + np.bincount(
+      streams[:offset], minlength=len(first_turns)
+    )
 
   def position(self, stream: int, turn: int) -> float:
     """Returns the position of a turn of a stream; infinite without a share."""
     if not self._shares[stream]:
       return np.inf
     time = (turn + 0.5) / self._shares[stream]
-    before = self._before(time)
-    same = self._before(np.nextafter(time, np.inf)) - before
-    return int(before.sum() + same[:stream].sum())
+    earlier = self._turns_until(time)
+    # Turns at exactly this time: the next float is the first time after them.
+    # Of these, those of streams with smaller numbers come first.
+    equal = self._turns_until(np.nextafter(time, np.inf)) - earlier
+    return int(earlier.sum() + equal[:stream].sum())
 
 
 class Order:
@@ -167,47 +187,54 @@ class Order:
       UserError: the rates do not suit the parts of the records, or the order
         was saved with rates and is to continue without, or the reverse.
     """
-    rates = rates or _own_rates(record_set)
+    rates = rates or _mixture_rates(record_set)
     if rates:
       ranges = [*zip(*record_set.ranges, strict=True)]
     else:
-      # The parts of a pass follow each other.
-      ranges = [[(one[0][0], one[-1][1]) for one in record_set.ranges]]
-    self._streams = [_Stream(each, seed, repeat) for each in ranges]
-    counts = [position] + [0] * (len(ranges) - 1)
-    counts = counts if consumed is None else consumed
-    if len(counts) != len(ranges):
+      # Rows of the parts of a pass have consecutive numbers, so that a single
+      # range shuffles them together.
+      ranges = [[(parts[0][0], parts[-1][1]) for parts in record_set.ranges]]
+    self._streams = [_Stream(passes, seed, repeat) for passes in ranges]
+    if consumed is None:
+      consumed = [position] + [0] * (len(ranges) - 1)
+    if len(consumed) != len(ranges):
       raise errors.UserError(
-        f'config.data.rates: the checkpoint has the positions of {len(counts)}'
-        f' parts, and the records are now read as {len(ranges)}; set it back'
-        ' (parts can get other rates on resume, but not get or lose them)'
+        'config.data.rates: the checkpoint has the positions of'
+        f' {len(consumed)} parts, and the records are now read as'
+        f' {len(ranges)}; set it back (parts can get other rates on resume, but'
+        ' not get or lose them)'
       )
     shares = [phase.row_shares(record_set.parts) for phase in rates] or [[1.0]]
     steps = [phase.step for phase in rates] or [0]
     # By phase: first position; interleaving, and the rows of every stream that
-    # were read beyond its turns.
+    # are read ahead of its turns (negative: behind). An interleaving counts its
+    # turns from position 0, whatever earlier phases have read, so that a phase
+    # is the same however a job came to it.
     self._starts: list[int] = []
     self._phases: list[tuple[Interleaving, np.ndarray]] = []
-    now = max(bisect.bisect_right(steps, step) - 1, 0)
-    for phase in range(now, len(steps)):
+    # Earlier phases are not rebuilt: a resumed job may not know their rates,
+    # and `consumed` says all that is left of them.
+    current = max(bisect.bisect_right(steps, step) - 1, 0)
+    for phase in range(current, len(steps)):
+      # In steps of the batch size that the job has now.
       start = position + max(steps[phase] - step, 0) * batch_size
       if self._starts:
-        counts = self.consumed(start)
+        consumed = self.consumed(start)
       self._starts.append(start)
       turns = Interleaving(shares[phase])
-      self._phases.append((turns, np.array(counts) - turns.counts(start)))
+      self._phases.append((turns, np.array(consumed) - turns.counts(start)))
     self.total = None if repeat else self._end()
 
   def _end(self) -> int:
-    """Returns the first position whose stream has no row left."""
-    for start, (turns, beyond) in zip(
-      [*self._starts[1:], np.inf], self._phases, strict=True
-    ):
+    """Returns the first position that would read a row past its stream."""
+    phases = zip([*self._starts[1:], np.inf], self._phases, strict=True)
+    for next_start, (turns, ahead) in phases:
       end = min(
-        turns.position(i, stream.rows - beyond[i])
+        turns.position(i, stream.rows - ahead[i])
         for i, stream in enumerate(self._streams)
       )
-      if end < start:
+      # A stream that runs out after the switch may not: the rates change.
+      if end < next_start:
         break
     return int(end)
 
@@ -220,20 +247,22 @@ class Order:
     Args:
       position: at least the position that the order was defined from.
     """
-    turns, beyond = self._phase(position)
-    return beyond + turns.counts(position)
+    turns, ahead = self._phase(position)
+    return ahead + turns.counts(position)
 
   def row(self, position: int) -> int:
     """Returns the row at a position, `FILLER` after the end of the order."""
     if self.total is not None and position >= self.total:
       return FILLER
-    turns, beyond = self._phase(position)
+    turns, ahead = self._phase(position)
     stream, turn = turns.turn(position)
-    return self._streams[stream].row(int(turn + beyond[stream]))
+    return self._streams[stream].row(int(turn + ahead[stream]))
 
 
-def _own_rates(record_set: record_sets.RecordSet) -> Sequence[row_rates.Phase]:
-  """Returns the rates that the SeqIO mixture of a record set has, or ()."""
+def _mixture_rates(
+  record_set: record_sets.RecordSet,
+) -> Sequence[row_rates.Phase]:
+  """Returns the rates that a SeqIO mixture gives to a record set, or ()."""
   rates = [part['rate'] for part in record_set.parts]
   if all(rate is None for rate in rates):
     return ()

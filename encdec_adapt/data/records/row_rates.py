@@ -5,11 +5,11 @@
     tokens:1,0; 9000=tokens:0,1
 
 Phases are separated by semicolons; each but the first starts with its step and
-an equals sign. A phase has a unit (rows, examples or target tokens), and one
+an equals sign. A phase has a unit (rows, examples or target tokens), and a
 number for every part of the record set, in its order; `sizes` stands for the
-parts' own sizes in that unit. `cap` limits the numbers, then they are raised to
-the power 1 / `temperature`, as in T5 (Raffel et al. 2020, section 3.5.2). They
-need not sum to 1.
+sizes of the parts in that unit. `cap` limits the numbers, then they are raised
+to the power 1 / `temperature`, as in T5 (Raffel et al. 2020, section 3.5.2).
+They need not sum to 1.
 
 This module imports neither TensorFlow nor SeqIO nor jax.
 """
@@ -32,7 +32,7 @@ class Phase:
 
   Attributes:
     step: first step.
-    unit: one of `UNITS`.
+    unit: key of `UNITS`.
     rates: rate of every part, at least 0; None for the sizes of the parts.
     temperature: above 0; 1 leaves the rates as they are.
     cap: largest rate before the temperature applies.
@@ -59,15 +59,18 @@ class Phase:
     sizes = [part[UNITS[self.unit]] for part in parts]
     rates = sizes if self.rates is None else self.rates
     capped = [min(rate, self.cap) for rate in rates]
-    # Of the largest, as powers of counts may be beyond what a float holds.
-    most = max(capped) or 1.0
-    mixed = [(rate / most) ** (1 / self.temperature) for rate in capped]
-    # From shares of the unit to shares of rows.
+    # Relative to the largest: at a low temperature the power of a count may
+    # exceed the range of a float.
+    largest = max(capped) or 1.0
+    mixed = [(rate / largest) ** (1 / self.temperature) for rate in capped]
+    # From shares of the unit to shares of rows, which are what the order deals
+    # out: rows of short examples hold more of them.
     shares = [
       rate * part['rows'] / size if rate else 0.0
       for rate, part, size in zip(mixed, parts, sizes, strict=True)
       if size or not rate
     ]
+    # Empty parts are missing from the list unless their rate is 0.
     if len(shares) < len(parts) or not any(shares):
       raise errors.UserError(
         f'config.data.rates draws from a part without {self.unit}; the parts'

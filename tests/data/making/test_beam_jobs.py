@@ -24,7 +24,7 @@ def _make(text, folder, read=local.fake_examples, **changes):
     [(local.make_spec(text, **changes), folder)],
     vocabulary_pair.Choice(str(text / 'vocabulary.model')),
     beam=OPTIONS,
-    read=read,
+    reader=read,
   )
   return manifest
 
@@ -45,19 +45,13 @@ def test_a_pipeline_writes_to_a_bucket(
   monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
   folder = paths.at(f'{bucket}/records')
   _make(text, folder, passes=1)
-  kept = {name: paths.objects(folder)[name] for name in paths.tree(folder)}
+  first = paths.objects(folder)
+  shards = {x: first[x] for x in paths.tree(folder) if 'shard' in x}
   manifest = _make(text, folder)  # Another pass.
-  found = {
-    name: (folder / name).read_bytes()
-    for name in paths.tree(folder)
-    if 'lock' not in name
-  }
-  assert found == reference
-  assert all(
-    paths.objects(folder)[name] == entry
-    for name, entry in kept.items()
-    if 'shard' in name
-  )
+  names = [name for name in paths.tree(folder) if 'lock' not in name]
+  assert {name: (folder / name).read_bytes() for name in names} == reference
+  objects = paths.objects(folder)
+  assert {name: objects[name] for name in shards} == shards
   assert len(record_sets.RecordSet.open(folder)) == manifest['totals']['rows']
 
 

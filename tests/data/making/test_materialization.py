@@ -80,7 +80,7 @@ def make(text, folder, workers=1, spec=None, read=fake_examples, **changes):
     [(spec or make_spec(text, **changes), folder)],
     vocabulary_pair.Choice(str(text / 'vocabulary.model')),
     workers=workers,
-    read=read,
+    reader=read,
   )
   return manifest
 
@@ -128,21 +128,19 @@ def test_finished_shards_survive_a_killed_worker(
 def test_finished_records_are_left_alone(text, tmp_path):
   first = make(text, tmp_path)
   before = {p: p.stat().st_mtime_ns for p in tmp_path.rglob('*.array_record')}
-  assert make(text, tmp_path, read=None) == first  # `read` is not called.
+  assert make(text, tmp_path, read=None) == first  # `reader` is not called.
   assert before == {p: p.stat().st_mtime_ns for p in before}
 
 
 def test_added_passes_have_their_own_draws(text, reference, tmp_path):
   make(text, tmp_path, passes=1)
-  one = contents(tmp_path)
+  first = contents(tmp_path)
   make(text, tmp_path, passes=2)
-  both = contents(tmp_path)
-  assert both == reference
-  assert all(both[name] == one[name] for name in one if 'shard' in name)
-  name = 'shard-00000-of-00003.array_record'
-  assert (
-    both[f'pass-00000/part-000/{name}'] != both[f'pass-00001/part-000/{name}']
-  )
+  files = contents(tmp_path)
+  assert files == reference
+  assert all(files[name] == first[name] for name in first if 'shard' in name)
+  name = 'part-000/shard-00000-of-00003.array_record'
+  assert files[f'pass-00000/{name}'] != files[f'pass-00001/{name}']
 
 
 def test_a_damaged_shard_alone_is_made_again(text, reference, tmp_path):
@@ -162,9 +160,8 @@ def test_the_manifest_says_what_was_made(text, tmp_path):
   vocabulary = vocabulary_pair.open_vocabulary(text / 'vocabulary.model')
   assert manifest['spec']['vocabulary'] == vocabulary.fingerprint
   assert len(manifest['spec']['source_fingerprint']) == 32
-  assert manifest['totals']['examples'] == 2 * 4 * DOCUMENTS
-  assert manifest['totals']['pairs'] == 2 * 4 * DOCUMENTS
-  assert manifest['totals']['shared_sentinel_spans'] == 2 * 4 * DOCUMENTS
+  for count in ('examples', 'pairs', 'shared_sentinel_spans'):
+    assert manifest['totals'][count] == 2 * 4 * DOCUMENTS
   assert '320 spans share' in materialization.summary(manifest)
   found = record_sets.RecordSet.open(tmp_path)
   rows = found.read(range(len(found)))

@@ -22,9 +22,9 @@ SHARDS = (3, 0, 4)  # rows per shard
 
 
 def test_masks_of_a_step_are_those_of_the_published_code():
-  assert sorted(shared_masks.positions(53, 4096, 0.15)) == sorted(
-    _published(53)
-  )
+  random.seed(50 + 53 % 51)
+  published = random.sample(range(0, 4095), 614)
+  assert sorted(shared_masks.positions(53, 4096, 0.15)) == sorted(published)
   rows = {
     'decoder_tokens': np.arange(40).reshape(2, 20),
     'decoder_segments': np.repeat([[1], [0]], 20, axis=1),
@@ -33,11 +33,6 @@ def test_masks_of_a_step_are_those_of_the_published_code():
   at = sorted(random.Random(57).sample(range(19), 4))
   assert np.flatnonzero(masked['decoder_tokens'][0] == -1).tolist() == at
   assert (masked['decoder_tokens'][1] == rows['decoder_tokens'][1]).all()
-
-
-def _published(step):
-  random.seed(50 + step % 51)
-  return random.sample(range(0, 4095), 614)
 
 
 def make_pair(number):
@@ -214,9 +209,8 @@ def test_a_process_makes_the_places_it_holds(record_set, local):
     assert mine.position == whole.position
   evaluation = loader.evaluation_batches(record_set, LENGTHS, 4, local=local)
   rows = [number for fields in evaluation for number in fields['row']]
-  places = [4 * step + i for step in range(4) for i in local]
-  filler = row_order.FILLER
-  assert rows == [place if place < 14 else filler for place in places]
+  numbers = [4 * step + slot for step in range(4) for slot in local]
+  assert rows == [n if n < 14 else row_order.FILLER for n in numbers]
 
 
 @pytest.mark.parametrize('batch_size', [3, 7, 20])
@@ -232,27 +226,20 @@ def test_prefixes_of_other_examples(single_set):
     single_set, LENGTHS, 8, teacher=True, prefix_offset=3
   )
   framing.check_framing(fields, gemma_ids.FRAMING)
-  own = np.arange(7)
-  np.testing.assert_array_equal(fields['row'][:7], own)
-  np.testing.assert_array_equal(fields['targets'][:7, 0], 200 + own)
-  prefixes = 100 + (own + 3) % 7
+  rows = np.arange(7)
+  np.testing.assert_array_equal(fields['row'][:7], rows)
+  np.testing.assert_array_equal(fields['targets'][:7, 0], 200 + rows)
+  prefixes = 100 + (rows + 3) % 7
   np.testing.assert_array_equal(fields['encoder_tokens'][:7, 1], prefixes)
   np.testing.assert_array_equal(fields['teacher_tokens'][:7, 1], prefixes)
   assert fields['weights'].sum() == 7
 
 
-@pytest.mark.parametrize('offset', [3, 14])
-def test_prefixes_are_exchanged_only_where_that_means_something(
-  record_set, single_set, offset
-):
-  packed_or_identity = record_set if offset == 3 else single_set
-  with pytest.raises(errors.UserError, match=f'prefix_offset={offset}'):
-    loader.evaluation_batches(
-      packed_or_identity, LENGTHS, 4, prefix_offset=offset
-    )
-
-
-def test_wrong_settings_are_refused(record_set):
+def test_wrong_settings_are_refused(record_set, single_set):
+  # Rows of several pairs have no prefix to exchange; 14 is twice the rows.
+  for rows, offset in ((record_set, 3), (single_set, 14)):
+    with pytest.raises(errors.UserError, match=f'prefix_offset={offset}'):
+      loader.evaluation_batches(rows, LENGTHS, 4, prefix_offset=offset)
   with pytest.raises(errors.UserError, match='encoder=4.*encoder=8'):
     loader.Loader(record_set, framing.Lengths(8, 3), 4)
   with pytest.raises(errors.UserError, match='decoder=3.*decoder=6'):

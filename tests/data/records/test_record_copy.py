@@ -37,12 +37,11 @@ def test_read_from_a_copy_that_is_made_once(put, store, cache):
   found = record_sets.RecordSet.open(folder)
   assert cache in found.folder.parents
   assert found.digests == wanted.digests
-  for mine, theirs in zip(
-    found.read(range(24)), wanted.read(range(24)), strict=True
-  ):
-    assert [p.targets.tolist() for p in mine] == [
-      p.targets.tolist() for p in theirs
-    ]
+  copied, original = (
+    [[p.targets.tolist() for p in row] for row in records.read(range(24))]
+    for records in (found, wanted)
+  )
+  assert copied == original
   start = len(store.requests)
   record_sets.RecordSet.open(folder)
   assert _reads(store, start) == []

@@ -10,18 +10,18 @@ from encdec_adapt.tokenizers import vocabulary_pair
 
 
 def test_special_tokens_weights_and_documents_are_shown():
-  one = vocabulary_pair.open_vocabulary(vocabulary_pair.BYTES)
-  sentinel = one.sentinels[0]
+  vocabulary = vocabulary_pair.open_vocabulary(vocabulary_pair.BYTES)
+  encode, sentinel = vocabulary.encode, vocabulary.sentinels[0]
   pair = framing.Pair(
-    np.concatenate([one.encode('a\nb'), [sentinel]]).astype(np.int32),
-    one.encode('cde'),
-    decoder_inputs=np.array([*one.encode('c'), one.mask, *one.encode('e')]),
+    np.append(encode('a\nb'), np.int32(sentinel)),
+    encode('cde'),
+    decoder_inputs=np.array([*encode('c'), vocabulary.mask, *encode('e')]),
     weights=np.array([1, 1, 0], np.float32),
     documents=('x.txt', 'y.txt'),
   )
   spec = SimpleNamespace(objectives=parsing.parse('prefix_lm'))
   record_set = SimpleNamespace(read=lambda rows: [[pair]], spec=spec)
-  opened = vocabulary_pair.Opened(one, one)
+  opened = vocabulary_pair.Opened(vocabulary, vocabulary)
   plain = row_display.describe(record_set, opened, [7], colour=False)
   assert plain.splitlines() == [
     'row 7: 1 examples',

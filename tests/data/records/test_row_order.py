@@ -33,10 +33,13 @@ class Rows:
     ]
 
   def part_of(self, row):
-    for part in range(len(self.parts)):
-      if any(one[part][0] <= row < one[part][1] for one in self.ranges):
-        return part
-    raise AssertionError(row)
+    (part,) = (
+      part
+      for ranges in self.ranges
+      for part, (start, stop) in enumerate(ranges)
+      if start <= row < stop
+    )
+    return part
 
 
 def _order(rows, text, **options):

@@ -69,7 +69,7 @@ def _job(source, vocabulary, objective, shard=0, shards=1, **changes):
     choice=vocabulary_pair.Choice(vocabulary.path),
     parts=[record_sets.Part(objective, source.partition('@')[0])],
     key=record_writing.ShardKey(0, 0, shard),
-    read=shard_jobs.read_examples,
+    reader=shard_jobs.read_examples,
   )
 
 
