@@ -51,7 +51,8 @@ def score(
     best = scorer.score_multi(texts, text)
     for name in _ROUGE:
       values[name].append(best[name].fmeasure)
-    values['exact_match'].append(max(_exact(text, x) for x in texts))
+    is_exact = _normal(text) in map(_normal, texts)
+    values['exact_match'].append(float(is_exact))
     values['f1'].append(max(_f1(text, x) for x in texts))
     # Of sentences, for paired tests; the value is that of the corpus.
     values['bleu'].append(bleu.sentence_score(text, list(texts)).score / 100)
@@ -75,10 +76,6 @@ def _normal(text: str) -> list[str]:
   """Returns the words that SQuAD's metrics compare."""
   plain = text.lower().translate(_PUNCTUATION)
   return _ARTICLES.sub(' ', plain).split()
-
-
-def _exact(text: str, reference: str) -> float:
-  return float(_normal(text) == _normal(reference))
 
 
 def _f1(text: str, reference: str) -> float:

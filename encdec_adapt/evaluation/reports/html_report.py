@@ -44,11 +44,7 @@ import os
 import pathlib
 from typing import Any
 
-from encdec_adapt.evaluation.reports import (
-  report_figures,
-  report_findings,
-  run_groups,
-)
+from encdec_adapt.evaluation.reports import report_figures, report_findings
 from encdec_adapt.evaluation.results import number_format as numbers
 from encdec_adapt.files import paths
 from encdec_adapt.telemetry import progress
@@ -198,7 +194,7 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> str:
   return f'<div class="wide"><table>{body}</table></div>'
 
 
-def _models(runs: run_groups.Runs) -> str:
+def _models(runs: Mapping[str, Report]) -> str:
   """Renders the losses of every run."""
   rows = []
   for name, run in runs.items():

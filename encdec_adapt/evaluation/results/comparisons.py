@@ -76,9 +76,8 @@ def compare(
     return None
   differences = np.subtract(second.scores, first.scores)
   if _is_binary(first.scores) and _is_binary(second.scores):
-    return _mcnemar(
-      int((differences > 0).sum()), int((differences < 0).sum()), n
-    )
+    better, worse = (int(x.sum()) for x in (differences > 0, differences < 0))
+    return _mcnemar(better, worse, n)
   return paired_t(differences)
 
 
