@@ -1,8 +1,8 @@
 """Evaluators during training, by name and interval (`config.train.evaluators`).
 
-`loss` runs whenever another one does, and its record is written last: what was
-evaluated at a step is complete if and only if the metrics have its loss, and a
-restart drops the rest.
+`loss` runs whenever another evaluator does, and its record is written last: the
+evaluation of a step is complete if and only if the metrics have its loss, and a
+restart drops the results of later steps.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,20 +14,12 @@ from encdec_adapt import config as config_lib
 from encdec_adapt.base import errors
 from encdec_adapt.cluster import distributed
 from encdec_adapt.conversion import model_in_memory, model_on_disk
-from encdec_adapt.evaluation.measures import (
-  held_out,
-  perplexity,
-  samples,
-)
+from encdec_adapt.evaluation.measures import held_out, perplexity, samples
 from encdec_adapt.evaluation.results import results_store
 from encdec_adapt.evaluation.tasks import task_groups
 from encdec_adapt.files import paths
 from encdec_adapt.models import base_model
-from encdec_adapt.training import (
-  job_telemetry,
-  setup,
-  train_section,
-)
+from encdec_adapt.training import job_telemetry, setup, train_section
 from encdec_adapt.training import state as state_lib
 
 
@@ -38,9 +30,9 @@ def read_tasks(settings: config_lib.Settings) -> dict[str, task_groups.Plan]:
     settings: the validated configuration.
 
   Raises:
-    UserError: there is no such task, or a file of it is wrong.
+    UserError: a task does not exist, or its files are wrong.
   """
-  found = {}
+  plans = {}
   for name in settings.train.intervals:
     if name in (train_section.LOSS, train_section.SAMPLES):
       continue
@@ -49,11 +41,10 @@ def read_tasks(settings: config_lib.Settings) -> dict[str, task_groups.Plan]:
         f'config.train.evaluators has {name}, and the model is encoder-only,'
         ' which tasks do not suit; leave it out.'
       )
+    # A plan per evaluator, as each has an interval.
     is_folder = paths.at(name).is_dir()
-    found[name] = task_groups.plan(
-      [] if is_folder else [name], name if is_folder else None
-    )
-  return found
+    plans[name] = task_groups.plan(*([], name) if is_folder else ([name],))
+  return plans
 
 
 class Evaluators:
@@ -65,49 +56,58 @@ class Evaluators:
     config: Mapping[str, Any],
     settings: config_lib.Settings,
     tasks: Mapping[str, task_groups.Plan],
-    where: state_lib.Placement,
+    placement: state_lib.Placement,
     references: Mapping[str, base_model.Params],
     data: setup.Data,
     telemetry: job_telemetry.JobTelemetry,
   ):
-    """Opens the results, without those beyond the last evaluation.
+    """Opens the results and drops those later than the last evaluation.
 
     Args:
-      workdir: work directory of the job; gets `results_store.jsonl`.
-      config: the configuration, whose digest the results have.
-      settings: the validated configuration; the loss has its models.
+      workdir: work directory of the job; gets `results.jsonl`.
+      config: the configuration; its digest is the fingerprint in the results.
+      settings: the validated configuration.
       tasks: result of `read_tasks`.
-      where: the model and the placement of its parameters.
+      placement: the model and the placement of its parameters.
       references: parameters of the reference models.
       data: vocabularies and held-out rows.
       telemetry: gets the scores.
     """
     self._intervals = settings.train.intervals
     self._batch_size = settings.train.eval_batch_size
-    self._where, self._data, self._telemetry = where, data, telemetry
+    self._telemetry = telemetry
     loss, names = settings.loss, settings.loss.held_out_references
+    # A loss may train with references that its held-out metrics do not read.
     self._references = {name: references[name] for name in names}
     axes = settings.data.objectives[0].maker.axes
-    self._evaluator = perplexity.Evaluator(where, loss, axes)
+    self._evaluator = perplexity.Evaluator(placement, loss, axes)
     models = [settings.model, *(loss.models[name].config for name in names)]
-    self._teacher = setup.reads_teacher_row(data.train.spec.lengths, *models)
+    self._batches = functools.partial(
+      setup.evaluation_batches,
+      data.evaluation,
+      self._batch_size,
+      placement,
+      teacher=setup.reads_teacher_row(data.train.spec.lengths, *models),
+    )
+    # Results and samples of later steps are of an evaluation that a kill cut
+    # off, or of steps that training repeats from an earlier checkpoint.
     evaluated = telemetry.evaluated
     self._sampler = None
     if train_section.SAMPLES in self._intervals:
       self._sampler = samples.Sampler(workdir, data, evaluated)
     self._store = None
     if distributed.is_lead():
-      beyond = -1 if evaluated is None else evaluated
-      self._store = results_store.Store(workdir, beyond)
-    self._model = results_store.Model(
-      workdir, None, results_store.digest(config)
-    )
+      last_step = -1 if evaluated is None else evaluated
+      self._store = results_store.Store(workdir, last_step)
+    fingerprint = results_store.digest(config)
+    self._model = results_store.Model(workdir, None, fingerprint)
     self._tasks = tasks
-    # Kernels are not for the prompts of a few rows.
+    # Kernels do not pay for the prompts of a few rows, and `evaluate` computes
+    # the saved model with 'chunked', too.
     compute = dataclasses.replace(settings.compute, attention='chunked')
     self._load = functools.partial(
       model_in_memory.LoadedModel,
-      model=dataclasses.replace(where.model, compute=compute),
+      model=dataclasses.replace(placement.model, compute=compute),
       stored=model_on_disk.StoredModel(
         paths.at(workdir),
         settings.model,
@@ -115,11 +115,12 @@ class Evaluators:
         dict,
         separator=model_on_disk.separator_of(settings),
       ),
-      rules=where.rules,
+      rules=placement.rules,
     )
 
   def is_due(self, step: int) -> bool:
     """Returns whether any evaluator runs at a step."""
+    # The interval of the loss divides all others.
     return step % self._intervals[train_section.LOSS] == 0
 
   def __call__(
@@ -133,7 +134,7 @@ class Evaluators:
     """Runs the evaluators that are due, and `loss`.
 
     Args:
-      step: the step that the parameters are of.
+      step: step of the parameters.
       params: parameters of the model.
       beat: called before each evaluator, for the watchdog.
       last: runs all of them.
@@ -141,42 +142,40 @@ class Evaluators:
     Returns:
       The held-out metrics of the loss.
     """
+    # Each evaluator may take longer than the watchdog waits for a step.
     beat()
-    held_out_rows = setup.evaluation_batches(
-      self._data.evaluation,
-      self._batch_size,
-      self._where,
-      teacher=self._teacher,
-    )
-    found = self._evaluator(params, held_out_rows, self._references)
-    scores = {train_section.LOSS: found.scores(held_out.TASK)}
+    result = self._evaluator(params, self._batches(), self._references)
+    scores = {train_section.LOSS: result.scores(held_out.TASK)}
     for name, every in self._intervals.items():
       if name == train_section.LOSS or not (last or step % every == 0):
         continue
       beat()
+      loaded = self._load(params=params)
       if name == train_section.SAMPLES:
-        self._sampler(step, self._load(params=params))
+        self._sampler(step, loaded)
         continue
-      loaded, planned = self._load(params=params), self._tasks[name]
-      own = [
+      task_scores = [
         score
-        for task in planned.tasks
+        for task in self._tasks[name].tasks
         for score in task.scores(loaded, self._batch_size, lambda *_: beat())
       ]
-      scores[name] = [*own, *planned.group_scores(own)]
+      group_scores = self._tasks[name].group_scores(task_scores)
+      scores[name] = [*task_scores, *group_scores]
     if self._store:
       model = dataclasses.replace(self._model, step=step)
-      for name, own in scores.items():
-        # Scores of single examples are for comparisons of trained models.
-        own = [dataclasses.replace(score, scores=()) for score in own]
-        self._store.add(model, {'evaluator': name}, own)
-    of_tasks = {
+      for name, results in scores.items():
+        # Scores of single examples are for comparisons of trained models; of
+        # every step they would fill the file.
+        means = [dataclasses.replace(score, scores=()) for score in results]
+        self._store.add(model, {'evaluator': name}, means)
+    # The loss comes last: by its record the evaluation counts as complete.
+    del scores[train_section.LOSS]
+    values = {
       f'{score.task}/{score.metric}': score.value
-      for name, own in scores.items()
-      if name != train_section.LOSS
-      for score in own
+      for results in scores.values()
+      for score in results
     }
-    if of_tasks:
-      self._telemetry.record_scores(step, of_tasks)
-    self._telemetry.record_evaluation(step, found.values)
-    return found.values
+    if values:
+      self._telemetry.record_scores(step, values)
+    self._telemetry.record_evaluation(step, result.values)
+    return result.values

@@ -1,7 +1,7 @@
 """Definition of a study: its stages, and the runs that its report compares.
 
-A configuration file builds a `Study`; `encdec_adapt.study` runs it. This
-module imports nothing, so that a configuration file may.
+A configuration file builds a `Study`; `encdec_adapt.study` runs it. This module
+imports nothing of the package, so that a configuration file is read quickly.
 """
 
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-  """One command of a study.
+  """A command of a study.
 
   Attributes:
     name: name of the stage in the report; unique in its study.
@@ -18,7 +18,7 @@ class Stage:
     arguments: arguments of the command.
     budget_seconds: expected time on two cores.
     rate_of: run folders below the study's root; the command gets the learning
-      rate of the one with the lowest held-out loss.
+      rate of the run with the lowest held-out loss.
   """
 
   name: str
@@ -38,7 +38,7 @@ class Study:
     size: name of the study's size.
     stages: the stages, in order.
     runs: run folders below the root, in the order of the report.
-    best_of: maps a name in the report to run folders; the one with the lowest
+    best_of: maps a name in the report to run folders; the run with the lowest
       held-out loss is shown under that name.
     results: folder of the results that an `evaluate` stage writes.
     samples: path of the continuations that a `generate` stage writes; '' for

@@ -1,10 +1,11 @@
-"""Where the predictions of held-out targets attend, layer by layer and head.
+"""Attention of the predictions of held-out targets, by layer and head.
 
 An encoder-decoder is measured in its attention to the encoder's keys, a
 decoder-only model in its self-attention. The layers are not changed: flax's
-interceptors see queries, keys and mask of each, and hide keys of one. Rows are
-read as they are, with a share of their inputs masked as MEAP does
-(arXiv:2502.07490), and with one layer's attention to the encoder dropped.
+interceptors see queries, keys and mask of each, and hide keys of a layer. Rows
+are read in their original form, with a share of their inputs masked as MEAP
+does (arXiv:2502.07490), and with a layer's attention to the encoder dropped. Of
+the other rooms of `evaluation`, only `results` is imported.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -29,17 +30,18 @@ from encdec_adapt.models import architecture as architectures
 from encdec_adapt.models import build, layers_index, model_config
 from encdec_adapt.objectives import noising
 from encdec_adapt.ops import partition
-from encdec_adapt.sharding import placement
+from encdec_adapt.sharding import placement as placement_lib
 from encdec_adapt.telemetry import progress
 from encdec_adapt.training import losses, setup
 from encdec_adapt.training import state as state_lib
 from encdec_adapt.training import step as step_lib
 
 TASK = 'attention'
-MASKED_SHARE = 0.15
-# Segments of the keys, by number; 0 is padding.
+MASKED_SHARE = 0.15  # As in MEAP's pretraining.
+# Parts of the keys, by number; 0 is padding. BOS stands apart, as it receives
+# much attention whatever the text is.
 PARTS = ('', 'bos', *(f'quarter_{i}' for i in range(1, 5)), 'own')
-_OWN = PARTS.index('own')
+_OWN = PARTS.index('own')  # Targets that the decoder has read.
 _SEED = 2502_07490
 
 _Batch = Mapping[str, Any]
@@ -48,17 +50,14 @@ _Batch = Mapping[str, Any]
 def layer_numbers(model: build.Model) -> dict[str, int]:
   """Returns numbers of the layers that are analysed, by their paths.
 
-  Of an unrolled encoder-decoder those are the layers that read the encoder.
+  In an unrolled encoder-decoder, only layers that read the encoder count.
   """
-  stack, found = model.config.decoder, {}
-  for i in range(stack.layers):
-    if not _reads_encoder(model) or stack.reads_encoder(stack.layer_kind(i)):
-      found[layers_index.layer_location(stack, i)[0]] = i
-  return found
-
-
-def _reads_encoder(model: build.Model) -> bool:
-  return model.architecture.encodes_prompt
+  stack, is_pair = model.config.decoder, model.architecture.encodes_prompt
+  return {
+    layers_index.layer_location(stack, i)[0]: i
+    for i in range(stack.layers)
+    if not is_pair or stack.reads_encoder(stack.layer_kind(i))
+  }
 
 
 def intercept(
@@ -67,7 +66,8 @@ def intercept(
   """Returns a context that observes and changes the attention in a pass.
 
   Args:
-    model: unrolled model, without rematerialisation.
+    model: unrolled model, without rematerialisation: in a scan or a
+      rematerialised layer an interceptor sees tracers that must not leave it.
     visit: called with the layer's number, queries, keys and mask; None to
       observe nothing.
     ablated: number of the layer to which the encoder's keys are hidden, so
@@ -76,19 +76,21 @@ def intercept(
   numbers = layer_numbers(model)
 
   def attend(run, args, kwargs, context):
-    """Observes and changes one call of a module."""
-    # Of the modules only `attention_layer`'s have this method.
+    # No module but `attention_layer`'s has this method.
     if context.method_name != 'attend':
       return run(*args, **kwargs)
     (q, source, mask), (*path, name) = args, context.module.path
     keys = mask.kv_segments.shape[1]
+    # In merged attention the last `memory` keys are the encoder's.
     memory = keys if name == 'cross_attention' else mask.memory
-    if _reads_encoder(model) and not memory:
-      return run(*args, **kwargs)
+    if model.architecture.encodes_prompt and not memory:
+      return run(*args, **kwargs)  # Self-attention of either stack.
     layer = numbers['/'.join(path)]
     if visit:
       visit(layer, q, source.key, mask)
     if ablated is not None:
+      # Hidden as padding, by data: `ablated` may be traced, so that a program
+      # is compiled once for all layers.
       hidden = (jnp.arange(keys) >= keys - memory) & (layer == ablated)
       mask = mask.replace(kv_segments=jnp.where(hidden, 0, mask.kv_segments))
     return run(q, source, mask, **kwargs)
@@ -97,25 +99,25 @@ def intercept(
 
 
 def _inputs_side(kind: architectures.Architecture, batch: _Batch) -> str:
-  """Returns the side of a batch whose tokens are the inputs of a model."""
+  """Returns the side of a batch that holds the inputs of a model."""
   return kind.sides('encoder_tokens' in batch)[kind.prompt_stack]
 
 
 def annotate(
   config: model_config.ModelConfig, batch: _Batch, mask: int, rows: int
 ) -> dict[str, np.ndarray]:
-  """Adds what the analysis needs to a batch.
+  """Adds the fields of the analysis to a batch.
 
   Args:
     config: the model.
     batch: fields of `objectives.framing` on the host.
     mask: the mask token.
-    rows: record rows from this one on count for nothing.
+    rows: number of record rows that count.
 
   Returns:
     The batch and, for the tokens of the inputs' side, `parts` (indices into
     `PARTS`), `masked` (0 or 1), `noised` (tokens with masks), and `queries`,
-    the weight of each of the decoder's positions as one that predicts a
+    the weight of each of the decoder's positions, not 0 if it predicts a
     target.
   """
   side = _inputs_side(config.architecture, batch)
@@ -123,26 +125,34 @@ def annotate(
     np.asarray(batch[f'{side}_{x}'])
     for x in ('tokens', 'segments', 'positions')
   )
+  # The last batch may have fillers (-1) and rows beyond the requested number.
   counts = (batch['row'] >= 0) & (batch['row'] < rows)
   weights = np.where(counts[:, None], batch['weights'], 0)
   queries = np.float32(weights > 0)
   inputs = (segments > 0) & (positions > 0)
   if side == 'teacher':
-    of_pairs = architectures.inputs_of(jax.tree.map(jnp.asarray, batch))
-    inputs &= np.asarray(of_pairs) > 0
-    at, queries = batch['teacher_index'], np.zeros(tokens.shape, np.float32)
-    np.add.at(queries, (np.arange(len(at))[:, None], at), weights > 0)
+    # Inputs and targets stand in a row; `queries` moves to the positions of it.
+    is_input = architectures.inputs_of(jax.tree.map(jnp.asarray, batch))
+    inputs &= np.asarray(is_input) > 0
+    index, queries = batch['teacher_index'], np.zeros(tokens.shape, np.float32)
+    # `add.at`, as padding points to position 0 again and again: an assignment
+    # could overwrite its weight with 0.
+    np.add.at(queries, (np.arange(len(index))[:, None], index), weights > 0)
   parts = np.where(segments > 0, _OWN, 0)
   parts[(segments > 0) & (positions == 0)] = PARTS.index('bos')
   masked = np.zeros_like(tokens)
-  for row, places in enumerate(map(np.flatnonzero, inputs)):
-    number = segments[row, places]
-    quarter = 4 * (positions[row, places] - 1) // np.bincount(number)[number]
-    parts[row, places] = PARTS.index('quarter_1') + quarter
-    if len(places):
+  for row, columns in enumerate(map(np.flatnonzero, inputs)):
+    # Quarters are of each pair of a packed row, as positions restart with it;
+    # BOS has position 0.
+    pair = segments[row, columns]
+    quarter = 4 * (positions[row, columns] - 1) // np.bincount(pair)[pair]
+    parts[row, columns] = PARTS.index('quarter_1') + quarter
+    if len(columns):
+      # Seeded by the record, so that the masks of a row do not depend on the
+      # batch and are the same for all models. Fillers are -1, no seed.
       rng = np.random.default_rng([_SEED, max(int(batch['row'][row]), 0)])
-      count = max(int(len(places) * MASKED_SHARE), 1)
-      masked[row, rng.choice(places, count, replace=False)] = 1
+      count = max(int(len(columns) * MASKED_SHARE), 1)
+      masked[row, rng.choice(columns, count, replace=False)] = 1
   return {
     **{name: x for name, x in batch.items() if name != 'row'},
     'weights': np.float32(weights),
@@ -167,21 +177,20 @@ def measure(
     params: parameters of the model.
     batch: result of `annotate`, on the devices.
     noised: whether to read the inputs with masks.
-    chunk: queries whose scores are in memory at a time.
+    chunk: number of queries with scores in memory at a time.
 
   Returns:
     `shares` [B, layers, N, parts] of the attention, by part of the keys;
-    `entropy` [B, layers, N]; and `received` [B, S], the mean over layers and
-    heads of what each token of the inputs' side receives. Layers are those
-    that are analysed.
+    `entropy` [B, layers, N]; and `received` [B, S], the attention that each
+    token of the inputs' side receives, as mean over layers and heads. Layers
+    are those of `layer_numbers`.
   """
   side = _inputs_side(model.architecture, batch)
   if noised:
     batch = {**batch, f'{side}_tokens': batch['noised']}
-  parts, found = batch['parts'], []
+  parts, layer_sums = batch['parts'], []
 
   def visit(layer, q, k, mask):
-    """Sums the attention of a layer by key, and by part of the keys."""
     cfg = model.config.decoder
     sums = attention_scores.received(
       q,
@@ -192,20 +201,22 @@ def measure(
       softcap=cfg.attention_softcap,
       chunk=chunk,
     )
-    own = k.shape[1] - parts.shape[1]  # The decoder's, in merged attention.
-    every = jnp.pad(parts, ((0, 0), (own, 0)), constant_values=_OWN)
+    # In merged attention the decoder's keys come before the encoder's.
+    count = k.shape[1] - parts.shape[1]
+    key_parts = jnp.pad(parts, ((0, 0), (count, 0)), constant_values=_OWN)
     shares = jnp.einsum(
-      'BNS,BSP->BNP', sums.by_key, jax.nn.one_hot(every, len(PARTS))
+      'BNS,BSP->BNP', sums.by_key, jax.nn.one_hot(key_parts, len(PARTS))
     )
-    found.append((shares, sums.entropy, sums.by_key[..., own:].mean(1)))
+    # Averaged over heads here, so that [B, layers, N, S] is never stacked.
+    received = sums.by_key[..., count:].mean(1)
+    layer_sums.append((shares, sums.entropy, received))
 
   with intercept(model, visit):
     model.architecture.predict(model, params, batch)
   shares, entropy, received = (
-    jnp.stack(x, 1) for x in zip(*found, strict=True)
+    jnp.stack(x, 1) for x in zip(*layer_sums, strict=True)
   )
-  received = received.mean(1)
-  return {'shares': shares, 'entropy': entropy, 'received': received}
+  return {'shares': shares, 'entropy': entropy, 'received': received.mean(1)}
 
 
 def ablated_loss(
@@ -219,10 +230,9 @@ def ablated_loss(
     batch: fields of `objectives.framing`.
     layer: layer that does not read the encoder; -1 for none.
   """
+  loss = losses.cross_entropy.CrossEntropy()
   with intercept(model, None, layer):
-    return losses.cross_entropy.CrossEntropy().row_ratios(model, params, batch)[
-      0
-    ]
+    return loss.row_ratios(model, params, batch)[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -237,50 +247,48 @@ class AttentionEvaluation(held_out.HeldOutEvaluation):
   name = TASK
 
   def options(self) -> results_store.Options:
-    """Returns what decides the scores: the rows, and the share of masks."""
+    """Returns the inputs of the scores: the rows, and the share of masks."""
     return {**super().options(), TASK: [self.rows, MASKED_SHARE]}
 
   def check(self, stored: model_on_disk.StoredModel) -> None:
     """Checks that a model can read the records and has a mask token.
 
     Raises:
-      UserError: it cannot, or it has none.
+      UserError: the model cannot, or its vocabulary has no mask token.
     """
     super().check(stored)
     _mask_token(stored)
 
   def scores(
-    self,
-    loaded: model_in_memory.LoadedModel,
-    rows: int,
-    report: progress.Report,
+    self, model: model_in_memory.LoadedModel, rows: int, report: progress.Report
   ) -> list[results_store.Score]:
     """Analyses a model; arguments as `HeldOutEvaluation.scores`.
 
     Returns:
       Metrics of the task `TASK`; `evaluation/README.md` lists them.
     """
-    where, count = loaded.where, min(self.rows, len(self.record_set))
-    compute = dataclasses.replace(loaded.model.compute, remat='none')
-    model = build.unroll(build.build(loaded.config, compute))
-    params = build.unroll_params(loaded.model, loaded.params)
-    layers = list(layer_numbers(model).values())
-    run = _make_run(model, where, layers)
-    mask = _mask_token(loaded.stored)
+    placement, count = model.where, min(self.rows, len(self.record_set))
+    compute = dataclasses.replace(model.model.compute, remat='none')
+    unrolled = build.unroll(build.build(model.config, compute))
+    params = build.unroll_params(model.model, model.params)
+    layers = list(layer_numbers(unrolled).values())
+    run = _make_run(unrolled, placement, layers)
+    mask = _mask_token(model.stored)
     lengths = self.record_set.spec.lengths
-    teacher = setup.reads_teacher_row(lengths, loaded.config)
+    teacher = setup.reads_teacher_row(lengths, model.config)
     batches = setup.evaluation_batches(
-      self.record_set, rows, where, teacher=teacher
+      self.record_set, rows, placement, teacher=teacher
     )
-    found = []
-    # Zip asks for no batch after the last of the range.
-    for done, batch in zip(range(0, count, rows), batches, strict=False):
-      report(done, count)
-      batch = annotate(loaded.config, batch, mask, count)
-      batch = step_lib.place_batch(batch, where)
-      found.append(jax.device_get(run(params, batch)))
+    measured = []
+    # The range comes first: zip requests no batch after its end, which would be
+    # read in vain.
+    for start, batch in zip(range(0, count, rows), batches, strict=False):
+      report(start, count)
+      batch = annotate(model.config, batch, mask, count)
+      batch = step_lib.place_batch(batch, placement)
+      measured.append(jax.device_get(run(params, batch)))
     return _summarize(
-      layers, jax.tree.map(lambda *x: np.concatenate(x), *found)
+      layers, jax.tree.map(lambda *x: np.concatenate(x), *measured)
     )
 
 
@@ -290,24 +298,25 @@ def _mask_token(stored: model_on_disk.StoredModel) -> int:
 
 
 def _make_run(
-  model: build.Model, where: state_lib.Placement, layers: Sequence[int]
+  model: build.Model, placement: state_lib.Placement, layers: Sequence[int]
 ) -> Callable[[Any, _Batch], dict[str, jax.Array]]:
   """Returns a function of parameters and a batch that measures every row."""
 
   def run(params: Any, batch: _Batch) -> dict[str, jax.Array]:
-    """Measures the rows of a batch."""
-    with partition.use(where.mesh, where.rules.as_dict()):
-      found = measure(model, params, batch)
+    with partition.use(placement.mesh, placement.rules.as_dict()):
+      measured = measure(model, params, batch)
       noised = measure(model, params, batch, noised=True)['received']
-      found |= {name: batch[name] for name in ('weights', 'parts', 'masked')}
-      if _reads_encoder(model):
+      # Returned as well, since here they hold the rows of all processes.
+      measured |= {name: batch[name] for name in ('weights', 'parts', 'masked')}
+      if model.architecture.encodes_prompt:
         losses_of = functools.partial(ablated_loss, model, params, batch)
-        found['losses'] = jnp.moveaxis(
+        # One pass at a time: `vmap` would hold the activations of all layers'.
+        measured['losses'] = jnp.moveaxis(
           jax.lax.map(losses_of, jnp.array([-1, *layers])), 2, 0
         )  # [B, 1 + layers, 2]
-      return {**found, 'noised': noised}
+      return {**measured, 'noised': noised}
 
-  return jax.jit(run, out_shardings=placement.replicated(where.mesh))
+  return jax.jit(run, out_shardings=placement_lib.replicated(placement.mesh))
 
 
 def _summarize(
@@ -316,28 +325,30 @@ def _summarize(
   """Returns the scores of measurements by row."""
   parts, masked = by_row['parts'], by_row['masked'] > 0
   inputs = (parts > PARTS.index('bos')) & (parts < _OWN)
-  kept = inputs & ~masked
-  counted = (by_row['weights'] > 0).any(1) & masked.any(1) & kept.any(1)
+  intact = inputs & ~masked
+  # MEAP's measures are means over either kind of position, NaN without any.
+  counted = (by_row['weights'] > 0).any(1) & masked.any(1) & intact.any(1)
   if not counted.any():
     raise errors.UserError(
       f'none of {len(counted)} rows has two tokens of inputs, of which one can'
       ' be masked; leave out --attention.'
     )
   by_row = {name: np.asarray(x)[counted] for name, x in by_row.items()}
-  inputs, masked, kept = (x[counted] for x in (inputs, masked, kept))
-  # An even share over the inputs of a row is 1.
+  inputs, masked, intact = (x[counted] for x in (inputs, masked, intact))
+  # In units of an even share over the inputs, so that rows of different lengths
+  # have the same scale.
   size = inputs.sum(1, keepdims=True)
   plain, noised = (by_row[name] * size for name in ('received', 'noised'))
-  scored = meap_scores(plain, noised, masked, kept)
-  scored += _by_part(layers, by_row)
-  return scored + _ablations(layers, by_row.get('losses', ()))
+  scores = meap_scores(plain, noised, masked, intact)
+  scores += _by_part(layers, by_row)
+  return scores + _ablations(layers, by_row.get('losses', ()))
 
 
 _score = functools.partial(results_store.mean_score, TASK)
 
 
 def meap_scores(
-  plain: np.ndarray, noised: np.ndarray, masked: np.ndarray, kept: np.ndarray
+  plain: np.ndarray, noised: np.ndarray, masked: np.ndarray, intact: np.ndarray
 ) -> list[results_store.Score]:
   """Returns MEAP's measures (arXiv:2502.07490), with means over positions.
 
@@ -349,26 +360,27 @@ def meap_scores(
     plain: attention received in the original rows X_N, [B, S].
     noised: attention received in the rows with masks X_M.
     masked: bool [B, S], positions that are masked in X_M.
-    kept: the others that count.
+    intact: the other positions of the inputs.
   """
-  found = []
-  for metric, function, where in (
+  scores = []
+  for metric, function, mask in (
     ('score_decay', np.mean, masked),
-    ('variance_increase', np.var, kept),
+    ('variance_increase', np.var, intact),
   ):
-    before, after = (function(x, axis=1, where=where) for x in (plain, noised))
-    scores = after - before
+    # X_N and X_M are compared at the same positions.
+    old, new = (function(x, axis=1, where=mask) for x in (plain, noised))
+    by_row = new - old
     if metric == 'score_decay':
       # The linearisation of a ratio of sums, as `perplexity.Result.scores`.
-      ratio = 1 - after.sum() / before.sum()
-      scores = ratio + ((1 - ratio) * before - after) / before.mean()
-    found.append(_score(metric, scores))
-    test = comparisons.compare(_score(metric, before), _score(metric, after))
+      ratio = 1 - new.sum() / old.sum()
+      by_row = ratio + ((1 - ratio) * old - new) / old.mean()
+    scores.append(_score(metric, by_row))
+    test = comparisons.compare(_score(metric, old), _score(metric, new))
     if test:
-      found.append(
+      scores.append(
         results_store.Score(TASK, f'{metric}_p', test.p, None, test.n)
       )
-  return found
+  return scores
 
 
 def _by_part(
@@ -376,7 +388,8 @@ def _by_part(
 ) -> list[results_store.Score]:
   """Returns shares of attention, and mass on inputs and entropy by head."""
   shares, entropy = by_row['shares'], by_row['entropy']
-  found = [
+  # Cross-attention has no keys of the decoder, so no share of them.
+  scores = [
     _score(f'share/{part}', shares[..., i].mean((1, 2)))
     for i, part in enumerate(PARTS)
     if part and shares[..., i].any()
@@ -385,54 +398,67 @@ def _by_part(
   for metric, values in (('inputs', inputs), ('entropy', entropy)):
     for j, layer in enumerate(layers):
       name = f'layer_{layer:02}'
-      found.append(_score(f'{name}/{metric}', values[:, j].mean(1)))
-      for head, mean in enumerate(values[:, j].mean(0)):
-        metric_of = f'{name}/head_{head:02}/{metric}'
-        found.append(
-          results_store.Score(TASK, metric_of, float(mean), None, len(values))
+      scores.append(_score(f'{name}/{metric}', values[:, j].mean(1)))
+      # Heads are drawn, not compared: no scores of single rows.
+      scores += [
+        results_store.Score(
+          TASK,
+          f'{name}/head_{head:02}/{metric}',
+          float(mean),
+          None,
+          len(values),
         )
-  return found
+        for head, mean in enumerate(values[:, j].mean(0))
+      ]
+  return scores
 
 
 def _ablations(
   layers: Sequence[int], sums: np.ndarray
 ) -> list[results_store.Score]:
-  """Returns by how much the loss grows without each layer's cross-attention."""
+  """Returns the growth of the loss without each layer's cross-attention."""
   if not len(sums):  # A decoder-only model.
     return []
-  whole, *ablated = (
+  # The rows' linearised losses: their differences have means and intervals.
+  complete, *ablated = (
     np.array(perplexity.ratio(TASK, 'loss', *rows).scores)
     for rows in np.float64(sums).transpose(1, 2, 0)
   )
-  found = zip(layers, ablated, strict=True)
-  return [_score(f'layer_{i:02}/ablation', x - whole) for i, x in found]
+  return [
+    _score(f'layer_{i:02}/ablation', x - complete)
+    for i, x in zip(layers, ablated, strict=True)
+  ]
 
 
-def figures(
-  scores: Mapping[str, Sequence[results_store.Score]],
-) -> dict[str, dict[str, Any]]:
-  """Returns what the figure shows of every model that was analysed.
+def figures(scores: results_store.Scores) -> dict[str, dict[str, Any]]:
+  """Returns the content of the figure, for every model that was analysed.
 
   Args:
     scores: scores of every model.
 
   Returns:
     By model: `shares` by part, `layers` (numbers), `inputs` (a row per layer
-    of a number per head) and `ablation` (a number per layer; none of a
+    of a number per head) and `ablation` (a number per layer; empty for a
     decoder-only model).
   """
-  found = {}
-  for model, own in scores.items():
-    own = [x for x in own if x.task == TASK]
-    values = {tuple(x.metric.split('/')): x.value for x in own}
+  content = {}
+  for model, model_scores in scores.items():
+    values = {
+      tuple(x.metric.split('/')): x.value
+      for x in model_scores
+      if x.task == TASK
+    }
+    if not values:
+      continue
+    # Layers and heads keep the order of `_by_part`.
     heads: dict[str, list[float]] = {}
     for names, value in values.items():
       if len(names) == 3 and names[2] == 'inputs':
         heads.setdefault(names[0], []).append(value)
-    found[model] = values and {
+    content[model] = {
       'shares': {x[1]: y for x, y in values.items() if x[0] == 'share'},
       'layers': [int(name.removeprefix('layer_')) for name in heads],
       'inputs': list(heads.values()),
       'ablation': [y for x, y in values.items() if x[-1] == 'ablation'],
     }
-  return {model: shown for model, shown in found.items() if shown}
+  return content

@@ -1,7 +1,8 @@
 """Attention weights of a layer's queries and keys, summed by key.
 
 The weights are computed again by chunks of queries, with the mask, scale and
-soft-cap of the layer: a chunk's scores are all that is in memory at a time.
+soft-cap of the layer: no more than a chunk's scores are in memory at a time.
+The module imports nothing of the package but `ops`.
 """
 
 from typing import NamedTuple
@@ -40,7 +41,7 @@ def received(
   softcap: float | None,
   chunk: int,
 ) -> Received:
-  """Sums the attention that keys receive; arguments as in `ops.attention`.
+  """Sums the attention that keys receive.
 
   Args:
     q: queries; head n reads key/value head n // (N/K).
@@ -49,14 +50,14 @@ def received(
     weights: weight of each query in the averages; they sum to 1 over a row.
     scale: factor of the scores.
     softcap: cap of the scores; None for no cap.
-    chunk: queries whose scores are in memory at once.
+    chunk: number of queries with scores in memory at once.
   """
   batch, _, heads, head_dim = q.shape
   keys, kv_heads = k.shape[1:3]
 
-  def add_chunk(sums: Received, chunked) -> tuple[Received, None]:
-    """Adds a chunk of queries to the sums."""
+  def add_chunk(sums, chunked):
     q_chunk, weight, segments, positions = chunked
+    # Query heads by the key head that they read: keys need no copies.
     grouped = q_chunk.reshape(batch, -1, kv_heads, heads // kv_heads, head_dim)
     scores = scale * jnp.einsum(
       'BTKGH,BSKH->BKGTS', grouped, k, preferred_element_type=jnp.float32
@@ -68,7 +69,9 @@ def received(
     shares = attention_reference.masked_softmax(
       scores.reshape(batch, heads, -1, keys), visible
     )
+    # xlogy is 0 at the shares of hidden keys; 0 log 0 would be NaN.
     nats = -jnp.sum(jax.scipy.special.xlogy(shares, shares), axis=-1)
+    # Padded queries add nothing: they see no key, and their weight is 0.
     return Received(
       sums.by_key + jnp.einsum('BNTS,BT->BNS', shares, weight),
       sums.entropy + jnp.einsum('BNT,BT->BN', nats, weight),

@@ -1,6 +1,8 @@
 """F1 of classifiers on held-out records.
 
 Loss and accuracy are those of `perplexity`: every labelled token is a target.
+F1 is no mean over examples, so it has neither intervals nor paired tests. Of
+`evaluation`, only `results` is imported.
 """
 
 from collections.abc import Iterable, Mapping
@@ -13,7 +15,7 @@ import numpy as np
 from encdec_adapt.evaluation.results import results_store
 from encdec_adapt.models import base_model
 from encdec_adapt.ops import partition
-from encdec_adapt.sharding import placement
+from encdec_adapt.sharding import placement as placement_lib
 from encdec_adapt.training import losses
 from encdec_adapt.training import state as state_lib
 from encdec_adapt.training import step as step_lib
@@ -21,27 +23,28 @@ from encdec_adapt.training import step as step_lib
 
 def scores(
   task: str,
-  where: state_lib.Placement,
+  placement: state_lib.Placement,
   params: base_model.Params,
   batches: Iterable[Mapping[str, np.ndarray]],
 ) -> list[results_store.Score]:
   """Returns `macro_f1`, the mean over the labels, and `f1` without the first.
 
-  `f1` counts what has or is given another label than the first one, which is
+  `f1` counts predictions and right labels other than the first label, which is
   "no" or, for tags, "outside".
 
   Args:
     task: name of the task.
-    where: the classifier and the placement of its parameters.
+    placement: the classifier and the placement of its parameters.
     params: its parameters.
     batches: this process's rows of every batch.
   """
   count = jax.jit(_confusion, static_argnums=0)
-  table = np.zeros(2 * [where.model.config.decoder.classes], np.int64)
+  # Counts of a batch fit int32; those of a whole set of tokens may not.
+  table = np.zeros(2 * [placement.model.config.decoder.classes], np.int64)
   for batch in batches:
     fields = {name: x for name, x in batch.items() if name != 'row'}
-    fields = step_lib.place_batch(fields, where)
-    table += np.asarray(count(where, params, fields), np.int64)
+    fields = step_lib.place_batch(fields, placement)
+    table += np.asarray(count(placement, params, fields), np.int64)
   macro, micro = f1(table)
   n = int(table.sum())
   return [
@@ -51,32 +54,36 @@ def scores(
 
 
 def f1(table: Int[np.ndarray, 'K K']) -> tuple[float, float]:
-  """Computes F1 from the counts of (right label, given label).
+  """Computes F1 from the counts of (right label, predicted label).
 
   Returns:
-    The mean over labels that occur, and that of all but the first together.
+    The mean over labels that occur, and the F1 of all labels but the first
+    taken together.
   """
-  right, both = np.diag(table), table.sum(axis=0) + table.sum(axis=1)
-  occurs = both > 0
-  macro = float(np.mean(2 * right[occurs] / both[occurs]))
-  others = both[1:].sum()
-  return macro, float(2 * right[1:].sum() / others) if others else 0.0
+  # F1 = 2 TP / (2 TP + FP + FN); a row and a column both count the TP.
+  right, totals = np.diag(table), table.sum(axis=0) + table.sum(axis=1)
+  # A label that neither occurs nor is predicted would be 0 / 0.
+  occurs = totals > 0
+  macro = float(np.mean(2 * right[occurs] / totals[occurs]))
+  total = totals[1:].sum()
+  return macro, float(2 * right[1:].sum() / total) if total else 0.0
 
 
 def _confusion(
-  where: state_lib.Placement,
+  placement: state_lib.Placement,
   params: base_model.Params,
   batch: losses.loss.Batch,
 ) -> jax.Array:
-  """Counts the labels of a batch by right and given label, [K, K]."""
-  model = where.model
+  """Counts the labels of a batch by right and predicted label, [K, K]."""
+  model = placement.model
   size = model.config.decoder.classes
-  with partition.use(where.mesh, where.rules.as_dict()):
+  with partition.use(placement.mesh, placement.rules.as_dict()):
     hidden = model.architecture.predict(model, params, batch)
-    given = jnp.argmax(model.logits(params, hidden), axis=-1)
-    cell = jnp.where(batch['weights'] > 0, batch['targets'] * size + given, -1)
+    label = jnp.argmax(model.logits(params, hidden), axis=-1)
+    # -1 is no cell: tokens without weight are not counted.
+    cell = jnp.where(batch['weights'] > 0, batch['targets'] * size + label, -1)
     counts = jnp.sum(cell[..., None] == jnp.arange(size * size), axis=(0, 1))
-    total = counts.reshape(size, size)
+    # Every process adds the counts of all rows, not only of its shard.
     return jax.lax.with_sharding_constraint(
-      total, placement.replicated(where.mesh)
+      counts.reshape(size, size), placement_lib.replicated(placement.mesh)
     )

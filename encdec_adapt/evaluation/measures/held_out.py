@@ -2,12 +2,12 @@
 
 Every model is measured on the same target tokens, and again with the prefixes
 of other examples: where that is not clearly worse, an encoder-decoder does not
-use its encoder, and a decoder-only model hardly uses the prefix.
+use its encoder, and a decoder-only model hardly uses the prefix. Of the other
+rooms of `evaluation`, only `results` is imported.
 """
 
 import dataclasses
 import functools
-import hashlib
 
 from encdec_adapt import config as config_lib
 from encdec_adapt.base import errors
@@ -36,11 +36,12 @@ class HeldOutEvaluation:
   name = TASK
 
   def options(self) -> results_store.Options:
-    """Returns what decides the scores: the rows."""
-    digest = ' '.join(self.record_set.digests).encode()
+    """Returns the inputs of the scores: the rows."""
+    # The folder alone does not do: records may be made again in it.
+    digests = ' '.join(self.record_set.digests)
     return {
       'records': str(self.record_set.folder),
-      'rows': hashlib.blake2b(digest, digest_size=8).hexdigest(),
+      'rows': results_store.text_digest(digests),
     }
 
   def check(self, stored: model_on_disk.StoredModel) -> None:
@@ -53,29 +54,28 @@ class HeldOutEvaluation:
     spec = self.record_set.spec
     config_lib.check_kind(stored.model, spec.objectives[0])
     opened = stored.require_vocabularies()
-    made = {'encoder': spec.encoder_vocabulary, 'decoder': spec.vocabulary}
+    # Records hold token ids: with another vocabulary they are another text, and
+    # the loss would be wrong without a sign of it.
+    prints = {'encoder': spec.encoder_vocabulary, 'decoder': spec.vocabulary}
     for side in stored.model.stacks:
-      own = opened.sides[side]
-      if own.fingerprint != made[side]:
+      vocabulary = opened.sides[side]
+      if vocabulary.fingerprint != prints[side]:
         raise errors.UserError(
           f'the records {self.record_set.folder} were made with the vocabulary'
-          f' {made[side][:12]} of the {side}, the model with {own.path}'
-          f" ({own.fingerprint[:12]}); make records with the model's"
-          ' vocabularies.'
+          f' {prints[side][:12]} of the {side}, the model with'
+          f' {vocabulary.path} ({vocabulary.fingerprint[:12]}); make records'
+          " with the model's vocabularies."
         )
 
   def scores(
-    self,
-    loaded: model_in_memory.LoadedModel,
-    rows: int,
-    report: progress.Report,
+    self, model: model_in_memory.LoadedModel, rows: int, report: progress.Report
   ) -> list[results_store.Score]:
     """Measures a model.
 
     Args:
-      loaded: the model.
+      model: the model.
       rows: rows at a time; divides over the model's devices.
-      report: called with the number of rows done and of all.
+      report: progress callback (rows done, all rows).
 
     Returns:
       Metrics of the task `TASK`: `loss` in nats per target token, `accuracy`
@@ -85,38 +85,41 @@ class HeldOutEvaluation:
       and a single row, do not have; of classifiers also
       `classification.scores`.
     """
-    where, record_set = loaded.where, self.record_set
+    placement, record_set = model.where, self.record_set
     spec, count = record_set.spec, len(record_set)
-    teacher = setup.reads_teacher_row(spec.lengths, loaded.config)
+    teacher = setup.reads_teacher_row(spec.lengths, model.config)
 
     def measure(**options: int) -> perplexity.Result:
-      """Evaluates the parameters on the rows."""
       batches = setup.evaluation_batches(
-        record_set, rows, where, teacher=teacher, **options
+        record_set, rows, placement, teacher=teacher, **options
       )
-      # A batch is asked for when the one before it is on its way.
+      # The evaluator requests batch i when it has dispatched those before it,
+      # so i batches are about done.
       counted = (
         (report(i * rows, count), batch)[1] for i, batch in enumerate(batches)
       )
-      return _evaluator(where)(loaded.params, counted)
+      return _evaluator(placement)(model.params, counted)
 
-    own = measure()
-    found, count_of_rows = own.scores(TASK), own.ratios.shape[2]
-    found.append(
-      results_store.Score(TASK, TARGET_TOKENS, own.weight, None, count_of_rows)
-    )
-    if loaded.config.decoder.classes:
-      batches = setup.evaluation_batches(record_set, rows, where)
-      found += classification.scores(TASK, where, loaded.params, batches)
+    result = measure()
+    # Rows without targets are not among those of the ratios.
+    tokens, n = result.weight, result.ratios.shape[2]
+    scores = result.scores(TASK)
+    scores.append(results_store.Score(TASK, TARGET_TOKENS, tokens, None, n))
+    if model.config.decoder.classes:
+      batches = setup.evaluation_batches(record_set, rows, placement)
+      scores += classification.scores(TASK, placement, model.params, batches)
+    # Packed rows hold several pairs, which have no single prefix to exchange.
     has_inputs = min(spec.lengths.encoder, spec.lengths.decoder) > 0
     if has_inputs and not spec.pack and count > 1:
-      # Half of the set away: the prefix of another document.
+      # Half of the set away: neighbouring rows may be pieces of one document,
+      # and its prefix would help.
       loss, *_ = measure(prefix_offset=count // 2).scores(TASK)
-      found.append(dataclasses.replace(loss, metric=SHUFFLED))
-    return found
+      scores.append(dataclasses.replace(loss, metric=SHUFFLED))
+    return scores
 
 
 @functools.cache
-def _evaluator(where: state_lib.Placement) -> perplexity.Evaluator:
-  """Returns an evaluator; equal models share one, which compiles once."""
-  return perplexity.Evaluator(where, losses.cross_entropy.CrossEntropy())
+def _evaluator(placement: state_lib.Placement) -> perplexity.Evaluator:
+  """Returns an evaluator, which models of equal shape share."""
+  # Compared models are often of the same shape: the cache saves a compilation.
+  return perplexity.Evaluator(placement, losses.cross_entropy.CrossEntropy())

@@ -1,10 +1,11 @@
 """Cost of generating with a model: FLOPs, latency, throughput, memory.
 
 Reading the prompt (prefill) and generating (decode) are counted and measured
-apart, by the two compiled programs of the inference engine. FLOPs are those of
-`models.forward_flops`: `generation`, and the published convention. Times are
-medians after compilation. Memory is what the compiled program needs on one
-device: arguments, results and temporaries.
+separately, by the two compiled programs of the inference engine. FLOPs are
+those of `models.forward_flops`: `generation`, and the published convention.
+Times are medians after compilation. Memory is that of the compiled program on a
+device: arguments, results and temporaries. Of the other rooms of `evaluation`,
+only `results` is imported.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,25 +24,21 @@ from encdec_adapt.evaluation.results import results_store
 from encdec_adapt.files import disk
 from encdec_adapt.inference import decoding
 from encdec_adapt.inference import engine as engine_lib
-from encdec_adapt.models import (
-  forward_flops,
-  parameters,
-  presets,
-)
+from encdec_adapt.models import forward_flops, parameters, presets
 
 TASK = 'cost'
-_REPEATS = 5
+_REPEATS = 5  # The median ignores two runs that something else slowed down.
 
 
 @dataclasses.dataclass(frozen=True)
 class CostEvaluation:
-  """Counts and measures what a request costs.
+  """Counts and measures the cost of a request.
 
   Attributes:
     prompt: tokens of each prompt.
     generated: tokens generated for each prompt.
-    batch_size: prompts of the batch that throughput is measured with, rounded
-      up to divide over a model's devices.
+    batch_size: prompts of the batch for throughput, rounded up to divide over
+      a model's devices.
     int8: whether to keep kernels as 8-bit integers.
   """
 
@@ -52,14 +49,15 @@ class CostEvaluation:
   name = TASK
 
   def options(self) -> results_store.Options:
-    """Returns what decides the cost: lengths, batch, devices and formula."""
+    """Returns the inputs of the cost: lengths, batch, devices and formula."""
     device = jax.local_devices()[0]
     return {
       'prompt': self.prompt,
       'generated': self.generated,
       'rows': self.batch_size,
       'devices': f'{jax.device_count()} {device.device_kind}',
-      # The first one counted the whole last layer of a decoder's prefill.
+      # Formula 1 counted all of the last layer of a decoder's prefill; costs
+      # that a store holds of it are computed again.
       'formula': 2,
     }
 
@@ -76,29 +74,30 @@ class CostEvaluation:
       )
 
   def scores(
-    self, loaded: model_in_memory.LoadedModel, rows: int, report: Any = None
+    self, model: model_in_memory.LoadedModel, rows: int, report: Any = None
   ) -> list[results_store.Score]:
     """Counts and measures a model.
 
     Args:
-      loaded: a model with a decoder.
+      model: a model with a decoder.
       rows: prompts at a time; divides over the model's devices.
-      report: not called, as this takes a moment.
+      report: not called, as the measurement takes a moment.
 
     Returns:
       Metrics of the task `TASK`: `parameters`; `prefill_flops`, `decode_flops`
-      and `published_flops` of one prompt, and `paper_flops`: the same with the
+      and `published_flops` of a prompt, and `paper_flops`: the same with the
       feed-forward widths of the T5Gemma paper; at batch 1 `prefill_ms`, and
-      `decode_ms` of one token; with `rows` prompts `prefill_tokens_per_second`
+      `decode_ms` of a token; with `rows` prompts `prefill_tokens_per_second`
       and `decode_tokens_per_second`, and `prefill_bytes` and `decode_bytes` of
-      memory on one device.
+      memory on a device.
     """
     del report
-    config, prompt, generated = loaded.config, self.prompt, self.generated
+    config, prompt, generated = model.config, self.prompt, self.generated
     prefill, decode = forward_flops.generation(config, prompt, generated)
     paper = presets.with_paper_widths(config)
-    one = self._measure(loaded, loaded.rows(1))
-    many = self._measure(loaded, rows)
+    # Latency is that of a prompt alone, but every device has to get a row.
+    single = self._measure(model, model.rows(1))
+    batch = self._measure(model, rows)
     return [
       results_store.Score(TASK, name, float(value), None, 1)
       for name, value in {
@@ -107,42 +106,42 @@ class CostEvaluation:
         'decode_flops': decode,
         'published_flops': forward_flops.published(config, prompt, generated),
         'paper_flops': forward_flops.published(paper, prompt, generated),
-        'prefill_ms': 1e3 * one['prefill'],
-        'decode_ms': 1e3 * one['decode'] / generated,
-        'prefill_tokens_per_second': rows * prompt / many['prefill'],
-        'decode_tokens_per_second': rows * generated / many['decode'],
-        'prefill_bytes': many['prefill_bytes'],
-        'decode_bytes': many['decode_bytes'],
+        'prefill_ms': 1e3 * single['prefill'],
+        'decode_ms': 1e3 * single['decode'] / generated,
+        'prefill_tokens_per_second': rows * prompt / batch['prefill'],
+        'decode_tokens_per_second': rows * generated / batch['decode'],
+        'prefill_bytes': batch['prefill_bytes'],
+        'decode_bytes': batch['decode_bytes'],
       }.items()
     ]
 
   def _measure(
-    self, loaded: model_in_memory.LoadedModel, rows: int
+    self, model: model_in_memory.LoadedModel, rows: int
   ) -> dict[str, float]:
     """Returns seconds and bytes of both programs on a batch of `rows`."""
-    # No token ends a row, so that all have the same length.
+    # No token is -1, so that no row ends before it has `generated` tokens.
     ids = engine_lib.SpecialIds(bos=0, eos=(-1,), pad=0)
-    engine = loaded.engine(rows=rows, ids=ids, int8=self.int8)
-    prompt_stack = loaded.config.stacks[loaded.model.architecture.prompt_stack]
-    size = prompt_stack.vocab_size
+    engine = model.engine(rows=rows, ids=ids, int8=self.int8)
+    prompt_stack = model.config.stacks[model.config.architecture.prompt_stack]
+    # Time does not depend on the tokens, so any will do.
     tokens = np.random.default_rng(0).integers(
-      size, size=(rows, self.prompt), dtype=np.int32
+      prompt_stack.vocab_size, size=(rows, self.prompt), dtype=np.int32
     )
     requests = [engine_lib.Request(row, self.generated) for row in tokens]
-    given = engine.prefill_arguments(requests, rows)
-    prefill = engine.programs.get(decoding.prefill, *given)
-    last = (
-      np.array([-1], np.int32),
-      np.int32(rows),
-      np.int32(engine_lib.UNLIMITED),
-    )
-    state = prefill(*given)
-    decode = engine.programs.get(decoding.decode, engine.params, state, *last)
+    arguments = engine.prefill_arguments(requests, rows)
+    prefill = engine.programs.get(decoding.prefill, *arguments)
+    # `eos`, `wake` and `steps` of `decoding.decode`: it returns when all rows
+    # have their tokens.
+    steps = np.int32(engine_lib.UNLIMITED)
+    ends = np.array([-1], np.int32), np.int32(rows), steps
+    state = prefill(*arguments)
+    decode = engine.programs.get(decoding.decode, engine.params, state, *ends)
     seconds: dict[str, list[float]] = {'prefill': [], 'decode': []}
     for _ in range(_REPEATS):
-      given = engine.prefill_arguments(requests, rows)
-      state = _timed(seconds['prefill'], prefill, *given)
-      _timed(seconds['decode'], decode, engine.params, state, *last)
+      # Both programs donate the state, so each run needs a new one.
+      arguments = engine.prefill_arguments(requests, rows)
+      state = _timed(seconds['prefill'], prefill, *arguments)
+      _timed(seconds['decode'], decode, engine.params, state, *ends)
     return {
       **{name: statistics.median(times) for name, times in seconds.items()},
       'prefill_bytes': _memory(prefill),
@@ -150,28 +149,31 @@ class CostEvaluation:
     }
 
 
-def _timed(times: list[float], program: Callable[..., Any], *given: Any) -> Any:
-  """Runs a program and adds its time in seconds."""
-  jax.block_until_ready(given)
-  began = time.perf_counter()
-  found = jax.block_until_ready(program(*given))
-  times.append(time.perf_counter() - began)
-  return found
+def _timed(times: list[float], program: Callable[..., Any], *args: Any) -> Any:
+  """Runs a program and appends its time in seconds."""
+  # Dispatch is asynchronous: neither the making of the arguments may count nor
+  # the computation be missed.
+  jax.block_until_ready(args)
+  start = time.perf_counter()
+  result = jax.block_until_ready(program(*args))
+  times.append(time.perf_counter() - start)
+  return result
 
 
 def _memory(program: jax.stages.Compiled) -> float:
-  """Returns the bytes that a program needs on one device."""
-  found = program.memory_analysis()
+  """Returns the bytes that a program needs on a device."""
+  sizes = program.memory_analysis()
   return float(
-    found.argument_size_in_bytes
-    + found.output_size_in_bytes
-    + found.temp_size_in_bytes
-    - found.alias_size_in_bytes
+    sizes.argument_size_in_bytes
+    + sizes.output_size_in_bytes
+    + sizes.temp_size_in_bytes
+    # The donated state is both argument and result.
+    - sizes.alias_size_in_bytes
   )
 
 
 def per_query(values: Mapping[str, float], generated: int) -> dict[str, float]:
-  """Returns the whole cost of one prompt, by the axis of a figure."""
+  """Returns the cost of a prompt and its answer, by the axis of a figure."""
   return {
     'FLOPs': values['prefill_flops'] + values['decode_flops'],
     'ms at batch 1': values['prefill_ms'] + generated * values['decode_ms'],
@@ -181,6 +183,7 @@ def per_query(values: Mapping[str, float], generated: int) -> dict[str, float]:
 def describe(values: Mapping[str, float]) -> dict[str, str]:
   """Formats the metrics of a model for a table."""
   total = values['prefill_flops'] + values['decode_flops']
+  # The released S to XL have feed-forwards twice as wide as the paper's table.
   published = f'{values["published_flops"]:.3g}'
   if values['paper_flops'] != values['published_flops']:
     published += f" ({values['paper_flops']:.3g} with the paper's widths)"
@@ -199,16 +202,18 @@ def describe(values: Mapping[str, float]) -> dict[str, str]:
 
 
 def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
-  """Returns the points that no other one dominates, in the order of cost.
+  """Returns the indices of points that no other dominates, by rising cost.
 
   Args:
     points: cost and quality of each model; less cost and more quality are
       better.
   """
   front, best = [], -np.inf
-  for i in sorted(
+  # Of points of equal cost the best comes first and excludes the others.
+  order = sorted(
     range(len(points)), key=lambda i: (points[i][0], -points[i][1])
-  ):
+  )
+  for i in order:
     if points[i][1] > best:
       front.append(i)
       best = points[i][1]

@@ -2,9 +2,10 @@
 
 An encoder-decoder reads the context with its encoder and the continuation with
 its decoder, after BOS; a decoder-only model reads both, a prefix decoder the
-context from both sides. EOS is not scored. Requests are scored from the longest
-on, in batches that are padded to a few lengths (`inference.lengths`); the
-encoder reads a context once for all its continuations in a batch.
+context from both sides. EOS is not scored. Requests are scored in the order of
+falling length, in batches that are padded to a few lengths
+(`inference.lengths`); the encoder reads a context once for all its
+continuations in a batch. The module imports nothing of `evaluation`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,10 +20,11 @@ import numpy as np
 from encdec_adapt.base import errors
 from encdec_adapt.conversion import model_in_memory
 from encdec_adapt.inference import lengths
-from encdec_adapt.ops import partition
+from encdec_adapt.ops import attention_chunked, partition
 from encdec_adapt.training import state as state_lib
 
-# Continuation tokens whose logits are in memory at once, per row.
+# Continuation tokens with logits in memory at once, per row: 16 MiB with a
+# vocabulary of 256 k. All buckets of lengths are multiples of it.
 _CHUNK = 16
 
 
@@ -50,12 +52,12 @@ class Batch(NamedTuple):
 
   Attributes:
     encoder: tokens of the contexts, each once, where an encoder reads them.
-    encoder_counts: number of them per context.
+    encoder_counts: number of tokens per context.
     contexts: index of each row's context.
     decoder: tokens that the decoder reads.
     prefix_counts: number of the decoder's tokens that are context.
     targets: tokens of the continuations.
-    counts: number of them per row.
+    counts: number of tokens per continuation.
   """
 
   encoder: Int[Array, 'c S']
@@ -99,17 +101,18 @@ def score(
   rows = loaded.rows(batch_size)
 
   def sort_key(i: int) -> tuple[int, ...]:
-    """Returns the sort key of a pair: those of one context are adjacent."""
     context, continuation = pairs[i]
-    # Hashes of integers are the same in all processes.
+    # Similar lengths share a batch, which saves padding, and so do equal
+    # contexts, which the encoder then reads once. All processes have to make
+    # the same batches: hashes of integers do not depend on the process.
     return -len(context), hash(tuple(context)), -len(continuation)
 
   order = sorted(range(len(pairs)), key=sort_key)
   for start in range(0, len(order), rows):
-    chosen = order[start : start + rows]
-    batch = _frame(loaded, [pairs[i] for i in chosen], rows, bos)
+    indices = order[start : start + rows]
+    batch = _frame(loaded, [pairs[i] for i in indices], rows, bos)
     sums, greedy = jax.device_get(_score(loaded.where, loaded.params, batch))
-    for row, i in enumerate(chosen):
+    for row, i in enumerate(indices):
       yield i, Scored(float(sums[row]), bool(greedy[row]))
 
 
@@ -119,13 +122,14 @@ def _frame(
   rows: int,
   bos: int,
 ) -> Batch:
-  """Pads pairs to a batch, and its contexts to a power of two of them."""
+  """Pads pairs to a batch, and the number of contexts to a power of two."""
   targets, counts = lengths.pad([pair.continuation for pair in pairs], rows)
   fill = [0] * (rows - len(pairs))
   framed = [loaded.config.architecture.frame(*pair, bos) for pair in pairs]
-  # Without encoder all rows share the one context without tokens.
+  # Without an encoder all rows share the context without tokens.
   numbers: dict[tuple[int, ...], int] = {}
   owners = [numbers.setdefault(row.source, len(numbers)) for row in framed]
+  # Each number of contexts is a shape to compile: powers of two are few.
   count = min(rows, loaded.rows(1 << (len(numbers) - 1).bit_length()))
   return Batch(
     *lengths.pad(list(numbers), count),
@@ -139,53 +143,49 @@ def _frame(
 
 @functools.partial(jax.jit, static_argnums=0)
 def _score(
-  place: state_lib.Placement,
-  params: Any,
-  batch: Batch,
+  placement: state_lib.Placement, params: Any, batch: Batch
 ) -> tuple[Float[Array, 'B'], Bool[Array, 'B']]:
   """Returns the log-probability of each continuation, and whether greedy."""
-  model = place.model
-  with partition.use(place.mesh, place.rules.as_dict()):
-    where, real = lengths.frame(batch.encoder, batch.encoder_counts)
+  model = placement.model
+  with partition.use(placement.mesh, placement.rules.as_dict()):
+    positions, segments = lengths.frame(batch.encoder, batch.encoder_counts)
     source = model.architecture.source(
-      model, params, (batch.encoder, real, where)
+      model, params, (batch.encoder, segments, positions)
     )
+    # States are copied to the rows of a context after the encoder, not tokens
+    # before it.
     inputs = [x[batch.contexts] for x in source]
-    # The decoder's position that predicts the first token.
+    # The decoder's position that predicts the first token: the last one of the
+    # context, or BOS.
     first = jnp.maximum(batch.prefix_counts - 1, 0)
-    where, real = lengths.frame(batch.decoder, first + batch.counts)
+    positions, segments = lengths.frame(batch.decoder, first + batch.counts)
     _, prefix = lengths.frame(batch.decoder, batch.prefix_counts)
     hidden = model.decode(
-      params, batch.decoder, real, where, *inputs, prefix=prefix
+      params, batch.decoder, segments, positions, *inputs, prefix=prefix
     )
     width = batch.targets.shape[1]
-    places = jnp.minimum(
+    # Padded targets would reach beyond the row; `real` leaves them out.
+    indices = jnp.minimum(
       first[:, None] + jnp.arange(width), hidden.shape[1] - 1
     )
-    hidden = jnp.take_along_axis(hidden, places[:, :, None], axis=1)
+    hidden = jnp.take_along_axis(hidden, indices[:, :, None], axis=1)
     real = jnp.arange(width) < batch.counts[:, None]
 
-    def add_chunk(
-      sums: tuple[jax.Array, jax.Array], chunk: tuple[jax.Array, ...]
-    ) -> tuple[tuple[jax.Array, jax.Array], None]:
-      """Adds a chunk of tokens: hidden [B, c, D], targets and real [B, c]."""
+    def add_chunk(sums, chunk):
       total, greedy = sums
-      states, targets, counts = chunk
+      states, targets, is_token = chunk  # [B, c, D], [B, c], [B, c]
       logits = model.logits(params, states)
       chosen = jnp.take_along_axis(logits, targets[:, :, None], axis=2)[..., 0]
       log_probs = chosen - jax.nn.logsumexp(logits, axis=2)
       is_best = jnp.argmax(logits, axis=2) == targets
-      total += jnp.sum(jnp.where(counts, log_probs, 0), axis=1)
-      return (total, greedy & jnp.all(is_best | ~counts, axis=1)), None
+      total += jnp.sum(jnp.where(is_token, log_probs, 0), axis=1)
+      return (total, greedy & jnp.all(is_best | ~is_token, axis=1)), None
 
-    def chunks(x: jax.Array) -> jax.Array:
-      """[B, n, ...] -> [n / c, B, c, ...]."""
-      return jnp.moveaxis(
-        x.reshape(len(x), width // _CHUNK, _CHUNK, *x.shape[2:]), 1, 0
-      )
-
+    chunks = [
+      attention_chunked.split_queries(x, _CHUNK)
+      for x in (hidden, batch.targets, real)
+    ]
     start = jnp.zeros(len(real), jnp.float32), jnp.ones(len(real), bool)
-    (total, greedy), _ = jax.lax.scan(
-      add_chunk, start, (chunks(hidden), chunks(batch.targets), chunks(real))
-    )
+    (total, greedy), _ = jax.lax.scan(add_chunk, start, chunks)
+    # Replicated, as every process yields the scores of all rows.
     return partition.shard(total, None), partition.shard(greedy, None)

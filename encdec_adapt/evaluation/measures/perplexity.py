@@ -2,7 +2,7 @@
 
 Encoder-decoders and decoder-only models are measured on the same target tokens
 of the same batches of pairs (`models.architecture` feeds them); decoder-only
-models also on causal batches.
+models also on causal batches. Of `evaluation`, only `results` is imported.
 """
 
 from collections.abc import Iterable, Mapping
@@ -16,7 +16,8 @@ from encdec_adapt.base import errors
 from encdec_adapt.evaluation.results import results_store
 from encdec_adapt.models import base_model
 from encdec_adapt.ops import partition
-from encdec_adapt.sharding import compiler, placement
+from encdec_adapt.sharding import compiler
+from encdec_adapt.sharding import placement as placement_lib
 from encdec_adapt.training import losses
 from encdec_adapt.training import state as state_lib
 from encdec_adapt.training import step as step_lib
@@ -39,9 +40,10 @@ class Result:
   def values(self) -> dict[str, float]:
     """The metrics: ratios of sums over the rows."""
     sums = self.ratios.sum(axis=2).tolist()
+    # Not the mean of the rows' ratios: long rows count by their tokens.
     return {
-      name: above / below
-      for name, (above, below) in zip(self.metrics, sums, strict=True)
+      name: numerator / denominator
+      for name, (numerator, denominator) in zip(self.metrics, sums, strict=True)
     }
 
   @property
@@ -53,8 +55,8 @@ class Result:
     """Returns the metrics as scores of a task.
 
     A ratio of sums, such as the loss, has a standard error by the delta
-    method: the scores of its rows are the ratio's linearisation, whose mean is
-    the ratio.
+    method: the scores of its rows are the ratio's linearisation, with the ratio
+    as their mean.
     """
     return [
       ratio(task, name, *rows)
@@ -63,14 +65,12 @@ class Result:
 
 
 def ratio(
-  task: str,
-  metric: str,
-  above: np.ndarray,
-  below: np.ndarray,
+  task: str, metric: str, numerators: np.ndarray, denominators: np.ndarray
 ) -> results_store.Score:
   """Returns the score of a ratio of sums over rows."""
-  value, n = float(above.sum() / below.sum()), len(above)
-  scores = value + (above - value * below) / below.mean()
+  value, n = float(numerators.sum() / denominators.sum()), len(numerators)
+  # Linear in the rows, so that intervals and paired tests of means apply.
+  scores = value + (numerators - value * denominators) / denominators.mean()
   stderr = float(scores.std(ddof=1)) / n**0.5 if n > 1 else None
   return results_store.Score(
     task, metric, value, stderr, n, tuple(scores.tolist())
@@ -82,28 +82,29 @@ class Evaluator:
 
   def __init__(
     self,
-    where: state_lib.Placement,
+    placement: state_lib.Placement,
     loss: losses.loss.Loss,
-    axes: placement.BatchAxes = types.MappingProxyType({}),
+    axes: placement_lib.BatchAxes = types.MappingProxyType({}),
   ):
     """Defines the evaluation.
 
     Args:
-      where: the model and the placement of its parameters.
+      placement: the model and the placement of its parameters.
       loss: has the held-out metrics.
       axes: logical axes of batch fields, see `placement.batch_axes`.
     """
-    self._where, self._loss, self._axes = where, loss, axes
+    self._placement, self._loss, self._axes = placement, loss, axes
 
     def sums(params, batch, references) -> jax.Array:
-      """Computes the ratios of every row of a batch."""
-      with partition.use(where.mesh, where.rules.as_dict()):
-        return loss.row_ratios(where.model, params, batch, references)
+      with partition.use(placement.mesh, placement.rules.as_dict()):
+        return loss.row_ratios(placement.model, params, batch, references)
 
+    # Public, as `planning` compiles it without arrays.
     self.sums = jax.jit(
       sums,
-      out_shardings=placement.replicated(where.mesh),
-      compiler_options=compiler.options(where.mesh),
+      # Every process needs the ratios of all rows.
+      out_shardings=placement_lib.replicated(placement.mesh),
+      compiler_options=compiler.options(placement.mesh),
     )
 
   def __call__(
@@ -115,7 +116,7 @@ class Evaluator:
     """Evaluates parameters on a stream of batches.
 
     Up to rounding, the result is independent of the batch size. Rows are in
-    the order of the batches, of the devices where there are several processes.
+    the order of the batches; with several processes, of the devices.
 
     Args:
       params: parameters of the model.
@@ -125,19 +126,20 @@ class Evaluator:
     Raises:
       UserError: the batches have no target tokens.
     """
-    found: list[np.ndarray] = []
-    running = None
-    for batch in batches:
-      fields = {name: x for name, x in batch.items() if name != 'row'}
-      fields = step_lib.place_batch(fields, self._where, self._axes)
-      previous, running = running, self.sums(params, fields, references or {})
-      if previous is not None:  # One batch late, while the next is prepared.
-        found.append(np.asarray(previous, np.float64))
-    if running is not None:
-      found.append(np.asarray(running, np.float64))
     metrics = self._loss.held_out
-    empty = np.zeros((len(metrics), 2, 0))
-    ratios = np.concatenate([empty, *found], axis=2)
+    # float64, to which concatenation promotes the others: sums over many rows
+    # would lose digits in float32.
+    chunks = [np.zeros((len(metrics), 2, 0), np.float64)]
+    for batch in batches:
+      # `row` says which records a batch holds; no model reads it.
+      fields = {name: x for name, x in batch.items() if name != 'row'}
+      fields = step_lib.place_batch(fields, self._placement, self._axes)
+      chunks.append(self.sums(params, fields, references or {}))
+      # The copy waits for the devices. One batch late, it lets them compute
+      # while the host prepares the next batch.
+      chunks[-2] = np.asarray(chunks[-2])
+    ratios = np.concatenate(chunks, axis=2)
+    # Rows that fill the last batch have no weight.
     ratios = ratios[..., ratios[0, 1] != 0]
     if not ratios.size:
       raise errors.UserError(

@@ -2,7 +2,8 @@
 
 They are printed and appended to `samples.jsonl`, a line per sample with `step`,
 `row` (of the held-out records), `prompt`, `reference` and `output`: text with
-special tokens by name, the prompt's beginning left out if it is long.
+special tokens by name. A long prompt is cut to its end. The module imports
+nothing of `evaluation`.
 """
 
 import numpy as np
@@ -16,24 +17,19 @@ from encdec_adapt.training import setup
 
 FILE = 'samples.jsonl'
 _COUNT = 2  # Held-out rows that are continued, from the first.
-_LONGEST = 1000  # Characters of a prompt that are kept.
+_LONGEST = 1000  # Characters of a prompt that are written.
 _SHOWN = 160  # Characters of a text that are printed.
 
 
 class Sampler:
   """Continues the inputs of some held-out rows."""
 
-  def __init__(
-    self,
-    workdir: str,
-    data: setup.Data,
-    evaluated: int | None,
-  ):
-    """Reads the rows, and drops samples that are to be made again.
+  def __init__(self, workdir: str, data: setup.Data, evaluated: int | None):
+    """Reads the rows, and drops samples of steps that are repeated.
 
     Args:
       workdir: gets `samples.jsonl`.
-      data: vocabularies and held-out rows, of one pair each.
+      data: vocabularies and held-out rows, of a single pair each.
       evaluated: the last step that was evaluated, None for none; samples of
         later steps are dropped.
     """
@@ -45,10 +41,12 @@ class Sampler:
         for sample, _ in self._log.lines
         if sample and sample['step'] <= last
       )
+    # The first rows at every step, so that answers can be followed.
     held_out, self._sides = data.evaluation, data.vocabularies.sides
     self._rows = held_out.read(range(min(_COUNT, len(held_out))))
     self._max_tokens, framing = held_out.spec.decoder_length, held_out.framing
     ends = [framing.decoder.eos]
+    # An answer of a chat is over when the turn is, before EOS.
     if held_out.spec.objectives[0].ends_turns:
       ends.append(chat_format.end_of_turn(self._sides['decoder']))
     self._ids = engine.SpecialIds(
@@ -59,10 +57,11 @@ class Sampler:
     """Prints and appends samples; every process takes part.
 
     Args:
-      step: the step that the model is of.
+      step: step of the model.
       loaded: the model, which reads pairs.
     """
-    # A decoder-only model reads the inputs as a teacher does.
+    # A decoder-only model reads the inputs as a teacher does: they may be of
+    # another vocabulary than the encoder's.
     side = loaded.stored.prompt_side
     pairs = [pair for pair, *_ in self._rows]
     inputs = [
@@ -93,12 +92,13 @@ class Sampler:
       }
       print(f'step {step}: sample {row + 1} of {len(self._rows)}')
       for name, text in sample.items():
-        shown = text
-        if len(text) > _SHOWN and name == 'prompt':
-          shown = f'... {text[-_SHOWN:]}'
-        elif len(text) > _SHOWN:
-          shown = f'{text[:_SHOWN]} ...'
-        print(f'  {name:<9} {shown!r}')
+        if len(text) > _SHOWN:
+          # The end of a prompt is next to its answer.
+          is_prompt = name == 'prompt'
+          text = (
+            f'... {text[-_SHOWN:]}' if is_prompt else f'{text[:_SHOWN]} ...'
+          )
+        print(f'  {name:<9} {text!r}')
       samples.append({'step': step, 'row': row, **sample})
     self._log.write(*samples)
     self._log.flush()
@@ -107,5 +107,5 @@ class Sampler:
     """Decodes tokens of a side."""
     vocabulary = self._sides[side]
     # A table may have more rows than the vocabulary has tokens.
-    known = np.where(tokens < vocabulary.size, tokens, vocabulary.pad)
-    return vocabulary.decode(known, show_special=True, start=False)
+    tokens = np.where(tokens < vocabulary.size, tokens, vocabulary.pad)
+    return vocabulary.decode(tokens, show_special=True, start=False)

@@ -3,10 +3,11 @@
 ROUGE is rouge-score's, BLEU and chrF sacreBLEU's (the extra `eval`). Exact
 match and F1 are SQuAD's (Rajpurkar et al. 2016, evaluate-v1.1.py): without
 case, punctuation, articles and repeated spaces; the best over the references.
+Of the other rooms of `evaluation`, only `results` is imported.
 """
 
 import collections
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 import dataclasses
 import itertools
 import re
@@ -21,16 +22,14 @@ _ROUGE = ('rouge1', 'rouge2', 'rougeL')
 
 
 def score(
-  task: str,
-  predictions: Sequence[str],
-  references: Sequence[Sequence[str]],
+  task: str, predictions: Sequence[str], references: Sequence[Sequence[str]]
 ) -> list[results_store.Score]:
   """Scores predictions by all metrics, from 0 to 1.
 
   Args:
     task: name of the task.
-    predictions: one text per example, at least one.
-    references: at least one text per example.
+    predictions: a text per example, not empty.
+    references: texts per example, at least one.
 
   Raises:
     UserError: the extra `eval` is not installed.
@@ -45,37 +44,32 @@ def score(
     ) from error
   scorer = rouge_scorer.RougeScorer(_ROUGE, use_stemmer=True)
   chrf = sacrebleu.CHRF()
+  # Without it, the score of a sentence of fewer than four words is 0.
   bleu = sacrebleu.BLEU(effective_order=True)
-  own: dict[str, list[float]] = collections.defaultdict(list)
-  for text, some in zip(predictions, references, strict=True):
-    best = scorer.score_multi(some, text)
+  values: dict[str, list[float]] = collections.defaultdict(list)
+  for text, texts in zip(predictions, references, strict=True):
+    best = scorer.score_multi(texts, text)
     for name in _ROUGE:
-      own[name].append(best[name].fmeasure)
-    own['exact_match'].append(_best(_exact, text, some))
-    own['f1'].append(_best(_f1, text, some))
+      values[name].append(best[name].fmeasure)
+    is_exact = _normal(text) in map(_normal, texts)
+    values['exact_match'].append(float(is_exact))
+    values['f1'].append(max(_f1(text, x) for x in texts))
     # Of sentences, for paired tests; the value is that of the corpus.
-    own['bleu'].append(bleu.sentence_score(text, list(some)).score / 100)
-    own['chrf'].append(chrf.sentence_score(text, list(some)).score / 100)
-  whole = {'bleu': sacrebleu.BLEU(), 'chrf': chrf}
-  # The first references of all examples, the second, ..
-  columns = list(itertools.zip_longest(*references))
-  corpus = {
-    name: metric.corpus_score(predictions, columns)
-    for name, metric in whole.items()
+    values['bleu'].append(bleu.sentence_score(text, list(texts)).score / 100)
+    values['chrf'].append(chrf.sentence_score(text, list(texts)).score / 100)
+  scores = {
+    name: results_store.mean_score(task, name, column)
+    for name, column in values.items()
   }
-  found = [results_store.mean_score(task, *item) for item in own.items()]
-  return [
-    dataclasses.replace(one, value=corpus[one.metric].score / 100, stderr=None)
-    if one.metric in corpus
-    else one
-    for one in found
-  ]
-
-
-def _best(
-  metric: Callable[[str, str], float], text: str, references: Sequence[str]
-) -> float:
-  return max(metric(text, reference) for reference in references)
+  # The first references of all examples, the second, ..; None where an example
+  # has fewer, which sacreBLEU leaves out.
+  columns = list(itertools.zip_longest(*references))
+  # The published numbers are those of corpora, which are no means of sentences
+  # and so have no standard error.
+  for name, metric in (('bleu', sacrebleu.BLEU()), ('chrf', chrf)):
+    value = metric.corpus_score(predictions, columns).score / 100
+    scores[name] = dataclasses.replace(scores[name], value=value, stderr=None)
+  return list(scores.values())
 
 
 def _normal(text: str) -> list[str]:
@@ -84,15 +78,10 @@ def _normal(text: str) -> list[str]:
   return _ARTICLES.sub(' ', plain).split()
 
 
-def _exact(text: str, reference: str) -> float:
-  return float(_normal(text) == _normal(reference))
-
-
 def _f1(text: str, reference: str) -> float:
-  """Returns the F1 of the words; texts without words are right together."""
-  found, wanted = _normal(text), _normal(reference)
-  if not found or not wanted:
-    return float(found == wanted)
-  common = collections.Counter(found) & collections.Counter(wanted)
-  shared = sum(common.values())
-  return 2 * shared / (len(found) + len(wanted))
+  """Returns the F1 of the words; two texts without words have 1."""
+  words, expected = _normal(text), _normal(reference)
+  if not words or not expected:
+    return float(words == expected)
+  common = collections.Counter(words) & collections.Counter(expected)
+  return 2 * common.total() / (len(words) + len(expected))

@@ -9,14 +9,14 @@ A study's report is a dictionary:
                 `parameters`, `steps`, `target_tokens`, `total_tokens`,
                 `flops`, `seconds`, `learning_rate`, `seed`, `eval_loss`,
                 `eval_loss_at_step_0`, `eval_loss_in_training` (the last on the
-                held-out rows of its own training),
+                held-out rows of the run's training),
                 `eval_loss_shuffled_prefix` (loss with the prefixes of other
                 examples, or None), `exact_match` (share of rows),
                 `label_accuracy` (of classifiers, else None),
                 `curve` (lists `step`, `target_tokens`, `eval_loss`) and
                 `inclusive` (`target_tokens`, `total_tokens`, `flops`,
                 `seconds` of the run and of all its sources)
-  best          names of the runs that are the best of others
+  best          names of the runs that are the best of several
   stages        `name`, `command`, `budget_seconds`, `seconds`
   samples       `run`, `prompt`, `continuation`
   environment   versions and hardware
@@ -31,7 +31,8 @@ An evaluation's report is a dictionary with `title`, `notes` (sentences),
 per model and axis) of the figure, `needles` of the heat maps (see
 `evaluation.tasks.retrieval_scores.grids`), `attention` (see
 `attention_analysis.figures`), and `tables`: rows by section, see
-`evaluation.reports.score_tables`.
+`evaluation.reports.score_tables`. The modules that write these dictionaries are
+not imported.
 """
 
 import base64
@@ -75,15 +76,11 @@ def write(report: Report, folder: str | os.PathLike) -> list[str]:
     The findings.
   """
   findings = report_findings.findings(report)
-  content = json.dumps(
-    _finite({**report, 'findings': findings}), indent=1, allow_nan=False
-  )
-  with paths.staged(folder) as place:
-    (place / 'report.json').write_text(content + '\n', encoding='utf-8')
-    picture = place / 'curves.png'
+  with paths.staged(folder) as stage:
+    picture = stage / 'curves.png'
     report_figures.draw_curves(report, picture)
     page = _render(report, findings, picture)
-    (place / 'report.html').write_text(page, encoding='utf-8')
+    _save(stage, {**report, 'findings': findings}, page)
   return findings
 
 
@@ -93,36 +90,41 @@ def write_evaluation(report: Report, folder: str | os.PathLike[str]) -> None:
   Args:
     report: the dictionary that the module's docstring documents.
     folder: folder of `report.json` and `report.html`, and of `costs.png`,
-      `needles.png` and `attention.png` where those were measured.
+      `needles.png` and `attention.png` if those were measured.
   """
-  content = json.dumps(_finite(report), indent=1, allow_nan=False)
   sections = {
     name: _table(rows) for name, rows in report['tables'].items() if rows
   }
-  with paths.staged(folder) as place:
-    (place / 'report.json').write_text(content + '\n', encoding='utf-8')
+  with paths.staged(folder) as stage:
     if report['needles']:
-      picture = place / 'needles.png'
+      picture = stage / 'needles.png'
       report_figures.draw_needles(report['needles'], picture)
       sections['Needles'] = _image('needles by depth and length', picture)
     if report['per_query']:
-      picture = place / 'costs.png'
+      picture = stage / 'costs.png'
       report_figures.draw_costs(
         *report['quality'], report['per_query'], picture
       )
       sections['Quality against cost'] = _image('quality against cost', picture)
     if report['attention']:
-      picture = place / 'attention.png'
+      picture = stage / 'attention.png'
       report_figures.draw_attention(report['attention'], picture)
       sections['Attention'] = _image('attention by layer and head', picture)
     sections['Environment'] = _facts(report['environment'])
     intro = ''.join(f'<p>{html.escape(text)}</p>\n' for text in report['notes'])
-    page = _page(report['title'], intro, sections)
-    (place / 'report.html').write_text(page, encoding='utf-8')
+    _save(stage, report, _page(report['title'], intro, sections))
+
+
+def _save(folder: paths.Path, report: Report, page: str) -> None:
+  """Writes the JSON and the page of a report."""
+  # NaN and infinity, which Python writes by default, break strict readers.
+  content = json.dumps(_finite(report), indent=1, allow_nan=False)
+  (folder / 'report.json').write_text(content + '\n', encoding='utf-8')
+  (folder / 'report.html').write_text(page, encoding='utf-8')
 
 
 def _finite(value: Any) -> Any:
-  """Replaces numbers that JSON does not have by None."""
+  """Replaces numbers that are not finite by None."""
   if isinstance(value, Mapping):
     return {key: _finite(item) for key, item in value.items()}
   if isinstance(value, (list, tuple)):
@@ -175,13 +177,13 @@ def _page(title: str, intro: str, sections: Mapping[str, str]) -> str:
 
 
 def _image(name: str, picture: pathlib.Path) -> str:
-  """Embeds a PNG."""
+  """Embeds a PNG, so that the page is complete as a single file."""
   data = base64.b64encode(picture.read_bytes()).decode()
   return f'<img alt="{name}" src="data:image/png;base64,{data}">'
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> str:
-  """Renders rows with the same keys, which are the header."""
+  """Renders rows with the same keys; the keys are the header."""
   lines = [('th', rows[0]), *(('td', row.values()) for row in rows)]
   body = '\n'.join(
     '<tr>'
@@ -192,11 +194,11 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> str:
   return f'<div class="wide"><table>{body}</table></div>'
 
 
-def _models(runs: numbers.Runs) -> str:
-  """Losses of every run."""
+def _models(runs: Mapping[str, Report]) -> str:
+  """Renders the losses of every run."""
   rows = []
   for name, run in runs.items():
-    loss, wrong = run['eval_loss'], run['eval_loss_shuffled_prefix']
+    loss, shuffled = run['eval_loss'], run['eval_loss_shuffled_prefix']
     rate, seed = run['learning_rate'], run['seed']
     rows.append(
       {
@@ -209,8 +211,8 @@ def _models(runs: numbers.Runs) -> str:
         'loss at step 0': numbers.loss(run['eval_loss_at_step_0']),
         'last loss in training': numbers.loss(run['eval_loss_in_training']),
         'loss': numbers.loss(loss),
-        "others' prefixes": numbers.loss(wrong),
-        'difference': '-' if wrong is None else f'{wrong - loss:+.3f}',
+        "others' prefixes": numbers.loss(shuffled),
+        'difference': '-' if shuffled is None else f'{shuffled - loss:+.3f}',
         'exact': f'{run["exact_match"]:.1%}',
       }
     )
@@ -224,7 +226,7 @@ def _models(runs: numbers.Runs) -> str:
 
 
 def _cost(name: str, run: Mapping[str, Any]) -> dict[str, str]:
-  """Cost of a run, alone and with its sources."""
+  """Returns the cost of a run, without and with its sources."""
   cells = {'run': name}
   for suffix, part in (('', run), (', with sources', run['inclusive'])):
     cells[f'tokens{suffix}'] = numbers.count(part['total_tokens'])
@@ -234,7 +236,7 @@ def _cost(name: str, run: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _sample(sample: Mapping[str, str]) -> str:
-  """A prompt and its continuation."""
+  """Renders a prompt and its continuation."""
   return (
     f'<pre><span>{html.escape(sample["prompt"])}</span>'
     f'{html.escape(sample["continuation"])}</pre>\n'
@@ -242,7 +244,7 @@ def _sample(sample: Mapping[str, str]) -> str:
 
 
 def _stages(stages: Sequence[Mapping[str, Any]]) -> str:
-  """Commands with their time and their budget."""
+  """Renders the commands with their time and budget."""
   rows = [
     {
       'stage': stage['name'],
@@ -257,5 +259,5 @@ def _stages(stages: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _facts(facts: Mapping[str, Any]) -> str:
-  """Names and values, as JSON."""
+  """Renders names and values as JSON."""
   return f'<pre>{html.escape(json.dumps(facts, indent=1))}</pre>'

@@ -1,7 +1,7 @@
 """The findings of a study, as sentences computed from its numbers.
 
-Every sentence is written for both outcomes: a comparison that goes against
-the method is stated as plainly as one that goes for it.
+Every sentence is written for both outcomes: a result against the method is
+stated as plainly as a result for it. Nothing is read from disk or drawn here.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,6 +9,8 @@ import math
 import statistics
 from typing import Any
 
+from encdec_adapt.evaluation.reports import run_groups
+from encdec_adapt.evaluation.results import comparisons
 from encdec_adapt.evaluation.results import number_format as numbers
 
 # Nats per target token by which the prefixes of other examples must raise
@@ -21,7 +23,7 @@ NO_DIFFERENCE = 0.01
 # smallest GPT-2, with 124 M, is about where general text becomes fluent.
 _FLUENT = 1e8
 
-# Models that `adapted` is compared with at the end, and what each one is.
+# Models that `adapted` is compared with at the end, and their descriptions.
 _COMPARED = {
   'scratch': 'the same pair from random weights',
   'unbalanced': 'a pair with the smaller decoder',
@@ -36,9 +38,8 @@ def findings(report: Mapping[str, Any]) -> list[str]:
   """Computes the sentences of a report from its runs.
 
   Args:
-    report: the dictionary that `evaluation.reports.html_report` documents.
-    Absent
-      runs are left out.
+    report: the dictionary that `evaluation.reports.html_report` documents;
+      sentences about absent runs are left out.
 
   Returns:
     Plain sentences, the main comparison first.
@@ -82,23 +83,25 @@ def explain_continuations(report: Mapping[str, Any]) -> list[str]:
   ]
 
 
-def _labels(runs: numbers.Runs, best: Sequence[str]) -> list[str]:
+def _labels(runs: run_groups.Runs, best: Sequence[str]) -> list[str]:
   """States the accuracies of the best classifiers, and their mean."""
-  found = {name: runs[name].get('label_accuracy') for name in best}
-  if not found or None in found.values():
+  accuracies = {name: runs[name].get('label_accuracy') for name in best}
+  if not accuracies or None in accuracies.values():
     return []
-  each = ', '.join(f'{name} {value:.3f}' for name, value in found.items())
-  mean = statistics.fmean(found.values())
-  return [f'The held-out accuracies are {each}; their mean is {mean:.3f}.']
+  texts = ', '.join(f'{name} {x:.3f}' for name, x in accuracies.items())
+  mean = statistics.fmean(accuracies.values())
+  return [f'The held-out accuracies are {texts}; their mean is {mean:.3f}.']
 
 
-def _finite(runs: numbers.Runs, model: str, key: str) -> list[float]:
-  """Values of every seed of a model; empty if one is missing or not finite."""
-  found = [runs[name][key] for name in numbers.seeds(runs, model)]
-  return found if all(x is not None and math.isfinite(x) for x in found) else []
+def _finite(runs: run_groups.Runs, model: str, key: str) -> list[float]:
+  """Returns the values of a model's seeds; empty if any is not finite."""
+  # A mean without the diverged seeds would flatter the model.
+  values = [runs[name][key] for name in run_groups.seeds(runs, model)]
+  is_complete = all(x is not None and math.isfinite(x) for x in values)
+  return values if is_complete else []
 
 
-def _compare(runs: numbers.Runs, model: str, key: str) -> str:
+def _compare(runs: run_groups.Runs, model: str, key: str) -> str:
   """States by how much the mean of `adapted` is lower than a model's.
 
   An interval is stated only where both have the same seeds.
@@ -112,17 +115,22 @@ def _compare(runs: numbers.Runs, model: str, key: str) -> str:
     text = f'adapted is {abs(difference):.3f} nats {side}'
   if len(first) == len(second) == 1:
     return text
-  if numbers.seed_names(runs, 'adapted') == numbers.seed_names(runs, model):
-    low, high = numbers.paired_interval(first, second)
+  if run_groups.seed_names(runs, 'adapted') == run_groups.seed_names(
+    runs, model
+  ):
+    # Runs of equal seeds are paired: variation that they share cancels.
+    differences = [a - b for a, b in zip(first, second, strict=True)]
+    test = comparisons.paired_t(differences)
     return (
-      f'{text} (95 % interval of the paired seeds {low:+.3f} to {high:+.3f})'
+      f'{text} (95 % interval of the paired seeds {test.low:+.3f} to'
+      f' {test.high:+.3f})'
     )
   if max(first) < min(second) or max(second) < min(first):
     return text + '; the seeds do not overlap'
   return text + '; the seeds overlap, so this is within their variation'
 
 
-def _start(runs: numbers.Runs) -> list[str]:
+def _start(runs: run_groups.Runs) -> list[str]:
   key = 'eval_loss_at_step_0'
   adapted, scratch = (_finite(runs, m, key) for m in ('adapted', 'scratch'))
   if not (adapted and scratch):
@@ -134,57 +142,58 @@ def _start(runs: numbers.Runs) -> list[str]:
   ]
 
 
-def _end(runs: numbers.Runs) -> list[str]:
+def _end(runs: run_groups.Runs) -> list[str]:
   adapted = _finite(runs, 'adapted', 'eval_loss')
   if not adapted:
     return []
   run = runs['adapted']
-  found = [
+  sentences = [
     f'After {run["steps"]} steps on {numbers.count(run["target_tokens"])}'
     f' target tokens, adapted has {numbers.values(adapted)} nats per target'
     ' token.'
   ]
   for model, description in _COMPARED.items():
-    other = _finite(runs, model, 'eval_loss')
-    if other:
+    if losses := _finite(runs, model, 'eval_loss'):
       difference = _compare(runs, model, 'eval_loss')
-      found.append(
-        f'{model} ({description}) has {numbers.values(other)}: {difference}.'
+      sentences.append(
+        f'{model} ({description}) has {numbers.values(losses)}: {difference}.'
       )
-  return found
+  return sentences
 
 
-def _exact(runs: numbers.Runs) -> list[str]:
-  """States exact match where a model has any."""
+def _exact(runs: run_groups.Runs) -> list[str]:
+  """States exact match, unless all models have none."""
   shares = {
-    model: _finite(runs, model, 'exact_match') for model in numbers.models(runs)
+    model: _finite(runs, model, 'exact_match')
+    for model in run_groups.models(runs)
   }
-  if not any(max(found, default=0) for found in shares.values()):
+  if not any(map(any, shares.values())):
     return []
-  found = ', '.join(
+  texts = ', '.join(
     f'{model} {numbers.values(share)}' for model, share in shares.items()
   )
-  return [f'The shares of held-out rows that are exact are {found}.']
+  return [f'The shares of held-out rows that are exact are {texts}.']
 
 
-def _encoder_use(runs: numbers.Runs) -> list[str]:
-  found = []
-  for model in numbers.models(runs):
-    right = _finite(runs, model, 'eval_loss')
-    wrong = _finite(runs, model, 'eval_loss_shuffled_prefix')
-    if not (right and wrong):
+def _encoder_use(runs: run_groups.Runs) -> list[str]:
+  sentences = []
+  for model in run_groups.models(runs):
+    losses = _finite(runs, model, 'eval_loss')
+    shuffled = _finite(runs, model, 'eval_loss_shuffled_prefix')
+    if not (losses and shuffled):
       continue
-    rise = round(statistics.fmean(wrong) - statistics.fmean(right), 3)
+    # Rounded as it is printed, so that verdict and number agree.
+    rise = round(statistics.fmean(shuffled) - statistics.fmean(losses), 3)
     measured = (
       f'with the prefixes of other examples its loss is'
-      f' {numbers.values(wrong)} ({rise:+.3f}).'
+      f' {numbers.values(shuffled)} ({rise:+.3f}).'
     )
-    if not numbers.has_encoder(runs[numbers.seeds(runs, model)[0]]):
-      found.append(f'{model} reads prefixes without an encoder: {measured}')
+    if not run_groups.has_encoder(runs[run_groups.seeds(runs, model)[0]]):
+      sentences.append(f'{model} reads prefixes without an encoder: {measured}')
       continue
     verdict = 'uses' if rise > ENCODER_USED else 'does not clearly use'
-    found.append(
+    sentences.append(
       f'{model} {verdict} its encoder (used: more than {ENCODER_USED} worse):'
       f' {measured}'
     )
-  return found
+  return sentences

@@ -1,7 +1,7 @@
 """Tables of scores: models beside each other, their comparisons, their cost.
 
-A table is a list of rows, mappings from the same column names to text, which
-`text` and `html_report` render.
+A table is a list of rows, mappings from the same column names to text; `text`
+and `html_report` render it. Only scores come in: no model is read here.
 """
 
 from collections.abc import Container, Mapping, Sequence
@@ -16,21 +16,21 @@ from encdec_adapt.evaluation.results import comparisons, results_store
 from encdec_adapt.evaluation.results import number_format as numbers
 
 Row = Mapping[str, str]
-# Scores of every model, by its short name.
-Scores = Mapping[str, Sequence[results_store.Score]]
+Scores = results_store.Scores
 
-# Metrics of which less is better.
+# Metrics of which lower values are better.
 LOWER = ('loss', 'perplexity', 'word_perplexity', 'byte_perplexity')
 LOWER += ('bits_per_byte', 'ter')
-# With more models than this, each is compared with the first alone.
+# With more models than this, each is compared with the first only: pairs grow
+# with the square, and p-values are not corrected for their number.
 _ALL_PAIRS = 4
 
 
 def short_names(runs: Sequence[str]) -> dict[str, str]:
-  """Returns paths of runs without the folders that they share."""
-  whole = [os.path.normpath(run) for run in runs]
-  last = [os.path.basename(path) for path in whole]
-  names = last if len(set(last)) == len(set(whole)) else whole
+  """Returns the last folders of the paths of runs, if they all differ."""
+  full = [os.path.normpath(run) for run in runs]
+  last = [os.path.basename(path) for path in full]
+  names = last if len(set(last)) == len(set(full)) else full
   return dict(zip(runs, names, strict=True))
 
 
@@ -42,15 +42,16 @@ def lower_is_better(metric: str) -> bool:
 def score_rows(scores: Scores) -> list[Row]:
   """Returns a row per (task, metric): each model's value and 95 % interval."""
   rows = []
-  for (task, metric), found in _by_metric(scores).items():
-    counts = sorted({score.n for score in found.values()})
+  for (task, metric), by_model in _by_metric(scores).items():
+    counts = sorted({score.n for score in by_model.values()})
     rows.append(
       {
         'task': task,
         'metric': metric,
         'n': ', '.join(map(str, counts)),
         **{
-          name: _value(found[name]) if name in found else '-' for name in scores
+          name: _value(by_model[name]) if name in by_model else '-'
+          for name in scores
         },
       }
     )
@@ -63,12 +64,12 @@ def comparison_rows(scores: Scores) -> list[Row]:
   pairs = list(itertools.combinations(names, 2))
   if len(names) > _ALL_PAIRS:
     pairs = [pair for pair in pairs if pair[0] == names[0]]
-  for (task, metric), found in _by_metric(scores).items():
+  for (task, metric), by_model in _by_metric(scores).items():
     for pair in pairs:
       # More attention is neither better nor worse.
-      if task == attention.TASK or not set(pair) <= found.keys():
+      if task == attention.TASK or not set(pair) <= by_model.keys():
         continue
-      x = comparisons.compare(*(found[name] for name in pair))
+      x = comparisons.compare(*(by_model[name] for name in pair))
       if x is None:
         continue
       is_second = (x.difference > 0) != lower_is_better(metric)
@@ -90,7 +91,7 @@ def comparison_rows(scores: Scores) -> list[Row]:
 
 
 def cost_rows(scores: Scores) -> list[Row]:
-  """Returns a row per model whose cost was measured."""
+  """Returns a row per model with a measured cost."""
   return [
     {'model': name, **inference_cost.describe(values)}
     for name, values in _costs(scores).items()
@@ -98,7 +99,7 @@ def cost_rows(scores: Scores) -> list[Row]:
 
 
 def per_query(scores: Scores, generated: int) -> dict[str, dict[str, float]]:
-  """Returns the cost of one prompt of every measured model, by axis."""
+  """Returns the cost of a prompt of every measured model, by axis."""
   return {
     name: inference_cost.per_query(values, generated)
     for name, values in _costs(scores).items()
@@ -106,44 +107,47 @@ def per_query(scores: Scores, generated: int) -> dict[str, dict[str, float]]:
 
 
 def column(scores: Scores, spec: str) -> list[float]:
-  """Returns one number per model.
+  """Returns a number per model.
 
   Args:
     scores: scores of every model.
-    spec: TASK or TASK/METRIC; without a metric it is the first of the task.
+    spec: TASK or TASK/METRIC; TASK means the first metric of the task.
 
   Raises:
     UserError: a model has no such score.
   """
   column = []
-  for name, own in scores.items():
-    found = [x for x in own if spec in (x.task, f'{x.task}/{x.metric}')]
-    if not found:
+  for name, model_scores in scores.items():
+    values = [
+      x.value for x in model_scores if spec in (x.task, f'{x.task}/{x.metric}')
+    ]
+    if not values:
       raise errors.UserError(
         f'{spec} is not a task, or TASK/METRIC, that {name} has scores of.'
       )
-    column.append(found[0].value)
+    column.append(values[0])
   return column
 
 
 def quality(
-  scores: Scores, asked: Container[str]
+  scores: Scores, requested: Container[str]
 ) -> tuple[str, dict[str, float]]:
-  """Returns one number per model that stands for its quality, and its name.
+  """Returns the name of a measure of quality, and its value for every model.
 
-  It is the mean of the first metric of every task that was asked for, that all
-  models have and of which more is better; without such tasks, the negative of
+  The measure is the mean over the requested tasks that all models have, each by
+  its first metric for which more is better; without such tasks, the negative of
   the held-out loss.
   """
   tasks: dict[str, dict[str, results_store.Score]] = {}
-  for (task, metric), found in _by_metric(scores).items():
-    of_all = found.keys() == scores.keys()
-    if task in asked and of_all and not lower_is_better(metric):
-      tasks.setdefault(task, found)
+  for (task, metric), by_model in _by_metric(scores).items():
+    # A mean over other tasks would not compare the models.
+    is_complete = by_model.keys() == scores.keys()
+    if task in requested and is_complete and not lower_is_better(metric):
+      tasks.setdefault(task, by_model)
   if tasks:
-    many = f'mean of {len(tasks)} tasks'
-    return many if len(tasks) > 1 else next(iter(tasks)), {
-      name: statistics.fmean(found[name].value for found in tasks.values())
+    label = f'mean of {len(tasks)} tasks'
+    return label if len(tasks) > 1 else next(iter(tasks)), {
+      name: statistics.fmean(x[name].value for x in tasks.values())
       for name in scores
     }
   losses = _by_metric(scores).get((held_out.TASK, 'loss'), {})
@@ -166,11 +170,12 @@ def text(rows: Sequence[Row]) -> str:
 
 def _costs(scores: Scores) -> dict[str, dict[str, float]]:
   """Returns the measured cost of every model, by metric."""
-  found = {
-    name: {x.metric: x.value for x in own if x.task == inference_cost.TASK}
-    for name, own in scores.items()
-  }
-  return {name: values for name, values in found.items() if values}
+  costs: dict[str, dict[str, float]] = {}
+  for name, model_scores in scores.items():
+    for x in model_scores:
+      if x.task == inference_cost.TASK:
+        costs.setdefault(name, {})[x.metric] = x.value
+  return costs
 
 
 def _by_metric(
@@ -178,14 +183,14 @@ def _by_metric(
 ) -> dict[tuple[str, str], dict[str, results_store.Score]]:
   """Groups scores by task and metric, then model.
 
-  Without the cost, and without what the attention's figure shows by head.
+  Cost and attention by head are left out: they have another table and a figure.
   """
-  found: dict[tuple[str, str], dict[str, results_store.Score]] = {}
-  for name, own in scores.items():
-    for score in own:
+  groups: dict[tuple[str, str], dict[str, results_store.Score]] = {}
+  for name, model_scores in scores.items():
+    for score in model_scores:
       if score.task != inference_cost.TASK and '/head_' not in score.metric:
-        found.setdefault((score.task, score.metric), {})[name] = score
-  return found
+        groups.setdefault((score.task, score.metric), {})[name] = score
+  return groups
 
 
 def _p_value(p: float) -> str:
@@ -194,10 +199,10 @@ def _p_value(p: float) -> str:
 
 def _value(score: results_store.Score) -> str:
   """Formats a value with its interval."""
-  if score.metric.endswith('_p'):
+  if score.metric.endswith('_p'):  # P-values of MEAP's measures.
     return _p_value(score.value)
   if abs(score.value) >= 1000:
     return numbers.count(score.value)
   bounds = comparisons.interval(score)
-  shown = '' if bounds is None else f' ({bounds[0]:.3f} to {bounds[1]:.3f})'
-  return f'{score.value:.3f}{shown}'
+  suffix = '' if bounds is None else f' ({bounds[0]:.3f} to {bounds[1]:.3f})'
+  return f'{score.value:.3f}{suffix}'

@@ -1,4 +1,4 @@
-"""The results store: scores of all runs and steps in one append-only file.
+"""The results store: scores of all runs and steps in an append-only file.
 
 `results.jsonl` has a line per (run, step, task, metric):
 
@@ -6,12 +6,12 @@
      "options": {"task": "boolq", "shots": 0}, "task": "boolq", "metric": "acc",
      "value": 0.62, "stderr": 0.02, "n": 500, "scores": [1, 0, ...]}
 
-`fingerprint` identifies the model, `options` are all that decides its scores.
+`fingerprint` identifies the model, `options` are all inputs of its scores.
 A number that is not finite is null. Later lines replace earlier ones. This
 module imports nothing of the package but `files` and `base.errors`.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 import dataclasses
 import hashlib
 import json
@@ -30,17 +30,17 @@ Options = Mapping[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Score:
-  """One metric of one task.
+  """A metric of a task.
 
   Attributes:
     task: name of the task.
     metric: name of the metric, such as 'acc', 'rouge1' or 'loss'.
     value: value over all examples; the mean of `scores` where the metric is
       a mean over examples.
-    stderr: standard error of `value`, None where it is not known.
+    stderr: standard error of `value`, None where it is unknown.
     n: number of examples.
     scores: value of every example, in the order of the examples, for paired
-      tests; empty where the metric is not one of single examples.
+      tests; empty where single examples have no such metric.
   """
 
   task: str
@@ -61,8 +61,13 @@ def mean_score(task: str, metric: str, scores: Iterable[float]) -> Score:
   """
   scores = tuple(map(float, scores))
   n = len(scores)
+  # A single example says nothing about the spread of the population.
   stderr = statistics.stdev(scores) / n**0.5 if n > 1 else None
   return Score(task, metric, statistics.fmean(scores), stderr, n, scores)
+
+
+# Scores of every model, by its short name.
+Scores = Mapping[str, Sequence[Score]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +75,7 @@ class Model:
   """A model that was evaluated.
 
   Attributes:
-    run: path of the run or Hugging Face folder, as it was given.
+    run: path of the run or Hugging Face folder, as the user wrote it.
     step: step of the checkpoint; None for a folder.
     fingerprint: digest of its configuration, and of its files where they
       exist.
@@ -82,14 +87,16 @@ class Model:
 
 
 class Store:
-  """The results of a folder; one process writes them."""
+  """Results of a folder; a single process may write them."""
 
-  def __init__(self, folder: str | os.PathLike[str], beyond: float = math.inf):
-    """Reads the results and drops what is half written.
+  def __init__(
+    self, folder: str | os.PathLike[str], last_step: float = math.inf
+  ):
+    """Reads the results and drops half-written evaluations.
 
     Args:
       folder: gets `results.jsonl`; made if it is missing.
-      beyond: results of later steps than this are dropped, too.
+      last_step: results of later steps are dropped, too.
 
     Raises:
       UserError: a line is not a result, or the folder cannot be written.
@@ -97,15 +104,17 @@ class Store:
     self._log = append_log.Log(disk.require_writable(folder) / FILE)
     entries = [(_parse(*line), line[0]) for line in self._log.lines]
     if self._log.torn:
-      # The lines before the half-written one may be of the same evaluation,
-      # which is not complete.
+      # Lines before the torn line may be of the same evaluation, which is then
+      # incomplete: `find` must not take it for finished. Where the torn line
+      # was the first of its evaluation, the evaluation before it is repeated.
       last = entries[-1][0][:2] if entries else None
       while entries and entries[-1][0][:2] == last:
         entries.pop()
     self._scores: dict[tuple[Model, str], dict[tuple[str, str], Score]] = {}
     records = []
     for (model, options, score), record in entries:
-      if (model.step or 0) <= beyond:
+      # A Hugging Face folder has no steps, so nothing of it is ever too late.
+      if (model.step or 0) <= last_step:
         records.append(record)
         self._put(model, options, score)
     self._log.keep(records)
@@ -132,11 +141,11 @@ class Store:
   def add(
     self, model: Model, options: Options, scores: Iterable[Score]
   ) -> None:
-    """Appends scores, together: a restart finds all of them or none.
+    """Appends scores atomically: a restart finds all of them or none.
 
     Args:
       model: the model.
-      options: all that decides the scores, JSON serialisable.
+      options: all inputs of the scores, JSON serialisable.
       scores: all scores with these options.
 
     Raises:
@@ -144,46 +153,61 @@ class Store:
     """
     records = []
     for score in scores:
-      plain = dataclasses.asdict(score)
-      plain['scores'] = [_number(x) for x in score.scores]
+      fields = dataclasses.asdict(model) | {'options': options}
+      fields |= dataclasses.asdict(score)
       for name in ('value', 'stderr'):
-        plain[name] = None if plain[name] is None else _number(plain[name])
-      records.append({**dataclasses.asdict(model), 'options': options, **plain})
+        fields[name] = _number(fields[name])
+      records.append(fields | {'scores': [*map(_number, score.scores)]})
       self._put(model, _text(options), score)
     self._log.write(*records)
+    # In a bucket writes are buffered; hours of work must not wait there.
     self._log.flush()
 
   def _put(self, model: Model, options: str, score: Score) -> None:
     """Replaces a score; the newest results of a model come last."""
     key = model, options
-    self._scores[key] = found = self._scores.pop(key, {})
-    found[score.task, score.metric] = score
+    # Inserted again, as `of_run` takes the last entry of a run and a dict keeps
+    # the position of the first insertion.
+    self._scores[key] = scores = self._scores.pop(key, {})
+    scores[score.task, score.metric] = score
 
 
-def digest(config: Mapping[str, Any]) -> str:
-  """Returns the fingerprint of a configuration."""
-  return hashlib.blake2b(_text(config).encode(), digest_size=8).hexdigest()
+def digest(value: Any) -> str:
+  """Returns the fingerprint of a JSON value, such as a configuration."""
+  return text_digest(_text(value))
 
 
-def _text(options: Options) -> str:
-  """Returns options as text that is equal for equal options."""
-  return json.dumps(options, sort_keys=True)
+def text_digest(text: str) -> str:
+  """Returns the fingerprint of a text."""
+  return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
-def _number(value: float) -> float | int | None:
-  """Shortens a number for the file to seven digits; None if not finite."""
-  value = float(f'{value:.7g}')
-  if not math.isfinite(value):
+def _text(value: Any) -> str:
+  """Returns a JSON value as text that is equal for equal values."""
+  return json.dumps(value, sort_keys=True)
+
+
+def _number(value: float | None) -> float | int | None:
+  """Rounds a number to seven digits for the file; None if not finite."""
+  if value is None or not math.isfinite(value):
     return None
+  # Models compute in float32 or less, which has seven digits.
+  value = float(f'{value:.7g}')
+  # '1' instead of '1.0': most scores of single examples are 0 or 1.
   return int(value) if value.is_integer() else value
 
 
-def _parse(fields: Any, place: str) -> tuple[Model, str, Score]:
+def _parse(fields: Any, line: str) -> tuple[Model, str, Score]:
   """Parses the record of a line.
 
+  Args:
+    fields: the record.
+    line: file and number of the line, for messages.
+
   Raises:
-    UserError: names the place.
+    UserError: the record is not a result; names the line.
   """
+  # JSON has no NaN: `_number` writes null.
   number = lambda x: math.nan if x is None else float(x)  # noqa: E731
   try:
     step, stderr = fields['step'], fields['stderr']
@@ -201,6 +225,6 @@ def _parse(fields: Any, place: str) -> tuple[Model, str, Score]:
     )
   except (ValueError, KeyError, TypeError) as error:
     raise errors.UserError(
-      f'{place} is not a result ({type(error).__name__}: {error}); remove the'
+      f'{line} is not a result ({type(error).__name__}: {error}); remove the'
       ' line, and its task is evaluated again.'
     ) from error

@@ -1,12 +1,12 @@
 """Our models in lm-eval (EleutherAI's harness, the extra `eval`).
 
-`loglikelihood` follows the rules of lm-eval's own Hugging Face backend, so that
-the numbers are comparable. An encoder-decoder gets the context, after BOS, in
-its encoder and the continuation, encoded on its own, in its decoder, which
-starts from BOS; spaces at the end of the context are moved to the continuation,
-EOS is not scored, and an empty context is BOS alone. A decoder-only model gets
-both together, after BOS. A context that is too long keeps its last tokens: as
-many as the model's config.json allows (`max_position_embeddings`), where theirs
+`loglikelihood` follows the rules of lm-eval's Hugging Face backend, so that the
+numbers are comparable. An encoder-decoder gets the context, after BOS, in its
+encoder and the continuation, encoded separately, in its decoder, which starts
+from BOS; spaces at the end of the context are moved to the continuation, EOS is
+not scored, and an empty context is BOS alone. A decoder-only model gets both
+together, after BOS. A context that is too long keeps its last tokens: as many
+as the model's config.json allows (`max_position_embeddings`), where theirs
 gives any encoder-decoder 2,048. A continuation that is longer than that is an
 error.
 
@@ -17,7 +17,8 @@ It differs on purpose where that backend does not suit encoder-decoders:
  - generation: `max_gen_toks` counts generated tokens only; theirs counts the
    context, too.
 
-Process 0 runs lm-eval, which sees one rank; the others `follow` it.
+Process 0 runs lm-eval, which sees a single rank; the others `follow` it. Only
+this module imports lm-eval's model interface, when a task is run.
 """
 
 from collections.abc import Sequence
@@ -34,8 +35,7 @@ from encdec_adapt.evaluation.measures import log_likelihoods
 from encdec_adapt.inference import engine, sampling
 from encdec_adapt.telemetry import progress
 
-# Tokens that are scored at a time, and those before them, in rolling
-# likelihoods.
+# Tokens of a window in rolling likelihoods, and most tokens of its context.
 WINDOW = 1024
 _MAX_TOKENS = 256  # As in lm-eval.
 
@@ -55,7 +55,7 @@ class Adapter(lm_eval_model.TemplateLM):
     Args:
       loaded: a model with a decoder.
       batch_size: rows at a time.
-      report: called with the number of requests done and of all, as they end.
+      report: progress callback (requests done, all requests).
 
     Raises:
       UserError: the model has no tokenizer.
@@ -63,17 +63,18 @@ class Adapter(lm_eval_model.TemplateLM):
     super().__init__()
     opened = loaded.stored.require_vocabularies()
     self._loaded, self._batch_size = loaded, batch_size
-    self._report = report or (lambda done, total: None)
+    self._report = report or (lambda *_: None)
     self._reader = opened.sides[loaded.stored.prompt_side]
     self._writer = opened.decoder
     is_pair = loaded.config.architecture.encodes_prompt
+    # lm-eval encodes context and continuation together for 'causal'.
     self.backend = 'seq2seq' if is_pair else 'causal'
     limit = pretrained_files.prompt_room(loaded.stored)
     self.max_length = limit or engine.UNLIMITED
     limit = pretrained_files.decoder_positions(loaded.stored)
     self._positions = limit or engine.UNLIMITED
 
-  # -- What lm-eval asks of a model --------------------------------------------
+  # -- The interface of lm-eval ------------------------------------------------
 
   @property
   def eot_token_id(self) -> int:
@@ -82,13 +83,14 @@ class Adapter(lm_eval_model.TemplateLM):
 
   @property
   def prefix_token_id(self) -> int:
-    """Context of a text without one: BOS."""
+    """BOS, the context of a text without context."""
     return self._reader.bos
 
   def tok_encode(
     self, string: str, add_special_tokens: bool | None = None, **_: Any
   ) -> list[int]:
     """Encodes a context, BOS first, or a continuation without BOS."""
+    # int: the requests travel to the other processes as JSON.
     if add_special_tokens is False:
       return [int(i) for i in self._writer.encode(string)]
     return [self._reader.bos, *(int(i) for i in self._reader.encode(string))]
@@ -101,7 +103,7 @@ class Adapter(lm_eval_model.TemplateLM):
     Args:
       pairs: the texts.
       separator: text between context and choice that a decoder-only model
-        reads; None for that of the run.
+        reads; None for the separator of the run.
 
     Returns:
       Log-likelihood of each choice, and whether greedy decoding gives it.
@@ -114,6 +116,8 @@ class Adapter(lm_eval_model.TemplateLM):
         for i, pair in enumerate(pairs)
       ]
       return self.loglikelihood(requests, disable_tqdm=True)
+    # As in training, where the separator is encoded for itself: lm-eval would
+    # encode it together with the choice.
     between = self.tok_encode(separator, add_special_tokens=False)
     return self._loglikelihood_tokens(
       [
@@ -143,8 +147,7 @@ class Adapter(lm_eval_model.TemplateLM):
           ' the task.'
         )
     pairs = [self._truncated(*ids) for _, *ids in requests]
-    scored = self._score(pairs)
-    return [(one.log_prob, one.greedy) for one in scored]
+    return [tuple(scored) for scored in self._score(pairs)]
 
   def _truncated(
     self, context: Sequence[int], continuation: Sequence[int]
@@ -152,6 +155,7 @@ class Adapter(lm_eval_model.TemplateLM):
     """Keeps the last tokens of a context that is too long."""
     room = self.max_length
     if self.backend == 'causal':
+      # The last token of the continuation is predicted, not read.
       room += 1 - len(continuation)
     return log_likelihoods.Pair(list(context)[-room:], list(continuation))
 
@@ -176,36 +180,40 @@ class Adapter(lm_eval_model.TemplateLM):
       tokens = self.tok_encode(text, add_special_tokens=False)
       size = min(WINDOW, max(1, self.max_length // 2), self._positions)
       for start in range(0, len(tokens), size):
-        before = tokens[max(0, start - size) : start]
+        context = tokens[max(0, start - size) : start]
         if self._reader is not self._writer:
-          text_before = self._writer.decode(before, start=False)
-          before = self._reader.encode(text_before)[-size:].tolist()
+          # Another vocabulary may need more tokens for the same text.
+          decoded = self._writer.decode(context, start=False)
+          context = self._reader.encode(decoded)[-size:].tolist()
         pairs.append(
           log_likelihoods.Pair(
-            [self.prefix_token_id, *before], tokens[start : start + size]
+            [self.prefix_token_id, *context], tokens[start : start + size]
           )
         )
         owners.append(number)
     totals = [0.0] * len(requests)
-    for owner, one in zip(owners, self._score(pairs), strict=True):
-      totals[owner] += one.log_prob
+    for owner, scored in zip(owners, self._score(pairs), strict=True):
+      totals[owner] += scored.log_prob
     return totals
 
   def generate_until(
     self, requests: Sequence[Any], disable_tqdm: bool = False
   ) -> list[str]:
-    """Continues contexts up to one of the texts that end them."""
+    """Continues contexts up to a stop string."""
     del disable_tqdm
-    wanted = []
-    for request in requests:
-      context, options = request.args
-      wanted.append([self.tok_encode(context), _read_options(options)])
-    return self._together('generate', wanted)
+    pairs = [request.args for request in requests]
+    return self._together(
+      'generate',
+      [
+        [self.tok_encode(text), _read_options(options)]
+        for text, options in pairs
+      ],
+    )
 
   # -- All processes -----------------------------------------------------------
 
   def follow(self) -> None:
-    """Takes part in what process 0 asks for until it calls `stop`."""
+    """Takes part in the requests of process 0 until it calls `stop`."""
     while self._together('', None) is not None:
       pass
 
@@ -216,22 +224,25 @@ class Adapter(lm_eval_model.TemplateLM):
   def _score(
     self, pairs: Sequence[log_likelihoods.Pair]
   ) -> list[log_likelihoods.Scored]:
-    if not pairs:
-      return []
-    found = self._together('score', [list(pair) for pair in pairs])
-    return [log_likelihoods.Scored(*one) for one in found]
+    return self._together('score', pairs) if pairs else []
 
   def _together(self, kind: str, work: Any) -> Any:
-    """Runs what process 0 asks for on every process."""
+    """Runs the requests of process 0 on every process.
+
+    Args:
+      kind: 'score', 'generate' or 'stop'; ignored on other processes.
+      work: the requests, JSON serialisable; ignored on other processes.
+    """
     kind, work = distributed.from_lead(lambda: [kind, work], 'evaluation')
     if kind == 'stop':
       return None
-    made = self._run_score if kind == 'score' else self._run_generate
-    found: list[Any] = [None] * len(work)
-    for done, (i, one) in enumerate(made(work), 1):
-      found[i] = one
-      self._report(done, len(work))
-    return found
+    run = self._run_score if kind == 'score' else self._run_generate
+    results: list[Any] = [None] * len(work)
+    # Results come in the order of batches, not of requests.
+    for count, (i, result) in enumerate(run(work), 1):
+      results[i] = result
+      self._report(count, len(work))
+    return results
 
   def _run_score(self, work: Sequence[Any]) -> Any:
     return log_likelihoods.score(
@@ -242,19 +253,16 @@ class Adapter(lm_eval_model.TemplateLM):
     )
 
   def _run_generate(self, work: Sequence[Any]) -> Any:
-    made = self._loaded.engine(rows=self._loaded.rows(self._batch_size))
-    requests = [
-      engine.Request(
-        np.array(self._prompt(tokens, options['max_tokens']), np.int32),
-        options['max_tokens'],
-        sampling.SamplingConfig(
-          **options['sampling'], seed=sampling.seed_of(0, i)
-        ),
-        tuple(options['stop']),
-      )
-      for i, (tokens, options) in enumerate(work)
-    ]
-    for i, completion in made.run(requests):
+    runner = self._loaded.engine(rows=self._loaded.rows(self._batch_size))
+    requests = []
+    for i, (tokens, options) in enumerate(work):
+      limit, stop = options['max_tokens'], tuple(options['stop'])
+      prompt = np.array(self._prompt(tokens, limit), np.int32)
+      # A seed per request: its text does not depend on the batch.
+      seed = sampling.seed_of(0, i)
+      config = sampling.SamplingConfig(**options['sampling'], seed=seed)
+      requests.append(engine.Request(prompt, limit, config, stop))
+    for i, completion in runner.run(requests):
       yield i, completion.text
 
 
@@ -266,22 +274,23 @@ def _read_options(options: dict[str, Any]) -> dict[str, Any]:
   """
   options = dict(options)
   until = options.pop('until', [])
-  stop = [until] if isinstance(until, str) else list(until)
+  stop = [until] if isinstance(until, str) else until
+  # Tasks and versions of lm-eval name the limit differently.
   limits = [
     options.pop(name, None)
     for name in ('max_gen_toks', 'max_new_tokens', 'max_tokens', 'max_length')
   ]
-  drawn = options.pop('do_sample', None)
-  chosen = {
+  is_sampled = options.pop('do_sample', None)
+  chosen = {'temperature': 1.0} | {
     name: value
     for name in ('temperature', 'top_k', 'top_p', 'min_p')
     if (value := options.pop(name, None)) is not None
   }
   penalty = options.pop('repetition_penalty', 1.0)
-  if not drawn or not chosen.get('temperature', 1.0):
+  if not (is_sampled and chosen['temperature']):
+    # As in transformers, options of sampling say nothing about greedy decoding.
     chosen = {}
-  else:
-    chosen.setdefault('temperature', 1.0)
+  # An option that is dropped silently would give other numbers than published.
   if options.pop('num_beams', 1) != 1 or options:
     raise errors.UserError(
       f'generation options {sorted(options) or ["num_beams"]} of a task are not'

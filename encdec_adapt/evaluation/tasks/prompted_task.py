@@ -9,15 +9,16 @@ A task is a YAML file:
       label: "{{ ['entailment', 'contradiction', 'neutral'].index(label) }}"
     separator: " "                        # optional: between context and choice
 
-Every row is rendered by every template with answer choices that asks what the
-data set asks (`original_task`); the answer is the choice with the largest
-log-likelihood (Sanh et al. 2022, section 4; Wang et al. 2022, section 3.3). A
-template gives an accuracy; their median and mean are the scores of the task.
+Every row is rendered by every template that has answer choices and states the
+task of the data set (`original_task`); the answer is the choice with the
+largest log-likelihood (Sanh et al. 2022, section 4; Wang et al. 2022, section
+3.3). A template gives an accuracy; their median and mean are the scores of the
+task.
 
-A decoder-only model reads the context, the separator and the choice, of which
-the choice alone is scored. A run that was tuned with a separator has that one
-unless the task states its own. Without any, context and choice are encoded
-together, as lm-eval does.
+A decoder-only model reads the context, the separator and the choice; only the
+choice is scored. The separator is that of the task, or else that which the run
+was tuned with. Without any, context and choice are encoded together, as lm-eval
+does. Of `evaluation`, only `results` is imported.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -45,7 +46,7 @@ class Question:
   Attributes:
     context: text before the answer.
     choices: answers to choose from, at least two.
-    answer: index of the right one.
+    answer: index of the right choice.
   """
 
   context: str
@@ -55,13 +56,13 @@ class Question:
 
 @dataclasses.dataclass(frozen=True)
 class PromptedTask:
-  """A task of this kind whose rows and templates were read.
+  """A task with prompt templates, its rows and templates read.
 
   Attributes:
     name: name of the task.
     questions: questions of every template by its name.
-    separator: text between context and choice where one model reads both; None
-      for that of the run.
+    separator: text between context and choice for decoder-only models; None
+      for the separator of the run.
   """
 
   name: str
@@ -74,21 +75,25 @@ class PromptedTask:
     Args:
       log_probs: log-likelihood of every choice, in the order of `pairs`.
     """
-    left, found = iter(log_probs), {}
+    remaining, accuracies = iter(log_probs), []
     for template, questions in self.questions.items():
-      right = []
-      for question in questions:
-        scores = [next(left) for _ in question.choices]
-        right.append(float(int(np.argmax(scores)) == question.answer))
-      found[template] = right
-      yield results_store.mean_score(f'{self.name}/{template}', 'acc', right)
-    means = [statistics.fmean(right) for right in found.values()]
-    n = max(map(len, found.values()))
-    median = statistics.median(means)
-    yield results_store.Score(self.name, 'median', median, None, n)
-    yield results_store.Score(
-      self.name, 'mean', statistics.fmean(means), None, n
-    )
+      is_right = [
+        np.argmax([next(remaining) for _ in question.choices])
+        == question.answer
+        for question in questions
+      ]
+      name = f'{self.name}/{template}'
+      accuracies.append(results_store.mean_score(name, 'acc', is_right))
+    yield from accuracies
+    means = [score.value for score in accuracies]
+    # Templates may leave out rows; the task has the examples of the fullest.
+    n = max(score.n for score in accuracies)
+    # No standard error: all templates render the same rows.
+    for metric, mean in (
+      ('median', statistics.median),
+      ('mean', statistics.fmean),
+    ):
+      yield results_store.Score(self.name, metric, mean(means), None, n)
 
   def pairs(self) -> Iterator[tuple[str, str]]:
     """Returns the context and each choice of every question."""
@@ -99,12 +104,12 @@ class PromptedTask:
 
 
 def read(
-  place: str, config: Mapping[str, Any], limit: int | None = None
+  file: str, config: Mapping[str, Any], limit: int | None = None
 ) -> PromptedTask:
   """Reads the rows and templates of a task.
 
   Args:
-    place: path of the task's file, which its paths are relative to.
+    file: path of the task's file; paths in it are relative to its folder.
     config: its content.
     limit: most rows to read.
 
@@ -115,48 +120,46 @@ def read(
   unknown, missing = set(config) - _FIELDS, _FIELDS - _OPTIONAL - set(config)
   if unknown or missing:
     raise errors.UserError(
-      f'{place}: fields {sorted(unknown | missing)} are unknown or missing; a'
+      f'{file}: fields {sorted(unknown | missing)} are unknown or missing; a'
       f' task with templates has {sorted(_FIELDS)}.'
     )
-  folder = paths.at(place).parent
-  templates = [
-    template
-    for template in prompt_source.read_templates(
-      str(folder / config['templates'])
-    )
-    if template.choices and template.original
-  ]
+  folder = paths.at(file).parent
+  templates = prompt_source.read_templates(str(folder / config['templates']))
+  # As published: no prompts of other tasks, such as inverted ones, and none
+  # without choices to rank.
+  templates = [x for x in templates if x.choices and x.original]
   rows = read_rows(str(folder / config['data']))[:limit]
-  rendered = config['row'] if 'row' in config else {}
+  # Native, since a template may index with a rendered field: label is 1, not
+  # '1'. Strict, as a misspelt field would render as nothing.
   environment = nativetypes.NativeEnvironment(undefined=jinja2.StrictUndefined)
   questions: dict[str, list[Question]] = {}
   for template in templates:
-    for where, row in rows:
+    for line, row in rows:
       try:
-        made = {
+        fields = {
           name: environment.from_string(text).render(row)
-          for name, text in rendered.items()
+          for name, text in config.get('row', {}).items()
         }
-        question = _render(template, {**row, **made}, where)
+        question = _render(template, {**row, **fields}, line)
       except Exception as error:  # Templates are a user's code.
         raise errors.UserError(
-          f'{where}: the template {template.name!r} of {place} cannot be'
+          f'{line}: the template {template.name!r} of {file} cannot be'
           f' rendered ({error}); its fields are {sorted(row)}.'
         ) from error
       if question is not None:
         questions.setdefault(template.name, []).append(question)
   if not questions:
     raise errors.UserError(
-      f'{place}: no template gives a question with choices.'
+      f'{file}: no template gives a question with choices.'
     )
   return PromptedTask(config['task'], questions, config.get('separator'))
 
 
 def _render(
-  template: prompt_source.Template, row: dict[str, Any], where: str
+  template: prompt_source.Template, row: dict[str, Any], line: str
 ) -> Question | None:
-  """Renders a row; None where the template gives no question."""
-  pair = template.render(row, where)
+  """Renders a row; None if the template gives no question."""
+  pair = template.render(row, line)
   choices = template.render_choices(row)
   if not pair or pair[1] not in choices or len(choices) < 2:
     return None
@@ -167,13 +170,13 @@ def read_rows(path: str) -> list[tuple[str, dict[str, Any]]]:
   """Reads a file of JSON lines.
 
   Returns:
-    Where each row stands, for messages, and its fields.
+    File and line of each row, for messages, and its fields.
 
   Raises:
     UserError: the file cannot be read or is empty, or a line is no object.
   """
   rows = list(text_lines.read_json(path).items())
-  for place, row in rows:
+  for line, row in rows:
     if not isinstance(row, dict):
-      raise errors.UserError(f'{place} must be a JSON object: {row!r:.60}')
+      raise errors.UserError(f'{line} must be a JSON object: {row!r:.60}')
   return rows

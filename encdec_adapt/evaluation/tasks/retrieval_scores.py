@@ -2,11 +2,12 @@
 
 `found` is the share of the codes that the greedy answer contains, `rouge1` the
 share of their words (ROUGE-1 recall; a code has three), and `choice` whether
-the right answer is likelier than three others.
+the right answer is likelier than three others. Of the other rooms of
+`evaluation`, `measures` and `results` are imported.
 """
 
 import collections
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 import dataclasses
 import re
 import statistics
@@ -27,10 +28,9 @@ from encdec_adapt.telemetry import progress
 
 NAME = 'retrieval'
 METRICS = ('found', 'rouge1', 'choice')
-_ANSWER_TOKENS = 48  # Most tokens of an answer.
-
-# Scores of every model, by its short name.
-Scores = Mapping[str, Sequence[results_store.Score]]
+# Most tokens of an answer: the longest, three codes, has 33 characters, each of
+# which is a token of a byte vocabulary.
+_ANSWER_TOKENS = 48
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,23 +38,25 @@ class RetrievalEvaluation:
   """Evaluates models on retrieval tasks.
 
   Attributes:
-    retrieval: what the tasks are made from.
+    retrieval: source of the tasks.
   """
 
   retrieval: retrieval_tasks.Retrieval
   name = NAME
 
   def options(self) -> results_store.Options:
-    """Returns what decides the scores of a model."""
+    """Returns the inputs of the scores."""
     return self.retrieval.options()
 
   def check(self, stored: model_on_disk.StoredModel) -> None:
-    """Checks lengths against the needles and what a model reads.
+    """Checks lengths against the needles and the positions of a model.
 
     Raises:
       UserError: the model has no vocabularies, a haystack is shorter than its
         needles, or a prompt longer than the positions that config.json states.
     """
+    # Examples are made in full: the length of a prompt depends on the model's
+    # vocabulary, and documents may be longer than the flag says.
     examples, prompts = self._prompts(stored)
     longest, task = max(
       (len(prompt), example.task)
@@ -70,24 +72,21 @@ class RetrievalEvaluation:
       )
 
   def scores(
-    self,
-    loaded: model_in_memory.LoadedModel,
-    rows: int,
-    report: progress.Report,
+    self, model: model_in_memory.LoadedModel, rows: int, report: progress.Report
   ) -> list[results_store.Score]:
     """Measures a model.
 
     Args:
-      loaded: the model.
+      model: the model.
       rows: prompts at a time; divides over the model's devices.
-      report: called with the number of answers and choices done, and of all.
+      report: progress callback (answers and choices done, all of them).
 
     Returns:
       `METRICS` of every kind of task over all its cells (`needle`), then of
       every cell (`needle/512/0.5`).
     """
-    examples, prompts = self._prompts(loaded.stored)
-    writer = loaded.stored.require_vocabularies().decoder
+    examples, prompts = self._prompts(model.stored)
+    writer = model.stored.require_vocabularies().decoder
     pairs = [
       log_likelihoods.Pair(prompt, writer.encode(choice))
       for example, prompt in zip(examples, prompts, strict=True)
@@ -99,23 +98,23 @@ class RetrievalEvaluation:
       engine_lib.Request(np.array(prompt, np.int32), _ANSWER_TOKENS)
       for prompt in prompts
     ]
-    completions = loaded.engine(rows=rows).run(requests)
-    for done, (i, completion) in enumerate(completions, 1):
+    completions = model.engine(rows=rows).run(requests)
+    for count, (i, completion) in enumerate(completions, 1):
       answers[i] = completion.text
-      report(done, total)
+      report(count, total)
     log_probs = [0.0] * len(pairs)
     scored = log_likelihoods.score(
-      loaded, pairs, batch_size=rows, bos=writer.bos
+      model, pairs, batch_size=rows, bos=writer.bos
     )
-    for done, (i, one) in enumerate(scored, len(prompts) + 1):
-      log_probs[i] = one.log_prob
-      report(done, total)
+    for count, (i, result) in enumerate(scored, len(prompts) + 1):
+      log_probs[i] = result.log_prob
+      report(count, total)
     return _scores(examples, answers, log_probs)
 
   def _prompts(
     self, stored: model_on_disk.StoredModel
   ) -> tuple[list[retrieval_tasks.Example], list[list[int]]]:
-    """Returns the examples, and what a model reads of each: BOS first."""
+    """Returns the examples, and the prompt of each with BOS first."""
     reader = stored.require_vocabularies().sides[stored.prompt_side]
     examples = list(self.retrieval.examples(reader))
     return examples, [
@@ -130,22 +129,23 @@ def _scores(
   log_probs: Iterable[float],
 ) -> list[results_store.Score]:
   """Compares answers with the codes, and likelihoods of the choices."""
-  own: dict[str, list[tuple[float, ...]]] = {
+  by_task: dict[str, list[tuple[float, ...]]] = {
     kind: [] for kind in retrieval_tasks.FACTS
   }
-  left = iter(log_probs)
+  remaining = iter(log_probs)
   for example, answer in zip(examples, answers, strict=True):
-    right, *others = (next(left) for _ in example.choices)
+    right, *wrong = (next(remaining) for _ in example.choices)
     values = (
       statistics.fmean(code in answer for code in example.codes),
       rouge1_recall(answer, ' '.join(example.codes)),
-      float(right > max(others)),
+      # Not normalised by length: all choices have as many characters.
+      float(right > max(wrong)),
     )
-    own[example.task.partition('/')[0]].append(values)
-    own.setdefault(example.task, []).append(values)
+    by_task[example.task.partition('/')[0]].append(values)
+    by_task.setdefault(example.task, []).append(values)
   return [
     results_store.mean_score(task, metric, column)
-    for task, values in own.items()
+    for task, values in by_task.items()
     for metric, column in zip(METRICS, zip(*values, strict=True), strict=True)
   ]
 
@@ -153,51 +153,57 @@ def _scores(
 def rouge1_recall(text: str, reference: str) -> float:
   """Returns the share of a reference's words that a text has.
 
-  As rouge-score's `rouge1` recall without stemming.
+  It equals rouge-score's `rouge1` recall without stemming.
   """
-  count = lambda x: collections.Counter(re.findall('[a-z0-9]+', x.lower()))  # noqa: E731
-  wanted = count(reference)
-  return (count(text) & wanted).total() / wanted.total()
+  # rouge-score is in the extra `eval`, which these tasks do not need.
+  words, expected = (
+    collections.Counter(re.findall('[a-z0-9]+', x.lower()))
+    for x in (text, reference)
+  )
+  return (words & expected).total() / expected.total()
 
 
-def without_cells(scores: Scores) -> dict[str, list[results_store.Score]]:
+def without_cells(scores: results_store.Scores) -> results_store.Scores:
   """Leaves out the scores of single lengths, depths and positions."""
+  # Comparisons of some 20 examples each would bury those of all.
   return {
-    name: [score for score in own if not _is_cell(score)]
-    for name, own in scores.items()
+    name: [score for score in model_scores if not _cell(score)]
+    for name, model_scores in scores.items()
   }
 
 
-def rows(scores: Scores) -> list[dict[str, str]]:
+def rows(scores: results_store.Scores) -> list[dict[str, str]]:
   """Returns a table with a row per cell: `METRICS` of each model."""
   cells: dict[str, dict[str, list[str]]] = {}
-  for name, own in scores.items():
-    for score in filter(_is_cell, own):
-      shown = cells.setdefault(score.task, {model: [] for model in scores})
-      shown[name].append(f'{score.value:.2f}')
+  for name, model_scores in scores.items():
+    for score in filter(_cell, model_scores):
+      texts = cells.setdefault(score.task, {model: [] for model in scores})
+      texts[name].append(f'{score.value:.2f}')
   titles = {name: f'{name}: {", ".join(METRICS)}' for name in scores}
   return [
     {
       'task': task,
-      **{titles[name]: ', '.join(x) or '-' for name, x in shown.items()},
+      **{titles[name]: ', '.join(x) or '-' for name, x in texts.items()},
     }
-    for task, shown in cells.items()
+    for task, texts in cells.items()
   ]
 
 
-def grids(scores: Scores) -> dict[str, dict[str, dict[str, float]]]:
+def grids(
+  scores: results_store.Scores,
+) -> dict[str, dict[str, dict[str, float]]]:
   """Returns values of needles: model -> metric -> 'LENGTH/DEPTH' -> value."""
-  found: dict[str, dict[str, dict[str, float]]] = {}
-  for name, own in scores.items():
-    for score in filter(_is_cell, own):
-      kind, _, place = score.task.partition('/')
-      if kind == 'needle':
-        grid = found.setdefault(name, {}).setdefault(score.metric, {})
-        grid[place] = score.value
-  return found
+  models: dict[str, dict[str, dict[str, float]]] = {}
+  for name, model_scores in scores.items():
+    for score in model_scores:
+      if score.task.startswith('needle/'):
+        grid = models.setdefault(name, {}).setdefault(score.metric, {})
+        grid[_cell(score)] = score.value
+  return models
 
 
-def _is_cell(score: results_store.Score) -> bool:
-  """Returns whether a score is of one length, depth or position."""
-  kind, _, place = score.task.partition('/')
-  return bool(place) and kind in retrieval_tasks.FACTS
+def _cell(score: results_store.Score) -> str:
+  """Returns length, depth or position of a score; '' if it is over all."""
+  kind, _, cell = score.task.partition('/')
+  # Tasks with templates have names with a slash, too.
+  return cell if kind in retrieval_tasks.FACTS else ''

@@ -1,25 +1,25 @@
 """Retrieval tasks made from any text: needles, documents, several needles.
 
 A fact gives a thing a code, `The code of the anchor is 48-17-93.`, and stands
-in text (the haystack) whose length is counted in tokens. The tasks:
+in text (the haystack) of a given number of tokens. The tasks:
 
-| name            | the context, and what is asked                            |
+| name            | the context, and the question                             |
 |-----------------|-----------------------------------------------------------|
-| needle/L/D      | one fact at the relative depth D of L tokens              |
-| documents_N/P   | N documents with a fact each; that of document P          |
+| needle/L/D      | a fact at the relative depth D of L tokens                |
+| documents_N/P   | N documents with a fact each; the fact of document P      |
 | chain/L         | five facts: A has the code of B, B that of C, C a code    |
 |                 | (two more are decoys); the code of A                      |
 | values/L        | five facts; the codes of three of them                    |
 
 Needle in a haystack, the positions of the gold document and multi-needle
 reasoning are the retrieval tests of MEAP (arXiv:2502.07490). The same text,
-lengths and vocabulary give the same examples. Every example has its own facts,
-so that the scores of a task are independent, as intervals and tests assume.
+lengths and vocabulary give the same examples. Every example has facts that no
+other example has, so that the scores of a task are independent, as intervals
+and tests assume. Of `evaluation`, only `results` is imported.
 """
 
 from collections.abc import Iterator, Sequence
 import dataclasses
-import hashlib
 import zlib
 
 import numpy as np
@@ -31,14 +31,17 @@ from encdec_adapt.tokenizers import vocabulary
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 # Positions of the gold document by the number of documents, as in "Lost in the
-# Middle" (arXiv:2307.03172), whose test MEAP takes over.
+# Middle" (arXiv:2307.03172), the source of MEAP's test.
 POSITIONS = {10: (1, 5, 10), 20: (1, 5, 10, 15, 20)}
 # Facts in the context, by the kind of task.
 FACTS = {'needle': 1, 'chain': 5, 'values': 5}
 FACTS |= {f'documents_{count}': count for count in POSITIONS}
-_EXAMPLES = 20  # Of a task, unless a limit is given.
-_CHARACTERS = 1 << 20  # Most characters of the text that are used.
+_EXAMPLES = 20  # Examples of a task by default.
+# Most characters of the text: examples differ by where they begin in it, and
+# more would only take longer to encode.
+_CHARACTERS = 1 << 20
 _FACT = ' The code of the {} is {}.\n'
+# Enough for the 20 facts of the largest task, each about another thing.
 _THINGS = (
   'anchor basket bridge bottle candle carpet castle circle clock cloud'
   ' engine feather flower garden hammer harbor island kettle ladder lantern'
@@ -55,8 +58,8 @@ class Example:
     task: name of the task, with length and depth or position.
     context: token ids of the context [n], without BOS.
     question: text after the context, up to the answer.
-    codes: what the answer must contain.
-    choices: answers to choose from, the right one first.
+    codes: texts that the answer must contain.
+    choices: answers to choose from, the right answer first.
   """
 
   task: str
@@ -68,13 +71,13 @@ class Example:
 
 @dataclasses.dataclass(frozen=True)
 class Retrieval:
-  """What the examples are made from.
+  """Source of the examples.
 
   Attributes:
     text: text of the haystacks.
     lengths: numbers of tokens of the haystacks.
     count: number of examples of a task.
-    seed: seed of the facts, and of the places in the text.
+    seed: seed of the facts, and of the positions in the text.
   """
 
   text: str
@@ -83,10 +86,9 @@ class Retrieval:
   seed: int = 0
 
   def options(self) -> results_store.Options:
-    """Returns what decides the scores of a model."""
-    digest = hashlib.blake2b(self.text.encode(), digest_size=8).hexdigest()
+    """Returns the inputs of the scores."""
     return {
-      'retrieval': digest,
+      'retrieval': results_store.text_digest(self.text),
       'lengths': list(self.lengths),
       'examples': self.count,
       'seed': self.seed,
@@ -97,7 +99,7 @@ class Retrieval:
     return [
       *(f'needle/{n}/{depth:g}' for n in self.lengths for depth in DEPTHS),
       *(f'{kind}/{n}' for kind in ('chain', 'values') for n in self.lengths),
-      *(f'documents_{n}/{at}' for n, some in POSITIONS.items() for at in some),
+      *(f'documents_{n}/{i}' for n, gold in POSITIONS.items() for i in gold),
     ]
 
   def examples(self, reader: vocabulary.Vocabulary) -> Iterator[Example]:
@@ -112,6 +114,8 @@ class Retrieval:
     text = reader.encode(self.text)
     for task in self.tasks():
       for number in range(self.count):
+        # By name and number, so that more examples or other lengths leave the
+        # first ones unchanged. Python's `hash` of a string differs by process.
         seed = self.seed, zlib.crc32(task.encode()), number
         rng = np.random.default_rng(seed)
         start = int(rng.integers(len(text)))
@@ -124,37 +128,45 @@ class Retrieval:
     text: np.ndarray,
     rng: np.random.Generator,
   ) -> Example:
-    """Makes an example of a task in text that begins at a place of its own."""
-    kind, *place = task.split('/')
+    """Makes an example of a task.
+
+    Args:
+      task: name of the task.
+      reader: vocabulary of the model's prompts.
+      text: tokens of the text, which begins at a random position.
+      rng: draws the facts.
+    """
+    kind, *arguments = task.split('/')
     things = rng.permutation(_THINGS).tolist()
-    # No two codes share a part.
+    # No two codes share a part, or `rouge1` would reward a wrong code. Every
+    # part has two digits, so that choices have the same length.
     parts = (10 + rng.permutation(90)).reshape(-1, 3).tolist()
     codes = ['-'.join(map(str, part)) for part in parts]
-    values, asked, choices = codes, 1, codes[:4]
+    values, count, choices = codes, 1, codes[:4]
     if kind == 'chain':
       values = [*(f'that of the {thing}' for thing in things[1:3]), *codes]
     elif kind == 'values':
-      asked, orders = 3, ((0, 1, 2), (1, 2, 0), (2, 0, 1), (1, 0, 2))
+      # Wrong choices are orders of the same codes: whoever knows the codes and
+      # not their things guesses.
+      count, orders = 3, ((0, 1, 2), (1, 2, 0), (2, 0, 1), (1, 0, 2))
       choices = [_list([codes[i] for i in order]) for order in orders]
     facts = [
       reader.encode(_FACT.format(things[i], values[i]))
       for i in range(FACTS[kind])
     ]
     if kind.startswith('documents'):
-      length = max(self.lengths)
-      context = _documents(reader, text, length, facts, int(place[0]))
+      position, length = int(arguments[0]), max(self.lengths)
+      context = _documents(reader, text, length, facts, position)
     else:
-      depths = [float(place[1])] if kind == 'needle' else DEPTHS
+      depths = [float(arguments[1])] if kind == 'needle' else DEPTHS
+      # Links of a chain do not stand in its order.
       facts = [facts[i] for i in rng.permutation(len(facts))]
       ends = reader.sentence_ends
-      context = hide(text, ends, int(place[0]), facts, depths)
-    return Example(
-      task,
-      context,
-      _question(things[:asked]),
-      codes[:asked],
-      [f' {choice}' for choice in choices],
-    )
+      context = hide(text, ends, int(arguments[0]), facts, depths)
+    question = _question(things[:count])
+    # The question ends without a space, so each choice begins with it.
+    choices = [f' {choice}' for choice in choices]
+    return Example(task, context, question, codes[:count], choices)
 
 
 def read(source: str, lengths: str, limit: int | None = None) -> Retrieval:
@@ -195,14 +207,14 @@ def hide(
   needles: Sequence[np.ndarray],
   depths: Sequence[float],
 ) -> np.ndarray:
-  """Puts needles into text, at ends of sentences where some are near.
+  """Puts needles into text, at the ends of nearby sentences.
 
   Args:
-    text: tokens [n], which are repeated where they do not suffice.
+    text: tokens [n], which are repeated if they do not suffice.
     ends: whether a token ends a sentence, by its id.
     length: number of tokens of the result.
     needles: tokens of each needle.
-    depths: relative place of each, from 0 to 1, ascending.
+    depths: relative position of each needle, from 0 to 1, ascending.
 
   Raises:
     UserError: the needles are longer than the result.
@@ -214,14 +226,16 @@ def hide(
       f'--retrieval_lengths has {length} tokens, and {len(needles)} needles'
       f' have {sum(sizes)}; give lengths of at least {sum(sizes)}.'
     )
-  cut = np.resize(text, room)
-  between = np.array([0, *np.flatnonzero(ends[cut]) + 1, room])
-  places = []
+  haystack = np.resize(text, room)
+  between = np.array([0, *np.flatnonzero(ends[haystack]) + 1, room])
+  indices = []
   for depth in depths:
-    place = round(depth * room)
-    near = int(between[np.abs(between - place).argmin()])
-    places.append(near if abs(near - place) <= length // 10 else place)
-  return np.insert(cut, np.repeat(places, sizes), np.concatenate(needles))
+    index = round(depth * room)
+    near = int(between[np.abs(between - index).argmin()])
+    # Some vocabularies and texts have few ends of sentences; the depth must
+    # stay about true.
+    indices.append(near if abs(near - index) <= length // 10 else index)
+  return np.insert(haystack, np.repeat(indices, sizes), np.concatenate(needles))
 
 
 def _documents(
@@ -235,31 +249,31 @@ def _documents(
 
   Args:
     reader: the vocabulary.
-    text: tokens [n], a piece of which is in every document.
-    length: tokens of all documents, more where the facts need them.
+    text: tokens [n]; every document has a piece of them.
+    length: tokens of all documents, more if the facts need them.
     facts: tokens of each fact, the gold document's first.
-    position: position of the gold document, from 1 on.
+    position: position of the gold document, counted from 1.
   """
   size = length // len(facts)
   pieces = np.resize(text, (len(facts), size))
   order = list(range(1, len(facts)))
   order.insert(position - 1, 0)
-  found = []
+  chunks = []
   for number, i in enumerate(order, 1):
     head = reader.encode(f'\nDocument {number}:')
     room = max(0, size - len(head) - len(facts[i]))
-    found += [head, pieces[i][:room], facts[i]]
-  return np.concatenate(found)
+    chunks += [head, pieces[i][:room], facts[i]]
+  return np.concatenate(chunks)
 
 
 def _question(things: Sequence[str]) -> str:
   """Returns a question, and its answer up to the codes.
 
-  A model that was only pretrained continues it as one that was tuned does.
+  Models that were only pretrained continue it as tuned models do.
   """
-  are, codes = ('is', 'code') if len(things) == 1 else ('are', 'codes')
-  what = f'the {codes} of {_list([f"the {thing}" for thing in things])}'
-  return f'\nQuestion: What {are} {what}?\nAnswer: T{what[1:]} {are}'
+  verb, noun = ('is', 'code') if len(things) == 1 else ('are', 'codes')
+  subject = f'the {noun} of {_list([f"the {thing}" for thing in things])}'
+  return f'\nQuestion: What {verb} {subject}?\nAnswer: T{subject[1:]} {verb}'
 
 
 def _list(texts: Sequence[str]) -> str:

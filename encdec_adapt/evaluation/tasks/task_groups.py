@@ -1,8 +1,9 @@
-"""Tasks and named groups of tasks: what to run, with which shots and metric.
+"""Tasks and named groups of tasks, with their shots and metrics.
 
 A task is a YAML file in a folder of local tasks (`task_files`), or a task of
-lm-eval, whose data come from the Hugging Face hub. Local tasks come before
-lm-eval's of the same name.
+lm-eval with data from the Hugging Face hub. Local tasks come before lm-eval's
+of the same name. lm-eval and `datasets` are imported when a task is planned or
+run, since training with other evaluators must not need them.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -30,7 +31,7 @@ class Member:
 
   Attributes:
     task: name of the task in lm-eval or in the folder of local tasks.
-    shots: examples in the context; None for the task's own number.
+    shots: examples in the context; None for the number of the task.
     metric: the metric that counts, with lm-eval's filter after a comma.
   """
 
@@ -40,71 +41,68 @@ class Member:
 
 
 def _accuracies(tasks: str) -> list[Member]:
-  """Returns tasks whose accuracy counts, without examples in the context."""
+  """Returns tasks scored by accuracy, without examples in the context."""
   return [Member(task, 0, 'acc') for task in tasks.split()]
 
 
-# Encoder-Decoder Gemma (arXiv:2504.06225), section 4 and Table 3. Where the
-# table has no number of shots the task's own is taken.
-_PT = (
-  *_accuracies(
-    'boolq social_iqa piqa arc_easy truthfulqa_mc2 gpqa_main_zeroshot'
-    ' lambada_openai'
-  ),
-  Member('arc_challenge', 25, 'acc_norm'),
-  Member('mmlu', 5, 'acc'),
-  Member('mmlu_pro', 5, 'exact_match,custom-extract'),
-  Member('hellaswag', 10, 'acc_norm'),
-  Member('winogrande', 5, 'acc'),
-  Member('agieval_en', 3, 'acc'),
-  Member('bbh_cot_fewshot', 3, 'exact_match,get-answer'),
-  Member('drop', 3, 'f1'),
-  Member('gsm8k', 5, 'exact_match,strict-match'),
-  Member('humaneval', 0, 'pass@1,create_test'),
-  Member('minerva_math500', 4, 'exact_match'),
-  Member('mbpp', 3, 'pass_at_1'),
-  Member('nq_open', 5, 'exact_match,remove_whitespace'),
-  Member('triviaqa', 5, 'exact_match,remove_whitespace'),
-  Member('wmt23', None, 'bleurt'),
-)
-_IT = (
-  Member('gsm8k', 11, 'exact_match,strict-match'),
-  Member('mmlu', 5, 'acc'),
-  Member('mmlu_pro', 5, 'exact_match,custom-extract'),
-  Member('mbpp', 3, 'pass_at_1'),
-  Member('humaneval', 0, 'pass@1,create_test'),
-  Member('minerva_math500', 0, 'exact_match'),
-  Member('bbh_cot_fewshot', 3, 'exact_match,get-answer'),
-  Member('gpqa_diamond_zeroshot', 0, 'acc'),
-  Member('wmt23', 5, 'bleurt'),
-  Member('mgsm_direct_en', 8, 'exact_match,remove_whitespace'),
-)
-# Wang et al. 2022 (arXiv:2204.05832), section 3.3: zero-shot accuracy.
-_EAI = (
-  *_accuracies(
-    'anli_r1 anli_r2 anli_r3 arc_challenge arc_easy boolq cb copa headqa_en'
-    ' hellaswag lambada_openai logiqa mathqa mrpc multirc openbookqa piqa prost'
-    ' pubmedqa qnli qqp race rte sciq sst2 wic winogrande wnli wsc'
-  ),
-  Member('triviaqa', 0, 'exact_match,remove_whitespace'),
-  Member('webqs', 0, 'exact_match'),
-)
-# The same, section 3.3: rank classification over all prompts of P3; the mean
-# of the medians. All are local tasks with templates, named like this.
-_T0 = tuple(
-  Member(task, None, 'median')
-  for task in (
-    'anli_r1 anli_r2 anli_r3 cb rte copa hellaswag story_cloze wic wsc'
-    ' winogrande'
-  ).split()
-)
 GROUPS: Mapping[str, tuple[Member, ...]] = {
-  'pt': _PT,
-  'it': _IT,
-  'eai': _EAI,
-  't0': _T0,
+  # Encoder-Decoder Gemma (arXiv:2504.06225), section 4 and Table 3. Where the
+  # table has no number of shots, None takes that of the task.
+  'pt': (
+    *_accuracies(
+      'boolq social_iqa piqa arc_easy truthfulqa_mc2 gpqa_main_zeroshot'
+      ' lambada_openai'
+    ),
+    Member('arc_challenge', 25, 'acc_norm'),
+    Member('mmlu', 5, 'acc'),
+    Member('mmlu_pro', 5, 'exact_match,custom-extract'),
+    Member('hellaswag', 10, 'acc_norm'),
+    Member('winogrande', 5, 'acc'),
+    Member('agieval_en', 3, 'acc'),
+    Member('bbh_cot_fewshot', 3, 'exact_match,get-answer'),
+    Member('drop', 3, 'f1'),
+    Member('gsm8k', 5, 'exact_match,strict-match'),
+    Member('humaneval', 0, 'pass@1,create_test'),
+    Member('minerva_math500', 4, 'exact_match'),
+    Member('mbpp', 3, 'pass_at_1'),
+    Member('nq_open', 5, 'exact_match,remove_whitespace'),
+    Member('triviaqa', 5, 'exact_match,remove_whitespace'),
+    Member('wmt23', None, 'bleurt'),
+  ),
+  'it': (
+    Member('gsm8k', 11, 'exact_match,strict-match'),
+    Member('mmlu', 5, 'acc'),
+    Member('mmlu_pro', 5, 'exact_match,custom-extract'),
+    Member('mbpp', 3, 'pass_at_1'),
+    Member('humaneval', 0, 'pass@1,create_test'),
+    Member('minerva_math500', 0, 'exact_match'),
+    Member('bbh_cot_fewshot', 3, 'exact_match,get-answer'),
+    Member('gpqa_diamond_zeroshot', 0, 'acc'),
+    Member('wmt23', 5, 'bleurt'),
+    Member('mgsm_direct_en', 8, 'exact_match,remove_whitespace'),
+  ),
+  # Wang et al. 2022 (arXiv:2204.05832), section 3.3: zero-shot accuracy.
+  'eai': (
+    *_accuracies(
+      'anli_r1 anli_r2 anli_r3 arc_challenge arc_easy boolq cb copa headqa_en'
+      ' hellaswag lambada_openai logiqa mathqa mrpc multirc openbookqa piqa'
+      ' prost pubmedqa qnli qqp race rte sciq sst2 wic winogrande wnli wsc'
+    ),
+    Member('triviaqa', 0, 'exact_match,remove_whitespace'),
+    Member('webqs', 0, 'exact_match'),
+  ),
+  # The same, section 3.3: rank classification over all prompts of P3; the mean
+  # of the medians. All are local tasks with templates of these names.
+  't0': tuple(
+    Member(task, None, 'median')
+    for task in (
+      'anli_r1 anli_r2 anli_r3 cb rte copa hellaswag story_cloze wic wsc'
+      ' winogrande'
+    ).split()
+  ),
 }
-# Tasks of lm-eval that run generated programs.
+# Tasks of lm-eval that run generated programs. They are refused by name, before
+# a model is read: lm-eval itself refuses them when the evaluation begins.
 _RUN_CODE = frozenset({'humaneval', 'mbpp'})
 _ADD_FOLDER = (
   'put a task file of that name and its JSONL into a folder and give it as'
@@ -114,13 +112,13 @@ _ADD_FOLDER = (
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-  """A task that was checked, which models are evaluated on.
+  """Evaluates models on a task that was checked.
 
   Attributes:
     name: name of the task.
     content: content of its file; None for tasks of the hub, and a
       `PromptedTask` for those with templates.
-    shots: examples in the context; None for the task's own number.
+    shots: examples in the context; None for the number of the task.
     limit: most examples.
     allow_code: whether generated programs may run.
   """
@@ -132,15 +130,17 @@ class Task:
   allow_code: bool = False
 
   def options(self) -> results_store.Options:
-    """Returns what decides the scores of a model."""
+    """Returns the inputs of the scores."""
     content, digest = self.content, hashlib.blake2b(digest_size=8)
     if isinstance(content, prompted_task.PromptedTask):
       digest.update(repr(content).encode())
     elif content is not None:
+      # Functions go by their names: a repr holds an address of the process.
       named = lambda x: getattr(x, '__name__', type(x).__name__)  # noqa: E731
       digest.update(json.dumps(content, sort_keys=True, default=named).encode())
       for file in content['dataset_kwargs']['data_files'].values():
         digest.update(paths.at(file).read_bytes())
+        # The functions themselves may be in any of these.
         for code in sorted(paths.at(file).parent.glob('*.py')):
           digest.update(code.read_bytes())
     return {
@@ -155,36 +155,36 @@ class Task:
     stored.require_vocabularies()
 
   def scores(
-    self,
-    loaded: model_in_memory.LoadedModel,
-    rows: int,
-    report: progress.Report,
+    self, model: model_in_memory.LoadedModel, rows: int, report: progress.Report
   ) -> list[results_store.Score]:
     """Measures a model; every process of a job takes part.
 
     Args:
-      loaded: the model.
+      model: the model.
       rows: rows at a time.
-      report: called with the number of requests done and of all.
+      report: progress callback (requests done, all requests).
 
     Returns:
       Scores on process 0, nothing on others.
 
     Raises:
-      UserError: the data of the task cannot be had.
+      UserError: the data of the task cannot be read.
     """
     from encdec_adapt.evaluation.tasks import lm_eval_adapter
 
-    adapter = lm_eval_adapter.Adapter(loaded, batch_size=rows, report=report)
+    adapter = lm_eval_adapter.Adapter(model, batch_size=rows, report=report)
     if not distributed.is_lead():
       adapter.follow()
       return []
     try:
       with program_limits.allowed(self.allow_code):
-        if isinstance(self.content, prompted_task.PromptedTask):
-          return _run_prompted(adapter, self.content)
+        task = self.content
+        if isinstance(task, prompted_task.PromptedTask):
+          scored = adapter.score_choices(list(task.pairs()), task.separator)
+          return list(task.score([log_prob for log_prob, _ in scored]))
         return self._run_lm_eval(adapter)
     finally:
+      # After an error, too: the other processes would wait in `follow`.
       adapter.stop()
 
   def _run_lm_eval(self, adapter: Any) -> list[results_store.Score]:
@@ -193,33 +193,37 @@ class Task:
     import lm_eval
     from lm_eval import tasks as lm_eval_tasks
 
+    # Their output would break the progress lines of the command.
     datasets.disable_progress_bars()
     logging.getLogger('lm_eval').setLevel(logging.ERROR)
     is_local = self.content is not None
+    # Indexing the tasks that lm-eval brings takes 14 s.
     manager = lm_eval_tasks.TaskManager(include_defaults=not is_local)
-    wanted = [dict(self.content) if is_local else self.name]
+    specs = [dict(self.content) if is_local else self.name]
     try:
-      manager.load(wanted)  # Reads the data.
+      manager.load(specs)  # Reads the data.
+    # Scripts of data sets, templates and the hub raise errors of many kinds.
     except Exception as error:
-      what = 'file or the data of the local' if is_local else 'data of'
+      subject = 'file or the data of the local' if is_local else 'data of'
       raise errors.UserError(
-        f'the {what} task {self.name!r} cannot be read'
+        f'the {subject} task {self.name!r} cannot be read'
         f' ({type(error).__name__}: {error!s:.200}); tasks of the hub need the'
         f' network and no data script. Otherwise {_ADD_FOLDER}. Tasks that run'
         ' programs need --allow_code.'
       ) from error
-    answer = lm_eval.simple_evaluate(
+    results = lm_eval.simple_evaluate(
       adapter,
-      tasks=wanted,
+      tasks=specs,
       num_fewshot=self.shots,
       limit=self.limit,
       task_manager=manager,
+      # `_scores` computes errors from the samples, without a bootstrap.
       bootstrap_iters=0,
       # Seeding torch would import it.
       torch_random_seed=None,
       confirm_run_unsafe_code=self.allow_code,
     )
-    return list(_scores(answer))
+    return list(_scores(results))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,8 +232,8 @@ class Plan:
 
   Attributes:
     tasks: the tasks.
-    groups: members of the groups that were asked for, by name.
-    absent: members that neither the folder nor lm-eval has.
+    groups: members of the requested groups, by name.
+    absent: tasks of the groups that neither the folder nor lm-eval has.
   """
 
   tasks: Sequence[Task] = ()
@@ -244,17 +248,15 @@ class Plan:
     """Returns the mean of each group.
 
     Args:
-      scores: scores of the tasks; a group that lacks some says of how many it
-        is.
+      scores: scores of the tasks. If some are absent, the name of the mean
+        states the number of those present.
     """
-    found = {(score.task, score.metric): score for score in scores}
+    by_name = {(score.task, score.metric): score.value for score in scores}
     for group, members in self.groups.items():
-      values = [
-        found[key].value
-        for member in members
-        if (key := (member.task, member.metric)) in found
-      ]
+      keys = [(member.task, member.metric) for member in members]
+      values = [by_name[key] for key in keys if key in by_name]
       if values:
+        # A mean of other tasks must not pass for that of the paper.
         of = '' if len(values) == len(members) else f' of {len(values)}'
         yield results_store.Score(
           group, f'mean{of}', statistics.fmean(values), None, len(values)
@@ -272,16 +274,16 @@ def plan(
   """Finds tasks and checks local ones, before a model is read.
 
   Args:
-    names: names of tasks and groups; none for all of the folder.
+    names: names of tasks and groups; empty for all tasks of the folder.
     folder: folder of local tasks, or None.
-    shots: examples in the context; None for the group's or task's own.
+    shots: examples in the context; None for the number of the group or task.
     limit: most examples of a task.
     allow_code: whether generated programs may run.
 
   Raises:
-    UserError: lm-eval is not installed, there is no such task, a task of
-      lm-eval runs programs that are not allowed, or a file of a local task is
-      wrong; names the file and the line.
+    UserError: lm-eval is not installed, a task does not exist or runs programs
+      that are not allowed, or a file of a local task is wrong; names the file
+      and the line.
   """
   if importlib.util.find_spec('lm_eval') is None:
     raise errors.UserError(
@@ -294,26 +296,29 @@ def plan(
     for name in names or sorted(local)
     for member in GROUPS.get(name, (Member(name, None, ''),))
   ]
-  # lm-eval has no tasks with templates.
+  # lm-eval has no tasks with templates, only others of the same names. Its list
+  # takes seconds to read, so it is read only for tasks that are not local.
   hub = {x.task for x in members if x.metric != 'median'} - local.keys()
-  known = hub & _hub_tasks() if hub else set()
+  hub = hub & _hub_tasks() if hub else set()
   present = [
     member
     for member in members
     if member.task in local
-    or (member.metric != 'median' and member.task in known)
+    or (member.metric != 'median' and member.task in hub)
   ]
   absent = sorted({x.task for x in members if x not in present})
+  # Groups are evaluated without the tasks that they lack; a task that is named
+  # alone is a mistake if it is missing.
   if absent and not (groups and present):
     raise errors.UserError(
       f'there is no task {", ".join(map(repr, absent))}; {_ADD_FOLDER}.'
     )
-  if not allow_code and (programs := known & _RUN_CODE):
+  if not allow_code and (programs := hub & _RUN_CODE):
     raise errors.UserError(
       f'{", ".join(sorted(programs))} run programs that the model generates;'
       ' name other tasks, or give `evaluate` --allow_code, in a container best.'
     )
-  found: dict[str, Task] = {}
+  tasks: dict[str, Task] = {}
   for member in present:
     content = local.get(member.task)
     count = member.shots if shots is None else shots
@@ -323,53 +328,47 @@ def plan(
         ' leave out --shots, or the task.'
       )
     task = Task(member.task, content, count, limit, allow_code)
-    if found.setdefault(member.task, task).shots != count:
+    # A task of two groups runs once.
+    if tasks.setdefault(member.task, task).shots != count:
       raise errors.UserError(
         f'the groups ask for {member.task} with different numbers of shots;'
         ' evaluate the groups one by one, or give --shots.'
       )
-  return Plan(list(found.values()), groups, absent)
+  return Plan(list(tasks.values()), groups, absent)
 
 
-def _run_prompted(
-  adapter: Any, task: prompted_task.PromptedTask
-) -> list[results_store.Score]:
-  """Runs a task with templates."""
-  scored = adapter.score_choices(list(task.pairs()), task.separator)
-  return list(task.score([log_prob for log_prob, _ in scored]))
-
-
-def _scores(answer: Mapping[str, Any]) -> Iterator[results_store.Score]:
-  """Returns the scores in lm-eval's results."""
-  found = {**answer['results'], **answer.get('groups', {})}
-  for task, values in found.items():
-    samples = answer.get('samples', {}).get(task, [])
+def _scores(results: Mapping[str, Any]) -> Iterator[results_store.Score]:
+  """Yields the scores in lm-eval's results."""
+  by_task = {**results['results'], **results.get('groups', {})}
+  for task, values in by_task.items():
+    samples = results.get('samples', {}).get(task, [])
     for key, value in values.items():
-      metric, _, kept = key.partition(',')
-      if not isinstance(value, int | float) or metric.endswith('_stderr'):
+      # Keys are 'METRIC,FILTER', but for 'alias' and the like.
+      metric, _, filter_name = key.partition(',')
+      is_number = isinstance(value, int | float)
+      if not (filter_name and is_number) or metric.endswith('_stderr'):
         continue
-      if not kept:  # 'alias' and the like.
-        continue
-      own = sorted(
-        (s for s in samples if s.get('filter', 'none') == kept),
+      # In the order of the examples, which paired tests need.
+      rows = sorted(
+        (s for s in samples if s.get('filter', 'none') == filter_name),
         key=lambda sample: sample['doc_id'],
       )
       scores = [
-        sample[metric]
-        for sample in own
-        if isinstance(sample.get(metric), int | float)
+        row[metric] for row in rows if isinstance(row.get(metric), int | float)
       ]
-      name = metric if kept == 'none' else key
-      # Of a perplexity the samples are log-likelihoods.
+      name = metric if filter_name == 'none' else key
+      # Samples of a perplexity are log-likelihoods: they have another mean than
+      # the metric, and no error of it follows from them.
       if scores and math.isclose(
         statistics.fmean(scores), value, rel_tol=1e-6, abs_tol=1e-6
       ):
         yield results_store.mean_score(task, name, scores)
         continue
-      counted = answer.get('n-samples', {})
-      parts = answer.get('group_subtasks', {}).get(task) or [task]
-      n = sum(counted.get(x, {}).get('effective', 0) for x in parts)
-      yield results_store.Score(task, name, float(value), None, len(own) or n)
+      # Groups of lm-eval have no samples, only their tasks have.
+      counts = results.get('n-samples', {})
+      parts = results.get('group_subtasks', {}).get(task) or [task]
+      n = sum(counts.get(x, {}).get('effective', 0) for x in parts)
+      yield results_store.Score(task, name, float(value), None, len(rows) or n)
 
 
 def _hub_tasks() -> frozenset[str]:

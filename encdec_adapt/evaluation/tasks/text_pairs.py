@@ -1,9 +1,10 @@
-"""Text to text: a model's answers to the inputs of pairs, and their metrics."""
+"""Text to text: a model's answers to the inputs of pairs, and their metrics.
+
+Of the other rooms of `evaluation`, `measures` and `results` are imported.
+"""
 
 from collections.abc import Sequence
 import dataclasses
-import hashlib
-import json
 
 import numpy as np
 
@@ -23,12 +24,12 @@ from encdec_adapt.telemetry import progress
 
 @dataclasses.dataclass(frozen=True)
 class Pairs:
-  """Pairs of a file, which models are evaluated on.
+  """Evaluates models on the pairs of a file.
 
   Attributes:
     name: name of the task.
     inputs: texts that the model reads.
-    targets: references of each, at least one.
+    targets: references of each text, at least one.
     max_tokens: most tokens of an answer.
   """
 
@@ -38,12 +39,10 @@ class Pairs:
   max_tokens: int
 
   def options(self) -> results_store.Options:
-    """Returns what decides the scores of a model."""
-    content = json.dumps([self.inputs, self.targets]).encode()
-    digest = hashlib.blake2b(content, digest_size=8).hexdigest()
+    """Returns the inputs of the scores."""
     return {
       'pairs': self.name,
-      'content': digest,
+      'content': results_store.digest([self.inputs, self.targets]),
       'max_tokens': self.max_tokens,
     }
 
@@ -53,38 +52,33 @@ class Pairs:
     pretrained_files.prompt_room(stored, self.max_tokens)
 
   def scores(
-    self,
-    loaded: model_in_memory.LoadedModel,
-    rows: int,
-    report: progress.Report,
+    self, model: model_in_memory.LoadedModel, rows: int, report: progress.Report
   ) -> list[results_store.Score]:
     """Generates greedily and compares with the references.
 
     Args:
-      loaded: the model.
+      model: the model.
       rows: prompts at a time; divides over the model's devices.
-      report: called with the number of answers done and of all.
+      report: progress callback (answers done, all answers).
     """
-    opened = loaded.stored.require_vocabularies()
-    reader = opened.sides[loaded.stored.prompt_side]
-    room = pretrained_files.prompt_room(loaded.stored, self.max_tokens)
-    # A prompt that is too long keeps BOS and its last tokens.
+    opened = model.stored.require_vocabularies()
+    reader = opened.sides[model.stored.prompt_side]
+    room = pretrained_files.prompt_room(model.stored, self.max_tokens)
+    # A prompt that is too long is cut to BOS and its last tokens, as lm-eval
+    # cuts contexts.
     first = 1 - (room or engine_lib.UNLIMITED)
-    separator = opened.decoder.encode(loaded.stored.separator)
-    prompts = [
-      np.append(reader.encode(text), separator) for text in self.inputs
-    ]
-    requests = [
-      engine_lib.Request(
-        np.array([reader.bos, *prompt[first:]], np.int32), self.max_tokens
-      )
-      for prompt in prompts
-    ]
+    # Empty for all runs but decoders that were tuned with a separator.
+    separator = opened.decoder.encode(model.stored.separator)
+    requests = []
+    for text in self.inputs:
+      prompt = np.append(reader.encode(text), separator)[first:]
+      tokens = np.array([reader.bos, *prompt], np.int32)
+      requests.append(engine_lib.Request(tokens, self.max_tokens))
     answers = [''] * len(requests)
-    completions = loaded.engine(rows=rows).run(requests)
-    for done, (i, completion) in enumerate(completions, 1):
+    completions = model.engine(rows=rows).run(requests)
+    for count, (i, completion) in enumerate(completions, 1):
       answers[i] = completion.text.strip()
-      report(done, len(requests))
+      report(count, len(requests))
     return text_metrics.score(self.name, answers, self.targets)
 
 
@@ -92,8 +86,8 @@ def read(spec: str, max_tokens: int, limit: int | None = None) -> Pairs:
   """Reads FILE.jsonl[#INPUT,TARGET].
 
   Args:
-    spec: path of a file of JSON lines, and the fields of the texts, by default
-      input and target. A target may be a list of references.
+    spec: path of a JSONL file, and the fields of the texts, by default input
+      and target. A target may be a list of references.
     max_tokens: most tokens of an answer.
     limit: most pairs to read.
 
@@ -108,15 +102,16 @@ def read(spec: str, max_tokens: int, limit: int | None = None) -> Pairs:
   if len(names) != 2:
     raise fields.error('must be two fields, as in FILE.jsonl#INPUT,TARGET.')
   inputs, targets = [], []
-  for place, row in prompted_task.read_rows(path)[:limit]:
+  for line, row in prompted_task.read_rows(path)[:limit]:
     source, target = (row.get(name) for name in names)
     references = [target] if isinstance(target, str) else target
+    # All lines are checked before a model is read.
     is_list = isinstance(references, list) and references
-    if not isinstance(source, str) or not (
-      is_list and all(isinstance(x, str) for x in references)
+    if not is_list or not all(
+      isinstance(x, str) for x in [source, *references]
     ):
       raise errors.UserError(
-        f'{place}: {names[0]} must be a text and {names[1]} a text or a list of'
+        f'{line}: {names[0]} must be a text and {names[1]} a text or a list of'
         f' texts; its fields are {sorted(row)}.'
       )
     inputs.append(source)

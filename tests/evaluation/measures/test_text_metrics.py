@@ -14,10 +14,13 @@ REFERENCES = [
 ]
 
 
+def _scores(predictions, references):
+  scores = text_metrics.score('x', predictions, references)
+  return {score.metric: score for score in scores}
+
+
 def test_literal_scores():
-  found = {
-    s.metric: s for s in text_metrics.score('x', PREDICTIONS, REFERENCES)
-  }
+  found = _scores(PREDICTIONS, REFERENCES)
   assert found['exact_match'].scores == (1, 1, 0, 0)
   # 'red house' and 'blue house stands' share one word of 2 and 3.
   assert found['f1'].scores == pytest.approx((1, 1, 0, 0.4))
@@ -35,7 +38,7 @@ def test_corpus_scores_are_those_of_sacrebleu():
 
   texts = ['the cat is on a mat today', 'a dog barks at the red car']
   references = [['the cat is on the mat today'], ['the dog barks at a red car']]
-  found = {s.metric: s for s in text_metrics.score('x', texts, references)}
+  found = _scores(texts, references)
   want = sacrebleu.corpus_bleu(texts, [[one for (one,) in references]])
   assert found['bleu'].value == pytest.approx(want.score / 100)
   assert 0.1 < found['bleu'].value < 0.9

@@ -101,7 +101,7 @@ def test_a_bad_line_is_named(line, tmp_path):
 def test_results_beyond_a_restored_step_are_dropped(tmp_path):
   steps = [results_store.Model('runs/a', step, 'f00d') for step in (0, 2, 4)]
   _add(tmp_path, *((model, OPTIONS, SCORES) for model in steps))
-  with results_store.Store(tmp_path, beyond=2) as store:
+  with results_store.Store(tmp_path, last_step=2) as store:
     assert [bool(store.find(m, OPTIONS)) for m in steps] == [True, True, False]
   content = append_log.read(paths.at(tmp_path) / results_store.FILE)
   assert len(content.splitlines()) == 4

@@ -15,7 +15,6 @@ from encdec_adapt.evaluation.reports import html_report
 from encdec_adapt.evaluation.results import results_store
 from encdec_adapt.evaluation.tasks import retrieval_scores, retrieval_tasks
 from encdec_adapt.tokenizers import vocabulary_pair
-from tests import toy_models
 
 BYTES = vocabulary_pair.open_vocabulary('bytes')
 TEXT = '\n'.join(list(pydoc_data.topics.topics.values())[:20])
@@ -142,17 +141,6 @@ def test_who_understands_the_text_finds_every_code():
   assert sum('-' not in value for _, value in links) == 2
   # The wrong answers give the codes of other things, or in another order.
   assert {len(x) for x in values.choices} == {len(values.choices[0])}
-
-
-@pytest.fixture(scope='module')
-def models(tmp_path_factory):
-  """Models with a vocabulary by kind."""
-  stack = toy_models.stack(vocab_size=toy_models.GEMMA_SIZE, window=64)
-  folder = tmp_path_factory.mktemp('models')
-  return {
-    kind: toy_models.save(folder / kind, config, scale=0.2)
-    for kind, config in toy_models.pair_and_decoder(stack).items()
-  }
 
 
 @pytest.mark.parametrize('kind', KINDS)

@@ -14,49 +14,44 @@ from encdec_adapt.cluster import program_limits
 from encdec_adapt.conversion import pretrained_files
 from encdec_adapt.evaluation.measures import log_likelihoods
 from encdec_adapt.evaluation.tasks import task_groups as tasks
-from tests import toy_models
 
 _REASON = "needs lm-eval: pip install -e '.[eval]'"
 instance = pytest.importorskip('lm_eval.api.instance', reason=_REASON)
 
 from encdec_adapt.evaluation.tasks import lm_eval_adapter  # noqa: E402
 
-CHOICE = {
-  'task': 'colours',
-  'dataset_path': 'json',
-  'dataset_kwargs': {'data_files': {'test': 'colours.jsonl'}},
-  'test_split': 'test',
-  'output_type': 'multiple_choice',
-  'doc_to_text': 'The {{thing}} is',
-  'doc_to_choice': '{{colours}}',
-  'doc_to_target': '{{answer}}',
-  'metric_list': [{'metric': 'acc'}],
-}
-GENERATE = {
-  'task': 'echo',
-  'dataset_path': 'json',
-  'dataset_kwargs': {'data_files': {'test': 'echo.jsonl'}},
-  'test_split': 'test',
-  'output_type': 'generate_until',
-  'doc_to_text': 'Say {{word}}:',
-  'doc_to_target': '{{word}}',
-  'generation_kwargs': {'until': ['\n'], 'max_gen_toks': 4},
-  'metric_list': [{'metric': 'exact_match'}],
-}
-ROLLING = {
-  'task': 'prose',
-  'dataset_path': 'json',
-  'dataset_kwargs': {'data_files': {'test': 'echo.jsonl'}},
-  'test_split': 'test',
-  'output_type': 'loglikelihood_rolling',
-  'doc_to_text': '',
-  'doc_to_target': '{{word}}',
-  'metric_list': [{'metric': 'bits_per_byte'}],
-}
+
+def _content(task, data, kind, metric, **fields):
+  """A task in the format of lm-eval."""
+  return {
+    'task': task,
+    'dataset_path': 'json',
+    'dataset_kwargs': {'data_files': {'test': f'{data}.jsonl'}},
+    'test_split': 'test',
+    'output_type': kind,
+    'metric_list': [{'metric': metric}],
+    'doc_to_target': '{{word}}',
+    **fields,
+  }
+
+
+CHOICE = _content(
+  *('colours', 'colours', 'multiple_choice', 'acc'),
+  doc_to_text='The {{thing}} is',
+  doc_to_choice='{{colours}}',
+  doc_to_target='{{answer}}',
+)
+GENERATE = _content(
+  *('echo', 'echo', 'generate_until', 'exact_match'),
+  doc_to_text='Say {{word}}:',
+  generation_kwargs={'until': ['\n'], 'max_gen_toks': 4},
+)
+ROLLING = _content(
+  'prose', 'echo', 'loglikelihood_rolling', 'bits_per_byte', doc_to_text=''
+)
 COLOURS = [
-  {'thing': 'sky', 'colours': [' blue', ' green', ' red'], 'answer': 0},
-  {'thing': 'grass', 'colours': [' blue', ' green', ' red'], 'answer': 1},
-  {'thing': 'rose', 'colours': [' blue', ' green', ' red'], 'answer': 2},
+  {'thing': thing, 'colours': [' blue', ' green', ' red'], 'answer': i}
+  for i, thing in enumerate(('sky', 'grass', 'rose'))
 ]
 ECHO = [{'word': 'quick brown fox'}, {'word': 'lazy dog'}]
 PROMPTED = {'task': 'wsc', 'data': 'rows.jsonl', 'templates': 'p3.yaml'}
@@ -100,17 +95,6 @@ def _write(folder, **changes):
       content = json.dumps(content)  # JSON is YAML.
     (folder / name).write_text(content)
   return str(folder)
-
-
-@pytest.fixture(scope='module')
-def models(tmp_path_factory):
-  """Models with a vocabulary by kind."""
-  stack = toy_models.stack(vocab_size=toy_models.GEMMA_SIZE, window=64)
-  folder = tmp_path_factory.mktemp('models')
-  return {
-    kind: toy_models.save(folder / kind, config, scale=0.2)
-    for kind, config in toy_models.pair_and_decoder(stack).items()
-  }
 
 
 KINDS = ['encoder_decoder', 'decoder_only']
@@ -275,16 +259,15 @@ def test_generated_programs_are_a_local_task(models, tmp_path):
     '  program = doc["start"] + "\\n" + doc["test"]\n'
     '  return {"pass": float(program_limits.passes(program))}\n'
   )
-  (tmp_path / 'code.yaml').write_text(
-    json.dumps({**GENERATE, 'task': 'code', 'doc_to_text': '{{start}}'})[:-1]
-    + ', "process_results": !function code.check}'
+  content = _content(
+    *('code', 'code', 'generate_until', 'pass'),
+    doc_to_text='{{start}}',
+    doc_to_target='{{test}}',
+    generation_kwargs=GENERATE['generation_kwargs'],
+    metric_list=[{'metric': 'pass', 'aggregation': 'mean'}],
   )
-  content = (tmp_path / 'code.yaml').read_text()
   (tmp_path / 'code.yaml').write_text(
-    content.replace('echo.jsonl', 'code.jsonl')
-    .replace('{{word}}', '{{test}}')
-    .replace('exact_match', 'pass')
-    .replace('"metric": "pass"', '"metric": "pass", "aggregation": "mean"')
+    json.dumps(content)[:-1] + ', "process_results": !function code.check}'
   )
   rows = [{'start': 'x = 1', 'test': f'assert x == {i}'} for i in range(2)]
   (tmp_path / 'code.jsonl').write_text(
