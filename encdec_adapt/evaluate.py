@@ -109,14 +109,14 @@ class Evaluation(Protocol):
 
   def scores(
     self,
-    loaded: model_in_memory.LoadedModel,
+    model: model_in_memory.LoadedModel,
     rows: int,
     report: progress.Report,
   ) -> Iterable[results_store.Score]:
     """Measures a model; every process of a job takes part.
 
     Args:
-      loaded: the model.
+      model: the model.
       rows: rows at a time; divides over the model's devices.
       report: called with the number of examples done and of all.
     """
