@@ -12,12 +12,10 @@ from encdec_adapt.models import (
   model_config,
   parameters,
 )
+from tests import toy_models
 
 EXPERTS = dict(
-  experts=4,
-  experts_per_token=2,
-  expert_mlp_width=12,
-  shared_expert_width=8,
+  experts=4, experts_per_token=2, expert_mlp_width=12, shared_expert_width=8
 )
 
 
@@ -30,15 +28,13 @@ def test_leading_layers_compute_what_scanned_ones_do(small_stack, redraw, pack):
   dense = build.build(model_config.DecoderOnlyConfig(small_stack(layers=5)))
   params = redraw(dense)
   flat = traverse_util.flatten_dict(params, sep='/')
-  theirs = layer_leaves.leaves_of(dense.config)
+  dense_leaves = toy_models.leaves(dense.config, flat)
   arrays = {}
   for name, leaf in layer_leaves.leaves_of(led.config).items():
     if name.endswith('/router'):
       array = jnp.ones(leaf.shape)
     else:
-      source = theirs[name.replace('/experts/', '/mlp/')]
-      array = flat[source.path]
-      array = array if source.index is None else array[source.index]
+      array = dense_leaves[name.replace('/experts/', '/mlp/')]
     arrays.setdefault(leaf.path, []).append(array.reshape(leaf.shape))
   table = parameters.parameter_table(led.config)
   weights = {p: jnp.stack(a).reshape(table[p].shape) for p, a in arrays.items()}

@@ -4,11 +4,7 @@ import math
 
 import pytest
 
-from encdec_adapt.models import (
-  forward_flops,
-  parameters,
-  presets,
-)
+from encdec_adapt.models import forward_flops, parameters, presets
 
 # Rows of the table of embeddings: 256,000 tokens, padded (Gemma 2).
 _ROWS = 256128

@@ -85,9 +85,7 @@ def test_gradients_are_equal_for_every_policy_and_unrolling(gradients):
   expected, expected_logits = gradients(remat='none')
   assert all(float(jnp.abs(x).max()) > 0 for x in jax.tree.leaves(expected))
   variants = [{'remat': name} for name in execution.REMAT_POLICIES]
-  variants += [
-    {'remat': 'full', 'scan_unroll': 2, 'attention_chunk': 3},
-  ]
+  variants += [{'remat': 'full', 'scan_unroll': 2, 'attention_chunk': 3}]
   for options in variants[1:]:
     got, logits = gradients(**options)
     np.testing.assert_allclose(logits, expected_logits, atol=1e-5)
