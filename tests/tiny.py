@@ -19,11 +19,7 @@ from encdec_adapt import convert as commands
 from encdec_adapt import generate as generate_lib
 from encdec_adapt.checkpoints import manager
 from encdec_adapt.cli import command
-from encdec_adapt.data.records import (
-  record_sets,
-  record_writing,
-  row_order,
-)
+from encdec_adapt.data.records import record_sets, record_writing, row_order
 from encdec_adapt.objectives import framing
 from encdec_adapt.tokenizers import vocabulary_pair, vocabulary_training
 from tests import xla_flags

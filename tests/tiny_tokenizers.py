@@ -39,10 +39,7 @@ GEMMA_SYMBOLS = (
 )  # fmt: skip
 _BYTES = [f'<0x{byte:02X}>' for byte in range(256)]
 TOKENIZER_CONFIG = {
-  'llama3': {
-    'bos_token': '<|begin_of_text|>',
-    'eos_token': '<|end_of_text|>',
-  },
+  'llama3': {'bos_token': '<|begin_of_text|>', 'eos_token': '<|end_of_text|>'},
   'qwen': {
     'bos_token': None,
     'eos_token': {'__type': 'AddedToken', 'content': '<|im_end|>'},
@@ -94,8 +91,7 @@ def _byte_level(family, texts, size):
       [
         processors.ByteLevel(trim_offsets=True),
         processors.TemplateProcessing(
-          single=f'{bos} $A',
-          special_tokens=[(bos, tokenizer.token_to_id(bos))],
+          single=f'{bos} $A', special_tokens=[(bos, tokenizer.token_to_id(bos))]
         ),
       ]
     )

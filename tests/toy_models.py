@@ -9,7 +9,7 @@ import numpy as np
 import encdec_adapt
 from encdec_adapt.conversion import model_in_memory
 from encdec_adapt.huggingface import export
-from encdec_adapt.models import build, model_config, parameters
+from encdec_adapt.models import build, layer_leaves, model_config, parameters
 from tests import tiny_tokenizers
 
 GEMMA_SIZE = 512  # Above the ids of `save`'s vocabulary.
@@ -30,6 +30,16 @@ def params(config, seed=0, scale=0.5):
     for path, info in parameters.parameter_table(config).items()
   }
   return traverse_util.unflatten_dict(flat, sep='/')
+
+
+def leaves(config, flat):
+  """Leaf name to array, cut out of the stored parameters by path."""
+  return {
+    name: np.asarray(
+      flat[leaf.path] if leaf.index is None else flat[leaf.path][leaf.index]
+    )
+    for name, leaf in layer_leaves.leaves_of(config).items()
+  }
 
 
 def load(config, **options):

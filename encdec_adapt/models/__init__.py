@@ -2,8 +2,8 @@
 
 Owns shapes, parameters, the forward pass and key/value caches. Calls `ops`
 for all arithmetic that is not a projection; imports nothing of training,
-sharding or data. Axes are named logically, and what the names mean on a mesh
-is decided by the caller (`ops.partition.use`).
+sharding or data. Axes are named logically, and their meaning on a mesh is
+decided by the caller (`ops.partition.use`).
 
 Letters of shapes and einsum equations, everywhere in the package:
 
@@ -21,5 +21,5 @@ The parameter tree is plain nested dicts of float32 arrays:
     final_norm/scale, and head/table where it is not tied
   BLOCK: see `block.Block`
 
-`layers_index` is the one place that maps a layer number to its leaves.
+`layers_index` is the only place that maps a layer number to its leaves.
 """

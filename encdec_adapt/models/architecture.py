@@ -2,8 +2,8 @@
 
 The config of a model gives its architecture (`config.architecture`). Training,
 evaluation, inference and planning ask this object, so that they need no tests
-of types. The fields of a batch (`objectives.framing`) that each stack reads are
-those of a side, `{side}_tokens`, `{side}_segments` and `{side}_positions`:
+of types. Each stack reads the fields of a side of a batch
+(`objectives.framing`): `{side}_tokens`, `{side}_segments`, `{side}_positions`.
 
 | architecture    | stack   | side in batches of pairs | without inputs |
 |-----------------|---------|--------------------------|----------------|
@@ -13,10 +13,10 @@ those of a side, `{side}_tokens`, `{side}_segments` and `{side}_positions`:
 | prefix decoder  | decoder | teacher                  | decoder        |
 | encoder         | decoder | encoder                  |                |
 
-The teacher's row holds inputs and targets of a pair one after the other. A
-classifier reads what an encoder reads, whatever the role of its stack.
+The teacher's row holds the inputs of a pair and then its targets. A classifier
+reads the sides of an encoder, for every role of its stack.
 
-This module knows no configs: they import it.
+Imports neither configs nor models, which import this module.
 """
 
 from collections.abc import Mapping, Sequence
@@ -58,7 +58,7 @@ class Architecture:
     role: self-attention of the decoder's stack.
     prompt_stack: name of the stack that reads a prompt.
     has_encoder: whether `encode` gives states that see a whole text.
-    generates: whether it predicts next tokens, so that it generates and scores
+    generates: whether it predicts next tokens: it generates text and scores
       continuations.
     predicts_inputs: whether it can learn the inputs of a pair too.
     sides_of_pairs: stack -> side that it reads in batches of pairs.
@@ -71,6 +71,7 @@ class Architecture:
   has_encoder: bool = False
   generates: bool = True
   predicts_inputs: bool = False
+  # Of the class, as fields cannot default to a dict.
   sides_of_pairs: ClassVar[Mapping[str, str]] = {'decoder': 'teacher'}
   sides_of_texts: ClassVar[Mapping[str, str]] = {'decoder': 'decoder'}
 
@@ -100,7 +101,7 @@ class Architecture:
       model: the model (`models.build`).
       params: parameters of the model.
       fields: tokens, segments and positions of the encoder.
-      **options: `routing` and `dropout` of `decoder_only.Decoder.run_stack`.
+      **options: `routing` and `dropout` of `base_model.BaseModel.run_stack`.
 
     Returns:
       The encoder's states and segments; nothing without cross-attention.
@@ -121,7 +122,8 @@ class Architecture:
       model: the model.
       params: parameters of the model.
       fields: tokens, segments and positions of each stack, by its name.
-      **options: as for `source`, and `prefix` of `decoder_only.Decoder.decode`.
+      **options: as for `source`, and `prefix` of
+        `base_model.BaseModel.decode`.
     """
     source = self.source(model, params, fields.get('encoder', ()), **options)
     return model.decode(params, *fields['decoder'], *source, **options)
@@ -144,9 +146,11 @@ class Architecture:
     }
     if sides['decoder'] != 'teacher':
       return self.states(model, params, fields, **options)
+    # Only rows of pairs have inputs, so that `prefix` is no option of others.
     options['prefix'] = self.prefix(batch)
     hidden = self.states(model, params, fields, **options)
-    # The row of a pair has more positions than targets: take theirs.
+    # The row of a pair has more positions than targets: take those of the
+    # targets, so that losses find them where an encoder-decoder has them.
     return jnp.take_along_axis(
       hidden, batch['teacher_index'][..., None], axis=1
     )  # [B, T, D]
@@ -190,18 +194,10 @@ class Architecture:
     counts = jnp.sum(segments, axis=1)
     entries = model.prefill(params, *fields)
     last = jnp.take_along_axis(tokens, counts[:, None] - 1, axis=1)
-    # Repeated at the padding, which must not look like tokens that were read.
+    # The last token is repeated at the padding, which repetition penalties must
+    # not take for tokens that were read.
     tokens = jnp.where(segments > 0, tokens, last)
     return {'prompt': entries, 'lengths': counts}, tokens
-
-
-@dataclasses.dataclass(frozen=True)
-class CausalDecoder(Architecture):
-  """A causal decoder."""
-
-  name: str = 'decoder_only'
-  role: str = 'causal'
-  predicts_inputs: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -248,7 +244,7 @@ class EncoderDecoder(Architecture):
   }
 
   def positions(self, prompt: int, generated: int) -> dict[str, int]:
-    """Returns the prompt's for the encoder, the others for the decoder."""
+    """Returns the prompt's for the encoder, the generated for the decoder."""
     return {'encoder': prompt, 'decoder': generated}
 
   def encode(
@@ -270,20 +266,21 @@ class EncoderDecoder(Architecture):
   def prefill(
     self, model: Any, params: Params, fields: Fields, bos: Int[Array, ''] | int
   ) -> tuple[dict[str, Any], Int[Array, 'B n']]:
-    """Encodes prompts; the decoder has read BOS alone."""
+    """Encodes prompts; the decoder has read BOS only."""
     encoded, segments = self.source(model, params, fields)
-    # The cache holds keys and values; the states are not read again.
+    # Projected once for all steps; the states themselves are not read again.
     cross = model.prefill_cross(params, encoded)
     tokens = jnp.full((len(segments), 1), bos)
     return {'cross': cross, 'encoder_segments': segments}, tokens
 
 
-CAUSAL_DECODER = CausalDecoder()
+# Only its states at inputs see nothing of the tokens that they predict.
+CAUSAL_DECODER = Architecture('decoder_only', 'causal', predicts_inputs=True)
 PREFIX_DECODER = PrefixDecoder()
 ENCODER = Encoder()
 ENCODER_DECODER = EncoderDecoder()
-_OF_ONE_STACK = (CAUSAL_DECODER, PREFIX_DECODER, ENCODER)
-BY_NAME = {kind.name: kind for kind in (*_OF_ONE_STACK, ENCODER_DECODER)}
+_SINGLE_STACK = (CAUSAL_DECODER, PREFIX_DECODER, ENCODER)
+BY_NAME = {kind.name: kind for kind in (*_SINGLE_STACK, ENCODER_DECODER)}
 
 
 def of_stack(role: str, classes: int) -> Architecture:
@@ -294,7 +291,7 @@ def of_stack(role: str, classes: int) -> Architecture:
     classes: number of labels of a classifier, 0 for a language model.
   """
   # A classifier reads whole texts; its name says which stack it started from.
-  kind = next(kind for kind in _OF_ONE_STACK if kind.role == role)
+  kind = next(kind for kind in _SINGLE_STACK if kind.role == role)
   return dataclasses.replace(ENCODER, name=kind.name) if classes else kind
 
 
@@ -305,10 +302,13 @@ def names(kinds: Sequence[Architecture]) -> str:
 
 def inputs_of(batch: Batch) -> Int[Array, 'B R']:
   """Returns 1 at BOS and the inputs of pairs in the teacher's row, else 0."""
-  # A target stands next to the position that predicts it.
+  # By exclusion: the batch tells the positions that predict targets, and so,
+  # a token later, the targets, but no lengths of inputs.
   rows = jnp.arange(len(batch['targets']))[:, None]
   targets = batch['teacher_index'] + 1
   is_target = jnp.zeros_like(batch['teacher_segments'])
+  # `max`, because targets that are padding point to index 0 + 1, which may be a
+  # target of the row.
   is_target = is_target.at[rows, targets].max(
     jnp.int32(batch['decoder_segments'] > 0)
   )

@@ -5,6 +5,8 @@ Self-attention rotates queries and keys. Cross-attention has no position
 signal and no window, reads an encoding that is already normalised, of the
 encoder's width, and has the decoder's heads, scale and cap. In merged
 attention (T5Gemma 2) the decoder's self-attention reads the encoding too.
+
+Imports neither blocks nor stacks, which are made of these modules.
 """
 
 from collections.abc import Mapping
@@ -36,11 +38,13 @@ def project_keys_values(
 
   Args:
     config: stack of the layer that attends.
-    params: parameters of its attention; those of keys and values are used:
-      'key' [E, K, H], 'key_bias' [K, H], 'key_norm' [H], ..
+    params: parameters of its attention, of which the function reads those of
+      keys and values: 'key' [E, K, H], 'key_bias' [K, H], 'key_norm' [H], ..
     source: normalised states.
   """
   key = _project(params, 'key', source)
+  # Before the rotation, as in transformers; the scale differs by dimension, so
+  # that the order matters.
   if config.qk_norm:
     key = layers.norm(config, key, params['key_norm'])
   value = _project(params, 'value', source)
@@ -53,7 +57,9 @@ def project_keys_values(
 
 
 def _project(params: Mapping[str, Array], name: str, x: jax.Array) -> jax.Array:
-  """Projects `x` by the kernel of that name, and its bias if there is one."""
+  """Projects `x` by a kernel, and adds its bias if there is any."""
+  # Cast first, so that the gradient is summed over the mesh in the dtype of the
+  # computation: in bfloat16 half as many bytes.
   kernel, bias = params[name].astype(x.dtype), params.get(f'{name}_bias')
   kernel = partition.sum_gradient_in_stages(kernel, *_AXES[name])
   return layers.project(x, kernel, bias)
@@ -75,29 +81,32 @@ class _Attention(nn.Module):
   def setup(self):
     """Declares kernels, biases and gains of norms, as `self.weights`."""
     cfg = self.config
-    # Shape of every kernel, and which of its dimensions a product contracts.
     of_source = (self.source_width, cfg.kv_heads, cfg.head_dim)
+    # A product contracts the first dimensions of a kernel, and its bias has the
+    # others. Heads and head_dim stay separate, so that heads can be sharded.
     kernels = {
-      'query': ((cfg.width, cfg.heads, cfg.head_dim), 0, (1, 2)),
-      'key': (of_source, 0, (1, 2)),
-      'value': (of_source, 0, (1, 2)),
-      'output': ((cfg.heads, cfg.head_dim, cfg.width), (0, 1), 2),
+      'query': (1, (cfg.width, cfg.heads, cfg.head_dim)),
+      'key': (1, of_source),
+      'value': (1, of_source),
+      'output': (2, (cfg.heads, cfg.head_dim, cfg.width)),
     }
     biased = {'none': (), 'qkv': ('query', 'key', 'value'), 'qkvo': kernels}
     weights = {}
-    for name, (shape, contracted, produced) in kernels.items():
-      axes = _AXES[name]
-      init = layers.kernel_init(axes, contracted, produced)
+    for name, (contracted, shape) in kernels.items():
+      axes, dims = _AXES[name], (0, 1, 2)
+      init = layers.kernel_init(axes, dims[:contracted], dims[contracted:])
       weights[name] = self.param(name, init, shape)
       if name in biased[cfg.attention_bias]:
-        made = slice(2, None) if name == 'output' else slice(1, None)
+        init = layers.bias_init(*axes[contracted:])
         weights[f'{name}_bias'] = self.param(
-          f'{name}_bias', layers.bias_init(*axes[made]), shape[made]
+          f'{name}_bias', init, shape[contracted:]
         )
     if cfg.qk_norm:
       for name in ('query_norm', 'key_norm'):
         init = layers.gain_init(cfg, 'head_dim')
         weights[name] = self.param(name, init, (cfg.head_dim,))
+    # A dict like the layer's parameters: `project_keys_values` takes both, so
+    # that a prompt's encoding is projected without a module.
     self.weights = weights
 
   def queries(self, x: Float[Array, 'B T D']) -> Float[Array, 'B T N H']:
@@ -124,6 +133,7 @@ class _Attention(nn.Module):
       cached: whether the source comes from a cache.
     """
     cfg, compute = self.config, self.compute
+    # By heads, not head_dim: scores then need no sum over devices.
     q = partition.shard(q, 'batch', 'length', 'act_heads', None)
     out = attention.attention(
       q,
@@ -158,18 +168,20 @@ class SelfAttention(_Attention):
       rotation: cosines and sines of the positions (`rope.angles`).
       mask: mask over the keys of `x`, or over the cache's entries.
       cached: entries of earlier tokens, or None.
-      slot: where the cache keeps the token of each row.
-      memory: in merged attention without a cache the encoder's output, whose
+      slot: slot of the cache for the token of each row.
+      memory: in merged attention without a cache the encoder's output; its
         keys, without a rotation, follow the others in `mask`.
 
     Returns:
       The output, and keys and values: the cache with `x` in it, or those of
-      `x` [B, L, K, H] without one.
+      `x` [B, L, K, H] without a cache.
     """
     q = rope.rotate(self.queries(x), *rotation)
     entries = project_keys_values(self.config, self.weights, x)
     entries = entries.replace(key=rope.rotate(entries.key, *rotation))
     source = entries
+    # Written before it is read: the mask counts the token among the keys.
+    # Cached keys are rotated already, each by its absolute position.
     if cached is not None:
       entries = caches.write(cached, entries, slot)
       source = caches.transposed(entries)
@@ -191,7 +203,8 @@ class CrossAttention(_Attention):
     mask: masks.MaskSpec,
     cached: caches.KeyValues | None,
   ) -> Float[Array, 'B T D']:
-    """Attends to `cached` if given, otherwise to `encoded`."""
+    """Attends to `cached` or, without it, to `encoded`."""
+    # Neither queries nor keys are rotated, as in T5Gemma.
     if cached is not None:
       source = caches.transposed(cached)
     else:

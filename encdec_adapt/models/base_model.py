@@ -1,4 +1,10 @@
-"""A causal decoder: one stack and its head."""
+"""The base of all kinds of models: stacks, a head, and decoding with a cache.
+
+A model is a hashable value, its config and choices of computation; its methods
+are functions of parameters. Its kind (`architecture`) is data of the
+config; `encoder_decoder` adds the second stack. Imports neither `build` nor
+anything that trains or serves models.
+"""
 
 from collections.abc import Mapping
 import dataclasses
@@ -37,8 +43,11 @@ class Dropout(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Decoder:
-  """Base of every model with a decoder; hashable, holds no arrays.
+class BaseModel:
+  """Base of all kinds of models; hashable, holds no arrays.
+
+  The stack named 'decoder' has the head: a model of a single stack, such as an
+  encoder-only model, has no other.
 
   Attributes:
     config: shape of the model.
@@ -64,15 +73,16 @@ class Decoder:
 
   def head(self, params: Params) -> Float[Array, 'V D']:
     """Returns the output table, padding rows included."""
-    own = self.config.decoder.has_head
-    return params['decoder']['head' if own else 'embedder']['table']
+    module = 'head' if self.config.decoder.has_head else 'embedder'
+    return params['decoder'][module]['table']
 
   def logits(
     self, params: Params, hidden: Float[Array, 'B T D']
   ) -> Float[Array, 'B T vocab']:
     """Computes soft-capped float32 logits of the decoder's states.
 
-    For small uses and generation; training has `ops.vocabulary_loss`.
+    For small uses and generation; training has `ops.vocabulary_loss`, which
+    never holds the logits of all positions.
     """
     cfg = self.config.decoder
     return layers.logits(
@@ -96,11 +106,11 @@ class Decoder:
     dropout: Dropout | None = None,
     **kwargs: Any,
   ):
-    """Applies the stack of that name (see `stack.Stack.__call__`).
+    """Applies a stack (see `stack.Stack.__call__`).
 
     Args:
       params: the model's parameters.
-      name: name of the stack.
+      name: name of the stack in `config.stacks`.
       *args: positional arguments of the stack.
       routing: list to which the router losses of its layers are appended, for
         `expert_layer.mean_losses`; None to skip them.
@@ -111,10 +121,13 @@ class Decoder:
     apply = stack.Stack(shape, self.compute).apply
     variables = {'params': params[name]}
     if dropout is not None:
-      # Modules draw by their path, which the stacks of a pair share.
+      # Modules draw by their path, which the stacks of a pair share: with an
+      # equal key, equal layers of both would drop the same values.
       number = list(self.config.stacks).index(name)
       key = jax.random.fold_in(dropout.key, number)
       kwargs |= {'dropout': dropout.rate, 'rngs': {'dropout': key}}
+    # Flax computes the losses only if their collection is mutable, and returns
+    # no such collection of a stack without experts.
     if routing is None or not shape.experts:
       return apply(variables, *args, **kwargs)
     collection = expert_layer.COLLECTION
@@ -130,10 +143,7 @@ class Decoder:
     positions: Tokens,
     encoded: Float[Array, 'B S E'] | None = None,
     encoder_segments: Int[Array, 'B S'] | None = None,
-    *,
-    prefix: Tokens | None = None,
-    routing: Routing = None,
-    dropout: Dropout | None = None,
+    **options: Any,
   ) -> Float[Array, 'B L D']:
     """Computes the decoder's states after its final norm.
 
@@ -144,30 +154,16 @@ class Decoder:
       positions: position of each token within its segment.
       encoded: output of the encoder of an encoder-decoder.
       encoder_segments: segments of the encoder's tokens.
-      prefix: 1 at the inputs of each segment, for a prefix decoder.
-      routing: see `run_stack`.
-      dropout: see `run_stack`.
+      **options: `routing` and `dropout` of `run_stack`; for a prefix decoder
+        `prefix`, 1 at the inputs of each segment.
     """
-    hidden, _ = self.run_stack(
-      params,
-      'decoder',
-      tokens,
-      segments,
-      positions,
-      encoded,
-      encoder_segments,
-      prefix=prefix,
-      routing=routing,
-      dropout=dropout,
-    )
-    return hidden
+    source = encoded, encoder_segments
+    return self.run_stack(
+      params, 'decoder', tokens, segments, positions, *source, **options
+    )[0]
 
   def prefill(
-    self,
-    params: Params,
-    tokens: Tokens,
-    segments: Tokens,
-    positions: Tokens,
+    self, params: Params, tokens: Tokens, segments: Tokens, positions: Tokens
   ) -> Any:
     """Reads prompts, which a prefix decoder reads from both sides.
 
@@ -180,44 +176,38 @@ class Decoder:
     Returns:
       Keys and values by layer, [B, L, K, H], for `caches.insert`.
     """
-    _, entries = self.run_stack(
-      params,
-      'decoder',
-      tokens,
-      segments,
-      positions,
-      prefix=segments,
-      collect=True,
-    )
-    return entries
+    # A prompt is all inputs, so that its tokens are the prefix; decoders of
+    # other roles ignore it.
+    options = {'prefix': segments, 'collect': True}
+    return self.run_stack(
+      params, 'decoder', tokens, segments, positions, **options
+    )[1]
 
   def decode_step(
     self, params: Params, tokens: Int[Array, 'B'], cache: caches.Cache
   ) -> tuple[Float[Array, 'B D'], caches.Cache]:
-    """Reads the next token of each row.
+    """Computes the states of the next token of each row.
 
     Args:
       params: the model's parameters.
       tokens: token ids.
-      cache: cache of earlier tokens, whose indices are the tokens' positions.
+      cache: cache of earlier tokens; its indices are the tokens' positions.
 
     Returns:
-      States of the tokens, and the cache with them added.
+      States of the tokens, and the cache with the tokens added.
     """
     tokens = tokens[:, None]
+    # Every row is a single segment, 1, as the entries of its cache are. Rows
+    # without a request read tokens too: the shapes of the program are fixed.
+    segments, positions = jnp.ones_like(tokens), cache.index[:, None]
     hidden, cache = self.run_stack(
-      params,
-      'decoder',
-      tokens,
-      jnp.ones_like(tokens),
-      cache.index[:, None],
-      cached=cache,
+      params, 'decoder', tokens, segments, positions, cached=cache
     )
     return hidden[:, 0], cache
 
 
 @dataclasses.dataclass(frozen=True)
-class DecoderOnly(Decoder):
-  """A causal or prefix decoder, or an encoder-only model."""
+class SingleStack(BaseModel):
+  """A causal or prefix decoder, an encoder-only model or a classifier."""
 
   config: model_config.DecoderOnlyConfig

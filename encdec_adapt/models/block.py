@@ -1,4 +1,4 @@
-"""One transformer layer."""
+"""A transformer layer: attention, feed-forward and the residual stream."""
 
 from collections.abc import Mapping
 import types
@@ -19,7 +19,7 @@ from encdec_adapt.models import cache as caches
 from encdec_adapt.ops import partition
 
 # Parts of a block that only a decoder with cross-attention has, and the
-# corresponding part of self-attention.
+# corresponding part of self-attention, from which adaptation starts them.
 CROSS: Mapping[str, str] = types.MappingProxyType(
   {
     'pre_cross_norm': 'pre_attention_norm',
@@ -38,10 +38,10 @@ class Context:
       layer.
     masks: MaskSpec of self-attention by kind of layer; in merged attention
       its last keys are the encoder's.
-    slots: where the cache keeps the token of each row, int32 [B], by kind of
+    slots: slot of the cache for the token of each row, int32 [B], by kind of
       layer; None without a cache.
     encoded: the encoder's output [B, S, E]; None without cross-attention, and
-      where its keys and values are cached.
+      if its keys and values are cached.
     cross_mask: MaskSpec of cross-attention, or None.
     real: tokens that are not padding, bool [B, L]; None in a stack without
       experts.
@@ -49,6 +49,8 @@ class Context:
     collect: whether layers return keys and values without a cache.
   """
 
+  # A pytree, since the scan and rematerialisation pass it as an argument; the
+  # fields that decide on the program are static.
   rotations: dict[str, Any]
   masks: dict[str, Any]
   slots: Any = None
@@ -60,11 +62,11 @@ class Context:
 
 
 class Block(nn.Module):
-  """Self-attention, cross-attention in a decoder that has it, feed-forward.
+  """Self-attention, cross-attention in a decoder with an encoder, feed-forward.
 
   Each is added to the residual stream as post_norm(f(pre_norm(x))), or as
-  f(pre_norm(x)) in a stack without post-norms. Dropout is of what is added, as
-  in T5Gemma (transformers, modeling_t5gemma.py).
+  f(pre_norm(x)) in a stack without post-norms. Dropout applies to these
+  updates, as in T5Gemma (transformers, modeling_t5gemma.py).
 
   Attributes:
     config: the stack's shape.
@@ -89,23 +91,22 @@ class Block(nn.Module):
     cfg, compute = self.config, self.compute
 
     def norm(name: str, x):
-      """Applies the RMSNorm of this name."""
       return layers.RMSNorm(cfg, name=name)(x)
 
     def add(x, update, post_norm):
       """Adds an update, with its post-norm, to the residual stream."""
       if cfg.post_norms:
         update = norm(post_norm, update)
+      # After the post-norm, which would cancel the factor 1 / (1 - rate).
       update = layers.dropout(update, context.dropout)
       return partition.shard(x + update, 'batch', 'length', 'act_embed')
 
     reads_encoder = cfg.reads_encoder(self.kind)
-    memory = None
-    if reads_encoder and cfg.cross_merged:
-      memory = context.encoded
-    y, entries = attention_layer.SelfAttention(
+    memory = context.encoded if reads_encoder and cfg.cross_merged else None
+    attend = attention_layer.SelfAttention(
       cfg, compute, cfg.width, name='attention'
-    )(
+    )
+    y, entries = attend(
       norm('pre_attention_norm', x),
       context.rotations[self.kind],
       context.masks[self.kind],
@@ -133,5 +134,7 @@ class Block(nn.Module):
       y = feed_forward(y, context.real)
     else:
       y = layers.MLP(cfg, compute.dtype, cfg.mlp_width, name='mlp')(y)
+    # In training there are no entries among the outputs of rematerialisation
+    # and scan, [R, B, L, K, H] of each.
     keep = context.collect or cached is not None
     return add(x, y, 'post_mlp_norm'), entries if keep else None

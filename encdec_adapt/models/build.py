@@ -1,4 +1,7 @@
-"""Builds a model from its config, for training and inference."""
+"""Builds a model from its config, for training and inference.
+
+The only module here that knows all classes of models.
+"""
 
 import dataclasses
 from typing import Any
@@ -11,7 +14,7 @@ from encdec_adapt.models import (
   model_config,
 )
 
-Model = base_model.DecoderOnly | encoder_decoder.EncoderDecoder
+Model = base_model.SingleStack | encoder_decoder.EncoderDecoder
 
 
 def build(
@@ -27,7 +30,7 @@ def build(
   """
   if config.architecture.encodes_prompt:
     return encoder_decoder.EncoderDecoder(config, compute)
-  return base_model.DecoderOnly(config, compute)
+  return base_model.SingleStack(config, compute)
 
 
 def unroll(model: Model) -> Model:
@@ -35,6 +38,8 @@ def unroll(model: Model) -> Model:
 
   Decoding needs it: a scan would copy each layer's cache for every token.
   """
+  # The decoder only: an encoder runs once for a prompt, and a scanned program
+  # compiles faster.
   decoder = layers_index.unroll(model.config.decoder)
   config = dataclasses.replace(model.config, decoder=decoder)
   return dataclasses.replace(model, config=config)

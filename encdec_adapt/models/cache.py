@@ -1,13 +1,16 @@
 """Key/value caches of incremental decoding.
 
-Every row has an index of its own, so that rows of one batch may be at
-different positions. The entry of position p is at slot p modulo the number of
-slots of its layer: all positions of a row in global layers, the window in
-local ones. What a slot holds follows from the row's index alone.
+Every row has its index, so that rows of a batch may be at different
+positions. The slots of a layer form a ring: the entry of position p is at slot
+p modulo their number, which is the length of a row in global layers and at
+least the window in local ones. The contents of a slot follow from the row's
+index alone.
 
-Keys and values are [B, K, slots, H], as the products of one query read them:
+Keys and values are [B, K, slots, H], as the products of a query read them:
 no product transposes a cache. In merged attention the encoder's keys and
 values follow in the same array.
+
+Imports nothing of the modules that read caches (`attention_layer`, `stack`).
 """
 
 from typing import Any
@@ -28,11 +31,12 @@ _AXES = ('batch', 'kv_heads', 'kv_length', 'head_dim')
 
 @flax.struct.dataclass
 class KeyValues:
-  """Keys and values of one layer.
+  """Keys and values of a layer.
 
   [B, S, K, H] as projected, [B, K, slots, H] in a cache.
   """
 
+  # Any: tree maps put shapes and shardings in the place of arrays.
   key: Any
   value: Any
 
@@ -55,6 +59,8 @@ class Cache:
   cross: Any
   encoder_segments: Any
   index: Any
+  # Static, since shapes follow from it; the array of a stack with local layers
+  # only does not show it.
   length: int = flax.struct.field(pytree_node=False)
 
   @property
@@ -70,6 +76,9 @@ def slots(
   """Returns the slots per row in layers of a kind, for `length` positions."""
   if kind == 'global':
     return length
+  # A query sees itself and the W - 1 tokens before it, so that W slots suffice;
+  # the mask hides the older entries of a ring that was rounded up. A row
+  # shorter than the ring never wraps around.
   return min(length, -(-config.window // _MULTIPLE) * _MULTIPLE)
 
 
@@ -85,6 +94,8 @@ def slot_positions(last: Int[Array, 'B'], count: int) -> Int[Array, 'B slots']:
     where there is none yet.
   """
   last = last[:, None]
+  # The remainder of a negative number is positive in jnp, as in Python: slots
+  # ahead of a row that has not wrapped around yet get `slot - count`.
   return last - (last - jnp.arange(count)) % count
 
 
@@ -101,34 +112,34 @@ def empty(
     config: the decoder's stack; its layers are not scanned.
     batch: rows.
     length: positions of a row.
-    source: tokens of the encoder per row; 0 without one.
+    source: tokens of the encoder per row; 0 without an encoder.
     dtype: dtype of keys and values.
   """
 
   def zeros(count: int) -> KeyValues:
-    """Makes the slots of one layer."""
     shape = (batch, config.kv_heads, count, config.head_dim)
     return KeyValues(key=jnp.zeros(shape, dtype), value=jnp.zeros(shape, dtype))
 
   def make_self(prefix: str, _: int | None) -> KeyValues:
-    """Makes the slots of self-attention, and of merged attention."""
     kind = layers_index.block_kind(config, prefix)
+    # After the ring, where no position's slot can be.
     memory = source if config.cross_merged and config.reads_encoder(kind) else 0
     return zeros(slots(config, kind, length) + memory)
 
   def make_cross(prefix: str, _: int | None) -> KeyValues | None:
-    """Makes the slots of cross-attention."""
     kind = layers_index.block_kind(config, prefix)
     return zeros(source) if config.reads_encoder(kind) else None
 
-  has_cross = config.cross_width is not None and not config.cross_merged
+  cross = segments = None
+  if config.cross_width is not None:
+    segments = jnp.zeros((batch, source), jnp.int32)
+    if not config.cross_merged:
+      cross = layers_index.map_blocks(config, make_cross)
   return shard(
     Cache(
       layers=layers_index.map_blocks(config, make_self),
-      cross=layers_index.map_blocks(config, make_cross) if has_cross else None,
-      encoder_segments=jnp.zeros((batch, source), jnp.int32)
-      if config.cross_width is not None
-      else None,
+      cross=cross,
+      encoder_segments=segments,
       index=jnp.zeros(batch, jnp.int32),
       length=length,
     )
@@ -137,29 +148,32 @@ def empty(
 
 def axes(cache: Any) -> Any:
   """Returns the logical axes of every leaf of a cache (arrays or shapes)."""
+  # The leaves differ in rank: `index`, `encoder_segments`, keys and values.
   names = {1: ('batch',), 2: ('batch', 'kv_length'), 4: _AXES}
   return jax.tree.map(lambda x: names[x.ndim], cache)
 
 
 def shard(cache: Any) -> Any:
   """Constrains every leaf of a cache by its logical axes."""
-  names = axes(cache)
-  return jax.tree.map(lambda x, name: partition.shard(x, *name), cache, names)
+  # The names of a leaf are passed whole: the leaves of `cache` end the map.
+  return jax.tree.map(
+    lambda x, names: partition.shard(x, *names), cache, axes(cache)
+  )
 
 
 def write(
   entries: KeyValues, new: KeyValues, slot: Int[Array, 'B']
 ) -> KeyValues:
-  """Writes one token's keys and values [B, 1, K, H] at each row's slot."""
+  """Writes a token's keys and values [B, 1, K, H] at each row's slot."""
 
-  def write_row(row: jax.Array, x: jax.Array, i: jax.Array) -> jax.Array:
-    """Writes [K, 1, H] into [K, slots, H]."""
+  @jax.vmap
+  def write_rows(row: jax.Array, x: jax.Array, i: jax.Array) -> jax.Array:
+    # Mapped over rows, because each is at a position, and so a slot, of its
+    # request.
     return jax.lax.dynamic_update_slice_in_dim(row, x, i, axis=1)
 
   return jax.tree.map(
-    lambda old, x: jax.vmap(write_row)(
-      old, x.swapaxes(1, 2).astype(old.dtype), slot
-    ),
+    lambda old, x: write_rows(old, x.swapaxes(1, 2).astype(old.dtype), slot),
     entries,
     new,
   )
@@ -175,7 +189,7 @@ def insert(
   cross: Any = None,
   encoder_segments: Int[Array, 'b S'] | None = None,
 ) -> Cache:
-  """Replaces rows of a cache by what prompts left.
+  """Replaces rows of a cache by the entries of prompts.
 
   Args:
     config: the decoder's stack; its layers are not scanned.
@@ -183,45 +197,52 @@ def insert(
     rows: rows to replace; those beyond the batch are dropped.
     prompt: keys and values of a decoder's prompts by layer, [b, L, K, H]; None
       where the decoder starts from nothing.
-    lengths: tokens of each of those prompts, at least 1; the last one's entry
-      is written again by the first decoding step, at index `lengths - 1`.
+    lengths: tokens of each of those prompts, at least 1; the last entry is
+      written again by the first decoding step, at index `lengths - 1`.
     cross: keys and values of an encoding by layer, [b, S, K, H].
     encoder_segments: segments of the encoder's tokens; S is at most the
       cache's source.
   """
 
-  def put(old: jax.Array, new: jax.Array, start: int) -> jax.Array:
+  def put(old: jax.Array, new: jax.Array, start: int = 0) -> jax.Array:
     """Replaces slots from `start` by [b, n, K, H], n of them."""
     new = new.swapaxes(1, 2).astype(old.dtype)
-    stop = start + new.shape[2]
-    return old.at[rows, :, start:stop].set(new, mode='drop')
+    # Rows beyond the batch only fill a group of prompts up to the size that its
+    # program is compiled for (`inference.decoding.Group`).
+    return old.at[rows, :, start : start + new.shape[2]].set(new, mode='drop')
 
+  # Slots behind the entries that are put keep those of the row's last prompt:
+  # the new index makes their positions negative, and the new segments are 0
+  # there, so that masks hide them.
   def put_layer(prefix: str, _: int | None) -> KeyValues:
-    """Fills one layer of self-attention."""
     entries = layers_index.get_block(cache.layers, prefix)
     kind = layers_index.block_kind(config, prefix)
     count = slots(config, kind, cache.length)
     if prompt is not None:
-      source = slot_positions(lengths - 1, count)[:, :, None, None]
+      # Gathered by slot, not scattered by position: of a prompt longer than the
+      # ring several positions have the same slot, and the newest must win.
+      positions = slot_positions(lengths - 1, count)[:, :, None, None]
       new = jax.tree.map(
         # A slot without a position gets any entry; masks hide it.
-        lambda x: jnp.take_along_axis(x, jnp.maximum(source, 0), axis=1),
+        lambda x: jnp.take_along_axis(x, jnp.maximum(positions, 0), axis=1),
         layers_index.get_block(prompt, prefix),
       )
-      entries = jax.tree.map(lambda o, n: put(o, n, 0), entries, new)
+      entries = jax.tree.map(put, entries, new)
     if config.cross_merged and config.reads_encoder(kind):
       memory = layers_index.get_block(cross, prefix)
       entries = jax.tree.map(lambda o, n: put(o, n, count), entries, memory)
     return entries
 
   replaced = {'layers': layers_index.map_blocks(config, put_layer)}
+  # A prompt leaves keys and values only: the states of its last token, which
+  # predict the first generated token, come from reading that token again.
   start = jnp.zeros_like(rows) if lengths is None else lengths - 1
   replaced['index'] = cache.index.at[rows].set(start, mode='drop')
   if cache.cross is not None:
-    replaced['cross'] = jax.tree.map(
-      lambda o, n: put(o, n, 0), cache.cross, cross
-    )
+    replaced['cross'] = jax.tree.map(put, cache.cross, cross)
   if encoder_segments is not None:
+    # Written to the full width, so that the end of a longer source that the row
+    # had before becomes padding.
     padding = cache.source - encoder_segments.shape[1]
     segments = jnp.pad(encoder_segments, [(0, 0), (0, padding)])
     replaced['encoder_segments'] = cache.encoder_segments.at[rows].set(
@@ -233,7 +254,7 @@ def insert(
 def resize(
   config: model_config.StackConfig, cache: Cache, length: int, source: int
 ) -> Cache:
-  """Gives a cache other lengths, which its rows in use must fit.
+  """Changes the lengths of a cache; its rows in use must fit the new ones.
 
   Args:
     config: the decoder's stack; its layers are not scanned.
@@ -242,35 +263,34 @@ def resize(
     source: tokens of the encoder per row.
   """
 
-  def fit(x: jax.Array, size: int, axis: int) -> jax.Array:
+  def fit(x: jax.Array, size: int, axis: int = 2) -> jax.Array:
     """Cuts or pads an axis at its end."""
-    x = jax.lax.slice_in_dim(x, 0, min(size, x.shape[axis]), axis=axis)
-    padding = [(0, 0)] * x.ndim
-    padding[axis] = (0, size - x.shape[axis])
-    return jnp.pad(x, padding)
+    padding = [(0, 0, 0)] * x.ndim
+    padding[axis] = (0, size - x.shape[axis], 0)
+    return jax.lax.pad(x, jnp.zeros((), x.dtype), padding)
 
+  # The number of slots changes only if the shorter row fits into its ring. Rows
+  # in use fit the shorter row, so that none has wrapped around: position p has
+  # slot p before and after, and a cut removes slots that no row uses.
   def fit_layer(prefix: str, _: int | None) -> KeyValues:
-    """Resizes one layer of self-attention."""
     kind = layers_index.block_kind(config, prefix)
-    before, after = (slots(config, kind, n) for n in (cache.length, length))
+    old, new = (slots(config, kind, n) for n in (cache.length, length))
 
-    def of(x: jax.Array) -> jax.Array:
-      """Resizes the slots of tokens and those of the encoder apart."""
-      own = fit(x[:, :, :before], after, axis=2)
-      if x.shape[2] == before:
-        return own
-      return jnp.concatenate([own, fit(x[:, :, before:], source, axis=2)], 2)
+    def fit_slots(x: jax.Array) -> jax.Array:
+      ring = fit(x[:, :, :old], new)
+      if x.shape[2] == old:
+        return ring
+      # The encoder's entries move with the end of the ring.
+      return jnp.concatenate([ring, fit(x[:, :, old:], source)], axis=2)
 
-    return jax.tree.map(of, layers_index.get_block(cache.layers, prefix))
+    return jax.tree.map(fit_slots, layers_index.get_block(cache.layers, prefix))
 
   segments = cache.encoder_segments
   return shard(
     cache.replace(
       layers=layers_index.map_blocks(config, fit_layer),
-      cross=jax.tree.map(lambda x: fit(x, source, axis=2), cache.cross),
-      encoder_segments=None
-      if segments is None
-      else fit(segments, source, axis=1),
+      cross=jax.tree.map(lambda x: fit(x, source), cache.cross),
+      encoder_segments=None if segments is None else fit(segments, source, 1),
       length=length,
     )
   )
@@ -282,7 +302,9 @@ def take_rows(cache: Cache, rows: Int[Array, 'b']) -> Cache:
 
 
 def reorder(cache: Cache, rows: Int[Array, 'B']) -> Cache:
-  """Exchanges what rows with equal prompts and lengths have generated."""
+  """Exchanges the generated entries of rows with equal prompts and lengths."""
+  # Equal prompts and lengths have equal cross-attention, segments and indices,
+  # which need no copies.
   layers = jax.tree.map(lambda x: x[rows], cache.layers)
   return shard(cache.replace(layers=layers))
 

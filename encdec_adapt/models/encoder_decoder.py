@@ -1,6 +1,10 @@
-"""An encoder-decoder: two stacks, the second with cross-attention."""
+"""An encoder-decoder: two stacks, the second with cross-attention.
+
+Imports `base_model`, and nothing that builds, trains or serves models.
+"""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -18,11 +22,11 @@ Params = base_model.Params
 
 
 @dataclasses.dataclass(frozen=True)
-class EncoderDecoder(base_model.Decoder):
+class EncoderDecoder(base_model.BaseModel):
   """A bidirectional encoder and a causal decoder that attends to it.
 
-  Segments tie the two together: a decoder token sees encoder tokens of its
-  own segment number.
+  Segments tie the two together: a decoder token sees the encoder tokens with
+  the same segment number.
   """
 
   config: model_config.EncoderDecoderConfig
@@ -33,9 +37,7 @@ class EncoderDecoder(base_model.Decoder):
     tokens: Int[Array, 'B S'],
     segments: Int[Array, 'B S'],
     positions: Int[Array, 'B S'],
-    *,
-    routing: base_model.Routing = None,
-    dropout: base_model.Dropout | None = None,
+    **options: Any,
   ) -> Float[Array, 'B S E']:
     """Computes the encoder's states after its final norm.
 
@@ -44,22 +46,15 @@ class EncoderDecoder(base_model.Decoder):
       tokens: token ids.
       segments: segment of each token, from 1; 0 is padding.
       positions: position of each token within its segment.
-      routing: see `run_stack`.
-      dropout: see `run_stack`.
+      **options: `routing` and `dropout` of `run_stack`.
     """
+    # A shared table is stored, and trained, as the decoder's alone.
     if self.config.shared_table:
       embedder = params['decoder']['embedder']
       params = {'encoder': {**params['encoder'], 'embedder': embedder}}
-    encoded, _ = self.run_stack(
-      params,
-      'encoder',
-      tokens,
-      segments,
-      positions,
-      routing=routing,
-      dropout=dropout,
-    )
-    return encoded
+    return self.run_stack(
+      params, 'encoder', tokens, segments, positions, **options
+    )[0]
 
   def prefill_cross(
     self, params: Params, encoded: Float[Array, 'B S E']
@@ -73,17 +68,14 @@ class EncoderDecoder(base_model.Decoder):
     stack = self.config.decoder
 
     def project(prefix: str, repeats: int | None) -> caches.KeyValues | None:
-      """Keys and values of the layers whose leaves are at `prefix`."""
       if not stack.reads_encoder(layers_index.block_kind(stack, prefix)):
         return None
-      block = layers_index.get_block(params['decoder'], prefix)
+      # Merged attention projects both stacks' states by the same kernels.
       name = 'attention' if stack.cross_merged else 'cross_attention'
-      kernels = block[name]
-
-      def fn(kernels):
-        """Projects keys and values of one layer."""
-        return attention_layer.project_keys_values(stack, kernels, encoded)
-
-      return (fn if repeats is None else jax.vmap(fn))(kernels)
+      weights = layers_index.get_block(params['decoder'], prefix)[name]
+      fn = functools.partial(
+        attention_layer.project_keys_values, stack, source=encoded
+      )
+      return (fn if repeats is None else jax.vmap(fn))(weights)
 
     return layers_index.map_blocks(stack, project)

@@ -1,10 +1,13 @@
-"""Execution choices that change neither parameters nor results of a model."""
+"""Execution choices that change neither parameters nor results of a model.
+
+Imports no modules of layers: rematerialisation names values by `ops`.
+"""
 
 from collections.abc import Callable
 import dataclasses
 import math
 
-import jax
+from jax import checkpoint_policies as policies
 
 from encdec_adapt.base import keys
 from encdec_adapt.ops import attention, experts
@@ -12,12 +15,14 @@ from encdec_adapt.ops import attention, experts
 
 def _narrow(prim, *avals, **params) -> bool:
   """Matches products with weights that at most double the width."""
-  if not jax.checkpoint_policies.dots_with_no_batch_dims_saveable(
-    prim, *avals, **params
-  ):
+  # Batch dimensions are those of attention's scores, which grow with the
+  # square of the length.
+  if not policies.dots_with_no_batch_dims_saveable(prim, *avals, **params):
     return False
   x, kernel = avals[:2]
   (over, _), _ = params['dimension_numbers']
+  # Kernels may have more than two dimensions (heads, head_dim): their size says
+  # how wide the result is.
   width = math.prod(x.shape[axis] for axis in over)
   return kernel.size <= 2 * width * width
 
@@ -29,20 +34,20 @@ def _narrow(prim, *avals, **params) -> bool:
 #   narrow_dots: the same without products that more than double the width,
 #     the first of an MLP: most of the memory, half of the work saved.
 #   attention: attention outputs, so that attention itself runs once more
-#     only inside its own backward pass.
+#     only inside its backward pass.
 REMAT_POLICIES: dict[str, Callable[..., bool] | None] = {
   'none': None,
-  'full': jax.checkpoint_policies.nothing_saveable,
-  'dots': jax.checkpoint_policies.save_from_both_policies(
-    jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    jax.checkpoint_policies.save_only_these_names(
-      experts.PRODUCT, attention.SAVED
-    ),
+  'full': policies.nothing_saveable,
+  'dots': policies.save_from_both_policies(
+    # Experts' products are ragged, which the policy of products does not know:
+    # they are saved by name.
+    policies.dots_with_no_batch_dims_saveable,
+    policies.save_only_these_names(experts.PRODUCT, attention.SAVED),
   ),
-  'narrow_dots': jax.checkpoint_policies.save_from_both_policies(
-    _narrow, jax.checkpoint_policies.save_only_these_names(attention.SAVED)
+  'narrow_dots': policies.save_from_both_policies(
+    _narrow, policies.save_only_these_names(attention.SAVED)
   ),
-  'attention': jax.checkpoint_policies.save_only_these_names(attention.SAVED),
+  'attention': policies.save_only_these_names(attention.SAVED),
 }
 
 
@@ -50,7 +55,8 @@ REMAT_POLICIES: dict[str, Callable[..., bool] | None] = {
 class ComputeConfig:
   """Keys of `config.compute`: how the model is computed.
 
-  A part of every model, which is hashable; no choice changes its parameters.
+  Part of every model, and hashable as models are: programs are cached by it.
+  No choice changes the parameters.
   """
 
   dtype: str = keys.key(

@@ -1,8 +1,8 @@
-"""The feed-forward of a layer with experts, and where its losses are kept.
+"""The feed-forward of a layer with experts, and the collection of its losses.
 
-Router losses are not part of a layer's output: they are sown into a collection
-of their own, which is computed only if a caller makes it mutable
-(`decoder_only.Decoder.run_stack`).
+Router losses are not part of a layer's output: they are sown into a separate
+collection, which is computed only if a caller makes it mutable
+(`base_model.BaseModel.run_stack`). Imports no attention.
 """
 
 from collections.abc import Iterable
@@ -40,11 +40,13 @@ class Experts(nn.Module):
     chosen, shares = experts.route(
       logits, real, cfg.experts_per_token, normalise=cfg.norm_topk
     )
+    # Asked first: `sow` drops the losses too, but they would be traced.
     if self.is_mutable_collection(COLLECTION):
       self.sow(
         COLLECTION,
         'losses',
         experts.losses(logits, real, chosen),
+        # One value, not Flax's tuple of the values of all calls.
         init_fn=lambda: None,
         reduce_fn=lambda _, new: new,
       )
@@ -62,10 +64,9 @@ class Experts(nn.Module):
     return partition.shard(y, 'batch', 'length', 'act_embed')
 
   def _router(self, x: jax.Array) -> jax.Array:
-    """Computes router logits [B, L, X] in float32.
-
-    As in Switch Transformer (arXiv 2101.03961, section 2.4).
-    """
+    """Computes router logits [B, L, X] in float32."""
+    # Switch Transformer (arXiv 2101.03961, section 2.4): in bfloat16 training
+    # diverged. 'highest', as TPUs multiply float32 in bfloat16 by default.
     init = layers.kernel_init(('embed', 'router'), 0, 1)
     shape = (self.config.width, self.config.experts)
     kernel = self.param('router', init, shape, jnp.float32)
@@ -76,6 +77,7 @@ class Experts(nn.Module):
     """Kernels [X, I, J] of all experts."""
     cfg = self.config
     sizes = {'embed': cfg.width, 'expert_mlp': cfg.expert_width}
+    # A batch axis: experts do not add to the fan-in of a kernel.
     init = layers.kernel_init(('experts', *axes), 1, 2, batch_axis=0)
     shape = (cfg.experts, *(sizes[axis] for axis in axes))
     kernels = self.param(name, init, shape, jnp.float32).astype(self.dtype)
@@ -83,8 +85,7 @@ class Experts(nn.Module):
 
   def _shared(self, x: jax.Array) -> jax.Array:
     cfg = self.config
-    mlp = layers.MLP(cfg, self.dtype, cfg.shared_expert_width, name='shared')
-    y = mlp(x)
+    y = layers.MLP(cfg, self.dtype, cfg.shared_expert_width, name='shared')(x)
     if cfg.shared_expert_gate:
       init = layers.kernel_init(('embed', 'router'), 0, 1)
       kernel = self.param('shared_gate', init, (cfg.width, 1), jnp.float32)
@@ -97,13 +98,13 @@ def mean_losses(collected: Iterable[Any]) -> experts.RouterLosses:
   """Averages the router losses over all layers with experts.
 
   Args:
-    collected: the collections of one or more stacks.
+    collected: the collections of the stacks.
   """
-  found = jax.tree.leaves(
+  losses = jax.tree.leaves(
     list(collected), is_leaf=lambda x: isinstance(x, experts.RouterLosses)
   )
-  # A scanned layer has one value for each repeat.
+  # A scanned layer has a value for each repeat: layers count, not leaves.
   return jax.tree.map(
     lambda *values: jnp.mean(jnp.concatenate([v.reshape(-1) for v in values])),
-    *found,
+    *losses,
   )

@@ -1,26 +1,28 @@
 """Model FLOPs of a forward pass, by a stated formula.
 
 A multiplication and its addition are 2 FLOPs. Counted, per token or pair of
-positions, in one forward pass:
+positions, in a forward pass:
 
 - projections of self-attention: 2 D H (2N + 2K) per token;
 - gated feed-forward: 2 * 3 D F per token; with experts, those that a token
   takes and a shared one, and the router's 2 D X;
-- cross-attention: 2 D H * 2N per target token (query, output; none of its own
-  where it is merged), 2 E H * 2K per source token (key, value);
+- cross-attention: 2 D H * 2N per target token (query, output; 0 where it is
+  merged, which counts them once), 2 E H * 2K per source token (key, value);
 - scores and weighted sum: 2 * 2 N H per visible pair of positions, where a
-  bidirectional layer sees L * L pairs, a causal one L (L + 1) / 2, a windowed
-  one those inside its window, and cross-attention T * S; a prefix decoder's
+  bidirectional layer sees L * L pairs, a causal layer L (L + 1) / 2, a windowed
+  layer those inside its window, and cross-attention T * S; a prefix decoder's
   layers count as causal;
 - the vocabulary product: 2 D V per target token.
 
 A training step is 3 forward passes (a backward pass costs two), an evaluation
-step is one. A decoding step is a forward pass of one token a row that sees the
-keys of a whole cache; its source's keys and values are cached. A prompt that a
+step is 1. A decoding step is a forward pass of one token a row that sees the
+keys of a whole cache; those of its source are cached. A prompt that a
 decoder reads leaves keys and values only, so that its last layer has no
 queries, attention, output projection and feed-forward. Norms, activations,
 soft-caps, the embedding lookup and rematerialisation are not counted, and rows
 count as full: packing and padding do not change the number.
+
+Imports configs only: no arrays, programs or chips.
 """
 
 from collections.abc import Sequence
@@ -35,7 +37,7 @@ TRAINING = 3  # Forward passes that a training step costs.
 def forward(
   model: configs.ModelConfig, encoder: int, decoder: int, teacher: int
 ) -> int:
-  """Returns the FLOPs of one row.
+  """Returns the FLOPs of a row.
 
   Args:
     model: the model.
@@ -44,7 +46,8 @@ def forward(
     teacher: length of the row in which a decoder-only model reads a pair.
   """
   lengths = {'encoder': encoder, 'decoder': decoder, 'teacher': teacher}
-  targets = decoder or encoder  # Rows of the encoder alone have targets there.
+  # Rows without a decoder's side are an encoder's, which predicts in place.
+  targets = decoder or encoder
   total = vocabulary(model.decoder.width, model.decoder.outputs, targets)
   for name, side in model.architecture.sides(encoder > 0).items():
     stack = model.stacks[name]
@@ -53,16 +56,19 @@ def forward(
 
 
 def decoding(model: configs.ModelConfig, encoder: int, decoder: int) -> int:
-  """Returns the FLOPs of the last decoding step of one row.
+  """Returns the FLOPs of the last decoding step of a row.
 
   Args:
     model: the model.
-    encoder: encoder length S, whose keys and values are cached.
+    encoder: encoder length S; its keys and values are cached.
     decoder: decoder length T, all of it in the cache after the step.
   """
   stack = model.decoder
   seen = sum(min(decoder, window or decoder) for window in layer_windows(stack))
+  # Cross-attention sees all of the source at every step, but its keys and
+  # values were projected before: no source in `stack_forward`.
   seen += cross_layers(stack) * encoder
+  # The scores of a row of a single token are replaced by those of the cache.
   weights = stack_forward(stack, 1) - scores(stack, 1)
   total = weights + 4 * stack.heads * stack.head_dim * seen
   return total + vocabulary(stack.width, stack.vocab_size, 1)
@@ -71,11 +77,11 @@ def decoding(model: configs.ModelConfig, encoder: int, decoder: int) -> int:
 def generation(
   model: configs.ModelConfig, prompt: int, generated: int
 ) -> tuple[int, int]:
-  """Returns the FLOPs of reading a prompt and of generating, for one row.
+  """Returns the FLOPs of reading a prompt and of generating, for a row.
 
   Args:
     model: a model with a decoder.
-    prompt: tokens of the prompt, which the encoder reads where there is one.
+    prompt: tokens of the prompt, which an encoder reads if there is any.
     generated: generated tokens.
 
   Returns:
@@ -84,25 +90,27 @@ def generation(
     rows of these lengths. A decoder reads the last token of the prompt twice:
     its states predict the first generated token.
   """
-  lengths, stack = (
-    model.architecture.positions(prompt, generated),
-    model.decoder,
-  )
-  context = lengths.pop('decoder') - generated  # The prompt, without encoder.
+  stack = model.decoder
+  lengths = model.architecture.positions(prompt, generated)
+  # The prompt without an encoder, else 0.
+  context = lengths.pop('decoder') - generated
 
   def decoder(length: int) -> int:
     return stack_forward(stack, length, source_length=prompt)
 
+  # With a context of 0 this is the projection of the source's keys and values.
   prefill = decoder(context) - _without_states(stack, context)
   for name, length in lengths.items():
     prefill += stack_forward(model.stacks[name], length)
+  # Causal rows add up: the steps of a row cost the row minus its beginning. The
+  # source's keys and values, part of both, cancel.
   first = max(context - 1, 0)
   decode = decoder(first + generated) - decoder(first)
   return prefill, decode + vocabulary(stack.width, stack.vocab_size, generated)
 
 
 def _without_states(stack: configs.StackConfig, length: int) -> int:
-  """Returns the FLOPs of the last layer beside its keys and values."""
+  """Returns the FLOPs of the last layer except its keys and values."""
   heads = stack.heads * stack.head_dim
   weights = 2 * heads + _feed_forward(stack, stack.layers - 1)
   pairs = _pairs(stack, length, layer_windows(stack)[-1:])
@@ -114,8 +122,8 @@ def published(model: configs.ModelConfig, prompt: int, generated: int) -> int:
 
   The convention (arXiv 2504.06225, from its 13 numbers) counts each stack
   as a causal decoder with logits at all its positions, and leaves out
-  cross-attention and encoders' bidirectional scores; `generation` counts what
-  is computed.
+  cross-attention and encoders' bidirectional scores; `generation` counts the
+  computation.
 
   Args:
     model: the model.
@@ -124,20 +132,14 @@ def published(model: configs.ModelConfig, prompt: int, generated: int) -> int:
     generated: generated tokens.
   """
 
-  def alone(stack: configs.StackConfig, length: int) -> int:
-    """FLOPs of a stack as a causal decoder."""
-    causal = dataclasses.replace(
-      stack,
-      role='causal',
-      window_rule='exclusive',
-      cross_width=None,
-      cross_merged=False,
-    )
+  def as_decoder(stack: configs.StackConfig, length: int) -> int:
+    decoder = configs.without_cross_attention(stack).decoder
+    causal = dataclasses.replace(decoder, role='causal')
     logits = vocabulary(stack.width, stack.vocab_size, length)
     return stack_forward(causal, length) + logits
 
   lengths = model.architecture.positions(prompt, generated)
-  return sum(alone(model.stacks[name], n) for name, n in lengths.items())
+  return sum(as_decoder(model.stacks[name], n) for name, n in lengths.items())
 
 
 def vocabulary(width: int, vocabulary_size: int, tokens: int) -> int:
@@ -148,7 +150,7 @@ def vocabulary(width: int, vocabulary_size: int, tokens: int) -> int:
 def stack_forward(
   stack: configs.StackConfig, length: int, *, source_length: int = 0
 ) -> int:
-  """Returns the FLOPs of a stack on one row, without the vocabulary product.
+  """Returns the FLOPs of a stack on a row, without the vocabulary product.
 
   Args:
     stack: shape of the stack.
@@ -161,10 +163,11 @@ def stack_forward(
   weights += sum(_feed_forward(stack, i) for i in range(stack.layers))
   total = 2 * stack.width * weights * length
   if stack.cross_width is not None:
-    own = 0 if stack.cross_merged else 2 * stack.width * 2 * heads * length
-    total += cross_layers(stack) * (
-      own + 2 * stack.cross_width * 2 * kv_heads * source_length
-    )
+    # Merged attention reads the encoder with the queries, and writes with the
+    # output kernel, that self-attention has counted.
+    target = 0 if stack.cross_merged else 2 * stack.width * 2 * heads * length
+    source = 2 * stack.cross_width * 2 * kv_heads * source_length
+    total += cross_layers(stack) * (target + source)
   return total + scores(stack, length, source_length=source_length)
 
 
@@ -174,6 +177,7 @@ def scores(
   """Returns the part of `stack_forward` for scores and weighted sums."""
   pairs = _pairs(stack, length, layer_windows(stack))
   pairs += cross_layers(stack) * length * source_length
+  # 2 FLOPs for each of two products: scores, and the weighted sum of values.
   return 4 * stack.heads * stack.head_dim * pairs
 
 
@@ -193,7 +197,7 @@ def _pairs(
 
 
 def _feed_forward(stack: configs.StackConfig, layer: int) -> int:
-  """Returns a token's weights in the feed-forward of a layer, by width."""
+  """Returns a token's weights in the feed-forward of a layer, divided by D."""
   if not stack.experts or layer < stack.dense_layers:
     return 3 * stack.mlp_width
   routed = stack.experts_per_token * stack.expert_width
@@ -216,14 +220,16 @@ def visible_pairs(
     window: window W in positions; None for no window.
     window_rule: rule of a bidirectional window (`ops.masks.MaskSpec`).
   """
-  before, after = masks.sides(window, 'exclusive' if causal else window_rule)
+  # A causal window has W keys with the query's, as the past side of the
+  # exclusive rule; other rules are of bidirectional windows.
+  past, future = masks.sides(window, 'exclusive' if causal else window_rule)
 
   def pairs(reach: int | None) -> int:
     """Pairs at distances 1 to `reach`, of which L - d have distance d."""
     reach = length - 1 if reach is None else min(reach, length - 1)
     return reach * length - reach * (reach + 1) // 2
 
-  return length + pairs(before) + (0 if causal else pairs(after))
+  return length + pairs(past) + (0 if causal else pairs(future))
 
 
 def layer_windows(stack: configs.StackConfig) -> list[int | None]:

@@ -1,8 +1,11 @@
 """Names of parameters that do not depend on how a stack is stored.
 
 A leaf is named by its layer, 'decoder/layers/3/mlp/gate', whether it is a
-slice of a scanned block or an array of its own in the tail. So models with
+slice of a scanned block or a separate array in the tail. So models with
 different layer patterns have the same name for the same weight.
+
+Holds names and locations, no arrays; imports no checkpoints or exporters, which
+read and write arrays by these names.
 """
 
 from collections.abc import Mapping
@@ -16,12 +19,12 @@ _LAYER = re.compile(r'/layers/(\d+)/')
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-  """Where one leaf is stored.
+  """Location of a stored leaf.
 
   Attributes:
     shape: shape of the leaf, without the `layers` axis.
     path: path of the stored array, joined with '/'.
-    index: place on that array's `layers` axis, None if it has none.
+    index: index on that array's `layers` axis, None if it has none.
   """
 
   shape: tuple[int, ...]
@@ -36,17 +39,15 @@ def leaves_of(config: model_config.ModelConfig) -> dict[str, Leaf]:
   for name, stack in config.stacks.items():
     for path, info in table.items():
       if path.startswith(f'{name}/') and not layers_index.in_layer(path):
-        leaves[path] = Leaf(tuple(info.shape), path, None)
+        leaves[path] = Leaf(info.shape, path, None)
     for layer in range(stack.layers):
       prefix, index = layers_index.layer_location(stack, layer)
       prefix = f'{name}/{prefix}/'
       for path, info in table.items():
         if path.startswith(prefix):
-          shape = tuple(info.shape)
+          shape = info.shape if index is None else info.shape[1:]
           leaf = f'{name}/layers/{layer}/{path.removeprefix(prefix)}'
-          leaves[leaf] = Leaf(
-            shape if index is None else shape[1:], path, index
-          )
+          leaves[leaf] = Leaf(shape, path, index)
   return leaves
 
 
@@ -59,6 +60,7 @@ def stored_leaves(leaves: Mapping[str, Leaf]) -> dict[str, list[str]]:
   Returns:
     Path of the array -> names.
   """
+  # Sorted by number: by name, layer 10 would come before layer 2.
   stored: dict[str, list[str]] = {}
   for name in sorted(leaves, key=lambda name: leaves[name].index or 0):
     stored.setdefault(leaves[name].path, []).append(name)

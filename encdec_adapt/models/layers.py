@@ -4,7 +4,9 @@ Initialisation, of every model here: kernels are truncated normal with
 variance 1 / fan-in, so that projections keep unit variance (about the 0.02 of
 Hugging Face at width 2304, and right at toy widths too); tables are normal
 with variance 1 / D, so that embeddings scaled by sqrt(D) have unit variance
-and tied logits start near N(0, 1); norm scales are 0, a gain of one.
+and tied logits start near N(0, 1); norm scales give a gain of 1.
+
+Imports no attention and nothing that is made of layers.
 """
 
 from collections.abc import Sequence
@@ -28,7 +30,7 @@ def kernel_init(
   """Returns the initialiser of a kernel with these logical axes.
 
   Args:
-    axes: one logical name per dimension.
+    axes: logical name of each dimension.
     in_axis: dimensions that a product contracts.
     out_axis: dimensions that it produces.
     batch_axis: dimensions that count kernels.
@@ -47,7 +49,7 @@ def bias_init(*axes: str) -> nn.initializers.Initializer:
 def gain_init(
   config: model_config.StackConfig, axis: str
 ) -> nn.initializers.Initializer:
-  """Returns the initialiser of a norm's scale, for a gain of one."""
+  """Returns the initialiser of a norm's scale, for a gain of 1."""
   one_plus = config.norm_gain == 'one_plus'
   values = nn.initializers.zeros if one_plus else nn.initializers.ones
   return nn.with_logical_partitioning(values, (axis,))
@@ -86,34 +88,32 @@ def dropout(x: Float[Array, 'B L D'], rate: float) -> Float[Array, 'B L D']:
 
 
 class Embedder(nn.Module):
-  """Token ids to the states that enter the first layer."""
+  """Maps token ids to the states that enter the first layer."""
 
   config: model_config.StackConfig
   dtype: str
 
   @nn.compact
   def __call__(self, tokens: Int[Array, 'B L']) -> Float[Array, 'B L D']:
-    """Looks up rows of the table, times sqrt(D) if the stack scales them.
-
-    sqrt(D) is rounded to the dtype first. The vector of `eoi_token` is not
-    scaled.
-    """
+    """Looks up rows of the table, times sqrt(D) if the stack scales them."""
     cfg = self.config
-    x = embedding.lookup(
-      make_table(self, cfg, cfg.vocab_size), tokens, self.dtype
-    )
+    table = make_table(self, cfg, cfg.vocab_size)
+    x = embedding.lookup(table, tokens, self.dtype)
+    # sqrt(D) is rounded to the dtype first, as in transformers: weights trained
+    # in bfloat16 expect 55.5, not 55.43, at width 3072.
     if cfg.scale_embeddings:
       x = x * jnp.sqrt(jnp.float32(cfg.width)).astype(self.dtype)
+    # After the scaling, which T5Gemma 2 does not apply to this vector.
     if cfg.eoi_token is not None:
-      vector = self.param(
-        'eoi', bias_init('table_embed'), (cfg.width,), jnp.float32
-      ).astype(self.dtype)
-      x = jnp.where((tokens == cfg.eoi_token)[..., None], vector, x)
+      init = bias_init('table_embed')
+      vector = self.param('eoi', init, (cfg.width,), jnp.float32)
+      is_eoi = (tokens == cfg.eoi_token)[..., None]
+      x = jnp.where(is_eoi, vector.astype(self.dtype), x)
     return partition.shard(x, 'batch', 'length', 'act_embed')
 
 
 class Head(nn.Module):
-  """The table of a head that is not tied; `logits` reads it."""
+  """Declares the table of a head that is not tied; `logits` reads it."""
 
   config: model_config.StackConfig
 
@@ -153,6 +153,7 @@ def logits(
     table.astype(hidden.dtype),
     preferred_element_type=jnp.float32,
   )
+  # Cut after the constraint: only with its padding does V divide over the mesh.
   x = partition.shard(x, 'batch', 'length', 'act_vocab')[..., :vocab_size]
   return x if softcap is None else activations.softcap(x, softcap)
 
@@ -162,7 +163,7 @@ def project(
   kernel: Float[Array, '*K'],
   bias: Float[Array, '*J'] | None = None,
 ) -> Float[Array, 'B L *J']:
-  """Projects states by a kernel and adds a bias, with one rounding.
+  """Projects states by a kernel and adds a bias, rounding once.
 
   On CPUs both operands are flattened to matrices: where a product contracts
   more than one dimension (batch and length in the gradients of kernels, heads
@@ -213,10 +214,11 @@ class MLP(nn.Module):
     return self._project('down', hidden, 'mlp', 'embed')
 
   def _project(self, name: str, x: jax.Array, *axes: str) -> jax.Array:
-    """x [B, L, I] times a kernel [I, J], and its bias [J] if there is one."""
+    """Projects x [B, L, I] by a kernel [I, J], and adds any bias [J]."""
     sizes = {'embed': self.config.width, 'mlp': self.mlp_width}
     shape = tuple(sizes[axis] for axis in axes)
     kernel = self.param(name, kernel_init(axes, 0, 1), shape, jnp.float32)
+    # Cast first, as in attention: gradients are summed in the same dtype.
     kernel = partition.sum_gradient_in_stages(kernel.astype(self.dtype), *axes)
     bias = None
     if self.config.mlp_bias:

@@ -1,11 +1,12 @@
 """Maps layer numbers to paths in the parameter tree.
 
-The only module that depends on how layers are stored.
+The only module that depends on how layers are stored, for which it imports the
+config of a stack and no modules of layers.
 
 A stack of `layers` layers is `repeats` times its pattern, stacked leaf by
-leaf along a leading axis under 'blocks', and a tail of layers with leaves of
-their own under 'tail'. Dense layers before layers with experts have leaves of
-their own too, under 'lead'.
+leaf along a leading axis under 'blocks', and a tail of layers with separate
+leaves under 'tail'. Dense layers before layers with experts have separate
+leaves too, under 'lead'.
 """
 
 from collections.abc import Callable, Mapping
@@ -38,6 +39,8 @@ def layer_location(
   """
   if i < len(stack.lead):
     return f'{_LEAD}/layer_{i}', None
+  # Counted from the end of `lead`, as `StackConfig.cycle` is turned to start
+  # there.
   repeat, j = divmod(i - len(stack.lead), len(stack.pattern))
   if repeat < stack.repeats:
     return f'{_BLOCKS}/layer_{j}', repeat
@@ -65,7 +68,7 @@ def block_kind(
 def map_blocks(
   stack: model_config.StackConfig, fn: Callable[[str, int | None], Any]
 ) -> dict[str, dict[str, Any]]:
-  """Builds a tree with one value per block of leaves.
+  """Builds a tree with a value for each block of leaves.
 
   Args:
     stack: the stack's shape.
@@ -75,6 +78,7 @@ def map_blocks(
   sizes: dict[str, int | None] = {}
   for i in range(stack.layers):
     prefix, index = layer_location(stack, i)
+    # Layers come in order, so that the last index of a block is the largest.
     sizes[prefix] = None if index is None else index + 1
   tree: dict[str, dict[str, Any]] = {}
   for prefix, size in sizes.items():
@@ -90,10 +94,8 @@ def get_block(params: Tree, prefix: str) -> Any:
 
 
 def unroll(stack: model_config.StackConfig) -> model_config.StackConfig:
-  """Returns the same stack with leaves of its own for every layer.
-
-  A pattern longer than the stack is never repeated, so nothing is scanned.
-  """
+  """Returns the same stack with separate leaves for every layer."""
+  # A pattern longer than the stack is never repeated, so nothing is scanned.
   kinds = [stack.layer_kind(i) for i in range(stack.layers)]
   return dataclasses.replace(stack, pattern=(*kinds, kinds[-1]))
 

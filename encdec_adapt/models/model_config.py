@@ -1,11 +1,13 @@
 """Shapes of models as frozen dataclasses: data only, no arrays.
 
-A decoder-only model is one stack, an encoder-decoder two stacks that may
-differ in every field.
+A decoder-only model is a single stack, an encoder-decoder two stacks that may
+differ in every field. Imports no modules of layers, which read these configs.
 """
 
 import dataclasses
 from typing import Any, Literal
+
+from flax import traverse_util
 
 from encdec_adapt.base import errors, keys
 from encdec_adapt.models import architecture as architectures
@@ -28,7 +30,7 @@ _OF_EXPERTS = (
 
 @dataclasses.dataclass(frozen=True)
 class StackConfig:
-  """One transformer stack; the defaults are a small Gemma 2.
+  """A transformer stack; the defaults are a small Gemma 2.
 
   The fields made by `keys.key` are the configuration keys of
   `config.model.encoder` and `config.model.decoder`. The others follow from
@@ -42,17 +44,19 @@ class StackConfig:
       'bidirectional' self-attention.
     cross_width: encoder width that cross-attention reads, or None for a
       stack without cross-attention.
-    cross_merged: one attention over the decoder's and the encoder's keys,
-      with the same projections (T5Gemma 2), instead of two.
+    cross_merged: a single attention over the decoder's and the encoder's
+      keys, with the same projections (T5Gemma 2), instead of two.
     cross_layers: which layers read the encoder, 'all' or 'global'.
     window_rule: bidirectional local window, 'exclusive' |q-k| < W (the
       authors' code), 'inclusive' |q-k| <= W (transformers 5.23 eager) or
       'centered', W keys around the query (T5Gemma 2).
-    eoi_token: token with an embedding of its own that is not scaled (T5Gemma
-      2's end of image), or None.
-    classes: number of labels of a classifier, whose head has a row for each in
-      place of the tokens; 0 for a language model.
+    eoi_token: token with a separate embedding that is not scaled (T5Gemma 2's
+      end of image), or None.
+    classes: number of labels of a classifier, which are the rows of its head
+      in place of the tokens; 0 for a language model.
   """
+
+  # `presets` gives the first six fields by position.
 
   layers: int = keys.key(4, 'Number of layers.', at_least=1)
   width: int = keys.key(128, 'Residual width D.', at_least=1)
@@ -63,9 +67,7 @@ class StackConfig:
   kv_heads: int = keys.key(2, 'Key/value heads K; divides heads.', at_least=1)
   head_dim: int = keys.key(32, 'Head dimension H; even.', at_least=1)
   vocab_size: int = keys.key(
-    4096,
-    'Tokens of the vocabulary; logits beyond it do not exist.',
-    at_least=1,
+    4096, 'Tokens of the vocabulary; logits beyond it do not exist.', at_least=1
   )
   vocab_multiple: int = 1
   role: Literal['causal', 'prefix', 'bidirectional'] = 'causal'
@@ -177,9 +179,10 @@ class StackConfig:
       raise errors.UserError(
         f'head_dim is {self.head_dim}; rotary embedding needs an even one.'
       )
-    scaling = rope.Scaling.parse(self.rope_scaling)
-    # One spelling, so that stacks of equal scaling are equal.
-    object.__setattr__(self, 'rope_scaling', str(scaling))
+    # Spelled in a normal form, so that stacks of equal scaling are equal. A
+    # frozen dataclass has no other way to change a field.
+    scaling = str(rope.Scaling.parse(self.rope_scaling))
+    object.__setattr__(self, 'rope_scaling', scaling)
     if self.eoi_token is not None and not (
       0 <= self.eoi_token < self.vocab_size
     ):
@@ -202,11 +205,13 @@ class StackConfig:
 
   def _check_experts(self) -> None:
     if not self.experts:
+      # A key without effect is a mistake: the run would not have the model that
+      # its config seems to describe.
       for name in _OF_EXPERTS:
-        if getattr(self, name):
+        if value := getattr(self, name):
           raise errors.UserError(
-            f'{name} is {getattr(self, name)} without experts; set experts, or'
-            f' {name} to {type(getattr(self, name))()}.'
+            f'{name} is {value} without experts; set experts, or {name} to'
+            f' {type(value)()}.'
           )
       return
     if not 1 <= self.experts_per_token <= self.experts:
@@ -237,6 +242,7 @@ class StackConfig:
   @property
   def cycle(self) -> tuple[LayerKind, ...]:
     """The pattern as the layers after `lead` repeat it."""
+    # The kinds of layers count from layer 0, with or without leading ones.
     start = self.dense_layers % len(self.pattern)
     return self.pattern[start:] + self.pattern[:start]
 
@@ -267,7 +273,8 @@ class StackConfig:
 
   @property
   def has_head(self) -> bool:
-    """Whether the head has a table of its own."""
+    """Whether the head has a separate table."""
+    # Labels are no tokens, so that a classifier's head cannot be tied.
     return bool(self.classes) or not self.tied_head
 
   def layer_kind(self, layer: int) -> LayerKind:
@@ -283,12 +290,12 @@ class StackConfig:
 
 @dataclasses.dataclass(frozen=True)
 class DecoderOnlyConfig:
-  """One stack: a causal or prefix decoder, or an encoder-only model.
+  """A single stack: a causal or prefix decoder, or an encoder-only model.
 
-  The three differ in the role of the stack alone, so that each may start from
-  the weights of another. An encoder-only model is a bidirectional stack whose
-  output table predicts masked tokens. A classifier is a stack of any role whose
-  head has a row for each label.
+  The three differ only in the role of the stack, so that each may start from
+  the weights of another. An encoder-only model is a bidirectional stack with
+  an output table that predicts masked tokens. A classifier is a stack of any
+  role with a head of a row for each label.
   """
 
   decoder: StackConfig
@@ -311,8 +318,8 @@ class EncoderDecoderConfig:
   Attributes:
     encoder: the encoder's stack.
     decoder: the decoder's.
-    shared_table: the encoder reads the decoder's embedding table and has
-      none of its own (T5Gemma 2).
+    shared_table: the encoder reads the decoder's embedding table and has none
+      (T5Gemma 2).
   """
 
   encoder: StackConfig
@@ -320,6 +327,7 @@ class EncoderDecoderConfig:
   shared_table: bool = False
 
   def __post_init__(self):
+    # A pattern may be longer than the stack, with a kind that no layer has.
     kinds = set(self.decoder.pattern[: self.decoder.layers])
     if not any(self.decoder.reads_encoder(kind) for kind in kinds):
       raise errors.UserError(
@@ -363,14 +371,15 @@ def encoder_decoder(
     encoder: becomes the encoder; it has no head.
     decoder: becomes the decoder.
     causal_encoder: let the encoder attend causally.
-    shared_table: see `EncoderDecoderConfig`. By default the encoder keeps its
-      own table (T5Gemma ties the decoder's head only).
+    shared_table: see `EncoderDecoderConfig`. By default the encoder keeps a
+      separate table (T5Gemma ties the decoder's head only).
     **cross: `cross_merged` and `cross_layers` of the decoder.
   """
   return EncoderDecoderConfig(
     encoder=dataclasses.replace(
       encoder,
       role='causal' if causal_encoder else 'bidirectional',
+      # Tied is to have no table of a head, which an encoder has no use for.
       tied_head=True,
     ),
     decoder=dataclasses.replace(
@@ -389,8 +398,8 @@ def t5gemma2(
 ) -> EncoderDecoderConfig:
   """Returns the T5Gemma 2 made of two Gemma 3 stacks (arXiv 2512.14856).
 
-  Merged attention, one table for both stacks, a vector of its own for one
-  token, and W keys around the query in the encoder's local layers.
+  Merged attention, a table for both stacks, a separate vector for the end of an
+  image, and W keys around the query in the encoder's local layers.
 
   Args:
     encoder: becomes the encoder.
@@ -426,23 +435,22 @@ def with_vocab_multiple(config: ModelConfig, multiple: int) -> ModelConfig:
   )
 
 
-def differences(one: ModelConfig, other: ModelConfig) -> list[str]:
+def differences(model: ModelConfig, reference: ModelConfig) -> list[str]:
   """Returns the fields in which two models differ, except table padding.
 
   Returns:
     Lines such as 'decoder.width is 16 and 32'; empty for equal models.
   """
-  if type(one) is not type(other):
-    return [f'one is {type(one).__name__}, the other {type(other).__name__}']
-  lines = []
-  for field in dataclasses.fields(one):
-    ours, theirs = (getattr(model, field.name) for model in (one, other))
-    if not isinstance(ours, StackConfig):
-      if ours != theirs:
-        lines.append(f'{field.name} is {ours!r} and {theirs!r}')
-      continue
-    for part in dataclasses.fields(StackConfig):
-      pair = getattr(ours, part.name), getattr(theirs, part.name)
-      if pair[0] != pair[1] and part.name != 'vocab_multiple':
-        lines.append(f'{field.name}.{part.name} is {pair[0]!r} and {pair[1]!r}')
-  return lines
+  kinds = [type(config).__name__ for config in (model, reference)]
+  if kinds[0] != kinds[1]:
+    return [f'one is {kinds[0]}, the other {kinds[1]}']
+  values, expected = (
+    traverse_util.flatten_dict(dataclasses.asdict(config), sep='.')
+    for config in (model, reference)
+  )
+  return [
+    f'{name} is {value!r} and {expected[name]!r}'
+    for name, value in values.items()
+    # Padding is the choice of a mesh, and stripped on export.
+    if value != expected[name] and not name.endswith('.vocab_multiple')
+  ]

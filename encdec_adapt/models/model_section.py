@@ -1,4 +1,8 @@
-"""The configuration section `model`: a model as keys, and back."""
+"""The configuration section `model`: a model as keys, and back.
+
+Knows the keys of this section only; `encdec_adapt.config` checks them against
+those of other sections.
+"""
 
 from collections.abc import Mapping
 import dataclasses
@@ -64,7 +68,8 @@ class ModelSection:
 def defaults() -> dict[str, Any]:
   """Returns the default values of the section, stacks included."""
   decoder = keys.defaults(model_config.StackConfig)
-  encoder = {k: v for k, v in decoder.items() if k != 'tied_head'}  # No head.
+  # An encoder has no head; its model sets `tied_head`.
+  encoder = {k: v for k, v in decoder.items() if k != 'tied_head'}
   stacks = {'encoder': encoder, 'decoder': decoder}
   return {**keys.defaults(ModelSection), **stacks}
 
@@ -76,26 +81,25 @@ def model_from_section(values: Mapping[str, Any]) -> model_config.ModelConfig:
     values: value of every key, with 'encoder' and 'decoder' as mappings.
 
   Raises:
-    UserError: names the key, its value and what it must be.
+    UserError: names the key, its value and its bounds.
   """
   section = keys.make(ModelSection, values)
-  common = dict(
-    vocab_multiple=section.vocab_multiple, eoi_token=section.eoi_token
-  )
   architecture = architectures.BY_NAME[section.kind]
-  common['role'] = architecture.role
+  common = dict(
+    vocab_multiple=section.vocab_multiple,
+    eoi_token=section.eoi_token,
+    role=architecture.role,
+  )
+  # Only for stacks that are read from both sides: causal ones of equal shape
+  # stay equal, however the key is set.
+  rule = {'window_rule': section.window_rule}
   if not architecture.encodes_prompt:
-    if architecture.has_encoder:
-      common['window_rule'] = section.window_rule
+    common |= rule if architecture.has_encoder else {}
     decoder = _stack('decoder', values['decoder'], **common)
     return model_config.DecoderOnlyConfig(decoder)
   decoder = _stack('decoder', values['decoder'], **common)
-  encoder = _stack(
-    'encoder',
-    {'tied_head': True, **values['encoder']},
-    window_rule=section.window_rule,
-    **common,
-  )
+  keys_of_encoder = {'tied_head': True, **values['encoder']}
+  encoder = _stack('encoder', keys_of_encoder, **rule, **common)
   try:
     return model_config.encoder_decoder(
       encoder,
@@ -109,9 +113,9 @@ def model_from_section(values: Mapping[str, Any]) -> model_config.ModelConfig:
     raise errors.UserError(f'config.model: {error}') from error
 
 
-def _stack(side: str, values: Mapping[str, Any], **others: Any):
+def _stack(side: str, values: Mapping[str, Any], **fields: Any):
   try:
-    return keys.make(model_config.StackConfig, values, **others)
+    return keys.make(model_config.StackConfig, values, **fields)
   except errors.UserError as error:
     raise errors.UserError(f'config.model.{side}: {error}') from error
 
@@ -123,6 +127,7 @@ def section_from_model(model: model_config.ModelConfig) -> dict[str, Any]:
   """
   decoder = model.stacks['decoder']
   pair = model.architecture.encodes_prompt
+  # The rule of an encoder-only model is its single stack's.
   encoder = model.encoder if pair else decoder
   section = ModelSection(
     kind=model.architecture.name,
@@ -134,7 +139,8 @@ def section_from_model(model: model_config.ModelConfig) -> dict[str, Any]:
     eoi_token=decoder.eoi_token,
     vocab_multiple=decoder.vocab_multiple,
   )
-  stacks = {side: keys.values_of(one) for side, one in model.stacks.items()}
+  stacks = {side: keys.values_of(stack) for side, stack in model.stacks.items()}
+  # No key of an encoder, which has no head (`defaults`).
   if pair:
     del stacks['encoder']['tied_head']
   return {**keys.values_of(section), **stacks}

@@ -1,14 +1,17 @@
 """Initialisation, and the table of every parameter's shape and axes.
 
-The table comes from one abstract initialisation, without allocating, and is
-what sharding, checkpoints, adaptation and exchange formats are derived from.
+The table comes from an abstract initialisation, without allocating; sharding,
+checkpoints, adaptation and exchange formats are derived from it. This module
+imports none of them.
 """
 
+import collections
 from collections.abc import Mapping
 import contextvars
 import dataclasses
 import functools
 import math
+import operator
 import types
 from typing import Any
 
@@ -21,7 +24,7 @@ from encdec_adapt.models import block, execution, model_config, stack
 
 @dataclasses.dataclass(frozen=True)
 class ParamInfo:
-  """Shape, dtype and logical axes of one parameter."""
+  """Shape, dtype and logical axes of a parameter."""
 
   shape: tuple[int, ...]
   dtype: jnp.dtype
@@ -30,7 +33,7 @@ class ParamInfo:
 
 @dataclasses.dataclass(frozen=True)
 class StackCount:
-  """Parameters of one stack; padding rows of tables are not counted.
+  """Number of parameters of a stack, without padding rows of tables.
 
   Attributes:
     embedding: parameters of the embedding table and of single-token vectors.
@@ -39,15 +42,15 @@ class StackCount:
     other: all other parameters.
   """
 
-  embedding: int
-  head: int
-  cross: int
-  other: int
+  embedding: int = 0
+  head: int = 0
+  cross: int = 0
+  other: int = 0
 
   @property
   def total(self) -> int:
     """All parameters."""
-    return self.embedding + self.head + self.cross + self.other
+    return sum(dataclasses.astuple(self))
 
 
 def init(config: model_config.ModelConfig, rng: jax.Array) -> dict[str, Any]:
@@ -58,6 +61,7 @@ def init(config: model_config.ModelConfig, rng: jax.Array) -> dict[str, Any]:
   params = {}
   for name, key in _stack_keys(config, rng).items():
     params[name] = _init_values(config.stacks[name], key)
+    # A stack always declares its table; a shared one is stored only once.
     if not _has_table(config, name):
       del params[name]['embedder']
   return params
@@ -66,7 +70,7 @@ def init(config: model_config.ModelConfig, rng: jax.Array) -> dict[str, Any]:
 def init_one(
   config: model_config.ModelConfig, rng: jax.Array, path: str
 ) -> jax.Array:
-  """Initialises one array as `init` does, without the others in memory.
+  """Initialises an array as `init` does, without the others in memory.
 
   Args:
     config: the model.
@@ -75,17 +79,18 @@ def init_one(
   """
   name, *keys = path.split('/')
 
-  @jax.jit  # XLA removes the computation of the others.
+  # The whole stack is drawn, so that the values are those of `init`: its
+  # random keys follow from module paths. XLA removes the unused arrays.
+  @jax.jit
   def draw(rng):
-    """Draws the stack and returns the array."""
-    value = _init_values(config.stacks[name], _stack_keys(config, rng)[name])
-    for key in keys:
-      value = value[key]
-    return value
+    params = _init_values(config.stacks[name], _stack_keys(config, rng)[name])
+    return functools.reduce(operator.getitem, keys, params)
 
   return draw(rng)
 
 
+# Cached, as are the tables of stacks: a table comes from tracing the model, and
+# sharding, checkpoints and reports each ask for it.
 @functools.cache
 def parameter_table(
   config: model_config.ModelConfig,
@@ -124,6 +129,7 @@ def count_active(config: model_config.ModelConfig) -> int:
   for path, info in parameter_table(config).items():
     if 'experts' in info.axes:
       stack_config = config.stacks[path.split('/')[0]]
+      # The array has the kernels of all experts, of which a token takes some.
       size = math.prod(info.shape) // stack_config.experts
       idle += size * (stack_config.experts - stack_config.experts_per_token)
   return count(config) - idle
@@ -131,10 +137,7 @@ def count_active(config: model_config.ModelConfig) -> int:
 
 def count_by_stack(config: model_config.ModelConfig) -> dict[str, StackCount]:
   """Counts the parameters by stack and part."""
-  counts = {
-    name: dict.fromkeys(('embedding', 'head', 'cross', 'other'), 0)
-    for name in config.stacks
-  }
+  counts = {name: collections.Counter() for name in config.stacks}
   unused = padding(config)
   for path, info in parameter_table(config).items():
     stack_name, *parts = path.split('/')
@@ -150,7 +153,7 @@ def count_by_stack(config: model_config.ModelConfig) -> dict[str, StackCount]:
 
 
 def _has_table(config: model_config.ModelConfig, stack_name: str) -> bool:
-  """Whether a stack has an embedding table of its own."""
+  """Whether a stack has an embedding table, not that of the other stack."""
   return stack_name == 'decoder' or not config.shared_table
 
 
@@ -175,14 +178,15 @@ def _init_values(
 def _init_stack(
   config: model_config.StackConfig, rng: jax.Array
 ) -> dict[str, Any]:
-  """Parameters of one stack, boxed with their logical axes."""
+  """Initialises the parameters of a stack, boxed with their logical axes."""
+  # No parameter depends on the length, so that a token suffices.
   ids = jnp.zeros((1, 1), jnp.int32)
   encoded = encoder_segments = None
   if config.cross_width is not None:
     encoded = jnp.zeros((1, 1, config.cross_width))
     encoder_segments = ids
   module = stack.Stack(config, execution.ComputeConfig())
-  # In an empty context no partition is active (`ops.partition`): the one
+  # In an empty context no partition is active (`ops.partition`): the single
   # token that shapes are inferred with cannot be sharded.
   return contextvars.Context().run(
     module.init, rng, ids, ids, ids, encoded, encoder_segments
@@ -192,6 +196,8 @@ def _init_stack(
 @functools.cache
 def _stack_table(config: model_config.StackConfig) -> dict[str, ParamInfo]:
   boxed = jax.eval_shape(lambda: _init_stack(config, jax.random.key(0)))
+  # Boxes are leaves here: each carries the logical axes of its array, which
+  # Flax has extended by 'layers' in scanned blocks.
   flat, _ = jax.tree_util.tree_flatten_with_path(boxed, is_leaf=_is_box)
   return {
     '/'.join(key.key for key in path): ParamInfo(

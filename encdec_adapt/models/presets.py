@@ -4,6 +4,9 @@ Gemma 2 (Gemma Team 2024) and T5Gemma (Zhang et al. 2025), Gemma 3 and
 T5Gemma 2 (arXiv 2512.14856): sizes as in google-deepmind/gemma; Llama 3 and
 Qwen: as in google/tunix and AI-Hypercomputer/maxtext. Of Gemma 2, window,
 soft-caps, theta and epsilon are `StackConfig`'s defaults, which are theirs.
+
+Shapes only: names and files of checkpoints are `huggingface`'s, which this
+module does not import.
 """
 
 from collections.abc import Mapping
@@ -18,46 +21,37 @@ from encdec_adapt.models import model_config as configs
 GEMMA2_VOCABULARY = 256000
 
 
-def _shape(layers, width, mlp_width, heads, kv_heads, head_dim, **fields):
-  return configs.StackConfig(
-    layers=layers,
-    width=width,
-    mlp_width=mlp_width,
-    heads=heads,
-    kv_heads=kv_heads,
-    head_dim=head_dim,
-    **{
-      'vocab_size': GEMMA2_VOCABULARY,
-      'query_scale': float(head_dim),
-      **fields,
-    },
-  )
+# Sizes are, in every function here: layers, width, mlp width, heads, key/value
+# heads, head dim.
+def _shape(*sizes, **fields):
+  *_, head_dim = sizes
+  common = dict(vocab_size=GEMMA2_VOCABULARY, query_scale=float(head_dim))
+  return configs.StackConfig(*sizes, **{**common, **fields})
 
 
-def _toy(layers, width, heads, **fields):
-  toy = {'kv_heads': heads // 2, 'head_dim': 32, 'vocab_size': 4096}
-  return _shape(
-    layers, width, 4 * width, heads, **{**toy, 'window': 64, **fields}
-  )
+def _toy(layers, width, heads):
+  sizes = layers, width, 4 * width, heads, heads // 2, 32
+  return _shape(*sizes, vocab_size=4096, window=64)
 
 
-def _gemma3(layers, width, mlp_width, heads, kv_heads, **fields):
+def _gemma3(*sizes, **fields):
   gemma3 = dict(
     vocab_size=262144,
     pattern=('local',) * 5 + ('global',),
     window=512,
+    # Norms of queries and keys took the place of soft-caps.
     attention_softcap=None,
     final_softcap=None,
+    qk_norm=True,
     rope_theta=1e6,
     local_rope_theta=1e4,
-    qk_norm=True,
   )
-  fields = {**gemma3, **fields}
-  return _shape(layers, width, mlp_width, heads, kv_heads, 256, **fields)
+  # All sizes have a head dimension of 256.
+  return _shape(*sizes, 256, **{**gemma3, **fields})
 
 
 def _plain(*sizes, **fields):
-  """A block with norms before its parts only, as Llama's."""
+  """Returns a stack with norms before attention and feed-forward only."""
   plain = dict(
     pattern=('global',),
     attention_softcap=None,
@@ -122,7 +116,9 @@ _GEMMA3: Mapping[str, configs.StackConfig] = types.MappingProxyType(
     '12b': _gemma3(48, 3840, 15360, 16, 8, **_LARGE_GEMMA3),
   }
 )
-# Layers, width, mlp width, heads, key/value heads, head dim.
+# Llama 3.1 and 3.2 differ in the factor of their scaling only, and 3.2 ties the
+# head. Tables of the larger Qwen 2.5 have more rows than the smaller ones', for
+# the same tokens.
 STACKS: Mapping[str, configs.StackConfig] = types.MappingProxyType(
   {
     **_GEMMA2,
@@ -149,7 +145,7 @@ STACKS: Mapping[str, configs.StackConfig] = types.MappingProxyType(
 
 
 def stack(size: str, **changes: Any) -> configs.StackConfig:
-  """Returns the causal stack of a size, with these fields changed.
+  """Returns the causal stack of a size, with changed fields.
 
   Raises:
     UserError: no such size.
@@ -206,6 +202,7 @@ def t5gemma2(pair: str, **changes: Any) -> configs.EncoderDecoderConfig:
   Raises:
     UserError: not a pair of sizes, or not of equal widths.
   """
+  # In T5Gemma 2 no size has the 64 unused rows of the larger Gemma 3.
   changes = {'vocab_size': 262144, **changes}
   return configs.t5gemma2(*_pair(pair, _GEMMA3, changes))
 
@@ -214,6 +211,7 @@ def _pair(
   pair: str, sizes: Mapping[str, configs.StackConfig], changes: dict[str, Any]
 ) -> list[configs.StackConfig]:
   """Returns the two stacks that a pair names."""
+  # Not split at '_', which names such as 'toy_small' contain.
   for encoder in sizes:
     decoder = pair.removeprefix(f'{encoder}_')
     if decoder != pair and decoder in sizes:

@@ -1,4 +1,7 @@
-"""A stack: embedding, leading layers, the scanned pattern, a tail, a norm."""
+"""A stack: embedding, leading layers, the scanned pattern, a tail, a norm.
+
+Imports no models (`base_model`), which apply stacks.
+"""
 
 import functools
 from typing import Any
@@ -33,6 +36,8 @@ class _Group(nn.Module):
   @nn.compact
   def __call__(self, x, context, cached, cross_cached):
     make_block = block.Block
+    # By layer, not by group: the backward pass then holds the recomputed values
+    # of a single layer at a time.
     if self.compute.remat != 'none':
       policy = execution.REMAT_POLICIES[self.compute.remat]
       make_block = nn.remat(
@@ -40,6 +45,7 @@ class _Group(nn.Module):
       )
     updated = {}
     for j, kind in enumerate(self.kinds):
+      # The names are paths of the parameter tree (`layers_index`).
       name = f'layer_{j}'
       layer = make_block(
         self.config, self.compute, kind, self.sparse, name=name
@@ -79,29 +85,44 @@ class Stack(nn.Module):
       encoded: for a stack with cross-attention, the encoder's output.
       encoder_segments: segments of the encoder's tokens.
       cached: cache of earlier tokens and of the encoder's, to which this
-        call's, one per row at the row's index, are added.
+        call's token of each row is added, at the row's index.
       prefix: for a prefix decoder, 1 at tokens that all of their segment see;
         None where there are none.
-      dropout: rate of dropout of the embeddings and of what each layer adds;
+      dropout: rate of dropout of the embeddings and of each layer's updates;
         above 0 it needs the random stream 'dropout'.
       collect: whether to return keys and values without a cache.
 
     Returns:
-      The states after the final norm, and the cache; without one, keys and
+      The states after the final norm, and the cache; without a cache, keys and
       values by layer, [B, L, K, H], if they are collected.
     """
     cfg = self.config
     if cached is not None:
       encoder_segments = cached.encoder_segments
+    # Angles and masks depend on the kind of a layer only: computed once, before
+    # the scan, which would compute them again for every repeat. Sorted,
+    # because the order of a set of strings changes from process to process,
+    # and processes must trace the same program.
+    kinds = sorted(set(cfg.pattern))
     context = block.Context(
       rotations={
         kind: _rotation(cfg, kind, positions, self.compute.dtype)
-        for kind in sorted(set(cfg.pattern))
+        for kind in kinds
       },
-      masks=_self_masks(
-        cfg, segments, positions, cached, encoder_segments, prefix
-      ),
-      slots=None if cached is None else _slots(cfg, cached),
+      masks={
+        kind: _self_mask(
+          cfg, kind, segments, positions, cached, encoder_segments, prefix
+        )
+        for kind in kinds
+      },
+      # The remainder is the ring of `caches.slots`. Rows that are done go on
+      # reading tokens until the batch stops, past their last position.
+      slots=None
+      if cached is None
+      else {
+        kind: cached.index % caches.slots(cfg, kind, cached.length)
+        for kind in kinds
+      },
       encoded=encoded,
       cross_mask=None
       if cfg.cross_width is None
@@ -114,6 +135,8 @@ class Stack(nn.Module):
     embedder = layers.Embedder(cfg, self.compute.dtype, name='embedder')
     x = layers.dropout(embedder(tokens), dropout)
     if cfg.has_head:
+      # Declares the table only: losses read it from the parameters, as most of
+      # them never hold the logits of all positions.
       layers.Head(cfg, name='head')()
 
     entries = None if cached is None else cached.layers
@@ -127,6 +150,8 @@ class Stack(nn.Module):
     if cached is None:
       return x, updated
     cached = cached.replace(layers=updated, index=cached.index + 1)
+    # The loop of decoding carries the cache: constrained here, it leaves a step
+    # with the sharding that it had before.
     return x, caches.shard(cached)
 
   def _groups(self) -> dict[str, nn.Module]:
@@ -140,23 +165,24 @@ class Stack(nn.Module):
       unroll = min(compute.scan_unroll, cfg.repeats)
       scanned = nn.scan(
         _Group,
+        # Router losses are stacked by repeat, as parameters are.
         variable_axes={'params': 0, expert_layer.COLLECTION: 0},
+        # Without a split all repeats would get the same initial weights and
+        # dropout masks.
         split_rngs={'params': True, 'dropout': True},
         length=cfg.repeats,
         in_axes=(nn.broadcast, 0, 0),
         unroll=unroll,
         metadata_params={nn.PARTITION_NAME: 'layers'},
+        # The check of broadcast variables, of which blocks have none, would
+        # trace the body once more.
         check_constancy_invariants=False,
       )
       # The loop keeps forward and backward pass apart, unless all of it is
-      # unrolled: then XLA would merge what remat asks it to compute twice.
+      # unrolled: then XLA would merge the two computations that remat asks for.
+      prevent_cse = unroll == cfg.repeats
       groups['blocks'] = scanned(
-        cfg,
-        compute,
-        cfg.cycle,
-        sparse,
-        unroll == cfg.repeats,
-        name='blocks',
+        cfg, compute, cfg.cycle, sparse, prevent_cse, name='blocks'
       )
     if cfg.tail:
       groups['tail'] = _Group(cfg, compute, cfg.tail, sparse, True, name='tail')
@@ -167,16 +193,6 @@ def _entry(tree: dict[str, Any] | None, name: str) -> Any:
   return None if tree is None else tree[name]
 
 
-def _slots(
-  config: model_config.StackConfig, cached: caches.Cache
-) -> dict[str, jax.Array]:
-  """Returns where each kind of layer keeps the next token of each row, [B]."""
-  return {
-    kind: cached.index % caches.slots(config, kind, cached.length)
-    for kind in sorted(set(config.pattern))
-  }
-
-
 def _rotation(
   config: model_config.StackConfig,
   kind: model_config.LayerKind,
@@ -185,44 +201,51 @@ def _rotation(
 ) -> tuple[jax.Array, jax.Array]:
   """Returns cosines and sines of the positions for layers of this kind."""
   theta, scaling = config.rope_theta, rope.Scaling.parse(config.rope_scaling)
+  # Gemma 3 scales global layers only: distances in a local layer stay below
+  # its window, however long the text.
   if kind == 'local' and config.local_rope_theta is not None:
     theta, scaling = config.local_rope_theta, rope.Scaling()
   return rope.angles(positions, config.head_dim, theta, dtype, scaling)
 
 
-def _self_masks(
+def _self_mask(
   config: model_config.StackConfig,
+  kind: model_config.LayerKind,
   segments: jax.Array,
   positions: jax.Array,
   cached: caches.Cache | None,
   encoder_segments: jax.Array | None,
   prefix: jax.Array | None,
-) -> dict[str, masks.MaskSpec]:
-  """Mask of self-attention for each kind of layer in the pattern."""
+) -> masks.MaskSpec:
+  """Makes the mask of self-attention in layers of this kind.
+
+  In merged attention the encoder's keys follow the others.
+  """
   make = masks.causal
   if config.role == 'bidirectional':
     make = functools.partial(
       masks.bidirectional, window_rule=config.window_rule
     )
+  # Without a prefix, as in a decoding step, a prefix decoder is causal: the
+  # token that is read follows all others.
   elif config.role == 'prefix' and prefix is not None:
     make = functools.partial(masks.prefix, kv_prefix=prefix)
-
-  def make_kind(kind: model_config.LayerKind) -> masks.MaskSpec:
-    """Makes a kind's mask; in merged attention the encoder's keys follow."""
-    entries = None
-    if cached is not None:
-      count = caches.slots(config, kind, cached.length)
-      found = caches.slot_positions(cached.index, count)
-      entries = (found >= 0).astype(jnp.int32), found
-    spec = make(
-      segments,
-      positions,
-      window=config.window if kind == 'local' else None,
-      keys=entries,
-      aligned=cached is None,
-    )
-    if config.cross_merged and config.reads_encoder(kind):
-      spec = masks.with_memory(spec, encoder_segments)
-    return spec
-
-  return {kind: make_kind(kind) for kind in sorted(set(config.pattern))}
+  keys = None
+  if cached is not None:
+    # `index` is the position of this call's token, which is written to the
+    # cache before attention reads it. A row of a cache is a single segment, 1,
+    # without the slots that have no position yet.
+    count = caches.slots(config, kind, cached.length)
+    slot_positions = caches.slot_positions(cached.index, count)
+    keys = (slot_positions >= 0).astype(jnp.int32), slot_positions
+  spec = make(
+    segments,
+    positions,
+    window=config.window if kind == 'local' else None,
+    keys=keys,
+    # Slots of a ring are in no order of positions.
+    aligned=cached is None,
+  )
+  if config.cross_merged and config.reads_encoder(kind):
+    spec = masks.with_memory(spec, encoder_segments)
+  return spec

@@ -13,7 +13,6 @@ from encdec_adapt.adaptation import recipes, weight_plan
 from encdec_adapt.base import errors
 from encdec_adapt.models import (
   build,
-  layer_leaves,
   model_config,
   parameters,
   presets,
@@ -71,14 +70,7 @@ def _adapt(target, *given, **options):
 
 
 def _by_name(config, params):
-  """Leaf name to array, cut out of the stored parameters."""
-  flat = traverse_util.flatten_dict(params, sep='/')
-  return {
-    name: np.asarray(
-      flat[leaf.path] if leaf.index is None else flat[leaf.path][leaf.index]
-    )
-    for name, leaf in layer_leaves.leaves_of(config).items()
-  }
+  return toy_models.leaves(config, traverse_util.flatten_dict(params, sep='/'))
 
 
 def _quick_parameters(config, rng):

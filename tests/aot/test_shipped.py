@@ -127,10 +127,7 @@ def test_a_shipped_plan_is_reproduced(path, tmp_path):
 
 
 # The others are slow: together they compile for longer than all other tests.
-LONG = (
-  'size=2b_2b,topology=v5e:4x4',
-  'size=9b_2b,topology=v5p:4x4x4,slices=2',
-)
+LONG = ('size=2b_2b,topology=v5e:4x4', 'size=9b_2b,topology=v5p:4x4x4,slices=2')
 
 
 @toy.needs_libtpu

@@ -93,12 +93,17 @@ def _assert_equal(left, right):
   jax.tree.map(np.testing.assert_array_equal, _plain(left), _plain(right))
 
 
-def _save(checkpoints, step, seed=None):
+def _save(checkpoints, step, seed=None, loss=None):
   seed = step if seed is None else seed
-  checkpoints.save(
-    step, _state(seed), data={'row': 8 * step}, meta={'seed': seed}
-  )
+  content = {'data': {'row': 8 * step}, 'meta': {'seed': seed}}
+  checkpoints.save(step, _state(seed), **content, loss=loss)
   checkpoints.wait()
+
+
+def _save_steps(folder, *steps):
+  with manager.Checkpoints(folder) as checkpoints:
+    for step in steps:
+      _save(checkpoints, step)
 
 
 @pytest.fixture(params=['disk', 'bucket'])
@@ -111,25 +116,14 @@ def place(request, tmp_path):
 
 def test_the_best_of_all_steps_is_kept_and_opened(place, capsys):
   losses = {1: 3.0, 2: 1.5, 3: None, 4: 1.5, 5: 2.0, 6: float('nan')}
-
-  def save(checkpoints, step):
-    checkpoints.save(
-      step, {'x': jnp.float32(step)}, data={}, meta={}, loss=losses[step]
-    )
-    checkpoints.wait()
-
-  with manager.Checkpoints(
-    place, checkpoint_section.CheckpointConfig(keep=1, keep_best=True)
-  ) as checkpoints:
+  with _open(place, keep=1, keep_best=True) as checkpoints:
     for step in (1, 2, 3):
-      save(checkpoints, step)
+      _save(checkpoints, step, loss=losses[step])
   # As after a kill: nothing is remembered.
-  with manager.Checkpoints(
-    place, checkpoint_section.CheckpointConfig(keep=1, keep_best=True)
-  ) as checkpoints:
+  with _open(place, keep=1, keep_best=True) as checkpoints:
     assert checkpoints.latest() == 3
     for step in (4, 5, 6):
-      save(checkpoints, step)
+      _save(checkpoints, step, loss=losses[step])
     assert checkpoints.all_steps() == [2, 6]
   best = manager.open_best(place)
   assert (best.step, best.read_loss()) == (2, 1.5)
@@ -155,9 +149,7 @@ def _truncate(path):
 
 
 def test_round_trip_of_the_newest_and_every_third(place):
-  with manager.Checkpoints(
-    place, checkpoint_section.CheckpointConfig(keep=2, keep_every=3)
-  ) as checkpoints:
+  with _open(place, keep=2, keep_every=3) as checkpoints:
     assert checkpoints.latest() is None
     for step in range(1, 6):
       _save(checkpoints, step)
@@ -174,9 +166,7 @@ def test_round_trip_of_the_newest_and_every_third(place):
 @pytest.fixture
 def saved(tmp_path):
   """A folder with steps 3 and 6."""
-  with manager.Checkpoints(tmp_path) as checkpoints:
-    _save(checkpoints, 3)
-    _save(checkpoints, 6)
+  _save_steps(tmp_path, 3, 6)
   return tmp_path
 
 
@@ -197,9 +187,7 @@ def test_the_old_step_is_there_until_the_new_one_is_complete(
   def fail(_):
     raise OSError('no manifest today')
 
-  with manager.Checkpoints(
-    tmp_path, checkpoint_section.CheckpointConfig(keep=1)
-  ) as checkpoints:
+  with _open(tmp_path, keep=1) as checkpoints:
     _save(checkpoints, 1)
     monkeypatch.setattr(checksums, 'write', fail)
     with pytest.raises(manager.CheckpointError, match='no manifest today'):
@@ -208,9 +196,7 @@ def test_the_old_step_is_there_until_the_new_one_is_complete(
 
 
 def test_a_damaged_step_is_moved_aside_and_saved_again(place, capsys):
-  with manager.Checkpoints(place) as checkpoints:
-    _save(checkpoints, 3)
-    _save(checkpoints, 6)
+  _save_steps(place, 3, 6)
   before = paths.tree(place / '6')
   _flip(_largest(place / '6' / 'state'))
   with manager.Checkpoints(place) as checkpoints:
@@ -225,8 +211,7 @@ def test_a_damaged_step_is_moved_aside_and_saved_again(place, capsys):
 
 
 def test_a_readable_step_without_a_manifest_gets_one(place):
-  with manager.Checkpoints(place) as checkpoints:
-    _save(checkpoints, 6)
+  _save_steps(place, 6)
   (place / '6' / checksums.FILE).unlink()
   with manager.Checkpoints(place) as checkpoints:
     assert checkpoints.latest() == 6
@@ -317,9 +302,7 @@ def test_a_checkpoint_of_another_model_names_leaves(tmp_path):
 
 
 def test_parameters_alone_and_cast(tmp_path):
-  with manager.Checkpoints(tmp_path / manager.FOLDER) as checkpoints:
-    _save(checkpoints, 3)
-    _save(checkpoints, 6)
+  _save_steps(tmp_path / manager.FOLDER, 3, 6)
   wanted = {
     'decoder': {
       'kernel': jax.ShapeDtypeStruct((8, 16), jnp.bfloat16),

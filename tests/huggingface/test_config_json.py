@@ -6,11 +6,7 @@ import dataclasses
 import pytest
 
 from encdec_adapt.base import errors
-from encdec_adapt.huggingface import (
-  config_json,
-  families,
-  weights,
-)
+from encdec_adapt.huggingface import config_json, families, weights
 from encdec_adapt.models import model_config
 
 SIZES = dict(
@@ -224,15 +220,7 @@ def paths(raw, above=()):
 
 @pytest.mark.parametrize(
   'name',
-  [
-    'gemma',
-    'gemma3_text',
-    'llama',
-    'qwen2',
-    'qwen3_moe',
-    't5gemma',
-    't5gemma2',
-  ],
+  'gemma gemma3_text llama qwen2 qwen3_moe t5gemma t5gemma2'.split(),
 )
 def test_nonsense_in_any_field_is_read_or_refused(name):
   raw = raw_of(name)

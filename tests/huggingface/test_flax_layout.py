@@ -7,6 +7,7 @@ import dataclasses
 import json
 import shutil
 
+from flax import traverse_util
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
@@ -96,12 +97,10 @@ def open_model(arrays, model):
 def test_every_parameter_is_found(model, transposed):
   leaves = random_leaves(model)
   opened = open_model(their_arrays(model, leaves, transposed), model)
-  found = {path: np.asarray(array) for path, array in opened.arrays().items()}
-  assert set(found) == set(parameters.parameter_table(model))
-  for name, leaf in layer_leaves.leaves_of(model).items():
-    stored = found[leaf.path]
-    value = stored if leaf.index is None else stored[leaf.index]
-    np.testing.assert_array_equal(value, leaves[name], name)
+  arrays = {path: np.asarray(array) for path, array in opened.arrays().items()}
+  assert set(arrays) == set(parameters.parameter_table(model))
+  values = toy_models.leaves(model, arrays)
+  jax.tree.map(np.testing.assert_array_equal, values, leaves)
   assert len(opened.unused) == len(model.stacks)
   assert all('rows 20 to 23' in name for name in opened.unused)
 
@@ -140,13 +139,7 @@ def test_arrays_of_another_model_are_refused(name, array, words):
 
 def save(folder, arrays):
   """Saves the arrays as a tree in the folder's `flax`, with Orbax."""
-  tree = {}
-  for name, array in arrays.items():
-    *path, last = name.split('/')
-    branch = tree
-    for key in path:
-      branch = branch.setdefault(key, {})
-    branch[last] = array
+  tree = traverse_util.unflatten_dict(arrays, sep='/')
   with ocp.StandardCheckpointer() as checkpointer:
     checkpointer.save(folder / 'flax', jax.tree.map(np.asarray, tree))
 

@@ -13,11 +13,7 @@ from safetensors import numpy as safetensors_numpy
 
 from encdec_adapt.base import errors
 from encdec_adapt.files import paths
-from encdec_adapt.huggingface import (
-  new_folder,
-  tensor_folder,
-  tensor_writer,
-)
+from encdec_adapt.huggingface import new_folder, tensor_folder, tensor_writer
 
 DTYPES = tensor_folder._DTYPES.values()
 BASE = np.arange(24).reshape(2, 3, 4)

@@ -36,7 +36,7 @@ def _batch(lengths=LENGTHS):
 
 
 @pytest.mark.parametrize(
-  'config, lengths, read',
+  'config, lengths, expected',
   [
     (_config('encoder_decoder'), LENGTHS, {'encoder', 'decoder'}),
     (_config('decoder_only'), LENGTHS, {'teacher'}),
@@ -46,17 +46,17 @@ def _batch(lengths=LENGTHS):
     (_config('decoder_only'), framing.Lengths(0, 5), {'decoder'}),
   ],
 )
-def test_a_model_reads_the_sides_of_its_architecture(config, lengths, read):
+def test_a_model_reads_the_sides_of_its_architecture(config, lengths, expected):
   kind, model = config.architecture, build.build(config)
-  assert set(kind.sides(lengths.encoder > 0).values()) == read
+  assert set(kind.sides(lengths.encoder > 0).values()) == expected
   params, batch = toy_models.params(config), _batch(lengths)
   predict = jax.jit(lambda batch: kind.predict(model, params, batch))
-  whole = predict(batch)
+  states = predict(batch)
   for name in batch:
     if name.endswith('_tokens'):
       changed = predict(batch | {name: batch[name] + 1})
       side = name.removesuffix('_tokens')
-      assert bool((changed != whole).any()) == (side in read), name
+      assert bool((changed != states).any()) == (side in expected), name
 
 
 @pytest.mark.parametrize('kind', KINDS)

@@ -122,18 +122,3 @@ def test_rows_beyond_the_batch_are_dropped():
   for leaf in jax.tree.leaves(cache.layers):
     assert (leaf[0] == 0).all()
     assert (leaf[1, :, :3] != 0).all()
-
-
-def test_unrolled_parameters_are_the_same(small_stack, redraw, pack):
-  for fields in ({'layers': 5}, CASES['experts'][0]):
-    stack = small_stack(**fields)
-    model = build.build(model_config.DecoderOnlyConfig(stack))
-    params, rows = redraw(model), pack([[9]], 9)
-    unrolled = build.unroll(model)
-    weights = build.unroll_params(model, params)
-    assert not unrolled.config.decoder.repeats
-    np.testing.assert_allclose(
-      unrolled.decode(weights, *rows),
-      model.decode(params, *rows),
-      atol=2e-5,
-    )

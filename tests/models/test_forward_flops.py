@@ -40,8 +40,8 @@ def _products(jaxpr):
   for equation in jaxpr.eqns:
     if equation.primitive.name == 'dot_general':
       contracted = equation.params['dimension_numbers'][0][0]
-      left, out = equation.invars[0].aval, equation.outvars[0].aval
-      total += 2 * out.size * math.prod(left.shape[i] for i in contracted)
+      operand, out = equation.invars[0].aval, equation.outvars[0].aval
+      total += 2 * out.size * math.prod(operand.shape[i] for i in contracted)
     inner = (getattr(x, 'jaxpr', None) for x in equation.params.values())
     total += sum(_products(x) for x in inner if x is not None)
   return total
@@ -57,10 +57,10 @@ def test_a_layer_equals_the_products_of_its_program():
   compute = execution.ComputeConfig(attention='reference')
 
   def run(encoded):
-    ids, others = (jnp.ones((1, n), jnp.int32) for n in (length, source))
+    ids, source_ids = (jnp.ones((1, n), jnp.int32) for n in (length, source))
     module = stack.Stack(config, compute)
     return module.init_with_output(
-      jax.random.key(0), ids, ids, ids, encoded, others
+      jax.random.key(0), ids, ids, ids, encoded, source_ids
     )[0]
 
   traced = jax.make_jaxpr(run)(jnp.ones((1, source, 24)))
@@ -98,12 +98,12 @@ def test_cross_attention_of_some_layers_and_merged():
   def total(**cross):
     return flops.stack_forward(_stack(**pattern, **cross), 8, source_length=6)
 
-  alone = total()
-  both = total(cross_width=16) - alone
-  assert total(cross_width=16, cross_layers='global') - alone == both // 2
+  base = total()
+  cross = total(cross_width=16) - base
+  assert total(cross_width=16, cross_layers='global') - base == cross // 2
   # Query and output projections of its own are all that merging saves.
   saved = 2 * (2 * 16 * 2 * 4 * 8) * 8
-  assert total(cross_width=16, cross_merged=True) - alone == both - saved
+  assert total(cross_width=16, cross_merged=True) - base == cross - saved
 
 
 @pytest.mark.parametrize('source', [0, 7])
@@ -114,6 +114,6 @@ def test_decoding_token_by_token_is_one_forward_pass(source):
     model = model_config.encoder_decoder(_stack(width=12), stack)
   steps = sum(flops.decoding(model, source, keys) for keys in range(1, 11))
   # The source's keys and values are computed once, before.
-  before = 2 * 2 * 12 * 2 * (2 * 8) * source
-  whole = flops.stack_forward(model.decoder, 10, source_length=source)
-  assert steps + before == whole + 2 * 16 * 100 * 10
+  projected = 2 * 2 * 12 * 2 * (2 * 8) * source
+  expected = flops.stack_forward(model.decoder, 10, source_length=source)
+  assert steps + projected == expected + 2 * 16 * 100 * 10

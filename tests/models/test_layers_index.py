@@ -26,15 +26,15 @@ def test_leaves_are_a_bijection_onto_the_stored_arrays(name, small_stack):
   model = model_config.DecoderOnlyConfig(stack)
   table, parts = parameters.parameter_table(model), {}
   stored = []
-  for leaf, where in layer_leaves.leaves_of(model).items():
-    info = table[where.path]
-    layer = layer_leaves.layer_of(leaf)
-    assert layers_index.in_layer(where.path) == (layer is not None)
-    assert layers_index.is_stacked(where.path) == ('layers' in info.axes)
-    assert (where.index is not None) == ('layers' in info.axes)
-    assert where.shape == info.shape[where.index is not None :]
-    stored.append((where.path, where.index))
-    parts.setdefault(layer, set()).add(leaf.partition(f'/{layer}/')[2])
+  for name, leaf in layer_leaves.leaves_of(model).items():
+    info = table[leaf.path]
+    layer = layer_leaves.layer_of(name)
+    assert layers_index.in_layer(leaf.path) == (layer is not None)
+    assert layers_index.is_stacked(leaf.path) == ('layers' in info.axes)
+    assert (leaf.index is not None) == ('layers' in info.axes)
+    assert leaf.shape == info.shape[leaf.index is not None :]
+    stored.append((leaf.path, leaf.index))
+    parts.setdefault(layer, set()).add(name.partition(f'/{layer}/')[2])
   expected = [
     (path, index)
     for path, info in table.items()

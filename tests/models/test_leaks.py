@@ -7,10 +7,10 @@ import pytest
 from encdec_adapt.models import build, execution, model_config
 
 
-def change(triple, where):
-  """The same rows with other tokens where `where` [B, L] holds."""
+def change(triple, mask):
+  """The same rows with other tokens where the mask [B, L] holds."""
   tokens, segments, positions = triple
-  return jnp.where(where, tokens % 50 + 1, tokens), segments, positions
+  return jnp.where(mask, tokens % 50 + 1, tokens), segments, positions
 
 
 @pytest.fixture(scope='module')
@@ -26,8 +26,8 @@ PACKED, WHOLE = ([5, 4], [3, 5]), ([12], [10])
 NOWHERE = lambda segment, index: index < 0  # noqa: E731
 
 
-# Of the encoder and the decoder: segments of a row, and which tokens change, by
-# segment and index; and which of the decoder's logits do not.
+# Segment lengths of an encoder row and a decoder row; the tokens of each that
+# change, by segment and index; and the logits of the decoder that stay.
 @pytest.mark.parametrize(
   'lengths, encoder, decoder, stays',
   [
@@ -43,18 +43,18 @@ def test_what_is_not_visible_is_not_seen(
   lengths, encoder, decoder, stays, pair, pack
 ):
   rows = pack([lengths[0]], 12), pack([lengths[1]], 10, seed=1)
-  after = pair(
+  changed = pair(
     *(
-      change(row, where(row[1], np.arange(row[1].shape[1])[None]))
-      for row, where in zip(rows, (encoder, decoder), strict=True)
+      change(row, mask(row[1], np.arange(row[1].shape[1])[None]))
+      for row, mask in zip(rows, (encoder, decoder), strict=True)
     )
   )
-  before, segments = pair(*rows), np.asarray(rows[1][1])
+  logits, segments = pair(*rows), np.asarray(rows[1][1])
   same = stays(segments, np.arange(10)[None])
-  np.testing.assert_array_equal(after[same], before[same])
+  np.testing.assert_array_equal(changed[same], logits[same])
   real = ~same & (segments > 0)
-  assert (after[real] != before[real]).any(-1).all()
-  assert np.isfinite(after).all()
+  assert (changed[real] != logits[real]).any(-1).all()
+  assert np.isfinite(changed).all()
 
 
 def test_beyond_the_window_is_not_seen(small_stack, redraw, run, pack):
@@ -62,10 +62,10 @@ def test_beyond_the_window_is_not_seen(small_stack, redraw, run, pack):
   stack = small_stack(layers=2, pattern=('local',))
   model = build.build(model_config.DecoderOnlyConfig(stack))
   params, rows = redraw(model), pack([[12]], 12)
-  before = np.asarray(run(model)(params, None, rows))
-  changed = change(rows, np.arange(12)[None] == 3)
-  after = np.asarray(run(model)(params, None, changed))
-  same = (after == before).all(-1)[0]
+  logits = np.asarray(run(model)(params, None, rows))
+  rows = change(rows, np.arange(12)[None] == 3)
+  changed = np.asarray(run(model)(params, None, rows))
+  same = (changed == logits).all(-1)[0]
   assert same.tolist() == [True] * 3 + [False] * 5 + [True] * 4
 
 
@@ -73,12 +73,12 @@ def test_packed_equals_unpacked(pair, pack):
   encoder, decoder = pack([[5, 4]], 12), pack([[3, 5]], 10, seed=1)
   packed = pair(encoder, decoder)
   # The second pair alone, at the start of the row.
-  alone = pair(_keep(encoder, 5, 4), _keep(decoder, 3, 5))
-  np.testing.assert_allclose(packed[:, 3:8], alone[:, :5], atol=2e-5)
+  unpacked = pair(_keep(encoder, 5, 4), _keep(decoder, 3, 5))
+  np.testing.assert_allclose(packed[:, 3:8], unpacked[:, :5], atol=2e-5)
 
 
 def _keep(triple, start, size):
   """The rows' tokens from `start` on, the rest padding."""
-  kept = [jnp.roll(x, -start, axis=1) for x in triple]
-  inside = jnp.arange(kept[0].shape[1]) < size
-  return tuple(jnp.where(inside, x, 0) for x in kept)
+  rows = [jnp.roll(x, -start, axis=1) for x in triple]
+  mask = jnp.arange(rows[0].shape[1]) < size
+  return tuple(jnp.where(mask, x, 0) for x in rows)

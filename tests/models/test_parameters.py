@@ -56,9 +56,9 @@ def test_sharded_init_is_the_same_and_never_replicated(small_stack):
   table_bytes = 4096 * 64 * 4
   assert compiled.memory_analysis().temp_size_in_bytes < table_bytes
   sharded = compiled(jax.random.key(0))
-  alone = jax.jit(model.init)(jax.random.key(0))
+  single = jax.jit(model.init)(jax.random.key(0))
   jax.tree.map(
     lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-7),
     sharded,
-    alone,
+    single,
   )

@@ -4,11 +4,7 @@ import math
 
 import pytest
 
-from encdec_adapt.models import (
-  forward_flops,
-  parameters,
-  presets,
-)
+from encdec_adapt.models import forward_flops, parameters, presets
 
 # Rows of the table of embeddings: 256,000 tokens, padded (Gemma 2).
 _ROWS = 256128
@@ -83,8 +79,8 @@ def test_inference_flops_of_figure_3(sizes, published, released, corrected):
   if corrected is not None:
     length = 8192 // len(sizes)
     source = length if len(sizes) == 2 else 0
-    own = forward_flops.forward(model, source, length, source)
-    assert own / 1e14 == pytest.approx(corrected, rel=0.005)
+    flops = forward_flops.forward(model, source, length, source)
+    assert flops / 1e14 == pytest.approx(corrected, rel=0.005)
 
 
 @pytest.mark.parametrize('model', [_released('9b', '2b'), _released('2b')])

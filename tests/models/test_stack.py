@@ -1,7 +1,5 @@
 """Scan, tail, rematerialisation and dtypes do not change the function."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,26 +17,16 @@ from encdec_adapt.ops import attention
 FIVE_TO_ONE = ('local',) * 5 + ('global',)
 
 
-def unrolled(stack, params):
-  """The stack with every layer in the tail, and its parameters."""
-  kinds = tuple(stack.layer_kind(i) for i in range(stack.layers))
-  flat = dataclasses.replace(stack, pattern=(*kinds, 'global'))
-  assert flat.repeats == 0 and flat.tail == kinds
-  tail = {}
-  for i in range(stack.layers):
-    prefix, index = layers_index.layer_location(stack, i)
-    block = layers_index.get_block(params, prefix)
-    if index is not None:
-      block = jax.tree.map(lambda x, index=index: x[index], block)
-    tail[f'layer_{i}'] = block
-  rest = {k: v for k, v in params.items() if k not in ('blocks', 'tail')}
-  return flat, {**rest, 'tail': tail}
-
-
 @pytest.mark.parametrize(
   'changes',
-  [{'layers': 5}, {'layers': 8, 'pattern': FIVE_TO_ONE}, {'layers': 1}, None],
-  ids=['5', '8', '1', 'pair'],
+  [
+    {'layers': 5},
+    {'layers': 8, 'pattern': FIVE_TO_ONE},
+    {'layers': 1},
+    dict(experts=4, experts_per_token=2, dense_layers=1),
+    None,
+  ],
+  ids=['5', '8', '1', 'experts', 'pair'],
 )
 def test_a_scanned_model_equals_its_layers_unrolled(
   changes, small_stack, small_pair, redraw, pack, run
@@ -49,12 +37,15 @@ def test_a_scanned_model_equals_its_layers_unrolled(
     encoder = None
   decoder = pack([[2, 6], [7]], 8, seed=1)
   params = redraw(build.build(config))
-  flat = {k: unrolled(s, params[k]) for k, s in config.stacks.items()}
-  flat_config = type(config)(**{k: stack for k, (stack, _) in flat.items()})
-  flat_params = {k: part for k, (_, part) in flat.items()}
+  stacks = {k: layers_index.unroll(s) for k, s in config.stacks.items()}
+  assert not any(stack.repeats for stack in stacks.values())
+  weights = {
+    k: layers_index.unroll_params(s, params[k])
+    for k, s in config.stacks.items()
+  }
   np.testing.assert_allclose(
     run(build.build(config))(params, encoder, decoder),
-    run(build.build(flat_config))(flat_params, encoder, decoder),
+    run(build.build(type(config)(**stacks)))(weights, encoder, decoder),
     atol=2e-5,
   )
 
@@ -94,9 +85,7 @@ def test_gradients_are_equal_for_every_policy_and_unrolling(gradients):
   expected, expected_logits = gradients(remat='none')
   assert all(float(jnp.abs(x).max()) > 0 for x in jax.tree.leaves(expected))
   variants = [{'remat': name} for name in execution.REMAT_POLICIES]
-  variants += [
-    {'remat': 'full', 'scan_unroll': 2, 'attention_chunk': 3},
-  ]
+  variants += [{'remat': 'full', 'scan_unroll': 2, 'attention_chunk': 3}]
   for options in variants[1:]:
     got, logits = gradients(**options)
     np.testing.assert_allclose(logits, expected_logits, atol=1e-5)
@@ -108,7 +97,7 @@ def test_gradients_are_equal_for_every_policy_and_unrolling(gradients):
 
 
 @pytest.mark.parametrize(
-  'remat, wide, narrow, kept',
+  'remat, wide, narrow, attends',
   [
     ('full', False, False, False),
     ('attention', False, False, True),
@@ -117,7 +106,7 @@ def test_gradients_are_equal_for_every_policy_and_unrolling(gradients):
   ],
 )
 def test_policies_save_what_they_say(
-  remat, wide, narrow, kept, small_stack, capsys
+  remat, wide, narrow, attends, small_stack, capsys
 ):
   # In the tail, so that nothing is in a loop.
   stack = small_stack(layers=1, mlp_width=40)
@@ -132,7 +121,7 @@ def test_policies_save_what_they_say(
   saved = capsys.readouterr().out
   assert ('f32[8,40] output of dot_general' in saved) == wide
   assert ('f32[8,16] output of dot_general' in saved) == narrow
-  assert (attention.SAVED in saved) == kept
+  assert (attention.SAVED in saved) == attends
 
 
 def test_bfloat16_is_near_float32(gradients):

@@ -64,6 +64,13 @@ def spec_of(name, length, *, rows=2, window=17, aligned=True):
   return make_spec(name, tokens, memory, window, aligned)
 
 
+def blind_cross():
+  """Cross-attention of 100 queries, some of which see none of 200 keys."""
+  q_segments = jnp.array([[1] * 50 + [3] * 40 + [0] * 10] * 2, jnp.int32)
+  kv_segments = jnp.array([[1] * 100 + [2] * 90 + [0] * 10] * 2, jnp.int32)
+  return masks.cross(q_segments, kv_segments)
+
+
 def qkv(queries, keys, *, rows=2, heads=(4, 2), head_dim=32, dtype=jnp.float32):
   rng = np.random.default_rng(0)
   shapes = ((queries, heads[0]), (keys, heads[1]), (keys, heads[1]))

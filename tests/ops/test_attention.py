@@ -52,24 +52,6 @@ def attend(q, k, v, spec, backend, softcap=None, chunk=CHUNK):
   )
 
 
-@functools.partial(jax.jit, static_argnums=(4, 5, 6))
-def gradients_of(q, k, v, spec, backend, softcap=None, chunk=CHUNK):
-  """The output and the gradients of a loss of it, by q, k and v."""
-
-  def loss(q, k, v):
-    out = attend(q, k, v, spec, backend, softcap, chunk)
-    weight = jnp.linspace(-1, 1, out.size).reshape(out.shape)
-    return jnp.sum(jnp.sin(out.astype(jnp.float32)) * weight), out
-
-  gradients, out = jax.grad(loss, argnums=(0, 1, 2), has_aux=True)(q, k, v)
-  return out, *gradients
-
-
-def assert_close(got, expected, atol=2e-6):
-  for x, y in zip(got, expected, strict=True):
-    np.testing.assert_allclose(x, y, atol=atol)
-
-
 @every_backend
 @pytest.mark.parametrize('name', MASKS)
 def test_equals_the_definition(backend, name):
@@ -92,10 +74,11 @@ def test_other_lengths_and_groups_of_heads(backend, queries, keys, kv_heads):
 @pytest.mark.parametrize('chunk', [1, 4, 11])
 @pytest.mark.parametrize('name', ['causal', 'full exclusive window'])
 def test_chunks_agree_in_value_and_gradient(name, chunk):
-  call = *qkv(11, 11), spec_of(name)
-  assert_close(
-    gradients_of(*call, 'chunked', 2.0, chunk),
-    gradients_of(*call, 'reference', 2.0),
+  chunked = functools.partial(
+    attention.attention, backend='chunked', chunk=chunk
+  )
+  attention_cases.assert_like_reference(
+    chunked, *qkv(11, 11), spec_of(name), softcap=2.0, tolerance=1e-6
   )
 
 
@@ -114,8 +97,9 @@ def test_gradients_equal_finite_differences():
 @every_backend
 @pytest.mark.parametrize('name', ['nothing visible', 'causal'])
 def test_huge_scores_and_blind_rows_stay_finite(backend, name):
-  arrays = [x * 1e4 for x in qkv(11, 11)]
-  for x in gradients_of(*arrays, spec_of(name), backend, None):
+  cases = {name: ([x * 1e4 for x in qkv(11, 11)], spec_of(name))}
+  call = functools.partial(attention.attention, backend=backend)
+  for x in attention_cases.results(call, cases, None)[name]:
     assert np.isfinite(x).all()
     if name == 'nothing visible':
       np.testing.assert_array_equal(x, jnp.zeros_like(x))

@@ -83,10 +83,7 @@ def test_every_mask_on_every_mesh(shape, on_one_device):
 
 @pytest.mark.parametrize(
   'backend',
-  [
-    attention_splash,
-    pytest.param(attention_triton, marks=pytest.mark.long),
-  ],
+  [attention_splash, pytest.param(attention_triton, marks=pytest.mark.long)],
 )
 def test_kernels_on_a_sharded_length(backend):
   block = 128

@@ -5,7 +5,7 @@ import functools
 import jax.numpy as jnp
 import pytest
 
-from encdec_adapt.ops import attention_splash, masks
+from encdec_adapt.ops import attention_splash
 from tests.ops import attention_cases
 from tests.ops.attention_cases import assert_like_reference, spec_of
 
@@ -44,9 +44,7 @@ def test_backward_is_one_kernel_where_all_see_all(name, monkeypatch):
 
 
 def test_cross_attention_of_other_lengths_and_rows_that_see_nothing():
-  q_segments = jnp.array([[1] * 50 + [3] * 40 + [0] * 10] * 2, jnp.int32)
-  kv_segments = jnp.array([[1] * 100 + [2] * 90 + [0] * 10] * 2, jnp.int32)
-  spec = masks.cross(q_segments, kv_segments)
+  spec = attention_cases.blind_cross()
   assert_like_reference(interpreted, *qkv(100, 200), spec)
 
 

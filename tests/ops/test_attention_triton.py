@@ -48,9 +48,7 @@ def test_positions_that_are_not_indices():
 
 
 def test_cross_attention_of_large_blocks_and_odd_head_dimension():
-  q_segments = jnp.array([[1] * 50 + [3] * 40 + [0] * 10] * 2, jnp.int32)
-  kv_segments = jnp.array([[1] * 100 + [2] * 90 + [0] * 10] * 2, jnp.int32)
-  spec = masks.cross(q_segments, kv_segments)
+  spec = attention_cases.blind_cross()
   assert_like_reference(interpreted, *qkv(100, 200, head_dim=20), spec)
 
 

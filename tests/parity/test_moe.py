@@ -29,9 +29,7 @@ def test_load_balancing_loss(tmp_path):
   theirs = make('mixtral', tmp_path / 'model', num_hidden_layers=1)
   model = encdec_adapt.load(tmp_path / 'model')
   rows = tiny_models.batch(tiny_models.CASES['mixtral'])
-  positions = np.broadcast_to(
-    np.arange(rows.decoder.shape[1]), rows.decoder.shape
-  )
+  positions = np.indices(rows.decoder.shape)[1]
   triple = (rows.decoder, rows.decoder_mask, positions)
   routing = []
   triple = tuple(jnp.asarray(x, jnp.int32) for x in triple)

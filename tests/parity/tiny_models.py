@@ -191,9 +191,7 @@ CASES: Mapping[str, Case] = {
   'gemma': _decoder('Gemma', 'one key/value head', num_key_value_heads=1),
   'gemma2': _decoder('Gemma2', 'windows, both soft-caps', **GEMMA2),
   'gemma3': _decoder(
-    'Gemma3',
-    'qk-norm, two rotary bases, linear scaling',
-    **GEMMA3,
+    'Gemma3', 'qk-norm, two rotary bases, linear scaling', **GEMMA3
   ),
   'gemma3_images': Case(
     'Gemma3ForConditionalGeneration',
@@ -298,10 +296,7 @@ def load(folder: pathlib.Path, may_miss: str | None = None, **arguments):
   """
   (name,) = json.loads((folder / 'config.json').read_text())['architectures']
   model, info = getattr(transformers, name).from_pretrained(
-    folder,
-    output_loading_info=True,
-    attn_implementation='eager',
-    **arguments,
+    folder, output_loading_info=True, attn_implementation='eager', **arguments
   )
   for problem in ('missing_keys', 'unexpected_keys', 'mismatched_keys'):
     found = {
@@ -389,10 +384,7 @@ def our_logits(model, rows: Batch) -> np.ndarray:
 def assert_same_logits(ours, theirs, rows: Batch) -> None:
   """Compares the fp32 logits of a model of ours with those of one in torch."""
   np.testing.assert_allclose(
-    our_logits(ours, rows),
-    their_logits(theirs, rows),
-    rtol=0,
-    atol=TOLERANCE,
+    our_logits(ours, rows), their_logits(theirs, rows), rtol=0, atol=TOLERANCE
   )
 
 

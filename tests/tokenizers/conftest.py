@@ -4,6 +4,7 @@ import functools
 
 import pytest
 
+from encdec_adapt.tokenizers import vocabulary_pair
 from tests import tiny_tokenizers
 
 
@@ -17,3 +18,9 @@ def tiny_folder(tmp_path_factory):
     return tiny_tokenizers.save(path, family, tiny_tokenizers.TEXTS, 600)
 
   return folder
+
+
+@pytest.fixture(scope='module')
+def vocabulary(family, tiny_folder):
+  """The vocabulary of a family, of the fixture that a file has for them."""
+  return vocabulary_pair.open_vocabulary(tiny_folder(family))

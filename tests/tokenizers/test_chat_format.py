@@ -41,11 +41,6 @@ def family(request):
   return request.param
 
 
-@pytest.fixture(scope='module')
-def vocabulary(family, tiny_folder):
-  return vocabulary_pair.open_vocabulary(tiny_folder(family))
-
-
 def test_ids_are_those_of_the_rendered_text(family, tiny_folder, vocabulary):
   """As `tokenizers` reads the template's text, where no text is special."""
   messages = [dict(message) for message in MESSAGES]

@@ -38,11 +38,6 @@ def family(request):
   return request.param
 
 
-@pytest.fixture(scope='module')
-def vocabulary(family, tiny_folder):
-  return vocabulary_pair.open_vocabulary(tiny_folder(family))
-
-
 def roles(vocabulary):
   ids = (vocabulary.pad, vocabulary.eos, vocabulary.bos)
   return tuple(vocabulary.piece(i) for i in ids)

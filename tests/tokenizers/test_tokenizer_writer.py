@@ -34,16 +34,8 @@ VARIED = [
   '<b> c<c> <c>',
 ]
 ADDED = 4
-SYMBOLS = {
-  'user_defined_symbols': [
-    '\n',
-    '\n\n',
-    '\u2581\u2581',
-    '<2mass>',
-    '<b> c',
-    '<c>',
-  ]
-}
+_SYMBOLS = ['\n', '\n\n', '\u2581\u2581', '<2mass>', '<b> c', '<c>']
+SYMBOLS = {'user_defined_symbols': _SYMBOLS}
 
 
 CHAT = [
