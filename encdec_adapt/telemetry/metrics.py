@@ -1,12 +1,12 @@
 """Metrics of a run: a JSONL file, and TensorBoard event files.
 
-`metrics.jsonl` has one line per (kind, step): `{"kind": "train", "step": 3,
+`metrics.jsonl` has a line for each (kind, step): `{"kind": "train", "step": 3,
 "loss": ...}`; numbers that are not finite are strings ("NaN", "Infinity"),
-since JSON has no such numbers. Every line goes to the kernel in one write, so
-that SIGKILL loses at most the line being written; for buckets see
+since JSON has no such numbers. Every line goes to the kernel in a single write,
+so that SIGKILL loses at most the line being written; for buckets see
 `files.append_log`, and `flush` before a checkpoint. TensorBoard's record format
 and messages are used without its file layer, which would import TensorFlow
-where it is installed.
+where it is installed. This module must not import models or data.
 """
 
 from collections.abc import Iterator, Mapping
@@ -39,7 +39,7 @@ class MetricWriter:
   Attributes:
     path: the JSONL file.
     evaluations: step of each evaluation that is kept -> the metric that
-      decides which one is the best.
+      decides which is the best.
     dropped: records that were dropped.
   """
 
@@ -55,7 +55,7 @@ class MetricWriter:
       folder: gets `metrics.jsonl` and the folder `tensorboard`.
       first_step: number of steps done before this start; records beyond it
         and a half-written line are dropped.
-      selects: metric of evaluations that decides which one is the best.
+      selects: metric of evaluations that decides which is the best.
 
     Raises:
       UserError: the folder cannot be written.
@@ -81,7 +81,7 @@ class MetricWriter:
     self.close()
 
   def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
-    """Appends one record.
+    """Appends a record.
 
     Args:
       kind: 'train', 'eval', ...
@@ -93,8 +93,9 @@ class MetricWriter:
       UserError: the disk is full, or gone.
     """
     plain = {name: _plain(value) for name, value in values.items()}
-    record = {name: _encode(value) for name, value in plain.items()}
-    record = {'kind': kind, 'step': step, **record}
+    encoded = {name: _encode(value) for name, value in plain.items()}
+    record = {'kind': kind, 'step': step, **encoded}
+    # TensorBoard has numbers only, and shows those that are not finite.
     scalars = {
       f'{kind}/{name}': float(value)
       for name, value in plain.items()
@@ -138,7 +139,7 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 class _EventFile:
-  """One TensorBoard event file, written through at every record."""
+  """A TensorBoard event file, written through at every record."""
 
   def __init__(self, folder: paths.Path, first_step: int):
     now = time.time()
@@ -153,13 +154,12 @@ class _EventFile:
     )
 
   def write(self, step: int, scalars: Mapping[str, float]) -> None:
-    """Adds scalars of one step by tag."""
-    summary = summary_pb2.Summary(
-      value=[
-        summary_pb2.Summary.Value(tag=tag, simple_value=value)
-        for tag, value in scalars.items()
-      ]
-    )
+    """Adds scalars of a step by tag."""
+    value = [
+      summary_pb2.Summary.Value(tag=tag, simple_value=value)
+      for tag, value in scalars.items()
+    ]
+    summary = summary_pb2.Summary(value=value)
     self._add(
       event_pb2.Event(wall_time=time.time(), step=step, summary=summary)
     )
@@ -178,11 +178,12 @@ class _EventFile:
 
 def _records(log: append_log.Log) -> Iterator[dict[str, Any]]:
   """Yields the records of a log; warns of lines that are none."""
-  for record, place in log.lines:
+  for record, line in log.lines:
     if isinstance(record, dict) and {'kind', 'step'} <= record.keys():
       yield record
     else:
-      print(f'Warning: {place} is not a record; ignored.', file=sys.stderr)
+      # A damaged line must not keep the run from being resumed.
+      print(f'Warning: {line} is not a record; ignored.', file=sys.stderr)
 
 
 def _plain(value: Any) -> Any:
