@@ -98,7 +98,7 @@ def write(
   with new_folder.new_folder(output) as draft:
     remedy = ' ($TMPDIR)' if paths.is_bucket(output) else ''
     disk.require_space(
-      draft.parent, nbytes, what='the parameters', remedy=remedy
+      draft.parent, nbytes, label='the parameters', remedy=remedy
     )
     config_lib.save(config, str(draft))
     atomic.write_json(draft / compute_cost.SUMMARY, summary)
@@ -127,7 +127,7 @@ def _reporting(
   def read(array: lazy_array.LazyArray, index: tuple[slice, ...]) -> np.ndarray:
     """Reads part of an array and prints the progress."""
     nonlocal done
-    part = array.read(index)
+    part = array.read_part(index)
     done += part.nbytes
     report(done, total)
     return part

@@ -1,4 +1,7 @@
-"""JSON files: written atomically, and validated when read."""
+"""JSON files: written atomically, and validated when read.
+
+This module must not know keys: callers check the contents.
+"""
 
 import json
 import os
@@ -18,10 +21,10 @@ def write_json(path: str | os.PathLike[str], content: Any) -> None:
   paths.write(path, (json.dumps(content, indent=2) + '\n').encode())
 
 
-def damaged(file: str | os.PathLike[str], what: str) -> errors.UserError:
-  """Returns the error for a file whose content is invalid."""
+def damaged(file: str | os.PathLike[str], problem: str) -> errors.UserError:
+  """Returns the error for a file with invalid content."""
   return errors.UserError(
-    f'{file}: {what}. The file is incomplete or damaged: fetch it again, or'
+    f'{file}: {problem}. The file is incomplete or damaged: fetch it again, or'
     ' save it again where it came from.'
   )
 
@@ -48,7 +51,7 @@ def parse_json(text: bytes, file: str | os.PathLike[str]) -> dict[str, Any]:
   """
   try:
     content = json.loads(text)
-  except (ValueError, RecursionError) as error:
+  except (ValueError, RecursionError) as error:  # Too many brackets.
     raise damaged(file, f'it is not valid JSON ({error})') from error
   if not isinstance(content, dict):
     raise damaged(

@@ -64,7 +64,7 @@ def fetch(
     missing = [name for name, bad in zip(shards, damaged, strict=True) if bad]
     nbytes = sum(shards[name]['bytes'] for name in missing)
     if missing:
-      disk.require_space(target, nbytes, what='the records')
+      disk.require_space(target, nbytes, label='the records')
       print(
         f'records: copying {len(missing)} of {len(shards)} shards,'
         f' {disk.format_bytes(nbytes)}, from {folder} to {target}',
