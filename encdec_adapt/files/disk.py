@@ -20,7 +20,7 @@ _PROBE_BYTES = 4096
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def require_writable(folder: str | os.PathLike[str]) -> paths.Path:
+def require_writable(folder: paths.AnyPath) -> paths.Path:
   """Makes a folder if need be, and writes and removes a probe file in it.
 
   Args:
@@ -60,7 +60,7 @@ def require_output(output: str) -> None:
 
 
 @contextlib.contextmanager
-def writing(path: str | os.PathLike[str]) -> Iterator[None]:
+def writing(path: paths.AnyPath) -> Iterator[None]:
   """Raises an `OSError` inside of this context as `cannot_write` of the path.
 
   Raises:
@@ -72,22 +72,19 @@ def writing(path: str | os.PathLike[str]) -> Iterator[None]:
     raise cannot_write(path, error) from error
 
 
-def cannot_write(
-  path: str | os.PathLike[str], error: OSError
-) -> errors.UserError:
+def cannot_write(path: paths.AnyPath, error: OSError) -> errors.UserError:
   """Returns the user error for an `OSError` from writing `path`."""
   if error.errno in _FULL:
     problem, remedy = 'is full', 'Free space there, or choose another folder'
   else:
     problem = 'cannot be written'
     remedy = 'Choose a folder that this user may write'
-  return errors.UserError(
-    f'{path} {problem} ({error.strerror or error}). {remedy}.'
-  )
+  reason = error.strerror or error
+  return errors.UserError(f'{path} {problem} ({reason}). {remedy}.')
 
 
 def require_space(
-  folder: str | os.PathLike[str], nbytes: int, *, label: str, remedy: str = ''
+  folder: paths.AnyPath, nbytes: int, *, label: str, remedy: str = ''
 ) -> None:
   """Checks that a disk has the free space that a job needs.
 
@@ -119,8 +116,6 @@ def format_bytes(nbytes: float) -> str:
   """Formats a number of bytes, such as `1.5 GiB`."""
   if nbytes < 1024:
     return f'{nbytes:.0f} bytes'
-  value, units = nbytes / 1024, ['KiB', 'MiB', 'GiB', 'TiB', 'PiB']
-  while value >= 1024 and len(units) > 1:
-    value /= 1024
-    units.pop(0)
-  return f'{value:.1f} {units[0]}'
+  # 2**10 is the first number of 11 bits, and the first KiB.
+  power = min((int(nbytes).bit_length() - 1) // 10, 5)
+  return f'{nbytes / 1024**power:.1f} {"KMGTP"[power - 1]}iB'

@@ -1,6 +1,6 @@
 """Arrays that are read, or computed, on demand.
 
-This module must not import jax: such arrays are larger than a device.
+This module must not import jax: such arrays may be larger than a device.
 """
 
 from collections.abc import Callable

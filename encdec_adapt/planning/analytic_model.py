@@ -7,7 +7,7 @@ memory inside the program, and all times, are estimates by the rules below. This
 module must not import `hlo` or `plan_report`, which read compiled programs.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 import dataclasses
 from typing import Any
 
@@ -55,17 +55,9 @@ class StackPass:
   source_length: int
   trained: bool
 
-  def scores(self) -> int:
-    """Returns FLOPs of the attentions of a row."""
-    return forward_flops.scores(
-      self.stack, self.length, source_length=self.source_length
-    )
-
-  def forward(self) -> int:
-    """Returns FLOPs of a forward pass of a row, without the vocabulary."""
-    return forward_flops.stack_forward(
-      self.stack, self.length, source_length=self.source_length
-    )
+  def flops(self, formula: Callable[..., int]) -> int:
+    """Returns FLOPs of a row by a function of `models.forward_flops`."""
+    return formula(self.stack, self.length, source_length=self.source_length)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -329,7 +321,8 @@ def _scores(work: Workload) -> float:
   """Returns FLOPs of all attentions on all devices, by the formula."""
   runs = forward_flops.TRAINING + (work.job.compute.remat == 'full')
   return work.job.rows * sum(
-    p.scores() * (runs if p.trained else 1) for p in work.passes
+    p.flops(forward_flops.scores) * (runs if p.trained else 1)
+    for p in work.passes
   )
 
 
@@ -351,7 +344,7 @@ def _kernels(work: Workload, hardware: chips.Slice) -> list[roofline.Row]:
     roofline.kernel_row(
       name,
       work.parts * sum(map(_calls, passes)),
-      sum(p.scores() for p in passes) * share * rows,
+      sum(p.flops(forward_flops.scores) for p in passes) * share * rows,
       hardware,
     )
     for name, (share, passes) in runs.items()
@@ -373,9 +366,9 @@ def _recomputed(work: Workload) -> float:
   for stack_pass in work.trained:
     stack = stack_pass.stack
     if remat in ('full', 'attention'):
-      total += stack_pass.forward()
+      total += stack_pass.flops(forward_flops.stack_forward)
     if remat == 'attention':
-      total -= stack_pass.scores()
+      total -= stack_pass.flops(forward_flops.scores)
     if remat == 'narrow_dots':  # Both products that widen.
       length = stack_pass.length
       total += 4 * stack.layers * length * stack.width * stack.mlp_width

@@ -97,18 +97,12 @@ CHIPS = {
       12.5e9 / 2, clock=2.2e9, dimensions=3, wraps_at=4, host_chips=4,
       host_bandwidth=8e9, chip_devices=2,
     ),
-    Chip(
-      'a100', 'gpu', 312e12, 72 * _GIB, 2039e9, 300e9, 25e9,
-      host_bandwidth=32e9,
-    ),
-    Chip(
-      'h100', 'gpu', 989e12, 72 * _GIB, 3350e9, 450e9, 50e9,
-      host_bandwidth=64e9,
-    ),
-    Chip(
-      'h200', 'gpu', 989e12, 126 * _GIB, 4800e9, 450e9, 50e9,
-      host_bandwidth=64e9,
-    ),
+    Chip('a100', 'gpu', 312e12, 72 * _GIB, 2039e9, 300e9, 25e9,
+         host_bandwidth=32e9),
+    Chip('h100', 'gpu', 989e12, 72 * _GIB, 3350e9, 450e9, 50e9,
+         host_bandwidth=64e9),
+    Chip('h200', 'gpu', 989e12, 126 * _GIB, 4800e9, 450e9, 50e9,
+         host_bandwidth=64e9),
   )
 }  # fmt: skip
 

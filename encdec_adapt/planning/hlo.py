@@ -20,6 +20,8 @@ import dataclasses
 import math
 import re
 
+import numpy as np
+
 # The dtypes are listed because a token, as in the result of `send`, is printed
 # like an array but has no bytes.
 _ARRAY = re.compile(r'\b(pred|bf16|[suf]\d+\w*)\[([\d,]*)\]')
@@ -61,16 +63,10 @@ class Instruction:
   is_root: bool
 
   def attribute(self, name: str) -> str | None:
-    """Returns the text of `name={...}` or `name=word`, without braces."""
-    match = re.search(
-      rf'\b{name}=(?:\{{([^}}]*)\}}|([^\s,]+))', self.attributes
-    )
+    """Returns the text of `name={...}`, `name=word` or `name=%computation`."""
+    pattern = rf'\b{name}=(?:\{{([^}}]*)\}}|%?([^\s,]+))'
+    match = re.search(pattern, self.attributes)
     return match and next(x for x in match.groups() if x is not None)
-
-  def called(self, name: str) -> str | None:
-    """Returns the computation that an attribute names."""
-    value = self.attribute(name)
-    return value and value.strip().lstrip('%')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,16 +231,16 @@ class _Walk:
     if op.opcode == 'while':
       # The condition compares scalars, which is left out.
       trips = _trip_count(self.computations, op)
-      self.add_computation(op.called('body'), times * trips)
+      self.add_computation(op.attribute('body'), times * trips)
       return
     if op.opcode == 'conditional':
       # All branches count: which of them run depends on data.
       for branch in _branches(op):
         self.add_computation(branch, times)
     if op.opcode == 'call':
-      self.add_computation(op.called('to_apply'), times)
+      self.add_computation(op.attribute('to_apply'), times)
     if op.opcode in ('fusion', 'async-start'):
-      self._add_fused(computation, op.called('calls'), times)
+      self._add_fused(computation, op.attribute('calls'), times)
     if op.opcode == 'custom-call' and f'"{KERNEL}"' in op.attributes:
       operands = tuple(arrays(types[o])[0][1] for o in op.operands)
       # XLA numbers the calls; without its number a kernel has the same name in
@@ -275,7 +271,7 @@ class _Walk:
       self._add_collective(computation, op, types, times, not is_scatter)
       self.totals.flops += product_flops(op, types) * times
       if op.opcode == 'fusion':
-        self._add_fused(computation, op.called('calls'), times)
+        self._add_fused(computation, op.attribute('calls'), times)
       elif op.opcode in ('while', 'conditional', 'call'):
         # Their work would silently be missing from the totals.
         raise UnknownProgramError(f'{name} has a {op.opcode} in it')
@@ -352,7 +348,7 @@ def _trip_count(
   stated = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes)
   if stated:
     return int(stated[1])
-  condition = {op.name: op for op in computations[loop.called('condition')]}
+  condition = {op.name: op for op in computations[loop.attribute('condition')]}
   for test in condition.values():
     # The counter and its bound may be in either order.
     if test.opcode == 'compare' and test.attribute('direction') in ('LT', 'GT'):
@@ -360,7 +356,7 @@ def _trip_count(
       bounds = [n for n in map(_constant, operands) if n is not None]
       indices = [n for op in operands if (n := op.attribute('index'))]
       if len(bounds) == len(indices) == 1:
-        body = {op.name: op for op in computations[loop.called('body')]}
+        body = {op.name: op for op in computations[loop.attribute('body')]}
         # Rounded up: the loop runs while the counter is below its bound.
         return -(-bounds[0] // _increment(body, int(indices[0])))
   raise UnknownProgramError(
@@ -440,11 +436,7 @@ def _valid_pairs(out: int, size: int, window: Mapping[str, str]) -> int:
   # `lhs_dilate` puts zeros between the elements, which are no work either.
   spacing = int(window.get('lhs_dilate', 1))
   padding = int(window.get('pad', '0_0').split('_')[0])
-  positions = (
-    position * stride + tap * dilation - padding
-    for tap in range(int(window['size']))
-    for position in range(out)
-  )
-  return sum(
-    0 <= i <= (size - 1) * spacing and i % spacing == 0 for i in positions
-  )
+  taps = np.arange(int(window['size']))[:, None] * dilation
+  positions = np.arange(out) * stride + taps - padding
+  valid = (positions >= 0) & (positions <= (size - 1) * spacing)
+  return int(np.sum(valid & (positions % spacing == 0)))

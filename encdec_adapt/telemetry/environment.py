@@ -116,11 +116,7 @@ def difference(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
   absent = 'not recorded'
   keys = sorted(saved.keys() | now.keys())
   pairs = ((key, saved.get(key, absent), now.get(key, absent)) for key in keys)
-  return [
-    f'{key}: {old!r} before, {new!r} now'
-    for key, old, new in pairs
-    if old != new
-  ]
+  return [f'{k}: {a!r} before, {b!r} now' for k, a, b in pairs if a != b]
 
 
 def git_revision() -> str | None:

@@ -10,6 +10,7 @@ where it is installed. This module must not import models or data.
 """
 
 from collections.abc import Iterator, Mapping
+import contextlib
 import json
 import math
 import os
@@ -29,7 +30,7 @@ EVENTS = 'tensorboard'  # Folder of event files.
 _NON_FINITE = ('NaN', 'Infinity', '-Infinity')  # Python's names in JSON.
 
 
-class MetricWriter:
+class MetricWriter(contextlib.AbstractContextManager):
   """Appends records; on resume drops those beyond the restored step.
 
   A record of step s must be written before the checkpoint of step s is
@@ -73,9 +74,6 @@ class MetricWriter:
           self.evaluations[record['step']] = _decode(record[selects])
       self._log.keep(records)
       self._events = _EventFile(events, first_step)
-
-  def __enter__(self) -> 'MetricWriter':
-    return self
 
   def __exit__(self, *exception) -> None:
     self.close()
@@ -146,12 +144,10 @@ class _EventFile:
     name = f'events.out.tfevents.{now:.6f}.{socket.gethostname()}.{os.getpid()}'
     self._file = append_log.append(folder / name)
     self._writer = record_writer.RecordWriter(self._file)
-    self._add(event_pb2.Event(wall_time=now, file_version='brain.Event:2'))
+    self._add(wall_time=now, file_version='brain.Event:2')
     # Makes TensorBoard discard later steps of earlier files.
     start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-    self._add(
-      event_pb2.Event(wall_time=now, step=first_step + 1, session_log=start)
-    )
+    self._add(wall_time=now, step=first_step + 1, session_log=start)
 
   def write(self, step: int, scalars: Mapping[str, float]) -> None:
     """Adds scalars of a step by tag."""
@@ -160,12 +156,10 @@ class _EventFile:
       for tag, value in scalars.items()
     ]
     summary = summary_pb2.Summary(value=value)
-    self._add(
-      event_pb2.Event(wall_time=time.time(), step=step, summary=summary)
-    )
+    self._add(wall_time=time.time(), step=step, summary=summary)
 
-  def _add(self, event: event_pb2.Event) -> None:
-    self._writer.write(event.SerializeToString())
+  def _add(self, **fields: Any) -> None:
+    self._writer.write(event_pb2.Event(**fields).SerializeToString())
 
   def flush(self) -> None:
     """Writes everything through."""

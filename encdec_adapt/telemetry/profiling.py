@@ -37,7 +37,7 @@ def listening() -> Iterator[None]:
     _request.clear()
 
 
-class Profiler:
+class Profiler(contextlib.AbstractContextManager):
   """Context manager around a loop, which calls it around each step."""
 
   def __init__(
@@ -67,9 +67,6 @@ class Profiler:
     self._first, self._steps = first, steps
     self._writing = writing
     self._until: int | None = None  # The trace ends before this step.
-
-  def __enter__(self) -> 'Profiler':
-    return self
 
   def __exit__(self, *exception) -> None:
     if self._until is not None:
