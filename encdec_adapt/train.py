@@ -296,13 +296,13 @@ def train(
       # the loss reads. Everything below stays as it is.
 
       # Update. Dispatch is asynchronous: the host continues meanwhile.
-      profiler.before(step)
+      profiler.begin_step(step)
       with telemetry.spent('compile' if compiling else 'dispatch'):
         batch = step_lib.place_batch(rows, placement, axes)
         state, metrics = train_step(state, batch, reference_params)
       if compiling:
         telemetry.pause()
-      profiler.after(step, metrics)
+      profiler.end_step(step, metrics)
       step += 1
       # Reads the metrics of the previous step; these are read one step later.
       telemetry.dispatched(step, metrics, row_numbers, batches.position)

@@ -1,8 +1,11 @@
-"""User errors: bad input or environment, reported without a traceback."""
+"""User errors: bad input or environment, reported without a traceback.
+
+This module must not import anything of the package.
+"""
 
 
 class UserError(Exception):
-  """Bad input: names the thing, its value and the remedy in one paragraph.
+  """Bad input: names the thing, its value and the remedy in a paragraph.
 
   Mains print it without a traceback and exit with status 2, before any long
   work has started and with nothing half written.
@@ -23,6 +26,8 @@ def user_error_behind(error: BaseException) -> UserError | None:
   Args:
     error: searched with its chain of `__cause__`.
   """
+  # Only `raise from` counts: an error that was merely being handled
+  # (`__context__`) need not be the reason.
   cause: BaseException | None = error
   while cause is not None and not isinstance(cause, UserError):
     cause = cause.__cause__

@@ -1,4 +1,7 @@
-"""Exit statuses, and user errors without a traceback."""
+"""Exit statuses, and user errors without a traceback.
+
+This module must not import anything of ours but errors.
+"""
 
 from collections.abc import Callable
 import sys
@@ -15,19 +18,20 @@ USER_ERROR = 2
 RESTART = 75
 # Ended by the watchdog, or another process of the job did not answer in time.
 HANG = 76
-# SIGABRT: jax aborts a process when another one of the job is missing or has
-# died.
+# SIGABRT: jax aborts a process when another process of the job is missing or
+# has died.
 ABORT = 134
 
 
 def guard(function: Callable[..., Any], *arguments: Any) -> Any:
-  """Calls a function; prints a user error as one paragraph and exits.
+  """Calls a function; prints a user error as a paragraph and exits.
 
   There is no traceback, and the exit status is that of the error.
   """
   try:
     return function(*arguments)
   except (errors.UserError, flags.Error) as error:
+    # Output first, where both streams go into the same file.
     sys.stdout.flush()
     print(f'Error: {" ".join(str(error).split())}', file=sys.stderr, flush=True)
     sys.exit(status(error))
@@ -35,6 +39,7 @@ def guard(function: Callable[..., Any], *arguments: Any) -> Any:
 
 def status(error: BaseException) -> int:
   """Returns the exit status of a process that ends with an exception."""
+  # As Python does: a text or an object as code means failure.
   if isinstance(error, SystemExit):
     return error.code if isinstance(error.code, int) else int(bool(error.code))
   if isinstance(error, errors.AbsentError):

@@ -1,9 +1,9 @@
 """Configuration keys: each is stated once, as a field of a frozen dataclass.
 
-A section of the configuration is a frozen dataclass whose fields are made by
+A section of the configuration is a frozen dataclass. Its fields are made by
 `key`, with default, documentation and bounds. The section lives next to its
-user; `encdec_adapt.config` assembles all of them. This module imports nothing
-of ours but user errors.
+user; `encdec_adapt.config` assembles all of them. This module must not import
+anything of ours but user errors.
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,18 +23,18 @@ RENAMED: Mapping[str, str] = {}
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-  """Documentation and bounds of one configuration key.
+  """Documentation and bounds of a configuration key.
 
   Attributes:
-    doc: one or two sentences for the annotated page.
+    doc: a sentence or two for the annotated page.
     at_least: lowest allowed value, or None.
     above: value that must be exceeded, or None.
     at_most: highest allowed value, or None.
     below: value that must not be reached, or None.
     one_of: allowed values, or None for any.
     name: name of the key where it differs from the field's.
-    none: value that stands for None in a configuration, whose values keep
-      their type; None where the field cannot be None.
+    none: value that stands for None in a configuration, since values there
+      keep their type; None where the field cannot be None.
   """
 
   doc: str
@@ -47,7 +47,8 @@ class Key:
   none: Any = None
 
   def problem(self, value: Any) -> str:
-    """Returns what is wrong with a value, or '' if nothing is."""
+    """Returns the error in a value, or '' if it is right."""
+    # nan would pass the comparisons below, and inf has no use in any key.
     if isinstance(value, float) and not math.isfinite(value):
       return 'it must be a finite number'
     if self.one_of is not None and value not in self.one_of:
@@ -79,9 +80,8 @@ def key(default: Any, doc: str, **bounds: Any) -> Any:
 def keys_of(section: Any) -> Iterator[tuple[str, str, Key, Any]]:
   """Yields (key name, field name, Key, default) of a section's dataclass."""
   for field in dataclasses.fields(section):
-    found = field.metadata.get(_META)
-    if found is not None:
-      yield found.name or field.name, field.name, found, field.default
+    if info := field.metadata.get(_META):
+      yield info.name or field.name, field.name, info, field.default
 
 
 def check(section: Any, prefix: str) -> None:
@@ -92,50 +92,49 @@ def check(section: Any, prefix: str) -> None:
     prefix: text before the key in messages, such as 'config.train.'.
 
   Raises:
-    UserError: names the key, its value and what it must be.
+    UserError: names the key, its value and the bound.
   """
-  for name, field, found, _ in keys_of(section):
+  for name, field, info, _ in keys_of(section):
     value = getattr(section, field)
-    problem = '' if value is None else found.problem(value)
-    if problem:
+    if value is not None and (problem := info.problem(value)):
       raise errors.UserError(f'{prefix}{name} is {value!r}; {problem}.')
 
 
 def defaults(section: type) -> dict[str, Any]:
   """Returns the default values of a section, by key name."""
   return {
-    name: found.none if default is None else default
-    for name, _, found, default in keys_of(section)
+    name: info.none if default is None else default
+    for name, _, info, default in keys_of(section)
   }
 
 
 def values_of(section: Any) -> dict[str, Any]:
   """Returns the values of a section instance, by key name."""
   return {
-    name: found.none if (value := getattr(section, field)) is None else value
-    for name, field, found, _ in keys_of(section)
+    name: info.none if (value := getattr(section, field)) is None else value
+    for name, field, info, _ in keys_of(section)
   }
 
 
-def make(section: type, values: Mapping[str, Any], **others: Any) -> Any:
+def make(section: type, values: Mapping[str, Any], **fields: Any) -> Any:
   """Builds a section from the values of its keys.
 
   Args:
     section: frozen dataclass.
     values: value of every key, by key name.
-    **others: values of the fields that are not keys.
+    **fields: values of the fields that are not keys.
 
   Raises:
     UserError: a value is out of bounds.
   """
-  fields = {}
-  for name, field, key_of_name, _ in keys_of(section):
+  for name, field, info, _ in keys_of(section):
     value = values[name]
+    # Sections are hashable; a configuration that was read from JSON has lists.
     if isinstance(value, list):
       value = tuple(value)
-    unset = key_of_name.none is not None and value == key_of_name.none
+    unset = info.none is not None and value == info.none
     fields[field] = None if unset else value
-  return section(**fields, **others)
+  return section(**fields)
 
 
 def complete(
@@ -156,6 +155,7 @@ def complete(
     UserError: a key is unknown.
   """
   values, added = dict(defaults), []
+  # Renamed first: an earlier name is not unknown.
   saved = {RENAMED.get(prefix + name, name): saved[name] for name in saved}
   if unknown := sorted(saved.keys() - defaults.keys()):
     raise errors.UserError(
@@ -186,15 +186,12 @@ def page(section: type, values: Mapping[str, Any], prefix: str) -> list[str]:
     For each key its documentation as comment lines, then `prefix.key = value`.
   """
   lines = []
-  for name, _, found, _ in keys_of(section):
+  for name, _, info, _ in keys_of(section):
     if name in values:
-      text = ' '.join([found.doc, _choices(found)]).strip()
+      text = info.doc
+      # Many documentations explain the values, and so name all of them.
+      if not all(str(choice) in text for choice in info.one_of or ()):
+        text += f' One of {", ".join(map(str, info.one_of))}.'
       lines += [f'# {line}' for line in textwrap.wrap(text, 76)]
       lines.append(f'{prefix}{name} = {values[name]!r}')
   return lines
-
-
-def _choices(found: Key) -> str:
-  if found.one_of is None or all(str(o) in found.doc for o in found.one_of):
-    return ''
-  return f'One of {", ".join(map(str, found.one_of))}.'

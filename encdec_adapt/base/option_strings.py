@@ -10,7 +10,7 @@ A thing has options after a colon (`Part.options`). Dividers inside of a JSON
 string in quotes do not divide: `pairs:prefix="Question, or: "`. The section
 "Strings of options" of `configs/README.md` explains all strings to users.
 
-This module imports nothing of ours but user errors.
+This module must not import anything of ours but user errors.
 """
 
 from collections.abc import Callable, Mapping
@@ -83,15 +83,15 @@ class Part:
     ]
 
   def partition(self, mark: str) -> tuple['Part', 'Part']:
-    """Divides the part at the first mark; without one the second is empty."""
+    """Divides the part at the first mark; without it the second is empty."""
     head = self.divide(re.escape(mark))[0]
-    # Where there is no mark, the second part is empty at the end, so that its
-    # column is that of what is missing.
+    # Where there is no mark, the second part is empty at the end: an error
+    # points to the column in which it is missing.
     start = min(head.stop + len(mark), self.start + len(self.text))
     return head, dataclasses.replace(self, start=start)
 
   def options(self, divider: str = ',') -> list['Part']:
-    """Divides what follows the first colon; [] if nothing does."""
+    """Divides the text after the first colon; [] if there is none."""
     options = self.partition(':')[1]
     return options.divide(divider) if options else []
 
@@ -174,7 +174,7 @@ def phases(label: str, string: str) -> list[tuple[int, Part]]:
     Step and setting of each phase; none for ''.
 
   Raises:
-    UserError: a step is missing, or is not above the one before.
+    UserError: a step is missing, or is not above that before it.
   """
   settings: list[tuple[int, Part]] = []
   for part in Part(label, string).divide(';') if string else []:
@@ -209,8 +209,9 @@ def key_values(
     key, value = item.partition('=')
     # An empty value is a value; without a sign the key is the whole item.
     if key.text not in defaults or key.stop == item.stop:
-      known = ', '.join(f'{k}={v}' for k, v in defaults.items())
-      raise item.error(f'is not understood; it must be KEY=VALUE of {known}')
+      pairs = ', '.join(f'{k}={v}' for k, v in defaults.items())
+      raise item.error(f'is not understood; it must be KEY=VALUE of {pairs}')
+    # The type of the default, so that a number is not read as text.
     kind = type(defaults[key.text])
     values[key.text] = value.read(
       lambda text, kind=kind: kind(unquote(text)), f'of type {kind.__name__}'

@@ -371,7 +371,7 @@ class Checkpoints:
     disk.require_space(
       self.folder,
       missing * state_leaves.total_bytes(abstract_state),
-      what=f'{missing} checkpoints',
+      label=f'{missing} checkpoints',
       remedy=', or keep fewer (config.checkpoint.keep and .keep_every)',
     )
 

@@ -1,1 +1,4 @@
-"""Shared entry point of the commands: flags, user errors, exit statuses."""
+"""Shared entry point of the commands: flags, subcommands, help.
+
+Imports `base` and `cluster`; only commands import it.
+"""

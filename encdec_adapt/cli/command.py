@@ -1,7 +1,8 @@
 """Flag parsing, subcommands and help, shared by every main.
 
 A main defines its flags in a function, so that importing it defines none and
-a study can run several mains in one process, parsed as from a shell.
+a study can run several mains in a process, parsed as from a shell. This module
+must not import jobs: it only knows their flags.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +21,7 @@ from ml_collections import config_flags
 from encdec_adapt.base import errors, exit_status
 from encdec_adapt.cluster import distributed
 
-# What absl and ml_collections raise for bad flags and configuration keys.
+# absl and ml_collections raise these for bad flags and configuration keys.
 _BAD_FLAGS = (flags.Error, LookupError, AttributeError, TypeError, ValueError)
 DefineFlags = Callable[[flags.FlagValues], None]
 _AGREES = 'agrees'  # Attribute of the flags that must agree.
@@ -31,7 +32,7 @@ class Subcommand:
   """A subcommand such as `convert export`.
 
   Attributes:
-    summary: one line for --help.
+    summary: a line for --help.
     define: defines its flags.
     run: takes the flag values and the operands; returns an exit status.
     operands: names of the positional arguments, for the usage: ('A', 'B').
@@ -48,7 +49,7 @@ class Subcommand:
 def flag(
   kind: str, name: str, *arguments: Any, default: Any = None, **options: Any
 ) -> DefineFlags:
-  """Returns a function that defines one flag.
+  """Returns a function that defines a flag.
 
   Args:
     kind: kind of the flag, such as 'string' for `flags.DEFINE_string`.
@@ -62,7 +63,6 @@ def flag(
   define = getattr(flags, f'DEFINE_{kind}')
 
   def define_flag(values: flags.FlagValues) -> None:
-    """Defines the flag."""
     define(name, default, *arguments, flag_values=values, **options)
     setattr(values[name], _AGREES, agrees)
 
@@ -80,7 +80,6 @@ def define(*definitions: DefineFlags) -> DefineFlags:
   """Returns a function that defines several flags."""
 
   def define_flags(values: flags.FlagValues) -> None:
-    """Defines the flags of a command."""
     for definition in definitions:
       definition(values)
 
@@ -103,7 +102,7 @@ define_processes = define(
 
 @contextlib.contextmanager
 def processes(values: flags.FlagValues, **inputs: Any) -> Iterator[None]:
-  """Runs a job of one or several processes, which fail together.
+  """Runs a job of a single or several processes, which fail together.
 
   Args:
     values: flags of the command, `define_processes` among them.
@@ -122,15 +121,13 @@ def processes(values: flags.FlagValues, **inputs: Any) -> Iterator[None]:
 
 def agreed(values: flags.FlagValues) -> dict[str, Any]:
   """Returns the flags that are the same in every process, by name."""
-  # absl and ml_collections define more flags, which are not declared here.
-  plain = {
-    name: values[name].value
-    for name in values
-    if getattr(values[name], _AGREES, False)
-  }
-  if 'config' in plain:
-    plain['config'] = plain['config'].to_dict()
-  return plain
+  # absl and ml_collections define more flags, which are not declared here:
+  # the latter has a flag for every key, and `config` below has its value.
+  equal = [name for name in values if getattr(values[name], _AGREES, False)]
+  agreed = {name: values[name].value for name in equal}
+  if 'config' in agreed:
+    agreed['config'] = agreed['config'].to_dict()
+  return agreed
 
 
 def define_config(values: flags.FlagValues) -> None:
@@ -170,7 +167,7 @@ def parse_operands(
 ) -> tuple[flags.FlagValues, list[str]]:
   """Parses as `parse` does; also returns the arguments that are not flags."""
   values = flags.FlagValues()
-  values.set_gnu_getopt(True)
+  values.set_gnu_getopt(True)  # Flags may follow operands.
   arguments = [sys.argv[0], *argv]
   try:
     with _argv(arguments):
@@ -178,7 +175,7 @@ def parse_operands(
       flags.DEFINE_bool(
         'help', False, 'Print the flags.', short_name='h', flag_values=values
       )
-      rest = values(arguments)
+      operands = values(arguments)[1:]
       if 'config' in values and values.config is not None:
         values.config.to_dict()  # Raises if the file failed to load.
   except _BAD_FLAGS as error:
@@ -189,7 +186,7 @@ def parse_operands(
       ' --config=FILE, for example --config=configs/base.py, in the root of'
       ' the repository.'
     ) from error
-  return values, rest[1:]
+  return values, operands
 
 
 def main(
@@ -201,7 +198,7 @@ def main(
 ) -> None:
   """Parses the command line, runs, and exits with the status of `run`.
 
-  A `UserError` is printed as one paragraph, with status 2.
+  A `UserError` is printed as a paragraph, with status 2.
 
   Args:
     description: text for --help.
@@ -211,14 +208,13 @@ def main(
   """
 
   def start(argv: Sequence[str]) -> int:
-    """Parses the flags and runs, or prints the help."""
-    values, *rest = (
-      parse_operands(define, argv) if operands else (parse(define, argv),)
-    )
+    parser = parse_operands if operands else parse
+    parsed = parser(define, argv)
+    values, *names = parsed if operands else (parsed,)
     if values.help:
       print(f'{description}\n\nflags:\n{values.get_help()}')
       return 0
-    return run(values, *rest)
+    return run(values, *names)
 
   _run(start)
 
@@ -273,7 +269,6 @@ def _run(start: Callable[[Sequence[str]], int]) -> None:
   """Runs a main on the arguments and exits with its status."""
 
   def run(argv: Sequence[str]) -> int:
-    """Sets up logging and runs."""
     logging.set_verbosity(logging.WARNING)  # Orbax logs much at INFO.
     # Into a file or pipe Python writes 8 KB at once: hours of a job's lines.
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -304,18 +299,21 @@ def _argv(arguments: Sequence[str]):
 
 
 def _explain(error: Exception, arguments: Sequence[str]) -> str:
-  """Describes what is wrong with a flag, its value or a configuration key."""
+  """Describes an error in a flag, its value or a configuration key."""
   text = str(error)
   frames = re.findall(r'File "(.*)", line (\d+), in', text)
   if frames:  # The configuration file was running.
     file, line = frames[-1]
-    own = file != config_flags.config_flags.__file__
-    where = f'at {file}:{line}' if own else 'with what follows the colon'
-    return f'the configuration file failed {where}: {_last_line(error)}.'
+    position = f'at {file}:{line}'
+    # get_config was called with an argument that it does not take.
+    if file == config_flags.config_flags.__file__:
+      position = 'with what follows the colon'
+    return f'the configuration file failed {position}: {_last_line(error)}.'
   if isinstance(error, (KeyError, AttributeError)):
-    # ml_collections names the last part of the key, and the nearest one.
+    # ml_collections names only the last part of the key, and the nearest key.
     name = re.search(r'\w+|$', text)[0]
     nearest = re.search(r'Did you mean "(\w+)"', text)
+    # `convert` changes a target's architecture with --model.KEY.
     keys = re.findall(r'--(?:config|model)\.([^= ]+)', ' '.join(arguments))
     full = next((key for key in keys if name in key.split('.')), name)
     text = f'the configuration has no key {full!r}'

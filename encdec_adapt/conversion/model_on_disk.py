@@ -124,7 +124,7 @@ class StoredModel:
         path: jax.make_array_from_callback(
           array.shape,
           placement.parameters[path],
-          lambda index, array=array: np.asarray(array.read(index), dtype),
+          lambda index, array=array: np.asarray(array.read_part(index), dtype),
         )
         for path, array in self.arrays().items()
       }

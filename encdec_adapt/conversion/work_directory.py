@@ -96,7 +96,7 @@ def write(
     # A bucket's draft is a local folder, which has to hold the model as well.
     remedy = ' ($TMPDIR)' if paths.is_bucket(output) else ''
     disk.require_space(
-      draft.parent, nbytes, what='the parameters', remedy=remedy
+      draft.parent, nbytes, label='the parameters', remedy=remedy
     )
     config_lib.save(config, str(draft))
     atomic.write_json(draft / compute_cost.SUMMARY, summary)
@@ -124,7 +124,7 @@ def _reporting(
 
   def read(array: lazy_array.LazyArray, index: tuple[slice, ...]) -> np.ndarray:
     nonlocal nbytes
-    part = array.read(index)
+    part = array.read_part(index)
     nbytes += part.nbytes
     report(nbytes, total)
     return part

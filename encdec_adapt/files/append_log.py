@@ -1,13 +1,13 @@
 """Append-only files, such as metrics, on file systems and object stores.
 
-`Log` is such a file of JSON lines, which a job that is resumed goes on with.
+`Log` is such a file of JSON lines, which a resumed job continues.
 
 On a file system a write goes to the kernel at once. Objects in a bucket cannot
 be appended to: writes are buffered and uploaded as NAME, and after every
 `PART` bytes as NAME-000001 and so on, so that no object is uploaded again and
 again as it grows. Everything written is safe after `flush`; otherwise it is
 uploaded with the first write `EVERY` seconds after the last upload, or later
-while the bucket does not answer.
+while the bucket does not answer. This module must not know the records.
 """
 
 from collections.abc import Iterable
@@ -19,7 +19,7 @@ from typing import Any
 
 from encdec_adapt.files import disk, paths
 
-PART = 1 << 20
+PART = 1 << 20  # Bytes of an object before the next one begins.
 EVERY = 30.0
 
 
@@ -27,21 +27,26 @@ class _Parts:
   """An append-only file in a bucket."""
 
   def __init__(self, path: paths.Path):
+    # A new part even if the last one is short, so that a resumed job uploads
+    # only its records.
     self._path, self._number = path, len(_parts(path))
     self._part, self._unwritten = io.BytesIO(), False
     self._flushed, self._failing = time.monotonic(), False
 
   def write(self, data: bytes) -> None:
-    """Appends whole records: no part begins within one."""
+    """Appends whole records, which are never divided between parts."""
     self._part.write(data)
     self._unwritten = True
     full = self._part.tell() >= PART
-    if (
-      full and not self._failing
-    ) or time.monotonic() - self._flushed >= EVERY:
+    is_due = time.monotonic() - self._flushed >= EVERY
+    # While the bucket fails, only time decides: a full part would otherwise be
+    # tried with every record, and each attempt takes long.
+    if is_due or (full and not self._failing):
       try:
         self.flush()
-      except OSError as error:  # The next upload has all of the part again.
+      except OSError as error:
+        # Not raised: metrics may be late, and the next upload has all of the
+        # part again.
         print(
           f'Warning: {self._path} is written later: {error}', file=sys.stderr
         )
@@ -53,15 +58,13 @@ class _Parts:
         self._part = io.BytesIO()
 
   def flush(self) -> None:
-    """Uploads what was written so far."""
+    """Uploads all records written so far."""
     if self._unwritten:
       paths.write(_part(self._path, self._number), self._part.getvalue())
       self._unwritten = False
     self._flushed = time.monotonic()
 
-  def close(self) -> None:
-    """Uploads the rest."""
-    self.flush()
+  close = flush
 
 
 def append(path: paths.Path) -> _Parts | io.RawIOBase:
@@ -79,12 +82,12 @@ def append(path: paths.Path) -> _Parts | io.RawIOBase:
 
 
 class Log:
-  """JSON lines that a job appends to, and goes on with when it is resumed.
+  """JSON lines that a job appends to, and continues when it is resumed.
 
   Attributes:
     path: the file.
-    lines: record of every complete line, None where it is not JSON, and the
-      place of the line for messages.
+    lines: record of every complete line, None where it is not JSON, and file
+      and number of the line for messages.
     torn: whether the last line is half written.
   """
 
@@ -106,6 +109,7 @@ class Log:
   def keep(self, records: Iterable[Any]) -> None:
     """Makes these records the content of the file, and opens it for more."""
     content = _encode(records)
+    # Usually nothing is dropped, and a rewrite could only be interrupted.
     if content != self._content:
       replace(self.path, content)
     self._content, self._file = content, append(self.path)
@@ -147,8 +151,6 @@ def _encode(records: Iterable[Any]) -> bytes:
 
 def read(path: paths.Path) -> bytes:
   """Reads all that was written and flushed; nothing if there is no file."""
-  if not paths.is_bucket(path):
-    return path.read_bytes() if path.exists() else b''
   return b''.join(part.read_bytes() for part in _parts(path))
 
 
@@ -160,6 +162,7 @@ def replace(path: paths.Path, data: bytes) -> None:
     data: new content of the file.
   """
   parts = _parts(path)
+  # Written first, so that the records are never only in the parts to delete.
   paths.write(path, data)
   for part in parts[1:]:
     part.unlink()
@@ -170,8 +173,9 @@ def _part(path: paths.Path, number: int) -> paths.Path:
 
 
 def _parts(path: paths.Path) -> list[paths.Path]:
-  """Lists the objects of a file in a bucket, in order."""
-  if not paths.is_bucket(path):
-    return []
-  first = [path] if path.exists() else []
-  return first + sorted(path.parent.glob(f'{path.name}-*'))
+  """Lists the objects of a file in order; a local file is a single part."""
+  parts = [path] if path.exists() else []
+  if paths.is_bucket(path):
+    # Zero-padded numbers sort as text.
+    parts += sorted(path.parent.glob(f'{path.name}-*'))
+  return parts

@@ -1,14 +1,16 @@
-"""JSON files: written atomically, and validated when read."""
+"""JSON files: written atomically, and validated when read.
+
+This module must not know keys: callers check the contents.
+"""
 
 import json
-import os
 from typing import Any
 
 from encdec_adapt.base import errors
 from encdec_adapt.files import paths
 
 
-def write_json(path: str | os.PathLike[str], content: Any) -> None:
+def write_json(path: paths.AnyPath, content: Any) -> None:
   """Writes JSON atomically, as `paths.write` does.
 
   Args:
@@ -18,17 +20,15 @@ def write_json(path: str | os.PathLike[str], content: Any) -> None:
   paths.write(path, (json.dumps(content, indent=2) + '\n').encode())
 
 
-def damaged(file: str | os.PathLike[str], what: str) -> errors.UserError:
-  """Returns the error for a file whose content is invalid."""
+def damaged(file: paths.AnyPath, problem: str) -> errors.UserError:
+  """Returns the error for a file with invalid content."""
   return errors.UserError(
-    f'{file}: {what}. The file is incomplete or damaged: fetch it again, or'
+    f'{file}: {problem}. The file is incomplete or damaged: fetch it again, or'
     ' save it again where it came from.'
   )
 
 
-def cannot_read(
-  path: str | os.PathLike[str], error: OSError
-) -> errors.UserError:
+def cannot_read(path: paths.AnyPath, error: OSError) -> errors.UserError:
   """Returns the user error for an `OSError` from reading `path`."""
   return errors.UserError(
     f'{path} cannot be read ({error.strerror or error}). Make it readable for'
@@ -36,7 +36,7 @@ def cannot_read(
   )
 
 
-def parse_json(text: bytes, file: str | os.PathLike[str]) -> dict[str, Any]:
+def parse_json(text: bytes, file: paths.AnyPath) -> dict[str, Any]:
   """Parses a JSON object.
 
   Args:
@@ -48,16 +48,15 @@ def parse_json(text: bytes, file: str | os.PathLike[str]) -> dict[str, Any]:
   """
   try:
     content = json.loads(text)
-  except (ValueError, RecursionError) as error:
+  except (ValueError, RecursionError) as error:  # Too many brackets.
     raise damaged(file, f'it is not valid JSON ({error})') from error
   if not isinstance(content, dict):
-    raise damaged(
-      file, f'its JSON is a {type(content).__name__}, not an object'
-    )
+    kind = type(content).__name__
+    raise damaged(file, f'its JSON is a {kind}, not an object')
   return content
 
 
-def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
+def read_json(path: paths.AnyPath) -> dict[str, Any]:
   """Reads a file that holds a JSON object, as `parse_json` does.
 
   Raises:

@@ -1,4 +1,7 @@
-"""Checks before a job starts: writable folders and free disk space."""
+"""Checks before a job starts: writable folders and free disk space.
+
+This module must not import jobs: callers give sizes and names of their data.
+"""
 
 from collections.abc import Iterator
 import contextlib
@@ -11,12 +14,13 @@ import socket
 from encdec_adapt.base import errors
 from encdec_adapt.files import paths
 
-# Size of the file that tests whether a folder is writable.
+# Size of the file that tests whether a folder is writable: an empty one can be
+# made on a full disk too.
 _PROBE_BYTES = 4096
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def require_writable(folder: str | os.PathLike[str]) -> paths.Path:
+def require_writable(folder: paths.AnyPath) -> paths.Path:
   """Makes a folder if need be, and writes and removes a probe file in it.
 
   Args:
@@ -29,6 +33,7 @@ def require_writable(folder: str | os.PathLike[str]) -> paths.Path:
     UserError: it cannot be made or written.
   """
   folder = paths.at(folder)
+  # Processes of a job probe a shared folder at the same time.
   name = f'.probe-{socket.gethostname()}-{os.getpid()}'
   with writing(folder):
     paths.write(folder / name, bytes(_PROBE_BYTES))
@@ -55,7 +60,7 @@ def require_output(output: str) -> None:
 
 
 @contextlib.contextmanager
-def writing(path: str | os.PathLike[str]) -> Iterator[None]:
+def writing(path: paths.AnyPath) -> Iterator[None]:
   """Raises an `OSError` inside of this context as `cannot_write` of the path.
 
   Raises:
@@ -67,29 +72,26 @@ def writing(path: str | os.PathLike[str]) -> Iterator[None]:
     raise cannot_write(path, error) from error
 
 
-def cannot_write(
-  path: str | os.PathLike[str], error: OSError
-) -> errors.UserError:
+def cannot_write(path: paths.AnyPath, error: OSError) -> errors.UserError:
   """Returns the user error for an `OSError` from writing `path`."""
   if error.errno in _FULL:
-    what, remedy = 'is full', 'Free space there, or choose another folder'
+    problem, remedy = 'is full', 'Free space there, or choose another folder'
   else:
-    what = 'cannot be written'
+    problem = 'cannot be written'
     remedy = 'Choose a folder that this user may write'
-  return errors.UserError(
-    f'{path} {what} ({error.strerror or error}). {remedy}.'
-  )
+  reason = error.strerror or error
+  return errors.UserError(f'{path} {problem} ({reason}). {remedy}.')
 
 
 def require_space(
-  folder: str | os.PathLike[str], nbytes: int, *, what: str, remedy: str = ''
+  folder: paths.AnyPath, nbytes: int, *, label: str, remedy: str = ''
 ) -> None:
   """Checks that a disk has the free space that a job needs.
 
   Args:
     folder: folder to write to, which need not exist yet; buckets always pass.
     nbytes: number of bytes that the job will write.
-    what: name of the data, for the message.
+    label: name of the data, for the message.
     remedy: another remedy, to end the message.
 
   Raises:
@@ -97,13 +99,14 @@ def require_space(
   """
   if paths.is_bucket(folder):
     return
+  # The file system of a folder that is yet to be made is that of its parents.
   existing = pathlib.Path(folder).absolute()
   while not existing.exists():
     existing = existing.parent
   free = shutil.disk_usage(existing).free
   if free < nbytes:
     raise errors.UserError(
-      f'{folder} has {format_bytes(free)} free, but {what} need'
+      f'{folder} has {format_bytes(free)} free, but {label} need'
       f' {format_bytes(nbytes)}. Free space there, or choose another'
       f' folder{remedy}.'
     )
@@ -111,8 +114,8 @@ def require_space(
 
 def format_bytes(nbytes: float) -> str:
   """Formats a number of bytes, such as `1.5 GiB`."""
-  value, units = float(nbytes), ['bytes', 'KiB', 'MiB', 'GiB', 'TiB', 'PiB']
-  while value >= 1024 and len(units) > 1:
-    value /= 1024
-    units.pop(0)
-  return f'{value:.0f} bytes' if nbytes < 1024 else f'{value:.1f} {units[0]}'
+  if nbytes < 1024:
+    return f'{nbytes:.0f} bytes'
+  # 2**10 is the first number of 11 bits, and the first KiB.
+  power = min((int(nbytes).bit_length() - 1) // 10, 5)
+  return f'{nbytes / 1024**power:.1f} {"KMGTP"[power - 1]}iB'

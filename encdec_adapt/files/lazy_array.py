@@ -1,4 +1,7 @@
-"""Arrays that are read, or computed, on demand."""
+"""Arrays that are read, or computed, on demand.
+
+This module must not import jax: such arrays may be larger than a device.
+"""
 
 from collections.abc import Callable
 import dataclasses
@@ -14,12 +17,12 @@ class LazyArray:
   Attributes:
     shape: shape of the whole array.
     dtype: dtype of the array.
-    read: index (a tuple of slices, one per dimension) -> that part.
+    read_part: index (a tuple with a slice for each dimension) -> that part.
   """
 
   shape: tuple[int, ...]
   dtype: np.dtype
-  read: Callable[[tuple[slice, ...]], np.ndarray]
+  read_part: Callable[[tuple[slice, ...]], np.ndarray]
 
   @property
   def size(self) -> int:
@@ -31,15 +34,16 @@ class LazyArray:
     """Size of the whole array in bytes, as stored."""
     return self.size * np.dtype(self.dtype).itemsize
 
-  def __getitem__(self, place: int | tuple[int, ...]) -> np.ndarray:
+  def __getitem__(self, index: int | tuple[int, ...]) -> np.ndarray:
     """Reads the part at an index into the first axis, or the first axes."""
-    place = place if isinstance(place, tuple) else (place,)
-    ones = tuple(slice(i, i + 1) for i in place)
-    rest = tuple(slice(None) for _ in self.shape[len(place) :])
-    return self.read((*ones, *rest))[(0,) * len(place)]
+    index = index if isinstance(index, tuple) else (index,)
+    # Readers take slices only, so that a part has the dimensions of the array.
+    slices = [slice(i, i + 1) for i in index]
+    slices += [slice(None)] * (len(self.shape) - len(index))
+    return self.read_part(tuple(slices))[(0,) * len(index)]
 
   def __array__(self, dtype=None, copy=None) -> np.ndarray:
     """Reads the whole array."""
-    del copy
-    whole = self.read(tuple(slice(None) for _ in self.shape))
-    return whole if dtype is None else whole.astype(dtype)
+    del copy  # Every read makes a new array.
+    array = self.read_part((slice(None),) * len(self.shape))
+    return array if dtype is None else array.astype(dtype)

@@ -1,8 +1,8 @@
-"""Local and bucket paths, and what counts as written on either.
+"""Local and bucket paths, and when a file or folder counts as written.
 
 Every path that may be gs://BUCKET/NAME goes through here. A bucket has no
 renames, no appending and no folders, but writing an object is atomic. One rule
-covers what both can do:
+covers both:
 
 - A file is written to a temporary name, synced and renamed; in a bucket it is
   one upload. `write` does either.
@@ -12,15 +12,24 @@ covers what both can do:
   then the checksum manifest of a checkpoint. `remove` and `move` delete the
   markers first.
 
-Callers ask `is_bucket` where the two differ in kind: an append log is several
-objects (`append_log`), a lock is an object that its owner renews
-(`cluster.lock`), checksums are the store's, a step is committed by its marker
-and not by its name (`checkpoints`), a new folder is drafted on a disk and
-uploaded (`huggingface.new_folder`), and records and headers of weights are read
-from local copies.
+Functions here take paths of both kinds. Callers ask `is_bucket` where the two
+differ in kind:
+
+- an append log is several objects (`append_log`), and a lock is an object that
+  its holder renews (`cluster.lock`);
+- the store has checksums of its objects (`checkpoints.checksums`), and a step
+  is committed by its marker and not by its name (`checkpoints.step_folders`);
+- a new folder is drafted on a local disk and uploaded (`huggingface.new_folder`
+  with `export` and `conversion.work_directory`); only disks have a limit
+  (`disk`);
+- records, headers of weights and a cache of tokens need local files
+  (`data.records.record_copy`, `huggingface.tensor_folder`,
+  `data.making.shard_jobs`), and remote workers reach buckets only
+  (`data.making.beam_jobs`).
 
 Buckets are reached through etils.epath and gcsfs, whether TensorFlow is
-installed or not; arrays are Orbax's and TensorStore's.
+installed or not; arrays are Orbax's and TensorStore's. This module must not
+import anything of ours but errors.
 """
 
 import base64
@@ -46,7 +55,8 @@ AnyPath = str | os.PathLike[str]
 
 SCHEME = 'gs://'
 _THREADS = 16  # Objects copied in parallel.
-_BLOCK = 1 << 20  # Bytes read from an open object at a time.
+# Bytes read from an open object at a time: every read is a request.
+_BLOCK = 1 << 20
 
 
 def is_bucket(path: AnyPath) -> bool:
@@ -83,22 +93,23 @@ def join(folder: AnyPath, *names: str) -> str:
 
 
 def absolute(path: AnyPath) -> Path:
-  """Returns the absolute path without links, one spelling of each place."""
-  found = at(path)
+  """Returns the absolute path without links: every file has a single one."""
+  path = at(path)
   # etils would prepend the current folder to an address.
-  return found if is_bucket(found) else found.resolve()
+  return path if is_bucket(path) else path.resolve()
 
 
 def size(path: Path) -> int:
   """Returns the size of a file in bytes."""
-  found = path.stat()
-  return found.length if is_bucket(path) else found.st_size
+  stat = path.stat()
+  # etils names the fields of an object in its own way.
+  return stat.length if is_bucket(path) else stat.st_size
 
 
 def version(path: Path) -> str:
   """Returns size and time of a file, which change when it is replaced."""
-  found = path.stat()
-  return f'{size(path)} {found.mtime if is_bucket(path) else found.st_mtime}'
+  stat = path.stat()
+  return f'{size(path)} {stat.mtime if is_bucket(path) else stat.st_mtime}'
 
 
 def tree(folder: Path) -> list[str]:
@@ -115,7 +126,7 @@ def tree(folder: Path) -> list[str]:
 def sync(path: AnyPath) -> None:
   """Flushes a file's content, or a folder's entries, to the disk.
 
-  What is in a bucket is stored already.
+  Objects in a bucket are stored already.
 
   Raises:
     OSError: it cannot be opened, or the disk fails.
@@ -141,6 +152,7 @@ def write(path: AnyPath, data: bytes) -> None:
   """
   path = at(path)
   if is_bucket(path):
+    # An object appears when its upload ends, so it needs no draft.
     with _as_os_errors(path):
       _gcs().pipe_file(str(path), data)
     return
@@ -168,7 +180,7 @@ def copy(source: AnyPath, target: AnyPath) -> None:
     return
   local, remote = (target, source) if is_bucket(source) else (source, target)
   with _as_os_errors(remote):
-    if is_bucket(local):
+    if is_bucket(local):  # The store copies and checks the object itself.
       _gcs().cp_file(str(source), str(target))
       return
     transfer = _gcs().get_file if remote is source else _gcs().put_file
@@ -191,6 +203,7 @@ def remove(folder: Path, markers: Sequence[str] = ()) -> None:
     if folder.exists():
       shutil.rmtree(folder)
     return
+  # A kill in between then leaves a folder that nobody takes for complete.
   for name in markers:
     (folder / name).unlink(missing_ok=True)
   names = [str(folder / name) for name in objects(folder)]
@@ -231,13 +244,13 @@ def upload(folder: pathlib.Path, target: Path, marker: str = '') -> None:
   Raises:
     OSError: a file cannot be read or written.
   """
-  there = objects(target)
+  uploaded = objects(target)
 
   def put(name: str) -> None:
-    """Copies one file unless the target has it."""
-    found, path = there.get(name), folder / name
-    same = found and found['bytes'] == size(path)
-    if not same or found['digest'] != file_crc32c(path):
+    entry, path = uploaded.get(name), folder / name
+    # The size first: a checksum reads the whole file.
+    same = entry and entry['bytes'] == size(path)
+    if not same or entry['digest'] != file_crc32c(path):
       copy(path, target / name)
 
   _each([name for name in tree(folder) if name != marker], put)
@@ -250,8 +263,8 @@ def staged(folder: AnyPath) -> Iterator[pathlib.Path]:
   """Provides a local folder for software that writes to file systems only.
 
   Yields:
-    The folder itself, made if need be; for a bucket a temporary folder, whose
-    content is uploaded at the end.
+    The folder itself, made if need be; for a bucket a temporary folder, which
+    is uploaded at the end.
   """
   folder = at(folder)
   if not is_bucket(folder):
@@ -281,14 +294,15 @@ def objects(folder: Path) -> dict[str, dict[str, Any]]:
 
   Returns:
     Mapping from name relative to the folder to `bytes` and `digest`, the
-    hexadecimal CRC32C that the store computed of what it received.
+    hexadecimal CRC32C that the store computed when it received the object.
   """
   with _as_os_errors(folder):
-    found = _gcs().find(str(folder), detail=True)
+    entries = _gcs().find(str(folder), detail=True)
   start = len(str(folder).removeprefix(SCHEME).rstrip('/')) + 1
+  # Without the entry of the folder itself, which some tools upload.
   return {
     name[start:]: _described(info)
-    for name, info in found.items()
+    for name, info in entries.items()
     if len(name) > start
   }
 
@@ -310,12 +324,12 @@ def matching(pattern: str) -> dict[str, dict[str, Any]]:
   if not is_bucket(pattern):
     files = filter(os.path.isfile, sorted(glob.glob(pattern, recursive=True)))
     return {file: {'bytes': os.path.getsize(file)} for file in files}
-  at(pattern)
+  at(pattern)  # Checks that the bucket can be reached.
   with _as_os_errors(pattern):
-    found = _gcs().glob(pattern, detail=True)
+    entries = _gcs().glob(pattern, detail=True)
   return {
     SCHEME + name: _described(info)
-    for name, info in sorted(found.items())
+    for name, info in sorted(entries.items())
     if info['type'] == 'file'
   }
 
@@ -343,6 +357,7 @@ def file_crc32c(path: Path) -> str:
     UserError: the module that computes it is not installed.
   """
   _require('google_crc32c')
+  # Here, as it is installed for buckets only.
   import google_crc32c
 
   checksum = google_crc32c.Checksum()
@@ -358,6 +373,7 @@ def key_value_store(folder: Path) -> Any:
   Raises:
     ValueError: it cannot be opened.
   """
+  # Here, as it takes long to import and only locks need it.
   import tensorstore
 
   bucket, _, name = str(folder).removeprefix(SCHEME).partition('/')
@@ -369,7 +385,7 @@ def key_value_store(folder: Path) -> Any:
 def _each(names, function) -> None:
   """Calls the function with every name, in several threads."""
   with futures.ThreadPoolExecutor(_THREADS) as pool:
-    list(pool.map(function, names))
+    list(pool.map(function, names))  # The list raises the threads' errors.
 
 
 def _require(module: str) -> None:
@@ -412,6 +428,8 @@ def _reach(bucket: str) -> None:
     UserError: it does not.
   """
   try:
+    # Any request shows that bucket and credentials are right; a missing object
+    # is no error.
     with _as_os_errors(epath.Path(SCHEME + bucket)):
       _gcs().exists(f'{SCHEME}{bucket}/.encdec_adapt')
   except OSError as error:

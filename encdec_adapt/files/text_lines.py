@@ -1,4 +1,7 @@
-"""Reads lines of a text file, keyed by file and line for error messages."""
+"""Reads lines of a text file, keyed by file and line for error messages.
+
+This module must not know the format of the lines, except that of JSON.
+"""
 
 import json
 import sys
@@ -45,9 +48,9 @@ def read_json(path: str) -> dict[str, Any]:
     UserError: a line is not JSON, or see `read`.
   """
   values = {}
-  for place, line in read(path).items():
+  for label, line in read(path).items():
     try:
-      values[place] = json.loads(line)
+      values[label] = json.loads(line)
     except ValueError as error:
-      raise errors.UserError(f'{place} is not JSON ({error}).') from error
+      raise errors.UserError(f'{label} is not JSON ({error}).') from error
   return values

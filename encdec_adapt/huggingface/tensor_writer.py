@@ -73,7 +73,7 @@ def write_tensors(
   sizes = [sum(item.nbytes for item in shard) for shard in shards.values()]
   written, total = 0, sum(sizes)
   nbytes, remedy = (max(sizes), ' ($TMPDIR)') if bucket else (total, '')
-  disk.require_space(folder, nbytes, what='the weights', remedy=remedy)
+  disk.require_space(folder, nbytes, label='the weights', remedy=remedy)
   on_progress(written, total)
   for name, shard in shards.items():
     arrays = {}

@@ -1,22 +1,19 @@
 """Analytic cost model: memory and time of a program from its shapes.
 
-Nothing is compiled. It plans GPU clusters, whose compiler may not be available,
+Nothing is compiled. It plans GPU clusters, as their compiler may be missing,
 and ranks candidates before the best are compiled for TPUs. Bytes of parameters,
 optimizer, caches and batch are exact, since they follow from the shardings;
-memory inside the program, and all times, are estimates by the rules below.
+memory inside the program, and all times, are estimates by the rules below. This
+module must not import `hlo` or `plan_report`, which read compiled programs.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
 
-from encdec_adapt.models import (
-  forward_flops,
-  model_config,
-  parameters,
-)
+from encdec_adapt.models import forward_flops, model_config, parameters
 from encdec_adapt.ops import attention, partition
 from encdec_adapt.planning import chips, programs, roofline
 
@@ -26,10 +23,11 @@ from encdec_adapt.planning import chips, programs, roofline
 PRODUCT_EFFICIENCY = 0.68
 HIDDEN = 0.5
 # Memory of a training step that is not counted below (cast and gathered
-# weights, copies), as shares of the activations kept for the backward pass and
-# of the rest. With these, peaks are 0.88 to 1.18 of those in `configs/plans`.
-_BESIDES_KEPT = 0.15
-_BESIDES_REST = 1.0
+# weights, copies), as shares of the activations saved for the backward pass and
+# of the remainder. With these, peaks are 0.88 to 1.18 of those in
+# `configs/plans`.
+_UNCOUNTED_SAVED = 0.15
+_UNCOUNTED_REMAINDER = 1.0
 _FP32 = 4
 # Kernels of `ops.flash_kernels`, and their work in forward passes: products
 # for scores and values; for scores, their gradient and queries'; for those and
@@ -39,8 +37,8 @@ _BACKWARD = {'flash_backward_queries': 1.5, 'flash_backward_keys': 2.0}
 
 
 @dataclasses.dataclass(frozen=True)
-class Read:
-  """A stack that reads rows.
+class StackPass:
+  """A pass of a stack over rows.
 
   Attributes:
     stack: configuration of the stack.
@@ -57,22 +55,14 @@ class Read:
   source_length: int
   trained: bool
 
-  def scores(self) -> int:
-    """Returns FLOPs of the attentions of a row."""
-    return forward_flops.scores(
-      self.stack, self.length, source_length=self.source_length
-    )
-
-  def forward(self) -> int:
-    """Returns FLOPs of a forward pass of a row, without the vocabulary."""
-    return forward_flops.stack_forward(
-      self.stack, self.length, source_length=self.source_length
-    )
+  def flops(self, formula: Callable[..., int]) -> int:
+    """Returns FLOPs of a row by a function of `models.forward_flops`."""
+    return formula(self.stack, self.length, source_length=self.source_length)
 
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
-  """What a program reads and holds, on one device.
+  """Sizes of a program's arguments on a device.
 
   Attributes:
     bytes: bytes of the arguments by part; see `programs.Program`.
@@ -105,51 +95,52 @@ class Arguments:
 
 
 class Workload:
-  """One run of a program: which stacks read how many tokens.
+  """Work of a single run of a program: the passes of its stacks.
 
   Attributes:
     job: the program, its configuration and its mesh.
-    place: partition of the job on its mesh.
-    reads: every stack that reads, those of references last.
+    partition: partition of the job on its mesh.
+    passes: passes of all stacks, those of references last.
     parts: number of microbatches.
     references: shapes of the frozen models that it reads.
     item: bytes of a number in the compute dtype.
     by_rows: number of devices that share a batch by its rows.
     by_length: number of devices that share a row.
     by_tensor: number of devices that share heads and feed-forwards.
-    exchange: mesh axes whose devices share the table and not the tokens.
+    exchange: mesh axes with devices that share the table and not the tokens.
   """
 
   def __init__(self, job: programs.Job):
-    self.job, self.place = job, job.rules.on(job.mesh)
+    self.job, self.partition = job, job.rules.on(job.mesh)
     self.references = job.models[1:]
     self.parts = job.train.microbatches if job.trains else 1
     self.item = jnp.dtype(job.compute.dtype).itemsize
-    self.by_rows = self.place.size('batch')
-    self.by_tensor = self.place.size('mlp')
-    # Decoding computes one token of every row: there is no length to share.
-    self.by_length = 1 if job.name == 'decode' else self.place.size('length')
-    self.exchange = self.place.common(partition.TOKENS, ['vocab'])
-    self.reads = tuple(self._reads())
+    self.by_rows = self.partition.size('batch')
+    self.by_tensor = self.partition.size('mlp')
+    # Decoding computes a token of every row: there is no length to share.
+    decodes = job.name == 'decode'
+    self.by_length = 1 if decodes else self.partition.size('length')
+    self.exchange = self.partition.common(partition.TOKENS, ['vocab'])
+    self.passes = tuple(self._passes())
 
-  def _reads(self) -> Iterator[Read]:
+  def _passes(self) -> Iterator[StackPass]:
     job, lengths = self.job, self.job.lengths
     if job.name == 'decode':
       stack = job.model.decoder
       source = lengths.encoder * (stack.cross_width is not None)
-      yield Read(stack, 1, lengths.decoder, source, False)
+      yield StackPass(stack, 1, lengths.decoder, source, False)
       return
     for model in job.models:
       trained = job.trains and model is job.model
       for name, side in model.architecture.sides(lengths.encoder > 0).items():
         stack, length = model.stacks[name], getattr(lengths, side)
         source = lengths.encoder * (stack.cross_width is not None)
-        yield Read(stack, length, length, source, trained)
+        yield StackPass(stack, length, length, source, trained)
 
   @property
-  def trained(self) -> list[Read]:
-    """Reads that a backward pass follows."""
-    return [read for read in self.reads if read.trained]
+  def trained(self) -> list[StackPass]:
+    """Passes that a backward pass follows."""
+    return [p for p in self.passes if p.trained]
 
   @property
   def busy(self) -> int:
@@ -158,67 +149,71 @@ class Workload:
 
   @property
   def device_rows(self) -> float:
-    """Rows of the batch on one device."""
+    """Rows of the batch on a device."""
     return self.job.rows / self.by_rows / self.by_length
 
-  def tokens(self, read: Read) -> float:
-    """Returns the positions of one microbatch on one device."""
-    return self.device_rows / self.parts * read.length
+  def tokens(self, stack_pass: StackPass) -> float:
+    """Returns the positions of a microbatch on a device."""
+    return self.device_rows / self.parts * stack_pass.length
 
 
 def describe(
-  job: programs.Job, where: chips.Slice, given: Arguments
+  job: programs.Job, hardware: chips.Slice, sizes: Arguments
 ) -> dict[str, Any]:
   """Returns the plan of a program, as `plan_report.describe` does.
 
   Args:
     job: the job, on a mesh of the devices, or of stand-ins.
-    where: chips that are planned for.
-    given: arguments of the job on this mesh, or on one that shards parameters
-      alike, with any batch; computing them takes most of the time.
+    hardware: chips that are planned for.
+    sizes: arguments of the job on this mesh, or on a mesh that shards
+      parameters alike, with any batch; computing them takes most of the time.
 
   Returns:
     JSON in which `source` is 'shapes', `kernels` are counted by the pairs that
     see each other, and `compile_s` and `trace_s` are None.
   """
   work = Workload(job)
-  batch = given.bytes['batch'] * work.device_rows / given.rows
-  arguments = {**given.bytes, 'batch': batch}
+  # `search` computes `sizes` once for all batches, with the smallest one.
+  batch = sizes.bytes['batch'] * work.device_rows / sizes.rows
+  arguments = {**sizes.bytes, 'batch': batch}
   parts = _parts(work, arguments)
   temporary = sum(parts.values())
-  peak = temporary + sum((*arguments.values(), *given.beside.values()))
-  kernels = _kernels(work, where)
+  peak = temporary + sum((*arguments.values(), *sizes.beside.values()))
+  kernels = _kernels(work, hardware)
   products = job.flops() + _recomputed(work)
   if kernels:
+    # The formula counts scores as products; kernels have them in their rows.
     products -= _scores(work)
   products /= work.busy
-  compute = products / where.chip.flops / PRODUCT_EFFICIENCY
-  traffic, weights = _traffic(work, where)
+  compute = products / hardware.chip.flops / PRODUCT_EFFICIENCY
+  traffic, weights = _traffic(work, hardware)
   collectives = sum(row['seconds'] for row in traffic)
-  other = compute + sum(row['seconds'] for row in kernels)
+  computing = compute + sum(row['seconds'] for row in kernels)
   for row in traffic:
-    hidden = min(HIDDEN, other / collectives)
+    # There must be as much other work as it hides.
+    hidden = min(HIDDEN, computing / collectives)
     row['exposed'] = (1 - hidden) * row['seconds']
   return {
     'source': 'shapes',
-    'fits': peak <= where.chip.hbm_bytes,
+    'fits': peak <= hardware.chip.hbm_bytes,
     'memory': {
-      'budget': where.chip.hbm_bytes,
+      'budget': hardware.chip.hbm_bytes,
       'peak': peak,
       'arguments': arguments,
-      'beside': given.beside,
+      'beside': sizes.beside,
       'temporary': temporary,
       'parts': parts,
     },
     **roofline.describe(
       job,
-      where,
+      hardware,
       products=products,
       kernels=kernels,
       traffic=traffic,
       compute=compute,
-      moved=given.moved + 2 * work.parts * weights,  # Written and read.
-      host=given.host,
+      # Gathered weights are written to memory and read again.
+      moved=sizes.moved + 2 * work.parts * weights,
+      host=sizes.host,
     ),
     'trace_s': None,
     'compile_s': None,
@@ -227,138 +222,156 @@ def describe(
 
 def _parts(work: Workload, arguments) -> dict[str, float]:
   """Returns bytes that live inside the program only, by part."""
-  kept = sum(
-    read.stack.layers * work.tokens(read) * _saved(work, read)
-    for read in work.trained
+  saved = sum(
+    p.stack.layers * work.tokens(p) * _saved(work, p) for p in work.trained
   )
-  working = max(_working(work, read) for read in work.reads)
+  # Layers run in turn, so their unsaved activations share memory.
+  working = max(_working(work, p) for p in work.passes)
   name = 'logits' if work.job.name == 'decode' else 'loss'
-  parts = {name: _loss(work), 'activations': kept + working}
+  parts = {name: _loss(work), 'activations': saved + working}
   if work.job.trains:
     trees = programs.gradients(work.job)
     parts['gradients'] = arguments['parameters'] * trees
-    rest = sum(parts.values()) - kept
-    parts['besides'] = _BESIDES_KEPT * kept + _BESIDES_REST * rest
+    remainder = sum(parts.values()) - saved
+    parts['besides'] = _UNCOUNTED_SAVED * saved
+    parts['besides'] += _UNCOUNTED_REMAINDER * remainder
   return parts
 
 
-def _key_value_width(work: Workload, read: Read) -> float:
-  """Returns elements of keys and values of a position on one device."""
-  return 2 * read.stack.kv_heads * read.stack.head_dim / work.by_tensor
+def _key_value_width(work: Workload, stack_pass: StackPass) -> float:
+  """Returns elements of keys and values of a position on a device."""
+  stack = stack_pass.stack
+  return 2 * stack.kv_heads * stack.head_dim / work.by_tensor
 
 
-def _saved(work: Workload, read: Read) -> float:
-  """Returns bytes that a layer keeps of a token for its backward pass.
+def _saved(work: Workload, stack_pass: StackPass) -> float:
+  """Returns bytes that a layer saves of a token for its backward pass.
 
   Without rematerialisation these include keys and values of all shards of a
   row.
   """
-  stack, remat = read.stack, work.job.compute.remat
+  stack, remat = stack_pass.stack, work.job.compute.remat
   heads = stack.heads * stack.head_dim / work.by_tensor
-  both = _key_value_width(work, read)
-  attentions = 1 + bool(read.source_length)
-  mlp, kept = stack.mlp_width / work.by_tensor, stack.width
+  keys_values = _key_value_width(work, stack_pass)
+  attentions = 1 + bool(stack_pass.source_length)
+  mlp = stack.mlp_width / work.by_tensor
+  # Every policy saves the layer's input; the others add the outputs that
+  # `models.execution.REMAT_POLICIES` names.
+  width = stack.width
   if remat == 'attention':
-    kept += attentions * heads
+    width += attentions * heads
   elif remat in ('narrow_dots', 'dots', 'none'):
-    kept += attentions * (2 * heads + both + stack.width) + stack.width
+    # Queries, keys, values, the attention's output, and both products with
+    # weights that return to the model's width.
+    width += attentions * (2 * heads + keys_values + stack.width) + stack.width
   if remat in ('dots', 'none'):
-    kept += 2 * mlp
+    width += 2 * mlp
   if remat == 'none':
-    kept += 4 * stack.width + both * work.by_length + mlp
+    width += 4 * stack.width + keys_values * work.by_length + mlp
+  # Row statistics of the softmax, which 'full' computes again.
   statistics = 0 if remat == 'full' else attentions * stack.heads * _FP32
-  return kept * work.item + statistics
+  return width * work.item + statistics
 
 
-def _working(work: Workload, read: Read) -> float:
-  """Returns bytes of one layer while it runs; doubled for its gradients."""
-  compute, stack = work.job.compute, read.stack
-  tokens = work.tokens(read)
+def _working(work: Workload, stack_pass: StackPass) -> float:
+  """Returns bytes of a layer while it runs; doubled for its gradients."""
+  compute, stack = work.job.compute, stack_pass.stack
+  tokens, length = work.tokens(stack_pass), stack_pass.length
   wide = stack.mlp_width + stack.heads * stack.head_dim
-  inside = 2 * stack.width + 2 * wide / work.by_tensor
+  width = 2 * stack.width + 2 * wide / work.by_tensor
   if work.by_length > 1:  # Keys and values of all shards of a row.
-    inside += work.by_length * _key_value_width(work, read)
-  found = tokens * inside * work.item
-  if not attention.BACKENDS[compute.attention].kernels or read.length == 1:
-    # Scores of a chunk of queries, or of all.
-    queries = read.length
-    if attention.BACKENDS[compute.attention].takes_chunk:
+    width += work.by_length * _key_value_width(work, stack_pass)
+  size = tokens * width * work.item
+  backend = attention.BACKENDS[compute.attention]
+  # The single query of a cache runs no kernels (`cached_attention`).
+  if not backend.kernels or length == 1:
+    queries = length
+    if backend.takes_chunk:
       queries = min(compute.attention_chunk, queries)
-    keys = max(read.keys, read.source_length)
-    pairs = tokens / read.length * queries * keys
-    found += pairs * stack.heads / work.by_tensor * _FP32
-  return found * (2 if work.job.trains else 1)
+    keys = max(stack_pass.keys, stack_pass.source_length)
+    pairs = tokens / length * queries * keys
+    size += pairs * stack.heads / work.by_tensor * _FP32
+  return size * (2 if work.job.trains else 1)
 
 
-def _logits(work: Workload) -> Read:
-  """Returns the stack whose states logits are computed from."""
+def _logits_pass(work: Workload) -> StackPass:
+  """Returns the pass with the states that logits are computed from."""
   decoder = work.job.model.decoder
-  return next(read for read in work.reads if read.stack is decoder)
+  return next(p for p in work.passes if p.stack is decoder)
 
 
 def _loss(work: Workload) -> float:
   """Returns bytes of a chunk of logits and, in training, of gradients."""
-  read = _logits(work)
-  stack, own = read.stack, work.tokens(read)
-  rows = min(work.job.loss.chunk, own) * work.place.devices(work.exchange)
-  columns = stack.table_rows / work.place.size('vocab')
+  logits = _logits_pass(work)
+  stack, tokens = logits.stack, work.tokens(logits)
+  # A device that holds a part of the table computes the logits of all devices
+  # that share the table.
+  rows = min(work.job.loss.chunk, tokens)
+  rows *= work.partition.devices(work.exchange)
+  columns = stack.table_rows / work.partition.size('vocab')
   copies = 1 + work.job.trains + len(work.references)
-  found = rows * columns * _FP32 * copies + rows * stack.width * work.item
+  size = rows * columns * _FP32 * copies + rows * stack.width * work.item
   if work.job.trains:
-    found += (rows + columns) * stack.width * _FP32
-    found += own * stack.width * work.item
-  return found
+    size += (rows + columns) * stack.width * _FP32
+    size += tokens * stack.width * work.item
+  return size
 
 
 def _scores(work: Workload) -> float:
   """Returns FLOPs of all attentions on all devices, by the formula."""
-  passes = forward_flops.TRAINING + (work.job.compute.remat == 'full')
+  runs = forward_flops.TRAINING + (work.job.compute.remat == 'full')
   return work.job.rows * sum(
-    read.scores() * (passes if read.trained else 1) for read in work.reads
+    p.flops(forward_flops.scores) * (runs if p.trained else 1)
+    for p in work.passes
   )
 
 
-def _kernels(work: Workload, where: chips.Slice) -> list[roofline.Row]:
-  """Returns kernels by name on one device; none if the attention has none.
+def _kernels(work: Workload, hardware: chips.Slice) -> list[roofline.Row]:
+  """Returns kernels by name on a device; none if the attention has none.
 
   FLOPs are of pairs that see each other, which is less than whole blocks.
   """
+  # Decoding runs no kernels (`ComputeConfig.cached_attention`).
   if work.job.compute.attention != 'triton' or work.job.name == 'decode':
     return []
-  again = work.trained if work.job.compute.remat == 'full' else []
-  runs = {_FORWARD: (1.0, [*work.reads, *again])}
+  # Only 'full' computes attention again for the backward pass: the other
+  # policies save its outputs.
+  repeated = work.trained if work.job.compute.remat == 'full' else []
+  runs = {_FORWARD: (1.0, [*work.passes, *repeated])}
   runs |= {name: (share, work.trained) for name, share in _BACKWARD.items()}
-  share_of_rows = work.job.rows / work.busy
+  rows = work.job.rows / work.busy
   return [
     roofline.kernel_row(
       name,
-      work.parts * sum(map(_calls, reads)),
-      sum(read.scores() for read in reads) * share * share_of_rows,
-      where,
+      work.parts * sum(map(_calls, passes)),
+      sum(p.flops(forward_flops.scores) for p in passes) * share * rows,
+      hardware,
     )
-    for name, (share, reads) in runs.items()
-    if reads
+    for name, (share, passes) in runs.items()
+    if passes
   ]
 
 
-def _calls(read: Read) -> int:
+def _calls(stack_pass: StackPass) -> int:
   """Returns the number of attentions of a stack."""
-  stack = read.stack
-  cross = read.source_length and not stack.cross_merged
+  stack = stack_pass.stack
+  # Merged attention reads source and targets in a single call.
+  cross = stack_pass.source_length and not stack.cross_merged
   return stack.layers + (forward_flops.cross_layers(stack) if cross else 0)
 
 
 def _recomputed(work: Workload) -> float:
   """Returns FLOPs on all devices that the backward pass repeats."""
   remat, total = work.job.compute.remat, 0
-  for read in work.trained:
-    stack = read.stack
+  for stack_pass in work.trained:
+    stack = stack_pass.stack
     if remat in ('full', 'attention'):
-      total += read.forward()
+      total += stack_pass.flops(forward_flops.stack_forward)
     if remat == 'attention':
-      total -= read.scores()
+      total -= stack_pass.flops(forward_flops.scores)
     if remat == 'narrow_dots':  # Both products that widen.
-      total += 4 * stack.layers * read.length * stack.width * stack.mlp_width
+      length = stack_pass.length
+      total += 4 * stack.layers * length * stack.width * stack.mlp_width
   return float(total * work.job.rows)
 
 
@@ -367,6 +380,7 @@ def _gathered_weights(work: Workload) -> float:
   stacks = parameters.count_by_stack(work.job.model)
   if work.job.name == 'decode':  # The encoder has run before.
     stacks = {'decoder': stacks['decoder']}
+  # Tables are not gathered: devices exchange hidden states instead.
   total = sum(c.other + c.cross for c in stacks.values())
   total *= 2 if work.job.trains else 1  # Once more for the backward pass.
   for model in work.references:
@@ -375,83 +389,81 @@ def _gathered_weights(work: Workload) -> float:
   return total / work.by_tensor * work.item
 
 
-def _exchanged_keys(work: Workload, read: Read) -> float:
+def _exchanged_keys(work: Workload, stack_pass: StackPass) -> float:
   """Returns elements of keys and values that the shards of a row exchange.
 
-  Forward, and twice more if a backward pass follows. A window needs only what
-  it reaches (`ops.attention_shards`). A cache is not moved.
+  They are gathered forward, and twice more if a backward pass follows. A window
+  gathers only its reach (`ops.attention_shards`). A cache is not moved.
   """
   if work.by_length == 1:
     return 0.0
-  sides = 1 if read.stack.role == 'causal' else 2
-  positions = read.stack.layers * read.source_length
-  for window in forward_flops.layer_windows(read.stack):
-    positions += min(read.length, sides * (window or read.length))
-  rows = work.tokens(read) * work.by_length / read.length
-  passes = forward_flops.TRAINING if read.trained else 1
-  return passes * rows * _key_value_width(work, read) * positions
+  stack, length = stack_pass.stack, stack_pass.length
+  sides = 1 if stack.role == 'causal' else 2
+  positions = stack.layers * stack_pass.source_length
+  for window in forward_flops.layer_windows(stack):
+    positions += min(length, sides * (window or length))
+  rows = work.tokens(stack_pass) * work.by_length / length
+  runs = forward_flops.TRAINING if stack_pass.trained else 1
+  return runs * rows * _key_value_width(work, stack_pass) * positions
 
 
 def _exchanges(work: Workload):
   """Yields purpose, mesh axes, kind and bytes of a microbatch's collectives.
 
-  Bytes are those of the array that is whole.
+  Bytes are those of the unsharded array.
   """
-  place, item = work.place, work.item
-  embed, length = place.mesh_axes('embed'), place.mesh_axes('length')
-  logits = _logits(work)
+  shares, item = work.partition, work.item
+  embed, length = shares.mesh_axes('embed'), shares.mesh_axes('length')
+  logits = _logits_pass(work)
   states = work.tokens(logits) * logits.stack.width
-  states *= place.devices(work.exchange)
-  # Sums of the parts that shares of heads and feed-forwards add.
+  states *= shares.devices(work.exchange)
+  # Every product with heads or feed-forwards that returns to the model's width
+  # leaves a part of each sum on every device: those of self-attention,
+  # cross-attention and feed-forward.
   sums = sum(
-    work.tokens(read)
-    * read.stack.width
-    * read.stack.layers
-    * (2 + bool(read.source_length))
-    * (forward_flops.TRAINING if read.trained else 1)
-    for read in work.reads
+    work.tokens(p)
+    * p.stack.width
+    * p.stack.layers
+    * (2 + bool(p.source_length))
+    * (forward_flops.TRAINING if p.trained else 1)
+    for p in work.passes
   )
-  keys = sum(_exchanged_keys(work, read) for read in work.reads)
+  keys = sum(_exchanged_keys(work, p) for p in work.passes)
   yield 'weights', embed, 'all-gather', _gathered_weights(work)
   yield 'hidden states', work.exchange, 'all-gather', states * item
-  yield 'activations', place.mesh_axes('mlp'), 'all-reduce', sums * item
+  yield 'activations', shares.mesh_axes('mlp'), 'all-reduce', sums * item
   yield 'keys', length, 'all-gather', keys * item
   if not work.job.trains:
     return
   counts = parameters.count_by_stack(work.job.model).values()
   tables = sum(c.embedding + c.head for c in counts) * _FP32
   size = sum(c.other + c.cross for c in counts) / work.by_tensor * _FP32
-  copies = place.only(partition.TOKENS, ['embed'])
-  tables_of = place.only(partition.TOKENS, ['vocab'])
-  tables /= place.size('vocab')
+  # Gradients are summed over the axes that split tokens: those that shard the
+  # parameter scatter the sum, the others need it whole.
+  copies = shares.only(partition.TOKENS, ['embed'])
+  tables_of = shares.only(partition.TOKENS, ['vocab'])
+  tables /= shares.size('vocab')
   yield 'gradients', embed, 'reduce-scatter', size
-  yield 'replicas', copies, 'all-reduce', size / place.size('embed')
+  yield 'replicas', copies, 'all-reduce', size / shares.size('embed')
   yield 'gradients of tables', tables_of, 'all-reduce', tables
   scattered = states * _FP32
   yield 'gradients of hidden states', work.exchange, 'reduce-scatter', scattered
 
 
 def _traffic(
-  work: Workload, where: chips.Slice
+  work: Workload, hardware: chips.Slice
 ) -> tuple[list[roofline.Row], float]:
   """Returns collectives with their bytes, and bytes of gathered weights."""
   mesh = work.job.mesh
-  network, rows, weights = roofline.Network(mesh, where), [], 0.0
+  network, rows, weights = roofline.Network(mesh, hardware), [], 0.0
   for purpose, axes, kind, size in _exchanges(work):
     axes = [axis for axis in axes if mesh.shape[axis] > 1]
-    sent, seconds = network.along(axes, kind, size * work.parts)
+    sent, seconds = network.cost_along(axes, kind, size * work.parts)
     if not sent:
       continue
     if purpose == 'weights':
       weights = size
-    rows.append(
-      {
-        'kind': kind,
-        'axes': '+'.join(axes),
-        'for': purpose,
-        'count': work.parts,
-        'bytes': sent,
-        'seconds': seconds,
-      }
-    )
+    row = {'kind': kind, 'axes': '+'.join(axes), 'for': purpose}
+    row |= {'count': work.parts, 'bytes': sent, 'seconds': seconds}
+    rows.append(row)
   return rows, weights

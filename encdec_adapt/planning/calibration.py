@@ -1,7 +1,7 @@
-"""Errors of estimates against published training speeds.
+"""Errors of estimates against published training speeds; must not import jax.
 
-calibration.json in this folder lists decoder-only training whose speed was
-published: `name`; `config` of the same job in this repository; `topology`; the
+calibration.json in this folder lists decoder-only training of published
+speed: `name`; `config` of the same job in this repository; `topology`; the
 `source` that states its model FLOPs utilisation; that, `published`, with causal
 attention counted half; and the `estimated` one, `by` which estimator, with the
 `gib` of the plan. `estimated` is null where nothing fits. MaxText's page for
@@ -27,7 +27,7 @@ def table() -> list[Row]:
 
 
 def text(rows: list[Row]) -> str:
-  """Returns the rows for people, one a line."""
+  """Returns a line of text for every row."""
   lines = ['such estimates for runs whose MFU was published:']
   for row in rows:
     begin = f'  {row["name"]:<26}{row["published"]:>6.1%} published,'

@@ -4,6 +4,7 @@ Compute, memory and interconnect of TPUs are from Google Cloud's pages "TPU v4",
 "TPU v5e", "TPU v5p", "TPU v6e" and "TPU7x (Ironwood)"; those of GPUs from
 NVIDIA's data sheets (dense, without sparsity). Usable memory is what the TPU
 compiler allows a program; for GPUs nine tenths, which the launchers give JAX.
+This module must not import jobs or models.
 """
 
 from collections.abc import Sequence
@@ -24,7 +25,7 @@ _GIB = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-  """One kind of accelerator; all numbers are those of one JAX device.
+  """A kind of accelerator; all numbers are those of a single JAX device.
 
   Attributes:
     name: name in a topology, such as 'v5e'.
@@ -32,7 +33,7 @@ class Chip:
     flops: peak of dense bf16 products, FLOP/s.
     hbm_bytes: memory that a program can use.
     hbm_bandwidth: bytes/s.
-    link_bandwidth: bytes/s sent into one dimension of the torus, both ways
+    link_bandwidth: bytes/s sent into a dimension of the torus, both ways
       together (TPU), or to the other GPUs of a node (half of the NVLink
       figure, which counts received bytes too).
     network_bandwidth: bytes/s of a device's share of the data-center network.
@@ -40,12 +41,12 @@ class Chip:
       per cycle of the matrix units.
     dimensions: number of dimensions of the torus.
     wraps_at: extent from which a dimension of the torus is a ring.
-    host_chips: chips of one host.
-    host_bandwidth: bytes/s to or from the host's memory: one direction of PCI
+    host_chips: chips of a host.
+    host_bandwidth: bytes/s to or from the host's memory: a direction of PCI
       Express for GPUs; an assumption for TPUs, where none is specified.
-    devices_as: libtpu's name of the configuration in which a chip is one
+    devices_as: libtpu's name of the configuration in which a chip is a single
       device, if that is not the default.
-    chip_devices: devices of one chip.
+    chip_devices: devices of a chip.
     cycle_share: ratio of published step times to the compiler's cycles,
       without kernels and collectives, fitted by `planning.calibration`; 1 if
       no speed was published.
@@ -96,18 +97,12 @@ CHIPS = {
       12.5e9 / 2, clock=2.2e9, dimensions=3, wraps_at=4, host_chips=4,
       host_bandwidth=8e9, chip_devices=2,
     ),
-    Chip(
-      'a100', 'gpu', 312e12, 72 * _GIB, 2039e9, 300e9, 25e9,
-      host_bandwidth=32e9,
-    ),
-    Chip(
-      'h100', 'gpu', 989e12, 72 * _GIB, 3350e9, 450e9, 50e9,
-      host_bandwidth=64e9,
-    ),
-    Chip(
-      'h200', 'gpu', 989e12, 126 * _GIB, 4800e9, 450e9, 50e9,
-      host_bandwidth=64e9,
-    ),
+    Chip('a100', 'gpu', 312e12, 72 * _GIB, 2039e9, 300e9, 25e9,
+         host_bandwidth=32e9),
+    Chip('h100', 'gpu', 989e12, 72 * _GIB, 3350e9, 450e9, 50e9,
+         host_bandwidth=64e9),
+    Chip('h200', 'gpu', 989e12, 126 * _GIB, 4800e9, 450e9, 50e9,
+         host_bandwidth=64e9),
   )
 }  # fmt: skip
 
@@ -191,61 +186,66 @@ def slice_of(devices: Sequence[jax.Device]) -> Slice | None:
     devices: all devices of the job.
   """
   kind = devices[0].device_kind
-  names = (name for known, name, _ in peak_flops.KINDS if known in kind)
-  name = next(names, None)
-  if name is None:
+  # The first match counts: 'TPU v5' is in the name of a 'TPU v5 lite' too.
+  names = (name for text, name, _ in peak_flops.KINDS if text in kind)
+  chip = CHIPS.get(next(names, None))
+  if chip is None:
     return None
-  chip = CHIPS[name]
   if not chip.dimensions:
     return Slice(chip, (len(devices),))
   count = len({device.slice_index for device in devices})
-  places = zip(*(device.coords for device in devices), strict=True)
-  extents = [max(place) - min(place) + 1 for place in places]
+  # JAX gives three coordinates on a torus of two dimensions as well, and a
+  # slice of a larger torus need not begin at 0.
+  axes = zip(*(device.coords for device in devices), strict=True)
+  extents = [max(axis) - min(axis) + 1 for axis in axes]
   return Slice(chip, tuple(extents[: chip.dimensions]), count)
 
 
-def devices_of(where: Slice) -> Sequence[jax.Device]:
+def devices_of(hardware: Slice) -> Sequence[jax.Device]:
   """Returns abstract devices of a TPU slice, or stand-ins for GPUs.
 
-  Stand-ins are CPU devices. The first call must be the one for most devices,
-  and come before anything else initialises JAX's backends.
+  Stand-ins are CPU devices. The first call must be that for most devices, and
+  come before anything else initialises JAX's backends.
 
   Raises:
     UserError: libtpu is not installed, or does not support the slice.
   """
   jax.config.update('jax_platforms', 'cpu')
-  if where.chip.kind == 'gpu':
-    if jax.config.jax_num_cpu_devices < where.devices:
-      with contextlib.suppress(RuntimeError):  # JAX has its devices already.
-        jax.config.update('jax_num_cpu_devices', where.devices)
-    return np.array(jax.devices()[: where.devices])
+  if hardware.chip.kind == 'gpu':
+    if jax.config.jax_num_cpu_devices < hardware.devices:
+      # JAX refuses the option once it has devices. Then those must do, as in
+      # tests, which have eight.
+      with contextlib.suppress(RuntimeError):
+        jax.config.update('jax_num_cpu_devices', hardware.devices)
+    return np.array(jax.devices()[: hardware.devices])
   if importlib.util.find_spec('libtpu') is None:
     raise errors.UserError(
       'planning for a TPU needs its compiler, libtpu, which runs on any'
       f" machine: pip install 'jax[tpu]=={jax.__version__}'."
     )
-  # The compiler needs neither a TPU, nor exclusive access, nor a server.
+  # The compiler needs no TPU, so it may run beside another process that has
+  # loaded libtpu, and need not wait for a metadata server, which only the
+  # machines of a TPU have.
   os.environ['ALLOW_MULTIPLE_LIBTPU_LOAD'] = '1'
   os.environ['TPU_SKIP_MDS_QUERY'] = '1'
-  from jax.experimental import topologies  # Loads libtpu.
+  # Here, not at the top: this loads libtpu, which reads the variables above.
+  from jax.experimental import topologies
 
   options = {}
-  if where.chip.devices_as:
-    options['chip_config_name'] = where.chip.devices_as
-  if set(where.extents) == {1}:
+  if hardware.chip.devices_as:
+    options['chip_config_name'] = hardware.chip.devices_as
+  # libtpu 0.0.42 refuses a slice of a single chip without the host's bounds.
+  if set(hardware.extents) == {1}:
     options['chips_per_host_bounds'] = (1, 1, 1)
   try:
-    found = topologies.get_topology_desc(
-      platform='tpu',
-      topology_name=where.name,
-      num_slices=where.count,
-      **options,
-    ).devices
+    topology = topologies.get_topology_desc(
+      hardware.name, 'tpu', num_slices=hardware.count, **options
+    )
   except Exception as error:  # JAX raises libtpu's errors, of many types.
     reason = str(error).strip().splitlines()
     raise errors.UserError(
-      f'--topology={where.name} with {where.count} slice(s) cannot be built:'
-      f' {reason[0] if reason else type(error).__name__}. Slices of'
-      f' {where.chip.name} are {SHAPES[where.chip.dimensions]}.'
+      f'--topology={hardware.name} with {hardware.count} slice(s) cannot be'
+      f' built: {reason[0] if reason else type(error).__name__}. Slices of'
+      f' {hardware.chip.name} are {SHAPES[hardware.chip.dimensions]}.'
     ) from error
-  return found
+  return topology.devices

@@ -1,4 +1,7 @@
-"""`train --dry_run`: what a job would hold in memory, and what it adapts."""
+"""`train --dry_run`: memory of a job's arguments, and its sources.
+
+This module compiles nothing and must not read weights or data.
+"""
 
 import dataclasses
 
@@ -33,6 +36,7 @@ def describe(settings: config_lib.Settings) -> str:
   setup.check_batches(job.train, job.lengths, job.mesh, job.rules)
   missing = _missing('teacher.checkpoint', job.teacher.checkpoint)
   if missing:
+    # Without a path the job assumes a shape, where opening it would fail.
     unknown = dataclasses.replace(job.teacher, checkpoint='')
     job = dataclasses.replace(job, teacher=unknown)
   program = job.program()
@@ -43,40 +47,39 @@ def describe(settings: config_lib.Settings) -> str:
       f'{name}: {part.total:,} parameters ({part.embedding:,} embedding,'
       f' {part.cross:,} cross-attention)'
     )
-  count, active = (
-    f(job.model) for f in (parameters.count, parameters.count_active)
-  )
+  count = parameters.count(job.model)
+  active = parameters.count_active(job.model)
   experts = f', {active:,} of them for a token' if active < count else ''
-  lines.append(f'together: {count:,} parameters{experts}')
-  lines.append(f'mesh {dict(job.mesh.shape)}; bytes per device:')
-  sizes = programs.tree_bytes({**program.arguments, **program.made})
+  lines += [
+    f'together: {count:,} parameters{experts}',
+    f'mesh {dict(job.mesh.shape)}; bytes per device:',
+  ]
+  sizes = programs.tree_bytes({**program.arguments, **program.temporaries})
   for name, size in {**sizes, 'together': sum(sizes.values())}.items():
     lines.append(f'  {name:<16} {disk.format_bytes(size)}')
   if missing and 'teacher' in sizes:
     lines.append(f"  {missing}: a teacher of the decoder's shape is counted")
-  lines.append(
-    '  without activations; for those of the compiled program run python -m'
-    ' encdec_adapt.plan'
-  )
   lengths = job.lengths
-  lines.append(
+  lines += [
+    '  without activations; for those of the compiled program run python -m'
+    ' encdec_adapt.plan',
     f'a step: {job.rows} rows of {lengths.encoder} + {lengths.decoder} tokens,'
-    f' {job.flops():.3g} model FLOPs'
-  )
+    f' {job.flops():.3g} model FLOPs',
+  ]
   if settings.init.mode != 'random':
     lines.append(_describe_sources(settings.init, job))
   return '\n'.join(lines)
 
 
 def _missing(key: str, path: str) -> str:
-  """Says that a model is not given or does not exist; '' if it exists."""
+  """Returns that a model is not given or does not exist; '' if it exists."""
   if not path:
     return f'config.{key} is not given'
   return '' if paths.at(path).exists() else f'{path} does not exist'
 
 
 def _describe_sources(init: init_section.InitConfig, job: programs.Job) -> str:
-  """Describes what an adaptation does with every weight; reads configs only.
+  """Describes the source of every weight; reads configs only.
 
   Raises:
     UserError: an existing source does not fit.
@@ -86,7 +89,7 @@ def _describe_sources(init: init_section.InitConfig, job: programs.Job) -> str:
   )
   if missing:
     return f'sources: {missing}'
-  sources = initial_state.open_sources(init, job.compute, job.where)
+  sources = initial_state.open_sources(init, job.compute, job.placed_model)
   if sources.coverage:
     return sources.coverage.table()
   return f'{init.mode} of: {sources.models[0].path}'

@@ -1,26 +1,33 @@
 """Totals of a compiled TPU program, read from its optimised HLO text.
 
-XLA's `cost_analysis` counts the body of a loop once and omits kernels. Here
-every instruction counts as often as it runs: bodies of loops are multiplied by
-their trip count, which follows from the condition and the counter's increment.
-For a fusion the compiler states `estimated_cycles`; products inside it are
-counted by their shapes.
+XLA's `cost_analysis` counts the body of a loop once and omits kernels. This
+module counts every instruction as often as it runs: bodies of loops are
+multiplied by their trip count, which follows from the condition and the
+counter's increment. For a fusion the compiler states `estimated_cycles`;
+products inside it are counted by their shapes.
 
 A collective that overlaps with products is split into several fusions with the
 same channel, and is counted once. A reduce-scatter is a fusion of an
-all-reduce and a slice. A program for several slices is that of one slice; data
-that crosses slices is sent to the host and received from it.
+all-reduce and a slice. The text of a program for several slices is that of a
+single slice; data that crosses slices is sent to the host and received from it.
+
+This module reads text: it must not import jax, jobs or chips.
 """
 
+import collections
 from collections.abc import Iterator, Mapping
 import dataclasses
 import math
 import re
 
+import numpy as np
+
+# The dtypes are listed because a token, as in the result of `send`, is printed
+# like an array but has no bytes.
 _ARRAY = re.compile(r'\b(pred|bf16|[suf]\d+\w*)\[([\d,]*)\]')
 _INSTRUCTION = re.compile(r'^\s+(ROOT )?%([\w.\-]+) = (.*)$')
 _COMPUTATION = re.compile(r'^(?:ENTRY )?%([\w.\-]+) \(')
-_REDUCE_SCATTER = 'all-reduce-scatter'  # Such a fusion's computation.
+_REDUCE_SCATTER = 'all-reduce-scatter'  # Computation of such a fusion.
 _COLLECTIVES = (
   'all-gather',
   'all-reduce',
@@ -30,7 +37,9 @@ _COLLECTIVES = (
 )
 KERNEL = 'tpu_custom_call'
 SLICES = 'slices'
-_ACROSS = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
+# A `send` to the host belongs to a collective between slices only if this
+# attribute names the kind of the collective.
+_TRANSFER = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,36 +63,25 @@ class Instruction:
   is_root: bool
 
   def attribute(self, name: str) -> str | None:
-    """Returns the text of `name={...}` or `name=word`, without braces."""
-    found = re.search(
-      rf'\b{name}=(?:\{{([^}}]*)\}}|([^\s,]+))', self.attributes
-    )
-    return found and next(x for x in found.groups() if x is not None)
-
-  def called(self, name: str) -> str | None:
-    """Returns the computation that an attribute names."""
-    value = self.attribute(name)
-    return value and value.strip().lstrip('%')
-
-  @property
-  def cycles(self) -> int:
-    """Cycles that the compiler estimates, or 0."""
-    found = re.search(r'"estimated_cycles":"(\d+)"', self.attributes)
-    return int(found[1]) if found else 0
+    """Returns the text of `name={...}`, `name=word` or `name=%computation`."""
+    pattern = rf'\b{name}=(?:\{{([^}}]*)\}}|%?([^\s,]+))'
+    match = re.search(pattern, self.attributes)
+    return match and next(x for x in match.groups() if x is not None)
 
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-  """One collective.
+  """A collective operation and how often it runs.
 
   Attributes:
     kind: 'all-gather', 'all-reduce', ...
-    bytes: bytes of the larger array on one device in one run: an all-gather's
-      result, the operand of others (one slice's part if it crosses slices).
-    groups: text of the replica groups, or `SLICES`: one device per slice.
+    bytes: bytes of the larger array on a device in a single run: an
+      all-gather's result, the operand of others (the part of a single slice if
+      it crosses slices).
+    groups: text of the replica groups, or `SLICES`: a device of every slice.
     times: number of runs.
     overlapped: whether the compiler overlaps it with other work.
-    computation: name of the computation that has it.
+    computation: name of the computation that contains it.
   """
 
   kind: str
@@ -96,14 +94,14 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-  """One call of a Pallas kernel.
+  """A call of a Pallas kernel.
 
   Attributes:
     name: name of the kernel.
     operands: shapes of the operands.
     results: number of arrays that it returns.
     times: number of runs.
-    computation: name of the computation that has it.
+    computation: name of the computation that contains it.
   """
 
   name: str
@@ -115,7 +113,7 @@ class Kernel:
 
 @dataclasses.dataclass
 class Totals:
-  """Work of one device in one run of the program.
+  """Work of a device in a single run of the program.
 
   Attributes:
     flops: FLOPs of products (2 per multiplication and addition), without
@@ -127,7 +125,9 @@ class Totals:
   """
 
   flops: float = 0.0
-  cycles: dict[str, float] = dataclasses.field(default_factory=dict)
+  cycles: collections.Counter[str] = dataclasses.field(
+    default_factory=collections.Counter
+  )
   collectives: dict[tuple, Collective] = dataclasses.field(default_factory=dict)
   kernels: list[Kernel] = dataclasses.field(default_factory=list)
 
@@ -144,9 +144,9 @@ def totals(text: str) -> Totals:
       loop, call or condition, or there is no entry computation.
   """
   computations, entry = parse(text)
-  result = Totals()
-  _Walk(computations, result).computation(entry, 1)
-  return result
+  walk = _Walk(computations, Totals())
+  walk.add_computation(entry, 1)
+  return walk.totals
 
 
 def parse(text: str) -> tuple[dict[str, list[Instruction]], str]:
@@ -158,32 +158,33 @@ def parse(text: str) -> tuple[dict[str, list[Instruction]], str]:
   computations: dict[str, list[Instruction]] = {}
   entry, current = None, None
   for line in text.splitlines():
+    # XLA indents instructions, and nothing else that ends with a brace.
     if not line.startswith(' ') and line.endswith('{'):
-      found = _COMPUTATION.match(line)
-      if found:
-        current = computations.setdefault(found[1], [])
-        entry = found[1] if line.startswith('ENTRY') else entry
+      if header := _COMPUTATION.match(line):
+        current = computations.setdefault(header[1], [])
+        entry = header[1] if line.startswith('ENTRY') else entry
       continue
-    found = _INSTRUCTION.match(line)
-    if found and current is not None:
-      current.append(_instruction(found[2], found[3], bool(found[1])))
+    match = _INSTRUCTION.match(line)
+    if match and current is not None:
+      current.append(_instruction(match[2], match[3], bool(match[1])))
   if entry is None:
     raise UnknownProgramError('the text has no entry computation')
   return computations, entry
 
 
-def _instruction(name: str, rest: str, is_root: bool) -> Instruction:
+def _instruction(name: str, text: str, is_root: bool) -> Instruction:
   """Parses `TYPE opcode(operands), attributes`."""
-  end = _closing(rest, 0) + 1 if rest.startswith('(') else rest.index(' ')
-  kind, rest = rest[:end], rest[end:].lstrip()
-  start = rest.index('(')
-  stop = _closing(rest, start)
-  operands = tuple(re.findall(r'%([\w.\-]+)', rest[start:stop]))
-  if rest[:start] == 'constant':
-    operands = (rest[start + 1 : stop],)
-  return Instruction(
-    name, kind, rest[:start], operands, rest[stop + 1 :], is_root
-  )
+  # A tuple's type has spaces between its elements; an array's type has none.
+  end = _closing(text, 0) + 1 if text.startswith('(') else text.index(' ')
+  kind, call = text[:end], text[end:].lstrip()
+  start = call.index('(')
+  stop = _closing(call, start)
+  operands = tuple(re.findall(r'%([\w.\-]+)', call[start:stop]))
+  opcode, attributes = call[:start], call[stop + 1 :]
+  # A constant has its value in the parentheses; trip counts are read from it.
+  if opcode == 'constant':
+    operands = (call[start + 1 : stop],)
+  return Instruction(name, kind, opcode, operands, attributes, is_root)
 
 
 def _closing(text: str, start: int) -> int:
@@ -207,112 +208,130 @@ def arrays(kind: str) -> list[tuple[str, tuple[int, ...]]]:
 def _sizes(kind: str) -> Iterator[float]:
   """Yields the bytes of every array of a type."""
   for dtype, shape in arrays(kind):
+    # The first number of a dtype is its bits, also in f8e4m3fn. Sizes are
+    # fractions, since two elements of s4 share a byte.
     bits = 8 if dtype == 'pred' else int(re.search(r'\d+', dtype)[0])
     yield bits / 8 * math.prod(shape)
 
 
+@dataclasses.dataclass
 class _Walk:
   """Sums a module from its entry."""
 
-  def __init__(
-    self, computations: Mapping[str, list[Instruction]], result: Totals
-  ):
-    self.computations = computations
-    self.result = result
+  computations: Mapping[str, list[Instruction]]
+  totals: Totals
 
-  def computation(self, name: str, times: int) -> None:
+  def add_computation(self, name: str, times: int) -> None:
     """Adds a computation that runs `times` times."""
-    types = {i.name: i.type for i in self.computations[name]}
-    for instruction in self.computations[name]:
-      self._instruction(name, instruction, types, times)
+    types = {op.name: op.type for op in self.computations[name]}
+    for op in self.computations[name]:
+      self._add_instruction(name, op, types, times)
 
-  def _instruction(self, where, it, types, times) -> None:
-    result = self.result
-    if it.opcode == 'while':
-      trips = _trip_count(self.computations, it)
-      self.computation(it.called('body'), times * trips)
+  def _add_instruction(self, computation, op, types, times) -> None:
+    if op.opcode == 'while':
+      # The condition compares scalars, which is left out.
+      trips = _trip_count(self.computations, op)
+      self.add_computation(op.attribute('body'), times * trips)
       return
-    if it.opcode == 'conditional':
-      for branch in _branches(it):  # All count: any may run.
-        self.computation(branch, times)
-    if it.opcode == 'call':
-      self.computation(it.called('to_apply'), times)
-    if it.opcode in ('fusion', 'async-start'):
-      self._inside(where, it.called('calls'), times)
-    if it.opcode == 'custom-call' and f'"{KERNEL}"' in it.attributes:
-      operands = tuple(arrays(types[o])[0][1] for o in it.operands)
-      name = it.name.rstrip('0123456789').rstrip('.')
-      made = len(arrays(it.type))
-      result.kernels.append(Kernel(name, operands, made, times, where))
-    elif not self._collective(where, it, types, times, fused=False):
-      cycles = result.cycles.get(where, 0.0) + it.cycles * times
-      result.cycles[where] = cycles
-      result.flops += product_flops(it, types) * times
+    if op.opcode == 'conditional':
+      # All branches count: which of them run depends on data.
+      for branch in _branches(op):
+        self.add_computation(branch, times)
+    if op.opcode == 'call':
+      self.add_computation(op.attribute('to_apply'), times)
+    if op.opcode in ('fusion', 'async-start'):
+      self._add_fused(computation, op.attribute('calls'), times)
+    if op.opcode == 'custom-call' and f'"{KERNEL}"' in op.attributes:
+      operands = tuple(arrays(types[o])[0][1] for o in op.operands)
+      # XLA numbers the calls; without its number a kernel has the same name in
+      # every layer, under which a report adds the calls up.
+      name = op.name.rstrip('0123456789').rstrip('.')
+      results = len(arrays(op.type))
+      kernel = Kernel(name, operands, results, times, computation)
+      self.totals.kernels.append(kernel)
+    elif not self._add_collective(computation, op, types, times):
+      # Cycles are summed by computation, because a collective overlaps only
+      # with work of its computation (see `roofline.collectives`).
+      estimate = re.search(r'"estimated_cycles":"(\d+)"', op.attributes)
+      cycles = int(estimate[1]) if estimate else 0
+      self.totals.cycles[computation] += cycles * times
+      self.totals.flops += product_flops(op, types) * times
 
-  def _inside(self, where: str, name: str, times: int) -> None:
-    """Adds products and collectives inside a fusion of `where`."""
-    types = {i.name: i.type for i in self.computations[name]}
-    scattered = name.startswith(_REDUCE_SCATTER)
-    for it in self.computations[name]:
-      if scattered and it.opcode == 'all-reduce':
-        it = dataclasses.replace(it, opcode='reduce-scatter')
-      self._collective(where, it, types, times, fused=not scattered)
-      self.result.flops += product_flops(it, types) * times
-      if it.opcode == 'fusion':
-        self._inside(where, it.called('calls'), times)
-      elif it.opcode in ('while', 'conditional', 'call'):
-        raise UnknownProgramError(f'{name} has a {it.opcode} in it')
+  def _add_fused(self, computation: str, name: str, times: int) -> None:
+    """Adds products and collectives of the fusion `name` in `computation`.
 
-  def _collective(self, where, it, types, times, *, fused) -> bool:
-    """Adds a collective; returns whether the instruction is one."""
-    kind = it.opcode.removesuffix('-start')
-    across = _ACROSS.search(it.attributes) if kind == 'send' else None
-    if across:
-      kind = across[1].lower().replace('_', '-')
+    Their cycles are those of the fusion, which are added with it.
+    """
+    types = {op.name: op.type for op in self.computations[name]}
+    is_scatter = name.startswith(_REDUCE_SCATTER)
+    for op in self.computations[name]:
+      if is_scatter and op.opcode == 'all-reduce':
+        op = dataclasses.replace(op, opcode='reduce-scatter')
+      # A reduce-scatter is a whole collective in a fusion, not a piece.
+      self._add_collective(computation, op, types, times, not is_scatter)
+      self.totals.flops += product_flops(op, types) * times
+      if op.opcode == 'fusion':
+        self._add_fused(computation, op.attribute('calls'), times)
+      elif op.opcode in ('while', 'conditional', 'call'):
+        # Their work would silently be missing from the totals.
+        raise UnknownProgramError(f'{name} has a {op.opcode} in it')
+
+  def _add_collective(
+    self, computation, op, types, times, is_piece=False
+  ) -> bool:
+    """Adds a collective; returns whether the instruction belongs to one."""
+    is_start = op.opcode.endswith('-start')
+    kind = op.opcode.removesuffix('-start')
+    transfer = _TRANSFER.search(op.attributes) if kind == 'send' else None
+    if transfer:
+      kind = transfer[1].lower().replace('_', '-')
     if kind not in _COLLECTIVES:
-      return it.opcode.removesuffix('-done') in _COLLECTIVES
-    size = sum(_sizes(it.type))
-    if across or kind != 'all-gather':
-      size = sum(sum(_sizes(types[o])) for o in it.operands if o in types)
-    elif it.opcode.endswith('-start'):
-      size = max(_sizes(it.type))
-    groups = SLICES if across else _groups(it.attributes)
-    channel = it.attribute('channel_id')
-    # Parts of one collective are in one computation and share a channel, but
-    # so may different collectives.
-    key = (where, kind, size, groups, channel) if fused else (where, it.name)
-    known = self.result.collectives.get(key)
-    self.result.collectives[key] = Collective(
+      # The second half, `-done`, waits for data that `-start` has counted.
+      return op.opcode.removesuffix('-done') in _COLLECTIVES
+    if kind == 'all-gather' and not transfer:
+      # A start returns a tuple of its operand and the gathered array.
+      size = (max if is_start else sum)(_sizes(op.type))
+    else:
+      size = sum(sum(_sizes(types.get(name, ''))) for name in op.operands)
+    groups = SLICES if transfer else _groups(op.attributes)
+    # Pieces of a collective are in the same computation and share a channel,
+    # but so may different collectives: kind, size and groups tell them apart.
+    key = (computation, op.name)
+    if is_piece:
+      key = (computation, kind, size, groups, op.attribute('channel_id'))
+    collective = self.totals.collectives.get(key)
+    self.totals.collectives[key] = Collective(
       kind,
       size,
       groups,
-      max(times, known.times if known else 0),
-      bool(across) or fused or it.opcode.endswith('-start'),
-      where,
+      max(times, collective.times if collective else 0),
+      bool(transfer) or is_piece or is_start,
+      computation,
     )
     return True
 
 
-def _branches(it: Instruction) -> list[str]:
-  """Returns the computations of a conditional, in either form."""
-  several = it.attribute('branch_computations')
-  if several is not None:
-    return re.findall(r'%([\w.\-]+)', several)
-  found = [it.called(f'{word}_computation') for word in ('true', 'false')]
-  if None in found:
-    raise UnknownProgramError(f'{it.name} has no branches that are understood')
-  return found
+def _branches(op: Instruction) -> list[str]:
+  """Returns the computations of a conditional."""
+  # A conditional on a predicate names its two branches, others list them.
+  branches = re.findall(
+    r'%([\w.\-]+)', op.attribute('branch_computations') or ''
+  ) or re.findall(r'(?:true|false)_computation=%([\w.\-]+)', op.attributes)
+  if not branches:
+    raise UnknownProgramError(f'{op.name} has no branches that are understood')
+  return branches
 
 
 def _groups(attributes: str) -> str:
   """Returns the text of the replica groups, or of a permutation's pairs."""
-  found = re.search(
+  # `Instruction.attribute` would stop at the first brace of nested ones.
+  match = re.search(
     r'(?:replica_groups|source_target_pairs)='
     r'(mesh\[[^\]]*\] \{[^}]*\}|\{\{.*?\}\}'
     r'|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?)',
     attributes,
   )
-  return found[1] if found else ''
+  return match[1] if match else ''
 
 
 def _trip_count(
@@ -326,82 +345,85 @@ def _trip_count(
   Raises:
     UnknownProgramError: it is another kind of loop.
   """
-  known = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes)
-  if known:
-    return int(known[1])
-  test = {i.name: i for i in computations[loop.called('condition')]}
-  for it in test.values():
-    if it.opcode == 'compare' and it.attribute('direction') in ('LT', 'GT'):
-      bounds = [_constant(test[o]) for o in it.operands]
-      counters = [test[o].attribute('index') for o in it.operands]
-      found = [n for n in bounds if n is not None]
-      indices = [int(n) for n in counters if n is not None]
-      if len(found) == len(indices) == 1:
-        body = {i.name: i for i in computations[loop.called('body')]}
-        return -(-found[0] // _increment(body, indices[0]))
+  stated = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes)
+  if stated:
+    return int(stated[1])
+  condition = {op.name: op for op in computations[loop.attribute('condition')]}
+  for test in condition.values():
+    # The counter and its bound may be in either order.
+    if test.opcode == 'compare' and test.attribute('direction') in ('LT', 'GT'):
+      operands = [condition[name] for name in test.operands]
+      bounds = [n for n in map(_constant, operands) if n is not None]
+      indices = [n for op in operands if (n := op.attribute('index'))]
+      if len(bounds) == len(indices) == 1:
+        body = {op.name: op for op in computations[loop.attribute('body')]}
+        # Rounded up: the loop runs while the counter is below its bound.
+        return -(-bounds[0] // _increment(body, int(indices[0])))
   raise UnknownProgramError(
     f'the trip count of loop {loop.name} is not a constant'
   )
 
 
-def _constant(it: Instruction) -> int | None:
-  number = it.opcode == 'constant' and re.fullmatch(r'-?\d+', it.operands[0])
-  return int(it.operands[0]) if number else None
+def _constant(op: Instruction) -> int | None:
+  if op.opcode == 'constant' and re.fullmatch(r'-?\d+', op.operands[0]):
+    return int(op.operands[0])
+  return None
 
 
 def _increment(body: Mapping[str, Instruction], index: int) -> int:
-  """Returns what a loop's body adds to an integer that it carries.
+  """Returns the number by which a loop's body increases an integer.
 
   Args:
     body: instructions of the body by name.
-    index: place of the integer in the tuple that the loop carries.
+    index: index of the integer in the tuple that the loop carries.
 
   Raises:
     UnknownProgramError: it adds no positive constant.
   """
 
   def value(name: str) -> int:
-    """The value of a scalar, if the counter's was 0."""
-    it = body[name]
-    if it.opcode == 'add':
-      return sum(map(value, it.operands))
-    if it.opcode == 'get-tuple-element' and it.attribute('index') == str(index):
+    """Value of a scalar, if the counter's was 0."""
+    # An unrolled loop may add to its counter several times, with copies in
+    # between, so the sum is followed back to the value at the body's start.
+    op = body[name]
+    if op.opcode == 'add':
+      return sum(map(value, op.operands))
+    if op.opcode == 'get-tuple-element' and op.attribute('index') == str(index):
       return 0
-    if it.opcode in ('copy', 'bitcast'):
-      return value(it.operands[0])
-    constant = _constant(it)
+    if op.opcode in ('copy', 'bitcast'):
+      return value(op.operands[0])
+    constant = _constant(op)
     if constant is None:
       raise UnknownProgramError(f'{name} is not understood in a loop counter')
     return constant
 
-  root = next(it for it in body.values() if it.is_root)
+  root = next(op for op in body.values() if op.is_root)
   if root.opcode != 'tuple' or (step := value(root.operands[index])) < 1:
     raise UnknownProgramError(f'{root.name} does not count a loop up')
   return step
 
 
-def product_flops(it: Instruction, types: Mapping[str, str]) -> float:
+def product_flops(op: Instruction, types: Mapping[str, str]) -> float:
   """Returns FLOPs of a dot, or of the convolution that XLA makes of it."""
-  if it.opcode not in ('dot', 'convolution'):
+  if op.opcode not in ('dot', 'convolution'):
     return 0.0
-  out = arrays(it.type)[0][1]
-  left, right = (arrays(types[o])[0][1] for o in it.operands[:2])
-  if it.opcode == 'dot':
-    contracted = it.attribute('lhs_contracting_dims') or ''
-    inner = math.prod(left[int(i)] for i in contracted.split(',') if i)
+  out = arrays(op.type)[0][1]
+  lhs, rhs = (arrays(types[name])[0][1] for name in op.operands[:2])
+  if op.opcode == 'dot':
+    contracted = op.attribute('lhs_contracting_dims') or ''
+    inner = math.prod(lhs[int(i)] for i in contracted.split(',') if i)
     return 2.0 * math.prod(out) * inner
-  labels = re.search(r'dim_labels=(\w+)_(\w+)->(\w+)', it.attributes)
-  lhs, rhs, result = labels.groups()
-  total = 2.0 * out[result.index('b')] * out[result.index('f')]
-  total *= right[rhs.index('i')]
-  # The window has a field like size=8x2 with a value for each dimension.
-  fields = re.findall(r'(\w+)=(\S+)', it.attribute('window') or '')
+  labels = re.search(r'dim_labels=(\w+)_(\w+)->(\w+)', op.attributes)
+  lhs_dims, rhs_dims, out_dims = labels.groups()
+  flops = 2.0 * out[out_dims.index('b')] * out[out_dims.index('f')]
+  flops *= rhs[rhs_dims.index('i')]
+  fields = re.findall(r'(\w+)=(\S+)', op.attribute('window') or '')
   values = zip(*(value.split('x') for _, value in fields), strict=True)
-  for index, window in enumerate(values):
-    window = dict(zip((name for name, _ in fields), window, strict=True))
-    size = left[lhs.index(str(index))]
-    total *= _valid_pairs(out[result.index(str(index))], size, window)
-  return total
+  for index, numbers in enumerate(values):
+    window = dict(zip((name for name, _ in fields), numbers, strict=True))
+    size = lhs[lhs_dims.index(str(index))]
+    flops *= _valid_pairs(out[out_dims.index(str(index))], size, window)
+  return flops
 
 
 def _valid_pairs(out: int, size: int, window: Mapping[str, str]) -> int:
@@ -411,12 +433,10 @@ def _valid_pairs(out: int, size: int, window: Mapping[str, str]) -> int:
   """
   stride = int(window.get('stride', 1))
   dilation = int(window.get('rhs_dilate', 1))
-  holes = int(window.get('lhs_dilate', 1))
-  low = int(window.get('pad', '0_0').split('_')[0])
-  last = (size - 1) * holes
-  count = 0
-  for tap in range(int(window['size'])):
-    for position in range(out):
-      at = position * stride + tap * dilation - low
-      count += 0 <= at <= last and at % holes == 0
-  return count
+  # `lhs_dilate` puts zeros between the elements, which are no work either.
+  spacing = int(window.get('lhs_dilate', 1))
+  padding = int(window.get('pad', '0_0').split('_')[0])
+  taps = np.arange(int(window['size']))[:, None] * dilation
+  positions = np.arange(out) * stride + taps - padding
+  valid = (positions >= 0) & (positions <= (size - 1) * spacing)
+  return int(np.sum(valid & (positions % spacing == 0)))

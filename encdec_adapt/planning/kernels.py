@@ -2,10 +2,10 @@
 
 A kernel computes whole blocks, and skips those that the mask excludes
 entirely. The blocks follow from the model, the number of runs from the
-compiled program.
+compiled program. This module must not import chips or jobs.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 import dataclasses
 import math
 
@@ -18,7 +18,7 @@ from encdec_adapt.planning import hlo
 
 # Products [block, H] x [H, block] of a block: for scores and values; for
 # scores, their gradient and queries'; for those and keys' and values'. A fused
-# backward pass has one kernel, which includes the queries' gradient.
+# backward pass is a single kernel, which includes the queries' gradient.
 _PRODUCTS = {'fwd': 2, 'dq': 3, 'dkv': 4}
 _FUSED_PRODUCTS = 5
 # Gradients of keys and values with their accumulators. A fused pass also
@@ -28,11 +28,11 @@ _UNFUSED_RESULTS = 4
 
 @dataclasses.dataclass(frozen=True)
 class Attention:
-  """One attention of a model, as a kernel computes it.
+  """Attention of a layer, as a kernel computes it.
 
   Attributes:
     queries, keys: lengths on one device.
-    left, right: keys that a query sees before and after itself; None for
+    behind, ahead: keys that a query sees before and after itself; None for
       all of them.
     offset: position of the first query among the keys.
     key_block: keys of a block; None for the size that their number implies.
@@ -40,16 +40,16 @@ class Attention:
 
   queries: int
   keys: int
-  left: int | None
-  right: int | None
+  behind: int | None
+  ahead: int | None
   offset: int = 0
   key_block: int | None = None
 
   @property
   def sizes(self) -> tuple[int, int]:
     """Queries and keys of a block."""
-    own = self.key_block or attention_splash.block(self.keys)
-    return attention_splash.block(self.queries), own
+    key_block = self.key_block or attention_splash.block(self.keys)
+    return attention_splash.block(self.queries), key_block
 
   @property
   def lengths(self) -> tuple[int, int]:
@@ -62,20 +62,21 @@ class Attention:
     (block_q, block_kv), (queries, keys) = self.sizes, self.lengths
     first = self.offset + np.arange(0, queries, block_q)[:, None]
     key = np.arange(0, keys, block_kv)[None]
-    # Distances query - key that occur in the block.
-    most, least = first + block_q - 1 - key, first - key - block_kv + 1
-    seen = np.ones(most.shape, bool)
-    if self.left is not None:
-      seen &= least <= self.left
-    if self.right is not None:
-      seen &= most >= -self.right
-    return seen
+    # Largest and smallest distance query - key in the block. A block counts as
+    # soon as a single pair is visible, since a kernel computes it whole.
+    largest, smallest = first + block_q - 1 - key, first - key - block_kv + 1
+    visible = np.ones(largest.shape, bool)
+    if self.behind is not None:
+      visible &= smallest <= self.behind
+    if self.ahead is not None:
+      visible &= largest >= -self.ahead
+    return visible
 
   @property
   def blocks(self) -> tuple[int, int]:
     """Number of visited blocks, and the most of them in a row of blocks."""
-    seen = self.visited()
-    return int(seen.sum()), int(seen.sum(axis=1).max())
+    visited = self.visited()
+    return int(visited.sum()), int(visited.sum(axis=1).max())
 
   def pairs(self) -> int:
     """Returns the number of pairs (query, key) of all visited blocks."""
@@ -97,19 +98,20 @@ class Attention:
     )
     queries = _padded(self.queries, block_q * shards) // shards
     keys = _padded(self.keys, block_kv * shards)
+    sides = self.behind, self.ahead
+    # Where all see all, the shards have equal work.
     offsets = [0]
-    reach = None if None in (self.left, self.right) else self.left + self.right
-    if reach is not None and reach < keys - keys // shards:
-      keys = _padded(keys // shards + reach, block_kv)
-      offsets = [self.left]
-    elif (self.left, self.right) != (None, None):
+    if None not in sides and sum(sides) < keys - keys // shards:
+      # A halo: the shard's first query has `behind` keys before it.
+      keys = _padded(keys // shards + sum(sides), block_kv)
+      offsets = [self.behind]
+    elif sides != (None, None):
+      # A mask with an end leaves some shards fewer blocks, but a step takes as
+      # long as its slowest device.
       offsets = [i * queries for i in range(shards)]
     return max(
-      (
-        Attention(queries, keys, self.left, self.right, offset, block_kv)
-        for offset in offsets
-      ),
-      key=lambda one: one.blocks,
+      (Attention(queries, keys, *sides, i, block_kv) for i in offsets),
+      key=lambda attention: attention.blocks,
     )
 
 
@@ -129,6 +131,7 @@ def attentions(
   for model in models:
     for name, side in model.architecture.sides(lengths.encoder > 0).items():
       stack, length = model.stacks[name], getattr(lengths, side)
+      # `flops` only matches shapes, so every kind of layer is needed once.
       calls += [_self(stack, kind, length) for kind in set(stack.pattern)]
       if stack.cross_width is not None:
         calls.append(Attention(length, lengths.encoder, None, None))
@@ -138,12 +141,14 @@ def attentions(
 def _self(stack: model_config.StackConfig, kind: str, length: int) -> Attention:
   window = stack.window if kind == 'local' else None
   if stack.role == 'causal':
+    # A causal window counts the query itself, as `masks.causal` does.
     return Attention(length, length, window and window - 1, 0)
-  sides = masks.sides(window, stack.window_rule)
-  return Attention(length, length, *sides)
+  return Attention(length, length, *masks.sides(window, stack.window_rule))
 
 
-def flops(calls: Iterable[hlo.Kernel], known: Iterable[Attention]) -> float:
+def flops(
+  calls: Iterable[hlo.Kernel], attentions: Sequence[Attention]
+) -> float:
   """Returns FLOPs of all kernel calls on one device.
 
   A call is matched to an attention by its lengths and by the number of blocks
@@ -154,31 +159,34 @@ def flops(calls: Iterable[hlo.Kernel], known: Iterable[Attention]) -> float:
       attention of the model.
   """
   total = 0.0
-  known = list(known)
   for call in calls:
     parts = [part for part in _PRODUCTS if f'_{part}_' in f'{call.name}_']
     if not parts or 'splash' not in call.name:
       raise hlo.UnknownProgramError(f'kernel {call.name!r} is not known')
+    # The grid comes first, then the states of queries and of keys; operands
+    # such as segment ids have fewer dimensions, or a last one of size 1.
     states = [shape for shape in call.operands if len(shape) >= 3]
     grid = states[0]
     query, key = [s for s in states[1:] if s[-1] > 1 and s != grid][:2]
     heads, queries, head_dim = query[-3:]
-    matching = [a for a in known if a.lengths == (queries, key[-2])]
+    matches = [a for a in attentions if a.lengths == (queries, key[-2])]
     # The grid is [1, queries, keys], with the most blocks that a row has: for
     # gradients of keys, blocks of queries; else, blocks of keys.
-    along, most = (0, grid[-2]) if parts[0] == 'dkv' else (1, grid[-1])
-    exact = [a for a in matching if a.visited().sum(along).max() == most]
-    chosen = exact or matching
-    if not chosen:
+    axis, blocks = (0, grid[-2]) if parts[0] == 'dkv' else (1, grid[-1])
+    exact = [a for a in matches if a.visited().sum(axis).max() == blocks]
+    matches = exact or matches
+    if not matches:
       raise hlo.UnknownProgramError(
         f'kernel {call.name!r} reads {queries} queries and {key[-2]} keys,'
         ' which no attention of the model does'
       )
-    pairs = sum(a.pairs() for a in chosen) / len(chosen)
-    rows = math.prod(query[:-3])
+    # Attentions that look alike here are averaged: the program does not say
+    # which of them a call belongs to.
+    pairs = sum(a.pairs() for a in matches) / len(matches)
     products = _PRODUCTS[parts[0]]
     if parts[0] == 'dkv' and call.results > _UNFUSED_RESULTS:
       products = _FUSED_PRODUCTS
+    rows = math.prod(query[:-3])
     work = products * 2 * heads * head_dim * pairs
     total += rows * work * call.times
   return total

@@ -1,4 +1,7 @@
-"""Out-of-memory errors: recognised, and answered with a planning command."""
+"""Recognises out-of-memory errors, and answers with a planning command.
+
+This module must not import programs: the command that it prints plans them.
+"""
 
 from collections.abc import Iterator
 import contextlib
@@ -16,7 +19,7 @@ _EXHAUSTED = re.compile(
   re.IGNORECASE | re.DOTALL,
 )
 # Device memory only, not vmem or smem.
-_NEEDED = re.compile(
+_NEEDED_SIZE = re.compile(
   r'(?:Used |temporaries \()(?P<number>[\d.]+)(?P<unit>[KMGT])'
   r'\)? (?:of [\d.]+[KMGT]? |exceeds available )hbm',
   re.IGNORECASE,
@@ -24,18 +27,17 @@ _NEEDED = re.compile(
 _EXAMPLE = 'v5e:4x4'
 
 
-def needed(message: str) -> float | None:
+def needed_bytes(message: str) -> float | None:
   """Returns bytes of device memory that the compiler needed, or None.
 
   Args:
     message: error of the compiler. A lack of vmem or smem gives None: no plan
       reduces what a program needs of those.
   """
-  found = _NEEDED.search(message)
-  if not found:
+  match = _NEEDED_SIZE.search(message)
+  if not match:
     return None
-  power = ' KMGT'.index(found['unit'])
-  return float(found['number']) * 1024**power
+  return float(match['number']) * 1024 ** ' KMGT'.index(match['unit'])
 
 
 @contextlib.contextmanager
@@ -52,21 +54,23 @@ def explained(config_flag) -> Iterator[None]:
     yield
   except jax.errors.JaxRuntimeError as error:
     message = str(error)
-    if needed(message) is None and not _EXHAUSTED.search(message):
+    if needed_bytes(message) is None and not _EXHAUSTED.search(message):
       raise
     raise errors.UserError(_advice(message, config_flag)) from error
 
 
 def _advice(message: str, config_flag) -> str:
-  """Returns what failed, and the command that plans these devices."""
-  where, note = chips.slice_of(jax.devices()), ''
+  """Returns the error and the command that plans these devices."""
+  hardware, note = chips.slice_of(jax.devices()), ''
+  # The limit of JAX's allocator is below the chip's memory; on GPUs
+  # XLA_PYTHON_CLIENT_MEM_FRACTION sets it.
   limit = (jax.local_devices()[0].memory_stats() or {}).get('bytes_limit')
-  if where is None:
-    where, limit = chips.parse(_EXAMPLE), None
+  if hardware is None:
+    hardware, limit = chips.parse(_EXAMPLE), None
     note = f' (with your chips in the place of {_EXAMPLE})'
-  flags = stored_plans.flags(
-    stored_plans.request(config_flag, where), ['train', 'eval']
-  )
+  # A job evaluates too: its held-out batches may be the ones that do not fit.
+  request = stored_plans.request(config_flag, hardware)
+  flags = stored_plans.flags(request, ['train', 'eval'])
   if limit:
     flags.append(f'--hbm_gib={limit / 2**30:.1f}')
   command = ['python', '-m', 'encdec_adapt.plan', *flags]

@@ -1,4 +1,8 @@
-"""Plans of compiled programs, as JSON; plans as text."""
+"""Plans of compiled programs, as JSON; plans as text.
+
+This module must not import `search` or `analytic_model`. Plans of the latter
+have the same keys, so that `text` shows either.
+"""
 
 from collections.abc import Mapping
 import time
@@ -19,20 +23,20 @@ from encdec_adapt.sharding import layout_report
 
 
 def describe(
-  job: programs.Job, where: chips.Slice, program: programs.Program
+  job: programs.Job, hardware: chips.Slice, program: programs.Program
 ) -> dict[str, Any]:
-  """Compiles a program and returns what it costs on one device.
+  """Compiles a program and returns its costs on a device.
 
   Args:
     job: the job, on a mesh of these chips.
-    where: chips that are planned for.
+    hardware: chips that are planned for.
     program: the program of the job.
 
   Returns:
     JSON with `source`, `fits`, `memory`, the parts that `roofline.describe`
     returns, `trace_s` and `compile_s`. If the compiler ran out of device
-    memory, `fits` is false, the peak is what the compiler stated, and numbers
-    of a compiled program are None.
+    memory, `fits` is false, the peak is that of the compiler's message, and
+    numbers of a compiled program are None.
 
   Raises:
     JaxRuntimeError: the compiler fails for another reason.
@@ -44,15 +48,40 @@ def describe(
   try:
     compiled = _compile(lowered, job.mesh)
   except jax.errors.JaxRuntimeError as error:
-    needed = out_of_memory.needed(str(error))
-    if needed is None:
+    peak = out_of_memory.needed_bytes(str(error))
+    if peak is None:
       raise
-    found = _refused(program, where, needed)
+    memory = {
+      'budget': hardware.chip.hbm_bytes,
+      'peak': peak,
+      'arguments': programs.tree_bytes(program.arguments),
+      'beside': programs.tree_bytes(program.beside),
+    }
+    # It never fits, whatever the budget: there is no program to run.
+    unknown = ('flops', 'collectives', 'kernels', 'roofline', 'mfu')
+    estimates = {'fits': False, 'memory': memory, **dict.fromkeys(unknown)}
   else:
-    found = _measured(compiled, job, where, program)
+    totals = hlo.totals(compiled.as_text())
+    memory = _memory(compiled, program, hardware.chip.hbm_bytes)
+    calls = _kernels(totals, job, hardware)
+    seconds = sum(row['seconds'] for row in calls)
+    estimates = {
+      'fits': memory['peak'] <= memory['budget'],
+      'memory': memory,
+      **roofline.describe(
+        job,
+        hardware,
+        products=totals.flops,
+        kernels=calls,
+        traffic=roofline.collectives(totals, job.mesh, hardware, seconds),
+        compute=sum(roofline.compute_seconds(totals, hardware).values()),
+        moved=program.moved_bytes(),
+        host=program.host_bytes(),
+      ),
+    }
   return {
     'source': 'compiled',
-    **found,
+    **estimates,
     'trace_s': traced - began,
     'compile_s': time.perf_counter() - traced,
   }
@@ -63,62 +92,24 @@ def _compile(lowered: jax.stages.Lowered, mesh: jax.sharding.Mesh):
     return lowered.compile()
 
 
-def _refused(
-  program: programs.Program, where: chips.Slice, needed: float
-) -> dict[str, Any]:
-  """Returns what is known of a program that the compiler refused."""
-  memory = {
-    'budget': where.chip.hbm_bytes,
-    'peak': needed,
-    'arguments': programs.tree_bytes(program.arguments),
-    'beside': programs.tree_bytes(program.beside),
-  }
-  unknown = ('flops', 'collectives', 'kernels', 'roofline', 'mfu')
-  return {'fits': False, 'memory': memory, **dict.fromkeys(unknown)}
-
-
-def _measured(
-  compiled: jax.stages.Compiled,
-  job: programs.Job,
-  where: chips.Slice,
-  program: programs.Program,
-) -> dict[str, Any]:
-  """Returns what is read from a compiled program, and estimates from it."""
-  totals = hlo.totals(compiled.as_text())
-  memory = _memory(compiled, program, where.chip.hbm_bytes)
-  calls = _kernels(totals, job, where)
-  seconds = sum(row['seconds'] for row in calls)
-  return {
-    'fits': memory['peak'] <= memory['budget'],
-    'memory': memory,
-    **roofline.describe(
-      job,
-      where,
-      products=totals.flops,
-      kernels=calls,
-      traffic=roofline.collectives(totals, job.mesh, where, seconds),
-      compute=sum(roofline.compute_seconds(totals, where).values()),
-      moved=program.moved_bytes(),
-      host=program.host_bytes(),
-    ),
-  }
-
-
 def _memory(
   compiled: jax.stages.Compiled, program: programs.Program, budget: float
 ) -> dict[str, Any]:
   """Returns bytes on one device; `parts` divide the temporary ones."""
-  found = compiled.memory_analysis()
-  results = found.output_size_in_bytes - found.alias_size_in_bytes
-  code = found.generated_code_size_in_bytes
-  temporary = float(found.temp_size_in_bytes)
-  parts = programs.tree_bytes(program.made)
+  analysis = compiled.memory_analysis()
+  # Results that reuse the memory of donated arguments are counted with these.
+  results = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+  code = analysis.generated_code_size_in_bytes
+  temporary = float(analysis.temp_size_in_bytes)
+  parts = programs.tree_bytes(program.temporaries)
+  # The compiler states a single number. It may be below the gradients' size,
+  # since XLA need not hold all of them at a time.
   parts['activations'] = max(0.0, temporary - sum(parts.values()))
   beside = programs.tree_bytes(program.beside)
-  inside = float(found.argument_size_in_bytes + results + code) + temporary
+  total = float(analysis.argument_size_in_bytes + results + code) + temporary
   return {
     'budget': budget,
-    'peak': inside + sum(beside.values()),
+    'peak': total + sum(beside.values()),
     'arguments': programs.tree_bytes(program.arguments),
     'beside': beside,
     'temporary': temporary,
@@ -129,30 +120,22 @@ def _memory(
 
 
 def _kernels(
-  totals: hlo.Totals, job: programs.Job, where: chips.Slice
+  totals: hlo.Totals, job: programs.Job, hardware: chips.Slice
 ) -> list[roofline.Row]:
   """Returns kernels by name; see `roofline.kernel_row`."""
-  known = kernels.attentions(
-    job.models,
-    job.lengths,
-    job.rules.on(job.mesh).size('length'),
-  )
-  names: dict[str, list[hlo.Kernel]] = {}
-  for kernel in totals.kernels:
-    names.setdefault(kernel.name, []).append(kernel)
-  return [
-    roofline.kernel_row(
-      name,
-      sum(call.times for call in calls),
-      kernels.flops(calls, known),
-      where,
-    )
-    for name, calls in sorted(names.items())
-  ]
+  shards = job.rules.on(job.mesh).size('length')
+  attentions = kernels.attentions(job.models, job.lengths, shards)
+  rows = []
+  for name in sorted({kernel.name for kernel in totals.kernels}):
+    calls = [kernel for kernel in totals.kernels if kernel.name == name]
+    flops = kernels.flops(calls, attentions)
+    times = sum(call.times for call in calls)
+    rows.append(roofline.kernel_row(name, times, flops, hardware))
+  return rows
 
 
 def text(plan: Mapping[str, Any]) -> str:
-  """Returns the plan of one program for people."""
+  """Returns the plan of a program as text."""
   memory = plan['memory']
   verdict = 'fits' if plan['fits'] else 'DOES NOT FIT'
   lines = [
@@ -164,6 +147,7 @@ def text(plan: Mapping[str, Any]) -> str:
   parts = {
     **memory['arguments'],
     **{f'{k} (beside)': v for k, v in memory['beside'].items()},
+    # A refused program has no such entries, an estimate from shapes only some.
     **{k: memory[k] for k in ('temporary', 'results', 'code') if k in memory},
     **{f'  {name}': size for name, size in memory.get('parts', {}).items()},
   }

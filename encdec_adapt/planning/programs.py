@@ -1,7 +1,8 @@
 """Programs of a job as shapes, which a plan compiles.
 
-Nothing here reads weights or data. If no path of a teacher is given, it has the
-shape that the loss assumes: that of the decoder, for distillation.
+If no path of a teacher is given, it has the shape that the loss assumes: that
+of the decoder, for distillation. This module must not read weights or data, and
+must not import chips: it only knows a mesh.
 """
 
 from collections.abc import Callable, Mapping
@@ -47,8 +48,8 @@ class Program:
       'teacher', 'batch', 'caches'.
     call: returns the arguments in the function's order.
     axes: trees of the arguments' logical axes by part, a tuple for each leaf.
-    donated: parts whose memory the results reuse.
-    made: trees that live inside the program, by part: 'gradients'.
+    donated: parts with memory that the results reuse.
+    temporaries: trees that live inside the program, by part: 'gradients'.
     beside: trees that the job holds in memory and that are not arguments.
   """
 
@@ -57,7 +58,7 @@ class Program:
   call: Callable[[Mapping[str, Any]], tuple[Any, ...]]
   axes: Mapping[str, Any]
   donated: tuple[str, ...] = ()
-  made: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  temporaries: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   beside: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
   def lower(self, mesh: Mesh) -> jax.stages.Lowered:
@@ -72,7 +73,7 @@ class Program:
     return layout_report.describe(self.arguments, self.axes)
 
   def host_bytes(self) -> float:
-    """Returns bytes that one device copies from and to its host's memory.
+    """Returns bytes that a device copies from and to its host's memory.
 
     Arguments in the host's memory are read; donated ones are written back.
     """
@@ -82,9 +83,10 @@ class Program:
     )
 
   def moved_bytes(self) -> float:
-    """Returns the least bytes of arguments that one device reads and writes.
+    """Returns the least bytes of arguments that a device reads and writes.
 
-    All are read once, and donated ones written; of caches only one entry is.
+    All are read once, and donated parts are written; of caches a step writes a
+    single entry, which is not counted.
     """
     return sum(
       size * (1 + (name in self.donated and name != 'caches'))
@@ -94,11 +96,11 @@ class Program:
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-  """One program of a configuration, on a mesh.
+  """A program of a configuration, on a mesh.
 
   Attributes:
     name: 'train', 'eval' or 'decode'.
-    mesh: mesh of the devices or of stand-ins; an abstract one where nothing is
+    mesh: mesh of the devices or of stand-ins; abstract where nothing is
       compiled.
     rules: mesh axes of the logical axes.
     model: shape of the trained model.
@@ -126,6 +128,7 @@ class Job:
     cls, name: str, settings: config_lib.Settings, mesh: Mesh | AbstractMesh
   ) -> 'Job':
     """Returns a program of a configuration on a mesh."""
+    # Fields behind the first two have the names of the settings.
     sections = [field.name for field in dataclasses.fields(cls)[2:]]
     return cls(name, mesh, **{s: getattr(settings, s) for s in sections})
 
@@ -182,7 +185,7 @@ class Job:
     return setup.reads_teacher_row(self.lengths, *self.models)
 
   @functools.cached_property
-  def where(self) -> state_lib.Placement:
+  def placed_model(self) -> state_lib.Placement:
     """The trained model and its mesh.
 
     Raises:
@@ -195,7 +198,7 @@ class Job:
     """The frozen models on the mesh, by name."""
     return {
       name: initial_state.place_reference(
-        model, self.teacher, self.where, self.compute
+        model, self.teacher, self.placed_model, self.compute
       )
       for name, model in self.references.items()
     }
@@ -208,10 +211,10 @@ class Job:
       return setup.step_flops(model, lengths, self.rows, references)
     sizes = lengths.encoder, lengths.decoder
     if self.name == 'decode':
-      return float(self.rows * formula.decoding(self.model, *sizes))
-    return float(
-      self.rows * formula.forward(self.model, *sizes, lengths.teacher)
-    )
+      row = formula.decoding(self.model, *sizes)
+    else:
+      row = formula.forward(self.model, *sizes, lengths.teacher)
+    return float(self.rows * row)
 
   def program(self) -> Program:
     """Returns the program.
@@ -226,16 +229,12 @@ class Job:
 
 def _train(job: Job) -> Program:
   """Returns a training step that updates every parameter."""
-  where = job.where
   phases = phases_lib.Phases(
-    where, _bound_loss(job), job.optimizer, job.train, job.axes
+    job.placed_model, _bound_loss(job), job.optimizer, job.train, job.axes
   )
   state = phases.abstract()
-  arguments = {
-    'parameters': state.params,
-    **_kept(job, state),
-    'batch': _batch(job),
-  }
+  beside = _trees_beside(job, state)
+  arguments = {'parameters': state.params, **beside, 'batch': _batch(job)}
   return Program(
     phases.make_step(),
     arguments,
@@ -246,11 +245,11 @@ def _train(job: Job) -> Program:
     ),
     _axes(job, arguments),
     donated=('parameters', 'optimizer'),
-    made={'gradients': [state.params] * gradients(job)},
+    temporaries={'gradients': [state.params] * gradients(job)},
   )
 
 
-def _kept(job: Job, state: state_lib.TrainState) -> dict[str, Any]:
+def _trees_beside(job: Job, state: state_lib.TrainState) -> dict[str, Any]:
   """Returns trees that a job holds in addition to its parameters."""
   placed = job.placed_references.items()
   references = {name: p.abstract_params() for name, p in placed}
@@ -266,10 +265,9 @@ def _bound_loss(job: Job) -> losses.loss.Loss:
 
 def _axes(job: Job, arguments: Mapping[str, Any]) -> dict[str, Any]:
   """Returns the logical axes of a program's arguments by part."""
-  placements = job.placed_references | {
-    'parameters': job.where,
-    'optimizer': job.where,
-  }
+  # An optimizer's moments have the axes of their parameters.
+  trained = dict.fromkeys(('parameters', 'optimizer'), job.placed_model)
+  placements = job.placed_references | trained
   return {
     name: placements[name].axes(tree)
     if name in placements
@@ -279,21 +277,25 @@ def _axes(job: Job, arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def gradients(job: Job) -> int:
-  """Returns how many trees of gradients a step holds, with their sum."""
+  """Returns the number of trees of gradients that a step holds.
+
+  With microbatches these are the gradients of the current one and the sum.
+  """
   return 2 if job.train.microbatches > 1 else 1
 
 
 def _evaluate(job: Job) -> Program:
-  """Returns the loss of one held-out batch, as computed inside a job."""
-  where, fields = job.where, _batch(job)
-  params = where.abstract_params()
-  phases = phases_lib.Phases(where, job.loss, job.optimizer, job.train)
-  beside = _kept(job, phases.abstract())
+  """Returns the loss of a held-out batch, as computed inside a job."""
+  model = job.placed_model
+  # The optimizer's state, and references that only training reads, stay in
+  # memory while a job evaluates.
+  phases = phases_lib.Phases(model, job.loss, job.optimizer, job.train)
+  beside = _trees_beside(job, phases.abstract())
   names = job.read_names
-  arguments = {'parameters': params, 'batch': fields}
+  arguments = {'parameters': model.abstract_params(), 'batch': _batch(job)}
   arguments |= {name: beside.pop(name) for name in names}
   return Program(
-    perplexity.Evaluator(where, _bound_loss(job), job.axes).sums,
+    perplexity.Evaluator(model, _bound_loss(job), job.axes).sums,
     arguments,
     lambda a: (a['parameters'], a['batch'], {name: a[name] for name in names}),
     _axes(job, arguments),
@@ -302,44 +304,40 @@ def _evaluate(job: Job) -> Program:
 
 
 def _decode(job: Job) -> Program:
-  """Returns one step of the inference engine, with caches for whole rows.
+  """Returns a step of the inference engine, with caches for whole rows.
 
   It has the rows of an evaluation batch, and parameters in the compute dtype.
   """
   mesh, lengths = job.mesh, job.lengths
-  # A step has one token per row, which does not divide over a sequence axis.
+  # A step has a single token per row, which no sequence axis divides.
   rules = dataclasses.replace(job.rules, length=())
   positions = job.model.architecture.positions(lengths.encoder, 0)
-  model = build.unroll(job.where.model)
-  where = dataclasses.replace(job.where, model=model, dtype=job.compute.dtype)
-  params = where.abstract_params()
-  state = jax.eval_shape(
-    functools.partial(
-      decoding.start,
-      model,
-      job.rows,
-      lengths.decoder,
-      positions.get('encoder', 0),
-    )
+  # The engine unrolls the layers: a scan would copy their caches.
+  model = build.unroll(job.placed_model.model)
+  placed = dataclasses.replace(
+    job.placed_model, model=model, dtype=job.compute.dtype
   )
+  params = placed.abstract_params()
+  sizes = job.rows, lengths.decoder, positions.get('encoder', 0)
+  state = jax.eval_shape(functools.partial(decoding.start, model, *sizes))
+  # Apart from the state, since a step writes a single entry of the caches (see
+  # `Program.moved_bytes`).
   state, cache = state._replace(cache=None), state.cache
   eos = jax.ShapeDtypeStruct((1,), jnp.int32)
 
   def step(params, state, cache, eos):
-    """Generates one token of every row."""
     with partition.use(mesh, rules.as_dict()):
       state = state._replace(cache=cache)
       return decoding.advance(model, params, state, eos)
 
   axes = {
-    'parameters': where.axes(params),
+    'parameters': placed.axes(params),
     'batch': jax.tree.map(lambda leaf: (None,) * leaf.ndim, state),
     'caches': caches.axes(cache),
   }
+  options = compiler.options(mesh)
   return Program(
-    jax.jit(
-      step, donate_argnums=(1, 2), compiler_options=compiler.options(mesh)
-    ),
+    jax.jit(step, donate_argnums=(1, 2), compiler_options=options),
     {
       'parameters': params,
       'batch': _sharded(job, state, axes['batch']),
@@ -370,21 +368,19 @@ def _sharded(job: Job, shapes: Any, axes: Any) -> Any:
 
 
 def tree_bytes(trees: Mapping[str, Any]) -> dict[str, float]:
-  """Returns bytes in one device's memory of trees by part."""
-  found = {k: layout_report.device_bytes(v) for k, v in trees.items()}
-  return {name: size for name, size in found.items() if size}
+  """Returns bytes of trees in a device's memory, by part that has any."""
+  sizes = {k: layout_report.device_bytes(v) for k, v in trees.items()}
+  return {name: size for name, size in sizes.items() if size}
 
 
 def _batch(job: Job) -> dict[str, jax.ShapeDtypeStruct]:
   """Returns the fields of a batch; see `objectives.framing`."""
-  # A row without pairs has the fields, and no ids beside those of padding.
+  # A row without pairs has the fields, and no ids beside those of padding, so
+  # that no vocabulary has to be opened.
   ids = special_ids.SideIds(0, 0, 0)
-  row = job.data.objectives[0].maker.frame(
-    (),
-    job.lengths,
-    special_ids.Framing(ids, ids),
-    teacher=job.reads_teacher_row,
-  )
+  both_sides = special_ids.Framing(ids, ids)
+  frame, teacher = job.data.objectives[0].maker.frame, job.reads_teacher_row
+  row = frame((), job.lengths, both_sides, teacher=teacher)
   rows = framing.stack_rows([row])
   if job.trains:
     rows = job.loss.frame(rows, ids.pad)

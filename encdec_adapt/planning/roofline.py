@@ -5,7 +5,8 @@ are scaled by `chips.Chip.cycle_share`. Kernels are added by their FLOPs at
 `KERNEL_EFFICIENCY`, collectives by bytes over the links they cross. A
 collective that the compiler overlaps costs only what exceeds the other work of
 its computation; other collectives, and copies from and to the host's memory,
-cost all of their time. `calibration` has the errors of such estimates.
+cost all of their time. `calibration` has the errors of such estimates. This
+module must not import the analytic model, which uses it.
 """
 
 import collections
@@ -28,7 +29,7 @@ Row = dict[str, Any]
 
 def describe(
   job: programs.Job,
-  where: chips.Slice,
+  hardware: chips.Slice,
   products: float,
   kernels: Sequence[Row],
   traffic: Sequence[Row],
@@ -40,23 +41,25 @@ def describe(
 
   Args:
     job: the program and its mesh.
-    where: chips of the mesh.
-    products: FLOPs of products on one device, without kernels.
-    kernels: kernels with their `flops` and `seconds` on one device.
-    traffic: collectives with their `seconds`, and `exposed` ones, which no
+    hardware: chips of the mesh.
+    products: FLOPs of products on a device, without kernels.
+    kernels: kernels with their `flops` and `seconds` on a device.
+    traffic: collectives with their `seconds`, and `exposed` seconds, which no
       other work hides.
     compute: seconds of everything but kernels and collectives.
-    moved: bytes of the arguments that one device reads and writes.
+    moved: bytes of the arguments that a device reads and writes.
     host: bytes copied from the host's memory and back; not hidden.
 
   Returns:
     JSON with `flops`, `collectives`, `kernels`, `roofline` (seconds by cause,
     of which `memory_s` is a lower limit) and `mfu`.
   """
-  chip, model = where.chip, job.flops() / job.mesh.size
+  chip, model = hardware.chip, job.flops() / job.mesh.size
   in_kernels = sum(row['seconds'] for row in kernels)
   exposed = sum(row['exposed'] for row in traffic)
   memory, copied = moved / chip.hbm_bandwidth, host / chip.host_bandwidth
+  # Arguments are read while the step computes, so the longer of both counts;
+  # copies from the host are not overlapped, hence added.
   step = max(compute + in_kernels + exposed, memory) + copied
   return {
     'flops': {
@@ -79,75 +82,87 @@ def describe(
   }
 
 
-def kernel_row(name: str, calls: int, flops: float, where: chips.Slice) -> Row:
+def kernel_row(
+  name: str, calls: int, flops: float, hardware: chips.Slice
+) -> Row:
   """Returns `name`, `calls`, `flops` and `seconds` of a kernel."""
-  seconds = flops / where.chip.flops / KERNEL_EFFICIENCY
+  seconds = flops / hardware.chip.flops / KERNEL_EFFICIENCY
   return {'name': name, 'calls': calls, 'flops': flops, 'seconds': seconds}
 
 
-def compute_seconds(totals: hlo.Totals, where: chips.Slice) -> dict[str, float]:
+def compute_seconds(
+  totals: hlo.Totals, hardware: chips.Slice
+) -> dict[str, float]:
   """Returns seconds of each computation, without kernels and collectives."""
-  clock = where.chip.clock / where.chip.cycle_share
+  # The compiler's cycles are too many on most chips; see `Chip.cycle_share`.
+  clock = hardware.chip.clock / hardware.chip.cycle_share
   return {name: cycles / clock for name, cycles in totals.cycles.items()}
 
 
 def collectives(
-  totals: hlo.Totals, mesh: Mesh, where: chips.Slice, kernels: float
+  totals: hlo.Totals, mesh: Mesh, hardware: chips.Slice, kernels: float
 ) -> list[Row]:
   """Returns a compiled program's collectives by kind and mesh axes.
 
   Args:
     totals: totals of the program.
     mesh: mesh that it was compiled for.
-    where: chips of the mesh.
+    hardware: chips of the mesh.
     kernels: seconds of all kernels.
 
   Returns:
     The longest first: `kind`; `axes`, joined by '+' (for a permutation those
     along which data moves, 'slices' for data that leaves a slice); number of
-    runs in a step; bytes that one device sends; `seconds` at the bandwidth of
-    the links; and `exposed` ones of these, which no other work hides.
+    runs in a step; bytes that a device sends; `seconds` at the bandwidth of
+    the links; and the part of these that is `exposed`: no other work hides it.
   """
-  network = Network(mesh, where)
-  busy = collections.Counter(compute_seconds(totals, where))
+  network = Network(mesh, hardware)
+  busy = collections.Counter(compute_seconds(totals, hardware))
+  # The model has the kernels' seconds together; they are divided by their
+  # calls.
   calls = sum(kernel.times for kernel in totals.kernels)
   for kernel in totals.kernels:
     busy[kernel.computation] += kernels * kernel.times / calls
-  timed = [(one, *network.cost(one)) for one in totals.collectives.values()]
+  timed = [(c, *network.cost(c)) for c in totals.collectives.values()]
+  # Overlapped collectives of a computation compete for the same work, so its
+  # seconds hide an equal share of each of them.
   overlapped = collections.Counter()
-  for one, _, _, seconds in timed:
-    overlapped[one.computation] += one.overlapped * one.times * seconds
+  for collective, _, _, seconds in timed:
+    if collective.overlapped:
+      overlapped[collective.computation] += collective.times * seconds
   rows: dict[tuple[str, str], Row] = {}
-  for one, axes, sent, seconds in timed:
+  for collective, axes, sent, seconds in timed:
     share = 1.0
-    if one.overlapped and seconds:
-      whole = overlapped[one.computation]
-      share = max(0.0, 1 - busy[one.computation] / whole)
+    if collective.overlapped and seconds:
+      computation = collective.computation
+      share = max(0.0, 1 - busy[computation] / overlapped[computation])
     row = rows.setdefault(
-      (one.kind, axes),
-      {'kind': one.kind, 'axes': axes}
+      (collective.kind, axes),
+      {'kind': collective.kind, 'axes': axes}
       | dict.fromkeys(('count', 'bytes', 'seconds', 'exposed'), 0),
     )
-    row['count'] += one.times
-    row['bytes'] += sent * one.times
-    row['seconds'] += seconds * one.times
-    row['exposed'] += share * seconds * one.times
+    row['count'] += collective.times
+    row['bytes'] += sent * collective.times
+    row['seconds'] += seconds * collective.times
+    row['exposed'] += share * seconds * collective.times
   return sorted(rows.values(), key=lambda row: -row['seconds'])
 
 
 class Network:
   """Links that groups of devices communicate over, and their speed."""
 
-  def __init__(self, mesh: Mesh, where: chips.Slice):
-    self.mesh, self.where = mesh, where
+  def __init__(self, mesh: Mesh, hardware: chips.Slice):
+    self.mesh, self.hardware = mesh, hardware
     self.devices = list(mesh.devices.flat)
     slices = [getattr(device, 'slice_index', 0) for device in self.devices]
-    # A compiled program is that of one slice: its devices, and one per slice.
-    self.inside = np.flatnonzero(np.equal(slices, slices[0]))
-    self.across = np.unique(slices, return_index=True)[1]
+    # A compiled program is that of a single slice, and numbers its devices
+    # from 0. Data that leaves it moves among `peers`, a device of every slice.
+    self.slice = np.flatnonzero(np.equal(slices, slices[0]))
+    self.peers = np.unique(slices, return_index=True)[1]
+    numbers = {position: i for i, position in enumerate(self.slice)}
     self.axes: dict[frozenset, str] = {}
     names = [axis for axis in mesh.axis_names if mesh.shape[axis] > 1]
-    numbers = {position: i for i, position in enumerate(self.inside)}
+    # Fewest axes first: an axis across slices adds no devices of this slice.
     for count in range(1, len(names) + 1):
       for axes in itertools.combinations(names, count):
         groups = [
@@ -160,23 +175,26 @@ class Network:
     """Returns positions of the devices along mesh axes: [groups, size]."""
     return _grouped(self.mesh.devices.shape, self.mesh.axis_names, axes)
 
-  def cost(self, one: hlo.Collective) -> tuple[str, float, float]:
-    """Returns axes, bytes that a device sends, and seconds of one run.
+  def cost(self, collective: hlo.Collective) -> tuple[str, float, float]:
+    """Returns axes, bytes that a device sends, and seconds of a single run.
 
     Raises:
       UnknownProgramError: the replica groups are written in an unknown form.
     """
-    if one.groups == hlo.SLICES:
-      parts = len(self.across) if one.kind == 'all-gather' else 1
-      return hlo.SLICES, *self._send(one.kind, one.bytes * parts, self.across)
-    ids = replica_groups(one.groups, len(self.inside))
-    if one.kind == 'collective-permute':
-      return self._permute(one.bytes, self.inside[ids])
-    size = ids.shape[1]
-    if size == 1:
+    kind, size = collective.kind, collective.bytes
+    if collective.groups == hlo.SLICES:
+      # The program states the operand, a single slice's part of the result.
+      parts = len(self.peers) if kind == 'all-gather' else 1
+      return hlo.SLICES, *self._send(kind, size * parts, self.peers)
+    ids = replica_groups(collective.groups, len(self.slice))
+    if kind == 'collective-permute':
+      return self._permute(size, self.slice[ids])
+    count = ids.shape[1]
+    if count == 1:
       return 'one device', 0.0, 0.0
-    axes = self.axes.get(_as_sets(ids), f'{size} devices')
-    return axes, *self._send(one.kind, one.bytes, self.inside[ids[0]])
+    axes = self.axes.get(_as_sets(ids), f'{count} devices')
+    # The first group stands for all, which are alike on a mesh.
+    return axes, *self._send(kind, size, self.slice[ids[0]])
 
   def _permute(
     self, size: float, pairs: np.ndarray
@@ -187,17 +205,18 @@ class Network:
       size: bytes that a device sends.
       pairs: positions of the devices: [pairs, 2].
     """
-    places = np.unravel_index(pairs, self.mesh.devices.shape)
+    indices = np.unravel_index(pairs, self.mesh.devices.shape)
     moved = [
       name
-      for name, place in zip(self.mesh.axis_names, places, strict=True)
-      if (place[:, 0] != place[:, 1]).any()
+      for name, index in zip(self.mesh.axis_names, indices, strict=True)
+      if (index[:, 0] != index[:, 1]).any()
     ]
+    # All pairs send at a time, so the slowest decides.
     rates = [self._bandwidth(pair) for pair in pairs if pair[0] != pair[1]]
     seconds = size / min(rates) if rates else 0.0
     return '+'.join(moved) or 'one device', size, seconds
 
-  def along(
+  def cost_along(
     self, axes: Sequence[str], kind: str, size: float
   ) -> tuple[float, float]:
     """Returns bytes that a device sends over mesh axes, and seconds.
@@ -216,12 +235,14 @@ class Network:
     count = len(group)
     if count == 1:
       return 0.0, 0.0
+    # A ring passes on every part but the device's. An all-reduce is a
+    # reduce-scatter and an all-gather.
     sent = size * (count - 1) / count * (2 if kind == 'all-reduce' else 1)
     return sent, sent / self._bandwidth(group)
 
   def _bandwidth(self, group: Sequence[int]) -> float:
     """Returns bytes/s that each device of a group can send to the others."""
-    chip, members = self.where.chip, [self.devices[i] for i in group]
+    chip, members = self.hardware.chip, [self.devices[i] for i in group]
     if len({getattr(d, 'slice_index', 0) for d in members}) > 1:
       return chip.network_bandwidth
     if chip.kind == 'gpu':
@@ -229,20 +250,23 @@ class Network:
       return chip.network_bandwidth if len(nodes) > 1 else chip.link_bandwidth
     coordinates = np.array([d.coords for d in members])
     total = 0.0
-    for axis, extent in enumerate(self.where.extents):
-      places = np.unique(coordinates[:, axis])
-      if len(places) > 1:
-        # Devices between them are of other groups and share the links.
-        apart = int(np.diff(places).max())
+    for axis, extent in enumerate(self.hardware.extents):
+      positions = np.unique(coordinates[:, axis])
+      if len(positions) > 1:
+        # Devices in between belong to other groups, which share the links.
+        spacing = int(np.diff(positions).max())
+        # Links close a ring around the torus only from some extent on, and for
+        # a group that goes all around. The ends of a line send in a single
+        # direction, which limits all of it to half.
         closed = extent >= chip.wraps_at and extent % 4 == 0
-        ring = closed and len(places) * apart == extent
-        total += chip.link_bandwidth * (1.0 if ring else 0.5) / apart
+        ring = closed and len(positions) * spacing == extent
+        total += chip.link_bandwidth * (1.0 if ring else 0.5) / spacing
     # The two halves of a TPU7x chip: "six times a 1D ICI link" (vendor).
     return total or 6 * chip.link_bandwidth
 
 
 def _as_sets(groups: Iterable[Sequence[int]]) -> frozenset[frozenset[int]]:
-  """Returns groups of devices without their order; empty ones are left out."""
+  """Returns groups of devices without their order; drops empty groups."""
   return frozenset(frozenset(group) for group in groups if len(group))
 
 
@@ -267,7 +291,7 @@ def replica_groups(text: str, devices: int) -> np.ndarray:
 
   Args:
     text: `{{0,1},{2,3}}`, `[2,2]<=[4]`, `[2,2]<=[2,2]T(1,0)` or
-      `mesh['a'=2,'b'=2] {'a'}`; empty means one group of all.
+      `mesh['a'=2,'b'=2] {'a'}`; empty for a single group of all.
     devices: number of devices.
 
   Raises:
@@ -282,12 +306,13 @@ def replica_groups(text: str, devices: int) -> np.ndarray:
     sizes = {n: int(s) for n, s in re.findall(r"'(\w+)'=(\d+)", text)}
     chosen = re.findall(r"'(\w+)'", text[text.index(']') :])
     return _grouped(tuple(sizes.values()), tuple(sizes), chosen)
-  found = re.fullmatch(r'\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?', text)
-  if not found:
+  match = re.fullmatch(r'\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?', text)
+  if not match:
     raise hlo.UnknownProgramError(f'replica groups {text!r} are not understood')
+  # Numbers in an array of shape `dims`, transposed, then reshaped to groups.
   shape, dims, order = (
     [int(n) for n in part.split(',')] if part else None
-    for part in found.groups()
+    for part in match.groups()
   )
   ids = np.arange(devices).reshape(dims)
   return ids.transpose(order or range(len(dims))).reshape(shape)

@@ -1,12 +1,13 @@
 """Search of meshes, rematerialisation and rows for given chips.
 
 `ranked` compares how fast the chips could train: its candidates have batches
-of their own. `remedies` makes one job fit, and keeps the batch of a training
-step. Both rank by the analytic `cost_model`; `encdec_adapt.plan --search`
-compiles the best and ranks them again.
+of their own. `remedies` makes a given job fit, and keeps the batch of a
+training step. Both rank by `analytic_model`; `encdec_adapt.plan --search`
+compiles the best and ranks them again. This module compiles nothing, and must
+not import `plan_report`.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 import dataclasses
 import itertools
 from typing import Any
@@ -16,17 +17,13 @@ from jax.sharding import AbstractMesh
 from encdec_adapt.base import errors
 from encdec_adapt.files import disk
 from encdec_adapt.models import execution, parameters
-from encdec_adapt.planning import (
-  analytic_model,
-  chips,
-  programs,
-)
+from encdec_adapt.planning import analytic_model, chips, programs
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import placement
 from encdec_adapt.sharding import rules as rules_lib
 
 # Largest ratio of estimated memory to the budget that is worth compiling:
-# estimates for `configs/plans` are 0.88 to 1.18 of what was compiled.
+# estimates for `configs/plans` are 0.88 to 1.18 of the compiled memory.
 DOUBT = 1.2
 _ROWS = (1, 2, 4, 8)  # Rows of a device, or of devices that share a row.
 _SHARDS = (1, 2, 4, 8)  # Shards of heads, or of the length.
@@ -34,7 +31,8 @@ _SHARDS = (1, 2, 4, 8)  # Shards of heads, or of the length.
 _SHORTEST = 512
 _REMEDIES = 3  # Most remedies that are named.
 # Changes of the optimizer that keep less state on the devices, tried in turn.
-# The last two are named together: one costs time, the other is another recipe.
+# The last two are named together: offloading costs time, Adafactor is another
+# recipe, so neither is better for everyone.
 _OPTIMIZERS = (
   ({},),
   ({'optimizer.moment_dtype': 'bfloat16'},),
@@ -51,7 +49,7 @@ _OPTIMIZERS = (
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-  """One way to run a program.
+  """A way to run a program.
 
   Attributes:
     job: the changed job, on its mesh.
@@ -70,24 +68,27 @@ class Candidate:
     return self.job.rows / times['step_s'] if times else 0.0
 
 
+@dataclasses.dataclass
 class _Planner:
-  """Plans one program with changed settings on the same devices.
+  """Plans a program with changed settings on the same devices.
 
   Arguments are computed once for all meshes that shard parameters alike and
   all optimizers that keep the same state, since that takes most of the time.
+
+  Attributes:
+    job: the job.
+    hardware: chips of the job.
+    doubt: factor by which estimates of memory are multiplied.
+    least: bytes of the smallest plan so far.
   """
 
-  def __init__(self, job: programs.Job, where: chips.Slice, doubt: float = 1.0):
-    """Plans a job.
-
-    Args:
-      job: the job.
-      where: chips of the job.
-      doubt: factor by which estimates of memory are multiplied.
-    """
-    self.job, self.where, self.doubt = job, where, doubt
-    self.least = float('inf')  # Bytes of the smallest plan so far.
-    self._given: dict[Any, analytic_model.Arguments] = {}
+  job: programs.Job
+  hardware: chips.Slice
+  doubt: float = 1.0
+  least: float = float('inf')
+  _sizes: dict[Any, analytic_model.Arguments] = dataclasses.field(
+    default_factory=dict
+  )
 
   def plan(self, changes: Mapping[str, Any]) -> Candidate:
     """Returns the candidate with changed configuration keys.
@@ -96,37 +97,39 @@ class _Planner:
       changes: configuration key, as in 'train.batch_size', to value.
     """
     job = _changed(self.job, changes)
-    plan = analytic_model.describe(job, self.where, self._arguments(job))
+    plan = analytic_model.describe(job, self.hardware, self._arguments(job))
     peak = self.doubt * plan['memory']['peak']
-    plan['fits'] = peak <= self.where.chip.hbm_bytes
+    plan['fits'] = peak <= self.hardware.chip.hbm_bytes
     self.least = min(self.least, peak)
     flags = (f'--config.{key}={value}' for key, value in changes.items())
     return Candidate(job, tuple(flags), plan)
 
   def _arguments(self, job: programs.Job) -> analytic_model.Arguments:
-    rules, place = job.rules, job.rules.on(job.mesh)
+    rules = job.rules
+    # Sizes of trained parameters follow from these axes alone. Other programs
+    # have arguments, such as caches, that other axes shard: the mesh counts.
     key = (job.optimizer, not job.trains and job.mesh) + tuple(
       tuple(job.mesh.shape[axis] for axis in axes)
       for axes in (rules.embed, rules.vocab, rules.heads)
     )
-    if key not in self._given:
-      # Any batch size that divides is valid.
-      rows = place.size('batch')
-      sizes = {'train.batch_size': rows, 'train.microbatches': 1}
+    if key not in self._sizes:
+      # Any batch that divides will do, since its size is scaled.
+      rows = rules.on(job.mesh).size('batch')
+      changes = {'train.batch_size': rows, 'train.microbatches': 1}
       if not job.trains:
-        sizes = {'train.eval_batch_size': rows}
-      smallest = _changed(job, sizes)
-      self._given[key] = analytic_model.Arguments.of(
-        smallest, smallest.program()
-      )
-    return self._given[key]
+        changes = {'train.eval_batch_size': rows}
+      smallest = _changed(job, changes)
+      sizes = analytic_model.Arguments.of(smallest, smallest.program())
+      self._sizes[key] = sizes
+    return self._sizes[key]
 
   def nothing_fits(self) -> str:
     """Returns the message for a job that no candidate makes fit."""
+    chip, hardware = self.hardware.chip, self.hardware
     return (
-      f'nothing fits into {self.where.name} x {self.where.count}: the least'
+      f'nothing fits into {hardware.name} x {hardware.count}: the least'
       f' that any candidate needs is {disk.format_bytes(self.least)} of'
-      f' {disk.format_bytes(self.where.chip.hbm_bytes)} a device. Take more'
+      f' {disk.format_bytes(chip.hbm_bytes)} a device. Take more'
       ' chips, chips with more memory, or shorter rows'
       ' (config.data.encoder_length, config.data.decoder_length).'
     )
@@ -153,36 +156,42 @@ def _changed(job: programs.Job, changes: Mapping[str, Any]) -> programs.Job:
   return dataclasses.replace(job, **changed)
 
 
-def ranked(job: programs.Job, where: chips.Slice) -> list[Candidate]:
+def ranked(job: programs.Job, hardware: chips.Slice) -> list[Candidate]:
   """Returns training candidates that may fit, the fastest first.
 
   Args:
     job: the training step, on any mesh of the devices or of stand-ins.
-    where: chips of the job.
+    hardware: chips of the job.
 
   Raises:
     UserError: no candidate fits.
   """
-  planner = _Planner(job, where)
-  found = []
-  for mesh in meshes(job, where):
+  planner = _Planner(job, hardware)
+  candidates = []
+  for mesh in meshes(job, hardware):
     shards = mesh['mesh.replica'] * mesh['mesh.fsdp']
     for remat, rows in itertools.product(execution.REMAT_POLICIES, _ROWS):
+      # Fewer rows do what microbatches would: candidates keep no batch.
       batch = {'train.batch_size': rows * shards, 'train.microbatches': 1}
-      one = planner.plan({**mesh, 'compute.remat': remat, **batch})
-      if one.plan['memory']['peak'] <= DOUBT * where.chip.hbm_bytes:
-        found.append(one)
-  if not found:
+      candidate = planner.plan({**mesh, 'compute.remat': remat, **batch})
+      if candidate.plan['memory']['peak'] <= DOUBT * hardware.chip.hbm_bytes:
+        candidates.append(candidate)
+  if not candidates:
     raise errors.UserError(
       f'{planner.nothing_fits()} Or keep less optimizer state:'
       ' --config.optimizer.moment_dtype=bfloat16, .kind=adafactor or'
       ' .offload=True.'
     )
-  return sorted(found, key=lambda candidate: -candidate.rate)
+  return _fastest(candidates)
+
+
+def _fastest(candidates: Iterable[Candidate]) -> list[Candidate]:
+  """Returns the candidates, the fastest first."""
+  return sorted(candidates, key=lambda candidate: -candidate.rate)
 
 
 def remedies(
-  job: programs.Job, plan: Mapping[str, Any], where: chips.Slice
+  job: programs.Job, plan: Mapping[str, Any], hardware: chips.Slice
 ) -> dict[str, Any]:
   """Returns flags with which a program fits the same chips.
 
@@ -194,27 +203,30 @@ def remedies(
     job: the program that does not fit.
     plan: plan of the program. If it was compiled, its memory scales the
       estimates.
-    where: chips of the job.
+    hardware: chips of the job.
 
   Returns:
-    `remedies`, flags of up to three ways, the fastest first; and `advice`,
-    what to do if there is none, or None.
+    `remedies`, flags of up to three ways, the fastest first; and `advice` for
+    a job without any, else None.
   """
-  estimate = _Planner(job, where).plan({}).plan['memory']['peak']
-  planner = _Planner(job, where, max(1.0, plan['memory']['peak'] / estimate))
+  estimate = _Planner(job, hardware).plan({}).plan['memory']['peak']
+  # The compiled plan is right: if the model's estimate for it is too low, so
+  # are those of its variants.
+  doubt = max(1.0, plan['memory']['peak'] / estimate)
+  planner = _Planner(job, hardware, doubt)
   for tier in _OPTIMIZERS if job.trains else _OPTIMIZERS[:1]:
-    found = []
+    remedies_of_changes = []
     for changes in tier:
       adafactor = job.optimizer.kind == 'adafactor'
       if adafactor and changes.keys() == {'optimizer.moment_dtype'}:
         continue  # It has no first moments.
-      fit = list(_fitting(planner, changes))
-      found.append(sorted(fit, key=lambda one: -one.rate)[:_REMEDIES])
+      fitting = _fastest(_fitting(planner, changes))
+      remedies_of_changes.append(fitting[:_REMEDIES])
     # The best of each change, then the second of each.
-    mixed = itertools.chain(*itertools.zip_longest(*found))
-    flags = [' '.join(one.flags) for one in mixed if one][:_REMEDIES]
+    mixed = itertools.chain(*itertools.zip_longest(*remedies_of_changes))
+    flags = [' '.join(candidate.flags) for candidate in mixed if candidate]
     if flags:
-      return {'remedies': flags, 'advice': None}
+      return {'remedies': flags[:_REMEDIES], 'advice': None}
   return {'remedies': [], 'advice': planner.nothing_fits()}
 
 
@@ -223,51 +235,54 @@ def _fitting(
 ) -> Iterator[Candidate]:
   """Yields candidates that fit, with the fewest microbatches, or most rows."""
   train = planner.job.train
-  for mesh in meshes(planner.job, planner.where):
+  for mesh in meshes(planner.job, planner.hardware):
     shards = mesh['mesh.replica'] * mesh['mesh.fsdp']
     if planner.job.trains:
-      rows, rest = divmod(train.batch_size, shards)
-      batch = {'train.batch_size': train.batch_size}
-      if rest:
+      rows, remainder = divmod(train.batch_size, shards)
+      if remainder:
         continue
-      ways = [
-        [
-          {'compute.remat': remat, **batch, 'train.microbatches': n}
-          for n in _divisors(rows)
-        ]
-        for remat in sorted(execution.REMAT_POLICIES, key='full'.__ne__)
+      batches = [
+        {'train.batch_size': train.batch_size, 'train.microbatches': n}
+        for n in _divisors(rows)
       ]
+      # 'full' first: no policy needs less memory.
+      names = sorted(execution.REMAT_POLICIES, key='full'.__ne__)
+      policies = [{'compute.remat': name} for name in names]
     else:
-      largest = max(1, train.eval_batch_size // shards)
-      ways = [
-        [
-          {'train.eval_batch_size': shards * largest // n}
-          for n in _divisors(largest)
-        ]
+      rows = max(1, train.eval_batch_size // shards)
+      batches = [
+        {'train.eval_batch_size': shards * rows // n} for n in _divisors(rows)
       ]
-    for way in ways:
-      tried = (planner.plan({**mesh, **changes, **one}) for one in way)
-      fits = next((one for one in tried if one.plan['fits']), None)
-      if fits:
-        yield fits
-      elif way is ways[0]:
-        break  # 'full' comes first, and nothing needs less memory.
+      policies = [{}]
+    for policy in policies:
+      # A generator: plans after the first that fits are not computed.
+      tried = (
+        planner.plan({**mesh, **changes, **policy, **batch})
+        for batch in batches
+      )
+      candidate = next((c for c in tried if c.plan['fits']), None)
+      if candidate:
+        yield candidate
+      elif policy is policies[0]:
+        break  # The others need more.
 
 
 def _divisors(rows: int) -> list[int]:
-  """Returns powers of two that divide, and the rows themselves."""
+  """Returns the powers of two that divide the rows, and the rows."""
   powers = [2**n for n in range(rows.bit_length()) if rows % 2**n == 0]
   return sorted({*powers, rows})
 
 
-def meshes(job: programs.Job, where: chips.Slice) -> Iterator[dict[str, Any]]:
+def meshes(
+  job: programs.Job, hardware: chips.Slice
+) -> Iterator[dict[str, Any]]:
   """Yields configuration keys of the meshes that a model divides over.
 
   Evaluation batches that do not divide are enlarged; training batches are not
   looked at.
   """
   keys = [f'mesh.{axis}' for axis in mesh_lib.AXES]
-  for sizes, rules in _meshes(job, where):
+  for sizes, rules in _meshes(job, hardware):
     changes = dict(zip(keys, sizes, strict=True)) | {'mesh.rules': rules}
     rows, shards = job.train.eval_batch_size, sizes[0] * sizes[1]
     if rows % shards:
@@ -276,16 +291,16 @@ def meshes(job: programs.Job, where: chips.Slice) -> Iterator[dict[str, Any]]:
 
 
 def _meshes(
-  job: programs.Job, where: chips.Slice
+  job: programs.Job, hardware: chips.Slice
 ) -> Iterator[tuple[tuple[int, ...], str]]:
   """Yields sizes of the mesh axes, and the name of the rules."""
-  stacks = job.model.stacks.values()
   lengths = [job.lengths.encoder, job.lengths.decoder]
   lengths.append(job.lengths.teacher * job.reads_teacher_row)
   tables = [2**n for n in range(rules_lib.VOCABULARY_GROUP.bit_length())]
   for tensor, sequence, fsdp in itertools.product(_SHARDS, _SHARDS, tables):
-    replica, rest = divmod(where.devices, tensor * sequence * fsdp)
-    if rest or replica % where.count:
+    replica, remainder = divmod(hardware.devices, tensor * sequence * fsdp)
+    # Only replicas lie across slices: the network between these is slow.
+    if remainder or replica % hardware.count:
       continue
     sizes = replica, fsdp, sequence, tensor
     if sequence > 1 and any(
@@ -294,28 +309,29 @@ def _meshes(
       continue
     if not _divides(job, sizes, 'fsdp'):
       continue
-    if where.chip.kind == 'tpu' and replica == tensor == 1 and fsdp > 2:
+    if hardware.chip.kind == 'tpu' and replica == tensor == 1 and fsdp > 2:
       # Shards as with `fsdp`, but for sums over a whole slice, which a TPU's
       # compiler does not scatter (`ops.partition.sum_gradient_in_stages`).
       yield (2, fsdp // 2, sequence, tensor), 'whole_slice'
       continue
     yield sizes, 'fsdp'
-    both = replica * fsdp
-    if (
-      where.count > 1
-      or replica == 1
-      or not _divides(job, sizes, 'fsdp_replica')
-    ):
+    if hardware.count > 1 or replica == 1:
       continue
-    # Else the tables' shards, and so all of them, are those of a larger fsdp.
-    rows = [s.table_rows for s in stacks]
-    if both not in tables or any(n % (both * tensor) for n in rows):
+    # A larger fsdp would shard everything as 'fsdp_replica' does, unless there
+    # is none or the tables do not divide over it.
+    shards = replica * fsdp
+    covered = shards in tables and not any(
+      stack.table_rows % (shards * tensor)
+      for stack in job.model.stacks.values()
+    )
+    if not covered and _divides(job, sizes, 'fsdp_replica'):
       yield sizes, 'fsdp_replica'
 
 
 def _divides(job: programs.Job, sizes: tuple[int, ...], rules: str) -> bool:
   """Returns whether the model's parameters divide over a mesh."""
   table = parameters.parameter_table(job.model)
+  # Abstract, as most of the meshes are refused here.
   mesh = AbstractMesh(sizes, mesh_lib.AXES)
   try:
     placement.parameter_shardings(table, mesh, rules_lib.RULES[rules])
@@ -327,10 +343,11 @@ def _divides(job: programs.Job, sizes: tuple[int, ...], rules: str) -> bool:
 def text(candidates: list[Candidate]) -> str:
   """Returns a table of candidates, the fastest first."""
   lines = [f'{"rows/s":>9} {"MFU":>6} {"GiB":>6}  by         flags']
-  for one in sorted(candidates, key=lambda candidate: -candidate.rate):
+  for candidate in _fastest(candidates):
+    plan = candidate.plan
     lines.append(
-      f'{one.rate:>9.2f} {one.plan["mfu"]:>6.1%}'
-      f' {one.plan["memory"]["peak"] / 2**30:>6.1f}  {one.plan["source"]:<9}'
-      f'  {" ".join(one.flags)}'
+      f'{candidate.rate:>9.2f} {plan["mfu"]:>6.1%}'
+      f' {plan["memory"]["peak"] / 2**30:>6.1f}  {plan["source"]:<9}'
+      f'  {" ".join(candidate.flags)}'
     )
   return '\n'.join(lines)

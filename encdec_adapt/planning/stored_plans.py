@@ -1,4 +1,7 @@
-"""Plans as files: the flags, the versions and the result."""
+"""Plans as files: the flags, the versions and the result.
+
+This module must not import programs: it describes requests and results only.
+"""
 
 from collections.abc import Iterable, Mapping
 import importlib.metadata
@@ -9,15 +12,14 @@ from ml_collections import config_flags
 
 from encdec_adapt import config as config_lib
 from encdec_adapt.base import errors
-from encdec_adapt.files import atomic
-from encdec_adapt.files import paths as paths_lib
+from encdec_adapt.files import atomic, paths
 from encdec_adapt.planning import chips
 from encdec_adapt.sharding import mesh
 
 _GIB = 2**30
 
 
-def request(config_flag, where: chips.Slice) -> dict[str, Any]:
+def request(config_flag, hardware: chips.Slice) -> dict[str, Any]:
   """Returns the flags of a configuration, the chips and the versions."""
   try:
     libtpu = importlib.metadata.version('libtpu')
@@ -26,14 +28,18 @@ def request(config_flag, where: chips.Slice) -> dict[str, Any]:
   return {
     'config': config_flags.get_config_filename(config_flag),
     'overrides': config_flags.get_override_values(config_flag),
-    'topology': where.name,
-    'num_slices': where.count,
+    'topology': hardware.name,
+    'num_slices': hardware.count,
     'versions': {'jax': jax.__version__, 'libtpu': libtpu},
   }
 
 
 def setup(settings: config_lib.Settings) -> dict[str, Any]:
-  """Returns the settings of a job that decide on memory and speed."""
+  """Returns the settings of a job that decide on memory and speed.
+
+  A stored plan has them beside its flags, so that a test tells when a
+  configuration has changed since its plan was compiled.
+  """
   return {
     'mesh': {axis: getattr(settings.mesh, axis) for axis in mesh.AXES},
     'rules': {k: list(v) for k, v in settings.rules.as_dict().items()},
@@ -52,7 +58,7 @@ def flags(requested: Mapping[str, Any], names: Iterable[str]) -> list[str]:
   """Returns the flags of `encdec_adapt.plan` that repeat a request.
 
   Args:
-    requested: a `request`, or a stored plan, which contains one.
+    requested: a `request`, or a stored plan, which contains its request.
     names: names of the programs.
   """
   return [
@@ -74,9 +80,8 @@ def read(folder: str) -> list[dict[str, Any]]:
   Raises:
     UserError: there is no plan, or a file is not a JSON object.
   """
-  paths = sorted(paths_lib.at(folder).glob('*.json'))
-  found = [atomic.read_json(path) for path in paths]
-  plans = [one for one in found if 'programs' in one]
+  files = sorted(paths.at(folder).glob('*.json'))
+  plans = [plan for plan in map(atomic.read_json, files) if 'programs' in plan]
   if not plans:
     raise errors.UserError(
       f'--table={folder} has no plans; write one there with --output.'
@@ -91,13 +96,13 @@ def markdown(plans: list[dict[str, Any]]) -> str:
     ' compiled, s |',
     '|---|---|---|---|---|---|',
   ]
-  for one in plans:
-    slices = f'{one["num_slices"]} x ' if one['num_slices'] > 1 else ''
-    path, _, argument = one['config'].partition(':')
-    for program, plan in one['programs'].items():
-      of = '' if program == 'train' else f', {program}'
+  for stored in plans:
+    slices = f'{stored["num_slices"]} x ' if stored['num_slices'] > 1 else ''
+    path, _, argument = stored['config'].partition(':')
+    for program, plan in stored['programs'].items():
+      suffix = '' if program == 'train' else f', {program}'
       lines.append(
-        f'| `{argument or path}`{of} | {slices}{one["topology"]}'
+        f'| `{argument or path}`{suffix} | {slices}{stored["topology"]}'
         f' | {" | ".join(_cells(plan))} |'
       )
   return '\n'.join(lines)
@@ -108,7 +113,6 @@ def _cells(plan: Mapping[str, Any]) -> list[str]:
   memory, times = plan['memory'], plan['roofline'] or {}
 
   def cell(value: float | None, form: str) -> str:
-    """Formats a number, or a dash if it is unknown."""
     return '-' if value is None else format(value, form)
 
   return [

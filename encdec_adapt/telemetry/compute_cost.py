@@ -1,4 +1,7 @@
-"""Compute that a run has used, and its summary with that of its sources."""
+"""Cumulative compute of a run and its ancestors, in its summary.
+
+This module must not import models: it adds up numbers that callers count.
+"""
 
 from collections.abc import Iterable, Mapping
 import dataclasses
@@ -50,6 +53,7 @@ def read_sources(paths: Iterable[str]) -> dict[str, Any]:
     runs that have not ended. JSON serialisable.
   """
   ledger, not_counted = {}, []
+  # Without repetitions, as the decoder's source is often the teacher too.
   for path in dict.fromkeys(paths):
     file = paths_lib.at(path) / SUMMARY
     if file.exists():
@@ -61,7 +65,7 @@ def read_sources(paths: Iterable[str]) -> dict[str, Any]:
 
 def summarise(
   workdir: str | os.PathLike[str],
-  own: dict[str, Any],
+  entries: dict[str, Any],
   cost: Cost,
   sources: Mapping[str, Any],
 ) -> dict[str, Any]:
@@ -69,22 +73,23 @@ def summarise(
 
   Args:
     workdir: work directory of the run.
-    own: entries to keep as they are: parameters, steps, losses.
+    entries: entries to keep as they are: parameters, steps, losses.
     cost: totals of the run itself.
     sources: result of `read_sources` when the run started.
 
   Returns:
     The summary; `inclusive` holds the totals with all sources.
   """
-  place = str(paths_lib.absolute(workdir))
-  ledger = sources['ledger'] | {place: cost.as_dict()}
+  # By resolved path, so that an ancestor of several sources counts once.
+  key = str(paths_lib.absolute(workdir))
+  ledger = sources['ledger'] | {key: cost.as_dict()}
   totals = ('target_tokens', 'total_tokens', 'flops', 'seconds')
   return {
-    **own,
+    **entries,
     **cost.as_dict(),
     'not_counted': sources['not_counted'],
     'inclusive': {
-      name: sum(entry[name] for entry in ledger.values()) for name in totals
+      name: sum(costs[name] for costs in ledger.values()) for name in totals
     },
     'ledger': ledger,
   }

@@ -1,4 +1,7 @@
-"""Environment of a run: versions, hardware, options, source."""
+"""Environment of a run: versions, hardware, options, source.
+
+This module must not import models or data.
+"""
 
 from collections.abc import Mapping
 import functools
@@ -16,8 +19,8 @@ import jax
 
 from encdec_adapt.files import disk, paths
 
-# Packages whose versions may change a result; grain's index shuffle is the
-# order of the rows, and `platform_version` has the version of libtpu.
+# Packages that may change a result with their version; grain's index shuffle is
+# the order of the rows, and `platform_version` has the version of libtpu.
 _EXACT = ('jax', 'jaxlib', 'flax', 'optax', 'grain')
 _PACKAGES = (*_EXACT, 'libtpu', 'orbax-checkpoint', 'numpy', 'encdec_adapt')
 # Change compiled programs or random numbers.
@@ -48,6 +51,8 @@ def fingerprint() -> dict[str, Any]:
   return {
     **{package: _version(package) for package in _EXACT},
     **_kind(),
+    # Numbers of devices and cores decide how sums are divided, so that rounding
+    # may differ.
     'devices': len(jax.devices()),
     'processes': jax.process_count(),
     'cores': _cores(),
@@ -67,13 +72,14 @@ def versions() -> dict[str, str | None]:
 def options() -> dict[str, Any]:
   """Returns options of the compiler and jax without using a device."""
   return {
+    # Sorted, since the order of different flags has no effect.
     'xla_flags': ' '.join(sorted(os.environ.get('XLA_FLAGS', '').split())),
     **{option: getattr(jax.config, option) for option in _JAX_OPTIONS},
   }
 
 
 def devices() -> dict[str, Any]:
-  """Returns kind and number of this process's own devices."""
+  """Returns kind and number of this process's local devices."""
   return {**_kind(), 'local_devices': jax.local_device_count()}
 
 
@@ -92,6 +98,7 @@ def source_digest() -> str:
   folder = pathlib.Path(__file__).resolve().parent.parent
   digest = hashlib.blake2b(digest_size=8)
   for path in sorted(folder.rglob('*.py')):
+    # Names too: a module that was moved is another program.
     digest.update(path.relative_to(folder).as_posix().encode())
     digest.update(path.read_bytes())
   return digest.hexdigest()
@@ -99,21 +106,17 @@ def source_digest() -> str:
 
 def flat(tree: Mapping[str, Any]) -> dict[str, Any]:
   """Returns the leaves of a nested mapping by dotted key, as JSON values."""
+  # Through JSON, so that tuples equal the lists that a saved tree has.
   return traverse_util.flatten_dict(json.loads(json.dumps(tree)), sep='.')
 
 
-def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-  """Describes how two fingerprints differ, one line per key."""
+def difference(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+  """Returns a line for every key in which two fingerprints differ."""
+  # A version that records another key must not hide the change.
   absent = 'not recorded'
-  pairs = (
-    (key, before.get(key, absent), now.get(key, absent))
-    for key in sorted(before.keys() | now.keys())
-  )
-  return [
-    f'{key}: {old!r} before, {new!r} now'
-    for key, old, new in pairs
-    if old != new
-  ]
+  keys = sorted(saved.keys() | now.keys())
+  pairs = ((key, saved.get(key, absent), now.get(key, absent)) for key in keys)
+  return [f'{k}: {a!r} before, {b!r} now' for k, a, b in pairs if a != b]
 
 
 def git_revision() -> str | None:
@@ -124,18 +127,17 @@ def git_revision() -> str | None:
     this file is not tracked in a git checkout (an installed package), or git
     is missing.
   """
-  here = pathlib.Path(__file__).resolve()
+  module = pathlib.Path(__file__).resolve()
 
   def git(*arguments: str) -> str:
-    """Runs git in the folder of this file."""
-    command = ['git', '-C', str(here.parent), *arguments]
+    command = ['git', '-C', str(module.parent), *arguments]
     return subprocess.run(
       command, capture_output=True, text=True, timeout=10, check=True
     ).stdout.strip()
 
   try:
     # An installed copy may be inside an unrelated checkout.
-    git('ls-files', '--error-unmatch', here.name)
+    git('ls-files', '--error-unmatch', module.name)
     return git('describe', '--always', '--dirty', '--abbrev=40', '--exclude=*')
   except (OSError, subprocess.SubprocessError):
     return None
@@ -149,6 +151,7 @@ def _version(package: str) -> str | None:
 
 
 def _cores() -> int | None:
+  # Only the cores that this process may use, as XLA counts them too.
   if hasattr(os, 'sched_getaffinity'):  # Not on macOS.
     return len(os.sched_getaffinity(0))
   return os.cpu_count()
@@ -164,12 +167,14 @@ def _cpu() -> str:
     text = pathlib.Path('/proc/cpuinfo').read_text(encoding='utf-8')
   except OSError:
     return platform.processor()
+  # The first paragraph is the first core; the others are alike.
   fields = dict(
     [part.strip() for part in line.split(':', 1)]
     for line in text.split('\n\n')[0].splitlines()
     if ':' in line
   )
   model = fields.get('model name', platform.machine())
+  # ARM calls them Features, and states no model.
   features = fields.get('flags', fields.get('Features', ''))
   digest = hashlib.blake2b(features.encode(), digest_size=4).hexdigest()
   return f'{model} ({digest})'
@@ -181,15 +186,16 @@ def memory_high_water() -> dict[str, int]:
   Returns:
     `memory_peak_bytes`; empty on platforms that do not report it (CPU).
   """
-  found = [device.memory_stats() for device in jax.local_devices()]
-  peaks = [s['peak_bytes_in_use'] for s in found if s]
+  stats = [device.memory_stats() for device in jax.local_devices()]
+  peaks = [s['peak_bytes_in_use'] for s in stats if s]
   return {'memory_peak_bytes': max(peaks)} if peaks else {}
 
 
 def memory_free() -> int | None:
   """Returns the bytes that are free on each device of this process.
 
-  Those of a CPU are what Linux has available. None where neither is known.
+  For CPU devices these are the available memory by Linux, divided by their
+  number. None where neither is known.
   """
   stats = [device.memory_stats() for device in jax.local_devices()]
   if all(stats):
@@ -198,6 +204,7 @@ def memory_free() -> int | None:
     text = pathlib.Path('/proc/meminfo').read_text(encoding='utf-8')
   except OSError:
     return None
+  # CPU devices share the host's memory.
   kibibytes = int(text.split('MemAvailable:')[1].split()[0])
   return 1024 * kibibytes // len(stats)
 
@@ -206,7 +213,7 @@ def enable_compile_cache(folder: str | os.PathLike[str]) -> None:
   """Keeps compiled programs in a folder; call before the first `jit`.
 
   XLA compiles for the processor it runs on, and a folder may be shared by
-  machines or outlive one, so each kind of machine has a subfolder.
+  machines or outlive them, so each kind of machine has a subfolder.
 
   Args:
     folder: local folder or bucket address; made if need be. Processes may

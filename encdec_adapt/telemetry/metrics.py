@@ -1,15 +1,16 @@
 """Metrics of a run: a JSONL file, and TensorBoard event files.
 
-`metrics.jsonl` has one line per (kind, step): `{"kind": "train", "step": 3,
+`metrics.jsonl` has a line for each (kind, step): `{"kind": "train", "step": 3,
 "loss": ...}`; numbers that are not finite are strings ("NaN", "Infinity"),
-since JSON has no such numbers. Every line goes to the kernel in one write, so
-that SIGKILL loses at most the line being written; for buckets see
+since JSON has no such numbers. Every line goes to the kernel in a single write,
+so that SIGKILL loses at most the line being written; for buckets see
 `files.append_log`, and `flush` before a checkpoint. TensorBoard's record format
 and messages are used without its file layer, which would import TensorFlow
-where it is installed.
+where it is installed. This module must not import models or data.
 """
 
 from collections.abc import Iterator, Mapping
+import contextlib
 import json
 import math
 import os
@@ -29,7 +30,7 @@ EVENTS = 'tensorboard'  # Folder of event files.
 _NON_FINITE = ('NaN', 'Infinity', '-Infinity')  # Python's names in JSON.
 
 
-class MetricWriter:
+class MetricWriter(contextlib.AbstractContextManager):
   """Appends records; on resume drops those beyond the restored step.
 
   A record of step s must be written before the checkpoint of step s is
@@ -39,7 +40,7 @@ class MetricWriter:
   Attributes:
     path: the JSONL file.
     evaluations: step of each evaluation that is kept -> the metric that
-      decides which one is the best.
+      decides which is the best.
     dropped: records that were dropped.
   """
 
@@ -55,7 +56,7 @@ class MetricWriter:
       folder: gets `metrics.jsonl` and the folder `tensorboard`.
       first_step: number of steps done before this start; records beyond it
         and a half-written line are dropped.
-      selects: metric of evaluations that decides which one is the best.
+      selects: metric of evaluations that decides which is the best.
 
     Raises:
       UserError: the folder cannot be written.
@@ -74,14 +75,11 @@ class MetricWriter:
       self._log.keep(records)
       self._events = _EventFile(events, first_step)
 
-  def __enter__(self) -> 'MetricWriter':
-    return self
-
   def __exit__(self, *exception) -> None:
     self.close()
 
   def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
-    """Appends one record.
+    """Appends a record.
 
     Args:
       kind: 'train', 'eval', ...
@@ -93,8 +91,9 @@ class MetricWriter:
       UserError: the disk is full, or gone.
     """
     plain = {name: _plain(value) for name, value in values.items()}
-    record = {name: _encode(value) for name, value in plain.items()}
-    record = {'kind': kind, 'step': step, **record}
+    encoded = {name: _encode(value) for name, value in plain.items()}
+    record = {'kind': kind, 'step': step, **encoded}
+    # TensorBoard has numbers only, and shows those that are not finite.
     scalars = {
       f'{kind}/{name}': float(value)
       for name, value in plain.items()
@@ -138,34 +137,29 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 class _EventFile:
-  """One TensorBoard event file, written through at every record."""
+  """A TensorBoard event file, written through at every record."""
 
   def __init__(self, folder: paths.Path, first_step: int):
     now = time.time()
     name = f'events.out.tfevents.{now:.6f}.{socket.gethostname()}.{os.getpid()}'
     self._file = append_log.append(folder / name)
     self._writer = record_writer.RecordWriter(self._file)
-    self._add(event_pb2.Event(wall_time=now, file_version='brain.Event:2'))
+    self._add(wall_time=now, file_version='brain.Event:2')
     # Makes TensorBoard discard later steps of earlier files.
     start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-    self._add(
-      event_pb2.Event(wall_time=now, step=first_step + 1, session_log=start)
-    )
+    self._add(wall_time=now, step=first_step + 1, session_log=start)
 
   def write(self, step: int, scalars: Mapping[str, float]) -> None:
-    """Adds scalars of one step by tag."""
-    summary = summary_pb2.Summary(
-      value=[
-        summary_pb2.Summary.Value(tag=tag, simple_value=value)
-        for tag, value in scalars.items()
-      ]
-    )
-    self._add(
-      event_pb2.Event(wall_time=time.time(), step=step, summary=summary)
-    )
+    """Adds scalars of a step by tag."""
+    value = [
+      summary_pb2.Summary.Value(tag=tag, simple_value=value)
+      for tag, value in scalars.items()
+    ]
+    summary = summary_pb2.Summary(value=value)
+    self._add(wall_time=time.time(), step=step, summary=summary)
 
-  def _add(self, event: event_pb2.Event) -> None:
-    self._writer.write(event.SerializeToString())
+  def _add(self, **fields: Any) -> None:
+    self._writer.write(event_pb2.Event(**fields).SerializeToString())
 
   def flush(self) -> None:
     """Writes everything through."""
@@ -178,11 +172,12 @@ class _EventFile:
 
 def _records(log: append_log.Log) -> Iterator[dict[str, Any]]:
   """Yields the records of a log; warns of lines that are none."""
-  for record, place in log.lines:
+  for record, line in log.lines:
     if isinstance(record, dict) and {'kind', 'step'} <= record.keys():
       yield record
     else:
-      print(f'Warning: {place} is not a record; ignored.', file=sys.stderr)
+      # A damaged line must not keep the run from being resumed.
+      print(f'Warning: {line} is not a record; ignored.', file=sys.stderr)
 
 
 def _plain(value: Any) -> Any:

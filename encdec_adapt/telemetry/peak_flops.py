@@ -1,4 +1,7 @@
-"""Peak FLOP/s of devices, which utilisation (MFU) is measured against."""
+"""Peak FLOP/s of devices, which utilisation (MFU) is measured against.
+
+This module must not import `planning`, which reads the table.
+"""
 
 from collections.abc import Sequence
 import time
@@ -39,10 +42,8 @@ def peak(devices: Sequence[jax.Device]) -> float | None:
   """
   if devices[0].platform == 'cpu':
     return measured_peak()
-  for known, _, value in KINDS:
-    if known in devices[0].device_kind:
-      return value * len(devices)
-  return None
+  kind = devices[0].device_kind
+  return next((n * len(devices) for name, _, n in KINDS if name in kind), None)
 
 
 def measured_peak(size: int = 1024, repeats: int = 5) -> float:
@@ -55,8 +56,10 @@ def measured_peak(size: int = 1024, repeats: int = 5) -> float:
   device = jax.local_devices()[0]
   matrix = jax.device_put(jnp.ones((size, size), jnp.float32), device)
   product = jax.jit(jnp.matmul).lower(matrix, matrix).compile()
+  # Compiled ahead, so that no run pays for it. The best run counts, as other
+  # processes of the machine only add time.
   best = float('inf')
-  for _ in range(repeats + 1):  # The first one warms up.
+  for _ in range(repeats + 1):  # The first run warms up.
     start = time.perf_counter()
     product(matrix, matrix).block_until_ready()
     best = min(best, time.perf_counter() - start)

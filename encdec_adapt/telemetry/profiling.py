@@ -2,7 +2,7 @@
 
 The configuration gives the first step and the number of steps; SIGUSR1 makes a
 running job trace the next `ON_SIGNAL` steps. If a trace cannot be written,
-the job prints a warning and continues.
+the job prints a warning and continues. This module must not import training.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ from encdec_adapt.files import paths
 FOLDER = 'profile'
 ON_SIGNAL = 3  # Steps traced after SIGUSR1.
 
-_asked = threading.Event()  # A signal goes to the whole process.
+_request = threading.Event()  # A signal goes to the whole process.
 
 
 @contextlib.contextmanager
@@ -28,16 +28,17 @@ def listening() -> Iterator[None]:
 
   Must be entered in the main thread (Python's rule for signal handlers).
   """
-  before = signal.signal(signal.SIGUSR1, lambda *_: _asked.set())
+  previous = signal.signal(signal.SIGUSR1, lambda *_: _request.set())
   try:
     yield
   finally:
-    signal.signal(signal.SIGUSR1, before or signal.SIG_DFL)
-    _asked.clear()
+    # None stands for a handler that was not set from Python.
+    signal.signal(signal.SIGUSR1, previous or signal.SIG_DFL)
+    _request.clear()
 
 
-class Profiler:
-  """Context manager around a loop that calls `before` and `after` each step."""
+class Profiler(contextlib.AbstractContextManager):
+  """Context manager around a loop, which calls it around each step."""
 
   def __init__(
     self,
@@ -53,7 +54,7 @@ class Profiler:
     Args:
       workdir: gets the folder `profile`.
       process: index of this process, which gets a subfolder because jax names
-        traces by machine only; None for a job of one process.
+        traces by machine only; None for a job of a single process.
       first: 0-based first step to trace.
       steps: number of steps to trace; 0 for none.
       writing: called with the step before its trace is written, which may
@@ -67,28 +68,31 @@ class Profiler:
     self._writing = writing
     self._until: int | None = None  # The trace ends before this step.
 
-  def __enter__(self) -> 'Profiler':
-    return self
-
   def __exit__(self, *exception) -> None:
     if self._until is not None:
       self._stop()
 
-  def before(self, step: int) -> None:
-    """Starts a trace if one is due; `step` is about to begin."""
+  def begin_step(self, step: int) -> None:
+    """Starts a trace if `step` or a signal requests it."""
     if self._until is not None:
       return
     steps = self._steps if step == self._first else 0
-    if _asked.is_set():
-      _asked.clear()
+    if _request.is_set():
+      _request.clear()
       steps = max(steps, ON_SIGNAL)
     if steps:
       self._start(step, steps)
 
-  def after(self, step: int, result: object) -> None:
-    """Ends the trace if `step`, which has made `result`, is its last step."""
+  def end_step(self, step: int, result: object) -> None:
+    """Ends the trace if `step` is its last step.
+
+    Args:
+      step: the step that was dispatched.
+      result: results of the step.
+    """
     if self._until is None or step + 1 < self._until:
       return
+    # Steps are dispatched ahead of the device: the trace must see this one run.
     jax.block_until_ready(result)
     self._writing(step)
     if self._stop():
@@ -99,12 +103,14 @@ class Profiler:
   def _start(self, step: int, steps: int) -> None:
     """Starts a trace of this number of steps."""
     with self._warned(), contextlib.ExitStack() as staged:
-      place = staged.enter_context(paths.staged(self._folder))
-      jax.profiler.start_trace(str(place))
+      folder = staged.enter_context(paths.staged(self._folder))
+      jax.profiler.start_trace(str(folder))
+      # The staged folder is left, and uploaded, when the trace ends.
       self._staged, self._until = staged.pop_all(), step + steps
 
   def _stop(self) -> bool:
     """Writes the trace; returns whether that succeeded."""
+    # Before the write, so that a failure does not leave a trace to be ended.
     self._until = None
     with self._warned():
       with self._staged:

@@ -1,4 +1,7 @@
-"""Progress lines: of a training job, of a transfer, of a list of examples."""
+"""Progress lines: of a training job, of a transfer, of a list of examples.
+
+This module must not import models: callers give FLOPs and peaks.
+"""
 
 import collections
 from collections.abc import Callable
@@ -7,7 +10,7 @@ from typing import Any
 
 from encdec_adapt.files import disk
 
-# Called with the number of examples done, and of all.
+# Called with the number of finished examples, and of all.
 Report = Callable[[int, int], Any]
 
 
@@ -41,7 +44,8 @@ class Progress:
     self._total = total_steps
     self._flops, self._peak = flops_per_step, peak
     self._clock = clock
-    # (step, seconds, tokens since the start)
+    # (step, seconds, tokens since the start). The first step contains the
+    # compilation, so rates are those of a window that it leaves.
     self._marks = collections.deque([(first_step, clock(), 0)], window + 1)
 
   def update(self, step: int, tokens: int) -> None:
@@ -51,10 +55,10 @@ class Progress:
 
   def pause(self) -> None:
     """Excludes the time since the last update (evaluation, a save)."""
-    step, seconds, _ = self._marks[-1]
-    away = self._clock() - seconds
-    for index, (mark, at, tokens) in enumerate(self._marks):
-      self._marks[index] = (mark, at + away, tokens)
+    pause = self._clock() - self._marks[-1][1]
+    # Later marks then have the distances that they would have without it.
+    for index, (step, seconds, tokens) in enumerate(self._marks):
+      self._marks[index] = (step, seconds + pause, tokens)
 
   def rates(self) -> dict[str, float]:
     """Returns `tokens_per_second`, and `mfu` where FLOPs and peak are known."""
@@ -90,12 +94,12 @@ class Progress:
     return (last[column] - first[column]) / seconds if seconds > 0 else 0.0
 
 
-class _Timed:
-  """Knows since when something goes on, and when it was last told."""
+class _TimedProgress:
+  """Start of an activity, and the time of its last progress line."""
 
   def __init__(
     self,
-    what: str,
+    activity: str,
     *,
     every: float = 5.0,
     clock: Callable[[], float] = time.monotonic,
@@ -103,65 +107,64 @@ class _Timed:
     """Starts the clock.
 
     Args:
-      what: the activity, such as 'reading', or a task.
+      activity: the activity, such as 'reading', or a task.
       every: seconds between two lines.
       clock: returns seconds.
     """
-    self._what, self._every, self._clock = what, every, clock
+    self._activity, self._every, self._clock = activity, every, clock
     self._start = self._last = clock()
 
 
-class ByteProgress(_Timed):
+class ByteProgress(_TimedProgress):
   """Prints the progress of a transfer every few seconds, and its total.
 
-  Called with the bytes done and the bytes in all, as readers and writers
+  Called with the transferred bytes and the bytes in all, as readers and writers
   report them.
   """
 
-  def __call__(self, done: int, total: int) -> None:
-    """Prints a line if one is due; the last call has all bytes done."""
+  def __call__(self, count: int, total: int) -> None:
+    """Prints a line every few seconds, and once all bytes are transferred."""
     now = self._clock()
     seconds = now - self._start
-    rate = f'{disk.format_bytes(round(done / seconds))}/s' if seconds else ''
-    if done == total:
-      took = f'in {format_seconds(seconds)}'
-      parts = [f'{self._what}: {disk.format_bytes(total)} {took}', rate]
-    elif now - self._last >= self._every and done:
-      left = format_seconds(seconds * (total - done) / done)
-      of = f'{disk.format_bytes(done)} of {disk.format_bytes(total)}'
-      parts = [f'{self._what}: {of}', rate, f'{left} left']
+    rate = f'{disk.format_bytes(round(count / seconds))}/s' if seconds else ''
+    if count == total:
+      duration = f'in {format_seconds(seconds)}'
+      parts = [f'{disk.format_bytes(total)} {duration}', rate]
+    elif now - self._last >= self._every and count:
+      remaining = format_seconds(seconds * (total - count) / count)
+      size = f'{disk.format_bytes(count)} of {disk.format_bytes(total)}'
+      parts = [size, rate, f'{remaining} left']
     else:
       return
     self._last = now
-    print('  '.join(part for part in parts if part))
+    print(f'{self._activity}: ' + '  '.join(filter(None, parts)))
 
 
-class CountProgress(_Timed):
+class CountProgress(_TimedProgress):
   """Prints the progress of a list of examples every few seconds."""
 
-  def __call__(self, done: int, total: int) -> None:
-    """Prints a line if one is due.
+  def __call__(self, count: int, total: int) -> None:
+    """Prints a line every few seconds.
 
     Args:
-      done: number of examples that are done.
+      count: number of finished examples.
       total: number of all examples.
     """
     now = self._clock()
-    if not done or now - self._last < self._every:
+    if not count or now - self._last < self._every:
       return
-    self._last, rate = now, done / (now - self._start)
-    left = format_seconds((total - done) / rate)
+    self._last, rate = now, count / (now - self._start)
     print(
-      f'{self._what}: {done:,} of {total:,} examples '
-      f' {rate:.3g} examples/s  {left} left',
+      f'{self._activity}: {count:,} of {total:,} examples '
+      f' {rate:.3g} examples/s  {format_seconds((total - count) / rate)} left',
       flush=True,
     )
 
 
 def format_seconds(seconds: float) -> str:
   """Formats a duration: `2h05m`, `3m07s`, `12s`."""
-  whole = round(seconds)
-  hours, minutes = whole // 3600, whole % 3600 // 60
+  minutes, seconds = divmod(round(seconds), 60)
+  hours, minutes = divmod(minutes, 60)
   if hours:
     return f'{hours}h{minutes:02}m'
-  return f'{minutes}m{whole % 60:02}s' if minutes else f'{whole}s'
+  return f'{minutes}m{seconds:02}s' if minutes else f'{seconds}s'

@@ -3,7 +3,8 @@
 `TimeSplit` divides the seconds between two records of metrics. `Starts` keeps a
 line for every start of a job in `starts.jsonl`: its time, its step, and the
 steps lost before it. From them follows the goodput, the share of the time
-since the first start that went into steps that were kept.
+since the first start that went into steps that were kept. This module must not
+import training.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,7 +37,7 @@ class TimeSplit:
 
   @contextlib.contextmanager
   def spent(self, on: str) -> Iterator[None]:
-    """Counts the time inside this context as spent on one of `PARTS`."""
+    """Counts the time inside this context as spent on a part of `PARTS`."""
     began = self._clock()
     try:
       yield
@@ -57,7 +58,7 @@ class TimeSplit:
 
 
 class Starts:
-  """The starts of a job, this one included."""
+  """The starts of a job, with the current start."""
 
   def __init__(
     self,
@@ -83,6 +84,7 @@ class Starts:
       'lost_seconds': sum(r.get(_PREFIX + 'total', 0.0) for r in lost),
     }
     self._starts = [*(record for record, _ in log.lines if record), start]
+    # A rewrite, not an append: a kill may have left half a line at the end.
     log.keep(self._starts)
     log.close()
 
@@ -95,6 +97,7 @@ class Starts:
     Returns:
       `goodput` in [0, 1], `starts`, `lost_steps`, `lost_seconds`.
     """
+    # Not 0 in a job that ends within the clock's resolution.
     wall = max(self._clock() - self._starts[0]['unix_time'], 1e-9)
     return {
       'goodput': min(1.0, seconds / wall),

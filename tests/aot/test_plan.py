@@ -140,7 +140,7 @@ def test_offloaded_state_takes_no_device_memory(tmp_path):
 
 
 @pytest.mark.parametrize(
-  'message, needed',
+  'message, nbytes',
   [
     ('Ran out of memory. Used 18.50G of 15.75G hbm.', 18.5 * 2**30),
     (
@@ -152,5 +152,5 @@ def test_offloaded_state_takes_no_device_memory(tmp_path):
     ('something else', None),
   ],
 )
-def test_the_compilers_message_is_read(message, needed):
-  assert out_of_memory.needed(message) == needed
+def test_the_compilers_message_is_read(message, nbytes):
+  assert out_of_memory.needed_bytes(message) == nbytes

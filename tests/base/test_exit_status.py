@@ -33,6 +33,7 @@ def main(values):
 
 command.main('A job.', define, main)
 """
+_SEE_KEYS = 'print_config shows every key.\n'
 
 
 @pytest.mark.parametrize(
@@ -49,18 +50,8 @@ command.main('A job.', define, main)
       'Error: process 3 is missing.\n',
     ),
     (['--end=bug'], 1, 'step 10/20\n', 'RuntimeError: a bug\n'),
-    (
-      ['--count=x'],
-      exit_status.USER_ERROR,
-      '',
-      'print_config shows every key.\n',
-    ),
-    (
-      ['--unknown'],
-      exit_status.USER_ERROR,
-      '',
-      'print_config shows every key.\n',
-    ),
+    (['--count=x'], exit_status.USER_ERROR, '', _SEE_KEYS),
+    (['--unknown'], exit_status.USER_ERROR, '', _SEE_KEYS),
   ],
 )
 def test_statuses_and_paragraphs(arguments, status, stdout, stderr):

@@ -91,21 +91,21 @@ def test_markers_are_uploaded_last_and_removed_first(store, bucket, tmp_path):
   folder = paths.at(bucket)
   _fill(tmp_path / 'draft')
   paths.write(folder / 'xy' / 'a', b'')  # Of another folder.
-  start = len(store.requests)
-  paths.upload(tmp_path / 'draft', folder / 'x', marker='a')
-  written = [r for r in store.requests[start:] if r.startswith('POST')]
+
+  def requests(method, function, *arguments, **options):
+    start = len(store.requests)
+    function(*arguments, **options)
+    return [r for r in store.requests[start:] if r.startswith(method)]
+
+  upload = paths.upload, tmp_path / 'draft', folder / 'x', 'a'
+  assert len(requests('POST', *upload)) == 3
   assert paths.tree(folder / 'x') == paths.tree(tmp_path / 'draft')
   generations = {n: o.generation for n, o in store.objects.items()}
   newest = max(generations, key=generations.get)
-  assert newest == store.key(f'{bucket}/x/a') and len(written) == 3
+  assert newest == store.key(f'{bucket}/x/a')
   (folder / 'x' / 'a').unlink()
-  start = len(store.requests)
-  paths.upload(tmp_path / 'draft', folder / 'x', marker='a')
-  written = [r for r in store.requests[start:] if r.startswith('POST')]
-  assert len(written) == 1  # The rest is there.
-  start = len(store.requests)
-  paths.remove(folder / 'x', markers=('a',))
-  removed = [r for r in store.requests[start:] if r.startswith('DELETE')]
+  assert len(requests('POST', *upload)) == 1  # The others are there.
+  removed = requests('DELETE', paths.remove, folder / 'x', markers=('a',))
   assert removed[0].endswith('/x/a') and len(removed) == 3
   assert not (folder / 'x').exists()
 

@@ -99,13 +99,13 @@ def test_rematerialisation_repeats_the_blocks(plans):
 
 
 def test_microbatches_trade_activations_for_gradients():
-  one, two = (
+  whole, halves = (
     toy.plan(toy.job(train__batch_size=64, train__microbatches=n))
     for n in (1, 2)
   )
-  one, two = one['memory']['parts'], two['memory']['parts']
-  assert two['activations'] == one['activations'] / 2
-  assert two['gradients'] == 2 * one['gradients']
+  whole, halves = whole['memory']['parts'], halves['memory']['parts']
+  assert halves['activations'] == whole['activations'] / 2
+  assert halves['gradients'] == 2 * whole['gradients']
 
 
 def _network(where=toy.where(), **sizes):
@@ -114,16 +114,21 @@ def _network(where=toy.where(), **sizes):
 
 
 @pytest.mark.parametrize(
-  'axes, kind, sent, seconds',
+  'nodes, axes, kind, sent, bandwidth',
   [
-    (('fsdp',), 'all-gather', 7e9, 7e9 / 450e9),
-    (('replica', 'fsdp'), 'all-reduce', 14e9, 14e9 / 450e9),
-    (('tensor',), 'all-gather', 0, 0),
+    (1, ('fsdp',), 'all-gather', 7e9, 450e9),
+    (1, ('replica', 'fsdp'), 'all-reduce', 14e9, 450e9),
+    (1, ('tensor',), 'all-gather', 0, 450e9),
+    (2, ('fsdp',), 'all-gather', 6e9, 450e9),
+    # Data that leaves a node goes over the network.
+    (2, ('replica',), 'all-reduce', 8e9, 50e9),
   ],
 )
-def test_a_collective_along_mesh_axes(axes, kind, sent, seconds):
-  found = _network().along(axes, kind, 8e9)
-  assert found == pytest.approx((sent, seconds))
+def test_a_collective_along_mesh_axes(nodes, axes, kind, sent, bandwidth):
+  hardware = toy.where(host_chips=8 // nodes)
+  network = _network(hardware, replica=nodes, fsdp=8 // nodes)
+  cost = network.cost_along(axes, kind, 8e9)
+  assert cost == pytest.approx((sent, sent / bandwidth))
 
 
 @pytest.mark.parametrize(
@@ -136,17 +141,9 @@ def test_a_collective_along_mesh_axes(axes, kind, sent, seconds):
   ],
 )
 def test_a_permutation_moves_along_mesh_axes(pairs, axes, seconds):
-  one = hlo.Collective('collective-permute', 9e9, pairs, 1, False, '')
-  found = _network(replica=2, fsdp=4).cost(one)
-  assert found == (axes, 9e9, pytest.approx(seconds))
-
-
-def test_data_that_leaves_a_node_goes_over_the_network():
-  links = _network(toy.where(host_chips=4), replica=2, fsdp=4)
-  inside = links.along(('fsdp',), 'all-gather', 8e9)
-  assert inside == pytest.approx((6e9, 6e9 / 450e9))
-  between = links.along(('replica',), 'all-reduce', 8e9)
-  assert between == pytest.approx((8e9, 8e9 / 50e9))
+  permute = hlo.Collective('collective-permute', 9e9, pairs, 1, False, '')
+  cost = _network(replica=2, fsdp=4).cost(permute)
+  assert cost == (axes, 9e9, pytest.approx(seconds))
 
 
 @pytest.mark.parametrize(
@@ -172,5 +169,5 @@ def test_a_part_of_a_torus_has_a_part_of_its_links(topology, places, gigabytes):
     shape={'fsdp': len(places)},
   )
   links = roofline.Network(mesh, chips.parse(topology))
-  sent, seconds = links.along(('fsdp',), 'all-gather', 1e9)
+  sent, seconds = links.cost_along(('fsdp',), 'all-gather', 1e9)
   assert sent / seconds == pytest.approx(gigabytes * 1e9)

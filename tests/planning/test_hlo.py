@@ -75,32 +75,28 @@ def test_what_crosses_slices_is_counted():
 
 def test_axes_of_a_program_of_two_slices():
   # Each slice has 2x2 chips.
-  devices = np.array(
-    [
-      types.SimpleNamespace(slice_index=i // 4, coords=(i // 2 % 2, i % 2, 0))
-      for i in range(8)
-    ],
-    object,
+  devices = [
+    types.SimpleNamespace(slice_index=i // 4, coords=(i // 2 % 2, i % 2, 0))
+    for i in range(8)
+  ]
+  names = ('replica', 'fsdp', 'tensor')
+  mesh = types.SimpleNamespace(
+    devices=np.array(devices, object).reshape(2, 2, 2),
+    axis_names=names,
+    shape=dict.fromkeys(names, 2),
   )
+  hardware = chips.parse('v5e:2x2', 2)
+  network = roofline.Network(mesh, hardware)
 
-  class Mesh:
-    axis_names = ('replica', 'fsdp', 'tensor')
-    shape = {'replica': 2, 'fsdp': 2, 'tensor': 2}
-    size = 8
-
-  Mesh.devices = devices.reshape(2, 2, 2)
-  where = chips.parse('v5e:2x2', 2)
-  network = roofline.Network(Mesh, where)
-
-  def one(groups, kind='all-reduce'):
+  def cost(groups, kind='all-reduce'):
     return network.cost(hlo.Collective(kind, 100.0, groups, 1, False, ''))
 
-  assert one('{{0,1},{2,3}}')[:2] == ('tensor', 100.0)
-  assert one('{{0,2},{1,3}}')[0] == 'fsdp'
-  assert one('{{0,1,2,3}}')[:2] == ('fsdp+tensor', 150.0)
-  seconds = 100 / where.chip.network_bandwidth
-  assert one(hlo.SLICES) == (hlo.SLICES, 100.0, seconds)
-  assert one(hlo.SLICES, 'all-gather') == (hlo.SLICES, 100.0, seconds)
+  assert cost('{{0,1},{2,3}}')[:2] == ('tensor', 100.0)
+  assert cost('{{0,2},{1,3}}')[0] == 'fsdp'
+  assert cost('{{0,1,2,3}}')[:2] == ('fsdp+tensor', 150.0)
+  seconds = 100 / hardware.chip.network_bandwidth
+  for kind in ('all-reduce', 'all-gather'):
+    assert cost(hlo.SLICES, kind) == (hlo.SLICES, 100.0, seconds)
 
 
 def test_an_unrolled_loop_counts_by_its_increment():

@@ -25,10 +25,10 @@ def test_blocks_equal_the_kernels(kind, window, shards, length):
   if kind != 'causal':
     make = functools.partial(masks.bidirectional, window_rule=kind)
   spec = make(segments, positions, window=window, aligned=True)
-  own = attention_splash.block(length // shards)
+  block = attention_splash.block(length // shards)
   states = jnp.zeros((1, length, 1, 128), jnp.bfloat16)
   kernel, _ = attention_splash._kernel(
-    spec, states, states, (own, own), None, (1, shards), True
+    spec, states, states, (block, block), None, (1, shards), True
   )
   found = kernels.Attention(length, length, *spec.reach).on_shard(shards)
   rows = found.visited().shape[0]
@@ -39,7 +39,7 @@ def test_blocks_equal_the_kernels(kind, window, shards, length):
   assert mask.shape[-1] == found.blocks[1]
   counts = (np.asarray(mask[0]) > 0).sum(axis=1).reshape(-1, rows).sum(axis=1)
   assert counts.max() == found.blocks[0]
-  assert found.pairs() == found.blocks[0] * own**2
+  assert found.pairs() == found.blocks[0] * block**2
 
 
 def call(name, queries, keys, grid, rows=2, times=3, results=4):
@@ -66,10 +66,10 @@ CAUSAL, LOCAL = (kernels.Attention(2048, 2048, left, 0) for left in (None, 100))
 )
 def test_flops_of_calls(name, grid, results, products, blocks):
   assert CAUSAL.blocks == (10, 4) and LOCAL.blocks == (7, 2)
-  one = call(name, 2048, 2048, grid, results=results)
+  kernel = call(name, 2048, 2048, grid, results=results)
   # Of all heads, rows and runs.
   pairs = 512 * 512 * blocks * 4 * 2 * 3
-  assert kernels.flops([one], [CAUSAL, LOCAL]) == products * 2 * 64 * pairs
+  assert kernels.flops([kernel], [CAUSAL, LOCAL]) == products * 2 * 64 * pairs
 
 
 @pytest.mark.parametrize(

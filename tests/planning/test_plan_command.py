@@ -34,10 +34,10 @@ def test_a_plan_of_gpus_is_written_and_tabulated(tmp_path, capsys):
   written = json.loads(output.read_text())
   assert written['overrides']['mesh.replica'] == 2
   assert list(written['programs']) == ['train', 'eval', 'decode']
-  for one in written['programs'].values():
-    assert one['source'] == 'shapes' and 0 < one['mfu'] < 1
-    assert toy.KEYS < set(one)
-    assert one['kernels'] == [] and 'replicated' in one
+  for program in written['programs'].values():
+    assert program['source'] == 'shapes' and 0 < program['mfu'] < 1
+    assert toy.KEYS < set(program)
+    assert program['kernels'] == [] and 'replicated' in program
   assert written['calibration'] == calibration.table()
   assert tiny.call(plan, f'--table={tmp_path}') == 0
   rows = [r for r in capsys.readouterr().out.splitlines() if 'h100:8' in r]
@@ -71,10 +71,7 @@ def test_a_search_ranks_what_fits(tmp_path):
     (['--output=README.md/plan.json'], 'cannot be written'),
     (['--config.mesh.tensor=3'], 'does not multiply'),
     (['--config.train.batch_size=6'], 'batch_size is 6'),
-    (
-      ['--topology=h100'],
-      'column 5 must have 1 dimension',
-    ),
+    (['--topology=h100'], 'column 5 must have 1 dimension'),
     (['--num_slices=0'], 'num_slices=0'),
   ],
 )

@@ -9,12 +9,7 @@ import pytest
 from encdec_adapt import plan
 from encdec_adapt.base import errors
 from encdec_adapt.files import atomic
-from encdec_adapt.planning import (
-  chips,
-  plan_report,
-  search,
-  stored_plans,
-)
+from encdec_adapt.planning import chips, plan_report, search, stored_plans
 from encdec_adapt.sharding import mesh as mesh_lib
 from tests import tiny
 from tests.planning import toy
@@ -25,16 +20,17 @@ MIB, GIB = 2**20, 2**30
 def test_candidates_are_ranked_and_divide():
   # More microbatches than the candidates' own batches divide into.
   job = toy.job(train__batch_size=64, train__microbatches=32)
-  found = search.ranked(job, toy.where())
-  rates = [one.rate for one in found]
+  candidates = search.ranked(job, toy.where())
+  rates = [candidate.rate for candidate in candidates]
   assert rates == sorted(rates, reverse=True)
-  assert len({one.flags for one in found}) == len(found)
-  for one in found:
-    mesh = one.job.mesh.shape
+  assert len({c.flags for c in candidates}) == len(candidates)
+  for candidate in candidates:
+    mesh = candidate.job.mesh.shape
     assert math.prod(mesh.values()) == 8
-    assert one.job.rows % (mesh['replica'] * mesh['fsdp']) == 0
-    assert f'--config.compute.remat={one.job.compute.remat}' in one.flags
-  assert {one.job.mesh.shape['tensor'] for one in found} == {1, 2}
+    assert candidate.job.rows % (mesh['replica'] * mesh['fsdp']) == 0
+    remat = candidate.job.compute.remat
+    assert f'--config.compute.remat={remat}' in candidate.flags
+  assert {c.job.mesh.shape['tensor'] for c in candidates} == {1, 2}
 
 
 def _remedies(budget, name='train', **changes):

@@ -22,8 +22,8 @@ def test_report_and_fingerprint(monkeypatch):
   fingerprint = environment.fingerprint()
   assert not {'git', 'host', 'python'} & fingerprint.keys()
   assert {'jaxlib', 'cpu', 'cores', 'devices'} <= fingerprint.keys()
-  read = json.loads(json.dumps(fingerprint))
-  assert environment.difference(read, environment.fingerprint()) == []
+  saved = json.loads(json.dumps(fingerprint))
+  assert environment.difference(saved, environment.fingerprint()) == []
 
 
 _COMPILE = """
@@ -44,11 +44,9 @@ print(hits > 0, float(total).hex())
 """
 
 
-@pytest.mark.parametrize('place', ['folder', 'bucket'])
-def test_a_second_process_reads_compiled_programs(tmp_path, place, request):
-  folder = tmp_path / 'cache'
-  if place == 'bucket':
-    folder = paths.at(request.getfixturevalue('bucket'))
+@pytest.mark.parametrize('fixture', ['tmp_path', 'bucket'])
+def test_a_second_process_reads_compiled_programs(fixture, request):
+  folder = paths.at(request.getfixturevalue(fixture)) / 'cache'
   command = [sys.executable, '-c', _COMPILE, str(folder)]
   first, second = (
     subprocess.check_output(command, text=True).split() for _ in range(2)

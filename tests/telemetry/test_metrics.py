@@ -10,11 +10,22 @@ from tensorboard.compat.proto import event_pb2
 from tensorboard.compat.tensorflow_stub import pywrap_tensorflow
 
 from encdec_adapt.base import errors
+from encdec_adapt.files import append_log, paths
 from encdec_adapt.telemetry import metrics
 
 
 def _steps(folder, kind='train'):
   return [r['step'] for r in metrics.read_metrics(folder) if r['kind'] == kind]
+
+
+def _write(writer, steps, kind='train'):
+  for step in steps:
+    writer.write(kind, step, {'loss': step / 2})
+
+
+@pytest.fixture
+def small_parts(monkeypatch):
+  monkeypatch.setattr(append_log, 'PART', 100)
 
 
 def _events(folder):
@@ -98,3 +109,33 @@ def test_a_folder_that_cannot_be_written(tmp_path):
   (tmp_path / 'file').write_text('')
   with pytest.raises(errors.UserError, match='cannot be written'):
     metrics.MetricWriter(tmp_path / 'file', 0)
+
+
+def test_flushed_records_in_a_bucket_survive_a_kill(small_parts, bucket):
+  writer = metrics.MetricWriter(bucket, -1)
+  _write(writer, range(7))
+  writer.flush()
+  _write(writer, [7])  # Killed here.
+  assert _steps(bucket) == list(range(7))
+  with metrics.MetricWriter(bucket, 5) as writer:
+    assert [r['step'] for r in writer.dropped] == [6]
+    _write(writer, [6, 7, 8])
+  assert _steps(bucket) == list(range(9))
+  events = paths.at(bucket) / metrics.EVENTS
+  assert len(list(events.glob('events.out.tfevents.*'))) >= 2
+
+
+def test_records_duplicated_by_a_kill_count_once(small_parts, bucket):
+  with metrics.MetricWriter(bucket, -1) as writer:
+    _write(writer, range(6))
+    _write(writer, [4], 'eval')
+  path = paths.at(bucket) / metrics.FILE
+  parts = f'{metrics.FILE}-*'
+  assert len(list(path.parent.glob(parts))) == 2
+  # `replace` leaves this if it is killed before it removes the parts.
+  paths.write(path, append_log.read(path))
+  assert _steps(bucket) == list(range(6)) and _steps(bucket, 'eval') == [4]
+  with metrics.MetricWriter(bucket, 3) as writer:
+    _write(writer, [4, 5])
+  assert _steps(bucket) == list(range(6)) and _steps(bucket, 'eval') == []
+  assert len(list(path.parent.glob(parts))) == 1

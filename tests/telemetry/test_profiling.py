@@ -12,24 +12,24 @@ from encdec_adapt.telemetry import profiling
 @pytest.fixture
 def events(monkeypatch):
   """Starts (+) and ends (-) of traces, and steps."""
-  found = []
-  monkeypatch.setattr(
-    jax.profiler, 'start_trace', lambda folder: found.append('+')
-  )
-  monkeypatch.setattr(jax.profiler, 'stop_trace', lambda: found.append('-'))
-  return found
+  events = []
+  for name, event in (('start_trace', '+'), ('stop_trace', '-')):
+    monkeypatch.setattr(
+      jax.profiler, name, lambda *_, event=event: events.append(event)
+    )
+  return events
 
 
 def run(profiler, steps, events=None, asks_at=None):
   """Runs a loop of steps; a signal comes during step `asks_at`."""
   with profiler:
     for step in range(steps):
-      profiler.before(step)
+      profiler.begin_step(step)
       if events is not None:
         events.append(str(step))
       if step == asks_at:
         os.kill(os.getpid(), signal.SIGUSR1)
-      profiler.after(step, None)
+      profiler.end_step(step, None)
 
 
 @pytest.mark.parametrize(

@@ -5,16 +5,7 @@ import pytest
 from encdec_adapt.telemetry import progress
 
 
-class _Clock:
-  def __init__(self):
-    self.now = 100.0
-
-  def __call__(self):
-    return self.now
-
-
-def test_rate_is_of_recent_steps():
-  clock = _Clock()
+def test_rate_is_of_recent_steps(clock):
   line = progress.Progress(
     1000, first_step=10, flops_per_step=50.0, peak=400.0, window=2, clock=clock
   )
@@ -30,8 +21,7 @@ def test_rate_is_of_recent_steps():
   )
 
 
-def test_time_away_is_left_out():
-  clock = _Clock()
+def test_time_away_is_left_out(clock):
   line = progress.Progress(10, clock=clock)
   clock.now += 2
   line.update(1, 10)

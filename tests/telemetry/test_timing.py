@@ -7,18 +7,6 @@ import pytest
 from encdec_adapt.telemetry import timing
 
 
-class Clock:
-  now = 100.0
-
-  def __call__(self):
-    return self.now
-
-
-@pytest.fixture
-def clock():
-  return Clock()
-
-
 def test_time_is_split(clock):
   split = timing.TimeSplit(clock)
   for name, seconds in (('data', 2), ('dispatch', 1), ('data', 3)):

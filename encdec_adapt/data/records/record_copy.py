@@ -69,7 +69,7 @@ def fetch(
     missing = [*itertools.compress(shards, damaged)]
     nbytes = sum(shards[name]['bytes'] for name in missing)
     if missing:
-      disk.require_space(target, nbytes, what='the records')
+      disk.require_space(target, nbytes, label='the records')
       print(
         f'records: copying {len(missing)} of {len(shards)} shards,'
         f' {disk.format_bytes(nbytes)}, from {folder} to {target}',
