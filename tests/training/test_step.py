@@ -11,13 +11,7 @@ from encdec_adapt.training import optimizers, schedules
 from encdec_adapt.training import state as state_lib
 from encdec_adapt.training import step as step_lib
 from encdec_adapt.training.losses import distillation
-from tests.training.conftest import (
-  PAIR,
-  SOURCE,
-  Trainer,
-  host,
-  make_batch,
-)
+from tests.training.conftest import PAIR, SOURCE, Trainer, host, make_batch
 
 
 def _updates(trainer, batches, references=None):
