@@ -310,7 +310,7 @@ def test_incomplete_characters_and_stop_strings_are_held_back(loaded, size):
   for i in range(0, len(ids), size):
     sent += stream.add(ids[i : i + size])
     assert 'cats \U0001f9ed and é '.startswith(sent)
-  assert sent + stream.finish('cats \U0001f9ed and é ') == (
+  assert sent + stream.send('cats \U0001f9ed and é ') == (
     'cats \U0001f9ed and é '
   )
 
