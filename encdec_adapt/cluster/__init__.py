@@ -1,4 +1,4 @@
-"""The processes of one job: start, barriers, preemption, watchdog, locks.
+"""The processes of a job: start, barriers, preemption, watchdog, locks, limits.
 
-Imports `files`, `telemetry` and `base.errors`, and no model or data.
+Imports `files`, `telemetry` and `base`, and no model or data.
 """

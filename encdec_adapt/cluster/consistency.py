@@ -29,6 +29,7 @@ def process_facts(flags: Mapping[str, Any]) -> dict[str, Any]:
     **environment.versions(),
     'source': environment.source_digest(),
     **environment.options(),
+    # An environment variable of libtpu, not of XLA: it changes programs, too.
     'libtpu_init_args': os.environ.get('LIBTPU_INIT_ARGS', ''),
     **environment.flat(flags),
   }
@@ -50,7 +51,7 @@ def describe_differences(processes: Mapping[str, Mapping[str, Any]]) -> str:
       value = json.dumps(facts[field]) if field in facts else 'absent'
       holders.setdefault(value, []).append(name)
     if len(holders) > 1:
-      # The odd one out is what the user looks for: smallest group first.
+      # The user looks for the process that differs: smallest group first.
       groups = sorted(holders.items(), key=lambda item: len(item[1]))
       values = (f'{value} on {_shorten(names, 3)}' for value, names in groups)
       lines.append(f'{field} is ' + ', '.join(values))

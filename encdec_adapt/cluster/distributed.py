@@ -6,12 +6,12 @@ which this module alone holds (jax has no public names for them):
 - Start: the service of process 0 waits until all processes have registered.
   If some have not in time, jax aborts the others with status 134
   (`exit_status.ABORT`) and a message that lists the missing process numbers. If
-  process 0 is the one that is missing, or dies meanwhile, the others name it
-  and exit with status 76 (`exit_status.HANG`). Then versions, flags and devices
-  are compared before the first program runs.
+  process 0 is missing, or dies meanwhile, the others name it and exit with
+  status 76 (`exit_status.HANG`). Then versions, flags and devices are compared
+  before the first program runs.
 - Barriers need no device, so that devices that wait for each other do not
-  hold them up; every one has a timeout.
-- Failure: a process that fails publishes its error under one key. A thread of
+  hold them up; each has a timeout.
+- Failure: a process that fails publishes its error under a key. A thread of
   every other process polls that key and ends the process with the same error
   and status, even where it is blocked in a collective.
 - Death: a process that is killed stops sending heartbeats, and jax aborts the
@@ -46,20 +46,20 @@ from encdec_adapt.base import errors, exit_status
 from encdec_adapt.cluster import consistency
 from encdec_adapt.telemetry import environment
 
-# Value of --coordinator for TPU slices, whose metadata lists all hosts.
+# Value of --coordinator for TPU slices: their metadata lists all hosts.
 AUTO = 'auto'
 # Seconds for process 0 to come up, and from then on for all others: machines
 # differ in how fast they start and import packages from a shared disk.
 START_TIMEOUT = 300
-# Seconds to wait at a barrier. A dead process is noticed by its heartbeat;
-# these are for one that hangs, so they are several times what the slowest
-# process may need for the work before the barrier.
+# Seconds to wait at a barrier. Heartbeats tell of a dead process; these limits
+# are for a process that hangs: several times as long as the slowest process may
+# need for the work before the barrier.
 READ_TIMEOUT = 6 * 3600  # Reading or writing a model, checkpoint or records.
 MAKE_TIMEOUT = 24 * 3600  # Making records.
 
 _HEARTBEAT_TIMEOUT = 30  # Seconds.
 # For all processes to leave together, in order or after a failure. Longer than
-# the one above: an error that the death of another process has caused ends
+# the heartbeat's: an error that the death of another process has caused ends
 # with jax's abort, on which launchers restart, and not with status 1.
 _END_TIMEOUT = 45
 _RETRY = 0.5  # Seconds between two attempts to reach process 0.
@@ -86,11 +86,11 @@ def initialize(
 ) -> None:
   """Connects this process to the others of its job; call before using jax.
 
-  Does nothing for a job of one process.
+  Does nothing for a job of a single process.
 
   Args:
-    coordinator: `host:port` of process 0, the same on every process; or
-      'auto', alone, on TPU slices, where jax finds the others.
+    coordinator: `host:port` of process 0, the same on every process; or only
+      'auto', on TPU slices, where jax detects the other arguments.
     processes: number of processes.
     process: 0-based index of this process.
     flags: nested mapping of this job's flags, which must be the same on all
@@ -99,16 +99,16 @@ def initialize(
 
   Raises:
     UserError: only some of the three are given, they are out of range, or
-      'auto' is used on machines that are no TPU slice; the port is taken; or
+      'auto' is used on machines that are no TPU slice; the port is in use; or
       the processes differ in versions, flags or devices.
     AbsentError: process 0 cannot be reached.
   """
   if (coordinator, processes, process) == (AUTO, None, None):
     coordinator, processes, process = _detect(timeout)
-  given = [value is not None for value in (coordinator, processes, process)]
-  if not any(given):
+  arguments = (coordinator, processes, process)
+  if arguments == (None, None, None):
     return
-  if not all(given):
+  if None in arguments:
     raise errors.UserError(
       f'coordinator is {coordinator}, processes {processes} and process'
       f' {process}: give all three for a job of several processes,'
@@ -128,7 +128,8 @@ def initialize(
   _connect(host, int(port), processes, process, timeout)
   watcher = threading.Thread(target=_end_with_failed_peer, daemon=True)
   watcher.start()
-  # A thread that is inside the client when Python ends would abort it.
+  # A thread that is inside the client when Python ends would abort it. Handlers
+  # run in reverse order: the event ends the thread that is joined.
   atexit.register(watcher.join)
   atexit.register(_ending.set)
   facts = consistency.process_facts(flags or {})
@@ -150,7 +151,7 @@ def _detect(timeout: float) -> tuple[str, int, int]:
     UserError: these are not the machines of a TPU slice.
   """
   try:
-    found = clusters.ClusterEnv.auto_detect_unset_distributed_params(
+    arguments = clusters.ClusterEnv.auto_detect_unset_distributed_params(
       None, None, None, None, None, int(timeout)
     )[:3]
   except (RuntimeError, OSError) as error:
@@ -159,14 +160,14 @@ def _detect(timeout: float) -> tuple[str, int, int]:
       ' this TPU slice do not answer yet; start the job again.'
     ) from error
   except ValueError:
-    found = (None,)
-  if None in found:
+    arguments = (None,)
+  if None in arguments:
     raise errors.UserError(
       'the processes of this job cannot be found; coordinator=auto needs the'
       ' machines of a TPU slice; elsewhere give host:port, processes and'
       ' process.'
     )
-  return found
+  return arguments
 
 
 def _connect(
@@ -176,7 +177,7 @@ def _connect(
 
   `jax.distributed.initialize` does the same, but gives the service an hour
   for registration: it must be shorter than the clients' for the service to
-  say which process is missing.
+  name the missing processes.
   """
   state, seconds = jax_distributed.global_state, max(1, int(timeout))
   if process == 0:
@@ -190,8 +191,7 @@ def _connect(
     )
   else:
     _wait_for_coordinator(host, port, timeout)
-  # Only the CPU backend reads the first; cluster/preemption.py uses the
-  # second.
+  # Only the CPU backend reads the first option; `preemption` needs the second.
   jax.config.update('jax_cpu_collectives_implementation', 'gloo')
   jax.config.update('jax_enable_preemption_service', True)
   address = f'{host}:{port}'
@@ -205,11 +205,11 @@ def _connect(
   )
   registered = threading.Event()
   if process:
-    arguments = host, port, timeout, registered
-    watch = threading.Thread(
-      target=_end_without_coordinator, args=arguments, daemon=True
-    )
-    watch.start()
+    threading.Thread(
+      target=_end_without_coordinator,
+      args=(host, port, timeout, registered),
+      daemon=True,
+    ).start()
   client.connect()
   registered.set()
   state.client, state.process_id = client, process
@@ -243,7 +243,7 @@ def _wait_for_coordinator(host: str, port: int, timeout: float) -> None:
 
 
 def _silence(host: str, port: int) -> str:
-  """Returns why process 0 does not answer; '' if it does.
+  """Returns the reason that process 0 does not answer; '' if it does.
 
   gRPC greets every connection. Without reading that, a stopped process would
   seem alive, as its kernel still accepts connections.
@@ -271,7 +271,7 @@ def _end_without_coordinator(
     reason = _silence(host, port)
     if not reason:
       answered = now
-    # The process may have registered while this one probed.
+    # This process may have registered during the probe.
     elif registered.is_set():
       return
     elif now > min(deadline, answered + _HEARTBEAT_TIMEOUT):
@@ -293,7 +293,7 @@ def barrier(name: str, timeout: float = READ_TIMEOUT) -> None:
   """Waits until every process has reached this barrier.
 
   All processes must reach the same barriers in the same order. Returns at
-  once if there is only one process.
+  once in a job of a single process.
 
   Args:
     name: shown in errors.
@@ -351,18 +351,20 @@ def require_same(name: str, facts: Mapping[str, Any]) -> None:
   if state.client is None:
     return
   folder = _next_key(name)
-  own = json.dumps([platform.node(), dict(facts)])
-  state.client.key_value_set(f'{folder}/{state.process_id}', own)
+  state.client.key_value_set(
+    f'{folder}/{state.process_id}', json.dumps([platform.node(), dict(facts)])
+  )
+  # The listing below does not wait for keys that are not set yet.
   barrier(name)
 
   def compare() -> str:
-    """Describes how the processes differ, on process 0."""
-    found = {}
-    for key, value in state.client.key_value_dir_get(folder):
-      host, facts = json.loads(value)
-      found[int(key.rpartition('/')[2]), host] = facts
+    # Numbers, because keys are sorted as text: 10 before 2.
+    entries = sorted(
+      (int(key.rpartition('/')[2]), *json.loads(value))
+      for key, value in state.client.key_value_dir_get(folder)
+    )
     return consistency.describe_differences(
-      {f'process {p} ({host})': found[p, host] for p, host in sorted(found)}
+      {f'process {p} ({host})': facts for p, host, facts in entries}
     )
 
   if difference := from_lead(compare, name):
@@ -379,6 +381,7 @@ def fail_together() -> Iterator[None]:
   Raises:
     AbsentError: instead of jax's error that another process was late.
   """
+  # The inner context renames the error before it is published.
   try:
     with _naming_delays():
       yield
@@ -397,8 +400,9 @@ def _naming_delays() -> Iterator[None]:
   try:
     yield
   except jax.errors.JaxRuntimeError as error:
-    alone = jax_distributed.global_state.client is None
-    if alone or 'DEADLINE_EXCEEDED' not in str(error):
+    # Without peers, nobody was late. jax has no type for the error's status.
+    has_peers = jax_distributed.global_state.client is not None
+    if not has_peers or 'DEADLINE_EXCEEDED' not in str(error):
       raise
     raise errors.AbsentError(
       f'another process of this job was late ({error}): its program took longer'
@@ -421,18 +425,18 @@ def _publish_failure(error: BaseException) -> None:
     f'process {state.process_id} of {state.num_processes} failed, and this'
     f' one ends with it: {text[:_MESSAGE_LENGTH]}'
   )
-  # Refused if another process has failed before this one.
+  # Refused if another process has published its failure before.
   with contextlib.suppress(jax.errors.JaxRuntimeError):
     failure = json.dumps({'message': message, 'status': status})
     state.client.key_value_set(_FAILURE, failure)
   _leave_together(state.client)
-  # Runs before jax's own handler, which would wait for the other processes
+  # Runs before jax's handler, which would wait for the other processes
   # and abort without them.
   atexit.register(_exit_at_once, status)
 
 
 def _end_with_failed_peer() -> None:
-  """Ends this process when another one publishes a failure; a thread."""
+  """Ends this process when another publishes a failure; a thread."""
   client = jax_distributed.global_state.client
   while not _ending.wait(_POLL):
     with contextlib.suppress(jax.errors.JaxRuntimeError):  # No such key.
@@ -450,7 +454,7 @@ def _leave_together(client: Any) -> None:
     # jax aborts the others as soon as the service of process 0 is gone.
     time.sleep(1 if is_lead() else 0)
   except jax.errors.JaxRuntimeError:
-    time.sleep(5)  # A process is dead, and jax is about to abort this one.
+    time.sleep(5)  # A process is dead, and jax is about to abort the others.
 
 
 def _exit_at_once(status: int) -> None:

@@ -3,13 +3,15 @@
 On a file system it is an flock on a file. The kernel drops it when the last
 copy of the descriptor is closed, so that a restart after SIGKILL does not
 wait. Started programs and spawned workers do not inherit the descriptor
-(Python's default), so that an orphaned one cannot keep the directory locked.
+(Python's default), so that an orphan cannot keep the directory locked.
 
 In a bucket it is an object, created and renewed every `BEAT` seconds by
 conditional writes of TensorStore. A lock that has not changed for `STALE`
 seconds, by the clock of the process that waits, belongs to a dead job and is
 taken over. An owner that could not renew its lock for so long that another job
 may have taken it ends itself.
+
+Imports `files` for paths and stores; knows nothing of the files that it guards.
 """
 
 from collections.abc import Callable, Iterator
@@ -121,42 +123,45 @@ class BucketLock:
       )
 
   def _wait_until_free(self) -> bytes:
-    """Returns the generation to replace: that of no lock or a dead job's."""
+    """Returns the generation to replace: of no lock, or of a dead job's."""
+    # Clocks of machines differ, so the time in the lock is not compared: only a
+    # change of the object shows that its owner is alive.
     seen, since = None, 0.0
     while True:
-      found = self._store.read(FILE).result()
-      generation = found.stamp.generation
-      if found.state == 'missing':
+      entry = self._store.read(FILE).result()
+      generation = entry.stamp.generation
+      if entry.state == 'missing':
         return generation
       if seen is None:
         seen, since = generation, time.monotonic()
         print(
-          f'{self.folder} was locked by {_name(found.value)}; watching for'
+          f'{self.folder} was locked by {_name(entry.value)}; watching for'
           f' {self._stale:.0f} s whether it is alive',
           file=sys.stderr,
           flush=True,
         )
       elif seen != generation:
-        raise _in_use(self.folder, found.value)
+        raise _in_use(self.folder, entry.value)
       elif time.monotonic() - since > self._stale:
-        print(f'took over the lock of {_name(found.value)}', file=sys.stderr)
+        print(f'took over the lock of {_name(entry.value)}', file=sys.stderr)
         return generation
       time.sleep(min(_POLL, self._beat))
 
   def _write(self, generation: bytes) -> bool:
     """Writes the lock; returns False if another job was faster."""
     body = json.dumps({**self._owner, 'heartbeat': time.time()}).encode()
-    made = self._store.write(FILE, body, if_equal=generation).result(self._beat)
-    if made.generation:
-      self._generation = made.generation
-    return bool(made.generation)
+    stamp = self._store.write(FILE, body, if_equal=generation).result(
+      self._beat
+    )
+    self._generation = stamp.generation or self._generation
+    return bool(stamp.generation)
 
   def _keep(self) -> None:
     """Renews the lock until it is released or lost; a thread."""
     last = time.monotonic()
     while not self._stop.wait(self._beat):
       try:
-        if not self._write(self._generation) and not self._find_own():
+        if not self._write(self._generation) and not self._is_written():
           self._lose('another job has taken it', exit_status.USER_ERROR)
           return
         last = time.monotonic()
@@ -167,12 +172,16 @@ class BucketLock:
           self._lose(f'it could not be renewed ({error})', exit_status.HANG)
           return
 
-  def _find_own(self) -> bool:
-    """Returns whether a write succeeded whose answer was lost."""
-    found = self._store.read(FILE).result(self._beat)
-    if _parse(found.value).get('id') != self._owner['id']:
+  def _is_written(self) -> bool:
+    """Returns whether this job's write succeeded and only its answer was lost.
+
+    A second try of such a write is refused: it finds the generation of the
+    first.
+    """
+    entry = self._store.read(FILE).result(self._beat)
+    if _parse(entry.value).get('id') != self._owner['id']:
       return False
-    self._generation = found.stamp.generation
+    self._generation = entry.stamp.generation
     return True
 
   def _lose(self, why: str, status: int) -> None:
@@ -210,7 +219,7 @@ def _name(content: bytes) -> str:
 
 
 def _parse(content: bytes) -> dict[str, Any]:
-  """Reads the content of a lock; the owner of a damaged one is unknown."""
+  """Reads the content of a lock; without an owner if it is damaged."""
   with contextlib.suppress(ValueError, TypeError):
     return _UNKNOWN | json.loads(content)
   return _UNKNOWN

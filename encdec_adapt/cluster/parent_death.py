@@ -1,7 +1,8 @@
 """Worker processes that end with the process that started them.
 
 An orphan would hold the locks of its folders, and would write there while the
-same command, run again, writes too.
+same command, run again, writes too. Imports the standard library only, so that
+a child can call it before anything else.
 """
 
 import ctypes

@@ -1,12 +1,13 @@
-"""Stops a job when its machine is about to be taken away.
+"""Stops a job when its machine is about to be preempted.
 
 Launchers and clouds announce that with SIGTERM and kill the process some
 30 seconds later. The training loop checks between steps, saves, and exits with
 `exit_status.RESTART`.
 
-Often only one of several processes gets the signal, and all must save the
-same step. jax's own handler, installed by `distributed.initialize`, then
-passes the notice on, and the processes agree on a step that none has begun.
+Often only some of the processes get the signal, and all must save the
+same step. jax's handler, installed by `distributed.initialize`, then passes the
+notice on, and the processes agree on a step that none has begun. Checkpoints
+are not saved here.
 """
 
 import signal
@@ -25,18 +26,18 @@ class StopSignal:
 
   def __init__(self):
     """Installs nothing yet."""
-    self._before: object = None
+    self._previous: object = None
     self._received = False
 
   def __enter__(self) -> 'StopSignal':
     if jax.process_count() == 1:
-      self._before = signal.signal(signal.SIGTERM, self._receive)
+      self._previous = signal.signal(signal.SIGTERM, self._receive)
     return self
 
   def __exit__(self, *exception) -> None:
     if jax.process_count() == 1:
       # None: installed from C, which Python cannot restore.
-      signal.signal(signal.SIGTERM, self._before or signal.SIG_DFL)
+      signal.signal(signal.SIGTERM, self._previous or signal.SIG_DFL)
 
   def _receive(self, number: int, frame: types.FrameType | None) -> None:
     self._received = True
@@ -48,7 +49,7 @@ class StopSignal:
       step: the step just taken. Every process calls this after every step.
 
     Returns:
-      With one process, whether the signal has come; with several, whether
+      Without other processes, whether the signal has come; with them, whether
       this is the step that they agreed on after it came to any of them.
     """
     if jax.process_count() == 1:

@@ -1,7 +1,8 @@
-"""Runs generated programs: in a process of their own, with limits.
+"""Runs each generated program in a separate process, with limits.
 
 Nothing runs unless `allowed` was entered, which `evaluate --allow_code` does.
-The limits keep mistakes small; they are no sandbox against malice.
+The limits keep mistakes small; they are no sandbox against malice. Knows
+nothing of tasks and their tests.
 """
 
 from collections.abc import Iterator
@@ -15,21 +16,22 @@ import tempfile
 
 from encdec_adapt.base import errors
 
-# Set while generated programs may run; lm-eval's own tasks read it, too.
+# Set while generated programs may run; tasks of lm-eval read it, too.
 _VARIABLE = 'HF_ALLOW_CODE_EVAL'
 SECONDS = 10
 MEGABYTES = 1024
 # The new process limits itself, which it cannot undo, before it reads the
-# program, and writes a word that the program does not know once that has ended.
+# program, and writes a word that the program does not know once that has ended:
+# a program that exits early would have status 0, too.
 _START = """
 import math, os, resource, sys
-for kind, most in (
+for kind, limit in (
   (resource.RLIMIT_CPU, math.ceil(float(sys.argv[1])) + 1),
   (resource.RLIMIT_AS, int(sys.argv[2]) << 20),
   (resource.RLIMIT_FSIZE, 1 << 20),
   (resource.RLIMIT_CORE, 0),
 ):
-  resource.setrlimit(kind, (most, most))
+  resource.setrlimit(kind, (limit, limit))
 def run(word, program):
   answer = os.dup(1)
   os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -42,15 +44,15 @@ run(*sys.stdin.buffer.read().split(b'\\n', 1))
 @contextlib.contextmanager
 def allowed(allow: bool) -> Iterator[None]:
   """Allows generated programs to run inside the context."""
-  before = os.environ.get(_VARIABLE)
+  previous = os.environ.get(_VARIABLE)
   os.environ[_VARIABLE] = '1' if allow else '0'
   try:
     yield
   finally:
-    if before is None:
+    if previous is None:
       del os.environ[_VARIABLE]
     else:
-      os.environ[_VARIABLE] = before
+      os.environ[_VARIABLE] = previous
 
 
 def passes(
@@ -60,8 +62,8 @@ def passes(
 
   Args:
     program: source text, which ends with its tests.
-    seconds: most time that it may take.
-    megabytes: most memory that it may have.
+    seconds: limit of its time.
+    megabytes: limit of its memory.
 
   Raises:
     UserError: generated programs may not run.
@@ -80,18 +82,18 @@ def passes(
       stdout=subprocess.PIPE,
       stderr=subprocess.DEVNULL,
       cwd=folder,
+      # No tokens or paths of the user, and a session that is killed as a group.
       env={'PATH': os.defpath},
       start_new_session=True,
     )
-    given = word + b'\n' + program.encode('utf-8', 'replace')
     try:
-      process.stdin.write(given)
+      process.stdin.write(word + b'\n' + program.encode('utf-8', 'replace'))
       process.stdin.close()
       process.wait(seconds)
     except (BrokenPipeError, subprocess.TimeoutExpired):
       return False
     finally:
-      # With its children.
+      # With its children, which may outlive it.
       with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
       process.wait()

@@ -1,11 +1,11 @@
-"""Ends a job that hangs, with a report that shows where.
+"""Ends a job that hangs, with a report of the stacks of its threads.
 
 If a collective misses a process or a file system does not answer, the process
 waits in C++ and no exception comes. A thread compares the time since the last
 heartbeat with a multiple of the median step; beyond it, it reports the stacks
 of all threads, the step and the last barrier on standard error and in
 `hang/PROCESS.txt`, and ends the process with `exit_status.HANG`, on which
-launchers restart.
+launchers restart. Calls nothing of jax, which may hang.
 """
 
 import collections
@@ -28,7 +28,7 @@ _FACTOR = 20  # A step hangs after this many times the median step.
 # this many times as long as the shortest limit of a step.
 _OTHER = 12
 _FIRST_STEPS = 5  # Too few for a meaningful median.
-_REPORT_SECONDS = 30.0  # A file system may be what hangs.
+_REPORT_SECONDS = 30.0  # The file system of the report may hang, too.
 
 
 class Watchdog:
@@ -79,9 +79,11 @@ class Watchdog:
       doing: 'step', 'compile', 'evaluate', 'save' or 'profile'.
     """
     now = self._clock()
-    before, was, since = self._last
-    if was == 'step' and step == before + 1:
+    last_step, last_doing, since = self._last
+    # Compiling, evaluating and saving take longer, and would raise the median.
+    if last_doing == 'step' and step == last_step + 1:
       self._steps.append(now - since)
+    # A single assignment: the thread reads all three.
     self._last = (step, doing, now)
 
   @property

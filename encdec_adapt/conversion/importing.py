@@ -174,7 +174,7 @@ def _averages(
   def read(path: str, index: tuple[slice, ...]) -> np.ndarray:
     # In float32 whatever the sources have: a bfloat16 sum would lose bits.
     return sum(
-      np.float32(weight) * np.asarray(arrays[path].read(index), np.float32)
+      np.float32(weight) * np.asarray(arrays[path].read_part(index), np.float32)
       for weight, arrays in zip(weights, sources, strict=True)
     )
 

@@ -1,4 +1,5 @@
-"""Text generation: choosing tokens and the cached decoding loop.
+"""Text generation: the engine, its compiled programs, sampling, beam search.
 
-Imports `models`, `sharding` and below; nothing of data or training.
+Embeddings of texts and kernels of 8 bits are here, too. Imports `models`,
+`sharding` and below; nothing of data or training.
 """

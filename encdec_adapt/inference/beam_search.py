@@ -5,6 +5,8 @@ generated tokens, EOS included, to the power of the length penalty. The search
 of a prompt ends when the likeliest open beam, at its present length, is below
 the worst of its finished hypotheses: a heuristic, as a longer hypothesis may
 still win with a penalty above 0.
+
+Only the loop is here; prompts are read and rows sharded by the engine.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,7 +24,9 @@ from encdec_adapt.inference import engine as engine_lib
 from encdec_adapt.models import base_model, build
 from encdec_adapt.models import cache as caches
 
-_NEVER = -1e9  # Below every score; of hypotheses that do not count.
+# Added to scores of hypotheses that do not count: below every score. The value
+# is that of transformers, as comparisons with it decide when a search ends.
+_NEVER = -1e9
 
 
 class Beams(NamedTuple):
@@ -33,32 +37,31 @@ class Beams(NamedTuple):
     log_probs: log-probabilities of the tokens, [b, n, T].
     scores: of open ones the sum of the log-probabilities, of finished ones
       divided by the penalty, [b, n].
-    done: which are finished, [b, n].
+    ended: whether they are finished, [b, n].
     lengths: number of tokens, [b, n].
   """
 
   tokens: Int[Array, 'b n T']
   log_probs: Float[Array, 'b n T']
   scores: Float[Array, 'b n']
-  done: Bool[Array, 'b n']
+  ended: Bool[Array, 'b n']
   lengths: Int[Array, 'b n']
 
   def take(self, indices: Int[Array, 'b m']) -> 'Beams':
     """Returns the hypotheses at these indices of each prompt."""
-
-    def take(x: jax.Array) -> jax.Array:
-      """Takes from one field."""
-      extended = indices.reshape(*indices.shape, *[1] * (x.ndim - 2))
-      return jnp.take_along_axis(x, extended, axis=1)
-
-    return Beams(*map(take, self))
+    return Beams(
+      *(
+        jnp.take_along_axis(x, jnp.expand_dims(indices, range(2, x.ndim)), 1)
+        for x in self
+      )
+    )
 
 
 class _Loop(NamedTuple):
   """State of the search.
 
-  `improving` are prompts that are not done, and `limit` is the most tokens of
-  their hypotheses, [b] each.
+  `improving` marks the prompts of unfinished searches, and `limit` is the most
+  tokens of their hypotheses, [b] each.
   """
 
   step: jax.Array
@@ -81,7 +84,7 @@ def search(
   """Finds the best continuation of each prompt.
 
   Args:
-    engine: its rows are those of rows / beams prompts, at least one.
+    engine: searches for rows / beams prompts at a time, at least 1 a shard.
     prompts: token ids of each, BOS first.
     beams: beams per prompt, at least 1.
     max_tokens: most tokens to generate, EOS included.
@@ -102,8 +105,10 @@ def search(
   for tokens in prompts:
     engine.require_tokens(tokens)
   shards = engine.shards
+  # A multiple of the shards, over which the rows of a cache divide.
   at_once = max(1, engine.rows // beams // shards) * shards
   requests = [engine_lib.Request(ids, max_tokens) for ids in prompts]
+  # Prompts of about equal length together: they are padded to the longest.
   order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
   for start in range(0, len(order), at_once):
     chosen = order[start : start + at_once]
@@ -138,7 +143,7 @@ def _search(
   *,
   beams: int,
 ) -> Beams:
-  """Searches for prompts that were read; returns their best, n = 1.
+  """Searches for prefilled prompts; returns the best of each, n = 1.
 
   Args:
     model: a model from `build.unroll`.
@@ -146,16 +151,16 @@ def _search(
     state: the engine's state with a row per prompt.
     eos: tokens that end a hypothesis.
     penalty: length penalty.
-    real: which rows have a prompt.
+    real: whether a row has a prompt.
     beams: beams per prompt, n.
   """
-  loop = _start(state, real, beams)
-  advance = functools.partial(_advance, model, params, eos, penalty)
   loop = jax.lax.while_loop(
     lambda loop: jnp.any((loop.step < state.limit) & loop.improving),
-    advance,
-    loop,
+    functools.partial(_advance, model, params, eos, penalty),
+    _start(state, real, beams),
   )
+  # The finished ones are in descending order of their scores. There is at least
+  # 1: a hypothesis at its limit is finished.
   return jax.tree.map(lambda x: x[:, :1], loop.finished)
 
 
@@ -163,20 +168,22 @@ def _start(state: decoding.State, real: Bool[Array, 'b'], beams: int) -> _Loop:
   """Returns the state of a search before its first token."""
   batch, length = state.tokens.shape
   rows = jnp.repeat(jnp.arange(batch), beams)
-  nothing = Beams(
+  empty = Beams(
     tokens=jnp.zeros((batch, beams, length), jnp.int32),
     log_probs=jnp.zeros((batch, beams, length), jnp.float32),
     scores=jnp.full((batch, beams), _NEVER),
-    done=jnp.zeros((batch, beams), bool),
+    ended=jnp.zeros((batch, beams), bool),
     lengths=jnp.zeros((batch, beams), jnp.int32),
   )
   return _Loop(
     step=jnp.zeros((), jnp.int32),
     last=state.last[rows],
     cache=caches.take_rows(state.cache, rows),
-    # The beams of a prompt are equal at first: one of them counts.
-    open=nothing._replace(scores=nothing.scores.at[:, 0].set(0.0)),
-    finished=nothing,
+    # The beams of a prompt are equal at first. Only the first counts, or all
+    # would be extended by the same token.
+    open=empty._replace(scores=empty.scores.at[:, 0].set(0.0)),
+    finished=empty,
+    # Rows that fill up the batch must not keep the loop running.
     improving=real,
     limit=state.limit,
   )
@@ -191,25 +198,30 @@ def _advance(
 ) -> _Loop:
   """Extends every open hypothesis by a token."""
   batch, beams, _ = loop.open.tokens.shape
+  # In the loop: outside of it, kernels in the dtype of the computation would be
+  # in memory beside their integers.
   weights = quantization.dequantize(params, model.compute.dtype)
   hidden, cache = model.decode_step(weights, loop.last, loop.cache)
   logits = model.logits(weights, hidden[:, None])[:, 0]
   log_probs = jax.nn.log_softmax(logits).reshape(batch, beams, -1)
   source, extended = _extend(loop, log_probs, eos)
-  # Open ones: the likeliest that have not ended.
-  closed = jnp.where(extended.done, _NEVER, 0.0)
-  _, chosen = sampling.top_k(extended.scores + closed, beams)
-  still_open = extended.take(chosen)
-  still_open = still_open._replace(
-    scores=still_open.scores + jnp.where(still_open.done, _NEVER, 0.0)
-  )
+  # Ended ones are taken only where nothing else is left: at the limit all have
+  # ended, and their scores stay below those of any open hypothesis.
+  scores = extended.scores + jnp.where(extended.ended, _NEVER, 0.0)
+  _, chosen = sampling.top_k(scores, beams)
+  still_open = extended._replace(scores=scores).take(chosen)
   length = (loop.step + 1).astype(jnp.float32) ** penalty
   finished = _finish(loop, extended, length)
-  # Whether the likeliest open one may still be among the finished.
+  # The likeliest open hypothesis may still win while it beats the worst of the
+  # finished ones, or while fewer than n have finished: free slots score
+  # `_NEVER`. As in transformers, it is divided by the present length, although
+  # its score may rise with its length.
   worst = jnp.where(
-    finished.done, finished.scores.min(axis=1, keepdims=True), _NEVER
+    finished.ended, finished.scores.min(axis=1, keepdims=True), _NEVER
   )
   may_win = jnp.any(still_open.scores[:, :1] / length > worst, axis=1)
+  # Each hypothesis continues the cache of the one that it extends. Rows of
+  # different prompts never mix, so the encoder's entries stay in place.
   origin = jnp.take_along_axis(source, chosen, axis=1)
   order = (jnp.arange(batch)[:, None] * beams + origin).reshape(-1)
   return _Loop(
@@ -226,32 +238,37 @@ def _advance(
 def _extend(
   loop: _Loop, log_probs: Float[Array, 'b n V'], eos: Int[Array, 'k']
 ) -> tuple[Int[Array, 'b m'], Beams]:
-  """Returns the likeliest hypotheses with a token more, and their origins.
-
-  Enough are kept that n stay open even if all others end.
-  """
+  """Returns the likeliest hypotheses with a token more, and their origins."""
   batch, beams, size = log_probs.shape
   total = (log_probs + loop.open.scores[:, :, None]).reshape(batch, -1)
-  scores, found = sampling.top_k(total, max(2, 1 + len(eos)) * beams)
-  source, tokens = found // size, found % size  # [b, m]
-  gained = jnp.take_along_axis(log_probs.reshape(batch, -1), found, axis=1)
+  # At most `len(eos)` extensions of each of n hypotheses end, so at least n of
+  # these stay open. Transformers takes at least 2 n.
+  scores, indices = sampling.top_k(total, max(2, 1 + len(eos)) * beams)
+  source, tokens = indices // size, indices % size  # [b, m]
+  token_log_probs = jnp.take_along_axis(
+    log_probs.reshape(batch, -1), indices, axis=1
+  )
   extended = loop.open.take(source)
   return source, Beams(
     tokens=extended.tokens.at[:, :, loop.step].set(tokens),
-    log_probs=extended.log_probs.at[:, :, loop.step].set(gained),
+    log_probs=extended.log_probs.at[:, :, loop.step].set(token_log_probs),
     scores=scores,
-    done=jnp.isin(tokens, eos) | (loop.step + 1 >= loop.limit[:, None]),
+    ended=jnp.isin(tokens, eos) | (loop.step + 1 >= loop.limit[:, None]),
     lengths=extended.lengths + 1,
   )
 
 
 def _finish(loop: _Loop, extended: Beams, length: Float[Array, '']) -> Beams:
   """Adds those among the n likeliest that have ended to the finished ones."""
-  beams = loop.finished.done.shape[1]
-  counts = extended.done & (jnp.arange(extended.done.shape[1]) < beams)
-  out = ~counts | ~loop.improving[:, None]
+  beams = loop.finished.ended.shape[1]
+  # Only the n likeliest, as in transformers: the remaining candidates stand in
+  # for those that end, and may not finish themselves.
+  eligible = extended.ended & (jnp.arange(extended.ended.shape[1]) < beams)
+  # A finished search stays as it was when it finished, while others go on.
+  excluded = ~eligible | ~loop.improving[:, None]
   ended = extended._replace(
-    scores=extended.scores / length + jnp.where(out, _NEVER, 0.0), done=counts
+    scores=extended.scores / length + jnp.where(excluded, _NEVER, 0.0),
+    ended=eligible,
   )
   merged = jax.tree.map(
     lambda *x: jnp.concatenate(x, axis=1), loop.finished, ended

@@ -2,6 +2,8 @@
 
 `prefill` reads prompts into rows of the state, `decode` generates tokens for
 all rows. Pure functions; `Programs` compiles them for a model on a mesh.
+
+Requests, rows and their reuse are the engine's: nothing here knows it.
 """
 
 import collections
@@ -24,7 +26,7 @@ from encdec_adapt.sharding import rules as rules_lib
 
 
 class State(NamedTuple):
-  """What the programs share, on the devices; [B] each unless stated.
+  """State of the batch on the devices; [B] each unless stated.
 
   `count` tokens of a row are in `tokens` and `log_probs` [B, length]. `seen`
   [B, V] is None without repetition penalties.
@@ -32,7 +34,7 @@ class State(NamedTuple):
 
   cache: caches.Cache
   last: Int[Array, 'B']
-  done: Bool[Array, 'B']
+  ended: Bool[Array, 'B']
   count: Int[Array, 'B']
   limit: Int[Array, 'B']
   tokens: Int[Array, 'B length']
@@ -44,7 +46,7 @@ class State(NamedTuple):
 class Group(NamedTuple):
   """Prompts to put into rows; [b] each unless stated.
 
-  `rows` beyond the batch are dropped: they fill the group up.
+  `rows` beyond the batch are dropped: they fill up the group.
   """
 
   tokens: Int[Array, 'b S']
@@ -54,8 +56,8 @@ class Group(NamedTuple):
   options: sampling_lib.Options
 
 
-# A program takes hundreds of memory maps on a CPU, of which Linux gives a
-# process 65,530.
+# A program takes hundreds of memory maps on a CPU, of which Linux allows a
+# process 65,530 (vm.max_map_count).
 MOST_PROGRAMS = 64
 # Compiled programs of this process, the least recently used one first.
 _COMPILED: collections.OrderedDict[Hashable, jax.stages.Compiled] = (
@@ -82,7 +84,7 @@ class Programs:
       rules: meaning of logical axes on it.
       shapes: `shapes_of` its parameters, of `prepare`.
     """
-    del shapes  # A key of the cache.
+    del shapes  # Only a key of the cache: programs depend on them.
     self.model, self.mesh, self.rules = model, mesh, rules
 
   def run(self, fn: Callable[..., Any], *args: Any, **static: Any) -> Any:
@@ -101,14 +103,16 @@ class Programs:
       *args: the other arguments, arrays or their shapes.
       **static: arguments that are compiled in.
     """
-    # Not of the parameters, which are a dictionary and have many leaves.
+    # Without the parameters, the only dictionary: their shapes are in the key
+    # of `Programs`, and to hash their many leaves at every step is slow.
     shapes = shapes_of([x for x in args if not isinstance(x, dict)])
     key = self, fn, tuple(static.items()), shapes
     if key in _COMPILED:
       _COMPILED.move_to_end(key)
       return _COMPILED[key]
 
-    # A function of its own: jax holds programs as long as their function.
+    # A new function for each program: jax holds programs as long as their
+    # function, so dropping a program would free nothing otherwise.
     @functools.wraps(fn)
     def run(*args):
       with partition.use(self.mesh, self.rules.as_dict()):
@@ -148,7 +152,8 @@ def start(model: build.Model, rows: int, length: int, source: int) -> State:
   state = State(
     cache=model.init_cache(rows, length, source),
     last=integers,
-    done=jnp.ones(rows, bool),
+    # Rows without a request count as ended: `decode` does not wait for them.
+    ended=jnp.ones(rows, bool),
     count=integers,
     limit=integers,
     tokens=jnp.zeros((rows, length), jnp.int32),
@@ -162,7 +167,8 @@ def start(model: build.Model, rows: int, length: int, source: int) -> State:
 def _replicate(state: State) -> State:
   """Gives a state the sharding that every program takes and returns.
 
-  Every process reads the fields beside the cache, which are small.
+  Every process reads the fields beside the cache, which are small. A sharding
+  chosen by XLA could differ from that which the next program was compiled for.
   """
   fields = jax.tree.map(
     lambda x: partition.shard(x, *[None] * x.ndim), state._replace(cache=None)
@@ -174,7 +180,6 @@ def resize(model: build.Model, state: State, length: int, source: int) -> State:
   """Gives the state other lengths, which its rows in use must fit."""
 
   def fit(x: jax.Array) -> jax.Array:
-    """Cuts or pads [B, length]."""
     x = x[:, :length]
     return jnp.pad(x, [(0, 0), (0, length - x.shape[1])])
 
@@ -193,11 +198,11 @@ def track_seen(model: build.Model, state: State) -> State:
 
 
 def stop(
-  model: build.Model, done: Bool[Array, 'B'], row: Int[Array, '']
+  model: build.Model, ended: Bool[Array, 'B'], row: Int[Array, '']
 ) -> Bool[Array, 'B']:
-  """Ends a row: returns the `done` of a state."""
+  """Ends a row: returns the new `ended` of a state."""
   del model
-  return partition.shard(done.at[row].set(True), None)
+  return partition.shard(ended.at[row].set(True), None)
 
 
 def prefill(
@@ -221,26 +226,27 @@ def prefill(
   """
   params = quantization.dequantize(params, model.compute.dtype)
   positions, segments = lengths.frame(group.tokens, group.lengths)
-  entries, read = model.architecture.prefill(
+  entries, tokens = model.architecture.prefill(
     model, params, (group.tokens, segments, positions), bos
   )
 
   def put(old: jax.Array, new: Any) -> jax.Array:
-    """Replaces the rows of the group."""
     return old.at[group.rows].set(new, mode='drop')
 
   seen = state.seen
   if seen is not None:
-    group_seen = jnp.zeros((len(read), seen.shape[1]), bool)
-    group_seen = group_seen.at[jnp.arange(len(read))[:, None], read].set(True)
+    # Padding marks no other token: `tokens` repeats the last one there.
+    count = len(tokens)
+    group_seen = jnp.zeros((count, seen.shape[1]), bool)
+    group_seen = group_seen.at[jnp.arange(count)[:, None], tokens].set(True)
     seen = put(seen, group_seen)
   return _replicate(
     state._replace(
       cache=caches.insert(
         model.config.decoder, state.cache, group.rows, **entries
       ),
-      last=put(state.last, read[:, -1]),
-      done=put(state.done, False),
+      last=put(state.last, tokens[:, -1]),
+      ended=put(state.ended, False),
       count=put(state.count, 0),
       limit=put(state.limit, group.limit),
       options=jax.tree.map(put, state.options, group.options),
@@ -269,17 +275,13 @@ def decode(
   """
 
   def may_generate(carry: tuple[jax.Array, State]) -> jax.Array:
-    """Returns whether to generate another token."""
     step, state = carry
-    return (step < steps) & (jnp.sum(state.done) < wake)
-
-  def generate(carry: tuple[jax.Array, State]) -> tuple[jax.Array, State]:
-    """Generates one token per row."""
-    step, state = carry
-    return step + 1, advance(model, params, state, eos)
+    return (step < steps) & (jnp.sum(state.ended) < wake)
 
   _, state = jax.lax.while_loop(
-    may_generate, generate, (jnp.zeros((), jnp.int32), state)
+    may_generate,
+    lambda carry: (carry[0] + 1, advance(model, params, carry[1], eos)),
+    (jnp.zeros((), jnp.int32), state),
   )
   return _replicate(state)
 
@@ -290,13 +292,15 @@ def advance(
   state: State,
   eos: Int[Array, 'k'],
 ) -> State:
-  """Generates one token per row; arguments as `decode`."""
+  """Generates a token per row; arguments as `decode`."""
   rows = jnp.arange(len(state.last))
   # Inside the loop, so that no kernels in the dtype of the computation are
   # kept beside the integers.
   weights = quantization.dequantize(params, model.compute.dtype)
   hidden, cache = model.decode_step(weights, state.last, state.cache)
   logits = model.logits(weights, hidden[:, None])[:, 0]  # [B, V]
+  # A completion has the log-probabilities of the model itself, so the logits
+  # stay as they are beside the penalised ones.
   adjusted, seen, options = logits, state.seen, state.options
   if seen is not None:
     adjusted = sampling_lib.penalise(logits, seen, options.repetition_penalty)
@@ -304,18 +308,21 @@ def advance(
   log_probs = jnp.take_along_axis(
     jax.nn.log_softmax(logits), chosen[:, None], axis=1
   )[:, 0]
-  going = ~state.done
-  # Rows that are done write beyond the end, which is dropped.
-  place = jnp.where(going, state.count, state.tokens.shape[1])
+  # Shapes are static: rows that have ended are computed, too. They write beyond
+  # the end, which is dropped.
+  going = ~state.ended
+  slot = jnp.where(going, state.count, state.tokens.shape[1])
   if seen is not None:
     seen = seen.at[rows, chosen].set(True)
   return state._replace(
     cache=cache,
     last=jnp.where(going, chosen, state.last),
-    done=state.done | jnp.isin(chosen, eos) | (state.count + 1 >= state.limit),
+    ended=state.ended
+    | jnp.isin(chosen, eos)
+    | (state.count + 1 >= state.limit),
     count=state.count + going,
-    tokens=state.tokens.at[rows, place].set(chosen, mode='drop'),
-    log_probs=state.log_probs.at[rows, place].set(log_probs, mode='drop'),
+    tokens=state.tokens.at[rows, slot].set(chosen, mode='drop'),
+    log_probs=state.log_probs.at[rows, slot].set(log_probs, mode='drop'),
     seen=seen,
   )
 
@@ -331,4 +338,6 @@ def prepare(
   return build.unroll_params(model, params)
 
 
-_STATES = {prefill: 1, decode: 1, track_seen: 0}  # Indices of their arguments.
+# Index of the state among the arguments that `Programs` passes. `resize` is not
+# here: its result has other shapes, which no donated buffer fits.
+_STATES = {prefill: 1, decode: 1, track_seen: 0}

@@ -1,15 +1,16 @@
 """Inference engine: a queue of prompts through a batch that stays full.
 
-Two compiled programs share one state on the devices. `prefill` reads a group
-of prompts (an encoder-decoder with its encoder, whose keys and values it
-computes once) and puts them into free rows of the batch; `decode` generates
-tokens until enough rows are free for the next group. Shapes are static:
-prompts and caches are padded to a few lengths (`inference.lengths`), and a
-program is compiled per length; few of them are held (`decoding.Programs`). Rows
-end on their own (EOS, number of tokens, stop string) and are refilled while the
-others continue.
+Two compiled programs share a state on the devices. `prefill` reads a group of
+prompts (an encoder-decoder with its encoder; keys and values of
+cross-attention are computed here only) and puts them into free rows of the
+batch; `decode` generates tokens until enough rows are free for the next group.
+Shapes are static: prompts and caches are padded to a few lengths
+(`inference.lengths`), and a program is compiled per length; few of them are
+held (`decoding.Programs`). Rows end independently (EOS, number of tokens, stop
+string) and are refilled while the others continue.
 
-Every process of a job runs the same calls on the same requests.
+Every process of a job runs the same calls on the same requests. The programs
+are in `decoding`; vocabularies and chats are unknown here.
 """
 
 import collections
@@ -41,7 +42,7 @@ class SpecialIds:
   Attributes:
     bos: first token of an encoder-decoder's decoder.
     eos: tokens, any of which ends a row.
-    pad: fills what is not read.
+    pad: fills rows up; it is never read.
   """
 
   bos: int
@@ -127,18 +128,18 @@ class Engine:
     Args:
       model: a model with a decoder.
       params: its parameters, which are copied: kernels in the dtype of the
-        model's computation, the decoder's layers apart.
+        model's computation, layers of the decoder as separate arrays.
       ids: special tokens.
       rows: rows of the batch, at least 1.
       decode: turns token ids into text; needed for stop strings.
       mesh: mesh of the parameters.
       rules: meaning of logical axes on it; rows must divide over 'batch'.
       int8: whether to keep kernels as 8-bit integers.
-      steps: tokens after which stop strings are looked for and tokens are
+      steps: tokens after which stop strings are searched for and tokens are
         reported.
-      sizes: sizes that the state may have (`lengths.state_sizes`). It grows to
-        what the requests in progress need, shrinks when there are none, and
-        longer requests are refused. Without them it follows the requests.
+      sizes: sizes that the state may have (`lengths.state_sizes`). It grows as
+        the requests in progress need, shrinks when there are none, and longer
+        requests are refused. Without sizes it follows the requests.
 
     Raises:
       UserError: the model is encoder-only, or `rows` does not divide.
@@ -148,7 +149,8 @@ class Engine:
         'an encoder-only model predicts masked tokens and generates no text;'
         ' use a decoder or an encoder-decoder.'
       )
-    # A step has one token per row, which does not divide over a sequence axis.
+    # A step has a single token per row, which does not divide over a sequence
+    # axis.
     rules = dataclasses.replace(rules, length=())
     self.shards = shards = rules.on(mesh).size('batch')
     if rows < 1 or rows % shards:
@@ -157,9 +159,11 @@ class Engine:
         f' a multiple of {shards}.'
       )
     self.ids, self.rows, self._decode, self._steps = ids, rows, decode, steps
-    # Prompts that are read together: few, so that a row is not free for long.
+    # Prompts that are read together: few, so that a row is not free for long,
+    # and a multiple of the shards, over which they divide.
     self.group = max(shards, rows // 8 // shards * shards)
     self.params = decoding.prepare(model, params, int8=int8)
+    # Unrolled: a scan would copy each layer's cache for every token.
     self.programs = decoding.Programs(
       build.unroll(model), mesh, rules, decoding.shapes_of(self.params)
     )
@@ -209,11 +213,12 @@ class Engine:
     Raises:
       UserError: there are such tokens.
     """
-    least, most = int(tokens.min()), int(tokens.max())
-    if least < 0 or most >= self._prompt_size:
+    lowest, highest = int(tokens.min()), int(tokens.max())
+    # A gather from the table would clamp them, and no error would come.
+    if lowest < 0 or highest >= self._prompt_size:
       raise errors.UserError(
-        f'tokens of the prompt are {least} to {most}; the vocabulary has the'
-        f' ids 0 to {self._prompt_size - 1}.'
+        f'tokens of the prompt are {lowest} to {highest}; the vocabulary has'
+        f' the ids 0 to {self._prompt_size - 1}.'
       )
 
   def cancel(self, number: int) -> None:
@@ -255,7 +260,6 @@ class Engine:
     indices = {self.submit(requests[i]): i for i in order}
 
     def report(number: int, tokens: np.ndarray) -> None:
-      """Passes on the tokens of one request."""
       if on_tokens is not None:
         on_tokens(indices[number], tokens)
 
@@ -281,16 +285,17 @@ class Engine:
     self._state = self.programs.run(
       decoding.decode, *self._decode_arguments(self._state, steps)
     )
-    state, ended = self._state, []
-    done, count, tokens, log_probs = jax.device_get(
-      (state.done, state.count, state.tokens, state.log_probs)
+    state, completions = self._state, []
+    # A single transfer: each waits for the devices.
+    ended, count, tokens, log_probs = jax.device_get(
+      (state.ended, state.count, state.tokens, state.log_probs)
     )
     for row, active in enumerate(self._active):
-      if active is None or not (checks or done[row]):
+      if active is None or not (checks or ended[row]):
         continue
       new = tokens[row, : count[row]]
       completion = self._complete(
-        active.request, new, log_probs[row], done[row]
+        active.request, new, log_probs[row], ended[row]
       )
       if completion is not None:
         new = completion.tokens
@@ -298,26 +303,28 @@ class Engine:
         on_tokens(active.number, new[active.reported :])
         active.reported = len(new)
       if completion is not None:
-        ended.append((active.number, completion))
+        completions.append((active.number, completion))
         self._active[row] = None
-        if not done[row]:
+        # Stop strings end a row on the host; the devices do not know of it yet.
+        if not ended[row]:
           self._stop(row)
-    return ended
+    return completions
 
   def _complete(
     self,
     request: Request,
     tokens: np.ndarray,
     log_probs: np.ndarray,
-    done: bool,
+    has_ended: bool,
   ) -> Completion | None:
     """Returns the completion of a row that has ended, None for others."""
-    if not (done or request.stop):
+    if not (has_ended or request.stop):
       return None
-    whole = self.complete(tokens, log_probs[: len(tokens)])
-    if not any(stop in whole.text for stop in request.stop):
-      return whole if done else None
-    # The first token that completes a stop string is the last.
+    completion = self.complete(tokens, log_probs[: len(tokens)])
+    if not any(stop in completion.text for stop in request.stop):
+      return completion if has_ended else None
+    # The first token that completes a stop string is the last. Each prefix is
+    # decoded anew: the text of tokens is not the sum of their pieces.
     count, text = next(
       (n, text)
       for n in range(1, len(tokens) + 1)
@@ -327,7 +334,7 @@ class Engine:
     )
     text = text[: min(text.find(stop) for stop in request.stop if stop in text)]
     return Completion(
-      whole.tokens[:count], whole.log_probs[:count], 'stop', text
+      completion.tokens[:count], completion.log_probs[:count], 'stop', text
     )
 
   def complete(
@@ -335,23 +342,43 @@ class Engine:
   ) -> Completion:
     """Returns the completion of tokens that end with EOS or at their limit."""
     is_eos = len(tokens) > 0 and int(tokens[-1]) in self.ids.eos
-    text = None
-    if self._decode is not None:
-      text = self._decode(tokens[: len(tokens) - is_eos])
+    text = self._decode and self._decode(tokens[: len(tokens) - is_eos])
+    # Copies: views would keep the arrays of all rows in memory.
     ended: Ended = 'eos' if is_eos else 'length'
     return Completion(tokens.copy(), log_probs.copy(), ended, text)
 
   def prefill_arguments(
-    self, requests: Sequence[Request], rows: int
+    self,
+    requests: Sequence[Request],
+    size: int,
+    rows: Sequence[int] | None = None,
+    state: decoding.State | None = None,
   ) -> tuple[base_model.Params, decoding.State, decoding.Group, np.int32]:
-    """Returns arguments of `decoding.prefill` for a state of its own.
+    """Returns the arguments of `decoding.prefill`.
 
     Args:
-      requests: prompts, in the order of the rows.
-      rows: rows of the state, at least as many.
+      requests: the prompts.
+      size: prompts of the group, which requests without a row fill up.
+      rows: rows of the state for the requests; by default the first ones.
+      state: the state; by default a fresh state of `size` rows.
     """
-    state = self._start(self._size(requests), rows)
-    return self._prefill_arguments(requests, range(len(requests)), rows, state)
+    if state is None:
+      state = self._start(self._size(requests), size)
+    fill = size - len(requests)
+    rows = [*(rows or range(len(requests))), *[len(state.ended)] * fill]
+    requests = [*requests, *[Request(np.array([self.ids.pad]), 1)] * fill]
+    prompts = [request.tokens for request in requests]
+    room = state.cache.source or state.cache.length
+    width = lengths.width(max(map(len, prompts)), room)
+    tokens, counts = lengths.pad(prompts, size, self.ids.pad, width)
+    group = decoding.Group(
+      tokens=tokens,
+      lengths=counts,
+      rows=np.array(rows, np.int32),
+      limit=np.array([request.max_tokens for request in requests], np.int32),
+      options=sampling_lib.stack([request.sampling for request in requests]),
+    )
+    return self.params, state, group, np.int32(self.ids.bos)
 
   def state_bytes(self) -> list[int]:
     """Returns the bytes on a device of a state of each of the `sizes`."""
@@ -363,7 +390,9 @@ class Engine:
 
   def warm_up(self) -> int:
     """Compiles the programs for all `sizes`; returns their number."""
+    # A set: all sizes share a program of `stop`.
     get, programs, futures = self.programs.get, set(), []
+    # XLA compiles without Python's lock, so threads use all cores.
     with concurrent.futures.ThreadPoolExecutor() as pool:
       for size in self.sizes:
         programs.add(get(decoding.start, rows=self.rows, **size._asdict()))
@@ -371,17 +400,18 @@ class Engine:
           lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
           self._start(size, self.rows),
         )
-        programs.add(get(decoding.stop, state.done, np.int32(0)))
+        programs.add(get(decoding.stop, state.ended, np.int32(0)))
         arguments = self._decode_arguments(state, 1)
         futures.append(pool.submit(get, decoding.decode, *arguments))
         for width in size.widths():
           prompt = Request(np.full(width, self.ids.pad), 1)
-          arguments = self._prefill_arguments([prompt], [0], self.group, state)
+          arguments = self.prefill_arguments([prompt], self.group, [0], state)
           futures.append(pool.submit(get, decoding.prefill, *arguments))
-        for larger in self.sizes:
-          if larger != size and larger.holds(size):
-            fields = larger._asdict()
-            futures.append(pool.submit(get, decoding.resize, state, **fields))
+        futures += [
+          pool.submit(get, decoding.resize, state, **larger._asdict())
+          for larger in self.sizes
+          if larger != size and larger.holds(size)
+        ]
     return len(programs) + len([future.result() for future in futures])
 
   def _start(self, size: lengths.Size, rows: int) -> decoding.State:
@@ -390,8 +420,8 @@ class Engine:
 
   def _stop(self, row: int) -> None:
     """Ends a row on the devices."""
-    done = self.programs.run(decoding.stop, self._state.done, np.int32(row))
-    self._state = self._state._replace(done=done)
+    ended = self.programs.run(decoding.stop, self._state.ended, np.int32(row))
+    self._state = self._state._replace(ended=ended)
 
   def _size(
     self, requests: Sequence[Request], least: lengths.Size = lengths.NOTHING
@@ -400,7 +430,7 @@ class Engine:
 
     Args:
       requests: the requests.
-      least: size that it has at least.
+      least: smallest size to return.
 
     Raises:
       UserError: none of the `sizes` holds them.
@@ -409,17 +439,18 @@ class Engine:
       self._architecture.positions(len(request.tokens), request.max_tokens)
       for request in requests
     ]
-    needed = lengths.Size(
+    size = lengths.Size(
       max(stacks['decoder'] for stacks in positions),
       max(stacks.get('encoder', 0) for stacks in positions),
     )
     if not self.sizes:
-      return needed.bucket()
-    needed = lengths.Size(*map(max, needed, least))
-    fits = [size for size in self.sizes if size.holds(needed)]
+      return size.bucket()
+    size = lengths.Size(*map(max, size, least))
+    # Sizes ascend: the first is the smallest.
+    fits = [candidate for candidate in self.sizes if candidate.holds(size)]
     if not fits:
       raise errors.UserError(
-        f'the request needs a state of {tuple(needed)} tokens (decoder,'
+        f'the request needs a state of {tuple(size)} tokens (decoder,'
         ' encoder); the largest has'
         f' {tuple(self.sizes[-1])}. Shorten it, or lower max_tokens.'
       )
@@ -429,6 +460,8 @@ class Engine:
     """Puts queued prompts into free rows, a group at a time."""
     free = [row for row, active in enumerate(self._active) if active is None]
     is_used = len(free) < self.rows
+    # A full group, or all that is left of the queue: a call of `prefill` costs
+    # the same for a group that is not full.
     while self._queue and len(free) >= min(self.group, len(self._queue)):
       count = min(self.group, len(self._queue))
       chosen = [self._queue.popleft() for _ in range(count)]
@@ -437,8 +470,8 @@ class Engine:
         self._active[row] = _Active(number, request)
       requests = [active.request for active in self._active if active]
       self._fit(requests, is_used)
-      arguments = self._prefill_arguments(
-        [request for _, request in chosen], rows, self.group, self._state
+      arguments = self.prefill_arguments(
+        [request for _, request in chosen], self.group, rows, self._state
       )
       self._state = self.programs.run(decoding.prefill, *arguments)
       is_used = True
@@ -453,6 +486,8 @@ class Engine:
     current = lengths.NOTHING
     if self._state is not None:
       current = lengths.Size(self._state.cache.length, self._state.cache.source)
+    # Among few sizes, rows in use only grow: shrinking would need programs that
+    # `warm_up` does not compile.
     grows = bool(self.sizes) and is_used
     size = self._size(requests, current if grows else lengths.NOTHING)
     if size != current and is_used:
@@ -460,8 +495,10 @@ class Engine:
         decoding.resize, self._state, **size._asdict()
       )
     elif size != current:
-      self._state = None  # Its memory is free before the next one is made.
+      # Its memory is freed before the next state is made.
+      self._state = None
       self._state = self._start(size, self.rows)
+    # [B, V] is large: only made for the first request with a penalty.
     penalised = any(r.sampling.repetition_penalty != 1 for r in requests)
     if penalised and self._state.seen is None:
       self._state = self.programs.run(decoding.track_seen, self._state)
@@ -472,31 +509,3 @@ class Engine:
     wake = min(self.group, len(self._queue)) or self.rows
     eos = np.array(self.ids.eos, np.int32)
     return self.params, state, eos, np.int32(wake), np.int32(steps)
-
-  def _prefill_arguments(
-    self,
-    requests: Sequence[Request],
-    rows: Sequence[int],
-    size: int,
-    state: decoding.State,
-  ) -> tuple[base_model.Params, decoding.State, decoding.Group, np.int32]:
-    """Returns the arguments of `decoding.prefill`.
-
-    Prompts are padded to a group of this size, whose rest is for no row.
-    """
-    fill = size - len(requests)
-    prompts = [request.tokens for request in requests]
-    room = state.cache.source or state.cache.length
-    width = lengths.width(max(map(len, prompts)), room)
-    tokens, counts = lengths.pad(prompts, size, self.ids.pad, width)
-    none = [sampling_lib.SamplingConfig()] * fill
-    group = decoding.Group(
-      tokens=tokens,
-      lengths=counts,
-      rows=np.array([*rows, *[len(state.done)] * fill], np.int32),
-      limit=np.array([r.max_tokens for r in requests] + [1] * fill, np.int32),
-      options=sampling_lib.stack(
-        [request.sampling for request in requests] + none
-      ),
-    )
-    return self.params, state, group, np.int32(self.ids.bos)

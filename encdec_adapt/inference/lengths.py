@@ -1,4 +1,7 @@
-"""Length buckets: rows are padded to few lengths, as each is compiled."""
+"""Length buckets: rows are padded to few lengths, as each is compiled.
+
+Knows neither models nor the engine's state.
+"""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -8,14 +11,14 @@ from jaxtyping import Array, Int
 import numpy as np
 
 _SHORTEST = 16
-_SHORTEST_STATE = 64  # Of `state_sizes`; a smaller one would save little.
+_SHORTEST_STATE = 64  # Of `state_sizes`; a smaller state would save little.
 
 
 def bucket(length: int) -> int:
   """Returns the least bucket that holds a length.
 
-  Buckets are powers of two from 16 on, and three quarters of those from 64 on:
-  at most half of the smaller one is padding.
+  Buckets are powers of two from 16 on, and three quarters of those from 64 on.
+  Above 32 tokens, padding is then less than half of the length.
   """
   power = max(_SHORTEST, 1 << (length - 1).bit_length())
   between = power // 4 * 3
@@ -25,12 +28,13 @@ def bucket(length: int) -> int:
 def width(longest: int, capacity: int) -> int:
   """Returns the width that prompts are padded to for a state.
 
-  A bucket from a 32nd of the capacity on, and the capacity itself.
+  A bucket from a 32nd of the capacity on, or the capacity itself.
 
   Args:
     longest: tokens of the longest prompt.
     capacity: tokens of a prompt that the state holds.
   """
+  # At least a 32nd, which bounds the number of widths and so of programs.
   return min(bucket(max(longest, capacity // 32)), capacity)
 
 
@@ -39,15 +43,15 @@ class Size(NamedTuple):
 
   Attributes:
     length: positions of the decoder.
-    source: tokens of the encoder, 0 without one.
+    source: tokens of the encoder, 0 without an encoder.
   """
 
   length: int
   source: int
 
-  def holds(self, other: 'Size') -> bool:
+  def holds(self, size: 'Size') -> bool:
     """Returns whether both fields are at least those of another size."""
-    return self.length >= other.length and self.source >= other.source
+    return self.length >= size.length and self.source >= size.source
 
   def bucket(self) -> 'Size':
     """Returns the least buckets that hold this size."""
@@ -65,11 +69,11 @@ NOTHING = Size(0, 0)
 def state_sizes(
   prompt: int, generated: int, *, reads_encoder: bool
 ) -> list[Size]:
-  """Returns at most four sizes of an engine's state, the smallest one first.
+  """Returns at most four sizes of an engine's state, in ascending order.
 
   They are for short texts, long answers to short prompts, a quarter of both
-  limits, and the limits. A decoder that reads prompts itself has one limit,
-  their sum, and parts of it.
+  limits, and the limits. A decoder that reads prompts itself has their sum as
+  its only limit, and parts of it.
 
   Args:
     prompt: most tokens of a prompt.
@@ -78,7 +82,7 @@ def state_sizes(
   """
 
   def part(limit: int, share: int) -> int:
-    """Returns a part of a limit as a multiple of the shortest bucket."""
+    """Returns a share of a limit, rounded up to the shortest bucket."""
     tokens = max(limit // share, min(limit, _SHORTEST_STATE))
     return -(-tokens // _SHORTEST) * _SHORTEST
 
@@ -96,7 +100,7 @@ def pad(
   fill: int = 0,
   width: int | None = None,
 ) -> tuple[Int[np.ndarray, 'rows S'], Int[np.ndarray, 'rows']]:
-  """Pads token ids on the right to a bucket, and the batch by rows of one pad.
+  """Pads token ids on the right to a bucket, and the batch by rows of padding.
 
   Args:
     texts: token ids, at most `rows` of them.
@@ -109,6 +113,8 @@ def pad(
   """
   width = width or bucket(max(len(text) for text in texts))
   tokens = np.full((rows, width), fill, np.int32)
+  # Rows of padding count a token: a row without any has no last token to go on
+  # from, and no mean.
   counts = np.ones(rows, np.int32)
   for i, text in enumerate(texts):
     tokens[i, : len(text)], counts[i] = text, len(text)

@@ -1,4 +1,7 @@
-"""Embeddings of texts: the encoder's states after its final norm, pooled."""
+"""Embeddings of texts: the encoder's states after its final norm, pooled.
+
+Needs neither the engine nor a cache: nothing is generated.
+"""
 
 from collections.abc import Iterator, Sequence
 import functools
@@ -15,7 +18,7 @@ from encdec_adapt.models import base_model, build
 from encdec_adapt.ops import partition
 from encdec_adapt.sharding import rules as rules_lib
 
-# The mean over all tokens, or the state of the last one.
+# The mean over all tokens, or the state of the last token.
 POOLINGS = ('mean', 'last')
 
 
@@ -51,13 +54,15 @@ def embed(
       'a decoder-only model has no encoder, whose states embeddings are; use an'
       ' encoder-decoder or an encoder-only model.'
     )
+  # By length: the texts of a batch are padded to its longest. The longest come
+  # first, so that a batch that does not fit into memory fails at once.
   order = sorted(range(len(texts)), key=lambda i: -len(texts[i]))
   for start in range(0, len(order), rows):
     chosen = order[start : start + rows]
     tokens, counts = lengths.pad([texts[i] for i in chosen], rows)
     with partition.use(mesh, rules.as_dict()):
-      found = _pool(model, pooling, params, tokens, counts)
-    states = jax.device_get(found)
+      states = jax.device_get(_pool(model, pooling, params, tokens, counts))
+    # The last batch is filled up with rows of padding, which have no text.
     yield from zip(chosen, states, strict=False)
 
 
@@ -72,6 +77,7 @@ def _pool(
   """Encodes padded rows and pools their states."""
   positions, real = lengths.frame(tokens, counts)
   states = model.architecture.encode(model, params, (tokens, real, positions))
+  # A sum over a long text in bfloat16 would lose its last terms.
   states = states.astype(jnp.float32)
   if pooling == 'last':
     pooled = states[jnp.arange(len(counts)), counts - 1]

@@ -2,7 +2,10 @@
 
 An integer kernel has a scale for each output channel (each row of a table),
 the largest magnitude of the channel divided by 127. Products run in the dtype
-of the computation: what is saved is memory and its bandwidth.
+of the computation: integers save memory and its bandwidth only.
+
+Finds kernels by the logical axes of the parameter table, so it depends on no
+model.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,8 +18,8 @@ from jax import numpy as jnp
 
 from encdec_adapt.models import base_model, parameters
 
-_LARGEST = 127
-# Axes that count kernels.
+_LARGEST = 127  # Not 128: the range is symmetric, so that 0 stays 0.
+# Axes that count kernels; each kernel of a stack has its scales.
 _STACKED = ('layers', 'experts')
 
 Table = Mapping[str, parameters.ParamInfo]
@@ -33,15 +36,21 @@ class Quantized:
 def _input_axes(axes: tuple[str, ...]) -> tuple[int, ...]:
   """Returns the dimensions that products with a parameter sum over.
 
-  Empty for what is no kernel: norms, biases and routers.
+  Empty for norms, biases and routers, which are no kernels.
   """
-  own = [i for i, name in enumerate(axes) if name not in _STACKED]
-  names = [axes[i] for i in own]
-  if len(own) < 2 or 'router' in names:
+  dims = [i for i, name in enumerate(axes) if name not in _STACKED]
+  names = [axes[i] for i in dims]
+  # Routers are small, and rounding them could send tokens to other experts.
+  if len(dims) < 2 or 'router' in names:
     return ()
-  if names[0] == 'embed' or names[-1] == 'embed':
-    return tuple(own[:1] if names[0] == 'embed' else own[:-1])
-  return tuple(own[1:]) if names[0] == 'vocab' else ()
+  # Kernels lead from or to the model width: 'embed' is first or last, and the
+  # inputs are the width alone or all axes before it (heads and head_dim).
+  if names[0] == 'embed':
+    return tuple(dims[:1])
+  if names[-1] == 'embed':
+    return tuple(dims[:-1])
+  # A table is read row by row, and its logits sum over the width of a row.
+  return tuple(dims[1:]) if names[0] == 'vocab' else ()
 
 
 def _map_kernels(
@@ -73,9 +82,9 @@ def quantize(params: base_model.Params, table: Table) -> base_model.Params:
   """
 
   def quantize_kernel(kernel: jax.Array, inputs: tuple[int, ...]) -> Quantized:
-    """Quantizes one kernel."""
     kernel = kernel.astype(jnp.float32)
     largest = jnp.max(jnp.abs(kernel), axis=inputs, keepdims=True)
+    # A channel of zeros, such as a row that pads a table, must not divide by 0.
     scale = jnp.where(largest > 0, largest / _LARGEST, 1.0)
     return Quantized(jnp.round(kernel / scale).astype(jnp.int8), scale)
 
@@ -86,20 +95,16 @@ def dequantize(params: base_model.Params, dtype: str) -> base_model.Params:
   """Returns the parameters that `Quantized` kernels stand for."""
 
   def restore(leaf: Any) -> Any:
-    """Returns one parameter."""
     if not isinstance(leaf, Quantized):
       return leaf
     return leaf.values.astype(dtype) * leaf.scale.astype(dtype)
 
-  is_kernel = lambda x: isinstance(x, Quantized)  # noqa: E731
-  return jax.tree.map(restore, params, is_leaf=is_kernel)
-
-
-@jax.jit(static_argnames='table')
-def _rounded(params: base_model.Params, table: Any) -> base_model.Params:
-  return dequantize(quantize(params, dict(table)), 'float32')
+  return jax.tree.map(
+    restore, params, is_leaf=lambda x: isinstance(x, Quantized)
+  )
 
 
 def rounded(params: base_model.Params, table: Table) -> base_model.Params:
-  """Returns fp32 parameters as integers keep them, to measure what is lost."""
-  return _rounded(params, tuple(table.items()))
+  """Returns fp32 parameters rounded as by integers, to measure the loss."""
+  # Under jit, so that no integers of the complete model are stored on the way.
+  return jax.jit(lambda x: dequantize(quantize(x, table), 'float32'))(params)

@@ -1,12 +1,12 @@
 """Chooses the next token from logits: greedy, or drawn from a filtered set.
 
-Pure functions of one step's logits, with options for each row. Ties go to the
+Pure functions of a step's logits, with options for each row. Ties go to the
 lower token id everywhere, so greedy, top-k and top-p agree with each other. The
-vocabulary is not sorted: the least likely token that is kept is found among the
-likeliest ones.
+vocabulary is not sorted: the last token of a filtered set is searched for among
+the likeliest ones. Imports no model.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import dataclasses
 from typing import NamedTuple
 
@@ -16,7 +16,8 @@ import numpy as np
 
 from encdec_adapt.base import errors
 
-# Tokens among which top-p looks for its last one; beyond them it sorts all.
+# Tokens among which top-k and top-p search for their last one. Only flat
+# distributions need more, for which the vocabulary is sorted.
 _CANDIDATES = 1024
 
 
@@ -27,8 +28,8 @@ class SamplingConfig:
   Attributes:
     temperature: divisor of the logits; 0 is greedy.
     top_k: draw among the k likeliest tokens; None for all.
-    top_p: draw among the smallest set of likeliest tokens whose probability
-      (after temperature and top-k) reaches p; None for all.
+    top_p: draw among the smallest set of likeliest tokens with a probability
+      (after temperature and top-k) of at least p; None for all.
     min_p: draw among tokens with at least this share of the likeliest token's
       probability (after temperature); None for all.
     repetition_penalty: divisor of positive logits, and factor of negative
@@ -45,13 +46,14 @@ class SamplingConfig:
   seed: int = 0
 
   def __post_init__(self):
-    most, share = float('inf'), 'above 0 and at most 1, or left out'
+    share = 'above 0 and at most 1, or left out'
+    # `<` with infinity also refuses NaN.
     for name, is_right, words in (
-      ('temperature', 0 <= self.temperature < most, '0 (greedy) or positive'),
+      ('temperature', 0 <= self.temperature < np.inf, '0 (greedy) or positive'),
       ('top_k', self.top_k is None or self.top_k > 0, 'at least 1'),
       ('top_p', self.top_p is None or 0 < self.top_p <= 1, share),
       ('min_p', self.min_p is None or 0 < self.min_p <= 1, share),
-      ('repetition_penalty', 0 < self.repetition_penalty < most, 'positive'),
+      ('repetition_penalty', 0 < self.repetition_penalty < np.inf, 'positive'),
       ('seed', 0 <= self.seed < 2**32, 'in 0 .. 2^32 - 1'),
     ):
       if not is_right:
@@ -67,6 +69,8 @@ class SamplingConfig:
 
 def seed_of(seed: int, index: int) -> int:
   """Returns the seed of request number `index` of a job with a seed."""
+  # A hash of both: with their sum, request 1 of seed 0 would draw like request
+  # 0 of seed 1.
   return int(np.random.SeedSequence([seed, index]).generate_state(1)[0])
 
 
@@ -85,7 +89,6 @@ def stack(configs: Sequence[SamplingConfig]) -> Options:
   """Returns the options of rows as arrays."""
 
   def column(name: str, dtype: type, absent: float | None = None) -> np.ndarray:
-    """Returns one option of every row."""
     values = (getattr(config, name) for config in configs)
     return np.array([absent if x is None else x for x in values], dtype)
 
@@ -112,17 +115,14 @@ def keep_top_k(logits: jax.Array, k: jax.Array | int) -> jax.Array:
   size = logits.shape[-1]
   k = jnp.broadcast_to(jnp.asarray(k), logits.shape[:-1])
 
-  def find_last(count: int) -> tuple[jax.Array, jax.Array]:
-    """Returns logit and id [..., 1] of the k-th of the `count` likeliest."""
+  def find_last(count: int) -> tuple[jax.Array, ...]:
     values, ids = top_k(logits, count)
     last = jnp.minimum(k, count)[..., None] - 1
-    return tuple(jnp.take_along_axis(x, last, axis=-1) for x in (values, ids))
+    last_token = (jnp.take_along_axis(x, last, axis=-1) for x in (values, ids))
+    return *last_token, jnp.all((k <= count) | (k >= size))
 
-  last = find_last(min(size, _CANDIDATES))
-  if size > _CANDIDATES:
-    enough = jnp.all((k <= _CANDIDATES) | (k >= size))
-    last = jax.lax.cond(enough, lambda: last, lambda: find_last(size))
-  return jnp.where(k[..., None] >= size, logits, _keep_until(logits, *last))
+  filtered = _keep_until(logits, *_search(find_last, size))
+  return jnp.where(k[..., None] >= size, logits, filtered)
 
 
 def keep_top_p(logits: jax.Array, p: jax.Array | float) -> jax.Array:
@@ -141,26 +141,15 @@ def keep_top_p(logits: jax.Array, p: jax.Array | float) -> jax.Array:
   probabilities = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
 
   def find_last(count: int) -> tuple[jax.Array, ...]:
-    """Finds the last token of the set among the `count` likeliest.
-
-    Returns:
-      Its logit and id, and whether these tokens reach p, [..., 1].
-    """
     values, ids = top_k(logits, count)
     reached = jnp.cumsum(jnp.take_along_axis(probabilities, ids, -1), axis=-1)
     # A token stays while those ahead of it have not reached p.
     last = jnp.sum(reached[..., :-1] < p, axis=-1, keepdims=True)
-    found = (jnp.take_along_axis(x, last, axis=-1) for x in (values, ids))
-    return *found, reached[..., -1:] >= p
+    last_token = (jnp.take_along_axis(x, last, axis=-1) for x in (values, ids))
+    return *last_token, jnp.all((reached[..., -1:] >= p) | (p >= 1))
 
-  *last, enough = find_last(min(size, _CANDIDATES))
-  if size > _CANDIDATES:
-    last = jax.lax.cond(
-      jnp.all(enough | (p >= 1)),
-      lambda: last,
-      lambda: list(find_last(size)[:2]),
-    )
-  return jnp.where(p >= 1, logits, _keep_until(logits, *last))
+  filtered = _keep_until(logits, *_search(find_last, size))
+  return jnp.where(p >= 1, logits, filtered)
 
 
 def keep_min_p(logits: jax.Array, p: jax.Array | float) -> jax.Array:
@@ -173,6 +162,8 @@ def keep_min_p(logits: jax.Array, p: jax.Array | float) -> jax.Array:
   Returns:
     [..., V], -inf for the others.
   """
+  # Without a softmax: a ratio of probabilities is a difference of logits. For p
+  # of 0 the bound is minus infinity, which keeps all.
   least = jnp.max(logits, axis=-1) + jnp.log(p)
   return jnp.where(logits >= least[..., None], logits, -jnp.inf)
 
@@ -188,6 +179,7 @@ def penalise(
     penalty: repetition penalty [B].
   """
   penalty = penalty[:, None]
+  # Dividing a negative logit would make its token likelier.
   lower = jnp.where(logits > 0, logits / penalty, logits * penalty)
   return jnp.where(seen, lower, logits)
 
@@ -198,13 +190,13 @@ def filter_logits(logits: jax.Array, options: Options) -> jax.Array:
   Applies temperature, which must be above 0, then top-k, top-p and min-p.
   """
   logits = logits.astype(jnp.float32) / options.temperature[:, None]
-  # Filters that no row asks for cost nothing.
-  for keep, option, needed in (
+  # Filters that no row asks for cost nothing. Min-p needs no search.
+  for keep, option, is_used in (
     (keep_top_k, options.top_k, options.top_k < logits.shape[-1]),
     (keep_top_p, options.top_p, options.top_p < 1),
   ):
     logits = jax.lax.cond(
-      jnp.any(needed), keep, lambda logits, _: logits, logits, option
+      jnp.any(is_used), keep, lambda logits, _: logits, logits, option
     )
   return keep_min_p(logits, options.min_p)
 
@@ -222,6 +214,7 @@ def draw(logits: jax.Array, keys: jax.Array, options: Options) -> jax.Array:
     [B] int32.
   """
   is_greedy = options.temperature == 0
+  # Greedy rows are filtered and drawn with the others: no division by 0.
   positive = options._replace(
     temperature=jnp.where(is_greedy, 1, options.temperature)
   )
@@ -245,7 +238,8 @@ def choose(logits: jax.Array, counts: jax.Array, options: Options) -> jax.Array:
   """
 
   def draw_rows() -> jax.Array:
-    """Draws with the key of each row."""
+    # Folded in by the row's count, not split step by step: the draws of a row
+    # then do not depend on when it began or how many steps others took.
     keys = jax.vmap(lambda seed, i: jax.random.fold_in(jax.random.key(seed), i))
     return draw(logits, keys(options.seed, counts), options)
 
@@ -269,6 +263,24 @@ def top_k(logits: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
   logits = jnp.where(logits == 0, 0, logits)  # -0 would come after 0.
   # XLA:CPU sorts the vocabulary where it can merge a slice into top_k.
   return tuple(jax.lax.optimization_barrier(jax.lax.top_k(logits, k)))
+
+
+def _search(
+  find_last: Callable[[int], tuple[jax.Array, ...]], size: int
+) -> list[jax.Array]:
+  """Returns logit and id of the last token of a filtered set, [..., 1] each.
+
+  Args:
+    find_last: finds them among a number of the likeliest tokens, and whether
+      these are enough to hold it.
+    size: tokens of the vocabulary.
+  """
+  *last, is_enough = find_last(min(size, _CANDIDATES))
+  if size > _CANDIDATES:
+    last = jax.lax.cond(
+      is_enough, lambda: last, lambda: list(find_last(size)[:2])
+    )
+  return last
 
 
 def _keep_until(

@@ -18,13 +18,14 @@ import numpy as np
 
 from encdec_adapt.inference import engine as engine_lib
 
-# New tokens, the completion, or why there is none.
+# New tokens, the completion, or the error that ended the request.
 Event = np.ndarray | engine_lib.Completion | Exception
 
 
+# Compared by identity: `EngineThread.jobs` is a set.
 @dataclasses.dataclass(eq=False)
 class Job:
-  """A request in the engine; `number` is known to the thread only."""
+  """A request in the engine; `number` is for its thread only."""
 
   request: engine_lib.Request
   wants_tokens: bool
@@ -35,7 +36,7 @@ class Job:
   number: int | None = None
 
   def post(self, event: Event) -> None:
-    """Passes an event to the loop, from the thread."""
+    """Passes an event from the thread to the loop."""
     with contextlib.suppress(RuntimeError):  # The loop is closed.
       self.loop.call_soon_threadsafe(self.events.put_nowait, event)
 
@@ -44,8 +45,10 @@ class EngineThread:
   """Runs an engine; see the module.
 
   Attributes:
+    engine: the engine; outside of the thread only `rows`, `load` and `complete`
+      are used, which leave its state alone.
     jobs: requests that have not ended.
-    failed: why the engine stopped working, None while it does.
+    failed: error after which the engine no longer works, None while it does.
   """
 
   def __init__(self, engine: engine_lib.Engine):
@@ -67,8 +70,8 @@ class EngineThread:
       wants_tokens: whether tokens are events too, as they are generated.
 
     Returns:
-      The job, which must be given to `release`. Its last event is a completion
-      or an exception.
+      The job, to be passed to `release`. Its last event is a completion or an
+      exception.
     """
     job = Job(request, wants_tokens, asyncio.get_running_loop())
     self.jobs.add(job)
@@ -77,6 +80,8 @@ class EngineThread:
 
   def release(self, job: Job) -> None:
     """Drops a job; if it has not ended, it is cancelled."""
+    # Also for a job that ended, and twice: its row may have another request by
+    # then, but its number is never used again.
     self.jobs.discard(job)
     self._calls.put(lambda: self._cancel(job))
 
@@ -102,6 +107,8 @@ class EngineThread:
     """Handles queued calls and steps the engine in a loop."""
     while True:
       try:
+        # Waits for calls only while nothing runs: otherwise it takes those that
+        # wait already, so that new requests fill free rows at the next step.
         while not (self._running and self._calls.empty()):
           call = self._calls.get()
           if call is None:
@@ -110,6 +117,8 @@ class EngineThread:
         for number, completion in self.engine.step(self._on_tokens):
           self._running.pop(number).post(completion)
       except Exception as error:
+        # The state on the devices was donated and may be lost: later requests
+        # fail with the same error, and the server stops.
         traceback.print_exc(file=sys.stderr)
         self.failed = error
         for job in self._running.values():
@@ -119,4 +128,5 @@ class EngineThread:
   def _on_tokens(self, number: int, tokens: np.ndarray) -> None:
     job = self._running[number]
     if job.wants_tokens:
+      # A view would keep the tokens of all rows in memory.
       job.post(tokens.copy())

@@ -22,18 +22,14 @@ from uvicorn.protocols.http import h11_impl
 
 from encdec_adapt.base import errors
 from encdec_adapt.inference import engine as engine_lib
-from encdec_adapt.serving import (
-  engine_worker,
-  origins,
-  protocol,
-  text_stream,
-)
+from encdec_adapt.serving import engine_worker, origins, protocol, text_stream
 from encdec_adapt.tokenizers import chat_format, vocabulary_pair
 
 _MAX_BODY = 1 << 20  # Bytes.
 _BODY_SECONDS = 30  # Within which a body must arrive.
 _STREAM = 'text/event-stream'
-_GONE = 499  # Status in the metrics of a client that left.
+# Status in the metrics of a client that left, as in nginx; no client sees it.
+_GONE = 499
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +102,7 @@ class Service:
     try:
       call = await self._parse(request)
       events = self._events(call, request)
-      # Before the response begins: errors still have a status of their own.
+      # Before the response begins: until then an error can have its status.
       first = await anext(events)
       replies = protocol.Replies(call, self._served.name)
       if call.stream:
@@ -114,11 +110,12 @@ class Service:
         return responses.StreamingResponse(lines, media_type=_STREAM)
       await events.aclose()
       self._requests[200] += 1
-      return responses.JSONResponse(replies.whole(first))
+      return responses.JSONResponse(replies.body(first))
     except protocol.ApiError as error:
       self._requests[error.status] += 1
       # Escaped: names of fields may be no valid Unicode.
       body, kind = json.dumps(error.body), 'application/json'
+      # Bytes of the body that come later would be read as the next request.
       headers = {'connection': 'close'} if error.status == 408 else None
       return responses.Response(body, error.status, headers, kind)
 
@@ -130,6 +127,7 @@ class Service:
     try:
       async with asyncio.timeout(_BODY_SECONDS):
         async for part in request.stream():
+          # Counted as it arrives: chunked bodies do not announce a length.
           content += part
           if len(content) > _MAX_BODY:
             raise protocol.ApiError(413, f'the limit is {_MAX_BODY} bytes.')
@@ -142,12 +140,11 @@ class Service:
     served, is_chat = self._served, 'chat' in request.url.path
     if is_chat and not self._chat:
       raise protocol.ApiError(400, 'the model has no chat format.')
-    reader = served.opened.sides[served.prompt_side]
     return protocol.parse(
       content,
       is_chat=is_chat,
       limits=served.limits,
-      reader=reader,
+      reader=served.opened.sides[served.prompt_side],
       separator=served.separator,
     )
 
@@ -161,14 +158,18 @@ class Service:
         client left.
     """
     served, thread = self._served, self.thread
+    # Open requests, not the engine's load: its thread has not taken those of
+    # this moment from their queue yet.
     if len(thread.jobs) >= thread.engine.rows + served.max_queue:
       raise protocol.ApiError(
         429, f'{served.max_queue} requests are waiting; try again later.'
       )
     end = time.monotonic() + served.timeout
     job = thread.submit(call.request, wants_tokens=call.stream)
-    # Also while a client does not read what is sent.
+    # While a client does not read, this generator is not resumed and the time
+    # limit below is not checked; a timer frees the row all the same.
     timer = job.loop.call_later(served.timeout, thread.release, job)
+    # Both have a value before `finally` cancels them.
     new = gone = asyncio.ensure_future(_disconnected(request))
     event = None
     try:
@@ -221,12 +222,13 @@ class Service:
             yield _line(replies.chunk(new, first=is_first))
             is_first = False
           event = await anext(events)
-        rest = text.finish(event.text)
-        yield _line(replies.chunk(rest, event.ended, first=is_first))
+        new = text.send(event.text)
+        yield _line(replies.chunk(new, event.ended, first=is_first))
         if call.include_usage:
           yield _line(replies.usage(event))
         status = 200
       except protocol.ApiError as error:
+        # The response has begun with status 200; only an event can tell.
         status = error.status
         yield _line(error.body)
       finally:
@@ -234,7 +236,7 @@ class Service:
     yield 'data: [DONE]\n\n'
 
   async def _models(self, request: requests.Request) -> responses.Response:
-    """Lists the one model."""
+    """Lists the model."""
     del request
     model = {'id': self._served.name, 'object': 'model', 'created': self._began}
     return responses.JSONResponse({'object': 'list', 'data': [model]})
@@ -284,10 +286,11 @@ def _line(body: dict[str, Any]) -> str:
 
 
 class _Protocol(h11_impl.H11Protocol):
-  """HTTP/1.1, whose refusals say what is wrong."""
+  """HTTP/1.1 with refusals that name the error."""
 
   def send_400_response(self, msg: str) -> None:
-    """Refuses a request that is no HTTP, such as one without `Host`."""
+    """Refuses a request that is no HTTP, such as HTTP/1.1 without `Host`."""
+    # uvicorn calls this while it handles h11's exception.
     super().send_400_response(f'{msg} {sys.exc_info()[1]}\n')
 
 
@@ -297,7 +300,7 @@ class _Server(uvicorn.Server):
   service: Service
 
   async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-    """Listens, and then says so."""
+    """Listens, and then prints the address."""
     await super().startup(sockets)
     host = self.config.host
     host = f'[{host}]' if ':' in host else host  # IPv6.
@@ -309,7 +312,8 @@ class _Server(uvicorn.Server):
     del sig, frame
     if self.service.draining:
       print('stopped: requests in progress are lost', file=sys.stderr)
-      # Python's own end would abort in the engine's thread, and answer 500.
+      # At once: an orderly end would answer 500, and Python would abort while
+      # the engine's thread computes.
       os._exit(1)
     self.service.draining = True
     print('stopping: requests in progress are finished', file=sys.stderr)
@@ -322,7 +326,8 @@ class _Server(uvicorn.Server):
 
 
 def is_free(host: str, port: int) -> bool:
-  """Returns whether a port can be listened on; prints why it cannot."""
+  """Returns whether a port can be listened on; prints the error if not."""
+  # Checked before the model is read, which takes long; uvicorn binds after it.
   family = socket.AF_INET6 if ':' in host else socket.AF_INET
   try:
     socket.create_server((host, port), family=family).close()

@@ -2,6 +2,8 @@
 
 A page may post to any address that its reader reaches, and reads the answers
 too where a name of its site resolves to a loopback address (DNS rebinding).
+
+Independent of the service: any ASGI application can be guarded.
 """
 
 import ipaddress
@@ -26,6 +28,7 @@ class Guard:
       app: the application.
       host: address that it listens on.
     """
+    # Names of other addresses are not known here, so any `Host` passes there.
     self._app, self._names = app, None
     if _is_loopback(host):
       names = 'localhost', '127.0.0.1', '[::1]', host
@@ -42,7 +45,7 @@ class Guard:
     await app(scope, receive, send)
 
   def _fault(self, scope: types.Scope) -> str | None:
-    """Returns why a request is refused, None for others."""
+    """Returns the reason to refuse a request, None for others."""
     headers = datastructures.Headers(scope=scope)
     host = headers.get('host', '').lower()
     if self._names and 'host' in headers and not self._names.fullmatch(host):
@@ -50,12 +53,16 @@ class Guard:
         f'Host is {host!r}; a server on a loopback address answers to'
         ' localhost, 127.0.0.1 and [::1] only.'
       )
+    # Other methods change nothing, and any page may link to this one.
     if scope['method'] != 'POST':
       return None
+    # The browser sets `Origin`, and a page cannot change it. Port and scheme
+    # belong to it: another server on this machine is another site.
     server = f'{scope.get("scheme")}://{host}'
     for origin in headers.getlist('origin'):
       if origin.lower() != server:
         return f'Origin is {origin!r}; only pages of {server} may post.'
+    # Pages cannot set this header, either.
     if headers.get('sec-fetch-site') == 'cross-site':
       return 'Sec-Fetch-Site is cross-site; pages of other sites may not post.'
     return None

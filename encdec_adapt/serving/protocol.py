@@ -1,7 +1,7 @@
 """Requests, responses and errors in the shapes of OpenAI's API.
 
-A field is supported, known to change nothing, or refused. This module
-knows neither HTTP nor the engine's thread.
+A field is supported, known to change nothing, or refused. This module imports
+neither the HTTP application nor the engine's thread.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +18,7 @@ from encdec_adapt.inference import engine as engine_lib
 from encdec_adapt.inference import sampling as sampling_lib
 from encdec_adapt.tokenizers import chat_format, vocabulary
 
-_MOST = 2**31 - 1  # Options are int32 on the devices.
+_LARGEST = 2**31 - 1  # Options are int32 on the devices.
 
 
 class ApiError(Exception):
@@ -71,33 +71,35 @@ class Call:
 
 
 def _is_id(value: Any) -> bool:
-  return type(value) is int and 0 <= value <= _MOST
+  # Not isinstance: true and false are integers to it.
+  return type(value) is int and 0 <= value <= _LARGEST
 
 
 def _is_text(value: Any) -> bool:
   return isinstance(value, str) and bool(value)
 
 
-def _are(check: Callable[[Any], bool], most: int) -> Callable[[Any], bool]:
-  """Returns a check of lists of 1 to `most` items."""
+def _are(check: Callable[[Any], bool], limit: int) -> Callable[[Any], bool]:
+  """Returns a check of lists of 1 to `limit` items."""
   return lambda value: (
     isinstance(value, list)
-    and 0 < len(value) <= most
+    and 0 < len(value) <= limit
     and all(map(check, value))
   )
 
 
 _COUNT = (
-  lambda value: type(value) is int and 1 <= value <= _MOST,
+  lambda value: type(value) is int and 1 <= value <= _LARGEST,
   'an integer of at least 1',
 )
+# Python's JSON has NaN and infinity, for which the comparison is false.
 _NUMBER = (
-  lambda value: type(value) in (int, float) and abs(value) <= _MOST,
+  lambda value: type(value) in (int, float) and abs(value) <= _LARGEST,
   'a number',
 )
 _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
   'prompt': (
-    lambda value: _is_text(value) or _are(_is_id, _MOST)(value),
+    lambda value: _is_text(value) or _are(_is_id, _LARGEST)(value),
     'a text or a list of token ids, not empty',
   ),
   'messages': (lambda value: isinstance(value, list), 'a list of messages'),
@@ -115,7 +117,7 @@ _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
   'stream': (lambda value: isinstance(value, bool), 'true or false'),
   'stream_options': (lambda value: isinstance(value, dict), 'an object'),
 }
-# Supported with one value only, which changes nothing.
+# Supported with a single value only, OpenAI's default, which clients may send.
 _NEUTRAL = {'n': 1, 'presence_penalty': 0, 'frequency_penalty': 0}
 _NEUTRAL |= {'logprobs': False}
 _HARMLESS = {'model', 'user', 'metadata', 'store'}
@@ -142,53 +144,59 @@ def parse(
     ApiError: the request is malformed or beyond the limits; names the field.
   """
   field = 'messages' if is_chat else 'prompt'
-  given = _fields(content, field)
-  ids = _encode(given[field], field, reader)
+  fields = _read_fields(content, field)
+  ids = _encode(fields[field], field, reader)
   prompt = np.array([*ids, *separator], np.int32)
-  name = 'max_tokens' if 'max_tokens' in given else 'max_completion_tokens'
-  max_tokens = given.get(name)
+  name = 'max_tokens' if 'max_tokens' in fields else 'max_completion_tokens'
+  max_tokens = fields.get(name)
   if max_tokens is None:
+    # OpenAI's defaults: 16 for completions, and no limit for chats, which here
+    # means the server's, or the room in the context.
     max_tokens = limits.max_tokens if is_chat else min(16, limits.max_tokens)
     if is_chat and limits.context:
       max_tokens = max(1, min(max_tokens, limits.context - len(prompt)))
   for number, limit, of in (
     (len(prompt), limits.max_prompt, field),
     (max_tokens, limits.max_tokens, name),
-    (len(prompt) + max_tokens, limits.context or _MOST, field),
+    (len(prompt) + max_tokens, limits.context or _LARGEST, field),
   ):
     if number > limit:
       raise ApiError(
         400, f'{of}: {number} tokens are asked for; at most {limit} fit.', of
       )
-  stop = given.get('stop', ())
+  stop = fields.get('stop', ())
   stop = (stop,) if isinstance(stop, str) else tuple(stop)
   try:
-    request = engine_lib.Request(prompt, max_tokens, _sampling(given), stop)
+    request = engine_lib.Request(prompt, max_tokens, _sampling(fields), stop)
   except errors.UserError as error:
+    # A message about an option begins with its name, which is the field's.
     first = str(error).split()[0]
-    raise ApiError(400, str(error), first if first in given else None) from None
-  usage = bool(given.get('stream_options', {}).get('include_usage'))
-  return Call(request, is_chat, given.get('stream', False), usage)
+    param = first if first in fields else None
+    raise ApiError(400, str(error), param) from None
+  usage = bool(fields.get('stream_options', {}).get('include_usage'))
+  return Call(request, is_chat, fields.get('stream', False), usage)
 
 
-def _fields(content: bytes, field: str) -> dict[str, Any]:
-  """Returns the fields of a body that are not null, checked one by one."""
+def _read_fields(content: bytes, field: str) -> dict[str, Any]:
+  """Returns the fields of a body that are not null, each checked."""
   try:
     body = json.loads(content)
+  # Deeply nested lists exhaust the stack of the parser.
   except (ValueError, RecursionError) as error:
     raise ApiError(400, f'the body is not JSON ({error}).') from None
   if not isinstance(body, dict):
     raise ApiError(400, 'the body must be a JSON object.')
-  given = {name: value for name, value in body.items() if value is not None}
-  if field not in given:
+  fields = {name: value for name, value in body.items() if value is not None}
+  if field not in fields:
     raise ApiError(400, f'{field} is missing; it is required.', field)
-  other = {'prompt', 'messages'} - {field}
-  for name, value in given.items():
+  supported = _FIELDS.keys() - {'prompt', 'messages'} | {field}
+  for name, value in fields.items():
     fault = None
-    if name in _FIELDS and name not in other:
-      check, words = _FIELDS[name]
-      fault = None if check(value) else f'it must be {words}'
+    if name in supported:
+      check, requirement = _FIELDS[name]
+      fault = None if check(value) else f'it must be {requirement}'
     elif name in _NEUTRAL:
+      # By type, too: 0 equals False in Python.
       only = _NEUTRAL[name]
       same = value == only and isinstance(value, bool) == isinstance(only, bool)
       fault = None if same else f'only {json.dumps(only)} is supported'
@@ -197,7 +205,7 @@ def _fields(content: bytes, field: str) -> dict[str, Any]:
     if fault:
       shown = json.dumps(value)[:80]
       raise ApiError(400, f'{name} is {shown}; {fault}.', name)
-  return given
+  return fields
 
 
 def _encode(
@@ -210,6 +218,7 @@ def _encode(
     elif isinstance(prompt, str):
       ids = reader.encode(prompt)
     else:
+      # Clients that encode prompts themselves may or may not begin with BOS.
       ids = np.array(prompt, np.int32)
       ids = ids[1:] if ids[0] == reader.bos else ids
   except errors.UserError as error:
@@ -217,25 +226,26 @@ def _encode(
   return np.array([reader.bos, *ids], np.int32)
 
 
-def _sampling(given: Mapping[str, Any]) -> sampling_lib.SamplingConfig:
+def _sampling(fields: Mapping[str, Any]) -> sampling_lib.SamplingConfig:
   """Returns the sampling options; temperature 1 by default, as OpenAI's."""
-  temperature = given.get('temperature', 1.0)
+  temperature = fields.get('temperature', 1.0)
   drawn = sampling_lib.SamplingConfig(
     temperature or 1.0,
-    given.get('top_k'),
-    given.get('top_p'),
-    given.get('min_p') or None,
-    seed=given.get('seed', secrets.randbits(32)),
+    fields.get('top_k'),
+    fields.get('top_p'),
+    # Clients send 0 for no filter.
+    fields.get('min_p') or None,
+    seed=fields.get('seed', secrets.randbits(32)),
   )
   # Filters change nothing at temperature 0, but are checked all the same.
   return drawn if temperature else sampling_lib.SamplingConfig()
 
 
 class Replies:
-  """Bodies of the responses to one call."""
+  """Bodies of the responses to a call."""
 
   def __init__(self, call: Call, model: str):
-    """Gives the response an id.
+    """Gives the response an id, which all events of a stream share.
 
     Args:
       call: the request.
@@ -247,7 +257,7 @@ class Replies:
     self._head = {'id': f'cmpl-{secrets.token_hex(12)}', 'object': kind}
     self._head |= {'created': int(time.time()), 'model': model}
 
-  def whole(self, completion: engine_lib.Completion) -> dict[str, Any]:
+  def body(self, completion: engine_lib.Completion) -> dict[str, Any]:
     """Returns the body of a response that is not streamed."""
     message = {'message': {'role': 'assistant', 'content': completion.text}}
     content = message if self._call.is_chat else {'text': completion.text}
@@ -261,13 +271,14 @@ class Replies:
 
     Args:
       text: new text.
-      ended: why the completion ended; None before that.
+      ended: reason that the completion ended; None before that.
       first: whether it is the first event, which names the role.
     """
-    delta = {'role': 'assistant'} if first else {}
-    said = {'delta': {**delta, 'content': text}}
-    said = said if self._call.is_chat else {'text': text}
-    return {**self._head, 'choices': [_choice(said, ended)]}
+    content = {'text': text}
+    if self._call.is_chat:
+      role = {'role': 'assistant'} if first else {}
+      content = {'delta': {**role, 'content': text}}
+    return {**self._head, 'choices': [_choice(content, ended)]}
 
   def usage(self, completion: engine_lib.Completion) -> dict[str, Any]:
     """Returns the event with the numbers of tokens."""
@@ -279,6 +290,7 @@ class Replies:
     return {**counts, 'total_tokens': prompt + new}
 
 
-def _choice(said: Mapping[str, Any], ended: str | None) -> dict[str, Any]:
+def _choice(content: Mapping[str, Any], ended: str | None) -> dict[str, Any]:
+  # OpenAI's API has the same reason for EOS and for a stop string.
   reason = 'stop' if ended == 'eos' else ended
-  return {'index': 0, **said, 'logprobs': None, 'finish_reason': reason}
+  return {'index': 0, **content, 'logprobs': None, 'finish_reason': reason}

@@ -1,4 +1,7 @@
-"""Text of a continuation that is still being generated."""
+"""Text of a continuation that is still being generated.
+
+Knows vocabularies, but neither the engine nor HTTP.
+"""
 
 from collections.abc import Callable, Sequence
 import re
@@ -14,8 +17,8 @@ _INCOMPLETE = '\ufffd'
 class TextStream:
   """Turns tokens into text that later tokens do not change.
 
-  Held back until more is known: bytes of an incomplete character, and text that
-  may be the beginning of a stop string.
+  Held back until more tokens come: bytes of an incomplete character, and text
+  that may be the beginning of a stop string.
   """
 
   def __init__(
@@ -39,23 +42,29 @@ class TextStream:
   def add(self, tokens: np.ndarray) -> str:
     """Adds tokens [n]; returns the new text that is certain."""
     self._tokens += tokens.tolist()
-    known = [
+    # All tokens are decoded each time, as the engine does: the text of a token
+    # depends on those before it. Ids that pad the table are no tokens.
+    plain = [
       token
       for token in self._tokens
       if token < self._writer.size and token not in self._special
     ]
     # A run of byte tokens is decoded as a whole: its end may change its start.
-    while known and _BYTE.fullmatch(self._writer.piece(known[-1])):
-      known.pop()
-    text = self._decode(np.array(known, np.int32)) if known else ''
-    return self._emit(self._certain(text.rstrip(_INCOMPLETE)))
+    while plain and _BYTE.fullmatch(self._writer.piece(plain[-1])):
+      plain.pop()
+    text = self._decode(np.array(plain, np.int32)) if plain else ''
+    return self.send(self._certain(text.rstrip(_INCOMPLETE)))
 
-  def finish(self, text: str) -> str:
-    """Returns what is left of the whole text."""
-    return self._emit(text)
+  def send(self, text: str) -> str:
+    """Returns the part of a text that has not been sent; it counts as sent."""
+    # A text that differs from the sent one cannot be taken back.
+    if not text.startswith(self._sent):
+      return ''
+    new, self._sent = text[len(self._sent) :], text
+    return new
 
   def _certain(self, text: str) -> str:
-    """Returns a text without what stop strings remove or may remove."""
+    """Returns a text up to a stop string or the possible start of one."""
     ends = [text.find(stop) for stop in self._stop if stop in text]
     for stop in self._stop:
       ends += [
@@ -64,10 +73,3 @@ class TextStream:
         if text.endswith(stop[:n])
       ]
     return text[: min(ends, default=len(text))]
-
-  def _emit(self, text: str) -> str:
-    """Returns what a text has beyond what was sent."""
-    if not text.startswith(self._sent):
-      return ''
-    new, self._sent = text[len(self._sent) :], text
-    return new

@@ -1,4 +1,6 @@
 """Parts of the training loop: setup, state, step, losses, optimizers, phases.
 
-Framing and objectives are in `data`, checkpoints in `checkpoints`.
+A loss is a module in `losses`. Objectives and framing are in `objectives`,
+records in `data`, checkpoints in `checkpoints`. Imports nothing of `config`,
+`conversion`, `evaluation`, `planning` or the commands.
 """

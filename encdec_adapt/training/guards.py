@@ -2,6 +2,7 @@
 
 The step itself skips such an update (`training.step`); after too many in a row
 the guard ends the job and writes a file with the record rows of their batches.
+Imports `base` and `files` only.
 """
 
 from collections import deque
@@ -11,8 +12,6 @@ import numpy as np
 
 from encdec_adapt.base import errors
 from encdec_adapt.files import atomic, paths
-
-FILE = 'nonfinite-{process}.json'
 
 
 class NonFiniteGuard:
@@ -24,8 +23,8 @@ class NonFiniteGuard:
 
   def __init__(self, workdir: str, limit: int):
     self.limit = limit
-    name = FILE.format(process=jax.process_index())
-    self._path = paths.join(workdir, name)
+    # Processes read different rows of a batch, so each has its file.
+    self._path = paths.join(workdir, f'nonfinite-{jax.process_index()}.json')
     self._rows: deque[dict] = deque(maxlen=limit)
 
   def check(self, step: int, skipped_in_row: int, rows: np.ndarray) -> None:
@@ -34,14 +33,17 @@ class NonFiniteGuard:
     Args:
       step: number of the step.
       skipped_in_row: skipped updates in a row up to this step.
-      rows: record rows of its batch.
+      rows: record rows of this process in its batch.
 
     Raises:
       UserError: `limit` updates in a row were not finite.
     """
+    # A single bad batch is skipped and forgotten: only an unbroken series shows
+    # that the parameters or the learning rate are the cause.
     if not skipped_in_row:
       self._rows.clear()
       return
+    # JSON has no NumPy integers.
     self._rows.append({'step': step, 'rows': np.asarray(rows).tolist()})
     if skipped_in_row >= self.limit:
       atomic.write_json(self._path, list(self._rows))

@@ -1,8 +1,11 @@
-"""Telemetry of a training job: metrics, rates, time and cost, read late.
+"""Telemetry of a training job: metrics, rates, time and cost.
 
 The loop hands over the metrics of a step as device arrays; they are read when
 the next step has been dispatched, so that reading them never waits on an idle
 device. Process 0 writes and prints; the others only count.
+
+Formats and files are those of `telemetry`; this module only calls it at the
+right moments of the loop.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,7 +29,7 @@ from encdec_adapt.training import guards, losses, train_section
 
 
 class JobTelemetry:
-  """Context manager around the loop; flushes what was recorded at its end.
+  """Context manager around the loop; closes the files of metrics at its end.
 
   Attributes:
     cost: running totals of the job, as saved in checkpoints.
@@ -40,7 +43,7 @@ class JobTelemetry:
     start: int | None,
     cost: compute_cost.Cost,
     flops_per_step: float,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
   ):
     """Opens the metrics, without the records beyond the restored step.
 
@@ -51,10 +54,10 @@ class JobTelemetry:
       start: the restored step; None where the job begins.
       cost: totals at that step.
       flops_per_step: model FLOPs of a step on all devices.
-      say: prints on process 0.
+      log: prints a line on process 0.
     """
     self.cost = cost
-    self._steps, self._log_every, self._say = train.steps, train.log_every, say
+    self._steps, self._log_every, self._log = train.steps, train.log_every, log
     self._flops = flops_per_step
     self._guard = guards.NonFiniteGuard(workdir, train.max_skipped)
     self._split = timing.TimeSplit()
@@ -67,16 +70,17 @@ class JobTelemetry:
     self._unread: tuple[Any, ...] | None = None
     self._writer = self._starts = None
     if distributed.is_lead():
-      # Where nothing was restored, step 0 is evaluated again.
+      # Without a restored step, step 0 is evaluated again: drop its record too.
       self._writer = metrics.MetricWriter(
         workdir, -1 if start is None else start, loss.selects
       )
       lost = self._writer.dropped
       if lost and start is None:
-        say(f'{len(lost):,} records of metrics are dropped')
+        log(f'{len(lost):,} records of metrics are dropped')
       steps = [record for record in lost if record['kind'] == 'time']
       self._starts = timing.Starts(workdir, start or 0, steps)
-    # Step -> the metric that the loss selects; the same on all processes.
+    # Step -> the metric that the loss selects; the same on all processes, as
+    # all decide on early stopping. A list: JSON would make the steps strings.
     self._evaluations: dict[int, float] = dict(
       distributed.from_lead(
         lambda: list(self._writer.evaluations.items()), 'state'
@@ -93,12 +97,12 @@ class JobTelemetry:
 
   @property
   def evaluated(self) -> int | None:
-    """The last step that was evaluated; the same on all processes."""
+    """The last evaluated step; the same on all processes."""
     return next(reversed(self._evaluations), None)
 
   @property
   def stagnates(self) -> bool:
-    """Whether none of the last `patience` evaluations was the best."""
+    """Whether none of the last `patience` evaluations was the best so far."""
     ranks = [self._loss.rank(value) for value in self._evaluations.values()]
     recent = ranks[-self._patience :]
     return 0 < self._patience < len(ranks) and not (
@@ -106,7 +110,7 @@ class JobTelemetry:
     )
 
   def spent(self, on: str) -> contextlib.AbstractContextManager[None]:
-    """Counts the time inside as spent on one of `timing.PARTS`."""
+    """Counts the time in the context as spent on a part of `timing.PARTS`."""
     return self._split.spent(on)
 
   def dispatched(
@@ -116,7 +120,7 @@ class JobTelemetry:
     rows: np.ndarray,
     position: int,
   ) -> None:
-    """Reads the metrics of the previous step and keeps those of this one.
+    """Reads the metrics of the previous step and stores those of this step.
 
     Args:
       step: number of the dispatched step, from 1.
@@ -139,6 +143,7 @@ class JobTelemetry:
     if self._unread is None:
       return
     (step, values, rows, position), self._unread = self._unread, None
+    # Blocks until the step has run: the host waits for the device here only.
     with self.spent('device'):
       values = {name: np.asarray(v).item() for name, v in values.items()}
     self.cost.rows = position
@@ -151,7 +156,7 @@ class JobTelemetry:
     self._write('time', step, times)
     self._guard.check(step, values['skipped_in_row'], rows)
     if step % self._log_every == 0 or step == self._steps:
-      self._say(self._meter.line(values['loss'], grad=values['gradient_norm']))
+      self._log(self._meter.line(values['loss'], grad=values['gradient_norm']))
       if self._starts:
         goodput = self._starts.goodput(self.cost.seconds)
         memory = environment.memory_high_water()
@@ -160,7 +165,7 @@ class JobTelemetry:
   def record_evaluation(self, step: int, values: Mapping[str, float]) -> None:
     """Writes held-out metrics and prints the selected metric."""
     value = values[self._loss.selects]
-    self._say(f'step {step}: {self._loss.describe(value)} {self._loss.unit}')
+    self._log(f'step {step}: {self._loss.describe(value)} {self._loss.unit}')
     curves = {name: values[name] for name in self._loss.curves}
     tokens = {'target_tokens': self.cost.target_tokens}
     self._write('eval', step, curves | tokens)
@@ -169,11 +174,11 @@ class JobTelemetry:
   def record_scores(self, step: int, scores: Mapping[str, float]) -> None:
     """Writes and prints scores of evaluators, by name."""
     shown = ', '.join(f'{name} {value:.4g}' for name, value in scores.items())
-    self._say(f'step {step}: {shown}')
+    self._log(f'step {step}: {shown}')
     self._write('scores', step, scores)
 
   def flush(self) -> None:
-    """Makes what was written durable, before a checkpoint that counts on it."""
+    """Flushes the metrics, so that no checkpoint is ahead of its records."""
     if self._writer:
       self._writer.flush()
 

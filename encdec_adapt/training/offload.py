@@ -5,8 +5,12 @@ XLA starts such copies while activations are live. Adam's state is therefore
 copied layer by layer, in a scan over the stacked layers that starts after the
 backward pass. Parameters outside of stacks are copied whole, and so is
 Adafactor's state, which is small.
+
+The optimizers themselves are in `optimizers`; this module knows only which of
+their arrays belong to stacked layers.
 """
 
+import collections
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -32,96 +36,91 @@ def update(
   group: optimizers.GroupState,
   parameters: optimizers.Parameters,
   kind: str,
-  where: state_lib.Placement,
+  placement: state_lib.Placement,
 ) -> tuple[optimizers.Parameters, optimizers.GroupState]:
-  """Updates a group whose state is in host memory; call it under `jax.jit`.
+  """Updates a group with state in host memory; call it under `jax.jit`.
 
   Args:
-    run: updates any of the group's parameters, or one layer of them.
+    run: updates any of the group's parameters, or a layer of them.
     gradients: path to gradient.
     group: optimizer state: arrays in host memory, counts on the devices.
     parameters: path to array.
     kind: kind of the optimizer, `config.optimizer.kind`.
-    where: mesh and rules.
+    placement: mesh and rules.
 
   Returns:
     The new parameters and the new state, which `jax.jit` places by its
     `out_shardings`.
   """
-  stacks: dict[int, list[str]] = {}
-  whole = []
+  # By number of layers: encoder and decoder may differ in depth, and a scan
+  # has a single length.
+  stacks = collections.defaultdict(list)
+  unstacked = []
   for path, value in parameters.items():
+    # Adafactor's state has placeholders of shape [1], which a scan over layers
+    # cannot slice.
     if kind == 'adamw' and layers_index.is_stacked(path):
-      stacks.setdefault(value.shape[0], []).append(path)
+      stacks[value.shape[0]].append(path)
     else:
-      whole.append(path)
+      unstacked.append(path)
+
+  def select(paths):
+    return (
+      _pick(gradients, paths),
+      _only(group, paths),
+      _pick(parameters, paths),
+    )
+
   results = []
-  if whole:
-    part = _only(group, whole)
-    held = jax.device_put(
-      part, jax.tree.map(memory.on_device, where.shardings(part))
-    )
-    results.append(run(_pick(gradients, whole), held, _pick(parameters, whole)))
-  for paths in stacks.values():
-    results.append(
-      _by_layer(
-        run,
-        _pick(gradients, paths),
-        _only(group, paths),
-        _pick(parameters, paths),
-        where,
-      )
-    )
+  if unstacked:
+    gradient, state, values = select(unstacked)
+    on_device = jax.tree.map(memory.on_device, placement.shardings(state))
+    results.append(run(gradient, jax.device_put(state, on_device), values))
+  results += [
+    _by_layer(run, *select(paths), placement) for paths in stacks.values()
+  ]
   new = {path: value for part, _ in results for path, value in part.items()}
   return new, _merged([state for _, state in results])
 
 
-def _by_layer(run: Update, gradients, group, parameters, where):
-  """Updates stacks with equal numbers of layers, one layer at a time."""
+def _by_layer(run: Update, gradients, group, parameters, placement):
+  """Updates stacks with equal numbers of layers, a layer at a time."""
   count = next(iter(parameters.values())).shape[0]
   arrays, structure = jax.tree.flatten(group)
-  stacked = [i for i, array in enumerate(arrays) if array.ndim]
-  whole = jax.tree.leaves(where.shardings(group))
-  places = [_of_layer(whole[i]) for i in stacked]
+  # Moments by their index; the scalars between them are counts, which have no
+  # layer axis and stay in device memory. Axis 0, the layers, is not sharded.
+  shardings = {
+    i: NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
+    for i, sharding in enumerate(jax.tree.leaves(placement.shardings(group)))
+    if arrays[i].ndim
+  }
 
-  def layer(new, given):
-    """Updates one layer; copies its state to the device and back."""
-    index, gradient, held = given
+  def update_layer(parameters, layer):
+    index, gradient, moments = layer
     leaves = list(arrays)
-    for i, array, place in zip(stacked, held, places, strict=True):
-      leaves[i] = jax.device_put(array, memory.on_device(place))
-    old = jax.tree.map(lambda x: x[index], new)
-    changed, state = run(gradient, structure.unflatten(leaves), old)
-    new = jax.tree.map(
+    for i, sharding in shardings.items():
+      leaves[i] = jax.device_put(moments[i], memory.on_device(sharding))
+    old = jax.tree.map(lambda x: x[index], parameters)
+    new, state = run(gradient, structure.unflatten(leaves), old)
+    # Parameters are the carry because XLA updates a carry in place; as outputs
+    # of the scan they would be in memory twice.
+    parameters = jax.tree.map(
       lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y, index, 0),
+      parameters,
       new,
-      changed,
     )
     leaves = jax.tree.leaves(state)
-    kept = [
-      jax.device_put(leaves[i], memory.on_host(place))
-      for i, place in zip(stacked, places, strict=True)
-    ]
-    counts = [x for i, x in enumerate(leaves) if i not in stacked]
-    return new, (kept, counts)
+    for i, sharding in shardings.items():
+      # Copied back within the iteration: of the state, device memory holds
+      # that of the layer in progress only.
+      leaves[i] = jax.device_put(leaves[i], memory.on_host(sharding))
+    return parameters, leaves
 
-  held = [arrays[i] for i in stacked]
-  new, (kept, counts) = jax.lax.scan(
-    layer, parameters, (jnp.arange(count), gradients, held)
-  )
-  leaves = list(arrays)
-  for i, array in zip(stacked, kept, strict=True):
-    leaves[i] = array
-  # Every layer counts the update once.
-  others = (i for i in range(len(leaves)) if i not in stacked)
-  for i, values in zip(others, counts, strict=True):
-    leaves[i] = values[0]
-  return new, structure.unflatten(leaves)
-
-
-def _of_layer(sharding: NamedSharding) -> NamedSharding:
-  """Returns the sharding of one layer of a stack (axis 0 is not sharded)."""
-  return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
+  layers = jnp.arange(count), gradients, {i: arrays[i] for i in shardings}
+  parameters, leaves = jax.lax.scan(update_layer, parameters, layers)
+  # Every layer has counted this update, from the same count.
+  leaves = [x if i in shardings else x[0] for i, x in enumerate(leaves)]
+  return parameters, structure.unflatten(leaves)
 
 
 def _pick(values: optimizers.Parameters, paths: Iterable[str]):
@@ -129,6 +128,8 @@ def _pick(values: optimizers.Parameters, paths: Iterable[str]):
 
 
 def _is_flat(node: Any) -> bool:
+  # The state of an optimizer has dictionaries only for values by path: its
+  # other nodes are dataclasses and named tuples.
   return isinstance(node, dict)
 
 
@@ -142,10 +143,10 @@ def _only(group: optimizers.GroupState, paths: list[str]):
 
 
 def _merged(parts: list[optimizers.GroupState]) -> optimizers.GroupState:
-  """Merges the states of disjoint sets of parameters into one."""
+  """Merges the states of disjoint sets of parameters."""
 
   def merge(*nodes):
-    """Joins dictionaries by path; of other nodes takes the first."""
+    # Counts are equal in all parts.
     if not _is_flat(nodes[0]):
       return nodes[0]
     return {path: x for node in nodes for path, x in node.items()}

@@ -1,8 +1,8 @@
 """AdamW and Adafactor as Optax transformations of one parameter group.
 
 A transformation here turns gradients into a direction; the learning rate
-and the weight decay are applied by `update`, so that every group uses the
-same schedule with a count of its own.
+and the weight decay are applied by `update`, so that all groups use the same
+schedule, each with its count. Knows neither phases nor the mesh.
 """
 
 from collections.abc import Mapping, Sequence
@@ -88,7 +88,7 @@ class OptimizerConfig:
 
 @flax.struct.dataclass
 class GroupState:
-  """Optimizer state of one parameter group.
+  """Optimizer state of a parameter group.
 
   Attributes:
     count: updates that the group has had, int32 (an array, or its shape).
@@ -102,17 +102,19 @@ class GroupState:
 def is_kernel(axes: Sequence[str]) -> bool:
   """Returns whether a parameter with these logical axes is a kernel.
 
-  Every kernel and token table leads from or to the model width, so it has
-  that axis and another one. Norm gains, biases and single token vectors have
-  one of the two only: they get neither weight decay nor Adafactor's
+  Every kernel and token table leads from or to the model width, so it has that
+  axis and a second axis. Norm gains and single token vectors lack the second,
+  biases have either: all these get neither weight decay nor Adafactor's
   parameter scale.
   """
+  # Not by the number of dimensions: biases of heads and stacked norm gains have
+  # two.
   axes = set(axes) - {'layers'}
   return bool(axes & {'embed', 'table_embed'}) and len(axes) > 1
 
 
 class Optimizer:
-  """`init` and `update` of one group of parameters.
+  """`init` and `update` of a group of parameters.
 
   Attributes:
     config: the optimizer's configuration.
@@ -133,13 +135,15 @@ class Optimizer:
     self._kernels = {path for path in table if is_kernel(table[path].axes)}
     self._schedule = schedules.make_schedule(config.schedule)
     if config.kind == 'adamw':
-      self._transform = optax.scale_by_adam(
-        config.b1, config.b2, config.eps, mu_dtype=config.moment_dtype
-      )
       self._transform = _second_moments_in(
-        self._transform, config.second_moment_dtype
+        optax.scale_by_adam(
+          config.b1, config.b2, config.eps, mu_dtype=config.moment_dtype
+        ),
+        config.second_moment_dtype,
       )
     else:
+      # Only the factored moments: Optax's complete Adafactor would apply
+      # clipping and scale to a stack of layers as a single parameter.
       self._transform = optax.scale_by_factored_rms()
 
   def init(self, values: Parameters) -> GroupState:
@@ -155,7 +159,7 @@ class Optimizer:
     values: Parameters,
     step: Int[Array, ''],
   ) -> tuple[Parameters, GroupState]:
-    """One update.
+    """Updates parameters and state.
 
     Args:
       gradients: path to gradient, already clipped.
@@ -166,7 +170,7 @@ class Optimizer:
     Returns:
       New parameters and new state.
     """
-    rate = self._schedule(step, state.count)
+    rate = self.learning_rate(state, step)
     directions, inner = self._transform.update(gradients, state.inner, values)
 
     new = {}
@@ -177,32 +181,37 @@ class Optimizer:
       if self.config.kind == 'adafactor':
         stacked = layers_index.is_stacked(path)
         direction = _adafactor_scale(direction, parameter, stacked, kernel)
+      # Decoupled decay (AdamW): outside of the moments, times the rate.
       move = rate * (direction + decay * parameter)
       new[path] = (parameter - move).astype(parameter.dtype)
     return new, GroupState(count=state.count + 1, inner=inner)
 
   def learning_rate(self, state: GroupState, step: Int[Array, '']) -> Array:
-    """Learning rate of the group's next update."""
+    """Returns the learning rate of the group's next update."""
     return self._schedule(step, state.count)
 
 
 def _second_moments_in(
   adam: optax.GradientTransformation, dtype: str
 ) -> optax.GradientTransformation:
-  """Adam that keeps its second moments in a dtype, and updates in float32."""
+  """Adam that keeps its second moments in a dtype, and updates in float32.
 
-  def keep(state: optax.ScaleByAdamState, dtype) -> optax.ScaleByAdamState:
+  `optax.scale_by_adam` has an argument for the dtype of the first moments only.
+  """
+
+  def cast(state: optax.ScaleByAdamState, dtype) -> optax.ScaleByAdamState:
     nu = {path: moment.astype(dtype) for path, moment in state.nu.items()}
     return state._replace(nu=nu)
 
   def init(parameters):
-    return keep(adam.init(parameters), dtype)
+    return cast(adam.init(parameters), dtype)
 
   def update(gradients, state, parameters):
+    # The direction is made of the float32 moments, before they are rounded.
     directions, state = adam.update(
-      gradients, keep(state, jnp.float32), parameters
+      gradients, cast(state, jnp.float32), parameters
     )
-    return directions, keep(state, dtype)
+    return directions, cast(state, dtype)
 
   return optax.GradientTransformation(init, update)
 
@@ -213,15 +222,15 @@ def _adafactor_scale(
   """Applies Adafactor's clipping and relative step, layer by layer.
 
   The direction's root mean square is clipped to 1 and, for kernels,
-  multiplied by the parameter's own, at least 1e-3 (Shazeer and Stern 2018,
+  multiplied by that of the parameter, at least 1e-3 (Shazeer and Stern 2018,
   algorithm 4). Norm gains may be stored as gain - 1 and biases begin at 0, so
   their root mean square is no scale for their step.
 
   Args:
     direction: step direction.
     parameter: the parameter, of the same shape.
-    stacked: whether the first axis goes over the layers of a scan, which are
-      parameters of their own.
+    stacked: whether the first axis goes over the layers of a scan, which count
+      as separate parameters.
     kernel: whether the parameter multiplies activations (`is_kernel`).
   """
   axes = tuple(range(stacked, direction.ndim))

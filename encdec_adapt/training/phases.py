@@ -1,10 +1,12 @@
-"""Which parameters train at which step, and the compiled step that does it.
+"""Phases of a job: groups of parameters that train, and their compiled steps.
 
-Unbalanced pairs warm their fresh cross-attention up alone for K steps
+In unbalanced pairs only the fresh cross-attention trains for the first K steps
 (Encoder-Decoder Gemma: K = 1000; 0 for balanced pairs). A frozen group has no
-optimizer state and no gradients; when it thaws it starts with a fresh
-optimizer, count and learning-rate warm-up of its own. Thawing against a
-shared count would multiply its first updates.
+optimizer state and no gradients; when it thaws it starts with a fresh optimizer
+state, count and learning-rate warm-up. Thawing against a shared count would
+multiply its first updates.
+
+The step itself is in `step`; this module decides what it updates.
 """
 
 from collections.abc import Iterable
@@ -19,11 +21,13 @@ import numpy as np
 
 from encdec_adapt.base import errors
 from encdec_adapt.models import block
-from encdec_adapt.sharding import memory, placement
+from encdec_adapt.sharding import memory
+from encdec_adapt.sharding import placement as placement_lib
 from encdec_adapt.training import losses, optimizers, train_section
 from encdec_adapt.training import state as state_lib
 from encdec_adapt.training import step as step_lib
 
+_COUNTERS = ('step', 'skipped', 'skipped_in_row')  # Of the state.
 _CROSS = re.compile(rf'.*/({"|".join(block.CROSS)})/.*')
 
 
@@ -43,7 +47,7 @@ class Group:
 
 
 def warmup_groups(paths: Iterable[str], warmup_steps: int) -> tuple[Group, ...]:
-  """Splits parameters into those that warm up alone and the rest.
+  """Splits parameters into cross-attention, which warms up first, and others.
 
   Args:
     paths: paths of all parameters.
@@ -54,21 +58,22 @@ def warmup_groups(paths: Iterable[str], warmup_steps: int) -> tuple[Group, ...]:
     One group, or two in the order in which they start.
 
   Raises:
-    UserError: there is no cross-attention with weights of its own to warm up.
+    UserError: there is no cross-attention with separate weights to warm up.
   """
   paths = sorted(paths)
   if warmup_steps == 0:
     return (Group('all', 0, tuple(paths)),)
+  # Merged attention has no such paths: it uses the weights of self-attention.
   cross = tuple(path for path in paths if _CROSS.fullmatch(path))
   if not cross:
     raise errors.UserError(
       f'config.train.cross_attention_warmup is {warmup_steps}; it must be 0'
       ' without cross-attention that has weights of its own.'
     )
-  rest = tuple(path for path in paths if path not in set(cross))
+  # Sorted, because the order of a set differs between processes.
   return (
     Group('cross_attention', 0, cross),
-    Group('rest', warmup_steps, rest),
+    Group('rest', warmup_steps, tuple(sorted({*paths} - {*cross}))),
   )
 
 
@@ -76,23 +81,23 @@ class Phases:
   """The phases of a job: a phase ends where another group starts to train.
 
   Attributes:
-    where: the trained model and its mesh.
+    placement: the trained model and its mesh.
     optimizer: the optimizer of every group.
     groups: all groups, in the order in which they start.
   """
 
   def __init__(
     self,
-    where: state_lib.Placement,
+    placement: state_lib.Placement,
     loss: losses.loss.Loss,
     optimizer: optimizers.OptimizerConfig,
     train: train_section.TrainConfig,
-    axes: placement.BatchAxes = types.MappingProxyType({}),
+    axes: placement_lib.BatchAxes = types.MappingProxyType({}),
   ):
     """Assigns parameters to groups; nothing is compiled yet.
 
     Args:
-      where: the trained model and its mesh.
+      placement: the trained model and its mesh.
       loss: the loss, with its reference models.
       optimizer: section `optimizer` of the configuration.
       train: section `train`.
@@ -101,18 +106,19 @@ class Phases:
     Raises:
       UserError: see `warmup_groups`.
     """
-    self.where = where
-    self.optimizer = optimizers.Optimizer(optimizer, where.model.table)
-    self.groups = warmup_groups(where.model.table, train.cross_attention_warmup)
+    self.placement, table = placement, placement.model.table
+    # A single optimizer: groups differ in their counts only.
+    self.optimizer = optimizers.Optimizer(optimizer, table)
+    self.groups = warmup_groups(table, train.cross_attention_warmup)
     self._loss, self._axes = loss, axes
     self._microbatches, self._dropout = train.microbatches, train.dropout
 
   def begins(self, step: int) -> bool:
-    """Whether groups that were frozen start to train at this step."""
+    """Returns whether groups that were frozen start to train at this step."""
     return any(0 < group.start == step for group in self.groups)
 
   def trainable(self, step: int | None = None) -> state_lib.Groups:
-    """Paths of the groups that train at a step; by default of all groups."""
+    """Returns the paths of the groups that train at a step, by default all."""
     return {
       group.name: group.paths
       for group in self.groups
@@ -120,7 +126,7 @@ class Phases:
     }
 
   def create(self, params: Any, seed: int = 0) -> state_lib.TrainState:
-    """Makes the state before the first step, which takes the parameters over.
+    """Makes the state before the first step, which donates the parameters.
 
     Only the groups that train first have optimizer state.
 
@@ -128,20 +134,17 @@ class Phases:
       params: the parameters, sharded.
       seed: seed of dropout's masks.
     """
-    # Three arrays, not one: the step donates each of them.
-    place = placement.replicated(self.where.mesh)
-    step, skipped, in_row = (
-      jax.device_put(np.zeros((), np.int32), place) for _ in range(3)
-    )
-    state = state_lib.TrainState(
-      step=step,
-      params=params,
-      groups={},
-      skipped=skipped,
-      skipped_in_row=in_row,
-    )
+    replicated = placement_lib.replicated(self.placement.mesh)
+    # An array for each counter: a buffer cannot be donated twice.
+    counters = {
+      name: jax.device_put(np.zeros((), np.int32), replicated)
+      for name in _COUNTERS
+    }
+    state = state_lib.TrainState(params=params, groups={}, **counters)
     if self._dropout:
-      make = jax.jit(lambda: jax.random.key(seed), out_shardings=place)
+      # Under jit: a key has no NumPy form, which `device_put` could place on
+      # devices of other processes.
+      make = jax.jit(lambda: jax.random.key(seed), out_shardings=replicated)
       state = state.replace(dropout_key=make())
     return self.thaw(state, 0)
 
@@ -150,16 +153,16 @@ class Phases:
   ) -> state_lib.TrainState:
     """Adds a fresh optimizer state for every group that starts at `step`."""
     groups, init = dict(state.groups), self.optimizer.init
-    flat = state_lib.flatten(state.params)
-    for name, paths in self.trainable(step).items():
+    for name, part in self._parameters(state.params, step).items():
+      # A restored state has the groups that trained at its last step.
       if name not in groups:
-        part = {path: flat[path] for path in paths}
+        # Moments are made in their shards: no device ever holds them whole.
         shardings = self._shardings(jax.eval_shape(init, part))
         groups[name] = jax.jit(init, out_shardings=shardings)(part)
     return state.replace(groups=groups)
 
   def abstract(self, step: int | None = None) -> state_lib.TrainState:
-    """Shapes and shardings of the state while these groups train.
+    """Returns shapes and shardings of the state while these groups train.
 
     Args:
       step: the step whose groups have optimizer state; by default all have.
@@ -168,39 +171,32 @@ class Phases:
       UserError: the optimizer's state is offloaded, but the devices cannot
         read host memory.
     """
-    params = self.where.abstract_params()
-    flat = state_lib.flatten(params)
-    key = jax.eval_shape(jax.random.key, 0)
+    params = self.placement.abstract_params()
+    replicated = placement_lib.replicated(self.placement.mesh)
+    # The dtype of keys depends on jax's configured generator.
     scalar, key = (
-      jax.ShapeDtypeStruct(
-        (), dtype, sharding=placement.replicated(self.where.mesh)
-      )
-      for dtype in (jnp.int32, key.dtype)
+      jax.ShapeDtypeStruct((), dtype, sharding=replicated)
+      for dtype in (jnp.int32, jax.eval_shape(jax.random.key, 0).dtype)
     )
     groups = {}
-    for name, paths in self.trainable(step).items():
-      part = {path: flat[path] for path in paths}
+    for name, part in self._parameters(params, step).items():
       shape = jax.eval_shape(self.optimizer.init, part)
       groups[name] = jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(
-          leaf.shape, leaf.dtype, sharding=sharding
-        ),
+        lambda leaf, sharding: leaf.update(sharding=sharding),
         shape,
         self._shardings(shape),
       )
     return state_lib.TrainState(
-      step=scalar,
       params=params,
       groups=groups,
-      skipped=scalar,
-      skipped_in_row=scalar,
       dropout_key=key if self._dropout else None,
+      **dict.fromkeys(_COUNTERS, scalar),
     )
 
   def abstract_saved(self, step: int) -> state_lib.TrainState:
-    """Shapes and shardings of the state in the checkpoint of a step.
+    """Returns shapes and shardings of the state in the checkpoint of a step.
 
-    A group that thaws at this very step is thawed after the save.
+    A group that starts at that step is thawed after the save.
     """
     return self.abstract(max(step - 1, 0))
 
@@ -210,7 +206,7 @@ class Phases:
     It compiles when it is first called.
     """
     return step_lib.make_train_step(
-      self.where,
+      self.placement,
       self._loss,
       self.optimizer,
       self.trainable(step),
@@ -220,18 +216,27 @@ class Phases:
       self._axes,
     )
 
+  def _parameters(self, params: Any, step: int | None) -> dict[str, Any]:
+    """Returns the parameters (or shapes) of the groups that train, by name."""
+    flat = state_lib.flatten(params)
+    return {
+      name: {path: flat[path] for path in paths}
+      for name, paths in self.trainable(step).items()
+    }
+
   def _shardings(self, shape: optimizers.GroupState) -> optimizers.GroupState:
     """Returns the shardings of a group's optimizer state between updates."""
-    shardings = self.where.shardings(shape)
+    shardings = self.placement.shardings(shape)
     if not self.optimizer.config.offload:
       return shardings
     try:
-      memory.check_host(self.where.mesh)
+      memory.check_host(self.placement.mesh)
     except ValueError as error:
       raise errors.UserError(
         f'config.optimizer.offload is True, but {error} Set it to False.'
       ) from error
-    # Counts stay: they are read before the update.
+    # Counts stay on the devices: the learning rate depends on them, so they are
+    # read before the update copies the moments.
     return jax.tree.map(
       lambda leaf, sharding: (
         memory.on_host(sharding) if leaf.ndim else sharding

@@ -1,8 +1,8 @@
-"""Learning rates: a warm-up in a group's own steps times a global decay.
+"""Learning rates: a warm-up by a group's count times a decay by the job's step.
 
 Keeping the two apart lets a group of parameters that thaws late (see
-`training.phases`) warm up by its own count while the decay goes by the
-job's step.
+`training.phases`) warm up by its count of updates while the decay goes by the
+job's step. Imports `base` only.
 """
 
 from collections.abc import Callable
@@ -64,8 +64,9 @@ class ScheduleConfig:
   @property
   def warmup(self) -> int:
     """Steps of the warm-up."""
-    given = self.warmup_steps
-    return self.total_steps // 20 if given is None else given
+    if self.warmup_steps is None:
+      return self.total_steps // 20
+    return self.warmup_steps
 
 
 def make_schedule(config: ScheduleConfig) -> Schedule:
@@ -75,6 +76,7 @@ def make_schedule(config: ScheduleConfig) -> Schedule:
   group of parameters has had. The first update of a group uses
   peak / warmup, not 0.
   """
+  # At least 1: all steps may be warm-up, and `total_steps` may be open (0).
   span = max(config.total_steps - config.warmup, 1)
 
   def decay(step):
@@ -84,6 +86,8 @@ def make_schedule(config: ScheduleConfig) -> Schedule:
     elif config.kind == 'linear':
       shape = 1.0 - progress
     elif config.kind == 'rsqrt':
+      # Independent of the job's length, so no share is left for its end: a job
+      # that is made longer has had the right rates so far.
       flat = config.rsqrt_steps
       return jnp.sqrt(flat / jnp.maximum(step, flat))
     else:

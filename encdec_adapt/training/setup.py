@@ -1,7 +1,8 @@
-"""Builds what training and the other commands share: mesh, models, data.
+"""Builds mesh, models and data for training and the other commands.
 
-Functions take the sections of the configuration that they need. Nothing here
-reads other models on disk; `conversion.initial_state` does.
+Functions take the sections of the configuration that they need, and import
+nothing of `config`. Other models on disk are read by `conversion.initial_state`
+only.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,17 +16,12 @@ from encdec_adapt.cluster import distributed
 from encdec_adapt.data import data_section
 from encdec_adapt.data.making import materialization, process_pool
 from encdec_adapt.data.records import loader, record_sets
-from encdec_adapt.models import (
-  build,
-  execution,
-  forward_flops,
-  model_config,
-)
+from encdec_adapt.models import build, execution, forward_flops, model_config
 from encdec_adapt.objectives import framing
 from encdec_adapt.ops import attention
 from encdec_adapt.ops import partition as partition_lib
 from encdec_adapt.sharding import mesh as mesh_lib
-from encdec_adapt.sharding import placement
+from encdec_adapt.sharding import placement as placement_lib
 from encdec_adapt.sharding import rules as rules_lib
 from encdec_adapt.telemetry import environment
 from encdec_adapt.tokenizers import tokenizer_writer, vocabulary_pair
@@ -71,19 +67,20 @@ def check_batches(
     UserError: names the key, its value and the number of shards.
   """
   partition = partition_lib.Partition(mesh, rules.as_dict())
-  rows = f'over {train.microbatches} microbatches and ' * (
-    train.microbatches > 1
-  )
+  microbatches = ''
+  if train.microbatches > 1:
+    microbatches = f'over {train.microbatches} microbatches and '
   batch, length = partition.size('batch'), partition.size('length')
-  for key, size, shards, split in (
-    ('train.batch_size', train.batch_size, batch * train.microbatches, rows),
-    ('train.eval_batch_size', train.eval_batch_size, batch, ''),
-    ('data.encoder_length', lengths.encoder, length, ''),
-    ('data.decoder_length', lengths.decoder, length, ''),
+  for key, size, shards in (
+    ('train.batch_size', train.batch_size, batch * train.microbatches),
+    ('train.eval_batch_size', train.eval_batch_size, batch),
+    ('data.encoder_length', lengths.encoder, length),
+    ('data.decoder_length', lengths.decoder, length),
   ):
     if size % shards:
+      parts = microbatches if key == 'train.batch_size' else ''
       raise errors.UserError(
-        f'config.{key} is {size}; it must divide {split}over the mesh'
+        f'config.{key} is {size}; it must divide {parts}over the mesh'
         f' {dict(mesh.shape)}, so by {shards}. Change it or config.mesh.'
       )
 
@@ -99,15 +96,15 @@ def check_attention(chosen: str, platform: str) -> None:
     platform: 'cpu', 'gpu' or 'tpu'.
 
   Raises:
-    UserError: names the key, its value and what the devices can run.
+    UserError: names the key, its value and the backends of the devices.
   """
-  able = attention.on_platform(platform)
-  if chosen not in able:
-    needed = sorted(attention.BACKENDS[chosen].platforms)
+  backends = attention.on_platform(platform)
+  if chosen not in backends:
+    platforms = sorted(attention.BACKENDS[chosen].platforms)
     raise errors.UserError(
       f'config.compute.attention is {chosen!r}, which needs'
-      f' {" or ".join(needed)}; the devices are {platform}, which can run'
-      f' {", ".join(able)}.'
+      f' {" or ".join(platforms)}; the devices are {platform}, which can run'
+      f' {", ".join(backends)}.'
     )
 
 
@@ -128,15 +125,15 @@ def place_model(
   Raises:
     UserError: a parameter does not divide over the mesh.
   """
-  where = state_lib.Placement(build.build(model, compute), mesh, rules)
+  placement = state_lib.Placement(build.build(model, compute), mesh, rules)
   try:
-    where.parameters  # noqa: B018  Checks divisibility.
+    placement.parameters  # noqa: B018  Checks divisibility.
   except ValueError as error:
     raise errors.UserError(
       f'{error} Use another mesh (config.mesh), or another'
       ' config.model.*.vocab_multiple if it is the vocabulary.'
     ) from error
-  return where
+  return placement
 
 
 def step_flops(
@@ -155,6 +152,7 @@ def step_flops(
   """
   sizes = lengths.encoder, lengths.decoder, lengths.teacher
   total = forward_flops.TRAINING * forward_flops.forward(model, *sizes)
+  # No gradient reaches a reference: it has no backward pass.
   total += sum(forward_flops.forward(frozen, *sizes) for frozen in references)
   return float(total * rows)
 
@@ -186,13 +184,14 @@ def check_vocabularies(data: data_section.DataConfig) -> None:
     data: section `data` of the configuration.
 
   Raises:
-    UserError: one is missing or damaged, has more tokens than the model's
-      table has rows, or could not be exported.
+    UserError: a vocabulary is missing or damaged, has more tokens than the
+      model's table has rows, or could not be exported.
   """
   choice = data.vocabularies
   if data.train_vocabulary and not vocabulary_pair.exists(choice.decoder):
     return
   opened = choice.open()
+  # Each once: both sides may share a vocabulary.
   for vocabulary in {*opened.sides.values()}:
     tokenizer_writer.check_convertible(vocabulary)
   for note in opened.check_tables(data.table_sizes):
@@ -203,8 +202,8 @@ def check_vocabularies(data: data_section.DataConfig) -> None:
 def open_data(data: data_section.DataConfig) -> Data:
   """Opens vocabularies and records; makes them first if they are missing.
 
-  They are made in a separate process, so that this one never imports
-  TensorFlow.
+  They are made in a separate process, so that the training process never
+  imports TensorFlow.
 
   Args:
     data: section `data` of the configuration.
@@ -216,9 +215,12 @@ def open_data(data: data_section.DataConfig) -> Data:
   if distributed.is_lead() and materialization.is_missing(data):
     print('records are missing; encdec_adapt.materialize makes them')
     process_pool.run_in_subprocess(materialization.materialize, data)
+  # The other processes open the files of process 0.
   distributed.barrier('records', distributed.MAKE_TIMEOUT)
+  # Opened after the barrier: the vocabulary may have just been trained, too.
   opened = data.vocabularies.open()
   train_set, eval_set = materialization.open_sets(data, opened)
+  # A stale copy on a host would give it other rows, and no step would fail.
   distributed.require_same(
     'data',
     {
@@ -246,38 +248,33 @@ def reads_teacher_row(
 def training_batches(
   record_set: record_sets.RecordSet,
   batch_size: int,
-  where: state_lib.Placement,
+  placement: state_lib.Placement,
   **options: Any,
 ) -> loader.Loader:
   """Opens the training batches of this process; see `loader.Loader`."""
-  shards = placement.row_shards(where.mesh, where.rules)
-  return loader.Loader(
-    record_set,
-    record_set.spec.lengths,
-    batch_size,
-    local=shards.rows(batch_size),
-    **options,
-  )
+  rows = _local_rows(batch_size, placement)
+  lengths = record_set.spec.lengths
+  return loader.Loader(record_set, lengths, batch_size, local=rows, **options)
 
 
 def evaluation_batches(
   record_set: record_sets.RecordSet,
   batch_size: int,
-  where: state_lib.Placement,
+  placement: state_lib.Placement,
   **options: Any,
 ) -> Iterator[framing.Batch]:
-  """Opens the held-out batches of this process.
-
-  See `loader.evaluation_batches`.
-  """
-  shards = placement.row_shards(where.mesh, where.rules)
+  """Opens this process's held-out batches; see `loader.evaluation_batches`."""
+  rows = _local_rows(batch_size, placement)
+  lengths = record_set.spec.lengths
   return loader.evaluation_batches(
-    record_set,
-    record_set.spec.lengths,
-    batch_size,
-    local=shards.rows(batch_size),
-    **options,
+    record_set, lengths, batch_size, local=rows, **options
   )
+
+
+def _local_rows(batch_size: int, placement: state_lib.Placement) -> list[int]:
+  """Returns the rows of a global batch that this process reads."""
+  shards = placement_lib.row_shards(placement.mesh, placement.rules)
+  return shards.rows(batch_size)
 
 
 def describe_batch(
@@ -299,11 +296,13 @@ def describe_batch(
       if side == 'targets':
         # Those of an encoder-only model stand where it reads the tokens.
         side = 'decoder' if 'decoder_tokens' in rows else 'encoder'
-      inside = rows[f'{side}_segments'][0] == 1
-      tokens = rows[field][0][inside]
+      # Rows are packed: segment 1 is the first of several examples.
+      mask = rows[f'{side}_segments'][0] == 1
+      tokens = rows[field][0][mask]
       if labels and field == 'targets':
-        known = tokens[rows['weights'][0][inside] > 0]
-        lines.append(f'  labels         {[labels[i] for i in known]}')
+        # Positions without a weight have no label.
+        ids = tokens[rows['weights'][0][mask] > 0]
+        lines.append(f'  labels         {[labels[i] for i in ids]}')
         continue
       text = opened.sides[side].decode(tokens, show_special=True, start=False)
       shown = text if len(text) < 160 else f'{text[:76]} ... {text[-76:]}'

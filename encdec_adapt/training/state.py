@@ -1,4 +1,7 @@
-"""Training state, a plain pytree, and where its arrays are placed."""
+"""Training state, a plain pytree, and the placement of its arrays on a mesh.
+
+Imports no losses, phases or steps.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
@@ -25,7 +28,7 @@ class TrainState:
   """Everything that a step changes; leaves are arrays or their shapes.
 
   Attributes:
-    step: steps done, int32; a skipped update counts.
+    step: number of steps so far, int32; a skipped update counts.
     params: nested dictionary of parameters, fp32.
     groups: optimizer state of every group that has thawed.
     skipped: updates skipped so far because they were not finite, int32.
@@ -56,14 +59,14 @@ def unflatten(flat: Mapping[str, Any]) -> Any:
 class Placement:
   """A model with the mesh and sharding rules of its parameters and state.
 
-  Usually named `where`.
+  Usually named `placement`.
 
   Attributes:
     model: the model.
     mesh: the device mesh; an abstract one where nothing is computed.
     rules: meaning of logical axes on it.
-    dtype: dtype in which parameters are held; None for that of the parameter
-      table, float32, which training needs.
+    dtype: dtype of the parameters; None for that of the parameter table,
+      float32, which training needs.
   """
 
   model: build.Model
@@ -73,7 +76,7 @@ class Placement:
 
   @functools.cached_property
   def parameters(self) -> dict[str, NamedSharding]:
-    """Sharding of every parameter by its path.
+    """Shardings of the parameters by their paths.
 
     Raises:
       ValueError: a parameter does not divide over the mesh.
@@ -83,7 +86,7 @@ class Placement:
     )
 
   def abstract_params(self) -> Any:
-    """Parameters as shapes with shardings, nested."""
+    """Returns the shapes and shardings of the parameters, nested."""
     shardings = self.parameters
     return unflatten(
       {
@@ -95,11 +98,11 @@ class Placement:
     )
 
   def axes(self, tree: Any) -> Any:
-    """Logical axes of a tree made from parameters (nested or flat paths)."""
+    """Returns logical axes of a tree made from parameters (nested or flat)."""
     return placement.axes_like_parameters(tree, self.model.table)
 
   def shardings(self, tree: Any) -> Any:
-    """Shardings of a tree made from parameters (nested or flat paths)."""
+    """Returns shardings of a tree made from parameters (nested or flat)."""
     return placement.shardings(tree, self.axes(tree), self.mesh, self.rules)
 
   def place(self, make: Callable[..., Any], *args) -> Any:

@@ -1,6 +1,11 @@
-"""The jitted training step: microbatches, clipping, guarded update."""
+"""The jitted training step: microbatches, clipping, guarded update.
+
+`phases` decides which parameters it trains, and `losses` computes the loss:
+the step itself knows neither architectures nor objectives.
+"""
 
 from collections.abc import Callable, Mapping
+import functools
 import types
 from typing import Any
 
@@ -11,7 +16,8 @@ import optax
 
 from encdec_adapt.models import base_model
 from encdec_adapt.ops import partition
-from encdec_adapt.sharding import compiler, placement
+from encdec_adapt.sharding import compiler
+from encdec_adapt.sharding import placement as placement_lib
 from encdec_adapt.training import losses, offload, optimizers
 from encdec_adapt.training import state as state_lib
 
@@ -21,14 +27,14 @@ StepFunction = Callable[..., tuple[state_lib.TrainState, Metrics]]
 
 
 def make_train_step(
-  where: state_lib.Placement,
+  placement: state_lib.Placement,
   loss: losses.loss.Loss,
   optimizer: optimizers.Optimizer,
   trainable: state_lib.Groups,
   abstract: state_lib.TrainState,
   microbatches: int = 1,
   dropout: float = 0.0,
-  axes: placement.BatchAxes = types.MappingProxyType({}),
+  axes: placement_lib.BatchAxes = types.MappingProxyType({}),
 ) -> StepFunction:
   """Builds `step(state, batch, references) -> (state, metrics)`.
 
@@ -38,14 +44,14 @@ def make_train_step(
   the weight of the whole global batch, over microbatches and hosts.
 
   Args:
-    where: model, mesh and rules of the trained model.
+    placement: model, mesh and rules of the trained model.
     loss: the loss, with its reference models.
     optimizer: the optimizer of every group.
     trainable: paths of the groups that train.
     abstract: shapes and shardings of the state in this phase.
     microbatches: parts in which the gradient of a batch is accumulated.
-    dropout: rate of dropout; above 0 the state has a key, from which every
-      step and microbatch draws its own masks.
+    dropout: rate of dropout; above 0 the state has a key, from which the masks
+      of every step and microbatch are drawn.
     axes: logical axes of batch fields, see `placement.batch_axes`.
 
   Returns:
@@ -56,8 +62,9 @@ def make_train_step(
   """
 
   def step(state, batch, references):
-    """Updates the groups that train; traced once."""
-    with partition.use(where.mesh, where.rules.as_dict()):
+    # Inside of the traced function: constraints look the mesh up when they are
+    # traced, which is at the first call.
+    with partition.use(placement.mesh, placement.rules.as_dict()):
       flat = state_lib.flatten(state.params)
       trained = {p: flat[p] for paths in trainable.values() for p in paths}
       frozen = {p: leaf for p, leaf in flat.items() if p not in trained}
@@ -66,23 +73,26 @@ def make_train_step(
       divisor = jnp.where(weight > 0, weight, 1.0)
 
       def objective(trained, part, key):
-        """Returns a microbatch's share of the loss, and all of its sums."""
+        # Divided by the weight of the whole batch: gradients of microbatches of
+        # unequal weight then add up to that of the batch.
         params = state_lib.unflatten({**frozen, **trained})
         masks = base_model.Dropout(dropout, key) if dropout else None
-        terms = loss.sums(where.model, params, part, references, masks)
+        terms = loss.sums(placement.model, params, part, references, masks)
         return terms['loss'] / divisor, terms
 
-      places = {path: where.parameters[path] for path in trained}
       keys = None
       if dropout:
+        # The key of the state never changes, so a resumed job draws the masks
+        # of an uninterrupted job.
         key = jax.random.fold_in(state.dropout_key, state.step)
         keys = jax.random.split(key, microbatches)
+      shardings = {path: placement.parameters[path] for path in trained}
       gradients, terms = _accumulate(
-        objective, trained, batch, keys, microbatches, places, axes
+        objective, trained, batch, keys, microbatches, shardings, axes
       )
       gradients, norm = _clip(gradients, optimizer.config.clip_norm)
       new_state, rates = _apply(
-        state, flat, gradients, norm, trainable, optimizer, where
+        state, flat, gradients, norm, trainable, optimizer, placement
       )
     progress = {
       'tokens': _tokens(batch),
@@ -93,14 +103,15 @@ def make_train_step(
     return new_state, {**loss.averages(terms, divisor), **progress, **rates}
 
   # Explicit shardings: the output state is the next input, and must be neither
-  # resharded nor cause a recompilation.
+  # resharded nor cause a recompilation. Batches and references (None) keep
+  # theirs. Metrics are replicated: every process reads them.
   shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
   return jax.jit(
     step,
     in_shardings=(shardings, None, None),
-    out_shardings=(shardings, placement.replicated(where.mesh)),
+    out_shardings=(shardings, placement_lib.replicated(placement.mesh)),
     donate_argnums=0,
-    compiler_options=compiler.options(where.mesh),
+    compiler_options=compiler.options(placement.mesh),
   )
 
 
@@ -120,12 +131,12 @@ def _tokens(batch):
   return sum(jnp.sum(batch[side] > 0) for side in sides if side in batch)
 
 
-def _accumulate(objective, trained, batch, keys, microbatches, places, axes):
+def _accumulate(objective, trained, batch, keys, microbatches, shardings, axes):
   """Sums gradients and losses over microbatches, in fp32.
 
   `keys` is an array with a random key for each, or None.
 
-  Needs memory for one microbatch and one sum of gradients. The sum is sharded
+  Needs memory for a single microbatch and sum of gradients. The sum is sharded
   like the parameters: gradients of a microbatch are reduced to those shards
   before they are added.
   """
@@ -134,57 +145,60 @@ def _accumulate(objective, trained, batch, keys, microbatches, places, axes):
     return grad(trained, batch, None if keys is None else keys[0])
 
   def split(x):
-    """Splits rows into microbatches."""
     # Row i goes to microbatch i % microbatches, so that every device splits
     # the rows it holds and no data is exchanged.
     x = x.reshape(x.shape[0] // microbatches, microbatches, *x.shape[1:])
     return x.swapaxes(0, 1)
 
-  def place(gradients):
-    """Shards gradients like their parameters."""
-    return jax.lax.with_sharding_constraint(gradients, places)
+  def place(gradients, sums):
+    return jax.lax.with_sharding_constraint(gradients, shardings), sums
 
-  def body(carry, one):
-    """Adds the gradients and sums of one microbatch."""
-    part, key = one
-    names = placement.batch_axes(part, axes)
+  def add(total, part_and_key):
+    part, key = part_and_key
+    names = placement_lib.batch_axes(part, axes)
+    # Constrained again: the rows may lose their sharding in the split.
     part = {k: partition.shard(v, *names[k]) for k, v in part.items()}
-    gradients, sums = grad(trained, part, key)
-    before, sums_before = carry
-    gradients = jax.tree.map(jnp.add, before, place(gradients))
-    sums = jax.tree.map(jnp.add, sums_before, sums)
-    return (place(gradients), sums), None
+    result = place(*grad(trained, part, key))
+    return place(*jax.tree.map(jnp.add, total, result)), None
 
   parts = {name: split(value) for name, value in batch.items()}, keys
   first = jax.tree.map(lambda x: x[0], parts)
-  gradients, sums = jax.tree.map(
+  # From zeros, not from the first microbatch, which would put the forward and
+  # backward pass into the program twice.
+  zeros = jax.tree.map(
     lambda x: jnp.zeros(x.shape, x.dtype),
     jax.eval_shape(grad, trained, *first),
   )
-  total, _ = jax.lax.scan(body, (place(gradients), sums), parts)
-  return total
+  return jax.lax.scan(add, place(*zeros), parts)[0]
 
 
-def _apply(state, flat, gradients, norm, trainable, optimizer, where):
+def _apply(state, flat, gradients, norm, trainable, optimizer, placement):
   """Updates every trainable group, or nothing if the gradient is not finite."""
+  # A norm over all devices: it is not finite if any gradient is not, and all
+  # processes take the same decision.
   finite = jnp.isfinite(norm)
   rates, groups, params = {}, {}, dict(flat)
 
-  def update(given, held, old):
-    """Returns new parameters and state, or the old ones if not finite."""
-    new = optimizer.update(given, held, old, state.step)
-    return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, (old, held))
+  def update(gradients, group, old):
+    # The choice is part of the update: state that is offloaded is in device
+    # memory only here. It keeps the old count, too, so that a skipped update
+    # takes no step of the warm-up.
+    new = optimizer.update(gradients, group, old, state.step)
+    return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, (old, group))
 
   for name, paths in trainable.items():
-    old = {path: flat[path] for path in paths}
     group = state.groups[name]
     rates[f'learning_rate/{name}'] = optimizer.learning_rate(group, state.step)
-    given = {path: gradients[path] for path in paths}, group, old
+    arguments = (
+      {path: gradients[path] for path in paths},
+      group,
+      {path: flat[path] for path in paths},
+    )
     if optimizer.config.offload:
       kind = optimizer.config.kind
-      new, groups[name] = offload.update(update, *given, kind, where)
+      new, groups[name] = offload.update(update, *arguments, kind, placement)
     else:
-      new, groups[name] = update(*given)
+      new, groups[name] = update(*arguments)
     params.update(new)
   bad = jnp.where(finite, 0, 1).astype(jnp.int32)
   new_state = state.replace(
@@ -199,21 +213,22 @@ def _apply(state, flat, gradients, norm, trainable, optimizer, where):
 
 def place_batch(
   batch: Mapping[str, Any],
-  where: state_lib.Placement,
-  axes: placement.BatchAxes = types.MappingProxyType({}),
+  placement: state_lib.Placement,
+  axes: placement_lib.BatchAxes = types.MappingProxyType({}),
 ) -> dict[str, Array]:
   """Makes global arrays of a process's rows, sharded over the mesh.
 
   Args:
     batch: for every field the rows that this process's devices hold, in the
       order of `placement.RowShards.rows`.
-    where: mesh and rules.
+    placement: mesh and rules.
     axes: logical axes of batch fields, see `placement.batch_axes`.
 
   Raises:
     ValueError: rows or length do not divide over the mesh.
   """
-  shards = placement.row_shards(where.mesh, where.rules)
+  mesh, rules = placement.mesh, placement.rules
+  shards = placement_lib.row_shards(mesh, rules)
   sizes = {name: shards.shard_rows(len(x)) for name, x in batch.items()}
   shapes = {
     name: jax.ShapeDtypeStruct(
@@ -221,20 +236,18 @@ def place_batch(
     )
     for name, value in batch.items()
   }
-  shardings = placement.batch_sharding(where.mesh, where.rules, shapes, axes)
+  shardings = placement_lib.batch_sharding(mesh, rules, shapes, axes)
 
-  def place(name):
-    """Makes the global array of a field."""
-    value, size = batch[name], sizes[name]
+  def read_shard(name, index):
+    rows, *columns = index
+    # The slice of an axis that is not split has no start. The process's rows
+    # are those of its shards only, so the shard number becomes their index.
+    start = shards.indices.index((rows.start or 0) // sizes[name]) * sizes[name]
+    return batch[name][(slice(start, start + sizes[name]), *columns)]
 
-    def shard(index):
-      """Finds the rows of a global index among this process's rows."""
-      rows, *rest = index
-      own = shards.indices.index((rows.start or 0) // size) * size
-      return value[(slice(own, own + size), *rest)]
-
-    return jax.make_array_from_callback(
-      shapes[name].shape, shardings[name], shard
+  return {
+    name: jax.make_array_from_callback(
+      shape.shape, shardings[name], functools.partial(read_shard, name)
     )
-
-  return {name: place(name) for name in batch}
+    for name, shape in shapes.items()
+  }

@@ -1,4 +1,4 @@
-"""The section `teacher`: where the frozen model is that a loss reads."""
+"""The configuration section `teacher`: the frozen model that a loss reads."""
 
 import dataclasses
 

@@ -1,14 +1,13 @@
-"""The configuration section `train`: the training loop."""
+"""The configuration section `train`: the training loop.
+
+Imports `base` only: plans and evaluations read it without the loop.
+"""
 
 import dataclasses
 
-from encdec_adapt.base import (
-  errors,
-  keys,
-  option_strings,
-)
+from encdec_adapt.base import errors, keys, option_strings
 
-# Names of evaluators that are no tasks.
+# Names of evaluators that are not tasks.
 LOSS, SAMPLES = 'loss', 'samples'
 
 
@@ -87,6 +86,7 @@ class TrainConfig:
         f' config.train.microbatches ({self.microbatches}); change one of'
         ' them.'
       )
+    # Steps of 0 are open: they follow from the records, which are not made yet.
     if 0 < self.steps <= self.cross_attention_warmup:
       raise errors.UserError(
         'config.train.cross_attention_warmup'
@@ -107,6 +107,8 @@ class TrainConfig:
           "must be NAME=STEPS, each name once, as in 'loss=100,samples=500'."
         )
       intervals[name.text] = int(steps)
+    # Evaluations are due at the steps of the held-out loss only, so the others
+    # could not run between them.
     every = intervals.get(LOSS)
     if not every or any(steps % every for steps in intervals.values()):
       raise errors.UserError(

@@ -63,8 +63,8 @@ def _run(kind, requests, **options):
   return [found for _, found in sorted(made.run(requests), key=lambda x: x[0])]
 
 
-def _log_probs(kind, prompt, tokens, loaded=None):
-  """Uncached log-probabilities [n, V] of the tokens that follow a prompt."""
+def _logits(kind, prompt, tokens, loaded=None):
+  """Uncached logits [n, V] of the tokens that follow a prompt."""
   loaded = loaded or _loaded(kind)
   start, source = prompt, ()
   if hasattr(loaded.config, 'encoder'):
@@ -82,7 +82,11 @@ def _log_probs(kind, prompt, tokens, loaded=None):
     logits = loaded.model.logits(loaded.params, hidden)
   else:
     logits = loaded.logits(text, *source)
-  return np.asarray(jax.nn.log_softmax(logits[0])[len(start) - 1 : -1])
+  return logits[0, len(start) - 1 : -1]
+
+
+def _log_probs(*arguments):
+  return np.asarray(jax.nn.log_softmax(_logits(*arguments)))
 
 
 @pytest.mark.parametrize('config', [sampling.SamplingConfig(), SAMPLED])
@@ -125,14 +129,9 @@ def test_rows_do_not_depend_on_their_batch():
 def test_on_a_mesh_the_tokens_are_the_same(kind):
   mesh = mesh_lib.make_mesh(mesh_lib.MeshConfig(fsdp=4, tensor=2))
   loaded = _loaded(kind)
-  made = engine_lib.Engine(
-    loaded.model,
-    loaded.params,
-    engine_lib.SpecialIds(2, (NEVER,), 0),
-    rows=4,
-    mesh=mesh,
-    rules=rules_lib.RULES['fsdp'],
-  )
+  arguments = loaded.model, loaded.params, IDS
+  options = {'mesh': mesh, 'rules': rules_lib.RULES['fsdp']}
+  made = engine_lib.Engine(*arguments, rows=4, **options)
   found = dict(made.run(_requests()))
   # Rows over fsdp, heads over tensor.
   state = made.programs.run(decoding.start, rows=4, length=16, source=0)
@@ -142,14 +141,7 @@ def test_on_a_mesh_the_tokens_are_the_same(kind):
     np.testing.assert_array_equal(found[i].tokens, want.tokens)
     np.testing.assert_allclose(found[i].log_probs, want.log_probs, atol=1e-4)
   with pytest.raises(errors.UserError, match='6 rows .* multiple of 4'):
-    engine_lib.Engine(
-      loaded.model,
-      loaded.params,
-      made.ids,
-      rows=6,
-      mesh=mesh,
-      rules=rules_lib.RULES['fsdp'],
-    )
+    engine_lib.Engine(*arguments, rows=6, **options)
 
 
 @pytest.mark.parametrize('kind', KINDS)
@@ -218,16 +210,6 @@ def test_a_repetition_penalty_counts_what_the_decoder_read():
       )
       changed += (got.tokens[:3] != plain[i].tokens[:3]).any()
     assert changed
-
-
-def _logits(kind, prompt, tokens):
-  """Uncached logits [n, V] of the tokens that follow a prompt."""
-  loaded = _loaded(kind)
-  start, source = prompt, ()
-  if kind == 'encoder_decoder':
-    start, source = [2], (prompt[None],)
-  logits = loaded.logits(np.array([[*start, *tokens]]), *source)
-  return logits[0, len(start) - 1 : -1]
 
 
 def test_requests_come_and_go():

@@ -79,6 +79,19 @@ def _metrics(client):
   return {name.removeprefix('encdec_adapt_'): int(n) for name, n in pairs}
 
 
+def _begin(service, body, receive, send):
+  """Begins a call of the application, without a server."""
+  content = json.dumps({'prompt': 'x', 'max_tokens': 4000, **body}).encode()
+  messages = [{'type': 'http.request', 'body': content}]
+
+  async def receive_all():
+    return messages.pop() if messages else await receive()
+
+  scope = {'type': 'http', 'method': 'POST', 'path': COMPLETIONS}
+  scope |= {'headers': [], 'query_string': b'', 'server': ('x', 80)}
+  return asyncio.ensure_future(service.app(scope, receive_all, send))
+
+
 def _wait(condition):
   end = time.monotonic() + 60
   while not condition():
@@ -205,19 +218,12 @@ def test_the_queue_is_bounded_and_requests_end_in_time(loaded):
 
 def test_a_client_that_leaves_frees_its_row(loaded):
   service = _service(loaded)
-  body = {'prompt': 'x', 'max_tokens': 4000, 'temperature': 1}
 
   async def leave(stream):
     """Leaves after the first text, or once the request is in progress."""
-    scope = {'type': 'http', 'method': 'POST', 'path': COMPLETIONS}
-    scope |= {'headers': [], 'query_string': b'', 'server': ('x', 80)}
-    content = json.dumps(body | {'stream': stream}).encode()
-    messages = [{'type': 'http.request', 'body': content}]
     left = asyncio.Event()
 
     async def receive():
-      if messages:
-        return messages.pop()
       await left.wait()
       return {'type': 'http.disconnect'}
 
@@ -225,7 +231,7 @@ def test_a_client_that_leaves_frees_its_row(loaded):
       if message.get('body') and stream:
         left.set()
 
-    call = asyncio.ensure_future(service.app(scope, receive, send))
+    call = _begin(service, {'stream': stream}, receive, send)
     if not stream:
       while service.thread.engine.load[0] == 0:
         await asyncio.sleep(0.02)
@@ -244,21 +250,14 @@ def test_a_client_that_does_not_read_frees_its_row_in_time(loaded):
 
   async def stall():
     """Reads nothing; looks at the jobs while the response is open."""
-    scope = {'type': 'http', 'method': 'POST', 'path': COMPLETIONS}
-    scope |= {'headers': [], 'query_string': b'', 'server': ('x', 80)}
-    body = {'prompt': 'x', 'max_tokens': 4000, 'stream': True}
-    messages = [{'type': 'http.request', 'body': json.dumps(body).encode()}]
     stalled = asyncio.Event()
-
-    async def receive():
-      return messages.pop() if messages else await asyncio.Event().wait()
 
     async def send(message):
       if message.get('body'):
         stalled.set()
         await asyncio.Event().wait()
 
-    call = asyncio.ensure_future(service.app(scope, receive, send))
+    call = _begin(service, {'stream': True}, asyncio.Event().wait, send)
     await stalled.wait()
     assert service.thread.jobs
     while service.thread.jobs or service.thread.engine.load != (0, 0):
@@ -310,7 +309,7 @@ def test_incomplete_characters_and_stop_strings_are_held_back(loaded, size):
   for i in range(0, len(ids), size):
     sent += stream.add(ids[i : i + size])
     assert 'cats \U0001f9ed and é '.startswith(sent)
-  assert sent + stream.finish('cats \U0001f9ed and é ') == (
+  assert sent + stream.send('cats \U0001f9ed and é ') == (
     'cats \U0001f9ed and é '
   )
 

@@ -37,14 +37,20 @@ def _get(url, body=None):
 
 
 @pytest.fixture
-def server(tmp_path):
-  """A process that serves a random T5Gemma, its address and its folder."""
+def pair(tmp_path):
+  """The folder of a random T5Gemma."""
   stack = toy_models.stack(vocab_size=toy_models.GEMMA_SIZE)
   config = toy_models.pair_and_decoder(stack)['encoder_decoder']
   toy_models.save(tmp_path / 'pair', config)
+  return tmp_path / 'pair'
+
+
+@pytest.fixture
+def server(pair, tmp_path):
+  """A process that serves the model, its address and its folder."""
   port = tiny.free_port()
   log = tmp_path / 'log'
-  flags = [f'--checkpoint={tmp_path / "pair"}', f'--port={port}']
+  flags = [f'--checkpoint={pair}', f'--port={port}']
   process = tiny.start('serve', *flags, '--max_prompt=32', log=log)
   url = f'http://127.0.0.1:{port}'
   try:
@@ -55,7 +61,7 @@ def server(tmp_path):
         break
       except urllib.error.URLError:
         time.sleep(0.1)
-    yield process, url, tmp_path / 'pair'
+    yield process, url, pair
   finally:
     process.kill()
     process.wait()
@@ -98,8 +104,8 @@ def test_the_readme_and_a_second_signal(server, tmp_path):
   command = ['bash', '-ec', block]
   output = subprocess.run(command, check=True, capture_output=True).stdout
   assert output.count(b'data: [DONE]') == 1
-  # The text is drawn without a seed, so it may end before its 32 tokens.
-  assert len(re.findall(rb'"finish_reason": "(length|stop)"', output)) == 1
+  # 'length', or 'stop': the draw of 32 tokens may end by EOS.
+  assert output.count(b'"finish_reason": "') == 1
   assert output.count(b'"chat.completion"') == 1
 
   body = {'prompt': 'x', 'max_tokens': 1024, 'temperature': 5}
@@ -158,8 +164,7 @@ class _Browser:
     os.close(write)
     self._rest, self._number, self._session = b'', 0, {}
     target = self._call('Target.createTarget', url=url)
-    found = self._call('Target.attachToTarget', flatten=True, **target)
-    self._session = found
+    self._session = self._call('Target.attachToTarget', flatten=True, **target)
 
   def _call(self, method, **params):
     """Calls a method; returns its result."""
@@ -234,12 +239,9 @@ def test_a_port_in_use_is_status_1(tmp_path, capsys):
   assert f'--port={port} cannot be listened on' in error_text
 
 
-def test_states_that_memory_does_not_hold_are_refused(tmp_path, monkeypatch):
-  stack = toy_models.stack(vocab_size=toy_models.GEMMA_SIZE)
-  config = toy_models.pair_and_decoder(stack)['encoder_decoder']
-  toy_models.save(tmp_path / 'pair', config)
+def test_states_that_memory_does_not_hold_are_refused(pair, monkeypatch):
   monkeypatch.setattr(environment, 'memory_free', lambda: 1 << 20)
-  flags = [f'--checkpoint={tmp_path / "pair"}', f'--port={tiny.free_port()}']
+  flags = [f'--checkpoint={pair}', f'--port={tiny.free_port()}']
   with pytest.raises(
     errors.UserError, match=r'the 1.0 MiB .* 64 \+ 256 tokens: [\d.]+ KiB, '
   ):

@@ -9,12 +9,7 @@ from encdec_adapt.models import build, model_config
 from encdec_adapt.objectives import framing
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import rules as rules_lib
-from encdec_adapt.training import (
-  optimizers,
-  phases,
-  schedules,
-  train_section,
-)
+from encdec_adapt.training import optimizers, phases, schedules, train_section
 from encdec_adapt.training import state as state_lib
 from encdec_adapt.training import step as step_lib
 from encdec_adapt.training.losses import cross_entropy

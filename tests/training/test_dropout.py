@@ -11,12 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from encdec_adapt.models import (
-  base_model,
-  build,
-  model_config,
-  parameters,
-)
+from encdec_adapt.models import base_model, build, model_config, parameters
 from encdec_adapt.ops import partition
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import rules as rules_lib

@@ -1,4 +1,4 @@
-"""Losses: a module for each, which the class in it makes known.
+"""Losses, each in a module that is found by the class in it.
 
 A loss is a frozen dataclass, a subclass of `loss.Loss`. Its keys (`keys.key`)
 are keys of `config.loss`; several losses may share a key by inheritance. To add
@@ -6,23 +6,25 @@ a loss, write a module here with its class, and nothing else in the package:
 
 - `is_chosen` says by which keys, or for which models, a job has this loss;
 - `check` refuses models and objectives that it does not suit;
-- `references` names the frozen models that it reads. `config.teacher` says
-  where they are, `accepts` of which architecture they may be, and
-  `assumed_reference` what a plan counts while no path is given;
+- `references` names the frozen models that it reads. `config.teacher` has their
+  path, `accepts` their possible architectures, and `assumed_reference` the
+  shape that a plan counts while no path is given;
 - `frame` changes a batch of the objective on the host, if it has to;
 - `predict` computes the states of a model. By default the model reads the
   batch as its architecture does; with several rows for an example, override it
-  to make one row of each, [P, 2, T] -> [2 P, T];
+  to flatten them, [P, 2, T] -> [2 P, T];
 - `weight` is the divisor: by default the weights of the targets, and the number
   of examples where the loss compares the rows of an example;
 - `terms` computes sums over the batch, `loss` with the gradient among them,
-  and `metrics` says which of them are divided by the weight;
-- `row_ratios`, `held_out`, `curves` and `selects` do the same for held-out
-  rows, and say which metrics a run records and which of them `keep_best` and
-  `patience` follow. `held_out_references` names the references that this needs.
+  and `metrics` marks those that are divided by the weight;
+- `row_ratios` computes the metrics `held_out` of held-out rows, for which it
+  may need `held_out_references`. A run records `curves`, and `keep_best` and
+  `patience` follow the metric that it `selects`.
 
 Terms are sums so that microbatches, hosts and rows of unequal weight add up to
-one large batch: the step divides them by the weight of the whole batch.
+a large batch: the step divides them by the weight of the whole batch.
+
+Losses import `models`, `objectives` and `ops`, and no step, phase or optimizer.
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,7 @@
-"""Cross-entropy to the targets, the default loss."""
+"""Cross-entropy to the targets, the default loss.
+
+The kernels that compute it chunk by chunk are in `ops.vocabulary_loss`.
+"""
 
 from collections.abc import Mapping
 import dataclasses
@@ -38,11 +41,12 @@ class CrossEntropy(loss.Loss):
   def check(
     self, model: model_config.ModelConfig, objectives: loss.Objectives
   ) -> None:
-    """Checks that the inputs can be predicted where they are to be.
+    """Checks that the model can predict the inputs if `on_inputs` is set.
 
     Raises:
       UserError: the model reads them before it predicts.
     """
+    # The objectives of a mixture all feed the same fields.
     kind, feeds = model.architecture, objectives[0].feeds
     if self.on_inputs and not (kind.predicts_inputs and feeds == 'pair'):
       raise errors.UserError(
@@ -63,7 +67,8 @@ class CrossEntropy(loss.Loss):
     batch: loss.Batch,
   ) -> loss.Terms:
     """Computes the sums of the loss and its parts; see `loss.Loss.terms`."""
-    # One pass for both distributions: their logits are never in memory whole.
+    # A single pass for both distributions: chunk by chunk, so that the logits
+    # of neither are in memory whole.
     sums = vocabulary_loss.cross_entropy(
       outputs.hidden,
       outputs.table,

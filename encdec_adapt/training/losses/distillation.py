@@ -32,7 +32,7 @@ class Distillation(cross_entropy.CrossEntropy):
 
   def is_chosen(self, model: model_config.ModelConfig) -> bool:
     """Returns whether the teacher has a share."""
-    del model
+    del model  # Any model may learn from a teacher.
     return self.distillation > 0
 
   @property
@@ -48,6 +48,7 @@ class Distillation(cross_entropy.CrossEntropy):
     self, model: model_config.ModelConfig
   ) -> model_config.ModelConfig:
     """Returns a decoder-only model of the decoder's shape."""
+    # The usual teacher of an adapted pair is the decoder that it began as.
     return model_config.without_cross_attention(model.decoder)
 
   def check(

@@ -1,4 +1,4 @@
-"""The base of all losses, with the questions of training and evaluation.
+"""The base class of losses: its methods are called by step and evaluators.
 
 Imports no module of a loss.
 """
@@ -14,12 +14,7 @@ import numpy as np
 
 from encdec_adapt.base import keys
 from encdec_adapt.models import architecture as architectures
-from encdec_adapt.models import (
-  base_model,
-  build,
-  expert_layer,
-  model_config,
-)
+from encdec_adapt.models import base_model, build, expert_layer, model_config
 from encdec_adapt.objectives import definition
 from encdec_adapt.ops import vocabulary_loss
 
@@ -98,7 +93,8 @@ class Loss:
     ' share a table gather theirs: 256 on each of 16 are 4096 rows of logits.',
     at_least=1,
   )
-  # Static in a compiled step, which takes only the parameters as arguments.
+  # Not parameters: a model is static in a compiled step, and its parameters are
+  # an argument of it, so that they are not compiled in as constants.
   models: Mapping[str, build.Model] = dataclasses.field(default_factory=dict)
 
   def __post_init__(self):
@@ -193,7 +189,8 @@ class Loss:
       references: parameters of the references, which no gradient reaches.
       dropout: dropout of the trained model; references have none.
     """
-    # No gradient reaches the references: their states need no backward pass.
+    # Stopped at their parameters: their states then need no backward pass and
+    # none of their activations are stored for it.
     outputs = {
       name: self.predict(
         self.models[name], jax.lax.stop_gradient(references[name]), batch
@@ -205,6 +202,8 @@ class Loss:
       model, params, batch, routing=routing, dropout=dropout
     )
     terms = self.terms(trained, outputs, batch)
+    # Target tokens also where `weight` counts examples: the cost of a run is
+    # counted by them.
     terms['weight'] = jnp.sum(batch['weights'])
     if not routing:
       return terms
@@ -267,11 +266,12 @@ class Loss:
       chunk=self.chunk,
     )
     weights = batch['weights']  # [B, T]
-    # A weight of zero hides any value.
-    hidden = weights == 0
-    exact = jnp.all((correct > 0) | hidden, axis=1).astype(jnp.float32)
+    # Selected, not only multiplied: padding may have infinite cross-entropy,
+    # and 0 times infinity is NaN.
+    ignored = weights == 0
+    exact = jnp.all((correct > 0) | ignored, axis=1).astype(jnp.float32)
     weight = jnp.sum(weights, axis=1)
-    nats = jnp.sum(jnp.where(hidden, 0.0, weights * nats), axis=1)
+    nats = jnp.sum(jnp.where(ignored, 0.0, weights * nats), axis=1)
     correct = jnp.sum(weights * correct, axis=1)
     ratios = [nats, weight, correct, weight, exact, jnp.ones_like(exact)]
     return jnp.stack(ratios).reshape(3, 2, -1)
