@@ -30,9 +30,9 @@ from encdec_adapt.base import errors
 from encdec_adapt.cli import command
 from encdec_adapt.data.making import process_pool
 from encdec_adapt.data.records import record_sets
+from encdec_adapt.evaluation import study_stages
 from encdec_adapt.evaluation.measures import held_out
 from encdec_adapt.evaluation.reports import html_report
-from encdec_adapt.evaluation import study_stages
 from encdec_adapt.evaluation.results import results_store
 from encdec_adapt.files import append_log, atomic, disk, paths
 from encdec_adapt.telemetry import (

@@ -59,12 +59,12 @@ def test_a_shipped_recipe_divides_over_its_chips(arg):
     SOURCE,
     '--config.loss.distillation=0',
   )
-  given = dict(item.split('=') for item in arg.split(','))
-  where = chips.parse(given['topology'], int(given.get('slices', 1)))
-  assert settings.mesh.sizes(where.devices)
-  shards = where.devices * settings.train.microbatches
+  arguments = dict(item.split('=') for item in arg.split(','))
+  slices = chips.parse(arguments['topology'], int(arguments.get('slices', 1)))
+  assert settings.mesh.sizes(slices.devices)
+  shards = slices.devices * settings.train.microbatches
   assert settings.train.batch_size % shards == 0
-  assert settings.train.eval_batch_size % where.devices == 0
+  assert settings.train.eval_batch_size % slices.devices == 0
 
 
 def test_presets_by_name():
