@@ -57,15 +57,12 @@ def test_gemma2_configs_are_the_presets(size, objective):
 def test_a_shipped_recipe_divides_over_its_chips(arg):
   flags = SOURCE, '--config.loss.distillation=0'
   settings = _load(f'--config=configs/gemma2.py:{arg}', *flags)
-  options = dict(item.split('=') for item in arg.split(','))
-  devices = chips.parse(
-    options['topology'], int(options.get('slices', 1))
-  ).devices
-  assert settings.mesh.sizes(devices)
-  assert (
-    settings.train.batch_size % (devices * settings.train.microbatches) == 0
-  )
-  assert settings.train.eval_batch_size % devices == 0
+  arguments = dict(item.split('=') for item in arg.split(','))
+  slices = chips.parse(arguments['topology'], int(arguments.get('slices', 1)))
+  assert settings.mesh.sizes(slices.devices)
+  shards = slices.devices * settings.train.microbatches
+  assert settings.train.batch_size % shards == 0
+  assert settings.train.eval_batch_size % slices.devices == 0
 
 
 def test_presets_by_name():

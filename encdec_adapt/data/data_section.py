@@ -1,4 +1,7 @@
-"""The configuration section `data`: text, vocabularies and records."""
+"""The configuration section `data`: text, vocabularies and records.
+
+This module imports neither TensorFlow nor SeqIO: training jobs load it too.
+"""
 
 from collections.abc import Mapping
 import dataclasses
@@ -8,12 +11,7 @@ from encdec_adapt.base import errors, keys
 from encdec_adapt.data.records import record_sets, row_rates
 from encdec_adapt.data.sources import mixtures, text_sources
 from encdec_adapt.files import paths
-from encdec_adapt.objectives import (
-  definition,
-  denoising,
-  framing,
-  parsing,
-)
+from encdec_adapt.objectives import definition, denoising, framing, parsing
 from encdec_adapt.tokenizers import vocabulary_pair
 
 # A path that starts with this is below the work directory.
@@ -133,6 +131,8 @@ class DataConfig:
     0.04, 'Share of documents held out by their id.', above=0, below=1
   )
   eval_rows: int = keys.key(64, 'Held-out rows; 0 for all.', at_least=0)
+  # Not a key: `config` fills it in from the model's section, and sections that
+  # differ in it make the same records.
   table_sizes: Mapping[str, int] = dataclasses.field(
     default_factory=dict, compare=False
   )
@@ -143,26 +143,28 @@ class DataConfig:
     for objective in self.objectives:
       objective.check_lengths(lengths)
     self._check_sources()
+    # Parsed for its errors, which come before any record is made.
     row_rates.parse(self.rates)
+    # The same file named twice is one vocabulary.
     if self.encoder_vocabulary not in ('', self.vocabulary):
       for objective in self.objectives:
         objective.check_vocabularies()
 
   def _check_sources(self) -> None:
-    """Checks that every objective has a source, and every source one."""
-    needed = {objective.documents for objective in self.objectives}
-    given = set()
+    """Checks that every objective has a source, and every source is read."""
+    objective_kinds = {objective.documents for objective in self.objectives}
+    source_kinds = set()
     for source, _ in mixtures.parse(self.source):
       kinds = text_sources.document_kinds(source, self.seqio_modules)
       # A SeqIO task has text and pairs, whichever an objective reads.
-      given |= needed & kinds or kinds
-    if given != needed:
+      source_kinds |= objective_kinds & kinds or kinds
+    if source_kinds != objective_kinds:
       raise errors.UserError(
         f'config.data.source is {self.source!r}, which has'
-        f' {" and ".join(sorted(given))}, but config.data.objective'
-        f' {self.objective!r} is made of {" and ".join(sorted(needed))}; change'
-        ' one of them (pairs and chat have sources of the same names, classify'
-        ' and tag labels:..).'
+        f' {" and ".join(sorted(source_kinds))}, but config.data.objective'
+        f' {self.objective!r} is made of'
+        f' {" and ".join(sorted(objective_kinds))}; change one of them (pairs'
+        ' and chat have sources of the same names, classify and tag labels:..).'
       )
 
   @functools.cached_property
@@ -176,6 +178,7 @@ class DataConfig:
     return dataclasses.replace(
       self,
       folder=folder,
+      # The encoder's stays empty where it is the decoder's.
       vocabulary=_below(self.vocabulary, workdir)
       or paths.join(folder, 'vocabulary.model'),
       encoder_vocabulary=_below(self.encoder_vocabulary, workdir),
@@ -184,6 +187,7 @@ class DataConfig:
   @property
   def vocabularies(self) -> vocabulary_pair.Choice:
     """Vocabularies of the two stacks."""
+    # The decoder's embedding table serves all objectives of a run.
     added = max(
       objective.added_sentinels(self.sentinels, self.train.lengths)
       for objective in self.objectives
@@ -207,7 +211,9 @@ class DataConfig:
 
   @functools.cached_property
   def evaluation(self) -> record_sets.RecordSpec:
-    """Spec of the held-out records: one example in a row."""
+    """Spec of the held-out records, with an example in each row."""
+    # A held-out loss over several objectives would depend on their shares. A
+    # single pass, since a second would repeat its documents.
     return self._spec(
       split='eval',
       objective=self.objectives[0].text,
@@ -234,7 +240,8 @@ class DataConfig:
 
 
 def _below(path: str, workdir: str) -> str:
-  """Resolves a path that may start with the work directory's place."""
+  """Resolves a path that may start with `WORKDIR`."""
+  # Not `format`: other braces in a path are text.
   if path.startswith(WORKDIR):
     return paths.join(workdir, path.removeprefix(WORKDIR).lstrip('/'))
   return path

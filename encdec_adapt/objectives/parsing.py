@@ -13,9 +13,9 @@ A name may have options after a colon, separated by commas:
     classify:labels=no|yes
 
 A text is taken verbatim, spaces included, or is a JSON string in quotes, which
-may have commas and escapes. Several objectives, which then share the training
-rows (`data/records/row_order.py`), are separated by ' | ': `prefix_lm | ul2`.
-The names are those in `OBJECTIVES` of the modules of objectives, whose
+may have commas and escapes. Several objectives that share the training rows
+(`data/records/row_order.py`) are separated by ' | ': `prefix_lm | ul2`.
+The names are those in `OBJECTIVES` of the modules of objectives; the modules'
 docstrings describe them and their options.
 
 This module imports neither TensorFlow nor SeqIO nor jax.
@@ -35,15 +35,16 @@ def _names() -> dict[str, definition.Name]:
   """Returns the objectives of all modules of this package, by name."""
   # Found, not listed, so that a new objective needs no change outside its
   # module.
-  modules = [
-    importlib.import_module(f'{objectives.__name__}.{module.name}')
-    for module in pkgutil.iter_modules(objectives.__path__)
-    if module.name != __name__.rpartition('.')[2]
-  ]
+  # This module is among them, half imported and without the attribute: Python
+  # returns it as it is.
   return {
     name: entry
-    for module in modules
-    for name, entry in getattr(module, 'OBJECTIVES', {}).items()
+    for module in pkgutil.iter_modules(objectives.__path__)
+    for name, entry in getattr(
+      importlib.import_module(f'{objectives.__name__}.{module.name}'),
+      'OBJECTIVES',
+      {},
+    ).items()
   }
 
 
@@ -54,25 +55,25 @@ _LABEL = 'config.data.objective'
 
 @functools.cache
 def parse(text: str) -> tuple[definition.Objective, ...]:
-  """Parses `config.data.objective`: one objective or several.
+  """Parses `config.data.objective`: an objective or several.
 
   Raises:
-    UserError: one is not known or named twice, they fill other sides or have
-      other fields, or one of several masks whole batches.
+    UserError: an objective is not known or is named twice, they fill different
+      sides or have different fields, or one of several masks whole batches.
   """
+  # A bar alone does not divide: the options of `classify` are divided by bars.
   divided = option_strings.Part(_LABEL, text).divide(r' \| ')
   parts = [_trim(part.text) for part in divided]
   result = tuple(map(_parse_objective, parts))
-  first = result[0]
-  if len(set(parts)) < len(parts) or any(
-    (part.feeds, part.maker.fields) != (first.feeds, first.maker.fields)
-    for part in result
-  ):
+  # A batch has rows of several objectives, so they must have the same arrays.
+  rows = {(part.feeds, part.maker.fields) for part in result}
+  if len(set(parts)) < len(parts) or len(rows) > 1:
     sides = {str(part): part.feeds for part in result}
     raise errors.UserError(
       f'config.data.objective is {text!r}; several objectives must differ and'
       f' fill the same sides of a row, but these fill {sides}'
     )
+  # The pattern of a step would mask rows of the other objectives, too.
   if len(result) > 1 and any(part.shared_mask_share for part in result):
     raise errors.UserError(
       f'config.data.objective is {text!r}; meap_shared masks the rows of a'
@@ -82,7 +83,7 @@ def parse(text: str) -> tuple[definition.Objective, ...]:
 
 
 def parse_one(text: str) -> definition.Objective:
-  """Parses an objective that stands alone.
+  """Parses a single objective.
 
   Raises:
     UserError: the name or an option is not known.
@@ -90,9 +91,7 @@ def parse_one(text: str) -> definition.Objective:
   return _parse_objective(_trim(text))
 
 
-def for_evaluation(
-  objective: definition.Objective,
-) -> definition.Objective:
+def for_evaluation(objective: definition.Objective) -> definition.Objective:
   """Returns the objective that makes its held-out rows."""
   maker, options = objective.maker, objective.options
   return parse_one(maker.evaluation_text(objective.text, options))
@@ -100,31 +99,33 @@ def for_evaluation(
 
 def _trim(text: str) -> str:
   """Removes spaces around an objective, unless they end a verbatim option."""
-  name, _, rest = text.strip().partition(':')
+  name, _, options = text.strip().partition(':')
   # A text in quotes that has a comma ends in a quote: no space to keep.
-  key = rest.rpartition(',')[2].partition('=')[0]
+  key = options.rpartition(',')[2].partition('=')[0]
   option = NAMES[name].maker.options.get(key) if name in NAMES else None
   return text.lstrip() if option and option.verbatim else text.strip()
 
 
 def _parse_objective(text: str) -> definition.Objective:
-  """Parses one objective.
+  """Parses a trimmed objective.
 
   Raises:
     UserError: the name or an option is not known, or a value has a wrong type.
   """
   part = option_strings.Part(_LABEL, text)
-  head, rest = part.partition(':')
+  head, remainder = part.partition(':')
   name = head.text
   if name not in NAMES:
     raise head.error(f'must be one of {", ".join(NAMES)}')
   maker, options = NAMES[name].maker, dict(NAMES[name].preset)
+  # Plus signs divide noises, where commas divide the options of others.
   if name == _MIXTURE:
-    options['mixture'] = denoising.parse_mixture(rest.text)
+    options['mixture'] = denoising.parse_mixture(remainder.text)
     return definition.Objective(text, maker, options)
   for entry in filter(None, part.options()):
     key, value = entry.partition('=')
     option = maker.options.get(key.text)
+    # A flag, such as `concatenate`, has no value.
     if option is None or ('=' in option.form) != ('=' in entry.text):
       forms = ', '.join(option.form for option in maker.options.values())
       raise entry.error(f'is not an option of {name}; it has {forms}')

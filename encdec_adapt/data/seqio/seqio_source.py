@@ -3,20 +3,21 @@
 `seqio:NAME` or `seqio:NAME:SPLIT` (train) reads a task; a mixture is read task
 by task (`rates`), each a part of the records with the mixture's rate. An
 example gives its text: the feature `text`, or `inputs` and `targets` for the
-objective `pairs`. Features that the task has encoded are decoded with its own
-vocabulary, and encoded again with the model's.
+objective `pairs`. Features that the task has encoded are decoded with the
+task's vocabulary, and encoded again with the model's.
 
-A task is read file by file, in SeqIO's own shards: as many as its source has
-files. Our shard i of n reads file i modulo n, or, where files are fewer, its
-share of the examples of one. An example is named TASK:SPLIT:FILE:ID by the
-number of its file and its feature `id`, or else its position in the file, so
-names are distinct and do not depend on the number of our shards.
-Preprocessors of a task that draw at random use SeqIO's own seeds, which depend
-on the position in the file, and those that join examples join them within one.
+A task is read file by file, in SeqIO's shards: as many as its source has
+files. Our shard i of n reads the files of numbers i modulo n, or, where files
+are fewer, its share of the examples of a file. An example is named
+TASK:SPLIT:FILE:ID by the number of its file and its feature `id`, or else its
+position in the file, so names are distinct and do not depend on the number of
+our shards. Preprocessors of a task that draw at random use SeqIO's seeds, which
+depend on the position in the file, and those that join examples join them
+within a file.
 
 This module imports SeqIO and TensorFlow, and is imported when such a source is
-opened. What registers the task is imported first:
-`config.data.seqio_modules`.
+opened. The modules of `config.data.seqio_modules`, which register the task, are
+imported first.
 """
 
 from collections.abc import Iterator
@@ -36,7 +37,7 @@ _SEED = 0  # For preprocessors that draw at random.
 
 
 class SeqioSource(document_source.Source):
-  """A registered task, whose documents are texts if they are divisible."""
+  """A registered task; its documents are texts if they are divisible."""
 
   def __init__(self, name: str, max_bytes: int, *, pairs: bool):
     """Finds the task.
@@ -50,6 +51,7 @@ class SeqioSource(document_source.Source):
       UserError: no such task is registered, it is a mixture, or it lacks the
         split.
     """
+    # Before the base class reads it, to decide whether documents are divisible.
     self.document_kind = 'pairs' if pairs else 'text'
     super().__init__(name, max_bytes)
     task, self._split = _parse(name)
@@ -66,18 +68,21 @@ class SeqioSource(document_source.Source):
   ) -> Iterator[document_source.Entry]:
     """Yields the examples of a shard: of whole files where there are enough."""
     count = self._num_files
+    # The cap is on the text of all files in order, so every shard reads that.
     if self.max_bytes:
-      found = itertools.chain.from_iterable(map(self._file, range(count)))
-      yield from self._every(found, shard_index, num_shards)
+      entries = itertools.chain.from_iterable(map(self._file, range(count)))
+      yield from self._every(entries, shard_index, num_shards)
       return
     for file in range(shard_index % count, count, num_shards):
-      # The shards that read this file, this one among them, take turns.
+      # All shards that read this file, including this shard, take turns.
       readers = range(file % num_shards, num_shards, count)
       turn = readers.index(shard_index)
       yield from itertools.islice(self._file(file), turn, None, len(readers))
 
   def _file(self, index: int) -> Iterator[document_source.Entry]:
-    """Yields the examples of one of the task's files."""
+    """Yields the examples of a file of the task."""
+    # Neither shuffled nor trimmed: names have positions in the file, and
+    # objectives cut documents to the lengths of the rows.
     dataset = self._task.get_dataset(
       None,
       self._split,
@@ -90,14 +95,15 @@ class SeqioSource(document_source.Source):
       example = row.get('id', i)
       if isinstance(example, bytes):
         example = example.decode('utf-8', 'replace')
+      # A task's ids may repeat in another file.
       name = f'{self._task.name}:{self._split}:{index}:{example}'
       yield name.replace('::', ':_:'), functools.partial(self._read, row)
 
   def _read(self, row: dict[str, Any]) -> str:
     """Returns the text of an example, or the JSON of a pair."""
     if self.divisible:
-      name = 'text' if 'text' in row else 'targets'
-      return self._feature(row, name)
+      # Tasks of language modelling have the text as their targets.
+      return self._feature(row, 'text' if 'text' in row else 'targets')
     pair = [self._feature(row, name) for name in ('inputs', 'targets')]
     return json.dumps(pair, ensure_ascii=False)
 
@@ -108,10 +114,12 @@ class SeqioSource(document_source.Source):
         f' {sorted(row)}; objectives of text read text or targets, pairs read'
         ' inputs and targets'
       )
+    # Raw tasks have no preprocessor that encodes.
     if isinstance(row[name], bytes):
       return document_source.decode(row[name], self.name, f'feature {name!r}')
     vocabulary = self._task.output_features[name].vocabulary
     ids = row[name].tolist()
+    # The token that ends a sequence is no part of its text.
     if ids and ids[-1] == vocabulary.eos_id:
       ids.pop()
     return vocabulary.decode(ids)
@@ -120,15 +128,17 @@ class SeqioSource(document_source.Source):
     yield self._split
     yield self._num_files
     yield self._task.num_input_examples(self._split)
-    for _, (name, read) in zip(range(16), self.entries(), strict=False):
+    # A task has no version or checksum. A few examples show most changes of its
+    # preprocessors, which reading all would find at the price of a pass.
+    for name, read_text in itertools.islice(self.entries(), 16):
       yield name
-      yield read()
+      yield read_text()
 
 
 def _parse(name: str) -> tuple[str, str]:
   """Returns the task and the split of a source's name."""
-  parts = name.split(':')[1:]
-  return parts[0], parts[1] if len(parts) > 1 else 'train'
+  _, task, *split = name.split(':')
+  return task, split[0] if split else 'train'
 
 
 def _get(name: str) -> Any:
@@ -137,9 +147,9 @@ def _get(name: str) -> Any:
   Raises:
     UserError: names the nearest ones.
   """
-  known = [*seqio.TaskRegistry.names(), *seqio.MixtureRegistry.names()]
-  if name not in known:
-    near = difflib.get_close_matches(name, known, 3) or sorted(known)[:3]
+  names = [*seqio.TaskRegistry.names(), *seqio.MixtureRegistry.names()]
+  if name not in names:
+    near = difflib.get_close_matches(name, names, 3) or sorted(names)[:3]
     raise errors.UserError(
       f'no SeqIO task or mixture {name!r} is registered; did you mean'
       f' {", ".join(near) or "none"}? config.data.seqio_modules imports the'
@@ -162,17 +172,18 @@ def rates(name: str) -> dict[str, float | None]:
     UserError: nothing of the name is registered.
   """
   task, split = _parse(name)
-  found = _get(task)
-  if not isinstance(found, seqio.Mixture):
+  mixture = _get(task)
+  if not isinstance(mixture, seqio.Mixture):
     return {name: None}
-  given = {
-    f'seqio:{one.name}:{split}': float(found.get_rate(one))
-    for one in found.tasks
-    if split in one.splits  # As SeqIO does.
+  rates_of_tasks = {
+    f'seqio:{task.name}:{split}': rate
+    for task in mixture.tasks
+    # SeqIO too ignores tasks without the split.
+    if split in task.splits and (rate := float(mixture.get_rate(task)))
   }
-  if not any(given.values()):
+  if not rates_of_tasks:
     raise errors.UserError(
       f'source {name!r}: no task of the mixture has a split {split!r} and a'
       ' rate above 0; name a split as seqio:NAME:SPLIT'
     )
-  return {one: rate for one, rate in given.items() if rate}
+  return rates_of_tasks

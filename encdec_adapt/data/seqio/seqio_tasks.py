@@ -1,8 +1,8 @@
 """SeqIO tasks: the definition of an example.
 
-A task reads the documents of a source in one split and pass, and makes pairs
+A task reads the documents of a source in a split and a pass, and makes pairs
 by an objective. An objective is an ordinary preprocessor (`make_pairs`), which
-a task of a user's own may have too:
+a user's task may have too:
 
     seqio.TaskRegistry.add(
       'my_ul2',
@@ -12,15 +12,15 @@ a task of a user's own may have too:
     )
 
 This module registers the task `encdec_adapt_OBJECTIVE` for every objective of
-text: Python's own in bytes, with sentinels. `encdec_adapt_prefix_lm_and_ul2` is
-a mixture of two.
+text: the source `python` in bytes, with sentinels.
+`encdec_adapt_prefix_lm_and_ul2` is a mixture of two.
 
 Data sources have any number of virtual shards, each of which reads its share of
 a source (`data/sources/document_source.py`). An example depends only on the
-seed, the pass, the source and its own id, so a shard always has the same
-examples, on every machine and in every run. Records are made from `documents`,
-which fetches many documents at a time from TensorFlow, because one at a time
-costs a multiple of reading them.
+seed, the pass, the source and its id, so a shard always has the same examples,
+on every machine and in every run. Records are made from `documents`, which
+fetches many documents at a time from TensorFlow, because fetching them
+separately costs a multiple of reading them.
 
 This module imports SeqIO and TensorFlow (about ten seconds, 800 MB). It is
 imported only where records are made, never in a process that trains from them.
@@ -37,30 +37,25 @@ import seqio
 import tensorflow as tf
 
 from encdec_adapt.base import errors
-from encdec_adapt.data.sources import (
-  document_source,
-  mixtures,
-  text_sources,
-)
-from encdec_adapt.objectives import (
-  definition,
-  framing,
-  parsing,
-  randomness,
-)
-from encdec_adapt.tokenizers import vocabulary, vocabulary_pair
+from encdec_adapt.data.sources import document_source, mixtures, text_sources
+from encdec_adapt.objectives import definition, framing, parsing, randomness
+from encdec_adapt.tokenizers import vocabulary as vocabulary_lib
+from encdec_adapt.tokenizers import vocabulary_pair
 
+# Documents in a batch. Windows of concatenated documents do not cross batches
+# in `make_pairs`, so the examples of a user's task depend on it.
 _DOCUMENTS_AT_ONCE = 256
-# Sentinels of the registered tasks.
+# Sentinels of the registered tasks, as many as T5's vocabulary has.
 _SENTINELS = 100
-# Of a pair, as SeqIO has them.
+# Features of a pair under SeqIO's names.
 _FIELDS: dict[str, Any] = {
   'inputs': np.int32,
   'targets': np.int32,
   'decoder_inputs': np.int32,
   'weights': np.float32,
 }
-# Of `_flatten`: tokens and lengths of every field, and the documents' ids.
+# Types of the arrays that `_flatten` returns, which TensorFlow has to know
+# before it runs it: tokens and lengths of every field, and the documents' ids.
 _FLAT_TYPES = (
   *(kind for dtype in _FIELDS.values() for kind in (dtype, np.int64)),
   tf.string,
@@ -71,16 +66,17 @@ class SeqioVocabulary(seqio.Vocabulary):
   """Adapter from our vocabularies to SeqIO's, with the same ids.
 
   Attributes:
-    ours: the adapted vocabulary.
+    ours: vocabulary that is adapted.
 
   `seqio.SentencePieceVocabulary` encodes in TensorFlow, where a U+2581 in a
   text becomes a space and the names of special pieces in Gemma's own files
   match in text.
   """
 
-  def __init__(self, one: vocabulary.Vocabulary):
+  def __init__(self, ours: vocabulary_lib.Vocabulary):
+    # Sentinels count among the pieces of ours; SeqIO would add them as extras.
     super().__init__(extra_ids=0)
-    self.ours = one
+    self.ours = ours
 
   @property
   def bos_id(self) -> int:
@@ -114,6 +110,7 @@ class SeqioVocabulary(seqio.Vocabulary):
       text = np.asarray(text, object).item()
       return self.ours.encode(text.decode('utf-8'))
 
+    # Not stateful: TensorFlow may merge or drop calls.
     ids = tf.numpy_function(encode, [s], tf.int32, stateful=False)
     return tf.ensure_shape(ids, [None])
 
@@ -124,10 +121,12 @@ class SeqioVocabulary(seqio.Vocabulary):
     text = tf.numpy_function(decode, [ids], tf.string, stateful=False)
     return tf.ensure_shape(text, [])
 
-  def __eq__(self, other) -> bool:
+  # SeqIO requires that the tasks of a mixture have equal vocabularies, which
+  # may have been opened separately.
+  def __eq__(self, vocabulary: object) -> bool:
     return (
-      isinstance(other, SeqioVocabulary)
-      and self.ours.fingerprint == other.ours.fingerprint
+      isinstance(vocabulary, SeqioVocabulary)
+      and self.ours.fingerprint == vocabulary.ours.fingerprint
     )
 
   def __hash__(self) -> int:
@@ -135,13 +134,14 @@ class SeqioVocabulary(seqio.Vocabulary):
 
 
 class DocumentSource(seqio.DataSource):
-  """Documents of a source in one split and pass: scalars 'id' and 'text'.
+  """Documents of a source in a split and a pass: scalars 'id' and 'text'.
 
   Attributes:
     failure: exception that ended the reading, else None.
   """
 
   def __init__(self, part: mixtures.Part, draw: mixtures.Draw):
+    # SeqIO finds a cache by the task's name, which does not have the pass.
     super().__init__(splits=(draw.split,), caching_permitted=False)
     self.failure: Exception | None = None
     self._part = part
@@ -152,6 +152,7 @@ class DocumentSource(seqio.DataSource):
     return True
 
   def list_shards(self, split: str) -> Sequence[str]:
+    # The name of all is enough, as sources divide into any number of shards.
     return [self._part.source.name]
 
   def get_dataset(
@@ -168,8 +169,9 @@ class DocumentSource(seqio.DataSource):
       ValueError: `shuffle` is set; rows are shuffled when they are read.
     """
     if shuffle:
-      name = self._part.source.name
-      raise ValueError(f'{name!r} is read in order: shuffle=False')
+      raise ValueError(
+        f'{self._part.source.name!r} is read in order: shuffle=False'
+      )
     return self.batches(shard_info).unbatch()
 
   def batches(
@@ -187,12 +189,12 @@ class DocumentSource(seqio.DataSource):
 
     def read():
       try:
-        found = self._part.documents(self._draw, *shard)
-        while some := list(itertools.islice(found, _DOCUMENTS_AT_ONCE)):
+        stream = self._part.documents(self._draw, *shard)
+        while batch := list(itertools.islice(stream, _DOCUMENTS_AT_ONCE)):
           # Bytes, as TensorFlow drops NUL from the end of a str.
           yield {
-            'id': [document.id.encode('utf-8') for document in some],
-            'text': [document.text.encode('utf-8') for document in some],
+            'id': [document.id.encode('utf-8') for document in batch],
+            'text': [document.text.encode('utf-8') for document in batch],
           }
       except Exception as error:
         self.failure = error
@@ -208,7 +210,7 @@ class DocumentSource(seqio.DataSource):
 def documents(
   part: mixtures.Part, draw: mixtures.Draw, shard_index: int, num_shards: int
 ) -> Iterator[document_source.Document]:
-  """Yields the documents of one virtual shard, always in the same order.
+  """Yields the documents of a virtual shard, always in the same order.
 
   Args:
     part: source and weight.
@@ -221,17 +223,18 @@ def documents(
   """
   source = DocumentSource(part, draw)
   shard = seqio.ShardInfo(shard_index, num_shards)
-  for some in source.batches(shard, raises=False):
-    names, texts = some['id'].numpy(), some['text'].numpy()
-    for name, text in zip(names, texts, strict=True):
+  for batch in source.batches(shard, raises=False).as_numpy_iterator():
+    for name, text in zip(batch['id'], batch['text'], strict=True):
       yield document_source.Document(name.decode(), text.decode())
+  # Raised here, it is the exception itself, not an error of TensorFlow's.
   if source.failure is not None:
     raise source.failure
 
 
-def features(one: vocabulary.Vocabulary) -> dict[str, seqio.Feature]:
+def features(ours: vocabulary_lib.Vocabulary) -> dict[str, seqio.Feature]:
   """Returns the output features of pairs in a vocabulary of ours."""
-  feature = seqio.Feature(SeqioVocabulary(one), add_eos=False)
+  # Objectives append the end of a sequence where it belongs.
+  feature = seqio.Feature(SeqioVocabulary(ours), add_eos=False)
   return {'inputs': feature, 'targets': feature}
 
 
@@ -275,61 +278,62 @@ def make_pairs(
       f' {sequence_length}: it takes objectives of text, and needs the lengths'
       ' of inputs and targets'
     )
-  vocabulary = output_features['targets'].vocabulary
-  if not isinstance(vocabulary, SeqioVocabulary):
+  adapter = output_features['targets'].vocabulary
+  if not isinstance(adapter, SeqioVocabulary):
     raise errors.UserError(
       f'make_pairs needs a vocabulary of ours (tasks.features), not'
-      f' {type(vocabulary).__name__}: it has to know sentinels and modes'
+      f' {type(adapter).__name__}: it has to know sentinels and modes'
     )
-  one = vocabulary.ours
-  made = parsed.make(
-    framing.Lengths(
-      sequence_length.get('inputs', 0), sequence_length.get('targets', 0)
-    ),
-    one,
-    sentinel_policy=sentinels,
+  lengths = framing.Lengths(
+    sequence_length.get('inputs', 0), sequence_length.get('targets', 0)
   )
-  key = randomness.Keyed(seed, pass_index, source)
+  flat_pairs = functools.partial(
+    _flat_pairs,
+    parsed.make(lengths, adapter.ours, sentinel_policy=sentinels),
+    adapter.ours,
+    randomness.Keyed(seed, pass_index, source),
+  )
 
-  def make(names: np.ndarray, texts: np.ndarray) -> list[np.ndarray]:
-    return _flatten(_pairs_of(made, one, key, names, texts))
-
-  def pairs_of(some: Mapping[str, tf.Tensor]) -> dict[str, Any]:
-    flat = tf.numpy_function(
-      make, [some['id'], some['text']], _FLAT_TYPES, stateful=False
+  def rows(batch: Mapping[str, tf.Tensor]) -> dict[str, Any]:
+    # Called with many documents, as each call has to wait for Python's lock.
+    return _rows_from_flat(
+      tf.numpy_function(
+        flat_pairs, [batch['id'], batch['text']], _FLAT_TYPES, stateful=False
+      )
     )
-    return _rows_from_flat(flat)
 
   if 'id' not in dataset.element_spec:
     dataset = dataset.enumerate().map(
-      lambda i, one: one | {'id': tf.strings.as_string(i)}
+      lambda i, example: example | {'id': tf.strings.as_string(i)}
     )
-  return dataset.batch(_DOCUMENTS_AT_ONCE).map(pairs_of).unbatch()
+  # Not in parallel: the generator of all documents is the same object.
+  return dataset.batch(_DOCUMENTS_AT_ONCE).map(rows).unbatch()
 
 
-def _pairs_of(
-  made: definition.ExampleMaker,
-  one: vocabulary.Vocabulary,
+def _flat_pairs(
+  maker: definition.ExampleMaker,
+  vocabulary: vocabulary_lib.Vocabulary,
   key: randomness.Keyed,
   names: np.ndarray,
   texts: np.ndarray,
-) -> list[framing.Pair]:
+) -> list[np.ndarray]:
   """Makes the pairs of a batch of documents; ids and texts are UTF-8, [n]."""
-  found = (
-    (name.decode(), one.encode(text.decode('utf-8')))
+  contents = (
+    (name.decode(), vocabulary.encode(text.decode('utf-8')))
     for name, text in zip(names, texts, strict=True)
   )
 
   def generator(name: str) -> np.random.Generator:
-    """Windows over several documents are named by the first of the batch."""
+    # Windows over several documents are numbered in the batch, and batches are
+    # told apart by their first document.
     first = names[0].decode() if name.startswith('#') else ''
     return key(first + name)
 
-  return list(made.examples(found, generator))
+  return _flatten(list(maker.examples(contents, generator)))
 
 
 def _flatten(pairs: Sequence[framing.Pair]) -> list[np.ndarray]:
-  """Returns what TensorFlow takes of pairs, in the order of `_FLAT_TYPES`.
+  """Returns pairs as arrays for TensorFlow, in the order of `_FLAT_TYPES`.
 
   Returns:
     The tokens of all pairs and the length of each, for every field, and the
@@ -337,11 +341,13 @@ def _flatten(pairs: Sequence[framing.Pair]) -> list[np.ndarray]:
   """
   columns = []
   for field, dtype in _FIELDS.items():
-    parts = [getattr(pair, field) for pair in pairs]
-    parts = [np.zeros(0, dtype) if part is None else part for part in parts]
+    # An array of this type, as a batch may have no pair, and a pair no field.
+    empty = np.zeros(0, dtype)
+    values = [getattr(pair, field) for pair in pairs]
+    values = [empty if value is None else value for value in values]
     columns += [
-      np.concatenate([np.zeros(0, dtype), *parts]).astype(dtype),
-      np.array([len(part) for part in parts], np.int64),
+      np.concatenate([empty, *values]).astype(dtype),
+      np.array([len(value) for value in values], np.int64),
     ]
   ids = np.array([' '.join(pair.documents).encode() for pair in pairs], object)
   return [*columns, ids]
@@ -349,6 +355,7 @@ def _flatten(pairs: Sequence[framing.Pair]) -> list[np.ndarray]:
 
 def _rows_from_flat(flat: Sequence[tf.Tensor]) -> dict[str, Any]:
   """Returns the fields of a dataset, a row for every pair, from `_flatten`."""
+  # TensorFlow knows the types of a Python function's arrays, not their ranks.
   *columns, ids = [tf.ensure_shape(column, [None]) for column in flat]
   result = {'documents': ids}
   for i, field in enumerate(_FIELDS):
@@ -361,7 +368,7 @@ def _rows_from_flat(flat: Sequence[tf.Tensor]) -> dict[str, Any]:
 def make_task(
   part: mixtures.Part,
   draw: mixtures.Draw,
-  one: vocabulary.Vocabulary,
+  vocabulary: vocabulary_lib.Vocabulary,
   objective: str,
   **options: Any,
 ) -> seqio.Task:
@@ -372,13 +379,16 @@ def make_task(
   Args:
     part: source and weight.
     draw: split, seed and pass.
-    one: vocabulary of both sides.
+    vocabulary: vocabulary of both sides.
     objective: name of the objective.
     **options: further options of `make_pairs`.
   """
   source = part.source.name
+  # SeqIO allows few characters in names; the digest tells apart sources that
+  # become the same.
+  name = re.sub(r'[^\w.]', '_', f'{objective}_{source}')
   return seqio.Task(
-    f'{_name(objective)}_{_name(source)}_{randomness.digest(source):032x}',
+    f'{name}_{randomness.digest(source):032x}',
     source=DocumentSource(part, draw),
     preprocessors=[
       functools.partial(
@@ -390,22 +400,19 @@ def make_task(
         **options,
       )
     ],
-    output_features=features(one),
+    output_features=features(vocabulary),
     metric_fns=[],
   )
 
 
-def _name(text: str) -> str:
-  """Replaces the characters that SeqIO does not allow in names."""
-  return re.sub(r'[^\w.]', '_', text)
-
-
 def register() -> None:
   """Registers the shipped tasks and mixtures (the module's docstring)."""
-  one = vocabulary_pair.open_vocabulary(
+  # Bytes need no file, so the tasks work wherever this module is imported.
+  vocabulary = vocabulary_pair.open_vocabulary(
     vocabulary_pair.BYTES, added_sentinels=_SENTINELS
   )
   for name, entry in parsing.NAMES.items():
+    # `denoise` is nothing without the mixture of noises that its options list.
     if name == 'denoise' or entry.maker.documents != 'text':
       continue
     seqio.TaskRegistry.add(
@@ -416,7 +423,7 @@ def register() -> None:
           make_pairs, objective=name, sentinels='recycle', source='python'
         )
       ],
-      output_features=features(one),
+      output_features=features(vocabulary),
       metric_fns=[],
     )
   seqio.MixtureRegistry.add(
@@ -429,7 +436,7 @@ def register() -> None:
 def _python_text(
   split: str, shuffle_files: bool, seed: int | None = None
 ) -> tf.data.Dataset:
-  """Returns the documents of a split of Python's own text, in order."""
+  """Returns the documents of a split of the source `python`, in order."""
   del shuffle_files, seed  # The order of the source is that of hashes.
   part = mixtures.Part(text_sources.open_source('python'), 1.0)
   draw = mixtures.Draw(split, eval_fraction=0.04, seed=0)

@@ -4,11 +4,12 @@
 `config.data.deduplicate` leaves out. `report` counts the evaluation examples
 that share a run of 13 words with training text, the rule of GPT-3
 (arXiv:2005.14165, appendix C): words are lower case, without punctuation, and
-an example of fewer words is compared as a whole.
+an example of fewer words is compared entirely.
 
 This module imports neither TensorFlow nor SeqIO nor jax.
 """
 
+import collections
 from collections.abc import Iterable, Iterator, Sequence
 import hashlib
 import re
@@ -20,7 +21,7 @@ _WORD = re.compile(r'\w+')
 
 
 def duplicates(parts: Sequence[mixtures.Part]) -> dict[str, frozenset[str]]:
-  """Finds documents whose text an earlier document has.
+  """Finds documents that repeat the text of an earlier document.
 
   Args:
     parts: sources; a text in two of them is kept in the first.
@@ -31,37 +32,43 @@ def duplicates(parts: Sequence[mixtures.Part]) -> dict[str, frozenset[str]]:
   Raises:
     UserError: a source cannot be read.
   """
-  seen: set[bytes] = set()
-  found: dict[str, set[str]] = {}
+  # Digests, since the texts of a large source would not fit in memory. 16 bytes
+  # make an accidental match, which would drop a document, improbable.
+  digests: set[bytes] = set()
+  repeated_ids: dict[str, frozenset[str]] = {}
   for part in parts:
-    own = found.setdefault(part.source.name, set())
+    ids = set()
     for document in part.source.documents():
       digest = hashlib.blake2b(document.text.encode(), digest_size=16).digest()
-      if digest in seen:
-        own.add(document.id)
-      seen.add(digest)
-    part.source.skipped = 0  # It is read again.
-  return {name: frozenset(ids) for name, ids in found.items()}
+      if digest in digests:
+        ids.add(document.id)
+      digests.add(digest)
+    repeated_ids[part.source.name] = frozenset(ids)
+    # Making the records reads the source again, and counts bad documents then.
+    part.source.skipped = 0
+  return repeated_ids
 
 
 def report(
   training: Iterable[document_source.Document],
   evaluation: Sequence[document_source.Source],
 ) -> str:
-  """Reports which evaluation examples stand in the training text.
+  """Reports which evaluation examples occur in the training text.
 
   Args:
     training: documents that are trained on.
     evaluation: sources of the evaluation sets.
 
   Returns:
-    A line for every set: examples with a common run of words, and where the
-    first of them stand.
+    A line for every set: the number of examples with a common run of words,
+    and the locations of the first five.
 
   Raises:
     UserError: a source cannot be read, or has no text.
   """
-  wanted: dict[int, set[tuple[str, str]]] = {}
+  # The evaluation sets are indexed and the training text is streamed, as only
+  # the former are sure to fit in memory.
+  examples_of_run = collections.defaultdict(set)
   ids: dict[str, list[str]] = {source.name: [] for source in evaluation}
   lengths = set()
   for source in evaluation:
@@ -70,18 +77,20 @@ def report(
       words = _WORD.findall(document.text.lower())
       size = min(WORDS, len(words))
       lengths.add(size)
-      for gram in _grams(words, size):
-        wanted.setdefault(gram, set()).add((source.name, document.id))
-  found: dict[str, set[str]] = {name: set() for name in ids}
+      for run in _run_hashes(words, size):
+        examples_of_run[run].add((source.name, document.id))
+  matches = set()
   for document in training:
     words = _WORD.findall(document.text.lower())
+    # Short examples are compared entirely, so training text is cut into runs of
+    # each of their lengths, too.
     for size in lengths:
-      for gram in _grams(words, size):
-        for name, example in wanted.get(gram, ()):
-          found[name].add(example)
+      for run in _run_hashes(words, size):
+        matches |= examples_of_run.get(run, set())
   lines = []
   for source in evaluation:
-    examples = [one for one in ids[source.name] if one in found[source.name]]
+    examples = [i for i in ids[source.name] if (source.name, i) in matches]
+    # Several examples may share a location, such as a line in many templates.
     first = dict.fromkeys(map(source.locate, examples[:5]))
     lines.append(
       f'{source.name}: {len(examples)} of {len(ids[source.name])} examples'
@@ -91,8 +100,9 @@ def report(
   return '\n'.join(lines)
 
 
-def _grams(words: Sequence[str], size: int) -> Iterator[int]:
-  """Yields hashes of all runs of `size` words; none of no words."""
+def _run_hashes(words: Sequence[str], size: int) -> Iterator[int]:
+  """Yields the hash of every run of `size` words; nothing for size 0."""
+  # A document without words would otherwise match every training document.
   if size:
     for i in range(len(words) - size + 1):
       yield hash((size, *words[i : i + size]))

@@ -1,4 +1,4 @@
-"""Documents, and what every source of documents does.
+"""Documents, and the base class of their sources.
 
 A source is a subclass of `Source` that is registered under the kind with which
 names of it begin (`register`); `text_sources` opens sources by name.
@@ -8,15 +8,15 @@ of shards or workers. They decide the train/eval split (`in_split`): the part
 before the last '::' is hashed, so that two documents made from one text (the
 docstrings and the source of a module) are on the same side.
 
-A shard has its share of a source (`Source.entries`): every document is in
-exactly one shard, whatever their number, and a shard's documents are always
-the same, in the same order.
+A shard has its share of a source (`Source.entries`): for every number of
+shards each document is in exactly one of them, and a shard's documents are
+always the same, in the same order.
 
 This module imports neither TensorFlow nor SeqIO nor jax.
 """
 
 import abc
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 import dataclasses
 import functools
 import itertools
@@ -26,7 +26,8 @@ import re
 from encdec_adapt.base import errors
 from encdec_adapt.objectives import randomness
 
-# The id of a document, and a function that reads its text.
+# The id of a document, and a function that reads its text: the other split's
+# documents are listed without being read.
 Entry = tuple[str, Callable[[], str]]
 
 
@@ -50,6 +51,8 @@ def in_split(
     seed: seed of the split.
   """
   group = document_id.rpartition('::')[0] or document_id
+  # A hash, not a draw in order: a document stays on its side of the split when
+  # the source grows, or is read in other shards.
   uniform = randomness.digest('split', seed, group) / 2**128
   return (uniform < eval_fraction) == (split == 'eval')
 
@@ -66,10 +69,10 @@ class Source(abc.ABC):
     name: name that the source was opened by.
     divisible: whether documents may be cut.
     skips_bad: whether documents that cannot be read are left out.
-    skipped: number of wanted documents that were left out so far.
+    skipped: number of selected documents that could not be read so far.
     max_bytes: only the beginning of the source is used, 0 for all of it: the
       documents that lie within the first `max_bytes` bytes of the files, or,
-      where the source is no files, those before the UTF-8 text exceeds them.
+      for sources other than files, those before the UTF-8 text exceeds them.
   """
 
   form = ''
@@ -85,7 +88,7 @@ class Source(abc.ABC):
     """
     self.name = name
     self.max_bytes = max_bytes
-    # JSON that is cut is no JSON.
+    # A piece of a JSON document does not parse.
     self.divisible = self.document_kind == 'text'
     self.skips_bad = False
     self.skipped = 0
@@ -117,7 +120,7 @@ class Source(abc.ABC):
     return in_split(document_id, split, eval_fraction, seed)
 
   def locate(self, document_id: str) -> str:
-    """Returns where a document stands, for messages: by default its id."""
+    """Returns the location of a document for messages: by default its id."""
     return document_id
 
   def documents(
@@ -136,13 +139,15 @@ class Source(abc.ABC):
     Raises:
       UserError: the source is missing, or has no text; a shard may have none.
     """
+    # A shard of many may have no text although the source has.
     empty = num_shards == 1
-    for document_id, read in self.entries(shard_index, num_shards):
+    for document_id, read_text in self.entries(shard_index, num_shards):
       if keep is not None and not keep(document_id):
+        # It is not read, so it may have text.
         empty = False
         continue
       try:
-        text = read()
+        text = read_text()
       except errors.UserError:
         if not self.skips_bad:
           raise
@@ -162,8 +167,10 @@ class Source(abc.ABC):
     if self.document_kind == 'text':
       return document
     content = json.loads(document.text)
+    # Only labelled examples begin with a list. Their label is left out, since
+    # it is not text that a training document could contain.
     if content and isinstance(content[0], list):
-      content = content[0]  # The second part is a label.
+      content = content[0]
     return dataclasses.replace(document, text='\n'.join(_texts(content)))
 
   def fingerprint(self) -> str:
@@ -186,19 +193,23 @@ class Source(abc.ABC):
   def _capped(self, entries: Iterable[Entry]) -> Iterator[Entry]:
     """Reads entries and yields them until their text exceeds the cap."""
     size = 0
-    for document_id, read in entries:
+    for document_id, read_text in entries:
       try:
-        text = read()
-      except errors.UserError:  # Raised again if the document is wanted.
-        yield document_id, read
+        text = read_text()
+      except errors.UserError:
+        # The reader raises again if the document's split is read, and only then
+        # is the document an error, or counted as skipped.
+        yield document_id, read_text
         continue
       size += len(text.encode('utf-8'))
       if size > self.max_bytes:
         return
+      # The text was read to measure it; reading it twice would cost as much.
       yield document_id, functools.partial(str, text)
 
 
-_KINDS: dict[str, type[Source]] = {}
+# The registered classes by kind.
+KINDS: dict[str, type[Source]] = {}
 
 
 def register(kind: str) -> Callable[[type[Source]], type[Source]]:
@@ -209,15 +220,10 @@ def register(kind: str) -> Callable[[type[Source]], type[Source]]:
   """
 
   def decorate(source: type[Source]) -> type[Source]:
-    _KINDS[kind] = source
+    KINDS[kind] = source
     return source
 
   return decorate
-
-
-def registered() -> Mapping[str, type[Source]]:
-  """Returns the registered classes by kind."""
-  return _KINDS
 
 
 def _texts(content: object) -> Iterator[str]:
@@ -232,7 +238,7 @@ def _texts(content: object) -> Iterator[str]:
 
 
 class Pieces(Source):
-  """The documents of a source, cut into pieces.
+  """Wrapper that cuts the documents of a source into pieces.
 
   Piece i of document D has the id D:i. A piece ends at the first empty line
   after 4,000 characters, or with the document. If neither follows within 8,000
@@ -241,6 +247,10 @@ class Pieces(Source):
   characters. Every shard reads all documents.
   """
 
+  # The alternatives are tried in order. Each repeats the 4,000 characters, so
+  # that a later alternative matches only where no earlier one does. The split
+  # hashes the numbers of the pieces: another pattern would move text from the
+  # training side to the held-out side.
   _PIECE = re.compile(
     r'.{4000}.{0,8000}?(?:\n\s*\n|\Z)'
     r'|.{4000}.{0,8000}?\n'
@@ -251,7 +261,7 @@ class Pieces(Source):
   )
 
   def __init__(self, source: Source):
-    """Wraps a source of texts, whose name and cap it has."""
+    """Takes the name and the cap of the source, which has texts."""
     super().__init__(source.name, source.max_bytes)
     self._source = source
 
@@ -259,42 +269,44 @@ class Pieces(Source):
     self, shard_index: int = 0, num_shards: int = 1
   ) -> Iterator[Entry]:
     """Yields every n-th piece; the documents are within the cap."""
-    return itertools.islice(self._pieces(), shard_index, None, num_shards)
-
-  def _pieces(self) -> Iterator[Entry]:
-    for document in self._source.documents():
-      pieces = self._PIECE.finditer(document.text)
-      for number, piece in enumerate(pieces, 1):
-        yield f'{document.id}:{number}', piece.group
+    pieces = (
+      (f'{document.id}:{number}', match.group)
+      for document in self._source.documents()
+      for number, match in enumerate(self._PIECE.finditer(document.text), 1)
+    )
+    # Not `_every`: it would apply the cap to the pieces a second time.
+    return itertools.islice(pieces, shard_index, None, num_shards)
 
   def _content(self) -> Iterator[object]:
     yield self._source.fingerprint()
 
 
-def decode(data: bytes, source: str, where: str | Callable[[], str]) -> str:
+def decode(data: bytes, source: str, location: str | Callable[[], str]) -> str:
   """Decodes UTF-8.
 
   Args:
     data: text; U+FEFF is a character like any other.
     source: name of the source, for the error.
-    where: place in the source, for the error; a function if it is slow to
-      find.
+    location: location in the source, for the error; a function if it is slow
+      to find.
 
   Raises:
-    UserError: it is not UTF-8; names the place and the byte.
+    UserError: the data are not UTF-8; names the location and the byte.
   """
   try:
     return data.decode('utf-8')
   except UnicodeDecodeError as error:
-    where = where if isinstance(where, str) else where()
+    location = location if isinstance(location, str) else location()
     raise errors.UserError(
-      f'source {source!r}: {where}, is not UTF-8 (byte {error.start});'
+      f'source {source!r}: {location}, is not UTF-8 (byte {error.start});'
       ' convert it, for example with `iconv -t UTF-8`'
     ) from None
 
 
 def encodable(text: str) -> str:
   """Replaces lone surrogates, which UTF-8 cannot hold, by U+FFFD."""
+  # Most texts are ASCII, which Python knows of a string without a scan.
   if text.isascii():
     return text
+  # Decoders replace by U+FFFD, while the encoder of UTF-8 would write '?'.
   return text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')

@@ -1,31 +1,51 @@
 """Sources that are files: plain text and JSON lines.
 
-The files of a glob, ordered by name, are one line of bytes, of which every
-shard reads an equal range: whole files where there are many, a part of a file
-where there are few. A document is in the shard in whose range it begins (a
-paragraph: in which the empty line before it begins). A document is named by its
-file and the offset of its first byte there, a whole file by its name. The
-byte-order mark of a file is dropped; elsewhere U+FEFF is text.
+The files of a glob, ordered by name and concatenated, are a range of bytes, of
+which every shard reads an equal part: whole files where there are many, a part
+of a file where there are few. A document belongs to the shard that has its
+first byte (a paragraph: the first byte of the empty line before it). Its id is
+its file and the offset of its first byte there, or the file alone where that is
+one document. The byte-order mark of a file is dropped; elsewhere U+FEFF is
+text.
 
 This module imports neither TensorFlow nor SeqIO nor jax.
 """
 
 import abc
 import codecs
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 import functools
 import glob
 import hashlib
 import json
 import os
-from typing import Any
+from typing import Any, NamedTuple
 
 from encdec_adapt.base import errors, option_strings
 from encdec_adapt.data.sources import document_source
 from encdec_adapt.files import paths
 
+# Bytes of each of the three samples of a fingerprint: reading all of a large
+# source would take minutes at every start.
 _SAMPLE_BYTES = 1 << 16
+# Bytes that are read at a time to count lines.
 _BLOCK = 1 << 20
+
+
+class Unit(NamedTuple):
+  """A part of a file that documents are made from.
+
+  Attributes:
+    id: id of the unit.
+    data: content of the unit; empty for a file, which is read later.
+    path: path of the file.
+    offset: first byte of the unit in the file.
+  """
+
+  id: str
+  data: bytes
+  path: str
+  offset: int
 
 
 class FileSource(document_source.Source):
@@ -56,41 +76,45 @@ class FileSource(document_source.Source):
         f'source {self.name!r}: no file matches {self.pattern!r}; check the'
         f' path (from {os.getcwd()}), and quote the glob in the shell'
       )
-    self._ids = {path: _relative(path, root) for path in self._sizes}
+    # The split ignores the rest of an id after its last '::' (`in_split`).
+    self._ids = {
+      path: os.path.relpath(path, root).replace('::', ':_:')
+      for path in self._sizes
+    }
 
   @abc.abstractmethod
   def _take_fields(self, fields: option_strings.Part) -> None:
-    """Sets the fields or the unit, which follow the # of a source's name."""
+    """Parses the part of a source's name that follows the #."""
 
   def entries(
     self, shard_index: int = 0, num_shards: int = 1
   ) -> Iterator[document_source.Entry]:
     """Yields the documents that begin in the shard's range of the files."""
-    for name, *unit in self._units(shard_index, num_shards):
-      yield from self._documents(name, *unit)
+    for unit in self._units(shard_index, num_shards):
+      yield from self._documents(unit)
 
-  def _units(
-    self, shard_index: int, num_shards: int
-  ) -> Iterator[tuple[str, bytes, str, int]]:
-    """Yields id, content, path and offset of the documents of a shard."""
+  def _units(self, shard_index: int, num_shards: int) -> Iterator[Unit]:
+    """Yields the units that begin in the shard's range, within the cap."""
     total = sum(self._sizes.values())
     cap = min(total, self.max_bytes or total)
     start, stop = (
       cap * i // num_shards for i in (shard_index, shard_index + 1)
     )
-    position = 0  # First byte of the file in the files.
+    position = 0  # Offset of the file's first byte in all files.
     for path, size in self._sizes.items():
+      # A shard opens, and downloads from a bucket, no other files.
       if start < position + size and position < stop:
-        found = self._scan(path, max(start - position, 0), stop - position)
-        for offset, end, data in found:
+        first = max(start - position, 0)
+        for offset, end, data in self._scan(path, first, stop - position):
+          # The last document begins within the cap, but may end behind it.
           if position + end <= cap:
-            yield self._name(path, offset), data, path, offset
+            yield Unit(self._name(path, offset), data, path, offset)
       position += size
 
   def _scan(
     self, path: str, start: int, stop: int
   ) -> Iterator[tuple[int, int, bytes]]:
-    """Yields offset, end and content of a file's documents in a range."""
+    """Yields offset, end and content of a file's units in a range."""
     for offset, line in _lines(path, start):
       if offset >= stop:
         return
@@ -103,47 +127,45 @@ class FileSource(document_source.Source):
 
   def locate(self, document_id: str) -> str:
     """Returns a document's file, and its line if the file has several."""
+    # A template's name, or the number of a draw, may follow the '::'.
     unit = document_id.partition('::')[0]
     files = {name: path for path, name in self._ids.items()}
     if unit in files:
       return files[unit]
     name, _, offset = unit.rpartition(':')
-    return self._where(files[name], int(offset))
+    return self._line_location(files[name], int(offset))
 
-  @abc.abstractmethod
-  def _documents(
-    self, name: str, data: bytes, path: str, offset: int
-  ) -> Iterator[document_source.Entry]:
-    """Yields ids and readers of the documents of one unit of a file.
+  def _documents(self, unit: Unit) -> Iterator[document_source.Entry]:
+    """Yields ids and readers of the documents of a unit."""
+    yield unit.id, functools.partial(self._read, unit)
 
-    Args:
-      name: id of the unit.
-      data: its content.
-      path: path of the file.
-      offset: first byte of the unit in the file.
-    """
+  def _read(self, unit: Unit) -> str:
+    """Returns the text of a document."""
+    # Lines are counted from the file's first byte, so only for an error.
+    location = functools.partial(self._line_location, unit.path, unit.offset)
+    return document_source.decode(unit.data, self.name, location)
 
-  def _where(self, path: str, offset: int) -> str:
+  def _line_location(self, path: str, offset: int) -> str:
     """Returns a file and the number of its line at an offset."""
     if self.skips_bad:  # No message is printed, so no line is counted.
       return path
-    count, left = 1, offset
+    line, remaining = 1, offset
     with paths.open_to_read(path) as file:
-      while left and (block := file.read(min(left, _BLOCK))):
-        count += block.count(b'\n')
-        left -= len(block)
-    return f'{path}, line {count}'
+      while remaining and (block := file.read(min(remaining, _BLOCK))):
+        line += block.count(b'\n')
+        remaining -= len(block)
+    return f'{path}, line {line}'
 
   def _content(self) -> Iterator[object]:
     for path in self._sizes:
       yield self._ids[path]
-      # A store has checksums of the whole files.
+      # A bucket's listing has a checksum of each file, which costs no request.
       yield self._files[path].get('digest') or _sample(path)
 
 
 @document_source.register('text')
 class TextSource(FileSource):
-  """`text:GLOB[#UNIT]`: each file, paragraph or line is one document."""
+  """`text:GLOB[#UNIT]`: each file, paragraph or line is a document."""
 
   form = 'text:GLOB[#paragraphs|#lines]'
 
@@ -160,24 +182,18 @@ class TextSource(FileSource):
     elif self._unit:
       yield from _paragraphs(path, start, stop)
     elif not start:
-      yield 0, self._sizes[path], b''  # Read when it is wanted.
+      # Its bytes are read by `_read`, if its split is read at all.
+      yield 0, self._sizes[path], b''
 
   def _name(self, path: str, offset: int) -> str:
     return super()._name(path, offset) if self._unit else self._ids[path]
 
-  def _documents(
-    self, name: str, data: bytes, path: str, offset: int
-  ) -> Iterator[document_source.Entry]:
-    yield name, functools.partial(self._read, data, path, offset)
-
-  def _read(self, data: bytes, path: str, offset: int) -> str:
-    """Returns the text of a document."""
+  def _read(self, unit: Unit) -> str:
     if self._unit:
-      where = functools.partial(self._where, path, offset)
-      return document_source.decode(data.strip(b'\r\n'), self.name, where)
-    with paths.open_to_read(path) as file:
+      return super()._read(unit._replace(data=unit.data.strip(b'\r\n')))
+    with paths.open_to_read(unit.path) as file:
       data = file.read().removeprefix(codecs.BOM_UTF8)
-      return document_source.decode(data, self.name, path)
+      return document_source.decode(data, self.name, unit.path)
 
 
 @document_source.register('jsonl')
@@ -191,39 +207,40 @@ class JsonlSource(FileSource):
   def _take_fields(self, fields: option_strings.Part) -> None:
     self._field = fields.text or self.default_field
 
-  def _documents(
-    self, name: str, data: bytes, path: str, offset: int
-  ) -> Iterator[document_source.Entry]:
-    yield name, functools.partial(self._read, data, path, offset)
+  def _read(self, unit: Unit) -> str:
+    content = self._document(functools.partial(self._value, unit))
+    if not isinstance(content, str):
+      # Without JSON's escapes, in which `encodable` would miss surrogates.
+      content = json.dumps(content, ensure_ascii=False)
+    return document_source.encodable(content)
 
-  def _read(self, data: bytes, path: str, offset: int) -> str:
-    """Returns the text or the JSON of a line."""
-    text = self._value(data, path, offset, self._field, str)
-    return document_source.encodable(text)
+  def _document(self, value: Callable[..., Any]) -> object:
+    """Returns a text, or a document that is written as JSON.
+
+    Args:
+      value: returns the field of a name, which must have one of some types.
+    """
+    return value(self._field, str)
 
   def _value(
-    self,
-    data: bytes,
-    path: str,
-    offset: int,
-    field: str,
-    kind: type | tuple[type, ...],
+    self, unit: Unit, field: str, kind: type | tuple[type, ...]
   ) -> Any:
     """Returns a field of a line.
 
     Raises:
-      UserError: the line is no object, or the field is missing or of another
-        type; names the file and the line.
+      UserError: the line is not a JSON object, or the field is missing or of
+        another type; names the file and the line.
     """
-    where = functools.partial(self._where, path, offset)
+    text = super()._read(unit)
     try:
-      value = json.loads(document_source.decode(data, self.name, where))[field]
+      value = json.loads(text)[field]
     except (ValueError, KeyError, TypeError) as error:
       value = error
     if not isinstance(value, kind):
-      what = {str: 'text', list: 'a list'}.get(kind, 'a text or label')
+      form = {str: 'text', list: 'a list'}.get(kind, 'a text or label')
+      location = self._line_location(unit.path, unit.offset)
       raise errors.UserError(
-        f'source {self.name!r}: {where()}, is not a JSON object with {what} in'
+        f'source {self.name!r}: {location}, is not a JSON object with {form} in'
         f' {field!r} ({value!r:.200}); name the field after a #, as in'
         ' jsonl:GLOB#FIELD'
       )
@@ -242,17 +259,16 @@ class PairSource(JsonlSource):
     if len(self._fields) != 2 or not all(self._fields):
       raise fields.error('must be two fields, as in pairs:GLOB#INPUTS,TARGETS')
 
-  def _read(self, data: bytes, path: str, offset: int) -> str:
-    pair = [self._value(data, path, offset, name, str) for name in self._fields]
-    return document_source.encodable(json.dumps(pair, ensure_ascii=False))
+  def _document(self, value: Callable[..., Any]) -> object:
+    return [value(name, str) for name in self._fields]
 
 
 @document_source.register('labels')
 class LabelSource(JsonlSource):
   """`labels:GLOB#TEXT[,TEXT],LABEL`: texts and their label in each line.
 
-  A text is a string, or a list of words whose label is a list with a label for
-  each. A label is a string or an integer.
+  A text is a string, or a list of words, which has a list of labels instead of
+  a label. A label is a string or an integer.
   """
 
   form = 'labels:GLOB#TEXT,LABEL'
@@ -265,11 +281,9 @@ class LabelSource(JsonlSource):
         'must be the fields of texts and label, as in labels:GLOB#TEXT,LABEL'
       )
 
-  def _read(self, data: bytes, path: str, offset: int) -> str:
-    value = functools.partial(self._value, data, path, offset)
+  def _document(self, value: Callable[..., Any]) -> object:
     texts = [value(name, (str, list)) for name in self._texts]
-    content = [texts, value(self._field, (str, int, list))]
-    return document_source.encodable(json.dumps(content, ensure_ascii=False))
+    return [texts, value(self._field, (str, int, list))]
 
 
 @document_source.register('chat')
@@ -281,9 +295,8 @@ class ChatSource(JsonlSource):
 
   default_field = 'messages'
 
-  def _read(self, data: bytes, path: str, offset: int) -> str:
-    messages = self._value(data, path, offset, self._field, list)
-    return document_source.encodable(json.dumps(messages, ensure_ascii=False))
+  def _document(self, value: Callable[..., Any]) -> object:
+    return value(self._field, list)
 
 
 def _lines(path: str, start: int) -> Iterator[tuple[int, bytes]]:
@@ -293,7 +306,9 @@ def _lines(path: str, start: int) -> Iterator[tuple[int, bytes]]:
   """
   with paths.open_to_read(path) as file:
     offset = 0
-    if start:  # The byte before may be the end of a line.
+    # The byte before decides whether a line begins at `start` itself: what is
+    # read from there up to the line's end belongs to an earlier range.
+    if start:
       file.seek(start - 1)
       offset = start - 1 + len(file.readline())
     for line in file:
@@ -310,32 +325,30 @@ def _paragraphs(
   not look back to know whether a line begins a paragraph. The first paragraph
   of a file is in the range that has the first byte.
   """
-  inside: list[bytes] = []
-  first, begun = 0, not start
+  paragraph: list[bytes] = []
+  # Text before the range's first empty line belongs to the range before.
+  first, is_ours = 0, not start
   for offset, line in _lines(path, start):
     if line.strip():
-      if begun:
-        first = first if inside else offset
-        inside.append(line)
+      if is_ours:
+        first = first if paragraph else offset
+        paragraph.append(line)
       continue
-    if inside:
-      yield first, offset, b''.join(inside)
-      inside = []
+    if paragraph:
+      yield first, offset, b''.join(paragraph)
+      paragraph = []
+    # An empty line behind the range begins a paragraph of the next range, but
+    # it ended the last paragraph of this range above.
     if offset >= stop:
       return
-    begun = True
-  if inside:
-    yield first, first + sum(map(len, inside)), b''.join(inside)
-
-
-def _relative(path: str, root: str) -> str:
-  """Returns the path below a folder, without any '::'."""
-  relative = os.path.relpath(path, root).replace(os.sep, '/')
-  return relative.replace('::', ':_:')
+    is_ours = True
+  if paragraph:
+    yield first, first + sum(map(len, paragraph)), b''.join(paragraph)
 
 
 def _fixed_folder(pattern: str) -> str:
   """Returns the folder of a glob before its first wildcard."""
+  # Ids are relative to it, so that they survive a move of the files.
   folder = os.path.dirname(pattern)
   while glob.has_magic(folder):
     folder = os.path.dirname(folder)

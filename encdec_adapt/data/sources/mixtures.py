@@ -6,26 +6,26 @@ Sources (`data/sources/text_sources.py`) are separated by ' + '. The number
 after the '@' is the source's weight (1 by default): how often a pass draws each
 of its documents. With 2 it draws all of them twice, with 0.25 a quarter of them
 (another one in every pass), with 1.5 all of them and half of them once more. So
-a pass is one epoch of a source of weight 1, no text is left out because another
+a pass is an epoch of a source of weight 1, no text is left out because another
 source ended, and the content of a pass is known before it is made. Held-out
 documents are drawn at most once.
 
 Where no document of a source is held out, because there are few, pieces of its
 documents are held out instead (`document_source.Pieces`).
-Finding that out reads ids until one is held out (`cut_sources`), which is done
-once for all shards.
+Finding that out reads ids until a held-out document (`cut_sources`), which is
+done once for all shards.
 
 A fraction's documents are chosen by (seed, pass, source, document id). The
-second draw of a document in a pass has its own id, the document's with '::1',
+second draw of a document in a pass has another id, the document's with '::1',
 so that its masks and splits differ.
 
 This module imports neither TensorFlow nor SeqIO nor jax.
 """
 
-import collections
 from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
 import functools
+import itertools
 import math
 import types
 
@@ -70,8 +70,8 @@ class Part:
     weight: how often a pass draws each document; positive.
     rate: rate by examples that a SeqIO mixture gives the source, else None.
     left_out: ids of documents that are not drawn (duplicates).
-    cut: whether pieces of the documents are held out; None: found when the
-      first document is drawn.
+    cut: whether pieces of the documents are held out; None to determine it
+      when the first document is drawn.
   """
 
   source: document_source.Source
@@ -82,15 +82,21 @@ class Part:
 
   @functools.cache  # noqa: B019  Parts are few and live as long as the job.
   def is_cut(self, draw: Draw) -> bool:
-    """Returns whether pieces are held out, as no document of a few is.
+    """Returns whether pieces are held out, because no document is.
+
+    Args:
+      draw: selection of documents; its split does not matter.
 
     Raises:
       UserError: the source has no text.
     """
     if self.cut is not None:
       return self.cut
+    # Raises an error for a source without text, which a shard of several does
+    # not.
     next(self.source.documents())
-    self.source.skipped = 0  # What was read is read again.
+    # The document is read again for the records, and counted then.
+    self.source.skipped = 0
     if not draw.eval_fraction or not self.source.divisible:
       return False
     held_out = dataclasses.replace(draw, split='eval')
@@ -100,9 +106,9 @@ class Part:
 
   def skipped(self, draw: Draw, shard_index: int) -> int:
     """Returns the documents of a shard that were read and left out as bad."""
-    # Every shard reads all documents that are cut into pieces.
-    counted = not self.is_cut(draw) or not shard_index
-    return self.source.skipped if counted else 0
+    # Every shard reads all documents that are cut into pieces, so the count of
+    # the first shard is the count of all.
+    return 0 if shard_index and self.is_cut(draw) else self.source.skipped
 
   def documents(
     self, draw: Draw, shard_index: int = 0, num_shards: int = 1
@@ -121,32 +127,34 @@ class Part:
     source = document_source.Pieces(self.source) if cut else self.source
 
     def document_id(name: str) -> str:
-      """Returns the id of the document that a piece is from."""
       return name.rpartition(':')[0] if cut else name
 
+    # A held-out document that counted twice would bias the held-out loss.
     weight = self.weight if draw.split == 'train' else min(self.weight, 1.0)
     for number in range(math.ceil(weight)):
       share = weight - number  # 1 or more in all rounds but the last.
 
       def keep(name: str, share=share) -> bool:
-        """Returns whether this round draws a document."""
+        # Duplicates are listed by document, before it is cut into pieces.
         return (
           draw.has(source, name)
           and document_id(name) not in self.left_out
           and (share >= 1 or self._uniform(draw, name) < share)
         )
 
-      before = self.source.skipped
+      skipped = self.source.skipped
       for document in source.documents(keep, shard_index, num_shards):
         if number:
+          # Randomness is keyed by ids: a new id gives new masks and splits.
           name = f'{document.id}::{number}'
           document = dataclasses.replace(document, id=name)
         yield document
       if number:
-        self.source.skipped = before  # Bad documents count once.
+        self.source.skipped = skipped  # Bad documents count once.
 
   def _uniform(self, draw: Draw, document_id: str) -> float:
-    """Returns a document's number in [0, 1), which differs by pass."""
+    """Returns a document's number in [0, 1), which depends on the pass."""
+    # Not on the weight: a larger weight adds documents to those of a smaller.
     key = draw.seed, draw.pass_index, self.source.name, document_id
     return randomness.digest('draw', *key) / 2**128
 
@@ -209,29 +217,28 @@ def open_parts(
   Raises:
     UserError: the text cannot be parsed, or a source has no documents.
   """
-  parts = []
+  opened = []
   for name, weight in parse(text):
     if not name.startswith(text_sources.SEQIO):
       source = text_sources.open_source(name, max_bytes, seqio_modules)
-      parts.append(Part(source, weight))
+      opened.append((source, weight, None))
       continue
+    # These register the task or the mixture.
     text_sources.import_modules(seqio_modules)
+    # Imported only here: it takes ten seconds and 800 MB.
     seqio_source = tensorflow_import.import_quietly(
       'encdec_adapt.data.seqio.seqio_source'
     )
     for task, rate in seqio_source.rates(name).items():
       source = seqio_source.SeqioSource(task, max_bytes, pairs=pairs)
-      parts.append(Part(source, weight, rate))
-  for part in parts:
-    part.source.skips_bad = skip_bad
-  return [
-    dataclasses.replace(
-      part,
-      left_out=left_out.get(part.source.name, frozenset()),
-      cut=None if cut is None else part.source.name in cut,
-    )
-    for part in parts
-  ]
+      opened.append((source, weight, rate))
+  parts = []
+  for source, weight, rate in opened:
+    source.skips_bad = skip_bad
+    ids = left_out.get(source.name, frozenset())
+    is_cut = None if cut is None else source.name in cut
+    parts.append(Part(source, weight, rate, ids, is_cut))
+  return parts
 
 
 def cut_sources(parts: Sequence[Part], draw: Draw) -> frozenset[str]:
@@ -255,10 +262,6 @@ def interleaved_documents(
   parts: Sequence[Part], draw: Draw
 ) -> Iterator[document_source.Document]:
   """Yields a document of each source in turn until all are exhausted."""
-  waiting = collections.deque(part.documents(draw) for part in parts)
-  while waiting:
-    documents = waiting.popleft()
-    for document in documents:
-      yield document
-      waiting.append(documents)
-      break
+  for documents in itertools.zip_longest(*(p.documents(draw) for p in parts)):
+    # Sources that are exhausted give None.
+    yield from filter(None, documents)

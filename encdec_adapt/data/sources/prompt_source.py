@@ -11,11 +11,12 @@ example alone.
 This module imports neither TensorFlow nor SeqIO nor jax.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 import dataclasses
 import functools
 import json
 import random
+import statistics
 from typing import Any
 
 import yaml
@@ -25,10 +26,13 @@ from encdec_adapt.data.sources import document_source, file_sources
 from encdec_adapt.files import paths
 
 _BETWEEN = '|||'
-# Stands for '|||' in templates while they are rendered, as their rows may have
-# that in their texts. These are noncharacters, which Unicode reserves for
+# Stands for '|||' in templates while they are rendered, as the fields of a row
+# may contain '|||'. These are noncharacters, which Unicode reserves for
 # internal use, so no filter such as `upper` changes them.
 _MARK = '\ufdd0\ufdd1\ufdd0'
+# Raised by a file that is absent, is not YAML, or has something else than
+# templates.
+_ERRORS = (OSError, yaml.YAMLError, KeyError, TypeError, AttributeError)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +52,7 @@ class Template:
   original: bool = True
 
   def render(self, row: dict[str, Any], example_id: str) -> list[str]:
-    """Returns inputs and targets of a row; [] if it has no targets.
+    """Returns inputs and targets of a row; [] without targets.
 
     Args:
       row: fields of the row.
@@ -58,6 +62,7 @@ class Template:
       jinja2.TemplateError: the template cannot be rendered.
     """
     environment = _environment()
+    # Seeded by the id, so that a row's text is the same in every shard and run.
     environment.filters['choice'] = random.Random(example_id).choice
     if self.choices:
       row = row | {'answer_choices': self.render_choices(row)}
@@ -65,18 +70,19 @@ class Template:
     return parts[:2] if len(parts) > 1 and parts[1] else []
 
   def render_choices(self, row: dict[str, Any]) -> list[str]:
-    """Returns the answer choices of a row, of a template that has some."""
+    """Returns the answer choices of a row; the template must have `choices`."""
     return _render_parts(_environment(), self.choices, row)
 
 
 def _environment() -> Any:
   """Returns a Jinja environment without access to Python's internals."""
-  import jinja2  # Training from records does without it.
+  import jinja2  # Training from records does not need it.
   from jinja2 import sandbox
 
   environment = sandbox.SandboxedEnvironment(undefined=jinja2.StrictUndefined)
+  # Published templates use these, which promptsource adds to Jinja.
   environment.globals['zip'] = zip
-  environment.filters['most_frequent'] = _most_frequent
+  environment.filters['most_frequent'] = statistics.multimode
   return environment
 
 
@@ -86,12 +92,6 @@ def _render_parts(
   """Renders a template and returns the parts that its '|||' divide."""
   template = environment.from_string(jinja.replace(_BETWEEN, _MARK))
   return [part.strip() for part in template.render(row).split(_MARK)]
-
-
-def _most_frequent(items: Sequence[Any]) -> list[Any]:
-  """Returns the most frequent items, in order of appearance."""
-  most = max((items.count(item) for item in items), default=0)
-  return [item for item in dict.fromkeys(items) if items.count(item) == most]
 
 
 class _Loader(yaml.SafeLoader):
@@ -108,31 +108,27 @@ def read_templates(path: str) -> list[Template]:
   """Reads the templates of a promptsource file, ordered by name.
 
   Raises:
-    UserError: the file cannot be read, or is none.
+    UserError: the file cannot be read, or has no templates.
   """
   try:
     content = yaml.load(paths.at(path).read_text(), _Loader)
-    found = [
+    templates = [
       Template(
-        one['name'],
-        one['jinja'],
-        one.get('answer_choices') or '',
-        bool(one.get('metadata', {}).get('original_task', True)),
+        fields['name'],
+        fields['jinja'],
+        # The file has `answer_choices: null` for none.
+        fields.get('answer_choices') or '',
+        bool(fields.get('metadata', {}).get('original_task', True)),
       )
-      for one in content['templates'].values()
+      for fields in content['templates'].values()
     ]
-  except (
-    OSError,
-    yaml.YAMLError,
-    KeyError,
-    TypeError,
-    AttributeError,
-  ) as error:
+  except _ERRORS as error:
     raise errors.UserError(
       f'{path} is not a file of prompt templates ({error!r:.200}); it must have'
       ' templates with a name and jinja, as promptsource writes them'
     ) from error
-  return sorted(found, key=lambda one: one.name)
+  # The file is keyed by random identifiers, which order nothing.
+  return sorted(templates, key=lambda template: template.name)
 
 
 @document_source.register('prompts')
@@ -151,27 +147,26 @@ class PromptSource(file_sources.FileSource):
     self._templates = read_templates(fields.text)
 
   def _documents(
-    self, name: str, data: bytes, path: str, offset: int
+    self, unit: file_sources.Unit
   ) -> Iterator[document_source.Entry]:
     for template in self._templates:
       # The part before '::' is held out: a line in all templates or in none.
-      place = f'{name}::{template.name.replace("::", ":_:")}'
-      yield (
-        place,
-        functools.partial(self._render, template, place, data, path, offset),
-      )
+      name = f'{unit.id}::{template.name.replace("::", ":_:")}'
+      yield name, functools.partial(self._render, template, unit, name)
 
   def _render(
-    self, template: Template, place: str, data: bytes, path: str, offset: int
+    self, template: Template, unit: file_sources.Unit, example_id: str
   ) -> str:
     try:
-      row = json.loads(data.decode('utf-8'))
-      pair = template.render(row, place)
+      row = json.loads(unit.data.decode('utf-8'))
+      pair = template.render(row, example_id)
     except Exception as error:  # Templates are a user's code.
+      location = self._line_location(unit.path, unit.offset)
       raise errors.UserError(
-        f'source {self.name!r}: {self._where(path, offset)}: the template'
-        f' {template.name!r} cannot be rendered ({error})'
+        f'source {self.name!r}: {location}: the template {template.name!r}'
+        f' cannot be rendered ({error})'
       ) from error
+    # `documents` drops a document without text.
     text = json.dumps(pair, ensure_ascii=False) if pair else ''
     return document_source.encodable(text)
 

@@ -5,8 +5,8 @@ source of every module of the standard library, except installed packages,
 tests, generated code and tables (`encodings`, `_sysconfigdata*`) and files
 that are not UTF-8. Documents are ordered by hashes of their ids, so that a
 capped prefix is a fair sample. `python:FILE` holds out exactly the topics and
-modules whose content's digest (`content_digest`) is a line of FILE: names and
-contents change between Python versions, and a model that was trained
+modules with a content digest (`content_digest`) that is a line of FILE: names
+and contents change between Python versions, and a model that was trained
 elsewhere is evaluated only on documents that it has not seen.
 
 This module imports neither TensorFlow nor SeqIO nor jax.
@@ -14,6 +14,7 @@ This module imports neither TensorFlow nor SeqIO nor jax.
 
 import ast
 from collections.abc import Iterator
+import functools
 import hashlib
 import pathlib
 import platform
@@ -24,6 +25,8 @@ from encdec_adapt.base import errors
 from encdec_adapt.data.sources import document_source
 from encdec_adapt.files import paths
 from encdec_adapt.objectives import randomness
+
+_DEFINITIONS = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def content_digest(text: str) -> str:
@@ -37,7 +40,9 @@ class PythonSource(document_source.Source):
 
   form = 'python[:FILE]'
 
-  _LEFT_OUT = frozenset(
+  # `encodings` are tables of characters, and `pydoc_data` has the topics, which
+  # are documents already.
+  _EXCLUDED = frozenset(
     ('site-packages', 'dist-packages', 'test', 'tests', 'idle_test')
     + ('encodings', 'pydoc_data', '__pycache__', '_bundled', 'lib-dynload')
   )
@@ -50,15 +55,16 @@ class PythonSource(document_source.Source):
     """
     super().__init__(name, max_bytes)
     self._root = pathlib.Path(sysconfig.get_path('stdlib'))
+    # A distribution's minimal Python lacks this module.
     try:
       from pydoc_data import topics  # Only this source needs 500 kB of text.
+
+      self._topics = topics.topics
     except ImportError:
-      topics = None
-    self._topics = topics.topics if topics else {}
+      self._topics = {}
+    files = (path.relative_to(self._root) for path in self._root.rglob('*.py'))
     self._modules = sorted(
-      path.relative_to(self._root).as_posix()
-      for path in self._root.rglob('*.py')
-      if self._wanted(path.relative_to(self._root))
+      path.as_posix() for path in files if not self._is_excluded(path)
     )
     if not self._topics or not self._modules:
       raise errors.UserError(
@@ -68,11 +74,11 @@ class PythonSource(document_source.Source):
       )
     path = self.name.partition(':')[2]
     self._held_out = self._read_list(path) if path else None
-    # A list says what is held out.
+    # Pieces are held out where no document is; with a list that is intended.
     self.divisible = self.divisible and self._held_out is None
 
   def _read_list(self, path: str) -> frozenset[str]:
-    """Returns the topics and modules whose contents a file lists."""
+    """Returns the topics and modules with a content digest in a file."""
     try:
       digests = set(paths.at(path).read_text().split())
     except OSError as error:
@@ -81,7 +87,7 @@ class PythonSource(document_source.Source):
         f' be read ({error.strerror or error})'
       ) from None
     contents = {f'topic/{name}': text for name, text in self._topics.items()}
-    contents |= {name: _python(self._root / name) for name in self._modules}
+    contents |= zip(self._modules, self.modules(), strict=True)
     return frozenset(
       name for name, text in contents.items() if content_digest(text) in digests
     )
@@ -89,7 +95,7 @@ class PythonSource(document_source.Source):
   def in_split(
     self, document_id: str, split: str, eval_fraction: float, seed: int
   ) -> bool:
-    """Returns whether a document belongs to `split`, by the list if given."""
+    """Returns whether a document belongs to `split`, by the list if any."""
     if self._held_out is None:
       return super().in_split(document_id, split, eval_fraction, seed)
     group = document_id.rpartition('::')[0] or document_id
@@ -100,9 +106,10 @@ class PythonSource(document_source.Source):
     for module in self._modules:
       yield _python(self._root / module)
 
-  def _wanted(self, path: pathlib.Path) -> bool:
-    return not (
-      self._LEFT_OUT.intersection(path.parts)
+  def _is_excluded(self, path: pathlib.Path) -> bool:
+    # The last two are generated when Python is built, for its platform.
+    return bool(
+      self._EXCLUDED.intersection(path.parts)
       or path.name.startswith('_sysconfigdata')
       or path.parts[0].startswith('config-')
     )
@@ -111,22 +118,28 @@ class PythonSource(document_source.Source):
     self, shard_index: int = 0, num_shards: int = 1
   ) -> Iterator[document_source.Entry]:
     """Yields every n-th document; a capped source is read by all shards."""
-    entries = []
-    seen = set()
-    for topic, text in sorted(self._topics.items()):
-      if text not in seen:  # Some topics are the same page under two names.
-        entries.append((f'topic/{topic}', lambda text=text: text))
-      seen.add(text)
+    # Some topics are the same page under two names, of which the first in
+    # alphabetical order counts: the last that a dictionary is given.
+    topics = {
+      text: topic for topic, text in sorted(self._topics.items(), reverse=True)
+    }
+    entries = [
+      (f'topic/{topic}', functools.partial(str, text))
+      for text, topic in topics.items()
+    ]
     for module in self._modules:
       path = self._root / module
-      entries.append(
-        (f'{module}::docstrings', lambda p=path: _docstrings(_python(p)))
-      )
-      entries.append((f'{module}::source', lambda p=path: _python(p)))
+      entries += [
+        (f'{module}::docstrings', lambda p=path: _docstrings(_python(p))),
+        (f'{module}::source', functools.partial(_python, path)),
+      ]
+    # Python's own `hash` differs between processes.
     entries.sort(key=lambda entry: randomness.digest('order', entry[0]))
     return self._every(entries, shard_index, num_shards)
 
   def _content(self) -> Iterator[object]:
+    # Contents follow from the version, except for modules that a distribution
+    # patches or leaves out: names and sizes find those without reading.
     yield platform.python_version()
     yield from sorted(self._held_out or ())
     yield from sorted(self._topics)
@@ -148,19 +161,16 @@ def _docstrings(source: str) -> str:
   """Returns a module's docstrings under their names, like `pydoc`'s pages."""
   parts = []
 
-  def visit(node, prefix):
+  def visit(node, name=''):
+    is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     text = ast.get_docstring(node)
     if text:
-      parts.append(f'{prefix}\n\n{text}' if prefix else text)
-    for child in node.body:
-      if isinstance(child, ast.ClassDef):
-        visit(child, f'{prefix}.{child.name}'.lstrip('.'))
-      elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
-        name = f'{prefix}.{child.name}'.lstrip('.')
-        text = ast.get_docstring(child)
-        if text:
-          arguments = ast.unparse(child.args)
-          parts.append(f'{name}({arguments})\n\n{text}')
+      heading = f'{name}({ast.unparse(node.args)})' if is_function else name
+      parts.append(f'{heading}\n\n{text}' if heading else text)
+    # Functions inside of functions cannot be imported: pydoc omits them, too.
+    for child in () if is_function else node.body:
+      if isinstance(child, _DEFINITIONS):
+        visit(child, f'{name}.{child.name}'.lstrip('.'))
 
   try:
     with warnings.catch_warnings():
@@ -168,5 +178,6 @@ def _docstrings(source: str) -> str:
       tree = ast.parse(source)
   except SyntaxError:  # lib2to3 and others carry Python 2 on purpose.
     return ''
-  visit(tree, '')
+  visit(tree)
+  # An escape in a docstring may be a lone surrogate.
   return document_source.encodable('\n\n\n'.join(parts) + '\n' if parts else '')

@@ -1,7 +1,9 @@
 """Imports TensorFlow without the lines it prints while it starts.
 
-TensorFlow 2.21 writes of missing GPUs and CPU features to stderr before any
+TensorFlow 2.21 writes about missing GPUs and CPU features to stderr before any
 level of logging applies. TensorFlow only reads text here, so they mislead.
+
+This module imports TensorFlow only when `import_quietly` is called.
 """
 
 from collections.abc import Iterator
@@ -16,33 +18,37 @@ from types import ModuleType
 def import_quietly(name: str) -> ModuleType:
   """Imports a module that imports TensorFlow.
 
-  What is written to stderr meanwhile is shown only if the import fails.
+  Output to stderr is shown only if the import fails.
   """
+  # TensorFlow reads this once, when it is loaded.
   os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')
   if 'tensorflow' in sys.modules:
     return importlib.import_module(name)
-  with _stderr_held_back():
+  with _captured_stderr():
     module = importlib.import_module(name)
     import tensorflow as tf
 
-    # TensorFlow would take all memory of a GPU. (The first query prints, too.)
+    # TensorFlow would allocate all memory of a GPU, which JAX may need. The
+    # first query of devices prints, too, so it belongs to this block.
     tf.config.set_visible_devices([], 'GPU')
     return module
 
 
 @contextlib.contextmanager
-def _stderr_held_back() -> Iterator[None]:
-  """Holds back what C++ code writes to stderr; shows it after an exception."""
+def _captured_stderr() -> Iterator[None]:
+  """Captures stderr of C++ code too, and prints it after an exception."""
+  # Python's buffer would otherwise be written into the file, and be lost.
   sys.stderr.flush()
-  kept = os.dup(2)
+  # C++ writes to descriptor 2 itself: replacing `sys.stderr` has no effect.
+  stderr_copy = os.dup(2)
   with tempfile.TemporaryFile() as file:
     os.dup2(file.fileno(), 2)
     try:
       yield
     except BaseException:
       file.seek(0)
-      os.write(kept, file.read())
+      os.write(stderr_copy, file.read())
       raise
     finally:
-      os.dup2(kept, 2)
-      os.close(kept)
+      os.dup2(stderr_copy, 2)
+      os.close(stderr_copy)

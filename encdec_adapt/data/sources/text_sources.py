@@ -6,8 +6,8 @@
 |                          | (`python_source`)                              |
 | python:FILE              | the same, with a list of held-out documents    |
 | text:GLOB                | each file that matches is one document         |
-| text:GLOB#paragraphs     | each paragraph (between empty lines) is one    |
-| text:GLOB#lines          | each line that is not empty is one             |
+| text:GLOB#paragraphs     | each paragraph (between empty lines)           |
+| text:GLOB#lines          | each line that is not empty                    |
 | jsonl:GLOB               | each line's field `text`                       |
 | jsonl:GLOB#FIELD         | each line's field FIELD                        |
 | pairs:GLOB#INPUTS,TARGETS| each line's fields INPUTS and TARGETS          |
@@ -25,12 +25,12 @@
 The text of a pair, a conversation or a labelled example is JSON: a list of two
 texts, of the messages, or of a list of texts and a label. They feed the
 objectives `pairs` and `chat` (`objectives/supervised.py`), and `classify` and
-`tag` (`objectives/labelled.py`), all others the rest.
+`tag` (`objectives/labelled.py`); texts feed all other objectives.
 
 A GLOB may be in a bucket: gs://BUCKET/FOLDER/*.jsonl. A shard of the records
 reads its share of the files (`data/sources/file_sources.py`) or of a TFDS
-dataset. The source `python`, and whatever is cut into pieces, is scanned by
-every shard.
+dataset. The source `python`, and documents that are cut into pieces, are
+scanned by every shard.
 
 A user's module adds a source: a subclass of `document_source.Source` that it
 registers under a new kind (`document_source.register`). It is named in
@@ -54,8 +54,9 @@ from encdec_adapt.data.sources import (
 
 # Each registers its sources when it is imported.
 _MODULES = (file_sources, prompt_source, python_source, tfds_source)
-# SeqIO's tasks are no class here: importing theirs would bring TensorFlow into
-# training processes, and their features show only when they are read.
+# SeqIO's tasks have no class among them: importing it would bring TensorFlow
+# into training processes. Their features show only when they are read, so that
+# either kind of documents is possible before.
 SEQIO = 'seqio:'
 _SEQIO_KINDS = frozenset(('text', 'pairs'))
 _SEQIO_REVISIONS = ('ids of examples have the task, the split and the file',)
@@ -72,7 +73,7 @@ def open_source(
     modules: the user's modules that register sources, separated by commas.
 
   Raises:
-    UserError: the name has no known form, or has no documents.
+    UserError: the name has no known form, or the source cannot be opened.
   """
   return _find(name, modules)(name, max_bytes)
 
@@ -113,13 +114,14 @@ def import_modules(modules: str) -> None:
       ) from error
 
 
-def _find(name: str, modules: str = '') -> type[document_source.Source]:
-  """Returns the class of a source that is no SeqIO task."""
-  kinds = document_source.registered()
+def _find(name: str, modules: str) -> type[document_source.Source]:
+  """Returns the class of a source other than a SeqIO task."""
+  kinds = document_source.KINDS
   kind, _, details = name.partition(':')
   if kind not in kinds:
-    # Not before: modules of SeqIO tasks bring TensorFlow.
+    # Only now, since modules of SeqIO tasks import TensorFlow.
     import_modules(modules)
+  # A form such as 'text:GLOB' needs text behind the colon, 'python[:FILE]' not.
   if kind not in kinds or (
     not details and kinds[kind].form.startswith(f'{kind}:')
   ):

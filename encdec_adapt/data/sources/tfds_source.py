@@ -40,9 +40,11 @@ class TfdsSource(document_source.Source):
         ' NAME may end in :VERSION, or be the folder of a prepared version'
       )
     dataset, self._split, self._field = match.groups(default='text')
-    import tensorflow_datasets as tfds  # Brings TensorFlow.
+    # Not at the top, as it imports TensorFlow.
+    import tensorflow_datasets as tfds
 
     try:
+      # A version's folder needs no code of its dataset, which may be a user's.
       if os.path.isdir(dataset):
         self._builder = tfds.builder_from_directory(dataset)
       else:
@@ -69,6 +71,7 @@ class TfdsSource(document_source.Source):
       return self._every(self._read(self._split), shard_index, num_shards)
     if shard_index >= self._examples:
       return iter(())  # TFDS refuses an empty slice.
+    # Files outside of a slice are not opened.
     return self._read(tfds.even_splits(self._split, num_shards)[shard_index])
 
   def _read(self, split: Any) -> Iterator[document_source.Entry]:
@@ -84,13 +87,11 @@ class TfdsSource(document_source.Source):
     )
     for row in tfds.as_numpy(rows):
       name = row['tfds_id'].decode().replace('::', ':_:')
-      text = row[self._field]
-      yield (
-        name,
-        functools.partial(document_source.decode, text, self.name, name),
-      )
+      arguments = row[self._field], self.name, name
+      yield name, functools.partial(document_source.decode, *arguments)
 
   def _content(self) -> Iterator[object]:
+    # A version of a dataset never changes, by TFDS's rules.
     yield self._builder.info.full_name
     yield self._examples
     yield self._field

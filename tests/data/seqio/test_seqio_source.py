@@ -63,10 +63,10 @@ def _open(name, pairs=True):
 
 def test_a_task_gives_pairs_or_text():
   (part,) = _open('seqio:foreign_small')
-  found = list(part.source.documents())
-  assert len(found) == 100
-  assert json.loads(found[3].text) == ['question small 3', 'answer 3']
-  assert found[3].id == 'foreign_small:train:0:3'
+  documents = list(part.source.documents())
+  assert len(documents) == 100
+  assert json.loads(documents[3].text) == ['question small 3', 'answer 3']
+  assert documents[3].id == 'foreign_small:train:0:3'
   (part,) = _open('seqio:foreign_small:train', pairs=False)
   assert next(part.source.documents()).text == 'answer 0'
   assert part.source.fingerprint() == part.source.fingerprint()
@@ -88,23 +88,23 @@ def test_shards_read_the_files_of_a_task(tmp_path):
     output_features={},
   )
   (part,) = _open('seqio:foreign_lines', pairs=False)
-  whole = {one.id: one.text for one in part.source.documents()}
-  assert whole['foreign_lines:train:2:line 3'] == 'file 2 line 3'
-  assert len(whole) == 10
+  texts = {doc.id: doc.text for doc in part.source.documents()}
+  assert texts['foreign_lines:train:2:line 3'] == 'file 2 line 3'
+  assert len(texts) == 10
   for shards in (2, 3, 8):
-    found = [
-      (one.id, one.text)
+    divided = [
+      (doc.id, doc.text)
       for i in range(shards)
-      for one in part.source.documents(None, i, shards)
+      for doc in part.source.documents(None, i, shards)
     ]
-    assert sorted(found) == sorted(whole.items())
+    assert sorted(divided) == sorted(texts.items())
 
 
 def test_features_that_are_not_encoded_are_read_as_they_are():
   (part,) = mixtures.open_parts(
     'seqio:foreign_raw', seqio_modules='foreign_tasks', skip_bad=True
   )
-  assert [one.text for one in part.source.documents()] == ['one', 'three']
+  assert [doc.text for doc in part.source.documents()] == ['one', 'three']
   assert part.source.skipped == 1
   (part,) = _open('seqio:encdec_adapt_causal_lm', pairs=False)
   with pytest.raises(errors.UserError, match='needs the lengths'):
@@ -114,7 +114,7 @@ def test_features_that_are_not_encoded_are_read_as_they_are():
 def test_a_mixture_loses_nothing_and_has_its_rates():
   parts = _open('seqio:foreign_mix')
   draw = mixtures.Draw('train', 0.0, seed=0)
-  ids = [{one.id for one in part.documents(draw)} for part in parts]
+  ids = [{doc.id for doc in part.documents(draw)} for part in parts]
   assert len(set.union(*ids)) == 1000
   drawn = {
     part.source.name: (part.rate, len(names))

@@ -10,16 +10,8 @@ import pytest
 from encdec_adapt.base import errors
 from encdec_adapt.data.making import shard_jobs
 from encdec_adapt.data.records import record_sets, record_writing
-from encdec_adapt.data.sources import (
-  document_source,
-  mixtures,
-  text_sources,
-)
-from encdec_adapt.objectives import (
-  framing,
-  parsing,
-  randomness,
-)
+from encdec_adapt.data.sources import document_source, mixtures, text_sources
+from encdec_adapt.objectives import framing, parsing, randomness
 from encdec_adapt.tokenizers import vocabulary_pair, vocabulary_training
 
 seqio = pytest.importorskip('seqio')
@@ -33,8 +25,8 @@ LENGTHS = framing.Lengths(24, 24)
 @pytest.fixture(scope='module')
 def folder(tmp_path_factory) -> pathlib.Path:
   folder = tmp_path_factory.mktemp('text')
-  found = text_sources.open_source('python').documents()
-  for i, document in enumerate(itertools.islice(found, 15)):
+  documents = text_sources.open_source('python').documents()
+  for i, document in enumerate(itertools.islice(documents, 15)):
     text = document.text[:700] + ' <unused0> \u2581'
     (folder / f'{i:02d}\u00e9.txt').write_text(text + '\0\0')
   return folder
@@ -42,7 +34,7 @@ def folder(tmp_path_factory) -> pathlib.Path:
 
 @pytest.fixture(scope='module')
 def vocabulary(folder):
-  source = text_sources.open_source(f'text:{folder}/*.txt')
+  source = _source(folder)
   return vocabulary_training.train_vocabulary(
     (document.text for document in source.documents()),
     folder / 'v.model',
@@ -86,18 +78,18 @@ def _key(pair):
 
 @pytest.mark.parametrize('objective', ['prefix_lm', 'ul2'])
 def test_examples_are_what_the_parts_make(folder, vocabulary, objective):
-  made = parsing.parse_one(objective).make(LENGTHS, vocabulary)
+  maker = parsing.parse_one(objective).make(LENGTHS, vocabulary)
   part = mixtures.Part(_source(folder), 1.0)
   expected = []
   for document in part.source.documents():
     if document_source.in_split(document.id, 'train', 0.3, 3):
-      expected += made.examples(
+      expected += maker.examples(
         [(document.id, vocabulary.encode(document.text))],
         functools.partial(randomness.generator, 3, 0, part.source.name),
       )
-  found = _examples(part, vocabulary, objective)
-  assert len(found) > 64
-  assert [_key(example.pair) for example in found] == [
+  examples = _examples(part, vocabulary, objective)
+  assert len(examples) > 64
+  assert [_key(example.pair) for example in examples] == [
     _key(pair) for pair in expected
   ]
   # Records do not depend on the number of shards.
@@ -112,12 +104,12 @@ def test_examples_are_what_the_parts_make(folder, vocabulary, objective):
 
 def test_concatenated_windows_are_keyed_by_the_shard(folder, vocabulary):
   part = mixtures.Part(_source(folder), 1.0)
-  first, again, other = (
+  first, repeated, second = (
     [_key(e.pair) for e in _examples(part, vocabulary, 'ul2_published', i, 2)]
     for i in (0, 0, 1)
   )
-  assert first == again and {key[0] for key in first}.isdisjoint(
-    {key[0] for key in other}
+  assert first == repeated and {key[0] for key in first}.isdisjoint(
+    {key[0] for key in second}
   )
   assert any(len(documents) > 1 for documents, *_ in first)
 
@@ -127,11 +119,11 @@ def test_weights_draw_documents_again_with_other_splits(folder, vocabulary):
     mixtures.Part(_source(folder), 2.0), vocabulary, 'prefix_lm_uniform'
   )
   half = len(twice) // 2
-  once, again = (
-    [_key(example.pair)[1:] for example in some]
-    for some in (twice[:half], twice[half:])
+  first, second = (
+    [_key(example.pair)[1:] for example in draw]
+    for draw in (twice[:half], twice[half:])
   )
-  assert sum(a != b for a, b in zip(once, again, strict=True)) > 30
+  assert sum(a != b for a, b in zip(first, second, strict=True)) > 30
 
 
 def test_a_task_is_an_ordinary_seqio_task(folder, vocabulary):
@@ -153,7 +145,7 @@ def test_a_task_is_an_ordinary_seqio_task(folder, vocabulary):
 
 def test_objectives_are_preprocessors_of_other_tasks(vocabulary):
   task = seqio.Task(
-    'somebodys_own',
+    'foreign',
     source=seqio.FunctionDataSource(
       lambda split, shuffle_files, seed=None: (
         tf.data.Dataset.from_tensor_slices(
@@ -169,11 +161,8 @@ def test_objectives_are_preprocessors_of_other_tasks(vocabulary):
     ],
     output_features=seqio_tasks.features(vocabulary),
   )
-  rows = list(
-    task.get_dataset(
-      {'inputs': 64, 'targets': 64}, shuffle=False
-    ).as_numpy_iterator()
-  )
+  dataset = task.get_dataset({'inputs': 64, 'targets': 64}, shuffle=False)
+  rows = list(dataset.as_numpy_iterator())
   texts = [vocabulary.decode(row['targets']) for row in rows]
   assert texts == ['one two three four', 'five six seven']
   assert [row['documents'] for row in rows] == [b'0', b'1']
@@ -188,19 +177,13 @@ def test_shipped_tasks_are_registered():
   lengths = {'inputs': 64, 'targets': 32}
   row = next(task.get_dataset(lengths, shuffle=False).as_numpy_iterator())
   assert len(row['inputs']) <= 63 and len(row['targets'])
-  found = seqio.TaskRegistry.names()
+  names = seqio.TaskRegistry.names()
   for name in parsing.NAMES:
     text = name not in ('denoise', 'pairs', 'chat', 'classify', 'tag')
-    assert (f'encdec_adapt_{name}' in found) == text
+    assert (f'encdec_adapt_{name}' in names) == text
   mixture = seqio.get_mixture_or_task('encdec_adapt_prefix_lm_and_ul2')
-  assert (
-    next(
-      mixture.get_dataset(
-        {'inputs': 64, 'targets': 64}, shuffle=False
-      ).as_numpy_iterator()
-    )['inputs'].dtype
-    == np.int32
-  )
+  dataset = mixture.get_dataset({'inputs': 64, 'targets': 64}, shuffle=False)
+  assert next(dataset.as_numpy_iterator())['inputs'].dtype == np.int32
 
 
 def test_seqio_vocabulary_has_our_ids(vocabulary):
@@ -247,17 +230,17 @@ def test_tfds_is_a_source(vocabulary, tmp_path):
   assert len({document.id for document in documents}) == 7
   assert documents == list(text_sources.open_source(name).documents())
   assert source.fingerprint() == text_sources.open_source(name).fingerprint()
-  read = seqio_tasks.documents(
+  documents_read = seqio_tasks.documents(
     mixtures.Part(source, 1.0), _draw(eval_fraction=0.0), 0, 1
   )
-  assert list(read) == documents
+  assert list(documents_read) == documents
   for shards in (2, 9):  # By index, also where some have none.
     divided = [source.documents(None, i, shards) for i in range(shards)]
     assert list(itertools.chain(*divided)) == documents
   capped = text_sources.open_source(name, max_bytes=82)
   halves = [list(capped.documents(None, i, 2)) for i in (0, 1)]
-  assert sorted(one.id for one in itertools.chain(*halves)) == sorted(
-    one.id for one in documents[:4]
+  assert sorted(doc.id for doc in itertools.chain(*halves)) == sorted(
+    doc.id for doc in documents[:4]
   )
   with pytest.raises(
     errors.UserError, match=r"is no feature 'text' but \['body'"
@@ -286,8 +269,8 @@ def test_what_reading_raises_comes_through(tmp_path):
   )
   with pytest.raises(errors.UserError, match='line 2, is not a JSON object'):
     list(seqio_tasks.documents(part, _draw(eval_fraction=0.0), 0, 1))
-  # TensorFlow, which would log tracebacks, sees no error, unless a task of a
-  # user's own reads the documents.
+  # TensorFlow, which would log tracebacks, sees no error, unless a user's
+  # task reads the documents.
   source = seqio_tasks.DocumentSource(part, _draw(eval_fraction=0.0))
   assert not list(source.batches(None, raises=False))
   assert 'line 2, is not a JSON object' in str(source.failure)

@@ -2,11 +2,7 @@
 
 import json
 
-from encdec_adapt.data.sources import (
-  contamination,
-  mixtures,
-  text_sources,
-)
+from encdec_adapt.data.sources import contamination, mixtures, text_sources
 from encdec_adapt.data.sources.document_source import Document
 
 
@@ -24,8 +20,8 @@ def test_a_text_is_kept_where_it_comes_first(tmp_path):
   left_out = contamination.duplicates(parts)
   parts = mixtures.open_parts(f'{first} + {second}', left_out=left_out)
   draw = mixtures.Draw('train', 0.0, seed=0)
-  found = [one.text for part in parts for one in part.documents(draw)]
-  assert found == ['x', 'y']
+  texts = [doc.text for part in parts for doc in part.documents(draw)]
+  assert texts == ['x', 'y']
 
 
 def test_runs_of_thirteen_words_are_found(tmp_path):
@@ -66,4 +62,4 @@ def test_pairs_and_conversations_are_searched_as_text(tmp_path):
     for part in mixtures.open_parts(name.format(tmp_path))
     for document in part.source.documents()
   ]
-  assert [one.text for one in plain] == [f'x\n{text}', text, text, text]
+  assert [doc.text for doc in plain] == [f'x\n{text}', text, text, text]

@@ -42,8 +42,8 @@ def test_jsonl_lines_are_documents(tmp_path):
     document_source.Document('a:_:b.jsonl:25', 'tw\ufffdo'),
   ]
   _write(tmp_path, **{'other.json': '{"body": "b", "text": "t"}'})
-  other = text_sources.open_source(f'jsonl:{tmp_path}/*.json#body')
-  assert [document.text for document in other.documents()] == ['b']
+  source = text_sources.open_source(f'jsonl:{tmp_path}/*.json#body')
+  assert [document.text for document in source.documents()] == ['b']
 
 
 def test_files_of_a_bucket_are_as_those_of_a_disk(tmp_path, bucket, store):
@@ -54,11 +54,11 @@ def test_files_of_a_bucket_are_as_those_of_a_disk(tmp_path, bucket, store):
   paths.write(f'{bucket}/other/a.jsonl', b'{"text": "elsewhere"}')
   for glob in ('*.jsonl', '**/*.jsonl', 'b/x.jsonl', '?.txt', '[ab].*'):
     kind = 'jsonl' if 'jsonl' in glob else 'text'
-    here, there = (
+    on_disk, in_bucket = (
       list(text_sources.open_source(f'{kind}:{root}/{glob}').documents())
       for root in (tmp_path, f'{bucket}/text')
     )
-    assert here and here == there, glob
+    assert on_disk and on_disk == in_bucket, glob
   source = text_sources.open_source(f'jsonl:{bucket}/text/*.jsonl')
   first = source.fingerprint()
   requests = len(store.requests)
@@ -76,8 +76,8 @@ def test_files_of_a_bucket_are_as_those_of_a_disk(tmp_path, bucket, store):
 def test_only_what_is_wanted_is_read(tmp_path):
   _write(tmp_path, a='a', b=b'\xff not UTF-8', c='c')
   source = text_sources.open_source(f'text:{tmp_path}/*')
-  kept = source.documents(lambda name: name != 'b')
-  assert [document.id for document in kept] == ['a', 'c']
+  documents = source.documents(lambda name: name != 'b')
+  assert [document.id for document in documents] == ['a', 'c']
   with pytest.raises(errors.UserError, match='b, is not UTF-8 .byte 0'):
     list(source.documents())
 
@@ -141,7 +141,7 @@ def test_only_the_byte_order_mark_of_a_file_is_dropped(tmp_path):
     ('#lines', ['x', '\ufeffx', '\ufeff']),
   ):
     documents = text_sources.open_source(f'text:{file}{unit}').documents()
-    assert [one.text for one in documents] == texts
+    assert [doc.text for doc in documents] == texts
   lines = text_lines.read(str(file)).values()
   assert '|'.join(lines) == 'x|\ufeffx||\ufeff'
   # In a string U+FEFF is text; outside of one it is not JSON.
@@ -183,7 +183,7 @@ def test_paragraphs_and_lines_of_a_file_are_documents(tmp_path):
 
   def texts(unit):
     source = text_sources.open_source(f'text:{file}#{unit}')
-    return [(one.id, one.text) for one in source.documents()]
+    return [(doc.id, doc.text) for doc in source.documents()]
 
   assert texts('paragraphs') == [
     ('a.txt:1', ' one\ntwo '),
@@ -202,11 +202,11 @@ def test_paragraphs_and_lines_of_a_file_are_documents(tmp_path):
 
 def _documents(name, max_bytes=0, shards=1):
   """The documents of all shards, each opened by itself."""
-  found = []
+  documents = []
   for i in range(shards):
     source = text_sources.open_source(name, max_bytes)
-    found += source.documents(None, i, shards)
-  return found
+    documents += source.documents(None, i, shards)
+  return documents
 
 
 @hypothesis.settings(deadline=None, max_examples=150)
@@ -223,20 +223,20 @@ def test_shards_divide_files(files, unit, shards, max_bytes):
     for i, text in enumerate(files):
       (pathlib.Path(folder) / str(i)).write_bytes(b'.' + text.encode())
     name = f'text:{folder}/*{unit}'
-    whole = _documents(name)
+    documents = _documents(name)
     # No document is lost, in two shards or elsewhere named otherwise.
-    assert _documents(name, shards=shards) == whole
-    assert len({one.id for one in whole}) == len(whole)
+    assert _documents(name, shards=shards) == documents
+    assert len({doc.id for doc in documents}) == len(documents)
     ends = {'': r'\Z', '#lines': '\n', '#paragraphs': r'\n\s*\n'}[unit]
     parts = itertools.chain(*(re.split(ends, '.' + text) for text in files))
-    stripped = [one.text.strip() for one in whole]
+    stripped = [doc.text.strip() for doc in documents]
     assert stripped == [part.strip() for part in parts if part.strip()]
     try:
       capped = _documents(name, max_bytes)
     except errors.UserError:
       capped = []
-    assert capped == whole[: len(capped)]
-    assert sum(len(one.text.encode()) for one in capped) <= max_bytes
+    assert capped == documents[: len(capped)]
+    assert sum(len(doc.text.encode()) for doc in capped) <= max_bytes
     assert _documents(name, max_bytes, shards) == capped
 
 
@@ -244,5 +244,5 @@ def test_a_shard_reads_its_range_of_a_bucket(tmp_path, bucket, store):
   lines = [json.dumps({'text': f'{i} ' * 200_000}) for i in range(30)]
   paths.write(f'{bucket}/a.jsonl', '\n'.join(lines).encode())
   name = f'jsonl:{bucket}/a.jsonl'
-  whole = _documents(name)
-  assert _documents(name, shards=4) == whole and len(whole) == 30
+  documents = _documents(name)
+  assert _documents(name, shards=4) == documents and len(documents) == 30

@@ -6,11 +6,7 @@ import itertools
 import pytest
 
 from encdec_adapt.base import errors
-from encdec_adapt.data.sources import (
-  document_source,
-  mixtures,
-  text_sources,
-)
+from encdec_adapt.data.sources import document_source, mixtures, text_sources
 
 COUNT = 300
 
@@ -83,8 +79,8 @@ def test_fractions_draw_other_documents_in_each_pass(folder):
   second = _texts(_part(folder, 0.25), pass_index=1)
   assert len(second) == pytest.approx(COUNT / 4, abs=25)
   # A quarter of the first are drawn again; all or none would be a pattern.
-  again = len(set(first) & set(second)) / len(first)
-  assert again == pytest.approx(0.25, abs=0.15)
+  repeated = len(set(first) & set(second)) / len(first)
+  assert repeated == pytest.approx(0.25, abs=0.15)
   # More weight adds documents and leaves those that were drawn.
   assert set(first) < set(_texts(_part(folder, 0.5)))
   counts = collections.Counter(_texts(_part(folder, 1.25)))
@@ -92,14 +88,14 @@ def test_fractions_draw_other_documents_in_each_pass(folder):
 
 
 def test_shards_divide_what_is_drawn(folder):
-  whole = _texts(_part(folder, 1.5))
+  texts = _texts(_part(folder, 1.5))
   for shards in (2, 3):
     parts = [
       text for i in range(shards) for text in _texts(
         _part(folder, 1.5), i, shards
       )
     ]  # fmt: skip
-    assert sorted(parts) == sorted(whole)
+    assert sorted(parts) == sorted(texts)
 
 
 def test_held_out_documents_are_drawn_once_at_most(folder):
@@ -130,8 +126,8 @@ def test_the_fingerprint_is_of_all_sources_and_caps(folder):
     for caps in ({}, {'max_bytes': 49}, {'max_bytes': 50})
   }
   assert len(prints) == 3
-  one = mixtures.open_parts(f'jsonl:{folder}/a.jsonl')
-  assert mixtures.fingerprint(one) == one[0].source.fingerprint()
+  parts = mixtures.open_parts(f'jsonl:{folder}/a.jsonl')
+  assert mixtures.fingerprint(parts) == parts[0].source.fingerprint()
 
 
 def test_pieces_of_a_few_documents_are_held_out(tmp_path):
@@ -145,15 +141,17 @@ def test_pieces_of_a_few_documents_are_held_out(tmp_path):
   )
   assert 0 < len(held_out) < 0.3 * len(train)
   assert all(
-    one.id.split(':')[0] in ('a.txt', 'b.txt', 'c.txt') for one in train
+    doc.id.split(':')[0] in ('a.txt', 'b.txt', 'c.txt') for doc in train
   )
-  assert min(len(one.text) for one in held_out) < 4200
+  assert min(len(doc.text) for doc in held_out) < 4200
   # Every word is on one side, and nothing is lost.
-  whole = sorted(''.join(one.text for one in [*train, *held_out]))
-  assert whole == sorted(''.join(text.replace('word', name) for name in 'abc'))
+  characters = sorted(''.join(doc.text for doc in [*train, *held_out]))
+  assert characters == sorted(
+    ''.join(text.replace('word', name) for name in 'abc')
+  )
   # Where a document is held out, documents stay whole.
   names = {
-    one.id for one in part.documents(mixtures.Draw('train', 0.9, seed=1))
+    doc.id for doc in part.documents(mixtures.Draw('train', 0.9, seed=1))
   }
   assert names <= {'a.txt', 'b.txt', 'c.txt'}
 
@@ -176,7 +174,7 @@ def test_a_long_text_without_empty_lines_is_cut(tmp_path, line, end):
     draw = mixtures.Draw(split, 0.2, seed=4)
     documents = list(part.documents(draw, shard, 3))
     assert documents
-    pieces |= {int(one.id.split(':')[1]): one.text for one in documents}
+    pieces |= {int(doc.id.split(':')[1]): doc.text for doc in documents}
   texts = [pieces[i] for i in range(1, len(pieces) + 1)]
   assert ''.join(texts) == text
   assert all(x.endswith(end) and 4000 <= len(x) < 12_000 for x in texts[:-1])
@@ -192,4 +190,4 @@ def test_texts_with_empty_lines_are_cut_there(tmp_path):
   (tmp_path / 'a.txt').write_text(''.join(parts))
   source = text_sources.open_source(f'text:{tmp_path}/*.txt')
   pieces = document_source.Pieces(source).documents()
-  assert [one.text for one in pieces] == parts
+  assert [doc.text for doc in pieces] == parts

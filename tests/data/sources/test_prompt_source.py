@@ -36,17 +36,15 @@ def files(tmp_path):
 
 def test_every_row_in_every_template(files):
   source = text_sources.open_source(files)
-  found = {one.id: json.loads(one.text) for one in source.documents()}
-  assert found.pop('rows.jsonl:0::second') == ['A, B?', 'No']
+  pairs = {doc.id: json.loads(doc.text) for doc in source.documents()}
+  assert pairs.pop('rows.jsonl:0::second') == ['A, B?', 'No']
   # Label -1 gives no targets in the second template, so it is no example.
-  assert set(found) == {'rows.jsonl:0::first', 'rows.jsonl:33::first'}
-  inputs, targets = found['rows.jsonl:0::first']
+  assert set(pairs) == {'rows.jsonl:0::first', 'rows.jsonl:33::first'}
+  inputs, targets = pairs['rows.jsonl:0::first']
   assert inputs in ('x B', 'y B') and targets == '2'
-  again = text_sources.open_source(files).documents()
-  assert {
-    one.id: json.loads(one.text) for one in again
-  }.items() >= found.items()
-  assert source.fingerprint() == text_sources.open_source(files).fingerprint()
+  reread = text_sources.open_source(files)
+  assert [*reread.documents()] == [*source.documents()]
+  assert source.fingerprint() == reread.fingerprint()
 
 
 def test_bars_in_a_row_are_text(tmp_path):
@@ -80,8 +78,8 @@ def test_published_templates_render(request, tmp_path):
   shared = pathlib.Path(request.config.rootpath).parent / 'shared' / 'data'
   templates = shared / 'templates_promptsource' / 'templates'
   rows = shared / 'eval_superglue' / 'RTE' / 'train.jsonl'
-  found = sorted(templates.glob('super_glue__rte*.yaml'))
-  if not found or not rows.is_file():
+  files = sorted(templates.glob('super_glue__rte*.yaml'))
+  if not files or not rows.is_file():
     pytest.skip('the published templates are not on this machine')
   # The templates take labels as numbers.
   labels = ('entailment', 'not_entailment')
@@ -89,7 +87,7 @@ def test_published_templates_render(request, tmp_path):
   numbered = [line | {'label': labels.index(line['label'])} for line in lines]
   file = tmp_path / 'rte.jsonl'
   file.write_text('\n'.join(map(json.dumps, numbered)))
-  source = text_sources.open_source(f'prompts:{file}#{found[0]}')
-  pairs = [json.loads(one.text) for one in source.documents()]
+  source = text_sources.open_source(f'prompts:{file}#{files[0]}')
+  pairs = [json.loads(doc.text) for doc in source.documents()]
   assert len(pairs) == 32 * 10
   assert {pair[1].lower() for pair in pairs} >= {'yes', 'no'}

@@ -28,10 +28,12 @@ def test_python_has_topics_docstrings_and_sources(python_documents):
 
 
 def test_python_is_the_same_again(python_documents):
-  again = text_sources.open_source('python', max_bytes=1_500_000)
-  assert list(again.documents()) == python_documents
-  assert again.fingerprint() == again.fingerprint()
-  assert again.fingerprint() != text_sources.open_source('python').fingerprint()
+  source = text_sources.open_source('python', max_bytes=1_500_000)
+  assert list(source.documents()) == python_documents
+  assert source.fingerprint() == source.fingerprint()
+  assert (
+    source.fingerprint() != text_sources.open_source('python').fingerprint()
+  )
 
 
 def test_docstrings_are_read_without_importing():
