@@ -11,7 +11,12 @@ from encdec_adapt.base import errors, keys
 from encdec_adapt.data.records import record_sets, row_rates
 from encdec_adapt.data.sources import mixtures, text_sources
 from encdec_adapt.files import paths
-from encdec_adapt.objectives import definition, denoising, framing, parsing
+from encdec_adapt.objectives import (
+  definition,
+  denoising,
+  framing,
+  objective_names,
+)
 from encdec_adapt.tokenizers import vocabulary_pair
 
 # A path that starts with this is below the work directory.
@@ -170,7 +175,7 @@ class DataConfig:
   @functools.cached_property
   def objectives(self) -> tuple[definition.Objective, ...]:
     """The objectives that share the training rows."""
-    return parsing.parse(self.objective)
+    return objective_names.parse(self.objective)
 
   def in_workdir(self, workdir: str) -> 'DataConfig':
     """Returns the section with the paths of a job's work directory."""

@@ -22,7 +22,7 @@ from encdec_adapt.base import errors
 from encdec_adapt.inference import decoding, quantization, sampling
 from encdec_adapt.inference import engine as engine_lib
 from encdec_adapt.models import base_model, build
-from encdec_adapt.models import cache as caches
+from encdec_adapt.models import kv_cache as caches
 
 # Added to scores of hypotheses that do not count: below every score. The value
 # is that of transformers, as comparisons with it decide when a search ends.

@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 from encdec_adapt.inference import lengths, quantization
 from encdec_adapt.inference import sampling as sampling_lib
 from encdec_adapt.models import base_model, build
-from encdec_adapt.models import cache as caches
+from encdec_adapt.models import kv_cache as caches
 from encdec_adapt.ops import partition
 from encdec_adapt.sharding import compiler
 from encdec_adapt.sharding import rules as rules_lib

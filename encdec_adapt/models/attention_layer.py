@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from encdec_adapt.models import cache as caches
 from encdec_adapt.models import execution, layers, model_config
+from encdec_adapt.models import kv_cache as caches
 from encdec_adapt.ops import attention, masks, partition, rope
 
 # Dimensions of the kernels.

@@ -15,7 +15,6 @@ from jax import numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from encdec_adapt.models import architecture as architectures
-from encdec_adapt.models import cache as caches
 from encdec_adapt.models import (
   execution,
   expert_layer,
@@ -24,6 +23,7 @@ from encdec_adapt.models import (
   parameters,
   stack,
 )
+from encdec_adapt.models import kv_cache as caches
 
 Params = Mapping[str, Any]
 Tokens = Int[Array, 'B L']

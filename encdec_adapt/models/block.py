@@ -15,7 +15,7 @@ from encdec_adapt.models import (
   layers,
   model_config,
 )
-from encdec_adapt.models import cache as caches
+from encdec_adapt.models import kv_cache as caches
 from encdec_adapt.ops import partition
 
 # Parts of a block that only a decoder with cross-attention has, and the

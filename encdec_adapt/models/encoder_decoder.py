@@ -16,7 +16,7 @@ from encdec_adapt.models import (
   layers_index,
   model_config,
 )
-from encdec_adapt.models import cache as caches
+from encdec_adapt.models import kv_cache as caches
 
 Params = base_model.Params
 

@@ -18,7 +18,7 @@ from encdec_adapt.models import (
   layers,
   model_config,
 )
-from encdec_adapt.models import cache as caches
+from encdec_adapt.models import kv_cache as caches
 from encdec_adapt.ops import masks, rope
 
 Tokens = Int[Array, 'B L']

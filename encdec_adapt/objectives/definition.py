@@ -1,11 +1,11 @@
 """Objectives: the examples made of a document, and their fields in a row.
 
-An `Objective` is parsed from `config.data.objective` (`parsing.parse`) and
-answers every question about itself. `Objective.make` gives the maker of
+An `Objective` is parsed from `config.data.objective` (`objective_names.parse`)
+and answers every question about itself. `Objective.make` gives the maker of
 examples for rows of given lengths and a vocabulary: an `ExampleMaker` of
-`windows`, `denoising`, `noising`, `supervised` or `labelled`. The
-answers are attributes and methods of these classes. A module of this kind lists
-its names in `OBJECTIVES`.
+`windows`, `denoising`, `noising`, `supervised` or `labelled`. The answers are
+attributes and methods of these classes. A module of this kind lists its names
+in `OBJECTIVES`.
 
 This module imports neither TensorFlow nor SeqIO nor jax.
 """

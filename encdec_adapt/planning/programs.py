@@ -20,8 +20,8 @@ from encdec_adapt.data import data_section
 from encdec_adapt.evaluation.measures import perplexity
 from encdec_adapt.inference import decoding
 from encdec_adapt.models import build, execution, model_config
-from encdec_adapt.models import cache as caches
 from encdec_adapt.models import forward_flops as formula
+from encdec_adapt.models import kv_cache as caches
 from encdec_adapt.objectives import framing
 from encdec_adapt.ops import partition
 from encdec_adapt.sharding import compiler, layout_report, placement

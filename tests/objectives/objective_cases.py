@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from encdec_adapt.objectives import framing, parsing
+from encdec_adapt.objectives import framing, objective_names
 from tests import gemma_ids
 
 EOS = gemma_ids.EOS
@@ -33,14 +33,14 @@ def vocabulary(sentinels=96, **changes):
 
 def make(name, encoder, decoder, *, sentinels=96, **options):
   """Makes an objective for rows of these lengths."""
-  return parsing.parse_one(name).make(
+  return objective_names.parse_one(name).make(
     framing.Lengths(encoder, decoder), vocabulary(sentinels), **options
   )
 
 
 def make_fitting(name, length=48, **options):
   """Makes an objective for rows with the sides that it fills."""
-  feeds = parsing.parse_one(name).feeds
+  feeds = objective_names.parse_one(name).feeds
   lengths = [length * (feeds in (x, 'pair')) for x in ('encoder', 'decoder')]
   return make(name, *lengths, **options)
 

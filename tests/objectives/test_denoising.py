@@ -4,7 +4,11 @@ import numpy as np
 import pytest
 
 from encdec_adapt.base import errors
-from encdec_adapt.objectives import denoising, framing, parsing
+from encdec_adapt.objectives import (
+  denoising,
+  framing,
+  objective_names,
+)
 from tests.objectives import objective_cases as cases
 from tests.objectives.objective_cases import TEXT, A, B, C, R, S, X
 
@@ -185,8 +189,12 @@ def test_limit_segment_ends_windows_before_sentinels_run_out():
 
 def test_extend_vocabulary_uses_new_sentinels_only():
   name, lengths = 'denoise:-:3:0.5', framing.Lengths(40, 40)
-  needed = parsing.parse_one(name).added_sentinels('extend_vocabulary', lengths)
-  assert parsing.parse_one(name).added_sentinels('recycle', lengths) == 0
+  needed = objective_names.parse_one(name).added_sentinels(
+    'extend_vocabulary', lengths
+  )
+  assert (
+    objective_names.parse_one(name).added_sentinels('recycle', lengths) == 0
+  )
   objective = cases.make(
     name, 40, 40, sentinels=3 + needed, sentinel_policy='extend_vocabulary'
   )
@@ -201,5 +209,7 @@ def test_vocabularies_without_sentinels_are_refused():
   bare = cases.vocabulary(0, mode_ids={})
   for name in ('ul2', 'span_corruption'):
     with pytest.raises(errors.UserError, match='no sentinels and mode tokens'):
-      parsing.parse_one(name).make(framing.Lengths(64, 64), bare)
-  parsing.parse_one('denoise:-:uniform').make(framing.Lengths(64, 64), bare)
+      objective_names.parse_one(name).make(framing.Lengths(64, 64), bare)
+  objective_names.parse_one('denoise:-:uniform').make(
+    framing.Lengths(64, 64), bare
+  )

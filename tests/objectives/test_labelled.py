@@ -8,7 +8,7 @@ import pytest
 
 from encdec_adapt.base import errors
 from encdec_adapt.data.sources import text_sources
-from encdec_adapt.objectives import framing, parsing
+from encdec_adapt.objectives import framing, objective_names
 
 # A token for every character.
 LETTERS = types.SimpleNamespace(
@@ -18,7 +18,7 @@ LETTERS = types.SimpleNamespace(
 
 def _make(name, length=16):
   lengths = framing.Lengths(length, 0)
-  return parsing.parse_one(name).make(lengths, LETTERS)
+  return objective_names.parse_one(name).make(lengths, LETTERS)
 
 
 def _pairs(objective, *contents):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from encdec_adapt.base import errors
-from encdec_adapt.objectives import framing, parsing
+from encdec_adapt.objectives import framing, objective_names
 from tests.objectives import objective_cases as cases
 from tests.objectives.objective_cases import EOS, MASK, STOP, TEXT
 
@@ -171,10 +171,12 @@ def test_meap_masks_its_share_of_short_windows_on_average():
 def test_special_tokens_that_are_missing_are_named():
   bare = cases.vocabulary(0, mask=None)
   with pytest.raises(errors.UserError, match='neither a mask token nor'):
-    parsing.parse_one('bart').make(framing.Lengths(9, 9), bare)
+    objective_names.parse_one('bart').make(framing.Lengths(9, 9), bare)
   # The last sentinel is the mask of a vocabulary that has none.
   some = cases.vocabulary(3, mask=None)
-  objective = parsing.parse_one('mass').make(framing.Lengths(9, 9), some)
+  objective = objective_names.parse_one('mass').make(
+    framing.Lengths(9, 9), some
+  )
   (pair,) = cases.pairs(objective, WINDOW[:6])
   assert (pair.inputs == cases.C).sum() == 3
   with pytest.raises(errors.UserError, match='add_sentinels to'):

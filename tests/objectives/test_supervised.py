@@ -9,7 +9,11 @@ import pytest
 import tokenizers
 
 from encdec_adapt.base import errors
-from encdec_adapt.objectives import framing, parsing, supervised
+from encdec_adapt.objectives import (
+  framing,
+  objective_names,
+  supervised,
+)
 from encdec_adapt.tokenizers import chat_format, special_ids, vocabulary_pair
 from tests import gemma_ids, tiny_tokenizers
 
@@ -24,7 +28,7 @@ def vocabulary(tmp_path_factory):
 
 
 def _make(vocabulary, name, encoder=64, decoder=96):
-  return parsing.parse_one(name).make(
+  return objective_names.parse_one(name).make(
     framing.Lengths(encoder, decoder), vocabulary
   )
 
@@ -166,7 +170,9 @@ def test_each_side_reads_pairs_and_chats_in_its_own_vocabulary(
 ):
   lengths = framing.Lengths(256, 96)
   pairs, chats = (
-    parsing.parse_one(name).make(lengths, qwen, encoder_vocabulary=vocabulary)
+    objective_names.parse_one(name).make(
+      lengths, qwen, encoder_vocabulary=vocabulary
+    )
     for name in ('pairs:separator=: ', 'chat')
   )
   (pair,) = _examples(pairs, ['one two', 'three'])
@@ -193,7 +199,7 @@ def test_turns_that_end_in_eos_are_framed(tmp_path):
     tiny_tokenizers.save(tmp_path, 'qwen', tiny_tokenizers.TEXTS, 600)
   )
   lengths = framing.Lengths(256, 96)
-  made = _examples(parsing.parse_one('chat').make(lengths, one), CHAT)
+  made = _examples(objective_names.parse_one('chat').make(lengths, one), CHAT)
   frame = special_ids.Framing(one.ids, one.ids)
   rows = framing.stack_rows(
     [framing.frame_row([pair], lengths, frame) for pair in made]
@@ -219,7 +225,10 @@ def test_a_copy_that_does_not_fit_leaves_the_example(vocabulary):
   ],
 )
 def test_held_out_rows_have_no_masks(text, plain):
-  assert parsing.for_evaluation(parsing.parse_one(text)).text == plain
+  assert (
+    objective_names.for_evaluation(objective_names.parse_one(text)).text
+    == plain
+  )
 
 
 @pytest.mark.parametrize(

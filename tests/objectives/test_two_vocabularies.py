@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from encdec_adapt.base import errors
-from encdec_adapt.objectives import framing, parsing
+from encdec_adapt.objectives import framing, objective_names
 from encdec_adapt.tokenizers import vocabulary_pair
 from tests import tiny_tokenizers
 
@@ -22,7 +22,7 @@ def opened(tmp_path_factory):
 
 
 def _split(opened, lengths=(64, 24), name='prefix_lm'):
-  return parsing.parse_one(name).make(
+  return objective_names.parse_one(name).make(
     framing.Lengths(*lengths),
     opened.decoder,
     encoder_vocabulary=opened.encoder,
@@ -120,4 +120,4 @@ def test_any_document(opened, text, lengths, name, turned):
 )
 def test_objectives_that_need_one_vocabulary_say_why(name, reason):
   with pytest.raises(errors.UserError, match=f'needs one vocabulary.*{reason}'):
-    parsing.parse_one(name).check_vocabularies()
+    objective_names.parse_one(name).check_vocabularies()

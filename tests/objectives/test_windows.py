@@ -7,7 +7,7 @@ import pytest
 
 from encdec_adapt.base import errors
 from encdec_adapt.data.making import packing
-from encdec_adapt.objectives import framing, parsing
+from encdec_adapt.objectives import framing, objective_names
 from tests import gemma_ids
 from tests.objectives import objective_cases as cases
 from tests.objectives.objective_cases import EOS, TEXT
@@ -152,7 +152,7 @@ _DIVIDED += 'span_corruption ul2 ul2_published ul2r t5gemma2'.split()
 _DIVIDED += 'prefix_lm_uniform reverse_prefix_lm'.split()
 _NAMES = [
   name
-  for name in parsing.NAMES
+  for name in objective_names.NAMES
   if name not in ('denoise', 'pairs', 'chat', 'classify', 'tag')
 ]
 
@@ -234,14 +234,14 @@ def test_refuses(arguments, message):
   'name',
   [
     n
-    for n in parsing.NAMES
-    if n != 'denoise' and parsing.parse_one(n).hidden_shares
+    for n in objective_names.NAMES
+    if n != 'denoise' and objective_names.parse_one(n).hidden_shares
   ],
 )
 def test_what_is_hidden_is_counted_and_is_what_is_asked(name):
   objective = cases.make_fitting(name, 200, sentinel_policy='recycle')
   cases.pairs(objective, np.arange(500, 1000).repeat(100))
-  asked = parsing.parse_one(name).hidden_shares
+  asked = objective_names.parse_one(name).hidden_shares
   counts = [
     [objective.counts[f'{noise}: {what}'] for noise in asked]
     for what in ('windows', 'tokens', 'hidden')
@@ -272,6 +272,6 @@ def test_what_is_hidden_is_counted_and_is_what_is_asked(name):
   ],
 )
 def test_texts_of_options_are_verbatim_or_in_quotes(text, names, separators):
-  parsed = parsing.parse(text)
+  parsed = objective_names.parse(text)
   assert [part.text for part in parsed] == names
   assert [part.separator for part in parsed] == separators

@@ -15,7 +15,7 @@ from encdec_adapt import config as config_lib
 from encdec_adapt.base import errors
 from encdec_adapt.data.making import packing
 from encdec_adapt.models import architecture, build, model_config
-from encdec_adapt.objectives import framing, parsing
+from encdec_adapt.objectives import framing, objective_names
 from tests import gemma_ids
 from tests.objectives import objective_cases
 from tests.training import conftest
@@ -39,8 +39,8 @@ CLASSIFIERS = MODELS | {
   )
   for kind, role in ROLES.items()
 }
-NAMES = [name for name in parsing.NAMES if name != 'denoise']
-TEXT = [n for n in NAMES if parsing.NAMES[n].maker.documents == 'text']
+NAMES = [name for name in objective_names.NAMES if name != 'denoise']
+TEXT = [n for n in NAMES if objective_names.NAMES[n].maker.documents == 'text']
 LENGTH, ROWS = 32, 4
 
 
@@ -77,7 +77,9 @@ def _rows(name, kind):
   framing.check_framing(
     framed,
     gemma_ids.FRAMING,
-    mask=objective_cases.MASK if parsing.parse_one(name).masks_inputs else None,
+    mask=objective_cases.MASK
+    if objective_names.parse_one(name).masks_inputs
+    else None,
     eos_inside=objective.concatenate,
   )
   return framed
@@ -90,7 +92,7 @@ def test_every_objective_trains(kind, trainers):
   first = trainer.init(trainer.where.place(model.init, jax.random.key(0)))
   for name in TEXT:
     try:
-      config_lib.check_kind(MODELS[kind], parsing.parse_one(name))
+      config_lib.check_kind(MODELS[kind], objective_names.parse_one(name))
     except errors.UserError:
       continue
     rows = _rows(name, kind)
@@ -140,8 +142,8 @@ def test_the_table_says_what_feeds_which_model(request):
     if match:
       *cells, predicts = match.groups()[1:]
       table[match[1]] = [bool(cell) for cell in cells]
-      assert predicts == parsing.NAMES[match[1]].predicts
-  assert set(table) == set(parsing.NAMES)
+      assert predicts == objective_names.NAMES[match[1]].predicts
+  assert set(table) == set(objective_names.NAMES)
   for name, cells in table.items():
     text = name if name != 'denoise' else 'denoise:R:3:0.15'
     models = MODELS
@@ -149,7 +151,7 @@ def test_the_table_says_what_feeds_which_model(request):
       text, models = f'{name}:labels=a|b', CLASSIFIERS
     for kind, cell in zip(kinds, cells, strict=True):
       if cell:
-        config_lib.check_kind(models[kind], parsing.parse_one(text))
+        config_lib.check_kind(models[kind], objective_names.parse_one(text))
       else:
         with pytest.raises(errors.UserError, match='feeds models of kind'):
-          config_lib.check_kind(models[kind], parsing.parse_one(text))
+          config_lib.check_kind(models[kind], objective_names.parse_one(text))

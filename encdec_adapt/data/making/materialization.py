@@ -31,7 +31,7 @@ from encdec_adapt.data.records import (
 )
 from encdec_adapt.data.sources import contamination, mixtures
 from encdec_adapt.files import paths
-from encdec_adapt.objectives import parsing
+from encdec_adapt.objectives import objective_names
 from encdec_adapt.telemetry import progress
 from encdec_adapt.tokenizers import vocabulary_pair, vocabulary_training
 
@@ -122,7 +122,7 @@ def materialize_sets(
   opened = choice.open()
   described = opened.describe()
   for spec, _ in sets:
-    for objective in parsing.parse(spec.objective):
+    for objective in objective_names.parse(spec.objective):
       # Refuses lengths and vocabularies before any text is read.
       shard_jobs.make_maker(spec, objective, opened)
   # Before the locks, which make the folders: a wrong source leaves no trace.
@@ -252,7 +252,7 @@ def list_parts(spec: record_sets.RecordSpec) -> list[record_sets.Part]:
   """
   return [
     record_sets.Part(objective.text, part.source.name, part.rate)
-    for objective in parsing.parse(spec.objective)
+    for objective in objective_names.parse(spec.objective)
     for part in shard_jobs.open_sources(spec, objective)
   ]
 
@@ -261,7 +261,7 @@ def _all_sources(spec: record_sets.RecordSpec) -> list[mixtures.Part]:
   """Opens every source of a set once."""
   sources = {
     part.source.name: part
-    for objective in parsing.parse(spec.objective)
+    for objective in objective_names.parse(spec.objective)
     for part in shard_jobs.open_sources(spec, objective)
   }
   return list(sources.values())
@@ -328,7 +328,7 @@ def summary(manifest: Mapping[str, Any]) -> str:
 
 def _hidden(part: Mapping[str, Any]) -> list[str]:
   """Compares the hidden tokens of a part with the shares of its objective."""
-  requested = parsing.parse_one(part['objective']).hidden_shares
+  requested = objective_names.parse_one(part['objective']).hidden_shares
   windows = sum(part.get(f'{noise}: windows', 0) for noise in requested)
   lines = []
   for noise, (share, hidden) in requested.items():

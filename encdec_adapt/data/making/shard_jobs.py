@@ -22,7 +22,12 @@ from encdec_adapt.data.making import packing, token_cache
 from encdec_adapt.data.records import record_sets, record_writing
 from encdec_adapt.data.sources import mixtures, tensorflow_import
 from encdec_adapt.files import paths
-from encdec_adapt.objectives import definition, framing, parsing, randomness
+from encdec_adapt.objectives import (
+  definition,
+  framing,
+  objective_names,
+  randomness,
+)
 from encdec_adapt.tokenizers import vocabulary_pair
 
 
@@ -175,9 +180,9 @@ def read_examples(job: ShardJob) -> Iterable[Example]:
   gc.freeze()
   gc.set_threshold(100_000)
   spec, opened = job.spec, job.choice.open()
-  objective = parsing.parse_one(job.part.objective)
+  objective = objective_names.parse_one(job.part.objective)
   if spec.split == 'eval':
-    objective = parsing.for_evaluation(objective)
+    objective = objective_names.for_evaluation(objective)
   maker = make_maker(spec, objective, opened)
   maker.skips_bad = spec.bad_documents == 'skip'
   draw = make_draw(spec, job.key.pass_index)

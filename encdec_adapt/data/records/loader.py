@@ -220,8 +220,8 @@ def _frame(
   # All rows in a single call: ArrayRecord reads its shards in parallel.
   numbers = [row for row in rows if row != row_order.FILLER]
   content = iter(_read(record_set, numbers, prefix_offset))
-  # Objectives of a set declare the same fields (`parsing.parse`), and so the
-  # first can frame the rows of all.
+  # Objectives of a set declare the same fields (`objective_names.parse`), and
+  # so the first can frame the rows of all.
   frame = record_set.spec.objectives[0].maker.frame
   framed = [
     frame(

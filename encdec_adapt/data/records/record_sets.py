@@ -35,7 +35,12 @@ from encdec_adapt.base import errors
 from encdec_adapt.data.records import record_copy, row_codec
 from encdec_adapt.data.sources import mixtures, text_sources
 from encdec_adapt.files import paths
-from encdec_adapt.objectives import definition, framing, noising, parsing
+from encdec_adapt.objectives import (
+  definition,
+  framing,
+  noising,
+  objective_names,
+)
 from encdec_adapt.tokenizers import special_ids, vocabulary
 
 # Version of rows, file names, windows, packing and manifest. A change to a
@@ -105,10 +110,10 @@ class RecordSpec:
   @functools.cached_property
   def objectives(self) -> tuple[definition.Objective, ...]:
     """The objectives of the rows, those of held-out rows without masks."""
-    objectives = parsing.parse(self.objective)
+    objectives = objective_names.parse(self.objective)
     if self.split != 'eval':
       return objectives
-    return tuple(map(parsing.for_evaluation, objectives))
+    return tuple(map(objective_names.for_evaluation, objectives))
 
   @property
   def changes(self) -> dict[str, tuple[str, ...]]:

@@ -38,7 +38,12 @@ import tensorflow as tf
 
 from encdec_adapt.base import errors
 from encdec_adapt.data.sources import document_source, mixtures, text_sources
-from encdec_adapt.objectives import definition, framing, parsing, randomness
+from encdec_adapt.objectives import (
+  definition,
+  framing,
+  objective_names,
+  randomness,
+)
 from encdec_adapt.tokenizers import vocabulary as vocabulary_lib
 from encdec_adapt.tokenizers import vocabulary_pair
 
@@ -260,7 +265,7 @@ def make_pairs(
     sequence_length: length of 'inputs' and 'targets' in tokens; 0 or no entry
       for a side that the objective does not fill.
     output_features: 'inputs' and 'targets' with a vocabulary of ours.
-    objective: name of the objective (`objectives/parsing.py`).
+    objective: name of the objective (`objectives/objective_names.py`).
     sentinels: policy for sentinels (`objectives/denoising.py`).
     source: name of the source; part of the key of all random draws.
     seed: seed of all random draws.
@@ -271,7 +276,7 @@ def make_pairs(
     'weights', of the length of the targets or empty; and 'documents', the ids
     of the documents.
   """
-  parsed = parsing.parse_one(objective)
+  parsed = objective_names.parse_one(objective)
   if parsed.documents != 'text' or not sequence_length:
     raise errors.UserError(
       f'make_pairs with objective {objective!r} and sequence_length'
@@ -411,7 +416,7 @@ def register() -> None:
   vocabulary = vocabulary_pair.open_vocabulary(
     vocabulary_pair.BYTES, added_sentinels=_SENTINELS
   )
-  for name, entry in parsing.NAMES.items():
+  for name, entry in objective_names.NAMES.items():
     # `denoise` is nothing without the mixture of noises that its options list.
     if name == 'denoise' or entry.maker.documents != 'text':
       continue

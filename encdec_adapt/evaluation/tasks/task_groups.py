@@ -17,7 +17,7 @@ import statistics
 from typing import Any
 
 from encdec_adapt.base import errors
-from encdec_adapt.cluster import distributed, program_limits
+from encdec_adapt.cluster import code_limits, distributed
 from encdec_adapt.conversion import model_in_memory, model_on_disk
 from encdec_adapt.evaluation.results import results_store
 from encdec_adapt.evaluation.tasks import prompted_task, task_files
@@ -177,7 +177,7 @@ class Task:
       adapter.follow()
       return []
     try:
-      with program_limits.allowed(self.allow_code):
+      with code_limits.allowed(self.allow_code):
         task = self.content
         if isinstance(task, prompted_task.PromptedTask):
           scored = adapter.score_choices(list(task.pairs()), task.separator)

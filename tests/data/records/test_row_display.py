@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from encdec_adapt.data.records import row_display
-from encdec_adapt.objectives import framing, parsing
+from encdec_adapt.objectives import framing, objective_names
 from encdec_adapt.tokenizers import vocabulary_pair
 
 
@@ -19,7 +19,7 @@ def test_special_tokens_weights_and_documents_are_shown():
     weights=np.array([1, 1, 0], np.float32),
     documents=('x.txt', 'y.txt'),
   )
-  spec = SimpleNamespace(objectives=parsing.parse('prefix_lm'))
+  spec = SimpleNamespace(objectives=objective_names.parse('prefix_lm'))
   record_set = SimpleNamespace(read=lambda rows: [[pair]], spec=spec)
   opened = vocabulary_pair.Opened(vocabulary, vocabulary)
   plain = row_display.describe(record_set, opened, [7], colour=False)

@@ -11,7 +11,11 @@ from encdec_adapt.base import errors
 from encdec_adapt.data.making import shard_jobs
 from encdec_adapt.data.records import record_sets, record_writing
 from encdec_adapt.data.sources import document_source, mixtures, text_sources
-from encdec_adapt.objectives import framing, parsing, randomness
+from encdec_adapt.objectives import (
+  framing,
+  objective_names,
+  randomness,
+)
 from encdec_adapt.tokenizers import vocabulary_pair, vocabulary_training
 
 seqio = pytest.importorskip('seqio')
@@ -78,7 +82,7 @@ def _key(pair):
 
 @pytest.mark.parametrize('objective', ['prefix_lm', 'ul2'])
 def test_examples_are_what_the_parts_make(folder, vocabulary, objective):
-  maker = parsing.parse_one(objective).make(LENGTHS, vocabulary)
+  maker = objective_names.parse_one(objective).make(LENGTHS, vocabulary)
   part = mixtures.Part(_source(folder), 1.0)
   expected = []
   for document in part.source.documents():
@@ -178,7 +182,7 @@ def test_shipped_tasks_are_registered():
   row = next(task.get_dataset(lengths, shuffle=False).as_numpy_iterator())
   assert len(row['inputs']) <= 63 and len(row['targets'])
   names = seqio.TaskRegistry.names()
-  for name in parsing.NAMES:
+  for name in objective_names.NAMES:
     text = name not in ('denoise', 'pairs', 'chat', 'classify', 'tag')
     assert (f'encdec_adapt_{name}' in names) == text
   mixture = seqio.get_mixture_or_task('encdec_adapt_prefix_lm_and_ul2')

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from encdec_adapt.base import errors
-from encdec_adapt.cluster import program_limits
+from encdec_adapt.cluster import code_limits
 from encdec_adapt.conversion import pretrained_files
 from encdec_adapt.evaluation.measures import log_likelihoods
 from encdec_adapt.evaluation.tasks import task_groups as tasks
@@ -254,10 +254,10 @@ def test_rolling_scores_every_token_once(models, monkeypatch):
 def test_generated_programs_are_a_local_task(models, tmp_path):
   """A task file may name a function of the user's, which runs programs."""
   (tmp_path / 'code.py').write_text(
-    'from encdec_adapt.cluster import program_limits\n'
+    'from encdec_adapt.cluster import code_limits\n'
     'def check(doc, answers):\n'
     '  program = doc["start"] + "\\n" + doc["test"]\n'
-    '  return {"pass": float(program_limits.passes(program))}\n'
+    '  return {"pass": float(code_limits.passes(program))}\n'
   )
   content = _content(
     *('code', 'code', 'generate_until', 'pass'),
@@ -321,21 +321,21 @@ def test_a_task_of_the_hub_is_not_lost_to_one_with_templates(monkeypatch):
 
 def test_programs_run_apart_and_only_when_asked_for(tmp_path):
   with pytest.raises(errors.UserError, match='give --allow_code'):
-    program_limits.passes('pass')
-  with program_limits.allowed(True):
-    assert program_limits.passes('assert sum([1, 2]) == 3')
-    assert not program_limits.passes('assert sum([1, 2]) == 4')
-    assert not program_limits.passes('while True: pass', seconds=1)
-    assert not program_limits.passes('x = bytearray(1 << 31)', megabytes=512)
+    code_limits.passes('pass')
+  with code_limits.allowed(True):
+    assert code_limits.passes('assert sum([1, 2]) == 3')
+    assert not code_limits.passes('assert sum([1, 2]) == 4')
+    assert not code_limits.passes('while True: pass', seconds=1)
+    assert not code_limits.passes('x = bytearray(1 << 31)', megabytes=512)
     place = tmp_path / 'written'
-    program_limits.passes(f'open({str(place)!r}, "wb").write(b"x" * (2 << 20))')
+    code_limits.passes(f'open({str(place)!r}, "wb").write(b"x" * (2 << 20))')
     assert place.stat().st_size <= 1 << 20
     # Neither an early exit nor a child outlives the tests.
-    assert not program_limits.passes('import sys; sys.exit(0)')
-    assert not program_limits.passes('import os; os._exit(0)')
+    assert not code_limits.passes('import sys; sys.exit(0)')
+    assert not code_limits.passes('import os; os._exit(0)')
     late = tmp_path / 'late'
     child = f'import time; time.sleep(1); open({str(late)!r}, "w")'
-    program_limits.passes(
+    code_limits.passes(
       f'import subprocess, sys; subprocess.Popen([sys.executable, "-c",'
       f' {child!r}])'
     )
@@ -343,7 +343,7 @@ def test_programs_run_apart_and_only_when_asked_for(tmp_path):
     assert not late.exists()
     # Not within this process's folder or environment.
     program = 'import os; assert not os.listdir() and len(os.environ) < 4'
-    assert program_limits.passes(program)
+    assert code_limits.passes(program)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from encdec_adapt.models import build, layers_index, model_config
-from encdec_adapt.models import cache as caches
+from encdec_adapt.models import kv_cache as caches
 from tests import toy_models
 
 LLAMA = dict(
