@@ -238,11 +238,13 @@ class Name:
     maker: class of its maker.
     predicts: description of the targets, for the table in configs/README.md.
     preset: options that the name stands for.
+    parse: parses the text after the name to options, if it is no list of them.
   """
 
   maker: type[ExampleMaker]
   predicts: str
   preset: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  parse: Callable[[str], dict[str, Any]] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -497,8 +497,10 @@ OBJECTIVES = {
     'R:3:0.15 + X:12:0.5 + X:32:0.15 + X:32:0.5 + S:suffix:0.75@4',
     "T5Gemma 2's five denoisers",
   ),
-  # The text after its colon is the mixture, not options.
+  # Plus signs divide noises, where commas divide the options of others.
   'denoise': definition.Name(
-    Denoising, 'any mixture: `denoise:R:3:0.15 + S:uniform@4`'
+    Denoising,
+    'any mixture: `denoise:R:3:0.15 + S:uniform@4`',
+    parse=lambda text: {'mixture': parse_mixture(text)},
   ),
 }

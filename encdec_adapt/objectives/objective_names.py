@@ -28,7 +28,7 @@ import pkgutil
 
 from encdec_adapt import objectives
 from encdec_adapt.base import errors, option_strings
-from encdec_adapt.objectives import definition, denoising
+from encdec_adapt.objectives import definition
 
 
 def _names() -> dict[str, definition.Name]:
@@ -49,7 +49,6 @@ def _names() -> dict[str, definition.Name]:
 
 
 NAMES: Mapping[str, definition.Name] = _names()
-_MIXTURE = 'denoise'
 _LABEL = 'config.data.objective'
 
 
@@ -118,9 +117,8 @@ def _parse_objective(text: str) -> definition.Objective:
   if name not in NAMES:
     raise head.error(f'must be one of {", ".join(NAMES)}')
   maker, options = NAMES[name].maker, dict(NAMES[name].preset)
-  # Plus signs divide noises, where commas divide the options of others.
-  if name == _MIXTURE:
-    options['mixture'] = denoising.parse_mixture(remainder.text)
+  if NAMES[name].parse:
+    options = NAMES[name].parse(remainder.text)
     return definition.Objective(text, maker, options)
   for entry in filter(None, part.options()):
     key, value = entry.partition('=')

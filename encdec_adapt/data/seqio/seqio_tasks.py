@@ -417,8 +417,8 @@ def register() -> None:
     vocabulary_pair.BYTES, added_sentinels=_SENTINELS
   )
   for name, entry in objective_names.NAMES.items():
-    # `denoise` is nothing without the mixture of noises that its options list.
-    if name == 'denoise' or entry.maker.documents != 'text':
+    # A name that is parsed by itself, as `denoise` is, is nothing alone.
+    if entry.parse or entry.maker.documents != 'text':
       continue
     seqio.TaskRegistry.add(
       f'encdec_adapt_{name}',
