@@ -130,7 +130,7 @@ def _reporting(
     return part
 
   return {
-    path: dataclasses.replace(array, read=functools.partial(read, array))
+    path: dataclasses.replace(array, read_part=functools.partial(read, array))
     for path, array in arrays.items()
   }
 

@@ -260,11 +260,12 @@ class Engine:
     indices = {self.submit(requests[i]): i for i in order}
 
     def report(number: int, tokens: np.ndarray) -> None:
-      if on_tokens is not None:
-        on_tokens(indices[number], tokens)
+      on_tokens(indices[number], tokens)
 
+    # Without a callback and stop strings, devices decode until a row ends.
+    callback = None if on_tokens is None else report
     while self.busy:
-      for number, completion in self.step(report):
+      for number, completion in self.step(callback):
         yield indices[number], completion
 
   def step(
