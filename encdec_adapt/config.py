@@ -21,7 +21,7 @@ from encdec_adapt.data import data_section
 from encdec_adapt.files import atomic, paths
 from encdec_adapt.models import architecture as architectures
 from encdec_adapt.models import execution, model_config, model_section
-from encdec_adapt.objectives import definition
+from encdec_adapt.objectives import example_maker
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import rules as rules_lib
 from encdec_adapt.training import (
@@ -274,7 +274,7 @@ def load_run(workdir: str) -> Settings:
 
 
 def check_kind(
-  model: model_config.ModelConfig, objective: definition.Objective
+  model: model_config.ModelConfig, objective: example_maker.Objective
 ) -> None:
   """Checks that a model reads the rows of an objective.
 

@@ -40,7 +40,11 @@ from encdec_adapt.conversion import (
   pretrained_files,
 )
 from encdec_adapt.files import append_log, disk, paths, text_lines
-from encdec_adapt.inference import beam_search, engine, pooled_states
+from encdec_adapt.inference import (
+  beam_search,
+  engine,
+  pooling,
+)
 from encdec_adapt.inference import sampling as sampling_lib
 from encdec_adapt.telemetry import progress
 from encdec_adapt.tokenizers import chat_format
@@ -124,7 +128,7 @@ define_flags = command.define(
   command.boolean('chat', "Take prompts as a user's turns and answer them."),
   command.choice(
     'embed',
-    list(pooled_states.POOLINGS),
+    list(pooling.POOLINGS),
     "Write the encoder's states instead: their mean, or that of the last"
     ' token.',
   ),
@@ -338,7 +342,7 @@ def _embed(
 ) -> Iterator[tuple[int, Result]]:
   """Embeds prompts and yields results; arguments as `_continue`."""
   indices = list(encoded)
-  embeddings = pooled_states.embed(
+  embeddings = pooling.embed(
     loaded.model,
     loaded.params,
     list(encoded.values()),

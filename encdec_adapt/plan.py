@@ -32,13 +32,13 @@ from encdec_adapt.base import errors
 from encdec_adapt.cli import command
 from encdec_adapt.files import atomic, disk
 from encdec_adapt.planning import (
-  analytic_model,
+  analytic_estimate,
   calibration,
   chips,
   hlo,
   plan_report,
+  plan_search,
   programs,
-  search,
   stored_plans,
 )
 from encdec_adapt.sharding import layout_report
@@ -135,7 +135,7 @@ def make(
     job = programs.Job.of(name, settings, mesh)
     plans[name] = _plan(job, slices)
     if not plans[name]['fits']:
-      plans[name] |= search.remedies(job, plans[name], slices)
+      plans[name] |= plan_search.remedies(job, plans[name], slices)
   return plans
 
 
@@ -162,8 +162,8 @@ def _plan(job: programs.Job, slices: chips.Slice) -> dict[str, Any]:
   copies = {'replicated': layout_report.replicated(program.rows())}
   # Only the compiler of TPUs runs on a machine without the devices.
   if slices.chip.kind == 'gpu':
-    arguments = analytic_model.Arguments.of(job, program)
-    return analytic_model.describe(job, slices, arguments) | copies
+    arguments = analytic_estimate.Arguments.of(job, program)
+    return analytic_estimate.describe(job, slices, arguments) | copies
   subject = f'program {job.name!r}, compiled for {slices.name} x {slices.count}'
   libtpu = f'libtpu {importlib.metadata.version("libtpu")}'
   try:
@@ -196,7 +196,9 @@ def _search(
   mesh = mesh_lib.make_mesh(
     mesh_lib.MeshConfig(replica=slices.count), chips.devices_of(slices)
   )
-  candidates = search.ranked(programs.Job.of('train', settings, mesh), slices)
+  candidates = plan_search.ranked(
+    programs.Job.of('train', settings, mesh), slices
+  )
   print(
     f'{len(candidates)} candidates may fit into {slices.name} x {slices.count}.'
     ' They have their own rows per chip: a job keeps its batch of'
@@ -207,7 +209,7 @@ def _search(
   if slices.chip.kind == 'gpu':
     candidates = [c for c in candidates if c.plan['fits']]
   candidates = candidates[: values.search]
-  print(search.text(candidates))
+  print(plan_search.text(candidates))
   fit = []
   for i, candidate in enumerate(candidates):
     start = time.monotonic()
@@ -229,7 +231,7 @@ def _search(
       f' {" ".join(candidate.flags)}',
       flush=True,
     )
-  print(search.text(fit) if fit else 'none of these fits; try --search=N')
+  print(plan_search.text(fit) if fit else 'none of these fits; try --search=N')
   print(calibration.text(calibration.table()))
   return 0 if fit else DOES_NOT_FIT
 

@@ -21,7 +21,7 @@ from encdec_adapt.conversion import (
 from encdec_adapt.files import atomic, lazy_array, paths
 from encdec_adapt.huggingface import (
   config_json,
-  flax_layout,
+  flax_folder,
   new_folder,
   tensor_folder,
 )
@@ -93,10 +93,10 @@ def _open_flax(
     model = config_json.model_from_raw(raw, values.model)[0]
   else:
     # Such a folder has arrays only; shapes tell the released models apart.
-    model = flax_layout.released_model(folder.arrays, str(path))
+    model = flax_folder.released_model(folder.arrays, str(path))
   model = model_on_disk.with_window(model, values.encoder_window, str(path))
   model = model_config.with_vocab_multiple(model, values.vocab_multiple)
-  source = flax_layout.FlaxModel(folder.arrays, folder.read, model, str(path))
+  source = flax_folder.FlaxModel(folder.arrays, folder.read, model, str(path))
   choice = model_on_disk.vocabularies_in(path)
   return model_on_disk.StoredModel(
     path, model, choice, source.arrays, unused=source.unused

@@ -12,8 +12,8 @@ from encdec_adapt.data.records import record_sets, row_rates
 from encdec_adapt.data.sources import mixtures, text_sources
 from encdec_adapt.files import paths
 from encdec_adapt.objectives import (
-  definition,
   denoising,
+  example_maker,
   framing,
   objective_names,
 )
@@ -173,7 +173,7 @@ class DataConfig:
       )
 
   @functools.cached_property
-  def objectives(self) -> tuple[definition.Objective, ...]:
+  def objectives(self) -> tuple[example_maker.Objective, ...]:
     """The objectives that share the training rows."""
     return objective_names.parse(self.objective)
 

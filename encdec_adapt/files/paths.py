@@ -25,7 +25,7 @@ differ in kind:
 - records, headers of weights and a cache of tokens need local files
   (`data.records.record_copy`, `huggingface.tensor_folder`,
   `data.making.shard_jobs`), and remote workers reach buckets only
-  (`data.making.beam_jobs`).
+  (`data.making.pipeline_jobs`).
 
 Buckets are reached through etils.epath and gcsfs, whether TensorFlow is
 installed or not; arrays are Orbax's and TensorStore's. This module must not

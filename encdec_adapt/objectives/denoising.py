@@ -63,7 +63,11 @@ from typing import Any
 import numpy as np
 
 from encdec_adapt.base import errors, option_strings
-from encdec_adapt.objectives import definition, framing, windows
+from encdec_adapt.objectives import (
+  example_maker,
+  framing,
+  windows,
+)
 from encdec_adapt.tokenizers import vocabulary as vocabulary_lib
 
 _FEW = 1000  # Up to this many, a permutation is faster than a choice.
@@ -474,10 +478,10 @@ def insert(
   return result
 
 
-def _preset(mixture: str, predicts: str, **preset: Any) -> definition.Name:
+def _preset(mixture: str, predicts: str, **preset: Any) -> example_maker.Name:
   """Returns the entry of a named mixture."""
   preset |= {'mixture': parse_mixture(mixture)}
-  return definition.Name(Denoising, predicts, preset)
+  return example_maker.Name(Denoising, predicts, preset)
 
 
 _UL2_SPANS = 'R:3:0.15 + R:8:0.15 + X:3:0.5 + X:8:0.5 + X:64:0.15 + X:64:0.5'
@@ -498,7 +502,7 @@ OBJECTIVES = {
     "T5Gemma 2's five denoisers",
   ),
   # Plus signs divide noises, where commas divide the options of others.
-  'denoise': definition.Name(
+  'denoise': example_maker.Name(
     Denoising,
     'any mixture: `denoise:R:3:0.15 + S:uniform@4`',
     parse=lambda text: {'mixture': parse_mixture(text)},

@@ -22,15 +22,19 @@ import json
 import numpy as np
 
 from encdec_adapt.base import errors, option_strings
-from encdec_adapt.objectives import definition, framing, supervised
+from encdec_adapt.objectives import (
+  example_maker,
+  framing,
+  supervised,
+)
 from encdec_adapt.tokenizers import vocabulary as vocabulary_lib
 
 
-class Classify(definition.ExampleMaker):
+class Classify(example_maker.ExampleMaker):
   """Texts with a common label; see the module's docstring."""
 
   options = {
-    'labels': definition.Option(
+    'labels': example_maker.Option(
       lambda text: tuple(option_strings.unquote(text).split('|')),
       'labels=LABEL|LABEL, in quotes where a label has a comma',
     ),
@@ -160,9 +164,9 @@ class Tag(Classify):
 
 
 OBJECTIVES = {
-  'classify': definition.Name(
+  'classify': example_maker.Name(
     Classify,
     'a label for one or several texts (`labels:` sources), at the last token',
   ),
-  'tag': definition.Name(Tag, 'a label for each word, at its first token'),
+  'tag': example_maker.Name(Tag, 'a label for each word, at its first token'),
 }

@@ -58,7 +58,7 @@ are M where the model reads them; targets are the window, all with weight:
 |                    | `span` tokens (1; the paper tried 5 and 50); drawn for  |
 |                    | every window                                            |
 | meap_shared (0.15) | the same positions in all rows of a batch, as in its    |
-|                    | published code (`objectives/shared_masks.py`)           |
+|                    | published code (`objectives/shared_noise.py`)           |
 
 Pure numpy; this module imports neither TensorFlow nor SeqIO nor jax.
 """
@@ -66,7 +66,12 @@ Pure numpy; this module imports neither TensorFlow nor SeqIO nor jax.
 import numpy as np
 
 from encdec_adapt.base import errors
-from encdec_adapt.objectives import definition, denoising, framing, windows
+from encdec_adapt.objectives import (
+  denoising,
+  example_maker,
+  framing,
+  windows,
+)
 from encdec_adapt.tokenizers import vocabulary as vocabulary_lib
 
 _POISSON = 3.0  # Mean length of BART's spans.
@@ -85,7 +90,7 @@ def _span(text: str) -> int:
   return int(text)
 
 
-SHARE = definition.Option(_share, 'share=NUMBER between 0 and 1')
+SHARE = example_maker.Option(_share, 'share=NUMBER between 0 and 1')
 
 
 class Noising(windows.WindowMaker):
@@ -434,7 +439,7 @@ class Meap(NextToken):
 
   options = {
     **Noising.options,
-    'span': definition.Option(_span, 'span=NUMBER of at least 1'),
+    'span': example_maker.Option(_span, 'span=NUMBER of at least 1'),
   }
 
   @classmethod
@@ -508,7 +513,7 @@ def random_text(
   return rng.choice(vocabulary.text_ids, count)
 
 
-_Name = definition.Name
+_Name = example_maker.Name
 OBJECTIVES = {
   'meap': _Name(Meap, 'next token, 15% of what is read masked (MEAP)'),
   'meap_shared': _Name(

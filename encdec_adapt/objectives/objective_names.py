@@ -28,10 +28,10 @@ import pkgutil
 
 from encdec_adapt import objectives
 from encdec_adapt.base import errors, option_strings
-from encdec_adapt.objectives import definition
+from encdec_adapt.objectives import example_maker
 
 
-def _names() -> dict[str, definition.Name]:
+def _names() -> dict[str, example_maker.Name]:
   """Returns the objectives of all modules of this package, by name."""
   # Found, not listed, so that a new objective needs no change outside its
   # module.
@@ -48,12 +48,12 @@ def _names() -> dict[str, definition.Name]:
   }
 
 
-NAMES: Mapping[str, definition.Name] = _names()
+NAMES: Mapping[str, example_maker.Name] = _names()
 _LABEL = 'config.data.objective'
 
 
 @functools.cache
-def parse(text: str) -> tuple[definition.Objective, ...]:
+def parse(text: str) -> tuple[example_maker.Objective, ...]:
   """Parses `config.data.objective`: an objective or several.
 
   Raises:
@@ -81,7 +81,7 @@ def parse(text: str) -> tuple[definition.Objective, ...]:
   return result
 
 
-def parse_one(text: str) -> definition.Objective:
+def parse_one(text: str) -> example_maker.Objective:
   """Parses a single objective.
 
   Raises:
@@ -90,7 +90,9 @@ def parse_one(text: str) -> definition.Objective:
   return _parse_objective(_trim(text))
 
 
-def for_evaluation(objective: definition.Objective) -> definition.Objective:
+def for_evaluation(
+  objective: example_maker.Objective,
+) -> example_maker.Objective:
   """Returns the objective that makes its held-out rows."""
   maker, options = objective.maker, objective.options
   return parse_one(maker.evaluation_text(objective.text, options))
@@ -105,7 +107,7 @@ def _trim(text: str) -> str:
   return text.lstrip() if option and option.verbatim else text.strip()
 
 
-def _parse_objective(text: str) -> definition.Objective:
+def _parse_objective(text: str) -> example_maker.Objective:
   """Parses a trimmed objective.
 
   Raises:
@@ -119,7 +121,7 @@ def _parse_objective(text: str) -> definition.Objective:
   maker, options = NAMES[name].maker, dict(NAMES[name].preset)
   if NAMES[name].parse:
     options = NAMES[name].parse(remainder.text)
-    return definition.Objective(text, maker, options)
+    return example_maker.Objective(text, maker, options)
   for entry in filter(None, part.options()):
     key, value = entry.partition('=')
     option = maker.options.get(key.text)
@@ -128,4 +130,4 @@ def _parse_objective(text: str) -> definition.Objective:
       forms = ', '.join(option.form for option in maker.options.values())
       raise entry.error(f'is not an option of {name}; it has {forms}')
     options[key.text] = value.read(option.parse, f'as in {option.form}')
-  return definition.Objective(text, maker, options)
+  return example_maker.Objective(text, maker, options)

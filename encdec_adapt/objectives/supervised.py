@@ -45,7 +45,11 @@ import json
 import numpy as np
 
 from encdec_adapt.base import errors, option_strings
-from encdec_adapt.objectives import definition, framing, noising
+from encdec_adapt.objectives import (
+  example_maker,
+  framing,
+  noising,
+)
 from encdec_adapt.tokenizers import chat_format
 from encdec_adapt.tokenizers import vocabulary as vocabulary_lib
 
@@ -55,17 +59,17 @@ TOO_LONG = ('drop', 'truncate')
 MEAP = ('separate', 'concat')
 
 
-def _choice(name: str, values: Sequence[str]) -> definition.Option:
+def _choice(name: str, values: Sequence[str]) -> example_maker.Option:
   """Returns an option with a few values."""
   # `index` raises the ValueError of a text that is not among them.
-  return definition.Option(
+  return example_maker.Option(
     lambda text: values[values.index(text)], f'{name}={"|".join(values)}'
   )
 
 
-def _text(name: str) -> definition.Option:
+def _text(name: str) -> example_maker.Option:
   """Returns an option with a text as its value."""
-  return definition.Option(
+  return example_maker.Option(
     option_strings.unquote,
     f'{name}=TEXT, a JSON string in quotes or without a comma',
     verbatim=True,
@@ -76,7 +80,7 @@ def _text(name: str) -> definition.Option:
 Sample = Callable[[int, int], Iterable[int]]
 
 
-class Supervised(definition.ExampleMaker):
+class Supervised(example_maker.ExampleMaker):
   """Pairs of texts; see the module's docstring."""
 
   options = {
@@ -379,10 +383,10 @@ def _encode(
 
 
 OBJECTIVES = {
-  'pairs': definition.Name(
+  'pairs': example_maker.Name(
     Supervised,
     "targets of given pairs (`pairs:` sources), with MEAP's copies as an"
     ' option',
   ),
-  'chat': definition.Name(Chat, "the assistant's turns (`chat:` sources)"),
+  'chat': example_maker.Name(Chat, "the assistant's turns (`chat:` sources)"),
 }

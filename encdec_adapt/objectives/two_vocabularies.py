@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from encdec_adapt.objectives import definition, framing
+from encdec_adapt.objectives import example_maker, framing
 from encdec_adapt.tokenizers import vocabulary as vocabulary_lib
 
 
@@ -60,7 +60,7 @@ class _Window(NamedTuple):
   ends: bool
 
 
-class TextSplit(definition.ExampleMaker):
+class TextSplit(example_maker.ExampleMaker):
   """A PrefixLM objective over two vocabularies.
 
   Attributes:

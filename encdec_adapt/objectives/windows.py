@@ -37,11 +37,17 @@ from typing import Any
 import numpy as np
 
 from encdec_adapt.base import errors
-from encdec_adapt.objectives import definition, framing, two_vocabularies
+from encdec_adapt.objectives import (
+  example_maker,
+  framing,
+  two_vocabularies,
+)
 from encdec_adapt.tokenizers import vocabulary as vocabulary_lib
 
 # Joins the documents of a shard before windows are cut.
-CONCATENATE = {'concatenate': definition.Option(lambda _: True, 'concatenate')}
+CONCATENATE = {
+  'concatenate': example_maker.Option(lambda _: True, 'concatenate')
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +66,7 @@ class WindowPlan:
   task: Any = None
 
 
-class WindowMaker(definition.ExampleMaker):
+class WindowMaker(example_maker.ExampleMaker):
   """Cuts documents into windows and makes a pair of each.
 
   Attributes:
@@ -239,7 +245,7 @@ class WindowMaker(definition.ExampleMaker):
     )
 
   def _draw_in_stream(
-    self, index: int, generator: definition.Generator
+    self, index: int, generator: example_maker.Generator
   ) -> tuple[np.random.Generator | None, WindowPlan]:
     """Draws the plan of a window of concatenated documents, by its number."""
     rng = generator(f'#{index}') if self.draws else None
@@ -393,7 +399,7 @@ def uniform_split(share: float, size: int) -> int:
   return 1 + int(share * (size - 1)) if size > 1 else 0
 
 
-_Name = definition.Name
+_Name = example_maker.Name
 OBJECTIVES = {
   'causal_lm': _Name(CausalLM, 'next token, documents apart'),
   'full_lm': _Name(

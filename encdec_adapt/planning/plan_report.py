@@ -1,7 +1,7 @@
 """Plans of compiled programs, as JSON; plans as text.
 
-This module must not import `search` or `analytic_model`. Plans of the latter
-have the same keys, so that `text` shows either.
+This module must not import `plan_search` or `analytic_estimate`. Plans of the
+latter have the same keys, so that `text` shows either.
 """
 
 from collections.abc import Mapping

@@ -9,11 +9,11 @@ from encdec_adapt import config as config_lib
 from encdec_adapt import plan
 from encdec_adapt.cli import command
 from encdec_adapt.planning import (
-  analytic_model,
+  analytic_estimate,
   calibration,
   chips,
+  plan_search,
   programs,
-  search,
   stored_plans,
 )
 from encdec_adapt.sharding import mesh as mesh_lib
@@ -95,13 +95,13 @@ def test_the_cost_model_is_near_the_compiled_plan(path):
   written, where, settings = load(path)
   mesh = mesh_lib.make_mesh(settings.mesh, chips.devices_of(where))
   job = programs.Job.of('train', settings, mesh)
-  given = analytic_model.Arguments.of(job, job.program())
-  found = analytic_model.describe(job, where, given)
+  given = analytic_estimate.Arguments.of(job, job.program())
+  found = analytic_estimate.describe(job, where, given)
   peak = written['programs']['train']['memory']['peak']
   ratio = found['memory']['peak'] / peak
   # A search may compile candidates that do not fit, but must not skip one
   # that does.
-  assert 0.87 < ratio < search.DOUBT
+  assert 0.87 < ratio < plan_search.DOUBT
   assert found['fits']
 
 

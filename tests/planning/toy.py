@@ -8,7 +8,11 @@ import pytest
 
 from encdec_adapt import config as config_lib
 from encdec_adapt.models import model_config, presets
-from encdec_adapt.planning import analytic_model, chips, programs
+from encdec_adapt.planning import (
+  analytic_estimate,
+  chips,
+  programs,
+)
 from encdec_adapt.sharding import mesh as mesh_lib
 
 needs_libtpu = pytest.mark.skipif(
@@ -49,5 +53,5 @@ def job(name='train', **changes):
 
 def plan(job, where=where()):
   """The analytic plan of a program."""
-  given = analytic_model.Arguments.of(job, job.program())
-  return analytic_model.describe(job, where, given)
+  given = analytic_estimate.Arguments.of(job, job.program())
+  return analytic_estimate.describe(job, where, given)

@@ -22,7 +22,11 @@ from typing import Any
 from encdec_adapt.base import errors
 from encdec_adapt.cluster import lock
 from encdec_adapt.data import data_section
-from encdec_adapt.data.making import beam_jobs, process_pool, shard_jobs
+from encdec_adapt.data.making import (
+  pipeline_jobs,
+  process_pool,
+  shard_jobs,
+)
 from encdec_adapt.data.records import (
   record_copy,
   record_sets,
@@ -151,7 +155,7 @@ def materialize_sets(
     if beam is None:
       results = process_pool.run_jobs(shard_jobs.write_shards, groups, workers)
     else:
-      results = beam_jobs.run_jobs(groups, beam)
+      results = pipeline_jobs.run_jobs(groups, beam)
     for group, entries in results:
       folder = group.jobs[0].folder
       (build,) = (x for x in builds if str(x.shard_folder) == folder)

@@ -23,7 +23,7 @@ from encdec_adapt.data.records import record_sets, record_writing
 from encdec_adapt.data.sources import mixtures, tensorflow_import
 from encdec_adapt.files import paths
 from encdec_adapt.objectives import (
-  definition,
+  example_maker,
   framing,
   objective_names,
   randomness,
@@ -111,7 +111,7 @@ def group_jobs(jobs: Iterable[ShardJob]) -> list[ShardGroup]:
 
 def open_sources(
   spec: record_sets.RecordSpec,
-  objective: definition.Objective,
+  objective: example_maker.Objective,
   left_out: Mapping[str, frozenset[str]] | None = None,
   cut: frozenset[str] | None = None,
 ) -> list[mixtures.Part]:
@@ -153,9 +153,9 @@ def make_draw(spec: record_sets.RecordSpec, pass_index: int) -> mixtures.Draw:
 
 def make_maker(
   spec: record_sets.RecordSpec,
-  objective: definition.Objective,
+  objective: example_maker.Objective,
   opened: vocabulary_pair.Opened,
-) -> definition.ExampleMaker:
+) -> example_maker.ExampleMaker:
   """Makes the maker of an objective's examples for the rows of a spec.
 
   Raises:

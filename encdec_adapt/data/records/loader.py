@@ -17,7 +17,7 @@ import numpy as np
 
 from encdec_adapt.base import errors
 from encdec_adapt.data.records import record_sets, row_order, row_rates
-from encdec_adapt.objectives import framing, shared_masks
+from encdec_adapt.objectives import framing, shared_noise
 
 
 class Loader:
@@ -107,7 +107,7 @@ class Loader:
         return batch
       # Masked here and not in the records: the published pattern depends on
       # the step, which a stored row does not know.
-      return shared_masks.apply(
+      return shared_noise.apply(
         batch, first_step + step, share, record_set.mask
       )
 

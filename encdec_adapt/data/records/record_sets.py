@@ -36,7 +36,7 @@ from encdec_adapt.data.records import record_copy, row_codec
 from encdec_adapt.data.sources import mixtures, text_sources
 from encdec_adapt.files import paths
 from encdec_adapt.objectives import (
-  definition,
+  example_maker,
   framing,
   noising,
   objective_names,
@@ -108,7 +108,7 @@ class RecordSpec:
     return framing.Lengths(self.encoder_length, self.decoder_length)
 
   @functools.cached_property
-  def objectives(self) -> tuple[definition.Objective, ...]:
+  def objectives(self) -> tuple[example_maker.Objective, ...]:
     """The objectives of the rows, those of held-out rows without masks."""
     objectives = objective_names.parse(self.objective)
     if self.split != 'eval':

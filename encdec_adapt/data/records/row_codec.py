@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from encdec_adapt.objectives import definition
+from encdec_adapt.objectives import example_maker
 
-Maker = type[definition.ExampleMaker]
+Maker = type[example_maker.ExampleMaker]
 _START = 16  # Bytes before the lengths: four uint32.
 
 
@@ -61,7 +61,9 @@ def encode_row(examples: Sequence[Any], maker: Maker) -> bytes:
   )
 
 
-def _to_integers(values: np.ndarray, field: definition.RowField) -> np.ndarray:
+def _to_integers(
+  values: np.ndarray, field: example_maker.RowField
+) -> np.ndarray:
   if field.dtype == 'float32':
     # Bits of 16 leave the width of the tokens at 2 bytes; weights of the
     # objectives, 0 and 1, are exact in float16.
@@ -99,7 +101,7 @@ def decode_row(record: bytes, maker: Maker) -> list[Any]:
 
 
 def _from_integers(
-  values: np.ndarray, field: definition.RowField
+  values: np.ndarray, field: example_maker.RowField
 ) -> np.ndarray:
   if field.dtype == 'float32':
     return values.astype(np.uint16).view(np.float16).astype(np.float32)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from encdec_adapt.data.records import record_sets
-from encdec_adapt.objectives import definition
+from encdec_adapt.objectives import example_maker
 from encdec_adapt.tokenizers import vocabulary as vocabulary_lib
 from encdec_adapt.tokenizers import vocabulary_pair
 
@@ -48,7 +48,7 @@ def describe(
 def _example(
   segment: int,
   example: Any,
-  objective: definition.Objective,
+  objective: example_maker.Objective,
   opened: vocabulary_pair.Opened,
   colour: bool,
 ) -> list[str]:

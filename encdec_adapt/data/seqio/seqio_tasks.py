@@ -39,7 +39,7 @@ import tensorflow as tf
 from encdec_adapt.base import errors
 from encdec_adapt.data.sources import document_source, mixtures, text_sources
 from encdec_adapt.objectives import (
-  definition,
+  example_maker,
   framing,
   objective_names,
   randomness,
@@ -316,7 +316,7 @@ def make_pairs(
 
 
 def _flat_pairs(
-  maker: definition.ExampleMaker,
+  maker: example_maker.ExampleMaker,
   vocabulary: vocabulary_lib.Vocabulary,
   key: randomness.Keyed,
   names: np.ndarray,

@@ -65,7 +65,7 @@ class Source(abc.ABC):
     document_kind: kind of its documents, as objectives name it: 'text', or the
       JSON of 'pairs', 'chat' or 'labels'.
     revisions: changes to the documents since record format 7, in order; see
-      `definition.ExampleMaker.revisions`.
+      `example_maker.ExampleMaker.revisions`.
     name: name that the source was opened by.
     divisible: whether documents may be cut.
     skips_bad: whether documents that cannot be read are left out.

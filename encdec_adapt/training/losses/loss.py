@@ -15,11 +15,11 @@ import numpy as np
 from encdec_adapt.base import keys
 from encdec_adapt.models import architecture as architectures
 from encdec_adapt.models import base_model, build, expert_layer, model_config
-from encdec_adapt.objectives import definition
+from encdec_adapt.objectives import example_maker
 from encdec_adapt.ops import vocabulary_loss
 
 Batch = Mapping[str, Array]
-Objectives = Sequence[definition.Objective]
+Objectives = Sequence[example_maker.Objective]
 Params = base_model.Params
 References = Mapping[str, Params]
 Rows = dict[str, np.ndarray]

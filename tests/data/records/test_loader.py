@@ -14,7 +14,7 @@ from encdec_adapt.data.records import (
   row_order,
   row_rates,
 )
-from encdec_adapt.objectives import framing, shared_masks
+from encdec_adapt.objectives import framing, shared_noise
 from tests import gemma_ids
 
 LENGTHS = framing.Lengths(4, 3)
@@ -24,12 +24,12 @@ SHARDS = (3, 0, 4)  # rows per shard
 def test_masks_of_a_step_are_those_of_the_published_code():
   random.seed(50 + 53 % 51)
   published = random.sample(range(0, 4095), 614)
-  assert sorted(shared_masks.positions(53, 4096, 0.15)) == sorted(published)
+  assert sorted(shared_noise.positions(53, 4096, 0.15)) == sorted(published)
   rows = {
     'decoder_tokens': np.arange(40).reshape(2, 20),
     'decoder_segments': np.repeat([[1], [0]], 20, axis=1),
   }
-  masked = shared_masks.apply(rows, 7, 0.2, mask=-1)
+  masked = shared_noise.apply(rows, 7, 0.2, mask=-1)
   at = sorted(random.Random(57).sample(range(19), 4))
   assert np.flatnonzero(masked['decoder_tokens'][0] == -1).tolist() == at
   assert (masked['decoder_tokens'][1] == rows['decoder_tokens'][1]).all()

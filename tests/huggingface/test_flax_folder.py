@@ -15,7 +15,7 @@ import pytest
 
 from encdec_adapt.base import errors
 from encdec_adapt.conversion import model_on_disk
-from encdec_adapt.huggingface import config_json, flax_layout
+from encdec_adapt.huggingface import config_json, flax_folder
 from encdec_adapt.models import layer_leaves, model_config, parameters, presets
 from tests import tiny, toy_models
 
@@ -85,7 +85,7 @@ def their_arrays(model, leaves, transposed=False):
 
 def open_model(arrays, model):
   info = {name: (array.shape, array.dtype) for name, array in arrays.items()}
-  return flax_layout.FlaxModel(
+  return flax_folder.FlaxModel(
     info, lambda names: {name: arrays[name] for name in names}, model, 'there'
   )
 
@@ -115,7 +115,7 @@ def test_released_models_are_found_by_their_shapes(model):
     for layer in range(stack.layers):
       shape = (stack.mlp_width, stack.width)
       info[f'{start}layer_{layer}/mlp/linear'] = (shape, np.float32)
-  assert flax_layout.released_model(info, 'there') == model
+  assert flax_folder.released_model(info, 'there') == model
 
 
 @pytest.mark.parametrize(

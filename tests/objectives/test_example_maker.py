@@ -9,7 +9,7 @@ import numpy as np
 
 from encdec_adapt.data.records import row_codec, row_display
 from encdec_adapt.models import build, model_config
-from encdec_adapt.objectives import definition, framing
+from encdec_adapt.objectives import example_maker, framing
 from encdec_adapt.sharding import mesh, placement, rules
 from encdec_adapt.tokenizers import vocabulary_pair
 from encdec_adapt.training import state, step
@@ -31,13 +31,13 @@ class TwoAnswers(NamedTuple):
     return len(self.inputs) + 1, max(len(self.targets), len(self.rejected))
 
 
-class Preference(definition.ExampleMaker):
+class Preference(example_maker.ExampleMaker):
   """Frames both answers: decoder fields are [P, 2, T]."""
 
   fields = (
-    definition.RowField('inputs', side='encoder'),
-    definition.RowField('targets'),
-    definition.RowField('rejected'),
+    example_maker.RowField('inputs', side='encoder'),
+    example_maker.RowField('targets'),
+    example_maker.RowField('rejected'),
   )
   example = TwoAnswers
   axes = {
@@ -64,7 +64,7 @@ class Preference(definition.ExampleMaker):
     return {'encoder_tokens': rows[0]['encoder_tokens'], **both}
 
 
-OBJECTIVE = definition.Objective('preference', Preference, {})
+OBJECTIVE = example_maker.Objective('preference', Preference, {})
 DOCUMENTS = [
   ('a', ([10, 11], [12, 1], [13, 14, 1])),
   ('b', ([15], [1], [16, 1])),

@@ -2,7 +2,7 @@
 
 `ranked` compares how fast the chips could train: its candidates have batches
 of their own. `remedies` makes a given job fit, and keeps the batch of a
-training step. Both rank by `analytic_model`; `encdec_adapt.plan --search`
+training step. Both rank by `analytic_estimate`; `encdec_adapt.plan --search`
 compiles the best and ranks them again. This module compiles nothing, and must
 not import `plan_report`.
 """
@@ -17,7 +17,11 @@ from jax.sharding import AbstractMesh
 from encdec_adapt.base import errors
 from encdec_adapt.files import disk
 from encdec_adapt.models import execution, parameters
-from encdec_adapt.planning import analytic_model, chips, programs
+from encdec_adapt.planning import (
+  analytic_estimate,
+  chips,
+  programs,
+)
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import placement
 from encdec_adapt.sharding import rules as rules_lib
@@ -86,7 +90,7 @@ class _Planner:
   hardware: chips.Slice
   doubt: float = 1.0
   least: float = float('inf')
-  _sizes: dict[Any, analytic_model.Arguments] = dataclasses.field(
+  _sizes: dict[Any, analytic_estimate.Arguments] = dataclasses.field(
     default_factory=dict
   )
 
@@ -97,14 +101,14 @@ class _Planner:
       changes: configuration key, as in 'train.batch_size', to value.
     """
     job = _changed(self.job, changes)
-    plan = analytic_model.describe(job, self.hardware, self._arguments(job))
+    plan = analytic_estimate.describe(job, self.hardware, self._arguments(job))
     peak = self.doubt * plan['memory']['peak']
     plan['fits'] = peak <= self.hardware.chip.hbm_bytes
     self.least = min(self.least, peak)
     flags = (f'--config.{key}={value}' for key, value in changes.items())
     return Candidate(job, tuple(flags), plan)
 
-  def _arguments(self, job: programs.Job) -> analytic_model.Arguments:
+  def _arguments(self, job: programs.Job) -> analytic_estimate.Arguments:
     rules = job.rules
     # Sizes of trained parameters follow from these axes alone. Other programs
     # have arguments, such as caches, that other axes shard: the mesh counts.
@@ -119,7 +123,7 @@ class _Planner:
       if not job.trains:
         changes = {'train.eval_batch_size': rows}
       smallest = _changed(job, changes)
-      sizes = analytic_model.Arguments.of(smallest, smallest.program())
+      sizes = analytic_estimate.Arguments.of(smallest, smallest.program())
       self._sizes[key] = sizes
     return self._sizes[key]
 

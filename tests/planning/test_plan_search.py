@@ -9,7 +9,12 @@ import pytest
 from encdec_adapt import plan
 from encdec_adapt.base import errors
 from encdec_adapt.files import atomic
-from encdec_adapt.planning import chips, plan_report, search, stored_plans
+from encdec_adapt.planning import (
+  chips,
+  plan_report,
+  plan_search,
+  stored_plans,
+)
 from encdec_adapt.sharding import mesh as mesh_lib
 from tests import tiny
 from tests.planning import toy
@@ -20,7 +25,7 @@ MIB, GIB = 2**20, 2**30
 def test_candidates_are_ranked_and_divide():
   # More microbatches than the candidates' own batches divide into.
   job = toy.job(train__batch_size=64, train__microbatches=32)
-  candidates = search.ranked(job, toy.where())
+  candidates = plan_search.ranked(job, toy.where())
   rates = [candidate.rate for candidate in candidates]
   assert rates == sorted(rates, reverse=True)
   assert len({c.flags for c in candidates}) == len(candidates)
@@ -39,7 +44,7 @@ def _remedies(budget, name='train', **changes):
   where = toy.where(budget)
   plan = toy.plan(job, where)
   assert not plan['fits']
-  found = search.remedies(job, plan, where)
+  found = plan_search.remedies(job, plan, where)
   chosen = [
     dict(flag.removeprefix('--config.').split('=') for flag in flags.split())
     for flags in found['remedies']
@@ -90,7 +95,9 @@ def test_a_candidate_that_does_not_compile_is_left_out(
   monkeypatch.chdir(tiny.ROOT)
   job = toy.job()
   shape = toy.plan(job)
-  found = [search.Candidate(job, (f'--flag={n}',), shape) for n in range(3)]
+  found = [
+    plan_search.Candidate(job, (f'--flag={n}',), shape) for n in range(3)
+  ]
   refused = jax.errors.JaxRuntimeError('vector memory\nand much more')
   answers = iter([{'fits': False}, refused, {'fits': True}])
 
@@ -100,7 +107,7 @@ def test_a_candidate_that_does_not_compile_is_left_out(
       raise answer
     return shape | answer
 
-  monkeypatch.setattr(search, 'ranked', lambda *_: found)
+  monkeypatch.setattr(plan_search, 'ranked', lambda *_: found)
   monkeypatch.setattr(chips, 'devices_of', lambda _: jax.devices()[:8])
   monkeypatch.setattr(plan_report, 'describe', compiled)
   output = tmp_path / 'search.json'
@@ -126,7 +133,7 @@ def test_a_program_out_of_memory_fits_no_budget(monkeypatch):
   assert not found['fits'] and found['memory']['peak'] == 15.6 * GIB
   assert found['memory']['budget'] == chips.CHIPS['v5e'].hbm_bytes
   assert 'DOES NOT FIT' in plan_report.text(found | {'replicated': []})
-  assert search.Candidate(toy.job(), (), found).rate == 0
+  assert plan_search.Candidate(toy.job(), (), found).rate == 0
   request = {'config': 'a.py', 'topology': 'v5e:4x4', 'num_slices': 1}
   written = {**request, 'programs': {'decode': found}}
   (row,) = stored_plans.markdown([written]).splitlines()[2:]
