@@ -183,7 +183,7 @@ def load(
   # The labels of the records and no key decide on the head of a classifier. A
   # model of another kind is left as it is: `check_kind` refuses it.
   objective = data.objectives[0]
-  if objective.labels and model.architecture.name in objective.kinds:
+  if objective.labels and objective.rows in model.architecture.rows:
     count = len(objective.labels)
     stack = dataclasses.replace(model.decoder, classes=count)
     model = model_config.DecoderOnlyConfig(stack)
@@ -281,12 +281,14 @@ def check_kind(
   Raises:
     UserError: names the kinds of models that do.
   """
-  labels, kind = objective.labels, model.architecture.name
-  if kind not in objective.kinds:
-    kinds = ' and '.join(objective.kinds)
+  labels, architecture = objective.labels, model.architecture
+  if objective.rows not in architecture.rows:
+    kinds = architectures.BY_NAME.values()
+    kinds = [kind for kind in kinds if objective.rows in kind.rows]
     raise errors.UserError(
-      f'objective {objective.text!r} feeds models of kind {kinds}, and'
-      f' the model is {kind}; change config.data.objective or'
+      f'objective {objective.text!r} feeds models of kind'
+      f' {architectures.names(kinds)}, and the model is {architecture.name};'
+      ' change config.data.objective or'
       ' config.model.kind (the table of objectives is in configs/README.md).'
     )
   # Also where there are none: a classifier cannot predict tokens.

@@ -91,7 +91,7 @@ def verify(values: flags.FlagValues, operands: list[str]) -> int:
 
 COMMANDS = {
   'import': command.Subcommand(
-    'Hugging Face folder -> checkpoint of ours',
+    'Hugging Face folder -> Orbax checkpoint',
     command.define(
       command.string(
         'source', 'Hugging Face folder, or Flax folder of the authors.'
@@ -108,7 +108,7 @@ COMMANDS = {
     importing.import_folder,
   ),
   'export': command.Subcommand(
-    'checkpoint of ours -> Hugging Face folder',
+    'Orbax checkpoint -> Hugging Face folder',
     command.define(
       command.string(
         'checkpoint', 'Work directory, or a Hugging Face folder to rewrite.'

@@ -8,7 +8,7 @@ Finished shards are kept when the command is interrupted and given again. With
 a --: `--runner=beam -- --runner=DataflowRunner ..` (`launch/beam.md`). With
 --show it then prints rows of the records as text, with their documents,
 sentinels, masks and weights; with --contamination=SOURCES, which evaluation
-examples stand in the training text.
+examples occur in the training text.
 `encdec_adapt/data/making/materialization.py` does the work.
 """
 

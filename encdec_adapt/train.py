@@ -286,7 +286,7 @@ def train(
         labels = settings.data.objectives[0].labels
         log(setup.describe_batch(rows, data.vocabularies, labels))
         if distributed.is_lead():
-          run_artifacts.remove_summary(workdir)  # Of a shorter, finished job.
+          run_artifacts.remove_summary(workdir)  # A shorter job left it.
       row_numbers = rows.pop('row')
       rows = loss.frame(rows, data.train.framing.decoder.pad)
 

@@ -104,7 +104,6 @@ def make_recipes(
   stored = layer_leaves.stored_leaves(targets)
 
   def piece(name: str) -> _Piece | float:
-    """Returns the piece, or the constant, that fills a leaf of the target."""
     fill = coverage.filled[name]
     if fill.how == 'constant':
       return fill.value

@@ -1,6 +1,6 @@
 """Exit statuses, and user errors without a traceback.
 
-This module must not import anything of ours but errors.
+This module must not import anything of the package but errors.
 """
 
 from collections.abc import Callable

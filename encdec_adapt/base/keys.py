@@ -3,7 +3,7 @@
 A section of the configuration is a frozen dataclass. Its fields are made by
 `key`, with default, documentation and bounds. The section lives next to its
 user; `encdec_adapt.config` assembles all of them. This module must not import
-anything of ours but user errors.
+anything of the package but user errors.
 """
 
 from collections.abc import Iterator, Mapping

@@ -10,7 +10,7 @@ A thing has options after a colon (`Part.options`). Dividers inside of a JSON
 string in quotes do not divide: `pairs:prefix="Question, or: "`. The section
 "Strings of options" of `configs/README.md` explains all strings to users.
 
-This module must not import anything of ours but user errors.
+This module must not import anything of the package but user errors.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,4 +1,5 @@
 """Shared entry point of the commands: flags, subcommands, help.
 
-Imports `base` and `cluster`; only commands import it.
+Imports `base` and `cluster`; only commands and the sub-commands of `conversion`
+import it.
 """

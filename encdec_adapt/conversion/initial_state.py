@@ -108,7 +108,6 @@ class Sources:
       return {'decoder': {**table, **stack, 'head': {'table': head}}}
 
     def fill(rng, *params):
-      """Makes the target's parameters from those of its sources."""
       configs = (source.model for source in self.models)
       pairs = zip(configs, params, strict=True)
       return recipes.fill(target, self.coverage, *pairs, rng=rng)

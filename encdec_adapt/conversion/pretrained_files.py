@@ -253,7 +253,7 @@ def special_ids(
   framing = opened.decoder if opened else None
 
   def tokens(stated: int | list[int] | None) -> list[int]:
-    """Returns the ids that a file states; old Llamas have -1 for none."""
+    # Old Llamas have -1 for none.
     listed = stated if isinstance(stated, list) else [stated]
     return [i for i in listed if i is not None and i >= 0]
 

@@ -29,7 +29,7 @@ differ in kind:
 
 Buckets are reached through etils.epath and gcsfs, whether TensorFlow is
 installed or not; arrays are Orbax's and TensorStore's. This module must not
-import anything of ours but errors.
+import anything of the package but errors.
 """
 
 import base64

@@ -153,7 +153,7 @@ class ModelFolder:
       for piece in pieces
     )
     transposed_copy.copy(part, out[: len(part)])
-    out[len(part) :] = 0  # Padding rows of a table.
+    out[len(part) :] = 0  # Rows that pad a table for sharding are never read.
     first, *duplicates = pieces
     # After the copy, which is in row-major order; a stored kernel is not.
     tensor_folder.check_finite(first.tensor, out, self._file(first))

@@ -11,7 +11,7 @@ from jaxtyping import Array, Int
 import numpy as np
 
 _SHORTEST = 16
-_SHORTEST_STATE = 64  # Of `state_sizes`; a smaller state would save little.
+_SHORTEST_STATE = 64  # A smaller state would save little.
 
 
 def bucket(length: int) -> int:

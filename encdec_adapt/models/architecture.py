@@ -61,6 +61,8 @@ class Architecture:
     generates: whether it predicts next tokens: it generates text and scores
       continuations.
     predicts_inputs: whether it can learn the inputs of a pair too.
+    rows: contents of rows that it can be trained on: sides that an objective
+      fills ('pair', 'decoder', 'encoder'), or 'labels'.
     sides_of_pairs: stack -> side that it reads in batches of pairs.
     sides_of_texts: the same in batches without inputs.
   """
@@ -71,7 +73,8 @@ class Architecture:
   has_encoder: bool = False
   generates: bool = True
   predicts_inputs: bool = False
-  # Of the class, as fields cannot default to a dict.
+  rows: tuple[str, ...] = ('pair',)
+  # Attributes of the class, as fields cannot default to a dict.
   sides_of_pairs: ClassVar[Mapping[str, str]] = {'decoder': 'teacher'}
   sides_of_texts: ClassVar[Mapping[str, str]] = {'decoder': 'decoder'}
 
@@ -220,6 +223,7 @@ class Encoder(Architecture):
   role: str = 'bidirectional'
   has_encoder: bool = True
   generates: bool = False
+  rows: tuple[str, ...] = ('encoder', 'labels')
   sides_of_pairs: ClassVar[Mapping[str, str]] = {'decoder': 'encoder'}
   sides_of_texts: ClassVar[Mapping[str, str]] = sides_of_pairs
 
@@ -275,7 +279,12 @@ class EncoderDecoder(Architecture):
 
 
 # Only its states at inputs see nothing of the tokens that they predict.
-CAUSAL_DECODER = Architecture('decoder_only', 'causal', predicts_inputs=True)
+CAUSAL_DECODER = Architecture(
+  'decoder_only',
+  'causal',
+  predicts_inputs=True,
+  rows=('pair', 'decoder', 'labels'),
+)
 PREFIX_DECODER = PrefixDecoder()
 ENCODER = Encoder()
 ENCODER_DECODER = EncoderDecoder()
@@ -292,7 +301,9 @@ def of_stack(role: str, classes: int) -> Architecture:
   """
   # A classifier reads whole texts; its name says which stack it started from.
   kind = next(kind for kind in _SINGLE_STACK if kind.role == role)
-  return dataclasses.replace(ENCODER, name=kind.name) if classes else kind
+  if classes:
+    return dataclasses.replace(ENCODER, name=kind.name, rows=kind.rows)
+  return kind
 
 
 def names(kinds: Sequence[Architecture]) -> str:

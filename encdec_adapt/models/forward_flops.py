@@ -22,7 +22,7 @@ queries, attention, output projection and feed-forward. Norms, activations,
 soft-caps, the embedding lookup and rematerialisation are not counted, and rows
 count as full: packing and padding do not change the number.
 
-Imports configs only: no arrays, programs or chips.
+Imports configs and `ops.masks`: no arrays, programs or chips.
 """
 
 from collections.abc import Sequence

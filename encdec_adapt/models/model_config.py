@@ -379,7 +379,7 @@ def encoder_decoder(
     encoder=dataclasses.replace(
       encoder,
       role='causal' if causal_encoder else 'bidirectional',
-      # Tied is to have no table of a head, which an encoder has no use for.
+      # Tied means without a head's table, which an encoder has no use for.
       tied_head=True,
     ),
     decoder=dataclasses.replace(

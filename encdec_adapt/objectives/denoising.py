@@ -327,7 +327,7 @@ class Denoising(windows.WindowMaker):
       return np.full(spans, self._sentinels[0])
     if spans <= len(self._sentinels):  # A view, which most windows need.
       return self._sentinels[:spans]
-    return np.resize(self._sentinels, spans)  # Repeats them in order.
+    return np.resize(self._sentinels, spans)
 
   def shared_spans(self, pair):
     if self._policy not in ('recycle', 'single'):

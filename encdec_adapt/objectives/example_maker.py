@@ -59,12 +59,6 @@ class RowField:
   side: str = 'decoder'
 
 
-# Kinds of models that read the rows of an objective, by the sides it fills.
-_KINDS = {
-  'decoder': ('decoder_only',),
-  'pair': ('encoder_decoder', 'decoder_only', 'prefix_decoder'),
-  'encoder': ('encoder_only',),
-}
 PAIR_FIELDS = (
   RowField('inputs', side='encoder'),
   RowField('targets'),
@@ -275,11 +269,9 @@ class Objective:
     return self.maker.documents
 
   @property
-  def kinds(self) -> tuple[str, ...]:
-    """Kinds of models that read its rows (`config.model.kind`)."""
-    return (
-      ('encoder_only', 'decoder_only') if self.labels else _KINDS[self.feeds]
-    )
+  def rows(self) -> str:
+    """Content of its rows, as in `Architecture.rows`."""
+    return 'labels' if self.labels else self.feeds
 
   @property
   def labels(self) -> tuple[str, ...]:

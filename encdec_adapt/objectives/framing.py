@@ -143,7 +143,7 @@ def frame_row(
   sizes = {side: size for side, size in sizes.items() if size}
   aligned = 'decoder' if lengths.decoder else 'encoder'  # With the targets.
   row = _padding(sizes, aligned, framing)
-  ends = dict.fromkeys(sizes, 0)  # Of the segments so far, by side.
+  ends = dict.fromkeys(sizes, 0)  # End of the last segment, by side.
   # Segments count from 1, as 0 marks padding.
   for segment, pair in enumerate(pairs, start=1):
     m, n = len(pair.teacher_inputs), len(pair.targets)

@@ -5,7 +5,7 @@ same masked positions, and the patterns recur after 51 steps. They depend on the
 step alone, so they are applied when rows are framed (`data/records/loader.py`);
 the records are those of `causal_lm`.
 
-This module imports numpy only: neither TensorFlow nor jax.
+This module needs numpy alone: neither TensorFlow nor jax.
 """
 
 import random

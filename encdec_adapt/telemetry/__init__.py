@@ -1,4 +1,4 @@
 """Metrics, progress, timing, cost, profiles, and the environment report.
 
-Imports `files` and `base.errors`, and no model or data.
+Imports `files`, and no model or data.
 """

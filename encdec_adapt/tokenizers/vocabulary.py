@@ -17,8 +17,8 @@ Special tokens are found by name. Sentinels and UL2's mode tokens are
 
 and any vocabulary can be extended at its end by <sentinel_0> .., and by
 <mode_R>, <mode_S>, <mode_X> where it has no modes (`added_sentinels`). An
-export writes them into the tokenizer's files (`export_files`), where they are
-found again. The papers do not say which ids Google used for sentinels and
+export writes them into the tokenizer's files (`tokenizer_writer`), where they
+are found again. The papers do not say which ids Google used for sentinels and
 modes.
 
 This module imports neither TensorFlow nor SeqIO nor jax.

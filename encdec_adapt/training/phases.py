@@ -27,7 +27,7 @@ from encdec_adapt.training import losses, optimizers, train_section
 from encdec_adapt.training import state as state_lib
 from encdec_adapt.training import step as step_lib
 
-_COUNTERS = ('step', 'skipped', 'skipped_in_row')  # Of the state.
+_COUNTERS = ('step', 'skipped', 'skipped_in_row')  # Fields of the state.
 _CROSS = re.compile(rf'.*/({"|".join(block.CROSS)})/.*')
 
 

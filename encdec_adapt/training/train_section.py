@@ -7,7 +7,7 @@ import dataclasses
 
 from encdec_adapt.base import errors, keys, option_strings
 
-# Names of evaluators that are not tasks.
+# All other names of evaluators are those of tasks, or folders of them.
 LOSS, SAMPLES = 'loss', 'samples'
 
 

@@ -424,7 +424,7 @@ def open_vocabularies(data: data_section.DataConfig) -> vocabulary_pair.Opened:
 
 
 def contamination_report(data: data_section.DataConfig, evaluation: str) -> str:
-  """Reports evaluation examples that stand in the training text.
+  """Reports evaluation examples that occur in the training text.
 
   Args:
     data: section `data` of the configuration.

@@ -13,7 +13,7 @@ fewer rows is used. The pairs of the last row in order, which is still open, go
 to the next round, so that no stream ever takes more rows than packing it in
 order.
 
-This module imports numpy only: neither TensorFlow nor jax.
+This module needs numpy alone: neither TensorFlow nor jax.
 """
 
 import bisect

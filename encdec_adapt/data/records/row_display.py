@@ -3,7 +3,7 @@
 Each example of a row is shown with the ids of its documents and its fields as
 the model reads them. Colours of a terminal: cyan for special tokens (sentinels,
 modes, masks), dim for targets of weight 0; without colours special tokens
-have their names, and targets of weight 0 stand in braces.
+have their names, and targets of weight 0 are in braces.
 
 This module imports neither TensorFlow nor SeqIO nor jax.
 """

@@ -100,8 +100,8 @@ class Interleaving:
       stream before the block, [streams].
     """
     # Shares sum to 1, so that about t turns have a time before t; each stream
-    # rounds its count by less than a turn. That many positions before and
-    # behind the block, its turns are sure to be among the candidates.
+    # rounds its count by less than a turn. Widened by that many positions on
+    # both sides, the candidates include every turn of the block.
     slack = len(self._shares)
     first_turns = self._turns_until(index * _BLOCK - slack)
     candidates = np.ceil(self._shares * (_BLOCK + 3 * slack)).astype(int) + 2
@@ -216,7 +216,8 @@ class Order:
     # and `consumed` says all that is left of them.
     current = max(bisect.bisect_right(steps, step) - 1, 0)
     for phase in range(current, len(steps)):
-      # In steps of the batch size that the job has now.
+      # Steps to come are of the batch size that the job has now, whatever it
+      # was before.
       start = position + max(steps[phase] - step, 0) * batch_size
       if self._starts:
         consumed = self.consumed(start)

@@ -33,7 +33,8 @@ from encdec_adapt.base import errors
 from encdec_adapt.data.seqio import seqio_tasks  # noqa: F401  Registers tasks.
 from encdec_adapt.data.sources import document_source
 
-_SEED = 0  # For preprocessors that draw at random.
+# SeqIO would draw another seed for preprocessors in every process.
+_SEED = 0
 
 
 class SeqioSource(document_source.Source):

@@ -7,8 +7,8 @@ a user's task may have too:
     seqio.TaskRegistry.add(
       'my_ul2',
       source=..,  # Examples with 'text', and 'id' if they have one.
-      preprocessors=[functools.partial(tasks.make_pairs, objective='ul2')],
-      output_features=tasks.features(vocabulary),
+      preprocessors=[functools.partial(seqio_tasks.make_pairs,
+      objective='ul2')], output_features=seqio_tasks.features(vocabulary),
     )
 
 This module registers the task `encdec_adapt_OBJECTIVE` for every objective of
@@ -79,7 +79,8 @@ class SeqioVocabulary(seqio.Vocabulary):
   """
 
   def __init__(self, ours: vocabulary_lib.Vocabulary):
-    # Sentinels count among the pieces of ours; SeqIO would add them as extras.
+    # Sentinels count among our vocabulary's pieces; SeqIO would add them as
+    # extras.
     super().__init__(extra_ids=0)
     self.ours = ours
 
@@ -237,7 +238,7 @@ def documents(
 
 
 def features(ours: vocabulary_lib.Vocabulary) -> dict[str, seqio.Feature]:
-  """Returns the output features of pairs in a vocabulary of ours."""
+  """Returns the output features of pairs in a vocabulary of this package."""
   # Objectives append the end of a sequence where it belongs.
   feature = seqio.Feature(SeqioVocabulary(ours), add_eos=False)
   return {'inputs': feature, 'targets': feature}
@@ -264,7 +265,7 @@ def make_pairs(
       their random draws depend on the shards.
     sequence_length: length of 'inputs' and 'targets' in tokens; 0 or no entry
       for a side that the objective does not fill.
-    output_features: 'inputs' and 'targets' with a vocabulary of ours.
+    output_features: 'inputs' and 'targets' with a vocabulary of this package.
     objective: name of the objective (`objectives/objective_names.py`).
     sentinels: policy for sentinels (`objectives/denoising.py`).
     source: name of the source; part of the key of all random draws.
@@ -286,8 +287,8 @@ def make_pairs(
   adapter = output_features['targets'].vocabulary
   if not isinstance(adapter, SeqioVocabulary):
     raise errors.UserError(
-      f'make_pairs needs a vocabulary of ours (tasks.features), not'
-      f' {type(adapter).__name__}: it has to know sentinels and modes'
+      'make_pairs needs a vocabulary of this package (seqio_tasks.features),'
+      f' not {type(adapter).__name__}: it has to know sentinels and modes'
     )
   lengths = framing.Lengths(
     sequence_length.get('inputs', 0), sequence_length.get('targets', 0)

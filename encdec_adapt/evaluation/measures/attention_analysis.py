@@ -281,7 +281,7 @@ class AttentionEvaluation(held_out.HeldOutEvaluation):
     )
     measured = []
     # The range comes first: zip requests no batch after its end, which would be
-    # read in vain.
+    # read and discarded.
     for start, batch in zip(range(0, count, rows), batches, strict=False):
       report(start, count)
       batch = annotate(model.config, batch, mask, count)

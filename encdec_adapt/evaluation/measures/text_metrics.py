@@ -54,7 +54,7 @@ def score(
     is_exact = _normal(text) in map(_normal, texts)
     values['exact_match'].append(float(is_exact))
     values['f1'].append(max(_f1(text, x) for x in texts))
-    # Of sentences, for paired tests; the value is that of the corpus.
+    # Scores of sentences are for paired tests; the value is the corpus's.
     values['bleu'].append(bleu.sentence_score(text, list(texts)).score / 100)
     values['chrf'].append(chrf.sentence_score(text, list(texts)).score / 100)
   scores = {

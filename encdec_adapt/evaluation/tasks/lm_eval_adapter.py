@@ -41,7 +41,7 @@ _MAX_TOKENS = 256  # As in lm-eval.
 
 
 class Adapter(lm_eval_model.TemplateLM):
-  """A model of ours with the interface of lm-eval; see the module."""
+  """A model of this package with the interface of lm-eval; see the module."""
 
   def __init__(
     self,

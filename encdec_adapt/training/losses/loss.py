@@ -47,14 +47,14 @@ class Loss:
   Attributes:
     name: name of the loss in messages.
     references: names of the frozen models that the loss reads.
-    held_out_references: those that held-out metrics need, too.
+    held_out_references: references that held-out metrics need, too.
     metrics: metric of a step -> whether it is a 'mean' over the weight of the
       batch or a 'sum'. A loss adds its terms to those here: `loss`, `weight`
       (target tokens), and for models with experts `load_balance` (1 if all
       experts get equally many tokens) and `router_z_loss`, both unweighted
       means over layers and tokens of a microbatch.
     held_out: metrics of held-out rows, in the order of `row_ratios`.
-    curves: those that the records of a run have, `loss` among them.
+    curves: held-out metrics in the records of a run, `loss` among them.
     selects: the held-out metric that `keep_best` and `patience` follow.
     highest: whether the highest value of it is the best; else the lowest.
     unit: unit of the metric in printed lines.
@@ -163,8 +163,8 @@ class Loss:
     """Computes the metrics of a batch as sums.
 
     Args:
-      outputs: those of the trained model.
-      references: those of the references, by name.
+      outputs: outputs of the trained model.
+      references: outputs of the references, by name.
       batch: fields of `objectives.framing`.
 
     Returns:
