@@ -37,9 +37,8 @@ _PLAIN = {
   'tie_word_embeddings': False,
   'hidden_act': 'silu',
   'rope_theta': 10000.0,
-  'attention_bias': False,
-  'mlp_bias': False,
 }
+_BIAS = {'attention_bias': False}
 # Files have a window even where it is not used (`use_sliding_window`).
 _SLIDING = {**_PLAIN, 'use_sliding_window': False, 'sliding_window': 4096}
 _QWEN = {**_SLIDING, 'max_window_layers': 28}
@@ -65,12 +64,12 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = types.MappingProxyType(
       'rope_local_base_freq': 10000.0,
       'final_logit_softcapping': None,
     },
-    'llama': _PLAIN,
+    'llama': {**_PLAIN, **_BIAS, 'mlp_bias': False},
     'mistral': {**_PLAIN, 'sliding_window': 4096},
     'qwen2': _QWEN,
-    'qwen3': {**_QWEN, 'head_dim': 128},
+    'qwen3': {**_QWEN, **_BIAS, 'head_dim': 128},
     'mixtral': {**_PLAIN, 'rms_norm_eps': 1e-5, 'rope_theta': 1e6},
     'qwen2_moe': {**_QWEN_MOE, 'qkv_bias': True},
-    'qwen3_moe': _QWEN_MOE,
+    'qwen3_moe': {**_QWEN_MOE, **_BIAS},
   }
 )
