@@ -40,11 +40,7 @@ from encdec_adapt.conversion import (
   pretrained_files,
 )
 from encdec_adapt.files import append_log, disk, paths, text_lines
-from encdec_adapt.inference import (
-  beam_search,
-  engine,
-  pooling,
-)
+from encdec_adapt.inference import beam_search, engine, pooling
 from encdec_adapt.inference import sampling as sampling_lib
 from encdec_adapt.telemetry import progress
 from encdec_adapt.tokenizers import chat_format

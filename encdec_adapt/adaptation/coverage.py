@@ -164,8 +164,7 @@ def by_reason(reasons: Mapping[str, str]) -> list[str]:
 
 
 def _columns(
-  header: tuple[str, str, str],
-  rows: Iterable[tuple[str, tuple[int, ...], str]],
+  header: tuple[str, str, str], rows: Iterable[tuple[str, tuple[int, ...], str]]
 ) -> list[str]:
   """Formats rows (leaf, shape, text), joining those of consecutive layers."""
   groups: dict[tuple[str, str, str], list[int]] = {}

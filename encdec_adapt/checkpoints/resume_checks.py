@@ -31,8 +31,7 @@ def check_config(
   # Keys that the checkpoint's version did not have cannot have changed.
   before, _ = keys.complete(saved['config'], config)
   changed = environment.difference(
-    environment.flat({'config': before}),
-    environment.flat({'config': config}),
+    environment.flat({'config': before}), environment.flat({'config': config})
   )
   # Reported, not refused: a longer schedule or another mesh is legitimate.
   # Changes of the rows are refused by `check_same_rows`.

@@ -198,9 +198,7 @@ class DataConfig:
       for objective in self.objectives
     )
     return vocabulary_pair.Choice(
-      self.vocabulary,
-      self.encoder_vocabulary,
-      max(added, self.add_sentinels),
+      self.vocabulary, self.encoder_vocabulary, max(added, self.add_sentinels)
     )
 
   @functools.cached_property

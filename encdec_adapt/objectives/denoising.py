@@ -63,11 +63,7 @@ from typing import Any
 import numpy as np
 
 from encdec_adapt.base import errors, option_strings
-from encdec_adapt.objectives import (
-  example_maker,
-  framing,
-  windows,
-)
+from encdec_adapt.objectives import example_maker, framing, windows
 from encdec_adapt.tokenizers import vocabulary as vocabulary_lib
 
 _FEW = 1000  # Up to this many, a permutation is faster than a choice.

@@ -22,11 +22,7 @@ import json
 import numpy as np
 
 from encdec_adapt.base import errors, option_strings
-from encdec_adapt.objectives import (
-  example_maker,
-  framing,
-  supervised,
-)
+from encdec_adapt.objectives import example_maker, framing, supervised
 from encdec_adapt.tokenizers import vocabulary as vocabulary_lib
 
 

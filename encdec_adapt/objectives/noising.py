@@ -66,12 +66,7 @@ Pure numpy; this module imports neither TensorFlow nor SeqIO nor jax.
 import numpy as np
 
 from encdec_adapt.base import errors
-from encdec_adapt.objectives import (
-  denoising,
-  example_maker,
-  framing,
-  windows,
-)
+from encdec_adapt.objectives import denoising, example_maker, framing, windows
 from encdec_adapt.tokenizers import vocabulary as vocabulary_lib
 
 _POISSON = 3.0  # Mean length of BART's spans.

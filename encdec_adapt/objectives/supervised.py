@@ -45,11 +45,7 @@ import json
 import numpy as np
 
 from encdec_adapt.base import errors, option_strings
-from encdec_adapt.objectives import (
-  example_maker,
-  framing,
-  noising,
-)
+from encdec_adapt.objectives import example_maker, framing, noising
 from encdec_adapt.tokenizers import chat_format
 from encdec_adapt.tokenizers import vocabulary as vocabulary_lib
 
@@ -234,7 +230,7 @@ class Supervised(example_maker.ExampleMaker):
         field: getattr(pair, field)[targets]
         for field in ('targets', 'decoder_inputs', 'weights')
         if getattr(pair, field) is not None
-      },
+      }
     )
 
   def _with_copy(

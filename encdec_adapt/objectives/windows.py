@@ -37,11 +37,7 @@ from typing import Any
 import numpy as np
 
 from encdec_adapt.base import errors
-from encdec_adapt.objectives import (
-  example_maker,
-  framing,
-  two_vocabularies,
-)
+from encdec_adapt.objectives import example_maker, framing, two_vocabularies
 from encdec_adapt.tokenizers import vocabulary as vocabulary_lib
 
 # Joins the documents of a shard before windows are cut.

@@ -105,9 +105,7 @@ def on_platform(platform: str) -> list[str]:
 
 
 def unsupported(
-  backend: Backend,
-  q: Float[Array, 'B T N H'],
-  spec: masks.MaskSpec,
+  backend: Backend, q: Float[Array, 'B T N H'], spec: masks.MaskSpec
 ) -> list[str]:
   """Names the features of a call that a backend does not support."""
   dtype, head_dim = q.dtype.name, q.shape[3]

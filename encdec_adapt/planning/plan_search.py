@@ -17,11 +17,7 @@ from jax.sharding import AbstractMesh
 from encdec_adapt.base import errors
 from encdec_adapt.files import disk
 from encdec_adapt.models import execution, parameters
-from encdec_adapt.planning import (
-  analytic_estimate,
-  chips,
-  programs,
-)
+from encdec_adapt.planning import analytic_estimate, chips, programs
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import placement
 from encdec_adapt.sharding import rules as rules_lib

@@ -12,7 +12,7 @@ _TPU = {
   # MiB from which XLA replaces a gather and its product with a loop of
   # permutations and partial products ("collective matmul"). Off, because
   # plans estimate those loops to be slower; see planning/README.md.
-  'xla_jf_spmd_threshold_for_windowed_einsum_mib': '1000000',
+  'xla_jf_spmd_threshold_for_windowed_einsum_mib': '1000000'
 }
 # Without these, the compiler of v6e runs gathers one after another between the
 # products. Compiled ahead of time for 2B-2B on v6e:4x4, 2.3 s of a step's

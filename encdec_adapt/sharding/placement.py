@@ -22,9 +22,7 @@ def replicated(mesh: Mesh | AbstractMesh) -> NamedSharding:
 
 
 def parameter_shardings(
-  table: Mapping[str, Any],
-  mesh: Mesh | AbstractMesh,
-  rules: rules_lib.Rules,
+  table: Mapping[str, Any], mesh: Mesh | AbstractMesh, rules: rules_lib.Rules
 ) -> dict[str, NamedSharding]:
   """Returns the sharding of every parameter by its path.
 

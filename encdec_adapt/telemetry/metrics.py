@@ -45,10 +45,7 @@ class MetricWriter(contextlib.AbstractContextManager):
   """
 
   def __init__(
-    self,
-    folder: str | os.PathLike[str],
-    first_step: int,
-    selects: str = 'loss',
+    self, folder: str | os.PathLike[str], first_step: int, selects: str = 'loss'
   ):
     """Opens the files, making the folder if need be.
 

@@ -149,9 +149,7 @@ def _puts_prefix(model: sentencepiece.SentencePieceProcessor) -> bool:
   return model.decode(2 * model.encode('x')) == 'x x'
 
 
-def _text_matches_specials(
-  model: sentencepiece.SentencePieceProcessor,
-) -> bool:
+def _text_matches_specials(model: sentencepiece.SentencePieceProcessor) -> bool:
   """Returns whether the name of a special piece matches in a text."""
   return any(
     vocabulary.SPECIAL.fullmatch(model.id_to_piece(i))

@@ -121,9 +121,7 @@ class Optimizer:
   """
 
   def __init__(
-    self,
-    config: OptimizerConfig,
-    table: Mapping[str, parameters.ParamInfo],
+    self, config: OptimizerConfig, table: Mapping[str, parameters.ParamInfo]
   ):
     """Builds the transformation.
 

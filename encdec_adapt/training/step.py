@@ -166,8 +166,7 @@ def _accumulate(objective, trained, batch, keys, microbatches, shardings, axes):
   # From zeros, not from the first microbatch, which would put the forward and
   # backward pass into the program twice.
   zeros = jax.tree.map(
-    lambda x: jnp.zeros(x.shape, x.dtype),
-    jax.eval_shape(grad, trained, *first),
+    lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(grad, trained, *first)
   )
   return jax.lax.scan(add, place(*zeros), parts)[0]
 

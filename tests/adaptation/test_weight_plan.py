@@ -11,12 +11,7 @@ import pytest
 
 from encdec_adapt.adaptation import recipes, weight_plan
 from encdec_adapt.base import errors
-from encdec_adapt.models import (
-  build,
-  model_config,
-  parameters,
-  presets,
-)
+from encdec_adapt.models import build, model_config, parameters, presets
 from tests import toy_models
 
 STACK = toy_models.stack(

@@ -19,11 +19,7 @@ import numpy as np
 
 from encdec_adapt.inference import decoding
 from encdec_adapt.inference import engine as engine_lib
-from encdec_adapt.models import (
-  execution,
-  forward_flops,
-  presets,
-)
+from encdec_adapt.models import execution, forward_flops, presets
 from encdec_adapt.planning import chips
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import rules as rules_lib

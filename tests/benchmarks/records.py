@@ -24,16 +24,8 @@ from typing import Any
 
 import numpy as np
 
-from encdec_adapt.data.making import (
-  materialization,
-  packing,
-  shard_jobs,
-)
-from encdec_adapt.data.records import (
-  loader,
-  record_sets,
-  record_writing,
-)
+from encdec_adapt.data.making import materialization, packing, shard_jobs
+from encdec_adapt.data.records import loader, record_sets, record_writing
 from encdec_adapt.data.sources import text_sources
 from encdec_adapt.objectives import framing
 from encdec_adapt.tokenizers import vocabulary_pair, vocabulary_training

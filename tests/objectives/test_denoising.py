@@ -4,11 +4,7 @@ import numpy as np
 import pytest
 
 from encdec_adapt.base import errors
-from encdec_adapt.objectives import (
-  denoising,
-  framing,
-  objective_names,
-)
+from encdec_adapt.objectives import denoising, framing, objective_names
 from tests.objectives import objective_cases as cases
 from tests.objectives.objective_cases import TEXT, A, B, C, R, S, X
 

@@ -9,11 +9,7 @@ import pytest
 import tokenizers
 
 from encdec_adapt.base import errors
-from encdec_adapt.objectives import (
-  framing,
-  objective_names,
-  supervised,
-)
+from encdec_adapt.objectives import framing, objective_names, supervised
 from encdec_adapt.tokenizers import chat_format, special_ids, vocabulary_pair
 from tests import gemma_ids, tiny_tokenizers
 

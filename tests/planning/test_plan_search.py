@@ -9,12 +9,7 @@ import pytest
 from encdec_adapt import plan
 from encdec_adapt.base import errors
 from encdec_adapt.files import atomic
-from encdec_adapt.planning import (
-  chips,
-  plan_report,
-  plan_search,
-  stored_plans,
-)
+from encdec_adapt.planning import chips, plan_report, plan_search, stored_plans
 from encdec_adapt.sharding import mesh as mesh_lib
 from tests import tiny
 from tests.planning import toy

@@ -8,11 +8,7 @@ import pytest
 
 from encdec_adapt import config as config_lib
 from encdec_adapt.models import model_config, presets
-from encdec_adapt.planning import (
-  analytic_estimate,
-  chips,
-  programs,
-)
+from encdec_adapt.planning import analytic_estimate, chips, programs
 from encdec_adapt.sharding import mesh as mesh_lib
 
 needs_libtpu = pytest.mark.skipif(

@@ -15,12 +15,7 @@ pytest.importorskip('uvicorn', reason='needs pip install -e .[serve]')
 testclient = pytest.importorskip('starlette.testclient')
 
 from encdec_adapt.inference import engine as engine_lib  # noqa: E402
-from encdec_adapt.serving import (  # noqa: E402
-  http_app,
-  origins,
-  protocol,
-  text_stream,
-)
+from encdec_adapt.serving import http_app, origins, protocol, text_stream  # noqa: E402
 from tests import tiny, toy_models  # noqa: E402
 
 PROMPTS = ['The quick', 'two cats and a dog', 'x']

@@ -22,11 +22,7 @@ from typing import Any
 from encdec_adapt.base import errors
 from encdec_adapt.cluster import lock
 from encdec_adapt.data import data_section
-from encdec_adapt.data.making import (
-  pipeline_jobs,
-  process_pool,
-  shard_jobs,
-)
+from encdec_adapt.data.making import pipeline_jobs, process_pool, shard_jobs
 from encdec_adapt.data.records import (
   record_copy,
   record_sets,

@@ -284,9 +284,7 @@ def write_shards(group: ShardGroup) -> list[dict[str, Any]]:
 
 
 def sample_rows(
-  rows: Iterable[Sequence[framing.Pair]],
-  count: int,
-  rng: np.random.Generator,
+  rows: Iterable[Sequence[framing.Pair]], count: int, rng: np.random.Generator
 ) -> list[Sequence[framing.Pair]]:
   """Draws rows in a single pass over them; the sample keeps their order.
 

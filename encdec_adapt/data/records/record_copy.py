@@ -102,10 +102,7 @@ def file_hash(path: str | os.PathLike) -> str:
 
 
 def _copy(
-  folder: paths.Path,
-  target: pathlib.Path,
-  name: str,
-  entry: Mapping[str, Any],
+  folder: paths.Path, target: pathlib.Path, name: str, entry: Mapping[str, Any]
 ) -> None:
   """Copies a shard and its .json file, and verifies the shard."""
   path = target / name

@@ -11,11 +11,7 @@ from encdec_adapt.base import errors
 from encdec_adapt.data.making import shard_jobs
 from encdec_adapt.data.records import record_sets, record_writing
 from encdec_adapt.data.sources import document_source, mixtures, text_sources
-from encdec_adapt.objectives import (
-  framing,
-  objective_names,
-  randomness,
-)
+from encdec_adapt.objectives import framing, objective_names, randomness
 from encdec_adapt.tokenizers import vocabulary_pair, vocabulary_training
 
 seqio = pytest.importorskip('seqio')
