@@ -347,14 +347,14 @@ def _check_sources(settings: Settings, sources: bool) -> None:
   if teacher and not loss.references:
     raise errors.UserError(
       f'config.teacher.checkpoint is {teacher!r} but the loss is {loss.name},'
-      ' which learns nothing from it; empty it, or choose another loss'
-      ' (config.loss.distillation above 0).'
+      ' which reads no other model; empty it, or choose a loss that does, such'
+      ' as config.loss.distillation above 0.'
     )
   if sources and loss.references and not teacher:
     raise errors.UserError(
       f'the loss is {loss.name} but config.teacher.checkpoint is empty; give'
       ' the work directory or Hugging Face folder of a model of kind'
-      f' {architectures.names(loss.accepts)}, or choose another loss'
-      ' (config.loss.distillation 0).'
+      f' {architectures.names(loss.accepts)}, or choose a loss that reads no'
+      ' other model (config.loss).'
     )
   loss.check(settings.model, settings.data.objectives)

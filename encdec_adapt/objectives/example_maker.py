@@ -81,9 +81,11 @@ class ExampleMaker(abc.ABC):
       'labels'.
     reads: content of documents: 'tokens', or 'text' (JSON of pairs and chats).
     fields: fields of an example that are stored in a row.
-    example: class of the examples, a NamedTuple with `fields` and `documents`.
+    example: class of the examples, a NamedTuple with `fields` and `documents`,
+      and a method `positions`, as `framing.Pair`; samples read its `inputs` and
+      `teacher_inputs`.
     axes: logical axes of batch fields other than rows ('batch') of tokens
-      ('length').
+      ('length'). Objectives that have some override `frame` and `check`.
     distills: whether a teacher can predict the targets from the inputs.
     ends_turns: whether targets end with the token that ends a turn.
     concatenate: whether examples cross documents.

@@ -298,13 +298,16 @@ def describe_batch(
         side = 'decoder' if 'decoder_tokens' in rows else 'encoder'
       # Rows are packed: segment 1 is the first of several examples.
       mask = rows[f'{side}_segments'][0] == 1
-      tokens = rows[field][0][mask]
       if labels and field == 'targets':
         # Positions without a weight have no label.
-        ids = tokens[rows['weights'][0][mask] > 0]
+        ids = rows[field][0][mask & (rows['weights'][0] > 0)]
         lines.append(f'  labels         {[labels[i] for i in ids]}')
         continue
-      text = opened.sides[side].decode(tokens, show_special=True, start=False)
-      shown = text if len(text) < 160 else f'{text[:76]} ... {text[-76:]}'
-      lines.append(f'  {field:<15}{len(tokens):>5} tokens  {shown!r}')
+      # An example of several answers has a row for each.
+      for answer in map(
+        np.compress, np.atleast_2d(mask), np.atleast_2d(rows[field][0])
+      ):
+        text = opened.sides[side].decode(answer, show_special=True, start=False)
+        shown = text if len(text) < 160 else f'{text[:76]} ... {text[-76:]}'
+        lines.append(f'  {field:<15}{len(answer):>5} tokens  {shown!r}')
   return '\n'.join(lines)

@@ -12,9 +12,10 @@ import pytest
 from encdec_adapt.base import errors, keys
 from encdec_adapt.evaluation.measures import perplexity
 from encdec_adapt.models import architecture, build, model_config
+from encdec_adapt.objectives import framing
 from encdec_adapt.training import losses
 from encdec_adapt.training.losses import cross_entropy, distillation, loss
-from tests import toy_models
+from tests import gemma_ids, toy_models, toy_preferences
 from tests.training import conftest
 
 
@@ -74,14 +75,22 @@ class Preference(loss.Loss):
     return jnp.stack([jnp.stack([nats, ones]), jnp.stack([margins, ones])])
 
 
-def test_a_loss_compares_the_rows_of_an_example():
+def test_a_loss_compares_the_answers_of_an_example():
+  # With `toy_preferences`, all that a preference loss adds to the package.
   model = build.build(conftest.SOURCE)
   preference = Preference(models={'teacher': model})
-  batch = {
-    name: x.reshape(4, 2, *x.shape[1:])
-    for name, x in conftest.make_batch(8, teacher=True).items()
-  }
-  axes = {name: ('batch', None, 'length') for name in batch}
+  maker, rng = toy_preferences.OBJECTIVE.maker, np.random.default_rng(0)
+  documents = [(str(i), rng.integers(10, 60, (3, 4))) for i in range(4)]
+  lengths = framing.Lengths(8, 8)
+  examples = maker('preferences', lengths).examples(documents, None)
+  batch = framing.stack_rows(
+    [
+      maker.frame([example], lengths, gemma_ids.FRAMING, teacher=True)
+      for example in examples
+    ]
+  )
+  maker.check(batch, gemma_ids.FRAMING)
+  axes = {name: maker.axes[name] for name in batch}
   trainer = conftest.Trainer(
     loss=preference, axes=axes, model=model, microbatches=2
   )

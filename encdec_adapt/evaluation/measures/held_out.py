@@ -48,11 +48,14 @@ class HeldOutEvaluation:
     """Checks that a model can read the records.
 
     Raises:
-      UserError: the objective is for another kind of model, the model has no
-        vocabularies, or the records were made with others.
+      UserError: the objective is for another kind of model or has rows of
+        several answers, the model has no vocabularies, or the records were
+        made with others.
     """
     spec = self.record_set.spec
     config_lib.check_kind(stored.model, spec.objectives[0])
+    # Here the loss is that of single rows, whatever loss a run had.
+    losses.cross_entropy.CrossEntropy().check(stored.model, spec.objectives)
     opened = stored.require_vocabularies()
     # Records hold token ids: with another vocabulary they are another text, and
     # the loss would be wrong without a sign of it.

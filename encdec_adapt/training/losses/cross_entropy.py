@@ -41,11 +41,19 @@ class CrossEntropy(loss.Loss):
   def check(
     self, model: model_config.ModelConfig, objectives: loss.Objectives
   ) -> None:
-    """Checks that the model can predict the inputs if `on_inputs` is set.
+    """Checks the rows, and whether the model can predict their inputs.
 
     Raises:
-      UserError: the model reads them before it predicts.
+      UserError: rows have several answers, or `on_inputs` is set and the model
+        reads the inputs before it predicts.
     """
+    if any(objective.maker.axes for objective in objectives):
+      raise errors.UserError(
+        f'the loss is {self.name} and config.data.objective is'
+        f' {" | ".join(map(str, objectives))!r}, whose rows have several'
+        ' answers; choose a loss that compares them (config.loss), or another'
+        ' objective.'
+      )
     # The objectives of a mixture all feed the same fields.
     kind, feeds = model.architecture, objectives[0].feeds
     if self.on_inputs and not (kind.predicts_inputs and feeds == 'pair'):
