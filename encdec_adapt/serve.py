@@ -108,14 +108,14 @@ def main(values: flags.FlagValues) -> int:
     values.max_prompt or min(longest or _MAX_PROMPT, _MAX_PROMPT),
     values.max_tokens,
     # A decoder that reads prompts itself holds both in its positions.
-    None if 'encoder' in stored.model.stacks else longest,
+    None if stored.model.architecture.encodes_prompt else longest,
   )
   engine = loaded.engine(
     rows=loaded.rows(values.batch_size),
     int8=values.int8,
     ids=ids,
     steps=STEPS,
-    sizes=_state_sizes(limits, 'encoder' in stored.model.stacks),
+    sizes=_state_sizes(limits, stored.model.architecture.encodes_prompt),
   )
   _require_memory(engine)
   if values.warm_up:

@@ -208,7 +208,7 @@ def prompt_room(
   # A pair made from a single folder has its fields under 'decoder' only.
   side = 'encoder' if 'encoder' in fields else 'decoder'
   limit = fields[side].get('max_position_embeddings')
-  if limit is None or 'encoder' in stored.model.stacks:
+  if limit is None or stored.model.architecture.encodes_prompt:
     return limit
   if limit - generated < 2:
     raise errors.UserError(
