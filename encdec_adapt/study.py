@@ -22,6 +22,7 @@ import pathlib
 import shlex
 import sys
 import time
+import traceback
 import types
 from typing import Any
 
@@ -63,7 +64,7 @@ def load(spec: str) -> tuple[study_stages.Study, str]:
     The study, and a digest of the file and the argument.
 
   Raises:
-    UserError: the file is missing or has no get_study.
+    UserError: the file is missing, fails, or has no get_study.
   """
   path, _, arg = spec.partition(':')
   if not pathlib.Path(path).is_file():
@@ -71,11 +72,24 @@ def load(spec: str) -> tuple[study_stages.Study, str]:
   # By its path, as --config loads files: configs/ need not be importable.
   spec_of_file = importlib.util.spec_from_file_location('study_config', path)
   module = importlib.util.module_from_spec(spec_of_file)
-  spec_of_file.loader.exec_module(module)
-  if not hasattr(module, 'get_study'):
-    raise errors.UserError(f'--study={spec}: {path} has no get_study(arg).')
+  try:
+    spec_of_file.loader.exec_module(module)
+    if not hasattr(module, 'get_study'):
+      raise errors.UserError(f'--study={spec}: {path} has no get_study(arg).')
+    study = module.get_study(arg or None)
+  except errors.UserError:
+    raise
+  except Exception as error:  # The file is the user's code.
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == path]
+    # A file that cannot be parsed has no frame, but the line of the error.
+    line = lines[-1] if lines else getattr(error, 'lineno', 1)
+    raise errors.UserError(
+      f'--study={spec}: {path} fails at line {line}'
+      f' ({type(error).__name__}: {error}); mend the file.'
+    ) from error
   text = pathlib.Path(path).read_bytes() + arg.encode()
-  return module.get_study(arg or None), hashlib.sha256(text).hexdigest()
+  return study, hashlib.sha256(text).hexdigest()
 
 
 def run(study: study_stages.Study, digest: str) -> int:

@@ -81,6 +81,21 @@ def _changed(configs, *runs):
   return {key: (a[key], b[key]) for key in a if a[key] != b[key]}
 
 
+@pytest.mark.parametrize(
+  'content, problem',
+  [
+    ('import no_such_module', r'line 1 \(ModuleNotFoundError'),
+    ('\ndef get_study(arg:\n  pass', r'line 2 \(SyntaxError'),
+    ('def get_study(arg):\n  return arg[0]', r'line 2 \(TypeError'),
+    ('def get_config(arg):\n  pass', r'has no get_study\(arg\)'),
+  ],
+)
+def test_a_study_that_fails_is_named_with_its_line(tmp_path, content, problem):
+  (tmp_path / 'broken.py').write_text(content)
+  with pytest.raises(errors.UserError, match=f'broken.py.* {problem}'):
+    study.load(f'{tmp_path}/broken.py')
+
+
 def test_runs_differ_in_what_is_compared_alone(loaded):
   plan, configs = loaded
   source = f'{plan.root}/decoder_only'

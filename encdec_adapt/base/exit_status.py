@@ -12,10 +12,12 @@ from absl import flags
 from encdec_adapt.base import errors
 
 # Exit statuses besides 0 and Python's 1 for an unexpected exception; launchers
-# restart on all but the first.
+# restart on all but the first, and nobody presses Ctrl-C there.
 USER_ERROR = 2
 # EX_TEMPFAIL: stopped by a signal and saved; the same command resumes.
 RESTART = 75
+# 128 + SIGINT, as shells report it: stopped by Ctrl-C.
+INTERRUPTED = 130
 # Ended by the watchdog, or another process of the job did not answer in time.
 HANG = 76
 # SIGABRT: jax aborts a process when another process of the job is missing or
@@ -26,10 +28,15 @@ ABORT = 134
 def guard(function: Callable[..., Any], *arguments: Any) -> Any:
   """Calls a function; prints a user error as a paragraph and exits.
 
-  There is no traceback, and the exit status is that of the error.
+  There is no traceback, and the exit status is that of the error. Ctrl-C ends
+  with a line, too.
   """
   try:
     return function(*arguments)
+  except KeyboardInterrupt:
+    sys.stdout.flush()
+    print('interrupted', file=sys.stderr, flush=True)
+    sys.exit(INTERRUPTED)
   except (errors.UserError, flags.Error) as error:
     # Output first, where both streams go into the same file.
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""Stops a job when its machine is about to be preempted.
+"""Stops a job when its machine is about to be preempted, or by Ctrl-C.
 
 Launchers and clouds announce that with SIGTERM and kill the process some
 30 seconds later. The training loop checks between steps, saves, and exits with
@@ -7,7 +7,8 @@ Launchers and clouds announce that with SIGTERM and kill the process some
 Often only some of the processes get the signal, and all must save the
 same step. jax's handler, installed by `distributed.initialize`, then passes the
 notice on, and the processes agree on a step that none has begun. Checkpoints
-are not saved here.
+are not saved here. Ctrl-C is SIGTERM to its process, and a second one ends it
+at once.
 """
 
 import signal
@@ -18,29 +19,38 @@ from jax.experimental import multihost_utils
 
 
 class StopSignal:
-  """Context manager that turns SIGTERM into a step to stop after.
+  """Context manager that turns SIGTERM and Ctrl-C into a step to stop after.
 
   Must be entered in the main thread (Python's rule for signal handlers); the
-  previous handler is restored on exit.
+  previous handlers are restored on exit.
   """
 
   def __init__(self):
     """Installs nothing yet."""
     self._previous: object = None
+    self._interrupt: object = None
     self._received = False
 
   def __enter__(self) -> 'StopSignal':
     if jax.process_count() == 1:
       self._previous = signal.signal(signal.SIGTERM, self._receive)
+    self._interrupt = signal.signal(signal.SIGINT, self._terminate)
     return self
 
   def __exit__(self, *exception) -> None:
+    signal.signal(signal.SIGINT, self._interrupt)
     if jax.process_count() == 1:
       # None: installed from C, which Python cannot restore.
       signal.signal(signal.SIGTERM, self._previous or signal.SIG_DFL)
 
   def _receive(self, number: int, frame: types.FrameType | None) -> None:
     self._received = True
+
+  def _terminate(self, number: int, frame: types.FrameType | None) -> None:
+    # First, so that the next Ctrl-C ends the process.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    print('interrupted: saves after this step; again to stop at once')
+    signal.raise_signal(signal.SIGTERM)
 
   def reached(self, step: int) -> bool:
     """Returns whether to stop after this step.

@@ -21,7 +21,7 @@ from encdec_adapt import config as config_lib
 from encdec_adapt.base import errors
 from encdec_adapt.conversion import model_on_disk, pretrained_files
 from encdec_adapt.inference import engine as engine_lib
-from encdec_adapt.models import build, execution, model_config
+from encdec_adapt.models import build, execution, model_config, parameters
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import rules as rules_lib
 from encdec_adapt.training import setup
@@ -52,6 +52,13 @@ class LoadedModel:
   params: Any
   stored: model_on_disk.StoredModel
   rules: rules_lib.Rules = rules_lib.RULES[_RULES]
+
+  def __repr__(self) -> str:
+    path = self.stored and str(self.stored.path)
+    return (
+      f'LoadedModel({path!r}, {self.config.architecture.name},'
+      f' {parameters.count(self.config):,} parameters)'
+    )
 
   @property
   def config(self) -> model_config.ModelConfig:

@@ -22,6 +22,7 @@ This module imports neither TensorFlow nor SeqIO nor jax.
 """
 
 from collections.abc import Mapping
+import difflib
 import functools
 import importlib
 import pkgutil
@@ -117,7 +118,9 @@ def _parse_objective(text: str) -> example_maker.Objective:
   head, remainder = part.partition(':')
   name = head.text
   if name not in NAMES:
-    raise head.error(f'must be one of {", ".join(NAMES)}')
+    nearest = difflib.get_close_matches(name, NAMES, 1)
+    hint = f' (did you mean {nearest[0]!r}?)' if nearest else ''
+    raise head.error(f'must be one of {", ".join(NAMES)}{hint}')
   maker, options = NAMES[name].maker, dict(NAMES[name].preset)
   if NAMES[name].parse:
     options = NAMES[name].parse(remainder.text)

@@ -10,6 +10,7 @@ import dataclasses
 from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
+import numpy as np
 
 from encdec_adapt.base import errors
 from encdec_adapt.cluster import distributed

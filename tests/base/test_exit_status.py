@@ -27,6 +27,8 @@ def main(values):
     raise errors.AbsentError('process 3 is missing.')
   if values.end == 'bug':
     raise RuntimeError('a bug')
+  if values.end == 'Ctrl-C':
+    raise KeyboardInterrupt
   if values.end == 'kill':  # Lines are printed at once, also into a pipe.
     os._exit(exit_status.HANG)
   return exit_status.RESTART
@@ -49,6 +51,10 @@ _SEE_KEYS = 'print_config shows every key.\n'
       *(['--end=absent'], exit_status.HANG, 'step 10/20\n'),
       'Error: process 3 is missing.\n',
     ),
+    (
+      *(['--end=Ctrl-C'], exit_status.INTERRUPTED),
+      *('step 10/20\n', 'interrupted\n'),
+    ),
     (['--end=bug'], 1, 'step 10/20\n', 'RuntimeError: a bug\n'),
     (['--count=x'], exit_status.USER_ERROR, '', _SEE_KEYS),
     (['--unknown'], exit_status.USER_ERROR, '', _SEE_KEYS),
@@ -66,5 +72,5 @@ def test_statuses_and_paragraphs(arguments, status, stdout, stderr):
   )
   assert (done.returncode, done.stdout) == (status, stdout), done.stderr
   assert done.stderr.endswith(stderr)
-  if status in (exit_status.USER_ERROR, exit_status.HANG):
+  if status not in (1, exit_status.RESTART):
     assert done.stderr.count('\n') == bool(stderr)

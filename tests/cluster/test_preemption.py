@@ -3,7 +3,20 @@
 import os
 import signal
 
+import pytest
+
 from encdec_adapt.cluster import preemption
+
+
+def test_ctrl_c_stops_after_the_step_and_again_at_once(capsys):
+  handler = signal.getsignal(signal.SIGINT)
+  with preemption.StopSignal() as stop:
+    signal.raise_signal(signal.SIGINT)
+    assert stop.reached(1)
+    assert capsys.readouterr().out.startswith('interrupted: saves')
+    with pytest.raises(KeyboardInterrupt):
+      signal.raise_signal(signal.SIGINT)
+  assert signal.getsignal(signal.SIGINT) is handler
 
 
 def test_a_signal_is_remembered_and_the_handler_is_restored():

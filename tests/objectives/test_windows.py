@@ -206,6 +206,7 @@ def test_nothing_is_lost_and_every_pair_fits(name, sizes, concatenate, seed):
     (('prefix_lm', 8, 1), 'decoder_length=1; they must be at least 8 and 2$'),
     (('ul2', 2, 8), 'encoder_length=2 and .* at least 3 and 8$'),
     (('causal_lm', 0, 1), 'decoder_length=1; they must be at least 0 and 2$'),
+    (('prefixlm', 8, 8), r"\(did you mean 'prefix_lm'\?\)"),
     (('ul3', 8, 8), "objective is 'ul3'; .* causal_lm, full_lm"),
     (('bart:shares=0.2', 8, 8), "'shares=0.2' at column 6 is not an option"),
     (('deshuffle:share=0.2', 8, 8), 'not an option of deshuffle'),

@@ -233,15 +233,19 @@ class JsonlSource(FileSource):
     """
     text = super()._read(unit)
     try:
-      value = json.loads(text)[field]
-    except (ValueError, KeyError, TypeError) as error:
-      value = error
+      row = json.loads(text)
+    except ValueError as error:
+      row = error
+    value = row.get(field) if isinstance(row, dict) else None
     if not isinstance(value, kind):
+      shown = f'{value if isinstance(row, dict) else row!r:.200}'
+      if isinstance(row, dict) and field not in row:
+        shown = f'it has {", ".join(row) or "no fields"}'
       form = {str: 'text', list: 'a list'}.get(kind, 'a text or label')
       location = self._line_location(unit.path, unit.offset)
       raise errors.UserError(
         f'source {self.name!r}: {location}, is not a JSON object with {form} in'
-        f' {field!r} ({value!r:.200}); name the field after a #, as in'
+        f' {field!r} ({shown}); name the field after a #, as in'
         ' jsonl:GLOB#FIELD'
       )
     return value

@@ -269,7 +269,8 @@ def test_what_reading_raises_comes_through(tmp_path):
   part = mixtures.Part(
     text_sources.open_source(f'jsonl:{tmp_path}/a.jsonl'), 1.0
   )
-  with pytest.raises(errors.UserError, match='line 2, is not a JSON object'):
+  problem = 'line 2, is not a JSON object with text in .text. .it has body.'
+  with pytest.raises(errors.UserError, match=problem):
     list(seqio_tasks.documents(part, _draw(eval_fraction=0.0), 0, 1))
   # TensorFlow, which would log tracebacks, sees no error, unless a user's
   # task reads the documents.
