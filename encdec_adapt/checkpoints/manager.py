@@ -184,7 +184,7 @@ class Checkpoint:
       state.read([name])
 
 
-class Checkpoints:
+class Checkpoints(contextlib.AbstractContextManager):
   """The checkpoints of a running job.
 
   Opening it removes the leftovers of killed saves and deletions, so the
@@ -223,9 +223,6 @@ class Checkpoints:
     self._threads = futures.ThreadPoolExecutor(1, 'checkpoints')
     self._pending: futures.Future | None = None
     self._failed = False
-
-  def __enter__(self) -> 'Checkpoints':
-    return self
 
   def __exit__(self, kind, error, traceback) -> None:
     """Completes the last save, even if the body raised an exception.

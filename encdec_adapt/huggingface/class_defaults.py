@@ -8,7 +8,6 @@ with the installed version. Fields that our models do not use are left out.
 """
 
 from collections.abc import Mapping
-import types
 from typing import Any
 
 _GEMMA = {
@@ -49,27 +48,25 @@ _QWEN_MOE = {
   'decoder_sparse_step': 1,
 }
 
-DEFAULTS: Mapping[str, Mapping[str, Any]] = types.MappingProxyType(
-  {
-    'gemma': {**_GEMMA, 'hidden_act': 'gelu_pytorch_tanh'},
-    'gemma2': {
-      **_GEMMA2,
-      'attn_logit_softcapping': 50.0,
-      'final_logit_softcapping': 30.0,
-    },
-    'gemma3_text': {
-      **_GEMMA2,
-      'vocab_size': 262208,
-      'rope_theta': 1e6,
-      'rope_local_base_freq': 10000.0,
-      'final_logit_softcapping': None,
-    },
-    'llama': {**_PLAIN, **_BIAS, 'mlp_bias': False},
-    'mistral': {**_PLAIN, 'sliding_window': 4096},
-    'qwen2': _QWEN,
-    'qwen3': {**_QWEN, **_BIAS, 'head_dim': 128},
-    'mixtral': {**_PLAIN, 'rms_norm_eps': 1e-5, 'rope_theta': 1e6},
-    'qwen2_moe': {**_QWEN_MOE, 'qkv_bias': True},
-    'qwen3_moe': {**_QWEN_MOE, **_BIAS},
-  }
-)
+DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+  'gemma': {**_GEMMA, 'hidden_act': 'gelu_pytorch_tanh'},
+  'gemma2': {
+    **_GEMMA2,
+    'attn_logit_softcapping': 50.0,
+    'final_logit_softcapping': 30.0,
+  },
+  'gemma3_text': {
+    **_GEMMA2,
+    'vocab_size': 262208,
+    'rope_theta': 1e6,
+    'rope_local_base_freq': 10000.0,
+    'final_logit_softcapping': None,
+  },
+  'llama': {**_PLAIN, **_BIAS, 'mlp_bias': False},
+  'mistral': {**_PLAIN, 'sliding_window': 4096},
+  'qwen2': _QWEN,
+  'qwen3': {**_QWEN, **_BIAS, 'head_dim': 128},
+  'mixtral': {**_PLAIN, 'rms_norm_eps': 1e-5, 'rope_theta': 1e6},
+  'qwen2_moe': {**_QWEN_MOE, 'qkv_bias': True},
+  'qwen3_moe': {**_QWEN_MOE, **_BIAS},
+}

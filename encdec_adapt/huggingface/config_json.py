@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 import copy
 import dataclasses
-import types
 from typing import Any
 
 from encdec_adapt.base import errors, keys
@@ -35,30 +34,28 @@ class Pair:
   merged: bool = False
 
 
-PAIRS: Mapping[str, Pair] = types.MappingProxyType(
-  {
-    pair.model_type: pair
-    for pair in (
-      Pair(
-        't5gemma',
-        'T5GemmaForConditionalGeneration',
-        families.FAMILIES['gemma2'],
-        weights.PAIR_T5GEMMA,
-        ('encoder',),
-        dict.fromkeys(('encoder', 'decoder'), 't5_gemma_module'),
-      ),
-      Pair(
-        't5gemma2',
-        'T5Gemma2ForConditionalGeneration',
-        families.FAMILIES['gemma3_text'],
-        weights.PAIR_T5GEMMA2,
-        ('encoder', 'text_config'),
-        {'encoder': 't5gemma2_text', 'decoder': 't5gemma2_decoder'},
-        merged=True,
-      ),
-    )
-  }
-)
+PAIRS: Mapping[str, Pair] = {
+  pair.model_type: pair
+  for pair in (
+    Pair(
+      't5gemma',
+      'T5GemmaForConditionalGeneration',
+      families.FAMILIES['gemma2'],
+      weights.PAIR_T5GEMMA,
+      ('encoder',),
+      dict.fromkeys(('encoder', 'decoder'), 't5_gemma_module'),
+    ),
+    Pair(
+      't5gemma2',
+      'T5Gemma2ForConditionalGeneration',
+      families.FAMILIES['gemma3_text'],
+      weights.PAIR_T5GEMMA2,
+      ('encoder', 'text_config'),
+      {'encoder': 't5gemma2_text', 'decoder': 't5gemma2_decoder'},
+      merged=True,
+    ),
+  )
+}
 
 # `model_type` of our native layout, for models that transformers has no class
 # for.

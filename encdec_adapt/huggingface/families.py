@@ -8,7 +8,6 @@ fields are read in the spelling of transformers 4 and 5, and written in that of
 
 from collections.abc import Callable, Mapping
 import dataclasses
-import types
 from typing import Any
 
 from encdec_adapt.base import errors
@@ -65,7 +64,7 @@ class Family:
 
   model_type: str
   architecture: str
-  layout: weights.Layout
+  layout: weights.Layout = weights.DECODER_ONLY_LLAMA
   activation: str = 'hidden_act'
   gelu: str | None = None
   bias: str = 'qkvo'
@@ -141,113 +140,106 @@ _MOE_FIELDS = {
   'norm_topk_prob': 'norm_topk',
 }
 
-FAMILIES: Mapping[str, Family] = types.MappingProxyType(
-  {
-    family.model_type: family
-    for family in (
-      Family(
-        'gemma',
-        'GemmaForCausalLM',
-        weights.DECODER_ONLY_LLAMA,
-        # The first files say gelu, and mean its approximation by tanh.
-        gelu='gelu_tanh',
-        windows_by_layer=False,
-        fixed={**_NO_CAPS, 'post_norms': False},
-      ),
-      Family(
-        'gemma2',
-        'Gemma2ForCausalLM',
-        weights.DECODER_ONLY_GEMMA,
-        activation='hidden_activation',
-        fields={**_GEMMA_FIELDS, 'attn_logit_softcapping': 'attention_softcap'},
-        layer_types=_alternating(2),
-      ),
-      Family(
-        'gemma3_text',
-        'Gemma3ForCausalLM',
-        weights.DECODER_ONLY_GEMMA,
-        activation='hidden_activation',
-        fields=_GEMMA_FIELDS,
-        # The file has a soft-cap of scores that the model does not use.
-        fixed={'qk_norm': True, 'attention_softcap': None},
-        layer_types=_alternating(6),
-      ),
-      Family(
-        'llama',
-        'LlamaForCausalLM',
-        weights.DECODER_ONLY_LLAMA,
-        windows_by_layer=False,
-        fixed=_PLAIN,
-      ),
-      Family(
-        'mistral',
-        'MistralForCausalLM',
-        weights.DECODER_ONLY_LLAMA,
-        bias='none',
-        bias_field=None,
-        windows_by_layer=False,
-        fixed=_PLAIN,
-        layer_types=_mistral_kinds,
-      ),
-      Family(
-        'qwen2',
-        'Qwen2ForCausalLM',
-        weights.DECODER_ONLY_LLAMA,
-        bias='qkv',
-        bias_field=None,
-        fixed=_PLAIN,
-        layer_types=_qwen_kinds,
-      ),
-      Family(
-        'qwen3',
-        'Qwen3ForCausalLM',
-        weights.DECODER_ONLY_LLAMA,
-        fixed={**_PLAIN, 'qk_norm': True},
-        layer_types=_qwen_kinds,
-      ),
-      Family(
-        'mixtral',
-        'MixtralForCausalLM',
-        weights.DECODER_ONLY_MIXTRAL,
-        bias='none',
-        bias_field=None,
-        windows_by_layer=False,
-        aliases={'num_experts': 'num_local_experts'},
-        fields={
-          'num_local_experts': 'experts',
-          'num_experts_per_tok': 'experts_per_token',
-        },
-        fixed={**_PLAIN, 'norm_topk': True},
-        layer_types=_mistral_kinds,
-      ),
-      Family(
-        'qwen2_moe',
-        'Qwen2MoeForCausalLM',
-        weights.DECODER_ONLY_QWEN_MOE,
-        bias='qkv',
-        bias_field='qkv_bias',
-        aliases={'num_local_experts': 'num_experts'},
-        fields={
-          **_MOE_FIELDS,
-          'shared_expert_intermediate_size': 'shared_expert_width',
-        },
-        fixed={**_PLAIN, 'shared_expert_gate': True},
-        layer_types=_qwen2_moe_kinds,
-      ),
-      Family(
-        'qwen3_moe',
-        'Qwen3MoeForCausalLM',
-        weights.DECODER_ONLY_QWEN_MOE,
-        windows_by_layer=False,
-        # transformers 5 writes the first name, older versions the second.
-        aliases={'num_local_experts': 'num_experts'},
-        fields=_MOE_FIELDS,
-        fixed={**_PLAIN, 'qk_norm': True},
-        layer_types=_all_or_none,
-      ),
-    )
-  }
-)
+FAMILIES: Mapping[str, Family] = {
+  family.model_type: family
+  for family in (
+    Family(
+      'gemma',
+      'GemmaForCausalLM',
+      # The first files say gelu, and mean its approximation by tanh.
+      gelu='gelu_tanh',
+      windows_by_layer=False,
+      fixed={**_NO_CAPS, 'post_norms': False},
+    ),
+    Family(
+      'gemma2',
+      'Gemma2ForCausalLM',
+      weights.DECODER_ONLY_GEMMA,
+      activation='hidden_activation',
+      fields={**_GEMMA_FIELDS, 'attn_logit_softcapping': 'attention_softcap'},
+      layer_types=_alternating(2),
+    ),
+    Family(
+      'gemma3_text',
+      'Gemma3ForCausalLM',
+      weights.DECODER_ONLY_GEMMA,
+      activation='hidden_activation',
+      fields=_GEMMA_FIELDS,
+      # The file has a soft-cap of scores that the model does not use.
+      fixed={'qk_norm': True, 'attention_softcap': None},
+      layer_types=_alternating(6),
+    ),
+    Family(
+      'llama',
+      'LlamaForCausalLM',
+      windows_by_layer=False,
+      fixed=_PLAIN,
+    ),
+    Family(
+      'mistral',
+      'MistralForCausalLM',
+      bias='none',
+      bias_field=None,
+      windows_by_layer=False,
+      fixed=_PLAIN,
+      layer_types=_mistral_kinds,
+    ),
+    Family(
+      'qwen2',
+      'Qwen2ForCausalLM',
+      bias='qkv',
+      bias_field=None,
+      fixed=_PLAIN,
+      layer_types=_qwen_kinds,
+    ),
+    Family(
+      'qwen3',
+      'Qwen3ForCausalLM',
+      fixed={**_PLAIN, 'qk_norm': True},
+      layer_types=_qwen_kinds,
+    ),
+    Family(
+      'mixtral',
+      'MixtralForCausalLM',
+      weights.DECODER_ONLY_MIXTRAL,
+      bias='none',
+      bias_field=None,
+      windows_by_layer=False,
+      aliases={'num_experts': 'num_local_experts'},
+      fields={
+        'num_local_experts': 'experts',
+        'num_experts_per_tok': 'experts_per_token',
+      },
+      fixed={**_PLAIN, 'norm_topk': True},
+      layer_types=_mistral_kinds,
+    ),
+    Family(
+      'qwen2_moe',
+      'Qwen2MoeForCausalLM',
+      weights.DECODER_ONLY_QWEN_MOE,
+      bias='qkv',
+      bias_field='qkv_bias',
+      aliases={'num_local_experts': 'num_experts'},
+      fields={
+        **_MOE_FIELDS,
+        'shared_expert_intermediate_size': 'shared_expert_width',
+      },
+      fixed={**_PLAIN, 'shared_expert_gate': True},
+      layer_types=_qwen2_moe_kinds,
+    ),
+    Family(
+      'qwen3_moe',
+      'Qwen3MoeForCausalLM',
+      weights.DECODER_ONLY_QWEN_MOE,
+      windows_by_layer=False,
+      # transformers 5 writes the first name, older versions the second.
+      aliases={'num_local_experts': 'num_experts'},
+      fields=_MOE_FIELDS,
+      fixed={**_PLAIN, 'qk_norm': True},
+      layer_types=_all_or_none,
+    ),
+  )
+}
 
 
 def stack_from_raw(

@@ -112,10 +112,9 @@ def search(
   order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
   for start in range(0, len(order), at_once):
     chosen = order[start : start + at_once]
-    state = engine.programs.run(
-      decoding.prefill,
-      *engine.prefill_arguments([requests[i] for i in chosen], at_once),
-    )
+    group = [requests[i] for i in chosen]
+    arguments = engine.prefill_arguments(group, at_once)
+    state = engine.programs.run(decoding.prefill, *arguments)
     best = jax.device_get(
       engine.programs.run(
         _search,

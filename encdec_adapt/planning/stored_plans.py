@@ -4,10 +4,8 @@ This module must not import programs: it describes requests and results only.
 """
 
 from collections.abc import Iterable, Mapping
-import importlib.metadata
 from typing import Any
 
-import jax
 from ml_collections import config_flags
 
 from encdec_adapt import config as config_lib
@@ -15,22 +13,20 @@ from encdec_adapt.base import errors
 from encdec_adapt.files import atomic, paths
 from encdec_adapt.planning import chips
 from encdec_adapt.sharding import mesh
+from encdec_adapt.telemetry import environment
 
 _GIB = 2**30
 
 
 def request(config_flag, hardware: chips.Slice) -> dict[str, Any]:
   """Returns the flags of a configuration, the chips and the versions."""
-  try:
-    libtpu = importlib.metadata.version('libtpu')
-  except importlib.metadata.PackageNotFoundError:
-    libtpu = None
+  versions = environment.versions()
   return {
     'config': config_flags.get_config_filename(config_flag),
     'overrides': config_flags.get_override_values(config_flag),
     'topology': hardware.name,
     'num_slices': hardware.count,
-    'versions': {'jax': jax.__version__, 'libtpu': libtpu},
+    'versions': {name: versions[name] for name in ('jax', 'libtpu')},
   }
 
 

@@ -235,24 +235,21 @@ class Service:
         self._requests[status] += 1
     yield 'data: [DONE]\n\n'
 
-  async def _models(self, request: requests.Request) -> responses.Response:
+  async def _models(self, _: requests.Request) -> responses.Response:
     """Lists the model."""
-    del request
     model = {'id': self._served.name, 'object': 'model', 'created': self._began}
     return responses.JSONResponse({'object': 'list', 'data': [model]})
 
-  async def _health(self, request: requests.Request) -> responses.Response:
+  async def _health(self, _: requests.Request) -> responses.Response:
     """Reports health, and name and step of the checkpoint."""
-    del request
     status = 'stopping' if self.draining else 'ok'
     status = 'failed' if self.thread.failed else status
     body = {'status': status, 'model': self._served.name, 'chat': self._chat}
     body['step'] = self._served.step
     return responses.JSONResponse(body, 200 if status == 'ok' else 503)
 
-  async def _metrics(self, request: requests.Request) -> responses.Response:
+  async def _metrics(self, _: requests.Request) -> responses.Response:
     """Writes the metrics as Prometheus reads them."""
-    del request
     active, waiting = self.thread.engine.load
     lines = []
     for name, label, counts in (
@@ -269,9 +266,8 @@ class Service:
       lines.append(f'encdec_adapt_{name} {value}')
     return responses.PlainTextResponse('\n'.join(lines) + '\n')
 
-  async def _show_page(self, request: requests.Request) -> responses.Response:
+  async def _show_page(self, _: requests.Request) -> responses.Response:
     """Sends the page to try the model."""
-    del request
     return responses.HTMLResponse(self._page)
 
 

@@ -28,7 +28,7 @@ from encdec_adapt.telemetry import (
 from encdec_adapt.training import guards, losses, train_section
 
 
-class JobTelemetry:
+class JobTelemetry(contextlib.AbstractContextManager):
   """Context manager around the loop; closes the files of metrics at its end.
 
   Attributes:
@@ -87,9 +87,6 @@ class JobTelemetry:
       )
     )
     self._patience, self._loss = train.patience, loss
-
-  def __enter__(self) -> 'JobTelemetry':
-    return self
 
   def __exit__(self, *exception) -> None:
     if self._writer:

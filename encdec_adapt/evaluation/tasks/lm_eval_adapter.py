@@ -119,16 +119,15 @@ class Adapter(lm_eval_model.TemplateLM):
     # As in training, where the separator is encoded for itself: lm-eval would
     # encode it together with the choice.
     between = self.tok_encode(separator, add_special_tokens=False)
-    return self._loglikelihood_tokens(
-      [
-        (
-          (context, choice),
-          [*self.tok_encode(context), *between],
-          self.tok_encode(choice, add_special_tokens=False),
-        )
-        for context, choice in pairs
-      ]
-    )
+    requests = [
+      (
+        pair,
+        [*self.tok_encode(pair[0]), *between],
+        self.tok_encode(pair[1], add_special_tokens=False),
+      )
+      for pair in pairs
+    ]
+    return self._loglikelihood_tokens(requests)
 
   def _loglikelihood_tokens(
     self, requests: Sequence[Any], **_: Any
@@ -170,10 +169,9 @@ class Adapter(lm_eval_model.TemplateLM):
     return tokens[-room:]
 
   def loglikelihood_rolling(
-    self, requests: Sequence[Any], disable_tqdm: bool = False
+    self, requests: Sequence[Any], **_: Any
   ) -> list[float]:
     """Scores whole texts, window by window."""
-    del disable_tqdm
     pairs, owners = [], []
     for number, request in enumerate(requests):
       (text,) = request.args
@@ -185,30 +183,20 @@ class Adapter(lm_eval_model.TemplateLM):
           # Another vocabulary may need more tokens for the same text.
           decoded = self._writer.decode(context, start=False)
           context = self._reader.encode(decoded)[-size:].tolist()
-        pairs.append(
-          log_likelihoods.Pair(
-            [self.prefix_token_id, *context], tokens[start : start + size]
-          )
-        )
+        context = [self.prefix_token_id, *context]
+        window = tokens[start : start + size]
+        pairs.append(log_likelihoods.Pair(context, window))
         owners.append(number)
     totals = [0.0] * len(requests)
     for owner, scored in zip(owners, self._score(pairs), strict=True):
       totals[owner] += scored.log_prob
     return totals
 
-  def generate_until(
-    self, requests: Sequence[Any], disable_tqdm: bool = False
-  ) -> list[str]:
+  def generate_until(self, requests: Sequence[Any], **_: Any) -> list[str]:
     """Continues contexts up to a stop string."""
-    del disable_tqdm
-    pairs = [request.args for request in requests]
-    return self._together(
-      'generate',
-      [
-        [self.tok_encode(text), _read_options(options)]
-        for text, options in pairs
-      ],
-    )
+    pairs = (request.args for request in requests)
+    work = [[self.tok_encode(text), _read_options(x)] for text, x in pairs]
+    return self._together('generate', work)
 
   # -- All processes -----------------------------------------------------------
 
