@@ -104,11 +104,11 @@ _SECTIONS = {
 
 
 def defaults() -> ml_collections.ConfigDict:
-  """Returns every key with its default value; other keys are refused."""
+  """Returns every key with its default value."""
   values = {**keys.defaults(_Root), 'model': model_section.defaults()}
   for name, parts in _SECTIONS.items():
     values[name] = {k: v for p in parts for k, v in keys.defaults(p).items()}
-  return ml_collections.ConfigDict(values).lock()
+  return ml_collections.ConfigDict(values)
 
 
 def page(config: Mapping[str, Any] | None = None) -> str:
@@ -219,8 +219,7 @@ def set_model(
   section: ml_collections.ConfigDict, model: model_config.ModelConfig
 ) -> None:
   """Sets the keys of `config.model` to those of a model."""
-  with section.unlocked():  # Models differ in the stacks that they have.
-    section.update(model_section.section_from_model(model))
+  section.update(model_section.section_from_model(model))
 
 
 def parse_arg(arg: str | None, **defaults: Any) -> dict[str, Any]:

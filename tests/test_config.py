@@ -262,23 +262,6 @@ def test_vocabularies_are_where_the_configuration_says():
   assert choice.path('encoder') == 'bytes' and choice.added_sentinels == 3
 
 
-def test_a_mistyped_key_in_a_file_or_in_python_is_refused(tmp_path):
-  with pytest.raises(AttributeError, match='Did you mean "steps"'):
-    config_lib.defaults().train.stepz = 3
-  file = tmp_path / 'mistyped.py'
-  file.write_text(
-    'from encdec_adapt import config\n'
-    'def get_config():\n'
-    '  values = config.defaults()\n'
-    '  values.train.stepz = 3\n'
-    '  return values\n'
-  )
-  with pytest.raises(
-    errors.UserError, match="mistyped.py:4.*stepz.*mean 'steps'"
-  ):
-    _load(f'--config={file}')
-
-
 def test_the_readme_holds_the_annotated_page(request):
   readme = request.config.rootpath / 'configs' / 'README.md'
   page = readme.read_text().split('```python\n')[-1]

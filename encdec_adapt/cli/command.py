@@ -12,7 +12,6 @@ import functools
 import io
 import re
 import sys
-import traceback
 from typing import Any
 
 from absl import app as absl_app
@@ -312,7 +311,7 @@ def _explain(error: Exception, arguments: Sequence[str]) -> str:
     return f'the configuration file failed {position}: {_last_line(error)}.'
   if isinstance(error, (KeyError, AttributeError)):
     # ml_collections names only the last part of the key, and the nearest key.
-    name = re.search(r'(?:Key ")?(\w+)|$', text)[1] or ''
+    name = re.search(r'\w+|$', text)[0]
     nearest = re.search(r'Did you mean "(\w+)"', text)
     # `convert` changes a target's architecture with --model.KEY.
     keys = re.findall(r'--(?:config|model)\.([^= ]+)', ' '.join(arguments))
@@ -320,13 +319,6 @@ def _explain(error: Exception, arguments: Sequence[str]) -> str:
     text = f'the configuration has no key {full!r}'
     if nearest:
       text += f' (did you mean {nearest[1]!r}?)'
-    # Assigned in the configuration file, or in one that it imports.
-    lines = [
-      f'{frame.filename}:{frame.lineno}'
-      for frame in traceback.extract_tb(error.__traceback__)
-      if frame.name == 'get_config'
-    ]
-    text = ': '.join([*lines[-1:], text])
   return (
     f'{text.rstrip(".")}. See --help; train --print_config shows every key.'
   )
