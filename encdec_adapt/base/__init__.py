@@ -1,4 +1,4 @@
-"""Errors, exit statuses, config keys and strings of options.
+"""Errors, exit statuses, config keys, strings of options, module discovery.
 
 The lowest folder: everything may import it, and it imports nothing of the
 package.

@@ -1,7 +1,7 @@
 """Runs each generated program in a separate process, with limits.
 
 Nothing runs unless `allowed` was entered, which `evaluate --allow_code` does.
-The limits keep mistakes small; they are no sandbox against malice. Knows
+The limits keep mistakes small; they are not a sandbox against malice. Knows
 nothing of tasks and their tests.
 """
 

@@ -99,8 +99,8 @@ def initialize(
 
   Raises:
     UserError: only some of the three are given, they are out of range, or
-      'auto' is used on machines that are no TPU slice; the port is in use; or
-      the processes differ in versions, flags or devices.
+      'auto' is used on machines that are not a TPU slice; the port is in use;
+      or the processes differ in versions, flags or devices.
     AbsentError: process 0 cannot be reached.
   """
   if (coordinator, processes, process) == (AUTO, None, None):

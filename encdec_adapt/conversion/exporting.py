@@ -79,14 +79,10 @@ def export_folder(values: flags.FlagValues, _: list[str]) -> int:
     for note in notes:
       print(f'note: {note}')
     print(f'tensors of {name}')
-    # Notes go into the card too: whoever downloads the folder sees no terminal.
+    # Notes go into the card too: a user of the folder sees no terminal.
     card = model_card.write(stored, native=native, dtype=name, notes=notes)
     # Relative names: the encoder's tokenizer is in a subfolder.
-    files = {
-      file.relative_to(tokenizers).as_posix(): file
-      for file in tokenizers.rglob('*')
-      if file.is_file()
-    }
+    files = {name: tokenizers / name for name in paths.tree(tokenizers)}
     text = json.dumps(generation, indent=2) + '\n'
     files[pretrained_files.GENERATION] = text.encode()
     export.write(

@@ -108,7 +108,7 @@ def merge_models(values: flags.FlagValues, operands: list[str]) -> int:
 
   Raises:
     UserError: the output exists, the models differ in shape or vocabulary, or
-      the weights are no average.
+      the weights do not make an average.
   """
   command.require(values, 'output')
   new_folder.require_free(values.output)

@@ -410,7 +410,7 @@ def require_decoder_only(source: StoredModel) -> None:
   """Checks the source of an adaptation.
 
   Raises:
-    UserError: it is no decoder-only model.
+    UserError: it is not a decoder-only model.
   """
   if source.model.architecture.has_encoder:
     raise errors.UserError(

@@ -429,7 +429,7 @@ def _reach(bucket: str) -> None:
   """
   try:
     # Any request shows that bucket and credentials are right; a missing object
-    # is no error.
+    # is not an error.
     with _as_os_errors(epath.Path(SCHEME + bucket)):
       _gcs().exists(f'{SCHEME}{bucket}/.encdec_adapt')
   except OSError as error:

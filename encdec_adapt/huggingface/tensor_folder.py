@@ -222,12 +222,9 @@ def _read_range(
   info: TensorInfo, index: tuple[int, slice] | None
 ) -> np.ndarray:
   """Reads a tensor of a file in a bucket; see `TensorFolder.read`."""
-  offset, shape = info.offset, info.shape
-  if index is not None:
-    shape = shape[1:]
+  shape = info.shape if index is None else info.shape[1:]
   nbytes = math.prod(shape) * info.dtype.itemsize
-  if index is not None:
-    offset += index[0] * nbytes
+  offset = info.offset + (index[0] * nbytes if index else 0)
   # The byte range of a tensor without elements would be no valid request.
   data = paths.read_range(info.file, offset, nbytes) if nbytes else b''
   array = np.frombuffer(data, info.dtype).reshape(shape)

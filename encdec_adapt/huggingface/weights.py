@@ -64,18 +64,16 @@ MIXTRAL = LLAMA | {
   'experts/down': f'block_sparse_moe.experts.{_EXPERT}.w2.weight',
 }
 _EXPERTS = {'experts': f'experts.{_EXPERT}', 'experts/shared': 'shared_expert'}
-QWEN_MOE = (
-  LLAMA
-  | {
-    'experts/router': 'mlp.gate.weight',
-    'experts/shared_gate': 'mlp.shared_expert_gate.weight',
-  }
-  | {
+QWEN_MOE = {
+  **LLAMA,
+  'experts/router': 'mlp.gate.weight',
+  'experts/shared_gate': 'mlp.shared_expert_gate.weight',
+  **{
     f'{ours}/{name}': f'mlp.{theirs}.{name}_proj.weight'
     for name in ('gate', 'up', 'down')
     for ours, theirs in _EXPERTS.items()
-  }
-)
+  },
+}
 GEMMA = _layer(
   {
     'pre_attention_norm': 'input_layernorm',
@@ -306,7 +304,7 @@ def copies(
     config: model config. A tied head is a copy of the table.
     layout: tensor names.
   """
-  # The native layout stores every leaf once; a tied head is no leaf.
+  # The native layout stores every leaf once; a tied head is not a leaf.
   if layout.native or not config.decoder.tied_head:
     return layout.copies
   table = f'{layout.embedder["decoder"]}weight'

@@ -325,7 +325,7 @@ class Engine:
     if not any(stop in completion.text for stop in request.stop):
       return completion if has_ended else None
     # The first token that completes a stop string is the last. Each prefix is
-    # decoded anew: the text of tokens is not the sum of their pieces.
+    # decoded again: tokens decoded together may differ from their pieces.
     count, text = next(
       (n, text)
       for n in range(1, len(tokens) + 1)

@@ -36,7 +36,7 @@ class Quantized:
 def _input_axes(axes: tuple[str, ...]) -> tuple[int, ...]:
   """Returns the dimensions that products with a parameter sum over.
 
-  Empty for norms, biases and routers, which are no kernels.
+  Empty for norms, biases and routers, which are not kernels.
   """
   dims = [i for i, name in enumerate(axes) if name not in _STACKED]
   names = [axes[i] for i in dims]

@@ -149,7 +149,8 @@ class Architecture:
     }
     if sides['decoder'] != 'teacher':
       return self.states(model, params, fields, **options)
-    # Only rows of pairs have inputs, so that `prefix` is no option of others.
+    # Only rows of pairs have inputs, so that `prefix` is not an option of
+    # others.
     options['prefix'] = self.prefix(batch)
     hidden = self.states(model, params, fields, **options)
     # The row of a pair has more positions than targets: take those of the

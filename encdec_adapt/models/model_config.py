@@ -274,7 +274,7 @@ class StackConfig:
   @property
   def has_head(self) -> bool:
     """Whether the head has a separate table."""
-    # Labels are no tokens, so that a classifier's head cannot be tied.
+    # Labels are not tokens, so that a classifier's head cannot be tied.
     return bool(self.classes) or not self.tied_head
 
   def layer_kind(self, layer: int) -> LayerKind:

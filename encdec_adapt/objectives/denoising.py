@@ -330,7 +330,7 @@ class Denoising(windows.WindowMaker):
       return 0
     if self._policy == 'recycle' and len(pair.targets) <= len(self._sentinels):
       return 0  # There is a sentinel for every target.
-    # Ids beyond the table are no sentinels, and would be errors as indices.
+    # Ids beyond the table are not sentinels, and would be errors as indices.
     candidates = pair.targets[pair.targets < len(self._is_sentinel)]
     counts = np.bincount(candidates[self._is_sentinel[candidates]])
     return int(counts[counts > 1].sum())

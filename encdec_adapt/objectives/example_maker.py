@@ -35,7 +35,7 @@ class Option:
 
   Attributes:
     parse: parses its value; raises a ValueError.
-    form: its spelling, for errors.
+    form: spelling of the option, for errors.
     verbatim: whether spaces around its value belong to it.
   """
 
@@ -234,7 +234,8 @@ class Name:
     maker: class of its maker.
     predicts: description of the targets, for the table in configs/README.md.
     preset: options that the name stands for.
-    parse: parses the text after the name to options, if it is no list of them.
+    parse: parses the text after the name to options, if it is not a list of
+    them.
   """
 
   maker: type[ExampleMaker]

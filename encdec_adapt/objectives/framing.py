@@ -344,7 +344,7 @@ def _teacher_rules(
   predicted = np.take_along_axis(batch['teacher_tokens'], following, axis=-1)
   masked = predicted == (-1 if mask is None else mask)
   segments = batch['teacher_segments']
-  # In the same segment: equal tokens of the next pair are no prediction.
+  # In the same segment: equal tokens of the next pair are not predictions.
   same_segment = np.take_along_axis(
     segments, index, axis=-1
   ) == np.take_along_axis(segments, following, axis=-1)

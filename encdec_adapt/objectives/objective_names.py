@@ -24,32 +24,17 @@ This module imports neither TensorFlow nor SeqIO nor jax.
 from collections.abc import Mapping
 import difflib
 import functools
-import importlib
-import pkgutil
 
 from encdec_adapt import objectives
-from encdec_adapt.base import errors, option_strings
+from encdec_adapt.base import discovery, errors, option_strings
 from encdec_adapt.objectives import example_maker
 
-
-def _names() -> dict[str, example_maker.Name]:
-  """Returns the objectives of all modules of this package, by name."""
-  # Found, not listed, so that a new objective needs no change outside its
-  # module.
-  # This module is among them, half imported and without the attribute: Python
-  # returns it as it is.
-  return {
-    name: entry
-    for module in pkgutil.iter_modules(objectives.__path__)
-    for name, entry in getattr(
-      importlib.import_module(f'{objectives.__name__}.{module.name}'),
-      'OBJECTIVES',
-      {},
-    ).items()
-  }
-
-
-NAMES: Mapping[str, example_maker.Name] = _names()
+NAMES: Mapping[str, example_maker.Name] = {
+  name: entry
+  for module in discovery.modules_of(objectives)
+  # Most modules, this one among them, have no objectives.
+  for name, entry in getattr(module, 'OBJECTIVES', {}).items()
+}
 _LABEL = 'config.data.objective'
 
 

@@ -65,8 +65,8 @@ def route(
     normalise: divide the K probabilities by their sum.
 
   Returns:
-    Expert ids, the likeliest first (X, which is no expert, for padding), and
-    their probabilities, float32.
+    Expert ids, the likeliest first (X, which is not an expert, for padding),
+    and their probabilities, float32.
   """
   shares, chosen = jax.lax.top_k(jax.nn.softmax(logits), per_token)
   if normalise:

@@ -285,7 +285,7 @@ class _Protocol(h11_impl.H11Protocol):
   """HTTP/1.1 with refusals that name the error."""
 
   def send_400_response(self, msg: str) -> None:
-    """Refuses a request that is no HTTP, such as HTTP/1.1 without `Host`."""
+    """Refuses a request that is not HTTP, such as HTTP/1.1 without `Host`."""
     # uvicorn calls this while it handles h11's exception.
     super().send_400_response(f'{msg} {sys.exc_info()[1]}\n')
 

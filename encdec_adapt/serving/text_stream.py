@@ -43,7 +43,7 @@ class TextStream:
     """Adds tokens [n]; returns the new text that is certain."""
     self._tokens += tokens.tolist()
     # All tokens are decoded each time, as the engine does: the text of a token
-    # depends on those before it. Ids that pad the table are no tokens.
+    # depends on those before it. Ids that pad the table are not tokens.
     plain = [
       token
       for token in self._tokens

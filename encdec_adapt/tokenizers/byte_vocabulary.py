@@ -46,5 +46,5 @@ class ByteVocabulary(vocabulary.Vocabulary):
 
   def _decode(self, ids, *, start):
     del start
-    # A model may write bytes that are no UTF-8, so errors are replaced.
+    # A model may write bytes that are not UTF-8, so errors are replaced.
     return bytes(ids).decode('utf-8', 'replace')

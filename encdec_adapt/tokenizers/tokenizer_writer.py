@@ -190,7 +190,7 @@ def _convert(vocab: vocabulary.Vocabulary) -> tokenizers.Tokenizer:
     symbols = []
   else:
     tokenizer, symbols = _from_sentencepiece(vocab)
-  # By id, because `tokenizers` numbers those that are no pieces in this order.
+  # By id, because `tokenizers` numbers those that are not pieces in this order.
   tokenizer.add_special_tokens(
     [
       tokenizers.AddedToken(name, special=True, normalized=False)

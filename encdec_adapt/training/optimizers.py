@@ -222,7 +222,7 @@ def _adafactor_scale(
   The direction's root mean square is clipped to 1 and, for kernels,
   multiplied by that of the parameter, at least 1e-3 (Shazeer and Stern 2018,
   algorithm 4). Norm gains may be stored as gain - 1 and biases begin at 0, so
-  their root mean square is no scale for their step.
+  their root mean square is not a scale for their step.
 
   Args:
     direction: step direction.

@@ -305,10 +305,10 @@ def describe_batch(
         lines.append(f'  labels         {[labels[i] for i in ids]}')
         continue
       # An example of several answers has a row for each.
-      for answer in map(
-        np.compress, np.atleast_2d(mask), np.atleast_2d(rows[field][0])
-      ):
-        text = opened.sides[side].decode(answer, show_special=True, start=False)
+      answers = zip(*map(np.atleast_2d, (rows[field][0], mask)), strict=True)
+      for row, selected in answers:
+        tokens = row[selected]
+        text = opened.sides[side].decode(tokens, show_special=True, start=False)
         shown = text if len(text) < 160 else f'{text[:76]} ... {text[-76:]}'
-        lines.append(f'  {field:<15}{len(answer):>5} tokens  {shown!r}')
+        lines.append(f'  {field:<15}{len(tokens):>5} tokens  {shown!r}')
   return '\n'.join(lines)

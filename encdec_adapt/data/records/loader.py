@@ -127,7 +127,7 @@ class Loader:
     batch = next(self._batches)
     self.position += self._batch_size
     if self.total is not None:
-      # The last batch may have filler, which is no row of the records.
+      # The last batch may have filler, which is not a row of the records.
       self.position = min(self.position, self.total)
     return batch
 
@@ -180,7 +180,7 @@ def evaluation_batches(
   ):
     raise errors.UserError(
       f'{prefix_offset=} needs records of one pair per row with an encoder, and'
-      ' an offset that is no multiple of their number; those in'
+      ' an offset that is not a multiple of their number; those in'
       f' {record_set.folder} have pack={spec.pack},'
       f' encoder_length={spec.encoder_length} and {count} rows'
     )

@@ -120,7 +120,7 @@ class SeqioSource(document_source.Source):
       return document_source.decode(row[name], self.name, f'feature {name!r}')
     vocabulary = self._task.output_features[name].vocabulary
     ids = row[name].tolist()
-    # The token that ends a sequence is no part of its text.
+    # The token that ends a sequence is not a part of its text.
     if ids and ids[-1] == vocabulary.eos_id:
       ids.pop()
     return vocabulary.decode(ids)

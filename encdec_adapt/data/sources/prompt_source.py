@@ -30,7 +30,7 @@ _BETWEEN = '|||'
 # may contain '|||'. These are noncharacters, which Unicode reserves for
 # internal use, so no filter such as `upper` changes them.
 _MARK = '\ufdd0\ufdd1\ufdd0'
-# Raised by a file that is absent, is not YAML, or has something else than
+# Raised by a file that is absent, is not YAML, or lacks the fields of
 # templates.
 _ERRORS = (OSError, yaml.YAMLError, KeyError, TypeError, AttributeError)
 

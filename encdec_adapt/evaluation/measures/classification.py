@@ -1,7 +1,7 @@
 """F1 of classifiers on held-out records.
 
 Loss and accuracy are those of `perplexity`: every labelled token is a target.
-F1 is no mean over examples, so it has neither intervals nor paired tests. Of
+F1 is not a mean over examples, so it has neither intervals nor paired tests. Of
 `evaluation`, only `results` is imported.
 """
 
@@ -35,7 +35,7 @@ def scores(
   Args:
     task: name of the task.
     placement: the classifier and the placement of its parameters.
-    params: its parameters.
+    params: parameters of the classifier.
     batches: this process's rows of every batch.
   """
   count = jax.jit(_confusion, static_argnums=0)
@@ -80,7 +80,7 @@ def _confusion(
   with partition.use(placement.mesh, placement.rules.as_dict()):
     hidden = model.architecture.predict(model, params, batch)
     label = jnp.argmax(model.logits(params, hidden), axis=-1)
-    # -1 is no cell: tokens without weight are not counted.
+    # -1 is not a cell: tokens without weight are not counted.
     cell = jnp.where(batch['weights'] > 0, batch['targets'] * size + label, -1)
     counts = jnp.sum(cell[..., None] == jnp.arange(size * size), axis=(0, 1))
     # Every process adds the counts of all rows, not only of its shard.

@@ -64,7 +64,7 @@ def score(
   # The first references of all examples, the second, ..; None where an example
   # has fewer, which sacreBLEU leaves out.
   columns = list(itertools.zip_longest(*references))
-  # The published numbers are those of corpora, which are no means of sentences
+  # The published numbers are those of corpora, which are not means of sentences
   # and so have no standard error.
   for name, metric in (('bleu', sacrebleu.BLEU()), ('chrf', chrf)):
     value = metric.corpus_score(predictions, columns).score / 100

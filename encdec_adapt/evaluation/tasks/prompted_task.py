@@ -173,7 +173,7 @@ def read_rows(path: str) -> list[tuple[str, dict[str, Any]]]:
     File and line of each row, for messages, and its fields.
 
   Raises:
-    UserError: the file cannot be read or is empty, or a line is no object.
+    UserError: the file cannot be read or is empty, or a line is not an object.
   """
   rows = list(text_lines.read_json(path).items())
   for line, row in rows:

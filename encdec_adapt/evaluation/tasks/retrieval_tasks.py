@@ -146,8 +146,8 @@ class Retrieval:
     if kind == 'chain':
       values = [*(f'that of the {thing}' for thing in things[1:3]), *codes]
     elif kind == 'values':
-      # Wrong choices are orders of the same codes: whoever knows the codes and
-      # not their things guesses.
+      # Wrong choices are orders of the same codes: a model that knows the codes
+      # and not their things has to guess.
       count, orders = 3, ((0, 1, 2), (1, 2, 0), (2, 0, 1), (1, 0, 2))
       choices = [_list([codes[i] for i in order]) for order in orders]
     facts = [
@@ -178,7 +178,7 @@ def read(source: str, lengths: str, limit: int | None = None) -> Retrieval:
     limit: examples of a task.
 
   Raises:
-    UserError: there is no text, or a length is no number.
+    UserError: there is no text, or a length is not a number.
   """
   tokens = {
     part.read(int, 'a number of tokens, as in 256,512.', lambda n: n > 0)

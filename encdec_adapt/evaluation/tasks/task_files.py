@@ -63,7 +63,7 @@ def _read_yaml(file: str) -> dict[str, Any]:
   class Loader(yaml.SafeLoader):
     """Takes any tag."""
 
-  # lm-eval's loader would import the functions of files that are no tasks.
+  # lm-eval's loader would import the functions of files that are not tasks.
   Loader.add_multi_constructor(
     '!', lambda loader, suffix, node: f'!{suffix} {getattr(node, "value", "")}'
   )

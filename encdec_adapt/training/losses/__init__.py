@@ -28,34 +28,23 @@ Losses import `models`, `objectives` and `ops`, and no step, phase or optimizer.
 """
 
 from collections.abc import Mapping
-import importlib
-import pkgutil
+import sys
 from typing import Any
 
-from encdec_adapt.base import errors, keys
+from encdec_adapt.base import discovery, errors, keys
 from encdec_adapt.models import model_config
 from encdec_adapt.training.losses import cross_entropy, loss
 
-
-def _classes() -> tuple[type[loss.Loss], ...]:
-  """Finds the losses in the modules of this package."""
-  # Found, not listed, so that a new loss needs no change outside its module.
-  modules = [
-    importlib.import_module(f'{__name__}.{module.name}')
-    for module in pkgutil.iter_modules(__path__)
-  ]
-  return tuple(
-    value
-    for module in modules
-    for value in vars(module).values()
-    if isinstance(value, type)
-    and issubclass(value, loss.Loss)
-    and value is not loss.Loss
-    and value.__module__ == module.__name__
-  )
-
-
-CLASSES = _classes()
+CLASSES: tuple[type[loss.Loss], ...] = tuple(
+  value
+  for module in discovery.modules_of(sys.modules[__name__])
+  for value in vars(module).values()
+  if isinstance(value, type)
+  and issubclass(value, loss.Loss)
+  and value is not loss.Loss
+  # A loss that extends another imports its module, not the class.
+  and value.__module__ == module.__name__
+)
 
 
 def from_section(
