@@ -104,11 +104,12 @@ _SECTIONS = {
 
 
 def defaults() -> ml_collections.ConfigDict:
-  """Returns every key with its default value."""
+  """Returns every key with its default value; other keys are refused."""
   values = {**keys.defaults(_Root), 'model': model_section.defaults()}
   for name, parts in _SECTIONS.items():
     values[name] = {k: v for p in parts for k, v in keys.defaults(p).items()}
-  return ml_collections.ConfigDict(values)
+  # ml_collections names the nearest key where a mistyped one is assigned.
+  return ml_collections.ConfigDict(values).lock()
 
 
 def page(config: Mapping[str, Any] | None = None) -> str:

@@ -249,7 +249,7 @@ def test_a_saved_run_of_an_earlier_version(tmp_path, capsys, monkeypatch):
   assert line.endswith(', model.encoder.layers = 4')
   saved['train']['unknown'] = 1
   file.write_text(json.dumps(saved))
-  with pytest.raises(errors.UserError, match='another version.*unknown'):
+  with pytest.raises(errors.UserError, match='train.unknown, which'):
     config_lib.load_run(str(tmp_path))
 
 
@@ -260,6 +260,25 @@ def test_vocabularies_are_where_the_configuration_says():
   choice = _load(BASE, *(f'--config.{flag}' for flag in PAIR)).data.vocabularies
   assert choice.decoder == 'runs/x/vocabulary/decoder'
   assert choice.path('encoder') == 'bytes' and choice.added_sentinels == 3
+
+
+def test_a_mistyped_key_in_a_file_or_in_python_is_refused(tmp_path):
+  with pytest.raises(AttributeError, match='Did you mean "steps"'):
+    config_lib.defaults().train.stepz = 3
+  file = tmp_path / 'mistyped.py'
+  file.write_text(
+    'from encdec_adapt import config\n'
+    'def shorten(values):\n'
+    '  values.train.stepz = 3\n'
+    'def get_config():\n'
+    '  values = config.defaults()\n'
+    '  shorten(values)\n'
+    '  return values\n'
+  )
+  with pytest.raises(
+    errors.UserError, match="mistyped.py:3: .*'stepz'.*mean 'steps'"
+  ):
+    _load(f'--config={file}')
 
 
 def test_the_readme_holds_the_annotated_page(request):

@@ -3,6 +3,9 @@
 This module must not import anything of the package.
 """
 
+from collections.abc import Iterable
+import difflib
+
 
 class UserError(Exception):
   """Bad input: names the thing, its value and the remedy in a paragraph.
@@ -32,3 +35,9 @@ def user_error_behind(error: BaseException) -> UserError | None:
   while cause is not None and not isinstance(cause, UserError):
     cause = cause.__cause__
   return cause
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+  """Returns ` (did you mean 'NAME'?)` for a mistyped name, or ''."""
+  matches = difflib.get_close_matches(name, list(names), 1)
+  return f' (did you mean {matches[0]!r}?)' if matches else ''

@@ -158,9 +158,9 @@ def complete(
   # Renamed first: an earlier name is not unknown.
   saved = {RENAMED.get(prefix + name, name): saved[name] for name in saved}
   if unknown := sorted(saved.keys() - defaults.keys()):
+    names = (f'{prefix}{x}{errors.nearest(x, defaults)}' for x in unknown)
     raise errors.UserError(
-      'the configuration was saved by another version: this one has no'
-      f' {", ".join(prefix + name for name in unknown)}.'
+      f'the configuration has {", ".join(names)}, which this version has not.'
     )
   for name, default in defaults.items():
     if isinstance(default, Mapping):

@@ -210,7 +210,8 @@ def key_values(
     # An empty value is a value; without a sign the key is the whole item.
     if key.text not in defaults or key.stop == item.stop:
       pairs = ', '.join(f'{k}={v}' for k, v in defaults.items())
-      raise item.error(f'is not understood; it must be KEY=VALUE of {pairs}')
+      hint = errors.nearest(key.text, defaults)
+      raise item.error(f'must be KEY=VALUE of {pairs}{hint}')
     # The type of the default, so that a number is not read as text.
     kind = type(defaults[key.text])
     values[key.text] = value.read(

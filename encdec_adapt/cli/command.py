@@ -12,11 +12,12 @@ import functools
 import io
 import re
 import sys
+import traceback
 from typing import Any
 
 from absl import app as absl_app
 from absl import flags, logging
-from ml_collections import config_flags
+from ml_collections import config_dict, config_flags
 
 from encdec_adapt.base import errors, exit_status
 from encdec_adapt.cluster import distributed
@@ -311,7 +312,7 @@ def _explain(error: Exception, arguments: Sequence[str]) -> str:
     return f'the configuration file failed {position}: {_last_line(error)}.'
   if isinstance(error, (KeyError, AttributeError)):
     # ml_collections names only the last part of the key, and the nearest key.
-    name = re.search(r'\w+|$', text)[0]
+    name = re.search(r'(?:Key ")?(\w+)|$', text)[1] or ''
     nearest = re.search(r'Did you mean "(\w+)"', text)
     # `convert` changes a target's architecture with --model.KEY.
     keys = re.findall(r'--(?:config|model)\.([^= ]+)', ' '.join(arguments))
@@ -319,9 +320,22 @@ def _explain(error: Exception, arguments: Sequence[str]) -> str:
     text = f'the configuration has no key {full!r}'
     if nearest:
       text += f' (did you mean {nearest[1]!r}?)'
+    text = _configuration_line(error) + text
   return (
     f'{text.rstrip(".")}. See --help; train --print_config shows every key.'
   )
+
+
+def _configuration_line(error: Exception) -> str:
+  """Returns 'FILE:LINE: ' where a configuration file was running, or ''."""
+  frames = traceback.extract_tb(error.__traceback__)
+  names = [frame.filename for frame in frames]
+  reader = config_flags.config_flags.__file__
+  # What config_flags called last: the file, or, for a flag, a ConfigDict.
+  start = len(names) - names[::-1].index(reader) if reader in names else None
+  library = config_dict.config_dict.__file__
+  files = [frame for frame in frames[start:] if frame.filename != library]
+  return f'{files[-1].filename}:{files[-1].lineno}: ' if files else ''
 
 
 def _last_line(error: Exception) -> str:

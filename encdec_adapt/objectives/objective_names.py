@@ -22,7 +22,6 @@ This module imports neither TensorFlow nor SeqIO nor jax.
 """
 
 from collections.abc import Mapping
-import difflib
 import functools
 
 from encdec_adapt import objectives
@@ -103,8 +102,7 @@ def _parse_objective(text: str) -> example_maker.Objective:
   head, remainder = part.partition(':')
   name = head.text
   if name not in NAMES:
-    nearest = difflib.get_close_matches(name, NAMES, 1)
-    hint = f' (did you mean {nearest[0]!r}?)' if nearest else ''
+    hint = errors.nearest(name, NAMES)
     raise head.error(f'must be one of {", ".join(NAMES)}{hint}')
   maker, options = NAMES[name].maker, dict(NAMES[name].preset)
   if NAMES[name].parse:

@@ -45,8 +45,8 @@ def run_folder(request, tmp_path_factory):
       kv_heads=1,
       head_dim=8,
       vocab_size=size + 5,  # more ids than pieces
-      tied_head=False,
     )
+  config.model.decoder.tied_head = False
   settings = config_lib.load(config, str(workdir))
   config_lib.save(config, str(workdir))
   params = toy_models.params(settings.model, seed=5)
