@@ -374,7 +374,7 @@ class _Results:
     # In every line and not in a header: any line says which command wrote it.
     self._digest = hashlib.sha256(description.encode()).hexdigest()[:12]
     self.lines: dict[int, Result] = {}
-    self._log = None
+    self._log, self._printed = None, 0
     self._start = time.monotonic()
     self._progress = progress.CountProgress('generate')
     if output is None or not distributed.is_lead():
@@ -397,17 +397,25 @@ class _Results:
     """Prints a result, or writes it and prints progress every few seconds."""
     if not distributed.is_lead():
       return
-    prompt = self._texts[index]
     if self._log is None:
-      print(f'--- prompt {index + 1} of {len(self._texts)}\n{prompt}')
-      print(_describe(result), flush=True)
+      self.lines[index] = result
+      # Results come as they end: one waits for those of earlier prompts.
+      while self._printed in self.lines:
+        self._print(self._printed)
+        self._printed += 1
       return
+    prompt = self._texts[index]
     line = {'index': index, **result, 'prompt': prompt, 'of': self._digest}
     self.lines[index] = line
     self._log.write(line)
     # Without the results of earlier commands, which would raise the rate.
     skipped = self._resumed
     self._progress(len(self.lines) - skipped, len(self._texts) - skipped)
+
+  def _print(self, index: int) -> None:
+    """Prints a prompt and its result."""
+    print(f'--- prompt {index + 1} of {len(self._texts)}\n{self._texts[index]}')
+    print(_describe(self.lines[index]), flush=True)
 
   def finish(self) -> None:
     """Sorts the lines of the file by prompt."""

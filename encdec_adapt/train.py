@@ -210,12 +210,13 @@ def train(
   # -- Loop objects ------------------------------------------------------------
 
   step = first = start or 0
-  resume_checks.report_end(batches.remaining, first, steps, log)
+  end = resume_checks.report_end(batches.remaining, first, steps, log)
   telemetry = job_telemetry.JobTelemetry(
     workdir,
     settings.train,
     loss,
     start,
+    end,
     cost,
     setup.step_flops(model, lengths, settings.train.batch_size, shapes),
     log,

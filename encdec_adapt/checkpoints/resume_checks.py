@@ -104,7 +104,7 @@ def report_environment(
 
 def report_end(
   batches: int | None, step: int, steps: int, report: Report
-) -> None:
+) -> int:
   """Reports the last step if the records run out before the job's last step.
 
   Args:
@@ -112,6 +112,9 @@ def report_end(
     step: step that the job is at.
     steps: step at which it is to end.
     report: prints a paragraph.
+
+  Returns:
+    The step at which the job ends.
   """
   if batches is not None and batches < steps - step:
     end = step + batches
@@ -122,3 +125,5 @@ def report_end(
       f' (config.data.repeat=True); or set config.train.steps={end}, which'
       ' also ends the learning rate schedule there.'
     )
+    return end
+  return steps

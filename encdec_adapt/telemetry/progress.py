@@ -94,6 +94,43 @@ class Progress:
     return (last[column] - first[column]) / seconds if seconds > 0 else 0.0
 
 
+class TimeLeft:
+  """Estimates the time left of units that take about as long as each other.
+
+  The first units contain start and compilation, which do not come again, so
+  time and units count from their end.
+  """
+
+  def __init__(
+    self, at_once: int = 1, *, clock: Callable[[], float] = time.monotonic
+  ):
+    """Starts without an estimate.
+
+    Args:
+      at_once: number of units in work at the same time.
+      clock: returns seconds.
+    """
+    self._at_once, self._clock = at_once, clock
+    self._first: tuple[int, float] | None = None
+
+  def __call__(self, count: int, total: int) -> str:
+    """Returns the rate and the time left, or '' while they are unknown.
+
+    Args:
+      count: number of finished units.
+      total: number of all units.
+    """
+    now = self._clock()
+    if self._first is None and count >= self._at_once:
+      self._first = count, now
+    # Units in work at the same time end together: a rate is that of a round.
+    first, start = self._first or (count, now)
+    if count - first < self._at_once or now <= start:
+      return ''
+    rate = (count - first) / (now - start)
+    return f'  {rate:.3g}/s  {format_seconds((total - count) / rate)} left'
+
+
 class _TimedProgress:
   """Start of an activity, and the time of its last progress line."""
 
@@ -143,6 +180,11 @@ class ByteProgress(_TimedProgress):
 class CountProgress(_TimedProgress):
   """Prints the progress of a list of examples every few seconds."""
 
+  def __init__(self, activity: str, **options: Any):
+    """Starts the clock; arguments as of `_TimedProgress`."""
+    super().__init__(activity, **options)
+    self._left = TimeLeft(clock=self._clock)
+
   def __call__(self, count: int, total: int) -> None:
     """Prints a line every few seconds.
 
@@ -150,15 +192,13 @@ class CountProgress(_TimedProgress):
       count: number of finished examples.
       total: number of all examples.
     """
+    left = self._left(count, total)
     now = self._clock()
     if not count or now - self._last < self._every:
       return
-    self._last, rate = now, count / (now - self._start)
-    print(
-      f'{self._activity}: {count:,} of {total:,} examples '
-      f' {rate:.3g} examples/s  {format_seconds((total - count) / rate)} left',
-      flush=True,
-    )
+    self._last = now
+    line = f'{self._activity}: {count:,} of {total:,} examples{left}'
+    print(line, flush=True)
 
 
 def format_seconds(seconds: float) -> str:

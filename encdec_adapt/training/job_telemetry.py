@@ -41,6 +41,7 @@ class JobTelemetry(contextlib.AbstractContextManager):
     train: train_section.TrainConfig,
     loss: losses.loss.Loss,
     start: int | None,
+    end: int,
     cost: compute_cost.Cost,
     flops_per_step: float,
     log: Callable[[str], None],
@@ -52,17 +53,18 @@ class JobTelemetry(contextlib.AbstractContextManager):
       train: section `train` of the configuration.
       loss: the loss, which says which evaluations are better.
       start: the restored step; None where the job begins.
+      end: step at which the job ends.
       cost: totals at that step.
       flops_per_step: model FLOPs of a step on all devices.
       log: prints a line on process 0.
     """
     self.cost = cost
-    self._steps, self._log_every, self._log = train.steps, train.log_every, log
+    self._end, self._log_every, self._log = end, train.log_every, log
     self._flops = flops_per_step
     self._guard = guards.NonFiniteGuard(workdir, train.max_skipped)
     self._split = timing.TimeSplit()
     self._meter = progress.Progress(
-      train.steps,
+      end,
       first_step=start or 0,
       flops_per_step=flops_per_step,
       peak=peak_flops.peak(jax.devices()),
@@ -152,7 +154,7 @@ class JobTelemetry(contextlib.AbstractContextManager):
     self._write('train', step, values)
     self._write('time', step, times)
     self._guard.check(step, values['skipped_in_row'], rows)
-    if step % self._log_every == 0 or step == self._steps:
+    if step % self._log_every == 0 or step == self._end:
       self._log(self._meter.line(values['loss'], grad=values['gradient_norm']))
       if self._starts:
         goodput = self._starts.goodput(self.cost.seconds)

@@ -312,6 +312,7 @@ def test_records_that_end_between_evaluations_or_saves(
   shown = capsys.readouterr().out
   assert 'the records last for 2 of the 6 remaining steps' in shown
   assert 'the records end after 96 rows, at step 6 of 10' in shown
+  assert 'step 5/6' in shown  # Time left is of these steps.
   checkpoint = manager.open_latest(copied)
   assert (checkpoint.step, checkpoint.read_data()['rows']) == (6, 96)
   evaluations = [r for r in metrics.read_metrics(copied) if r['kind'] == 'eval']

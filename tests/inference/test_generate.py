@@ -98,10 +98,14 @@ def test_writes_continuations_in_order(run_folder, tmp_path, capsys):
     assert {**same, 'log_prob': 0} == {**sample, 'log_prob': 0}
   with pytest.raises(errors.UserError, match='other prompts or options'):
     _run(*drawn, '--seed=1')
-  assert _run(*arguments, '--temperature=1', '--seed=1') == 0
+  shown = ['--temperature=1', '--seed=1', '--batch_size=2']
+  assert _run(*arguments, *shown) == 0
   printed = capsys.readouterr().out
-  for number, prompt in enumerate(PROMPTS, start=1):
-    assert f'prompt {number} of 5\n{prompt}\n' in printed
+  starts = [
+    printed.index(f'prompt {number} of 5\n{prompt}\n')
+    for number, prompt in enumerate(PROMPTS, start=1)
+  ]
+  assert starts == sorted(starts)
   assert f'\n{samples[0]["continuation"]}\n' not in printed
 
 

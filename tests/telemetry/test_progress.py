@@ -31,3 +31,24 @@ def test_time_away_is_left_out(clock):
   line.update(2, 10)
   assert line.rates() == pytest.approx({'tokens_per_second': 5})
   assert line.line(1.0) == 'step  2/10  loss 1.0000  5 tok/s  16s left'
+
+
+def test_time_left_is_without_the_start_and_the_first_units(clock, capsys):
+  show = progress.CountProgress('score', clock=clock)
+  clock.now += 300  # The start, and compilation.
+  show(8, 80)
+  clock.now += 10
+  show(16, 80)
+  assert capsys.readouterr().out.splitlines() == [
+    'score: 8 of 80 examples',
+    'score: 16 of 80 examples  0.8/s  1m20s left',
+  ]
+
+
+def test_time_left_of_units_that_end_together_is_that_of_a_round(clock):
+  left = progress.TimeLeft(2, clock=clock)
+  shown = []
+  for count, seconds in ((1, 60), (2, 0), (3, 10), (4, 0), (5, 10)):
+    clock.now += seconds
+    shown.append(left(count, 8))
+  assert shown == ['', '', '', '  0.2/s  20s left', '  0.15/s  20s left']

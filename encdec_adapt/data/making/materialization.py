@@ -16,7 +16,6 @@ import contextlib
 import dataclasses
 import functools
 import os
-import time
 from typing import Any
 
 from encdec_adapt.base import errors
@@ -147,23 +146,24 @@ def materialize_sets(
     # A killed job may have left a set without a manifest, but all its shards.
     for build in builds:
       build.finish(described)
-    start, count = time.monotonic(), 0
+    count = 0
+    # Shards of held-out rows, which come first, say nothing about the others.
+    folders = [group.jobs[0].folder for group in groups]
+    training = folders.count(folders[-1]) if groups else 0
+    time_left = progress.TimeLeft(min(workers, training))
     if beam is None:
       results = process_pool.run_jobs(shard_jobs.write_shards, groups, workers)
     else:
       results = pipeline_jobs.run_jobs(groups, beam)
-    for group, entries in results:
+    for done, (group, entries) in enumerate(results, training - len(groups)):
       folder = group.jobs[0].folder
       (build,) = (x for x in builds if str(x.shard_folder) == folder)
       keys = (job.key for job in group.jobs)
       build.entries.update(zip(keys, entries, strict=True))
       count += len(entries)
-      seconds = (time.monotonic() - start) / count * (len(jobs) - count)
       if beam is None:  # A pipeline returns all its shards at its end.
-        _print(
-          f'records: {count}/{len(jobs)} shards,'
-          f' {progress.format_seconds(seconds)} left'
-        )
+        left = time_left(done + 1, training)
+        _print(f'records: {count}/{len(jobs)} shards{left}')
       # At once, not after the last set: an empty set of held-out rows, which
       # is made first, ends the job before the training rows are made.
       build.finish(described)
