@@ -10,8 +10,9 @@ r"""Converts models between Hugging Face folders and our checkpoints.
       --output=CKPT
     python -m encdec_adapt.convert verify A B [--rows=4 --length=64]
 
-SRC, A, B and PATH are Hugging Face folders or work directories of runs. CKPT
-is a work directory as training leaves it, with a checkpoint of step 0.
+SRC, A, B and PATH are Hugging Face folders or work directories of runs, of
+which RUN@STEP names a step. CKPT is a work directory as training leaves it,
+with a checkpoint of step 0.
 """
 
 # Flags and printed results only: the work is done in `conversion`.
@@ -111,7 +112,7 @@ COMMANDS = {
     'Orbax checkpoint -> Hugging Face folder',
     command.define(
       command.string(
-        'checkpoint', 'Work directory, or a Hugging Face folder to rewrite.'
+        'checkpoint', 'A run, RUN@STEP, or a Hugging Face folder to rewrite.'
       ),
       _OUTPUT,
       command.choice(

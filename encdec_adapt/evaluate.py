@@ -4,11 +4,11 @@ r"""Evaluates models, compares them, and measures their cost.
       --checkpoint=runs/scratch --records=runs/records/prefix_lm/eval \
       --tasks=FOLDER --output=runs/evaluation
 
-A checkpoint is the work directory of a run or a Hugging Face folder. Scores go
-to OUTPUT/results.jsonl; a score of the same model and options is not computed
-again. Then it prints every score with its interval, paired tests between the
-models, and their cost, and writes OUTPUT/report.html. See
-`evaluation/README.md`.
+A checkpoint is the work directory of a run, a step of it as RUN@STEP, or a
+Hugging Face folder. Scores go to OUTPUT/results.jsonl; a score of the same
+model and options is not computed again. Then it prints every score with its
+interval, paired tests between the models, and their cost, and writes
+OUTPUT/report.html. See `evaluation/README.md`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -45,7 +45,7 @@ define_flags = command.define(
   command.flag(
     'multi_string',
     'checkpoint',
-    'Work directory of a run or Hugging Face folder; may be repeated.',
+    'A run, RUN@STEP, or a Hugging Face folder; may be repeated.',
     default=[],
   ),
   command.string('output', 'Folder of results and report.'),

@@ -52,7 +52,7 @@ Prompts = Mapping[str, str | chat_format.Messages]
 Result = dict[str, Any]
 
 define_flags = command.define(
-  command.string('checkpoint', 'Work directory of a run, or a HF folder.'),
+  command.string('checkpoint', 'A run, RUN@STEP, or a Hugging Face folder.'),
   command.flag(
     'multi_string',
     'prompt',

@@ -38,7 +38,7 @@ _MAX_PROMPT = 4096
 STEPS = 4  # Decode steps between queue polls; a stream sends them together.
 
 define_flags = command.define(
-  command.string('checkpoint', 'Work directory of a run, or a HF folder.'),
+  command.string('checkpoint', 'A run, RUN@STEP, or a Hugging Face folder.'),
   command.string('host', 'Address to listen on.', default='127.0.0.1'),
   command.integer(
     'port', 'Port.', default=8000, lower_bound=1, upper_bound=65535

@@ -187,12 +187,12 @@ def train(
   # The first step donates the buffers of the state: another reference to the
   # parameters would keep them in memory twice.
   if start is None:
+    ancestors = [*sources.models, *(r.source for r in references.values())]
     meta['sources'] = compute_cost.read_sources(
-      [str(source.path) for source in sources.models]
-      + [settings.teacher.checkpoint] * bool(references)
+      {source.name: source.path for source in ancestors}
     )
-    for path in meta['sources']['not_counted']:
-      log(f'the cost of {path} is unknown: the summary leaves it out')
+    for name in meta['sources']['not_counted']:
+      log(f'the cost of {name} is unknown: the summary leaves it out')
     state = phases.create(sources.read(settings.seed), settings.seed)
     if sources.models and sources.coverage:
       log(sources.coverage.table())

@@ -23,7 +23,9 @@ class InitConfig:
     one_of=MODES,
   )
   encoder: str = keys.key(
-    '', 'Source of the encoder: a work directory or a Hugging Face folder.'
+    '',
+    'Source of the encoder: a work directory, RUN@STEP (a step of it) or a'
+    ' Hugging Face folder.',
   )
   decoder: str = keys.key(
     '', "Source of the decoder; '' for the encoder's source."

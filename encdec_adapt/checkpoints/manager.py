@@ -439,10 +439,10 @@ def open_latest(path: _Path) -> Checkpoint:
   skipped with a warning.
 
   Args:
-    path: a work directory, its folder of checkpoints, or a step in it.
+    path: a work directory, or its folder of checkpoints.
 
   Raises:
-    UserError: there is no complete checkpoint, or the step named is damaged.
+    UserError: there is no complete checkpoint.
   """
   folder, steps = step_folders.locate(path)
   return _open_first(path, folder, lambda: reversed(steps))
@@ -460,6 +460,26 @@ def open_best(path: _Path) -> Checkpoint:
     return ranked + [step for step in reversed(steps) if step not in ranked]
 
   return _open_first(path, folder, order)
+
+
+def open_step(path: _Path, step: int) -> Checkpoint:
+  """Opens a step of a run, otherwise as `open_latest`.
+
+  Raises:
+    UserError: the run has not kept the step, or it is damaged.
+  """
+  folder, _ = step_folders.locate(path)
+  # Listed once: a running job may delete a step between two listings.
+  steps = distributed.from_lead(
+    lambda: step_folders.steps(folder), 'checkpoints-steps'
+  )
+  if step not in steps:
+    raise errors.UserError(
+      f'{path} has kept no step {step}; its steps are'
+      f' {", ".join(map(str, steps)) or "none"}. Give one of them as RUN@STEP'
+      ' (config.checkpoint.keep and .keep_every decide what a job keeps).'
+    )
+  return _open_first(f'{path}@{step}', folder, lambda: [step])
 
 
 def _read_losses(
@@ -490,7 +510,7 @@ def _open_first(
   if step is None:
     raise errors.UserError(
       f'There is no undamaged checkpoint in {path}. Give a work directory with'
-      f' a folder {FOLDER!r}, that folder, or one step in it.'
+      f' a folder {FOLDER!r}, or an earlier step of the run as RUN@STEP.'
     )
   return Checkpoint(folder, step)
 

@@ -46,17 +46,12 @@ def locate(path: str | os.PathLike[str]) -> tuple[paths.Path, Sequence[int]]:
   """Resolves a user's path to a folder of checkpoints.
 
   Args:
-    path: a work directory, a folder of checkpoints, or a step in it.
+    path: a work directory, or a folder of checkpoints.
 
   Returns:
-    The folder of checkpoints, and the steps in it that the path names.
+    The folder of checkpoints, and the steps in it.
   """
   path = paths.absolute(path)
-  # A work directory may have a number as its name (a seed, a date): it has
-  # checkpoints, or steps in it, and is then no step itself.
-  if path.name.isdecimal() and not (path / FOLDER).is_dir() and path.is_dir():
-    if not steps(path):
-      return path.parent, [int(path.name)]
   folder = path / FOLDER if (path / FOLDER).is_dir() else path
   return folder, steps(folder)
 

@@ -62,8 +62,8 @@ def adapt_models(values: flags.FlagValues, _: list[str]) -> int:
   if not values.dry_run:
     # First: opening the sources reads the headers of all their tensors.
     new_folder.require_free(values.output)
-  paths = [values.encoder] + ([values.decoder] if values.decoder else [])
-  sources = [importing.open_model(path, values) for path in paths]
+  names = [values.encoder] + ([values.decoder] if values.decoder else [])
+  sources = [importing.open_model(name, values) for name in names]
   for source in sources:
     model_on_disk.require_decoder_only(source)
   encoder, decoder = sources[0], sources[-1]
@@ -95,10 +95,11 @@ def adapt_models(values: flags.FlagValues, _: list[str]) -> int:
       ' was written'
     )
     return 0
+  # A source of both stacks is named once.
+  names = list(dict.fromkeys(source.name for source in sources))
   contents = work_directory.Contents(
     target,
-    # A source of both stacks counts once in the cost of ancestors.
-    {'command': 'adapt', 'sources': list(dict.fromkeys(paths))},
+    {'command': 'adapt', 'sources': names},
     pretrained_files.folders_of_pair(encoder.path, decoder.path),
     choice,
     coverage,

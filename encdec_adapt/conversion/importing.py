@@ -46,7 +46,7 @@ def import_folder(values: flags.FlagValues, _: list[str]) -> int:
   """
   command.require(values, 'source', 'output')
   new_folder.require_free(values.output)
-  path = paths.at(values.source)
+  path, _ = model_on_disk.resolve(values.source)
   has_config = (path / tensor_folder.CONFIG).exists()
   # With a config.json it is a Hugging Face folder or a run, whatever else it
   # has.
@@ -64,12 +64,12 @@ def import_folder(values: flags.FlagValues, _: list[str]) -> int:
         f'--model={values.model} is for folders of Orbax arrays; {path} has a'
         ' config.json of its own.'
       )
-    source = open_model(path, values)
+    source = open_model(values.source, values)
   for line in coverage_lib.by_reason(source.unused):
     print(f'unused: {line}')
   contents = work_directory.Contents(
     source.model,
-    {'command': 'import', 'sources': [str(path)], 'unused': source.unused},
+    {'command': 'import', 'sources': [source.name], 'unused': source.unused},
     # The authors' Flax folders have no Hugging Face files to carry along.
     {} if is_flax else pretrained_files.folders(path),
     source.vocabularies,
@@ -99,7 +99,12 @@ def _open_flax(
   source = flax_folder.FlaxModel(folder.arrays, folder.read, model, str(path))
   choice = model_on_disk.vocabularies_in(path)
   return model_on_disk.StoredModel(
-    path, model, choice, source.arrays, unused=source.unused
+    path,
+    model,
+    choice,
+    source.arrays,
+    unused=source.unused,
+    name=values.source,
   )
 
 
@@ -138,7 +143,7 @@ def merge_models(values: flags.FlagValues, operands: list[str]) -> int:
   contents = work_directory.Contents(
     first.model,
     {'command': 'merge', 'sources': operands, 'weights': weights},
-    pretrained_files.folders(operands[0]),
+    pretrained_files.folders(first.path),
     first.vocabularies,
   )
   averages = _averages(models, weights)

@@ -146,11 +146,14 @@ def _history(path: paths_lib.Path, step: int | None) -> Iterator[str]:
     )
     for change in coverage['changes']:
       yield f'  - Differs from its source: {change}.'
-  for source in map(paths_lib.at, dict.fromkeys(sources)):
+  for name in dict.fromkeys(sources):
+    source, source_step = model_on_disk.resolve(name)
     # Sources that are finished runs and still exist.
     if source_summary := _read(source / compute_cost.SUMMARY):
-      yield f'- `{source.name}`:'
-      for line in _history(source, source_summary['steps']):
+      yield f'- {_names([name])}:'
+      if source_step is None:
+        source_step = source_summary['steps']
+      for line in _history(source, source_step):
         yield f'  {line}'  # Indented: Markdown nests the list of an ancestor.
 
 

@@ -50,6 +50,7 @@ class StoredModel:
       folder.
     unused: name of a stored tensor that the model does not use -> reason.
     separator: text between a prompt and its continuation, see `separator_of`.
+    name: what it was opened by, such as RUN@STEP.
   """
 
   path: paths_lib.Path
@@ -59,6 +60,7 @@ class StoredModel:
   checkpoint: manager.Checkpoint | None = None
   unused: dict[str, str] = dataclasses.field(default_factory=dict)
   separator: str = ''
+  name: str = ''
 
   @property
   def step(self) -> int | None:
@@ -151,31 +153,54 @@ def open_model(
   Reads configs and headers only.
 
   Args:
-    path: the folder.
+    path: the folder, or RUN@STEP, see `resolve`.
     encoder_window: see `with_window`; None for the stored rule.
     vocab_multiple: tables of a Hugging Face folder are padded to a multiple
       of this many rows, to divide over a mesh; None for no padding. A run's
       tables stay as they are.
 
   Raises:
-    UserError: it is neither, it is damaged, or it has no such window.
+    UserError: it is neither, it is damaged, it has no such step or no such
+      window.
   """
-  path = paths_lib.at(path)
+  name = os.fspath(path)
+  path, step = resolve(name)
   if is_folder(path):
+    if step is not None:
+      raise errors.UserError(
+        f'{name} names a step, but {path} is a Hugging Face folder, which has'
+        f' none; give {path}, or the work directory of a run.'
+      )
     source = folder.ModelFolder(path, vocab_multiple=vocab_multiple)
     choice, unused = vocabularies_in(path), dict(source.unused)
     stored = StoredModel(
       path, source.config, choice, source.arrays, unused=unused
     )
   else:
-    stored = _open_run(path)
-  model = with_window(stored.model, encoder_window, str(path))
-  return dataclasses.replace(stored, model=model)
+    stored = _open_run(path, step)
+  model = with_window(stored.model, encoder_window, name)
+  return dataclasses.replace(stored, model=model, name=name)
 
 
-def _open_run(path: paths_lib.Path) -> StoredModel:
+def resolve(name: str | os.PathLike[str]) -> tuple[paths_lib.Path, int | None]:
+  """Finds what the name of a model stands for.
+
+  Args:
+    name: a folder; or RUN@STEP, the work directory of a run and a step of it.
+
+  Returns:
+    The folder, and the step that is named, if one is.
+  """
+  run, _, step = os.fspath(name).rpartition('@')
+  # A folder may be called so itself.
+  if run and step.isdecimal() and not paths_lib.at(name).exists():
+    return paths_lib.at(run), int(step)
+  return paths_lib.at(name), None
+
+
+def _open_run(path: paths_lib.Path, step: int | None) -> StoredModel:
   settings = config_lib.load_run(str(path))
-  checkpoint = open_checkpoint(path, settings)
+  checkpoint = open_checkpoint(path, settings, step)
   choice = settings.data.vocabularies
   opened = open_vocabularies(checkpoint, choice)
   return StoredModel(
@@ -202,7 +227,9 @@ def separator_of(settings: config_lib.Settings) -> str:
 
 
 def open_checkpoint(
-  path: str | os.PathLike[str], settings: config_lib.Settings
+  path: str | os.PathLike[str],
+  settings: config_lib.Settings,
+  step: int | None = None,
 ) -> manager.Checkpoint:
   """Opens the checkpoint by which a run is used; prints its step and loss.
 
@@ -211,12 +238,17 @@ def open_checkpoint(
     settings: configuration of the run. With `checkpoint.keep_best` the
       undamaged checkpoint with the lowest held-out loss is opened, otherwise
       the newest.
+    step: the step to open instead.
 
   Raises:
-    UserError: there is no undamaged checkpoint.
+    UserError: there is no undamaged checkpoint, or not that step.
   """
-  best = settings.checkpoint.keep_best
-  checkpoint = (manager.open_best if best else manager.open_latest)(path)
+  if step is not None:
+    checkpoint = manager.open_step(path, step)
+  elif settings.checkpoint.keep_best:
+    checkpoint = manager.open_best(path)
+  else:
+    checkpoint = manager.open_latest(path)
   if distributed.is_lead():
     rank, text = checkpoint.read_loss(), ''
     if rank is not None:
@@ -425,10 +457,17 @@ def is_folder(path: str | os.PathLike[str]) -> bool:
   Raises:
     UserError: it is neither.
   """
-  file = paths_lib.at(path) / tensor_folder.CONFIG
+  path = paths_lib.at(path)
+  file = path / tensor_folder.CONFIG
   if not file.exists():
     remedy = 'Give the work directory of a run, or a Hugging Face folder.'
-    if orbax_folder.is_orbax_folder(path):
+    if path.name.isdecimal() and path.parent.name == manager.FOLDER:
+      run = path.parent.parent
+      remedy = f'It is a step of a run: give {run}@{path.name}.'
+    elif path.name == manager.FOLDER:
+      remedy = f'It has the steps of a run: give {path.parent}, or'
+      remedy += f' {path.parent}@STEP.'
+    elif orbax_folder.is_orbax_folder(path):
       remedy = 'Convert its Orbax arrays by `convert import` first.'
     raise errors.UserError(
       f'{path} holds no model: it has no {tensor_folder.CONFIG}. {remedy}'

@@ -37,7 +37,8 @@ class Contents:
 
   Attributes:
     model: config of the model.
-    made_by: `command` and `sources`, the folders it was made from.
+    made_by: `command` and `sources`, the models it was made from, see
+      `model_on_disk.resolve`.
     sources: folders of Hugging Face files, see `pretrained_files.folders`.
     choice: paths of the vocabularies; None for none.
     coverage: coverage report of an adaptation.
@@ -90,7 +91,9 @@ def write(
     output,
     {'made_by': contents.made_by, 'parameters': count, 'steps': 0},
     compute_cost.Cost(),
-    compute_cost.read_sources(contents.made_by['sources']),
+    compute_cost.read_sources(
+      {x: model_on_disk.resolve(x)[0] for x in contents.made_by['sources']}
+    ),
   )
   with new_folder.new_folder(output) as draft:
     # A bucket's draft is a local folder, which has to hold the model as well.

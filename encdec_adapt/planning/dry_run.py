@@ -7,8 +7,8 @@ import dataclasses
 
 from encdec_adapt import config as config_lib
 from encdec_adapt.adaptation import init_section
-from encdec_adapt.conversion import initial_state
-from encdec_adapt.files import disk, paths
+from encdec_adapt.conversion import initial_state, model_on_disk
+from encdec_adapt.files import disk
 from encdec_adapt.models import parameters
 from encdec_adapt.planning import programs
 from encdec_adapt.sharding import layout_report
@@ -75,7 +75,8 @@ def _missing(key: str, path: str) -> str:
   """Returns that a model is not given or does not exist; '' if it exists."""
   if not path:
     return f'config.{key} is not given'
-  return '' if paths.at(path).exists() else f'{path} does not exist'
+  exists = model_on_disk.resolve(path)[0].exists()
+  return '' if exists else f'{path} does not exist'
 
 
 def _describe_sources(init: init_section.InitConfig, job: programs.Job) -> str:
@@ -92,4 +93,4 @@ def _describe_sources(init: init_section.InitConfig, job: programs.Job) -> str:
   sources = initial_state.open_sources(init, job.compute, job.placed_model)
   if sources.coverage:
     return sources.coverage.table()
-  return f'{init.mode} of: {sources.models[0].path}'
+  return f'{init.mode} of: {sources.models[0].name}'

@@ -3,7 +3,7 @@
 This module must not import models: it adds up numbers that callers count.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 import dataclasses
 import json
 import os
@@ -41,11 +41,13 @@ class Cost:
     return dataclasses.asdict(self)
 
 
-def read_sources(paths: Iterable[str]) -> dict[str, Any]:
+def read_sources(
+  folders: Mapping[str, str | os.PathLike[str]],
+) -> dict[str, Any]:
   """Reads the totals of sources and their ancestors from their summaries.
 
   Args:
-    paths: folders that a run starts from or distils from.
+    folders: models that a run starts from or distils from, name -> folder.
 
   Returns:
     `ledger`, totals by resolved path of each run, so that each counts once;
@@ -53,13 +55,12 @@ def read_sources(paths: Iterable[str]) -> dict[str, Any]:
     runs that have not ended. JSON serialisable.
   """
   ledger, not_counted = {}, []
-  # Without repetitions, as the decoder's source is often the teacher too.
-  for path in dict.fromkeys(paths):
+  for name, path in folders.items():
     file = paths_lib.at(path) / SUMMARY
     if file.exists():
       ledger.update(json.loads(file.read_text())['ledger'])
     else:
-      not_counted.append(path)
+      not_counted.append(name)
   return {'ledger': ledger, 'not_counted': not_counted}
 
 

@@ -10,7 +10,7 @@ class TeacherConfig:
   """Keys of `config.teacher`."""
 
   checkpoint: str = keys.key(
-    '', "Work directory or Hugging Face folder of the teacher; '' for none."
+    '', "The teacher: a run, RUN@STEP or a Hugging Face folder; '' for none."
   )
   dtype: str = keys.key(
     '',

@@ -312,12 +312,12 @@ def test_parameters_alone_and_cast(tmp_path):
     }
   }
   kernel = _state(6).params['decoder']['kernel'].astype(jnp.bfloat16)
-  for path in ('', 'checkpoints', 'checkpoints/6'):
+  for path in ('', 'checkpoints'):
     restored = manager.open_latest(tmp_path / path).restore_params(wanted)
     np.testing.assert_array_equal(restored['decoder']['kernel'], kernel)
     np.testing.assert_array_equal(restored['decoder']['scale'], np.arange(16))
     assert restored['decoder']['scale'].sharding == _sharding((4, 2), 'fsdp')
-  older = manager.open_latest(tmp_path / 'checkpoints' / '3')
+  older = manager.open_step(tmp_path, 3)
   assert older.read_meta() == {'seed': 3}
   wanted['decoder']['kernel'] = jax.ShapeDtypeStruct((8, 4), jnp.float32)
   with pytest.raises(errors.UserError, match='params/decoder/kernel'):
@@ -329,9 +329,12 @@ def test_a_reader_skips_damage_and_changes_nothing(saved, capsys):
   before = paths.tree(saved)
   assert manager.open_latest(saved).step == 3
   assert 'skipping' in capsys.readouterr().err
-  for name in ('6', 'nothing'):
-    with pytest.raises(errors.UserError, match='no undamaged checkpoint'):
-      manager.open_latest(saved / name)
+  with pytest.raises(errors.UserError, match='no undamaged checkpoint in .*@6'):
+    manager.open_step(saved, 6)
+  with pytest.raises(errors.UserError, match='no step 4; its steps are 3, 6'):
+    manager.open_step(saved, 4)
+  with pytest.raises(errors.UserError, match='no undamaged checkpoint'):
+    manager.open_latest(saved / 'nothing')
   assert paths.tree(saved) == before
 
 

@@ -8,6 +8,7 @@ import shutil
 import types
 
 import jax
+import numpy as np
 import pytest
 
 from encdec_adapt import config as config_lib
@@ -79,6 +80,38 @@ def test_adaptation_leaves_what_a_reader_needs(folder, adapted):
   assert list((adapted / 'tensorboard').iterdir())
   assert (adapted / 'config.json').exists()
   assert folders.read(adapted / 'environment.json')['jax'] == jax.__version__
+
+
+def test_a_step_is_named_wherever_a_run_is(
+  folder, adapted, adapting, tmp_path, capsys
+):
+  at_3 = folders.arrays(f'{adapted}@3')
+  assert at_3.keys() == folders.arrays(adapted).keys()
+  # The mean of a step and the newest, as averages of checkpoints are made.
+  operands = [f'{adapted}@3', f'{adapted}@4']
+  mean = tmp_path / 'mean'
+  assert tiny.convert('merge', *operands, f'--output={mean}') == 0
+  assert folders.read(mean / 'summary.json')['made_by']['sources'] == operands
+  for name, array in folders.arrays(mean).items():
+    both = at_3[name] + folders.arrays(adapted)[name]
+    np.testing.assert_allclose(array, both / 2, atol=1e-6, err_msg=name)
+  assert tiny.convert('diff', f'{adapted}@4', adapted) == 0
+  assert tiny.convert('diff', *operands) == 1
+  card = folders.export(mean, tmp_path / 'exported') / 'README.md'
+  assert 'merge` of `adapted@3` and `adapted@4`' in card.read_text()
+  source = f'--config.init.encoder={folder}/decoder@3'
+  assert _train(*adapting, source, f'--workdir={tmp_path}/run') == 0
+  assert 'decoder: step 3' in capsys.readouterr().err
+  kept = f'{adapted} has kept no step 2; its steps are 3, 4'
+  for path, words in (
+    (f'{adapted}@2', kept),
+    (f'{adapted}/checkpoints/4', f'give {adapted}@4'),
+    (f'{adapted}/checkpoints', f'give {adapted}, or {adapted}@STEP'),
+    (f'{tmp_path}/exported@4', 'Hugging Face folder, which has none'),
+    (f'{tmp_path}/nothing@4', 'nothing holds no model'),
+  ):
+    with pytest.raises(errors.UserError, match=re.escape(words)):
+      tiny.generate(path, 'the quick', tmp_path / 'out')
 
 
 def test_finished_run_is_not_run_again(adapted, adapting, capsys):

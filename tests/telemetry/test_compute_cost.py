@@ -11,7 +11,7 @@ def _finish(folder, size, *sources):
   """Writes the summary of a run whose totals are all `size`; returns it."""
   folder.mkdir()
   cost = compute_cost.Cost(size, **dict.fromkeys(TOTALS, float(size)))
-  found = compute_cost.read_sources(str(source) for source in sources)
+  found = compute_cost.read_sources({str(x): x for x in sources})
   summary = compute_cost.summarise(folder, {'steps': 7}, cost, found)
   (folder / compute_cost.SUMMARY).write_text(json.dumps(summary))
   return summary
