@@ -1,7 +1,11 @@
 """Installation of encdec_adapt: `pip install -e .[test]`."""
 
+import pathlib
+import re
+
 import setuptools
 
+INIT = pathlib.Path(__file__).parent / 'encdec_adapt' / '__init__.py'
 # What a process that trains from materialised records needs. No TensorFlow.
 CORE = [
   'absl-py>=2.1',
@@ -61,7 +65,7 @@ TEST = [
 
 setuptools.setup(
   name='encdec_adapt',
-  version='0.1.0',
+  version=re.search(r"__version__ = '(.+)'", INIT.read_text())[1],
   description=(
     'Turn pretrained decoder-only language models into encoder-decoder'
     ' models, in JAX and Flax.'
@@ -70,6 +74,7 @@ setuptools.setup(
   python_requires='>=3.11,<3.14',
   packages=setuptools.find_packages(include=['encdec_adapt*']),
   package_data={
+    'encdec_adapt': ['py.typed'],
     'encdec_adapt.planning': ['calibration.json'],
     'encdec_adapt.serving': ['page.html'],
   },

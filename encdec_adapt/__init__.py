@@ -2,13 +2,150 @@
 
     import encdec_adapt
     model = encdec_adapt.load('runs/adapted')
+    print(model.generate(['The quick'])[0])
 
-Importing the package imports nothing else; the commands are its modules.
+The functions do what the commands of the same purpose do, without flags;
+`encdec_adapt/README.md` shows them. Importing the package imports nothing
+else, and the commands are its modules, so that no function has the name of
+one. Bad input raises `UserError`.
 """
 
+from collections.abc import Mapping, Sequence
+import os
+import typing
+from typing import Any
 
-def load(path, **options):
+from encdec_adapt.base.errors import UserError
+
+if typing.TYPE_CHECKING:
+  from jax.sharding import Mesh
+  from jax.typing import DTypeLike
+  import ml_collections
+
+  from encdec_adapt.conversion import model_in_memory
+
+__version__ = '0.1.0'
+__all__ = [
+  'UserError',
+  'adapt_checkpoint',
+  'evaluate_checkpoints',
+  'load',
+  'run_training',
+]
+
+
+def load(
+  path: str | os.PathLike[str],
+  *,
+  dtype: 'DTypeLike' = 'float32',
+  mesh: 'Mesh | None' = None,
+  encoder_window: str | None = None,
+) -> 'model_in_memory.LoadedModel':
   """Loads a model; see `encdec_adapt.conversion.model_in_memory.load`."""
   from encdec_adapt.conversion import model_in_memory
 
-  return model_in_memory.load(path, **options)
+  return model_in_memory.load(
+    path, dtype=dtype, mesh=mesh, encoder_window=encoder_window
+  )
+
+
+def run_training(
+  config: 'ml_collections.ConfigDict', workdir: str | os.PathLike[str]
+) -> dict[str, Any]:
+  """Trains as the command `train` does, and resumes as it does.
+
+  Must be called in the main thread, as Ctrl-C saves and ends the job.
+
+  Args:
+    config: the configuration, such as `get_config()` of a file in configs/
+      returns; its keys are assigned as attributes.
+    workdir: work directory of the job.
+
+  Returns:
+    The content of the job's summary.json.
+
+  Raises:
+    UserError: bad input; see `train.train`.
+    SystemExit: the job was stopped by Ctrl-C or SIGTERM, and saved.
+  """
+  import ml_collections
+
+  from encdec_adapt import train
+  from encdec_adapt.files import atomic, paths
+  from encdec_adapt.telemetry import compute_cost
+
+  if not isinstance(config, ml_collections.ConfigDict):
+    raise UserError(
+      f'config is {config!r:.80}, and must be a ConfigDict: give the result of'
+      ' get_config() of a configuration file.'
+    )
+  if not os.fspath(workdir):
+    raise UserError("workdir is ''; give the work directory of the job.")
+  if status := train.run(config, os.fspath(workdir)):
+    raise SystemExit(status)
+  return atomic.read_json(paths.join(workdir, compute_cost.SUMMARY))
+
+
+def adapt_checkpoint(
+  encoder: str | os.PathLike[str],
+  output: str | os.PathLike[str],
+  *,
+  model: Mapping[str, Any] | None = None,
+  **options: Any,
+) -> str:
+  """Makes an encoder-decoder of decoder-only models, as `convert adapt` does.
+
+  Args:
+    encoder: source of the encoder, and of the decoder without `decoder`.
+    output: work directory to write; must not exist, or be empty.
+    model: keys of config.model in which the pair differs from its sources,
+      such as {'encoder.kv_heads': 8}.
+    **options: further flags of `convert adapt`, such as `decoder`.
+
+  Returns:
+    The output.
+
+  Raises:
+    UserError: see `conversion.adapting.adapt_models`.
+  """
+  from encdec_adapt import convert
+  from encdec_adapt.cli import command
+
+  changes = {f'model.{key}': value for key, value in (model or {}).items()}
+  flags = {'encoder': encoder, 'output': output, **options, **changes}
+  argv = ['adapt', *command.arguments(flags)]
+  command.run_subcommand('', convert.COMMANDS, argv)
+  return os.fspath(output)
+
+
+def evaluate_checkpoints(
+  checkpoints: Sequence[str | os.PathLike[str]],
+  output: str | os.PathLike[str],
+  **options: Any,
+) -> list[dict[str, Any]]:
+  """Evaluates and compares models as the command `evaluate` does.
+
+  Args:
+    checkpoints: work directories of runs or Hugging Face folders.
+    output: folder of results and report.
+    **options: further flags of `evaluate`, such as `records` and `limit`.
+
+  Returns:
+    The scores of all models: `checkpoint`, `task`, `metric`, `value`, its
+    standard error `stderr` (None where there is none), and `n`, the number of
+    examples.
+
+  Raises:
+    UserError: bad input, found before a model is read.
+  """
+  from encdec_adapt import evaluate
+  from encdec_adapt.cli import command
+
+  flags = {'checkpoint': checkpoints, 'output': output, **options}
+  values = command.parse(evaluate.define_flags, command.arguments(flags))
+  fields = ('task', 'metric', 'value', 'stderr', 'n')
+  return [
+    {'checkpoint': path, **{name: getattr(score, name) for name in fields}}
+    for path, scores in evaluate.run(values).items()
+    for score in scores
+  ]

@@ -121,6 +121,16 @@ class Evaluation(Protocol):
 
 def main(values: flags.FlagValues) -> int:
   """Runs the command."""
+  run(values)
+  return 0
+
+
+def run(values: flags.FlagValues) -> dict[str, list[results_store.Score]]:
+  """Evaluates the models, prints the tables and writes the report.
+
+  Returns:
+    The scores of each model by its path; none on processes other than 0.
+  """
   command.require(values, 'checkpoint', 'output')
   # A slash at the end, as of a completed path, would make another run of it in
   # the store.
@@ -168,7 +178,7 @@ def main(values: flags.FlagValues) -> int:
         _report(values, plan, evaluations, models, scores)
     # The others wait for the report, so that all processes end together.
     distributed.barrier('report')
-  return 0
+  return scores
 
 
 def _evaluations(

@@ -17,6 +17,7 @@ import sys
 
 from absl import flags
 
+from encdec_adapt import config as config_lib
 from encdec_adapt.base import errors
 from encdec_adapt.cli import command
 from encdec_adapt.data.making import materialization
@@ -56,9 +57,6 @@ def main(values: flags.FlagValues, options: Sequence[str] = ()) -> int:
     values: values of the flags.
     options: arguments after a --, for Apache Beam.
   """
-  # Not at the top: it is slow, and worker processes import this module.
-  from encdec_adapt import config as config_lib
-
   command.require(values, 'config')
   if not values.config.data.folder:
     command.require(values, 'workdir')

@@ -174,6 +174,8 @@ def _plan(job: programs.Job, slices: chips.Slice) -> dict[str, Any]:
       f' this, with {libtpu} and the command. --search first prints estimates'
       ' that compile nothing.'
     ) from error
+  except errors.UserError:
+    raise
   except ValueError as error:  # Decoding shares no length, for example.
     raise errors.UserError(f'{subject}: {error} Change config.mesh.') from error
   except jax.errors.JaxRuntimeError as error:

@@ -60,12 +60,17 @@ def main(values: flags.FlagValues) -> int:
       print(dry_run.describe(settings))
       return 0
     command.require(values, 'workdir')
-    settings = config_lib.load(values.config, values.workdir)
-    with contextlib.ExitStack() as stack:
-      stack.enter_context(out_of_memory.explained(values['config']))
-      if distributed.is_lead():
-        stack.enter_context(lock.hold(values.workdir))
-      return train(values.config, settings, values.workdir)
+    with out_of_memory.explained(values['config']):
+      return run(values.config, values.workdir)
+
+
+def run(config: ml_collections.ConfigDict, workdir: str) -> int:
+  """Validates the configuration, locks the work directory, and trains."""
+  settings = config_lib.load(config, workdir)
+  with contextlib.ExitStack() as stack:
+    if distributed.is_lead():
+      stack.enter_context(lock.hold(workdir))
+    return train(config, settings, workdir)
 
 
 def train(

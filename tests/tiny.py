@@ -291,6 +291,18 @@ def run_code(code: str, *arguments: str) -> subprocess.CompletedProcess:
   return _run('-c', code, *arguments)
 
 
+def run_script(script: pathlib.Path) -> subprocess.CompletedProcess:
+  """Runs a Python file in its folder to its end; its output is text."""
+  return subprocess.run(
+    [sys.executable, script],
+    cwd=script.parent,
+    env=environment() | {'PYTHONPATH': str(ROOT)},
+    capture_output=True,
+    text=True,
+    timeout=300,
+  )
+
+
 def run(
   module: str, *arguments: str, devices: int = 1, timeout: float = 300
 ) -> subprocess.CompletedProcess:

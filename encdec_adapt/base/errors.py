@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import difflib
 
 
-class UserError(Exception):
+class UserError(ValueError):
   """Bad input: names the thing, its value and the remedy in a paragraph.
 
   Mains print it without a traceback and exit with status 2, before any long

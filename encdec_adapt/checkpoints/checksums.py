@@ -79,6 +79,8 @@ def problems(folder: paths_lib.Path) -> list[str]:
     document = json.loads(_read(folder / FILE, lambda f: f.read_bytes()))
     body = document['body']
     intact = document['own_digest'] == _digest_of(body)
+  except errors.UserError:
+    raise
   except (*_ABSENT, ValueError, KeyError, TypeError) as error:
     return [f'{FILE} cannot be read ({error})']
   if not intact:

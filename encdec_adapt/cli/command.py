@@ -180,6 +180,9 @@ def parse_operands(
       if 'config' in values and values.config is not None:
         values.config.to_dict()  # Raises if the file failed to load.
   except _BAD_FLAGS as error:
+    bad_config = _user_error_within(error)
+    if bad_config is not None:
+      raise bad_config from None
     raise errors.UserError(_explain(error, arguments)) from error
   except (OSError, ImportError) as error:
     raise errors.UserError(
@@ -281,6 +284,21 @@ def _run(start: Callable[[Sequence[str]], int]) -> None:
   absl_app.run(run, flags_parser=lambda argv: flags.FLAGS(argv[:1]) + argv[1:])
 
 
+def arguments(options: Mapping[str, Any]) -> list[str]:
+  """Returns the arguments of a command for options by the names of its flags.
+
+  Args:
+    options: values; None for a flag that is not given, several for one that is
+      repeated.
+  """
+  return [
+    f'--{name}={item}'
+    for name, value in options.items()
+    for item in (value if isinstance(value, (list, tuple)) else [value])
+    if item is not None
+  ]
+
+
 def require(values: flags.FlagValues, *names: str) -> None:
   """Raises UserError for a flag that was not given."""
   for name in names:
@@ -297,6 +315,15 @@ def _argv(arguments: Sequence[str]):
     yield
   finally:
     sys.argv = saved
+
+
+def _user_error_within(error: BaseException) -> BaseException | None:
+  """Returns the user error that a configuration file raised, or None."""
+  # config_flags raises an error of the same type with a traceback as its text,
+  # which absl wraps; the context of the former is the file's.
+  while error is not None and not isinstance(error, errors.UserError):
+    error = error.__context__
+  return error and error.__context__
 
 
 def _explain(error: Exception, arguments: Sequence[str]) -> str:

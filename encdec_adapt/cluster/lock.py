@@ -106,6 +106,8 @@ class BucketLock:
       self._store = paths.key_value_store(self.folder)
       while not self._write(self._wait_until_free()):
         pass
+    except errors.UserError:
+      raise
     except (ValueError, TimeoutError) as error:  # TensorStore's.
       raise disk.cannot_write(
         self.folder / FILE, OSError(str(error))

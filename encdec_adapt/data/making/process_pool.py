@@ -3,14 +3,20 @@
 `run_jobs` distributes jobs over worker processes; `run_in_subprocess` makes a
 single call, which keeps TensorFlow out of this process.
 
+Neither runs the main module again, so that a script or a notebook that uses
+the package needs no `if __name__ == '__main__'`.
+
 This module imports neither TensorFlow nor SeqIO; the functions may.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from concurrent.futures import process as process_pool
+import contextlib
 import multiprocessing
+from multiprocessing import connection
 import sys
+import types
 from typing import Any
 
 from encdec_adapt.base import errors, exit_status
@@ -45,7 +51,8 @@ def run_jobs(
     # Orphans would write the same shards as the next run of the command.
     initializer=parent_death.end_with_parent,
   ) as pool:
-    pending = {pool.submit(function, job): job for job in jobs}
+    with _main_hidden(function):
+      pending = {pool.submit(function, job): job for job in jobs}
     try:
       for future in futures.as_completed(pending):
         yield pending[future], future.result()
@@ -70,20 +77,24 @@ def run_in_subprocess(function: Callable[..., Any], *args: Any) -> None:
     *args: arguments that can be pickled.
 
   Raises:
-    UserError: the process died.
-    SystemExit: the function raised a UserError, which the process printed.
+    UserError: the function raised it, or the process died.
   """
   context = multiprocessing.get_context('spawn')
-  process = context.Process(target=_call_and_exit, args=(function, *args))
-  process.start()
+  receiver, sender = context.Pipe(duplex=False)
+  process = context.Process(
+    target=_call_and_exit, args=(sender, function, *args)
+  )
+  with _main_hidden(function):
+    process.start()
+  sender.close()  # Otherwise `recv` would not see that the process has ended.
   try:
+    with contextlib.suppress(EOFError):
+      raise receiver.recv()
     process.join()
   except BaseException:  # Ctrl-C and SystemExit of a signal handler too.
     process.terminate()
     process.join()
     raise
-  if process.exitcode == exit_status.USER_ERROR:
-    sys.exit(exit_status.USER_ERROR)  # The error is printed already.
   if process.exitcode:
     raise errors.UserError(
       f'the process of {function.__module__}.{function.__name__} ended with'
@@ -91,7 +102,37 @@ def run_in_subprocess(function: Callable[..., Any], *args: Any) -> None:
     )
 
 
-def _call_and_exit(function: Callable[..., Any], *args: Any) -> None:
+@contextlib.contextmanager
+def _main_hidden(function: Callable[..., Any]) -> Iterator[None]:
+  """Keeps processes that are started meanwhile from importing the main module.
+
+  Args:
+    function: function that they call.
+  """
+  main = sys.modules['__main__']
+  # A function of the main module is found nowhere else.
+  if function.__module__ != main.__name__:
+    sys.modules['__main__'] = types.ModuleType(main.__name__)
+  try:
+    yield
+  finally:
+    sys.modules['__main__'] = main
+
+
+def _call_and_exit(
+  sender: connection.Connection, function: Callable[..., Any], *args: Any
+) -> None:
   """Calls the function and exits with its status; see `run_in_subprocess`."""
   parent_death.end_with_parent()  # An orphan would hold the records' locks.
-  sys.exit(exit_status.guard(lambda _: function(*args), None))
+  sys.exit(exit_status.guard(_call, sender, function, *args))
+
+
+def _call(
+  sender: connection.Connection, function: Callable[..., Any], *args: Any
+) -> Any:
+  """Calls the function; sends a user error to the parent, which raises it."""
+  try:
+    return function(*args)
+  except errors.UserError as error:
+    sender.send(error)
+    sys.exit(exit_status.USER_ERROR)
