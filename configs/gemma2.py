@@ -167,6 +167,8 @@ def recipe(pair, objective):
   config_lib.set_model(config.model, pair)
   config.init.mode = 'adapt'
 
+  # Not Python's own text, the default: a pair of this size needs the user's.
+  config.data.source = ''
   config.data.train_vocabulary = False
   if objective == 'prefixlm':
     config.data.objective = 'prefix_lm'

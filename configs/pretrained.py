@@ -9,7 +9,8 @@ adapts decoder-only models into an encoder-decoder, of the family `target`
 tokenizers; with `source=MODEL` in the
 place of `encoder` and `decoder`, the same model is trained on. Each is a
 Hugging Face folder or a work directory; their configs are read here, so that
-config.model is theirs. Everything else is of configs/base.py, but for
+config.model is theirs. The text has no default: `config.data.source` names it.
+Everything else is of configs/base.py, but for
 bfloat16 products, rematerialisation and the warm-up of unbalanced pairs (1000
 steps: arXiv 2504.06225).
 """
@@ -36,6 +37,8 @@ def get_config(arg=None):
   config.init.mode = 'adapt' if args['encoder'] else 'checkpoint'
   config.init.encoder = args['encoder'] or args['source']
   config.init.decoder = args['decoder']
+  # The default is Python's own text, which nobody's models are trained on.
+  config.data.source = ''
   config.data.train_vocabulary = False
   if choice:
     config.data.vocabulary = choice.decoder

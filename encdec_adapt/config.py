@@ -339,6 +339,8 @@ def _check_sources(settings: Settings, sources: bool) -> None:
   loss = settings.loss
   # Here and not when the section is made: a dry run plans a job before its
   # sources exist.
+  if sources:
+    settings.data.require_source()
   if sources and init.mode != 'random' and not init.encoder:
     raise errors.UserError(
       f'config.init.mode is {init.mode!r} but config.init.encoder is empty;'

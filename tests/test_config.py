@@ -15,8 +15,8 @@ from encdec_adapt.models import model_config, presets
 from encdec_adapt.planning import chips
 
 BASE = '--config=configs/base.py'
-SOURCE = '--config.init.encoder=a'
-TEACHER = (SOURCE, '--config.teacher.checkpoint=b')
+SOURCE = ('--config.init.encoder=a', '--config.data.source=python')
+TEACHER = (*SOURCE, '--config.teacher.checkpoint=b')
 # A pair of two vocabularies.
 PAIR = (
   'model.kind=encoder_decoder',
@@ -43,7 +43,7 @@ def _load(*flags):
 def test_gemma2_configs_are_the_presets(size, objective):
   settings = _load(
     f'--config=configs/gemma2.py:size={size},objective={objective}',
-    *(TEACHER if objective == 'prefixlm' else (SOURCE,)),
+    *(TEACHER if objective == 'prefixlm' else SOURCE),
   )
   assert settings.model == presets.t5gemma(size, vocab_multiple=128)
   length = 4096 if objective == 'prefixlm' else 8192
@@ -55,7 +55,7 @@ def test_gemma2_configs_are_the_presets(size, objective):
 
 @pytest.mark.parametrize('arg', gemma2.SHIPPED)
 def test_a_shipped_recipe_divides_over_its_chips(arg):
-  flags = SOURCE, '--config.loss.distillation=0'
+  flags = *SOURCE, '--config.loss.distillation=0'
   settings = _load(f'--config=configs/gemma2.py:{arg}', *flags)
   arguments = dict(item.split('=') for item in arg.split(','))
   slices = chips.parse(arguments['topology'], int(arguments.get('slices', 1)))
@@ -67,13 +67,13 @@ def test_a_shipped_recipe_divides_over_its_chips(arg):
 
 def test_presets_by_name():
   prefix = '--config=configs/presets.py:objective=ul2'
-  settings = _load(f'{prefix},encoder=llama3.2_1b,decoder=qwen3_0.6b', SOURCE)
+  settings = _load(f'{prefix},encoder=llama3.2_1b,decoder=qwen3_0.6b', *SOURCE)
   assert settings.model == model_config.encoder_decoder(
     presets.stack('llama3.2_1b', vocab_multiple=128),
     presets.stack('qwen3_0.6b', vocab_multiple=128),
   )
   assert settings.train.cross_attention_warmup == 1000
-  settings = _load(f'{prefix},encoder=gemma3_1b,target=t5gemma2', SOURCE)
+  settings = _load(f'{prefix},encoder=gemma3_1b,target=t5gemma2', *SOURCE)
   assert settings.model == presets.t5gemma2('1b_1b', vocab_multiple=128)
   assert settings.train.cross_attention_warmup == 0
 
@@ -89,7 +89,7 @@ def test_presets_by_name():
 )
 def test_presets_that_cannot_be(arg, words):
   with pytest.raises(errors.UserError, match=words):
-    _load(f'--config=configs/presets.py:{arg},objective=ul2', SOURCE)
+    _load(f'--config=configs/presets.py:{arg},objective=ul2', *SOURCE)
 
 
 def test_an_override_of_any_leaf():
@@ -181,6 +181,7 @@ def test_any_model_is_said_by_a_configuration(merged):
     (['loss.distillation=1', 'teacher.checkpoint=a'], "'causal_lm'; .*prefix_"),
     (['train.cross_attention_warmup=100'], 'none of the 100 steps'),
     (['train.microbatches=3'], 'batch_size .16. .*microbatches .3.'),
+    (['data.source='], "data.source is empty.*'text:/data"),
     (['data.objective=prefix_lm'], 'encoder_length is 0'),
     (['data.objective=foo', 'data.encoder_length=8'], "is 'foo'.*prefix_lm"),
     ([*PAIR, 'data.objective=ul2'], 'needs one vocabulary for both sides'),

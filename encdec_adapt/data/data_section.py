@@ -21,6 +21,13 @@ from encdec_adapt.tokenizers import vocabulary_pair
 
 # A path that starts with this is below the work directory.
 WORKDIR = '{workdir}'
+# Values of `config.data.source` by the documents of the objective, for errors.
+_EXAMPLES = {
+  'text': "'text:/data/*.txt', 'jsonl:/data/*.jsonl#text' or 'python'",
+  'pairs': "'pairs:/data/*.jsonl#question,answer'",
+  'chat': "'chat:/data/*.jsonl'",
+  'labels': "'labels:/data/*.jsonl#text,label'",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +49,8 @@ class DataConfig:
     " 'pairs:GLOB#INPUTS,TARGETS', 'prompts:GLOB#TEMPLATES.yaml', 'chat:GLOB'"
     " or 'seqio:NAME' (a registered task or mixture); or several with how often"
     ' a pass draws their documents, as in'
-    " 'python@2 + jsonl:/data/*.jsonl@0.25'.",
+    " 'python@2 + jsonl:/data/*.jsonl@0.25'. '' in configurations that leave it"
+    ' to you: no records can be made.',
   )
   seqio_modules: str = keys.key(
     '',
@@ -147,7 +155,8 @@ class DataConfig:
     lengths = framing.Lengths(self.encoder_length, self.decoder_length)
     for objective in self.objectives:
       objective.check_lengths(lengths)
-    self._check_sources()
+    if self.source:  # A plan and a dry run need none: see `require_source`.
+      self._check_sources()
     # Parsed for its errors, which come before any record is made.
     row_rates.parse(self.rates)
     # The same file named twice is one vocabulary.
@@ -170,6 +179,20 @@ class DataConfig:
         f' {self.objective!r} is made of'
         f' {" and ".join(sorted(objective_kinds))}; change one of them (pairs'
         ' and chat have sources of the same names, classify and tag labels:..).'
+      )
+
+  def require_source(self) -> None:
+    """Refuses a configuration that names no text to make records of.
+
+    Raises:
+      UserError: names the key, with values for the objective.
+    """
+    if not self.source:
+      raise errors.UserError(
+        'config.data.source is empty, and this configuration has no text of its'
+        ' own; name the data, as in'
+        f' --config.data.source={_EXAMPLES[self.objectives[0].documents]}'
+        ' (configs/README.md has all forms).'
       )
 
   @functools.cached_property

@@ -29,6 +29,7 @@ def test_a_job_starts_from_a_causal_decoder(kind, flags, tmp_path):
     f'model.kind={kind}',
     'data.encoder_length=64',
     'data.decoder_length=64',
+    'data.source=python',
     'data.max_bytes=60000',
     'data.eval_fraction=0.2',
     'data.shards=1',

@@ -454,6 +454,7 @@ def materialize(
   Raises:
     UserError: bad input, see `materialize_sets`.
   """
+  data.require_source()
   opened = open_vocabularies(data)
   # By path: both sides have the same vocabulary where only one is named.
   for vocabulary in {x.path: x for x in opened.sides.values()}.values():

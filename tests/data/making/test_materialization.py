@@ -285,8 +285,12 @@ def test_neither_source_nor_teacher_is_asked_for(text, tmp_path, monkeypatch):
   values = command.parse(materialize.define_flags, arguments)
   assert materialize.main(values) == 0
   monkeypatch.undo()
+  # No default: Python's own text would be trained on without a word.
+  with pytest.raises(errors.UserError, match='data.source is empty.*text:/da'):
+    materialize.main(values)
   assert materialization.open_vocabularies(made[0]).decoder.size == 600
   # What records are of is asked for.
+  values.config.data.source = f'text:{text}/*.txt'
   values.config.data.vocabulary = f'{tmp_path}/absent.model'
   with pytest.raises(errors.UserError, match='absent.model'):
     materialize.main(values)
