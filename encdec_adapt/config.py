@@ -33,6 +33,7 @@ from encdec_adapt.training import (
 )
 
 RUN_CONFIG = 'config.json'
+_MADE_BY = 'made_by'  # In it beside the sections: the command of the run.
 # In a work directory: copies of the run's vocabularies, a folder for each side,
 # so that the directory can be moved without the files that it was trained with.
 VOCABULARIES = 'vocabulary'
@@ -239,13 +240,31 @@ def parse_arg(arg: str | None, **defaults: Any) -> dict[str, Any]:
   )
 
 
-def save(config: ml_collections.ConfigDict, workdir: str) -> None:
-  """Writes the resolved configuration into a work directory."""
-  atomic.write_json(paths.join(workdir, RUN_CONFIG), config.to_dict())
+def save(
+  config: ml_collections.ConfigDict,
+  workdir: str,
+  made_by: Mapping[str, str] | None = None,
+) -> None:
+  """Writes the resolved configuration into a work directory.
+
+  Args:
+    config: the configuration.
+    workdir: the work directory.
+    made_by: what describes the command of a run, if a command made it.
+  """
+  content = config.to_dict()
+  if made_by:
+    content[_MADE_BY] = dict(made_by)
+  atomic.write_json(paths.join(workdir, RUN_CONFIG), content)
 
 
 def load_run(workdir: str) -> Settings:
-  """Loads the settings of the run in a work directory.
+  """Loads the settings of the run in a work directory; see `saved`."""
+  return load(saved(workdir), workdir)
+
+
+def saved(workdir: str) -> ml_collections.ConfigDict:
+  """Returns the configuration of the run in a work directory.
 
   Its vocabularies are the copies in the folder, which move with it.
 
@@ -266,12 +285,13 @@ def load_run(workdir: str) -> Settings:
       f'{workdir} is a Hugging Face folder, and a work directory of a training'
       ' job is needed; make one with `convert import`.'
     )
-  saved = ml_collections.ConfigDict(content)
+  content.pop(_MADE_BY, None)
+  config = ml_collections.ConfigDict(content)
   for side, key in (('decoder', ''), ('encoder', 'encoder_')):
     copy = paths.at(workdir) / VOCABULARIES / side
     if copy.exists():
-      saved.data[f'{key}vocabulary'] = str(copy)
-  return load(saved, str(workdir))
+      config.data[f'{key}vocabulary'] = str(copy)
+  return config
 
 
 def check_kind(

@@ -12,6 +12,7 @@ are in `training/setup.py`; models on disk that a job starts from are opened by
 and `training/step.py`.
 """
 
+from collections.abc import Mapping
 import contextlib
 import dataclasses
 import functools
@@ -33,7 +34,7 @@ from encdec_adapt.evaluation import evaluators as evaluators_lib
 from encdec_adapt.files import paths
 from encdec_adapt.models import parameters
 from encdec_adapt.planning import dry_run, out_of_memory
-from encdec_adapt.telemetry import compute_cost, environment, profiling
+from encdec_adapt.telemetry import compute_cost, environment, job_log, profiling
 from encdec_adapt.training import job_telemetry, setup
 from encdec_adapt.training import phases as phases_lib
 from encdec_adapt.training import step as step_lib
@@ -61,20 +62,30 @@ def main(values: flags.FlagValues) -> int:
       return 0
     command.require(values, 'workdir')
     with out_of_memory.explained(values['config']):
-      return run(values.config, values.workdir)
+      made_by = command.made_by(values, 'train')
+      return run(values.config, values.workdir, made_by)
 
 
-def run(config: ml_collections.ConfigDict, workdir: str) -> int:
+def run(
+  config: ml_collections.ConfigDict,
+  workdir: str,
+  made_by: Mapping[str, str] | None = None,
+) -> int:
   """Validates the configuration, locks the work directory, and trains."""
-  settings = config_lib.load(config, workdir)
+  settings, made_by = config_lib.load(config, workdir), made_by or {}
   with contextlib.ExitStack() as stack:
     if distributed.is_lead():
       stack.enter_context(lock.hold(workdir))
-    return train(config, settings, workdir)
+      line = made_by.get('command', '')
+      stack.enter_context(job_log.JobLog(workdir, line))
+    return train(config, settings, workdir, made_by)
 
 
 def train(
-  config: ml_collections.ConfigDict, settings: config_lib.Settings, workdir: str
+  config: ml_collections.ConfigDict,
+  settings: config_lib.Settings,
+  workdir: str,
+  made_by: Mapping[str, str],
 ) -> int:
   """Trains to the last step, or until the job is preempted.
 
@@ -82,6 +93,7 @@ def train(
     config: the configuration, saved with every checkpoint.
     settings: the validated configuration.
     workdir: work directory; a job that was started there is resumed.
+    made_by: description of the command, saved in the work directory.
 
   Returns:
     Exit status: 0, or `exit_status.RESTART` after a preemption was saved.
@@ -200,7 +212,7 @@ def train(
       log(f'the cost of {name} is unknown: the summary leaves it out')
     state = phases.create(sources.read(settings.seed), settings.seed)
     if sources.models and sources.coverage:
-      log(sources.coverage.table())
+      log(sources.coverage.summary())
     if distributed.is_lead():
       run_artifacts.write_initial(workdir, sources, data.vocabularies)
   else:
@@ -210,7 +222,7 @@ def train(
     log(f'resuming at step {start}')
   reference_params = {name: r.read() for name, r in references.items()}
   if distributed.is_lead():
-    run_artifacts.write_config(workdir, config, meta['environment'])
+    run_artifacts.write_config(workdir, config, meta['environment'], made_by)
 
   # -- Loop objects ------------------------------------------------------------
 

@@ -98,18 +98,26 @@ class Coverage:
       counts[fill.how] += size
     return counts
 
+  def summary(self) -> str:
+    """Formats the report in at most five lines, for sources of two sides."""
+    lines = [self._counts()]
+    for source in self.sources:
+      unused = self.unused.get(source, {})
+      line = f'{source}: {len(self.used(source))} leaves used, {len(unused)}'
+      reasons = by_reason(unused) + by_reason(self.outside.get(source, {}))
+      lines.append(f'{line} unused' + f': {"; ".join(reasons)}' * bool(reasons))
+    if self.changes:
+      lines.append(f'differs from its source: {"; ".join(self.changes)}')
+    lines.append('coverage.json in the work directory has every weight')
+    return '\n'.join(lines)
+
   def table(self) -> str:
     """Formats the report, joining layers that are treated alike."""
-    counts = self.parameters()
     filled = (
       (leaf, self.target[leaf], fill.describe())
       for leaf, fill in self.filled.items()
     )
-    lines = [
-      f'adaptation: {sum(counts.values()):,} parameters, of which '
-      + ', '.join(f'{count:,} {how}' for how, count in counts.items()),
-      *_columns(('target', 'shape', 'filled'), filled),
-    ]
+    lines = [self._counts(), *_columns(('target', 'shape', 'filled'), filled)]
     for source, shapes in self.sources.items():
       unused = self.unused.get(source, {})
       lines.append(
@@ -125,8 +133,16 @@ class Coverage:
     lines += [f'differs from its source: {change}' for change in self.changes]
     return '\n'.join(lines)
 
+  def _counts(self) -> str:
+    """Formats the number of parameters that are filled in each way."""
+    counts = self.parameters()
+    return (
+      f'adaptation: {sum(counts.values()):,} parameters, of which '
+      + ', '.join(f'{count:,} {how}' for how, count in counts.items())
+    )
+
   def to_json(self) -> dict[str, Any]:
-    """Returns the report as JSON types, one entry per leaf."""
+    """Returns the report as JSON types: the table, and an entry per leaf."""
     sources = {}
     for source, shapes in self.sources.items():
       used, unused = self.used(source), self.unused.get(source, {})
@@ -148,6 +164,7 @@ class Coverage:
       'sources': sources,
       'not_part_of_the_model': {k: dict(v) for k, v in self.outside.items()},
       'changes': list(self.changes),
+      'table': self.table().splitlines(),
     }
 
 

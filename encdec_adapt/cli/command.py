@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import io
 import re
+import shlex
 import sys
 import traceback
 from typing import Any
@@ -26,6 +27,7 @@ from encdec_adapt.cluster import distributed
 _BAD_FLAGS = (flags.Error, LookupError, AttributeError, TypeError, ValueError)
 DefineFlags = Callable[[flags.FlagValues], None]
 _AGREES = 'agrees'  # Attribute of the flags that must agree.
+_ARGUMENTS = 'arguments'  # Attribute of --config: all arguments of the command.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,6 +133,26 @@ def agreed(values: flags.FlagValues) -> dict[str, Any]:
   return agreed
 
 
+def made_by(values: flags.FlagValues, name: str) -> dict[str, str]:
+  """Describes a command that was parsed, as a work directory keeps it.
+
+  Args:
+    values: its flags, `define_config` among them.
+    name: name of the command, such as 'train'.
+
+  Returns:
+    The command line, and file and argument of the configuration.
+  """
+  flag = values['config']
+  file, _, argument = config_flags.get_config_filename(flag).partition(':')
+  line = ['python', '-m', f'encdec_adapt.{name}', *getattr(flag, _ARGUMENTS)]
+  return {
+    'command': shlex.join(line),
+    'config_file': file,
+    'config_argument': argument,
+  }
+
+
 def define_config(values: flags.FlagValues) -> None:
   """Defines --config=FILE[:ARG] and --config.KEY=VALUE."""
   config_flags.DEFINE_config_file(
@@ -179,6 +201,7 @@ def parse_operands(
       operands = values(arguments)[1:]
       if 'config' in values and values.config is not None:
         values.config.to_dict()  # Raises if the file failed to load.
+        setattr(values['config'], _ARGUMENTS, list(argv))
   except _BAD_FLAGS as error:
     bad_config = _user_error_within(error)
     if bad_config is not None:

@@ -80,7 +80,7 @@ def adapt_models(values: flags.FlagValues, _: list[str]) -> int:
   choice = model_on_disk.vocabularies_of_pair(encoder, decoder)
   if choice is not None and choice.encoder:
     _report_two_tokenizers(sources, shared=target.shared_table)
-  print(coverage.table())
+  print(coverage.table() if values.dry_run else coverage.summary())
   # Keys and values read the encoder's width, so that the decoder's
   # self-attention cannot be copied into cross-attention.
   if target.encoder.width != target.decoder.width:

@@ -255,9 +255,14 @@ def open_checkpoint(
       # Checkpoints store ranks, of which lower is better; `rank` applied twice
       # is the value.
       text = f', {settings.loss.describe(settings.loss.rank(rank))}'
-    # On standard error: the standard output of commands has their results.
-    print(f'{path}: step {checkpoint.step}{text}', file=sys.stderr)
+    _report_step(f'{path}: step {checkpoint.step}{text}')
   return checkpoint
+
+
+@functools.cache  # A job may open a run as its source and as its teacher.
+def _report_step(line: str) -> None:
+  # On standard error: the standard output of commands has their results.
+  print(line, file=sys.stderr)
 
 
 def with_window(

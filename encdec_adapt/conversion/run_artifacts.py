@@ -52,9 +52,10 @@ def write_config(
   workdir: str | os.PathLike[str],
   config: ml_collections.ConfigDict,
   environment: Mapping[str, Any],
+  made_by: Mapping[str, str],
 ) -> None:
-  """Writes the resolved configuration and environment of the last start."""
-  config_lib.save(config, workdir)
+  """Writes configuration, environment and command of the last start."""
+  config_lib.save(config, str(workdir), made_by)
   atomic.write_json(paths.join(workdir, ENVIRONMENT), environment)
 
 

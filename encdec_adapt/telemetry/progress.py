@@ -114,7 +114,7 @@ class TimeLeft:
     self._first: tuple[int, float] | None = None
 
   def __call__(self, count: int, total: int) -> str:
-    """Returns the rate and the time left, or '' while they are unknown.
+    """Returns the rate and the time left; '' while unknown, and at the end.
 
     Args:
       count: number of finished units.
@@ -125,7 +125,7 @@ class TimeLeft:
       self._first = count, now
     # Units in work at the same time end together: a rate is that of a round.
     first, start = self._first or (count, now)
-    if count - first < self._at_once or now <= start:
+    if count == total or count - first < self._at_once or now <= start:
       return ''
     rate = (count - first) / (now - start)
     return f'  {rate:.3g}/s  {format_seconds((total - count) / rate)} left'

@@ -195,8 +195,10 @@ def check_vocabularies(data: data_section.DataConfig) -> None:
   # Each once: both sides may share a vocabulary.
   for vocabulary in {*opened.sides.values()}:
     tokenizer_writer.check_convertible(vocabulary)
-  for note in opened.check_tables(data.table_sizes):
-    if distributed.is_lead():
+  notes = opened.check_tables(data.table_sizes)
+  # Making the records prints the same notes.
+  if distributed.is_lead() and not materialization.is_missing(data):
+    for note in notes:
       print(f'note: {note}')
 
 

@@ -53,8 +53,19 @@ def test_table_joins_layers_with_the_same_fate():
   )
 
 
+def test_summary_is_a_line_for_counts_sources_and_changes():
+  assert EXAMPLE.summary().splitlines() == [
+    'adaptation: 22 parameters, of which 8 copied, 10 fresh, 4 constant',
+    'source: 2 leaves used, 1 unused: decoder/table (drawn fresh); eye.a and 1'
+    ' more (vision); c (a copy)',
+    'differs from its source: decoder.window is 8, in source 4',
+    'coverage.json in the work directory has every weight',
+  ]
+
+
 def test_json_has_every_leaf_once():
   saved = json.loads(json.dumps(EXAMPLE.to_json()))
+  assert saved['table'] == EXAMPLE.table().splitlines()
   assert saved['parameters'] == {'copied': 8, 'fresh': 10, 'constant': 4}
   assert list(saved['target']) == list(EXAMPLE.target)
   filled = saved['target']['decoder/layers/1/w']

@@ -114,6 +114,27 @@ def test_a_step_is_named_wherever_a_run_is(
       tiny.generate(path, 'the quick', tmp_path / 'out')
 
 
+def test_a_run_is_repeated_from_its_folder(adapted, tmp_path, capsys):
+  again = tmp_path / 'again'
+  config = f'--config=configs/rerun.py:run={adapted}'
+  assert _train(config, f'--workdir={again}') == 0
+  tiny.assert_same_params(again, adapted)
+  shown = capsys.readouterr().out
+  stamp = r'\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[+-]\d\d:\d\d '
+  first, *lines = (again / 'train.log').read_text().splitlines()
+  command = f'python -m encdec_adapt.train {config} --workdir={again}'
+  assert re.fullmatch(f'{stamp}\\$ {re.escape(command)}', first)
+  assert [re.sub(stamp, '', line) for line in lines] == shown.splitlines()
+  assert folders.read(again / 'config.json')['made_by'] == {
+    'command': command,
+    'config_file': 'configs/rerun.py',
+    'config_argument': f'run={adapted}',
+  }
+  with pytest.raises(errors.UserError, match='position in other rows'):
+    _train(config, f'--workdir={again}', '--config.seed=1')
+  assert 'Error: the checkpoint was' in (again / 'train.log').read_text()
+
+
 def test_finished_run_is_not_run_again(adapted, adapting, capsys):
   before = (adapted / 'metrics.jsonl').read_bytes()
   assert _train(*adapting, f'--workdir={adapted}') == 0
