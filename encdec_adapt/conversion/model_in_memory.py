@@ -4,7 +4,7 @@ Also how evaluation, generation and serving read models (`read_as_trained`).
 The functions of a model are in `models`, the engine in `inference`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 import dataclasses
 import functools
 import math
@@ -21,6 +21,7 @@ from encdec_adapt import config as config_lib
 from encdec_adapt.base import errors
 from encdec_adapt.conversion import model_on_disk, pretrained_files
 from encdec_adapt.inference import engine as engine_lib
+from encdec_adapt.inference import log_likelihoods
 from encdec_adapt.models import build, execution, model_config, parameters
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import rules as rules_lib
@@ -167,6 +168,30 @@ class LoadedModel:
       mesh=self.where.mesh,
       rules=self.where.rules,
       **options,
+    )
+
+  def score_tokens(
+    self,
+    pairs: Sequence[log_likelihoods.Pair],
+    *,
+    bos: int,
+    batch_size: int = 8,
+  ) -> Iterator[tuple[int, log_likelihoods.Scored]]:
+    """Scores continuations; see `inference.log_likelihoods.score`.
+
+    Args:
+      pairs: contexts and continuations.
+      bos: first token of an encoder-decoder's decoder.
+      batch_size: pairs at a time, rounded up to divide over the devices.
+    """
+    return log_likelihoods.score(
+      self.model,
+      self.params,
+      pairs,
+      mesh=self.where.mesh,
+      rules=self.rules,
+      rows=self.rows(batch_size),
+      bos=bos,
     )
 
   @functools.cached_property

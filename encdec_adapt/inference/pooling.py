@@ -60,28 +60,31 @@ def embed(
   for start in range(0, len(order), rows):
     chosen = order[start : start + rows]
     tokens, counts = lengths.pad([texts[i] for i in chosen], rows)
-    with partition.use(mesh, rules.as_dict()):
-      states = jax.device_get(_pool(model, pooling, params, tokens, counts))
+    states = _pool(model, mesh, rules, pooling, params, tokens, counts)
+    states = jax.device_get(states)
     # The last batch is filled up with rows of padding, which have no text.
     yield from zip(chosen, states, strict=False)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _pool(
   model: build.Model,
+  mesh: Mesh,
+  rules: rules_lib.Rules,
   pooling: str,
   params: base_model.Params,
   tokens: Int[Array, 'B S'],
   counts: Int[Array, 'B'],
 ) -> Float[Array, 'B E']:
   """Encodes padded rows and pools their states."""
-  positions, real = lengths.frame(tokens, counts)
-  states = model.architecture.encode(model, params, (tokens, real, positions))
-  # A sum over a long text in bfloat16 would lose its last terms.
-  states = states.astype(jnp.float32)
-  if pooling == 'last':
-    pooled = states[jnp.arange(len(counts)), counts - 1]
-  else:
-    total = jnp.sum(jnp.where(real[:, :, None] > 0, states, 0), axis=1)
-    pooled = total / counts[:, None]
-  return partition.shard(pooled, None, None)  # Every process reads it.
+  with partition.use(mesh, rules.as_dict()):
+    positions, real = lengths.frame(tokens, counts)
+    states = model.architecture.encode(model, params, (tokens, real, positions))
+    # A sum over a long text in bfloat16 would lose its last terms.
+    states = states.astype(jnp.float32)
+    if pooling == 'last':
+      pooled = states[jnp.arange(len(counts)), counts - 1]
+    else:
+      total = jnp.sum(jnp.where(real[:, :, None] > 0, states, 0), axis=1)
+      pooled = total / counts[:, None]
+    return partition.shard(pooled, None, None)  # Every process reads it.

@@ -31,8 +31,7 @@ import numpy as np
 from encdec_adapt.base import errors
 from encdec_adapt.cluster import distributed
 from encdec_adapt.conversion import model_in_memory, pretrained_files
-from encdec_adapt.evaluation.measures import log_likelihoods
-from encdec_adapt.inference import engine, sampling
+from encdec_adapt.inference import engine, log_likelihoods, sampling
 from encdec_adapt.telemetry import progress
 
 # Tokens of a window in rolling likelihoods, and most tokens of its context.
@@ -233,8 +232,7 @@ class Adapter(lm_eval_model.TemplateLM):
     return results
 
   def _run_score(self, work: Sequence[Any]) -> Any:
-    return log_likelihoods.score(
-      self._loaded,
+    return self._loaded.score_tokens(
       [log_likelihoods.Pair(*pair) for pair in work],
       batch_size=self._batch_size,
       bos=self._writer.bos,

@@ -20,10 +20,10 @@ from encdec_adapt.conversion import (
   model_on_disk,
   pretrained_files,
 )
-from encdec_adapt.evaluation.measures import log_likelihoods
 from encdec_adapt.evaluation.results import results_store
 from encdec_adapt.evaluation.tasks import retrieval_tasks
 from encdec_adapt.inference import engine as engine_lib
+from encdec_adapt.inference import log_likelihoods
 from encdec_adapt.telemetry import progress
 
 NAME = 'retrieval'
@@ -103,9 +103,7 @@ class RetrievalEvaluation:
       answers[i] = completion.text
       report(count, total)
     log_probs = [0.0] * len(pairs)
-    scored = log_likelihoods.score(
-      model, pairs, batch_size=rows, bos=writer.bos
-    )
+    scored = model.score_tokens(pairs, batch_size=rows, bos=writer.bos)
     for count, (i, result) in enumerate(scored, len(prompts) + 1):
       log_probs[i] = result.log_prob
       report(count, total)

@@ -10,10 +10,10 @@ import pytest
 
 from encdec_adapt.base import errors
 from encdec_adapt.conversion import pretrained_files
-from encdec_adapt.evaluation.measures import log_likelihoods
 from encdec_adapt.evaluation.reports import html_report
 from encdec_adapt.evaluation.results import results_store
 from encdec_adapt.evaluation.tasks import retrieval_scores, retrieval_tasks
+from encdec_adapt.inference import log_likelihoods
 from encdec_adapt.tokenizers import vocabulary_pair
 
 BYTES = vocabulary_pair.open_vocabulary('bytes')
@@ -164,7 +164,7 @@ def test_scores_of_a_model(kind, models):
   assert progress[-1] == (75, 75)
 
 
-def test_scores_of_one_who_finds_and_one_who_does_not(models, monkeypatch):
+def test_scores_of_one_who_finds_and_one_who_does_not(models):
   loaded = models['encoder_decoder']
   reader = loaded.stored.open_vocabularies().encoder
   retrieval = retrieval_tasks.Retrieval(TEXT, [260], 2)
@@ -178,16 +178,16 @@ def test_scores_of_one_who_finds_and_one_who_does_not(models, monkeypatch):
         text = respond(reader.decode(request.tokens))
         yield i, types.SimpleNamespace(text=text)
 
-    def score(_, pairs, **__):
+    def score(pairs, **_):
       for i, (context, continuation) in reversed(list(enumerate(pairs))):
         said = respond(reader.decode(context)).split(' and ')
         told = re.findall('[0-9-]+', reader.decode(continuation))
         yield i, log_likelihoods.Scored(-float(said != told), False)
 
-    monkeypatch.setattr(log_likelihoods, 'score', score)
     fake = types.SimpleNamespace(
       stored=loaded.stored,
       engine=lambda rows: types.SimpleNamespace(run=run),
+      score_tokens=score,
     )
     evaluation = retrieval_scores.RetrievalEvaluation(retrieval)
     found = evaluation.scores(fake, 8, lambda *_: None)

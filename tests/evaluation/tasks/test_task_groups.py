@@ -12,8 +12,8 @@ import pytest
 from encdec_adapt.base import errors
 from encdec_adapt.cluster import code_limits
 from encdec_adapt.conversion import pretrained_files
-from encdec_adapt.evaluation.measures import log_likelihoods
 from encdec_adapt.evaluation.tasks import task_groups as tasks
+from encdec_adapt.inference import log_likelihoods
 
 _REASON = "needs lm-eval: pip install -e '.[eval]'"
 instance = pytest.importorskip('lm_eval.api.instance', reason=_REASON)
@@ -121,7 +121,7 @@ def test_scores_are_those_of_the_logits(kind, models):
   # Continuations of one context, which an encoder reads once.
   pairs += [log_likelihoods.Pair(pairs[0].context, [i, 7]) for i in (5, 6)]
   pairs += [log_likelihoods.Pair(pairs[3].context, [9])]
-  found = dict(log_likelihoods.score(loaded, pairs, batch_size=4, bos=2))
+  found = dict(loaded.score_tokens(pairs, batch_size=4, bos=2))
   for i, (context, continuation) in enumerate(pairs):
     if kind == 'decoder_only':
       logits = loaded.logits(np.array([[*context, *continuation[:-1]]]))
@@ -135,7 +135,7 @@ def test_scores_are_those_of_the_logits(kind, models):
     assert found[i].greedy == (log_probs.argmax(1) == continuation).all()
   # The likeliest continuation of one token is greedy.
   best = log_likelihoods.Pair(pairs[-1].context, [int(log_probs.argmax(1)[0])])
-  assert dict(log_likelihoods.score(loaded, [best], bos=2))[0].greedy
+  assert dict(loaded.score_tokens([best], bos=2))[0].greedy
 
 
 @pytest.mark.parametrize('kind', KINDS)
@@ -177,7 +177,7 @@ def test_likelihoods_are_of_the_model(models, tmp_path):
     log_likelihoods.Pair([2, *reader.encode(a)], list(reader.encode(b)))
     for a, b in framed
   ]
-  want = dict(log_likelihoods.score(loaded, pairs, bos=2))
+  want = dict(loaded.score_tokens(pairs, bos=2))
   for i, (log_prob, greedy) in enumerate(found):
     assert log_prob == pytest.approx(want[i].log_prob, abs=1e-4)
     assert greedy == want[i].greedy
@@ -198,7 +198,7 @@ def test_a_separator_joins_context_and_choice(kind, models):
     )
     for a, b in split
   ]
-  want = dict(log_likelihoods.score(loaded, pairs, bos=2))
+  want = dict(loaded.score_tokens(pairs, bos=2))
   stored = dataclasses.replace(loaded.stored, separator='\n' * (not is_pair))
   of_run = dataclasses.replace(loaded, stored=stored)
   for model, separator in ((loaded, '\n'), (of_run, None)):

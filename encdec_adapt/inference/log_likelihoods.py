@@ -5,23 +5,24 @@ its decoder, after BOS; a decoder-only model reads both, a prefix decoder the
 context from both sides. EOS is not scored. Requests are scored in the order of
 falling length, in batches that are padded to a few lengths
 (`inference.lengths`); the encoder reads a context once for all its
-continuations in a batch. The module imports nothing of `evaluation`.
+continuations in a batch. Neither engine nor cache is needed.
 """
 
 from collections.abc import Iterator, Sequence
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 from jax import numpy as jnp
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 import numpy as np
 
 from encdec_adapt.base import errors
-from encdec_adapt.conversion import model_in_memory
 from encdec_adapt.inference import lengths
+from encdec_adapt.models import base_model, build
 from encdec_adapt.ops import attention_chunked, partition
-from encdec_adapt.training import state as state_lib
+from encdec_adapt.sharding import rules as rules_lib
 
 # Continuation tokens with logits in memory at once, per row: 16 MiB with a
 # vocabulary of 256 k. All buckets of lengths are multiples of it.
@@ -70,24 +71,30 @@ class Batch(NamedTuple):
 
 
 def score(
-  loaded: model_in_memory.LoadedModel,
+  model: build.Model,
+  params: base_model.Params,
   pairs: Sequence[Pair],
   *,
-  batch_size: int = 8,
+  mesh: Mesh,
+  rules: rules_lib.Rules,
+  rows: int,
   bos: int,
 ) -> Iterator[tuple[int, Scored]]:
   """Scores continuations and yields them with their index, long ones first.
 
   Args:
-    loaded: a model with a decoder.
+    model: a model with a decoder.
+    params: its parameters.
     pairs: contexts and continuations, neither empty.
-    batch_size: rows of a batch, rounded up to divide over the devices.
+    mesh: mesh of the parameters.
+    rules: meaning of logical axes on it.
+    rows: pairs at a time; divides over the mesh.
     bos: first token of an encoder-decoder's decoder.
 
   Raises:
     UserError: the model is encoder-only, or a side is empty.
   """
-  if not loaded.config.architecture.generates:
+  if not model.architecture.generates:
     raise errors.UserError(
       'an encoder-only model predicts masked tokens and scores no'
       ' continuations; use a decoder or an encoder-decoder.'
@@ -98,7 +105,7 @@ def score(
         f'nothing to score: {len(pair.context)} tokens of context and'
         f' {len(pair.continuation)} of continuation; both need one.'
       )
-  rows = loaded.rows(batch_size)
+  shards = rules.on(mesh).size('batch')
 
   def sort_key(i: int) -> tuple[int, ...]:
     context, continuation = pairs[i]
@@ -110,27 +117,26 @@ def score(
   order = sorted(range(len(pairs)), key=sort_key)
   for start in range(0, len(order), rows):
     indices = order[start : start + rows]
-    batch = _frame(loaded, [pairs[i] for i in indices], rows, bos)
-    sums, greedy = jax.device_get(_score(loaded.where, loaded.params, batch))
+    batch = _frame(model, [pairs[i] for i in indices], rows, shards, bos)
+    scores = _score(model, mesh, rules, params, batch)
+    sums, greedy = jax.device_get(scores)
     for row, i in enumerate(indices):
       yield i, Scored(float(sums[row]), bool(greedy[row]))
 
 
 def _frame(
-  loaded: model_in_memory.LoadedModel,
-  pairs: Sequence[Pair],
-  rows: int,
-  bos: int,
+  model: build.Model, pairs: Sequence[Pair], rows: int, shards: int, bos: int
 ) -> Batch:
   """Pads pairs to a batch, and the number of contexts to a power of two."""
   targets, counts = lengths.pad([pair.continuation for pair in pairs], rows)
   fill = [0] * (rows - len(pairs))
-  framed = [loaded.config.architecture.frame(*pair, bos) for pair in pairs]
+  framed = [model.architecture.frame(*pair, bos) for pair in pairs]
   # Without an encoder all rows share the context without tokens.
   numbers: dict[tuple[int, ...], int] = {}
   owners = [numbers.setdefault(row.source, len(numbers)) for row in framed]
   # Each number of contexts is a shape to compile: powers of two are few.
-  count = min(rows, loaded.rows(1 << (len(numbers) - 1).bit_length()))
+  count = 1 << (len(numbers) - 1).bit_length()
+  count = min(rows, -(-count // shards) * shards)
   return Batch(
     *lengths.pad(list(numbers), count),
     np.array(owners + fill, np.int32),
@@ -141,13 +147,16 @@ def _frame(
   )
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _score(
-  placement: state_lib.Placement, params: Any, batch: Batch
+  model: build.Model,
+  mesh: Mesh,
+  rules: rules_lib.Rules,
+  params: base_model.Params,
+  batch: Batch,
 ) -> tuple[Float[Array, 'B'], Bool[Array, 'B']]:
   """Returns the log-probability of each continuation, and whether greedy."""
-  model = placement.model
-  with partition.use(placement.mesh, placement.rules.as_dict()):
+  with partition.use(mesh, rules.as_dict()):
     positions, segments = lengths.frame(batch.encoder, batch.encoder_counts)
     source = model.architecture.source(
       model, params, (batch.encoder, segments, positions)
