@@ -27,13 +27,16 @@ CORE = [
 ]
 # What materialising records needs besides (SeqIO brings TensorFlow), and
 # what the reports are drawn with. Prompt templates are Jinja in YAML.
-# TFDS imports importlib_resources without requiring it.
+# TFDS imports importlib_resources without requiring it. Parquet files are read
+# by pyarrow, which TFDS brings too, and .zst files by zstandard.
 DATA = [
   'importlib_resources>=6.0',
   'jinja2>=3.1',
+  'pyarrow>=15',
   'pyyaml>=6.0',
   'seqio>=0.0.20',
   'tensorflow-datasets>=4.9.9',
+  'zstandard>=0.22',
 ]
 REPORT = ['matplotlib>=3.9']
 # Buckets: gs:// paths. It brings what Orbax asks of them, too.

@@ -45,7 +45,8 @@ class DataConfig:
     'python',
     "'python' (the text that every Python carries; 'python:FILE' holds out"
     " the documents whose hashes FILE lists, configs/decoders), 'text:GLOB',"
-    " 'text:GLOB#paragraphs', 'jsonl:GLOB#FIELD', 'tfds:NAME:SPLIT',"
+    " 'text:GLOB#paragraphs', 'jsonl:GLOB#FIELD', 'parquet:GLOB#FIELD',"
+    " 'tfds:NAME:SPLIT',"
     " 'pairs:GLOB#INPUTS,TARGETS', 'prompts:GLOB#TEMPLATES.yaml', 'chat:GLOB'"
     " or 'seqio:NAME' (a registered task or mixture); or several with how often"
     ' a pass draws their documents, as in'

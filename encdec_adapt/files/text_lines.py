@@ -3,12 +3,13 @@
 This module must not know the format of the lines, except that of JSON.
 """
 
+import io
 import json
 import sys
 from typing import Any
 
 from encdec_adapt.base import errors
-from encdec_adapt.files import paths
+from encdec_adapt.files import decompression
 
 
 def read(path: str) -> dict[str, str]:
@@ -28,7 +29,9 @@ def read(path: str) -> dict[str, str]:
     if path == '-':
       text = sys.stdin.read()
     else:
-      text = paths.at(path).read_text(encoding='utf-8')
+      # Not `decode`, which keeps the line ends of other systems.
+      data = io.BytesIO(decompression.read(path))
+      text = io.TextIOWrapper(data, 'utf-8').read()
   except (OSError, UnicodeDecodeError) as error:
     raise errors.UserError(
       f'{name} cannot be read as UTF-8 text ({error}).'

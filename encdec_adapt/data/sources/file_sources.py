@@ -1,4 +1,4 @@
-"""Sources that are files: plain text and JSON lines.
+"""Sources that are files: ranges of their bytes, and plain text.
 
 The files of a glob, ordered by name and concatenated, are a range of bytes, of
 which every shard reads an equal part: whole files where there are many, a part
@@ -8,28 +8,47 @@ its file and the offset of its first byte there, or the file alone where that is
 one document. The byte-order mark of a file is dropped; elsewhere U+FEFF is
 text.
 
+Files that end in .gz or .zst are decompressed, by every shard from their
+beginning: a document stands where the compressed block of its first byte begins
+(`files/decompression.py`), and offsets in ids are those in the text. Files of
+JSON lines and parquet are in `row_sources.py`.
+
 This module imports neither TensorFlow nor SeqIO nor jax.
 """
 
 import abc
 import codecs
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 import functools
 import glob
 import hashlib
-import json
+import io
 import os
 from typing import Any, NamedTuple
 
 from encdec_adapt.base import errors, option_strings
 from encdec_adapt.data.sources import document_source
-from encdec_adapt.files import paths
+from encdec_adapt.files import decompression, paths
 
 # Bytes of each of the three samples of a fingerprint: reading all of a large
 # source would take minutes at every start.
 _SAMPLE_BYTES = 1 << 16
-# Bytes that are read at a time to count lines.
-_BLOCK = 1 << 20
+
+
+class _Line(NamedTuple):
+  """A line of a file.
+
+  Attributes:
+    begin: position in the file on disk; of a compressed file, of a block.
+    end: end of the line there, or of the block in which it ends.
+    offset: first byte in the text of the file.
+    data: content of the line.
+  """
+
+  begin: int
+  end: int
+  offset: int
+  data: bytes
 
 
 class Unit(NamedTuple):
@@ -37,13 +56,14 @@ class Unit(NamedTuple):
 
   Attributes:
     id: id of the unit.
-    data: content of the unit; empty for a file, which is read later.
+    data: content of the unit, a row of a parquet file as its fields; empty for
+      a file, which is read later.
     path: path of the file.
-    offset: first byte of the unit in the file.
+    offset: first byte of the unit in the text of the file, or number of a row.
   """
 
   id: str
-  data: bytes
+  data: bytes | dict[str, Any]
   path: str
   offset: int
 
@@ -113,13 +133,13 @@ class FileSource(document_source.Source):
 
   def _scan(
     self, path: str, start: int, stop: int
-  ) -> Iterator[tuple[int, int, bytes]]:
-    """Yields offset, end and content of a file's units in a range."""
-    for offset, line in _lines(path, start):
-      if offset >= stop:
+  ) -> Iterator[tuple[int, int, Any]]:
+    """Yields offset, end on disk and content of a file's units in a range."""
+    for line in _lines(path, start):
+      if line.begin >= stop:
         return
-      if line.strip():
-        yield offset, offset + len(line), line
+      if line.data.strip():
+        yield line.offset, line.end, line.data
 
   def _name(self, path: str, offset: int) -> str:
     """Returns the id of the document at an offset of a file."""
@@ -150,10 +170,11 @@ class FileSource(document_source.Source):
     if self.skips_bad:  # No message is printed, so no line is counted.
       return path
     line, remaining = 1, offset
-    with paths.open_to_read(path) as file:
-      while remaining and (block := file.read(min(remaining, _BLOCK))):
-        line += block.count(b'\n')
-        remaining -= len(block)
+    for _, block in decompression.blocks(path):
+      line += block.count(b'\n', 0, remaining)
+      remaining -= len(block)
+      if remaining <= 0:
+        break
     return f'{path}, line {line}'
 
   def _content(self) -> Iterator[object]:
@@ -191,123 +212,18 @@ class TextSource(FileSource):
   def _read(self, unit: Unit) -> str:
     if self._unit:
       return super()._read(unit._replace(data=unit.data.strip(b'\r\n')))
-    with paths.open_to_read(unit.path) as file:
-      data = file.read().removeprefix(codecs.BOM_UTF8)
-      return document_source.decode(data, self.name, unit.path)
+    data = decompression.read(unit.path).removeprefix(codecs.BOM_UTF8)
+    return document_source.decode(data, self.name, unit.path)
 
 
-@document_source.register('jsonl')
-class JsonlSource(FileSource):
-  """`jsonl:GLOB[#FIELD]`: each line is an object with the text in a field."""
-
-  form = 'jsonl:GLOB[#FIELD]'
-
-  default_field = 'text'
-
-  def _take_fields(self, fields: option_strings.Part) -> None:
-    self._field = fields.text or self.default_field
-
-  def _read(self, unit: Unit) -> str:
-    content = self._document(functools.partial(self._value, unit))
-    if not isinstance(content, str):
-      # Without JSON's escapes, in which `encodable` would miss surrogates.
-      content = json.dumps(content, ensure_ascii=False)
-    return document_source.encodable(content)
-
-  def _document(self, value: Callable[..., Any]) -> object:
-    """Returns a text, or a document that is written as JSON.
-
-    Args:
-      value: returns the field of a name, which must have one of some types.
-    """
-    return value(self._field, str)
-
-  def _value(
-    self, unit: Unit, field: str, kind: type | tuple[type, ...]
-  ) -> Any:
-    """Returns a field of a line.
-
-    Raises:
-      UserError: the line is not a JSON object, or the field is missing or of
-        another type; names the file and the line.
-    """
-    text = super()._read(unit)
-    try:
-      row = json.loads(text)
-    except ValueError as error:
-      row = error
-    value = row.get(field) if isinstance(row, dict) else None
-    if not isinstance(value, kind):
-      shown = f'{value if isinstance(row, dict) else row!r:.200}'
-      if isinstance(row, dict) and field not in row:
-        shown = f'it has {", ".join(row) or "no fields"}'
-      form = {str: 'text', list: 'a list'}.get(kind, 'a text or label')
-      location = self._line_location(unit.path, unit.offset)
-      raise errors.UserError(
-        f'source {self.name!r}: {location}, is not a JSON object with {form} in'
-        f' {field!r} ({shown}); name the field after a #, as in'
-        ' jsonl:GLOB#FIELD'
-      )
-    return value
-
-
-@document_source.register('pairs')
-class PairSource(JsonlSource):
-  """`pairs:GLOB#INPUTS,TARGETS`: two fields of each line."""
-
-  form = 'pairs:GLOB#INPUTS,TARGETS'
-  document_kind = 'pairs'
-
-  def _take_fields(self, fields: option_strings.Part) -> None:
-    self._fields = [field.text for field in fields.divide(',')]
-    if len(self._fields) != 2 or not all(self._fields):
-      raise fields.error('must be two fields, as in pairs:GLOB#INPUTS,TARGETS')
-
-  def _document(self, value: Callable[..., Any]) -> object:
-    return [value(name, str) for name in self._fields]
-
-
-@document_source.register('labels')
-class LabelSource(JsonlSource):
-  """`labels:GLOB#TEXT[,TEXT],LABEL`: texts and their label in each line.
-
-  A text is a string, or a list of words, which has a list of labels instead of
-  a label. A label is a string or an integer.
-  """
-
-  form = 'labels:GLOB#TEXT,LABEL'
-  document_kind = 'labels'
-
-  def _take_fields(self, fields: option_strings.Part) -> None:
-    *self._texts, self._field = [field.text for field in fields.divide(',')]
-    if not self._texts or not all([*self._texts, self._field]):
-      raise fields.error(
-        'must be the fields of texts and label, as in labels:GLOB#TEXT,LABEL'
-      )
-
-  def _document(self, value: Callable[..., Any]) -> object:
-    texts = [value(name, (str, list)) for name in self._texts]
-    return [texts, value(self._field, (str, int, list))]
-
-
-@document_source.register('chat')
-class ChatSource(JsonlSource):
-  """`chat:GLOB[#FIELD]`: a list of messages in each line."""
-
-  form = 'chat:GLOB[#FIELD]'
-  document_kind = 'chat'
-
-  default_field = 'messages'
-
-  def _document(self, value: Callable[..., Any]) -> object:
-    return value(self._field, list)
-
-
-def _lines(path: str, start: int) -> Iterator[tuple[int, bytes]]:
-  """Yields offset and content of the lines that begin at `start` or later.
+def _lines(path: str, start: int) -> Iterator[_Line]:
+  """Yields the lines that begin at byte `start` of a file or later.
 
   The first line of a file comes without a byte-order mark.
   """
+  if decompression.is_compressed(path):
+    yield from _compressed_lines(path, start)
+    return
   with paths.open_to_read(path) as file:
     offset = 0
     # The byte before decides whether a line begins at `start` itself: what is
@@ -316,38 +232,69 @@ def _lines(path: str, start: int) -> Iterator[tuple[int, bytes]]:
       file.seek(start - 1)
       offset = start - 1 + len(file.readline())
     for line in file:
-      yield offset, line if offset else line.removeprefix(codecs.BOM_UTF8)
-      offset += len(line)
+      end = offset + len(line)
+      yield _Line(offset, end, offset, _without_mark(line, offset))
+      offset = end
+
+
+def _compressed_lines(path: str, start: int) -> Iterator[_Line]:
+  """As `_lines`, of a file that is decompressed from its beginning."""
+  begin = position = offset = 0
+  pieces: list[bytes] = []
+  for end, block in decompression.blocks(path):
+    for piece in io.BytesIO(block):
+      if not pieces:
+        begin = position
+      pieces.append(piece)
+      if piece.endswith(b'\n'):
+        line = b''.join(pieces)
+        if begin >= start:
+          yield _Line(begin, end, offset, _without_mark(line, offset))
+        offset += len(line)
+        pieces = []
+    position = end
+  if pieces and begin >= start:
+    line = _without_mark(b''.join(pieces), offset)
+    yield _Line(begin, position, offset, line)
+
+
+def _without_mark(line: bytes, offset: int) -> bytes:
+  """Removes the byte-order mark of a file from its first line."""
+  return line if offset else line.removeprefix(codecs.BOM_UTF8)
 
 
 def _paragraphs(
   path: str, start: int, stop: int
 ) -> Iterator[tuple[int, int, bytes]]:
-  """Yields offset, end and content of the paragraphs of a range.
+  """Yields offset, end on disk and content of the paragraphs of a range.
 
   The last empty line before a paragraph begins in the range, so a reader need
   not look back to know whether a line begins a paragraph. The first paragraph
   of a file is in the range that has the first byte.
   """
-  paragraph: list[bytes] = []
+  paragraph: list[_Line] = []
+
+  def joined() -> tuple[int, int, bytes]:
+    data = b''.join(line.data for line in paragraph)
+    return paragraph[0].offset, paragraph[-1].end, data
+
   # Text before the range's first empty line belongs to the range before.
-  first, is_ours = 0, not start
-  for offset, line in _lines(path, start):
-    if line.strip():
+  is_ours = not start
+  for line in _lines(path, start):
+    if line.data.strip():
       if is_ours:
-        first = first if paragraph else offset
         paragraph.append(line)
       continue
     if paragraph:
-      yield first, offset, b''.join(paragraph)
+      yield joined()
       paragraph = []
     # An empty line behind the range begins a paragraph of the next range, but
     # it ended the last paragraph of this range above.
-    if offset >= stop:
+    if line.begin >= stop:
       return
     is_ours = True
   if paragraph:
-    yield first, first + sum(map(len, paragraph)), b''.join(paragraph)
+    yield joined()
 
 
 def _fixed_folder(pattern: str) -> str:

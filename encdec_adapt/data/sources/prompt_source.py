@@ -1,10 +1,11 @@
 """Pairs from rows of JSONL and prompt templates in the form of P3.
 
-`prompts:GLOB#TEMPLATES.yaml` renders every line of the files by every template
-of a promptsource file (arXiv:2202.01279), the form of T0's training mixture
-(P3). A template is Jinja; '|||' stands between inputs and targets, and
-`answer_choices` has its own choices, also divided by '|||'; in the fields of a
-row '|||' is text. A line whose targets a template leaves empty gives no
+`prompts:GLOB#TEMPLATES.yaml` renders every row of the files (JSON lines, or
+parquet) by every template of a promptsource file (arXiv:2202.01279), the form
+of T0's training mixture (P3). A template is Jinja; '|||' stands between inputs
+and targets, and `answer_choices` has its own choices, also divided by '|||'; in
+the fields of a row '|||' is text. A row whose targets a template leaves empty
+gives no
 example. The draws of `choice`, a filter of some templates, depend on the
 example alone.
 
@@ -22,7 +23,11 @@ from typing import Any
 import yaml
 
 from encdec_adapt.base import errors, option_strings
-from encdec_adapt.data.sources import document_source, file_sources
+from encdec_adapt.data.sources import (
+  document_source,
+  file_sources,
+  row_sources,
+)
 from encdec_adapt.files import paths
 
 _BETWEEN = '|||'
@@ -132,7 +137,7 @@ def read_templates(path: str) -> list[Template]:
 
 
 @document_source.register('prompts')
-class PromptSource(file_sources.FileSource):
+class PromptSource(row_sources.RowSource):
   """`prompts:GLOB#TEMPLATES.yaml`; see the module's docstring."""
 
   form = 'prompts:GLOB#FILE.yaml'
@@ -158,8 +163,7 @@ class PromptSource(file_sources.FileSource):
     self, template: Template, unit: file_sources.Unit, example_id: str
   ) -> str:
     try:
-      row = json.loads(unit.data.decode('utf-8'))
-      pair = template.render(row, example_id)
+      pair = template.render(self._row(unit), example_id)
     except Exception as error:  # Templates are a user's code.
       location = self._line_location(unit.path, unit.offset)
       raise errors.UserError(

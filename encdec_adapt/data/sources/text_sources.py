@@ -10,6 +10,7 @@
 | text:GLOB#lines          | each line that is not empty                    |
 | jsonl:GLOB               | each line's field `text`                       |
 | jsonl:GLOB#FIELD         | each line's field FIELD                        |
+| parquet:GLOB[#FIELD]     | each row's column `text`, or FIELD             |
 | pairs:GLOB#INPUTS,TARGETS| each line's fields INPUTS and TARGETS          |
 | prompts:GLOB#FILE.yaml   | each line in each template of a promptsource   |
 |                          | file (`prompt_source`)                         |
@@ -26,6 +27,9 @@ The text of a pair, a conversation or a labelled example is JSON: a list of two
 texts, of the messages, or of a list of texts and a label. They feed the
 objectives `pairs` and `chat` (`objectives/supervised.py`), and `classify` and
 `tag` (`objectives/labelled.py`); texts feed all other objectives.
+
+The lines of `pairs`, `prompts`, `labels` and `chat` are rows where a file ends
+in .parquet; text and JSON lines may be compressed (.gz, .zst).
 
 A GLOB may be in a bucket: gs://BUCKET/FOLDER/*.jsonl. A shard of the records
 reads its share of the files (`data/sources/file_sources.py`) or of a TFDS
@@ -49,11 +53,18 @@ from encdec_adapt.data.sources import (
   file_sources,
   prompt_source,
   python_source,
+  row_sources,
   tfds_source,
 )
 
 # Each registers its sources when it is imported.
-_MODULES = (file_sources, prompt_source, python_source, tfds_source)
+_MODULES = (
+  file_sources,
+  prompt_source,
+  python_source,
+  row_sources,
+  tfds_source,
+)
 # SeqIO's tasks have no class among them: importing it would bring TensorFlow
 # into training processes. Their features show only when they are read, so that
 # either kind of documents is possible before.

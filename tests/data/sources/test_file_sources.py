@@ -1,19 +1,22 @@
 """Files as documents: ids, ranges of shards, caps and what is refused."""
 
+import gzip
 import itertools
 import json
 import os
 import pathlib
 import re
 import tempfile
+from unittest import mock
 
 import hypothesis
 from hypothesis import strategies
 import pytest
+import zstandard
 
 from encdec_adapt.base import errors
 from encdec_adapt.data.sources import document_source, text_sources
-from encdec_adapt.files import paths, text_lines
+from encdec_adapt.files import decompression, paths, text_lines
 
 
 def _write(folder, **files):
@@ -200,6 +203,43 @@ def test_paragraphs_and_lines_of_a_file_are_documents(tmp_path):
     text_sources.open_source(f'text:{file}#words')
 
 
+COMPRESS = {'': bytes, '.gz': gzip.compress, '.zst': zstandard.compress}
+
+
+def test_compressed_files_are_as_those_that_are_not(tmp_path):
+  lines = ['{"text": "first"}\n', '{"text": "\u00e9"}\n', '{"body": 1}\n']
+  for suffix, compress in COMPRESS.items():
+    file = tmp_path / f'a{suffix}'
+    # Several streams in a row are a file, too.
+    file.write_bytes(b''.join(compress(line.encode()) for line in lines))
+    source = text_sources.open_source(f'jsonl:{file}')
+    documents = source.documents()
+    found = [next(documents), next(documents)]
+    assert [(doc.id, doc.text) for doc in found] == [
+      (f'a{suffix}:0', 'first'),
+      (f'a{suffix}:18', '\u00e9'),
+    ]
+    with pytest.raises(errors.UserError, match='line 3, .* .it has body.'):
+      next(documents)
+    (text,) = text_sources.open_source(f'text:{file}').documents()
+    assert text.text == ''.join(lines)
+    assert list(text_lines.read(str(file)).values()) == [
+      line.rstrip() for line in lines
+    ]
+
+
+@pytest.mark.parametrize('suffix', ['.gz', '.zst'])
+def test_damaged_compressed_files_are_refused(tmp_path, suffix):
+  file = tmp_path / f'a{suffix}'
+  for data, words in (
+    (COMPRESS[suffix](b'text\n' * 9)[:-3], 'ends in the middle'),
+    (b'text\n' * 9, 'is damaged, or not compressed as its name says'),
+  ):
+    file.write_bytes(data)
+    with pytest.raises(errors.UserError, match=words):
+      list(text_sources.open_source(f'text:{file}#lines').documents())
+
+
 def _documents(name, max_bytes=0, shards=1):
   """The documents of all shards, each opened by itself."""
   documents = []
@@ -215,13 +255,19 @@ def _documents(name, max_bytes=0, shards=1):
     strategies.text('a\ufeff \r\n\t', max_size=60), min_size=1, max_size=4
   ),
   unit=strategies.sampled_from(['', '#lines', '#paragraphs']),
+  suffix=strategies.sampled_from(sorted(COMPRESS)),
   shards=strategies.integers(2, 12),
   max_bytes=strategies.integers(1, 80),
 )
-def test_shards_divide_files(files, unit, shards, max_bytes):
-  with tempfile.TemporaryDirectory() as folder:
+def test_shards_divide_files(files, unit, suffix, shards, max_bytes):
+  with (
+    tempfile.TemporaryDirectory() as folder,
+    # Several blocks in these short files.
+    mock.patch.object(decompression, '_BLOCK', 7),
+  ):
     for i, text in enumerate(files):
-      (pathlib.Path(folder) / str(i)).write_bytes(b'.' + text.encode())
+      data = COMPRESS[suffix](b'.' + text.encode())
+      (pathlib.Path(folder) / f'{i}{suffix}').write_bytes(data)
     name = f'text:{folder}/*{unit}'
     documents = _documents(name)
     # No document is lost, in two shards or elsewhere named otherwise.
@@ -236,7 +282,8 @@ def test_shards_divide_files(files, unit, shards, max_bytes):
     except errors.UserError:
       capped = []
     assert capped == documents[: len(capped)]
-    assert sum(len(doc.text.encode()) for doc in capped) <= max_bytes
+    if not suffix:
+      assert sum(len(doc.text.encode()) for doc in capped) <= max_bytes
     assert _documents(name, max_bytes, shards) == capped
 
 

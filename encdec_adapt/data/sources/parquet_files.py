@@ -1,0 +1,123 @@
+"""Rows of parquet files, of which a reader takes a part.
+
+A row stands for an equal share of the bytes of its file, so that a range of
+bytes is a range of rows. Only the row groups of that range are read, one after
+another.
+
+This module imports `pyarrow` only when a file is read, and neither TensorFlow
+nor SeqIO nor jax.
+"""
+
+from collections.abc import Iterator, Sequence
+import contextlib
+from typing import Any, NamedTuple
+
+from encdec_adapt.base import errors
+from encdec_adapt.files import paths
+
+_ROWS = 1024  # Rows that are Python objects at a time.
+
+
+class Row(NamedTuple):
+  """A row: its number in the file, the end of its bytes, and its values."""
+
+  index: int
+  end: int
+  values: dict[str, Any]
+
+
+def rows(
+  path: str, start: int, stop: int, columns: Sequence[str] | None
+) -> Iterator[Row]:
+  """Yields the rows that begin in a range of bytes.
+
+  Args:
+    path: path of the file.
+    start: first byte of the range.
+    stop: end of the range.
+    columns: names of the columns to read; None for all.
+
+  Raises:
+    UserError: the file is not parquet, or lacks a column.
+  """
+  nbytes = paths.size(paths.at(path))
+  with _opened(path, columns) as file:
+    total = file.metadata.num_rows
+    # Row r begins at byte r * nbytes // total.
+    first, end = (-(-byte * total // nbytes) for byte in (start, stop))
+    index = 0
+    for group in range(file.metadata.num_row_groups):
+      size = file.metadata.row_group(group).num_rows
+      # Row groups of other readers are not read.
+      if index + size <= first or index >= end:
+        index += size
+        continue
+      for batch in file.iter_batches(_ROWS, [group], columns):
+        skipped = max(first - index, 0)
+        part = batch.slice(skipped, max(end - index - skipped, 0))
+        for i, values in enumerate(part.to_pylist(), index + skipped):
+          yield Row(i, (i + 1) * nbytes // total, values)
+        index += len(batch)
+
+
+def check_schemas(files: Sequence[str], columns: Sequence[str] | None) -> None:
+  """Checks that files have the same columns.
+
+  Args:
+    files: paths of the files.
+    columns: names of the columns that are read; None for all.
+
+  Raises:
+    UserError: two files differ; names both and what differs.
+  """
+  schemas = [_schema(path, columns) for path in files]
+  for path, schema in zip(files, schemas, strict=True):
+    differences = [
+      f'{name} is {schemas[0].get(name, "absent")} there and'
+      f' {schema.get(name, "absent")} here'
+      for name in {**schemas[0], **schema}
+      if schemas[0].get(name) != schema.get(name)
+    ]
+    if differences:
+      raise errors.UserError(
+        f'{path} has other columns than {files[0]}: {"; ".join(differences)}.'
+        ' Name files of one schema, or each schema as a source of its own'
+        " (separated by ' + ')"
+      )
+
+
+def _schema(path: str, columns: Sequence[str] | None) -> dict[str, str]:
+  """Returns the types of a file's columns, or of those that are read."""
+  with _opened(path, columns) as file:
+    # Some writers have offsets of 64 bits, which makes no other rows.
+    return {
+      field.name: str(field.type).replace('large_', '')
+      for field in file.schema_arrow
+      if columns is None or field.name in columns
+    }
+
+
+@contextlib.contextmanager
+def _opened(path: str, columns: Sequence[str] | None) -> Iterator[Any]:
+  """Opens a file, and checks that it has the columns."""
+  try:
+    from pyarrow import parquet
+  except ImportError as error:
+    raise errors.UserError(
+      f"{path}: parquet files need pyarrow: pip install 'encdec_adapt[data]'"
+    ) from error
+  with paths.open_to_read(path) as raw:
+    try:
+      file = parquet.ParquetFile(raw)
+    except ValueError as error:  # Arrow's errors of content are ValueErrors.
+      raise errors.UserError(
+        f'{path} is not a parquet file ({error})'
+      ) from error
+    for name in columns or ():
+      if name not in file.schema_arrow.names:
+        raise errors.UserError(
+          f'{path} has no field {name!r} but'
+          f' {", ".join(file.schema_arrow.names)}; name the field after a #, as'
+          ' in parquet:GLOB#FIELD'
+        )
+    yield file

@@ -1,0 +1,204 @@
+"""Sources that are files of rows with fields: JSON lines and parquet.
+
+`jsonl` and `parquet` have texts; the others have pairs, labelled texts and
+conversations, of parquet where a file's name says so. The id of a row is its
+file and the offset of its line, or the number of the row in a parquet file.
+
+This module imports neither TensorFlow nor SeqIO nor jax.
+"""
+
+from collections.abc import Callable, Iterator
+import functools
+import json
+from typing import Any
+
+from encdec_adapt.base import errors, option_strings
+from encdec_adapt.data.sources import (
+  document_source,
+  file_sources,
+  parquet_files,
+)
+
+
+class RowSource(file_sources.FileSource):
+  """Files of rows with fields: JSON lines, or parquet by their names."""
+
+  @property
+  def _columns(self) -> list[str] | None:
+    """Fields that are read; None for all."""
+    return None
+
+  def _is_parquet(self, path: str) -> bool:
+    return path.endswith('.parquet')
+
+  def _scan(
+    self, path: str, start: int, stop: int
+  ) -> Iterator[tuple[int, int, Any]]:
+    if self._is_parquet(path):
+      yield from parquet_files.rows(path, start, stop, self._columns)
+    else:
+      yield from super()._scan(path, start, stop)
+
+  def _row(self, unit: file_sources.Unit) -> Any:
+    """Returns the fields of a row.
+
+    Raises:
+      JSONDecodeError: a line is not JSON.
+    """
+    if isinstance(unit.data, dict):
+      return unit.data
+    return json.loads(super()._read(unit))
+
+  def _line_location(self, path: str, offset: int) -> str:
+    if self._is_parquet(path):
+      return f'{path}, row {offset}'
+    return super()._line_location(path, offset)
+
+  def _content(self) -> Iterator[object]:
+    # Once for a record set, before its shards are made.
+    files = [path for path in self._sizes if self._is_parquet(path)]
+    parquet_files.check_schemas(files, self._columns)
+    return super()._content()
+
+
+class FieldSource(RowSource):
+  """Each row has the text in a field."""
+
+  default_field = 'text'
+
+  def _take_fields(self, fields: option_strings.Part) -> None:
+    self._field = fields.text or self.default_field
+
+  @property
+  def _columns(self) -> list[str]:
+    return [self._field]
+
+  def _read(self, unit: file_sources.Unit) -> str:
+    try:
+      row = self._row(unit)
+    except json.JSONDecodeError as error:
+      row = error
+    content = self._document(functools.partial(self._value, unit, row))
+    if not isinstance(content, str):
+      # Without JSON's escapes, in which `encodable` would miss surrogates.
+      content = json.dumps(content, ensure_ascii=False)
+    return document_source.encodable(content)
+
+  def _document(self, value: Callable[..., Any]) -> object:
+    """Returns a text, or a document that is written as JSON.
+
+    Args:
+      value: returns the field of a name, which must have one of some types.
+    """
+    return value(self._field, str)
+
+  def _value(
+    self,
+    unit: file_sources.Unit,
+    row: Any,
+    field: str,
+    kind: type | tuple[type, ...],
+  ) -> Any:
+    """Returns a field of a row.
+
+    Raises:
+      UserError: the row is not a JSON object, or the field is missing or of
+        another type; names the file and the line.
+    """
+    value = row.get(field) if isinstance(row, dict) else None
+    if not isinstance(value, kind):
+      shown = f'{value if isinstance(row, dict) else row!r:.200}'
+      if isinstance(row, dict) and field not in row:
+        shown = f'it has {", ".join(row) or "no fields"}'
+      form = {str: 'text', list: 'a list'}.get(kind, 'a text or label')
+      location = self._line_location(unit.path, unit.offset)
+      raise errors.UserError(
+        f'source {self.name!r}: {location}, is not an object with {form} in'
+        f' {field!r} ({shown}); name the field after a #, as in {self.form}'
+      )
+    return value
+
+
+@document_source.register('jsonl')
+class JsonlSource(FieldSource):
+  """`jsonl:GLOB[#FIELD]`: each line is an object with the text in a field."""
+
+  form = 'jsonl:GLOB[#FIELD]'
+
+  def _is_parquet(self, path: str) -> bool:
+    if path.endswith('.parquet'):
+      raise errors.UserError(
+        f'source {self.name!r}: {path} is a parquet file; name parquet:GLOB'
+        ' with the field after a #'
+      )
+    return False
+
+
+@document_source.register('parquet')
+class ParquetSource(FieldSource):
+  """`parquet:GLOB[#FIELD]`: each row has the text in a column."""
+
+  form = 'parquet:GLOB[#FIELD]'
+
+  def _is_parquet(self, path: str) -> bool:
+    return True
+
+
+@document_source.register('pairs')
+class PairSource(FieldSource):
+  """`pairs:GLOB#INPUTS,TARGETS`: two fields of each line."""
+
+  form = 'pairs:GLOB#INPUTS,TARGETS'
+  document_kind = 'pairs'
+
+  def _take_fields(self, fields: option_strings.Part) -> None:
+    self._fields = [field.text for field in fields.divide(',')]
+    if len(self._fields) != 2 or not all(self._fields):
+      raise fields.error('must be two fields, as in pairs:GLOB#INPUTS,TARGETS')
+
+  @property
+  def _columns(self) -> list[str]:
+    return self._fields
+
+  def _document(self, value: Callable[..., Any]) -> object:
+    return [value(name, str) for name in self._fields]
+
+
+@document_source.register('labels')
+class LabelSource(FieldSource):
+  """`labels:GLOB#TEXT[,TEXT],LABEL`: texts and their label in each line.
+
+  A text is a string, or a list of words, which has a list of labels instead of
+  a label. A label is a string or an integer.
+  """
+
+  form = 'labels:GLOB#TEXT,LABEL'
+  document_kind = 'labels'
+
+  def _take_fields(self, fields: option_strings.Part) -> None:
+    *self._texts, self._field = [field.text for field in fields.divide(',')]
+    if not self._texts or not all([*self._texts, self._field]):
+      raise fields.error(
+        'must be the fields of texts and label, as in labels:GLOB#TEXT,LABEL'
+      )
+
+  @property
+  def _columns(self) -> list[str]:
+    return [*self._texts, self._field]
+
+  def _document(self, value: Callable[..., Any]) -> object:
+    texts = [value(name, (str, list)) for name in self._texts]
+    return [texts, value(self._field, (str, int, list))]
+
+
+@document_source.register('chat')
+class ChatSource(FieldSource):
+  """`chat:GLOB[#FIELD]`: a list of messages in each line."""
+
+  form = 'chat:GLOB[#FIELD]'
+  document_kind = 'chat'
+
+  default_field = 'messages'
+
+  def _document(self, value: Callable[..., Any]) -> object:
+    return value(self._field, list)

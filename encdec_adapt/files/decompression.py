@@ -1,0 +1,83 @@
+"""Content of files that may be compressed: .gz and .zst, others as they are.
+
+A compressed file has to be read from its beginning. Its parts are named by
+positions in the file as it lies on disk, in blocks of a fixed size, so that all
+readers divide it alike.
+
+This module imports `zstandard` only when a .zst file is read.
+"""
+
+from collections.abc import Callable, Iterator
+import functools
+import os
+from typing import Any
+import zlib
+
+from encdec_adapt.base import errors
+from encdec_adapt.files import paths
+
+# Bytes of a file that are read at a time: readers of its parts divide it there.
+_BLOCK = 1 << 14
+
+
+def is_compressed(path: paths.AnyPath) -> bool:
+  """Returns whether the name of a file says that it is compressed."""
+  return os.fspath(path).endswith(('.gz', '.zst'))
+
+
+def blocks(path: paths.AnyPath) -> Iterator[tuple[int, bytes]]:
+  """Reads the content of a file.
+
+  Args:
+    path: path of the file.
+
+  Yields:
+    Bytes of the file that have been read, and the content that they added.
+
+  Raises:
+    UserError: the compressed data are damaged or end too early, or the package
+      that reads them is not installed.
+    OSError: the file cannot be read.
+  """
+  make, decoder, end = _decoders(os.fspath(path)), None, 0
+  with paths.open_to_read(path) as file:
+    while data := file.read(_BLOCK):
+      end += len(data)
+      content = b'' if make else data
+      # A file may be several streams in a row, as `cat a.gz b.gz` makes.
+      while make and data:
+        if decoder is None or decoder.eof:
+          decoder = make()
+        try:
+          content += decoder.decompress(data)
+        except Exception as error:  # zlib and zstandard have their own.
+          raise errors.UserError(
+            f'{path} is damaged, or not compressed as its name says ({error})'
+          ) from error
+        data = decoder.unused_data
+      yield end, content
+  if decoder is not None and not decoder.eof:
+    raise errors.UserError(
+      f'{path} ends in the middle of its compressed data; copy it again'
+    )
+
+
+def read(path: paths.AnyPath) -> bytes:
+  """Reads the whole content of a file; see `blocks`."""
+  return b''.join(content for _, content in blocks(path))
+
+
+def _decoders(path: str) -> Callable[[], Any] | None:
+  """Returns the maker of decoders of a file's format, None for plain files."""
+  if path.endswith('.gz'):
+    return functools.partial(zlib.decompressobj, wbits=31)
+  if not path.endswith('.zst'):
+    return None
+  try:
+    import zstandard
+  except ImportError as error:
+    raise errors.UserError(
+      f"{path}: .zst files need zstandard: pip install 'encdec_adapt[data]'"
+    ) from error
+  # Large dumps are often made with `zstd --long=31`.
+  return zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj
