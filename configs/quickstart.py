@@ -7,13 +7,16 @@ runs the study below; each of its stages is a command of its own, for example
     python -m encdec_adapt.train --config=configs/quickstart.py:run=adapted \
       --workdir=runs/quickstart/adapted
 
-`size=default` starts from the decoders of configs/decoders, as a user starts
-from a Hugging Face folder, and takes 5 to 10 minutes on two cores. Expect
-adapted far below scratch after 140 steps, and an encoder that is used.
+Both sizes start from the decoders of configs/decoders, as a user starts from a
+Hugging Face folder. `size=default` takes 5 to 10 minutes on two cores. Expect
+adapted far below scratch after 140 steps, an encoder that is used, and a loss
+still above that of the decoder.
 
-`size=full` also pretrains the decoders, on 6M and 3M tokens, and takes about an
-hour. It sweeps three learning rates of `adapted` and `scratch`, repeats the
-best with two more seeds, and trains the controls. `size=smoke` is for tests.
+`size=full` takes at most two and a half hours. It trains `adapted`, `scratch`
+and the control, the decoder trained on, for about one pass of the text, with
+three seeds and the learning rates that were best in short runs. It then tunes
+all three on questions (`configs/finetuning.py`) and measures what generating
+costs. `size=smoke` is for tests.
 """
 
 import dataclasses
@@ -30,7 +33,6 @@ RUNS = {
   'scratch': 'the same encoder-decoder from random initialisation',
   'unbalanced': 'encoder from decoder_only, decoder from the small one',
   'decoder_only_continued': 'control: decoder_only for as many tokens more',
-  'adapted_embeddings': 'control: adapted, all fresh but the embeddings',
 }
 # Pretrained decoders, and digests of the documents held out from them.
 DECODERS = 'configs/decoders'
@@ -42,7 +44,13 @@ PROMPTS = (
   'Return the number of',
   'import os\nimport sys\n\n\nclass Test',
 )
-LEARNING_RATES = (5e-4, 1.5e-3, 4.5e-3)
+# What the full size trains to compare, with the rates and seeds of each.
+COMPARED = ('adapted', 'scratch', 'decoder_only_continued')
+LEARNING_RATES = (5e-4, 1e-3, 2e-3, 4e-3)
+SEEDS = 3
+# For the budgets of stages, on two cores.
+SECONDS_PER_STEP = 0.6
+TUNING_SECONDS = 1200
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,8 +63,9 @@ class Size:
     adapt_steps: optimizer updates of a pair.
     evaluations: evaluations during the training of a pair.
     eval_rows: held-out rows.
-    pretrains: trains the decoders instead of importing them, sweeps and
-      repeats the pairs, and trains the controls.
+    warmup_steps: first updates of a pair, with rising learning rates.
+    rate_steps: updates of the runs that choose the learning rates; 0 for the
+      rates of `get_config`, a single seed and no control.
   """
 
   root: str
@@ -64,13 +73,14 @@ class Size:
   adapt_steps: int
   evaluations: int
   eval_rows: int
-  pretrains: bool = False
+  warmup_steps: int = 20
+  rate_steps: int = 0
 
 
 SIZES = {
   'smoke': Size('runs/quickstart_smoke', 400_000, 4, 2, 16),
   'default': Size('runs/quickstart', 3_000_000, 140, 4, 64),
-  'full': Size('runs/quickstart_full', 0, 130, 8, 192, pretrains=True),
+  'full': Size('runs/quickstart_full', 0, 900, 18, 192, 40, rate_steps=130),
 }
 
 
@@ -119,14 +129,11 @@ def get_config(arg=None):
   config.data.max_bytes = size.max_bytes
   # Importing TensorFlow costs a worker more than it saves on so little text.
   config.data.workers = 1
-  if size.pretrains:
-    config.data.vocabulary = f'{size.root}/records/vocabulary.model'
-  else:
-    config.data.vocabulary = f'{DECODERS}/base'
+  config.data.vocabulary = f'{DECODERS}/base'
   config.data.shards = 2
   config.data.eval_rows = size.eval_rows
   config.train.log_every = 20
-  config.optimizer.warmup_steps = 20
+  config.optimizer.warmup_steps = size.warmup_steps
   if run.startswith('decoder_only'):
     _set_causal(config, size, run)
   else:
@@ -144,15 +151,15 @@ def _set_causal(config, size, run):
   config.data.folder = f'{size.root}/records/causal_lm'
   config.data.objective = 'causal_lm'
   config.data.decoder_length = 256
-  config.data.passes = 2
   config.optimizer.weight_decay = 0.01
   if run == 'decoder_only_continued':
     config.train.steps = size.adapt_steps
     config.init.mode = 'checkpoint'
     config.init.encoder = f'{size.root}/decoder_only'
     config.optimizer.learning_rate = 1e-3
-    config.seed = 3  # Another order than that of pretraining.
   else:
+    config.data.folder = f'{size.root}/records/pretraining'
+    config.data.passes = 2
     config.train.steps = 3000 if run == 'decoder_only' else 1500
     config.train.batch_size = 8
     config.optimizer.learning_rate = 3e-3
@@ -171,8 +178,6 @@ def _set_pair(config, size, run):
   config.optimizer.learning_rate = 2e-3
   if run == 'adapted':
     config.init.mode = 'adapt'
-  elif run == 'adapted_embeddings':
-    config.init.mode = 'embeddings'
   elif run == 'unbalanced':
     config.init.mode = 'adapt'
     config.init.decoder = f'{size.root}/decoder_only_small'
@@ -187,25 +192,20 @@ def get_study(arg=None):
   name = config_lib.parse_arg(arg, size='default')['size']
   size = _size(name)
   root = size.root
-  first, training = [], []
-  if size.pretrains:
-    first.append(_records(name, 'decoder_only'))
-    training += [_train(name, run) for run in FOLDERS]
+  stages = [_import(size, run) for run in FOLDERS]
+  stages.append(_records(name, 'adapted'))
+  if size.rate_steps:
+    stages.append(_records(name, 'decoder_only_continued'))
+    training = [stage for run in COMPARED for stage in _repeated(name, run)]
+    stages += [stage for run in COMPARED for stage in _sweep(name, run)]
   else:
-    first += [_import(size, run) for run in FOLDERS]
-  first.append(_records(name, 'adapted'))
-  for run in ('adapted', 'scratch'):
-    training += _swept(name, run) if size.pretrains else [_train(name, run)]
-  training.append(_train(name, 'unbalanced'))
-  if size.pretrains:
-    training.append(_train(name, 'decoder_only_continued'))
-    training.append(_train(name, 'adapted_embeddings'))
-  runs = [stage.name for stage in training]
-  if not size.pretrains:
-    runs.append('decoder_only')
-  adapted = f'{root}/adapted_seed1' if size.pretrains else f'{root}/adapted'
+    runs = 'adapted', 'scratch', 'unbalanced'
+    training = [_train(name, run) for run in runs]
+  runs = [*(stage.name for stage in training), 'decoder_only']
+  adapted = f'{root}/adapted'
   samples, exported = f'{root}/samples.jsonl', f'{root}/t5gemma'
-  last = [
+  stages += [
+    *training,
     study_stages.Stage(
       'evaluate',
       'evaluate',
@@ -243,16 +243,34 @@ def get_study(arg=None):
       budget_seconds=15,
     ),
   ]
-  swept = ('adapted', 'scratch') if size.pretrains else ()
+  tuned, note = '', ''
+  if size.rate_steps:
+    tuning = f'set=lookups,models={root},runs={"+".join(COMPARED)}'
+    stages.append(
+      study_stages.Stage(
+        'tune',
+        'study',
+        (f'--study=configs/finetuning.py:{tuning}',),
+        budget_seconds=TUNING_SECONDS,
+      )
+    )
+    tuned = f'{root}/finetuning_lookups'
+  else:
+    note = (
+      f'{size.adapt_steps} steps are few: `bash launch/quickstart.sh'
+      f' --size=full` trains {SIZES["full"].adapt_steps}, in which adapted ends'
+      ' below the decoder that it was made from.'
+    )
   return study_stages.Study(
     root=root,
     title='Adapting a decoder-only model on the text that Python carries',
     size=name,
-    stages=(*first, *training, *last),
+    stages=tuple(stages),
     runs=tuple(runs),
     results=f'{root}/evaluation',
-    best_of={run: _sweep(run) for run in swept},
     samples=samples,
+    tuned=tuned,
+    note=note,
   )
 
 
@@ -281,46 +299,45 @@ def _records(name, run):
   )
 
 
-def _train(name, run, *flags, folder=None, rate_of=()):
+def _train(name, run, *flags, folder=None, steps=0, rate_of=()):
   """A training run; its budget is for two cores, compiling included."""
   size = _size(name)
-  seconds = {
-    'decoder_only': 20 + 0.5 * 3000,
-    'decoder_only_small': 15 + 0.3 * 1500,
-    'unbalanced': 50 + 1.2 * size.adapt_steps,
-  }.get(run, 30 + 1.2 * size.adapt_steps)
   folder = folder or run
   return study_stages.Stage(
     folder,
     'train',
     (_flag(name, run), f'--workdir={size.root}/{folder}', *flags),
-    budget_seconds=seconds,
+    budget_seconds=30 + SECONDS_PER_STEP * (steps or size.adapt_steps),
     rate_of=rate_of,
   )
 
 
-def _sweep(run):
-  return tuple(f'{run}_lr_{rate:g}' for rate in LEARNING_RATES)
-
-
-def _swept(name, run):
-  """Every learning rate, then two more seeds of the best."""
-  swept = [
+def _sweep(name, run):
+  """A short run at every learning rate."""
+  steps = _size(name).rate_steps
+  return [
     _train(
       name,
       run,
+      f'--config.train.steps={steps}',
       f'--config.optimizer.learning_rate={rate:g}',
-      folder=folder,
+      folder=f'{run}_lr_{rate:g}',
+      steps=steps,
     )
-    for folder, rate in zip(_sweep(run), LEARNING_RATES, strict=True)
+    for rate in LEARNING_RATES
   ]
-  return swept + [
+
+
+def _repeated(name, run):
+  """A run at the best learning rate for each seed."""
+  rates = tuple(stage.name for stage in _sweep(name, run))
+  return [
     _train(
       name,
       run,
       f'--config.seed={seed}',
-      folder=f'{run}_seed{seed}',
-      rate_of=_sweep(run),
+      folder=run if not seed else f'{run}_seed{seed}',
+      rate_of=rates,
     )
-    for seed in (1, 2)
+    for seed in range(SEEDS)
   ]

@@ -34,7 +34,7 @@ from encdec_adapt.cli import command
 from encdec_adapt.data.making import process_pool
 from encdec_adapt.data.records import record_sets
 from encdec_adapt.evaluation import study_stages
-from encdec_adapt.evaluation.measures import held_out
+from encdec_adapt.evaluation.measures import held_out, inference_cost
 from encdec_adapt.evaluation.reports import html_report
 from encdec_adapt.evaluation.results import results_store
 from encdec_adapt.files import append_log, atomic, disk, paths
@@ -243,6 +243,9 @@ def _report(study: study_stages.Study) -> None:
   samples = []
   if study.samples:
     samples = [x for x, _ in append_log.Log(paths.at(study.samples)).lines]
+  tuned = None
+  if study.tuned:
+    tuned = atomic.read_json(paths.join(study.tuned, html_report.JSON))
   collected = {
     'title': study.title,
     'size': study.size,
@@ -255,6 +258,8 @@ def _report(study: study_stages.Study) -> None:
     'best': list(study.best_of),
     'stages': stages,
     'samples': samples,
+    'tuned': tuned,
+    'note': study.note,
     'environment': environment.report(),
   }
   findings = html_report.write(collected, root)
@@ -270,6 +275,12 @@ def _run(
   """Returns the results of a run; an imported model has no curve."""
   results = store.of_run(paths.join(root, folder), held_out.TASK)
   scores = {metric: score.value for metric, (_, score) in results.items()}
+  cost = store.of_run(paths.join(root, folder), inference_cost.TASK)
+  request = None
+  if cost:
+    request, _ = cost['decode_ms']  # Lengths are among the options.
+    values = {metric: score.value for metric, (_, score) in cost.items()}
+    request |= inference_cost.per_query(values, request['generated'])
   is_trained = (root / folder / metrics.FILE).exists()
   lines = metrics.read_metrics(root / folder) if is_trained else []
   evals = [line for line in lines if line['kind'] == 'eval']
@@ -287,6 +298,7 @@ def _run(
     'exact_match': scores['exact_match'],
     'label_accuracy': scores['accuracy'] if 'macro_f1' in scores else None,
     'eval_loss_shuffled_prefix': scores.get(held_out.SHUFFLED),
+    'request': request,
     'curve': {
       'step': [record['step'] for record in evals],
       'target_tokens': [record['target_tokens'] for record in evals],

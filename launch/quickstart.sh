@@ -3,9 +3,9 @@
 #
 #   bash launch/quickstart.sh [--size=default|full] [flags of the study]
 #
-# After installing, the default size takes up to 10 minutes on two cores, full
-# about an hour. The same command resumes an interrupted run. PYTHON names an
-# interpreter.
+# After installing, the default size takes up to 10 minutes on two cores; full,
+# which trains long enough to compare results, at most two and a half hours. The
+# same command resumes an interrupted run. PYTHON names an interpreter.
 
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -99,24 +99,34 @@ def test_a_study_that_fails_is_named_with_its_line(tmp_path, content, problem):
 def test_runs_differ_in_what_is_compared_alone(loaded):
   plan, configs = loaded
   source = f'{plan.root}/decoder_only'
-  full = plan.size == 'full'
-  adapted, scratch = (f'{m}{"_seed1" * full}' for m in ('adapted', 'scratch'))
-  assert _changed(configs, adapted, scratch) == {
+  assert _changed(configs, 'adapted', 'scratch') == {
     'init.mode': ('adapt', 'random'),
     'init.encoder': (source, ''),
   }
-  assert configs[scratch].teacher.checkpoint == source
+  assert configs['scratch'].teacher.checkpoint == source
   warmups = {n: c.train.cross_attention_warmup for n, c in configs.items()}
-  assert [name for name, steps in warmups.items() if steps] == ['unbalanced']
-  if not full:
+  assert [n for n, s in warmups.items() if s] == ['unbalanced'] * (
+    plan.size == 'default'
+  )
+  if plan.size == 'default':
     return
-  fresh = _changed(configs, 'adapted_lr_0.0015', 'adapted_embeddings')
-  fresh.pop('optimizer.learning_rate')
-  assert fresh == {'init.mode': ('adapt', 'embeddings')}
-  more, pair = configs['decoder_only_continued'], configs[adapted]
+  more, pair = configs['decoder_only_continued'], configs['adapted']
   assert (more.init.mode, more.init.encoder) == ('checkpoint', source)
-  # As many tokens, in another order than those that it was trained on.
-  assert more.train == pair.train
+  # As many tokens, of a pass each.
+  assert (more.train, more.data.passes) == (pair.train, pair.data.passes)
   tokens = {c.data.encoder_length + c.data.decoder_length for c in (more, pair)}
   assert len(tokens) == 1
-  assert more.seed != configs['decoder_only'].seed
+
+
+def test_full_fits_into_two_and_a_half_hours(loaded):
+  """Rates are chosen in short runs, for all models alike."""
+  plan, configs = loaded
+  if plan.size == 'full':
+    assert sum(stage.budget_seconds for stage in plan.stages) <= 9000
+    repeated = [stage for stage in plan.stages if stage.rate_of]
+    assert len(repeated) == 9
+    for stage in repeated:
+      for name in stage.rate_of:
+        assert configs[name].train.steps < configs[stage.name].train.steps / 5
+        changed = _changed(configs, name, stage.name).keys()
+        assert changed <= {'train.steps', 'optimizer.learning_rate', 'seed'}

@@ -43,6 +43,9 @@ class Study:
     results: folder of the results that an `evaluate` stage writes.
     samples: path of the continuations that a `generate` stage writes; '' for
       none.
+    tuned: root of the study that a stage fine-tunes the runs in; its report is
+      part of this one; '' for none.
+    note: sentence at the end of the findings; '' for none.
   """
 
   root: str
@@ -55,3 +58,5 @@ class Study:
     default_factory=dict
   )
   samples: str = ''
+  tuned: str = ''
+  note: str = ''

@@ -1,4 +1,4 @@
-"""The quickstart's study in a size for tests: every stage, and again."""
+"""The quickstart's studies in sizes for tests: every stage, and again."""
 
 import json
 import pathlib
@@ -9,6 +9,8 @@ import pytest
 from tests import tiny
 
 pytestmark = pytest.mark.e2e
+
+SEEDS = '', '_seed1', '_seed2'
 
 
 def _kill_in_training(config, root: pathlib.Path, log: pathlib.Path) -> None:
@@ -24,17 +26,22 @@ def _kill_in_training(config, root: pathlib.Path, log: pathlib.Path) -> None:
     study.wait()
 
 
+def _copy(folder: pathlib.Path, *changes: tuple[str, str]) -> pathlib.Path:
+  """Copies the studies with changes, so that a user's runs are left alone."""
+  names = 'quickstart.py', 'finetuning.py'
+  changes += tuple((f'configs/{name}:', f'{folder / name}:') for name in names)
+  for name in names:
+    source = (tiny.ROOT / 'configs' / name).read_text()
+    for old, new in changes:
+      source = source.replace(old, new)
+    (folder / name).write_text(source)
+  return folder / 'quickstart.py'
+
+
 @pytest.mark.long
 def test_study_runs_reports_and_continues(tmp_path):
   root = tmp_path / 'run'
-  # The same file with another root, so that a user's runs are left alone.
-  source = (tiny.ROOT / 'configs' / 'quickstart.py').read_text()
-  path = tmp_path / 'quickstart.py'
-  path.write_text(
-    source.replace('runs/quickstart_smoke', f'{root}').replace(
-      'configs/quickstart.py:', f'{path}:'
-    )
-  )
+  path = _copy(tmp_path, ('runs/quickstart_smoke', f'{root}'))
   _kill_in_training(f'{path}:size=smoke', root, tmp_path / 'killed.log')
   finished = {marker.stem for marker in (root / 'stages').glob('*.json')}
   assert 'records_adapted' in finished and 'adapted' not in finished
@@ -62,3 +69,29 @@ def test_study_runs_reports_and_continues(tmp_path):
   assert len(report['samples']) == 4
   assert (root / 'report.html').stat().st_size > 10_000
   assert (root / 't5gemma' / 'config.json').exists()
+
+
+@pytest.mark.slow
+def test_full_size_compares_crosses_and_tunes(tmp_path):
+  root = tmp_path / 'run'
+  path = _copy(
+    tmp_path,
+    ("'runs/quickstart_full', 0, 900, 18, 192, 40, rate_steps=130", 'FULL'),
+    ('FULL', f"'{root}', 400_000, 8, 2, 16, rate_steps=2"),
+    ('(384, 128, 0)', '(384, 128, 100_000)'),
+  )
+  flag = f'--study={path}:size=full'
+  done = tiny.run('study', flag, timeout=1800)
+  assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+  report = json.loads((root / 'report.json').read_text())
+  models = {'adapted', 'scratch', 'decoder_only_continued'}
+  seeds = {f'{model}{seed}' for model in models for seed in SEEDS}
+  assert set(report['runs']) == {*seeds, 'decoder_only'}
+  for name in seeds:
+    assert report['runs'][name]['steps'] == 8
+  assert set(report['tuned']['runs']) == seeds
+  for model in models:
+    request = report['tuned']['runs'][model]['request']
+    assert request['FLOPs'] > 0 and request['ms at batch 1'] > 0
+  findings = '\n'.join(report['findings'])
+  assert 'its control' in findings and 'After fine-tuning: ' in findings

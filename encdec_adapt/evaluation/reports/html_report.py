@@ -13,17 +13,20 @@ A study's report is a dictionary:
                 `eval_loss_shuffled_prefix` (loss with the prefixes of other
                 examples, or None), `exact_match` (share of rows),
                 `label_accuracy` (of classifiers, else None),
-                `curve` (lists `step`, `target_tokens`, `eval_loss`) and
+                `curve` (lists `step`, `target_tokens`, `eval_loss`),
+                `request` (cost of a request, `FLOPs` and `ms at batch 1`, of
+                `prompt` and `generated` tokens; None where not measured) and
                 `inclusive` (`target_tokens`, `total_tokens`, `flops`,
                 `seconds` of the run and of all its sources)
   best          names of the runs that are the best of several
   stages        `name`, `command`, `budget_seconds`, `seconds`
   samples       `run`, `prompt`, `continuation`
+  tuned         report of the study that fine-tunes the runs, or None
+  note          last sentence of the findings, or ''
   environment   versions and hardware
 
-Losses are nats per target token. Runs named `<model>_seed<n>` repeat
-`<model>`; runs named `<model>_lr_<rate>` are its learning-rate sweep. An
-imported model has an empty curve, and the numbers of its training from its
+Losses are nats per target token. Runs named `<model>_seed<n>` repeat `<model>`.
+An imported model has an empty curve, and the numbers of its training from its
 folder's `summary.json`; without one it has 0 steps and None for the others.
 
 An evaluation's report is a dictionary with `title`, `notes` (sentences),
@@ -50,6 +53,8 @@ from encdec_adapt.files import paths
 from encdec_adapt.telemetry import progress
 
 Report = Mapping[str, Any]
+
+JSON = 'report.json'
 
 _CSS = """
 body { font: 16px/1.55 system-ui, sans-serif; max-width: 68rem; margin: auto; }
@@ -119,7 +124,7 @@ def _save(folder: paths.Path, report: Report, page: str) -> None:
   """Writes the JSON and the page of a report."""
   # NaN and infinity, which Python writes by default, break strict readers.
   content = json.dumps(_finite(report), indent=1, allow_nan=False)
-  (folder / 'report.json').write_text(content + '\n', encoding='utf-8')
+  (folder / JSON).write_text(content + '\n', encoding='utf-8')
   (folder / 'report.html').write_text(page, encoding='utf-8')
 
 

@@ -11,7 +11,7 @@ import statistics
 from typing import Any
 
 from encdec_adapt.evaluation.measures import inference_cost
-from encdec_adapt.evaluation.reports import run_groups
+from encdec_adapt.evaluation.reports import report_findings, run_groups
 
 # Colours that colour-blind readers tell apart.
 _COLOURS = 'tableau-colorblind10'
@@ -63,9 +63,11 @@ def _subplots(
 def draw_curves(report: Mapping[str, Any], path: pathlib.Path) -> None:
   """Draws the learning curves into a PNG.
 
-  Left: held-out loss of the encoder-decoders, a thin line per seed and their
-  mean, with the decoders' last loss on the same targets as horizontal lines.
-  Right: the training of the decoders, if the study trains them.
+  Left: held-out loss of every model, a thin line per seed and their mean. Where
+  encoder-decoders are compared with decoders, which train on other targets,
+  these are horizontal lines: their last loss on the targets of the pairs. A
+  mark shows where `adapted` crosses its source. Right: loss and cost of a
+  request of the fine-tuned models, where the report has them.
 
   Args:
     report: the dictionary that `evaluation.reports.html_report` documents.
@@ -74,56 +76,79 @@ def draw_curves(report: Mapping[str, Any], path: pathlib.Path) -> None:
   from matplotlib import ticker
 
   runs = report['runs']
-  pairs, decoders = [], []
-  for model in run_groups.models(runs):
-    first = runs[run_groups.seeds(runs, model)[0]]
-    (pairs if run_groups.has_encoder(first) else decoders).append(model)
-  # A model has the same colour in both panels, of the 10 in the style's cycle.
-  colours = {model: f'C{i % 10}' for i, model in enumerate(pairs + decoders)}
-  panels = 1 + any(runs[model]['curve']['step'] for model in decoders)
-  with _subplots(path, (1, panels), (6.5 * panels, 4.4)) as (_, axes):
-    pair_panel, decoder_panel = axes[0][0], axes[0][-1]
-    for model in pairs:
-      _draw_model(pair_panel, runs, model, colours[model])
-    for model in decoders:
+  models = run_groups.models(runs)
+  has_pairs = any(map(run_groups.has_encoder, runs.values()))
+  # A model has the same colour in all panels, of the 10 in the style's cycle.
+  colours = {model: f'C{i % 10}' for i, model in enumerate(models)}
+  bars = _bars(report['tuned']['runs']) if report['tuned'] else {}
+  shape, size = (1, 1 + len(bars)), (6.5 + 4.2 * len(bars), 4.4)
+  with _subplots(path, shape, size) as (_, axes):
+    curves, *panels = axes[0]
+    for model in models:
       names = run_groups.seeds(runs, model)
+      if run_groups.has_encoder(runs[names[0]]) or not has_pairs:
+        _draw_model(curves, runs, model, colours[model])
+        continue
       final = statistics.fmean(runs[name]['eval_loss'] for name in names)
-      # The sources of the pairs: the loss that adaptation has to reach.
-      if pairs and model in ('decoder_only', 'decoder_only_continued'):
-        pair_panel.axhline(
-          final,
-          color=colours[model],
-          linestyle='--' if model == 'decoder_only' else ':',
-          linewidth=1.3,
-          label=f'{model} at its end  {final:.3f}',
-        )
-      _draw_model(decoder_panel, runs, model, colours[model], sources=True)
-    decoder_panel.set_title('Decoders: held-out loss in their own training')
-    pair_panel.set_title('Adaptation: held-out loss')
-    for panel in axes[0]:
-      panel.set(xlabel='target tokens', ylabel='nats per target token')
-      panel.xaxis.set_major_formatter(ticker.EngFormatter(sep=''))
-      # matplotlib warns of a legend without entries.
-      if panel.get_legend_handles_labels()[0]:
-        panel.legend(fontsize=9)
+      curves.axhline(
+        final,
+        color=colours[model],
+        linestyle='--',
+        linewidth=1.3,
+        label=f'{model} at its end  {final:.3f}',
+      )
+    if point := report_findings.crossing(runs):
+      label = f'adapted below decoder_only at step {point[0]}'
+      curves.axvline(point[1], color='0.5', linewidth=0.8, label=label)
+    curves.set(
+      title=report_findings.verdict(runs) or 'Held-out loss',
+      xlabel='target tokens',
+      ylabel='nats per target token',
+    )
+    curves.xaxis.set_major_formatter(ticker.EngFormatter(sep=''))
+    # matplotlib warns of a legend without entries.
+    if curves.get_legend_handles_labels()[0]:
+      curves.legend(fontsize=9)
+    for panel, (title, values) in zip(panels, bars.items(), strict=True):
+      names = list(values)[::-1]  # The first on top.
+      means = [statistics.fmean(values[name]) for name in names]
+      drawn = panel.barh(names, means, color=[colours[name] for name in names])
+      panel.bar_label(drawn, [f'{mean:.3g}' for mean in means], padding=6)
+      panel.set_title(title)
+      panel.margins(x=0.25)  # Room for the numbers.
+      for name in names:
+        seeds = values[name]
+        panel.plot(seeds, [name] * len(seeds), '|', color='black')
 
 
-def _draw_model(axes, runs, model, colour, sources=False) -> None:
+def _bars(runs: run_groups.Runs) -> dict[str, dict[str, list[float]]]:
+  """Returns what tuned models are compared in: title -> model -> seeds."""
+  models = {
+    model: [runs[name] for name in run_groups.seeds(runs, model)]
+    for model in run_groups.models(runs)
+  }
+  title = 'After tuning: nats per target token'
+  panels = {title: {m: [x['eval_loss'] for x in models[m]] for m in models}}
+  for axis in ('FLOPs', 'ms at batch 1'):
+    panels[f'Cost of a request: {axis}'] = {
+      # Measured of one seed, as the others have its shape.
+      model: [run['request'][axis] for run in seeds if run['request']]
+      for model, seeds in models.items()
+    }
+  return panels
+
+
+def _draw_model(axes, runs, model, colour) -> None:
   """Draws every seed of a model, and their mean where there are several."""
   names = [n for n in run_groups.seeds(runs, model) if runs[n]['curve']['step']]
   if not names:  # An imported model.
     return
-  curves, finals = [], []
-  for name in names:
-    run, curve = runs[name], runs[name]['curve']
-    # Tokens of its sources, so that a continued run starts where they end.
-    offset = run['inclusive']['target_tokens'] - run['target_tokens']
-    x = [offset * sources + tokens for tokens in curve['target_tokens']]
-    curves.append((x, curve['eval_loss']))
-    # The decoders' panel shows losses of pretraining, on other targets than the
-    # evaluation that compares the models.
-    finals.append(curve['eval_loss'][-1] if sources else run['eval_loss'])
-  label = f'{model}  {statistics.fmean(finals):.3f}'
+  curves = [
+    (runs[name]['curve']['target_tokens'], runs[name]['curve']['eval_loss'])
+    for name in names
+  ]
+  final = statistics.fmean(runs[name]['eval_loss'] for name in names)
+  label = f'{model}  {final:.3f}'
   if len(names) > 1:
     label += f'  ({len(names)} seeds)'
     for x, y in curves:

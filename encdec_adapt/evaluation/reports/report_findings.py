@@ -27,7 +27,6 @@ _FLUENT = 1e8
 _COMPARED = {
   'scratch': 'the same pair from random weights',
   'unbalanced': 'a pair with the smaller decoder',
-  'adapted_embeddings': 'control: all weights fresh but the embeddings',
   'decoder_only': 'the decoder that adapted was made from',
   'decoder_only_continued': 'decoder_only, trained for as many tokens more',
   'adapted_meap': "adapted, tuned with MEAP's masked copies as well",
@@ -51,14 +50,56 @@ def findings(report: Mapping[str, Any]) -> list[str]:
     for name, run in runs.items()
     if not math.isfinite(run['eval_loss'])
   ]
+  tuned = report['tuned']['findings'] if report['tuned'] else []
   return (
     not_finite
     + _start(runs)
     + _end(runs)
     + _exact(runs)
     + _encoder_use(runs)
+    + _requests(runs)
     + _labels(runs, report.get('best', ()))
+    + [f'After fine-tuning: {text}' for text in tuned]
+    + [report['note']] * bool(report['note'])
   )
+
+
+def crossing(runs: run_groups.Runs) -> tuple[int, float] | None:
+  """Returns where the mean of `adapted` is first below `decoder_only`.
+
+  Args:
+    runs: the runs of a report; curves of encoder-decoders are of the held-out
+      rows that all models are compared on.
+
+  Returns:
+    Step and target tokens of that evaluation; None where there is none.
+  """
+  source = _finite(runs, 'decoder_only', 'eval_loss')
+  curves = [runs[n]['curve'] for n in run_groups.seeds(runs, 'adapted')]
+  means = [
+    # Not strict: a run may have stopped early.
+    map(statistics.fmean, zip(*(curve[axis] for curve in curves), strict=False))
+    for axis in ('step', 'target_tokens', 'eval_loss')
+  ]
+  for step, tokens, loss in zip(*means, strict=True):
+    if source and loss < source[0]:
+      return round(step), tokens
+  return None
+
+
+def verdict(runs: run_groups.Runs) -> str:
+  """States whether language modelling tells adaptation from more training.
+
+  Returns:
+    A clause; '' without `decoder_only_continued`.
+  """
+  models = 'adapted', 'decoder_only_continued'
+  if not all(losses := [_finite(runs, m, 'eval_loss') for m in models]):
+    return ''
+  difference = statistics.fmean(losses[0]) - statistics.fmean(losses[1])
+  if abs(difference) < NO_DIFFERENCE:
+    return 'Language modelling alone does not tell adapted from its control'
+  return f'adapted ends {difference:+.3f} nats from its control'
 
 
 def explain_continuations(report: Mapping[str, Any]) -> list[str]:
@@ -158,7 +199,24 @@ def _end(runs: run_groups.Runs) -> list[str]:
       sentences.append(
         f'{model} ({description}) has {numbers.values(losses)}: {difference}.'
       )
+  if point := crossing(runs):
+    sentences.append(
+      f'adapted is first below decoder_only at step {point[0]}'
+      f' ({numbers.count(point[1])} target tokens).'
+    )
+  if text := verdict(runs):
+    sentences.append(f'{text}, decoder_only_continued.')
   return sentences
+
+
+def _requests(runs: run_groups.Runs) -> list[str]:
+  """States the cost of a request, by model where it was measured."""
+  costs = {name: run['request'] for name, run in runs.items() if run['request']}
+  return [
+    f'A request of {x["prompt"]} + {x["generated"]} tokens costs {name}'
+    f' {x["FLOPs"]:.3g} FLOPs and {x["ms at batch 1"]:.1f} ms.'
+    for name, x in costs.items()
+  ]
 
 
 def _exact(runs: run_groups.Runs) -> list[str]:

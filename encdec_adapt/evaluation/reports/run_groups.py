@@ -1,7 +1,7 @@
 """Groups the runs of a study into models by the names of the runs.
 
-Runs of a learning-rate sweep are named `<model>_lr_<rate>`, repetitions with
-another seed `<model>_seed<n>`. Of the package only `models` is imported.
+Repetitions with another seed are named `<model>_seed<n>`. Of the package only
+`models` is imported.
 """
 
 from collections.abc import Mapping
@@ -12,27 +12,19 @@ from encdec_adapt.models import architecture
 
 Runs = Mapping[str, Mapping[str, Any]]
 
-_SWEEP = re.compile(r'(.+)_lr_[^_]+')
 _SEED = re.compile(r'(.+)_seed\d+')
 
 
 def model_of(name: str) -> str:
   """Returns the name of the model that a run repeats."""
-  match = _SWEEP.fullmatch(name) or _SEED.fullmatch(name)
+  match = _SEED.fullmatch(name)
   return match[1] if match else name
 
 
-def is_sweep(name: str) -> bool:
-  """Returns whether a run belongs to a learning-rate sweep."""
-  return _SWEEP.fullmatch(name) is not None
-
-
 def seeds(runs: Runs, model: str) -> list[str]:
-  """Returns the runs of a model outside its sweep, the plain name first."""
+  """Returns the runs of a model, the plain name first."""
   # The plain name is a prefix of the others, so it sorts before them.
-  return sorted(
-    name for name in runs if not is_sweep(name) and model_of(name) == model
-  )
+  return sorted(name for name in runs if model_of(name) == model)
 
 
 def seed_names(runs: Runs, model: str) -> list[str]:
@@ -41,8 +33,8 @@ def seed_names(runs: Runs, model: str) -> list[str]:
 
 
 def models(runs: Runs) -> list[str]:
-  """Returns the models in the order of their first run, without sweeps."""
-  return list(dict.fromkeys(model_of(n) for n in runs if not is_sweep(n)))
+  """Returns the models in the order of their first run."""
+  return list(dict.fromkeys(map(model_of, runs)))
 
 
 def has_encoder(run: Mapping[str, Any]) -> bool:

@@ -8,6 +8,9 @@ import pytest
 from encdec_adapt.evaluation.reports import html_report, report_findings
 from encdec_adapt.files import paths
 
+REQUEST = {'FLOPs': 2e9, 'ms at batch 1': 31.0, 'prompt': 384}
+REQUEST |= {'generated': 128}
+
 
 def _run(start, end, shuffled=None, **fields):
   cost = dict(total_tokens=819_200, target_tokens=409_600, flops=1.5e13)
@@ -23,6 +26,7 @@ def _run(start, end, shuffled=None, **fields):
     'eval_loss_at_step_0': start,
     'eval_loss_in_training': end - 0.5,
     'eval_loss_shuffled_prefix': shuffled,
+    'request': None,
     'curve': {
       'step': steps,
       'target_tokens': [step * 4096 for step in steps],
@@ -43,8 +47,7 @@ def report():
     'adapted_seed1': _run(4.7, 3.2, 3.8, seed=1),
     'scratch': _run(8.4, 3.9, 3.95),
     'scratch_seed1': _run(8.4, 4.1, 4.15, seed=1),
-    'adapted_embeddings': _run(8.0, 3.6),
-    'adapted_lr_0.0003': _run(4.6, 3.4, 3.5, learning_rate=3e-4),
+    'unbalanced': _run(8.0, 3.6),
   }
   stage = {'name': 'adapt', 'command': 'python -m train --workdir=<runs>'}
   return {
@@ -57,6 +60,8 @@ def report():
       {'run': 'adapted', 'prompt': 'def f(x):\n', 'continuation': 'a < b'}
     ],
     'environment': {'python': '3.12.1', 'versions': {'jax': '0.10.2'}},
+    'tuned': None,
+    'note': 'More steps help.',
   }
 
 
@@ -77,7 +82,7 @@ def test_findings(report):
     'After 100 steps',
     'scratch (',
     'decoder_only (',
-    'adapted_embeddings (',
+    'unbalanced (',
   )
   assert '4.650 (mean of 2 seeds, 4.600 to 4.700)' in start
   assert 'adapted is 3.750 nats lower' in start
@@ -106,20 +111,39 @@ def test_encoder_use_needs_a_clear_rise_and_finite_losses(report):
   found = report_findings.findings(report)
   assert not [text for text in found if text.startswith('scratch (')]
   # Its loss with the prefixes of other examples was not measured.
-  assert not [
-    text for text in found if text.startswith('adapted_embeddings uses')
-  ]
+  assert not [text for text in found if text.startswith('unbalanced uses')]
 
 
 def test_every_finding_names_its_model(report):
-  report['runs']['decoder_only_continued'] = _run(8.3, 3.15, kind='decoder')
-  report['runs']['adapted']['label_accuracy'] = 0.5
-  found = report_findings.findings({**report, 'best': ['adapted']})
-  assert len(found) == 11
+  runs = report['runs']
+  runs['decoder_only_continued'] = _run(8.3, 3.15, kind='decoder_only')
+  runs['adapted']['label_accuracy'] = 0.5
+  runs['adapted']['request'] = REQUEST
+  *found, note = report_findings.findings({**report, 'best': ['adapted']})
+  assert (len(found), note) == (14, report['note'])
   for text in found:
     assert any(name in text.split(':')[0] for name in report['runs']), text
   (more,) = (x for x in found if x.startswith('decoder_only_continued ('))
   assert 'that decoder' not in more and 'adapted does not differ' in more
+  (cost,) = (x for x in found if x.startswith('A request'))
+  assert '384 + 128 tokens costs adapted 2e+09 FLOPs and 31.0 ms' in cost
+
+
+def test_the_crossing_and_the_control_are_stated_either_way(report):
+  runs = report['runs']
+  # Means of two seeds: 4.65, 3.9 and 3.15.
+  runs['decoder_only']['eval_loss'] = 4.0
+  assert report_findings.crossing(runs) == (50, 50 * 4096)
+  runs['decoder_only']['eval_loss'] = 3.0
+  assert report_findings.crossing(runs) is None
+  assert report_findings.verdict(runs) == ''
+  for loss, text in (
+    (3.155, 'does not tell adapted from its control'),
+    (3.25, 'adapted ends -0.100 nats from its control'),
+    (3.05, 'adapted ends +0.100 nats from its control'),
+  ):
+    runs['decoder_only_continued'] = _run(8.3, loss, kind='decoder_only')
+    assert text in report_findings.verdict(runs)
 
 
 def test_poor_continuations_are_explained_by_the_size(report):
@@ -136,7 +160,11 @@ def test_write(report, bucket, tmp_path):
   runs['decoder_only'] |= dict(learning_rate=None, seed=None)
   runs['decoder_only'] |= dict(eval_loss_at_step_0=None, steps=0)
   runs['decoder_only']['curve'] = dict(step=[], target_tokens=[], eval_loss=[])
+  # The study that tunes the models.
+  tuned = {m: _run(3.0, 1.5, request=REQUEST) for m in ('adapted', 'scratch')}
+  report['tuned'] = {'runs': tuned, 'findings': ['adapted has 1.500.']}
   found = html_report.write(report, tmp_path)
+  assert 'After fine-tuning: adapted has 1.500.' in found
   assert found == report_findings.findings(report)
   assert (tmp_path / 'curves.png').read_bytes().startswith(b'\x89PNG')
   text = (tmp_path / 'report.html').read_text()
