@@ -53,6 +53,8 @@ EVAL = ['lm-eval>=0.4.13,<0.5', 'rouge-score>=0.1.2', 'sacrebleu>=2.4']
 CTRANSLATE2 = ['ctranslate2>=4.8']
 # The HTTP server; httpx is for its tests.
 SERVE = ['starlette>=0.47', 'uvicorn>=0.34']
+# A tracker of jobs beside TensorBoard.
+WANDB = ['wandb>=0.31,<1']
 TEST = [
   'beartype>=0.20',
   'httpx>=0.27',
@@ -64,6 +66,7 @@ TEST = [
   *EVAL,
   *GCS,
   *SERVE,
+  *WANDB,
 ]
 
 setuptools.setup(
@@ -91,5 +94,6 @@ setuptools.setup(
     'gcs': GCS,
     'beam': BEAM,
     'tpu': ['jax[tpu]'],
+    'wandb': WANDB,
   },
 )

@@ -34,7 +34,13 @@ from encdec_adapt.evaluation import evaluators as evaluators_lib
 from encdec_adapt.files import paths
 from encdec_adapt.models import parameters
 from encdec_adapt.planning import dry_run, out_of_memory
-from encdec_adapt.telemetry import compute_cost, environment, job_log, profiling
+from encdec_adapt.telemetry import (
+  compute_cost,
+  environment,
+  job_log,
+  profiling,
+  trackers,
+)
 from encdec_adapt.training import job_telemetry, setup
 from encdec_adapt.training import phases as phases_lib
 from encdec_adapt.training import step as step_lib
@@ -115,6 +121,8 @@ def train(
   setup.check_batches(settings.train, lengths, mesh, settings.rules)
   setup.check_vocabularies(settings.data)
   tasks = evaluators_lib.read_tasks(settings)
+  if distributed.is_lead():
+    trackers.check(settings.train.trackers)
   placement = setup.place_model(model, settings.compute, mesh, settings.rules)
   references = initial_state.open_references(
     settings.loss,
@@ -232,6 +240,7 @@ def train(
     workdir,
     settings.train,
     loss,
+    config.to_dict(),
     start,
     end,
     cost,

@@ -8,6 +8,7 @@ restart drops the results of later steps.
 from collections.abc import Callable, Mapping
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 from encdec_adapt import config as config_lib
@@ -152,7 +153,7 @@ class Evaluators:
       beat()
       loaded = self._load(params=params)
       if name == train_section.SAMPLES:
-        self._sampler(step, loaded)
+        self._telemetry.show(name, step, self._sampler(step, loaded))
         continue
       task_scores = [
         score
@@ -177,5 +178,9 @@ class Evaluators:
     }
     if values:
       self._telemetry.record_scores(step, values)
+    columns = 'task', 'metric', 'value', 'stderr', 'n'
+    results = itertools.chain(*scores.values())
+    rows = [{name: getattr(x, name) for name in columns} for x in results]
+    self._telemetry.show('scores', step, rows)
     self._telemetry.record_evaluation(step, result.values)
     return result.values

@@ -11,7 +11,9 @@ import json
 import os
 import pathlib
 import platform
+import resource
 import subprocess
+import sys
 from typing import Any
 
 from flax import traverse_util
@@ -184,11 +186,16 @@ def memory_high_water() -> dict[str, int]:
   """Returns the peak memory use of any device of this process.
 
   Returns:
-    `memory_peak_bytes`; empty on platforms that do not report it (CPU).
+    `memory_peak_bytes`; of CPU devices the memory of the process, which they
+    share.
   """
   stats = [device.memory_stats() for device in jax.local_devices()]
   peaks = [s['peak_bytes_in_use'] for s in stats if s]
-  return {'memory_peak_bytes': max(peaks)} if peaks else {}
+  if not peaks:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # In KiB, but in bytes on macOS.
+    peaks = [peak if sys.platform == 'darwin' else 1024 * peak]
+  return {'memory_peak_bytes': max(peaks)}
 
 
 def memory_free() -> int | None:

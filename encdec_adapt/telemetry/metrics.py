@@ -1,31 +1,25 @@
-"""Metrics of a run: a JSONL file, and TensorBoard event files.
+"""Metrics of a run: a JSONL file, and what trackers show of it.
 
 `metrics.jsonl` has a line for each (kind, step): `{"kind": "train", "step": 3,
 "loss": ...}`; numbers that are not finite are strings ("NaN", "Infinity"),
 since JSON has no such numbers. Every line goes to the kernel in a single write,
 so that SIGKILL loses at most the line being written; for buckets see
-`files.append_log`, and `flush` before a checkpoint. TensorBoard's record format
-and messages are used without its file layer, which would import TensorFlow
-where it is installed. This module must not import models or data.
+`files.append_log`, and `flush` before a checkpoint. This module must not import
+models or data.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import json
 import math
 import os
-import socket
 import sys
-import time
 from typing import Any
 
-from tensorboard.compat.proto import event_pb2, summary_pb2
-from tensorboard.summary.writer import record_writer
-
 from encdec_adapt.files import append_log, disk, paths
+from encdec_adapt.telemetry import trackers
 
 FILE = 'metrics.jsonl'
-EVENTS = 'tensorboard'  # Folder of event files.
 
 _NON_FINITE = ('NaN', 'Infinity', '-Infinity')  # Python's names in JSON.
 
@@ -45,23 +39,29 @@ class MetricWriter(contextlib.AbstractContextManager):
   """
 
   def __init__(
-    self, folder: str | os.PathLike[str], first_step: int, selects: str = 'loss'
+    self,
+    folder: str | os.PathLike[str],
+    first_step: int,
+    selects: str = 'loss',
+    tracked: Sequence[str] = (),
+    config: Mapping[str, Any] | None = None,
   ):
-    """Opens the files, making the folder if need be.
+    """Opens the file and the trackers, making the folder if need be.
 
     Args:
-      folder: gets `metrics.jsonl` and the folder `tensorboard`.
+      folder: gets `metrics.jsonl` and the files of trackers.
       first_step: number of steps done before this start; records beyond it
         and a half-written line are dropped.
       selects: metric of evaluations that decides which is the best.
+      tracked: names of trackers.
+      config: the configuration of the job, for them.
 
     Raises:
       UserError: the folder cannot be written.
     """
     self.path = paths.at(folder) / FILE
-    events = self.path.parent / EVENTS
     with disk.writing(self.path.parent):
-      events.mkdir(parents=True, exist_ok=True)
+      self.path.parent.mkdir(parents=True, exist_ok=True)
       self._log = append_log.Log(self.path)
       self.evaluations, self.dropped, records = {}, [], []
       for record in _records(self._log):
@@ -70,7 +70,8 @@ class MetricWriter(contextlib.AbstractContextManager):
         if record['kind'] == 'eval' and not is_later:
           self.evaluations[record['step']] = _decode(record[selects])
       self._log.keep(records)
-      self._events = _EventFile(events, first_step)
+    self._trackers = {name: trackers.TRACKERS[name]() for name in tracked}
+    self._tell(lambda t: t.open(self.path.parent, first_step, config or {}))
 
   def __exit__(self, *exception) -> None:
     self.close()
@@ -82,7 +83,7 @@ class MetricWriter(contextlib.AbstractContextManager):
       kind: 'train', 'eval', ...
       step: higher than in the last record of this kind.
       values: numbers (numpy's and jax's too), or anything else that is JSON
-        serialisable; TensorBoard shows the numbers, as `kind/name`.
+        serialisable; trackers show the numbers, as `kind/name`.
 
     Raises:
       UserError: the disk is full, or gone.
@@ -90,15 +91,18 @@ class MetricWriter(contextlib.AbstractContextManager):
     plain = {name: _plain(value) for name, value in values.items()}
     encoded = {name: _encode(value) for name, value in plain.items()}
     record = {'kind': kind, 'step': step, **encoded}
-    # TensorBoard has numbers only, and shows those that are not finite.
+    # Trackers have numbers only, and show those that are not finite.
     scalars = {
       f'{kind}/{name}': float(value)
       for name, value in plain.items()
       if isinstance(value, int | float)
     }
     self._log.write(record)
-    with disk.writing(self.path):
-      self._events.write(step, scalars)
+    self._tell(lambda t: t.write(step, scalars))
+
+  def show(self, name: str, step: int, rows: trackers.Rows) -> None:
+    """Shows a table on the trackers alone; its rows have the same keys."""
+    self._tell(lambda t: t.table(name, step, rows))
 
   def flush(self) -> None:
     """Writes everything through, so that SIGKILL loses nothing.
@@ -107,13 +111,25 @@ class MetricWriter(contextlib.AbstractContextManager):
       UserError: the disk is full, or gone.
     """
     self._log.flush()
-    with disk.writing(self.path):
-      self._events.flush()
+    self._tell(lambda t: t.flush())
 
   def close(self) -> None:
-    """Closes the files."""
+    """Closes the file and the trackers."""
     self._log.close()
-    self._events.close()
+    self._tell(lambda t: t.close())
+
+  def _tell(self, call: Callable[[Any], None]) -> None:
+    """Calls with every tracker, and leaves out those that fail."""
+    for name, tracker in list(self._trackers.items()):
+      try:
+        call(tracker)
+      except Exception as error:  # Of any kind: the job goes on.
+        del self._trackers[name]
+        print(
+          f'Warning: the tracker {name} failed and is left out'
+          f' ({type(error).__name__}: {error})',
+          file=sys.stderr,
+        )
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -131,40 +147,6 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     {name: _decode(value) for name, value in record.items()}
     for record in _records(append_log.Log(path))
   ]
-
-
-class _EventFile:
-  """A TensorBoard event file, written through at every record."""
-
-  def __init__(self, folder: paths.Path, first_step: int):
-    now = time.time()
-    name = f'events.out.tfevents.{now:.6f}.{socket.gethostname()}.{os.getpid()}'
-    self._file = append_log.append(folder / name)
-    self._writer = record_writer.RecordWriter(self._file)
-    self._add(wall_time=now, file_version='brain.Event:2')
-    # Makes TensorBoard discard later steps of earlier files.
-    start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-    self._add(wall_time=now, step=first_step + 1, session_log=start)
-
-  def write(self, step: int, scalars: Mapping[str, float]) -> None:
-    """Adds scalars of a step by tag."""
-    value = [
-      summary_pb2.Summary.Value(tag=tag, simple_value=value)
-      for tag, value in scalars.items()
-    ]
-    summary = summary_pb2.Summary(value=value)
-    self._add(wall_time=time.time(), step=step, summary=summary)
-
-  def _add(self, **fields: Any) -> None:
-    self._writer.write(event_pb2.Event(**fields).SerializeToString())
-
-  def flush(self) -> None:
-    """Writes everything through."""
-    self._file.flush()
-
-  def close(self) -> None:
-    """Closes the file."""
-    self._writer.close()
 
 
 def _records(log: append_log.Log) -> Iterator[dict[str, Any]]:

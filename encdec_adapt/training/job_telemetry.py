@@ -24,6 +24,7 @@ from encdec_adapt.telemetry import (
   peak_flops,
   progress,
   timing,
+  trackers,
 )
 from encdec_adapt.training import guards, losses, train_section
 
@@ -40,6 +41,7 @@ class JobTelemetry(contextlib.AbstractContextManager):
     workdir: str | os.PathLike[str],
     train: train_section.TrainConfig,
     loss: losses.loss.Loss,
+    config: Mapping[str, Any],
     start: int | None,
     end: int,
     cost: compute_cost.Cost,
@@ -52,6 +54,7 @@ class JobTelemetry(contextlib.AbstractContextManager):
       workdir: work directory of the job.
       train: section `train` of the configuration.
       loss: the loss, which says which evaluations are better.
+      config: the configuration, for trackers.
       start: the restored step; None where the job begins.
       end: step at which the job ends.
       cost: totals at that step.
@@ -74,7 +77,11 @@ class JobTelemetry(contextlib.AbstractContextManager):
     if distributed.is_lead():
       # Without a restored step, step 0 is evaluated again: drop its record too.
       self._writer = metrics.MetricWriter(
-        workdir, -1 if start is None else start, loss.selects
+        workdir,
+        -1 if start is None else start,
+        loss.selects,
+        trackers.parse(train.trackers),
+        config,
       )
       lost = self._writer.dropped
       if lost and start is None:
@@ -175,6 +182,11 @@ class JobTelemetry(contextlib.AbstractContextManager):
     shown = ', '.join(f'{name} {value:.4g}' for name, value in scores.items())
     self._log(f'step {step}: {shown}')
     self._write('scores', step, scores)
+
+  def show(self, name: str, step: int, rows: trackers.Rows) -> None:
+    """Shows a table on the trackers; without rows nothing."""
+    if self._writer and rows:
+      self._writer.show(name, step, rows)
 
   def flush(self) -> None:
     """Flushes the metrics, so that no checkpoint is ahead of its records."""

@@ -1,11 +1,12 @@
 """The configuration section `train`: the training loop.
 
-Imports `base` only: plans and evaluations read it without the loop.
+Plans and evaluations read it without the loop, so it imports nothing of that.
 """
 
 import dataclasses
 
 from encdec_adapt.base import errors, keys, option_strings
+from encdec_adapt.telemetry import trackers
 
 # All other names of evaluators are those of tasks, or folders of them.
 LOSS, SAMPLES = 'loss', 'samples'
@@ -50,7 +51,12 @@ class TrainConfig:
     ' `samples` are answers to two of them; others are local tasks (a folder)'
     ' or tasks by name (encdec_adapt/evaluation/README.md). All run at step 0'
     ' and at the last step; steps are multiples of those of `loss`. Scores go'
-    ' to WORKDIR/results.jsonl and to TensorBoard.',
+    ' to WORKDIR/results.jsonl and to trackers.',
+  )
+  trackers: str = keys.key(
+    'tensorboard',
+    "Trackers that show configuration, metrics, scores and samples: '', or"
+    " names, as in 'tensorboard,wandb' (encdec_adapt/evaluation/README.md).",
   )
   patience: int = keys.key(
     0,
@@ -80,6 +86,7 @@ class TrainConfig:
   def __post_init__(self):
     keys.check(self, 'config.train.')
     self.intervals  # noqa: B018  Checks them.
+    trackers.parse(self.trackers)
     if self.batch_size % self.microbatches:
       raise errors.UserError(
         f'config.train.batch_size ({self.batch_size}) does not divide into'

@@ -6,12 +6,10 @@ import math
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tensorboard.compat.proto import event_pb2
-from tensorboard.compat.tensorflow_stub import pywrap_tensorflow
 
 from encdec_adapt.base import errors
 from encdec_adapt.files import append_log, paths
-from encdec_adapt.telemetry import metrics
+from encdec_adapt.telemetry import metrics, trackers
 
 
 def _steps(folder, kind='train'):
@@ -26,19 +24,6 @@ def _write(writer, steps, kind='train'):
 @pytest.fixture
 def small_parts(monkeypatch):
   monkeypatch.setattr(append_log, 'PART', 100)
-
-
-def _events(folder):
-  """Yields the events of every file, files in order of creation."""
-  for path in sorted((folder / metrics.EVENTS).iterdir()):
-    reader = pywrap_tensorflow.PyRecordReader_New(str(path))
-    while True:
-      try:
-        reader.GetNext()
-      except Exception as end:
-        assert 'OutOfRange' in type(end).__name__
-        break
-      yield event_pb2.Event.FromString(reader.record())
 
 
 def test_values_are_read_exactly_and_lines_are_json(tmp_path):
@@ -91,20 +76,6 @@ def test_a_damaged_line_is_dropped_with_a_warning(tmp_path, capsys):
   assert capsys.readouterr().err == ''
 
 
-def test_tensorboard_reads_the_events(tmp_path):
-  with metrics.MetricWriter(tmp_path, 0) as writer:
-    writer.write('train', 1, {'loss': 0.5, 'note': 'text'})
-    # Written through: read before the file is closed.
-    first, start, event = list(_events(tmp_path))
-  assert first.file_version == 'brain.Event:2'
-  status = start.session_log.status
-  assert (start.step, status) == (1, event_pb2.SessionLog.START)
-  (value,) = event.summary.value
-  assert (event.step, value.tag, value.simple_value) == (1, 'train/loss', 0.5)
-  metrics.MetricWriter(tmp_path, 7).close()
-  assert list(_events(tmp_path))[-1].step == 8
-
-
 def test_a_folder_that_cannot_be_written(tmp_path):
   (tmp_path / 'file').write_text('')
   with pytest.raises(errors.UserError, match='cannot be written'):
@@ -112,16 +83,16 @@ def test_a_folder_that_cannot_be_written(tmp_path):
 
 
 def test_flushed_records_in_a_bucket_survive_a_kill(small_parts, bucket):
-  writer = metrics.MetricWriter(bucket, -1)
+  writer = metrics.MetricWriter(bucket, -1, tracked=['tensorboard'])
   _write(writer, range(7))
   writer.flush()
   _write(writer, [7])  # Killed here.
   assert _steps(bucket) == list(range(7))
-  with metrics.MetricWriter(bucket, 5) as writer:
+  with metrics.MetricWriter(bucket, 5, tracked=['tensorboard']) as writer:
     assert [r['step'] for r in writer.dropped] == [6]
     _write(writer, [6, 7, 8])
   assert _steps(bucket) == list(range(9))
-  events = paths.at(bucket) / metrics.EVENTS
+  events = paths.at(bucket) / trackers.EVENTS
   assert len(list(events.glob('events.out.tfevents.*'))) >= 2
 
 

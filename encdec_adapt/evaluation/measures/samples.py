@@ -6,6 +6,8 @@ special tokens by name. A long prompt is cut to its end. The module imports
 nothing of `evaluation`.
 """
 
+from typing import Any
+
 import numpy as np
 
 from encdec_adapt.cluster import distributed
@@ -53,12 +55,17 @@ class Sampler:
       framing.decoder.bos, tuple(ends), framing.decoder.pad
     )
 
-  def __call__(self, step: int, loaded: model_in_memory.LoadedModel) -> None:
+  def __call__(
+    self, step: int, loaded: model_in_memory.LoadedModel
+  ) -> list[dict[str, Any]]:
     """Prints and appends samples; every process takes part.
 
     Args:
       step: step of the model.
       loaded: the model, which reads pairs.
+
+    Returns:
+      The lines that are appended; none but on process 0.
     """
     # A decoder-only model reads the inputs as a teacher does: they may be of
     # another vocabulary than the encoder's.
@@ -82,7 +89,7 @@ class Sampler:
       ).run(requests)
     )
     if not distributed.is_lead():
-      return
+      return []
     samples = []
     for row, (pair, ids) in enumerate(zip(pairs, inputs, strict=True)):
       sample = {
@@ -102,6 +109,7 @@ class Sampler:
       samples.append({'step': step, 'row': row, **sample})
     self._log.write(*samples)
     self._log.flush()
+    return samples
 
   def _text(self, side: str, tokens: np.ndarray) -> str:
     """Decodes tokens of a side."""

@@ -15,7 +15,7 @@ from encdec_adapt.data.records import record_sets
 from encdec_adapt.evaluation.measures import samples
 from encdec_adapt.inference import engine
 from encdec_adapt.tokenizers import vocabulary_pair
-from tests import tiny
+from tests import event_files, tiny
 
 
 @pytest.fixture(scope='module')
@@ -82,6 +82,16 @@ def test_samples_are_what_the_saved_model_generates(
   ]
   assert found == _wanted(folder, tmp_path)
   assert 'step 2: sample 2 of 2' in capsys.readouterr().out
+  # TensorBoard shows them, the configuration and the memory of the devices.
+  shown = {
+    value.tag: value
+    for event in event_files.read(tmp_path)
+    for value in event.summary.value
+  }
+  cells = b' '.join(shown['samples'].tensor.string_val).decode()
+  assert all(text in cells for texts in found for text in texts)
+  assert b'"learning_rate": 0.03' in shown['config'].tensor.string_val[1]
+  assert shown['job/memory_peak_bytes'].simple_value > 2**24
   # As after a kill between the samples of step 2 and its save.
   shutil.rmtree(tmp_path / manager.FOLDER)
   (tmp_path / samples.FILE).write_bytes(text + b'{"step": 2, "ro')

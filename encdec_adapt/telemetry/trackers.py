@@ -1,0 +1,185 @@
+"""Trackers of a run: TensorBoard's event files, Weights & Biases.
+
+`config.train.trackers` names them. They show the configuration, the numbers of
+`metrics.jsonl` and tables (samples, scores), of which the work directory has
+its own files: a tracker that fails is named once and left out, and the job goes
+on. Only the lead process has trackers, and nothing that other processes do
+depends on one. TensorBoard's record format and messages are used without its
+file layer, which would import TensorFlow where it is installed. This module
+must not import models or data.
+"""
+
+from collections.abc import Mapping, Sequence
+import json
+import os
+import secrets
+import socket
+import textwrap
+import time
+from typing import Any
+
+from tensorboard.compat.proto import event_pb2, summary_pb2
+from tensorboard.plugins.text import summary_v2
+from tensorboard.summary.writer import record_writer
+
+from encdec_adapt.base import errors, option_strings
+from encdec_adapt.files import append_log, atomic, paths
+
+KEY = 'config.train.trackers'
+EVENTS = 'tensorboard'  # Folder of event files.
+RUN_ID = 'wandb.json'  # Of Weights & Biases, for resumed jobs.
+
+Config = Mapping[str, Any]
+Rows = Sequence[Mapping[str, Any]]
+
+
+class TensorBoard:
+  """A TensorBoard event file, written through at every record."""
+
+  @staticmethod
+  def check() -> None:
+    """Needs no check: the package is always installed."""
+
+  def open(self, folder: paths.Path, first_step: int, config: Config) -> None:
+    """Opens a new file beside those of earlier starts.
+
+    Args:
+      folder: work directory of the job.
+      first_step: number of steps done before this start.
+      config: the configuration of the job.
+    """
+    place = f'{time.time():.6f}.{socket.gethostname()}.{os.getpid()}'
+    (folder / EVENTS).mkdir(parents=True, exist_ok=True)
+    self._file = append_log.append(
+      folder / EVENTS / f'events.out.tfevents.{place}'
+    )
+    self._writer = record_writer.RecordWriter(self._file)
+    self._add(file_version='brain.Event:2')
+    # Makes TensorBoard discard later steps of earlier files.
+    start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+    self._add(step=first_step + 1, session_log=start)
+    rows = [{'config.json': json.dumps(config, indent=1)}]
+    self.table('config', first_step + 1, rows)
+
+  def write(self, step: int, scalars: Mapping[str, float]) -> None:
+    """Adds scalars of a step by tag."""
+    make = summary_pb2.Summary.Value
+    value = [make(tag=tag, simple_value=x) for tag, x in scalars.items()]
+    self._add(step=step, summary=summary_pb2.Summary(value=value))
+
+  def table(self, name: str, step: int, rows: Rows) -> None:
+    """Adds a table of a step: rows with the same keys, at least one."""
+    # Cells are Markdown, in which indented lines are shown as they are.
+    cells = [
+      [textwrap.indent(str(cell), ' ' * 4, lambda _: True) for cell in line]
+      for line in (rows[0], *(row.values() for row in rows))
+    ]
+    self._add(step=step, summary=summary_v2.text_pb(name, cells))
+
+  def _add(self, **fields: Any) -> None:
+    event = event_pb2.Event(wall_time=time.time(), **fields)
+    self._writer.write(event.SerializeToString())
+
+  def flush(self) -> None:
+    """Writes everything through."""
+    self._file.flush()
+
+  def close(self) -> None:
+    """Closes the file."""
+    self._writer.close()
+
+
+class WeightsAndBiases:
+  """A run of Weights & Biases; WANDB_PROJECT, WANDB_MODE and others apply."""
+
+  @staticmethod
+  def check() -> None:
+    """Raises a `UserError` without the package or credentials."""
+    problem = 'it has no credentials'
+    try:
+      import wandb
+
+      if wandb.setup().settings.mode != 'online':
+        return
+      if wandb.login(prompt=False, verify=False):
+        return
+    except ImportError as error:
+      raise errors.UserError(
+        f'{KEY} has wandb, which is not installed ({error}): pip install'
+        " 'encdec_adapt[wandb]' (in a checkout: -e '.[wandb]')."
+      ) from error
+    except wandb.errors.Error as error:
+      problem = str(error)
+    raise errors.UserError(
+      f'{KEY} has wandb, but {problem}: run `wandb login`, set WANDB_API_KEY,'
+      ' or set WANDB_MODE=offline to keep the run on disk.'
+    )
+
+  def open(self, folder: paths.Path, first_step: int, config: Config) -> None:
+    """Opens the run whose id lies in the folder."""
+    import wandb
+
+    del first_step  # Steps that are repeated have the same numbers.
+    path = folder / RUN_ID
+    if not path.exists():
+      atomic.write_json(path, {'id': secrets.token_hex(8)})
+    # By default finishing waits for a lost network, and a run stopped on the
+    # site interrupts this process, but no other host.
+    settings = {'finish_timeout': 60, 'stop_fn': lambda: None}
+    settings |= {'console': 'off', 'silent': True}
+    self._table = wandb.Table
+    self._run = wandb.init(
+      project=os.environ.get('WANDB_PROJECT', 'encdec_adapt'),
+      name=folder.name,
+      id=atomic.read_json(path)['id'],
+      resume='allow',
+      dir=None if paths.is_bucket(folder) else folder,
+      settings=settings,
+    )
+    # A resumed job may have changed it.
+    self._run.config.update(config, allow_val_change=True)
+    # Its own count of records only grows, also where a job repeats steps.
+    self._run.define_metric('*', step_metric='step')
+
+  def write(self, step: int, scalars: Mapping[str, float]) -> None:
+    """Adds scalars of a step by name."""
+    self._run.log({**scalars, 'step': step})
+
+  def table(self, name: str, step: int, rows: Rows) -> None:
+    """Adds a table."""
+    cells = [list(row.values()) for row in rows]
+    self._run.log({name: self._table(list(rows[0]), cells), 'step': step})
+
+  def flush(self) -> None:
+    """Does nothing: a process of its own writes what it was given."""
+
+  def close(self) -> None:
+    """Ends this start of the run."""
+    self._run.finish()
+
+
+TRACKERS = {'tensorboard': TensorBoard, 'wandb': WeightsAndBiases}
+
+
+def parse(text: str) -> list[str]:
+  """Returns the names in the value of `KEY`; none in ''.
+
+  Raises:
+    UserError: a name is unknown.
+  """
+  parts = option_strings.Part(KEY, text).divide(',') if text else []
+  form = f'one of {", ".join(TRACKERS)}'
+  return [part.strip().read(str, form, TRACKERS.get) for part in parts]
+
+
+def check(text: str) -> None:
+  """Checks packages and credentials, before long work.
+
+  Args:
+    text: value of `KEY`.
+
+  Raises:
+    UserError: a package is not installed, or a tracker has no credentials.
+  """
+  for name in parse(text):
+    TRACKERS[name].check()
