@@ -2,7 +2,7 @@ r"""Evaluates models, compares them, and measures their cost.
 
     python -m encdec_adapt.evaluate --checkpoint=runs/adapted \
       --checkpoint=runs/scratch --records=runs/records/prefix_lm/eval \
-      --tasks=FOLDER --output=runs/evaluation
+      --task_folder=FOLDER --output=runs/evaluation
 
 A checkpoint is the work directory of a run, a step of it as RUN@STEP, or a
 Hugging Face folder. Scores go to OUTPUT/results.jsonl; a score of the same
@@ -22,7 +22,11 @@ from absl import flags
 from encdec_adapt.base import errors, option_strings
 from encdec_adapt.cli import command
 from encdec_adapt.cluster import distributed, lock
-from encdec_adapt.conversion import model_in_memory, model_on_disk
+from encdec_adapt.conversion import (
+  model_in_memory,
+  model_on_disk,
+  prompt_encoding,
+)
 from encdec_adapt.data.records import record_sets
 from encdec_adapt.evaluation.measures import (
   attention_analysis,
@@ -53,8 +57,14 @@ define_flags = command.define(
   command.integer(
     'attention', 'Rows of --records to analyse attention in.', lower_bound=1
   ),
-  command.string('tasks', 'Names of tasks and groups of them: NAME,NAME.'),
-  command.string('task_folder', 'Folder of local tasks; all of it by default.'),
+  command.string(
+    'tasks',
+    'Names of tasks and groups of them: NAME,NAME; of local tasks, of lm-eval,'
+    ' or pt, it, eai, t0.',
+  ),
+  command.string(
+    'task_folder', 'Folder of local tasks; all of them without --tasks.'
+  ),
   command.integer(
     'shots', "Examples in the context; default: the task's own.", lower_bound=0
   ),
@@ -66,6 +76,26 @@ define_flags = command.define(
     'Most tokens of an answer to --pairs.',
     default=64,
     lower_bound=1,
+  ),
+  command.integer(
+    'beams',
+    'Beams of a beam search for answers to --pairs; 1 for greedy answers.',
+    default=1,
+    lower_bound=1,
+  ),
+  command.number(
+    'length_penalty',
+    'Beams are compared by their log-probability divided by their length to'
+    ' this power.',
+    default=1.0,
+  ),
+  command.string(
+    'prefix',
+    "Text before every input of --pairs, '' for none; by default the task"
+    ' prefix that the run was trained with.',
+  ),
+  command.boolean(
+    'run_prefix', 'Put the prefix before prompts of tasks and retrieval, too.'
   ),
   command.string(
     'retrieval', 'Text source, such as text:GLOB, that needles are hidden in.'
@@ -148,6 +178,7 @@ def run(values: flags.FlagValues) -> dict[str, list[results_store.Score]]:
       f'--correlate={values.correlate} must be TASK,TASK, and needs at least 3'
       f' models; {len(folders)} are given.'
     )
+  _check_options(values)
   plan = task_groups.Plan()
   if values.tasks or values.task_folder:
     plan = task_groups.plan(
@@ -156,6 +187,7 @@ def run(values: flags.FlagValues) -> dict[str, list[results_store.Score]]:
       shots=values.shots,
       limit=values.limit,
       allow_code=values.allow_code,
+      prefix=values.prefix if values.run_prefix else '',
     )
   with command.processes(values):
     evaluations = _evaluations(values, plan)
@@ -164,6 +196,9 @@ def run(values: flags.FlagValues) -> dict[str, list[results_store.Score]]:
     for stored in models.values():
       for evaluation in evaluations:
         evaluation.check(stored)
+      if values.pairs or values.run_prefix:
+        prefix = prompt_encoding.task_prefix(stored, values.prefix)
+        prompt_encoding.print_prefix(stored, prefix)
     with contextlib.ExitStack() as stack:
       store = None
       # A single writer: other processes learn from it which scores are missing.
@@ -179,6 +214,27 @@ def run(values: flags.FlagValues) -> dict[str, list[results_store.Score]]:
     # The others wait for the report, so that all processes end together.
     distributed.barrier('report')
   return scores
+
+
+def _check_options(values: flags.FlagValues) -> None:
+  """Refuses options without an effect, and folders among the tasks."""
+  if values.run_prefix and not (
+    values.tasks or values.task_folder or values.retrieval
+  ):
+    raise errors.UserError(
+      '--run_prefix needs --tasks, --task_folder or --retrieval; --pairs have'
+      ' the prefix anyway.'
+    )
+  if values.prefix is not None and not (values.pairs or values.run_prefix):
+    raise errors.UserError(
+      f'--prefix={values.prefix} needs --pairs or --run_prefix; without them'
+      ' no prompt has it.'
+    )
+  if values.tasks and paths.at(values.tasks).is_dir():
+    raise errors.UserError(
+      f'--tasks={values.tasks} is a folder and no name; give --task_folder='
+      f'{values.tasks}.'
+    )
 
 
 def _evaluations(
@@ -204,13 +260,21 @@ def _evaluations(
   evaluations += plan.tasks
   if values.pairs:
     evaluations.append(
-      text_pairs.read(values.pairs, values.max_tokens, values.limit)
+      text_pairs.read(
+        values.pairs,
+        values.max_tokens,
+        values.limit,
+        beams=values.beams,
+        length_penalty=values.length_penalty,
+        prefix=values.prefix,
+      )
     )
   if values.retrieval:
     retrieval = retrieval_tasks.read(
       values.retrieval, values.retrieval_lengths, values.limit
     )
-    evaluations.append(retrieval_scores.RetrievalEvaluation(retrieval))
+    prefix = values.prefix if values.run_prefix else ''
+    evaluations.append(retrieval_scores.RetrievalEvaluation(retrieval, prefix))
   if values.cost:
     lengths = _lengths(values.cost)
     evaluations.append(

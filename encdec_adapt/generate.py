@@ -8,9 +8,12 @@ r"""Continues prompts with a trained model: text in, text out.
 The model is a Hugging Face folder, or the newest checkpoint of a run (the best
 one with `config.checkpoint.keep_best`). An encoder-decoder reads the prompt
 with its encoder, as in PrefixLM training; a decoder-only model continues it,
-after the `separator` of the run's objective if it has one.
-With --chat a prompt is a user's turn, and the model answers in the chat format
-of its vocabulary. With --embed the encoder's states are written instead.
+after the `separator` of the run's objective if it has one. The task prefix of
+the run's objective stands before every prompt; --prefix names another, and
+--prefix='' none. --mode and --sentinels prompt a UL2 model, see
+inference/README.md. With --chat a prompt is a user's turn, and the model
+answers in the chat format of its vocabulary. With --embed the encoder's states
+are written instead.
 
 --output gets a line of JSON per prompt as it ends, in the order of the prompts
 once all have: `index` (from 0), `run`, `prompt`, and `continuation` (without
@@ -38,6 +41,7 @@ from encdec_adapt.conversion import (
   model_in_memory,
   model_on_disk,
   pretrained_files,
+  prompt_encoding,
 )
 from encdec_adapt.files import append_log, disk, paths, text_lines
 from encdec_adapt.inference import beam_search, engine, pooling
@@ -72,10 +76,26 @@ define_flags = command.define(
   ),
   command.integer(
     'max_prompt',
-    'Maximum tokens of a prompt, BOS included; a longer one keeps BOS and its'
-    ' last tokens. Without it, prompts longer than max_position_embeddings of'
-    " the model's config.json are refused.",
+    'Maximum tokens of a prompt, BOS included; a longer one keeps BOS, mode,'
+    ' task prefix and its last tokens. Without it, prompts longer than'
+    " max_position_embeddings of the model's config.json are refused.",
     lower_bound=2,
+  ),
+  command.string(
+    'prefix',
+    "Text before every prompt, '' for none; by default the task prefix that the"
+    ' run was trained with.',
+  ),
+  command.string(
+    'mode',
+    'Mode token of UL2 that every prompt begins with: R, S or X, of those that'
+    ' the run was trained with.',
+    default='',
+  ),
+  command.boolean(
+    'sentinels',
+    'Read names of sentinels in a prompt as tokens, and show them in the'
+    ' continuation.',
   ),
   command.number('temperature', '0 is greedy.', default=0.0),
   command.integer('top_k', 'Draw among the k likeliest tokens only.'),
@@ -149,17 +169,27 @@ def main(values: flags.FlagValues) -> int:
   texts = json.dumps(list(prompts.values())).encode()
   with command.processes(values, prompts=hashlib.sha256(texts).hexdigest()):
     stored = model_on_disk.open_model(values.checkpoint)
+    encoder = prompt_encoding.PromptEncoder(
+      stored,
+      # A turn is the user's alone, as in the conversations of training.
+      prefix='' if values.chat else values.prefix,
+      mode=values.mode,
+      sentinels=values.sentinels,
+    )
     # All prompts, before parameters are read: a bad prompt is named at once.
-    encoded = _encode(prompts, stored, values)
-    # The step too: a run may have been trained further since.
-    results = _Results(values.output, prompts, {**options, 'step': stored.step})
+    encoded = _encode(prompts, stored, encoder, values)
+    # The prefix in place of the flag, and the step: a run may have been trained
+    # further since.
+    options |= {'prefix': encoder.prefix, 'step': stored.step}
+    results = _Results(values.output, prompts, options)
+    prompt_encoding.print_prefix(stored, encoder.prefix)
     finished = distributed.from_lead(lambda: sorted(results.lines))
     pending = {i: ids for i, ids in enumerate(encoded) if i not in finished}
     if pending:
       loaded = model_in_memory.read_as_trained(stored)
       run = _embed if values.embed else _continue
       name = pathlib.Path(values.checkpoint).name
-      for i, result in run(loaded, pending, values):
+      for i, result in run(loaded, pending, values, encoder):
         results.add(i, {'run': name, **result})
     results.finish()
     distributed.barrier('results')
@@ -181,8 +211,16 @@ def _check_options(values: flags.FlagValues) -> None:
     raise errors.UserError(
       f'--stop does not work with --beams={values.beams}; leave out one.'
     )
-  if values.embed and values.int8:
-    raise errors.UserError('--embed does not work with --int8; leave out one.')
+  for first, second in (
+    ('embed', 'int8'),
+    ('chat', 'prefix'),
+    ('chat', 'mode'),
+    ('chat', 'sentinels'),
+  ):
+    if values[first].value and values[second].value:
+      raise errors.UserError(
+        f'--{first} does not work with --{second}; leave out one.'
+      )
   if not all(values.stop):
     raise errors.UserError('--stop is empty; give a text, or leave it out.')
 
@@ -239,7 +277,10 @@ def read_prompts(
 
 
 def _encode(
-  prompts: Prompts, stored: model_on_disk.StoredModel, values: flags.FlagValues
+  prompts: Prompts,
+  stored: model_on_disk.StoredModel,
+  encoder: prompt_encoding.PromptEncoder,
+  values: flags.FlagValues,
 ) -> list[np.ndarray]:
   """Encodes each prompt as token ids, int32 [n], BOS first.
 
@@ -247,39 +288,33 @@ def _encode(
     UserError: a vocabulary lacks the chat template that --chat needs, or a
       prompt cannot be encoded or is too long; names the prompt.
   """
-  opened = stored.require_vocabularies()
-  reader = opened.sides[stored.prompt_side]
   if values.chat:
     # The encoder's reads the turns, the decoder's ends the answer.
-    for vocabulary in opened.sides.values():
+    for vocabulary in stored.require_vocabularies().sides.values():
       chat_format.template_of(vocabulary)
   # Embeddings come from the encoder, without a decoder that needs room.
   generated = 0 if values.embed else values.max_tokens
   longest = pretrained_files.prompt_room(stored, generated)
-  separator = opened.decoder.encode(stored.separator)
   encoded = []
   for origin, prompt in prompts.items():
     if values.chat and isinstance(prompt, str):
       prompt = [{'role': 'user', 'content': prompt}]
     try:
       if values.chat:
-        ids = chat_format.encode(prompt, reader, open_turn=True).ids
+        turns = chat_format.encode(prompt, encoder.reader, open_turn=True)
+        ids = encoder.frame(turns.ids, values.max_prompt)
       else:
-        ids = reader.encode(prompt)
+        ids = encoder.encode(prompt, values.max_prompt)
     except errors.UserError as error:
       raise errors.UserError(f'{origin}: {error}') from error
-    ids = np.append(ids, separator)
-    if values.max_prompt:
-      # The last tokens: a continuation depends most on the text before it.
-      ids = ids[-(values.max_prompt - 1) :]
-    elif longest is not None and len(ids) + 1 > longest:
+    if not values.max_prompt and longest is not None and len(ids) > longest:
       raise errors.UserError(
-        f'{origin} has {len(ids) + 1} tokens, and the model has room for'
+        f'{origin} has {len(ids)} tokens, and the model has room for'
         f' {longest} (max_position_embeddings of its config.json, in a'
         ' decoder-only model without --max_tokens); give'
         f' --max_prompt={longest} to keep the last ones, or shorten it.'
       )
-    encoded.append(np.array([reader.bos, *ids], np.int32))
+    encoded.append(ids)
   return encoded
 
 
@@ -287,6 +322,7 @@ def _continue(
   loaded: model_in_memory.LoadedModel,
   encoded: Mapping[int, np.ndarray],
   values: flags.FlagValues,
+  encoder: prompt_encoding.PromptEncoder,
 ) -> Iterator[tuple[int, Result]]:
   """Continues prompts and yields results as they end.
 
@@ -294,6 +330,7 @@ def _continue(
     loaded: the model.
     encoded: token ids of each prompt, by its index.
     values: the flags of the command.
+    encoder: encoder of the prompts; decodes answers with sentinels.
   """
   indices, ids = list(encoded), loaded.special_ids
   if values.chat:
@@ -302,7 +339,8 @@ def _continue(
     ids = dataclasses.replace(ids, eos=ends)
   # Fewer rows for few prompts: every row costs time, used or not.
   rows = loaded.rows(min(values.batch_size, len(encoded) * values.beams))
-  generator = loaded.engine(rows=rows, int8=values.int8, ids=ids)
+  decode = encoder.answer_text if values.sentinels else None
+  generator = loaded.engine(rows=rows, int8=values.int8, ids=ids, decode=decode)
   if values.beams > 1:
     completions = beam_search.search(
       generator,
@@ -335,6 +373,7 @@ def _embed(
   loaded: model_in_memory.LoadedModel,
   encoded: Mapping[int, np.ndarray],
   values: flags.FlagValues,
+  _: prompt_encoding.PromptEncoder,
 ) -> Iterator[tuple[int, Result]]:
   """Embeds prompts and yields results; arguments as `_continue`."""
   indices = list(encoded)

@@ -24,6 +24,7 @@ from encdec_adapt.conversion import (
   model_in_memory,
   model_on_disk,
   pretrained_files,
+  prompt_encoding,
 )
 from encdec_adapt.files import disk
 from encdec_adapt.inference import engine as engine_lib
@@ -58,6 +59,14 @@ define_flags = command.define(
     'Maximum generated tokens of a request.',
     default=1024,
     lower_bound=1,
+  ),
+  command.string(
+    'prefix',
+    "Text before every prompt that is a text, '' for none; by default the task"
+    ' prefix that the run was trained with.',
+  ),
+  command.boolean(
+    'run_prefix', 'Put the prefix before prompts of token ids, too.'
   ),
   command.boolean(
     'warm_up',
@@ -97,6 +106,8 @@ def main(values: flags.FlagValues) -> int:
     return 1
   stored = model_on_disk.open_model(values.checkpoint)
   opened = stored.require_vocabularies()
+  prompts = prompt_encoding.PromptEncoder(stored, prefix=values.prefix)
+  prompt_encoding.print_prefix(stored, prompts.prefix)
   longest = pretrained_files.prompt_room(stored)
   loaded = model_in_memory.read_as_trained(stored)
   ids = loaded.special_ids
@@ -123,15 +134,15 @@ def main(values: flags.FlagValues) -> int:
     count = engine.warm_up()
     print(f'compiled {count} programs in {time.monotonic() - start:.1f} s')
   # Fails now if the parameters do not fit.
-  bos = np.array([opened.sides[stored.prompt_side].bos], np.int32)
+  bos = np.array([prompts.reader.bos], np.int32)
   list(engine.run([engine_lib.Request(bos, 2)]))
   served = http_app.Served(
     name=stored.path.name,
     step=stored.step,
     opened=opened,
-    prompt_side=stored.prompt_side,
+    prompts=prompts,
     limits=limits,
-    separator=opened.decoder.encode(stored.separator),
+    run_prefix=values.run_prefix,
     max_queue=values.max_queue,
     timeout=values.timeout,
     host=values.host,

@@ -26,6 +26,7 @@ from encdec_adapt.files import atomic, lazy_array
 from encdec_adapt.files import paths as paths_lib
 from encdec_adapt.huggingface import folder, tensor_folder
 from encdec_adapt.models import model_config, parameters
+from encdec_adapt.objectives import example_maker
 from encdec_adapt.tokenizers import vocabulary, vocabulary_pair
 from encdec_adapt.training import state as state_lib
 
@@ -49,7 +50,7 @@ class StoredModel:
     checkpoint: the checkpoint of a run, see `open_checkpoint`; None for a
       folder.
     unused: name of a stored tensor that the model does not use -> reason.
-    separator: text between a prompt and its continuation, see `separator_of`.
+    objectives: objectives that a run was trained with; () for a folder.
     name: what it was opened by, such as RUN@STEP.
   """
 
@@ -59,7 +60,7 @@ class StoredModel:
   arrays: Callable[[], dict[str, lazy_array.LazyArray]]
   checkpoint: manager.Checkpoint | None = None
   unused: dict[str, str] = dataclasses.field(default_factory=dict)
-  separator: str = ''
+  objectives: tuple[example_maker.Objective, ...] = ()
   name: str = ''
 
   @property
@@ -110,6 +111,18 @@ class StoredModel:
     """Name of the stack that reads prompts, 'encoder' or 'decoder'."""
     return self.model.architecture.prompt_stack
 
+  @property
+  def separator(self) -> str:
+    """Text that a run's model expects after a prompt.
+
+    It is the first `separator` among the objectives; '' for encoder-decoders,
+    which read the prompt in another stack.
+    """
+    if self.model.architecture.encodes_prompt:
+      return ''
+    separators = (objective.separator for objective in self.objectives)
+    return next(filter(None, separators), '')
+
   def read(self, placement: state_lib.Placement) -> Any:
     """Reads the parameters: nested, sharded, in the dtype of the placement.
 
@@ -136,10 +149,7 @@ class StoredModel:
   def answers_chats(self) -> bool:
     """Whether the model is a run that was trained on conversations."""
     # A folder states the ids that end its turns in generation_config.json.
-    if self.checkpoint is None:
-      return False
-    objectives = config_lib.load_run(str(self.path)).data.objectives
-    return any(objective.ends_turns for objective in objectives)
+    return any(objective.ends_turns for objective in self.objectives)
 
 
 def open_model(
@@ -210,20 +220,8 @@ def _open_run(path: paths_lib.Path, step: int | None) -> StoredModel:
     # Called late: callers that need the config only never open the arrays.
     lambda: _checkpoint_arrays(checkpoint, settings.model),
     checkpoint,
-    separator=separator_of(settings),
+    objectives=settings.data.objectives,
   )
-
-
-def separator_of(settings: config_lib.Settings) -> str:
-  """Returns the text that a run's model expects after a prompt.
-
-  It is the first `separator` among the run's objectives; '' for
-  encoder-decoders, which read the prompt in another stack.
-  """
-  if settings.model.architecture.encodes_prompt:
-    return ''
-  separators = (part.separator for part in settings.data.objectives)
-  return next(filter(None, separators), '')
 
 
 def open_checkpoint(

@@ -114,7 +114,7 @@ class Evaluators:
         settings.model,
         settings.data.vocabularies,
         dict,
-        separator=model_on_disk.separator_of(settings),
+        objectives=settings.data.objectives,
       ),
       rules=placement.rules,
     )

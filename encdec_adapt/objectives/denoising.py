@@ -180,6 +180,11 @@ class Denoising(windows.WindowMaker):
     }
 
   @classmethod
+  def modes(cls, options):
+    used = {denoiser.mode for denoiser in options['mixture']}
+    return tuple(mode for mode in vocabulary_lib.MODES if mode in used)
+
+  @classmethod
   def added_sentinels(cls, options, policy, lengths):
     if policy != 'extend_vocabulary':
       return 0

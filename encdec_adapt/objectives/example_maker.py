@@ -164,6 +164,11 @@ class ExampleMaker(abc.ABC):
     return 0
 
   @classmethod
+  def modes(cls, options: Mapping[str, Any]) -> tuple[str, ...]:
+    """Returns the mode tokens that inputs begin with, of `vocabulary.MODES`."""
+    return ()
+
+  @classmethod
   def require_one_vocabulary(cls, options: Mapping[str, Any]) -> str:
     """Returns why both sides must share a vocabulary; '' if they need not."""
     # Two vocabularies are split in text, which concatenated ids no longer have.
@@ -306,6 +311,17 @@ class Objective:
   def shared_mask_share(self) -> float:
     """Share of the inputs that framing masks alike in all rows, else 0."""
     return self.maker.shared_mask_share(self.options)
+
+  @property
+  def prefix(self) -> str | None:
+    """Text before all inputs; None if the objective has no such option."""
+    has_option = 'prefix' in self.maker.options
+    return self.options.get('prefix', '') if has_option else None
+
+  @property
+  def modes(self) -> tuple[str, ...]:
+    """Mode tokens of the inputs: see `ExampleMaker.modes`."""
+    return self.maker.modes(self.options)
 
   @property
   def separator(self) -> str:

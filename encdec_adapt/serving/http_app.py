@@ -5,7 +5,7 @@ It is imported only where starlette and uvicorn are installed.
 
 import asyncio
 import collections
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 import contextlib
 import dataclasses
 import importlib.resources
@@ -21,6 +21,7 @@ import uvicorn
 from uvicorn.protocols.http import h11_impl
 
 from encdec_adapt.base import errors
+from encdec_adapt.conversion import prompt_encoding
 from encdec_adapt.inference import engine as engine_lib
 from encdec_adapt.serving import engine_worker, origins, protocol, text_stream
 from encdec_adapt.tokenizers import chat_format, vocabulary_pair
@@ -40,9 +41,9 @@ class Served:
     name: name of the model.
     step: step of the checkpoint; None for a folder.
     opened: vocabularies.
-    prompt_side: name of the stack that reads prompts.
+    prompts: encoder of the prompts.
     limits: limits of a request.
-    separator: token ids after a prompt, see `StoredModel.separator`.
+    run_prefix: whether prompts of token ids get the task prefix, as texts do.
     max_queue: most requests that wait for a row.
     timeout: seconds that a request may take.
     host: address to listen on.
@@ -51,9 +52,9 @@ class Served:
   name: str
   step: int | None
   opened: vocabulary_pair.Opened
-  prompt_side: str
+  prompts: prompt_encoding.PromptEncoder
   limits: protocol.Limits
-  separator: Sequence[int] = ()
+  run_prefix: bool = False
   max_queue: int = 64
   timeout: float = 300.0
   host: str = '127.0.0.1'
@@ -144,8 +145,8 @@ class Service:
       content,
       is_chat=is_chat,
       limits=served.limits,
-      reader=served.opened.sides[served.prompt_side],
-      separator=served.separator,
+      prompts=served.prompts,
+      run_prefix=served.run_prefix,
     )
 
   async def _events(

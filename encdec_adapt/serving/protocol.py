@@ -4,7 +4,7 @@ A field is supported, known to change nothing, or refused. This module imports
 neither the HTTP application nor the engine's thread.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 import dataclasses
 import json
 import secrets
@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 
 from encdec_adapt.base import errors
+from encdec_adapt.conversion import prompt_encoding
 from encdec_adapt.inference import engine as engine_lib
 from encdec_adapt.inference import sampling as sampling_lib
-from encdec_adapt.tokenizers import chat_format, vocabulary
+from encdec_adapt.tokenizers import chat_format
 
 _LARGEST = 2**31 - 1  # Options are int32 on the devices.
 
@@ -128,8 +129,8 @@ def parse(
   *,
   is_chat: bool,
   limits: Limits,
-  reader: vocabulary.Vocabulary,
-  separator: Sequence[int] = (),
+  prompts: prompt_encoding.PromptEncoder,
+  run_prefix: bool = False,
 ) -> Call:
   """Parses and encodes the body of a request.
 
@@ -137,16 +138,15 @@ def parse(
     content: the body.
     is_chat: whether it has messages instead of a prompt.
     limits: limits of prompt and continuation.
-    reader: vocabulary of the stack that reads prompts.
-    separator: token ids after the prompt.
+    prompts: encoder of the prompts.
+    run_prefix: whether a prompt of token ids gets the task prefix, too.
 
   Raises:
     ApiError: the request is malformed or beyond the limits; names the field.
   """
   field = 'messages' if is_chat else 'prompt'
   fields = _read_fields(content, field)
-  ids = _encode(fields[field], field, reader)
-  prompt = np.array([*ids, *separator], np.int32)
+  prompt = _encode(fields[field], field, prompts, run_prefix)
   name = 'max_tokens' if 'max_tokens' in fields else 'max_completion_tokens'
   max_tokens = fields.get(name)
   if max_tokens is None:
@@ -209,21 +209,25 @@ def _read_fields(content: bytes, field: str) -> dict[str, Any]:
 
 
 def _encode(
-  prompt: Any, field: str, reader: vocabulary.Vocabulary
+  prompt: Any,
+  field: str,
+  prompts: prompt_encoding.PromptEncoder,
+  run_prefix: bool,
 ) -> np.ndarray:
   """Returns the token ids of the prompt, BOS first, int32 [n]."""
   try:
     if field == 'messages':
-      ids = chat_format.encode(prompt, reader, open_turn=True).ids
-    elif isinstance(prompt, str):
-      ids = reader.encode(prompt)
-    else:
-      # Clients that encode prompts themselves may or may not begin with BOS.
-      ids = np.array(prompt, np.int32)
-      ids = ids[1:] if ids[0] == reader.bos else ids
+      turns = chat_format.encode(prompt, prompts.reader, open_turn=True)
+      return prompts.frame(turns.ids)
+    if isinstance(prompt, str):
+      return prompts.encode(prompt)
   except errors.UserError as error:
     raise ApiError(400, f'{field}: {error}', field) from None
-  return np.array([reader.bos, *ids], np.int32)
+  # Clients that encode prompts themselves may or may not begin with BOS.
+  ids = prompt[1:] if prompt[0] == prompts.reader.bos else prompt
+  if run_prefix:
+    ids = [*prompts.reader.encode(prompts.prefix), *ids]
+  return prompts.frame(ids)
 
 
 def _sampling(fields: Mapping[str, Any]) -> sampling_lib.SamplingConfig:

@@ -13,7 +13,11 @@ from encdec_adapt import config as config_lib
 from encdec_adapt import generate
 from encdec_adapt.base import errors
 from encdec_adapt.checkpoints import manager
-from encdec_adapt.conversion import pretrained_files
+from encdec_adapt.conversion import (
+  model_on_disk,
+  pretrained_files,
+  prompt_encoding,
+)
 from encdec_adapt.tokenizers import vocabulary_training
 from tests import tiny, toy_models
 
@@ -127,21 +131,78 @@ def test_a_file_is_continued(run_folder, tmp_path, capsys, monkeypatch):
   assert f'{output}: 2 of 3 are done' in capsys.readouterr().out
 
 
-def test_a_decoder_reads_the_separator_of_its_run(run_folder, tmp_path):
-  tuned = tmp_path / 'tuned'
-  shutil.copytree(run_folder, tuned)
-  saved = json.loads((tuned / 'config.json').read_text())
-  saved['data']['objective'] = 'pairs:separator=":\\n"'
-  saved['data']['source'] = 'pairs:none#a,b'
-  (tuned / 'config.json').write_text(json.dumps(saved))
-  is_pair = saved['model']['kind'] == 'encoder_decoder'
-  results = []
-  for folder, end in ((tuned, ''), (run_folder, '' if is_pair else ':\n')):
-    output = tmp_path / folder.name / 'out.jsonl'
-    flags = [f'--prompt={text}{end}' for text in ('dog', 'The quick')]
-    assert _run(f'--checkpoint={folder}', f'--output={output}', *flags) == 0
-    results.append([line['log_prob'] for line in _lines(output)])
-  assert results[0] == pytest.approx(results[1], abs=1e-4)
+def _tuned(run_folder, tmp_path, objective, **data):
+  """A copy of the run that was trained for another objective."""
+  folder = tmp_path / 'tuned'
+  shutil.copytree(run_folder, folder)
+  saved = json.loads((folder / 'config.json').read_text())
+  saved['data'] |= {'objective': objective, **data}
+  (folder / 'config.json').write_text(json.dumps(saved))
+  return folder
+
+
+def _log_probs(folder, *flags):
+  output = folder / 'out.jsonl'
+  output.unlink(missing_ok=True)
+  assert _run(f'--checkpoint={folder}', f'--output={output}', *flags) == 0
+  return [line['log_prob'] for line in _lines(output)]
+
+
+def test_a_run_keeps_the_texts_around_its_prompts(run_folder, tmp_path, capfd):
+  objective = r'pairs:prefix="Do, now: ",separator=":\n"'
+  tuned = _tuned(run_folder, tmp_path, objective, source='pairs:a#b,c')
+  end = '' if 'encoder_decoder' in run_folder.name else ':\n'
+  texts = 'dog', 'The quick'
+  plain, prefixed = (
+    [f'--prompt={start}{text}{end}' for text in texts]
+    for start in ('', 'Do, now: ')
+  )
+  want = pytest.approx(_log_probs(run_folder, *prefixed), abs=1e-4)
+  flags = [f'--prompt={text}' for text in texts]
+  assert _log_probs(tuned, *flags) == want
+  assert capfd.readouterr().err.count("prompts begin with 'Do, now: '") == 1
+  without = pytest.approx(_log_probs(run_folder, *plain), abs=1e-4)
+  assert _log_probs(tuned, *flags, '--prefix=') == without
+
+
+def test_several_prefixes_need_a_choice(run_folder, unread, tmp_path):
+  objective = 'pairs:prefix="a, b: " | pairs:prefix=c'
+  tuned = _tuned(run_folder, tmp_path, objective, source='pairs:a#b,c')
+  flags = [f'--checkpoint={tuned}', '--prompt=x']
+  with pytest.raises(errors.UserError, match="--prefix='a, b: ', --prefix=c "):
+    _run(*flags)
+  with pytest.raises(AssertionError, match='parameters are read'):
+    _run(*flags, '--prefix=')
+
+
+def test_prompts_of_ul2(run_folder, unread, tmp_path):
+  tuned = _tuned(run_folder, tmp_path, 'denoise:R:3:0.15 + S:uniform')
+  stored = model_on_disk.open_model(tuned)
+  vocabulary = stored.open_vocabularies().decoder
+  (first, second, *_), bos = vocabulary.sentinels, vocabulary.bos
+  encode = lambda text: vocabulary.encode(text).tolist()  # noqa: E731
+  text = 'The <unused0> fox<unused1>'
+  encoder = prompt_encoding.PromptEncoder(stored, mode='R', sentinels=True)
+  wanted = [*encode('The '), first, *encode(' fox'), second]
+  head = [bos, vocabulary.mode_ids['R']]
+  assert encoder.encode(text).tolist() == [*head, *wanted]
+  answer = [first, *encode('quick'), second, vocabulary.eos]
+  assert encoder.answer_text(answer) == '<unused0>quick<unused1>'
+  # Without the flag names are characters; a cut leaves mode and prefix.
+  encoder = prompt_encoding.PromptEncoder(stored, mode='S', prefix='a, b: ')
+  head = [bos, vocabulary.mode_ids['S'], *encode('a, b: ')]
+  prompt = encoder.encode(text * 9).tolist()
+  assert first not in prompt
+  cut = encoder.encode(text * 9, len(head) + 3).tolist()
+  assert cut == [*head, *prompt[-3:]]
+  flags = [f'--checkpoint={tuned}', '--prompt=x']
+  for more, message in (
+    (['--mode=X'], '--mode=X is no mode .* has R, S;'),
+    (['--mode=S', '--chat'], '--chat does not work with --mode'),
+    (['--prefix=a, b: ', '--max_prompt=3'], "'a, b: ' among .* room for 3"),
+  ):
+    with pytest.raises(errors.UserError, match=message):
+      _run(*flags, *more)
 
 
 def test_beams_integers_and_stop_strings(run_folder, tmp_path):

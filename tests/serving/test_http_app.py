@@ -14,6 +14,7 @@ pytest.importorskip('starlette', reason='needs pip install -e .[serve]')
 pytest.importorskip('uvicorn', reason='needs pip install -e .[serve]')
 testclient = pytest.importorskip('starlette.testclient')
 
+from encdec_adapt.conversion import prompt_encoding  # noqa: E402
 from encdec_adapt.inference import engine as engine_lib  # noqa: E402
 from encdec_adapt.serving import http_app, origins, protocol, text_stream  # noqa: E402
 from tests import tiny, toy_models  # noqa: E402
@@ -35,7 +36,8 @@ def _service(loaded, *, rows=2, **options):
   made = loaded.engine(rows=rows, steps=4)
   limits = protocol.Limits(max_prompt=40, max_tokens=4000)
   opened = loaded.stored.open_vocabularies()
-  served = http_app.Served('pair', 7, opened, 'encoder', limits, **options)
+  prompts = prompt_encoding.PromptEncoder(loaded.stored)
+  served = http_app.Served('pair', 7, opened, prompts, limits, **options)
   return http_app.Service(made, served)
 
 
@@ -118,6 +120,27 @@ def test_completions_are_the_engines(loaded, client, prompt):
     text = ''.join(c['choices'][0]['text'] for c in chunks)
     assert text == want.text[: want.text.index(stop)]
     assert chunks[-1]['choices'][0]['finish_reason'] == 'stop'
+
+
+def test_texts_have_the_prefix_and_ids_where_it_is_wanted(loaded):
+  prompts = prompt_encoding.PromptEncoder(loaded.stored, prefix='Say: ')
+  encode = lambda text: prompts.reader.encode(text).tolist()  # noqa: E731
+  ids = encode('cats')
+  prefixed = [*encode('Say: '), *ids]
+  for prompt, run_prefix, want in (
+    ('cats', False, encode('Say: cats')),
+    (ids, False, ids),
+    (ids, True, prefixed),
+    ([prompts.reader.bos, *ids], True, prefixed),
+  ):
+    call = protocol.parse(
+      json.dumps({'prompt': prompt}).encode(),
+      is_chat=False,
+      limits=protocol.Limits(40, 40),
+      prompts=prompts,
+      run_prefix=run_prefix,
+    )
+    assert call.request.tokens.tolist() == [prompts.reader.bos, *want]
 
 
 def test_draws_are_of_the_seed(client):

@@ -46,6 +46,10 @@ class Sampler:
     # The first rows at every step, so that answers can be followed.
     held_out, self._sides = data.evaluation, data.vocabularies.sides
     self._rows = held_out.read(range(min(_COUNT, len(held_out))))
+    # The inputs of the rows begin with it; a printed prompt shows its end.
+    prefix = held_out.spec.objectives[0].prefix
+    if prefix and distributed.is_lead():
+      print(f'samples: prompts begin with {prefix!r}')
     self._max_tokens, framing = held_out.spec.decoder_length, held_out.framing
     ends = [framing.decoder.eos]
     # An answer of a chat is over when the turn is, before EOS.

@@ -1,14 +1,16 @@
 """Metrics of generated texts against references: ROUGE, BLEU, chrF, EM, F1.
 
-ROUGE is rouge-score's, BLEU and chrF sacreBLEU's (the extra `eval`). Exact
-match and F1 are SQuAD's (Rajpurkar et al. 2016, evaluate-v1.1.py): without
-case, punctuation, articles and repeated spaces; the best over the references.
-Of the other rooms of `evaluation`, only `results` is imported.
+ROUGE is rouge-score's, BLEU and chrF sacreBLEU's (the extra `eval`), in its
+scale of 0 to 100; the others are from 0 to 1. Exact match and F1 are SQuAD's
+(Rajpurkar et al. 2016, evaluate-v1.1.py): without case, punctuation, articles
+and repeated spaces; the best over the references. Of the other rooms of
+`evaluation`, only `results` is imported.
 """
 
 import collections
 from collections.abc import Sequence
 import dataclasses
+import importlib.util
 import itertools
 import re
 import string
@@ -21,27 +23,28 @@ _PUNCTUATION = str.maketrans('', '', string.punctuation)
 _ROUGE = ('rouge1', 'rouge2', 'rougeL')
 
 
+def require_packages() -> None:
+  """Raises a `UserError` if the extra `eval` is not installed."""
+  if not all(map(importlib.util.find_spec, ('rouge_score', 'sacrebleu'))):
+    raise errors.UserError(
+      'metrics of texts need rouge-score and sacreBLEU: pip install'
+      " 'encdec_adapt[eval]'"
+    )
+
+
 def score(
   task: str, predictions: Sequence[str], references: Sequence[Sequence[str]]
 ) -> list[results_store.Score]:
-  """Scores predictions by all metrics, from 0 to 1.
+  """Scores predictions by all metrics, BLEU and chrF from 0 to 100.
 
   Args:
     task: name of the task.
     predictions: a text per example, not empty.
     references: texts per example, at least one.
-
-  Raises:
-    UserError: the extra `eval` is not installed.
   """
-  try:
-    from rouge_score import rouge_scorer
-    import sacrebleu
-  except ImportError as error:
-    raise errors.UserError(
-      'metrics of texts need rouge-score and sacreBLEU: pip install'
-      " 'encdec_adapt[eval]'"
-    ) from error
+  from rouge_score import rouge_scorer
+  import sacrebleu
+
   scorer = rouge_scorer.RougeScorer(_ROUGE, use_stemmer=True)
   chrf = sacrebleu.CHRF()
   # Without it, the score of a sentence of fewer than four words is 0.
@@ -55,8 +58,8 @@ def score(
     values['exact_match'].append(float(is_exact))
     values['f1'].append(max(_f1(text, x) for x in texts))
     # Scores of sentences are for paired tests; the value is the corpus's.
-    values['bleu'].append(bleu.sentence_score(text, list(texts)).score / 100)
-    values['chrf'].append(chrf.sentence_score(text, list(texts)).score / 100)
+    values['bleu'].append(bleu.sentence_score(text, list(texts)).score)
+    values['chrf'].append(chrf.sentence_score(text, list(texts)).score)
   scores = {
     name: results_store.mean_score(task, name, column)
     for name, column in values.items()
@@ -67,7 +70,7 @@ def score(
   # The published numbers are those of corpora, which are not means of sentences
   # and so have no standard error.
   for name, metric in (('bleu', sacrebleu.BLEU()), ('chrf', chrf)):
-    value = metric.corpus_score(predictions, columns).score / 100
+    value = metric.corpus_score(predictions, columns).score
     scores[name] = dataclasses.replace(scores[name], value=value, stderr=None)
   return list(scores.values())
 

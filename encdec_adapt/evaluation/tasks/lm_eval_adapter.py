@@ -48,6 +48,7 @@ class Adapter(lm_eval_model.TemplateLM):
     *,
     batch_size: int = 8,
     report: progress.Report | None = None,
+    prefix: str = '',
   ):
     """Opens the model's vocabulary.
 
@@ -55,6 +56,7 @@ class Adapter(lm_eval_model.TemplateLM):
       loaded: a model with a decoder.
       batch_size: rows at a time.
       report: progress callback (requests done, all requests).
+      prefix: text before every context; whole texts are scored without it.
 
     Raises:
       UserError: the model has no tokenizer.
@@ -63,6 +65,7 @@ class Adapter(lm_eval_model.TemplateLM):
     opened = loaded.stored.require_vocabularies()
     self._loaded, self._batch_size = loaded, batch_size
     self._report = report or (lambda *_: None)
+    self._prefix = prefix
     self._reader = opened.sides[loaded.stored.prompt_side]
     self._writer = opened.decoder
     is_pair = loaded.config.architecture.encodes_prompt
@@ -92,7 +95,8 @@ class Adapter(lm_eval_model.TemplateLM):
     # int: the requests travel to the other processes as JSON.
     if add_special_tokens is False:
       return [int(i) for i in self._writer.encode(string)]
-    return [self._reader.bos, *(int(i) for i in self._reader.encode(string))]
+    ids = self._reader.encode(self._prefix + string)
+    return [self._reader.bos, *(int(i) for i in ids)]
 
   def score_choices(
     self, pairs: Sequence[tuple[str, str]], separator: str | None

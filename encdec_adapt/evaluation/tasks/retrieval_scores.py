@@ -19,6 +19,7 @@ from encdec_adapt.conversion import (
   model_in_memory,
   model_on_disk,
   pretrained_files,
+  prompt_encoding,
 )
 from encdec_adapt.evaluation.results import results_store
 from encdec_adapt.evaluation.tasks import retrieval_tasks
@@ -39,14 +40,17 @@ class RetrievalEvaluation:
 
   Attributes:
     retrieval: source of the tasks.
+    prefix: text before every context; None for the run's task prefix.
   """
 
   retrieval: retrieval_tasks.Retrieval
+  prefix: str | None = ''
   name = NAME
 
   def options(self) -> results_store.Options:
     """Returns the inputs of the scores."""
-    return self.retrieval.options()
+    prefix = {} if self.prefix == '' else {'prefix': self.prefix}
+    return {**self.retrieval.options(), **prefix}
 
   def check(self, stored: model_on_disk.StoredModel) -> None:
     """Checks lengths against the needles and the positions of a model.
@@ -114,9 +118,11 @@ class RetrievalEvaluation:
   ) -> tuple[list[retrieval_tasks.Example], list[list[int]]]:
     """Returns the examples, and the prompt of each with BOS first."""
     reader = stored.require_vocabularies().sides[stored.prompt_side]
+    prefix = prompt_encoding.task_prefix(stored, self.prefix)
+    head = [reader.bos, *reader.encode(prefix)]
     examples = list(self.retrieval.examples(reader))
     return examples, [
-      [reader.bos, *example.context, *reader.encode(example.question)]
+      [*head, *example.context, *reader.encode(example.question)]
       for example in examples
     ]
 

@@ -18,7 +18,11 @@ from typing import Any
 
 from encdec_adapt.base import errors
 from encdec_adapt.cluster import code_limits, distributed
-from encdec_adapt.conversion import model_in_memory, model_on_disk
+from encdec_adapt.conversion import (
+  model_in_memory,
+  model_on_disk,
+  prompt_encoding,
+)
 from encdec_adapt.evaluation.results import results_store
 from encdec_adapt.evaluation.tasks import prompted_task, task_files
 from encdec_adapt.files import paths
@@ -121,6 +125,7 @@ class Task:
     shots: examples in the context; None for the number of the task.
     limit: most examples.
     allow_code: whether generated programs may run.
+    prefix: text before every context; None for the run's task prefix.
   """
 
   name: str
@@ -128,6 +133,7 @@ class Task:
   shots: int | None = None
   limit: int | None = None
   allow_code: bool = False
+  prefix: str | None = ''
 
   def options(self) -> results_store.Options:
     """Returns the inputs of the scores."""
@@ -148,11 +154,14 @@ class Task:
       'shots': self.shots,
       'limit': self.limit,
       'content': 'lm-eval' if content is None else digest.hexdigest(),
+      # Left out where there is none, as in results of earlier versions.
+      **({} if self.prefix == '' else {'prefix': self.prefix}),
     }
 
   def check(self, stored: model_on_disk.StoredModel) -> None:
-    """Checks that a model has vocabularies."""
+    """Checks that a model has vocabularies, and a single task prefix."""
     stored.require_vocabularies()
+    prompt_encoding.task_prefix(stored, self.prefix)
 
   def scores(
     self, model: model_in_memory.LoadedModel, rows: int, report: progress.Report
@@ -172,7 +181,10 @@ class Task:
     """
     from encdec_adapt.evaluation.tasks import lm_eval_adapter
 
-    adapter = lm_eval_adapter.Adapter(model, batch_size=rows, report=report)
+    prefix = prompt_encoding.task_prefix(model.stored, self.prefix)
+    adapter = lm_eval_adapter.Adapter(
+      model, batch_size=rows, report=report, prefix=prefix
+    )
     if not distributed.is_lead():
       adapter.follow()
       return []
@@ -270,6 +282,7 @@ def plan(
   shots: int | None = None,
   limit: int | None = None,
   allow_code: bool = False,
+  prefix: str | None = '',
 ) -> Plan:
   """Finds tasks and checks local ones, before a model is read.
 
@@ -279,6 +292,7 @@ def plan(
     shots: examples in the context; None for the number of the group or task.
     limit: most examples of a task.
     allow_code: whether generated programs may run.
+    prefix: text before every context; None for the run's task prefix.
 
   Raises:
     UserError: lm-eval is not installed, a task does not exist or runs programs
@@ -327,7 +341,7 @@ def plan(
         f'--shots={shots}: {member.task} has templates without examples;'
         ' leave out --shots, or the task.'
       )
-    task = Task(member.task, content, count, limit, allow_code)
+    task = Task(member.task, content, count, limit, allow_code, prefix)
     # A task of two groups runs once.
     if tasks.setdefault(member.task, task).shots != count:
       raise errors.UserError(

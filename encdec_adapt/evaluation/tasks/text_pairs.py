@@ -5,19 +5,20 @@ Of the other rooms of `evaluation`, `measures` and `results` are imported.
 
 from collections.abc import Sequence
 import dataclasses
-
-import numpy as np
+from typing import Any
 
 from encdec_adapt.base import errors, option_strings
 from encdec_adapt.conversion import (
   model_in_memory,
   model_on_disk,
   pretrained_files,
+  prompt_encoding,
 )
 from encdec_adapt.evaluation.measures import text_metrics
 from encdec_adapt.evaluation.results import results_store
 from encdec_adapt.evaluation.tasks import prompted_task
 from encdec_adapt.files import paths
+from encdec_adapt.inference import beam_search
 from encdec_adapt.inference import engine as engine_lib
 from encdec_adapt.telemetry import progress
 
@@ -31,12 +32,18 @@ class Pairs:
     inputs: texts that the model reads.
     targets: references of each text, at least one.
     max_tokens: most tokens of an answer.
+    beams: beams of a beam search; 1 for greedy answers.
+    length_penalty: see `beam_search.search`.
+    prefix: text before every input; None for the run's task prefix.
   """
 
   name: str
   inputs: Sequence[str]
   targets: Sequence[Sequence[str]]
   max_tokens: int
+  beams: int = 1
+  length_penalty: float = 1.0
+  prefix: str | None = None
 
   def options(self) -> results_store.Options:
     """Returns the inputs of the scores."""
@@ -44,45 +51,53 @@ class Pairs:
       'pairs': self.name,
       'content': results_store.digest([self.inputs, self.targets]),
       'max_tokens': self.max_tokens,
+      'beams': self.beams,
+      'length_penalty': self.length_penalty,
+      'prefix': self.prefix,
     }
 
   def check(self, stored: model_on_disk.StoredModel) -> None:
-    """Checks that a model has vocabularies, and room for a prompt."""
-    stored.require_vocabularies()
+    """Checks that a model has vocabularies, a prefix, and room for a prompt."""
+    prompt_encoding.PromptEncoder(stored, prefix=self.prefix)
     pretrained_files.prompt_room(stored, self.max_tokens)
 
   def scores(
     self, model: model_in_memory.LoadedModel, rows: int, report: progress.Report
   ) -> list[results_store.Score]:
-    """Generates greedily and compares with the references.
+    """Generates answers and compares them with the references.
 
     Args:
       model: the model.
       rows: prompts at a time; divides over the model's devices.
       report: progress callback (answers done, all answers).
     """
-    opened = model.stored.require_vocabularies()
-    reader = opened.sides[model.stored.prompt_side]
+    encoder = prompt_encoding.PromptEncoder(model.stored, prefix=self.prefix)
     room = pretrained_files.prompt_room(model.stored, self.max_tokens)
-    # A prompt that is too long is cut to BOS and its last tokens, as lm-eval
-    # cuts contexts.
-    first = 1 - (room or engine_lib.UNLIMITED)
-    # Empty for all runs but decoders that were tuned with a separator.
-    separator = opened.decoder.encode(model.stored.separator)
-    requests = []
-    for text in self.inputs:
-      prompt = np.append(reader.encode(text), separator)[first:]
-      tokens = np.array([reader.bos, *prompt], np.int32)
-      requests.append(engine_lib.Request(tokens, self.max_tokens))
-    answers = [''] * len(requests)
-    completions = model.engine(rows=rows).run(requests)
+    # A prompt that is too long keeps its last tokens, as lm-eval cuts contexts.
+    prompts = [encoder.encode(text, room) for text in self.inputs]
+    engine = model.engine(rows=rows)
+    if self.beams > 1:
+      completions = beam_search.search(
+        engine,
+        prompts,
+        beams=self.beams,
+        max_tokens=self.max_tokens,
+        length_penalty=self.length_penalty,
+      )
+    else:
+      completions = engine.run(
+        engine_lib.Request(prompt, self.max_tokens) for prompt in prompts
+      )
+    answers = [''] * len(prompts)
     for count, (i, completion) in enumerate(completions, 1):
       answers[i] = completion.text.strip()
-      report(count, len(requests))
+      report(count, len(prompts))
     return text_metrics.score(self.name, answers, self.targets)
 
 
-def read(spec: str, max_tokens: int, limit: int | None = None) -> Pairs:
+def read(
+  spec: str, max_tokens: int, limit: int | None = None, **options: Any
+) -> Pairs:
   """Reads FILE.jsonl[#INPUT,TARGET].
 
   Args:
@@ -90,11 +105,14 @@ def read(spec: str, max_tokens: int, limit: int | None = None) -> Pairs:
       and target. A target may be a list of references.
     max_tokens: most tokens of an answer.
     limit: most pairs to read.
+    **options: `beams`, `length_penalty` and `prefix` of `Pairs`.
 
   Raises:
-    UserError: the file cannot be read or has no pairs, or a line lacks a
-      field; names the line.
+    UserError: the extra `eval` is not installed, the file cannot be read or has
+      no pairs, or a line lacks a field; names the line.
   """
+  # Before hours of generation, whose answers could not be scored.
+  text_metrics.require_packages()
   file, fields = option_strings.Part('--pairs', spec).partition('#')
   path, names = file.text, ['input', 'target']
   if fields:
@@ -116,4 +134,4 @@ def read(spec: str, max_tokens: int, limit: int | None = None) -> Pairs:
       )
     inputs.append(source)
     targets.append(references)
-  return Pairs(paths.at(path).stem, inputs, targets, max_tokens)
+  return Pairs(paths.at(path).stem, inputs, targets, max_tokens, **options)

@@ -14,6 +14,7 @@ from encdec_adapt.cluster import code_limits
 from encdec_adapt.conversion import pretrained_files
 from encdec_adapt.evaluation.tasks import task_groups as tasks
 from encdec_adapt.inference import log_likelihoods
+from encdec_adapt.objectives import objective_names
 
 _REASON = "needs lm-eval: pip install -e '.[eval]'"
 instance = pytest.importorskip('lm_eval.api.instance', reason=_REASON)
@@ -199,12 +200,43 @@ def test_a_separator_joins_context_and_choice(kind, models):
     for a, b in split
   ]
   want = dict(loaded.score_tokens(pairs, bos=2))
-  stored = dataclasses.replace(loaded.stored, separator='\n' * (not is_pair))
+  objectives = objective_names.parse(r'pairs:separator="\n"')
+  stored = dataclasses.replace(loaded.stored, objectives=objectives)
   of_run = dataclasses.replace(loaded, stored=stored)
   for model, separator in ((loaded, '\n'), (of_run, None)):
     adapter = lm_eval_adapter.Adapter(model)
     for i, (log_prob, _) in enumerate(adapter.score_choices(texts, separator)):
       assert log_prob == pytest.approx(want[i].log_prob, abs=1e-4)
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_tasks_have_the_prefix_of_the_run_where_it_is_wanted(kind, models):
+  objectives = objective_names.parse('pairs:prefix=Say: ')
+  stored = dataclasses.replace(models[kind].stored, objectives=objectives)
+  loaded = dataclasses.replace(models[kind], stored=stored)
+  question = tasks.prompted_task.Question('a fox', [' is', ' was'], 0)
+  longer = dataclasses.replace(question, context='Say: a fox')
+
+  def measure(question, prefix):
+    """Log-likelihoods of the choices, and the options of the results."""
+    content = tasks.prompted_task.PromptedTask('t', {'p': [question]}, None)
+    task, found = tasks.Task('t', content, prefix=prefix), []
+    with pytest.MonkeyPatch.context() as patch:
+      kept = lambda _, scores: found.extend(scores) or []  # noqa: E731
+      patch.setattr(tasks.prompted_task.PromptedTask, 'score', kept)
+      task.scores(loaded, 8, lambda *_: None)
+    return found, task.options()
+
+  (plain, options), (want, _) = measure(question, ''), measure(longer, '')
+  found, of_run = measure(question, None)
+  assert found == pytest.approx(want, abs=1e-4)
+  assert plain != pytest.approx(want, abs=1e-4)
+  assert 'prefix' not in options and of_run == options | {'prefix': None}
+  several = objective_names.parse('pairs:prefix=a | pairs:prefix="b, c: "')
+  several = dataclasses.replace(stored, objectives=several)
+  with pytest.raises(errors.UserError, match="--prefix=a, --prefix='b, c: '"):
+    tasks.Task('t', None, prefix=None).check(several)
+  tasks.Task('t', None, prefix='').check(several)
 
 
 @pytest.mark.parametrize('kind', KINDS)

@@ -1,0 +1,191 @@
+"""Prompts as token ids, as a run's model read them in training.
+
+The objectives of a run state the text before all inputs (the task prefix of
+`pairs`), the mode tokens that inputs begin with (UL2), and the text after the
+inputs of a decoder-only model (the separator). A Hugging Face folder states
+none of them. `generate`, `serve`, `evaluate` and Python callers encode text
+here; conversations are encoded by `tokenizers.chat_format` and framed here.
+"""
+
+from collections.abc import Sequence
+import re
+import shlex
+import sys
+
+import numpy as np
+
+from encdec_adapt.base import errors
+from encdec_adapt.cluster import distributed
+from encdec_adapt.conversion import model_on_disk
+from encdec_adapt.tokenizers import vocabulary as vocabulary_lib
+
+
+def task_prefix(
+  stored: model_on_disk.StoredModel, prefix: str | None = None
+) -> str:
+  """Returns the text before every prompt of a model.
+
+  Args:
+    stored: the model.
+    prefix: the text that a user wants, '' for none; None for the run's.
+
+  Raises:
+    UserError: the run has several prefixes and none is chosen; lists them.
+  """
+  if prefix is not None:
+    return prefix
+  prefixes = list(
+    dict.fromkeys(x.prefix for x in stored.objectives if x.prefix is not None)
+  )
+  if len(prefixes) > 1:
+    # Quoted for a shell: a prefix mostly ends in a space.
+    flags = ', '.join(f'--prefix={shlex.quote(text)}' for text in prefixes)
+    raise errors.UserError(
+      f'{stored.path} was trained with {len(prefixes)} task prefixes; choose'
+      f" one: {flags} (in Python prefix=TEXT; '' for none)."
+    )
+  return prefixes[0] if prefixes else ''
+
+
+def print_prefix(stored: model_on_disk.StoredModel, prefix: str) -> None:
+  """Prints the prefix of a model's prompts, if there is one, on process 0."""
+  if prefix and distributed.is_lead():
+    # On standard error: the standard output of commands has their results.
+    print(f'{stored.path}: prompts begin with {prefix!r}', file=sys.stderr)
+
+
+class PromptEncoder:
+  """Encodes the prompts of a model.
+
+  Attributes:
+    prefix: text before every prompt; '' for none.
+    reader: vocabulary of the stack that reads prompts.
+  """
+
+  def __init__(
+    self,
+    stored: model_on_disk.StoredModel,
+    *,
+    prefix: str | None = None,
+    mode: str = '',
+    sentinels: bool = False,
+  ):
+    """Opens the vocabularies.
+
+    Args:
+      stored: the model.
+      prefix: see `task_prefix`.
+      mode: mode token of UL2 that prompts begin with; '' for none.
+      sentinels: whether names of sentinels in a text are read as tokens, and
+        shown in answers.
+
+    Raises:
+      UserError: the model has no vocabularies, several prefixes, or was not
+        trained with such a mode; or its vocabulary lacks sentinels.
+    """
+    opened = stored.require_vocabularies()
+    self.reader = opened.sides[stored.prompt_side]
+    self.prefix = task_prefix(stored, prefix)
+    self._writer = opened.decoder
+    self._separator = self._writer.encode(stored.separator)
+    # After BOS, as `objectives.denoising` puts it before the inputs.
+    self._head = [self.reader.bos]
+    if mode:
+      self._head.append(_mode_id(stored, self.reader, mode))
+    self._sentinels: dict[str, int] = {}
+    if sentinels:
+      self._sentinels = {self.reader.piece(i): i for i in self.reader.sentinels}
+      if not self._sentinels:
+        raise errors.UserError(
+          f'--sentinels: the vocabulary {self.reader.path} has no sentinels;'
+          ' leave it out.'
+        )
+
+  def encode(self, text: str, room: int | None = None) -> np.ndarray:
+    """Encodes a text as a prompt: BOS, mode, prefix, text and separator.
+
+    Args:
+      text: the text.
+      room: most tokens; a longer prompt keeps those before the text, and its
+        last ones. None for all.
+
+    Raises:
+      UserError: the text cannot be encoded, or the prefix leaves no room.
+    """
+    # Together, as in training: tokens may span the border.
+    ids = self._read(self.prefix + text)
+    kept = len(self._read(self.prefix)) if self.prefix else 0
+    return self.frame(ids, room, kept=kept)
+
+  def frame(
+    self,
+    ids: Sequence[int] | np.ndarray,
+    room: int | None = None,
+    *,
+    kept: int = 0,
+  ) -> np.ndarray:
+    """Returns ids between BOS and mode, and the separator, int32 [n].
+
+    Args:
+      ids: encoded prompt, without framing.
+      room: most tokens, see `encode`.
+      kept: number of the first ids that a cut leaves, such as a prefix.
+
+    Raises:
+      UserError: the ids that are kept leave no room.
+    """
+    prompt = np.array([*self._head, *ids, *self._separator], np.int32)
+    if room is None or len(prompt) <= room:
+      return prompt
+    start = len(self._head) + kept
+    if start >= room:
+      raise errors.UserError(
+        f'a prompt begins with {start} tokens ({self.prefix!r} among them) and'
+        f' has room for {room}; raise --max_prompt.'
+      )
+    # The last tokens: a continuation depends most on the text before it.
+    return np.concatenate([prompt[:start], prompt[start - room :]])
+
+  def answer_text(self, tokens: np.ndarray) -> str:
+    """Decodes generated tokens with the names of sentinels."""
+    names = set(self._writer.sentinels)
+    hidden = set(self._writer.specials.values()) - names
+    # A table may have more rows than the vocabulary has tokens.
+    ids = [i for i in tokens if i < self._writer.size and i not in hidden]
+    return self._writer.decode(ids, show_special=True, start=False)
+
+  def _read(self, text: str) -> list[int]:
+    """Encodes a text, and the sentinels in it if they are read as tokens."""
+    if not self._sentinels:
+      return self.reader.encode(text).tolist()
+    names = '|'.join(map(re.escape, self._sentinels))
+    ids: list[int] = []
+    for part in filter(None, re.split(f'({names})', text)):
+      if part in self._sentinels:
+        ids.append(self._sentinels[part])
+      else:
+        ids += self.reader.encode(part).tolist()
+    return ids
+
+
+def _mode_id(
+  stored: model_on_disk.StoredModel,
+  reader: vocabulary_lib.Vocabulary,
+  mode: str,
+) -> int:
+  """Returns the id of a mode token.
+
+  Raises:
+    UserError: the model was not trained with the mode; lists its modes.
+  """
+  modes = {name for x in stored.objectives for name in x.modes}
+  # A folder says nothing about its training: its vocabulary decides.
+  if not stored.objectives:
+    modes = set(reader.mode_ids)
+  if mode not in modes:
+    raise errors.UserError(
+      f'--mode={mode} is no mode of {stored.path}, which has'
+      f' {", ".join(sorted(modes)) or "none"}; give one of them, or leave it'
+      ' out.'
+    )
+  return reader.mode_ids[mode]
