@@ -12,6 +12,7 @@ import dataclasses
 from typing import Any
 
 import ml_collections
+from ml_collections import config_dict
 
 from encdec_adapt.adaptation import init_section
 from encdec_adapt.base import errors, keys, option_strings
@@ -109,6 +110,10 @@ def defaults() -> ml_collections.ConfigDict:
   values = {**keys.defaults(_Root), 'model': model_section.defaults()}
   for name, parts in _SECTIONS.items():
     values[name] = {k: v for p in parts for k, v in keys.defaults(p).items()}
+  # A number of steps, or the text of a share: a ConfigDict keeps other types.
+  every = values['checkpoint']['every']
+  reference = config_dict.FieldReference(every, field_type=object)
+  values['checkpoint']['every'] = reference
   # ml_collections names the nearest key where a mistyped one is assigned.
   return ml_collections.ConfigDict(values).lock()
 

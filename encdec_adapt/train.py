@@ -141,13 +141,13 @@ def train(
 
   # -- Checkpoint to start from ------------------------------------------------
 
-  every = settings.checkpoint.every
   checkpoints = manager.Checkpoints(
     paths.join(workdir, manager.FOLDER), settings.checkpoint
   )
 
   def require_space(steps):
     """Checks the disk; for a single checkpoint while `steps` is 0."""
+    every = settings.checkpoint.interval(steps)
     saves = {*range(every, steps, every), steps}
     saves |= {group.start for group in phases.groups if group.start}
     checkpoints.require_space(phases.abstract(), sorted(saves))
@@ -235,6 +235,7 @@ def train(
   # -- Loop objects ------------------------------------------------------------
 
   step = first = start or 0
+  every = settings.checkpoint.interval(steps)
   end = resume_checks.report_end(batches.remaining, first, steps, log)
   telemetry = job_telemetry.JobTelemetry(
     workdir,

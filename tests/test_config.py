@@ -17,6 +17,7 @@ from encdec_adapt.planning import chips
 BASE = '--config=configs/base.py'
 SOURCE = ('--config.init.encoder=a', '--config.data.source=python')
 TEACHER = (*SOURCE, '--config.teacher.checkpoint=b')
+PREFIX_LM = '--config.data.objective=prefix_lm'
 # A pair of two vocabularies.
 PAIR = (
   'model.kind=encoder_decoder',
@@ -160,6 +161,10 @@ def test_any_model_is_said_by_a_configuration(merged):
     (['train.evaluators=loss=1,loss=2'], 'must be NAME=STEPS'),
     (['train.evaluators=samples=2'], 'must have loss=STEPS'),
     (['train.evaluators=loss=2,a=3'], "'loss=2,a=3'; .* must be multiples"),
+    (['train.evaluators=loss=5%,a=9%'], 'must be multiples of those, or all'),
+    (['train.evaluators=loss=5%,a=10'], 'must be multiples of those, or all'),
+    (['checkpoint.every=0'], "every is '0'; .* must be a number of steps"),
+    (['checkpoint.every=ten%'], "'ten' at column 1 must be .*share of them"),
     (['train.dropout=1'], 'train.dropout is 1.0; it must be below 1'),
     (['train.dropout=-0.1'], 'train.dropout is -0.1; .*at least 0'),
     (['optimizer.eps=0'], 'optimizer.eps is 0.0; .*above 0'),
@@ -192,6 +197,23 @@ def test_any_model_is_said_by_a_configuration(merged):
 def test_bad_input_is_named(flags, words):
   with pytest.raises(errors.UserError, match=words):
     _load(BASE, *(f'--config.{flag}' for flag in flags))
+
+
+def test_shares_of_the_steps_follow_the_flags():
+  shares = '--config.train.evaluators=loss=5%,samples=10%,tasks=100%'
+  flags = [BASE, shares, '--config.checkpoint.every=10%', PREFIX_LM]
+  flags += ['--config.data.encoder_length=8']
+  kind = '--config.model.kind=encoder_decoder'
+  settings = _load(*flags, kind, '--config.train.steps=130')
+  # Multiples of the loss's stay multiples when it is rounded.
+  assert settings.train.intervals == {'loss': 6, 'samples': 12, 'tasks': 120}
+  assert settings.checkpoint.interval(130) == 13
+  records = _load(*flags, kind, '--config.train.steps=0').until_end(0, 1600)
+  assert records.train.intervals == {'loss': 5, 'samples': 10, 'tasks': 100}
+  mixed = dataclasses.replace(
+    records.train, evaluators='loss=8,samples=10%', steps=150
+  )
+  assert mixed.intervals == {'loss': 8, 'samples': 16}
 
 
 @pytest.mark.parametrize(

@@ -120,6 +120,44 @@ class Part:
     raise self.error(f'must be {form}')
 
 
+@dataclasses.dataclass(frozen=True)
+class Interval:
+  """Distance of two events of a job.
+
+  Attributes:
+    number: steps, or with `is_share` percent of all steps.
+    is_share: whether it is a share.
+  """
+
+  number: float
+  is_share: bool
+
+  @classmethod
+  def read(cls, part: Part) -> 'Interval':
+    """Reads '100' or '10%'.
+
+    Raises:
+      UserError: it is neither.
+    """
+    is_share = part.text.endswith('%')
+    number = part.partition('%')[0] if is_share else part
+    form = 'a number of steps, or a share of them up to 100%'
+    kind = float if is_share else int
+    most = 100 if is_share else math.inf
+    return cls(number.read(kind, form, lambda n: 0 < n <= most), is_share)
+
+  def steps(self, total: int, multiple: int = 1) -> int:
+    """Returns the steps.
+
+    Args:
+      total: steps of the job; 0 while they are open.
+      multiple: a share is rounded to a multiple of this, above 0.
+    """
+    if not self.is_share:
+      return int(self.number)
+    return max(1, round(self.number / 100 * total / multiple)) * multiple
+
+
 def unquote(text: str) -> str:
   """Returns the content of a JSON string in quotes; other text as it is."""
   return json.loads(text) if text.startswith('"') else text

@@ -4,15 +4,17 @@ import collections
 from collections.abc import Iterable, Sequence
 import dataclasses
 
-from encdec_adapt.base import keys
+from encdec_adapt.base import keys, option_strings
 
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointConfig:
   """Keys of `config.checkpoint`."""
 
-  every: int = keys.key(
-    100, 'Steps between checkpoints; the last step is always saved.', at_least=1
+  every: int | str = keys.key(
+    100,
+    "Steps between checkpoints, or a share of the job's steps such as '10%';"
+    ' the last step is always saved.',
   )
   keep: int = keys.key(2, 'Newest checkpoints that are kept.', at_least=1)
   keep_every: int = keys.key(
@@ -30,6 +32,12 @@ class CheckpointConfig:
 
   def __post_init__(self):
     keys.check(self, 'config.checkpoint.')
+    self.interval(0)  # Checks it.
+
+  def interval(self, steps: int) -> int:
+    """Returns the steps between checkpoints of a job of so many steps."""
+    part = option_strings.Part('config.checkpoint.every', str(self.every))
+    return option_strings.Interval.read(part).steps(steps)
 
   def retired(self, steps: Sequence[int], best: int | None) -> list[int]:
     """Returns the steps that are deleted, in ascending order.

@@ -47,7 +47,8 @@ class TrainConfig:
   evaluators: str = keys.key(
     'loss=50',
     'Evaluators, and the steps between two runs of each:'
-    " 'loss=100,samples=500,tasks/=1000'. `loss` is of the held-out rows,"
+    " 'loss=100,samples=500,tasks/=1000', or a share of the job's steps:"
+    " 'loss=5%,samples=10%'. `loss` is of the held-out rows,"
     ' `samples` are answers to two of them; others are local tasks (a folder)'
     ' or tasks by name (encdec_adapt/evaluation/README.md). All run at step 0'
     ' and at the last step; steps are multiples of those of `loss`. Scores go'
@@ -104,23 +105,49 @@ class TrainConfig:
 
   @property
   def intervals(self) -> dict[str, int]:
-    """Steps between two runs of each evaluator, by its name."""
-    intervals: dict[str, int] = {}
-    for name, steps in option_strings.things(
-      'config.train.evaluators', self.evaluators, ',', mark='='
-    ):
-      if not name or not steps or steps % 1 or name.text in intervals:
-        raise name.error(
-          "must be NAME=STEPS, each name once, as in 'loss=100,samples=500'."
+    """Steps between two runs of each evaluator, by its name.
+
+    Shares are of `steps`, and mean nothing while these are open.
+    """
+    parts: dict[str, option_strings.Interval] = {}
+    label = 'config.train.evaluators'
+    for part in option_strings.Part(label, self.evaluators).divide(','):
+      entry = part.strip()
+      # The last mark, as the names of folders contain it too.
+      name, _, number = entry.text.rpartition('=')
+      if not name or not number or name in parts:
+        raise entry.error(
+          "must be NAME=STEPS, each name once, as in 'loss=100,samples=500'"
+          " or 'loss=5%'."
         )
-      intervals[name.text] = int(steps)
+      start = entry.stop - len(number)
+      parts[name] = option_strings.Interval.read(
+        dataclasses.replace(entry, start=start)
+      )
     # Evaluations are due at the steps of the held-out loss only, so the others
     # could not run between them.
-    every = intervals.get(LOSS)
-    if not every or any(steps % every for steps in intervals.values()):
+    loss = parts.get(LOSS)
+    if not loss or not all(_are_multiples(x, loss) for x in parts.values()):
       raise errors.UserError(
         f'config.train.evaluators is {self.evaluators!r}; it must have'
         f' {LOSS}=STEPS, and the steps of the others must be multiples of'
-        ' those.'
+        ' those, or all of them shares.'
       )
-    return intervals
+    every = loss.steps(self.steps)
+    # Rounding keeps multiples of a share multiples.
+    return {
+      name: every * round(part.number / loss.number)
+      if part.is_share == loss.is_share
+      else part.steps(self.steps, every)
+      for name, part in parts.items()
+    }
+
+
+def _are_multiples(
+  part: option_strings.Interval, loss: option_strings.Interval
+) -> bool:
+  """Returns whether an interval can be a multiple of that of the loss."""
+  if part.is_share != loss.is_share:
+    return part.is_share  # It is rounded to a multiple.
+  ratio = part.number / loss.number
+  return abs(ratio - round(ratio)) < 1e-6 and ratio > 0.5

@@ -378,7 +378,7 @@ def test_records_that_end_between_evaluations_or_saves(
 
 def test_steps_of_0_end_with_the_records(folder, decoder, tmp_path):
   flags = tiny.flags(folder, 'causal_lm')
-  flags += ['--config.train.batch_size=32', '--config.checkpoint.every=2']
+  flags += ['--config.train.batch_size=32', '--config.checkpoint.every=67%']
   closed, open_end = tmp_path / 'closed', tmp_path / 'open'
   assert _train(*flags, '--config.train.steps=3', f'--workdir={closed}') == 0
   flags = [*flags, '--config.train.steps=0', f'--workdir={open_end}']
