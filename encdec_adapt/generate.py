@@ -40,18 +40,13 @@ from encdec_adapt.cluster import distributed
 from encdec_adapt.conversion import (
   model_in_memory,
   model_on_disk,
-  pretrained_files,
   prompt_encoding,
+  text_generation,
 )
 from encdec_adapt.files import append_log, disk, paths, text_lines
-from encdec_adapt.inference import beam_search, engine, pooling
-from encdec_adapt.inference import sampling as sampling_lib
+from encdec_adapt.inference import pooling
 from encdec_adapt.telemetry import progress
-from encdec_adapt.tokenizers import chat_format
 
-# Source of a prompt, for messages -> a text, or with --chat the messages of a
-# conversation.
-Prompts = Mapping[str, str | chat_format.Messages]
 # Fields of a prompt's line of JSON.
 Result = dict[str, Any]
 
@@ -159,7 +154,10 @@ def main(values: flags.FlagValues) -> int:
   """Runs the command."""
   command.require(values, 'checkpoint')
   prompts = read_prompts(values.prompt, values.prompts, chat=values.chat)
-  _check_options(values)
+  chosen = [field.name for field in dataclasses.fields(text_generation.Options)]
+  generation = text_generation.Options(**{x: values[x].value for x in chosen})
+  if values.embed and values.int8:
+    raise errors.UserError('--embed does not work with --int8; leave out one.')
   if values.output:
     disk.require_output(values.output)
   # The options that decide the results: a file is resumed with equal ones only.
@@ -169,15 +167,16 @@ def main(values: flags.FlagValues) -> int:
   texts = json.dumps(list(prompts.values())).encode()
   with command.processes(values, prompts=hashlib.sha256(texts).hexdigest()):
     stored = model_on_disk.open_model(values.checkpoint)
-    encoder = prompt_encoding.PromptEncoder(
-      stored,
-      # A turn is the user's alone, as in the conversations of training.
-      prefix='' if values.chat else values.prefix,
-      mode=values.mode,
-      sentinels=values.sentinels,
-    )
+    encoder = generation.encoder(stored)
     # All prompts, before parameters are read: a bad prompt is named at once.
-    encoded = _encode(prompts, stored, encoder, values)
+    encoded = text_generation.encode(
+      prompts,
+      stored,
+      encoder,
+      generation,
+      # Embeddings come from the encoder, without a decoder that needs room.
+      generated=0 if values.embed else values.max_tokens,
+    )
     # The prefix in place of the flag, and the step: a run may have been trained
     # further since.
     options |= {'prefix': encoder.prefix, 'step': stored.step}
@@ -187,62 +186,21 @@ def main(values: flags.FlagValues) -> int:
     pending = {i: ids for i, ids in enumerate(encoded) if i not in finished}
     if pending:
       loaded = model_in_memory.read_as_trained(stored)
-      run = _embed if values.embed else _continue
+      if values.embed:
+        finished = _embed(loaded, pending, values)
+      else:
+        finished = _continue(loaded, pending, encoder, generation)
       name = pathlib.Path(values.checkpoint).name
-      for i, result in run(loaded, pending, values, encoder):
+      for i, result in finished:
         results.add(i, {'run': name, **result})
     results.finish()
     distributed.barrier('results')
   return 0
 
 
-def _check_options(values: flags.FlagValues) -> None:
-  """Refuses options that do not go together, before anything is opened."""
-  # SamplingConfig itself refuses values out of range, and those without effect.
-  sampling = _sampling(values, 0)
-  if values.beams > 1 and (
-    sampling.temperature or sampling.repetition_penalty != 1
-  ):
-    raise errors.UserError(
-      f'--beams={values.beams} searches without drawing; leave out'
-      ' --temperature and --repetition_penalty.'
-    )
-  if values.beams > 1 and values.stop:
-    raise errors.UserError(
-      f'--stop does not work with --beams={values.beams}; leave out one.'
-    )
-  for first, second in (
-    ('embed', 'int8'),
-    ('chat', 'prefix'),
-    ('chat', 'mode'),
-    ('chat', 'sentinels'),
-  ):
-    if values[first].value and values[second].value:
-      raise errors.UserError(
-        f'--{first} does not work with --{second}; leave out one.'
-      )
-  if not all(values.stop):
-    raise errors.UserError('--stop is empty; give a text, or leave it out.')
-
-
-def _sampling(
-  values: flags.FlagValues, index: int
-) -> sampling_lib.SamplingConfig:
-  """Returns the sampling options of a prompt."""
-  return sampling_lib.SamplingConfig(
-    values.temperature,
-    values.top_k,
-    values.top_p,
-    values.min_p,
-    values.repetition_penalty,
-    # Of the index: draws depend neither on the batch nor on a restart.
-    sampling_lib.seed_of(values.seed, index),
-  )
-
-
 def read_prompts(
   texts: Sequence[str], file: str | None, *, chat: bool = False
-) -> Prompts:
+) -> text_generation.Prompts:
   """Reads the prompts of the flags, in order.
 
   Args:
@@ -263,103 +221,21 @@ def read_prompts(
   else:
     is_json = file.endswith('.jsonl')
     prompts = (text_lines.read_json if is_json else text_lines.read)(file)
-  for origin, prompt in prompts.items():
-    # Messages are checked when they are encoded, by the chat format.
-    if chat and isinstance(prompt, list):
-      continue
-    if not isinstance(prompt, str):
-      raise errors.UserError(f'{origin} must be a JSON string: {prompt!r:.60}')
-    if not prompt.strip():
-      raise errors.UserError(
-        f'{origin}: the prompt is empty; there is nothing to continue.'
-      )
-  return prompts
-
-
-def _encode(
-  prompts: Prompts,
-  stored: model_on_disk.StoredModel,
-  encoder: prompt_encoding.PromptEncoder,
-  values: flags.FlagValues,
-) -> list[np.ndarray]:
-  """Encodes each prompt as token ids, int32 [n], BOS first.
-
-  Raises:
-    UserError: a vocabulary lacks the chat template that --chat needs, or a
-      prompt cannot be encoded or is too long; names the prompt.
-  """
-  if values.chat:
-    # The encoder's reads the turns, the decoder's ends the answer.
-    for vocabulary in stored.require_vocabularies().sides.values():
-      chat_format.template_of(vocabulary)
-  # Embeddings come from the encoder, without a decoder that needs room.
-  generated = 0 if values.embed else values.max_tokens
-  longest = pretrained_files.prompt_room(stored, generated)
-  encoded = []
-  for origin, prompt in prompts.items():
-    if values.chat and isinstance(prompt, str):
-      prompt = [{'role': 'user', 'content': prompt}]
-    try:
-      if values.chat:
-        turns = chat_format.encode(prompt, encoder.reader, open_turn=True)
-        ids = encoder.frame(turns.ids, values.max_prompt)
-      else:
-        ids = encoder.encode(prompt, values.max_prompt)
-    except errors.UserError as error:
-      raise errors.UserError(f'{origin}: {error}') from error
-    if not values.max_prompt and longest is not None and len(ids) > longest:
-      raise errors.UserError(
-        f'{origin} has {len(ids)} tokens, and the model has room for'
-        f' {longest} (max_position_embeddings of its config.json, in a'
-        ' decoder-only model without --max_tokens); give'
-        f' --max_prompt={longest} to keep the last ones, or shorten it.'
-      )
-    encoded.append(ids)
-  return encoded
+  return text_generation.check(prompts, chat=chat)
 
 
 def _continue(
   loaded: model_in_memory.LoadedModel,
   encoded: Mapping[int, np.ndarray],
-  values: flags.FlagValues,
   encoder: prompt_encoding.PromptEncoder,
+  options: text_generation.Options,
 ) -> Iterator[tuple[int, Result]]:
-  """Continues prompts and yields results as they end.
-
-  Args:
-    loaded: the model.
-    encoded: token ids of each prompt, by its index.
-    values: the flags of the command.
-    encoder: encoder of the prompts; decodes answers with sentinels.
-  """
-  indices, ids = list(encoded), loaded.special_ids
-  if values.chat:
-    vocabulary = loaded.stored.require_vocabularies().decoder
-    ends = *ids.eos, chat_format.end_of_turn(vocabulary)
-    ids = dataclasses.replace(ids, eos=ends)
-  # Fewer rows for few prompts: every row costs time, used or not.
-  rows = loaded.rows(min(values.batch_size, len(encoded) * values.beams))
-  decode = encoder.answer_text if values.sentinels else None
-  generator = loaded.engine(rows=rows, int8=values.int8, ids=ids, decode=decode)
-  if values.beams > 1:
-    completions = beam_search.search(
-      generator,
-      list(encoded.values()),
-      beams=values.beams,
-      max_tokens=values.max_tokens,
-      length_penalty=values.length_penalty,
-    )
-  else:
-    completions = generator.run(
-      engine.Request(
-        tokens, values.max_tokens, _sampling(values, i), tuple(values.stop)
-      )
-      for i, tokens in encoded.items()
-    )
-  # Both number the requests from 0, in the order in which they get them.
-  for number, completion in completions:
+  """Continues prompts; see `text_generation.complete`."""
+  for index, completion in text_generation.complete(
+    loaded, encoded, encoder, options
+  ):
     yield (
-      indices[number],
+      index,
       {
         'continuation': completion.text,
         'tokens': len(completion.tokens),
@@ -373,20 +249,12 @@ def _embed(
   loaded: model_in_memory.LoadedModel,
   encoded: Mapping[int, np.ndarray],
   values: flags.FlagValues,
-  _: prompt_encoding.PromptEncoder,
 ) -> Iterator[tuple[int, Result]]:
-  """Embeds prompts and yields results; arguments as `_continue`."""
+  """Embeds prompts and yields results."""
   indices = list(encoded)
-  embeddings = pooling.embed(
-    loaded.model,
-    loaded.params,
-    list(encoded.values()),
-    mesh=loaded.where.mesh,
-    rules=loaded.rules,
-    pooling=values.embed,
-    rows=loaded.rows(min(values.batch_size, len(encoded))),
-  )
-  for number, states in embeddings:
+  for number, states in loaded.embed_tokens(
+    list(encoded.values()), pooling=values.embed, batch_size=values.batch_size
+  ):
     yield indices[number], {'embedding': [float(x) for x in states]}
 
 
@@ -397,7 +265,9 @@ class _Results:
     lines: line of JSON of every finished prompt, by its index; process 0 only.
   """
 
-  def __init__(self, output: str | None, prompts: Prompts, options: Any):
+  def __init__(
+    self, output: str | None, prompts: text_generation.Prompts, options: Any
+  ):
     """Reads the results of an earlier command.
 
     Args:

@@ -1,10 +1,16 @@
 """`import encdec_adapt`: its names, and what its functions refuse."""
 
+import json
+
+import jax
+import numpy as np
 import pytest
 
 import encdec_adapt
+from encdec_adapt import generate
 from encdec_adapt.base import errors
-from tests import test_imports, tiny
+from encdec_adapt.models import model_config
+from tests import test_imports, tiny, toy_models
 
 
 def test_no_function_has_the_name_of_a_command():
@@ -40,3 +46,65 @@ def test_options_that_a_command_lacks_are_named(tmp_path):
   with pytest.raises(encdec_adapt.UserError, match='encoder.kv_haeds'):
     model = {'encoder.kv_haeds': 2}
     encdec_adapt.adapt_checkpoint('run', tmp_path / 'pair', model=model)
+
+
+@pytest.fixture(scope='module')
+def model(tmp_path_factory):
+  stack = toy_models.stack(vocab_size=toy_models.GEMMA_SIZE)
+  pair = model_config.encoder_decoder(stack, stack)
+  return toy_models.save(tmp_path_factory.mktemp('models') / 'pair', pair)
+
+
+TEXTS = ['the quick brown fox', 'cats']
+
+
+def test_texts_are_continued_and_embedded_as_by_the_command(model, tmp_path):
+  def command(**flags):
+    output = tmp_path / 'results.jsonl'
+    output.unlink(missing_ok=True)
+    flags = {'checkpoint': model.stored.path, 'output': output, **flags}
+    arguments = [f'--{name}={value}' for name, value in flags.items()]
+    arguments += [f'--prompt={text}' for text in TEXTS]
+    assert tiny.call(generate, *arguments) == 0
+    return [json.loads(line) for line in output.read_text().splitlines()]
+
+  options = {'max_tokens': 5, 'temperature': 0.9, 'seed': 3}
+  texts = [line['continuation'] for line in command(**options)]
+  assert model.generate(TEXTS, **options) == texts
+  states = [line['embedding'] for line in command(embed='last')]
+  found = model.embed(TEXTS, pooling='last')
+  np.testing.assert_allclose(found, states, atol=1e-5)
+
+
+def test_a_score_is_the_sum_of_log_probabilities(model):
+  targets = ['jumps over', 'sleep']
+  reader = model.tokenizer
+  for text, target, score in zip(
+    TEXTS, targets, model.score(TEXTS, targets), strict=True
+  ):
+    ids = reader.encode(target)
+    source = np.array([[reader.bos, *reader.encode(text)]])
+    logits = model.logits(np.array([[reader.bos, *ids[:-1]]]), source)[0]
+    log_probs = np.asarray(jax.nn.log_softmax(logits))
+    wanted = log_probs[np.arange(len(ids)), ids].sum()
+    assert score.tokens == len(ids)
+    assert score.log_prob == pytest.approx(wanted, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+  'call, words',
+  [
+    (lambda m: m.generate('the quick'), "'the quick' is a text; give a list"),
+    (lambda m: m.generate(['x', ' ']), 'text 1: the prompt is empty'),
+    (lambda m: m.generate(['x'], max_tokens=0), 'max_tokens is 0'),
+    (lambda m: m.generate(['x'], stop='ab'), "stop is 'ab'; give texts"),
+    (
+      lambda m: m.score(['x'], ['y', 'z']),
+      '1 inputs and targets .*; give a list',
+    ),
+    (lambda m: m.embed(['x'], pooling='max'), "pooling is 'max'"),
+  ],
+)
+def test_texts_and_options_that_are_refused(model, call, words):
+  with pytest.raises(encdec_adapt.UserError, match=words):
+    call(model)

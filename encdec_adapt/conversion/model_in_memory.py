@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 import os
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax import numpy as jnp
@@ -19,12 +19,18 @@ import numpy as np
 
 from encdec_adapt import config as config_lib
 from encdec_adapt.base import errors
-from encdec_adapt.conversion import model_on_disk, pretrained_files
+from encdec_adapt.conversion import (
+  model_on_disk,
+  pretrained_files,
+  text_generation,
+)
 from encdec_adapt.inference import engine as engine_lib
 from encdec_adapt.inference import log_likelihoods
+from encdec_adapt.inference import pooling as pooling_lib
 from encdec_adapt.models import build, execution, model_config, parameters
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import rules as rules_lib
+from encdec_adapt.tokenizers import vocabulary
 from encdec_adapt.training import setup
 from encdec_adapt.training import state as state_lib
 
@@ -32,6 +38,18 @@ Tokens = Int[Array, 'B L']
 Mask = Bool[Array, 'B L']
 _RULES = 'fsdp'
 _NO_ENCODER = 'a decoder-only model has no encoder.'
+
+
+class Score(NamedTuple):
+  """Score of a target text.
+
+  Attributes:
+    log_prob: sum of the natural log-probabilities of its tokens, without EOS.
+    tokens: their number.
+  """
+
+  log_prob: float
+  tokens: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +83,110 @@ class LoadedModel:
   def config(self) -> model_config.ModelConfig:
     """Config of the model."""
     return self.model.config
+
+  @property
+  def tokenizer(self) -> vocabulary.Vocabulary:
+    """Vocabulary of the decoder; `stored.require_vocabularies` has both.
+
+    Raises:
+      UserError: the model has none.
+    """
+    return self.stored.require_vocabularies().decoder
+
+  def generate(self, texts: Sequence[str], **options: Any) -> list[str]:
+    """Continues texts, as the command `generate` does.
+
+    Args:
+      texts: the prompts; with `chat` a prompt may be a list of messages.
+      **options: fields of `text_generation.Options`, such as `max_tokens`,
+        `temperature`, `stop` and `beams`; greedy without.
+
+    Returns:
+      The continuations, without special tokens.
+
+    Raises:
+      UserError: options do not go together, the model generates no text, or a
+        text is empty or too long.
+    """
+    chosen = text_generation.Options(**options)
+    encoder = chosen.encoder(self.stored)
+    encoded = self._encode(texts, encoder, chosen, generated=chosen.max_tokens)
+    completions = text_generation.complete(
+      self, dict(enumerate(encoded)), encoder, chosen
+    )
+    by_index = dict(completions)
+    return [by_index[i].text for i in range(len(encoded))]
+
+  def score(
+    self, inputs: Sequence[str], targets: Sequence[str], **options: Any
+  ) -> list[Score]:
+    """Returns the log-probability of each target after its input.
+
+    Args:
+      inputs: texts, read as `generate` reads prompts.
+      targets: texts, none of them empty.
+      **options: `prefix`, `mode`, `max_prompt` and `batch_size` of `generate`.
+
+    Raises:
+      UserError: there are not as many targets as inputs, or a text is empty or
+        too long.
+    """
+    chosen = text_generation.Options(**options)
+    if isinstance(targets, str) or len(inputs) != len(targets):
+      raise errors.UserError(
+        f'{len(inputs)} inputs and targets {targets!r:.60}; give a list with a'
+        ' target for each input.'
+      )
+    tokens = [self.tokenizer.encode(text) for text in targets]
+    longest = max(map(len, tokens), default=0)
+    encoder = chosen.encoder(self.stored)
+    encoded = self._encode(inputs, encoder, chosen, generated=longest)
+    pairs = list(map(log_likelihoods.Pair, encoded, tokens))
+    by_index = dict(
+      self.score_tokens(
+        pairs, bos=self.tokenizer.bos, batch_size=chosen.batch_size
+      )
+    )
+    return [Score(by_index[i].log_prob, len(x)) for i, x in enumerate(tokens)]
+
+  def embed(
+    self, texts: Sequence[str], pooling: str = 'mean', **options: Any
+  ) -> Float[np.ndarray, 'B E']:
+    """Returns the encoder's states of each text, pooled.
+
+    Args:
+      texts: the texts.
+      pooling: 'mean' over the tokens, or the state of the 'last' one.
+      **options: see `score`.
+
+    Raises:
+      UserError: the model has no encoder, or a text is empty or too long.
+    """
+    chosen = text_generation.Options(**options)
+    encoder = chosen.encoder(self.stored)
+    encoded = self._encode(texts, encoder, chosen, generated=0)
+    states = dict(
+      self.embed_tokens(encoded, pooling=pooling, batch_size=chosen.batch_size)
+    )
+    return np.array([states[i] for i in range(len(encoded))])
+
+  def _encode(
+    self,
+    texts: Sequence[str],
+    encoder: text_generation.prompt_encoding.PromptEncoder,
+    options: text_generation.Options,
+    *,
+    generated: int,
+  ) -> list[np.ndarray]:
+    """Encodes texts; see `text_generation.encode`."""
+    # Its characters would be the texts.
+    if isinstance(texts, str):
+      raise errors.UserError(f'{texts!r:.60} is a text; give a list of texts.')
+    prompts = {f'text {i}': text for i, text in enumerate(texts)}
+    text_generation.check(prompts, chat=options.chat)
+    return text_generation.encode(
+      prompts, self.stored, encoder, options, generated=generated
+    )
 
   @functools.cached_property
   def special_ids(self) -> engine_lib.SpecialIds:
@@ -192,6 +314,30 @@ class LoadedModel:
       rules=self.rules,
       rows=self.rows(batch_size),
       bos=bos,
+    )
+
+  def embed_tokens(
+    self,
+    texts: Sequence[Int[np.ndarray, 'n']],
+    *,
+    pooling: str,
+    batch_size: int = 8,
+  ) -> Iterator[tuple[int, Float[np.ndarray, 'E']]]:
+    """Embeds texts; see `inference.pooling.embed`.
+
+    Args:
+      texts: token ids of each, BOS first.
+      pooling: one of `pooling.POOLINGS`.
+      batch_size: texts at a time, rounded up to divide over the devices.
+    """
+    return pooling_lib.embed(
+      self.model,
+      self.params,
+      texts,
+      mesh=self.where.mesh,
+      rules=self.rules,
+      pooling=pooling,
+      rows=self.rows(min(batch_size, max(len(texts), 1))),
     )
 
   @functools.cached_property

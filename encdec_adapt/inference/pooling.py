@@ -47,8 +47,12 @@ def embed(
     Index of a text and its embedding, float32.
 
   Raises:
-    UserError: the model has no encoder.
+    UserError: the model has no encoder, or there is no such pooling.
   """
+  if pooling not in POOLINGS:
+    raise errors.UserError(
+      f'pooling is {pooling!r}; it must be {" or ".join(POOLINGS)}.'
+    )
   if not model.architecture.has_encoder:
     raise errors.UserError(
       'a decoder-only model has no encoder, whose states embeddings are; use an'

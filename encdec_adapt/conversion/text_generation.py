@@ -1,0 +1,223 @@
+"""Texts in, completions out: what `generate` and Python callers share.
+
+Prompts are encoded as the model read them in training (`prompt_encoding`), and
+continued by the engine or a beam search of `inference`.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+import dataclasses
+import typing
+
+import numpy as np
+
+from encdec_adapt.base import errors
+from encdec_adapt.conversion import (
+  model_on_disk,
+  pretrained_files,
+  prompt_encoding,
+)
+from encdec_adapt.inference import beam_search, engine
+from encdec_adapt.inference import sampling as sampling_lib
+from encdec_adapt.tokenizers import chat_format
+
+if typing.TYPE_CHECKING:
+  from encdec_adapt.conversion import model_in_memory
+
+# Source of a prompt, for messages -> a text, or with `chat` the messages of a
+# conversation.
+Prompts = Mapping[str, str | chat_format.Messages]
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+  """Options of generation; the flags of `generate` document them.
+
+  Raises:
+    UserError: options do not go together, or a value is out of range.
+  """
+
+  max_tokens: int = 64
+  max_prompt: int | None = None
+  prefix: str | None = None
+  mode: str = ''
+  sentinels: bool = False
+  temperature: float = 0.0
+  top_k: int | None = None
+  top_p: float | None = None
+  min_p: float | None = None
+  repetition_penalty: float = 1.0
+  seed: int = 0
+  beams: int = 1
+  length_penalty: float = 1.0
+  stop: Sequence[str] = ()
+  batch_size: int = 8
+  int8: bool = False
+  chat: bool = False
+
+  def __post_init__(self):
+    # SamplingConfig refuses values out of range, and those without effect.
+    sampling = self.sampling(0)
+    for name in ('max_tokens', 'beams', 'batch_size'):
+      if getattr(self, name) < 1:
+        raise errors.UserError(
+          f'--{name} is {getattr(self, name)}; it must be at least 1.'
+        )
+    if self.beams > 1 and (
+      sampling.temperature or sampling.repetition_penalty != 1
+    ):
+      raise errors.UserError(
+        f'--beams={self.beams} searches without drawing; leave out'
+        ' --temperature and --repetition_penalty.'
+      )
+    if self.beams > 1 and self.stop:
+      raise errors.UserError(
+        f'--stop does not work with --beams={self.beams}; leave out one.'
+      )
+    for name in ('prefix', 'mode', 'sentinels'):
+      if self.chat and getattr(self, name):
+        raise errors.UserError(
+          f'--chat does not work with --{name}; leave out one.'
+        )
+    # A text would be read as a list of characters.
+    if isinstance(self.stop, str) or not all(self.stop):
+      raise errors.UserError(
+        f'--stop is {self.stop!r}; give texts that are not empty, or leave it'
+        ' out.'
+      )
+
+  def sampling(self, index: int) -> sampling_lib.SamplingConfig:
+    """Returns the sampling options of the prompt of an index."""
+    return sampling_lib.SamplingConfig(
+      self.temperature,
+      self.top_k,
+      self.top_p,
+      self.min_p,
+      self.repetition_penalty,
+      # Of the index: draws depend neither on the batch nor on a restart.
+      sampling_lib.seed_of(self.seed, index),
+    )
+
+  def encoder(
+    self, stored: model_on_disk.StoredModel
+  ) -> prompt_encoding.PromptEncoder:
+    """Returns the encoder of a model's prompts."""
+    return prompt_encoding.PromptEncoder(
+      stored,
+      # A turn is the user's alone, as in the conversations of training.
+      prefix='' if self.chat else self.prefix,
+      mode=self.mode,
+      sentinels=self.sentinels,
+    )
+
+
+def check(prompts: Prompts, *, chat: bool = False) -> Prompts:
+  """Returns prompts that are texts, or with `chat` conversations.
+
+  Raises:
+    UserError: a prompt is of another type, or empty.
+  """
+  for origin, prompt in prompts.items():
+    # Messages are checked when they are encoded, by the chat format.
+    if chat and isinstance(prompt, list):
+      continue
+    if not isinstance(prompt, str):
+      raise errors.UserError(f'{origin} must be a JSON string: {prompt!r:.60}')
+    if not prompt.strip():
+      raise errors.UserError(
+        f'{origin}: the prompt is empty; there is nothing to continue.'
+      )
+  return prompts
+
+
+def encode(
+  prompts: Prompts,
+  stored: model_on_disk.StoredModel,
+  encoder: prompt_encoding.PromptEncoder,
+  options: Options,
+  *,
+  generated: int,
+) -> list[np.ndarray]:
+  """Encodes each prompt as token ids, int32 [n], BOS first.
+
+  Args:
+    prompts: the prompts.
+    stored: the model.
+    encoder: `options.encoder(stored)`.
+    options: options of generation.
+    generated: most tokens that follow a prompt.
+
+  Raises:
+    UserError: a vocabulary lacks the chat template that `chat` needs, or a
+      prompt cannot be encoded or is too long; names the prompt.
+  """
+  if options.chat:
+    # The encoder's reads the turns, the decoder's ends the answer.
+    for vocabulary in stored.require_vocabularies().sides.values():
+      chat_format.template_of(vocabulary)
+  longest = pretrained_files.prompt_room(stored, generated)
+  encoded = []
+  for origin, prompt in prompts.items():
+    if options.chat and isinstance(prompt, str):
+      prompt = [{'role': 'user', 'content': prompt}]
+    try:
+      if options.chat:
+        turns = chat_format.encode(prompt, encoder.reader, open_turn=True)
+        ids = encoder.frame(turns.ids, options.max_prompt)
+      else:
+        ids = encoder.encode(prompt, options.max_prompt)
+    except errors.UserError as error:
+      raise errors.UserError(f'{origin}: {error}') from error
+    if not options.max_prompt and longest is not None and len(ids) > longest:
+      raise errors.UserError(
+        f'{origin} has {len(ids)} tokens, and the model has room for'
+        f' {longest} (max_position_embeddings of its config.json, in a'
+        ' decoder-only model without --max_tokens); give'
+        f' --max_prompt={longest} to keep the last ones, or shorten it.'
+      )
+    encoded.append(ids)
+  return encoded
+
+
+def complete(
+  loaded: 'model_in_memory.LoadedModel',
+  encoded: Mapping[int, np.ndarray],
+  encoder: prompt_encoding.PromptEncoder,
+  options: Options,
+) -> Iterator[tuple[int, engine.Completion]]:
+  """Continues prompts and yields completions as they end.
+
+  Args:
+    loaded: the model.
+    encoded: token ids of each prompt, by its index.
+    encoder: encoder of the prompts; decodes answers with sentinels.
+    options: options of generation.
+  """
+  indices, ids = list(encoded), loaded.special_ids
+  if options.chat:
+    vocabulary = loaded.stored.require_vocabularies().decoder
+    ends = *ids.eos, chat_format.end_of_turn(vocabulary)
+    ids = dataclasses.replace(ids, eos=ends)
+  # Fewer rows for few prompts: every row costs time, used or not.
+  rows = loaded.rows(min(options.batch_size, len(encoded) * options.beams))
+  decode = encoder.answer_text if options.sentinels else None
+  generator = loaded.engine(
+    rows=rows, int8=options.int8, ids=ids, decode=decode
+  )
+  if options.beams > 1:
+    completions = beam_search.search(
+      generator,
+      list(encoded.values()),
+      beams=options.beams,
+      max_tokens=options.max_tokens,
+      length_penalty=options.length_penalty,
+    )
+  else:
+    completions = generator.run(
+      engine.Request(
+        tokens, options.max_tokens, options.sampling(i), tuple(options.stop)
+      )
+      for i, tokens in encoded.items()
+    )
+  # Both number the requests from 0, in the order in which they get them.
+  for number, completion in completions:
+    yield indices[number], completion
