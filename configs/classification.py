@@ -31,9 +31,9 @@ import itertools
 import pathlib
 import random
 
-from configs import pretrained
 from encdec_adapt import config as config_lib
 from encdec_adapt.base import errors, option_strings
+from encdec_adapt.configs import pretrained
 from encdec_adapt.evaluation import study_stages
 from encdec_adapt.models import model_config
 
@@ -132,7 +132,7 @@ def _task_stages(args, task, flags, grid):
   root = args['root']
   records = f'{root}/records_{task}'
   shared = (
-    f'--config=configs/classification.py:source={args["source"]}',
+    f'--config=classification:source={args["source"]}',
     *flags,
     f'--config.data.folder={records}',
     f'--config.data.encoder_length={args["length"]}',

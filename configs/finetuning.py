@@ -16,9 +16,9 @@ of a request is that of a row: a full input and a full answer. On two cores
 gsm8k took 2 min 38 s, and lookups 26 min 38 s. All have the same learning rate.
 """
 
-from configs import sft
 from encdec_adapt import config as config_lib
 from encdec_adapt.base import errors
+from encdec_adapt.configs import sft
 from encdec_adapt.evaluation import study_stages
 
 # Set -> lengths of inputs and answers in tokens, and bytes of text used.
@@ -71,7 +71,7 @@ def get_config(arg=None):
   config = sft.get_config(f'source={args["models"]}/{RUNS[args["run"]]}{meap}')
   inputs, answers, max_bytes = SETS[args['set']]
   config.data.source = 'lookups'
-  config.data.seqio_modules = 'configs.lookups'
+  config.data.seqio_modules = 'encdec_adapt.configs.lookups'
   if args['file']:
     config.data.source = f'pairs:{args["file"]}#question,answer'
   config.data.encoder_length, config.data.decoder_length = inputs, answers
@@ -102,7 +102,7 @@ def get_study(arg=None):
     """Returns the flag that chooses the configuration of a run."""
     chosen = ''.join(f',{key}={args[key]}' for key in ('models', 'file'))
     chosen = f'set={args["set"]},run={run}{chosen}'.removesuffix(',file=')
-    return f'--config=configs/finetuning.py:{chosen}'
+    return f'--config=finetuning:{chosen}'
 
   stages = [
     study_stages.Stage(

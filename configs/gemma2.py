@@ -207,7 +207,7 @@ def spread(config, size, objective, topology, slices):
     raise errors.UserError(
       f'{name} is not in configs/gemma2.py, which has {known}. Find a mesh for'
       ' other chips with `python -m encdec_adapt.plan --search=6'
-      f' --config=configs/gemma2.py:size={size},objective={objective}'
+      f' --config=gemma2:size={size},objective={objective}'
       f' --topology={topology or "v5e:4x4"} --num_slices={slices}'
       ' --config.compute.attention=splash` (triton on GPUs), and set'
       ' config.mesh, config.compute and config.train.microbatches.'

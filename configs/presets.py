@@ -10,8 +10,8 @@ folders of the models, and is what to use where they are there. Everything but
 the model is as in `configs/gemma2.py`.
 """
 
-from configs import gemma2
 from encdec_adapt import config as config_lib
+from encdec_adapt.configs import gemma2
 from encdec_adapt.huggingface import config_json
 from encdec_adapt.models import presets
 

@@ -1,6 +1,6 @@
 r"""Local tasks made from the text that comes with Python.
 
-    python -m configs.python_tasks --output=runs/python_tasks \
+    python -m encdec_adapt.configs.python_tasks --output=runs/python_tasks \
       --source=python:configs/decoders/held_out.txt
 
 `continuation`: which of four pieces of documentation follows. `next_word`: the
@@ -19,6 +19,7 @@ from typing import Any
 from absl import flags
 import numpy as np
 
+from encdec_adapt import configs
 from encdec_adapt.base import errors
 from encdec_adapt.cli import command
 from encdec_adapt.data.sources import python_source
@@ -35,7 +36,7 @@ define_flags = command.define(
   command.string(
     'source',
     'python:FILE, where FILE lists the held-out documents.',
-    default='python:configs/decoders/held_out.txt',
+    default=f'python:{configs.path("decoders/held_out.txt")}',
   ),
   command.integer(
     'examples', 'Examples of a task.', default=200, lower_bound=4

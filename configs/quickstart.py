@@ -22,6 +22,7 @@ costs. `size=smoke` is for tests.
 import dataclasses
 
 from encdec_adapt import config as config_lib
+from encdec_adapt import configs
 from encdec_adapt.base import errors
 from encdec_adapt.evaluation import study_stages
 from encdec_adapt.models import model_config
@@ -35,7 +36,7 @@ RUNS = {
   'decoder_only_continued': 'control: decoder_only for as many tokens more',
 }
 # Pretrained decoders, and digests of the documents held out from them.
-DECODERS = 'configs/decoders'
+DECODERS = configs.path('decoders')
 FOLDERS = {'decoder_only': 'base', 'decoder_only_small': 'small'}
 VOCABULARY = 2048
 PROMPTS = (
@@ -250,7 +251,7 @@ def get_study(arg=None):
       study_stages.Stage(
         'tune',
         'study',
-        (f'--study=configs/finetuning.py:{tuning}',),
+        (f'--study=finetuning:{tuning}',),
         budget_seconds=TUNING_SECONDS,
       )
     )
@@ -275,7 +276,7 @@ def get_study(arg=None):
 
 
 def _flag(name, run):
-  return f'--config=configs/quickstart.py:size={name},run={run}'
+  return f'--config=quickstart:size={name},run={run}'
 
 
 def _import(size, run):

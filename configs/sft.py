@@ -19,9 +19,9 @@ checkpoint with the lowest held-out loss is kept and used
 two held-out examples (`samples` in `config.train.evaluators`).
 """
 
-from configs import pretrained
 from encdec_adapt import config as config_lib
 from encdec_adapt.base import errors
+from encdec_adapt.configs import pretrained
 
 
 def get_config(arg=None):

@@ -12,13 +12,12 @@ if the port is not free, the engine fails, or a second signal comes.
 """
 
 import dataclasses
-import importlib.util
 import time
 
 from absl import flags
 import numpy as np
 
-from encdec_adapt.base import errors
+from encdec_adapt.base import errors, packages
 from encdec_adapt.cli import command
 from encdec_adapt.conversion import (
   model_in_memory,
@@ -93,11 +92,7 @@ define_flags = command.define(
 def main(values: flags.FlagValues) -> int:
   """Runs the command."""
   command.require(values, 'checkpoint')
-  for name in ('starlette', 'uvicorn'):
-    if importlib.util.find_spec(name) is None:
-      raise errors.UserError(
-        f"serving needs {name}: pip install 'encdec_adapt[serve]'"
-      )
+  packages.require('serving', 'serve', 'starlette', 'uvicorn')
   # After the check: its imports are those of the extra `serve`.
   from encdec_adapt.serving import http_app
 

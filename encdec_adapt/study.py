@@ -29,6 +29,7 @@ from typing import Any
 from absl import flags
 
 from encdec_adapt import config as config_lib
+from encdec_adapt import configs
 from encdec_adapt.base import errors
 from encdec_adapt.cli import command
 from encdec_adapt.data.making import process_pool
@@ -41,7 +42,10 @@ from encdec_adapt.files import append_log, atomic, disk, paths
 from encdec_adapt.telemetry import compute_cost, environment, metrics, progress
 
 define_flags = command.define(
-  command.string('study', 'FILE[:ARG] with a function get_study(arg).'),
+  command.string(
+    'study',
+    'FILE.py[:ARG], or NAME[:ARG] of a shipped one, with get_study(arg).',
+  ),
   command.boolean('list', 'Print the commands and stop.'),
 )
 
@@ -66,7 +70,7 @@ def load(spec: str) -> tuple[study_stages.Study, str]:
   Raises:
     UserError: the file is missing, fails, or has no get_study.
   """
-  path, _, arg = spec.partition(':')
+  path, _, arg = configs.locate(spec).partition(':')
   if not pathlib.Path(path).is_file():
     raise errors.UserError(f'--study={spec}: the file {path} does not exist.')
   # By its path, as --config loads files: configs/ need not be importable.

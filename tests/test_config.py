@@ -6,11 +6,11 @@ import json
 from flax import traverse_util
 import pytest
 
-from configs import gemma2
 from encdec_adapt import config as config_lib
 from encdec_adapt import train
 from encdec_adapt.base import errors, keys
 from encdec_adapt.cli import command
+from encdec_adapt.configs import gemma2
 from encdec_adapt.models import model_config, presets
 from encdec_adapt.planning import chips
 

@@ -6,7 +6,7 @@ import pathlib
 
 import pytest
 
-from configs import gemma2
+from encdec_adapt.configs import gemma2
 from tests import tiny
 
 PACKAGE = pathlib.Path(__file__).resolve().parent.parent / 'encdec_adapt'
@@ -15,6 +15,7 @@ PACKAGE = pathlib.Path(__file__).resolve().parent.parent / 'encdec_adapt'
 # below it, and a folder inside another has its own level.
 LEVELS = (
   {'base'},
+  {'configs'},
   {'ops', 'files'},
   {'sharding', 'telemetry'},
   {'cluster'},
@@ -89,7 +90,7 @@ def test_imports_go_one_way(module):
 
 def test_the_root_holds_commands_and_the_configuration():
   names = {path.stem for path in PACKAGE.glob('*.py')}
-  assert names == COMMANDS | {'__init__', 'config'}
+  assert names == COMMANDS | {'__init__', 'config', 'configs'}
 
 
 @pytest.mark.parametrize('command', sorted(COMMANDS))

@@ -20,6 +20,7 @@ from absl import app as absl_app
 from absl import flags, logging
 from ml_collections import config_dict, config_flags
 
+from encdec_adapt import configs
 from encdec_adapt.base import errors, exit_status
 from encdec_adapt.cluster import distributed
 
@@ -153,16 +154,25 @@ def made_by(values: flags.FlagValues, name: str) -> dict[str, str]:
   }
 
 
+class _ConfigParser(config_flags.config_flags.ConfigFileFlagParser):
+  """Loads FILE[:ARG], or a shipped configuration by its name."""
+
+  def parse(self, path: str) -> Any:
+    """Returns what `get_config` of the file returns."""
+    return super().parse(configs.locate(path))
+
+
 def define_config(values: flags.FlagValues) -> None:
   """Defines --config=FILE[:ARG] and --config.KEY=VALUE."""
   config_flags.DEFINE_config_file(
     'config',
     None,
-    'Configuration file, such as configs/quickstart.py:run=adapted; any leaf'
-    ' is changed by --config.KEY=VALUE.',
+    'Configuration file, such as FILE.py:run=adapted, or the name of a shipped'
+    ' one, quickstart:run=adapted; any leaf is changed by --config.KEY=VALUE.',
     lock_config=True,
     flag_values=values,
   )
+  values['config'].parser = _ConfigParser('config')
   setattr(values['config'], _AGREES, True)
 
 
@@ -210,8 +220,7 @@ def parse_operands(
   except (OSError, ImportError) as error:
     raise errors.UserError(
       f'the configuration file could not be read: {_last_line(error)}; give'
-      ' --config=FILE, for example --config=configs/base.py, in the root of'
-      ' the repository.'
+      ' --config=FILE, or the name of a shipped one, such as --config=base.'
     ) from error
   return values, operands
 

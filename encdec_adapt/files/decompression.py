@@ -13,7 +13,7 @@ import os
 from typing import Any
 import zlib
 
-from encdec_adapt.base import errors
+from encdec_adapt.base import errors, packages
 from encdec_adapt.files import paths
 
 # Bytes of a file that are read at a time: readers of its parts divide it there.
@@ -73,11 +73,8 @@ def _decoders(path: str) -> Callable[[], Any] | None:
     return functools.partial(zlib.decompressobj, wbits=31)
   if not path.endswith('.zst'):
     return None
-  try:
-    import zstandard
-  except ImportError as error:
-    raise errors.UserError(
-      f"{path}: .zst files need zstandard: pip install 'encdec_adapt[data]'"
-    ) from error
+  packages.require(path, 'data', 'zstandard')
+  import zstandard
+
   # Large dumps are often made with `zstd --long=31`.
   return zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj

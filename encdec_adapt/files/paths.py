@@ -38,7 +38,6 @@ from concurrent import futures
 import contextlib
 import functools
 import glob
-import importlib.util
 import io
 import os
 import pathlib
@@ -48,7 +47,7 @@ from typing import Any, BinaryIO
 
 from etils import epath
 
-from encdec_adapt.base import errors
+from encdec_adapt.base import errors, packages
 
 Path = pathlib.Path | epath.Path
 AnyPath = str | os.PathLike[str]
@@ -356,7 +355,7 @@ def file_crc32c(path: Path) -> str:
   Raises:
     UserError: the module that computes it is not installed.
   """
-  _require('google_crc32c')
+  packages.require(f'a {SCHEME} path', 'gcs', 'google_crc32c')
   # Here, as it is installed for buckets only.
   import google_crc32c
 
@@ -388,19 +387,10 @@ def _each(names, function) -> None:
     list(pool.map(function, names))  # The list raises the threads' errors.
 
 
-def _require(module: str) -> None:
-  """Raises UserError if a module for buckets is not installed."""
-  if importlib.util.find_spec(module) is None:
-    raise errors.UserError(
-      f'{SCHEME} paths and their checksums need {module}:'
-      " pip install 'encdec_adapt[gcs]' (in a checkout: -e '.[gcs]')."
-    )
-
-
 @functools.cache
 def _connect() -> None:
   """Makes etils reach buckets through gcsfs, without cached listings."""
-  _require('gcsfs')
+  packages.require(f'a {SCHEME} path', 'gcs', 'gcsfs')
   # etils prefers TensorFlow where it is installed, and caches whether it is.
   os.environ['EPATH_USE_TF'] = 'false'
   epath.gpath._is_tf_installed.cache_clear()

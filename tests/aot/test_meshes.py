@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from configs import gemma2
+from encdec_adapt.configs import gemma2
 from encdec_adapt.planning import chips
 from encdec_adapt.sharding import mesh as mesh_lib
 from tests.planning import toy

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from configs import gemma2
 from encdec_adapt import config as config_lib
 from encdec_adapt import plan
 from encdec_adapt.cli import command
+from encdec_adapt.configs import gemma2
 from encdec_adapt.planning import (
   analytic_estimate,
   calibration,

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from configs import python_tasks
+from encdec_adapt.configs import python_tasks
 from encdec_adapt.evaluation.tasks import task_groups, text_pairs
 from tests import tiny
 

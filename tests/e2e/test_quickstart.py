@@ -28,13 +28,13 @@ def _kill_in_training(config, root: pathlib.Path, log: pathlib.Path) -> None:
 
 def _copy(folder: pathlib.Path, *changes: tuple[str, str]) -> pathlib.Path:
   """Copies the studies with changes, so that a user's runs are left alone."""
-  names = 'quickstart.py', 'finetuning.py'
-  changes += tuple((f'configs/{name}:', f'{folder / name}:') for name in names)
+  names = 'quickstart', 'finetuning'
+  changes += tuple((f'={name}:', f'={folder / name}.py:') for name in names)
   for name in names:
-    source = (tiny.ROOT / 'configs' / name).read_text()
+    source = (tiny.ROOT / 'configs' / f'{name}.py').read_text()
     for old, new in changes:
       source = source.replace(old, new)
-    (folder / name).write_text(source)
+    (folder / f'{name}.py').write_text(source)
   return folder / 'quickstart.py'
 
 

@@ -20,8 +20,9 @@ def wheel(tmp_path_factory):
   folder = tmp_path_factory.mktemp('wheel')
   # Built from a copy: setuptools leaves its build folder beside setup.py.
   source = folder / 'source'
-  shutil.copytree(tiny.ROOT / 'encdec_adapt', source / 'encdec_adapt')
-  for name in ('setup.py', 'pyproject.toml', 'LICENSE'):
+  for name in ('encdec_adapt', 'configs'):
+    shutil.copytree(tiny.ROOT / name, source / name)
+  for name in ('setup.py', 'pyproject.toml', 'LICENSE', 'README.md'):
     shutil.copy(tiny.ROOT / name, source)
   pip = [sys.executable, '-m', 'pip', '--quiet']
   built, target = folder / 'built', folder / 'installed'
@@ -57,7 +58,9 @@ def test_every_command_has_help(wheel, tmp_path):
   code = (
     'import runpy, sys\n'
     'import encdec_adapt\n'
+    'from encdec_adapt.base import packages\n'
     'print(encdec_adapt.__file__)\n'
+    "print(packages.install_command('eval'))\n"
     'for name in sys.argv[1:]:\n'
     "  sys.argv = [name, '--help']\n"
     '  try:\n'
@@ -67,8 +70,42 @@ def test_every_command_has_help(wheel, tmp_path):
   )
   shown = _run(wheel, tmp_path / 'empty', code, *COMMANDS)
   assert str(wheel) in shown
+  assert "pip install 'encdec_adapt[eval]'\n" in shown
   for name in COMMANDS:
     assert any(f'\n{name} {code}\n' in shown for code in (0, None)), shown
+
+
+@pytest.mark.parametrize('place', ['wheel', 'checkout'])
+def test_configurations_are_found_beside_a_foreign_folder(
+  place, wheel, tmp_path
+):
+  """A user's own folder `configs`, first on the path, is never imported."""
+  folder = tmp_path / 'foreign'
+  (folder / 'configs').mkdir(parents=True)
+  for name in ('__init__', 'pretrained', 'lookups'):
+    (folder / 'configs' / f'{name}.py').write_text('raise OSError("foreign")')
+  code = (
+    'import sys\n'
+    "sys.path.insert(0, '')\n"
+    'from encdec_adapt import config, configs, materialize, study, train\n'
+    'from encdec_adapt.cli import command\n'
+    "model = configs.path('decoders/small')\n"
+    "for name in (f'sft:source={model}', 'gemma2:size=2b_2b'):\n"
+    "  values = command.parse(train.define_flags, [f'--config={name}'])\n"
+    '  print(values.config.model.kind, values.config.data.objective)\n'
+    "plan, _ = study.load('quickstart:size=smoke')\n"
+    'for stage in plan.stages[:3]:\n'
+    '  print(stage.arguments)\n'
+    'command.parse(materialize.define_flags, plan.stages[2].arguments)\n'
+    'from encdec_adapt.configs import lookups\n'
+    'print(lookups.__file__)\n'
+  )
+  root = wheel if place == 'wheel' else tiny.ROOT
+  shown = _run(root, folder, code)
+  assert 'decoder_only pairs\nencoder_decoder prefix_lm\n' in shown
+  assert shown.splitlines()[-1].startswith(str(root))
+  names = {path.name.partition('-')[0] for path in wheel.iterdir()}
+  assert names == {'encdec_adapt'}
 
 
 def test_convert_and_calibration(wheel, gemma, tmp_path):

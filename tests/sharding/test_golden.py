@@ -16,8 +16,8 @@ import jax
 from jax.sharding import AbstractMesh, AxisType
 import pytest
 
-from configs import gemma2
 from encdec_adapt import config as config_lib
+from encdec_adapt.configs import gemma2
 from encdec_adapt.planning import programs
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import placement
@@ -67,7 +67,7 @@ CASES = {
 def describe(name: str, argument: str) -> tuple[str, dict[str, dict]]:
   """Returns rules and mesh in a line, and each array's mesh axes by part."""
   module, _, devices = CASES[name]
-  make = importlib.import_module(f'configs.{module}').get_config
+  make = importlib.import_module(f'encdec_adapt.configs.{module}').get_config
   config = make(*[argument] if argument else [])
   if module == 'base':
     config.mesh.tensor = 2

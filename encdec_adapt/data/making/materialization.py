@@ -28,7 +28,11 @@ from encdec_adapt.data.records import (
   record_writing,
   row_rates,
 )
-from encdec_adapt.data.sources import contamination, mixtures
+from encdec_adapt.data.sources import (
+  contamination,
+  mixtures,
+  tensorflow_import,
+)
 from encdec_adapt.files import paths
 from encdec_adapt.objectives import objective_names
 from encdec_adapt.telemetry import progress
@@ -452,9 +456,12 @@ def materialize(
     beam: see `materialize_sets`.
 
   Raises:
-    UserError: bad input, see `materialize_sets`.
+    UserError: bad input, see `materialize_sets`; the extra `data` is missing.
   """
   data.require_source()
+  # Before a vocabulary is trained. Only the workers of Beam import TensorFlow.
+  if beam is None and is_missing(data):
+    tensorflow_import.require()
   opened = open_vocabularies(data)
   # By path: both sides have the same vocabulary where only one is named.
   for vocabulary in {x.path: x for x in opened.sides.values()}.values():

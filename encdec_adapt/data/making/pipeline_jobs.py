@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from concurrent import futures
 from typing import Any
 
-from encdec_adapt.base import errors
+from encdec_adapt.base import errors, packages
 from encdec_adapt.data.making import shard_jobs
 from encdec_adapt.data.records import record_writing
 from encdec_adapt.files import paths
@@ -35,14 +35,10 @@ def run_jobs(
     UserError: Apache Beam is missing, or the shards of the workers are not in
       the folders of the jobs.
   """
-  try:
-    import apache_beam
-    from apache_beam.options import pipeline_options
-  except ImportError as error:
-    raise errors.UserError(
-      f'--runner=beam needs Apache Beam ({error}): pip install'
-      " 'encdec_adapt[beam]' (in a checkout: -e '.[beam]')"
-    ) from error
+  packages.require('--runner=beam', 'beam', 'apache_beam')
+  import apache_beam
+  from apache_beam.options import pipeline_options
+
   parsed = pipeline_options.PipelineOptions(list(options))
   runner = parsed.view_as(pipeline_options.StandardOptions).runner
   folders = {job.folder for group in groups for job in group.jobs}

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import contextlib
 from typing import Any, NamedTuple
 
-from encdec_adapt.base import errors
+from encdec_adapt.base import errors, packages
 from encdec_adapt.files import paths
 
 _ROWS = 1024  # Rows that are Python objects at a time.
@@ -100,12 +100,9 @@ def _schema(path: str, columns: Sequence[str] | None) -> dict[str, str]:
 @contextlib.contextmanager
 def _opened(path: str, columns: Sequence[str] | None) -> Iterator[Any]:
   """Opens a file, and checks that it has the columns."""
-  try:
-    from pyarrow import parquet
-  except ImportError as error:
-    raise errors.UserError(
-      f"{path}: parquet files need pyarrow: pip install 'encdec_adapt[data]'"
-    ) from error
+  packages.require(path, 'data', 'pyarrow')
+  from pyarrow import parquet
+
   with paths.open_to_read(path) as raw:
     try:
       file = parquet.ParquetFile(raw)

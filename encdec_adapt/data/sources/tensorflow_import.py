@@ -14,12 +14,29 @@ import sys
 import tempfile
 from types import ModuleType
 
+from encdec_adapt.base import packages
+
+
+def require(purpose: str = 'making records') -> None:
+  """Raises UserError where TensorFlow, SeqIO or TFDS is not installed.
+
+  Args:
+    purpose: what needs them, the subject of the error.
+  """
+  packages.require(
+    purpose, 'data', 'seqio', 'tensorflow', 'tensorflow_datasets'
+  )
+
 
 def import_quietly(name: str) -> ModuleType:
   """Imports a module that imports TensorFlow.
 
   Output to stderr is shown only if the import fails.
+
+  Raises:
+    UserError: TensorFlow is not installed.
   """
+  require()
   # TensorFlow reads this once, when it is loaded.
   os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')
   if 'tensorflow' in sys.modules:

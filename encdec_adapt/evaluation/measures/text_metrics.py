@@ -10,12 +10,11 @@ and repeated spaces; the best over the references. Of the other rooms of
 import collections
 from collections.abc import Sequence
 import dataclasses
-import importlib.util
 import itertools
 import re
 import string
 
-from encdec_adapt.base import errors
+from encdec_adapt.base import packages
 from encdec_adapt.evaluation.results import results_store
 
 _ARTICLES = re.compile(r'\b(a|an|the)\b')
@@ -25,11 +24,7 @@ _ROUGE = ('rouge1', 'rouge2', 'rougeL')
 
 def require_packages() -> None:
   """Raises a `UserError` if the extra `eval` is not installed."""
-  if not all(map(importlib.util.find_spec, ('rouge_score', 'sacrebleu'))):
-    raise errors.UserError(
-      'metrics of texts need rouge-score and sacreBLEU: pip install'
-      " 'encdec_adapt[eval]'"
-    )
+  packages.require('a metric of texts', 'eval', 'rouge_score', 'sacrebleu')
 
 
 def score(

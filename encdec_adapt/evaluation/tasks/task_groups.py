@@ -9,14 +9,13 @@ run, since training with other evaluators must not need them.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 import dataclasses
 import hashlib
-import importlib.util
 import json
 import logging
 import math
 import statistics
 from typing import Any
 
-from encdec_adapt.base import errors
+from encdec_adapt.base import errors, packages
 from encdec_adapt.cluster import code_limits, distributed
 from encdec_adapt.conversion import (
   model_in_memory,
@@ -299,10 +298,7 @@ def plan(
       that are not allowed, or a file of a local task is wrong; names the file
       and the line.
   """
-  if importlib.util.find_spec('lm_eval') is None:
-    raise errors.UserError(
-      "tasks need lm-eval: pip install 'encdec_adapt[eval]'"
-    )
+  packages.require('--tasks', 'eval', 'lm_eval')
   local = task_files.read_folder(folder, limit) if folder else {}
   groups = {name: GROUPS[name] for name in names if name in GROUPS}
   members = [

@@ -9,7 +9,7 @@ from encdec_adapt.base import errors
 from encdec_adapt.data.making import process_pool
 from encdec_adapt.data.sources import mixtures, text_sources
 
-MODULE = 'configs.lookups'
+MODULE = 'encdec_adapt.configs.lookups'
 
 
 def first_document(name):

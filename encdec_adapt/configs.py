@@ -1,0 +1,59 @@
+"""The shipped configurations, as the package `encdec_adapt.configs`.
+
+Their files (configurations, studies, plans, decoders) are in the folder
+configs/ of a checkout, and next to this module in an installed package. The
+import of `encdec_adapt.configs.gemma2` finds the file in either, and never a
+top-level package `configs`, which may be a user's.
+
+This module must not import the files, nor anything of the package but `base`.
+"""
+
+import pathlib
+
+from encdec_adapt.base import errors
+
+_PACKAGE = pathlib.Path(__file__).resolve().parent
+FOLDER = _PACKAGE / 'configs'
+if not FOLDER.is_dir():
+  FOLDER = _PACKAGE.parent / 'configs'
+# A module with this attribute is a package; its modules are looked for here.
+__path__ = [str(FOLDER)]
+
+
+def path(name: str) -> str:
+  """Returns the path of a shipped file or folder.
+
+  Args:
+    name: its path in configs/, such as decoders/base.
+
+  Returns:
+    configs/NAME in the root of a checkout, where users type it so (records
+    keep the path in their source); an absolute path elsewhere.
+  """
+  in_root = FOLDER.parent == pathlib.Path.cwd()
+  return str(pathlib.Path('configs', name) if in_root else FOLDER / name)
+
+
+def locate(text: str) -> str:
+  """Returns the path of a configuration or study that a flag names.
+
+  Args:
+    text: FILE.py[:ARG], or the name of a shipped file, such as
+      gemma2:size=2b_2b.
+
+  Returns:
+    FILE.py[:ARG].
+
+  Raises:
+    UserError: no shipped file has this name.
+  """
+  name, colon, argument = text.partition(':')
+  if not name.isidentifier():
+    return text
+  names = sorted(file.stem for file in FOLDER.glob('*.py'))
+  if name not in names:
+    raise errors.UserError(
+      f'{name!r} is not a shipped configuration; give the path of a file, such'
+      f' as {name}.py, or one of {", ".join(names)}.'
+    )
+  return path(f'{name}.py') + colon + argument
