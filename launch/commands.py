@@ -15,7 +15,8 @@ import typing
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 # Files that a machine needs to run a job.
-SOURCE = ('setup.py', 'pyproject.toml', 'encdec_adapt', 'configs', 'launch')
+SOURCE = ('setup.py', 'pyproject.toml', 'README.md')
+SOURCE += ('encdec_adapt', 'configs', 'launch')
 # Exit statuses of a job: copies of those in encdec_adapt.base.exit_status,
 # which the launchers cannot import; a test compares them.
 USER_ERROR = 2

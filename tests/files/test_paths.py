@@ -123,7 +123,7 @@ def test_a_bucket_that_may_not_be_written(store, bucket):
 def test_missing_gcsfs_is_a_user_error(monkeypatch):
   paths._connect.cache_clear()
   monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
-  with pytest.raises(errors.UserError, match=r"'encdec_adapt\[gcs\]'"):
+  with pytest.raises(errors.UserError, match=r'pip install .*\[gcs\]'):
     paths.at('gs://b/x')
 
 

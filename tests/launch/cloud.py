@@ -58,7 +58,7 @@ class Cloud:
     for path in ('launch', 'configs'):
       skip = shutil.ignore_patterns('__pycache__')
       shutil.copytree(tiny.ROOT / path, self.root / path, ignore=skip)
-    for path in ('setup.py', 'pyproject.toml'):
+    for path in ('setup.py', 'pyproject.toml', 'README.md'):
       shutil.copy(tiny.ROOT / path, self.root)
     package = self.root / 'encdec_adapt'
     package.mkdir()
