@@ -6,7 +6,12 @@ import dataclasses
 from typing import Any
 
 from encdec_adapt.base import errors, keys
-from encdec_adapt.huggingface import families, raw_fields, weights
+from encdec_adapt.huggingface import (
+  families,
+  raw_fields,
+  torch_export,
+  weights,
+)
 from encdec_adapt.models import model_config, model_section
 
 
@@ -114,7 +119,8 @@ def native_from_model(config: model_config.ModelConfig) -> dict[str, Any]:
   section = model_section.section_from_model(config)
   # Not a key of `config.model`: a job takes the number from its labels.
   classes = {'classes': config.decoder.classes}
-  return {'model_type': NATIVE_TYPE, 'model': section, **classes}
+  code = {} if torch_export.problem(config) else torch_export.FIELDS
+  return {'model_type': NATIVE_TYPE, 'model': section, **classes, **code}
 
 
 def pair_of(

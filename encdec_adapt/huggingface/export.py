@@ -16,6 +16,7 @@ from encdec_adapt.huggingface import (
   new_folder,
   tensor_folder,
   tensor_writer,
+  torch_export,
   transposed_copy,
   weights,
 )
@@ -67,6 +68,8 @@ def write(
   # Without the vision part, which keeps the dtypes that it is stored in.
   common = folder_lib.common_dtype(plan.dtype for plan in plans)
   files = dict(files or {})
+  if native and not torch_export.problem(config):
+    files |= torch_export.files()
   if vision is not None:
     raw = vision_lib.with_vision(raw, vision)
     plans += vision.planned()

@@ -1,0 +1,41 @@
+"""Torch code that an export in our layout carries for `transformers`.
+
+`modeling_encdec_adapt.py` computes a pair of any families by its config.json;
+nothing here imports it, and it imports nothing of the package. This module
+holds names and file contents only.
+"""
+
+import pathlib
+from typing import Any
+
+from encdec_adapt.models import model_config
+
+_CONFIGURATION = 'configuration_encdec_adapt'
+_MODELING = 'modeling_encdec_adapt'
+ARCHITECTURE = 'EncDecAdaptForConditionalGeneration'
+# Fields of config.json by which `transformers` finds the code.
+FIELDS = {
+  'architectures': [ARCHITECTURE],
+  'auto_map': {
+    'AutoConfig': f'{_CONFIGURATION}.EncDecAdaptConfig',
+    'AutoModelForSeq2SeqLM': f'{_MODELING}.{ARCHITECTURE}',
+  },
+  'is_encoder_decoder': True,
+}
+
+
+def problem(model: model_config.ModelConfig) -> str:
+  """Returns why the code cannot compute a model, '' if it can."""
+  if not model.architecture.encodes_prompt:
+    return f'it has pairs only, and this model is {model.architecture.name}'
+  for name, stack in model.stacks.items():
+    if stack.experts:
+      return f'it has no experts, and the {name} has {stack.experts} in a layer'
+  return ''
+
+
+def files() -> dict[str, Any]:
+  """Returns the files of the code, name in the export -> content."""
+  folder = pathlib.Path(__file__).parent
+  names = (f'{_CONFIGURATION}.py', f'{_MODELING}.py')
+  return {name: (folder / name).read_bytes() for name in names}

@@ -1,0 +1,21 @@
+"""config.json of an encoder-decoder of encdec_adapt, for `transformers`."""
+
+import transformers
+
+
+class EncDecAdaptConfig(transformers.PreTrainedConfig):
+  """Shape of a pair: `model` has the keys of encdec_adapt's `config.model`."""
+
+  model_type = 'encdec_adapt'
+
+  def __init__(self, model=None, **fields):
+    self.model = model or {}
+    # Caches and generation look for sizes of the decoder under these names.
+    if decoder := self.model.get('decoder'):
+      fields |= {
+        'is_encoder_decoder': True,
+        'num_hidden_layers': decoder['layers'],
+        'hidden_size': decoder['width'],
+        'vocab_size': decoder['vocab_size'],
+      }
+    super().__init__(**fields)
