@@ -199,6 +199,9 @@ class _Handler(server.BaseHTTPRequestHandler):
     try:
       if self.store.refuses:
         raise _Refused(self.store.refuses)
+      bucket = re.search('/b/([^/]+)', path)
+      if bucket and bucket[1] != BUCKET:
+        raise _Refused(404)
       getattr(self, f'_{self.command.lower()}')(path, query, body)
     except _Refused as refused:
       error = {'code': refused.status, 'message': 'refused'}

@@ -16,7 +16,7 @@ class UserError(ValueError):
 
 
 class AbsentError(UserError):
-  """Another process of the job, or its machine, did not answer in time.
+  """A process of the job, its machine, or a bucket did not answer in time.
 
   The input is right: mains exit with a status on which launchers restart the
   job.

@@ -74,6 +74,9 @@ def writing(path: paths.AnyPath) -> Iterator[None]:
 
 def cannot_write(path: paths.AnyPath, error: OSError) -> errors.UserError:
   """Returns the user error for an `OSError` from writing `path`."""
+  # Of a bucket, see `paths`: a launcher is to start the job again.
+  if isinstance(error, ConnectionError):
+    return errors.AbsentError(f'{path} cannot be written now ({error}).')
   if error.errno in _FULL:
     problem, remedy = 'is full', 'Free space there, or choose another folder'
   else:

@@ -39,6 +39,7 @@ import contextlib
 import functools
 import glob
 import io
+import logging
 import os
 import pathlib
 import shutil
@@ -396,6 +397,9 @@ def _connect() -> None:
   epath.gpath._is_tf_installed.cache_clear()
   from fsspec import config
 
+  # They print tracebacks of failures, which they also raise.
+  for name in ('gcsfs', 'google.auth._default'):
+    logging.getLogger(name).setLevel(logging.CRITICAL)
   # Other hosts write too, which a cached listing would hide.
   for name in ('gs', 'gcs'):
     config.conf.setdefault(name, {})['use_listings_cache'] = False
@@ -412,19 +416,26 @@ def _gcs() -> Any:
 
 @functools.cache
 def _reach(bucket: str) -> None:
-  """Checks once that a bucket answers.
+  """Checks once that a bucket is there and may be read.
 
   Raises:
-    UserError: it does not.
+    UserError: it is not, or refuses.
+    AbsentError: it does not answer, which may be temporary.
   """
   try:
-    # Any request shows that bucket and credentials are right; a missing object
-    # is not an error.
+    # Looking up an object would not tell its absence from that of the bucket.
     with _as_os_errors(epath.Path(SCHEME + bucket)):
-      _gcs().exists(f'{SCHEME}{bucket}/.encdec_adapt')
+      _gcs().call('GET', 'b/{}/o', bucket, maxResults=1, json_out=True)
+  except ConnectionError as error:
+    raise errors.AbsentError(
+      f'the bucket {SCHEME}{bucket} does not answer ({error}); give the same'
+      ' command again later.'
+    ) from error
   except OSError as error:
+    absent = isinstance(error, FileNotFoundError)
+    reason = 'there is none of this name' if absent else error
     raise errors.UserError(
-      f'the bucket {SCHEME}{bucket} cannot be reached ({error}). Log in with'
+      f'the bucket {SCHEME}{bucket} cannot be reached ({reason}). Log in with'
       ' `gcloud auth application-default login`, or give the machine a service'
       ' account that may read and write there, and check the name.'
     ) from error
@@ -432,10 +443,31 @@ def _reach(bucket: str) -> None:
 
 @contextlib.contextmanager
 def _as_os_errors(path: AnyPath) -> Iterator[None]:
-  """Raises the many error types of gcsfs and its parts as OSError."""
+  """Raises the many error types of gcsfs and its parts as OSError.
+
+  A failure that another try may not have is a ConnectionError.
+  """
   try:
     yield
-  except (OSError, errors.UserError):
+  # The errors of requests are OSErrors, too.
+  except (FileNotFoundError, errors.UserError):
     raise
   except Exception as error:
-    raise OSError(f'{path}: {type(error).__name__}: {error}') from error
+    kind = ConnectionError if _is_temporary(error) else OSError
+    if isinstance(error, OSError) and kind is OSError:
+      raise
+    raise kind(f'{path}: {type(error).__name__}: {error}') from error
+
+
+def _is_temporary(error: Exception) -> bool:
+  """Returns whether a request failed for a reason that may pass."""
+  from gcsfs import retry
+
+  # gcsfs tries again with credentials that were refused, too: a token may have
+  # expired. Here its tries are over.
+  if str(getattr(error, 'code', '')) == '401':
+    return False
+  # Of google.auth's errors, which know it themselves.
+  if not getattr(error, 'retryable', True):
+    return False
+  return retry.is_retriable(error)

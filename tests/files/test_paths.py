@@ -2,11 +2,14 @@
 
 import importlib.util
 import os
+import re
+import types
 
 from etils import epath
+from gcsfs import retry
 import pytest
 
-from encdec_adapt.base import errors
+from encdec_adapt.base import errors, exit_status
 from encdec_adapt.files import disk, paths
 from tests import tiny
 
@@ -118,6 +121,34 @@ def test_a_bucket_that_may_not_be_written(store, bucket):
       disk.require_writable(folder)
   finally:
     store.refuses = 0
+
+
+@pytest.mark.parametrize(
+  'name, refuses, status, words',
+  [
+    ('absent', 0, exit_status.USER_ERROR, 'there is none of this name'),
+    ('bucket', 401, exit_status.USER_ERROR, 'refused, 401.*Log in'),
+    ('bucket', 403, exit_status.USER_ERROR, 'Forbidden.* Log in'),
+    # Launchers start the job again.
+    ('bucket', 503, exit_status.HANG, 'does not answer .*503'),
+  ],
+)
+def test_a_bucket_that_is_absent_refuses_or_fails(
+  store, bucket, monkeypatch, capfd, name, refuses, status, words
+):
+  async def sleep(seconds):
+    """Does not wait between the tries of a request."""
+
+  monkeypatch.setattr(retry, 'asyncio', types.SimpleNamespace(sleep=sleep))
+  paths._reach.cache_clear()
+  store.refuses = refuses
+  try:
+    with pytest.raises(SystemExit) as ended:
+      exit_status.guard(paths.at, f'gs://{name}/x')
+  finally:
+    store.refuses = 0
+  (line,) = capfd.readouterr().err.splitlines()
+  assert ended.value.code == status and re.search(words, line)
 
 
 def test_missing_gcsfs_is_a_user_error(monkeypatch):
