@@ -54,6 +54,8 @@ PEER = ['accelerate>=1.0', 'torch==2.13.0', 'transformers>=5.0,<6']
 EVAL = ['lm-eval>=0.4.13,<0.5', 'rouge-score>=0.1.2', 'sacrebleu>=2.4']
 # Converts exported T5Gemma folders; tests/parity compares its scores.
 CTRANSLATE2 = ['ctranslate2>=4.8']
+# hf:// addresses and `convert push`.
+HUB = ['huggingface-hub>=2.4,<3']
 # The HTTP server; httpx is for its tests.
 SERVE = ['starlette>=0.47', 'uvicorn>=0.34']
 # A tracker of jobs beside TensorBoard.
@@ -69,6 +71,7 @@ TEST = [
   *DATA,
   *EVAL,
   *GCS,
+  *HUB,
   *SERVE,
   *WANDB,
 ]
@@ -109,6 +112,7 @@ setuptools.setup(
     'ctranslate2': CTRANSLATE2,
     'serve': SERVE,
     'gcs': GCS,
+    'hub': HUB,
     'beam': BEAM,
     'cuda12': ['jax[cuda12]'],
     'cuda13': ['jax[cuda13]'],

@@ -19,12 +19,13 @@ from encdec_adapt.base import errors, keys, option_strings
 from encdec_adapt.checkpoints import checkpoint_section
 from encdec_adapt.cluster import distributed
 from encdec_adapt.data import data_section
-from encdec_adapt.files import atomic, paths
+from encdec_adapt.files import atomic, hub, paths
 from encdec_adapt.models import architecture as architectures
 from encdec_adapt.models import execution, model_config, model_section
 from encdec_adapt.objectives import example_maker
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import rules as rules_lib
+from encdec_adapt.telemetry import environment
 from encdec_adapt.training import (
   losses,
   optimizers,
@@ -261,6 +262,41 @@ def save(
   if made_by:
     content[_MADE_BY] = dict(made_by)
   atomic.write_json(paths.join(workdir, RUN_CONFIG), content)
+
+
+def pinned(
+  config: ml_collections.ConfigDict, workdir: str
+) -> ml_collections.ConfigDict:
+  """Returns a configuration whose addresses on the Hub name commits.
+
+  A job that is resumed reads the commits of its start again, unless the
+  configuration names another commit. All processes call it together.
+
+  Args:
+    config: the configuration.
+    workdir: work directory of the job.
+
+  Raises:
+    UserError: an address cannot be resolved, see `hub.pinned`.
+  """
+
+  def addresses() -> dict[str, str]:
+    file = paths.at(workdir) / RUN_CONFIG
+    saved = environment.flat(atomic.read_json(file) if file.exists() else {})
+    return {
+      key: hub.pinned(address, saved.get(key, ''))
+      for key, address in environment.flat(config.to_dict()).items()
+      if hub.is_address(address)
+    }
+
+  # Process 0 for all: a branch may move between two requests.
+  commits = distributed.from_lead(addresses, 'commits')
+  config = config.copy_and_resolve_references()
+  config.update_from_flattened_dict(commits)
+  if distributed.is_lead():
+    for key, address in commits.items():
+      print(f'config.{key} is {address}')
+  return config
 
 
 def load_run(workdir: str) -> Settings:

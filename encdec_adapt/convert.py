@@ -9,10 +9,11 @@ r"""Converts models between Hugging Face folders and our checkpoints.
     python -m encdec_adapt.convert merge A B ... [--weights=0.7,0.3] \
       --output=CKPT
     python -m encdec_adapt.convert verify A B [--rows=4 --length=64]
+    python -m encdec_adapt.convert push HF_DIR --repo=ORG/NAME [--public]
 
-SRC, A, B and PATH are Hugging Face folders or work directories of runs, of
-which RUN@STEP names a step. CKPT is a work directory as training leaves it,
-with a checkpoint of step 0.
+SRC, A, B and PATH are Hugging Face folders, hf://ORG/NAME[@REVISION] on the
+Hub, or work directories of runs, of which RUN@STEP names a step. CKPT is a
+work directory as training leaves it, with a checkpoint of step 0.
 """
 
 # Flags and printed results only: the work is done in `conversion`.
@@ -88,6 +89,13 @@ def verify(values: flags.FlagValues, operands: list[str]) -> int:
     return 0
   print(f'the difference is above --tolerance={values.tolerance:g}')
   return 1
+
+
+def push(values: flags.FlagValues, operands: list[str]) -> int:
+  """Uploads an exported folder to the Hub; prints its files."""
+  command.require(values, 'repo')
+  exporting.push_folder(operands[0], values.repo, public=values.public)
+  return 0
 
 
 COMMANDS = {
@@ -213,6 +221,15 @@ COMMANDS = {
     ),
     verify,
     ('A', 'B'),
+  ),
+  'push': command.Subcommand(
+    'Hugging Face folder -> repository on the Hub',
+    command.define(
+      command.string('repo', 'ORG/NAME; made if it does not exist.'),
+      command.boolean('public', 'Everybody may read it. Default: private.'),
+    ),
+    push,
+    ('HF_DIR',),
   ),
 }
 

@@ -132,7 +132,7 @@ def main(values: flags.FlagValues) -> int:
   bos = np.array([prompts.reader.bos], np.int32)
   list(engine.run([engine_lib.Request(bos, 2)]))
   served = http_app.Served(
-    name=stored.path.name,
+    name=model_on_disk.title(stored.name),
     step=stored.step,
     opened=opened,
     prompts=prompts,

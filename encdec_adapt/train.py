@@ -78,6 +78,7 @@ def run(
   made_by: Mapping[str, str] | None = None,
 ) -> int:
   """Validates the configuration, locks the work directory, and trains."""
+  config = config_lib.pinned(config, workdir)
   settings, made_by = config_lib.load(config, workdir), made_by or {}
   with contextlib.ExitStack() as stack:
     if distributed.is_lead():

@@ -24,8 +24,8 @@ class InitConfig:
   )
   encoder: str = keys.key(
     '',
-    'Source of the encoder: a work directory, RUN@STEP (a step of it) or a'
-    ' Hugging Face folder.',
+    'Source of the encoder: a work directory, RUN@STEP (a step of it), a'
+    ' Hugging Face folder, or hf://ORG/NAME[@REVISION] on the Hub.',
   )
   decoder: str = keys.key(
     '', "Source of the decoder; '' for the encoder's source."

@@ -1,4 +1,4 @@
-"""`convert export`: a run -> a Hugging Face folder with a model card.
+"""`convert export` and `push`: a run -> a folder with a card -> the Hub.
 
 Bad input is refused before anything is written, and the folder appears whole
 or not at all. Tensor names and layouts are in `huggingface`.
@@ -19,8 +19,13 @@ from encdec_adapt.conversion import (
   pretrained_files,
   tokenizer_files,
 )
-from encdec_adapt.files import paths
-from encdec_adapt.huggingface import config_json, export, new_folder
+from encdec_adapt.files import disk, hub, paths
+from encdec_adapt.huggingface import (
+  config_json,
+  export,
+  new_folder,
+  tensor_folder,
+)
 from encdec_adapt.huggingface import vision as vision_lib
 from encdec_adapt.models import model_config, parameters
 from encdec_adapt.telemetry import progress
@@ -84,7 +89,7 @@ def export_folder(values: flags.FlagValues, _: list[str]) -> int:
     # Relative names: the encoder's tokenizer is in a subfolder.
     files = {name: tokenizers / name for name in paths.tree(tokenizers)}
     text = json.dumps(generation, indent=2) + '\n'
-    files[pretrained_files.GENERATION] = text.encode()
+    files[tensor_folder.GENERATION] = text.encode()
     export.write(
       values.output,
       stored.model,
@@ -98,6 +103,29 @@ def export_folder(values: flags.FlagValues, _: list[str]) -> int:
     )
   print(f'{values.output}: {parameters.count(stored.model):,} parameters')
   return 0
+
+
+def push_folder(path: str, repo: str, *, public: bool) -> None:
+  """Uploads a folder to the Hub; prints its files, their sizes, its address.
+
+  Args:
+    path: an exported folder, local.
+    repo: ORG/NAME.
+    public: whether everybody may read it.
+
+  Raises:
+    UserError: it is no model folder, or damaged; see also `hub.push`.
+  """
+  stored = model_on_disk.open_model(path)  # Checks the headers of its files.
+  if stored.checkpoint or paths.is_bucket(stored.path):
+    raise errors.UserError(
+      f'{path} is no exported folder on this machine; give the --output of'
+      f' `convert export --checkpoint={path}`.'
+    )
+  sizes = {x: paths.size(stored.path / x) for x in paths.tree(stored.path)}
+  for name, size in {**sizes, f'to {repo}': sum(sizes.values())}.items():
+    print(f'{disk.format_bytes(size):>12} {name}')
+  print(hub.push(stored.path, repo, public=public))
 
 
 def _is_native(model: model_config.ModelConfig, layout: str) -> bool:
@@ -144,7 +172,7 @@ def _vision(
       ' --vision=FOLDER` takes them from another model.'
     ]
   part.require_fits(model)
-  name = f'`{paths.at(folder).name}`' if folder else 'the imported model'
+  name = f'`{model_on_disk.title(folder)}`' if folder else 'the imported model'
   notes = [f'its vision part, {len(part.names)} tensors, is that of {name}.']
   if not part.processors:
     missing = ' and '.join(f'`{name}`' for name in vision_lib.PROCESSORS)

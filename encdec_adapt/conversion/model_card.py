@@ -4,12 +4,11 @@ Reads the JSON files that runs leave; opens no model besides the exported one.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-import pathlib
 from typing import Any
 
 from encdec_adapt import config as config_lib
 from encdec_adapt.conversion import inspection, model_on_disk, work_directory
-from encdec_adapt.files import atomic
+from encdec_adapt.files import atomic, hub
 from encdec_adapt.files import paths as paths_lib
 from encdec_adapt.models import model_config, parameters
 from encdec_adapt.telemetry import compute_cost
@@ -88,13 +87,12 @@ def write(
   lines = ''.join(f'- {note}\n' for note in notes)
   return _CARD.format(
     library='encdec_adapt' if native else 'transformers',
-    # A relative path such as '.' has no name.
-    name=stored.path.name or paths_lib.absolute(stored.path).name,
+    name=model_on_disk.title(stored.name),
     count=parameters.count(model),
     kind=model.architecture.name,
     dtype=dtype,
     shape='\n'.join(_shape(model)),
-    history='\n'.join(_history(stored.path, stored.step)),
+    history='\n'.join(_history(stored.name, stored.path, stored.step)),
     notes=f'## Notes\n\n{lines}\n' * bool(notes),
     arguments=arguments,
     layout=layout,
@@ -110,15 +108,18 @@ def _shape(model: model_config.ModelConfig) -> Iterator[str]:
     yield f'| {name} | ' + ' | '.join(values) + ' |'
 
 
-def _history(path: paths_lib.Path, step: int | None) -> Iterator[str]:
+def _history(
+  name: str, path: paths_lib.Path, step: int | None
+) -> Iterator[str]:
   """Yields lines on how a run and its ancestors were made, newest first.
 
   Args:
-    path: a work directory or a folder.
+    name: name of the run or folder.
+    path: where it is.
     step: step of the checkpoint, None for a folder.
   """
   if step is None:
-    yield f'- A copy of the folder `{path.name}`.'
+    yield f'- A copy of {_names([name])}.'
     return
   summary = _read(path / compute_cost.SUMMARY)
   coverage = _read(path / work_directory.COVERAGE)
@@ -147,19 +148,21 @@ def _history(path: paths_lib.Path, step: int | None) -> Iterator[str]:
     for change in coverage['changes']:
       yield f'  - Differs from its source: {change}.'
   for name in dict.fromkeys(sources):
+    if hub.is_address(name):  # Its history is not downloaded.
+      continue
     source, source_step = model_on_disk.resolve(name)
     # Sources that are finished runs and still exist.
     if source_summary := _read(source / compute_cost.SUMMARY):
       yield f'- {_names([name])}:'
       if source_step is None:
         source_step = source_summary['steps']
-      for line in _history(source, source_step):
+      for line in _history(name, source, source_step):
         yield f'  {line}'  # Indented: Markdown nests the list of an ancestor.
 
 
 def _names(paths: Iterable[str]) -> str:
   """Names folders without their locations: a card may become public."""
-  return ' and '.join(f'`{pathlib.Path(path).name}`' for path in paths)
+  return ' and '.join(f'`{model_on_disk.title(path)}`' for path in paths)
 
 
 def _training(

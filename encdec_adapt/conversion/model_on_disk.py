@@ -10,6 +10,7 @@ import functools
 import hashlib
 import math
 import os
+import pathlib
 import sys
 from typing import Any
 
@@ -22,9 +23,9 @@ from encdec_adapt.adaptation import coverage as coverage_lib
 from encdec_adapt.base import errors
 from encdec_adapt.checkpoints import checksums, manager, orbax_folder
 from encdec_adapt.cluster import distributed
-from encdec_adapt.files import atomic, lazy_array
+from encdec_adapt.files import atomic, hub, lazy_array
 from encdec_adapt.files import paths as paths_lib
-from encdec_adapt.huggingface import folder, tensor_folder
+from encdec_adapt.huggingface import folder, tensor_folder, vision
 from encdec_adapt.models import model_config, parameters
 from encdec_adapt.objectives import example_maker
 from encdec_adapt.tokenizers import vocabulary, vocabulary_pair
@@ -32,6 +33,15 @@ from encdec_adapt.training import state as state_lib
 
 WINDOWS = ('exclusive', 'inclusive')  # Rules of an encoder's local layers.
 ENCODER = 'encoder'  # Subfolder with the tokenizer of the encoder.
+# What is read of a model on the Hub besides its weights.
+_FILES = (
+  tensor_folder.CONFIG,
+  tensor_folder.GENERATION,
+  tensor_folder.INDEX,
+  *vision.PROCESSORS,
+  *vocabulary_pair.FILES,
+  *(f'{ENCODER}/{name}' for name in vocabulary_pair.FILES),
+)
 # Bytes of a checkpoint that are restored at once: small arrays share the time
 # that opening it takes, and host memory stays small beside a large array.
 _GROUP_BYTES = 128 << 20
@@ -51,7 +61,7 @@ class StoredModel:
       folder.
     unused: name of a stored tensor that the model does not use -> reason.
     objectives: objectives that a run was trained with; () for a folder.
-    name: what it was opened by, such as RUN@STEP.
+    name: what it was opened by, such as RUN@STEP; of the Hub with the commit.
   """
 
   path: paths_lib.Path
@@ -163,7 +173,7 @@ def open_model(
   Reads configs and headers only.
 
   Args:
-    path: the folder, or RUN@STEP, see `resolve`.
+    path: the folder, RUN@STEP or an address on the Hub, see `resolve`.
     encoder_window: see `with_window`; None for the stored rule.
     vocab_multiple: tables of a Hugging Face folder are padded to a multiple
       of this many rows, to divide over a mesh; None for no padding. A run's
@@ -173,7 +183,10 @@ def open_model(
     UserError: it is neither, it is damaged, it has no such step or no such
       window.
   """
-  name = os.fspath(path)
+  given = name = os.fspath(path)
+  if hub.is_address(given):
+    # Every process reads the commit that the first found.
+    name = distributed.from_lead(lambda: hub.pinned(given), 'commit')
   path, step = resolve(name)
   if is_folder(path):
     if step is not None:
@@ -183,6 +196,12 @@ def open_model(
       )
     source = folder.ModelFolder(path, vocab_multiple=vocab_multiple)
     choice, unused = vocabularies_in(path), dict(source.unused)
+    if choice and hub.is_address(given):
+      # No paths in the cache, which others do not have: a configuration that
+      # names the vocabularies is saved.
+      names = (choice.decoder, choice.encoder)
+      names = (x.replace(str(path), given.rstrip('/')) for x in names)
+      choice = vocabulary_pair.Choice(*names)
     stored = StoredModel(
       path, source.config, choice, source.arrays, unused=unused
     )
@@ -196,16 +215,39 @@ def resolve(name: str | os.PathLike[str]) -> tuple[paths_lib.Path, int | None]:
   """Finds what the name of a model stands for.
 
   Args:
-    name: a folder; or RUN@STEP, the work directory of a run and a step of it.
+    name: a folder; RUN@STEP, the work directory of a run and a step of it; or
+      hf://ORG/NAME[@REVISION], a model on the Hub, which is downloaded.
 
   Returns:
     The folder, and the step that is named, if one is.
+
+  Raises:
+    UserError: the Hub refuses or cannot be reached.
   """
+  if hub.is_address(name):
+    return _download(os.fspath(name)), None
   run, _, step = os.fspath(name).rpartition('@')
   # A folder may be called so itself.
   if run and step.isdecimal() and not paths_lib.at(name).exists():
     return paths_lib.at(run), int(step)
   return paths_lib.at(name), None
+
+
+def _download(address: str) -> paths_lib.Path:
+  """Downloads a model from the Hub: no copies of it in other formats."""
+  folder = hub.fetch(address, _FILES)
+  shards = {tensor_folder.SINGLE}
+  if (folder / tensor_folder.INDEX).exists():
+    shards = set(tensor_folder.read_index(folder).values())
+  return hub.fetch(address, sorted(shards))
+
+
+def title(name: str | os.PathLike[str]) -> str:
+  """Returns the name of a model without its location, for cards and users."""
+  if hub.is_address(name):
+    return hub.repository(os.fspath(name))
+  # A relative path such as '.' has no name.
+  return pathlib.PurePath(name).name or paths_lib.absolute(name).name
 
 
 def _open_run(path: paths_lib.Path, step: int | None) -> StoredModel:

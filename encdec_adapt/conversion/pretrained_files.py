@@ -18,18 +18,7 @@ from encdec_adapt.huggingface import config_json, tensor_folder, vision
 from encdec_adapt.tokenizers import vocabulary_pair
 
 FOLDER = 'hugging_face'
-GENERATION = 'generation_config.json'
-TOKENIZER = (
-  'tokenizer.json',
-  'tokenizer.model',
-  'tokenizer_config.json',
-  'special_tokens_map.json',
-  'added_tokens.json',
-  'vocab.json',
-  'merges.txt',
-  'chat_template.jinja',
-  'chat_template.json',
-)
+_CARRIED = (tensor_folder.GENERATION, *vocabulary_pair.FILES)
 # Fields of a generation config that name the software that wrote it.
 _STAMPS = ('transformers_version', '_from_model_config', '_commit_hash')
 # Fields that choose caches for a class and version of transformers; the
@@ -80,7 +69,7 @@ def check(sources: Folders) -> None:
     UserError: a file is damaged; names it.
   """
   for path in sources.values():
-    for file in (path / name for name in (GENERATION, *TOKENIZER)):
+    for file in (path / name for name in _CARRIED):
       if not file.is_file():
         continue
       if file.name.endswith('.json'):
@@ -108,7 +97,11 @@ def keep(workdir: str | os.PathLike[str], sources: Folders) -> None:
   for name, path in sources.items():
     folder = paths.at(workdir) / FOLDER / name
     folder.mkdir(parents=True, exist_ok=True)
-    for file in (tensor_folder.CONFIG, GENERATION, *TOKENIZER):
+    for file in (
+      tensor_folder.CONFIG,
+      tensor_folder.GENERATION,
+      *vocabulary_pair.FILES,
+    ):
       if (path / file).is_file():
         paths.copy(path / file, folder / file)
     if part := vision_part({name: path}):
@@ -122,7 +115,7 @@ def vision_part(
 
   Args:
     sources: see `folders`.
-    folder: model folder to take it from instead; the ids of images stay
+    folder: model to take it from instead; the ids of images stay
       those of `sources`.
 
   Raises:
@@ -133,7 +126,7 @@ def vision_part(
     # --vision takes it over.
     has_part = reads_images(sources)
     return vision.open_vision(sources['decoder']) if has_part else None
-  part = vision.open_vision(folder)
+  part = vision.open_vision(model_on_disk.resolve(folder)[0])
   if part is None:
     raise errors.UserError(
       f'{folder} has no vision part: no tensor of a vision_tower. Give a'
@@ -248,7 +241,7 @@ def special_ids(
     UserError: a stored file is damaged.
   """
   fields = config_fields(sources)['decoder']
-  generation = _stored_json(sources, GENERATION)
+  generation = _stored_json(sources, tensor_folder.GENERATION)
   # The vocabulary first: the model was trained on texts that it framed.
   framing = opened.decoder if opened else None
 
@@ -294,7 +287,7 @@ def generation_config(
   """
   ids = fields['decoder']
   content = {key: ids[key] for key in config_json.TOKEN_IDS if key in ids}
-  stored = _stored_json(sources, GENERATION)
+  stored = _stored_json(sources, tensor_folder.GENERATION)
   content |= {k: stored[k] for k in stored if k not in (*_STAMPS, *_CACHES)}
   # The files of decoder-only sources have no such field.
   if is_pair and 'bos_token_id' in content:
@@ -310,6 +303,6 @@ def generation_config(
   if not dropped:
     return content, ''
   return content, (
-    f'{GENERATION} is written without {", ".join(dropped)}: transformers'
-    ' chooses caches by the class of the model.'
+    f'{tensor_folder.GENERATION} is written without {", ".join(dropped)}:'
+    ' transformers chooses caches by the class of the model.'
   )

@@ -49,7 +49,7 @@ def write(
   sources = {
     stack: {
       name: path / name
-      for name in pretrained_files.TOKENIZER
+      for name in vocabulary_pair.FILES
       if (path / name).is_file()
     }
     for stack, path in pretrained_files.folders(stored.path).items()

@@ -76,9 +76,9 @@ class DataConfig:
   folder: str = keys.key('', "Folder of the records; '' for WORKDIR/records.")
   vocabulary: str = keys.key(
     '',
-    'A SentencePiece file, a tokenizer.json, a folder with one of them, or'
-    " 'bytes'; '' for FOLDER/vocabulary.model. '{workdir}/..' is a path below"
-    ' the work directory.',
+    'A SentencePiece file, a tokenizer.json, a folder with one of them (or'
+    " hf://ORG/NAME), or 'bytes'; '' for FOLDER/vocabulary.model."
+    " '{workdir}/..' is a path below the work directory.",
   )
   encoder_vocabulary: str = keys.key(
     '', "Vocabulary of the encoder; '' for the decoder's."

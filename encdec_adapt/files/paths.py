@@ -78,7 +78,8 @@ def at(path: AnyPath) -> Path:
   if not address.startswith(SCHEME) or not bucket:
     raise errors.UserError(
       f'{address} is no path: give a mounted file system, or'
-      ' gs://BUCKET/NAME. Buckets of other stores can be mounted.'
+      ' gs://BUCKET/NAME. Buckets of other stores can be mounted; hf:// is for'
+      ' models that are read, `convert push` uploads.'
     )
   _connect()
   _reach(bucket)

@@ -23,6 +23,7 @@ from encdec_adapt.files import atomic, paths
 
 SINGLE = 'model.safetensors'
 CONFIG = 'config.json'
+GENERATION = 'generation_config.json'
 INDEX = 'model.safetensors.index.json'
 _DTYPES = {
   'BOOL': np.dtype(np.bool_),
@@ -247,8 +248,12 @@ def _tensors(folder: paths.Path) -> dict[str, TensorInfo]:
   raise _no_weights(folder)
 
 
-def _open_shards(folder: paths.Path) -> dict[str, TensorInfo]:
-  """Reads the headers of all shards; the index must agree with them."""
+def read_index(folder: paths.Path) -> dict[str, str]:
+  """Reads which shard has each tensor, from the index.
+
+  Raises:
+    UserError: the index is damaged.
+  """
   index = folder / INDEX
   weight_map = atomic.read_json(index).get('weight_map')
   # Paths in an index are untrusted: only files of this folder are allowed.
@@ -257,6 +262,13 @@ def _open_shards(folder: paths.Path) -> dict[str, TensorInfo]:
     for name in weight_map.values()
   ):
     raise atomic.damaged(index, 'its weight_map must name files of the folder')
+  return weight_map
+
+
+def _open_shards(folder: paths.Path) -> dict[str, TensorInfo]:
+  """Reads the headers of all shards; the index must agree with them."""
+  index = folder / INDEX
+  weight_map = read_index(folder)
   tensors: dict[str, TensorInfo] = {}
   for shard in sorted(set(weight_map.values())):
     if not (folder / shard).exists():

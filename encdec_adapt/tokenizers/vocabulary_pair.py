@@ -10,6 +10,7 @@ A vocabulary is named by a path, or 'bytes':
 | a folder               | its tokenizer.model if it is SentencePiece (the    |
 |                        | file that a model was trained with), or its        |
 |                        | tokenizer.json                                     |
+| hf://ORG/NAME[@REV]    | such a folder, or a file in it, on the Hub         |
 
 This module imports neither TensorFlow nor SeqIO nor jax.
 """
@@ -20,7 +21,7 @@ import os
 from typing import Any
 
 from encdec_adapt.base import errors
-from encdec_adapt.files import paths
+from encdec_adapt.files import hub, paths
 from encdec_adapt.tokenizers import (
   byte_vocabulary,
   chat_format,
@@ -33,6 +34,18 @@ from encdec_adapt.tokenizers import (
 BYTES = byte_vocabulary.NAME
 SENTENCEPIECE = 'tokenizer.model'
 TOKENIZER_JSON = tokenizer_json.FILE
+# Files of a tokenizer of transformers.
+FILES = (
+  TOKENIZER_JSON,
+  SENTENCEPIECE,
+  'tokenizer_config.json',
+  'special_tokens_map.json',
+  'added_tokens.json',
+  'vocab.json',
+  'merges.txt',
+  'chat_template.jinja',
+  'chat_template.json',
+)
 
 
 def open_vocabulary(
@@ -50,7 +63,7 @@ def open_vocabulary(
   """
   if os.fspath(path) == BYTES:
     return byte_vocabulary.ByteVocabulary(added_sentinels=added_sentinels)
-  path = paths.at(path)
+  path = _at(path)
   if path.is_dir():
     folder, path = path, file_in(path)
     if path is None:
@@ -67,7 +80,19 @@ def open_vocabulary(
 
 def exists(path: str) -> bool:
   """Returns whether there is a file or folder to open."""
-  return path == BYTES or paths.at(path).exists()
+  return path == BYTES or _at(path).exists()
+
+
+def _at(path: str | os.PathLike[str]) -> paths.Path:
+  """Returns the path of a vocabulary; downloads that of an address."""
+  if not hub.is_address(path):
+    return paths.at(path)
+  folder, _, name = os.fspath(path).rpartition('/')
+  # Ids of roles are in a config.json as well.
+  files = (*FILES, 'config.json')
+  if name in FILES:
+    return hub.fetch(folder, files) / name
+  return hub.fetch(path, files)
 
 
 def file_in(folder: str | os.PathLike[str]) -> paths.Path | None:

@@ -10,7 +10,9 @@ class TeacherConfig:
   """Keys of `config.teacher`."""
 
   checkpoint: str = keys.key(
-    '', "The teacher: a run, RUN@STEP or a Hugging Face folder; '' for none."
+    '',
+    "The teacher: a run, RUN@STEP, a Hugging Face folder or hf://ORG/NAME; ''"
+    ' for none.',
   )
   dtype: str = keys.key(
     '',
