@@ -34,7 +34,11 @@ from encdec_adapt.evaluation.measures import (
   inference_cost,
 )
 from encdec_adapt.evaluation.reports import html_report, score_tables
-from encdec_adapt.evaluation.results import comparisons, results_store
+from encdec_adapt.evaluation.results import (
+  comparisons,
+  predictions,
+  results_store,
+)
 from encdec_adapt.evaluation.tasks import (
   retrieval_scores,
   retrieval_tasks,
@@ -138,7 +142,11 @@ class Evaluation(Protocol):
     """Raises a `UserError` for a model that this does not suit."""
 
   def scores(
-    self, model: model_in_memory.LoadedModel, rows: int, report: progress.Report
+    self,
+    model: model_in_memory.LoadedModel,
+    rows: int,
+    report: progress.Report,
+    keep: predictions.Keep,
   ) -> Iterable[results_store.Score]:
     """Measures a model; every process of a job takes part.
 
@@ -146,6 +154,7 @@ class Evaluation(Protocol):
       model: the model.
       rows: rows at a time; divides over the model's devices.
       report: called with the number of examples done and of all.
+      keep: called with every example that the model generated an answer to.
     """
 
 
@@ -178,7 +187,11 @@ def run(values: flags.FlagValues) -> dict[str, list[results_store.Score]]:
       f'--correlate={values.correlate} must be TASK,TASK, and needs at least 3'
       f' models; {len(folders)} are given.'
     )
-  _check_options(values)
+  if values.tasks and paths.at(values.tasks).is_dir():
+    raise errors.UserError(
+      f'--tasks={values.tasks} is a folder and no name; give --task_folder='
+      f'{values.tasks}.'
+    )
   plan = task_groups.Plan()
   if values.tasks or values.task_folder:
     plan = task_groups.plan(
@@ -200,41 +213,24 @@ def run(values: flags.FlagValues) -> dict[str, list[results_store.Score]]:
         prefix = prompt_encoding.task_prefix(stored, values.prefix)
         prompt_encoding.print_prefix(stored, prefix)
     with contextlib.ExitStack() as stack:
-      store = None
+      store, files = None, {}
       # A single writer: other processes learn from it which scores are missing.
       if distributed.is_lead():
         stack.enter_context(lock.hold(values.output))
         store = stack.enter_context(results_store.Store(values.output))
+        files = {
+          path: _prediction_files(path, stored, evaluations, values)
+          for path, stored in models.items()
+        }
       scores = {
-        path: evaluate(path, stored, evaluations, store, values)
+        path: evaluate(path, stored, evaluations, store, values, files)
         for path, stored in models.items()
       }
       if store:
-        _report(values, plan, evaluations, models, scores)
+        _report(values, plan, evaluations, models, scores, files)
     # The others wait for the report, so that all processes end together.
     distributed.barrier('report')
   return scores
-
-
-def _check_options(values: flags.FlagValues) -> None:
-  """Refuses options without an effect, and folders among the tasks."""
-  if values.run_prefix and not (
-    values.tasks or values.task_folder or values.retrieval
-  ):
-    raise errors.UserError(
-      '--run_prefix needs --tasks, --task_folder or --retrieval; --pairs have'
-      ' the prefix anyway.'
-    )
-  if values.prefix is not None and not (values.pairs or values.run_prefix):
-    raise errors.UserError(
-      f'--prefix={values.prefix} needs --pairs or --run_prefix; without them'
-      ' no prompt has it.'
-    )
-  if values.tasks and paths.at(values.tasks).is_dir():
-    raise errors.UserError(
-      f'--tasks={values.tasks} is a folder and no name; give --task_folder='
-      f'{values.tasks}.'
-    )
 
 
 def _evaluations(
@@ -300,12 +296,36 @@ def _lengths(value: str) -> tuple[int, int]:
   return lengths[0], lengths[1]
 
 
+def _identity(
+  path: str, stored: model_on_disk.StoredModel, values: flags.FlagValues
+) -> results_store.Model:
+  """Returns the identity of a model in the results."""
+  # Rounded kernels make another model, of which no score is reused.
+  fingerprint = stored.fingerprint + ('-int8' if values.int8 else '')
+  return results_store.Model(path, stored.step, fingerprint)
+
+
+def _prediction_files(
+  path: str,
+  stored: model_on_disk.StoredModel,
+  evaluations: Sequence[Evaluation],
+  values: flags.FlagValues,
+) -> list[predictions.PredictionFile]:
+  """Opens the file of a model's predictions in each evaluation."""
+  model = _identity(path, stored, values)
+  return [
+    predictions.PredictionFile(values.output, model, evaluation.options())
+    for evaluation in evaluations
+  ]
+
+
 def evaluate(
   path: str,
   stored: model_on_disk.StoredModel,
   evaluations: Sequence[Evaluation],
   store: results_store.Store | None,
   values: flags.FlagValues,
+  files: Mapping[str, Sequence[predictions.PredictionFile]],
 ) -> list[results_store.Score]:
   """Computes the scores of a model that the store lacks.
 
@@ -315,14 +335,14 @@ def evaluate(
     evaluations: the evaluations, all suited to the model.
     store: gets the scores; None on processes other than 0.
     values: the flags of the command.
+    files: get the predictions of every evaluation, by path of the model; empty
+      on processes other than 0.
 
   Returns:
     All scores, on process 0.
   """
   log = print if store else lambda *_, **__: None
-  # Rounded kernels make another model, of which no score is reused.
-  fingerprint = stored.fingerprint + ('-int8' if values.int8 else '')
-  model = results_store.Model(path, stored.step, fingerprint)
+  model = _identity(path, stored, values)
   options = [evaluation.options() for evaluation in evaluations]
   # The lead decides for all, as every process takes part in each evaluation.
   missing = distributed.from_lead(
@@ -340,9 +360,13 @@ def evaluate(
   for number, i in enumerate(missing, 1):
     start, name = time.monotonic(), evaluations[i].name
     report = progress.CountProgress(name) if store else lambda *_: None
-    scores = list(evaluations[i].scores(loaded, rows, report))
+    examples: list[predictions.Prediction] = []
+    keep = examples.append
+    scores = list(evaluations[i].scores(loaded, rows, report, keep))
     # After each: an interrupted command loses a single evaluation.
     if store:
+      # First: stored scores are those of an evaluation that is complete.
+      files[path][i].write(examples)
       store.add(model, options[i], scores)
     duration = progress.format_seconds(time.monotonic() - start)
     text = ', '.join(f'{x.task} {x.metric} {x.value:.4g}' for x in scores[:4])
@@ -362,8 +386,18 @@ def _report(
   evaluations: Sequence[Evaluation],
   models: Mapping[str, model_on_disk.StoredModel],
   results: Mapping[str, Sequence[results_store.Score]],
+  files: Mapping[str, Sequence[predictions.PredictionFile]],
 ) -> None:
-  """Prints the tables and writes the report; `results` by path of a model."""
+  """Prints the tables and writes the report.
+
+  Args:
+    values: the flags of the command.
+    plan: the tasks.
+    evaluations: all evaluations.
+    models: the models by path.
+    results: scores by path of a model.
+    files: predictions by path of a model.
+  """
   names = score_tables.short_names(list(models))
   # Means of groups are not stored, as they follow from the scores of tasks.
   scores = {
@@ -384,6 +418,10 @@ def _report(
   for title, rows in tables.items():
     if rows:
       print(f'\n{title}\n{score_tables.text(rows)}')
+  # Texts are too wide for a terminal.
+  tables['Predictions'] = predictions.table(
+    {names[path]: model_files for path, model_files in files.items()}
+  )
   print('\n'.join(['', *notes]))
   # Evaluations of answers only: no losses, costs or attention.
   kinds = task_groups.Task | text_pairs.Pairs

@@ -114,30 +114,30 @@ class PromptEncoder:
     """
     # Together, as in training: tokens may span the border.
     ids = self._read(self.prefix + text)
-    kept = len(self._read(self.prefix)) if self.prefix else 0
-    return self.frame(ids, room, kept=kept)
+    start = len(self._read(self.prefix)) if self.prefix else 0
+    return self.frame(ids, room, start=start)
 
   def frame(
     self,
     ids: Sequence[int] | np.ndarray,
     room: int | None = None,
     *,
-    kept: int = 0,
+    start: int = 0,
   ) -> np.ndarray:
     """Returns ids between BOS and mode, and the separator, int32 [n].
 
     Args:
       ids: encoded prompt, without framing.
       room: most tokens, see `encode`.
-      kept: number of the first ids that a cut leaves, such as a prefix.
+      start: number of the first ids that a cut leaves, such as a prefix.
 
     Raises:
-      UserError: the ids that are kept leave no room.
+      UserError: the ids that a cut leaves fill the room.
     """
     prompt = np.array([*self._head, *ids, *self._separator], np.int32)
     if room is None or len(prompt) <= room:
       return prompt
-    start = len(self._head) + kept
+    start += len(self._head)
     if start >= room:
       raise errors.UserError(
         f'a prompt begins with {start} tokens ({self.prefix!r} among them) and'

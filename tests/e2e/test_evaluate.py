@@ -1,5 +1,6 @@
 """The evaluate command: restart, comparison, cost, refusals."""
 
+import importlib
 import json
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from encdec_adapt import evaluate
 from encdec_adapt.base import errors
 from encdec_adapt.conversion import model_in_memory
-from encdec_adapt.evaluation.results import results_store
+from encdec_adapt.evaluation.results import predictions, results_store
 from encdec_adapt.evaluation.tasks import task_groups
 from tests import tiny
 
@@ -87,6 +88,57 @@ def test_what_is_there_is_not_evaluated_again(
   assert read == [adapted, gemma]
 
 
+def test_predictions_are_kept(
+  folder, gemma, adapted, tmp_path, monkeypatch, capsys
+):
+  pytest.importorskip('sacrebleu', reason="needs pip install -e '.[eval]'")
+  pairs = [{'input': f'the fox {i}', 'target': ['a dog']} for i in range(25)]
+  file, output = tmp_path / 'animals.jsonl', tmp_path / 'evaluation'
+  file.write_text(''.join(json.dumps(pair) + '\n' for pair in pairs))
+  flags = [f'--checkpoint={gemma}', f'--checkpoint={adapted}', '--cost=']
+  flags += [f'--pairs={file}', '--max_tokens=4', f'--output={output}']
+  assert tiny.call(evaluate, *flags) == 0
+  kept = {
+    path.name.rpartition('-')[0]: path
+    for path in (output / predictions.FOLDER).iterdir()
+  }
+  assert kept.keys() == {'gemma', 'adapted'}
+  scores = [
+    json.loads(line)
+    for line in (output / results_store.FILE).read_text().splitlines()
+  ]
+  for name, path in kept.items():
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line['input'] for line in lines] == [x['input'] for x in pairs]
+    assert lines[0]['references'] == ['a dog'] and lines[0]['answer']
+    (chrf,) = (
+      score['scores']
+      for score in scores
+      if score['run'].endswith(name) and score['metric'] == 'chrf'
+    )
+    found = [line['scores']['chrf'] for line in lines]
+    assert found == pytest.approx(chrf, rel=1e-5)
+  tables = json.loads((output / 'report.json').read_text())['tables']
+  shown = [(row['input'], row['model']) for row in tables['Predictions']]
+  assert shown[:2] == [('the fox 0', 'gemma'), ('the fox 0', 'adapted')]
+  assert len(shown) == 40
+  assert 'the fox 0' not in capsys.readouterr().out
+
+  beams = [*flags, '--beams=3', '--length_penalty=0']
+  assert tiny.call(evaluate, *beams) == 0
+  assert len(list((output / predictions.FOLDER).iterdir())) == 4
+  # Nothing is read or generated where the answers could not be kept or scored.
+  monkeypatch.setattr(model_in_memory, 'read_as_trained', None)
+  kept['adapted'].write_text(kept['gemma'].read_text())
+  with pytest.raises(
+    errors.UserError, match='line 1 is of .*gemma, not of .*ad'
+  ):
+    tiny.call(evaluate, *flags)
+  monkeypatch.setattr(importlib.util, 'find_spec', lambda _: None)
+  with pytest.raises(errors.UserError, match='need rouge-score and sacreBLEU'):
+    tiny.call(evaluate, *flags, '--max_tokens=5')
+
+
 @pytest.mark.parametrize(
   'flags, words',
   [
@@ -98,6 +150,10 @@ def test_what_is_there_is_not_evaluated_again(
     (['--checkpoint={gemma}', '--output={gemma}/config.json'], 'written'),
     (['--checkpoint={gemma}', '--correlate=a,b'], 'at least 3 models'),
     (['--checkpoint={wide}'], 'wide has no tokenizer'),
+    (
+      ['--checkpoint={gemma}', '--tasks={gemma}'],
+      'is a folder .* --task_folder=',
+    ),
     (
       ['--checkpoint={gemma}', '--retrieval=python', '--retrieval_lengths=9'],
       'has 9 tokens, and 1 needles have',

@@ -74,7 +74,11 @@ class CostEvaluation:
       )
 
   def scores(
-    self, model: model_in_memory.LoadedModel, rows: int, report: Any = None
+    self,
+    model: model_in_memory.LoadedModel,
+    rows: int,
+    report: Any = None,
+    keep: Any = None,
   ) -> list[results_store.Score]:
     """Counts and measures a model.
 
@@ -82,6 +86,7 @@ class CostEvaluation:
       model: a model with a decoder.
       rows: prompts at a time; divides over the model's devices.
       report: not called, as the measurement takes a moment.
+      keep: not called, as the answers mean nothing.
 
     Returns:
       Metrics of the task `TASK`: `parameters`; `prefill_flops`, `decode_flops`
@@ -91,7 +96,7 @@ class CostEvaluation:
       and `decode_tokens_per_second`, and `prefill_bytes` and `decode_bytes` of
       memory on a device.
     """
-    del report
+    del report, keep
     config, prompt, generated = model.config, self.prompt, self.generated
     prefill, decode = forward_flops.generation(config, prompt, generated)
     paper = presets.with_paper_widths(config)

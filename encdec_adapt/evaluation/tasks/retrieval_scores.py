@@ -21,7 +21,7 @@ from encdec_adapt.conversion import (
   pretrained_files,
   prompt_encoding,
 )
-from encdec_adapt.evaluation.results import results_store
+from encdec_adapt.evaluation.results import predictions, results_store
 from encdec_adapt.evaluation.tasks import retrieval_tasks
 from encdec_adapt.inference import engine as engine_lib
 from encdec_adapt.inference import log_likelihoods
@@ -76,7 +76,11 @@ class RetrievalEvaluation:
       )
 
   def scores(
-    self, model: model_in_memory.LoadedModel, rows: int, report: progress.Report
+    self,
+    model: model_in_memory.LoadedModel,
+    rows: int,
+    report: progress.Report,
+    keep: predictions.Keep = predictions.discard,
   ) -> list[results_store.Score]:
     """Measures a model.
 
@@ -84,6 +88,7 @@ class RetrievalEvaluation:
       model: the model.
       rows: prompts at a time; divides over the model's devices.
       report: progress callback (answers and choices done, all of them).
+      keep: called with every prediction.
 
     Returns:
       `METRICS` of every kind of task over all its cells (`needle`), then of
@@ -111,7 +116,9 @@ class RetrievalEvaluation:
     for count, (i, result) in enumerate(scored, len(prompts) + 1):
       log_probs[i] = result.log_prob
       report(count, total)
-    return _scores(examples, answers, log_probs)
+    reader = model.stored.require_vocabularies().sides[model.stored.prompt_side]
+    texts = [reader.decode(example.context) for example in examples]
+    return _scores(examples, texts, answers, log_probs, keep)
 
   def _prompts(
     self, stored: model_on_disk.StoredModel
@@ -129,21 +136,30 @@ class RetrievalEvaluation:
 
 def _scores(
   examples: Sequence[retrieval_tasks.Example],
+  contexts: Sequence[str],
   answers: Sequence[str],
   log_probs: Iterable[float],
+  keep: predictions.Keep,
 ) -> list[results_store.Score]:
   """Compares answers with the codes, and likelihoods of the choices."""
   by_task: dict[str, list[tuple[float, ...]]] = {
     kind: [] for kind in retrieval_tasks.FACTS
   }
   remaining = iter(log_probs)
-  for example, answer in zip(examples, answers, strict=True):
+  for example, context, answer in zip(examples, contexts, answers, strict=True):
     right, *wrong = (next(remaining) for _ in example.choices)
     values = (
       statistics.fmean(code in answer for code in example.codes),
       rouge1_recall(answer, ' '.join(example.codes)),
       # Not normalised by length: all choices have as many characters.
       float(right > max(wrong)),
+    )
+    text, scores = (
+      context + example.question,
+      dict(zip(METRICS, values, strict=True)),
+    )
+    keep(
+      predictions.Prediction(example.task, text, example.codes, answer, scores)
     )
     by_task[example.task.partition('/')[0]].append(values)
     by_task.setdefault(example.task, []).append(values)

@@ -22,7 +22,7 @@ from encdec_adapt.conversion import (
   model_on_disk,
   prompt_encoding,
 )
-from encdec_adapt.evaluation.results import results_store
+from encdec_adapt.evaluation.results import predictions, results_store
 from encdec_adapt.evaluation.tasks import prompted_task, task_files
 from encdec_adapt.files import paths
 from encdec_adapt.telemetry import progress
@@ -163,7 +163,11 @@ class Task:
     prompt_encoding.task_prefix(stored, self.prefix)
 
   def scores(
-    self, model: model_in_memory.LoadedModel, rows: int, report: progress.Report
+    self,
+    model: model_in_memory.LoadedModel,
+    rows: int,
+    report: progress.Report,
+    keep: predictions.Keep = predictions.discard,
   ) -> list[results_store.Score]:
     """Measures a model; every process of a job takes part.
 
@@ -171,6 +175,7 @@ class Task:
       model: the model.
       rows: rows at a time.
       report: progress callback (requests done, all requests).
+      keep: called with every prediction, on process 0.
 
     Returns:
       Scores on process 0, nothing on others.
@@ -193,12 +198,14 @@ class Task:
         if isinstance(task, prompted_task.PromptedTask):
           scored = adapter.score_choices(list(task.pairs()), task.separator)
           return list(task.score([log_prob for log_prob, _ in scored]))
-        return self._run_lm_eval(adapter)
+        return self._run_lm_eval(adapter, keep)
     finally:
       # After an error, too: the other processes would wait in `follow`.
       adapter.stop()
 
-  def _run_lm_eval(self, adapter: Any) -> list[results_store.Score]:
+  def _run_lm_eval(
+    self, adapter: Any, keep: predictions.Keep
+  ) -> list[results_store.Score]:
     """Runs a task of lm-eval."""
     import datasets
     import lm_eval
@@ -234,6 +241,8 @@ class Task:
       torch_random_seed=None,
       confirm_run_unsafe_code=self.allow_code,
     )
+    for prediction in _predictions(results):
+      keep(prediction)
     return list(_scores(results))
 
 
@@ -345,6 +354,26 @@ def plan(
         ' evaluate the groups one by one, or give --shots.'
       )
   return Plan(list(tasks.values()), groups, absent)
+
+
+def _predictions(
+  results: Mapping[str, Any],
+) -> Iterator[predictions.Prediction]:
+  """Yields the generated answers in lm-eval's results."""
+  for task, samples in results['samples'].items():
+    # Other tasks compare likelihoods.
+    if results['configs'][task]['output_type'] != 'generate_until':
+      continue
+    for sample in samples:
+      target = sample['target']
+      scores = {name: sample[name] for name in sample['metrics']}
+      yield predictions.Prediction(
+        task,
+        sample['arguments'][0][0],
+        list(map(str, target if isinstance(target, list) else [target])),
+        sample['resps'][0][0],
+        {k: x for k, x in scores.items() if isinstance(x, int | float)},
+      )
 
 
 def _scores(results: Mapping[str, Any]) -> Iterator[results_store.Score]:

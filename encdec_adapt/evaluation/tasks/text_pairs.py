@@ -15,7 +15,7 @@ from encdec_adapt.conversion import (
   prompt_encoding,
 )
 from encdec_adapt.evaluation.measures import text_metrics
-from encdec_adapt.evaluation.results import results_store
+from encdec_adapt.evaluation.results import predictions, results_store
 from encdec_adapt.evaluation.tasks import prompted_task
 from encdec_adapt.files import paths
 from encdec_adapt.inference import beam_search
@@ -62,7 +62,11 @@ class Pairs:
     pretrained_files.prompt_room(stored, self.max_tokens)
 
   def scores(
-    self, model: model_in_memory.LoadedModel, rows: int, report: progress.Report
+    self,
+    model: model_in_memory.LoadedModel,
+    rows: int,
+    report: progress.Report,
+    keep: predictions.Keep = predictions.discard,
   ) -> list[results_store.Score]:
     """Generates answers and compares them with the references.
 
@@ -70,6 +74,7 @@ class Pairs:
       model: the model.
       rows: prompts at a time; divides over the model's devices.
       report: progress callback (answers done, all answers).
+      keep: called with every prediction.
     """
     encoder = prompt_encoding.PromptEncoder(model.stored, prefix=self.prefix)
     room = pretrained_files.prompt_room(model.stored, self.max_tokens)
@@ -92,7 +97,12 @@ class Pairs:
     for count, (i, completion) in enumerate(completions, 1):
       answers[i] = completion.text.strip()
       report(count, len(prompts))
-    return text_metrics.score(self.name, answers, self.targets)
+    scores = text_metrics.score(self.name, answers, self.targets)
+    examples = zip(self.inputs, self.targets, answers, strict=True)
+    for i, example in enumerate(examples):
+      values = {score.metric: score.scores[i] for score in scores}
+      keep(predictions.Prediction(self.name, *example, values))
+    return scores
 
 
 def read(

@@ -149,9 +149,12 @@ def test_scores_of_a_model(kind, models):
   progress = []
   evaluation = retrieval_scores.RetrievalEvaluation(retrieval)
   evaluation.check(models[kind].stored)
+  kept = []
   found = evaluation.scores(
-    models[kind], 8, lambda *args: progress.append(args)
+    models[kind], 8, lambda *args: progress.append(args), kept.append
   )
+  assert len(kept) == 15 and kept[0].references[0] in kept[0].input
+  assert kept[0].scores.keys() == set(retrieval_scores.METRICS)
   counts = {score.task: score.n for score in found}
   assert counts == dict(
     needle=5, documents_10=3, documents_20=5, chain=1, values=1

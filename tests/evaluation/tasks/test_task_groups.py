@@ -101,11 +101,11 @@ def _write(folder, **changes):
 KINDS = ['encoder_decoder', 'decoder_only']
 
 
-def _run(loaded, planned, rows=8, report=lambda done, total: None):
+def _run(loaded, planned, rows=8, report=lambda done, total: None, keep=id):
   """Scores of the tasks and groups of a plan."""
   found = []
   for task in planned.tasks:
-    found += task.scores(loaded, rows, report)
+    found += task.scores(loaded, rows, report, keep)
   return [*found, *planned.group_scores(found)]
 
 
@@ -141,12 +141,15 @@ def test_scores_are_those_of_the_logits(kind, models):
 
 @pytest.mark.parametrize('kind', KINDS)
 def test_a_folder_of_tasks(kind, models, tmp_path):
-  progress = []
+  progress, kept = [], []
   planned = tasks.plan([], _write(tmp_path))
   found = {
     (score.task, score.metric): score
     for score in _run(
-      models[kind], planned, report=lambda *args: progress.append(args)
+      models[kind],
+      planned,
+      report=lambda *args: progress.append(args),
+      keep=kept.append,
     )
   }
   colours = found['colours', 'acc']
@@ -154,6 +157,11 @@ def test_a_folder_of_tasks(kind, models, tmp_path):
   assert colours.value == pytest.approx(np.mean(colours.scores))
   assert colours.stderr is not None
   assert found['echo', 'exact_match'].n == 2
+  # Choices and whole texts are not generated.
+  assert [(x.task, x.input, x.references) for x in kept] == [
+    ('echo', f'Say {row["word"]}:', [row['word']]) for row in ECHO
+  ]
+  assert all(x.answer and x.scores == {'exact_match': 0} for x in kept)
   assert found['prose', 'bits_per_byte'].value > 0
   # Two templates have choices; one, in the middle, is both.
   accuracies = [found[f'wsc/{name}', 'acc'].value for name in ('right', 'left')]
