@@ -3,11 +3,13 @@
 # Linux x86-64. TPU VMs, the container and GPU clusters use it:
 #
 #   bash launch/install.sh --platform=cpu|tpu|gpu-cuda12 [--python=3.12]
-#     [--dry_run]
+#     [--without_data] [--dry_run]
 #
-# Needs uv, or a python3 with pip, which installs uv into a folder next to
-# .venv. uv installs the requested Python if it is missing. Does nothing if
-# .venv is up to date.
+# --without_data leaves out TensorFlow and what else makes records: machines
+# that train from records do with a third of the disk. Needs uv, or a python3
+# with pip, which installs uv into a folder next to .venv. uv installs Python
+# 3.12 if it is missing; where it cannot, an installed 3.11 serves, unless
+# --python names a version. Does nothing if .venv is up to date.
 
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -15,24 +17,32 @@ source launch/environment.sh
 
 UV_VERSION=0.13.8
 
-platform='' version=3.12 dry_run=0
+platform='' version='' dry_run=0 data=1
 for flag in "$@"; do
   case "$flag" in
     -h | --help)
-      sed -n '2,10s/^# \{0,1\}//p' launch/install.sh
+      sed -n '2,13s/^# \{0,1\}//p' launch/install.sh
       exit
       ;;
     --platform=*) platform=${flag#*=} ;;
     --python=*) version=${flag#*=} ;;
+    --without_data) data=0 ;;
     --dry_run) dry_run=1 ;;
     *) fail "unknown flag $flag; see --help" ;;
   esac
 done
-lock=launch/locks/$platform.txt
-[ -n "$platform" ] && [ -f "$lock" ] ||
-  fail "--platform=$platform has no lock file; choose cpu, tpu or gpu-cuda12"
+case "$platform" in
+  cpu | tpu | gpu-cuda12) ;;
+  *)
+    fail "--platform=$platform has no lock file; choose cpu, tpu or gpu-cuda12"
+    ;;
+esac
+locks=("launch/locks/$platform.txt")
+if [ "$data" = 1 ]; then
+  locks+=(launch/locks/data.txt)
+fi
 case "$version" in
-  3.11 | 3.12) ;;
+  '' | 3.11 | 3.12) ;;
   *) fail "--python=$version: the lock files are for 3.11 and 3.12" ;;
 esac
 
@@ -62,19 +72,25 @@ install_uv() {
 machine=$(uname -s)-$(uname -m)
 if [ "$dry_run" = 0 ] && [ "$machine" != Linux-x86_64 ]; then
   fail "the lock files are for Linux-x86_64, and this is $machine; use" \
-    "pip install -e '.[gcs]', which chooses versions for this machine"
+    "pip install -e '.[data,gcs]', which chooses versions for this machine"
 fi
 # Checksum of all that the environment depends on.
-key=$(cat "$lock" setup.py <(printf '%s %s\n' "$version" "$PWD") | cksum)
+key=$(cat "${locks[@]}" setup.py <(printf '%s %s\n' "$version" "$PWD") | cksum)
 stamp=$VENV/installed-from-lock
 if [ "$dry_run" = 0 ] && [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$key" ]; then
-  printf '%s is up to date with %s\n' "$VENV" "$lock"
+  printf '%s is up to date with %s\n' "$VENV" "${locks[*]}"
   exit
 fi
 install_uv
-attempt uv venv --quiet --clear --python "$version" "$VENV"
+# --seed: messages of the package name commands of pip.
+environment=(uv venv --quiet --clear --seed)
+attempt "${environment[@]}" --python "${version:-3.12}" "$VENV" ||
+  { [ -z "$version" ] && attempt "${environment[@]}" \
+    --no-python-downloads --python '>=3.11,<3.13' "$VENV"; } ||
+  fail "uv found no Python ${version:-3.11 or 3.12} and could not install it;" \
+    "install one, or name the one that is there: --python=3.11"
 attempt uv pip install --quiet --python "$VENV/bin/python" \
-  --requirement "$lock"
+  "${locks[@]/#/--requirement=}"
 attempt uv pip install --quiet --python "$VENV/bin/python" --no-deps \
   --editable .
 if [ "$dry_run" = 0 ]; then

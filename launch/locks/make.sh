@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Writes the lock files of this folder: the versions of an environment in
-# which the tests pass, plus the packages of each platform.
+# which the tests pass, plus the packages of each platform. data.txt has the
+# extra `data`, with the versions that all of them allow.
 #
 #   bash launch/locks/make.sh [--tested=.venv/bin/python]
 #
@@ -18,7 +19,7 @@ tested=$VENV/bin/python
 for flag in "$@"; do
   case "$flag" in
     -h | --help)
-      sed -n '2,8s/^# \{0,1\}//p' launch/locks/make.sh
+      sed -n '2,9s/^# \{0,1\}//p' launch/locks/make.sh
       exit
       ;;
     --tested=*) tested=${flag#*=} ;;
@@ -41,37 +42,44 @@ for found in metadata.distributions():
     print(f'{found.name}=={found.version}')
 PYTHON_CODE
 
-# Writes a lock.
-#   $1: name of the lock; $2: requirements in addition to setup.py, if any.
-lock() {
-  local name=$1 extra=${2:-} file=launch/locks/$1.txt
-  {
-    printf '# Written by launch/locks/make.sh, with\n'
-    printf '#   uv pip compile %ssetup.py --extra=gcs --constraint=tested.txt \\\n' \
-      "${extra:+extra.in }"
-    printf '#     --python-version=3.11 --python-platform=%s\n' "$PLATFORM"
-    printf '# tested.txt: an environment in which the tests pass'
-    printf '%s.\n' "${extra:+; extra.in: $extra}"
-    printf '# Linux on x86-64, Python 3.11 and 3.12. Installed by'
-    printf ' launch/install.sh.\n'
-  } >"$folder/$name.txt"
-  printf '%s\n' "$extra" >"$folder/extra.in"
+# Prints the versions of setup.py's requirements.
+#   $1: file of constraints; then flags of uv, and files of more requirements.
+compile() {
   uv pip compile --quiet --no-header --no-annotate --no-emit-index-url \
     --no-emit-find-links --python-version 3.11 --python-platform "$PLATFORM" \
-    --constraint "$folder/tested.txt" --extra gcs setup.py \
-    "$folder/extra.in" \
-    >>"$folder/$name.txt"
-  for version in 3.11 3.12; do
-    uv pip compile --quiet --no-header --no-annotate \
-      --python-version "$version" --python-platform "$PLATFORM" \
-      "$folder/$name.txt" >/dev/null ||
-      fail "$name: cannot be installed on Python $version"
-  done
-  mv "$folder/$name.txt" "$file"
+    --constraint "$1" --extra gcs setup.py "${@:2}"
+}
+
+# Writes a lock file from lines of versions.
+#   $1: its name; $2: what it has besides the versions in tested.txt.
+write() {
+  local file=launch/locks/$1.txt
+  {
+    printf '# Written by launch/locks/make.sh: versions of an environment in'
+    printf ' which the tests\n# pass%s. Linux on x86-64, Python 3.11' "${2:+, and $2}"
+    printf ' and 3.12.\n# Installed by launch/install.sh.\n'
+    cat
+  } >"$file"
   printf '%s: %d packages\n' "$file" "$(grep -c == "$file")"
 }
 
+# The extra decides versions that platforms share, so it is resolved first.
+compile "$folder/tested.txt" --extra data >"$folder/full.txt"
 jax=$("$tested" -c 'import jax; print(jax.__version__)')
-lock cpu
-lock tpu "jax[tpu]==$jax"
-lock gpu-cuda12 "jax[cuda12]==$jax"
+for platform in cpu tpu gpu-cuda12; do
+  extra=
+  case "$platform" in
+    tpu) extra="jax[tpu]==$jax" ;;
+    gpu-cuda12) extra="jax[cuda12]==$jax" ;;
+  esac
+  printf '%s\n' "$extra" >"$folder/extra.in"
+  compile "$folder/full.txt" "$folder/extra.in" >"$folder/$platform.txt"
+  for version in 3.11 3.12; do
+    cat "$folder/full.txt" "$folder/$platform.txt" | sort -u >"$folder/all.in"
+    uv pip compile --quiet --python-version "$version" \
+      --python-platform "$PLATFORM" "$folder/all.in" >/dev/null ||
+      fail "$platform: cannot be installed on Python $version"
+  done
+  write "$platform" "$extra" <"$folder/$platform.txt"
+done
+grep -vxFf "$folder/cpu.txt" "$folder/full.txt" | write data

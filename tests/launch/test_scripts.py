@@ -59,15 +59,18 @@ def test_lock_files_satisfy_setup_and_differ_by_platform_only():
     requirements.Requirement(line)
     for node in setup.body
     if isinstance(node, ast.Assign)
-    and node.targets[0].id in ('CORE', 'DATA', 'REPORT')
+    and node.targets[0].id in ('CORE', 'DATA', 'EVALUATION')
     for line in ast.literal_eval(node.value)
   ]
   cpu, tpu, gpu = locks = [_locked(name) for name in LOCKS]
+  data = _locked('data')
+  assert 'tensorflow' in data and not data.keys() & (cpu | tpu | gpu).keys()
   for locked in locks:
     for one in wanted:
       name = one.name.lower().replace('_', '-')
-      assert name in locked, f'{name}: run launch/locks/make.sh again'
-      assert locked[name] in one.specifier, name
+      versions = locked | data
+      assert name in versions, f'{name}: run launch/locks/make.sh again'
+      assert versions[name] in one.specifier, name
   assert cpu.items() <= tpu.items() and cpu.items() <= gpu.items()
   assert tpu['libtpu'] and gpu['jax-cuda12-plugin'] == gpu['jax']
 
