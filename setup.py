@@ -103,6 +103,9 @@ setuptools.setup(
     'encdec_adapt.planning': ['calibration.json'],
     'encdec_adapt.serving': ['page.html'],
   },
+  entry_points={
+    'console_scripts': ['encdec-adapt = encdec_adapt.cli.console:main'],
+  },
   install_requires=CORE + EVALUATION,
   extras_require={
     'data': DATA,

@@ -6,6 +6,7 @@ import pathlib
 
 import pytest
 
+from encdec_adapt.cli import console
 from encdec_adapt.configs import gemma2
 from tests import tiny
 
@@ -40,8 +41,7 @@ LEVELS = (
   {'commands'},
 )
 LEVEL = {name: i for i, names in enumerate(LEVELS) for name in names}
-COMMANDS = {'convert', 'evaluate', 'generate', 'materialize', 'plan', 'study'}
-COMMANDS |= {'serve', 'train'}
+COMMANDS = set(console.COMMANDS)
 
 
 MODULES = {

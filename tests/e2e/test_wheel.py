@@ -7,11 +7,12 @@ import sys
 
 import pytest
 
+import encdec_adapt
+from encdec_adapt.cli import console
 from encdec_adapt.conversion import model_on_disk
 from tests import tiny
 
 pytestmark = pytest.mark.e2e
-COMMANDS = 'train convert evaluate generate plan study materialize'.split()
 
 
 @pytest.fixture(scope='module')
@@ -68,10 +69,10 @@ def test_every_command_has_help(wheel, tmp_path):
     '  except SystemExit as end:\n'
     '    print(name, end.code)\n'
   )
-  shown = _run(wheel, tmp_path / 'empty', code, *COMMANDS)
+  shown = _run(wheel, tmp_path / 'empty', code, *console.COMMANDS)
   assert str(wheel) in shown
   assert "pip install 'encdec_adapt[eval]'\n" in shown
-  for name in COMMANDS:
+  for name in console.COMMANDS:
     assert any(f'\n{name} {code}\n' in shown for code in (0, None)), shown
 
 
@@ -105,7 +106,31 @@ def test_configurations_are_found_beside_a_foreign_folder(
   assert 'decoder_only pairs\nencoder_decoder prefix_lm\n' in shown
   assert shown.splitlines()[-1].startswith(str(root))
   names = {path.name.partition('-')[0] for path in wheel.iterdir()}
-  assert names == {'encdec_adapt'}
+  assert names == {'encdec_adapt', 'bin'}
+
+
+@pytest.mark.parametrize(
+  'arguments, status, words',
+  [
+    ([], 0, [f'\n  {name} ' for name in console.COMMANDS]),
+    (['--version'], 0, [f'encdec_adapt {encdec_adapt.__version__}\n']),
+    (['trian'], 2, ["did you mean 'train'?"]),
+    (['train', '--config=gemma3'], 2, ['gemma3', 'gemma2, lookups']),
+  ],
+)
+def test_the_console_script_runs_commands(
+  arguments, status, words, wheel, tmp_path
+):
+  done = subprocess.run(
+    [sys.executable, wheel / 'bin' / 'encdec-adapt', *arguments],
+    cwd=tmp_path,
+    env=tiny.environment() | {'PYTHONPATH': str(wheel)},
+    capture_output=True,
+    text=True,
+  )
+  assert done.returncode == status, done.stderr
+  assert all(word in done.stdout + done.stderr for word in words)
+  assert 'Traceback' not in done.stderr
 
 
 def test_convert_and_calibration(wheel, gemma, tmp_path):

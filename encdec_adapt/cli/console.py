@@ -1,0 +1,52 @@
+"""The console script `encdec-adapt COMMAND [flags]`.
+
+`encdec-adapt train` is `python -m encdec_adapt.train`. This module must not
+import the commands: it runs the one that is named.
+"""
+
+import ast
+from collections.abc import Sequence
+import importlib
+import importlib.util
+import pathlib
+import runpy
+import sys
+
+from encdec_adapt.base import errors, exit_status
+
+_PACKAGE = 'encdec_adapt'
+# In the order of a first job.
+COMMANDS = ('materialize', 'train', 'evaluate', 'generate')
+COMMANDS += ('convert', 'serve', 'plan', 'study')
+
+
+def main() -> int:
+  """Runs the command that the first argument names; returns a status."""
+  return exit_status.guard(_run, sys.argv[1:])
+
+
+def _run(arguments: Sequence[str]) -> int:
+  name = arguments[0] if arguments else '--help'
+  if name == '--version':
+    print(_PACKAGE, importlib.import_module(_PACKAGE).__version__)
+  elif name in ('-h', '--help'):
+    print('encdec-adapt COMMAND [flags]; --help after a command shows them')
+    for command in COMMANDS:
+      print(f'  {command:<13}{_summary(command)}')
+  elif name in COMMANDS:
+    del sys.argv[1]
+    # As `python -m` does: worker processes import the main module by its name.
+    runpy.run_module(f'{_PACKAGE}.{name}', run_name='__main__', alter_sys=True)
+  else:
+    raise errors.UserError(
+      f'{name!r} is not a command{errors.nearest(name, COMMANDS)}; the first'
+      f' argument is one of {", ".join(COMMANDS)}.'
+    )
+  return 0
+
+
+def _summary(command: str) -> str:
+  """Returns the first line of a command's docstring, without importing it."""
+  spec = importlib.util.find_spec(f'{_PACKAGE}.{command}')
+  text = pathlib.Path(spec.origin).read_text(encoding='utf-8')
+  return ast.get_docstring(ast.parse(text)).splitlines()[0]
