@@ -32,15 +32,21 @@ from encdec_adapt.tokenizers import vocabulary, vocabulary_pair
 from encdec_adapt.training import state as state_lib
 
 WINDOWS = ('exclusive', 'inclusive')  # Rules of an encoder's local layers.
-ENCODER = 'encoder'  # Subfolder with the tokenizer of the encoder.
+# Subfolder with the tokenizer of the decoder, if it is not the encoder's, which
+# is at the top: there `AutoTokenizer` finds the one that prompts need.
+DECODER_TOKENIZER = 'decoder_tokenizer'
+# The tokenizer files of a folder.
+TOKENIZERS = (
+  *vocabulary_pair.FILES,
+  *(f'{DECODER_TOKENIZER}/{name}' for name in vocabulary_pair.FILES),
+)
 # What is read of a model on the Hub besides its weights.
 _FILES = (
   tensor_folder.CONFIG,
   tensor_folder.GENERATION,
   tensor_folder.INDEX,
   *vision.PROCESSORS,
-  *vocabulary_pair.FILES,
-  *(f'{ENCODER}/{name}' for name in vocabulary_pair.FILES),
+  *TOKENIZERS,
 )
 # Bytes of a checkpoint that are restored at once: small arrays share the time
 # that opening it takes, and host memory stays small beside a large array.
@@ -91,7 +97,12 @@ class StoredModel:
       parts.append((self.checkpoint.path / checksums.FILE).read_bytes())
     else:
       # No digests: reading the weights of a large model takes minutes.
-      files = {*self.path.glob('*.safetensors'), *self.path.glob('tokenizer*')}
+      patterns = (
+        '*.safetensors',
+        'tokenizer*',
+        f'{DECODER_TOKENIZER}/tokenizer*',
+      )
+      files = {file for name in patterns for file in self.path.glob(name)}
       for file in sorted(files):
         parts.append(f'{file.name} {paths_lib.version(file)}'.encode())
     return hashlib.blake2b(b'\0'.join(parts), digest_size=8).hexdigest()
@@ -524,13 +535,15 @@ def is_folder(path: str | os.PathLike[str]) -> bool:
 
 
 def vocabularies_in(path: paths_lib.Path) -> vocabulary_pair.Choice | None:
-  """Finds the tokenizers of a model folder, `encoder/` for the encoder's."""
-  decoder = vocabulary_pair.file_in(path)
-  encoder = vocabulary_pair.file_in(path / ENCODER)
-  # An encoder's tokenizer by itself encodes no targets.
-  if decoder is None:
+  """Finds the tokenizers of a model folder; see `DECODER_TOKENIZER`."""
+  top = vocabulary_pair.file_in(path)
+  if not (path / DECODER_TOKENIZER).is_dir():
+    return vocabulary_pair.Choice(str(top)) if top else None
+  decoder = vocabulary_pair.file_in(path / DECODER_TOKENIZER)
+  # The tokenizer of one side by itself encodes nothing for the other.
+  if top is None or decoder is None:
     return None
-  return vocabulary_pair.Choice(str(decoder), str(encoder) if encoder else '')
+  return vocabulary_pair.Choice(str(decoder), str(top))
 
 
 def _checkpoint_arrays(

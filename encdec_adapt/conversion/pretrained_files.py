@@ -18,7 +18,7 @@ from encdec_adapt.huggingface import config_json, tensor_folder, vision
 from encdec_adapt.tokenizers import vocabulary_pair
 
 FOLDER = 'hugging_face'
-_CARRIED = (tensor_folder.GENERATION, *vocabulary_pair.FILES)
+_CARRIED = (tensor_folder.GENERATION, *model_on_disk.TOKENIZERS)
 # Fields of a generation config that name the software that wrote it.
 _STAMPS = ('transformers_version', '_from_model_config', '_commit_hash')
 # Fields that choose caches for a class and version of transformers; the
@@ -42,6 +42,17 @@ def folders(path: str | os.PathLike[str]) -> Folders:
     return {'decoder': path}
   stored = {name: path / FOLDER / name for name in ('encoder', 'decoder')}
   return {name: folder for name, folder in stored.items() if folder.is_dir()}
+
+
+def tokenizer_folders(path: str | os.PathLike[str]) -> Folders:
+  """Finds the folders with the tokenizer files of a model, as `folders`."""
+  sources = folders(path)
+  top = sources.get('decoder', paths.at(path))
+  separate = top / model_on_disk.DECODER_TOKENIZER
+  # The files of an exported pair: the encoder's are at the top.
+  if separate.is_dir():
+    return {'encoder': top, 'decoder': separate}
+  return sources
 
 
 def folders_of_pair(
@@ -97,12 +108,9 @@ def keep(workdir: str | os.PathLike[str], sources: Folders) -> None:
   for name, path in sources.items():
     folder = paths.at(workdir) / FOLDER / name
     folder.mkdir(parents=True, exist_ok=True)
-    for file in (
-      tensor_folder.CONFIG,
-      tensor_folder.GENERATION,
-      *vocabulary_pair.FILES,
-    ):
+    for file in (tensor_folder.CONFIG, *_CARRIED):
       if (path / file).is_file():
+        (folder / file).parent.mkdir(exist_ok=True)
         paths.copy(path / file, folder / file)
     if part := vision_part({name: path}):
       vision.keep(part, folder)

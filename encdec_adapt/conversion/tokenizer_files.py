@@ -1,11 +1,11 @@
 """Tokenizer files of an exported folder, compared with our vocabularies.
 
 A folder gets a tokenizer.json and a tokenizer_config.json, so that
-`transformers` encodes text as the model was trained on it; those of the encoder
-go to the subfolder encoder/ if they differ from the decoder's. The files of a
-model without a vocabulary that this package can open are copied, with a note
-that nothing was compared. The conversion itself is in
-`tokenizers.tokenizer_writer`.
+`transformers` encodes text as the model was trained on it. If the two stacks'
+differ, those of the encoder are at the top, and those of the decoder in
+decoder_tokenizer/. The files of a model without a vocabulary that this package
+can open are copied, with a note that nothing was compared. The conversion
+itself is in `tokenizers.tokenizer_writer`.
 """
 
 from collections.abc import Iterator
@@ -52,27 +52,24 @@ def write(
       for name in vocabulary_pair.FILES
       if (path / name).is_file()
     }
-    for stack, path in pretrained_files.folders(stored.path).items()
+    for stack, path in pretrained_files.tokenizer_folders(stored.path).items()
   }
   notes, decoder_files = [], sources.get('decoder', {})
-  # The decoder's go to the top of the folder, where AutoTokenizer looks.
-  for side, target in (
-    ('decoder', folder),
-    ('encoder', folder / model_on_disk.ENCODER),
-  ):
+  if opened is None and not decoder_files:
+    # Not the encoder's either: readers would take it for the decoder's.
+    return ['the decoder has no tokenizer, so none is written.']
+  # Contents and not paths: files of both stacks may be copies of the same.
+  differ = (opened is not None and opened.differ) or any(
+    name not in decoder_files
+    or file.read_bytes() != decoder_files[name].read_bytes()
+    for name, file in sources.get('encoder', {}).items()
+  )
+  targets = {'decoder': folder}
+  if differ:
+    separate = folder / model_on_disk.DECODER_TOKENIZER
+    targets = {'encoder': folder, 'decoder': separate}
+  for side, target in targets.items():
     files = sources.get(side, {})
-    differ = opened is not None and opened.differ
-    # Contents and not paths: files of both stacks may be copies of the same.
-    if (
-      side == 'encoder'
-      and not differ
-      and all(
-        name in decoder_files
-        and file.read_bytes() == decoder_files[name].read_bytes()
-        for name, file in files.items()
-      )
-    ):
-      continue
     target.mkdir(exist_ok=True)
     # First, as the writer completes the files that it finds.
     for name, file in files.items():
@@ -82,9 +79,7 @@ def write(
       notes.append(tokenizer_writer.write(target, vocabulary))
       texts = _sample_texts(stored, opened, side)
       tokenizer_writer.check(target, vocabulary, texts)
-  if opened is None and not decoder_files:
-    notes.append('the model has no tokenizer, so none is written.')
-  elif opened is None:
+  if opened is None:
     notes.append(
       'the tokenizer files of the source are written as they are, and their'
       ' ids were not compared with those of the model, which has no vocabulary'

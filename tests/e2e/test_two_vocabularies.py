@@ -180,9 +180,15 @@ def test_a_converted_pair_keeps_both_tokenizers(folder, tmp_path, capsys):
     assert opened.sides[side].path.startswith(str(moved))
   # Out and in again: each side's files are where they belong.
   exported = folders.export(moved, tmp_path / 'exported')
-  assert (exported / 'encoder' / 'tokenizer.json').exists()
+  top = vocabulary_pair.open_vocabulary(exported)
+  assert top.fingerprint == opened.encoder.fingerprint
+  assert (exported / 'decoder_tokenizer' / 'tokenizer.json').exists()
   again = folders.import_folder(exported, tmp_path / 'again')
   assert config_lib.load_run(str(again)).data.vocabularies.open().differ
+  copied = folders.export(again, tmp_path / 'copied')
+  for file in exported.rglob('tokenizer*.json'):
+    copy = copied / file.relative_to(exported)
+    assert copy.read_bytes() == file.read_bytes()
   loaded = encdec_adapt.load(exported)
   assert loaded.special_ids.eos == (opened.decoder.eos,)
   assert tiny.generate(exported, 'the quick', tmp_path / 'out.json') == 0
