@@ -19,6 +19,7 @@ from encdec_adapt.base import errors, keys, option_strings
 from encdec_adapt.checkpoints import checkpoint_section
 from encdec_adapt.cluster import distributed
 from encdec_adapt.data import data_section
+from encdec_adapt.data.records import record_sets
 from encdec_adapt.files import atomic, hub, paths
 from encdec_adapt.models import architecture as architectures
 from encdec_adapt.models import execution, model_config, model_section
@@ -265,16 +266,18 @@ def save(
 
 
 def pinned(
-  config: ml_collections.ConfigDict, workdir: str
+  config: ml_collections.ConfigDict, workdir: str, section: str = ''
 ) -> ml_collections.ConfigDict:
   """Returns a configuration whose addresses on the Hub name commits.
 
-  A job that is resumed reads the commits of its start again, unless the
-  configuration names another commit. All processes call it together.
+  A job that is resumed reads the commits of its start again, and records that
+  exist are of the commits in their manifest, unless the configuration names
+  others. All processes call it together.
 
   Args:
     config: the configuration.
     workdir: work directory of the job.
+    section: section of the keys that are pinned; '' for all.
 
   Raises:
     UserError: an address cannot be resolved, see `hub.pinned`.
@@ -283,10 +286,14 @@ def pinned(
   def addresses() -> dict[str, str]:
     file = paths.at(workdir) / RUN_CONFIG
     saved = environment.flat(atomic.read_json(file) if file.exists() else {})
+    folder = config.data.folder or paths.join(workdir, 'records')
+    if hub.SCHEME in config.data.source:
+      manifest = record_sets.read_manifest(paths.join(folder, 'train'))
+      saved |= {'data.source': manifest['spec']['source']} if manifest else {}
     return {
-      key: hub.pinned(address, saved.get(key, ''))
-      for key, address in environment.flat(config.to_dict()).items()
-      if hub.is_address(address)
+      key: hub.pinned(value, saved.get(key, ''))
+      for key, value in environment.flat(config.to_dict()).items()
+      if hub.SCHEME in str(value) and key.startswith(section)
     }
 
   # Process 0 for all: a branch may move between two requests.

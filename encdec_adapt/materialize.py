@@ -62,7 +62,8 @@ def main(values: flags.FlagValues, options: Sequence[str] = ()) -> int:
     command.require(values, 'workdir')
   # Records depend on text and vocabularies only; sources of weights and the
   # teacher may not exist yet.
-  settings = config_lib.load(values.config, values.workdir, sources=False)
+  config = config_lib.pinned(values.config, values.workdir, 'data')
+  settings = config_lib.load(config, values.workdir, sources=False)
   on_beam = values.runner == 'beam'
   if options and not on_beam:
     raise errors.UserError(

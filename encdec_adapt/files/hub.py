@@ -20,6 +20,8 @@ from encdec_adapt.base import errors
 
 SCHEME = 'hf://'
 _COMMIT = re.compile('[0-9a-f]{40}')
+# In a source it ends before its field, or before the weight of the source.
+_ADDRESS = re.compile(r'hf://[^#\s]+?(?=@[\d.]+(?:\s|$)|[#\s]|$)')
 
 
 def is_address(path: Any) -> bool:
@@ -32,29 +34,34 @@ def repository(address: str) -> str:
   return _parse(address).id
 
 
-def pinned(address: str, before: str = '') -> str:
-  """Returns an address with the commit that its revision stands for.
+def pinned(text: str, before: str = '') -> str:
+  """Returns a text with the commits that revisions in its addresses stand for.
 
   Args:
-    address: the address; a commit in it stays.
-    before: an address that was pinned earlier: if it differs in the revision
-      only, and `address` has no commit, its commit is taken.
+    text: an address, or sources with addresses; commits in them stay.
+    before: such a text that was pinned earlier. An address there that differs
+      in its revision only gives its commit to one without.
 
   Raises:
     UserError: the Hub refuses, or cannot be reached and the cache has no such
       revision; AbsentError if the Hub fails.
   """
+  earlier = _ADDRESS.findall(before)
+  return _ADDRESS.sub(lambda match: _pin(match[0], earlier), text)
+
+
+def _pin(address: str, earlier: Sequence[str]) -> str:
+  """Returns an address with its commit, see `pinned`."""
   uri = _parse(address)
   kind = 'datasets/' if uri.type == 'dataset' else ''
   stem = f'{SCHEME}{kind}{uri.id}@'
   path = f'/{uri.path_in_repo}' if uri.path_in_repo else ''
   if _COMMIT.fullmatch(uri.revision or ''):
-    commit = uri.revision
-  elif before.startswith(stem) and before[len(stem) + 40 :] == path:
-    return before
-  else:
-    commit = commit_of(address, uri.type, uri.id, uri.revision)
-  return f'{stem}{commit}{path}'
+    return f'{stem}{uri.revision}{path}'
+  for other in earlier:
+    if other.startswith(stem) and other[len(stem) + 40 :] == path:
+      return other
+  return f'{stem}{commit_of(address, uri.type, uri.id, uri.revision)}{path}'
 
 
 @functools.cache
@@ -68,12 +75,16 @@ def commit_of(address: str, kind: str, repo: str, revision: str | None) -> str:
     )
 
 
-def fetch(address: str, patterns: Sequence[str]) -> pathlib.Path:
+def fetch(
+  address: str, patterns: Sequence[str], ignored: Sequence[str] = ()
+) -> pathlib.Path:
   """Downloads files that the cache lacks.
 
   Args:
     address: the address.
-    patterns: globs of the files that are read, relative to the address.
+    patterns: globs of the files that are read, relative to the address. A *
+      matches any depth.
+    ignored: globs of names in the repository that are not read.
 
   Returns:
     The folder of the address in the cache; it does not exist if the repository
@@ -90,6 +101,7 @@ def fetch(address: str, patterns: Sequence[str]) -> pathlib.Path:
       client.snapshot_download,
       uri.id,
       allow_patterns=[prefix + pattern for pattern in patterns],
+      ignore_patterns=list(ignored),
       **snapshot,
     )
     try:
@@ -103,6 +115,24 @@ def fetch(address: str, patterns: Sequence[str]) -> pathlib.Path:
     ):
       folder = download()
   return pathlib.Path(folder, uri.path_in_repo)
+
+
+def fetch_matching(pattern: str) -> str:
+  """Downloads the files that match a glob; returns the glob in the cache.
+
+  Args:
+    pattern: address with a glob as its path, such as
+      `hf://datasets/ORG/NAME/*.parquet`.
+
+  Raises:
+    UserError: see `pinned`.
+  """
+  path = _parse(pattern).path_in_repo
+  root = pinned(pattern).removesuffix(f'/{path}')
+  # The client's * matches slashes too: deeper files are left out.
+  deeper = '/'.join('*' * (path.count('/') + 2))
+  folder = fetch(root, [path], [] if '**' in path else [deeper])
+  return f'{folder}/{path}'
 
 
 def push(folder: pathlib.Path, repo: str, *, public: bool) -> str:

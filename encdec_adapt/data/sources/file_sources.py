@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 from encdec_adapt.base import errors, option_strings
 from encdec_adapt.data.sources import document_source
-from encdec_adapt.files import decompression, paths
+from encdec_adapt.files import decompression, hub, paths
 
 # Bytes of each of the three samples of a fingerprint: reading all of a large
 # source would take minutes at every start.
@@ -83,6 +83,8 @@ class FileSource(document_source.Source):
     self.pattern = pattern.text
     self._take_fields(fields)
     expanded = os.path.expanduser(self.pattern)
+    if hub.is_address(self.pattern):
+      expanded = hub.fetch_matching(self.pattern)
     root = _fixed_folder(expanded)
     try:
       self._files = paths.matching(expanded)

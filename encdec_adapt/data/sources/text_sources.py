@@ -31,10 +31,12 @@ objectives `pairs` and `chat` (`objectives/supervised.py`), and `classify` and
 The lines of `pairs`, `prompts`, `labels` and `chat` are rows where a file ends
 in .parquet; text and JSON lines may be compressed (.gz, .zst).
 
-A GLOB may be in a bucket: gs://BUCKET/FOLDER/*.jsonl. A shard of the records
-reads its share of the files (`data/sources/file_sources.py`) or of a TFDS
-dataset. The source `python`, and documents that are cut into pieces, are
-scanned by every shard.
+A GLOB may be in a bucket, gs://BUCKET/FOLDER/*.jsonl, or in a repository of the
+Hub, hf://datasets/ORG/NAME[@REVISION]/*.parquet, of which records keep the
+commit and the files that match are downloaded. A shard of the records reads
+its share of the files (`data/sources/file_sources.py`) or of a TFDS dataset.
+The source `python`, and documents that are cut into pieces, are scanned by
+every shard.
 
 A user's module adds a source: a subclass of `document_source.Source` that it
 registers under a new kind (`document_source.register`). It is named in
