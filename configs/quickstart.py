@@ -147,7 +147,7 @@ def get_config(arg=None):
 
 
 def _set_causal(config, size, run):
-  """Pretraining: causal language model on rows of 256 tokens."""
+  """Causal language model on rows of 256 tokens: pretraining, or more of it."""
   config.model.kind = 'decoder_only'
   config.data.folder = f'{size.root}/records/causal_lm'
   config.data.objective = 'causal_lm'
@@ -193,7 +193,8 @@ def get_study(arg=None):
   name = config_lib.parse_arg(arg, size='default')['size']
   size = _size(name)
   root = size.root
-  stages = [_import(size, run) for run in FOLDERS]
+  sources = ('decoder_only',) if size.rate_steps else FOLDERS
+  stages = [_import(size, run) for run in sources]
   stages.append(_records(name, 'adapted'))
   if size.rate_steps:
     stages.append(_records(name, 'decoder_only_continued'))

@@ -89,6 +89,8 @@ def two(folder, flags, train_by_two):
   # Process 0 alone reads the losses of saved steps.
   flags = [*flags, '--config.checkpoint.keep_best=True']
   train_by_two(flags, folder / 'two')
+  # Process 0 alone has trackers.
+  assert len(list((folder / 'two' / 'tensorboard').iterdir())) == 1
   return folder / 'two'
 
 

@@ -6,6 +6,7 @@ need it.
 
 from collections.abc import Iterator, Mapping
 import contextlib
+import math
 import pathlib
 import statistics
 from typing import Any
@@ -81,21 +82,24 @@ def draw_curves(report: Mapping[str, Any], path: pathlib.Path) -> None:
   # A model has the same colour in all panels, of the 10 in the style's cycle.
   colours = {model: f'C{i % 10}' for i, model in enumerate(models)}
   bars = _bars(report['tuned']['runs']) if report['tuned'] else {}
-  shape, size = (1, 1 + len(bars)), (6.5 + 4.2 * len(bars), 4.4)
-  with _subplots(path, shape, size) as (_, axes):
-    curves, *panels = axes[0]
+  shape = (len(bars), 2) if bars else (1, 1)
+  with _subplots(path, shape, (6.5 * shape[1], 5)) as (figure, axes):
+    grid, finals = axes[0][0].get_gridspec(), []
+    for panel in axes[:, 0]:
+      panel.remove()
+    curves = figure.add_subplot(grid[:, 0])
     for model in models:
       names = run_groups.seeds(runs, model)
+      finals.append(statistics.fmean(runs[name]['eval_loss'] for name in names))
       if run_groups.has_encoder(runs[names[0]]) or not has_pairs:
         _draw_model(curves, runs, model, colours[model])
         continue
-      final = statistics.fmean(runs[name]['eval_loss'] for name in names)
       curves.axhline(
-        final,
+        finals[-1],
         color=colours[model],
-        linestyle='--',
+        linestyle='--' if model == 'decoder_only' else ':',
         linewidth=1.3,
-        label=f'{model} at its end  {final:.3f}',
+        label=f'{model} at its end  {finals[-1]:.3f}',
       )
     if point := report_findings.crossing(runs):
       label = f'adapted below decoder_only at step {point[0]}'
@@ -105,15 +109,18 @@ def draw_curves(report: Mapping[str, Any], path: pathlib.Path) -> None:
       xlabel='target tokens',
       ylabel='nats per target token',
     )
+    # The ends are compared: of the first steps the losses are in the tables.
+    curves.set_ylim(top=max(filter(math.isfinite, finals), default=0) + 1)
     curves.xaxis.set_major_formatter(ticker.EngFormatter(sep=''))
     # matplotlib warns of a legend without entries.
     if curves.get_legend_handles_labels()[0]:
       curves.legend(fontsize=9)
-    for panel, (title, values) in zip(panels, bars.items(), strict=True):
+    panels = zip(axes[:, -1], bars.items(), strict=False)
+    for panel, (title, values) in panels:
       names = list(values)[::-1]  # The first on top.
       means = [statistics.fmean(values[name]) for name in names]
       drawn = panel.barh(names, means, color=[colours[name] for name in names])
-      panel.bar_label(drawn, [f'{mean:.3g}' for mean in means], padding=6)
+      panel.bar_label(drawn, [f'{mean:.3g}' for mean in means], padding=14)
       panel.set_title(title)
       panel.margins(x=0.25)  # Room for the numbers.
       for name in names:
