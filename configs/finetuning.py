@@ -88,7 +88,6 @@ def get_config(arg=None):
   config.checkpoint.every = 1000
   config.optimizer.learning_rate = 2e-3
   config.compute.compile_cache = f'{_root(args)}/compiled'
-  config.compute.remat = 'none'
   return config
 
 

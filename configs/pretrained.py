@@ -11,7 +11,7 @@ place of `encoder` and `decoder`, the same model is trained on. Each is a
 Hugging Face folder or a work directory; their configs are read here, so that
 config.model is theirs. The text has no default: `config.data.source` names it.
 Everything else is of configs/base.py, but for
-bfloat16 products, rematerialisation and the warm-up of unbalanced pairs (1000
+lengths, steps, the learning rate and the warm-up of unbalanced pairs (1000
 steps: arXiv 2504.06225).
 """
 
@@ -49,8 +49,6 @@ def get_config(arg=None):
     config.data.encoder_length = config.data.decoder_length = 1024
   else:
     config.data.decoder_length = 2048
-  config.compute.dtype = 'bfloat16'
-  config.compute.remat = 'full'
   config.train.steps = 10_000
   config.train.cross_attention_warmup = warmup
   config.train.evaluators = 'loss=1000'

@@ -63,6 +63,19 @@ class Settings:
     """Sharding rules that `config.mesh.rules` names."""
     return rules_lib.RULES[self.mesh.rules]
 
+  def on(
+    self, platform: str, earlier: Mapping[str, Any] | None = None
+  ) -> 'Settings':
+    """Returns the settings for devices; see `ComputeConfig.on`.
+
+    Args:
+      platform: 'cpu', 'gpu' or 'tpu'.
+      earlier: configuration of the job that is resumed, if one is.
+    """
+    keys_of_job = earlier and earlier['compute']
+    compute = self.compute.on(platform, keys_of_job)
+    return dataclasses.replace(self, compute=compute)
+
   def until_end(self, step: int, rows: int) -> 'Settings':
     """Returns the settings with the number of steps that the records last for.
 

@@ -90,6 +90,7 @@ def main(values: flags.FlagValues) -> int:
   if values.output:
     disk.require_output(values.output)
   settings = config_lib.load(values.config, sources=False)
+  settings = settings.on(slices.chip.kind)
   # Against the planned chips: the devices of this machine run nothing.
   setup.check_attention(settings.compute.attention, slices.chip.kind)
   if values.sharding:

@@ -116,14 +116,23 @@ def train(
   # -- Models ------------------------------------------------------------------
 
   mesh = setup.make_mesh(settings.mesh, settings.compute.compile_cache)
-  setup.check_attention(
-    settings.compute.attention, mesh.devices.flat[0].platform
-  )
+  platform = mesh.devices.flat[0].platform
+  setup.check_attention(settings.compute.attention, platform)
   setup.check_batches(settings.train, lengths, mesh, settings.rules)
   setup.check_vocabularies(settings.data)
   tasks = evaluators_lib.read_tasks(settings)
   if distributed.is_lead():
     trackers.check(settings.train.trackers)
+  checkpoints = manager.Checkpoints(
+    paths.join(workdir, manager.FOLDER), settings.checkpoint
+  )
+  start = checkpoints.latest()  # A step, or None for a new job.
+  saved = None if start is None else checkpoints.at(start).read_meta()
+  # From here on neither has a value that depends on the devices ('auto').
+  settings = settings.on(platform, saved and saved['config'])
+  config = config.copy_and_resolve_references()
+  config.compute.dtype = settings.compute.dtype
+  config.compute.remat = settings.compute.remat
   placement = setup.place_model(model, settings.compute, mesh, settings.rules)
   references = initial_state.open_references(
     settings.loss,
@@ -142,10 +151,6 @@ def train(
 
   # -- Checkpoint to start from ------------------------------------------------
 
-  checkpoints = manager.Checkpoints(
-    paths.join(workdir, manager.FOLDER), settings.checkpoint
-  )
-
   def require_space(steps):
     """Checks the disk; for a single checkpoint while `steps` is 0."""
     every = settings.checkpoint.interval(steps)
@@ -154,7 +159,6 @@ def train(
     checkpoints.require_space(phases.abstract(), sorted(saves))
 
   require_space(steps)
-  start = checkpoints.latest()  # A step, or None for a new job.
   if start is None:
     checkpoints.check_not_lost()
     cost = compute_cost.Cost()
@@ -164,7 +168,6 @@ def train(
     sources.check_files(settings.data.vocabularies)
   else:
     checkpoint = checkpoints.at(start)
-    saved = checkpoint.read_meta()
     resume_checks.check_config(saved, config.to_dict(), log)
     checkpoint.require_same(phases.abstract_saved(start))
     cost = compute_cost.Cost(**checkpoint.read_data())

@@ -199,6 +199,18 @@ def test_bad_input_is_named(flags, words):
     _load(BASE, *(f'--config.{flag}' for flag in flags))
 
 
+def test_auto_follows_the_devices_and_the_job_that_is_resumed():
+  settings = _load(BASE)
+  cpu, tpu = settings.on('cpu').compute, settings.on('tpu').compute
+  assert (cpu.dtype, cpu.remat) == ('float32', 'none')
+  assert (tpu.dtype, tpu.remat) == ('bfloat16', 'full')
+  saved = {'compute': {'dtype': 'float32', 'remat': 'dots'}}
+  resumed = settings.on('tpu', saved).compute
+  assert (resumed.dtype, resumed.remat) == ('float32', 'dots')
+  stated = _load(BASE, '--config.compute.remat=attention').on('tpu', saved)
+  assert stated.compute.remat == 'attention'
+
+
 def test_shares_of_the_steps_follow_the_flags():
   shares = '--config.train.evaluators=loss=5%,samples=10%,tasks=100%'
   flags = [BASE, shares, '--config.checkpoint.every=10%', PREFIX_LM]

@@ -382,9 +382,10 @@ def read_as_trained(stored: model_on_disk.StoredModel) -> LoadedModel:
   # That of the run, so that scores agree with those taken in training; a
   # folder's config.json states a dtype of storage.
   dtype = 'float32'
-  if stored.step is not None:
-    dtype = config_lib.load_run(str(stored.path)).compute.dtype
   mesh = inference_mesh(stored.model)
+  if stored.step is not None:
+    run = config_lib.load_run(str(stored.path))
+    dtype = run.on(mesh.devices.flat[0].platform).compute.dtype
   return read(stored, dtype=jnp.dtype(dtype), mesh=mesh)
 
 
@@ -459,7 +460,7 @@ def read(
     UserError: the model does not divide over the mesh.
   """
   mesh = mesh or _one_device()
-  compute = execution.ComputeConfig(dtype=jnp.dtype(dtype).name)
+  compute = execution.ComputeConfig(jnp.dtype(dtype).name, 'none')
   rules = rules_lib.RULES[_RULES]
   placement = setup.place_model(stored.model, compute, mesh, rules)
   return LoadedModel(placement.model, stored.read(placement), stored)

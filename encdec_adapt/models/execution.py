@@ -3,7 +3,7 @@
 Imports no modules of layers: rematerialisation names values by `ops`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 import dataclasses
 import math
 
@@ -51,6 +51,10 @@ REMAT_POLICIES: dict[str, Callable[..., bool] | None] = {
 }
 
 
+AUTO = 'auto'  # Follows from the devices, see `ComputeConfig.on`.
+_ACCELERATORS = 'bfloat16', 'full'  # What it is on them: dtype and remat.
+
+
 @dataclasses.dataclass(frozen=True)
 class ComputeConfig:
   """Keys of `config.compute`: how the model is computed.
@@ -60,18 +64,19 @@ class ComputeConfig:
   """
 
   dtype: str = keys.key(
-    'float32',
-    "Dtype of activations and products: 'float32', or 'bfloat16' on TPU and"
-    ' GPU.',
-    one_of=('float32', 'bfloat16'),
+    AUTO,
+    "Dtype of activations and products: 'float32'; 'bfloat16'; or 'auto',"
+    ' float32 on CPUs and bfloat16 elsewhere. config.json has what it was when'
+    ' the job started, which a resumed job keeps.',
+    one_of=(AUTO, 'float32', 'bfloat16'),
   )
   remat: str = keys.key(
-    'none',
+    AUTO,
     "What the backward pass recomputes: 'none', 'attention' (all but the"
     " attention outputs), 'narrow_dots' (all but those and the products with"
     " weights that do not widen), 'dots' (all but those and all products with"
-    " weights) or 'full' (all).",
-    one_of=tuple(REMAT_POLICIES),
+    " weights) or 'full' (all); 'auto' is none on CPUs and full elsewhere.",
+    one_of=(AUTO, *REMAT_POLICIES),
   )
   attention: str = keys.key(
     'chunked',
@@ -90,6 +95,24 @@ class ComputeConfig:
 
   def __post_init__(self):
     keys.check(self, 'config.compute.')
+
+  def on(
+    self, platform: str, earlier: Mapping[str, str] | None = None
+  ) -> 'ComputeConfig':
+    """Returns the configuration for some devices, without 'auto'.
+
+    Args:
+      platform: 'cpu', 'gpu' or 'tpu'.
+      earlier: keys of the job that is resumed, if one is, which stay.
+    """
+    dtype, remat = ('float32', 'none') if platform == 'cpu' else _ACCELERATORS
+    values = {'dtype': dtype, 'remat': remat}
+    for key in values:
+      if getattr(self, key) != AUTO:
+        values[key] = getattr(self, key)
+      elif earlier:
+        values[key] = earlier[key]
+    return dataclasses.replace(self, **values)
 
   @property
   def cached_attention(self) -> str:

@@ -32,7 +32,9 @@ def describe(settings: config_lib.Settings) -> str:
     UserError: the job would be refused for its mesh, its batches, or an
       existing source or teacher. Vocabularies are not compared.
   """
-  job = programs.Job.of('train', settings, setup.make_mesh(settings.mesh))
+  mesh = setup.make_mesh(settings.mesh)
+  settings = settings.on(mesh.devices.flat[0].platform)
+  job = programs.Job.of('train', settings, mesh)
   setup.check_batches(job.train, job.lengths, job.mesh, job.rules)
   missing = _missing('teacher.checkpoint', job.teacher.checkpoint)
   if missing:

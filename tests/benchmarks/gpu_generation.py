@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
   chip = chips.CHIPS[arguments.chip]
   where = setup.place_model(
     presets.t5gemma(arguments.pair),
-    execution.ComputeConfig(dtype=arguments.dtype),
+    execution.ComputeConfig(dtype=arguments.dtype).on('cpu'),
     mesh_lib.make_mesh(mesh_lib.MeshConfig(), devices=jax.devices()[:1]),
     rules_lib.RULES['fsdp'],
   )

@@ -34,7 +34,8 @@ def decoder(folder, pairs):
   os.chdir(tiny.ROOT)
   workdir = folder / 'decoder'
   flags = tiny.flags(folder, 'causal_lm')
-  assert _train(*flags, '--config.train.steps=4', f'--workdir={workdir}') == 0
+  flags += ['--config.train.steps=4', '--config.compute.remat=full']
+  assert _train(*flags, f'--workdir={workdir}') == 0
   return workdir
 
 
@@ -346,6 +347,9 @@ def test_another_batch_size_continues_at_the_saved_rows(folder, copied, capsys):
   rows = 4 * 8 + 2 * 16
   checkpoint = manager.open_latest(copied)
   assert (checkpoint.step, checkpoint.read_data()['rows']) == (6, rows)
+  # The first start had another policy than 'auto' is here.
+  compute = folders.read(copied / 'config.json')['compute']
+  assert (compute['dtype'], compute['remat']) == ('float32', 'full')
   # No row was read twice and none was passed over.
   tokens = tiny.target_tokens(folder / 'causal_lm' / 'train', rows)
   assert folders.read(copied / 'summary.json')['target_tokens'] == tokens

@@ -69,7 +69,7 @@ def gradients(small_stack, redraw, pack):
   params, rows = redraw(build.build(decoder)), pack([[5, 4]], 10)
 
   def make(**options):
-    model = build.build(decoder, execution.ComputeConfig(**options))
+    model = build.build(decoder, execution.ComputeConfig(**options).on('cpu'))
 
     def loss(params):
       logits = model.logits(params, model.decode(params, *rows))
@@ -111,7 +111,8 @@ def test_policies_save_what_they_say(
   # In the tail, so that nothing is in a loop.
   stack = small_stack(layers=1, mlp_width=40)
   model = build.build(
-    model_config.DecoderOnlyConfig(stack), execution.ComputeConfig(remat=remat)
+    model_config.DecoderOnlyConfig(stack),
+    execution.ComputeConfig(remat=remat).on('cpu'),
   )
   params = jax.jit(model.init)(jax.random.key(0))
   ids = jnp.ones((2, 4), jnp.int32)

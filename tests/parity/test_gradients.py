@@ -48,7 +48,9 @@ def test_gradients_of_all_parameters(name, saved, tmp_path):
     gradients_folder(model, tmp_path), encoder_window=case.encoder_window
   )
   # Several chunks of attention, which is what training uses.
-  chunked = build.build(ours.config, execution.ComputeConfig(attention_chunk=5))
+  chunked = build.build(
+    ours.config, execution.ComputeConfig(attention_chunk=5).on('cpu')
+  )
 
   @jax.jit
   @jax.grad

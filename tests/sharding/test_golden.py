@@ -74,7 +74,7 @@ def describe(name: str, argument: str) -> tuple[str, dict[str, dict]]:
   config.teacher.checkpoint = ''  # Then it has the decoder's shape.
   # An abstract mesh has no hosts; the axes of an array are the same.
   config.optimizer.offload = False
-  settings = config_lib.load(config, sources=False)
+  settings = config_lib.load(config, sources=False).on('tpu')
   axes = settings.mesh
   sizes = axes.sizes(devices or axes.replica * axes.fsdp)
   mesh = AbstractMesh(
