@@ -5,18 +5,17 @@ sets; a revision is a branch, a tag or a commit. Files lie in the client's cache
 (HF_HOME), which its variables govern (HF_HUB_OFFLINE, HF_TOKEN, HF_ENDPOINT).
 It locks a file while it downloads it: of several processes of a host a single
 one does, and the others wait. What a cache has of a commit is read without a
-request. This module must not import anything of the package but errors.
+request. This module must not import anything of the package but `base`.
 """
 
 from collections.abc import Iterator, Sequence
 import contextlib
 import functools
-import importlib.util
 import pathlib
 import re
 from typing import Any
 
-from encdec_adapt.base import errors
+from encdec_adapt.base import errors, packages
 
 SCHEME = 'hf://'
 _COMMIT = re.compile('[0-9a-f]{40}')
@@ -53,8 +52,7 @@ def pinned(text: str, before: str = '') -> str:
 def _pin(address: str, earlier: Sequence[str]) -> str:
   """Returns an address with its commit, see `pinned`."""
   uri = _parse(address)
-  kind = 'datasets/' if uri.type == 'dataset' else ''
-  stem = f'{SCHEME}{kind}{uri.id}@'
+  stem = f'{SCHEME}{_page(uri)}@'
   path = f'/{uri.path_in_repo}' if uri.path_in_repo else ''
   if _COMMIT.fullmatch(uri.revision or ''):
     return f'{stem}{uri.revision}{path}'
@@ -73,6 +71,11 @@ def commit_of(address: str, kind: str, repo: str, revision: str | None) -> str:
       .resolve_revision(repo, repo_type=kind, revision=revision)
       .resolved
     )
+
+
+def _page(uri: Any) -> str:
+  """Returns the repository as the Hub's pages are called."""
+  return f'datasets/{uri.id}' if uri.type == 'dataset' else uri.id
 
 
 def fetch(
@@ -150,7 +153,8 @@ def push(folder: pathlib.Path, repo: str, *, public: bool) -> str:
     UserError: it exists with the other visibility, or the Hub refuses.
   """
   address = f'{SCHEME}{repo}'
-  _parse(address)
+  if _parse(address).id != repo:
+    raise errors.UserError(f'--repo={repo} must be ORG/NAME.')
   with _as_user_errors(address) as client:
     api = client.HfApi()
     url = api.create_repo(repo, private=not public, exist_ok=True)
@@ -174,21 +178,22 @@ def _parse(address: str) -> Any:
   """Parses an address: `type`, `id`, `revision`, `path_in_repo`."""
   with _as_user_errors(address) as client:
     try:
-      return client.parse_hf_uri(address.rstrip('/'))
+      uri = client.parse_hf_uri(address.rstrip('/'))
+      if uri.type not in ('model', 'dataset'):
+        raise client.errors.HfUriError(address, f'It is a {uri.type}.')
     except client.errors.HfUriError as error:
       raise errors.UserError(
-        f'{address} is no address on the Hub ({error.msg}); give'
-        f' {SCHEME}ORG/NAME, or {SCHEME}ORG/NAME@REVISION.'
+        f'{address} is no model on the Hub ({error.msg}); give'
+        f' {SCHEME}ORG/NAME, {SCHEME}ORG/NAME@REVISION, or of a data set'
+        f' {SCHEME}datasets/ORG/NAME/*.parquet.'
       ) from error
+    return uri
 
 
 @contextlib.contextmanager
 def _as_user_errors(address: str) -> Iterator[Any]:
   """Provides the client; raises its errors with the command to run."""
-  if importlib.util.find_spec('huggingface_hub') is None:
-    raise errors.UserError(
-      f"{address} needs huggingface_hub: pip install 'encdec_adapt[hub]'"
-    )
+  packages.require(address, 'hub', 'huggingface_hub')
   # Here, as it is installed for the Hub only.
   import httpx2
   import huggingface_hub
@@ -221,8 +226,8 @@ def _user_error(address: str, error: Exception) -> errors.UserError:
   from huggingface_hub import constants
   from huggingface_hub import errors as client_errors
 
-  repo = repository(address)
-  page = f'{constants.ENDPOINT}/{repo}'
+  uri = _parse(address)
+  page = f'{constants.ENDPOINT}/{_page(uri)}'
   status = getattr(getattr(error, 'response', None), 'status_code', None)
   offline = httpx2.ConnectError, httpx2.TimeoutException, ConnectionError
   absent = client_errors.LocalEntryNotFoundError
@@ -236,9 +241,9 @@ def _user_error(address: str, error: Exception) -> errors.UserError:
     )
   elif isinstance(error, (*offline, absent)):
     remedy = (
-      f'cannot be reached, and {constants.HF_HUB_CACHE} does not have it. Run'
-      f' `hf download {repo}` where there is a network, and copy that folder;'
-      ' or unset HF_HUB_OFFLINE if it is set.'
+      f'cannot be reached, and {constants.HF_HUB_CACHE} does not have it. Where'
+      f' there is a network, run `hf download {uri.id} --repo-type={uri.type}`,'
+      ' and copy that folder; or unset HF_HUB_OFFLINE if it is set.'
     )
   else:
     # The same command may succeed: launchers restart on this status.

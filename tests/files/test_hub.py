@@ -60,6 +60,13 @@ USER, ABSENT = errors.UserError, errors.AbsentError
     (None, 'hf://org/none', f'NotFound.*{LOGIN}', USER),
     (None, f'{ADDRESS}@v2', f'git ls-remote http.*/{REPO}`', USER),
     (None, 'hf://name', 'give hf://ORG/NAME', USER),
+    (None, 'hf://spaces/a/b', 'is a space.* give hf://ORG/NAME', USER),
+    (
+      None,
+      'hf://datasets/a/b@v',
+      f'NotFound.*http.*/datasets/a/b .*{LOGIN}',
+      USER,
+    ),
     ('HF_HUB_OFFLINE', ADDRESS, f'hf download {REPO}', USER),
     ('ENDPOINT', ADDRESS, f'hf download {REPO}', USER),
   ],
@@ -108,5 +115,7 @@ def test_a_push_is_private_and_replaces_shards(hub, tmp_path):
   assert sorted(content) == ['2.safetensors', 'config.json']
   with pytest.raises(errors.UserError, match='is private; leave out --public'):
     hub_lib.push(tmp_path / 'model', 'org/new', public=True)
+  with pytest.raises(errors.UserError, match='=a/b@main must be ORG/NAME'):
+    hub_lib.push(tmp_path / 'model', 'a/b@main', public=False)
   with pytest.raises(errors.UserError, match='is public; give --public'):
     hub_lib.push(tmp_path / 'model', REPO, public=False)
