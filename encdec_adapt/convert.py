@@ -8,7 +8,8 @@ r"""Converts models between Hugging Face folders and our checkpoints.
     python -m encdec_adapt.convert diff A B
     python -m encdec_adapt.convert merge A B ... [--weights=0.7,0.3] \
       --output=CKPT
-    python -m encdec_adapt.convert verify A B [--rows=4 --length=64]
+    python -m encdec_adapt.convert verify A B [--rows=4 --length=64] \
+      [--with=transformers]
     python -m encdec_adapt.convert push HF_DIR --repo=ORG/NAME [--public]
 
 SRC, A, B and PATH are Hugging Face folders, hf://ORG/NAME[@REVISION] on the
@@ -77,7 +78,12 @@ def verify(values: flags.FlagValues, operands: list[str]) -> int:
   """Compares the logits of two models; returns 1 if above the tolerance."""
   a, b = (importing.open_model(path, values) for path in operands)
   agreement = compare.verify(
-    a, b, rows=values.rows, length=values.length, seed=values.seed
+    a,
+    b,
+    rows=values.rows,
+    length=values.length,
+    seed=values.seed,
+    with_transformers=values['with'].value is not None,
   )
   print(
     f'{agreement.tokens} predictions: largest difference of a logit'
@@ -216,6 +222,12 @@ COMMANDS = {
       command.integer('seed', 'Seed of the tokens.', default=0),
       command.number(
         'tolerance', 'Largest difference of a logit to end with status 0.'
+      ),
+      command.choice(
+        'with',
+        ['transformers'],
+        'Let transformers compute B, an exported folder, in torch (extra'
+        ' `peer`); runs the code that the folder carries.',
       ),
       _WINDOW,
     ),

@@ -3,14 +3,16 @@
 Returns values; `convert` prints them and decides on the exit status.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 import dataclasses
 
 import jax
 import numpy as np
 
-from encdec_adapt.base import errors
+from encdec_adapt.base import errors, packages
 from encdec_adapt.conversion import model_in_memory, model_on_disk
+from encdec_adapt.files import atomic, paths
+from encdec_adapt.huggingface import config_json, tensor_folder, torch_export
 from encdec_adapt.models import layer_leaves
 
 # Lower ids are special in most vocabularies: padding, EOS, BOS, unknown.
@@ -112,6 +114,7 @@ def verify(
   rows: int,
   length: int,
   seed: int,
+  with_transformers: bool = False,
 ) -> Agreement:
   """Compares the logits of two models on random tokens, in float32.
 
@@ -121,10 +124,15 @@ def verify(
     rows: number of rows.
     length: tokens of a row.
     seed: seed of the tokens.
+    with_transformers: whether `transformers` computes the second, which is a
+      local folder. It runs the code that a folder of our layout carries.
 
   Raises:
-    UserError: the models differ in stacks or vocabulary sizes.
+    UserError: the models differ in stacks or vocabulary sizes, or
+      `transformers` cannot load the second.
   """
+  if with_transformers:
+    _check_loadable(model_b)
   # Sizes of the vocabularies, not of tables, which may be padded differently.
   sizes, sizes_b = (
     {name: stack.vocab_size for name, stack in stored.model.stacks.items()}
@@ -140,15 +148,11 @@ def verify(
     name: rng.integers(min(_FIRST_DRAWN, size - 1), size, (rows, length), 'i4')
     for name, size in sizes.items()
   }
-  logits = []
-  for stored in (model_a, model_b):
-    model = model_in_memory.read(stored)
-    # By default TPUs and GPUs round the inputs of float32 products.
-    with jax.default_matmul_precision('highest'):
-      output = model.logits(tokens['decoder'], tokens.get('encoder'))
-    # In float64: a KL near 0 is a difference of near numbers.
-    logits.append(np.asarray(output, np.float64).reshape(-1, output.shape[-1]))
-    del model  # Before the next is read: memory holds a single model.
+  # One after the other: memory holds a single model.
+  theirs = _transformers_logits if with_transformers else _logits
+  outputs = _logits(model_a, tokens), theirs(model_b, tokens)
+  # In float64: a KL near 0 is a difference of near numbers.
+  logits = [np.float64(x).reshape(-1, x.shape[-1]) for x in outputs]
   p, q = (x - np.logaddexp.reduce(x, axis=-1, keepdims=True) for x in logits)
   return Agreement(
     tokens=len(p),
@@ -156,3 +160,63 @@ def verify(
     kl=float(np.mean(np.sum(np.exp(p) * (p - q), axis=-1))),
     top1=float(np.mean(p.argmax(-1) == q.argmax(-1))),
   )
+
+
+def _logits(
+  stored: model_on_disk.StoredModel, tokens: Mapping[str, np.ndarray]
+) -> np.ndarray:
+  """Computes the logits [B, T, V] of tokens by stack."""
+  model = model_in_memory.read(stored)
+  # By default TPUs and GPUs round the inputs of float32 products.
+  with jax.default_matmul_precision('highest'):
+    return np.asarray(model.logits(tokens['decoder'], tokens.get('encoder')))
+
+
+def _check_loadable(stored: model_on_disk.StoredModel) -> None:
+  """Refuses a model that transformers cannot load.
+
+  Raises:
+    UserError: the extra is not installed, it is no exported folder on this
+      machine, or our layout has no code for it.
+  """
+  packages.require('--with=transformers', 'peer', 'torch', 'transformers')
+  if stored.checkpoint or paths.is_bucket(stored.path):
+    raise errors.UserError(
+      f'--with=transformers is for an exported folder on this machine, and'
+      f' {stored.path} is none; give the --output of `convert export'
+      f' --checkpoint={stored.path}` as the second model.'
+    )
+  raw = atomic.read_json(stored.path / tensor_folder.CONFIG)
+  if raw['model_type'] == config_json.NATIVE_TYPE and 'auto_map' not in raw:
+    problem = torch_export.problem(stored.model)
+    raise errors.UserError(
+      f'{stored.path} is in the layout of encdec_adapt and carries no code for'
+      f' transformers: {problem or "it was exported by an earlier version"}.'
+      ' Leave out --with.'
+    )
+
+
+def _transformers_logits(
+  stored: model_on_disk.StoredModel, tokens: Mapping[str, np.ndarray]
+) -> np.ndarray:
+  """Computes the same in torch, by the class that config.json names."""
+  # Here and not above: torch is a peer to compare with, not a dependency.
+  import torch
+  import transformers
+
+  raw = atomic.read_json(stored.path / tensor_folder.CONFIG)
+  is_native = raw['model_type'] == config_json.NATIVE_TYPE
+  name = 'AutoModelForSeq2SeqLM' if is_native else raw['architectures'][0]
+  model = getattr(transformers, name).from_pretrained(
+    stored.path,
+    dtype=torch.float32,
+    attn_implementation='eager',  # As in the parity tests.
+    trust_remote_code=is_native,
+  )
+  inputs = {'input_ids': tokens['decoder']}
+  if 'encoder' in tokens:
+    inputs = {'decoder_input_ids': tokens['decoder']}
+    inputs |= {'input_ids': tokens['encoder']}
+  with torch.no_grad():
+    tensors = {k: torch.tensor(v).long() for k, v in inputs.items()}
+    return model.eval()(**tensors).logits.numpy()

@@ -60,6 +60,7 @@ def export_folder(values: flags.FlagValues, _: list[str]) -> int:
   generation, cache_note = pretrained_files.generation_config(
     folders,
     fields,
+    opened,
     is_pair=stored.model.architecture.encodes_prompt,
     # A vocabulary may have a chat format although the model read plain text.
     end_of_turn=chat_format.end_of_turn(opened.decoder)

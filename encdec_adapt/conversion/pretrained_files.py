@@ -174,10 +174,7 @@ def config_fields(
   fields = {'decoder': {}}
   for name, vocabulary in opened.sides.items() if opened else ():
     if name == 'decoder' or opened.differ:
-      fields[name] = {
-        f'{role}_token_id': getattr(vocabulary, role)
-        for role in ('bos', 'eos', 'pad')
-      }
+      fields[name] = _ids(vocabulary)
   # Stored files replace the vocabulary's ids: they may list several EOS.
   for name, path in sources.items():
     raw = atomic.read_json(path / tensor_folder.CONFIG)
@@ -186,6 +183,14 @@ def config_fields(
     # its fields under 'decoder', also as the source of an encoder.
     fields |= {name: carried['decoder']} if len(carried) == 1 else carried
   return fields
+
+
+def _ids(vocabulary: Any) -> dict[str, int | None]:
+  """Returns the framing ids of a vocabulary under their names in a config."""
+  return {
+    f'{role}_token_id': getattr(vocabulary, role)
+    for role in ('bos', 'eos', 'pad')
+  }
 
 
 def prompt_room(
@@ -276,6 +281,7 @@ def special_ids(
 def generation_config(
   sources: Folders,
   fields: Mapping[str, Mapping[str, Any]],
+  opened: vocabulary_pair.Opened | None,
   *,
   is_pair: bool,
   end_of_turn: int | None = None,
@@ -285,6 +291,7 @@ def generation_config(
   Args:
     sources: see `folders`.
     fields: see `config_fields`.
+    opened: vocabularies of the model, for ids that no stored file has.
     is_pair: whether the model is an encoder-decoder; its decoder starts from
       BOS.
     end_of_turn: id that ends an answer of a model that was trained on
@@ -293,7 +300,7 @@ def generation_config(
   Returns:
     The content, and a note on stored fields that are left out, '' for none.
   """
-  ids = fields['decoder']
+  ids = {**(_ids(opened.decoder) if opened else {}), **fields['decoder']}
   content = {key: ids[key] for key in config_json.TOKEN_IDS if key in ids}
   stored = _stored_json(sources, tensor_folder.GENERATION)
   content |= {k: stored[k] for k in stored if k not in (*_STAMPS, *_CACHES)}

@@ -8,6 +8,7 @@ import json
 import pytest
 
 import encdec_adapt
+from encdec_adapt.base import errors
 from tests import tiny
 from tests.parity import tiny_models
 
@@ -59,6 +60,12 @@ def test_gemma2_to_t5gemma(exported):
   # transformers 5.23 with eager attention sees one key more on either side.
   ours = encdec_adapt.load(exported, encoder_window='inclusive')
   _assert_same(ours, theirs)
+  # The pair before its export, and the folder as transformers computes it.
+  pair = exported.parent / 'pair'
+  flags = ['--encoder_window=inclusive', '--with=transformers', '--rows=2']
+  assert convert_('verify', pair, exported, *flags, '--tolerance=2e-4') == 0
+  with pytest.raises(errors.UserError, match='output of `convert export'):
+    convert_('verify', exported, pair, *flags)
 
 
 @pytest.fixture(params=['balanced', 'unbalanced'])

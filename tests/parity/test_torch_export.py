@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 
 import encdec_adapt
+from encdec_adapt.base import errors
 from encdec_adapt.huggingface import config_json, export
 from encdec_adapt.models import model_config, parameters
+from tests import tiny
 from tests.parity import tiny_models
 
 pytestmark = pytest.mark.parity
@@ -44,9 +46,8 @@ PAIRS = {
 }
 
 
-def export_pair(folder, name):
+def export_pair(folder, encoder, decoder, options):
   """Writes a pair with random weights in our layout; returns its config."""
-  encoder, decoder, options = PAIRS[name]
   model = model_config.encoder_decoder(encoder, decoder, **options)
   draws, arrays = np.random.default_rng(0), {}
   for path, info in parameters.parameter_table(model).items():
@@ -70,7 +71,7 @@ def export_pair(folder, name):
 def models(request, tmp_path):
   """The pair of an exported folder: ours, theirs, and a batch."""
   folder = tmp_path / 'exported'
-  export_pair(folder, request.param)
+  export_pair(folder, *PAIRS[request.param])
   theirs, info = transformers.AutoModelForSeq2SeqLM.from_pretrained(
     folder, trust_remote_code=True, output_loading_info=True
   )
@@ -106,10 +107,13 @@ def test_logits_and_text(models):
   np.testing.assert_array_equal(*beams)
 
 
-def test_it_learns_labels_and_refuses_unknown_options(tmp_path):
-  model = export_pair(tmp_path / 'exported', 'llama_qwen')
+def test_it_verifies_learns_labels_and_refuses_unknown_options(tmp_path):
+  folder = tmp_path / 'exported'
+  model = export_pair(folder, *PAIRS['llama_qwen'])
+  flags = '--with=transformers', f'--tolerance={tiny_models.TOLERANCE}'
+  assert tiny.convert('verify', folder, folder, *flags) == 0
   theirs = transformers.AutoModelForSeq2SeqLM.from_pretrained(
-    tmp_path / 'exported', trust_remote_code=True
+    folder, trust_remote_code=True
   )
   inputs, labels = torch.tensor([[5, 6, 7]]), torch.tensor([[8, 9, -100]])
   output = theirs(input_ids=inputs, labels=labels)
@@ -126,5 +130,7 @@ def test_it_learns_labels_and_refuses_unknown_options(tmp_path):
 
 def test_experts_are_exported_without_the_code(tmp_path):
   experts = dataclasses.replace(_stack('qwen3'), experts=2, experts_per_token=1)
-  model = model_config.encoder_decoder(_stack('llama3'), experts)
-  assert 'auto_map' not in config_json.native_from_model(model)
+  export_pair(tmp_path / 'exported', _stack('llama3'), experts, {})
+  assert not list(tmp_path.glob('exported/*.py'))
+  with pytest.raises(errors.UserError, match='no experts, and the decoder has'):
+    tiny.convert('verify', *[tmp_path / 'exported'] * 2, '--with=transformers')
