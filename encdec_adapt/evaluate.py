@@ -427,9 +427,11 @@ def _report(
   kinds = task_groups.Task | text_pairs.Pairs
   tasks = {x.name for x in evaluations if isinstance(x, kinds)}
   quality = score_tables.quality(scores, tasks | {*retrieval_tasks.FACTS})
-  per_query = {}
+  per_query, spread = {}, {}
   if values.cost and quality[1]:
-    per_query = score_tables.per_query(scores, _lengths(values.cost)[1])
+    generated = _lengths(values.cost)[1]
+    per_query = score_tables.per_query(scores, generated)
+    spread = score_tables.cost_spread(scores, generated)
   html_report.write_evaluation(
     {
       'title': f'Evaluation of {", ".join(scores)}',
@@ -437,6 +439,7 @@ def _report(
       'tables': tables,
       'quality': quality,
       'per_query': per_query,
+      'spread': spread,
       'needles': needles,
       'attention': attention_analysis.figures(scores),
       'environment': environment.report(),
@@ -468,7 +471,10 @@ def _notes(
     notes.append(
       f'Cost is of {values.cost.replace(",", " prompt tokens and ")} generated'
       f' tokens; throughput and memory are of {values.batch_size} prompts.'
+      f' Latencies are medians of {inference_cost.REPEATS} repeats, with'
+      ' quartiles.'
     )
+    notes += score_tables.cost_notes(scores, _lengths(values.cost)[1])
   return notes
 
 

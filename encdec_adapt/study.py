@@ -284,7 +284,7 @@ def _run(
   if cost:
     request, _ = cost['decode_ms']  # Lengths are among the options.
     values = {metric: score.value for metric, (_, score) in cost.items()}
-    request |= inference_cost.per_query(values, request['generated'])
+    request |= values | inference_cost.per_query(values, request['generated'])
   is_trained = (root / folder / metrics.FILE).exists()
   lines = metrics.read_metrics(root / folder) if is_trained else []
   evals = [line for line in lines if line['kind'] == 'eval']

@@ -14,6 +14,7 @@ import platform
 import resource
 import subprocess
 import sys
+import time
 from typing import Any
 
 from flax import traverse_util
@@ -214,6 +215,21 @@ def memory_free() -> int | None:
   # CPU devices share the host's memory.
   kibibytes = int(text.split('MemAvailable:')[1].split()[0])
   return 1024 * kibibytes // len(stats)
+
+
+def foreign_processor_seconds() -> float | None:
+  """Returns the processor time of all other processes since the system started.
+
+  In seconds over all processors; None where Linux does not say.
+  """
+  try:
+    text = pathlib.Path('/proc/stat').read_text(encoding='utf-8')
+  except OSError:
+    return None
+  # user nice system idle iowait irq softirq steal, in ticks.
+  ticks = list(map(int, text.split('\n', 1)[0].split()[1:9]))
+  busy = sum(ticks) - sum(ticks[3:5])
+  return busy / os.sysconf('SC_CLK_TCK') - time.process_time()
 
 
 def enable_compile_cache(folder: str | os.PathLike[str]) -> None:

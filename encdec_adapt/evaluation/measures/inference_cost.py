@@ -3,13 +3,18 @@
 Reading the prompt (prefill) and generating (decode) are counted and measured
 separately, by the two compiled programs of the inference engine. FLOPs are
 those of `models.forward_flops`: `generation`, and the published convention.
-Times are medians after compilation. Memory is that of the compiled program on a
-device: arguments, results and temporaries. Of the other rooms of `evaluation`,
-only `results` is imported.
+Times are medians of repeats after compilation and warm-up; those of a single
+prompt have quartiles, and two models are ranked by a latency only if their
+ranges between quartiles do not overlap. Memory is that of the compiled program
+on a device: arguments, results and temporaries. Of the other rooms of
+`evaluation`, only `results` is imported.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
+import itertools
+import math
+import os
 import statistics
 import time
 from typing import Any
@@ -25,9 +30,15 @@ from encdec_adapt.files import disk
 from encdec_adapt.inference import decoding
 from encdec_adapt.inference import engine as engine_lib
 from encdec_adapt.models import forward_flops, parameters, presets
+from encdec_adapt.telemetry import environment
 
 TASK = 'cost'
-_REPEATS = 5  # The median ignores two runs that something else slowed down.
+REPEATS = 20  # Of a latency; quartiles are its spread.
+_BATCH_REPEATS = 5  # The median ignores two that something else slowed down.
+_WARM_UP = 2  # Repeats that do not count: caches and clocks settle.
+# Share of the processors that other processes may take; more is reported.
+_LOADED = 0.1
+_LATENCY = 'ms at batch 1'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,9 +67,9 @@ class CostEvaluation:
       'generated': self.generated,
       'rows': self.batch_size,
       'devices': f'{jax.device_count()} {device.device_kind}',
-      # Formula 1 counted all of the last layer of a decoder's prefill; costs
-      # that a store holds of it are computed again.
-      'formula': 2,
+      # Formula 1 counted all of the last layer of a decoder's prefill, and 2
+      # had no quartiles; costs that a store holds of them are computed again.
+      'formula': 3,
     }
 
   def check(self, stored: model_on_disk.StoredModel) -> None:
@@ -92,17 +103,34 @@ class CostEvaluation:
       Metrics of the task `TASK`: `parameters`; `prefill_flops`, `decode_flops`
       and `published_flops` of a prompt, and `paper_flops`: the same with the
       feed-forward widths of the T5Gemma paper; at batch 1 `prefill_ms`, and
-      `decode_ms` of a token; with `rows` prompts `prefill_tokens_per_second`
-      and `decode_tokens_per_second`, and `prefill_bytes` and `decode_bytes` of
-      memory on a device.
+      `decode_ms` of a token, with their quartiles `.._low` and `.._high`;
+      `other_load`, the share of the processors that other processes took
+      meanwhile, NaN where it is unknown; with `rows` prompts
+      `prefill_tokens_per_second` and `decode_tokens_per_second`, and
+      `prefill_bytes` and `decode_bytes` of memory on a device.
     """
     del report, keep
     config, prompt, generated = model.config, self.prompt, self.generated
     prefill, decode = forward_flops.generation(config, prompt, generated)
     paper = presets.with_paper_widths(config)
     # Latency is that of a prompt alone, but every device has to get a row.
-    single = self._measure(model, model.rows(1))
-    batch = self._measure(model, rows)
+    began, foreign = time.monotonic(), environment.foreign_processor_seconds()
+    single, _ = self._measure(model, model.rows(1), REPEATS)
+    load = math.nan
+    if foreign is not None:
+      seconds = environment.foreign_processor_seconds() - foreign
+      load = max(0.0, seconds) / (time.monotonic() - began) / os.cpu_count()
+    quartiles = {
+      f'{name}_ms{suffix}': 1e3 * value / tokens
+      for name, tokens in (('prefill', 1), ('decode', generated))
+      for suffix, value in zip(
+        ('_low', '', '_high'),
+        statistics.quantiles(single[name], n=4),
+        strict=True,
+      )
+    }
+    batch, memory = self._measure(model, rows, _BATCH_REPEATS)
+    batch = {name: statistics.median(times) for name, times in batch.items()}
     return [
       results_store.Score(TASK, name, float(value), None, 1)
       for name, value in {
@@ -111,19 +139,18 @@ class CostEvaluation:
         'decode_flops': decode,
         'published_flops': forward_flops.published(config, prompt, generated),
         'paper_flops': forward_flops.published(paper, prompt, generated),
-        'prefill_ms': 1e3 * single['prefill'],
-        'decode_ms': 1e3 * single['decode'] / generated,
+        **quartiles,
+        'other_load': load,
         'prefill_tokens_per_second': rows * prompt / batch['prefill'],
         'decode_tokens_per_second': rows * generated / batch['decode'],
-        'prefill_bytes': batch['prefill_bytes'],
-        'decode_bytes': batch['decode_bytes'],
+        **memory,
       }.items()
     ]
 
   def _measure(
-    self, model: model_in_memory.LoadedModel, rows: int
-  ) -> dict[str, float]:
-    """Returns seconds and bytes of both programs on a batch of `rows`."""
+    self, model: model_in_memory.LoadedModel, rows: int, repeats: int
+  ) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Returns seconds of each repeat and bytes, of both programs on a batch."""
     # No token is -1, so that no row ends before it has `generated` tokens.
     ids = engine_lib.SpecialIds(bos=0, eos=(-1,), pad=0)
     engine = model.engine(rows=rows, ids=ids, int8=self.int8)
@@ -142,13 +169,12 @@ class CostEvaluation:
     state = prefill(*arguments)
     decode = engine.programs.get(decoding.decode, engine.params, state, *ends)
     seconds: dict[str, list[float]] = {'prefill': [], 'decode': []}
-    for _ in range(_REPEATS):
+    for _ in range(_WARM_UP + repeats):
       # Both programs donate the state, so each run needs a new one.
       arguments = engine.prefill_arguments(requests, rows)
       state = _timed(seconds['prefill'], prefill, *arguments)
       _timed(seconds['decode'], decode, engine.params, state, *ends)
-    return {
-      **{name: statistics.median(times) for name, times in seconds.items()},
+    return {name: times[_WARM_UP:] for name, times in seconds.items()}, {
       'prefill_bytes': _memory(prefill),
       'decode_bytes': _memory(decode),
     }
@@ -181,8 +207,48 @@ def per_query(values: Mapping[str, float], generated: int) -> dict[str, float]:
   """Returns the cost of a prompt and its answer, by the axis of a figure."""
   return {
     'FLOPs': values['prefill_flops'] + values['decode_flops'],
-    'ms at batch 1': values['prefill_ms'] + generated * values['decode_ms'],
+    _LATENCY: values['prefill_ms'] + generated * values['decode_ms'],
   }
+
+
+def spread(
+  values: Mapping[str, float], generated: int
+) -> dict[str, tuple[float, float]]:
+  """Returns the quartiles of the measured costs of `per_query`, by axis."""
+  low, high = (
+    values[f'prefill_ms_{side}'] + generated * values[f'decode_ms_{side}']
+    for side in ('low', 'high')
+  )
+  return {_LATENCY: (low, high)}
+
+
+def notes(
+  costs: Mapping[str, Mapping[str, float]], generated: int
+) -> list[str]:
+  """Returns sentences on latencies that do not rank models, and on load.
+
+  Args:
+    costs: metrics of every model by its name.
+    generated: tokens of an answer.
+  """
+  ranges = {x: spread(v, generated)[_LATENCY] for x, v in costs.items()}
+  sentences = [
+    f'{a} and {b} are not ranked by latency: the quartiles of {REPEATS} repeats'
+    ' overlap.'
+    for a, b in itertools.combinations(ranges, 2)
+    if _overlap(ranges[a], ranges[b])
+  ]
+  # A load that is unknown is NaN, which is above nothing.
+  return sentences + [
+    f'The machine was loaded while {name} was measured: other processes took'
+    f' {values["other_load"]:.0%} of its processors; latencies are too long.'
+    for name, values in costs.items()
+    if values['other_load'] > _LOADED
+  ]
+
+
+def _overlap(a: tuple[float, float], b: tuple[float, float]) -> bool:
+  return max(a[0], b[0]) <= min(a[1], b[1])
 
 
 def describe(values: Mapping[str, float]) -> dict[str, str]:
@@ -197,8 +263,14 @@ def describe(values: Mapping[str, float]) -> dict[str, str]:
     'FLOPs': f'{total:.3g}',
     'of prefill': f'{values["prefill_flops"] / total:.0%}',
     'FLOPs, published convention': published,
-    'prefill, batch 1': f'{values["prefill_ms"]:.2f} ms',
-    'decode, batch 1': f'{values["decode_ms"]:.3f} ms/token',
+    'prefill, batch 1': (
+      f'{values["prefill_ms"]:.2f} ms ({values["prefill_ms_low"]:.2f} to'
+      f' {values["prefill_ms_high"]:.2f})'
+    ),
+    'decode, batch 1': (
+      f'{values["decode_ms"]:.3f} ms/token ({values["decode_ms_low"]:.3f} to'
+      f' {values["decode_ms_high"]:.3f})'
+    ),
     'prefill': f'{numbers.count(values["prefill_tokens_per_second"])} tok/s',
     'decode': f'{numbers.count(values["decode_tokens_per_second"])} tok/s',
     'prefill memory': disk.format_bytes(values['prefill_bytes']),
@@ -206,20 +278,33 @@ def describe(values: Mapping[str, float]) -> dict[str, str]:
   }
 
 
-def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
+def pareto_front(
+  points: Sequence[tuple[float, float]],
+  ranges: Sequence[tuple[float, float]] | None = None,
+) -> list[int]:
   """Returns the indices of points that no other dominates, by rising cost.
 
   Args:
     points: cost and quality of each model; less cost and more quality are
       better.
+    ranges: quartiles of the costs. Different costs whose ranges overlap are not
+      ranked, so that neither point dominates. None for exact costs.
   """
-  front, best = [], -np.inf
-  # Of points of equal cost the best comes first and excludes the others.
-  order = sorted(
-    range(len(points)), key=lambda i: (points[i][0], -points[i][1])
-  )
-  for i in order:
-    if points[i][1] > best:
-      front.append(i)
-      best = points[i][1]
-  return front
+  ranges = ranges or [(cost, cost) for cost, _ in points]
+
+  def dominates(i: int, j: int) -> bool:
+    (cost, quality), (other_cost, other_quality) = points[i], points[j]
+    if cost != other_cost and _overlap(ranges[i], ranges[j]):
+      return False
+    is_better = cost < other_cost or quality > other_quality
+    # Of equal points the first stands for all.
+    is_first = points[i] == points[j] and i < j
+    return (
+      cost <= other_cost
+      and quality >= other_quality
+      and (is_better or is_first)
+    )
+
+  indices = range(len(points))
+  front = [j for j in indices if not any(dominates(i, j) for i in indices)]
+  return sorted(front, key=lambda i: points[i])

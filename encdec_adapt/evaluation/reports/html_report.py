@@ -14,8 +14,9 @@ A study's report is a dictionary:
                 examples, or None), `exact_match` (share of rows),
                 `label_accuracy` (of classifiers, else None),
                 `curve` (lists `step`, `target_tokens`, `eval_loss`),
-                `request` (cost of a request, `FLOPs` and `ms at batch 1`, of
-                `prompt` and `generated` tokens; None where not measured) and
+                `request` (cost of a request of `prompt` and `generated` tokens:
+                `FLOPs`, `ms at batch 1` and the metrics of `inference_cost`;
+                None where not measured) and
                 `inclusive` (`target_tokens`, `total_tokens`, `flops`,
                 `seconds` of the run and of all its sources)
   best          names of the runs that are the best of several
@@ -30,12 +31,12 @@ An imported model has an empty curve, and the numbers of its training from its
 folder's `summary.json`; without one it has 0 steps and None for the others.
 
 An evaluation's report is a dictionary with `title`, `notes` (sentences),
-`environment`, `quality` (label, and a number per model) and `per_query` (cost
-per model and axis) of the figure, `needles` of the heat maps (see
-`evaluation.tasks.retrieval_scores.grids`), `attention` (see
-`attention_analysis.figures`), and `tables`: rows by section, see
-`evaluation.reports.score_tables`. The modules that write these dictionaries are
-not imported.
+`environment`, `quality` (label, and a number per model), `per_query` (cost per
+model and axis) and `spread` (quartiles of measured costs) of the figure,
+`needles` of the heat maps (see `evaluation.tasks.retrieval_scores.grids`),
+`attention` (see `attention_analysis.figures`), and `tables`: rows by section,
+see `evaluation.reports.score_tables`. The modules that write these dictionaries
+are not imported.
 """
 
 import base64
@@ -108,7 +109,7 @@ def write_evaluation(report: Report, folder: str | os.PathLike[str]) -> None:
     if report['per_query']:
       picture = stage / 'costs.png'
       report_figures.draw_costs(
-        *report['quality'], report['per_query'], picture
+        *report['quality'], report['per_query'], report['spread'], picture
       )
       sections['Quality against cost'] = _image('quality against cost', picture)
     if report['attention']:

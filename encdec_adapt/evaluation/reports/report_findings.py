@@ -9,6 +9,7 @@ import math
 import statistics
 from typing import Any
 
+from encdec_adapt.evaluation.measures import inference_cost
 from encdec_adapt.evaluation.reports import run_groups
 from encdec_adapt.evaluation.results import comparisons
 from encdec_adapt.evaluation.results import number_format as numbers
@@ -212,11 +213,17 @@ def _end(runs: run_groups.Runs) -> list[str]:
 def _requests(runs: run_groups.Runs) -> list[str]:
   """States the cost of a request, by model where it was measured."""
   costs = {name: run['request'] for name, run in runs.items() if run['request']}
-  return [
-    f'A request of {x["prompt"]} + {x["generated"]} tokens costs {name}'
-    f' {x["FLOPs"]:.3g} FLOPs and {x["ms at batch 1"]:.1f} ms.'
-    for name, x in costs.items()
-  ]
+  sentences = []
+  for name, x in costs.items():
+    [(axis, (low, high))] = inference_cost.spread(x, x['generated']).items()
+    sentences.append(
+      f'A request of {x["prompt"]} + {x["generated"]} tokens costs {name}'
+      f' {x["FLOPs"]:.3g} FLOPs and {x[axis]:.1f} ms (quartiles {low:.1f} to'
+      f' {high:.1f}).'
+    )
+  # All models of a study are measured with the same lengths.
+  generated = next((x['generated'] for x in costs.values()), 0)
+  return sentences + inference_cost.notes(costs, generated)
 
 
 def _exact(runs: run_groups.Runs) -> list[str]:

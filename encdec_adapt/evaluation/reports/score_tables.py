@@ -106,6 +106,21 @@ def per_query(scores: Scores, generated: int) -> dict[str, dict[str, float]]:
   }
 
 
+def cost_spread(
+  scores: Scores, generated: int
+) -> dict[str, dict[str, tuple[float, float]]]:
+  """Returns the quartiles of the measured costs of `per_query`, by axis."""
+  return {
+    name: inference_cost.spread(values, generated)
+    for name, values in _costs(scores).items()
+  }
+
+
+def cost_notes(scores: Scores, generated: int) -> list[str]:
+  """Returns sentences on the latencies; see `inference_cost.notes`."""
+  return inference_cost.notes(_costs(scores), generated)
+
+
 def column(scores: Scores, spec: str) -> list[float]:
   """Returns a number per model.
 

@@ -44,7 +44,7 @@ class Comparison:
 
 def interval(score: results_store.Score) -> tuple[float, float] | None:
   """Returns the 95 % interval of a score; None if its error is unknown."""
-  if score.scores and _is_binary(score.scores):
+  if score.scores and _is_binary(score):
     # Student's interval has no width where all answers are right, and leaves
     # [0, 1]; Wilson's does neither.
     z, n = _z(), score.n
@@ -75,7 +75,7 @@ def compare(
   if n < 2 or n != len(second.scores):
     return None
   differences = np.subtract(second.scores, first.scores)
-  if _is_binary(first.scores) and _is_binary(second.scores):
+  if _is_binary(first) and _is_binary(second):
     better, worse = (int(x.sum()) for x in (differences > 0, differences < 0))
     return _mcnemar(better, worse, n)
   return paired_t(differences)
@@ -150,8 +150,11 @@ def correlations(
   return pooled, sum(within) / len(within) if within else None
 
 
-def _is_binary(scores: Sequence[float]) -> bool:
-  return set(scores) <= {0.0, 1.0}
+def _is_binary(score: results_store.Score) -> bool:
+  """Returns whether a score is a share of examples."""
+  # BLEU, which is no mean of its examples, may be 0 in all of them.
+  is_share = score.stderr is not None or score.n == 1
+  return is_share and set(score.scores) <= {0.0, 1.0}
 
 
 def _z() -> float:

@@ -1,6 +1,7 @@
 """Cost of generation: the metrics, and the Pareto front."""
 
 import collections
+import math
 
 import numpy as np
 import pytest
@@ -22,7 +23,11 @@ def test_prefill_and_decode_are_measured_apart(kind):
   loaded = toy_models.load(CONFIGS[kind])
   scores = inference_cost.CostEvaluation(8, 4, batch_size=2).scores(loaded, 2)
   found = {x.metric: x.value for x in scores}
+  # The load is 0 on a quiet machine, and unknown where Linux does not say.
+  assert not found.pop('other_load') < 0
   assert all(value > 0 for value in found.values())
+  for name in ('prefill_ms', 'decode_ms'):
+    assert found[f'{name}_low'] <= found[name] <= found[f'{name}_high']
   counted = forward_flops.generation(CONFIGS[kind], 8, 4)
   assert (found['prefill_flops'], found['decode_flops']) == counted
   whole = inference_cost.per_query(found, 4)
@@ -64,6 +69,24 @@ def test_tables_have_flops_with_both_widths_where_they_differ():
 def test_pareto_front():
   points = [(2.0, 5.0), (1.0, 3.0), (2.0, 6.0), (3.0, 6.0), (4.0, 7.0)]
   assert inference_cost.pareto_front(points) == [1, 2, 4]
+  # The worst point has a latency that may be as low as the best one's.
+  ranges = [(1.9, 2.1), (0.9, 1.1), (1.9, 2.1), (1.0, 5.0), (3.9, 4.1)]
+  assert inference_cost.pareto_front(points, ranges) == [1, 2, 3, 4]
+
+
+def test_latencies_are_ranked_beyond_their_spread():
+  def cost(low, high, load=0.0):
+    values = {'prefill_ms_low': low, 'prefill_ms_high': high}
+    return values | {
+      'decode_ms_low': 1,
+      'decode_ms_high': 1,
+      'other_load': load,
+    }
+
+  costs = {'a': cost(1, 3), 'b': cost(2, 4, math.nan), 'c': cost(5, 6, 0.43)}
+  ranked, loaded = inference_cost.notes(costs, 4)
+  assert ranked.startswith('a and b are not ranked by latency')
+  assert 'while c was measured' in loaded and '43%' in loaded
 
 
 def _score(task, metric, value):

@@ -9,7 +9,8 @@ from encdec_adapt.evaluation.reports import html_report, report_findings
 from encdec_adapt.files import paths
 
 REQUEST = {'FLOPs': 2e9, 'ms at batch 1': 31.0, 'prompt': 384}
-REQUEST |= {'generated': 128}
+REQUEST |= {'generated': 128, 'prefill_ms_low': 4.0, 'prefill_ms_high': 7.0}
+REQUEST |= {'decode_ms_low': 0.1, 'decode_ms_high': 0.5, 'other_load': 0.0}
 
 
 def _run(start, end, shuffled=None, **fields):
@@ -127,6 +128,7 @@ def test_every_finding_names_its_model(report):
   assert 'that decoder' not in more and 'adapted does not differ' in more
   (cost,) = (x for x in found if x.startswith('A request'))
   assert '384 + 128 tokens costs adapted 2e+09 FLOPs and 31.0 ms' in cost
+  assert 'ms (quartiles 16.8 to 71.0)' in cost
 
 
 def test_the_crossing_and_the_control_are_stated_either_way(report):

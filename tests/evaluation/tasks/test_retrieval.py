@@ -249,7 +249,11 @@ def test_the_report_has_heat_maps_and_a_table(tmp_path):
   }
   report = dict(title='x', notes=[], environment={}, quality=('', {}))
   report |= dict(
-    per_query={}, needles=needles, attention={}, tables={'Retrieval': rows}
+    per_query={},
+    spread={},
+    needles=needles,
+    attention={},
+    tables={'Retrieval': rows},
   )
   html_report.write_evaluation(report, tmp_path)
   assert (tmp_path / 'needles.png').read_bytes().startswith(b'\x89PNG')
