@@ -64,6 +64,7 @@ def main(values: flags.FlagValues, options: Sequence[str] = ()) -> int:
   # teacher may not exist yet.
   config = config_lib.pinned(values.config, values.workdir, 'data')
   settings = config_lib.load(config, values.workdir, sources=False)
+  settings.data.require_source()
   on_beam = values.runner == 'beam'
   if options and not on_beam:
     raise errors.UserError(

@@ -204,7 +204,7 @@ class Denoising(windows.WindowMaker):
     *,
     mixture: Sequence[Denoiser],
     policy: str,
-    concatenate: bool = False,
+    **options: Any,
   ):
     """Plans the windows of every denoiser.
 
@@ -214,7 +214,7 @@ class Denoising(windows.WindowMaker):
       vocabulary: vocabulary with sentinels and mode tokens.
       mixture: denoisers.
       policy: one of `POLICIES`.
-      concatenate: whether windows cross documents.
+      **options: see `windows.WindowMaker`.
 
     Raises:
       UserError: the lengths do not suit the mixture, or the vocabulary lacks
@@ -248,7 +248,7 @@ class Denoising(windows.WindowMaker):
     # A table by id: counting shared spans looks up every target of a shard.
     self._is_sentinel = np.zeros(self._sentinels.max(initial=0) + 1, bool)
     self._is_sentinel[self._sentinels] = True
-    super().__init__(name, lengths, vocabulary, concatenate=concatenate)
+    super().__init__(name, lengths, vocabulary, **options)
     if policy in ('unique', 'extend_vocabulary'):
       self._check_sentinels(vocabulary)
 

@@ -239,8 +239,8 @@ class Name:
     maker: class of its maker.
     predicts: description of the targets, for the table in configs/README.md.
     preset: options that the name stands for.
-    parse: parses the text after the name to options, if it is not a list of
-    them.
+    parse: parses a text that stands before the options to options; None where
+      there is none.
   """
 
   maker: type[ExampleMaker]

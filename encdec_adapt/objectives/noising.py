@@ -63,6 +63,8 @@ are M where the model reads them; targets are the window, all with weight:
 Pure numpy; this module imports neither TensorFlow nor SeqIO nor jax.
 """
 
+from typing import Any
+
 import numpy as np
 
 from encdec_adapt.base import errors
@@ -97,7 +99,7 @@ class Noising(windows.WindowMaker):
   """
 
   draws = True
-  options = {**windows.CONCATENATE, 'share': SHARE}
+  options = {**windows.OPTIONS, 'share': SHARE}
   default_share = 0.15
   needs_mask = True
 
@@ -112,7 +114,7 @@ class Noising(windows.WindowMaker):
     vocabulary: vocabulary_lib.Vocabulary,
     *,
     share: float | None = None,
-    concatenate: bool = False,
+    **options: Any,
   ):
     """Plans the windows.
 
@@ -121,7 +123,7 @@ class Noising(windows.WindowMaker):
       lengths: row lengths that every pair has to fit.
       vocabulary: vocabulary with a mask token, or sentinels.
       share: share of hidden tokens, in (0, 1).
-      concatenate: whether windows cross documents.
+      **options: see `windows.WindowMaker`.
 
     Raises:
       UserError: the lengths do not suit the objective, or the vocabulary has no
@@ -131,7 +133,7 @@ class Noising(windows.WindowMaker):
     self._vocabulary = vocabulary
     if self.needs_mask:
       self._mask = mask_token(name, vocabulary)
-    super().__init__(name, lengths, vocabulary, concatenate=concatenate)
+    super().__init__(name, lengths, vocabulary, **options)
 
   def _make_plans(self):
     plan = self._longest(lambda window: (window, self._targets(window)))
@@ -213,7 +215,7 @@ class DropTokens(Noising):
 class Deshuffle(Noising):
   """Predicts the window from its tokens in random order."""
 
-  options = windows.CONCATENATE
+  options = windows.OPTIONS
   needs_mask = False
 
   def split(self, window, plan, rng):
@@ -353,7 +355,7 @@ class Infilling(Noising):
 class PermuteSentences(Infilling):
   """Puts sentences in random order; predicts the window."""
 
-  options = windows.CONCATENATE
+  options = windows.OPTIONS
   needs_mask = False
 
   def split(self, window, plan, rng):
@@ -383,7 +385,7 @@ class Bart(PermuteSentences):
 class Rotate(Noising):
   """Rotates the window to begin with a random token; predicts the window."""
 
-  options = windows.CONCATENATE
+  options = windows.OPTIONS
   needs_mask = False
 
   def split(self, window, plan, rng):
@@ -424,7 +426,10 @@ class NextToken(Noising):
 
   @classmethod
   def evaluation_text(cls, text, options):
-    return 'causal_lm' + ':concatenate' * options.get('concatenate', False)
+    entries = ['concatenate'] * options.get('concatenate', False)
+    if shortest := options.get('shortest'):
+      entries.append(f'shortest={shortest}')
+    return ':'.join(filter(None, ['causal_lm', ','.join(entries)]))
 
   _make_plans = windows.CausalLM._make_plans
 

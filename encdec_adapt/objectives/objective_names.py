@@ -7,6 +7,7 @@ A name may have options after a colon, separated by commas:
     bart:share=0.2,concatenate
     meap:share=0.15,span=5
     denoise:R:3:0.15 + S:uniform@4
+    denoise:R:3:0.15 + S:uniform@4,shortest=16
 
     pairs:too_long=truncate,prefix=summarize:
     pairs:prefix="Question: ",separator="\n"
@@ -99,16 +100,16 @@ def _parse_objective(text: str) -> example_maker.Objective:
     UserError: the name or an option is not known, or a value has a wrong type.
   """
   part = option_strings.Part(_LABEL, text)
-  head, remainder = part.partition(':')
+  head = part.partition(':')[0]
   name = head.text
   if name not in NAMES:
     hint = errors.nearest(name, NAMES)
     raise head.error(f'must be one of {", ".join(NAMES)}{hint}')
   maker, options = NAMES[name].maker, dict(NAMES[name].preset)
-  if NAMES[name].parse:
-    options = NAMES[name].parse(remainder.text)
-    return example_maker.Objective(text, maker, options)
-  for entry in filter(None, part.options()):
+  entries = list(filter(None, part.options()))
+  if NAMES[name].parse:  # Of what stands before the options.
+    options |= NAMES[name].parse(entries.pop(0).text if entries else '')
+  for entry in entries:
     key, value = entry.partition('=')
     option = maker.options.get(key.text)
     # A flag, such as `concatenate`, has no value.

@@ -116,6 +116,9 @@ class TextSplit(example_maker.ExampleMaker):
       cut = self._objective.draw_cut(rng)
       remaining = len(document.tokens) - start
       ends = remaining <= plan.last
+      if ends and remaining < self._objective.shortest:
+        self.counts['short_windows'] += 1
+        return
       # A token is left for the last window, which needs room for EOS.
       size = remaining if ends else min(plan.inner, remaining - 1)
       window = self._fit(document, start, size, ends, cut)

@@ -19,7 +19,8 @@ A document is cut into windows that fit a row with the framing of
 `objectives/framing.py` (m + 1 encoder and n decoder positions), as long as the
 row allows. Targets end in EOS if and only if the document ends. With the option
 `concatenate`, the documents of a shard are joined first, each with an EOS at
-its end, and windows are cut from the result.
+its end, and windows are cut from the result. With `shortest=N`, a last window
+of fewer than N tokens is dropped and counted; then no targets end in EOS.
 
 Pure numpy; this module imports neither TensorFlow nor SeqIO nor jax.
 """
@@ -40,9 +41,18 @@ from encdec_adapt.base import errors
 from encdec_adapt.objectives import example_maker, framing, two_vocabularies
 from encdec_adapt.tokenizers import vocabulary as vocabulary_lib
 
-# Joins the documents of a shard before windows are cut.
-CONCATENATE = {
-  'concatenate': example_maker.Option(lambda _: True, 'concatenate')
+
+def _tokens(text: str) -> int:
+  if int(text) < 0:
+    raise ValueError
+  return int(text)
+
+
+# The first joins the documents of a shard before windows are cut; the second
+# drops the last windows that are shorter.
+OPTIONS = {
+  'concatenate': example_maker.Option(lambda _: True, 'concatenate'),
+  'shortest': example_maker.Option(_tokens, 'shortest=TOKENS'),
 }
 
 
@@ -67,10 +77,11 @@ class WindowMaker(example_maker.ExampleMaker):
 
   Attributes:
     adds_eos: whether the targets of a document's last window end in EOS.
+    shortest: last windows of fewer tokens are dropped.
     plans: possible plans of a window.
   """
 
-  options = CONCATENATE
+  options = OPTIONS
   adds_eos = True
   plans: Sequence[WindowPlan]
 
@@ -81,6 +92,7 @@ class WindowMaker(example_maker.ExampleMaker):
     vocabulary: vocabulary_lib.Vocabulary,
     *,
     concatenate: bool = False,
+    shortest: int = 0,
   ):
     """Plans the windows.
 
@@ -89,12 +101,14 @@ class WindowMaker(example_maker.ExampleMaker):
       lengths: row lengths that every pair has to fit.
       vocabulary: vocabulary of the tokens.
       concatenate: whether windows cross documents.
+      shortest: last windows of fewer tokens are dropped.
 
     Raises:
       UserError: the lengths or the vocabulary do not suit the objective.
     """
     super().__init__(name, lengths)
     self.concatenate = concatenate
+    self.shortest = shortest
     self._eos = np.array([vocabulary.eos], np.int32)
     self.plans = self._make_plans()
     if not self._have_windows(self.plans):
@@ -218,6 +232,9 @@ class WindowMaker(example_maker.ExampleMaker):
       rng = generator(i) if self.draws else None
       plan = self.draw_plan(rng)
       ends = len(remaining) <= plan.last
+      if ends and len(remaining) < self.shortest:
+        self.counts['short_windows'] += 1
+        return
       # A token is left for the last window, which needs room for EOS.
       size = len(remaining) if ends else min(plan.inner, len(remaining) - 1)
       pair = self.split(remaining[:size], plan, rng)
@@ -270,6 +287,10 @@ class WindowMaker(example_maker.ExampleMaker):
       if len(chunks) > 1:
         buffer = np.concatenate(chunks)
       window, buffer = buffer[: plan.inner], buffer[plan.inner :]
+      is_last = following is None and not len(buffer)
+      if is_last and len(window) < self.shortest:
+        self.counts['short_windows'] += 1
+        return
       pair = self.split(window, plan, rng)
       names, size = [], len(window)
       while size > 0:

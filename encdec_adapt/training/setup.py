@@ -16,7 +16,7 @@ from encdec_adapt.base import errors
 from encdec_adapt.cluster import distributed
 from encdec_adapt.data import data_section
 from encdec_adapt.data.making import materialization, process_pool
-from encdec_adapt.data.records import loader, record_sets
+from encdec_adapt.data.records import loader, manifest_summary, record_sets
 from encdec_adapt.models import build, execution, forward_flops, model_config
 from encdec_adapt.objectives import framing
 from encdec_adapt.ops import attention
@@ -215,7 +215,9 @@ def open_data(data: data_section.DataConfig) -> Data:
     UserError: the records or the vocabularies do not match the configuration,
       or differ between processes.
   """
-  if distributed.is_lead() and materialization.is_missing(data):
+  is_lead = distributed.is_lead()
+  missing = is_lead and materialization.is_missing(data)
+  if missing:
     print('records are missing; encdec_adapt.materialize makes them')
     process_pool.run_in_subprocess(materialization.materialize, data)
   # The other processes open the files of process 0.
@@ -223,6 +225,10 @@ def open_data(data: data_section.DataConfig) -> Data:
   # Opened after the barrier: the vocabulary may have just been trained, too.
   opened = data.vocabularies.open()
   train_set, eval_set = materialization.open_sets(data, opened)
+  if is_lead and not missing:  # Making them has printed it.
+    for records in (eval_set, train_set):
+      summary = manifest_summary.describe(records.manifest)
+      print(f'{records.folder}: {summary}')
   # A stale copy on a host would give it other rows, and no step would fail.
   distributed.require_same(
     'data',

@@ -48,6 +48,17 @@ def test_a_window_is_split_in_the_decoders_tokens(opened):
   assert bytes(pair.inputs.tolist()).decode() == text[: boundaries[middle]]
 
 
+def test_short_last_windows_are_dropped_and_counted(opened):
+  text = 'the quick brown fox jumps over the lazy dog ' * 20
+  every = _pairs(_split(opened), text)
+  # In the decoder's tokens, without EOS.
+  last = len(every[-1].prefix) + len(every[-1].targets) - 1
+  for shortest, dropped in ((last, 0), (last + 1, 1)):
+    split = _split(opened, name=f'prefix_lm:shortest={shortest}')
+    assert len(_pairs(split, text)) == len(every) - dropped
+    assert split.counts['short_windows'] == dropped
+
+
 def test_a_split_inside_a_character_moves_before_it():
   # Bytes on both sides: a cut in half of 6 bytes is inside of the second.
   same = vocabulary_pair.open_vocabulary('bytes')

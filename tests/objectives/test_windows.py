@@ -215,6 +215,7 @@ def test_nothing_is_lost_and_every_pair_fits(name, sizes, concatenate, seed):
       "'2' at column 12 must be as in share=.*between 0",
     ),
     (('causal_lm:concatenate=false', 0, 8), 'concatenate=false'),
+    (('prefix_lm:shortest=-1', 8, 8), "'-1' at column 20 must be as in short"),
     (('denoise:R:3:0.15@inf', 8, 8), 'weight inf .*above 0'),
     (('prefix_lm_uniform:concatenate', 3, 8), 'must be at least 4 and 8'),
     (('pairs:separator="a', 8, 8), """'"a' at column 17 must be"""),
@@ -229,6 +230,42 @@ def test_nothing_is_lost_and_every_pair_fits(name, sizes, concatenate, seed):
 def test_refuses(arguments, message):
   with pytest.raises(errors.UserError, match=message):
     cases.make(*arguments)
+
+
+@pytest.mark.parametrize('concatenate', [False, True])
+@pytest.mark.parametrize(
+  'name', ['causal_lm', 'prefix_lm', 'denoise:R:3:0.15', 'bart', 'meap', 'bert']
+)
+def test_short_last_windows_are_dropped_and_counted(name, concatenate):
+  mark = ',' if name[:4] == 'deno' else ':'
+  option = f'{mark}shortest=8' + ',concatenate' * concatenate
+  every = cases.make_fitting(name + option.replace('=8', '=0'), 32)
+  kept = cases.make_fitting(name + option, 32)
+  windows = every.plans[0].inner
+
+  def examples(objective, size):
+    documents = [('a', np.arange(TEXT, TEXT + size, dtype=np.int32))]
+    return [
+      cases.lists(pair)
+      for pair in objective.examples(
+        documents, lambda name: np.random.default_rng(len(name))
+      )
+    ]
+
+  # EOS is the document's last token in a stream, and has a weight of its own.
+  size = 2 * windows + 7 - concatenate
+  assert examples(kept, size) == examples(every, size)[:-1]
+  assert kept.counts['short_windows'] == 1
+  assert examples(kept, size + 1) == examples(every, size + 1)
+  assert kept.counts['short_windows'] == 1
+  # Of a short document nothing is left.
+  assert examples(kept, 5) == []
+
+
+def test_held_out_rows_of_meap_have_windows_of_the_same_lengths():
+  objective = objective_names.parse_one('meap:share=0.2,shortest=8,concatenate')
+  held_out = objective_names.for_evaluation(objective)
+  assert held_out.text == 'causal_lm:concatenate,shortest=8'
 
 
 @pytest.mark.parametrize(

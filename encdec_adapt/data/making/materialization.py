@@ -23,6 +23,7 @@ from encdec_adapt.cluster import lock
 from encdec_adapt.data import data_section
 from encdec_adapt.data.making import pipeline_jobs, process_pool, shard_jobs
 from encdec_adapt.data.records import (
+  manifest_summary,
   record_copy,
   record_sets,
   record_writing,
@@ -94,7 +95,11 @@ class _Build:
       _print(f'{folder}: uploading the records')
       # The manifest goes last: it marks the set as finished.
       paths.upload(self.shard_folder, folder, record_sets.MANIFEST)
-    _print(f'{folder}: {summary(self.manifest)}')
+    self.report()
+
+  def report(self) -> None:
+    """Prints what is in the finished set, and what is not."""
+    _print(f'{self.folder}: {manifest_summary.describe(self.manifest)}')
 
 
 def materialize_sets(
@@ -147,6 +152,9 @@ def materialize_sets(
         f'records: {len(jobs)} of {sum(len(x.entries) for x in builds)}'
         f' shards to make, {how if beam is None else "on Apache Beam"}'
       )
+    for build in builds:
+      if build.manifest is not None:
+        build.report()
     # A killed job may have left a set without a manifest, but all its shards.
     for build in builds:
       build.finish(described)
@@ -275,11 +283,22 @@ def _check_dropped(
   spec: record_sets.RecordSpec,
   entries: Mapping[record_writing.ShardKey, Mapping[str, Any]],
 ) -> None:
-  """Raises UserError if a set is empty because all examples are too long."""
+  """Raises UserError if a set is empty as its objective drops all examples."""
   # Every pass drops the same examples; the error is to count each once.
   shards = [entry for key, entry in entries.items() if not key.pass_index]
-  dropped = sum(entry.get('dropped', 0) for entry in shards)
-  if dropped and not any(entry['examples'] for entry in shards):
+  dropped, short = (
+    sum(entry.get(name, 0) for entry in shards)
+    for name in ('dropped', 'short_windows')
+  )
+  if any(entry['examples'] for entry in shards):
+    return
+  if short:
+    raise errors.UserError(
+      f'data: all {short:,} windows of split {spec.split!r} of {spec.source!r}'
+      ' are shorter than the option shortest and were dropped; lower it in'
+      f' config.data.objective={spec.objective!r}'
+    )
+  if dropped:
     raise errors.UserError(
       f'data: all {dropped:,} examples of split {spec.split!r} of'
       f' {spec.source!r} are longer than a row and were dropped; increase'
@@ -288,63 +307,6 @@ def _check_dropped(
       f' the option too_long=truncate of config.data.objective='
       f'{spec.objective!r}'
     )
-
-
-def summary(manifest: Mapping[str, Any]) -> str:
-  """Returns the counts and fill of a record set, and a line for each part."""
-  spec, totals, fill = (manifest[key] for key in ('spec', 'totals', 'fill'))
-
-  def mean(name: str) -> float:
-    return totals[name] / max(totals['pairs'], 1)
-
-  sides = {
-    'encoder': f'{mean("encoder_positions"):.0f} of %d inputs',
-    'decoder': f'{mean("target_tokens"):.0f} of %d targets',
-  }
-  lengths = {side: spec[f'{side}_length'] for side in sides}
-  filled = ', '.join(f'{x} {fill[x]:.1%}' for x in sides if lengths[x])
-  means = ' and '.join(sides[x] % lengths[x] for x in sides if lengths[x])
-  line = (
-    f'{totals["rows"]:,} rows in {len(manifest["passes"])} passes,'
-    f' {totals["pairs"]:,} examples, {totals["target_tokens"]:,} target'
-    f' tokens, {filled} full; a mean example has {means}'
-  )
-  if totals['shared_sentinel_spans']:
-    line += (
-      f'; {totals["shared_sentinel_spans"]:,} spans share their sentinel with'
-      f' another (sentinels={spec["sentinels"]})'
-    )
-  for outcome in ('dropped', 'truncated', 'left without a masked copy'):
-    if totals.get(outcome):
-      line += f'; {totals[outcome]:,} examples longer than a row were {outcome}'
-  if totals.get('bad_documents'):
-    line += f'; {totals["bad_documents"]:,} documents could not be read'
-  lines = [line]
-  for part in manifest['parts']:
-    if len(manifest['parts']) > 1:
-      lines.append(
-        f'  {part["objective"]} of {part["source"]}: {part["rows"]:,} rows,'
-        f' {part["pairs"]:,} examples, {part["target_tokens"]:,} target tokens'
-      )
-    lines += _hidden(part)
-  return '\n'.join(lines)
-
-
-def _hidden(part: Mapping[str, Any]) -> list[str]:
-  """Compares the hidden tokens of a part with the shares of its objective."""
-  requested = objective_names.parse_one(part['objective']).hidden_shares
-  windows = sum(part.get(f'{noise}: windows', 0) for noise in requested)
-  lines = []
-  for noise, (share, hidden) in requested.items():
-    # A noise of a small part may never have been drawn.
-    if count := part.get(f'{noise}: windows', 0):
-      rate = part[f'{noise}: hidden'] / part[f'{noise}: tokens']
-      target = '' if hidden is None else f' (asked {hidden:.1%})'
-      lines.append(
-        f'    {noise}: {count / windows:.1%} of {windows:,} windows (asked'
-        f' {share:.1%}), {rate:.1%} of their tokens hidden{target}'
-      )
-  return lines
 
 
 # -- The data of a job -------------------------------------------------------
@@ -458,7 +420,6 @@ def materialize(
   Raises:
     UserError: bad input, see `materialize_sets`; the extra `data` is missing.
   """
-  data.require_source()
   # Before a vocabulary is trained. Only the workers of Beam import TensorFlow.
   if beam is None and is_missing(data):
     tensorflow_import.require()

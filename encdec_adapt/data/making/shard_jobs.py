@@ -9,7 +9,7 @@ shard.
 """
 
 import collections
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import dataclasses
 import gc
 import heapq
@@ -56,7 +56,8 @@ class ShardJob:
     left_out: name of a source -> ids of documents that are not read.
     cut: names of the sources of which pieces are held out; None: unknown.
     tokens: tokens of documents that another job of the group has read.
-    counts: examples that were dropped or cut, filled in by `reader`.
+    counts: documents, and examples that were dropped or cut, filled in by
+      `reader`.
   """
 
   folder: str
@@ -209,11 +210,12 @@ def read_examples(job: ShardJob) -> Iterable[Example]:
       return opened.decoder.encode(text)
     return job.tokens.encode(text, opened.decoder.encode)
 
-  documents = (
-    (document.id, content_of(document.text))
-    for document in tasks.documents(part, draw, shard, spec.shards)
-  )
-  for pair in maker.examples(documents, generator):
+  def documents() -> Iterator[tuple[str, str | np.ndarray]]:
+    for document in tasks.documents(part, draw, shard, spec.shards):
+      job.counts['documents'] += 1
+      yield document.id, content_of(document.text)
+
+  for pair in maker.examples(documents(), generator):
     yield Example(pair, maker.shared_spans(pair))
   # The source and the maker count while they are read: complete only now.
   job.counts['bad_documents'] += part.skipped(draw, shard)

@@ -4,6 +4,7 @@ import dataclasses
 import os
 import pathlib
 import pydoc_data.topics
+import re
 import signal
 import time
 import types
@@ -16,7 +17,7 @@ from encdec_adapt.base import errors
 from encdec_adapt.cli import command
 from encdec_adapt.cluster import lock
 from encdec_adapt.data.making import materialization, shard_jobs
-from encdec_adapt.data.records import loader, record_sets
+from encdec_adapt.data.records import loader, manifest_summary, record_sets
 from encdec_adapt.objectives import framing, randomness
 from encdec_adapt.tokenizers import vocabulary_pair, vocabulary_training
 from tests import tiny
@@ -162,7 +163,7 @@ def test_the_manifest_says_what_was_made(text, tmp_path):
   assert len(manifest['spec']['source_fingerprint']) == 32
   for count in ('examples', 'pairs', 'shared_sentinel_spans'):
     assert manifest['totals'][count] == 2 * 4 * DOCUMENTS
-  assert '320 spans share' in materialization.summary(manifest)
+  assert '320 spans share' in manifest_summary.describe(manifest)
   found = record_sets.RecordSet.open(tmp_path)
   rows = found.read(range(len(found)))
   targets = sum(len(pair.targets) for row in rows for pair in row)
@@ -283,14 +284,14 @@ def test_neither_source_nor_teacher_is_asked_for(text, tmp_path, monkeypatch):
     f'--config.data.vocabulary={text}/vocabulary.model',
   ]
   values = command.parse(materialize.define_flags, arguments)
-  assert materialize.main(values) == 0
-  monkeypatch.undo()
   # No default: Python's own text would be trained on without a word.
   with pytest.raises(errors.UserError, match='data.source is empty.*text:/da'):
     materialize.main(values)
+  values.config.data.source = f'text:{text}/*.txt'
+  assert materialize.main(values) == 0
+  monkeypatch.undo()
   assert materialization.open_vocabularies(made[0]).decoder.size == 600
   # What records are of is asked for.
-  values.config.data.source = f'text:{text}/*.txt'
   values.config.data.vocabulary = f'{tmp_path}/absent.model'
   with pytest.raises(errors.UserError, match='absent.model'):
     materialize.main(values)
@@ -338,7 +339,7 @@ def test_rows_and_contamination_are_shown(text, tmp_path, capsys):
     'data.folder': tmp_path / 'records',
     'data.vocabulary': text / 'vocabulary.model',
     'data.source': f'text:{text}/*.txt + text:{tmp_path}/copies/*.txt',
-    'data.objective': 'mass',
+    'data.objective': 'mass:shortest=40',
     'data.encoder_length': 48,
     'data.decoder_length': 48,
     'data.shards': 1,
@@ -359,6 +360,22 @@ def test_rows_and_contamination_are_shown(text, tmp_path, capsys):
   # All but those that are held out.
   assert ' of 5 examples share 13 words' in shown
   assert shown.count('row 0: ') == 2 and '<mask>' in shown
+  # The second time finds the records, and tells the same of them.
+  assert re.search(r'copies/\*.txt: 3\d documents; .* target tokens', shown)
+  assert re.search(r'\d+ last windows shorter than .* were dropped\n', shown)
+  made = {line for line in shown.splitlines() if ' documents; ' in line}
+  values.show, values.contamination = False, ''
+  assert materialize.main(values) == 0
+  assert made <= set(capsys.readouterr().out.splitlines())
+
+
+def test_an_objective_that_drops_everything_is_named(text, tmp_path):
+  def examples(job):
+    job.counts['short_windows'] += 2
+    return []
+
+  with pytest.raises(errors.UserError, match='all 6 windows .*option shortest'):
+    make(text, tmp_path, read=examples, passes=1)
 
 
 @pytest.mark.multiproc

@@ -1,0 +1,126 @@
+"""Summary of a record set for users: what is in it, and what was left out.
+
+This module imports neither TensorFlow nor SeqIO.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from encdec_adapt.objectives import objective_names
+
+# Share of the examples or documents from which their loss is a warning.
+_WARNING = 0.1
+
+
+def describe(manifest: Mapping[str, Any]) -> str:
+  """Describes a record set.
+
+  Args:
+    manifest: content of its manifest.
+
+  Returns:
+    A line with source, documents, tokens, fill and what was dropped or cut; a
+    line for each part of several, for each noise, and for each warning.
+  """
+  spec, totals, fill = (manifest[key] for key in ('spec', 'totals', 'fill'))
+
+  def mean(name: str) -> float:
+    return totals[name] / max(totals['pairs'], 1)
+
+  sides = {
+    'encoder': f'{mean("encoder_positions"):.0f} of %d inputs',
+    'decoder': f'{mean("target_tokens"):.0f} of %d targets',
+  }
+  lengths = {side: spec[f'{side}_length'] for side in sides}
+  filled = ', '.join(f'{x} {fill[x]:.1%}' for x in sides if lengths[x])
+  means = ' and '.join(sides[x] % lengths[x] for x in sides if lengths[x])
+  passes = len(manifest['passes'])
+  # Every objective and every pass reads them again.
+  documents = {
+    part['source']: part.get('documents', 0) // passes
+    for part in manifest['parts']
+  }
+  line = (
+    f'{spec["source"]}: {sum(documents.values()):,} documents;'
+    f' {totals["rows"]:,} rows in {passes} passes,'
+    f' {totals["pairs"]:,} examples, {totals["encoder_positions"]:,} input and'
+    f' {totals["target_tokens"]:,} target tokens, {filled} full; a mean example'
+    f' has {means}'
+  )
+  if totals['shared_sentinel_spans']:
+    line += (
+      f'; {totals["shared_sentinel_spans"]:,} spans share their sentinel with'
+      f' another (sentinels={spec["sentinels"]})'
+    )
+  warnings = []
+  for count, total, text, remedy in _losses(manifest):
+    if count:
+      line += f'; {count:,} {text}'
+    if count > _WARNING * total:
+      warnings.append(f'WARNING: {text}: {count / total:.0%}; {remedy}')
+  lines = [line]
+  for part in manifest['parts']:
+    if len(manifest['parts']) > 1:
+      lines.append(
+        f'  {part["objective"]} of {part["source"]}: {part["rows"]:,} rows,'
+        f' {part["pairs"]:,} examples, {part["target_tokens"]:,} target tokens'
+      )
+    lines += _hidden(part)
+  return '\n'.join(lines + warnings)
+
+
+def _losses(
+  manifest: Mapping[str, Any],
+) -> Iterator[tuple[int, int, str, str]]:
+  """Yields what was left out: its number, that of all, a text, a remedy."""
+  totals, spec = manifest['totals'], manifest['spec']
+  dropped, truncated, masked, short, bad, documents = (
+    totals.get(name, 0)
+    for name in (
+      'dropped',
+      'truncated',
+      'left without a masked copy',
+      'short_windows',
+      'bad_documents',
+      'documents',
+    )
+  )
+  # Examples that were cut are among them, those that were dropped are not.
+  examples = totals.get('examples', totals['pairs'])
+  remedy = (
+    f'increase config.data.encoder_length={spec["encoder_length"]} and'
+    f' config.data.decoder_length={spec["decoder_length"]}'
+  )
+  longer = 'examples longer than a row were'
+  yield dropped, examples + dropped, f'{longer} dropped', remedy
+  yield truncated, examples, f'{longer} truncated', remedy
+  yield masked, examples, f'{longer} left without a masked copy', remedy
+  yield (
+    short,
+    examples + short,
+    'last windows shorter than the option shortest were dropped',
+    f'lower it in config.data.objective={spec["objective"]!r}',
+  )
+  yield (
+    bad,
+    documents + bad,
+    'documents could not be read',
+    'config.data.bad_documents=fail names the first',
+  )
+
+
+def _hidden(part: Mapping[str, Any]) -> list[str]:
+  """Compares the hidden tokens of a part with the shares of its objective."""
+  requested = objective_names.parse_one(part['objective']).hidden_shares
+  windows = sum(part.get(f'{noise}: windows', 0) for noise in requested)
+  lines = []
+  for noise, (share, hidden) in requested.items():
+    # A noise of a small part may never have been drawn.
+    if count := part.get(f'{noise}: windows', 0):
+      rate = part[f'{noise}: hidden'] / part[f'{noise}: tokens']
+      target = '' if hidden is None else f' (asked {hidden:.1%})'
+      lines.append(
+        f'    {noise}: {count / windows:.1%} of {windows:,} windows (asked'
+        f' {share:.1%}), {rate:.1%} of their tokens hidden{target}'
+      )
+  return lines
