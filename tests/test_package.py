@@ -1,6 +1,7 @@
 """`import encdec_adapt`: its names, and what its functions refuse."""
 
 import json
+import re
 
 import jax
 import numpy as np
@@ -108,3 +109,20 @@ def test_a_score_is_the_sum_of_log_probabilities(model):
 def test_texts_and_options_that_are_refused(model, call, words):
   with pytest.raises(encdec_adapt.UserError, match=words):
     call(model)
+
+
+@pytest.mark.e2e
+@pytest.mark.long
+def test_the_calls_of_the_readme_run(tmp_path):
+  """As a script without a guard, in which worker processes make records."""
+  readme = (tiny.ROOT / 'encdec_adapt' / 'README.md').read_text()
+  blocks = re.findall(r'```python\n(.*?)```', readme, re.DOTALL)
+  script = tmp_path / 'script.py'
+  script.write_text('\n'.join(["print('begins')", *blocks]))
+  done = tiny.run_script(script)
+  assert done.returncode == 0, done.stderr
+  lines = done.stdout.splitlines()
+  assert lines.count('begins') == 1
+  assert "LoadedModel('runs/trained', encoder_decoder, 1,391,616 parame" in (
+    done.stdout
+  )
