@@ -15,7 +15,7 @@ import os
 import typing
 from typing import Any
 
-from encdec_adapt.base.errors import UserError
+from encdec_adapt.base.errors import UserError as UserError
 
 if typing.TYPE_CHECKING:
   from jax.sharding import Mesh
@@ -25,13 +25,6 @@ if typing.TYPE_CHECKING:
   from encdec_adapt.conversion import model_in_memory
 
 __version__ = '0.1.0'
-__all__ = [
-  'UserError',
-  'adapt_checkpoint',
-  'evaluate_checkpoints',
-  'load',
-  'run_training',
-]
 
 
 def load(

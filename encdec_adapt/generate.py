@@ -167,15 +167,11 @@ def main(values: flags.FlagValues) -> int:
   texts = json.dumps(list(prompts.values())).encode()
   with command.processes(values, prompts=hashlib.sha256(texts).hexdigest()):
     stored = model_on_disk.open_model(values.checkpoint)
-    encoder = generation.encoder(stored)
+    # Embeddings come from the encoder, without a decoder that needs room.
+    generated = 0 if values.embed else values.max_tokens
     # All prompts, before parameters are read: a bad prompt is named at once.
-    encoded = text_generation.encode(
-      prompts,
-      stored,
-      encoder,
-      generation,
-      # Embeddings come from the encoder, without a decoder that needs room.
-      generated=0 if values.embed else values.max_tokens,
+    encoder, encoded = text_generation.encode(
+      prompts, stored, generation, generated
     )
     # The prefix in place of the flag, and the step: a run may have been trained
     # further since.

@@ -15,7 +15,9 @@ from tests import test_imports, tiny, toy_models
 
 
 def test_no_function_has_the_name_of_a_command():
-  assert not {*encdec_adapt.__all__} & test_imports.COMMANDS
+  functions = {x for x, y in vars(encdec_adapt).items() if callable(y)}
+  assert 'run_training' in functions
+  assert not functions & test_imports.COMMANDS
   assert issubclass(errors.UserError, ValueError)
   assert encdec_adapt.UserError is errors.UserError
   both = [

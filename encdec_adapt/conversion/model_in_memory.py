@@ -22,6 +22,7 @@ from encdec_adapt.base import errors
 from encdec_adapt.conversion import (
   model_on_disk,
   pretrained_files,
+  prompt_encoding,
   text_generation,
 )
 from encdec_adapt.inference import engine as engine_lib
@@ -109,13 +110,11 @@ class LoadedModel:
         text is empty or too long.
     """
     chosen = text_generation.Options(**options)
-    encoder = chosen.encoder(self.stored)
-    encoded = self._encode(texts, encoder, chosen, generated=chosen.max_tokens)
-    completions = text_generation.complete(
-      self, dict(enumerate(encoded)), encoder, chosen
+    encoder, encoded = self._encode(texts, chosen, chosen.max_tokens)
+    completions = dict(
+      text_generation.complete(self, dict(enumerate(encoded)), encoder, chosen)
     )
-    by_index = dict(completions)
-    return [by_index[i].text for i in range(len(encoded))]
+    return [completions[i].text for i in range(len(encoded))]
 
   def score(
     self, inputs: Sequence[str], targets: Sequence[str], **options: Any
@@ -137,17 +136,15 @@ class LoadedModel:
         f'{len(inputs)} inputs and targets {targets!r:.60}; give a list with a'
         ' target for each input.'
       )
-    tokens = [self.tokenizer.encode(text) for text in targets]
+    writer = self.tokenizer
+    tokens = [writer.encode(text) for text in targets]
     longest = max(map(len, tokens), default=0)
-    encoder = chosen.encoder(self.stored)
-    encoded = self._encode(inputs, encoder, chosen, generated=longest)
+    _, encoded = self._encode(inputs, chosen, longest)
     pairs = list(map(log_likelihoods.Pair, encoded, tokens))
-    by_index = dict(
-      self.score_tokens(
-        pairs, bos=self.tokenizer.bos, batch_size=chosen.batch_size
-      )
+    scores = dict(
+      self.score_tokens(pairs, bos=writer.bos, batch_size=chosen.batch_size)
     )
-    return [Score(by_index[i].log_prob, len(x)) for i, x in enumerate(tokens)]
+    return [Score(scores[i].log_prob, len(x)) for i, x in enumerate(tokens)]
 
   def embed(
     self, texts: Sequence[str], pooling: str = 'mean', **options: Any
@@ -163,30 +160,22 @@ class LoadedModel:
       UserError: the model has no encoder, or a text is empty or too long.
     """
     chosen = text_generation.Options(**options)
-    encoder = chosen.encoder(self.stored)
-    encoded = self._encode(texts, encoder, chosen, generated=0)
+    _, encoded = self._encode(texts, chosen, 0)
     states = dict(
       self.embed_tokens(encoded, pooling=pooling, batch_size=chosen.batch_size)
     )
     return np.array([states[i] for i in range(len(encoded))])
 
   def _encode(
-    self,
-    texts: Sequence[str],
-    encoder: text_generation.prompt_encoding.PromptEncoder,
-    options: text_generation.Options,
-    *,
-    generated: int,
-  ) -> list[np.ndarray]:
-    """Encodes texts; see `text_generation.encode`."""
+    self, texts: Sequence[str], options: text_generation.Options, generated: int
+  ) -> tuple[prompt_encoding.PromptEncoder, list[np.ndarray]]:
+    """Encodes texts, which `generated` tokens follow, and returns how."""
     # Its characters would be the texts.
     if isinstance(texts, str):
       raise errors.UserError(f'{texts!r:.60} is a text; give a list of texts.')
     prompts = {f'text {i}': text for i, text in enumerate(texts)}
     text_generation.check(prompts, chat=options.chat)
-    return text_generation.encode(
-      prompts, self.stored, encoder, options, generated=generated
-    )
+    return text_generation.encode(prompts, self.stored, options, generated)
 
   @functools.cached_property
   def special_ids(self) -> engine_lib.SpecialIds:

@@ -97,18 +97,6 @@ class Options:
       sampling_lib.seed_of(self.seed, index),
     )
 
-  def encoder(
-    self, stored: model_on_disk.StoredModel
-  ) -> prompt_encoding.PromptEncoder:
-    """Returns the encoder of a model's prompts."""
-    return prompt_encoding.PromptEncoder(
-      stored,
-      # A turn is the user's alone, as in the conversations of training.
-      prefix='' if self.chat else self.prefix,
-      mode=self.mode,
-      sentinels=self.sentinels,
-    )
-
 
 def check(prompts: Prompts, *, chat: bool = False) -> Prompts:
   """Returns prompts that are texts, or with `chat` conversations.
@@ -132,19 +120,19 @@ def check(prompts: Prompts, *, chat: bool = False) -> Prompts:
 def encode(
   prompts: Prompts,
   stored: model_on_disk.StoredModel,
-  encoder: prompt_encoding.PromptEncoder,
   options: Options,
-  *,
   generated: int,
-) -> list[np.ndarray]:
-  """Encodes each prompt as token ids, int32 [n], BOS first.
+) -> tuple[prompt_encoding.PromptEncoder, list[np.ndarray]]:
+  """Encodes prompts.
 
   Args:
     prompts: the prompts.
     stored: the model.
-    encoder: `options.encoder(stored)`.
     options: options of generation.
     generated: most tokens that follow a prompt.
+
+  Returns:
+    The encoder, and the token ids of each prompt, int32 [n], BOS first.
 
   Raises:
     UserError: a vocabulary lacks the chat template that `chat` needs, or a
@@ -154,6 +142,13 @@ def encode(
     # The encoder's reads the turns, the decoder's ends the answer.
     for vocabulary in stored.require_vocabularies().sides.values():
       chat_format.template_of(vocabulary)
+  encoder = prompt_encoding.PromptEncoder(
+    stored,
+    # A turn is the user's alone, as in the conversations of training.
+    prefix='' if options.chat else options.prefix,
+    mode=options.mode,
+    sentinels=options.sentinels,
+  )
   longest = pretrained_files.prompt_room(stored, generated)
   encoded = []
   for origin, prompt in prompts.items():
@@ -175,7 +170,7 @@ def encode(
         f' --max_prompt={longest} to keep the last ones, or shorten it.'
       )
     encoded.append(ids)
-  return encoded
+  return encoder, encoded
 
 
 def complete(
@@ -189,7 +184,7 @@ def complete(
   Args:
     loaded: the model.
     encoded: token ids of each prompt, by its index.
-    encoder: encoder of the prompts; decodes answers with sentinels.
+    encoder: encoder of the prompts, which decodes answers with sentinels.
     options: options of generation.
   """
   indices, ids = list(encoded), loaded.special_ids

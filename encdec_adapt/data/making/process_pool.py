@@ -124,15 +124,13 @@ def _call_and_exit(
 ) -> None:
   """Calls the function and exits with its status; see `run_in_subprocess`."""
   parent_death.end_with_parent()  # An orphan would hold the records' locks.
-  sys.exit(exit_status.guard(_call, sender, function, *args))
 
+  def call() -> Any:
+    """Calls the function; sends a user error to the parent, which raises it."""
+    try:
+      return function(*args)
+    except errors.UserError as error:
+      sender.send(error)
+      return exit_status.USER_ERROR
 
-def _call(
-  sender: connection.Connection, function: Callable[..., Any], *args: Any
-) -> Any:
-  """Calls the function; sends a user error to the parent, which raises it."""
-  try:
-    return function(*args)
-  except errors.UserError as error:
-    sender.send(error)
-    sys.exit(exit_status.USER_ERROR)
+  sys.exit(exit_status.guard(call))
