@@ -12,15 +12,16 @@ from encdec_adapt.conversion import (
   model_in_memory,
   model_on_disk,
   pretrained_files,
-  prompt_encoding,
+  text_generation,
 )
 from encdec_adapt.evaluation.measures import text_metrics
 from encdec_adapt.evaluation.results import predictions, results_store
 from encdec_adapt.evaluation.tasks import prompted_task
 from encdec_adapt.files import paths
-from encdec_adapt.inference import beam_search
-from encdec_adapt.inference import engine as engine_lib
 from encdec_adapt.telemetry import progress
+
+# Options of generation that decide the scores.
+_OPTIONS = ('max_tokens', 'beams', 'length_penalty', 'prefix')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,35 +32,27 @@ class Pairs:
     name: name of the task.
     inputs: texts that the model reads.
     targets: references of each text, at least one.
-    max_tokens: most tokens of an answer.
-    beams: beams of a beam search; 1 for greedy answers.
-    length_penalty: see `beam_search.search`.
-    prefix: text before every input; None for the run's task prefix.
+    generation: options of the answers.
   """
 
   name: str
   inputs: Sequence[str]
   targets: Sequence[Sequence[str]]
-  max_tokens: int
-  beams: int = 1
-  length_penalty: float = 1.0
-  prefix: str | None = None
+  generation: text_generation.Options
 
   def options(self) -> results_store.Options:
     """Returns the inputs of the scores."""
     return {
       'pairs': self.name,
       'content': results_store.digest([self.inputs, self.targets]),
-      'max_tokens': self.max_tokens,
-      'beams': self.beams,
-      'length_penalty': self.length_penalty,
-      'prefix': self.prefix,
+      **{name: getattr(self.generation, name) for name in _OPTIONS},
     }
 
   def check(self, stored: model_on_disk.StoredModel) -> None:
     """Checks that a model has vocabularies, a prefix, and room for a prompt."""
-    prompt_encoding.PromptEncoder(stored, prefix=self.prefix)
-    pretrained_files.prompt_room(stored, self.max_tokens)
+    text_generation.encode(
+      {}, stored, self.generation, self.generation.max_tokens
+    )
 
   def scores(
     self,
@@ -76,23 +69,17 @@ class Pairs:
       report: progress callback (answers done, all answers).
       keep: called with every prediction.
     """
-    encoder = prompt_encoding.PromptEncoder(model.stored, prefix=self.prefix)
-    room = pretrained_files.prompt_room(model.stored, self.max_tokens)
+    stored, longest = model.stored, self.generation.max_tokens
     # A prompt that is too long keeps its last tokens, as lm-eval cuts contexts.
-    prompts = [encoder.encode(text, room) for text in self.inputs]
-    engine = model.engine(rows=rows)
-    if self.beams > 1:
-      completions = beam_search.search(
-        engine,
-        prompts,
-        beams=self.beams,
-        max_tokens=self.max_tokens,
-        length_penalty=self.length_penalty,
-      )
-    else:
-      completions = engine.run(
-        engine_lib.Request(prompt, self.max_tokens) for prompt in prompts
-      )
+    room = pretrained_files.prompt_room(stored, longest)
+    options = dataclasses.replace(
+      self.generation, max_prompt=room, batch_size=rows
+    )
+    prompts = {f'input {i}': text for i, text in enumerate(self.inputs)}
+    encoder, encoded = text_generation.encode(prompts, stored, options, longest)
+    completions = text_generation.complete(
+      model, dict(enumerate(encoded)), encoder, options
+    )
     answers = [''] * len(prompts)
     for count, (i, completion) in enumerate(completions, 1):
       answers[i] = completion.text.strip()
@@ -115,7 +102,7 @@ def read(
       and target. A target may be a list of references.
     max_tokens: most tokens of an answer.
     limit: most pairs to read.
-    **options: `beams`, `length_penalty` and `prefix` of `Pairs`.
+    **options: `beams`, `length_penalty` and `prefix` of the answers.
 
   Raises:
     UserError: the extra `eval` is not installed, the file cannot be read or has
@@ -144,4 +131,5 @@ def read(
       )
     inputs.append(source)
     targets.append(references)
-  return Pairs(paths.at(path).stem, inputs, targets, max_tokens, **options)
+  generation = text_generation.Options(max_tokens, **options)
+  return Pairs(paths.at(path).stem, inputs, targets, generation)
