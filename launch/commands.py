@@ -29,6 +29,7 @@ TPUS = {
   'v5litepod': ('v5e', 1),
   'v5p': ('v5p', 2),
   'v6e': ('v6e', 1),
+  'tpu7x': ('tpu7x', 2),
 }
 # Names become parts of names of machines, pods and folders. GKE's limit is the
 # shortest: a pod's name has 63 characters and starts with the job's.
@@ -59,6 +60,27 @@ def make_parser(module: str, description: str) -> argparse.ArgumentParser:
     description: text of --help.
   """
   return _Parser(prog=f'python3 -m launch.{module}', description=description)
+
+
+def add_environment(add: typing.Callable) -> None:
+  """Adds --env to a verb by its `add_argument`."""
+  add(
+    '--env',
+    action='append',
+    default=[],
+    type=_assignment,
+    metavar='NAME=VALUE',
+    help='environment variable of the job; may be repeated',
+  )
+
+
+def _assignment(text: str) -> str:
+  """Checks the value of --env."""
+  if not re.fullmatch('[A-Za-z_][A-Za-z0-9_]*=.*', text, re.DOTALL):
+    raise LaunchError(
+      f'--env={text} must be NAME=VALUE, such as --env TPU_STDERR_LOG_LEVEL=0.'
+    )
+  return text
 
 
 def add_verb(verbs, name: str, what: str) -> argparse.ArgumentParser:
@@ -155,7 +177,7 @@ def tpu_chips(accelerator: str, *, extents: bool = False) -> tuple[str, int]:
     f'--accelerator={accelerator} is unknown;'
     f' give KIND-NUMBER, as v5litepod-16, with KIND of {list(TPUS)}.'
     ' The number counts chips (v5litepod, v6e) or cores, two to a chip'
-    ' (v4, v5p).'
+    ' (v4, v5p, tpu7x).'
   )
 
 
@@ -177,7 +199,9 @@ def check_training(arguments: list[str]) -> None:
         ' --workdir=gs://BUCKET/runs/RUN`.'
       )
   config = flags['config'].partition(':')[0]
-  if pathlib.PurePath(config).is_absolute() or not (ROOT / config).is_file():
+  # As the job does, which also finds a shipped file by its name.
+  file = f'configs/{config}.py' if config.isidentifier() else config
+  if pathlib.PurePath(config).is_absolute() or not (ROOT / file).is_file():
     raise LaunchError(
       f'--config={flags["config"]} after --: {config} is not a file of this'
       ' repository, which is what the machines get; put it under configs/.'

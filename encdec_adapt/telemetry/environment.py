@@ -126,9 +126,9 @@ def git_revision() -> str | None:
   """Describes the checkout that this code runs from.
 
   Returns:
-    Hash of the commit, with `-dirty` if there are local changes; None where
-    this file is not tracked in a git checkout (an installed package), or git
-    is missing.
+    Hash of the commit, with `-dirty` if there are local changes. Where this
+    file is not tracked in a git checkout (an installed package), or git is
+    missing: that in $ENCDEC_ADAPT_GIT, which container images set, or None.
   """
   module = pathlib.Path(__file__).resolve()
 
@@ -143,7 +143,7 @@ def git_revision() -> str | None:
     git('ls-files', '--error-unmatch', module.name)
     return git('describe', '--always', '--dirty', '--abbrev=40', '--exclude=*')
   except (OSError, subprocess.SubprocessError):
-    return None
+    return os.environ.get('ENCDEC_ADAPT_GIT') or None
 
 
 def _version(package: str) -> str | None:

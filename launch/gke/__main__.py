@@ -18,7 +18,9 @@
 A pod that gets SIGTERM saves and exits with status 75, and the JobSet restarts
 it on the next machines, as after SIGKILL and a hang (76), up to --max_restarts
 times in all; bad input and exceptions end the job. A pod has --grace_seconds to
-stop, 15 s when a spot machine is reclaimed.
+stop, 15 s when a spot machine is reclaimed. `stop` and `profile` send a signal
+to every pod's process. launch/gke/README.md sets up the registry and the access
+of pods to buckets.
 
 Needs xpk 1.16 (pip install xpk==1.16.0), gcloud, kubectl, and docker with
 buildx.
@@ -28,6 +30,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import shutil
 import sys
 
 from launch import commands
@@ -38,10 +41,21 @@ _VERBS = {
   'train': 'run a job on all slices, restarted after preemptions',
   'status': 'print the jobs of the cluster',
   'logs': 'follow the output of all pods',
+  'stop': 'make the job save and exit (the JobSet restarts it)',
+  'profile': 'make the job trace its next steps with the profiler',
   'delete': 'delete the job; the cluster stays, and costs',
   'delete_cluster': 'delete the cluster with everything in it',
 }
 _TIERS = ('spot', 'on_demand', 'reserved')
+_SIGNALS = {'stop': 'TERM', 'profile': 'USR1'}
+# Signals the process of the job, which xpk starts below a shell that forwards
+# nothing but SIGTERM. The container has no pgrep.
+_SEND = (
+  'kill -{} "$(grep -lzx encdec_adapt[.]train /proc/[0-9]*/cmdline'
+  ' | cut -d / -f 3 | sort -n | head -n 1)"'
+)
+# Describes the commit of the source, as encdec_adapt.telemetry does.
+_GIT = 'git describe --always --dirty --abbrev=40 --exclude=*'
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
@@ -50,9 +64,9 @@ def _parse(argv: list[str]) -> argparse.Namespace:
   for name, what in _VERBS.items():
     verb = commands.add_verb(verbs, name, what)
     add = verb.add_argument
-    if name in ('train', 'logs', 'delete'):
+    if name in ('train', 'logs', 'delete', *_SIGNALS):
       add('--name', required=True, help='name of the job')
-    if name not in ('image', 'logs'):
+    if name not in ('image', 'logs', *_SIGNALS):
       add('--cluster', required=True, help='name of the cluster')
       add('--zone', required=True, help='such as us-west4-a')
       add('--project', default='', help="default: gcloud's")
@@ -60,15 +74,23 @@ def _parse(argv: list[str]) -> argparse.Namespace:
       add(
         '--accelerator',
         required=True,
-        help='type of a slice, such as v5litepod-16',
+        help='type of a slice, such as v5litepod-16 or tpu7x-4x4x4',
       )
       add('--slices', type=int, default=1, help='default: 1')
     if name == 'create':
       add('--tier', choices=_TIERS, default='spot', help='default: spot')
       add('--reservation', default='', help='for --tier=reserved')
+      add(
+        '--create_flag',
+        action='append',
+        default=[],
+        help='another flag of `xpk cluster create`, such as'
+        ' --create_flag=--enable-workload-identity; may be repeated',
+      )
     if name in ('image', 'train'):
       add('--image', required=True, help='HOST/PROJECT/REPOSITORY/NAME:TAG')
     if name == 'train':
+      commands.add_environment(add)
       add('--max_restarts', type=int, default=1000, help='default: 1000')
       add(
         '--grace_seconds',
@@ -96,6 +118,10 @@ def _check(options: argparse.Namespace) -> None:
   if 'grace_seconds' in given:
     commands.check_least(options, 1, 'grace_seconds')
     commands.check_least(options, 0, 'max_restarts')
+  if given.get('tier') == 'reserved' and not options.reservation:
+    raise commands.LaunchError(
+      '--reservation is empty; --tier=reserved needs the name of one.'
+    )
   if 'image' in given and ':' not in options.image.rpartition('/')[2]:
     raise commands.LaunchError(
       f'--image={options.image} has no tag; end it in :TAG, a new one for every'
@@ -127,12 +153,13 @@ def _command(options: argparse.Namespace) -> list[str]:
       f'--tpu-type={options.accelerator}',
       f'--num-slices={options.slices}',
       tier,
+      *options.create_flag,
     ]
   if options.verb == 'image':
     return [
       *('docker', 'buildx', 'build', '--file=launch/docker/Dockerfile'),
-      *('--build-arg=platform=tpu', '--platform=linux/amd64'),
-      *(f'--tag={options.image}', '--push', '.'),
+      *('--build-arg=platform=tpu', f'--build-arg=git={options.git}'),
+      *('--platform=linux/amd64', f'--tag={options.image}', '--push', '.'),
     ]
   if options.verb == 'train':
     job = ['python', '-m', 'encdec_adapt.train', '--coordinator=auto']
@@ -142,6 +169,7 @@ def _command(options: argparse.Namespace) -> list[str]:
       f'--tpu-type={options.accelerator}',
       f'--num-slices={options.slices}',
       f'--docker-image={options.image}',
+      *(f'--env={assignment}' for assignment in options.env),
       f'--max-restarts={options.max_restarts}',
       # xpk adds 42 and 127 to 255 (killed, aborted) itself.
       f'--restart-on-exit-codes={commands.RESTART},{commands.HANG}',
@@ -163,8 +191,42 @@ def _command(options: argparse.Namespace) -> list[str]:
   return _xpk(options, 'cluster', 'delete')
 
 
+def _signal(options: argparse.Namespace, shell: commands.Shell) -> int:
+  """Sends the signal of a verb to the process in every pod, at once."""
+  listing = [
+    *('kubectl', 'get', 'pods', '--output=name'),
+    f'--selector=xpk.google.com/workload={options.name}',
+    '--field-selector=status.phase=Running',
+  ]
+  send = ['sh', '-c', _SEND.format(_SIGNALS[options.verb])]
+  shell.show(listing)
+  if shell.dry_run:
+    shell.show(['kubectl', 'exec', 'POD', '--', *send])
+    return 0
+  status, pods, stderr = shell.ask(listing)
+  if status or not pods:
+    raise commands.LaunchError(
+      f'no pod of {options.name} is running'
+      f' ({stderr or "see the verb status"}).'
+    )
+  # In sequence, hosts of a large slice would trace different steps.
+  sent = [
+    shell.start(['kubectl', 'exec', pod, '--', *send]) for pod in pods.split()
+  ]
+  for process in sent:
+    print(process.communicate()[0], end='')
+  return max(process.returncode for process in sent)
+
+
 def _act(options: argparse.Namespace, shell: commands.Shell) -> int:
   """Runs the command of a verb."""
+  if options.verb in _SIGNALS:
+    return _signal(options, shell)
+  if options.verb == 'image':
+    # A downloaded archive has no history, and this machine perhaps no git.
+    has_git = shutil.which('git') is not None
+    status, answer, _ = shell.ask(_GIT.split()) if has_git else (1, '', '')
+    options.git = '' if status else answer
   if options.verb == 'train':
     commands.check_shared_workdir(options.training, 'the pods')
     commands.check_topology(

@@ -11,7 +11,9 @@
   python3 -m launch.slurm status --name=pair
   python3 -m launch.slurm delete --name=pair
 
-Run it where sbatch is, in a checkout that all machines see. All processes
+Run it where sbatch is, in a checkout that all machines see. With
+--container_image (pyxis, such as the image of launch/docker for gpu-cuda12) the
+processes run in it, and only the batch script outside. All processes
 write to runs/launch/NAME/JOB.log, each line after the process number. SLURM
 signals the job --notice_seconds before its time limit and at a preemption; it
 saves, exits with status 75 and is requeued, as is a job that was killed.
@@ -29,8 +31,12 @@ from launch import commands
 _VERBS = {
   'train': 'submit a job',
   'status': 'print the state of the job',
+  'logs': "follow the output of the job's latest submission",
+  'stop': 'make the job save and exit (SLURM requeues it)',
+  'profile': 'make the job trace its next steps with the profiler',
   'delete': 'cancel the job',
 }
+_SIGNALS = {'stop': 'TERM', 'profile': 'USR1'}
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
@@ -59,6 +65,20 @@ def _add_request(verb: argparse.ArgumentParser) -> None:
     default=1,
     help="processes that share a node's GPUs; default: 1",
   )
+  add('--cpus_per_process', type=int, help='CPU cores of a process')
+  add(
+    '--memory', help="of a machine, such as 200G; 0 for all; default: SLURM's"
+  )
+  add(
+    '--container_image',
+    help='image that pyxis starts the processes in: HOST#PATH:TAG, or a file of'
+    ' enroot',
+  )
+  add(
+    '--container_mounts',
+    help='HOST_FOLDER:FOLDER,.. in the container, such as /shared:/shared',
+  )
+  commands.add_environment(add)
   add('--time', required=True, help='time limit of one start, such as 24:00:00')
   add(
     '--notice_seconds',
@@ -75,7 +95,9 @@ def _add_request(verb: argparse.ArgumentParser) -> None:
     ' repeated',
   )
   add(
-    '--python', default='.venv/bin/python', help='Python that has encdec_adapt'
+    '--python',
+    help='Python that has encdec_adapt; default: .venv/bin/python, in a'
+    ' container python',
   )
   add('--retries', type=int, default=2, help='consecutive failures; default: 2')
 
@@ -92,6 +114,16 @@ def _check(options: argparse.Namespace) -> None:
       f'--processes_per_node={processes} does not divide'
       f' --gpus_per_node={gpus}; every process needs the same number.'
     )
+  if options.cpus_per_process is not None:
+    commands.check_least(options, 1, 'cpus_per_process')
+  if options.container_mounts and not options.container_image:
+    raise commands.LaunchError(
+      f'--container_mounts={options.container_mounts} needs --container_image.'
+    )
+  if options.container_image:
+    options.python = options.python or 'python'
+    return
+  options.python = options.python or '.venv/bin/python'
   # Not resolved: a virtual environment's python is a symbolic link.
   python = commands.ROOT / options.python
   if not options.dry_run and not python.is_file():
@@ -101,21 +133,44 @@ def _check(options: argparse.Namespace) -> None:
     )
 
 
+def _folder(options: argparse.Namespace) -> pathlib.Path:
+  return pathlib.Path('runs') / 'launch' / options.name
+
+
+def _step_flags(options: argparse.Namespace) -> list[str]:
+  """Returns flags of srun, which starts the processes."""
+  names = [assignment.partition('=')[0] for assignment in options.env]
+  values = {
+    # srun takes this from the job no more since SLURM 22.05.
+    'cpus-per-task': options.cpus_per_process,
+    'container-image': options.container_image,
+    'container-mounts': options.container_mounts,
+    # Of variables that the image has too, pyxis would keep the image's.
+    'container-env': ','.join(names) if options.container_image else '',
+  }
+  return [f'--{name}={value}' for name, value in values.items() if value]
+
+
 def train(options: argparse.Namespace) -> list[str]:
   """Returns the command that submits the job."""
-  folder = pathlib.Path('runs') / 'launch' / options.name
+  folder = _folder(options)
   gpus = []
   if options.gpus_per_node:
     gpus.append(f'--gpus-per-node={options.gpus_per_node}')
     if options.processes_per_node > 1:
       share = options.gpus_per_node // options.processes_per_node
       gpus.append(f'--gpus-per-task={share}')
+  cpus, memory = options.cpus_per_process, options.memory
   return [
+    # A job gets the environment in which it is submitted.
+    *(['env', *options.env] if options.env else []),
     'sbatch',
     f'--job-name={options.name}',
     f'--nodes={options.nodes}',
     f'--ntasks-per-node={options.processes_per_node}',
     *gpus,
+    *([f'--cpus-per-task={cpus}'] if cpus else []),
+    *([f'--mem={memory}'] if memory else []),
     f'--time={options.time}',
     '--requeue',
     f'--signal=TERM@{options.notice_seconds}',
@@ -127,8 +182,23 @@ def train(options: argparse.Namespace) -> list[str]:
     str(options.retries),
     str(options.notice_seconds),
     str(folder),
+    *_step_flags(options),
+    '--',
     *options.training,
   ]
+
+
+def _follow(options: argparse.Namespace, shell: commands.Shell) -> int:
+  """Prints the log of the latest submission, from its beginning on."""
+  logs = (commands.ROOT / _folder(options)).glob('*.log')
+  latest = max(logs, key=lambda log: log.stat().st_mtime, default=None)
+  if latest is None:
+    raise commands.LaunchError(
+      f'{_folder(options)} has no log yet; the verb status says whether'
+      f' {options.name} waits in the queue.'
+    )
+  path = latest.relative_to(commands.ROOT)
+  return shell.run(['tail', '--lines=+1', '--follow=name', str(path)])
 
 
 def _act(options: argparse.Namespace, shell: commands.Shell) -> int:
@@ -136,6 +206,13 @@ def _act(options: argparse.Namespace, shell: commands.Shell) -> int:
     return shell.run(['squeue', '--me', f'--name={options.name}'])
   if options.verb == 'delete':
     return shell.run(['scancel', '--me', f'--name={options.name}'])
+  if options.verb in _SIGNALS:
+    # To the processes of running jobs, and not to the batch script.
+    signal = f'--signal={_SIGNALS[options.verb]}'
+    mine = ['scancel', '--me', f'--name={options.name}', '--state=RUNNING']
+    return shell.run([*mine, signal])
+  if options.verb == 'logs':
+    return _follow(options, shell)
   commands.check_shared_workdir(options.training, 'the machines')
   if options.gpus_per_node:  # Else --sbatch_flag may request GPUs.
     commands.check_topology(
@@ -145,7 +222,7 @@ def _act(options: argparse.Namespace, shell: commands.Shell) -> int:
       1,
       f'--nodes={options.nodes} --gpus_per_node={options.gpus_per_node}',
     )
-  shell.require(['mkdir', '-p', f'runs/launch/{options.name}'])
+  shell.require(['mkdir', '-p', str(_folder(options))])
   shell.require(train(options))
   return 0
 

@@ -3,7 +3,7 @@
 # task, and is requeued after a preemption. In the root of the repository:
 #
 #   sbatch [flags] launch/slurm/job.sh PYTHON RETRIES NOTICE FOLDER \
-#     [flags of train]
+#     [flags of srun] -- [flags of train]
 #
 # The coordinator is the first machine of the allocation; its port depends on
 # the job's number, so that two jobs on a machine do not collide.
@@ -12,6 +12,12 @@ set -uo pipefail
 
 python=$1 retries=$2 notice=$3 folder=$4
 shift 4
+step_flags=()
+while [ "$1" != -- ]; do
+  step_flags+=("$1")
+  shift
+done
+shift
 failures=$folder/failures.$SLURM_JOB_ID
 
 # Share of a GPU's memory: plans assume 0.9, JAX's default is 0.75. A value that
@@ -30,7 +36,8 @@ printf 'launch: job %s, start %s, %s processes, coordinator %s:%s\n' \
 
 # After one task has ended, the others have $notice seconds to save.
 # shellcheck disable=SC2016 # Expanded by each task.
-srun --label --unbuffered --wait="$notice" --kill-on-bad-exit=0 bash -c '
+srun --label --unbuffered --wait="$notice" --kill-on-bad-exit=0 \
+  ${step_flags[@]+"${step_flags[@]}"} bash -c '
   exec "$@" --processes="$SLURM_NTASKS" --process="$SLURM_PROCID"
 ' task "$python" -m encdec_adapt.train --coordinator="$host:$port" "$@" &
 step=$!

@@ -79,6 +79,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
       )
     if name == 'train':
       _add_restarts(verb)
+      commands.add_environment(verb.add_argument)
   options = parser.parse_args(argv)
   _resource(options).check()
   commands.check_least(options, 1, 'slices')
@@ -189,7 +190,7 @@ def _train(options: argparse.Namespace, job: job_lib.Job) -> int:
   _check_records(options)
   job.resource.check_topology(options.training)
   status = job.train(
-    options.training,
+    [*options.env, *options.training],
     max_restarts=options.max_restarts,
     retries=options.retries,
   )

@@ -232,7 +232,7 @@ class Job:
     """Runs the job to its end, through preemptions.
 
     Args:
-      arguments: flags of encdec_adapt.train.
+      arguments: environment variables, and flags of encdec_adapt.train.
       max_restarts: maximum number of restarts.
       retries: maximum number of consecutive failures on healthy machines,
         each within an hour of its start.

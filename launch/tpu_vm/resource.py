@@ -59,7 +59,12 @@ class Resource:
     """Refuses values that the cloud would refuse."""
     commands.check_name('name', self.name)
     if self.accelerator:
-      commands.tpu_chips(self.accelerator)
+      name, _ = commands.tpu_chips(self.accelerator)
+      if name == 'tpu7x':
+        raise commands.LaunchError(
+          f'--accelerator={self.accelerator}: there are no queued resources of'
+          ' tpu7x; use python3 -m launch.gke.'
+        )
     disk = _DISK.fullmatch(self.data_disk)
     if self.data_disk and (disk is None or disk[1] != self.zone):
       raise commands.LaunchError(

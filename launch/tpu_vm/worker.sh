@@ -4,7 +4,8 @@
 #
 #   bash worker.sh [--dry_run] ...
 #   bash worker.sh setup SOURCE [gs://BUCKET/RECORDS | disk]
-#   bash worker.sh run SOURCE ATTEMPT [flags of encdec_adapt.train]
+#   bash worker.sh run SOURCE ATTEMPT [NAME=VALUE ...] [flags of
+#     encdec_adapt.train]
 #   bash worker.sh stop
 #   bash worker.sh profile
 #
@@ -203,7 +204,14 @@ run() {
 
 # Starts the job in a new session and writes its process id.
 start() {
-  local train=(.venv/bin/python -m encdec_adapt.train --coordinator=auto "$@")
+  local train=()
+  # Environment variables stand before the flags.
+  while [ $# -gt 0 ] && [ "${1#-}" = "$1" ]; do
+    train+=("$1")
+    shift
+  done
+  [ ${#train[@]} = 0 ] || train=(env "${train[@]}")
+  train+=(.venv/bin/python -m encdec_adapt.train --coordinator=auto "$@")
   show cd "$SOURCE"
   show "${train[@]}"
   if [ "$dry_run" = 1 ]; then

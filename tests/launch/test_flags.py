@@ -39,6 +39,11 @@ OTHER_DISK = cloud_lib.DISK.replace('4-a', '4-b')
     ('tpu_vm', '', '--config=configs/no.py', 'is not a file of this repo'),
     ('tpu_vm', '', f'{GEMMA}v5e:8x8', 'is for 1 x 64 v5e chips'),
     ('tpu_vm', '', f'{GEMMA}v5e:4x4,slices=2', 'is for 2 x 16 v5e chips'),
+    ('tpu_vm', '--accelerator=tpu7x-128', '', 'use python3 -m launch.gke'),
+    ('tpu_vm', '--env A', '', '--env=A must be NAME=VALUE'),
+    ('gke', '--env =1', '', '--env==1 must be NAME=VALUE'),
+    ('slurm', '--env', '', '--env: expected one argument'),
+    ('slurm', '--container_mounts=/a:/a', '', 'needs --container_image'),
     ('gke', '--name=a_b', '', '--name=a_b: give 1 to 30 small letters'),
     ('gke', '--image=localhost:5000/b', '', 'has no tag'),
     ('gke', '--accelerator=v5p-4x4x4', f'{GEMMA}v5e:4x4', '1 x 64 v5p'),
@@ -64,3 +69,13 @@ def test_only_training_takes_flags_of_a_job(cloud):
     *('slurm', 'status', '--name=pair', *cloud_lib.JOB), status=2
   )
   assert 'this verb starts no training job' in done.stderr
+
+
+@pytest.mark.parametrize('flags', ['', ' --reservation='])
+def test_a_reserved_cluster_needs_its_reservation(cloud, flags):
+  done = cloud.launch(
+    *('gke', 'create', '--cluster=pod', '--zone=us-west4-a'),
+    *('--accelerator=v5p-64', '--tier=reserved', *flags.split()),
+    status=commands.USER_ERROR,
+  )
+  assert '--reservation is empty' in done.stderr and cloud.calls() == []

@@ -16,10 +16,12 @@ def _commands(output, prefix):
 
 def test_dry_run_prints_the_commands_of_a_run(cloud):
   records = cloud.put_records()
-  flags = (*cloud_lib.TPU_VM, records, *cloud_lib.JOB, cloud_lib.RECORDS)
+  variable = "--env=A=it's x"
+  flags = (*cloud_lib.TPU_VM, records, variable)
+  flags += (*cloud_lib.JOB, cloud_lib.RECORDS)
   printed = cloud.launch('tpu_vm', 'train', '--dry_run', *flags).stdout
   assert cloud.calls() == [] and not (cloud.root / 'runs').exists()
-  done = cloud.train(['finish'], records)
+  done = cloud.train(['finish'], records, variable)
   cloud.launch('tpu_vm', 'delete', *cloud_lib.PAIR)
   called = {tuple(call[1:]) for call in cloud.calls()}
   assert called == _commands(printed, '$ gcloud ')
@@ -34,8 +36,9 @@ def test_dry_run_prints_the_commands_of_a_run(cloud):
   workers = _commands(printed, '[worker] $ ')
   ran = _commands(done.stdout, '[0.0] $ ')
   assert ran <= workers and len(ran) == len(workers) - 1
-  train = '.venv/bin/python -m encdec_adapt.train --coordinator=auto'
-  assert (*train.split(), *cloud_lib.JOB[1:], cloud_lib.RECORDS) in ran
+  train = ('env', "A=it's x", '.venv/bin/python', '-m', 'encdec_adapt.train')
+  train += ('--coordinator=auto', *cloud_lib.JOB[1:], cloud_lib.RECORDS)
+  assert train in ran
 
 
 def test_a_job_runs_on_all_workers_of_all_slices(cloud):

@@ -26,6 +26,12 @@ def test_report_and_fingerprint(monkeypatch):
   assert environment.difference(saved, environment.fingerprint()) == []
 
 
+def test_an_image_reports_the_commit_that_it_was_made_from(monkeypatch):
+  monkeypatch.setenv('ENCDEC_ADAPT_GIT', 'abc-dirty')
+  monkeypatch.setenv('PATH', '')  # As in an image, which has no git.
+  assert environment.git_revision() == 'abc-dirty'
+
+
 _COMPILE = """
 import sys
 import jax
