@@ -190,9 +190,12 @@ def train(options: argparse.Namespace) -> list[str]:
 
 def _follow(options: argparse.Namespace, shell: commands.Shell) -> int:
   """Prints the log of the latest submission, from its beginning on."""
-  logs = (commands.ROOT / _folder(options)).glob('*.log')
+  folder = commands.ROOT / _folder(options)
+  logs = folder.glob('*.log')
   latest = max(logs, key=lambda log: log.stat().st_mtime, default=None)
-  if latest is None:
+  if latest is None and shell.dry_run:
+    latest = folder / 'JOB.log'
+  elif latest is None:
     raise commands.LaunchError(
       f'{_folder(options)} has no log yet; the verb status says whether'
       f' {options.name} waits in the queue.'

@@ -1,4 +1,4 @@
-"""The commands of launch/README.md are valid and consistent."""
+"""The commands of the pages of launch/ are valid and consistent."""
 
 import shlex
 import subprocess
@@ -14,9 +14,13 @@ from tests import tiny
 
 @pytest.fixture(scope='module')
 def lines():
-  """Returns the commands of the page, split as by a shell."""
-  readme = (tiny.ROOT / 'launch' / 'README.md').read_text()
-  blocks = readme.split('```\n')[1::2]
+  """Returns the commands of the pages, split as by a shell."""
+  pages = [tiny.ROOT / 'launch' / name for name in ('', 'gke')]
+  blocks = [
+    block
+    for page in pages
+    for block in (page / 'README.md').read_text().split('```\n')[1::2]
+  ]
   text = '\n'.join(blocks).replace('\\\n', ' ')
   return [shlex.split(line, comments=True) for line in text.splitlines()]
 
@@ -36,7 +40,7 @@ def test_launchers_accept_the_commands(lines, module):
   assert found
   for verb, *flags in found:
     rehearse = [] if verb == '--help' else ['--dry_run']
-    if module == 'slurm':
+    if module == 'slurm' and verb == 'train':
       rehearse.append(f'--python={sys.executable}')
     command_line = [f'launch.{module}', verb, *rehearse, *flags]
     subprocess.run(
