@@ -17,7 +17,7 @@ from encdec_adapt.objectives import (
   framing,
   objective_names,
 )
-from encdec_adapt.tokenizers import vocabulary_pair
+from encdec_adapt.tokenizers import chat_format, vocabulary_pair
 
 # A path that starts with this is below the work directory.
 WORKDIR = '{workdir}'
@@ -85,6 +85,12 @@ class DataConfig:
   )
   train_vocabulary: bool = keys.key(
     True, 'Train a BPE vocabulary where the file does not exist.'
+  )
+  chat_format: str = keys.key(
+    '',
+    'Chat format that a vocabulary trained here has the special tokens of, so'
+    " that the model can be tuned on conversations later; '' for none.",
+    one_of=('', *chat_format.TEMPLATES),
   )
   add_sentinels: int = keys.key(
     0,

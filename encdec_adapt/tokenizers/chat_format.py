@@ -74,7 +74,7 @@ class Template:
     return [name for name in (*self.start, self.end) if name]
 
 
-TEMPLATES = (
+_TEMPLATES = (
   Template(
     'gemma',
     ('<start_of_turn>', ''),
@@ -93,17 +93,19 @@ TEMPLATES = (
   ),
   Template('chatml', ('<|im_start|>', ''), '<|im_end|>'),
 )
+# By family; the first that fits a vocabulary is its format.
+TEMPLATES = {template.family: template for template in _TEMPLATES}
 
 
 def markers() -> set[str]:
   """Returns the special tokens of all templates."""
-  return {name for template in TEMPLATES for name in template.specials}
+  return {name for template in _TEMPLATES for name in template.specials}
 
 
 def find_template(vocabulary: vocabulary_lib.Vocabulary) -> Template | None:
   """Returns the template that fits a vocabulary's special tokens, if any."""
   names = vocabulary.specials.keys()
-  return next((t for t in TEMPLATES if names >= set(t.specials)), None)
+  return next((t for t in _TEMPLATES if names >= set(t.specials)), None)
 
 
 def template_of(vocabulary: vocabulary_lib.Vocabulary) -> Template:
@@ -114,12 +116,37 @@ def template_of(vocabulary: vocabulary_lib.Vocabulary) -> Template:
   """
   if template := find_template(vocabulary):
     return template
-  families = '; '.join(f'{t.family}: {" ".join(t.specials)}' for t in TEMPLATES)
+  families = '; '.join(
+    f'{t.family}: {" ".join(t.specials)}' for t in _TEMPLATES
+  )
   raise errors.UserError(
     f'the vocabulary {vocabulary.path} has no chat template: it lacks the'
     f' special tokens of every known one ({families}). Give plain prompts, or'
-    ' a model whose vocabulary has them'
+    ' a model whose vocabulary has them, as one that is trained with'
+    ' config.data.chat_format'
   )
+
+
+def require(vocabulary: vocabulary_lib.Vocabulary, family: str) -> None:
+  """Checks that a vocabulary has the special tokens of a format.
+
+  Args:
+    vocabulary: the vocabulary.
+    family: family of `TEMPLATES`; '' for any vocabulary.
+
+  Raises:
+    UserError: it lacks them.
+  """
+  lacks = set(TEMPLATES[family].specials if family else ()) - set(
+    vocabulary.specials
+  )
+  if lacks:
+    raise errors.UserError(
+      f'config.data.chat_format is {family!r}, but the vocabulary'
+      f' {vocabulary.path} exists and lacks {" ".join(sorted(lacks))}: only a'
+      ' vocabulary that is trained here gets them. Leave the key empty, or give'
+      ' config.data.vocabulary a path that does not exist yet'
+    )
 
 
 def jinja(template: Template) -> str:

@@ -8,6 +8,8 @@
 | runs of one to three \n   | 104 .. 106         |
 | <0x00> .. <0xFF>          | 107 .. 362         |
 
+The special tokens of a chat format follow <unused98>, and move later ids.
+
 This module imports neither TensorFlow nor SeqIO nor jax.
 """
 
@@ -19,7 +21,7 @@ import sentencepiece
 
 from encdec_adapt.base import errors
 from encdec_adapt.files import disk, paths
-from encdec_adapt.tokenizers import sentencepiece_vocabulary
+from encdec_adapt.tokenizers import chat_format, sentencepiece_vocabulary
 
 _SPECIALS = ('<pad>', '<eos>', '<bos>', '<unk>')  # 0 to 3.
 _UNUSED = tuple(f'<unused{i}>' for i in range(99))
@@ -34,6 +36,7 @@ def train_vocabulary(
   size: int,
   *,
   max_bytes: int = 4_000_000,
+  chat: str = '',
 ) -> sentencepiece_vocabulary.SentencePieceVocabulary:
   """Trains a vocabulary in the module's layout and writes it atomically.
 
@@ -46,20 +49,21 @@ def train_vocabulary(
     size: number of pieces, including the 363 special tokens, newlines and
       bytes.
     max_bytes: UTF-8 bytes of text to train on, which bounds the time.
+    chat: family of `chat_format.TEMPLATES` whose special tokens it gets.
 
   Raises:
     UserError: there is no text, too little text for `size`, or the file cannot
       be written.
   """
   path = paths.at(path)
-  data = _train(texts, path, size, max_bytes)
+  data = _train(texts, path, size, max_bytes, chat)
   with disk.writing(path):
     paths.write(path, data)
   return sentencepiece_vocabulary.SentencePieceVocabulary(path)
 
 
 def _train(
-  texts: Iterable[str], path: paths.Path, size: int, max_bytes: int
+  texts: Iterable[str], path: paths.Path, size: int, max_bytes: int, chat: str
 ) -> bytes:
   """Returns the trained model; `path` is for messages."""
   lines = list(_training_lines(texts, max_bytes))
@@ -67,6 +71,7 @@ def _train(
     raise errors.UserError(
       f'vocabulary {str(path)!r}: there is no text to train it on'
     )
+  turns = chat_format.TEMPLATES[chat].specials if chat else ()
   model = io.BytesIO()
   names = {f'{name[1:-1]}_piece': name for name in _SPECIALS}
   ids = {f'{name[1:-1]}_id': i for i, name in enumerate(_SPECIALS)}
@@ -78,7 +83,7 @@ def _train(
       # As Gemma's: `transformers` and `tokenizers` read a SentencePiece file as
       # BPE whatever its type, and would encode a unigram model differently.
       model_type='bpe',
-      control_symbols=['<mask>', *_UNUSED],
+      control_symbols=['<mask>', *_UNUSED, *turns],
       user_defined_symbols=list(_NEWLINES),
       # Nothing of a text may be lost: `Vocabulary` decodes texts exactly.
       byte_fallback=True,

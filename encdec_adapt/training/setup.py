@@ -25,7 +25,11 @@ from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import placement as placement_lib
 from encdec_adapt.sharding import rules as rules_lib
 from encdec_adapt.telemetry import environment
-from encdec_adapt.tokenizers import tokenizer_writer, vocabulary_pair
+from encdec_adapt.tokenizers import (
+  chat_format,
+  tokenizer_writer,
+  vocabulary_pair,
+)
 from encdec_adapt.training import state as state_lib
 from encdec_adapt.training import train_section
 
@@ -185,13 +189,15 @@ def check_vocabularies(data: data_section.DataConfig) -> None:
     data: section `data` of the configuration.
 
   Raises:
-    UserError: a vocabulary is missing or damaged, has more tokens than the
-      model's table has rows, or could not be exported.
+    UserError: a vocabulary is missing or damaged, lacks the tokens of the chat
+      format, has more tokens than the model's table has rows, or could not be
+      exported.
   """
   choice = data.vocabularies
   if data.train_vocabulary and not vocabulary_pair.exists(choice.decoder):
     return
   opened = choice.open()
+  chat_format.require(opened.decoder, data.chat_format)
   # Each once: both sides may share a vocabulary.
   for vocabulary in {*opened.sides.values()}:
     tokenizer_writer.check_convertible(vocabulary)

@@ -1,11 +1,17 @@
 """Training a vocabulary: the same every time, bounded, whole or not at all."""
 
 import itertools
+import json
 
 import pytest
+import tokenizers
 
 from encdec_adapt.base import errors
-from encdec_adapt.tokenizers import vocabulary_training
+from encdec_adapt.tokenizers import (
+  chat_format,
+  tokenizer_writer,
+  vocabulary_training,
+)
 from tests import tiny_tokenizers
 
 SIZE = 512
@@ -28,6 +34,42 @@ def test_training_is_deterministic_and_atomic(tmp_path):
     tiny_tokenizers.TEXTS, tmp_path / 'b.model', SIZE + 1, max_bytes=100_000
   )
   assert other.size == SIZE + 1 and other.fingerprint != first.fingerprint
+
+
+@pytest.mark.parametrize(
+  'family, rendered',
+  [
+    ('gemma', '<start_of_turn>user\nWhy?<end_of_turn>\n<start_of_turn>model\n'),
+    (
+      'llama3',
+      '<|start_header_id|>user<|end_header_id|>\n\nWhy?<|eot_id|>'
+      '<|start_header_id|>assistant<|end_header_id|>\n\n',
+    ),
+    ('chatml', '<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n'),
+  ],
+)
+def test_a_chat_format_stands_behind_the_unused_tokens(
+  tmp_path, family, rendered
+):
+  vocabulary = vocabulary_training.train_vocabulary(
+    tiny_tokenizers.TEXTS, tmp_path / 'a.model', SIZE, chat=family
+  )
+  template = chat_format.TEMPLATES[family]
+  specials = [vocabulary.specials[name] for name in template.specials]
+  assert specials == [104 + i for i in range(len(specials))]
+  assert vocabulary.piece(104 + len(specials)) == '\n'
+  assert vocabulary.encode(rendered)[0] > 104  # In a text it stays text.
+  # An export has the format: as `transformers` reads its folder.
+  folder = tmp_path / 'export'
+  folder.mkdir()
+  tokenizer_writer.write(folder, vocabulary)
+  config = json.loads((folder / 'tokenizer_config.json').read_text())
+  assert config['chat_template'] == chat_format.jinja(template)
+  exported = tokenizers.Tokenizer.from_file(str(folder / 'tokenizer.json'))
+  ids = exported.encode(rendered, add_special_tokens=False).ids
+  messages = [{'role': 'user', 'content': 'Why?'}]
+  turns = chat_format.encode(messages, vocabulary, open_turn=True)
+  assert turns.ids.tolist() == ids
 
 
 def test_training_refuses(tmp_path):

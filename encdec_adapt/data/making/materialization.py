@@ -37,7 +37,11 @@ from encdec_adapt.data.sources import (
 from encdec_adapt.files import paths
 from encdec_adapt.objectives import objective_names
 from encdec_adapt.telemetry import progress
-from encdec_adapt.tokenizers import vocabulary_pair, vocabulary_training
+from encdec_adapt.tokenizers import (
+  chat_format,
+  vocabulary_pair,
+  vocabulary_training,
+)
 
 # Without buffering, so that progress shows in pipes too.
 _print = functools.partial(print, flush=True)
@@ -360,8 +364,8 @@ def open_vocabularies(data: data_section.DataConfig) -> vocabulary_pair.Opened:
   It is trained on documents of the training split.
 
   Raises:
-    UserError: a vocabulary is missing and not to be trained, or has more
-      tokens than the model's table has rows.
+    UserError: a vocabulary is missing and not to be trained, lacks the tokens
+      of the chat format, or has more tokens than the model's table has rows.
   """
   choice = data.vocabularies
   if data.train_vocabulary and not vocabulary_pair.exists(choice.decoder):
@@ -377,9 +381,13 @@ def open_vocabularies(data: data_section.DataConfig) -> vocabulary_pair.Opened:
       _all_sources(spec), shard_jobs.make_draw(spec, 0)
     )
     vocabulary_training.train_vocabulary(
-      (document.text for document in documents), path, size
+      (document.text for document in documents),
+      path,
+      size,
+      chat=data.chat_format,
     )
   opened = choice.open()
+  chat_format.require(opened.decoder, data.chat_format)
   for note in opened.check_tables(data.table_sizes):
     _print(f'note: {note}')
   return opened

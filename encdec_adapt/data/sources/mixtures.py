@@ -261,7 +261,12 @@ def fingerprint(parts: Sequence[Part]) -> str:
 def interleaved_documents(
   parts: Sequence[Part], draw: Draw
 ) -> Iterator[document_source.Document]:
-  """Yields a document of each source in turn until all are exhausted."""
-  for documents in itertools.zip_longest(*(p.documents(draw) for p in parts)):
+  """Yields a document of each source in turn until all are exhausted.
+
+  Those of pairs, conversations and labelled examples are their bare text.
+  """
+  for documents in itertools.zip_longest(
+    *(map(p.source.plain, p.documents(draw)) for p in parts)
+  ):
     # Sources that are exhausted give None.
     yield from filter(None, documents)

@@ -1,6 +1,7 @@
 """Materialising: bytes do not depend on workers and survive restarts."""
 
 import dataclasses
+import json
 import os
 import pathlib
 import pydoc_data.topics
@@ -221,6 +222,7 @@ def data_config(text, folder, **changes):
     vocabularies=vocabulary_pair.Choice(str(text / 'vocabulary.model')),
     table_sizes={'decoder': 600},
     train_vocabulary=False,
+    chat_format='',
     workers=1,
     train=make_spec(text, passes=1),
     evaluation=make_spec(text, split='eval', passes=1, pack=False, max_rows=8),
@@ -251,6 +253,44 @@ def test_vocabulary_and_records_are_made_from_text(text, tmp_path, capsys):
     framing.check_framing(fields, train_set.framing)
     words += opened.encoder.decode(fields['encoder_tokens'].ravel())
   assert ' the ' in words
+
+
+def test_conversations_in_a_vocabulary_of_their_own(text, tmp_path):
+  topics = list(pydoc_data.topics.topics.values())[:DOCUMENTS]
+  lines = [
+    [{'role': 'user', 'content': 'Why?'}, {'role': 'assistant', 'content': x}]
+    for x in ('No.', *topics)
+  ]
+  file = tmp_path / 'a.jsonl'
+  file.write_text(''.join(json.dumps({'messages': x}) + '\n' for x in lines))
+  changes = dict(
+    source=f'chat:{file}', objective='chat', passes=1, pack=False, shards=1
+  )
+  data = data_config(
+    text,
+    tmp_path,
+    vocabularies=vocabulary_pair.Choice(str(tmp_path / 'own.model')),
+    train_vocabulary=True,
+    chat_format='chatml',
+    train=make_spec(text, **changes, eval_fraction=0.01),
+    evaluation=make_spec(text, **changes, split='eval', eval_fraction=0.9),
+  )
+  materialization.materialize(data)
+  decoder = data.vocabularies.open().decoder
+  # Trained on what is said, not on the JSON that holds it.
+  pieces = ''.join(map(decoder.piece, decoder.text_ids))
+  assert 'role' not in pieces and 'content' not in pieces
+  records = record_sets.RecordSet.open(tmp_path / 'train')
+  ((pair,),) = records.read([0])
+  assert [decoder.decode(ids, show_special=True) for ids in pair.parts] == [
+    '<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n',
+    'No.<|im_end|>',
+  ]
+  data.vocabularies = vocabulary_pair.Choice(str(text / 'vocabulary.model'))
+  with pytest.raises(
+    errors.UserError, match="'chatml'.* lacks <|im_end|> <|im"
+  ):
+    materialization.open_vocabularies(data)
 
 
 def test_records_of_another_vocabulary_are_refused(text, tmp_path):
