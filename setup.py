@@ -64,6 +64,8 @@ TEST = [
   'beartype>=0.20',
   'httpx>=0.27',
   'hypothesis>=6.100',
+  'ipykernel>=6.29',
+  'nbclient>=0.10',
   'pytest>=8.0',
   'pytest-xdist>=3.6',
   'ruff==0.17.5',

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-import encdec_adapt
+import encdec_adapt as api
 from encdec_adapt import generate
 from encdec_adapt.base import errors
 from encdec_adapt.models import model_config
@@ -15,11 +15,11 @@ from tests import test_imports, tiny, toy_models
 
 
 def test_no_function_has_the_name_of_a_command():
-  functions = {x for x, y in vars(encdec_adapt).items() if callable(y)}
+  functions = {x for x, y in vars(api).items() if callable(y)}
   assert 'run_training' in functions
   assert not functions & test_imports.COMMANDS
   assert issubclass(errors.UserError, ValueError)
-  assert encdec_adapt.UserError is errors.UserError
+  assert api.UserError is errors.UserError
   both = [
     'from encdec_adapt import convert, evaluate, generate, train',
     'from encdec_adapt import load, run_training, UserError',
@@ -29,26 +29,6 @@ def test_no_function_has_the_name_of_a_command():
       f'{first}\n{second}\nprint(train.main, run_training.__name__)'
     )
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize(
-  'arguments, words',
-  [
-    ((None, 'run'), 'config is None, and must be a ConfigDict'),
-    (('configs/base.py', 'run'), "config is 'configs/base.py', and must be"),
-  ],
-)
-def test_training_without_a_configuration_is_refused(arguments, words):
-  with pytest.raises(encdec_adapt.UserError, match=words):
-    encdec_adapt.run_training(*arguments)
-
-
-def test_options_that_a_command_lacks_are_named(tmp_path):
-  with pytest.raises(encdec_adapt.UserError, match='recrods'):
-    encdec_adapt.evaluate_checkpoints(['run'], tmp_path, recrods='x')
-  with pytest.raises(encdec_adapt.UserError, match='encoder.kv_haeds'):
-    model = {'encoder.kv_haeds': 2}
-    encdec_adapt.adapt_checkpoint('run', tmp_path / 'pair', model=model)
 
 
 @pytest.fixture(scope='module')
@@ -94,6 +74,9 @@ def test_a_score_is_the_sum_of_log_probabilities(model):
     assert score.log_prob == pytest.approx(wanted, abs=1e-3)
 
 
+MISTYPED = {'encoder.kv_haeds': 2}
+
+
 @pytest.mark.parametrize(
   'call, words',
   [
@@ -101,15 +84,16 @@ def test_a_score_is_the_sum_of_log_probabilities(model):
     (lambda m: m.generate(['x', ' ']), 'text 1: the prompt is empty'),
     (lambda m: m.generate(['x'], max_tokens=0), 'max_tokens is 0'),
     (lambda m: m.generate(['x'], stop='ab'), "stop is 'ab'; give texts"),
-    (
-      lambda m: m.score(['x'], ['y', 'z']),
-      '1 inputs and targets .*; give a list',
-    ),
+    (lambda m: m.score(['x'], ['y', 'z']), '1 inputs and targets .*; give a'),
     (lambda m: m.embed(['x'], pooling='max'), "pooling is 'max'"),
+    (lambda _: api.run_training(None, 'run'), 'config is None'),
+    (lambda _: api.run_training('a.py', 'run'), "config is 'a.py'"),
+    (lambda _: api.evaluate_checkpoints([], 'o', recrods=1), 'recrods'),
+    (lambda _: api.adapt_checkpoint('a', 'b', model=MISTYPED), 'kv_haeds'),
   ],
 )
-def test_texts_and_options_that_are_refused(model, call, words):
-  with pytest.raises(encdec_adapt.UserError, match=words):
+def test_bad_input_is_refused(model, call, words):
+  with pytest.raises(api.UserError, match=words):
     call(model)
 
 
@@ -120,11 +104,16 @@ def test_the_calls_of_the_readme_run(tmp_path):
   readme = (tiny.ROOT / 'encdec_adapt' / 'README.md').read_text()
   blocks = re.findall(r'```python\n(.*?)```', readme, re.DOTALL)
   script = tmp_path / 'script.py'
-  script.write_text('\n'.join(["print('begins')", *blocks]))
+  resume = (
+    'config.train.steps = 12\n'
+    "print(encdec_adapt.run_training(config, 'runs/trained')['steps'], 'steps')"
+  )
+  script.write_text('\n'.join(["print('begins')", *blocks, resume]))
   done = tiny.run_script(script)
   assert done.returncode == 0, done.stderr
   lines = done.stdout.splitlines()
   assert lines.count('begins') == 1
+  assert lines[-1] == '12 steps' and 'resuming at step 10' in lines
   assert "LoadedModel('runs/trained', encoder_decoder, 1,391,616 parame" in (
     done.stdout
   )
