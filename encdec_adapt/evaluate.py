@@ -212,6 +212,12 @@ def run(values: flags.FlagValues) -> dict[str, list[results_store.Score]]:
       if values.pairs or values.run_prefix:
         prefix = prompt_encoding.task_prefix(stored, values.prefix)
         prompt_encoding.print_prefix(stored, prefix)
+    # Rounded kernels make another model, of which no score is reused.
+    suffix = '-int8' if values.int8 else ''
+    identities = {
+      path: results_store.Model(path, x.step, x.fingerprint + suffix)
+      for path, x in models.items()
+    }
     with contextlib.ExitStack() as stack:
       store, files = None, {}
       # A single writer: other processes learn from it which scores are missing.
@@ -219,12 +225,15 @@ def run(values: flags.FlagValues) -> dict[str, list[results_store.Score]]:
         stack.enter_context(lock.hold(values.output))
         store = stack.enter_context(results_store.Store(values.output))
         files = {
-          path: _prediction_files(path, stored, evaluations, values)
-          for path, stored in models.items()
+          path: [
+            predictions.PredictionFile(values.output, model, x.options())
+            for x in evaluations
+          ]
+          for path, model in identities.items()
         }
       scores = {
-        path: evaluate(path, stored, evaluations, store, values, files)
-        for path, stored in models.items()
+        path: evaluate(model, models[path], evaluations, store, values, files)
+        for path, model in identities.items()
       }
       if store:
         _report(values, plan, evaluations, models, scores, files)
@@ -296,31 +305,8 @@ def _lengths(value: str) -> tuple[int, int]:
   return lengths[0], lengths[1]
 
 
-def _identity(
-  path: str, stored: model_on_disk.StoredModel, values: flags.FlagValues
-) -> results_store.Model:
-  """Returns the identity of a model in the results."""
-  # Rounded kernels make another model, of which no score is reused.
-  fingerprint = stored.fingerprint + ('-int8' if values.int8 else '')
-  return results_store.Model(path, stored.step, fingerprint)
-
-
-def _prediction_files(
-  path: str,
-  stored: model_on_disk.StoredModel,
-  evaluations: Sequence[Evaluation],
-  values: flags.FlagValues,
-) -> list[predictions.PredictionFile]:
-  """Opens the file of a model's predictions in each evaluation."""
-  model = _identity(path, stored, values)
-  return [
-    predictions.PredictionFile(values.output, model, evaluation.options())
-    for evaluation in evaluations
-  ]
-
-
 def evaluate(
-  path: str,
+  model: results_store.Model,
   stored: model_on_disk.StoredModel,
   evaluations: Sequence[Evaluation],
   store: results_store.Store | None,
@@ -330,7 +316,7 @@ def evaluate(
   """Computes the scores of a model that the store lacks.
 
   Args:
-    path: path of the model, as it was given.
+    model: identity of the model; its `run` is the path as it was given.
     stored: the model; its parameters are read only if a score is missing.
     evaluations: the evaluations, all suited to the model.
     store: gets the scores; None on processes other than 0.
@@ -342,7 +328,7 @@ def evaluate(
     All scores, on process 0.
   """
   log = print if store else lambda *_, **__: None
-  model = _identity(path, stored, values)
+  path = model.run
   options = [evaluation.options() for evaluation in evaluations]
   # The lead decides for all, as every process takes part in each evaluation.
   missing = distributed.from_lead(
@@ -430,8 +416,9 @@ def _report(
   per_query, spread = {}, {}
   if values.cost and quality[1]:
     generated = _lengths(values.cost)[1]
-    per_query = score_tables.per_query(scores, generated)
-    spread = score_tables.cost_spread(scores, generated)
+    for name, x in score_tables.costs(scores).items():
+      per_query[name] = inference_cost.per_query(x, generated)
+      spread[name] = inference_cost.spread(x, generated)
   html_report.write_evaluation(
     {
       'title': f'Evaluation of {", ".join(scores)}',
@@ -474,7 +461,8 @@ def _notes(
       f' Latencies are medians of {inference_cost.REPEATS} repeats, with'
       ' quartiles.'
     )
-    notes += score_tables.cost_notes(scores, _lengths(values.cost)[1])
+    costs, generated = score_tables.costs(scores), _lengths(values.cost)[1]
+    notes += inference_cost.notes(costs, generated)
   return notes
 
 

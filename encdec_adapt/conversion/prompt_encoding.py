@@ -156,15 +156,11 @@ class PromptEncoder:
 
   def _read(self, text: str) -> list[int]:
     """Encodes a text, and the sentinels in it if they are read as tokens."""
-    if not self._sentinels:
-      return self.reader.encode(text).tolist()
     names = '|'.join(map(re.escape, self._sentinels))
     ids: list[int] = []
-    for part in filter(None, re.split(f'({names})', text)):
-      if part in self._sentinels:
-        ids.append(self._sentinels[part])
-      else:
-        ids += self.reader.encode(part).tolist()
+    for part in re.split(f'({names})', text) if names else [text]:
+      sentinel = self._sentinels.get(part)
+      ids.extend(self.reader.encode(part) if sentinel is None else [sentinel])
     return ids
 
 

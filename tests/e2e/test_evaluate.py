@@ -103,19 +103,15 @@ def test_predictions_are_kept(
     for path in (output / predictions.FOLDER).iterdir()
   }
   assert kept.keys() == {'gemma', 'adapted'}
-  scores = [
-    json.loads(line)
-    for line in (output / results_store.FILE).read_text().splitlines()
-  ]
   for name, path in kept.items():
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line['input'] for line in lines] == [x['input'] for x in pairs]
     assert lines[0]['references'] == ['a dog']
     assert isinstance(lines[0]['answer'], str)
     (chrf,) = (
-      score['scores']
-      for score in scores
-      if score['run'].endswith(name) and score['metric'] == 'chrf'
+      x['scores']
+      for x in _lines(tmp_path)
+      if x['run'].endswith(name) and x['metric'] == 'chrf'
     )
     found = [line['scores']['chrf'] for line in lines]
     assert found == pytest.approx(chrf, rel=1e-5)

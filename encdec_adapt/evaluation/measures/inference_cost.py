@@ -296,14 +296,9 @@ def pareto_front(
     (cost, quality), (other_cost, other_quality) = points[i], points[j]
     if cost != other_cost and _overlap(ranges[i], ranges[j]):
       return False
-    is_better = cost < other_cost or quality > other_quality
     # Of equal points the first stands for all.
-    is_first = points[i] == points[j] and i < j
-    return (
-      cost <= other_cost
-      and quality >= other_quality
-      and (is_better or is_first)
-    )
+    differs = points[i] != points[j] or i < j
+    return differs and cost <= other_cost and quality >= other_quality
 
   indices = range(len(points))
   front = [j for j in indices if not any(dominates(i, j) for i in indices)]

@@ -94,31 +94,18 @@ def cost_rows(scores: Scores) -> list[Row]:
   """Returns a row per model with a measured cost."""
   return [
     {'model': name, **inference_cost.describe(values)}
-    for name, values in _costs(scores).items()
+    for name, values in costs(scores).items()
   ]
 
 
-def per_query(scores: Scores, generated: int) -> dict[str, dict[str, float]]:
-  """Returns the cost of a prompt of every measured model, by axis."""
-  return {
-    name: inference_cost.per_query(values, generated)
-    for name, values in _costs(scores).items()
-  }
-
-
-def cost_spread(
-  scores: Scores, generated: int
-) -> dict[str, dict[str, tuple[float, float]]]:
-  """Returns the quartiles of the measured costs of `per_query`, by axis."""
-  return {
-    name: inference_cost.spread(values, generated)
-    for name, values in _costs(scores).items()
-  }
-
-
-def cost_notes(scores: Scores, generated: int) -> list[str]:
-  """Returns sentences on the latencies; see `inference_cost.notes`."""
-  return inference_cost.notes(_costs(scores), generated)
+def costs(scores: Scores) -> dict[str, dict[str, float]]:
+  """Returns the measured cost of every model, by metric."""
+  by_model: dict[str, dict[str, float]] = {}
+  for name, model_scores in scores.items():
+    for x in model_scores:
+      if x.task == inference_cost.TASK:
+        by_model.setdefault(name, {})[x.metric] = x.value
+  return by_model
 
 
 def column(scores: Scores, spec: str) -> list[float]:
@@ -181,16 +168,6 @@ def text(rows: Sequence[Row]) -> str:
     ).rstrip()
     for line in lines
   )
-
-
-def _costs(scores: Scores) -> dict[str, dict[str, float]]:
-  """Returns the measured cost of every model, by metric."""
-  costs: dict[str, dict[str, float]] = {}
-  for name, model_scores in scores.items():
-    for x in model_scores:
-      if x.task == inference_cost.TASK:
-        costs.setdefault(name, {})[x.metric] = x.value
-  return costs
 
 
 def _by_metric(

@@ -9,7 +9,6 @@ nothing of the package but `files`, `base.errors` and `results_store`.
 
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
-import itertools
 import json
 import os
 
@@ -86,21 +85,26 @@ class PredictionFile:
       text = ''.join(json.dumps(line) + '\n' for line in self._lines)
       paths.write(self._path, text.encode())
 
-  def rows(self, name: str) -> list[dict[str, str]]:
-    """Returns table rows of a named model: some predictions, evenly spaced."""
-    step = max(1, len(self._lines) // _SHOWN)
-    return [
-      {
-        'task': line['task'],
-        # The end of an input is next to its answer.
-        'input': line['input'][-_LONGEST:],
-        'references': ' | '.join(line['references'])[:_LONGEST],
-        'model': name,
-        'answer': line['answer'][:_LONGEST],
-        'scores': ', '.join(f'{k} {x:.3g}' for k, x in line['scores'].items()),
-      }
-      for line in self._lines[::step][:_SHOWN]
-    ]
+  def row(self, i: int, name: str) -> dict[str, str] | None:
+    """Returns a table row, the i-th of those evenly spaced; None beyond them.
+
+    Args:
+      i: index of the row.
+      name: name of the model in the table.
+    """
+    i *= max(1, len(self._lines) // _SHOWN)
+    if i >= len(self._lines):
+      return None
+    line = self._lines[i]
+    return {
+      'task': line['task'],
+      # The end of an input is next to its answer.
+      'input': line['input'][-_LONGEST:],
+      'references': ' | '.join(line['references'])[:_LONGEST],
+      'model': name,
+      'answer': line['answer'][:_LONGEST],
+      'scores': ', '.join(f'{k} {x:.3g}' for k, x in line['scores'].items()),
+    }
 
 
 def table(
@@ -111,12 +115,10 @@ def table(
   Args:
     files: a file per evaluation, by name of the model.
   """
-  rows = []
-  for evaluation in zip(*files.values(), strict=True):
-    columns = [
-      file.rows(name) for file, name in zip(evaluation, files, strict=True)
-    ]
-    # Not strict: predictions of results from earlier versions do not exist.
-    for examples in itertools.zip_longest(*columns):
-      rows += filter(None, examples)
-  return rows
+  rows = (
+    file.row(i, name)
+    for evaluation in zip(*files.values(), strict=True)
+    for i in range(_SHOWN)
+    for name, file in zip(files, evaluation, strict=True)
+  )
+  return list(filter(None, rows))
