@@ -147,6 +147,16 @@ COMMANDS = {
         ' that of transformers where it has a class for the model (auto).',
         default='auto',
       ),
+      command.string(
+        'language',
+        'Codes of the languages for the model card, such as en,de. Default:'
+        ' those that the README.md of the base models states.',
+      ),
+      command.string(
+        'evaluation',
+        'Output folder of `evaluate`: its results of this model go into the'
+        ' metadata of the model card.',
+      ),
     ),
     exporting.export_folder,
   ),

@@ -86,9 +86,17 @@ def export_folder(values: flags.FlagValues, _: list[str]) -> int:
       print(f'note: {note}')
     print(f'tensors of {name}')
     # Notes go into the card too: a user of the folder sees no terminal.
-    card = model_card.write(stored, native=native, dtype=name, notes=notes)
-    # Relative names: the encoder's tokenizer is in a subfolder.
+    # Relative names: a decoder's tokenizer may be in a subfolder.
     files = {name: tokenizers / name for name in paths.tree(tokenizers)}
+    options = model_card.Options(
+      native,
+      dtype=name,
+      notes=notes,
+      tokenizers=files,
+      languages=values.language.split(',') if values.language else (),
+      evaluation=values.evaluation or '',
+    )
+    card = model_card.write(stored, options)
     text = json.dumps(generation, indent=2) + '\n'
     files[tensor_folder.GENERATION] = text.encode()
     export.write(
@@ -98,7 +106,7 @@ def export_folder(values: flags.FlagValues, _: list[str]) -> int:
       native=native,
       dtype=dtype,
       fields=fields,
-      files={**files, 'README.md': card.encode()},
+      files={**files, model_on_disk.CARD: card.encode()},
       vision=vision,
       on_progress=progress.ByteProgress('written'),
     )

@@ -40,8 +40,10 @@ TOKENIZERS = (
   *vocabulary_pair.FILES,
   *(f'{DECODER_TOKENIZER}/{name}' for name in vocabulary_pair.FILES),
 )
+CARD = 'README.md'
 # What is read of a model on the Hub besides its weights.
 _FILES = (
+  CARD,
   tensor_folder.CONFIG,
   tensor_folder.GENERATION,
   tensor_folder.INDEX,

@@ -2,14 +2,18 @@
 
 A work directory stores their config.json, generation config and tokenizer
 files under hugging_face/decoder, and under hugging_face/encoder if the encoder
-came from another folder; also the vision part of a T5Gemma 2 with its image
+came from another folder, each with base_model.json, what its README.md states
+for the model card; also the vision part of a T5Gemma 2 with its image
 processor. An export writes them into its folder. Parameters are not read here.
 """
 
 from collections.abc import Mapping
 import dataclasses
 import os
+import re
 from typing import Any
+
+import yaml
 
 from encdec_adapt.base import errors
 from encdec_adapt.conversion import model_on_disk
@@ -18,6 +22,10 @@ from encdec_adapt.huggingface import config_json, tensor_folder, vision
 from encdec_adapt.tokenizers import vocabulary_pair
 
 FOLDER = 'hugging_face'
+_BASE = 'base_model.json'
+_FRONT_MATTER = re.compile(r'\A---\n(.*?\n)---\n', re.DOTALL)
+# A folder in the cache of the Hub's client.
+_CACHED = re.compile(r'models--(.+?)--([^/]+)/snapshots/')
 _CARRIED = (tensor_folder.GENERATION, *model_on_disk.TOKENIZERS)
 # Fields of a generation config that name the software that wrote it.
 _STAMPS = ('transformers_version', '_from_model_config', '_commit_hash')
@@ -112,8 +120,46 @@ def keep(workdir: str | os.PathLike[str], sources: Folders) -> None:
       if (path / file).is_file():
         (folder / file).parent.mkdir(exist_ok=True)
         paths.copy(path / file, folder / file)
+    atomic.write_json(folder / _BASE, _base_model(path))
     if part := vision_part({name: path}):
       vision.keep(part, folder)
+
+
+def base_models(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+  """Describes the models of other origin that a model was made from.
+
+  Args:
+    path: see `folders`.
+
+  Returns:
+    For each `name`, whether it is `on_hub`, and as far as its README.md states
+    them `license`, `license_name`, `license_link` and `languages`.
+  """
+  bases = map(_base_model, folders(path).values())
+  return [*{base['name']: base for base in bases}.values()]
+
+
+def _base_model(folder: paths.Path) -> dict[str, Any]:
+  """Describes the model of a Hugging Face folder, or of files kept from it."""
+  if (folder / _BASE).is_file():
+    return atomic.read_json(folder / _BASE)
+  address = _CACHED.search(str(folder))
+  name = '/'.join(address.groups()) if address else model_on_disk.title(folder)
+  base = {'name': name, 'on_hub': address is not None}
+  if not (folder / model_on_disk.CARD).is_file():
+    return base
+  text = (folder / model_on_disk.CARD).read_text('utf-8', errors='replace')
+  matter = _FRONT_MATTER.match(text)
+  try:
+    fields = yaml.safe_load(matter[1]) if matter else {}
+  except yaml.YAMLError:  # A page for readers: the model is no worse for it.
+    return base
+  names = ('license', 'license_name', 'license_link')
+  base |= {key: fields[key] for key in names if fields.get(key)}
+  languages = fields.get('language') or []
+  if isinstance(languages, str):
+    languages = [languages]
+  return {**base, 'languages': languages}
 
 
 def vision_part(

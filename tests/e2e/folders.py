@@ -5,6 +5,7 @@ business of tests/parity.
 """
 
 import json
+import re
 
 from flax import traverse_util
 import jax
@@ -77,6 +78,19 @@ def export(checkpoint, output, *flags):
   argv = [f'--checkpoint={checkpoint}', f'--output={output}', *flags]
   assert tiny.convert('export', *argv) == 0
   return output
+
+
+def run_card(folder, monkeypatch):
+  """Runs the Python of a model card in its folder; returns its names."""
+  monkeypatch.chdir(folder)
+  names = {}
+  blocks = re.findall(
+    r'```python\n(.*?)```', (folder / 'README.md').read_text(), re.S
+  )
+  assert blocks
+  for block in blocks:
+    exec(block, names)
+  return names
 
 
 def make_folder(path, shape, vocabulary=None, seed=0, tokenizer=()):

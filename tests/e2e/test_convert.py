@@ -126,10 +126,34 @@ def test_a_trained_pair_is_exported_with_its_history(folder, pairs, adapted):
     'convert adapt` of `imported`',
     r'Adapted: [\d,]+ parameters copied',
     'convert import` of `gemma`',
+    'Data: `text:none`',
+    'Loss: cross-entropy to the data.',
+    r'\d+ target tokens of \d+ tokens',
+    'convert push . --repo=ORG/NAME',
+    '- type: loss',
   ):
     assert re.search(words, card), words
   assert convert_('verify', workdir, output, folders.ROUNDED) == 0
   assert convert_('diff', workdir, adapted) == 1
+
+
+def test_the_hub_reads_the_metadata_of_a_card(folder, gemma, tmp_path):
+  hub = pytest.importorskip('huggingface_hub')
+  source = shutil.copytree(gemma, tmp_path / 'source')
+  fields = '---\nlicense: other\nlicense_name: terms\nlanguage: en\n---\n'
+  (source / 'README.md').write_text(f'{fields}# Gemma\n')
+  run = folders.import_folder(source, tmp_path / 'run')
+  scores = folders.evaluate(run, folder / 'causal_lm' / 'eval')
+  flags = [f'--evaluation={run}/evaluation', '--language=en,de']
+  data = hub.ModelCard.load(
+    _export(run, tmp_path / 'out', *flags) / 'README.md'
+  ).data
+  assert (data.license, data.license_name) == ('other', 'terms')
+  assert data.language == ['en', 'de']
+  found = {x.metric_type: x.metric_value for x in data.eval_results}
+  assert found['loss'] == pytest.approx(scores['loss'])
+  with pytest.raises(errors.UserError, match='no results of .*source as it is'):
+    _export(source, tmp_path / 'other', flags[0])
 
 
 def test_a_tokenizer_that_is_not_ours_is_carried_with_a_note(gemma, tmp_path):
@@ -158,7 +182,7 @@ def test_a_pair_comes_back_from_its_folder(folder, adapted):
   assert raws[1] == {**raws[0], 'encoder_window': 'inclusive'}
   card = (other / 'README.md').read_text()
   assert 'look at 8 tokens on either side, as in transformers 5.23' in card
-  assert "load('PATH', encoder_window='inclusive')" in card
+  assert "load('.', encoder_window='inclusive')" in card
   assert convert_('verify', one, other, folders.ROUNDED) == 1
 
 
@@ -183,7 +207,7 @@ def test_training_starts_from_folders(folder, pairs, gemma, wide, capsys):
   shown = capsys.readouterr().out
   assert f'{seeing} has no tokenizer' in shown
   assert f'{gemma} has no tokenizer' not in shown
-  assert f'not part of the model: {EYES}' in shown
+  assert EYES in shown
   not_counted = _json(workdir / 'summary.json')['not_counted']
   assert not_counted == [str(seeing), str(gemma)]
   assert (workdir / 'hugging_face' / 'encoder' / 'config.json').exists()

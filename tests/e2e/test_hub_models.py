@@ -46,7 +46,10 @@ def test_a_resumed_job_reads_the_commits_of_its_start(
   files = {path.name for path in gemma.iterdir()} - {'README.md'}
   assert sorted(hub.downloads) == sorted(files)
   card = folders.export(run, tmp_path / 'exported') / 'README.md'
-  assert 'Started by `adapt` from `org/gemma`' in card.read_text()
+  text = card.read_text()
+  assert 'Started by `adapt` from `org/gemma`' in text
+  assert 'Loss: distillation 0.5, which reads `org/gemma`.' in text
+  assert 'base_model:\n- org/gemma\n' in text
   # The branch moves, and the process that resumes looks again.
   moved = f'{ADDRESS}@{hub.put("org/gemma", gemma)}'
   hub_lib.commit_of.cache_clear()

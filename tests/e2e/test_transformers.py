@@ -46,7 +46,9 @@ def _theirs(exported, prompts, encode):
   return found
 
 
-def test_an_exported_run_generates_the_same_text(folder, pairs, tmp_path):
+def test_an_exported_run_generates_the_same_text(
+  folder, pairs, tmp_path, monkeypatch
+):
   run = tmp_path / 'run'
   # The window of transformers' eager attention.
   flags = ['--config.model.window_rule=inclusive', '--config.train.steps=2']
@@ -58,6 +60,9 @@ def test_an_exported_run_generates_the_same_text(folder, pairs, tmp_path):
   )
   assert theirs == ours
   assert len(set(ours)) > 1
+  names = folders.run_card(exported, monkeypatch)
+  assert type(names['model']).__name__ == 'LoadedModel'
+  assert names['tokens'].shape[1] > 1
 
 
 @pytest.mark.long

@@ -168,7 +168,9 @@ def test_a_decoder_is_measured_through_its_own_tokens(
     folders.evaluate(other, held_out)
 
 
-def test_a_converted_pair_keeps_both_tokenizers(folder, tmp_path, capsys):
+def test_a_converted_pair_keeps_both_tokenizers(
+  folder, tmp_path, capsys, monkeypatch
+):
   sources = [f'--encoder={folder}/llama', f'--decoder={folder}/qwen']
   output = folders.adapt(tmp_path / 'pair', *sources)
   assert 'have different tokenizers' in capsys.readouterr().out
@@ -189,6 +191,10 @@ def test_a_converted_pair_keeps_both_tokenizers(folder, tmp_path, capsys):
   for file in exported.rglob('tokenizer*.json'):
     copy = copied / file.relative_to(exported)
     assert copy.read_bytes() == file.read_bytes()
+  pytest.importorskip('transformers')
+  capsys.readouterr()
+  tokens = folders.run_card(exported, monkeypatch)['tokens'][0].numpy()
+  assert capsys.readouterr().out == opened.decoder.decode(tokens) + '\n'
   loaded = encdec_adapt.load(exported)
   assert loaded.special_ids.eos == (opened.decoder.eos,)
   assert tiny.generate(exported, 'the quick', tmp_path / 'out.json') == 0
