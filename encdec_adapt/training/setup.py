@@ -194,7 +194,7 @@ def check_vocabularies(data: data_section.DataConfig) -> None:
       exported.
   """
   choice = data.vocabularies
-  if data.train_vocabulary and not vocabulary_pair.exists(choice.decoder):
+  if materialization.is_untrained(data):
     return
   opened = choice.open()
   chat_format.require(opened.decoder, data.chat_format)

@@ -358,6 +358,25 @@ def open_sets(
   return train, evaluation
 
 
+def is_untrained(data: data_section.DataConfig) -> bool:
+  """Returns whether the decoder's vocabulary has yet to be trained.
+
+  Raises:
+    UserError: it is missing, and is not to be trained.
+  """
+  path = data.vocabularies.decoder
+  if vocabulary_pair.exists(path):
+    return False
+  if not data.train_vocabulary:
+    # Of a job that starts from a model, mostly: its folder has no tokenizer.
+    raise errors.UserError(
+      f'the vocabulary {path} does not exist, and config.data.train_vocabulary'
+      " is False; set config.data.vocabulary to the model's tokenizer.json or"
+      ' tokenizer.model, or put that into the folder of its weights'
+    )
+  return True
+
+
 def open_vocabularies(data: data_section.DataConfig) -> vocabulary_pair.Opened:
   """Opens the vocabularies of a DataConfig; trains the decoder's if allowed.
 
@@ -368,7 +387,7 @@ def open_vocabularies(data: data_section.DataConfig) -> vocabulary_pair.Opened:
       of the chat format, or has more tokens than the model's table has rows.
   """
   choice = data.vocabularies
-  if data.train_vocabulary and not vocabulary_pair.exists(choice.decoder):
+  if is_untrained(data):
     path = paths.at(choice.decoder)
     # Trained vocabularies have mode tokens: only sentinels are added later.
     size = data.table_sizes['decoder'] - choice.added_sentinels

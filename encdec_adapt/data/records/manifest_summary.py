@@ -35,6 +35,8 @@ def describe(manifest: Mapping[str, Any]) -> str:
   filled = ', '.join(f'{x} {fill[x]:.1%}' for x in sides if lengths[x])
   means = ' and '.join(sides[x] % lengths[x] for x in sides if lengths[x])
   passes = len(manifest['passes'])
+  inputs = f'{totals["encoder_positions"]:,} input and '
+  inputs *= bool(lengths['encoder'])
   # Every objective and every pass reads them again.
   documents = {
     part['source']: part.get('documents', 0) // passes
@@ -43,9 +45,8 @@ def describe(manifest: Mapping[str, Any]) -> str:
   line = (
     f'{spec["source"]}: {sum(documents.values()):,} documents;'
     f' {totals["rows"]:,} rows in {passes} passes,'
-    f' {totals["pairs"]:,} examples, {totals["encoder_positions"]:,} input and'
-    f' {totals["target_tokens"]:,} target tokens, {filled} full; a mean example'
-    f' has {means}'
+    f' {totals["pairs"]:,} examples, {inputs}{totals["target_tokens"]:,} target'
+    f' tokens, {filled} full; a mean example has {means}'
   )
   if totals['shared_sentinel_spans']:
     line += (
