@@ -22,7 +22,7 @@ from tensorboard.compat.proto import event_pb2, summary_pb2
 from tensorboard.plugins.text import summary_v2
 from tensorboard.summary.writer import record_writer
 
-from encdec_adapt.base import errors, option_strings
+from encdec_adapt.base import errors, option_strings, packages
 from encdec_adapt.files import append_log, atomic, paths
 
 KEY = 'config.train.trackers'
@@ -95,19 +95,15 @@ class WeightsAndBiases:
   @staticmethod
   def check() -> None:
     """Raises a `UserError` without the package or credentials."""
+    packages.require(f'{KEY} with wandb', 'wandb', 'wandb')
+    import wandb
+
     problem = 'it has no credentials'
     try:
-      import wandb
-
       if wandb.setup().settings.mode != 'online':
         return
       if wandb.login(prompt=False, verify=False):
         return
-    except ImportError as error:
-      raise errors.UserError(
-        f'{KEY} has wandb, which is not installed ({error}): pip install'
-        " 'encdec_adapt[wandb]' (in a checkout: -e '.[wandb]')."
-      ) from error
     except wandb.errors.Error as error:
       problem = str(error)
     raise errors.UserError(

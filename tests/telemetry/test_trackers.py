@@ -87,6 +87,6 @@ def test_trackers_are_checked_before_work(account):
   with pytest.raises(errors.UserError, match='no credentials.*WANDB_MODE'):
     trackers.check('tensorboard,wandb')
   account.setitem(sys.modules, 'wandb', None)
-  with pytest.raises(errors.UserError, match=r'encdec_adapt\[wandb\]'):
+  with pytest.raises(errors.UserError, match=r'pip install .*\[wandb\]'):
     trackers.check('wandb')
   trackers.check('')
