@@ -6,11 +6,12 @@
 
 adapts decoder-only models into an encoder-decoder, of the family `target`
 (t5gemma or t5gemma2) where one is given, whose sides keep their models'
-tokenizers; with `source=MODEL` in the
-place of `encoder` and `decoder`, the same model is trained on. Each is a
-Hugging Face folder or a work directory; their configs are read here, so that
-config.model is theirs. The text has no default: `config.data.source` names it.
-Everything else is of configs/base.py, but for
+tokenizers. `teacher=MODEL` distills from a model of the decoder's vocabulary
+alone (config.loss.distillation=1), as the paper does from the decoder's source.
+With `source=MODEL` in the place of `encoder` and `decoder`, the same model is
+trained on. Each is a Hugging Face folder or a work directory; their configs are
+read here, so that config.model is theirs. The text has no default:
+`config.data.source` names it. Everything else is of configs/base.py, but for
 lengths, steps, the learning rate and the warm-up of unbalanced pairs (1000
 steps: arXiv 2504.06225).
 """
@@ -24,8 +25,10 @@ _MULTIPLE = 128  # Rows of the tables, to divide over a mesh.
 
 
 def get_config(arg=None):
-  """`encoder`, `decoder` where it is another, `target`; or `source`."""
-  args = config_lib.parse_arg(arg, encoder='', decoder='', target='', source='')
+  """`encoder`, `decoder` where it is another, `target`, `teacher`; `source`."""
+  args = config_lib.parse_arg(
+    arg, encoder='', decoder='', target='', teacher='', source=''
+  )
   if bool(args['encoder']) == bool(args['source']):
     raise errors.UserError(
       'give models after the colon: encoder=FOLDER[,decoder=FOLDER] to adapt,'
@@ -37,6 +40,8 @@ def get_config(arg=None):
   config.init.mode = 'adapt' if args['encoder'] else 'checkpoint'
   config.init.encoder = args['encoder'] or args['source']
   config.init.decoder = args['decoder']
+  config.teacher.checkpoint = args['teacher']
+  config.loss.distillation = float(bool(args['teacher']))
   # The default is Python's own text, which nobody's models are trained on.
   config.data.source = ''
   config.data.train_vocabulary = False

@@ -10,6 +10,7 @@ from encdec_adapt import config as config_lib
 from encdec_adapt import generate, train
 from encdec_adapt.base import errors
 from encdec_adapt.checkpoints import manager
+from encdec_adapt.cli import command
 from encdec_adapt.data.records import record_sets
 from encdec_adapt.tokenizers import vocabulary_pair
 from tests import tiny, tiny_tokenizers
@@ -98,6 +99,16 @@ def trained(folder):
   done = tiny.run('train', *_flags(folder, **teacher), f'--workdir={workdir}')
   assert done.returncode == 0, done.stdout + done.stderr
   return workdir, done.stdout
+
+
+def test_a_teacher_reads_the_decoders_vocabulary(folder):
+  config, *flags = _flags(folder)
+  chosen = f'{config},teacher={folder}/qwen'
+  values = command.parse(train.define_flags, [chosen, *flags]).config
+  assert values.teacher.checkpoint == f'{folder}/qwen'
+  assert values.loss.distillation == 1
+  with pytest.raises(errors.UserError, match='teacher .*need one vocabulary'):
+    tiny.call(train, f'{config},teacher={folder}/llama', *flags, '--dry_run')
 
 
 def test_both_sides_read_the_same_text(folder, trained, texts):
