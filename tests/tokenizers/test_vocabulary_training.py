@@ -36,35 +36,22 @@ def test_training_is_deterministic_and_atomic(tmp_path):
   assert other.size == SIZE + 1 and other.fingerprint != first.fingerprint
 
 
-@pytest.mark.parametrize(
-  'family, rendered',
-  [
-    ('gemma', '<start_of_turn>user\nWhy?<end_of_turn>\n<start_of_turn>model\n'),
-    (
-      'llama3',
-      '<|start_header_id|>user<|end_header_id|>\n\nWhy?<|eot_id|>'
-      '<|start_header_id|>assistant<|end_header_id|>\n\n',
-    ),
-    ('chatml', '<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n'),
-  ],
-)
-def test_a_chat_format_stands_behind_the_unused_tokens(
-  tmp_path, family, rendered
-):
+def test_a_chat_format_stands_behind_the_unused_tokens(tmp_path):
+  rendered = '<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n'
   vocabulary = vocabulary_training.train_vocabulary(
-    tiny_tokenizers.TEXTS, tmp_path / 'a.model', SIZE, chat=family
+    tiny_tokenizers.TEXTS, tmp_path / 'a.model', SIZE, chat='chatml'
   )
-  template = chat_format.TEMPLATES[family]
-  specials = [vocabulary.specials[name] for name in template.specials]
-  assert specials == [104 + i for i in range(len(specials))]
-  assert vocabulary.piece(104 + len(specials)) == '\n'
+  names = ['<|im_start|>', '<|im_end|>', '\n']
+  assert [vocabulary.piece(i) for i in (104, 105, 106)] == names
   assert vocabulary.encode(rendered)[0] > 104  # In a text it stays text.
   # An export has the format: as `transformers` reads its folder.
   folder = tmp_path / 'export'
   folder.mkdir()
   tokenizer_writer.write(folder, vocabulary)
   config = json.loads((folder / 'tokenizer_config.json').read_text())
-  assert config['chat_template'] == chat_format.jinja(template)
+  assert config['chat_template'] == chat_format.jinja(
+    chat_format.TEMPLATES['chatml']
+  )
   exported = tokenizers.Tokenizer.from_file(str(folder / 'tokenizer.json'))
   ids = exported.encode(rendered, add_special_tokens=False).ids
   messages = [{'role': 'user', 'content': 'Why?'}]

@@ -290,26 +290,20 @@ def _check_dropped(
   """Raises UserError if a set is empty as its objective drops all examples."""
   # Every pass drops the same examples; the error is to count each once.
   shards = [entry for key, entry in entries.items() if not key.pass_index]
-  dropped, short = (
-    sum(entry.get(name, 0) for entry in shards)
+  dropped = sum(
+    entry.get(name, 0)
+    for entry in shards
     for name in ('dropped', 'short_windows')
   )
-  if any(entry['examples'] for entry in shards):
-    return
-  if short:
-    raise errors.UserError(
-      f'data: all {short:,} windows of split {spec.split!r} of {spec.source!r}'
-      ' are shorter than the option shortest and were dropped; lower it in'
-      f' config.data.objective={spec.objective!r}'
-    )
-  if dropped:
+  if dropped and not any(entry['examples'] for entry in shards):
     raise errors.UserError(
       f'data: all {dropped:,} examples of split {spec.split!r} of'
-      f' {spec.source!r} are longer than a row and were dropped; increase'
+      f' {spec.source!r} are longer than a row, or shorter than the option'
+      ' shortest, and were dropped; increase'
       f' config.data.encoder_length={spec.encoder_length} and'
       f' config.data.decoder_length={spec.decoder_length}, or cut examples with'
       f' the option too_long=truncate of config.data.objective='
-      f'{spec.objective!r}'
+      f'{spec.objective!r}, or lower its option shortest'
     )
 
 

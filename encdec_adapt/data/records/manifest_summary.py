@@ -3,13 +3,26 @@
 This module imports neither TensorFlow nor SeqIO.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from encdec_adapt.objectives import objective_names
 
 # Share of the examples or documents from which their loss is a warning.
 _WARNING = 0.1
+_UNMASKED = 'left without a masked copy'
+# Name of a count, unit of which it is a part, and its text.
+_LOSSES = (
+  ('dropped', 'examples', 'examples longer than a row were dropped'),
+  ('truncated', 'examples', 'examples longer than a row were truncated'),
+  (_UNMASKED, 'examples', f'examples longer than a row were {_UNMASKED}'),
+  (
+    'short_windows',
+    'examples',
+    'last windows shorter than the option shortest were dropped',
+  ),
+  ('bad_documents', 'documents', 'documents could not be read'),
+)
 
 
 def describe(manifest: Mapping[str, Any]) -> str:
@@ -54,11 +67,14 @@ def describe(manifest: Mapping[str, Any]) -> str:
       f' another (sentinels={spec["sentinels"]})'
     )
   warnings = []
-  for count, total, text, remedy in _losses(manifest):
+  for name, unit, text in _LOSSES:
+    count, total = totals.get(name, 0), totals.get(unit, totals['pairs'])
+    # Examples that were cut are among the examples, the others are not.
+    total += count * (name not in ('truncated', _UNMASKED))
     if count:
       line += f'; {count:,} {text}'
     if count > _WARNING * total:
-      warnings.append(f'WARNING: {text}: {count / total:.0%}; {remedy}')
+      warnings.append(f'WARNING: {text}: {count / total:.0%} of the {unit}')
   lines = [line]
   for part in manifest['parts']:
     if len(manifest['parts']) > 1:
@@ -68,46 +84,6 @@ def describe(manifest: Mapping[str, Any]) -> str:
       )
     lines += _hidden(part)
   return '\n'.join(lines + warnings)
-
-
-def _losses(
-  manifest: Mapping[str, Any],
-) -> Iterator[tuple[int, int, str, str]]:
-  """Yields what was left out: its number, that of all, a text, a remedy."""
-  totals, spec = manifest['totals'], manifest['spec']
-  dropped, truncated, masked, short, bad, documents = (
-    totals.get(name, 0)
-    for name in (
-      'dropped',
-      'truncated',
-      'left without a masked copy',
-      'short_windows',
-      'bad_documents',
-      'documents',
-    )
-  )
-  # Examples that were cut are among them, those that were dropped are not.
-  examples = totals.get('examples', totals['pairs'])
-  remedy = (
-    f'increase config.data.encoder_length={spec["encoder_length"]} and'
-    f' config.data.decoder_length={spec["decoder_length"]}'
-  )
-  longer = 'examples longer than a row were'
-  yield dropped, examples + dropped, f'{longer} dropped', remedy
-  yield truncated, examples, f'{longer} truncated', remedy
-  yield masked, examples, f'{longer} left without a masked copy', remedy
-  yield (
-    short,
-    examples + short,
-    'last windows shorter than the option shortest were dropped',
-    f'lower it in config.data.objective={spec["objective"]!r}',
-  )
-  yield (
-    bad,
-    documents + bad,
-    'documents could not be read',
-    'config.data.bad_documents=fail names the first',
-  )
 
 
 def _hidden(part: Mapping[str, Any]) -> list[str]:

@@ -10,7 +10,7 @@ nor SeqIO nor jax.
 
 from collections.abc import Iterator, Sequence
 import contextlib
-from typing import Any, NamedTuple
+from typing import Any
 
 from encdec_adapt.base import errors, packages
 from encdec_adapt.files import paths
@@ -18,18 +18,10 @@ from encdec_adapt.files import paths
 _ROWS = 1024  # Rows that are Python objects at a time.
 
 
-class Row(NamedTuple):
-  """A row: its number in the file, the end of its bytes, and its values."""
-
-  index: int
-  end: int
-  values: dict[str, Any]
-
-
 def rows(
   path: str, start: int, stop: int, columns: Sequence[str] | None
-) -> Iterator[Row]:
-  """Yields the rows that begin in a range of bytes.
+) -> Iterator[tuple[int, int, dict[str, Any]]]:
+  """Yields number, end of bytes and fields of the rows that begin in a range.
 
   Args:
     path: path of the file.
@@ -56,7 +48,7 @@ def rows(
         skipped = max(first - index, 0)
         part = batch.slice(skipped, max(end - index - skipped, 0))
         for i, values in enumerate(part.to_pylist(), index + skipped):
-          yield Row(i, (i + 1) * nbytes // total, values)
+          yield i, (i + 1) * nbytes // total, values
         index += len(batch)
 
 
@@ -72,17 +64,15 @@ def check_schemas(files: Sequence[str], columns: Sequence[str] | None) -> None:
   """
   schemas = [_schema(path, columns) for path in files]
   for path, schema in zip(files, schemas, strict=True):
-    differences = [
-      f'{name} is {schemas[0].get(name, "absent")} there and'
-      f' {schema.get(name, "absent")} here'
-      for name in {**schemas[0], **schema}
-      if schemas[0].get(name) != schema.get(name)
-    ]
-    if differences:
+    if schema != schemas[0]:
+      differences = [
+        dict(sorted(ours.items() - theirs.items()))
+        for ours, theirs in ((schema, schemas[0]), (schemas[0], schema))
+      ]
       raise errors.UserError(
-        f'{path} has other columns than {files[0]}: {"; ".join(differences)}.'
-        ' Name files of one schema, or each schema as a source of its own'
-        " (separated by ' + ')"
+        f'{path} has other columns than {files[0]}: {differences[0]} here and'
+        f' {differences[1]} there. Name files of one schema, or each schema as'
+        " a source of its own (separated by ' + ')"
       )
 
 

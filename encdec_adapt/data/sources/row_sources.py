@@ -23,10 +23,8 @@ from encdec_adapt.data.sources import (
 class RowSource(file_sources.FileSource):
   """Files of rows with fields: JSON lines, or parquet by their names."""
 
-  @property
-  def _columns(self) -> list[str] | None:
-    """Fields that are read; None for all."""
-    return None
+  # Fields that are read; None for all.
+  _columns: list[str] | None = None
 
   def _is_parquet(self, path: str) -> bool:
     return path.endswith('.parquet')
@@ -67,11 +65,7 @@ class FieldSource(RowSource):
   default_field = 'text'
 
   def _take_fields(self, fields: option_strings.Part) -> None:
-    self._field = fields.text or self.default_field
-
-  @property
-  def _columns(self) -> list[str]:
-    return [self._field]
+    self._columns = [fields.text or self.default_field]
 
   def _read(self, unit: file_sources.Unit) -> str:
     try:
@@ -90,7 +84,7 @@ class FieldSource(RowSource):
     Args:
       value: returns the field of a name, which must have one of some types.
     """
-    return value(self._field, str)
+    return value(self._columns[0], str)
 
   def _value(
     self,
@@ -152,16 +146,12 @@ class PairSource(FieldSource):
   document_kind = 'pairs'
 
   def _take_fields(self, fields: option_strings.Part) -> None:
-    self._fields = [field.text for field in fields.divide(',')]
-    if len(self._fields) != 2 or not all(self._fields):
+    self._columns = [field.text for field in fields.divide(',')]
+    if len(self._columns) != 2 or not all(self._columns):
       raise fields.error('must be two fields, as in pairs:GLOB#INPUTS,TARGETS')
 
-  @property
-  def _columns(self) -> list[str]:
-    return self._fields
-
   def _document(self, value: Callable[..., Any]) -> object:
-    return [value(name, str) for name in self._fields]
+    return [value(name, str) for name in self._columns]
 
 
 @document_source.register('labels')
@@ -176,19 +166,18 @@ class LabelSource(FieldSource):
   document_kind = 'labels'
 
   def _take_fields(self, fields: option_strings.Part) -> None:
-    *self._texts, self._field = [field.text for field in fields.divide(',')]
-    if not self._texts or not all([*self._texts, self._field]):
+    self._columns = [field.text for field in fields.divide(',')]
+    if len(self._columns) < 2 or not all(self._columns):
       raise fields.error(
         'must be the fields of texts and label, as in labels:GLOB#TEXT,LABEL'
       )
 
-  @property
-  def _columns(self) -> list[str]:
-    return [*self._texts, self._field]
-
   def _document(self, value: Callable[..., Any]) -> object:
-    texts = [value(name, (str, list)) for name in self._texts]
-    return [texts, value(self._field, (str, int, list))]
+    *texts, label = self._columns
+    return [
+      [value(name, (str, list)) for name in texts],
+      value(label, (str, int, list)),
+    ]
 
 
 @document_source.register('chat')
@@ -201,4 +190,4 @@ class ChatSource(FieldSource):
   default_field = 'messages'
 
   def _document(self, value: Callable[..., Any]) -> object:
-    return value(self._field, list)
+    return value(self._columns[0], list)

@@ -117,7 +117,7 @@ def test_bad_parquet_is_refused(folder, tmp_path):
   two = text_sources.open_source(f'parquet:{tmp_path}/[xy].parquet')
   with pytest.raises(
     errors.UserError,
-    match='y.parquet has other .*x.parquet: text is string there and int64 her',
+    match="y.parquet has .*x.parquet: {'text': 'int64'} here and {'text': 'str",
   ):
     two.fingerprint()
   text_sources.open_source(f'labels:{tmp_path}/[xy].parquet#n,n').fingerprint()
