@@ -25,6 +25,7 @@ from encdec_adapt.huggingface import (
   export,
   new_folder,
   tensor_folder,
+  torch_export,
 )
 from encdec_adapt.huggingface import vision as vision_lib
 from encdec_adapt.models import model_config, parameters
@@ -150,9 +151,12 @@ def _is_native(model: model_config.ModelConfig, layout: str) -> bool:
   except errors.UserError as error:
     if layout == 'transformers':
       raise
+    code = 'transformers runs the code in it (trust_remote_code=True)'
+    if problem := torch_export.problem(model):
+      code = f'no code for transformers comes with it: {problem}'
     print(
       f'{error} It is written in the layout of this project instead, which'
-      ' encdec_adapt.load reads.'
+      f' encdec_adapt.load reads; {code}.'
     )
     return True
   print(f'transformers loads it as {raw["architectures"][0]}.')

@@ -10,7 +10,7 @@ import dataclasses
 from encdec_adapt.base import errors
 from encdec_adapt.conversion import model_on_disk
 from encdec_adapt.files import disk
-from encdec_adapt.huggingface import config_json
+from encdec_adapt.huggingface import config_json, torch_export
 from encdec_adapt.models import model_config, parameters
 
 
@@ -37,7 +37,10 @@ def _head(stored: model_on_disk.StoredModel) -> Iterator[str]:
   yield f'{stored.path}: {kind}'
   yield f'model: {stored.model.architecture.name}'
   name = transformers_class(stored.model)
-  name = name or 'none; export writes the layout of this project'
+  if name is None:
+    name = 'none; export writes the layout of this project'
+    if not torch_export.problem(stored.model):
+      name += ', with code that transformers runs'
   yield f'class in transformers: {name}'
   choice = stored.vocabularies
   yield f'vocabulary: {choice.decoder if choice else "none"}'

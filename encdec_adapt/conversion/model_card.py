@@ -1,4 +1,4 @@
-"""The model card (README.md) of an exported folder: shape and history.
+"""The model card (README.md) of an exported folder: metadata, shape, history.
 
 Reads the JSON files that runs leave; opens no model besides the exported one.
 """
@@ -67,12 +67,11 @@ python -m encdec_adapt.convert push . --repo=ORG/NAME
 
 {license}
 """
-_NATIVE = """No class of transformers can express this model. The folder is in
-the layout of encdec_adapt: config.json has `model_type` `encdec_adapt` and, as
-`model`, the keys of `config.model`; the tensors are named
-`<stack>.layers.<number>.<part>`, kernels are stored as [in, out] with heads
-apart ([D, N, H] of a query, [N, H, D] of an output), and token tables without
-padding rows. {code}
+_NATIVE = """The folder is in the layout of encdec_adapt, for models of any
+families: config.json has `model_type` `encdec_adapt` and, as `model`, the keys
+of `config.model`; the tensors are named `<stack>.layers.<number>.<part>`,
+kernels are stored as [in, out] with heads apart ([D, N, H] of a query,
+[N, H, D] of an output), and token tables without padding rows. {code}
 
 """
 _CODE = """`modeling_encdec_adapt.py` is the torch code that transformers runs;

@@ -85,7 +85,9 @@ def test_what_transformers_cannot_load_is_written_in_our_layout(
     _export(cross_family, output, '--layout=transformers')
   assert not output.exists()
   _export(cross_family, output)
-  assert 'transformers has no class for this model' in capsys.readouterr().out
+  printed = capsys.readouterr().out
+  assert 'transformers has no class for this model' in printed
+  assert 'transformers runs the code in it' in printed
   raw = _json(output / 'config.json')
   assert raw['model_type'] == 'encdec_adapt'
   assert raw['model']['decoder']['norm_gain'] == 'direct'
