@@ -20,18 +20,20 @@ CORE = [
   'grain>=0.2.18',
   'jax>=0.10.2,<0.13',
   'jaxtyping>=0.3',
+  'jinja2>=3.1',
   'ml-collections>=1.0',
   'ml-dtypes>=0.5',
   'numpy>=2.0',
   'optax>=0.2.8',
   'orbax-checkpoint>=0.12.8,<0.13',
+  'pyyaml>=6.0',
   'safetensors>=0.8',
   'sentencepiece>=0.2.1',
   'tensorboard>=2.19',
   'tokenizers>=0.21',
 ]
-# What evaluation needs besides: tasks are Jinja in YAML, reports have figures.
-EVALUATION = ['jinja2>=3.1', 'matplotlib>=3.9', 'pyyaml>=6.0']
+# What reports are drawn with.
+REPORT = ['matplotlib>=3.9']
 # Making records: SeqIO brings TensorFlow, 2 GB with what that brings. TFDS
 # imports importlib_resources without requiring it. Parquet files are read by
 # pyarrow, which TFDS brings too, and .zst files by zstandard.
@@ -108,7 +110,7 @@ setuptools.setup(
   entry_points={
     'console_scripts': ['encdec-adapt = encdec_adapt.cli.console:main'],
   },
-  install_requires=CORE + EVALUATION,
+  install_requires=CORE + REPORT,
   extras_require={
     'data': DATA,
     'test': TEST,

@@ -59,7 +59,7 @@ def test_lock_files_satisfy_setup_and_differ_by_platform_only():
     requirements.Requirement(line)
     for node in setup.body
     if isinstance(node, ast.Assign)
-    and node.targets[0].id in ('CORE', 'DATA', 'EVALUATION')
+    and node.targets[0].id in ('CORE', 'DATA', 'REPORT')
     for line in ast.literal_eval(node.value)
   ]
   cpu, tpu, gpu = locks = [_locked(name) for name in LOCKS]
