@@ -44,21 +44,16 @@ def _subplots(
   Yields:
     The figure, and its panels [rows, columns].
   """
-  import matplotlib
+  # Without pyplot, which may need a display, and whose backend is that of a
+  # caller's notebook.
+  from matplotlib import figure as figure_lib
+  from matplotlib import style
 
-  # No display: other backends may fail on servers, or open windows.
-  matplotlib.use('Agg')
-  from matplotlib import pyplot
-
-  with pyplot.style.context([_COLOURS, _STYLE]):
-    figure, axes = pyplot.subplots(
-      *shape, figsize=size, squeeze=False, layout='constrained'
-    )
-    yield figure, axes
+  with style.context([_COLOURS, _STYLE]):
+    figure = figure_lib.Figure(figsize=size, layout='constrained')
+    yield figure, figure.subplots(*shape, squeeze=False)
     # Without the version of matplotlib, so that equal figures are equal files.
     figure.savefig(path, dpi=150, metadata={'Software': None})
-    # pyplot keeps figures until they are closed.
-    pyplot.close(figure)
 
 
 def draw_curves(report: Mapping[str, Any], path: pathlib.Path) -> None:
