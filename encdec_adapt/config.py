@@ -9,6 +9,7 @@ It opens no model and no records; `conversion` and the commands are above it.
 
 from collections.abc import Mapping
 import dataclasses
+import functools
 from typing import Any
 
 import ml_collections
@@ -186,7 +187,7 @@ def load(
   # A configuration of this version is complete, as it starts from `defaults`.
   values, added = keys.complete(saved, standard)
   if added and distributed.is_lead():
-    print(
+    _print_once(
       f'the configuration in {workdir} was saved by an earlier version; keys'
       f' that it lacks take their defaults: {", ".join(added)}'
     )
@@ -235,6 +236,11 @@ def load(
       ' number of epochs.'
     )
   return settings
+
+
+@functools.cache  # A job may open a run as its source and as its teacher.
+def _print_once(line: str) -> None:
+  print(line)
 
 
 def set_model(

@@ -62,10 +62,17 @@ define_flags = command.define(
   ),
   command.integer(
     'search',
-    'Number of best-ranked candidates to compile. Candidates have their own'
-    ' rows per chip; the batch is not kept.',
+    'Number of best-ranked candidates to compile. They keep the batch; of'
+    ' equally fast ones that with the most memory left comes first.',
     default=0,
     lower_bound=0,
+  ),
+  command.number(
+    'price_per_hour',
+    'Price of a chip for an hour, in any currency; a search then prints the'
+    ' cost of the job.',
+    default=0.0,
+    lower_bound=0.0,
   ),
   command.string('table', 'Folder of stored plans.'),
   command.string('output', 'JSON file of the report.'),
@@ -202,19 +209,17 @@ def _search(
   candidates = plan_search.ranked(
     programs.Job.of('train', settings, mesh), slices
   )
-  print(
-    f'{len(candidates)} candidates may fit into {slices.name} x {slices.count}.'
-    ' They have their own rows per chip: a job keeps its batch of'
-    f' {settings.train.batch_size} by config.train.microbatches.'
-  )
   # `ranked` leaves room for the compiler to find less memory than the model;
   # for GPUs the model decides, as nothing is compiled.
-  if slices.chip.kind == 'gpu':
+  is_gpu = slices.chip.kind == 'gpu'
+  if is_gpu:
     candidates = [c for c in candidates if c.plan['fits']]
-  candidates = candidates[: values.search]
-  print(plan_search.text(candidates))
+  print(
+    f'{len(candidates)} candidates may fit into {slices.name} x {slices.count},'
+    f' with a batch of {settings.train.batch_size} rows'
+  )
   fit = []
-  for i, candidate in enumerate(candidates):
+  for i, candidate in enumerate(candidates[: values.search]):
     start = time.monotonic()
     try:
       plan = _plan(candidate.job, slices)
@@ -226,15 +231,18 @@ def _search(
       result += ', fits' if plan['fits'] else ', does not fit'
       if plan['fits']:
         fit.append(dataclasses.replace(candidate, plan=plan))
-        rows = [{'flags': c.flags, 'plan': c.plan} for c in fit]
+        rows = [
+          {'flags': c.flags, 'hours': c.hours, 'plan': c.plan} for c in fit
+        ]
         # Written each time, since compiling may take hours.
         _write(values, slices, {'candidates': rows})
-    print(
-      f'{i + 1}/{len(candidates)}: {result}, {time.monotonic() - start:.0f} s:'
-      f' {" ".join(candidate.flags)}',
-      flush=True,
-    )
-  print(plan_search.text(fit) if fit else 'none of these fits; try --search=N')
+    if not is_gpu:
+      seconds = time.monotonic() - start
+      print(f'{i + 1}/{values.search}: {result}, {seconds:.0f} s', flush=True)
+  if fit:
+    print(plan_search.text(fit, slices, values.price_per_hour))
+  else:
+    print('none of these fits; try --search=N')
   print(calibration.text(calibration.table()))
   return 0 if fit else DOES_NOT_FIT
 

@@ -138,9 +138,14 @@ class Slice:
     return f'{self.chip.name}:{"x".join(map(str, self.extents))}'
 
   @property
+  def chips(self) -> int:
+    """Number of chips of all slices."""
+    return math.prod(self.extents) * self.count
+
+  @property
   def devices(self) -> int:
     """Number of devices of all slices."""
-    return math.prod(self.extents) * self.count * self.chip.chip_devices
+    return self.chips * self.chip.chip_devices
 
 
 def parse(topology: str, slices: int = 1, hbm_gib: float = 0.0) -> Slice:

@@ -1,9 +1,9 @@
 """Search of meshes, rematerialisation and rows for given chips.
 
-`ranked` compares how fast the chips could train: its candidates have batches
-of their own. `remedies` makes a given job fit, and keeps the batch of a
-training step. Both rank by `analytic_estimate`; `encdec_adapt.plan --search`
-compiles the best and ranks them again. This module compiles nothing, and must
+`ranked` compares how fast the chips could train, and `remedies` makes a given
+job fit; both keep the batch of a training step. Both rank by
+`analytic_estimate`; `encdec_adapt.plan --search` compiles the best and ranks
+them again. This module compiles nothing, and must
 not import `plan_report`.
 """
 
@@ -25,7 +25,10 @@ from encdec_adapt.sharding import rules as rules_lib
 # Largest ratio of estimated memory to the budget that is worth compiling:
 # estimates for `configs/plans` are 0.88 to 1.18 of the compiled memory.
 DOUBT = 1.2
-_ROWS = (1, 2, 4, 8)  # Rows of a device, or of devices that share a row.
+# Rows at a time of a device, or of devices that share a row.
+_ROWS = (1, 2, 4, 8)
+# Candidates whose rates differ by less are equals: estimates are no better.
+_EQUAL = 0.02
 _SHARDS = (1, 2, 4, 8)  # Shards of heads, or of the length.
 # Least tokens in a shard of the length: a block of the attention kernels.
 _SHORTEST = 512
@@ -66,6 +69,12 @@ class Candidate:
     """Rows per second; 0 if the plan has no times."""
     times = self.plan['roofline']
     return self.job.rows / times['step_s'] if times else 0.0
+
+  @property
+  def hours(self) -> float | None:
+    """Hours of the job's steps; None if steps or times are unknown."""
+    steps = self.job.train.steps
+    return steps * self.job.rows / self.rate / 3600 if self.rate else None
 
 
 @dataclasses.dataclass
@@ -166,16 +175,23 @@ def ranked(job: programs.Job, hardware: chips.Slice) -> list[Candidate]:
   Raises:
     UserError: no candidate fits.
   """
-  planner = _Planner(job, hardware)
+  planner, size = _Planner(job, hardware), job.train.batch_size
   candidates = []
   for mesh in meshes(job, hardware):
     shards = mesh['mesh.replica'] * mesh['mesh.fsdp']
-    for remat, rows in itertools.product(execution.REMAT_POLICIES, _ROWS):
-      # Fewer rows do what microbatches would: candidates keep no batch.
-      batch = {'train.batch_size': rows * shards, 'train.microbatches': 1}
+    # Rows that do not divide the batch would change it.
+    counts = [size // (shards * n) for n in _ROWS if size % (shards * n) == 0]
+    for remat, count in itertools.product(execution.REMAT_POLICIES, counts):
+      batch = {'train.batch_size': size, 'train.microbatches': count}
       candidate = planner.plan({**mesh, 'compute.remat': remat, **batch})
       if candidate.plan['memory']['peak'] <= DOUBT * hardware.chip.hbm_bytes:
         candidates.append(candidate)
+  if planner.least == float('inf'):
+    raise errors.UserError(
+      f'config.train.batch_size is {size}, which divides over no mesh of the'
+      f' {hardware.devices} devices of {hardware.name} x {hardware.count}; give'
+      ' a multiple of a power of two up to their number.'
+    )
   if not candidates:
     raise errors.UserError(
       f'{planner.nothing_fits()} Or keep less optimizer state:'
@@ -186,8 +202,16 @@ def ranked(job: programs.Job, hardware: chips.Slice) -> list[Candidate]:
 
 
 def _fastest(candidates: Iterable[Candidate]) -> list[Candidate]:
-  """Returns the candidates, the fastest first."""
-  return sorted(candidates, key=lambda candidate: -candidate.rate)
+  """Returns the candidates, the fastest first, of equals the smallest."""
+  remaining = sorted(candidates, key=lambda candidate: -candidate.rate)
+  ordered: list[Candidate] = []
+  while remaining:
+    least = (1 - _EQUAL) * remaining[0].rate
+    count = sum(candidate.rate >= least for candidate in remaining)
+    # What one needs less of the memory is room for an estimate that is wrong.
+    equals = sorted(remaining[:count], key=lambda c: c.plan['memory']['peak'])
+    ordered, remaining = ordered + equals, remaining[count:]
+  return ordered
 
 
 def remedies(
@@ -340,14 +364,25 @@ def _divides(job: programs.Job, sizes: tuple[int, ...], rules: str) -> bool:
   return True
 
 
-def text(candidates: list[Candidate]) -> str:
-  """Returns a table of candidates, the fastest first."""
-  lines = [f'{"rows/s":>9} {"MFU":>6} {"GiB":>6}  by         flags']
+def text(
+  candidates: Iterable[Candidate], hardware: chips.Slice, price: float = 0.0
+) -> str:
+  """Returns a table of candidates, the best first.
+
+  Args:
+    candidates: candidates with times.
+    hardware: chips of the job.
+    price: price of a chip for an hour; 0 leaves out the cost of the job.
+  """
+  cost = f' {"cost":>9}' * bool(price)
+  lines = [f'{"rows/s":>9} {"MFU":>6} {"GiB":>6} {"hours":>7}{cost}  flags']
   for candidate in _fastest(candidates):
-    plan = candidate.plan
+    plan, hours = candidate.plan, candidate.hours or 0.0
+    if price:
+      cost = f' {hours * price * hardware.chips:>9,.0f}'
     lines.append(
       f'{candidate.rate:>9.2f} {plan["mfu"]:>6.1%}'
-      f' {plan["memory"]["peak"] / 2**30:>6.1f}  {plan["source"]:<9}'
+      f' {plan["memory"]["peak"] / 2**30:>6.1f} {hours:>7.1f}{cost}'
       f'  {" ".join(candidate.flags)}'
     )
   return '\n'.join(lines)

@@ -51,14 +51,23 @@ def test_over_the_budget_it_names_what_fits(capsys):
   assert 'DOES NOT FIT' in printed and '--config.mesh.replica=' in printed
 
 
-def test_a_search_ranks_what_fits(tmp_path):
+def test_a_search_ranks_what_fits(tmp_path, capsys):
   output = tmp_path / 'search.json'
   flags = ['--search=2', '--hbm_gib=0.022', f'--output={output}']
+  flags += ['--config.train.steps=3600', '--price_per_hour=1000000']
   assert tiny.call(plan, *FLAGS, *flags) == 0
   rows = json.loads(output.read_text())['candidates']
   assert len(rows) == 2
   assert all(row['plan']['fits'] and row['flags'] for row in rows)
   assert all(toy.KEYS < set(row['plan']) for row in rows)
+  # Once each, with hours and the cost of eight GPUs.
+  lines = capsys.readouterr().out.splitlines()
+  lines = [line.split() for line in lines if '--config.mesh' in line]
+  for row, line in zip(rows, lines, strict=True):
+    assert row['hours'] == pytest.approx(row['plan']['roofline']['step_s'])
+    cost = float(line[4].replace(',', ''))
+    assert cost == pytest.approx(8e6 * row['hours'], rel=1e-3)
+    assert '--config.train.batch_size=64' in line
 
 
 @pytest.mark.parametrize(
@@ -67,6 +76,7 @@ def test_a_search_ranks_what_fits(tmp_path):
     (['--config.compute.attention=splash'], 'can run chunked, reference, tri'),
     (['--programs=serve'], 'serve is not known; choose of train, eval, dec'),
     (['--search=2', '--hbm_gib=0.0001'], 'nothing fits into h100:8'),
+    (['--search=2', '--config.train.batch_size=63'], 'is 63, which divides'),
     (['--table=nowhere'], '--table=nowhere has no plans'),
     (['--output=README.md/plan.json'], 'cannot be written'),
     (['--config.mesh.tensor=3'], 'does not multiply'),
