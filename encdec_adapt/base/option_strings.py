@@ -120,42 +120,22 @@ class Part:
     raise self.error(f'must be {form}')
 
 
-@dataclasses.dataclass(frozen=True)
-class Interval:
-  """Distance of two events of a job.
+def steps(part: Part, total: int, multiple: int = 1) -> int:
+  """Reads a number of steps: '100', or '10%' of all steps.
 
-  Attributes:
-    number: steps, or with `is_share` percent of all steps.
-    is_share: whether it is a share.
+  Args:
+    part: the number or the share.
+    total: steps of the job; 0 while they are open.
+    multiple: a share is rounded down to a multiple of this, but above 0.
+
+  Raises:
+    UserError: it is neither.
   """
-
-  number: float
-  is_share: bool
-
-  @classmethod
-  def read(cls, part: Part) -> 'Interval':
-    """Reads '100' or '10%'.
-
-    Raises:
-      UserError: it is neither.
-    """
-    is_share = part.text.endswith('%')
-    number = part.partition('%')[0] if is_share else part
-    form = 'a number of steps, or a share of them up to 100%'
-    kind = float if is_share else int
-    most = 100 if is_share else math.inf
-    return cls(number.read(kind, form, lambda n: 0 < n <= most), is_share)
-
-  def steps(self, total: int, multiple: int = 1) -> int:
-    """Returns the steps.
-
-    Args:
-      total: steps of the job; 0 while they are open.
-      multiple: a share is rounded to a multiple of this, above 0.
-    """
-    if not self.is_share:
-      return int(self.number)
-    return max(1, round(self.number / 100 * total / multiple)) * multiple
+  form = 'a number of steps, or a share of them up to 100%'
+  if not part.text.endswith('%'):
+    return part.read(int, form, lambda n: n > 0)
+  share = part.partition('%')[0].read(float, form, lambda n: 0 < n <= 100)
+  return max(1, int(share * total / 100) // multiple) * multiple
 
 
 def unquote(text: str) -> str:

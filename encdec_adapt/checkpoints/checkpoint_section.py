@@ -37,7 +37,7 @@ class CheckpointConfig:
   def interval(self, steps: int) -> int:
     """Returns the steps between checkpoints of a job of so many steps."""
     part = option_strings.Part('config.checkpoint.every', str(self.every))
-    return option_strings.Interval.read(part).steps(steps)
+    return option_strings.steps(part, steps)
 
   def retired(self, steps: Sequence[int], best: int | None) -> list[int]:
     """Returns the steps that are deleted, in ascending order.

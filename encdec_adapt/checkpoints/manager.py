@@ -468,18 +468,10 @@ def open_step(path: _Path, step: int) -> Checkpoint:
   Raises:
     UserError: the run has not kept the step, or it is damaged.
   """
-  folder, _ = step_folders.locate(path)
-  # Listed once: a running job may delete a step between two listings.
-  steps = distributed.from_lead(
-    lambda: step_folders.steps(folder), 'checkpoints-steps'
+  folder, steps = step_folders.locate(path)
+  return _open_first(
+    f'{path}@{step}', folder, lambda: [step] if step in steps else []
   )
-  if step not in steps:
-    raise errors.UserError(
-      f'{path} has kept no step {step}; its steps are'
-      f' {", ".join(map(str, steps)) or "none"}. Give one of them as RUN@STEP'
-      ' (config.checkpoint.keep and .keep_every decide what a job keeps).'
-    )
-  return _open_first(f'{path}@{step}', folder, lambda: [step])
 
 
 def _read_losses(
@@ -508,9 +500,11 @@ def _open_first(
     lambda: step_folders.first_undamaged(folder, order()), 'checkpoints-open'
   )
   if step is None:
+    steps = ', '.join(map(str, step_folders.steps(folder))) or 'none'
     raise errors.UserError(
-      f'There is no undamaged checkpoint in {path}. Give a work directory with'
-      f' a folder {FOLDER!r}, or an earlier step of the run as RUN@STEP.'
+      f'There is no undamaged checkpoint in {path}; its steps are {steps}.'
+      f' Give a work directory with a folder {FOLDER!r}, or RUN@STEP'
+      ' (config.checkpoint.keep and .keep_every decide what a job keeps).'
     )
   return Checkpoint(folder, step)
 

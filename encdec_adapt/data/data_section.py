@@ -21,13 +21,6 @@ from encdec_adapt.tokenizers import chat_format, vocabulary_pair
 
 # A path that starts with this is below the work directory.
 WORKDIR = '{workdir}'
-# Values of `config.data.source` by the documents of the objective, for errors.
-_EXAMPLES = {
-  'text': "'text:/data/*.txt', 'jsonl:/data/*.jsonl#text' or 'python'",
-  'pairs': "'pairs:/data/*.jsonl#question,answer'",
-  'chat': "'chat:/data/*.jsonl'",
-  'labels': "'labels:/data/*.jsonl#text,label'",
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,11 +188,10 @@ class DataConfig:
       UserError: names the key, with values for the objective.
     """
     if not self.source:
+      forms = text_sources.forms(self.objectives[0].documents)
       raise errors.UserError(
         'config.data.source is empty, and this configuration has no text of its'
-        ' own; name the data, as in'
-        f' --config.data.source={_EXAMPLES[self.objectives[0].documents]}'
-        ' (configs/README.md has all forms).'
+        f' own; set it to {" or ".join(forms)} (see configs/README.md).'
       )
 
   @functools.cached_property

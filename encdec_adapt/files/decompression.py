@@ -9,6 +9,7 @@ This module imports `zstandard` only when a .zst file is read.
 
 from collections.abc import Callable, Iterator
 import functools
+import io
 import os
 from typing import Any
 import zlib
@@ -25,11 +26,12 @@ def is_compressed(path: paths.AnyPath) -> bool:
   return os.fspath(path).endswith(('.gz', '.zst'))
 
 
-def blocks(path: paths.AnyPath) -> Iterator[tuple[int, bytes]]:
+def blocks(path: paths.AnyPath, start: int = 0) -> Iterator[tuple[int, bytes]]:
   """Reads the content of a file.
 
   Args:
     path: path of the file.
+    start: first byte of a file that is not compressed.
 
   Yields:
     Bytes of the file that have been read, and the content that they added.
@@ -39,8 +41,10 @@ def blocks(path: paths.AnyPath) -> Iterator[tuple[int, bytes]]:
       that reads them is not installed.
     OSError: the file cannot be read.
   """
-  make, decoder, end = _decoders(os.fspath(path)), None, 0
+  make, decoder, end = _decoders(os.fspath(path)), None, start
   with paths.open_to_read(path) as file:
+    if start:
+      file.seek(start)
     while data := file.read(_BLOCK):
       end += len(data)
       content = b'' if make else data
@@ -60,6 +64,30 @@ def blocks(path: paths.AnyPath) -> Iterator[tuple[int, bytes]]:
     raise errors.UserError(
       f'{path} ends in the middle of its compressed data; copy it again'
     )
+
+
+def lines(
+  path: paths.AnyPath, start: int = 0
+) -> Iterator[tuple[int, int, bytes]]:
+  """Reads the lines of a file; see `blocks`.
+
+  Yields:
+    Begin of the block with the first byte of the line, end of the block with
+    its last byte, both in the file on disk, and the line with its line end.
+  """
+  position = begin = start
+  pieces: list[bytes] = []
+  for end, block in blocks(path, start):
+    for piece in io.BytesIO(block):
+      if not pieces:
+        begin = position
+      pieces.append(piece)
+      if piece.endswith(b'\n'):
+        yield begin, end, b''.join(pieces)
+        pieces = []
+    position = end
+  if pieces:
+    yield begin, position, b''.join(pieces)
 
 
 def read(path: paths.AnyPath) -> bytes:

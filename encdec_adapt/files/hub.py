@@ -18,7 +18,7 @@ from typing import Any
 from encdec_adapt.base import errors, packages
 
 SCHEME = 'hf://'
-_COMMIT = re.compile('[0-9a-f]{40}')
+_COMMIT = re.compile(r'@[0-9a-f]{40}\b')
 # In a source it ends before its field, or before the weight of the source.
 _ADDRESS = re.compile(r'hf://[^#\s]+?(?=@[\d.]+(?:\s|$)|[#\s]|$)')
 
@@ -34,48 +34,46 @@ def repository(address: str) -> str:
 
 
 def pinned(text: str, before: str = '') -> str:
-  """Returns a text with the commits that revisions in its addresses stand for.
+  """Replaces the revisions of addresses by the commits that they stand for.
 
   Args:
     text: an address, or sources with addresses; commits in them stay.
-    before: such a text that was pinned earlier. An address there that differs
-      in its revision only gives its commit to one without.
+    before: a text that was pinned earlier, from which addresses that name no
+      commit take theirs, whatever their branch is at now.
 
   Raises:
     UserError: the Hub refuses, or cannot be reached and the cache has no such
       revision; AbsentError if the Hub fails.
   """
-  earlier = _ADDRESS.findall(before)
-  return _ADDRESS.sub(lambda match: _pin(match[0], earlier), text)
 
+  def target(address: str) -> tuple[str, ...]:
+    uri = _parse(address)
+    return uri.type, uri.id, uri.path_in_repo
 
-def _pin(address: str, earlier: Sequence[str]) -> str:
-  """Returns an address with its commit, see `pinned`."""
-  uri = _parse(address)
-  stem = f'{SCHEME}{_page(uri)}@'
-  path = f'/{uri.path_in_repo}' if uri.path_in_repo else ''
-  if _COMMIT.fullmatch(uri.revision or ''):
-    return f'{stem}{uri.revision}{path}'
-  for other in earlier:
-    if other.startswith(stem) and other[len(stem) + 40 :] == path:
-      return other
-  return f'{stem}{commit_of(address, uri.type, uri.id, uri.revision)}{path}'
+  earlier = {target(address): address for address in _ADDRESS.findall(before)}
+
+  def pin(match: re.Match[str]) -> str:
+    address = match[0]
+    if _COMMIT.search(address):
+      return address
+    key = target(address)
+    root = address.rstrip('/').removesuffix(f'/{key[-1]}')
+    return earlier.get(key) or address.replace(root, commit_of(root), 1)
+
+  return _ADDRESS.sub(pin, text)
 
 
 @functools.cache
-def commit_of(address: str, kind: str, repo: str, revision: str | None) -> str:
-  """Resolves a revision, once: a process reads one commit of a branch."""
-  with _as_user_errors(address) as client:
-    return (
-      client.HfApi()
-      .resolve_revision(repo, repo_type=kind, revision=revision)
-      .resolved
+def commit_of(address: str) -> str:
+  """Pins a repository's address; a process reads one commit of a branch."""
+  uri = _parse(address)
+  with _as_user_errors(uri):
+    revision = (
+      _client()
+      .HfApi()
+      .resolve_revision(uri.id, repo_type=uri.type, revision=uri.revision)
     )
-
-
-def _page(uri: Any) -> str:
-  """Returns the repository as the Hub's pages are called."""
-  return f'datasets/{uri.id}' if uri.type == 'dataset' else uri.id
+  return f'{address.partition("@")[0]}@{revision.resolved}'
 
 
 def fetch(
@@ -96,17 +94,17 @@ def fetch(
   Raises:
     UserError: see `pinned`.
   """
-  uri = _parse(pinned(address))
+  uri, client = _parse(pinned(address)), _client()
   prefix = f'{uri.path_in_repo}/' if uri.path_in_repo else ''
-  with _as_user_errors(address) as client:
-    snapshot = {'repo_type': uri.type, 'revision': uri.revision}
-    download = functools.partial(
-      client.snapshot_download,
-      uri.id,
-      allow_patterns=[prefix + pattern for pattern in patterns],
-      ignore_patterns=list(ignored),
-      **snapshot,
-    )
+  snapshot = {'repo_type': uri.type, 'revision': uri.revision}
+  download = functools.partial(
+    client.snapshot_download,
+    uri.id,
+    allow_patterns=[prefix + pattern for pattern in patterns],
+    ignore_patterns=list(ignored),
+    **snapshot,
+  )
+  with _as_user_errors(uri):
     try:
       # Raises where the cache does not know the files of this commit: it would
       # take a part of them for all.
@@ -152,11 +150,10 @@ def push(folder: pathlib.Path, repo: str, *, public: bool) -> str:
   Raises:
     UserError: it exists with the other visibility, or the Hub refuses.
   """
-  address = f'{SCHEME}{repo}'
-  if _parse(address).id != repo:
+  uri, api = _parse(f'{SCHEME}{repo}'), _client().HfApi()
+  if uri.id != repo:
     raise errors.UserError(f'--repo={repo} must be ORG/NAME.')
-  with _as_user_errors(address) as client:
-    api = client.HfApi()
+  with _as_user_errors(uri):
     url = api.create_repo(repo, private=not public, exist_ok=True)
     # The client leaves the visibility of a repository that exists.
     if api.repo_info(repo).private == public:
@@ -174,82 +171,92 @@ def push(folder: pathlib.Path, repo: str, *, public: bool) -> str:
   return str(url)
 
 
+def _client() -> Any:
+  """Imports the client, which is installed for the Hub only."""
+  packages.require(f'{SCHEME}ORG/NAME', 'hub', 'huggingface_hub')
+  import huggingface_hub
+
+  return huggingface_hub
+
+
 def _parse(address: str) -> Any:
   """Parses an address: `type`, `id`, `revision`, `path_in_repo`."""
-  with _as_user_errors(address) as client:
-    try:
-      uri = client.parse_hf_uri(address.rstrip('/'))
-      if uri.type not in ('model', 'dataset'):
-        raise client.errors.HfUriError(address, f'It is a {uri.type}.')
-    except client.errors.HfUriError as error:
-      raise errors.UserError(
-        f'{address} is no model on the Hub ({error.msg}); give'
-        f' {SCHEME}ORG/NAME, {SCHEME}ORG/NAME@REVISION, or of a data set'
-        f' {SCHEME}datasets/ORG/NAME/*.parquet.'
-      ) from error
-    return uri
+  client = _client()
+  try:
+    uri = client.parse_hf_uri(address.rstrip('/'))
+    if uri.type not in ('model', 'dataset'):
+      raise client.errors.HfUriError(address, f'It is a {uri.type}.')
+  except client.errors.HfUriError as error:
+    raise errors.UserError(
+      f'{address} is no model on the Hub ({error.msg}); give {SCHEME}ORG/NAME,'
+      f' {SCHEME}ORG/NAME@REVISION, or of a data set'
+      f' {SCHEME}datasets/ORG/NAME/*.parquet.'
+    ) from error
+  return uri
 
 
 @contextlib.contextmanager
-def _as_user_errors(address: str) -> Iterator[Any]:
-  """Provides the client; raises its errors with the command to run."""
-  packages.require(address, 'hub', 'huggingface_hub')
-  # Here, as it is installed for the Hub only.
+def _as_user_errors(uri: Any) -> Iterator[None]:
+  """Raises the errors of requests with the command to run."""
   import httpx2
-  import huggingface_hub
-  from huggingface_hub import errors as client_errors
 
+  client_errors = _client().errors
   try:
-    yield huggingface_hub
+    yield
   except (
+    OSError,
     httpx2.HTTPError,
-    client_errors.LocalEntryNotFoundError,
     client_errors.RevisionResolutionError,
   ) as error:
+    # An error of the disk has a number; those of the client have none.
+    if getattr(error, 'errno', None) is not None:
+      raise
     # Without an answer the client looks into its cache, and raises that it has
     # nothing there.
     cause = error
-    if not isinstance(error, httpx2.HTTPError) and error.__cause__ is not None:
-      cause = error.__cause__
-    raise _user_error(address, cause) from error
-  except OSError as error:
-    # An error of the disk has a number; the client's, of a file that is too
-    # short, has none.
-    if error.errno is not None:
-      raise
-    raise _user_error(address, error) from error
+    if not isinstance(error, httpx2.HTTPError):
+      cause = error.__cause__ or error
+    raise _user_error(uri, cause) from error
 
 
-def _user_error(address: str, error: Exception) -> errors.UserError:
+def _user_error(uri: Any, error: Exception) -> errors.UserError:
   """Describes an error of the client."""
   import httpx2
-  from huggingface_hub import constants
-  from huggingface_hub import errors as client_errors
 
-  uri = _parse(address)
-  page = f'{constants.ENDPOINT}/{_page(uri)}'
+  client = _client()
+  name = f'datasets/{uri.id}' if uri.type == 'dataset' else uri.id
+  page = f'{client.constants.ENDPOINT}/{name}'
   status = getattr(getattr(error, 'response', None), 'status_code', None)
-  offline = httpx2.ConnectError, httpx2.TimeoutException, ConnectionError
-  absent = client_errors.LocalEntryNotFoundError
-  if isinstance(error, client_errors.RevisionNotFoundError):
-    remedy = f'has no such revision; `git ls-remote {page}` lists them.'
+  if isinstance(error, client.errors.RevisionNotFoundError):
+    remedy = (
+      f'has no revision {uri.revision}; `git ls-remote {page}` lists them.'
+    )
   elif status and status < 500 and status not in (408, 429):
     remedy = (
       f'is refused ({status}: {type(error).__name__}). Check its name, accept'
       f' the terms at {page} if it is gated, and log in with `hf auth login` or'
       ' set HF_TOKEN, with a token that may read it, or write it for a push.'
     )
-  elif isinstance(error, (*offline, absent)):
+  elif isinstance(
+    error,
+    (
+      httpx2.ConnectError,
+      httpx2.TimeoutException,
+      ConnectionError,
+      client.errors.LocalEntryNotFoundError,
+    ),
+  ):
     remedy = (
-      f'cannot be reached, and {constants.HF_HUB_CACHE} does not have it. Where'
-      f' there is a network, run `hf download {uri.id} --repo-type={uri.type}`,'
-      ' and copy that folder; or unset HF_HUB_OFFLINE if it is set.'
+      f'cannot be reached, and {client.constants.HF_HUB_CACHE} does not have'
+      f' it. Where there is a network, run `hf download {uri.id}'
+      f' --repo-type={uri.type}`, and copy that folder; or unset HF_HUB_OFFLINE'
+      ' if it is set.'
     )
   else:
     # The same command may succeed: launchers restart on this status.
     return errors.AbsentError(
-      f'{address}: the Hub failed or limits requests ({status or error}). Give'
-      ' the same command again, later if it limits them (`hf auth login` raises'
-      ' the limit); complete files are not downloaded again.'
+      f'{SCHEME}{name}: the Hub failed or limits requests ({status or error}).'
+      ' Give the same command again, later if it limits them (`hf auth login`'
+      ' raises the limit); complete files are not downloaded again.'
     )
-  return errors.UserError(f'{address} {remedy}')
+  return errors.UserError(f'{SCHEME}{name} {remedy}')

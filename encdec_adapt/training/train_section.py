@@ -109,7 +109,7 @@ class TrainConfig:
 
     Shares are of `steps`, and mean nothing while these are open.
     """
-    parts: dict[str, option_strings.Interval] = {}
+    parts: dict[str, option_strings.Part] = {}
     label = 'config.train.evaluators'
     for part in option_strings.Part(label, self.evaluators).divide(','):
       entry = part.strip()
@@ -121,33 +121,25 @@ class TrainConfig:
           " or 'loss=5%'."
         )
       start = entry.stop - len(number)
-      parts[name] = option_strings.Interval.read(
-        dataclasses.replace(entry, start=start)
-      )
+      parts[name] = dataclasses.replace(entry, start=start)
     # Evaluations are due at the steps of the held-out loss only, so the others
-    # could not run between them.
+    # could not run between them: shares are rounded to multiples.
     loss = parts.get(LOSS)
-    if not loss or not all(_are_multiples(x, loss) for x in parts.values()):
+    every = option_strings.steps(loss, self.steps) if loss else 1
+    intervals = {
+      name: option_strings.steps(part, self.steps, every)
+      for name, part in parts.items()
+    }
+    # Numbers of steps are no multiples of a share whatever the job's steps are.
+    numbers = [name for name in parts if not parts[name].text.endswith('%')]
+    if (
+      not loss
+      or any(intervals[name] % every for name in numbers)
+      or (numbers and LOSS not in numbers)
+    ):
       raise errors.UserError(
         f'config.train.evaluators is {self.evaluators!r}; it must have'
         f' {LOSS}=STEPS, and the steps of the others must be multiples of'
         ' those, or all of them shares.'
       )
-    every = loss.steps(self.steps)
-    # Rounding keeps multiples of a share multiples.
-    return {
-      name: every * round(part.number / loss.number)
-      if part.is_share == loss.is_share
-      else part.steps(self.steps, every)
-      for name, part in parts.items()
-    }
-
-
-def _are_multiples(
-  part: option_strings.Interval, loss: option_strings.Interval
-) -> bool:
-  """Returns whether an interval can be a multiple of that of the loss."""
-  if part.is_share != loss.is_share:
-    return part.is_share  # It is rounded to a multiple.
-  ratio = part.number / loss.number
-  return abs(ratio - round(ratio)) < 1e-6 and ratio > 0.5
+    return intervals

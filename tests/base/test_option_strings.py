@@ -52,7 +52,7 @@ def _key_values(text):
     (chips.parse, 'v5e:4x4x4', '4x4x4', r'must have 2 dimension\(s\)'),
     (chips.parse, 'v9:4x4', 'v9', 'must be one of v4'),
     (text_sources.open_source, 'text:/a#words', 'words', 'must be paragraphs'),
-    (text_sources.open_source, 'labels:/a#b', 'b', 'must be the fields of'),
+    (text_sources.open_source, 'labels:/a#b', 'b', 'must be fields as in'),
     (lambda x: text_pairs.read(x, 1), 'a.jsonl#b', 'b', 'must be two fields'),
   ],
 )

@@ -331,7 +331,7 @@ def test_a_reader_skips_damage_and_changes_nothing(saved, capsys):
   assert 'skipping' in capsys.readouterr().err
   with pytest.raises(errors.UserError, match='no undamaged checkpoint in .*@6'):
     manager.open_step(saved, 6)
-  with pytest.raises(errors.UserError, match='no step 4; its steps are 3, 6'):
+  with pytest.raises(errors.UserError, match='@4; its steps are 3, 6'):
     manager.open_step(saved, 4)
   with pytest.raises(errors.UserError, match='no undamaged checkpoint'):
     manager.open_latest(saved / 'nothing')

@@ -40,6 +40,7 @@ def test_files_that_match_are_downloaded_once(hub):
   moved = f'{ADDRESS}@{hub.commit(REPO, {})}'
   assert hub_lib.pinned(ADDRESS) == moved
   assert hub_lib.pinned(ADDRESS, hub.pinned) == hub.pinned
+  assert hub_lib.pinned(f'{ADDRESS}@main', hub.pinned) == hub.pinned
   assert hub_lib.pinned(moved, hub.pinned) == moved
   assert hub_lib.pinned(f'{ADDRESS}/x', hub.pinned) == f'{moved}/x'
 

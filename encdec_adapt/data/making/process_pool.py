@@ -19,7 +19,7 @@ import sys
 import types
 from typing import Any
 
-from encdec_adapt.base import errors, exit_status
+from encdec_adapt.base import errors
 from encdec_adapt.cluster import parent_death
 
 
@@ -81,9 +81,7 @@ def run_in_subprocess(function: Callable[..., Any], *args: Any) -> None:
   """
   context = multiprocessing.get_context('spawn')
   receiver, sender = context.Pipe(duplex=False)
-  process = context.Process(
-    target=_call_and_exit, args=(sender, function, *args)
-  )
+  process = context.Process(target=_call, args=(sender, function, *args))
   with _main_hidden(function):
     process.start()
   sender.close()  # Otherwise `recv` would not see that the process has ended.
@@ -119,18 +117,12 @@ def _main_hidden(function: Callable[..., Any]) -> Iterator[None]:
     sys.modules['__main__'] = main
 
 
-def _call_and_exit(
+def _call(
   sender: connection.Connection, function: Callable[..., Any], *args: Any
 ) -> None:
-  """Calls the function and exits with its status; see `run_in_subprocess`."""
+  """Calls the function; sends errors that the parent is to raise."""
   parent_death.end_with_parent()  # An orphan would hold the records' locks.
-
-  def call() -> Any:
-    """Calls the function; sends a user error to the parent, which raises it."""
-    try:
-      return function(*args)
-    except errors.UserError as error:
-      sender.send(error)
-      return exit_status.USER_ERROR
-
-  sys.exit(exit_status.guard(call))
+  try:
+    sys.exit(function(*args))
+  except (errors.UserError, KeyboardInterrupt) as error:
+    sender.send(error)

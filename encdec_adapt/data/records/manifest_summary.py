@@ -11,18 +11,15 @@ from encdec_adapt.objectives import objective_names
 # Share of the examples or documents from which their loss is a warning.
 _WARNING = 0.1
 _UNMASKED = 'left without a masked copy'
-# Name of a count, unit of which it is a part, and its text.
-_LOSSES = (
-  ('dropped', 'examples', 'examples longer than a row were dropped'),
-  ('truncated', 'examples', 'examples longer than a row were truncated'),
-  (_UNMASKED, 'examples', f'examples longer than a row were {_UNMASKED}'),
-  (
-    'short_windows',
-    'examples',
-    'last windows shorter than the option shortest were dropped',
-  ),
-  ('bad_documents', 'documents', 'documents could not be read'),
-)
+# Losses that are counted as examples, too.
+_CUT = ('truncated', _UNMASKED)
+_LOSSES = {
+  'dropped': 'examples longer than a row were dropped',
+  'truncated': 'examples longer than a row were truncated',
+  _UNMASKED: f'examples longer than a row were {_UNMASKED}',
+  'short_windows': 'last windows shorter than the option shortest were dropped',
+  'bad_documents': 'documents could not be read',
+}
 
 
 def describe(manifest: Mapping[str, Any]) -> str:
@@ -36,45 +33,37 @@ def describe(manifest: Mapping[str, Any]) -> str:
     line for each part of several, for each noise, and for each warning.
   """
   spec, totals, fill = (manifest[key] for key in ('spec', 'totals', 'fill'))
-
-  def mean(name: str) -> float:
-    return totals[name] / max(totals['pairs'], 1)
-
-  sides = {
-    'encoder': f'{mean("encoder_positions"):.0f} of %d inputs',
-    'decoder': f'{mean("target_tokens"):.0f} of %d targets',
-  }
-  lengths = {side: spec[f'{side}_length'] for side in sides}
-  filled = ', '.join(f'{x} {fill[x]:.1%}' for x in sides if lengths[x])
-  means = ' and '.join(sides[x] % lengths[x] for x in sides if lengths[x])
-  passes = len(manifest['passes'])
+  sides = [side for side in fill if spec[f'{side}_length']]
+  filled = ', '.join(f'{side} {fill[side]:.1%}' for side in sides)
   inputs = f'{totals["encoder_positions"]:,} input and '
-  inputs *= bool(lengths['encoder'])
+  inputs *= 'encoder' in sides
+  passes = len(manifest['passes'])
   # Every objective and every pass reads them again.
   documents = {
-    part['source']: part.get('documents', 0) // passes
+    part['source']: part['documents'] // passes
     for part in manifest['parts']
+    if 'documents' in part  # Manifests of earlier versions do not count them.
   }
-  line = (
-    f'{spec["source"]}: {sum(documents.values()):,} documents;'
-    f' {totals["rows"]:,} rows in {passes} passes,'
-    f' {totals["pairs"]:,} examples, {inputs}{totals["target_tokens"]:,} target'
-    f' tokens, {filled} full; a mean example has {means}'
-  )
+  counts = [f'{sum(documents.values()):,} documents'] * bool(documents) + [
+    f'{totals["rows"]:,} rows in {passes} passes',
+    f'{totals["pairs"]:,} examples',
+    f'{inputs}{totals["target_tokens"]:,} target tokens',
+  ]
+  line = f'{spec["source"]}: {", ".join(counts)}, {filled} full'
   if totals['shared_sentinel_spans']:
     line += (
       f'; {totals["shared_sentinel_spans"]:,} spans share their sentinel with'
       f' another (sentinels={spec["sentinels"]})'
     )
   warnings = []
-  for name, unit, text in _LOSSES:
-    count, total = totals.get(name, 0), totals.get(unit, totals['pairs'])
-    # Examples that were cut are among the examples, the others are not.
-    total += count * (name not in ('truncated', _UNMASKED))
-    if count:
-      line += f'; {count:,} {text}'
-    if count > _WARNING * total:
-      warnings.append(f'WARNING: {text}: {count / total:.0%} of the {unit}')
+  for name, text in _LOSSES.items():
+    unit = 'documents' if name == 'bad_documents' else 'pairs'
+    if not (count := totals.get(name)):
+      continue
+    line += f'; {count:,} {text}'
+    total = totals.get(unit, 0) + count * (name not in _CUT)
+    if unit in totals and count > _WARNING * total:
+      warnings.append(f'WARNING: {text}: {count / total:.0%}')
   lines = [line]
   for part in manifest['parts']:
     if len(manifest['parts']) > 1:

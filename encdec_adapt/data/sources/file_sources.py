@@ -22,7 +22,6 @@ from collections.abc import Iterator
 import functools
 import glob
 import hashlib
-import io
 import os
 from typing import Any, NamedTuple
 
@@ -223,46 +222,17 @@ def _lines(path: str, start: int) -> Iterator[_Line]:
 
   The first line of a file comes without a byte-order mark.
   """
-  if decompression.is_compressed(path):
-    yield from _compressed_lines(path, start)
-    return
-  with paths.open_to_read(path) as file:
-    offset = 0
-    # The byte before decides whether a line begins at `start` itself: what is
-    # read from there up to the line's end belongs to an earlier range.
-    if start:
-      file.seek(start - 1)
-      offset = start - 1 + len(file.readline())
-    for line in file:
-      end = offset + len(line)
-      yield _Line(offset, end, offset, _without_mark(line, offset))
-      offset = end
-
-
-def _compressed_lines(path: str, start: int) -> Iterator[_Line]:
-  """As `_lines`, of a file that is decompressed from its beginning."""
-  begin = position = offset = 0
-  pieces: list[bytes] = []
-  for end, block in decompression.blocks(path):
-    for piece in io.BytesIO(block):
-      if not pieces:
-        begin = position
-      pieces.append(piece)
-      if piece.endswith(b'\n'):
-        line = b''.join(pieces)
-        if begin >= start:
-          yield _Line(begin, end, offset, _without_mark(line, offset))
-        offset += len(line)
-        pieces = []
-    position = end
-  if pieces and begin >= start:
-    line = _without_mark(b''.join(pieces), offset)
-    yield _Line(begin, position, offset, line)
-
-
-def _without_mark(line: bytes, offset: int) -> bytes:
-  """Removes the byte-order mark of a file from its first line."""
-  return line if offset else line.removeprefix(codecs.BOM_UTF8)
+  is_compressed = decompression.is_compressed(path)
+  # The byte before decides whether a line begins at `start` itself: what is
+  # read from there to the end of a line begins earlier.
+  offset = 0 if is_compressed else max(start - 1, 0)
+  for begin, end, data in decompression.lines(path, offset):
+    if not is_compressed:
+      begin, end = offset, offset + len(data)
+    if begin >= start:
+      text = data if offset else data.removeprefix(codecs.BOM_UTF8)
+      yield _Line(begin, end, offset, text)
+    offset += len(data)
 
 
 def _paragraphs(

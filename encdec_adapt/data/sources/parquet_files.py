@@ -60,19 +60,14 @@ def check_schemas(files: Sequence[str], columns: Sequence[str] | None) -> None:
     columns: names of the columns that are read; None for all.
 
   Raises:
-    UserError: two files differ; names both and what differs.
+    UserError: two files differ; names both and their columns.
   """
   schemas = [_schema(path, columns) for path in files]
   for path, schema in zip(files, schemas, strict=True):
     if schema != schemas[0]:
-      differences = [
-        dict(sorted(ours.items() - theirs.items()))
-        for ours, theirs in ((schema, schemas[0]), (schemas[0], schema))
-      ]
       raise errors.UserError(
-        f'{path} has other columns than {files[0]}: {differences[0]} here and'
-        f' {differences[1]} there. Name files of one schema, or each schema as'
-        " a source of its own (separated by ' + ')"
+        f'{path} has the columns {schema}, but {files[0]} {schemas[0]}; name'
+        " files of one schema, or each schema as a source (separated by ' + ')"
       )
 
 

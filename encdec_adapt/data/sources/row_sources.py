@@ -1,8 +1,9 @@
 """Sources that are files of rows with fields: JSON lines and parquet.
 
 `jsonl` and `parquet` have texts; the others have pairs, labelled texts and
-conversations, of parquet where a file's name says so. The id of a row is its
-file and the offset of its line, or the number of the row in a parquet file.
+conversations. A file is parquet where its name ends in .parquet. The id of a
+row is its file and the offset of its line, or the number of the row in a
+parquet file.
 
 This module imports neither TensorFlow nor SeqIO nor jax.
 """
@@ -10,6 +11,7 @@ This module imports neither TensorFlow nor SeqIO nor jax.
 from collections.abc import Callable, Iterator
 import functools
 import json
+import math
 from typing import Any
 
 from encdec_adapt.base import errors, option_strings
@@ -60,12 +62,22 @@ class RowSource(file_sources.FileSource):
 
 
 class FieldSource(RowSource):
-  """Each row has the text in a field."""
+  """Each row has the text in a field.
+
+  Attributes:
+    default_field: field that is read where none is named; '' for none.
+    field_counts: least and most fields that a name has.
+  """
 
   default_field = 'text'
+  field_counts = (1, 1)
 
   def _take_fields(self, fields: option_strings.Part) -> None:
-    self._columns = [fields.text or self.default_field]
+    names = [field.text for field in fields.divide(',')]
+    self._columns = names if fields else [self.default_field]
+    least, most = self.field_counts
+    if not least <= len(self._columns) <= most or not all(self._columns):
+      raise fields.error(f'must be fields as in {self.form}')
 
   def _read(self, unit: file_sources.Unit) -> str:
     try:
@@ -119,14 +131,6 @@ class JsonlSource(FieldSource):
 
   form = 'jsonl:GLOB[#FIELD]'
 
-  def _is_parquet(self, path: str) -> bool:
-    if path.endswith('.parquet'):
-      raise errors.UserError(
-        f'source {self.name!r}: {path} is a parquet file; name parquet:GLOB'
-        ' with the field after a #'
-      )
-    return False
-
 
 @document_source.register('parquet')
 class ParquetSource(FieldSource):
@@ -135,7 +139,7 @@ class ParquetSource(FieldSource):
   form = 'parquet:GLOB[#FIELD]'
 
   def _is_parquet(self, path: str) -> bool:
-    return True
+    return True  # Whatever its name.
 
 
 @document_source.register('pairs')
@@ -145,10 +149,7 @@ class PairSource(FieldSource):
   form = 'pairs:GLOB#INPUTS,TARGETS'
   document_kind = 'pairs'
 
-  def _take_fields(self, fields: option_strings.Part) -> None:
-    self._columns = [field.text for field in fields.divide(',')]
-    if len(self._columns) != 2 or not all(self._columns):
-      raise fields.error('must be two fields, as in pairs:GLOB#INPUTS,TARGETS')
+  field_counts = (2, 2)
 
   def _document(self, value: Callable[..., Any]) -> object:
     return [value(name, str) for name in self._columns]
@@ -165,12 +166,7 @@ class LabelSource(FieldSource):
   form = 'labels:GLOB#TEXT,LABEL'
   document_kind = 'labels'
 
-  def _take_fields(self, fields: option_strings.Part) -> None:
-    self._columns = [field.text for field in fields.divide(',')]
-    if len(self._columns) < 2 or not all(self._columns):
-      raise fields.error(
-        'must be the fields of texts and label, as in labels:GLOB#TEXT,LABEL'
-      )
+  field_counts = (2, math.inf)
 
   def _document(self, value: Callable[..., Any]) -> object:
     *texts, label = self._columns

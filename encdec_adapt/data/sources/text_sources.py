@@ -102,6 +102,12 @@ def document_kinds(name: str, modules: str = '') -> frozenset[str]:
   return frozenset((_find(name, modules).document_kind,))
 
 
+def forms(kind: str) -> list[str]:
+  """Returns how sources with documents of a kind are written."""
+  sources = document_source.KINDS.values()
+  return [source.form for source in sources if source.document_kind == kind]
+
+
 def revisions(name: str, modules: str = '') -> tuple[str, ...]:
   """Returns the changes to the documents of a source since record format 7."""
   if name.startswith(SEQIO):

@@ -330,7 +330,7 @@ def test_neither_source_nor_teacher_is_asked_for(text, tmp_path, monkeypatch):
   ]
   values = command.parse(materialize.define_flags, arguments)
   # No default: Python's own text would be trained on without a word.
-  with pytest.raises(errors.UserError, match='data.source is empty.*text:/da'):
+  with pytest.raises(errors.UserError, match='data.source is empty.*text:GLOB'):
     materialize.main(values)
   values.config.data.source = f'text:{text}/*.txt'
   assert materialize.main(values) == 0
@@ -406,9 +406,9 @@ def test_rows_and_contamination_are_shown(text, tmp_path, capsys):
   assert ' of 5 examples share 13 words' in shown
   assert shown.count('row 0: ') == 2 and '<mask>' in shown
   # The second time finds the records, and tells the same of them.
-  assert re.search(r'copies/\*.txt: 3\d documents; .* target tokens', shown)
+  assert re.search(r'copies/\*.txt: 3\d documents, .* target tokens', shown)
   assert re.search(r'\d+ last windows shorter than .* were dropped\n', shown)
-  made = {line for line in shown.splitlines() if ' documents; ' in line}
+  made = {line for line in shown.splitlines() if ' documents, ' in line}
   values.show, values.contamination = False, ''
   assert materialize.main(values) == 0
   assert made <= set(capsys.readouterr().out.splitlines())

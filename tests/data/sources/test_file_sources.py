@@ -171,7 +171,7 @@ def test_sources_of_pairs_and_conversations(tmp_path):
   (chat,) = text_sources.open_source(f'chat:{file}#turns').documents()
   assert json.loads(chat.text) == []
   for name, words in (
-    (f'pairs:{file}#q', 'must be two fields'),
+    (f'pairs:{file}#q', 'must be fields as in pairs:'),
     (f'pairs:{file}#q,b', "a.jsonl, line 1, .*text in 'b'"),
     (f'chat:{file}', "line 1, .*a list in 'messages'"),
     (f'pairs:{file}#turns,a', r"text in 'turns' \(\[\]\)"),
@@ -226,7 +226,7 @@ def test_compressed_files_are_as_those_that_are_not(tmp_path):
     read = text_lines.read(str(file)).values()
     assert list(read) == [line.rstrip() for line in lines]
     for data, words in (
-      (file.read_bytes()[:-3], 'ends in the middle'),
+      (compress(lines[0].encode())[:-3], 'ends in the middle'),
       (b'text\n', 'is damaged, or not compressed as its name says'),
     ):
       file.write_bytes(data)
