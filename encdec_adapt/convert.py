@@ -97,13 +97,6 @@ def verify(values: flags.FlagValues, operands: list[str]) -> int:
   return 1
 
 
-def push(values: flags.FlagValues, operands: list[str]) -> int:
-  """Uploads an exported folder to the Hub; prints its files."""
-  command.require(values, 'repo')
-  exporting.push_folder(operands[0], values.repo, public=values.public)
-  return 0
-
-
 COMMANDS = {
   'import': command.Subcommand(
     'Hugging Face folder -> Orbax checkpoint',
@@ -147,10 +140,12 @@ COMMANDS = {
         ' that of transformers where it has a class for the model (auto).',
         default='auto',
       ),
-      command.string(
+      command.flag(
+        'list',
         'language',
         'Codes of the languages for the model card, such as en,de. Default:'
         ' those that the README.md of the base models states.',
+        default=[],
       ),
       command.string(
         'evaluation',
@@ -250,7 +245,7 @@ COMMANDS = {
       command.string('repo', 'ORG/NAME; made if it does not exist.'),
       command.boolean('public', 'Everybody may read it. Default: private.'),
     ),
-    push,
+    exporting.push_folder,
     ('HF_DIR',),
   ),
 }

@@ -18,7 +18,7 @@ from typing import Any
 
 from absl import app as absl_app
 from absl import flags, logging
-from ml_collections import config_dict, config_flags
+from ml_collections import config_flags
 
 from encdec_adapt import configs
 from encdec_adapt.base import errors, exit_status
@@ -26,6 +26,7 @@ from encdec_adapt.cluster import distributed
 
 # absl and ml_collections raise these for bad flags and configuration keys.
 _BAD_FLAGS = (flags.Error, LookupError, AttributeError, TypeError, ValueError)
+_LIBRARIES = re.compile('/(absl|ml_collections)/')
 DefineFlags = Callable[[flags.FlagValues], None]
 _AGREES = 'agrees'  # Attribute of the flags that must agree.
 _ARGUMENTS = 'arguments'  # Attribute of --config: all arguments of the command.
@@ -388,13 +389,10 @@ def _explain(error: Exception, arguments: Sequence[str]) -> str:
 def _configuration_line(error: Exception) -> str:
   """Returns 'FILE:LINE: ' where a configuration file was running, or ''."""
   frames = traceback.extract_tb(error.__traceback__)
-  names = [frame.filename for frame in frames]
-  reader = config_flags.config_flags.__file__
-  # What config_flags called last: the file, or, for a flag, a ConfigDict.
-  start = len(names) - names[::-1].index(reader) if reader in names else None
-  library = config_dict.config_dict.__file__
-  files = [frame for frame in frames[start:] if frame.filename != library]
-  return f'{files[-1].filename}:{files[-1].lineno}: ' if files else ''
+  ours = [x for x in frames if not _LIBRARIES.search(x.filename)]
+  file, line = ours[-1].filename, ours[-1].lineno
+  # This module calls the libraries, and they call the configuration file.
+  return '' if file == __file__ else f'{file}:{line}: '
 
 
 def _last_line(error: Exception) -> str:

@@ -10,8 +10,12 @@ import jax
 import numpy as np
 
 from encdec_adapt.base import errors, packages
-from encdec_adapt.conversion import model_in_memory, model_on_disk
-from encdec_adapt.files import atomic, paths
+from encdec_adapt.conversion import (
+  inspection,
+  model_in_memory,
+  model_on_disk,
+)
+from encdec_adapt.files import atomic
 from encdec_adapt.huggingface import config_json, tensor_folder, torch_export
 from encdec_adapt.models import layer_leaves
 
@@ -131,8 +135,6 @@ def verify(
     UserError: the models differ in stacks or vocabulary sizes, or
       `transformers` cannot load the second.
   """
-  if with_transformers:
-    _check_loadable(model_b)
   # Sizes of the vocabularies, not of tables, which may be padded differently.
   sizes, sizes_b = (
     {name: stack.vocab_size for name, stack in stored.model.stacks.items()}
@@ -148,9 +150,11 @@ def verify(
     name: rng.integers(min(_FIRST_DRAWN, size - 1), size, (rows, length), 'i4')
     for name, size in sizes.items()
   }
-  # One after the other: memory holds a single model.
-  theirs = _transformers_logits if with_transformers else _logits
-  outputs = _logits(model_a, tokens), theirs(model_b, tokens)
+  # One after the other: memory holds a single model. The second comes first, as
+  # `transformers` may refuse it.
+  compute = _transformers_logits if with_transformers else _logits
+  second = compute(model_b, tokens)
+  outputs = _logits(model_a, tokens), second
   # In float64: a KL near 0 is a difference of near numbers.
   logits = [np.float64(x).reshape(-1, x.shape[-1]) for x in outputs]
   p, q = (x - np.logaddexp.reduce(x, axis=-1, keepdims=True) for x in logits)
@@ -172,47 +176,40 @@ def _logits(
     return np.asarray(model.logits(tokens['decoder'], tokens.get('encoder')))
 
 
-def _check_loadable(stored: model_on_disk.StoredModel) -> None:
-  """Refuses a model that transformers cannot load.
-
-  Raises:
-    UserError: the extra is not installed, it is no exported folder on this
-      machine, or our layout has no code for it.
-  """
-  packages.require('--with=transformers', 'peer', 'torch', 'transformers')
-  if stored.checkpoint or paths.is_bucket(stored.path):
-    raise errors.UserError(
-      f'--with=transformers is for an exported folder on this machine, and'
-      f' {stored.path} is none; give the --output of `convert export'
-      f' --checkpoint={stored.path}` as the second model.'
-    )
-  raw = atomic.read_json(stored.path / tensor_folder.CONFIG)
-  if raw['model_type'] == config_json.NATIVE_TYPE and 'auto_map' not in raw:
-    problem = torch_export.problem(stored.model)
-    raise errors.UserError(
-      f'{stored.path} is in the layout of encdec_adapt and carries no code for'
-      f' transformers: {problem or "it was exported by an earlier version"}.'
-      ' Leave out --with.'
-    )
-
-
 def _transformers_logits(
   stored: model_on_disk.StoredModel, tokens: Mapping[str, np.ndarray]
 ) -> np.ndarray:
-  """Computes the same in torch, by the class that config.json names."""
+  """Computes the same in torch, by the class that config.json names.
+
+  Raises:
+    UserError: the extra is not installed, or transformers cannot load the
+      model.
+  """
+  packages.require('--with=transformers', 'peer', 'torch', 'transformers')
+  inspection.require_exported(stored)
+  raw = atomic.read_json(stored.path / tensor_folder.CONFIG)
+  is_native = raw['model_type'] == config_json.NATIVE_TYPE
+  if is_native and (problem := torch_export.problem(stored.model)):
+    raise errors.UserError(
+      f'{stored.path} has no code for transformers: {problem}.'
+      ' Leave out --with.'
+    )
   # Here and not above: torch is a peer to compare with, not a dependency.
   import torch
   import transformers
 
-  raw = atomic.read_json(stored.path / tensor_folder.CONFIG)
-  is_native = raw['model_type'] == config_json.NATIVE_TYPE
-  name = 'AutoModelForSeq2SeqLM' if is_native else raw['architectures'][0]
-  model = getattr(transformers, name).from_pretrained(
-    stored.path,
-    dtype=torch.float32,
-    attn_implementation='eager',  # As in the parity tests.
-    trust_remote_code=is_native,
-  )
+  try:
+    name = 'AutoModelForSeq2SeqLM' if is_native else raw['architectures'][0]
+    model = getattr(transformers, name).from_pretrained(
+      stored.path,
+      dtype=torch.float32,
+      attn_implementation='eager',  # As in the parity tests.
+      trust_remote_code=is_native,
+    )
+  except (AttributeError, LookupError, ImportError, OSError, ValueError) as e:
+    raise errors.UserError(
+      f'transformers cannot load {stored.path}: {e}'
+    ) from e
   inputs = {'input_ids': tokens['decoder']}
   if 'encoder' in tokens:
     inputs = {'decoder_input_ids': tokens['decoder']}

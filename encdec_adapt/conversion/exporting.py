@@ -14,6 +14,7 @@ import numpy as np
 from encdec_adapt.base import errors
 from encdec_adapt.cli import command
 from encdec_adapt.conversion import (
+  inspection,
   model_card,
   model_on_disk,
   pretrained_files,
@@ -89,15 +90,15 @@ def export_folder(values: flags.FlagValues, _: list[str]) -> int:
     # Notes go into the card too: a user of the folder sees no terminal.
     # Relative names: a decoder's tokenizer may be in a subfolder.
     files = {name: tokenizers / name for name in paths.tree(tokenizers)}
-    options = model_card.Options(
-      native,
+    card = model_card.write(
+      stored,
+      native=native,
       dtype=name,
       notes=notes,
       tokenizers=files,
-      languages=values.language.split(',') if values.language else (),
-      evaluation=values.evaluation or '',
+      languages=values.language,
+      evaluation=values.evaluation,
     )
-    card = model_card.write(stored, options)
     text = json.dumps(generation, indent=2) + '\n'
     files[tensor_folder.GENERATION] = text.encode()
     export.write(
@@ -115,27 +116,21 @@ def export_folder(values: flags.FlagValues, _: list[str]) -> int:
   return 0
 
 
-def push_folder(path: str, repo: str, *, public: bool) -> None:
-  """Uploads a folder to the Hub; prints its files, their sizes, its address.
-
-  Args:
-    path: an exported folder, local.
-    repo: ORG/NAME.
-    public: whether everybody may read it.
+def push_folder(values: flags.FlagValues, operands: list[str]) -> int:
+  """Runs `convert push`: prints files, sizes and the address of an upload.
 
   Raises:
     UserError: it is no model folder, or damaged; see also `hub.push`.
   """
-  stored = model_on_disk.open_model(path)  # Checks the headers of its files.
-  if stored.checkpoint or paths.is_bucket(stored.path):
-    raise errors.UserError(
-      f'{path} is no exported folder on this machine; give the --output of'
-      f' `convert export --checkpoint={path}`.'
-    )
+  command.require(values, 'repo')
+  stored = model_on_disk.open_model(operands[0])  # Checks its files' headers.
+  inspection.require_exported(stored)
   sizes = {x: paths.size(stored.path / x) for x in paths.tree(stored.path)}
-  for name, size in {**sizes, f'to {repo}': sum(sizes.values())}.items():
+  total = {f'to {values.repo}': sum(sizes.values())}
+  for name, size in {**sizes, **total}.items():
     print(f'{disk.format_bytes(size):>12} {name}')
-  print(hub.push(stored.path, repo, public=public))
+  print(hub.push(stored.path, values.repo, public=values.public))
+  return 0
 
 
 def _is_native(model: model_config.ModelConfig, layout: str) -> bool:

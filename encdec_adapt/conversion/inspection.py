@@ -9,7 +9,7 @@ import dataclasses
 
 from encdec_adapt.base import errors
 from encdec_adapt.conversion import model_on_disk
-from encdec_adapt.files import disk
+from encdec_adapt.files import disk, paths
 from encdec_adapt.huggingface import config_json, torch_export
 from encdec_adapt.models import model_config, parameters
 
@@ -28,6 +28,15 @@ def transformers_class(model: model_config.ModelConfig) -> str | None:
   except errors.UserError:
     return None
   return raw['architectures'][0]
+
+
+def require_exported(stored: model_on_disk.StoredModel) -> None:
+  """Refuses a model that is no exported folder on this machine."""
+  if stored.checkpoint or paths.is_bucket(stored.path):
+    raise errors.UserError(
+      f'{stored.path} is no exported folder on this machine; give the --output'
+      f' of `convert export --checkpoint={stored.path}`.'
+    )
 
 
 def _head(stored: model_on_disk.StoredModel) -> Iterator[str]:

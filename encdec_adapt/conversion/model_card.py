@@ -3,8 +3,7 @@
 Reads the JSON files that runs leave; opens no model besides the exported one.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-import dataclasses
+from collections.abc import Collection, Iterable, Iterator, Sequence
 import math
 import re
 from typing import Any
@@ -65,17 +64,16 @@ python -m encdec_adapt.convert push . --repo=ORG/NAME
 
 ## License
 
-{license}
+Weights that were made from others are under the terms of those others. The
+metadata state them as far as the README.md of the base models does.
 """
 _NATIVE = """The folder is in the layout of encdec_adapt, for models of any
 families: config.json has `model_type` `encdec_adapt` and, as `model`, the keys
 of `config.model`; the tensors are named `<stack>.layers.<number>.<part>`,
 kernels are stored as [in, out] with heads apart ([D, N, H] of a query,
-[N, H, D] of an output), and token tables without padding rows. {code}
+[N, H, D] of an output), and token tables without padding rows.
 
 """
-_CODE = """`modeling_encdec_adapt.py` is the torch code that transformers runs;
-`trust_remote_code=True` allows that."""
 # Runs in the folder, as a test does it.
 _SNIPPET = """With transformers, here or by the name on the Hub:
 
@@ -94,60 +92,50 @@ print({prefix}tokenizer.decode(tokens[0], skip_special_tokens=True))
 
 """
 _DECODER = """decoder_tokenizer = AutoTokenizer.from_pretrained(
-  {folder}, subfolder='{subfolder}'
+  {}, subfolder='{}'
 )
 """
 
 
-@dataclasses.dataclass(frozen=True)
-class Options:
-  """Contents of a card that the model's files do not state.
-
-  Attributes:
-    native: whether the folder is in the native layout.
-    dtype: dtypes of the tensors.
-    notes: notes that the command printed.
-    tokenizers: names of the tokenizer files.
-    languages: codes such as 'en'; without any, those of the base models.
-    evaluation: output folder of `evaluate` whose results of this model go into
-      the metadata; '' for none.
-  """
-
-  native: bool
-  dtype: str
-  notes: Sequence[str]
-  tokenizers: Collection[str]
-  languages: Sequence[str] = ()
-  evaluation: str = ''
-
-
-def write(stored: model_on_disk.StoredModel, options: Options) -> str:
+def write(
+  stored: model_on_disk.StoredModel,
+  *,
+  native: bool,
+  dtype: str,
+  notes: Sequence[str],
+  tokenizers: Collection[str],
+  languages: Sequence[str],
+  evaluation: str | None,
+) -> str:
   """Returns the model card of an exported model.
 
   Args:
     stored: the exported checkpoint or folder.
-    options: the other contents.
+    native: whether it is written in the native layout.
+    dtype: dtypes of the exported tensors.
+    notes: notes that the command printed.
+    tokenizers: names of the exported tokenizer files.
+    languages: codes such as 'en'; without any, those of the base models.
+    evaluation: output folder of `evaluate` whose results of this model go into
+      the metadata; None for none.
 
   Raises:
     UserError: a file of the run is damaged, or the evaluation has no results of
       this model.
   """
   model = stored.model
-  arguments, layout, native = "'.'", '', options.native
+  arguments = "'.'"
   rule = getattr(model.stacks.get('encoder'), 'window_rule', None)
   # The example names it, as the authors' rule for a T5Gemma is 'exclusive'.
   if rule == 'inclusive' and not native:
     arguments += ", encoder_window='inclusive'"
-  problem = torch_export.problem(model) if native else ''
-  if native:
-    code = f'No code for transformers comes with it: {problem}.'
-    layout = _NATIVE.format(code=code if problem else _CODE)
-  lines = ''.join(f'- {note}\n' for note in options.notes)
-  bases = pretrained_files.base_models(stored.path)
+  has_class = not (native and torch_export.problem(model))
+  generates = has_class and tokenizers and model.architecture.generates
+  lines = ''.join(f'- {note}\n' for note in notes)
   metadata = {
-    'library_name': 'encdec_adapt' if problem else 'transformers',
+    'library_name': 'transformers' if has_class else 'encdec_adapt',
     'tags': ['encdec_adapt'],
-    **_metadata(stored, bases, options),
+    **_metadata(stored, languages, evaluation),
   }
   return _CARD.format(
     # YAML, as the Hub reads it.
@@ -155,92 +143,76 @@ def write(stored: model_on_disk.StoredModel, options: Options) -> str:
     name=model_on_disk.title(stored.name),
     count=parameters.count(model),
     kind=model.architecture.name,
-    dtype=options.dtype,
+    dtype=dtype,
     shape='\n'.join(_shape(model)),
     history='\n'.join(_history(stored.name, stored.path, stored.step)),
     notes=f'## Notes\n\n{lines}\n' * bool(lines),
-    snippet='' if problem else _snippet(model, options),
+    snippet=_snippet(model, native, tokenizers) if generates else '',
     arguments=arguments,
-    layout=layout,
-    license=_license(bases),
+    layout=_NATIVE * native,
   )
 
 
-def _snippet(model: model_config.ModelConfig, options: Options) -> str:
-  """Returns the code that generates text; '' without a tokenizer."""
-  if not (options.tokenizers and model.architecture.generates):
-    return ''
-  folder = 'folder' + ', trust_remote_code=True' * options.native
+def _snippet(
+  model: model_config.ModelConfig, native: bool, tokenizers: Collection[str]
+) -> str:
+  """Returns the code that generates text."""
+  folder = 'folder' + ', trust_remote_code=True' * native
   name = inspection.transformers_class(model)
   subfolder = model_on_disk.DECODER_TOKENIZER
-  is_separate = any(x.startswith(f'{subfolder}/') for x in options.tokenizers)
-  decoder = _DECODER.format(folder=folder, subfolder=subfolder)
+  is_separate = any(x.startswith(f'{subfolder}/') for x in tokenizers)
   return _SNIPPET.format(
-    name='AutoModelForSeq2SeqLM' if options.native else name,
+    name='AutoModelForSeq2SeqLM' if native else name,
     folder=folder,
-    decoder=decoder * is_separate,
+    decoder=_DECODER.format(folder, subfolder) * is_separate,
     prefix='decoder_' * is_separate,
   )
 
 
-def _license(bases: Iterable[Mapping[str, Any]]) -> str:
-  """Returns a sentence for each base model."""
-  lines = [
-    f'- `{base["name"]}`: {base["license"]}.'
-    if 'license' in base
-    else f'- `{base["name"]}`: its folder has no README.md that states one.'
-    for base in bases
-  ]
-  if not lines:
-    return 'Trained from random weights; state a license in the metadata above.'
-  terms = 'Weights are under the terms of those they are from:'
-  return '\n'.join([terms, '', *lines])
-
-
 def _metadata(
   stored: model_on_disk.StoredModel,
-  bases: Sequence[Mapping[str, Any]],
-  options: Options,
+  languages: Sequence[str],
+  evaluation: str | None,
 ) -> dict[str, Any]:
   """Returns the fields that the Hub reads, without those that are empty."""
-  path = stored.path
   config, summary = (
-    _read(path / file) if stored.checkpoint else {}
+    _read(stored.path / file) if stored.checkpoint else {}
     for file in (config_lib.RUN_CONFIG, compute_cost.SUMMARY)
   )
-  licenses = {base.get('license'): base for base in bases}
   fields: dict[str, Any] = {}
-  # None where it is unknown, which no other license stands for.
-  if len(licenses) == 1 and None not in licenses:
-    names = 'license', 'license_name', 'license_link'
-    fields = {name: bases[0][name] for name in names if name in bases[0]}
-  elif licenses and None not in licenses:
-    fields = {'license': 'other', 'license_name': ' and '.join(licenses)}
-  languages = [x for base in bases for x in base.get('languages', ())]
-  fields['language'] = [*dict.fromkeys(options.languages or languages)]
+  bases = pretrained_files.base_models(stored.path)
+  # The license is 'other' where it has a name.
+  licenses = [x.get('license_name', x.get('license')) for x in bases]
+  if len(set(licenses)) == 1:
+    fields = {k: v for k, v in bases[0].items() if k.startswith('license')}
+  elif licenses:
+    terms = [
+      f'{license or "unknown"} ({base["name"]})'
+      for license, base in zip(licenses, bases, strict=True)
+    ]
+    fields = {'license': 'other', 'license_name': ' and '.join(terms)}
+  stated = [x for base in bases for x in base.get('languages', ())]
+  fields['language'] = [*dict.fromkeys(languages or stated)]
   fields['base_model'] = [base['name'] for base in bases if base['on_hub']]
   source = config.get('data', {}).get('source', '')
   fields['datasets'] = _DATASET.findall(source)
-  results = []
+  scores = _evaluation(stored, evaluation) if evaluation else {}
   loss = summary.get('eval_loss', math.nan)
   # Of the last step; YAML has numbers that JSON and the Hub have not.
   if math.isfinite(loss) and summary['steps'] == stored.step:
-    results.append(_result(f'held-out {_sources(source)}', {'loss': loss}))
-  for task, metrics in _evaluation(stored, options.evaluation).items():
-    results.append(_result(task, metrics))
+    scores = {f'held-out {_sources(source)}': {'loss': loss}, **scores}
+  results = [
+    {
+      'task': {'type': 'text-generation'},
+      'dataset': {'name': task, 'type': task},
+      'metrics': [{'type': k, 'value': v} for k, v in metrics.items()],
+    }
+    for task, metrics in scores.items()
+  ]
   if results:
     name = model_on_disk.title(stored.name)
     fields['model-index'] = [{'name': name, 'results': results}]
   return {name: value for name, value in fields.items() if value}
-
-
-def _result(dataset: str, metrics: Mapping[str, float]) -> dict[str, Any]:
-  """Returns the metrics of a data set as the Hub's model-index has them."""
-  return {
-    'task': {'type': 'text-generation'},
-    'dataset': {'name': dataset, 'type': dataset},
-    'metrics': [{'type': k, 'value': v} for k, v in metrics.items()],
-  }
 
 
 def _evaluation(
@@ -249,25 +221,21 @@ def _evaluation(
   """Reads the results of a model: task -> metric -> value.
 
   Raises:
-    UserError: there are none in the folder; names the models that it has.
+    UserError: there are none in the folder.
   """
+  file = paths_lib.at(folder) / 'results.jsonl'
+  records = text_lines.read_json(str(file)) if file.exists() else {}
   scores: dict[str, dict[str, float]] = {}
-  runs = set()
-  file = f'{folder}/results.jsonl'
-  for record in text_lines.read_json(file).values() if folder else ():
-    runs.add(record['run'])
+  for record in records.values():
     # Later lines replace earlier ones; a value that is not finite is null.
-    if (
-      record['fingerprint'] == stored.fingerprint
-      and record['value'] is not None
-    ):
+    is_ours = record['fingerprint'] == stored.fingerprint
+    if is_ours and record['value'] is not None:
       task = scores.setdefault(record['task'], {})
       task[record['metric']] = record['value']
-  if folder and not scores:
+  if not scores:
     raise errors.UserError(
-      f'--evaluation={folder} has no results of {stored.name} as it is now, but'
-      f' those of {", ".join(sorted(runs))}. Run `evaluate'
-      f' --checkpoint={stored.name} --output={folder}`.'
+      f'--evaluation={folder} has no results of {stored.name} as it is now; run'
+      f' `evaluate --checkpoint={stored.name} --output={folder}`.'
     )
   return scores
 

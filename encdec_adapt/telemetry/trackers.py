@@ -48,16 +48,15 @@ class TensorBoard:
       first_step: number of steps done before this start.
       config: the configuration of the job.
     """
-    place = f'{time.time():.6f}.{socket.gethostname()}.{os.getpid()}'
+    start = f'{time.time():.6f}.{socket.gethostname()}.{os.getpid()}'
     (folder / EVENTS).mkdir(parents=True, exist_ok=True)
-    self._file = append_log.append(
-      folder / EVENTS / f'events.out.tfevents.{place}'
-    )
+    file = folder / EVENTS / f'events.out.tfevents.{start}'
+    self._file = append_log.append(file)
     self._writer = record_writer.RecordWriter(self._file)
     self._add(file_version='brain.Event:2')
     # Makes TensorBoard discard later steps of earlier files.
-    start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-    self._add(step=first_step + 1, session_log=start)
+    session = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+    self._add(step=first_step + 1, session_log=session)
     rows = [{'config.json': json.dumps(config, indent=1)}]
     self.table('config', first_step + 1, rows)
 
@@ -100,9 +99,8 @@ class WeightsAndBiases:
 
     problem = 'it has no credentials'
     try:
-      if wandb.setup().settings.mode != 'online':
-        return
-      if wandb.login(prompt=False, verify=False):
+      is_offline = wandb.setup().settings.mode != 'online'
+      if is_offline or wandb.login(prompt=False, verify=False):
         return
     except wandb.errors.Error as error:
       problem = str(error)
