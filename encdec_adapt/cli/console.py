@@ -7,8 +7,7 @@ import the commands: it runs the one that is named.
 import ast
 from collections.abc import Sequence
 import importlib
-import importlib.util
-import pathlib
+import pkgutil
 import runpy
 import sys
 
@@ -47,6 +46,5 @@ def _run(arguments: Sequence[str]) -> int:
 
 def _summary(command: str) -> str:
   """Returns the first line of a command's docstring, without importing it."""
-  spec = importlib.util.find_spec(f'{_PACKAGE}.{command}')
-  text = pathlib.Path(spec.origin).read_text(encoding='utf-8')
-  return ast.get_docstring(ast.parse(text)).splitlines()[0]
+  source = pkgutil.get_data(_PACKAGE, f'{command}.py')
+  return ast.get_docstring(ast.parse(source)).splitlines()[0]

@@ -51,7 +51,7 @@ A model with {count:,} parameters ({kind}), exported in {dtype} by encdec_adapt.
 ```python
 import encdec_adapt
 
-model = encdec_adapt.load({arguments})
+model = encdec_adapt.load('.')
 ```
 
 {layout}## Upload
@@ -124,11 +124,6 @@ def write(
       this model.
   """
   model = stored.model
-  arguments = "'.'"
-  rule = getattr(model.stacks.get('encoder'), 'window_rule', None)
-  # The example names it, as the authors' rule for a T5Gemma is 'exclusive'.
-  if rule == 'inclusive' and not native:
-    arguments += ", encoder_window='inclusive'"
   has_class = not (native and torch_export.problem(model))
   generates = has_class and tokenizers and model.architecture.generates
   lines = ''.join(f'- {note}\n' for note in notes)
@@ -148,7 +143,6 @@ def write(
     history='\n'.join(_history(stored.name, stored.path, stored.step)),
     notes=f'## Notes\n\n{lines}\n' * bool(lines),
     snippet=_snippet(model, native, tokenizers) if generates else '',
-    arguments=arguments,
     layout=_NATIVE * native,
   )
 

@@ -184,7 +184,6 @@ def test_a_pair_comes_back_from_its_folder(folder, adapted):
   assert raws[1] == {**raws[0], 'encoder_window': 'inclusive'}
   card = (other / 'README.md').read_text()
   assert 'look at 8 tokens on either side, as in transformers 5.23' in card
-  assert "load('.', encoder_window='inclusive')" in card
   assert convert_('verify', one, other, folders.ROUNDED) == 1
 
 
