@@ -4,10 +4,8 @@
 import the commands: it runs the one that is named.
 """
 
-import ast
 from collections.abc import Sequence
 import importlib
-import pkgutil
 import runpy
 import sys
 
@@ -29,9 +27,10 @@ def _run(arguments: Sequence[str]) -> int:
   if name == '--version':
     print(_PACKAGE, importlib.import_module(_PACKAGE).__version__)
   elif name in ('-h', '--help'):
-    print('encdec-adapt COMMAND [flags]; --help after a command shows them')
-    for command in COMMANDS:
-      print(f'  {command:<13}{_summary(command)}')
+    print(
+      'encdec-adapt COMMAND [flags], where COMMAND is one of'
+      f' {", ".join(COMMANDS)}; --help after it shows its flags'
+    )
   elif name in COMMANDS:
     del sys.argv[1]
     # As `python -m` does: worker processes import the main module by its name.
@@ -42,9 +41,3 @@ def _run(arguments: Sequence[str]) -> int:
       f' argument is one of {", ".join(COMMANDS)}.'
     )
   return 0
-
-
-def _summary(command: str) -> str:
-  """Returns the first line of a command's docstring, without importing it."""
-  source = pkgutil.get_data(_PACKAGE, f'{command}.py')
-  return ast.get_docstring(ast.parse(source)).splitlines()[0]

@@ -112,7 +112,7 @@ def test_configurations_are_found_beside_a_foreign_folder(
 @pytest.mark.parametrize(
   'arguments, status, words',
   [
-    ([], 0, [f'\n  {name} ' for name in console.COMMANDS]),
+    ([], 0, console.COMMANDS),
     (['--version'], 0, [f'encdec_adapt {encdec_adapt.__version__}\n']),
     (['trian'], 2, ["did you mean 'train'?"]),
     (['train', '--config=gemma3'], 2, ['gemma3', 'gemma2, lookups']),
