@@ -126,6 +126,10 @@ def test_it_verifies_learns_labels_and_refuses_unknown_options(tmp_path):
   assert all(weight.grad is not None for weight in theirs.parameters())
   with pytest.raises(NotImplementedError, match='output_attentions'):
     theirs(input_ids=inputs, labels=labels, output_attentions=True)
+  for file in folder.glob('*.py'):
+    file.unlink()
+  with pytest.raises(errors.UserError, match='transformers cannot load'):
+    tiny.convert('verify', folder, folder, *flags)
 
 
 def test_experts_are_exported_without_the_code(tmp_path):
