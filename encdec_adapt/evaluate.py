@@ -14,8 +14,9 @@ OUTPUT/report.html. See `evaluation/README.md`.
 from collections.abc import Iterable, Mapping, Sequence
 import contextlib
 import dataclasses
+import itertools
 import time
-from typing import Protocol
+from typing import Any, Protocol
 
 from absl import flags
 
@@ -26,6 +27,7 @@ from encdec_adapt.conversion import (
   model_in_memory,
   model_on_disk,
   prompt_encoding,
+  text_generation,
 )
 from encdec_adapt.data.records import record_sets
 from encdec_adapt.evaluation.measures import (
@@ -74,30 +76,12 @@ define_flags = command.define(
   ),
   command.integer('limit', 'Most examples of a task.', lower_bound=1),
   command.boolean('allow_code', 'Run programs that the model generates.'),
-  command.string('pairs', 'FILE.jsonl[#INPUT,TARGET]: text to text.'),
-  command.integer(
-    'max_tokens',
-    'Most tokens of an answer to --pairs.',
-    default=64,
-    lower_bound=1,
-  ),
-  command.integer(
-    'beams',
-    'Beams of a beam search for answers to --pairs; 1 for greedy answers.',
-    default=1,
-    lower_bound=1,
-  ),
-  command.number(
-    'length_penalty',
-    'Beams are compared by their log-probability divided by their length to'
-    ' this power.',
-    default=1.0,
-  ),
   command.string(
-    'prefix',
-    "Text before every input of --pairs, '' for none; by default the task"
-    ' prefix that the run was trained with.',
+    'pairs',
+    'FILE.jsonl[#INPUT,TARGET]: text to text, answered with --max_tokens,'
+    ' --beams, --length_penalty and --prefix.',
   ),
+  command.options(text_generation.Options, *text_pairs.OPTIONS),
   command.boolean(
     'run_prefix', 'Put the prefix before prompts of tasks and retrieval, too.'
   ),
@@ -146,15 +130,16 @@ class Evaluation(Protocol):
     model: model_in_memory.LoadedModel,
     rows: int,
     report: progress.Report,
-    keep: predictions.Keep,
-  ) -> Iterable[results_store.Score]:
+  ) -> Iterable[predictions.Result]:
     """Measures a model; every process of a job takes part.
 
     Args:
       model: the model.
       rows: rows at a time; divides over the model's devices.
       report: called with the number of examples done and of all.
-      keep: called with every example that the model generated an answer to.
+
+    Returns:
+      Scores, and the answers that the model generated for them.
     """
 
 
@@ -219,24 +204,24 @@ def run(values: flags.FlagValues) -> dict[str, list[results_store.Score]]:
       for path, x in models.items()
     }
     with contextlib.ExitStack() as stack:
-      store, files = None, {}
+      store, options = None, [x.options() for x in evaluations]
       # A single writer: other processes learn from it which scores are missing.
       if distributed.is_lead():
         stack.enter_context(lock.hold(values.output))
         store = stack.enter_context(results_store.Store(values.output))
-        files = {
-          path: [
-            predictions.PredictionFile(values.output, model, x.options())
-            for x in evaluations
-          ]
-          for path, model in identities.items()
-        }
+        # Before hours of work, after which a wrong file would be found.
+        for model, x in itertools.product(identities.values(), options):
+          predictions.read(values.output, model, x)
       scores = {
-        path: evaluate(model, models[path], evaluations, store, values, files)
+        path: evaluate(model, models[path], evaluations, options, store, values)
         for path, model in identities.items()
       }
       if store:
-        _report(values, plan, evaluations, models, scores, files)
+        answers = {
+          path: [predictions.read(values.output, model, x) for x in options]
+          for path, model in identities.items()
+        }
+        _report(values, plan, evaluations, models, scores, answers)
     # The others wait for the report, so that all processes end together.
     distributed.barrier('report')
   return scores
@@ -267,11 +252,8 @@ def _evaluations(
     evaluations.append(
       text_pairs.read(
         values.pairs,
-        values.max_tokens,
         values.limit,
-        beams=values.beams,
-        length_penalty=values.length_penalty,
-        prefix=values.prefix,
+        **{name: values[name].value for name in text_pairs.OPTIONS},
       )
     )
   if values.retrieval:
@@ -309,9 +291,9 @@ def evaluate(
   model: results_store.Model,
   stored: model_on_disk.StoredModel,
   evaluations: Sequence[Evaluation],
+  options: Sequence[results_store.Options],
   store: results_store.Store | None,
   values: flags.FlagValues,
-  files: Mapping[str, Sequence[predictions.PredictionFile]],
 ) -> list[results_store.Score]:
   """Computes the scores of a model that the store lacks.
 
@@ -319,17 +301,15 @@ def evaluate(
     model: identity of the model; its `run` is the path as it was given.
     stored: the model; its parameters are read only if a score is missing.
     evaluations: the evaluations, all suited to the model.
+    options: options of each evaluation.
     store: gets the scores; None on processes other than 0.
     values: the flags of the command.
-    files: get the predictions of every evaluation, by path of the model; empty
-      on processes other than 0.
 
   Returns:
     All scores, on process 0.
   """
   log = print if store else lambda *_, **__: None
   path = model.run
-  options = [evaluation.options() for evaluation in evaluations]
   # The lead decides for all, as every process takes part in each evaluation.
   missing = distributed.from_lead(
     lambda: [i for i, o in enumerate(options) if not store.find(model, o)]
@@ -346,13 +326,12 @@ def evaluate(
   for number, i in enumerate(missing, 1):
     start, name = time.monotonic(), evaluations[i].name
     report = progress.CountProgress(name) if store else lambda *_: None
-    examples: list[predictions.Prediction] = []
-    keep = examples.append
-    scores = list(evaluations[i].scores(loaded, rows, report, keep))
+    results = list(evaluations[i].scores(loaded, rows, report))
+    scores = [x for x in results if isinstance(x, results_store.Score)]
     # After each: an interrupted command loses a single evaluation.
     if store:
       # First: stored scores are those of an evaluation that is complete.
-      files[path][i].write(examples)
+      predictions.write(values.output, model, options[i], results)
       store.add(model, options[i], scores)
     duration = progress.format_seconds(time.monotonic() - start)
     text = ', '.join(f'{x.task} {x.metric} {x.value:.4g}' for x in scores[:4])
@@ -372,7 +351,7 @@ def _report(
   evaluations: Sequence[Evaluation],
   models: Mapping[str, model_on_disk.StoredModel],
   results: Mapping[str, Sequence[results_store.Score]],
-  files: Mapping[str, Sequence[predictions.PredictionFile]],
+  answers: Mapping[str, Sequence[Sequence[Mapping[str, Any]]]],
 ) -> None:
   """Prints the tables and writes the report.
 
@@ -382,7 +361,7 @@ def _report(
     evaluations: all evaluations.
     models: the models by path.
     results: scores by path of a model.
-    files: predictions by path of a model.
+    answers: predictions of each evaluation by path of a model.
   """
   names = score_tables.short_names(list(models))
   # Means of groups are not stored, as they follow from the scores of tasks.
@@ -406,19 +385,20 @@ def _report(
       print(f'\n{title}\n{score_tables.text(rows)}')
   # Texts are too wide for a terminal.
   tables['Predictions'] = predictions.table(
-    {names[path]: model_files for path, model_files in files.items()}
+    {names[path]: lines for path, lines in answers.items()}
   )
   print('\n'.join(['', *notes]))
   # Evaluations of answers only: no losses, costs or attention.
   kinds = task_groups.Task | text_pairs.Pairs
   tasks = {x.name for x in evaluations if isinstance(x, kinds)}
   quality = score_tables.quality(scores, tasks | {*retrieval_tasks.FACTS})
-  per_query, spread = {}, {}
+  per_query = {}
   if values.cost and quality[1]:
     generated = _lengths(values.cost)[1]
-    for name, x in score_tables.costs(scores).items():
-      per_query[name] = inference_cost.per_query(x, generated)
-      spread[name] = inference_cost.spread(x, generated)
+    per_query = {
+      name: inference_cost.per_query(x, generated)
+      for name, x in score_tables.costs(scores).items()
+    }
   html_report.write_evaluation(
     {
       'title': f'Evaluation of {", ".join(scores)}',
@@ -426,7 +406,6 @@ def _report(
       'tables': tables,
       'quality': quality,
       'per_query': per_query,
-      'spread': spread,
       'needles': needles,
       'attention': attention_analysis.figures(scores),
       'environment': environment.report(),

@@ -66,77 +66,7 @@ define_flags = command.define(
     ' ("role", "content").',
     agrees=False,
   ),
-  command.integer(
-    'max_tokens', 'Maximum generated tokens.', default=64, lower_bound=1
-  ),
-  command.integer(
-    'max_prompt',
-    'Maximum tokens of a prompt, BOS included; a longer one keeps BOS, mode,'
-    ' task prefix and its last tokens. Without it, prompts longer than'
-    " max_position_embeddings of the model's config.json are refused.",
-    lower_bound=2,
-  ),
-  command.string(
-    'prefix',
-    "Text before every prompt, '' for none; by default the task prefix that the"
-    ' run was trained with.',
-  ),
-  command.string(
-    'mode',
-    'Mode token of UL2 that every prompt begins with: R, S or X, of those that'
-    ' the run was trained with.',
-    default='',
-  ),
-  command.boolean(
-    'sentinels',
-    'Read names of sentinels in a prompt as tokens, and show them in the'
-    ' continuation.',
-  ),
-  command.number('temperature', '0 is greedy.', default=0.0),
-  command.integer('top_k', 'Draw among the k likeliest tokens only.'),
-  command.number(
-    'top_p', 'Draw among the likeliest tokens that reach this probability only.'
-  ),
-  command.number(
-    'min_p',
-    'Draw among tokens with at least this share of the largest probability.',
-  ),
-  command.number(
-    'repetition_penalty',
-    'Divides positive logits, and multiplies negative ones, of tokens that the'
-    ' decoder has read; 1 for none.',
-    default=1.0,
-  ),
-  command.integer(
-    'seed',
-    'Seed of all draws; each prompt draws on its own.',
-    default=0,
-    lower_bound=0,
-  ),
-  command.integer(
-    'beams', 'Beams of a beam search; 1 for none.', default=1, lower_bound=1
-  ),
-  command.number(
-    'length_penalty',
-    'Beams are compared by their log-probability divided by their length to'
-    ' this power.',
-    default=1.0,
-  ),
-  command.flag(
-    'multi_string',
-    'stop',
-    'Text that ends a continuation, which does not contain it; may be'
-    ' repeated.',
-    default=[],
-  ),
-  command.integer(
-    'batch_size',
-    'Rows at a time: prompts, or the beams of prompts.',
-    default=8,
-    lower_bound=1,
-  ),
-  command.boolean('int8', 'Keep kernels as 8-bit integers.'),
-  command.boolean('chat', "Take prompts as a user's turns and answer them."),
+  command.options(text_generation.Options),
   command.choice(
     'embed',
     list(pooling.POOLINGS),

@@ -24,6 +24,7 @@ from encdec_adapt.conversion import (
   model_on_disk,
   pretrained_files,
   prompt_encoding,
+  text_generation,
 )
 from encdec_adapt.files import disk
 from encdec_adapt.inference import engine as engine_lib
@@ -46,7 +47,7 @@ define_flags = command.define(
   command.integer(
     'batch_size', 'Requests at a time.', default=8, lower_bound=1
   ),
-  command.boolean('int8', 'Keep kernels as 8-bit integers.'),
+  command.options(text_generation.Options, 'prefix', 'int8'),
   command.integer(
     'max_prompt',
     'Maximum tokens of a prompt, BOS included; by default'
@@ -58,11 +59,6 @@ define_flags = command.define(
     'Maximum generated tokens of a request.',
     default=1024,
     lower_bound=1,
-  ),
-  command.string(
-    'prefix',
-    "Text before every prompt that is a text, '' for none; by default the task"
-    ' prefix that the run was trained with.',
   ),
   command.boolean(
     'run_prefix', 'Put the prefix before prompts of token ids, too.'

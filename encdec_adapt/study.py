@@ -284,7 +284,14 @@ def _run(
   if cost:
     request, _ = cost['decode_ms']  # Lengths are among the options.
     values = {metric: score.value for metric, (_, score) in cost.items()}
-    request |= values | inference_cost.per_query(values, request['generated'])
+    if 'decode_ms_low' not in values:
+      raise errors.UserError(
+        f'an earlier version measured the cost of {folder}, without quartiles;'
+        f' remove the files of the evaluation in {root / "stages"} and give the'
+        ' command again, which measures only the cost.'
+      )
+    costs = inference_cost.per_query(values, request['generated'])
+    request |= values | {axis: median for axis, (_, median, _) in costs.items()}
   is_trained = (root / folder / metrics.FILE).exists()
   lines = metrics.read_metrics(root / folder) if is_trained else []
   evals = [line for line in lines if line['kind'] == 'eval']

@@ -11,6 +11,7 @@ from encdec_adapt import study, train
 from encdec_adapt.base import errors
 from encdec_adapt.cli import command
 from encdec_adapt.evaluation import study_stages
+from encdec_adapt.evaluation.results import results_store
 from encdec_adapt.files import paths
 from encdec_adapt.telemetry import compute_cost
 from tests import tiny
@@ -44,6 +45,16 @@ def test_an_imported_decoder_has_the_numbers_of_its_training(tmp_path):
   assert (training['steps'], training['target_tokens']) == (3000, 6141172)
   assert training['eval_loss_at_step_0'] > 8 > 3 > training['eval_loss']
   assert training['inclusive'] == summary['inclusive']
+
+
+def test_costs_of_an_earlier_version_are_to_be_measured_again(tmp_path):
+  model = results_store.Model(f'{tmp_path}/a', 3, 'f')
+  with results_store.Store(tmp_path) as store:
+    for task, metric in (('held_out', 'loss'), ('cost', 'decode_ms')):
+      score = results_store.Score(task, metric, 2.0, None, 1)
+      store.add(model, {'generated': 32}, [score])
+    with pytest.raises(errors.UserError, match='cost of a, .* remove .*stages'):
+      study._run(paths.at(tmp_path), 'a', store)
 
 
 def test_bad_flags_are_refused_before_the_first_stage(tmp_path, monkeypatch):

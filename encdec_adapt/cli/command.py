@@ -14,6 +14,7 @@ import re
 import shlex
 import sys
 import traceback
+import typing
 from typing import Any
 
 from absl import app as absl_app
@@ -21,13 +22,15 @@ from absl import flags, logging
 from ml_collections import config_flags
 
 from encdec_adapt import configs
-from encdec_adapt.base import errors, exit_status
+from encdec_adapt.base import errors, exit_status, keys
 from encdec_adapt.cluster import distributed
 
 # absl and ml_collections raise these for bad flags and configuration keys.
 _BAD_FLAGS = (flags.Error, LookupError, AttributeError, TypeError, ValueError)
 _LIBRARIES = re.compile('/(absl|ml_collections)/')
 DefineFlags = Callable[[flags.FlagValues], None]
+# Kinds of flags by the type of their values.
+_KINDS = {bool: 'bool', int: 'integer', float: 'float', str: 'string'}
 _AGREES = 'agrees'  # Attribute of the flags that must agree.
 _ARGUMENTS = 'arguments'  # Attribute of --config: all arguments of the command.
 
@@ -79,6 +82,24 @@ boolean = functools.partial(flag, 'bool')
 integer = functools.partial(flag, 'integer')
 number = functools.partial(flag, 'float')
 choice = functools.partial(flag, 'enum')
+
+
+def options(section: type, *names: str) -> DefineFlags:
+  """Returns a function that defines flags for fields of a dataclass.
+
+  Args:
+    section: dataclass with fields made by `keys.key`, which checks the bounds.
+    *names: names of the fields; all of them by default.
+  """
+  types = typing.get_type_hints(section)
+  definitions = []
+  for name, _, key, default in keys.keys_of(section):
+    # The type of a field that may be None comes first.
+    kind, *_ = typing.get_args(types[name]) or [types[name]]
+    kind = 'multi_string' if default == () else _KINDS[kind]
+    if name in (names or types):
+      definitions.append(flag(kind, name, key.doc, default=default))
+  return define(*definitions)
 
 
 def define(*definitions: DefineFlags) -> DefineFlags:

@@ -198,17 +198,7 @@ class LoadedModel:
   def _decode(self) -> Callable[[np.ndarray], str] | None:
     """Turns generated tokens into text; None without a tokenizer."""
     opened = self.stored and self.stored.open_vocabularies()
-    if not opened:
-      return None
-    vocabulary = opened.decoder
-
-    def decode(tokens: np.ndarray) -> str:
-      # A table may have more rows than the vocabulary has tokens; no text has
-      # those ids.
-      ids = np.where(tokens < vocabulary.size, tokens, vocabulary.pad)
-      return vocabulary.decode(ids, start=False)
-
-    return decode
+    return opened.decoder.decode_generated if opened else None
 
   def encode(self, tokens: Tokens, mask: Mask | None = None) -> Array:
     """Returns the encoder's states after its final norm, [B, S, E].

@@ -3,7 +3,7 @@
 The objectives of a run state the text before all inputs (the task prefix of
 `pairs`), the mode tokens that inputs begin with (UL2), and the text after the
 inputs of a decoder-only model (the separator). A Hugging Face folder states
-none of them. `generate`, `serve`, `evaluate` and Python callers encode text
+none of them. `generate`, `serve`, `evaluate` and Python callers encode prompts
 here; conversations are encoded by `tokenizers.chat_format` and framed here.
 """
 
@@ -17,6 +17,7 @@ import numpy as np
 from encdec_adapt.base import errors
 from encdec_adapt.cluster import distributed
 from encdec_adapt.conversion import model_on_disk
+from encdec_adapt.tokenizers import chat_format
 from encdec_adapt.tokenizers import vocabulary as vocabulary_lib
 
 
@@ -101,19 +102,24 @@ class PromptEncoder:
           ' leave it out.'
         )
 
-  def encode(self, text: str, room: int | None = None) -> np.ndarray:
-    """Encodes a text as a prompt: BOS, mode, prefix, text and separator.
+  def encode(
+    self, prompt: str | chat_format.Messages, room: int | None = None
+  ) -> np.ndarray:
+    """Encodes a prompt: BOS, mode, prefix, text and separator.
 
     Args:
-      text: the text.
+      prompt: a text, or a conversation, which has no prefix.
       room: most tokens; a longer prompt keeps those before the text, and its
         last ones. None for all.
 
     Raises:
-      UserError: the text cannot be encoded, or the prefix leaves no room.
+      UserError: the prompt cannot be encoded, or the prefix leaves no room.
     """
+    if not isinstance(prompt, str):
+      turns = chat_format.encode(prompt, self.reader, open_turn=True)
+      return self.frame(turns.ids, room)
     # Together, as in training: tokens may span the border.
-    ids = self._read(self.prefix + text)
+    ids = self._read(self.prefix + prompt)
     start = len(self._read(self.prefix)) if self.prefix else 0
     return self.frame(ids, room, start=start)
 
@@ -150,9 +156,8 @@ class PromptEncoder:
     """Decodes generated tokens with the names of sentinels."""
     names = set(self._writer.sentinels)
     hidden = set(self._writer.specials.values()) - names
-    # A table may have more rows than the vocabulary has tokens.
-    ids = [i for i in tokens if i < self._writer.size and i not in hidden]
-    return self._writer.decode(ids, show_special=True, start=False)
+    ids = [i for i in tokens if i not in hidden]
+    return self._writer.decode_generated(ids, show_special=True)
 
   def _read(self, text: str) -> list[int]:
     """Encodes a text, and the sentinels in it if they are read as tokens."""

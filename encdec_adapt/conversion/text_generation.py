@@ -10,7 +10,7 @@ import typing
 
 import numpy as np
 
-from encdec_adapt.base import errors
+from encdec_adapt.base import errors, keys
 from encdec_adapt.conversion import (
   model_on_disk,
   pretrained_files,
@@ -30,38 +30,75 @@ Prompts = Mapping[str, str | chat_format.Messages]
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-  """Options of generation; the flags of `generate` document them.
+  """Options of generation: flags of commands, and arguments in Python.
 
   Raises:
     UserError: options do not go together, or a value is out of range.
   """
 
-  max_tokens: int = 64
-  max_prompt: int | None = None
-  prefix: str | None = None
-  mode: str = ''
-  sentinels: bool = False
-  temperature: float = 0.0
-  top_k: int | None = None
-  top_p: float | None = None
-  min_p: float | None = None
-  repetition_penalty: float = 1.0
-  seed: int = 0
-  beams: int = 1
-  length_penalty: float = 1.0
-  stop: Sequence[str] = ()
-  batch_size: int = 8
-  int8: bool = False
-  chat: bool = False
+  max_tokens: int = keys.key(64, 'Maximum generated tokens.', at_least=1)
+  max_prompt: int | None = keys.key(
+    None,
+    'Maximum tokens of a prompt, BOS included; a longer one keeps BOS, mode,'
+    ' task prefix and its last tokens. Without it, prompts longer than'
+    " max_position_embeddings of the model's config.json are refused.",
+    at_least=2,
+  )
+  prefix: str | None = keys.key(
+    None,
+    "Text before every prompt, '' for none; by default the task prefix that the"
+    ' run was trained with.',
+  )
+  mode: str = keys.key(
+    '',
+    'Mode token of UL2 that every prompt begins with: R, S or X, of those that'
+    ' the run was trained with.',
+  )
+  sentinels: bool = keys.key(
+    False,
+    'Read names of sentinels in a prompt as tokens, and show them in the'
+    ' continuation.',
+  )
+  temperature: float = keys.key(0.0, '0 is greedy.')
+  top_k: int | None = keys.key(None, 'Draw among the k likeliest tokens only.')
+  top_p: float | None = keys.key(
+    None, 'Draw among the likeliest tokens that reach this probability only.'
+  )
+  min_p: float | None = keys.key(
+    None,
+    'Draw among tokens with at least this share of the largest probability.',
+  )
+  repetition_penalty: float = keys.key(
+    1.0,
+    'Divides positive logits, and multiplies negative ones, of tokens that the'
+    ' decoder has read; 1 for none.',
+  )
+  seed: int = keys.key(
+    0, 'Seed of all draws; each prompt draws on its own.', at_least=0
+  )
+  beams: int = keys.key(1, 'Beams of a beam search; 1 for none.', at_least=1)
+  length_penalty: float = keys.key(
+    1.0,
+    'Beams are compared by their log-probability divided by their length to'
+    ' this power.',
+  )
+  stop: Sequence[str] = keys.key(
+    (),
+    'Text that ends a continuation, which does not contain it; may be'
+    ' repeated.',
+  )
+  batch_size: int = keys.key(
+    8, 'Rows at a time: prompts, or the beams of prompts.', at_least=1
+  )
+  int8: bool = keys.key(False, 'Keep kernels as 8-bit integers.')
+  chat: bool = keys.key(
+    False, "Take prompts as a user's turns and answer them."
+  )
 
   def __post_init__(self):
+    keys.check(self, '--')
     # SamplingConfig refuses values out of range, and those without effect.
     sampling = self.sampling(0)
-    for name in ('max_tokens', 'beams', 'batch_size'):
-      if getattr(self, name) < 1:
-        raise errors.UserError(
-          f'--{name} is {getattr(self, name)}; it must be at least 1.'
-        )
     if self.beams > 1 and (
       sampling.temperature or sampling.repetition_penalty != 1
     ):
@@ -155,11 +192,7 @@ def encode(
     if options.chat and isinstance(prompt, str):
       prompt = [{'role': 'user', 'content': prompt}]
     try:
-      if options.chat:
-        turns = chat_format.encode(prompt, encoder.reader, open_turn=True)
-        ids = encoder.frame(turns.ids, options.max_prompt)
-      else:
-        ids = encoder.encode(prompt, options.max_prompt)
+      ids = encoder.encode(prompt, options.max_prompt)
     except errors.UserError as error:
       raise errors.UserError(f'{origin}: {error}') from error
     if not options.max_prompt and longest is not None and len(ids) > longest:

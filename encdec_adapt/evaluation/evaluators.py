@@ -159,6 +159,7 @@ class Evaluators:
         score
         for task in self._tasks[name].tasks
         for score in task.scores(loaded, self._batch_size, lambda *_: beat())
+        if isinstance(score, results_store.Score)  # No answers.
       ]
       group_scores = self._tasks[name].group_scores(task_scores)
       scores[name] = [*task_scores, *group_scores]

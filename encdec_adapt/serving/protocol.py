@@ -17,7 +17,6 @@ from encdec_adapt.base import errors
 from encdec_adapt.conversion import prompt_encoding
 from encdec_adapt.inference import engine as engine_lib
 from encdec_adapt.inference import sampling as sampling_lib
-from encdec_adapt.tokenizers import chat_format
 
 _LARGEST = 2**31 - 1  # Options are int32 on the devices.
 
@@ -216,10 +215,7 @@ def _encode(
 ) -> np.ndarray:
   """Returns the token ids of the prompt, BOS first, int32 [n]."""
   try:
-    if field == 'messages':
-      turns = chat_format.encode(prompt, prompts.reader, open_turn=True)
-      return prompts.frame(turns.ids)
-    if isinstance(prompt, str):
+    if field == 'messages' or isinstance(prompt, str):
       return prompts.encode(prompt)
   except errors.UserError as error:
     raise ApiError(400, f'{field}: {error}', field) from None

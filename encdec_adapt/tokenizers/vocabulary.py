@@ -272,6 +272,17 @@ class Vocabulary(abc.ABC):
         parts.append(modes.get(i) or self._names[i])
     return ''.join(parts) + (self._decode(run, start=start) if run else '')
 
+  def decode_generated(
+    self, tokens: Sequence[int] | np.ndarray, *, show_special: bool = False
+  ) -> str:
+    """Returns the text of tokens that a model generated after others.
+
+    A model's table may have more rows than the vocabulary has tokens: ids
+    beyond them are padding.
+    """
+    ids = [i if i < self.size else self.pad for i in tokens]
+    return self.decode(ids, show_special=show_special, start=False)
+
   def _loss(self) -> str:
     """Describes the changes that encoding makes to a text.
 

@@ -262,9 +262,9 @@ def test_embeddings_are_of_the_encoder(run_folder, tmp_path):
     (['--checkpoint=c', '--prompts=GAP'], 'line 2: the prompt is empty'),
     (['--checkpoint=c', '--prompts=BAD.jsonl'], 'line 2 is not JSON'),
     (['--checkpoint=c', '--prompts=NUMBER.jsonl'], 'be a JSON string: 3'),
-    (['--checkpoint=c', '--prompt=x', '--max_tokens=0'], 'max_tokens=0'),
+    (['--checkpoint=c', '--prompt=x', '--max_tokens=0'], 'max_tokens is 0'),
     (['--checkpoint=c', '--prompt=x', '--top_k=5'], 'do nothing at'),
-    (['--checkpoint=c', '--prompt=x', '--seed=-1'], 'seed=-1'),
+    (['--checkpoint=c', '--prompt=x', '--seed=-1'], 'seed is -1'),
     (['--checkpoint=c', '--prompt=x', '--stop='], '--stop is .*not empty'),
     (
       ['--checkpoint=c', '--prompt=x', '--beams=2', '--temperature=1'],

@@ -27,7 +27,6 @@ from encdec_adapt.evaluation.measures import (
 )
 from encdec_adapt.evaluation.results import (
   comparisons,
-  predictions,
   results_store,
 )
 from encdec_adapt.models import architecture as architectures
@@ -268,7 +267,6 @@ class AttentionEvaluation(held_out.HeldOutEvaluation):
     model: model_in_memory.LoadedModel,
     rows: int,
     report: progress.Report,
-    keep: predictions.Keep = predictions.discard,
   ) -> list[results_store.Score]:
     """Analyses a model; arguments as `HeldOutEvaluation.scores`.
 

@@ -14,7 +14,7 @@ from encdec_adapt.base import errors
 from encdec_adapt.conversion import model_in_memory, model_on_disk
 from encdec_adapt.data.records import record_sets
 from encdec_adapt.evaluation.measures import classification, perplexity
-from encdec_adapt.evaluation.results import predictions, results_store
+from encdec_adapt.evaluation.results import results_store
 from encdec_adapt.telemetry import progress
 from encdec_adapt.training import losses, setup
 from encdec_adapt.training import state as state_lib
@@ -75,7 +75,6 @@ class HeldOutEvaluation:
     model: model_in_memory.LoadedModel,
     rows: int,
     report: progress.Report,
-    keep: predictions.Keep = predictions.discard,
   ) -> list[results_store.Score]:
     """Measures a model.
 
@@ -83,7 +82,6 @@ class HeldOutEvaluation:
       model: the model.
       rows: rows at a time; divides over the model's devices.
       report: progress callback (rows done, all rows).
-      keep: not called, as nothing is generated.
 
     Returns:
       Metrics of the task `TASK`: `loss` in nats per target token, `accuracy`

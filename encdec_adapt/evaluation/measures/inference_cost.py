@@ -38,7 +38,11 @@ _BATCH_REPEATS = 5  # The median ignores two that something else slowed down.
 _WARM_UP = 2  # Repeats that do not count: caches and clocks settle.
 # Share of the processors that other processes may take; more is reported.
 _LOADED = 0.1
-_LATENCY = 'ms at batch 1'
+LATENCY = 'ms at batch 1'  # Axis of a figure.
+_QUARTILES = ('_low', '', '_high')  # Ends of the names of metrics.
+
+# Lower quartile, median and upper quartile; equal where a cost is exact.
+Spread = tuple[float, float, float]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +93,6 @@ class CostEvaluation:
     model: model_in_memory.LoadedModel,
     rows: int,
     report: Any = None,
-    keep: Any = None,
   ) -> list[results_store.Score]:
     """Counts and measures a model.
 
@@ -97,7 +100,6 @@ class CostEvaluation:
       model: a model with a decoder.
       rows: prompts at a time; divides over the model's devices.
       report: not called, as the measurement takes a moment.
-      keep: not called, as the answers mean nothing.
 
     Returns:
       Metrics of the task `TASK`: `parameters`; `prefill_flops`, `decode_flops`
@@ -109,7 +111,7 @@ class CostEvaluation:
       `prefill_tokens_per_second` and `decode_tokens_per_second`, and
       `prefill_bytes` and `decode_bytes` of memory on a device.
     """
-    del report, keep
+    del report
     config, prompt, generated = model.config, self.prompt, self.generated
     prefill, decode = forward_flops.generation(config, prompt, generated)
     paper = presets.with_paper_widths(config)
@@ -124,9 +126,7 @@ class CostEvaluation:
       f'{name}_ms{suffix}': 1e3 * value / tokens
       for name, tokens in (('prefill', 1), ('decode', generated))
       for suffix, value in zip(
-        ('_low', '', '_high'),
-        statistics.quantiles(single[name], n=4),
-        strict=True,
+        _QUARTILES, statistics.quantiles(single[name], n=4), strict=True
       )
     }
     batch, memory = self._measure(model, rows, _BATCH_REPEATS)
@@ -203,23 +203,14 @@ def _memory(program: jax.stages.Compiled) -> float:
   )
 
 
-def per_query(values: Mapping[str, float], generated: int) -> dict[str, float]:
+def per_query(values: Mapping[str, float], generated: int) -> dict[str, Spread]:
   """Returns the cost of a prompt and its answer, by the axis of a figure."""
-  return {
-    'FLOPs': values['prefill_flops'] + values['decode_flops'],
-    _LATENCY: values['prefill_ms'] + generated * values['decode_ms'],
-  }
-
-
-def spread(
-  values: Mapping[str, float], generated: int
-) -> dict[str, tuple[float, float]]:
-  """Returns the quartiles of the measured costs of `per_query`, by axis."""
-  low, high = (
-    values[f'prefill_ms_{side}'] + generated * values[f'decode_ms_{side}']
-    for side in ('low', 'high')
+  flops = values['prefill_flops'] + values['decode_flops']
+  latencies = (
+    values[f'prefill_ms{suffix}'] + generated * values[f'decode_ms{suffix}']
+    for suffix in _QUARTILES
   )
-  return {_LATENCY: (low, high)}
+  return {'FLOPs': (flops, flops, flops), LATENCY: tuple(latencies)}
 
 
 def notes(
@@ -231,12 +222,12 @@ def notes(
     costs: metrics of every model by its name.
     generated: tokens of an answer.
   """
-  ranges = {x: spread(v, generated)[_LATENCY] for x, v in costs.items()}
+  spreads = {x: per_query(v, generated)[LATENCY] for x, v in costs.items()}
   sentences = [
     f'{a} and {b} are not ranked by latency: the quartiles of {REPEATS} repeats'
     ' overlap.'
-    for a, b in itertools.combinations(ranges, 2)
-    if _overlap(ranges[a], ranges[b])
+    for a, b in itertools.combinations(spreads, 2)
+    if _overlap(spreads[a], spreads[b])
   ]
   # A load that is unknown is NaN, which is above nothing.
   return sentences + [
@@ -247,12 +238,17 @@ def notes(
   ]
 
 
-def _overlap(a: tuple[float, float], b: tuple[float, float]) -> bool:
-  return max(a[0], b[0]) <= min(a[1], b[1])
+def _overlap(a: Spread, b: Spread) -> bool:
+  return max(a[0], b[0]) <= min(a[-1], b[-1])
 
 
 def describe(values: Mapping[str, float]) -> dict[str, str]:
   """Formats the metrics of a model for a table."""
+
+  def times(name: str, form: str) -> str:
+    low, middle, high = (values[f'{name}{x}'] for x in _QUARTILES)
+    return f'{middle:{form}} ms ({low:{form}} to {high:{form}})'
+
   total = values['prefill_flops'] + values['decode_flops']
   # The released S to XL have feed-forwards twice as wide as the paper's table.
   published = f'{values["published_flops"]:.3g}'
@@ -263,14 +259,8 @@ def describe(values: Mapping[str, float]) -> dict[str, str]:
     'FLOPs': f'{total:.3g}',
     'of prefill': f'{values["prefill_flops"] / total:.0%}',
     'FLOPs, published convention': published,
-    'prefill, batch 1': (
-      f'{values["prefill_ms"]:.2f} ms ({values["prefill_ms_low"]:.2f} to'
-      f' {values["prefill_ms_high"]:.2f})'
-    ),
-    'decode, batch 1': (
-      f'{values["decode_ms"]:.3f} ms/token ({values["decode_ms_low"]:.3f} to'
-      f' {values["decode_ms_high"]:.3f})'
-    ),
+    'prefill, batch 1': times('prefill_ms', '.2f'),
+    'decode, batch 1': times('decode_ms', '.3f') + ' a token',
     'prefill': f'{numbers.count(values["prefill_tokens_per_second"])} tok/s',
     'decode': f'{numbers.count(values["decode_tokens_per_second"])} tok/s',
     'prefill memory': disk.format_bytes(values['prefill_bytes']),
@@ -278,28 +268,23 @@ def describe(values: Mapping[str, float]) -> dict[str, str]:
   }
 
 
-def pareto_front(
-  points: Sequence[tuple[float, float]],
-  ranges: Sequence[tuple[float, float]] | None = None,
-) -> list[int]:
+def pareto_front(points: Sequence[tuple[Spread, float]]) -> list[int]:
   """Returns the indices of points that no other dominates, by rising cost.
 
   Args:
     points: cost and quality of each model; less cost and more quality are
-      better.
-    ranges: quartiles of the costs. Different costs whose ranges overlap are not
-      ranked, so that neither point dominates. None for exact costs.
+      better. Different costs whose quartiles overlap are not ranked, so that
+      neither point dominates.
   """
-  ranges = ranges or [(cost, cost) for cost, _ in points]
 
   def dominates(i: int, j: int) -> bool:
     (cost, quality), (other_cost, other_quality) = points[i], points[j]
-    if cost != other_cost and _overlap(ranges[i], ranges[j]):
+    if cost != other_cost and _overlap(cost, other_cost):
       return False
     # Of equal points the first stands for all.
     differs = points[i] != points[j] or i < j
-    return differs and cost <= other_cost and quality >= other_quality
+    return differs and cost[1] <= other_cost[1] and quality >= other_quality
 
   indices = range(len(points))
   front = [j for j in indices if not any(dominates(i, j) for i in indices)]
-  return sorted(front, key=lambda i: points[i])
+  return sorted(front, key=lambda i: points[i][0][1])

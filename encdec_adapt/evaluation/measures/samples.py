@@ -89,7 +89,7 @@ class Sampler:
       loaded.engine(
         rows=loaded.rows(len(self._rows)),
         ids=self._ids,
-        decode=lambda tokens: self._text('decoder', tokens),
+        decode=self._sides['decoder'].decode_generated,
       ).run(requests)
     )
     if not distributed.is_lead():
@@ -117,7 +117,4 @@ class Sampler:
 
   def _text(self, side: str, tokens: np.ndarray) -> str:
     """Decodes tokens of a side."""
-    vocabulary = self._sides[side]
-    # A table may have more rows than the vocabulary has tokens.
-    tokens = np.where(tokens < vocabulary.size, tokens, vocabulary.pad)
-    return vocabulary.decode(tokens, show_special=True, start=False)
+    return self._sides[side].decode_generated(tokens, show_special=True)

@@ -31,8 +31,8 @@ An imported model has an empty curve, and the numbers of its training from its
 folder's `summary.json`; without one it has 0 steps and None for the others.
 
 An evaluation's report is a dictionary with `title`, `notes` (sentences),
-`environment`, `quality` (label, and a number per model), `per_query` (cost per
-model and axis) and `spread` (quartiles of measured costs) of the figure,
+`environment`, `quality` (label, and a number per model) and `per_query` (cost
+per model and axis: lower quartile, median, upper quartile) of the figure,
 `needles` of the heat maps (see `evaluation.tasks.retrieval_scores.grids`),
 `attention` (see `attention_analysis.figures`), and `tables`: rows by section,
 see `evaluation.reports.score_tables`. The modules that write these dictionaries
@@ -109,7 +109,7 @@ def write_evaluation(report: Report, folder: str | os.PathLike[str]) -> None:
     if report['per_query']:
       picture = stage / 'costs.png'
       report_figures.draw_costs(
-        *report['quality'], report['per_query'], report['spread'], picture
+        *report['quality'], report['per_query'], picture
       )
       sections['Quality against cost'] = _image('quality against cost', picture)
     if report['attention']:

@@ -167,8 +167,7 @@ def _draw_model(axes, runs, model, colour) -> None:
 def draw_costs(
   label: str,
   quality: Mapping[str, float],
-  per_query: Mapping[str, Mapping[str, float]],
-  spread: Mapping[str, Mapping[str, tuple[float, float]]],
+  per_query: Mapping[str, Mapping[str, inference_cost.Spread]],
   path: pathlib.Path,
 ) -> None:
   """Draws quality against cost, with the Pareto front, into a PNG.
@@ -177,7 +176,6 @@ def draw_costs(
     label: name of the quality; more is better.
     quality: quality of every model.
     per_query: cost of every model, by axis; each axis has a panel.
-    spread: quartiles of the costs that are measured, likewise.
     path: path of the PNG.
   """
   names = [name for name in quality if name in per_query]
@@ -186,19 +184,18 @@ def draw_costs(
   with _subplots(path, (1, len(panels)), size) as (_, axes):
     for axis, panel in zip(axes[0], panels, strict=True):
       points = [(per_query[name][panel], quality[name]) for name in names]
-      ranges = [
-        spread[name].get(panel, (x, x))
-        for name, (x, _) in zip(names, points, strict=True)
-      ]
-      for (_, y), bar in zip(points, ranges, strict=True):
-        axis.plot(bar, (y, y), color='0.6', linewidth=3)
-      front = [points[i] for i in inference_cost.pareto_front(points, ranges)]
-      x, y = zip(*front, strict=True)
+      front = [points[i] for i in inference_cost.pareto_front(points)]
+      x, y = zip(*((cost[1], y) for cost, y in front), strict=True)
       axis.plot(x, y, color='0.6', linewidth=1, label='Pareto front')
-      for i, (name, point) in enumerate(zip(names, points, strict=True)):
-        axis.plot(*point, 'o', color=f'C{i % 10}')
+      for i, (name, (cost, y)) in enumerate(zip(names, points, strict=True)):
+        axis.plot(cost, (y, y, y), color='0.6', linewidth=3)
+        axis.plot(cost[1], y, 'o', color=f'C{i % 10}')
         axis.annotate(
-          name, point, xytext=(6, 4), textcoords='offset points', fontsize=9
+          name,
+          (cost[1], y),
+          xytext=(6, 4),
+          textcoords='offset points',
+          fontsize=9,
         )
       # Models differ by factors, not by amounts.
       axis.set(xscale='log', xlabel=f'{panel}, one prompt', ylabel=label)

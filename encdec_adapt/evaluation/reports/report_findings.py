@@ -215,10 +215,11 @@ def _requests(runs: run_groups.Runs) -> list[str]:
   costs = {name: run['request'] for name, run in runs.items() if run['request']}
   sentences = []
   for name, x in costs.items():
-    [(axis, (low, high))] = inference_cost.spread(x, x['generated']).items()
+    costs_by_axis = inference_cost.per_query(x, x['generated'])
+    low, latency, high = costs_by_axis[inference_cost.LATENCY]
     sentences.append(
       f'A request of {x["prompt"]} + {x["generated"]} tokens costs {name}'
-      f' {x["FLOPs"]:.3g} FLOPs and {x[axis]:.1f} ms (quartiles {low:.1f} to'
+      f' {x["FLOPs"]:.3g} FLOPs and {latency:.1f} ms (quartiles {low:.1f} to'
       f' {high:.1f}).'
     )
   # All models of a study are measured with the same lengths.

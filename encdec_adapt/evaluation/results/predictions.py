@@ -7,10 +7,12 @@ the model and of the options that decide the answers. This module imports
 nothing of the package but `files`, `base.errors` and `results_store`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 import dataclasses
+import itertools
 import json
 import os
+from typing import Any
 
 from encdec_adapt.base import errors
 from encdec_adapt.evaluation.results import results_store
@@ -40,85 +42,92 @@ class Prediction:
   scores: Mapping[str, float]
 
 
-# What an evaluation calls for every prediction.
-Keep = Callable[[Prediction], None]
+# What an evaluation returns: its scores, and the answers that they are of.
+Result = results_store.Score | Prediction
 
 
-def discard(prediction: Prediction) -> None:
-  """A `Keep` for callers that want the scores alone."""
+def write(
+  folder: str | os.PathLike[str],
+  model: results_store.Model,
+  options: results_store.Options,
+  results: Iterable[Result],
+) -> None:
+  """Writes the predictions among the results of an evaluation, if any.
+
+  Args:
+    folder: folder of the results.
+    model: the model.
+    options: all inputs of the results.
+    results: results of the evaluation.
+  """
+  fields = dataclasses.asdict(model)
+  lines = (
+    json.dumps(fields | dataclasses.asdict(x)) + '\n'
+    for x in results
+    if isinstance(x, Prediction)
+  )
+  if text := ''.join(lines):
+    paths.write(_path(folder, model, options), text.encode())
 
 
-class PredictionFile:
-  """The predictions of a model in an evaluation."""
+def read(
+  folder: str | os.PathLike[str],
+  model: results_store.Model,
+  options: results_store.Options,
+) -> list[dict[str, Any]]:
+  """Returns the lines that `write` wrote; none where there is no file.
 
-  def __init__(
-    self,
-    folder: str | os.PathLike[str],
-    model: results_store.Model,
-    options: results_store.Options,
-  ):
-    """Names the file and reads it if it exists.
-
-    Raises:
-      UserError: a line is of another run; names both.
-    """
-    self._fields = dataclasses.asdict(model)
-    digest = results_store.digest([self._fields, options])
-    name = os.path.basename(os.path.normpath(model.run))
-    self._path = paths.at(folder) / FOLDER / f'{name}-{digest}.jsonl'
-    self._lines = []
-    for line, origin in append_log.Log(self._path).lines:
-      line = line if isinstance(line, dict) else {}
-      if any(line.get(key) != x for key, x in self._fields.items()):
-        raise errors.UserError(
-          f'{origin} is of {line.get("run", "no run")}, not of the step'
-          f' {model.step} of {model.run} that is evaluated; remove the file, or'
-          ' give another --output.'
-        )
-      self._lines.append(line)
-
-  def write(self, predictions: Sequence[Prediction]) -> None:
-    """Writes the file atomically; none without predictions."""
-    entries = map(dataclasses.asdict, predictions)
-    self._lines = [{**self._fields, **entry} for entry in entries]
-    if self._lines:
-      text = ''.join(json.dumps(line) + '\n' for line in self._lines)
-      paths.write(self._path, text.encode())
-
-  def row(self, i: int, name: str) -> dict[str, str] | None:
-    """Returns a table row, the i-th of those evenly spaced; None beyond them.
-
-    Args:
-      i: index of the row.
-      name: name of the model in the table.
-    """
-    i *= max(1, len(self._lines) // _SHOWN)
-    if i >= len(self._lines):
-      return None
-    line = self._lines[i]
-    return {
-      'task': line['task'],
-      # The end of an input is next to its answer.
-      'input': line['input'][-_LONGEST:],
-      'references': ' | '.join(line['references'])[:_LONGEST],
-      'model': name,
-      'answer': line['answer'][:_LONGEST],
-      'scores': ', '.join(f'{k} {x:.3g}' for k, x in line['scores'].items()),
-    }
+  Raises:
+    UserError: a line is of another run; names both.
+  """
+  lines = []
+  for line, origin in append_log.Log(_path(folder, model, options)).lines:
+    line = line if isinstance(line, dict) else {}
+    if any(line.get(k) != x for k, x in dataclasses.asdict(model).items()):
+      raise errors.UserError(
+        f'{origin} is of {line.get("run", "no run")}, not of the step'
+        f' {model.step} of {model.run} that is evaluated; remove the file, or'
+        ' give another --output.'
+      )
+    lines.append(line)
+  return lines
 
 
 def table(
-  files: Mapping[str, Sequence[PredictionFile]],
+  models: Mapping[str, Sequence[Sequence[Mapping[str, Any]]]],
 ) -> list[dict[str, str]]:
   """Returns rows with the models' answers to an example below each other.
 
   Args:
-    files: a file per evaluation, by name of the model.
+    models: lines of every evaluation, by name of the model.
   """
-  rows = (
-    file.row(i, name)
-    for evaluation in zip(*files.values(), strict=True)
-    for i in range(_SHOWN)
-    for name, file in zip(files, evaluation, strict=True)
-  )
+  rows = []
+  for evaluation in zip(*models.values(), strict=True):
+    shown = (lines[:: max(1, len(lines) // _SHOWN)] for lines in evaluation)
+    for answers in itertools.islice(itertools.zip_longest(*shown), _SHOWN):
+      rows += map(_row, models, answers)
   return list(filter(None, rows))
+
+
+def _row(name: str, line: Mapping[str, Any] | None) -> dict[str, str] | None:
+  """Returns a prediction of a model as a row of the table."""
+  return line and {
+    'task': line['task'],
+    # The end of an input is next to its answer.
+    'input': line['input'][-_LONGEST:],
+    'references': ' | '.join(line['references'])[:_LONGEST],
+    'model': name,
+    'answer': line['answer'][:_LONGEST],
+    'scores': ', '.join(f'{k} {x:.3g}' for k, x in line['scores'].items()),
+  }
+
+
+def _path(
+  folder: str | os.PathLike[str],
+  model: results_store.Model,
+  options: results_store.Options,
+) -> paths.Path:
+  """Returns the file of a model's predictions in an evaluation."""
+  digest = results_store.digest([dataclasses.asdict(model), options])
+  name = os.path.basename(os.path.normpath(model.run))
+  return paths.at(folder) / FOLDER / f'{name}-{digest}.jsonl'

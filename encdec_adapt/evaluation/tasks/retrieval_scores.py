@@ -80,19 +80,17 @@ class RetrievalEvaluation:
     model: model_in_memory.LoadedModel,
     rows: int,
     report: progress.Report,
-    keep: predictions.Keep = predictions.discard,
-  ) -> list[results_store.Score]:
+  ) -> list[predictions.Result]:
     """Measures a model.
 
     Args:
       model: the model.
       rows: prompts at a time; divides over the model's devices.
       report: progress callback (answers and choices done, all of them).
-      keep: called with every prediction.
 
     Returns:
       `METRICS` of every kind of task over all its cells (`needle`), then of
-      every cell (`needle/512/0.5`).
+      every cell (`needle/512/0.5`); and the answers.
     """
     examples, prompts = self._prompts(model.stored)
     writer = model.stored.require_vocabularies().decoder
@@ -118,7 +116,7 @@ class RetrievalEvaluation:
       report(count, total)
     reader = model.stored.require_vocabularies().sides[model.stored.prompt_side]
     texts = [reader.decode(example.context) for example in examples]
-    return _scores(examples, texts, answers, log_probs, keep)
+    return _scores(examples, texts, answers, log_probs)
 
   def _prompts(
     self, stored: model_on_disk.StoredModel
@@ -139,13 +137,12 @@ def _scores(
   contexts: Sequence[str],
   answers: Sequence[str],
   log_probs: Iterable[float],
-  keep: predictions.Keep,
-) -> list[results_store.Score]:
+) -> list[predictions.Result]:
   """Compares answers with the codes, and likelihoods of the choices."""
   by_task: dict[str, list[tuple[float, ...]]] = {
     kind: [] for kind in retrieval_tasks.FACTS
   }
-  remaining = iter(log_probs)
+  remaining, results = iter(log_probs), []
   for example, context, answer in zip(examples, contexts, answers, strict=True):
     right, *wrong = (next(remaining) for _ in example.choices)
     values = (
@@ -154,11 +151,9 @@ def _scores(
       # Not normalised by length: all choices have as many characters.
       float(right > max(wrong)),
     )
-    text, scores = (
-      context + example.question,
-      dict(zip(METRICS, values, strict=True)),
-    )
-    keep(
+    text = context + example.question
+    scores = dict(zip(METRICS, values, strict=True))
+    results.append(
       predictions.Prediction(example.task, text, example.codes, answer, scores)
     )
     by_task[example.task.partition('/')[0]].append(values)
@@ -167,7 +162,7 @@ def _scores(
     results_store.mean_score(task, metric, column)
     for task, values in by_task.items()
     for metric, column in zip(METRICS, zip(*values, strict=True), strict=True)
-  ]
+  ] + results
 
 
 def rouge1_recall(text: str, reference: str) -> float:

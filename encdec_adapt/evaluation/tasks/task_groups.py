@@ -167,18 +167,16 @@ class Task:
     model: model_in_memory.LoadedModel,
     rows: int,
     report: progress.Report,
-    keep: predictions.Keep = predictions.discard,
-  ) -> list[results_store.Score]:
+  ) -> list[predictions.Result]:
     """Measures a model; every process of a job takes part.
 
     Args:
       model: the model.
       rows: rows at a time.
       report: progress callback (requests done, all requests).
-      keep: called with every prediction, on process 0.
 
     Returns:
-      Scores on process 0, nothing on others.
+      Scores and generated answers on process 0, nothing on others.
 
     Raises:
       UserError: the data of the task cannot be read.
@@ -198,14 +196,12 @@ class Task:
         if isinstance(task, prompted_task.PromptedTask):
           scored = adapter.score_choices(list(task.pairs()), task.separator)
           return list(task.score([log_prob for log_prob, _ in scored]))
-        return self._run_lm_eval(adapter, keep)
+        return self._run_lm_eval(adapter)
     finally:
       # After an error, too: the other processes would wait in `follow`.
       adapter.stop()
 
-  def _run_lm_eval(
-    self, adapter: Any, keep: predictions.Keep
-  ) -> list[results_store.Score]:
+  def _run_lm_eval(self, adapter: Any) -> list[predictions.Result]:
     """Runs a task of lm-eval."""
     import datasets
     import lm_eval
@@ -241,9 +237,7 @@ class Task:
       torch_random_seed=None,
       confirm_run_unsafe_code=self.allow_code,
     )
-    for prediction in _predictions(results):
-      keep(prediction)
-    return list(_scores(results))
+    return [*_scores(results), *_predictions(results)]
 
 
 @dataclasses.dataclass(frozen=True)

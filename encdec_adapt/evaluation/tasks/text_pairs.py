@@ -21,7 +21,7 @@ from encdec_adapt.files import paths
 from encdec_adapt.telemetry import progress
 
 # Options of generation that decide the scores.
-_OPTIONS = ('max_tokens', 'beams', 'length_penalty', 'prefix')
+OPTIONS = ('max_tokens', 'beams', 'length_penalty', 'prefix')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Pairs:
     return {
       'pairs': self.name,
       'content': results_store.digest([self.inputs, self.targets]),
-      **{name: getattr(self.generation, name) for name in _OPTIONS},
+      **{name: getattr(self.generation, name) for name in OPTIONS},
     }
 
   def check(self, stored: model_on_disk.StoredModel) -> None:
@@ -59,15 +59,13 @@ class Pairs:
     model: model_in_memory.LoadedModel,
     rows: int,
     report: progress.Report,
-    keep: predictions.Keep = predictions.discard,
-  ) -> list[results_store.Score]:
+  ) -> list[predictions.Result]:
     """Generates answers and compares them with the references.
 
     Args:
       model: the model.
       rows: prompts at a time; divides over the model's devices.
       report: progress callback (answers done, all answers).
-      keep: called with every prediction.
     """
     stored, longest = model.stored, self.generation.max_tokens
     # A prompt that is too long keeps its last tokens, as lm-eval cuts contexts.
@@ -86,23 +84,22 @@ class Pairs:
       report(count, len(prompts))
     scores = text_metrics.score(self.name, answers, self.targets)
     examples = zip(self.inputs, self.targets, answers, strict=True)
-    for i, example in enumerate(examples):
-      values = {score.metric: score.scores[i] for score in scores}
-      keep(predictions.Prediction(self.name, *example, values))
-    return scores
+    return scores + [
+      predictions.Prediction(
+        self.name, *example, {x.metric: x.scores[i] for x in scores}
+      )
+      for i, example in enumerate(examples)
+    ]
 
 
-def read(
-  spec: str, max_tokens: int, limit: int | None = None, **options: Any
-) -> Pairs:
+def read(spec: str, limit: int | None = None, **options: Any) -> Pairs:
   """Reads FILE.jsonl[#INPUT,TARGET].
 
   Args:
     spec: path of a JSONL file, and the fields of the texts, by default input
       and target. A target may be a list of references.
-    max_tokens: most tokens of an answer.
     limit: most pairs to read.
-    **options: `beams`, `length_penalty` and `prefix` of the answers.
+    **options: `OPTIONS` of the answers.
 
   Raises:
     UserError: the extra `eval` is not installed, the file cannot be read or has
@@ -131,5 +128,5 @@ def read(
       )
     inputs.append(source)
     targets.append(references)
-  generation = text_generation.Options(max_tokens, **options)
+  generation = text_generation.Options(**options)
   return Pairs(paths.at(path).stem, inputs, targets, generation)

@@ -149,12 +149,12 @@ def test_scores_of_a_model(kind, models):
   progress = []
   evaluation = retrieval_scores.RetrievalEvaluation(retrieval)
   evaluation.check(models[kind].stored)
-  kept = []
-  found = evaluation.scores(
-    models[kind], 8, lambda *args: progress.append(args), kept.append
+  results = evaluation.scores(
+    models[kind], 8, lambda *args: progress.append(args)
   )
-  assert len(kept) == 15 and kept[0].references[0] in kept[0].input
-  assert kept[0].scores.keys() == set(retrieval_scores.METRICS)
+  found, answers = results[:-15], results[-15:]
+  assert answers[0].references[0] in answers[0].input
+  assert answers[0].scores.keys() == set(retrieval_scores.METRICS)
   counts = {score.task: score.n for score in found}
   assert counts == dict(
     needle=5, documents_10=3, documents_20=5, chain=1, values=1
@@ -194,7 +194,8 @@ def test_scores_of_one_who_finds_and_one_who_does_not(models):
     )
     evaluation = retrieval_scores.RetrievalEvaluation(retrieval)
     found = evaluation.scores(fake, 8, lambda *_: None)
-    return {(x.task, x.metric): x.value for x in found}
+    scores = (x for x in found if isinstance(x, results_store.Score))
+    return {(x.task, x.metric): x.value for x in scores}
 
   assert set(measure(_answer).values()) == {1}
   assert set(measure(lambda _: 'nothing').values()) == {0}
@@ -250,7 +251,6 @@ def test_the_report_has_heat_maps_and_a_table(tmp_path):
   report = dict(title='x', notes=[], environment={}, quality=('', {}))
   report |= dict(
     per_query={},
-    spread={},
     needles=needles,
     attention={},
     tables={'Retrieval': rows},

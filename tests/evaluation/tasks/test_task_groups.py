@@ -12,6 +12,7 @@ import pytest
 from encdec_adapt.base import errors
 from encdec_adapt.cluster import code_limits
 from encdec_adapt.conversion import pretrained_files
+from encdec_adapt.evaluation.results import results_store
 from encdec_adapt.evaluation.tasks import task_groups as tasks
 from encdec_adapt.inference import log_likelihoods
 from encdec_adapt.objectives import objective_names
@@ -101,12 +102,14 @@ def _write(folder, **changes):
 KINDS = ['encoder_decoder', 'decoder_only']
 
 
-def _run(loaded, planned, rows=8, report=lambda done, total: None, keep=id):
-  """Scores of the tasks and groups of a plan."""
-  found = []
+def _run(loaded, planned, rows=8, report=lambda done, total: None):
+  """Scores of the tasks and groups of a plan, and generated answers."""
+  found, answers = [], []
   for task in planned.tasks:
-    found += task.scores(loaded, rows, report, keep)
-  return [*found, *planned.group_scores(found)]
+    for result in task.scores(loaded, rows, report):
+      is_score = isinstance(result, results_store.Score)
+      (found if is_score else answers).append(result)
+  return [*found, *planned.group_scores(found)], answers
 
 
 @pytest.mark.parametrize('kind', KINDS)
@@ -141,27 +144,22 @@ def test_scores_are_those_of_the_logits(kind, models):
 
 @pytest.mark.parametrize('kind', KINDS)
 def test_a_folder_of_tasks(kind, models, tmp_path):
-  progress, kept = [], []
+  progress = []
   planned = tasks.plan([], _write(tmp_path))
-  found = {
-    (score.task, score.metric): score
-    for score in _run(
-      models[kind],
-      planned,
-      report=lambda *args: progress.append(args),
-      keep=kept.append,
-    )
-  }
+  scores, answers = _run(
+    models[kind], planned, report=lambda *args: progress.append(args)
+  )
+  found = {(score.task, score.metric): score for score in scores}
   colours = found['colours', 'acc']
   assert colours.n == len(colours.scores) == 3
   assert colours.value == pytest.approx(np.mean(colours.scores))
   assert colours.stderr is not None
   assert found['echo', 'exact_match'].n == 2
   # Choices and whole texts are not generated.
-  assert [(x.task, x.input, x.references) for x in kept] == [
+  assert [(x.task, x.input, x.references) for x in answers] == [
     ('echo', f'Say {row["word"]}:', [row['word']]) for row in ECHO
   ]
-  assert all(x.answer and x.scores == {'exact_match': 0} for x in kept)
+  assert all(x.answer and x.scores == {'exact_match': 0} for x in answers)
   assert found['prose', 'bits_per_byte'].value > 0
   # Two templates have choices; one, in the middle, is both.
   accuracies = [found[f'wsc/{name}', 'acc'].value for name in ('right', 'left')]
@@ -314,7 +312,7 @@ def test_generated_programs_are_a_local_task(models, tmp_path):
     ''.join(json.dumps(row) + '\n' for row in rows)
   )
   loaded = models['encoder_decoder']
-  (score,) = _run(loaded, tasks.plan([], str(tmp_path), allow_code=True))
+  (score,), _ = _run(loaded, tasks.plan([], str(tmp_path), allow_code=True))
   assert (score.metric, score.scores) == ('pass', (0, 1))
   with pytest.raises(errors.UserError, match='give --allow_code'):
     _run(loaded, tasks.plan([], str(tmp_path)))
@@ -340,7 +338,7 @@ def test_groups_are_of_local_tasks_first(models, tmp_path, monkeypatch):
   planned = tasks.plan(['t0'], folder)
   assert [task.name for task in planned.tasks] == ['wsc']
   assert 'cb' in planned.absent
-  scores = _run(models['encoder_decoder'], planned)
+  scores, _ = _run(models['encoder_decoder'], planned)
   assert scores[-1].task == 't0' and scores[-1].metric == 'mean of 1'
   sizes = {name: len(group) for name, group in tasks.GROUPS.items()}
   assert sizes == {'pt': 22, 'it': 10, 'eai': 31, 't0': 11}
@@ -506,5 +504,5 @@ def test_real_sets_with_all_prompts(models, tmp_path, monkeypatch):
   for task in planned.tasks:
     # The counts of prompts that the paper's code has.
     assert len(task.content.questions) == LOCAL[task.name][-1], task.name
-  found = _run(models['encoder_decoder'], planned, rows=16)
+  found, _ = _run(models['encoder_decoder'], planned, rows=16)
   assert found[-1].metric == 'mean of 6'
