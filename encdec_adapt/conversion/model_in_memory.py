@@ -4,7 +4,7 @@ Also how evaluation, generation and serving read models (`read_as_trained`).
 The functions of a model are in `models`, the engine in `inference`.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import dataclasses
 import functools
 import math
@@ -38,6 +38,7 @@ from encdec_adapt.training import state as state_lib
 Tokens = Int[Array, 'B L']
 Mask = Bool[Array, 'B L']
 _RULES = 'fsdp'
+_READING = ('prefix', 'mode', 'max_prompt', 'batch_size')
 _NO_ENCODER = 'a decoder-only model has no encoder.'
 
 
@@ -130,7 +131,7 @@ class LoadedModel:
       UserError: there are not as many targets as inputs, or a text is empty or
         too long.
     """
-    chosen = text_generation.Options(**options)
+    chosen = _reading_options(options)
     if isinstance(targets, str) or len(inputs) != len(targets):
       raise errors.UserError(
         f'{len(inputs)} inputs and targets {targets!r:.60}; give a list with a'
@@ -159,7 +160,7 @@ class LoadedModel:
     Raises:
       UserError: the model has no encoder, or a text is empty or too long.
     """
-    chosen = text_generation.Options(**options)
+    chosen = _reading_options(options)
     _, encoded = self._encode(texts, chosen, 0)
     states = dict(
       self.embed_tokens(encoded, pooling=pooling, batch_size=chosen.batch_size)
@@ -350,6 +351,20 @@ class LoadedModel:
     # rows then agree with it.
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     return tokens, segments, positions
+
+
+def _reading_options(options: Mapping[str, Any]) -> text_generation.Options:
+  """Returns the options of texts that are read and not continued.
+
+  Raises:
+    UserError: an option is another one, which would change nothing.
+  """
+  if unknown := sorted(options.keys() - _READING):
+    raise errors.UserError(
+      f'{", ".join(unknown)} is no option of texts that are not continued; give'
+      f' {", ".join(_READING)}, or leave it out.'
+    )
+  return text_generation.Options(**options)
 
 
 def read_as_trained(stored: model_on_disk.StoredModel) -> LoadedModel:

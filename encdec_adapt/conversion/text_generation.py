@@ -226,7 +226,8 @@ def complete(
     ends = *ids.eos, chat_format.end_of_turn(vocabulary)
     ids = dataclasses.replace(ids, eos=ends)
   # Fewer rows for few prompts: every row costs time, used or not.
-  rows = loaded.rows(min(options.batch_size, len(encoded) * options.beams))
+  count = max(1, len(encoded) * options.beams)
+  rows = loaded.rows(min(options.batch_size, count))
   decode = encoder.answer_text if options.sentinels else None
   generator = loaded.engine(
     rows=rows, int8=options.int8, ids=ids, decode=decode

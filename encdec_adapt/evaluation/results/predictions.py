@@ -39,7 +39,7 @@ class Prediction:
   input: str
   references: Sequence[str]
   answer: str
-  scores: Mapping[str, float]
+  scores: dict[str, float]
 
 
 # What an evaluation returns: its scores, and the answers that they are of.

@@ -358,16 +358,30 @@ def _predictions(
     # Other tasks compare likelihoods.
     if results['configs'][task]['output_type'] != 'generate_until':
       continue
+    examples: dict[int, predictions.Prediction] = {}
     for sample in samples:
       target = sample['target']
-      scores = {name: sample[name] for name in sample['metrics']}
-      yield predictions.Prediction(
-        task,
-        sample['arguments'][0][0],
-        list(map(str, target if isinstance(target, list) else [target])),
-        sample['resps'][0][0],
-        {k: x for k, x in scores.items() if isinstance(x, int | float)},
+      # Every filter of the answers has a sample: one example, more scores.
+      example = examples.setdefault(
+        sample['doc_id'],
+        predictions.Prediction(
+          task,
+          sample['arguments'][0][0],
+          list(map(str, target if isinstance(target, list) else [target])),
+          sample['resps'][0][0],
+          {},
+        ),
       )
+      for metric in sample['metrics']:
+        if isinstance(sample[metric], int | float):
+          name = _metric_name(metric, sample.get('filter', 'none'))
+          example.scores[name] = sample[metric]
+    yield from examples.values()
+
+
+def _metric_name(metric: str, filter_name: str) -> str:
+  """Returns METRIC,FILTER; METRIC without a filter."""
+  return metric if filter_name == 'none' else f'{metric},{filter_name}'
 
 
 def _scores(results: Mapping[str, Any]) -> Iterator[results_store.Score]:
@@ -389,7 +403,7 @@ def _scores(results: Mapping[str, Any]) -> Iterator[results_store.Score]:
       scores = [
         row[metric] for row in rows if isinstance(row.get(metric), int | float)
       ]
-      name = metric if filter_name == 'none' else key
+      name = _metric_name(metric, filter_name)
       # Samples of a perplexity are log-likelihoods: they have another mean than
       # the metric, and no error of it follows from them.
       if scores and math.isclose(

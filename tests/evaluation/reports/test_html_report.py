@@ -11,6 +11,8 @@ from encdec_adapt.files import paths
 REQUEST = {'FLOPs': 2e9, 'ms at batch 1': 31.0, 'prompt': 384}
 REQUEST |= {'generated': 128, 'prefill_ms_low': 4.0, 'prefill_ms_high': 7.0}
 REQUEST |= {'decode_ms_low': 0.1, 'decode_ms_high': 0.5, 'other_load': 0.0}
+REQUEST |= {'prefill_ms': 5.4, 'decode_ms': 0.2}
+REQUEST |= {'prefill_flops': 1.5e9, 'decode_flops': 5e8}
 
 
 def _run(start, end, shuffled=None, **fields):

@@ -47,6 +47,10 @@ GENERATE = _content(
   *('echo', 'echo', 'generate_until', 'exact_match'),
   doc_to_text='Say {{word}}:',
   generation_kwargs={'until': ['\n'], 'max_gen_toks': 4},
+  filter_list=[
+    {'name': name, 'filter': [{'function': x} for x in (*how, 'take_first')]}
+    for name, how in (('none', ()), ('upper', ('uppercase',)))
+  ],
 )
 ROLLING = _content(
   'prose', 'echo', 'loglikelihood_rolling', 'bits_per_byte', doc_to_text=''
@@ -159,7 +163,8 @@ def test_a_folder_of_tasks(kind, models, tmp_path):
   assert [(x.task, x.input, x.references) for x in answers] == [
     ('echo', f'Say {row["word"]}:', [row['word']]) for row in ECHO
   ]
-  assert all(x.answer and x.scores == {'exact_match': 0} for x in answers)
+  scores = {'exact_match': 0, 'exact_match,upper': 0}
+  assert all(x.answer and x.scores == scores for x in answers)
   assert found['prose', 'bits_per_byte'].value > 0
   # Two templates have choices; one, in the middle, is both.
   accuracies = [found[f'wsc/{name}', 'acc'].value for name in ('right', 'left')]
