@@ -195,8 +195,7 @@ def run(values: flags.FlagValues) -> dict[str, list[results_store.Score]]:
       for evaluation in evaluations:
         evaluation.check(stored)
       if values.pairs or values.run_prefix:
-        prefix = prompt_encoding.task_prefix(stored, values.prefix)
-        prompt_encoding.print_prefix(stored, prefix)
+        prompt_encoding.print_prefix(stored, values.prefix)
     # Rounded kernels make another model, of which no score is reused.
     suffix = '-int8' if values.int8 else ''
     identities = {

@@ -23,7 +23,7 @@ which is --max_tokens, or 'stop'); or `embedding`, a list of floats. The same
 command again resumes a file that is not complete.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 import dataclasses
 import hashlib
 import json
@@ -44,7 +44,7 @@ from encdec_adapt.conversion import (
   text_generation,
 )
 from encdec_adapt.files import append_log, disk, paths, text_lines
-from encdec_adapt.inference import pooling
+from encdec_adapt.inference import engine, pooling
 from encdec_adapt.telemetry import progress
 
 # Fields of a prompt's line of JSON.
@@ -113,12 +113,14 @@ def main(values: flags.FlagValues) -> int:
     if pending:
       loaded = model_in_memory.read_as_trained(stored)
       if values.embed:
-        finished = _embed(loaded, pending, values)
+        outputs = loaded.embed_tokens(
+          pending, pooling=values.embed, batch_size=values.batch_size
+        )
       else:
-        finished = _continue(loaded, pending, encoder, generation)
+        outputs = text_generation.complete(loaded, pending, encoder, generation)
       name = pathlib.Path(values.checkpoint).name
-      for i, result in finished:
-        results.add(i, {'run': name, **result})
+      for i, output in outputs:
+        results.add(i, {'run': name, **_fields(output)})
     results.finish()
     distributed.barrier('results')
   return 0
@@ -150,38 +152,16 @@ def read_prompts(
   return text_generation.check(prompts, chat=chat)
 
 
-def _continue(
-  loaded: model_in_memory.LoadedModel,
-  encoded: Mapping[int, np.ndarray],
-  encoder: prompt_encoding.PromptEncoder,
-  options: text_generation.Options,
-) -> Iterator[tuple[int, Result]]:
-  """Continues prompts; see `text_generation.complete`."""
-  for index, completion in text_generation.complete(
-    loaded, encoded, encoder, options
-  ):
-    yield (
-      index,
-      {
-        'continuation': completion.text,
-        'tokens': len(completion.tokens),
-        'log_prob': float(completion.log_probs.sum()),
-        'ended': completion.ended,
-      },
-    )
-
-
-def _embed(
-  loaded: model_in_memory.LoadedModel,
-  encoded: Mapping[int, np.ndarray],
-  values: flags.FlagValues,
-) -> Iterator[tuple[int, Result]]:
-  """Embeds prompts and yields results."""
-  indices = list(encoded)
-  for number, states in loaded.embed_tokens(
-    list(encoded.values()), pooling=values.embed, batch_size=values.batch_size
-  ):
-    yield indices[number], {'embedding': [float(x) for x in states]}
+def _fields(output: engine.Completion | np.ndarray) -> Result:
+  """Returns the fields of a completion or an embedding."""
+  if not isinstance(output, engine.Completion):
+    return {'embedding': [float(x) for x in output]}
+  return {
+    'continuation': output.text,
+    'tokens': len(output.tokens),
+    'log_prob': float(output.log_probs.sum()),
+    'ended': output.ended,
+  }
 
 
 class _Results:

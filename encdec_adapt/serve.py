@@ -98,7 +98,7 @@ def main(values: flags.FlagValues) -> int:
   stored = model_on_disk.open_model(values.checkpoint)
   opened = stored.require_vocabularies()
   prompts = prompt_encoding.PromptEncoder(stored, prefix=values.prefix)
-  prompt_encoding.print_prefix(stored, prompts.prefix)
+  prompt_encoding.print_prefix(stored, values.prefix)
   longest = pretrained_files.prompt_room(stored)
   loaded = model_in_memory.read_as_trained(stored)
   ids = loaded.special_ids

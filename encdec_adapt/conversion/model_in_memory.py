@@ -162,8 +162,9 @@ class LoadedModel:
     """
     chosen = _reading_options(options)
     _, encoded = self._encode(texts, chosen, 0)
+    texts = dict(enumerate(encoded))
     states = dict(
-      self.embed_tokens(encoded, pooling=pooling, batch_size=chosen.batch_size)
+      self.embed_tokens(texts, pooling=pooling, batch_size=chosen.batch_size)
     )
     return np.array([states[i] for i in range(len(encoded))])
 
@@ -298,27 +299,29 @@ class LoadedModel:
 
   def embed_tokens(
     self,
-    texts: Sequence[Int[np.ndarray, 'n']],
+    texts: Mapping[int, Int[np.ndarray, 'n']],
     *,
     pooling: str,
     batch_size: int = 8,
   ) -> Iterator[tuple[int, Float[np.ndarray, 'E']]]:
-    """Embeds texts; see `inference.pooling.embed`.
+    """Embeds texts and yields their indices; see `inference.pooling.embed`.
 
     Args:
-      texts: token ids of each, BOS first.
+      texts: token ids of each by its index, BOS first.
       pooling: one of `pooling.POOLINGS`.
       batch_size: texts at a time, rounded up to divide over the devices.
     """
-    return pooling_lib.embed(
+    indices = list(texts)
+    for number, states in pooling_lib.embed(
       self.model,
       self.params,
-      texts,
+      list(texts.values()),
       mesh=self.where.mesh,
       rules=self.rules,
       pooling=pooling,
       rows=self.rows(min(batch_size, max(len(texts), 1))),
-    )
+    ):
+      yield indices[number], states
 
   @functools.cached_property
   def where(self) -> state_lib.Placement:

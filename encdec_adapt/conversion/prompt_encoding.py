@@ -48,9 +48,14 @@ def task_prefix(
   return prefixes[0] if prefixes else ''
 
 
-def print_prefix(stored: model_on_disk.StoredModel, prefix: str) -> None:
-  """Prints the prefix of a model's prompts, if there is one, on process 0."""
-  if prefix and distributed.is_lead():
+def print_prefix(stored: model_on_disk.StoredModel, prefix: str | None) -> None:
+  """Prints the prefix of a model's prompts, if there is one, on process 0.
+
+  Args:
+    stored: the model.
+    prefix: see `task_prefix`.
+  """
+  if (prefix := task_prefix(stored, prefix)) and distributed.is_lead():
     # On standard error: the standard output of commands has their results.
     print(f'{stored.path}: prompts begin with {prefix!r}', file=sys.stderr)
 
