@@ -57,7 +57,7 @@ def test_adapt_writes_what_adaptation_makes(folder, gemma, wide, capsys):
   # The encoder's own tokenizer files differ, and neither are lost.
   exported = folders.export(output, folder / 'unbalanced_out')
   assert convert_('diff', output, exported) == 0
-  for sub, name in (('', 'gemma'), ('encoder', 'wide')):
+  for sub, name in (('', 'wide'), ('decoder_tokenizer', 'gemma')):
     assert folders.read(exported / sub / 'chat_template.json')['of'] == name
     assert (exported / sub / 'tokenizer.json').exists()
 
