@@ -83,5 +83,5 @@ def test_a_source_names_what_is_missing(tmp_path):
   assert json.loads(first()) == [['x', 'y'], 1]
   with pytest.raises(errors.UserError, match=r"line 2, .* in 'b'"):
     second()
-  with pytest.raises(errors.UserError, match='fields of texts and label'):
+  with pytest.raises(errors.UserError, match='must be fields as in labels'):
     text_sources.open_source(f'labels:{file}#label')
