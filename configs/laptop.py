@@ -17,7 +17,7 @@ languages. Any key is set by a flag: `--config.train.steps=5000` trains longer.
 
 from encdec_adapt import config as config_lib
 from encdec_adapt.base import errors
-from encdec_adapt.configs import pretrained
+from encdec_adapt.configs import pretrained, quickstart
 from encdec_adapt.models import model_config
 
 MAX_BYTES = 8_000_000
@@ -44,7 +44,7 @@ def get_config(arg=None):
     config.optimizer.learning_rate = 2e-3
   else:
     config = config_lib.defaults()
-    stack = _stack(args['vocabulary_size'])
+    stack = quickstart.stack(4, 128, args['vocabulary_size'])
     config_lib.set_model(config.model, model_config.DecoderOnlyConfig(stack))
     config.data.source = ''  # Not Python's own text.
     # Sentences and lines are joined, so that none is dropped as too short.
@@ -70,19 +70,3 @@ def get_config(arg=None):
   config.optimizer.warmup_steps = 40
   config.optimizer.weight_decay = 0.01
   return config
-
-
-def _stack(vocabulary_size):
-  """Returns a small Gemma 2 stack."""
-  return model_config.StackConfig(
-    layers=4,
-    width=128,
-    mlp_width=512,
-    heads=2,
-    kv_heads=1,
-    head_dim=64,
-    query_scale=64.0,
-    vocab_size=vocabulary_size,
-    vocab_multiple=128,
-    window=64,
-  )

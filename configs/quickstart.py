@@ -93,8 +93,8 @@ def _size(name):
   return SIZES[name]
 
 
-def _stack(layers, width):
-  """A small Gemma 2 stack."""
+def stack(layers, width, vocabulary_size=VOCABULARY):
+  """Returns a small Gemma 2 stack."""
   return model_config.StackConfig(
     layers=layers,
     width=width,
@@ -103,7 +103,7 @@ def _stack(layers, width):
     kv_heads=1,
     head_dim=64,
     query_scale=64.0,
-    vocab_size=VOCABULARY,
+    vocab_size=vocabulary_size,
     vocab_multiple=128,
     window=64,
   )
@@ -118,7 +118,7 @@ def get_config(arg=None):
       f'run={run} is unknown; choose one of {", ".join(RUNS)}.'
     )
   config = config_lib.defaults()
-  large, small = _stack(4, 128), _stack(3, 96)
+  large, small = stack(4, 128), stack(3, 96)
   is_small = run in ('decoder_only_small', 'unbalanced')
   config_lib.set_model(
     config.model,

@@ -276,7 +276,8 @@ def save(
   Args:
     config: the configuration.
     workdir: the work directory.
-    made_by: what describes the command of a run, if a command made it.
+    made_by: command line and configuration file of a run, see
+      `command.made_by`; None for a run started from Python.
   """
   content = config.to_dict()
   if made_by:

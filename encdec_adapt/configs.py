@@ -24,7 +24,7 @@ def path(name: str) -> str:
   """Returns the path of a shipped file or folder.
 
   Args:
-    name: its path in configs/, such as decoders/base.
+    name: path relative to configs/, such as decoders/base.
 
   Returns:
     configs/NAME in the root of a checkout, where users type it so (records

@@ -155,28 +155,7 @@ def run(values: flags.FlagValues) -> dict[str, list[results_store.Score]]:
   Returns:
     The scores of each model by its path; none on processes other than 0.
   """
-  command.require(values, 'checkpoint', 'output')
-  # A slash at the end, as of a completed path, would make another run of it in
-  # the store.
-  folders = [path.rstrip('/') for path in values.checkpoint]
-  repeated = sorted(p for p in folders if folders.count(p) > 1)
-  if repeated:
-    raise errors.UserError(
-      f'--checkpoint={repeated[0]} is given twice; give every model once.'
-    )
-  # Of two models a rank correlation is 1 or -1, whatever they score.
-  if values.correlate and (
-    len(folders) < 3 or values.correlate.count(',') != 1
-  ):
-    raise errors.UserError(
-      f'--correlate={values.correlate} must be TASK,TASK, and needs at least 3'
-      f' models; {len(folders)} are given.'
-    )
-  if values.tasks and paths.at(values.tasks).is_dir():
-    raise errors.UserError(
-      f'--tasks={values.tasks} is a folder and no name; give --task_folder='
-      f'{values.tasks}.'
-    )
+  folders = _check_flags(values)
   plan = task_groups.Plan()
   if values.tasks or values.task_folder:
     plan = task_groups.plan(
@@ -224,6 +203,37 @@ def run(values: flags.FlagValues) -> dict[str, list[results_store.Score]]:
     # The others wait for the report, so that all processes end together.
     distributed.barrier('report')
   return scores
+
+
+def _check_flags(values: flags.FlagValues) -> list[str]:
+  """Checks flags that need no model, and returns the models' paths.
+
+  Raises:
+    UserError: a flag is missing, or flags do not go together.
+  """
+  command.require(values, 'checkpoint', 'output')
+  # A slash at the end, as of a completed path, would make another run of it in
+  # the store.
+  folders = [path.rstrip('/') for path in values.checkpoint]
+  repeated = sorted(p for p in folders if folders.count(p) > 1)
+  if repeated:
+    raise errors.UserError(
+      f'--checkpoint={repeated[0]} is given twice; give every model once.'
+    )
+  # Of two models a rank correlation is 1 or -1, whatever they score.
+  if values.correlate and (
+    len(folders) < 3 or values.correlate.count(',') != 1
+  ):
+    raise errors.UserError(
+      f'--correlate={values.correlate} must be TASK,TASK, and needs at least 3'
+      f' models; {len(folders)} are given.'
+    )
+  if values.tasks and paths.at(values.tasks).is_dir():
+    raise errors.UserError(
+      f'--tasks={values.tasks} is a folder and no name; give --task_folder='
+      f'{values.tasks}.'
+    )
+  return folders
 
 
 def _evaluations(

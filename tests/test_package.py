@@ -89,7 +89,7 @@ MISTYPED = {'encoder.kv_haeds': 2}
     (lambda m: m.generate(['x'], max_tokens=0), 'max_tokens is 0'),
     (lambda m: m.generate(['x'], stop='ab'), "stop is 'ab'; give texts"),
     (lambda m: m.score(['x'], ['y', 'z']), '1 inputs and targets .*; give a'),
-    (lambda m: m.score(['x'], ['y'], top_k=5), 'top_k is no option .* prefix'),
+    (lambda m: m.score(['x'], ['y'], top_k=5), 'top_k has no effect .* prefix'),
     (lambda m: m.embed(['x'], pooling='max'), "pooling is 'max'"),
     (lambda _: api.run_training(None, 'run'), 'config is None'),
     (lambda _: api.run_training('a.py', 'run'), "config is 'a.py'"),

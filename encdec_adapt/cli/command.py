@@ -160,7 +160,7 @@ def made_by(values: flags.FlagValues, name: str) -> dict[str, str]:
   """Describes a command that was parsed, as a work directory keeps it.
 
   Args:
-    values: its flags, `define_config` among them.
+    values: flags of the command; `define_config` has defined some.
     name: name of the command, such as 'train'.
 
   Returns:

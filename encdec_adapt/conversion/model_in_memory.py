@@ -364,7 +364,7 @@ def _reading_options(options: Mapping[str, Any]) -> text_generation.Options:
   """
   if unknown := sorted(options.keys() - _READING):
     raise errors.UserError(
-      f'{", ".join(unknown)} is no option of texts that are not continued; give'
+      f'{", ".join(unknown)} has no effect on texts that are only read; give'
       f' {", ".join(_READING)}, or leave it out.'
     )
   return text_generation.Options(**options)

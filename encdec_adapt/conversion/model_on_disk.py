@@ -69,7 +69,8 @@ class StoredModel:
       folder.
     unused: name of a stored tensor that the model does not use -> reason.
     objectives: objectives that a run was trained with; () for a folder.
-    name: what it was opened by, such as RUN@STEP; of the Hub with the commit.
+    name: the path that it was opened by, such as RUN@STEP, or its address on
+      the Hub with the commit.
   """
 
   path: paths_lib.Path

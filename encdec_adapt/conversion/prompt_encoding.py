@@ -190,7 +190,7 @@ def _mode_id(
     modes = set(reader.mode_ids)
   if mode not in modes:
     raise errors.UserError(
-      f'--mode={mode} is no mode of {stored.path}, which has'
+      f'--mode={mode} is not a mode of {stored.path}, which has'
       f' {", ".join(sorted(modes)) or "none"}; give one of them, or leave it'
       ' out.'
     )

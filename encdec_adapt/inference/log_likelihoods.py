@@ -84,7 +84,7 @@ def score(
 
   Args:
     model: a model with a decoder.
-    params: its parameters.
+    params: parameters of the model.
     pairs: contexts and continuations, neither empty.
     mesh: mesh of the parameters.
     rules: meaning of logical axes on it.

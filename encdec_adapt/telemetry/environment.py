@@ -126,9 +126,9 @@ def git_revision() -> str | None:
   """Describes the checkout that this code runs from.
 
   Returns:
-    Hash of the commit, with `-dirty` if there are local changes. Where this
-    file is not tracked in a git checkout (an installed package), or git is
-    missing: that in $ENCDEC_ADAPT_GIT, which container images set, or None.
+    Hash of the commit, with `-dirty` if there are local changes. Where git is
+    missing or does not track this file (an installed package), the hash in
+    $ENCDEC_ADAPT_GIT, which container images set, or None.
   """
   module = pathlib.Path(__file__).resolve()
 

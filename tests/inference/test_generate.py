@@ -197,7 +197,7 @@ def test_prompts_of_ul2(run_folder, unread, tmp_path):
   assert cut == [*head, *prompt[-3:]]
   flags = [f'--checkpoint={tuned}', '--prompt=x']
   for more, message in (
-    (['--mode=X'], '--mode=X is no mode .* has R, S;'),
+    (['--mode=X'], '--mode=X is not a mode .* has R, S;'),
     (['--mode=S', '--chat'], '--chat does not work with --mode'),
     (['--prefix=a, b: ', '--max_prompt=3'], "'a, b: ' among .* room for 3"),
   ):

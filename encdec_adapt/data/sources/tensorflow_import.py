@@ -21,7 +21,7 @@ def require(purpose: str = 'making records') -> None:
   """Raises UserError where TensorFlow, SeqIO or TFDS is not installed.
 
   Args:
-    purpose: what needs them, the subject of the error.
+    purpose: the activity that needs them, the subject of the error.
   """
   packages.require(
     purpose, 'data', 'seqio', 'tensorflow', 'tensorflow_datasets'

@@ -245,6 +245,14 @@ class Layer(nn.Module):
     return stored.layers[self.number].keys, stored.layers[self.number].values
 
   def forward(self, x, context, memory, cache):
+    """Returns the states [B, L, D] after the layer.
+
+    Args:
+      x: states before it, [B, L, D].
+      context: rotation angles and visible keys for each kind of layer.
+      memory: states of the encoder [B, S, E] and their visibility, or None.
+      cache: an `EncoderDecoderCache`, or None.
+    """
     states, states_visible = memory or (None, None)
     angles, visible = context[self.kind]
     y = self.pre_attention_norm(x)
@@ -277,7 +285,7 @@ class Stack(nn.Module):
     self.stack = stack
     if embedder is None:
       self.embedder = Table(stack, eoi_token)
-    # In a list, as the decoder's table is no parameter of the encoder.
+    # In a list: torch would register the decoder's table with the encoder.
     self._embedder = [embedder or self.embedder]
     self.layers = nn.ModuleList(Layer(stack, i) for i in range(stack['layers']))
     self.final_norm = Norm(stack)

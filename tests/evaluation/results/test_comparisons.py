@@ -29,7 +29,7 @@ def test_interval_of_a_mean_is_students():
   assert comparisons.interval(score) == pytest.approx(want, abs=1e-4)
   unknown = results_store.Score('t', 'bleu', 12.0, None, 3)
   assert comparisons.interval(unknown) is None
-  # In the scale of 0 to 100, 0 everywhere is no share of examples.
+  # In the scale of 0 to 100, 0 everywhere is not a share of examples.
   nothing = results_store.Score('t', 'bleu', 0.0, None, 3, (0.0,) * 3)
   assert comparisons.interval(nothing) is None
   assert comparisons.compare(nothing, nothing).test == 'paired t'
