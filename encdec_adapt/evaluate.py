@@ -126,10 +126,7 @@ class Evaluation(Protocol):
     """Raises a `UserError` for a model that this does not suit."""
 
   def scores(
-    self,
-    model: model_in_memory.LoadedModel,
-    rows: int,
-    report: progress.Report,
+    self, model: model_in_memory.LoadedModel, rows: int, report: progress.Report
   ) -> Iterable[predictions.Result]:
     """Measures a model; every process of a job takes part.
 

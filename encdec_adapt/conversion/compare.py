@@ -10,11 +10,7 @@ import jax
 import numpy as np
 
 from encdec_adapt.base import errors, packages
-from encdec_adapt.conversion import (
-  inspection,
-  model_in_memory,
-  model_on_disk,
-)
+from encdec_adapt.conversion import inspection, model_in_memory, model_on_disk
 from encdec_adapt.files import atomic
 from encdec_adapt.huggingface import config_json, tensor_folder, torch_export
 from encdec_adapt.models import layer_leaves

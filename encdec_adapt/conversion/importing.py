@@ -99,12 +99,7 @@ def _open_flax(
   source = flax_folder.FlaxModel(folder.arrays, folder.read, model, str(path))
   choice = model_on_disk.vocabularies_in(path)
   return model_on_disk.StoredModel(
-    path,
-    model,
-    choice,
-    source.arrays,
-    unused=source.unused,
-    name=values.source,
+    path, model, choice, source.arrays, unused=source.unused, name=values.source
   )
 
 

@@ -6,12 +6,7 @@ import dataclasses
 from typing import Any
 
 from encdec_adapt.base import errors, keys
-from encdec_adapt.huggingface import (
-  families,
-  raw_fields,
-  torch_export,
-  weights,
-)
+from encdec_adapt.huggingface import families, raw_fields, torch_export, weights
 from encdec_adapt.models import model_config, model_section
 
 

@@ -169,12 +169,7 @@ FAMILIES: Mapping[str, Family] = {
       fixed={'qk_norm': True, 'attention_softcap': None},
       layer_types=_alternating(6),
     ),
-    Family(
-      'llama',
-      'LlamaForCausalLM',
-      windows_by_layer=False,
-      fixed=_PLAIN,
-    ),
+    Family('llama', 'LlamaForCausalLM', windows_by_layer=False, fixed=_PLAIN),
     Family(
       'mistral',
       'MistralForCausalLM',

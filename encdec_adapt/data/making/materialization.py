@@ -29,11 +29,7 @@ from encdec_adapt.data.records import (
   record_writing,
   row_rates,
 )
-from encdec_adapt.data.sources import (
-  contamination,
-  mixtures,
-  tensorflow_import,
-)
+from encdec_adapt.data.sources import contamination, mixtures, tensorflow_import
 from encdec_adapt.files import paths
 from encdec_adapt.objectives import objective_names
 from encdec_adapt.telemetry import progress

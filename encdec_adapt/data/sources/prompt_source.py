@@ -23,11 +23,7 @@ from typing import Any
 import yaml
 
 from encdec_adapt.base import errors, option_strings
-from encdec_adapt.data.sources import (
-  document_source,
-  file_sources,
-  row_sources,
-)
+from encdec_adapt.data.sources import document_source, file_sources, row_sources
 from encdec_adapt.files import paths
 
 _BETWEEN = '|||'

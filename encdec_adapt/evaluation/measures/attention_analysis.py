@@ -25,10 +25,7 @@ from encdec_adapt.evaluation.measures import (
   held_out,
   perplexity,
 )
-from encdec_adapt.evaluation.results import (
-  comparisons,
-  results_store,
-)
+from encdec_adapt.evaluation.results import comparisons, results_store
 from encdec_adapt.models import architecture as architectures
 from encdec_adapt.models import build, layers_index, model_config
 from encdec_adapt.objectives import noising
@@ -263,10 +260,7 @@ class AttentionEvaluation(held_out.HeldOutEvaluation):
     _mask_token(stored)
 
   def scores(
-    self,
-    model: model_in_memory.LoadedModel,
-    rows: int,
-    report: progress.Report,
+    self, model: model_in_memory.LoadedModel, rows: int, report: progress.Report
   ) -> list[results_store.Score]:
     """Analyses a model; arguments as `HeldOutEvaluation.scores`.
 

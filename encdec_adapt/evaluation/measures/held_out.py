@@ -71,10 +71,7 @@ class HeldOutEvaluation:
         )
 
   def scores(
-    self,
-    model: model_in_memory.LoadedModel,
-    rows: int,
-    report: progress.Report,
+    self, model: model_in_memory.LoadedModel, rows: int, report: progress.Report
   ) -> list[results_store.Score]:
     """Measures a model.
 

@@ -89,10 +89,7 @@ class CostEvaluation:
       )
 
   def scores(
-    self,
-    model: model_in_memory.LoadedModel,
-    rows: int,
-    report: Any = None,
+    self, model: model_in_memory.LoadedModel, rows: int, report: Any = None
   ) -> list[results_store.Score]:
     """Counts and measures a model.
 

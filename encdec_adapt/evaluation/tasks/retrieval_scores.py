@@ -76,10 +76,7 @@ class RetrievalEvaluation:
       )
 
   def scores(
-    self,
-    model: model_in_memory.LoadedModel,
-    rows: int,
-    report: progress.Report,
+    self, model: model_in_memory.LoadedModel, rows: int, report: progress.Report
   ) -> list[predictions.Result]:
     """Measures a model.
 

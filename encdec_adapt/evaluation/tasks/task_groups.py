@@ -163,10 +163,7 @@ class Task:
     prompt_encoding.task_prefix(stored, self.prefix)
 
   def scores(
-    self,
-    model: model_in_memory.LoadedModel,
-    rows: int,
-    report: progress.Report,
+    self, model: model_in_memory.LoadedModel, rows: int, report: progress.Report
   ) -> list[predictions.Result]:
     """Measures a model; every process of a job takes part.
 

@@ -55,10 +55,7 @@ class Pairs:
     )
 
   def scores(
-    self,
-    model: model_in_memory.LoadedModel,
-    rows: int,
-    report: progress.Report,
+    self, model: model_in_memory.LoadedModel, rows: int, report: progress.Report
   ) -> list[predictions.Result]:
     """Generates answers and compares them with the references.
 
