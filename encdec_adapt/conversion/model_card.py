@@ -249,7 +249,10 @@ def _shape(model: model_config.ModelConfig) -> Iterator[str]:
 
 
 def _history(
-  name: str, path: paths_lib.Path, step: int | None
+  name: str,
+  path: paths_lib.Path,
+  step: int | None,
+  descendants: Sequence[paths_lib.Path] = (),
 ) -> Iterator[str]:
   """Yields lines on how a run and its ancestors were made, newest first.
 
@@ -257,7 +260,9 @@ def _history(
     name: name of the run or folder.
     path: where it is.
     step: step of the checkpoint, None for a folder.
+    descendants: absolute paths of the runs whose ancestor it is.
   """
+  lineage = (*descendants, paths_lib.absolute(path))
   if step is None:
     yield f'- A copy of {_names([name])}.'
     return
@@ -291,12 +296,15 @@ def _history(
     if hub.is_address(name):  # Its history is not downloaded.
       continue
     source, source_step = model_on_disk.resolve(name)
+    # A descendant was written in the place of its ancestor, which is gone.
+    if paths_lib.absolute(source) in lineage:
+      continue
     # Sources that are finished runs and still exist.
     if source_summary := _read(source / compute_cost.SUMMARY):
       yield f'- {_names([name])}:'
       if source_step is None:
         source_step = source_summary['steps']
-      for line in _history(name, source, source_step):
+      for line in _history(name, source, source_step, lineage):
         yield f'  {line}'  # Indented: Markdown nests the list of an ancestor.
 
 

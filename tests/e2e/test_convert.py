@@ -4,6 +4,7 @@ Hugging Face folders are made by our own exporter; tests/parity compares it
 with transformers.
 """
 
+import json
 import re
 import shutil
 
@@ -137,6 +138,12 @@ def test_a_trained_pair_is_exported_with_its_history(folder, pairs, adapted):
     assert re.search(words, card), words
   assert convert_('verify', workdir, output, folders.ROUNDED) == 0
   assert convert_('diff', workdir, adapted) == 1
+  # As if the source were trained again later, from this run.
+  config = _json(workdir / 'config.json')
+  config['init']['encoder'] = str(workdir)
+  (workdir / 'config.json').write_text(json.dumps(config))
+  card = (_export(workdir, folder / 'cycle_out') / 'README.md').read_text()
+  assert card.count('Trained to step') == 1
 
 
 def test_the_hub_reads_the_metadata_of_a_card(folder, gemma, tmp_path):
