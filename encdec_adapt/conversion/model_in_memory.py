@@ -38,6 +38,8 @@ from encdec_adapt.training import state as state_lib
 Tokens = Int[Array, 'B L']
 Mask = Bool[Array, 'B L']
 _RULES = 'fsdp'
+_GENERATION = tuple(x.name for x in dataclasses.fields(text_generation.Options))
+# Those of texts that are only read.
 _READING = ('prefix', 'mode', 'max_prompt', 'batch_size')
 _NO_ENCODER = 'a decoder-only model has no encoder.'
 
@@ -107,10 +109,10 @@ class LoadedModel:
       The continuations, without special tokens.
 
     Raises:
-      UserError: options do not go together, the model generates no text, or a
-        text is empty or too long.
+      UserError: an option is unknown, options do not go together, the model
+        generates no text, or a text is empty or too long.
     """
-    chosen = text_generation.Options(**options)
+    chosen = _options(options, _GENERATION)
     encoder, encoded = self._encode(texts, chosen, chosen.max_tokens)
     completions = dict(
       text_generation.complete(self, dict(enumerate(encoded)), encoder, chosen)
@@ -131,7 +133,7 @@ class LoadedModel:
       UserError: there are not as many targets as inputs, or a text is empty or
         too long.
     """
-    chosen = _reading_options(options)
+    chosen = _options(options, _READING)
     if isinstance(targets, str) or len(inputs) != len(targets):
       raise errors.UserError(
         f'{len(inputs)} inputs and targets {targets!r:.60}; give a list with a'
@@ -160,7 +162,7 @@ class LoadedModel:
     Raises:
       UserError: the model has no encoder, or a text is empty or too long.
     """
-    chosen = _reading_options(options)
+    chosen = _options(options, _READING)
     _, encoded = self._encode(texts, chosen, 0)
     texts = dict(enumerate(encoded))
     states = dict(
@@ -356,18 +358,25 @@ class LoadedModel:
     return tokens, segments, positions
 
 
-def _reading_options(options: Mapping[str, Any]) -> text_generation.Options:
-  """Returns the options of texts that are read and not continued.
+def _options(
+  values: Mapping[str, Any], names: Sequence[str]
+) -> text_generation.Options:
+  """Makes the options of a call.
+
+  Args:
+    values: the keyword arguments of the call.
+    names: the options that have an effect on it.
 
   Raises:
-    UserError: an option is another one, which would change nothing.
+    UserError: an argument is not one of them, or has a wrong value.
   """
-  if unknown := sorted(options.keys() - _READING):
-    raise errors.UserError(
-      f'{", ".join(unknown)} has no effect on texts that are only read; give'
-      f' {", ".join(_READING)}, or leave it out.'
-    )
-  return text_generation.Options(**options)
+  for name in values:
+    if name not in names:
+      raise errors.UserError(
+        f'{name!r} is not an option of this call{errors.nearest(name, names)};'
+        f' give {", ".join(names)}, or leave it out.'
+      )
+  return text_generation.Options(**values)
 
 
 def read_as_trained(stored: model_on_disk.StoredModel) -> LoadedModel:

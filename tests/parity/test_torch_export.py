@@ -124,6 +124,11 @@ def test_it_verifies_learns_labels_and_refuses_unknown_options(tmp_path):
   torch.testing.assert_close(output.loss, -(logs[0, 8] + logs[1, 9]) / 2)
   output.loss.backward()
   assert all(weight.grad is not None for weight in theirs.parameters())
+  values = theirs(input_ids=inputs, labels=labels, return_dict=False)
+  torch.testing.assert_close(values[0], output.loss)
+  theirs.generation_config.decoder_start_token_id = None
+  with pytest.raises(ValueError, match='no decoder_start_token_id'):
+    theirs(input_ids=inputs, labels=labels)
   with pytest.raises(NotImplementedError, match='output_attentions'):
     theirs(input_ids=inputs, labels=labels, output_attentions=True)
   for file in folder.glob('*.py'):

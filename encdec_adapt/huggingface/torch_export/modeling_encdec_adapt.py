@@ -363,6 +363,11 @@ class EncDecAdaptForConditionalGeneration(
   def prepare_decoder_input_ids_from_labels(self, labels):
     """Returns labels [B, T] after the start token, without the last one."""
     ids = self.generation_config
+    if ids.decoder_start_token_id is None:
+      raise ValueError(
+        'generation_config.json has no decoder_start_token_id, which labels'
+        ' follow; set it, or give decoder_input_ids.'
+      )
     shifted = labels.roll(1, -1)
     shifted[:, 0] = ids.decoder_start_token_id
     return shifted.masked_fill(shifted == -100, ids.pad_token_id or 0)
@@ -405,4 +410,5 @@ class EncDecAdaptForConditionalGeneration(
     if labels is not None:
       loss = functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
     outputs = {'encoder_last_hidden_state': states, _CACHE: cache}
-    return modeling_outputs.Seq2SeqLMOutput(loss=loss, logits=logits, **outputs)
+    output = modeling_outputs.Seq2SeqLMOutput(loss, logits, **outputs)
+    return output.to_tuple() if options.get('return_dict') is False else output
