@@ -43,6 +43,6 @@ def test_a_save_that_the_bucket_refuses_is_an_error(bucket, store):
       _save(checkpoints, 1)
     store.refuses = 0
   with pytest.raises(
-    errors.UserError, match='no undamaged checkpoint in gs://'
+    errors.UserError, match='gs://.* has no undamaged checkpoint'
   ):
     manager.open_latest(bucket)

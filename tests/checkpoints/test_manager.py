@@ -329,9 +329,11 @@ def test_a_reader_skips_damage_and_changes_nothing(saved, capsys):
   before = paths.tree(saved)
   assert manager.open_latest(saved).step == 3
   assert 'skipping' in capsys.readouterr().err
-  with pytest.raises(errors.UserError, match='no undamaged checkpoint in .*@6'):
+  with pytest.raises(
+    errors.UserError, match='@6 has no undamaged checkpoint; .* the steps'
+  ):
     manager.open_step(saved, 6)
-  with pytest.raises(errors.UserError, match='@4; its steps are 3, 6'):
+  with pytest.raises(errors.UserError, match='@4 has no .* the steps 3, 6'):
     manager.open_step(saved, 4)
   with pytest.raises(errors.UserError, match='no undamaged checkpoint'):
     manager.open_latest(saved / 'nothing')

@@ -103,7 +103,8 @@ def test_a_step_is_named_wherever_a_run_is(
   source = f'--config.init.encoder={folder}/decoder@3'
   assert _train(*adapting, source, f'--workdir={tmp_path}/run') == 0
   assert 'decoder: step 3' in capsys.readouterr().err
-  kept = f'checkpoint in {adapted}@2; its steps are 3, 4'
+  kept = f'{adapted}@2 has no undamaged checkpoint; {adapted}/checkpoints'
+  kept += ' holds the steps 3, 4'
   for path, words in (
     (f'{adapted}@2', kept),
     (f'{adapted}/checkpoints/4', f'give {adapted}@4'),
