@@ -502,10 +502,10 @@ def _open_first(
   if step is None:
     steps = ', '.join(map(str, step_folders.steps(folder))) or 'none'
     raise errors.UserError(
-      f'{path} has no undamaged checkpoint; {folder} holds the steps'
-      f' {steps}.'
-      ' Name an undamaged one as RUN@STEP, or give the work directory of another'
-      ' run (config.checkpoint.keep and .keep_every decide what a job keeps).'
+      f'{path} has no undamaged checkpoint; {folder} holds the steps {steps}.'
+      ' Name an undamaged one as RUN@STEP, or give the work directory of'
+      ' another run (config.checkpoint.keep and .keep_every decide what a job'
+      ' keeps).'
     )
   return Checkpoint(folder, step)
 
