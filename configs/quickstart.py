@@ -14,7 +14,7 @@ still above that of the decoder.
 
 `size=full` takes at most two and a half hours. It trains `adapted`, `scratch`
 and the control, the decoder trained on, for about one pass of the text, with
-three seeds and the learning rates that were best in short runs. It then tunes
+three seeds and the learning rates that were best in shorter runs. It then tunes
 all three on questions (`configs/finetuning.py`) and measures what generating
 costs. `size=smoke` is for tests.
 """
@@ -65,8 +65,9 @@ class Size:
     evaluations: evaluations during the training of a pair.
     eval_rows: held-out rows.
     warmup_steps: first updates of a pair, with rising learning rates.
-    rate_steps: updates of the runs that choose the learning rates; 0 for the
-      rates of `get_config`, a single seed and no control.
+    rate_steps: updates of the runs that choose the learning rates of pairs
+      (for the control half of `adapt_steps`); 0 for the rates of `get_config`,
+      a single seed and no control.
   """
 
   root: str
@@ -315,8 +316,13 @@ def _train(name, run, *flags, folder=None, steps=0, rate_of=()):
 
 
 def _sweep(name, run):
-  """A short run at every learning rate."""
-  steps = _size(name).rate_steps
+  """A shorter run at every learning rate."""
+  size = _size(name)
+  steps = size.rate_steps
+  if run == 'decoder_only_continued':
+    # Any rate disturbs a trained decoder at first, so the lowest wins a short
+    # run, and would leave the control far from the best that it can reach.
+    steps = size.adapt_steps // 2
   return [
     _train(
       name,

@@ -100,7 +100,8 @@ def verdict(runs: run_groups.Runs) -> str:
   difference = statistics.fmean(losses[0]) - statistics.fmean(losses[1])
   if abs(difference) < NO_DIFFERENCE:
     return 'Language modelling alone does not tell adapted from its control'
-  return f'adapted ends {difference:+.3f} nats from its control'
+  side = 'below' if difference < 0 else 'above'
+  return f'adapted ends {abs(difference):.3f} nats {side} its control'
 
 
 def explain_continuations(report: Mapping[str, Any]) -> list[str]:

@@ -143,8 +143,8 @@ def test_the_crossing_and_the_control_are_stated_either_way(report):
   assert report_findings.verdict(runs) == ''
   for loss, text in (
     (3.155, 'does not tell adapted from its control'),
-    (3.25, 'adapted ends -0.100 nats from its control'),
-    (3.05, 'adapted ends +0.100 nats from its control'),
+    (3.25, 'adapted ends 0.100 nats below its control'),
+    (3.05, 'adapted ends 0.100 nats above its control'),
   ):
     runs['decoder_only_continued'] = _run(8.3, loss, kind='decoder_only')
     assert text in report_findings.verdict(runs)
