@@ -14,7 +14,7 @@ still above that of the decoder.
 
 `size=full` takes at most two and a half hours. It trains `adapted`, `scratch`
 and the control, the decoder trained on, for about one pass of the text, with
-three seeds and the learning rates that were best in shorter runs. It then tunes
+three seeds and the learning rates that were best in short runs. It then tunes
 all three on questions (`configs/finetuning.py`) and measures what generating
 costs. `size=smoke` is for tests.
 """
@@ -65,9 +65,8 @@ class Size:
     evaluations: evaluations during the training of a pair.
     eval_rows: held-out rows.
     warmup_steps: first updates of a pair, with rising learning rates.
-    rate_steps: updates of the runs that choose the learning rates of pairs
-      (for the control half of `adapt_steps`); 0 for the rates of `get_config`,
-      a single seed and no control.
+    rate_steps: updates of the runs that choose the learning rates; 0 for the
+      rates of `get_config`, a single seed and no control.
   """
 
   root: str
@@ -205,47 +204,7 @@ def get_study(arg=None):
     runs = 'adapted', 'scratch', 'unbalanced'
     training = [_train(name, run) for run in runs]
   runs = [*(stage.name for stage in training), 'decoder_only']
-  adapted = f'{root}/adapted'
-  samples, exported = f'{root}/samples.jsonl', f'{root}/t5gemma'
-  stages += [
-    *training,
-    study_stages.Stage(
-      'evaluate',
-      'evaluate',
-      (
-        f'--records={root}/records/prefix_lm/eval',
-        f'--output={root}/evaluation',
-        '--cost=',
-        *(f'--checkpoint={root}/{run}' for run in runs),
-      ),
-      budget_seconds=6 * len(runs),
-    ),
-    study_stages.Stage(
-      'generate',
-      'generate',
-      (
-        f'--checkpoint={adapted}',
-        *(f'--prompt={prompt}' for prompt in PROMPTS),
-        '--max_tokens=48',
-        '--temperature=0.7',
-        '--top_p=0.9',
-        f'--output={samples}',
-      ),
-      budget_seconds=20,
-    ),
-    study_stages.Stage(
-      'export',
-      'convert',
-      ('export', f'--checkpoint={adapted}', f'--output={exported}'),
-      budget_seconds=10,
-    ),
-    study_stages.Stage(
-      'verify',
-      'convert',
-      ('verify', adapted, exported, '--tolerance=1e-4'),
-      budget_seconds=15,
-    ),
-  ]
+  stages += [*training, *_final_stages(root, runs)]
   tuned, note = '', ''
   if size.rate_steps:
     tuning = f'set=lookups,models={root},runs={"+".join(COMPARED)}'
@@ -271,10 +230,58 @@ def get_study(arg=None):
     stages=tuple(stages),
     runs=tuple(runs),
     results=f'{root}/evaluation',
-    samples=samples,
+    samples=_samples(root),
     tuned=tuned,
     note=note,
   )
+
+
+def _samples(root):
+  """Path of the texts that the adapted model writes."""
+  return f'{root}/samples.jsonl'
+
+
+def _final_stages(root, runs):
+  """Evaluation of all runs; generation with the adapted one, and its export."""
+  adapted, exported = f'{root}/adapted', f'{root}/t5gemma'
+  return [
+    study_stages.Stage(
+      'evaluate',
+      'evaluate',
+      (
+        f'--records={root}/records/prefix_lm/eval',
+        f'--output={root}/evaluation',
+        '--cost=',
+        *(f'--checkpoint={root}/{run}' for run in runs),
+      ),
+      budget_seconds=6 * len(runs),
+    ),
+    study_stages.Stage(
+      'generate',
+      'generate',
+      (
+        f'--checkpoint={adapted}',
+        *(f'--prompt={prompt}' for prompt in PROMPTS),
+        '--max_tokens=48',
+        '--temperature=0.7',
+        '--top_p=0.9',
+        f'--output={_samples(root)}',
+      ),
+      budget_seconds=20,
+    ),
+    study_stages.Stage(
+      'export',
+      'convert',
+      ('export', f'--checkpoint={adapted}', f'--output={exported}'),
+      budget_seconds=10,
+    ),
+    study_stages.Stage(
+      'verify',
+      'convert',
+      ('verify', adapted, exported, '--tolerance=1e-4'),
+      budget_seconds=15,
+    ),
+  ]
 
 
 def _flag(name, run):
@@ -316,13 +323,8 @@ def _train(name, run, *flags, folder=None, steps=0, rate_of=()):
 
 
 def _sweep(name, run):
-  """A shorter run at every learning rate."""
-  size = _size(name)
-  steps = size.rate_steps
-  if run == 'decoder_only_continued':
-    # Any rate disturbs a trained decoder at first, so the lowest wins a short
-    # run, and would leave the control far from the best that it can reach.
-    steps = size.adapt_steps // 2
+  """A short run at every learning rate."""
+  steps = _size(name).rate_steps
   return [
     _train(
       name,

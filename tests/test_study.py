@@ -130,7 +130,7 @@ def test_runs_differ_in_what_is_compared_alone(loaded):
 
 
 def test_full_fits_into_two_and_a_half_hours(loaded):
-  """Rates are chosen in shorter runs that differ in nothing else."""
+  """Rates are chosen in short runs, for all models alike."""
   plan, configs = loaded
   if plan.size == 'full':
     assert sum(stage.budget_seconds for stage in plan.stages) <= 9000
@@ -138,6 +138,6 @@ def test_full_fits_into_two_and_a_half_hours(loaded):
     assert len(repeated) == 9
     for stage in repeated:
       for name in stage.rate_of:
-        assert configs[name].train.steps <= configs[stage.name].train.steps / 2
+        assert configs[name].train.steps < configs[stage.name].train.steps / 5
         changed = _changed(configs, name, stage.name).keys()
         assert changed <= {'train.steps', 'optimizer.learning_rate', 'seed'}

@@ -39,7 +39,7 @@ Tokens = Int[Array, 'B L']
 Mask = Bool[Array, 'B L']
 _RULES = 'fsdp'
 _GENERATION = tuple(x.name for x in dataclasses.fields(text_generation.Options))
-# Those of texts that are only read.
+# Options of texts that are only read, and not continued.
 _READING = ('prefix', 'mode', 'max_prompt', 'batch_size')
 _NO_ENCODER = 'a decoder-only model has no encoder.'
 

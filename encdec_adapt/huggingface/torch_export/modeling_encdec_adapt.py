@@ -134,6 +134,7 @@ class Table(_Weights):
     self.eoi_token = eoi_token
 
   def forward(self, tokens):
+    """Returns the states [B, L, D] that enter the first layer."""
     x = functional.embedding(tokens, self.table)
     # The factor is rounded to the dtype first, as in training.
     if self.stack['scale_embeddings']:
