@@ -45,9 +45,10 @@ PROMPTS = (
   'Return the number of',
   'import os\nimport sys\n\n\nclass Test',
 )
-# What the full size trains to compare, with the rates and seeds of each.
+# What the full size trains to compare, with the rates and seeds of each. Rates
+# below 2e-3 win in short runs of a trained decoder, and lose over a full pass.
 COMPARED = ('adapted', 'scratch', 'decoder_only_continued')
-LEARNING_RATES = (5e-4, 1e-3, 2e-3, 4e-3)
+LEARNING_RATES = (2e-3, 4e-3, 8e-3)
 SEEDS = 3
 # For the budgets of stages, on two cores.
 SECONDS_PER_STEP = 0.6

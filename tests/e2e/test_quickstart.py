@@ -79,7 +79,7 @@ def test_full_size_compares_crosses_and_tunes(tmp_path):
     ("'runs/quickstart_full', 0, 900, 18, 192, 40, rate_steps=130", 'FULL'),
     ('FULL', f"'{root}', 400_000, 8, 2, 16, rate_steps=2"),
     ('(384, 128, 0)', '(384, 128, 100_000)'),
-    ('(5e-4, 1e-3, 2e-3, 4e-3)', '(1e-3, 2e-3)'),
+    ('(2e-3, 4e-3, 8e-3)', '(1e-3, 2e-3)'),
     ('SEEDS = 3', 'SEEDS = 2'),
   )
   flag = f'--study={path}:size=full'
