@@ -3,9 +3,10 @@ r"""Estimates memory and time of a configuration on hardware that is elsewhere.
     python -m encdec_adapt.plan --config=configs/gemma2.py:size=2b_2b \
       --topology=v5e:4x4 [--num_slices=2] [--programs=train,eval,decode]
 
-compiles the programs with the TPU's compiler (libtpu), which needs no TPU,
-and reports memory, FLOPs, collectives and a roofline estimate per device. For
-GPUs (--topology=h100:64) the same report comes from the analytic cost model.
+compiles the programs with the TPU's compiler (libtpu), or that of GPUs (extra
+cuda13), which need no devices, and reports memory, FLOPs, collectives and a
+roofline estimate per device. For GPUs (--topology=h100:64) without the compiler
+the same report comes from the analytic cost model.
 The exit status is 3 if a program does not fit into memory.
 
     python -m encdec_adapt.plan --config=... --topology=v5e:4x4 --search=6
@@ -19,7 +20,6 @@ prints a table of plans that were written with --output.
 """
 
 import dataclasses
-import importlib.metadata
 import time
 from typing import Any
 
@@ -159,7 +159,7 @@ def _mesh(settings: config_lib.Settings, slices: chips.Slice) -> Mesh:
 
 
 def _plan(job: programs.Job, slices: chips.Slice) -> dict[str, Any]:
-  """Returns the plan of a program, compiled unless it is for GPUs.
+  """Returns the plan of a program, compiled where there is a compiler.
 
   Raises:
     UserError: the compiler fails for another reason than memory, or the
@@ -168,18 +168,18 @@ def _plan(job: programs.Job, slices: chips.Slice) -> dict[str, Any]:
   program = job.program()
   # Listed, since a replicated array takes its full size on every device.
   copies = {'replicated': layout_report.replicated(program.rows())}
-  # Only the compiler of TPUs runs on a machine without the devices.
-  if slices.chip.kind == 'gpu':
+  # CPU devices stand for GPUs without their compiler.
+  if job.mesh.devices.flat[0].platform == 'cpu':
     arguments = analytic_estimate.Arguments.of(job, program)
     return analytic_estimate.describe(job, slices, arguments) | copies
   subject = f'program {job.name!r}, compiled for {slices.name} x {slices.count}'
-  libtpu = f'libtpu {importlib.metadata.version("libtpu")}'
+  compiler = chips.compiler(slices.chip.kind)
   try:
     return plan_report.describe(job, slices, program) | copies
   except hlo.UnknownProgramError as error:
     raise errors.UserError(
       f'{subject}, has parts that are not understood: {error}. Please report'
-      f' this, with {libtpu} and the command. --search first prints estimates'
+      f' this, with {compiler} and the command. --search first prints estimates'
       ' that compile nothing.'
     ) from error
   except errors.UserError:
@@ -188,13 +188,13 @@ def _plan(job: programs.Job, slices: chips.Slice) -> dict[str, Any]:
     raise errors.UserError(f'{subject}: {error} Change config.mesh.') from error
   except jax.errors.JaxRuntimeError as error:
     raise errors.UserError(
-      f'{libtpu} fails on {subject}: {_first_line(error)}. Change config.mesh,'
-      ' the topology or its version.'
+      f'{compiler} fails on {subject}: {_first_line(error)}. Change'
+      ' config.mesh, the topology or its version.'
     ) from error
 
 
 def _first_line(error: Exception) -> str:
-  # libtpu's errors go on with stack frames or parts of the program.
+  # Compilers' errors go on with stack frames or parts of the program.
   return str(error).strip().splitlines()[0]
 
 
@@ -210,9 +210,9 @@ def _search(
     programs.Job.of('train', settings, mesh), slices
   )
   # `ranked` leaves room for the compiler to find less memory than the model;
-  # for GPUs the model decides, as nothing is compiled.
-  is_gpu = slices.chip.kind == 'gpu'
-  if is_gpu:
+  # without one the model decides.
+  is_compiled = chips.compiler(slices.chip.kind)
+  if not is_compiled:
     candidates = [c for c in candidates if c.plan['fits']]
   print(
     f'{len(candidates)} candidates may fit into {slices.name} x {slices.count},'
@@ -236,7 +236,7 @@ def _search(
         ]
         # Written each time, since compiling may take hours.
         _write(values, slices, {'candidates': rows})
-    if not is_gpu:
+    if is_compiled:
       seconds = time.monotonic() - start
       print(f'{i + 1}/{values.search}: {result}, {seconds:.0f} s', flush=True)
   if fit:

@@ -2,15 +2,16 @@
 
 Compute, memory and interconnect of TPUs are from Google Cloud's pages "TPU v4",
 "TPU v5e", "TPU v5p", "TPU v6e" and "TPU7x (Ironwood)"; those of GPUs from
-NVIDIA's data sheets (dense, without sparsity). Usable memory is what the TPU
-compiler allows a program; for GPUs nine tenths, which the launchers give JAX.
+NVIDIA's data sheets (dense, without sparsity; no NVLink on L4, so PCI Express
+joins its GPUs). Usable memory is what the TPU compiler allows a program; for
+GPUs nine tenths, which the launchers give JAX.
 This module must not import jobs or models.
 """
 
 from collections.abc import Sequence
 import contextlib
 import dataclasses
-import importlib.util
+import importlib.metadata
 import math
 import os
 
@@ -18,6 +19,7 @@ import jax
 import numpy as np
 
 from encdec_adapt.base import errors, option_strings
+from encdec_adapt.planning import gpu_targets
 from encdec_adapt.telemetry import peak_flops
 
 _GIB = 2**30
@@ -103,6 +105,10 @@ CHIPS = {
          host_bandwidth=64e9),
     Chip('h200', 'gpu', 989e12, 126 * _GIB, 4800e9, 450e9, 50e9,
          host_bandwidth=64e9),
+    Chip('b200', 'gpu', 2250e12, 160 * _GIB, 7672e9, 900e9, 50e9,
+         host_bandwidth=64e9),
+    Chip('l4', 'gpu', 121e12, 20 * _GIB, 300e9, 32e9, 1.5625e9,
+         host_bandwidth=32e9),
   )
 }  # fmt: skip
 
@@ -166,6 +172,8 @@ def parse(topology: str, slices: int = 1, hbm_gib: float = 0.0) -> Slice:
   if chip is None:
     raise name.error(
       f'must be one of {", ".join(CHIPS)}, as in v5e:4x4, v5p:8x8x8 or h100:64.'
+      ' State another one in planning/chips.py, and a GPU in'
+      ' planning/gpu_targets.py too.'
     )
   extents, count = dimensions.divide('x'), chip.dimensions or 1
   if len(extents) != count or not dimensions:
@@ -181,6 +189,9 @@ def parse(topology: str, slices: int = 1, hbm_gib: float = 0.0) -> Slice:
   sizes = [
     extent.read(int, 'at least 1 chip', lambda n: n > 0) for extent in extents
   ]
+  host = chip.host_chips
+  if chip.kind == 'gpu' and sizes[0] > host and sizes[0] % host:
+    raise dimensions.error(f'must be at most {host}, a host, or whole hosts.')
   return Slice(chip, tuple(sizes), slices)
 
 
@@ -206,8 +217,17 @@ def slice_of(devices: Sequence[jax.Device]) -> Slice | None:
   return Slice(chip, tuple(extents[: chip.dimensions]), count)
 
 
+def compiler(kind: str) -> str | None:
+  """Returns name and version of the installed compiler for 'tpu' or 'gpu'."""
+  gpu = 'jax_cuda13_pjrt', 'jax_cuda12_pjrt'
+  for name in ('libtpu',) if kind == 'tpu' else gpu:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+      return f'{name} {importlib.metadata.version(name)}'
+  return None
+
+
 def devices_of(hardware: Slice) -> Sequence[jax.Device]:
-  """Returns abstract devices of a TPU slice, or stand-ins for GPUs.
+  """Returns abstract devices, or stand-ins for GPUs without their compiler.
 
   Stand-ins are CPU devices. The first call must be that for most devices, and
   come before anything else initialises JAX's backends.
@@ -215,7 +235,11 @@ def devices_of(hardware: Slice) -> Sequence[jax.Device]:
   Raises:
     UserError: libtpu is not installed, or does not support the slice.
   """
+  # Without it, JAX asks for the driver of the GPUs that it has a plugin for.
   jax.config.update('jax_platforms', 'cpu')
+  software = compiler(hardware.chip.kind)
+  if hardware.chip.kind == 'gpu' and software:
+    return _gpus(hardware, software)
   if hardware.chip.kind == 'gpu':
     if jax.config.jax_num_cpu_devices < hardware.devices:
       # JAX refuses the option once it has devices. Then those must do, as in
@@ -223,7 +247,7 @@ def devices_of(hardware: Slice) -> Sequence[jax.Device]:
       with contextlib.suppress(RuntimeError):
         jax.config.update('jax_num_cpu_devices', hardware.devices)
     return np.array(jax.devices()[: hardware.devices])
-  if importlib.util.find_spec('libtpu') is None:
+  if software is None:
     raise errors.UserError(
       'planning for a TPU needs its compiler, libtpu, which runs on any'
       f" machine: pip install 'jax[tpu]=={jax.__version__}'."
@@ -254,3 +278,19 @@ def devices_of(hardware: Slice) -> Sequence[jax.Device]:
       f' {hardware.chip.name} are {SHAPES[hardware.chip.dimensions]}.'
     ) from error
   return topology.devices
+
+
+def _gpus(hardware: Slice, software: str) -> Sequence[jax.Device]:
+  """Returns abstract GPUs, in hosts of `Chip.host_chips`."""
+  # Here, not at the top: this imports JAX's plugins.
+  from jax.experimental import topologies
+
+  # A plan of a program read from a cache would lack its kernels' resources.
+  jax.config.update('jax_enable_compilation_cache', False)
+  (count,) = hardware.extents
+  hosts = -(-count // hardware.chip.host_chips)
+  return topologies.get_topology_desc(
+    platform='cuda',
+    target_config=gpu_targets.text(hardware.chip.name, software),
+    topology=f'{hardware.count}x{hosts}x{count // hosts}',
+  ).devices

@@ -1,13 +1,14 @@
-"""Totals of a compiled TPU program, read from its optimised HLO text.
+"""Totals of a compiled program, read from its optimised HLO text.
 
 XLA's `cost_analysis` counts the body of a loop once and omits kernels. This
 module counts every instruction as often as it runs: bodies of loops are
 multiplied by their trip count, which follows from the condition and the
-counter's increment. For a fusion the compiler states `estimated_cycles`;
-products inside it are counted by their shapes.
+counter's increment. Products are counted by their shapes, inside fusions too.
+Of time, a TPU's compiler states `estimated_cycles` of a fusion; that of a GPU
+states nothing, so `timeline` follows the schedule of its instructions.
 
-A collective that overlaps with products is split into several fusions with the
-same channel, and is counted once. A reduce-scatter is a fusion of an
+On TPUs, a collective that overlaps with products is split into several fusions
+with the same channel, and is counted once; a reduce-scatter is a fusion of an
 all-reduce and a slice. The text of a program for several slices is that of a
 single slice; data that crosses slices is sent to the host and received from it.
 
@@ -35,7 +36,10 @@ _COLLECTIVES = (
   'all-to-all',
   'collective-permute',
 )
-KERNEL = 'tpu_custom_call'
+# Pallas kernels: on TPUs; Mosaic and Triton on GPUs.
+_KERNEL = re.compile(
+  r'custom_call_target="(tpu_custom_call|mosaic_gpu\w*|__gpu\$xla\.gpu\.triton)"'
+)
 SLICES = 'slices'
 # A `send` to the host belongs to a collective between slices only if this
 # attribute names the kind of the collective.
@@ -111,6 +115,27 @@ class Kernel:
   computation: str
 
 
+@dataclasses.dataclass(frozen=True)
+class Step:
+  """An instruction of the schedule, outside of fusions.
+
+  Attributes:
+    op: the instruction.
+    types: types of the results of its computation, by name.
+    computation: name of the computation that contains it.
+    times: number of runs.
+    flops: FLOPs of its products in all runs.
+    kernel: the kernel that it calls, or None.
+  """
+
+  op: Instruction
+  types: Mapping[str, str]
+  computation: str
+  times: int
+  flops: float
+  kernel: Kernel | None
+
+
 @dataclasses.dataclass
 class Totals:
   """Work of a device in a single run of the program.
@@ -120,8 +145,11 @@ class Totals:
       kernels.
     cycles: the compiler's cycles of everything but kernels and collectives, by
       computation; loop bodies as often as they run.
-    collectives: every collective once.
+    collectives: every collective once, one that is an instruction by its
+      computation and name.
     kernels: every kernel call.
+    schedule: the instructions in their order; loop bodies once.
+    computations: instructions by computation.
   """
 
   flops: float = 0.0
@@ -130,6 +158,10 @@ class Totals:
   )
   collectives: dict[tuple, Collective] = dataclasses.field(default_factory=dict)
   kernels: list[Kernel] = dataclasses.field(default_factory=list)
+  schedule: list[Step] = dataclasses.field(default_factory=list)
+  computations: Mapping[str, list[Instruction]] = dataclasses.field(
+    default_factory=dict
+  )
 
 
 class UnknownProgramError(ValueError):
@@ -144,7 +176,7 @@ def totals(text: str) -> Totals:
       loop, call or condition, or there is no entry computation.
   """
   computations, entry = parse(text)
-  walk = _Walk(computations, Totals())
+  walk = _Walk(computations, Totals(computations=computations))
   walk.add_computation(entry, 1)
   return walk.totals
 
@@ -205,7 +237,7 @@ def arrays(kind: str) -> list[tuple[str, tuple[int, ...]]]:
   ]
 
 
-def _sizes(kind: str) -> Iterator[float]:
+def sizes(kind: str) -> Iterator[float]:
   """Yields the bytes of every array of a type."""
   for dtype, shape in arrays(kind):
     # The first number of a dtype is its bits, also in f8e4m3fn. Sizes are
@@ -239,13 +271,13 @@ class _Walk:
         self.add_computation(branch, times)
     if op.opcode == 'call':
       self.add_computation(op.attribute('to_apply'), times)
-    if op.opcode in ('fusion', 'async-start'):
+    flops, kernel = self.totals.flops, None
+    if op.opcode in ('fusion', 'fusion-start', 'async-start'):
       self._add_fused(computation, op.attribute('calls'), times)
-    if op.opcode == 'custom-call' and f'"{KERNEL}"' in op.attributes:
+    target = op.opcode == 'custom-call' and _KERNEL.search(op.attributes)
+    if target:
       operands = tuple(arrays(types[o])[0][1] for o in op.operands)
-      # XLA numbers the calls; without its number a kernel has the same name in
-      # every layer, under which a report adds the calls up.
-      name = op.name.rstrip('0123456789').rstrip('.')
+      name = _kernel_name(op, target[1])
       results = len(arrays(op.type))
       kernel = Kernel(name, operands, results, times, computation)
       self.totals.kernels.append(kernel)
@@ -256,6 +288,9 @@ class _Walk:
       cycles = int(estimate[1]) if estimate else 0
       self.totals.cycles[computation] += cycles * times
       self.totals.flops += product_flops(op, types) * times
+    work = self.totals.flops - flops
+    step = Step(op, types, computation, times, work, kernel)
+    self.totals.schedule.append(step)
 
   def _add_fused(self, computation: str, name: str, times: int) -> None:
     """Adds products and collectives of the fusion `name` in `computation`.
@@ -288,11 +323,12 @@ class _Walk:
     if kind not in _COLLECTIVES:
       # The second half, `-done`, waits for data that `-start` has counted.
       return op.opcode.removesuffix('-done') in _COLLECTIVES
+    operands = sum(sum(sizes(types.get(name, ''))) for name in op.operands)
     if kind == 'all-gather' and not transfer:
-      # A start returns a tuple of its operand and the gathered array.
-      size = (max if is_start else sum)(_sizes(op.type))
+      # A start returns its operands beside the gathered arrays.
+      size = sum(sizes(op.type)) - (operands if is_start else 0)
     else:
-      size = sum(sum(_sizes(types.get(name, ''))) for name in op.operands)
+      size = operands
     groups = SLICES if transfer else _groups(op.attributes)
     # Pieces of a collective are in the same computation and share a channel,
     # but so may different collectives: kind, size and groups tell them apart.
@@ -309,6 +345,19 @@ class _Walk:
       computation,
     )
     return True
+
+
+def _kernel_name(op: Instruction, target: str) -> str:
+  """Returns the name of a kernel, which is the same in every layer."""
+  if target == 'tpu_custom_call':
+    # XLA numbers the calls.
+    return op.name.rstrip('0123456789').rstrip('.')
+  # On GPUs the path of the call names it: '.../NAME/pallas_call'.
+  path = re.search(r'op_name="([^"]*)"', op.attributes)
+  name = path[1].split('/')[-2] if path else op.name
+  # tokamax names no gradients on Hopper: of queries, or of keys and values.
+  gradients = 'attention_dq' if len(arrays(op.type)) == 1 else 'attention_dkv'
+  return gradients if name == 'anonymous' else name
 
 
 def _branches(op: Instruction) -> list[str]:
@@ -404,14 +453,21 @@ def _increment(body: Mapping[str, Instruction], index: int) -> int:
 
 
 def product_flops(op: Instruction, types: Mapping[str, str]) -> float:
-  """Returns FLOPs of a dot, or of the convolution that XLA makes of it."""
-  if op.opcode not in ('dot', 'convolution'):
+  """Returns FLOPs of a dot, or of what XLA makes of it.
+
+  Those are a convolution on TPUs, and a call of cuBLAS on GPUs.
+  """
+  is_call = op.opcode == 'custom-call' and '"__cublas$' in op.attributes
+  if op.opcode not in ('dot', 'convolution') and not is_call:
     return 0.0
   out = arrays(op.type)[0][1]
   lhs, rhs = (arrays(types[name])[0][1] for name in op.operands[:2])
-  if op.opcode == 'dot':
-    contracted = op.attribute('lhs_contracting_dims') or ''
-    inner = math.prod(lhs[int(i)] for i in contracted.split(',') if i)
+  if op.opcode != 'convolution':
+    contracted = re.search(
+      r'lhs_contracting_dim\w*(?:=\{|":\[)([^}\]]*)', op.attributes
+    )
+    dims = re.findall(r'\d+', contracted[1] if contracted else '')
+    inner = math.prod(lhs[int(i)] for i in dims)
     return 2.0 * math.prod(out) * inner
   labels = re.search(r'dim_labels=(\w+)_(\w+)->(\w+)', op.attributes)
   lhs_dims, rhs_dims, out_dims = labels.groups()

@@ -1,8 +1,9 @@
-"""FLOPs of splash attention kernels, which XLA does not count.
+"""FLOPs of attention kernels, which XLA does not count.
 
-A kernel computes whole blocks, and skips those that the mask excludes
-entirely. The blocks follow from the model, the number of runs from the
-compiled program. This module must not import chips or jobs.
+Splash attention on TPUs and tokamax's kernels on GPUs compute whole blocks, and
+skip those that the mask excludes entirely. The blocks follow from the model,
+the number of runs from the compiled program. This module must not import chips
+or jobs.
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,6 +22,10 @@ from encdec_adapt.planning import hlo
 # backward pass is a single kernel, which includes the queries' gradient.
 _PRODUCTS = {'fwd': 2, 'dq': 3, 'dkv': 4}
 _FUSED_PRODUCTS = 5
+# Of tokamax's kernels, by a part of their names.
+_GPU_PRODUCTS = {'flash_attention_sm': 2, 'attention_dq': 3, 'attention_dkv': 4}
+_GPU_PRODUCTS |= {'sm100_dq': 3, 'sm100_dkv': 4}
+_GPU_BLOCK = 128
 # Gradients of keys and values with their accumulators. A fused pass also
 # returns those of queries.
 _UNFUSED_RESULTS = 4
@@ -36,6 +41,7 @@ class Attention:
       all of them.
     offset: position of the first query among the keys.
     key_block: keys of a block; None for the size that their number implies.
+    query_block: queries of a block, likewise.
   """
 
   queries: int
@@ -44,12 +50,15 @@ class Attention:
   ahead: int | None
   offset: int = 0
   key_block: int | None = None
+  query_block: int | None = None
 
   @property
   def sizes(self) -> tuple[int, int]:
     """Queries and keys of a block."""
-    key_block = self.key_block or attention_splash.block(self.keys)
-    return attention_splash.block(self.queries), key_block
+    return (
+      self.query_block or attention_splash.block(self.queries),
+      self.key_block or attention_splash.block(self.keys),
+    )
 
   @property
   def lengths(self) -> tuple[int, int]:
@@ -155,11 +164,15 @@ def flops(
   of keys in its grid.
 
   Raises:
-    UnknownProgramError: a kernel is not splash attention, or matches no
-      attention of the model.
+    UnknownProgramError: a kernel is not known, or matches no attention of the
+      model.
   """
   total = 0.0
   for call in calls:
+    products = [n for name, n in _GPU_PRODUCTS.items() if name in call.name]
+    if products:
+      total += _gpu_flops(call, products[0], attentions)
+      continue
     parts = [part for part in _PRODUCTS if f'_{part}_' in f'{call.name}_']
     if not parts or 'splash' not in call.name:
       raise hlo.UnknownProgramError(f'kernel {call.name!r} is not known')
@@ -190,6 +203,28 @@ def flops(
     work = products * 2 * heads * head_dim * pairs
     total += rows * work * call.times
   return total
+
+
+def _gpu_flops(
+  call: hlo.Kernel, products: int, attentions: Sequence[Attention]
+) -> float:
+  """Returns FLOPs of a call of a tokamax kernel.
+
+  Packed rows need fewer: a kernel skips keys of other segments, which depend
+  on the data.
+  """
+  # Queries [..., T, N, H] and keys [..., S, K, H] come first.
+  query, key = [shape for shape in call.operands if len(shape) >= 3][:2]
+  queries, heads, head_dim = query[-3:]
+  blocks = {'query_block': _GPU_BLOCK, 'key_block': _GPU_BLOCK}
+  # Attentions of the same lengths are averaged, as those of TPUs are.
+  pairs = [
+    dataclasses.replace(a, **blocks).pairs()
+    for a in attentions
+    if (a.queries, a.keys) == (queries, key[-3])
+  ] or [queries * key[-3]]
+  work = products * 2 * heads * head_dim * sum(pairs) / len(pairs)
+  return math.prod(query[:-3]) * work * call.times
 
 
 def _padded(length: int, multiple: int) -> int:

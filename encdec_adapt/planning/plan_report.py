@@ -5,6 +5,10 @@ latter have the same keys, so that `text` shows either.
 """
 
 from collections.abc import Mapping
+import os
+import pathlib
+import re
+import tempfile
 import time
 from typing import Any
 
@@ -18,6 +22,7 @@ from encdec_adapt.planning import (
   out_of_memory,
   programs,
   roofline,
+  timeline,
 )
 from encdec_adapt.sharding import layout_report
 
@@ -34,9 +39,9 @@ def describe(
 
   Returns:
     JSON with `source`, `fits`, `memory`, the parts that `roofline.describe`
-    returns, `trace_s` and `compile_s`. If the compiler ran out of device
-    memory, `fits` is false, the peak is that of the compiler's message, and
-    numbers of a compiled program are None.
+    returns, `resources` of a GPU's kernels, `trace_s` and `compile_s`. If the
+    compiler ran out of device memory, `fits` is false, the peak is that of the
+    compiler's message, and numbers of a compiled program are None.
 
   Raises:
     JaxRuntimeError: the compiler fails for another reason.
@@ -46,7 +51,7 @@ def describe(
   lowered = program.lower(job.mesh)
   traced = time.perf_counter()
   try:
-    compiled = _compile(lowered, job.mesh)
+    compiled, resources = _compile(lowered, job.mesh)
   except jax.errors.JaxRuntimeError as error:
     peak = out_of_memory.needed_bytes(str(error))
     if peak is None:
@@ -63,8 +68,7 @@ def describe(
   else:
     totals = hlo.totals(compiled.as_text())
     memory = _memory(compiled, program, hardware.chip.hbm_bytes)
-    calls = _kernels(totals, job, hardware)
-    seconds = sum(row['seconds'] for row in calls)
+    calls, compute, traffic = _work(totals, job, hardware)
     estimates = {
       'fits': memory['peak'] <= memory['budget'],
       'memory': memory,
@@ -73,11 +77,12 @@ def describe(
         hardware,
         products=totals.flops,
         kernels=calls,
-        traffic=roofline.collectives(totals, job.mesh, hardware, seconds),
-        compute=sum(roofline.compute_seconds(totals, hardware).values()),
+        traffic=traffic,
+        compute=compute,
         moved=program.moved_bytes(),
         host=program.host_bytes(),
       ),
+      'resources': resources,
     }
   return {
     'source': 'compiled',
@@ -87,9 +92,29 @@ def describe(
   }
 
 
-def _compile(lowered: jax.stages.Lowered, mesh: jax.sharding.Mesh):
-  with jax.set_mesh(mesh):
-    return lowered.compile()
+def _compile(
+  lowered: jax.stages.Lowered, mesh: jax.sharding.Mesh
+) -> tuple[jax.stages.Compiled, list[dict[str, Any]]]:
+  """Returns the compiled program and the resources of a GPU's kernels."""
+  variable = 'MOSAIC_GPU_DUMP_TO'
+  with tempfile.TemporaryDirectory() as folder, jax.set_mesh(mesh):
+    # Mosaic then writes what `ptxas` says of each kernel.
+    os.environ[variable] = folder
+    try:
+      compiled = lowered.compile()
+    finally:
+      del os.environ[variable]
+    paths = sorted(pathlib.Path(folder).glob('*.ptxas'))
+    return compiled, [_resources(path.stem, path.read_text()) for path in paths]
+
+
+def _resources(name: str, text: str) -> dict[str, Any]:
+  """Returns registers and spilled bytes of a kernel, from `ptxas -v`."""
+  counts = [
+    int(re.search(pattern, text)[1])
+    for pattern in (r'Used (\d+) registers', r'(\d+) bytes spill stores')
+  ]
+  return {'name': name, 'registers': counts[0], 'spilled': counts[1]}
 
 
 def _memory(
@@ -119,19 +144,29 @@ def _memory(
   }
 
 
-def _kernels(
+def _work(
   totals: hlo.Totals, job: programs.Job, hardware: chips.Slice
-) -> list[roofline.Row]:
-  """Returns kernels by name; see `roofline.kernel_row`."""
+) -> tuple[list[roofline.Row], float, list[roofline.Row]]:
+  """Returns kernels by name, seconds of other work, and collectives."""
   shards = job.rules.on(job.mesh).size('length')
   attentions = kernels.attentions(job.models, job.lengths, shards)
-  rows = []
-  for name in sorted({kernel.name for kernel in totals.kernels}):
-    calls = [kernel for kernel in totals.kernels if kernel.name == name]
+
+  def row(name: str, calls: list[hlo.Kernel]) -> roofline.Row:
     flops = kernels.flops(calls, attentions)
     times = sum(call.times for call in calls)
-    rows.append(roofline.kernel_row(name, times, flops, hardware))
-  return rows
+    return roofline.kernel_row(name, times, flops, hardware)
+
+  names = sorted({kernel.name for kernel in totals.kernels})
+  rows = [row(n, [k for k in totals.kernels if k.name == n]) for n in names]
+  if hardware.chip.kind == 'gpu':
+    network = roofline.Network(job.mesh, hardware)
+    return rows, *timeline.simulate(
+      totals, network, lambda call: row(call.name, [call])['seconds']
+    )
+  compute = sum(roofline.compute_seconds(totals, hardware).values())
+  seconds = sum(row['seconds'] for row in rows)
+  traffic = roofline.collectives(totals, job.mesh, hardware, seconds)
+  return rows, compute, traffic
 
 
 def text(plan: Mapping[str, Any]) -> str:
@@ -143,7 +178,10 @@ def text(plan: Mapping[str, Any]) -> str:
     f' {disk.format_bytes(memory["budget"])}: {verdict}'
   ]
   if plan['source'] == 'shapes':
-    lines.append('from the analytic cost model; nothing was compiled')
+    lines.append(
+      'from the analytic cost model; nothing was compiled, as that needs a'
+      " GPU's compiler: pip install -e '.[cuda13]' (Python from 3.12)"
+    )
   parts = {
     **memory['arguments'],
     **{f'{k} (beside)': v for k, v in memory['beside'].items()},
@@ -177,6 +215,11 @@ def _times(plan: Mapping[str, Any]) -> list[str]:
     lines.append(
       f'  {kernel["name"]}: {kernel["calls"]} calls, {kernel["flops"]:.3g}'
       f' FLOPs, {kernel["seconds"]:.3f} s'
+    )
+  for kernel in plan.get('resources', ()):
+    lines.append(
+      f'  {kernel["name"]}: {kernel["registers"]} registers,'
+      f' {kernel["spilled"]} bytes spilled'
     )
   for row in plan['collectives']:
     lines.append(

@@ -63,7 +63,8 @@ class Program:
 
   def lower(self, mesh: Mesh) -> jax.stages.Lowered:
     """Traces the program for the platform of a mesh."""
-    platform = mesh.devices.flat[0].platform
+    # JAX lowers for 'gpu' only where a GPU is.
+    platform = mesh.devices.flat[0].platform.replace('gpu', 'cuda')
     with jax.set_mesh(mesh):
       traced = self.function.trace(*self.call(self.arguments))
       return traced.lower(lowering_platforms=(platform,))

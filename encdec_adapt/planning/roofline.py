@@ -1,12 +1,13 @@
 """Roofline estimate of a step from its FLOPs, memory traffic and collectives.
 
-The compiler states cycles for everything but kernels and collectives, which
-are scaled by `chips.Chip.cycle_share`. Kernels are added by their FLOPs at
-`KERNEL_EFFICIENCY`, collectives by bytes over the links they cross. A
-collective that the compiler overlaps costs only what exceeds the other work of
-its computation; other collectives, and copies from and to the host's memory,
-cost all of their time. `calibration` has the errors of such estimates. This
-module must not import the analytic model, which uses it.
+A TPU's compiler states cycles for everything but kernels and collectives, which
+are scaled by `chips.Chip.cycle_share`; `timeline` computes a GPU's time.
+Kernels are added by their FLOPs at a share of the peak, collectives by bytes
+over the links they cross. A collective that the TPU's compiler overlaps costs
+only what exceeds the other work of its computation; other collectives, and
+copies from and to the host's memory, cost all of their time. `calibration` has
+the errors of such estimates. This module must not import the analytic model,
+which uses it.
 """
 
 import collections
@@ -24,6 +25,11 @@ from encdec_adapt.planning import chips, hlo, programs
 # Share of the peak that splash attention reaches on long rows with head
 # dimensions of 128 and 256: an assumption, not a measurement.
 KERNEL_EFFICIENCY = 0.5
+# Shares of a GPU's peaks that products and kernels, and reads and writes of
+# memory reach; fitted to published runs by `tests.benchmarks.calibration`.
+GPU_PRODUCTS = 0.75
+GPU_KERNELS = 0.55
+GPU_MEMORY = 0.85
 Row = dict[str, Any]
 
 
@@ -86,7 +92,9 @@ def kernel_row(
   name: str, calls: int, flops: float, hardware: chips.Slice
 ) -> Row:
   """Returns `name`, `calls`, `flops` and `seconds` of a kernel."""
-  seconds = flops / hardware.chip.flops / KERNEL_EFFICIENCY
+  is_gpu = hardware.chip.kind == 'gpu'
+  share = GPU_KERNELS if is_gpu else KERNEL_EFFICIENCY
+  seconds = flops / hardware.chip.flops / share
   return {'name': name, 'calls': calls, 'flops': flops, 'seconds': seconds}
 
 
@@ -130,12 +138,28 @@ def collectives(
   for collective, _, _, seconds in timed:
     if collective.overlapped:
       overlapped[collective.computation] += collective.times * seconds
-  rows: dict[tuple[str, str], Row] = {}
+  entries = []
   for collective, axes, sent, seconds in timed:
     share = 1.0
     if collective.overlapped and seconds:
       computation = collective.computation
       share = max(0.0, 1 - busy[computation] / overlapped[computation])
+    exposed = share * seconds * collective.times
+    entries.append((collective, axes, sent, seconds, exposed))
+  return rows_of(entries)
+
+
+def rows_of(
+  entries: Iterable[tuple[hlo.Collective, str, float, float, float]],
+) -> list[Row]:
+  """Returns collectives by kind and mesh axes, as `collectives` does.
+
+  Args:
+    entries: each with its axes, bytes that a device sends and seconds of a
+      run, and exposed seconds of all runs.
+  """
+  rows: dict[tuple[str, str], Row] = {}
+  for collective, axes, sent, seconds, exposed in entries:
     row = rows.setdefault(
       (collective.kind, axes),
       {'kind': collective.kind, 'axes': axes}
@@ -144,7 +168,7 @@ def collectives(
     row['count'] += collective.times
     row['bytes'] += sent * collective.times
     row['seconds'] += seconds * collective.times
-    row['exposed'] += share * seconds * collective.times
+    row['exposed'] += exposed
   return sorted(rows.values(), key=lambda row: -row['seconds'])
 
 

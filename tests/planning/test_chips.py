@@ -1,6 +1,7 @@
 """Chips, topologies, and the devices that stand for them."""
 
 import itertools
+import re
 import types
 
 import jax
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from encdec_adapt.base import errors
-from encdec_adapt.planning import chips, hlo
+from encdec_adapt.planning import chips, gpu_targets, hlo
 from encdec_adapt.sharding import compiler
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.telemetry import peak_flops
@@ -30,6 +31,7 @@ def _devices(kind, extents, slices=1):
     ('TPU v5', (2, 2, 4), 2, 'v5p:2x2x4'),
     ('TPU v6 lite', (4, 4, 1), 1, 'v6e:4x4'),
     ('NVIDIA H200', (8,), 1, 'h200:8'),
+    ('NVIDIA L4', (1,), 1, 'l4:1'),
   ],
 )
 def test_devices_are_known_by_their_topology(kind, extents, slices, name):
@@ -41,7 +43,14 @@ def test_devices_are_known_by_their_topology(kind, extents, slices, name):
 
 
 @pytest.mark.parametrize(
-  'kind', ['cpu', 'NVIDIA A100-SXM4-40GB', 'NVIDIA GH200']
+  'kind',
+  [
+    'cpu',
+    'NVIDIA A100-SXM4-40GB',
+    'NVIDIA GH200',
+    'NVIDIA GB200',
+    'NVIDIA L40',
+  ],
 )
 def test_other_devices_have_no_topology(kind):
   assert chips.slice_of(_devices(kind, (8,))) is None
@@ -56,6 +65,18 @@ def test_chips_have_the_peak_of_their_devices_and_matrix_units():
     chip = chips.CHIPS[name]
     flops = count * 2 * 128 * 128 * chip.clock
     assert flops == pytest.approx(chip.flops, rel=0.01)
+
+
+def test_gpus_have_the_figures_of_their_descriptions():
+  for chip in chips.CHIPS.values():
+    if chip.kind == 'gpu':
+      text = gpu_targets.text(chip.name, 'jax_cuda13_pjrt 0.12')
+      values = dict(re.findall(r'(\w+): ([\d.]+)', text))
+      bandwidth = float(values['memory_bandwidth'])
+      assert chip.hbm_bandwidth == pytest.approx(bandwidth, rel=0.001)
+      # Nine tenths, rounded to GiB.
+      usable = 0.9 * float(values['device_memory_size'])
+      assert chip.hbm_bytes == pytest.approx(usable, rel=0.02)
 
 
 @toy.needs_libtpu

@@ -1,4 +1,4 @@
-"""The command for GPUs, whose programs cannot be compiled everywhere."""
+"""The command for GPUs where their compiler is missing."""
 
 import json
 
@@ -6,7 +6,7 @@ import pytest
 
 from encdec_adapt import plan
 from encdec_adapt.base import errors
-from encdec_adapt.planning import calibration
+from encdec_adapt.planning import calibration, chips
 from tests import tiny
 from tests.planning import toy
 
@@ -22,6 +22,7 @@ FLAGS = [
 @pytest.fixture(autouse=True)
 def in_the_repository(monkeypatch):
   monkeypatch.chdir(tiny.ROOT)
+  monkeypatch.setattr(chips, 'compiler', lambda kind: None)
 
 
 def test_a_plan_of_gpus_is_written_and_tabulated(tmp_path, capsys):
@@ -29,7 +30,7 @@ def test_a_plan_of_gpus_is_written_and_tabulated(tmp_path, capsys):
   flags = ['--config.mesh.replica=2', '--programs=train,eval,decode']
   assert tiny.call(plan, *FLAGS, *flags, f'--output={output}') == 0
   printed = capsys.readouterr().out
-  assert 'h100:8 x 1: 8 devices' in printed
+  assert 'h100:8 x 1: 8 devices' in printed and '[cuda13]' in printed
   assert calibration.text(calibration.table()) in printed
   written = json.loads(output.read_text())
   assert written['overrides']['mesh.replica'] == 2
@@ -82,6 +83,8 @@ def test_a_search_ranks_what_fits(tmp_path, capsys):
     (['--config.mesh.tensor=3'], 'does not multiply'),
     (['--config.train.batch_size=6'], 'batch_size is 6'),
     (['--topology=h100'], 'column 5 must have 1 dimension'),
+    (['--topology=h100:12'], 'must be at most 8, a host, or whole hosts'),
+    (['--topology=h20:8'], 'another one in planning/chips.py'),
     (['--num_slices=0'], 'num_slices=0'),
   ],
 )
