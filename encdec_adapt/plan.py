@@ -113,8 +113,8 @@ def main(values: flags.FlagValues) -> int:
     print(f'[{name}] {slices.name} x {slices.count}: {slices.devices} devices')
     print(plan_report.text(plan))
   print(calibration.text(calibration.table()))
-  job = {'job': stored_plans.setup(settings)}
-  _write(values, slices, job | {'programs': plans})
+  results = {'digest': stored_plans.digest(settings), 'programs': plans}
+  _write(values, slices, results)
   return 0 if all(p['fits'] for p in plans.values()) else DOES_NOT_FIT
 
 

@@ -4,6 +4,9 @@ This module must not import programs: it describes requests and results only.
 """
 
 from collections.abc import Iterable, Mapping
+import dataclasses
+import hashlib
+import json
 from typing import Any
 
 from ml_collections import config_flags
@@ -12,41 +15,50 @@ from encdec_adapt import config as config_lib
 from encdec_adapt.base import errors
 from encdec_adapt.files import atomic, paths
 from encdec_adapt.planning import chips
-from encdec_adapt.sharding import mesh
 from encdec_adapt.telemetry import environment
 
 _GIB = 2**30
+# Sections of a configuration that its programs follow from.
+_SECTIONS = 'model', 'compute', 'teacher', 'loss', 'optimizer', 'train', 'mesh'
 
 
 def request(config_flag, hardware: chips.Slice) -> dict[str, Any]:
   """Returns the flags of a configuration, the chips and the versions."""
-  versions = environment.versions()
+  versions = {'jax': environment.versions()['jax']}
+  if compiler := chips.compiler(hardware.chip.kind):
+    versions |= [compiler.split()]
   return {
     'config': config_flags.get_config_filename(config_flag),
     'overrides': config_flags.get_override_values(config_flag),
     'topology': hardware.name,
     'num_slices': hardware.count,
-    'versions': {name: versions[name] for name in ('jax', 'libtpu')},
+    'versions': versions,
   }
 
 
-def setup(settings: config_lib.Settings) -> dict[str, Any]:
-  """Returns the settings of a job that decide on memory and speed.
+def digest(settings: config_lib.Settings) -> str:
+  """Returns a checksum of the settings that a program follows from.
 
-  A stored plan has them beside its flags, so that a test tells when a
-  configuration has changed since its plan was compiled.
+  A stored plan has it, so that a test tells when its configuration has changed
+  since. Values that equal the default are left out, so that a new key changes
+  none.
   """
+  sections = {name: _changes(getattr(settings, name)) for name in _SECTIONS}
+  data = settings.data
+  sections['rules'] = settings.rules.as_dict()
+  sections['data'] = [_changes(data.train.lengths), data.objective]
+  text = json.dumps(sections, sort_keys=True, default=str)
+  return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _changes(section: Any) -> Any:
+  """Returns the fields of a dataclass that differ from their defaults."""
+  if not dataclasses.is_dataclass(section):
+    return section
   return {
-    'mesh': {axis: getattr(settings.mesh, axis) for axis in mesh.AXES},
-    'rules': {k: list(v) for k, v in settings.rules.as_dict().items()},
-    'remat': settings.compute.remat,
-    'attention': settings.compute.attention,
-    'batch_size': settings.train.batch_size,
-    'microbatches': settings.train.microbatches,
-    'optimizer': {
-      name: getattr(settings.optimizer, name)
-      for name in ('kind', 'moment_dtype', 'second_moment_dtype', 'offload')
-    },
+    field.name: _changes(value)
+    for field in dataclasses.fields(section)
+    if (value := getattr(section, field.name)) != field.default
   }
 
 
