@@ -54,17 +54,21 @@ class _Call:
     return self.op.bind(q, k, v, mask=mask, return_residuals=True, **options)
 
   @contextlib.contextmanager
-  def on_device(self) -> Iterator[None]:
-    """Makes tokamax choose kernels for the mesh's device.
+  def choices(self) -> Iterator[None]:
+    """Makes tokamax choose kernels for the mesh's device, by its heuristics.
 
     It asks for JAX's default device, which is not the one that a program is
-    compiled for ahead of time.
+    compiled for ahead of time; and it looks for timings of every shape, of
+    which it has none for attention, and warns of each.
     """
+    from tokamax import config
+
     default = backend.get_default_device
     if self.device is not None:
       backend.get_default_device = lambda: self.device
     try:
-      yield
+      with config.ignore_autotuning_cache(True):
+        yield
     finally:
       backend.get_default_device = default
 
@@ -142,7 +146,7 @@ def _flash(q, k, v, first, last, call: _Call):
 
 def _forward(q, k, v, first, last, call):
   bound = call.bind(q, k, v, first, last)
-  with call.on_device():
+  with call.choices():
     results = call.op(*bound.args, **bound.kwargs)
   # Named here, where a policy can save both: with tokamax's own derivative
   # rule the forward kernel would run again for the softmax's sums.
@@ -156,7 +160,7 @@ def _backward(call, saved, d_out):
   *arrays, out, sums = saved
   bound = call.bind(*arrays)
   options = bound.kwargs | {'return_residuals': False}
-  with call.on_device():
+  with call.choices():
     gradients = call.op.vjp(sums, out, d_out, *bound.args, **options)
   return *(gradients[name] for name in 'qkv'), None, None
 
