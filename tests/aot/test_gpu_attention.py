@@ -1,6 +1,9 @@
 """tokamax's kernels, compiled for GPUs that are not here."""
 
+from concurrent import futures
+import contextlib
 import importlib.util
+import multiprocessing
 
 import jax
 import jax.numpy as jnp
@@ -40,11 +43,39 @@ CASES += [
 ]
 
 
+@pytest.fixture(scope='module')
+def workers():
+  """A process for each chip: kernels of a process are compiled for one kind."""
+  with contextlib.ExitStack() as stack:
+    spawn = multiprocessing.get_context('spawn')
+    yield {
+      chip: stack.enter_context(futures.ProcessPoolExecutor(1, spawn))
+      for chip in HEAD_DIMS
+    }
+
+
 @pytest.mark.parametrize('chip, head_dim, name, lengths', CASES)
-def test_kernels_compile_forward_and_backward(chip, head_dim, name, lengths):
+def test_kernels_compile_forward_and_backward(
+  chip, head_dim, name, lengths, workers
+):
+  work = workers[chip].submit(compiled, chip, head_dim, name, lengths)
+  program = work.result()
+  if program is None:
+    pytest.skip('needs jax[cuda13]')
+  text, temporary = program
+  assert text.count('custom_call_target="mosaic_gpu_v2"') == 3
+  # No mask of [queries, keys] lies in memory, not even as bytes, and scores
+  # would be larger.
+  queries, keys = lengths
+  arrays = ROWS * HEADS * head_dim * 2 * (queries + keys)
+  assert temporary < 2 * arrays + ROWS * queries * keys / 2
+
+
+def compiled(chip, head_dim, name, lengths):
+  """Text and temporary bytes of an attention with its gradients, or None."""
   devices = chips.devices_of(chips.parse(f'{chip}:1'))
   if devices[0].platform != 'gpu':
-    pytest.skip('needs jax[cuda13]')
+    return None
   axes = attention_cases.AXES
   mesh = jax.make_mesh(
     (1,) * 4, axes, axis_types=(AxisType.Auto,) * 4, devices=devices
@@ -63,18 +94,12 @@ def test_kernels_compile_forward_and_backward(chip, head_dim, name, lengths):
     return jax.ShapeDtypeStruct((ROWS, *shape), dtype, sharding=sharding)
 
   queries, keys = lengths
-  ids = array(queries, dtype=jnp.int32)
+  ids, memory = (array(length, dtype=jnp.int32) for length in lengths)
   kv = array(keys, KV_HEADS, head_dim)
-  arguments = array(queries, HEADS, head_dim), kv, kv, (ids, ids)
+  program = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))
   with jax.set_mesh(mesh):
-    traced = jax.jit(jax.value_and_grad(loss, (0, 1, 2))).trace(
-      *arguments, array(keys, dtype=jnp.int32)
+    traced = program.trace(
+      array(queries, HEADS, head_dim), kv, kv, (ids, ids), memory
     )
-    compiled = traced.lower(lowering_platforms=('cuda',)).compile()
-  text = compiled.as_text()
-  assert text.count('custom_call_target="mosaic_gpu_v2"') == 3
-  # No mask of [queries, keys] lies in memory, not even as bytes, and scores
-  # would be larger.
-  arrays = ROWS * HEADS * head_dim * 2 * (queries + keys)
-  temporary = compiled.memory_analysis().temp_size_in_bytes
-  assert temporary < 2 * arrays + ROWS * queries * keys / 2
+    result = traced.lower(lowering_platforms=('cuda',)).compile()
+  return result.as_text(), result.memory_analysis().temp_size_in_bytes
