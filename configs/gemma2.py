@@ -22,6 +22,10 @@ recipe fit those chips:
     --config=configs/gemma2.py:size=9b_2b,topology=v5e:16x16
     --config=configs/gemma2.py:size=2b_2b,topology=h100:64
 
+`objective=pairs` trains an adapted pair on answers to inputs, without a
+teacher: --config.init.encoder=RUN --config.data.source=pairs:/data/*.jsonl.
+With topology=h100:1 its plan has decoding on one card, too.
+
 Hours of the 10,000 steps of PrefixLM, by the compiled plans in configs/plans
 (estimates: `python -m encdec_adapt.plan --table=configs/plans` prints the
 seconds of a step). UL2 with 2b_2b takes 40 hours on v5e:8x8.
@@ -56,6 +60,7 @@ class ChipSettings:
     rules: name of the sharding rules.
     remat: name of the rematerialisation policy.
     offload: whether the optimizer's state is in host memory.
+    optimizer: kind of optimizer.
   """
 
   replica: int
@@ -65,10 +70,13 @@ class ChipSettings:
   rules: str = 'fsdp'
   remat: str = 'attention'
   offload: bool = False
+  optimizer: str = 'adamw'
 
 
 # By the arguments after the colon. `python -m encdec_adapt.plan --search=6`
-# finds all but the steps between checkpoints for other chips.
+# finds all but the steps between checkpoints for other chips. AdamW's state and
+# gradients of 2B-2B do not fit into one H100: Adafactor, which is another
+# recipe, keeps no moments of the parameters' size.
 SHIPPED = {
   'size=2b_2b,topology=v5e:4x4': ChipSettings(
     replica=2, fsdp=8, save_every=20, microbatches=32, rules='whole_slice'
@@ -125,6 +133,29 @@ SHIPPED = {
   'size=2b_2b,topology=h100:64': ChipSettings(
     replica=8, fsdp=8, save_every=500, microbatches=4
   ),
+  'size=2b_2b,topology=h100:1': ChipSettings(
+    replica=1,
+    fsdp=1,
+    save_every=10,
+    microbatches=512,
+    optimizer='adafactor',
+  ),
+  'size=2b_2b,topology=h200:1': ChipSettings(
+    replica=1, fsdp=1, save_every=10, microbatches=256
+  ),
+  'size=2b_2b,topology=h200:8': ChipSettings(
+    replica=1, fsdp=8, save_every=50, microbatches=16
+  ),
+  'size=2b_2b,objective=pairs,topology=h100:1': ChipSettings(
+    replica=1,
+    fsdp=1,
+    save_every=100,
+    microbatches=32,
+    optimizer='adafactor',
+  ),
+  'size=9b_9b,topology=h100:64': ChipSettings(
+    replica=2, fsdp=32, save_every=100, microbatches=1, remat='full'
+  ),
   'size=9b_9b,topology=h200:64': ChipSettings(
     replica=8, fsdp=8, save_every=100, microbatches=4
   ),
@@ -139,8 +170,8 @@ def get_config(arg=None):
   """Returns the configuration of a pair.
 
   Args:
-    arg: `size` is a pair such as 2b_2b, 9b_2b or s_s; `objective` is prefixlm
-      or ul2; `topology` (and `slices`) select a row of `SHIPPED`.
+    arg: `size` is a pair such as 2b_2b, 9b_2b or s_s; `objective` is prefixlm,
+      ul2 or pairs; `topology` (and `slices`) select a row of `SHIPPED`.
   """
   args = config_lib.parse_arg(
     arg, size='2b_2b', objective='prefixlm', topology='', slices=1
@@ -157,11 +188,11 @@ def recipe(pair, objective):
 
   Args:
     pair: an EncoderDecoderConfig.
-    objective: prefixlm or ul2.
+    objective: prefixlm, ul2 or pairs.
   """
-  if objective not in ('prefixlm', 'ul2'):
+  if objective not in ('prefixlm', 'ul2', 'pairs'):
     raise errors.UserError(
-      f'objective={objective} is not known; choose prefixlm or ul2.'
+      f'objective={objective} is not known; choose prefixlm, ul2 or pairs.'
     )
   config = config_lib.defaults()
   config_lib.set_model(config.model, pair)
@@ -174,9 +205,12 @@ def recipe(pair, objective):
     config.data.objective = 'prefix_lm'
     length = 4096
     config.loss.distillation = 1.0
-  else:
+  elif objective == 'ul2':
     config.data.objective = 'ul2'
     length = 8192
+  else:
+    config.data.objective = 'pairs'
+    length = 1024
   config.data.encoder_length = config.data.decoder_length = length
   # Gemma has 99 unused ids and a window of 8192 needs up to 2048 spans.
   config.data.sentinels = 'recycle'
@@ -195,12 +229,18 @@ def recipe(pair, objective):
   config.optimizer.learning_rate = 1e-4
   config.optimizer.warmup_steps = 100
   config.checkpoint.every = 1000
+  if objective == 'pairs':
+    # The lengths of T0's fine-tuning (Wang et al. 2022), as in configs/sft.py.
+    config.init.mode = 'checkpoint'
+    config.data.decoder_length = 256
+    config.train.batch_size, config.train.steps = 128, 1000
+    config.train.cross_attention_warmup = 0
   return config
 
 
 def spread(config, size, objective, topology, slices):
   """Sets what depends on the chips, from the row of `SHIPPED`."""
-  name = f'size={size}' + f',objective={objective}' * (objective == 'ul2')
+  name = f'size={size}' + f',objective={objective}' * (objective != 'prefixlm')
   name += f',topology={topology}' + f',slices={slices}' * (slices != 1)
   if name not in SHIPPED:
     known = '; '.join(SHIPPED)
@@ -217,7 +257,11 @@ def spread(config, size, objective, topology, slices):
   mesh.rules, config.compute.remat = settings.rules, settings.remat
   train.microbatches = settings.microbatches
   config.optimizer.offload = settings.offload
+  config.optimizer.kind = settings.optimizer
   config.checkpoint.every = settings.save_every
-  config.compute.attention = 'splash' if name in PLANNED else 'tokamax'
+  # Blackwell's kernels do not take heads of 256, and Ampere has none.
+  kind = 'splash' if name in PLANNED else 'chunked'
+  is_hopper = topology.startswith(('h100', 'h200'))
+  config.compute.attention = 'tokamax' if is_hopper else kind
   chips = mesh.replica * mesh.fsdp
   train.eval_batch_size = max(chips, train.eval_batch_size)

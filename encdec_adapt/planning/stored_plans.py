@@ -24,16 +24,20 @@ _SECTIONS = 'model', 'compute', 'teacher', 'loss', 'optimizer', 'train', 'mesh'
 
 def request(config_flag, hardware: chips.Slice) -> dict[str, Any]:
   """Returns the flags of a configuration, the chips and the versions."""
-  versions = {'jax': environment.versions()['jax']}
-  if compiler := chips.compiler(hardware.chip.kind):
-    versions |= [compiler.split()]
   return {
     'config': config_flags.get_config_filename(config_flag),
     'overrides': config_flags.get_override_values(config_flag),
     'topology': hardware.name,
     'num_slices': hardware.count,
-    'versions': versions,
+    'versions': versions(hardware.chip),
   }
+
+
+def versions(chip: chips.Chip) -> dict[str, str]:
+  """Returns the versions of jax and of a chip's compiler, if it has one."""
+  compiler = chips.compiler(chip.kind)
+  names = dict([compiler.split()]) if compiler else {}
+  return {'jax': environment.versions()['jax']} | names
 
 
 def digest(settings: config_lib.Settings) -> str:

@@ -56,10 +56,14 @@ CASES = {
   ),
   'gemma2_gpus': (
     'gemma2',
-    shipped('2b_2b', 'h100:8', 'h100:16', 'h100:64')
-    + shipped('9b_9b', 'h200:64')
+    shipped('2b_2b', 'h100:8', 'h100:16', 'h100:64', 'h200:1', 'h200:8')
+    + shipped('9b_9b', 'h100:64', 'h200:64')
     + shipped('27b_27b', 'h100:64'),
     0,
+  ),
+  'gemma2_adafactor': ('gemma2', shipped('2b_2b', 'h100:1'), 0),
+  'gemma2_pairs': (
+    ('gemma2', ('size=2b_2b,objective=pairs,topology=h100:1',), 0)
   ),
 }
 
