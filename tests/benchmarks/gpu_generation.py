@@ -6,7 +6,8 @@ The 2B-2B pair in bf16 with random weights and prompts of `--prompt` tokens. A
 decoding step reads the decoder's weights and every row's caches: `of bandwidth`
 is the time that these bytes take at the chip's memory bandwidth over the time
 of a step. `MFU` of a prefill counts the encoder and the keys and values of the
-encoding by `models.forward_flops`. `--int8` keeps kernels as 8-bit integers.
+encoding by `models.forward_flops`. `--int8` keeps kernels as 8-bit integers;
+`--chip` names the chip's figures in `planning.chips`, if not those of this one.
 """
 
 from collections.abc import Sequence
@@ -32,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
   arguments = results.parser(
     __doc__,
     pair='2b_2b',
-    chip='h200',
+    chip='',
     rows=[1, 8, 64],
     prompt=1024,
     tokens=256,
@@ -40,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     dtype='bfloat16',
     int8=False,
   ).parse_args(argv)
-  chip = chips.CHIPS[arguments.chip]
+  chip = _chip(arguments.chip)
   where = setup.place_model(
     presets.t5gemma(arguments.pair),
     execution.ComputeConfig(dtype=arguments.dtype).on('cpu'),
@@ -55,6 +56,19 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
   )
   rows = [_measure(where, params, n, chip, arguments) for n in arguments.rows]
   return results.report('gpu_generation', rows, arguments)
+
+
+def _chip(name: str) -> chips.Chip:
+  """Returns the named chip, or that of this process."""
+  if name:
+    return chips.CHIPS[name]
+  hardware = chips.slice_of(jax.devices())
+  if hardware is None:
+    raise SystemExit(
+      f'{jax.devices()[0].device_kind} is not in planning.chips; name the chip'
+      f' that it resembles: --chip={"|".join(chips.CHIPS)}'
+    )
+  return hardware.chip
 
 
 def _measure(
