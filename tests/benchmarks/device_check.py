@@ -3,24 +3,25 @@
     bash launch/device.sh check [--output=device_check.json] [--chip=h100]
 
  1. numerics: attention backends against the reference (`gpu_numerics`);
- 2. sharded: a step on all devices against one device, where there are several
-    (`gpu_sharded`);
+ 2. sharded: a step on all devices against one device, where there are several;
  3. decode: 2B-2B with 1, 8 and 64 rows against the memory's bandwidth
     (`gpu_generation`);
  4. step: the training step of 2B-2B on random weights, packed and not
     (`gpu_step`), by every backend whose kernels passed, with fewer rows or
-    layers where all do not fit. Beside it, the prediction of
-    `encdec_adapt.plan`, which is computed meanwhile.
+    layers where all do not fit;
+ 5. plan: the prediction of `encdec_adapt.plan` for the first of these steps.
 
-Each check is a process of its own. The results so far are written after each,
-so that a run that is cut keeps them. A check that fails is recorded with its
-error, and the next one starts; the exit status is then 1. `--chip` is the chip
-that was planned for; another one is refused.
+Each check is a process of its own, and its result is written before the next
+one starts, so that a run that is cut keeps it. A check that fails, or a step
+that does not fit, is recorded with its error; the exit status is then 1.
+`--chip` is the chip that was planned for; another one is refused.
 """
 
 from collections.abc import Sequence
+from concurrent import futures
 import contextlib
 import json
+import multiprocessing
 import os
 import pathlib
 import signal
@@ -39,245 +40,176 @@ from encdec_adapt.telemetry import environment
 from tests.benchmarks import results
 
 SECONDS = 560  # The remainder of ten minutes is for installing.
-PLATFORM = 'cuda'
 DECODE_ROWS = 1, 8, 64
 EXAMPLES = 8, 1  # In a row of a step.
 # Layers of each stack and rows, of which the first that fit are measured:
 # parameters and gradients of all layers take 42 GiB in float32.
 ATTEMPTS = (26, 4), (26, 1), (12, 1), (4, 1)
-# Sizes of Gemma 2 2B but for the layers, as flags of `gpu_step`.
+# Sizes of Gemma 2 2B but for the layers.
 SIZES = ['--width=2304', '--mlp_width=9216', '--heads=8', '--kv_heads=4']
 SIZES += ['--head_dim=256', '--vocab_size=256000']
-# More flags by module, for other shapes.
-FLAGS: dict[str, list[str]] = {}
-# The configuration that a step of `gpu_step` has.
+# The same step as a configuration.
 PLAN = ['--config=configs/gemma2.py:size=2b_2b', '--config.loss.distillation=0']
 PLAN += ['--config.loss.chunk=1024', '--config.compute.attention_chunk=256']
 PLAN += [
   '--config.compute.remat=attention',
   '--config.optimizer.kind=adafactor',
 ]
+# More flags by module, for other shapes.
+FLAGS: dict[str, list[str]] = {}
+_ONE_DEVICE = {'CUDA_VISIBLE_DEVICES': '0', 'JAX_NUM_CPU_DEVICES': '1'}
+_FULL_PRECISION = {'JAX_DEFAULT_MATMUL_PRECISION': 'highest'}
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
   """Runs all checks; returns what is written."""
-  parser = results.parser(__doc__, chip='', describe=False)
+  parser = results.parser(__doc__, chip='')
   parser.set_defaults(output='device_check.json')
   arguments = parser.parse_args(argv)
-  if arguments.describe:
-    print(json.dumps(describe()))
-    return {}
   # As an exception, so that no process is left on the GPU.
   signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-  device = _device(arguments.chip)
-  chip = arguments.chip or device['chip']
+  # In its own process, as JAX reserves a GPU's memory for the first one.
+  spawn = multiprocessing.get_context('spawn')
+  with futures.ProcessPoolExecutor(1, spawn) as pool:
+    device = pool.submit(describe).result()
+  chip = arguments.chip or device['chip'] or ''
+  if device['platform'] == 'gpu' and chip != (device['chip'] or ''):
+    raise SystemExit(
+      f'--chip={chip}: this machine has {device["device_kind"]}, which is'
+      f' {device["chip"] or "not in planning.chips"}. Leave out --chip.'
+    )
   with tempfile.TemporaryDirectory() as folder:
-    run = _Run(device, arguments.output, folder)
+    run = _Run({'device': device, 'checks': {}}, arguments.output, folder)
     for dtype in ('bfloat16', 'float32'):
       run.check(f'numerics, {dtype}', 'gpu_numerics', [f'--dtype={dtype}'])
     backends = run.backends()
-    if chip:
-      run.start_plan(chip, backends[0])
     if device['local_devices'] > 1:
-      flags = [f'--devices={device["local_devices"]}', '--head_dim=64']
-      run.check('sharded', 'gpu_sharded', [*flags, '--backends', *backends])
+      for backend in backends:
+        run.compare_devices(backend)
     for rows in DECODE_ROWS:
-      flags = [f'--chip={chip or ""}', '--rows', str(rows)]
+      flags = ['--rows', str(rows), f'--chip={chip}']
       run.check(f'decode, {rows} rows', 'gpu_generation', flags)
     for backend in backends:
       attempts = list(ATTEMPTS)
       for examples in EXAMPLES:
         while attempts and not run.step(backend, examples, *attempts[0]):
           attempts.pop(0)
-    run.finish_plan()
+    run.plan(chip, backends[0], *ATTEMPTS[0])
   return run.content
 
 
 def describe() -> dict[str, Any]:
   """Returns versions and device of this process."""
   hardware = chips.slice_of(jax.devices())
-  memory = jax.devices()[0].memory_stats() or {}
   return {
     **environment.versions(),
     **environment.devices(),
-    'bytes': memory.get('bytes_limit'),
     'chip': hardware and hardware.chip.name,
   }
 
 
-def _device(chip: str) -> dict[str, Any]:
-  """Returns `describe` of the GPU.
-
-  Args:
-    chip: the chip that was planned for, or ''.
-
-  Raises:
-    SystemExit: there is no GPU, or it is another chip.
-  """
-  done = subprocess.run(
-    [sys.executable, '-m', 'tests.benchmarks.device_check', '--describe'],
-    env={**os.environ, 'JAX_PLATFORMS': PLATFORM},
-    capture_output=True,
-    text=True,
-  )
-  if done.returncode:
-    raise SystemExit(
-      f'JAX finds no GPU: {_last_line(done.stderr)} The driver: {_driver()}.'
-      ' CUDA 13 needs driver 580 or newer, CUDA 12 needs 525.'
-    )
-  device = json.loads(_last_line(done.stdout))
-  print(json.dumps(device, indent=1), flush=True)
-  if chip and PLATFORM == 'cuda' and chip != device['chip']:
-    raise SystemExit(
-      f'--chip={chip}: this machine has {device["device_kind"]}, which is'
-      f' {device["chip"] or "not in planning.chips"}. Leave out --chip to'
-      ' compare with a plan for it.'
-    )
-  return device
-
-
-def _driver() -> str:
-  """Returns what nvidia-smi says of the driver, in a line."""
-  query = ['nvidia-smi', '--query-gpu=name,driver_version', '--format=csv']
-  try:
-    done = subprocess.run(query, capture_output=True, text=True)
-  except FileNotFoundError:
-    return 'nvidia-smi is not installed'
-  return _last_line(done.stdout + done.stderr)
-
-
-def _last_line(text: str) -> str:
-  return (text.strip() or 'no output').splitlines()[-1]
-
-
 class _Run:
-  """Checks and their results.
+  """Checks, whose results are written after each.
 
   Attributes:
-    content: what is written: 'device', 'checks' by name, and 'plan'.
+    content: what is written: 'device', and 'checks' by name.
   """
 
-  def __init__(self, device: dict[str, Any], output: str, folder: str):
+  def __init__(self, content: dict[str, Any], output: str, folder: str):
     """Starts the clock; temporary files are written into the folder."""
-    self.content = {'device': device, 'checks': {}, 'plan': {}}
-    self._output, self._folder = output, pathlib.Path(folder)
-    self._end, self._plan = time.monotonic() + SECONDS, None
-    # Steps that differ in their data only are compiled once.
-    self._environment = os.environ | {
-      'JAX_PLATFORMS': PLATFORM,
-      'JAX_COMPILATION_CACHE_DIR': folder,
-    }
+    self.content, self._output, self._folder = content, output, folder
+    self._end = time.monotonic() + SECONDS
 
   def check(
     self, name: str, module: str, flags: list[str], **variables: str
   ) -> list[dict[str, Any]]:
-    """Runs a benchmark, writes its results and returns its rows."""
+    """Runs a module, writes its result and returns its rows."""
     print(f'\n== {name}', flush=True)
-    output, start = self._folder / 'rows.json', time.monotonic()
+    output, start = pathlib.Path(self._folder, 'result.json'), time.monotonic()
     output.unlink(missing_ok=True)
+    path = module if '.' in module else f'tests.benchmarks.{module}'
+    # Steps that differ in their data only are compiled once.
+    variables = {'JAX_COMPILATION_CACHE_DIR': self._folder, **variables}
     process = subprocess.Popen(
-      [sys.executable, '-m', f'tests.benchmarks.{module}', *flags]
-      + [f'--output={output}', *FLAGS.get(module, ())],
-      env=self._environment | variables,
+      [sys.executable, '-m', path, *flags, f'--output={output}']
+      + FLAGS.get(module, []),
+      env={**os.environ, **variables},
       stdout=subprocess.PIPE,
       stderr=subprocess.STDOUT,
       text=True,
       start_new_session=True,
     )
-    text = ''
+    text = f'cut: the check ends after {SECONDS} s'
     try:
-      text, _ = process.communicate(timeout=self._seconds_left())
+      text, _ = process.communicate(timeout=max(0, self._end - start))
     except subprocess.TimeoutExpired:
-      text = f'cut, since {SECONDS} s are over'
+      pass
     finally:
       with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     print(text, flush=True)
-    result = {'seconds': time.monotonic() - start, 'rows': []}
+    result = {'seconds': time.monotonic() - start}
     if output.exists():
-      result['rows'] = json.loads(output.read_text())['rows']
+      result |= json.loads(output.read_text())
     if process.wait():
-      result['error'] = _last_line(text)
-    self.content['checks'][name] = result
-    self._write()
-    return result['rows']
+      result['error'] = (text.strip() or 'no output').splitlines()[-1]
+    self._record(name, result)
+    return result.get('rows', [])
+
+  def backends(self) -> list[str]:
+    """Returns kernels that are right at the size of a step, then `chunked`."""
+    rows = self.content['checks']['numerics, bfloat16'].get('rows', [])
+    passed: dict[str, bool] = {}
+    for row in rows:
+      if f'--head_dim={row["head dim"]}' in SIZES:
+        name = row['backend']
+        passed[name] = passed.get(name, True) and row.get('passed', False)
+    return [
+      name
+      for name, right in passed.items()
+      if right and attention.BACKENDS[name].kernels
+    ] + ['chunked']
+
+  def compare_devices(self, backend: str) -> None:
+    """Compares losses of a small pair on all devices and on the first."""
+    kernels, losses = attention.BACKENDS[backend].kernels, []
+    dtype, tolerance = ('bfloat16', 1e-2) if kernels else ('float32', 1e-5)
+    flags = ['--head_dim=64', '--batches', '16', '--examples', '2']
+    flags += [f'--dtype={dtype}', '--backends', backend, '--peer_attentions']
+    name = f'sharded, {backend}'
+    for variables in ({}, _ONE_DEVICE):
+      variables = variables | ({} if kernels else _FULL_PRECISION)
+      rows = self.check(name, 'gpu_step', flags, **variables)
+      losses += [row['loss, last'] for row in rows]
+    result = {'losses': losses}
+    if len(losses) < 2 or abs(losses[0] / losses[1] - 1) > tolerance:
+      result['error'] = f'losses of all devices and of one: {losses}'
+    self._record(name, result)
 
   def step(self, backend: str, examples: int, layers: int, batch: int) -> bool:
     """Measures a training step; returns whether it fits."""
-    rows = self.check(
-      f'step, {backend}, {examples} examples a row, {layers} layers x {batch}',
-      'gpu_step',
-      [*SIZES, f'--layers={layers}', '--backends', backend]
-      + ['--batches', str(batch), '--examples', str(examples)]
-      + ['--peer_attentions'],
-      CUDA_VISIBLE_DEVICES='0',
-    )
-    return bool(rows)
+    name = f'step, {backend}, {examples} examples, {layers} layers x {batch}'
+    flags = [*SIZES, f'--layers={layers}', '--batches', str(batch)]
+    flags += ['--examples', str(examples), '--backends', backend]
+    flags += ['--peer_attentions']
+    return bool(self.check(name, 'gpu_step', flags, **_ONE_DEVICE))
 
-  def backends(self) -> list[str]:
-    """Returns the backends with correct kernels, then those without kernels.
-
-    Kernels that refuse the head dimension of a step are left out.
-    """
-    names = attention.on_platform('cpu' if PLATFORM == 'cpu' else 'gpu')
-    kernels = [name for name in names if attention.BACKENDS[name].kernels]
-    rows = [
-      row
-      for row in self.content['checks']['numerics, bfloat16']['rows']
-      if f'--head_dim={row["head dim"]}' in SIZES
+  def plan(self, chip: str, backend: str, layers: int, batch: int) -> None:
+    """Plans a step."""
+    flags = [
+      *PLAN,
+      f'--topology={chip}:1',
+      f'--config.train.batch_size={batch}',
     ]
-    wrong = {row['backend'] for row in rows if not row.get('passed')}
-    tested = {row['backend'] for row in rows}
-    names = [name for name in kernels if name in tested - wrong]
-    return [*names, 'chunked']
+    flags += [f'--config.compute.attention={backend}']
+    for side in ('encoder', 'decoder'):
+      flags += [f'--config.model.{side}.layers={layers}']
+    self.check('plan', 'encdec_adapt.plan', flags, JAX_PLATFORMS='cpu')
 
-  def start_plan(self, chip: str, backend: str) -> None:
-    """Starts to plan the first step; the processor is free meanwhile."""
-    layers, batch = ATTEMPTS[0]
-    sides = [
-      f'--config.model.{side}.layers={layers}'
-      for side in ('encoder', 'decoder')
-    ]
-    with open(self._folder / 'plan.log', 'w') as log:
-      self._plan = subprocess.Popen(
-        [sys.executable, '-m', 'encdec_adapt.plan', f'--topology={chip}:1']
-        + [f'--output={self._folder}/plan.json', *PLAN, *sides]
-        + [f'--config.compute.attention={backend}']
-        + [f'--config.train.batch_size={batch}'],
-        env=self._environment | {'JAX_PLATFORMS': 'cpu'},
-        stdout=log,
-        stderr=log,
-      )
-
-  def finish_plan(self) -> None:
-    """Writes the prediction."""
-    if self._plan is None:
-      kind = self.content['device']['device_kind']
-      plan = {'error': f'{kind} is not in planning.chips'}
-    else:
-      with contextlib.suppress(subprocess.TimeoutExpired):
-        self._plan.wait(self._seconds_left())
-      self._plan.kill()
-      output = self._folder / 'plan.json'
-      plan = {'error': _last_line((self._folder / 'plan.log').read_text())}
-      if output.exists():
-        train = json.loads(output.read_text())['programs']['train']
-        plan = {
-          'source': train['source'],
-          'peak GiB': train['memory']['peak'] / 2**30,
-          'step s': (train['roofline'] or {}).get('step_s'),
-          'MFU': train['mfu'],
-        }
-    self.content['plan'] = plan
-    self._write()
-
-  def _seconds_left(self) -> float:
-    return max(0.0, self._end - time.monotonic())
-
-  def _write(self) -> None:
+  def _record(self, name: str, result: dict[str, Any]) -> None:
+    self.content['checks'][name] = result
     atomic.write_json(self._output, self.content)
 
 
 if __name__ == '__main__':
-  checks = main().get('checks', {})
-  sys.exit(any('error' in check for check in checks.values()))
+  sys.exit(any('error' in check for check in main()['checks'].values()))
