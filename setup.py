@@ -60,6 +60,9 @@ CTRANSLATE2 = ['ctranslate2>=4.8']
 HUB = ['huggingface-hub>=2.4,<3']
 # The HTTP server; httpx is for its tests.
 SERVE = ['starlette>=0.47', 'uvicorn>=0.34']
+# Attention kernels for Hopper and Blackwell. Exact, because `ops` imports parts
+# of it that are not public.
+GPU = ["tokamax==0.0.17; python_version >= '3.12'"]
 # A tracker of jobs beside TensorBoard.
 WANDB = ['wandb>=0.31,<1']
 TEST = [
@@ -123,6 +126,7 @@ setuptools.setup(
     'beam': BEAM,
     'cuda12': ['jax[cuda12]'],
     'cuda13': ['jax[cuda13]'],
+    'gpu': GPU,
     'tpu': ['jax[tpu]'],
     'wandb': WANDB,
   },

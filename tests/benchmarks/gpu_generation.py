@@ -6,8 +6,7 @@ The 2B-2B pair in bf16 with random weights and prompts of `--prompt` tokens. A
 decoding step reads the decoder's weights and every row's caches: `of bandwidth`
 is the time that these bytes take at the chip's memory bandwidth over the time
 of a step. `MFU` of a prefill counts the encoder and the keys and values of the
-encoding by `models.forward_flops`. `--int8` keeps kernels as 8-bit integers;
-`--chip` names the chip's figures in `planning.chips`, if not those of this one.
+encoding by `models.forward_flops`. `--int8` keeps kernels as 8-bit integers.
 """
 
 from collections.abc import Sequence
@@ -21,11 +20,10 @@ import numpy as np
 from encdec_adapt.inference import decoding
 from encdec_adapt.inference import engine as engine_lib
 from encdec_adapt.models import execution, forward_flops, presets
-from encdec_adapt.planning import chips
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import rules as rules_lib
 from encdec_adapt.training import setup
-from tests.benchmarks import results
+from tests.benchmarks import gpu_kernels, results
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
@@ -33,7 +31,6 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
   arguments = results.parser(
     __doc__,
     pair='2b_2b',
-    chip='',
     rows=[1, 8, 64],
     prompt=1024,
     tokens=256,
@@ -41,7 +38,6 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     dtype='bfloat16',
     int8=False,
   ).parse_args(argv)
-  chip = _chip(arguments.chip)
   where = setup.place_model(
     presets.t5gemma(arguments.pair),
     execution.ComputeConfig(dtype=arguments.dtype).on('cpu'),
@@ -54,25 +50,12 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     ),
     jax.random.key(0),
   )
-  rows = [_measure(where, params, n, chip, arguments) for n in arguments.rows]
+  rows = [_measure(where, params, n, arguments) for n in arguments.rows]
   return results.report('gpu_generation', rows, arguments)
 
 
-def _chip(name: str) -> chips.Chip:
-  """Returns the named chip, or that of this process."""
-  if name:
-    return chips.CHIPS[name]
-  hardware = chips.slice_of(jax.devices())
-  if hardware is None:
-    raise SystemExit(
-      f'{jax.devices()[0].device_kind} is not in planning.chips; name the chip'
-      f' that it resembles: --chip={"|".join(chips.CHIPS)}'
-    )
-  return hardware.chip
-
-
 def _measure(
-  where: Any, params: Any, rows: int, chip: Any, arguments: Any
+  where: Any, params: Any, rows: int, arguments: Any
 ) -> dict[str, Any]:
   """Measures one number of rows."""
   engine = engine_lib.Engine(
@@ -112,15 +95,16 @@ def _measure(
   start = time.perf_counter()
   prefill()
   reading = time.perf_counter() - start
+  peak, bandwidth = gpu_kernels.ceilings()
   flops, _ = forward_flops.generation(where.model.config, arguments.prompt, 1)
   return {
     'rows': rows,
     'ms a step': 1000 * step,
     'tokens/s': rows / step,
     'GB read': moved / 1e9,
-    'of bandwidth': moved / chip.hbm_bandwidth / step,
+    'of bandwidth': moved / bandwidth / step,
     'prefill ms': 1000 * reading,
-    'prefill MFU': rows * flops / reading / chip.flops,
+    'prefill MFU': rows * flops / reading / peak,
   }
 
 

@@ -17,7 +17,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from encdec_adapt.ops import attention
 from tests.benchmarks import gpu_kernels, results
@@ -66,31 +65,30 @@ def backends() -> list[str]:
 
 def _compare(backend, head_dim, mask, spec, arguments) -> dict[str, Any]:
   """Returns the errors of a backend, or why it refuses the call."""
-  heads = arguments.heads, arguments.kv_heads, arguments.kv_heads
-  heads += (arguments.heads,)  # Of the cotangent.
-  keys = jax.random.split(jax.random.key(0), len(heads))
-  shape = arguments.batch, arguments.length
+  n, k = arguments.heads, arguments.kv_heads
+  # Queries, keys, values and the cotangent.
   arrays = [
-    jax.random.normal(key, (*shape, n, head_dim), arguments.dtype)
-    for key, n in zip(keys, heads, strict=True)
+    jax.random.normal(
+      jax.random.key(seed),
+      (arguments.batch, arguments.length, heads, head_dim),
+      arguments.dtype,
+    )
+    for seed, heads in enumerate((n, k, k, n))
   ]
-  softcap = SOFTCAPS.get(head_dim)
-  run = functools.partial(_run, spec=spec, softcap=softcap)
+  run = functools.partial(_run, spec=spec, softcap=SOFTCAPS.get(head_dim))
   row = {'backend': backend, 'mask': mask, 'head dim': head_dim}
-  row |= {'dtype': arguments.dtype}
   precision = 'highest' if arguments.dtype == 'float32' else None
   try:
     with jax.default_matmul_precision(precision):
       outputs = run(*arrays, backend=backend)
   except (ImportError, NotImplementedError, ValueError) as error:
     return row | {'refused': str(error)}
+  arrays = [x.astype(jnp.float32) for x in arrays]
   with jax.default_matmul_precision('highest'):
-    expected = run(
-      *(x.astype(jnp.float32) for x in arrays), backend='reference'
-    )
+    expected = run(*arrays, backend='reference')
+  pairs = zip(ARRAYS, outputs, expected, strict=True)
   errors = {
-    name: _error(x, y)
-    for name, x, y in zip(ARRAYS, outputs, expected, strict=True)
+    name: float(jnp.abs(x - y).max() / jnp.abs(y).max()) for name, x, y in pairs
   }
   # A comparison with nan is false.
   passed = all(e <= TOLERANCES[arguments.dtype] for e in errors.values())
@@ -100,25 +98,15 @@ def _compare(backend, head_dim, mask, spec, arguments) -> dict[str, Any]:
 @functools.partial(jax.jit, static_argnames=('softcap', 'backend'))
 def _run(q, k, v, cotangent, *, spec, softcap, backend):
   """Returns the output of an attention and its gradients."""
-  output, backward = jax.vjp(
-    lambda q, k, v: attention.attention(
-      q,
-      k,
-      v,
-      spec,
-      scale=q.shape[-1] ** -0.5,
-      softcap=softcap,
-      backend=backend,
-    ),
-    q, k, v,
-  )  # fmt: skip
+  attend = functools.partial(
+    attention.attention,
+    spec=spec,
+    scale=q.shape[-1] ** -0.5,
+    softcap=softcap,
+    backend=backend,
+  )
+  output, backward = jax.vjp(attend, q, k, v)
   return output, *backward(cotangent)
-
-
-def _error(x: jax.Array, expected: jax.Array) -> float:
-  """Returns the largest error relative to the largest expected value."""
-  x, expected = (np.asarray(a, np.float32) for a in (x, expected))
-  return float(np.abs(x - expected).max() / np.abs(expected).max())
 
 
 if __name__ == '__main__':
