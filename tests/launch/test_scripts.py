@@ -14,8 +14,8 @@ from launch import commands
 from tests import tiny
 
 LAUNCH = tiny.ROOT / 'launch'
-# Folder below launch/locks, Python, and release of CUDA.
-LOCKS = [('', '3.12', '13'), ('python3.11', '3.11', '12')]
+# Folders below launch/locks, and CUDA.
+LOCKS = [('', '13'), ('python3.11', '12')]
 
 
 def test_statuses_are_those_of_the_job():
@@ -54,10 +54,8 @@ def _locked(path):
   return dict(line.split('==') for line in lines if line and line[0] != '#')
 
 
-@pytest.mark.parametrize('folder, python, cuda', LOCKS)
-def test_lock_files_satisfy_setup_and_differ_by_platform_only(
-  folder, python, cuda
-):
+@pytest.mark.parametrize('folder, cuda', LOCKS)
+def test_lock_files_satisfy_setup_and_differ_by_platform_only(folder, cuda):
   setup = ast.parse((tiny.ROOT / 'setup.py').read_text())
   wanted = [
     requirements.Requirement(line)
@@ -70,7 +68,8 @@ def test_lock_files_satisfy_setup_and_differ_by_platform_only(
     _locked(LAUNCH / 'locks' / folder / name)
     for name in ('cpu', 'tpu', f'gpu-cuda{cuda}', 'data')
   )
-  assert 'tensorflow' in data and not data.keys() & (cpu | tpu | gpu).keys()
+  assert 'tensorflow' in data and not data.keys() & (cpu | tpu).keys()
+  assert data | gpu == gpu | data  # tokamax needs some of them, too.
   for locked in (cpu, tpu, gpu):
     for one in wanted:
       name = one.name.lower().replace('_', '-')
@@ -79,7 +78,7 @@ def test_lock_files_satisfy_setup_and_differ_by_platform_only(
       assert versions[name] in one.specifier, name
   assert cpu.items() <= tpu.items() and cpu.items() <= gpu.items()
   assert tpu['libtpu'] and gpu[f'jax-cuda{cuda}-plugin'] == gpu['jax']
-  assert ('tokamax' in gpu) == (python != '3.11')
+  assert ('tokamax' in gpu) == (cuda == '13')
 
 
 @pytest.mark.parametrize(
