@@ -34,7 +34,6 @@ from typing import Any
 import jax
 
 from encdec_adapt.files import atomic
-from encdec_adapt.ops import attention
 from encdec_adapt.planning import chips
 from encdec_adapt.telemetry import environment
 from tests.benchmarks import results
@@ -83,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     for dtype in ('bfloat16', 'float32'):
       run.check(f'numerics, {dtype}', 'gpu_numerics', [f'--dtype={dtype}'])
     backends = run.backends()
-    if device['local_devices'] > 1:
+    if device['devices'] > 1:
       for backend in backends:
         run.compare_devices(backend)
     for rows in DECODE_ROWS:
@@ -98,13 +97,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 def describe() -> dict[str, Any]:
-  """Returns versions and device of this process."""
+  """Returns versions and devices of this process."""
   hardware = chips.slice_of(jax.devices())
-  return {
-    **environment.versions(),
-    **environment.devices(),
-    'chip': hardware and hardware.chip.name,
-  }
+  return environment.report() | {'chip': hardware and hardware.chip.name}
 
 
 class _Run:
@@ -158,26 +153,21 @@ class _Run:
   def backends(self) -> list[str]:
     """Returns kernels that are right at the size of a step, then `chunked`."""
     rows = self.content['checks']['numerics, bfloat16'].get('rows', [])
-    passed: dict[str, bool] = {}
-    for row in rows:
-      if f'--head_dim={row["head dim"]}' in SIZES:
-        name = row['backend']
-        passed[name] = passed.get(name, True) and row.get('passed', False)
-    return [
-      name
-      for name, right in passed.items()
-      if right and attention.BACKENDS[name].kernels
-    ] + ['chunked']
+    rows = [row for row in rows if f'--head_dim={row["head dim"]}' in SIZES]
+    wrong = {row['backend'] for row in rows if not row.get('passed')}
+    kernels = {row['backend'] for row in rows} - wrong - {'chunked'}
+    return [*sorted(kernels), 'chunked']
 
   def compare_devices(self, backend: str) -> None:
     """Compares losses of a small pair on all devices and on the first."""
-    kernels, losses = attention.BACKENDS[backend].kernels, []
-    dtype, tolerance = ('bfloat16', 1e-2) if kernels else ('float32', 1e-5)
     flags = ['--head_dim=64', '--batches', '16', '--examples', '2']
-    flags += [f'--dtype={dtype}', '--backends', backend, '--peer_attentions']
-    name = f'sharded, {backend}'
-    for variables in ({}, _ONE_DEVICE):
-      variables = variables | ({} if kernels else _FULL_PRECISION)
+    flags += ['--backends', backend, '--peer_attentions']
+    tolerance, precision = 1e-2, {}
+    if backend == 'chunked':
+      tolerance, precision = 1e-5, _FULL_PRECISION
+      flags += ['--dtype=float32']
+    name, losses = f'sharded, {backend}', []
+    for variables in (precision, precision | _ONE_DEVICE):
       rows = self.check(name, 'gpu_step', flags, **variables)
       losses += [row['loss, last'] for row in rows]
     result = {'losses': losses}

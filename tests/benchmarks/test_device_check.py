@@ -35,7 +35,7 @@ def test_every_check_runs(tiny, tmp_path):
   output = tmp_path / 'check.json'
   device_check.main([f'--output={output}', '--chip=h100'])
   written = json.loads(output.read_text())
-  assert written['device']['local_devices'] == 2
+  assert written['device']['devices'] == 2
   checks = written['checks']
   assert [name.split(',')[0] for name in checks] == (
     ['numerics', 'numerics', 'sharded', 'decode', 'step', 'plan']
@@ -47,7 +47,7 @@ def test_every_check_runs(tiny, tmp_path):
 
 
 def _cpu():
-  return {'platform': 'cpu', 'chip': None, 'local_devices': 1}
+  return {'platform': 'cpu', 'chip': None, 'devices': 1}
 
 
 def _ampere():

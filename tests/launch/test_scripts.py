@@ -99,18 +99,11 @@ def test_bad_flags_of_install(cloud, flags, message):
   assert done.returncode == 1 and message in done.stderr
 
 
-@pytest.mark.parametrize(
-  'flags, lock',
-  [
-    (['--platform=gpu-cuda13'], 'locks/gpu-cuda13.txt'),
-    (['--platform=tpu', '--python=3.13'], 'locks/tpu.txt'),
-    (['--platform=tpu', '--python=3.11'], 'locks/python3.11/tpu.txt'),
-    (['--platform=gpu-cuda12'], 'locks/python3.11/gpu-cuda12.txt'),
-  ],
-)
-def test_the_lock_is_that_of_the_python(cloud, flags, lock):
-  done = cloud.bash('launch/install.sh', *flags, '--dry_run')
-  assert f'--requirement=launch/{lock} ' in done.stdout, done.stderr
+def test_the_lock_is_that_of_the_python(cloud):
+  for version, folder in (('3.13', ''), ('3.11', 'python3.11/')):
+    flags = ['--platform=tpu', f'--python={version}', '--dry_run']
+    done = cloud.bash('launch/install.sh', *flags)
+    assert f'--requirement=launch/locks/{folder}tpu.txt ' in done.stdout
 
 
 def test_device_packs_kernels_and_names_a_missing_gpu(cloud):
