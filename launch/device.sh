@@ -4,7 +4,7 @@
 # records needs neither TensorFlow nor SeqIO):
 #
 #   bash launch/device.sh pack [--records=runs/quickstart/records]
-#     [--without=duckdb,tensorstore] [--folder=device] [--python_version=3.12]
+#     [--without=flax,orbax-checkpoint] [--folder=device] [--python_version=3.12]
 #     [--machine=x86_64] [--glibc=2.28] [--dry_run]
 #
 # Then copy the folder to the GPU machine and run in it:
@@ -77,8 +77,9 @@ pack() {
   attempt "${PYTHON:-python3}" -m pip download --quiet --only-binary=:all: \
     --implementation cp --python-version "$python_version" \
     "${downloads[@]}" --dest "$folder/wheels" "${requirements[@]}"
-  for package in $WITH_JAX ${without//,/ }; do
-    attempt rm -f "$folder/wheels/${package//-/_}"-*.whl
+  # Names of wheels have no capitals or hyphens.
+  for package in $WITH_JAX $(tr 'A-Z,-' 'a-z _' <<<"$without"); do
+    attempt rm -f "$folder/wheels/$package"-*.whl
   done
   printf 'Copy %s to the machine, and run in it\n' "$folder"
   printf '  bash launch/device.sh check\n'

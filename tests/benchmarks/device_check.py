@@ -160,7 +160,8 @@ class _Run:
 
   def compare_devices(self, backend: str) -> None:
     """Compares losses of a small pair on all devices and on the first."""
-    flags = ['--head_dim=64', '--batches', '16', '--examples', '2']
+    flags = ['--encoder_length=512', '--decoder_length=512', '--head_dim=64']
+    flags += ['--batches', '16', '--examples', '2']
     flags += ['--backends', backend, '--peer_attentions']
     tolerance, precision = 1e-2, {}
     if backend == 'chunked':
