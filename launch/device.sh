@@ -135,7 +135,8 @@ install_missing() {
 
 # Prints the driver's version, or why there is none.
 driver() {
-  nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>&1 | tail -n 1
+  command -v nvidia-smi >/dev/null || printf 'nvidia-smi is not installed\n'
+  nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | tail -n 1
 }
 
 check() {

@@ -21,6 +21,7 @@ def tiny(monkeypatch):
   monkeypatch.setattr(device_check, 'ATTEMPTS', [(1, 2)])
   monkeypatch.setattr(device_check, 'EXAMPLES', [2])
   monkeypatch.setattr(device_check, 'DECODE_ROWS', [1])
+  monkeypatch.setattr(device_check, 'SECONDS', 3600)  # Of a busy machine.
   step = [*MODEL, '--platform=cpu', '--dtype=float32', '--steps=2']
   flags = {'gpu_numerics': ROWS, 'gpu_step': step}
   flags['gpu_generation'] = ['--pair=toy_toy', '--prompt=16', '--tokens=8']
