@@ -60,7 +60,13 @@ def _compare(backend, head_dim, spec, arguments) -> dict[str, Any]:
   try:
     with jax.default_matmul_precision(precision):
       outputs = run(*arrays, backend=backend)
-  except (ImportError, NotImplementedError, ValueError) as error:
+  # Missing, too old for jax (or jax for it), or unable.
+  except (
+    AttributeError,
+    ImportError,
+    NotImplementedError,
+    ValueError,
+  ) as error:
     return {'refused': str(error)}
   with jax.default_matmul_precision('highest'):
     arrays = [x.astype(jnp.float32) for x in arrays]
