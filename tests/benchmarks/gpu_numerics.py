@@ -24,6 +24,8 @@ from tests.benchmarks import gpu_kernels, results
 # float32 is compared in full precision; products in bfloat16 round scores and
 # their gradients to 8 bits.
 TOLERANCES = {'float32': 1e-4, 'bfloat16': 2e-2}
+# Of a backend that is missing, does not suit jax, or cannot honour a call.
+REFUSALS = AttributeError, ImportError, NotImplementedError, ValueError
 SOFTCAPS = {256: 50.0}  # Of the models with that head dimension.
 
 
@@ -60,13 +62,7 @@ def _compare(backend, head_dim, spec, arguments) -> dict[str, Any]:
   try:
     with jax.default_matmul_precision(precision):
       outputs = run(*arrays, backend=backend)
-  # Missing, too old for jax (or jax for it), or unable.
-  except (
-    AttributeError,
-    ImportError,
-    NotImplementedError,
-    ValueError,
-  ) as error:
+  except REFUSALS as error:
     return {'refused': str(error)}
   with jax.default_matmul_precision('highest'):
     arrays = [x.astype(jnp.float32) for x in arrays]
