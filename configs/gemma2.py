@@ -209,7 +209,7 @@ def spread(config, size, objective, topology, slices):
       ' other chips with `python -m encdec_adapt.plan --search=6'
       f' --config=gemma2:size={size},objective={objective}'
       f' --topology={topology or "v5e:4x4"} --num_slices={slices}'
-      ' --config.compute.attention=splash` (triton on GPUs), and set'
+      ' --config.compute.attention=splash` (tokamax on GPUs), and set'
       ' config.mesh, config.compute and config.train.microbatches.'
     )
   settings, mesh, train = SHIPPED[name], config.mesh, config.train
@@ -218,6 +218,6 @@ def spread(config, size, objective, topology, slices):
   train.microbatches = settings.microbatches
   config.optimizer.offload = settings.offload
   config.checkpoint.every = settings.save_every
-  config.compute.attention = 'splash' if name in PLANNED else 'triton'
+  config.compute.attention = 'splash' if name in PLANNED else 'tokamax'
   chips = mesh.replica * mesh.fsdp
   train.eval_batch_size = max(chips, train.eval_batch_size)

@@ -130,6 +130,7 @@ def train(
   saved = None if start is None else checkpoints.at(start).read_meta()
   # From here on neither has a value that depends on the devices ('auto').
   settings = settings.on(platform, saved and saved['config'])
+  setup.check_stacks(settings.compute, model, mesh.devices.flat[0])
   config = config.copy_and_resolve_references()
   config.compute.dtype = settings.compute.dtype
   config.compute.remat = settings.compute.remat

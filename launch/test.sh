@@ -20,7 +20,7 @@ case "${1:-}" in
   --all)
     extras=test,peer,tpu
     shift
-    set -- -m 'not slow' --durations=20 "$@"
+    set -- -m 'not slow and not aot_gpu' --durations=20 "$@"
     ;;
 esac
 prepare_environment "$extras"

@@ -81,8 +81,9 @@ class ComputeConfig:
   attention: str = keys.key(
     'chunked',
     "'chunked'; 'splash' on TPU (JAX's kernels; an error where they cannot"
-    " honour a mask, such as merged attention); 'triton' on GPU (every mask);"
-    " or 'reference'.",
+    " honour a mask, such as merged attention); 'tokamax' on Hopper and"
+    ' Blackwell GPUs (extra `gpu`, Python from 3.12; bfloat16, and likewise an'
+    " error); or 'reference'.",
     one_of=tuple(attention.BACKENDS),
   )
   attention_chunk: int = keys.key(

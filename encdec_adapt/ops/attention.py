@@ -5,32 +5,24 @@ needs of a call from its arguments and refuses a backend that does not support
 all of them. To add a kernel, write
 `attend(q, k, v, spec, *, scale, softcap[, chunk])` in a new module and
 add a `Backend` to `BACKENDS`; the tests run over all backends.
-
-Pallas's Triton lowering, which the backend 'triton' uses, is deprecated since
-jax 0.11 and warns in 0.12; its announced successor is tokamax. A tokamax
-backend would declare `platforms={'gpu'}`, `unaligned=False` (it masks by index,
-which equals masking by position only where `MaskSpec.aligned` holds),
-`memory=False`, and its limits on dtypes and head dimension. It supports
-segments: its per-query ranges of keys ([first, last) of each query) express
-packed rows, causal masks and windows at once, because the segments of an
-aligned row are contiguous. It sets `kernels=True` and runs its kernels under
-`attention_shards.run`, with ranges computed from the shard's `MaskSpec`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 import dataclasses
 import functools
+import importlib.util
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
+from encdec_adapt.base import errors, packages
 from encdec_adapt.ops import (
   attention_chunked,
   attention_reference,
   attention_shards,
   attention_splash,
-  attention_triton,
+  attention_tokamax,
   masks,
   partition,
 )
@@ -60,8 +52,11 @@ class Backend:
     prefix: masks of kind 'prefix'.
     unaligned: masks in which positions are not indices (`MaskSpec.aligned`).
     dtypes: supported dtypes of q, k and v, by name.
-    max_head_dim: largest head dimension; None for no limit.
     platforms: platforms that it runs on.
+    head_dims: largest head dimension by major compute capability of the GPUs
+      that it runs on; None for no limit.
+    extra: extra of setup.py, of the package with the backend's name, that it
+      needs; '' for none.
   """
 
   attend: Callable[..., jax.Array]
@@ -71,8 +66,9 @@ class Backend:
   prefix: bool = True
   unaligned: bool = True
   dtypes: frozenset[str] = frozenset({'float32', 'bfloat16', 'float16'})
-  max_head_dim: int | None = None
   platforms: frozenset[str] = PLATFORMS
+  head_dims: Mapping[int, int] | None = None
+  extra: str = ''
 
 
 BACKENDS: dict[str, Backend] = {
@@ -87,12 +83,18 @@ BACKENDS: dict[str, Backend] = {
     dtypes=frozenset({'float32', 'bfloat16'}),
     platforms=frozenset({'tpu'}),
   ),
-  'triton': Backend(
-    attention_triton.attend,
+  'tokamax': Backend(
+    attention_tokamax.attend,
     kernels=True,
-    prefix=False,
-    max_head_dim=attention_triton.MAX_HEAD_DIM,
+    memory=False,
+    unaligned=False,
+    # Of float32 the kernels would make bfloat16, without a word.
+    dtypes=frozenset({'bfloat16'}),
     platforms=frozenset({'gpu'}),
+    # Hopper; and Blackwell of data centers, where tokamax has no backward pass
+    # for 256 that fits into a core's shared memory.
+    head_dims={9: 256, 10: 128},
+    extra='gpu',
   ),
 }
 
@@ -105,18 +107,22 @@ def on_platform(platform: str) -> list[str]:
 
 
 def unsupported(
-  backend: Backend, q: Float[Array, 'B T N H'], spec: masks.MaskSpec
+  name: str,
+  spec: masks.MaskSpec,
+  dtype: str,
+  head_dim: int,
+  device: jax.Device | None = None,
 ) -> list[str]:
-  """Names the features of a call that a backend does not support."""
-  dtype, head_dim = q.dtype.name, q.shape[3]
-  # Shapes are inferred before the distributed runtime starts, and asking for
-  # the platform initialises the devices: ask only where it matters.
-  portable = backend.platforms == PLATFORMS
-  platform = None
-  if not portable:
-    # The mesh comes first: programs are compiled ahead of time for platforms
-    # that this machine does not have.
-    platform = partition.active().platform or jax.default_backend()
+  """Names the features of a call that a backend does not support.
+
+  Args:
+    name: a key of `BACKENDS`.
+    spec: the mask; its arrays are not read.
+    dtype: dtype of queries, keys and values, by name.
+    head_dim: dimension of a head.
+    device: device that it runs on; None for that of the active mesh.
+  """
+  backend = BACKENDS[name]
   checks = {
     f'{spec.memory} keys without a position': (
       not spec.memory or backend.memory
@@ -126,12 +132,49 @@ def unsupported(
       not spec.needs_positions or spec.aligned or backend.unaligned
     ),
     f'dtype {dtype}': dtype in backend.dtypes,
-    f'a head dimension of {head_dim}': (
-      head_dim <= (backend.max_head_dim or head_dim)
-    ),
-    f'platform {platform!r}': portable or platform in backend.platforms,
   }
-  return [feature for feature, honoured in checks.items() if not honoured]
+  refused = [feature for feature, honoured in checks.items() if not honoured]
+  # Shapes are inferred before the distributed runtime starts, and asking for
+  # devices initialises them: ask only where it matters.
+  if backend.platforms == PLATFORMS:
+    return refused
+  # The mesh comes first: programs are compiled ahead of time for devices that
+  # this machine does not have.
+  device = device or partition.active().device or jax.devices()[0]
+  if device.platform not in backend.platforms:
+    return [*refused, f'platform {device.platform!r}']
+  if backend.head_dims is not None:
+    limit = backend.head_dims.get(int(float(device.compute_capability)))
+    if limit is None:
+      refused.append(f'{device.device_kind} GPUs')
+    elif head_dim > limit:
+      refused.append(f'a head dimension of {head_dim} on {device.device_kind}')
+  if backend.extra and importlib.util.find_spec(name) is None:
+    remedy = packages.install_command(backend.extra)
+    refused.append(f'an environment without {name} ({remedy}, Python >= 3.12)')
+  return refused
+
+
+def check(
+  name: str,
+  spec: masks.MaskSpec,
+  dtype: str,
+  head_dim: int,
+  device: jax.Device | None = None,
+) -> None:
+  """Refuses what a backend does not support; arguments as for `unsupported`.
+
+  Raises:
+    UserError: names all of it, and the backends that support it.
+  """
+  call = spec, dtype, head_dim, device
+  if refused := unsupported(name, *call):
+    able = [other for other in BACKENDS if not unsupported(other, *call)]
+    raise errors.UserError(
+      f'attention backend {name!r} cannot honour {"; ".join(refused)}.'
+      f' Backends that can: {", ".join(sorted(able)) or "none"}'
+      ' (config.compute.attention).'
+    )
 
 
 def attention(
@@ -164,20 +207,10 @@ def attention(
     Weighted sums of the values [B, T, N, H] in the dtype of `q`.
 
   Raises:
-    ValueError: the backend cannot honour the call.
+    UserError: the backend cannot honour the call.
   """
   chosen = BACKENDS[backend]
-  refused = unsupported(chosen, q, spec)
-  if refused:
-    able = sorted(
-      name
-      for name, candidate in BACKENDS.items()
-      if not unsupported(candidate, q, spec)
-    )
-    raise ValueError(
-      f'attention backend {backend!r} cannot honour {"; ".join(refused)}.'
-      f' Backends that can: {", ".join(able) or "none"}'
-    )
+  check(backend, spec, q.dtype.name, q.shape[3])
   options = {'chunk': chunk} if chosen.takes_chunk else {}
   attend = functools.partial(
     chosen.attend, scale=scale, softcap=softcap, **options

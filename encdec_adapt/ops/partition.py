@@ -35,9 +35,14 @@ class Partition:
   rules: Mapping[str, MeshAxes]
 
   @property
+  def device(self) -> jax.Device | None:
+    """Device of the mesh, which may be compiled for ahead of time."""
+    return None if self.mesh is None else self.mesh.devices.flat[0]
+
+  @property
   def platform(self) -> str | None:
-    """Platform of the mesh, which may be compiled for ahead of time."""
-    return None if self.mesh is None else self.mesh.devices.flat[0].platform
+    """Platform of the mesh."""
+    return None if self.mesh is None else self.device.platform
 
   def mesh_axes(self, *names: str | None) -> tuple[str, ...]:
     """Returns the mesh axes of these logical axes, () where none is sharded."""

@@ -29,7 +29,7 @@ HIDDEN = 0.5
 _UNCOUNTED_SAVED = 0.15
 _UNCOUNTED_REMAINDER = 1.0
 _FP32 = 4
-# Kernels of `ops.flash_kernels`, and their work in forward passes: products
+# Kernels of `ops.attention_tokamax`, and their work in forward passes: products
 # for scores and values; for scores, their gradient and queries'; for those and
 # keys' and values'.
 _FORWARD = 'flash_forward'
@@ -332,7 +332,7 @@ def _kernels(work: Workload, hardware: chips.Slice) -> list[roofline.Row]:
   FLOPs are of pairs that see each other, which is less than whole blocks.
   """
   # Decoding runs no kernels (`ComputeConfig.cached_attention`).
-  if work.job.compute.attention != 'triton' or work.job.name == 'decode':
+  if work.job.compute.attention != 'tokamax' or work.job.name == 'decode':
     return []
   # Only 'full' computes attention again for the backward pass: the other
   # policies save its outputs.

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import dataclasses
 from typing import Any
 
+import jax
 from jax.sharding import AbstractMesh, Mesh
 import numpy as np
 
@@ -19,7 +20,7 @@ from encdec_adapt.data.making import materialization, process_pool
 from encdec_adapt.data.records import loader, manifest_summary, record_sets
 from encdec_adapt.models import build, execution, forward_flops, model_config
 from encdec_adapt.objectives import framing
-from encdec_adapt.ops import attention
+from encdec_adapt.ops import attention, masks
 from encdec_adapt.ops import partition as partition_lib
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import placement as placement_lib
@@ -110,6 +111,35 @@ def check_attention(chosen: str, platform: str) -> None:
       f'config.compute.attention is {chosen!r}, which needs'
       f' {" or ".join(platforms)}; the devices are {platform}, which can run'
       f' {", ".join(backends)}.'
+    )
+
+
+def check_stacks(
+  compute: execution.ComputeConfig,
+  model: model_config.ModelConfig,
+  device: jax.Device,
+) -> None:
+  """Checks that the attention backend supports the masks and heads of a model.
+
+  Args:
+    compute: section `compute` of the configuration, without 'auto'.
+    model: the model's shape.
+    device: a device of the job.
+
+  Raises:
+    UserError: names what the backend does not support.
+  """
+  for stack in model.stacks.values():
+    kind = 'full' if stack.role == 'bidirectional' else stack.role
+    spec = masks.MaskSpec(
+      kind=kind,
+      memory=int(stack.cross_merged),
+      aligned=not stack.cross_merged,
+      q_segments=None,
+      kv_segments=None,
+    )
+    attention.check(
+      compute.attention, spec, compute.dtype, stack.head_dim, device
     )
 
 

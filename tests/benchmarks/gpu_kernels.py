@@ -9,47 +9,22 @@ number, so kernels that skip other examples' keys may pass the roofline),
 three passes for training; bytes are those of the arguments, results
 and cotangents, once. The roofline is the longer of FLOPs at the device's
 dense bf16 peak and bytes at its memory's bandwidth.
-
-The 'triton' backend is timed with every set of tiles in `TILES` that is made
-for the head dimension. Compiled for sm_90a, the shipped tiles of head
-dimension 256 do not prefetch their loads (two stages) and one kernel spills
-registers; those with three stages do neither. No GPU has timed them yet:
-choose the faster ones for `ops.attention_triton`.
 """
 
 from collections.abc import Callable, Sequence
 import functools
 import statistics
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from encdec_adapt.models import forward_flops
-from encdec_adapt.ops import (
-  attention,
-  attention_triton,
-  flash_kernels,
-  masks,
-  vocabulary_loss,
-)
+from encdec_adapt.ops import attention, masks, vocabulary_loss
 from encdec_adapt.planning import chips
 from encdec_adapt.telemetry import peak_flops
 from tests.benchmarks import results
-
-# Candidates by head dimension: tiles (queries, keys, warps, stages) of the
-# forward kernel and of the backward ones by queries and by keys.
-TILES = {
-  256: {
-    'three stages': attention_triton.Tiles(
-      flash_kernels.Tile(128, 32, 8, 3),
-      flash_kernels.Tile(64, 32, 8, 3),
-      flash_kernels.Tile(32, 64, 8, 3),
-    )
-  }
-}
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
@@ -66,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     vocab_size=256_000,
     loss_chunk=1024,
     steps=10,
-    backends=['triton', 'chunked'],
+    backends=['tokamax', 'chunked'],
     examples=[1, 8],
     dtype='bfloat16',
   ).parse_args(argv)
@@ -75,15 +50,6 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     for backend in arguments.backends:
       for mask, spec in make_masks(arguments, examples).items():
         rows += _attention(backend, mask, spec, examples, arguments)
-        if backend != 'triton':
-          continue
-        for name, tiles in TILES.get(arguments.head_dim, {}).items():
-          with mock.patch.object(
-            attention_triton, 'choose_tiles', lambda *_, tiles=tiles: tiles
-          ):
-            rows += _attention(
-              backend, mask, spec, examples, arguments, tiles=name
-            )
   rows.append(_loss(arguments))
   return results.report('gpu_kernels', rows, arguments)
 
@@ -109,7 +75,7 @@ def make_masks(arguments, examples: int) -> dict[str, masks.MaskSpec]:
   }
 
 
-def _attention(backend, mask, spec, examples, arguments, tiles='shipped'):
+def _attention(backend, mask, spec, examples, arguments):
   """Measures one attention, forward and with its backward pass."""
   batch, length, head_dim = (
     arguments.batch,
@@ -134,7 +100,7 @@ def _attention(backend, mask, spec, examples, arguments, tiles='shipped'):
   )
   work = batch * 4 * arguments.heads * head_dim * pairs
   size = sum(x.nbytes for x in arrays) + arrays[0].nbytes
-  what = {'kernel': f'attention, {mask}', 'backend': backend, 'tiles': tiles}
+  what = {'kernel': f'attention, {mask}', 'backend': backend}
   return [
     what
     | {'examples': examples, 'passes': passes}
@@ -174,7 +140,7 @@ def _loss(arguments) -> dict[str, Any]:
   forward = forward_flops.vocabulary(width, arguments.vocab_size, tokens)
   work = forward_flops.TRAINING * forward
   size = 2 * (hidden.nbytes + table.nbytes)
-  what = {'kernel': 'vocabulary loss', 'backend': 'xla', 'tiles': '-'}
+  what = {'kernel': 'vocabulary loss', 'backend': 'xla'}
   return (
     what
     | {'examples': 1, 'passes': 'both'}

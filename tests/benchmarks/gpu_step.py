@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     encoder_length=4096,
     decoder_length=4096,
     examples=[1, 8],
-    backends=['triton', 'chunked'],
+    backends=['tokamax', 'chunked'],
     # sdpa has no soft-cap.
     peer_attentions=['flex_attention', 'eager'],
     peer_eager_mode=False,

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 
+from hypothesis import strategies as st
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
@@ -39,6 +40,19 @@ def packed(length, rows=2):
     positions[row, :first] = np.arange(first)
     positions[row, first : first + second] = np.arange(second)
   return jnp.asarray(segments), jnp.asarray(positions)
+
+
+@st.composite
+def rows(draw, length):
+  """Segments and positions [1, length] of a packed row, padding at its end."""
+  sizes = draw(st.lists(st.integers(1, 5), min_size=1, max_size=4))
+  segments = [n for n, size in enumerate(sizes, 1) for _ in range(size)]
+  positions = [i for size in sizes for i in range(size)]
+  padding = [0] * length
+  return tuple(
+    jnp.array([(x + padding)[:length]], jnp.int32)
+    for x in (segments, positions)
+  )
 
 
 def make_spec(name, tokens, memory, window, aligned=True):

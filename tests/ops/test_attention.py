@@ -161,9 +161,9 @@ def test_chunked_memory_is_linear_in_the_length():
     ('splash', 'merged', True, H, 'float32', '11 keys without a position'),
     ('splash', 'prefix', True, H, 'float32', 'a bidirectional prefix'),
     ('splash', 'causal', True, H, 'float16', 'dtype float16'),
-    ('triton', 'causal', True, 512, 'float32', 'a head dimension of 512'),
-    ('triton', 'prefix', True, H, 'float32', 'a bidirectional prefix'),
-    ('triton', 'merged', False, H, 'float32', "platform 'cpu'"),
+    ('tokamax', 'merged', True, H, 'bfloat16', '11 keys without a position'),
+    ('tokamax', 'causal', False, H, 'bfloat16', 'positions that are not ind'),
+    ('tokamax', 'causal', True, H, 'float32', "dtype float32; platform 'cpu'"),
   ],
 )
 def test_what_a_backend_cannot_honour_is_refused(

@@ -9,15 +9,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from encdec_adapt.ops import (
-  attention,
-  attention_splash,
-  attention_triton,
-  masks,
-  partition,
-)
+from encdec_adapt.ops import attention, attention_splash, masks, partition
 from encdec_adapt.sharding import rules
-from tests.ops import attention_cases
+from tests.ops import attention_cases, tokamax_reference
 from tests.ops.attention_cases import make_mesh, packed, spec_of
 
 pytestmark = pytest.mark.sharded
@@ -81,21 +75,21 @@ def test_every_mask_on_every_mesh(shape, on_one_device):
   attention_cases.assert_same(got, on_one_device, 2e-5)
 
 
-@pytest.mark.parametrize(
-  'backend',
-  [attention_splash, pytest.param(attention_triton, marks=pytest.mark.long)],
-)
-def test_kernels_on_a_sharded_length(backend):
+def splash():
+  return functools.partial(attention_splash.attend, interpret=True)
+
+
+@pytest.mark.parametrize('make', [splash, tokamax_reference.attend])
+def test_kernels_on_a_sharded_length(make):
   block = 128
   # A window that is less than the neighbours', and one that is not.
   found = specs(2 * block, 4 * block, window=17)
   found = {n: found[n] for n in ('causal', 'full centered window', 'cross')}
   wide = specs(2 * block, window=block + 40)['causal window']
   cases = cases_of(found | {'wide': wide}, heads=(4, 2), head_dim=64)
-  kernel = functools.partial(backend.attend, interpret=True)
   reference = functools.partial(attention.attention, backend='reference')
   expected = results(reference, None, cases)
-  got = results(kernel, (2, 1, 2, 2), cases)
+  got = results(make(), (2, 1, 2, 2), cases)
   attention_cases.assert_same(got, expected, 5e-5)
 
 

@@ -9,19 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from encdec_adapt.ops import (
-  attention,
-  attention_splash,
-  attention_triton,
-  masks,
-)
-from tests.ops import attention_cases
+from encdec_adapt.ops import attention, attention_splash, masks
+from tests.ops import attention_cases, tokamax_reference
 
 # One shape for every example, so that little is compiled.
 L, S, N, K, H = 10, 7, 2, 1, 16
-INTERPRETED = {
-  'splash': functools.partial(attention_splash.attend, interpret=True),
-  'triton': functools.partial(attention_triton.attend, interpret=True),
+# Those that run here only in another form.
+MADE = {
+  'splash': lambda: functools.partial(attention_splash.attend, interpret=True),
+  'tokamax': tokamax_reference.attend,
 }
 KINDS = [*attention_cases.MASKS, 'cross', 'merged']
 CASES = [
@@ -32,26 +28,13 @@ CASES = [
 ]
 
 
-@st.composite
-def rows(draw, length):
-  """Segments and positions [1, length] of a packed row, padding at its end."""
-  sizes = draw(st.lists(st.integers(1, 5), min_size=1, max_size=4))
-  segments = [n for n, size in enumerate(sizes, 1) for _ in range(size)]
-  positions = [i for size in sizes for i in range(size)]
-  padding = [0] * length
-  return tuple(
-    jnp.array([(x + padding)[:length]], jnp.int32)
-    for x in (segments, positions)
-  )
-
-
 @functools.partial(jax.jit, static_argnums=5)
 def run(q, k, v, spec, weight, backend):
   """Output, and the gradients of its sum over the weighted queries."""
 
   def loss(q, k, v):
-    if backend in INTERPRETED:
-      out = INTERPRETED[backend](q, k, v, spec, scale=0.5, softcap=4.0)
+    if backend in MADE:
+      out = MADE[backend]()(q, k, v, spec, scale=0.5, softcap=4.0)
     else:
       out = attention.attention(
         q, k, v, spec, scale=0.5, softcap=4.0, backend=backend, chunk=4
@@ -65,7 +48,9 @@ def run(q, k, v, spec, weight, backend):
 @pytest.mark.parametrize('backend, kind', CASES)
 def test_only_visible_keys_reach_a_query(backend, kind):
   @settings(max_examples=12, deadline=None)
-  @given(rows(L), rows(S), st.integers(0, 2**31))
+  @given(
+    attention_cases.rows(L), attention_cases.rows(S), st.integers(0, 2**31)
+  )
   def check(decoder, encoder, seed):
     spec = attention_cases.make_spec(kind, decoder, encoder[0], window=3)
     sees = np.asarray(masks.dense_mask(spec))[0]  # [queries, keys]

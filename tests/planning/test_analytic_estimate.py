@@ -43,7 +43,7 @@ def test_evaluation_and_decoding_have_no_backward_pass(plans):
 
 
 def test_kernels_of_gpus_are_counted_apart(plans):
-  job = toy.job(compute__attention='triton')
+  job = toy.job(compute__attention='tokamax')
   found = toy.plan(job)
   kernels = {row['name']: row for row in found['kernels']}
   encoder, decoder = job.model.encoder, job.model.decoder
