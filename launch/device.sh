@@ -1,20 +1,24 @@
 #!/usr/bin/env bash
-# Trains on a GPU machine that has jax but no network. First pack source,
-# records and wheels on a machine with a network (training from records needs
-# neither TensorFlow nor SeqIO):
+# Checks a GPU machine that has jax but no network, and trains on it. First
+# pack source, records and wheels on a machine with a network (training from
+# records needs neither TensorFlow nor SeqIO):
 #
-#   bash launch/device.sh pack --records=runs/quickstart/records \
-#     [--folder=device] [--python_version=3.12] [--machine=x86_64]
-#     [--glibc=2.28] [--dry_run]
+#   bash launch/device.sh pack [--records=runs/quickstart/records]
+#     [--without=flax,orbax-checkpoint] [--folder=device] [--python_version=3.12]
+#     [--machine=x86_64] [--glibc=2.28] [--dry_run]
 #
 # Then copy the folder to the GPU machine and run in it:
 #
+#   bash launch/device.sh check [--output=device_check.json] [--chip=h100]
 #   bash launch/device.sh train --config=... --workdir=... [flags of train]
 #
-# `train` installs missing packages next to the source, keeps the machine's jax,
-# and runs `python3 -m encdec_adapt.train`. PYTHON names another interpreter.
-# To pack other folders too, such as checkpoints, repeat --records; paths are
-# relative to the repository's root.
+# Both install missing packages next to the source and keep the machine's jax;
+# PYTHON names another interpreter. `check` compares kernels with the reference
+# and measures decoding and a training step of 2B-2B, in ten minutes
+# (tests/benchmarks/device_check.py). `train` runs `python3 -m
+# encdec_adapt.train`; it needs --records, which may be repeated to pack other
+# folders too, such as checkpoints; paths are relative to the repository's root.
+# --without names packages that the machine has or can do without.
 
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -32,12 +36,14 @@ attempt() {
 }
 
 pack() {
-  local flag folder=device python_version machine=x86_64 glibc=28 minor package path
+  local flag folder=device python_version machine=x86_64 glibc=28 without=''
+  local minor package path
   local records=() downloads=() requirements=()
   python_version=$(version_of "${PYTHON:-python3}")
   for flag in "$@"; do
     case "$flag" in
       --records=*) records+=("${flag#*=}") ;;
+      --without=*) without=${flag#*=} ;;
       --folder=*) folder=${flag#*=} ;;
       --python_version=*) python_version=${flag#*=} ;;
       --machine=*) machine=${flag#*=} ;;
@@ -46,8 +52,7 @@ pack() {
       *) fail "pack: unknown flag $flag; see --help" ;;
     esac
   done
-  [ ${#records[@]} -gt 0 ] || fail 'pack: --records=FOLDER is missing'
-  for path in "${records[@]}"; do
+  for path in ${records[@]+"${records[@]}"}; do
     case "$path" in
       /* | *..*) fail "pack: --records=$path must be below the repository" ;;
     esac
@@ -61,31 +66,39 @@ pack() {
   done
   attempt mkdir -p "$folder/wheels"
   for path in setup.py pyproject.toml encdec_adapt configs launch \
-    "${records[@]}"; do
+    tests/__init__.py tests/gemma_ids.py tests/benchmarks \
+    ${records[@]+"${records[@]}"}; do
     attempt mkdir -p "$folder/$(dirname "$path")"
     attempt cp -R "$path" "$folder/$(dirname "$path")"
   done
   while IFS= read -r package; do
     requirements+=("$package")
-  done < <(core_requirements)
+  done < <(requirements "$python_version")
   attempt "${PYTHON:-python3}" -m pip download --quiet --only-binary=:all: \
     --implementation cp --python-version "$python_version" \
     "${downloads[@]}" --dest "$folder/wheels" "${requirements[@]}"
-  for package in $WITH_JAX; do
+  # Names of wheels have no capitals or hyphens.
+  for package in $WITH_JAX $(tr 'A-Z,-' 'a-z _' <<<"$without"); do
     attempt rm -f "$folder/wheels/$package"-*.whl
   done
   printf 'Copy %s to the machine, and run in it\n' "$folder"
+  printf '  bash launch/device.sh check\n'
   printf '  bash launch/device.sh train --config=... --workdir=...\n'
 }
 
-# Prints the requirements of training from records, CORE in setup.py.
-core_requirements() {
-  "${PYTHON:-python3}" - <<'PYTHON_CODE'
+# Prints the requirements of training from records on a GPU, of setup.py.
+#   $1: version of the machine's Python; pip evaluates markers for its own.
+requirements() {
+  "${PYTHON:-python3}" - "$1" <<'PYTHON_CODE'
 import ast
+import sys
 
+# tokamax has no version for Python 3.11.
+names = ('CORE',) if sys.argv[1] == '3.11' else ('CORE', 'GPU')
 for node in ast.parse(open('setup.py').read()).body:
-  if isinstance(node, ast.Assign) and node.targets[0].id == 'CORE':
-    print('\n'.join(ast.literal_eval(node.value)))
+  if isinstance(node, ast.Assign) and node.targets[0].id in names:
+    for line in ast.literal_eval(node.value):
+      print(line.split(';')[0])
 PYTHON_CODE
 }
 
@@ -104,28 +117,54 @@ for wheel in sorted(pathlib.Path('wheels').glob('*.whl')):
 PYTHON_CODE
 }
 
-train() {
-  local python=${PYTHON:-python3} name missing=()
-  is_supported "$python" || fail "$python must be Python 3.11, 3.12 or 3.13"
-  "$python" -c 'import jax' || fail "$python has no jax, which is not packed"
+# Installs the packages that an interpreter lacks and sets its path.
+#   $1: the interpreter.
+install_missing() {
+  local name missing=()
+  is_supported "$1" || fail "$1 must be Python 3.11, 3.12 or 3.13"
+  "$1" -c 'import jax' || fail "$1 has no jax, which is not packed"
   export PYTHONPATH=$PWD/site:$PWD${PYTHONPATH:+:$PYTHONPATH}
-  for name in $(missing_packages "$python"); do
+  for name in $(missing_packages "$1"); do
     missing+=("$name")
   done
   if [ ${#missing[@]} -gt 0 ]; then
-    run "$python" -m pip install --quiet --no-index --no-deps \
+    run "$1" -m pip install --quiet --no-index --no-deps \
       --find-links wheels --target site "${missing[@]}"
   fi
+}
+
+# Prints the driver's version, or why there is none.
+driver() {
+  command -v nvidia-smi >/dev/null || printf 'nvidia-smi is not installed\n'
+  nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | tail -n 1
+}
+
+check() {
+  local python=${PYTHON:-python3} error
+  install_missing "$python"
+  # JAX would compute on the processor where it finds no GPU.
+  export JAX_PLATFORMS=${JAX_PLATFORMS:-cuda}
+  error=$("$python" -c 'import jax; jax.devices()' 2>&1) ||
+    fail "JAX finds no GPU: ${error##*$'\n'} Driver: $(driver || true)." \
+      'CUDA 13 needs driver 580 or newer, CUDA 12 needs 525.'
+  show env "PYTHONPATH=$PYTHONPATH" "$python" -m tests.benchmarks.device_check \
+    "$@"
+  exec "$python" -m tests.benchmarks.device_check "$@"
+}
+
+train() {
+  local python=${PYTHON:-python3}
+  install_missing "$python"
   show env "PYTHONPATH=$PYTHONPATH" "$python" -m encdec_adapt.train "$@"
   exec "$python" -m encdec_adapt.train "$@"
 }
 
 case "${1:-}" in
-  pack | train)
+  pack | check | train)
     mode=$1
     shift
     "$mode" "$@"
     ;;
-  -h | --help) sed -n '2,17s/^# \{0,1\}//p' launch/device.sh ;;
-  *) fail 'the first argument must be pack or train; see --help' ;;
+  -h | --help) sed -n '2,22s/^# \{0,1\}//p' launch/device.sh ;;
+  *) fail 'the first argument must be pack, check or train; see --help' ;;
 esac

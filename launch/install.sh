@@ -2,14 +2,17 @@
 # Creates .venv from a lock file with the tested versions for a platform, on
 # Linux x86-64. TPU VMs, the container and GPU clusters use it:
 #
-#   bash launch/install.sh --platform=cpu|tpu|gpu-cuda12 [--python=3.12]
-#     [--without_data] [--dry_run]
+#   bash launch/install.sh --platform=cpu|tpu|gpu-cuda13|gpu-cuda12
+#     [--python=3.12] [--without_data] [--dry_run]
 #
-# --without_data leaves out TensorFlow and what else makes records: machines
-# that train from records do with a third of the disk. Needs uv, or a python3
-# with pip, which installs uv into a folder next to .venv. uv installs Python
-# 3.12 if it is missing; where it cannot, an installed 3.11 serves, unless
-# --python names a version. Does nothing if .venv is up to date.
+# The locks have jax 0.12 for Python 3.12 and 3.13, and jax 0.10 for 3.11.
+# gpu-cuda13 is for 3.12 and 3.13; gpu-cuda12, for drivers older than 580, for
+# 3.11. --without_data leaves out TensorFlow and what else makes records:
+# machines that train from records do with a third of the disk. Needs uv, or a
+# python3 with pip, which installs uv into a folder next to .venv. uv installs
+# the first of these versions if it is missing; where it cannot, another one
+# that is installed serves, unless --python names a version. Does nothing if
+# .venv is up to date.
 
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -21,7 +24,7 @@ platform='' version='' dry_run=0 data=1
 for flag in "$@"; do
   case "$flag" in
     -h | --help)
-      sed -n '2,13s/^# \{0,1\}//p' launch/install.sh
+      sed -n '2,17s/^# \{0,1\}//p' launch/install.sh
       exit
       ;;
     --platform=*) platform=${flag#*=} ;;
@@ -32,18 +35,17 @@ for flag in "$@"; do
   esac
 done
 case "$platform" in
-  cpu | tpu | gpu-cuda12) ;;
+  cpu | tpu) supported='3.12 3.13 3.11' ;;
+  gpu-cuda13) supported='3.12 3.13' ;;
+  gpu-cuda12) supported='3.11' ;;
   *)
-    fail "--platform=$platform has no lock file; choose cpu, tpu or gpu-cuda12"
+    fail "--platform=$platform has no lock file; choose cpu, tpu, gpu-cuda13 or" \
+      'gpu-cuda12'
     ;;
 esac
-locks=("launch/locks/$platform.txt")
-if [ "$data" = 1 ]; then
-  locks+=(launch/locks/data.txt)
-fi
-case "$version" in
-  '' | 3.11 | 3.12) ;;
-  *) fail "--python=$version: the lock files are for 3.11 and 3.12" ;;
+case " $supported " in
+  *" ${version:-${supported%% *}} "*) ;;
+  *) fail "--python=$version: the lock files of $platform are for $supported" ;;
 esac
 
 # Prints a command; runs it unless --dry_run is given.
@@ -75,20 +77,37 @@ if [ "$dry_run" = 0 ] && [ "$machine" != Linux-x86_64 ]; then
     "pip install -e '.[data,gcs]', which chooses versions for this machine"
 fi
 # Checksum of all that the environment depends on.
-key=$(cat "${locks[@]}" setup.py <(printf '%s %s\n' "$version" "$PWD") | cksum)
+key=$(cat launch/locks/*.txt launch/locks/*/*.txt setup.py \
+  <(printf '%s %s %s %s\n' "$platform" "$version" "$data" "$PWD") | cksum)
 stamp=$VENV/installed-from-lock
 if [ "$dry_run" = 0 ] && [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$key" ]; then
-  printf '%s is up to date with %s\n' "$VENV" "${locks[*]}"
+  printf '%s is up to date with the locks of %s\n' "$VENV" "$platform"
   exit
 fi
 install_uv
-# --seed: messages of the package name commands of pip.
-environment=(uv venv --quiet --clear --seed)
-attempt "${environment[@]}" --python "${version:-3.12}" "$VENV" ||
-  { [ -z "$version" ] && attempt "${environment[@]}" \
-    --no-python-downloads --python '>=3.11,<3.13' "$VENV"; } ||
-  fail "uv found no Python ${version:-3.11 or 3.12} and could not install it;" \
-    "install one, or name the one that is there: --python=3.11"
+made=''
+for candidate in ${version:-$supported}; do
+  # --seed: messages of the package name commands of pip.
+  environment=(uv venv --quiet --clear --seed --python "$candidate")
+  if [ "$candidate" != "${version:-${supported%% *}}" ]; then
+    environment+=(--no-python-downloads)
+  fi
+  if attempt "${environment[@]}" "$VENV"; then
+    made=$candidate
+    break
+  fi
+done
+[ -n "$made" ] ||
+  fail "uv found no Python ${version:-${supported// / or }} and could not" \
+    'install it; install one'
+folder=launch/locks
+if [ "$made" = 3.11 ]; then
+  folder+=/python3.11
+fi
+locks=("$folder/$platform.txt")
+if [ "$data" = 1 ]; then
+  locks+=("$folder/data.txt")
+fi
 attempt uv pip install --quiet --python "$VENV/bin/python" \
   "${locks[@]/#/--requirement=}"
 attempt uv pip install --quiet --python "$VENV/bin/python" --no-deps \

@@ -25,7 +25,8 @@ from encdec_adapt.files import disk, paths
 # Packages that may change a result with their version; grain's index shuffle is
 # the order of the rows, and `platform_version` has the version of libtpu.
 _EXACT = ('jax', 'jaxlib', 'flax', 'optax', 'grain')
-_PACKAGES = (*_EXACT, 'libtpu', 'orbax-checkpoint', 'numpy', 'encdec_adapt')
+_PACKAGES = (*_EXACT, 'libtpu', 'tokamax', 'orbax-checkpoint', 'numpy')
+_PACKAGES += ('encdec_adapt',)
 # Change compiled programs or random numbers.
 _JAX_OPTIONS = (
   'jax_default_matmul_precision',

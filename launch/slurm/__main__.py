@@ -1,6 +1,6 @@
 """Training on a GPU cluster under SLURM.
 
-  bash launch/install.sh --platform=gpu-cuda12
+  bash launch/install.sh --platform=gpu-cuda13
   python3 -m launch.slurm train --name=pair --nodes=2 --gpus_per_node=8 \\
     --time=24:00:00 -- \\
     --config=configs/gemma2.py:size=2b_2b,topology=h100:16 \\
@@ -12,7 +12,7 @@
   python3 -m launch.slurm delete --name=pair
 
 Run it where sbatch is, in a checkout that all machines see. With
---container_image (pyxis, such as the image of launch/docker for gpu-cuda12) the
+--container_image (pyxis, such as the image of launch/docker for gpu-cuda13) the
 processes run in it, and only the batch script outside. All processes
 write to runs/launch/NAME/JOB.log, each line after the process number. SLURM
 signals the job --notice_seconds before its time limit and at a preemption; it
@@ -129,7 +129,7 @@ def _check(options: argparse.Namespace) -> None:
   if not options.dry_run and not python.is_file():
     raise commands.LaunchError(
       f'--python={options.python} does not exist; make it with `bash'
-      ' launch/install.sh --platform=gpu-cuda12`, on a shared file system.'
+      ' launch/install.sh --platform=gpu-cuda13`, on a shared file system.'
     )
 
 

@@ -156,7 +156,7 @@ def _timed(
     results.seconds, lambda: jax.block_until_ready(run(*operands))
   )
   seconds = results.take_turns({'': call}, arguments.steps)['']
-  middle, (peak, bandwidth) = statistics.median(seconds[1:]), _ceilings()
+  middle, (peak, bandwidth) = statistics.median(seconds[1:]), ceilings()
   limit = float(np.nanmax([work / peak, size / bandwidth]))
   return {
     'ms': 1e3 * middle,
@@ -167,15 +167,15 @@ def _timed(
 
 
 @functools.cache
-def _ceilings() -> tuple[float, float]:
-  """Returns FLOP/s and bytes/s of the device; nan for a CPU's memory."""
+def ceilings() -> tuple[float, float]:
+  """Returns FLOP/s and bytes/s of the device; nan where unknown."""
   device = jax.devices()[0]
   kind = device.device_kind.lower()
   bandwidth = next(
     (c.hbm_bandwidth for c in chips.CHIPS.values() if c.name in kind),
     float('nan'),
   )
-  return peak_flops.peak([device]), bandwidth
+  return peak_flops.peak([device]) or float('nan'), bandwidth
 
 
 if __name__ == '__main__':

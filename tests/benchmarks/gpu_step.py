@@ -133,6 +133,7 @@ def _measure(
     'peak GiB': steps[-1]['peak_mib'] / 2**10,
     'compile s': first['seconds'] - seconds,
     'loss': first['loss'],
+    'loss, last': steps[-1]['loss'],
   }
 
 

@@ -92,7 +92,7 @@ def test_gpu_generation():
     + ['--dtype=float32', '--rows', '1', '2']
   )['rows']
   assert [row['rows'] for row in rows] == [1, 2]
-  assert all(0 < row['of bandwidth'] < 1 for row in rows)
+  assert all(row['GB read'] > 0 < row['prefill MFU'] < 1 for row in rows)
 
 
 def test_exchange(tmp_path):

@@ -14,7 +14,8 @@ from launch import commands
 from tests import tiny
 
 LAUNCH = tiny.ROOT / 'launch'
-LOCKS = ('cpu', 'tpu', 'gpu-cuda12')
+# Folders below launch/locks, and CUDA.
+LOCKS = [('', '13'), ('python3.11', '12')]
 
 
 def test_statuses_are_those_of_the_job():
@@ -47,13 +48,14 @@ def test_help(cloud, script):
   assert 'set -euo' not in done.stdout
 
 
-def _locked(name):
+def _locked(path):
   """Returns the versions of a lock file, by package."""
-  lines = (LAUNCH / 'locks' / f'{name}.txt').read_text().splitlines()
+  lines = path.with_suffix('.txt').read_text().splitlines()
   return dict(line.split('==') for line in lines if line and line[0] != '#')
 
 
-def test_lock_files_satisfy_setup_and_differ_by_platform_only():
+@pytest.mark.parametrize('folder, cuda', LOCKS)
+def test_lock_files_satisfy_setup_and_differ_by_platform_only(folder, cuda):
   setup = ast.parse((tiny.ROOT / 'setup.py').read_text())
   wanted = [
     requirements.Requirement(line)
@@ -62,17 +64,21 @@ def test_lock_files_satisfy_setup_and_differ_by_platform_only():
     and node.targets[0].id in ('CORE', 'DATA', 'REPORT')
     for line in ast.literal_eval(node.value)
   ]
-  cpu, tpu, gpu = locks = [_locked(name) for name in LOCKS]
-  data = _locked('data')
-  assert 'tensorflow' in data and not data.keys() & (cpu | tpu | gpu).keys()
-  for locked in locks:
+  cpu, tpu, gpu, data = (
+    _locked(LAUNCH / 'locks' / folder / name)
+    for name in ('cpu', 'tpu', f'gpu-cuda{cuda}', 'data')
+  )
+  assert 'tensorflow' in data and not data.keys() & (cpu | tpu).keys()
+  assert data | gpu == gpu | data  # tokamax needs some of them, too.
+  for locked in (cpu, tpu, gpu):
     for one in wanted:
       name = one.name.lower().replace('_', '-')
       versions = locked | data
       assert name in versions, f'{name}: run launch/locks/make.sh again'
       assert versions[name] in one.specifier, name
   assert cpu.items() <= tpu.items() and cpu.items() <= gpu.items()
-  assert tpu['libtpu'] and gpu['jax-cuda12-plugin'] == gpu['jax']
+  assert tpu['libtpu'] and gpu[f'jax-cuda{cuda}-plugin'] == gpu['jax']
+  assert ('tokamax' in gpu) == (cuda == '13')
 
 
 @pytest.mark.parametrize(
@@ -80,13 +86,37 @@ def test_lock_files_satisfy_setup_and_differ_by_platform_only():
   [
     (['--platform=rocm'], '--platform=rocm has no lock file'),
     ([], '--platform= has no lock file'),
-    (['--platform=cpu', '--python=3.13'], '--python=3.13: the lock files'),
+    (['--platform=cpu', '--python=3.10'], '--python=3.10: the lock files'),
+    (
+      ['--platform=gpu-cuda13', '--python=3.11'],
+      'gpu-cuda13 are for 3.12 3.13',
+    ),
     (['--platforms=cpu'], 'unknown flag --platforms=cpu'),
   ],
 )
 def test_bad_flags_of_install(cloud, flags, message):
   done = cloud.bash('launch/install.sh', *flags)
   assert done.returncode == 1 and message in done.stderr
+
+
+def test_the_lock_is_that_of_the_python(cloud):
+  for version, folder in (('3.13', ''), ('3.11', 'python3.11/')):
+    flags = ['--platform=tpu', f'--python={version}', '--dry_run']
+    done = cloud.bash('launch/install.sh', *flags)
+    assert f'--requirement=launch/locks/{folder}tpu.txt ' in done.stdout
+
+
+def test_device_packs_kernels_and_names_a_missing_gpu(cloud):
+  pack = ['launch/device.sh', 'pack', '--python_version=3.12', '--dry_run']
+  done = cloud.bash(*pack, PYTHON=sys.executable)
+  assert ' tokamax==' in done.stdout and 'tests/benchmarks' in done.stdout
+  cloud.put('nvidia-smi', 'echo 535.104')
+  done = cloud.bash(
+    *('launch/device.sh', 'check'), PYTHON=sys.executable, JAX_PLATFORMS='none'
+  )
+  (line,) = done.stderr.splitlines()
+  assert done.returncode == 1 and 'JAX finds no GPU' in line
+  assert "backend 'none'" in line and 'Driver: 535.104.' in line
 
 
 # The python3 of an externally managed environment (PEP 668): its pip installs
