@@ -56,6 +56,7 @@ def get_config(arg=None):
   config.checkpoint.every = 100
   config.checkpoint.keep_best = True
   config.optimizer.learning_rate = 1e-4
+  config.compute.dtype = 'float32'
   return config
 
 

@@ -87,6 +87,7 @@ def get_config(arg=None):
   config.train.evaluators = 'loss=1000'
   config.checkpoint.every = 1000
   config.optimizer.learning_rate = 2e-3
+  config.compute.dtype = 'float32'
   config.compute.compile_cache = f'{_root(args)}/compiled'
   return config
 

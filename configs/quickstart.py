@@ -125,6 +125,7 @@ def get_config(arg=None):
     config.model,
     model_config.encoder_decoder(large, small if is_small else large),
   )
+  config.compute.dtype = 'float32'
   config.compute.scan_unroll = 4
   config.compute.compile_cache = f'{size.root}/compiled'
   config.data.source = f'python:{DECODERS}/held_out.txt'

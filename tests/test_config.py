@@ -13,6 +13,7 @@ from encdec_adapt.cli import command
 from encdec_adapt.configs import gemma2
 from encdec_adapt.models import model_config, presets
 from encdec_adapt.planning import chips
+from encdec_adapt.telemetry import environment
 
 BASE = '--config=configs/base.py'
 SOURCE = ('--config.init.encoder=a', '--config.data.source=python')
@@ -200,10 +201,22 @@ def test_bad_input_is_named(flags, words):
     _load(BASE, *(f'--config.{flag}' for flag in flags))
 
 
-def test_auto_follows_the_devices_and_the_job_that_is_resumed():
+@pytest.mark.parametrize(
+  'features, dtype',
+  [
+    ('avx512f', 'float32'),
+    ('avx512_bf16', 'bfloat16'),
+    ('amx_bf16', 'bfloat16'),
+  ],
+)
+def test_auto_follows_the_devices_and_the_job_that_is_resumed(
+  features, dtype, monkeypatch
+):
+  fields = {'flags': f'sse {features}'}
+  monkeypatch.setattr(environment, '_cpu_fields', lambda: fields)
   settings = _load(BASE)
   cpu, tpu = settings.on('cpu').compute, settings.on('tpu').compute
-  assert (cpu.dtype, cpu.remat) == ('float32', 'none')
+  assert (cpu.dtype, cpu.remat) == (dtype, 'none')
   assert (tpu.dtype, tpu.remat) == ('bfloat16', 'full')
   saved = {'compute': {'dtype': 'float32', 'remat': 'dots'}}
   resumed = settings.on('tpu', saved).compute

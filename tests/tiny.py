@@ -119,6 +119,7 @@ def flags(folder: pathlib.Path, objective: str) -> list[str]:
     'data.eval_rows': 8,
     'model.kind': 'encoder_decoder' if is_pair else 'decoder_only',
     'model.vocab_multiple': 8,
+    'compute.dtype': 'float32',
     'train.batch_size': 8,
     'train.steps': 12,
     'train.log_every': 1,

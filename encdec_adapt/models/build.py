@@ -19,7 +19,7 @@ Model = base_model.SingleStack | encoder_decoder.EncoderDecoder
 
 def build(
   config: model_config.ModelConfig,
-  compute: execution.ComputeConfig = execution.ComputeConfig().on('cpu'),
+  compute: execution.ComputeConfig = execution.REFERENCE,
 ) -> Model:
   """Makes a model: a hashable value with functions of parameters.
 

@@ -11,6 +11,7 @@ from jax import checkpoint_policies as policies
 
 from encdec_adapt.base import keys
 from encdec_adapt.ops import attention, experts
+from encdec_adapt.telemetry import environment
 
 
 def _narrow(prim, *avals, **params) -> bool:
@@ -52,7 +53,6 @@ REMAT_POLICIES: dict[str, Callable[..., bool] | None] = {
 
 
 AUTO = 'auto'  # Follows from the devices, see `ComputeConfig.on`.
-_ACCELERATORS = 'bfloat16', 'full'  # What it is on them: dtype and remat.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +66,8 @@ class ComputeConfig:
   dtype: str = keys.key(
     AUTO,
     "Dtype of activations and products: 'float32'; 'bfloat16'; or 'auto',"
-    ' float32 on CPUs and bfloat16 elsewhere. config.json has what it was when'
+    ' bfloat16 but on CPUs that do not multiply in it (avx512_bf16 or amx_bf16'
+    ' in /proc/cpuinfo), where it is float32. config.json has what it was when'
     ' the job started, which a resumed job keeps.',
     one_of=(AUTO, 'float32', 'bfloat16'),
   )
@@ -106,8 +107,11 @@ class ComputeConfig:
       platform: 'cpu', 'gpu' or 'tpu'.
       earlier: keys of the job that is resumed, if one is, which stay.
     """
-    dtype, remat = ('float32', 'none') if platform == 'cpu' else _ACCELERATORS
-    values = {'dtype': dtype, 'remat': remat}
+    values = {'dtype': 'bfloat16', 'remat': 'full'}
+    if platform == 'cpu':
+      values['remat'] = 'none'
+      if not environment.cpu_multiplies_bfloat16():
+        values['dtype'] = 'float32'
     for key in values:
       if getattr(self, key) != AUTO:
         values[key] = getattr(self, key)
@@ -124,3 +128,7 @@ class ComputeConfig:
     """
     chosen = self.attention
     return 'chunked' if attention.BACKENDS[chosen].kernels else chosen
+
+
+# Float32 without rematerialisation: the reference, on every platform.
+REFERENCE = ComputeConfig('float32', 'none')

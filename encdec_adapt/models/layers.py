@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from encdec_adapt.models import model_config
-from encdec_adapt.ops import activations, embedding, norms, partition
+from encdec_adapt.ops import activations, embedding, norms, partition, products
 
 
 def kernel_init(
@@ -174,7 +174,7 @@ def project(
 
   With a bias the sum is computed in fp32. Rounding the product before it
   would put Qwen's and Llama's bf16 logits up to half as far again from
-  transformers'.
+  transformers'. On CPUs every product is (`ops.products`).
 
   Args:
     x: states; the dimensions after the first two are contracted.
@@ -184,18 +184,17 @@ def project(
   Returns:
     The projected states in the dtype of `x`.
   """
-  active, contracted = partition.active(), x.ndim - 2
-  accumulate = None if bias is None else jnp.float32
-  if active.platform in (None, 'cpu') and active.size('length') == 1:
+  contracted = x.ndim - 2
+  if products.on_cpu() and partition.active().size('length') == 1:
     rows = x.reshape(-1, math.prod(x.shape[2:]))
-    matrix = kernel.reshape(rows.shape[-1], -1)
-    y = jnp.matmul(rows, matrix, preferred_element_type=accumulate)
+    y = products.matmul(rows, kernel.reshape(rows.shape[-1], -1))
     y = y.reshape(*x.shape[:2], *kernel.shape[contracted:])
   else:
+    accumulate = None if bias is None else jnp.float32
     y = jnp.tensordot(x, kernel, contracted, preferred_element_type=accumulate)
-  if bias is None:
-    return y
-  return (y + bias.astype(x.dtype).astype(jnp.float32)).astype(x.dtype)
+  if bias is not None:
+    y = y + bias.astype(x.dtype).astype(jnp.float32)
+  return y.astype(x.dtype)
 
 
 class MLP(nn.Module):

@@ -185,7 +185,7 @@ def _init_stack(
   if config.cross_width is not None:
     encoded = jnp.zeros((1, 1, config.cross_width))
     encoder_segments = ids
-  module = stack.Stack(config, execution.ComputeConfig().on('cpu'))
+  module = stack.Stack(config, execution.REFERENCE)
   # In an empty context no partition is active (`ops.partition`): the single
   # token that shapes are inferred with cannot be sharded.
   return contextvars.Context().run(

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from encdec_adapt.ops import activations, masks
+from encdec_adapt.ops import activations, masks, products
 
 # Below every score, and far enough from the largest fp32 number that
 # `scores - peak` stays finite.
@@ -33,22 +33,14 @@ def attend(
   # the scores.
   flat = batch, kv_heads, -1, head_dim
   q = q.swapaxes(1, 2).reshape(flat)  # [B, K, G * T, H]
-  scores = jnp.einsum(
-    'BKQH,BSKH->BKQS', q, k, preferred_element_type=jnp.float32
-  )
-  scores *= scale
+  scores = products.scores(q, k) * scale
   if softcap is not None:
     scores = activations.softcap(scores, softcap)
   visible = masks.dense_mask(spec)[:, None]  # [B, 1, T, S]
   # Queries are a separate dimension again: the mask broadcasts over heads.
   by_head = scores.reshape(batch, heads, queries, -1)  # [B, N, T, S]
   weights = masked_softmax(by_head, visible).astype(v.dtype)
-  out = jnp.einsum(
-    'BKQS,BSKH->BKQH',
-    weights.reshape(scores.shape),
-    v,
-    preferred_element_type=jnp.float32,
-  )
+  out = products.weighted_values(weights.reshape(scores.shape), v)
   out = out.astype(q.dtype).reshape(batch, heads, queries, head_dim)
   return out.swapaxes(1, 2)
 

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
-from encdec_adapt.ops import partition
+from encdec_adapt.ops import partition, products
 
 # A logit that no sum notices; finite, so that zero times it is zero.
 EXCLUDED = -1e30
@@ -200,9 +200,7 @@ def _sweep_device(
     dx = jnp.einsum(
       'nv,vd->nd', dlogits, table, preferred_element_type=jnp.float32
     )
-    dtable += jnp.einsum(
-      'nv,nd->vd', dlogits, x, preferred_element_type=jnp.float32
-    )
+    dtable += products.sum_over_rows(dlogits, x)
     return dtable, (rows, layout.return_to_owners(dx).astype(x.dtype))
 
   dtable = None

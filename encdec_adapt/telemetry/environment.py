@@ -96,6 +96,12 @@ def _kind() -> dict[str, str]:
   }
 
 
+def cpu_multiplies_bfloat16() -> bool:
+  """Whether this processor is known to multiply in bfloat16."""
+  flags = _cpu_fields().get('flags', '').split()
+  return 'avx512_bf16' in flags or 'amx_bf16' in flags
+
+
 @functools.cache
 def source_digest() -> str:
   """Returns a hash of the package's modules."""
@@ -167,21 +173,28 @@ def _cpu() -> str:
   XLA compiles for the features, so hosts that differ in them may round
   differently.
   """
-  try:
-    text = pathlib.Path('/proc/cpuinfo').read_text(encoding='utf-8')
-  except OSError:
+  fields = _cpu_fields()
+  if not fields:
     return platform.processor()
-  # The first paragraph is the first core; the others are alike.
-  fields = dict(
-    [part.strip() for part in line.split(':', 1)]
-    for line in text.split('\n\n')[0].splitlines()
-    if ':' in line
-  )
   model = fields.get('model name', platform.machine())
   # ARM calls them Features, and states no model.
   features = fields.get('flags', fields.get('Features', ''))
   digest = hashlib.blake2b(features.encode(), digest_size=4).hexdigest()
   return f'{model} ({digest})'
+
+
+def _cpu_fields() -> dict[str, str]:
+  """Returns Linux's description of the first core; {} on other systems."""
+  try:
+    text = pathlib.Path('/proc/cpuinfo').read_text(encoding='utf-8')
+  except OSError:
+    return {}
+  # The first paragraph is the first core; the others are alike.
+  return dict(
+    [part.strip() for part in line.split(':', 1)]
+    for line in text.split('\n\n')[0].splitlines()
+    if ':' in line
+  )
 
 
 def memory_high_water() -> dict[str, int]:

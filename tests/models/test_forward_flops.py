@@ -54,7 +54,7 @@ def test_a_layer_equals_the_products_of_its_program():
     10,
     6,
   )
-  compute = execution.ComputeConfig(attention='reference').on('cpu')
+  compute = execution.ComputeConfig('float32', 'none', 'reference')
 
   def run(encoded):
     ids, source_ids = (jnp.ones((1, n), jnp.int32) for n in (length, source))

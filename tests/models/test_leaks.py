@@ -16,7 +16,7 @@ def change(triple, mask):
 @pytest.fixture(scope='module')
 def pair(small_pair, redraw, run):
   """A function (encoder rows, decoder rows) -> logits."""
-  compute = execution.ComputeConfig(attention_chunk=4).on('cpu')
+  compute = execution.ComputeConfig('float32', 'none', attention_chunk=4)
   model = build.build(small_pair, compute)
   logits, params = run(model), redraw(model)
   return lambda *rows: np.asarray(logits(params, *rows))

@@ -69,7 +69,8 @@ def gradients(small_stack, redraw, pack):
   params, rows = redraw(build.build(decoder)), pack([[5, 4]], 10)
 
   def make(**options):
-    model = build.build(decoder, execution.ComputeConfig(**options).on('cpu'))
+    options = {'dtype': 'float32', 'remat': 'none', **options}
+    model = build.build(decoder, execution.ComputeConfig(**options))
 
     def loss(params):
       logits = model.logits(params, model.decode(params, *rows))
@@ -112,7 +113,7 @@ def test_policies_save_what_they_say(
   stack = small_stack(layers=1, mlp_width=40)
   model = build.build(
     model_config.DecoderOnlyConfig(stack),
-    execution.ComputeConfig(remat=remat).on('cpu'),
+    execution.ComputeConfig('float32', remat),
   )
   params = jax.jit(model.init)(jax.random.key(0))
   ids = jnp.ones((2, 4), jnp.int32)

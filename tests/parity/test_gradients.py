@@ -49,7 +49,7 @@ def test_gradients_of_all_parameters(name, saved, tmp_path):
   )
   # Several chunks of attention, which is what training uses.
   chunked = build.build(
-    ours.config, execution.ComputeConfig(attention_chunk=5).on('cpu')
+    ours.config, execution.ComputeConfig('float32', 'none', attention_chunk=5)
   )
 
   @jax.jit

@@ -109,7 +109,7 @@ def case(request):
   if request.param == 'experts':
     stack = dataclasses.replace(STACK, **EXPERTS)
   pair = model_config.encoder_decoder(stack, stack)
-  compute = execution.ComputeConfig(remat='full', attention_chunk=4).on('cpu')
+  compute = execution.ComputeConfig('float32', 'full', attention_chunk=4)
   model, plain = build.build(pair, compute), build.build(pair)
   params = toy_models.params(model.config, seed=1, scale=0.3)
   batch = _make_batch()

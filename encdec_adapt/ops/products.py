@@ -1,0 +1,109 @@
+"""Matrix products whose gradients are fast on CPUs too.
+
+XLA:CPU multiplies bfloat16 as such only if the result is float32, the first
+operand's last dimension is contracted, and no operand is a bare transpose.
+Otherwise it converts the operands to float32 first, at a third of the rate.
+The derivatives of JAX meet none of this: the cotangent of a float32 result is
+float32, and the gradient of a kernel contracts the rows of both operands. On
+CPUs the products here have derivatives of their own, which round the cotangent
+to the dtype of the operands and sum over a transposed copy of the smaller one.
+In float32 the copy pays as well. Elsewhere compilers choose layouts
+themselves, and the products are those of `jnp`.
+
+All results are float32.
+"""
+
+from collections.abc import Callable
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from encdec_adapt.ops import partition
+
+_Product = Callable[[jax.Array, jax.Array], jax.Array]
+
+
+def on_cpu() -> bool:
+  """Whether the program runs on CPUs: on their mesh, or on none."""
+  return partition.active().platform in (None, 'cpu')
+
+
+def matmul(
+  x: Float[Array, 'M K'], y: Float[Array, 'K N']
+) -> Float[Array, 'M N']:
+  """Multiplies matrices."""
+  return _on_platform(_matmul, _matmul_gradients, x, y)
+
+
+def scores(
+  q: Float[Array, 'B K Q H'], k: Float[Array, 'B S K H']
+) -> Float[Array, 'B K Q S']:
+  """Multiplies each query by all keys of its head."""
+  return _on_platform(_scores, _scores_gradients, q, k)
+
+
+def weighted_values(
+  weights: Float[Array, 'B K Q S'], v: Float[Array, 'B S K H']
+) -> Float[Array, 'B K Q H']:
+  """Sums the values of each head by the weights of a query."""
+  return _on_platform(_weighted_values, _values_gradients, weights, v)
+
+
+def sum_over_rows(
+  x: Float[Array, '*B R M'], y: Float[Array, '*B R N']
+) -> Float[Array, '*B M N']:
+  """Multiplies the transpose of `x` by `y`: the gradient of a kernel."""
+  if not on_cpu():
+    return jnp.einsum('...RM,...RN->...MN', x, y, **_FLOAT32)
+  if x.size > y.size:
+    return jnp.swapaxes(sum_over_rows(y, x), -1, -2)
+  # The reshape gives the copy a row-major layout: JAX lowers a transpose alone
+  # to a view. The barriers keep the compiler from merging the copy, or a
+  # transpose of the result, into the product.
+  *batch, rows, columns = x.shape
+  x = jnp.moveaxis(x[..., None, :], -1, -3).reshape(*batch, columns, rows)
+  barrier = jax.lax.optimization_barrier
+  return barrier(jnp.matmul(barrier(x), y, **_FLOAT32))
+
+
+_FLOAT32 = {'preferred_element_type': jnp.float32}
+_matmul = functools.partial(jnp.matmul, **_FLOAT32)
+_scores = functools.partial(jnp.einsum, 'BKQH,BSKH->BKQS', **_FLOAT32)
+_weighted_values = functools.partial(jnp.einsum, 'BKQS,BSKH->BKQH', **_FLOAT32)
+
+
+def _matmul_gradients(x, y, cotangent):
+  dx = jnp.einsum('MN,KN->MK', cotangent, y, **_FLOAT32)
+  return dx, sum_over_rows(x, cotangent)
+
+
+def _scores_gradients(q, k, cotangent):
+  dk = sum_over_rows(cotangent, q)  # [B, K, S, H]
+  return _weighted_values(cotangent, k), dk.swapaxes(1, 2)
+
+
+def _values_gradients(weights, v, cotangent):
+  dv = sum_over_rows(weights, cotangent)  # [B, K, S, H]
+  return _scores(cotangent, v), dv.swapaxes(1, 2)
+
+
+def _on_platform(
+  product: _Product, gradients: Callable, x: jax.Array, y: jax.Array
+) -> jax.Array:
+  """Computes a product, on CPUs with these gradients (of x, y, cotangent)."""
+  if not on_cpu():
+    return product(x, y)
+
+  @jax.custom_vjp
+  def on_cpus(x, y):
+    return product(x, y)
+
+  def backward(operands, cotangent):
+    x, y = operands
+    dx, dy = gradients(x, y, cotangent.astype(x.dtype))
+    return dx.astype(x.dtype), dy.astype(y.dtype)
+
+  on_cpus.defvjp(lambda x, y: (product(x, y), (x, y)), backward)
+  return on_cpus(x, y)
