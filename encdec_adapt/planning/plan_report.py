@@ -82,8 +82,9 @@ def describe(
         moved=program.moved_bytes(),
         host=program.host_bytes(),
       ),
-      'resources': resources,
     }
+    if hardware.chip.kind == 'gpu':
+      estimates['resources'] = resources
   return {
     'source': 'compiled',
     **estimates,
@@ -215,6 +216,10 @@ def _times(plan: Mapping[str, Any]) -> list[str]:
     lines.append(
       f'  {kernel["name"]}: {kernel["calls"]} calls, {kernel["flops"]:.3g}'
       f' FLOPs, {kernel["seconds"]:.3f} s'
+    )
+  if 'resources' in plan:
+    lines.append(
+      'products are not autotuned without a card: their time is an estimate'
     )
   for kernel in plan.get('resources', ()):
     lines.append(
