@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from encdec_adapt import plan
 from encdec_adapt.planning import chips
 from tests import tiny
 
