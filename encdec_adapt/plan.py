@@ -168,12 +168,11 @@ def _plan(job: programs.Job, slices: chips.Slice) -> dict[str, Any]:
   program = job.program()
   # Listed, since a replicated array takes its full size on every device.
   copies = {'replicated': layout_report.replicated(program.rows())}
-  # CPU devices stand for GPUs without their compiler.
-  if job.mesh.devices.flat[0].platform == 'cpu':
+  compiler = chips.compiler(slices.chip.kind)
+  if not compiler:
     arguments = analytic_estimate.Arguments.of(job, program)
     return analytic_estimate.describe(job, slices, arguments) | copies
   subject = f'program {job.name!r}, compiled for {slices.name} x {slices.count}'
-  compiler = chips.compiler(slices.chip.kind)
   try:
     return plan_report.describe(job, slices, program) | copies
   except hlo.UnknownProgramError as error:

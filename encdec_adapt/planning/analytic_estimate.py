@@ -32,8 +32,8 @@ _FP32 = 4
 # Kernels of `ops.attention_tokamax`, and their work in forward passes: products
 # for scores and values; for scores, their gradient and queries'; for those and
 # keys' and values'.
-_FORWARD = 'flash_forward'
-_BACKWARD = {'flash_backward_queries': 1.5, 'flash_backward_keys': 2.0}
+_FORWARD = 'attention'
+_BACKWARD = {'attention_dq': 1.5, 'attention_dkv': 2.0}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -346,6 +346,8 @@ def _kernels(work: Workload, hardware: chips.Slice) -> list[roofline.Row]:
       work.parts * sum(map(_calls, passes)),
       sum(p.flops(forward_flops.scores) for p in passes) * share * rows,
       hardware,
+      # Stacks have equal ones, as far as they are shipped.
+      passes[0].stack.head_dim,
     )
     for name, (share, passes) in runs.items()
     if passes

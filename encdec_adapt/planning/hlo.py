@@ -125,7 +125,8 @@ class Step:
     computation: name of the computation that contains it.
     times: number of runs.
     flops: FLOPs of its products in all runs.
-    kernel: the kernel that it calls, or None.
+    kernel: the kernel that it calls, also in a fusion with slices of its
+      operands; or None.
   """
 
   op: Instruction
@@ -133,7 +134,7 @@ class Step:
   computation: str
   times: int
   flops: float
-  kernel: Kernel | None
+  kernel: Kernel | None = None
 
 
 @dataclasses.dataclass
@@ -271,17 +272,12 @@ class _Walk:
         self.add_computation(branch, times)
     if op.opcode == 'call':
       self.add_computation(op.attribute('to_apply'), times)
-    flops, kernel = self.totals.flops, None
+    flops, kernels = self.totals.flops, len(self.totals.kernels)
     if op.opcode in ('fusion', 'fusion-start', 'async-start'):
       self._add_fused(computation, op.attribute('calls'), times)
-    target = op.opcode == 'custom-call' and _KERNEL.search(op.attributes)
-    if target:
-      operands = tuple(arrays(types[o])[0][1] for o in op.operands)
-      name = _kernel_name(op, target[1])
-      results = len(arrays(op.type))
-      kernel = Kernel(name, operands, results, times, computation)
-      self.totals.kernels.append(kernel)
-    elif not self._add_collective(computation, op, types, times):
+    if not self._add_kernel(
+      computation, op, types, times
+    ) and not self._add_collective(computation, op, types, times):
       # Cycles are summed by computation, because a collective overlaps only
       # with work of its computation (see `roofline.collectives`).
       estimate = re.search(r'"estimated_cycles":"(\d+)"', op.attributes)
@@ -289,11 +285,22 @@ class _Walk:
       self.totals.cycles[computation] += cycles * times
       self.totals.flops += product_flops(op, types) * times
     work = self.totals.flops - flops
-    step = Step(op, types, computation, times, work, kernel)
+    calls = self.totals.kernels[kernels:]
+    step = Step(op, types, computation, times, work, *calls)
     self.totals.schedule.append(step)
 
+  def _add_kernel(self, computation, op, types, times) -> bool:
+    """Adds a kernel; returns whether the instruction calls one."""
+    target = op.opcode == 'custom-call' and _KERNEL.search(op.attributes)
+    if target:
+      operands = tuple(arrays(types[o])[0][1] for o in op.operands)
+      name, results = _kernel_name(op, target[1]), len(arrays(op.type))
+      kernel = Kernel(name, operands, results, times, computation)
+      self.totals.kernels.append(kernel)
+    return bool(target)
+
   def _add_fused(self, computation: str, name: str, times: int) -> None:
-    """Adds products and collectives of the fusion `name` in `computation`.
+    """Adds the work of the fusion `name` in `computation`.
 
     Their cycles are those of the fusion, which are added with it.
     """
@@ -304,6 +311,7 @@ class _Walk:
         op = dataclasses.replace(op, opcode='reduce-scatter')
       # A reduce-scatter is a whole collective in a fusion, not a piece.
       self._add_collective(computation, op, types, times, not is_scatter)
+      self._add_kernel(computation, op, types, times)
       self.totals.flops += product_flops(op, types) * times
       if op.opcode == 'fusion':
         self._add_fused(computation, op.attribute('calls'), times)
@@ -355,9 +363,10 @@ def _kernel_name(op: Instruction, target: str) -> str:
   # On GPUs the path of the call names it: '.../NAME/pallas_call'.
   path = re.search(r'op_name="([^"]*)"', op.attributes)
   name = path[1].split('/')[-2] if path else op.name
-  # tokamax names no gradients on Hopper: of queries, or of keys and values.
-  gradients = 'attention_dq' if len(arrays(op.type)) == 1 else 'attention_dkv'
-  return gradients if name == 'anonymous' else name
+  if name in ('anonymous', 'batched_body'):
+    # tokamax names no gradients on Hopper: of queries, or of keys and values.
+    name = 'attention_dq' if len(arrays(op.type)) == 1 else 'attention_dkv'
+  return name
 
 
 def _branches(op: Instruction) -> list[str]:

@@ -205,6 +205,11 @@ def flops(
   return total
 
 
+def head_dim(call: hlo.Kernel) -> int:
+  """Returns the head dimension of a kernel: the last one of its queries."""
+  return [shape for shape in call.operands if len(shape) >= 3][0][-1]
+
+
 def _gpu_flops(
   call: hlo.Kernel, products: int, attentions: Sequence[Attention]
 ) -> float:

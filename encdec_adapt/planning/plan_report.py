@@ -82,8 +82,9 @@ def describe(
         moved=program.moved_bytes(),
         host=program.host_bytes(),
       ),
-      'resources': resources,
     }
+    if hardware.chip.kind == 'gpu':
+      estimates['resources'] = resources
   return {
     'source': 'compiled',
     **estimates,
@@ -151,22 +152,26 @@ def _work(
   shards = job.rules.on(job.mesh).size('length')
   attentions = kernels.attentions(job.models, job.lengths, shards)
 
-  def row(name: str, calls: list[hlo.Kernel]) -> roofline.Row:
-    flops = kernels.flops(calls, attentions)
-    times = sum(call.times for call in calls)
-    return roofline.kernel_row(name, times, flops, hardware)
+  def row(call: hlo.Kernel) -> roofline.Row:
+    flops = kernels.flops([call], attentions)
+    head_dim = kernels.head_dim(call)
+    return roofline.kernel_row(call.name, call.times, flops, hardware, head_dim)
 
-  names = sorted({kernel.name for kernel in totals.kernels})
-  rows = [row(n, [k for k in totals.kernels if k.name == n]) for n in names]
+  rows: dict[str, roofline.Row] = {}
+  for part in map(row, totals.kernels):
+    summed = rows.setdefault(part['name'], {'name': part['name']})
+    for key in ('calls', 'flops', 'seconds'):
+      summed[key] = summed.get(key, 0) + part[key]
+  by_name = [rows[name] for name in sorted(rows)]
   if hardware.chip.kind == 'gpu':
     network = roofline.Network(job.mesh, hardware)
-    return rows, *timeline.simulate(
-      totals, network, lambda call: row(call.name, [call])['seconds']
+    return by_name, *timeline.simulate(
+      totals, network, lambda call: row(call)['seconds']
     )
   compute = sum(roofline.compute_seconds(totals, hardware).values())
-  seconds = sum(row['seconds'] for row in rows)
+  seconds = sum(row['seconds'] for row in by_name)
   traffic = roofline.collectives(totals, job.mesh, hardware, seconds)
-  return rows, compute, traffic
+  return by_name, compute, traffic
 
 
 def text(plan: Mapping[str, Any]) -> str:
@@ -215,6 +220,10 @@ def _times(plan: Mapping[str, Any]) -> list[str]:
     lines.append(
       f'  {kernel["name"]}: {kernel["calls"]} calls, {kernel["flops"]:.3g}'
       f' FLOPs, {kernel["seconds"]:.3f} s'
+    )
+  if 'resources' in plan:
+    lines.append(
+      'products are not autotuned without a card: their time is an estimate'
     )
   for kernel in plan.get('resources', ()):
     lines.append(

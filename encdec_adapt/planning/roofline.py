@@ -25,11 +25,14 @@ from encdec_adapt.planning import chips, hlo, programs
 # Share of the peak that splash attention reaches on long rows with head
 # dimensions of 128 and 256: an assumption, not a measurement.
 KERNEL_EFFICIENCY = 0.5
-# Shares of a GPU's peaks that products and kernels, and reads and writes of
-# memory reach; fitted to published runs by `tests.benchmarks.calibration`.
+# Shares of a GPU's peaks that products, and reads and writes of memory reach;
+# fitted to published runs by `tests.benchmarks.calibration --fit`.
 GPU_PRODUCTS = 0.75
-GPU_KERNELS = 0.55
 GPU_MEMORY = 0.85
+# Those of tokamax's kernels forward and backward, by head dimension: its
+# authors' timings of rows of 4096 on H100 (tokamax 0.0.17,
+# data/autotuning/nvidia_h100_80gb_hbm3), causal and full ones averaged.
+_GPU_KERNELS = {64: (0.47, 0.46), 128: (0.63, 0.63), 256: (0.65, 0.21)}
 Row = dict[str, Any]
 
 
@@ -89,11 +92,13 @@ def describe(
 
 
 def kernel_row(
-  name: str, calls: int, flops: float, hardware: chips.Slice
+  name: str, calls: int, flops: float, hardware: chips.Slice, head_dim: int
 ) -> Row:
   """Returns `name`, `calls`, `flops` and `seconds` of a kernel."""
-  is_gpu = hardware.chip.kind == 'gpu'
-  share = GPU_KERNELS if is_gpu else KERNEL_EFFICIENCY
+  share = KERNEL_EFFICIENCY
+  if hardware.chip.kind == 'gpu':
+    size = min(n for n in _GPU_KERNELS if n >= min(head_dim, 256))
+    share = _GPU_KERNELS[size]['_d' in name]
   seconds = flops / hardware.chip.flops / share
   return {'name': name, 'calls': calls, 'flops': flops, 'seconds': seconds}
 

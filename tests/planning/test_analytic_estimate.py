@@ -49,9 +49,9 @@ def test_kernels_of_gpus_are_counted_apart(plans):
   encoder, decoder = job.model.encoder, job.model.decoder
   calls = encoder.layers + 2 * decoder.layers
   assert {name: row['calls'] for name, row in kernels.items()} == {
-    'flash_forward': 2 * calls,  # Once more for the backward pass.
-    'flash_backward_queries': calls,
-    'flash_backward_keys': calls,
+    'attention': 2 * calls,  # Once more for the backward pass.
+    'attention_dq': calls,
+    'attention_dkv': calls,
   }
   scores = toy.ROWS * (
     forward_flops.scores(encoder, toy.LENGTH)
