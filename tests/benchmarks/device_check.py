@@ -39,6 +39,7 @@ from encdec_adapt.telemetry import environment
 from tests.benchmarks import results
 
 SECONDS = 560  # The remainder of ten minutes is for installing.
+LIMIT = 200  # Of a check, as kernels may hang.
 DECODE_ROWS = 1, 8, 64
 EXAMPLES = 8, 1  # In a row of a step.
 # Layers of each stack and rows, of which the first that fit are measured:
@@ -119,34 +120,36 @@ class _Run:
   ) -> list[dict[str, Any]]:
     """Runs a module, writes its result and returns its rows."""
     print(f'\n== {name}', flush=True)
-    output, start = pathlib.Path(self._folder, 'result.json'), time.monotonic()
+    start, folder = time.monotonic(), pathlib.Path(self._folder)
+    output, log = folder / 'result.json', folder / 'log.txt'
     output.unlink(missing_ok=True)
     path = module if '.' in module else f'tests.benchmarks.{module}'
     # Steps that differ in their data only are compiled once.
     variables = {'JAX_COMPILATION_CACHE_DIR': self._folder, **variables}
-    process = subprocess.Popen(
-      [sys.executable, '-m', path, *flags, f'--output={output}']
-      + FLAGS.get(module, []),
-      env={**os.environ, **variables},
-      stdout=subprocess.PIPE,
-      stderr=subprocess.STDOUT,
-      text=True,
-      start_new_session=True,
-    )
-    text = f'cut: the check ends after {SECONDS} s'
+    with log.open('w') as stream:
+      process = subprocess.Popen(
+        [sys.executable, '-m', path, *flags, f'--output={output}']
+        + FLAGS.get(module, []),
+        env={**os.environ, **variables},
+        stdout=stream,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+      )
+    limit, note = max(0, min(LIMIT, self._end - start)), ''
     try:
-      text, _ = process.communicate(timeout=max(0, self._end - start))
+      process.wait(limit)
     except subprocess.TimeoutExpired:
-      pass
+      note = f'cut after {limit:.0f} s'
     finally:
       with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
+    text = log.read_text() + note
     print(text, flush=True)
     result = {'seconds': time.monotonic() - start}
     if output.exists():
       result |= json.loads(output.read_text())
     if process.wait():
-      result['error'] = (text.strip() or 'no output').splitlines()[-1]
+      result['error'] = text[-2000:]
     self._record(name, result)
     return result.get('rows', [])
 
