@@ -9,7 +9,7 @@
  4. step: the training step of 2B-2B on random weights, packed and not
     (`gpu_step`), by every backend whose kernels passed, with fewer rows or
     layers where all do not fit;
- 5. plan: the prediction of `encdec_adapt.plan` for the first of these steps.
+ 5. plan: the prediction of `encdec_adapt.plan` for each of these steps.
 
 Each check is a process of its own, and its result is written before the next
 one starts, so that a run that is cut keeps it. A check that fails, or a step
@@ -39,6 +39,7 @@ from encdec_adapt.telemetry import environment
 from tests.benchmarks import results
 
 SECONDS = 560  # The remainder of ten minutes is for installing.
+LIMIT = 200  # Of a check, as kernels may hang.
 DECODE_ROWS = 1, 8, 64
 EXAMPLES = 8, 1  # In a row of a step.
 # Layers of each stack and rows, of which the first that fit are measured:
@@ -50,10 +51,8 @@ SIZES += ['--head_dim=256', '--vocab_size=256000']
 # The same step as a configuration.
 PLAN = ['--config=configs/gemma2.py:size=2b_2b', '--config.loss.distillation=0']
 PLAN += ['--config.loss.chunk=1024', '--config.compute.attention_chunk=256']
-PLAN += [
-  '--config.compute.remat=attention',
-  '--config.optimizer.kind=adafactor',
-]
+PLAN += ['--config.compute.remat=attention']
+PLAN += ['--config.optimizer.kind=adafactor']
 # More flags by module, for other shapes.
 FLAGS: dict[str, list[str]] = {}
 _ONE_DEVICE = {'CUDA_VISIBLE_DEVICES': '0', 'JAX_NUM_CPU_DEVICES': '1'}
@@ -65,8 +64,6 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
   parser = results.parser(__doc__, chip='')
   parser.set_defaults(output='device_check.json')
   arguments = parser.parse_args(argv)
-  # As an exception, so that no process is left on the GPU.
-  signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
   # In its own process, as JAX reserves a GPU's memory for the first one.
   spawn = multiprocessing.get_context('spawn')
   with futures.ProcessPoolExecutor(1, spawn) as pool:
@@ -92,7 +89,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
       for examples in EXAMPLES:
         while attempts and not run.step(backend, examples, *attempts[0]):
           attempts.pop(0)
-    run.plan(chip, backends[0], *ATTEMPTS[0])
+      if attempts:
+        run.plan(chip, backend, *attempts[0])
   return run.content
 
 
@@ -119,34 +117,36 @@ class _Run:
   ) -> list[dict[str, Any]]:
     """Runs a module, writes its result and returns its rows."""
     print(f'\n== {name}', flush=True)
-    output, start = pathlib.Path(self._folder, 'result.json'), time.monotonic()
+    start, folder = time.monotonic(), pathlib.Path(self._folder)
+    output, log = folder / 'result.json', folder / 'log.txt'
     output.unlink(missing_ok=True)
     path = module if '.' in module else f'tests.benchmarks.{module}'
     # Steps that differ in their data only are compiled once.
     variables = {'JAX_COMPILATION_CACHE_DIR': self._folder, **variables}
-    process = subprocess.Popen(
-      [sys.executable, '-m', path, *flags, f'--output={output}']
-      + FLAGS.get(module, []),
-      env={**os.environ, **variables},
-      stdout=subprocess.PIPE,
-      stderr=subprocess.STDOUT,
-      text=True,
-      start_new_session=True,
-    )
-    text = f'cut: the check ends after {SECONDS} s'
+    with log.open('w') as stream:
+      process = subprocess.Popen(
+        [sys.executable, '-m', path, *flags, f'--output={output}']
+        + FLAGS.get(module, []),
+        env={**os.environ, **variables},
+        stdout=stream,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+      )
+    limit, note = max(0, min(LIMIT, self._end - start)), ''
     try:
-      text, _ = process.communicate(timeout=max(0, self._end - start))
+      process.wait(limit)
     except subprocess.TimeoutExpired:
-      pass
+      note = f'cut after {limit:.0f} s'
     finally:
       with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
+    text = log.read_text() + note
     print(text, flush=True)
     result = {'seconds': time.monotonic() - start}
     if output.exists():
       result |= json.loads(output.read_text())
     if process.wait():
-      result['error'] = (text.strip() or 'no output').splitlines()[-1]
+      result['error'] = text[-2000:]
     self._record(name, result)
     return result.get('rows', [])
 
@@ -186,15 +186,13 @@ class _Run:
 
   def plan(self, chip: str, backend: str, layers: int, batch: int) -> None:
     """Plans a step."""
-    flags = [
-      *PLAN,
-      f'--topology={chip}:1',
-      f'--config.train.batch_size={batch}',
-    ]
+    flags = [*PLAN, f'--topology={chip}:1']
     flags += [f'--config.compute.attention={backend}']
+    flags += [f'--config.train.batch_size={batch}']
     for side in ('encoder', 'decoder'):
       flags += [f'--config.model.{side}.layers={layers}']
-    self.check('plan', 'encdec_adapt.plan', flags, JAX_PLATFORMS='cpu')
+    name = f'plan, {backend}'
+    self.check(name, 'encdec_adapt.plan', flags, JAX_PLATFORMS='cpu')
 
   def _record(self, name: str, result: dict[str, Any]) -> None:
     self.content['checks'][name] = result
@@ -202,4 +200,6 @@ class _Run:
 
 
 if __name__ == '__main__':
+  # As an exception, so that no process is left on the GPU.
+  signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
   sys.exit(any('error' in check for check in main()['checks'].values()))

@@ -21,7 +21,8 @@ def tiny(monkeypatch):
   monkeypatch.setattr(device_check, 'ATTEMPTS', [(1, 2)])
   monkeypatch.setattr(device_check, 'EXAMPLES', [2])
   monkeypatch.setattr(device_check, 'DECODE_ROWS', [1])
-  monkeypatch.setattr(device_check, 'SECONDS', 3600)  # Of a busy machine.
+  for name in ('SECONDS', 'LIMIT'):
+    monkeypatch.setattr(device_check, name, 3600)  # On a busy machine.
   step = [*MODEL, '--platform=cpu', '--dtype=float32', '--steps=2']
   flags = {'gpu_numerics': ROWS, 'gpu_step': step}
   flags['gpu_generation'] = ['--pair=toy_toy', '--prompt=16', '--tokens=8']
@@ -44,7 +45,7 @@ def test_every_check_runs(tiny, tmp_path):
   assert not [check for check in checks.values() if 'error' in check], checks
   (step,) = checks['step, chunked, 2 examples, 1 layers x 2']['rows']
   assert step['examples'] == 2 and step['MFU'] > 0
-  assert checks['plan']['programs']['train']['memory']['peak'] > 0
+  assert checks['plan, chunked']['programs']['train']['memory']['peak'] > 0
 
 
 def _cpu():
@@ -69,7 +70,7 @@ def test_a_run_that_is_cut_keeps_its_results(tiny, tmp_path, monkeypatch):
   with pytest.raises(KeyboardInterrupt):
     device_check.main([f'--output={output}'])
   (result,) = json.loads(output.read_text())['checks'].values()
-  assert result['error'].startswith('cut: ')
+  assert 'cut after 0 s' in result['error']
 
 
 def test_a_chip_that_was_not_planned_for_is_refused(monkeypatch):
@@ -86,5 +87,5 @@ def test_kernels_without_their_package_are_recorded(monkeypatch):
   backend = dataclasses.replace(backend, attend=attend, takes_chunk=False)
   monkeypatch.setitem(attention.BACKENDS, 'old', backend)
   rows = {row['backend']: row for row in gpu_numerics.main(ROWS)['rows']}
-  assert rows['old']['refused'] == 'tokamax needs jax 0.11.1'
+  assert rows['old']['refused'] == 'ImportError: tokamax needs jax 0.11.1'
   assert rows['chunked']['passed'] and rows['chunked']['output'] < 2e-2
