@@ -156,10 +156,10 @@ SHIPPED = {
     optimizer='adafactor',
   ),
   'size=9b_9b,topology=h100:64': ChipSettings(
-    replica=2, fsdp=32, save_every=100, microbatches=1, remat='full'
+    replica=1, fsdp=64, save_every=100, microbatches=8, remat='dots'
   ),
   'size=9b_9b,topology=h200:64': ChipSettings(
-    replica=8, fsdp=8, save_every=100, microbatches=4
+    replica=1, fsdp=64, save_every=100, microbatches=4, remat='dots'
   ),
   'size=27b_27b,topology=h100:64': ChipSettings(
     replica=1, fsdp=64, save_every=50, microbatches=4
