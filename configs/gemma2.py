@@ -75,8 +75,9 @@ class ChipSettings:
 
 # By the arguments after the colon. `python -m encdec_adapt.plan --search=6`
 # finds all but the steps between checkpoints for other chips. AdamW's state and
-# gradients of 2B-2B do not fit into one H100: Adafactor, which is another
-# recipe, keeps no moments of the parameters' size.
+# gradients of 2B-2B are 83 GiB and do not fit into one H100, nor do parameters,
+# gradients and a teacher. Adafactor, which keeps no moments of the parameters'
+# size, and UL2, which has no teacher, do; they are another recipe.
 SHIPPED = {
   'size=2b_2b,topology=v5e:4x4': ChipSettings(
     replica=2, fsdp=8, save_every=20, microbatches=32, rules='whole_slice'
@@ -125,26 +126,27 @@ SHIPPED = {
     replica=8, fsdp=64, save_every=200, microbatches=1, remat='narrow_dots'
   ),
   'size=2b_2b,topology=h100:8': ChipSettings(
-    replica=1, fsdp=8, save_every=50, microbatches=32
+    replica=1, fsdp=8, save_every=50, microbatches=32, remat='dots'
   ),
   'size=2b_2b,topology=h100:16': ChipSettings(
-    replica=2, fsdp=8, save_every=100, microbatches=16
+    replica=2, fsdp=8, save_every=100, microbatches=16, remat='dots'
   ),
   'size=2b_2b,topology=h100:64': ChipSettings(
-    replica=8, fsdp=8, save_every=500, microbatches=4
+    replica=8, fsdp=8, save_every=500, microbatches=4, remat='dots'
   ),
-  'size=2b_2b,topology=h100:1': ChipSettings(
+  'size=2b_2b,objective=ul2,topology=h100:1': ChipSettings(
     replica=1,
     fsdp=1,
     save_every=10,
-    microbatches=512,
+    microbatches=256,
+    remat='full',
     optimizer='adafactor',
   ),
   'size=2b_2b,topology=h200:1': ChipSettings(
     replica=1, fsdp=1, save_every=10, microbatches=256
   ),
   'size=2b_2b,topology=h200:8': ChipSettings(
-    replica=1, fsdp=8, save_every=50, microbatches=16
+    replica=1, fsdp=8, save_every=50, microbatches=16, remat='dots'
   ),
   'size=2b_2b,objective=pairs,topology=h100:1': ChipSettings(
     replica=1,
@@ -154,10 +156,10 @@ SHIPPED = {
     optimizer='adafactor',
   ),
   'size=9b_9b,topology=h100:64': ChipSettings(
-    replica=2, fsdp=32, save_every=100, microbatches=1, remat='full'
+    replica=1, fsdp=64, save_every=100, microbatches=8, remat='dots'
   ),
   'size=9b_9b,topology=h200:64': ChipSettings(
-    replica=8, fsdp=8, save_every=100, microbatches=4
+    replica=1, fsdp=64, save_every=100, microbatches=4, remat='dots'
   ),
   'size=27b_27b,topology=h100:64': ChipSettings(
     replica=1, fsdp=64, save_every=50, microbatches=4

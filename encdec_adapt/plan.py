@@ -43,9 +43,13 @@ from encdec_adapt.planning import (
 )
 from encdec_adapt.sharding import layout_report
 from encdec_adapt.sharding import mesh as mesh_lib
+from encdec_adapt.telemetry import environment
 from encdec_adapt.training import setup
 
 DOES_NOT_FIT = 3  # Exit status.
+# Memory of this machine that compiling 2B-2B takes; larger models have the same
+# layers, scanned.
+_COMPILER_BYTES = 4 * 2**30
 
 define_flags = command.define(
   command.define_config,
@@ -173,6 +177,13 @@ def _plan(job: programs.Job, slices: chips.Slice) -> dict[str, Any]:
     arguments = analytic_estimate.Arguments.of(job, program)
     return analytic_estimate.describe(job, slices, arguments) | copies
   subject = f'program {job.name!r}, compiled for {slices.name} x {slices.count}'
+  free = (environment.memory_free() or 0) * jax.local_device_count()
+  if 0 < free < _COMPILER_BYTES:
+    raise errors.UserError(
+      f'{subject}: the compiler needs {disk.format_bytes(_COMPILER_BYTES)} of'
+      f" this machine's memory, of which {disk.format_bytes(free)} are free."
+      ' Stop other processes, or plan on another machine.'
+    )
   try:
     return plan_report.describe(job, slices, program) | copies
   except hlo.UnknownProgramError as error:

@@ -28,6 +28,8 @@ HIDDEN = 0.5
 # `configs/plans`.
 _UNCOUNTED_SAVED = 0.15
 _UNCOUNTED_REMAINDER = 1.0
+# Share of a decoding step's weights that GPUs have gathered ahead at a time.
+_GATHERED_AHEAD = 0.66
 _FP32 = 4
 # Kernels of `ops.attention_tokamax`, and their work in forward passes: products
 # for scores and values; for scores, their gradient and queries'; for those and
@@ -176,7 +178,7 @@ def describe(
   # `search` computes `sizes` once for all batches, with the smallest one.
   batch = sizes.bytes['batch'] * work.device_rows / sizes.rows
   arguments = {**sizes.bytes, 'batch': batch}
-  parts = _parts(work, arguments)
+  parts = _parts(work, arguments, hardware.chip.kind)
   temporary = sum(parts.values())
   peak = temporary + sum((*arguments.values(), *sizes.beside.values()))
   kernels = _kernels(work, hardware)
@@ -220,8 +222,14 @@ def describe(
   }
 
 
-def _parts(work: Workload, arguments) -> dict[str, float]:
-  """Returns bytes that live inside the program only, by part."""
+def _parts(work: Workload, arguments, kind: str) -> dict[str, float]:
+  """Returns bytes that live inside the program only, by part.
+
+  Args:
+    work: the work of the program.
+    arguments: bytes of its arguments by part.
+    kind: kind of the chips, 'tpu' or 'gpu'.
+  """
   saved = sum(
     p.stack.layers * work.tokens(p) * _saved(work, p) for p in work.trained
   )
@@ -229,9 +237,18 @@ def _parts(work: Workload, arguments) -> dict[str, float]:
   working = max(_working(work, p) for p in work.passes)
   name = 'logits' if work.job.name == 'decode' else 'loss'
   parts = {name: _loss(work), 'activations': saved + working}
+  if work.job.name == 'decode' and kind == 'gpu':
+    is_sharded = work.partition.size('embed') > 1
+    weights = _gathered_weights(work) * is_sharded
+    parts['weights'] = _GATHERED_AHEAD * weights
   if work.job.trains:
     trees = programs.gradients(work.job)
     parts['gradients'] = arguments['parameters'] * trees
+    if kind == 'gpu' and work.job.mesh.size == 1:
+      # Nothing is gathered or reduced, and the loss's chunk and a layer, which
+      # run in turn, share their memory.
+      parts['activations'] -= min(working, parts['loss'])
+      return parts
     remainder = sum(parts.values()) - saved
     parts['besides'] = _UNCOUNTED_SAVED * saved
     parts['besides'] += _UNCOUNTED_REMAINDER * remainder

@@ -129,7 +129,7 @@ def attentions(
   lengths: framing.Lengths,
   shards: int = 1,
 ) -> list[Attention]:
-  """Returns all kinds of attention of models, on a device.
+  """Returns the attentions of a pattern of layers of each stack, on a device.
 
   Args:
     models: the models that read a batch.
@@ -140,10 +140,11 @@ def attentions(
   for model in models:
     for name, side in model.architecture.sides(lengths.encoder > 0).items():
       stack, length = model.stacks[name], getattr(lengths, side)
-      # `flops` only matches shapes, so every kind of layer is needed once.
-      calls += [_self(stack, kind, length) for kind in set(stack.pattern)]
+      # `flops` only matches shapes: each layer of the pattern is needed once.
+      calls += [_self(stack, kind, length) for kind in stack.pattern]
       if stack.cross_width is not None:
-        calls.append(Attention(length, lengths.encoder, None, None))
+        cross = Attention(length, lengths.encoder, None, None)
+        calls += [cross] * len(stack.pattern)
   return [call.on_shard(shards) for call in calls]
 
 

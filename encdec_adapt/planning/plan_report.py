@@ -68,20 +68,10 @@ def describe(
   else:
     totals = hlo.totals(compiled.as_text())
     memory = _memory(compiled, program, hardware.chip.hbm_bytes)
-    calls, compute, traffic = _work(totals, job, hardware)
     estimates = {
       'fits': memory['peak'] <= memory['budget'],
       'memory': memory,
-      **roofline.describe(
-        job,
-        hardware,
-        products=totals.flops,
-        kernels=calls,
-        traffic=traffic,
-        compute=compute,
-        moved=program.moved_bytes(),
-        host=program.host_bytes(),
-      ),
+      **work(totals, job, hardware, program),
     }
     if hardware.chip.kind == 'gpu':
       estimates['resources'] = resources
@@ -145,7 +135,27 @@ def _memory(
   }
 
 
-def _work(
+def work(
+  totals: hlo.Totals,
+  job: programs.Job,
+  hardware: chips.Slice,
+  program: programs.Program,
+) -> dict[str, Any]:
+  """Returns the parts of a plan that `roofline.describe` returns."""
+  rows, compute, traffic = _timed(totals, job, hardware)
+  return roofline.describe(
+    job,
+    hardware,
+    products=totals.flops,
+    kernels=rows,
+    traffic=traffic,
+    compute=compute,
+    moved=program.moved_bytes(),
+    host=program.host_bytes(),
+  )
+
+
+def _timed(
   totals: hlo.Totals, job: programs.Job, hardware: chips.Slice
 ) -> tuple[list[roofline.Row], float, list[roofline.Row]]:
   """Returns kernels by name, seconds of other work, and collectives."""

@@ -275,8 +275,12 @@ class Network:
     if len({getattr(d, 'slice_index', 0) for d in members}) > 1:
       return chip.network_bandwidth
     if chip.kind == 'gpu':
-      nodes = {device.id // chip.host_chips for device in members}
-      return chip.network_bandwidth if len(nodes) > 1 else chip.link_bandwidth
+      nodes = collections.Counter(d.id // chip.host_chips for d in members)
+      if len(nodes) == 1:
+        return chip.link_bandwidth
+      # All members of a node take in parts, and pass them on inside of it.
+      shared = min(nodes.values()) * chip.network_bandwidth
+      return min(shared, chip.link_bandwidth)
     coordinates = np.array([d.coords for d in members])
     total = 0.0
     for axis, extent in enumerate(self.hardware.extents):

@@ -122,6 +122,7 @@ def _network(where=toy.where(), **sizes):
     (2, ('fsdp',), 'all-gather', 6e9, 450e9),
     # Data that leaves a node goes over the network.
     (2, ('replica',), 'all-reduce', 8e9, 50e9),
+    (2, ('replica', 'fsdp'), 'all-gather', 7e9, 4 * 50e9),
   ],
 )
 def test_a_collective_along_mesh_axes(nodes, axes, kind, sent, bandwidth):

@@ -11,6 +11,7 @@ from encdec_adapt.base import errors
 from encdec_adapt.files import atomic
 from encdec_adapt.planning import chips, plan_report, plan_search, stored_plans
 from encdec_adapt.sharding import mesh as mesh_lib
+from encdec_adapt.telemetry import environment
 from tests import tiny
 from tests.planning import toy
 
@@ -133,6 +134,13 @@ def test_a_candidate_that_does_not_compile_is_left_out(
   assert 'vector memory' in capsys.readouterr().out
   (row,) = json.loads(output.read_text())['candidates']
   assert row['flags'] == ['--flag=2']
+
+
+def test_a_machine_with_too_little_memory_compiles_nothing(monkeypatch):
+  monkeypatch.setattr(chips, 'compiler', lambda kind: 'libtpu 0.0')
+  monkeypatch.setattr(environment, 'memory_free', lambda: 2**27)
+  with pytest.raises(errors.UserError, match=r'needs 4.0 GiB .* 1.0 GiB are'):
+    plan._plan(toy.job(), toy.where())
 
 
 def test_a_program_out_of_memory_fits_no_budget(monkeypatch):

@@ -61,9 +61,10 @@ CASES = {
     + shipped('27b_27b', 'h100:64'),
     0,
   ),
-  'gemma2_adafactor': ('gemma2', shipped('2b_2b', 'h100:1'), 0),
-  'gemma2_pairs': (
-    ('gemma2', ('size=2b_2b,objective=pairs,topology=h100:1',), 0)
+  'gemma2_one_gpu': (
+    'gemma2',
+    tuple(f'size=2b_2b,objective={o},topology=h100:1' for o in ('ul2', 'pairs')),
+    0,
   ),
 }
 
