@@ -37,6 +37,18 @@ def matmul(
   return _on_platform(_matmul, _matmul_gradients, x, y)
 
 
+def logits(
+  hidden: Float[Array, 'B T D'], table: Float[Array, 'V D']
+) -> Float[Array, 'B T V']:
+  """Multiplies states by all rows of a table."""
+  rows = hidden.shape[0] * hidden.shape[1]
+  # A single row is a product of XLA's own, which reads each layout as fast.
+  if on_cpu() and 1 < rows <= _FEW:
+    flat = _few_by_transposed(hidden.reshape(rows, -1), table)
+    return flat.reshape(*hidden.shape[:2], -1)
+  return jnp.einsum('BTD,VD->BTV', hidden, table, **_FLOAT32)
+
+
 def scores(
   q: Float[Array, 'B K Q H'], k: Float[Array, 'B S K H']
 ) -> Float[Array, 'B K Q S']:
@@ -68,10 +80,25 @@ def sum_over_rows(
   return barrier(jnp.matmul(barrier(x), y, **_FLOAT32))
 
 
+def _few_by_transposed(x: jax.Array, y: jax.Array) -> jax.Array:
+  """Multiplies a few rows [*B, M, K] by the transpose of [*B, N, K] on CPUs."""
+  # XLA:CPU reads a transposed operand at half of its rate where few rows reuse
+  # it. Barriers as in `sum_over_rows`.
+  barrier = jax.lax.optimization_barrier
+  x = barrier(jnp.swapaxes(x, -1, -2))
+  return jnp.swapaxes(barrier(jnp.matmul(y, x, **_FLOAT32)), -1, -2)
+
+
+_FEW = 32
 _FLOAT32 = {'preferred_element_type': jnp.float32}
 _matmul = functools.partial(jnp.matmul, **_FLOAT32)
-_scores = functools.partial(jnp.einsum, 'BKQH,BSKH->BKQS', **_FLOAT32)
 _weighted_values = functools.partial(jnp.einsum, 'BKQS,BSKH->BKQH', **_FLOAT32)
+
+
+def _scores(q, k):
+  if on_cpu() and q.shape[2] <= _FEW:
+    return _few_by_transposed(q, k.swapaxes(1, 2))
+  return jnp.einsum('BKQH,BSKH->BKQS', q, k, **_FLOAT32)
 
 
 def _matmul_gradients(x, y, cotangent):
