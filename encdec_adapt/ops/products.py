@@ -71,22 +71,27 @@ def sum_over_rows(
     return jnp.einsum('...RM,...RN->...MN', x, y, **_FLOAT32)
   if x.size > y.size:
     return jnp.swapaxes(sum_over_rows(y, x), -1, -2)
-  # The reshape gives the copy a row-major layout: JAX lowers a transpose alone
-  # to a view. The barriers keep the compiler from merging the copy, or a
-  # transpose of the result, into the product.
+  return _matmul_alone(_transposed_copy(x), y)
+
+
+def _transposed_copy(x: jax.Array) -> jax.Array:
+  """Transposes matrices [*B, R, M]; the result has a row-major layout."""
+  # By the reshape: JAX lowers a transpose alone to a view.
   *batch, rows, columns = x.shape
-  x = jnp.moveaxis(x[..., None, :], -1, -3).reshape(*batch, columns, rows)
+  return jnp.moveaxis(x[..., None, :], -1, -3).reshape(*batch, columns, rows)
+
+
+def _matmul_alone(x: jax.Array, y: jax.Array) -> jax.Array:
+  """Multiplies matrices; transposes around it are not merged into it."""
   barrier = jax.lax.optimization_barrier
-  return barrier(jnp.matmul(barrier(x), y, **_FLOAT32))
+  return barrier(jnp.matmul(barrier(x), barrier(y), **_FLOAT32))
 
 
 def _few_by_transposed(x: jax.Array, y: jax.Array) -> jax.Array:
   """Multiplies a few rows [*B, M, K] by the transpose of [*B, N, K] on CPUs."""
   # XLA:CPU reads a transposed operand at half of its rate where few rows reuse
-  # it. Barriers as in `sum_over_rows`.
-  barrier = jax.lax.optimization_barrier
-  x = barrier(jnp.swapaxes(x, -1, -2))
-  return jnp.swapaxes(barrier(jnp.matmul(y, x, **_FLOAT32)), -1, -2)
+  # it.
+  return jnp.swapaxes(_matmul_alone(y, _transposed_copy(x)), -1, -2)
 
 
 _FEW = 32
