@@ -252,7 +252,12 @@ def choose(logits: jax.Array, counts: jax.Array, options: Options) -> jax.Array:
 
 def choose_likeliest(logits: jax.Array) -> jax.Array:
   """Chooses the likeliest token of each row [B, V]; lower ids win ties."""
-  return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+  # Not argmax, whose pairs of value and index XLA:CPU compares one by one.
+  last = logits.shape[-1] - 1
+  peak = jnp.max(logits, axis=-1, keepdims=True)
+  ids = jnp.arange(last + 1, dtype=jnp.int32)
+  # `last` where no logit equals the peak, which is NaN then.
+  return jnp.min(jnp.where(logits == peak, ids, last), axis=-1)
 
 
 def top_k(logits: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from encdec_adapt.models import layers_index, model_config
-from encdec_adapt.ops import partition
+from encdec_adapt.ops import partition, products
 
 # Slots of a local layer are a multiple of this, so that they divide over the
 # devices of a sequence axis.
@@ -171,6 +171,14 @@ def write(
     # Mapped over rows, because each is at a position, and so a slot, of its
     # request.
     return jax.lax.dynamic_update_slice_in_dim(row, x, i, axis=1)
+
+  if products.on_cpu() and len(slot) == 1:
+
+    def write_rows(rows: jax.Array, x: jax.Array, i: jax.Array) -> jax.Array:
+      # By heads: XLA:CPU turns a scatter of one index into an update that it
+      # fuses with each reader, and copies the cache for all but one of them.
+      heads = jnp.arange(rows.shape[1])
+      return rows.at[0, heads, i].set(x[0, :, 0], mode='promise_in_bounds')
 
   return jax.tree.map(
     lambda old, x: write_rows(old, x.swapaxes(1, 2).astype(old.dtype), slot),

@@ -147,12 +147,7 @@ def logits(
   softcap: float | None,
 ) -> Float[Array, 'B T vocab']:
   """Computes soft-capped float32 logits of the vocabulary's tokens."""
-  x = jnp.einsum(
-    'BTD,VD->BTV',
-    hidden,
-    table.astype(hidden.dtype),
-    preferred_element_type=jnp.float32,
-  )
+  x = products.logits(hidden, table.astype(hidden.dtype))
   # Cut after the constraint: only with its padding does V divide over the mesh.
   x = partition.shard(x, 'batch', 'length', 'act_vocab')[..., :vocab_size]
   return x if softcap is None else activations.softcap(x, softcap)

@@ -10,7 +10,8 @@ to the dtype of the operands and sum over a transposed copy of the smaller one.
 In float32 the copy pays as well. Elsewhere compilers choose layouts
 themselves, and the products are those of `jnp`.
 
-All results are float32.
+All results are float32. Letters besides the package's: R rows, I inputs, J
+outputs, Q = G * T queries of a key head.
 """
 
 from collections.abc import Callable
@@ -31,10 +32,22 @@ def on_cpu() -> bool:
 
 
 def matmul(
-  x: Float[Array, 'M K'], y: Float[Array, 'K N']
-) -> Float[Array, 'M N']:
+  x: Float[Array, 'R I'], y: Float[Array, 'I J']
+) -> Float[Array, 'R J']:
   """Multiplies matrices."""
   return _on_platform(_matmul, _matmul_gradients, x, y)
+
+
+def logits(
+  hidden: Float[Array, 'B T D'], table: Float[Array, 'V D']
+) -> Float[Array, 'B T V']:
+  """Multiplies states by all rows of a table."""
+  rows = hidden.shape[0] * hidden.shape[1]
+  # A single row is a product of XLA's own, which reads each layout as fast.
+  if on_cpu() and 1 < rows <= _FEW:
+    flat = _few_by_transposed(hidden.reshape(rows, -1), table)
+    return flat.reshape(*hidden.shape[:2], -1)
+  return jnp.einsum('BTD,VD->BTV', hidden, table, **_FLOAT32)
 
 
 def scores(
@@ -52,30 +65,50 @@ def weighted_values(
 
 
 def sum_over_rows(
-  x: Float[Array, '*B R M'], y: Float[Array, '*B R N']
-) -> Float[Array, '*B M N']:
+  x: Float[Array, '*B R I'], y: Float[Array, '*B R J']
+) -> Float[Array, '*B I J']:
   """Multiplies the transpose of `x` by `y`: the gradient of a kernel."""
   if not on_cpu():
-    return jnp.einsum('...RM,...RN->...MN', x, y, **_FLOAT32)
+    return jnp.einsum('...RI,...RJ->...IJ', x, y, **_FLOAT32)
   if x.size > y.size:
     return jnp.swapaxes(sum_over_rows(y, x), -1, -2)
-  # The reshape gives the copy a row-major layout: JAX lowers a transpose alone
-  # to a view. The barriers keep the compiler from merging the copy, or a
-  # transpose of the result, into the product.
+  return _matmul_alone(_transposed_copy(x), y)
+
+
+def _transposed_copy(x: jax.Array) -> jax.Array:
+  """Transposes matrices [*B, R, I]; the result has a row-major layout."""
+  # By the reshape: JAX lowers a transpose alone to a view.
   *batch, rows, columns = x.shape
-  x = jnp.moveaxis(x[..., None, :], -1, -3).reshape(*batch, columns, rows)
+  return jnp.moveaxis(x[..., None, :], -1, -3).reshape(*batch, columns, rows)
+
+
+def _matmul_alone(x: jax.Array, y: jax.Array) -> jax.Array:
+  """Multiplies matrices; transposes around it are not merged into it."""
   barrier = jax.lax.optimization_barrier
-  return barrier(jnp.matmul(barrier(x), y, **_FLOAT32))
+  return barrier(jnp.matmul(barrier(x), barrier(y), **_FLOAT32))
 
 
+def _few_by_transposed(x: jax.Array, y: jax.Array) -> jax.Array:
+  """Multiplies a few rows [*B, R, I] by the transpose of [*B, J, I] on CPUs."""
+  # XLA:CPU reads a transposed operand at half of its rate where few rows reuse
+  # it.
+  return jnp.swapaxes(_matmul_alone(y, _transposed_copy(x)), -1, -2)
+
+
+_FEW = 32  # Rows.
 _FLOAT32 = {'preferred_element_type': jnp.float32}
 _matmul = functools.partial(jnp.matmul, **_FLOAT32)
-_scores = functools.partial(jnp.einsum, 'BKQH,BSKH->BKQS', **_FLOAT32)
 _weighted_values = functools.partial(jnp.einsum, 'BKQS,BSKH->BKQH', **_FLOAT32)
 
 
+def _scores(q, k):
+  if on_cpu() and q.shape[2] <= _FEW:
+    return _few_by_transposed(q, k.swapaxes(1, 2))
+  return jnp.einsum('BKQH,BSKH->BKQS', q, k, **_FLOAT32)
+
+
 def _matmul_gradients(x, y, cotangent):
-  dx = jnp.einsum('MN,KN->MK', cotangent, y, **_FLOAT32)
+  dx = jnp.einsum('RJ,IJ->RI', cotangent, y, **_FLOAT32)
   return dx, sum_over_rows(x, cotangent)
 
 

@@ -27,6 +27,12 @@ PRODUCTS = {
     (2, 2, 64, 32),
     (2, 16, 2, 32),
   ),
+  'scores, few queries': (
+    products.scores,
+    'BKQH,BSKH->BKQS',
+    (2, 2, 8, 32),
+    (2, 64, 2, 32),
+  ),
   'values': (
     products.weighted_values,
     'BKQS,BSKH->BKQH',
@@ -65,7 +71,18 @@ def test_products_and_gradients_are_rounded_once(name, dtype, rounding):
     assert (error <= rounding * np.abs(b) + 2e-5).all()
 
 
-@pytest.mark.parametrize('name', PRODUCTS)
+@pytest.mark.parametrize('rows', [1, 8, 64])
+def test_logits_are_the_same_for_every_number_of_rows(rows):
+  hidden, table = (
+    draw((rows, 1, 16), 0, 'float32'),
+    draw((96, 16), 1, 'float32'),
+  )
+  expected = jnp.einsum('BTD,VD->BTV', hidden, table)
+  got = jax.jit(products.logits)(hidden, table)
+  np.testing.assert_allclose(got, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize('name', [n for n in PRODUCTS if 'queries' not in n])
 def test_bfloat16_operands_are_not_converted(name):
   product, equation, *shapes = PRODUCTS[name]
   # Small products have code of their own.
