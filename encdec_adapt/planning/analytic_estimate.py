@@ -28,8 +28,8 @@ HIDDEN = 0.5
 # `configs/plans`.
 _UNCOUNTED_SAVED = 0.15
 _UNCOUNTED_REMAINDER = 1.0
-# Weights that GPUs have gathered at a time: layers in training, where a loop's
-# body has two patterns of two; a share of all layers in decoding.
+# Weights that GPUs have gathered at a time: layers in training, a pattern of
+# two and the next; a share of all layers in decoding.
 _GATHERED_LAYERS = 4
 _GATHERED_SHARE = 0.4
 _FP32 = 4
