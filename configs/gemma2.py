@@ -162,7 +162,7 @@ SHIPPED = {
     replica=1, fsdp=64, save_every=100, microbatches=4, remat='dots'
   ),
   'size=27b_27b,topology=h100:64': ChipSettings(
-    replica=1, fsdp=64, save_every=50, microbatches=4
+    replica=1, fsdp=64, save_every=50, microbatches=2, remat='full'
   ),
 }
 PLANNED = tuple(name for name in SHIPPED if 'topology=v' in name)  # Compiled.
