@@ -143,7 +143,7 @@ SHIPPED = {
     optimizer='adafactor',
   ),
   'size=2b_2b,topology=h200:1': ChipSettings(
-    replica=1, fsdp=1, save_every=10, microbatches=256
+    replica=1, fsdp=1, save_every=10, microbatches=512, remat='narrow_dots'
   ),
   'size=2b_2b,topology=h200:8': ChipSettings(
     replica=1, fsdp=8, save_every=50, microbatches=16, remat='dots'
@@ -162,7 +162,7 @@ SHIPPED = {
     replica=1, fsdp=64, save_every=100, microbatches=4, remat='dots'
   ),
   'size=27b_27b,topology=h100:64': ChipSettings(
-    replica=1, fsdp=64, save_every=50, microbatches=4
+    replica=1, fsdp=64, save_every=50, microbatches=2, remat='full'
   ),
 }
 PLANNED = tuple(name for name in SHIPPED if 'topology=v' in name)  # Compiled.

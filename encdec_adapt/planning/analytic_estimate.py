@@ -22,14 +22,16 @@ from encdec_adapt.planning import chips, programs, roofline
 # speeds of Llama 2 7B on 8 and on 128 H100; see `planning.calibration`.
 PRODUCT_EFFICIENCY = 0.68
 HIDDEN = 0.5
-# Memory of a training step that is not counted below (cast and gathered
+# Memory of a TPU's training step that is not counted below (cast and gathered
 # weights, copies), as shares of the activations saved for the backward pass and
 # of the remainder. With these, peaks are 0.88 to 1.18 of those in
 # `configs/plans`.
 _UNCOUNTED_SAVED = 0.15
 _UNCOUNTED_REMAINDER = 1.0
-# Share of a decoding step's weights that GPUs have gathered ahead at a time.
-_GATHERED_AHEAD = 0.66
+# Weights that GPUs have gathered at a time: layers in training, a pattern of
+# two and the next; a share of all layers in decoding.
+_GATHERED_LAYERS = 4
+_GATHERED_SHARE = 0.4
 _FP32 = 4
 # Kernels of `ops.attention_tokamax`, and their work in forward passes: products
 # for scores and values; for scores, their gradient and queries'; for those and
@@ -237,22 +239,34 @@ def _parts(work: Workload, arguments, kind: str) -> dict[str, float]:
   working = max(_working(work, p) for p in work.passes)
   name = 'logits' if work.job.name == 'decode' else 'loss'
   parts = {name: _loss(work), 'activations': saved + working}
-  if work.job.name == 'decode' and kind == 'gpu':
-    is_sharded = work.partition.size('embed') > 1
-    weights = _gathered_weights(work) * is_sharded
-    parts['weights'] = _GATHERED_AHEAD * weights
+  if kind == 'gpu' and work.job.name != 'eval':
+    parts['weights'] = _gathered_at_once(work)
   if work.job.trains:
     trees = programs.gradients(work.job)
     parts['gradients'] = arguments['parameters'] * trees
-    if kind == 'gpu' and work.job.mesh.size == 1:
-      # Nothing is gathered or reduced, and the loss's chunk and a layer, which
-      # run in turn, share their memory.
+    if kind == 'gpu':
+      # The loss's chunk and a layer, which run in turn, share their memory.
       parts['activations'] -= min(working, parts['loss'])
       return parts
     remainder = sum(parts.values()) - saved
     parts['besides'] = _UNCOUNTED_SAVED * saved
     parts['besides'] += _UNCOUNTED_REMAINDER * remainder
   return parts
+
+
+def _gathered_at_once(work: Workload) -> float:
+  """Returns bytes of gathered weights that a GPU holds at a time."""
+  weights = _gathered_weights(work) * (work.partition.size('embed') > 1)
+  if work.job.trains:  # All layers, forward and backward.
+    layers = sum(p.stack.layers for p in work.passes) + sum(
+      p.stack.layers for p in work.trained
+    )
+    return weights * min(1.0, _GATHERED_LAYERS / layers)
+  # A decoding step gathers the table for its logits, too.
+  stack = _logits_pass(work).stack
+  table = stack.table_rows * stack.width * work.item
+  table *= work.partition.size('vocab') > 1
+  return _GATHERED_SHARE * weights + table
 
 
 def _key_value_width(work: Workload, stack_pass: StackPass) -> float:

@@ -16,16 +16,10 @@ _SAME = (
   ' registers_per_core_limit: 65536 registers_per_block_limit: 65536'
 )
 _FIELDS = (
-  'core_count',
-  'fpus_per_core',
-  'threads_per_core_limit',
-  'shared_memory_per_core',
-  'shared_memory_per_block_optin',
-  'l2_cache_size',
-  'clock_rate_ghz',
-  'memory_bandwidth',
-  'device_memory_size',
-)
+  'core_count fpus_per_core threads_per_core_limit shared_memory_per_core'
+  ' shared_memory_per_block_optin l2_cache_size clock_rate_ghz'
+  ' memory_bandwidth device_memory_size'
+).split()
 # Name of the device, compute capability, and `_FIELDS`.
 _TARGETS = {
   'a100': (
@@ -50,16 +44,7 @@ _TARGETS = {
   ),
 }  # fmt: skip
 # CUDA and cuDNN of the compiler's wheels.
-_RUNTIMES = {
-  'cuda13': (
-    'runtime_version { major: 13 minor: 0 } dnn_version_info { major: 9'
-    ' minor: 14 }'
-  ),
-  'cuda12': (
-    'runtime_version { major: 12 minor: 8 } dnn_version_info { major: 9'
-    ' minor: 7 }'
-  ),
-}
+_RUNTIMES = {'cuda13': ((13, 0), (9, 14)), 'cuda12': ((12, 8), (9, 7))}
 
 
 def text(chip: str, software: str) -> str:
@@ -74,9 +59,10 @@ def text(chip: str, software: str) -> str:
   fields = ' '.join(f'{field}: {value}' for field, value in pairs)
   # Instructions such as Hopper's wgmma are those of sm_90a, not of sm_90.
   extension = ' feature_extension: ACCELERATED_FEATURES' if major >= 9 else ''
-  runtime = next(r for name, r in _RUNTIMES.items() if name in software)
+  cuda, dnn = next(v for name, v in _RUNTIMES.items() if name in software)
   return (
     f'gpu_device_info {{ {_SAME} {fields} cuda_compute_capability {{'
     f' major: {major} minor: {minor}{extension} }} }} platform_name: "CUDA"'
-    f' {runtime} device_description_str: "{device}"'
+    f' runtime_version {{ major: {cuda[0]} minor: {cuda[1]} }} dnn_version_info'
+    f' {{ major: {dnn[0]} minor: {dnn[1]} }} device_description_str: "{device}"'
   )

@@ -71,7 +71,7 @@ def test_a_shipped_plan_fits(path):
   # Few gradients are summed whole: kernels of attention of which a chip has no
   # multiple of 16 rows, most of them in 9B among 64 chips.
   whole, scattered = sums(train)
-  assert whole < 0.7 * scattered
+  assert whole <= 0.7 * scattered
 
 
 def test_no_stored_plan_is_of_an_earlier_configuration():
@@ -101,7 +101,10 @@ def test_estimates_of_published_runs_are_within_ten_points():
 @EACH
 def test_the_cost_model_is_near_the_compiled_plan(path):
   written, where, settings = load(path)
-  mesh = mesh_lib.make_mesh(settings.mesh, chips.devices_of(where))
+  devices = chips.devices_of(where)
+  if len(devices) < where.devices:
+    pytest.skip('fewer devices stand in for GPUs')
+  mesh = mesh_lib.make_mesh(settings.mesh, devices)
   job = programs.Job.of('train', settings, mesh)
   given = analytic_estimate.Arguments.of(job, job.program())
   found = analytic_estimate.describe(job, where, given)

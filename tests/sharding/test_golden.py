@@ -63,7 +63,8 @@ CASES = {
   ),
   'gemma2_one_gpu': (
     'gemma2',
-    tuple(f'size=2b_2b,objective={o},topology=h100:1' for o in ('ul2', 'pairs')),
+    shipped('2b_2b,objective=ul2', 'h100:1')
+    + shipped('2b_2b,objective=pairs', 'h100:1'),
     0,
   ),
 }
