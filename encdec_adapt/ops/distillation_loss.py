@@ -5,6 +5,7 @@ the full vocabulary; `vocabulary_loss` adds it up. Student and teacher may
 differ in width; they share the vocabulary.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import flax.struct
@@ -53,8 +54,8 @@ def terms(
   teacher: Teacher,
   *,
   softcap: float | None,
-) -> tuple[dict[str, Float[Array, 'rows']], Float[Array, 'rows v'] | None]:
-  """Computes terms per row, and with weights the gradient of the raw logits.
+) -> tuple[list[Float[Array, 'rows v']], Callable]:
+  """Prepares terms per row, and with weights the gradient of the raw logits.
 
   Args:
     columns: the local columns.
@@ -65,8 +66,9 @@ def terms(
     softcap: soft-cap of the student's logits, or None.
 
   Returns:
-    'total' and 'kl', each [rows], without weights; the gradient [rows, v] of
-    weights * total, or None.
+    What is summed over the vocabulary; and a function of the sums, which
+    returns 'total' and 'kl', each [rows], without weights; and the gradient
+    [rows, v] of weights * total, or None.
   """
   share, temperature = teacher.share, teacher.temperature
   capped, slope = vocabulary_parallel.soft_cap(logits, softcap)
@@ -76,30 +78,40 @@ def terms(
   excluded = vocabulary_parallel.EXCLUDED
   scores = columns.only_tokens(capped / temperature, excluded)
   teacher_scores = columns.only_tokens(teacher_scores / temperature, excluded)
-  shift, teacher_shift = columns.max(scores, teacher_scores)  # [rows] each
-  # Both entropies follow from four sums, so devices exchange once, and no array
-  # of log-probabilities is ever formed.
-  unnormalised = jnp.exp(teacher_scores - teacher_shift[:, None])
-  normaliser, teacher_normaliser, cross, self_term = columns.sum(
-    jnp.exp(scores - shift[:, None]),
+  shift, teacher_shift = (
+    vocabulary_parallel.fixed_shift(cap, temperature)
+    for cap in (softcap, teacher.softcap)
+  )
+  if shift is None or teacher_shift is None:
+    shift, teacher_shift = columns.max(scores, teacher_scores)  # [rows] each
+  # Both entropies follow from four sums: no array of log-probabilities is ever
+  # formed.
+  unnormalised = jnp.exp(teacher_scores - jnp.expand_dims(teacher_shift, -1))
+  parts = [
+    jnp.exp(scores - jnp.expand_dims(shift, -1)),
     unnormalised,
     unnormalised * scores,
     unnormalised * teacher_scores,
-  )
-  log_normaliser = shift + jnp.log(normaliser)
-  teacher_log_normaliser = teacher_shift + jnp.log(teacher_normaliser)
-  cross_entropy = log_normaliser - cross / teacher_normaliser
-  entropy = teacher_log_normaliser - self_term / teacher_normaliser
-  values = {
-    'total': share * temperature**2 * cross_entropy,
-    'kl': cross_entropy - entropy,
-  }
-  if weights is None:
-    return values, None
-  # Of temperature^2 a factor cancels: scores are divided by the temperature.
-  scale = share * temperature * weights.astype(jnp.float32)
-  dlogits = scale[:, None] * (
-    jnp.exp(scores - log_normaliser[:, None])
-    - jnp.exp(teacher_scores - teacher_log_normaliser[:, None])
-  )
-  return values, dlogits if slope is None else dlogits * slope
+  ]
+
+  def finish(sums):
+    normaliser, teacher_normaliser, cross, self_term = sums
+    log_normaliser = shift + jnp.log(normaliser)
+    teacher_log_normaliser = teacher_shift + jnp.log(teacher_normaliser)
+    cross_entropy = log_normaliser - cross / teacher_normaliser
+    entropy = teacher_log_normaliser - self_term / teacher_normaliser
+    values = {
+      'total': share * temperature**2 * cross_entropy,
+      'kl': cross_entropy - entropy,
+    }
+    if weights is None:
+      return values, None
+    # Of temperature^2 a factor cancels: scores are divided by the temperature.
+    scale = share * temperature * weights.astype(jnp.float32)
+    dlogits = scale[:, None] * (
+      jnp.exp(scores - log_normaliser[:, None])
+      - jnp.exp(teacher_scores - teacher_log_normaliser[:, None])
+    )
+    return values, dlogits if slope is None else dlogits * slope
+
+  return parts, finish

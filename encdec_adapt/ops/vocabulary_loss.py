@@ -6,6 +6,7 @@ weight of the whole global step, so that microbatches and hosts of unequal
 weight add up to one large batch.
 """
 
+from collections.abc import Callable
 import functools
 
 import flax.struct
@@ -208,7 +209,7 @@ def _sweep(
     x, y, w, *x_teacher = tokens
     w = w if with_gradients else None
     logits = vocabulary_parallel.product(x, tables[0])  # [rows, v]
-    values, dlogits = terms(
+    parts, finish = terms(
       columns,
       logits,
       y,
@@ -219,11 +220,15 @@ def _sweep(
       label_smoothing=label_smoothing,
     )
     if teacher is None:
-      return values, dlogits
+      return finish(*columns.reduce(*parts))
     teacher_logits = vocabulary_parallel.product(*x_teacher, tables[1])
-    distilled, gradient = distillation_loss.terms(
+    teacher_parts, distill = distillation_loss.terms(
       columns, logits, teacher_logits, w, teacher, softcap=softcap
     )
+    # One pass over the logits, and one exchange.
+    largest, sums = columns.reduce(*parts, *teacher_parts)
+    values, dlogits = finish(largest, sums)
+    distilled, gradient = distill(sums[-len(teacher_parts) :])
     values['kl'] = distilled['kl']
     values['total'] += distilled['total']
     return values, gradient if dlogits is None else gradient + dlogits
@@ -248,8 +253,8 @@ def terms(
   share: float = 1.0,
   z_loss: float = 0.0,
   label_smoothing: float = 0.0,
-) -> tuple[dict[str, Float[Array, 'rows']], Float[Array, 'rows v'] | None]:
-  """Computes terms per row, and with weights the gradient of the raw logits.
+) -> tuple[list[Float[Array, 'rows v']], Callable]:
+  """Prepares terms per row, and with weights the gradient of the raw logits.
 
   Args (the remaining ones as for `cross_entropy`):
     columns: the local columns.
@@ -259,47 +264,49 @@ def terms(
     share: factor of the cross-entropy in 'total', not of the z-loss.
 
   Returns:
+    Arguments of `columns.reduce`; and a function of its results, which returns
     'total', 'cross_entropy', 'z_loss' and 'correct', each [rows], without
-    weights; the gradient [rows, v] of weights * total, or None.
+    weights; and the gradient [rows, v] of weights * total, or None.
   """
   capped, slope = vocabulary_parallel.soft_cap(logits, softcap)
   scores = columns.only_tokens(capped, vocabulary_parallel.EXCLUDED)
   is_target = columns.ids == targets[:, None]  # [rows, v]
-  # The soft-cap is increasing: the largest logit gives the largest score.
-  largest = columns.max(
-    columns.only_tokens(logits, vocabulary_parallel.EXCLUDED)
-  )[0]
-  shift, _ = vocabulary_parallel.soft_cap(largest, softcap)
-  # Each device has some columns: one exchange for all sums over them.
-  parts = [jnp.exp(scores - shift[:, None]), jnp.where(is_target, logits, 0.0)]
+  shift = vocabulary_parallel.fixed_shift(softcap)
+  if shift is None:
+    shift = columns.max(scores)[0]
+  shifted = scores - jnp.expand_dims(shift, -1)
+  # The soft-cap is increasing: the largest logit has the largest score.
+  parts = [scores, jnp.exp(shifted), jnp.where(is_target, capped, 0.0)]
   if label_smoothing:
     parts.append(columns.only_tokens(capped, 0.0))
-  sums = columns.sum(*parts)  # [terms, rows]
-  log_normaliser = shift + jnp.log(sums[0])
-  target_score, _ = vocabulary_parallel.soft_cap(sums[1], softcap)
-  # An id outside matches no column and would count as a logit of 0.
-  in_vocabulary = (targets >= 0) & (targets < columns.vocab_size)
-  nll = jnp.where(in_vocabulary, log_normaliser - target_score, jnp.nan)
-  smoothed = nll
-  if label_smoothing:
-    uniform_nll = log_normaliser - sums[2] / columns.vocab_size
-    smoothed = (1 - label_smoothing) * nll + label_smoothing * uniform_nll
-  z_term = z_loss * jnp.square(log_normaliser)
-  values = {
-    'total': share * smoothed + z_term,
-    'cross_entropy': nll,
-    'z_loss': z_term,
-    'correct': (sums[1] >= largest).astype(jnp.float32),
-  }
-  if weights is None:
-    return values, None
-  weights = weights.astype(jnp.float32)
-  scale = weights * (share + 2 * z_loss * log_normaliser)  # [rows]
-  probabilities = jnp.exp(scores - log_normaliser[:, None])
-  target_probabilities = jnp.where(is_target, 1 - label_smoothing, 0.0)
-  if label_smoothing:
-    uniform = label_smoothing / columns.vocab_size
-    target_probabilities += columns.only_tokens(uniform, 0.0)
-  dlogits = scale[:, None] * probabilities
-  dlogits -= (share * weights)[:, None] * target_probabilities
-  return values, dlogits if slope is None else dlogits * slope
+
+  def finish(largest, sums):
+    log_normaliser = shift + jnp.log(sums[0])
+    # An id outside matches no column and would count as a logit of 0.
+    in_vocabulary = (targets >= 0) & (targets < columns.vocab_size)
+    nll = jnp.where(in_vocabulary, log_normaliser - sums[1], jnp.nan)
+    smoothed = nll
+    if label_smoothing:
+      uniform_nll = log_normaliser - sums[2] / columns.vocab_size
+      smoothed = (1 - label_smoothing) * nll + label_smoothing * uniform_nll
+    z_term = z_loss * jnp.square(log_normaliser)
+    values = {
+      'total': share * smoothed + z_term,
+      'cross_entropy': nll,
+      'z_loss': z_term,
+      'correct': (sums[1] >= largest).astype(jnp.float32),
+    }
+    if weights is None:
+      return values, None
+    row_weights = weights.astype(jnp.float32)
+    scale = row_weights * (share + 2 * z_loss * log_normaliser)  # [rows]
+    probabilities = jnp.exp(scores - log_normaliser[:, None])
+    target_probabilities = jnp.where(is_target, 1 - label_smoothing, 0.0)
+    if label_smoothing:
+      uniform = label_smoothing / columns.vocab_size
+      target_probabilities += columns.only_tokens(uniform, 0.0)
+    dlogits = scale[:, None] * probabilities
+    dlogits -= (share * row_weights)[:, None] * target_probabilities
+    return values, dlogits if slope is None else dlogits * slope
+
+  return parts, finish

@@ -16,6 +16,7 @@ read from the active partition; without it, the same code runs on one device.
 from collections.abc import Callable, Sequence
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -57,6 +58,25 @@ class Columns:
     """Sums each [rows, v] term over the whole vocabulary: [terms, rows]."""
     local = jnp.stack([jnp.sum(term, axis=-1) for term in terms])
     return jax.lax.psum(local, self.axes) if self.axes else local
+
+  def reduce(
+    self, scores: jax.Array, *terms: jax.Array
+  ) -> tuple[jax.Array, jax.Array]:
+    """Takes the largest score [rows], and sums each term: [terms, rows]."""
+    if partition.active().platform != 'gpu':
+      return self.max(scores)[0], self.sum(*terms)
+    # A single operation: of several, XLA:GPU stores what they share, and reads
+    # the logits again for each.
+    largest, *sums = jax.lax.reduce(
+      (scores, *terms),
+      (jnp.float32(-math.inf), *[jnp.float32(0)] * len(terms)),
+      lambda a, b: (jnp.maximum(a[0], b[0]), *map(jnp.add, a[1:], b[1:])),
+      (1,),
+    )
+    sums = jnp.stack(sums)
+    if not self.axes:
+      return largest, sums
+    return jax.lax.pmax(largest, self.axes), jax.lax.psum(sums, self.axes)
 
   def max(self, *terms: jax.Array) -> jax.Array:
     """Takes the largest value of each [rows, v] term: [terms, rows]."""
@@ -132,6 +152,17 @@ def soft_cap(
     return logits, None
   tanh = jnp.tanh(logits / cap)
   return cap * tanh, 1.0 - jnp.square(tanh)
+
+
+def fixed_shift(cap: float | None, temperature: float = 1.0) -> float | None:
+  """Returns a bound to subtract from soft-capped scores before exponentials.
+
+  Without one, the largest score has to be known before the pass that sums. None
+  where scores may lie so far apart that float32 needs it.
+  """
+  bound = math.inf if cap is None else cap / temperature
+  # The smallest exponential, of -2 * bound, is a normal number.
+  return bound if bound <= 40 else None
 
 
 def sweep(

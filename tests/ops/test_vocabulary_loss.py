@@ -176,6 +176,13 @@ def test_bfloat16_products_keep_float32_sums_and_table_gradient(teacher):
   assert_same(gradients, expected, rtol=2e-2, atol=6e-2)
 
 
+@with_teacher
+def test_the_reduction_of_gpus_equals_dense(teacher, monkeypatch):
+  monkeypatch.setattr(partition.Partition, 'platform', 'gpu')
+  options = dict(vocab_size=21, softcap=3.0, label_smoothing=0.1)
+  assert_dense(make_case(), chunk=5, teacher=teacher, **options)
+
+
 @pytest.mark.parametrize('softcap', [None, 30.0])
 def test_large_logits_stay_finite(softcap):
   hidden, *rest = make_case()
