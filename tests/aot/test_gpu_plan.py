@@ -83,6 +83,20 @@ def test_collectives_and_memory_are_the_compilers(report):
   assert 0 < train['mfu'] < 1
 
 
+def test_weights_are_gathered_twice_and_their_gradients_scattered(report):
+  rows = report[0]['programs']['train']['collectives']
+  sent = {row['kind']: row['bytes'] * CHIPS / (CHIPS - 1) for row in rows}
+  attention = 256 * 2 * (4 * 64 + 2 * 64)
+  # The decoder also has cross-attention. Two bytes for each weight.
+  weights = 2 * LAYERS * (3 * attention + 2 * 3 * 256 * 512)
+  # The loss gathers states; lookups gather the float32 tables of both stacks.
+  states, tables = 2 * ROWS * LENGTH * 256, 2 * 4 * 1024 * 256
+  assert sent['all-gather'] < 1.1 * (2 * weights + states + tables)
+  # The gradients of states and tables are float32.
+  assert sent['reduce-scatter'] >= weights + 2 * states + tables
+  assert sent['all-reduce'] < weights / 20
+
+
 def test_evaluation_and_decoding_are_compiled(report):
   written, printed = report
   evaluated, decode = (written['programs'][k] for k in ('eval', 'decode'))
