@@ -51,6 +51,7 @@ def run_folder(request, tmp_path_factory):
       vocab_size=size + 5,  # more ids than pieces
     )
   config.model.decoder.tied_head = False
+  config.compute.dtype = 'float32'
   settings = config_lib.load(config, str(workdir))
   config_lib.save(config, str(workdir))
   params = toy_models.params(settings.model, seed=5)
