@@ -3,7 +3,8 @@
 Alone, or with distillation from a teacher's whole distribution, computed from
 the same logits. All results are sums over weights: the caller divides by the
 weight of the whole global step, so that microbatches and hosts of unequal
-weight add up to one large batch.
+weight add up to one large batch. Losses that compare sequences read the
+log-probability of each token instead (`token_log_probs`).
 """
 
 import functools
@@ -154,6 +155,69 @@ def per_token(
   return values['cross_entropy'], values['correct']
 
 
+def token_log_probs(
+  hidden: Float[Array, 'B T D'],
+  table: Float[Array, 'V D'],
+  targets: Int[Array, 'B T'],
+  *,
+  vocab_size: int,
+  softcap: float | None = None,
+  chunk: int = vocabulary_parallel.DEFAULT_CHUNK,
+  entropy: bool = False,
+) -> Float[Array, 'B T'] | tuple[Float[Array, 'B T'], Float[Array, 'B T']]:
+  """Computes the log-probability of every target, with gradients.
+
+  The gradients are those of `cross_entropy` with the negative cotangents as
+  weights: a second pass over the chunks, so that logits are never stored.
+
+  Args (see `cross_entropy`):
+    hidden: final hidden states.
+    table: output table.
+    targets: ids in [0, vocab_size).
+    vocab_size: number of real tokens.
+    softcap: soft-cap of the logits.
+    chunk: most tokens of a device with logits in memory at a time.
+    entropy: whether to return entropies too.
+
+  Returns:
+    log p(target) in nats, float32, differentiable in hidden and table; with
+    `entropy` also the entropy of every distribution, without gradients.
+  """
+  run = functools.partial(
+    _sweep, vocab_size=vocab_size, chunk=chunk, softcap=softcap
+  )
+
+  @jax.custom_vjp
+  def compute(hidden, table, targets):
+    weights = jnp.ones(targets.shape, jnp.float32)
+    values, _, _ = run(
+      hidden,
+      table,
+      weights,
+      targets,
+      None,
+      with_gradients=False,
+      entropy=entropy,
+    )
+    log_probs = -values['cross_entropy']
+    return (log_probs, values['entropy']) if entropy else log_probs
+
+  def forward(*arrays):
+    return compute(*arrays), arrays
+
+  def backward(arrays, cotangents):
+    """Computes the logits again, chunk by chunk."""
+    hidden, table, targets = arrays
+    weights = -(cotangents[0] if entropy else cotangents)
+    _, dhidden, dtable = run(
+      hidden, table, weights, targets, None, with_gradients=True
+    )
+    return dhidden, dtable.astype(table.dtype), None
+
+  compute.defvjp(forward, backward)
+  return compute(hidden, table, targets)
+
+
 def _run(hidden, table, weights, *arguments, **options):
   """Computes the sums, and the gradients of `total`; arguments as `_sweep`.
 
@@ -187,6 +251,7 @@ def _sweep(
   softcap: float | None,
   z_loss: float = 0.0,
   label_smoothing: float = 0.0,
+  entropy: bool = False,
 ) -> tuple[dict[str, jax.Array], jax.Array | None, jax.Array | None]:
   """Computes the terms of every token, and gradients of their weighted sum.
 
@@ -217,6 +282,7 @@ def _sweep(
       share=share,
       z_loss=z_loss,
       label_smoothing=label_smoothing,
+      entropy=entropy,
     )
     if teacher is None:
       return values, dlogits
@@ -248,6 +314,7 @@ def terms(
   share: float = 1.0,
   z_loss: float = 0.0,
   label_smoothing: float = 0.0,
+  entropy: bool = False,
 ) -> tuple[dict[str, Float[Array, 'rows']], Float[Array, 'rows v'] | None]:
   """Computes terms per row, and with weights the gradient of the raw logits.
 
@@ -257,10 +324,12 @@ def terms(
     targets: [rows] int32.
     weights: [rows], or None for no gradient.
     share: factor of the cross-entropy in 'total', not of the z-loss.
+    entropy: whether to compute 'entropy', which has no gradient.
 
   Returns:
     'total', 'cross_entropy', 'z_loss' and 'correct', each [rows], without
-    weights; the gradient [rows, v] of weights * total, or None.
+    weights, and 'entropy' on request; the gradient [rows, v] of weights *
+    total, or None.
   """
   capped, slope = vocabulary_parallel.soft_cap(logits, softcap)
   scores = columns.only_tokens(capped, vocabulary_parallel.EXCLUDED)
@@ -274,6 +343,9 @@ def terms(
   parts = [jnp.exp(scores - shift[:, None]), jnp.where(is_target, logits, 0.0)]
   if label_smoothing:
     parts.append(columns.only_tokens(capped, 0.0))
+  if entropy:
+    # Padding has a probability of exactly 0, and a finite score.
+    parts.append(parts[0] * (scores - shift[:, None]))
   sums = columns.sum(*parts)  # [terms, rows]
   log_normaliser = shift + jnp.log(sums[0])
   target_score, _ = vocabulary_parallel.soft_cap(sums[1], softcap)
@@ -291,6 +363,8 @@ def terms(
     'z_loss': z_term,
     'correct': (sums[1] >= largest).astype(jnp.float32),
   }
+  if entropy:
+    values['entropy'] = jnp.log(sums[0]) - sums[-1] / sums[0]
   if weights is None:
     return values, None
   weights = weights.astype(jnp.float32)
