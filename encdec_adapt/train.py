@@ -143,6 +143,7 @@ def train(
   )
   # Opened only: parameters are read below, when other inputs are checked.
   frozen = {name: r.placement.model for name, r in references.items()}
+  digests = {name: r.source.fingerprint for name, r in references.items()}
   loss = dataclasses.replace(settings.loss, models=frozen)
   settings = dataclasses.replace(settings, loss=loss)
   axes = settings.data.objectives[0].maker.axes
@@ -169,6 +170,7 @@ def train(
   else:
     checkpoint = checkpoints.at(start)
     resume_checks.check_config(saved, config.to_dict(), log)
+    resume_checks.check_same_references(saved.get('references'), digests)
     checkpoint.require_same(phases.abstract_saved(start))
     cost = compute_cost.Cost(**checkpoint.read_data())
 
@@ -212,6 +214,7 @@ def train(
     'fingerprint': environment.fingerprint() | {'mesh': dict(mesh.shape)},
     'vocabularies': data.vocabularies.describe(),
     'order': order,
+    'references': digests,
   }
   # The first step donates the buffers of the state: another reference to the
   # parameters would keep them in memory twice.
@@ -249,7 +252,13 @@ def train(
     start,
     end,
     cost,
-    setup.step_flops(model, lengths, settings.train.batch_size, shapes),
+    setup.step_flops(
+      model,
+      lengths,
+      settings.train.batch_size,
+      shapes,
+      settings.data.objectives[0].answers,
+    ),
     log,
   )
   watchdog = watchdog_lib.Watchdog(

@@ -84,6 +84,27 @@ def check_same_rows(
       )
 
 
+def check_same_references(
+  saved: Mapping[str, str] | None, now: Mapping[str, str]
+) -> None:
+  """Checks that reference models are those that training began with.
+
+  Args:
+    saved: digest of each reference in the checkpoint; None in checkpoints of
+      earlier versions.
+    now: digest of each reference of this start.
+
+  Raises:
+    UserError: they differ.
+  """
+  if saved is not None and saved != now:
+    raise errors.UserError(
+      f'the checkpoint was trained with the reference models {saved}, and'
+      f' config.teacher.checkpoint is of {now}. Set it, or config.init.encoder,'
+      ' back to the same model, or start in another --workdir.'
+    )
+
+
 def report_environment(
   saved: Mapping[str, Any], now: Mapping[str, Any], report: Report
 ) -> None:

@@ -132,7 +132,11 @@ class DataConfig:
     at_least=1,
   )
   repeat: bool = keys.key(False, 'Start over after the last pass, or stop.')
-  pack: bool = keys.key(True, 'Several examples in a training row.')
+  pack: bool = keys.key(
+    True,
+    'Several examples in a training row, but for preferences, which are never'
+    ' packed.',
+  )
   shards: int = keys.key(
     4, 'Files of a pass; more workers than this are of no use.', at_least=1
   )
@@ -230,7 +234,7 @@ class DataConfig:
       split='train',
       objective=self.objective,
       passes=self.passes,
-      pack=self.pack,
+      pack=self.pack and self.objectives[0].answers == 1,
       max_rows=0,
     )
 
