@@ -53,7 +53,7 @@ def test_a_separator_is_in_the_rows_of_decoders_alone():
   assert example.prefix.tolist() == _ids('why|', end=False)
 
 
-@pytest.mark.parametrize('family', ['gemma', 'chatml'])
+@pytest.mark.parametrize('family', ['gemma', 'qwen'])
 def test_turns_end_with_the_token_of_their_end_once(family, tmp_path):
   tiny_tokenizers.save(tmp_path, family, tiny_tokenizers.TEXTS, 400)
   vocabulary = vocabulary_pair.open_vocabulary(str(tmp_path))
@@ -62,7 +62,7 @@ def test_turns_end_with_the_token_of_their_end_once(family, tmp_path):
     {'role': 'assistant', 'content': 'a mat'},
     {'role': 'user', 'content': 'the dog'},
   ]
-  end = {'gemma': '<end_of_turn>', 'chatml': '<|im_end|>'}[family]
+  end = {'gemma': '<end_of_turn>', 'qwen': '<|im_end|>'}[family]
   end = vocabulary.specials[end]
   documents = ['sat', 'the mat', messages, None], ['sat', 'mat', 'dog', None]
   _, (example, short) = _make(
