@@ -40,7 +40,8 @@ class DataConfig:
     " the documents whose hashes FILE lists, configs/decoders), 'text:GLOB',"
     " 'text:GLOB#paragraphs', 'jsonl:GLOB#FIELD', 'parquet:GLOB#FIELD',"
     " 'tfds:NAME:SPLIT',"
-    " 'pairs:GLOB#INPUTS,TARGETS', 'prompts:GLOB#TEMPLATES.yaml', 'chat:GLOB'"
+    " 'pairs:GLOB#INPUTS,TARGETS', 'prompts:GLOB#TEMPLATES.yaml', 'chat:GLOB',"
+    " 'preferences:GLOB#PROMPT,CHOSEN,REJECTED'"
     " or 'seqio:NAME' (a registered task or mixture); or several with how often"
     ' a pass draws their documents, as in'
     " 'python@2 + jsonl:/data/*.jsonl@0.25'. '' in configurations that leave it"
@@ -182,7 +183,8 @@ class DataConfig:
         f' {" and ".join(sorted(source_kinds))}, but config.data.objective'
         f' {self.objective!r} is made of'
         f' {" and ".join(sorted(objective_kinds))}; change one of them (pairs'
-        ' and chat have sources of the same names, classify and tag labels:..).'
+        ' and chat have sources of the same names, chat_preferences'
+        ' preferences:.., classify and tag labels:..).'
       )
 
   def require_source(self) -> None:
