@@ -170,7 +170,7 @@ def train(
   else:
     checkpoint = checkpoints.at(start)
     resume_checks.check_config(saved, config.to_dict(), log)
-    resume_checks.check_same_references(saved.get('references'), digests)
+    resume_checks.check_same_references(saved.get('references', {}), digests)
     checkpoint.require_same(phases.abstract_saved(start))
     cost = compute_cost.Cost(**checkpoint.read_data())
 

@@ -85,24 +85,25 @@ def check_same_rows(
 
 
 def check_same_references(
-  saved: Mapping[str, str] | None, now: Mapping[str, str]
+  saved: Mapping[str, str], now: Mapping[str, str]
 ) -> None:
   """Checks that reference models are those that training began with.
 
   Args:
-    saved: digest of each reference in the checkpoint; None in checkpoints of
-      earlier versions.
+    saved: digest of each reference in the checkpoint.
     now: digest of each reference of this start.
 
   Raises:
-    UserError: they differ.
+    UserError: a reference has another digest.
   """
-  if saved is not None and saved != now:
-    raise errors.UserError(
-      f'the checkpoint was trained with the reference models {saved}, and'
-      f' config.teacher.checkpoint is of {now}. Set it, or config.init.encoder,'
-      ' back to the same model, or start in another --workdir.'
-    )
+  for name in saved.keys() & now.keys():
+    if saved[name] != now[name]:
+      raise errors.UserError(
+        f'the checkpoint was trained with the {name} of digest {saved[name]},'
+        f' and config.teacher.checkpoint is of {now[name]}. Set it, or'
+        ' config.init.encoder, back to the same model, unchanged, or start in'
+        ' another --workdir.'
+      )
 
 
 def report_environment(

@@ -22,6 +22,15 @@ def test_passes_before_the_position_of_a_repetition_are_refused():
   resume_checks.check_same_rows(ONE, ONE, [97], RANGES[:1])
 
 
+def test_another_reference_is_refused():
+  resume_checks.check_same_references({'teacher': 'a'}, {'teacher': 'a'})
+  resume_checks.check_same_references(None, {'teacher': 'a'})
+  with pytest.raises(
+    errors.UserError, match="{'teacher': 'a'}.*config.init.enc"
+  ):
+    resume_checks.check_same_references({'teacher': 'a'}, {'teacher': 'b'})
+
+
 def test_passes_that_are_gone_are_refused():
   with pytest.raises(errors.UserError, match='records was'):
     resume_checks.check_same_rows(TWO, ONE, [8], RANGES[:1])
