@@ -42,7 +42,7 @@ def test_preferences_train_a_decoder(tmp_path):
     '--config.data.workers=1',
     '--config.train.batch_size=8',
     '--config.train.eval_batch_size=8',
-    '--config.train.evaluators=loss=6',
+    '--config.train.evaluators=loss=6,samples=12',
     '--config.train.microbatches=2',
     '--config.checkpoint.every=6',
     '--config.optimizer.schedule=constant',
@@ -84,4 +84,4 @@ def test_preferences_train_a_decoder(tmp_path):
   other = f'--config.teacher.checkpoint={tmp_path}/run'
   refused = train('resumed', 18, other)
   assert refused.returncode == 2
-  assert 'was trained with the reference models' in refused.stderr
+  assert 'was trained with the teacher of digest' in refused.stderr
