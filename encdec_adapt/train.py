@@ -146,7 +146,8 @@ def train(
   digests = {name: r.source.fingerprint for name, r in references.items()}
   loss = dataclasses.replace(settings.loss, models=frozen)
   settings = dataclasses.replace(settings, loss=loss)
-  axes = settings.data.objectives[0].maker.axes
+  objective = settings.data.objectives[0]
+  axes = objective.maker.axes
   make_phases = functools.partial(phases_lib.Phases, placement, loss, axes=axes)
   phases = make_phases(settings.optimizer, settings.train)
 
@@ -244,6 +245,8 @@ def train(
   step = first = start or 0
   every = settings.checkpoint.interval(steps)
   end = resume_checks.report_end(batches.remaining, first, steps, log)
+  batch_size, answers = settings.train.batch_size, objective.answers
+  flops = setup.step_flops(model, lengths, batch_size, shapes, answers)
   telemetry = job_telemetry.JobTelemetry(
     workdir,
     settings.train,
@@ -252,13 +255,7 @@ def train(
     start,
     end,
     cost,
-    setup.step_flops(
-      model,
-      lengths,
-      settings.train.batch_size,
-      shapes,
-      settings.data.objectives[0].answers,
-    ),
+    flops,
     log,
   )
   watchdog = watchdog_lib.Watchdog(
@@ -324,8 +321,7 @@ def train(
         rows = next(batches)
       if step == first:
         data.train.check_framing(rows, data.vocabularies.decoder)
-        labels = settings.data.objectives[0].labels
-        log(setup.describe_batch(rows, data.vocabularies, labels))
+        log(setup.describe_batch(rows, data.vocabularies, objective.labels))
         if distributed.is_lead():
           run_artifacts.remove_summary(workdir)  # A shorter job left it.
       row_numbers = rows.pop('row')

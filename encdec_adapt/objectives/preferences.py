@@ -51,10 +51,8 @@ class Preference(NamedTuple):
   @property
   def pairs(self) -> tuple[framing.Pair, framing.Pair]:
     """The prompt with each answer."""
-    return (
-      framing.Pair(self.inputs, self.targets, self.prefix),
-      framing.Pair(self.inputs, self.rejected, self.prefix),
-    )
+    pair = framing.Pair(self.inputs, self.targets, self.prefix)
+    return pair, pair._replace(targets=self.rejected)
 
   @property
   def teacher_inputs(self) -> np.ndarray:
@@ -83,15 +81,12 @@ class Preferences(supervised.Supervised):
   )
   example = Preference
   answers = 2
-  axes = {
-    name: ('batch', None, 'length')
-    for name in ('targets', 'weights', 'teacher_index')
-    + tuple(
-      f'{side}_{field}'
-      for side in ('decoder', 'teacher')
-      for field in ('tokens', 'segments', 'positions')
-    )
-  }
+  axes = dict.fromkeys(
+    ('targets', 'weights', 'teacher_index')
+    + ('decoder_tokens', 'decoder_segments', 'decoder_positions')
+    + ('teacher_tokens', 'teacher_segments', 'teacher_positions'),
+    ('batch', None, 'length'),
+  )
 
   @classmethod
   def revisions(cls, options):
@@ -128,13 +123,10 @@ class Preferences(supervised.Supervised):
       self._separated([*self._pairs(name, self._content(name, prompt, x))][-1])
       for x in answers
     )
-    problem = ''
     if not all(answer.strip() for answer in answers):
-      problem = 'an answer is empty'
-    elif np.array_equal(chosen.targets, rejected.targets):
-      problem = 'its answers have the same tokens'
-    if problem:
-      raise self._error(name, problem)
+      raise self._error(name, 'an answer is empty')
+    if np.array_equal(chosen.targets, rejected.targets):
+      raise self._error(name, 'its answers have the same tokens')
     example = Preference(
       chosen.inputs,
       chosen.targets,
@@ -170,20 +162,13 @@ class Preferences(supervised.Supervised):
   @classmethod
   def frame(cls, examples, lengths, ids, *, teacher=False):
     """Frames a row; see `framing.frame_row` and the module's docstring."""
-    chosen, rejected = (
-      framing.frame_row(
-        [example.pairs[answer] for example in examples],
-        lengths,
-        ids,
-        teacher=teacher,
-      )
-      for answer in range(cls.answers)
+    pairs = ([x.pairs[i] for x in examples] for i in range(cls.answers))
+    row, other = (
+      framing.frame_row(x, lengths, ids, teacher=teacher) for x in pairs
     )
-    answers = framing.stack_rows([chosen, rejected])
     # Fields without an axis of answers are those of the prompt.
-    return chosen | {
-      name: answers[name] for name in answers if name in cls.axes
-    }
+    answers = [name for name in row if name in cls.axes]
+    return row | {name: np.stack([row[name], other[name]]) for name in answers}
 
   @classmethod
   def check(cls, rows, ids, **options):

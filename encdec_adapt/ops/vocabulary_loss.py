@@ -189,16 +189,8 @@ def token_log_probs(
 
   @jax.custom_vjp
   def compute(hidden, table, targets):
-    weights = jnp.ones(targets.shape, jnp.float32)
-    values, _, _ = run(
-      hidden,
-      table,
-      weights,
-      targets,
-      None,
-      with_gradients=False,
-      entropy=entropy,
-    )
+    arrays = hidden, table, jnp.ones(targets.shape, jnp.float32), targets, None
+    values, _, _ = run(*arrays, with_gradients=False, entropy=entropy)
     log_probs = -values['cross_entropy']
     return (log_probs, values['entropy']) if entropy else log_probs
 
@@ -209,9 +201,8 @@ def token_log_probs(
     """Computes the logits again, chunk by chunk."""
     hidden, table, targets = arrays
     weights = -(cotangents[0] if entropy else cotangents)
-    _, dhidden, dtable = run(
-      hidden, table, weights, targets, None, with_gradients=True
-    )
+    arrays = hidden, table, weights, targets, None
+    _, dhidden, dtable = run(*arrays, with_gradients=True)
     return dhidden, dtable.astype(table.dtype), None
 
   compute.defvjp(forward, backward)

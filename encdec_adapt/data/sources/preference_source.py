@@ -28,17 +28,11 @@ from encdec_adapt.data.sources import (
   file_sources,
   row_sources,
 )
+from encdec_adapt.tokenizers import chat_format
 
 _TURN = re.compile(r'\n\n(Human|Assistant):')
-_ROLES = {
-  'Human': 'user',
-  'Assistant': 'assistant',
-  'human': 'user',
-  'gpt': 'assistant',
-  'system': 'system',
-  'user': 'user',
-  'assistant': 'assistant',
-}
+_ROLES = {role: role for role in chat_format.ROLES}
+_ROLES |= {'human': 'user', 'gpt': 'assistant'}
 _LABELS = {'1': 1, '2': 2, '0': 0, 'tie': 0}
 
 
@@ -111,7 +105,8 @@ def _messages(content: object) -> list[dict[str, str]]:
         ' rejected answer'
       )
     turns = zip(parts[::2], parts[1::2], strict=True)
-    content = [{'from': role, 'value': text.strip()} for role, text in turns]
+    names = {'Human': 'human', 'Assistant': 'gpt'}
+    content = [{'from': names[x], 'value': text.strip()} for x, text in turns]
   return [_message(entry) for entry in content]
 
 

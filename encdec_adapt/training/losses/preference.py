@@ -41,12 +41,13 @@ class Form:
   Attributes:
     log_probs: 'sum' or 'mean' over the tokens of an answer.
     reads_reference: whether scores are relative to a reference model.
-    cross_entropy: share of cross-entropy that is part of the loss.
+    cross_entropy: share of cross-entropy to the chosen answers.
   """
 
   log_probs: ClassVar[str] = 'sum'
   reads_reference: ClassVar[bool] = True
-  cross_entropy: ClassVar[float] = 0.0
+
+  cross_entropy: float = 0.0
 
   def __post_init__(self):
     keys.check(self, f'{_LABEL}: ')
@@ -150,8 +151,8 @@ class Orpo(Form):
 
   log_probs: ClassVar[str] = 'mean'
   reads_reference: ClassVar[bool] = False
-  cross_entropy: ClassVar[float] = 1.0
 
+  cross_entropy: float = 1.0
   weight: float = keys.key(0.1, 'Weight.', above=0, name='lambda')
 
   def scores(self, log_probs, reference):
@@ -177,26 +178,20 @@ class Preference(loss.Loss):
   """The loss of a form, and a share of cross-entropy to the chosen answers.
 
   Metrics of steps and held-out rows: `accuracy` (share of examples with a
-  margin above 0; a margin of 0 counts half), `margin`, and `cross_entropy` of
-  the chosen answers; of steps also the scores `chosen` and `rejected`. The
-  held-out `loss` has no share of cross-entropy.
+  margin above 0; a margin of 0 counts half) and `cross_entropy` of the chosen
+  answers; of steps also the mean scores `chosen` and `rejected`. The held-out
+  `loss` has no share of cross-entropy.
   """
 
   name: ClassVar[str] = 'preference'
   starts_from_reference: ClassVar[bool] = True
   metrics: ClassVar[Mapping[str, str]] = loss.Loss.metrics | {
     'accuracy': 'mean',
-    'margin': 'mean',
     'chosen': 'mean',
     'rejected': 'mean',
     'cross_entropy': 'chosen',
   }
-  held_out: ClassVar[tuple[str, ...]] = (
-    'loss',
-    'accuracy',
-    'margin',
-    'cross_entropy',
-  )
+  held_out: ClassVar[tuple[str, ...]] = ('loss', 'accuracy', 'cross_entropy')
   curves: ClassVar[tuple[str, ...]] = held_out
   selects: ClassVar[str] = 'accuracy'
   highest: ClassVar[bool] = True
@@ -205,11 +200,11 @@ class Preference(loss.Loss):
   def __post_init__(self):
     super().__post_init__()
     if self.kind:
-      self.form_and_share  # noqa: B018  Checks the string.
+      self.form  # noqa: B018  Checks the string.
 
   @functools.cached_property
-  def form_and_share(self) -> tuple[Form, float]:
-    """The form that `kind` names, and the share of cross-entropy."""
+  def form(self) -> Form:
+    """The form that `kind` names, with its options and share."""
     (part, weight), *shares = option_strings.things(_LABEL, self.kind, r' \+ ')
     name, options = part.partition(':')
     if name.text not in FORMS or weight is not None:
@@ -219,19 +214,13 @@ class Preference(loss.Loss):
       )
     section = FORMS[name.text]
     form = keys.make(section, options.key_values(keys.defaults(section)))
-    share = form.cross_entropy
-    for extra, weight in shares:
-      if extra.text != 'cross_entropy' or share:
+    for extra, share in shares:
+      if extra.text != 'cross_entropy' or form.cross_entropy:
         raise extra.error(
           'must be cross_entropy@SHARE, once, and not with orpo, which has it'
         )
-      share = 1.0 if weight is None else weight
-    return form, share
-
-  @property
-  def form(self) -> Form:
-    """The form that `kind` names."""
-    return self.form_and_share[0]
+      form = dataclasses.replace(form, cross_entropy=share or 1.0)
+    return form
 
   @property
   def references(self) -> tuple[str, ...]:
@@ -282,9 +271,9 @@ class Preference(loss.Loss):
     self, terms: loss.Terms, divisors: loss.Terms
   ) -> Float[Array, '']:
     """Adds the share of cross-entropy, which has its own divisor."""
-    share = self.form_and_share[1]
     cross_entropy = terms['cross_entropy'] / divisors['chosen']
-    return super().objective(terms, divisors) + share * cross_entropy
+    share = self.form.cross_entropy * cross_entropy
+    return super().objective(terms, divisors) + share
 
   def terms(
     self,
@@ -339,7 +328,6 @@ class Preference(loss.Loss):
       'loss': self.form.loss(margins),
       # Policy and reference are equal at the start: no answer is preferred.
       'accuracy': (jnp.sign(margins) + 1) / 2,
-      'margin': margins,
       'chosen': chosen,
       'rejected': rejected,
       'cross_entropy': -sums[0][:, 0],
