@@ -143,7 +143,6 @@ def train(
   )
   # Opened only: parameters are read below, when other inputs are checked.
   frozen = {name: r.placement.model for name, r in references.items()}
-  digests = {name: r.source.fingerprint for name, r in references.items()}
   loss = dataclasses.replace(settings.loss, models=frozen)
   settings = dataclasses.replace(settings, loss=loss)
   objective = settings.data.objectives[0]
@@ -171,7 +170,6 @@ def train(
   else:
     checkpoint = checkpoints.at(start)
     resume_checks.check_config(saved, config.to_dict(), log)
-    resume_checks.check_same_references(saved.get('references', {}), digests)
     checkpoint.require_same(phases.abstract_saved(start))
     cost = compute_cost.Cost(**checkpoint.read_data())
 
@@ -215,7 +213,6 @@ def train(
     'fingerprint': environment.fingerprint() | {'mesh': dict(mesh.shape)},
     'vocabularies': data.vocabularies.describe(),
     'order': order,
-    'references': digests,
   }
   # The first step donates the buffers of the state: another reference to the
   # parameters would keep them in memory twice.
@@ -236,7 +233,10 @@ def train(
     resume_checks.report_environment(saved, meta, log)
     state = checkpoint.restore(phases.abstract_saved(start))
     log(f'resuming at step {start}')
-  reference_params = {name: r.read() for name, r in references.items()}
+  reference_params, digests = initial_state.read_references(references)
+  meta['references'] = digests
+  if start is not None:
+    resume_checks.check_same_references(saved, meta)
   if distributed.is_lead():
     run_artifacts.write_config(workdir, config, meta['environment'], made_by)
 

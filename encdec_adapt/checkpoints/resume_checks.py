@@ -85,24 +85,24 @@ def check_same_rows(
 
 
 def check_same_references(
-  saved: Mapping[str, str], now: Mapping[str, str]
+  saved: Mapping[str, Any], now: Mapping[str, Any]
 ) -> None:
   """Checks that reference models are those that training began with.
 
   Args:
-    saved: digest of each reference in the checkpoint.
-    now: digest of each reference of this start.
+    saved: `meta` of the checkpoint.
+    now: `meta` of this start, with the digest of each reference.
 
   Raises:
-    UserError: a reference has another digest.
+    UserError: the parameters of a reference differ.
   """
-  for name in saved.keys() & now.keys():
-    if saved[name] != now[name]:
+  for name, digest in saved.get('references', {}).items():
+    if now['references'].get(name, digest) != digest:
       raise errors.UserError(
-        f'the checkpoint was trained with the {name} of digest {saved[name]},'
-        f' and config.teacher.checkpoint is of {now[name]}. Set it, or'
-        ' config.init.encoder, back to the same model, unchanged, or start in'
-        ' another --workdir.'
+        f'the checkpoint was trained with another {name}: its parameters had'
+        f' the digest {digest[:12]}, now {now["references"][name][:12]}. Set'
+        ' config.teacher.checkpoint (or config.init.encoder and'
+        ' config.teacher.dtype) back, or start in another --workdir.'
       )
 
 

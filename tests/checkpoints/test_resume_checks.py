@@ -23,11 +23,13 @@ def test_passes_before_the_position_of_a_repetition_are_refused():
 
 
 def test_another_reference_is_refused():
-  resume_checks.check_same_references({'teacher': 'a'}, {'teacher': 'a'})
-  # A checkpoint of a version or a loss without one.
-  resume_checks.check_same_references({}, {'teacher': 'a'})
-  with pytest.raises(errors.UserError, match='teacher of digest a.* is of b'):
-    resume_checks.check_same_references({'teacher': 'a'}, {'teacher': 'b'})
+  one, other = ({'references': {'teacher': digest}} for digest in 'ab')
+  resume_checks.check_same_references(one, one)
+  # Checkpoints of a version or a loss without one.
+  resume_checks.check_same_references({}, one)
+  resume_checks.check_same_references(one, {'references': {}})
+  with pytest.raises(errors.UserError, match='another teacher: .* a, now b'):
+    resume_checks.check_same_references(one, other)
 
 
 def test_passes_that_are_gone_are_refused():
