@@ -182,8 +182,8 @@ class DataConfig:
         f'config.data.source is {self.source!r}, which has'
         f' {" and ".join(sorted(source_kinds))}, but config.data.objective'
         f' {self.objective!r} is made of'
-        f' {" and ".join(sorted(objective_kinds))}; change one of them (pairs'
-        ' and chat have sources of the same names, chat_preferences'
+        f' {" and ".join(sorted(objective_kinds))}; change one of them (pairs,'
+        ' chat and preferences have sources of the same names, chat_preferences'
         ' preferences:.., classify and tag labels:..).'
       )
 
