@@ -163,12 +163,12 @@ class Preferences(supervised.Supervised):
   def frame(cls, examples, lengths, ids, *, teacher=False):
     """Frames a row; see `framing.frame_row` and the module's docstring."""
     pairs = ([x.pairs[i] for x in examples] for i in range(cls.answers))
-    row, other = (
-      framing.frame_row(x, lengths, ids, teacher=teacher) for x in pairs
-    )
+    rows = [framing.frame_row(x, lengths, ids, teacher=teacher) for x in pairs]
+    answers = framing.stack_rows(rows)
     # Fields without an axis of answers are those of the prompt.
-    answers = [name for name in row if name in cls.axes]
-    return row | {name: np.stack([row[name], other[name]]) for name in answers}
+    return rows[0] | {
+      name: x for name, x in answers.items() if name in cls.axes
+    }
 
   @classmethod
   def check(cls, rows, ids, **options):

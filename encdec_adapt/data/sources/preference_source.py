@@ -151,11 +151,10 @@ def _parted(
   Raises:
     ValueError: they part before their last turns, which are the assistant's.
   """
-  *prompt, last = chosen
-  *beginning, other = rejected
-  if not prompt or prompt != beginning:
+  prompt = chosen[:-1]
+  if not prompt or prompt != rejected[:-1]:
     raise ValueError(
       f'the dialogues of {len(chosen)} and {len(rejected)} turns part before'
       ' their last turn; they must be equal up to the last answer'
     )
-  return prompt, _answer([last]), _answer([other])
+  return prompt, _answer(chosen[-1:]), _answer(rejected[-1:])
