@@ -1,6 +1,7 @@
 """Preference losses: TRL's values, dense gradients, microbatches and meshes."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,12 @@ import pytest
 
 from encdec_adapt.base import errors
 from encdec_adapt.evaluation.measures import perplexity
-from encdec_adapt.models import architecture, build, model_config
+from encdec_adapt.models import (
+  architecture,
+  base_model,
+  build,
+  model_config,
+)
 from encdec_adapt.objectives import objective_names
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.training import losses
@@ -163,6 +169,24 @@ def test_microbatches_and_a_mesh_equal_one_batch(models):
   )
   assert expected[0]['padding'] == pytest.approx(
     1 - tokens / (16 * (12 + 2 * 8))
+  )
+
+
+def test_dropout_is_of_the_policy_alone(models):
+  model, (params, frozen), batch = models
+  loss = preference_cases.make_loss('dpo', model)
+  batch = jax.tree.map(jnp.asarray, batch)
+  arguments = model, params, batch, {'teacher': frozen}
+  plain, dropped = (
+    jax.jit(functools.partial(loss.sums, *arguments, dropout))()
+    for dropout in (None, base_model.Dropout(0.5, jax.random.key(0)))
+  )
+  # beta * (log pi - log reference), of which only log pi changes; the sums of
+  # cross-entropy are those of -log pi of the chosen answers.
+  change = dropped['cross_entropy'] - plain['cross_entropy']
+  assert abs(float(change)) > 1
+  assert float(plain['chosen'] - dropped['chosen']) == pytest.approx(
+    0.1 * float(change), rel=1e-3
   )
 
 
