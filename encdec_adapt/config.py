@@ -210,6 +210,13 @@ def load(
     count = len(objective.labels)
     stack = dataclasses.replace(model.decoder, classes=count)
     model = model_config.DecoderOnlyConfig(stack)
+  loss, init = losses.from_section(values['loss'], model), sections['init']
+  # A change of `init` is a change of the reference: resuming refuses it.
+  if loss.starts_from_reference and loss.references:
+    if init.mode == 'checkpoint' and not sections['teacher'].checkpoint:
+      sections['teacher'] = dataclasses.replace(
+        sections['teacher'], checkpoint=init.encoder
+      )
   schedule = keys.make(
     schedules.ScheduleConfig,
     values['optimizer'],
@@ -222,7 +229,7 @@ def load(
     optimizer=keys.make(
       optimizers.OptimizerConfig, values['optimizer'], schedule=schedule
     ),
-    loss=losses.from_section(values['loss'], model),
+    loss=loss,
     **sections,
   )
   # As the user wrote it: the settings have a path below the work directory.
@@ -439,12 +446,13 @@ def _check_sources(settings: Settings, sources: bool) -> None:
     raise errors.UserError(
       f'config.teacher.checkpoint is {teacher!r} but the loss is {loss.name},'
       ' which reads no other model; empty it, or choose a loss that does, such'
-      ' as config.loss.distillation above 0.'
+      " as config.loss.distillation above 0 or config.loss.kind='dpo'."
     )
   if sources and loss.references and not teacher:
     raise errors.UserError(
-      f'the loss is {loss.name} but config.teacher.checkpoint is empty; give'
-      ' the work directory or Hugging Face folder of a model of kind'
+      f'the loss is {loss.name} but config.teacher.checkpoint is empty'
+      f' (config.init.mode is {init.mode!r}); give the work directory or'
+      ' Hugging Face folder of a model of kind'
       f' {architectures.names(loss.accepts)}, or choose a loss that reads no'
       ' other model (config.loss).'
     )

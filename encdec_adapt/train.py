@@ -146,7 +146,8 @@ def train(
   frozen = {name: r.placement.model for name, r in references.items()}
   loss = dataclasses.replace(settings.loss, models=frozen)
   settings = dataclasses.replace(settings, loss=loss)
-  axes = settings.data.objectives[0].maker.axes
+  objective = settings.data.objectives[0]
+  axes = objective.maker.axes
   make_phases = functools.partial(phases_lib.Phases, placement, loss, axes=axes)
   phases = make_phases(settings.optimizer, settings.train)
 
@@ -233,7 +234,10 @@ def train(
     resume_checks.report_environment(saved, meta, log)
     state = checkpoint.restore(phases.abstract_saved(start))
     log(f'resuming at step {start}')
-  reference_params = {name: r.read() for name, r in references.items()}
+  reference_params, digests = initial_state.read_references(references)
+  meta['references'] = digests
+  if start is not None:
+    resume_checks.check_same_references(saved, meta)
   if distributed.is_lead():
     run_artifacts.write_config(workdir, config, meta['environment'], made_by)
 
@@ -242,6 +246,8 @@ def train(
   step = first = start or 0
   every = settings.checkpoint.interval(steps)
   end = resume_checks.report_end(batches.remaining, first, steps, log)
+  batch_size, answers = settings.train.batch_size, objective.answers
+  flops = setup.step_flops(model, lengths, batch_size, shapes, answers)
   telemetry = job_telemetry.JobTelemetry(
     workdir,
     settings.train,
@@ -250,7 +256,7 @@ def train(
     start,
     end,
     cost,
-    setup.step_flops(model, lengths, settings.train.batch_size, shapes),
+    flops,
     log,
   )
   watchdog = watchdog_lib.Watchdog(
@@ -316,8 +322,7 @@ def train(
         rows = next(batches)
       if step == first:
         data.train.check_framing(rows, data.vocabularies.decoder)
-        labels = settings.data.objectives[0].labels
-        log(setup.describe_batch(rows, data.vocabularies, labels))
+        log(setup.describe_batch(rows, data.vocabularies, objective.labels))
         if distributed.is_lead():
           run_artifacts.remove_summary(workdir)  # A shorter job left it.
       row_numbers = rows.pop('row')

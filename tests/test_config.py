@@ -40,6 +40,17 @@ def _load(*flags):
   return config_lib.load(values.config, 'runs/x')
 
 
+def test_training_starts_from_the_reference_that_is_not_named():
+  flags = ('init.mode=checkpoint', 'init.encoder=a', 'loss.kind=dpo')
+  flags += ('data.objective=preferences', 'data.encoder_length=8')
+  flags += ('data.source=preferences:x#p,c,r', 'model.kind=decoder_only')
+  load = lambda *more: _load(BASE, *(f'--config.{x}' for x in (*flags, *more)))  # noqa: E731
+  assert load().teacher.checkpoint == 'a'
+  assert load('teacher.checkpoint=b').teacher.checkpoint == 'b'
+  assert load('loss.kind=simpo').teacher.checkpoint == ''
+  assert not load().data.train.pack and load().data.pack
+
+
 @pytest.mark.parametrize('size', ['s_s', '2b_2b', '9b_2b', '9b_9b', '27b_27b'])
 @pytest.mark.parametrize('objective', ['prefixlm', 'ul2'])
 def test_gemma2_configs_are_the_presets(size, objective):
@@ -185,6 +196,9 @@ def test_any_model_is_said_by_a_configuration(merged):
     ),
     (['teacher.checkpoint=a'], "teacher.checkpoint is 'a'"),
     (['loss.distillation=1'], 'teacher.checkpoint is empty'),
+    (['loss.kind=dpo'], "empty .config.init.mode is 'random'"),
+    (['loss.kind=dpo', 'teacher.checkpoint=a'], 'no two answers to compare'),
+    (['loss.kind=orpo', 'teacher.checkpoint=a'], 'which reads no other model'),
     (['loss.distillation=1', 'teacher.checkpoint=a'], "'causal_lm'; .*prefix_"),
     (['train.cross_attention_warmup=100'], 'none of the 100 steps'),
     (['train.microbatches=3'], 'batch_size .16. .*microbatches .3.'),

@@ -95,6 +95,23 @@ class Part:
     options = self.partition(':')[1]
     return options.divide(divider) if options else []
 
+  def key_values(self, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Reads keys and values; see the function `key_values`."""
+    values = dict(defaults)
+    for item in filter(None, self.divide(',')):
+      key, value = item.partition('=')
+      # An empty value is a value; without a sign the key is the whole item.
+      if key.text not in defaults or key.stop == item.stop:
+        pairs = ', '.join(f'{k}={v}' for k, v in defaults.items())
+        hint = errors.nearest(key.text, defaults)
+        raise item.error(f'must be KEY=VALUE of {pairs}{hint}')
+      # The type of the default, so that a number is not read as text.
+      kind = type(defaults[key.text])
+      values[key.text] = value.read(
+        lambda text, kind=kind: kind(unquote(text)), f'of type {kind.__name__}'
+      )
+    return values
+
   def read(
     self,
     kind: Callable[[str], T],
@@ -222,17 +239,4 @@ def key_values(
   Raises:
     UserError: a key is unknown, or a value has the wrong type.
   """
-  values = dict(defaults)
-  for item in filter(None, Part(label, string).divide(',')):
-    key, value = item.partition('=')
-    # An empty value is a value; without a sign the key is the whole item.
-    if key.text not in defaults or key.stop == item.stop:
-      pairs = ', '.join(f'{k}={v}' for k, v in defaults.items())
-      hint = errors.nearest(key.text, defaults)
-      raise item.error(f'must be KEY=VALUE of {pairs}{hint}')
-    # The type of the default, so that a number is not read as text.
-    kind = type(defaults[key.text])
-    values[key.text] = value.read(
-      lambda text, kind=kind: kind(unquote(text)), f'of type {kind.__name__}'
-    )
-  return values
+  return Part(label, string).key_values(defaults)

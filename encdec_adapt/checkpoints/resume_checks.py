@@ -84,6 +84,28 @@ def check_same_rows(
       )
 
 
+def check_same_references(
+  saved: Mapping[str, Any], now: Mapping[str, Any]
+) -> None:
+  """Checks that reference models are those that training began with.
+
+  Args:
+    saved: `meta` of the checkpoint.
+    now: `meta` of this start, with the digest of each reference.
+
+  Raises:
+    UserError: the parameters of a reference differ.
+  """
+  for name, digest in saved.get('references', {}).items():
+    if now['references'].get(name, digest) != digest:
+      raise errors.UserError(
+        f'the checkpoint was trained with another {name}: its parameters had'
+        f' the digest {digest[:12]}, now {now["references"][name][:12]}. Set'
+        ' config.teacher.checkpoint (or config.init.encoder and'
+        ' config.teacher.dtype) back, or start in another --workdir.'
+      )
+
+
 def report_environment(
   saved: Mapping[str, Any], now: Mapping[str, Any], report: Report
 ) -> None:

@@ -5,9 +5,13 @@ how every weight is filled; `read` then reads the weights. The evaluation and
 the commands are above this module.
 """
 
+from collections.abc import Mapping
 import dataclasses
+import hashlib
+import json
 
 import jax
+import jax.numpy as jnp
 
 from encdec_adapt.adaptation import coverage as coverage_lib
 from encdec_adapt.adaptation import init_section, recipes, weight_plan
@@ -21,6 +25,7 @@ from encdec_adapt.models import (
   model_config,
   parameters,
 )
+from encdec_adapt.sharding import placement as placement_lib
 from encdec_adapt.tokenizers import vocabulary_pair
 from encdec_adapt.training import losses, setup, teacher_section
 from encdec_adapt.training import state as state_lib
@@ -173,6 +178,34 @@ class Reference:
   def read(self) -> base_model.Params:
     """Reads the parameters."""
     return self.source.read(self.placement)
+
+  def digest(self, params: base_model.Params) -> str:
+    """Returns a digest of the parameters that `read` returned.
+
+    It does not depend on files, which another host may have copied at another
+    time, nor on the mesh: sums of integers are exact in any order.
+    """
+
+    def total(leaf: jax.Array) -> jax.Array:
+      kind = f'uint{8 * leaf.dtype.itemsize}'
+      bits = jax.lax.bitcast_convert_type(leaf, kind).astype(jnp.uint32)
+      return jnp.sum(bits * bits + bits, dtype=jnp.uint32)
+
+    everywhere = placement_lib.replicated(self.placement.mesh)
+    sums = jax.jit(
+      lambda params: jax.tree.map(total, params), out_shardings=everywhere
+    )(params)
+    text = {path: int(x) for path, x in state_lib.flatten(sums).items()}
+    return hashlib.sha256(json.dumps(text, sort_keys=True).encode()).hexdigest()
+
+
+def read_references(
+  references: Mapping[str, Reference],
+) -> tuple[dict[str, base_model.Params], dict[str, str]]:
+  """Reads the parameters of references; returns them, and their digests."""
+  params = {name: r.read() for name, r in references.items()}
+  digests = {name: r.digest(params[name]) for name, r in references.items()}
+  return params, digests
 
 
 def open_references(

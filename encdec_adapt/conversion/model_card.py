@@ -346,10 +346,12 @@ def _training(
     line += f', which reads {_names([teacher])}'
   yield f'{line}.'
   if summary:
+    # Runs of earlier versions do not have the key.
+    unit = 'preference' if config['loss'].get('kind') else 'target token'
     yield (
       f'- Held-out loss {summary["eval_loss_at_step_0"]:.4f} at step 0,'
       f' {summary["eval_loss"]:.4f} at step {summary["steps"]}, in nats per'
-      ' target token;'
+      f' {unit};'
       f' {summary["target_tokens"]:,.0f} target tokens of'
       f' {summary["total_tokens"]:,.0f} tokens, {summary["flops"]:.3g} model'
       ' FLOPs; with all that it was made from'

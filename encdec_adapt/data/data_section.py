@@ -40,7 +40,8 @@ class DataConfig:
     " the documents whose hashes FILE lists, configs/decoders), 'text:GLOB',"
     " 'text:GLOB#paragraphs', 'jsonl:GLOB#FIELD', 'parquet:GLOB#FIELD',"
     " 'tfds:NAME:SPLIT',"
-    " 'pairs:GLOB#INPUTS,TARGETS', 'prompts:GLOB#TEMPLATES.yaml', 'chat:GLOB'"
+    " 'pairs:GLOB#INPUTS,TARGETS', 'prompts:GLOB#TEMPLATES.yaml', 'chat:GLOB',"
+    " 'preferences:GLOB#PROMPT,CHOSEN,REJECTED'"
     " or 'seqio:NAME' (a registered task or mixture); or several with how often"
     ' a pass draws their documents, as in'
     " 'python@2 + jsonl:/data/*.jsonl@0.25'. '' in configurations that leave it"
@@ -132,7 +133,11 @@ class DataConfig:
     at_least=1,
   )
   repeat: bool = keys.key(False, 'Start over after the last pass, or stop.')
-  pack: bool = keys.key(True, 'Several examples in a training row.')
+  pack: bool = keys.key(
+    True,
+    'Several examples in a training row, but for preferences, which are never'
+    ' packed.',
+  )
   shards: int = keys.key(
     4, 'Files of a pass; more workers than this are of no use.', at_least=1
   )
@@ -177,8 +182,9 @@ class DataConfig:
         f'config.data.source is {self.source!r}, which has'
         f' {" and ".join(sorted(source_kinds))}, but config.data.objective'
         f' {self.objective!r} is made of'
-        f' {" and ".join(sorted(objective_kinds))}; change one of them (pairs'
-        ' and chat have sources of the same names, classify and tag labels:..).'
+        f' {" and ".join(sorted(objective_kinds))}; change one of them (pairs,'
+        ' chat and preferences have sources of the same names, chat_preferences'
+        ' preferences:.., classify and tag labels:..).'
       )
 
   def require_source(self) -> None:
@@ -230,7 +236,7 @@ class DataConfig:
       split='train',
       objective=self.objective,
       passes=self.passes,
-      pack=self.pack,
+      pack=self.pack and self.objectives[0].answers == 1,
       max_rows=0,
     )
 

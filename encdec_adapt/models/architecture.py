@@ -16,6 +16,10 @@ of types. Each stack reads the fields of a side of a batch
 The teacher's row holds the inputs of a pair and then its targets. A classifier
 reads the sides of an encoder, for every role of its stack.
 
+A batch may have a group of G completions for each of P prompts: fields of
+decoder, teacher and targets are then [P, G, L]. An encoder reads each prompt
+once, [P, S]; teacher's rows repeat it.
+
 Imports neither configs nor models, which import this module.
 """
 
@@ -129,6 +133,9 @@ class Architecture:
         `base_model.BaseModel.decode`.
     """
     source = self.source(model, params, fields.get('encoder', ()), **options)
+    rows = len(fields['decoder'][0])
+    if source and rows > len(source[0]):  # Every row of a group reads it.
+      source = [jnp.repeat(x, rows // len(x), axis=0) for x in source]
     return model.decode(params, *fields['decoder'], *source, **options)
 
   def predict(
@@ -139,9 +146,13 @@ class Architecture:
     Args:
       model: the model.
       params: parameters of the model.
-      batch: fields of `objectives.framing`.
+      batch: fields of `objectives.framing`; of a group [P, G, L].
       **options: as for `source`.
+
+    Returns:
+      The states; of groups B is P * G, prompt by prompt.
     """
+    batch = {name: x.reshape(-1, x.shape[-1]) for name, x in batch.items()}
     sides = self.sides('encoder_tokens' in batch)
     fields = {
       stack: [batch[f'{side}_{x}'] for x in ('tokens', 'segments', 'positions')]

@@ -35,7 +35,11 @@ TRAINING = 3  # Forward passes that a training step costs.
 
 
 def forward(
-  model: configs.ModelConfig, encoder: int, decoder: int, teacher: int
+  model: configs.ModelConfig,
+  encoder: int,
+  decoder: int,
+  teacher: int,
+  answers: int = 1,
 ) -> int:
   """Returns the FLOPs of a row.
 
@@ -44,14 +48,17 @@ def forward(
     encoder: encoder length S, or 0 for a batch without inputs.
     decoder: decoder length T.
     teacher: length of the row in which a decoder-only model reads a pair.
+    answers: answers of a row; an encoder reads their prompt once.
   """
   lengths = {'encoder': encoder, 'decoder': decoder, 'teacher': teacher}
   # Rows without a decoder's side are an encoder's, which predicts in place.
   targets = decoder or encoder
-  total = vocabulary(model.decoder.width, model.decoder.outputs, targets)
+  logits = vocabulary(model.decoder.width, model.decoder.outputs, targets)
+  total = answers * logits
   for name, side in model.architecture.sides(encoder > 0).items():
     stack = model.stacks[name]
-    total += stack_forward(stack, lengths[side], source_length=encoder)
+    rows = 1 if side == 'encoder' else answers
+    total += rows * stack_forward(stack, lengths[side], source_length=encoder)
   return total
 
 

@@ -3,9 +3,9 @@
 An `Objective` is parsed from `config.data.objective` (`objective_names.parse`)
 and answers every question about itself. `Objective.make` gives the maker of
 examples for rows of given lengths and a vocabulary: an `ExampleMaker` of
-`windows`, `denoising`, `noising`, `supervised` or `labelled`. The answers are
-attributes and methods of these classes. A module of this kind lists its names
-in `OBJECTIVES`.
+`windows`, `denoising`, `noising`, `supervised`, `preferences` or `labelled`.
+The answers are attributes and methods of these classes. A module of this kind
+lists its names in `OBJECTIVES`.
 
 This module imports neither TensorFlow nor SeqIO nor jax.
 """
@@ -77,13 +77,15 @@ class ExampleMaker(abc.ABC):
       'pair', or 'encoder' (masked language models).
     options: options that a name may have.
     draws: whether anything is random.
-    documents: kind of documents that it reads: 'text', 'pairs', 'chat' or
-      'labels'.
+    documents: kind of documents that it reads: 'text', 'pairs', 'chat',
+      'preferences' or 'labels'.
     reads: content of documents: 'tokens', or 'text' (JSON of pairs and chats).
     fields: fields of an example that are stored in a row.
     example: class of the examples, a NamedTuple with `fields` and `documents`,
       and a method `positions`, as `framing.Pair`; samples read its `inputs` and
       `teacher_inputs`.
+    answers: answers of a row; several are fields [P, G, T], and rows of such
+      an objective hold a single example.
     axes: logical axes of batch fields other than rows ('batch') of tokens
       ('length'). Objectives that have some override `frame` and `check`.
     distills: whether a teacher can predict the targets from the inputs.
@@ -107,6 +109,7 @@ class ExampleMaker(abc.ABC):
   reads = 'tokens'
   fields = PAIR_FIELDS
   example: type = framing.Pair
+  answers = 1
   axes: Mapping[str, tuple[str | None, ...]] = types.MappingProxyType({})
   distills = False
   ends_turns = False
@@ -275,6 +278,11 @@ class Objective:
   def documents(self) -> str:
     """Kind of documents that it reads: see `ExampleMaker.documents`."""
     return self.maker.documents
+
+  @property
+  def answers(self) -> int:
+    """Answers of a row: see `ExampleMaker.answers`."""
+    return self.maker.answers
 
   @property
   def rows(self) -> str:

@@ -3,7 +3,8 @@
 Alone, or with distillation from a teacher's whole distribution, computed from
 the same logits. All results are sums over weights: the caller divides by the
 weight of the whole global step, so that microbatches and hosts of unequal
-weight add up to one large batch.
+weight add up to one large batch. Losses that compare sequences read the
+log-probability of each token instead (`token_log_probs`).
 """
 
 from collections.abc import Callable
@@ -155,6 +156,60 @@ def per_token(
   return values['cross_entropy'], values['correct']
 
 
+def token_log_probs(
+  hidden: Float[Array, 'B T D'],
+  table: Float[Array, 'V D'],
+  targets: Int[Array, 'B T'],
+  *,
+  vocab_size: int,
+  softcap: float | None = None,
+  chunk: int = vocabulary_parallel.DEFAULT_CHUNK,
+  entropy: bool = False,
+) -> Float[Array, 'B T'] | tuple[Float[Array, 'B T'], Float[Array, 'B T']]:
+  """Computes the log-probability of every target, with gradients.
+
+  The gradients are those of `cross_entropy` with the negative cotangents as
+  weights: a second pass over the chunks, so that logits are never stored.
+
+  Args (see `cross_entropy`):
+    hidden: final hidden states.
+    table: output table.
+    targets: ids in [0, vocab_size).
+    vocab_size: number of real tokens.
+    softcap: soft-cap of the logits.
+    chunk: most tokens of a device with logits in memory at a time.
+    entropy: whether to return entropies too.
+
+  Returns:
+    log p(target) in nats, float32, differentiable in hidden and table; with
+    `entropy` also the entropy of every distribution, without gradients.
+  """
+  run = functools.partial(
+    _sweep, vocab_size=vocab_size, chunk=chunk, softcap=softcap
+  )
+
+  @jax.custom_vjp
+  def compute(hidden, table, targets):
+    arrays = hidden, table, jnp.ones(targets.shape, jnp.float32), targets, None
+    values, _, _ = run(*arrays, with_gradients=False, entropy=entropy)
+    log_probs = -values['cross_entropy']
+    return (log_probs, values['entropy']) if entropy else log_probs
+
+  def forward(*arrays):
+    return compute(*arrays), arrays
+
+  def backward(arrays, cotangents):
+    """Computes the logits again, chunk by chunk."""
+    hidden, table, targets = arrays
+    weights = -(cotangents[0] if entropy else cotangents)
+    arrays = hidden, table, weights, targets, None
+    _, dhidden, dtable = run(*arrays, with_gradients=True)
+    return dhidden, dtable.astype(table.dtype), None
+
+  compute.defvjp(forward, backward)
+  return compute(hidden, table, targets)
+
+
 def _run(hidden, table, weights, *arguments, **options):
   """Computes the sums, and the gradients of `total`; arguments as `_sweep`.
 
@@ -188,6 +243,7 @@ def _sweep(
   softcap: float | None,
   z_loss: float = 0.0,
   label_smoothing: float = 0.0,
+  entropy: bool = False,
 ) -> tuple[dict[str, jax.Array], jax.Array | None, jax.Array | None]:
   """Computes the terms of every token, and gradients of their weighted sum.
 
@@ -218,6 +274,7 @@ def _sweep(
       share=share,
       z_loss=z_loss,
       label_smoothing=label_smoothing,
+      entropy=entropy,
     )
     if teacher is None:
       return finish(*columns.reduce(*parts))
@@ -253,6 +310,7 @@ def terms(
   share: float = 1.0,
   z_loss: float = 0.0,
   label_smoothing: float = 0.0,
+  entropy: bool = False,
 ) -> tuple[list[Float[Array, 'rows v']], Callable]:
   """Prepares terms per row, and with weights the gradient of the raw logits.
 
@@ -262,11 +320,12 @@ def terms(
     targets: [rows] int32.
     weights: [rows], or None for no gradient.
     share: factor of the cross-entropy in 'total', not of the z-loss.
+    entropy: whether to compute 'entropy', which has no gradient.
 
   Returns:
     Arguments of `columns.reduce`; and a function of its results, which returns
     'total', 'cross_entropy', 'z_loss' and 'correct', each [rows], without
-    weights; and the gradient [rows, v] of weights * total, or None.
+    weights, and 'entropy' on request; and the gradient [rows, v] of weights * total, or None.
   """
   capped, slope = vocabulary_parallel.soft_cap(logits, softcap)
   scores = columns.only_tokens(capped, vocabulary_parallel.EXCLUDED)
@@ -279,6 +338,9 @@ def terms(
   parts = [scores, jnp.exp(shifted), jnp.where(is_target, capped, 0.0)]
   if label_smoothing:
     parts.append(columns.only_tokens(capped, 0.0))
+  if entropy:
+    # Padding has a probability of exactly 0, and a finite score.
+    parts.append(jnp.exp(shifted) * shifted)
 
   def finish(largest, sums):
     log_normaliser = shift + jnp.log(sums[0])
@@ -296,6 +358,8 @@ def terms(
       'z_loss': z_term,
       'correct': (sums[1] >= largest).astype(jnp.float32),
     }
+    if entropy:  # Never beside a teacher, whose parts would be the last.
+      values['entropy'] = jnp.log(sums[0]) - sums[-1] / sums[0]
     if weights is None:
       return values, None
     row_weights = weights.astype(jnp.float32)

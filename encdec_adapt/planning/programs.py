@@ -206,15 +206,15 @@ class Job:
 
   def flops(self) -> float:
     """Returns FLOPs on all devices by `models.forward_flops`."""
-    lengths = self.lengths
+    lengths, answers = self.lengths, self.data.objectives[0].answers
     if self.trains:
       model, *references = self.models
-      return setup.step_flops(model, lengths, self.rows, references)
+      return setup.step_flops(model, lengths, self.rows, references, answers)
     sizes = lengths.encoder, lengths.decoder
     if self.name == 'decode':
       row = formula.decoding(self.model, *sizes)
     else:
-      row = formula.forward(self.model, *sizes, lengths.teacher)
+      row = formula.forward(self.model, *sizes, lengths.teacher, answers)
     return float(self.rows * row)
 
   def program(self) -> Program:

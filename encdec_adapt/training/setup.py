@@ -176,6 +176,7 @@ def step_flops(
   lengths: framing.Lengths,
   rows: int,
   references: Iterable[model_config.ModelConfig] = (),
+  answers: int = 1,
 ) -> float:
   """Returns the model FLOPs of a training step on all devices.
 
@@ -184,8 +185,9 @@ def step_flops(
     lengths: tokens of a row.
     rows: rows of the batch.
     references: models that add a forward pass each.
+    answers: answers of a row.
   """
-  sizes = lengths.encoder, lengths.decoder, lengths.teacher
+  sizes = lengths.encoder, lengths.decoder, lengths.teacher, answers
   total = forward_flops.TRAINING * forward_flops.forward(model, *sizes)
   # No gradient reaches a reference: it has no backward pass.
   total += sum(forward_flops.forward(frozen, *sizes) for frozen in references)

@@ -40,8 +40,8 @@ def make_train_step(
 
   `references` are the parameters of the loss's reference models, by name.
   The step is jitted for the groups that train: gradients are computed for
-  their parameters only. The state is donated. The divisor of the loss is
-  the weight of the whole global batch, over microbatches and hosts.
+  their parameters only. The state is donated. The divisors of the loss are
+  those of the whole global batch, over microbatches and hosts.
 
   Args:
     placement: model, mesh and rules of the trained model.
@@ -57,8 +57,8 @@ def make_train_step(
   Returns:
     The jitted function. Metrics are scalars, fp32 but for counts, which are
     int32: those of the loss, `tokens` (of both sides, without padding),
-    `gradient_norm` (before clipping), `learning_rate/<group>`, `skipped` and
-    `skipped_in_row`.
+    `padding` (share of the positions), `gradient_norm` (before clipping),
+    `learning_rate/<group>`, `skipped` and `skipped_in_row`.
   """
 
   def step(state, batch, references):
@@ -68,17 +68,15 @@ def make_train_step(
       flat = state_lib.flatten(state.params)
       trained = {p: flat[p] for paths in trainable.values() for p in paths}
       frozen = {p: leaf for p, leaf in flat.items() if p not in trained}
-      # A batch of weight zero has zero gradients; avoid 0 / 0.
-      weight = loss.weight(batch)
-      divisor = jnp.where(weight > 0, weight, 1.0)
+      divisors = loss.divisors(batch)
 
       def objective(trained, part, key):
-        # Divided by the weight of the whole batch: gradients of microbatches of
+        # Divided by those of the whole batch: gradients of microbatches of
         # unequal weight then add up to that of the batch.
         params = state_lib.unflatten({**frozen, **trained})
         masks = base_model.Dropout(dropout, key) if dropout else None
         terms = loss.sums(placement.model, params, part, references, masks)
-        return terms['loss'] / divisor, terms
+        return loss.objective(terms, divisors), terms
 
       keys = None
       if dropout:
@@ -94,13 +92,15 @@ def make_train_step(
       new_state, rates = _apply(
         state, flat, gradients, norm, trainable, optimizer, placement
       )
+    tokens, positions = _tokens(batch)
     progress = {
-      'tokens': _tokens(batch),
+      'tokens': tokens,
+      'padding': 1 - tokens / positions,
       'gradient_norm': norm,
       'skipped': new_state.skipped,
       'skipped_in_row': new_state.skipped_in_row,
     }
-    return new_state, {**loss.averages(terms, divisor), **progress, **rates}
+    return new_state, {**loss.averages(terms, divisors), **progress, **rates}
 
   # Explicit shardings: the output state is the next input, and must be neither
   # resharded nor cause a recompilation. Batches and references (None) keep
@@ -126,9 +126,10 @@ def _clip(gradients, largest):
 
 
 def _tokens(batch):
-  """Counts the positions of encoder and decoder that hold a token."""
+  """Counts tokens and positions of encoder and decoder."""
   sides = ('encoder_segments', 'decoder_segments')
-  return sum(jnp.sum(batch[side] > 0) for side in sides if side in batch)
+  segments = [batch[side] for side in sides if side in batch]
+  return sum(jnp.sum(x > 0) for x in segments), sum(x.size for x in segments)
 
 
 def _accumulate(objective, trained, batch, keys, microbatches, shardings, axes):

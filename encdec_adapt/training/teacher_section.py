@@ -11,8 +11,9 @@ class TeacherConfig:
 
   checkpoint: str = keys.key(
     '',
-    "The teacher: a run, RUN@STEP, a Hugging Face folder or hf://ORG/NAME; ''"
-    ' for none.',
+    'The teacher, or the reference of preferences: a run, RUN@STEP, a Hugging'
+    " Face folder or hf://ORG/NAME; '' for none, or for a reference the model"
+    ' that training starts from (config.init.mode=checkpoint).',
   )
   dtype: str = keys.key(
     '',

@@ -23,7 +23,10 @@ class TrainConfig:
     at_least=0,
   )
   batch_size: int = keys.key(
-    16, 'Rows of a step, over all devices and hosts.', at_least=1
+    16,
+    'Rows of a step, over all devices and hosts; of preferences, pairs of'
+    ' answers.',
+    at_least=1,
   )
   microbatches: int = keys.key(
     1, 'Parts of a batch whose gradients are accumulated.', at_least=1
@@ -61,8 +64,8 @@ class TrainConfig:
   )
   patience: int = keys.key(
     0,
-    'Evaluations in a row without a lower held-out loss after which the job'
-    ' ends (early stopping); 0: never.',
+    'Evaluations in a row without a lower held-out loss (of preferences, a'
+    ' higher accuracy) after which the job ends (early stopping); 0: never.',
     at_least=0,
   )
   eval_batch_size: int = keys.key(16, 'Rows of an evaluation step.', at_least=1)

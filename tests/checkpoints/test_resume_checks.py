@@ -22,6 +22,16 @@ def test_passes_before_the_position_of_a_repetition_are_refused():
   resume_checks.check_same_rows(ONE, ONE, [97], RANGES[:1])
 
 
+def test_another_reference_is_refused():
+  one, other = ({'references': {'teacher': digest}} for digest in 'ab')
+  resume_checks.check_same_references(one, one)
+  # Checkpoints of a version or a loss without one.
+  resume_checks.check_same_references({}, one)
+  resume_checks.check_same_references(one, {'references': {}})
+  with pytest.raises(errors.UserError, match='another teacher: .* a, now b'):
+    resume_checks.check_same_references(one, other)
+
+
 def test_passes_that_are_gone_are_refused():
   with pytest.raises(errors.UserError, match='records was'):
     resume_checks.check_same_rows(TWO, ONE, [8], RANGES[:1])

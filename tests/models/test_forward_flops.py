@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from encdec_adapt.models import execution, model_config, stack
+from encdec_adapt.models import build, execution, model_config, stack
 from encdec_adapt.models import forward_flops as flops
 from encdec_adapt.ops import masks
 from tests import toy_models
@@ -66,6 +66,32 @@ def test_a_layer_equals_the_products_of_its_program():
   traced = jax.make_jaxpr(run)(jnp.ones((1, source, 24)))
   expected = flops.stack_forward(config, length, source_length=source)
   assert _products(traced.jaxpr) == expected
+
+
+def test_the_answers_of_a_prompt_share_its_encoder():
+  side = _stack(pattern=('global',) * 2)  # In the tail.
+  config = model_config.encoder_decoder(side, side)
+  compute = execution.ComputeConfig(attention='reference').on('cpu')
+  model = build.build(config, compute)
+  source, target = 6, 10
+
+  def products(prompts, *answers):
+    shapes = {'encoder': (prompts, source), 'decoder': (*answers, target)}
+    batch = {
+      f'{name}_{field}': jnp.ones(shape, jnp.int32)
+      for name, shape in shapes.items()
+      for field in ('tokens', 'segments', 'positions')
+    }
+    params = jax.eval_shape(model.init, jax.random.key(0))
+    predict = jax.make_jaxpr(model.architecture.predict, static_argnums=0)
+    return _products(predict(model, params, batch).jaxpr)
+
+  counts = [
+    flops.forward(config, source, target, source + target, n) for n in (1, 2)
+  ]
+  shared = flops.stack_forward(config.encoder, source)
+  assert products(2, 2) - products(1, 1, 2) == shared
+  assert 2 * counts[0] - counts[1] == shared
 
 
 def test_experts_count_where_a_token_takes_them():

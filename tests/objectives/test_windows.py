@@ -152,8 +152,8 @@ _DIVIDED += 'span_corruption ul2 ul2_published ul2r t5gemma2'.split()
 _DIVIDED += 'prefix_lm_uniform reverse_prefix_lm'.split()
 _NAMES = [
   name
-  for name in objective_names.NAMES
-  if name not in ('denoise', 'pairs', 'chat', 'classify', 'tag')
+  for name, entry in objective_names.NAMES.items()
+  if entry.maker.documents == 'text' and name != 'denoise'
 ]
 
 

@@ -18,6 +18,11 @@ _LOSSES = {
   'truncated': 'examples longer than a row were truncated',
   _UNMASKED: f'examples longer than a row were {_UNMASKED}',
   'short_windows': 'last windows shorter than the option shortest were dropped',
+  'ties': 'preferences without a better answer were dropped',
+  'shared_headers': (
+    'preferences were dropped, as an answer shares a token with the header of'
+    ' its turn'
+  ),
   'bad_documents': 'documents could not be read',
 }
 

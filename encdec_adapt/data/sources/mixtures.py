@@ -182,7 +182,7 @@ def having(text: str, kind: str, seqio_modules: str = '') -> str:
 
   Args:
     text: sources and weights, see the module's docstring.
-    kind: kind of documents: 'text', 'pairs', 'chat' or 'labels'.
+    kind: kind of documents, as `document_source.Source.document_kind`.
     seqio_modules: see `open_parts`.
   """
   return ' + '.join(

@@ -1,9 +1,9 @@
 """Sources that are files of rows with fields: JSON lines and parquet.
 
 `jsonl` and `parquet` have texts; the others have pairs, labelled texts and
-conversations. A file is parquet where its name ends in .parquet. The id of a
-row is its file and the offset of its line, or the number of the row in a
-parquet file.
+conversations (`preference_source` has preferences). A file is parquet where its
+name ends in .parquet. The id of a row is its file and the offset of its line,
+or the number of the row in a parquet file.
 
 This module imports neither TensorFlow nor SeqIO nor jax.
 """
@@ -116,7 +116,8 @@ class FieldSource(RowSource):
       shown = f'{value if isinstance(row, dict) else row!r:.200}'
       if isinstance(row, dict) and field not in row:
         shown = f'it has {", ".join(row) or "no fields"}'
-      form = {str: 'text', list: 'a list'}.get(kind, 'a text or label')
+      forms = {str: 'text', list: 'a list', (int, float): 'a number'}
+      form = forms.get(kind, 'a text or label')
       location = self._line_location(unit.path, unit.offset)
       raise errors.UserError(
         f'source {self.name!r}: {location}, is not an object with {form} in'

@@ -14,6 +14,8 @@
 | pairs:GLOB#INPUTS,TARGETS| each line's fields INPUTS and TARGETS          |
 | prompts:GLOB#FILE.yaml   | each line in each template of a promptsource   |
 |                          | file (`prompt_source`)                         |
+| preferences:GLOB#PROMPT, | each line's prompt and two answers             |
+|   CHOSEN,REJECTED        | (`preference_source`)                          |
 | labels:GLOB#TEXT,LABEL   | each line's field TEXT, or several, and the    |
 |                          | last field, its label                          |
 | chat:GLOB                | each line's field `messages`: a list of objects|
@@ -26,10 +28,12 @@
 The text of a pair, a conversation or a labelled example is JSON: a list of two
 texts, of the messages, or of a list of texts and a label. They feed the
 objectives `pairs` and `chat` (`objectives/supervised.py`), and `classify` and
-`tag` (`objectives/labelled.py`); texts feed all other objectives.
+`tag` (`objectives/labelled.py`); preferences feed `preferences` and
+`chat_preferences` (`objectives/preferences.py`), texts all other objectives.
 
-The lines of `pairs`, `prompts`, `labels` and `chat` are rows where a file ends
-in .parquet; text and JSON lines may be compressed (.gz, .zst).
+The lines of `pairs`, `prompts`, `preferences`, `labels` and `chat` are rows
+where a file ends in .parquet; text and JSON lines may be compressed (.gz,
+.zst).
 
 A GLOB may be in a bucket, gs://BUCKET/FOLDER/*.jsonl, or in a repository of the
 Hub, hf://datasets/ORG/NAME[@REVISION]/*.parquet, of which records keep the
@@ -53,6 +57,7 @@ from encdec_adapt.base import errors
 from encdec_adapt.data.sources import (
   document_source,
   file_sources,
+  preference_source,
   prompt_source,
   python_source,
   row_sources,
@@ -62,6 +67,7 @@ from encdec_adapt.data.sources import (
 # Each registers its sources when it is imported.
 _MODULES = (
   file_sources,
+  preference_source,
   prompt_source,
   python_source,
   row_sources,

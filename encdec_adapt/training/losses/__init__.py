@@ -7,16 +7,17 @@ a loss, write a module here with its class, and nothing else in the package:
 - `is_chosen` says by which keys, or for which models, a job has this loss;
 - `check` refuses models and objectives that it does not suit;
 - `references` names the frozen models that it reads. `config.teacher` has their
-  path, `accepts` their possible architectures, and `assumed_reference` the
-  shape that a plan counts while no path is given;
+  path, which with `starts_from_reference` may be that of the job's source;
+  `accepts` has their possible architectures, and `assumed_reference` the shape
+  that a plan counts while no path is given;
 - `frame` changes a batch of the objective on the host, if it has to;
-- `predict` computes the states of a model. By default the model reads the
-  batch as its architecture does; with several rows for an example, override it
-  to flatten them, [P, 2, T] -> [2 P, T];
+- `predict` computes the states of a model, by default as its architecture
+  reads the batch; the answers of a group, [P, G, T], are rows, [P * G, T, D];
 - `weight` is the divisor: by default the weights of the targets, and the number
   of examples where the loss compares the rows of an example;
 - `terms` computes sums over the batch, `loss` with the gradient among them,
-  and `metrics` marks those that are divided by the weight;
+  and `metrics` marks those that are divided by the weight; a loss with a term
+  of another divisor overrides `divisors` and `objective`;
 - `row_ratios` computes the metrics `held_out` of held-out rows, for which it
   may need `held_out_references`. A run records `curves`, and `keep_best` and
   `patience` follow the metric that it `selects`.
@@ -67,4 +68,22 @@ def from_section(
       'config.loss and config.data.objective choose several losses,'
       f' {" and ".join(entry.name for entry in chosen)}; a job has one loss.'
     )
+  if values['kind']:
+    _check_unread(values, type(chosen[0]))
   return (*chosen, keys.make(cross_entropy.CrossEntropy, values))[0]
+
+
+def _check_unread(values: Mapping[str, Any], section: type[loss.Loss]) -> None:
+  """Refuses keys that the loss of `kind` does not read.
+
+  Raises:
+    UserError: such a key is not its default.
+  """
+  for other in CLASSES:
+    for name, default in keys.defaults(other).items():
+      if name not in keys.defaults(section) and values[name] != default:
+        raise errors.UserError(
+          f'config.loss.{name} is {values[name]!r}, which the loss'
+          f' {values["kind"]!r} (config.loss.kind) does not read; set it to'
+          f' {default!r}.'
+        )

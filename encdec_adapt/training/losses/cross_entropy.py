@@ -47,7 +47,7 @@ class CrossEntropy(loss.Loss):
       UserError: rows have several answers, or `on_inputs` is set and the model
         reads the inputs before it predicts.
     """
-    if any(objective.maker.axes for objective in objectives):
+    if any(objective.answers > 1 for objective in objectives):
       raise errors.UserError(
         f'the loss is {self.name} and config.data.objective is'
         f' {" | ".join(map(str, objectives))!r}, whose rows have several'

@@ -5,7 +5,7 @@ Imports no module of a loss.
 
 from collections.abc import Mapping, Sequence
 import dataclasses
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -47,12 +47,14 @@ class Loss:
   Attributes:
     name: name of the loss in messages.
     references: names of the frozen models that the loss reads.
+    starts_from_reference: whether the model that training starts from is the
+      reference where `config.teacher` names none.
     held_out_references: references that held-out metrics need, too.
-    metrics: metric of a step -> whether it is a 'mean' over the weight of the
-      batch or a 'sum'. A loss adds its terms to those here: `loss`, `weight`
-      (target tokens), and for models with experts `load_balance` (1 if all
-      experts get equally many tokens) and `router_z_loss`, both unweighted
-      means over layers and tokens of a microbatch.
+    metrics: metric of a step -> 'sum', or its divisor in `divisors`: 'mean' is
+      the weight of the batch. A loss adds its terms to those here: `loss`,
+      `weight` (target tokens), and for models with experts `load_balance` (1
+      if all experts get equally many tokens) and `router_z_loss`, both
+      unweighted means over layers and tokens of a microbatch.
     held_out: metrics of held-out rows, in the order of `row_ratios`.
     curves: held-out metrics in the records of a run, `loss` among them.
     selects: the held-out metric that `keep_best` and `patience` follow.
@@ -63,8 +65,9 @@ class Loss:
 
   name: ClassVar[str]
   references: ClassVar[tuple[str, ...]] = ()
+  starts_from_reference: ClassVar[bool] = False
   held_out_references: ClassVar[tuple[str, ...]] = ()
-  metrics: ClassVar[Mapping[str, Literal['mean', 'sum']]] = {
+  metrics: ClassVar[Mapping[str, str]] = {
     'loss': 'mean',
     'weight': 'sum',
     'load_balance': 'mean',
@@ -76,6 +79,14 @@ class Loss:
   highest: ClassVar[bool] = False
   unit: ClassVar[str] = 'per target token'
 
+  kind: str = keys.key(
+    '',
+    "Preferences: 'dpo:beta=0.1,smoothing=0', 'robust:beta=0.1,smoothing=0.1',"
+    " 'hinge:beta=0.1', 'ipo:beta=0.1,log_probs=sum' (or mean),"
+    " 'simpo:beta=2,gamma=1' or 'orpo:lambda=0.1', options having these"
+    " defaults; with ' + cross_entropy@0.2' a share for the chosen answers. '':"
+    ' cross-entropy, or distillation by the key below.',
+  )
   load_balance: float = keys.key(
     0.01,
     'Models with experts: weight of the load-balancing loss, per layer over'
@@ -142,6 +153,16 @@ class Loss:
   def weight(self, batch: Batch) -> Float[Array, '']:
     """Returns the weight of a batch, over which metrics are means."""
     return jnp.sum(batch['weights'])
+
+  def divisors(self, batch: Batch) -> Terms:
+    """Returns the divisors that `metrics` names, 1 in place of 0."""
+    # A batch of weight zero has zero gradients; avoid 0 / 0.
+    weight = self.weight(batch)
+    return {'mean': jnp.where(weight > 0, weight, 1.0)}
+
+  def objective(self, terms: Terms, divisors: Terms) -> Float[Array, '']:
+    """Returns the part of a step's loss that the sums of a microbatch make."""
+    return terms['loss'] / divisors['mean']
 
   def predict(
     self, model: build.Model, params: Params, batch: Batch, **options: Any
@@ -219,18 +240,21 @@ class Loss:
       'router_z_loss': routed.z,
     }
 
-  def averages(self, terms: Terms, weight: Float[Array, '']) -> Terms:
+  def averages(self, terms: Terms, divisors: Terms) -> Terms:
     """Returns the metrics of a step.
 
     Args:
       terms: sums over the whole batch.
-      weight: weight of the whole batch, not 0.
+      divisors: divisors of the whole batch.
     """
     # Divided once, after all microbatches: their weights are unequal.
-    return {
-      name: value / weight if self.metrics[name] == 'mean' else value
+    means = {
+      name: value
+      if self.metrics[name] == 'sum'
+      else value / divisors[self.metrics[name]]
       for name, value in terms.items()
     }
+    return means | {'loss': self.objective(terms, divisors)}
 
   # -- Held-out rows -----------------------------------------------------------
 

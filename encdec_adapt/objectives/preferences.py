@@ -1,0 +1,204 @@
+"""Preferences: rows of a prompt and two answers, of which one is better.
+
+| name             | inputs                              | answers             |
+|------------------|-------------------------------------|---------------------|
+| preferences      | a text                              | texts, EOS          |
+| chat_preferences | the conversation, or a text as the  | turns of the        |
+|                  | user's, with the assistant's header | assistant, with the |
+|                  |                                     | token that ends them|
+
+Both read sources `preferences:..`, with the options `prefix` and `separator` of
+`pairs`, and tokens as of `pairs` and `chat` (`objectives/supervised.py`). A row
+is a single example, since losses compare its answers: the fields of decoder,
+teacher and targets are [2, L], chosen answer first, and those of the encoder
+[S], as it reads the prompt once. An example of which prompt or answer is longer
+than a row is dropped and counted, and so are ties, and conversations in which
+a token spans the assistant's header and an answer: the prompt then would not be
+that of both answers. A margin is kept in the record.
+
+Pure numpy; this module imports neither TensorFlow nor SeqIO nor jax.
+"""
+
+import collections
+import json
+from typing import NamedTuple
+
+import numpy as np
+
+from encdec_adapt.base import errors
+from encdec_adapt.objectives import example_maker, framing, supervised
+
+
+class Preference(NamedTuple):
+  """A prompt, the answer that is chosen, and the answer that is rejected.
+
+  Attributes:
+    inputs: [m], in the encoder's vocabulary.
+    targets: [n], the chosen answer with its end.
+    rejected: the rejected answer with its end.
+    prefix: inputs in the decoder's vocabulary, see `framing.Pair`.
+    margin: [1], how much better the chosen answer is; None if it is unknown.
+    documents: id of the document.
+  """
+
+  inputs: np.ndarray
+  targets: np.ndarray
+  rejected: np.ndarray
+  prefix: np.ndarray | None = None
+  margin: np.ndarray | None = None
+  documents: tuple[str, ...] = ()
+
+  @property
+  def pairs(self) -> tuple[framing.Pair, framing.Pair]:
+    """The prompt with each answer."""
+    pair = framing.Pair(self.inputs, self.targets, self.prefix)
+    return pair, pair._replace(targets=self.rejected)
+
+  @property
+  def teacher_inputs(self) -> np.ndarray:
+    """Inputs in the decoder's vocabulary."""
+    return self.pairs[0].teacher_inputs
+
+  def positions(self, lengths: framing.Lengths) -> tuple[int, int]:
+    """Returns encoder positions, and decoder positions of the longer answer."""
+    return max(pair.positions(lengths) for pair in self.pairs)
+
+
+class Preferences(supervised.Supervised):
+  """Prompts with answers of texts; see the module's docstring."""
+
+  options = {
+    name: supervised.Supervised.options[name]
+    for name in ('prefix', 'separator')
+  }
+  documents = 'preferences'
+  fields = (
+    example_maker.RowField('inputs', side='encoder'),
+    example_maker.RowField('targets'),
+    example_maker.RowField('rejected'),
+    example_maker.RowField('prefix'),
+    example_maker.RowField('margin', 'float32'),
+  )
+  example = Preference
+  answers = 2
+  axes = dict.fromkeys(
+    ('targets', 'weights', 'teacher_index')
+    + ('decoder_tokens', 'decoder_segments', 'decoder_positions')
+    + ('teacher_tokens', 'teacher_segments', 'teacher_positions'),
+    ('batch', None, 'length'),
+  )
+
+  @classmethod
+  def revisions(cls, options):
+    return ()  # Not those of `chat`.
+
+  def __init__(self, name, lengths, vocabulary, *encoder, **options):
+    """Checks the options; see `Supervised`."""
+    super().__init__(name, lengths, vocabulary, *encoder, **options)
+    self.counts = collections.Counter(dropped=0, ties=0)
+
+  def examples(self, documents, generator):
+    for name, content in documents:
+      try:
+        example = self._example(name, json.loads(content))
+      except errors.UserError:
+        if not self.skips_bad:
+          raise
+        self.counts['bad_documents'] += 1
+        continue
+      if example is not None:
+        yield example._replace(documents=(name,))
+
+  def _example(self, name: str, content: list) -> Preference | None:
+    """Returns the example of a document; None if it is dropped.
+
+    Raises:
+      UserError: names the document, and what is wrong with it.
+    """
+    if not content:
+      self.counts['ties'] += 1
+      return None
+    *answers, prompt, margin = content
+    chosen, rejected = (
+      self._separated([*self._pairs(name, self._content(name, prompt, x))][-1])
+      for x in answers
+    )
+    if not all(answer.strip() for answer in answers):
+      raise self._error(name, 'an answer is empty')
+    if np.array_equal(chosen.targets, rejected.targets):
+      raise self._error(name, 'its answers have the same tokens')
+    example = Preference(
+      chosen.inputs,
+      chosen.targets,
+      rejected.targets,
+      chosen.prefix,
+      None if margin is None else np.array([margin], np.float32),
+    )
+    encoder, decoder = example.positions(self.lengths)
+    if encoder > self.lengths.encoder or decoder > self.lengths.decoder:
+      self.counts['dropped'] += 1
+    elif not all(
+      np.array_equal(getattr(chosen, field), getattr(rejected, field))
+      for field in ('inputs', 'teacher_inputs')
+    ):
+      self.counts['shared_headers'] += 1
+    else:
+      return example
+
+  def _content(self, name: str, prompt: str | list, answer: str) -> list:
+    """Returns a pair of texts, as `Supervised` reads it."""
+    if not isinstance(prompt, str):
+      raise self._error(
+        name, 'its prompt is a conversation; use the objective chat_preferences'
+      )
+    return [prompt, answer]
+
+  def _error(self, name: str, problem: str) -> errors.UserError:
+    return errors.UserError(
+      f'preference {self.locate(name)}: {problem}. Correct it, or set'
+      " config.data.bad_documents='skip' to leave such documents out."
+    )
+
+  @classmethod
+  def frame(cls, examples, lengths, ids, *, teacher=False):
+    """Frames a row; see `framing.frame_row` and the module's docstring."""
+    pairs = ([x.pairs[i] for x in examples] for i in range(cls.answers))
+    rows = [framing.frame_row(x, lengths, ids, teacher=teacher) for x in pairs]
+    answers = framing.stack_rows(rows)
+    # Fields without an axis of answers are those of the prompt.
+    return rows[0] | {
+      name: x for name, x in answers.items() if name in cls.axes
+    }
+
+  @classmethod
+  def check(cls, rows, ids, **options):
+    """Checks the rows of each answer; see `framing.check_framing`."""
+    for answer in range(cls.answers):
+      fields = {
+        name: value[:, answer] if name in cls.axes else value
+        for name, value in rows.items()
+      }
+      framing.check_framing(fields, ids, **options)
+
+
+class ChatPreferences(Preferences, supervised.Chat):
+  """Conversations with two last turns; see the module's docstring."""
+
+  options = {'separator': supervised.Chat.options['separator']}
+
+  def _content(self, name, prompt, answer):
+    if isinstance(prompt, str):
+      prompt = [{'role': 'user', 'content': prompt}]
+    return [*prompt, {'role': 'assistant', 'content': answer}]
+
+
+OBJECTIVES = {
+  'preferences': example_maker.Name(
+    Preferences,
+    'the better of two answers to a prompt (`preferences:` sources)',
+  ),
+  'chat_preferences': example_maker.Name(
+    ChatPreferences,
+    'the better of two turns of the assistant (`preferences:` sources)',
+  ),
+}

@@ -1,0 +1,164 @@
+"""Preferences: literal ids, framing, what is dropped, and bad documents."""
+
+import json
+from types import SimpleNamespace
+
+import jax
+from jax import numpy as jnp
+import numpy as np
+import pytest
+
+from encdec_adapt.base import errors
+from encdec_adapt.data.records import row_codec, row_display
+from encdec_adapt.models import build, model_config
+from encdec_adapt.objectives import framing, objective_names
+from encdec_adapt.sharding import mesh, placement, rules
+from encdec_adapt.tokenizers import vocabulary_pair
+from encdec_adapt.training import state, step
+from tests import gemma_ids, tiny_tokenizers, toy_models
+
+LENGTHS = framing.Lengths(8, 4)
+BYTES = vocabulary_pair.open_vocabulary(vocabulary_pair.BYTES)
+EOS = BYTES.eos
+
+
+def _make(name, *documents, lengths=LENGTHS, vocabulary=BYTES):
+  """Returns the maker, and the examples of [chosen, rejected, prompt, ..]."""
+  maker = objective_names.parse_one(name).make(lengths, vocabulary)
+  contents = ((f'file:{i}', json.dumps(x)) for i, x in enumerate(documents))
+  return maker, list(maker.examples(contents, None))
+
+
+def _ids(text, end=True):
+  return [*BYTES.encode(text).tolist(), *[EOS] * end]
+
+
+def test_texts_end_with_eos_and_keep_their_margin():
+  maker, (first, second) = _make(
+    'preferences', ['yes', 'no', 'why', 1.5], ['a', 'b', 'c', None]
+  )
+  assert first.inputs.tolist() == _ids('why', end=False)
+  assert first.targets.tolist() == _ids('yes')
+  assert first.rejected.tolist() == _ids('no')
+  assert first.margin.tolist() == [1.5] and second.margin is None
+  for example in (first, second):
+    record = row_codec.encode_row([example], type(maker))
+    (same,) = row_codec.decode_row(record, type(maker))
+    assert str(same) == str(example)
+
+
+def test_a_separator_is_in_the_rows_of_decoders_alone():
+  _, (example,) = _make('preferences:separator="|"', ['yes', 'no', 'why', None])
+  assert example.inputs.tolist() == _ids('why', end=False)
+  assert example.prefix.tolist() == _ids('why|', end=False)
+
+
+@pytest.mark.parametrize('family', ['gemma', 'qwen'])
+def test_turns_end_with_the_token_of_their_end_once(family, tmp_path):
+  tiny_tokenizers.save(tmp_path, family, tiny_tokenizers.TEXTS, 400)
+  vocabulary = vocabulary_pair.open_vocabulary(str(tmp_path))
+  messages = [
+    {'role': 'user', 'content': 'the cat'},
+    {'role': 'assistant', 'content': 'a mat'},
+    {'role': 'user', 'content': 'the dog'},
+  ]
+  end = {'gemma': '<end_of_turn>', 'qwen': '<|im_end|>'}[family]
+  end = vocabulary.specials[end]
+  documents = ['sat', 'the mat', messages, None], ['sat', 'mat', 'dog', None]
+  _, (example, short) = _make(
+    'chat_preferences',
+    *documents,
+    lengths=framing.Lengths(128, 32),
+    vocabulary=vocabulary,
+  )
+  for answer in (example.targets, example.rejected):
+    assert (answer == end).sum() == 1 and answer[-1] == end
+  # Two turns of the prompt and the answer between them.
+  assert (example.inputs == end).sum() == 3
+  assert (short.inputs == end).sum() == 1  # A text is a turn of the user.
+
+
+def test_what_is_dropped_is_counted():
+  maker, examples = _make(
+    'preferences',
+    [],
+    ['abcd', 'no', 'why', None],
+    ['yes', 'no', 'too long', None],
+    ['abc', 'no', 'seven..', None],
+  )
+  assert [x.targets.tolist() for x in examples] == [_ids('abc')]
+  assert dict(maker.counts) == {'dropped': 2, 'ties': 1}
+
+
+@pytest.mark.parametrize(
+  'name, document, message',
+  [
+    ('preferences', ['yes', 'yes', 'why', None], 'file:0: .* the same tokens'),
+    ('preferences', ['yes', ' ', 'why', None], 'file:0: an answer is empty'),
+    ('preferences', ['a', 'b', [], None], 'use the objective chat_preferences'),
+  ],
+)
+def test_bad_documents_are_named_or_counted(name, document, message):
+  with pytest.raises(errors.UserError, match=message):
+    _make(name, document)
+  maker = objective_names.parse_one(name).make(LENGTHS, BYTES)
+  maker.skips_bad = True
+  assert not [*maker.examples([('a', json.dumps(document))], None)]
+  assert maker.counts['bad_documents'] == 1
+
+
+def _framed(count):
+  maker, examples = _make(
+    'preferences', ['b', 'ab', 'why', None], ['a', 'abc', '', None]
+  )
+  rows = [[example] for example in examples] * (count // 2)
+  return maker, framing.stack_rows(
+    [maker.frame(row, LENGTHS, gemma_ids.FRAMING, teacher=True) for row in rows]
+  )
+
+
+def test_a_prompt_is_framed_once_and_answers_by_the_rules_of_pairs():
+  maker, rows = _framed(2)
+  assert rows['encoder_tokens'].shape == (2, 8)
+  assert rows['decoder_tokens'].shape == (2, 2, 4)
+  assert rows['teacher_tokens'].shape == (2, 2, 12)
+  assert rows['weights'].sum(axis=2).tolist() == [[2, 3], [2, 4]]
+  maker.check(rows, gemma_ids.FRAMING)
+  rows['decoder_tokens'][1, 1, 2] += 1
+  with pytest.raises(ValueError, match='shifted right" does not hold at row 1'):
+    maker.check(rows, gemma_ids.FRAMING)
+  filler = maker.frame([], LENGTHS, gemma_ids.FRAMING)
+  assert filler['targets'].shape == (2, 4) and not filler['weights'].any()
+
+
+def test_two_answers_are_shown():
+  _, (example,) = _make('preferences', ['yes', 'no', 'why', 1.0])
+  record_set = SimpleNamespace(
+    read=lambda rows: [[example]],
+    spec=SimpleNamespace(objectives=objective_names.parse('preferences')),
+  )
+  opened = vocabulary_pair.Opened(BYTES, BYTES)
+  shown = row_display.describe(record_set, opened, [0], colour=False)
+  names = [line.split()[0] for line in shown.splitlines()[2:]]
+  assert names == ['inputs', 'rejected', 'targets']
+
+
+def test_two_answers_are_placed_and_split_into_microbatches():
+  maker, rows = _framed(16)
+  devices = mesh.make_mesh(mesh.MeshConfig())
+  model = build.build(model_config.DecoderOnlyConfig(toy_models.stack()))
+  where = state.Placement(model, devices, rules.RULES['fsdp'])
+  placed = step.place_batch(rows, where, maker.axes)
+  assert placed['targets'].sharding.spec[1] is None
+
+  def loss(params, part, key):
+    del key
+    total = jnp.sum(part['weights'] * params['x'])
+    return total, {'weight': jnp.sum(part['weights'])}
+
+  shardings = {'x': placement.replicated(devices)}
+  with jax.set_mesh(devices):
+    gradients, sums = step._accumulate(
+      loss, {'x': jnp.ones(())}, placed, None, 2, shardings, maker.axes
+    )
+  assert float(gradients['x']) == float(sums['weight']) == 8 * np.sum([5, 6])

@@ -1,0 +1,248 @@
+"""Preference losses: TRL's values, dense gradients, microbatches and meshes."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from encdec_adapt.base import errors
+from encdec_adapt.evaluation.measures import perplexity
+from encdec_adapt.models import (
+  architecture,
+  base_model,
+  build,
+  model_config,
+)
+from encdec_adapt.objectives import objective_names
+from encdec_adapt.sharding import mesh as mesh_lib
+from encdec_adapt.training import losses
+from tests import toy_models
+from tests.training import conftest, preference_cases
+from tests.training.test_losses import _section
+
+# Log-probabilities of policy and reference, a row for each answer: chosen and
+# rejected of a first example are rows 0 and 2. Lengths are 5, 3, 2 and 4.
+POLICY = """
+-1.4887698 -2.3046653 -0.2654323 -0.3960915 -0.9222685
+-1.9022360 -1.4702802 -2.6893342 -1.3668840 -1.8969188
+-1.0466805 -1.2051519 -0.0669773 -0.5065768 -0.8816653
+-1.5555654 -2.0930028 -2.4000342 -0.4830884 -0.8468058"""
+REFERENCE = """
+-2.0448256 -2.7455819 -1.1912997 -2.6224675 -1.2582250
+-1.6587212 -2.8582144 -0.1084945 -0.5556931 -1.1202521
+-0.9153001 -2.7960012 -0.5277305 -0.8095007 -0.4520393
+-0.0951585 -0.6243893 -2.7893970 -2.1693275 -2.2270088"""
+LENGTHS = np.array([[5, 2], [3, 4]])
+
+
+def _sums(text):
+  rows = np.array(text.split(), np.float32).reshape(2, 2, 5).swapaxes(0, 1)
+  return np.where(np.arange(5) < LENGTHS[..., None], rows, 0).sum(-1)
+
+
+@pytest.mark.parametrize(
+  'kind, value',
+  [
+    ('dpo', 0.6379921),
+    ('ipo', 17.5338821),
+    ('ipo:log_probs=mean', 25.5399876),
+    ('hinge', 0.8778650),
+    ('robust:smoothing=0.1', 0.6227252),
+  ],
+)
+def test_values_are_those_of_trl(kind, value):
+  form = preference_cases.make_loss(kind, None).form
+  sums = [_sums(text) for text in (POLICY, REFERENCE)]
+  if form.log_probs == 'mean':
+    sums = [x / LENGTHS for x in sums]
+  scores = form.scores(*map(jnp.asarray, sums))
+  margins = scores[:, 0] - scores[:, 1]
+  assert float(form.loss(margins).mean()) == pytest.approx(value, rel=1e-6)
+
+
+@pytest.fixture(scope='module')
+def models():
+  """A pair, parameters of policy and reference, and a batch with filler."""
+  model = build.build(conftest.PAIR)
+  params = [toy_models.params(conftest.PAIR, seed) for seed in (0, 1)]
+  return model, params, preference_cases.make_batch(8, filler=2)
+
+
+@pytest.mark.parametrize('kind', preference_cases.KINDS)
+def test_losses_and_gradients_equal_dense_formulas(kind, models):
+  model, (params, frozen), batch = models
+  batch = jax.tree.map(jnp.asarray, batch)
+  loss = preference_cases.make_loss(kind, model)
+  references = {name: frozen for name in loss.references}
+  dense_batch = {name: x[:6] for name, x in batch.items()}
+
+  def actual(params):
+    terms = loss.sums(model, params, batch, references)
+    return loss.objective(terms, loss.divisors(batch))
+
+  def expected(params):
+    log_probs, reference = (
+      preference_cases.dense_log_probs(model, x, dense_batch)
+      for x in (params, frozen)
+    )
+    lengths = dense_batch['weights'].sum(-1)
+    return preference_cases.dense_loss(kind, log_probs, reference, lengths)
+
+  (value, gradients), (dense, dense_gradients) = (
+    jax.jit(jax.value_and_grad(f))(params) for f in (actual, expected)
+  )
+  assert float(value) == pytest.approx(float(dense), rel=1e-5)
+  scale = max(float(abs(x).max()) for x in jax.tree.leaves(dense_gradients))
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * scale),
+    gradients,
+    dense_gradients,
+  )
+
+
+@pytest.mark.parametrize('kind', architecture.BY_NAME.values(), ids=str)
+def test_a_group_reads_its_prompt_once(kind):
+  if not kind.generates:
+    return
+  config = conftest.PAIR
+  if not kind.encodes_prompt:
+    stack = dataclasses.replace(conftest.STACK, role=kind.role)
+    config = model_config.DecoderOnlyConfig(stack)
+  model, params = build.build(config), toy_models.params(config)
+  group = jax.tree.map(jnp.asarray, preference_cases.make_batch(4))
+  # Each answer in a row of its own, with its prompt.
+  rows = {
+    name: x.reshape(-1, x.shape[-1])
+    if name in preference_cases.AXES
+    else jnp.repeat(x, 2, axis=0)
+    for name, x in group.items()
+  }
+
+  def loss(params, batch):
+    hidden = model.architecture.predict(model, params, batch)
+    # Weights that differ between the answers of a prompt.
+    weights = rows['weights'] * jnp.arange(1, 9)[:, None]
+    return jnp.sum(jnp.square(hidden) * weights[..., None])
+
+  run = jax.jit(jax.value_and_grad(loss))
+  (value, gradients), (alone, expected) = run(params, group), run(params, rows)
+  assert float(value) == pytest.approx(float(alone), rel=1e-5)
+  scale = max(float(abs(x).max()) for x in jax.tree.leaves(expected))
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * scale),
+    gradients,
+    expected,
+  )
+
+
+def _trained(mesh, microbatches, model, frozen):
+  """Metrics of two steps, and the parameters after them."""
+  loss = preference_cases.make_loss('dpo + cross_entropy@0.3', model)
+  trainer = conftest.Trainer(
+    mesh, loss=loss, axes=preference_cases.AXES, microbatches=microbatches
+  )
+  state, metrics = trainer.init(), []
+  for seed in range(2):
+    batch = preference_cases.make_batch(16, filler=3, seed=seed)
+    state, values = trainer.step(state, batch, {'teacher': frozen})
+    metrics.append({name: float(value) for name, value in values.items()})
+  return metrics, conftest.host(state.params)
+
+
+@pytest.mark.sharded
+def test_microbatches_and_a_mesh_equal_one_batch(models):
+  model, (_, frozen), _ = models
+  expected, params = _trained(None, 1, model, frozen)
+  many = mesh_lib.MeshConfig(fsdp=2, sequence=2, tensor=2)
+  for mesh, microbatches in ((None, 4), (many, 4)):
+    metrics, values = _trained(mesh, microbatches, model, frozen)
+    for step, other in zip(metrics, expected, strict=True):
+      assert step == pytest.approx(other, rel=2e-4, abs=2e-5)
+    for path, value in values.items():
+      np.testing.assert_allclose(value, params[path], atol=5e-5, err_msg=path)
+  batch = preference_cases.make_batch(16, filler=3)
+  tokens = sum(
+    (batch[f'{s}_segments'] > 0).sum() for s in ('encoder', 'decoder')
+  )
+  assert expected[0]['padding'] == pytest.approx(
+    1 - tokens / (16 * (12 + 2 * 8))
+  )
+
+
+def test_dropout_is_of_the_policy_alone(models):
+  model, (params, frozen), batch = models
+  loss = preference_cases.make_loss('dpo', model)
+  batch = jax.tree.map(jnp.asarray, batch)
+  arguments = model, params, batch, {'teacher': frozen}
+  plain, dropped = (
+    jax.jit(functools.partial(loss.sums, *arguments, dropout))()
+    for dropout in (None, base_model.Dropout(0.5, jax.random.key(0)))
+  )
+  # beta * (log pi - log reference), of which only log pi changes; the sums of
+  # cross-entropy are those of -log pi of the chosen answers.
+  change = dropped['cross_entropy'] - plain['cross_entropy']
+  assert abs(float(change)) > 1
+  assert float(plain['chosen'] - dropped['chosen']) == pytest.approx(
+    0.1 * float(change), rel=1e-3
+  )
+
+
+def test_training_raises_held_out_accuracy(models):
+  model, _, _ = models
+  loss = preference_cases.make_loss('dpo', model)
+  trainer = conftest.Trainer(loss=loss, axes=preference_cases.AXES)
+  state = trainer.init()
+  references = {'teacher': jax.tree.map(jnp.copy, state.params)}
+  batch = preference_cases.make_batch(8, filler=1)
+  evaluator = perplexity.Evaluator(trainer.where, loss, preference_cases.AXES)
+  results = [evaluator(state.params, [batch], references)]
+  for _ in range(8):
+    state, metrics = trainer.step(state, batch, references)
+  results.append(evaluator(state.params, [batch], references))
+  first, last = (result.values for result in results)
+  # The policy is the reference: no answer is preferred, and half count.
+  assert first['loss'] == pytest.approx(np.log(2), rel=1e-5)
+  assert (first['accuracy'], results[0].weight) == (0.5, 7)
+  assert last['accuracy'] > 0.8 and last['loss'] < first['loss']
+  assert loss.rank(last['accuracy']) < loss.rank(first['accuracy'])
+  assert set(metrics) >= {'chosen', 'rejected', 'cross_entropy'}
+
+
+@pytest.mark.parametrize(
+  'changes, message',
+  [
+    ({'kind': 'dpp'}, "'dpp' at column 1 must be one of dpo, .*did you mean"),
+    ({'kind': 'dpo@0.5'}, 'without a weight'),
+    (
+      {'kind': 'dpo:gamma=1'},
+      "'gamma=1' at column 5 must be KEY=VALUE of beta",
+    ),
+    ({'kind': 'simpo:smoothing=0.1'}, 'of beta=2.0, gamma=1.0'),
+    ({'kind': 'dpo:beta=-1'}, 'beta is -1.0; it must be above 0'),
+    ({'kind': 'robust:smoothing=0.5'}, 'smoothing is 0.5; it must be below'),
+    ({'kind': 'ipo:log_probs=both'}, 'one of sum, mean'),
+    ({'kind': 'orpo + cross_entropy@0.1'}, 'orpo, which has it'),
+    ({'kind': 'dpo + distillation@0.1'}, 'must be cross_entropy@SHARE'),
+    ({'kind': 'dpo', 'z_loss': 0.1}, 'config.loss.z_loss is 0.1, which'),
+    ({'kind': 'dpo', 'distillation': 0.1}, 'distillation and preference'),
+  ],
+)
+def test_wrong_keys_are_refused(changes, message):
+  with pytest.raises(errors.UserError, match=message):
+    losses.from_section(_section(**changes), conftest.PAIR)
+
+
+def test_losses_and_objectives_go_together():
+  loss = losses.from_section(_section(kind='dpo'), conftest.PAIR)
+  loss.check(conftest.PAIR, objective_names.parse('preferences'))
+  with pytest.raises(errors.UserError, match='no two answers to compare'):
+    loss.check(conftest.PAIR, objective_names.parse('pairs'))
+  plain = losses.from_section(_section(), conftest.PAIR)
+  with pytest.raises(errors.UserError, match='whose rows have several answers'):
+    plain.check(conftest.PAIR, objective_names.parse('chat_preferences'))
+  assert loss.references == ('teacher',)
+  reference_free = losses.from_section(_section(kind='orpo'), conftest.PAIR)
+  assert not reference_free.references
