@@ -325,7 +325,8 @@ def terms(
   Returns:
     Arguments of `columns.reduce`; and a function of its results, which returns
     'total', 'cross_entropy', 'z_loss' and 'correct', each [rows], without
-    weights, and 'entropy' on request; and the gradient [rows, v] of weights * total, or None.
+    weights, and 'entropy' on request; and the gradient [rows, v] of weights *
+    total, or None.
   """
   capped, slope = vocabulary_parallel.soft_cap(logits, softcap)
   scores = columns.only_tokens(capped, vocabulary_parallel.EXCLUDED)
