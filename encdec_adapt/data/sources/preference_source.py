@@ -94,7 +94,7 @@ def _messages(content: object) -> list[dict[str, str]]:
   """Returns the messages of a dialogue.
 
   Raises:
-    ValueError: it is no list of messages, or a text without turns.
+    ValueError: it is neither a list of messages nor a text with turns.
   """
   if isinstance(content, str):
     start, *parts = _TURN.split(content)
