@@ -302,6 +302,7 @@ ENCODER = Encoder()
 ENCODER_DECODER = EncoderDecoder()
 _SINGLE_STACK = (CAUSAL_DECODER, PREFIX_DECODER, ENCODER)
 BY_NAME = {kind.name: kind for kind in (*_SINGLE_STACK, ENCODER_DECODER)}
+GENERATING = tuple(kind for kind in BY_NAME.values() if kind.generates)
 
 
 def of_stack(role: str, classes: int) -> Architecture:

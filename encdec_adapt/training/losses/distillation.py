@@ -41,8 +41,7 @@ class Distillation(cross_entropy.CrossEntropy):
     if self.on_inputs:  # The others read the inputs before they predict.
       return (architectures.CAUSAL_DECODER,)
     # An encoder predicts masked tokens, a classifier labels.
-    kinds = architectures.BY_NAME.values()
-    return tuple(kind for kind in kinds if kind.generates)
+    return architectures.GENERATING
 
   def assumed_reference(
     self, model: model_config.ModelConfig

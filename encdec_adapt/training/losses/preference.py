@@ -255,8 +255,7 @@ class Preference(loss.Loss):
   @property
   def accepts(self) -> tuple[architectures.Architecture, ...]:
     """Architectures that predict answers."""
-    kinds = architectures.BY_NAME.values()
-    return tuple(kind for kind in kinds if kind.generates)
+    return architectures.GENERATING
 
   def weight(self, batch: loss.Batch) -> Float[Array, '']:
     """Returns the number of examples."""
