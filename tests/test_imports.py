@@ -166,7 +166,7 @@ def test_configurations_are_read_before_jax_looks_for_devices():
     '  config.load(values.config, sources=False)\n'
     '  assert not xla_bridge.backends_are_initialized(), name\n'
   )
-  recipes = [*gemma2.PLANNED, 'size=2b_2b,topology=h100:16', 'size=9b_9b']
+  recipes = [*gemma2.ON_TPU, 'size=2b_2b,topology=h100:16', 'size=9b_9b']
   names = [f'configs/gemma2.py:{argument}' for argument in recipes]
   names += ['configs/base.py', 'configs/quickstart.py', 'configs/published.py']
   names += ['configs/presets.py:encoder=llama3.2_1b,decoder=qwen3_0.6b']
