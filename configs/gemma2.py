@@ -28,8 +28,8 @@ With topology=h100:1 its plan has decoding on one card, too.
 
 Hours of the 10,000 steps of PrefixLM, by the compiled plans in configs/plans
 (estimates: `python -m encdec_adapt.plan --table=configs/plans` prints the
-seconds of a step). UL2 with 2b_2b takes 40 hours on v5e:8x8; PrefixLM 85 hours
-on h100:8 and 11 on h100:64.
+seconds of a step). UL2 with 2b_2b takes 40 hours on v5e:8x8; PrefixLM 87 hours
+on h100:8 and 12 on h100:64.
 
     size      v5e:4x4  v6e:4x4  v5e:16x16  v6e:16x16  v5p:4x4x4  v5p:8x8x8
     2b_2b         157       44
