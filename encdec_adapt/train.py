@@ -141,6 +141,7 @@ def train(
     placement,
     settings.compute,
     settings.data.vocabularies,
+    lengths,
   )
   # Opened only: parameters are read below, when other inputs are checked.
   frozen = {name: r.placement.model for name, r in references.items()}

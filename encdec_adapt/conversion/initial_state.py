@@ -1,4 +1,4 @@
-"""Models on disk that a training job starts from: its sources and its teacher.
+"""Models on disk that a job reads: its sources, references and reward models.
 
 Opening reads configs and headers, checks them before any long work, and plans
 how every weight is filled; `read` then reads the weights. The evaluation and
@@ -18,6 +18,7 @@ from encdec_adapt.adaptation import init_section, recipes, weight_plan
 from encdec_adapt.base import errors
 from encdec_adapt.cluster import distributed
 from encdec_adapt.conversion import model_on_disk, pretrained_files
+from encdec_adapt.inference import rewards
 from encdec_adapt.models import (
   architecture,
   base_model,
@@ -25,6 +26,7 @@ from encdec_adapt.models import (
   model_config,
   parameters,
 )
+from encdec_adapt.objectives import framing
 from encdec_adapt.sharding import placement as placement_lib
 from encdec_adapt.tokenizers import vocabulary_pair
 from encdec_adapt.training import losses, setup, teacher_section
@@ -214,6 +216,7 @@ def open_references(
   placement: state_lib.Placement,
   compute: execution.ComputeConfig,
   choice: vocabulary_pair.Choice,
+  lengths: framing.Lengths,
 ) -> dict[str, Reference]:
   """Opens the reference models of a loss by their names; most have none.
 
@@ -223,13 +226,15 @@ def open_references(
     placement: the trained model and its mesh.
     compute: section `compute`.
     choice: the vocabularies of the job.
+    lengths: tokens of a row.
 
   Raises:
     UserError: see `open_reference`.
   """
   if not loss.references:
     return {}
-  source = open_reference(loss, config, placement.model.config, choice)
+  model = placement.model.config
+  source = open_reference(loss, config, model, choice, lengths)
   placed = place_reference(source.model, config, placement, compute)
   # `config.teacher` names a single model, which is every reference of the loss.
   return dict.fromkeys(loss.references, Reference(source, placed))
@@ -240,12 +245,13 @@ def open_reference(
   config: teacher_section.TeacherConfig,
   model: model_config.ModelConfig,
   choice: vocabulary_pair.Choice,
+  lengths: framing.Lengths,
 ) -> model_on_disk.StoredModel:
   """Opens the model that `config.teacher` names.
 
   Raises:
     UserError: the loss does not accept its architecture, or it has another
-      vocabulary.
+      vocabulary or fewer positions than rows have.
   """
   source = _open(config.checkpoint, model)
   kind = source.model.architecture
@@ -255,16 +261,87 @@ def open_reference(
       f' {kind.name} with {source.model.decoder.outputs:,} outputs; the loss'
       f' {loss.name} reads models of kind {architecture.names(loss.accepts)}.'
     )
+  _check_reads(source, model, choice, lengths, 'teacher')
+  return source
+
+
+def open_reward_model(
+  path: str,
+  placement: state_lib.Placement,
+  compute: execution.ComputeConfig,
+  choice: vocabulary_pair.Choice,
+  lengths: framing.Lengths,
+) -> Reference:
+  """Opens a reward model that scores the trained model's completions.
+
+  Its parameters (`Reference.read`) are for `inference.rewards.score`.
+
+  Args:
+    path: a run or a folder.
+    placement: the trained model and its mesh.
+    compute: section `compute` of the configuration.
+    choice: the vocabularies of the job.
+    lengths: most tokens of a prompt, BOS included, and of a completion.
+
+  Raises:
+    UserError: it is no reward model, or it has another vocabulary or too few
+      positions.
+  """
+  model = placement.model.config
+  source = _open(path, model)
+  rewards.require_reward_model(source.model, path)
+  # The decoder of a pair reads BOS, too.
+  decoder = lengths.decoder + source.model.architecture.encodes_prompt
+  read = framing.Lengths(lengths.encoder, decoder)
+  _check_reads(source, model, choice, read, 'reward model')
+  # Kernels want lengths that are multiples of their blocks.
+  compute = dataclasses.replace(compute, attention='chunked', remat='none')
+  config = teacher_section.TeacherConfig()
+  return Reference(
+    source, place_reference(source.model, config, placement, compute)
+  )
+
+
+def _check_reads(
+  source: model_on_disk.StoredModel,
+  model: model_config.ModelConfig,
+  choice: vocabulary_pair.Choice,
+  lengths: framing.Lengths,
+  title: str,
+) -> None:
+  """Checks that a frozen model can read the rows of a job.
+
+  Args:
+    source: the frozen model.
+    model: the trained model.
+    choice: the vocabularies of the job.
+    lengths: tokens that an encoder and a decoder read.
+    title: what the frozen model is, for errors.
+
+  Raises:
+    UserError: it has another vocabulary, or fewer positions than the rows.
+  """
+  fields = pretrained_files.config_fields(pretrained_files.folders(source.path))
+  positions = source.model.architecture.positions(
+    lengths.encoder, lengths.decoder
+  )
   for side, stack in source.model.stacks.items():
     # A stack that the model lacks is compared with its only vocabulary.
     size = model.stacks.get(side, model.decoder).vocab_size
     if stack.vocab_size != size:
       raise errors.UserError(
-        f'the {side} of the teacher {source.path} has {stack.vocab_size} tokens'
+        f'the {side} of the {title} {source.path} has {stack.vocab_size} tokens'
         f' and that of the model {size}; both need one vocabulary.'
       )
     _check_vocabulary(source, choice, side)
-  return source
+    limit = fields.get(side, fields['decoder']).get('max_position_embeddings')
+    if limit is not None and positions[side] > limit:
+      raise errors.UserError(
+        f'the {title} {source.path} has {limit} positions in its {side}'
+        ' (max_position_embeddings of its config.json), and has to read'
+        f' {positions[side]}; shorten the rows (config.data.encoder_length and'
+        ' decoder_length), or choose another model.'
+      )
 
 
 def place_reference(

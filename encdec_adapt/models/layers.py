@@ -153,6 +153,14 @@ def logits(
   return x if softcap is None else activations.softcap(x, softcap)
 
 
+def rewards(
+  table: Float[Array, 'V D'], states: Float[Array, 'B D']
+) -> Float[Array, 'B']:
+  """Computes float32 rewards, the products of states and the first row."""
+  # No matrix product, which TPUs would compute in bfloat16.
+  return jnp.sum(states.astype(jnp.float32) * table[0], axis=-1)
+
+
 def project(
   x: Float[Array, 'B L *I'],
   kernel: Float[Array, '*K'],

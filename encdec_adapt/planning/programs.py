@@ -175,8 +175,9 @@ class Job:
       return {}
     model = self.loss.assumed_reference(self.model)
     if self.teacher.checkpoint:
+      vocabularies, lengths = self.data.vocabularies, self.lengths
       model = initial_state.open_reference(
-        self.loss, self.teacher, self.model, self.data.vocabularies
+        self.loss, self.teacher, self.model, vocabularies, lengths
       ).model
     return dict.fromkeys(self.loss.references, model)
 
