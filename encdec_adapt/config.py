@@ -211,6 +211,7 @@ def load(
     stack = dataclasses.replace(model.decoder, classes=count)
     model = model_config.DecoderOnlyConfig(stack)
   loss, init = losses.from_section(values['loss'], model), sections['init']
+  model = loss.shape(model)
   # A change of `init` is a change of the reference: resuming refuses it.
   if loss.starts_from_reference and loss.references:
     if init.mode == 'checkpoint' and not sections['teacher'].checkpoint:
@@ -387,8 +388,10 @@ def check_kind(
       ' change config.data.objective or'
       ' config.model.kind (the table of objectives is in configs/README.md).'
     )
-  # Also where there are none: a classifier cannot predict tokens.
-  if len(labels) != model.decoder.classes:
+  # Also where there are none: a classifier cannot predict tokens. A reward
+  # model, of a single output, scores the answers that others compare.
+  rewards = objective.answers > 1 and model.decoder.classes == 1
+  if len(labels) != model.decoder.classes and not rewards:
     raise errors.UserError(
       f'objective {objective.text!r} has {len(labels)} labels and the model'
       f' {model.decoder.classes}; use records of the same labels.'
@@ -401,11 +404,13 @@ def _check_model(settings: Settings, vocabulary: str) -> None:
   # The first stands for all: objectives of a mixture have the same row fields.
   check_kind(model, data.objectives[0])
   architecture, feeds = model.architecture, data.objectives[0].feeds
-  if train_section.SAMPLES in settings.train.intervals and feeds != 'pair':
+  answers = feeds == 'pair' and architecture.generates
+  if train_section.SAMPLES in settings.train.intervals and not answers:
     raise errors.UserError(
-      f'config.train.evaluators is {settings.train.evaluators!r} with objective'
-      f' {data.objective!r}, whose rows have no inputs for the model to answer;'
-      ' leave samples out, or train on pairs of inputs and targets.'
+      f'config.train.evaluators is {settings.train.evaluators!r}, and the model'
+      f' answers nothing: it is a reward model, or the objective'
+      f' {data.objective!r} has rows without inputs. Leave samples out, or'
+      ' train a language model on pairs of inputs and targets.'
     )
   path = data.encoder_vocabulary
   # Equal paths are a single vocabulary, which any model can have.
@@ -425,6 +430,12 @@ def _check_model(settings: Settings, vocabulary: str) -> None:
     raise errors.UserError(
       f'config.init.mode is {init.mode!r} but config.model.kind is'
       f' {architecture.name}; adaptation makes an encoder_decoder.'
+    )
+  if init.mode in ('adapt', 'embeddings') and model.decoder.classes:
+    raise errors.UserError(
+      f'config.init.mode is {init.mode!r} and config.loss.kind'
+      f' {settings.loss.kind!r}; make the pair first (`convert adapt`), and'
+      " start the reward model from it: config.init.mode='checkpoint'."
     )
 
 

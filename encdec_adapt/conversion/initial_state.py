@@ -95,7 +95,10 @@ class Sources:
     rng, target = jax.random.key(seed), self.placement.model.config
     if self.init.mode == 'random':
       return self.placement.place(lambda rng: parameters.init(target, rng), rng)
-    if self.init.mode == 'checkpoint' and not target.decoder.classes:
+    classes = target.decoder.classes
+    if self.init.mode == 'checkpoint' and (
+      classes == self.models[0].model.decoder.classes
+    ):
       return self.models[0].read(self.placement)
     mesh, rules = self.placement.mesh, self.placement.rules
     # Sharded over the job's mesh as models of their kind, so that no device
@@ -106,20 +109,23 @@ class Sources:
     ]
 
     def classify(rng, params):
-      """Makes a classifier of the source's first stack, with a new head."""
+      """Adds a new head: to all of a reward model, else to the first stack."""
+      head = parameters.init_one(target, rng, 'decoder/head/table')
+      head = {'head': {'table': head}}
+      if classes == 1:
+        return {**params, 'decoder': {**params['decoder'], **head}}
       stack = params[self.models[0].prompt_side]
       # A table that both stacks share is stored with the decoder; a table of
       # the first stack replaces it.
       table = {'embedder': params['decoder']['embedder']}
-      head = parameters.init_one(target, rng, 'decoder/head/table')
-      return {'decoder': {**table, **stack, 'head': {'table': head}}}
+      return {'decoder': {**table, **stack, **head}}
 
     def fill(rng, *params):
       configs = (source.model for source in self.models)
       pairs = zip(configs, params, strict=True)
       return recipes.fill(target, self.coverage, *pairs, rng=rng)
 
-    make = classify if target.decoder.classes else fill
+    make = classify if classes else fill
     return self.placement.place(make, rng, *params)
 
 
@@ -368,9 +374,12 @@ def _open(
 def _without_head(
   source: model_on_disk.StoredModel, target: model_config.ModelConfig
 ) -> model_on_disk.StoredModel:
-  """Returns the source of a classifier with the model that is made of it."""
+  """Returns a source with the model with another head that is made of it."""
   if not target.decoder.classes:
     return source
+  if target.decoder.classes == 1:
+    model = model_config.reward_model(source.model)
+    return dataclasses.replace(source, model=model)
   # A classifier reads with the stack that reads prompts, and drops the other.
   prompt_stack = source.model.stacks[source.prompt_side]
   stack = dataclasses.replace(prompt_stack, classes=target.decoder.classes)

@@ -51,6 +51,7 @@ class StackPass:
       cache has the others.
     source_length: positions that its cross-attention reads, or 0.
     trained: whether a backward pass follows.
+    answers: rows that it computes for a row of the batch.
   """
 
   stack: model_config.StackConfig
@@ -58,10 +59,12 @@ class StackPass:
   keys: int
   source_length: int
   trained: bool
+  answers: int = 1
 
   def flops(self, formula: Callable[..., int]) -> int:
-    """Returns FLOPs of a row by a function of `models.forward_flops`."""
-    return formula(self.stack, self.length, source_length=self.source_length)
+    """Returns FLOPs of a batch's row by a function of `forward_flops`."""
+    row = formula(self.stack, self.length, source_length=self.source_length)
+    return self.answers * row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,6 +132,7 @@ class Workload:
 
   def _passes(self) -> Iterator[StackPass]:
     job, lengths = self.job, self.job.lengths
+    objective = job.data.objectives[0]
     if job.name == 'decode':
       stack = job.model.decoder
       source = lengths.encoder * (stack.cross_width is not None)
@@ -139,7 +143,9 @@ class Workload:
       for name, side in model.architecture.sides(lengths.encoder > 0).items():
         stack, length = model.stacks[name], getattr(lengths, side)
         source = lengths.encoder * (stack.cross_width is not None)
-        yield StackPass(stack, length, length, source, trained)
+        # An encoder reads the prompt of several answers once.
+        answers = 1 if side == 'encoder' else objective.answers
+        yield StackPass(stack, length, length, source, trained, answers)
 
   @property
   def trained(self) -> list[StackPass]:
@@ -158,7 +164,8 @@ class Workload:
 
   def tokens(self, stack_pass: StackPass) -> float:
     """Returns the positions of a microbatch on a device."""
-    return self.device_rows / self.parts * stack_pass.length
+    rows = self.device_rows / self.parts * stack_pass.answers
+    return rows * stack_pass.length
 
 
 def describe(
@@ -335,6 +342,8 @@ def _loss(work: Workload) -> float:
   """Returns bytes of a chunk of logits and, in training, of gradients."""
   logits = _logits_pass(work)
   stack, tokens = logits.stack, work.tokens(logits)
+  if stack.classes == 1:  # A reward for each row, which has no logits.
+    return 0.0
   # A device that holds a part of the table computes the logits of all devices
   # that share the table.
   rows = min(work.job.loss.chunk, tokens)
@@ -403,7 +412,7 @@ def _recomputed(work: Workload) -> float:
     if remat == 'attention':
       total -= stack_pass.flops(forward_flops.scores)
     if remat == 'narrow_dots':  # Both products that widen.
-      length = stack_pass.length
+      length = stack_pass.answers * stack_pass.length
       total += 4 * stack.layers * length * stack.width * stack.mlp_width
   return float(total * work.job.rows)
 

@@ -5,6 +5,8 @@ Imports no module of a loss.
 
 from collections.abc import Mapping, Sequence
 import dataclasses
+import functools
+import re
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -12,11 +14,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 import numpy as np
 
-from encdec_adapt.base import keys
+from encdec_adapt.base import keys, option_strings
 from encdec_adapt.models import architecture as architectures
 from encdec_adapt.models import base_model, build, expert_layer, model_config
 from encdec_adapt.objectives import example_maker
 from encdec_adapt.ops import vocabulary_loss
+
+KIND = 'config.loss.kind'
 
 Batch = Mapping[str, Array]
 Objectives = Sequence[example_maker.Objective]
@@ -24,6 +28,7 @@ Params = base_model.Params
 References = Mapping[str, Params]
 Rows = dict[str, np.ndarray]
 Terms = dict[str, Array]
+Weighted = tuple[option_strings.Part, float | None]
 
 
 class Outputs(NamedTuple):
@@ -46,6 +51,8 @@ class Loss:
 
   Attributes:
     name: name of the loss in messages.
+    forms: names of `kind` that choose the loss, with the dataclasses of their
+      options.
     references: names of the frozen models that the loss reads.
     starts_from_reference: whether the model that training starts from is the
       reference where `config.teacher` names none.
@@ -64,6 +71,7 @@ class Loss:
   """
 
   name: ClassVar[str]
+  forms: ClassVar[Mapping[str, type]] = {}
   references: ClassVar[tuple[str, ...]] = ()
   starts_from_reference: ClassVar[bool] = False
   held_out_references: ClassVar[tuple[str, ...]] = ()
@@ -84,8 +92,9 @@ class Loss:
     "Preferences: 'dpo:beta=0.1,smoothing=0', 'robust:beta=0.1,smoothing=0.1',"
     " 'hinge:beta=0.1', 'ipo:beta=0.1,log_probs=sum' (or mean),"
     " 'simpo:beta=2,gamma=1' or 'orpo:lambda=0.1', options having these"
-    " defaults; with ' + cross_entropy@0.2' a share for the chosen answers. '':"
-    ' cross-entropy, or distillation by the key below.',
+    " defaults; with ' + cross_entropy@0.2' a share for the chosen answers."
+    " 'reward': a reward model, of the same data. '': cross-entropy, or"
+    ' distillation by the key below.',
   )
   load_balance: float = keys.key(
     0.01,
@@ -116,7 +125,29 @@ class Loss:
   def is_chosen(self, model: model_config.ModelConfig) -> bool:
     """Returns whether a job that trains a model has this loss."""
     del model
-    return False  # The default loss is chosen by no key.
+    return self.kind_name in self.forms
+
+  @property
+  def kind_name(self) -> str:
+    """The name in `kind`."""
+    return re.split('[ :@]', self.kind, maxsplit=1)[0]
+
+  @functools.cached_property
+  def kind_parts(self) -> tuple[Any, Sequence[Weighted]]:
+    """Options of the name in `kind`, and the parts that are added to it.
+
+    Raises:
+      UserError: the name has a weight, or an option is not right.
+    """
+    (part, weight), *more = option_strings.things(KIND, self.kind, r' \+ ')
+    if weight is not None:
+      raise part.error('must be a name without a weight')
+    section, options = self.forms[self.kind_name], part.partition(':')[1]
+    return keys.make(section, options.key_values(keys.defaults(section))), more
+
+  def shape(self, model: model_config.ModelConfig) -> model_config.ModelConfig:
+    """Returns the model that a job trains, given that of its configuration."""
+    return model
 
   def check(
     self, model: model_config.ModelConfig, objectives: Objectives
