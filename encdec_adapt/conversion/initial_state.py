@@ -327,7 +327,7 @@ def _check_reads(
   Raises:
     UserError: it has another vocabulary, or fewer positions than the rows.
   """
-  fields = pretrained_files.config_fields(pretrained_files.folders(source.path))
+  limits = pretrained_files.stack_positions(source)
   positions = source.model.architecture.positions(
     lengths.encoder, lengths.decoder
   )
@@ -340,10 +340,9 @@ def _check_reads(
         f' and that of the model {size}; both need one vocabulary.'
       )
     _check_vocabulary(source, choice, side)
-    limit = fields.get(side, fields['decoder']).get('max_position_embeddings')
-    if limit is not None and positions[side] > limit:
+    if positions[side] > limits[side]:
       raise errors.UserError(
-        f'the {title} {source.path} has {limit} positions in its {side}'
+        f'the {title} {source.path} has {limits[side]} positions in its {side}'
         ' (max_position_embeddings of its config.json), and has to read'
         f' {positions[side]}; shorten the rows (config.data.encoder_length and'
         ' decoder_length), or choose another model.'

@@ -15,7 +15,12 @@ from encdec_adapt import config as config_lib
 from encdec_adapt.base import errors
 from encdec_adapt.cluster import distributed
 from encdec_adapt.conversion import model_in_memory, model_on_disk
-from encdec_adapt.evaluation.measures import held_out, perplexity, samples
+from encdec_adapt.evaluation.measures import (
+  held_out,
+  perplexity,
+  preference_scores,
+  samples,
+)
 from encdec_adapt.evaluation.results import results_store
 from encdec_adapt.evaluation.tasks import task_groups
 from encdec_adapt.files import paths
@@ -39,8 +44,8 @@ def read_tasks(settings: config_lib.Settings) -> dict[str, task_groups.Plan]:
       continue
     if not settings.model.architecture.generates:
       raise errors.UserError(
-        f'config.train.evaluators has {name}, and the model is encoder-only,'
-        ' which tasks do not suit; leave it out.'
+        f'config.train.evaluators has {name}, and the model predicts no next'
+        ' tokens, which tasks need; leave it out.'
       )
     # A plan per evaluator, as each has an interval.
     is_folder = paths.at(name).is_dir()
@@ -146,7 +151,9 @@ class Evaluators:
     # Each evaluator may take longer than the watchdog waits for a step.
     beat()
     result = self._evaluator(params, self._batches(), self._references)
-    scores = {train_section.LOSS: result.scores(held_out.TASK)}
+    task = held_out.TASK
+    extra = preference_scores.scores(task, result)
+    scores = {train_section.LOSS: result.scores(task) + extra}
     for name, every in self._intervals.items():
       if name == train_section.LOSS or not (last or step % every == 0):
         continue

@@ -6,7 +6,7 @@ a loss, write a module here with its class, and nothing else in the package:
 
 - `forms` has the names of `config.loss.kind` that choose it, or `is_chosen`
   says by which other keys, or for which models, a job has it;
-- `shape` changes the model of the configuration, if the loss needs another head;
+- `shape` changes the model of the configuration if it needs another head;
 - `check` refuses models and objectives that it does not suit;
 - `references` names the frozen models that it reads. `config.teacher` has their
   path, which with `starts_from_reference` may be that of the job's source;
