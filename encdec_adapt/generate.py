@@ -13,18 +13,22 @@ the run's objective stands before every prompt; --prefix names another, and
 --prefix='' none. --mode and --sentinels prompt a UL2 model, see
 inference/README.md. With --chat a prompt is a user's turn, and the model
 answers in the chat format of its vocabulary. With --embed the encoder's states
-are written instead.
+are written instead. --best_of=8 --reward=model:CHECKPOINT draws eight
+continuations of each prompt (--temperature) and keeps that of the highest
+reward.
 
 --output gets a line of JSON per prompt as it ends, in the order of the prompts
 once all have: `index` (from 0), `run`, `prompt`, and `continuation` (without
 special tokens), `tokens` (their number, EOS included), `log_prob` (the sum of
 their natural log-probabilities under the model) and `ended` ('eos', 'length',
-which is --max_tokens, or 'stop'); or `embedding`, a list of floats. The same
-command again resumes a file that is not complete.
+which is --max_tokens, or 'stop'); with --best_of also `reward`, and `rewards`
+of all that were drawn; or `embedding`, a list of floats. The same command again
+resumes a file that is not complete.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import dataclasses
+import functools
 import hashlib
 import json
 import pathlib
@@ -38,17 +42,20 @@ from encdec_adapt.base import errors
 from encdec_adapt.cli import command
 from encdec_adapt.cluster import distributed
 from encdec_adapt.conversion import (
+  answer_encoding,
   model_in_memory,
   model_on_disk,
   prompt_encoding,
   text_generation,
 )
 from encdec_adapt.files import append_log, disk, paths, text_lines
-from encdec_adapt.inference import engine, pooling
+from encdec_adapt.inference import engine, pooling, rewards
 from encdec_adapt.telemetry import progress
+from encdec_adapt.tokenizers import chat_format
 
 # Fields of a prompt's line of JSON.
 Result = dict[str, Any]
+_MODEL = 'model:'
 
 define_flags = command.define(
   command.string('checkpoint', 'A run, RUN@STEP, or a Hugging Face folder.'),
@@ -73,6 +80,15 @@ define_flags = command.define(
     "Write the encoder's states instead: their mean, or that of the last"
     ' token.',
   ),
+  command.integer(
+    'best_of',
+    'Continuations drawn of a prompt, of which that of the highest --reward is'
+    ' kept.',
+    lower_bound=2,
+  ),
+  command.string(
+    'reward', 'model:CHECKPOINT: reward model by which --best_of chooses.'
+  ),
   command.string(
     'output', 'File of JSON lines to write the results to.', agrees=False
   ),
@@ -88,6 +104,7 @@ def main(values: flags.FlagValues) -> int:
   generation = text_generation.Options(**{x: values[x].value for x in chosen})
   if values.embed and values.int8:
     raise errors.UserError('--embed does not work with --int8; leave out one.')
+  _check_best_of(values, generation)
   if values.output:
     disk.require_output(values.output)
   # The options that decide the results: a file is resumed with equal ones only.
@@ -97,6 +114,10 @@ def main(values: flags.FlagValues) -> int:
   texts = json.dumps(list(prompts.values())).encode()
   with command.processes(values, prompts=hashlib.sha256(texts).hexdigest()):
     stored = model_on_disk.open_model(values.checkpoint)
+    judge = None
+    if values.best_of:
+      judge = model_on_disk.open_model(values.reward.removeprefix(_MODEL))
+      rewards.require_reward_model(judge.model, values.reward)
     # Embeddings come from the encoder, without a decoder that needs room.
     generated = 0 if values.embed else values.max_tokens
     # All prompts, before parameters are read: a bad prompt is named at once.
@@ -115,6 +136,20 @@ def main(values: flags.FlagValues) -> int:
       if values.embed:
         outputs = loaded.embed_tokens(
           pending, pooling=values.embed, batch_size=values.batch_size
+        )
+      elif judge:
+        outputs = _best(
+          functools.partial(
+            text_generation.complete,
+            loaded,
+            encoder=encoder,
+            options=generation,
+          ),
+          model_in_memory.read_as_trained(judge),
+          list(prompts.values()),
+          pending,
+          values.best_of,
+          values.batch_size,
         )
       else:
         outputs = text_generation.complete(loaded, pending, encoder, generation)
@@ -152,8 +187,69 @@ def read_prompts(
   return text_generation.check(prompts, chat=chat)
 
 
-def _fields(output: engine.Completion | np.ndarray) -> Result:
+def _check_best_of(
+  values: flags.FlagValues, generation: text_generation.Options
+) -> None:
+  """Checks the flags of a choice among continuations.
+
+  Raises:
+    UserError: flags do not go together, or the reward is not known.
+  """
+  if not values.best_of and not values.reward:
+    return
+  if not values.best_of or not (values.reward or '').startswith(_MODEL):
+    raise errors.UserError(
+      f'--best_of is {values.best_of}, --reward {values.reward!r}; give both,'
+      f' the reward as {_MODEL}CHECKPOINT, or neither.'
+    )
+  if values.embed or not generation.temperature:
+    raise errors.UserError(
+      f'--best_of={values.best_of} chooses among continuations that differ;'
+      ' give --temperature, and leave out --embed and --beams.'
+    )
+
+
+def _best(
+  complete: Callable[..., Iterable[tuple[int, engine.Completion]]],
+  judge: model_in_memory.LoadedModel,
+  prompts: Sequence[str | chat_format.Messages],
+  pending: Mapping[int, np.ndarray],
+  count: int,
+  batch_size: int,
+) -> Iterator[tuple[int, Result]]:
+  """Draws continuations of prompts and yields the fields of the best.
+
+  Args:
+    complete: continues token ids by their index, which decides the seed.
+    judge: the reward model.
+    prompts: all prompts.
+    pending: token ids of prompts by index.
+    count: continuations of a prompt.
+    batch_size: prompts at a time.
+  """
+  indices = list(pending)
+  for start in range(0, len(indices), batch_size):
+    chunk = indices[start : start + batch_size]
+    drawn = dict(
+      complete({i * count + k: pending[i] for i in chunk for k in range(count)})
+    )
+    groups = [[drawn[i * count + k] for k in range(count)] for i in chunk]
+    scores = answer_encoding.score_texts(
+      judge,
+      [prompts[i] for i in chunk],
+      [[x.text for x in group] for group in groups],
+      [[x.ended != 'length' for x in group] for group in groups],
+      batch_size=batch_size,
+    )
+    for i, group, row in zip(chunk, groups, scores.tolist(), strict=True):
+      best = max(range(count), key=row.__getitem__)
+      yield i, {**_fields(group[best]), 'reward': row[best], 'rewards': row}
+
+
+def _fields(output: engine.Completion | np.ndarray | Result) -> Result:
   """Returns the fields of a completion or an embedding."""
+  if isinstance(output, dict):
+    return output
   if not isinstance(output, engine.Completion):
     return {'embedding': [float(x) for x in output]}
   return {

@@ -142,12 +142,12 @@ class Engine:
         requests are refused. Without sizes it follows the requests.
 
     Raises:
-      UserError: the model is encoder-only, or `rows` does not divide.
+      UserError: the model predicts no next tokens, or `rows` does not divide.
     """
     if not model.architecture.generates:
       raise errors.UserError(
-        'an encoder-only model predicts masked tokens and generates no text;'
-        ' use a decoder or an encoder-decoder.'
+        'a model that predicts no next tokens (encoder-only, or with a head for'
+        ' labels or rewards) generates no text; use a language model.'
       )
     # A step has a single token per row, which does not divide over a sequence
     # axis.
