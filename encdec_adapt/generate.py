@@ -26,9 +26,8 @@ of all that were drawn; or `embedding`, a list of floats. The same command again
 resumes a file that is not complete.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
-import functools
 import hashlib
 import json
 import pathlib
@@ -138,18 +137,10 @@ def main(values: flags.FlagValues) -> int:
           pending, pooling=values.embed, batch_size=values.batch_size
         )
       elif judge:
+        judge = model_in_memory.read_as_trained(judge)
+        texts, count = list(prompts.values()), values.best_of
         outputs = _best(
-          functools.partial(
-            text_generation.complete,
-            loaded,
-            encoder=encoder,
-            options=generation,
-          ),
-          model_in_memory.read_as_trained(judge),
-          list(prompts.values()),
-          pending,
-          values.best_of,
-          values.batch_size,
+          loaded, judge, texts, pending, count, encoder, generation
         )
       else:
         outputs = text_generation.complete(loaded, pending, encoder, generation)
@@ -195,14 +186,15 @@ def _check_best_of(
   Raises:
     UserError: flags do not go together, or the reward is not known.
   """
-  if not values.best_of and not values.reward:
-    return
-  if not values.best_of or not (values.reward or '').startswith(_MODEL):
+  names_model = (values.reward or '').startswith(_MODEL)
+  if bool(values.best_of) != bool(values.reward) or (
+    values.reward and not names_model
+  ):
     raise errors.UserError(
       f'--best_of is {values.best_of}, --reward {values.reward!r}; give both,'
       f' the reward as {_MODEL}CHECKPOINT, or neither.'
     )
-  if values.embed or not generation.temperature:
+  if values.best_of and (values.embed or not generation.temperature):
     raise errors.UserError(
       f'--best_of={values.best_of} chooses among continuations that differ;'
       ' give --temperature, and leave out --embed and --beams.'
@@ -210,36 +202,39 @@ def _check_best_of(
 
 
 def _best(
-  complete: Callable[..., Iterable[tuple[int, engine.Completion]]],
+  loaded: model_in_memory.LoadedModel,
   judge: model_in_memory.LoadedModel,
-  prompts: Sequence[str | chat_format.Messages],
+  texts: Sequence[str | chat_format.Messages],
   pending: Mapping[int, np.ndarray],
   count: int,
-  batch_size: int,
+  encoder: prompt_encoding.PromptEncoder,
+  generation: text_generation.Options,
 ) -> Iterator[tuple[int, Result]]:
-  """Draws continuations of prompts and yields the fields of the best.
+  """Draws continuations of prompts, and yields the fields of the best.
 
   Args:
-    complete: continues token ids by their index, which decides the seed.
+    loaded: the model.
     judge: the reward model.
-    prompts: all prompts.
+    texts: all prompts.
     pending: token ids of prompts by index.
     count: continuations of a prompt.
-    batch_size: prompts at a time.
+    encoder: encoder of the prompts.
+    generation: options of generation.
   """
-  indices = list(pending)
-  for start in range(0, len(indices), batch_size):
-    chunk = indices[start : start + batch_size]
-    drawn = dict(
-      complete({i * count + k: pending[i] for i in chunk for k in range(count)})
-    )
+  rows = generation.batch_size
+  for chunk in (
+    list(pending)[i : i + rows] for i in range(0, len(pending), rows)
+  ):
+    # The index of a continuation decides its seed.
+    ids = {i * count + k: pending[i] for i in chunk for k in range(count)}
+    drawn = dict(text_generation.complete(loaded, ids, encoder, generation))
     groups = [[drawn[i * count + k] for k in range(count)] for i in chunk]
     scores = answer_encoding.score_texts(
       judge,
-      [prompts[i] for i in chunk],
+      [texts[i] for i in chunk],
       [[x.text for x in group] for group in groups],
       [[x.ended != 'length' for x in group] for group in groups],
-      batch_size=batch_size,
+      batch_size=rows,
     )
     for i, group, row in zip(chunk, groups, scores.tolist(), strict=True):
       best = max(range(count), key=row.__getitem__)

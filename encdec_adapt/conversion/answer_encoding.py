@@ -1,12 +1,11 @@
-"""Prompts and answers as token ids, as a run's model read them in training.
+"""Prompts and answers as token ids, as a model read them in training.
 
 A maker of the run's objective (`objectives`) encodes both together, so that
 prefix, separator, chat format and the end of an answer are those of training. A
-Hugging Face folder has plain texts that end with EOS, or conversations where a
-prompt is one. Rewards of texts are computed here, too.
+Hugging Face folder reads plain texts that end with EOS, or conversations.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 import json
 
 import numpy as np
@@ -27,27 +26,27 @@ _LONGEST = 1 << 30  # Tokens that a row has room for; `fits` checks them.
 
 
 def maker(
-  stored: model_on_disk.StoredModel, name: str, *, chat: bool = False
+  stored: model_on_disk.StoredModel, name: str, prompts: Sequence[Prompt]
 ) -> example_maker.ExampleMaker:
   """Returns the maker of examples that a model reads, of any length.
 
   Args:
     stored: the model.
     name: 'pairs' for answers, or 'preferences' for pairs of answers.
-    chat: whether prompts are conversations, if the run does not say it.
+    prompts: texts or conversations, which a folder's model reads as such.
 
   Raises:
     UserError: the model has no vocabularies, or several prefixes.
   """
-  opened = stored.require_vocabularies()
-  options = {'separator': stored.separator}
-  if chat or stored.answers_chats:
+  opened, options = stored.require_vocabularies(), {}
+  is_text = all(isinstance(prompt, str) for prompt in prompts)
+  if stored.answers_chats or not is_text:
     name = {'pairs': 'chat', 'preferences': 'chat_preferences'}[name]
   else:
     options['prefix'] = prompt_encoding.task_prefix(stored)
+  options['separator'] = stored.separator
   options = [f'{key}={json.dumps(x)}' for key, x in options.items() if x]
-  objective = objective_names.parse_one(f'{name}:{",".join(options)}')
-  return objective.make(
+  return objective_names.parse_one(f'{name}:{",".join(options)}').make(
     framing.Lengths(_LONGEST, _LONGEST),
     opened.decoder,
     encoder_vocabulary=opened.encoder if opened.differ else None,
@@ -55,22 +54,20 @@ def maker(
 
 
 def fits(
-  stored: model_on_disk.StoredModel,
-  limits: Mapping[str, float],
-  pairs: Sequence[framing.Pair],
-) -> bool:
-  """Returns whether a model has the positions to read answers to a prompt.
+  stored: model_on_disk.StoredModel, sizes: Sequence[tuple[int, int]]
+) -> list[bool]:
+  """Returns whether a model has the positions to read each example.
 
   Args:
     stored: the model.
-    limits: result of `pretrained_files.stack_positions`.
-    pairs: the prompt with each answer.
+    sizes: tokens of the prompt and of the answer, with BOS each.
   """
-  inputs = max(len(pairs[0].inputs), len(pairs[0].teacher_inputs)) + 1
-  # A decoder reads BOS and all targets.
-  longest = max(len(pair.targets) for pair in pairs) + 1
-  positions = stored.model.architecture.positions(inputs, longest)
-  return all(count <= limits[side] for side, count in positions.items())
+  limits = pretrained_files.stack_positions(stored)
+  read = stored.model.architecture.positions
+  return [
+    all(count <= limits[side] for side, count in read(*size).items())
+    for size in sizes
+  ]
 
 
 def score_texts(
@@ -92,48 +89,38 @@ def score_texts(
 
   Raises:
     UserError: the model is no reward model, or has fewer positions than an
-      example; names it.
+      example.
   """
-  stored, groups = loaded.stored, []
-  rewards.require_reward_model(stored.model, str(stored.path))
-  limits = pretrained_files.stack_positions(stored)
-  chat = not all(isinstance(prompt, str) for prompt in prompts)
-  make, side = maker(stored, 'pairs', chat=chat), stored.prompt_side
-  opened = stored.require_vocabularies()
-  for i, (prompt, texts) in enumerate(zip(prompts, completions, strict=True)):
-    pairs = [_pair(make, f'{i + 1}', prompt, text) for text in texts]
-    if not fits(stored, limits, pairs):
-      raise errors.UserError(
-        f'prompt {i + 1} and its completion have more tokens than {stored.path}'
-        ' has positions (max_position_embeddings of its config.json).'
-      )
-    ids = pairs[0].inputs if side == 'encoder' else pairs[0].teacher_inputs
-    # The end is the last token.
-    answers = [
-      pair.targets[: len(pair.targets) - (not end)]
-      for pair, end in zip(pairs, ended[i], strict=True)
-    ]
-    groups.append(([opened.sides[side].bos, *ids], answers))
+  stored = loaded.stored
+  make = maker(stored, 'pairs', prompts)
+
+  def encode(prompt: Prompt, answer: str, end: bool) -> framing.Pair:
+    content = [prompt, answer]
+    if make.documents == 'chat':
+      messages = prompt
+      if isinstance(prompt, str):
+        messages = [{'role': 'user', 'content': prompt}]
+      content = [*messages, {'role': 'assistant', 'content': answer}]
+    # Of a conversation every turn of the assistant is an example.
+    *_, pair = make.examples([(repr(answer), json.dumps(content))], None)
+    return pair if end else pair._replace(targets=pair.targets[:-1])
+
+  groups = [
+    [encode(prompt, *x) for x in zip(texts, ends, strict=True)]
+    for prompt, texts, ends in zip(prompts, completions, ended, strict=True)
+  ]
+  pairs = [pair for group in groups for pair in group]
+  if not all(fits(stored, [rewards.size(pair) for pair in pairs])):
+    raise errors.UserError(
+      f'a prompt and its completion have more tokens than {stored.path} has'
+      ' positions (max_position_embeddings of its config.json); leave it out.'
+    )
   return rewards.score(
     loaded.model,
     loaded.params,
-    *zip(*groups, strict=True),
+    groups,
     mesh=loaded.where.mesh,
     rules=loaded.rules,
     rows=loaded.rows(min(batch_size, len(groups))),
-    bos=opened.decoder.bos,
+    ids=stored.require_vocabularies().framing,
   )
-
-
-def _pair(
-  make: example_maker.ExampleMaker, name: str, prompt: Prompt, answer: str
-) -> framing.Pair:
-  """Encodes a prompt and its completion."""
-  content = [prompt, answer]
-  if make.documents == 'chat':
-    messages = prompt
-    if isinstance(prompt, str):
-      messages = [{'role': 'user', 'content': prompt}]
-    content = [*messages, {'role': 'assistant', 'content': answer}]
-  # Of a conversation every turn of the assistant is an example.
-  return [*make.examples([(name, json.dumps(content))], None)][-1]

@@ -154,8 +154,9 @@ class Architecture:
     Returns:
       The states; of groups B is P * G, prompt by prompt.
     """
-    batch, side, hidden = self._read(model, params, batch, **options)
-    if side != 'teacher':
+    batch = _flat(batch)
+    hidden = self._read(model, params, batch, **options)
+    if self.sides('encoder_tokens' in batch)['decoder'] != 'teacher':
       return hidden
     # The row of a pair has more positions than targets: take those of the
     # targets, so that losses find them where an encoder-decoder has them.
@@ -178,39 +179,20 @@ class Architecture:
     Returns:
       The states; of groups B is P * G, prompt by prompt.
     """
-    batch, side, hidden = self._read(
-      model, params, batch, whole=True, **options
-    )
-    last = jnp.sum(batch[f'{side}_segments'] > 0, axis=1) - 1
+    batch = _flat(batch)
+    side = self.sides('encoder_tokens' in batch)['decoder']
+    if side == 'decoder':
+      batch |= _with_last_target(batch)
+    hidden = self._read(model, params, batch, **options)
     # A row of padding has no last token.
-    last = jnp.maximum(last, 0)[:, None, None]
-    return jnp.take_along_axis(hidden, last, axis=1)[:, 0]
+    last = jnp.maximum(jnp.sum(batch[f'{side}_segments'] > 0, axis=1) - 1, 0)
+    return jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
 
   def _read(
-    self,
-    model: Any,
-    params: Params,
-    batch: Batch,
-    whole: bool = False,
-    **options: Any,
-  ) -> tuple[Batch, str, Float[Array, 'B L D']]:
-    """Computes the states of a batch.
-
-    Args:
-      model: the model.
-      params: parameters of the model.
-      batch: fields of `objectives.framing`.
-      whole: whether the decoder reads the last target, too.
-      **options: as for `source`.
-
-    Returns:
-      The batch with groups as rows, the side that the decoder reads, and the
-      decoder's states.
-    """
-    batch = {name: x.reshape(-1, x.shape[-1]) for name, x in batch.items()}
+    self, model: Any, params: Params, batch: Batch, **options: Any
+  ) -> Float[Array, 'B L D']:
+    """Computes the decoder's states of a batch without groups."""
     sides = self.sides('encoder_tokens' in batch)
-    if whole and sides['decoder'] == 'decoder':
-      batch |= _with_last_target(batch)
     fields = {
       stack: [batch[f'{side}_{x}'] for x in ('tokens', 'segments', 'positions')]
       for stack, side in sides.items()
@@ -219,11 +201,7 @@ class Architecture:
     # others.
     if sides['decoder'] == 'teacher':
       options['prefix'] = self.prefix(batch)
-    return (
-      batch,
-      sides['decoder'],
-      self.states(model, params, fields, **options),
-    )
+    return self.states(model, params, fields, **options)
 
   def prefix(self, batch: Batch) -> Int[Array, 'B R'] | None:
     """Returns 1 where the teacher's row is read from both sides."""
@@ -400,18 +378,25 @@ def inputs_of(batch: Batch) -> Int[Array, 'B R']:
   return jnp.int32((batch['teacher_segments'] > 0) & (is_target == 0))
 
 
-def _with_last_target(batch: Batch) -> Batch:
+def _flat(batch: Batch) -> dict[str, Array]:
+  """Returns a batch with a row for each answer of a group."""
+  return {name: x.reshape(-1, x.shape[-1]) for name, x in batch.items()}
+
+
+def _with_last_target(batch: Batch) -> dict[str, Array]:
   """Returns the decoder's fields with the last target, which it then reads.
 
   Decoder inputs are the targets shifted right, so that they lack the last one.
   """
   tokens, segments = batch['decoder_tokens'], batch['decoder_segments']
-  positions = jnp.arange(tokens.shape[1])
-  segments = jnp.concatenate([segments[:, :1], segments[:, :-1]], axis=1)
+  shifted = batch['targets'][:, :-1], segments[:, :-1]
+  tokens, segments = (
+    jnp.concatenate([x[:, :1], y], axis=1)
+    for x, y in zip((tokens, segments), shifted, strict=True)
+  )
+  positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
   return {
-    'decoder_tokens': jnp.concatenate(
-      [tokens[:, :1], batch['targets'][:, :-1]], axis=1
-    ),
+    'decoder_tokens': tokens,
     'decoder_segments': segments,
-    'decoder_positions': jnp.where(segments > 0, positions, 0),
+    'decoder_positions': positions,
   }

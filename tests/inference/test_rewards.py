@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 
 from encdec_adapt.base import errors
-from encdec_adapt.inference import lengths, rewards
+from encdec_adapt.inference import rewards
 from encdec_adapt.models import architecture, build, model_config
-from encdec_adapt.objectives import framing, preferences
+from encdec_adapt.objectives import framing
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import rules
 from tests import gemma_ids, toy_models
 
 BOS, EOS = 2, 1
-PROMPTS = [[BOS, 7, 8, 9], [BOS, 30], [BOS, 12, 13]]
+PROMPTS = [[7, 8, 9], [30], [12, 13]]
 COMPLETIONS = [[[5, 6, EOS], [21, EOS]], [[EOS], [40, 41, 42, 43, EOS]]]
 COMPLETIONS += [[[50, 51], [50, 51, EOS]]]
 KINDS = [kind for kind in architecture.BY_NAME.values() if kind.generates]
@@ -33,18 +33,29 @@ def model(request):
   return build.build(config), toy_models.params(config)
 
 
-def _score(model, prompts, completions, mesh=None, **options):
+GROUPS = [
+  [
+    framing.Pair(*(np.array(ids, np.int32) for ids in (prompt, x)))
+    for x in group
+  ]
+  for prompt, group in zip(PROMPTS, COMPLETIONS, strict=True)
+]
+
+
+def _score(model, mesh=None, **options):
   mesh = mesh or mesh_lib.make_mesh(
     mesh_lib.MeshConfig(), devices=jax.devices()[:1]
   )
-  arguments = {'mesh': mesh, 'rules': rules.RULES['fsdp'], 'bos': BOS}
-  options = {'rows': 2, **options}
-  return rewards.score(*model, prompts, completions, **arguments, **options)
+  options = {'rows': 2, 'ids': gemma_ids.FRAMING, **options}
+  return rewards.score(
+    *model, GROUPS, mesh=mesh, rules=rules.RULES['fsdp'], **options
+  )
 
 
 def _dense(model, prompt, completion):
   """The output at the last token, of unpadded rows."""
   model, params = model
+  prompt = [BOS, *prompt]
   tokens = {'decoder': [*prompt, *completion]}
   options = {'prefix': jnp.arange(len(tokens['decoder']))[None] < len(prompt)}
   if model.architecture.encodes_prompt:
@@ -60,7 +71,7 @@ def _dense(model, prompt, completion):
 
 
 def test_a_group_has_the_outputs_at_its_last_tokens(model):
-  found = _score(model, PROMPTS, COMPLETIONS)
+  found = _score(model)
   expected = [
     [_dense(model, prompt, x) for x in group]
     for prompt, group in zip(PROMPTS, COMPLETIONS, strict=True)
@@ -68,38 +79,15 @@ def test_a_group_has_the_outputs_at_its_last_tokens(model):
   np.testing.assert_allclose(found, expected, atol=2e-5)
   # The end is read: with and without it is another reward.
   assert abs(found[2, 0] - found[2, 1]) > 1e-3
-  size = lengths.Size(9, 4 * model[0].architecture.encodes_prompt)
-  fixed = _score(model, PROMPTS, COMPLETIONS, size=size)
+  fixed = _score(model, lengths=framing.Lengths(4, 6))
   np.testing.assert_allclose(fixed, found, atol=2e-5)
-
-
-def test_training_reads_the_same_states(model):
-  examples = [
-    preferences.Preference(
-      *(np.array(x, np.int32) for x in (prompt[1:], *group))
-    )
-    for prompt, group in zip(PROMPTS, COMPLETIONS, strict=True)
-  ]
-  batch = framing.stack_rows(
-    [
-      preferences.Preferences.frame(
-        row, framing.Lengths(8, 6), gemma_ids.FRAMING, teacher=True
-      )
-      for row in [[x] for x in examples] + [[]]
-    ]
-  )
-  kind = model[0].architecture
-  states = kind.read_answers(*model, jax.tree.map(jnp.asarray, batch))
-  found = model[0].logits(model[1], states[:, None])[:6, 0, 0]
-  expected = _score(model, PROMPTS, COMPLETIONS).reshape(-1)
-  np.testing.assert_allclose(found, expected, atol=2e-5)
 
 
 @pytest.mark.sharded
 def test_a_mesh_gives_the_same_rewards(model):
   mesh = mesh_lib.make_mesh(mesh_lib.MeshConfig(fsdp=2, sequence=2, tensor=2))
-  expected = _score(model, PROMPTS, COMPLETIONS)
-  found = _score(model, PROMPTS, COMPLETIONS, mesh=mesh)
+  expected = _score(model)
+  found = _score(model, mesh=mesh)
   np.testing.assert_allclose(found, expected, atol=2e-5)
 
 
@@ -108,4 +96,4 @@ def test_a_language_model_is_refused(model):
   decoder = dataclasses.replace(config.decoder, classes=0)
   config = dataclasses.replace(config, decoder=decoder)
   with pytest.raises(errors.UserError, match='no reward model: .* 60 outputs'):
-    _score((build.build(config), model[1]), PROMPTS, COMPLETIONS)
+    _score((build.build(config), model[1]))

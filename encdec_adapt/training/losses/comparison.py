@@ -24,11 +24,12 @@ Values = dict[str, Float[Array, 'P']]
 class Comparison(loss.Loss):
   """Base of the losses; see the module's docstring.
 
-  Metrics of steps and held-out rows: `accuracy` (share of examples with a
-  margin above 0; a margin of 0 counts half); of steps also the mean scores
-  `chosen` and `rejected`, and of held-out rows the mean `margin`, `brier`, the
-  mean of (1 - sigmoid(margin))^2, and `length_difference`, the tokens of the
-  chosen answer minus those of the rejected one.
+  Metrics are means over examples, those of the divisor 'chosen' over the tokens
+  of chosen answers. Steps and held-out rows have `accuracy`, the share of
+  examples with a margin above 0 (a margin of 0 counts half); steps also the
+  mean scores `chosen` and `rejected`, and held-out rows the mean `margin`,
+  `brier`, the mean of (1 - sigmoid(margin))^2, and `length_difference`, the
+  tokens of the chosen answer minus those of the rejected one.
   """
 
   metrics: ClassVar[Mapping[str, str]] = loss.Loss.metrics | {
@@ -119,38 +120,29 @@ class Comparison(loss.Loss):
     }
     outputs = self.predict(model, params, batch)
     scores, values = self.compare(outputs, frozen, batch)
-    margins, counts = scores[:, 0] - scores[:, 1], _tokens(batch)
+    margins = scores[:, 0] - scores[:, 1]
+    lengths = jnp.sum(batch['weights'], axis=-1)  # [P, 2]
     values |= {
       'accuracy': _accuracy(margins),
       'brier': jnp.square(jax.nn.sigmoid(-margins)),
       'margin': margins,
-      'length_difference': counts[:, 0] - counts[:, 1],
+      'length_difference': lengths[:, 0] - lengths[:, 1],
     }
-    rows = exist(batch)
-    divisors = self.row_divisors(batch)
+    # Most metrics are means over examples.
+    count = exist(batch).astype(jnp.float32)
     ratios = [
       [
-        jnp.where(rows, values[name], 0.0),
-        divisors.get(name, rows.astype(jnp.float32)),
+        jnp.where(count > 0, values[name], 0.0),
+        lengths[:, 0] if self.metrics.get(name) == 'chosen' else count,
       ]
       for name in self.held_out
     ]
     return jnp.stack([jnp.stack(ratio) for ratio in ratios])
 
-  def row_divisors(self, batch: loss.Batch) -> Values:
-    """Returns divisors of held-out metrics that are no means over examples."""
-    del batch
-    return {}
-
 
 def exist(batch: loss.Batch) -> Array:
   """Returns which rows hold an example, [P]; the others are filler."""
   return jnp.any(batch['weights'] > 0, axis=(1, 2))
-
-
-def _tokens(batch: loss.Batch) -> Float[Array, 'P 2']:
-  """Returns the tokens of each answer, with its end."""
-  return jnp.sum(batch['weights'], axis=-1)
 
 
 def _accuracy(margins: Float[Array, 'P']) -> Float[Array, 'P']:

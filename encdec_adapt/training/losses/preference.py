@@ -233,10 +233,6 @@ class Preference(comparison.Comparison):
     share = self.form.cross_entropy * cross_entropy
     return super().objective(terms, divisors) + share
 
-  def row_divisors(self, batch: loss.Batch) -> comparison.Values:
-    """Returns the tokens of the chosen answers."""
-    return {'cross_entropy': jnp.sum(batch['weights'][:, 0], axis=-1)}
-
   def compare(
     self,
     outputs: loss.Outputs,
