@@ -1,6 +1,7 @@
 """Rewards of completions: the state read, groups, shapes and refusals."""
 
 import dataclasses
+import json
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from encdec_adapt.base import errors
+from encdec_adapt.conversion import initial_state
 from encdec_adapt.inference import rewards
 from encdec_adapt.models import architecture, build, model_config
 from encdec_adapt.objectives import framing
@@ -97,3 +99,37 @@ def test_a_language_model_is_refused(model):
   config = dataclasses.replace(config, decoder=decoder)
   with pytest.raises(errors.UserError, match='no reward model: .* 60 outputs'):
     _score((build.build(config), model[1]))
+
+
+def test_reward_models_of_other_vocabularies_or_lengths_are_refused(tmp_path):
+  stack = toy_models.stack(vocab_size=toy_models.GEMMA_SIZE)
+  pair = model_config.encoder_decoder(stack, stack)
+  trained = toy_models.save(tmp_path / 'policy', pair, native=True)
+  folder = tmp_path / 'reward'
+  toy_models.save(folder, model_config.reward_model(pair), native=True)
+  choice = trained.stored.vocabularies
+
+  def opened(lengths=framing.Lengths(8, 8), model=trained, path=folder):
+    compute = model.model.compute
+    return initial_state.open_reward_model(
+      str(path), model.where, compute, choice, lengths
+    )
+
+  params = opened().read()
+  assert params['decoder']['head']['table'].shape[0] == 1
+  with pytest.raises(errors.UserError, match='policy is no reward model'):
+    opened(path=tmp_path / 'policy')
+  file = folder / 'config.json'
+  raw = json.loads(file.read_text())
+  limits = {'decoder': {'max_position_embeddings': 8}}
+  file.write_text(json.dumps(raw | {'carried': limits}))
+  opened(framing.Lengths(8, 7))
+  # BOS and eight tokens.
+  with pytest.raises(errors.UserError, match='8 positions in its decoder'):
+    opened()
+  with pytest.raises(errors.UserError, match='8 positions in its encoder'):
+    opened(framing.Lengths(9, 4))
+  other = toy_models.stack(vocab_size=toy_models.GEMMA_SIZE + 8)
+  other = toy_models.load(model_config.encoder_decoder(other, other))
+  with pytest.raises(errors.UserError, match='reward model .* has 512 tokens'):
+    opened(framing.Lengths(4, 4), model=other)

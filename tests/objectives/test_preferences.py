@@ -41,6 +41,8 @@ def test_texts_end_with_eos_and_keep_their_margin():
   assert first.targets.tolist() == _ids('yes')
   assert first.rejected.tolist() == _ids('no')
   assert first.margin.tolist() == [1.5] and second.margin is None
+  # BOS and the longer answer with its end; the tokens of both.
+  assert first.positions(LENGTHS) == (4, 5) and first.target_tokens == 4 + 3
   for example in (first, second):
     record = row_codec.encode_row([example], type(maker))
     (same,) = row_codec.decode_row(record, type(maker))

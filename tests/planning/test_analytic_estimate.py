@@ -7,7 +7,13 @@ import numpy as np
 import pytest
 
 from encdec_adapt.models import forward_flops
-from encdec_adapt.planning import chips, hlo, programs, roofline
+from encdec_adapt.planning import (
+  analytic_estimate,
+  chips,
+  hlo,
+  programs,
+  roofline,
+)
 from encdec_adapt.sharding import mesh as mesh_lib
 from tests.planning import toy
 
@@ -40,6 +46,23 @@ def test_evaluation_and_decoding_have_no_backward_pass(plans):
     kinds = {row['for']: row['kind'] for row in found['collectives']}
     assert kinds == {'weights': 'all-gather', 'hidden states': 'all-gather'}
     assert found['roofline']['step_s'] < train['roofline']['step_s']
+
+
+def test_both_answers_of_a_preference_are_counted():
+  changes = {'data__objective': 'preferences'}
+  single, policy, reward = (
+    toy.job(),
+    toy.job(**changes, loss__kind='simpo'),
+    toy.job(**changes, loss__kind='reward'),
+  )
+  tokens = [
+    [work.tokens(stack_pass) for stack_pass in work.passes]
+    for work in map(analytic_estimate.Workload, (single, policy, reward))
+  ]
+  encoder, decoder = tokens[0]
+  assert tokens[1:] == [[encoder, 2 * decoder]] * 2
+  parts = [toy.plan(job)['memory']['parts'] for job in (policy, reward)]
+  assert parts[0]['loss'] > parts[1]['loss'] == 0
 
 
 def test_kernels_of_gpus_are_counted_apart(plans):
