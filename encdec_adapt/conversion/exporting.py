@@ -33,9 +33,8 @@ from encdec_adapt.models import model_config, parameters
 from encdec_adapt.telemetry import progress
 from encdec_adapt.tokenizers import chat_format
 
-
 _REWARD_NOTE = (
-  'it is a reward model: its output scores the answer to a prompt, read with the'
+  'it is a reward model: its output scores the answer to a prompt, with the'
   ' token that ends it.'
 )
 
