@@ -96,10 +96,10 @@ class Sources:
     if self.init.mode == 'random':
       return self.placement.place(lambda rng: parameters.init(target, rng), rng)
     classes = target.decoder.classes
-    if self.init.mode == 'checkpoint' and (
-      classes == self.models[0].model.decoder.classes
-    ):
-      return self.models[0].read(self.placement)
+    if self.init.mode == 'checkpoint' and classes < 2:
+      # A reward model that starts from another keeps its head.
+      if classes == self.models[0].model.decoder.classes:
+        return self.models[0].read(self.placement)
     mesh, rules = self.placement.mesh, self.placement.rules
     # Sharded over the job's mesh as models of their kind, so that no device
     # holds a whole source while the target is made of them.
