@@ -407,9 +407,9 @@ def _check_model(settings: Settings, vocabulary: str) -> None:
   answers = feeds == 'pair' and architecture.generates
   if train_section.SAMPLES in settings.train.intervals and not answers:
     raise errors.UserError(
-      f'config.train.evaluators is {settings.train.evaluators!r}, and the model'
-      f' answers nothing: it is a reward model, or the objective'
-      f' {data.objective!r} has rows without inputs. Leave samples out, or'
+      f'config.train.evaluators is {settings.train.evaluators!r} with objective'
+      f' {data.objective!r}, whose rows have no inputs for the model to answer,'
+      ' or with a reward model, which answers nothing; leave samples out, or'
       ' train a language model on pairs of inputs and targets.'
     )
   path = data.encoder_vocabulary

@@ -132,10 +132,13 @@ def make_table(
     config: the stack.
     rows: rows without padding.
   """
+  # The single row of a reward model is neither padded nor divided.
+  is_divided = rows > 1
   init = nn.with_logical_partitioning(
-    nn.initializers.normal(config.width**-0.5), ('vocab', 'table_embed')
+    nn.initializers.normal(config.width**-0.5),
+    ('vocab' if is_divided else 'reward', 'table_embed'),
   )
-  multiple = config.vocab_multiple
+  multiple = config.vocab_multiple if is_divided else 1
   shape = (-(-rows // multiple) * multiple, config.width)
   return module.param('table', init, shape, jnp.float32)
 

@@ -30,6 +30,7 @@ class Rules:
   embed: MeshAxes = ('fsdp',)
   table_embed: MeshAxes = ()
   vocab: MeshAxes = ('fsdp', 'tensor')
+  reward: MeshAxes = ()
   heads: MeshAxes = ('tensor',)
   kv_heads: MeshAxes = ('tensor',)
   head_dim: MeshAxes = ()

@@ -41,7 +41,12 @@ def test_dry_run_counts_the_parameters_of_a_released_pair(capsys):
   assert 'without activations' in shown
 
 
-_DPO = ('--config.loss.kind=dpo', '--config.data.objective=preferences')
+_DPO = (
+  '--config.loss.kind=dpo',
+  '--config.loss.distillation=0',
+  '--config.data.objective=preferences',
+  '--config.data.source=preferences:x#p,c,r',
+)
 
 
 @pytest.mark.parametrize(

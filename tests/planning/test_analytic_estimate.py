@@ -50,6 +50,7 @@ def test_evaluation_and_decoding_have_no_backward_pass(plans):
 
 def test_both_answers_of_a_preference_are_counted():
   changes = {'data__objective': 'preferences'}
+  changes['data__source'] = 'preferences:x#p,c,r'
   single, policy, reward = (
     toy.job(),
     toy.job(**changes, loss__kind='simpo'),

@@ -75,9 +75,11 @@ def test_gradients_equal_those_of_rows_of_each_answer():
   sizes = (batch['encoder_segments'] > 0).sum(1)
   prompts = [batch['encoder_tokens'][i, 1 : sizes[i]] for i in range(2)]
 
+  arrays = jax.tree.map(jnp.asarray, batch)
+
   def actual(params):
-    terms = LOSS.sums(MODEL, params, jax.tree.map(jnp.asarray, batch))
-    return LOSS.objective(terms, LOSS.divisors(batch))
+    terms = LOSS.sums(MODEL, params, arrays)
+    return LOSS.objective(terms, LOSS.divisors(arrays))
 
   def expected(params):
     rewards = _dense_rewards(params, answers, prompts)
@@ -188,6 +190,7 @@ def _config(**changes):
   config = config_lib.defaults()
   config.loss.kind = 'reward'
   config.data.objective = 'preferences'
+  config.data.source = 'preferences:x#p,c,r'
   config.data.encoder_length = config.data.decoder_length = 8
   for key, value in changes.items():
     config.update_from_flattened_dict({key.replace('__', '.'): value})
@@ -201,7 +204,10 @@ def test_the_loss_decides_the_head_of_the_model():
   assert not settings.model.architecture.generates
   for changes, message in (
     ({'model__kind': 'encoder_only'}, 'reads a prompt and an answer'),
-    ({'data__objective': 'pairs'}, '0 labels and the model 1'),
+    (
+      {'data__objective': 'pairs', 'data__source': 'pairs:x#a,b'},
+      '0 labels and the model 1',
+    ),
     ({'train__evaluators': 'loss=10,samples=10'}, 'answers nothing'),
     (
       {'model__kind': 'encoder_decoder', 'init__mode': 'adapt'},

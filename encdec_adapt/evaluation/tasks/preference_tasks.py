@@ -70,7 +70,13 @@ class PreferenceEvaluation:
         f'{stored.path} is a model of kind {kind.name} that predicts no'
         ' answers; leave it out, or leave out --preferences.'
       )
-    self._examples(stored)
+    examples, count = self._examples(stored)[1], len(self.documents)
+    if distributed.is_lead() and len(examples) < count:
+      print(
+        f'note: {stored.path} compares {len(examples)} of {count} preferences;'
+        ' the others are ties, have more tokens than it has positions, or a'
+        ' token that spans prompt and answer.'
+      )
 
   def scores(
     self, model: model_in_memory.LoadedModel, rows: int, report: progress.Report
@@ -133,13 +139,6 @@ class PreferenceEvaluation:
     examples = list(maker.examples(texts, None))
     kept = answer_encoding.fits(stored, [x.positions(_ANY) for x in examples])
     examples = [x for x, fits in zip(examples, kept, strict=True) if fits]
-    count = len(self.documents)
-    if distributed.is_lead() and len(examples) < count:
-      print(
-        f'note: {stored.path} compares {len(examples)} of {count} preferences;'
-        f' {maker.counts["ties"]} are ties, and others have more tokens than'
-        ' it has positions, or a token that spans prompt and answer.'
-      )
     if not examples:
       raise errors.UserError(
         f'{stored.path} can compare no preference of {self.source.name}.'
