@@ -95,4 +95,5 @@ def test_a_reward_model_trains_scores_and_chooses(tmp_path):
     [[line['ended'] != 'length'] for line in best],
     batch_size=2,
   )
-  np.testing.assert_allclose(again[:, 0], rewards, atol=1e-4)
+  # The run computes in bfloat16 where processors multiply in it.
+  np.testing.assert_allclose(again[:, 0], rewards, rtol=0.02)
