@@ -212,6 +212,13 @@ def load(
     model = model_config.DecoderOnlyConfig(stack)
   loss, init = losses.from_section(values['loss'], model), sections['init']
   model = loss.shape(model)
+  if loss.samples:
+    # Never packed: a row is a prompt.
+    data = dataclasses.replace(data, pack=False)
+    sampling = sections['train'].sampling
+    if not sampling.tokens:
+      sampling = dataclasses.replace(sampling, tokens=data.decoder_length)
+    loss = dataclasses.replace(loss, rollouts=sampling)
   # A change of `init` is a change of the reference: resuming refuses it.
   if loss.starts_from_reference and loss.references:
     if init.mode == 'checkpoint' and not sections['teacher'].checkpoint:
@@ -451,6 +458,26 @@ def _check_sources(settings: Settings, sources: bool) -> None:
     raise errors.UserError(
       f'config.init.mode is {init.mode!r} but config.init.encoder is empty;'
       ' give the work directory or Hugging Face folder of the source.'
+    )
+  for key in ('rollouts', 'rewards'):
+    value = getattr(settings.train, key)
+    reads = loss.samples if key == 'rollouts' else loss.reads_rewards
+    if value and not reads:
+      raise errors.UserError(
+        f'config.train.{key} is {value!r} but the loss is {loss.name}, which'
+        ' does not read it; empty it, or choose a loss that does, such as'
+        " config.loss.kind='rloo'."
+      )
+  if sources and loss.reads_rewards and not settings.train.rewards:
+    raise errors.UserError(
+      f'config.train.rewards is empty with config.loss.kind={loss.kind!r}; name'
+      " the rewards of completions, as in 'answers' or 'python:FILE#FUNCTION'."
+    )
+  if settings.train.sampling.max_kl and settings.checkpoint.keep < 2:
+    raise errors.UserError(
+      f'config.checkpoint.keep is {settings.checkpoint.keep} with max_kl in'
+      f' {train_section.ROLLOUTS}: the newest save may be over that budget, so'
+      ' that the one before is needed; set it to at least 2.'
     )
   # Most likely config.loss.distillation was forgotten.
   if teacher and not loss.references:

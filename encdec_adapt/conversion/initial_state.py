@@ -5,10 +5,11 @@ how every weight is filled; `read` then reads the weights. The evaluation and
 the commands are above this module.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 import dataclasses
 import hashlib
 import json
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,7 @@ from encdec_adapt.models import (
 )
 from encdec_adapt.objectives import framing
 from encdec_adapt.sharding import placement as placement_lib
+from encdec_adapt.telemetry import compute_cost
 from encdec_adapt.tokenizers import vocabulary_pair
 from encdec_adapt.training import losses, setup, teacher_section
 from encdec_adapt.training import state as state_lib
@@ -63,6 +65,21 @@ class Sources:
     if self.init.mode == 'checkpoint':
       return pretrained_files.folders(encoder)
     return pretrained_files.folders_of_pair(encoder, decoder)
+
+  def costs(
+    self, references: Iterable['Reference'], log: Callable[[str], None]
+  ) -> dict[str, Any]:
+    """Returns the costs of the sources and of reference models.
+
+    Args:
+      references: the reference models.
+      log: prints a line on process 0.
+    """
+    ancestors = [*self.models, *(x.source for x in references)]
+    costs = compute_cost.read_sources({x.name: x.path for x in ancestors})
+    for name in costs['not_counted']:
+      log(f'the cost of {name} is unknown: the summary leaves it out')
+    return costs
 
   def check_files(self, choice: vocabulary_pair.Choice) -> None:
     """Checks the sources' tokenizers and the files that an export carries.

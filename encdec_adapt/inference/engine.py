@@ -162,7 +162,9 @@ class Engine:
     # Prompts that are read together: few, so that a row is not free for long,
     # and a multiple of the shards, over which they divide.
     self.group = max(shards, rows // 8 // shards * shards)
-    self.params = decoding.prepare(model, params, int8=int8)
+    self.params = decoding.prepare(
+      model, params, int8=int8, mesh=mesh, rules=rules
+    )
     # Unrolled: a scan would copy each layer's cache for every token.
     self.programs = decoding.Programs(
       build.unroll(model), mesh, rules, decoding.shapes_of(self.params)

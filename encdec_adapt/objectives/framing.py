@@ -72,6 +72,8 @@ class Pair(NamedTuple):
     decoder_inputs: [n], tokens that the decoder reads in place of the targets;
       None for the targets themselves.
     weights: float32 [n], weights of the targets in the loss; None for 1.
+    fields: further fields of the document, a JSON object, which no model reads;
+      None for none.
     documents: ids of the documents that the tokens are from.
   """
 
@@ -80,6 +82,7 @@ class Pair(NamedTuple):
   prefix: np.ndarray | None = None
   decoder_inputs: np.ndarray | None = None
   weights: np.ndarray | None = None
+  fields: str | None = None
   documents: tuple[str, ...] = ()
 
   @property

@@ -118,22 +118,20 @@ class Workload:
   """
 
   def __init__(self, job: programs.Job):
-    self.job, self.partition = job, job.rules.on(job.mesh)
+    self.job, self.partition = job, job.program_rules.on(job.mesh)
     self.references = job.models[1:]
     self.parts = job.train.microbatches if job.trains else 1
     self.item = jnp.dtype(job.compute.dtype).itemsize
     self.by_rows = self.partition.size('batch')
     self.by_tensor = self.partition.size('mlp')
     # Decoding computes a token of every row: there is no length to share.
-    decodes = job.name == 'decode'
-    self.by_length = 1 if decodes else self.partition.size('length')
+    self.by_length = 1 if job.decodes else self.partition.size('length')
     self.exchange = self.partition.common(partition.TOKENS, ['vocab'])
     self.passes = tuple(self._passes())
 
   def _passes(self) -> Iterator[StackPass]:
     job, lengths = self.job, self.job.lengths
-    objective = job.data.objectives[0]
-    if job.name == 'decode':
+    if job.decodes:
       stack = job.model.decoder
       source = lengths.encoder * (stack.cross_width is not None)
       yield StackPass(stack, 1, lengths.decoder, source, False)
@@ -144,7 +142,7 @@ class Workload:
         stack, length = model.stacks[name], getattr(lengths, side)
         source = lengths.encoder * (stack.cross_width is not None)
         # An encoder reads the prompt of several answers once.
-        answers = 1 if side == 'encoder' else objective.answers
+        answers = 1 if side == 'encoder' else job.answers
         yield StackPass(stack, length, length, source, trained, answers)
 
   @property
@@ -244,7 +242,7 @@ def _parts(work: Workload, arguments, kind: str) -> dict[str, float]:
   )
   # Layers run in turn, so their unsaved activations share memory.
   working = max(_working(work, p) for p in work.passes)
-  name = 'logits' if work.job.name == 'decode' else 'loss'
+  name = 'logits' if work.job.decodes else 'loss'
   parts = {name: _loss(work), 'activations': saved + working}
   if kind == 'gpu' and work.job.name != 'eval':
     parts['weights'] = _gathered_at_once(work)
@@ -372,7 +370,7 @@ def _kernels(work: Workload, hardware: chips.Slice) -> list[roofline.Row]:
   FLOPs are of pairs that see each other, which is less than whole blocks.
   """
   # Decoding runs no kernels (`ComputeConfig.cached_attention`).
-  if work.job.compute.attention != 'tokamax' or work.job.name == 'decode':
+  if work.job.compute.attention != 'tokamax' or work.job.decodes:
     return []
   # Only 'full' computes attention again for the backward pass: the other
   # policies save its outputs.
@@ -420,7 +418,7 @@ def _recomputed(work: Workload) -> float:
 def _gathered_weights(work: Workload) -> float:
   """Returns bytes of the weights that a device gathers for a microbatch."""
   stacks = parameters.count_by_stack(work.job.model)
-  if work.job.name == 'decode':  # The encoder has run before.
+  if work.job.decodes:  # The encoder has run before.
     stacks = {'decoder': stacks['decoder']}
   # Tables are not gathered: devices exchange hidden states instead.
   total = sum(c.other + c.cross for c in stacks.values())

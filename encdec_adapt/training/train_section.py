@@ -4,12 +4,64 @@ Plans and evaluations read it without the loop, so it imports nothing of that.
 """
 
 import dataclasses
+import functools
+import math
 
 from encdec_adapt.base import errors, keys, option_strings
 from encdec_adapt.telemetry import trackers
 
 # All other names of evaluators are those of tasks, or folders of them.
 LOSS, SAMPLES = 'loss', 'samples'
+ROLLOUTS = 'config.train.rollouts'
+
+
+@dataclasses.dataclass(frozen=True)
+class Rollouts:
+  """Options of `config.train.rollouts`: how completions are sampled."""
+
+  samples: int = keys.key(8, 'Completions of each prompt.', at_least=1)
+  tokens: int = keys.key(
+    0,
+    'Most tokens of a completion, its end included; 0: config.data'
+    '.decoder_length.',
+    at_least=0,
+  )
+  temperature: float = keys.key(1.0, 'Divisor of the logits.', above=0)
+  top_k: int = keys.key(0, 'Likeliest tokens to draw from; 0: all.', at_least=0)
+  top_p: float = keys.key(1.0, 'Their probability.', above=0, at_most=1)
+  cut: str = keys.key(
+    'keep',
+    "Completions that do not end: 'keep', 'mask', or a penalty, which is"
+    ' subtracted from the reward.',
+  )
+  max_kl: float = keys.key(
+    0.0, 'KL to the reference at which the job ends; 0: none.', at_least=0
+  )
+
+  def __post_init__(self):
+    keys.check(self, f'{ROLLOUTS}: ')
+    self.penalty  # noqa: B018  Checks `cut`.
+
+  @property
+  def filters(self) -> bool:
+    """Whether tokens are drawn from a part of the vocabulary."""
+    return self.top_k > 0 or self.top_p < 1
+
+  @property
+  def penalty(self) -> float:
+    """What a completion that is cut short loses of its reward."""
+    if self.cut in ('keep', 'mask'):
+      return 0.0
+    try:
+      value = float(self.cut)
+    except ValueError:
+      value = math.nan
+    if not 0 < value < math.inf:
+      raise errors.UserError(
+        f'{ROLLOUTS}: cut is {self.cut!r}; it must be keep, mask, or a penalty'
+        ' above 0.'
+      )
+    return value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +121,22 @@ class TrainConfig:
     at_least=0,
   )
   eval_batch_size: int = keys.key(16, 'Rows of an evaluation step.', at_least=1)
+  rollouts: str = keys.key(
+    '',
+    "Policies: sampling, as in 'samples=8,tokens=64,temperature=1,cut=keep,"
+    "max_kl=0': completions of a prompt; most tokens of one (0:"
+    ' data.decoder_length); the divisor of the logits, also of those in the'
+    " loss; completions that do not end ('keep', 'mask' leaves them out of the"
+    ' loss, a number is subtracted from their reward); and the KL at which the'
+    " job ends (0: never). '': these defaults.",
+  )
+  rewards: str = keys.key(
+    '',
+    "Policies: rewards of completions, as in 'answers + model:runs/rm@0.5':"
+    ' `answers` (the last number equals that of the target), `code` (passes'
+    ' the tests of its row, with --allow_code), `model:CHECKPOINT` (a reward'
+    ' model), `python:FILE#FUNCTION` (of prompts, completions and fields).',
+  )
   max_skipped: int = keys.key(
     10, 'Non-finite updates in a row before the job stops.', at_least=1
   )
@@ -90,6 +158,7 @@ class TrainConfig:
   def __post_init__(self):
     keys.check(self, 'config.train.')
     self.intervals  # noqa: B018  Checks them.
+    self.sampling  # noqa: B018  Checks them.
     trackers.parse(self.trackers)
     if self.batch_size % self.microbatches:
       raise errors.UserError(
@@ -105,6 +174,14 @@ class TrainConfig:
         f' {self.steps} steps to the other parameters; lower it or raise'
         ' config.train.steps.'
       )
+
+  @functools.cached_property
+  def sampling(self) -> Rollouts:
+    """The options in `rollouts`."""
+    values = option_strings.key_values(
+      ROLLOUTS, self.rollouts, keys.defaults(Rollouts)
+    )
+    return keys.make(Rollouts, values)
 
   @property
   def intervals(self) -> dict[str, int]:

@@ -17,8 +17,10 @@ import numpy as np
 from encdec_adapt.base import keys, option_strings
 from encdec_adapt.models import architecture as architectures
 from encdec_adapt.models import base_model, build, expert_layer, model_config
-from encdec_adapt.objectives import example_maker
+from encdec_adapt.objectives import example_maker, framing
 from encdec_adapt.ops import vocabulary_loss
+from encdec_adapt.tokenizers import special_ids
+from encdec_adapt.training import train_section
 
 KIND = 'config.loss.kind'
 
@@ -66,8 +68,11 @@ class Loss:
     curves: held-out metrics in the records of a run, `loss` among them.
     selects: the held-out metric that `keep_best` and `patience` follow.
     highest: whether the highest value of it is the best; else the lowest.
+    reads_rewards: whether it needs rewards of sampled completions.
     unit: unit of the metric in printed lines.
+    axes: logical axes of the batch fields that the loss adds or changes.
     models: the reference models by name; set once they are opened.
+    rollouts: options of sampling; None where no completions are sampled.
   """
 
   name: ClassVar[str]
@@ -85,7 +90,9 @@ class Loss:
   curves: ClassVar[tuple[str, ...]] = ('loss', 'accuracy')
   selects: ClassVar[str] = 'loss'
   highest: ClassVar[bool] = False
+  reads_rewards: ClassVar[bool] = False
   unit: ClassVar[str] = 'per target token'
+  axes: ClassVar[Mapping[str, tuple[str | None, ...]]] = {}
 
   kind: str = keys.key(
     '',
@@ -93,8 +100,10 @@ class Loss:
     " 'hinge:beta=0.1', 'ipo:beta=0.1,log_probs=sum' (or mean),"
     " 'simpo:beta=2,gamma=1' or 'orpo:lambda=0.1', options having these"
     " defaults; with ' + cross_entropy@0.2' a share for the chosen answers."
-    " 'reward': a reward model, of the same data. '': cross-entropy, or"
-    ' distillation by the key below.',
+    " 'reward': a reward model, of the same data."
+    " Policies: 'rloo:beta=0.05,clip=0.2' or 'grpo:beta=0,clip=0.2,"
+    "divisor=sequence,deviation=group,kl=k3' (policy.py has all options). '':"
+    ' cross-entropy, or distillation by the key below.',
   )
   load_balance: float = keys.key(
     0.01,
@@ -116,6 +125,7 @@ class Loss:
   # Not parameters: a model is static in a compiled step, and its parameters are
   # an argument of it, so that they are not compiled in as constants.
   models: Mapping[str, build.Model] = dataclasses.field(default_factory=dict)
+  rollouts: train_section.Rollouts | None = None
 
   def __post_init__(self):
     keys.check(self, 'config.loss.')
@@ -159,6 +169,11 @@ class Loss:
     """
 
   @property
+  def samples(self) -> bool:
+    """Whether the model is trained on completions that it samples."""
+    return False
+
+  @property
   def accepts(self) -> tuple[architectures.Architecture, ...]:
     """Architectures of the references that the loss accepts."""
     return tuple(architectures.BY_NAME.values())
@@ -180,6 +195,31 @@ class Loss:
     """
     del pad
     return rows
+
+  def row_shape(
+    self, lengths: framing.Lengths, answers: int
+  ) -> tuple[framing.Lengths, int]:
+    """Returns tokens and answers of a training row, given those of records."""
+    return lengths, answers
+
+  def pad_batch(
+    self,
+    maker: type[example_maker.ExampleMaker],
+    lengths: framing.Lengths,
+    ids: special_ids.Framing,
+    *,
+    teacher: bool,
+  ) -> Rows:
+    """Returns a batch of a row of padding, for the shapes of the fields.
+
+    Args:
+      maker: class of the objective's maker.
+      lengths: tokens of a row.
+      ids: special ids.
+      teacher: whether to make the teacher's fields.
+    """
+    row = maker.frame((), lengths, ids, teacher=teacher)
+    return self.frame(framing.stack_rows([row]), ids.decoder.pad)
 
   def weight(self, batch: Batch) -> Float[Array, '']:
     """Returns the weight of a batch, over which metrics are means."""
