@@ -37,7 +37,11 @@ import numpy as np
 from encdec_adapt import config as config_lib
 from encdec_adapt.base import errors, option_strings
 from encdec_adapt.cluster import code_limits, distributed, watchdog
+from encdec_adapt.conversion import initial_state
 from encdec_adapt.data.records import record_sets
+from encdec_adapt.inference import rewards as reward_model
+from encdec_adapt.objectives import framing
+from encdec_adapt.tokenizers import special_ids
 from encdec_adapt.training import job_telemetry, policy_batches, setup
 from encdec_adapt.training import state as state_lib
 
@@ -47,6 +51,7 @@ _CURRENCY = re.compile('[$€£¥]')
 _NUMBER = re.compile(r'(?:(?<!\w)-)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)')
 
 Groups = Sequence[policy_batches.Completions]
+Model = Callable[[Groups, special_ids.Framing], Float[np.ndarray, 'n G']]
 # Prompts, completions and fields -> rewards.
 Function = Callable[[list[str], list[str], list[dict[str, Any]]], list[float]]
 
@@ -62,14 +67,12 @@ class Rewards:
     weights: weight of each part of the reward, by its name.
   """
 
-  def __init__(
-    self, text: str, open_model: Callable[[str], Callable[[Groups], Any]]
-  ):
+  def __init__(self, text: str, open_model: Callable[[str], Model]):
     """Opens the rewards.
 
     Args:
       text: value of `config.train.rewards`.
-      open_model: opens a reward model; returns a function of groups.
+      open_model: opens a reward model; returns its scores of groups.
 
     Raises:
       UserError: there is no such reward, file or function, or programs may not
@@ -77,7 +80,7 @@ class Rewards:
     """
     self.weights: dict[str, float] = {}
     self._functions: dict[str, Function] = {}
-    self._models: dict[str, Callable[[Groups], Any]] = {}
+    self._models: dict[str, Model] = {}
     self._programs = 0  # That timed out.
     for part, weight in option_strings.things(LABEL, text, r' \+ '):
       kind, value = part.partition(':')
@@ -100,11 +103,15 @@ class Rewards:
         )
 
   def check(self, records: record_sets.RecordSet) -> None:
-    """Checks that rows have the fields that rewards read.
+    """Checks that rows have the fields that rewards read; keeps special ids.
+
+    Args:
+      records: the rows with the prompts.
 
     Raises:
       UserError: a field is missing.
     """
+    self._ids = records.framing
     fields = policy_batches.fields_of(records.read([0])[0][0])
     if 'code' in self.weights and _TESTS not in fields:
       raise errors.UserError(
@@ -149,7 +156,8 @@ class Rewards:
       for name, scores in values.items():
         share = results[name][i::processes]
         share[:] = np.reshape(scores, share.shape)
-    results |= {name: model(groups) for name, model in self._models.items()}
+    for name, model in self._models.items():
+      results[name] = model(groups, self._ids)
     timeouts = sum(count for _, count, _ in shares)
     ordered = {name: results[name] for name in self.weights}
     return ordered, {'timeouts': timeouts} if 'code' in ordered else {}
@@ -181,10 +189,43 @@ def open_rewards(
   Raises:
     UserError: see `Rewards`.
   """
-  del placement
   if not settings.loss.reads_rewards:
     return None
-  return Rewards(settings.train.rewards, None)
+  open_model = functools.partial(_open_model, settings, placement)
+  return Rewards(settings.train.rewards, open_model)
+
+
+def _open_model(
+  settings: config_lib.Settings, placement: state_lib.Placement, path: str
+) -> Model:
+  """Opens a reward model, whose parameters are read when it is first called.
+
+  Raises:
+    UserError: it is no reward model, or cannot read the rows.
+  """
+  prompt = settings.data.encoder_length
+  lengths = framing.Lengths(prompt, settings.loss.rollouts.tokens)
+  opened = initial_state.open_reward_model(
+    path, placement, settings.compute, settings.data.vocabularies, lengths
+  )
+  read = functools.cache(opened.read)
+
+  def score(
+    groups: Groups, ids: special_ids.Framing
+  ) -> Float[np.ndarray, 'n G']:
+    return reward_model.score(
+      opened.placement.model,
+      read(),
+      [[g.pair._replace(targets=x) for x in g.tokens] for g in groups],
+      mesh=placement.mesh,
+      rules=placement.rules,
+      rows=settings.train.batch_size,
+      ids=ids,
+      # The decoder reads BOS, too.
+      lengths=framing.Lengths(prompt, lengths.decoder + 1),
+    )
+
+  return score
 
 
 def make_batches(
