@@ -31,7 +31,7 @@ from encdec_adapt.cluster import watchdog as watchdog_lib
 from encdec_adapt.conversion import initial_state, run_artifacts
 from encdec_adapt.data.records import row_rates
 from encdec_adapt.evaluation import evaluators as evaluators_lib
-from encdec_adapt.evaluation.measures import rewards as rewards_lib
+from encdec_adapt.evaluation.measures import completion_rewards
 from encdec_adapt.files import paths
 from encdec_adapt.models import parameters
 from encdec_adapt.planning import dry_run, out_of_memory
@@ -138,20 +138,22 @@ def train(
   config.compute.dtype = settings.compute.dtype
   config.compute.remat = settings.compute.remat
   placement = setup.place_model(model, settings.compute, mesh, settings.rules)
+  objective = settings.data.objectives[0]
+  # Tokens and answers of a training row; held-out rows have those of records.
+  sizes = settings.loss.row_shape(lengths, objective.answers)
   references = initial_state.open_references(
     settings.loss,
     settings.teacher,
     placement,
     settings.compute,
     settings.data.vocabularies,
-    lengths,
+    sizes[0],
   )
   # Opened only: parameters are read below, when other inputs are checked.
   frozen = {name: r.placement.model for name, r in references.items()}
   loss = dataclasses.replace(settings.loss, models=frozen)
   settings = dataclasses.replace(settings, loss=loss)
-  rewards = rewards_lib.open_rewards(settings, placement)
-  objective = settings.data.objectives[0]
+  rewards = completion_rewards.open_rewards(settings, placement)
   axes = objective.maker.axes | loss.axes
   make_phases = functools.partial(phases_lib.Phases, placement, loss, axes=axes)
   phases = make_phases(settings.optimizer, settings.train)
@@ -241,9 +243,10 @@ def train(
   step = first = start or 0
   every = settings.checkpoint.interval(steps)
   end = resume_checks.report_end(batches.remaining, first, steps, log)
-  sizes = *loss.row_shape(lengths, objective.answers), settings.train.batch_size
-  flops = setup.step_flops(model, *sizes, shapes)
-  flops += setup.sampling_flops(model, *sizes) if loss.samples else 0
+  batch_size = settings.train.batch_size
+  flops = setup.step_flops(model, *sizes, batch_size, shapes)
+  if loss.samples:
+    flops += setup.sampling_flops(model, *sizes, batch_size)
   telemetry = job_telemetry.JobTelemetry(
     workdir,
     settings.train,
@@ -265,7 +268,7 @@ def train(
     settings.train.profile_steps,
     writing=lambda step: watchdog.beat(step, 'profile'),
   )
-  policy = rewards_lib.make_batches(
+  policy = completion_rewards.make_batches(
     workdir, settings, placement, data, rewards, telemetry, watchdog
   )
   evaluators = evaluators_lib.Evaluators(
@@ -298,7 +301,7 @@ def train(
 
   def save_before_error(kind, error, traceback):
     """Saves the step after which a reward could not be computed."""
-    if isinstance(error, rewards_lib.RewardError):
+    if isinstance(error, completion_rewards.RewardError):
       checkpoints.wait()
       if step not in (0, *checkpoints.all_steps()):
         save(step)

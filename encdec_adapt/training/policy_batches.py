@@ -49,7 +49,7 @@ class Completions(NamedTuple):
 
 
 class Rewards(Protocol):
-  """Rewards of completions; `evaluation.measures.rewards` has them.
+  """Rewards of completions; `evaluation.measures.completion_rewards` has them.
 
   Attributes:
     weights: weight of each part of the reward, by its name.

@@ -39,7 +39,7 @@ from encdec_adapt.base import errors, option_strings
 from encdec_adapt.cluster import code_limits, distributed, watchdog
 from encdec_adapt.conversion import initial_state
 from encdec_adapt.data.records import record_sets
-from encdec_adapt.inference import rewards as reward_model
+from encdec_adapt.inference import rewards as reward_scores
 from encdec_adapt.objectives import framing
 from encdec_adapt.tokenizers import special_ids
 from encdec_adapt.training import job_telemetry, policy_batches, setup
@@ -213,7 +213,7 @@ def _open_model(
   def score(
     groups: Groups, ids: special_ids.Framing
   ) -> Float[np.ndarray, 'n G']:
-    return reward_model.score(
+    return reward_scores.score(
       opened.placement.model,
       read(),
       [[g.pair._replace(targets=x) for x in g.tokens] for g in groups],

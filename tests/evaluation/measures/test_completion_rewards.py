@@ -7,7 +7,7 @@ import pytest
 
 from encdec_adapt.base import errors
 from encdec_adapt.cluster import code_limits
-from encdec_adapt.evaluation.measures import rewards
+from encdec_adapt.evaluation.measures import completion_rewards as rewards
 from encdec_adapt.objectives import framing
 from encdec_adapt.training import policy_batches
 
