@@ -163,7 +163,7 @@ class Evaluators:
     if self._policy:
       rewards = [
         results_store.mean_score(task, name, scores)
-        for name, scores in self._policy.evaluate(step, params).items()
+        for name, scores in self._policy.evaluate(step, params, beat).items()
       ]
       values |= {score.metric: score.value for score in rewards}
       losses += rewards
