@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 import contextlib
 import json
 import os
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from jaxtyping import Float
 import numpy as np
@@ -48,26 +48,12 @@ class Completions(NamedTuple):
   tokens: list[np.ndarray]
 
 
-class Rewards(Protocol):
-  """Rewards of completions; `evaluation.measures.completion_rewards` has them.
-
-  Attributes:
-    weights: weight of each part of the reward, by its name.
-  """
-
-  weights: Mapping[str, float]
-
-  def __call__(
-    self, groups: Sequence[Completions]
-  ) -> tuple[dict[str, Float[np.ndarray, 'n G']], dict[str, int]]:
-    """Scores completions; every process calls it with the same groups.
-
-    Args:
-      groups: completions of each prompt.
-
-    Returns:
-      Values of each part, and counts to be logged.
-    """
+# Completions of each prompt -> values of each part of the reward by its name,
+# and counts to be logged. Every process calls it with the same completions.
+Score = Callable[
+  [Sequence[Completions]],
+  tuple[dict[str, Float[np.ndarray, 'n G']], dict[str, int]],
+]
 
 
 class PolicyBatches:
@@ -79,7 +65,8 @@ class PolicyBatches:
     placement: state_lib.Placement,
     loss: policy.Policy,
     data: setup.Data,
-    rewards: Rewards,
+    score: Score,
+    weights: Mapping[str, float],
     spent: Callable[[int, str], contextlib.AbstractContextManager],
     train: train_section.TrainConfig,
     *,
@@ -95,7 +82,8 @@ class PolicyBatches:
       placement: the model in training, and its mesh.
       loss: the loss.
       data: vocabularies and records.
-      rewards: rewards of completions.
+      score: computes the rewards of completions.
+      weights: weight of each part of the reward.
       spent: context of a phase of a step: 'sample' or 'reward'.
       train: section `train` of the configuration.
       seed: seed of the job.
@@ -103,7 +91,8 @@ class PolicyBatches:
       start: step that the job starts from.
       evaluated: the last step that was evaluated, None for none.
     """
-    self._loss, self._data, self._rewards = loss, data, rewards
+    self._loss, self._data = loss, data
+    self._rewards, self._weights = score, weights
     self._sampler = rollouts.Sampler(
       placement,
       data.train,
@@ -213,8 +202,7 @@ class PolicyBatches:
     samples: rollouts.Samples,
   ) -> Float[np.ndarray, 'P G']:
     """Returns the weighted sum of the parts, with the penalty."""
-    weights = self._rewards.weights
-    total = sum(weights[name] * values for name, values in parts.items())
+    total = sum(self._weights[name] * x for name, x in parts.items())
     penalty = self._loss.rollouts.penalty * ~samples.ended
     return (total - penalty).astype(np.float32)
 
@@ -328,8 +316,9 @@ def _measure(
   rewards, ended = rewards[exists], samples.ended[exists]
   texts = {
     samples.completion(i, j).tobytes()
-    for i in np.flatnonzero(exists)
+    for i, counts in enumerate(exists)
     for j in range(rewards.shape[1])
+    if counts
   }
   values = {
     'reward': rewards.mean(),

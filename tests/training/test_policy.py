@@ -20,7 +20,10 @@ from tests.training.test_preference import POLICY, REFERENCE
 # Log-probabilities of the policy that has sampled, beside those of
 # `test_preference`, with the lengths of the rows.
 OLD = """
-"""
+-1.4240108 -2.0819008 -0.4342487 -0.4739797 -1.1005654
+-2.3648188 -1.6224805 -2.5120242 -1.1961095 -2.1729102
+-1.3799253 -1.5921142 0.3817972 -0.4484257 -1.0153190
+-1.9531479 -1.6042050 -2.2351110 -0.3391381 -0.6969013"""
 WEIGHTS = np.float32(np.arange(5) < np.array([[5], [3], [2], [4]]))
 ADVANTAGES = np.float32([1, -1, 0.5, -0.5])
 

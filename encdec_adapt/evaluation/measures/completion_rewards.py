@@ -84,13 +84,14 @@ class Rewards:
     self._programs = 0  # That timed out.
     for part, weight in option_strings.things(LABEL, text, r' \+ '):
       kind, value = part.partition(':')
-      name = part.text
+      # The name of a function, or the last one of a path.
+      name = re.split('[/#]', part.text.rstrip('/'))[-1]
       if name in self.weights:
-        raise part.error('must be named once')
+        raise part.error('must have another name than the other rewards')
       self.weights[name] = 1.0 if weight is None else weight
-      if name == 'answers':
+      if part.text == 'answers':
         self._functions[name] = _answers
-      elif name == 'code':
+      elif part.text == 'code':
         code_limits.require_allowed()
         self._functions[name] = self._run
       elif kind.text == 'python' and value:
@@ -257,6 +258,7 @@ def make_batches(
     loss,
     data,
     rewards,
+    rewards.weights,
     functools.partial(telemetry.phase, watch),
     settings.train,
     seed=settings.seed,

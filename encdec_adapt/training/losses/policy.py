@@ -107,8 +107,8 @@ class Form:
     return jnp.sum(_counts(weights))
 
   def clipped(
-    self, ratios: Float[Array, '*L'], advantages: Float[Array, '*L']
-  ) -> Float[Array, '*L']:
+    self, ratios: Float[Array, '...'], advantages: Float[Array, '...']
+  ) -> Float[Array, '...']:
     """Returns -min(ratio * A, clipped ratio * A), as in PPO."""
     near = jnp.clip(ratios, 1 - self.clip, 1 + self.clip)
     return -jnp.minimum(ratios * advantages, near * advantages)

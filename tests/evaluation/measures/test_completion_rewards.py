@@ -55,10 +55,9 @@ def test_parts_have_weights_and_shapes(tmp_path):
   ]
   values, counts = scores(groups)
   assert not counts
-  name = f'python:{tmp_path}/mine.py#length'
-  assert scores.weights == {'answers': 2, name: 0.5}
+  assert scores.weights == {'answers': 2, 'length': 0.5}
   np.testing.assert_array_equal(values['answers'], [[0, 1], [1, 0]])
-  np.testing.assert_array_equal(values[name], [[11, 12], [3, 2]])
+  np.testing.assert_array_equal(values['length'], [[11, 12], [3, 2]])
 
 
 def test_programs_run_with_the_tests_of_their_row(monkeypatch):
@@ -107,7 +106,7 @@ def test_a_failing_function_names_the_example(tmp_path, body, problem):
   'text, message',
   [
     ('answer', 'must be answers, code, python:FILE#FUNCTION or model'),
-    ('answers + answers', 'must be named once'),
+    ('answers + answers', 'must have another name'),
     ('answers@0', 'must be above 0'),
     ('python:/no/such.py#f', 'FileNotFoundError'),
     ('python:', 'must be answers'),
