@@ -35,6 +35,7 @@ from encdec_adapt.training import (
   teacher_section,
   train_section,
 )
+from encdec_adapt.training.losses import rollout_options
 
 RUN_CONFIG = 'config.json'
 _MADE_BY = 'made_by'  # In it beside the sections: the command of the run.
@@ -476,7 +477,7 @@ def _check_sources(settings: Settings, sources: bool) -> None:
   if settings.train.sampling.max_kl and settings.checkpoint.keep < 2:
     raise errors.UserError(
       f'config.checkpoint.keep is {settings.checkpoint.keep} with max_kl in'
-      f' {train_section.ROLLOUTS}: the newest save may be over that budget, so'
+      f' {rollout_options.LABEL}: the newest save may be over that budget, so'
       ' that the one before is needed; set it to at least 2.'
     )
   # Most likely config.loss.distillation was forgotten.

@@ -28,6 +28,7 @@ from encdec_adapt.telemetry import (
   trackers,
 )
 from encdec_adapt.training import guards, losses, train_section
+from encdec_adapt.training.losses import rollout_options
 
 
 class JobTelemetry(contextlib.AbstractContextManager):
@@ -240,7 +241,7 @@ class JobTelemetry(contextlib.AbstractContextManager):
     Raises:
       UserError: the policy that the job began with is over the budget.
     """
-    bound = f'the largest that {train_section.ROLLOUTS} allows ({self._max_kl})'
+    bound = f'the largest that {rollout_options.LABEL} allows ({self._max_kl})'
     if step == 1:
       raise errors.UserError(
         f'the KL to the reference is above {bound} at step 0: training has to'

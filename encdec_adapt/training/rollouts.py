@@ -25,7 +25,7 @@ from encdec_adapt.objectives import framing
 from encdec_adapt.sharding import rules as rules_lib
 from encdec_adapt.tokenizers import chat_format, vocabulary
 from encdec_adapt.training import state as state_lib
-from encdec_adapt.training import train_section
+from encdec_adapt.training.losses import rollout_options
 
 
 class Samples(NamedTuple):
@@ -88,7 +88,7 @@ class Sampler:
     placement: state_lib.Placement,
     records: record_sets.RecordSet,
     decoder: vocabulary.Vocabulary,
-    options: train_section.Rollouts,
+    options: rollout_options.Rollouts,
     seed: int,
   ):
     """Prepares the sampler; programs are compiled when they are first called.

@@ -11,7 +11,7 @@ from encdec_adapt.base import errors
 from encdec_adapt.objectives import framing, objective_names
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.training import losses, train_section
-from encdec_adapt.training.losses import policy
+from encdec_adapt.training.losses import policy, rollout_options
 from tests import gemma_ids, toy_models
 from tests.training import conftest
 from tests.training.test_losses import _section
@@ -103,7 +103,7 @@ def test_advantages():
 # -- On a model ----------------------------------------------------------------
 
 TOKENS = 6
-ROLLOUTS = train_section.Rollouts(samples=3, tokens=TOKENS, temperature=0.7)
+ROLLOUTS = rollout_options.Rollouts(samples=3, tokens=TOKENS, temperature=0.7)
 KINDS = (
   'rloo:beta=0.1',
   'rloo:beta=0',

@@ -11,8 +11,9 @@ from encdec_adapt.objectives import framing
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import rules as rules_lib
 from encdec_adapt.tokenizers import vocabulary_pair
-from encdec_adapt.training import rollouts, train_section
+from encdec_adapt.training import rollouts
 from encdec_adapt.training import state as state_lib
+from encdec_adapt.training.losses import rollout_options
 from tests import tiny, toy_models
 
 STACK = toy_models.stack(vocab_size=tiny.VOCAB, vocab_multiple=8)
@@ -38,7 +39,7 @@ def _sample(records, kind, mesh, step=0, rows=ROWS, **options):
     mesh_lib.make_mesh(mesh, jax.devices()[:count]),
     rules_lib.RULES['fsdp'],
   )
-  config = train_section.Rollouts(
+  config = rollout_options.Rollouts(
     samples=SAMPLES, tokens=TOKENS, temperature=TEMPERATURE
   )
   sampler = rollouts.Sampler(placement, record_set, vocabulary, config, 5)

@@ -20,7 +20,7 @@ from encdec_adapt.models import base_model, build, expert_layer, model_config
 from encdec_adapt.objectives import example_maker, framing
 from encdec_adapt.ops import vocabulary_loss
 from encdec_adapt.tokenizers import special_ids
-from encdec_adapt.training import train_section
+from encdec_adapt.training.losses import rollout_options
 
 KIND = 'config.loss.kind'
 
@@ -125,7 +125,7 @@ class Loss:
   # Not parameters: a model is static in a compiled step, and its parameters are
   # an argument of it, so that they are not compiled in as constants.
   models: Mapping[str, build.Model] = dataclasses.field(default_factory=dict)
-  rollouts: train_section.Rollouts | None = None
+  rollouts: rollout_options.Rollouts | None = None
 
   def __post_init__(self):
     keys.check(self, 'config.loss.')

@@ -32,8 +32,7 @@ from encdec_adapt.models import model_config
 from encdec_adapt.objectives import framing
 from encdec_adapt.ops import vocabulary_loss
 from encdec_adapt.tokenizers import special_ids
-from encdec_adapt.training import train_section
-from encdec_adapt.training.losses import loss
+from encdec_adapt.training.losses import loss, rollout_options
 
 _REFERENCE = 'teacher'
 _EPSILON = 1e-4  # Added to the deviation of a group, as in TRL.
@@ -251,7 +250,7 @@ class Policy(loss.Loss):
     Raises:
       UserError: they do not suit a policy.
     """
-    options, label = self.rollouts, train_section.ROLLOUTS
+    options, label = self.rollouts, rollout_options.LABEL
     if options.samples < 2:
       raise errors.UserError(
         f'{label}: samples is {options.samples} with the loss {self.kind!r},'
