@@ -26,8 +26,9 @@ of all that were drawn; or `embedding`, a list of floats. The same command again
 resumes a file that is not complete.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import dataclasses
+import functools
 import hashlib
 import json
 import pathlib
@@ -47,14 +48,17 @@ from encdec_adapt.conversion import (
   prompt_encoding,
   text_generation,
 )
+from encdec_adapt.evaluation.measures import completion_rewards
 from encdec_adapt.files import append_log, disk, paths, text_lines
-from encdec_adapt.inference import engine, pooling, rewards
+from encdec_adapt.inference import engine, pooling
+from encdec_adapt.inference import rewards as scores
+from encdec_adapt.objectives import framing
 from encdec_adapt.telemetry import progress
 from encdec_adapt.tokenizers import chat_format
+from encdec_adapt.training import policy_batches
 
 # Fields of a prompt's line of JSON.
 Result = dict[str, Any]
-_MODEL = 'model:'
 
 define_flags = command.define(
   command.string('checkpoint', 'A run, RUN@STEP, or a Hugging Face folder.'),
@@ -86,7 +90,10 @@ define_flags = command.define(
     lower_bound=2,
   ),
   command.string(
-    'reward', 'model:CHECKPOINT: reward model by which --best_of chooses.'
+    'reward',
+    'Rewards by which --best_of chooses, as in config.train.rewards:'
+    ' model:CHECKPOINT, python:FILE#FUNCTION (fields are `prompt` and `ended`),'
+    ' with weights.',
   ),
   command.string(
     'output', 'File of JSON lines to write the results to.', agrees=False
@@ -113,10 +120,7 @@ def main(values: flags.FlagValues) -> int:
   texts = json.dumps(list(prompts.values())).encode()
   with command.processes(values, prompts=hashlib.sha256(texts).hexdigest()):
     stored = model_on_disk.open_model(values.checkpoint)
-    judge = None
-    if values.best_of:
-      judge = model_on_disk.open_model(values.reward.removeprefix(_MODEL))
-      rewards.require_reward_model(judge.model, values.reward)
+    rewards = _open_rewards(values)
     # Embeddings come from the encoder, without a decoder that needs room.
     generated = 0 if values.embed else values.max_tokens
     # All prompts, before parameters are read: a bad prompt is named at once.
@@ -136,12 +140,12 @@ def main(values: flags.FlagValues) -> int:
         outputs = loaded.embed_tokens(
           pending, pooling=values.embed, batch_size=values.batch_size
         )
-      elif judge:
-        judge = model_in_memory.read_as_trained(judge)
-        texts, count = list(prompts.values()), values.best_of
-        outputs = _best(
-          loaded, judge, texts, pending, count, encoder, generation
+      elif rewards:
+        complete = functools.partial(
+          text_generation.complete, loaded, encoder=encoder, options=generation
         )
+        chosen = list(prompts.values()), pending, values.best_of
+        outputs = _best(rewards, complete, *chosen, values.batch_size)
       else:
         outputs = text_generation.complete(loaded, pending, encoder, generation)
       name = pathlib.Path(values.checkpoint).name
@@ -186,13 +190,10 @@ def _check_best_of(
   Raises:
     UserError: flags do not go together, or the reward is not known.
   """
-  names_model = (values.reward or '').startswith(_MODEL)
-  if bool(values.best_of) != bool(values.reward) or (
-    values.reward and not names_model
-  ):
+  if bool(values.best_of) != bool(values.reward):
     raise errors.UserError(
-      f'--best_of is {values.best_of}, --reward {values.reward!r}; give both,'
-      f' the reward as {_MODEL}CHECKPOINT, or neither.'
+      f'--best_of is {values.best_of}, --reward {values.reward!r}; give both or'
+      ' neither.'
     )
   if values.best_of and (values.embed or not generation.temperature):
     raise errors.UserError(
@@ -201,44 +202,77 @@ def _check_best_of(
     )
 
 
+def _open_rewards(
+  values: flags.FlagValues,
+) -> completion_rewards.Rewards | None:
+  """Opens the rewards of --reward; None without the flag.
+
+  Raises:
+    UserError: see `completion_rewards.Rewards`.
+  """
+  if not values.reward:
+    return None
+
+  def open_model(path):
+    stored = model_on_disk.open_model(path)
+    scores.require_reward_model(stored.model, path)
+    read = functools.cache(model_in_memory.read_as_trained)
+    return lambda groups, _: answer_encoding.score_texts(
+      read(stored),
+      [group.fields['prompt'] for group in groups],
+      [group.texts for group in groups],
+      [[group.fields['ended'] != 'length'] for group in groups],
+      batch_size=values.batch_size,
+    )
+
+  rewards = completion_rewards.Rewards(values.reward, open_model, '--reward')
+  if unread := {'answers', 'code'} & rewards.weights.keys():
+    raise errors.UserError(
+      f'--reward={values.reward} has {" and ".join(unread)}, which read fields'
+      ' that prompts do not have; give model:.. or python:FILE#FUNCTION.'
+    )
+  return rewards
+
+
 def _best(
-  loaded: model_in_memory.LoadedModel,
-  judge: model_in_memory.LoadedModel,
-  texts: Sequence[str | chat_format.Messages],
+  rewards: completion_rewards.Rewards,
+  complete: Callable[..., Iterable[tuple[int, engine.Completion]]],
+  prompts: Sequence[str | chat_format.Messages],
   pending: Mapping[int, np.ndarray],
   count: int,
-  encoder: prompt_encoding.PromptEncoder,
-  generation: text_generation.Options,
+  rows: int,
 ) -> Iterator[tuple[int, Result]]:
   """Draws continuations of prompts, and yields the fields of the best.
 
   Args:
-    loaded: the model.
-    judge: the reward model.
-    texts: all prompts.
+    rewards: the rewards.
+    complete: continues token ids by their index, which decides the seed.
+    prompts: all prompts.
     pending: token ids of prompts by index.
     count: continuations of a prompt.
-    encoder: encoder of the prompts.
-    generation: options of generation.
+    rows: prompts at a time.
   """
-  rows = generation.batch_size
-  for chunk in (
-    list(pending)[i : i + rows] for i in range(0, len(pending), rows)
-  ):
-    # The index of a continuation decides its seed.
+  indices = list(pending)
+  for chunk in (indices[i : i + rows] for i in range(0, len(indices), rows)):
     ids = {i * count + k: pending[i] for i in chunk for k in range(count)}
-    drawn = dict(text_generation.complete(loaded, ids, encoder, generation))
-    groups = [[drawn[i * count + k] for k in range(count)] for i in chunk]
-    scores = answer_encoding.score_texts(
-      judge,
-      [texts[i] for i in chunk],
-      [[x.text for x in group] for group in groups],
-      [[x.ended != 'length' for x in group] for group in groups],
-      batch_size=rows,
-    )
-    for i, group, row in zip(chunk, groups, scores.tolist(), strict=True):
+    drawn = dict(complete(ids))
+    # A group for each: fields are those of all completions of a group.
+    groups = [
+      policy_batches.Completions(
+        str(prompts[number // count]),
+        {'prompt': prompts[number // count], 'ended': drawn[number].ended},
+        [drawn[number].text],
+        framing.Pair(tokens, drawn[number].tokens),
+        [drawn[number].tokens],
+      )
+      for number, tokens in ids.items()
+    ]
+    parts, _ = rewards(groups)
+    total = sum(rewards.weights[name] * x for name, x in parts.items())
+    for i, row in zip(chunk, total.reshape(-1, count).tolist(), strict=True):
       best = max(range(count), key=row.__getitem__)
-      yield i, {**_fields(group[best]), 'reward': row[best], 'rewards': row}
+      fields = _fields(drawn[i * count + best])
+      yield i, {**fields, 'reward': row[best], 'rewards': row}
 
 
 def _fields(output: engine.Completion | np.ndarray | Result) -> Result:

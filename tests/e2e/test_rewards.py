@@ -11,6 +11,11 @@ from encdec_adapt.conversion import answer_encoding
 from tests import tiny
 from tests.e2e import folders
 
+ZERO = """
+def zero(prompts, completions, fields):
+  assert {x['ended'] for x in fields} <= {'eos', 'length'}
+  return [0] * len(completions)
+"""
 SOURCE = f'{tiny.ROOT}/configs/decoders/small'
 
 
@@ -57,6 +62,7 @@ def test_a_reward_model_trains_scores_and_chooses(tmp_path):
     x for x in _lines(run / 'results.jsonl') if x['metric'] == 'accuracy'
   ]
   assert held_out[-1]['value'] > 0.9 and held_out[-1]['stderr'] is not None
+  (tmp_path / 'zero.py').write_text(ZERO)
   flags = [
     f'--checkpoint={SOURCE}',
     '--prompt=The name of number 7 is',
@@ -64,7 +70,7 @@ def test_a_reward_model_trains_scores_and_chooses(tmp_path):
     '--temperature=1',
     '--max_tokens=8',
     '--best_of=3',
-    f'--reward=model:{run}',
+    f'--reward=model:{run} + python:{tmp_path}/zero.py#zero@0.5',
     f'--output={tmp_path}/best.jsonl',
   ]
   assert tiny.call(generate, *flags) == 0

@@ -67,22 +67,26 @@ class Rewards:
     weights: weight of each part of the reward, by its name.
   """
 
-  def __init__(self, text: str, open_model: Callable[[str], Model]):
+  def __init__(
+    self, text: str, open_model: Callable[[str], Model], label: str = LABEL
+  ):
     """Opens the rewards.
 
     Args:
       text: value of `config.train.rewards`.
       open_model: opens a reward model; returns its scores of groups.
+      label: name of the text in messages.
 
     Raises:
       UserError: there is no such reward, file or function, or programs may not
         run.
     """
     self.weights: dict[str, float] = {}
+    self._ids: special_ids.Framing | None = None
     self._functions: dict[str, Function] = {}
     self._models: dict[str, Model] = {}
     self._programs = 0  # That timed out.
-    for part, weight in option_strings.things(LABEL, text, r' \+ '):
+    for part, weight in option_strings.things(label, text, r' \+ '):
       kind, value = part.partition(':')
       # The name of a function, or the last one of a path.
       name = re.split('[/#]', part.text.rstrip('/'))[-1]
