@@ -34,7 +34,6 @@ from encdec_adapt.evaluation.measures import (
   attention_analysis,
   held_out,
   inference_cost,
-  preference_scores,
 )
 from encdec_adapt.evaluation.reports import html_report, score_tables
 from encdec_adapt.evaluation.results import (
@@ -395,8 +394,6 @@ def _report(
     for path, task_scores in results.items()
   }
   notes = _notes(values, models, scores)
-  curve = preference_scores.curve(scores)
-  scores = preference_scores.without_bins(scores)
   cells = retrieval_scores.rows(scores)
   needles = retrieval_scores.grids(scores)
   # A score for each length and depth would bury the others in the tables.
@@ -404,7 +401,6 @@ def _report(
   tables = {
     'Scores': score_tables.score_rows(scores),
     'Comparisons': score_tables.comparison_rows(scores),
-    'Calibration of preferences': curve,
     'Retrieval': cells,
     'Cost': score_tables.cost_rows(scores),
   }

@@ -225,13 +225,7 @@ def _open_rewards(
       batch_size=values.batch_size,
     )
 
-  rewards = completion_rewards.Rewards(values.reward, open_model, '--reward')
-  if unread := {'answers', 'code'} & rewards.weights.keys():
-    raise errors.UserError(
-      f'--reward={values.reward} has {" and ".join(unread)}, which read fields'
-      ' that prompts do not have; give model:.. or python:FILE#FUNCTION.'
-    )
-  return rewards
+  return completion_rewards.Rewards(values.reward, open_model, '--reward')
 
 
 def _best(

@@ -7,17 +7,14 @@ and Terry; the curve of calibration is the accuracy by confidence. Of
 `evaluation`, only `results` is imported.
 """
 
+import dataclasses
+
 import numpy as np
 
 from encdec_adapt.evaluation.measures import perplexity
-from encdec_adapt.evaluation.results import (
-  comparisons,
-  number_format,
-  results_store,
-)
+from encdec_adapt.evaluation.results import results_store
 
 _BINS = (0.5, 0.6, 0.7, 0.8, 0.9)  # Lower ends of the bins of confidence.
-_ACCURACY, _CONFIDENCE = 'accuracy_at_', 'confidence_at_'
 # Sign of the chosen answer's length minus that of the rejected one -> metric.
 _LENGTHS = {-1: 'shorter', 0: 'equal', 1: 'longer'}
 
@@ -46,48 +43,12 @@ def scores(task: str, result: perplexity.Result) -> list[results_store.Score]:
     for value, name in _LENGTHS.items()
   ]
   for i, low in enumerate(_BINS):
-    groups.append((f'{_ACCURACY}{low}', right[bins == i]))
-    groups.append((f'{_CONFIDENCE}{low}', confidence[bins == i]))
+    groups.append((f'accuracy_at_{low}', right[bins == i]))
+    groups.append((f'confidence_at_{low}', confidence[bins == i]))
+  # Without those of single examples: groups of two models are other examples,
+  # which no paired test compares.
   return [
-    results_store.mean_score(task, name, values)
+    dataclasses.replace(results_store.mean_score(task, name, values), scores=())
     for name, values in groups
     if len(values)
   ]
-
-
-def curve(scores: results_store.Scores) -> list[dict[str, str]]:
-  """Returns the rows of a table of calibration: a bin of each model.
-
-  Args:
-    scores: scores of every model.
-  """
-  rows = []
-  for name, model_scores in scores.items():
-    by_metric = {(x.task, x.metric): x for x in model_scores}
-    for (task, metric), accuracy in by_metric.items():
-      if metric.startswith(_ACCURACY):
-        low = metric.removeprefix(_ACCURACY)
-        confidence = by_metric[task, f'{_CONFIDENCE}{low}']
-        interval = comparisons.interval(accuracy)
-        rows.append(
-          {
-            'model': name,
-            'confidence from': low,
-            'preferences': number_format.count(accuracy.n),
-            'mean confidence': f'{confidence.value:.3f}',
-            'accuracy': f'{accuracy.value:.3f}',
-            '95 % interval': '{:.3f} to {:.3f}'.format(*interval)
-            if interval
-            else '',
-          }
-        )
-  return rows
-
-
-def without_bins(scores: results_store.Scores) -> results_store.Scores:
-  """Returns the scores without those of the curve."""
-  bins = _ACCURACY, _CONFIDENCE
-  return {
-    name: [x for x in model_scores if not x.metric.startswith(bins)]
-    for name, model_scores in scores.items()
-  }
