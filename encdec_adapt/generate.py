@@ -216,9 +216,9 @@ def _open_rewards(
   def open_model(path):
     stored = model_on_disk.open_model(path)
     scores.require_reward_model(stored.model, path)
-    read = functools.cache(model_in_memory.read_as_trained)
+    read = functools.cache(lambda: model_in_memory.read_as_trained(stored))
     return lambda groups, _: answer_encoding.score_texts(
-      read(stored),
+      read(),
       [group.fields['prompt'] for group in groups],
       [group.texts for group in groups],
       [[group.fields['ended'] != 'length'] for group in groups],

@@ -45,7 +45,7 @@ CLASSES: tuple[type[loss.Loss], ...] = tuple(
   for value in vars(module).values()
   if isinstance(value, type)
   and issubclass(value, loss.Loss)
-  and value is not loss.Loss
+  and hasattr(value, 'name')  # Bases have none.
   # A loss that extends another imports its module, not the class.
   and value.__module__ == module.__name__
 )
