@@ -134,6 +134,19 @@ def test_a_budget_of_kl_ends_the_job(tmp_path, flags):
 
 
 @pytest.mark.e2e
+def test_a_budget_that_the_start_is_over_is_refused(tmp_path, flags):
+  reference = f'{tiny.ROOT}/configs/decoders/base'
+  flags = [
+    *flags,
+    f'--config.teacher.checkpoint={reference}',
+    '--config.train.rollouts=samples=4,tokens=8,max_kl=0.1',
+    f'--workdir={tmp_path}/run',
+  ]
+  with pytest.raises(ValueError, match=r'is above .*\(0.1\) at step 0'):
+    tiny.call(train_lib, *flags)
+
+
+@pytest.mark.e2e
 @pytest.mark.parametrize(
   'changes, message',
   [
