@@ -90,6 +90,8 @@ def test_a_policy_learns_from_a_reward_of_the_user(
   shares = 'cut_short', 'without_spread', 'distinct', 'padding'
   assert all(0 <= step[name] <= 1 for step in steps for name in shares)
   assert steps[0]['length'] * 32 == steps[0]['sampled_tokens']
+  # Ends are counted, once.
+  assert steps[0]['weight'] == steps[0]['sampled_tokens']
   assert steps[0]['reward/vowels'] == steps[0]['reward']
   times = _records(workdir, 'time')[-1]
   for name in ('sample', 'reward', 'update'):
