@@ -18,7 +18,7 @@ from jaxtyping import Float
 import numpy as np
 
 from encdec_adapt.cluster import distributed
-from encdec_adapt.data.records import row_order
+from encdec_adapt.data.records import record_sets, row_order
 from encdec_adapt.files import append_log, paths
 from encdec_adapt.models import base_model
 from encdec_adapt.objectives import framing
@@ -135,7 +135,7 @@ class PolicyBatches:
       RewardError: a reward could not be computed.
     """
     rows = [order.row(position + i) for i in range(self._batch_size)]
-    pairs = _read(self._data.train, rows)
+    pairs = read_pairs(self._data.train, rows)
     with self._spent(step, 'sample'):
       samples = self._sampler(params, pairs, rows, step)
     with self._spent(step, 'reward'):
@@ -168,7 +168,7 @@ class PolicyBatches:
     for first in range(0, len(held_out), self._batch_size):
       rows = list(range(first, min(first + self._batch_size, len(held_out))))
       rows += [row_order.FILLER] * (self._batch_size - len(rows))
-      pairs = _read(held_out, rows)
+      pairs = read_pairs(held_out, rows)
       beat()
       samples = self._sampler(params, pairs, rows, step, greedy=True)
       parts, _ = self._score(pairs, samples)
@@ -300,7 +300,9 @@ def fields_of(pair: framing.Pair) -> dict[str, Any]:
   return json.loads(pair.fields) if pair.fields else {}
 
 
-def _read(records, rows: Sequence[int]) -> list[framing.Pair | None]:
+def read_pairs(
+  records: record_sets.RecordSet, rows: Sequence[int]
+) -> list[framing.Pair | None]:
   """Reads rows of a single pair; None for those that fill the batch."""
   content = iter(records.read([row for row in rows if row != row_order.FILLER]))
   return [None if row == row_order.FILLER else next(content)[0] for row in rows]
