@@ -44,12 +44,13 @@ def digest(settings: config_lib.Settings) -> str:
   """Returns a checksum of the settings that a program follows from.
 
   A stored plan has it, so that a test tells when its configuration has changed
-  since. Values that equal the default are left out, so that a new key changes
-  none.
+  since. Values that equal the default, and axes that are not divided, are left
+  out, so that a new key or axis changes none.
   """
   sections = {name: _changes(getattr(settings, name)) for name in _SECTIONS}
   data = settings.data
-  sections['rules'] = settings.rules.as_dict()
+  rules = settings.rules.as_dict().items()
+  sections['rules'] = {axis: divided for axis, divided in rules if divided}
   sections['data'] = [_changes(data.train.lengths), data.objective]
   text = json.dumps(sections, sort_keys=True, default=str)
   return hashlib.sha256(text.encode()).hexdigest()[:16]
