@@ -46,6 +46,11 @@ def _sample(records, kind, mesh, step=0, rows=ROWS, **options):
   )
   sampler = rollouts.Sampler(placement, record_set, vocabulary, config, 5)
   pairs = [None if i < 0 else record_set.read([i])[0][0] for i in rows]
+  # Prompts of other lengths, so that some have padding.
+  pairs = [
+    pair and pair._replace(inputs=pair.inputs[: 15 - 3 * i])
+    for i, pair in zip(rows, pairs, strict=True)
+  ]
   params = placement.place(lambda x: x, toy_models.params(CONFIGS[kind]))
   return sampler(params, pairs, rows, step, **options), pairs, placement
 
