@@ -4,8 +4,9 @@
 steps that are printed, and of the first held-out prompts, at each evaluation: a
 line for each completion with `step`, `split`, `row` (of the records), `greedy`,
 `prompt`, `completion`, `ended`, `reward` (with weights and penalty), `rewards`
-(each part) and `advantage`. Texts have special tokens by name. The advantage is
-of the rewards alone: a KL in the reward (rloo) is computed with the update.
+(each part) and `advantage`. Prompts of conversations have special tokens by
+name. The advantage is of the rewards alone: a KL in the reward (rloo) is
+computed with the update.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +19,7 @@ from jaxtyping import Float
 import numpy as np
 
 from encdec_adapt.cluster import distributed
-from encdec_adapt.data.records import row_order
+from encdec_adapt.data.records import record_sets, row_order
 from encdec_adapt.files import append_log, paths
 from encdec_adapt.models import base_model
 from encdec_adapt.objectives import framing
@@ -54,6 +55,51 @@ Score = Callable[
   [Sequence[Completions]],
   tuple[dict[str, Float[np.ndarray, 'n G']], dict[str, int]],
 ]
+
+
+class _Batch(NamedTuple):
+  """Completions of a batch with their rewards.
+
+  Attributes:
+    rows: record row of each prompt.
+    exists: indices of the prompts that do not only fill the batch, [n].
+    groups: completions of these.
+    samples: all completions, [P, G].
+    values: parts of the rewards, [n, G].
+    counts: counts to be logged.
+    rewards: the rewards with weights and penalty, [P, G].
+  """
+
+  rows: Sequence[int]
+  exists: list[int]
+  groups: list[Completions]
+  samples: rollouts.Samples
+  values: dict[str, np.ndarray]
+  counts: dict[str, int]
+  rewards: np.ndarray
+
+  def metrics(self) -> dict[str, float]:
+    """Returns the metrics of the completions."""
+    rewards, lengths = (
+      x[self.exists] for x in (self.rewards, self.samples.counts)
+    )
+    texts = {x.tobytes() for group in self.groups for x in group.tokens}
+    values = {
+      'reward': rewards.mean(),
+      **{f'reward/{name}': x.mean() for name, x in self.values.items()},
+      'sampled_tokens': lengths.sum(),
+      'length': lengths.mean(),
+      'cut_short': 1 - self.samples.ended[self.exists].mean(),
+      'without_spread': (np.ptp(rewards, axis=1) == 0).mean(),
+      'distinct': len(texts) / rewards.size,
+    }
+    return {k: float(x) for k, x in values.items()} | self.counts
+
+
+def _no_phase(step: int, name: str) -> contextlib.AbstractContextManager:
+  """A phase of an evaluation, which is a phase itself."""
+  del step, name
+  return contextlib.nullcontext()
 
 
 class PolicyBatches:
@@ -92,7 +138,7 @@ class PolicyBatches:
       evaluated: the last step that was evaluated, None for none.
     """
     self._loss, self._data = loss, data
-    self._rewards, self._weights = score, weights
+    self._score, self._weights = score, weights
     self._sampler = rollouts.Sampler(
       placement,
       data.train,
@@ -135,17 +181,10 @@ class PolicyBatches:
       RewardError: a reward could not be computed.
     """
     rows = [order.row(position + i) for i in range(self._batch_size)]
-    pairs = _read(self._data.train, rows)
-    with self._spent(step, 'sample'):
-      samples = self._sampler(params, pairs, rows, step)
-    with self._spent(step, 'reward'):
-      parts, counts = self._score(pairs, samples)
-    exists = np.array([pair is not None for pair in pairs])
-    rewards = self._total(parts, samples)
+    batch = self._sample(self._data.train, rows, step, params, self._spent)
     if (step + 1) % self._log_every == 0:
-      self._write(step + 1, 'train', rows, pairs, samples, parts, rewards)
-    metrics = _measure(rewards, parts, samples, exists)
-    return self._frame(pairs, samples, rewards), metrics | counts
+      self._write(step + 1, 'train', batch)
+    return self._frame(batch), batch.metrics()
 
   def evaluate(
     self, step: int, params: base_model.Params, beat: Callable[[], None]
@@ -166,130 +205,105 @@ class PolicyBatches:
     """
     held_out, results = self._data.evaluation, []
     for first in range(0, len(held_out), self._batch_size):
-      rows = list(range(first, min(first + self._batch_size, len(held_out))))
-      rows += [row_order.FILLER] * (self._batch_size - len(rows))
-      pairs = _read(held_out, rows)
       beat()
-      samples = self._sampler(params, pairs, rows, step, greedy=True)
-      parts, _ = self._score(pairs, samples)
-      rewards = self._total(parts, samples)
+      rows = range(first, first + self._batch_size)
+      rows = [i if i < len(held_out) else row_order.FILLER for i in rows]
+      batch = self._sample(held_out, rows, step, params, greedy=True)
       if not first:
-        self._write(step, 'eval', rows, pairs, samples, parts, rewards)
-      results.append(rewards[[pair is not None for pair in pairs]])
+        self._write(step, 'eval', batch)
+      results.append(batch.rewards[batch.exists])
     rewards = np.concatenate(results)
     return {
       'reward': rewards[:, 0].tolist(),
       'sampled_reward': rewards[:, 1:].mean(axis=1).tolist(),
     }
 
-  def _score(
-    self, pairs: Sequence[framing.Pair | None], samples: rollouts.Samples
-  ) -> tuple[dict[str, Float[np.ndarray, 'P G']], dict[str, int]]:
-    """Returns each part of the rewards, 0 for filler rows, and counts."""
+  def _sample(
+    self, records, rows, step, params, spent=_no_phase, greedy=False
+  ) -> _Batch:
+    """Samples and scores completions of rows."""
+    pairs = read_pairs(records, rows)
+    with spent(step, 'sample'):
+      samples = self._sampler(params, pairs, rows, step, greedy=greedy)
     exists = [i for i, pair in enumerate(pairs) if pair is not None]
-    values, counts = self._rewards(
-      [self._known(pairs[i], samples, i) for i in exists]
-    )
-    parts = {}
-    for name, scores in values.items():
-      parts[name] = np.zeros(samples.counts.shape, np.float32)
-      parts[name][exists] = scores
-    return parts, counts
+    groups = [self._completions(pairs[i], samples, i) for i in exists]
+    with spent(step, 'reward'):
+      values, counts = self._score(groups)
+    total = sum(self._weights[name] * x for name, x in values.items())
+    rewards = np.zeros(samples.counts.shape, np.float32)
+    penalty = self._loss.rollouts.penalty * ~samples.ended[exists]
+    rewards[exists] = total - penalty
+    return _Batch(rows, exists, groups, samples, values, counts, rewards)
 
-  def _total(
-    self,
-    parts: Mapping[str, Float[np.ndarray, 'P G']],
-    samples: rollouts.Samples,
-  ) -> Float[np.ndarray, 'P G']:
-    """Returns the weighted sum of the parts, with the penalty."""
-    total = sum(self._weights[name] * x for name, x in parts.items())
-    penalty = self._loss.rollouts.penalty * ~samples.ended
-    return (total - penalty).astype(np.float32)
-
-  def _known(
+  def _completions(
     self, pair: framing.Pair, samples: rollouts.Samples, prompt: int
   ) -> Completions:
     """Returns the completions of a prompt as rewards read them."""
+    sides = self._data.vocabularies.sides
     decode = self._data.vocabularies.decoder.decode_generated
     count = samples.counts.shape[1]
     tokens = [samples.completion(prompt, i) for i in range(count)]
-    ended = samples.ended[prompt]
+    ends = samples.ended[prompt]
     return Completions(
-      self._prompt(pair, self._data.train.spec.objectives[0].ends_turns),
+      sides[self._sampler.prompt_side].decode_generated(
+        self._sampler.prompt(pair),
+        show_special=self._data.train.spec.objectives[0].ends_turns,
+      ),
       fields_of(pair) | {'target': decode(pair.targets)},
-      [
-        decode(x[: len(x) - has_end])
-        for x, has_end in zip(tokens, ended, strict=True)
-      ],
+      [decode(x[: len(x) - i]) for x, i in zip(tokens, ends, strict=True)],
       pair,
       tokens,
     )
 
-  def _prompt(self, pair: framing.Pair, show_special: bool) -> str:
-    """Returns the text of a prompt."""
-    side = self._sampler.prompt_side
-    vocabulary = self._data.vocabularies.sides[side]
-    tokens = self._sampler.prompt(pair)
-    return vocabulary.decode_generated(tokens, show_special=show_special)
-
-  def _frame(
-    self,
-    pairs: Sequence[framing.Pair | None],
-    samples: rollouts.Samples,
-    rewards: Float[np.ndarray, 'P G'],
-  ) -> framing.Batch:
+  def _frame(self, batch: _Batch) -> framing.Batch:
     """Returns this process's rows of the batch."""
-    masks = self._loss.rollouts.cut == 'mask'
-    groups = []
-    for i in self._local:
-      answers = [[]] * samples.counts.shape[1]
-      if pairs[i] is not None:
-        answers = []
-        for j, ended in enumerate(samples.ended[i]):
-          tokens = samples.completion(i, j)
-          weights = np.full(len(tokens), ended or not masks, np.float32)
-          pair = framing.Pair(
-            pairs[i].inputs, tokens, pairs[i].prefix, weights=weights
+    masks, samples = self._loss.rollouts.cut == 'mask', batch.samples
+    framed = [[[]] * samples.counts.shape[1] for _ in batch.rows]
+    for i, group in zip(batch.exists, batch.groups, strict=True):
+      framed[i] = [
+        [
+          group.pair._replace(
+            targets=tokens,
+            weights=np.full(len(tokens), ended or not masks, np.float32),
           )
-          answers.append([pair])
-      groups.append(answers)
-    local = list(self._local)
-    return self._loss.make_batch(
-      groups,
+        ]
+        for tokens, ended in zip(group.tokens, samples.ended[i], strict=True)
+      ]
+    fields = self._loss.make_batch(
+      [framed[i] for i in self._local],
       self._data.train.spec.lengths,
       self._data.train.framing,
       teacher=self._teacher,
-    ) | {
-      'rewards': rewards[local],
-      'sampler_log_probs': samples.log_probs[local],
-    }
+    )
+    fields['rewards'] = batch.rewards[self._local]
+    fields['sampler_log_probs'] = samples.log_probs[self._local]
+    return fields
 
-  def _write(self, step, split, rows, pairs, samples, parts, rewards) -> None:
+  def _write(self, step: int, split: str, batch: _Batch) -> None:
     """Appends the completions of the first prompts."""
     if self._log is None:
       return
-    form = self._loss.form
-    advantages = np.asarray(form.advantages(rewards, np.zeros_like(rewards)))
-    decode = self._data.vocabularies.decoder.decode_generated
-    for i, pair in enumerate(pairs[:_SHOWN]):
-      if pair is None:
-        continue
-      prompt = self._prompt(pair, show_special=True)
+    rewards = batch.rewards[batch.exists]
+    advantages = np.asarray(
+      self._loss.form.advantages(rewards, np.zeros_like(rewards))
+    )
+    for i, group in enumerate(batch.groups[:_SHOWN]):
+      row = batch.exists[i]
       self._log.write(
         *(
           {
             'step': step,
             'split': split,
-            'row': int(rows[i]),
+            'row': int(batch.rows[row]),
             'greedy': split == 'eval' and not j,
-            'prompt': prompt,
-            'completion': decode(samples.completion(i, j), show_special=True),
-            'ended': bool(samples.ended[i, j]),
+            'prompt': group.prompt,
+            'completion': text,
+            'ended': bool(batch.samples.ended[row, j]),
             'reward': float(rewards[i, j]),
-            'rewards': {k: float(x[i, j]) for k, x in parts.items()},
+            'rewards': {k: float(x[i, j]) for k, x in batch.values.items()},
             'advantage': float(advantages[i, j]),
           }
-          for j in range(samples.counts.shape[1])
+          for j, text in enumerate(group.texts)
         )
       )
     self._log.flush()
@@ -300,33 +314,9 @@ def fields_of(pair: framing.Pair) -> dict[str, Any]:
   return json.loads(pair.fields) if pair.fields else {}
 
 
-def _read(records, rows: Sequence[int]) -> list[framing.Pair | None]:
+def read_pairs(
+  records: record_sets.RecordSet, rows: Sequence[int]
+) -> list[framing.Pair | None]:
   """Reads rows of a single pair; None for those that fill the batch."""
   content = iter(records.read([row for row in rows if row != row_order.FILLER]))
   return [None if row == row_order.FILLER else next(content)[0] for row in rows]
-
-
-def _measure(
-  rewards: Float[np.ndarray, 'P G'],
-  parts: Mapping[str, Float[np.ndarray, 'P G']],
-  samples: rollouts.Samples,
-  exists: np.ndarray,
-) -> dict[str, float]:
-  """Returns the metrics of the completions of rows that exist, [P]."""
-  rewards, ended = rewards[exists], samples.ended[exists]
-  texts = {
-    samples.completion(i, j).tobytes()
-    for i, counts in enumerate(exists)
-    for j in range(rewards.shape[1])
-    if counts
-  }
-  values = {
-    'reward': rewards.mean(),
-    **{f'reward/{name}': x[exists].mean() for name, x in parts.items()},
-    'sampled_tokens': samples.counts[exists].sum(),
-    'length': samples.counts[exists].mean(),
-    'cut_short': 1 - ended.mean(),
-    'without_spread': (np.ptp(rewards, axis=1) == 0).mean(),
-    'distinct': len(texts) / rewards.size,
-  }
-  return {name: float(value) for name, value in values.items()}

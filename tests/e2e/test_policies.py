@@ -90,6 +90,8 @@ def test_a_policy_learns_from_a_reward_of_the_user(
   shares = 'cut_short', 'without_spread', 'distinct', 'padding'
   assert all(0 <= step[name] <= 1 for step in steps for name in shares)
   assert steps[0]['length'] * 32 == steps[0]['sampled_tokens']
+  # Ends are counted, once.
+  assert steps[0]['weight'] == steps[0]['sampled_tokens']
   assert steps[0]['reward/vowels'] == steps[0]['reward']
   times = _records(workdir, 'time')[-1]
   for name in ('sample', 'reward', 'update'):
@@ -131,6 +133,19 @@ def test_a_budget_of_kl_ends_the_job(tmp_path, flags):
   # The policy of the step before is over the budget: the save before is not.
   assert f'the last save within it is step {len(kl) - 2}' in texts[0]
   assert texts[0] == texts[1]
+
+
+@pytest.mark.e2e
+def test_a_budget_that_the_start_is_over_is_refused(tmp_path, flags):
+  reference = f'{tiny.ROOT}/configs/decoders/base'
+  flags = [
+    *flags,
+    f'--config.teacher.checkpoint={reference}',
+    '--config.train.rollouts=samples=4,tokens=8,max_kl=0.1',
+    f'--workdir={tmp_path}/run',
+  ]
+  with pytest.raises(ValueError, match=r'is above .*\(0.1\) at step 0'):
+    tiny.call(train_lib, *flags)
 
 
 @pytest.mark.e2e

@@ -30,10 +30,11 @@ def flags(folder):
     f'--config.train.steps={STEPS}',
     '--config.train.microbatches=2',
     '--config.train.dropout=0.1',
-    '--config.loss.kind=rloo:beta=0',
-    '--config.train.rollouts=samples=4,tokens=8',
+    '--config.loss.kind=grpo:truncate=2',
+    '--config.train.rollouts=samples=4,tokens=8,cut=mask',
     f'--config.train.rewards=answers + python:{folder}/reward.py#share@2',
     '--config.checkpoint.every=2',
+    '--config.checkpoint.keep_best=True',
     f'--config.compute.compile_cache={folder}/compiled',
   ]
 

@@ -1,5 +1,7 @@
 """Completions are a function of step and row, with the trainer's numbers."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +12,7 @@ from encdec_adapt.models import build
 from encdec_adapt.objectives import framing
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import rules as rules_lib
-from encdec_adapt.tokenizers import vocabulary_pair
+from encdec_adapt.tokenizers import chat_format, vocabulary_pair
 from encdec_adapt.training import rollouts
 from encdec_adapt.training import state as state_lib
 from encdec_adapt.training.losses import rollout_options
@@ -44,6 +46,11 @@ def _sample(records, kind, mesh, step=0, rows=ROWS, **options):
   )
   sampler = rollouts.Sampler(placement, record_set, vocabulary, config, 5)
   pairs = [None if i < 0 else record_set.read([i])[0][0] for i in rows]
+  # Prompts of other lengths, so that some have padding.
+  pairs = [
+    pair and pair._replace(inputs=pair.inputs[: 15 - 3 * i])
+    for i, pair in zip(rows, pairs, strict=True)
+  ]
   params = placement.place(lambda x: x, toy_models.params(CONFIGS[kind]))
   return sampler(params, pairs, rows, step, **options), pairs, placement
 
@@ -105,6 +112,18 @@ def test_draws_depend_on_step_row_and_sample_alone(sampled, records):
   greedy, *_ = _sample(records, kind, ONE, greedy=True)
   np.testing.assert_array_equal(greedy.tokens[:, 1:], samples.tokens[:, 1:])
   assert (greedy.tokens[:, 0] != samples.tokens[:, 0]).any()
+
+
+def test_a_turn_of_a_chat_ends_with_its_token(sampled, records, monkeypatch):
+  kind, samples, *_ = sampled
+  end = int(samples.tokens[0, 0, 1])
+  monkeypatch.setattr(chat_format, 'end_of_turn', lambda _: end)
+  spec = dataclasses.replace(records[0].spec, objective='chat')
+  monkeypatch.setattr(records[0], 'spec', spec)
+  chat, *_ = _sample(records, kind, ONE)
+  ids = samples.completion(0, 0).tolist()
+  ids = ids[: ids.index(end) + 1]
+  assert chat.completion(0, 0).tolist() == ids and chat.ended[0, 0]
 
 
 @pytest.mark.sharded

@@ -95,14 +95,8 @@ class Form:
     """Returns the loss of each completion, before its divisor."""
     raise NotImplementedError
 
-  def divisor(self, weights: Float[Array, 'P G T'], longest: int) -> Array:
-    """Returns the divisor of the sum over a batch: here the completions.
-
-    Args:
-      weights: 1 at tokens that count.
-      longest: most tokens of a completion.
-    """
-    del longest
+  def divisor(self, weights: Float[Array, 'P G T']) -> Array:
+    """Returns the divisor of the sum over a batch: here the completions."""
     return jnp.sum(_counts(weights))
 
   def clipped(
@@ -178,10 +172,11 @@ class Grpo(Form):
       return total
     return total / jnp.maximum(jnp.sum(tokens.weights, axis=-1), 1.0)
 
-  def divisor(self, weights, longest):
-    completions = super().divisor(weights, longest)
-    divisors = {'sequence': completions, 'constant': completions * longest}
-    return divisors.get(self.divisor_of, jnp.sum(weights))
+  def divisor(self, weights):
+    if self.divisor_of == 'token':
+      return jnp.sum(weights)
+    longest = weights.shape[-1] if self.divisor_of == 'constant' else 1
+    return super().divisor(weights) * longest
 
 
 FORMS: Mapping[str, type[Form]] = {'rloo': Rloo, 'grpo': Grpo}
@@ -310,8 +305,7 @@ class Policy(loss.Loss):
 
   def weight(self, batch: loss.Batch) -> Float[Array, '']:
     """Returns the divisor of the loss."""
-    weights = batch['weights']
-    return self.form.divisor(weights, weights.shape[-1]).astype(jnp.float32)
+    return self.form.divisor(batch['weights']).astype(jnp.float32)
 
   def divisors(self, batch: loss.Batch) -> loss.Terms:
     """Returns the divisor of the loss, numbers of completions and tokens."""

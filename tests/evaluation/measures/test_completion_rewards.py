@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from encdec_adapt.base import errors
-from encdec_adapt.cluster import code_limits
+from encdec_adapt.cluster import code_limits, distributed
 from encdec_adapt.evaluation.measures import completion_rewards as rewards
 from encdec_adapt.objectives import framing
 from encdec_adapt.training import policy_batches
@@ -58,6 +58,26 @@ def test_parts_have_weights_and_shapes(tmp_path):
   assert scores.weights == {'answers': 2, 'length': 0.5}
   np.testing.assert_array_equal(values['answers'], [[0, 1], [1, 0]])
   np.testing.assert_array_equal(values['length'], [[11, 12], [3, 2]])
+
+
+def test_processes_score_their_shares(monkeypatch):
+  scores = _make('answers')
+  groups = [_group([str(i), '1'], '1') for i in range(3)]
+  expected, _ = scores(groups)
+  shares, sizes = [], []
+
+  def gather(name, value):
+    shares.append(value)
+    sizes.append(len(value[0]['answers']))
+    return shares if len(shares) == 2 else [value, [{}, 0, '']]
+
+  monkeypatch.setattr(distributed, 'gather', gather)
+  for process in range(2):
+    count_and_index = lambda process=process: (2, process)  # noqa: E731
+    monkeypatch.setattr(distributed, 'count_and_index', count_and_index)
+    values, _ = scores(groups)
+  assert sizes == [4, 2]
+  np.testing.assert_array_equal(values['answers'], expected['answers'])
 
 
 def test_programs_run_with_the_tests_of_their_row(monkeypatch):
