@@ -35,6 +35,7 @@ from encdec_adapt.training import (
   teacher_section,
   train_section,
 )
+from encdec_adapt.training.losses import rollout_options
 
 RUN_CONFIG = 'config.json'
 _MADE_BY = 'made_by'  # In it beside the sections: the command of the run.
@@ -211,6 +212,14 @@ def load(
     stack = dataclasses.replace(model.decoder, classes=count)
     model = model_config.DecoderOnlyConfig(stack)
   loss, init = losses.from_section(values['loss'], model), sections['init']
+  model = loss.shape(model)
+  if loss.samples:
+    # Never packed: a row is a prompt.
+    data = dataclasses.replace(data, pack=False)
+    sampling = sections['train'].sampling
+    if not sampling.tokens:
+      sampling = dataclasses.replace(sampling, tokens=data.decoder_length)
+    loss = dataclasses.replace(loss, rollouts=sampling)
   # A change of `init` is a change of the reference: resuming refuses it.
   if loss.starts_from_reference and loss.references:
     if init.mode == 'checkpoint' and not sections['teacher'].checkpoint:
@@ -387,8 +396,10 @@ def check_kind(
       ' change config.data.objective or'
       ' config.model.kind (the table of objectives is in configs/README.md).'
     )
-  # Also where there are none: a classifier cannot predict tokens.
-  if len(labels) != model.decoder.classes:
+  # Also where there are none: a classifier cannot predict tokens. A reward
+  # model, of a single output, scores the answers that others compare.
+  rewards = objective.answers > 1 and model.decoder.classes == 1
+  if len(labels) != model.decoder.classes and not rewards:
     raise errors.UserError(
       f'objective {objective.text!r} has {len(labels)} labels and the model'
       f' {model.decoder.classes}; use records of the same labels.'
@@ -401,11 +412,13 @@ def _check_model(settings: Settings, vocabulary: str) -> None:
   # The first stands for all: objectives of a mixture have the same row fields.
   check_kind(model, data.objectives[0])
   architecture, feeds = model.architecture, data.objectives[0].feeds
-  if train_section.SAMPLES in settings.train.intervals and feeds != 'pair':
+  answers = feeds == 'pair' and architecture.generates
+  if train_section.SAMPLES in settings.train.intervals and not answers:
     raise errors.UserError(
       f'config.train.evaluators is {settings.train.evaluators!r} with objective'
-      f' {data.objective!r}, whose rows have no inputs for the model to answer;'
-      ' leave samples out, or train on pairs of inputs and targets.'
+      f' {data.objective!r}, whose rows have no inputs for the model to answer,'
+      ' or with a reward model, which answers nothing; leave samples out, or'
+      ' train a language model on pairs of inputs and targets.'
     )
   path = data.encoder_vocabulary
   # Equal paths are a single vocabulary, which any model can have.
@@ -426,6 +439,12 @@ def _check_model(settings: Settings, vocabulary: str) -> None:
       f'config.init.mode is {init.mode!r} but config.model.kind is'
       f' {architecture.name}; adaptation makes an encoder_decoder.'
     )
+  if init.mode in ('adapt', 'embeddings') and model.decoder.classes:
+    raise errors.UserError(
+      f'config.init.mode is {init.mode!r} and config.loss.kind'
+      f' {settings.loss.kind!r}; make the pair first (`convert adapt`), and'
+      " start the reward model from it: config.init.mode='checkpoint'."
+    )
 
 
 def _check_sources(settings: Settings, sources: bool) -> None:
@@ -440,6 +459,26 @@ def _check_sources(settings: Settings, sources: bool) -> None:
     raise errors.UserError(
       f'config.init.mode is {init.mode!r} but config.init.encoder is empty;'
       ' give the work directory or Hugging Face folder of the source.'
+    )
+  for key in ('rollouts', 'rewards'):
+    value = getattr(settings.train, key)
+    reads = loss.samples if key == 'rollouts' else loss.reads_rewards
+    if value and not reads:
+      raise errors.UserError(
+        f'config.train.{key} is {value!r} but the loss is {loss.name}, which'
+        ' does not read it; empty it, or choose a loss that does, such as'
+        " config.loss.kind='rloo'."
+      )
+  if sources and loss.reads_rewards and not settings.train.rewards:
+    raise errors.UserError(
+      f'config.train.rewards is empty with config.loss.kind={loss.kind!r}; name'
+      " the rewards of completions, as in 'answers' or 'python:FILE#FUNCTION'."
+    )
+  if settings.train.sampling.max_kl and settings.checkpoint.keep < 2:
+    raise errors.UserError(
+      f'config.checkpoint.keep is {settings.checkpoint.keep} with max_kl in'
+      f' {rollout_options.LABEL}: the newest save may be over that budget, so'
+      ' that the one before is needed; set it to at least 2.'
     )
   # Most likely config.loss.distillation was forgotten.
   if teacher and not loss.references:

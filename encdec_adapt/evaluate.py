@@ -42,6 +42,7 @@ from encdec_adapt.evaluation.results import (
   results_store,
 )
 from encdec_adapt.evaluation.tasks import (
+  preference_tasks,
   retrieval_scores,
   retrieval_tasks,
   task_groups,
@@ -80,6 +81,15 @@ define_flags = command.define(
     'pairs',
     'FILE.jsonl[#INPUT,TARGET]: text to text, answered with --max_tokens,'
     ' --beams, --length_penalty and --prefix.',
+  ),
+  command.string(
+    'preferences',
+    'GLOB#[PROMPT,]CHOSEN,REJECTED[,label=FIELD]: how often models prefer the'
+    ' better of two answers; files and fields of the source preferences.',
+  ),
+  command.string(
+    'rewards',
+    'FILE.jsonl[#PROMPT,COMPLETION]: rewards of completions by reward models.',
   ),
   command.options(text_generation.Options, *text_pairs.OPTIONS),
   command.boolean(
@@ -262,6 +272,14 @@ def _evaluations(
         **{name: values[name].value for name in text_pairs.OPTIONS},
       )
     )
+  if values.preferences:
+    evaluations.append(
+      preference_tasks.read_preferences(values.preferences, values.limit)
+    )
+  if values.rewards:
+    evaluations.append(
+      preference_tasks.read_completions(values.rewards, values.limit)
+    )
   if values.retrieval:
     retrieval = retrieval_tasks.read(
       values.retrieval, values.retrieval_lengths, values.limit
@@ -275,8 +293,8 @@ def _evaluations(
     )
   if not evaluations:
     raise errors.UserError(
-      'nothing to evaluate: give --records, --tasks, --task_folder, --pairs or'
-      ' --retrieval.'
+      'nothing to evaluate: give --records, --tasks, --task_folder, --pairs,'
+      ' --preferences, --rewards or --retrieval.'
     )
   return evaluations
 
@@ -396,6 +414,7 @@ def _report(
   print('\n'.join(['', *notes]))
   # Evaluations of answers only: no losses, costs or attention.
   kinds = task_groups.Task | text_pairs.Pairs
+  kinds |= preference_tasks.PreferenceEvaluation
   tasks = {x.name for x in evaluations if isinstance(x, kinds)}
   quality = score_tables.quality(scores, tasks | {*retrieval_tasks.FACTS})
   per_query = {}

@@ -13,18 +13,22 @@ the run's objective stands before every prompt; --prefix names another, and
 --prefix='' none. --mode and --sentinels prompt a UL2 model, see
 inference/README.md. With --chat a prompt is a user's turn, and the model
 answers in the chat format of its vocabulary. With --embed the encoder's states
-are written instead.
+are written instead. --best_of=8 --reward=model:CHECKPOINT draws eight
+continuations of each prompt (--temperature) and keeps that of the highest
+reward.
 
 --output gets a line of JSON per prompt as it ends, in the order of the prompts
 once all have: `index` (from 0), `run`, `prompt`, and `continuation` (without
 special tokens), `tokens` (their number, EOS included), `log_prob` (the sum of
 their natural log-probabilities under the model) and `ended` ('eos', 'length',
-which is --max_tokens, or 'stop'); or `embedding`, a list of floats. The same
-command again resumes a file that is not complete.
+which is --max_tokens, or 'stop'); with --best_of also `reward`, and `rewards`
+of all that were drawn; or `embedding`, a list of floats. The same command again
+resumes a file that is not complete.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import dataclasses
+import functools
 import hashlib
 import json
 import pathlib
@@ -38,14 +42,20 @@ from encdec_adapt.base import errors
 from encdec_adapt.cli import command
 from encdec_adapt.cluster import distributed
 from encdec_adapt.conversion import (
+  answer_encoding,
   model_in_memory,
   model_on_disk,
   prompt_encoding,
   text_generation,
 )
+from encdec_adapt.evaluation.measures import completion_rewards
 from encdec_adapt.files import append_log, disk, paths, text_lines
 from encdec_adapt.inference import engine, pooling
+from encdec_adapt.inference import rewards as scores
+from encdec_adapt.objectives import framing
 from encdec_adapt.telemetry import progress
+from encdec_adapt.tokenizers import chat_format
+from encdec_adapt.training import policy_batches
 
 # Fields of a prompt's line of JSON.
 Result = dict[str, Any]
@@ -73,6 +83,18 @@ define_flags = command.define(
     "Write the encoder's states instead: their mean, or that of the last"
     ' token.',
   ),
+  command.integer(
+    'best_of',
+    'Continuations drawn of a prompt, of which that of the highest --reward is'
+    ' kept.',
+    lower_bound=2,
+  ),
+  command.string(
+    'reward',
+    'Rewards by which --best_of chooses, as in config.train.rewards:'
+    ' model:CHECKPOINT, python:FILE#FUNCTION (fields are `prompt` and `ended`),'
+    ' with weights.',
+  ),
   command.string(
     'output', 'File of JSON lines to write the results to.', agrees=False
   ),
@@ -88,6 +110,7 @@ def main(values: flags.FlagValues) -> int:
   generation = text_generation.Options(**{x: values[x].value for x in chosen})
   if values.embed and values.int8:
     raise errors.UserError('--embed does not work with --int8; leave out one.')
+  _check_best_of(values, generation)
   if values.output:
     disk.require_output(values.output)
   # The options that decide the results: a file is resumed with equal ones only.
@@ -97,6 +120,7 @@ def main(values: flags.FlagValues) -> int:
   texts = json.dumps(list(prompts.values())).encode()
   with command.processes(values, prompts=hashlib.sha256(texts).hexdigest()):
     stored = model_on_disk.open_model(values.checkpoint)
+    rewards = _open_rewards(values)
     # Embeddings come from the encoder, without a decoder that needs room.
     generated = 0 if values.embed else values.max_tokens
     # All prompts, before parameters are read: a bad prompt is named at once.
@@ -116,6 +140,12 @@ def main(values: flags.FlagValues) -> int:
         outputs = loaded.embed_tokens(
           pending, pooling=values.embed, batch_size=values.batch_size
         )
+      elif rewards:
+        complete = functools.partial(
+          text_generation.complete, loaded, encoder=encoder, options=generation
+        )
+        chosen = list(prompts.values()), pending, values.best_of
+        outputs = _best(rewards, complete, *chosen, values.batch_size)
       else:
         outputs = text_generation.complete(loaded, pending, encoder, generation)
       name = pathlib.Path(values.checkpoint).name
@@ -152,8 +182,97 @@ def read_prompts(
   return text_generation.check(prompts, chat=chat)
 
 
-def _fields(output: engine.Completion | np.ndarray) -> Result:
+def _check_best_of(
+  values: flags.FlagValues, generation: text_generation.Options
+) -> None:
+  """Checks the flags of a choice among continuations.
+
+  Raises:
+    UserError: flags do not go together, or the reward is not known.
+  """
+  if bool(values.best_of) != bool(values.reward):
+    raise errors.UserError(
+      f'--best_of is {values.best_of}, --reward {values.reward!r}; give both or'
+      ' neither.'
+    )
+  if values.best_of and (values.embed or not generation.temperature):
+    raise errors.UserError(
+      f'--best_of={values.best_of} chooses among continuations that differ;'
+      ' give --temperature, and leave out --embed and --beams.'
+    )
+
+
+def _open_rewards(
+  values: flags.FlagValues,
+) -> completion_rewards.Rewards | None:
+  """Opens the rewards of --reward; None without the flag.
+
+  Raises:
+    UserError: see `completion_rewards.Rewards`.
+  """
+  if not values.reward:
+    return None
+
+  def open_model(path):
+    stored = model_on_disk.open_model(path)
+    scores.require_reward_model(stored.model, path)
+    read = functools.cache(lambda: model_in_memory.read_as_trained(stored))
+    return lambda groups, _: answer_encoding.score_texts(
+      read(),
+      [group.fields['prompt'] for group in groups],
+      [group.texts for group in groups],
+      [[group.fields['ended'] != 'length'] for group in groups],
+      batch_size=values.batch_size,
+    )
+
+  return completion_rewards.Rewards(values.reward, open_model, '--reward')
+
+
+def _best(
+  rewards: completion_rewards.Rewards,
+  complete: Callable[..., Iterable[tuple[int, engine.Completion]]],
+  prompts: Sequence[str | chat_format.Messages],
+  pending: Mapping[int, np.ndarray],
+  count: int,
+  rows: int,
+) -> Iterator[tuple[int, Result]]:
+  """Draws continuations of prompts, and yields the fields of the best.
+
+  Args:
+    rewards: the rewards.
+    complete: continues token ids by their index, which decides the seed.
+    prompts: all prompts.
+    pending: token ids of prompts by index.
+    count: continuations of a prompt.
+    rows: prompts at a time.
+  """
+  indices = list(pending)
+  for chunk in (indices[i : i + rows] for i in range(0, len(indices), rows)):
+    ids = {i * count + k: pending[i] for i in chunk for k in range(count)}
+    drawn = dict(complete(ids))
+    # A group for each: fields are those of all completions of a group.
+    groups = [
+      policy_batches.Completions(
+        str(prompts[number // count]),
+        {'prompt': prompts[number // count], 'ended': drawn[number].ended},
+        [drawn[number].text],
+        framing.Pair(tokens, drawn[number].tokens),
+        [drawn[number].tokens],
+      )
+      for number, tokens in ids.items()
+    ]
+    parts, _ = rewards(groups)
+    total = sum(rewards.weights[name] * x for name, x in parts.items())
+    for i, row in zip(chunk, total.reshape(-1, count).tolist(), strict=True):
+      best = max(range(count), key=row.__getitem__)
+      fields = _fields(drawn[i * count + best])
+      yield i, {**fields, 'reward': row[best], 'rewards': row}
+
+
+def _fields(output: engine.Completion | np.ndarray | Result) -> Result:
   """Returns the fields of a completion or an embedding."""
+  if isinstance(output, dict):
+    return output
   if not isinstance(output, engine.Completion):
     return {'embedding': [float(x) for x in output]}
   return {

@@ -1,7 +1,7 @@
 r"""Estimates memory and time of a configuration on hardware that is elsewhere.
 
     python -m encdec_adapt.plan --config=configs/gemma2.py:size=2b_2b \
-      --topology=v5e:4x4 [--num_slices=2] [--programs=train,eval,decode]
+      --topology=v5e:4x4 [--num_slices=2] [--programs=train,eval,decode,sample]
 
 compiles the programs with the TPU's compiler (libtpu), or that of GPUs (extra
 cuda13), which need no devices, and reports memory, FLOPs, collectives and a
@@ -56,7 +56,10 @@ define_flags = command.define(
   command.string('topology', 'Chips, such as v5e:4x4, v5p:8x8x8 or h100:64.'),
   command.integer('num_slices', 'Number of slices.', default=1, lower_bound=1),
   command.flag(
-    'list', 'programs', 'Of train, eval, decode.', default=['train']
+    'list',
+    'programs',
+    'Of train, eval, decode, and sample of policies.',
+    default=['train'],
   ),
   command.number(
     'hbm_gib', 'Memory budget of a device in GiB; 0: all of it.', default=0.0

@@ -26,11 +26,12 @@ from encdec_adapt import config as config_lib
 from encdec_adapt.base import exit_status
 from encdec_adapt.checkpoints import manager, resume_checks
 from encdec_adapt.cli import command
-from encdec_adapt.cluster import distributed, lock, preemption
+from encdec_adapt.cluster import code_limits, distributed, lock, preemption
 from encdec_adapt.cluster import watchdog as watchdog_lib
 from encdec_adapt.conversion import initial_state, run_artifacts
 from encdec_adapt.data.records import row_rates
 from encdec_adapt.evaluation import evaluators as evaluators_lib
+from encdec_adapt.evaluation.measures import completion_rewards
 from encdec_adapt.files import paths
 from encdec_adapt.models import parameters
 from encdec_adapt.planning import dry_run, out_of_memory
@@ -50,6 +51,7 @@ define_flags = command.define(
   command.string('workdir', 'Work directory of the job.'),
   command.boolean('print_config', 'Print the configuration and exit.'),
   command.boolean('dry_run', 'Print shapes, memory and adaptation; exit.'),
+  command.boolean('allow_code', 'Run programs that the model generates.'),
   command.define_processes,
 )
 
@@ -67,7 +69,8 @@ def main(values: flags.FlagValues) -> int:
       print(dry_run.describe(settings))
       return 0
     command.require(values, 'workdir')
-    with out_of_memory.explained(values['config']):
+    explained = out_of_memory.explained(values['config'])
+    with explained, code_limits.allowed(values.allow_code):
       made_by = command.made_by(values, 'train')
       return run(values.config, values.workdir, made_by)
 
@@ -135,32 +138,29 @@ def train(
   config.compute.dtype = settings.compute.dtype
   config.compute.remat = settings.compute.remat
   placement = setup.place_model(model, settings.compute, mesh, settings.rules)
+  objective = settings.data.objectives[0]
+  # Tokens and answers of a training row; held-out rows have those of records.
+  sizes = settings.loss.row_shape(lengths, objective.answers)
   references = initial_state.open_references(
     settings.loss,
     settings.teacher,
     placement,
     settings.compute,
     settings.data.vocabularies,
+    sizes[0],
   )
   # Opened only: parameters are read below, when other inputs are checked.
   frozen = {name: r.placement.model for name, r in references.items()}
   loss = dataclasses.replace(settings.loss, models=frozen)
   settings = dataclasses.replace(settings, loss=loss)
-  objective = settings.data.objectives[0]
-  axes = objective.maker.axes
+  rewards = completion_rewards.open_rewards(settings, placement)
+  axes = objective.maker.axes | loss.axes
   make_phases = functools.partial(phases_lib.Phases, placement, loss, axes=axes)
   phases = make_phases(settings.optimizer, settings.train)
 
   # -- Checkpoint to start from ------------------------------------------------
 
-  def require_space(steps):
-    """Checks the disk; for a single checkpoint while `steps` is 0."""
-    every = settings.checkpoint.interval(steps)
-    saves = {*range(every, steps, every), steps}
-    saves |= {group.start for group in phases.groups if group.start}
-    checkpoints.require_space(phases.abstract(), sorted(saves))
-
-  require_space(steps)
+  setup.require_space(checkpoints, phases, settings.checkpoint, steps)
   if start is None:
     checkpoints.check_not_lost()
     cost = compute_cost.Cost()
@@ -182,6 +182,8 @@ def train(
     resume_checks.check_same_rows(
       saved['order'], order, cost.rows_of_parts, data.train.ranges
     )
+  if rewards:
+    rewards.check(data.train)
   shapes = [reference.config for reference in frozen.values()]
   teacher_row = setup.reads_teacher_row(lengths, model, *shapes)
   batches = setup.training_batches(
@@ -200,7 +202,7 @@ def train(
     settings = settings.until_end(start or 0, batches.total - cost.rows)
     steps = settings.train.steps
     phases = make_phases(settings.optimizer, settings.train)
-    require_space(steps)
+    setup.require_space(checkpoints, phases, settings.checkpoint, steps)
   log(
     f'{type(model).__name__}: {parameters.count(model):,} parameters on'
     f' {dict(mesh.shape)}; {len(data.train):,} training rows, {steps:,} steps'
@@ -218,12 +220,7 @@ def train(
   # The first step donates the buffers of the state: another reference to the
   # parameters would keep them in memory twice.
   if start is None:
-    ancestors = [*sources.models, *(r.source for r in references.values())]
-    meta['sources'] = compute_cost.read_sources(
-      {source.name: source.path for source in ancestors}
-    )
-    for name in meta['sources']['not_counted']:
-      log(f'the cost of {name} is unknown: the summary leaves it out')
+    meta['sources'] = sources.costs(references.values(), log)
     state = phases.create(sources.read(settings.seed), settings.seed)
     if sources.models and sources.coverage:
       log(sources.coverage.summary())
@@ -246,8 +243,10 @@ def train(
   step = first = start or 0
   every = settings.checkpoint.interval(steps)
   end = resume_checks.report_end(batches.remaining, first, steps, log)
-  batch_size, answers = settings.train.batch_size, objective.answers
-  flops = setup.step_flops(model, lengths, batch_size, shapes, answers)
+  batch_size = settings.train.batch_size
+  flops = setup.step_flops(model, *sizes, batch_size, shapes)
+  if loss.samples:
+    flops += setup.sampling_flops(model, *sizes, batch_size)
   telemetry = job_telemetry.JobTelemetry(
     workdir,
     settings.train,
@@ -269,6 +268,9 @@ def train(
     settings.train.profile_steps,
     writing=lambda step: watchdog.beat(step, 'profile'),
   )
+  policy = completion_rewards.make_batches(
+    workdir, settings, placement, data, rewards, telemetry, watchdog
+  )
   evaluators = evaluators_lib.Evaluators(
     workdir,
     config.to_dict(),
@@ -278,6 +280,7 @@ def train(
     reference_params,
     data,
     telemetry,
+    policy,
   )
 
   def evaluate(step, params, last=False):
@@ -287,6 +290,21 @@ def train(
         step, params, beat=lambda: watchdog.beat(step, 'evaluate'), last=last
       )
       return loss.rank(values[loss.selects])
+
+  def save(step, rank=None):
+    """Saves the state; `rank` is that of its held-out metric."""
+    watchdog.beat(step, 'save')
+    with telemetry.spent('save'):
+      telemetry.flush()
+      cost.rows_of_parts = batches.order.consumed(cost.rows).tolist()
+      checkpoints.save(step, state, data=cost.as_dict(), meta=meta, loss=rank)
+
+  def save_before_error(kind, error, traceback):
+    """Saves the step after which a reward could not be computed."""
+    if isinstance(error, completion_rewards.RewardError):
+      checkpoints.wait()
+      if step not in (0, *checkpoints.all_steps()):
+        save(step)
 
   # -- Steps -------------------------------------------------------------------
 
@@ -300,13 +318,14 @@ def train(
       stack.enter_context(resource)
     # Completing a save may take longer than the step that the watchdog sees.
     stack.callback(lambda: watchdog.beat(step, 'save'))
+    stack.push(save_before_error)
 
     if start is None:
       evaluate(step, state.params)
     while (
       step < steps
       and batches.remaining != 0
-      and not (stopping or telemetry.stagnates)
+      and not (stopping or telemetry.stagnates or telemetry.over_budget)
     ):
       step_start = time.perf_counter()
 
@@ -328,10 +347,12 @@ def train(
       row_numbers = rows.pop('row')
       rows = loss.frame(rows, data.train.framing.decoder.pad)
 
-      # Post-training that samples (policy optimisation, on-policy
-      # distillation) belongs here: `rows` are then prompts, completions are
-      # sampled from `state.params`, and both are framed into the batch that
-      # the loss reads. Everything below stays as it is.
+      # Policies: completions of the rows' prompts, with their rewards.
+      measured = {}
+      if policy:
+        order, position = batches.order, cost.rows
+        rows, measured = policy(step, state.params, order, position)
+        watchdog.beat(step, 'compile' if compiling else 'step')
 
       # Update. Dispatch is asynchronous: the host continues meanwhile.
       profiler.begin_step(step)
@@ -343,6 +364,7 @@ def train(
       profiler.end_step(step, metrics)
       step += 1
       # Reads the metrics of the previous step; these are read one step later.
+      metrics |= measured
       telemetry.dispatched(step, metrics, row_numbers, batches.position)
 
       # Evaluation and checkpoint. All processes take the same decisions.
@@ -353,26 +375,24 @@ def train(
       evaluating = last or evaluators.is_due(step)
       evaluating |= saving and settings.checkpoint.keep_best
       saving |= stopping  # At once: a preemption leaves no time to evaluate.
-      if evaluating or saving or compiling:
-        telemetry.read()  # Saved costs include this step.
+      # Saved costs include this step. A policy waits for its parameters anyway.
+      if evaluating or saving or compiling or policy:
+        telemetry.read()
       if not compiling:
         cost.seconds += time.perf_counter() - step_start
+      if telemetry.over_budget:
+        break
       rank = evaluate(step, state.params, last) if evaluating else None
       if saving or telemetry.stagnates:
-        watchdog.beat(step, 'save')
-        with telemetry.spent('save'):
-          telemetry.flush()
-          cost.rows_of_parts = batches.order.consumed(cost.rows).tolist()
-          checkpoints.save(
-            step, state, data=cost.as_dict(), meta=meta, loss=rank
-          )
+        save(step, rank)
       if evaluating or saving:
         telemetry.pause()
       if thawing:
         # Thawing may run out of memory: complete the save first.
         checkpoints.wait()
 
-    if not stopping and telemetry.evaluated != step:
+    done = stopping or telemetry.over_budget
+    if not done and telemetry.evaluated != step:
       # `steps` was lowered to a saved step.
       evaluate(step, state.params, last=True)
     watchdog.beat(step, 'save')
@@ -384,17 +404,8 @@ def train(
   if stopping and not last:
     log(f'asked to stop: saved step {step}, exiting with {exit_status.RESTART}')
     return exit_status.RESTART
-  if telemetry.stagnates:
-    log(
-      f'no {"higher" if loss.highest else "lower"} held-out {loss.selects} in'
-      f' {settings.train.patience} evaluations: the job ends at step {step} of'
-      f' {steps}'
-    )
-  elif step < steps:
-    log(
-      f'the last pass is over: the records end after {cost.rows:,} rows, at'
-      f' step {step} of {steps}'
-    )
+  if note := telemetry.describe_end(step, steps, checkpoints.all_steps()):
+    log(note)
   if distributed.is_lead():
     rate, seed = settings.optimizer.schedule.peak, settings.seed
     hyperparameters = {'learning_rate': rate, 'seed': seed}

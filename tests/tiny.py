@@ -44,7 +44,7 @@ def text(documents: int, seed: int = 0) -> list[str]:
 
 
 def make_records(
-  folder: pathlib.Path, rows: int = 96, held_out: int = 8
+  folder: pathlib.Path, rows: int = 96, held_out: int = 8, pack: bool = True
 ) -> list[str]:
   """Writes a vocabulary and prefix_lm and causal_lm records.
 
@@ -67,12 +67,18 @@ def make_records(
       ('eval', documents[rows:][:held_out]),
     ):
       _write_set(
-        folder / objective / split, objective, split, lengths, vocabulary, some
+        folder / objective / split,
+        objective,
+        split,
+        lengths,
+        vocabulary,
+        some,
+        pack and split == 'train',
       )
   return flags(folder, 'prefix_lm')
 
 
-def _write_set(folder, objective, split, lengths, vocabulary, documents):
+def _write_set(folder, objective, split, lengths, vocabulary, documents, pack):
   spec = record_sets.RecordSpec(
     source='text:none',
     split=split,
@@ -80,7 +86,7 @@ def _write_set(folder, objective, split, lengths, vocabulary, documents):
     encoder_length=lengths.encoder,
     decoder_length=lengths.decoder,
     shards=1,
-    pack=split == 'train',
+    pack=pack,
     sentinels='recycle',
     eval_fraction=0.04,
     max_rows=0 if split == 'train' else 8,

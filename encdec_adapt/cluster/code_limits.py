@@ -1,6 +1,6 @@
 """Runs each generated program in a separate process, with limits.
 
-Nothing runs unless `allowed` was entered, which `evaluate --allow_code` does.
+Nothing runs unless `allowed` was entered, which --allow_code does.
 The limits keep mistakes small; they are not a sandbox against malice. Knows
 nothing of tasks and their tests.
 """
@@ -55,15 +55,8 @@ def allowed(allow: bool) -> Iterator[None]:
       os.environ[_VARIABLE] = previous
 
 
-def passes(
-  program: str, *, seconds: float = SECONDS, megabytes: int = MEGABYTES
-) -> bool:
-  """Runs a Python program and returns whether it reaches its end.
-
-  Args:
-    program: source text, which ends with its tests.
-    seconds: limit of its time.
-    megabytes: limit of its memory.
+def require_allowed() -> None:
+  """Refuses to run generated programs outside of `allowed`.
 
   Raises:
     UserError: generated programs may not run.
@@ -74,6 +67,29 @@ def passes(
       ' give --allow_code to run them, in a container best.'
     )
 
+
+def passes(program: str, **limits: float) -> bool:
+  """Runs a program; returns whether it reaches its end. Arguments as `run`."""
+  return bool(run(program, **limits))
+
+
+def run(
+  program: str, *, seconds: float = SECONDS, megabytes: int = MEGABYTES
+) -> bool | None:
+  """Runs a Python program.
+
+  Args:
+    program: source text, which ends with its tests.
+    seconds: limit of its time.
+    megabytes: limit of its memory.
+
+  Returns:
+    Whether it reaches its end; None if its time is over before.
+
+  Raises:
+    UserError: generated programs may not run.
+  """
+  require_allowed()
   word = secrets.token_hex(16).encode()
   with tempfile.TemporaryDirectory() as folder:
     process = subprocess.Popen(
@@ -90,7 +106,9 @@ def passes(
       process.stdin.write(word + b'\n' + program.encode('utf-8', 'replace'))
       process.stdin.close()
       process.wait(seconds)
-    except (BrokenPipeError, subprocess.TimeoutExpired):
+    except subprocess.TimeoutExpired:
+      return None
+    except BrokenPipeError:
       return False
     finally:
       # With its children, which may outlive it.

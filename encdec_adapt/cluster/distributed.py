@@ -289,6 +289,12 @@ def is_lead() -> bool:
   return jax_distributed.global_state.process_id == 0
 
 
+def count_and_index() -> tuple[int, int]:
+  """Returns the number of processes, and the 0-based index of this one."""
+  state = jax_distributed.global_state
+  return state.num_processes or 1, state.process_id
+
+
 def barrier(name: str, timeout: float = READ_TIMEOUT) -> None:
   """Waits until every process has reached this barrier.
 
@@ -336,6 +342,48 @@ def from_lead(compute: Callable[[], Any], name: str = 'from_lead') -> Any:
   return json.loads(value)
 
 
+def gather(name: str, value: Any) -> list[Any]:
+  """Returns the values of all processes, in their order, on every process.
+
+  Args:
+    name: shown in errors.
+    value: JSON serialisable.
+
+  Raises:
+    AbsentError: some process did not come in time.
+  """
+  state = jax_distributed.global_state
+  if state.client is None:
+    return [value]
+  folder = _post(name, value)
+  values = _posted(folder)
+  # Deleted, as steps of a job gather values, but not before all have read it.
+  barrier(name)
+  state.client.key_value_delete(f'{folder}/{state.process_id}')
+  return values
+
+
+def _post(name: str, value: Any) -> str:
+  """Posts values of all processes; returns the folder of their keys."""
+  folder, state = _next_key(name), jax_distributed.global_state
+  key = f'{folder}/{state.process_id}'
+  state.client.key_value_set(key, json.dumps(value))
+  # `_posted` does not wait for keys that are not set yet.
+  barrier(name)
+  return folder
+
+
+def _posted(folder: str) -> list[Any]:
+  """Returns the values in a folder, in the order of processes."""
+  client = jax_distributed.global_state.client
+  # Numbers, because keys are sorted as text: 10 before 2.
+  entries = sorted(
+    (int(key.rpartition('/')[2]), value)
+    for key, value in client.key_value_dir_get(folder)
+  )
+  return [json.loads(value) for _, value in entries]
+
+
 def require_same(name: str, facts: Mapping[str, Any]) -> None:
   """Refuses to continue where processes differ.
 
@@ -347,26 +395,19 @@ def require_same(name: str, facts: Mapping[str, Any]) -> None:
     UserError: they differ; all processes raise it, with fields, values and
       hosts.
   """
-  state = jax_distributed.global_state
-  if state.client is None:
+  if jax_distributed.global_state.client is None:
     return
-  folder = _next_key(name)
-  state.client.key_value_set(
-    f'{folder}/{state.process_id}', json.dumps([platform.node(), dict(facts)])
-  )
-  # The listing below does not wait for keys that are not set yet.
-  barrier(name)
+  folder = _post(name, [platform.node(), dict(facts)])
 
   def compare() -> str:
-    # Numbers, because keys are sorted as text: 10 before 2.
-    entries = sorted(
-      (int(key.rpartition('/')[2]), *json.loads(value))
-      for key, value in state.client.key_value_dir_get(folder)
-    )
     return consistency.describe_differences(
-      {f'process {p} ({host})': facts for p, host, facts in entries}
+      {
+        f'process {process} ({host})': facts
+        for process, (host, facts) in enumerate(_posted(folder))
+      }
     )
 
+  # Of process 0 for all: on a pod, each would read the facts of all.
   if difference := from_lead(compare, name):
     raise errors.UserError(difference)
 

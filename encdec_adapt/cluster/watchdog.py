@@ -23,7 +23,9 @@ from encdec_adapt.cluster import distributed
 from encdec_adapt.files import paths
 
 REPORTS = 'hang'
-_FACTOR = 20  # A step hangs after this many times the median step.
+# Parts of every step, each with a limit of its own.
+_PARTS = ('step', 'sample', 'reward')
+_FACTOR = 20  # A part hangs after this many times its median.
 # Compiling, evaluating, saving, writing a profile and the first steps may take
 # this many times as long as the shortest limit of a step.
 _OTHER = 12
@@ -55,7 +57,8 @@ class Watchdog:
     """
     self._folder, self._process = paths.at(folder), process
     self._seconds, self._clock, self._end = seconds, clock, end
-    self._steps = collections.deque[float](maxlen=50)  # Seconds each.
+    # Seconds of the last ones.
+    self._parts = {p: collections.deque[float](maxlen=50) for p in _PARTS}
     self._last = (0, 'start', clock())
     self._stop = threading.Event()
     self._thread = threading.Thread(target=self._watch, daemon=True)
@@ -76,22 +79,25 @@ class Watchdog:
 
     Args:
       step: the step that begins, or during which `doing` begins.
-      doing: 'step', 'compile', 'evaluate', 'save' or 'profile'.
+      doing: 'step', 'sample' or 'reward', which have limits of their own, or
+        'compile', 'evaluate', 'save' or 'profile'.
     """
     now = self._clock()
     last_step, last_doing, since = self._last
     # Compiling, evaluating and saving take longer, and would raise the median.
-    if last_doing == 'step' and step == last_step + 1:
-      self._steps.append(now - since)
+    follows = step == last_step + (last_doing == 'step')
+    if last_doing in _PARTS and follows:
+      self._parts[last_doing].append(now - since)
     # A single assignment: the thread reads all three.
     self._last = (step, doing, now)
 
   @property
   def limit(self) -> float:
     """Seconds without a heartbeat that count as a hang."""
-    if self._last[1] != 'step' or len(self._steps) < _FIRST_STEPS:
+    times = self._parts.get(self._last[1], ())
+    if len(times) < _FIRST_STEPS:
       return _OTHER * self._seconds
-    return max(self._seconds, _FACTOR * statistics.median(self._steps))
+    return max(self._seconds, _FACTOR * statistics.median(times))
 
   def hangs(self) -> bool:
     """Returns whether there has been no heartbeat for too long."""

@@ -150,7 +150,10 @@ def verify(
   # `transformers` may refuse it.
   compute = _transformers_logits if with_transformers else _logits
   second = compute(model_b, tokens)
-  outputs = _logits(model_a, tokens), second
+  first = _logits(model_a, tokens)
+  if second.ndim == 2:  # Classes for sequences return the last output alone.
+    first = first[:, -1]
+  outputs = first, second
   # In float64: a KL near 0 is a difference of near numbers.
   logits = [np.float64(x).reshape(-1, x.shape[-1]) for x in outputs]
   p, q = (x - np.logaddexp.reduce(x, axis=-1, keepdims=True) for x in logits)

@@ -33,6 +33,11 @@ from encdec_adapt.models import model_config, parameters
 from encdec_adapt.telemetry import progress
 from encdec_adapt.tokenizers import chat_format
 
+_REWARD_NOTE = (
+  'it is a reward model: its output scores the answer to a prompt, with the'
+  ' token that ends it.'
+)
+
 
 def export_folder(values: flags.FlagValues, _: list[str]) -> int:
   """Runs `convert export`.
@@ -82,6 +87,7 @@ def export_folder(values: flags.FlagValues, _: list[str]) -> int:
       *tokenizer_files.write(tokenizers, stored, opened),
       *image_notes,
       cache_note,
+      _REWARD_NOTE * (stored.model.decoder.classes == 1),
     ]
     notes = list(filter(None, notes))
     for note in notes:

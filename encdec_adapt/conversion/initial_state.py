@@ -1,14 +1,15 @@
-"""Models on disk that a training job starts from: its sources and its teacher.
+"""Models on disk that a job reads: its sources, references and reward models.
 
 Opening reads configs and headers, checks them before any long work, and plans
 how every weight is filled; `read` then reads the weights. The evaluation and
 the commands are above this module.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 import dataclasses
 import hashlib
 import json
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from encdec_adapt.adaptation import init_section, recipes, weight_plan
 from encdec_adapt.base import errors
 from encdec_adapt.cluster import distributed
 from encdec_adapt.conversion import model_on_disk, pretrained_files
+from encdec_adapt.inference import rewards
 from encdec_adapt.models import (
   architecture,
   base_model,
@@ -25,7 +27,9 @@ from encdec_adapt.models import (
   model_config,
   parameters,
 )
+from encdec_adapt.objectives import framing
 from encdec_adapt.sharding import placement as placement_lib
+from encdec_adapt.telemetry import compute_cost
 from encdec_adapt.tokenizers import vocabulary_pair
 from encdec_adapt.training import losses, setup, teacher_section
 from encdec_adapt.training import state as state_lib
@@ -62,6 +66,21 @@ class Sources:
       return pretrained_files.folders(encoder)
     return pretrained_files.folders_of_pair(encoder, decoder)
 
+  def costs(
+    self, references: Iterable['Reference'], log: Callable[[str], None]
+  ) -> dict[str, Any]:
+    """Returns the costs of the sources and of reference models.
+
+    Args:
+      references: the reference models.
+      log: prints a line on process 0.
+    """
+    ancestors = [*self.models, *(x.source for x in references)]
+    costs = compute_cost.read_sources({x.name: x.path for x in ancestors})
+    for name in costs['not_counted']:
+      log(f'the cost of {name} is unknown: the summary leaves it out')
+    return costs
+
   def check_files(self, choice: vocabulary_pair.Choice) -> None:
     """Checks the sources' tokenizers and the files that an export carries.
 
@@ -93,8 +112,11 @@ class Sources:
     rng, target = jax.random.key(seed), self.placement.model.config
     if self.init.mode == 'random':
       return self.placement.place(lambda rng: parameters.init(target, rng), rng)
-    if self.init.mode == 'checkpoint' and not target.decoder.classes:
-      return self.models[0].read(self.placement)
+    classes = target.decoder.classes
+    if self.init.mode == 'checkpoint' and classes < 2:
+      # A reward model that starts from another keeps its head.
+      if classes == self.models[0].model.decoder.classes:
+        return self.models[0].read(self.placement)
     mesh, rules = self.placement.mesh, self.placement.rules
     # Sharded over the job's mesh as models of their kind, so that no device
     # holds a whole source while the target is made of them.
@@ -104,20 +126,23 @@ class Sources:
     ]
 
     def classify(rng, params):
-      """Makes a classifier of the source's first stack, with a new head."""
+      """Adds a new head: to all of a reward model, else to the first stack."""
+      head = parameters.init_one(target, rng, 'decoder/head/table')
+      head = {'head': {'table': head}}
+      if classes == 1:
+        return {**params, 'decoder': {**params['decoder'], **head}}
       stack = params[self.models[0].prompt_side]
       # A table that both stacks share is stored with the decoder; a table of
       # the first stack replaces it.
       table = {'embedder': params['decoder']['embedder']}
-      head = parameters.init_one(target, rng, 'decoder/head/table')
-      return {'decoder': {**table, **stack, 'head': {'table': head}}}
+      return {'decoder': {**table, **stack, **head}}
 
     def fill(rng, *params):
       configs = (source.model for source in self.models)
       pairs = zip(configs, params, strict=True)
       return recipes.fill(target, self.coverage, *pairs, rng=rng)
 
-    make = classify if target.decoder.classes else fill
+    make = classify if classes else fill
     return self.placement.place(make, rng, *params)
 
 
@@ -214,6 +239,7 @@ def open_references(
   placement: state_lib.Placement,
   compute: execution.ComputeConfig,
   choice: vocabulary_pair.Choice,
+  lengths: framing.Lengths,
 ) -> dict[str, Reference]:
   """Opens the reference models of a loss by their names; most have none.
 
@@ -223,13 +249,15 @@ def open_references(
     placement: the trained model and its mesh.
     compute: section `compute`.
     choice: the vocabularies of the job.
+    lengths: tokens of a row.
 
   Raises:
     UserError: see `open_reference`.
   """
   if not loss.references:
     return {}
-  source = open_reference(loss, config, placement.model.config, choice)
+  model = placement.model.config
+  source = open_reference(loss, config, model, choice, lengths)
   placed = place_reference(source.model, config, placement, compute)
   # `config.teacher` names a single model, which is every reference of the loss.
   return dict.fromkeys(loss.references, Reference(source, placed))
@@ -240,12 +268,13 @@ def open_reference(
   config: teacher_section.TeacherConfig,
   model: model_config.ModelConfig,
   choice: vocabulary_pair.Choice,
+  lengths: framing.Lengths,
 ) -> model_on_disk.StoredModel:
   """Opens the model that `config.teacher` names.
 
   Raises:
     UserError: the loss does not accept its architecture, or it has another
-      vocabulary.
+      vocabulary or fewer positions than rows have.
   """
   source = _open(config.checkpoint, model)
   kind = source.model.architecture
@@ -255,16 +284,86 @@ def open_reference(
       f' {kind.name} with {source.model.decoder.outputs:,} outputs; the loss'
       f' {loss.name} reads models of kind {architecture.names(loss.accepts)}.'
     )
+  _check_reads(source, model, choice, lengths, 'teacher')
+  return source
+
+
+def open_reward_model(
+  path: str,
+  placement: state_lib.Placement,
+  compute: execution.ComputeConfig,
+  choice: vocabulary_pair.Choice,
+  lengths: framing.Lengths,
+) -> Reference:
+  """Opens a reward model that scores the trained model's completions.
+
+  Its parameters (`Reference.read`) are for `inference.rewards.score`.
+
+  Args:
+    path: a run or a folder.
+    placement: the trained model and its mesh.
+    compute: section `compute` of the configuration.
+    choice: the vocabularies of the job.
+    lengths: most tokens of a prompt, BOS included, and of a completion.
+
+  Raises:
+    UserError: it is no reward model, or it has another vocabulary or too few
+      positions.
+  """
+  model = placement.model.config
+  source = _open(path, model)
+  rewards.require_reward_model(source.model, path)
+  # The decoder of a pair reads BOS, too.
+  decoder = lengths.decoder + source.model.architecture.encodes_prompt
+  read = framing.Lengths(lengths.encoder, decoder)
+  _check_reads(source, model, choice, read, 'reward model')
+  # Kernels want lengths that are multiples of their blocks.
+  compute = dataclasses.replace(compute, attention='chunked', remat='none')
+  config = teacher_section.TeacherConfig()
+  return Reference(
+    source, place_reference(source.model, config, placement, compute)
+  )
+
+
+def _check_reads(
+  source: model_on_disk.StoredModel,
+  model: model_config.ModelConfig,
+  choice: vocabulary_pair.Choice,
+  lengths: framing.Lengths,
+  title: str,
+) -> None:
+  """Checks that a frozen model can read the rows of a job.
+
+  Args:
+    source: the frozen model.
+    model: the trained model.
+    choice: the vocabularies of the job.
+    lengths: tokens that an encoder and a decoder read.
+    title: what the frozen model is, for errors.
+
+  Raises:
+    UserError: it has another vocabulary, or fewer positions than the rows.
+  """
+  limits = pretrained_files.stack_positions(source)
+  positions = source.model.architecture.positions(
+    lengths.encoder, lengths.decoder
+  )
   for side, stack in source.model.stacks.items():
     # A stack that the model lacks is compared with its only vocabulary.
     size = model.stacks.get(side, model.decoder).vocab_size
     if stack.vocab_size != size:
       raise errors.UserError(
-        f'the {side} of the teacher {source.path} has {stack.vocab_size} tokens'
+        f'the {side} of the {title} {source.path} has {stack.vocab_size} tokens'
         f' and that of the model {size}; both need one vocabulary.'
       )
     _check_vocabulary(source, choice, side)
-  return source
+    if positions[side] > limits[side]:
+      raise errors.UserError(
+        f'the {title} {source.path} has {limits[side]} positions in its {side}'
+        ' (max_position_embeddings of its config.json), and has to read'
+        f' {positions[side]}; shorten the rows (config.data.encoder_length and'
+        ' decoder_length), or choose another model.'
+      )
 
 
 def place_reference(
@@ -291,9 +390,12 @@ def _open(
 def _without_head(
   source: model_on_disk.StoredModel, target: model_config.ModelConfig
 ) -> model_on_disk.StoredModel:
-  """Returns the source of a classifier with the model that is made of it."""
+  """Returns a source with the model with another head that is made of it."""
   if not target.decoder.classes:
     return source
+  if target.decoder.classes == 1:
+    model = model_config.reward_model(source.model)
+    return dataclasses.replace(source, model=model)
   # A classifier reads with the stack that reads prompts, and drops the other.
   prompt_stack = source.model.stacks[source.prompt_side]
   stack = dataclasses.replace(prompt_stack, classes=target.decoder.classes)

@@ -9,6 +9,7 @@ processor. An export writes them into its folder. Parameters are not read here.
 
 from collections.abc import Mapping
 import dataclasses
+import math
 import os
 import re
 from typing import Any
@@ -279,6 +280,20 @@ def decoder_positions(stored: model_on_disk.StoredModel) -> int | None:
   """
   fields = config_fields(folders(stored.path))
   return fields['decoder'].get('max_position_embeddings')
+
+
+def stack_positions(stored: model_on_disk.StoredModel) -> dict[str, float]:
+  """Returns `max_position_embeddings` by stack, infinity if not stated.
+
+  Raises:
+    UserError: a stored file is damaged.
+  """
+  fields = config_fields(folders(stored.path))
+  stacks = {x: fields.get(x, fields['decoder']) for x in stored.model.stacks}
+  return {
+    name: part.get('max_position_embeddings') or math.inf
+    for name, part in stacks.items()
+  }
 
 
 def special_ids(

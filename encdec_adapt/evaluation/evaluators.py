@@ -15,12 +15,22 @@ from encdec_adapt import config as config_lib
 from encdec_adapt.base import errors
 from encdec_adapt.cluster import distributed
 from encdec_adapt.conversion import model_in_memory, model_on_disk
-from encdec_adapt.evaluation.measures import held_out, perplexity, samples
+from encdec_adapt.evaluation.measures import (
+  held_out,
+  perplexity,
+  preference_scores,
+  samples,
+)
 from encdec_adapt.evaluation.results import results_store
 from encdec_adapt.evaluation.tasks import task_groups
 from encdec_adapt.files import paths
 from encdec_adapt.models import base_model
-from encdec_adapt.training import job_telemetry, setup, train_section
+from encdec_adapt.training import (
+  job_telemetry,
+  policy_batches,
+  setup,
+  train_section,
+)
 from encdec_adapt.training import state as state_lib
 
 
@@ -39,8 +49,8 @@ def read_tasks(settings: config_lib.Settings) -> dict[str, task_groups.Plan]:
       continue
     if not settings.model.architecture.generates:
       raise errors.UserError(
-        f'config.train.evaluators has {name}, and the model is encoder-only,'
-        ' which tasks do not suit; leave it out.'
+        f'config.train.evaluators has {name}, and the model predicts no next'
+        ' tokens, which tasks need; leave it out.'
       )
     # A plan per evaluator, as each has an interval.
     is_folder = paths.at(name).is_dir()
@@ -61,6 +71,7 @@ class Evaluators:
     references: Mapping[str, base_model.Params],
     data: setup.Data,
     telemetry: job_telemetry.JobTelemetry,
+    policy: policy_batches.PolicyBatches | None = None,
   ):
     """Opens the results and drops those later than the last evaluation.
 
@@ -73,10 +84,11 @@ class Evaluators:
       references: parameters of the reference models.
       data: vocabularies and held-out rows.
       telemetry: gets the scores.
+      policy: continues the held-out prompts of a policy.
     """
     self._intervals = settings.train.intervals
     self._batch_size = settings.train.eval_batch_size
-    self._telemetry = telemetry
+    self._telemetry, self._policy = telemetry, policy
     loss, names = settings.loss, settings.loss.held_out_references
     # A loss may train with references that its held-out metrics do not read.
     self._references = {name: references[name] for name in names}
@@ -141,12 +153,21 @@ class Evaluators:
       last: runs all of them.
 
     Returns:
-      The held-out metrics of the loss.
+      The held-out metrics of the loss, and those of a policy's prompts.
     """
     # Each evaluator may take longer than the watchdog waits for a step.
     beat()
     result = self._evaluator(params, self._batches(), self._references)
-    scores = {train_section.LOSS: result.scores(held_out.TASK)}
+    task, values = held_out.TASK, result.values
+    losses = result.scores(task) + preference_scores.scores(task, result)
+    if self._policy:
+      rewards = [
+        results_store.mean_score(task, name, scores)
+        for name, scores in self._policy.evaluate(step, params, beat).items()
+      ]
+      values |= {score.metric: score.value for score in rewards}
+      losses += rewards
+    scores = {train_section.LOSS: losses}
     for name, every in self._intervals.items():
       if name == train_section.LOSS or not (last or step % every == 0):
         continue
@@ -172,16 +193,16 @@ class Evaluators:
         self._store.add(model, {'evaluator': name}, means)
     # The loss comes last: by its record the evaluation counts as complete.
     del scores[train_section.LOSS]
-    values = {
+    named = {
       f'{score.task}/{score.metric}': score.value
       for results in scores.values()
       for score in results
     }
-    if values:
-      self._telemetry.record_scores(step, values)
+    if named:
+      self._telemetry.record_scores(step, named)
     columns = 'task', 'metric', 'value', 'stderr', 'n'
     results = itertools.chain(*scores.values())
     rows = [{name: getattr(x, name) for name in columns} for x in results]
     self._telemetry.show('scores', step, rows)
-    self._telemetry.record_evaluation(step, result.values)
-    return result.values
+    self._telemetry.record_evaluation(step, values)
+    return values

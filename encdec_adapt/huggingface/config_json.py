@@ -63,6 +63,8 @@ NATIVE_TYPE = 'encdec_adapt'
 # Our field in the config.json of a T5Gemma with another window rule in the
 # encoder than in its authors' code. transformers ignores it.
 WINDOW = 'encoder_window'
+# Fields of a sequence classifier with a single label, a reward model.
+_ONE_LABEL = {'id2label': {'0': 'LABEL_0'}, 'label2id': {'LABEL_0': 0}}
 TOKEN_IDS = ('bos_token_id', 'eos_token_id', 'pad_token_id')
 # Fields that an export carries over from the source's config.json, because our
 # model configs do not have them.
@@ -100,13 +102,27 @@ def raw_from_model(
         raise errors.UserError(
           f'its attention is causal, and not {config.decoder.role}.'
         )
-      raw = families.raw_from_stack(config.decoder, family)
-      return {**raw, 'architectures': [family.architecture]}, family.layout
+      return _raw_from_decoder(config.decoder, family), family.layout
     except errors.UserError as error:
       reasons.append(f'{family.model_type}: {error}')
   raise errors.UserError(
     'transformers has no class for this model. ' + ' '.join(reasons)
   )
+
+
+def _raw_from_decoder(
+  stack: model_config.StackConfig, family: families.Family
+) -> dict[str, Any]:
+  """Returns the config.json of a decoder-only model, or reward model.
+
+  Raises:
+    UserError: no model of the family has this stack.
+  """
+  if stack.classes != 1:
+    raw = families.raw_from_stack(stack, family)
+    return {**raw, 'architectures': [family.architecture]}
+  raw = families.raw_from_stack(dataclasses.replace(stack, classes=0), family)
+  return {**raw, 'architectures': [family.classifier], **_ONE_LABEL}
 
 
 def native_from_model(config: model_config.ModelConfig) -> dict[str, Any]:
@@ -277,7 +293,14 @@ def with_fields(
     return {**raw, 'carried': {k: dict(v) for k, v in fields.items()}}
   decoder_fields = fields.get('decoder', {})
   if kind not in PAIRS:
-    return {**decoder_fields, **raw}
+    fields = {**decoder_fields, **raw}
+    ends = fields.get('eos_token_id')
+    ends = ends if isinstance(ends, list) else [ends]
+    if raw.keys() >= _ONE_LABEL.keys() and fields.get('pad_token_id') in ends:
+      # The class reads the last token that is not padding: where the end is
+      # padding it would be the one before. Without the id rows have no padding.
+      fields['pad_token_id'] = None
+    return fields
   # transformers reads the ids for generation from the top of the file.
   top = {k: decoder_fields[k] for k in TOKEN_IDS if k in decoder_fields}
   raw = {**top, **copy.deepcopy(raw)}
@@ -315,7 +338,12 @@ def model_from_raw(
   if kind in families.FAMILIES:
     family = families.FAMILIES[kind]
     stack = families.stack_from_raw(raw, family, file)
-    return model_config.DecoderOnlyConfig(stack), family.layout
+    model = model_config.DecoderOnlyConfig(stack)
+    if raw.get('architectures') == [family.classifier] and (
+      len(raw.get('id2label') or ()) == 1
+    ):
+      model = model_config.reward_model(model)
+    return model, family.layout
   if kind not in PAIRS:
     raise errors.UserError(
       f'{file} has model_type {kind!r}; supported are'

@@ -76,6 +76,13 @@ class Family:
   layer_types: Callable[[Raw], list[str]] = lambda raw: [_FULL]
 
   @property
+  def classifier(self) -> str:
+    """Class of transformers for sequences with a label."""
+    name = self.architecture.removesuffix('ForCausalLM')
+    # Gemma 3's shorter name is the class that reads images.
+    return f'{name}{"Text" * (name == "Gemma3")}ForSequenceClassification'
+
+  @property
   def defaults(self) -> Raw:
     """Defaults of its class for fields that a file leaves out."""
     return class_defaults.DEFAULTS[self.model_type]

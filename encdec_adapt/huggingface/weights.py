@@ -27,6 +27,7 @@ _MLP = {
   for name in ('gate', 'up', 'down')
   for suffix, their_suffix in _SUFFIXES.items()
 }
+_SCORE = 'score.weight'  # The head of a sequence classifier.
 # Placeholder of the expert's number in tensor names.
 _EXPERT = '{}'
 # Kernels with a single input dimension, the first. Output kernels have two
@@ -335,7 +336,7 @@ def _weights(
   elif part == 'final_norm':
     name = f'{layout.stacks[stack]}norm.weight'
   elif part == 'head':
-    name = layout.head
+    name = _SCORE if config.stacks[stack].classes else layout.head
   elif stack in layout.embedder:
     theirs = 'eoi_embedding' if inner == ['eoi'] else 'weight'
     name = f'{layout.embedder[stack]}{theirs}'

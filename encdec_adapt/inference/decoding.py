@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable
 import functools
 from typing import Any, NamedTuple
 
+from flax import traverse_util
 import jax
 from jax import numpy as jnp
 from jax.sharding import Mesh
@@ -44,15 +45,16 @@ class State(NamedTuple):
 
 
 class Group(NamedTuple):
-  """Prompts to put into rows; [b] each unless stated.
+  """Prompts to put into rows; [r] each unless stated.
 
+  Each prompt is read once, and put into r / b rows that follow each other.
   `rows` beyond the batch are dropped: they fill up the group.
   """
 
   tokens: Int[Array, 'b S']
   lengths: Int[Array, 'b']
-  rows: Int[Array, 'b']
-  limit: Int[Array, 'b']
+  rows: Int[Array, 'r']
+  limit: Int[Array, 'r']
   options: sampling_lib.Options
 
 
@@ -229,6 +231,11 @@ def prefill(
   entries, tokens = model.architecture.prefill(
     model, params, (group.tokens, segments, positions), bos
   )
+  copies = len(group.rows) // len(group.tokens)
+  if copies > 1:
+    entries, tokens = jax.tree.map(
+      lambda x: jnp.repeat(x, copies, axis=0), (entries, tokens)
+    )
 
   def put(old: jax.Array, new: Any) -> jax.Array:
     return old.at[group.rows].set(new, mode='drop')
@@ -262,6 +269,7 @@ def decode(
   eos: Int[Array, 'k'],
   wake: Int[Array, ''],
   steps: Int[Array, ''],
+  tempered: bool = False,
 ) -> State:
   """Generates tokens until rows are free.
 
@@ -272,6 +280,8 @@ def decode(
     eos: tokens that end a row.
     wake: number of free rows at which to return.
     steps: most tokens to generate per row.
+    tempered: whether log-probabilities of rows that are drawn are those after
+      the temperature, and not those of the model itself.
   """
 
   def may_generate(carry: tuple[jax.Array, State]) -> jax.Array:
@@ -280,7 +290,10 @@ def decode(
 
   _, state = jax.lax.while_loop(
     may_generate,
-    lambda carry: (carry[0] + 1, advance(model, params, carry[1], eos)),
+    lambda carry: (
+      carry[0] + 1,
+      advance(model, params, carry[1], eos, tempered=tempered),
+    ),
     (jnp.zeros((), jnp.int32), state),
   )
   return _replicate(state)
@@ -291,6 +304,8 @@ def advance(
   params: base_model.Params,
   state: State,
   eos: Int[Array, 'k'],
+  *,
+  tempered: bool = False,
 ) -> State:
   """Generates a token per row; arguments as `decode`."""
   rows = jnp.arange(len(state.last))
@@ -305,6 +320,9 @@ def advance(
   if seen is not None:
     adjusted = sampling_lib.penalise(logits, seen, options.repetition_penalty)
   chosen = sampling_lib.choose(adjusted, state.count, options)
+  if tempered:
+    temperature = options.temperature[:, None]
+    logits = logits / jnp.where(temperature > 0, temperature, 1)
   log_probs = jnp.take_along_axis(
     jax.nn.log_softmax(logits), chosen[:, None], axis=1
   )[:, 0]
@@ -327,12 +345,34 @@ def advance(
   )
 
 
-@functools.partial(jax.jit, static_argnums=0, static_argnames='int8')
+@functools.partial(
+  jax.jit, static_argnums=0, static_argnames=('int8', 'mesh', 'rules')
+)
 def prepare(
-  model: build.Model, params: base_model.Params, *, int8: bool
+  model: build.Model,
+  params: base_model.Params,
+  *,
+  int8: bool,
+  mesh: Mesh,
+  rules: rules_lib.Rules,
 ) -> base_model.Params:
-  """Returns parameters of a model as its programs take them."""
+  """Returns parameters of a model as its programs take them.
+
+  Args:
+    model: the model.
+    params: its parameters, sharded by any rules.
+    int8: whether to keep kernels as 8-bit integers.
+    mesh: mesh of the parameters.
+    rules: rules by which the result is sharded.
+  """
   params = quantization.cast(params, model.table, model.compute.dtype)
+  flat = traverse_util.flatten_dict(params, sep='/')
+  with partition.use(mesh, rules.as_dict()):
+    # After the cast, so that no fp32 copy is exchanged between devices.
+    flat = {
+      p: partition.shard(x, *model.table[p].axes) for p, x in flat.items()
+    }
+  params = traverse_util.unflatten_dict(flat, sep='/')
   if int8:
     params = quantization.quantize(params, model.table)
   return build.unroll_params(model, params)

@@ -142,12 +142,12 @@ class Engine:
         requests are refused. Without sizes it follows the requests.
 
     Raises:
-      UserError: the model is encoder-only, or `rows` does not divide.
+      UserError: the model predicts no next tokens, or `rows` does not divide.
     """
     if not model.architecture.generates:
       raise errors.UserError(
-        'an encoder-only model predicts masked tokens and generates no text;'
-        ' use a decoder or an encoder-decoder.'
+        'a model that predicts no next tokens (encoder-only, or with a head for'
+        ' labels or rewards) generates no text; use a language model.'
       )
     # A step has a single token per row, which does not divide over a sequence
     # axis.
@@ -162,7 +162,9 @@ class Engine:
     # Prompts that are read together: few, so that a row is not free for long,
     # and a multiple of the shards, over which they divide.
     self.group = max(shards, rows // 8 // shards * shards)
-    self.params = decoding.prepare(model, params, int8=int8)
+    self.params = decoding.prepare(
+      model, params, int8=int8, mesh=mesh, rules=rules
+    )
     # Unrolled: a scan would copy each layer's cache for every token.
     self.programs = decoding.Programs(
       build.unroll(model), mesh, rules, decoding.shapes_of(self.params)

@@ -92,12 +92,12 @@ def score(
     bos: first token of an encoder-decoder's decoder.
 
   Raises:
-    UserError: the model is encoder-only, or a side is empty.
+    UserError: the model predicts no next tokens, or a side is empty.
   """
   if not model.architecture.generates:
     raise errors.UserError(
-      'an encoder-only model predicts masked tokens and scores no'
-      ' continuations; use a decoder or an encoder-decoder.'
+      'a model that predicts no next tokens (encoder-only, or with a head for'
+      ' labels or rewards) scores no continuations; use a language model.'
     )
   for pair in pairs:
     if not len(pair.context) or not len(pair.continuation):

@@ -67,11 +67,11 @@ class SamplingConfig:
       )
 
 
-def seed_of(seed: int, index: int) -> int:
-  """Returns the seed of request number `index` of a job with a seed."""
-  # A hash of both: with their sum, request 1 of seed 0 would draw like request
+def seed_of(seed: int, *indices: int) -> int:
+  """Returns the seed of a request of a job, by the indices that number it."""
+  # A hash of all: with their sum, request 1 of seed 0 would draw like request
   # 0 of seed 1.
-  return int(np.random.SeedSequence([seed, index]).generate_state(1)[0])
+  return int(np.random.SeedSequence([seed, *indices]).generate_state(1)[0])
 
 
 class Options(NamedTuple):

@@ -14,7 +14,9 @@ of types. Each stack reads the fields of a side of a batch
 | encoder         | decoder | encoder                  |                |
 
 The teacher's row holds the inputs of a pair and then its targets. A classifier
-reads the sides of an encoder, for every role of its stack.
+reads the sides of an encoder, for every role of its stack. A reward model is a
+decoder with a head of a single output, read from the state that has read a
+whole answer; it reads pairs as its kind does, and generates nothing.
 
 A batch may have a group of G completions for each of P prompts: fields of
 decoder, teacher and targets are then [P, G, L]. An encoder reads each prompt
@@ -85,7 +87,7 @@ class Architecture:
   @property
   def encodes_prompt(self) -> bool:
     """Whether an encoder reads the prompt, and a decoder its continuation."""
-    return self.has_encoder and self.generates
+    return self.prompt_stack == 'encoder'
 
   def sides(self, has_inputs: bool) -> Mapping[str, str]:
     """Returns the side of a batch that each stack reads, by stack.
@@ -152,23 +154,54 @@ class Architecture:
     Returns:
       The states; of groups B is P * G, prompt by prompt.
     """
-    batch = {name: x.reshape(-1, x.shape[-1]) for name, x in batch.items()}
-    sides = self.sides('encoder_tokens' in batch)
-    fields = {
-      stack: [batch[f'{side}_{x}'] for x in ('tokens', 'segments', 'positions')]
-      for stack, side in sides.items()
-    }
-    if sides['decoder'] != 'teacher':
-      return self.states(model, params, fields, **options)
-    # Only rows of pairs have inputs, so that `prefix` is not an option of
-    # others.
-    options['prefix'] = self.prefix(batch)
-    hidden = self.states(model, params, fields, **options)
+    batch = _flat(batch)
+    hidden = self._read(model, params, batch, **options)
+    if self.sides('encoder_tokens' in batch)['decoder'] != 'teacher':
+      return hidden
     # The row of a pair has more positions than targets: take those of the
     # targets, so that losses find them where an encoder-decoder has them.
     return jnp.take_along_axis(
       hidden, batch['teacher_index'][..., None], axis=1
     )  # [B, T, D]
+
+  def read_answers(
+    self, model: Any, params: Params, batch: Batch, **options: Any
+  ) -> Float[Array, 'B D']:
+    """Computes the states that have read whole answers, with their ends.
+
+    Args:
+      model: the model.
+      params: parameters of the model.
+      batch: fields of `objectives.framing`; rows hold a single pair, whose n
+        targets leave a position of the decoder's for BOS.
+      **options: as for `source`.
+
+    Returns:
+      The states; of groups B is P * G, prompt by prompt.
+    """
+    batch = _flat(batch)
+    side = self.sides('encoder_tokens' in batch)['decoder']
+    if side == 'decoder':
+      batch |= _with_last_target(batch)
+    hidden = self._read(model, params, batch, **options)
+    # A row of padding has no last token.
+    last = jnp.maximum(jnp.sum(batch[f'{side}_segments'] > 0, axis=1) - 1, 0)
+    return jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
+
+  def _read(
+    self, model: Any, params: Params, batch: Batch, **options: Any
+  ) -> Float[Array, 'B L D']:
+    """Computes the decoder's states of a batch without groups."""
+    sides = self.sides('encoder_tokens' in batch)
+    fields = {
+      stack: [batch[f'{side}_{x}'] for x in ('tokens', 'segments', 'positions')]
+      for stack, side in sides.items()
+    }
+    # Only rows of pairs have inputs, so that `prefix` is not an option of
+    # others.
+    if sides['decoder'] == 'teacher':
+      options['prefix'] = self.prefix(batch)
+    return self.states(model, params, fields, **options)
 
   def prefix(self, batch: Batch) -> Int[Array, 'B R'] | None:
     """Returns 1 where the teacher's row is read from both sides."""
@@ -310,13 +343,19 @@ def of_stack(role: str, classes: int) -> Architecture:
 
   Args:
     role: self-attention of the stack.
-    classes: number of labels of a classifier, 0 for a language model.
+    classes: number of labels of a classifier, 1 for a reward model, 0 for a
+      language model.
   """
   # A classifier reads whole texts; its name says which stack it started from.
   kind = next(kind for kind in _SINGLE_STACK if kind.role == role)
-  if classes:
+  if classes > 1:
     return dataclasses.replace(ENCODER, name=kind.name, rows=kind.rows)
-  return kind
+  return rewarding(kind) if classes else kind
+
+
+def rewarding(kind: Architecture) -> Architecture:
+  """Returns the architecture of a reward model of a kind."""
+  return dataclasses.replace(kind, generates=False, rows=('pair',))
 
 
 def names(kinds: Sequence[Architecture]) -> str:
@@ -337,3 +376,27 @@ def inputs_of(batch: Batch) -> Int[Array, 'B R']:
     jnp.int32(batch['decoder_segments'] > 0)
   )
   return jnp.int32((batch['teacher_segments'] > 0) & (is_target == 0))
+
+
+def _flat(batch: Batch) -> dict[str, Array]:
+  """Returns a batch with a row for each answer of a group."""
+  return {name: x.reshape(-1, x.shape[-1]) for name, x in batch.items()}
+
+
+def _with_last_target(batch: Batch) -> dict[str, Array]:
+  """Returns the decoder's fields with the last target, which it then reads.
+
+  Decoder inputs are the targets shifted right, so that they lack the last one.
+  """
+  tokens, segments = batch['decoder_tokens'], batch['decoder_segments']
+  shifted = batch['targets'][:, :-1], segments[:, :-1]
+  tokens, segments = (
+    jnp.concatenate([x[:, :1], y], axis=1)
+    for x, y in zip((tokens, segments), shifted, strict=True)
+  )
+  positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+  return {
+    'decoder_tokens': tokens,
+    'decoder_segments': segments,
+    'decoder_positions': positions,
+  }

@@ -132,10 +132,13 @@ def make_table(
     config: the stack.
     rows: rows without padding.
   """
+  # The single row of a reward model is neither padded nor divided.
+  is_divided = rows > 1
   init = nn.with_logical_partitioning(
-    nn.initializers.normal(config.width**-0.5), ('vocab', 'table_embed')
+    nn.initializers.normal(config.width**-0.5),
+    ('vocab' if is_divided else 'reward', 'table_embed'),
   )
-  multiple = config.vocab_multiple
+  multiple = config.vocab_multiple if is_divided else 1
   shape = (-(-rows // multiple) * multiple, config.width)
   return module.param('table', init, shape, jnp.float32)
 
@@ -151,6 +154,14 @@ def logits(
   # Cut after the constraint: only with its padding does V divide over the mesh.
   x = partition.shard(x, 'batch', 'length', 'act_vocab')[..., :vocab_size]
   return x if softcap is None else activations.softcap(x, softcap)
+
+
+def rewards(
+  table: Float[Array, 'V D'], states: Float[Array, 'B D']
+) -> Float[Array, 'B']:
+  """Computes float32 rewards, the products of states and the first row."""
+  # No matrix product, which TPUs would compute in bfloat16.
+  return jnp.sum(states.astype(jnp.float32) * table[0], axis=-1)
 
 
 def project(

@@ -53,7 +53,7 @@ class StackConfig:
     eoi_token: token with a separate embedding that is not scaled (T5Gemma 2's
       end of image), or None.
     classes: number of labels of a classifier, which are the rows of its head
-      in place of the tokens; 0 for a language model.
+      in place of the tokens; 1 for a reward model; 0 for a language model.
   """
 
   # `presets` gives the first six fields by position.
@@ -295,7 +295,8 @@ class DecoderOnlyConfig:
   The three differ only in the role of the stack, so that each may start from
   the weights of another. An encoder-only model is a bidirectional stack with
   an output table that predicts masked tokens. A classifier is a stack of any
-  role with a head of a row for each label.
+  role with a head of a row for each label, a reward model a decoder with a head
+  of a single row.
   """
 
   decoder: StackConfig
@@ -351,7 +352,8 @@ class EncoderDecoderConfig:
   @property
   def architecture(self) -> architectures.Architecture:
     """The kind of the model."""
-    return architectures.ENCODER_DECODER
+    kind = architectures.ENCODER_DECODER
+    return architectures.rewarding(kind) if self.decoder.classes else kind
 
 
 ModelConfig = DecoderOnlyConfig | EncoderDecoderConfig
@@ -422,6 +424,16 @@ def without_cross_attention(decoder: StackConfig) -> DecoderOnlyConfig:
     decoder, cross_width=None, cross_merged=False, cross_layers='all'
   )
   return DecoderOnlyConfig(stack)
+
+
+def reward_model(config: ModelConfig) -> ModelConfig:
+  """Returns a model with a head of a single output, which no soft-cap bounds.
+
+  Args:
+    config: a language model, or a reward model.
+  """
+  decoder = dataclasses.replace(config.decoder, classes=1, final_softcap=None)
+  return dataclasses.replace(config, decoder=decoder)
 
 
 def with_vocab_multiple(config: ModelConfig, multiple: int) -> ModelConfig:

@@ -49,8 +49,8 @@ class RowField:
   """A field of an example that is stored in a row.
 
   Attributes:
-    name: attribute of the example, an array [n] or None.
-    dtype: 'int32' for tokens, 'float32' for weights.
+    name: attribute of the example, an array [n], a text or None.
+    dtype: 'int32' for tokens, 'float32' for weights, 'json' for a text.
     side: stack that reads the tokens, so that they are of its vocabulary.
   """
 
@@ -65,6 +65,7 @@ PAIR_FIELDS = (
   RowField('prefix'),
   RowField('decoder_inputs'),
   RowField('weights', 'float32'),
+  RowField('fields', 'json'),
 )
 
 

@@ -51,6 +51,14 @@ import numpy as np
 from encdec_adapt.tokenizers import special_ids
 
 Batch = dict[str, np.ndarray]
+# Logical axes of the fields that rows of several answers to a prompt have for
+# each of them, [P, G, L]; the other fields are those of the prompt.
+GROUP_AXES = dict.fromkeys(
+  ('targets', 'weights', 'teacher_index')
+  + ('decoder_tokens', 'decoder_segments', 'decoder_positions')
+  + ('teacher_tokens', 'teacher_segments', 'teacher_positions'),
+  ('batch', None, 'length'),
+)
 
 
 class Pair(NamedTuple):
@@ -64,6 +72,8 @@ class Pair(NamedTuple):
     decoder_inputs: [n], tokens that the decoder reads in place of the targets;
       None for the targets themselves.
     weights: float32 [n], weights of the targets in the loss; None for 1.
+    fields: further fields of the document, a JSON object, which no model reads;
+      None for none.
     documents: ids of the documents that the tokens are from.
   """
 
@@ -72,6 +82,7 @@ class Pair(NamedTuple):
   prefix: np.ndarray | None = None
   decoder_inputs: np.ndarray | None = None
   weights: np.ndarray | None = None
+  fields: str | None = None
   documents: tuple[str, ...] = ()
 
   @property
@@ -88,6 +99,11 @@ class Pair(NamedTuple):
   def read_tokens(self) -> np.ndarray:
     """Tokens that the decoder reads in place of the targets, [n]."""
     return self.targets if self.decoder_inputs is None else self.decoder_inputs
+
+  @property
+  def target_tokens(self) -> int:
+    """Number of targets, those of weight 0 included."""
+    return len(self.targets)
 
   def positions(self, lengths: 'Lengths') -> tuple[int, int]:
     """Returns encoder and decoder positions; 0 without the side."""
@@ -244,6 +260,29 @@ def on_all_tokens(batch: Batch, pad: int) -> Batch:
     'weights': weights,
     'teacher_index': index.astype(np.int32),
   }
+
+
+def frame_group(
+  answers: Sequence[Sequence[Pair]],
+  lengths: Lengths,
+  framing: special_ids.Framing,
+  *,
+  teacher: bool = False,
+) -> Batch:
+  """Frames a row of several answers to a prompt.
+
+  Args:
+    answers: for each answer, its pair alone; no pair frames a row of padding.
+    lengths: S and T.
+    framing: special ids.
+    teacher: whether to make the teacher_* fields.
+
+  Returns:
+    Fields of `frame_row`, those of `GROUP_AXES` [G, L].
+  """
+  rows = [frame_row(x, lengths, framing, teacher=teacher) for x in answers]
+  fields = stack_rows(rows)
+  return rows[0] | {name: x for name, x in fields.items() if name in GROUP_AXES}
 
 
 def stack_rows(rows: Sequence[Mapping[str, np.ndarray]]) -> Batch:

@@ -12,9 +12,12 @@ Both read sources `preferences:..`, with the options `prefix` and `separator` of
 is a single example, since losses compare its answers: the fields of decoder,
 teacher and targets are [2, L], chosen answer first, and those of the encoder
 [S], as it reads the prompt once. An example of which prompt or answer is longer
-than a row is dropped and counted, and so are ties, and conversations in which
-a token spans the assistant's header and an answer: the prompt then would not be
-that of both answers. A margin is kept in the record.
+than a row is dropped and counted: n targets, end included, count n + 1, since
+the decoder of a reward model reads BOS and all of them, and both kinds of model
+learn and are compared on the same records. Dropped and counted are also ties,
+and conversations in which a token spans the assistant's header and an answer:
+the prompt then would not be that of both answers. The field `margins`, float32
+[2], has the record's margin for the chosen answer (0 without one), and 0.
 
 Pure numpy; this module imports neither TensorFlow nor SeqIO nor jax.
 """
@@ -59,9 +62,15 @@ class Preference(NamedTuple):
     """Inputs in the decoder's vocabulary."""
     return self.pairs[0].teacher_inputs
 
+  @property
+  def target_tokens(self) -> int:
+    """Tokens of both answers."""
+    return len(self.targets) + len(self.rejected)
+
   def positions(self, lengths: framing.Lengths) -> tuple[int, int]:
     """Returns encoder positions, and decoder positions of the longer answer."""
-    return max(pair.positions(lengths) for pair in self.pairs)
+    encoder, decoder = max(pair.positions(lengths) for pair in self.pairs)
+    return encoder, decoder + 1  # BOS and all targets.
 
 
 class Preferences(supervised.Supervised):
@@ -81,16 +90,12 @@ class Preferences(supervised.Supervised):
   )
   example = Preference
   answers = 2
-  axes = dict.fromkeys(
-    ('targets', 'weights', 'teacher_index')
-    + ('decoder_tokens', 'decoder_segments', 'decoder_positions')
-    + ('teacher_tokens', 'teacher_segments', 'teacher_positions'),
-    ('batch', None, 'length'),
-  )
+  axes = framing.GROUP_AXES | {'margins': ('batch', None)}
 
   @classmethod
   def revisions(cls, options):
-    return ()  # Not those of `chat`.
+    # Not those of `chat`.
+    return ('answers leave a position of their row for BOS',)
 
   def __init__(self, name, lengths, vocabulary, *encoder, **options):
     """Checks the options; see `Supervised`."""
@@ -162,13 +167,12 @@ class Preferences(supervised.Supervised):
   @classmethod
   def frame(cls, examples, lengths, ids, *, teacher=False):
     """Frames a row; see `framing.frame_row` and the module's docstring."""
-    pairs = ([x.pairs[i] for x in examples] for i in range(cls.answers))
-    rows = [framing.frame_row(x, lengths, ids, teacher=teacher) for x in pairs]
-    answers = framing.stack_rows(rows)
-    # Fields without an axis of answers are those of the prompt.
-    return rows[0] | {
-      name: x for name, x in answers.items() if name in cls.axes
-    }
+    pairs = [[x.pairs[i] for x in examples] for i in range(cls.answers)]
+    margins = np.zeros(cls.answers, np.float32)
+    if examples and examples[0].margin is not None:
+      margins[:1] = examples[0].margin
+    row = framing.frame_group(pairs, lengths, ids, teacher=teacher)
+    return row | {'margins': margins}
 
   @classmethod
   def check(cls, rows, ids, **options):

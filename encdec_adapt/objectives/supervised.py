@@ -12,6 +12,9 @@ conversation is encoded as a whole and cut at its answers. So targets are those
 of `apply_chat_template`, and inputs the ids that `generate --chat` reads, save
 where a token spans the header and the answer (line breaks): it is the answer's.
 
+Further fields of a document (`row_sources`) are kept with its examples, unread
+by the model, for rewards of completions.
+
 Examples are never split; one that is longer than a row is dropped, or with the
 option `too_long=truncate` cut at the end of inputs and targets, and the
 manifest counts both. `prefix=TEXT` precedes all inputs of `pairs` ("summarize:
@@ -38,9 +41,10 @@ Pure numpy; this module imports neither TensorFlow nor SeqIO nor jax.
 """
 
 import collections
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import functools
 import json
+from typing import Any
 
 import numpy as np
 
@@ -184,11 +188,13 @@ class Supervised(example_maker.ExampleMaker):
 
   def _pairs(self, name: str, content: list) -> Iterator[framing.Pair]:
     """Yields the pairs of a document."""
-    inputs, targets = content
+    inputs, targets, *fields = content
     # The prefix is encoded with the inputs: tokens may span the border.
     encode, end = self._vocabulary.encode, np.int32(self._vocabulary.eos)
     ids = encode(self._prefix + inputs)
-    pair = framing.Pair(ids, np.append(encode(targets), end))
+    pair = framing.Pair(
+      ids, np.append(encode(targets), end), fields=_fields(*fields)
+    )
     if self._encoder_vocabulary:
       ids = self._encoder_vocabulary.encode(self._prefix + inputs)
       pair = pair._replace(inputs=ids, prefix=pair.inputs)
@@ -326,12 +332,18 @@ class Chat(Supervised):
       chat_format.template_of(side)
 
   def _pairs(self, name, content):
+    messages, fields = content, ()
+    if content and isinstance(content[0], list):
+      messages, *fields = content
     try:
-      _check_answers(content)
-      ids, turns = _encode(content, self._vocabulary)
-      pairs = [framing.Pair(ids[:i], ids[i:stop]) for i, stop in turns]
+      _check_answers(messages)
+      ids, turns = _encode(messages, self._vocabulary)
+      pairs = [
+        framing.Pair(ids[:i], ids[i:stop], fields=_fields(*fields))
+        for i, stop in turns
+      ]
       if self._encoder_vocabulary:
-        ids, turns = _encode(content, self._encoder_vocabulary)
+        ids, turns = _encode(messages, self._encoder_vocabulary)
         pairs = [
           pair._replace(inputs=ids[:i], prefix=pair.inputs)
           for pair, (i, _) in zip(pairs, turns, strict=True)
@@ -341,6 +353,11 @@ class Chat(Supervised):
         f'conversation {self.locate(name)}: {error}'
       ) from error
     yield from pairs
+
+
+def _fields(fields: Mapping[str, Any] | None = None) -> str | None:
+  """Returns the further fields of a document as a pair keeps them."""
+  return None if fields is None else json.dumps(fields, ensure_ascii=False)
 
 
 def _check_answers(messages: chat_format.Messages) -> None:

@@ -163,6 +163,7 @@ def token_log_probs(
   *,
   vocab_size: int,
   softcap: float | None = None,
+  temperature: float = 1.0,
   chunk: int = vocabulary_parallel.DEFAULT_CHUNK,
   entropy: bool = False,
 ) -> Float[Array, 'B T'] | tuple[Float[Array, 'B T'], Float[Array, 'B T']]:
@@ -177,6 +178,7 @@ def token_log_probs(
     targets: ids in [0, vocab_size).
     vocab_size: number of real tokens.
     softcap: soft-cap of the logits.
+    temperature: divisor of the logits, after the soft-cap.
     chunk: most tokens of a device with logits in memory at a time.
     entropy: whether to return entropies too.
 
@@ -185,7 +187,11 @@ def token_log_probs(
     `entropy` also the entropy of every distribution, without gradients.
   """
   run = functools.partial(
-    _sweep, vocab_size=vocab_size, chunk=chunk, softcap=softcap
+    _sweep,
+    vocab_size=vocab_size,
+    chunk=chunk,
+    softcap=softcap,
+    temperature=temperature,
   )
 
   @jax.custom_vjp
@@ -243,6 +249,7 @@ def _sweep(
   softcap: float | None,
   z_loss: float = 0.0,
   label_smoothing: float = 0.0,
+  temperature: float = 1.0,
   entropy: bool = False,
 ) -> tuple[dict[str, jax.Array], jax.Array | None, jax.Array | None]:
   """Computes the terms of every token, and gradients of their weighted sum.
@@ -274,6 +281,7 @@ def _sweep(
       share=share,
       z_loss=z_loss,
       label_smoothing=label_smoothing,
+      temperature=temperature,
       entropy=entropy,
     )
     if teacher is None:
@@ -310,6 +318,7 @@ def terms(
   share: float = 1.0,
   z_loss: float = 0.0,
   label_smoothing: float = 0.0,
+  temperature: float = 1.0,
   entropy: bool = False,
 ) -> tuple[list[Float[Array, 'rows v']], Callable]:
   """Prepares terms per row, and with weights the gradient of the raw logits.
@@ -320,6 +329,7 @@ def terms(
     targets: [rows] int32.
     weights: [rows], or None for no gradient.
     share: factor of the cross-entropy in 'total', not of the z-loss.
+    temperature: divisor of the logits, after the soft-cap.
     entropy: whether to compute 'entropy', which has no gradient.
 
   Returns:
@@ -329,9 +339,12 @@ def terms(
     total, or None.
   """
   capped, slope = vocabulary_parallel.soft_cap(logits, softcap)
+  if temperature != 1:
+    capped = capped / temperature
+    slope = (1.0 if slope is None else slope) / temperature
   scores = columns.only_tokens(capped, vocabulary_parallel.EXCLUDED)
   is_target = columns.ids == targets[:, None]  # [rows, v]
-  shift = vocabulary_parallel.fixed_shift(softcap)
+  shift = vocabulary_parallel.fixed_shift(softcap, temperature)
   if shift is None:
     shift = columns.max(scores)[0]
   shifted = scores - jnp.expand_dims(shift, -1)

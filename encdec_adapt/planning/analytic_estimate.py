@@ -51,6 +51,7 @@ class StackPass:
       cache has the others.
     source_length: positions that its cross-attention reads, or 0.
     trained: whether a backward pass follows.
+    answers: rows that it computes for a row of the batch.
   """
 
   stack: model_config.StackConfig
@@ -58,10 +59,12 @@ class StackPass:
   keys: int
   source_length: int
   trained: bool
+  answers: int = 1
 
   def flops(self, formula: Callable[..., int]) -> int:
-    """Returns FLOPs of a row by a function of `models.forward_flops`."""
-    return formula(self.stack, self.length, source_length=self.source_length)
+    """Returns FLOPs of a batch's row by a function of `forward_flops`."""
+    row = formula(self.stack, self.length, source_length=self.source_length)
+    return self.answers * row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,21 +118,20 @@ class Workload:
   """
 
   def __init__(self, job: programs.Job):
-    self.job, self.partition = job, job.rules.on(job.mesh)
+    self.job, self.partition = job, job.program_rules.on(job.mesh)
     self.references = job.models[1:]
     self.parts = job.train.microbatches if job.trains else 1
     self.item = jnp.dtype(job.compute.dtype).itemsize
     self.by_rows = self.partition.size('batch')
     self.by_tensor = self.partition.size('mlp')
     # Decoding computes a token of every row: there is no length to share.
-    decodes = job.name == 'decode'
-    self.by_length = 1 if decodes else self.partition.size('length')
+    self.by_length = 1 if job.decodes else self.partition.size('length')
     self.exchange = self.partition.common(partition.TOKENS, ['vocab'])
     self.passes = tuple(self._passes())
 
   def _passes(self) -> Iterator[StackPass]:
     job, lengths = self.job, self.job.lengths
-    if job.name == 'decode':
+    if job.decodes:
       stack = job.model.decoder
       source = lengths.encoder * (stack.cross_width is not None)
       yield StackPass(stack, 1, lengths.decoder, source, False)
@@ -139,7 +141,9 @@ class Workload:
       for name, side in model.architecture.sides(lengths.encoder > 0).items():
         stack, length = model.stacks[name], getattr(lengths, side)
         source = lengths.encoder * (stack.cross_width is not None)
-        yield StackPass(stack, length, length, source, trained)
+        # An encoder reads the prompt of several answers once.
+        answers = 1 if side == 'encoder' else job.answers
+        yield StackPass(stack, length, length, source, trained, answers)
 
   @property
   def trained(self) -> list[StackPass]:
@@ -158,7 +162,8 @@ class Workload:
 
   def tokens(self, stack_pass: StackPass) -> float:
     """Returns the positions of a microbatch on a device."""
-    return self.device_rows / self.parts * stack_pass.length
+    rows = self.device_rows / self.parts * stack_pass.answers
+    return rows * stack_pass.length
 
 
 def describe(
@@ -237,7 +242,7 @@ def _parts(work: Workload, arguments, kind: str) -> dict[str, float]:
   )
   # Layers run in turn, so their unsaved activations share memory.
   working = max(_working(work, p) for p in work.passes)
-  name = 'logits' if work.job.name == 'decode' else 'loss'
+  name = 'logits' if work.job.decodes else 'loss'
   parts = {name: _loss(work), 'activations': saved + working}
   if kind == 'gpu' and work.job.name != 'eval':
     parts['weights'] = _gathered_at_once(work)
@@ -335,6 +340,8 @@ def _loss(work: Workload) -> float:
   """Returns bytes of a chunk of logits and, in training, of gradients."""
   logits = _logits_pass(work)
   stack, tokens = logits.stack, work.tokens(logits)
+  if stack.classes == 1:  # A reward for each row, which has no logits.
+    return 0.0
   # A device that holds a part of the table computes the logits of all devices
   # that share the table.
   rows = min(work.job.loss.chunk, tokens)
@@ -363,7 +370,7 @@ def _kernels(work: Workload, hardware: chips.Slice) -> list[roofline.Row]:
   FLOPs are of pairs that see each other, which is less than whole blocks.
   """
   # Decoding runs no kernels (`ComputeConfig.cached_attention`).
-  if work.job.compute.attention != 'tokamax' or work.job.name == 'decode':
+  if work.job.compute.attention != 'tokamax' or work.job.decodes:
     return []
   # Only 'full' computes attention again for the backward pass: the other
   # policies save its outputs.
@@ -403,7 +410,7 @@ def _recomputed(work: Workload) -> float:
     if remat == 'attention':
       total -= stack_pass.flops(forward_flops.scores)
     if remat == 'narrow_dots':  # Both products that widen.
-      length = stack_pass.length
+      length = stack_pass.answers * stack_pass.length
       total += 4 * stack.layers * length * stack.width * stack.mlp_width
   return float(total * work.job.rows)
 
@@ -411,7 +418,7 @@ def _recomputed(work: Workload) -> float:
 def _gathered_weights(work: Workload) -> float:
   """Returns bytes of the weights that a device gathers for a microbatch."""
   stacks = parameters.count_by_stack(work.job.model)
-  if work.job.name == 'decode':  # The encoder has run before.
+  if work.job.decodes:  # The encoder has run before.
     stacks = {'decoder': stacks['decoder']}
   # Tables are not gathered: devices exchange hidden states instead.
   total = sum(c.other + c.cross for c in stacks.values())

@@ -19,8 +19,9 @@ def describe(settings: config_lib.Settings) -> str:
   """Describes a job without computing or reading any weight.
 
   Sources that are not given, or do not exist yet, are left out, and such a
-  teacher is assumed to have the decoder's shape; the text says so. Activations
-  are not estimated: they depend on the compiled program.
+  teacher is assumed to have the model's or the decoder's shape, as the loss
+  says; the text says so. Activations are not estimated: they depend on the
+  compiled program.
 
   Args:
     settings: loaded with or without sources.
@@ -60,7 +61,9 @@ def describe(settings: config_lib.Settings) -> str:
   for name, size in {**sizes, 'together': sum(sizes.values())}.items():
     lines.append(f'  {name:<16} {disk.format_bytes(size)}')
   if missing and 'teacher' in sizes:
-    lines.append(f"  {missing}: a teacher of the decoder's shape is counted")
+    same = job.references['teacher'] == job.model
+    shape = 'the model' if same else 'the decoder'
+    lines.append(f"  {missing}: a teacher of {shape}'s shape is counted")
   lengths = job.lengths
   lines += [
     '  without activations; for those of the compiled program run python -m'

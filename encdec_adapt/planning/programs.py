@@ -15,6 +15,7 @@ from jax import numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from encdec_adapt import config as config_lib
+from encdec_adapt.base import errors
 from encdec_adapt.conversion import initial_state
 from encdec_adapt.data import data_section
 from encdec_adapt.evaluation.measures import perplexity
@@ -30,6 +31,7 @@ from encdec_adapt.tokenizers import special_ids
 from encdec_adapt.training import (
   losses,
   optimizers,
+  rollouts,
   setup,
   teacher_section,
   train_section,
@@ -100,7 +102,7 @@ class Job:
   """A program of a configuration, on a mesh.
 
   Attributes:
-    name: 'train', 'eval' or 'decode'.
+    name: 'train', 'eval', 'decode', or 'sample' for policies.
     mesh: mesh of the devices or of stand-ins; abstract where nothing is
       compiled.
     rules: mesh axes of the logical axes.
@@ -128,10 +130,20 @@ class Job:
   def of(
     cls, name: str, settings: config_lib.Settings, mesh: Mesh | AbstractMesh
   ) -> 'Job':
-    """Returns a program of a configuration on a mesh."""
+    """Returns a program of a configuration on a mesh.
+
+    Raises:
+      UserError: the configuration has no such program.
+    """
     # Fields behind the first two have the names of the settings.
     sections = [field.name for field in dataclasses.fields(cls)[2:]]
-    return cls(name, mesh, **{s: getattr(settings, s) for s in sections})
+    job = cls(name, mesh, **{s: getattr(settings, s) for s in sections})
+    if name == 'sample' and not job.loss.samples:
+      raise errors.UserError(
+        f'--programs={name}: the loss {job.loss.name} samples no completions;'
+        ' leave it out.'
+      )
+    return job
 
   @property
   def trains(self) -> bool:
@@ -139,19 +151,52 @@ class Job:
     return self.name == 'train'
 
   @property
+  def decodes(self) -> bool:
+    """Whether the program is a step of decoding."""
+    return self.name in ('decode', 'sample')
+
+  @functools.cached_property
+  def program_rules(self) -> rules_lib.Rules:
+    """Rules of the program; those of the job's state, but for sampling."""
+    if self.name == 'sample':
+      return rollouts.sampling_rules(self.placed_model)
+    # A step has a single token per row, which no sequence axis divides.
+    return (
+      dataclasses.replace(self.rules, length=()) if self.decodes else self.rules
+    )
+
+  @property
   def rows(self) -> int:
     """Rows of a batch on all devices."""
+    if self.name == 'sample':
+      return self.train.batch_size * self.loss.rollouts.samples
     return self.train.batch_size if self.trains else self.train.eval_batch_size
 
   @property
   def axes(self) -> placement.BatchAxes:
     """Logical axes of batch fields, see `placement.batch_axes`."""
-    return self.data.objectives[0].maker.axes
+    axes = self.data.objectives[0].maker.axes
+    return axes | self.loss.axes if self.trains else axes
 
   @property
   def lengths(self) -> framing.Lengths:
-    """Tokens of a row."""
-    return self.data.train.lengths
+    """Tokens of a row; of decoding, its positions."""
+    lengths = self.data.train.lengths
+    if self.trains:
+      return self.loss.row_shape(lengths, 1)[0]
+    if self.name != 'sample':
+      return lengths
+    tokens = self.loss.rollouts.tokens
+    positions = self.model.architecture.positions(lengths.encoder, tokens)
+    return framing.Lengths(lengths.encoder, positions['decoder'])
+
+  @property
+  def answers(self) -> int:
+    """Answers of a row."""
+    answers = self.data.objectives[0].answers
+    if self.trains:
+      return self.loss.row_shape(self.lengths, answers)[1]
+    return answers
 
   @property
   def models(self) -> tuple[model_config.ModelConfig, ...]:
@@ -161,8 +206,10 @@ class Job:
   @property
   def read_names(self) -> tuple[str, ...]:
     """Names of the references that the program reads."""
-    names = {'train': self.loss.references, 'decode': ()}
-    return names.get(self.name, self.loss.held_out_references)
+    if self.decodes:
+      return ()
+    loss = self.loss
+    return loss.references if self.trains else loss.held_out_references
 
   @functools.cached_property
   def references(self) -> dict[str, model_config.ModelConfig]:
@@ -175,8 +222,9 @@ class Job:
       return {}
     model = self.loss.assumed_reference(self.model)
     if self.teacher.checkpoint:
+      vocabularies, lengths = self.data.vocabularies, self.lengths
       model = initial_state.open_reference(
-        self.loss, self.teacher, self.model, self.data.vocabularies
+        self.loss, self.teacher, self.model, vocabularies, lengths
       ).model
     return dict.fromkeys(self.loss.references, model)
 
@@ -206,12 +254,12 @@ class Job:
 
   def flops(self) -> float:
     """Returns FLOPs on all devices by `models.forward_flops`."""
-    lengths, answers = self.lengths, self.data.objectives[0].answers
+    lengths, answers = self.lengths, self.answers
     if self.trains:
       model, *references = self.models
-      return setup.step_flops(model, lengths, self.rows, references, answers)
+      return setup.step_flops(model, lengths, answers, self.rows, references)
     sizes = lengths.encoder, lengths.decoder
-    if self.name == 'decode':
+    if self.decodes:
       row = formula.decoding(self.model, *sizes)
     else:
       row = formula.forward(self.model, *sizes, lengths.teacher, answers)
@@ -307,16 +355,16 @@ def _evaluate(job: Job) -> Program:
 def _decode(job: Job) -> Program:
   """Returns a step of the inference engine, with caches for whole rows.
 
-  It has the rows of an evaluation batch, and parameters in the compute dtype.
+  It has the rows of an evaluation batch, or the completions of a policy's
+  batch, and parameters in the compute dtype. While a job samples, those that it
+  trains are in memory too, with its optimizer's state and references.
   """
-  mesh, lengths = job.mesh, job.lengths
-  # A step has a single token per row, which no sequence axis divides.
-  rules = dataclasses.replace(job.rules, length=())
+  mesh, lengths, rules = job.mesh, job.lengths, job.program_rules
   positions = job.model.architecture.positions(lengths.encoder, 0)
   # The engine unrolls the layers: a scan would copy their caches.
   model = build.unroll(job.placed_model.model)
   placed = dataclasses.replace(
-    job.placed_model, model=model, dtype=job.compute.dtype
+    job.placed_model, model=model, rules=rules, dtype=job.compute.dtype
   )
   params = placed.abstract_params()
   sizes = job.rows, lengths.decoder, positions.get('encoder', 0)
@@ -347,13 +395,24 @@ def _decode(job: Job) -> Program:
     lambda a: (a['parameters'], a['batch'], a['caches'], eos),
     axes,
     donated=('batch', 'caches'),
+    beside=_state(job) if job.name == 'sample' else {},
   )
+
+
+def _state(job: Job) -> dict[str, Any]:
+  """Returns the trees that a job holds between its steps."""
+  phases = phases_lib.Phases(
+    job.placed_model, job.loss, job.optimizer, job.train
+  )
+  state = phases.abstract()
+  return {'trained parameters': state.params, **_trees_beside(job, state)}
 
 
 PROGRAMS: Mapping[str, Callable[[Job], Program]] = {
   'train': _train,
   'eval': _evaluate,
   'decode': _decode,
+  'sample': _decode,
 }
 
 
@@ -364,7 +423,7 @@ def _sharded(job: Job, shapes: Any, axes: Any) -> Any:
       leaf.shape, leaf.dtype, sharding=sharding
     ),
     shapes,
-    placement.shardings(shapes, axes, job.mesh, job.rules),
+    placement.shardings(shapes, axes, job.mesh, job.program_rules),
   )
 
 
@@ -380,11 +439,12 @@ def _batch(job: Job) -> dict[str, jax.ShapeDtypeStruct]:
   # that no vocabulary has to be opened.
   ids = special_ids.SideIds(0, 0, 0)
   both_sides = special_ids.Framing(ids, ids)
-  frame, teacher = job.data.objectives[0].maker.frame, job.reads_teacher_row
-  row = frame((), job.lengths, both_sides, teacher=teacher)
-  rows = framing.stack_rows([row])
+  maker, teacher = job.data.objectives[0].maker, job.reads_teacher_row
   if job.trains:
-    rows = job.loss.frame(rows, ids.pad)
+    rows = job.loss.pad_batch(maker, job.lengths, both_sides, teacher=teacher)
+  else:
+    row = maker.frame((), job.lengths, both_sides, teacher=teacher)
+    rows = framing.stack_rows([row])
   shapes = {
     name: jax.ShapeDtypeStruct((job.rows, *value.shape[1:]), value.dtype)
     for name, value in rows.items()

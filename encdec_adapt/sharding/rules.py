@@ -5,7 +5,7 @@ rules: FSDP shards `embed` of a weight and `batch` of an activation over the
 same mesh axis.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 import dataclasses
 import math
 
@@ -30,6 +30,7 @@ class Rules:
   embed: MeshAxes = ('fsdp',)
   table_embed: MeshAxes = ()
   vocab: MeshAxes = ('fsdp', 'tensor')
+  reward: MeshAxes = ()
   heads: MeshAxes = ('tensor',)
   kv_heads: MeshAxes = ('tensor',)
   head_dim: MeshAxes = ()
@@ -57,6 +58,37 @@ class Rules:
   def on(self, mesh: Mesh | AbstractMesh) -> partition.Partition:
     """Returns these rules on a mesh."""
     return partition.Partition(mesh, self.as_dict())
+
+  def for_sampling(
+    self, sizes: Mapping[str, int], counts: Iterable[int]
+  ) -> 'Rules':
+    """Returns the rules of a copy of the parameters that generates.
+
+    Every step of decoding would gather parameters that are sharded by their
+    width. Heads, feed-forwards and vocabulary are divided over `fsdp` and
+    `tensor` instead, and rows over the other axes; a model that does not divide
+    so often is divided over `tensor`, and its copy is whole on each `fsdp`
+    group.
+
+    Args:
+      sizes: number of devices along each mesh axis, by name.
+      counts: heads, widths and rows of tables that have to divide.
+    """
+    axes = self.mlp
+    wide = ('fsdp', *axes)
+    devices = math.prod(sizes[axis] for axis in wide)
+    if self.embed and all(count % devices == 0 for count in counts):
+      axes = wide
+    divided = ('vocab', 'heads', 'kv_heads', 'mlp')
+    divided += ('act_heads', 'act_mlp', 'act_vocab')
+    # A step has a single token per row, which no sequence axis divides.
+    whole = ('embed', 'table_embed', 'length', 'kv_length', 'summed_first')
+    return dataclasses.replace(
+      self,
+      **dict.fromkeys(divided, axes),
+      **dict.fromkeys(whole, ()),
+      batch=tuple(axis for axis in self.batch if axis not in axes),
+    )
 
   def check_vocabulary(self, sizes: Mapping[str, int]) -> None:
     """Raises an error if the mesh splits the vocabulary too often.

@@ -17,9 +17,11 @@ from encdec_adapt.files import append_log, paths
 
 STARTS = 'starts.jsonl'
 _PREFIX = 'seconds/'
-# data: waiting for rows; dispatch: placing them and dispatching the step, or
-# compile, the first time; device: waiting for results; evaluate; save.
-PARTS = ('data', 'dispatch', 'compile', 'device', 'evaluate', 'save')
+# data: waiting for rows; sample and reward: completions of policies; dispatch:
+# placing the batch and dispatching the step, or compile, the first time;
+# device: waiting for results; evaluate; save.
+PARTS = ('data', 'sample', 'reward', 'dispatch', 'compile', 'device')
+PARTS += ('evaluate', 'save')
 
 
 class TimeSplit:

@@ -8,7 +8,7 @@ Formats and files are those of `telemetry`; this module only calls it at the
 right moments of the loop.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import os
 from typing import Any
@@ -16,7 +16,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from encdec_adapt.cluster import distributed
+from encdec_adapt.base import errors
+from encdec_adapt.cluster import distributed, watchdog
 from encdec_adapt.telemetry import (
   compute_cost,
   environment,
@@ -27,6 +28,7 @@ from encdec_adapt.telemetry import (
   trackers,
 )
 from encdec_adapt.training import guards, losses, train_section
+from encdec_adapt.training.losses import rollout_options
 
 
 class JobTelemetry(contextlib.AbstractContextManager):
@@ -34,6 +36,9 @@ class JobTelemetry(contextlib.AbstractContextManager):
 
   Attributes:
     cost: running totals of the job, as saved in checkpoints.
+    start: step that the job starts from.
+    over_budget: whether the policy of the last step had a larger KL than
+      `config.train.rollouts` allows.
   """
 
   def __init__(
@@ -61,7 +66,7 @@ class JobTelemetry(contextlib.AbstractContextManager):
       flops_per_step: model FLOPs of a step on all devices.
       log: prints a line on process 0.
     """
-    self.cost = cost
+    self.cost, self.start = cost, start or 0
     self._end, self._log_every, self._log = end, train.log_every, log
     self._flops = flops_per_step
     self._guard = guards.NonFiniteGuard(workdir, train.max_skipped)
@@ -96,6 +101,7 @@ class JobTelemetry(contextlib.AbstractContextManager):
       )
     )
     self._patience, self._loss = train.patience, loss
+    self._max_kl, self.over_budget = train.sampling.max_kl, False
 
   def __exit__(self, *exception) -> None:
     if self._writer:
@@ -119,10 +125,19 @@ class JobTelemetry(contextlib.AbstractContextManager):
     """Counts the time in the context as spent on a part of `timing.PARTS`."""
     return self._split.spent(on)
 
+  @contextlib.contextmanager
+  def phase(
+    self, watch: watchdog.Watchdog, step: int, name: str
+  ) -> Iterator[None]:
+    """Counts the time in the context as a phase of a step, and limits it."""
+    watch.beat(step, name)
+    with self.spent(name):
+      yield
+
   def dispatched(
     self,
     step: int,
-    values: Mapping[str, jax.Array],
+    values: Mapping[str, jax.Array | float],
     rows: np.ndarray,
     position: int,
   ) -> None:
@@ -130,7 +145,7 @@ class JobTelemetry(contextlib.AbstractContextManager):
 
     Args:
       step: number of the dispatched step, from 1.
-      values: metrics of the step, on the devices.
+      values: metrics of the step, most of them on the devices.
       rows: record rows of its batch.
       position: rows of the data consumed, this step's included.
     """
@@ -157,7 +172,9 @@ class JobTelemetry(contextlib.AbstractContextManager):
     self.cost.total_tokens += values['tokens']
     self.cost.flops += self._flops
     self._meter.update(step, values['tokens'])
-    times = self._split.take() | self._meter.rates()
+    times = self._split.take()
+    times |= self._meter.rates() | _sampling_rates(times, values)
+    self.over_budget = 0 < self._max_kl < values.get('kl', 0.0)
     self._write('train', step, values)
     self._write('time', step, times)
     self._guard.check(step, values['skipped_in_row'], rows)
@@ -188,6 +205,60 @@ class JobTelemetry(contextlib.AbstractContextManager):
     if self._writer and rows:
       self._writer.show(name, step, rows)
 
+  def describe_end(self, step: int, steps: int, saved: Sequence[int]) -> str:
+    """Describes why a job ends before its last step, '' if it does not.
+
+    Args:
+      step: the last step.
+      steps: steps of the job.
+      saved: steps that are saved, ascending.
+
+    Raises:
+      UserError: see `_describe_budget`.
+    """
+    if self.over_budget:
+      return self._describe_budget(step, saved)
+    if self.stagnates:
+      better = 'higher' if self._loss.highest else 'lower'
+      return (
+        f'no {better} held-out {self._loss.selects} in {self._patience}'
+        f' evaluations: the job ends at step {step} of {steps}'
+      )
+    if step < steps:
+      return (
+        f'the last pass is over: the records end after {self.cost.rows:,} rows,'
+        f' at step {step} of {steps}'
+      )
+    return ''
+
+  def _describe_budget(self, step: int, saved: Sequence[int]) -> str:
+    """Names the last save of a policy that is within its budget of KL.
+
+    Args:
+      step: the last step; the KL is that of the policy before it.
+      saved: steps that are saved, ascending.
+
+    Raises:
+      UserError: the policy that the job began with is over the budget.
+    """
+    bound = f'the largest that {rollout_options.LABEL} allows ({self._max_kl})'
+    if step == 1:
+      raise errors.UserError(
+        f'the KL to the reference is above {bound} at step 0: training has to'
+        ' start from the reference (config.teacher.checkpoint), or raise it.'
+      )
+    # All earlier steps were within it.
+    within = [s for s in saved if s < step - 1]
+    last = (
+      f'the last save within it is step {within[-1]}'
+      if within
+      else ('no save is within it; lower config.checkpoint.every')
+    )
+    return (
+      f'the KL to the reference at step {step - 1} is above {bound}: the job'
+      f' ends, and {last}'
+    )
+
   def flush(self) -> None:
     """Flushes the metrics, so that no checkpoint is ahead of its records."""
     if self._writer:
@@ -200,3 +271,18 @@ class JobTelemetry(contextlib.AbstractContextManager):
   def _write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
     if self._writer:
       self._writer.write(kind, step, values)
+
+
+def _sampling_rates(
+  times: Mapping[str, float], values: Mapping[str, float]
+) -> dict[str, float]:
+  """Returns sampled tokens per second of each phase of a policy's step."""
+  if 'sampled_tokens' not in values:
+    return {}
+  parts = {'update': ('dispatch', 'compile', 'device')}
+  parts |= {name: (name,) for name in ('sample', 'reward')}
+  return {
+    f'sampled_tokens_per_second/{name}': values['sampled_tokens']
+    / max(sum(times[f'seconds/{part}'] for part in seconds), 1e-9)
+    for name, seconds in parts.items()
+  }

@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh, Mesh
 import numpy as np
 
 from encdec_adapt.base import errors
+from encdec_adapt.checkpoints import checkpoint_section, manager
 from encdec_adapt.cluster import distributed
 from encdec_adapt.data import data_section
 from encdec_adapt.data.making import materialization, process_pool
@@ -31,6 +32,7 @@ from encdec_adapt.tokenizers import (
   tokenizer_writer,
   vocabulary_pair,
 )
+from encdec_adapt.training import phases as phases_lib
 from encdec_adapt.training import state as state_lib
 from encdec_adapt.training import train_section
 
@@ -82,6 +84,7 @@ def check_batches(
     ('train.eval_batch_size', train.eval_batch_size, batch),
     ('data.encoder_length', lengths.encoder, length),
     ('data.decoder_length', lengths.decoder, length),
+    ('train.rollouts: tokens', train.sampling.tokens, length),
   ):
     if size % shards:
       parts = microbatches if key == 'train.batch_size' else ''
@@ -89,6 +92,29 @@ def check_batches(
         f'config.{key} is {size}; it must divide {parts}over the mesh'
         f' {dict(mesh.shape)}, so by {shards}. Change it or config.mesh.'
       )
+
+
+def require_space(
+  checkpoints: manager.Checkpoints,
+  phases: phases_lib.Phases,
+  config: checkpoint_section.CheckpointConfig,
+  steps: int,
+) -> None:
+  """Checks the disk for the checkpoints of a job.
+
+  Args:
+    checkpoints: the checkpoints of the job.
+    phases: the phases of the job.
+    config: section `checkpoint` of the configuration.
+    steps: steps of the job; 0, while they are open, for a single checkpoint.
+
+  Raises:
+    UserError: the disk has too little space.
+  """
+  every = config.interval(steps)
+  saves = {*range(every, steps, every), steps}
+  saves |= {group.start for group in phases.groups if group.start}
+  checkpoints.require_space(phases.abstract(), sorted(saves))
 
 
 # -- Models --------------------------------------------------------------------
@@ -174,24 +200,43 @@ def place_model(
 def step_flops(
   model: model_config.ModelConfig,
   lengths: framing.Lengths,
+  answers: int,
   rows: int,
   references: Iterable[model_config.ModelConfig] = (),
-  answers: int = 1,
 ) -> float:
   """Returns the model FLOPs of a training step on all devices.
 
   Args:
     model: the trained model.
     lengths: tokens of a row.
+    answers: answers of a row.
     rows: rows of the batch.
     references: models that add a forward pass each.
-    answers: answers of a row.
   """
   sizes = lengths.encoder, lengths.decoder, lengths.teacher, answers
   total = forward_flops.TRAINING * forward_flops.forward(model, *sizes)
   # No gradient reaches a reference: it has no backward pass.
   total += sum(forward_flops.forward(frozen, *sizes) for frozen in references)
   return float(total * rows)
+
+
+def sampling_flops(
+  model: model_config.ModelConfig,
+  lengths: framing.Lengths,
+  answers: int,
+  rows: int,
+) -> float:
+  """Returns the FLOPs of sampling all completions of a batch of prompts.
+
+  Args:
+    model: the trained model.
+    lengths: tokens of a prompt, and most of a completion.
+    answers: completions of a prompt.
+    rows: prompts of the batch.
+  """
+  sizes = lengths.encoder, lengths.decoder
+  prefill, decode = forward_flops.generation(model, *sizes)
+  return float(rows * (prefill + answers * decode))
 
 
 # -- Data ----------------------------------------------------------------------
@@ -299,7 +344,7 @@ def training_batches(
   **options: Any,
 ) -> loader.Loader:
   """Opens the training batches of this process; see `loader.Loader`."""
-  rows = _local_rows(batch_size, placement)
+  rows = local_rows(batch_size, placement)
   lengths = record_set.spec.lengths
   return loader.Loader(record_set, lengths, batch_size, local=rows, **options)
 
@@ -311,15 +356,15 @@ def evaluation_batches(
   **options: Any,
 ) -> Iterator[framing.Batch]:
   """Opens this process's held-out batches; see `loader.evaluation_batches`."""
-  rows = _local_rows(batch_size, placement)
+  rows = local_rows(batch_size, placement)
   lengths = record_set.spec.lengths
   return loader.evaluation_batches(
     record_set, lengths, batch_size, local=rows, **options
   )
 
 
-def _local_rows(batch_size: int, placement: state_lib.Placement) -> list[int]:
-  """Returns the rows of a global batch that this process reads."""
+def local_rows(batch_size: int, placement: state_lib.Placement) -> list[int]:
+  """Returns the rows of a global batch that this process holds."""
   shards = placement_lib.row_shards(placement.mesh, placement.rules)
   return shards.rows(batch_size)
 

@@ -46,6 +46,20 @@ def test_the_limit_of_a_step(tmp_path, steps, limit):
   assert watch.limit == limit
 
 
+def test_parts_of_a_step_have_limits_of_their_own(tmp_path):
+  clock = Clock()
+  watch = watchdog.Watchdog(tmp_path, 0, 1, clock=clock)
+  for step in range(6):
+    for part, seconds in (('sample', 30), ('reward', 5), ('step', 1)):
+      watch.beat(step, part)
+      clock.now += seconds
+  limits = []
+  for part in ('sample', 'reward', 'step'):
+    watch.beat(6, part)
+    limits.append(watch.limit)
+  assert limits == [600, 100, 20]
+
+
 def test_a_process_that_hangs_ends_with_the_stacks_of_its_threads(tmp_path):
   code = """
     import sys, threading

@@ -41,22 +41,38 @@ def test_dry_run_counts_the_parameters_of_a_released_pair(capsys):
   assert 'without activations' in shown
 
 
-@pytest.mark.parametrize(
-  'given, problem', [('', 'is not given'), ('runs/nobody', 'does not exist')]
+_DPO = (
+  '--config.loss.kind=dpo',
+  '--config.loss.distillation=0',
+  '--config.data.objective=preferences',
+  '--config.data.source=preferences:x#p,c,r',
 )
-def test_dry_run_needs_no_source_and_no_teacher(capsys, given, problem):
+
+
+@pytest.mark.parametrize(
+  'given, problem, shape, loss',
+  [
+    ('', 'is not given', 'decoder', ['--config.loss.distillation=0.5']),
+    ('', 'is not given', 'model', _DPO),
+    ('runs/nobody', 'does not exist', 'model', _DPO),
+  ],
+)
+def test_dry_run_needs_no_source_and_no_teacher(
+  capsys, given, problem, shape, loss
+):
   flags = [
     '--config=configs/quickstart.py:size=smoke,run=unbalanced',
     f'--config.teacher.checkpoint={given}',
     f'--config.init.encoder={given}',
-    '--config.loss.distillation=0.5',
     '--config.train.batch_size=64',
+    *loss,
   ]
   assert _train(*flags, '--dry_run') == 0
   shown = capsys.readouterr().out
   name = '(config.)?{}' if not given else given
   teacher, source = map(name.format, ('teacher.checkpoint', 'init.encoder'))
-  shape = "a teacher of the decoder's shape is"
-  assert re.search(f'{teacher} {problem}: {shape}', shown)
+  assert re.search(
+    f"{teacher} {problem}: a teacher of the {shape}'s shape is", shown
+  )
   assert re.search(f'sources: {source} {problem}', shown)
   assert re.search(r'without activations.*encdec_adapt\.plan', shown)

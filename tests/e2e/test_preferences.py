@@ -2,8 +2,11 @@
 
 import json
 
+import numpy as np
 import pytest
 
+from encdec_adapt import evaluate
+from encdec_adapt.evaluation.results import results_store
 from encdec_adapt.telemetry import metrics
 from tests import tiny
 
@@ -67,6 +70,18 @@ def test_preferences_train_a_decoder(tmp_path):
   # The policy is the reference at step 0.
   assert evaluations[0]['accuracy'] == pytest.approx(0.5, abs=0.05)
   assert evaluations[12]['accuracy'] > 0.9
+  # The reference is read again; held-out rows are a fifth of the file's.
+  flag = f'--preferences={file}#prompt,chosen,rejected,label=label'
+  output = f'--output={tmp_path}/evaluation'
+  arguments = (f'--checkpoint={tmp_path}/run', flag, output, '--cost=')
+  assert tiny.call(evaluate, *arguments) == 0
+  with results_store.Store(tmp_path / 'evaluation') as store:
+    found = store.of_run(f'{tmp_path}/run', 'preferences')
+  scores = {name: score for name, (_, score) in found.items()}
+  assert scores['accuracy'].value > 0.9 and scores['accuracy'].n == 114
+  assert scores['loss'].value == pytest.approx(
+    np.log1p(np.exp(-np.array(scores['margin'].scores))).mean(), rel=1e-4
+  )
   manifests = [
     json.loads((tmp_path / 'records' / split / 'manifest.json').read_text())
     for split in ('train', 'eval')

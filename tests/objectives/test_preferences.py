@@ -17,7 +17,7 @@ from encdec_adapt.tokenizers import vocabulary_pair
 from encdec_adapt.training import state, step
 from tests import gemma_ids, tiny_tokenizers, toy_models
 
-LENGTHS = framing.Lengths(8, 4)
+LENGTHS = framing.Lengths(8, 5)  # BOS and four targets.
 BYTES = vocabulary_pair.open_vocabulary(vocabulary_pair.BYTES)
 EOS = BYTES.eos
 
@@ -41,6 +41,8 @@ def test_texts_end_with_eos_and_keep_their_margin():
   assert first.targets.tolist() == _ids('yes')
   assert first.rejected.tolist() == _ids('no')
   assert first.margin.tolist() == [1.5] and second.margin is None
+  # BOS and the longer answer with its end; the tokens of both.
+  assert first.positions(LENGTHS) == (4, 5) and first.target_tokens == 4 + 3
   for example in (first, second):
     record = row_codec.encode_row([example], type(maker))
     (same,) = row_codec.decode_row(record, type(maker))
@@ -109,7 +111,7 @@ def test_bad_documents_are_named_or_counted(name, document, message):
 
 def _framed(count):
   maker, examples = _make(
-    'preferences', ['b', 'ab', 'why', None], ['a', 'abc', '', None]
+    'preferences', ['b', 'ab', 'why', 1.5], ['a', 'abc', '', None]
   )
   rows = [[example] for example in examples] * (count // 2)
   return maker, framing.stack_rows(
@@ -120,15 +122,16 @@ def _framed(count):
 def test_a_prompt_is_framed_once_and_answers_by_the_rules_of_pairs():
   maker, rows = _framed(2)
   assert rows['encoder_tokens'].shape == (2, 8)
-  assert rows['decoder_tokens'].shape == (2, 2, 4)
-  assert rows['teacher_tokens'].shape == (2, 2, 12)
+  assert rows['decoder_tokens'].shape == (2, 2, 5)
+  assert rows['teacher_tokens'].shape == (2, 2, 13)
   assert rows['weights'].sum(axis=2).tolist() == [[2, 3], [2, 4]]
+  assert rows['margins'].tolist() == [[1.5, 0], [0, 0]]
   maker.check(rows, gemma_ids.FRAMING)
   rows['decoder_tokens'][1, 1, 2] += 1
   with pytest.raises(ValueError, match='shifted right" does not hold at row 1'):
     maker.check(rows, gemma_ids.FRAMING)
   filler = maker.frame([], LENGTHS, gemma_ids.FRAMING)
-  assert filler['targets'].shape == (2, 4) and not filler['weights'].any()
+  assert filler['targets'].shape == (2, 5) and not filler['weights'].any()
 
 
 def test_two_answers_are_shown():

@@ -88,6 +88,17 @@ def test_every_turn_of_the_assistant_is_an_example(vocabulary):
   assert made == whole[: len(made)]
 
 
+def test_further_fields_stay_with_every_example(vocabulary):
+  fields = {'tests': 'assert f()', 'level': 2}
+  (pair,) = _examples(_make(vocabulary, 'pairs'), ['one', 'two', fields])
+  turns = _examples(_make(vocabulary, 'chat', 256), [CHAT, fields])
+  assert len(turns) == 2
+  assert [json.loads(x.fields) for x in (pair, *turns)] == [fields] * 3
+  (plain,) = _examples(_make(vocabulary, 'pairs'), ['one', 'two'])
+  assert plain.fields is None
+  np.testing.assert_array_equal(plain.targets, pair.targets)
+
+
 def test_turns_are_those_of_the_whole_conversation(tmp_path):
   """With a vocabulary that puts a space before every text, as Llama 2's."""
   names = ['<|im_start|>', '<|im_end|>']

@@ -6,20 +6,27 @@ import jax
 import numpy as np
 import pytest
 
+from encdec_adapt.base import errors
 from encdec_adapt.models import forward_flops
-from encdec_adapt.planning import chips, hlo, programs, roofline
+from encdec_adapt.planning import (
+  analytic_estimate,
+  chips,
+  hlo,
+  programs,
+  roofline,
+)
 from encdec_adapt.sharding import mesh as mesh_lib
 from tests.planning import toy
 
 
 @pytest.fixture(scope='module')
 def plans():
-  return {name: toy.plan(toy.job(name)) for name in programs.PROGRAMS}
+  return {name: toy.plan(toy.program_job(name)) for name in programs.PROGRAMS}
 
 
 @pytest.mark.parametrize('name', programs.PROGRAMS)
 def test_arguments_are_exact_and_memory_adds_up(plans, name):
-  program, found = toy.job(name).program(), plans[name]
+  program, found = toy.program_job(name).program(), plans[name]
   memory = found['memory']
   assert memory['arguments'] == programs.tree_bytes(program.arguments)
   assert memory['beside'] == programs.tree_bytes(program.beside)
@@ -40,6 +47,52 @@ def test_evaluation_and_decoding_have_no_backward_pass(plans):
     kinds = {row['for']: row['kind'] for row in found['collectives']}
     assert kinds == {'weights': 'all-gather', 'hidden states': 'all-gather'}
     assert found['roofline']['step_s'] < train['roofline']['step_s']
+
+
+def test_a_policy_samples_with_a_copy_beside_its_state():
+  job = toy.job('sample', **toy.POLICY, mesh__fsdp=2, mesh__replica=4)
+  program, trained = job.program(), toy.job(mesh__fsdp=2, mesh__replica=4)
+  sizes, beside = (
+    programs.tree_bytes(x) for x in (program.arguments, program.beside)
+  )
+  # In bfloat16, divided over the same two devices as the parameters, by heads
+  # and not by width; norms are whole, and in float32.
+  parameters = programs.tree_bytes(trained.program().arguments)['parameters']
+  assert beside['trained parameters'] == parameters
+  assert parameters / 2 < sizes['parameters'] < parameters * 0.6
+  assert beside['teacher'] > 0 and beside['optimizer'] > 2 * parameters * 0.99
+  # Caches of the encoder's and the decoder's tokens, for 4 completions each.
+  rows = 4 * toy.ROWS / 4
+  stack = job.model.decoder
+  cache = stack.layers * 2 * stack.kv_heads / 2 * stack.head_dim * 2
+  assert sizes['caches'] == pytest.approx(
+    rows * cache * (16 + toy.LENGTH), rel=0.05
+  )
+  # Heads that do not divide are divided over `tensor` alone.
+  whole = toy.job('sample', **toy.POLICY, mesh__fsdp=8)
+  assert whole.program_rules.heads == ('tensor',)
+  copy = programs.tree_bytes(whole.program().arguments)['parameters']
+  assert copy == pytest.approx(2 * sizes['parameters'], rel=0.05)
+  with pytest.raises(errors.UserError, match='samples no completions'):
+    toy.job('sample')
+
+
+def test_both_answers_of_a_preference_are_counted():
+  changes = {'data__objective': 'preferences'}
+  changes['data__source'] = 'preferences:x#p,c,r'
+  single, policy, reward = (
+    toy.job(),
+    toy.job(**changes, loss__kind='simpo'),
+    toy.job(**changes, loss__kind='reward'),
+  )
+  tokens = [
+    [work.tokens(stack_pass) for stack_pass in work.passes]
+    for work in map(analytic_estimate.Workload, (single, policy, reward))
+  ]
+  encoder, decoder = tokens[0]
+  assert tokens[1:] == [[encoder, 2 * decoder]] * 2
+  parts = [toy.plan(job)['memory']['parts'] for job in (policy, reward)]
+  assert parts[0]['loss'] > parts[1]['loss'] == 0
 
 
 def test_kernels_of_gpus_are_counted_apart(plans):

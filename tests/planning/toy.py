@@ -47,6 +47,15 @@ def job(name='train', **changes):
   return programs.Job.of(name, settings, mesh)
 
 
+# Sampling needs a policy.
+POLICY = {'loss__kind': 'rloo', 'train__rollouts': 'samples=4,tokens=16'}
+
+
+def program_job(name):
+  """A program of the pair, or of a policy where only that has it."""
+  return job(name, **(POLICY if name == 'sample' else {}))
+
+
 def plan(job, where=where()):
   """The analytic plan of a program."""
   given = analytic_estimate.Arguments.of(job, job.program())

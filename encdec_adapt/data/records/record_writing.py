@@ -105,10 +105,10 @@ class ShardWriter(contextlib.AbstractContextManager):
       self._writer.write(row_codec.encode_row(pairs, maker))
     self._counts.update(rows=1, pairs=len(pairs))
     for pair in pairs:
-      encoder, decoder = pair.positions(self._spec.lengths)
-      # An encoder-only model has its targets where it reads the inputs.
-      targets = decoder or len(pair.targets)
-      self._counts.update(encoder_positions=encoder, target_tokens=targets)
+      encoder, _ = pair.positions(self._spec.lengths)
+      self._counts.update(
+        encoder_positions=encoder, target_tokens=pair.target_tokens
+      )
 
   def finish(self, **counts: int) -> dict[str, Any]:
     """Renames the shard to its path and marks it as finished.
@@ -214,7 +214,7 @@ def write_manifest(
   for counts in parts_totals:
     # Unlike `+`, `update` keeps counts of 0, which readers look up.
     totals.update(counts)
-  rows = max(totals['rows'], 1)
+  rows, answers = max(totals['rows'], 1), spec.objectives[0].answers
   manifest = {
     'format': record_sets.FORMAT,
     'spec': dataclasses.asdict(spec),
@@ -225,7 +225,7 @@ def write_manifest(
       side: totals[count] / (rows * length) if length else 0.0
       for side, count, length in (
         ('encoder', 'encoder_positions', spec.encoder_length),
-        ('decoder', 'target_tokens', spec.decoder_length),
+        ('decoder', 'target_tokens', answers * spec.decoder_length),
       )
     },
     'parts': [

@@ -4,8 +4,8 @@ Little-endian: four uint32 (bytes per token: 2, or 4 if some id needs it;
 number of examples; bit mask of the declared fields that the examples have;
 bytes of the documents' ids), then the lengths of all fields, example by
 example, as uint32, then the fields themselves as uint16 or uint32 (float32 as
-the bits of float16), then the ids as JSON: a list per example. Framing happens
-when a row is read (`objectives/framing.py`).
+the bits of float16, JSON as its bytes), then the ids as JSON: a list per
+example. Framing happens when a row is read (`objectives/framing.py`).
 
 This module imports neither TensorFlow nor SeqIO nor jax.
 """
@@ -62,8 +62,10 @@ def encode_row(examples: Sequence[Any], maker: Maker) -> bytes:
 
 
 def _to_integers(
-  values: np.ndarray, field: example_maker.RowField
+  values: np.ndarray | str, field: example_maker.RowField
 ) -> np.ndarray:
+  if field.dtype == 'json':
+    return np.frombuffer(values.encode('utf-8'), np.uint8)
   if field.dtype == 'float32':
     # Bits of 16 leave the width of the tokens at 2 bytes; weights of the
     # objectives, 0 and 1, are exact in float16.
@@ -102,7 +104,9 @@ def decode_row(record: bytes, maker: Maker) -> list[Any]:
 
 def _from_integers(
   values: np.ndarray, field: example_maker.RowField
-) -> np.ndarray:
+) -> np.ndarray | str:
+  if field.dtype == 'json':
+    return values.astype(np.uint8).tobytes().decode('utf-8')
   if field.dtype == 'float32':
     return values.astype(np.uint16).view(np.float16).astype(np.float32)
   return values

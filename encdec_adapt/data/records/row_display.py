@@ -60,6 +60,8 @@ def _example(
     objective.maker.fields, key=lambda f: f.name == 'targets'
   ):
     ids = getattr(example, field.name)
+    if field.dtype == 'json' and ids:
+      lines.append(f'  {field.name:<8}{"":>6}  {ids}')
     if ids is None or not len(ids) or field.dtype != 'int32':
       continue
     weights = None

@@ -167,10 +167,13 @@ class Source(abc.ABC):
     if self.document_kind == 'text':
       return document
     content = json.loads(document.text)
-    # Only labelled examples begin with a list. Their label is left out, since
-    # it is not text that a training document could contain.
+    # Labels and further fields are left out, since they are not text that a
+    # training document could contain. Only texts of labelled examples, and
+    # messages with further fields, are a list in the list.
     if content and isinstance(content[0], list):
       content = content[0]
+    elif self.document_kind == 'pairs':
+      content = content[:2]
     return dataclasses.replace(document, text='\n'.join(_texts(content)))
 
   def fingerprint(self) -> str:

@@ -117,6 +117,7 @@ class FieldSource(RowSource):
       if isinstance(row, dict) and field not in row:
         shown = f'it has {", ".join(row) or "no fields"}'
       forms = {str: 'text', list: 'a list', (int, float): 'a number'}
+      forms[(str, int, float, list, dict)] = 'a value'
       form = forms.get(kind, 'a text or label')
       location = self._line_location(unit.path, unit.offset)
       raise errors.UserError(
@@ -143,17 +144,34 @@ class ParquetSource(FieldSource):
     return True  # Whatever its name.
 
 
+class ExampleSource(FieldSource):
+  """Each row has an example, and in further fields what is known of it.
+
+  The document is a list of which the last part is an object with these fields,
+  if any are named.
+  """
+
+  # Types of a field of any kind: all but null.
+  _ANY = (str, int, float, list, dict)
+
+  def _further(self, value: Callable[..., Any]) -> list[dict[str, Any]]:
+    """Returns the object of the further fields; [] without any."""
+    names = self._columns[self.field_counts[0] :]
+    return [{name: value(name, self._ANY) for name in names}] if names else []
+
+
 @document_source.register('pairs')
-class PairSource(FieldSource):
-  """`pairs:GLOB#INPUTS,TARGETS`: two fields of each line."""
+class PairSource(ExampleSource):
+  """`pairs:GLOB#INPUTS,TARGETS[,FIELD..]`: two texts of each line."""
 
   form = 'pairs:GLOB#INPUTS,TARGETS'
   document_kind = 'pairs'
 
-  field_counts = (2, 2)
+  field_counts = (2, math.inf)
 
   def _document(self, value: Callable[..., Any]) -> object:
-    return [value(name, str) for name in self._columns]
+    texts = [value(name, str) for name in self._columns[:2]]
+    return texts + self._further(value)
 
 
 @document_source.register('labels')
@@ -178,13 +196,15 @@ class LabelSource(FieldSource):
 
 
 @document_source.register('chat')
-class ChatSource(FieldSource):
-  """`chat:GLOB[#FIELD]`: a list of messages in each line."""
+class ChatSource(ExampleSource):
+  """`chat:GLOB[#MESSAGES[,FIELD..]]`: a list of messages in each line."""
 
-  form = 'chat:GLOB[#FIELD]'
+  form = 'chat:GLOB[#MESSAGES]'
   document_kind = 'chat'
 
   default_field = 'messages'
+  field_counts = (1, math.inf)
 
   def _document(self, value: Callable[..., Any]) -> object:
-    return value(self._columns[0], list)
+    messages, further = value(self._columns[0], list), self._further(value)
+    return [messages, *further] if further else messages

@@ -11,7 +11,8 @@
 | jsonl:GLOB               | each line's field `text`                       |
 | jsonl:GLOB#FIELD         | each line's field FIELD                        |
 | parquet:GLOB[#FIELD]     | each row's column `text`, or FIELD             |
-| pairs:GLOB#INPUTS,TARGETS| each line's fields INPUTS and TARGETS          |
+| pairs:GLOB#INPUTS,TARGETS| each line's fields INPUTS and TARGETS; further |
+|   [,FIELD..]             | fields are kept for rewards                    |
 | prompts:GLOB#FILE.yaml   | each line in each template of a promptsource   |
 |                          | file (`prompt_source`)                         |
 | preferences:GLOB#PROMPT, | each line's prompt and two answers             |
@@ -20,7 +21,8 @@
 |                          | last field, its label                          |
 | chat:GLOB                | each line's field `messages`: a list of objects|
 |                          | with `role` and `content`                      |
-| chat:GLOB#FIELD          | each line's field FIELD                        |
+| chat:GLOB#FIELD[,FIELD..]| each line's field FIELD; further fields are    |
+|                          | kept for rewards                               |
 | seqio:NAME[:SPLIT]       | a registered SeqIO task (`seqio_source`)       |
 | tfds:NAME:SPLIT          | each example's feature `text`                  |
 | tfds:NAME:SPLIT:FIELD    | each example's feature FIELD                   |

@@ -80,12 +80,12 @@ class CostEvaluation:
     """Checks that a model can generate.
 
     Raises:
-      UserError: it is encoder-only.
+      UserError: it cannot.
     """
     if not stored.model.architecture.generates:
       raise errors.UserError(
-        f'{stored.path} is encoder-only and generates nothing; give --cost= to'
-        ' measure no cost.'
+        f'{stored.path} predicts no next tokens and generates nothing; give'
+        ' --cost= to measure no cost.'
       )
 
   def scores(

@@ -20,7 +20,7 @@ Scores = results_store.Scores
 
 # Metrics of which lower values are better.
 LOWER = ('loss', 'perplexity', 'word_perplexity', 'byte_perplexity')
-LOWER += ('bits_per_byte', 'ter')
+LOWER += ('bits_per_byte', 'ter', 'brier')
 # With more models than this, each is compared with the first only: pairs grow
 # with the square, and p-values are not corrected for their number.
 _ALL_PAIRS = 4

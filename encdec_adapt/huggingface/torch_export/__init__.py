@@ -28,6 +28,8 @@ def problem(model: model_config.ModelConfig) -> str:
   """Returns why the code cannot compute a model, '' if it can."""
   if not model.architecture.encodes_prompt:
     return f'it has pairs only, and this model is {model.architecture.name}'
+  if model.decoder.classes:
+    return 'it has language models only, and this one is a reward model'
   for name, stack in model.stacks.items():
     if stack.experts:
       return f'it has no experts, and the {name} has {stack.experts} in a layer'

@@ -4,7 +4,9 @@ A loss is a frozen dataclass, a subclass of `loss.Loss`. Its keys (`keys.key`)
 are keys of `config.loss`; several losses may share a key by inheritance. To add
 a loss, write a module here with its class, and nothing else in the package:
 
-- `is_chosen` says by which keys, or for which models, a job has this loss;
+- `forms` has the names of `config.loss.kind` that choose it, or `is_chosen`
+  says by which other keys, or for which models, a job has it;
+- `shape` changes the model of the configuration if it needs another head;
 - `check` refuses models and objectives that it does not suit;
 - `references` names the frozen models that it reads. `config.teacher` has their
   path, which with `starts_from_reference` may be that of the job's source;
@@ -29,10 +31,11 @@ Losses import `models`, `objectives` and `ops`, and no step, phase or optimizer.
 """
 
 from collections.abc import Mapping
+import itertools
 import sys
 from typing import Any
 
-from encdec_adapt.base import discovery, errors, keys
+from encdec_adapt.base import discovery, errors, keys, option_strings
 from encdec_adapt.models import model_config
 from encdec_adapt.training.losses import cross_entropy, loss
 
@@ -42,7 +45,7 @@ CLASSES: tuple[type[loss.Loss], ...] = tuple(
   for value in vars(module).values()
   if isinstance(value, type)
   and issubclass(value, loss.Loss)
-  and value is not loss.Loss
+  and hasattr(value, 'name')  # Bases have none.
   # A loss that extends another imports its module, not the class.
   and value.__module__ == module.__name__
 )
@@ -69,8 +72,19 @@ def from_section(
       f' {" and ".join(entry.name for entry in chosen)}; a job has one loss.'
     )
   if values['kind']:
+    _check_kind(candidates[0])
     _check_unread(values, type(chosen[0]))
   return (*chosen, keys.make(cross_entropy.CrossEntropy, values))[0]
+
+
+def _check_kind(candidate: loss.Loss) -> None:
+  """Refuses a `kind` that is the name of no loss."""
+  names = [*itertools.chain(*(x.forms for x in CLASSES))]
+  name = candidate.kind_name
+  if name not in names:
+    part = option_strings.Part(loss.KIND, candidate.kind, 0, len(name))
+    hint = errors.nearest(name, names)
+    raise part.error(f'must be one of {", ".join(names)}{hint}')
 
 
 def _check_unread(values: Mapping[str, Any], section: type[loss.Loss]) -> None:

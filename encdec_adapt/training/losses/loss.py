@@ -5,6 +5,8 @@ Imports no module of a loss.
 
 from collections.abc import Mapping, Sequence
 import dataclasses
+import functools
+import re
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -12,11 +14,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 import numpy as np
 
-from encdec_adapt.base import keys
+from encdec_adapt.base import keys, option_strings
 from encdec_adapt.models import architecture as architectures
 from encdec_adapt.models import base_model, build, expert_layer, model_config
-from encdec_adapt.objectives import example_maker
+from encdec_adapt.objectives import example_maker, framing
 from encdec_adapt.ops import vocabulary_loss
+from encdec_adapt.tokenizers import special_ids
+from encdec_adapt.training.losses import rollout_options
+
+KIND = 'config.loss.kind'
 
 Batch = Mapping[str, Array]
 Objectives = Sequence[example_maker.Objective]
@@ -24,6 +30,7 @@ Params = base_model.Params
 References = Mapping[str, Params]
 Rows = dict[str, np.ndarray]
 Terms = dict[str, Array]
+Weighted = tuple[option_strings.Part, float | None]
 
 
 class Outputs(NamedTuple):
@@ -46,6 +53,8 @@ class Loss:
 
   Attributes:
     name: name of the loss in messages.
+    forms: names of `kind` that choose the loss, with the dataclasses of their
+      options.
     references: names of the frozen models that the loss reads.
     starts_from_reference: whether the model that training starts from is the
       reference where `config.teacher` names none.
@@ -59,11 +68,15 @@ class Loss:
     curves: held-out metrics in the records of a run, `loss` among them.
     selects: the held-out metric that `keep_best` and `patience` follow.
     highest: whether the highest value of it is the best; else the lowest.
+    reads_rewards: whether it needs rewards of sampled completions.
     unit: unit of the metric in printed lines.
+    axes: logical axes of the batch fields that the loss adds or changes.
     models: the reference models by name; set once they are opened.
+    rollouts: options of sampling; None where no completions are sampled.
   """
 
   name: ClassVar[str]
+  forms: ClassVar[Mapping[str, type]] = {}
   references: ClassVar[tuple[str, ...]] = ()
   starts_from_reference: ClassVar[bool] = False
   held_out_references: ClassVar[tuple[str, ...]] = ()
@@ -77,14 +90,19 @@ class Loss:
   curves: ClassVar[tuple[str, ...]] = ('loss', 'accuracy')
   selects: ClassVar[str] = 'loss'
   highest: ClassVar[bool] = False
+  reads_rewards: ClassVar[bool] = False
   unit: ClassVar[str] = 'per target token'
+  axes: ClassVar[Mapping[str, tuple[str | None, ...]]] = {}
 
   kind: str = keys.key(
     '',
     "Preferences: 'dpo:beta=0.1,smoothing=0', 'robust:beta=0.1,smoothing=0.1',"
     " 'hinge:beta=0.1', 'ipo:beta=0.1,log_probs=sum' (or mean),"
     " 'simpo:beta=2,gamma=1' or 'orpo:lambda=0.1', options having these"
-    " defaults; with ' + cross_entropy@0.2' a share for the chosen answers. '':"
+    " defaults; with ' + cross_entropy@0.2' a share for the chosen answers."
+    " 'reward': a reward model, of the same data."
+    " Policies: 'rloo:beta=0.05,clip=0.2' or 'grpo:beta=0,clip=0.2,"
+    "divisor=sequence,deviation=group,kl=k3' (policy.py has all options). '':"
     ' cross-entropy, or distillation by the key below.',
   )
   load_balance: float = keys.key(
@@ -107,6 +125,7 @@ class Loss:
   # Not parameters: a model is static in a compiled step, and its parameters are
   # an argument of it, so that they are not compiled in as constants.
   models: Mapping[str, build.Model] = dataclasses.field(default_factory=dict)
+  rollouts: rollout_options.Rollouts | None = None
 
   def __post_init__(self):
     keys.check(self, 'config.loss.')
@@ -116,7 +135,29 @@ class Loss:
   def is_chosen(self, model: model_config.ModelConfig) -> bool:
     """Returns whether a job that trains a model has this loss."""
     del model
-    return False  # The default loss is chosen by no key.
+    return self.kind_name in self.forms
+
+  @property
+  def kind_name(self) -> str:
+    """The name in `kind`."""
+    return re.split('[ :@]', self.kind, maxsplit=1)[0]
+
+  @functools.cached_property
+  def kind_parts(self) -> tuple[Any, Sequence[Weighted]]:
+    """Options of the name in `kind`, and the parts that are added to it.
+
+    Raises:
+      UserError: the name has a weight, or an option is not right.
+    """
+    (part, weight), *more = option_strings.things(KIND, self.kind, r' \+ ')
+    if weight is not None:
+      raise part.error('must be a name without a weight')
+    section, options = self.forms[self.kind_name], part.partition(':')[1]
+    return keys.make(section, options.key_values(keys.defaults(section))), more
+
+  def shape(self, model: model_config.ModelConfig) -> model_config.ModelConfig:
+    """Returns the model that a job trains, given that of its configuration."""
+    return model
 
   def check(
     self, model: model_config.ModelConfig, objectives: Objectives
@@ -126,6 +167,11 @@ class Loss:
     Raises:
       UserError: it does not.
     """
+
+  @property
+  def samples(self) -> bool:
+    """Whether the model is trained on completions that it samples."""
+    return False
 
   @property
   def accepts(self) -> tuple[architectures.Architecture, ...]:
@@ -149,6 +195,31 @@ class Loss:
     """
     del pad
     return rows
+
+  def row_shape(
+    self, lengths: framing.Lengths, answers: int
+  ) -> tuple[framing.Lengths, int]:
+    """Returns tokens and answers of a training row, given those of records."""
+    return lengths, answers
+
+  def pad_batch(
+    self,
+    maker: type[example_maker.ExampleMaker],
+    lengths: framing.Lengths,
+    ids: special_ids.Framing,
+    *,
+    teacher: bool,
+  ) -> Rows:
+    """Returns a batch of a row of padding, for the shapes of the fields.
+
+    Args:
+      maker: class of the objective's maker.
+      lengths: tokens of a row.
+      ids: special ids.
+      teacher: whether to make the teacher's fields.
+    """
+    row = maker.frame((), lengths, ids, teacher=teacher)
+    return self.frame(framing.stack_rows([row]), ids.decoder.pad)
 
   def weight(self, batch: Batch) -> Float[Array, '']:
     """Returns the weight of a batch, over which metrics are means."""

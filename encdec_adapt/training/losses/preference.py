@@ -1,9 +1,9 @@
 """Losses of preferences, by the name in `config.loss.kind`.
 
 Each compares the answers of a row (`objectives.preferences`): it makes a score
-of each answer's log-probability, and a loss of the margin, the chosen answer's
-score minus the rejected one's. An answer's log-probability is the sum over its
-tokens with their end, or the mean over them.
+of each answer's log-probability, and a loss of the margin (`comparison`). An
+answer's log-probability is the sum over its tokens with their end, or the mean
+over them.
 
 | name                     | score of an answer              | reference model |
 |--------------------------|---------------------------------|-----------------|
@@ -24,13 +24,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from encdec_adapt.base import errors, keys, option_strings
-from encdec_adapt.models import architecture as architectures
-from encdec_adapt.models import base_model, build, model_config
+from encdec_adapt.base import keys
 from encdec_adapt.ops import vocabulary_loss
-from encdec_adapt.training.losses import loss
+from encdec_adapt.training.losses import comparison, loss
 
-_LABEL = 'config.loss.kind'
 _REFERENCE = 'teacher'
 
 
@@ -50,7 +47,7 @@ class Form:
   cross_entropy: float = 0.0
 
   def __post_init__(self):
-    keys.check(self, f'{_LABEL}: ')
+    keys.check(self, f'{loss.KIND}: ')
 
   def scores(
     self, log_probs: Float[Array, 'P 2'], reference: Float[Array, 'P 2']
@@ -174,46 +171,37 @@ FORMS: Mapping[str, type[Form]] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Preference(loss.Loss):
+class Preference(comparison.Comparison):
   """The loss of a form, and a share of cross-entropy to the chosen answers.
 
-  Metrics of steps and held-out rows: `accuracy` (share of examples with a
-  margin above 0; a margin of 0 counts half) and `cross_entropy` of the chosen
-  answers; of steps also the mean scores `chosen` and `rejected`. The held-out
-  `loss` has no share of cross-entropy.
+  `cross_entropy` of the chosen answers is a metric, too. The held-out `loss`
+  has no share of it.
   """
 
   name: ClassVar[str] = 'preference'
+  forms: ClassVar[Mapping[str, type]] = FORMS
   starts_from_reference: ClassVar[bool] = True
-  metrics: ClassVar[Mapping[str, str]] = loss.Loss.metrics | {
-    'accuracy': 'mean',
-    'chosen': 'mean',
-    'rejected': 'mean',
-    'cross_entropy': 'chosen',
+  metrics: ClassVar[Mapping[str, str]] = comparison.Comparison.metrics | {
+    'cross_entropy': 'chosen'
   }
-  held_out: ClassVar[tuple[str, ...]] = ('loss', 'accuracy', 'cross_entropy')
-  curves: ClassVar[tuple[str, ...]] = held_out
-  selects: ClassVar[str] = 'accuracy'
-  highest: ClassVar[bool] = True
-  unit: ClassVar[str] = 'of preferences'
+  held_out: ClassVar[tuple[str, ...]] = (
+    *comparison.Comparison.held_out,
+    'cross_entropy',
+  )
+  curves: ClassVar[tuple[str, ...]] = (
+    *comparison.Comparison.curves,
+    'cross_entropy',
+  )
 
   def __post_init__(self):
     super().__post_init__()
-    if self.kind:
+    if self.kind_name in FORMS:
       self.form  # noqa: B018  Checks the string.
 
   @functools.cached_property
   def form(self) -> Form:
     """The form that `kind` names, with its options and share."""
-    (part, weight), *shares = option_strings.things(_LABEL, self.kind, r' \+ ')
-    name, options = part.partition(':')
-    if name.text not in FORMS or weight is not None:
-      hint = errors.nearest(name.text, FORMS)
-      raise part.error(
-        f'must be one of {", ".join(FORMS)}, without a weight{hint}'
-      )
-    section = FORMS[name.text]
-    form = keys.make(section, options.key_values(keys.defaults(section)))
+    form, shares = self.kind_parts
     for extra, share in shares:
       if extra.text != 'cross_entropy' or form.cross_entropy:
         raise extra.error(
@@ -232,35 +220,6 @@ class Preference(loss.Loss):
     """The same: held-out accuracy is that of the scores."""
     return self.references
 
-  def is_chosen(self, model: model_config.ModelConfig) -> bool:
-    """Returns whether `kind` names a loss."""
-    del model  # Any model that answers may learn preferences.
-    return bool(self.kind)
-
-  def check(
-    self, model: model_config.ModelConfig, objectives: loss.Objectives
-  ) -> None:
-    """Checks that rows have two answers.
-
-    Raises:
-      UserError: they have not.
-    """
-    if any(objective.answers != 2 for objective in objectives):
-      raise errors.UserError(
-        f'config.loss.kind is {self.kind!r} and config.data.objective is'
-        f' {" | ".join(map(str, objectives))!r}, whose rows have no two answers'
-        ' to compare; choose the objective preferences or chat_preferences.'
-      )
-
-  @property
-  def accepts(self) -> tuple[architectures.Architecture, ...]:
-    """Architectures that predict answers."""
-    return architectures.GENERATING
-
-  def weight(self, batch: loss.Batch) -> Float[Array, '']:
-    """Returns the number of examples."""
-    return jnp.sum(_exist(batch), dtype=jnp.float32)
-
   def divisors(self, batch: loss.Batch) -> loss.Terms:
     """Returns the number of examples, and of tokens of chosen answers."""
     tokens = jnp.sum(batch['weights'][:, 0])
@@ -274,66 +233,25 @@ class Preference(loss.Loss):
     share = self.form.cross_entropy * cross_entropy
     return super().objective(terms, divisors) + share
 
-  def terms(
-    self,
-    outputs: loss.Outputs,
-    references: Mapping[str, loss.Outputs],
-    batch: loss.Batch,
-  ) -> loss.Terms:
-    """Computes the sums of the loss and its metrics; see `loss.Loss.terms`."""
-    values = self.compare(outputs, references, batch)
-    return {name: jnp.sum(value) for name, value in values.items()}
-
-  def row_ratios(
-    self,
-    model: build.Model,
-    params: base_model.Params,
-    batch: loss.Batch,
-    references: loss.References | None = None,
-  ) -> Float[Array, 'm 2 P']:
-    """Computes held-out metrics row by row; see `loss.Loss.row_ratios`."""
-    frozen = {
-      name: self.predict(self.models[name], references[name], batch)
-      for name in self.references
-    }
-    values = self.compare(self.predict(model, params, batch), frozen, batch)
-    divisors = dict.fromkeys(self.held_out, _exist(batch).astype(jnp.float32))
-    divisors['cross_entropy'] = jnp.sum(batch['weights'][:, 0], axis=-1)
-    ratios = [[values[name], divisors[name]] for name in self.held_out]
-    return jnp.stack([jnp.stack(ratio) for ratio in ratios])
-
   def compare(
     self,
     outputs: loss.Outputs,
     references: Mapping[str, loss.Outputs],
     batch: loss.Batch,
-  ) -> dict[str, Float[Array, 'P']]:
-    """Computes loss and metrics of each example, 0 for filler rows."""
-    exist = _exist(batch)
+  ) -> tuple[Float[Array, 'P 2'], comparison.Values]:
+    """Computes scores, losses and metrics; see `comparison.Comparison`."""
     counts = jnp.sum(batch['weights'], axis=-1)  # [P, 2]
     sums = [self._log_probs(x, batch) for x in (outputs, *references.values())]
     divisor = counts if self.form.log_probs == 'mean' else 1.0
     # A row without answers has a finite value, whose loss is not counted: the
     # odds of an empty answer, which is certain, are infinite.
-    log_probs, *reference = [
-      jnp.where(exist[:, None], x / divisor, -1.0) for x in sums
-    ]
+    exist = comparison.exist(batch)[:, None]
+    log_probs, *reference = [jnp.where(exist, x / divisor, -1.0) for x in sums]
     scores = self.form.scores(
       log_probs, *(reference or [jnp.zeros_like(log_probs)])
     )
-    chosen, rejected = scores[:, 0], scores[:, 1]
-    margins = chosen - rejected
-    values = {
-      'loss': self.form.loss(margins),
-      # Policy and reference are equal at the start: no answer is preferred.
-      'accuracy': (jnp.sign(margins) + 1) / 2,
-      'chosen': chosen,
-      'rejected': rejected,
-      'cross_entropy': -sums[0][:, 0],
-    }
-    return {
-      name: jnp.where(exist, value, 0.0) for name, value in values.items()
-    }
+    losses = self.form.loss(scores[:, 0] - scores[:, 1])
+    return scores, {'loss': losses, 'cross_entropy': -sums[0][:, 0]}
 
   def _log_probs(
     self, outputs: loss.Outputs, batch: loss.Batch
@@ -350,8 +268,3 @@ class Preference(loss.Loss):
     ).reshape(shape)
     # Selected, as padding may have infinite values.
     return jnp.sum(jnp.where(batch['weights'] > 0, log_probs, 0.0), axis=-1)
-
-
-def _exist(batch: loss.Batch) -> Array:
-  """Returns which rows hold an example, [P]; the others are filler."""
-  return jnp.any(batch['weights'] > 0, axis=(1, 2))

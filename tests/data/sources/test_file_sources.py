@@ -170,9 +170,17 @@ def test_sources_of_pairs_and_conversations(tmp_path):
   assert json.loads(pair.text) == ['\u00e9?', 'b'] and pair.id == 'a.jsonl:0'
   (chat,) = text_sources.open_source(f'chat:{file}#turns').documents()
   assert json.loads(chat.text) == []
+  # Further fields are kept, and are no text of the document.
+  source = text_sources.open_source(f'pairs:{file}#q,a,turns')
+  (pair,) = source.documents()
+  assert json.loads(pair.text) == ['\u00e9?', 'b', {'turns': []}]
+  assert source.plain(pair).text == '\u00e9?\nb'
+  (chat,) = text_sources.open_source(f'chat:{file}#turns,a').documents()
+  assert json.loads(chat.text) == [[], {'a': 'b'}]
   for name, words in (
     (f'pairs:{file}#q', 'must be fields as in pairs:'),
     (f'pairs:{file}#q,b', "a.jsonl, line 1, .*text in 'b'"),
+    (f'pairs:{file}#q,a,tests', "line 1, .*a value in 'tests'"),
     (f'chat:{file}', "line 1, .*a list in 'messages'"),
     (f'pairs:{file}#turns,a', r"text in 'turns' \(\[\]\)"),
   ):

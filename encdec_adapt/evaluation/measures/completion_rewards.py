@@ -1,0 +1,362 @@
+r"""Rewards of completions, by the names in `config.train.rewards`.
+
+| name                   | reward of a completion                             |
+|------------------------|----------------------------------------------------|
+| `answers`              | 1 if its last number (without commas, currency and |
+|                        | full stop) equals that of the target, after `####` |
+|                        | where that has it; without a number in the target, |
+|                        | if the texts are equal but for spaces around them  |
+| `code`                 | 1 if it runs, followed by the field `tests` of its |
+|                        | row (a text, or a list of lines), to the end       |
+| `python:FILE#FUNCTION` | what the function returns                          |
+| `model:CHECKPOINT`     | the output of a reward model                       |
+
+`FUNCTION(prompts, completions, fields)` gets lists with an entry for each
+completion, and returns a list of numbers. `fields` are dictionaries of the
+fields that `config.data.source` names behind the answer or the messages, and
+`target`, the answer of the row. It should be a function of its arguments: a
+job that is resumed calls it again. Programs run under the limits of
+`cluster.code_limits`, which are no sandbox.
+
+Of `evaluation`, nothing is imported.
+"""
+
+from collections.abc import Callable, Sequence
+import concurrent.futures
+import decimal
+import functools
+import importlib.util
+import math
+import os
+import re
+from typing import Any
+
+from jaxtyping import Float
+import numpy as np
+
+from encdec_adapt import config as config_lib
+from encdec_adapt.base import errors, option_strings
+from encdec_adapt.cluster import code_limits, distributed, watchdog
+from encdec_adapt.conversion import initial_state
+from encdec_adapt.data.records import record_sets
+from encdec_adapt.inference import rewards as reward_scores
+from encdec_adapt.objectives import framing
+from encdec_adapt.tokenizers import special_ids
+from encdec_adapt.training import job_telemetry, policy_batches, setup
+from encdec_adapt.training import state as state_lib
+
+LABEL = 'config.train.rewards'
+_TESTS = 'tests'  # Field of the tests of a program.
+_CURRENCY = re.compile('[$€£¥]')
+_NUMBER = re.compile(r'(?:(?<!\w)-)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)')
+
+Groups = Sequence[policy_batches.Completions]
+Model = Callable[[Groups, special_ids.Framing], Float[np.ndarray, 'n G']]
+# Prompts, completions and fields -> rewards.
+Function = Callable[[list[str], list[str], list[dict[str, Any]]], list[float]]
+
+
+class RewardError(errors.UserError):
+  """A reward could not be computed; all processes raise it together."""
+
+
+class Rewards:
+  """The rewards of a job.
+
+  Attributes:
+    weights: weight of each part of the reward, by its name.
+  """
+
+  def __init__(
+    self, text: str, open_model: Callable[[str], Model], label: str = LABEL
+  ):
+    """Opens the rewards.
+
+    Args:
+      text: value of `config.train.rewards`.
+      open_model: opens a reward model; returns its scores of groups.
+      label: name of the text in messages.
+
+    Raises:
+      UserError: there is no such reward, file or function, or programs may not
+        run.
+    """
+    self.weights: dict[str, float] = {}
+    self._ids: special_ids.Framing | None = None
+    self._functions: dict[str, Function] = {}
+    self._models: dict[str, Model] = {}
+    self._programs = 0  # That timed out.
+    for part, weight in option_strings.things(label, text, r' \+ '):
+      kind, value = part.partition(':')
+      # The name of a function, or the last one of a path.
+      name = re.split('[/#]', part.text.rstrip('/'))[-1]
+      if name in self.weights:
+        raise part.error('must have another name than the other rewards')
+      self.weights[name] = 1.0 if weight is None else weight
+      if part.text == 'answers':
+        self._functions[name] = _answers
+      elif part.text == 'code':
+        code_limits.require_allowed()
+        self._functions[name] = self._run
+      elif kind.text == 'python' and value:
+        self._functions[name] = _load(value)
+      elif kind.text == 'model' and value:
+        self._models[name] = open_model(value.text)
+      else:
+        raise part.error(
+          'must be answers, code, python:FILE#FUNCTION or model:CHECKPOINT'
+        )
+
+  def check(self, records: record_sets.RecordSet) -> None:
+    """Checks that rows have the fields that rewards read; keeps special ids.
+
+    Args:
+      records: the rows with the prompts.
+
+    Raises:
+      UserError: a field is missing.
+    """
+    self._ids = records.framing
+    fields = policy_batches.fields_of(records.read([0])[0][0])
+    if 'code' in self.weights and _TESTS not in fields:
+      raise errors.UserError(
+        f'{LABEL} has code, which reads the field {_TESTS!r}; rows of'
+        f' config.data.source={records.spec.source!r} have'
+        f' {", ".join(fields) or "no further fields"}. Name it behind the'
+        ' answer, as in pairs:GLOB#PROMPT,ANSWER,tests.'
+      )
+
+  def __call__(
+    self, groups: Groups
+  ) -> tuple[dict[str, Float[np.ndarray, 'n G']], dict[str, int]]:
+    """Scores completions; every process calls it with the same groups.
+
+    Each process calls the functions for its share of the prompts.
+
+    Args:
+      groups: the completions of each prompt.
+
+    Returns:
+      Values of each part by its name, and with programs `timeouts`, the number
+      of those that did not end in time.
+
+    Raises:
+      RewardError: a function raises, or returns another number of values or a
+        value that is not finite; names the example.
+    """
+    processes, process = distributed.count_and_index()
+    self._programs, values, error = 0, {}, ''
+    try:
+      for name, function in self._functions.items():
+        values[name] = _call(name, function, groups[process::processes])
+    except RewardError as problem:
+      error = str(problem)
+    # Gathered with errors: all raise, so that all save the step before.
+    shares = distributed.gather('rewards', [values, self._programs, error])
+    if failed := [error for _, _, error in shares if error]:
+      raise RewardError(failed[0])
+    shape = len(groups), len(groups[0].texts) if groups else 0
+    results = {name: np.zeros(shape, np.float32) for name in self._functions}
+    for i, (values, _, _) in enumerate(shares):
+      for name, scores in values.items():
+        share = results[name][i::processes]
+        share[:] = np.reshape(scores, share.shape)
+    for name, model in self._models.items():
+      results[name] = model(groups, self._ids)
+    timeouts = sum(count for _, count, _ in shares)
+    ordered = {name: results[name] for name in self.weights}
+    return ordered, {'timeouts': timeouts} if 'code' in ordered else {}
+
+  def _run(self, prompts, completions, fields) -> list[float]:
+    """Runs programs with their tests."""
+    del prompts
+    programs = []
+    for completion, known in zip(completions, fields, strict=True):
+      tests = known[_TESTS]
+      tests = tests if isinstance(tests, str) else '\n'.join(tests)
+      programs.append(f'{completion}\n{tests}\n')
+    # Threads wait for the processes of the programs.
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+      results = list(pool.map(code_limits.run, programs))
+    self._programs += results.count(None)
+    return [float(bool(result)) for result in results]
+
+
+def open_rewards(
+  settings: config_lib.Settings, placement: state_lib.Placement
+) -> Rewards | None:
+  """Opens the rewards of a job; None if its loss reads none.
+
+  Args:
+    settings: the validated configuration.
+    placement: the trained model and its mesh.
+
+  Raises:
+    UserError: see `Rewards`.
+  """
+  if not settings.loss.reads_rewards:
+    return None
+  open_model = functools.partial(_open_model, settings, placement)
+  return Rewards(settings.train.rewards, open_model)
+
+
+def _open_model(
+  settings: config_lib.Settings, placement: state_lib.Placement, path: str
+) -> Model:
+  """Opens a reward model, whose parameters are read when it is first called.
+
+  Raises:
+    UserError: it is no reward model, or cannot read the rows.
+  """
+  prompt = settings.data.encoder_length
+  lengths = framing.Lengths(prompt, settings.loss.rollouts.tokens)
+  opened = initial_state.open_reward_model(
+    path, placement, settings.compute, settings.data.vocabularies, lengths
+  )
+  read = functools.cache(opened.read)
+
+  def score(
+    groups: Groups, ids: special_ids.Framing
+  ) -> Float[np.ndarray, 'n G']:
+    return reward_scores.score(
+      opened.placement.model,
+      read(),
+      [[g.pair._replace(targets=x) for x in g.tokens] for g in groups],
+      mesh=placement.mesh,
+      rules=placement.rules,
+      rows=settings.train.batch_size,
+      ids=ids,
+      # The decoder reads BOS, too.
+      lengths=framing.Lengths(prompt, lengths.decoder + 1),
+    )
+
+  return score
+
+
+def make_batches(
+  workdir: str,
+  settings: config_lib.Settings,
+  placement: state_lib.Placement,
+  data: setup.Data,
+  rewards: Rewards | None,
+  telemetry: job_telemetry.JobTelemetry,
+  watch: watchdog.Watchdog,
+) -> policy_batches.PolicyBatches | None:
+  """Makes the batches of a policy; None without rewards.
+
+  Args:
+    workdir: work directory of the job.
+    settings: the validated configuration, with the loss's reference models.
+    placement: the model in training, and its mesh.
+    data: vocabularies and records.
+    rewards: the opened rewards.
+    telemetry: telemetry of the job, which begins.
+    watch: watchdog of the job.
+  """
+  loss = settings.loss
+  models = [settings.model, *(model.config for model in loss.models.values())]
+  lengths = data.train.spec.lengths
+  return rewards and policy_batches.PolicyBatches(
+    workdir,
+    placement,
+    loss,
+    data,
+    rewards,
+    rewards.weights,
+    functools.partial(telemetry.phase, watch),
+    settings.train,
+    seed=settings.seed,
+    teacher=setup.reads_teacher_row(lengths, *models),
+    start=telemetry.start,
+    evaluated=telemetry.evaluated,
+  )
+
+
+def last_number(text: str) -> decimal.Decimal | None:
+  """Returns the last number of a text, None without any."""
+  numbers = _NUMBER.findall(_CURRENCY.sub('', text))
+  return decimal.Decimal(numbers[-1].replace(',', '')) if numbers else None
+
+
+def is_right(completion: str, target: str) -> bool:
+  """Returns whether a completion has the answer of a target; see `answers`."""
+  wanted = last_number(target.rpartition('####')[2])
+  if wanted is None:
+    return completion.strip() == target.strip()
+  return last_number(completion) == wanted
+
+
+def _answers(prompts, completions, fields) -> list[float]:
+  """Compares completions with the targets."""
+  del prompts
+  return [
+    float(is_right(completion, known['target']))
+    for completion, known in zip(completions, fields, strict=True)
+  ]
+
+
+def _load(value: option_strings.Part) -> Function:
+  """Loads FUNCTION of a Python file, from FILE#FUNCTION.
+
+  Raises:
+    UserError: there is no such file or function, or the file fails.
+  """
+  path, name = value.partition('#')
+  try:
+    spec = importlib.util.spec_from_file_location('rewards', path.text)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return getattr(module, name.text)
+  except Exception as error:  # Of any kind: the file is the user's.
+    raise value.error(
+      'must be FILE.py#FUNCTION of a Python file that can be run'
+      f' ({type(error).__name__}: {error})'
+    ) from error
+
+
+def _call(name: str, function: Function, groups: Groups) -> list[float]:
+  """Calls a reward for the completions of groups; returns its values.
+
+  Raises:
+    RewardError: see `Rewards.__call__`.
+  """
+  examples = [
+    (group.prompt, text, group.fields)
+    for group in groups
+    for text in group.texts
+  ]
+  if not examples:
+    return []
+  values, problem = _try(function, examples)
+  if problem:
+    # Once more, one at a time, to name the example.
+    example = examples[0]
+    for candidate in examples:
+      _, alone = _try(function, [candidate])
+      if alone:
+        example, problem = candidate, alone
+        break
+    prompt, completion, _ = example
+    raise RewardError(
+      f'{LABEL}: {name} {problem} for the prompt {prompt[-200:]!r} with the'
+      f' completion {completion[:200]!r}. Correct the reward; the job resumes'
+      ' at the step before.'
+    )
+  return values
+
+
+def _try(function: Function, examples) -> tuple[list[float], str]:
+  """Calls a function; returns its values, and what is wrong with them or ''."""
+  prompts, completions, fields = map(list, zip(*examples, strict=True))
+  try:
+    values = [float(x) for x in function(prompts, completions, fields)]
+  except errors.UserError:
+    raise
+  except Exception as error:  # Of any kind: the function is the user's.
+    return [], f'raises {type(error).__name__}: {error},'
+  if len(values) != len(examples):
+    return [], f'returns {len(values)} values for {len(examples)} completions,'
+  if not all(map(math.isfinite, values)):
+    wrong = next(x for x in values if not math.isfinite(x))
+    return [], f'returns {wrong}'
+  return values, ''

@@ -1,0 +1,54 @@
+"""Calibration and accuracy by length of models that compare answers.
+
+They follow from the held-out metrics of a comparison
+(`training.losses.comparison`). A margin gives the answer that a model prefers
+the probability sigmoid(|margin|), its confidence, as in the model of Bradley
+and Terry; the curve of calibration is the accuracy by confidence. Of
+`evaluation`, only `results` is imported.
+"""
+
+import dataclasses
+
+import numpy as np
+
+from encdec_adapt.evaluation.measures import perplexity
+from encdec_adapt.evaluation.results import results_store
+
+_BINS = (0.5, 0.6, 0.7, 0.8, 0.9)  # Lower ends of the bins of confidence.
+# Sign of the chosen answer's length minus that of the rejected one -> metric.
+_LENGTHS = {-1: 'shorter', 0: 'equal', 1: 'longer'}
+
+
+def scores(task: str, result: perplexity.Result) -> list[results_store.Score]:
+  """Returns the scores beside the held-out metrics; none of other losses.
+
+  Args:
+    task: name of the task.
+    result: held-out metrics.
+
+  Returns:
+    `accuracy_chosen_shorter`, `.._equal` and `.._longer`, by the tokens of the
+    chosen answer, and for bins of confidence from 0.5 on `accuracy_at_0.5` and
+    the mean `confidence_at_0.5`. A group without examples has no score.
+  """
+  if 'margin' not in result.metrics:
+    return []
+  rows = dict(zip(result.metrics, result.ratios[:, 0], strict=True))
+  right = rows['accuracy']
+  confidence = 1 / (1 + np.exp(-np.abs(rows['margin'])))
+  bins = np.searchsorted(_BINS, confidence, side='right') - 1
+  sign = np.sign(rows['length_difference'])
+  groups = [
+    (f'accuracy_chosen_{name}', right[sign == value])
+    for value, name in _LENGTHS.items()
+  ]
+  for i, low in enumerate(_BINS):
+    groups.append((f'accuracy_at_{low}', right[bins == i]))
+    groups.append((f'confidence_at_{low}', confidence[bins == i]))
+  # Without those of single examples: groups of two models are other examples,
+  # which no paired test compares.
+  return [
+    dataclasses.replace(results_store.mean_score(task, name, values), scores=())
+    for name, values in groups
+    if len(values)
+  ]

@@ -1,0 +1,259 @@
+"""Preferences and rewards: how models rank answers that others have written.
+
+A model prefers the answer of the higher score: that of its run's loss
+(`training.losses`), which for a reward model is the reward, and for a policy
+with a reference beta * (log pi - log reference); a model that learnt no
+preferences scores by the mean log-probability of an answer's tokens. Of the
+other rooms of `evaluation`, `measures` and `results` are imported.
+"""
+
+from collections.abc import Iterator, Sequence
+import dataclasses
+import json
+from typing import Any
+
+from encdec_adapt import config as config_lib
+from encdec_adapt.base import errors, option_strings
+from encdec_adapt.cluster import distributed
+from encdec_adapt.conversion import (
+  answer_encoding,
+  initial_state,
+  model_in_memory,
+  model_on_disk,
+)
+from encdec_adapt.data.sources import preference_source
+from encdec_adapt.evaluation.measures import perplexity, preference_scores
+from encdec_adapt.evaluation.results import predictions, results_store
+from encdec_adapt.evaluation.tasks import prompted_task
+from encdec_adapt.files import paths
+from encdec_adapt.inference import lengths, rewards
+from encdec_adapt.objectives import framing, preferences
+from encdec_adapt.sharding import placement as placement_lib
+from encdec_adapt.telemetry import progress
+from encdec_adapt.training import setup
+from encdec_adapt.training.losses import comparison, preference, reward
+
+# Of a model that learnt no preferences: mean log-probabilities.
+_PLAIN = 'simpo:beta=1,gamma=0'
+_ANY = framing.Lengths(1, 1)  # Rows of any length have the same positions.
+
+
+@dataclasses.dataclass(frozen=True)
+class PreferenceEvaluation:
+  """Evaluates models on the preferences of a source.
+
+  Attributes:
+    source: the source.
+    documents: id and content of each preference; see
+      `data.sources.preference_source`.
+  """
+
+  source: preference_source.PreferenceSource
+  documents: Sequence[tuple[str, list[Any]]]
+  name = 'preferences'
+
+  def options(self) -> results_store.Options:
+    """Returns the inputs of the scores."""
+    content = results_store.digest([content for _, content in self.documents])
+    return {'preferences': self.source.name, 'content': content}
+
+  def check(self, stored: model_on_disk.StoredModel) -> None:
+    """Checks that a model can read the preferences.
+
+    Raises:
+      UserError: it predicts no text and is no reward model, has no
+        vocabularies or too few positions, or a preference is wrong.
+    """
+    kind = stored.model.architecture
+    if stored.model.decoder.classes != 1 and not kind.generates:
+      raise errors.UserError(
+        f'{stored.path} is a model of kind {kind.name} that predicts no'
+        ' answers; leave it out, or leave out --preferences.'
+      )
+    examples, count = self._examples(stored)[1], len(self.documents)
+    if distributed.is_lead() and len(examples) < count:
+      print(
+        f'note: {stored.path} compares {len(examples)} of {count} preferences;'
+        ' the others are ties, have more tokens than it has positions, or a'
+        ' token that spans prompt and answer.'
+      )
+
+  def scores(
+    self, model: model_in_memory.LoadedModel, rows: int, report: progress.Report
+  ) -> list[predictions.Result]:
+    """Compares the answers of each preference.
+
+    Args:
+      model: the model.
+      rows: preferences at a time; divides over the model's devices.
+      report: progress callback (preferences done, all preferences).
+
+    Returns:
+      The held-out metrics of the model's loss, among them `accuracy` (equal
+      scores count half) and `brier`, those of `preference_scores.scores`, and
+      a prediction of each preference: the answer that the model prefers.
+    """
+    contents, examples = self._examples(model.stored)
+    longest = map(max, zip(*(x.positions(_ANY) for x in examples), strict=True))
+    loss, references = _open_loss(model, framing.Lengths(*longest))
+    axes = preferences.Preferences.axes
+    evaluator = perplexity.Evaluator(model.where, loss, axes)
+    shapes = [model.config, *(x.config for x in loss.models.values())]
+
+    def batches() -> Iterator[framing.Batch]:
+      """Yields this process's rows, padded to a few lengths."""
+      where, ids = model.where, model.stored.require_vocabularies().framing
+      local = placement_lib.row_shards(where.mesh, where.rules).rows(rows)
+      teacher = setup.reads_teacher_row(_ANY, *shapes)
+      for start in range(0, len(examples), rows):
+        report(start, len(examples))
+        chunk = examples[start : start + rows]
+        sizes = zip(*(x.positions(_ANY) for x in chunk), strict=True)
+        size = framing.Lengths(*(lengths.bucket(max(n)) for n in sizes))
+        frame = preferences.Preferences.frame
+        parts = [chunk[i : i + 1] for i in local]  # Empty after the last.
+        yield framing.stack_rows(
+          [frame(x, size, ids, teacher=teacher) for x in parts]
+        )
+
+    result = evaluator(model.params, batches(), references)
+    scores = result.scores(self.name)
+    scores += preference_scores.scores(self.name, result)
+    values = dict(zip(result.metrics, result.ratios[:, 0], strict=True))
+    for i, (chosen, rejected, prompt, _) in enumerate(contents):
+      names = 'accuracy', 'margin'
+      metrics = {name: float(values[name][i]) for name in names}
+      answer = chosen if metrics['margin'] > 0 else rejected
+      scores.append(_prediction(self.name, prompt, [chosen], answer, metrics))
+    return scores
+
+  def _examples(
+    self, stored: model_on_disk.StoredModel
+  ) -> tuple[list[list[Any]], list[preferences.Preference]]:
+    """Returns the preferences that a model has room for, and their tokens."""
+    prompts = [content[2] for _, content in self.documents if content]
+    maker = answer_encoding.maker(stored, 'preferences', prompts)
+    maker.locate = self.source.locate
+    # Text of the documents, in which examples are found by their id.
+    texts = ((name, json.dumps(content)) for name, content in self.documents)
+    examples = list(maker.examples(texts, None))
+    kept = answer_encoding.fits(stored, [x.positions(_ANY) for x in examples])
+    examples = [x for x, fits in zip(examples, kept, strict=True) if fits]
+    if not examples:
+      raise errors.UserError(
+        f'{stored.path} can compare no preference of {self.source.name}.'
+      )
+    contents = dict(self.documents)
+    return [contents[x.documents[0]] for x in examples], examples
+
+
+def _open_loss(
+  model: model_in_memory.LoadedModel, longest: framing.Lengths
+) -> tuple[comparison.Comparison, dict[str, Any]]:
+  """Returns the loss that scores answers, and parameters of its references."""
+  stored = model.stored
+  if stored.checkpoint:
+    run = config_lib.load_run(str(stored.path))
+    if isinstance(run.loss, comparison.Comparison):
+      compute, choice = model.model.compute, stored.vocabularies
+      opened = initial_state.open_references(
+        run.loss, run.teacher, model.where, compute, choice, longest
+      )
+      models = {name: x.placement.model for name, x in opened.items()}
+      params, _ = initial_state.read_references(opened)
+      return dataclasses.replace(run.loss, models=models), params
+  if stored.model.decoder.classes:
+    return reward.Reward(kind='reward'), {}
+  return preference.Preference(kind=_PLAIN), {}
+
+
+def _prediction(
+  task: str, prompt: answer_encoding.Prompt, *fields: Any
+) -> predictions.Prediction:
+  """Returns a prediction; a conversation becomes a text."""
+  if not isinstance(prompt, str):
+    prompt = '\n\n'.join(f'{x["role"]}: {x["content"]}' for x in prompt)
+  return predictions.Prediction(task, prompt, *fields)
+
+
+def read_preferences(
+  spec: str, limit: int | None = None
+) -> PreferenceEvaluation:
+  """Reads GLOB#FIELDS, as the source `preferences:` does.
+
+  Args:
+    spec: files and fields, see `data.sources.preference_source`.
+    limit: most preferences to read.
+
+  Raises:
+    UserError: a file is missing or a line is wrong; names it.
+  """
+  source = preference_source.PreferenceSource(f'preferences:{spec}')
+  documents = [(x.id, json.loads(x.text)) for x in source.documents()]
+  return PreferenceEvaluation(source, documents[:limit])
+
+
+@dataclasses.dataclass(frozen=True)
+class RewardEvaluation:
+  """Scores the completions of a file with reward models.
+
+  Attributes:
+    name: name of the task.
+    rows: prompt, completion, and whether it has an end.
+  """
+
+  name: str
+  rows: Sequence[tuple[answer_encoding.Prompt, str, bool]]
+
+  def options(self) -> results_store.Options:
+    """Returns the inputs of the scores."""
+    return {'rewards': self.name, 'content': results_store.digest(self.rows)}
+
+  def check(self, stored: model_on_disk.StoredModel) -> None:
+    """Checks that a model is a reward model with vocabularies."""
+    rewards.require_reward_model(stored.model, str(stored.path))
+    stored.require_vocabularies()
+
+  def scores(
+    self, model: model_in_memory.LoadedModel, rows: int, report: progress.Report
+  ) -> list[predictions.Result]:
+    """Returns the mean `reward`, and that of each completion."""
+    report(0, len(self.rows))
+    prompts, completions, ended = zip(*self.rows, strict=True)
+    groups = zip(completions), zip(ended)  # A completion for each prompt.
+    values = answer_encoding.score_texts(
+      model, prompts, *map(list, groups), batch_size=rows
+    )[:, 0].tolist()
+    return [results_store.mean_score(self.name, 'reward', values)] + [
+      _prediction(self.name, prompt, [], completion, {'reward': value})
+      for (prompt, completion, _), value in zip(self.rows, values, strict=True)
+    ]
+
+
+def read_completions(spec: str, limit: int | None = None) -> RewardEvaluation:
+  """Reads FILE.jsonl[#PROMPT,COMPLETION], by default prompt and completion.
+
+  The fields of a file that `generate` wrote are prompt and continuation; one
+  that `ended` by its length is scored at its last token, without an end.
+
+  Raises:
+    UserError: the file cannot be read, or a line lacks a field or has an empty
+      completion; names the line.
+  """
+  file, fields = option_strings.Part('--rewards', spec).partition('#')
+  names = fields.text.split(',') if fields else ['prompt', 'completion']
+  if len(names) != 2:
+    raise fields.error(
+      'must be two fields, as in FILE.jsonl#PROMPT,COMPLETION.'
+    )
+  rows = []
+  for line, row in prompted_task.read_rows(file.text)[:limit]:
+    prompt, completion = map(row.get, names)
+    is_text = isinstance(completion, str) and completion.strip()
+    if not isinstance(prompt, str | list) or not is_text:
+      raise errors.UserError(
+        f'{line}: {names[0]} must be a text or a list of messages, and'
+        f' {names[1]} a text that is not empty; its fields are {sorted(row)}.'
+      )
+    rows.append((prompt, completion, row.get('ended') != 'length'))
+  return RewardEvaluation(paths.at(file.text).stem, rows)

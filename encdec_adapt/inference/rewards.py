@@ -1,0 +1,119 @@
+"""Rewards of completions: the output of a reward model's head.
+
+The head reads the state of a completion's last token; an encoder reads the
+prompt once for all its completions. Neither engine nor cache is needed.
+"""
+
+from collections.abc import Sequence
+import dataclasses
+import functools
+
+import jax
+from jax.sharding import Mesh
+from jaxtyping import Array, Float
+import numpy as np
+
+from encdec_adapt.base import errors
+from encdec_adapt.inference import lengths as lengths_lib
+from encdec_adapt.models import (
+  architecture,
+  base_model,
+  build,
+  layers,
+  model_config,
+)
+from encdec_adapt.objectives import framing
+from encdec_adapt.ops import partition
+from encdec_adapt.sharding import rules as rules_lib
+from encdec_adapt.tokenizers import special_ids
+
+
+def score(
+  model: build.Model,
+  params: base_model.Params,
+  groups: Sequence[Sequence[framing.Pair]],
+  *,
+  mesh: Mesh,
+  rules: rules_lib.Rules,
+  rows: int,
+  ids: special_ids.Framing,
+  lengths: framing.Lengths | None = None,
+) -> Float[np.ndarray, 'P G']:
+  """Computes the rewards of completions; every process calls it alike.
+
+  Args:
+    model: a reward model.
+    params: its parameters.
+    groups: for each of P prompts, the prompt with each of G completions: inputs
+      without BOS, and targets with the token that ends them, or without it for
+      a completion that was cut short.
+    mesh: mesh of the parameters.
+    rules: meaning of logical axes on it.
+    rows: prompts at a time; divides over the mesh.
+    ids: special ids that frame the rows.
+    lengths: lengths of all rows, so that a single program is compiled: those of
+      the longest prompt with BOS, and of the longest completion and BOS. By
+      default each batch is padded to one of a few lengths.
+
+  Raises:
+    UserError: the model is no reward model.
+    ValueError: an example is longer than `lengths`.
+  """
+  require_reward_model(model.config)
+  # Completions and BOS are mostly no multiple of a sequence axis.
+  rules = dataclasses.replace(rules, length=())
+  teacher = 'teacher' in model.architecture.sides(True).values()
+  rewards = []
+  for start in range(0, len(groups), rows):
+    chunk = list(groups[start : start + rows])
+    sizes = zip(*(size(x) for group in chunk for x in group), strict=True)
+    shape = framing.Lengths(*(lengths_lib.bucket(max(n)) for n in sizes))
+    # The last batch is filled up with rows of padding.
+    filled = [[[pair] for pair in group] for group in chunk]
+    filled += [[[]] * len(chunk[0])] * (rows - len(chunk))
+    batch = framing.stack_rows(
+      [
+        framing.frame_group(x, lengths or shape, ids, teacher=teacher)
+        for x in filled
+      ]
+    )
+    scores = jax.device_get(_score(model, mesh, rules, params, batch))
+    rewards.append(scores.reshape(rows, -1)[: len(chunk)])
+  return np.concatenate(rewards)
+
+
+def require_reward_model(
+  config: model_config.ModelConfig, name: str = 'the model'
+) -> None:
+  """Refuses a model without a reward head.
+
+  Raises:
+    UserError: names the model.
+  """
+  if config.decoder.classes != 1:
+    raise errors.UserError(
+      f'{name} is no reward model: its head has {config.decoder.outputs:,}'
+      " outputs, not 1; give a run of config.loss.kind='reward', or a folder"
+      ' that was exported from such a run.'
+    )
+
+
+def size(pair: framing.Pair) -> tuple[int, int]:
+  """Returns the tokens of a prompt and of a completion, with BOS each."""
+  encoder, decoder = pair.positions(framing.Lengths(1, 1))
+  return encoder, decoder + 1
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _score(
+  model: build.Model,
+  mesh: Mesh,
+  rules: rules_lib.Rules,
+  params: base_model.Params,
+  batch: architecture.Batch,
+) -> Float[Array, 'B']:
+  """Returns the reward of each row."""
+  with partition.use(mesh, rules.as_dict()):
+    states = model.architecture.read_answers(model, params, batch)
+    rewards = layers.rewards(model.head(params), states)
+    return partition.shard(rewards, None)  # Every process reads it.

@@ -1,0 +1,212 @@
+"""Rollouts: completions that a model samples while it is trained.
+
+`Sampler` continues the prompts of a batch on the mesh of the job, with the
+programs of the inference engine and a copy of the parameters in the compute
+dtype (`sharding.rules.Rules.for_sampling`), never by way of the disk. Shapes
+are those of the job, so that nothing compiles after the first step. Completions
+are a function of the parameters, the seed and (step, row, sample): a job that
+is resumed samples those of an uninterrupted job. Every process makes the same
+calls and gets all completions.
+"""
+
+from collections.abc import Sequence
+import functools
+from typing import NamedTuple
+
+import jax
+from jaxtyping import Bool, Float, Int
+import numpy as np
+
+from encdec_adapt.data.records import record_sets
+from encdec_adapt.inference import decoding
+from encdec_adapt.inference import sampling as sampling_lib
+from encdec_adapt.models import base_model, build, model_config
+from encdec_adapt.objectives import framing
+from encdec_adapt.sharding import rules as rules_lib
+from encdec_adapt.tokenizers import chat_format, vocabulary
+from encdec_adapt.training import state as state_lib
+from encdec_adapt.training.losses import rollout_options
+
+
+class Samples(NamedTuple):
+  """Completions of prompts, G of each, padded to T tokens.
+
+  Attributes:
+    tokens: token ids, the end included.
+    counts: number of tokens, at least 1.
+    log_probs: log-probability of each token under the distribution that it was
+      drawn from, without top-k and top-p.
+    ended: whether the last token is an end; else the completion is cut short.
+  """
+
+  tokens: Int[np.ndarray, 'P G T']
+  counts: Int[np.ndarray, 'P G']
+  log_probs: Float[np.ndarray, 'P G T']
+  ended: Bool[np.ndarray, 'P G']
+
+  def completion(self, prompt: int, sample: int) -> Int[np.ndarray, 'n']:
+    """Returns the tokens of a completion."""
+    return self.tokens[prompt, sample, : self.counts[prompt, sample]]
+
+
+def sampling_rules(
+  placement: state_lib.Placement,
+) -> rules_lib.Rules:
+  """Returns the rules by which the copy of a model's parameters is sharded."""
+  counts = [
+    count
+    for stack in placement.model.config.stacks.values()
+    for count in (stack.kv_heads, stack.mlp_width, stack.table_rows)
+  ]
+  return placement.rules.for_sampling(placement.mesh.shape, counts)
+
+
+def state_size(
+  model: model_config.ModelConfig, encoder_length: int, tokens: int
+) -> dict[str, int]:
+  """Returns the arguments of `decoding.start` for prompts and completions.
+
+  Args:
+    model: the model.
+    encoder_length: most tokens of a prompt.
+    tokens: most tokens of a completion.
+  """
+  positions = model.architecture.positions(encoder_length, tokens)
+  return {'length': positions['decoder'], 'source': positions.get('encoder', 0)}
+
+
+class Sampler:
+  """Samples completions of the prompts of a batch; see the module.
+
+  Attributes:
+    options: options of sampling.
+    prompt_side: the stack, and so the vocabulary, that reads prompts.
+  """
+
+  def __init__(
+    self,
+    placement: state_lib.Placement,
+    records: record_sets.RecordSet,
+    decoder: vocabulary.Vocabulary,
+    options: rollout_options.Rollouts,
+    seed: int,
+  ):
+    """Prepares the sampler; programs are compiled when they are first called.
+
+    Args:
+      placement: the model in training, and its mesh.
+      records: rows of a single pair each.
+      decoder: vocabulary of the completions.
+      options: options of sampling.
+      seed: seed of the job.
+    """
+    self.options = options
+    self._model, self._mesh = placement.model, placement.mesh
+    # SeedSequence takes no negative numbers.
+    self._rules, self._seed = sampling_rules(placement), seed % 2**32
+    self._lengths, framing_ids = records.spec.lengths, records.framing
+    self.prompt_side = placement.model.architecture.prompt_stack
+    self._prompt_ids = getattr(framing_ids, self.prompt_side)
+    self._bos = np.int32(framing_ids.decoder.bos)
+    ends = [framing_ids.decoder.eos]
+    # An answer of a chat is over when the turn is, before EOS.
+    if records.spec.objectives[0].ends_turns:
+      ends.append(chat_format.end_of_turn(decoder))
+    self._ends = np.array(ends, np.int32)
+
+  def prompt(self, pair: framing.Pair) -> Int[np.ndarray, 'm']:
+    """Returns the tokens of a pair's prompt in the vocabulary that reads it."""
+    by_encoder = self.prompt_side == 'encoder'
+    return pair.inputs if by_encoder else pair.teacher_inputs
+
+  def __call__(
+    self,
+    params: base_model.Params,
+    pairs: Sequence[framing.Pair | None],
+    rows: Sequence[int],
+    step: int,
+    *,
+    greedy: bool = False,
+  ) -> Samples:
+    """Samples completions; every process calls it with the same arguments.
+
+    Args:
+      params: parameters of the model in training.
+      pairs: the pairs with the prompts, the same number at every call; None
+        for a row that only fills the batch.
+      rows: record row of each pair, which with the step decides its draws.
+      step: step of the parameters.
+      greedy: whether the first completion of each prompt is the greedy one.
+    """
+    options, lengths = self.options, self._lengths
+    count = len(pairs) * options.samples
+    tokens = np.full(
+      (len(pairs), lengths.encoder), self._prompt_ids.pad, np.int32
+    )
+    used = np.ones(len(pairs), np.int32)
+    tokens[:, 0] = self._prompt_ids.bos
+    for i, pair in enumerate(pairs):
+      if pair is not None:
+        prompt = self.prompt(pair)
+        used[i] = 1 + len(prompt)
+        tokens[i, 1 : used[i]] = prompt
+    group = decoding.Group(
+      tokens=tokens,
+      lengths=used,
+      rows=np.arange(count, dtype=np.int32),
+      limit=np.full(count, options.tokens, np.int32),
+      options=sampling_lib.stack(self._configs(rows, step, greedy)),
+    )
+    # Freed when this call returns: the step needs the memory.
+    params = decoding.prepare(
+      self._model, params, int8=False, mesh=self._mesh, rules=self._rules
+    )
+    programs = decoding.Programs(
+      build.unroll(self._model),
+      self._mesh,
+      self._rules,
+      decoding.shapes_of(params),
+    )
+    size = state_size(self._model.config, lengths.encoder, options.tokens)
+    state = programs.run(decoding.start, rows=count, **size)
+    state = programs.run(decoding.prefill, params, state, group, self._bos)
+    state = programs.run(
+      decoding.decode,
+      params,
+      state,
+      self._ends,
+      np.int32(count),
+      np.int32(options.tokens),
+      tempered=True,
+    )
+    ids, counts, log_probs = jax.device_get(
+      (state.tokens, state.count, state.log_probs)
+    )
+    last = np.take_along_axis(ids, counts[:, None] - 1, axis=1)[:, 0]
+    shape = len(pairs), options.samples
+    fold = lambda x: x[:, : options.tokens].reshape(*shape, -1)  # noqa: E731
+    return Samples(
+      fold(ids),
+      counts.reshape(shape),
+      fold(log_probs),
+      np.isin(last, self._ends).reshape(shape),
+    )
+
+  def _configs(
+    self, rows: Sequence[int], step: int, greedy: bool
+  ) -> list[sampling_lib.SamplingConfig]:
+    """Returns the options of every completion."""
+    drawn = functools.partial(
+      sampling_lib.SamplingConfig,
+      temperature=self.options.temperature,
+      top_k=self.options.top_k or None,
+      top_p=self.options.top_p if self.options.top_p < 1 else None,
+    )
+    return [
+      sampling_lib.SamplingConfig()
+      if greedy and not sample
+      # A filler row has number -1.
+      else drawn(seed=sampling_lib.seed_of(self._seed, step, row + 1, sample))
+      for row in rows
+      for sample in range(self.options.samples)
+    ]

@@ -1,0 +1,172 @@
+"""Policies from the command line: rewards rise, budgets and errors end jobs."""
+
+import json
+
+import jax
+import pytest
+
+from encdec_adapt import train as train_lib
+from encdec_adapt.telemetry import metrics
+from encdec_adapt.training import policy_batches
+from tests import tiny
+
+REWARD = """
+def vowels(prompts, completions, fields):
+  assert {f['kind'] for f in fields} <= {'a', 'b'}
+  assert all(f['target'].startswith(' value') for f in fields)
+  assert all(p.startswith('The name') for p in prompts)
+  return [sum(c in 'aeiou' for c in x) / (1 + len(x)) for x in completions]
+"""
+
+
+def _records(workdir, kind):
+  return [x for x in metrics.read_metrics(workdir) if x['kind'] == kind]
+
+
+@pytest.fixture(scope='module')
+def flags(tmp_path_factory):
+  folder = tmp_path_factory.mktemp('policies')
+  (folder / 'mine.py').write_text(REWARD)
+  lines = [
+    {'q': f'The name of number {i} is', 'a': f' value_{i}', 'kind': 'ab'[i % 2]}
+    for i in range(120)
+  ]
+  file = folder / 'pairs.jsonl'
+  file.write_text('\n'.join(map(json.dumps, lines)))
+  return [
+    f'--config=configs/sft.py:source={tiny.ROOT}/configs/decoders/small',
+    '--config.loss.kind=rloo:beta=0.01',
+    f'--config.data.source=pairs:{file}#q,a,kind',
+    f'--config.data.folder={folder}/records',
+    '--config.data.encoder_length=16',
+    '--config.data.decoder_length=16',
+    '--config.data.eval_fraction=0.2',
+    '--config.data.workers=1',
+    f'--config.train.rewards=python:{folder}/mine.py#vowels',
+    '--config.train.rollouts=samples=4,tokens=8',
+    '--config.train.batch_size=8',
+    '--config.train.eval_batch_size=8',
+    '--config.train.log_every=5',
+    '--config.train.steps=15',
+    '--config.train.evaluators=loss=15',
+    '--config.checkpoint.every=5',
+    '--config.checkpoint.keep_best=False',
+    '--config.optimizer.schedule=constant',
+    '--config.optimizer.warmup_steps=0',
+    '--config.optimizer.learning_rate=1e-3',
+    f'--config.compute.compile_cache={folder}/compiled',
+  ]
+
+
+@pytest.mark.e2e
+def test_a_policy_learns_from_a_reward_of_the_user(
+  tmp_path, flags, monkeypatch
+):
+  compiled, seen = [], []
+  jax.monitoring.register_event_duration_secs_listener(
+    lambda name, *_, **__: (
+      compiled.append(name)
+      if name.endswith('backend_compile_duration')
+      else None
+    )
+  )
+  call = policy_batches.PolicyBatches.__call__
+  monkeypatch.setattr(
+    policy_batches.PolicyBatches,
+    '__call__',
+    lambda *args: seen.append(len(compiled)) or call(*args),
+  )
+  workdir = tmp_path / 'run'
+  assert tiny.call(train_lib, *flags, f'--workdir={workdir}') == 0
+  # Two for the first step: its update, and eager operations.
+  assert seen[1] > seen[0] and seen[2] == seen[-1], seen
+  steps, evaluations = _records(workdir, 'train'), _records(workdir, 'eval')
+  assert evaluations[-1]['reward'] > evaluations[0]['reward'] + 0.1
+  assert evaluations[-1]['sampled_reward'] > evaluations[0]['sampled_reward']
+  assert steps[0]['kl'] == pytest.approx(0, abs=1e-4)
+  assert steps[-1]['kl'] > 0.1
+  # Sampler and trainer agree to rounding of bfloat16 (at most 7e-4 measured).
+  assert all(step['gap'] < 5e-3 for step in steps)
+  shares = 'cut_short', 'without_spread', 'distinct', 'padding'
+  assert all(0 <= step[name] <= 1 for step in steps for name in shares)
+  assert steps[0]['length'] * 32 == steps[0]['sampled_tokens']
+  # Ends are counted, once.
+  assert steps[0]['weight'] == steps[0]['sampled_tokens']
+  assert steps[0]['reward/vowels'] == steps[0]['reward']
+  times = _records(workdir, 'time')[-1]
+  for name in ('sample', 'reward', 'update'):
+    assert times[f'sampled_tokens_per_second/{name}'] > 0
+  assert times['seconds/sample'] > 0 and times['seconds/reward'] > 0
+  lines = (workdir / policy_batches.FILE).read_text().splitlines()
+  lines = [json.loads(line) for line in lines]
+  assert [(x['split'], x['step']) for x in lines[::8]] == [
+    ('eval', 0),
+    *(('train', step) for step in (5, 10, 15)),
+    ('eval', 15),
+  ]
+  assert [x['greedy'] for x in lines[:8]] == [True, False, False, False] * 2
+  assert {x['row'] for x in lines[:8]} == {0, 1}
+  group = [x['advantage'] for x in lines[8:12]]
+  assert sum(group) == pytest.approx(0, abs=1e-6)
+  assert 'The name of number' in lines[0]['prompt']
+
+
+@pytest.mark.e2e
+def test_a_budget_of_kl_ends_the_job(tmp_path, flags):
+  """At the last save within it, also where the job is started again."""
+  flags = [
+    *flags,
+    '--config.train.rollouts=samples=4,tokens=8,max_kl=0.1',
+    '--config.checkpoint.every=1',
+    '--config.optimizer.learning_rate=1e-4',
+    f'--workdir={tmp_path}/run',
+  ]
+  texts = []
+  for _ in range(2):
+    done = tiny.run('train', *flags)
+    assert done.returncode == 0, done.stdout + done.stderr
+    texts.append(
+      next(x for x in done.stdout.splitlines() if 'the last save' in x)
+    )
+  kl = [x['kl'] for x in _records(tmp_path / 'run', 'train')]
+  assert len(kl) < 15 and kl[-1] > 0.1 >= max(kl[:-1])
+  # The policy of the step before is over the budget: the save before is not.
+  assert f'the last save within it is step {len(kl) - 2}' in texts[0]
+  assert texts[0] == texts[1]
+
+
+@pytest.mark.e2e
+def test_a_budget_that_the_start_is_over_is_refused(tmp_path, flags):
+  reference = f'{tiny.ROOT}/configs/decoders/base'
+  flags = [
+    *flags,
+    f'--config.teacher.checkpoint={reference}',
+    '--config.train.rollouts=samples=4,tokens=8,max_kl=0.1',
+    f'--workdir={tmp_path}/run',
+  ]
+  with pytest.raises(ValueError, match=r'is above .*\(0.1\) at step 0'):
+    tiny.call(train_lib, *flags)
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+  'changes, message',
+  [
+    (['train.rewards='], 'config.train.rewards is empty'),
+    (['train.rewards=code'], 'give --allow_code'),
+    (
+      ['train.rewards=code', '--allow_code'],
+      "reads the field 'tests'; rows of",
+    ),
+    (['loss.kind='], 'config.train.rollouts is .*, which does not read it'),
+    (
+      ['train.rollouts=max_kl=1', 'checkpoint.keep=1'],
+      'config.checkpoint.keep is 1 with max_kl',
+    ),
+    (['train.rollouts=tokens=6,samples=1'], 'samples is 1'),
+  ],
+)
+def test_bad_input(tmp_path, flags, capsys, changes, message):
+  changes = [x if x[:2] == '--' else f'--config.{x}' for x in changes]
+  with pytest.raises(ValueError, match=message):
+    tiny.call(train_lib, *flags, *changes, f'--workdir={tmp_path}/run')
