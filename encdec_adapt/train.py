@@ -186,6 +186,7 @@ def train(
     rewards.check(data.train)
   shapes = [reference.config for reference in frozen.values()]
   teacher_row = setup.reads_teacher_row(lengths, model, *shapes)
+  stored = setup.open_stored_teacher(settings.teacher, data.train)
   batches = setup.training_batches(
     data.train,
     settings.train.batch_size,
@@ -197,6 +198,7 @@ def train(
     repeat=settings.data.repeat,
     rates=row_rates.parse(settings.data.rates),
     teacher=teacher_row,
+    stored=stored,
   )
   if not steps:  # The records are the length of the job.
     settings = settings.until_end(start or 0, batches.total - cost.rows)
@@ -232,6 +234,8 @@ def train(
     state = checkpoint.restore(phases.abstract_saved(start))
     log(f'resuming at step {start}')
   reference_params, digests = initial_state.read_references(references)
+  if stored:
+    digests['teacher'] = stored.digest
   meta['references'] = digests
   if start is not None:
     resume_checks.check_same_references(saved, meta)
