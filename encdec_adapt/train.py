@@ -42,7 +42,7 @@ from encdec_adapt.telemetry import (
   profiling,
   trackers,
 )
-from encdec_adapt.training import job_telemetry, setup
+from encdec_adapt.training import job_telemetry, on_policy, setup
 from encdec_adapt.training import phases as phases_lib
 from encdec_adapt.training import step as step_lib
 
@@ -250,7 +250,8 @@ def train(
   batch_size = settings.train.batch_size
   flops = setup.step_flops(model, *sizes, batch_size, shapes)
   if loss.samples:
-    flops += setup.sampling_flops(model, *sizes, batch_size)
+    prompts = loss.sampled_rows(batch_size)
+    flops += setup.sampling_flops(model, *sizes, prompts)
   telemetry = job_telemetry.JobTelemetry(
     workdir,
     settings.train,
@@ -275,6 +276,12 @@ def train(
   policy = completion_rewards.make_batches(
     workdir, settings, placement, data, rewards, telemetry, watchdog
   )
+  sampled = policy
+  if loss.samples and not policy:
+    spent = functools.partial(telemetry.phase, watchdog)
+    sampled = on_policy.OnPolicyBatches(
+      placement, loss, data, spent, settings.train, settings.seed, teacher_row
+    )
   evaluators = evaluators_lib.Evaluators(
     workdir,
     config.to_dict(),
@@ -351,11 +358,11 @@ def train(
       row_numbers = rows.pop('row')
       rows = loss.frame(rows, data.train.framing.decoder.pad)
 
-      # Policies: completions of the rows' prompts, with their rewards.
+      # Completions of the rows' prompts; of a policy with their rewards.
       measured = {}
-      if policy:
+      if sampled:
         order, position = batches.order, cost.rows
-        rows, measured = policy(step, state.params, order, position)
+        rows, measured = sampled(step, state.params, order, position)
         watchdog.beat(step, 'compile' if compiling else 'step')
 
       # Update. Dispatch is asynchronous: the host continues meanwhile.
@@ -379,8 +386,8 @@ def train(
       evaluating = last or evaluators.is_due(step)
       evaluating |= saving and settings.checkpoint.keep_best
       saving |= stopping  # At once: a preemption leaves no time to evaluate.
-      # Saved costs include this step. A policy waits for its parameters anyway.
-      if evaluating or saving or compiling or policy:
+      # Saved costs include this step. A sampler waits for parameters anyway.
+      if evaluating or saving or compiling or sampled:
         telemetry.read()
       if not compiling:
         cost.seconds += time.perf_counter() - step_start

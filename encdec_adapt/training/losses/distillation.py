@@ -8,6 +8,7 @@ probabilities of each target (`data/records/stored_teacher.py`).
 from collections.abc import Mapping
 import dataclasses
 import functools
+import math
 from typing import ClassVar
 
 from encdec_adapt.base import errors, keys
@@ -16,6 +17,7 @@ from encdec_adapt.models import architecture as architectures
 from encdec_adapt.models import model_config
 from encdec_adapt.objectives import framing
 from encdec_adapt.ops import distillation_loss
+from encdec_adapt.training import train_section
 from encdec_adapt.training.losses import cross_entropy, loss
 
 _BETA = 0.5
@@ -30,6 +32,9 @@ class Options:
     'forward', 'Divergence.', one_of=distillation_loss.DIVERGENCES
   )
   beta: float = keys.key(_BETA, "Teacher's weight.", above=0, below=1)
+  on_policy: float = keys.key(
+    0.0, 'Share of rows with sampled targets.', at_least=0, at_most=1
+  )
 
   def __post_init__(self):
     keys.check(self, f'{loss.KIND}: ')
@@ -85,6 +90,21 @@ class Distillation(cross_entropy.CrossEntropy):
     return options
 
   @property
+  def samples(self) -> bool:
+    """Whether some targets are samples of the student."""
+    return self.options.on_policy > 0
+
+  def sampled_rows(self, rows: int) -> int:
+    """Returns the number of rows with sampled targets, rounded up."""
+    return math.ceil(self.options.on_policy * rows)
+
+  def row_shape(self, lengths, answers):
+    if self.samples:
+      longest = max(lengths.decoder, self.rollouts.tokens)
+      lengths = dataclasses.replace(lengths, decoder=longest)
+    return lengths, answers
+
+  @property
   def references(self) -> tuple[str, ...]:
     """The teacher, unless its probabilities are stored."""
     return () if self.stored else ('teacher',)
@@ -96,12 +116,15 @@ class Distillation(cross_entropy.CrossEntropy):
 
   def with_stored_teacher(self, folder: str) -> 'Distillation':
     """Returns the loss of stored probabilities; see `loss.Loss`."""
-    if self.options.divergence != 'forward' or self.temperature != 1:
+    options = self.options
+    is_forward = options.divergence == 'forward' and not options.on_policy
+    if not is_forward or self.temperature != 1:
       raise errors.UserError(
         f'config.teacher.checkpoint is the stored teacher {folder}, which has'
-        f' probabilities of a few tokens at temperature 1, and {loss.KIND} is'
-        f' {self.kind!r} with config.loss.temperature={self.temperature}; set'
-        ' divergence=forward and temperature 1, or name the model itself.'
+        ' probabilities of the targets of its records at temperature 1, and'
+        f' {loss.KIND} is {self.kind!r} with config.loss.temperature='
+        f'{self.temperature}; set divergence=forward and temperature 1, without'
+        ' on_policy, or name the model itself.'
       )
     return dataclasses.replace(self, stored=folder)
 
@@ -135,8 +158,32 @@ class Distillation(cross_entropy.CrossEntropy):
         f' {" | ".join(map(str, objectives))!r}; a teacher predicts the targets'
         ' of prefix_lm, pairs and chat only, without masks.'
       )
+    if self.samples:
+      self._check_samples()
+
+  def _check_samples(self) -> None:
+    """Checks the options beside sampled targets.
+
+    Raises:
+      UserError: they do not suit these.
+    """
+    if 0 < self.distillation < 1:
+      raise errors.UserError(
+        f'config.loss.distillation is {self.distillation} and {loss.KIND}'
+        f' {self.kind!r}: cross-entropy to its own samples teaches a student'
+        ' nothing; leave it 0.'
+      )
+    for name in ('samples', 'cut', 'max_kl'):
+      value = getattr(self.rollouts, name)
+      if value != getattr(train_section.Rollouts(), name):
+        raise errors.UserError(
+          f'{train_section.ROLLOUTS}: {name} is {value!r}, which {loss.KIND}'
+          f' {self.kind!r} does not read: a row has a single completion, which'
+          ' counts as it is; leave it out.'
+        )
 
   def pad_batch(self, maker, lengths, ids, *, teacher):
+    lengths, _ = self.row_shape(lengths, 1)
     batch = super().pad_batch(maker, lengths, ids, teacher=teacher)
     if self.stored:
       batch |= stored_teacher.filler(self.stored, lengths.decoder)

@@ -190,6 +190,10 @@ class Loss:
     """Whether the model is trained on completions that it samples."""
     return False
 
+  def sampled_rows(self, rows: int) -> int:
+    """Returns the rows of a batch whose prompts the model continues."""
+    return rows
+
   @property
   def accepts(self) -> tuple[architectures.Architecture, ...]:
     """Architectures of the references that the loss accepts."""
