@@ -289,8 +289,13 @@ def _sampling_rates(
     return {}
   parts = {'update': ('dispatch', 'compile', 'device')}
   parts |= {name: (name,) for name in ('sample', 'reward')}
+  seconds = {
+    name: sum(times[f'seconds/{part}'] for part in group)
+    for name, group in parts.items()
+  }
+  # Without rewards, the time of theirs is 0.
   return {
-    f'sampled_tokens_per_second/{name}': values['sampled_tokens']
-    / max(sum(times[f'seconds/{part}'] for part in seconds), 1e-9)
-    for name, seconds in parts.items()
+    f'sampled_tokens_per_second/{name}': values['sampled_tokens'] / value
+    for name, value in seconds.items()
+    if value > 0
   }

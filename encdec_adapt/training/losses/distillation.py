@@ -116,15 +116,16 @@ class Distillation(cross_entropy.CrossEntropy):
 
   def with_stored_teacher(self, folder: str) -> 'Distillation':
     """Returns the loss of stored probabilities; see `loss.Loss`."""
-    options = self.options
-    is_forward = options.divergence == 'forward' and not options.on_policy
-    if not is_forward or self.temperature != 1:
+    # The options of the loss that such a teacher serves are the defaults.
+    is_served = self.options == Options() and self.temperature == 1
+    if not is_served or self.on_inputs:
       raise errors.UserError(
         f'config.teacher.checkpoint is the stored teacher {folder}, which has'
         ' probabilities of the targets of its records at temperature 1, and'
         f' {loss.KIND} is {self.kind!r} with config.loss.temperature='
-        f'{self.temperature}; set divergence=forward and temperature 1, without'
-        ' on_policy, or name the model itself.'
+        f'{self.temperature} and on_inputs={self.on_inputs}; set'
+        ' divergence=forward and temperature 1, without on_policy and on_inputs;'
+        ' or name the model.'
       )
     return dataclasses.replace(self, stored=folder)
 
