@@ -85,7 +85,7 @@ def test_sampled_targets_and_exact_resume(job, monkeypatch):
     (['train.rollouts=samples=4'], 'samples is 4, which .* does not read'),
     (['train.rollouts=cut=mask'], "cut is 'mask'"),
     (['loss.distillation=0.5'], 'own samples teaches a student nothing'),
-    (['teacher.checkpoint=stored:x'], 'without on_policy'),
+    (['teacher.checkpoint=stored:x'], 'leave out on_policy'),
     (['loss.kind=distill'], 'which does not read it'),
   ],
 )

@@ -124,8 +124,8 @@ class Distillation(cross_entropy.CrossEntropy):
         ' probabilities of the targets of its records at temperature 1, and'
         f' {loss.KIND} is {self.kind!r} with config.loss.temperature='
         f'{self.temperature} and on_inputs={self.on_inputs}; set'
-        ' divergence=forward and temperature 1, without on_policy and on_inputs;'
-        ' or name the model.'
+        ' divergence=forward and temperature 1, leave out on_policy and'
+        ' on_inputs, or name a model.'
       )
     return dataclasses.replace(self, stored=folder)
 
