@@ -29,7 +29,7 @@ from encdec_adapt.cli import command
 from encdec_adapt.cluster import code_limits, distributed, lock, preemption
 from encdec_adapt.cluster import watchdog as watchdog_lib
 from encdec_adapt.conversion import initial_state, run_artifacts
-from encdec_adapt.data.records import row_rates
+from encdec_adapt.data.records import row_rates, stored_teacher
 from encdec_adapt.evaluation import evaluators as evaluators_lib
 from encdec_adapt.evaluation.measures import completion_rewards
 from encdec_adapt.files import paths
@@ -186,7 +186,9 @@ def train(
     rewards.check(data.train)
   shapes = [reference.config for reference in frozen.values()]
   teacher_row = setup.reads_teacher_row(lengths, model, *shapes)
-  stored = setup.open_stored_teacher(settings.teacher, data.train)
+  stored = None
+  if folder := settings.teacher.stored:
+    stored = stored_teacher.StoredTeacher(folder, data.train)
   batches = setup.training_batches(
     data.train,
     settings.train.batch_size,

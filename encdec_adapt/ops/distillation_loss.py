@@ -13,7 +13,6 @@ from typing import Any
 
 import flax.struct
 import jax.numpy as jnp
-from jax.scipy import special
 from jaxtyping import Array, Float
 
 from encdec_adapt.ops import vocabulary_parallel
@@ -23,16 +22,18 @@ from encdec_adapt.ops import vocabulary_parallel
 DIVERGENCES = ('forward', 'reverse', 'js')
 
 
+def _static(default: Any) -> Any:
+  """Declares a keyword field that is no array."""
+  return flax.struct.field(pytree_node=False, default=default, kw_only=True)
+
+
 @flax.struct.dataclass
-class Teacher:
-  """A distribution over the vocabulary for every target.
+class Distribution:
+  """Base of what a student learns from: a distribution for every target.
 
   Attributes:
-    hidden: final hidden states [B, T, E] at the positions that predict the
-      same tokens as the student's.
-    table: output table [W, E], possibly padded differently.
-    softcap: soft-cap of its logits, or None.
     share: weight of its term in [0, 1]; the targets get the rest.
+    softcap: soft-cap of its logits, or None.
     temperature: temperature of both distributions, positive. Soft-capped
       logits are divided by it; the objective is multiplied by its square, which
       keeps the size of the gradient (Hinton et al. 2015, section 2).
@@ -42,27 +43,36 @@ class Teacher:
       are 0, and not the other divergences.
   """
 
-  # Any: tree maps put specs, shapes and shardings in the place of arrays.
-  hidden: Any
-  table: Any
-  softcap: float | None = flax.struct.field(pytree_node=False, default=None)
-  share: float = flax.struct.field(pytree_node=False, default=1.0)
-  temperature: float = flax.struct.field(pytree_node=False, default=1.0)
-  divergence: str = flax.struct.field(pytree_node=False, default='forward')
-  beta: float = flax.struct.field(pytree_node=False, default=0.5)
+  share: float = _static(1.0)
+  softcap: float | None = _static(None)
+  temperature: float = _static(1.0)
+  divergence: str = _static('forward')
+  beta: float = _static(0.5)
 
   @property
   def tokens(self) -> list[Array]:
     """Arrays [B, T, ..] that are split over the tokens."""
-    return [self.hidden]
+    raise NotImplementedError
 
   def tables(self, rows: int) -> list[Array]:
-    """Returns the table, padded like the student's to be sharded alike."""
-    # Rows beyond the vocabulary are excluded from every sum, so they may be
-    # cut off or zeros.
-    table = self.table[:rows]
-    table = jnp.pad(table, ((0, rows - table.shape[0]), (0, 0)))
-    return [table.astype(self.hidden.dtype)]
+    """Returns arrays [rows, ..] that are split as the student's table is."""
+    del rows
+    return []
+
+  def logits(
+    self,
+    columns: vocabulary_parallel.Columns,
+    tokens: Sequence[Array],
+    tables: Sequence[Array],
+  ) -> Float[Array, 'rows v']:
+    """Computes the logits of rows in the local columns, before the soft-cap.
+
+    Args:
+      columns: the local columns.
+      tokens: rows of `tokens`.
+      tables: local rows of `tables`.
+    """
+    raise NotImplementedError
 
   def terms(
     self,
@@ -92,7 +102,7 @@ class Teacher:
     temperature = self.temperature
     capped, slope = vocabulary_parallel.soft_cap(logits, softcap)
     teacher_scores, _ = vocabulary_parallel.soft_cap(
-      vocabulary_parallel.product(*tokens, *tables), self.softcap
+      self.logits(columns, tokens, tables), self.softcap
     )
     excluded = vocabulary_parallel.EXCLUDED
     scores = columns.only_tokens(capped / temperature, excluded)
@@ -169,77 +179,59 @@ class Teacher:
 
 
 @flax.struct.dataclass
-class StoredTeacher:
+class Teacher(Distribution):
+  """The distribution of a model.
+
+  Attributes:
+    hidden: final hidden states [B, T, E] at the positions that predict the
+      same tokens as the student's.
+    table: output table [W, E], possibly padded differently.
+  """
+
+  # Any: tree maps put specs, shapes and shardings in the place of arrays.
+  hidden: Any
+  table: Any
+
+  @property
+  def tokens(self):
+    return [self.hidden]
+
+  def tables(self, rows):
+    # Padded like the student's to be sharded alike. Rows beyond the vocabulary
+    # are excluded from every sum, so they may be cut off or zeros.
+    table = self.table[:rows]
+    table = jnp.pad(table, ((0, rows - table.shape[0]), (0, 0)))
+    return [table.astype(self.hidden.dtype)]
+
+  def logits(self, columns, tokens, tables):
+    return vocabulary_parallel.product(*tokens, *tables)
+
+
+@flax.struct.dataclass
+class StoredTeacher(Distribution):
   """Probabilities of k tokens for every target; those of others are 0.
 
   Attributes:
     ids: token ids [B, T, k]; the probabilities of equal ids add up.
     probabilities: their probabilities [B, T, k], which sum to 1, or to 0 at a
       target of weight 0.
-    share: weight of the term in [0, 1]; the targets get the rest.
   """
 
   ids: Any
   probabilities: Any
-  share: float = flax.struct.field(pytree_node=False, default=1.0)
 
   @property
-  def tokens(self) -> list[Array]:
-    """Arrays [B, T, ..] that are split over the tokens."""
+  def tokens(self):
     return [self.ids, self.probabilities]
 
-  def tables(self, rows: int) -> list[Array]:
-    """Returns nothing: no logits are computed."""
-    del rows
-    return []
-
-  def terms(
-    self,
-    columns: vocabulary_parallel.Columns,
-    logits: Float[Array, 'rows v'],
-    tokens: Sequence[Array],
-    tables: Sequence[Array],
-    weights: Float[Array, 'rows'] | None,
-    *,
-    softcap: float | None,
-  ) -> tuple[list[Float[Array, 'rows v']], Callable]:
-    """Prepares KL(teacher || student) at temperature 1; see `Teacher.terms`."""
-    del tables
-    ids, given = tokens
-    size = logits.shape[1]
+  def logits(self, columns, tokens, tables):
+    ids, probabilities = tokens
+    size = len(columns.ids)
     local = ids - columns.ids[0]
-    # Ids of other devices' columns are dropped; negative ones would count from
-    # the end.
+    # Those of other devices' columns are dropped; a negative index would count
+    # from the end.
     local = jnp.where(local < 0, size, local)
     rows = jnp.arange(len(ids))[:, None]
-    probabilities = (
-      jnp.zeros_like(logits).at[rows, local].add(given, mode='drop')
-    )
-    capped, slope = vocabulary_parallel.soft_cap(logits, softcap)
-    scores = columns.only_tokens(capped, vocabulary_parallel.EXCLUDED)
-    shift = vocabulary_parallel.fixed_shift(softcap)
-    if shift is None:
-      shift = columns.max(scores)[0]
-    exponentials = jnp.exp(scores - jnp.expand_dims(shift, -1))
-    parts = [
-      exponentials,
-      probabilities * scores,
-      special.xlogy(probabilities, probabilities),
-    ]
-
-    def finish(sums):
-      log_normaliser = shift + jnp.log(sums[0])
-      cross_entropy = log_normaliser - sums[1]
-      values = {
-        'total': self.share * cross_entropy,
-        'divergence': cross_entropy + sums[2],
-      }
-      if weights is None:
-        return values, None
-      scale = self.share * weights.astype(jnp.float32)
-      dlogits = scale[:, None] * (
-        jnp.exp(scores - log_normaliser[:, None]) - probabilities
-      )
-      return values, dlogits if slope is None else dlogits * slope
-
-    return parts, finish
+    dense = jnp.zeros((len(ids), size), jnp.float32)
+    dense = dense.at[rows, local].add(probabilities, mode='drop')
+    return jnp.where(dense > 0, jnp.log(dense), vocabulary_parallel.EXCLUDED)

@@ -17,8 +17,6 @@ from jaxtyping import Array, Float, Int
 
 from encdec_adapt.ops import distillation_loss, vocabulary_parallel
 
-Teacher = distillation_loss.Teacher | distillation_loss.StoredTeacher
-
 
 @flax.struct.dataclass
 class LossSums:
@@ -58,7 +56,7 @@ def cross_entropy(
   z_loss: float = 0.0,
   label_smoothing: float = 0.0,
   chunk: int = vocabulary_parallel.DEFAULT_CHUNK,
-  teacher: Teacher | None = None,
+  teacher: distillation_loss.Distribution | None = None,
 ) -> LossSums:
   """Computes the cross-entropy of `targets` under softmax(hidden @ table.T).
 
@@ -244,7 +242,7 @@ def _sweep(
   table: jax.Array,
   weights: jax.Array,
   targets: jax.Array,
-  teacher: Teacher | None,
+  teacher: distillation_loss.Distribution | None,
   *,
   with_gradients: bool,
   vocab_size: int,

@@ -18,12 +18,7 @@ from encdec_adapt.checkpoints import checkpoint_section, manager
 from encdec_adapt.cluster import distributed
 from encdec_adapt.data import data_section
 from encdec_adapt.data.making import materialization, process_pool
-from encdec_adapt.data.records import (
-  loader,
-  manifest_summary,
-  record_sets,
-  stored_teacher,
-)
+from encdec_adapt.data.records import loader, manifest_summary, record_sets
 from encdec_adapt.models import build, execution, forward_flops, model_config
 from encdec_adapt.objectives import framing
 from encdec_adapt.ops import attention, masks
@@ -39,7 +34,7 @@ from encdec_adapt.tokenizers import (
 )
 from encdec_adapt.training import phases as phases_lib
 from encdec_adapt.training import state as state_lib
-from encdec_adapt.training import teacher_section, train_section
+from encdec_adapt.training import train_section
 
 # -- Mesh ----------------------------------------------------------------------
 
@@ -340,19 +335,6 @@ def reads_teacher_row(
   """
   sides = [model.architecture.sides(lengths.encoder > 0) for model in models]
   return any('teacher' in stacks.values() for stacks in sides)
-
-
-def open_stored_teacher(
-  config: teacher_section.TeacherConfig, records: record_sets.RecordSet
-) -> stored_teacher.StoredTeacher | None:
-  """Opens the stored teacher of `config.teacher`, if it names one.
-
-  Raises:
-    UserError: it is missing, damaged or of other records.
-  """
-  if not config.stored:
-    return None
-  return stored_teacher.StoredTeacher(config.stored, records)
 
 
 def training_batches(

@@ -37,7 +37,7 @@ def cross_entropy(
   softcap: float | None = None,
   z_loss: float = 0.0,
   label_smoothing: float = 0.0,
-  teacher: vocabulary_loss.Teacher | None = None,
+  teacher: distillation_loss.Distribution | None = None,
 ) -> vocabulary_loss.LossSums:
   """`vocabulary_loss.cross_entropy`, densely."""
   scores = logits(hidden, table, vocab_size=vocab_size, softcap=softcap)

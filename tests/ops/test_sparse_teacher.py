@@ -30,7 +30,7 @@ def _case():
 def _choose(form, count=DRAWS):
   def run(hidden, table, draws):
     return sparse_teacher.choose(
-      hidden, table, draws, form=form, vocab_size=VOCAB, softcap=5.0, chunk=40
+      hidden, table, draws, form=form, vocab_size=VOCAB, softcap=5.0
     )
 
   draws = jax.random.uniform(jax.random.key(0), (8, 64, count))

@@ -9,12 +9,11 @@ of float16 probabilities (`ops/sparse_teacher.py`).
 This module imports neither TensorFlow nor SeqIO nor jax.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 import dataclasses
 import hashlib
 import json
 import os
-import pathlib
 from typing import Any
 
 from grain import sources
@@ -22,11 +21,10 @@ import numpy as np
 
 from encdec_adapt.base import errors
 from encdec_adapt.data.records import record_copy, record_sets
-from encdec_adapt.files import atomic, paths
+from encdec_adapt.files import paths
 from encdec_adapt.objectives import framing
 
 MANIFEST = 'teacher.json'
-FORMAT = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +33,7 @@ class TeacherSpec:
 
   Attributes:
     records: digests of the passes of the record set.
+    shards: files of a pass and part, as the record set has.
     teacher: path of the teacher.
     fingerprint: its fingerprint (`model_on_disk.StoredModel.fingerprint`).
     form: form of the probabilities, one of `ops.sparse_teacher.FORMS`.
@@ -42,12 +41,12 @@ class TeacherSpec:
     vocab_size: tokens of the vocabulary.
     seed: seed of the draws.
     rows: rows that were computed together.
-    devices: kind of the devices, and their mesh.
-    dtypes: dtypes of the computation, and of the teacher's parameters.
-    shards: files of a pass and part, as the record set has.
+    devices: kind of the devices, their mesh, and the dtypes on them.
+    format: version of the records.
   """
 
   records: list[str]
+  shards: int
   teacher: str
   fingerprint: str
   form: str
@@ -56,47 +55,46 @@ class TeacherSpec:
   seed: int
   rows: int
   devices: str
-  dtypes: list[str]
-  shards: int
+  format: int = 1
 
   @property
-  def _id_bytes(self) -> int:
-    return 2 if self.vocab_size <= 1 << 16 else 4
+  def dtypes(self) -> tuple[str, str]:
+    """Dtypes of ids and weights in a record."""
+    ids = '<u2' if self.vocab_size <= 1 << 16 else '<u4'
+    return ids, '<u2' if self.form == 'counts' else '<f2'
 
   @property
   def token_bytes(self) -> int:
     """Bytes of a target, before compression."""
-    return self.tokens * (self._id_bytes + 2)
+    return self.tokens * sum(np.dtype(kind).itemsize for kind in self.dtypes)
 
   def shard_identity(self) -> dict[str, Any]:
     """Returns the settings that a shard depends on."""
-    return {**dataclasses.asdict(self), 'format': FORMAT}
+    return dataclasses.asdict(self)
 
-  def encode(self, ids: np.ndarray, weights: np.ndarray) -> bytes:
+  def encode(self, *arrays: np.ndarray) -> bytes:
     """Serialises ids and weights [n, k] of a row's targets."""
-    if self.form == 'counts':
-      weights = weights.astype('<u2')
-    else:
-      weights = weights.astype('<f2')
-    return ids.astype(f'<u{self._id_bytes}').tobytes() + weights.tobytes()
+    pairs = zip(arrays, self.dtypes, strict=True)
+    return b''.join(array.astype(kind).tobytes() for array, kind in pairs)
 
   def decode(self, record: bytes) -> tuple[np.ndarray, np.ndarray]:
-    """Returns ids, int32, and probabilities, float32, [n, k]."""
+    """Returns ids and probabilities [n, k]; these sum to 1."""
     count = len(record) // self.token_bytes * self.tokens
-    kind = '<u2' if self.form == 'counts' else '<f2'
-    ids = np.frombuffer(record, f'<u{self._id_bytes}', count)
-    weights = np.frombuffer(record, kind, offset=ids.nbytes)
+    ids = np.frombuffer(record, self.dtypes[0], count)
+    weights = np.frombuffer(record, self.dtypes[1], offset=ids.nbytes)
     weights = weights.astype(np.float32).reshape(-1, self.tokens)
     # Rounding to float16 moves the sum of probabilities.
     probabilities = weights / weights.sum(axis=1, keepdims=True)
-    return ids.astype(np.int32).reshape(-1, self.tokens), probabilities
+    return ids.reshape(-1, self.tokens), probabilities
 
 
-def read_manifest(folder: str | os.PathLike) -> dict[str, Any]:
-  """Returns the manifest of a stored teacher.
+def read_manifest(
+  folder: str | os.PathLike,
+) -> tuple[TeacherSpec, dict[str, dict[str, Any]]]:
+  """Returns the settings of a stored teacher, and its shards by name.
 
   Raises:
-    UserError: the folder has none, or of another format.
+    UserError: the folder has none.
   """
   path = paths.at(folder) / MANIFEST
   if not path.exists():
@@ -105,34 +103,11 @@ def read_manifest(folder: str | os.PathLike) -> dict[str, Any]:
       ' encdec_adapt.materialize --teacher=MODEL` with the same config.'
     )
   manifest = json.loads(path.read_bytes())
-  if manifest['format'] != FORMAT:
-    raise errors.UserError(
-      f'{path} has format {manifest["format"]!r}, this version reads {FORMAT};'
-      ' store the teacher again.'
-    )
-  return manifest
+  return TeacherSpec(**manifest['spec']), manifest['shards']
 
 
-def write_manifest(
-  folder: pathlib.Path, spec: TeacherSpec, shards: Mapping[str, Any]
-) -> None:
-  """Writes the manifest of a finished stored teacher.
-
-  Args:
-    folder: its folder.
-    spec: its settings.
-    shards: entries of all shards by their names, in the order of their rows.
-  """
-  content = {
-    'format': FORMAT,
-    'spec': dataclasses.asdict(spec),
-    'shards': dict(shards),
-  }
-  atomic.write_json(folder / MANIFEST, content)
-
-
-def _blank(rows: int, length: int, tokens: int) -> dict[str, np.ndarray]:
-  """Returns the fields of rows without targets."""
+def filler(rows: int, length: int, tokens: int) -> dict[str, np.ndarray]:
+  """Returns the fields of B rows without targets, [B, T, k]."""
   shape = rows, length, tokens
   return {
     framing.STORED_IDS: np.zeros(shape, np.int32),
@@ -140,21 +115,10 @@ def _blank(rows: int, length: int, tokens: int) -> dict[str, np.ndarray]:
   }
 
 
-def filler(folder: str | os.PathLike, length: int) -> dict[str, np.ndarray]:
-  """Returns the fields of a row without targets, [1, T, k].
-
-  Args:
-    folder: folder of the stored teacher.
-    length: decoder length T of the row.
-  """
-  return _blank(1, length, read_manifest(folder)['spec']['tokens'])
-
-
 class StoredTeacher:
   """The probabilities of a finished stored teacher, read by row number.
 
   Attributes:
-    folder: its folder.
     digest: digest of its shards.
   """
 
@@ -164,9 +128,7 @@ class StoredTeacher:
     Raises:
       UserError: there is none, it is damaged, or it is of other records.
     """
-    self.folder = paths.at(folder)
-    manifest = read_manifest(folder)
-    self._spec = TeacherSpec(**manifest['spec'])
+    self._spec, shards = read_manifest(folder)
     if self._spec.records != records.digests:
       raise errors.UserError(
         f'config.teacher.checkpoint: {folder} has probabilities for other'
@@ -174,8 +136,7 @@ class StoredTeacher:
         ' (`python -m encdec_adapt.materialize --teacher=MODEL`), or name their'
         ' config.data.folder.'
       )
-    shards = manifest['shards']
-    local = record_copy.fetch(self.folder, shards)
+    local = record_copy.fetch(paths.at(folder), shards)
     digests = ' '.join(entry['sha256'] for entry in shards.values())
     self.digest = hashlib.sha256(digests.encode()).hexdigest()
     self._source = sources.ArrayRecordDataSource(
@@ -189,7 +150,7 @@ class StoredTeacher:
       rows: row numbers; of filler, negative.
       length: decoder length T of the batch.
     """
-    fields = _blank(len(rows), length, self._spec.tokens)
+    fields = filler(len(rows), length, self._spec.tokens)
     slots = [slot for slot, row in enumerate(rows) if row >= 0]
     # ArrayRecord refuses to read nothing.
     records = slots and self._source.__getitems__([int(rows[i]) for i in slots])

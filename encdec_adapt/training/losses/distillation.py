@@ -187,12 +187,13 @@ class Distillation(cross_entropy.CrossEntropy):
     lengths, _ = self.row_shape(lengths, 1)
     batch = super().pad_batch(maker, lengths, ids, teacher=teacher)
     if self.stored:
-      batch |= stored_teacher.filler(self.stored, lengths.decoder)
+      spec, _ = stored_teacher.read_manifest(self.stored)
+      batch |= stored_teacher.filler(1, lengths.decoder, spec.tokens)
     return batch
 
   def teacher(
     self, references: Mapping[str, loss.Outputs], batch: loss.Batch
-  ) -> distillation_loss.Teacher | distillation_loss.StoredTeacher:
+  ) -> distillation_loss.Distribution:
     """Returns the teacher's distribution."""
     share = self.distillation or 1.0
     if self.stored:
