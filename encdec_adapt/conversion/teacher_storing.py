@@ -98,7 +98,11 @@ def _open(
   data, loss = settings.data, distillation.Distillation()
   loss.check(settings.model, data.objectives)
   source = initial_state.open_reference(
-    loss, settings.teacher, settings.model, data.vocabularies
+    loss,
+    settings.teacher,
+    settings.model,
+    data.vocabularies,
+    data.train.lengths,
   )
   records, _ = materialization.open_sets(data, data.vocabularies.open())
   return source, records

@@ -109,7 +109,7 @@ def test_what_is_refused(records, tmp_path, monkeypatch):
   folder, options, _ = records
   for flags, words in (
     (['--config.loss.kind=distill:divergence=js'], 'set divergence=forward'),
-    (['--config.loss.temperature=2'], 'temperature=2.0; set'),
+    (['--config.loss.temperature=2'], 'temperature=2.0 and on_inputs'),
     (['--config.loss.kind='], 'the loss is cross_entropy; only'),
     ([], 'no stored teacher in'),
   ):
