@@ -17,8 +17,7 @@ from encdec_adapt.models import architecture as architectures
 from encdec_adapt.models import model_config
 from encdec_adapt.objectives import framing
 from encdec_adapt.ops import distillation_loss
-from encdec_adapt.training import train_section
-from encdec_adapt.training.losses import cross_entropy, loss
+from encdec_adapt.training.losses import cross_entropy, loss, rollout_options
 
 _BETA = 0.5
 _JS = 'js'
@@ -176,9 +175,9 @@ class Distillation(cross_entropy.CrossEntropy):
       )
     for name in ('samples', 'cut', 'max_kl'):
       value = getattr(self.rollouts, name)
-      if value != getattr(train_section.Rollouts(), name):
+      if value != getattr(rollout_options.Rollouts(), name):
         raise errors.UserError(
-          f'{train_section.ROLLOUTS}: {name} is {value!r}, which {loss.KIND}'
+          f'{rollout_options.LABEL}: {name} is {value!r}, which {loss.KIND}'
           f' {self.kind!r} does not read: a row has a single completion, which'
           ' counts as it is; leave it out.'
         )
