@@ -310,17 +310,18 @@ def test_task_vectors_of_adapted_decoders(folder, gemma, imported, adapted):
 
 def test_merge_takes_the_last_steps_and_a_start(folder, adapted, trained):
   start, *steps = map(folders.arrays, (adapted, f'{trained}@1', f'{trained}@2'))
-  last = ['merge', trained, '--last=2']
+  start_flag = f'--start={adapted}'
   for name, flags, share in (
-    ('mean', [], 1.0),
-    ('near_start', [f'--start={adapted}', '--weights=0.1,0.1'], 0.2),
-    ('sphere', [f'--start={adapted}', '--weights=0.1,0.1', '--slerp'], 0.2),
+    ('mean', ['--last=2'], 1.0),
+    ('near_start', ['--last=1', start_flag, '--weights=0.2'], 0.2),
+    ('sphere', ['--last=2', start_flag, '--weights=0.1,0.1', '--slerp'], 0.2),
   ):
     output = folder / name
-    assert convert_(*last, *flags, f'--output={output}') == 0
+    assert convert_('merge', trained, *flags, f'--output={output}') == 0
     for path, array in folders.arrays(output).items():
-      tasks = [step[path] - start[path] for step in steps]
-      expected = start[path] + share * sum(tasks) / 2
+      last = steps[-1:] if name == 'near_start' else steps
+      mean = sum(step[path] for step in last) / len(last)
+      expected = start[path] + share * (mean - start[path])
       if name == 'sphere':
         # No shorter than the linear average.
         lengths = [np.linalg.norm(x - start[path]) for x in (array, expected)]
