@@ -226,6 +226,8 @@ def load(
       sections['teacher'] = dataclasses.replace(
         sections['teacher'], checkpoint=init.encoder
       )
+  if sections['teacher'].stored:
+    loss = loss.with_stored_teacher(sections['teacher'].stored)
   schedule = keys.make(
     schedules.ScheduleConfig,
     values['optimizer'],
@@ -481,7 +483,7 @@ def _check_sources(settings: Settings, sources: bool) -> None:
       ' that the one before is needed; set it to at least 2.'
     )
   # Most likely config.loss.distillation was forgotten.
-  if teacher and not loss.references:
+  if teacher and not (loss.references or settings.teacher.stored):
     raise errors.UserError(
       f'config.teacher.checkpoint is {teacher!r} but the loss is {loss.name},'
       ' which reads no other model; empty it, or choose a loss that does, such'

@@ -7,7 +7,7 @@ r"""Converts models between Hugging Face folders and our checkpoints.
     python -m encdec_adapt.convert inspect PATH
     python -m encdec_adapt.convert diff A B
     python -m encdec_adapt.convert merge A B ... [--weights=0.7,0.3] \
-      --output=CKPT
+      [--last=3] [--start=C [--slerp]] --output=CKPT
     python -m encdec_adapt.convert verify A B [--rows=4 --length=64] \
       [--with=transformers]
     python -m encdec_adapt.convert push HF_DIR --repo=ORG/NAME [--public]
@@ -28,6 +28,7 @@ from encdec_adapt.conversion import (
   exporting,
   importing,
   inspection,
+  merging,
   model_on_disk,
 )
 from encdec_adapt.models import model_config
@@ -207,16 +208,34 @@ COMMANDS = {
     ('A', 'B'),
   ),
   'merge': command.Subcommand(
-    'average models of one shape',
+    'average models or task vectors of one shape',
     command.define(
       command.string(
         'weights',
-        'One weight per model, separated by commas. Default: equal weights.',
+        'One weight per model, separated by commas; they sum to 1. With --start'
+        ' they may be any numbers: a sum below 1 interpolates towards it.'
+        ' Default: equal weights.',
+      ),
+      command.integer(
+        'last',
+        'The last N steps that each run has kept, in place of the run.',
+        lower_bound=1,
+      ),
+      command.string(
+        'start',
+        'The model that A, B .. were trained from: it is added to the weighted'
+        ' sum of the differences from it.',
+      ),
+      command.boolean(
+        'slerp',
+        'Interpolate the differences of A and B from --start on a sphere (WARP)'
+        ' and not linearly, each layer of each parameter by itself.',
+        default=False,
       ),
       _OUTPUT,
     ),
-    importing.merge_models,
-    ('A', 'B'),
+    merging.merge_models,
+    ('A',),
     more=True,
   ),
   'verify': command.Subcommand(

@@ -8,7 +8,8 @@ Finished shards are kept when the command is interrupted and given again. With
 a --: `--runner=beam -- --runner=DataflowRunner ..` (`launch/beam.md`). With
 --show it then prints rows of the records as text, with their documents,
 sentinels, masks and weights; with --contamination=SOURCES, which evaluation
-examples occur in the training text.
+examples occur in the training text. With --teacher=MODEL it stores a teacher's
+probabilities of the targets, for `--config.teacher.checkpoint=stored:FOLDER`.
 `encdec_adapt/data/making/materialization.py` does the work.
 """
 
@@ -20,8 +21,10 @@ from absl import flags
 from encdec_adapt import config as config_lib
 from encdec_adapt.base import errors
 from encdec_adapt.cli import command
+from encdec_adapt.conversion import teacher_storing
 from encdec_adapt.data.making import materialization
 from encdec_adapt.data.records import row_display
+from encdec_adapt.ops import sparse_teacher
 
 define_flags = command.define(
   command.define_config,
@@ -43,6 +46,27 @@ define_flags = command.define(
     'Sources of evaluation sets, as in config.data.source: report which of'
     ' their examples share 13 words with the training text.',
     default='',
+  ),
+  command.string(
+    'teacher',
+    'Teacher whose probabilities of the training targets are stored below the'
+    ' folder of the records: a run, RUN@STEP, a Hugging Face folder or'
+    ' hf://ORG/NAME.',
+    default='',
+  ),
+  command.integer(
+    'teacher_tokens',
+    'Tokens that are stored for each target.',
+    default=256,
+    lower_bound=1,
+  ),
+  command.choice(
+    'teacher_form',
+    list(sparse_teacher.FORMS),
+    "What is stored: 'counts' of draws from the teacher, whose expectation is"
+    " its distribution; 'gemma3', the drawn tokens with renormalised"
+    " probabilities (biased); or 'top', the likeliest, renormalised.",
+    default='counts',
   ),
   command.integer(
     'n', 'Rows of each split to print.', default=4, lower_bound=1
@@ -70,7 +94,13 @@ def main(values: flags.FlagValues, options: Sequence[str] = ()) -> int:
     raise errors.UserError(
       f'argument {options[0]!r}: options of a pipeline need --runner=beam'
     )
-  materialization.materialize(settings.data, options if on_beam else None)
+  # A machine that only stores a teacher need not have the sources.
+  if not values.teacher or materialization.is_missing(settings.data):
+    materialization.materialize(settings.data, options if on_beam else None)
+  if values.teacher:
+    teacher_storing.store(
+      settings, values.teacher, values.teacher_form, values.teacher_tokens
+    )
   if values.contamination:
     print(
       materialization.contamination_report(settings.data, values.contamination)

@@ -29,7 +29,7 @@ from encdec_adapt.cli import command
 from encdec_adapt.cluster import code_limits, distributed, lock, preemption
 from encdec_adapt.cluster import watchdog as watchdog_lib
 from encdec_adapt.conversion import initial_state, run_artifacts
-from encdec_adapt.data.records import row_rates
+from encdec_adapt.data.records import row_rates, stored_teacher
 from encdec_adapt.evaluation import evaluators as evaluators_lib
 from encdec_adapt.evaluation.measures import completion_rewards
 from encdec_adapt.files import paths
@@ -42,7 +42,7 @@ from encdec_adapt.telemetry import (
   profiling,
   trackers,
 )
-from encdec_adapt.training import job_telemetry, setup
+from encdec_adapt.training import job_telemetry, on_policy, setup
 from encdec_adapt.training import phases as phases_lib
 from encdec_adapt.training import step as step_lib
 
@@ -186,6 +186,9 @@ def train(
     rewards.check(data.train)
   shapes = [reference.config for reference in frozen.values()]
   teacher_row = setup.reads_teacher_row(lengths, model, *shapes)
+  stored = None
+  if folder := settings.teacher.stored:
+    stored = stored_teacher.StoredTeacher(folder, data.train)
   batches = setup.training_batches(
     data.train,
     settings.train.batch_size,
@@ -197,6 +200,7 @@ def train(
     repeat=settings.data.repeat,
     rates=row_rates.parse(settings.data.rates),
     teacher=teacher_row,
+    stored=stored,
   )
   if not steps:  # The records are the length of the job.
     settings = settings.until_end(start or 0, batches.total - cost.rows)
@@ -232,6 +236,8 @@ def train(
     state = checkpoint.restore(phases.abstract_saved(start))
     log(f'resuming at step {start}')
   reference_params, digests = initial_state.read_references(references)
+  if stored:
+    digests['teacher'] = stored.digest
   meta['references'] = digests
   if start is not None:
     resume_checks.check_same_references(saved, meta)
@@ -246,7 +252,8 @@ def train(
   batch_size = settings.train.batch_size
   flops = setup.step_flops(model, *sizes, batch_size, shapes)
   if loss.samples:
-    flops += setup.sampling_flops(model, *sizes, batch_size)
+    prompts = loss.sampled_rows(batch_size)
+    flops += setup.sampling_flops(model, *sizes, prompts)
   telemetry = job_telemetry.JobTelemetry(
     workdir,
     settings.train,
@@ -271,6 +278,12 @@ def train(
   policy = completion_rewards.make_batches(
     workdir, settings, placement, data, rewards, telemetry, watchdog
   )
+  sampled = policy
+  if loss.samples and not policy:
+    spent = functools.partial(telemetry.phase, watchdog)
+    sampled = on_policy.OnPolicyBatches(
+      placement, loss, data, spent, settings.train, settings.seed, teacher_row
+    )
   evaluators = evaluators_lib.Evaluators(
     workdir,
     config.to_dict(),
@@ -347,11 +360,11 @@ def train(
       row_numbers = rows.pop('row')
       rows = loss.frame(rows, data.train.framing.decoder.pad)
 
-      # Policies: completions of the rows' prompts, with their rewards.
+      # Completions of the rows' prompts; of a policy with their rewards.
       measured = {}
-      if policy:
+      if sampled:
         order, position = batches.order, cost.rows
-        rows, measured = policy(step, state.params, order, position)
+        rows, measured = sampled(step, state.params, order, position)
         watchdog.beat(step, 'compile' if compiling else 'step')
 
       # Update. Dispatch is asynchronous: the host continues meanwhile.
@@ -375,8 +388,8 @@ def train(
       evaluating = last or evaluators.is_due(step)
       evaluating |= saving and settings.checkpoint.keep_best
       saving |= stopping  # At once: a preemption leaves no time to evaluate.
-      # Saved costs include this step. A policy waits for its parameters anyway.
-      if evaluating or saving or compiling or policy:
+      # Saved costs include this step. A sampler waits for parameters anyway.
+      if evaluating or saving or compiling or sampled:
         telemetry.read()
       if not compiling:
         cost.seconds += time.perf_counter() - step_start

@@ -44,7 +44,11 @@ def text(documents: int, seed: int = 0) -> list[str]:
 
 
 def make_records(
-  folder: pathlib.Path, rows: int = 96, held_out: int = 8, pack: bool = True
+  folder: pathlib.Path,
+  rows: int = 96,
+  held_out: int = 8,
+  pack: bool = True,
+  shards: int = 1,
 ) -> list[str]:
   """Writes a vocabulary and prefix_lm and causal_lm records.
 
@@ -74,18 +78,21 @@ def make_records(
         vocabulary,
         some,
         pack and split == 'train',
+        shards,
       )
-  return flags(folder, 'prefix_lm')
+  return [*flags(folder, 'prefix_lm'), f'--config.data.shards={shards}']
 
 
-def _write_set(folder, objective, split, lengths, vocabulary, documents, pack):
+def _write_set(
+  folder, objective, split, lengths, vocabulary, documents, pack, shards
+):
   spec = record_sets.RecordSpec(
     source='text:none',
     split=split,
     objective=objective,
     encoder_length=lengths.encoder,
     decoder_length=lengths.decoder,
-    shards=1,
+    shards=shards,
     pack=pack,
     sentinels='recycle',
     eval_fraction=0.04,
@@ -94,20 +101,23 @@ def _write_set(folder, objective, split, lengths, vocabulary, documents, pack):
     encoder_vocabulary=vocabulary.fingerprint,
   )
   parts = [record_sets.Part(objective, 'text:none')]
-  (key,) = record_writing.shard_keys(spec, parts)
-  with record_writing.ShardWriter(folder, spec, key) as writer:
-    for index, document in enumerate(documents):
-      tokens = vocabulary.encode(document)
-      half = 15 if lengths.encoder else 0
-      # Every length comes up, neighbours' being far apart.
-      count = SHORTEST + index * 5 % (LONGEST - SHORTEST + 1)
-      assert len(tokens) >= half + count - 1
-      targets = np.append(tokens[half : half + count - 1], vocabulary.eos)
-      writer.write([framing.Pair(tokens[:half], targets.astype(np.int32))])
-    entry = writer.finish(examples=len(documents), shared_sentinel_spans=0)
+  entries = {}
+  for key in record_writing.shard_keys(spec, parts):
+    with record_writing.ShardWriter(folder, spec, key) as writer:
+      for index, document in [*enumerate(documents)][key.shard :: shards]:
+        tokens = vocabulary.encode(document)
+        half = 15 if lengths.encoder else 0
+        # Every length comes up, neighbours' being far apart.
+        count = SHORTEST + index * 5 % (LONGEST - SHORTEST + 1)
+        assert len(tokens) >= half + count - 1
+        targets = np.append(tokens[half : half + count - 1], vocabulary.eos)
+        writer.write([framing.Pair(tokens[:half], targets.astype(np.int32))])
+      entries[key] = writer.finish(
+        examples=len(documents), shared_sentinel_spans=0
+      )
   opened = vocabulary_pair.Opened(vocabulary, vocabulary)
   described = opened.describe()
-  record_writing.write_manifest(folder, spec, parts, {key: entry}, described)
+  record_writing.write_manifest(folder, spec, parts, entries, described)
 
 
 def flags(folder: pathlib.Path, objective: str) -> list[str]:

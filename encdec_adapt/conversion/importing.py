@@ -1,16 +1,13 @@
-"""`convert import` and `merge`: models on disk -> a work directory at step 0.
+"""`convert import`: a model on disk -> a work directory at step 0.
 
 Bad input is refused before anything is written, and the work directory
 appears whole or not at all (`work_directory`).
 """
 
-import functools
-
 from absl import flags
-import numpy as np
 
 from encdec_adapt.adaptation import coverage as coverage_lib
-from encdec_adapt.base import errors, option_strings
+from encdec_adapt.base import errors
 from encdec_adapt.checkpoints import orbax_folder
 from encdec_adapt.cli import command
 from encdec_adapt.conversion import (
@@ -18,7 +15,7 @@ from encdec_adapt.conversion import (
   pretrained_files,
   work_directory,
 )
-from encdec_adapt.files import atomic, lazy_array, paths
+from encdec_adapt.files import atomic, paths
 from encdec_adapt.huggingface import (
   config_json,
   flax_folder,
@@ -101,86 +98,3 @@ def _open_flax(
   return model_on_disk.StoredModel(
     path, model, choice, source.arrays, unused=source.unused, name=values.source
   )
-
-
-def merge_models(values: flags.FlagValues, operands: list[str]) -> int:
-  """Runs `convert merge`: averages models of the same shape.
-
-  Raises:
-    UserError: the output exists, the models differ in shape or vocabulary, or
-      the weights do not make an average.
-  """
-  command.require(values, 'output')
-  new_folder.require_free(values.output)
-  weights = _weights(values.weights, len(operands))
-  first = model_on_disk.open_model(operands[0])
-  # Folders are padded as the first model is; runs keep the padding they have.
-  multiple = first.model.decoder.vocab_multiple
-  models = [first] + [
-    model_on_disk.open_model(path, vocab_multiple=multiple)
-    for path in operands[1:]
-  ]
-  for model in models[1:]:
-    differences = model_config.differences(first.model, model.model)
-    # `differences` leaves padding out; averaged arrays must share it too.
-    if not differences and model.model != first.model:
-      differences = ['their tables are padded to other multiples']
-    if differences:
-      raise errors.UserError(
-        f'{first.path} and {model.path} differ in shape:'
-        f' {"; ".join(differences)}. Only models of one config can be averaged.'
-      )
-    # Nothing is known of the ids of a model without a tokenizer.
-    if first.vocabularies and model.vocabularies:
-      for side in first.model.stacks:
-        path = first.vocabularies.path(side)
-        model_on_disk.require_same_tokens(model, side, path, str(first.path))
-  contents = work_directory.Contents(
-    first.model,
-    {'command': 'merge', 'sources': operands, 'weights': weights},
-    pretrained_files.folders(first.path),
-    first.vocabularies,
-  )
-  averages = _averages(models, weights)
-  work_directory.write(values.output, contents, averages, verb='averaged')
-  return 0
-
-
-def _weights(text: str | None, models: int) -> list[float]:
-  """Parses --weights; equal weights where none are given.
-
-  Raises:
-    UserError: they are not as many numbers as models, or do not sum to 1.
-  """
-  if not text:
-    return [1 / models] * models
-  string = option_strings.Part('--weights', text)
-  weights = [part.read(float, 'a number') for part in string.divide(',')]
-  # Negated, so that nan is refused; the tolerance allows for rounded thirds.
-  if len(weights) != models or not abs(sum(weights) - 1) < 1e-6:
-    raise string.error(
-      f'must be {models} numbers, one for each model, that sum to 1, separated'
-      ' by commas.'
-    )
-  return weights
-
-
-def _averages(
-  models: list[model_on_disk.StoredModel], weights: list[float]
-) -> dict[str, lazy_array.LazyArray]:
-  """Returns every parameter of the average, computed when it is read."""
-  sources = [model.arrays() for model in models]
-
-  def read(path: str, index: tuple[slice, ...]) -> np.ndarray:
-    # In float32 whatever the sources have: a bfloat16 sum would lose bits.
-    return sum(
-      np.float32(weight) * np.asarray(arrays[path].read_part(index), np.float32)
-      for weight, arrays in zip(weights, sources, strict=True)
-    )
-
-  return {
-    path: lazy_array.LazyArray(
-      array.shape, np.dtype(np.float32), functools.partial(read, path)
-    )
-    for path, array in sources[0].items()
-  }

@@ -273,9 +273,13 @@ def _history(
   if made_by := summary.get('made_by'):
     sources = made_by['sources']
     weights = ', '.join(f'{weight:g}' for weight in made_by.get('weights', ()))
+    start = made_by.get('start')
     yield (
       f'- Made by `encdec_adapt.convert {made_by["command"]}` of'
-      f' {_names(sources)}' + f', weighted {weights}' * bool(weights) + '.'
+      f' {_names([x for x in sources if x != start])}'
+      + f', weighted {weights}' * bool(weights)
+      + (f', as differences from {_names([start])}' if start else '')
+      + '.'
     )
   else:
     config = _read(path / config_lib.RUN_CONFIG)

@@ -19,6 +19,7 @@ targets (MEAP's masks). The fields of a batch are, in the pair's segment,
 |                  | position that predicts it: t_0 is predicted by the     |
 |                  | last prefix token, t_j by t_j-1                        |
 | row              | index of the record row, -1 for a filler row           |
+| stored_*         | ids and probabilities of a stored teacher, k a target  |
 
 So a pair takes m+1 encoder, n decoder and m+1+n teacher positions. Each side
 has BOS and padding of its vocabulary; EOS and the teacher's tokens are the
@@ -58,6 +59,11 @@ GROUP_AXES = dict.fromkeys(
   + ('decoder_tokens', 'decoder_segments', 'decoder_positions')
   + ('teacher_tokens', 'teacher_segments', 'teacher_positions'),
   ('batch', None, 'length'),
+)
+# Fields of a stored teacher, [B, T, k], and their logical axes.
+STORED_IDS, STORED_PROBABILITIES = 'stored_ids', 'stored_probabilities'
+STORED_AXES = dict.fromkeys(
+  (STORED_IDS, STORED_PROBABILITIES), ('batch', 'length', None)
 )
 
 

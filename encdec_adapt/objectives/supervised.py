@@ -91,6 +91,7 @@ class Supervised(example_maker.ExampleMaker):
   }
   reads = 'text'
   documents = 'pairs'
+  distills = True
   one_vocabulary = ''
 
   @classmethod

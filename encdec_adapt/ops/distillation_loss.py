@@ -1,11 +1,14 @@
-"""Terms of distillation from a teacher's whole distribution.
+"""Terms of distillation from a teacher's distribution.
 
 The objective of the Gemma 2 report (section 3, knowledge distillation) over
-the full vocabulary; `vocabulary_loss` adds it up. Student and teacher may
-differ in width; they share the vocabulary.
+the full vocabulary, with the divergences of generalised knowledge distillation
+(GKD, arXiv:2306.13649, section 3); `vocabulary_loss` adds it up. Student and
+teacher may differ in width; they share the vocabulary. The teacher is a model,
+or probabilities of a few tokens that were stored (`sparse_teacher`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+import math
 from typing import Any
 
 import flax.struct
@@ -14,104 +17,221 @@ from jaxtyping import Array, Float
 
 from encdec_adapt.ops import vocabulary_parallel
 
+# KL(teacher || student), KL(student || teacher), and the mean of the KL
+# divergences of both from their mixture.
+DIVERGENCES = ('forward', 'reverse', 'js')
+
+
+def _static(default: Any) -> Any:
+  """Declares a keyword field that is no array."""
+  return flax.struct.field(pytree_node=False, default=default, kw_only=True)
+
 
 @flax.struct.dataclass
-class Teacher:
-  """A distribution over the vocabulary for every target.
+class Distribution:
+  """Base of what a student learns from: a distribution for every target.
+
+  Attributes:
+    share: weight of its term in [0, 1]; the targets get the rest.
+    softcap: soft-cap of its logits, or None.
+    temperature: temperature of both distributions, positive. Soft-capped
+      logits are divided by it; the objective is multiplied by its square, which
+      keeps the size of the gradient (Hinton et al. 2015, section 2).
+    divergence: one of `DIVERGENCES`.
+    beta: weight of the teacher in the mixture of 'js', in (0, 1): beta *
+      KL(teacher || mixture) + (1 - beta) * KL(student || mixture). Its limits
+      are 0, and not the other divergences.
+  """
+
+  share: float = _static(1.0)
+  softcap: float | None = _static(None)
+  temperature: float = _static(1.0)
+  divergence: str = _static('forward')
+  beta: float = _static(0.5)
+
+  @property
+  def tokens(self) -> list[Array]:
+    """Arrays [B, T, ..] that are split over the tokens."""
+    raise NotImplementedError
+
+  def tables(self, rows: int) -> list[Array]:
+    """Returns arrays [rows, ..] that are split as the student's table is."""
+    del rows
+    return []
+
+  def logits(
+    self,
+    columns: vocabulary_parallel.Columns,
+    tokens: Sequence[Array],
+    tables: Sequence[Array],
+  ) -> Float[Array, 'rows v']:
+    """Computes the logits of rows in the local columns, before the soft-cap.
+
+    Args:
+      columns: the local columns.
+      tokens: rows of `tokens`.
+      tables: local rows of `tables`.
+    """
+    raise NotImplementedError
+
+  def terms(
+    self,
+    columns: vocabulary_parallel.Columns,
+    logits: Float[Array, 'rows v'],
+    tokens: Sequence[Array],
+    tables: Sequence[Array],
+    weights: Float[Array, 'rows'] | None,
+    *,
+    softcap: float | None,
+  ) -> tuple[list[Float[Array, 'rows v']], Callable]:
+    """Prepares terms per row, and with weights the gradient of the raw logits.
+
+    Args:
+      columns: the local columns.
+      logits: logits of the student, float32, before the soft-cap.
+      tokens: rows of `tokens`.
+      tables: local rows of `tables`.
+      weights: weight of each row, or None for no gradient.
+      softcap: soft-cap of the student's logits, or None.
+
+    Returns:
+      What is summed over the vocabulary; and a function of the sums, which
+      returns 'total' and 'divergence', each [rows], without weights; and the
+      gradient [rows, v] of weights * total, or None.
+    """
+    temperature = self.temperature
+    capped, slope = vocabulary_parallel.soft_cap(logits, softcap)
+    teacher_scores, _ = vocabulary_parallel.soft_cap(
+      self.logits(columns, tokens, tables), self.softcap
+    )
+    excluded = vocabulary_parallel.EXCLUDED
+    scores = columns.only_tokens(capped / temperature, excluded)
+    teacher_scores = columns.only_tokens(teacher_scores / temperature, excluded)
+    shift, teacher_shift = (
+      vocabulary_parallel.fixed_shift(cap, temperature)
+      for cap in (softcap, self.softcap)
+    )
+    if shift is None or teacher_shift is None:
+      shift, teacher_shift = columns.max(scores, teacher_scores)  # [rows] each
+    exponentials = jnp.exp(scores - jnp.expand_dims(shift, -1))
+    unnormalised = jnp.exp(teacher_scores - jnp.expand_dims(teacher_shift, -1))
+    parts = [exponentials, unnormalised]
+    # A KL divergence follows from the same pass; a mixture needs both
+    # normalisers before its logarithm.
+    if self.divergence != 'js':
+      weight = parts[int(self.divergence == 'forward')]
+      parts += [weight * scores, weight * teacher_scores]
+
+    def finish(sums):
+      normalisers = shift + jnp.log(sums[0]), teacher_shift + jnp.log(sums[1])
+      log_student = scores - normalisers[0][:, None]
+      log_teacher = teacher_scores - normalisers[1][:, None]
+      if self.divergence == 'js':
+        divergence, gradient = self._js(columns, log_student, log_teacher)
+        total = divergence
+      else:
+        # Means of both log-probabilities over a distribution.
+        count = sums[int(self.divergence == 'forward')]
+        student = sums[2] / count - normalisers[0]
+        teacher = sums[3] / count - normalisers[1]
+        if self.divergence == 'forward':
+          # The cross-entropy, which differs by the teacher's entropy.
+          total, divergence = -student, teacher - student
+          gradient = jnp.exp(log_student) - jnp.exp(log_teacher)
+        else:
+          total = divergence = student - teacher
+          gradient = jnp.exp(log_student) * (
+            log_student - log_teacher - divergence[:, None]
+          )
+      values = {
+        'total': self.share * temperature**2 * total,
+        'divergence': divergence,
+      }
+      if weights is None:
+        return values, None
+      # Of temperature^2 a factor cancels: scores are divided by the
+      # temperature.
+      scale = self.share * temperature * weights.astype(jnp.float32)
+      dlogits = scale[:, None] * gradient
+      return values, dlogits if slope is None else dlogits * slope
+
+    return parts, finish
+
+  def _js(
+    self,
+    columns: vocabulary_parallel.Columns,
+    log_student: Float[Array, 'rows v'],
+    log_teacher: Float[Array, 'rows v'],
+  ) -> tuple[Float[Array, 'rows'], Float[Array, 'rows v']]:
+    """Returns 'js' and its gradient in the student's scores."""
+    log_mixture = jnp.logaddexp(
+      log_teacher + math.log(self.beta), log_student + math.log1p(-self.beta)
+    )
+    student = jnp.exp(log_student)
+    of_student, of_teacher = columns.sum(
+      student * (log_student - log_mixture),
+      jnp.exp(log_teacher) * (log_teacher - log_mixture),
+    )
+    divergence = self.beta * of_teacher + (1 - self.beta) * of_student
+    # The derivatives of the mixture's logarithm in both terms cancel.
+    difference = log_student - log_mixture - of_student[:, None]
+    return divergence, (1 - self.beta) * student * difference
+
+
+@flax.struct.dataclass
+class Teacher(Distribution):
+  """The distribution of a model.
 
   Attributes:
     hidden: final hidden states [B, T, E] at the positions that predict the
       same tokens as the student's.
     table: output table [W, E], possibly padded differently.
-    softcap: soft-cap of its logits, or None.
-    share: weight of its term in [0, 1]; the targets get the rest.
-    temperature: temperature of both distributions, positive. Soft-capped
-      logits are divided by it; the objective is multiplied by its square, which
-      keeps the size of the gradient (Hinton et al. 2015, section 2).
   """
 
   # Any: tree maps put specs, shapes and shardings in the place of arrays.
   hidden: Any
   table: Any
-  softcap: float | None = flax.struct.field(pytree_node=False, default=None)
-  share: float = flax.struct.field(pytree_node=False, default=1.0)
-  temperature: float = flax.struct.field(pytree_node=False, default=1.0)
 
-  def table_with_rows(self, rows: int) -> Float[Array, 'V E']:
-    """Returns the table, padded like the student's to be sharded alike."""
-    # Rows beyond the vocabulary are excluded from every sum, so they may be
-    # cut off or zeros.
+  @property
+  def tokens(self):
+    return [self.hidden]
+
+  def tables(self, rows):
+    # Padded like the student's to be sharded alike. Rows beyond the vocabulary
+    # are excluded from every sum, so they may be cut off or zeros.
     table = self.table[:rows]
     table = jnp.pad(table, ((0, rows - table.shape[0]), (0, 0)))
-    return table.astype(self.hidden.dtype)
+    return [table.astype(self.hidden.dtype)]
+
+  def logits(self, columns, tokens, tables):
+    return vocabulary_parallel.product(*tokens, *tables)
 
 
-def terms(
-  columns: vocabulary_parallel.Columns,
-  logits: Float[Array, 'rows v'],
-  teacher_logits: Float[Array, 'rows v'],
-  weights: Float[Array, 'rows'] | None,
-  teacher: Teacher,
-  *,
-  softcap: float | None,
-) -> tuple[list[Float[Array, 'rows v']], Callable]:
-  """Prepares terms per row, and with weights the gradient of the raw logits.
+@flax.struct.dataclass
+class StoredTeacher(Distribution):
+  """Probabilities of k tokens for every target; those of others are 0.
 
-  Args:
-    columns: the local columns.
-    logits: logits of the student, float32, before the soft-cap.
-    teacher_logits: logits of the teacher, float32, before its soft-cap.
-    weights: weight of each row, or None for no gradient.
-    teacher: the teacher; its soft-cap, share and temperature are read.
-    softcap: soft-cap of the student's logits, or None.
-
-  Returns:
-    What is summed over the vocabulary; and a function of the sums, which
-    returns 'total' and 'kl', each [rows], without weights; and the gradient
-    [rows, v] of weights * total, or None.
+  Attributes:
+    ids: token ids [B, T, k]; the probabilities of equal ids add up.
+    probabilities: their probabilities [B, T, k], which sum to 1, or to 0 at a
+      target of weight 0.
   """
-  share, temperature = teacher.share, teacher.temperature
-  capped, slope = vocabulary_parallel.soft_cap(logits, softcap)
-  teacher_scores, _ = vocabulary_parallel.soft_cap(
-    teacher_logits, teacher.softcap
-  )
-  excluded = vocabulary_parallel.EXCLUDED
-  scores = columns.only_tokens(capped / temperature, excluded)
-  teacher_scores = columns.only_tokens(teacher_scores / temperature, excluded)
-  shift, teacher_shift = (
-    vocabulary_parallel.fixed_shift(cap, temperature)
-    for cap in (softcap, teacher.softcap)
-  )
-  if shift is None or teacher_shift is None:
-    shift, teacher_shift = columns.max(scores, teacher_scores)  # [rows] each
-  # Both entropies follow from four sums: no array of log-probabilities is ever
-  # formed.
-  unnormalised = jnp.exp(teacher_scores - jnp.expand_dims(teacher_shift, -1))
-  parts = [
-    jnp.exp(scores - jnp.expand_dims(shift, -1)),
-    unnormalised,
-    unnormalised * scores,
-    unnormalised * teacher_scores,
-  ]
 
-  def finish(sums):
-    normaliser, teacher_normaliser, cross, self_term = sums
-    log_normaliser = shift + jnp.log(normaliser)
-    teacher_log_normaliser = teacher_shift + jnp.log(teacher_normaliser)
-    cross_entropy = log_normaliser - cross / teacher_normaliser
-    entropy = teacher_log_normaliser - self_term / teacher_normaliser
-    values = {
-      'total': share * temperature**2 * cross_entropy,
-      'kl': cross_entropy - entropy,
-    }
-    if weights is None:
-      return values, None
-    # Of temperature^2 a factor cancels: scores are divided by the temperature.
-    scale = share * temperature * weights.astype(jnp.float32)
-    dlogits = scale[:, None] * (
-      jnp.exp(scores - log_normaliser[:, None])
-      - jnp.exp(teacher_scores - teacher_log_normaliser[:, None])
-    )
-    return values, dlogits if slope is None else dlogits * slope
+  ids: Any
+  probabilities: Any
 
-  return parts, finish
+  @property
+  def tokens(self):
+    return [self.ids, self.probabilities]
+
+  def logits(self, columns, tokens, tables):
+    ids, probabilities = tokens
+    size = len(columns.ids)
+    local = ids - columns.ids[0]
+    # Those of other devices' columns are dropped; a negative index would count
+    # from the end.
+    local = jnp.where(local < 0, size, local)
+    rows = jnp.arange(len(ids))[:, None]
+    dense = jnp.zeros((len(ids), size), jnp.float32)
+    dense = dense.at[rows, local].add(probabilities, mode='drop')
+    return jnp.where(dense > 0, jnp.log(dense), vocabulary_parallel.EXCLUDED)

@@ -1,7 +1,7 @@
 """Cross-entropy over a large vocabulary, in a pass that stores no logits.
 
-Alone, or with distillation from a teacher's whole distribution, computed from
-the same logits. All results are sums over weights: the caller divides by the
+Alone, or with distillation from a teacher's distribution, computed from the
+same logits. All results are sums over weights: the caller divides by the
 weight of the whole global step, so that microbatches and hosts of unequal
 weight add up to one large batch. Losses that compare sequences read the
 log-probability of each token instead (`token_log_probs`).
@@ -25,11 +25,12 @@ class LossSums:
   Attributes:
     total: the objective: weights * (cross-entropy with label smoothing, plus
       z_loss * log(normaliser)^2). With a teacher: weights * (share *
-      temperature^2 * cross-entropy to the teacher, plus (1 - share) *
-      cross-entropy with label smoothing, plus the z-loss).
+      temperature^2 * divergence, plus (1 - share) * cross-entropy with label
+      smoothing, plus the z-loss), where KL(teacher || student) is without the
+      teacher's entropy, as the cross-entropy to the teacher.
     cross_entropy: weights * -log p(target), without smoothing.
-    kl: weights * KL(teacher || student), both at the temperature; not
-      multiplied by its square. 0 without a teacher.
+    divergence: weights * divergence of teacher and student, both at the
+      temperature; not multiplied by its square. 0 without a teacher.
     z_loss: the z-loss part of `total`.
     correct: weight of the tokens with a target of the largest logit (ties
       count as correct).
@@ -38,7 +39,7 @@ class LossSums:
 
   total: vocabulary_parallel.Sum
   cross_entropy: vocabulary_parallel.Sum
-  kl: vocabulary_parallel.Sum
+  divergence: vocabulary_parallel.Sum
   z_loss: vocabulary_parallel.Sum
   correct: vocabulary_parallel.Sum
   weight: vocabulary_parallel.Sum
@@ -55,7 +56,7 @@ def cross_entropy(
   z_loss: float = 0.0,
   label_smoothing: float = 0.0,
   chunk: int = vocabulary_parallel.DEFAULT_CHUNK,
-  teacher: distillation_loss.Teacher | None = None,
+  teacher: distillation_loss.Distribution | None = None,
 ) -> LossSums:
   """Computes the cross-entropy of `targets` under softmax(hidden @ table.T).
 
@@ -231,7 +232,7 @@ def _run(hidden, table, weights, *arguments, **options):
     name: jnp.sum(jnp.where(weights == 0, 0.0, weights * value))
     for name, value in values.items()
   }
-  sums.setdefault('kl', jnp.zeros((), jnp.float32))
+  sums.setdefault('divergence', jnp.zeros((), jnp.float32))
   sums['weight'] = jnp.sum(weights)
   return LossSums(**sums), (dhidden, dtable, values['total'])
 
@@ -241,7 +242,7 @@ def _sweep(
   table: jax.Array,
   weights: jax.Array,
   targets: jax.Array,
-  teacher: distillation_loss.Teacher | None,
+  teacher: distillation_loss.Distribution | None,
   *,
   with_gradients: bool,
   vocab_size: int,
@@ -262,14 +263,14 @@ def _sweep(
   tokens, tables = [hidden, targets, weights], [table.astype(hidden.dtype)]
   if teacher is not None:
     share = 1.0 - teacher.share
-    tokens.append(teacher.hidden)
-    tables.append(teacher.table_with_rows(table.shape[0]))
+    tokens += teacher.tokens
+    tables += teacher.tables(table.shape[0])
   # Without weight on the data its terms are only reported.
   data_counts = share > 0 or z_loss > 0
 
   def step(columns, tokens, tables):
-    """Computes the terms of a chunk from the logits of both models."""
-    x, y, w, *x_teacher = tokens
+    """Computes the terms of a chunk from its logits, and the teacher's."""
+    x, y, w, *teacher_tokens = tokens
     w = w if with_gradients else None
     logits = vocabulary_parallel.product(x, tables[0])  # [rows, v]
     parts, finish = terms(
@@ -286,15 +287,14 @@ def _sweep(
     )
     if teacher is None:
       return finish(*columns.reduce(*parts))
-    teacher_logits = vocabulary_parallel.product(*x_teacher, tables[1])
-    teacher_parts, distill = distillation_loss.terms(
-      columns, logits, teacher_logits, w, teacher, softcap=softcap
+    teacher_parts, distill = teacher.terms(
+      columns, logits, teacher_tokens, tables[1:], w, softcap=softcap
     )
     # One pass over the logits, and one exchange.
     largest, sums = columns.reduce(*parts, *teacher_parts)
     values, dlogits = finish(largest, sums)
     distilled, gradient = distill(sums[-len(teacher_parts) :])
-    values['kl'] = distilled['kl']
+    values['divergence'] = distilled['divergence']
     values['total'] += distilled['total']
     return values, gradient if dlogits is None else gradient + dlogits
 

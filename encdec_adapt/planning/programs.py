@@ -169,7 +169,8 @@ class Job:
   def rows(self) -> int:
     """Rows of a batch on all devices."""
     if self.name == 'sample':
-      return self.train.batch_size * self.loss.rollouts.samples
+      _, samples = self.loss.row_shape(self.data.train.lengths, 1)
+      return self.loss.sampled_rows(self.train.batch_size) * samples
     return self.train.batch_size if self.trains else self.train.eval_batch_size
 
   @property

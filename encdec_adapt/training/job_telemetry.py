@@ -8,6 +8,7 @@ Formats and files are those of `telemetry`; this module only calls it at the
 right moments of the loop.
 """
 
+import collections
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import os
@@ -71,6 +72,7 @@ class JobTelemetry(contextlib.AbstractContextManager):
     self._flops = flops_per_step
     self._guard = guards.NonFiniteGuard(workdir, train.max_skipped)
     self._split = timing.TimeSplit()
+    self._spent = collections.Counter[str]()  # Seconds of this start.
     self._meter = progress.Progress(
       end,
       first_step=start or 0,
@@ -173,6 +175,7 @@ class JobTelemetry(contextlib.AbstractContextManager):
     self.cost.flops += self._flops
     self._meter.update(step, values['tokens'])
     times = self._split.take()
+    self._spent.update(times)
     times |= self._meter.rates() | _sampling_rates(times, values)
     self.over_budget = 0 < self._max_kl < values.get('kl', 0.0)
     self._write('train', step, values)
@@ -183,7 +186,12 @@ class JobTelemetry(contextlib.AbstractContextManager):
       if self._starts:
         goodput = self._starts.goodput(self.cost.seconds)
         memory = environment.memory_high_water()
-        self._write('job', step, goodput | memory)
+        total = max(self._spent['seconds/total'], 1e-9)
+        shares = {
+          f'share/{part}': self._spent[f'seconds/{part}'] / total
+          for part in ('sample', 'reward')
+        }
+        self._write('job', step, goodput | shares | memory)
 
   def record_evaluation(self, step: int, values: Mapping[str, float]) -> None:
     """Writes held-out metrics and prints the selected metric."""
@@ -281,8 +289,13 @@ def _sampling_rates(
     return {}
   parts = {'update': ('dispatch', 'compile', 'device')}
   parts |= {name: (name,) for name in ('sample', 'reward')}
+  seconds = {
+    name: sum(times[f'seconds/{part}'] for part in group)
+    for name, group in parts.items()
+  }
+  # Without rewards, the time of theirs is 0.
   return {
-    f'sampled_tokens_per_second/{name}': values['sampled_tokens']
-    / max(sum(times[f'seconds/{part}'] for part in seconds), 1e-9)
-    for name, seconds in parts.items()
+    f'sampled_tokens_per_second/{name}': values['sampled_tokens'] / value
+    for name, value in seconds.items()
+    if value > 0
   }

@@ -18,9 +18,9 @@ from jaxtyping import Bool, Float, Int
 import numpy as np
 
 from encdec_adapt.data.records import record_sets
-from encdec_adapt.inference import decoding
+from encdec_adapt.inference import decoding, lengths
 from encdec_adapt.inference import sampling as sampling_lib
-from encdec_adapt.models import base_model, build, model_config
+from encdec_adapt.models import base_model, build
 from encdec_adapt.objectives import framing
 from encdec_adapt.sharding import rules as rules_lib
 from encdec_adapt.tokenizers import chat_format, vocabulary
@@ -49,9 +49,7 @@ class Samples(NamedTuple):
     return self.tokens[prompt, sample, : self.counts[prompt, sample]]
 
 
-def sampling_rules(
-  placement: state_lib.Placement,
-) -> rules_lib.Rules:
+def sampling_rules(placement: state_lib.Placement) -> rules_lib.Rules:
   """Returns the rules by which the copy of a model's parameters is sharded."""
   counts = [
     count
@@ -59,20 +57,6 @@ def sampling_rules(
     for count in (stack.kv_heads, stack.mlp_width, stack.table_rows)
   ]
   return placement.rules.for_sampling(placement.mesh.shape, counts)
-
-
-def state_size(
-  model: model_config.ModelConfig, encoder_length: int, tokens: int
-) -> dict[str, int]:
-  """Returns the arguments of `decoding.start` for prompts and completions.
-
-  Args:
-    model: the model.
-    encoder_length: most tokens of a prompt.
-    tokens: most tokens of a completion.
-  """
-  positions = model.architecture.positions(encoder_length, tokens)
-  return {'length': positions['decoder'], 'source': positions.get('encoder', 0)}
 
 
 class Sampler:
@@ -138,18 +122,14 @@ class Sampler:
       step: step of the parameters.
       greedy: whether the first completion of each prompt is the greedy one.
     """
-    options, lengths = self.options, self._lengths
-    count = len(pairs) * options.samples
-    tokens = np.full(
-      (len(pairs), lengths.encoder), self._prompt_ids.pad, np.int32
+    options, bos = self.options, self._prompt_ids.bos
+    count, longest = len(pairs) * options.samples, self._lengths.encoder
+    prompts = [
+      [bos, *(() if pair is None else self.prompt(pair))] for pair in pairs
+    ]
+    tokens, used = lengths.pad(
+      prompts, len(pairs), self._prompt_ids.pad, longest
     )
-    used = np.ones(len(pairs), np.int32)
-    tokens[:, 0] = self._prompt_ids.bos
-    for i, pair in enumerate(pairs):
-      if pair is not None:
-        prompt = self.prompt(pair)
-        used[i] = 1 + len(prompt)
-        tokens[i, 1 : used[i]] = prompt
     group = decoding.Group(
       tokens=tokens,
       lengths=used,
@@ -161,24 +141,16 @@ class Sampler:
     params = decoding.prepare(
       self._model, params, int8=False, mesh=self._mesh, rules=self._rules
     )
-    programs = decoding.Programs(
-      build.unroll(self._model),
-      self._mesh,
-      self._rules,
-      decoding.shapes_of(params),
+    model, shapes = build.unroll(self._model), decoding.shapes_of(params)
+    run = decoding.Programs(model, self._mesh, self._rules, shapes).run
+    size = model.architecture.positions(longest, options.tokens)
+    source = size.get('encoder', 0)
+    state = run(
+      decoding.start, rows=count, length=size['decoder'], source=source
     )
-    size = state_size(self._model.config, lengths.encoder, options.tokens)
-    state = programs.run(decoding.start, rows=count, **size)
-    state = programs.run(decoding.prefill, params, state, group, self._bos)
-    state = programs.run(
-      decoding.decode,
-      params,
-      state,
-      self._ends,
-      np.int32(count),
-      np.int32(options.tokens),
-      tempered=True,
-    )
+    state = run(decoding.prefill, params, state, group, self._bos)
+    limits = self._ends, np.int32(count), np.int32(options.tokens)
+    state = run(decoding.decode, params, state, *limits, tempered=True)
     ids, counts, log_probs = jax.device_get(
       (state.tokens, state.count, state.log_probs)
     )

@@ -13,7 +13,8 @@ class TeacherConfig:
     '',
     'The teacher, or the reference of preferences: a run, RUN@STEP, a Hugging'
     " Face folder or hf://ORG/NAME; '' for none, or for a reference the model"
-    ' that training starts from (config.init.mode=checkpoint).',
+    ' that training starts from (config.init.mode=checkpoint). stored:FOLDER'
+    ' names what `materialize --teacher` has stored.',
   )
   dtype: str = keys.key(
     '',
@@ -24,3 +25,10 @@ class TeacherConfig:
 
   def __post_init__(self):
     keys.check(self, 'config.teacher.')
+
+  @property
+  def stored(self) -> str:
+    """Folder of a stored teacher; '' where the teacher is a model or none."""
+    prefix = 'stored:'
+    is_stored = self.checkpoint.startswith(prefix)
+    return self.checkpoint.removeprefix(prefix) if is_stored else ''

@@ -17,6 +17,7 @@ from encdec_adapt import config as config_lib
 from encdec_adapt import train
 from encdec_adapt.base import errors
 from encdec_adapt.checkpoints import manager
+from encdec_adapt.conversion import merging
 from encdec_adapt.models import model_config
 from encdec_adapt.tokenizers import vocabulary_training
 from tests import tiny
@@ -103,16 +104,24 @@ def test_what_transformers_cannot_load_is_written_in_our_layout(
   _assert_same_files(again, output, 'model.safetensors', 'config.json')
 
 
-def test_a_trained_pair_is_exported_with_its_history(folder, pairs, adapted):
+@pytest.fixture(scope='module')
+def trained(folder, pairs, adapted):
+  """A run of two steps, both kept."""
   workdir = folder / 'trained'
   flags = [
     '--config.init.mode=checkpoint',
     f'--config.init.encoder={adapted}',
     '--config.train.steps=2',
+    '--config.checkpoint.every=1',
     '--config.model.vocab_multiple=128',
     f'--workdir={workdir}',
   ]
   assert tiny.call(train, *pairs, *flags) == 0
+  return workdir
+
+
+def test_a_trained_pair_is_exported_with_its_history(folder, adapted, trained):
+  workdir = trained
   output = _export(workdir, folder / 'trained_out')
   raw = _json(output / 'config.json')
   assert (raw['model_type'], raw['eos_token_id']) == ('t5gemma', 1)
@@ -275,6 +284,69 @@ def test_merge_averages_every_parameter(folder, imported):
   assert (exported / 'tokenizer.model').exists()
   card = (exported / 'README.md').read_text()
   assert 'merge` of `imported` and `other_gemma`, weighted 0.25, 0.75.' in card
+
+
+def test_task_vectors_of_adapted_decoders(folder, gemma, imported, adapted):
+  tuned = folders.make_folder(folder / 'tuned_gemma', folders.GEMMA, seed=6)
+  trained = folders.make_folder(folder / 'trained_gemma', folders.GEMMA, seed=7)
+  pt, (it, pair) = (
+    adapted,
+    [folders.adapt(x.with_suffix('.pair'), f'--encoder={x}')
+     for x in (tuned, trained)],
+  )  # fmt: skip
+  output = folder / 'task_vector'
+  flags = ['--weights=1,1,-1', f'--output={output}']
+  assert convert_('merge', pair, it, pt, *flags) == 0
+  merged, pair, it, pt = map(folders.arrays, (output, pair, it, pt))
+  for path, array in merged.items():
+    np.testing.assert_array_equal(array, pair[path] + it[path] - pt[path], path)
+  # Cross-attention moves by the difference of self-attention.
+  names = 'decoder/blocks/layer_0/{}attention/query'
+  cross, own = (names.format(x) for x in ('cross_', ''))
+  np.testing.assert_allclose(
+    merged[cross] - pair[cross], it[own] - pt[own], atol=1e-6
+  )
+
+
+def test_merge_takes_the_last_steps_and_a_start(folder, adapted, trained):
+  start, *steps = map(folders.arrays, (adapted, f'{trained}@1', f'{trained}@2'))
+  start_flag = f'--start={adapted}'
+  for name, flags, share in (
+    ('mean', ['--last=2'], 1.0),
+    ('near_start', ['--last=1', start_flag, '--weights=0.2'], 0.2),
+    ('sphere', ['--last=2', start_flag, '--weights=0.1,0.1', '--slerp'], 0.2),
+  ):
+    output = folder / name
+    assert convert_('merge', trained, *flags, f'--output={output}') == 0
+    for path, array in folders.arrays(output).items():
+      last = steps[-1:] if name == 'near_start' else steps
+      mean = sum(step[path] for step in last) / len(last)
+      expected = start[path] + share * (mean - start[path])
+      if name == 'sphere':
+        # No shorter than the linear average.
+        lengths = [np.linalg.norm(x - start[path]) for x in (array, expected)]
+        assert lengths[0] >= lengths[1] * (1 - 1e-5)
+      else:
+        np.testing.assert_allclose(array, expected, atol=1e-6, err_msg=path)
+  with pytest.raises(errors.UserError, match='of the steps 1, 2'):
+    convert_('merge', trained, '--last=3', f'--output={folder}/three')
+
+
+def test_slerp_of_literal_vectors():
+  start = np.float32([[1, 1], [2, 2], [3, 3], [4, 4]])
+  a = np.float32([[2, 0], [2, 0], [0, 0], [2, 0]])
+  b = np.float32([[0, 2], [4, 0], [0, 2], [-2, 0]])
+  # By layer: at a right angle, parallel, a zero vector, and opposite.
+  merged = merging.slerp(start, a, b, (0.5, 0.5), layers=True)
+  half = np.sqrt(2)  # 2 * sin(45 degrees)
+  np.testing.assert_allclose(
+    merged - start, [[half, half], [3, 0], [0, 1], [0, 0]], atol=1e-6
+  )
+  # A third of the angle, and half of the way from the start.
+  merged = merging.slerp(start[0], a[0], b[0], (1 / 3, 1 / 6))
+  np.testing.assert_allclose(
+    merged - start[0], [np.cos(np.pi / 6), np.sin(np.pi / 6)], atol=1e-6
+  )
 
 
 def test_models_with_other_vocabularies_are_not_combined(

@@ -96,7 +96,8 @@ def test_a_policy_learns_from_a_reward_of_the_user(
   times = _records(workdir, 'time')[-1]
   for name in ('sample', 'reward', 'update'):
     assert times[f'sampled_tokens_per_second/{name}'] > 0
-  assert times['seconds/sample'] > 0 and times['seconds/reward'] > 0
+  job = _records(workdir, 'job')[-1]
+  assert 0 < job['share/reward'] < job['share/sample'] < 1
   lines = (workdir / policy_batches.FILE).read_text().splitlines()
   lines = [json.loads(line) for line in lines]
   assert [(x['split'], x['step']) for x in lines[::8]] == [

@@ -103,3 +103,36 @@ def test_a_reward_model_trains_scores_and_chooses(tmp_path):
   )
   # The run computes in bfloat16 where processors multiply in it.
   np.testing.assert_allclose(again[:, 0], rewards, rtol=0.02)
+  # A policy learns by it, and scores as the run itself does.
+  policy = tmp_path / 'policy'
+  done = tiny.run(
+    'train',
+    f'--config=configs/sft.py:source={SOURCE}',
+    f'--workdir={policy}',
+    '--config.loss.kind=rloo',
+    '--config.train.rollouts=samples=2,tokens=8',
+    f'--config.train.rewards=model:{run}@2',
+    '--config.data.objective=pairs:separator=":"',
+    f'--config.data.source=pairs:{file}#prompt,chosen',
+    '--config.data.encoder_length=32',
+    '--config.data.decoder_length=32',
+    '--config.data.workers=1',
+    '--config.train.batch_size=8',
+    '--config.train.steps=2',
+    '--config.train.log_every=1',
+    '--config.train.evaluators=loss=2',
+    '--config.optimizer.warmup_steps=0',
+  )
+  assert done.returncode == 0, done.stdout + done.stderr
+  lines = _lines(policy / 'rollouts.jsonl')
+  again = answer_encoding.score_texts(
+    encdec_adapt.load(run),
+    [line['prompt'] for line in lines],
+    [[line['completion']] for line in lines],
+    [[line['ended']] for line in lines],
+    batch_size=2,
+  )
+  rewards = [line['rewards']['run'] for line in lines]
+  assert [2 * x for x in rewards] == [line['reward'] for line in lines]
+  # Close only: texts that are encoded again may have other tokens.
+  assert np.corrcoef(again[:, 0], rewards)[0, 1] > 0.98

@@ -37,7 +37,7 @@ def cross_entropy(
   softcap: float | None = None,
   z_loss: float = 0.0,
   label_smoothing: float = 0.0,
-  teacher: distillation_loss.Teacher | None = None,
+  teacher: distillation_loss.Distribution | None = None,
 ) -> vocabulary_loss.LossSums:
   """`vocabulary_loss.cross_entropy`, densely."""
   scores = logits(hidden, table, vocab_size=vocab_size, softcap=softcap)
@@ -46,27 +46,49 @@ def cross_entropy(
   nll = log_normaliser - wanted
   uniform = log_normaliser - jnp.mean(scores, axis=-1)
   objective = (1 - label_smoothing) * nll + label_smoothing * uniform
-  kl = jnp.zeros_like(nll)
+  divergence = jnp.zeros_like(nll)
   if teacher is not None:
+    to_teacher, divergence = _distilled(scores, teacher, vocab_size)
+    share = teacher.share
+    objective = share * to_teacher + (1 - share) * objective
+  z_term = z_loss * jnp.square(log_normaliser)
+  right = jnp.argmax(scores, axis=-1) == targets
+  return vocabulary_loss.LossSums(
+    total=jnp.sum(weights * (objective + z_term)),
+    cross_entropy=jnp.sum(weights * nll),
+    divergence=jnp.sum(weights * divergence),
+    z_loss=jnp.sum(weights * z_term),
+    correct=jnp.sum(weights * right),
+    weight=jnp.sum(weights),
+  )
+
+
+def _distilled(scores, teacher, vocab_size):
+  """Objective [B, T] of a teacher without its share, and the divergence."""
+  if isinstance(teacher, distillation_loss.StoredTeacher):
+    one_hot = jax.nn.one_hot(teacher.ids, vocab_size)
+    p = jnp.einsum('BTKV,BTK->BTV', one_hot, teacher.probabilities)
+    theirs = jnp.where(p > 0, jnp.log(jnp.where(p > 0, p, 1)), 0)
+    heat, kind = 1.0, 'forward'
+  else:
     theirs = logits(
       teacher.hidden,
       teacher.table,
       vocab_size=vocab_size,
       softcap=teacher.softcap,
     )
-    heat, share = teacher.temperature, teacher.share
-    log_probs = jax.nn.log_softmax(scores / heat)
+    heat, kind = teacher.temperature, teacher.divergence
     theirs = jax.nn.log_softmax(jax.lax.stop_gradient(theirs) / heat)
-    to_teacher = -jnp.sum(jnp.exp(theirs) * log_probs, axis=-1)
-    kl = to_teacher + jnp.sum(jnp.exp(theirs) * theirs, axis=-1)
-    objective = share * heat**2 * to_teacher + (1 - share) * objective
-  z_term = z_loss * jnp.square(log_normaliser)
-  right = jnp.argmax(scores, axis=-1) == targets
-  return vocabulary_loss.LossSums(
-    total=jnp.sum(weights * (objective + z_term)),
-    cross_entropy=jnp.sum(weights * nll),
-    kl=jnp.sum(weights * kl),
-    z_loss=jnp.sum(weights * z_term),
-    correct=jnp.sum(weights * right),
-    weight=jnp.sum(weights),
-  )
+    p = jnp.exp(theirs)
+  ours = jax.nn.log_softmax(scores / heat)
+  forward = jnp.sum(p * (theirs - ours), axis=-1)
+  if kind == 'forward':
+    return heat**2 * -jnp.sum(p * ours, axis=-1), forward
+  q = jnp.exp(ours)
+  divergence = jnp.sum(q * (ours - theirs), axis=-1)
+  if kind == 'js':
+    beta = teacher.beta
+    mixture = jnp.log(beta * p + (1 - beta) * q)
+    divergence = beta * jnp.sum(p * (theirs - mixture), axis=-1)
+    divergence += (1 - beta) * jnp.sum(q * (ours - mixture), axis=-1)
+  return heat**2 * divergence, divergence

@@ -23,6 +23,21 @@ MESHES = [
   if np.prod(shape) == 8
 ]
 RULES = {'batch': ('replica', 'fsdp'), 'length': ('sequence',)}
+# Logits of five tokens, drawn by torch.
+STUDENT = [
+  [-1.125602, -0.316998, -1.092468, -0.085194, -0.093348, 0.687050, -0.838315],
+  [0.000892, -0.750427, 0.185408, 0.621138, 0.638182, -0.246001, 2.302516],
+  [-1.360169, 0.344565, 0.519868, -0.365619, -1.302440, -0.921462, -0.056195],
+  [-0.701524, 1.036687, -0.603670, -1.278765, 0.092950, -0.666100, 0.923374],
+  [1.387295, 1.375038, 0.659631, 0.476557, -1.016307, 0.180367, 0.108332],
+]  # fmt: skip
+TEACHER = [
+  [1.950657, -1.063099, 1.140351, -0.089882, 0.729796, -1.845319, -0.025020],
+  [1.369381, -0.312639, 0.245785, 0.377182, 1.101235, -1.142778, 0.037585],
+  [0.172273, -1.611502, -0.479448, 0.157393, 0.385363, -0.066144, -0.358355],
+  [-1.561562, -0.354643, 1.081073, 0.131478, 1.573538, 0.781430, -1.078658],
+  [-0.720910, 1.470793, 0.275635, 0.666781, -0.994390, -1.189364, -1.195949],
+]  # fmt: skip
 with_teacher = pytest.mark.parametrize(
   'teacher', [None, {'softcap': 4.0}], ids=['alone', 'teacher']
 )
@@ -54,6 +69,13 @@ def make_case(
   )
 
 
+def stored(hidden, table, targets):
+  """Three tokens of a teacher at each target, one of them twice."""
+  ids = jnp.stack([targets, targets // 2, targets, targets // 3], axis=-1)
+  scores = jnp.einsum('BTE,E->BT', hidden, table[0])[..., None] * jnp.arange(4)
+  return ids, jax.lax.stop_gradient(jax.nn.softmax(scores))
+
+
 def with_gradients(
   loss=vocabulary_loss.cross_entropy, jit=True, teacher=None, **options
 ):
@@ -61,7 +83,9 @@ def with_gradients(
 
   def total(hidden, table, weights, arrays, targets):
     source = None
-    if teacher is not None:
+    if teacher is not None and 'stored' in teacher:
+      source = distillation_loss.StoredTeacher(*stored(*arrays, targets))
+    elif teacher is not None:
       source = distillation_loss.Teacher(*arrays, **teacher)
     sums = loss(hidden, table, targets, weights, teacher=source, **options)
     return 3.0 * sums.total, sums
@@ -117,7 +141,34 @@ def test_literal_value():
   )
   np.testing.assert_allclose(sums.total, 3 * np.log(2), rtol=1e-6)
   kl = 0.25 * np.log(0.5) + 0.75 * np.log(1.5)
-  np.testing.assert_allclose(sums.kl, 3 * kl, rtol=1e-5)
+  np.testing.assert_allclose(sums.divergence, 3 * kl, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+  'divergence, beta, expected',
+  [
+    # `GKDTrainer.generalized_jsd_loss` of TRL 1.16: its beta 0 and 1 are KL
+    # divergences, and not the limits of those between, which are 0.
+    ('forward', 0.0, 0.7135028),
+    ('js', 0.1, 0.0623767),
+    ('js', 0.5, 0.1719384),
+    ('js', 0.9, 0.0716587),
+    ('reverse', 1.0, 0.8843817),
+  ],
+)
+def test_divergences_equal_trl(divergence, beta, expected):
+  student, teacher = (jnp.array([rows]) for rows in (STUDENT, TEACHER))
+  sums = vocabulary_loss.cross_entropy(
+    student,
+    jnp.eye(7),
+    jnp.zeros((1, 5), jnp.int32),
+    jnp.ones((1, 5)),
+    vocab_size=7,
+    teacher=distillation_loss.Teacher(
+      teacher, jnp.eye(7), divergence=divergence, beta=beta
+    ),
+  )
+  np.testing.assert_allclose(sums.divergence / 5, expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -129,6 +180,10 @@ def test_literal_value():
     (5, None, 0.0, 0.0, dict(softcap=4.0)),
     (64, 3.0, 1e-2, 0.1, dict(temperature=2.5)),
     (5, 3.0, 1e-2, 0.1, dict(softcap=4.0, temperature=2.5, share=0.3)),
+    (5, 3.0, 1e-2, 0.1, dict(divergence='reverse', temperature=2.5, share=0.3)),
+    (64, None, 0.0, 0.0, dict(divergence='js', beta=0.1, softcap=4.0)),
+    (5, 3.0, 0.0, 0.1, dict(divergence='js', temperature=2.5, share=0.3)),
+    (5, None, 1e-2, 0.1, dict(stored=True)),
   ],
 )
 def test_equals_dense(chunk, softcap, z_loss, label_smoothing, teacher):
@@ -284,7 +339,12 @@ def mesh_case():
 def one_device():
   """Losses without and with a teacher, and what one device makes of them."""
   options = dict(vocab_size=13, softcap=5.0, z_loss=1e-2, label_smoothing=0.1)
-  teachers = None, dict(temperature=2.0, share=0.4)
+  teachers = (
+    None,
+    dict(temperature=2.0, share=0.4),
+    dict(divergence='js', beta=0.3),
+    dict(stored=True),
+  )
   runs = [
     with_gradients(jit=False, chunk=3, teacher=teacher, **options)
     for teacher in teachers

@@ -39,6 +39,7 @@ def test_the_keys_and_the_model_choose_the_loss():
   for model, changes, name in (
     (pair, {}, 'cross_entropy'),
     (pair, share, 'distillation'),
+    (pair, {'kind': 'distill'}, 'distillation'),
     (_classifier(), {}, 'label_loss'),
   ):
     assert losses.from_section(_section(**changes), model).name == name
@@ -77,6 +78,28 @@ def test_a_teacher_of_every_kind_predicts_the_targets(kind):
     float(alone['cross_entropy']), rel=1e-5
   )
   assert float(found['distillation']) > 0.1
+
+
+def test_distill_by_name_is_the_whole_loss():
+  pair = _section(kind='distill:divergence=js,beta=0.1')
+  loss = losses.from_section(pair, conftest.PAIR)
+  assert loss.options == distillation.Options('js', 0.1)
+  model, params = build.build(conftest.PAIR), toy_models.params(conftest.PAIR)
+  loss = dataclasses.replace(loss, models={'teacher': model}, chunk=16)
+  batch = jax.tree.map(jnp.asarray, conftest.make_batch(4))
+  teacher = toy_models.params(conftest.PAIR, 2)
+  terms = jax.jit(loss.sums, static_argnums=0)(
+    model, params, batch, {'teacher': teacher}
+  )
+  assert float(terms['loss']) == float(terms['distillation']) > 0.1
+  for kind, words in (
+    ('distil', "did you mean 'distill'"),
+    ('distill:beta=0.1', 'the divergence is forward; leave it out'),
+    ('distill:beta=1,divergence=js', 'beta is 1.0; it must be below 1'),
+    ('distill + cross_entropy@0.1', 'cannot be added to distill'),
+  ):
+    with pytest.raises(errors.UserError, match=words):
+      losses.from_section(_section(kind=kind), conftest.PAIR)
 
 
 def test_inputs_are_learnt_from_causal_teachers_alone():

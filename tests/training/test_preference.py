@@ -214,7 +214,7 @@ def test_training_raises_held_out_accuracy(models):
 @pytest.mark.parametrize(
   'changes, message',
   [
-    ({'kind': 'dpp'}, "'dpp' at column 1 must be one of dpo, .*did you mean"),
+    ({'kind': 'dpp'}, "'dpp' at column 1 must be one of .*dpo, .*did you mean"),
     ({'kind': 'dpo@0.5'}, 'without a weight'),
     (
       {'kind': 'dpo:gamma=1'},

@@ -16,7 +16,12 @@ import grain
 import numpy as np
 
 from encdec_adapt.base import errors
-from encdec_adapt.data.records import record_sets, row_order, row_rates
+from encdec_adapt.data.records import (
+  record_sets,
+  row_order,
+  row_rates,
+  stored_teacher,
+)
 from encdec_adapt.objectives import framing, shared_noise
 
 
@@ -46,6 +51,7 @@ class Loader:
     repeat: bool = False,
     rates: Sequence[row_rates.Phase] = (),
     teacher: bool = False,
+    stored: stored_teacher.StoredTeacher | None = None,
     local: Sequence[int] | None = None,
     prefetch: int = 2,
   ):
@@ -64,6 +70,7 @@ class Loader:
         pass.
       rates: phases of a mixture; see `row_order.Order`.
       teacher: whether to make the teacher's fields.
+      stored: a stored teacher, whose fields batches then have.
       local: rows of the global batch that this process makes, each 0 to
         batch_size - 1 (`sharding.placement.RowShards.rows`); None for all.
       prefetch: batches made ahead; 0 makes none.
@@ -102,7 +109,9 @@ class Loader:
     def make(step: int) -> framing.Batch:
       first = position + step * batch_size
       rows = [order.row(first + slot) for slot in slots]
-      batch = _frame(record_set, rows, lengths, teacher)
+      batch = frame_rows(record_set, rows, lengths, teacher)
+      if stored:
+        batch |= stored.fields(rows, lengths.decoder)
       if not share:
         return batch
       # Masked here and not in the records: the published pattern depends on
@@ -189,7 +198,7 @@ def evaluation_batches(
   def make(step: int) -> framing.Batch:
     rows = [step * batch_size + slot for slot in slots]
     rows = [row if row < count else row_order.FILLER for row in rows]
-    return _frame(record_set, rows, lengths, teacher, prefix_offset)
+    return frame_rows(record_set, rows, lengths, teacher, prefix_offset)
 
   return _prefetched(make, -(-count // batch_size), prefetch)
 
@@ -209,14 +218,25 @@ def _read(
   ]
 
 
-def _frame(
+def frame_rows(
   record_set: record_sets.RecordSet,
   rows: Sequence[int],
   lengths: framing.Lengths,
   teacher: bool,
   prefix_offset: int = 0,
 ) -> framing.Batch:
-  """Reads and frames rows; `row_order.FILLER` gives a row of padding."""
+  """Reads and frames rows.
+
+  Args:
+    record_set: the record set.
+    rows: row numbers; `row_order.FILLER` gives a row of padding.
+    lengths: S and T.
+    teacher: whether to make the teacher's fields.
+    prefix_offset: see `evaluation_batches`.
+
+  Returns:
+    The batch; see `Loader`.
+  """
   # All rows in a single call: ArrayRecord reads its shards in parallel.
   numbers = [row for row in rows if row != row_order.FILLER]
   content = iter(_read(record_set, numbers, prefix_offset))

@@ -19,7 +19,12 @@ from typing import Any, NamedTuple
 from array_record.python import array_record_module
 
 from encdec_adapt.base import errors
-from encdec_adapt.data.records import record_copy, record_sets, row_codec
+from encdec_adapt.data.records import (
+  record_copy,
+  record_sets,
+  row_codec,
+  stored_teacher,
+)
 from encdec_adapt.files import atomic, paths
 from encdec_adapt.objectives import framing
 
@@ -29,6 +34,8 @@ THREADS = 16
 # A row per chunk, as a chunk is decompressed for each of its rows that is read,
 # and training reads in random order. Level 1 reads fastest.
 _WRITER_OPTIONS = 'group_size:1,zstd:1'
+
+Spec = record_sets.RecordSpec | stored_teacher.TeacherSpec
 
 
 class ShardKey(NamedTuple):
@@ -54,7 +61,7 @@ def shard_keys(
 
 
 def shard_path(
-  folder: str | os.PathLike, spec: record_sets.RecordSpec, key: ShardKey
+  folder: str | os.PathLike, spec: Spec, key: ShardKey
 ) -> paths.Path:
   """Returns the path of a shard.
 
@@ -73,9 +80,7 @@ class ShardWriter(contextlib.AbstractContextManager):
   Used as a context manager. An unfinished shard leaves no file behind.
   """
 
-  def __init__(
-    self, folder: str | os.PathLike, spec: record_sets.RecordSpec, key: ShardKey
-  ):
+  def __init__(self, folder: str | os.PathLike, spec: Spec, key: ShardKey):
     """Opens a temporary file next to the shard's path.
 
     Args:
@@ -101,14 +106,23 @@ class ShardWriter(contextlib.AbstractContextManager):
       UserError: the disk is full or fails.
     """
     maker = self._spec.objectives[0].maker
-    with self._disk_errors():
-      self._writer.write(row_codec.encode_row(pairs, maker))
-    self._counts.update(rows=1, pairs=len(pairs))
+    self.write_bytes(row_codec.encode_row(pairs, maker))
+    self._counts.update(pairs=len(pairs))
     for pair in pairs:
       encoder, _ = pair.positions(self._spec.lengths)
       self._counts.update(
         encoder_positions=encoder, target_tokens=pair.target_tokens
       )
+
+  def write_bytes(self, record: bytes) -> None:
+    """Appends a row that is serialised already.
+
+    Raises:
+      UserError: the disk is full or fails.
+    """
+    with self._disk_errors():
+      self._writer.write(record)
+    self._counts.update(rows=1)
 
   def finish(self, **counts: int) -> dict[str, Any]:
     """Renames the shard to its path and marks it as finished.
@@ -159,7 +173,7 @@ class ShardWriter(contextlib.AbstractContextManager):
 
 
 def finished_shard(
-  folder: str | os.PathLike, spec: record_sets.RecordSpec, key: ShardKey
+  folder: str | os.PathLike, spec: Spec, key: ShardKey
 ) -> dict[str, Any] | None:
   """Returns the manifest entry of a finished, undamaged shard of this spec.
 

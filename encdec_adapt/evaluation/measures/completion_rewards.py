@@ -320,43 +320,33 @@ def _call(name: str, function: Function, groups: Groups) -> list[float]:
   Raises:
     RewardError: see `Rewards.__call__`.
   """
-  examples = [
-    (group.prompt, text, group.fields)
-    for group in groups
-    for text in group.texts
-  ]
-  if not examples:
-    return []
+  examples = [(x.prompt, text, x.fields) for x in groups for text in x.texts]
   values, problem = _try(function, examples)
-  if problem:
-    # Once more, one at a time, to name the example.
-    example = examples[0]
-    for candidate in examples:
-      _, alone = _try(function, [candidate])
-      if alone:
-        example, problem = candidate, alone
-        break
-    prompt, completion, _ = example
-    raise RewardError(
-      f'{LABEL}: {name} {problem} for the prompt {prompt[-200:]!r} with the'
-      f' completion {completion[:200]!r}. Correct the reward; the job resumes'
-      ' at the step before.'
-    )
-  return values
+  if not problem:
+    return values
+  # Once more, one at a time, to name the example.
+  failures = ((x, _try(function, [x])[1]) for x in examples)
+  failures = ((x, alone) for x, alone in failures if alone)
+  (prompt, completion, _), problem = next(failures, (examples[0], problem))
+  raise RewardError(
+    f'{LABEL}: {name} {problem} for the prompt {prompt[-200:]!r} with the'
+    f' completion {completion[:200]!r}. Correct the reward; the job resumes at'
+    ' the step before.'
+  )
 
 
-def _try(function: Function, examples) -> tuple[list[float], str]:
+def _try(
+  function: Function, examples: Sequence[tuple[str, str, dict[str, Any]]]
+) -> tuple[list[float], str]:
   """Calls a function; returns its values, and what is wrong with them or ''."""
-  prompts, completions, fields = map(list, zip(*examples, strict=True))
+  if not examples:  # More processes than prompts.
+    return [], ''
   try:
-    values = [float(x) for x in function(prompts, completions, fields)]
-  except errors.UserError:
-    raise
+    columns = map(list, zip(*examples, strict=True))
+    values = [float(x) for x in function(*columns)]
   except Exception as error:  # Of any kind: the function is the user's.
     return [], f'raises {type(error).__name__}: {error},'
   if len(values) != len(examples):
     return [], f'returns {len(values)} values for {len(examples)} completions,'
-  if not all(map(math.isfinite, values)):
-    wrong = next(x for x in values if not math.isfinite(x))
-    return [], f'returns {wrong}'
-  return values, ''
+  wrong = [x for x in values if not math.isfinite(x)]
+  return values, f'returns {wrong[0]}' if wrong else ''

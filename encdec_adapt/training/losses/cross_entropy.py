@@ -87,17 +87,19 @@ class CrossEntropy(loss.Loss):
       z_loss=self.z_loss,
       label_smoothing=self.label_smoothing,
       chunk=self.chunk,
-      teacher=self.teacher(references),
+      teacher=self.teacher(references, batch),
     )
     # Always reported, so that the records of all runs have the same names.
     return {
       'loss': sums.total,
       'cross_entropy': sums.cross_entropy,
-      'distillation': sums.kl,
+      'distillation': sums.divergence,
       'z_loss': sums.z_loss,
       'accuracy': sums.correct,
     }
 
-  def teacher(self, references: Mapping[str, loss.Outputs]) -> Any:
+  def teacher(
+    self, references: Mapping[str, loss.Outputs], batch: loss.Batch
+  ) -> Any:
     """Returns the distribution to learn besides the targets, or None."""
-    del references
+    del references, batch

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 import numpy as np
 
-from encdec_adapt.base import keys, option_strings
+from encdec_adapt.base import errors, keys, option_strings
 from encdec_adapt.models import architecture as architectures
 from encdec_adapt.models import base_model, build, expert_layer, model_config
 from encdec_adapt.objectives import example_maker, framing
@@ -102,7 +102,9 @@ class Loss:
     " defaults; with ' + cross_entropy@0.2' a share for the chosen answers."
     " 'reward': a reward model, of the same data."
     " Policies: 'rloo:beta=0.05,clip=0.2' or 'grpo:beta=0,clip=0.2,"
-    "divisor=sequence,deviation=group,kl=k3' (policy.py has all options). '':"
+    "divisor=sequence,deviation=group,kl=k3' (policy.py has all options)."
+    " Teachers: 'distill:divergence=forward,beta=0.5,on_policy=0' (the README"
+    " has the divergences; on_policy is the share of sampled targets). '':"
     ' cross-entropy, or distillation by the key below.',
   )
   load_balance: float = keys.key(
@@ -159,6 +161,21 @@ class Loss:
     """Returns the model that a job trains, given that of its configuration."""
     return model
 
+  def with_stored_teacher(self, folder: str) -> 'Loss':
+    """Returns the loss that reads a stored teacher in the place of a model.
+
+    Args:
+      folder: folder of the stored teacher.
+
+    Raises:
+      UserError: it reads models only.
+    """
+    raise errors.UserError(
+      f'config.teacher.checkpoint is the stored teacher {folder}, and the loss'
+      f" is {self.name}; only config.loss.kind='distill' reads stored"
+      ' probabilities.'
+    )
+
   def check(
     self, model: model_config.ModelConfig, objectives: Objectives
   ) -> None:
@@ -172,6 +189,10 @@ class Loss:
   def samples(self) -> bool:
     """Whether the model is trained on completions that it samples."""
     return False
+
+  def sampled_rows(self, rows: int) -> int:
+    """Returns the rows of a batch whose prompts the model continues."""
+    return rows
 
   @property
   def accepts(self) -> tuple[architectures.Architecture, ...]:

@@ -1,0 +1,246 @@
+"""`convert merge`: several models of one shape -> a work directory at step 0.
+
+Models are averaged, or their task vectors (their differences from the model
+that they were trained from) are added to that model: linearly, or by spherical
+interpolation (SLERP) as in WARP (arXiv:2406.16768).
+
+The work directory appears whole or not at all (`work_directory`).
+"""
+
+from collections.abc import Mapping, Sequence
+import functools
+import math
+
+from absl import flags
+import numpy as np
+
+from encdec_adapt.base import errors, option_strings
+from encdec_adapt.checkpoints import step_folders
+from encdec_adapt.cli import command
+from encdec_adapt.conversion import (
+  model_on_disk,
+  pretrained_files,
+  work_directory,
+)
+from encdec_adapt.files import lazy_array
+from encdec_adapt.huggingface import new_folder
+from encdec_adapt.models import model_config, parameters
+
+# Sine of the angle below which task vectors count as parallel: SLERP and a
+# linear average then differ by less than float32 can tell.
+_PARALLEL = 1e-4
+# Other models differ in every parameter: a few show the reason.
+_DIFFERENCES_SHOWN = 5
+
+_Stored = model_on_disk.StoredModel
+
+
+def merge_models(values: flags.FlagValues, operands: list[str]) -> int:
+  """Runs `convert merge`.
+
+  Raises:
+    UserError: the output exists, a run has not kept the steps, the models
+      differ in shape or vocabulary, or the weights do not suit them.
+  """
+  command.require(values, 'output')
+  new_folder.require_free(values.output)
+  if values.last:
+    operands = [step for run in operands for step in _last(run, values.last)]
+  weights = _weights(values, operands)
+  sources = [*operands, values.start] if values.start else operands
+  first = model_on_disk.open_model(sources[0])
+  # Folders are padded as the first model is; runs keep the padding they have.
+  multiple = first.model.decoder.vocab_multiple
+  models = [first] + [
+    model_on_disk.open_model(path, vocab_multiple=multiple)
+    for path in sources[1:]
+  ]
+  for model in models[1:]:
+    _require_same_model(first, model)
+  method = 'merge --slerp' if values.slerp else 'merge'
+  made_by = {'command': method, 'sources': sources, 'weights': weights}
+  if values.start:
+    made_by['start'] = values.start
+  contents = work_directory.Contents(
+    first.model,
+    made_by,
+    pretrained_files.folders(first.path),
+    first.vocabularies,
+  )
+  if values.start:
+    # The sum of weighted task vectors and the start is an average in which the
+    # start has the remaining weight.
+    weights = [*weights, 1 - sum(weights)]
+  merged = _merged(models, weights, values.slerp)
+  work_directory.write(values.output, contents, merged, verb='averaged')
+  return 0
+
+
+def _last(run: str, count: int) -> list[str]:
+  """Returns the names of the last steps of a run, RUN@STEP.
+
+  Raises:
+    UserError: the run has fewer checkpoints.
+  """
+  _, steps = step_folders.locate(run)
+  if len(steps) < count:
+    raise errors.UserError(
+      f'--last={count}, and {run} has checkpoints of the steps'
+      f' {", ".join(map(str, steps)) or "none"}; give the work directory of a'
+      ' run that kept more (config.checkpoint.keep and .keep_every).'
+    )
+  return [f'{run}@{step}' for step in steps[-count:]]
+
+
+def _weights(values: flags.FlagValues, operands: Sequence[str]) -> list[float]:
+  """Parses --weights; equal weights where none are given.
+
+  Raises:
+    UserError: they are not as many numbers as models, they do not sum to 1
+      without --start, or the models or weights do not suit --slerp.
+  """
+  count = len(operands)
+  if values.slerp and not (values.start and count == 2):
+    raise errors.UserError(
+      f'--slerp of {count} models with --start={values.start or ""}: it'
+      ' interpolates the task vectors of two models; give two, and as --start'
+      ' the model that both were trained from.'
+    )
+  if count < 2 and not values.start:
+    raise errors.UserError(
+      f'merge of {operands[0]} alone; give another model, --last=N for the last'
+      ' N steps of the run, or --start to interpolate towards that model.'
+    )
+  if not values.weights:
+    return [1 / count] * count
+  string = option_strings.Part('--weights', values.weights)
+  weights = [part.read(float, 'a number') for part in string.divide(',')]
+  total, form = sum(weights), ''
+  # Comparisons are written such that nan is refused.
+  if values.slerp:
+    right, form = min(weights) >= 0 and 0 < total < math.inf, ', none negative'
+  elif values.start:
+    right = math.isfinite(total)
+  else:  # The tolerance allows for rounded thirds.
+    right, form = abs(total - 1) < 1e-6, ', that sum to 1'
+  if len(weights) != count or not right:
+    raise string.error(
+      f'must be {count} numbers, one for each model{form}, separated by commas'
+    )
+  return weights
+
+
+def _require_same_model(first: _Stored, model: _Stored) -> None:
+  """Checks that two models have the same parameters and vocabularies.
+
+  Raises:
+    UserError: names the settings, and the parameters that differ in shape.
+  """
+  differences = model_config.differences(first.model, model.model)
+  # `differences` leaves padding out; averaged arrays must share it too.
+  if not differences and model.model != first.model:
+    differences = ['their tables are padded to other multiples']
+  if differences:
+    ours, theirs = (
+      {path: [*info.shape] for path, info in table.items()}
+      for table in map(parameters.parameter_table, (first.model, model.model))
+    )
+    shapes = [
+      f'{path} is {ours.get(path, "absent")} and {theirs.get(path, "absent")}'
+      for path in dict.fromkeys([*ours, *theirs])
+      if ours.get(path) != theirs.get(path)
+    ]
+    if len(shapes) > _DIFFERENCES_SHOWN:
+      more = f'{len(shapes) - _DIFFERENCES_SHOWN} more parameters'
+      shapes = [*shapes[:_DIFFERENCES_SHOWN], more]
+    raise errors.UserError(
+      f'{first.path} and {model.path} differ in shape:'
+      f' {"; ".join([*differences, *shapes])}. Only models of one config can be'
+      ' merged; `convert adapt` makes pairs of decoders.'
+    )
+  # Nothing is known of the ids of a model without a tokenizer.
+  if first.vocabularies and model.vocabularies:
+    for side in first.model.stacks:
+      path = first.vocabularies.path(side)
+      model_on_disk.require_same_tokens(model, side, path, str(first.path))
+
+
+def _merged(
+  models: Sequence[_Stored], weights: Sequence[float], spherical: bool
+) -> dict[str, lazy_array.LazyArray]:
+  """Returns every merged parameter, computed when it is read.
+
+  Args:
+    models: the models; with `spherical` two and their start.
+    weights: weight of each model.
+    spherical: whether to interpolate task vectors by SLERP.
+  """
+  sources: list[Mapping[str, lazy_array.LazyArray]]
+  sources = [model.arrays() for model in models]
+  table = parameters.parameter_table(models[0].model)
+
+  def read(path: str, index: tuple[slice, ...]) -> np.ndarray:
+    if not spherical:
+      # In float32 whatever the sources have: a bfloat16 sum would lose bits.
+      return sum(
+        np.float32(weight)
+        * np.asarray(arrays[path].read_part(index), np.float32)
+        for weight, arrays in zip(weights, sources, strict=True)
+      )
+    # Whole, as the angle is that of whole matrices.
+    a, b, start = (np.asarray(arrays[path], np.float32) for arrays in sources)
+    layers = 'layers' in table[path].axes
+    return slerp(start, a - start, b - start, weights[:2], layers)[index]
+
+  return {
+    path: lazy_array.LazyArray(
+      array.shape, np.dtype(np.float32), functools.partial(read, path)
+    )
+    for path, array in sources[0].items()
+  }
+
+
+def slerp(
+  start: np.ndarray,
+  a: np.ndarray,
+  b: np.ndarray,
+  weights: Sequence[float],
+  layers: bool = False,
+) -> np.ndarray:
+  """Adds the spherical interpolation of two task vectors to their start.
+
+  start + s * (sin((1 - t) o) a + sin(t o) b) / sin(o), where o is the angle
+  between a and b, s the sum of the weights and t the share of b's weight
+  (WARP, arXiv:2406.16768, section 3.2; with s below 1 also its interpolation
+  towards the start). Where a or b is zero, or they are parallel, linear.
+
+  Args:
+    start: parameter of the start, float32.
+    a: task vector of the first model.
+    b: task vector of the second.
+    weights: weight of each, not negative, of a positive sum.
+    layers: whether the first axis is that of the layers, each of which has an
+      angle of its own.
+  """
+  axes = tuple(range(int(layers), a.ndim))
+
+  def dot(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    return np.sum(x * y, axes, np.float64, keepdims=True)
+
+  norms = np.sqrt(dot(a, a) * dot(b, b))
+  # 1, as of parallel vectors, where the angle is not defined.
+  cosine = np.divide(dot(a, b), norms, np.ones_like(norms), where=norms > 0)
+  sine = np.sqrt(np.maximum(1 - cosine**2, 0))
+  linear, angle = sine < _PARALLEL, np.arccos(np.clip(cosine, -1, 1))
+  total = sum(weights)
+  scales = (
+    np.where(
+      linear,
+      weight,
+      total * np.sin(weight / total * angle) / np.where(linear, 1, sine),
+    ).astype(np.float32)
+    for weight in weights
+  )
+  return start + sum(
+    scale * vector for scale, vector in zip(scales, (a, b), strict=True)
+  )
