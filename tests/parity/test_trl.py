@@ -5,14 +5,19 @@ Masked completions are left out: TRL counts them in divisors, and we do not.
 """
 
 import collections
+import dataclasses
 import types
 
+from flax import traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from encdec_adapt.models import build
+import encdec_adapt
+from encdec_adapt.models import build, execution
+from encdec_adapt.objectives import framing, preferences
+from encdec_adapt.training import train_section
 from encdec_adapt.training.losses import (
   distillation,
   policy,
@@ -20,7 +25,7 @@ from encdec_adapt.training.losses import (
   reward,
 )
 from encdec_adapt.training.losses import loss as loss_lib
-from tests import toy_models
+from tests import gemma_ids, toy_models
 
 _REASON = 'equality with TRL needs pip install -e .[peer]'
 torch = pytest.importorskip('torch', reason=_REASON)
@@ -28,6 +33,8 @@ pytest.importorskip('trl', reason=_REASON)
 
 import trl  # noqa: E402
 from trl.experimental import cpo, gkd, orpo  # noqa: E402
+
+from tests.parity import trl_trainers  # noqa: E402
 
 pytestmark = [pytest.mark.parity, pytest.mark.slow]
 
@@ -368,3 +375,116 @@ def test_reward_models(margins):
     return trainer.compute_loss(lambda **_: outputs, inputs)
 
   _assert_equal(ours, theirs, at=rewards)
+
+
+# -- Trajectories --------------------------------------------------------------
+
+LENGTHS = framing.Lengths(encoder=8, decoder=8)
+EOS = gemma_ids.FRAMING.decoder.eos
+ROLLOUTS = train_section.Rollouts(samples=3, tokens=8, temperature=0.7)
+
+
+def _ids(rng, least, most, end=True):
+  """Random tokens, with an end or cut short."""
+  tokens = rng.integers(3, 56, rng.integers(least, most)).tolist()
+  return tokens + [EOS] * end
+
+
+def _preferences():
+  """Groups for TRL, and the batch."""
+  rng = np.random.default_rng(0)
+  examples = [
+    (_ids(rng, 1, 7, end=False), [_ids(rng, 1, 7), _ids(rng, 1, 7)])
+    for _ in range(4)
+  ]
+  rows = [
+    preferences.Preferences.frame(
+      [preferences.Preference(*map(np.int32, (prompt, *answers)))],
+      LENGTHS,
+      gemma_ids.FRAMING,
+      teacher=True,
+    )
+    for prompt, answers in examples
+  ]
+  return examples, framing.stack_rows(rows)
+
+
+def _rollouts(loss):
+  """Groups for TRL, their rewards, and the batch."""
+  rng = np.random.default_rng(0)
+  groups = [
+    (
+      _ids(rng, 1, 7, end=False),
+      [_ids(rng, 1, 7, end=bool(i)) for i in range(3)],
+    )
+    for _ in range(4)
+  ]
+  rewards = rng.random((4, 3), np.float32)
+  pairs = [
+    [[framing.Pair(*map(np.int32, (prompt, answer)))] for answer in answers]
+    for prompt, answers in groups
+  ]
+  batch = loss.make_batch(pairs, LENGTHS, gemma_ids.FRAMING, teacher=True)
+  return groups, rewards, batch | {'rewards': rewards}
+
+
+@pytest.mark.parametrize(
+  'kind, rate, options',
+  [
+    ('dpo:beta=0.3', 3e-3, {'beta': 0.3}),
+    ('grpo:beta=0.04,divisor=token,kl=k3_ratio', 3e-3, {'beta': 0.04}),
+    ('rloo:beta=0.05', 3e-3, {'beta': 0.05}),
+  ],
+)
+def test_ten_steps(kind, rate, options, saved, tmp_path):
+  _, folder, ours = saved('gemma2')
+  model = build.build(
+    ours.config, execution.ComputeConfig('float32', 'none', attention_chunk=5)
+  )
+  name, rewards = kind.partition(':')[0], np.zeros(0)
+  if name == 'dpo':
+    loss = preference.Preference(kind=kind)
+    groups, batch = _preferences()
+  else:
+    loss = policy.Policy(kind=kind, rollouts=ROLLOUTS)
+    groups, rewards, batch = _rollouts(loss)
+    options |= {'temperature': 0.7, 'num_generations': 3}
+    options |= {'max_completion_length': 8}
+  trainer = trl_trainers.make(
+    getattr(trl_trainers, name.title()),
+    folder,
+    [([gemma_ids.BOS, *prompt], answers) for prompt, answers in groups],
+    rewards.reshape(-1).tolist(),
+    max_grad_norm=0.0,
+    **options,
+  )
+  trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), rate)
+
+  loss = dataclasses.replace(loss, models=dict.fromkeys(loss.references, model))
+  references = {name: ours.params for name in loss.references}
+  batch = jax.tree.map(jnp.asarray, batch)
+
+  @jax.jit
+  @jax.value_and_grad
+  def objective(params):
+    terms = loss.sums(model, params, batch, references)
+    return loss.objective(terms, loss.divisors(batch))
+
+  params, values, expected = ours.params, [], []
+  for _ in range(10):
+    value, gradients = objective(params)
+    params = jax.tree.map(lambda p, g: p - rate * g, params, gradients)
+    values.append(float(value))
+    expected.append(trainer.step())
+  np.testing.assert_allclose(values, expected, rtol=0, atol=1e-4)
+  trainer.model.save_pretrained(tmp_path)
+  # Parameters tell more: the loss of RLOO is 0 where the ratio is 1.
+  trained = encdec_adapt.load(tmp_path).params
+  flat = [
+    traverse_util.flatten_dict(x, sep='/')
+    for x in (params, trained, ours.params)
+  ]
+  for path in flat[0]:
+    value, other, start = (np.asarray(x[path]) for x in flat)
+    np.testing.assert_allclose(value, other, rtol=0, atol=1e-6, err_msg=path)
+    assert abs(value - start).max() > 1e-5, path
