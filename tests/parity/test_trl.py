@@ -381,7 +381,9 @@ def test_reward_models(margins):
 
 LENGTHS = framing.Lengths(encoder=8, decoder=8)
 EOS = gemma_ids.FRAMING.decoder.eos
-ROLLOUTS = train_section.Rollouts(samples=3, tokens=8, temperature=0.7)
+ROLLOUTS = train_section.TrainConfig(
+  rollouts='samples=3,tokens=8,temperature=0.7'
+).sampling
 
 
 def _ids(rng, least, most, end=True):
