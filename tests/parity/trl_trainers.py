@@ -39,12 +39,14 @@ class _Steps:
 class Dpo(_Steps, trl.DPOTrainer):
   """Direct preference optimisation of tokens."""
 
+  config = trl.DPOConfig
+
   def _prepare_dataset(self, dataset, *_):
     return dataset
 
 
 class _Policy(_Steps):
-  """A trainer of stored completions."""
+  """A trainer of prompts that are tokens."""
 
   groups: Sequence[Group]
 
@@ -52,15 +54,23 @@ class _Policy(_Steps):
     return [self.groups[int(prompt)][0] for prompt in prompts], None, {}
 
 
-class Grpo(_Policy, trl.GRPOTrainer):
+class SamplingGrpo(_Policy, trl.GRPOTrainer):
   """Group-relative policy optimisation."""
+
+  config = trl.GRPOConfig
+
+
+class Grpo(SamplingGrpo):
+  """The same on stored completions."""
 
   def _generate_single_turn(self, *_):
     return [ids for _, group in self.groups for ids in group], None
 
 
 class Rloo(_Policy, trl.RLOOTrainer):
-  """REINFORCE leave-one-out."""
+  """REINFORCE leave-one-out on stored completions."""
+
+  config = trl.RLOOConfig
 
   def _generate_single_turn(self, *_):
     return [ids for _, group in self.groups for ids in group]
@@ -78,16 +88,16 @@ def make(
   Args:
     kind: the class.
     folder: folder of policy and reference.
-    groups: prompts with chosen and rejected answer, or with completions.
+    groups: prompts with chosen and rejected answer, or with completions,
+      which are not read where they are sampled.
     rewards: rewards of the completions.
     **options: options of the trainer's config.
   """
-  config = {Dpo: trl.DPOConfig, Grpo: trl.GRPOConfig, Rloo: trl.RLOOConfig}
   completions = sum(len(group) for _, group in groups)
   arguments = {
     'model': str(folder),
     'processing_class': _tokenizer(folder),
-    'args': config[kind](
+    'args': kind.config(
       output_dir=str(folder / 'trl'),
       use_cpu=True,
       bf16=False,
