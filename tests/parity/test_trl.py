@@ -183,7 +183,7 @@ def _policy(kind, logits, **fields):
     epsilon_low=0.2,
     epsilon_high=0.2,
     vllm_importance_sampling_correction=True,
-    max_completion_length=8,
+    max_completion_length=T,
     importance_sampling_level='token',
     top_entropy_quantile=1.0,
     off_policy_mask_threshold=None,
@@ -247,7 +247,8 @@ def _preference(kind, logits):
 
 def _our_policy(kind, logits):
   """The loss of given old log-probabilities and advantages."""
-  form = policy.Policy(kind=kind).form
+  loss = policy.Policy(kind=kind)
+  form = loss.form
   log_probs, old, reference = (
     jnp.take_along_axis(
       jax.nn.log_softmax(x), jnp.array(TARGETS)[..., None], -1
@@ -259,7 +260,7 @@ def _our_policy(kind, logits):
     log_probs, old, reference, jnp.array(importance), jnp.array(WEIGHTS)
   )
   losses = form.loss(jnp.array(ADVANTAGES), tokens)
-  return losses.sum() / form.divisor(tokens.weights, 8)
+  return losses.sum() / loss.weight({'weights': tokens.weights})
 
 
 def _distillation(kind, logits, temperature=1.0):
