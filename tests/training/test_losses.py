@@ -5,6 +5,7 @@ import pathlib
 
 import jax
 from jax import numpy as jnp
+import numpy as np
 import pytest
 
 from encdec_adapt.base import errors, keys
@@ -100,6 +101,55 @@ def test_distill_by_name_is_the_whole_loss():
   ):
     with pytest.raises(errors.UserError, match=words):
       losses.from_section(_section(kind=kind), conftest.PAIR)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('divergence', ['forward', 'reverse', 'js,beta=0.3'])
+def test_distillation_of_a_pair_equals_dense_logits(divergence):
+  """The teacher is a decoder that reads inputs and targets in a row."""
+  teacher, student = build.build(conftest.SOURCE), conftest.MODEL
+  frozen = toy_models.params(conftest.SOURCE)
+  loss = distillation.Distillation(
+    kind=f'distill:divergence={divergence}',
+    chunk=16,
+    models={'teacher': teacher},
+  )
+  batch = jax.tree.map(jnp.asarray, conftest.make_batch(4, teacher=True))
+
+  def actual(params):
+    terms = loss.sums(student, params, batch, {'teacher': frozen})
+    value = terms['distillation'] / loss.divisors(batch)['mean']
+    return loss.objective(terms, loss.divisors(batch)), value
+
+  def expected(params):
+    p, q = (
+      jax.nn.softmax(
+        model.logits(x, model.architecture.predict(model, x, batch))
+      )
+      for model, x in ((teacher, frozen), (student, params))
+    )
+    mean = 0.3 * p + 0.7 * q
+    kl = lambda a, b: jnp.sum(a * jnp.log(a / b), -1)  # noqa: E731
+    values = {
+      'forward': kl(p, q),
+      'reverse': kl(q, p),
+      'js,beta=0.3': 0.3 * kl(p, mean) + 0.7 * kl(q, mean),
+    }[divergence]
+    weights = batch['weights']
+    value = jnp.sum(weights * values) / jnp.sum(weights)
+    return value, value
+
+  run = lambda f: jax.jit(jax.grad(f, has_aux=True))(  # noqa: E731
+    toy_models.params(conftest.PAIR, 2)
+  )
+  (gradients, value), (dense_gradients, dense) = run(actual), run(expected)
+  assert float(value) == pytest.approx(float(dense), rel=1e-4)
+  scale = max(float(abs(x).max()) for x in jax.tree.leaves(dense_gradients))
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5 * scale),
+    gradients,
+    dense_gradients,
+  )
 
 
 def test_inputs_are_learnt_from_causal_teachers_alone():
