@@ -2,9 +2,10 @@
 
 A step of DPO; sampling completions, `--samples` of each prompt; and a step of
 GRPO that samples them, reads a reference, and updates. fp32, AdamW, `--pairs`
-preferences or `--prompts` prompts. Prompts and answers have the most tokens;
-compiling is left out. Both take turns, and the losses of DPO are compared.
-Ratios are times as fast as TRL. Needs `pip install -e .[peer]`.
+preferences or `--prompts` prompts. Prompts and given answers have the most
+tokens; compiling is left out. Both take turns. `last` is the last loss, equal
+for DPO, or the number of tokens. Ratios are times as fast as TRL. Needs
+`pip install -e .[peer]`.
 """
 
 from collections.abc import Callable, Sequence
@@ -81,38 +82,45 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     return sum(map(len, completions))
 
   rows = [
-    _row('DPO', ours.dpo(), dpo.step, arguments.steps),
-    _row('rollout', ours.sample, sample, arguments.steps),
-    _row('GRPO', ours.grpo(), grpo.step, arguments.steps),
+    _row('DPO step, s', ours.dpo(), dpo.step, arguments.steps),
+    _row('rollout, tokens/s', ours.sample, sample, arguments.steps, rate=True),
+    _row('GRPO step, s', ours.grpo(), grpo.step, arguments.steps),
   ]
   return results.report('post_training', rows, arguments)
 
 
 def _row(
-  name: str, ours: Callable[[], float], theirs: Callable[[], float], steps: int
+  task: str,
+  ours: Callable[[], float],
+  theirs: Callable[[], float],
+  steps: int,
+  rate: bool = False,
 ) -> dict[str, Any]:
-  """Measures a task, whose calls return losses or numbers of tokens."""
+  """Measures a task, whose calls return losses or numbers of tokens.
+
+  Args:
+    task: name of the row.
+    ours: runs the task.
+    theirs: the same by TRL.
+    steps: measured calls of each.
+    rate: whether to count tokens per second, and not seconds.
+  """
   runs, values = {'ours': ours, 'TRL': theirs}, {}
 
   def timed(side: str) -> float:
     def run() -> None:
-      values[side] = runs[side]()
+      values[side] = float(runs[side]())
 
     return results.rested_seconds(run)
 
   turns = {side: functools.partial(timed, side) for side in runs}
-  seconds = {
-    side: float(np.median(x[1:]))
-    for side, x in results.take_turns(turns, steps).items()
-  }
-  row = {'task': name}
-  for side in runs:
-    row[f'{side}, s'] = seconds[side]
-    row[f'{side}, value'] = float(values[side])
-  if name == 'rollout':
-    rates = {side: values[side] / seconds[side] for side in runs}
-    return row | {'ratio': rates['ours'] / rates['TRL']}
-  return row | {'ratio': seconds['TRL'] / seconds['ours']}
+  row = {'task': task}
+  for side, seconds in results.take_turns(turns, steps).items():
+    measured = float(np.median(seconds[1:]))
+    row[side] = values[side] / measured if rate else measured
+  ratio = row['ours'] / row['TRL']
+  row['ratio'] = ratio if rate else 1 / ratio
+  return row | {f'{side}, last': value for side, value in values.items()}
 
 
 def _theirs(trainers, folder, arguments, kind, groups) -> Any:

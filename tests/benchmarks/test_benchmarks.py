@@ -85,8 +85,8 @@ def test_post_training():
     [*sizes, '--prompts=2', '--samples=2', '--prompt_tokens=8', '--tokens=8']
     + ['--steps=1']
   )['rows']
-  assert dpo['ours, value'] == pytest.approx(dpo['TRL, value'], abs=1e-5)
-  assert 0 < rollout['TRL, value'] <= 2 * 2 * 8 >= rollout['ours, value'] > 0
+  assert dpo['ours, last'] == pytest.approx(dpo['TRL, last'], abs=1e-5)
+  assert 0 < rollout['TRL, last'] <= 2 * 2 * 8 >= rollout['ours, last'] > 0
   assert all(row['ratio'] > 0 for row in (dpo, rollout, grpo))
 
 
