@@ -21,23 +21,19 @@ import numpy as np
 import encdec_adapt
 from encdec_adapt.data.records import record_sets
 from encdec_adapt.huggingface import config_json
-from encdec_adapt.models import execution
 from encdec_adapt.models import model_config as configs
 from encdec_adapt.objectives import framing, preferences
-from encdec_adapt.sharding import mesh, rules
 from encdec_adapt.tokenizers import vocabulary_pair
 from encdec_adapt.training import (
   optimizers,
-  phases,
   rollouts,
   schedules,
-  setup,
-  step,
   train_section,
 )
 from encdec_adapt.training.losses import policy, preference
 from tests import gemma_ids
 from tests.benchmarks import generation, results
+from tests.training import conftest
 
 RATE = 1e-5
 GRPO = 'grpo:beta=0.04,divisor=token,kl=k3_ratio'  # TRL's default with a KL.
@@ -63,30 +59,64 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
   sizes = {name: getattr(arguments, name) for name in generation.SIZES}
   stack = configs.StackConfig(**sizes, query_scale=float(arguments.head_dim))
   raw, _ = config_json.raw_from_model(configs.DecoderOnlyConfig(stack))
+  rng = np.random.default_rng(0)
+  shape = {'pairs': arguments.pairs, 'prompts': arguments.prompts}
+  prompts = {
+    name: rng.integers(
+      5, stack.vocab_size, (n, arguments.prompt_tokens - 1), np.int32
+    )
+    for name, n in shape.items()
+  }
+  answers = rng.integers(
+    5, stack.vocab_size, (arguments.pairs, 2, arguments.tokens), np.int32
+  )
+  rewards = rng.random((arguments.prompts, arguments.samples), np.float32)
   torch.manual_seed(0)
-  with tempfile.TemporaryDirectory() as name:
-    folder = pathlib.Path(name)
+  with tempfile.TemporaryDirectory() as folder:
     transformers.AutoModelForCausalLM.from_config(
       transformers.AutoConfig.for_model(**raw)
     ).save_pretrained(folder)
-    ours = _Ours(encdec_adapt.load(folder), arguments)
-    theirs = functools.partial(_theirs, trl_trainers, folder, arguments)
-    dpo = theirs(trl_trainers.Dpo, ours.preferences)
-    grpo = theirs(trl_trainers.SamplingGrpo, ours.prompts)
-  prompts = [ids for ids, group in grpo.groups for _ in group]
+    ours = _Ours(encdec_adapt.load(folder), arguments, prompts['prompts'])
+    make = functools.partial(trl_trainers.make, folder=pathlib.Path(folder))
+    dpo = make(
+      trl_trainers.Dpo, groups=_with_bos(prompts['pairs'], answers.tolist())
+    )
+    grpo = make(
+      trl_trainers.SamplingGrpo,
+      groups=_with_bos(
+        prompts['prompts'], [[[]] * arguments.samples] * arguments.prompts
+      ),
+      rewards=rewards.reshape(-1).tolist(),
+      beta=0.04,
+      num_generations=arguments.samples,
+      max_completion_length=arguments.tokens,
+    )
+  for trainer in (dpo, grpo):
+    trainer.optimizer = torch.optim.AdamW(
+      trainer.model.parameters(), RATE, (0.9, 0.95), weight_decay=0, fused=True
+    )
+  repeated = [ids for ids, group in grpo.groups for _ in group]
 
   def sample() -> int:
     completions, _ = grpo._generate_single_turn(
-      prompts, None, {}, arguments.samples
+      repeated, None, {}, arguments.samples
     )
     return sum(map(len, completions))
 
+  row = functools.partial(_row, steps=arguments.steps)
   rows = [
-    _row('DPO step, s', ours.dpo(), dpo.step, arguments.steps),
-    _row('rollout, tokens/s', ours.sample, sample, arguments.steps, rate=True),
-    _row('GRPO step, s', ours.grpo(), grpo.step, arguments.steps),
+    row('DPO step, s', ours.dpo(prompts['pairs'], answers), dpo.step),
+    row('rollout, tokens/s', ours.count, sample, rate=True),
+    row('GRPO step, s', ours.grpo(rewards), grpo.step),
   ]
   return results.report('post_training', rows, arguments)
+
+
+def _with_bos(prompts: np.ndarray, answers: list) -> list:
+  """Returns the groups of `trl_trainers`."""
+  bos = gemma_ids.BOS
+  rows = zip(prompts.tolist(), answers, strict=True)
+  return [([bos, *prompt], group) for prompt, group in rows]
 
 
 def _row(
@@ -123,142 +153,95 @@ def _row(
   return row | {f'{side}, last': value for side, value in values.items()}
 
 
-def _theirs(trainers, folder, arguments, kind, groups) -> Any:
-  """Makes a trainer of TRL's with AdamW."""
-  import torch
-
-  options = {}
-  if kind is not trainers.Dpo:
-    options = {
-      'beta': 0.04,
-      'num_generations': arguments.samples,
-      'max_completion_length': arguments.tokens,
-    }
-  groups = [([gemma_ids.BOS, *prompt], answers) for prompt, answers in groups]
-  rewards = _rewards(arguments).reshape(-1).tolist()
-  trainer = trainers.make(kind, folder, groups, rewards, **options)
-  trainer.optimizer = torch.optim.AdamW(
-    trainer.model.parameters(),
-    lr=RATE,
-    betas=(0.9, 0.95),
-    weight_decay=0.0,
-    fused=True,
-  )
-  return trainer
-
-
-def _rewards(arguments) -> np.ndarray:
-  """Returns rewards of completions, [P, G]."""
-  shape = arguments.prompts, arguments.samples
-  return np.random.default_rng(1).random(shape, np.float32)
-
-
 class _Ours:
   """Our steps, as `train.py` runs them."""
 
-  def __init__(self, loaded: Any, arguments: Any):
-    self._arguments = arguments
-    self._placement = setup.place_model(
-      loaded.config,
-      execution.ComputeConfig('float32', 'none'),
-      mesh.make_mesh(mesh.MeshConfig(), jax.devices()[:1]),
-      rules.RULES['fsdp'],
-    )
-    # Placed for each job, as the first step of one donates them.
-    self._params = jax.device_get(loaded.params)
-    self._lengths = framing.Lengths(arguments.prompt_tokens, arguments.tokens)
-    self._sampling = train_section.TrainConfig(
-      rollouts=f'samples={arguments.samples},tokens={arguments.tokens}'
-    ).sampling
+  def __init__(self, loaded: Any, arguments: Any, prompts: np.ndarray):
+    # Copied for each job, as the first step of one donates them.
+    self._model, self._params = loaded.model, jax.device_get(loaded.params)
+    empty = np.zeros(0, np.int32)
+    self._pairs = [framing.Pair(prompt, empty) for prompt in prompts]
+    options = f'samples={arguments.samples},tokens={arguments.tokens}'
+    self._sampling = train_section.TrainConfig(rollouts=options).sampling
     records = record_sets.RecordSet.__new__(record_sets.RecordSet)
     records.framing = gemma_ids.FRAMING
     records.spec = record_sets.RecordSpec(
       '', 'train', 'pairs', arguments.prompt_tokens, arguments.tokens
     )
-    vocabulary = vocabulary_pair.open_vocabulary('bytes')  # Not read.
+    self._lengths = records.spec.lengths
+    self._trainer = self._start(preference.Preference(kind='dpo'))
     self._sampler = rollouts.Sampler(
-      self._placement, records, vocabulary, self._sampling, seed=0
+      self._trainer.where,
+      records,
+      vocabulary_pair.open_vocabulary('bytes'),  # Not read.
+      self._sampling,
+      seed=0,
     )
-    rng = np.random.default_rng(0)
 
-    def draw(tokens: int) -> list[int]:
-      return rng.integers(5, arguments.vocab_size, tokens).tolist()
-
-    prompt, tokens = arguments.prompt_tokens - 1, arguments.tokens
-    self.preferences = [
-      (draw(prompt), [draw(tokens), draw(tokens)])
-      for _ in range(arguments.pairs)
-    ]
-    group = [[]] * arguments.samples
-    self.prompts = [(draw(prompt), group) for _ in range(arguments.prompts)]
-    empty = np.zeros(0, np.int32)
-    self._pairs = [
-      framing.Pair(np.int32(ids), empty) for ids, _ in self.prompts
-    ]
-
-  def _make_step(self, loss: Any) -> Callable[[framing.Batch], float]:
-    """Starts a job; returns a function that updates the model by a batch."""
-    optimizer = optimizers.OptimizerConfig(
-      'adamw', schedules.ScheduleConfig('constant', RATE, 0, 1000)
+  def _start(self, loss: Any) -> conftest.Trainer:
+    """Starts a job, whose model then samples."""
+    schedule = schedules.ScheduleConfig('constant', RATE, 0, 1000)
+    trainer = conftest.Trainer(
+      loss=dataclasses.replace(
+        loss, models=dict.fromkeys(loss.references, self._model)
+      ),
+      optimizer=optimizers.OptimizerConfig('adamw', schedule),
+      model=self._model,
+      axes=framing.GROUP_AXES | loss.axes,
     )
-    models = dict.fromkeys(loss.references, self._placement.model)
-    loss = dataclasses.replace(loss, models=models)
-    config = train_section.TrainConfig()
-    axes = framing.GROUP_AXES | loss.axes
-    job = phases.Phases(self._placement, loss, optimizer, config, axes)
-    place = functools.partial(self._placement.place, lambda x: x, self._params)
-    references = {name: place() for name in loss.references}
-    self._state, train = job.create(place()), job.make_step()
+    place = functools.partial(trainer.where.place, lambda x: x, self._params)
+    self._state = trainer.init(place())
+    self._references = {name: place() for name in loss.references}
+    return trainer
 
-    def run(rows: framing.Batch) -> float:
-      batch = step.place_batch(rows, self._placement, axes)
-      self._state, metrics = train(self._state, batch, references)
-      return float(metrics['loss'])
+  def _update(self, trainer: conftest.Trainer, batch: framing.Batch) -> float:
+    """Updates the model; returns the loss."""
+    self._state, metrics = trainer.step(self._state, batch, self._references)
+    return float(metrics['loss'])
 
-    return run
-
-  def dpo(self) -> Callable[[], float]:
-    """Returns a step of DPO."""
+  def dpo(
+    self, prompts: np.ndarray, answers: np.ndarray
+  ) -> Callable[[], float]:
+    """Returns a step of DPO on prompts [P, S] and answers [P, 2, T]."""
     rows = [
       preferences.Preferences.frame(
-        [preferences.Preference(*map(np.int32, (prompt, *answers)))],
+        [preferences.Preference(prompt, *pair)],
         self._lengths,
         gemma_ids.FRAMING,
         teacher=True,
       )
-      for prompt, answers in self.preferences
+      for prompt, pair in zip(prompts, answers, strict=True)
     ]
-    run = self._make_step(preference.Preference(kind='dpo'))
-    return functools.partial(run, framing.stack_rows(rows))
+    batch = framing.stack_rows(rows)
+    return functools.partial(self._update, self._trainer, batch)
 
   def _sample(self) -> rollouts.Samples:
-    """Samples completions of the prompts by the model of the last job."""
     rows = range(len(self._pairs))
     return self._sampler(self._state.params, self._pairs, rows, 0)
 
-  def sample(self) -> int:
+  def count(self) -> int:
     """Samples completions; returns the number of tokens."""
     return int(self._sample().counts.sum())
 
-  def grpo(self) -> Callable[[], float]:
-    """Returns a step of GRPO."""
+  def grpo(self, rewards: np.ndarray) -> Callable[[], float]:
+    """Returns a step of GRPO with rewards [P, G]."""
     loss = policy.Policy(kind=GRPO, rollouts=self._sampling)
-    update, rewards = self._make_step(loss), _rewards(self._arguments)
+    trainer = self._start(loss)
 
     def run() -> float:
       samples = self._sample()
       groups = [
         [
-          [framing.Pair(pair.inputs, samples.completion(i, j))]
-          for j in range(self._arguments.samples)
+          [pair._replace(targets=samples.completion(i, j))]
+          for j in range(self._sampling.samples)
         ]
         for i, pair in enumerate(self._pairs)
       ]
-      rows = loss.make_batch(
+      batch = loss.make_batch(
         groups, self._lengths, gemma_ids.FRAMING, teacher=True
       )
-      rows |= {'rewards': rewards, 'sampler_log_probs': samples.log_probs}
-      return update(rows)
+      batch |= {'rewards': rewards, 'sampler_log_probs': samples.log_probs}
+      return self._update(trainer, batch)
 
     return run
 
