@@ -266,12 +266,8 @@ _SIMPO = dict(beta=2.0, simpo_gamma=1.0)
     ('distill', _gkd, dict(beta=0)),
     ('distill', _gkd, dict(beta=0, temperature=2.0)),
     ('distill:divergence=reverse', _gkd, dict(beta=1)),
-    ('distill:divergence=js', _gkd, dict(beta=0.5)),
-    (
-      'distill:divergence=js,beta=0.1',
-      _gkd,
-      dict(beta=0.1, temperature=2.0),
-    ),
+    ('distill:divergence=js', _gkd, dict(beta=0.5, temperature=2.0)),
+    ('distill:divergence=js,beta=0.1', _gkd, dict(beta=0.1)),
   ],
 )
 def test_losses_and_gradients(kind, theirs, options):
