@@ -3,9 +3,10 @@
     config.data.source = 'functions:configs/decoders/held_out.txt'
     config.data.seqio_modules = 'encdec_adapt.configs.functions'
 
-A function of Python's library is cut before a statement of its body; the answer
-is the rest, of at least two lines and at most 100 characters. The functions of
-modules that FILE lists are held out, which the shipped decoders have not seen.
+A function of Python's library is cut before a statement, of its body or inside
+of one; the answer is the rest, of at least two lines and at most 120
+characters. The functions of modules that FILE lists are held out, which the
+shipped decoders have not seen.
 
 `valid` and `one_line` are rewards of such continuations for
 `config.train.rewards`: the first is hard to please, the second is not.
@@ -22,8 +23,9 @@ import textwrap
 import warnings
 
 from encdec_adapt.data.sources import document_source, python_source
+from encdec_adapt.objectives import randomness
 
-_PROMPT, _ANSWER = range(30, 151), range(1, 101)  # Characters of each.
+_PROMPT, _ANSWER = range(30, 151), range(10, 121)  # Characters of each.
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -43,10 +45,12 @@ class FunctionSource(python_source.PythonSource):
     for module, source in zip(self._modules, self.modules(), strict=True):
       for pair in _pairs(source):
         pairs.setdefault(pair, module)
-    entries = (
+    entries = [
       (f'{module}::{i}', functools.partial(json.dumps, pair))
       for i, (pair, module) in enumerate(pairs.items())
-    )
+    ]
+    # Modules are mixed, so that the first examples are a fair sample.
+    entries.sort(key=lambda entry: randomness.digest('order', entry[0]))
     return self._every(entries, shard_index, num_shards)
 
 
@@ -58,11 +62,11 @@ def _pairs(source: str) -> Iterator[tuple[str, str]]:
     lines = source.splitlines()[node.lineno - 1 : node.end_lineno]
     text = textwrap.dedent('\n'.join(lines))
     lines = text.splitlines()
-    for statement in node.body[1:]:
-      cut = statement.lineno - node.lineno
-      prompt, answer = '\n'.join(lines[:cut]), '\n' + '\n'.join(lines[cut:])
-      if len(prompt) in _PROMPT and len(answer) in _ANSWER:
-        yield prompt, answer
+    starts = {x.lineno for x in ast.walk(node) if isinstance(x, ast.stmt)}
+    for cut in sorted(start - node.lineno for start in starts):
+      prompt, answer = ('\n'.join(x) for x in (lines[:cut], lines[cut:]))
+      if len(prompt) in _PROMPT and len(answer) in _ANSWER and '\n' in answer:
+        yield prompt, f'\n{answer}'
 
 
 def valid(prompts, completions, fields) -> list[float]:

@@ -58,6 +58,7 @@ def test_the_commands_of_the_page_are_understood(models, monkeypatch):
       recipes.add(config_lib.load(values.config, sources=False).loss.kind)
     elif module == 'convert':
       verb, *flags = arguments
+      flags = [x for x in flags if x.startswith('--')]
       command.parse(convert.COMMANDS[verb].define, flags)
     else:
       command.parse(MAINS[module].define_flags, arguments)
