@@ -17,6 +17,7 @@ from the model that was tuned with the same seed.
 """
 
 import dataclasses
+import functools
 import json
 import math
 
@@ -69,7 +70,7 @@ _VALID = f'python:{configs.path("functions.py")}#valid'
 ARMS = {
   'tuned': Arm('sft', 1.0, 1e-3),
   # As many FLOPs as a policy.
-  'longer': Arm('sft', 2.5, 1e-3),
+  'longer': Arm('sft', 2.0, 1e-3),
   'passing': Arm('sft', 1.0, 3e-4),
   'dpo': Arm('dpo', 1.0, 3e-4),
   'reward': Arm('reward', 1.0, 3e-4),
@@ -163,7 +164,7 @@ def get_config(arg=None):
     config.data.folder = f'{path("samples")}/{arm.recipe}'
     config.data.eval_fraction, config.data.eval_rows = 0.2, 0
   config.data.encoder_length, config.data.decoder_length = TOKENS, TOKENS + 1
-  config.data.passes = 8
+  config.data.passes = 1 if config.data.source == SOURCE else 8
   config.data.shards = config.data.workers = 1
   config.train.batch_size = config.train.eval_batch_size = 2 * size.batch
   if arm.reward or arm.recipe == 'distill':
@@ -258,14 +259,12 @@ def main(values: flags.FlagValues) -> int:
   return 0
 
 
-def _examples(split, count):
-  """Returns the first prompts of a split that fit, and their true endings."""
+@functools.cache
+def _prompts(split):
+  """Returns the prompts of a split."""
   source = functions.FunctionSource(SOURCE)
-  pairs = [
-    json.loads(document.text)
-    for document in source.documents(lambda x: source.in_split(x, split, 0, 0))
-  ]
-  return pairs[:count]
+  documents = source.documents(lambda x: source.in_split(x, split, 0, 0))
+  return [json.loads(document.text)[0] for document in documents]
 
 
 def _sample(model, prompts, count, temperature):
@@ -295,7 +294,7 @@ def _passing(prompts, groups):
 def _collect(root, run, args, size):
   """Writes the passing samples of a tuned model, and a pair of each prompt."""
   model = encdec_adapt.load(root / run)
-  prompts = [prompt for prompt, _ in _examples('train', size.prompts)]
+  prompts = _prompts('train')[: size.prompts]
   pairs, passing = [], []
   _, groups = _sample(model, prompts, SAMPLES, 1.0)
   for prompt, group in zip(prompts, groups, strict=True):
@@ -322,7 +321,7 @@ def _measure(root, run, args, size):
   tuned = encdec_adapt.load(root / _run(f'{args["model"]}_tuned', seed))
   is_judge = args['arm'] == 'reward'
   model = tuned if is_judge else encdec_adapt.load(root / run)
-  prompts = [prompt for prompt, _ in _examples('eval', size.held_out)]
+  prompts = _prompts('eval')[: size.held_out]
   _, greedy = _sample(model, prompts, 1, 0.0)
   ids, drawn = _sample(model, prompts, SAMPLES if is_judge else 1, 1.0)
   kl = math.nan

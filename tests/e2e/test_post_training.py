@@ -130,9 +130,10 @@ def test_every_stage_of_the_study_is_understood(models, monkeypatch):
 @pytest.mark.slow
 def test_the_study(models, monkeypatch):
   monkeypatch.chdir(models)
+  # The models are not trained: nothing that they sample would pass.
+  monkeypatch.setattr(functions, 'is_valid', lambda _, text: len(text) % 2)
   arg = 'size=smoke,models=runs/quickstart'
-  done = tiny.run('study', f'--study=post_training_study:{arg}', timeout=1200)
-  assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+  assert tiny.call(study, f'--study=post_training_study:{arg}') == 0
   root = models / 'runs' / 'quickstart' / 'post_training_smoke'
   report = json.loads((root / 'report.json').read_text())
   assert [x['run'] for x in report['table']][0] == 'pair_tuned'
