@@ -158,18 +158,6 @@ SHIPPED = {
     microbatches=32,
     optimizer='adafactor',
   ),
-  'size=2b_2b,objective=rloo,topology=v5e:4x4': ChipSettings(
-    replica=1, fsdp=16, save_every=100, microbatches=4
-  ),
-  'size=2b_2b,objective=rloo,topology=v5p:2x2x4': ChipSettings(
-    replica=1, fsdp=16, save_every=100, microbatches=1
-  ),
-  'size=9b_2b,objective=rloo,topology=v5e:4x8': ChipSettings(
-    replica=1, fsdp=32, save_every=100, microbatches=2
-  ),
-  'size=9b_2b,objective=rloo,topology=v5p:2x2x4': ChipSettings(
-    replica=1, fsdp=16, save_every=100, microbatches=1
-  ),
   'size=9b_9b,topology=h100:64': ChipSettings(
     replica=1, fsdp=64, save_every=100, microbatches=8, remat='dots'
   ),
