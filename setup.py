@@ -50,8 +50,14 @@ GCS = ['gcsfs>=2026.9']
 # protobuf 6, and sentencepiece 0.2.3 is made for 7.
 BEAM = ['apache-beam[gcp]>=2.77', 'sentencepiece<0.2.3', *GCS, *DATA]
 # Parity and benchmarks against Hugging Face; a CPU build is enough. The backend
-# of lm-eval for transformers imports accelerate.
-PEER = ['accelerate>=1.0', 'torch==2.13.0', 'transformers>=5.0,<6']
+# of lm-eval for transformers imports accelerate. TRL exactly, because its
+# losses are computed by methods that are not public.
+PEER = [
+  'accelerate>=1.0',
+  'torch==2.13.0',
+  'transformers>=5.0,<6',
+  'trl==1.16.0',
+]
 # Evaluation on lm-eval's tasks, and metrics of text to text.
 EVAL = ['lm-eval>=0.4.13,<0.5', 'rouge-score>=0.1.2', 'sacrebleu>=2.4']
 # Converts exported T5Gemma folders; tests/parity compares its scores.

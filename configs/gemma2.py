@@ -24,7 +24,9 @@ recipe fit those chips:
 
 `objective=pairs` trains an adapted pair on answers to inputs, without a
 teacher: --config.init.encoder=RUN --config.data.source=pairs:/data/*.jsonl.
-With topology=h100:1 its plan has decoding on one card, too.
+With topology=h100:1 its plan has decoding on one card, too. `objective=rloo`
+optimises such a pair by rewards: 64 prompts of 1024 tokens and 8 answers of 256
+to each, with its reference (configs/post_training.md).
 
 Hours of the 10,000 steps of PrefixLM, by the compiled plans in configs/plans
 (estimates: `python -m encdec_adapt.plan --table=configs/plans` prints the
@@ -174,7 +176,7 @@ def get_config(arg=None):
 
   Args:
     arg: `size` is a pair such as 2b_2b, 9b_2b or s_s; `objective` is prefixlm,
-      ul2 or pairs; `topology` (and `slices`) select a row of `SHIPPED`.
+      ul2, pairs or rloo; `topology` (and `slices`) select a row of `SHIPPED`.
   """
   args = config_lib.parse_arg(
     arg, size='2b_2b', objective='prefixlm', topology='', slices=1
@@ -191,11 +193,12 @@ def recipe(pair, objective):
 
   Args:
     pair: an EncoderDecoderConfig.
-    objective: prefixlm, ul2 or pairs.
+    objective: prefixlm, ul2, pairs or rloo.
   """
-  if objective not in ('prefixlm', 'ul2', 'pairs'):
+  if objective not in ('prefixlm', 'ul2', 'pairs', 'rloo'):
     raise errors.UserError(
-      f'objective={objective} is not known; choose prefixlm, ul2 or pairs.'
+      f'objective={objective} is not known; choose prefixlm, ul2, pairs or'
+      ' rloo.'
     )
   config = config_lib.defaults()
   config_lib.set_model(config.model, pair)
@@ -232,12 +235,15 @@ def recipe(pair, objective):
   config.optimizer.learning_rate = 1e-4
   config.optimizer.warmup_steps = 100
   config.checkpoint.every = 1000
-  if objective == 'pairs':
+  if objective in ('pairs', 'rloo'):
     # The lengths of T0's fine-tuning (Wang et al. 2022), as in configs/sft.py.
     config.init.mode = 'checkpoint'
     config.data.decoder_length = 256
     config.train.batch_size, config.train.steps = 128, 1000
     config.train.cross_attention_warmup = 0
+  if objective == 'rloo':
+    config.loss.kind, config.train.rewards = 'rloo', 'answers'
+    config.train.batch_size, config.optimizer.learning_rate = 64, 1e-6
   return config
 
 

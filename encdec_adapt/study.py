@@ -250,6 +250,7 @@ def _report(study: study_stages.Study) -> None:
   tuned = None
   if study.tuned:
     tuned = atomic.read_json(paths.join(study.tuned, html_report.JSON))
+  table = study.table and atomic.read_json(paths.at(study.table))['rows']
   collected = {
     'title': study.title,
     'size': study.size,
@@ -264,6 +265,7 @@ def _report(study: study_stages.Study) -> None:
     'samples': samples,
     'tuned': tuned,
     'note': study.note,
+    'table': table,
     'environment': environment.report(),
   }
   findings = html_report.write(collected, root)

@@ -46,6 +46,8 @@ class Study:
     tuned: root of the study that a stage fine-tunes the runs in; its report is
       part of this one; '' for none.
     note: sentence at the end of the findings; '' for none.
+    table: path of a JSON object with `rows`, a table of its own that a stage
+      writes for the report; '' for none.
   """
 
   root: str
@@ -60,3 +62,4 @@ class Study:
   samples: str = ''
   tuned: str = ''
   note: str = ''
+  table: str = ''

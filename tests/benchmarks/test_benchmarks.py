@@ -10,6 +10,7 @@ from tests.benchmarks import (
   gpu_step,
   gradient_sums,
   lm_eval_requests,
+  post_training,
   records,
   serving,
   vocabulary_loss,
@@ -73,6 +74,20 @@ def test_lm_eval_requests():
     [*sizes, '--kv_heads=1', '--contexts=3', '--longest=20', '--steps=1']
   )['rows']
   assert row['requests'] == 12 and row['ratio'] > 0
+
+
+@pytest.mark.parity
+def test_post_training():
+  pytest.importorskip('trl')
+  sizes = ['--layers=1', '--width=32', '--mlp_width=32', '--heads=2']
+  sizes += ['--kv_heads=1', '--head_dim=16', '--vocab_size=300', '--pairs=2']
+  dpo, rollout, grpo = post_training.main(
+    [*sizes, '--prompts=2', '--samples=2', '--prompt_tokens=8', '--tokens=8']
+    + ['--steps=1']
+  )['rows']
+  assert dpo['ours, last'] == pytest.approx(dpo['TRL, last'], abs=1e-5)
+  assert 0 < rollout['TRL, last'] <= 2 * 2 * 8 >= rollout['ours, last'] > 0
+  assert all(row['ratio'] > 0 for row in (dpo, rollout, grpo))
 
 
 def test_serving():

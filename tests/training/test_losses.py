@@ -5,6 +5,7 @@ import pathlib
 
 import jax
 from jax import numpy as jnp
+import numpy as np
 import pytest
 
 from encdec_adapt.base import errors, keys
@@ -12,6 +13,7 @@ from encdec_adapt.models import architecture, build, model_config
 from encdec_adapt.training import losses
 from encdec_adapt.training.losses import cross_entropy, distillation
 from tests import toy_models
+from tests.ops import dense_loss
 from tests.training import conftest
 
 
@@ -100,6 +102,51 @@ def test_distill_by_name_is_the_whole_loss():
   ):
     with pytest.raises(errors.UserError, match=words):
       losses.from_section(_section(kind=kind), conftest.PAIR)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('divergence', ['forward', 'reverse', 'js,beta=0.3'])
+def test_distillation_of_a_pair_equals_dense_logits(divergence):
+  """The teacher is a decoder that reads inputs and targets in a row."""
+  teacher, student = build.build(conftest.SOURCE), conftest.MODEL
+  frozen = toy_models.params(conftest.SOURCE)
+  loss = distillation.Distillation(
+    kind=f'distill:divergence={divergence}',
+    chunk=16,
+    models={'teacher': teacher},
+  )
+  batch = jax.tree.map(jnp.asarray, conftest.make_batch(4, teacher=True))
+
+  def actual(params):
+    terms = loss.sums(student, params, batch, {'teacher': frozen})
+    return loss.objective(terms, loss.divisors(batch))
+
+  def expected(params):
+    models = {'teacher': (teacher, frozen), 'student': (student, params)}
+    outputs = {k: loss.predict(*x, batch) for k, x in models.items()}
+    hidden, table, stack = outputs['student']
+    sums = dense_loss.cross_entropy(
+      hidden,
+      table,
+      batch['targets'],
+      batch['weights'],
+      vocab_size=stack.outputs,
+      softcap=stack.final_softcap,
+      teacher=loss.teacher(outputs, batch),
+    )
+    return sums.total / sums.weight
+
+  (value, gradients), (dense, dense_gradients) = (
+    jax.jit(jax.value_and_grad(f))(toy_models.params(conftest.PAIR, 2))
+    for f in (actual, expected)
+  )
+  assert float(value) == pytest.approx(float(dense), rel=1e-5)
+  scale = max(float(abs(x).max()) for x in jax.tree.leaves(dense_gradients))
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5 * scale),
+    gradients,
+    dense_gradients,
+  )
 
 
 def test_inputs_are_learnt_from_causal_teachers_alone():

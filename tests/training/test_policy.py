@@ -9,7 +9,6 @@ import pytest
 
 from encdec_adapt.base import errors
 from encdec_adapt.objectives import framing, objective_names
-from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.training import losses, train_section
 from encdec_adapt.training.losses import policy, rollout_options
 from tests import gemma_ids, toy_models
@@ -223,33 +222,6 @@ def test_losses_and_gradients_equal_dense_formulas(kind, params):
     gradients,
     expected,
   )
-
-
-def _trained(mesh, microbatches, frozen):
-  """Metrics of two steps, and the parameters after them."""
-  loss = _loss('grpo:beta=0.1')
-  trainer = conftest.Trainer(
-    mesh, loss=loss, axes=loss.axes, microbatches=microbatches
-  )
-  state, metrics = trainer.init(), []
-  for seed in range(2):
-    batch = _batch(16, filler=3, seed=seed, cut={(1, 1)})
-    state, values = trainer.step(state, batch, {'teacher': frozen})
-    metrics.append({name: float(value) for name, value in values.items()})
-  return metrics, conftest.host(state.params)
-
-
-@pytest.mark.sharded
-def test_microbatches_and_a_mesh_equal_one_batch(params):
-  expected, values = _trained(None, 1, params[1])
-  assert {'kl', 'entropy', 'gap'} <= expected[0].keys()
-  many = mesh_lib.MeshConfig(fsdp=2, sequence=2, tensor=2)
-  for mesh, microbatches in ((None, 4), (many, 4)):
-    metrics, trained = _trained(mesh, microbatches, params[1])
-    for step, other in zip(metrics, expected, strict=True):
-      assert step == pytest.approx(other, rel=2e-4, abs=2e-5)
-    for path, value in trained.items():
-      np.testing.assert_allclose(value, values[path], atol=5e-5, err_msg=path)
 
 
 # -- Keys ----------------------------------------------------------------------

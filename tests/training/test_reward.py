@@ -11,7 +11,6 @@ from encdec_adapt import config as config_lib
 from encdec_adapt.base import errors
 from encdec_adapt.evaluation.measures import perplexity, preference_scores
 from encdec_adapt.models import build, model_config
-from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.training import losses
 from encdec_adapt.training.losses import loss as loss_lib
 from encdec_adapt.training.losses import reward
@@ -96,35 +95,6 @@ def test_gradients_equal_those_of_rows_of_each_answer():
     gradients,
     dense_gradients,
   )
-
-
-def _trained(mesh, microbatches):
-  """Metrics of two steps, and the parameters after them."""
-  trainer = conftest.Trainer(
-    mesh,
-    loss=LOSS,
-    model=MODEL,
-    axes=preference_cases.AXES,
-    microbatches=microbatches,
-  )
-  state = trainer.init(trainer.where.place(INIT, jax.random.key(0)))
-  metrics = []
-  for seed in range(2):
-    state, values = trainer.step(state, _batch(16, filler=3, seed=seed))
-    metrics.append({name: float(value) for name, value in values.items()})
-  return metrics, conftest.host(state.params)
-
-
-@pytest.mark.sharded
-def test_microbatches_and_a_mesh_equal_one_batch():
-  expected, params = _trained(None, 1)
-  many = mesh_lib.MeshConfig(fsdp=2, sequence=2, tensor=2)
-  for mesh, microbatches in ((None, 4), (many, 4)):
-    metrics, values = _trained(mesh, microbatches)
-    for step, other in zip(metrics, expected, strict=True):
-      assert step == pytest.approx(other, rel=2e-4, abs=2e-5)
-    for path, value in values.items():
-      np.testing.assert_allclose(value, params[path], atol=5e-5, err_msg=path)
 
 
 def test_training_raises_held_out_accuracy():

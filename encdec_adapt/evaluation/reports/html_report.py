@@ -24,6 +24,7 @@ A study's report is a dictionary:
   samples       `run`, `prompt`, `continuation`
   tuned         report of the study that fine-tunes the runs, or None
   note          last sentence of the findings, or ''
+  table         rows of a table of the study's own, may be missing or empty
   environment   versions and hardware
 
 Losses are nats per target token. Runs named `<model>_seed<n>` repeat `<model>`.
@@ -148,6 +149,7 @@ def _render(
   items = ''.join(f'<li>{html.escape(text)}</li>' for text in findings)
   sections = {
     'Findings': f'<ol>{items}</ol>',
+    'Measures': _table(report['table']) if report.get('table') else '',
     'Learning curves': _image('learning curves', picture),
     'Models': _models(runs),
     'Cost': _table([_cost(name, run) for name, run in runs.items()])

@@ -20,6 +20,9 @@ a loss, write a module here with its class, and nothing else in the package:
 - `terms` computes sums over the batch, `loss` with the gradient among them,
   and `metrics` marks those that are divided by the weight; a loss with a term
   of another divisor overrides `divisors` and `objective`;
+- a loss of completions that the model samples says so (`samples`), whether it
+  needs their rewards (`reads_rewards`), and which rows it reads (`row_shape`,
+  `pad_batch`, `axes`);
 - `row_ratios` computes the metrics `held_out` of held-out rows, for which it
   may need `held_out_references`. A run records `curves`, and `keep_best` and
   `patience` follow the metric that it `selects`.

@@ -1,0 +1,417 @@
+r"""What post-training is worth, on functions of Python's library.
+
+    bash launch/quickstart.sh --size=full
+    python -m encdec_adapt.study --study=configs/post_training_study.py:size=cpu
+
+tunes the adapted pair and the decoder of `models` (`runs/quickstart_full`) on
+beginnings of functions (`configs/functions.py`), post-trains them in every way
+of `configs/post_training.md`, and measures what each is worth on functions of
+held-out modules, and its price. `size=cpu` has three seeds, `size=quick` one,
+`size=smoke` is for tests. Single steps of it:
+
+    python -m encdec_adapt.train --workdir=.. \
+      --config=configs/post_training_study.py:size=quick,run=pair_rloo
+
+A run is MODEL_ARM; those of other seeds end in _seed1 and _seed2, and start
+from the model that was tuned with the same seed.
+"""
+
+import dataclasses
+import functools
+import json
+import math
+
+from absl import flags
+import numpy as np
+
+import encdec_adapt
+from encdec_adapt import config as config_lib
+from encdec_adapt import configs
+from encdec_adapt.base import errors
+from encdec_adapt.cli import command
+from encdec_adapt.configs import functions, post_training, sft
+from encdec_adapt.conversion import answer_encoding, text_generation
+from encdec_adapt.evaluation import study_stages
+from encdec_adapt.evaluation.measures import held_out
+from encdec_adapt.evaluation.reports import score_tables
+from encdec_adapt.evaluation.results import comparisons, results_store
+from encdec_adapt.files import atomic, paths
+from encdec_adapt.inference import log_likelihoods
+from encdec_adapt.telemetry import compute_cost
+
+# Model -> the run that it starts from, below the folder of the models.
+MODELS = {'pair': 'adapted', 'decoder': 'decoder_only'}
+SOURCE = f'functions:{configs.path("decoders/held_out.txt")}'
+TOKENS = 48  # Most tokens of a prompt, and of a continuation.
+SAMPLES = 8
+_STUDY = 'post_training_study'
+# Measures of the price, and the digits that are shown.
+_PRICES = {'kl': 1, 'tokens': 1, 'distinct': 2, 'one_line': 2}
+
+
+@dataclasses.dataclass(frozen=True)
+class Arm:
+  """A way of training.
+
+  Attributes:
+    recipe: of `post_training.RECIPES`, or sft.
+    share: steps, over those of the size.
+    rate: learning rate.
+    reward: what rewards a policy; ROOT stands for the folder of the study.
+  """
+
+  recipe: str
+  share: float = 1.0
+  rate: float = 5e-4
+  reward: str = ''
+
+
+_VALID = f'python:{configs.path("functions.py")}#valid'
+ARMS = {
+  'tuned': Arm('sft', 1.0, 1e-3),
+  # As many FLOPs as a policy.
+  'longer': Arm('sft', 2.0, 1e-3),
+  'passing': Arm('sft', 1.0, 3e-4),
+  'dpo': Arm('dpo', 1.0, 3e-4),
+  'reward': Arm('reward', 1.0, 3e-4),
+  'rloo': Arm('rloo', reward=_VALID),
+  'rloo_model': Arm('rloo', reward='model:'),
+  'rloo_line': Arm('rloo', reward=_VALID.replace('valid', 'one_line')),
+  'grpo': Arm('grpo', reward=_VALID),
+  'distill': Arm('distill'),
+}
+# The arms of each model: where a run starts from follows before it.
+RUNS = [f'pair_{arm}' for arm in ARMS] + ['decoder_tuned', 'decoder_rloo']
+# Taught by the tuned decoder.
+RUNS.append(RUNS.pop(RUNS.index('pair_distill')))
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+  """A size of the study.
+
+  Attributes:
+    seeds: repetitions.
+    steps: updates of an arm.
+    prompts: training prompts that are sampled for preferences.
+    held_out: held-out prompts that are measured.
+    batch: prompts of a step.
+  """
+
+  seeds: int
+  steps: int
+  prompts: int
+  held_out: int
+  batch: int
+
+
+SIZES = {
+  'smoke': Size(1, 2, 48, 8, 4),
+  'quick': Size(1, 40, 768, 128, 16),
+  'cpu': Size(3, 40, 1536, 256, 16),
+}
+
+
+def _arguments(arg):
+  args = config_lib.parse_arg(
+    arg, size='quick', run='pair_tuned', models='runs/quickstart_full'
+  )
+  run, _, seed = args['run'].partition('_seed')
+  if args['size'] not in SIZES or run not in RUNS:
+    raise errors.UserError(
+      f'size={args["size"]} must be one of {", ".join(SIZES)}, and'
+      f' run={args["run"]} of {", ".join(RUNS)}.'
+    )
+  model, _, arm = run.partition('_')
+  root = f'{args["models"]}/post_training_{args["size"]}'
+  return args | {'model': model, 'arm': arm, 'seed': int(seed or 0)}, root
+
+
+def _run(name, seed):
+  return f'{name}_seed{seed}' if seed else name
+
+
+def get_config(arg=None):
+  """Returns the configuration of a `run` (of RUNS) at a `size` (of SIZES)."""
+  args, root = _arguments(arg)
+  size, seed, arm = SIZES[args['size']], args['seed'], ARMS[args['arm']]
+
+  def path(name):
+    return f'{root}/{_run(name, seed)}'
+
+  # Its shape and vocabulary are those of the tuned model, not there yet.
+  source = f'source={args["models"]}/{MODELS[args["model"]]}'
+  if arm.recipe == 'sft':
+    config = sft.get_config(source)
+  else:
+    teacher = f',teacher={path("decoder_tuned")}' * (arm.recipe == 'distill')
+    config = post_training.get_config(f'recipe={arm.recipe},{source}{teacher}')
+  if args['arm'] != 'tuned':
+    config.init.encoder = path(f'{args["model"]}_tuned')
+  config.seed = seed
+  samples = f'{path("samples")}/{{}}.jsonl'
+  config.data.source, config.data.eval_rows = SOURCE, size.held_out
+  config.data.folder = f'{root}/records'
+  if args['arm'] == 'passing':
+    fields = 'prompt,chosen'
+    config.data.source = f'pairs:{samples.format("passing")}#{fields}'
+  elif arm.recipe in ('dpo', 'reward'):
+    fields = 'prompt,chosen,rejected'
+    config.data.source = f'preferences:{samples.format("pairs")}#{fields}'
+  if config.data.source == SOURCE:
+    config.data.seqio_modules = 'encdec_adapt.configs.functions'
+  else:
+    config.data.folder = f'{path("samples")}/{arm.recipe}'
+    config.data.eval_fraction, config.data.eval_rows = 0.2, 0
+  config.data.encoder_length, config.data.decoder_length = TOKENS, TOKENS + 1
+  config.data.passes = 1 if config.data.source == SOURCE else 8
+  config.data.shards = config.data.workers = 1
+  config.train.batch_size = config.train.eval_batch_size = 2 * size.batch
+  if arm.reward or arm.recipe == 'distill':
+    # Policies have a prompt in a row.
+    config.data.folder = f'{root}/records_prompts'
+    config.data.eval_rows = config.train.eval_batch_size
+  if arm.reward:
+    config.train.batch_size = size.batch
+    config.train.rollouts = f'samples={SAMPLES},tokens={TOKENS},cut=1'
+    judge = path('pair_reward') * (arm.reward == 'model:')
+    config.train.rewards = arm.reward + judge
+  config.train.steps = math.ceil(arm.share * size.steps)
+  config.train.log_every = 5
+  config.train.evaluators = 'loss=1000'
+  config.checkpoint.every, config.checkpoint.keep_best = 1000, False
+  config.optimizer.learning_rate = arm.rate
+  config.optimizer.schedule = 'constant'
+  config.optimizer.warmup_steps = 0
+  config.compute.dtype = 'float32'
+  config.compute.scan_unroll = 4
+  config.compute.compile_cache = f'{args["models"]}/compiled'
+  return config
+
+
+def get_study(arg=None):
+  """Returns the stages of a size, in order; see `encdec_adapt.study`."""
+  args, root = _arguments(arg)
+  size = SIZES[args['size']]
+  arg = f'size={args["size"]},models={args["models"]}'
+  stages = []
+
+  def add(name, module, *flags, seconds):
+    stages.append(study_stages.Stage(name, module, flags, seconds))
+
+  def step(name, run):
+    flags = f'--step={name}', f'--size={arg}', f'--run={run}'
+    add(f'{name}_{run}', f'configs.{_STUDY}', *flags, seconds=60)
+
+  runs = [_run(name, seed) for seed in range(size.seeds) for name in RUNS]
+  for run in runs:
+    config = f'--config={_STUDY}:{arg},run={run}'
+    add(run, 'train', config, f'--workdir={root}/{run}', seconds=90)
+    if run.startswith('pair_tuned'):
+      step('collect', run)
+  for run in runs:
+    step('measure', run)
+  compared = [run for run in runs if not run.startswith('pair_reward')]
+  add(
+    'evaluate',
+    'evaluate',
+    f'--records={root}/records/eval',
+    f'--output={root}/evaluation',
+    '--cost=',
+    *(f'--checkpoint={root}/{run}' for run in compared),
+    seconds=10 * len(compared),
+  )
+  step('table', '')
+  return study_stages.Study(
+    root=root,
+    title="Post-training on functions of Python's library",
+    size=args['size'],
+    stages=tuple(stages),
+    runs=tuple(compared),
+    results=f'{root}/evaluation',
+    samples=f'{root}/continuations.jsonl',
+    table=f'{root}/table.json',
+  )
+
+
+define_flags = command.define(
+  command.choice(
+    'step',
+    ['collect', 'measure', 'table'],
+    'Samples a tuned model for preferences, measures a run, or writes a table.',
+  ),
+  command.string('size', 'Argument of the study.', default='size=quick'),
+  command.string('run', 'Name of the run.', default=''),
+)
+
+
+def main(values: flags.FlagValues) -> int:
+  """Runs a step of the study that no other command does."""
+  command.require(values, 'step')
+  args, root = _arguments(values.size)
+  size = SIZES[args['size']]
+  if values.step == 'table':
+    _write_table(root, size)
+  else:
+    args, _ = _arguments(f'{values.size},run={values.run}')
+    step = {'collect': _collect, 'measure': _measure}[values.step]
+    step(paths.at(root), values.run, args, size)
+  return 0
+
+
+@functools.cache
+def _prompts(split):
+  """Returns the prompts of a split."""
+  source = functions.FunctionSource(SOURCE)
+  documents = source.documents(lambda x: source.in_split(x, split, 0, 0))
+  return [json.loads(document.text)[0] for document in documents]
+
+
+def _sample(model, prompts, count, temperature):
+  """Returns `count` completions of each prompt."""
+  options = text_generation.Options(
+    max_tokens=TOKENS, temperature=temperature, batch_size=128
+  )
+  texts = {f'prompt {i}': prompt for i, prompt in enumerate(prompts)}
+  encoder, ids = text_generation.encode(texts, model.stored, options, TOKENS)
+  repeated = dict(enumerate(x for x in ids for _ in range(count)))
+  drawn = dict(text_generation.complete(model, repeated, encoder, options))
+  drawn = [drawn[i] for i in range(len(repeated))]
+  return ids, [drawn[i : i + count] for i in range(0, len(drawn), count)]
+
+
+def _passes(prompt, completion):
+  """Returns 1 for a completion that ends, and is valid; else 0."""
+  ended = completion.ended != 'length'
+  return int(ended and functions.is_valid(prompt, completion.text))
+
+
+def _passing(prompts, groups):
+  """Returns whether the first completion of each prompt passes."""
+  return [_passes(p, x[0]) for p, x in zip(prompts, groups, strict=True)]
+
+
+def _collect(root, run, args, size):
+  """Writes the passing samples of a tuned model, and a pair of each prompt."""
+  model = encdec_adapt.load(root / run)
+  prompts = _prompts('train')[: size.prompts]
+  pairs, passing = [], []
+  _, groups = _sample(model, prompts, SAMPLES, 1.0)
+  for prompt, group in zip(prompts, groups, strict=True):
+    by_score = {0: [], 1: []}
+    for completion in group:
+      by_score[_passes(prompt, completion)].append(completion)
+    rejected = [x.text for x in by_score[0] if x.text and x.ended == 'eos']
+    rows = [{'prompt': prompt, 'chosen': x.text} for x in by_score[1]]
+    passing += rows
+    if rows and rejected:
+      pairs.append(rows[0] | {'rejected': rejected[0]})
+  folder = root / _run('samples', args['seed'])
+  folder.mkdir(parents=True, exist_ok=True)
+  for name, rows in ('passing', passing), ('pairs', pairs):
+    lines = ''.join(json.dumps(row) + '\n' for row in rows)
+    (folder / f'{name}.jsonl').write_text(lines)
+  count = len(prompts) * SAMPLES
+  print(f'{len(passing)} of {count} samples pass; {len(pairs)} pairs')
+
+
+def _measure(root, run, args, size):
+  """Measures a run on held-out prompts; a reward model by the best of 8."""
+  seed = args['seed']
+  tuned = encdec_adapt.load(root / _run(f'{args["model"]}_tuned', seed))
+  is_judge = args['arm'] == 'reward'
+  model = tuned if is_judge else encdec_adapt.load(root / run)
+  prompts = _prompts('eval')[: size.held_out]
+  _, greedy = _sample(model, prompts, 1, 0.0)
+  ids, drawn = _sample(model, prompts, SAMPLES if is_judge else 1, 1.0)
+  kl = math.nan
+  if is_judge:
+    scores = answer_encoding.score_texts(
+      encdec_adapt.load(root / run),
+      prompts,
+      [[x.text for x in group] for group in drawn],
+      [[x.ended != 'length' for x in group] for group in drawn],
+      batch_size=32,
+    )
+    best = scores.argmax(axis=1)
+    drawn = greedy = [[x[i]] for x, i in zip(drawn, best, strict=True)]
+  else:
+    pairs = [
+      log_likelihoods.Pair(context, x[0].tokens)
+      for context, x in zip(ids, drawn, strict=True)
+    ]
+    bos = tuned.tokenizer.bos
+    scored = dict(tuned.score_tokens(pairs, bos=bos, batch_size=128))
+    log_probs = [x[0].log_probs.sum() for x in drawn]
+    kl = np.mean(log_probs) - np.mean([x.log_prob for x in scored.values()])
+  texts = [x[0].text for x in greedy]
+  measures = {
+    'greedy': _passing(prompts, greedy),
+    'sampled': _passing(prompts, drawn),
+    'kl': float(kl),
+    'tokens': float(np.mean([len(x[0].tokens) for x in drawn])),
+    'distinct': len(set(texts)) / len(texts),
+    'one_line': float(np.mean(functions.one_line(prompts, texts, []))),
+    'texts': dict(zip(prompts[:2], texts, strict=False)),
+  }
+  (root / 'measures').mkdir(exist_ok=True)
+  atomic.write_json(root / 'measures' / f'{run}.json', measures)
+  for name in ('greedy', 'sampled'):
+    print(f'{run}: {np.mean(measures[name]):.3f} {name}, KL {kl:.1f}')
+
+
+def _write_table(root, size):
+  """Writes what every run is worth, and its price; means over seeds."""
+  rows, rates, texts = [], {}, []
+  with results_store.Store(f'{root}/evaluation') as store:
+    for name in RUNS:
+      names = [_run(name, seed) for seed in range(size.seeds)]
+      read = [
+        atomic.read_json(paths.at(root) / 'measures' / f'{x}.json')
+        for x in names
+      ]
+      summaries = [
+        atomic.read_json(paths.at(root) / x / compute_cost.SUMMARY)
+        for x in names
+      ]
+      # Means over seeds, of each prompt: prompts are what intervals are of.
+      for metric in ('greedy', 'sampled'):
+        values = np.mean([x[metric] for x in read], axis=0).tolist()
+        rates[name, metric] = results_store.mean_score(name, metric, values)
+      losses = [store.of_run(f'{root}/{x}', held_out.TASK) for x in names]
+      losses = [x['loss'][1].value for x in losses if x]
+      best = name == 'pair_reward'
+      row = {'run': f'best of {SAMPLES} by {name}' if best else name}
+      for metric in ('greedy', 'sampled'):
+        score = rates[name, metric]
+        low, high = comparisons.interval(score)
+        row[metric] = f'{score.value:.3f} ({low:.2f} to {high:.2f})'
+      if best:
+        row['greedy'] = '-'
+      else:
+        texts += [
+          json.dumps({'run': name, 'prompt': x, 'continuation': text}) + '\n'
+          for x, text in read[0]['texts'].items()
+        ]
+      for metric, digits in _PRICES.items():
+        mean = np.mean([x[metric] for x in read])
+        row[metric] = '-' if math.isnan(mean) else f'{mean:.{digits}f}'
+      row['loss'] = f'{np.mean(losses):.3f}' if losses else '-'
+      mean = np.mean([x['flops'] for x in summaries])
+      row['FLOPs'] = f'{mean:.1e}'
+      mean = np.mean([x['inclusive']['flops'] for x in summaries])
+      row['with sources'] = f'{mean:.1e}'
+      rows.append(row)
+  pair, decoder = (rates[f'{x}_rloo', 'greedy'] for x in MODELS)
+  paired = comparisons.compare(decoder, pair)
+  atomic.write_json(paths.at(root) / 'table.json', {'rows': rows})
+  (paths.at(root) / 'continuations.jsonl').write_text(''.join(texts))
+  print(score_tables.text(rows))
+  print(
+    f'pair - decoder, rloo: {paired.difference:+.3f} ({paired.low:+.3f} to'
+    f' {paired.high:+.3f}, {paired.test})'
+  )
+
+
+if __name__ == '__main__':
+  command.main(__doc__, define_flags, main)

@@ -1,0 +1,140 @@
+"""The page of post-training, its recipes, and its study."""
+
+import json
+import shlex
+import shutil
+
+import pytest
+
+from encdec_adapt import config as config_lib
+from encdec_adapt import convert, evaluate, generate, study, train
+from encdec_adapt.base import errors
+from encdec_adapt.cli import command
+from encdec_adapt.configs import functions, post_training, post_training_study
+from encdec_adapt.data.sources import text_sources
+from tests import tiny
+
+pytestmark = pytest.mark.e2e
+PAGE = (tiny.ROOT / 'configs' / 'post_training.md').read_text()
+DECODER = tiny.ROOT / 'configs' / 'decoders' / 'small'
+BLOCKS = PAGE.split('```')[1::2]
+MAINS = {'evaluate': evaluate, 'generate': generate}
+
+
+def _commands():
+  """The commands of the page, as modules and arguments."""
+  for block in BLOCKS:
+    if block.startswith('\npython'):
+      for line in block.strip().replace('\\\n', ' ').splitlines():
+        python, flag, module, *arguments = shlex.split(line)
+        assert (python, flag) == ('python', '-m')
+        yield module.removeprefix('encdec_adapt.'), arguments
+
+
+@pytest.fixture(scope='module')
+def models(tmp_path_factory):
+  """A folder with the runs that the commands start from."""
+  root = tmp_path_factory.mktemp('post_training')
+  runs = root / 'runs'
+  imported = runs / 'quickstart' / 'decoder_only'
+  flags = [f'--source={DECODER}', f'--output={imported}']
+  assert tiny.convert('import', *flags) == 0
+  flags = [f'--encoder={imported}', f'--output={runs / "tuned"}']
+  assert tiny.convert('adapt', *flags) == 0
+  shutil.copytree(runs / 'tuned', runs / 'quickstart' / 'adapted')
+  return root
+
+
+def test_the_commands_of_the_page_are_understood(models, monkeypatch):
+  monkeypatch.chdir(models)
+  assert PAGE.count('\n') <= 200
+  (models / 'rewards.py').write_text(
+    next(x for x in BLOCKS if '# rewards.py' in x).removeprefix('python')
+  )
+  recipes = set()
+  for module, arguments in _commands():
+    if module == 'train':
+      values = command.parse(train.define_flags, arguments)
+      recipes.add(config_lib.load(values.config, sources=False).loss.kind)
+    elif module == 'convert':
+      verb, *flags = arguments
+      flags = [x for x in flags if x.startswith('--')]
+      command.parse(convert.COMMANDS[verb].define, flags)
+    else:
+      command.parse(MAINS[module].define_flags, arguments)
+  assert recipes == {'', *(loss for loss, *_ in post_training.RECIPES.values())}
+
+
+@pytest.mark.parametrize(
+  'arg', ['recipe=ppo', 'recipe=distill', 'recipe=dpo,teacher=x']
+)
+def test_bad_recipes_are_refused(arg):
+  with pytest.raises(errors.UserError, match=arg.split(',')[0]):
+    post_training.get_config(f'{arg},source={DECODER}')
+
+
+def test_rewards_of_functions():
+  prompt = 'def total(self, rows):\n    count = 0'
+  good = '\n    for row in rows:\n        count += len(row)\n    return count'
+  bad = [
+    '\n    return count',  # One line.
+    good + '\n    # That is all.',
+    good.replace('rows:', 'lines:'),  # An undefined name.
+    good.replace('(row)', '(row'),
+    good + '\n    return count',
+    good + '\nrows = 3',  # Outside of the function.
+    good[1:],
+    '\n    pass\n    return',  # Reads no name.
+  ]
+  texts = [good, *bad]
+  args = [prompt] * len(texts), texts, [{}] * len(texts)
+  assert functions.valid(*args) == [1.0] + [0.0] * len(bad)
+  assert functions.one_line(*args)[:2] == [0.0, 1.0]
+
+
+def test_functions_of_held_out_modules_are_held_out(monkeypatch):
+  monkeypatch.chdir(tiny.ROOT)
+  name = 'functions:configs/decoders/held_out.txt'
+  module = 'encdec_adapt.configs.functions'
+  source = text_sources.open_source(name, 0, module)
+  splits = [
+    [json.loads(x.text) for x in source.documents(keep)]
+    for keep in (
+      lambda x: source.in_split(x, 'train', 0, 0),
+      lambda x: source.in_split(x, 'eval', 0, 0),
+    )
+  ]
+  train_pairs, held_out = ({tuple(x) for x in pairs} for pairs in splits)
+  assert len(train_pairs) > 3000 and len(held_out) > 200
+  assert not train_pairs & held_out
+
+
+def test_every_stage_of_the_study_is_understood(models, monkeypatch):
+  monkeypatch.chdir(models)
+  arg = 'size=cpu,models=runs/quickstart'
+  plan = post_training_study.get_study(arg)
+  trained = [x for x in plan.stages if x.module == 'train']
+  assert len(trained) == 3 * len(post_training_study.RUNS)
+  ready = {'samples'}
+  for stage in plan.stages:
+    values = study._parse(stage, ())
+    if stage.module == 'train':
+      # A run starts from one of before.
+      start = values.config.init.encoder.rpartition('/')[2]
+      assert start in {*ready, *post_training_study.MODELS.values()}
+      teacher = values.config.teacher.checkpoint.rpartition('/')[2]
+      assert not teacher or teacher in ready
+    ready.add(stage.name)
+
+
+@pytest.mark.slow
+def test_the_study(models, monkeypatch):
+  monkeypatch.chdir(models)
+  # The models are not trained: nothing that they sample would pass.
+  monkeypatch.setattr(functions, 'is_valid', lambda _, text: len(text) % 2)
+  arg = 'size=smoke,models=runs/quickstart'
+  assert tiny.call(study, f'--study=post_training_study:{arg}') == 0
+  root = models / 'runs' / 'quickstart' / 'post_training_smoke'
+  report = json.loads((root / 'report.json').read_text())
+  assert [x['run'] for x in report['table']][0] == 'pair_tuned'
+  assert 'best of 8 by pair_reward' in (root / 'report.html').read_text()
