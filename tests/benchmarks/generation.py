@@ -23,7 +23,6 @@ import dataclasses
 import functools
 import pathlib
 import tempfile
-import time
 from typing import Any
 
 import numpy as np
@@ -191,17 +190,10 @@ def _ctranslate2(arguments: Any) -> list[dict[str, Any]]:
       if found['ours'] != found['peer']:
         raise SystemExit(f'{batch} rows: the tokens differ; nothing to time.')
 
-      def timed(run: Callable[[], None]) -> float:
-        # The peer's threads spin for 0.2 s after its work, and a first call
-        # after a pause wakes them up.
-        time.sleep(0.3)
-        run()
-        return results.seconds(run)
-
       times = results.take_turns(
         {
-          'ours': functools.partial(timed, run_ours),
-          'peer': functools.partial(timed, run_peer),
+          'ours': functools.partial(results.rested_seconds, run_ours),
+          'peer': functools.partial(results.rested_seconds, run_peer),
         },
         arguments.steps,
       )

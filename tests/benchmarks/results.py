@@ -63,7 +63,7 @@ def seconds(run: Callable[[], Any]) -> float:
 def rested_seconds(run: Callable[[], Any]) -> float:
   """Returns how long a call takes when nothing else runs.
 
-  The threads of torch spin for 0.2 s after its work, and a first call after a
+  OpenMP threads of the peer spin for 0.2 s after its work, and a first call after a
   pause wakes up those of both.
   """
   time.sleep(0.3)
