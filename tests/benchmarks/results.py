@@ -63,8 +63,8 @@ def seconds(run: Callable[[], Any]) -> float:
 def rested_seconds(run: Callable[[], Any]) -> float:
   """Returns how long a call takes when nothing else runs.
 
-  OpenMP threads of the peer spin for 0.2 s after its work, and a first call after a
-  pause wakes up those of both.
+  OpenMP threads of the peer spin for 0.2 s after its work, and a first call
+  after a pause wakes up those of both.
   """
   time.sleep(0.3)
   run()
