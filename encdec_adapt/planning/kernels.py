@@ -26,9 +26,9 @@ _FUSED_PRODUCTS = 5
 _GPU_PRODUCTS = {'flash_attention_sm': 2, 'attention_dq': 3, 'attention_dkv': 4}
 _GPU_PRODUCTS |= {'sm100_dq': 3, 'sm100_dkv': 4}
 _GPU_BLOCK = 128
-# Gradients of keys and values with their accumulators. A fused pass also
-# returns those of queries.
-_UNFUSED_RESULTS = 4
+# A fused pass returns the gradients of queries, keys and values; jax 0.10 with
+# an accumulator of each.
+_FUSED_RESULTS = 3, 6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,7 +198,7 @@ def flops(
     # which of them a call belongs to.
     pairs = sum(a.pairs() for a in matches) / len(matches)
     products = _PRODUCTS[parts[0]]
-    if parts[0] == 'dkv' and call.results > _UNFUSED_RESULTS:
+    if parts[0] == 'dkv' and call.results in _FUSED_RESULTS:
       products = _FUSED_PRODUCTS
     rows = math.prod(query[:-3])
     work = products * 2 * heads * head_dim * pairs
