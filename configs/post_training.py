@@ -26,7 +26,7 @@ from encdec_adapt.configs import sft
 
 # Recipe -> loss, learning rate, prompts of a step.
 RECIPES = {
-  # InstructGPT, arXiv:2203.02155, table 9: 9e-6, batches of 64.
+  # InstructGPT, arXiv:2203.02155, appendix C: 9e-6, batches of 64.
   'reward': ('reward', 9e-6, 64),
   # DPO, appendix B: 1e-6, batches of 64, beta 0.1.
   'dpo': ('dpo:beta=0.1', 1e-6, 64),
@@ -34,7 +34,7 @@ RECIPES = {
   'rloo': ('rloo:beta=0.05', 1e-6, 32),
   # DeepSeekMath, section 4.2: 1e-6; DAPO: divisor token, no KL.
   'grpo': ('grpo:divisor=token', 1e-6, 32),
-  # GKD, tables 1 and 2: samples of the student alone are best in most tasks.
+  # GKD: reverse KL on samples of the student alone; the rate is ours.
   'distill': ('distill:divergence=reverse,on_policy=1', 1e-5, 32),
 }
 

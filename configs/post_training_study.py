@@ -45,8 +45,9 @@ SOURCE = f'functions:{configs.path("decoders/held_out.txt")}'
 TOKENS = 48  # Most tokens of a prompt, and of a continuation.
 SAMPLES = 8
 _STUDY = 'post_training_study'
-# Measures of the price, and the digits that are shown.
-_PRICES = {'kl': 1, 'tokens': 1, 'distinct': 2, 'one_line': 2}
+# Measures of the price, and how they are shown.
+_PRICES = dict.fromkeys(('kl', 'tokens', 'distinct', 'one_line'), '.2f')
+_PRICES |= dict.fromkeys(('FLOPs', 'with sources'), '.1e')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +71,7 @@ _VALID = f'python:{configs.path("functions.py")}#valid'
 ARMS = {
   'tuned': Arm('sft', 1.0, 1e-3),
   # As many FLOPs as a policy.
-  'longer': Arm('sft', 2.0, 1e-3),
+  'longer': Arm('sft', 4.2, 1e-3),
   'passing': Arm('sft', 1.0, 3e-4),
   'dpo': Arm('dpo', 1.0, 3e-4),
   'reward': Arm('reward', 1.0, 3e-4),
@@ -164,7 +165,8 @@ def get_config(arg=None):
     config.data.folder = f'{path("samples")}/{arm.recipe}'
     config.data.eval_fraction, config.data.eval_rows = 0.2, 0
   config.data.encoder_length, config.data.decoder_length = TOKENS, TOKENS + 1
-  config.data.passes = 1 if config.data.source == SOURCE else 8
+  # Few samples pass, and a pass over the library takes seconds.
+  config.data.passes = 2 if config.data.source == SOURCE else 8
   config.data.shards = config.data.workers = 1
   config.train.batch_size = config.train.eval_batch_size = 2 * size.batch
   if arm.reward or arm.recipe == 'distill':
@@ -229,7 +231,6 @@ def get_study(arg=None):
     stages=tuple(stages),
     runs=tuple(compared),
     results=f'{root}/evaluation',
-    samples=f'{root}/continuations.jsonl',
     table=f'{root}/table.json',
   )
 
@@ -324,8 +325,9 @@ def _measure(root, run, args, size):
   prompts = _prompts('eval')[: size.held_out]
   _, greedy = _sample(model, prompts, 1, 0.0)
   ids, drawn = _sample(model, prompts, SAMPLES if is_judge else 1, 1.0)
-  kl = math.nan
   if is_judge:
+    # An upper bound (arXiv:2401.01879).
+    kl = math.log(SAMPLES) - (SAMPLES - 1) / SAMPLES
     scores = answer_encoding.score_texts(
       encdec_adapt.load(root / run),
       prompts,
@@ -345,6 +347,7 @@ def _measure(root, run, args, size):
     log_probs = [x[0].log_probs.sum() for x in drawn]
     kl = np.mean(log_probs) - np.mean([x.log_prob for x in scored.values()])
   texts = [x[0].text for x in greedy]
+  summary = atomic.read_json(root / run / compute_cost.SUMMARY)
   measures = {
     'greedy': _passing(prompts, greedy),
     'sampled': _passing(prompts, drawn),
@@ -352,7 +355,9 @@ def _measure(root, run, args, size):
     'tokens': float(np.mean([len(x[0].tokens) for x in drawn])),
     'distinct': len(set(texts)) / len(texts),
     'one_line': float(np.mean(functions.one_line(prompts, texts, []))),
-    'texts': dict(zip(prompts[:2], texts, strict=False)),
+    'texts': texts[:8],
+    'FLOPs': summary['flops'],
+    'with sources': summary['inclusive']['flops'],
   }
   (root / 'measures').mkdir(exist_ok=True)
   atomic.write_json(root / 'measures' / f'{run}.json', measures)
@@ -362,51 +367,32 @@ def _measure(root, run, args, size):
 
 def _write_table(root, size):
   """Writes what every run is worth, and its price; means over seeds."""
-  rows, rates, texts = [], {}, []
+  rows, rates = [], {}
   with results_store.Store(f'{root}/evaluation') as store:
     for name in RUNS:
       names = [_run(name, seed) for seed in range(size.seeds)]
       read = [
-        atomic.read_json(paths.at(root) / 'measures' / f'{x}.json')
-        for x in names
+        atomic.read_json(paths.at(f'{root}/measures/{x}.json')) for x in names
       ]
-      summaries = [
-        atomic.read_json(paths.at(root) / x / compute_cost.SUMMARY)
-        for x in names
-      ]
-      # Means over seeds, of each prompt: prompts are what intervals are of.
+      is_judge = name == 'pair_reward'
+      row = {'run': f'best of {SAMPLES} by {name}' if is_judge else name}
       for metric in ('greedy', 'sampled'):
+        # Means over seeds, of each prompt: intervals are of the prompts.
         values = np.mean([x[metric] for x in read], axis=0).tolist()
-        rates[name, metric] = results_store.mean_score(name, metric, values)
-      losses = [store.of_run(f'{root}/{x}', held_out.TASK) for x in names]
-      losses = [x['loss'][1].value for x in losses if x]
-      best = name == 'pair_reward'
-      row = {'run': f'best of {SAMPLES} by {name}' if best else name}
-      for metric in ('greedy', 'sampled'):
-        score = rates[name, metric]
+        score = results_store.mean_score(name, metric, values)
         low, high = comparisons.interval(score)
+        rates[name, metric] = score
         row[metric] = f'{score.value:.3f} ({low:.2f} to {high:.2f})'
-      if best:
-        row['greedy'] = '-'
-      else:
-        texts += [
-          json.dumps({'run': name, 'prompt': x, 'continuation': text}) + '\n'
-          for x, text in read[0]['texts'].items()
-        ]
-      for metric, digits in _PRICES.items():
-        mean = np.mean([x[metric] for x in read])
-        row[metric] = '-' if math.isnan(mean) else f'{mean:.{digits}f}'
+      for metric, form in _PRICES.items():
+        row[metric] = format(np.mean([x[metric] for x in read]), form)
+      scores = [store.of_run(f'{root}/{x}', held_out.TASK) for x in names]
+      losses = [x['loss'][1].value for x in scores if x]
       row['loss'] = f'{np.mean(losses):.3f}' if losses else '-'
-      mean = np.mean([x['flops'] for x in summaries])
-      row['FLOPs'] = f'{mean:.1e}'
-      mean = np.mean([x['inclusive']['flops'] for x in summaries])
-      row['with sources'] = f'{mean:.1e}'
       rows.append(row)
+  atomic.write_json(paths.at(f'{root}/table.json'), {'rows': rows})
+  print(score_tables.text(rows))
   pair, decoder = (rates[f'{x}_rloo', 'greedy'] for x in MODELS)
   paired = comparisons.compare(decoder, pair)
-  atomic.write_json(paths.at(root) / 'table.json', {'rows': rows})
-  (paths.at(root) / 'continuations.jsonl').write_text(''.join(texts))
-  print(score_tables.text(rows))
   print(
     f'pair - decoder, rloo: {paired.difference:+.3f} ({paired.low:+.3f} to'
     f' {paired.high:+.3f}, {paired.test})'
