@@ -41,7 +41,6 @@ from encdec_adapt.telemetry import compute_cost
 
 # Model -> the run that it starts from, below the folder of the models.
 MODELS = {'pair': 'adapted', 'decoder': 'decoder_only'}
-SOURCE = f'functions:{configs.path("decoders/held_out.txt")}'
 TOKENS = 48  # Most tokens of a prompt, and of a continuation.
 SAMPLES = 8
 _STUDY = 'post_training_study'
@@ -151,7 +150,8 @@ def get_config(arg=None):
     config.init.encoder = path(f'{args["model"]}_tuned')
   config.seed = seed
   samples = f'{path("samples")}/{{}}.jsonl'
-  config.data.source, config.data.eval_rows = SOURCE, size.held_out
+  library = _source()
+  config.data.source, config.data.eval_rows = library, size.held_out
   config.data.folder = f'{root}/records'
   if args['arm'] == 'passing':
     fields = 'prompt,chosen'
@@ -159,14 +159,14 @@ def get_config(arg=None):
   elif arm.recipe in ('dpo', 'reward'):
     fields = 'prompt,chosen,rejected'
     config.data.source = f'preferences:{samples.format("pairs")}#{fields}'
-  if config.data.source == SOURCE:
+  if config.data.source == library:
     config.data.seqio_modules = 'encdec_adapt.configs.functions'
   else:
     config.data.folder = f'{path("samples")}/{arm.recipe}'
     config.data.eval_fraction, config.data.eval_rows = 0.2, 0
   config.data.encoder_length, config.data.decoder_length = TOKENS, TOKENS + 1
   # Few samples pass, and a pass over the library takes seconds.
-  config.data.passes = 2 if config.data.source == SOURCE else 8
+  config.data.passes = 2 if config.data.source == library else 8
   config.data.shards = config.data.workers = 1
   config.train.batch_size = config.train.eval_batch_size = 2 * size.batch
   if arm.reward or arm.recipe == 'distill':
@@ -260,10 +260,15 @@ def main(values: flags.FlagValues) -> int:
   return 0
 
 
+def _source():
+  """Returns the source of functions; its path depends on the folder."""
+  return f'functions:{configs.path("decoders/held_out.txt")}'
+
+
 @functools.cache
 def _prompts(split):
   """Returns the prompts of a split."""
-  source = functions.FunctionSource(SOURCE)
+  source = functions.FunctionSource(_source())
   documents = source.documents(lambda x: source.in_split(x, split, 0, 0))
   return [json.loads(document.text)[0] for document in documents]
 

@@ -1,5 +1,6 @@
 """The page of post-training, its recipes, and its study."""
 
+import dataclasses
 import json
 import shlex
 import shutil
@@ -130,8 +131,17 @@ def test_every_stage_of_the_study_is_understood(models, monkeypatch):
 @pytest.mark.slow
 def test_the_study(models, monkeypatch):
   monkeypatch.chdir(models)
-  # The models are not trained: nothing that they sample would pass.
+  # The models are not trained: nothing that they sample would end or pass.
   monkeypatch.setattr(functions, 'is_valid', lambda _, text: len(text) % 2)
+  sample = post_training_study._sample
+
+  def sample_ended(*args):
+    ids, groups = sample(*args)
+    return ids, [
+      [dataclasses.replace(x, ended='eos') for x in group] for group in groups
+    ]
+
+  monkeypatch.setattr(post_training_study, '_sample', sample_ended)
   arg = 'size=smoke,models=runs/quickstart'
   assert tiny.call(study, f'--study=post_training_study:{arg}') == 0
   root = models / 'runs' / 'quickstart' / 'post_training_smoke'

@@ -52,7 +52,8 @@ def test_values_and_gradients_equal_dense(softcap):
     )
     for function in (vocabulary_loss.token_log_probs, dense)
   )
-  cases.assert_same(actual, expected, rtol=1e-5, atol=2e-5)
+  # Gradients are sums of terms up to 150, where float32 has steps of 1.5e-5.
+  cases.assert_same(actual, expected, rtol=1e-5, atol=5e-5)
   assert not np.any(actual[1][1][300:])
 
 
