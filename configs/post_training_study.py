@@ -106,7 +106,7 @@ class Size:
 
 
 SIZES = {
-  'smoke': Size(1, 2, 48, 8, 4),
+  'smoke': Size(1, 2, 48, 8, 8),
   'quick': Size(1, 40, 768, 128, 16),
   'cpu': Size(3, 40, 1536, 256, 16),
 }
