@@ -54,10 +54,11 @@ class Arm:
   """A way of training.
 
   Attributes:
-    recipe: of `post_training.RECIPES`, or sft.
+    recipe: name of a recipe in `post_training.RECIPES`, or sft.
     share: steps, over those of the size.
     rate: learning rate.
-    reward: what rewards a policy; ROOT stands for the folder of the study.
+    reward: rewards of a policy (`config.train.rewards`), in which ROOT stands
+      for the folder of the study.
   """
 
   recipe: str

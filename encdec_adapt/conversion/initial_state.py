@@ -339,7 +339,7 @@ def _check_reads(
     model: the trained model.
     choice: the vocabularies of the job.
     lengths: tokens that an encoder and a decoder read.
-    title: what the frozen model is, for errors.
+    title: description of the frozen model for errors.
 
   Raises:
     UserError: it has another vocabulary, or fewer positions than the rows.

@@ -360,7 +360,7 @@ def prepare(
 
   Args:
     model: the model.
-    params: its parameters, sharded by any rules.
+    params: parameters of the model, sharded by any rules.
     int8: whether to keep kernels as 8-bit integers.
     mesh: mesh of the parameters.
     rules: rules by which the result is sharded.

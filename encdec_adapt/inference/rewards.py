@@ -43,7 +43,7 @@ def score(
 
   Args:
     model: a reward model.
-    params: its parameters.
+    params: parameters of the model.
     groups: for each of P prompts, the prompt with each of G completions: inputs
       without BOS, and targets with the token that ends them, or without it for
       a completion that was cut short.

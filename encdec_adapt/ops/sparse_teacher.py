@@ -35,7 +35,7 @@ def choose(
 
   Args:
     hidden: final hidden states of the teacher.
-    table: its output table; rows from `vocab_size` on are padding.
+    table: output table of the teacher; rows from `vocab_size` on are padding.
     draws: uniform in [0, 1); k is its last dimension, at most `vocab_size`.
     form: one of `FORMS`; 'top' reads only the shape of `draws`.
     vocab_size: number of tokens.

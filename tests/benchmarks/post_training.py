@@ -131,7 +131,7 @@ def _row(
   Args:
     task: name of the row.
     ours: runs the task.
-    theirs: the same by TRL.
+    theirs: runs the task with TRL.
     steps: measured calls of each.
     rate: whether to count tokens per second, and not seconds.
   """

@@ -35,7 +35,8 @@ class TeacherSpec:
     records: digests of the passes of the record set.
     shards: files of a pass and part, as the record set has.
     teacher: path of the teacher.
-    fingerprint: its fingerprint (`model_on_disk.StoredModel.fingerprint`).
+    fingerprint: fingerprint of the teacher
+      (`model_on_disk.StoredModel.fingerprint`).
     form: form of the probabilities, one of `ops.sparse_teacher.FORMS`.
     tokens: token ids k of each target.
     vocab_size: tokens of the vocabulary.
