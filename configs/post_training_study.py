@@ -57,8 +57,8 @@ class Arm:
     recipe: name of a recipe in `post_training.RECIPES`, or sft.
     share: steps, over those of the size.
     rate: learning rate.
-    reward: rewards of a policy (`config.train.rewards`), in which ROOT stands
-      for the folder of the study.
+    reward: rewards of a policy (`config.train.rewards`); 'model:' is the
+      reward model of the same seed.
   """
 
   recipe: str
@@ -81,7 +81,7 @@ ARMS = {
   'grpo': Arm('grpo', reward=_VALID),
   'distill': Arm('distill'),
 }
-# The arms of each model: where a run starts from follows before it.
+# The arms of each model; the run that another starts from precedes it.
 RUNS = [f'pair_{arm}' for arm in ARMS] + ['decoder_tuned', 'decoder_rloo']
 # Taught by the tuned decoder.
 RUNS.append(RUNS.pop(RUNS.index('pair_distill')))

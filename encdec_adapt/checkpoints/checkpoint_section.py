@@ -25,7 +25,8 @@ class CheckpointConfig:
   keep_best: bool = keys.key(
     False,
     'Keep the checkpoint with the lowest held-out loss (of preferences, the'
-    ' highest accuracy) too, the earliest of several: every save is'
+    ' highest accuracy; of policies, the highest greedy reward) too, the'
+    ' earliest of several: every save is'
     ' evaluated first, but that of a preempted job, which is never the best.'
     ' Commands that read the work directory read the best; a job resumes from'
     ' the newest.',

@@ -350,8 +350,8 @@ def _training(
     line += f', which reads {_names([teacher])}'
   yield f'{line}.'
   if summary:
-    # Runs of earlier versions do not have the key.
-    unit = 'preference' if config['loss'].get('kind') else 'target token'
+    compares = 'preferences' in data['objective']
+    unit = 'preference' if compares else 'target token'
     yield (
       f'- Held-out loss {summary["eval_loss_at_step_0"]:.4f} at step 0,'
       f' {summary["eval_loss"]:.4f} at step {summary["steps"]}, in nats per'

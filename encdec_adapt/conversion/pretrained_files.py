@@ -272,16 +272,6 @@ def prompt_room(
   return limit - generated
 
 
-def decoder_positions(stored: model_on_disk.StoredModel) -> int | None:
-  """Returns the decoder's `max_position_embeddings`, None if not stated.
-
-  Raises:
-    UserError: a stored file is damaged.
-  """
-  fields = config_fields(folders(stored.path))
-  return fields['decoder'].get('max_position_embeddings')
-
-
 def stack_positions(stored: model_on_disk.StoredModel) -> dict[str, float]:
   """Returns `max_position_embeddings` by stack, infinity if not stated.
 

@@ -135,8 +135,8 @@ class DataConfig:
   repeat: bool = keys.key(False, 'Start over after the last pass, or stop.')
   pack: bool = keys.key(
     True,
-    'Several examples in a training row, but for preferences, which are never'
-    ' packed.',
+    'Several examples in a training row, but for preferences and sampled'
+    ' completions, which are never packed.',
   )
   shards: int = keys.key(
     4, 'Files of a pass; more workers than this are of no use.', at_least=1

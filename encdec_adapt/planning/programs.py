@@ -223,7 +223,9 @@ class Job:
       return {}
     model = self.loss.assumed_reference(self.model)
     if self.teacher.checkpoint:
-      vocabularies, lengths = self.data.vocabularies, self.lengths
+      vocabularies = self.data.vocabularies
+      # References read training rows, also while a job samples.
+      lengths, _ = self.loss.row_shape(self.data.train.lengths, 1)
       model = initial_state.open_reference(
         self.loss, self.teacher, self.model, vocabularies, lengths
       ).model

@@ -67,18 +67,21 @@ class TrainConfig:
   patience: int = keys.key(
     0,
     'Evaluations in a row without a lower held-out loss (of preferences, a'
-    ' higher accuracy) after which the job ends (early stopping); 0: never.',
+    ' higher accuracy; of policies, a higher greedy reward) after which the job'
+    ' ends (early stopping); 0: never.',
     at_least=0,
   )
   eval_batch_size: int = keys.key(16, 'Rows of an evaluation step.', at_least=1)
   rollouts: str = keys.key(
     '',
-    "Policies: sampling, as in 'samples=8,tokens=64,temperature=1,cut=keep,"
-    "max_kl=0': completions of a prompt; most tokens of one (0:"
-    ' data.decoder_length); the divisor of the logits, also of those in the'
-    " loss; completions that do not end ('keep', 'mask' leaves them out of the"
-    ' loss, a number is subtracted from their reward); and the KL at which the'
-    " job ends (0: never). '': these defaults.",
+    'Policies, and distillation with on_policy: sampling, as in'
+    " 'samples=8,tokens=64,temperature=1,cut=keep,max_kl=0': completions of a"
+    ' prompt; most tokens of one (0: data.decoder_length); the'
+    ' divisor of the logits, also of those in the loss; completions that do'
+    " not end ('keep', 'mask' leaves them out of the loss, a number is"
+    ' subtracted from their reward); and the KL at which the'
+    ' job ends (0: never); `top_k` and `top_p` are for distillation alone.'
+    " '': these defaults.",
   )
   rewards: str = keys.key(
     '',

@@ -21,6 +21,9 @@ from encdec_adapt.data.sources import (
   parquet_files,
 )
 
+# Types of a field of any kind: all but null.
+ANY = (str, int, float, list, dict)
+
 
 class RowSource(file_sources.FileSource):
   """Files of rows with fields: JSON lines, or parquet by their names."""
@@ -116,8 +119,14 @@ class FieldSource(RowSource):
       shown = f'{value if isinstance(row, dict) else row!r:.200}'
       if isinstance(row, dict) and field not in row:
         shown = f'it has {", ".join(row) or "no fields"}'
-      forms = {str: 'text', list: 'a list', (int, float): 'a number'}
-      forms[(str, int, float, list, dict)] = 'a value'
+      forms = {
+        str: 'text',
+        list: 'a list',
+        (int, float): 'a number',
+        (str, list): 'a text or messages',
+        (str, list, dict): 'a text or messages',
+        ANY: 'a value',
+      }
       form = forms.get(kind, 'a text or label')
       location = self._line_location(unit.path, unit.offset)
       raise errors.UserError(
@@ -151,20 +160,17 @@ class ExampleSource(FieldSource):
   if any are named.
   """
 
-  # Types of a field of any kind: all but null.
-  _ANY = (str, int, float, list, dict)
-
   def _further(self, value: Callable[..., Any]) -> list[dict[str, Any]]:
     """Returns the object of the further fields; [] without any."""
     names = self._columns[self.field_counts[0] :]
-    return [{name: value(name, self._ANY) for name in names}] if names else []
+    return [{name: value(name, ANY) for name in names}] if names else []
 
 
 @document_source.register('pairs')
 class PairSource(ExampleSource):
   """`pairs:GLOB#INPUTS,TARGETS[,FIELD..]`: two texts of each line."""
 
-  form = 'pairs:GLOB#INPUTS,TARGETS'
+  form = 'pairs:GLOB#INPUTS,TARGETS[,FIELD..]'
   document_kind = 'pairs'
 
   field_counts = (2, math.inf)
@@ -199,7 +205,7 @@ class LabelSource(FieldSource):
 class ChatSource(ExampleSource):
   """`chat:GLOB[#MESSAGES[,FIELD..]]`: a list of messages in each line."""
 
-  form = 'chat:GLOB[#MESSAGES]'
+  form = 'chat:GLOB[#MESSAGES[,FIELD..]]'
   document_kind = 'chat'
 
   default_field = 'messages'

@@ -73,8 +73,8 @@ class Adapter(lm_eval_model.TemplateLM):
     self.backend = 'seq2seq' if is_pair else 'causal'
     limit = pretrained_files.prompt_room(loaded.stored)
     self.max_length = limit or engine.UNLIMITED
-    limit = pretrained_files.decoder_positions(loaded.stored)
-    self._positions = limit or engine.UNLIMITED
+    positions = pretrained_files.stack_positions(loaded.stored)['decoder']
+    self._positions = min(positions, engine.UNLIMITED)
 
   # -- The interface of lm-eval ------------------------------------------------
 
