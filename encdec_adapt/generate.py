@@ -188,7 +188,7 @@ def _check_best_of(
   """Checks the flags of a choice among continuations.
 
   Raises:
-    UserError: flags do not go together, or the reward is not known.
+    UserError: flags do not go together.
   """
   if bool(values.best_of) != bool(values.reward):
     raise errors.UserError(
@@ -225,7 +225,9 @@ def _open_rewards(
       batch_size=values.batch_size,
     )
 
-  return completion_rewards.Rewards(values.reward, open_model, '--reward')
+  return completion_rewards.Rewards(
+    values.reward, open_model, '--reward', has_rows=False
+  )
 
 
 def _best(

@@ -253,7 +253,8 @@ def train(
   flops = setup.step_flops(model, *sizes, batch_size, shapes)
   if loss.samples:
     prompts = loss.sampled_rows(batch_size)
-    flops += setup.sampling_flops(model, *sizes, prompts)
+    drawn = dataclasses.replace(sizes[0], decoder=loss.rollouts.tokens)
+    flops += setup.sampling_flops(model, drawn, sizes[1], prompts)
   telemetry = job_telemetry.JobTelemetry(
     workdir,
     settings.train,
@@ -358,11 +359,12 @@ def train(
         if distributed.is_lead():
           run_artifacts.remove_summary(workdir)  # A shorter job left it.
       row_numbers = rows.pop('row')
-      rows = loss.frame(rows, data.train.framing.decoder.pad)
 
       # Completions of the rows' prompts; of a policy with their rewards.
       measured = {}
-      if sampled:
+      if not sampled:
+        rows = loss.frame(rows, data.train.framing.decoder.pad)
+      else:
         order, position = batches.order, cost.rows
         rows, measured = sampled(step, state.params, order, position)
         watchdog.beat(step, 'compile' if compiling else 'step')

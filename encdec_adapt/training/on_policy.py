@@ -86,7 +86,10 @@ class OnPolicyBatches:
     prompts = pairs[:count] + self._filler
     with self._spent(step, 'sample'):
       samples = self._sampler(
-        params, prompts, numbers[:count] + [-1] * len(self._filler), step
+        params,
+        prompts,
+        numbers[:count] + [row_order.FILLER] * len(self._filler),
+        step,
       )
     chosen = [i for i, pair in enumerate(pairs[:count]) if pair is not None]
     for i in chosen:
@@ -103,8 +106,8 @@ class OnPolicyBatches:
         for i in self._local
       ]
     )
-    # At least 1: the last batch of a job may be filler.
-    drawn, divisor = samples.counts[chosen].sum(), max(len(chosen), 1)
+    # Some were drawn: rows of filler follow the last row of a job.
+    drawn, divisor = samples.counts[chosen].sum(), len(chosen)
     metrics = {
       'sampled_tokens': float(drawn),
       'length': float(drawn / divisor),

@@ -283,7 +283,7 @@ class PolicyBatches:
     """Appends the completions of the first prompts."""
     if self._log is None:
       return
-    rewards = batch.rewards[batch.exists]
+    rewards = batch.rewards[batch.exists[:_SHOWN]]
     advantages = np.asarray(
       self._loss.form.advantages(rewards, np.zeros_like(rewards))
     )

@@ -68,7 +68,12 @@ class Rewards:
   """
 
   def __init__(
-    self, text: str, open_model: Callable[[str], Model], label: str = LABEL
+    self,
+    text: str,
+    open_model: Callable[[str], Model],
+    label: str = LABEL,
+    *,
+    has_rows: bool = True,
   ):
     """Opens the rewards.
 
@@ -76,6 +81,7 @@ class Rewards:
       text: value of `config.train.rewards`.
       open_model: opens a reward model; returns its scores of groups.
       label: name of the text in messages.
+      has_rows: whether prompts come with the answers and tests of a row.
 
     Raises:
       UserError: there is no such reward, file or function, or programs may not
@@ -85,6 +91,7 @@ class Rewards:
     self._ids: special_ids.Framing | None = None
     self._functions: dict[str, Function] = {}
     self._models: dict[str, Model] = {}
+    self._label, self._runs_programs = label, False
     self._programs = 0  # That timed out.
     for part, weight in option_strings.things(label, text, r' \+ '):
       kind, value = part.partition(':')
@@ -93,11 +100,16 @@ class Rewards:
       if name in self.weights:
         raise part.error('must have another name than the other rewards')
       self.weights[name] = 1.0 if weight is None else weight
+      if part.text in ('answers', 'code') and not has_rows:
+        raise part.error(
+          'compares with the answer or tests of a row, which a prompt has not;'
+          ' choose python:FILE#FUNCTION or model:CHECKPOINT'
+        )
       if part.text == 'answers':
         self._functions[name] = _answers
       elif part.text == 'code':
         code_limits.require_allowed()
-        self._functions[name] = self._run
+        self._functions[name], self._runs_programs = self._run, True
       elif kind.text == 'python' and value:
         self._functions[name] = _load(value)
       elif kind.text == 'model' and value:
@@ -118,7 +130,7 @@ class Rewards:
     """
     self._ids = records.framing
     fields = policy_batches.fields_of(records.read([0])[0][0])
-    if 'code' in self.weights and _TESTS not in fields:
+    if self._runs_programs and _TESTS not in fields:
       raise errors.UserError(
         f'{LABEL} has code, which reads the field {_TESTS!r}; rows of'
         f' config.data.source={records.spec.source!r} have'
@@ -148,7 +160,8 @@ class Rewards:
     self._programs, values, error = 0, {}, ''
     try:
       for name, function in self._functions.items():
-        values[name] = _call(name, function, groups[process::processes])
+        title = f'{self._label}: {name}'
+        values[name] = _call(title, function, groups[process::processes])
     except RewardError as problem:
       error = str(problem)
     # Gathered with errors: all raise, so that all save the step before.
@@ -165,7 +178,7 @@ class Rewards:
       results[name] = model(groups, self._ids)
     timeouts = sum(count for _, count, _ in shares)
     ordered = {name: results[name] for name in self.weights}
-    return ordered, {'timeouts': timeouts} if 'code' in ordered else {}
+    return ordered, {'timeouts': timeouts} if self._runs_programs else {}
 
   def _run(self, prompts, completions, fields) -> list[float]:
     """Runs programs with their tests."""
@@ -314,7 +327,7 @@ def _load(value: option_strings.Part) -> Function:
     ) from error
 
 
-def _call(name: str, function: Function, groups: Groups) -> list[float]:
+def _call(title: str, function: Function, groups: Groups) -> list[float]:
   """Calls a reward for the completions of groups; returns its values.
 
   Raises:
@@ -329,9 +342,9 @@ def _call(name: str, function: Function, groups: Groups) -> list[float]:
   failures = ((x, alone) for x, alone in failures if alone)
   (prompt, completion, _), problem = next(failures, (examples[0], problem))
   raise RewardError(
-    f'{LABEL}: {name} {problem} for the prompt {prompt[-200:]!r} with the'
-    f' completion {completion[:200]!r}. Correct the reward; the job resumes at'
-    ' the step before.'
+    f'{title} {problem} for the prompt {prompt[-200:]!r} with the completion'
+    f' {completion[:200]!r}. Correct the reward; training resumes at the step'
+    ' before.'
   )
 
 

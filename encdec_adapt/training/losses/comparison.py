@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from encdec_adapt.base import errors
-from encdec_adapt.models import architecture as architectures
 from encdec_adapt.models import base_model, build, model_config
 from encdec_adapt.training.losses import loss
 
@@ -63,11 +62,6 @@ class Comparison(loss.Loss):
         f' {" | ".join(map(str, objectives))!r}, whose rows have no two answers'
         ' to compare; choose the objective preferences or chat_preferences.'
       )
-
-  @property
-  def accepts(self) -> tuple[architectures.Architecture, ...]:
-    """Architectures that predict answers."""
-    return architectures.GENERATING
 
   def weight(self, batch: loss.Batch) -> Float[Array, '']:
     """Returns the number of examples."""

@@ -133,8 +133,7 @@ class Distillation(cross_entropy.CrossEntropy):
     """Architectures that predict the student's targets."""
     if self.on_inputs:  # The others read the inputs before they predict.
       return (architectures.CAUSAL_DECODER,)
-    # An encoder predicts masked tokens, a classifier labels.
-    return architectures.GENERATING
+    return super().accepts
 
   def assumed_reference(
     self, model: model_config.ModelConfig

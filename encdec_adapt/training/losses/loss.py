@@ -60,10 +60,11 @@ class Loss:
       reference where `config.teacher` names none.
     held_out_references: references that held-out metrics need, too.
     metrics: metric of a step -> 'sum', or its divisor in `divisors`: 'mean' is
-      the weight of the batch. A loss adds its terms to those here: `loss`,
-      `weight` (target tokens), and for models with experts `load_balance` (1
-      if all experts get equally many tokens) and `router_z_loss`, both
-      unweighted means over layers and tokens of a microbatch.
+      `Loss.weight` of the batch. A loss adds its terms to those here: `loss`,
+      `weight` (target tokens of all answers), and for models with experts
+      `load_balance` (1 if all experts get equally many tokens) and
+      `router_z_loss`, both unweighted means over layers and tokens of a
+      microbatch.
     held_out: metrics of held-out rows, in the order of `row_ratios`.
     curves: held-out metrics in the records of a run, `loss` among them.
     selects: the held-out metric that `keep_best` and `patience` follow.
@@ -197,7 +198,8 @@ class Loss:
   @property
   def accepts(self) -> tuple[architectures.Architecture, ...]:
     """Architectures of the references that the loss accepts."""
-    return tuple(architectures.BY_NAME.values())
+    # An encoder predicts masked tokens, a classifier labels.
+    return architectures.GENERATING
 
   def assumed_reference(
     self, model: model_config.ModelConfig
@@ -269,6 +271,42 @@ class Loss:
     """
     hidden = model.architecture.predict(model, params, batch, **options)
     return Outputs(hidden, model.head(params), model.config.decoder)
+
+  def answer_log_probs(
+    self,
+    outputs: Outputs,
+    batch: Batch,
+    *,
+    temperature: float = 1.0,
+    entropy: bool = False,
+  ) -> Any:
+    """Computes the log-probability of every token of the answers of rows.
+
+    Args:
+      outputs: outputs of a model.
+      batch: fields of rows of G answers; targets and weights [P, G, T].
+      temperature: divisor of the logits, after the soft-cap.
+      entropy: whether to return entropies too.
+
+    Returns:
+      Float32 [P, G, T], 0 at tokens of weight 0; with `entropy` a pair.
+    """
+    shape = batch['targets'].shape
+    results = vocabulary_loss.token_log_probs(
+      outputs.hidden,
+      outputs.table,
+      batch['targets'].reshape(-1, shape[-1]),
+      vocab_size=outputs.config.outputs,
+      softcap=outputs.config.final_softcap,
+      temperature=temperature,
+      chunk=self.chunk,
+      entropy=entropy,
+    )
+    # Selected, as padding may have infinite values, whose gradient is NaN.
+    counted = batch['weights'] > 0
+    return jax.tree.map(
+      lambda x: jnp.where(counted, x.reshape(shape), 0.0), results
+    )
 
   def terms(
     self, outputs: Outputs, references: Mapping[str, Outputs], batch: Batch

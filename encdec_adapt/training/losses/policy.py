@@ -19,6 +19,7 @@ of its group, and in nothing else.
 
 from collections.abc import Mapping, Sequence
 import dataclasses
+import functools
 from typing import ClassVar, NamedTuple
 
 import jax
@@ -27,10 +28,8 @@ from jaxtyping import Array, Float
 import numpy as np
 
 from encdec_adapt.base import errors, keys
-from encdec_adapt.models import architecture as architectures
 from encdec_adapt.models import model_config
 from encdec_adapt.objectives import framing
-from encdec_adapt.ops import vocabulary_loss
 from encdec_adapt.tokenizers import special_ids
 from encdec_adapt.training.losses import loss, rollout_options
 
@@ -264,11 +263,6 @@ class Policy(loss.Loss):
         ' a single answer; choose the objective pairs or chat.'
       )
 
-  @property
-  def accepts(self) -> tuple[architectures.Architecture, ...]:
-    """Architectures that predict completions."""
-    return architectures.GENERATING
-
   def make_batch(
     self,
     groups: Sequence[Sequence[Sequence[framing.Pair]]],
@@ -324,11 +318,16 @@ class Policy(loss.Loss):
     batch: loss.Batch,
   ) -> loss.Terms:
     """Computes the sums of the loss and its metrics; see `loss.Loss.terms`."""
-    log_probs, entropy = self._log_probs(outputs, batch)
+    compute = functools.partial(
+      self.answer_log_probs,
+      batch=batch,
+      temperature=self.rollouts.temperature,
+    )
+    log_probs, entropy = compute(outputs, entropy=True)
     old = jax.lax.stop_gradient(log_probs)
     reference = old
     if references:
-      reference, _ = self._log_probs(references[_REFERENCE], batch)
+      reference = compute(references[_REFERENCE])
     ratios = jnp.exp(old - batch['sampler_log_probs'])
     importance = jnp.ones_like(old)
     if self.form.truncate:
@@ -345,25 +344,6 @@ class Policy(loss.Loss):
     if references:
       values['kl'] = kl
     return {name: jnp.sum(value) for name, value in values.items()}
-
-  def _log_probs(
-    self, outputs: loss.Outputs, batch: loss.Batch
-  ) -> tuple[Float[Array, 'P G T'], Float[Array, 'P G T']]:
-    """Computes log-probability and entropy of every token."""
-    shape = batch['targets'].shape
-    results = vocabulary_loss.token_log_probs(
-      outputs.hidden,
-      outputs.table,
-      batch['targets'].reshape(-1, shape[-1]),
-      vocab_size=outputs.config.outputs,
-      softcap=outputs.config.final_softcap,
-      temperature=self.rollouts.temperature,
-      chunk=self.chunk,
-      entropy=True,
-    )
-    # Selected, as padding may have infinite values, whose gradient is NaN.
-    counted = batch['weights'] > 0
-    return tuple(jnp.where(counted, x.reshape(shape), 0.0) for x in results)
 
 
 def _counts(weights: Float[Array, 'P G T']) -> Array:

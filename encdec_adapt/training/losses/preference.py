@@ -25,7 +25,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from encdec_adapt.base import keys
-from encdec_adapt.ops import vocabulary_loss
 from encdec_adapt.training.losses import comparison, loss
 
 _REFERENCE = 'teacher'
@@ -241,7 +240,10 @@ class Preference(comparison.Comparison):
   ) -> tuple[Float[Array, 'P 2'], comparison.Values]:
     """Computes scores, losses and metrics; see `comparison.Comparison`."""
     counts = jnp.sum(batch['weights'], axis=-1)  # [P, 2]
-    sums = [self._log_probs(x, batch) for x in (outputs, *references.values())]
+    models = outputs, *references.values()
+    sums = [
+      jnp.sum(self.answer_log_probs(x, batch), axis=-1) for x in models
+    ]  # [P, 2]
     divisor = counts if self.form.log_probs == 'mean' else 1.0
     # A row without answers has a finite value, whose loss is not counted: the
     # odds of an empty answer, which is certain, are infinite.
@@ -252,19 +254,3 @@ class Preference(comparison.Comparison):
     )
     losses = self.form.loss(scores[:, 0] - scores[:, 1])
     return scores, {'loss': losses, 'cross_entropy': -sums[0][:, 0]}
-
-  def _log_probs(
-    self, outputs: loss.Outputs, batch: loss.Batch
-  ) -> Float[Array, 'P 2']:
-    """Computes the log-probability of each answer."""
-    shape = batch['targets'].shape  # [P, 2, T]
-    log_probs = vocabulary_loss.token_log_probs(
-      outputs.hidden,
-      outputs.table,
-      batch['targets'].reshape(-1, shape[-1]),
-      vocab_size=outputs.config.outputs,
-      softcap=outputs.config.final_softcap,
-      chunk=self.chunk,
-    ).reshape(shape)
-    # Selected, as padding may have infinite values.
-    return jnp.sum(jnp.where(batch['weights'] > 0, log_probs, 0.0), axis=-1)

@@ -135,3 +135,17 @@ def test_a_failing_function_names_the_example(tmp_path, body, problem):
 def test_unknown_rewards_are_refused(text, message):
   with pytest.raises(errors.UserError, match=message):
     _make(text)
+
+
+@pytest.mark.parametrize('text', ['answers', 'code@0.5'])
+def test_a_prompt_alone_has_no_answer_to_compare_with(text):
+  with pytest.raises(errors.UserError, match='--reward.*prompt has not'):
+    completion_rewards.Rewards(text, None, '--reward', has_rows=False)
+
+
+def test_a_function_named_code_runs_no_programs(tmp_path):
+  (tmp_path / 'mine.py').write_text(
+    'def code(p, c, fields):\n  return [0.0] * len(c)\n'
+  )
+  _, counts = _make(f'python:{tmp_path}/mine.py#code')([_group(['a', 'b'])])
+  assert counts == {}
