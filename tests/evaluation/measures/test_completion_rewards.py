@@ -140,7 +140,7 @@ def test_unknown_rewards_are_refused(text, message):
 @pytest.mark.parametrize('text', ['answers', 'code@0.5'])
 def test_a_prompt_alone_has_no_answer_to_compare_with(text):
   with pytest.raises(errors.UserError, match='--reward.*prompt has not'):
-    completion_rewards.Rewards(text, None, '--reward', has_rows=False)
+    rewards.Rewards(text, None, '--reward', has_rows=False)
 
 
 def test_a_function_named_code_runs_no_programs(tmp_path):
