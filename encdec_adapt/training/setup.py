@@ -228,6 +228,8 @@ def sampling_flops(
 ) -> float:
   """Returns the FLOPs of sampling all completions of a batch of prompts.
 
+  Those of scoring them by reward models are counted nowhere.
+
   Args:
     model: the trained model.
     lengths: tokens of a prompt, and most of a completion.
