@@ -27,7 +27,9 @@ prepare_environment "$extras"
 run "$VENV/bin/python" -m ruff check .
 run "$VENV/bin/python" -m ruff format --check .
 # One process per core. The tests of a file share fixtures and stay together.
+# A process that crashes is not replaced: pytest-xdist would wait without end
+# for the tests of two that crash.
 tests=("$VENV/bin/python" -m pytest --numprocesses=auto --maxprocesses=4
-  --dist=loadfile --no-loadscope-reorder "$@")
+  --dist=loadfile --no-loadscope-reorder --max-worker-restart=0 "$@")
 show "${tests[@]}"
 exec "${tests[@]}"

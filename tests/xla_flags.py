@@ -14,6 +14,9 @@ def cpu(devices: int) -> str:
     f'--xla_force_host_platform_device_count={devices}',
     '--xla_backend_optimization_level=0',
     '--xla_cpu_parallel_codegen_split_count=1',
+    # XLA ends a process whose devices wait for each other for 40 s, as eight of
+    # them may on two busy cores.
+    '--xla_cpu_collective_call_terminate_timeout_seconds=600',
   ]
   major, minor = metadata.version('jaxlib').split('.')[:2]
   if (int(major), int(minor)) < (0, 11):
