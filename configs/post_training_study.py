@@ -17,7 +17,6 @@ from the model that was tuned with the same seed.
 """
 
 import dataclasses
-import functools
 import json
 import math
 
@@ -266,12 +265,12 @@ def _source():
   return f'functions:{configs.path("decoders/held_out.txt")}'
 
 
-@functools.cache
-def _prompts(split):
-  """Returns the prompts of a split."""
+def _prompts(split, vocabulary):
+  """Returns the prompts of a split that fit into a row, BOS included."""
   source = functions.FunctionSource(_source())
   documents = source.documents(lambda x: source.in_split(x, split, 0, 0))
-  return [json.loads(document.text)[0] for document in documents]
+  prompts = [json.loads(document.text)[0] for document in documents]
+  return [x for x in prompts if len(vocabulary.encode(x)) < TOKENS]
 
 
 def _sample(model, prompts, count, temperature):
@@ -301,7 +300,7 @@ def _passing(prompts, groups):
 def _collect(root, run, args, size):
   """Writes the passing samples of a tuned model, and a pair of each prompt."""
   model = encdec_adapt.load(root / run)
-  prompts = _prompts('train')[: size.prompts]
+  prompts = _prompts('train', model.tokenizer)[: size.prompts]
   pairs, passing = [], []
   _, groups = _sample(model, prompts, SAMPLES, 1.0)
   for prompt, group in zip(prompts, groups, strict=True):
@@ -328,7 +327,7 @@ def _measure(root, run, args, size):
   tuned = encdec_adapt.load(root / _run(f'{args["model"]}_tuned', seed))
   is_judge = args['arm'] == 'reward'
   model = tuned if is_judge else encdec_adapt.load(root / run)
-  prompts = _prompts('eval')[: size.held_out]
+  prompts = _prompts('eval', tuned.tokenizer)[: size.held_out]
   _, greedy = _sample(model, prompts, 1, 0.0)
   ids, drawn = _sample(model, prompts, SAMPLES if is_judge else 1, 1.0)
   if is_judge:
