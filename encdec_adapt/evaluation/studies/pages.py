@@ -1,13 +1,14 @@
-"""A study as data: arms, claims, evaluations and further stages.
+"""A study as data: arms, claims, evaluations and further commands.
 
 The function `get_study(arg)` of a configuration file returns a `Study`;
 `encdec_adapt.study` runs it. This module imports nothing of the package but
 `base`, so that a page is read quickly.
 
-An arm is a training run for each seed, an evaluation a stage for each model.
-`{NAME}` in the arguments of a stage stands for the folder of the arm or stage
-NAME (with the same seed where it has several), which the stage then reads; its
-own name stands for its output.
+An arm is a training stage for each seed, an evaluation a stage for each model;
+records, made once for arms of equal data, are stages too. `{NAME}` in an
+argument stands for the folder of the arm or command NAME (with the same seed,
+or its only one), which the stage then reads; its own name stands for its
+output, and `{root}` for the folder of the study.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,19 @@ DIRECTIONS = ('greater', 'less', 'equal', 'no better')
 # Claims with a verdict: more would need wider intervals.
 MOST_PRIMARY = 5
 _NAME = re.compile(r'\w[\w.-]*')
+_PLACEHOLDER = re.compile(r'\{(\w[\w.-]*)\}')
+# Placeholders that are no names.
+RESERVED = ('root', 'seed', 'workdir')
+
+
+def placeholders(text: str) -> list[str]:
+  """Returns the names in braces in a text, but for the reserved ones."""
+  return [x for x in _PLACEHOLDER.findall(text) if x not in RESERVED]
+
+
+def fill(text: str, values: Mapping[str, str]) -> str:
+  """Replaces the names in braces that have a value."""
+  return _PLACEHOLDER.sub(lambda m: values.get(m[1], m[0]), text)
 
 
 def _mapping() -> Any:
@@ -66,8 +80,9 @@ class Arm:
     name: name of the arm, unique in its study.
     config: value of --config: FILE[:ARG], or NAME[:ARG] of a shipped file.
     changes: values of configuration keys, such as {'train.dropout': 0.1}.
-    starts: arm or stage that a configuration key reads, such as
-      {'init.encoder': 'source', 'teacher.checkpoint': 'source'}.
+    starts: what configuration keys read: the name of an arm or command, such
+      as {'init.encoder': 'source'}, or text with such names, such as
+      {'data.source': 'pairs:{samples}/pairs.jsonl#prompt,chosen'}.
     budget: length of training: a number of steps, or a budget of
       `evaluation.studies.budgets`; None for `train.steps` of the configuration.
     rate: name of the `Rate` that chooses the learning rate; '' for that of the
@@ -109,17 +124,16 @@ class Rate:
 
 
 @dataclasses.dataclass(frozen=True)
-class Stage:
+class Command:
   """A command of a study besides training and evaluation.
 
   Attributes:
     name: name of the stage and of its folder; unique in its study.
     module: command that it runs, such as 'convert' or 'generate'.
     arguments: arguments of the command, with `{NAME}` of what it reads and of
-      its own output.
-    after: further arms and stages that it reads.
-    seeds: a stage for each seed, which `{seed}` stands for; () for a single
-      stage.
+      its own output, and `{seed}`.
+    after: further arms and commands that it reads.
+    seeds: seeds of its stages; () for a single stage.
     seconds: expected time on two cores.
   """
 
@@ -141,7 +155,7 @@ class Evaluation:
       cost are --cost= unless they are given.
     metrics: 'TASK/METRIC' that it measures, as claims name them.
     records: arm whose held-out records are read; '' for none.
-    models: arms and stages that are evaluated; () for all arms.
+    models: arms and commands that are evaluated; () for all arms.
     all_seeds: whether every seed of a model is evaluated, or the first alone.
     seconds: expected time for a model on two cores.
   """
@@ -167,18 +181,18 @@ class Study:
     seeds: seeds of every arm.
     claims: what is tested.
     evaluations: how the arms are measured.
-    stages: further stages, such as imports, merges and exports.
+    commands: further stages, such as imports, merges and exports.
     rates: choices of learning rates.
     root: folder or bucket address; '' for runs/studies/NAME_SIZE.
     platform: 'gpu' or 'tpu' if models need such devices, '' for any.
     best_of: maps a name in the report to arms; the one with the lowest
       held-out loss is shown under that name.
-    samples: stage that writes continuations for the report; '' for none.
-    tuned: root of the study that a stage fine-tunes the arms in; its report is
+    samples: command that writes continuations for the report; '' for none.
+    tuned: root of the study that a command fine-tunes the arms in; its report is
       part of this one; '' for none.
     note: sentence at the end of the findings; '' for none.
-    table: stage that writes a table of its own for the report, a file `rows`
-      of a JSON object; '' for none.
+    table: command that writes a table of its own for the report, `rows` of the
+      file table.json in its folder; '' for none.
   """
 
   name: str
@@ -188,7 +202,7 @@ class Study:
   seeds: tuple[int, ...] = (0,)
   claims: tuple[Claim, ...] = ()
   evaluations: tuple[Evaluation, ...] = ()
-  stages: tuple[Stage, ...] = ()
+  commands: tuple[Command, ...] = ()
   rates: tuple[Rate, ...] = ()
   root: str = ''
   platform: str = ''
@@ -199,17 +213,21 @@ class Study:
   table: str = ''
 
   def __post_init__(self):
-    names = [x.name for x in (*self.stages, *self.rates, *self.arms)]
+    names = [x.name for x in (*self.commands, *self.rates, *self.arms)]
     names += [x.name for x in self.evaluations]
     for name in names:
-      if names.count(name) > 1 or not _NAME.fullmatch(name):
+      is_free = names.count(name) == 1 and name not in RESERVED
+      if not (is_free and _NAME.fullmatch(name)):
         raise self.error(
-          f'the name {name!r} must be of one arm, stage, rate or evaluation'
-          ' alone, and of letters, digits, points, - and _'
+          f'the name {name!r} must be of one arm, command, rate or evaluation'
+          f' alone, of letters, digits, points, - and _, and none of'
+          f' {", ".join(RESERVED)}'
         )
     rates = {x.name for x in self.rates}
     for arm in self.arms:
-      self._require(arm.starts.values(), f'arm {arm.name} starts from')
+      for value in arm.starts.values():
+        names = placeholders(value) or [value]
+        self._require(names, f'arm {arm.name} starts from')
       if arm.rate and arm.rate not in rates:
         raise self.error(
           f'arm {arm.name} has the learning rate of {arm.rate!r}, which is not'
@@ -217,8 +235,8 @@ class Study:
         )
     for rate in self.rates:
       self._require([rate.arm], f'rate {rate.name} trains', self.arms)
-    for stage in self.stages:
-      self._require(stage.after, f'stage {stage.name} reads')
+    for command in self.commands:
+      self._require(command.after, f'command {command.name} reads')
     for evaluation in self.evaluations:
       self._require(evaluation.models, f'evaluation {evaluation.name} is of')
       records = [evaluation.records] * bool(evaluation.records)
@@ -238,17 +256,17 @@ class Study:
     return self.root or f'runs/studies/{self.name}_{self.size}'
 
   def seeds_of(self, name: str) -> tuple[int, ...]:
-    """Returns the seeds of an arm or stage; () for a stage without."""
+    """Returns the seeds of an arm or command; () for one without."""
     for arm in self.arms:
       if arm.name == name:
         return self.seeds if arm.seeds is None else arm.seeds
-    return next((x.seeds for x in self.stages if x.name == name), ())
+    return next((x.seeds for x in self.commands if x.name == name), ())
 
   def stage_of(self, name: str, seed: int | None) -> str:
-    """Returns the name of the stage of an arm or stage with a seed.
+    """Returns the name of the stage of an arm or command with a seed.
 
     Args:
-      name: name of an arm, a stage or a rate.
+      name: name of an arm, a command or a rate.
       seed: seed of the reader; None if it has none.
 
     Raises:
@@ -268,10 +286,10 @@ class Study:
     self,
     names: Sequence[str],
     text: str,
-    among: Sequence[Arm | Stage] | None = None,
+    among: Sequence[Arm | Command] | None = None,
   ) -> None:
-    """Refuses names that are not of an arm, nor of a stage where allowed."""
-    among = (*self.arms, *self.stages) if among is None else among
+    """Refuses names that are not of an arm, or a command where allowed."""
+    among = (*self.arms, *self.commands) if among is None else among
     valid = [x.name for x in among]
     for name in names:
       if name not in valid:
