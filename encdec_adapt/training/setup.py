@@ -223,8 +223,8 @@ def step_flops(
     return forward_flops.forward(config, *sizes, logits=logits)
 
   # No gradient reaches a reference: it has no backward pass.
-  total = forward_flops.TRAINING * forward(model) + sum(map(forward, references))
-  return float(total * rows)
+  total = forward_flops.TRAINING * forward(model)
+  return float((total + sum(map(forward, references))) * rows)
 
 
 def sampling_flops(

@@ -69,7 +69,7 @@ class CrossEntropy(loss.Loss):
     return framing.on_all_tokens(rows, pad) if self.on_inputs else rows
 
   def logits(self, lengths: framing.Lengths) -> int:
-    """Returns the targets' number, or with `on_inputs` that of all positions."""
+    """Returns the number of targets, or with `on_inputs` of all positions."""
     return lengths.teacher if self.on_inputs else super().logits(lengths)
 
   def terms(
