@@ -203,6 +203,8 @@ def step_flops(
   answers: int,
   rows: int,
   references: Iterable[model_config.ModelConfig] = (),
+  *,
+  logits: int = 0,
 ) -> float:
   """Returns the model FLOPs of a training step on all devices.
 
@@ -212,12 +214,17 @@ def step_flops(
     answers: answers of a row.
     rows: rows of the batch.
     references: models that add a forward pass each.
+    logits: positions of an answer with logits (`losses.loss.Loss.logits`); 0
+      for its targets.
   """
   sizes = lengths.encoder, lengths.decoder, lengths.teacher, answers
-  total = forward_flops.TRAINING * forward_flops.forward(model, *sizes)
+
+  def forward(config: model_config.ModelConfig) -> int:
+    return forward_flops.forward(config, *sizes, logits=logits)
+
   # No gradient reaches a reference: it has no backward pass.
-  total += sum(forward_flops.forward(frozen, *sizes) for frozen in references)
-  return float(total * rows)
+  total = forward_flops.TRAINING * forward(model)
+  return float((total + sum(map(forward, references))) * rows)
 
 
 def sampling_flops(
