@@ -109,7 +109,9 @@ def check_text(stage: stages.Stage, arguments: Sequence[str]) -> None:
 
 def _passes(states: stage_states.States, stage: stages.Stage) -> str:
   """Returns how often a run reads its text; '' before there are records."""
-  (records,) = (x for x in stage.reads if states.stages[x].module == 'materialize')
+  (records,) = (
+    x for x in stage.reads if states.stages[x].module == 'materialize'
+  )
   folder = states.folder(states.stages[records])
   passes = _passes_of(stage.settings, str(folder))
   return f'{passes:.2f}' if passes else ''
