@@ -15,7 +15,8 @@ still above that of the decoder.
 `size=full` takes at most two and a half hours. It trains `adapted`, `scratch`
 and the control, the decoder trained on, for about one pass of the text, with
 three seeds and the learning rates that were best in short runs. It then tunes
-all three on look-ups (`configs/tuning.py`) and measures what generating costs. `size=smoke` is for tests.
+all three on look-ups (`configs/tuning.py`) and measures what generating costs.
+`size=smoke` is for tests.
 """
 
 import dataclasses

@@ -97,6 +97,7 @@ def write(study: pages.Study, states: stage_states.States) -> None:
     'best': list(study.best_of),
     'stages': [dataclasses.asdict(state) for state in ended.values()],
     'samples': _samples(study, states),
+    'tuned': None,
     'note': ' '.join(_notes(study, states, ended)),
     'table': _table(study, states),
     'environment': environment.report(),
