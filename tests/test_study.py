@@ -1,4 +1,4 @@
-"""Studies: loading of pages, choice of rates, and what shipped pages compare."""
+"""Studies: loading of pages, choices of rates, what shipped pages compare."""
 
 import dataclasses
 import json
