@@ -266,6 +266,24 @@ def test_held_out_rows_of_meap_have_windows_of_the_same_lengths():
   objective = objective_names.parse_one('meap:share=0.2,shortest=8,concatenate')
   held_out = objective_names.for_evaluation(objective)
   assert held_out.text == 'causal_lm:concatenate,shortest=8'
+  assert held_out.options == {'concatenate': False, 'shortest': 8}
+
+
+@pytest.mark.parametrize(
+  'name', ['full_lm', 'prefix_lm_uniform:concatenate', 'bart:concatenate']
+)
+def test_held_out_rows_never_cross_documents(name):
+  objective = objective_names.parse_one(name)
+  held_out = objective_names.for_evaluation(objective)
+  # Earlier records are refused, which do.
+  change = 'held-out windows do not cross documents'
+  assert held_out.revisions == (*objective.revisions, change)
+  lengths = framing.Lengths(0 if name == 'full_lm' else 12, 12)
+  maker = held_out.make(lengths, cases.VOCABULARY)
+  documents = [(f'd{i}', np.arange(5 + i, dtype=np.int32) + 9) for i in range(9)]
+  keyed = randomness.Keyed(0, 0, 'text:x')
+  made = [x.documents for x in maker.examples(iter(documents), keyed)]
+  assert len(made) >= 9 and all(len(names) == 1 for names in made)
 
 
 @pytest.mark.parametrize(
