@@ -68,7 +68,9 @@ def test_paired_t():
 def test_no_comparison_without_the_same_examples():
   whole = results_store.Score('t', 'bleu', 12.0, None, 3)
   assert comparisons.compare([whole], [whole]) is None
-  assert comparisons.compare([_score(1.0, 2.0)], [_score(1.0, 2.0, 3.0)]) is None
+  assert (
+    comparisons.compare([_score(1.0, 2.0)], [_score(1.0, 2.0, 3.0)]) is None
+  )
 
 
 # T5Gemma (2504.06225), table 2: pretrained and instruction-tuned averages.
@@ -103,7 +105,9 @@ def test_correlation_of_pretraining_with_instruction_tuning():
 
 def test_the_unit_of_a_correlation_is_the_arm():
   # By run 1 and 3 are in order; by arm all six are reversed.
-  points = [('S', f'arm {i}', i, -i + sign) for i in range(6) for sign in (-9, 9)]
+  points = [
+    ('S', f'arm {i}', i, -i + sign) for i in range(6) for sign in (-9, 9)
+  ]
   pooled, within = comparisons.correlations(points)
   assert (pooled.value, pooled.arms) == (pytest.approx(-1), 6)
   assert (within.value, within.is_descriptive) == (pytest.approx(-1), False)
