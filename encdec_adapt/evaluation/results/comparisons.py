@@ -40,7 +40,7 @@ class Comparison:
     low: lower bound of its 95 % interval.
     high: upper bound of the interval.
     p: two-sided p-value of no difference.
-    over: what the interval is over, such as '3 runs and 42 groups'.
+    units: what the interval is over, such as '3 runs and 42 groups'.
     test: name of the test.
   """
 
@@ -48,7 +48,7 @@ class Comparison:
   low: float
   high: float
   p: float
-  over: str
+  units: str
   test: str
 
 
@@ -103,9 +103,10 @@ def compare(
   if x.seeds * x.groups == 1:
     return None
   units = f'{x.groups} groups' if is_grouped else f'{n} examples'
-  over = units if runs == 1 else f'{runs} runs and {units}'
+  if runs > 1:
+    units = f'{runs} runs and {units}'
   test = 'paired t' if runs == 1 else 'crossed t'
-  return Comparison(x.effect, x.low, x.high, x.p, over, test)
+  return Comparison(x.effect, x.low, x.high, x.p, units, test)
 
 
 def paired_t(differences: Sequence[float]) -> Comparison:

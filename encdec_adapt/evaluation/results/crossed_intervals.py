@@ -34,14 +34,14 @@ class MeanSquares:
     groups: number of groups.
     of_seeds: mean square of the seeds, 0 for a single one.
     of_groups: mean square of the groups, 0 for a single one.
-    rest: mean square of what neither explains, 0 if either is single.
+    residual: mean square of what neither explains, 0 if either is single.
   """
 
   seeds: int
   groups: int
   of_seeds: Any
   of_groups: Any
-  rest: Any
+  residual: Any
 
   @property
   def freedoms(self) -> tuple[int, int, int]:
@@ -51,8 +51,8 @@ class MeanSquares:
 
   def variance_of_mean(self) -> tuple[Any, Any]:
     """Returns the variance of the mean of all cells, and its freedom."""
-    squares = (self.of_seeds, self.of_groups, self.rest)
-    combined = self.of_seeds + self.of_groups - self.rest
+    squares = (self.of_seeds, self.of_groups, self.residual)
+    combined = self.of_seeds + self.of_groups - self.residual
     terms = sum(
       x * x / freedom
       for x, freedom in zip(squares, self.freedoms, strict=True)
@@ -117,12 +117,12 @@ def mean_squares(
   cells = (sums - ratio * weights) / weights.mean()
   by_seed, by_group = (cells.mean(axis=i, keepdims=True) for i in (1, 0))
   # The mean of all cells is 0, as the ratio is that of the totals.
-  rest = cells - by_seed - by_group
+  residual = cells - by_seed - by_group
   squares = MeanSquares(seeds, groups, 0.0, 0.0, 0.0)
   values = [
     count * float((x * x).sum()) / freedom if freedom else 0.0
     for x, count, freedom in zip(
-      (by_seed, by_group, rest),
+      (by_seed, by_group, residual),
       (groups, seeds, 1),
       squares.freedoms,
       strict=True,

@@ -115,13 +115,13 @@ def planned_power(
   """
   # Of effects in the claimed direction; a loss is turned with its direction.
   direction = 'greater' if direction == 'less' else direction
-  seed, group, rest = components.seed, components.group, components.rest
+  seed, group, residual = components.seed, components.group, components.residual
   rng = np.random.default_rng(0)  # The same draws for every effect.
   squares = crossed_intervals.MeanSquares(seeds, groups, 0.0, 0.0, 0.0)
   draws = [
     expected * rng.chisquare(freedom, _DRAWS) / freedom
     for expected, freedom in zip(
-      (groups * seed + rest, seeds * group + rest, rest),
+      (groups * seed + residual, seeds * group + residual, residual),
       squares.freedoms,
       strict=True,
     )
@@ -129,7 +129,7 @@ def planned_power(
   squares = crossed_intervals.MeanSquares(seeds, groups, *draws)
   variance, freedom = squares.variance_of_mean()
   half = crossed_intervals.quantile(freedom, level) * np.sqrt(variance)
-  true_variance = seed / seeds + group / groups + rest / (seeds * groups)
+  true_variance = seed / seeds + group / groups + residual / (seeds * groups)
   errors = rng.normal(0, np.sqrt(true_variance), _DRAWS)
   bounds = np.stack([errors - half, errors + half], axis=1)
 

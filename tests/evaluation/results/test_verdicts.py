@@ -46,8 +46,10 @@ def test_the_level_of_primary_claims():
   assert verdicts.level(1) == 0.95 and verdicts.level(5) == pytest.approx(0.99)
 
 
-def _power(direction, smallest, seed=0.0, group=0.0, rest=1e-12, level=0.95):
-  components = variances.Components(seed, group, rest, (4, 39, 156), 5, 40)
+def _power(
+  direction, smallest, seed=0.0, group=0.0, residual=1e-12, level=0.95
+):
+  components = variances.Components(seed, group, residual, (4, 39, 156), 5, 40)
   return verdicts.planned_power(direction, smallest, components, 5, 40, level)
 
 
