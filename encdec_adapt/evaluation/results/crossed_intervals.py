@@ -5,7 +5,7 @@ other within a group (of documents). A cell is the sum l of a seed's scores in a
 group, linearised: (l - r n) / mean(n) with the group's weight n, such as its
 tokens, and the ratio of the totals r, which is the effect. Of the two-way
 layout without repetitions (Scheffe, The Analysis of Variance, 1959, chapter 7)
-the mean has the variance (MS_seeds + MS_groups - MS_rest) / (seeds x groups)
+the mean has the variance (MS_seeds + MS_groups - MS_residual) / (seeds x groups)
 with Satterthwaite's degrees of freedom (Biometrics Bulletin 2, 1946). Where the
 larger of MS_seeds and MS_groups alone is more, it takes their place, with its
 own degrees of freedom. A bootstrap over both covers 77 to 95 % with 3 seeds.

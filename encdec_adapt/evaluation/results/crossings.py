@@ -74,8 +74,8 @@ def crossing(
       continue
     if not i:
       return end
-    start, before = points[i - 1]
-    share = (before - target) / (before - loss)
+    start, previous = points[i - 1]
+    share = (previous - target) / (previous - loss)
     return start * (end / start) ** share
   return None
 

@@ -141,16 +141,16 @@ def planned_power(
   # Twelve times the spread is beyond every interval that was drawn here.
   limit = smallest + 12 * (float(np.sqrt(true_variance)) + float(half.max()))
   # The probability rises with the effect for a difference, and falls otherwise.
-  least, most = (0.0, limit) if direction != 'no better' else (-limit, limit)
+  lower, upper = (0.0, limit) if direction != 'no better' else (-limit, limit)
   effect = None
-  if share(REPRODUCED, most if is_difference else least) >= ENOUGH:
+  if share(REPRODUCED, upper if is_difference else lower) >= ENOUGH:
     for _ in range(20):
-      middle = (least + most) / 2
+      middle = (lower + upper) / 2
       if (share(REPRODUCED, middle) >= ENOUGH) == is_difference:
-        most = middle
+        upper = middle
       else:
-        least = middle
-    effect = most if is_difference else least
+        lower = middle
+    effect = upper if is_difference else lower
   return Power(
     share(REPRODUCED, smallest if is_difference else 0.0),
     share(NO_DIFFERENCE, 0.0) if is_difference else None,
