@@ -64,8 +64,8 @@ def estimate(
     UserError: the arms have other examples or numbers of seeds.
   """
   pairs = [
-    crossed_intervals.mean_squares(cells.sums, cells.weights)
-    for cells in map(contrasts.cells, itertools.combinations(arms, 2))
+    crossed_intervals.mean_squares(*contrasts.sums(pair))
+    for pair in itertools.combinations(arms, 2)
   ]
   # Of k arms, the mean over all pairs is twice the mean square of the
   # interaction with arms, which has k - 1 times the freedom of a pair.
