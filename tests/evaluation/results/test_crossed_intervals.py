@@ -90,6 +90,6 @@ def test_coverage(seeds, deviations):
       ]
       for difference in (np.zeros((seeds, 1)), effect + sum(noise))
     )
-    x = contrasts.cells([first, second]).interval()
+    x = contrasts.interval([first, second])
     covered += x.low <= effect <= x.high
   assert 900 <= covered <= 990
