@@ -57,12 +57,15 @@ def estimate(
 ) -> Components:
   """Estimates the variances from arms with the same examples.
 
+  They are of the examples that a report takes (`contrasts.reported`).
+
   Args:
     arms: scores of at least two arms, of at least two seeds each.
 
   Raises:
     UserError: the arms have other examples or numbers of seeds.
   """
+  arms = [[contrasts.reported(score) for score in arm] for arm in arms]
   pairs = [
     crossed_intervals.mean_squares(*contrasts.sums(pair))
     for pair in itertools.combinations(arms, 2)
@@ -136,14 +139,15 @@ def write(
     path: file of the variances; made if it is missing.
     study: name of the study.
     arms: by 'TASK/METRIC', the scores of its arms with the same examples; see
-      `estimate`.
+      `estimate`. Metrics that single examples do not have get no entry.
   """
   content = _read(path)
   for entries in content.values():
     entries.pop(study, None)
   for metric, scores in arms.items():
-    components = dataclasses.asdict(estimate(scores))
-    content.setdefault(metric, {})[study] = components
+    if scores[0][0].scores:
+      components = dataclasses.asdict(estimate(scores))
+      content.setdefault(metric, {})[study] = components
   atomic.write_json(
     paths.at(path), {name: x for name, x in sorted(content.items()) if x}
   )
