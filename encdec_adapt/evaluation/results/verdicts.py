@@ -24,7 +24,7 @@ DIRECTIONS = ('greater', 'less', 'equal', 'no better')
 REPRODUCED, CONTRADICTED = 'reproduced', 'contradicted'
 NO_DIFFERENCE, UNDECIDED = 'no difference', 'undecided'
 ENOUGH = 0.8  # Planned power below this is low.
-_DRAWS = 4000  # Standard error of a power of 0.8: 0.006.
+_DRAWS = 2000  # Standard error of a power of 0.8: 0.009.
 
 
 def level(primary: int) -> float:
