@@ -9,9 +9,11 @@ import math
 import statistics
 from typing import Any
 
+import numpy as np
+
 from encdec_adapt.evaluation.measures import inference_cost
 from encdec_adapt.evaluation.reports import run_groups
-from encdec_adapt.evaluation.results import comparisons
+from encdec_adapt.evaluation.results import crossed_intervals
 from encdec_adapt.evaluation.results import number_format as numbers
 
 # Nats per target token by which the prefixes of other examples must raise
@@ -163,7 +165,9 @@ def _compare(runs: run_groups.Runs, model: str, key: str) -> str:
   ):
     # Runs of equal seeds are paired: variation that they share cancels.
     differences = [a - b for a, b in zip(first, second, strict=True)]
-    test = comparisons.paired_t(differences)
+    test = crossed_intervals.interval(
+      np.array([differences]), np.ones(len(differences))
+    )
     return (
       f'{text} (95 % interval of the paired seeds {test.low:+.3f} to'
       f' {test.high:+.3f})'
