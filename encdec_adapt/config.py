@@ -439,9 +439,9 @@ def _check_model(settings: Settings, vocabulary: str) -> None:
   pair = init.mode == 'embeddings' or init.decoder
   if pair and not architecture.encodes_prompt:
     raise errors.UserError(
-      f'config.init.mode is {init.mode!r} with init.decoder {init.decoder!r} but'
-      f' config.model.kind is {architecture.name}; only an encoder_decoder has'
-      " an encoder and a decoder to start. Set init.mode to 'adapt' and"
+      f'config.init.mode is {init.mode!r} and config.init.decoder'
+      f' {init.decoder!r} but config.model.kind is {architecture.name}; only an'
+      " encoder_decoder has two stacks to start. Set init.mode to 'adapt' and"
       ' init.encoder alone to the source of a single stack.'
     )
   if init.mode in ('adapt', 'embeddings') and model.decoder.classes:

@@ -97,9 +97,7 @@ class Recipe:
     if shape.shape == (1,):
       return jnp.zeros(shape.shape, shape.dtype)
     layers = [
-      moments[piece.path]
-      if piece.index is None
-      else moments[piece.path][piece.index]
+      moments[piece.path][... if piece.index is None else piece.index]
       for piece in self.pieces
     ]
     return jnp.stack(layers).reshape(shape.shape).astype(shape.dtype)

@@ -45,7 +45,8 @@ def check(
       f'{_KEY}, and {source.name} is a folder of weights without an optimizer'
       " state; set it to 'fresh', or start from a run."
     )
-  if job.placement.model.config.decoder.classes:
+  classes = job.placement.model.config.decoder.classes
+  if classes != source.model.decoder.classes:
     raise errors.UserError(
       f'{_KEY}, and the model gets a new head, which has no moments; set it to'
       " 'fresh'."
