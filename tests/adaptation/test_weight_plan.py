@@ -411,9 +411,9 @@ def test_a_single_stack_starts_from_that_of_a_pair(role, shared):
 def test_fewer_layers_are_every_other_one_of_each_kind():
   deep = dataclasses.replace(STACK, layers=8)
   for pattern, expected in (
-    (('local', 'global'), [0, 1, 4, 5]),
     (('global',), [0, 2, 4, 6]),
-    (('local', 'local', 'local', 'global'), [0, 2, 5, 3]),
+    (('local', 'global'), [0, 3, 4, 7]),
+    (('local', 'local', 'local', 'global'), [0, 2, 4, 7]),
   ):
     deep = dataclasses.replace(deep, pattern=pattern)
     half = dataclasses.replace(deep, layers=4)
@@ -441,7 +441,7 @@ def test_fewer_layers_have_the_weights_of_their_sources():
   source = _make(deep)
   target = model_config.DecoderOnlyConfig(dataclasses.replace(deep, layers=4))
   found, theirs = _by_name(target, _adapt(target, source)[0]), _by_name(*source)
-  for i, layer in enumerate((0, 1, 4, 5)):
+  for i, layer in enumerate((0, 3, 4, 7)):
     for part in ('mlp/down', 'attention/key', 'pre_attention_norm/scale'):
       np.testing.assert_array_equal(
         found[f'decoder/layers/{i}/{part}'],
@@ -458,7 +458,7 @@ MISFITS = [
   ({'encoder.layers': 4}, 'has 4 layers and encoder_source'),
   (
     {'encoder.layers': 2, 'encoder.pattern': ('global',)},
-    'has 2 global layers and encoder_source has 1',
+    'has 2 layers and encoder_source has 3: .*kind',
   ),
   ({'decoder.mlp_width': 16}, r'layers/0/mlp/\w+ has shape \['),
   ({'encoder.width': 12, 'plan.cross_attention': 'copy'}, 'are 12 and 8'),
