@@ -258,7 +258,7 @@ class Data:
   Attributes:
     vocabularies: the opened vocabularies of the two sides.
     train: rows to train on.
-    evaluation: held-out rows.
+    evaluation: held-out rows that the job is evaluated on.
   """
 
   vocabularies: vocabulary_pair.Opened
@@ -330,6 +330,8 @@ def open_data(data: data_section.DataConfig) -> Data:
       'data.vocabularies': opened.describe(),
     },
   )
+  if data.development_rows:
+    eval_set = eval_set.development(data.development_rows)
   return Data(opened, train_set, eval_set)
 
 
