@@ -198,29 +198,27 @@ def place_model(
 
 
 def step_flops(
+  loss: losses.loss.Loss,
   model: model_config.ModelConfig,
   lengths: framing.Lengths,
   answers: int,
   rows: int,
   references: Iterable[model_config.ModelConfig] = (),
-  *,
-  logits: int = 0,
 ) -> float:
   """Returns the model FLOPs of a training step on all devices.
 
   Args:
+    loss: the loss.
     model: the trained model.
-    lengths: tokens of a row.
+    lengths: tokens of a training row (`losses.loss.Loss.row_shape`).
     answers: answers of a row.
     rows: rows of the batch.
     references: models that add a forward pass each.
-    logits: positions of an answer with logits (`losses.loss.Loss.logits`); 0
-      for its targets.
   """
   sizes = lengths.encoder, lengths.decoder, lengths.teacher, answers
 
   def forward(config: model_config.ModelConfig) -> int:
-    return forward_flops.forward(config, *sizes, logits=logits)
+    return forward_flops.forward(config, *sizes, logits=loss.logits(lengths))
 
   # No gradient reaches a reference: it has no backward pass.
   total = forward_flops.TRAINING * forward(model)
@@ -235,18 +233,8 @@ def job_flops(
   rows: int,
   references: Iterable[model_config.ModelConfig] = (),
 ) -> float:
-  """Returns the model FLOPs of a training step and of what is sampled for it.
-
-  Args:
-    loss: the loss.
-    model: the trained model.
-    lengths: tokens of a training row (`losses.loss.Loss.row_shape`).
-    answers: answers of a row.
-    rows: rows of the batch.
-    references: models that add a forward pass each.
-  """
-  logits = loss.logits(lengths)
-  total = step_flops(model, lengths, answers, rows, references, logits=logits)
+  """Returns `step_flops`, and the FLOPs of what is sampled for the step."""
+  total = step_flops(loss, model, lengths, answers, rows, references)
   if loss.samples:
     # Scoring completions by reward models is counted nowhere.
     sizes = lengths.encoder, loss.rollouts.tokens
