@@ -168,6 +168,7 @@ def train(
       settings.init, settings.compute, placement
     )
     sources.check_files(settings.data.vocabularies)
+    sources.check_optimizer(phases)
   else:
     checkpoint = checkpoints.at(start)
     resume_checks.check_config(saved, config.to_dict(), log)
@@ -225,7 +226,7 @@ def train(
   # parameters would keep them in memory twice.
   if start is None:
     meta['sources'] = sources.costs(references.values(), log)
-    state = phases.create(sources.read(settings.seed), settings.seed)
+    state = sources.start(phases, settings.seed)
     if sources.models and sources.coverage:
       log(sources.coverage.summary())
     if distributed.is_lead():
@@ -250,12 +251,7 @@ def train(
   every = settings.checkpoint.interval(steps)
   end = resume_checks.report_end(batches.remaining, first, steps, log)
   batch_size = settings.train.batch_size
-  logits = loss.logits(sizes[0])
-  flops = setup.step_flops(model, *sizes, batch_size, shapes, logits=logits)
-  if loss.samples:
-    prompts = loss.sampled_rows(batch_size)
-    drawn = dataclasses.replace(sizes[0], decoder=loss.rollouts.tokens)
-    flops += setup.sampling_flops(model, drawn, sizes[1], prompts)
+  flops = setup.job_flops(loss, model, *sizes, batch_size, shapes)
   telemetry = job_telemetry.JobTelemetry(
     workdir,
     settings.train,
