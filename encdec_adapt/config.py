@@ -226,6 +226,7 @@ def load(
       sections['teacher'] = dataclasses.replace(
         sections['teacher'], checkpoint=init.encoder
       )
+  loss = loss.for_objectives(data.objectives)
   if sections['teacher'].stored:
     loss = loss.with_stored_teacher(sections['teacher'].stored)
   schedule = keys.make(

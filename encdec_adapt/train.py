@@ -360,7 +360,7 @@ def train(
       # Completions of the rows' prompts; of a policy with their rewards.
       measured = {}
       if not sampled:
-        rows = loss.frame(rows, data.train.framing.decoder.pad)
+        rows = loss.frame(rows, data.vocabularies.decoder.ids)
       else:
         order, position = batches.order, cost.rows
         rows, measured = sampled(step, state.params, order, position)
