@@ -239,8 +239,8 @@ def _check_flags(values: flags.FlagValues) -> list[list[str]]:
   sizes = {len(arm) for arm in arms}
   if len(sizes) > 1:
     raise errors.UserError(
-      f'--checkpoint names arms of {" and ".join(map(str, sorted(sizes)))} runs;'
-      ' they are compared run by run, so give as many runs of each.'
+      f'--checkpoint names arms of {" and ".join(map(str, sorted(sizes)))}'
+      ' runs; they are compared run by run, so give as many runs of each.'
     )
   # Of two models a rank correlation is 1 or -1, whatever they score.
   if values.correlate and (len(arms) < 3 or values.correlate.count(',') != 1):

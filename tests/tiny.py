@@ -111,7 +111,10 @@ def _write_set(
         count = SHORTEST + index * 5 % (LONGEST - SHORTEST + 1)
         assert len(tokens) >= half + count - 1
         targets = np.append(tokens[half : half + count - 1], vocabulary.eos)
-        writer.write([framing.Pair(tokens[:half], targets.astype(np.int32))])
+        # Two documents of a group, as a module's docstrings and source are.
+        name = f'text_{index // 2}::{index % 2}'
+        pair = framing.Pair(tokens[:half], targets.astype(np.int32))
+        writer.write([pair._replace(documents=(name,))])
       entries[key] = writer.finish(
         examples=len(documents), shared_sentinel_spans=0
       )

@@ -54,7 +54,7 @@ class Comparison:
 
 def interval(score: results_store.Score) -> tuple[float, float] | None:
   """Returns the 95 % interval of a score; None if its error is unknown."""
-  if score.groups:
+  if _is_grouped(score):
     x = contrasts.cells([[score]]).interval(CONFIDENCE)
     return (x.low, x.high) if x.groups > 1 else None
   if score.scores and _is_binary(score):
@@ -90,7 +90,8 @@ def compare(
   ):
     return None
   n, runs = len(scores[0].scores), len(first)
-  if runs == 1 and not scores[0].groups:
+  is_grouped = _is_grouped(scores[0])
+  if runs == 1 and not is_grouped:
     if n < 2:
       return None
     differences = np.subtract(second[0].scores, first[0].scores)
@@ -101,7 +102,7 @@ def compare(
   x = contrasts.cells([first, second]).interval(CONFIDENCE)
   if x.seeds * x.groups == 1:
     return None
-  units = f'{x.groups} groups' if scores[0].groups else f'{n} examples'
+  units = f'{x.groups} groups' if is_grouped else f'{n} examples'
   over = units if runs == 1 else f'{runs} runs and {units}'
   test = 'paired t' if runs == 1 else 'crossed t'
   return Comparison(x.effect, x.low, x.high, x.p, over, test)
@@ -203,6 +204,11 @@ def correlations(
       count = sum(map(len, within))
       return pooled, Correlation(mean, count, least < _ARMS)
   return pooled, None
+
+
+def _is_grouped(score: results_store.Score) -> bool:
+  """Returns whether examples of a score depend on each other."""
+  return len(set(score.groups)) < len(score.groups)
 
 
 def _is_binary(score: results_store.Score) -> bool:

@@ -61,7 +61,9 @@ class MeanSquares:
     # Equal scores have no variance: any freedom gives an interval of width 0.
     satterthwaite = combined**2 / np.where(terms > 0, terms, np.inf)
     single = np.maximum(self.of_seeds, self.of_groups)
-    single_freedom = np.where(self.of_seeds > self.of_groups, *self.freedoms[:2])
+    single_freedom = np.where(
+      self.of_seeds > self.of_groups, *self.freedoms[:2]
+    )
     is_single = (single > combined) | (terms == 0)
     variance = np.where(is_single, single, combined)
     freedom = np.where(is_single, single_freedom, satterthwaite)

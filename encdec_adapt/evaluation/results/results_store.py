@@ -7,8 +7,9 @@
      "value": 0.62, "stderr": 0.02, "n": 500, "scores": [1, 0, ...]}
 
 `fingerprint` identifies the model, `options` are all inputs of its scores;
-`weights` and `groups` follow `scores` where the examples have them. A number that is not finite is null. Later lines replace earlier ones. This
-module imports nothing of the package but `files` and `base.errors`.
+`weights` and `groups` follow `scores` where the examples have them. A number
+that is not finite is null. Later lines replace earlier ones. This module
+imports nothing of the package but `files` and `base.errors`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
