@@ -122,9 +122,7 @@ class States:
 
   def missing(self, stage: stages.Stage) -> list[str]:
     """Returns the stages that a stage reads and that are not finished."""
-    return [
-      x for x in stage.reads if self.status(self.stages[x]) != FINISHED
-    ]
+    return [x for x in stage.reads if self.status(self.stages[x]) != FINISHED]
 
   def failed(self, stage: stages.Stage) -> bool:
     """Returns whether a stage has failed, or reads one that has."""

@@ -81,9 +81,6 @@ def resolve(study: pages.Study) -> dict[str, Stage]:
       stage with the seed, or arms of a paired claim read other rows.
   """
   resolver = _Resolver(study)
-  for item in study.commands:
-    for seed in item.seeds or (None,):
-      resolver.stage(item.name, seed)
   # The first seed of all arms first, so that an early report has every arm.
   counts = [len(study.seeds_of(arm.name)) for arm in study.arms]
   for position in range(max(counts, default=0)):
@@ -92,6 +89,10 @@ def resolve(study: pages.Study) -> dict[str, Stage]:
         resolver.stage(arm.name, seed)
   for evaluation in study.evaluations:
     resolver.evaluate(evaluation)
+  # Those that nothing has read so far.
+  for item in study.commands:
+    for seed in item.seeds or (None,):
+      resolver.stage(item.name, seed)
   for claim in study.claims:
     if claim.paired:
       resolver.check_paired(claim)
@@ -189,9 +190,7 @@ class _Resolver:
         ' out paired'
       )
 
-  def _command(
-    self, item: pages.Command, name: str, seed: int | None
-  ) -> Stage:
+  def _command(self, item: pages.Command, name: str, seed: int | None) -> Stage:
     """Returns the stage of a command."""
     arguments, reads = self._filled(item.arguments, seed, item.name, name)
     reads += [self.stage(x, seed).name for x in item.after]
@@ -281,7 +280,7 @@ class _Resolver:
       rate: choice of the learning rate, or ''.
     """
     settings, config = self._config(arm)
-    records = self._records(arm)
+    records = self._records(arm, reader)
     changes = {**arm.changes}
     starts, reads = self._filled(arm.starts_texts, reader)
     changes |= dict(zip(arm.starts, starts, strict=True))
@@ -325,21 +324,23 @@ class _Resolver:
     self._configs[arm.name] = settings, values.config
     return self._configs[arm.name]
 
-  def _records(self, arm: pages.Arm) -> Stage:
-    """Returns the stage that makes the records of an arm."""
+  def _records(self, arm: pages.Arm, seed: int | None = None) -> Stage:
+    """Returns the stage that makes the records of an arm with a seed."""
     settings, _ = self._config(arm)
     texts = {
       key: text
       for key, text in zip(arm.starts, arm.starts_texts, strict=True)
       if key.startswith('data.')
     }
-    starts, reads = self._filled(texts.values(), self.study.seeds_of(arm.name)[0])
-    content = {'records': _record_content(settings.data)}
+    starts, reads = self._filled(texts.values(), seed)
+    content = {'records': _record_content(settings.data), 'reads': starts}
     identity = self._identity(content, '')
     for stage in self.stages.values():
       if stage.identity == identity:
         return stage
     name = 'records' if 'records' not in self.stages else f'records_{arm.name}'
+    if name in self.stages:  # Of another seed.
+      name = f'records_{self.study.stage_of(arm.name, seed)}'
     changes = {**arm.changes, **dict(zip(texts, starts, strict=True))}
     changes['data.folder'] = f'{{{name}}}'
     self.stages[name] = Stage(
@@ -418,7 +419,10 @@ def _spec_content(
   choice = data.vocabularies
   if pages.placeholders(f'{choice.decoder} {choice.encoder}'):
     # Made by a stage.
-    fields = {'vocabulary': choice.decoder, 'encoder_vocabulary': choice.encoder}
+    fields = {
+      'vocabulary': choice.decoder,
+      'encoder_vocabulary': choice.encoder,
+    }
   elif vocabulary_pair.exists(choice.decoder):
     fields = choice.open().fingerprints
   else:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from encdec_adapt import config as config_lib
 from encdec_adapt import configs
 from encdec_adapt.base import errors
+from encdec_adapt.cluster import lock
 from encdec_adapt.data.making import process_pool
 from encdec_adapt.data.records import record_sets
 from encdec_adapt.evaluation.reports import score_tables
@@ -109,7 +110,9 @@ def check_text(stage: stages.Stage, arguments: Sequence[str]) -> None:
 
 def _passes(states: stage_states.States, stage: stages.Stage) -> str:
   """Returns how often a run reads its text; '' before there are records."""
-  (records,) = (x for x in stage.reads if states.stages[x].module == 'materialize')
+  (records,) = (
+    x for x in stage.reads if states.stages[x].module == 'materialize'
+  )
   folder = states.folder(states.stages[records])
   passes = _passes_of(stage.settings, str(folder))
   return f'{passes:.2f}' if passes else ''
@@ -177,10 +180,16 @@ def _measured(
   shapes = {_shape(stage): stage for stage in trained}
   if missing := {k: x for k, x in shapes.items() if k not in known}:
     settings = {k: _without_paths(x.settings) for k, x in missing.items()}
-    # A process of its own: this one keeps no memory of the devices.
-    arguments = str(path), settings, study.platform
-    process_pool.run_in_subprocess(measure, *arguments)
-    known = atomic.read_json(path)
+    try:
+      # Workers that start together measure once.
+      with lock.hold(states.root / 'stages'):
+        # A process of its own: this one keeps no memory of the devices.
+        process_pool.run_in_subprocess(
+          measure, str(path), settings, study.platform
+        )
+    except lock.InUseError:
+      print('another process measures steps')
+    known = atomic.read_json(path) if path.exists() else {}
   return {k: known[k] for k in shapes if k in known}
 
 

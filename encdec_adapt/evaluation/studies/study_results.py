@@ -29,9 +29,7 @@ def scores(
   """
   if states.status(stage) != stage_states.FINISHED:
     return {}
-  (model,) = (
-    x for x in stage.arguments if x.startswith('--checkpoint=')
-  )
+  (model,) = (x for x in stage.arguments if x.startswith('--checkpoint='))
   run = pages.fill(model.removeprefix('--checkpoint='), states.values(stage))
   with results_store.Store(states.folder(stage)) as store:
     return store.of_run(run, task)
@@ -86,7 +84,8 @@ def write(study: pages.Study, states: stage_states.States) -> None:
   evaluated = [
     found['loss'][0]['records']
     for stage in states.stages.values()
-    if stage.evaluation and 'loss' in (found := scores(states, stage, held_out.TASK))
+    if stage.evaluation
+    and 'loss' in (found := scores(states, stage, held_out.TASK))
   ]
   spec = record_sets.RecordSet.open(evaluated[0]).spec
   ended = {n: s for n, x in states.stages.items() if (s := states.state(x))}
@@ -98,6 +97,7 @@ def write(study: pages.Study, states: stage_states.States) -> None:
     'best': list(study.best_of),
     'stages': [dataclasses.asdict(state) for state in ended.values()],
     'samples': _samples(study, states),
+    'tuned': None,
     'note': ' '.join(_notes(study, states, ended)),
     'table': _table(study, states),
     'environment': environment.report(),
@@ -141,9 +141,9 @@ def _best(states: stage_states.States, names: Sequence[str]) -> str:
   """Returns the run with the lowest finite held-out loss."""
   # A run at too high a rate may diverge: nan compares with nothing.
   losses = {
-    name: atomic.read_json(states.folder(states.stages[name]) / compute_cost.SUMMARY)[
-      'eval_loss'
-    ]
+    name: atomic.read_json(
+      states.folder(states.stages[name]) / compute_cost.SUMMARY
+    )['eval_loss']
     for name in names
   }
   finite = {name: x for name, x in losses.items() if math.isfinite(x)}
@@ -171,7 +171,10 @@ def _run(
   """Returns the results of a model; None unless its loss was measured."""
   measured: dict[str, dict] = {held_out.TASK: {}, inference_cost.TASK: {}}
   for stage in states.stages.values():
-    if stage.evaluation and (stage.model, stage.seed) == (model.model, model.seed):
+    if stage.evaluation and (stage.model, stage.seed) == (
+      model.model,
+      model.seed,
+    ):
       for task, found in measured.items():
         # The first evaluation that has the task.
         measured[task] = found or scores(states, stage, task)
@@ -183,7 +186,9 @@ def _run(
     request, _ = cost['decode_ms']  # Lengths are among the options.
     medians = {metric: score.value for metric, (_, score) in cost.items()}
     costs = inference_cost.per_query(medians, request['generated'])
-    request |= medians | {axis: median for axis, (_, median, _) in costs.items()}
+    request |= medians | {
+      axis: median for axis, (_, median, _) in costs.items()
+    }
   folder = states.folder(model)
   is_trained = (folder / metrics.FILE).exists()
   lines = metrics.read_metrics(folder) if is_trained else []

@@ -69,8 +69,12 @@ def work(
     while chosen:
       waiting = []
       for stage in chosen:
-        if only or not (states.status(stage) == 'finished' or states.failed(stage)):
-          if states.missing(stage) or not _take(study, states, stage, run, bool(only)):
+        if only or not (
+          states.status(stage) == 'finished' or states.failed(stage)
+        ):
+          if states.missing(stage) or not _take(
+            study, states, stage, run, bool(only)
+          ):
             waiting.append(stage)
       if len(waiting) == len(chosen):
         time.sleep(_POLL)
@@ -172,7 +176,9 @@ def start(arguments: Sequence[str], jobs: int) -> list[int]:
       if gpus:
         variables['CUDA_VISIBLE_DEVICES'] = ','.join(gpus[i::jobs])
       # A child has the cores that this process has when it is started.
-      _set_cores(shared[i * len(shared) // jobs : (i + 1) * len(shared) // jobs])
+      _set_cores(
+        shared[i * len(shared) // jobs : (i + 1) * len(shared) // jobs]
+      )
       workers.append(
         subprocess.Popen(
           [sys.executable, '-m', 'encdec_adapt.study', *arguments],
