@@ -93,7 +93,7 @@ def comparison_rows(
           'better': (
             pair[is_second] if x.p < 1 - comparisons.CONFIDENCE else 'not clear'
           ),
-          'over': x.over,
+          'over': x.units,
           'test': x.test,
         }
       )

@@ -10,7 +10,6 @@ The module imports of the package `base.errors`, `data.sources.document_source`,
 """
 
 from collections.abc import Sequence
-import dataclasses
 
 from jaxtyping import Float
 import numpy as np
@@ -26,30 +25,25 @@ SIGNS = {1: (1,), 2: (-1, 1), 4: (-1, 1, 1, -1)}
 Arm = Sequence[results_store.Score]
 
 
-@dataclasses.dataclass(frozen=True)
-class Cells:
-  """Sums of scores, or of their differences, by seed and group.
-
-  Attributes:
-    sums: numerators of the metric, summed over the examples of a group.
-    weights: denominators of the metric, likewise.
-    names: the groups; empty where each example is its own.
-  """
-
-  sums: Float[np.ndarray, 'seeds groups']
-  weights: Float[np.ndarray, ' groups']
-  names: tuple[str, ...]
-
-  def interval(self, level: float = 0.95) -> crossed_intervals.Interval:
-    """Returns the effect with its interval over seeds and groups."""
-    return crossed_intervals.interval(self.sums, self.weights, level)
+def interval(
+  arms: Sequence[Arm], level: float = 0.95
+) -> crossed_intervals.Interval:
+  """Returns the effect of `sums` with its interval over seeds and groups."""
+  return crossed_intervals.interval(*sums(arms), level)
 
 
-def cells(arms: Sequence[Arm]) -> Cells:
-  """Returns the cells of an arm (a single one), or of a contrast of arms.
+def sums(
+  arms: Sequence[Arm],
+) -> tuple[Float[np.ndarray, 'seeds groups'], Float[np.ndarray, ' groups']]:
+  """Returns an arm (a single one), or a contrast of arms, by seed and group.
 
   Args:
     arms: one, two or four arms.
+
+  Returns:
+    The numerators of the metric, or their differences, and its denominators,
+    summed over the examples of each group, in the order of their names. An
+    example without groups is its own.
 
   Raises:
     UserError: single examples have no such metric, the arms have other
@@ -75,16 +69,16 @@ def cells(arms: Sequence[Arm]) -> Cells:
       f' {label}, and only equal numbers of seeds are compared; evaluate as'
       ' many of each.'
     )
-  sums = sum(
+  numerators = sum(
     sign * np.array([_numerators(score) for score in arm])
     for sign, arm in zip(SIGNS[len(arms)], arms, strict=True)
   )
   weights = _weights(first)
   if not first.groups:
-    return Cells(sums, weights, ())
+    return numerators, weights
   names, index = np.unique(first.groups, return_inverse=True)
   is_of_group = (index[:, None] == np.arange(len(names))).astype(np.float64)
-  return Cells(sums @ is_of_group, weights @ is_of_group, tuple(names.tolist()))
+  return numerators @ is_of_group, weights @ is_of_group
 
 
 def same_examples(
