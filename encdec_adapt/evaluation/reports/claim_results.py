@@ -118,7 +118,7 @@ class Result:
       return start
     size = self.text(self.effect)
     if self.interval:
-      size += f' ({self.level:.4g} interval {self.interval})'
+      size += f' ({100 * self.level:.4g} % interval {self.interval})'
     return (
       f'{start} {self.claim.metric}, {self.contrast}: {size}, of {self.over}.'
     )
@@ -182,7 +182,7 @@ def interval(
     UserError: the arms were measured on other examples.
   """
   if all(score.scores for arm in arms for score in arm):
-    return contrasts.cells(arms).interval(confidence)
+    return contrasts.interval(arms, confidence)
   values = np.array([[score.value for score in arm] for arm in arms])
   sums = contrasts.SIGNS[len(arms)] @ values
   return crossed_intervals.interval(sums[:, None], np.ones(1), confidence)
@@ -300,13 +300,14 @@ def _crossing(empty: Result, complete: Sequence[Sequence[Run]]) -> Result:
   for source, run in complete:
     tokens.append(crossing(source, run))
     divisors.append(source.summary['target_tokens'])
-  ratio = crossings.mean_ratio(tokens, divisors, empty.level)
-  if ratio is None:
+  x = crossings.log_ratio(tokens, divisors, empty.level)
+  if x is None:
     length = min(run.curve['target_tokens'][-1] for _, run in complete)
-    text = crossings.not_reached(f'{numbers.count(length)} target tokens')
-    return dataclasses.replace(empty, seeds=seeds, note=text)
+    note = f'not reached in {numbers.count(length)} target tokens'
+    return dataclasses.replace(empty, seeds=seeds, note=note)
+  effect, low, high = (math.exp(y) for y in (x.effect, x.low, x.high))
   return dataclasses.replace(
-    empty, seeds=seeds, effect=ratio.value, low=ratio.low, high=ratio.high
+    empty, seeds=seeds, effect=effect, low=low, high=high
   )
 
 

@@ -90,6 +90,7 @@ def _set_log(axis: Any, values: Sequence[float]) -> None:
 
 def draw_claims(
   rows: Sequence[tuple[str, float, float | None, float | None, str]],
+  *,
   path: pathlib.Path,
 ) -> None:
   """Draws the effects of claims with their intervals, a line for each.
@@ -139,8 +140,9 @@ def draw_curves(
   marks: Sequence[tuple[str, float, float]],
   axis: str,
   label: str,
-  path: pathlib.Path,
   model_styles: Styles,
+  *,
+  path: pathlib.Path,
 ) -> None:
   """Draws the mean loss over seeds with its range.
 
@@ -212,9 +214,10 @@ def draw_costs(
   quality: Mapping[str, inference_cost.Spread],
   costs: Mapping[str, inference_cost.Spread],
   axis: str,
-  path: pathlib.Path,
   model_styles: Styles,
   lower_is_better: bool = False,
+  *,
+  path: pathlib.Path,
 ) -> None:
   """Draws quality against a cost, with the Pareto front of their intervals.
 
@@ -268,8 +271,9 @@ def draw_scatter(
   points: Mapping[str, tuple[float, float]],
   labels: tuple[str, str],
   title: str,
-  path: pathlib.Path,
   model_styles: Styles,
+  *,
+  path: pathlib.Path,
 ) -> None:
   """Draws a metric of every model against another one.
 
@@ -291,7 +295,9 @@ def draw_scatter(
 
 
 def draw_needles(
-  grids: Mapping[str, Mapping[str, Mapping[str, float]]], path: pathlib.Path
+  grids: Mapping[str, Mapping[str, Mapping[str, float]]],
+  *,
+  path: pathlib.Path,
 ) -> None:
   """Draws heat maps of depth and length into a PNG.
 
@@ -332,7 +338,9 @@ def draw_needles(
 
 
 def draw_attention(
-  models: Mapping[str, Mapping[str, Any]], path: pathlib.Path
+  models: Mapping[str, Mapping[str, Any]],
+  *,
+  path: pathlib.Path,
 ) -> None:
   """Draws the attention analysis into a PNG, a line of panels for each model.
 

@@ -10,7 +10,6 @@ read here.
 from collections.abc import Iterable, Mapping, Sequence
 import csv
 import dataclasses
-import functools
 import html
 import io
 import math
@@ -382,7 +381,7 @@ def _claims(
       'contrast': f'{x.claim.metric}: {x.contrast}',
       'effect': x.text(x.effect),
       'interval': x.interval,
-      'level': f'{x.level:.4g}' if x.interval else '',
+      'level': f'{100 * x.level:.4g} %' if x.interval else '',
       'seeds': x.seeds or '',
       'groups': x.groups or '',
       'verdict': x.outcome,
@@ -518,12 +517,13 @@ def _curves(
     html_report.figure(
       stage / f'{axis}.png',
       f'loss against {label}',
-      functools.partial(report_figures.draw_curves, model_styles=styles),
+      report_figures.draw_curves,
       curves,
       finals,
       marks,
       axis,
       label,
+      styles,
     )
     for axis, label in axes.items()
   )
@@ -598,10 +598,11 @@ def _scatter(
       html_report.figure(
         stage / f'scatter_{i}.png',
         f'{metric} against {first}',
-        functools.partial(report_figures.draw_scatter, model_styles=styles),
+        report_figures.draw_scatter,
         points,
         (first, metric),
         f'Spearman: {", ".join(texts)}',
+        styles,
       )
     )
   return html_report.figures(images)

@@ -1,4 +1,4 @@
-"""A study's report: verdicts and sentences of made-up results, and the files."""
+"""A study's report: verdicts and sentences of made-up results; its files."""
 
 import csv
 import dataclasses
@@ -112,7 +112,7 @@ def _run(model, level, seed, flops=2e12, curve=True, accuracy=0.5):
 def _collected(study, **fields):
   """Adapted ends .5 below scratch, with small differences between seeds."""
   noise = 0.0, 0.004, -0.004
-  runs = [_run('source', 2.7, None, curve=False)]
+  runs = [_run('source', 2.7, None, curve=False, accuracy=0.4)]
   runs += [_run('scratch', 3 + noise[x], x, flops=4e12) for x in study.seeds]
   runs += [_run('adapted', 2.5 + noise[-x], x) for x in study.seeds]
   stage = dict(name='adapted', model='adapted', status='finished', starts=2)
@@ -139,7 +139,8 @@ def test_claims_have_effects_and_verdicts():
   assert (ahead.seeds, ahead.groups, ahead.verdict) == (3, 40, 'reproduced')
   assert ahead.effective == pytest.approx(40)
   assert ahead.effect == pytest.approx(-0.5, abs=0.002)
-  assert -0.53 < ahead.low < ahead.effect < ahead.high < -0.47
+  bounds = pytest.approx((-0.541, -0.459), abs=0.002)
+  assert (ahead.low, ahead.high) == bounds
   assert ahead.text(ahead.effect) == '-0.500'
   # The source has no seeds: it is compared with each of the pair's.
   assert source.effect == pytest.approx(-0.2, abs=0.002)
@@ -229,7 +230,7 @@ def test_write(tmp_path, bucket):
   sentences = study_report.write(content, tmp_path)
   assert sentences[0].startswith(
     'adapted is ahead: reproduced. held_out/loss, adapted - scratch: -0.500'
-    ' (0.9875 interval -0.5'
+    ' (98.75 % interval -0.5'
   )
   assert (
     'rate: the best learning rate is 0.003 (losses on development rows: 0.001:'
@@ -259,7 +260,9 @@ def test_write(tmp_path, bucket):
   assert [x['value'] for x in adapted if x['task'] == 'development'] == [
     *('7.5', '4.5', '3.5', '2.5')
   ]
-  (loss,) = (x for x in adapted if x['task'] == 'held_out' and x['metric'] == 'loss')
+  (loss,) = (
+    x for x in adapted if x['task'] == 'held_out' and x['metric'] == 'loss'
+  )
   assert float(loss['value']) == pytest.approx(2.5, abs=0.002)
   assert (loss['step'], loss['tokens'], loss['FLOPs']) == (
     *('100', '400000', '3e+12'),
@@ -277,14 +280,22 @@ def test_nothing_is_finished(tmp_path):
 def test_the_table_of_all_claims(tmp_path):
   study_report.write(_collected(_study()), tmp_path / 'a')
   readme = tmp_path / 'README.md'
-  readme.write_text('# Studies\n<!-- claims -->\nold\n<!-- end of claims -->\n.')
+  readme.write_text(
+    '# Studies\n<!-- claims -->\nold\n<!-- end of claims -->\n.'
+  )
   for _ in range(2):  # The same again.
     study_report.write_claims(readme, [tmp_path / 'a'])
     head, _, row, *_, end, last = readme.read_text().splitlines()[1:]
-    assert (head, end, last) == ('<!-- claims -->', '<!-- end of claims -->', '.')
+    assert (head, end, last) == (
+      '<!-- claims -->',
+      '<!-- end of claims -->',
+      '.',
+    )
   assert row == '| --- | --- | --- | --- | --- | --- | --- | --- |'
   first = readme.read_text().splitlines()[4]
-  start = '| adapted is ahead. | a Fig. 2 | +2.6 | adaptation, cpu; held_out/loss;'
+  start = (
+    '| adapted is ahead. | a Fig. 2 | +2.6 | adaptation, cpu; held_out/loss;'
+  )
   start += ' adapted - scratch; 3 seeds, 40 groups | -0.500 (-0.5'
   assert first.startswith(start)
   end = '| reproduced | `python -m encdec_adapt.study --study=x` | 2.0 |'
