@@ -31,6 +31,7 @@ body { font: 16px/1.55 system-ui, sans-serif; max-width: 80rem; margin: auto;
   padding: 0 1rem; }
 img { max-width: 100%; height: auto; }
 div.wide { overflow-x: auto; }
+div.wide img { min-width: 44rem; }
 div.figures { display: flex; flex-wrap: wrap; gap: 1rem; }
 div.figures img { width: 38rem; }
 table { border-collapse: collapse; }
@@ -61,11 +62,13 @@ def write_evaluation(report: Report, folder: str | os.PathLike[str]) -> None:
   styles = report_figures.styles(list(report['per_query']))
   with paths.staged(folder) as stage:
     if report['needles']:
-      sections['Needles'] = figure(
-        stage / 'needles.png',
-        'needles by depth and length',
-        report_figures.draw_needles,
-        report['needles'],
+      sections['Needles'] = wide(
+        figure(
+          stage / 'needles.png',
+          'needles by depth and length',
+          report_figures.draw_needles,
+          report['needles'],
+        )
       )
     if report['per_query']:
       label, quality = report['quality']
@@ -77,11 +80,13 @@ def write_evaluation(report: Report, folder: str | os.PathLike[str]) -> None:
         styles,
       )
     if report['attention']:
-      sections['Attention'] = figure(
-        stage / 'attention.png',
-        'attention by layer and head',
-        report_figures.draw_attention,
-        report['attention'],
+      sections['Attention'] = wide(
+        figure(
+          stage / 'attention.png',
+          'attention by layer and head',
+          report_figures.draw_attention,
+          report['attention'],
+        )
       )
     sections['Environment'] = facts(report['environment'])
     save(stage, report, page(report['title'], report['notes'], sections))
@@ -171,7 +176,12 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     '<tr>' + ''.join(f'<{tag}>{_cell(x)}</{tag}>' for x in cells) + '</tr>'
     for tag, cells in lines
   )
-  return f'<div class="wide"><table>{body}</table></div>'
+  return wide(f'<table>{body}</table>')
+
+
+def wide(content: str) -> str:
+  """Renders content that scrolls on narrow screens."""
+  return f'<div class="wide">{content}</div>'
 
 
 def _cell(value: Any) -> str:

@@ -12,12 +12,12 @@ import statistics
 import textwrap
 from typing import Any
 
-import numpy as np
-
 from encdec_adapt.evaluation.measures import inference_cost
+from encdec_adapt.evaluation.results import crossings
 
-# Colours that colour-blind readers tell apart.
-_COLOURS = 'tableau-colorblind10'
+# Colours that colour-blind readers tell apart (Okabe and Ito, 2008).
+_COLOURS = ('#0072b2', '#d55e00', '#009e73', '#cc79a7', '#e69f00', '#56b4e9')
+_LINES = ('-', ':', '-.')  # Models at their end have '--'.
 _STYLE = {
   'font.size': 10,
   'axes.spines.top': False,
@@ -37,9 +37,12 @@ Styles = Mapping[str, Mapping[str, str]]
 
 def styles(models: Sequence[str]) -> Styles:
   """Returns the colour and line style of every model."""
-  # The cycle has 10 colours; models beyond have other lines.
+  count = len(_COLOURS)
   return {
-    name: {'color': f'C{i % 10}', 'linestyle': ('-', '--', ':')[i // 10 % 3]}
+    name: {
+      'color': _COLOURS[i % count],
+      'linestyle': _LINES[i // count % len(_LINES)],
+    }
     for i, name in enumerate(models)
   }
 
@@ -65,7 +68,7 @@ def _subplots(
   from matplotlib import figure as figure_lib
   from matplotlib import style
 
-  with style.context([_COLOURS, _STYLE]):
+  with style.context(_STYLE):
     figure = figure_lib.Figure(figsize=size, layout='constrained')
     yield figure, figure.subplots(*shape, squeeze=False)
     # Without the version of matplotlib, so that equal figures are equal files.
@@ -77,10 +80,12 @@ def _set_log(axis: Any, values: Sequence[float]) -> None:
   from matplotlib import ticker
 
   axis.axes.set(**{f'{axis.axis_name}scale': 'log'})
-  # Below two decades, powers of ten alone would be no tick, or one.
-  is_narrow = max(values) < 100 * min(values)
-  subs = (1.0, 2.0, 5.0) if is_narrow else (1.0,)
-  axis.set_major_locator(ticker.LogLocator(subs=subs, numticks=6))
+  ratio = max(values) / min(values)
+  if ratio < 10:  # Powers of ten would be no tick, or one.
+    axis.set_major_locator(ticker.MaxNLocator(4))
+  else:
+    subs = (1.0, 2.0, 5.0) if ratio < 100 else (1.0,)
+    axis.set_major_locator(ticker.LogLocator(subs=subs, numticks=6))
   axis.set_minor_locator(ticker.NullLocator())
   exponent = ticker.LogFormatterSciNotation(minor_thresholds=(9, 9))
   is_large = max(values) >= 1e12  # FLOPs have no common prefix.
@@ -108,8 +113,8 @@ def draw_claims(
     axes.axvline(0, color='0.5', linewidth=0.8)
     for y, (_, effect, low, high, outcome) in enumerate(rows):
       if low is not None:
-        axes.plot((low, high), (y, y), color='C0', linewidth=2)
-      axes.plot(effect, y, 'o', color='C0' if low is not None else '0.5')
+        axes.plot((low, high), (y, y), color=_COLOURS[0], linewidth=2)
+      axes.plot(effect, y, 'o', color=_COLOURS[0] if low is not None else '0.5')
       axes.annotate(
         outcome,
         (1.01, y),
@@ -137,7 +142,7 @@ def draw_claims(
 def draw_curves(
   curves: Mapping[str, Sequence[Mapping[str, Sequence[float]]]],
   finals: Mapping[str, float],
-  marks: Sequence[tuple[str, float, float]],
+  marks: Sequence[tuple[str, float]],
   axis: str,
   label: str,
   model_styles: Styles,
@@ -149,7 +154,7 @@ def draw_curves(
   Args:
     curves: curves of the seeds of every model (`collected.Run.curve`).
     finals: loss of models without a curve on these rows, as horizontal lines.
-    marks: model, target tokens and loss of every crossing.
+    marks: model, and the loss of another one that its curve crosses.
     axis: entry of the curves to draw against: 'target_tokens' or 'flops'.
     label: label of that axis.
     path: path of the PNG.
@@ -158,27 +163,26 @@ def draw_curves(
   with _subplots(path) as (_, ((axes,),)):
     ends, drawn, means = [*finals.values()], [], {}
     for model, seeds in curves.items():
-      # Not strict: a run may have stopped early. A logarithm has no step 0.
-      lists = {
-        name: [
-          values
-          for i, values in enumerate(
-            zip(*(seed[name] for seed in seeds), strict=False)
-          )
-          if min(seed[axis][i] for seed in seeds) > 0
-        ]
-        for name in ('target_tokens', axis, 'loss')
-      }
-      if not lists['loss']:
+      # A run may have stopped early, and a logarithm has no step 0.
+      points = [
+        (
+          statistics.fmean(seed[axis][i] for seed in seeds),
+          [seed['loss'][i] for seed in seeds],
+        )
+        for i in range(min(len(seed[axis]) for seed in seeds))
+        if min(seed[axis][i] for seed in seeds) > 0
+      ]
+      if not points:
         continue
-      mean = {k: [*map(statistics.fmean, v)] for k, v in lists.items()}
-      means[model], (x, y) = mean, (mean[axis], mean['loss'])
+      x, losses = zip(*points, strict=True)
+      y = [*map(statistics.fmean, losses)]
+      means[model] = x, y
       style = model_styles[model]
       count = f' ({len(seeds)} seeds)' * (len(seeds) > 1)
       axes.plot(
         x, y, **style, linewidth=2, label=f'{model}  {y[-1]:.3f}{count}'
       )
-      low, high = ([*map(f, lists['loss'])] for f in (min, max))
+      low, high = ([*map(f, losses)] for f in (min, max))
       axes.fill_between(
         x, low, high, color=style['color'], alpha=0.25, linewidth=0
       )
@@ -189,14 +193,13 @@ def draw_curves(
       axes.axhline(
         loss, **style, linewidth=1.3, label=f'{model} at its end  {loss:.3f}'
       )
-    for model, tokens, loss in marks:
-      # Both axes rise together along a curve.
-      mean = means[model]
-      x = np.interp(tokens, mean['target_tokens'], mean[axis])
-      colour = model_styles[model]['color']
-      axes.plot(
-        x, loss, '*', color=colour, markersize=12, markeredgecolor='black'
-      )
+    for model, loss in marks:
+      x = crossings.crossing(*means[model], loss)
+      if x is not None:  # A mean need not cross where all seeds do.
+        colour = model_styles[model]['color']
+        axes.plot(
+          x, loss, '*', color=colour, markersize=12, markeredgecolor='black'
+        )
     if drawn:
       _set_log(axes.xaxis, drawn)
     axes.set(xlabel=label, ylabel='nats per target token')

@@ -378,13 +378,14 @@ def _claims(
     {
       '': i,
       'claim': x.claim.sentence,
-      'contrast': f'{x.claim.metric}: {x.contrast}',
       'effect': x.text(x.effect),
-      'interval': x.interval,
-      'level': f'{100 * x.level:.4g} %' if x.interval else '',
+      # On one line.
+      'interval': x.interval.replace(' ', '\u00a0'),
       'seeds': x.seeds or '',
       'groups': x.groups or '',
       'verdict': x.outcome,
+      'contrast': f'{x.claim.metric}: {x.contrast}',
+      'level': f'{100 * x.level:.4g}\u00a0%' if x.interval else '',
       'smallest that matters': f'{x.claim.smallest:g} ({x.claim.reason})',
       'paper': f'{x.claim.paper} ({x.claim.source})',
     }
@@ -397,11 +398,13 @@ def _claims(
   ]
   image = ''
   if drawn:
-    image = html_report.figure(
-      stage / 'claims.png',
-      'effects of the claims',
-      report_figures.draw_claims,
-      drawn,
+    image = html_report.wide(
+      html_report.figure(
+        stage / 'claims.png',
+        'effects of the claims',
+        report_figures.draw_claims,
+        drawn,
+      )
     )
   return (
     image
@@ -502,12 +505,11 @@ def _curves(
     if x.claim.metric != pages.CROSSING or x.effect is None:
       continue
     runs = collected.of(source)
-    tokens = statistics.fmean(run.summary['target_tokens'] for run in runs)
     loss = statistics.fmean(
       claim_results.target_loss(runs[min(i, len(runs) - 1)], run)
       for i, run in enumerate(collected.of(others[0]))
     )
-    marks.append((others[0], x.effect * tokens, loss))
+    marks.append((others[0], loss))
     captions.append(x.sentence)
   axes = {
     'target_tokens': 'target tokens',
@@ -621,11 +623,13 @@ def _needles(collected: Collected, stage: pathlib.Path) -> str:
       if score.task.startswith('needle/')
     ]
   if grids := retrieval_scores.grids(means):
-    return html_report.figure(
-      stage / 'needles.png',
-      'needles by depth and length',
-      report_figures.draw_needles,
-      grids,
+    return html_report.wide(
+      html_report.figure(
+        stage / 'needles.png',
+        'needles by depth and length',
+        report_figures.draw_needles,
+        grids,
+      )
     )
   return ''
 
