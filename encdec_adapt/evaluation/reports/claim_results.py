@@ -32,7 +32,6 @@ Collected = collected_lib.Collected
 Run = collected_lib.Run
 
 _LEVEL = 0.95
-_LOSS = 'held_out/loss'
 # Keys whose values say nothing about what a model learns.
 _NO_DIFFERENCE = ('data.folder', 'seed')
 
@@ -160,12 +159,14 @@ def planned_power(
   )
 
 
-def reported(run: Run, metric: str) -> results_store.Score | None:
+def reported(
+  run: Run, metric: str, evaluation: pages.Evaluation
+) -> results_store.Score | None:
   """Returns a score on the examples of reports; None without one.
 
   A score that is not finite, of a run that has diverged, is none.
   """
-  score = run.score(metric)
+  score = run.score(metric, evaluation)
   if score is None or not math.isfinite(score.value):
     return None
   return contrasts.reported(score)
@@ -190,28 +191,30 @@ def interval(
 
 def _result(collected: Collected, claim: pages.Claim) -> Result:
   """Computes the result of a claim."""
-  study = collected.study
+  study, is_crossing = collected.study, claim.metric == pages.CROSSING
   empty = Result(claim, level(claim, study))
+  metric = pages.LOSS if is_crossing else claim.metric
+  evaluation = study.evaluation_of(metric, claim.contrast)
   planned = max(len(study.seeds_of(name)) for name in claim.contrast) or 1
-  is_crossing = claim.metric == pages.CROSSING
-  metric = _LOSS if is_crossing else claim.metric
+  if not evaluation.all_seeds:
+    planned = 1
   # [seeds][arms], of the seeds that all arms have.
   complete = [
     runs
     for runs in (_runs(collected, claim, i) for i in range(planned))
-    if all(run and reported(run, metric) for run in runs)
+    if all(run and reported(run, metric, evaluation) for run in runs)
   ]
-  note = _missing(collected, claim, metric, len(complete), planned)
-  if (
-    complete and is_crossing and not has_common_rows(collected, complete[0][1])
-  ):
-    note = f'the curve of {claim.contrast[1]} is on rows of another kind'
-    complete = []
   if not complete:
+    note = _missing(collected, claim, metric, 0, planned)
     return dataclasses.replace(empty, note=note)
-  compute = _crossing if is_crossing else _difference
+  note = ''
+  if len(complete) < planned:
+    note = _missing(collected, claim, metric, len(complete), planned)
   try:
-    result = compute(empty, complete)
+    if is_crossing:
+      result = _crossing(collected, empty, evaluation, complete)
+    else:
+      result = _difference(empty, evaluation, complete)
   except errors.UserError as error:
     return dataclasses.replace(empty, note=str(error))
   if result.effect is None:
@@ -221,7 +224,7 @@ def _result(collected: Collected, claim: pages.Claim) -> Result:
     note = note or 'a single seed: no interval over seeds and no verdict'
     return dataclasses.replace(result, low=None, high=None, note=note)
   if note or not claim.primary:
-    return dataclasses.replace(result, note=note)
+    return dataclasses.replace(result, note=note or 'not primary: no verdict')
   power = planned_power(claim, study)
   if power and power.reproduced < verdicts.ENOUGH:
     note = 'low power'
@@ -254,31 +257,32 @@ def _missing(
   complete: int,
   planned: int,
 ) -> str:
-  """Describes why seeds of a claim have no result; '' if all have."""
-  if complete == planned:
-    return ''
+  """Describes why seeds of a claim have no result."""
+  evaluation = collected.study.evaluation_of(metric, claim.contrast)
   diverged = [
-    f'{run.model} (seed {run.seed})'
+    f'{run.model} (seed {run.seed}) has diverged'
     for run in collected.runs
     if run.model in claim.contrast
-    if (score := run.score(metric)) and not math.isfinite(score.value)
+    if (score := run.score(metric, evaluation))
+    and not math.isfinite(score.value)
   ]
   failed = [
-    stage['name']
+    f'{stage["name"]} has failed'
     for stage in collected.stages
-    if stage['status'] == 'failed'
-    if stage['model'] in claim.contrast
+    if stage['status'] == 'failed' and stage['model'] in claim.contrast
   ]
-  reasons = [f'{x} has diverged' for x in diverged]
-  reasons += [f'{x} has failed' for x in failed]
-  text = ', '.join(reasons) or 'unfinished'
+  text = ', '.join(diverged + failed) or 'unfinished'
   return f'{complete} of {planned} seeds: {text}'
 
 
-def _difference(empty: Result, complete: Sequence[Sequence[Run]]) -> Result:
+def _difference(
+  empty: Result,
+  evaluation: pages.Evaluation,
+  complete: Sequence[Sequence[Run]],
+) -> Result:
   """Returns the effect of a contrast of a metric."""
   arms = [
-    [reported(run, empty.claim.metric) for run in runs]
+    [reported(run, empty.claim.metric, evaluation) for run in runs]
     for runs in zip(*complete, strict=True)
   ]
   x = interval(arms, empty.level)
@@ -294,16 +298,27 @@ def _difference(empty: Result, complete: Sequence[Sequence[Run]]) -> Result:
   )
 
 
-def _crossing(empty: Result, complete: Sequence[Sequence[Run]]) -> Result:
+def _crossing(
+  collected: Collected,
+  empty: Result,
+  evaluation: pages.Evaluation,
+  complete: Sequence[Sequence[Run]],
+) -> Result:
   """Returns the tokens to the loss of another arm, over its tokens."""
-  seeds, tokens, divisors = len(complete), [], []
+  tokens, divisors, ends = [], [], []
   for source, run in complete:
-    tokens.append(crossing(source, run))
+    if not has_common_rows(collected, run, evaluation):
+      note = f'the curve of {run.model} is on other rows than its evaluation'
+      return dataclasses.replace(empty, note=note)
+    curve, loss = run.curve, target_loss(source, run, evaluation)
+    tokens.append(
+      crossings.crossing(curve['target_tokens'], curve['loss'], loss)
+    )
     divisors.append(source.summary['target_tokens'])
-  x = crossings.log_ratio(tokens, divisors, empty.level)
+    ends.append(curve['target_tokens'][-1])
+  seeds, x = len(complete), crossings.log_ratio(tokens, divisors, empty.level)
   if x is None:
-    length = min(run.curve['target_tokens'][-1] for _, run in complete)
-    note = f'not reached in {numbers.count(length)} target tokens'
+    note = f'not reached in {numbers.count(min(ends))} target tokens'
     return dataclasses.replace(empty, seeds=seeds, note=note)
   effect, low, high = (math.exp(y) for y in (x.effect, x.low, x.high))
   return dataclasses.replace(
@@ -311,35 +326,30 @@ def _crossing(empty: Result, complete: Sequence[Sequence[Run]]) -> Result:
   )
 
 
-def has_common_rows(collected: Collected, run: Run) -> bool:
-  """Returns whether a run's curve is on the rows that models are compared on.
+def has_common_rows(
+  collected: Collected, run: Run, evaluation: pages.Evaluation
+) -> bool:
+  """Returns whether a run's curve is on the rows of an evaluation.
 
   Other objectives have other held-out rows.
   """
-  arms = [x.records for x in collected.study.evaluations if x.records]
-  folders = [x.values['data.folder'] for x in collected.of((*arms, '')[0])]
-  return not folders or run.values['data.folder'] == folders[0]
+  folders = [
+    x.values['data.folder'] for x in collected.of(evaluation.records)[:1]
+  ]
+  return bool(run.curve['step']) and [run.values['data.folder']] == folders
 
 
-def target_loss(source: Run, run: Run) -> float:
+def target_loss(source: Run, run: Run, evaluation: pages.Evaluation) -> float:
   """Returns the loss of a model on the rows of another one's curve.
 
   Args:
-    source: the model.
-    run: run whose curve is on the rows of the evaluation, or on its development
-      part.
+    source: the model, with the loss of the evaluation.
+    run: run whose curve is on rows of the evaluation.
+    evaluation: the evaluation.
   """
-  score = source.score(_LOSS)
-  rows = run.values.get('data.development_rows', 0)
+  score = source.score(pages.LOSS, evaluation)
+  rows = run.values['data.development_rows']
   return contrasts.development(score, rows).value if rows else score.value
-
-
-def crossing(source: Run, run: Run) -> float | None:
-  """Returns the target tokens after which a run has the loss of a model."""
-  curve = run.curve
-  return crossings.crossing(
-    curve['target_tokens'], curve['loss'], target_loss(source, run)
-  )
 
 
 def differences(

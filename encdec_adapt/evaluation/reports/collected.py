@@ -11,6 +11,10 @@ from encdec_adapt.evaluation.results import results_store
 from encdec_adapt.evaluation.studies import pages
 
 
+def _mapping() -> Any:
+  return dataclasses.field(default_factory=dict)
+
+
 @dataclasses.dataclass(frozen=True)
 class Run:
   """A model of a study, with a seed.
@@ -30,7 +34,7 @@ class Run:
     size: layers and widths of its stacks.
     curve: lists of equal length of the evaluations in training: `step`,
       `target_tokens`, `flops` with those of all sources, and `loss`.
-    scores: scores of all evaluations.
+    scores: scores by name of the evaluation.
     generated: tokens of the answers whose cost was measured; 0 for none.
     predictions: lines of generated answers (`results.predictions`) of every
       evaluation that has them.
@@ -44,18 +48,17 @@ class Run:
   counts: Mapping[str, float]
   size: str
   curve: Mapping[str, Sequence[float]]
-  scores: Sequence[results_store.Score] = ()
+  scores: Mapping[str, Sequence[results_store.Score]] = _mapping()
   generated: int = 0
   predictions: Sequence[Sequence[Mapping[str, Any]]] = ()
 
-  def score(self, metric: str) -> results_store.Score | None:
-    """Returns the score of 'TASK/METRIC'; None without one."""
-    scores = [x for x in self.scores if f'{x.task}/{x.metric}' == metric]
-    return scores[-1] if scores else None
-
-
-def _mapping() -> Any:
-  return dataclasses.field(default_factory=dict)
+  def score(
+    self, metric: str, evaluation: pages.Evaluation
+  ) -> results_store.Score | None:
+    """Returns the score of 'TASK/METRIC' in an evaluation; None without one."""
+    scores = self.scores.get(evaluation.name, ())
+    matches = [x for x in scores if f'{x.task}/{x.metric}' == metric]
+    return matches[-1] if matches else None
 
 
 @dataclasses.dataclass(frozen=True)

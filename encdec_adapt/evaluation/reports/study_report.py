@@ -7,7 +7,7 @@ what was collected (`collected.Collected`, which documents its content).
 read here.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 import csv
 import dataclasses
 import html
@@ -19,7 +19,7 @@ import statistics
 from typing import Any
 
 from encdec_adapt.base import errors
-from encdec_adapt.evaluation.measures import held_out, inference_cost
+from encdec_adapt.evaluation.measures import inference_cost
 from encdec_adapt.evaluation.reports import (
   claim_results,
   html_report,
@@ -180,8 +180,9 @@ def _markdown_table(rows: Sequence[Mapping[str, str]]) -> str:
 def _numbers(collected: Collected) -> str:
   """Renders all numbers as a tidy table.
 
-  Tokens are those in the loss, FLOPs those of training with all sources. Task
-  `development` is the loss on the rows of evaluations in training.
+  Tokens are those in the loss, FLOPs those of training with all sources. A task
+  has the name of its evaluation; `development` is of the evaluations in
+  training.
   """
   text, study = io.StringIO(), collected.study.name
   lines = csv.writer(text, lineterminator='\n')
@@ -201,13 +202,15 @@ def _numbers(collected: Collected) -> str:
       f'{run.summary.get("target_tokens", 0):.0f}',
       f'{run.summary.get("inclusive", {}).get("flops", 0):.6g}',
     ]
-    for score in run.scores:
-      name = f'{score.task}/{score.metric}'
-      score = claim_results.reported(run, name) or score
-      value = f'{score.value:.7g}'
-      lines.writerow(
-        (study, run.model, seed, *end, score.task, score.metric, value)
-      )
+    for evaluation in collected.study.evaluations:
+      for score in run.scores.get(evaluation.name, ()):
+        name = f'{score.task}/{score.metric}'
+        score = claim_results.reported(run, name, evaluation) or score
+        task = f'{evaluation.name}/{score.task}'
+        value = f'{score.value:.7g}'
+        lines.writerow(
+          (study, run.model, seed, *end, task, score.metric, value)
+        )
   return text.getvalue()
 
 
@@ -225,9 +228,11 @@ def _findings(collected: Collected) -> list[str]:
   texts += [
     f'{run.model} (seed {run.seed}) has a {metric} that is not finite, and is'
     ' left out.'
+    for evaluation in study.evaluations
+    for metric in evaluation.metrics
     for run in collected.runs
-    for metric in dict.fromkeys(m for x in study.evaluations for m in x.metrics)
-    if (score := run.score(metric)) and not math.isfinite(score.value)
+    if (score := run.score(metric, evaluation))
+    and not math.isfinite(score.value)
   ]
   values, generated = _costs(collected)
   texts += inference_cost.notes(values, generated)
@@ -243,14 +248,21 @@ def _best(collected: Collected) -> list[str]:
   """Names the best arm of every sweep, and the mean of best classifiers."""
   texts, accuracies = [], {}
   for name, arms in collected.study.best_of.items():
-    losses = {x: y for x in arms if (y := _mean(collected, x, 'held_out/loss'))}
+    evaluation = collected.study.evaluation_of(pages.LOSS, arms)
+    losses = {
+      arm: statistics.fmean(values)
+      for arm in arms
+      if evaluation
+      and (values := _values(collected, arm, pages.LOSS, evaluation))
+    }
     if not losses:
       continue
     best = min(losses, key=losses.get)
     text = f'{name} is {best}: of {len(losses)} it has the lowest held-out loss'
     texts.append(f'{text}, {numbers.loss(losses[best])}.')
-    if _mean(collected, best, 'held_out/macro_f1') is not None:
-      accuracies[name] = _mean(collected, best, 'held_out/accuracy')
+    if _values(collected, best, 'held_out/macro_f1', evaluation):
+      values = _values(collected, best, 'held_out/accuracy', evaluation)
+      accuracies[name] = statistics.fmean(values)
   if accuracies:
     listed = ', '.join(f'{x} {y:.3f}' for x, y in accuracies.items())
     mean = statistics.fmean(accuracies.values())
@@ -260,15 +272,14 @@ def _best(collected: Collected) -> list[str]:
   return texts
 
 
-def _values(collected: Collected, model: str, metric: str) -> list[float]:
+def _values(
+  collected: Collected, model: str, metric: str, evaluation: pages.Evaluation
+) -> list[float]:
   """Returns a metric of every seed of a model that has it."""
-  scores = (claim_results.reported(x, metric) for x in collected.of(model))
+  scores = (
+    claim_results.reported(x, metric, evaluation) for x in collected.of(model)
+  )
   return [score.value for score in scores if score]
-
-
-def _mean(collected: Collected, model: str, metric: str) -> float | None:
-  values = _values(collected, model, metric)
-  return statistics.fmean(values) if values else None
 
 
 def _costs(
@@ -278,7 +289,9 @@ def _costs(
   # Seeds have one shape: the first with a measurement stands for all.
   runs = {run.model: run for run in collected.runs[::-1] if run.generated}
   names = [name for name in collected.models if name in runs]
-  costs = score_tables.costs({name: runs[name].scores for name in names})
+  costs = score_tables.costs(
+    {name: sum(map(list, runs[name].scores.values()), []) for name in names}
+  )
   return costs, max((run.generated for run in runs.values()), default=0)
 
 
@@ -305,7 +318,7 @@ def _page(
     ),
     'Before and after': _scatter(collected, stage, styles),
     'Needles': _needles(collected, stage),
-    'Scores': html_report.table(_scores(collected)),
+    'Scores': _scores(collected),
     'Differences between models': html_report.table(
       _difference_rows(collected, collected.models)
     ),
@@ -481,60 +494,86 @@ def _curves(
   stage: pathlib.Path,
   styles: report_figures.Styles,
 ) -> str:
-  """Draws the loss against tokens and against FLOPs."""
-  curves, finals, marks = {}, {}, []
-  for name in collected.models:
-    runs = [x for x in collected.of(name) if x.curve['step']]
-    if runs and claim_results.has_common_rows(collected, runs[0]):
-      curves[name] = [run.curve for run in runs]
-  if not curves:
-    return ''
-  first = collected.of(next(iter(curves)))[0]
-  for name in collected.models:
-    runs = [
-      x
-      for x in collected.of(name)
-      if claim_results.reported(x, 'held_out/loss')
+  """Draws the loss against tokens and FLOPs, on the rows of each evaluation."""
+  text, axes = '', {'target_tokens': 'target tokens'}
+  axes['flops'] = 'training FLOPs, with sources and teacher'
+  for evaluation in collected.study.evaluations:
+    curves, finals = _losses(collected, evaluation)
+    if not curves:
+      continue
+    marks = _marks(collected, results, evaluation)
+    text += f'<h3>{html.escape(evaluation.name)}</h3>' + html_report.figures(
+      html_report.figure(
+        stage / f'{evaluation.name}_{axis}.png',
+        f'{evaluation.name}: loss against {label}',
+        report_figures.draw_curves,
+        curves,
+        finals,
+        marks,
+        axis,
+        label,
+        styles,
+      )
+      for axis, label in axes.items()
+    )
+  return text and (
+    f'{text}<p>Loss on the held-out rows that jobs evaluate on, of the'
+    ' development part where there is one: the mean of the seeds and their'
+    ' range. A star is where a model has the loss of another; ratios of tokens'
+    ' are among the claims.</p>'
+  )
+
+
+def _losses(
+  collected: Collected, evaluation: pages.Evaluation
+) -> tuple[dict[str, list[Mapping[str, Sequence[float]]]], dict[str, float]]:
+  """Returns curves on the rows of an evaluation, and losses of other models."""
+  models = collected.study.measured(evaluation)
+  names = [name for name in collected.models if name in models]
+  runs = {
+    name: [
+      run
+      for run in collected.of(name)
+      if claim_results.has_common_rows(collected, run, evaluation)
     ]
-    if name not in curves and runs:
-      losses = [claim_results.target_loss(run, first) for run in runs]
-      finals[name] = statistics.fmean(losses)
-  captions = []
+    for name in names
+  }
+  drawn = [run for x in runs.values() for run in x]
+  finals = {}
+  for name in names:
+    sources = [
+      run
+      for run in collected.of(name)
+      if claim_results.reported(run, pages.LOSS, evaluation)
+    ]
+    if drawn and sources and not runs[name]:
+      finals[name] = statistics.fmean(
+        claim_results.target_loss(run, drawn[0], evaluation) for run in sources
+      )
+  curves = {name: [run.curve for run in x] for name, x in runs.items() if x}
+  return curves, finals
+
+
+def _marks(
+  collected: Collected,
+  results: Sequence[Result],
+  evaluation: pages.Evaluation,
+) -> list[tuple[str, float]]:
+  """Returns the crossings of an evaluation: model, and loss of another."""
+  marks = []
   for x in results:
-    source, *others = x.claim.contrast
     if x.claim.metric != pages.CROSSING or x.effect is None:
       continue
-    runs = collected.of(source)
-    loss = statistics.fmean(
-      claim_results.target_loss(runs[min(i, len(runs) - 1)], run)
-      for i, run in enumerate(collected.of(others[0]))
-    )
-    marks.append((others[0], loss))
-    captions.append(x.sentence)
-  axes = {
-    'target_tokens': 'target tokens',
-    'flops': 'training FLOPs, with sources and teacher',
-  }
-  drawn = html_report.figures(
-    html_report.figure(
-      stage / f'{axis}.png',
-      f'loss against {label}',
-      report_figures.draw_curves,
-      curves,
-      finals,
-      marks,
-      axis,
-      label,
-      styles,
-    )
-    for axis, label in axes.items()
-  )
-  text = (
-    'Loss on the held-out rows that jobs evaluate on, of the development part'
-    ' where there is one; the mean of the seeds and their range. A star is'
-    ' where a model has the loss of another.'
-  )
-  return f'{drawn}<p>{text}</p>{html_report.items(captions)}'
+    names = x.claim.contrast
+    if collected.study.evaluation_of(pages.LOSS, names) == evaluation:
+      run = collected.of(names[1])[0]
+      losses = [
+        claim_results.target_loss(source, run, evaluation)
+        for source in collected.of(names[0])
+        if source.score(pages.LOSS, evaluation)
+      ]
+      marks.append((names[1], statistics.fmean(losses)))
+  return marks
 
 
 def _quality(
@@ -544,52 +583,63 @@ def _quality(
   stage: pathlib.Path,
   styles: report_figures.Styles,
 ) -> str:
-  """Draws the metrics of claims against the cost of inference."""
+  """Draws the first metric of evaluations against the cost of inference."""
   per_query = {
     name: inference_cost.per_query(x, generated) for name, x in costs.items()
   }
   text = ''
-  for metric in _metrics(collected):
-    quality = {}
+  for evaluation in collected.study.evaluations:
+    metric, quality = evaluation.metrics[0], {}
+    if metric.startswith(f'{inference_cost.TASK}/'):
+      continue
     for name in per_query:
-      scores = [claim_results.reported(x, metric) for x in collected.of(name)]
+      scores = [
+        claim_results.reported(run, metric, evaluation)
+        for run in collected.of(name)
+      ]
       if scores := list(filter(None, scores)):
         x = claim_results.interval([scores], 0.95)
         bounds = (x.low, x.high) if x.seeds > 1 else (x.effect, x.effect)
         quality[name] = bounds[0], x.effect, bounds[1]
-    if quality:
+    if len(quality) > 1:
       lower = score_tables.lower_is_better(metric.rpartition('/')[2])
+      label = f'{evaluation.name}: {metric}'
       text += html_report.cost_figures(
-        stage, metric, quality, per_query, styles, lower
+        stage, label, quality, per_query, styles, lower
       )
   return text
-
-
-def _metrics(collected: Collected) -> list[str]:
-  """Returns the metrics of the claims, else the first of the evaluations."""
-  study = collected.study
-  metrics = [x.metric for x in study.claims if x.metric != pages.CROSSING]
-  metrics = metrics or [x.metrics[0] for x in study.evaluations[:1]]
-  return [x for x in dict.fromkeys(metrics) if not x.startswith('cost/')]
 
 
 def _scatter(
   collected: Collected, stage: pathlib.Path, styles: report_figures.Styles
 ) -> str:
-  """Draws the other metrics of claims against the held-out loss."""
-  images, first = [], 'held_out/loss'
-  for i, metric in enumerate(x for x in _metrics(collected) if x != first):
-    points = {
-      name: (x, y)
-      for name in collected.models
-      if (x := _mean(collected, name, first)) is not None
-      if (y := _mean(collected, name, metric)) is not None
-    }
+  """Draws scores of models, and of those that start from them, against losses.
+
+  Each point is the mean over the seeds of a model.
+  """
+  groups: dict[Any, dict[str, list[tuple[float, float]]]] = {}
+  sizes = {run.model: run.size for run in collected.runs}
+  for source, run in _descents(collected):
+    for before in collected.study.evaluations:
+      x = claim_results.reported(source, pages.LOSS, before)
+      for after in collected.study.evaluations if x else ():
+        for metric in after.metrics:
+          y = claim_results.reported(run, metric, after)
+          is_same = source is run and metric == pages.LOSS
+          if y is None or is_same or y.task == inference_cost.TASK:
+            continue
+          # Scores of other examples are not compared.
+          key = before.name, after.name, metric, x.groups, x.weights, y.groups
+          points = groups.setdefault(key, {}).setdefault(source.model, [])
+          points.append((x.value, y.value))
+  images = []
+  for (before, after, metric, *_), points in groups.items():
     if len(points) < 3:
       continue
-    sizes = {name: collected.of(name)[0].size for name in points}
     pooled, within = comparisons.correlations(
-      (sizes[name], name, *values) for name, values in points.items()
+      (sizes[name], name, *values)
+      for name, pairs in points.items()
+      for values in pairs
     )
     texts = [
       f'{label} {x.value:.2f}{" (descriptive)" * x.is_descriptive}'
@@ -598,11 +648,14 @@ def _scatter(
     ]
     images.append(
       html_report.figure(
-        stage / f'scatter_{i}.png',
-        f'{metric} against {first}',
+        stage / f'scatter_{len(images)}.png',
+        f'{metric} of {after} against the loss of {before}',
         report_figures.draw_scatter,
-        points,
-        (first, metric),
+        {
+          name: tuple(map(statistics.fmean, zip(*pairs, strict=True)))
+          for name, pairs in points.items()
+        },
+        (f'{before}: {pages.LOSS}', f'{after}: {metric}'),
         f'Spearman: {", ".join(texts)}',
         styles,
       )
@@ -610,18 +663,28 @@ def _scatter(
   return html_report.figures(images)
 
 
+def _descents(collected: Collected) -> Iterator[tuple[Run, Run]]:
+  """Yields every run with itself, and with the runs that start from it."""
+  study = collected.study
+  by_stage = {study.stage_of(x.model, x.seed): x for x in collected.runs}
+  for run in collected.runs:
+    yield run, run
+    for name in pages.placeholders(run.values.get('init.encoder', '')):
+      if name in by_stage:
+        yield by_stage[name], run
+
+
 def _needles(collected: Collected, stage: pathlib.Path) -> str:
   """Draws heat maps of needles, of every model's mean over seeds."""
-  means = {}
-  for name in collected.models:
-    runs = collected.of(name)
-    means[name] = [
-      dataclasses.replace(
-        score, value=_mean(collected, name, f'{score.task}/{score.metric}')
-      )
-      for score in runs[0].scores
-      if score.task.startswith('needle/')
-    ]
+  means: dict[str, list[Any]] = {}
+  for evaluation in collected.study.evaluations:
+    for name in collected.models:
+      for score in collected.of(name)[0].scores.get(evaluation.name, ()):
+        if score.task.startswith('needle/'):
+          metric = f'{score.task}/{score.metric}'
+          values = _values(collected, name, metric, evaluation)
+          mean = dataclasses.replace(score, value=statistics.fmean(values))
+          means.setdefault(name, []).append(mean)
   if grids := retrieval_scores.grids(means):
     return html_report.wide(
       html_report.figure(
@@ -634,23 +697,31 @@ def _needles(collected: Collected, stage: pathlib.Path) -> str:
   return ''
 
 
-def _scores(collected: Collected) -> list[dict[str, Any]]:
-  """Returns a row per metric: each model's mean over seeds with range."""
-  scores = retrieval_scores.without_cells(
-    {run.model: run.scores for run in collected.runs}
-  )
-  return [
-    {
-      'task': task,
-      'metric': metric,
-      **{
-        name: numbers.values(values) if values else ''
-        for name in collected.models
-        for values in [_values(collected, name, f'{task}/{metric}')]
-      },
+def _scores(collected: Collected) -> str:
+  """Renders a table for each evaluation: means over seeds, with range."""
+  text = ''
+  for evaluation in collected.study.evaluations:
+    scores = {
+      run.model: run.scores.get(evaluation.name, ()) for run in collected.runs
     }
-    for task, metric in score_tables.by_metric(scores)
-  ]
+    metrics = score_tables.by_metric(retrieval_scores.without_cells(scores))
+    rows = [
+      {
+        evaluation.name: name,
+        **{
+          f'{task}/{metric}': numbers.values(values) if values else ''
+          for task, metric in metrics
+          for values in [
+            _values(collected, name, f'{task}/{metric}', evaluation)
+          ]
+        },
+      }
+      for name, x in scores.items()
+      if x
+    ]
+    if metrics:
+      text += html_report.table(rows)
+  return text
 
 
 def _training(run: Run, root: str | os.PathLike[str]) -> dict[str, Any]:
@@ -661,7 +732,6 @@ def _training(run: Run, root: str | os.PathLike[str]) -> dict[str, Any]:
   if not paths.is_bucket(root) and not paths.is_bucket(run.folder):
     link = html.escape(os.path.relpath(run.folder, root))
     name = html_report.Markup(f'<a href="{link}">{html.escape(name)}</a>')
-  shuffled = run.score(f'{held_out.TASK}/{held_out.SHUFFLED}')
   return {
     'run': name,
     'steps': f'{summary.get("steps", 0):,}',
@@ -674,7 +744,6 @@ def _training(run: Run, root: str | os.PathLike[str]) -> dict[str, Any]:
     'with sources': progress.format_seconds(inclusive.get('seconds', 0)),
     'loss at step 0': numbers.loss(summary.get('eval_loss_at_step_0')),
     'last loss in training': numbers.loss(summary.get('eval_loss')),
-    "loss with others' prefixes": numbers.loss(shuffled and shuffled.value),
   }
 
 

@@ -211,20 +211,18 @@ def _run(
 ) -> collected.Run:
   """Returns the results of a model."""
   folder = states.folder(model)
-  found, generated, lines = [], 0, []
+  by_evaluation, generated, lines = {}, 0, []
   for stage in states.stages.values():
     is_of_model = (stage.model, stage.seed) == (model.model, model.seed)
     if stage.evaluation and is_of_model:
       entries = scores(states, stage)
-      found += [score for _, score in entries]
-      generated = max(
-        [
-          generated,
-          *(
-            x['generated'] for x, s in entries if s.task == inference_cost.TASK
-          ),
-        ]
-      )
+      by_evaluation[stage.evaluation] = [score for _, score in entries]
+      lengths = [
+        options['generated']
+        for options, score in entries
+        if score.task == inference_cost.TASK
+      ]
+      generated = max([generated, *lengths])
       lines += _predictions(states.folder(stage))
   summary = training_summary(folder)
   config = config_lib.load_run(str(folder)).model
@@ -237,7 +235,7 @@ def _run(
     _counts(config, request),
     '+'.join(f'{x.layers}x{x.width}' for x in config.stacks.values()),
     _curve(folder, summary),
-    found,
+    by_evaluation,
     generated,
     lines,
   )

@@ -104,7 +104,7 @@ def _run(model, level, seed, flops=2e12, curve=True, accuracy=0.5):
     ),
     '4x128+4x128',
     lines if curve else dict.fromkeys(lines, []),
-    scores,
+    {'loss': scores},
     generated=32,
   )
 
@@ -178,7 +178,9 @@ def test_missing_seeds_have_no_verdict():
   # A diverged run, and none at all.
   nan = results_store.Score('held_out', 'loss', float('nan'), None, 1)
   runs = [
-    dataclasses.replace(x, scores=[nan]) if x.model == 'adapted' else x
+    dataclasses.replace(x, scores={'loss': [nan]})
+    if x.model == 'adapted'
+    else x
     for x in content.runs
   ]
   content = dataclasses.replace(content, runs=runs, stages=[])
@@ -201,7 +203,7 @@ def test_a_curve_that_does_not_cross_has_no_ratio():
   ]
   content = _collected(_study(), runs=runs)
   assert claim_results.results(content)[2].note == (
-    'the curve of adapted is on rows of another kind'
+    'the curve of adapted is on other rows than its evaluation'
   )
 
 
@@ -210,7 +212,9 @@ def test_other_examples_are_not_compared():
   score = _loss(3.0, 0)
   other = dataclasses.replace(score, groups=score.groups[::-1])
   runs = [
-    dataclasses.replace(x, scores=[other]) if x.model == 'scratch' else x
+    dataclasses.replace(x, scores={'loss': [other]})
+    if x.model == 'scratch'
+    else x
     for x in content.runs
   ]
   (ahead, *_) = claim_results.results(dataclasses.replace(content, runs=runs))
@@ -246,7 +250,13 @@ def test_write(tmp_path, bucket):
   assert '2.35 M' in page and '<td>init.mode</td>' in page
   assert 'http' not in page  # Nothing outside the page.
   assert 'exact_match' not in page  # Language modelling.
-  for name in ('claims', 'target_tokens', 'flops', 'needles', 'scatter_0'):
+  for name in (
+    'claims',
+    'loss_target_tokens',
+    'loss_flops',
+    'needles',
+    'scatter_0',
+  ):
     assert (tmp_path / f'{name}.png').read_bytes().startswith(b'\x89PNG')
   report = json.loads((tmp_path / 'report.json').read_text())
   assert report['findings'] == sentences[len(CLAIMS) :]
@@ -261,7 +271,7 @@ def test_write(tmp_path, bucket):
     *('7.5', '4.5', '3.5', '2.5')
   ]
   (loss,) = (
-    x for x in adapted if x['task'] == 'held_out' and x['metric'] == 'loss'
+    x for x in adapted if (x['task'], x['metric']) == ('loss/held_out', 'loss')
   )
   assert float(loss['value']) == pytest.approx(2.5, abs=0.002)
   assert (loss['step'], loss['tokens'], loss['FLOPs']) == (
