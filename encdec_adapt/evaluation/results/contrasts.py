@@ -19,7 +19,8 @@ from encdec_adapt.data.sources import document_source
 from encdec_adapt.evaluation.results import crossed_intervals, results_store
 
 MOST_ROWS = 32  # Rows of a group in the report of a study.
-_SIGNS = {1: (1,), 2: (-1, 1), 4: (-1, 1, 1, -1)}
+# Of the arms of a contrast.
+SIGNS = {1: (1,), 2: (-1, 1), 4: (-1, 1, 1, -1)}
 
 Arm = Sequence[results_store.Score]
 
@@ -70,7 +71,7 @@ def sums(
     )
   numerators = sum(
     sign * np.array([_numerators(score) for score in arm])
-    for sign, arm in zip(_SIGNS[len(arms)], arms, strict=True)
+    for sign, arm in zip(SIGNS[len(arms)], arms, strict=True)
   )
   weights = _weights(first)
   if not first.groups:
@@ -119,11 +120,33 @@ def reported(score: results_store.Score) -> results_store.Score:
       ' all in the development part, so that none is left for a report; raise'
       ' config.data.eval_fraction.'
     )
-  rows.sort()
-  numerators, weights = _numerators(score)[rows], _weights(score)[rows]
-  groups = tuple(score.groups[i] for i in rows)
+  return _subset(score, sorted(rows))
+
+
+def development(score: results_store.Score, rows: int) -> results_store.Score:
+  """Returns a score on the rows that jobs evaluate on.
+
+  Args:
+    score: score on all held-out examples, with groups.
+    rows: `config.data.development_rows`; see `RecordSet.development`.
+  """
+  part = [
+    i for i, x in enumerate(score.groups) if document_source.is_development(x)
+  ]
+  count = min(rows, len(part))
+  return _subset(score, [part[i * len(part) // count] for i in range(count)])
+
+
+def _subset(
+  score: results_store.Score, rows: Sequence[int]
+) -> results_store.Score:
+  """Returns a score on some of its examples."""
   return results_store.ratio_score(
-    score.task, score.metric, numerators, weights, groups
+    score.task,
+    score.metric,
+    _numerators(score)[rows],
+    _weights(score)[rows],
+    tuple(score.groups[i] for i in rows),
   )
 
 

@@ -146,7 +146,10 @@ def interval(
   effect = float(sums.mean(axis=0).sum() / weights.sum())
   variance, freedom = map(float, squares.variance_of_mean())
   error = math.sqrt(variance)
-  half = quantile(freedom, level) * error if sums.size > 1 else math.inf
+  half = math.inf
+  if sums.size > 1:
+    # Equal cells of a single group have no degrees of freedom.
+    half = quantile(freedom, level) * error if error else 0.0
   return Interval(
     effect,
     effect - half,

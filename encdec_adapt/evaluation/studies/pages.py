@@ -11,7 +11,7 @@ or its only one), which the stage then reads; its own name stands for its
 output, and `{root}` for the folder of the study.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 import dataclasses
 import re
 from typing import Any
@@ -21,6 +21,10 @@ from encdec_adapt.base import errors
 DIRECTIONS = ('greater', 'less', 'equal', 'no better')
 # Claims with a verdict: more would need wider intervals.
 MOST_PRIMARY = 5
+# Metric of claims on the target tokens after which the second arm has the loss
+# of the first, as a ratio to the first arm's tokens.
+CROSSING = 'crossing/loss'
+LOSS = 'held_out/loss'
 _NAME = re.compile(r'\w[\w.-]*')
 _PLACEHOLDER = re.compile(r'\{(\w[\w.-]*)\}')
 # Placeholders that are no names.
@@ -51,10 +55,11 @@ class Claim:
     paper: the paper's numbers, as text; printed and not compared.
     contrast: names of arms: (a, b) for b - a, (a, b, c, d) for (b - a) -
       (d - c).
-    metric: 'TASK/METRIC', a metric of an evaluation of these arms.
+    metric: 'TASK/METRIC', a metric of an evaluation of these arms; or
+      `CROSSING`, whose effect and smallest difference are ratios of tokens.
     direction: claimed direction of the contrast: 'greater', 'less', 'equal'
       or 'no better'.
-    smallest: smallest difference that matters, above 0.
+    smallest: smallest difference that matters, above 0; a ratio above 1.
     reason: why a smaller difference does not matter.
     primary: whether it gets a verdict; at most 5 of a study.
     paired: whether the arms must read equal rows under equal seeds.
@@ -167,7 +172,7 @@ class Evaluation:
 
   name: str
   arguments: tuple[str, ...] = ()
-  metrics: tuple[str, ...] = ('held_out/loss',)
+  metrics: tuple[str, ...] = (LOSS,)
   records: str = ''
   models: tuple[str, ...] = ()
   all_seeds: bool = True
@@ -264,6 +269,20 @@ class Study:
         return self.seeds if arm.seeds is None else arm.seeds
     return next((x.seeds for x in self.commands if x.name == name), ())
 
+  def measured(self, evaluation: Evaluation) -> tuple[str, ...]:
+    """Returns the models of an evaluation."""
+    return evaluation.models or tuple(arm.name for arm in self.arms)
+
+  def evaluation_of(
+    self, metric: str, models: Iterable[str]
+  ) -> Evaluation | None:
+    """Returns the first evaluation that has a metric of all of the models."""
+    for evaluation in self.evaluations:
+      is_complete = {*models} <= {*self.measured(evaluation)}
+      if is_complete and metric in evaluation.metrics:
+        return evaluation
+    return None
+
   def stage_of(self, name: str, seed: int | None) -> str:
     """Returns the name of the stage of an arm or command that is read.
 
@@ -312,26 +331,32 @@ class Study:
       text = f'the claim {claim.sentence!r}'
       if len(claim.contrast) not in (2, 4):
         raise self.error(f'{text} has to compare two or four arms')
-      if claim.direction not in DIRECTIONS or not claim.smallest > 0:
+      is_crossing = claim.metric == CROSSING
+      if is_crossing and len(claim.contrast) != 2:
+        raise self.error(f'{text} has a crossing, which is of two arms')
+      least = float(is_crossing)
+      if claim.direction not in DIRECTIONS or not claim.smallest > least:
         raise self.error(
           f'{text} has direction {claim.direction!r}, which must be one of'
           f' {", ".join(DIRECTIONS)}, and smallest={claim.smallest}, which must'
-          ' be above 0'
+          f' be above {least:g}'
         )
       self._require(claim.contrast, f'{text} names')
-      metrics = [
-        metric
-        for x in self.evaluations
-        for metric in x.metrics
-        if set(claim.contrast) <= set(x.models or [a.name for a in self.arms])
-      ]
-      if claim.metric not in metrics:
+      metric = LOSS if is_crossing else claim.metric
+      if not self.evaluation_of(metric, claim.contrast):
+        metrics = [
+          name
+          for x in self.evaluations
+          for name in x.metrics
+          if self.evaluation_of(name, claim.contrast)
+        ]
         raise self.error(
           f'{text} names the metric {claim.metric!r}, and the evaluations of'
           f' its arms have {", ".join(metrics) or "none"}'
           f'{errors.nearest(claim.metric, metrics)}'
         )
-      counts = {len(self.seeds_of(name)) for name in claim.contrast}
+      # A model without seeds is compared with every seed of the other arm.
+      counts = {len(self.seeds_of(name)) for name in claim.contrast} - {0}
       if len(counts) > 1:
         raise self.error(
           f'{text} compares arms of {sorted(counts)} seeds; give them equally'
