@@ -250,7 +250,8 @@ def train(
   every = settings.checkpoint.interval(steps)
   end = resume_checks.report_end(batches.remaining, first, steps, log)
   batch_size = settings.train.batch_size
-  flops = setup.step_flops(model, *sizes, batch_size, shapes)
+  logits = loss.logits(sizes[0])
+  flops = setup.step_flops(model, *sizes, batch_size, shapes, logits=logits)
   if loss.samples:
     prompts = loss.sampled_rows(batch_size)
     drawn = dataclasses.replace(sizes[0], decoder=loss.rollouts.tokens)

@@ -149,6 +149,14 @@ class DataConfig:
     0.04, 'Share of documents held out by their id.', above=0, below=1
   )
   eval_rows: int = keys.key(64, 'Held-out rows; 0 for all.', at_least=0)
+  development_rows: int = keys.key(
+    0,
+    'Most held-out rows that a job evaluates on, of the development part: every'
+    ' third group of held-out documents, by digest. Studies choose learning'
+    ' rates and checkpoints there and report the other groups. 0: all held-out'
+    ' rows.',
+    at_least=0,
+  )
   # Not a key: `config` fills it in from the model's section, and sections that
   # differ in it make the same records.
   table_sizes: Mapping[str, int] = dataclasses.field(

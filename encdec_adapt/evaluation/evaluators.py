@@ -189,7 +189,9 @@ class Evaluators:
       for name, results in scores.items():
         # Scores of single examples are for comparisons of trained models; of
         # every step they would fill the file.
-        means = [dataclasses.replace(score, scores=()) for score in results]
+        means = [
+          dataclasses.replace(score, scores=(), weights=()) for score in results
+        ]
         self._store.add(model, {'evaluator': name}, means)
     # The loss comes last: by its record the evaluation counts as complete.
     del scores[train_section.LOSS]

@@ -10,9 +10,10 @@ positions, in a forward pass:
   merged, which counts them once), 2 E H * 2K per source token (key, value);
 - scores and weighted sum: 2 * 2 N H per visible pair of positions, where a
   bidirectional layer sees L * L pairs, a causal layer L (L + 1) / 2, a windowed
-  layer those inside its window, and cross-attention T * S; a prefix decoder's
-  layers count as causal;
-- the vocabulary product: 2 D V per target token.
+  layer those inside its window, and cross-attention T * S; a prefix decoder
+  sees the pairs of a causal one, and also S (S - 1) / 2 among its inputs;
+- the vocabulary product: 2 D V per position with logits, which are the targets
+  or, with `loss.on_inputs`, all positions.
 
 A training step is 3 forward passes (a backward pass costs two), an evaluation
 step is 1. A decoding step is a forward pass of one token a row that sees the
@@ -40,6 +41,8 @@ def forward(
   decoder: int,
   teacher: int,
   answers: int = 1,
+  *,
+  logits: int = 0,
 ) -> int:
   """Returns the FLOPs of a row.
 
@@ -49,12 +52,13 @@ def forward(
     decoder: decoder length T.
     teacher: length of the row in which a decoder-only model reads a pair.
     answers: answers of a row; an encoder reads their prompt once.
+    logits: positions of an answer with logits; 0 for its targets.
   """
   lengths = {'encoder': encoder, 'decoder': decoder, 'teacher': teacher}
   # Rows without a decoder's side are an encoder's, which predicts in place.
-  targets = decoder or encoder
-  logits = vocabulary(model.decoder.width, model.decoder.outputs, targets)
-  total = answers * logits
+  positions = logits or decoder or encoder
+  table = model.decoder.width, model.decoder.outputs
+  total = answers * vocabulary(*table, positions)
   for name, side in model.architecture.sides(encoder > 0).items():
     stack = model.stacks[name]
     rows = 1 if side == 'encoder' else answers
@@ -103,10 +107,12 @@ def generation(
   context = lengths.pop('decoder') - generated
 
   def decoder(length: int) -> int:
-    return stack_forward(stack, length, source_length=prompt)
+    # A step sees the keys before it, also of inputs in the decoder's row.
+    return stack_forward(stack, length, source_length=prompt - context)
 
   # With a context of 0 this is the projection of the source's keys and values.
-  prefill = decoder(context) - _without_states(stack, context)
+  prefill = stack_forward(stack, context, source_length=prompt)
+  prefill -= _without_states(stack, context)
   for name, length in lengths.items():
     prefill += stack_forward(model.stacks[name], length)
   # Causal rows add up: the steps of a row cost the row minus its beginning. The
@@ -117,10 +123,10 @@ def generation(
 
 
 def _without_states(stack: configs.StackConfig, length: int) -> int:
-  """Returns the FLOPs of the last layer except its keys and values."""
+  """Returns a prompt's FLOPs of the last layer but its keys and values."""
   heads = stack.heads * stack.head_dim
   weights = 2 * heads + _feed_forward(stack, stack.layers - 1)
-  pairs = _pairs(stack, length, layer_windows(stack)[-1:])
+  pairs = _pairs(stack, length, layer_windows(stack)[-1:], length)
   return 2 * stack.width * weights * length + 4 * heads * pairs
 
 
@@ -162,7 +168,8 @@ def stack_forward(
   Args:
     stack: shape of the stack.
     length: positions of the row.
-    source_length: positions of the source, with cross-attention.
+    source_length: positions of the inputs: those that cross-attention reads,
+      or the first ones of a prefix decoder's row.
   """
   heads = stack.heads * stack.head_dim
   kv_heads = stack.kv_heads * stack.head_dim
@@ -182,14 +189,17 @@ def scores(
   stack: configs.StackConfig, length: int, *, source_length: int = 0
 ) -> int:
   """Returns the part of `stack_forward` for scores and weighted sums."""
-  pairs = _pairs(stack, length, layer_windows(stack))
+  pairs = _pairs(stack, length, layer_windows(stack), source_length)
   pairs += cross_layers(stack) * length * source_length
   # 2 FLOPs for each of two products: scores, and the weighted sum of values.
   return 4 * stack.heads * stack.head_dim * pairs
 
 
 def _pairs(
-  stack: configs.StackConfig, length: int, windows: Sequence[int | None]
+  stack: configs.StackConfig,
+  length: int,
+  windows: Sequence[int | None],
+  inputs: int,
 ) -> int:
   """Returns the pairs of positions that layers of these windows compute."""
   return sum(
@@ -198,6 +208,7 @@ def _pairs(
       causal=stack.role != 'bidirectional',
       window=window,
       window_rule=stack.window_rule,
+      prefix=inputs if stack.role == 'prefix' else 0,
     )
     for window in windows
   )
@@ -218,6 +229,7 @@ def visible_pairs(
   causal: bool,
   window: int | None = None,
   window_rule: str = 'exclusive',
+  prefix: int = 0,
 ) -> int:
   """Returns the number of (query, key) pairs that self-attention computes.
 
@@ -226,17 +238,19 @@ def visible_pairs(
     causal: whether queries see only keys at or before them.
     window: window W in positions; None for no window.
     window_rule: rule of a bidirectional window (`ops.masks.MaskSpec`).
+    prefix: first positions of a causal row that see each other.
   """
   # A causal window has W keys with the query's, as the past side of the
   # exclusive rule; other rules are of bidirectional windows.
   past, future = masks.sides(window, 'exclusive' if causal else window_rule)
 
-  def pairs(reach: int | None) -> int:
+  def pairs(length: int, reach: int | None) -> int:
     """Pairs at distances 1 to `reach`, of which L - d have distance d."""
     reach = length - 1 if reach is None else min(reach, length - 1)
     return reach * length - reach * (reach + 1) // 2
 
-  return length + pairs(past) + (0 if causal else pairs(future))
+  ahead = prefix if causal else length
+  return length + pairs(length, past) + pairs(ahead, future)
 
 
 def layer_windows(stack: configs.StackConfig) -> list[int | None]:

@@ -152,6 +152,7 @@ class ExampleMaker(abc.ABC):
 
     It lacks the masks that only training has, so that held-out losses of MEAP
     and of plain next-token prediction compare, as in its published code.
+    `concatenate` in it has no effect (`objective_names.for_evaluation`).
     """
     return text
 
@@ -350,6 +351,9 @@ class Objective:
     # text may have been made without it.
     if self.text != self.text.rstrip():
       changes += ('options keep the space at their end',)
+    # Of held-out rows (`objective_names.for_evaluation`).
+    if self.options.get('concatenate') is False:
+      changes += ('held-out windows do not cross documents',)
     return changes
 
   def added_sentinels(self, policy: str, lengths: framing.Lengths) -> int:

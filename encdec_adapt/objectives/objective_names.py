@@ -23,6 +23,7 @@ This module imports neither TensorFlow nor SeqIO nor jax.
 """
 
 from collections.abc import Mapping
+import dataclasses
 import functools
 
 from encdec_adapt import objectives
@@ -79,9 +80,15 @@ def parse_one(text: str) -> example_maker.Objective:
 def for_evaluation(
   objective: example_maker.Objective,
 ) -> example_maker.Objective:
-  """Returns the objective that makes its held-out rows."""
+  """Returns the objective that makes its held-out rows, of a document each."""
   maker, options = objective.maker, objective.options
-  return parse_one(maker.evaluation_text(objective.text, options))
+  held_out = parse_one(maker.evaluation_text(objective.text, options))
+  if not held_out.concatenate:
+    return held_out
+  # Errors of held-out losses are estimated over documents, so that no row may
+  # be of two.
+  options = {**held_out.options, 'concatenate': False}
+  return dataclasses.replace(held_out, options=options)
 
 
 def _trim(text: str) -> str:

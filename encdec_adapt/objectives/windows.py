@@ -19,8 +19,9 @@ A document is cut into windows that fit a row with the framing of
 `objectives/framing.py` (m + 1 encoder and n decoder positions), as long as the
 row allows. Targets end in EOS if and only if the document ends. With the option
 `concatenate`, the documents of a shard are joined first, each with an EOS at
-its end, and windows are cut from the result. With `shortest=N`, a last window
-of fewer than N tokens is dropped and counted; then no targets end in EOS.
+its end, and windows are cut from the result; held-out windows never cross
+documents. With `shortest=N`, a last window of fewer than N tokens is dropped
+and counted; then no targets end in EOS.
 
 Pure numpy; this module imports neither TensorFlow nor SeqIO nor jax.
 """
@@ -365,7 +366,7 @@ class UniformPrefixLM(PrefixLM):
   @classmethod
   def revisions(cls, options):
     change = 'two windows that fill a row share the draw of their splits'
-    return (change,) * bool(options.get('concatenate'))
+    return (change,) * ('concatenate' in options)
 
   def _make_plans(self):
     if self.concatenate:

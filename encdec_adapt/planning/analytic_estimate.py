@@ -49,7 +49,8 @@ class StackPass:
     length: positions of a row that it computes.
     keys: positions that its self-attention may see; more than `length` if a
       cache has the others.
-    source_length: positions that its cross-attention reads, or 0.
+    inputs: positions of the inputs that it reads beside its row
+      (cross-attention) or first in it (a prefix decoder), or 0.
     trained: whether a backward pass follows.
     answers: rows that it computes for a row of the batch.
   """
@@ -57,13 +58,18 @@ class StackPass:
   stack: model_config.StackConfig
   length: int
   keys: int
-  source_length: int
+  inputs: int
   trained: bool
   answers: int = 1
 
+  @property
+  def source_length(self) -> int:
+    """Positions that its cross-attention reads, or 0."""
+    return self.inputs * (self.stack.cross_width is not None)
+
   def flops(self, formula: Callable[..., int]) -> int:
     """Returns FLOPs of a batch's row by a function of `forward_flops`."""
-    row = formula(self.stack, self.length, source_length=self.source_length)
+    row = formula(self.stack, self.length, source_length=self.inputs)
     return self.answers * row
 
 
@@ -140,10 +146,11 @@ class Workload:
       trained = job.trains and model is job.model
       for name, side in model.architecture.sides(lengths.encoder > 0).items():
         stack, length = model.stacks[name], getattr(lengths, side)
-        source = lengths.encoder * (stack.cross_width is not None)
         # An encoder reads the prompt of several answers once.
         answers = 1 if side == 'encoder' else job.answers
-        yield StackPass(stack, length, length, source, trained, answers)
+        yield StackPass(
+          stack, length, length, lengths.encoder, trained, answers
+        )
 
   @property
   def trained(self) -> list[StackPass]:

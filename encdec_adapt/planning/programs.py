@@ -260,7 +260,10 @@ class Job:
     lengths, answers = self.lengths, self.answers
     if self.trains:
       model, *references = self.models
-      return setup.step_flops(model, lengths, answers, self.rows, references)
+      logits = self.loss.logits(lengths)
+      return setup.step_flops(
+        model, lengths, answers, self.rows, references, logits=logits
+      )
     sizes = lengths.encoder, lengths.decoder
     if self.decodes:
       row = formula.decoding(self.model, *sizes)

@@ -203,6 +203,8 @@ def step_flops(
   answers: int,
   rows: int,
   references: Iterable[model_config.ModelConfig] = (),
+  *,
+  logits: int = 0,
 ) -> float:
   """Returns the model FLOPs of a training step on all devices.
 
@@ -212,12 +214,17 @@ def step_flops(
     answers: answers of a row.
     rows: rows of the batch.
     references: models that add a forward pass each.
+    logits: positions of an answer with logits (`losses.loss.Loss.logits`); 0
+      for its targets.
   """
   sizes = lengths.encoder, lengths.decoder, lengths.teacher, answers
-  total = forward_flops.TRAINING * forward_flops.forward(model, *sizes)
+
+  def forward(config: model_config.ModelConfig) -> int:
+    return forward_flops.forward(config, *sizes, logits=logits)
+
   # No gradient reaches a reference: it has no backward pass.
-  total += sum(forward_flops.forward(frozen, *sizes) for frozen in references)
-  return float(total * rows)
+  total = forward_flops.TRAINING * forward(model)
+  return float((total + sum(map(forward, references))) * rows)
 
 
 def sampling_flops(
@@ -251,7 +258,7 @@ class Data:
   Attributes:
     vocabularies: the opened vocabularies of the two sides.
     train: rows to train on.
-    evaluation: held-out rows.
+    evaluation: held-out rows that the job is evaluated on.
   """
 
   vocabularies: vocabulary_pair.Opened
@@ -323,6 +330,8 @@ def open_data(data: data_section.DataConfig) -> Data:
       'data.vocabularies': opened.describe(),
     },
   )
+  if data.development_rows:
+    eval_set = eval_set.development(data.development_rows)
   return Data(opened, train_set, eval_set)
 
 

@@ -9,8 +9,11 @@ import pytest
 
 from encdec_adapt.models import build, execution, model_config, stack
 from encdec_adapt.models import forward_flops as flops
+from encdec_adapt.objectives import framing
 from encdec_adapt.ops import masks
-from tests import toy_models
+from encdec_adapt.training import setup
+from encdec_adapt.training.losses import cross_entropy
+from tests import gemma_ids, toy_models
 
 
 @pytest.mark.parametrize('causal', [True, False])
@@ -25,6 +28,18 @@ def test_visible_pairs_are_those_of_the_mask(causal, rule, window):
     spec = masks.bidirectional(ones, positions, window=window, window_rule=rule)
   assert np.sum(masks.dense_mask(spec)) == flops.visible_pairs(
     length, causal=causal, window=window, window_rule=rule
+  )
+
+
+@pytest.mark.parametrize('window', [None, 1, 2, 5, 6, 20])
+@pytest.mark.parametrize('prefix', [0, 1, 4, 6])
+def test_visible_pairs_of_a_prefix_are_those_of_the_mask(prefix, window):
+  length = 6
+  ones, positions = jnp.ones((1, length), int), jnp.arange(length)[None]
+  seen = jnp.int32(positions < prefix)
+  spec = masks.prefix(ones, positions, seen, window=window)
+  assert np.sum(masks.dense_mask(spec)) == flops.visible_pairs(
+    length, causal=True, window=window, prefix=prefix
   )
 
 
@@ -92,6 +107,52 @@ def test_the_answers_of_a_prompt_share_its_encoder():
   shared = flops.stack_forward(config.encoder, source)
   assert products(2, 2) - products(1, 1, 2) == shared
   assert 2 * counts[0] - counts[1] == shared
+
+
+def test_inputs_of_a_prefix_decoder_are_bidirectional():
+  stacks = [_stack(layers=2, role=role) for role in ('causal', 'prefix')]
+  causal, prefix = map(model_config.DecoderOnlyConfig, stacks)
+  # 6 inputs have 6 * 5 / 2 pairs more, in 2 layers of 4 heads of 8.
+  extra = 4 * (4 * 8) * 15
+  rows = [flops.forward(model, 6, 10, 16) for model in (causal, prefix)]
+  assert rows[1] - rows[0] == 2 * extra
+  # Texts without inputs are causal.
+  texts = [flops.forward(model, 0, 10, 10) for model in (causal, prefix)]
+  assert texts[0] == texts[1]
+  # A prompt computes the attention of all layers but the last; then steps see
+  # what those of a causal decoder do.
+  (read, step), (expected, same) = (
+    flops.generation(model, 6, 10) for model in (prefix, causal)
+  )
+  assert (read - expected, step) == (extra, same)
+
+
+def test_logits_of_inputs_are_those_that_xla_counts():
+  stack = _stack(width=256, heads=2, vocab_size=512, role='causal')
+  model = build.build(model_config.DecoderOnlyConfig(stack))
+  params = jax.eval_shape(model.init, jax.random.key(0))
+  lengths = framing.Lengths(24, 8)
+  row = framing.frame_row([], lengths, gemma_ids.FRAMING, teacher=True)
+
+  def costs(loss):
+    batch = loss.frame(framing.stack_rows([row]), 0)
+    step = jax.jit(
+      jax.grad(lambda params, batch: loss.sums(model, params, batch)['loss'])
+    )
+    compiled = step.lower(params, batch).compile()
+    stated = setup.step_flops(
+      model.config, lengths, 1, 1, logits=loss.logits(lengths)
+    )
+    return stated, compiled.cost_analysis()['flops']
+
+  targets, everywhere = (
+    costs(cross_entropy.CrossEntropy(on_inputs=x)) for x in (False, True)
+  )
+  # 24 positions more; XLA also counts the softmax.
+  assert everywhere[0] - targets[0] == 3 * 2 * 24 * 256 * 512
+  assert everywhere[1] - targets[1] == pytest.approx(
+    everywhere[0] - targets[0], rel=0.03
+  )
 
 
 def test_experts_count_where_a_token_takes_them():

@@ -20,6 +20,7 @@ This module imports neither TensorFlow nor SeqIO.
 """
 
 from collections.abc import Mapping, Sequence
+import copy
 import dataclasses
 import functools
 import hashlib
@@ -33,7 +34,11 @@ from grain import sources
 
 from encdec_adapt.base import errors
 from encdec_adapt.data.records import record_copy, row_codec
-from encdec_adapt.data.sources import mixtures, text_sources
+from encdec_adapt.data.sources import (
+  document_source,
+  mixtures,
+  text_sources,
+)
 from encdec_adapt.files import paths
 from encdec_adapt.objectives import (
   example_maker,
@@ -208,6 +213,7 @@ class RecordSet:
     bounds = list(itertools.pairwise(itertools.accumulate(counts, initial=0)))
     parts = len(self.parts)
     self.ranges = [bounds[i : i + parts] for i in range(0, len(bounds), parts)]
+    self._rows: Sequence[int] = range(manifest['totals']['rows'])
     self._source = sources.ArrayRecordDataSource(
       [str(folder / name) for name in shards(manifest)]
     )
@@ -264,7 +270,7 @@ class RecordSet:
 
   def __len__(self) -> int:
     """Returns the number of rows of all passes."""
-    return self.manifest['totals']['rows']
+    return len(self._rows)
 
   @property
   def passes(self) -> int:
@@ -300,9 +306,55 @@ class RecordSet:
     if not len(indices):  # ArrayRecord refuses to read nothing.
       return []
     # `__getitems__` reads the shards in parallel, indexing row by row.
-    records = self._source.__getitems__([int(i) for i in indices])
+    records = self._source.__getitems__([self._rows[int(i)] for i in indices])
     maker = self.spec.objectives[0].maker
     return [row_codec.decode_row(record, maker) for record in records]
+
+  def groups(self, indices: Sequence[int]) -> list[str]:
+    """Returns the group of documents that each row is of.
+
+    Args:
+      indices: numbers of the rows.
+
+    Returns:
+      See `document_source.group`; empty if a row has documents of several
+      groups, or has no ids of documents.
+    """
+    groups = [
+      {document_source.group(name) for pair in row for name in pair.documents}
+      for row in self.read(indices)
+    ]
+    if any(len(names) != 1 for names in groups):
+      return []
+    return [name for (name,) in groups]
+
+  def development(self, rows: int) -> 'RecordSet':
+    """Returns the development part: these records with some rows alone.
+
+    Args:
+      rows: most rows, evenly spaced among those of the part.
+
+    Raises:
+      UserError: no row is in the part.
+    """
+    groups = self.groups(range(len(self)))
+    part = [
+      self._rows[i]
+      for i, name in enumerate(groups)
+      if document_source.is_development(name)
+    ]
+    if not part:
+      raise errors.UserError(
+        f'config.data.development_rows is {rows}, and none of the'
+        f' {len(self)} held-out rows in {self.folder} is in the development'
+        f' part, a third of their {len(set(groups))} groups of documents;'
+        ' raise config.data.eval_fraction or config.data.eval_rows, or set'
+        ' development_rows to 0.'
+      )
+    subset = copy.copy(self)
+    count = min(rows, len(part))
+    subset._rows = [part[i * len(part) // count] for i in range(count)]
+    return subset
 
 
 def check_spec(

@@ -14,6 +14,7 @@ import dataclasses
 import itertools
 import json
 import os
+import platform
 from typing import Any, NamedTuple
 
 from array_record.python import array_record_module
@@ -208,10 +209,10 @@ def write_manifest(
       framed with its special ids.
 
   Returns:
-    The manifest: format, spec, revisions, vocabularies (fingerprints and
-    special tokens), totals of the shards' counts, fill of both sides (0 to 1),
-    parts with their totals, and per pass the rows of each part and the shards'
-    entries.
+    The manifest: format, version of Python (whose text the source `python`
+    is), spec, revisions, vocabularies (fingerprints and special tokens), totals
+    of the shards' counts, fill of both sides (0 to 1), parts with their totals,
+    and per pass the rows of each part and the shards' entries.
   """
   parts_totals = [collections.Counter[str]() for _ in parts]
   passes: list[dict[str, Any]] = [
@@ -231,6 +232,7 @@ def write_manifest(
   rows, answers = max(totals['rows'], 1), spec.objectives[0].answers
   manifest = {
     'format': record_sets.FORMAT,
+    'python': platform.python_version(),
     'spec': dataclasses.asdict(spec),
     'revisions': spec.revisions,
     'vocabularies': dict(vocabularies),

@@ -5,8 +5,8 @@ names of it begin (`register`); `text_sources` opens sources by name.
 
 Document ids depend neither on the machine nor on the reader, nor on the number
 of shards or workers. They decide the train/eval split (`in_split`): the part
-before the last '::' is hashed, so that two documents made from one text (the
-docstrings and the source of a module) are on the same side.
+before the last '::' (`group`) is hashed, so that two documents made from one
+text (the docstrings and the source of a module) are on the same side.
 
 A shard has its share of a source (`Source.entries`): for every number of
 shards each document is in exactly one of them, and a shard's documents are
@@ -39,21 +39,38 @@ class Document:
   text: str
 
 
+def group(document_id: str) -> str:
+  """Returns the group of documents that is held out as a whole."""
+  return document_id.rpartition('::')[0] or document_id
+
+
+def is_development(name: str) -> bool:
+  """Returns whether a held-out group is in the development part.
+
+  Every third group is, by digest: learning rates and checkpoints are chosen
+  there, and studies report the other groups. The digest is of the name alone,
+  so that record sets of all objectives of a text agree.
+
+  Args:
+    name: name of the group.
+  """
+  return randomness.digest('development', name) % 3 == 0
+
+
 def in_split(
   document_id: str, split: str, eval_fraction: float, seed: int
 ) -> bool:
   """Returns whether a document belongs to `split`, by a hash of its id.
 
   Args:
-    document_id: document id; only the part before the last '::' counts.
+    document_id: document id; only its `group` counts.
     split: 'train' or 'eval'.
     eval_fraction: share of the documents in 'eval', in [0, 1].
     seed: seed of the split.
   """
-  group = document_id.rpartition('::')[0] or document_id
   # A hash, not a draw in order: a document stays on its side of the split when
   # the source grows, or is read in other shards.
-  uniform = randomness.digest('split', seed, group) / 2**128
+  uniform = randomness.digest('split', seed, group(document_id)) / 2**128
   return (uniform < eval_fraction) == (split == 'eval')
 
 

@@ -98,8 +98,8 @@ class PythonSource(document_source.Source):
     """Returns whether a document belongs to `split`, by the list if any."""
     if self._held_out is None:
       return super().in_split(document_id, split, eval_fraction, seed)
-    group = document_id.rpartition('::')[0] or document_id
-    return (group in self._held_out) == (split == 'eval')
+    is_held_out = document_source.group(document_id) in self._held_out
+    return is_held_out == (split == 'eval')
 
   def modules(self) -> Iterator[str]:
     """Yields the source of every module."""

@@ -106,7 +106,8 @@ class HeldOutEvaluation:
     result = measure()
     # Rows without targets are not among those of the ratios.
     tokens, n = result.weight, result.ratios.shape[2]
-    scores = result.scores(TASK)
+    groups = record_set.groups(result.rows)
+    scores = result.scores(TASK, groups)
     scores.append(results_store.Score(TASK, TARGET_TOKENS, tokens, None, n))
     if model.config.decoder.classes:
       batches = setup.evaluation_batches(record_set, rows, placement)
@@ -116,7 +117,7 @@ class HeldOutEvaluation:
     if has_inputs and not spec.pack and count > 1:
       # Half of the set away: neighbouring rows may be pieces of one document,
       # and its prefix would help.
-      loss, *_ = measure(prefix_offset=count // 2).scores(TASK)
+      loss, *_ = measure(prefix_offset=count // 2).scores(TASK, groups)
       scores.append(dataclasses.replace(loss, metric=SHUFFLED))
     return scores
 

@@ -5,11 +5,12 @@ of the same batches of pairs (`models.architecture` feeds them); decoder-only
 models also on causal batches. Of `evaluation`, only `results` is imported.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 import dataclasses
 import types
 
 import jax
+from jaxtyping import Int
 import numpy as np
 
 from encdec_adapt.base import errors
@@ -31,10 +32,14 @@ class Result:
     metrics: names of the metrics.
     ratios: numerator and denominator of each metric by row; see
       `losses.loss.Loss.row_ratios`.
+    rows: numbers of the rows in their record set; empty for other rows.
   """
 
   metrics: tuple[str, ...]
   ratios: np.ndarray  # [metrics, 2, n]
+  rows: Int[np.ndarray, ' n'] = dataclasses.field(
+    default_factory=lambda: np.zeros(0, np.int32)
+  )
 
   @property
   def values(self) -> dict[str, float]:
@@ -51,29 +56,42 @@ class Result:
     """Sum of the weights of the first metric."""
     return float(self.ratios[0, 1].sum())
 
-  def scores(self, task: str) -> list[results_store.Score]:
+  def scores(
+    self, task: str, groups: Sequence[str] = ()
+  ) -> list[results_store.Score]:
     """Returns the metrics as scores of a task.
 
     A ratio of sums, such as the loss, has a standard error by the delta
     method: the scores of its rows are the ratio's linearisation, with the ratio
     as their mean.
+
+    Args:
+      task: name of the task.
+      groups: group of each row; empty where each is its own.
     """
     return [
-      ratio(task, name, *rows)
+      ratio(task, name, *rows, groups)
       for name, rows in zip(self.metrics, self.ratios, strict=True)
     ]
 
 
 def ratio(
-  task: str, metric: str, numerators: np.ndarray, denominators: np.ndarray
+  task: str,
+  metric: str,
+  numerators: np.ndarray,
+  denominators: np.ndarray,
+  groups: Sequence[str] = (),
 ) -> results_store.Score:
   """Returns the score of a ratio of sums over rows."""
   value, n = float(numerators.sum() / denominators.sum()), len(numerators)
   # Linear in the rows, so that intervals and paired tests of means apply.
   scores = value + (numerators - value * denominators) / denominators.mean()
   stderr = float(scores.std(ddof=1)) / n**0.5 if n > 1 else None
+  # Weights of 1 are those of a mean.
+  weights = () if (denominators == 1).all() else tuple(denominators.tolist())
+  scores = tuple(scores.tolist())
   return results_store.Score(
-    task, metric, value, stderr, n, tuple(scores.tolist())
+    task, metric, value, stderr, n, scores, weights, tuple(groups)
   )
 
 
@@ -106,6 +124,9 @@ class Evaluator:
       out_shardings=placement_lib.replicated(placement.mesh),
       compiler_options=compiler.options(placement.mesh),
     )
+    self._replicate = jax.jit(
+      lambda x: x, out_shardings=placement_lib.replicated(placement.mesh)
+    )
 
   def __call__(
     self,
@@ -120,7 +141,8 @@ class Evaluator:
 
     Args:
       params: parameters of the model.
-      batches: this process's rows of every batch; filler rows have weight 0.
+      batches: this process's rows of every batch, with their numbers in the
+        field `row` if they are of records; filler rows have weight 0.
       references: parameters of `held_out_references` of the loss.
 
     Raises:
@@ -130,20 +152,23 @@ class Evaluator:
     # float64, to which concatenation promotes the others: sums over many rows
     # would lose digits in float32.
     chunks = [np.zeros((len(metrics), 2, 0), np.float64)]
+    rows = [np.zeros(0, np.int32)]
     for batch in batches:
+      fields = step_lib.place_batch(batch, self._placement, self._axes)
       # `row` says which records a batch holds; no model reads it.
-      fields = {name: x for name, x in batch.items() if name != 'row'}
-      fields = step_lib.place_batch(fields, self._placement, self._axes)
+      if 'row' in fields:
+        rows.append(np.asarray(self._replicate(fields.pop('row'))))
       chunks.append(self.sums(params, fields, references or {}))
       # The copy waits for the devices. One batch late, it lets them compute
       # while the host prepares the next batch.
       chunks[-2] = np.asarray(chunks[-2])
     ratios = np.concatenate(chunks, axis=2)
     # Rows that fill the last batch have no weight.
-    ratios = ratios[..., ratios[0, 1] != 0]
+    is_weighted = ratios[0, 1] != 0
+    ratios, rows = ratios[..., is_weighted], np.concatenate(rows)
     if not ratios.size:
       raise errors.UserError(
         'the evaluation has no target tokens: there are no held-out rows, or'
         ' all weights are 0. Materialise an evaluation split with text in it.'
       )
-    return Result(metrics, ratios)
+    return Result(metrics, ratios, rows[is_weighted] if len(rows) else rows)

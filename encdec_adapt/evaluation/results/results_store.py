@@ -6,8 +6,8 @@
      "options": {"task": "boolq", "shots": 0}, "task": "boolq", "metric": "acc",
      "value": 0.62, "stderr": 0.02, "n": 500, "scores": [1, 0, ...]}
 
-`fingerprint` identifies the model, `options` are all inputs of its scores.
-A number that is not finite is null. Later lines replace earlier ones. This
+`fingerprint` identifies the model, `options` are all inputs of its scores;
+`weights` and `groups` follow `scores` where the examples have them. A number that is not finite is null. Later lines replace earlier ones. This
 module imports nothing of the package but `files` and `base.errors`.
 """
 
@@ -40,7 +40,12 @@ class Score:
     stderr: standard error of `value`, None where it is unknown.
     n: number of examples.
     scores: value of every example, in the order of the examples, for paired
-      tests; empty where single examples have no such metric.
+      tests; empty where single examples have no such metric. Of a ratio of
+      sums, its linearisation (`evaluation.measures.perplexity.ratio`).
+    weights: denominator of every example, such as its target tokens; empty
+      where the metric is a mean.
+    groups: group of documents of every example (`document_source.group`), on
+      which errors depend together; empty where each example is its own.
   """
 
   task: str
@@ -49,6 +54,8 @@ class Score:
   stderr: float | None
   n: int
   scores: tuple[float, ...] = ()
+  weights: tuple[float, ...] = ()
+  groups: tuple[str, ...] = ()
 
 
 def mean_score(task: str, metric: str, scores: Iterable[float]) -> Score:
@@ -157,7 +164,12 @@ class Store:
       fields |= dataclasses.asdict(score)
       for name in ('value', 'stderr'):
         fields[name] = _number(fields[name])
-      records.append(fields | {'scores': [*map(_number, score.scores)]})
+      fields['scores'] = [*map(_number, score.scores)]
+      fields['weights'] = [*map(_number, score.weights)]
+      for name in ('weights', 'groups'):
+        if not fields[name]:
+          del fields[name]
+      records.append(fields)
       self._put(model, _text(options), score)
     self._log.write(*records)
     # In a bucket writes are buffered; hours of work must not wait there.
@@ -221,6 +233,8 @@ def _parse(fields: Any, line: str) -> tuple[Model, str, Score]:
         stderr and float(stderr),
         int(fields['n']),
         tuple(map(number, fields['scores'])),
+        tuple(map(number, fields.get('weights', ()))),
+        tuple(fields.get('groups', ())),
       ),
     )
   except (ValueError, KeyError, TypeError) as error:

@@ -68,6 +68,10 @@ class CrossEntropy(loss.Loss):
     """Makes the inputs targets, too, if `on_inputs` is set."""
     return framing.on_all_tokens(rows, pad) if self.on_inputs else rows
 
+  def logits(self, lengths: framing.Lengths) -> int:
+    """Returns the number of targets, or with `on_inputs` of all positions."""
+    return lengths.teacher if self.on_inputs else super().logits(lengths)
+
   def terms(
     self,
     outputs: loss.Outputs,

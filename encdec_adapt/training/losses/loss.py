@@ -225,6 +225,10 @@ class Loss:
     """Returns tokens and answers of a training row, given those of records."""
     return lengths, answers
 
+  def logits(self, lengths: framing.Lengths) -> int:
+    """Returns the positions of a training row of which logits are computed."""
+    return lengths.decoder or lengths.encoder
+
   def pad_batch(
     self,
     maker: type[example_maker.ExampleMaker],
