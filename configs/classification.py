@@ -13,8 +13,9 @@ With `tag:labels=O|PER|LOC` the texts are one list of words and the label a list
 with one for each. Every save is evaluated, and the checkpoint with the lowest
 held-out loss is kept (`config.checkpoint.keep_best`); `config.train.patience`
 ends the job when the loss stops falling. `evaluate --records` gives accuracy
-and F1. A grid of learning rates, batches and dropout, of which `budget` runs
-are drawn, is
+and F1. With `books=GLOB` the task is which of these text files a passage is
+from (`configs/books.py`), without `--config.data` flags. A grid of learning
+rates, batches and dropout, of which `budget` runs are drawn, is
 
     TASK='data=/data/train.jsonl,fields=question+passage+label,labels=no|yes'
     python -m encdec_adapt.study \
@@ -28,19 +29,20 @@ study that was interrupted.
 """
 
 import itertools
+import json
 import pathlib
 import random
 
 from encdec_adapt import config as config_lib
 from encdec_adapt.base import errors, option_strings
-from encdec_adapt.configs import pretrained
+from encdec_adapt.configs import books, pretrained
 from encdec_adapt.evaluation import study_stages
 from encdec_adapt.models import model_config
 
 
 def get_config(arg=None):
-  """`source`: work directory or Hugging Face folder to start from."""
-  args = config_lib.parse_arg(arg, source='')
+  """`source`: work directory or Hugging Face folder to start from; `books`."""
+  args = config_lib.parse_arg(arg, source='', books='')
   config = pretrained.get_config(f'source={args["source"]}')
   opened = pretrained.open_model(args['source'])
   stack, choice = opened.model.stacks[opened.prompt_side], opened.vocabularies
@@ -49,6 +51,12 @@ def get_config(arg=None):
     config.data.vocabulary, config.data.encoder_vocabulary = choice.encoder, ''
   config.data.encoder_length, config.data.decoder_length = 512, 0
   config.data.objective = 'classify:labels=no|yes'
+  if args['books']:
+    config.data.source = f'books:{args["books"]}'
+    config.data.seqio_modules = 'encdec_adapt.configs.books'
+    labels = '|'.join(books.BookSource(config.data.source).labels)
+    config.data.objective = f'classify:labels={json.dumps(labels)}'
+    config.data.eval_fraction, config.data.eval_rows = 0.2, 0
   config.data.passes = 3
   config.train.steps = 0
   config.train.batch_size = 32

@@ -9,14 +9,15 @@ decoder-only model. With `format=chat` the data are conversations
 (`--config.data.source=chat:/data/*.jsonl`) in the chat format of the model's
 vocabulary, whose assistant's turns are learnt; `generate --chat` then answers.
 `meap=separate` or `meap=concat` adds MEAP's masked copies of long answers
-(arXiv:2502.07490). Lengths are those of T0's fine-tuning (Wang et al. 2022:
-1024 + 256); examples that are longer are dropped and counted, and short ones
-packed. A pass draws every example once and `config.train.steps` is 0, so that
-the job ends with its records: `--config.data.passes=3` are three epochs, which
-the learning rate's warm-up and decay follow. Every save is evaluated, and the
-checkpoint with the lowest held-out loss is kept and used
-(`config.checkpoint.keep_best`); every evaluation prints the model's answers to
-two held-out examples (`samples` in `config.train.evaluators`).
+(arXiv:2502.07490), `meap=inputs` copies with masks in what an encoder reads.
+Lengths are those of T0's fine-tuning (Wang et al. 2022: 1024 + 256); examples
+that are longer are dropped and counted, and short ones packed. A pass draws
+every example once and `config.train.steps` is 0, so that the job ends with its
+records: `--config.data.passes=3` are three epochs, which the learning rate's
+warm-up and decay follow. Every save is evaluated, and the checkpoint with the
+lowest held-out loss is kept and used (`config.checkpoint.keep_best`); every
+evaluation prints the model's answers to two held-out examples (`samples` in
+`config.train.evaluators`).
 """
 
 from encdec_adapt import config as config_lib
@@ -25,7 +26,7 @@ from encdec_adapt.configs import pretrained
 
 
 def get_config(arg=None):
-  """`source`, `format` pairs or chat, and `meap` separate or concat."""
+  """`source`, `format` pairs or chat, and `meap` separate, concat or inputs."""
   args = config_lib.parse_arg(arg, source='', format='pairs', meap='')
   if args['format'] not in ('pairs', 'chat'):
     raise errors.UserError(f'format={args["format"]} must be pairs or chat.')

@@ -226,6 +226,7 @@ def load(
       sections['teacher'] = dataclasses.replace(
         sections['teacher'], checkpoint=init.encoder
       )
+  loss = loss.for_objectives(data.objectives)
   if sections['teacher'].stored:
     loss = loss.with_stored_teacher(sections['teacher'].stored)
   schedule = keys.make(
@@ -436,10 +437,13 @@ def _check_model(settings: Settings, vocabulary: str) -> None:
         ' config.model.shared_table, one table for both sides; change one of'
         ' them.'
       )
-  if init.mode in ('adapt', 'embeddings') and not architecture.encodes_prompt:
+  pair = init.mode == 'embeddings' or init.decoder
+  if pair and not architecture.encodes_prompt:
     raise errors.UserError(
-      f'config.init.mode is {init.mode!r} but config.model.kind is'
-      f' {architecture.name}; adaptation makes an encoder_decoder.'
+      f'config.init.mode is {init.mode!r} and config.init.decoder'
+      f' {init.decoder!r} but config.model.kind is {architecture.name}; only an'
+      " encoder_decoder has two stacks to start. Set init.mode to 'adapt' and"
+      ' init.encoder alone to the source of a single stack.'
     )
   if init.mode in ('adapt', 'embeddings') and model.decoder.classes:
     raise errors.UserError(
@@ -447,6 +451,24 @@ def _check_model(settings: Settings, vocabulary: str) -> None:
       f' {settings.loss.kind!r}; make the pair first (`convert adapt`), and'
       " start the reward model from it: config.init.mode='checkpoint'."
     )
+  if init.optimizer == 'source':
+    _check_carried(settings)
+
+
+def _check_carried(settings: Settings) -> None:
+  """Checks that the source's optimizer state can go on."""
+  schedule, train = settings.optimizer.schedule.kind, settings.train
+  for key, value, needed in (
+    ('optimizer.schedule', schedule, ('rsqrt', 'constant')),
+    ('train.cross_attention_warmup', train.cross_attention_warmup, (0,)),
+    ('init.decoder', settings.init.decoder, ('',)),
+  ):
+    if value not in needed:
+      raise errors.UserError(
+        f"config.init.optimizer is 'source' with config.{key} {value!r}; the"
+        " source's optimizer state and step count go on with"
+        f' {" or ".join(map(repr, needed))} only. Change one of them.'
+      )
 
 
 def _check_sources(settings: Settings, sources: bool) -> None:

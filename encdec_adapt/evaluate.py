@@ -8,7 +8,8 @@ A checkpoint is the work directory of a run, a step of it as RUN@STEP, or a
 Hugging Face folder. Scores go to OUTPUT/results.jsonl; a score of the same
 model and options is not computed again. Then it prints every score with its
 interval, paired tests between the models, and their cost, and writes
-OUTPUT/report.html. See `evaluation/README.md`.
+OUTPUT/report.html. --checkpoint=RUN,RUN,RUN names runs of an arm, of a seed
+each, which is compared over runs and examples. See `evaluation/README.md`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -56,7 +57,8 @@ define_flags = command.define(
   command.flag(
     'multi_string',
     'checkpoint',
-    'A run, RUN@STEP, or a Hugging Face folder; may be repeated.',
+    'A run, RUN@STEP, or a Hugging Face folder; may be repeated. RUN,RUN are'
+    ' runs of an arm that differ in their seeds.',
     default=[],
   ),
   command.string('output', 'Folder of results and report.'),
@@ -162,7 +164,8 @@ def run(values: flags.FlagValues) -> dict[str, list[results_store.Score]]:
   Returns:
     The scores of each model by its path; none on processes other than 0.
   """
-  folders = _check_flags(values)
+  arms = _check_flags(values)
+  folders = [path for arm in arms for path in arm]
   plan = task_groups.Plan()
   if values.tasks or values.task_folder:
     plan = task_groups.plan(
@@ -206,14 +209,17 @@ def run(values: flags.FlagValues) -> dict[str, list[results_store.Score]]:
           path: [predictions.read(values.output, model, x) for x in options]
           for path, model in identities.items()
         }
-        _report(values, plan, evaluations, models, scores, answers)
+        _report(values, plan, evaluations, models, arms, scores, answers)
     # The others wait for the report, so that all processes end together.
     distributed.barrier('report')
   return scores
 
 
-def _check_flags(values: flags.FlagValues) -> list[str]:
-  """Checks flags that need no model, and returns the models' paths.
+def _check_flags(values: flags.FlagValues) -> list[list[str]]:
+  """Checks flags that need no model.
+
+  Returns:
+    The paths of the models of every arm, often a single one.
 
   Raises:
     UserError: a flag is missing, or flags do not go together.
@@ -221,26 +227,33 @@ def _check_flags(values: flags.FlagValues) -> list[str]:
   command.require(values, 'checkpoint', 'output')
   # A slash at the end, as of a completed path, would make another run of it in
   # the store.
-  folders = [path.rstrip('/') for path in values.checkpoint]
+  arms = [
+    [path.rstrip('/') for path in arm.split(',')] for arm in values.checkpoint
+  ]
+  folders = [path for arm in arms for path in arm]
   repeated = sorted(p for p in folders if folders.count(p) > 1)
   if repeated:
     raise errors.UserError(
       f'--checkpoint={repeated[0]} is given twice; give every model once.'
     )
+  sizes = {len(arm) for arm in arms}
+  if len(sizes) > 1:
+    raise errors.UserError(
+      f'--checkpoint names arms of {" and ".join(map(str, sorted(sizes)))}'
+      ' runs; they are compared run by run, so give as many runs of each.'
+    )
   # Of two models a rank correlation is 1 or -1, whatever they score.
-  if values.correlate and (
-    len(folders) < 3 or values.correlate.count(',') != 1
-  ):
+  if values.correlate and (len(arms) < 3 or values.correlate.count(',') != 1):
     raise errors.UserError(
       f'--correlate={values.correlate} must be TASK,TASK, and needs at least 3'
-      f' models; {len(folders)} are given.'
+      f' models; {len(arms)} are given.'
     )
   if values.tasks and paths.at(values.tasks).is_dir():
     raise errors.UserError(
       f'--tasks={values.tasks} is a folder and no name; give --task_folder='
       f'{values.tasks}.'
     )
-  return folders
+  return arms
 
 
 def _evaluations(
@@ -374,6 +387,7 @@ def _report(
   plan: task_groups.Plan,
   evaluations: Sequence[Evaluation],
   models: Mapping[str, model_on_disk.StoredModel],
+  arms: Sequence[Sequence[str]],
   results: Mapping[str, Sequence[results_store.Score]],
   answers: Mapping[str, Sequence[Sequence[Mapping[str, Any]]]],
 ) -> None:
@@ -384,23 +398,29 @@ def _report(
     plan: the tasks.
     evaluations: all evaluations.
     models: the models by path.
+    arms: paths of the models of every arm.
     results: scores by path of a model.
     answers: predictions of each evaluation by path of a model.
   """
   names = score_tables.short_names(list(models))
+  named_arms = {}
+  for arm in arms:
+    runs = [names[path] for path in arm]
+    label = runs[0] if len(runs) == 1 else f'{runs[0]} ({len(runs)} runs)'
+    named_arms[label] = runs
   # Means of groups are not stored, as they follow from the scores of tasks.
   scores = {
     names[path]: [*task_scores, *plan.group_scores(task_scores)]
     for path, task_scores in results.items()
   }
-  notes = _notes(values, models, scores)
+  notes = _notes(values, models, named_arms, scores)
   cells = retrieval_scores.rows(scores)
   needles = retrieval_scores.grids(scores)
   # A score for each length and depth would bury the others in the tables.
   scores = retrieval_scores.without_cells(scores)
   tables = {
     'Scores': score_tables.score_rows(scores),
-    'Comparisons': score_tables.comparison_rows(scores),
+    'Comparisons': score_tables.comparison_rows(scores, named_arms),
     'Retrieval': cells,
     'Cost': score_tables.cost_rows(scores),
   }
@@ -443,13 +463,16 @@ def _report(
 def _notes(
   values: flags.FlagValues,
   models: Mapping[str, model_on_disk.StoredModel],
+  arms: Mapping[str, Sequence[str]],
   scores: score_tables.Scores,
 ) -> list[str]:
   """Returns the sentences below the tables."""
   notes = [
     'Values with 95 % intervals, and paired tests on the same examples (BLEU'
     ' and chrF: on scores of single sentences, not of the whole set); p is not'
-    ' corrected for the number of comparisons.'
+    ' corrected for the number of comparisons. Intervals of held-out rows are'
+    ' over the groups of documents that are held out as a whole; those of a'
+    ' single run say nothing of other seeds.'
   ]
   if values.correlate:
     # Within a size class too: over all sizes, size by itself correlates tasks.
@@ -457,7 +480,7 @@ def _notes(
       '+'.join(f'{s.layers}x{s.width}' for s in stored.model.stacks.values())
       for stored in models.values()
     ]
-    notes.append(_correlation(values.correlate, sizes, scores))
+    notes.append(_correlation(values.correlate, sizes, arms, scores))
   if values.cost:
     notes.append(
       f'Cost is of {values.cost.replace(",", " prompt tokens and ")} generated'
@@ -471,22 +494,37 @@ def _notes(
 
 
 def _correlation(
-  spec: str, sizes: Sequence[str], scores: score_tables.Scores
+  spec: str,
+  sizes: Sequence[str],
+  arms: Mapping[str, Sequence[str]],
+  scores: score_tables.Scores,
 ) -> str:
   """Describes the rank correlation of --correlate.
 
   Args:
     spec: value of the flag.
     sizes: size class of each model: layers and widths of the stacks.
+    arms: models of every arm, by its name.
     scores: scores by name of the model.
   """
   names = spec.split(',')
   columns = [score_tables.column(scores, name) for name in names]
-  pooled, within = comparisons.correlations(zip(sizes, *columns, strict=True))
-  mean = 'no size has three models' if within is None else f'{within:.2f}'
+  labels = [arm for arm, runs in arms.items() for _ in runs]
+  pooled, within = comparisons.correlations(
+    zip(sizes, labels, *columns, strict=True)
+  )
+  mean = 'no size has three models' if within is None else _coefficient(within)
   return (
-    f'Spearman correlation of {names[0]} with {names[1]}: {pooled:.2f} over'
-    f' {len(scores)} models; within a size (mean): {mean}.'
+    f'Spearman correlation of {names[0]} with {names[1]}:'
+    f' {_coefficient(pooled)}; within a size (mean): {mean}.'
+  )
+
+
+def _coefficient(correlation: comparisons.Correlation) -> str:
+  """Formats a correlation."""
+  return (
+    f'{correlation.value:.2f} over {correlation.arms} models'
+    f'{" (too few for more than a description)" * correlation.is_descriptive}'
   )
 
 

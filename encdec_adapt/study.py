@@ -1,71 +1,103 @@
-"""Runs the stages of a study in sequence and writes its report.
+"""Runs the stages of a study and writes its report.
 
-    python -m encdec_adapt.study --study=configs/quickstart.py:size=default
+    python -m encdec_adapt.study --study=quickstart:size=default
 
-The function `get_study(arg)` of a configuration file returns a study
-(`evaluation/study_stages.py`). Every stage is a command, printed before
-it runs. Stages share this process, which saves imports and compilations; only
-records are made in a separate process, which loads TensorFlow. Finished
-stages are skipped and an interrupted stage resumes when the command is given
-again.
+The function `get_study(arg)` of a configuration file returns a page
+(`evaluation/studies/pages.py`): arms, evaluations and claims. Every stage is a
+command, printed before it runs. Finished stages are skipped, also if another
+study ran them, and an interrupted stage resumes when the command is given
+again. Any number of processes with the same command share the stages; --jobs
+starts several on this machine. A stage that fails is named, what does not
+depend on it goes on, and --stage=NAME runs it again.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import dataclasses
-import hashlib
 import importlib
 import importlib.util
-import itertools
+import json
 import math
-import os
 import pathlib
-import shlex
 import sys
-import time
 import traceback
 import types
-from typing import Any
 
 from absl import flags
 
-from encdec_adapt import config as config_lib
 from encdec_adapt import configs
 from encdec_adapt.base import errors
 from encdec_adapt.cli import command
 from encdec_adapt.data.making import process_pool
-from encdec_adapt.data.records import record_sets
-from encdec_adapt.evaluation import study_stages
-from encdec_adapt.evaluation.measures import held_out, inference_cost
-from encdec_adapt.evaluation.reports import html_report
-from encdec_adapt.evaluation.results import results_store
-from encdec_adapt.files import append_log, atomic, disk, paths
-from encdec_adapt.telemetry import compute_cost, environment, metrics, progress
+from encdec_adapt.evaluation.studies import (
+  pages,
+  stage_states,
+  stages,
+  study_plan,
+  study_results,
+  workers,
+)
+from encdec_adapt.files import atomic, disk, paths
+from encdec_adapt.telemetry import compute_cost, environment
 
 define_flags = command.define(
   command.string(
     'study',
     'FILE.py[:ARG], or NAME[:ARG] of a shipped one, with get_study(arg).',
   ),
-  command.boolean('list', 'Print the commands and stop.'),
+  command.string('root', "Folder or bucket address; default: the page's."),
+  command.integer(
+    'jobs',
+    'Workers that share the cores or GPUs of this machine; default: one for'
+    ' each GPU, or for two cores.',
+    lower_bound=1,
+  ),
+  command.string('stage', 'Run this stage alone, again if it has failed.'),
+  command.boolean('list', 'Print the stages and what they read; stop.'),
+  command.boolean('json', 'With --list: print JSON.'),
+  command.boolean('plan', 'Print what the study will take; stop.'),
+  command.boolean('report', 'Write the report from what is there; stop.'),
+  command.boolean(
+    'fresh',
+    'Run stages again that were made by other versions of the package, jax or'
+    ' Python, or on another number of cores; read none of other studies.',
+  ),
+  command.boolean('worker', 'Only run stages; what --jobs starts.'),
 )
 
 
 def main(values: flags.FlagValues) -> int:
   """Runs the command."""
   command.require(values, 'study')
-  study, digest = load(values.study)
+  study = load(values.study)
+  if values.root:
+    study = dataclasses.replace(study, root=values.root)
+  resolved = stages.resolve(study)
+  states = stage_states.States(study, resolved, shared=not values.fresh)
   if values.list:
-    for stage in study.stages:
-      print(_command_line(stage, ()))
+    print(_listing(states, values.json))
     return 0
-  return run(study, digest)
+  if values.plan:
+    print(study_plan.describe(study, states))
+    return 0
+  if values.report:
+    study_results.write(study, states)
+    return 0
+  if values.stage and values.stage not in resolved:
+    raise errors.UserError(
+      f'--stage={values.stage} is no stage of {values.study}'
+      f'{errors.nearest(values.stage, resolved)}; --list prints them.'
+    )
+  # A mistyped flag of the last stage is found now, not after hours.
+  for stage in resolved.values():
+    if stage.module != 'convert':  # It has subcommands, which parse themselves.
+      values_of = dict.fromkeys(stage.reads, '1')
+      _parse(stage.module, [pages.fill(x, values_of) for x in stage.arguments])
+  disk.require_writable(states.root / 'stages')
+  return _run(study, states, values)
 
 
-def load(spec: str) -> tuple[study_stages.Study, str]:
+def load(spec: str) -> pages.Study:
   """Loads the study of FILE[:ARG].
-
-  Returns:
-    The study, and a digest of the file and the argument.
 
   Raises:
     UserError: the file is missing, fails, or has no get_study.
@@ -80,7 +112,7 @@ def load(spec: str) -> tuple[study_stages.Study, str]:
     spec_of_file.loader.exec_module(module)
     if not hasattr(module, 'get_study'):
       raise errors.UserError(f'--study={spec}: {path} has no get_study(arg).')
-    study = module.get_study(arg or None)
+    return module.get_study(arg or None)
   except errors.UserError:
     raise
   except Exception as error:  # The file is the user's code.
@@ -92,232 +124,155 @@ def load(spec: str) -> tuple[study_stages.Study, str]:
       f'--study={spec}: {path} fails at line {line}'
       f' ({type(error).__name__}: {error}); mend the file.'
     ) from error
-  text = pathlib.Path(path).read_bytes() + arg.encode()
-  return study, hashlib.sha256(text).hexdigest()
-
-
-def run(study: study_stages.Study, digest: str) -> int:
-  """Runs the unfinished stages, then writes the report.
-
-  Args:
-    study: the study.
-    digest: identifies this version of it.
-
-  Returns:
-    0, or the status of the stage that failed.
-
-  Raises:
-    UserError: the root holds another version of the study, or a stage fails
-      on bad input. Arguments of training are checked before the first stage.
-  """
-  # A mistyped flag of the last stage is found now, not after hours.
-  for stage in study.stages:
-    if stage.module != 'convert':  # It has subcommands, which parse themselves.
-      _parse(stage, ())
-  root = paths.at(study.root)
-  disk.require_writable(root / 'stages')
-  _check_same_study(root, digest)
-  print(f'{study.title}: {len(study.stages)} stages into {root}', flush=True)
-  waiting = [s for s in study.stages if not _marker(root, s).exists()]
-  # Neighbours that make records share a process: TensorFlow takes long to load.
-  for module, group in itertools.groupby(waiting, lambda s: s.module):
-    group = list(group)
-    if module == 'materialize':
-      process_pool.run_in_subprocess(run_stages, str(root), group)
-    elif status := run_stages(str(root), group):
-      return status
-  _report(study)
-  return 0
-
-
-def _parse(stage: study_stages.Stage, extra: Sequence[str]) -> flags.FlagValues:
-  """Parses the arguments of a stage; the configuration file is loaded."""
-  module = _module(stage)
-  return command.parse(module.define_flags, (*stage.arguments, *extra))
-
-
-def _module(stage: study_stages.Stage) -> types.ModuleType:
-  """Imports the module of a stage's command."""
-  # Late: a study without a command need not load its dependencies.
-  return importlib.import_module(f'encdec_adapt.{stage.module}')
-
-
-def run_stages(root: str, stages: Sequence[study_stages.Stage]) -> int:
-  """Runs commands in this process; returns the first status that is not 0."""
-  for stage in stages:
-    extra = _best_rate(paths.at(root), stage.rate_of)
-    line = _command_line(stage, extra)
-    budget = progress.format_seconds(stage.budget_seconds)
-    print(f'\n[{stage.name}] budget {budget}\n$ {line}', flush=True)
-    start = time.perf_counter()
-    if stage.module == 'convert':
-      commands = _module(stage).COMMANDS
-      status = command.run_subcommand('', commands, stage.arguments)
-    else:
-      status = _module(stage).main(_parse(stage, extra))
-    seconds = time.perf_counter() - start
-    # Also for a preemption: without its marker the stage resumes.
-    if status:
-      return status
-    duration = progress.format_seconds(seconds)
-    print(f'[{stage.name}] took {duration} of {budget}', flush=True)
-    marker = {'name': stage.name, 'command': line}
-    marker |= {'budget_seconds': stage.budget_seconds, 'seconds': seconds}
-    atomic.write_json(_marker(paths.at(root), stage), marker)
-  return 0
-
-
-def _command_line(stage: study_stages.Stage, extra: Sequence[str]) -> str:
-  """Returns the command as it can be typed, with this interpreter."""
-  # Short and movable inside of the repository, such as .venv/bin/python.
-  python = os.path.relpath(sys.executable)
-  python = sys.executable if python.startswith('..') else python
-  return shlex.join(
-    [python, '-m', f'encdec_adapt.{stage.module}', *stage.arguments, *extra]
-  )
-
-
-def _marker(root: paths.Path, stage: study_stages.Stage) -> paths.Path:
-  """Returns the path of the file that marks a finished stage."""
-  return root / 'stages' / f'{stage.name}.json'
-
-
-def _check_same_study(root: paths.Path, digest: str) -> None:
-  """Refuses a folder with stages of another version of the study."""
-  path = root / 'study.json'
-  if path.exists() and atomic.read_json(path)['digest'] != digest:
-    raise errors.UserError(
-      f'{root} holds stages of another version of this study (its'
-      ' configuration file has changed). Remove the folder, or give the study'
-      ' another root.'
-    )
-  atomic.write_json(path, {'digest': digest})
-
-
-def _summary(root: paths.Path, name: str) -> dict[str, Any]:
-  return atomic.read_json(root / name / compute_cost.SUMMARY)
-
-
-def _training_summary(root: paths.Path, name: str) -> dict[str, Any]:
-  """Returns the summary of a run, with the training of an imported model."""
-  summary = _summary(root, name)
-  made_by = summary.get('made_by', {'command': 'train'})
-  if made_by['command'] != 'import':
-    return summary
-  # The decoders in configs/decoders are shipped with their summaries.
-  path = paths.at(made_by['sources'][0]) / compute_cost.SUMMARY
-  training = atomic.read_json(path) if path.exists() else {}
-  # `inclusive` of the import counts the training as that of its source.
-  return {**summary, **training, 'inclusive': summary['inclusive']}
-
-
-def _best(root: paths.Path, names: Sequence[str]) -> str:
-  """Returns the name of the run with the lowest finite held-out loss."""
-  # A run at too high a rate may diverge: nan compares with nothing.
-  losses = {name: _summary(root, name)['eval_loss'] for name in names}
-  finite = {name: x for name, x in losses.items() if math.isfinite(x)}
-  if not finite:
-    raise errors.UserError(f'none of the runs {losses} has a finite loss.')
-  return min(finite, key=finite.get)
-
-
-def _best_rate(root: paths.Path, names: Sequence[str]) -> tuple[str, ...]:
-  """Returns the flag with the learning rate of the best of these runs."""
-  if not names:
-    return ()
-  rate = _summary(root, _best(root, names))['learning_rate']
-  return (f'--config.optimizer.learning_rate={rate:g}',)
-
-
-def _report(study: study_stages.Study) -> None:
-  """Collects the results of the runs and writes the report."""
-  root = paths.at(study.root)
-  folders = {name: name for name in study.runs}
-  # First, as tables and plots list the runs in this order.
-  for name, candidates in study.best_of.items():
-    folders = {name: _best(root, candidates), **folders}
-  stages = [atomic.read_json(_marker(root, s)) for s in study.stages]
-  with results_store.Store(study.results) as store:
-    runs = {name: _run(root, folder, store) for name, folder in folders.items()}
-    # Any run: all were evaluated on the same records.
-    run = paths.join(study.root, study.runs[0])
-    measured = store.of_run(run, held_out.TASK)
-  options, tokens = measured[held_out.TARGET_TOKENS]
-  spec = record_sets.RecordSet.open(options['records']).spec
-  samples = []
-  if study.samples:
-    samples = [x for x, _ in append_log.Log(paths.at(study.samples)).lines]
-  tuned = None
-  if study.tuned:
-    tuned = atomic.read_json(paths.join(study.tuned, html_report.JSON))
-  table = study.table and atomic.read_json(paths.at(study.table))['rows']
-  collected = {
-    'title': study.title,
-    'size': study.size,
-    'text': {
-      'held-out records': options['records'],
-      'target tokens': tokens.value,
-      **dataclasses.asdict(spec),
-    },
-    'runs': runs,
-    'best': list(study.best_of),
-    'stages': stages,
-    'samples': samples,
-    'tuned': tuned,
-    'note': study.note,
-    'table': table,
-    'environment': environment.report(),
-  }
-  findings = html_report.write(collected, root)
-  for sentence in findings:
-    print(f'- {sentence}')
-  total = progress.format_seconds(sum(stage['seconds'] for stage in stages))
-  print(f'\n{total} in all; report: {root / "report.html"}')
 
 
 def _run(
-  root: paths.Path, folder: str, store: results_store.Store
-) -> dict[str, Any]:
-  """Returns the results of a run; an imported model has no curve."""
-  results = store.of_run(paths.join(root, folder), held_out.TASK)
-  scores = {metric: score.value for metric, (_, score) in results.items()}
-  cost = store.of_run(paths.join(root, folder), inference_cost.TASK)
-  request = None
-  if cost:
-    request, _ = cost['decode_ms']  # Lengths are among the options.
-    values = {metric: score.value for metric, (_, score) in cost.items()}
-    if 'decode_ms_low' not in values:
-      raise errors.UserError(
-        f'an earlier version measured the cost of {folder}, without quartiles;'
-        f' remove the files of the evaluation in {root / "stages"} and give the'
-        ' command again, which measures only the cost.'
-      )
-    costs = inference_cost.per_query(values, request['generated'])
-    request |= values | {axis: median for axis, (_, median, _) in costs.items()}
-  is_trained = (root / folder / metrics.FILE).exists()
-  lines = metrics.read_metrics(root / folder) if is_trained else []
-  evals = [line for line in lines if line['kind'] == 'eval']
-  summary = _training_summary(root, folder)
-  return {
-    # Null in the report unless the summary, below, has them.
-    'eval_loss_at_step_0': None,
-    'learning_rate': None,
-    'seed': None,
-    **summary,
-    # Of the last step; the scores are of the checkpoint that was evaluated.
-    'eval_loss_in_training': summary.get('eval_loss'),
-    'kind': config_lib.load_run(str(root / folder)).model.architecture.name,
-    'eval_loss': scores['loss'],
-    'exact_match': scores['exact_match'],
-    'label_accuracy': scores['accuracy'] if 'macro_f1' in scores else None,
-    'eval_loss_shuffled_prefix': scores.get(held_out.SHUFFLED),
-    'request': request,
-    'curve': {
-      'step': [record['step'] for record in evals],
-      'target_tokens': [record['target_tokens'] for record in evals],
-      'eval_loss': [record['loss'] for record in evals],
-    },
-  }
+  study: pages.Study, states: stage_states.States, values: flags.FlagValues
+) -> int:
+  """Runs stages, in this process or in workers; writes the report."""
+  jobs = values.jobs or workers.default_jobs()
+  if values.worker or values.stage:
+    return workers.work(study, states, run_stage, values.stage)
+  if values.fresh:
+    states.discard_others(workers.cores() // jobs)
+  count = len(states.stages)
+  print(f'{study.title}: {count} stages into {states.root}', flush=True)
+  print(study_plan.describe(study, states), flush=True)
+  if jobs > 1:
+    arguments = [f'--study={values.study}', '--worker']
+    arguments += [f'--root={values.root}'] * bool(values.root)
+    arguments += ['--fresh'] * values.fresh
+    status = max(workers.start(arguments, jobs))
+  else:
+    status = workers.work(study, states, run_stage)
+  if status in stage_states.STOPPED:
+    return status
+  study_results.write(study, states)
+  failed = [x.name for x in states.stages.values() if states.failed(x)]
+  for name in failed:
+    state = states.state(states.stages[name])
+    reason = state.error if state and state.error else 'what it reads failed'
+    print(f'{name} has no result: {" ".join(reason.split())}', file=sys.stderr)
+  return status or int(bool(failed))
+
+
+def run_stage(
+  stage: stages.Stage, arguments: Sequence[str]
+) -> tuple[int, float | None]:
+  """Runs the command of a stage.
+
+  Args:
+    stage: the stage.
+    arguments: its arguments, without names in braces.
+
+  Returns:
+    The exit status, and the learning rate that a choice of rates found.
+
+  Raises:
+    UserError: the stage fails on bad input.
+  """
+  if stage.module == 'materialize':
+    # TensorFlow stays out of this process.
+    process_pool.run_in_subprocess(_call, stage.module, arguments)
+    return 0, None
+  if stage.settings:
+    study_plan.check_text(stage, arguments)
+  if stage.rate:
+    return _choose_rate(stage.rate, arguments)
+  return _call(stage.module, arguments), None
+
+
+def _call(module: str, arguments: Sequence[str]) -> int:
+  """Runs a command in this process; returns its exit status."""
+  if module == 'convert':
+    commands = _module(module).COMMANDS
+    return command.run_subcommand('', commands, arguments)
+  return _module(module).main(_parse(module, arguments))
+
+
+def _parse(module: str, arguments: Sequence[str]) -> flags.FlagValues:
+  """Parses the arguments of a stage; the configuration file is loaded."""
+  return command.parse(_module(module).define_flags, arguments)
+
+
+def _module(name: str) -> types.ModuleType:
+  """Imports the module of a command."""
+  # Late: a study without a command need not load its dependencies.
+  return importlib.import_module(f'encdec_adapt.{name}')
+
+
+def _choose_rate(
+  rate: pages.Rate, arguments: Sequence[str]
+) -> tuple[int, float | None]:
+  """Runs an arm at every learning rate, and at further ones at an edge."""
+  *arguments, workdir = arguments
+  workdir = workdir.removeprefix('--workdir=')
+  waiting, extra, losses = list(rate.values), rate.extra, {}
+  while waiting:
+    value = waiting.pop(0)
+    status, losses[value] = _loss_at(value, workdir, arguments)
+    if status:
+      return status, None
+    if waiting:
+      continue
+    finite = {x: loss for x, loss in losses.items() if math.isfinite(loss)}
+    if not finite:
+      raise errors.UserError(f'none of the rates {losses} has a finite loss.')
+    best = min(finite, key=finite.get)
+    factor = rate.values[1] / rate.values[0] if len(rate.values) > 1 else 1.0
+    beyond = {min(losses): best / factor, max(losses): best * factor}.get(best)
+    if extra and beyond and factor > 1:
+      waiting, extra = [beyond], extra - 1
+  summary = {'losses': {f'{x:g}': y for x, y in losses.items()}, 'rate': best}
+  atomic.write_json(paths.at(workdir) / 'rates.json', summary)
+  print(f'the losses are {summary["losses"]}: the rate is {best:g}')
+  return 0, best
+
+
+def _loss_at(
+  value: float, workdir: str, arguments: Sequence[str]
+) -> tuple[int, float]:
+  """Returns exit status and held-out loss of a run at a learning rate."""
+  folder = paths.join(workdir, f'{value:g}')
+  summary, status = paths.at(folder) / compute_cost.SUMMARY, 0
+  flags = f'--config.optimizer.learning_rate={value:g}', f'--workdir={folder}'
+  if not summary.exists():
+    try:
+      status = _call('train', [*arguments, *flags])
+    except errors.AbsentError:
+      raise
+    except errors.UserError as error:  # It has diverged.
+      print(f'at the rate {value:g}: {error}')
+      return 0, math.nan
+  return status, math.nan if status else atomic.read_json(summary)['eval_loss']
+
+
+def _listing(states: stage_states.States, as_json: bool) -> str:
+  """Lists the stages: status, what they read, and their command."""
+  here, rows = environment.versions(), []
+  for stage in states.stages.values():
+    values, state = states.values(stage), states.state(stage)
+    arguments = [pages.fill(text, values) for text in stage.arguments]
+    rows.append(
+      {
+        'name': stage.name,
+        'identity': stage.identity,
+        'status': state.status if state else 'not started',
+        'reads': list(stage.reads),
+        'folder': str(states.folder(stage)),
+        'seconds': state.seconds if state else 0.0,
+        'made_in': state.difference(here) if state else [],
+        'command': workers.command_line(stage.module, arguments),
+      }
+    )
+  return json.dumps(rows, indent=1) if as_json else '\n'.join(map(_line, rows))
+
+
+def _line(row: Mapping[str, object]) -> str:
+  """Describes a stage in two lines."""
+  reads = f', reads {", ".join(row["reads"])}' if row['reads'] else ''
+  other = f' ({"; ".join(row["made_in"])})' if row['made_in'] else ''
+  return f'{row["name"]}: {row["status"]}{other}{reads}\n  {row["command"]}'
 
 
 if __name__ == '__main__':

@@ -168,6 +168,7 @@ def train(
       settings.init, settings.compute, placement
     )
     sources.check_files(settings.data.vocabularies)
+    sources.check_optimizer(phases)
   else:
     checkpoint = checkpoints.at(start)
     resume_checks.check_config(saved, config.to_dict(), log)
@@ -225,7 +226,7 @@ def train(
   # parameters would keep them in memory twice.
   if start is None:
     meta['sources'] = sources.costs(references.values(), log)
-    state = phases.create(sources.read(settings.seed), settings.seed)
+    state = sources.start(phases, settings.seed)
     if sources.models and sources.coverage:
       log(sources.coverage.summary())
     if distributed.is_lead():
@@ -364,7 +365,7 @@ def train(
       # Completions of the rows' prompts; of a policy with their rewards.
       measured = {}
       if not sampled:
-        rows = loss.frame(rows, data.train.framing.decoder.pad)
+        rows = loss.frame(rows, data.vocabularies.decoder.ids)
       else:
         order, position = batches.order, cost.rows
         rows, measured = sampled(step, state.params, order, position)

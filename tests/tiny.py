@@ -49,11 +49,13 @@ def make_records(
   held_out: int = 8,
   pack: bool = True,
   shards: int = 1,
+  more: tuple[str, ...] = (),
 ) -> list[str]:
   """Writes a vocabulary and prefix_lm and causal_lm records.
 
   The vocabulary does not depend on how many rows are held out, at most 8.
-  Every row is one pair with 3 to 16 targets, for a prefix_lm after 15 inputs.
+  Every row is one pair with 3 to 16 targets, for a prefix_lm after 15 inputs;
+  `more` objectives of pairs cut a document into a row for each window.
 
   Returns:
     The flags of a job that reads the prefix_lm records.
@@ -65,6 +67,7 @@ def make_records(
   for objective, lengths in (
     ('prefix_lm', framing.Lengths(16, 16)),
     ('causal_lm', framing.Lengths(0, 32)),
+    *((name, framing.Lengths(16, 16)) for name in more),
   ):
     for split, some in (
       ('train', documents[:rows]),
@@ -106,12 +109,23 @@ def _write_set(
     with record_writing.ShardWriter(folder, spec, key) as writer:
       for index, document in [*enumerate(documents)][key.shard :: shards]:
         tokens = vocabulary.encode(document)
+        if objective not in ('prefix_lm', 'causal_lm'):
+          maker = spec.objectives[0].make(
+            lengths, vocabulary, sentinel_policy=spec.sentinels
+          )
+          rng = np.random.default_rng(index)
+          for pair in maker.pairs(tokens, lambda i, rng=rng: rng):
+            writer.write([pair])
+          continue
         half = 15 if lengths.encoder else 0
         # Every length comes up, neighbours' being far apart.
         count = SHORTEST + index * 5 % (LONGEST - SHORTEST + 1)
         assert len(tokens) >= half + count - 1
         targets = np.append(tokens[half : half + count - 1], vocabulary.eos)
-        writer.write([framing.Pair(tokens[:half], targets.astype(np.int32))])
+        # Two documents of a group, as a module's docstrings and source are.
+        name = f'text_{index // 2}::{index % 2}'
+        pair = framing.Pair(tokens[:half], targets.astype(np.int32))
+        writer.write([pair._replace(documents=(name,))])
       entries[key] = writer.finish(
         examples=len(documents), shared_sentinel_spans=0
       )

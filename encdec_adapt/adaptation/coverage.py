@@ -189,9 +189,9 @@ def _columns(
     layer = layer_leaves.layer_of(leaf)
     if layer is not None:
       leaf = layer_leaves.with_layer(leaf, '*')
-      # The source's leaf in the text has the same layer, for copies never mix
-      # layers: without its number the lines of all layers are equal.
-      text = text.replace(f'/layers/{layer}/', '/layers/*/')
+      # Without the number of the source's layer, which `changes` states where
+      # it is another, the lines of all layers are equal.
+      text = layer_leaves.with_layer(text, '*')
     group = groups.setdefault((leaf, str(list(shape)), text), [])
     if layer is not None:
       group.append(layer)

@@ -14,18 +14,21 @@ class InitConfig:
   mode: str = keys.key(
     'random',
     "'random'; 'checkpoint' (continue training the same model); 'adapt' (an"
-    " encoder-decoder from decoder-only checkpoints); or 'embeddings' (as"
-    " 'adapt', but only the embedding tables are kept: a control). With"
+    ' encoder-decoder from decoder-only checkpoints, a decoder from the decoder'
+    " of a pair, an encoder from its encoder); or 'embeddings' (as 'adapt' to a"
+    ' pair, but only the embedding tables are kept: a control). With'
     " 'adapt' a stack of config.model equals its source's, except that it may"
-    ' have a multiple of its kv_heads (each is repeated), a larger vocab_size'
+    ' have fewer layers (with half of them, every other one of each kind), a'
+    ' multiple of its kv_heads (each is repeated), a larger vocab_size'
     ' (new tokens get the mean embedding), an untied head (a copy of the'
     ' table) and other attention masks.',
     one_of=MODES,
   )
   encoder: str = keys.key(
     '',
-    'Source of the encoder: a work directory, RUN@STEP (a step of it), a'
-    ' Hugging Face folder, or hf://ORG/NAME[@REVISION] on the Hub.',
+    'Source of the encoder, or of a model of a single stack: a work directory,'
+    ' RUN@STEP (a step of it), a Hugging Face folder, or'
+    ' hf://ORG/NAME[@REVISION] on the Hub.',
   )
   decoder: str = keys.key(
     '', "Source of the decoder; '' for the encoder's source."
@@ -42,16 +45,25 @@ class InitConfig:
     " 'zero' (at step 0 the decoder computes what its source does).",
     one_of=('one', 'zero'),
   )
+  optimizer: str = keys.key(
+    'fresh',
+    "State of the optimizer: 'fresh'; or 'source', that of the source with its"
+    " step count, by which the schedules 'rsqrt' and 'constant' go on (Wang et"
+    " al. 2022): with 'checkpoint', and with 'adapt' from one source if every"
+    ' weight is copied.',
+    one_of=('fresh', 'source'),
+  )
 
   def __post_init__(self):
     keys.check(self, 'config.init.')
     # A key that the mode ignores is refused: a run that names a decoder and
     # draws it at random would otherwise look like an adaptation.
     options = {'cross_attention': 'auto', 'post_norm_gain': 'one'}
+    fresh = {'optimizer': 'fresh'}
     unused = {
-      'random': {'encoder': '', 'decoder': ''} | options,
+      'random': {'encoder': '', 'decoder': ''} | options | fresh,
       'checkpoint': {'decoder': ''} | options,
-      'embeddings': options,
+      'embeddings': options | fresh,
       'adapt': {},
     }
     for name, default in unused[self.mode].items():

@@ -24,8 +24,8 @@ FRESH = 'fresh'
 # Stored path -> array. Recipes use an array's shape, layer [i] and conversion
 # by NumPy; a `files.lazy_array.LazyArray` has them.
 Tree = Mapping[str, Any]
-# Config and nested parameters of a decoder-only model.
-Source = tuple[model_config.DecoderOnlyConfig, Mapping[str, Any]]
+# Config and nested parameters of a model.
+Source = tuple[model_config.ModelConfig, Mapping[str, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,11 +86,27 @@ class Recipe:
     # Cast at the end: transforms such as a mean compute in fp32.
     return stacked.astype(self.info.dtype, copy=False)
 
+  def carry(self, moments: Mapping[str, Any], shape: Any) -> Any:
+    """Makes the optimizer's moments of the array from those of the source.
+
+    Args:
+      moments: stored path -> moments of the source, of one kind.
+      shape: shape and dtype of the result.
+    """
+    # Adafactor keeps a single zero where it has no moments of a kind.
+    if shape.shape == (1,):
+      return jnp.zeros(shape.shape, shape.dtype)
+    layers = [
+      moments[piece.path][... if piece.index is None else piece.index]
+      for piece in self.pieces
+    ]
+    return jnp.stack(layers).reshape(shape.shape).astype(shape.dtype)
+
 
 def make_recipes(
-  target: model_config.EncoderDecoderConfig,
+  target: model_config.ModelConfig,
   coverage: coverage_lib.Coverage,
-  sources: Mapping[str, model_config.DecoderOnlyConfig],
+  sources: Mapping[str, model_config.ModelConfig],
 ) -> dict[str, Recipe]:
   """Makes the recipe of every stored array of `target`, by path.
 
@@ -123,14 +139,14 @@ def make_recipes(
 
 
 def fill(
-  target: model_config.EncoderDecoderConfig,
+  target: model_config.ModelConfig,
   coverage: coverage_lib.Coverage,
   encoder_source: Source,
   decoder_source: Source | None = None,
   *,
   rng: jax.Array,
 ) -> dict[str, Any]:
-  """Makes the parameters of `target` from decoder-only models.
+  """Makes the parameters of `target` from those of its sources.
 
   Can be traced: under `jax.jit` with `out_shardings` no replicated copy is
   made.

@@ -4,10 +4,16 @@ The copy maps of Encoder-Decoder Gemma (arXiv 2504.06225, section 3): the
 encoder and the decoder are the decoder-only stacks; cross-attention is
 copied from the decoder's self-attention where the encoder is as wide as the
 decoder ("balanced"), and drawn fresh otherwise.
+
+A model of a single stack may start from a stack of a pair: a decoder from its
+decoder (Wang et al. 2022, appendix E.4), an encoder-only model from its
+encoder. A stack with fewer layers than its source has layers of each kind at
+equal distances, the first among them: every other one if it has half of them.
 """
 
 from collections.abc import Collection, Mapping
 import dataclasses
+import functools
 import math
 from typing import Literal
 
@@ -24,8 +30,6 @@ PostNormGain = Literal['one', 'zero']
 _GAINS = {'one': 1.0, 'zero': 0.0}
 # Leaves of attention that have key/value heads.
 _KEYS_VALUES = ('key', 'value', 'key_bias', 'value_bias')
-_TABLE = 'decoder/embedder/table'
-_HEAD = 'decoder/head/table'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +40,8 @@ class _Side:
     stack: 'encoder' or 'decoder'.
     target: config of the target's stack.
     source: name of the source in the report.
-    config: config of the source's only stack, its decoder.
+    source_stack: the stack of the source that fills it.
+    config: config of that stack.
     leaves: leaves of the source.
     shared_table: whether the encoder reads the decoder's table.
   """
@@ -44,9 +49,53 @@ class _Side:
   stack: str
   target: model_config.StackConfig
   source: str
+  source_stack: str
   config: model_config.StackConfig
   leaves: Mapping[str, layer_leaves.Leaf]
   shared_table: bool
+
+  @functools.cached_property
+  def layers(self) -> tuple[int, ...]:
+    """The layer of the source that fills each layer.
+
+    Raises:
+      UserError: the source has too few.
+    """
+    count, total = self.target.layers, self.config.layers
+    if count == total:  # In any pattern: kinds differ in masks only.
+      return tuple(range(count))
+    if count > total:
+      raise self.misfit(
+        f"the target's {self.stack} has {count} layers and {self.source} has"
+        f' {total}: layers can be left out, not added.'
+      )
+    layers = {}
+    for kind in ('local', 'global'):
+      slots, choices = (
+        [i for i in range(stack.layers) if stack.layer_kind(i) == kind]
+        for stack in (self.target, self.config)
+      )
+      if len(slots) > len(choices):
+        raise self.misfit(
+          f"the target's {self.stack} has {len(slots)} {kind} layers and"
+          f' {self.source} has {len(choices)}: layers can be left out, not'
+          ' added.'
+        )
+      for i, slot in enumerate(slots):
+        layers[slot] = choices[i * len(choices) // len(slots)]
+    return tuple(layers[i] for i in range(count))
+
+  @property
+  def head(self) -> str:
+    """Name of the source's head, which it has if it is not tied."""
+    return f'{self.source_stack}/head/table'
+
+  @property
+  def table(self) -> str:
+    """Name of the source's embedding table."""
+    name = f'{self.source_stack}/embedder/table'
+    # A table that both stacks share is stored with the decoder.
+    return name if name in self.leaves else 'decoder/embedder/table'
 
   @property
   def changed_fields(self) -> list[str]:
@@ -68,8 +117,8 @@ class _Side:
 
 
 def make_plan(
-  target: model_config.EncoderDecoderConfig,
-  encoder_source: model_config.DecoderOnlyConfig,
+  target: model_config.ModelConfig,
+  encoder_source: model_config.ModelConfig,
   decoder_source: model_config.DecoderOnlyConfig | None = None,
   *,
   cross_attention: CrossAttention = 'auto',
@@ -80,7 +129,8 @@ def make_plan(
 
   Args:
     target: the model to fill.
-    encoder_source: config of the encoder's source.
+    encoder_source: config of the encoder's source, or of that of a model of a
+      single stack, which may be a pair.
     decoder_source: config of the decoder's source; None for the encoder's.
     cross_attention: 'copy' the decoder's self-attention with its norms, draw
       it 'fresh' (its pre-norm still copied), or 'auto': copy where the
@@ -101,24 +151,21 @@ def make_plan(
     'encoder': encoder_source,
     'decoder': decoder_source or encoder_source,
   }
-  sides = {
-    stack: _Side(
+  pair = target.architecture.encodes_prompt
+  shared_table = pair and target.shared_table
+  sides = {}
+  for name, stack in target.stacks.items():
+    source = sources[name]
+    source_stack = stack_for(target, source)
+    sides[name] = _Side(
+      name,
       stack,
-      target.stacks[stack],
-      f'{stack}_source',
-      source.decoder,
+      f'{name}_source',
+      source_stack,
+      source.stacks[source_stack],
       layer_leaves.leaves_of(source),
-      target.shared_table,
+      shared_table,
     )
-    for stack, source in sources.items()
-  }
-  # Checked first: leaves would only show that a layer has no counterpart.
-  for side in sides.values():
-    if side.target.layers != side.config.layers:
-      raise side.misfit(
-        f"the target's {side.stack} has {side.target.layers} layers and"
-        f' {side.source} has {side.config.layers}.'
-      )
   copies = _copies_cross(target, cross_attention, post_norm_gain)
   # Gemma's norms store the gain minus 1.
   offset = 1.0 if target.decoder.norm_gain == 'one_plus' else 0.0
@@ -140,7 +187,11 @@ def make_plan(
       fill = dataclasses.replace(fill, transforms=transforms)
     filled[name] = fill
   changes = [line for side in sides.values() for line in side.changed_fields]
-  if target.shared_table:
+  for side in sides.values():
+    if len(side.layers) < side.config.layers:
+      layers = ', '.join(map(str, side.layers))
+      changes.append(f'the {side.stack} has layers {layers} of {side.source}')
+  if shared_table:
     changes.append("the encoder reads the decoder's embedding table")
   return coverage_lib.Coverage(
     target=_shapes(targets),
@@ -150,6 +201,14 @@ def make_plan(
     changes=tuple(changes),
     padding=parameters.padding(target),
   )
+
+
+def stack_for(
+  target: model_config.ModelConfig, source: model_config.ModelConfig
+) -> str:
+  """Returns the name of the source's stack that fills a stack of the target."""
+  reads_all = target.decoder.role == 'bidirectional'
+  return 'encoder' if reads_all and 'encoder' in source.stacks else 'decoder'
 
 
 def all_but_embeddings(target: model_config.EncoderDecoderConfig) -> list[str]:
@@ -165,7 +224,7 @@ def _shapes(
 
 
 def _copies_cross(
-  target: model_config.EncoderDecoderConfig,
+  target: model_config.ModelConfig,
   cross_attention: CrossAttention,
   post_norm_gain: PostNormGain,
 ) -> bool:
@@ -177,13 +236,14 @@ def _copies_cross(
   decoder = target.decoder
   # An option without effect is refused rather than ignored: runs that compare
   # its values would otherwise train the same model under two names.
-  if decoder.cross_merged:
+  if decoder.cross_merged or decoder.cross_width is None:
     if cross_attention != 'auto' or post_norm_gain != 'one':
       raise errors.UserError(
         f'cross_attention={cross_attention!r} and'
         f' post_norm_gain={post_norm_gain!r} need cross-attention with weights'
-        ' of its own, and merged attention (cross_merged) reads the encoder'
-        " with self-attention's; leave them at 'auto' and 'one'."
+        ' of its own: merged attention (cross_merged) reads the encoder with'
+        " self-attention's, and a model of a single stack has none; leave them"
+        " at 'auto' and 'one'."
       )
     return False
   if post_norm_gain != 'one' and not decoder.post_norms:
@@ -226,15 +286,19 @@ def _fill_of(
   # kernels. The pre-norm is copied anyway, for it normalises the same states.
   if not copies_cross and 'post_cross_norm' in parts:
     return post_norm
-  # Cross-attention and its norms are copied from those of self-attention. A
-  # source has a single stack, its decoder, whichever stack it fills.
+  # Cross-attention and its norms are copied from those of self-attention.
   source_parts = [block.CROSS.get(part, part) for part in parts[1:]]
-  leaf, note = '/'.join(['decoder', *source_parts]), ''
-  # Leaves that the source computes from its table instead of storing them.
-  if leaf == _HEAD and leaf not in side.leaves:
-    leaf, note = _TABLE, 'the source ties its head to it'
-  elif leaf == 'decoder/embedder/eoi' and leaf not in side.leaves:
-    leaf, note = _TABLE, 'the embedding of the token'
+  leaf, note = '/'.join([side.source_stack, *source_parts]), ''
+  if (layer := layer_leaves.layer_of(name)) is not None:
+    leaf = layer_leaves.with_layer(leaf, str(side.layers[layer]))
+  # Leaves that the source computes from its table instead of storing them, or
+  # stores with its decoder.
+  if leaf == side.head and leaf not in side.leaves:
+    leaf, note = side.table, 'the source ties its head to it'
+  elif source_parts[0] == 'embedder':
+    leaf = side.table.replace('table', source_parts[1])
+    if leaf.endswith('/eoi') and leaf not in side.leaves:
+      leaf, note = side.table, 'the embedding of the token'
   if leaf not in side.leaves:
     raise side.misfit(
       f'{name} of the target has no counterpart in {side.source}:'
@@ -323,20 +387,34 @@ def _unused(
       than its source.
   """
   used = {fill.leaf for fill in filled.values() if fill.source == side.source}
-  reasons = {}
+  encodes, reasons = side.stack == 'encoder', {}
   for name in side.leaves:
+    stack, *parts = name.split('/')
     if name in used:
       continue
-    counterpart = side.stack + name.removeprefix('decoder')
-    encodes = side.stack == 'encoder'
-    embeds = name.startswith('decoder/embedder/')
+    if stack != side.source_stack:
+      reasons[name] = f'the target has no {stack}'
+      continue
+    layer, counterpart = layer_leaves.layer_of(name), name
+    if layer is not None:
+      if layer not in side.layers:
+        reasons[name] = (
+          f'the {side.stack} has {side.target.layers} of its'
+          f' {side.config.layers} layers'
+        )
+        continue
+      number = side.layers.index(layer)
+      counterpart = layer_leaves.with_layer(name, str(number))
+    counterpart = side.stack + counterpart.removeprefix(stack)
     if counterpart in filled and filled[counterpart].how == 'fresh':
       reasons[name] = f'{counterpart} is drawn fresh'
-    elif encodes and name == _HEAD:
+    elif block.CROSS.keys() & {*parts}:
+      reasons[name] = 'the target has no cross-attention'
+    elif encodes and name == side.head:
       reasons[name] = 'an encoder has no head'
-    elif encodes and side.shared_table and embeds:
+    elif encodes and side.shared_table and parts[0] == 'embedder':
       reasons[name] = "the encoder reads the decoder's table"
-    elif name == _HEAD:
+    elif name == side.head:
       raise errors.UserError(
         f'{side.source} has a head of its own, and the target ties its head to'
         ' its embedding table, which would predict something else. Set'

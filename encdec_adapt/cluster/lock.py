@@ -37,6 +37,10 @@ _POLL = 1.0  # Seconds between two reads of another job's lock.
 _UNKNOWN = {'pid': '?', 'host': '?', 'started': '?'}
 
 
+class InUseError(errors.UserError):
+  """Another job holds the lock."""
+
+
 def hold(
   folder: str | os.PathLike[str],
 ) -> contextlib.AbstractContextManager[Any]:
@@ -46,8 +50,9 @@ def hold(
     folder: local folder or bucket address; made when the lock is taken.
 
   Raises:
-    UserError: on entering, another job holds it (its process, host and start
-      are named), or the folder cannot be written.
+    InUseError: on entering, another job holds it; names its process, host and
+      start.
+    UserError: the folder cannot be written.
   """
   return (BucketLock if paths.is_bucket(folder) else _hold_folder)(folder)
 
@@ -196,8 +201,8 @@ class BucketLock:
     self._end(status)
 
 
-def _in_use(folder: paths.Path, content: bytes) -> errors.UserError:
-  return errors.UserError(
+def _in_use(folder: paths.Path, content: bytes) -> InUseError:
+  return InUseError(
     f'The work directory {folder} is in use by another job: {_name(content)}.'
     ' Wait for it, stop it, or give another --workdir.'
   )

@@ -18,7 +18,11 @@ from encdec_adapt.adaptation import coverage as coverage_lib
 from encdec_adapt.adaptation import init_section, recipes, weight_plan
 from encdec_adapt.base import errors
 from encdec_adapt.cluster import distributed
-from encdec_adapt.conversion import model_on_disk, pretrained_files
+from encdec_adapt.conversion import (
+  carried_state,
+  model_on_disk,
+  pretrained_files,
+)
 from encdec_adapt.inference import rewards
 from encdec_adapt.models import (
   architecture,
@@ -32,6 +36,7 @@ from encdec_adapt.sharding import placement as placement_lib
 from encdec_adapt.telemetry import compute_cost
 from encdec_adapt.tokenizers import vocabulary_pair
 from encdec_adapt.training import losses, setup, teacher_section
+from encdec_adapt.training import phases as phases_lib
 from encdec_adapt.training import state as state_lib
 
 
@@ -64,7 +69,17 @@ class Sources:
     # Such a source may be a pair, which has the files of both stacks.
     if self.init.mode == 'checkpoint':
       return pretrained_files.folders(encoder)
+    if not self.placement.model.architecture.encodes_prompt:
+      files = pretrained_files.folders(encoder)
+      folder = files.get(self._stack, files.get('decoder'))
+      return {'decoder': folder} if folder else {}
     return pretrained_files.folders_of_pair(encoder, decoder)
+
+  @property
+  def _stack(self) -> str:
+    """The source's stack that fills a model of a single stack."""
+    target = self.placement.model.config
+    return weight_plan.stack_for(target, self.models[0].model)
 
   def costs(
     self, references: Iterable['Reference'], log: Callable[[str], None]
@@ -96,9 +111,12 @@ class Sources:
       sources = {'encoder': self.models[0], 'decoder': self.models[-1]}
       # Source and vocabulary are a key, so that a source of both stacks is
       # checked, and noted, once. Reversed: the first stack names it in errors.
+      sides = list(self.placement.model.config.stacks)
+      if self.init.mode == 'adapt' and len(sides) == 1:
+        sides = [self._stack]
       pairs = {
         (sources[side].path, choice.path(side)): side
-        for side in reversed(self.placement.model.config.stacks)
+        for side in reversed(sides)
       }
       for side in pairs.values():
         _check_vocabulary(sources[side], choice, side)
@@ -145,6 +163,31 @@ class Sources:
     make = classify if classes else fill
     return self.placement.place(make, rng, *params)
 
+  def check_optimizer(self, phases: phases_lib.Phases) -> None:
+    """Checks that the optimizer can go on, if it is to; see `carried_state`."""
+    if self.init.optimizer == 'source':
+      carried_state.check(*self._carried, phases)
+
+  @property
+  def _carried(self) -> tuple[Any, ...]:
+    """The source of the optimizer's state, on the mesh, and the coverage."""
+    source, placement = self.models[0], self.placement
+    mesh, rules = placement.mesh, placement.rules
+    placed = setup.place_model(source.model, self.compute, mesh, rules)
+    return source, placed, self.coverage
+
+  def start(self, phases: phases_lib.Phases, seed: int) -> state_lib.TrainState:
+    """Makes the state before the first step.
+
+    Args:
+      phases: the phases of the job.
+      seed: seed of random parameters and of dropout's masks.
+    """
+    state = {}
+    if self.init.optimizer == 'source':
+      state = carried_state.read(*self._carried, phases)
+    return phases.create(self.read(seed), seed, **state)
+
 
 def open_sources(
   init: init_section.InitConfig,
@@ -172,8 +215,9 @@ def open_sources(
   if init.mode == 'checkpoint':
     _check_same_model(_without_head(models[0], target), placement)
   elif init.mode != 'random':
-    for source in models:
-      model_on_disk.require_decoder_only(source)
+    if placement.model.architecture.encodes_prompt:
+      for source in models:
+        model_on_disk.require_decoder_only(source)
     # 'embeddings' is the baseline of an adaptation: the same pair, in which
     # only the tables are those of the sources.
     fresh = init.mode == 'embeddings'

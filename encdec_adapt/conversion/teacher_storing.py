@@ -14,6 +14,7 @@ import pathlib
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from encdec_adapt import config as config_lib
@@ -32,6 +33,7 @@ from encdec_adapt.data.records import (
 from encdec_adapt.files import atomic, disk, paths
 from encdec_adapt.ops import partition, sparse_teacher
 from encdec_adapt.sharding import compiler, placement
+from encdec_adapt.tokenizers import special_ids
 from encdec_adapt.training import setup
 from encdec_adapt.training import state as state_lib
 from encdec_adapt.training import step as step_lib
@@ -64,7 +66,7 @@ def store(
   train = dataclasses.replace(settings.train, batch_size=rows, microbatches=1)
   lengths = settings.data.train.lengths
   setup.check_batches(train, lengths, mesh, settings.rules)
-  source, records = _open(settings)
+  source, records, _ = _open(settings)
   size = source.model.decoder.outputs
   if tokens > size:
     raise errors.UserError(
@@ -93,9 +95,11 @@ def store(
 
 def _open(
   settings: config_lib.Settings,
-) -> tuple[model_on_disk.StoredModel, record_sets.RecordSet]:
-  """Opens the teacher and the training records."""
-  data, loss = settings.data, distillation.Distillation()
+) -> tuple[
+  model_on_disk.StoredModel, record_sets.RecordSet, special_ids.SideIds
+]:
+  """Opens the teacher and the training records, with their special ids."""
+  data, loss = settings.data, _loss(settings)
   loss.check(settings.model, data.objectives)
   source = initial_state.open_reference(
     loss,
@@ -104,8 +108,14 @@ def _open(
     data.vocabularies,
     data.train.lengths,
   )
-  records, _ = materialization.open_sets(data, data.vocabularies.open())
-  return source, records
+  opened = data.vocabularies.open()
+  records, _ = materialization.open_sets(data, opened)
+  return source, records, opened.decoder.ids
+
+
+def _loss(settings: config_lib.Settings) -> distillation.Distillation:
+  """Returns the loss of a student whose teacher is not stored."""
+  return distillation.Distillation().for_objectives(settings.data.objectives)
 
 
 def _make(
@@ -166,14 +176,15 @@ def _write_shards(
   shards: _Ranges,
 ) -> dict[record_writing.ShardKey, dict[str, Any]]:
   """Makes shards, given their rows; returns their entries in the manifest."""
-  source, records = _open(settings)
+  source, records, special = _open(settings)
   mesh = setup.make_mesh(settings.mesh, settings.compute.compile_cache)
   placed = setup.place_model(
     source.model, settings.compute, mesh, settings.rules
   )
   dtype = settings.teacher.dtype or settings.compute.dtype
   placed = dataclasses.replace(placed, dtype=dtype)
-  params, choose = source.read(placed), _program(placed, spec)
+  loss = _loss(settings)
+  params, choose = source.read(placed), _program(placed, spec, loss)
   lengths, entries = records.spec.lengths, {}
   teacher_row = setup.reads_teacher_row(lengths, source.model)
 
@@ -184,6 +195,7 @@ def _write_shards(
       numbers[numbers >= stop] = row_order.FILLER
       batch = loader.frame_rows(records, numbers, lengths, teacher_row)
       numbers = batch.pop('row')
+      batch = loss.frame(batch, special)
       arrays = choose(params, numbers, step_lib.place_batch(batch, placed))
       ids, weights = map(np.asarray, arrays)
       for i in np.flatnonzero(numbers >= 0):
@@ -200,17 +212,20 @@ def _write_shards(
 
 
 def _program(
-  placed: state_lib.Placement, spec: stored_teacher.TeacherSpec
+  placed: state_lib.Placement,
+  spec: stored_teacher.TeacherSpec,
+  loss: distillation.Distillation,
 ) -> Callable[..., tuple[jax.Array, jax.Array]]:
   """Returns the jitted (params, row numbers [B], batch) -> ids, weights."""
   model, stack = placed.model, placed.model.config.decoder
 
   def run(params, rows, batch):
     with partition.use(placed.mesh, placed.rules.as_dict()):
-      hidden = model.architecture.predict(model, params, batch)
+      read = loss.reference_batch(batch)
+      hidden = model.architecture.predict(model, params, read)
       key, shape = jax.random.key(spec.seed), (hidden.shape[1], spec.tokens)
       keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(rows)
-      return sparse_teacher.choose(
+      ids, weights = sparse_teacher.choose(
         hidden,
         model.head(params),
         jax.vmap(lambda key: jax.random.uniform(key, shape))(keys),
@@ -218,6 +233,11 @@ def _program(
         vocab_size=stack.outputs,
         softcap=stack.final_softcap,
       )
+      sentinels = loss.sentinels(batch)
+      if sentinels is not None:  # Weights of equal ids add up.
+        sentinels = sentinels[..., None]
+        ids = jnp.where(sentinels < 0, ids, sentinels)
+      return ids, weights
 
   return jax.jit(
     run,

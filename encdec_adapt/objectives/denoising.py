@@ -167,6 +167,8 @@ class Denoising(windows.WindowMaker):
   """A mixture of denoisers: every window draws a denoiser by the weights."""
 
   draws = True
+  distills = True
+  hides_spans = True
   one_vocabulary = 'a sentinel stands for the same span on both sides'
 
   @classmethod

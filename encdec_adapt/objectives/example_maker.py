@@ -89,7 +89,11 @@ class ExampleMaker(abc.ABC):
       an objective hold a single example.
     axes: logical axes of batch fields other than rows ('batch') of tokens
       ('length'). Objectives that have some override `frame` and `check`.
-    distills: whether a teacher can predict the targets from the inputs.
+    distills: whether a teacher can predict the targets from the inputs, or
+      from the text that spans were cut out of.
+    hides_spans: whether spans of a text are targets, behind the sentinels that
+      stand for them in the inputs; a teacher then reads the text instead
+      (`framing.with_windows`).
     ends_turns: whether targets end with the token that ends a turn.
     concatenate: whether examples cross documents.
     one_vocabulary: reason that both sides must share a vocabulary; '' if they
@@ -113,6 +117,7 @@ class ExampleMaker(abc.ABC):
   answers = 1
   axes: Mapping[str, tuple[str | None, ...]] = types.MappingProxyType({})
   distills = False
+  hides_spans = False
   ends_turns = False
   concatenate = False
   one_vocabulary = 'both sides read the tokens of one window'
@@ -138,7 +143,7 @@ class ExampleMaker(abc.ABC):
 
   @classmethod
   def masks_inputs(cls, options: Mapping[str, Any]) -> bool:
-    """Whether the decoder reads masks in place of targets (MEAP)."""
+    """Whether masks replace text that a model reads (MEAP)."""
     return False
 
   @classmethod
@@ -314,7 +319,7 @@ class Objective:
 
   @property
   def masks_inputs(self) -> bool:
-    """Whether the decoder reads other tokens than the targets."""
+    """Whether masks replace text that a model reads (MEAP)."""
     return self.maker.masks_inputs(self.options)
 
   @property

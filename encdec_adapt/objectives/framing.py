@@ -18,6 +18,10 @@ targets (MEAP's masks). The fields of a batch are, in the pair's segment,
 | teacher_index    | per target, the index in the teacher's row of the      |
 |                  | position that predicts it: t_0 is predicted by the     |
 |                  | last prefix token, t_j by t_j-1                        |
+| window_*         | the text of span corruption as a teacher reads it      |
+|                  | (`with_windows`): BOS and the window before any span   |
+|                  | was hidden, and the index of the position that         |
+|                  | predicts each target                                   |
 | row              | index of the record row, -1 for a filler row           |
 | stored_*         | ids and probabilities of a stored teacher, k a target  |
 
@@ -266,6 +270,62 @@ def on_all_tokens(batch: Batch, pad: int) -> Batch:
     'weights': weights,
     'teacher_index': index.astype(np.int32),
   }
+
+
+def with_windows(batch: Batch, ids: special_ids.SideIds) -> Batch:
+  """Restores the text of pairs whose targets are spans of their inputs.
+
+  The text of a pair without sentinels is its inputs, then its targets.
+
+  Args:
+    batch: batch of pairs of `denoising` or of a window cut in two, [B, ...].
+    ids: special ids of the vocabulary that both sides share.
+
+  Returns:
+    The batch with window_tokens, window_segments and window_positions, BOS and
+    text without sentinels and mode tokens, [B, S + T]; and window_index [B, T],
+    the position of the window that predicts a target, -1 for sentinels and
+    padding, which it does not have.
+  """
+  inputs, targets = batch['encoder_tokens'], batch['targets']
+  targets_at = slice(inputs.shape[1], None)  # In concatenated arrays.
+  width = inputs.shape[1] + targets.shape[1]
+  sides = []
+  for side, tokens in (('encoder', inputs), ('decoder', targets)):
+    segments, starts = (
+      batch[f'{side}_segments'],
+      batch[f'{side}_positions'] == 0,
+    )
+    is_sentinel = np.isin(tokens, ids.sentinels)
+    count = np.cumsum(is_sentinel, axis=1)
+    # Counted from the start of the segment.
+    before = np.where(starts, count - is_sentinel, 0)
+    span = count - np.maximum.accumulate(before, axis=1)
+    if side == 'decoder':  # Behind its sentinel, and behind the visible run.
+      span = np.maximum(span - 1, 0) + 0.5
+    is_text = (segments > 0) & ~is_sentinel & ~np.isin(tokens, ids.modes)
+    order = segments * (width + 1.0) + span
+    sides.append([tokens, segments, np.where(is_text, order, np.inf)])
+  tokens, segments, order = (
+    np.concatenate(x, axis=1) for x in zip(*sides, strict=True)
+  )
+  # Tokens of a run keep their order.
+  permutation = np.argsort(order, axis=1, kind='stable')
+  index = np.argsort(permutation, axis=1)[:, targets_at] - 1
+  is_text = np.isfinite(order)
+  tokens, segments = (
+    np.take_along_axis(np.where(is_text, x, fill), permutation, axis=1)
+    for x, fill in ((tokens, ids.pad), (segments, 0))
+  )
+  numbers, starts = np.arange(width), np.diff(segments, axis=1, prepend=0) > 0
+  first = np.maximum.accumulate(np.where(starts, numbers, 0), axis=1)
+  fields = {
+    'window_tokens': tokens,
+    'window_segments': segments,
+    'window_positions': np.where(segments > 0, numbers - first, 0),
+    'window_index': np.where(is_text[:, targets_at], index, -1),
+  }
+  return batch | {name: x.astype(np.int32) for name, x in fields.items()}
 
 
 def frame_group(

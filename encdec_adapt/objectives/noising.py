@@ -49,7 +49,7 @@ Inputs of the longest windows fill the encoder; targets that do not fit the
 decoder then are an error, which names the lengths that would do.
 
 MEAP (arXiv:2502.07490) is next-token prediction over a window of which 15%
-are M where the model reads them; targets are the window, all with weight:
+are M where the model reads them; all targets have weight and are never masked:
 
 | name               | masked tokens                                           |
 |--------------------|---------------------------------------------------------|
@@ -59,6 +59,8 @@ are M where the model reads them; targets are the window, all with weight:
 |                    | every window                                            |
 | meap_shared (0.15) | the same positions in all rows of a batch, as in its    |
 |                    | published code (`objectives/shared_noise.py`)           |
+| meap_prefix_lm     | as `meap`, of the first half of the window only, which  |
+| (0.15)             | are the inputs; targets are the second half             |
 
 Pure numpy; this module imports neither TensorFlow nor SeqIO nor jax.
 """
@@ -415,9 +417,14 @@ class Bert(Noising):
 
 
 class NextToken(Noising):
-  """Next-token prediction from inputs of which a share is masked."""
+  """Next-token prediction from inputs of which a share is masked.
+
+  Attributes:
+    plain: the same objective without masks.
+  """
 
   feeds = 'decoder'
+  plain = 'causal_lm'
   one_vocabulary = windows.CausalLM.one_vocabulary
 
   @classmethod
@@ -429,7 +436,7 @@ class NextToken(Noising):
     entries = ['concatenate'] * options.get('concatenate', False)
     if shortest := options.get('shortest'):
       entries.append(f'shortest={shortest}')
-    return ':'.join(filter(None, ['causal_lm', ','.join(entries)]))
+    return ':'.join(filter(None, [cls.plain, ','.join(entries)]))
 
   _make_plans = windows.CausalLM._make_plans
 
@@ -458,10 +465,14 @@ class Meap(NextToken):
     self._span = span
 
   def split(self, window, plan, rng):
-    masked = self._masked(len(window), rng)
-    self.count_hidden(self.name, len(window), int(masked.sum()))
-    inputs = np.where(masked, np.int32(self._mask), window)
+    inputs = self._read(window, rng)
     return framing.Pair(np.zeros(0, np.int32), window, decoder_inputs=inputs)
+
+  def _read(self, tokens: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Returns tokens with masks in the place of some."""
+    masked = self._masked(len(tokens), rng)
+    self.count_hidden(self.name, len(tokens), int(masked.sum()))
+    return np.where(masked, np.int32(self._mask), tokens)
 
   def _masked(self, size: int, rng: np.random.Generator) -> np.ndarray:
     """Draws masked tokens in runs of `span`, bool [size]; see the module."""
@@ -482,6 +493,23 @@ class Meap(NextToken):
       start = visible + i * self._span
       masked[start : min(start + self._span, visible + count)] = True
     return masked
+
+
+class MeapPrefixLM(Meap):
+  """PrefixLM from inputs of which a share is masked."""
+
+  feeds = 'pair'
+  plain = 'prefix_lm'
+  one_vocabulary = 'a masked share is one of the tokens that both sides read'
+  _make_plans = windows.PrefixLM._make_plans
+
+  @classmethod
+  def revisions(cls, options):
+    return ()
+
+  def split(self, window, plan, rng):
+    middle = len(window) // 2
+    return framing.Pair(self._read(window[:middle], rng), window[middle:])
 
 
 class SharedMeap(NextToken):
@@ -519,6 +547,9 @@ OBJECTIVES = {
   'meap_shared': _Name(
     SharedMeap,
     "the same, with one pattern of masks for a whole batch (MEAP's code)",
+  ),
+  'meap_prefix_lm': _Name(
+    MeapPrefixLM, 'second half from the first, 15% of it masked'
   ),
   'iid_denoising': _Name(IidDenoising, 'hidden tokens, 15%'),
   'mask_tokens': _Name(MaskTokens, 'the text from 85% of its tokens'),

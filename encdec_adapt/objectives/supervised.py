@@ -27,7 +27,8 @@ of each, and answers and the token that ends them are the decoder's.
 
 MEAP fine-tuning (arXiv:2502.07490) adds a copy in which 10% of the tokens are
 masked where the model reads them, if the targets have more than 50 tokens.
-Held-out records have no copies:
+Held-out records have no copies. The last layout is not of the paper, whose
+models are decoders:
 
 | option        | layout                                                      |
 |---------------|-------------------------------------------------------------|
@@ -36,6 +37,8 @@ Held-out records have no copies:
 | meap=concat   | the paper: the copy (inputs and targets, both masked)       |
 |               | follows the targets in the same sequence, where that fits;  |
 |               | weights are 1 at targets and at masked tokens               |
+| meap=inputs   | the copy is another example with masks in its inputs only,  |
+|               | which an encoder reads; the loss is on all of its targets   |
 
 Pure numpy; this module imports neither TensorFlow nor SeqIO nor jax.
 """
@@ -56,7 +59,7 @@ from encdec_adapt.tokenizers import vocabulary as vocabulary_lib
 _MEAP_SHARE = 0.1  # Of the tokens of the copy.
 _MEAP_LEAST = 50  # Targets without EOS; shorter ones have no copy.
 TOO_LONG = ('drop', 'truncate')
-MEAP = ('separate', 'concat')
+MEAP = ('separate', 'concat', 'inputs')
 
 
 def _choice(name: str, values: Sequence[str]) -> example_maker.Option:
@@ -277,19 +280,27 @@ def meap_copies(
   Args:
     pair: a pair with EOS as its last target.
     mask: mask token.
-    layout: 'separate' or 'concat', see the module's docstring.
+    layout: one of `MEAP`, see the module's docstring.
     sample: draws the masked positions, as `random.sample(range(n), k)` does;
       called once, and not for pairs without a copy.
     separator: tokens between inputs and targets of the copy.
 
   Returns:
-    A pair or two, all with decoder inputs and weights: pairs of a row must have
-    the same fields.
+    A pair or two, all with decoder inputs and weights, or with 'inputs' none:
+    pairs of a row must have the same fields.
   """
   inputs, targets = pair.parts
+  has_copy = len(targets) - 1 > _MEAP_LEAST
+  if layout == 'inputs':
+    count = int(len(inputs) * _MEAP_SHARE)
+    if not (has_copy and count):
+      return [pair]
+    read = inputs.copy()
+    read[list(sample(len(inputs), count))] = mask
+    return [pair, pair._replace(inputs=read)]
   ones = np.ones(len(targets), np.float32)
   plain = pair._replace(decoder_inputs=targets, weights=ones)
-  if len(targets) - 1 <= _MEAP_LEAST:
+  if not has_copy:
     return [plain]
   separate = layout == 'separate'
   context = np.append(inputs, np.array(separator, np.int32))

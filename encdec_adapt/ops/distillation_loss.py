@@ -59,13 +59,13 @@ class Distribution:
     del rows
     return []
 
-  def logits(
+  def scores(
     self,
     columns: vocabulary_parallel.Columns,
     tokens: Sequence[Array],
     tables: Sequence[Array],
   ) -> Float[Array, 'rows v']:
-    """Computes the logits of rows in the local columns, before the soft-cap.
+    """Computes the logits of rows in the local columns, after the soft-cap.
 
     Args:
       columns: the local columns.
@@ -101,9 +101,7 @@ class Distribution:
     """
     temperature = self.temperature
     capped, slope = vocabulary_parallel.soft_cap(logits, softcap)
-    teacher_scores, _ = vocabulary_parallel.soft_cap(
-      self.logits(columns, tokens, tables), self.softcap
-    )
+    teacher_scores = self.scores(columns, tokens, tables)
     excluded = vocabulary_parallel.EXCLUDED
     scores = columns.only_tokens(capped / temperature, excluded)
     teacher_scores = columns.only_tokens(teacher_scores / temperature, excluded)
@@ -186,15 +184,18 @@ class Teacher(Distribution):
     hidden: final hidden states [B, T, E] at the positions that predict the
       same tokens as the student's.
     table: output table [W, E], possibly padded differently.
+    one_hot: ids [B, T] of targets that alone have a probability, -1 where the
+      model's distribution counts; None for the model's everywhere.
   """
 
   # Any: tree maps put specs, shapes and shardings in the place of arrays.
   hidden: Any
   table: Any
+  one_hot: Any = None
 
   @property
   def tokens(self):
-    return [self.hidden]
+    return [self.hidden] + [self.one_hot] * (self.one_hot is not None)
 
   def tables(self, rows):
     # Padded like the student's to be sharded alike. Rows beyond the vocabulary
@@ -203,8 +204,14 @@ class Teacher(Distribution):
     table = jnp.pad(table, ((0, rows - table.shape[0]), (0, 0)))
     return [table.astype(self.hidden.dtype)]
 
-  def logits(self, columns, tokens, tables):
-    return vocabulary_parallel.product(*tokens, *tables)
+  def scores(self, columns, tokens, tables):
+    logits = vocabulary_parallel.product(tokens[0], *tables)
+    scores, _ = vocabulary_parallel.soft_cap(logits, self.softcap)
+    if self.one_hot is None:
+      return scores
+    ids = tokens[1][:, None]
+    alone = jnp.where(columns.ids == ids, 0.0, vocabulary_parallel.EXCLUDED)
+    return jnp.where(ids < 0, scores, alone)
 
 
 @flax.struct.dataclass
@@ -224,7 +231,7 @@ class StoredTeacher(Distribution):
   def tokens(self):
     return [self.ids, self.probabilities]
 
-  def logits(self, columns, tokens, tables):
+  def scores(self, columns, tokens, tables):
     ids, probabilities = tokens
     size = len(columns.ids)
     local = ids - columns.ids[0]

@@ -16,11 +16,15 @@ class SideIds:
     pad: fills rows; masked by weights and segments.
     eos: ends a document.
     bos: starts a segment.
+    sentinels: stand for hidden spans; known where the vocabulary is open.
+    modes: mode tokens of UL2; likewise.
   """
 
   pad: int
   eos: int
   bos: int
+  sentinels: tuple[int, ...] = dataclasses.field(default=(), compare=False)
+  modes: tuple[int, ...] = dataclasses.field(default=(), compare=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +42,7 @@ class Framing:
   @classmethod
   def from_description(cls, described: Mapping[str, Any]) -> 'Framing':
     """Parses a description by `vocabularies.Opened.describe`."""
-    roles = [field.name for field in dataclasses.fields(SideIds)]
+    roles = 'pad', 'eos', 'bos'
     sides = {
       side: SideIds(*(tokens['special_tokens'][role]['id'] for role in roles))
       for side, tokens in described.items()

@@ -116,7 +116,6 @@ class Vocabulary(abc.ABC):
     self.path = path
     self.files = tuple(files)
     self.pad, self.eos, self.bos = roles['pad'], roles['eos'], roles['bos']
-    self.ids = special_ids.SideIds(self.pad, self.eos, self.bos)
     self.unk, self.mask = roles.get('unk'), roles.get('mask')
     self.specials = dict(specials)
     self._names = {i: name for name, i in self.specials.items()}
@@ -132,6 +131,13 @@ class Vocabulary(abc.ABC):
         f'{digest} and {added_sentinels} sentinels'.encode()
       ).hexdigest()
     self.fingerprint = digest
+    self.ids = special_ids.SideIds(
+      self.pad,
+      self.eos,
+      self.bos,
+      tuple(self.sentinels),
+      tuple(self.mode_ids.values()),
+    )
     self.note = self._loss()
 
   def _add(self, sentinels: int) -> None:

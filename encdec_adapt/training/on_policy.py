@@ -113,4 +113,4 @@ class OnPolicyBatches:
       'length': float(drawn / divisor),
       'cut_short': float((~samples.ended[chosen]).sum() / divisor),
     }
-    return self._loss.frame(rows, records.framing.decoder.pad), metrics
+    return self._loss.frame(rows, records.framing.decoder), metrics

@@ -9,7 +9,7 @@ multiply its first updates.
 The step itself is in `step`; this module decides what it updates.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 import dataclasses
 import re
 import types
@@ -125,7 +125,14 @@ class Phases:
       if step is None or group.start <= step
     }
 
-  def create(self, params: Any, seed: int = 0) -> state_lib.TrainState:
+  def create(
+    self,
+    params: Any,
+    seed: int = 0,
+    *,
+    step: Any = None,
+    groups: Mapping[str, optimizers.GroupState] = types.MappingProxyType({}),
+  ) -> state_lib.TrainState:
     """Makes the state before the first step, which donates the parameters.
 
     Only the groups that train first have optimizer state.
@@ -133,6 +140,9 @@ class Phases:
     Args:
       params: the parameters, sharded.
       seed: seed of dropout's masks.
+      step: number of steps that the model has had before, an array; None for
+        0.
+      groups: optimizer state of groups; that of others is fresh.
     """
     replicated = placement_lib.replicated(self.placement.mesh)
     # An array for each counter: a buffer cannot be donated twice.
@@ -140,7 +150,9 @@ class Phases:
       name: jax.device_put(np.zeros((), np.int32), replicated)
       for name in _COUNTERS
     }
-    state = state_lib.TrainState(params=params, groups={}, **counters)
+    if step is not None:
+      counters['step'] = step
+    state = state_lib.TrainState(params=params, groups=dict(groups), **counters)
     if self._dropout:
       # Under jit: a key has no NumPy form, which `device_put` could place on
       # devices of other processes.

@@ -44,6 +44,8 @@ def test_scores_of_folders_and_runs(folder, gemma, adapted, evaluated):
     assert (loss['step'], loss['n'], len(loss['scores'])) == (step, 8, 8)
     assert loss['value'] == pytest.approx(sum(loss['scores']) / 8, rel=1e-5)
     assert loss['stderr'] > 0
+    assert loss['groups'] == [f'text_{i // 2}' for i in range(8)]
+    assert len(loss['weights']) == 8
     for name in ('prefill_ms', 'decode_ms', 'prefill_bytes', 'decode_bytes'):
       assert found[str(model), 'cost', name]['value'] > 0
   tokens = [x['value'] for x in evaluated if x['metric'] == 'target_tokens']
@@ -53,7 +55,7 @@ def test_scores_of_folders_and_runs(folder, gemma, adapted, evaluated):
 def test_the_report_compares_and_shows_the_cost(folder, evaluated):
   output = folder / 'evaluation'
   page = (output / 'report.html').read_text()
-  assert '<td>adapted - gemma</td>' in page and 'paired t, n = 8' in page
+  assert '<td>adapted - gemma</td>' in page and '<td>4 groups</td>' in page
   assert 'data:image/png;base64,' in page and 'http' not in page
   tables = json.loads((output / 'report.json').read_text())['tables']
   assert [row['model'] for row in tables['Cost']] == ['gemma', 'adapted']
@@ -143,6 +145,7 @@ def test_predictions_are_kept(
     (['--checkpoint=nowhere'], 'nowhere holds no model'),
     (['--checkpoint={gemma}', '--checkpoint={gemma}/'], 'is given twice'),
     (['--checkpoint={gemma}', '--records='], 'nothing to evaluate'),
+    (['--checkpoint={gemma}', '--checkpoint=a,b'], 'arms of 1 and 2 runs'),
     (['--checkpoint={gemma}', '--cost=12'], "'12' at column 1 must be two"),
     (['--checkpoint={gemma}', '--output={gemma}/config.json'], 'written'),
     (['--checkpoint={gemma}', '--correlate=a,b'], 'at least 3 models'),

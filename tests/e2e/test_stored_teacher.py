@@ -18,7 +18,9 @@ pytestmark = pytest.mark.e2e
 def records(tmp_path_factory):
   """Flags of a job on records of two shards, and a teacher."""
   folder = tmp_path_factory.mktemp('stored')
-  flags = tiny.make_records(folder, rows=24, held_out=2, shards=2)
+  flags = tiny.make_records(
+    folder, rows=24, held_out=2, shards=2, more=('t5gemma2',)
+  )
   vocabulary = folder / 'vocabulary.model'
   teacher = folders.make_folder(folder / 'gemma', folders.GEMMA, vocabulary)
   return folder, [*flags, '--config.train.steps=2'], teacher
@@ -63,8 +65,6 @@ def test_bytes_do_not_depend_on_workers_and_restarts(records, capsys):
 
 def test_training_from_all_stored_tokens_equals_online(records):
   folder, options, teacher = records
-  _store(records, f'--teacher_tokens={tiny.VOCAB}', '--teacher_form=top')
-  stored = folder / 'prefix_lm' / f'teacher-top-{tiny.VOCAB}'
 
   def run(name, checkpoint, *flags):
     return tiny.call(
@@ -76,18 +76,28 @@ def test_training_from_all_stored_tokens_equals_online(records):
       *flags,
     )
 
-  assert run('online', teacher) == 0
-  assert run('stored', f'stored:{stored}') == 0
-  online, offline = (_losses(folder / x) for x in ('online', 'stored'))
-  assert len(online) == 2
-  # Probabilities are rounded to float16.
-  for pair, expected in zip(offline, online, strict=True):
-    assert pair == pytest.approx(expected, rel=1e-3)
+  # The teacher of spans reads their text, and sentinels are one-hot.
+  for objective in ('t5gemma2', 'prefix_lm'):
+    flags = [
+      f'--config.data.objective={objective}',
+      f'--config.data.folder={folder}/{objective}',
+    ]
+    every = f'--teacher_tokens={tiny.VOCAB}', '--teacher_form=top'
+    _store(records, *flags, *every)
+    stored = folder / objective / f'teacher-top-{tiny.VOCAB}'
+    online, offline = f'online_{objective}', f'stored_{objective}'
+    assert run(online, teacher, *flags) == 0
+    assert run(offline, f'stored:{stored}', *flags) == 0
+    losses = [_losses(folder / x) for x in (online, offline)]
+    assert len(losses[0]) == 2
+    # Probabilities are rounded to float16.
+    for expected, pair in zip(*losses, strict=True):
+      assert pair == pytest.approx(expected, rel=1e-3)
   # Another stored teacher does not continue the job.
   _store(records, '--teacher_tokens=3')
   with pytest.raises(errors.UserError, match='was trained with another teach'):
     run(
-      'stored',
+      'stored_prefix_lm',
       f'stored:{folder}/prefix_lm/teacher-counts-3',
       '--config.train.steps=3',
     )

@@ -1,10 +1,13 @@
 """Denoisers: literal spans, counts, mixtures and policies for sentinels."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 from encdec_adapt.base import errors
 from encdec_adapt.objectives import denoising, framing, objective_names
+from tests import gemma_ids
 from tests.objectives import objective_cases as cases
 from tests.objectives.objective_cases import TEXT, A, B, C, R, S, X
 
@@ -39,6 +42,29 @@ def test_corrupt_spans():
   assert pair.targets.tolist() == [
     x for i in range(200) for x in (1000 + i, 2 * i + 1)
   ]
+
+
+@pytest.mark.parametrize('name', ['ul2', 't5gemma2', 'ul2r:concatenate'])
+def test_the_text_of_every_denoiser_is_restored(name):
+  objective = cases.make(name, 48, 48, sentinel_policy='recycle')
+  document = np.arange(TEXT, TEXT + 600, dtype=np.int32)
+  pairs = cases.pairs(objective, document)
+  ids = dataclasses.replace(
+    gemma_ids.SIDE,
+    sentinels=tuple(cases.vocabulary().sentinels),
+    modes=(R, S, X),
+  )
+  row = framing.frame_row(pairs, framing.Lengths(2000, 2000), gemma_ids.FRAMING)
+  rows = framing.with_windows(framing.stack_rows([row]), ids)
+  tokens, index = rows['window_tokens'][0], rows['window_index'][0]
+  text = tokens[(tokens != gemma_ids.BOS) & (rows['window_segments'][0] > 0)]
+  assert text.tolist() == [*document, gemma_ids.EOS]
+  targets, predicted = row['targets'], index >= 0
+  assert (tokens[index + 1] == targets)[predicted].all()
+  segments = rows['window_segments'][0][index], row['decoder_segments']
+  assert (segments[0] == segments[1])[predicted].all()
+  hidden = np.isin(targets, ids.sentinels) | (row['decoder_segments'] == 0)
+  assert (hidden == ~predicted).all() and predicted.sum() > 100
 
 
 def test_partition_is_uniform():

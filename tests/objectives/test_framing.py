@@ -136,6 +136,37 @@ def test_a_decoder_only_model_may_predict_the_inputs_too():
   np.testing.assert_array_equal(rows['teacher_index'], [np.arange(14)])
 
 
+def test_a_teacher_reads_the_text_without_sentinels():
+  A, B, R, S = 30, 31, 32, 33
+  ids = special_ids.SideIds(gemma_ids.PAD, EOS, BOS, (A, B), (R, S))
+  # Of the texts 11 .. 16, which end, and 21 .. 23, of which no span is hidden.
+  pairs = [
+    pair([R, 11, 12, A, 14, B], [A, 13, B, 15, 16, EOS]),
+    pair([S, 21, 22], [23]),
+    pair([A], [A, 24]),
+  ]
+  lengths = framing.Lengths(14, 10)
+  row = framing.frame_row(pairs, lengths, gemma_ids.FRAMING)
+  padding = framing.frame_row([], lengths, gemma_ids.FRAMING)
+  rows = framing.stack_rows([row, padding])
+  framed = framing.with_windows(rows, ids)
+  expected = {
+    'window_tokens': [BOS, 11, 12, 13, 14, 15, 16, EOS, BOS, 21, 22, 23]
+    + [BOS, 24]
+    + [0] * 10,
+    'window_segments': [1] * 8 + [2] * 4 + [3] * 2 + [0] * 10,
+    'window_positions': [*range(8), *range(4), *range(2)] + [0] * 10,
+    # 13 is predicted at 12 (index 2), 15 at 14, 23 at 22, and 24 at BOS.
+    'window_index': [-1, 2, -1, 4, 5, 6, 10, -1, 12, -1],
+  }
+  assert_row({name: framed[name][0] for name in expected}, expected)
+  assert not framed['window_segments'][1].any()
+  assert (framed['window_index'][1] == -1).all()
+  assert {name: framed[name] is rows[name] for name in rows} == dict.fromkeys(
+    rows, True
+  )
+
+
 @pytest.mark.parametrize(
   'pairs, message',
   [

@@ -154,6 +154,25 @@ def test_meap_masks_what_is_read_and_predicts_all(span, runs):
   assert last.targets[-1] == last.decoder_inputs[-1] == EOS
 
 
+def test_meap_masks_the_inputs_of_a_pair_alone():
+  pair = _split('meap_prefix_lm:share=0.2')
+  assert pair.targets.tolist() == WINDOW[20:].tolist()
+  assert pair.decoder_inputs is None and pair.weights is None
+  masked = pair.inputs == MASK
+  assert (
+    masked.sum() == 4 and (pair.inputs[~masked] == WINDOW[:20][~masked]).all()
+  )
+  # Windows are cut as without masks.
+  document = np.arange(TEXT, TEXT + 130, dtype=np.int32)
+  plain, meap = (
+    cases.pairs(cases.make_fitting(name), document)
+    for name in ('prefix_lm', 'meap_prefix_lm')
+  )
+  assert [x.targets.tolist() for x in meap] == [
+    x.targets.tolist() for x in plain
+  ]
+
+
 def test_meap_masks_its_share_of_short_windows_on_average():
   window = np.full(11, TEXT, np.int32)  # 1.65 tokens of 11.
   objective = cases.make('meap', 0, 11)

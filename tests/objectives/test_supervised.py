@@ -229,6 +229,7 @@ def test_a_copy_that_does_not_fit_leaves_the_example(vocabulary):
     ('pairs:meap=concat,prefix=a', 'pairs:prefix=a'),
     ('meap:share=0.2', 'causal_lm'),
     ('chat:meap=separate', 'chat'),
+    ('meap_prefix_lm:share=0.2,shortest=8', 'prefix_lm:shortest=8'),
   ],
 )
 def test_held_out_rows_have_no_masks(text, plain):
@@ -286,6 +287,53 @@ def test_meap_separate_masks_the_answer_and_predicts_the_masked():
   assert np.flatnonzero(copy.decoder_inputs == MASK).tolist() == at
   assert copy.targets.tolist() == LONG.tolist()
   assert copy.inputs.tolist() == INPUTS.tolist()
+
+
+def test_meap_inputs_masks_what_an_encoder_reads():
+  inputs = np.arange(100, 130, dtype=np.int32)
+  plain, copy = supervised.meap_copies(
+    framing.Pair(inputs, LONG), MASK, 'inputs', lambda n, k: range(0, n, n // k)
+  )
+  assert (
+    plain.inputs is inputs and plain.weights is plain.decoder_inputs is None
+  )
+  expected = inputs.tolist()
+  expected[0] = expected[10] = expected[20] = MASK  # 10% of 30.
+  assert copy.inputs.tolist() == expected
+  assert copy.targets.tolist() == LONG.tolist()
+  assert copy.weights is copy.decoder_inputs is None
+  for pair in (
+    framing.Pair(inputs, LONG[:51]),  # 50 tokens before the last.
+    framing.Pair(inputs[:9], LONG),  # A tenth of them is less than a token.
+  ):
+    assert supervised.meap_copies(pair, MASK, 'inputs', None) == [pair]
+
+
+def test_copies_with_masked_inputs_are_packed_and_framed(vocabulary):
+  name = 'pairs:meap=inputs,separator=: '
+  objective = _make(vocabulary, name, 256, 128)
+  plain, copy = _examples(objective, ['one two three ' * 8, 'word ' * 30])
+  between = len(vocabulary.encode(': '))
+  assert (plain.prefix[-between:] == copy.prefix[-between:]).all()
+  masked = copy.inputs != plain.inputs
+  assert masked.sum() == len(plain.inputs) // 10
+  assert (copy.inputs[masked] == vocabulary.mask).all()
+  # Decoders read the same masks.
+  assert copy.prefix[:-between].tolist() == copy.inputs.tolist()
+  rows = framing.stack_rows(
+    [
+      framing.frame_row(
+        [plain, copy],
+        framing.Lengths(512, 256),
+        special_ids.Framing(vocabulary.ids, vocabulary.ids),
+        teacher=True,
+      )
+    ]
+  )
+  framing.check_framing(
+    rows, special_ids.Framing(vocabulary.ids, vocabulary.ids)
+  )
+  assert (rows['weights'].sum() == len(plain.targets) + len(copy.targets)).all()
 
 
 def test_meap_concat_masks_a_copy_of_the_whole_sample():

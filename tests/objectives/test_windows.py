@@ -266,6 +266,23 @@ def test_held_out_rows_of_meap_have_windows_of_the_same_lengths():
   objective = objective_names.parse_one('meap:share=0.2,shortest=8,concatenate')
   held_out = objective_names.for_evaluation(objective)
   assert held_out.text == 'causal_lm:concatenate,shortest=8'
+  assert held_out.options == {'concatenate': False, 'shortest': 8}
+
+
+@pytest.mark.parametrize(
+  'name', ['full_lm', 'prefix_lm_uniform:concatenate', 'bart:concatenate']
+)
+def test_held_out_rows_never_cross_documents(name):
+  objective = objective_names.parse_one(name)
+  held_out = objective_names.for_evaluation(objective)
+  # Earlier records are refused, which do.
+  change = 'held-out windows do not cross documents'
+  assert held_out.revisions == (*objective.revisions, change)
+  lengths = framing.Lengths(0 if name == 'full_lm' else 12, 12)
+  maker = held_out.make(lengths, cases.vocabulary())
+  documents = [(name, np.full(5, TEXT, np.int32)) for name in 'abc']
+  made = maker.examples(documents, lambda _: np.random.default_rng(0))
+  assert [x.documents for x in made] == [('a',), ('b',), ('c',)]
 
 
 @pytest.mark.parametrize(

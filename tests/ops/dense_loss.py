@@ -80,6 +80,10 @@ def _distilled(scores, teacher, vocab_size):
     heat, kind = teacher.temperature, teacher.divergence
     theirs = jax.nn.log_softmax(jax.lax.stop_gradient(theirs) / heat)
     p = jnp.exp(theirs)
+    if teacher.one_hot is not None:
+      ids = teacher.one_hot[..., None]
+      p = jnp.where(ids < 0, p, ids == jnp.arange(vocab_size))
+      theirs = jnp.where(ids < 0, theirs, 0.0)
   ours = jax.nn.log_softmax(scores / heat)
   forward = jnp.sum(p * (theirs - ours), axis=-1)
   if kind == 'forward':

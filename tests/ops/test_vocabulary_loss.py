@@ -39,7 +39,9 @@ TEACHER = [
   [-0.720910, 1.470793, 0.275635, 0.666781, -0.994390, -1.189364, -1.195949],
 ]  # fmt: skip
 with_teacher = pytest.mark.parametrize(
-  'teacher', [None, {'softcap': 4.0}], ids=['alone', 'teacher']
+  'teacher',
+  [None, {'softcap': 4.0, 'one_hot': True}],
+  ids=['alone', 'teacher'],
 )
 
 
@@ -86,7 +88,11 @@ def with_gradients(
     if teacher is not None and 'stored' in teacher:
       source = distillation_loss.StoredTeacher(*stored(*arrays, targets))
     elif teacher is not None:
-      source = distillation_loss.Teacher(*arrays, **teacher)
+      fields = dict(teacher)
+      if fields.pop('one_hot', False):  # At every other target.
+        odd = jnp.arange(targets.shape[1]) % 2
+        fields['one_hot'] = jnp.where(odd, targets, -1)
+      source = distillation_loss.Teacher(*arrays, **fields)
     sums = loss(hidden, table, targets, weights, teacher=source, **options)
     return 3.0 * sums.total, sums
 
@@ -183,6 +189,7 @@ def test_divergences_equal_trl(divergence, beta, expected):
     (5, 3.0, 1e-2, 0.1, dict(divergence='reverse', temperature=2.5, share=0.3)),
     (64, None, 0.0, 0.0, dict(divergence='js', beta=0.1, softcap=4.0)),
     (5, 3.0, 0.0, 0.1, dict(divergence='js', temperature=2.5, share=0.3)),
+    (5, 3.0, 1e-2, 0.1, dict(temperature=2.5, share=0.3, one_hot=True)),
     (5, None, 1e-2, 0.1, dict(stored=True)),
   ],
 )

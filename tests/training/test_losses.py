@@ -10,9 +10,10 @@ import pytest
 
 from encdec_adapt.base import errors, keys
 from encdec_adapt.models import architecture, build, model_config
+from encdec_adapt.objectives import framing, objective_names
 from encdec_adapt.training import losses
 from encdec_adapt.training.losses import cross_entropy, distillation
-from tests import toy_models
+from tests import gemma_ids, toy_models
 from tests.ops import dense_loss
 from tests.training import conftest
 
@@ -147,6 +148,60 @@ def test_distillation_of_a_pair_equals_dense_logits(divergence):
     gradients,
     dense_gradients,
   )
+
+
+def test_spans_are_learnt_from_the_text_and_sentinels_as_they_are():
+  """The loss of a literal pair of UL2, from logits of its text alone."""
+  A, B, R = 50, 51, 52
+  ids = dataclasses.replace(gemma_ids.SIDE, sentinels=(A, B), modes=(R,))
+  inputs, targets = [R, 11, 12, A, 14, B], [A, 13, B, 15, 16, gemma_ids.EOS]
+  text = [gemma_ids.BOS, 11, 12, 13, 14, 15, 16, gemma_ids.EOS]
+  pair = framing.Pair(*(np.array(x, np.int32) for x in (inputs, targets)))
+  (objective,) = objective_names.parse('t5gemma2')
+  loss = distillation.Distillation(kind='distill', chunk=16)
+  loss = loss.for_objectives((objective,))
+  loss.check(conftest.PAIR, (objective,))
+  assert loss.accepts == (architecture.CAUSAL_DECODER,)
+  teacher, student = build.build(conftest.SOURCE), conftest.MODEL
+  loss = dataclasses.replace(loss, models={'teacher': teacher})
+  frozen = toy_models.params(conftest.SOURCE)
+  own = toy_models.params(conftest.PAIR, 2)
+  row = framing.frame_row([pair], conftest.LENGTHS, gemma_ids.FRAMING)
+  rows = loss.frame(framing.stack_rows([row]), ids)
+  batch = jax.tree.map(jnp.asarray, rows)
+  terms = jax.jit(loss.sums, static_argnums=0)(
+    student, own, batch, {'teacher': frozen}
+  )
+
+  tokens = jnp.array([text])
+  fields = jnp.ones_like(tokens), jnp.arange(len(text))[None]
+  hidden = teacher.decode(frozen, tokens, *fields)
+  logits = np.asarray(teacher.logits(frozen, hidden))[0, :, : conftest.VOCAB]
+  said = jax.nn.softmax(logits)
+  hidden = student.architecture.predict(student, own, batch)
+  scores = np.asarray(student.logits(own, hidden))[0, :, : conftest.VOCAB]
+  scores = jax.nn.log_softmax(scores)
+  expected = -scores[0, A] - scores[2, B]
+  # 13 follows 12, at index 2 of the text, and so on.
+  for target, index in ((1, 2), (3, 4), (4, 5), (5, 6)):
+    expected -= jnp.sum(said[index] * scores[target])
+  assert float(terms['loss']) == pytest.approx(float(expected), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+  'objective, options, words',
+  [
+    ('ul2', {'kind': 'distill:divergence=reverse'}, 'set divergence=forward'),
+    ('ul2', {'kind': 'distill:on_policy=0.5'}, 'leave out on_policy'),
+    ('pairs | ul2', {'kind': 'distill'}, 'mix it with objectives of texts'),
+    ('bart', {'kind': 'distill'}, 'a teacher predicts the targets of'),
+    ('meap_prefix_lm', {'kind': 'distill'}, 'without masks'),
+  ],
+)
+def test_teachers_that_cannot_predict_are_refused(objective, options, words):
+  loss = distillation.Distillation(**options)
+  with pytest.raises(errors.UserError, match=words):
+    loss.check(conftest.PAIR, objective_names.parse(objective))
 
 
 def test_inputs_are_learnt_from_causal_teachers_alone():

@@ -134,7 +134,7 @@ def materialize_sets(
       # Refuses lengths and vocabularies before any text is read.
       shard_jobs.make_maker(spec, objective, opened)
   # Before the locks, which make the folders: a wrong source leaves no trace.
-  fingerprints = [mixtures.fingerprint(_all_sources(spec)) for spec, _ in sets]
+  fingerprints = [source_fingerprint(spec) for spec, _ in sets]
   with contextlib.ExitStack() as stack:
     for _, folder in sets:
       stack.enter_context(lock.hold(paths.at(folder)))
@@ -267,6 +267,15 @@ def list_parts(spec: record_sets.RecordSpec) -> list[record_sets.Part]:
     for objective in objective_names.parse(spec.objective)
     for part in shard_jobs.open_sources(spec, objective)
   ]
+
+
+def source_fingerprint(spec: record_sets.RecordSpec) -> str:
+  """Returns a digest of the text that the records of a spec are made of.
+
+  Raises:
+    UserError: a source is missing or has no text.
+  """
+  return mixtures.fingerprint(_all_sources(spec))
 
 
 def _all_sources(spec: record_sets.RecordSpec) -> list[mixtures.Part]:

@@ -23,7 +23,6 @@ from encdec_adapt.conversion import model_in_memory, model_on_disk
 from encdec_adapt.evaluation.measures import (
   attention_scores,
   held_out,
-  perplexity,
 )
 from encdec_adapt.evaluation.results import comparisons, results_store
 from encdec_adapt.models import architecture as architectures
@@ -371,14 +370,14 @@ def meap_scores(
     old, new = (function(x, axis=1, where=mask) for x in (plain, noised))
     by_row = new - old
     if metric == 'score_decay':
-      # The linearisation of a ratio of sums, as `perplexity.Result.scores`.
+      # The linearisation of a ratio of sums, as `results_store.ratio_score`.
       ratio = 1 - new.sum() / old.sum()
       by_row = ratio + ((1 - ratio) * old - new) / old.mean()
     scores.append(_score(metric, by_row))
-    test = comparisons.compare(_score(metric, old), _score(metric, new))
+    test = comparisons.compare([_score(metric, old)], [_score(metric, new)])
     if test:
       scores.append(
-        results_store.Score(TASK, f'{metric}_p', test.p, None, test.n)
+        results_store.Score(TASK, f'{metric}_p', test.p, None, len(old))
       )
   return scores
 
@@ -421,7 +420,7 @@ def _ablations(
     return []
   # The rows' linearised losses: their differences have means and intervals.
   complete, *ablated = (
-    np.array(perplexity.ratio(TASK, 'loss', *rows).scores)
+    np.array(results_store.ratio_score(TASK, 'loss', *rows).scores)
     for rows in np.float64(sums).transpose(1, 2, 0)
   )
   return [

@@ -61,38 +61,14 @@ class Result:
   ) -> list[results_store.Score]:
     """Returns the metrics as scores of a task.
 
-    A ratio of sums, such as the loss, has a standard error by the delta
-    method: the scores of its rows are the ratio's linearisation, with the ratio
-    as their mean.
-
     Args:
       task: name of the task.
       groups: group of each row; empty where each is its own.
     """
     return [
-      ratio(task, name, *rows, groups)
+      results_store.ratio_score(task, name, *rows, groups)
       for name, rows in zip(self.metrics, self.ratios, strict=True)
     ]
-
-
-def ratio(
-  task: str,
-  metric: str,
-  numerators: np.ndarray,
-  denominators: np.ndarray,
-  groups: Sequence[str] = (),
-) -> results_store.Score:
-  """Returns the score of a ratio of sums over rows."""
-  value, n = float(numerators.sum() / denominators.sum()), len(numerators)
-  # Linear in the rows, so that intervals and paired tests of means apply.
-  scores = value + (numerators - value * denominators) / denominators.mean()
-  stderr = float(scores.std(ddof=1)) / n**0.5 if n > 1 else None
-  # Weights of 1 are those of a mean.
-  weights = () if (denominators == 1).all() else tuple(denominators.tolist())
-  scores = tuple(scores.tolist())
-  return results_store.Score(
-    task, metric, value, stderr, n, scores, weights, tuple(groups)
-  )
 
 
 class Evaluator:
@@ -157,7 +133,8 @@ class Evaluator:
       fields = step_lib.place_batch(batch, self._placement, self._axes)
       # `row` says which records a batch holds; no model reads it.
       if 'row' in fields:
-        rows.append(np.asarray(self._replicate(fields.pop('row'))))
+        # Not copied here: that would wait for the devices.
+        rows.append(self._replicate(fields.pop('row')))
       chunks.append(self.sums(params, fields, references or {}))
       # The copy waits for the devices. One batch late, it lets them compute
       # while the host prepares the next batch.

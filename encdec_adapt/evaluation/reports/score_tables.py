@@ -58,18 +58,26 @@ def score_rows(scores: Scores) -> list[Row]:
   return rows
 
 
-def comparison_rows(scores: Scores) -> list[Row]:
-  """Returns a row per pair of models and metric of single examples."""
-  names, rows = list(scores), []
+def comparison_rows(
+  scores: Scores, arms: Mapping[str, Sequence[str]]
+) -> list[Row]:
+  """Returns a row per pair of arms and metric of single examples.
+
+  Args:
+    scores: scores of every model.
+    arms: models of every arm, by its name.
+  """
+  names, rows = list(arms), []
   pairs = list(itertools.combinations(names, 2))
   if len(names) > _ALL_PAIRS:
     pairs = [pair for pair in pairs if pair[0] == names[0]]
   for (task, metric), by_model in _by_metric(scores).items():
     for pair in pairs:
+      runs = [[by_model.get(name) for name in arms[arm]] for arm in pair]
       # More attention is neither better nor worse.
-      if task == attention.TASK or not set(pair) <= by_model.keys():
+      if task == attention.TASK or None in itertools.chain(*runs):
         continue
-      x = comparisons.compare(*(by_model[name] for name in pair))
+      x = comparisons.compare(*runs)
       if x is None:
         continue
       is_second = (x.difference > 0) != lower_is_better(metric)
@@ -84,7 +92,8 @@ def comparison_rows(scores: Scores) -> list[Row]:
           'better': (
             pair[is_second] if x.p < 1 - comparisons.CONFIDENCE else 'not clear'
           ),
-          'test': f'{x.test}, n = {x.n}',
+          'over': x.over,
+          'test': x.test,
         }
       )
   return rows

@@ -3,19 +3,29 @@
 Scores of 0 and 1 have Wilson's interval (1927) and are compared by the exact
 form of McNemar's test (1947), with the interval of Agresti and Min (Statistics
 in Medicine 24, 2005) for a difference of paired proportions. Other scores have
-Student's t intervals and the paired t test. Nothing is corrected for the number
-of comparisons. The module imports `results_store` alone of the package.
+Student's t intervals and the paired t test. Where examples have groups, or an
+arm has several runs, intervals are over groups and runs (`crossed_intervals`).
+Nothing is corrected for the number of comparisons. Of the package the module
+imports only others of this room.
 """
 
 from collections.abc import Iterable, Sequence
 import dataclasses
 import math
+import statistics
 
 import numpy as np
 
-from encdec_adapt.evaluation.results import results_store
+from encdec_adapt.evaluation.results import (
+  contrasts,
+  crossed_intervals,
+  results_store,
+)
 
 CONFIDENCE = 0.95
+# Models that a rank correlation needs before it is more than descriptive.
+_SIZES = 4
+_ARMS = 6
 
 # scipy, a dependency of jax, is imported when a statistic is computed: the
 # import takes up to a second, which commands that print none should not pay.
@@ -23,14 +33,14 @@ CONFIDENCE = 0.95
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-  """A paired comparison of two models on the same examples.
+  """A paired comparison of two models, or arms, on the same examples.
 
   Attributes:
-    difference: mean of the second model's scores minus the first's.
+    difference: mean of the second's scores minus the first's.
     low: lower bound of its 95 % interval.
     high: upper bound of the interval.
     p: two-sided p-value of no difference.
-    n: number of examples.
+    over: what the interval is over, such as '3 runs and 42 groups'.
     test: name of the test.
   """
 
@@ -38,12 +48,15 @@ class Comparison:
   low: float
   high: float
   p: float
-  n: int
+  over: str
   test: str
 
 
 def interval(score: results_store.Score) -> tuple[float, float] | None:
   """Returns the 95 % interval of a score; None if its error is unknown."""
+  if score.groups:
+    x = contrasts.cells([[score]]).interval(CONFIDENCE)
+    return (x.low, x.high) if x.groups > 1 else None
   if score.scores and _is_binary(score):
     # Student's interval has no width where all answers are right, and leaves
     # [0, 1]; Wilson's does neither.
@@ -54,31 +67,44 @@ def interval(score: results_store.Score) -> tuple[float, float] | None:
     return middle - half, middle + half
   if score.stderr is None or score.n < 2:
     return None
-  half = _t(score.n - 1) * score.stderr
+  half = crossed_intervals.quantile(score.n - 1, CONFIDENCE) * score.stderr
   return score.value - half, score.value + half
 
 
 def compare(
-  first: results_store.Score, second: results_store.Score
+  first: Sequence[results_store.Score], second: Sequence[results_store.Score]
 ) -> Comparison | None:
-  """Compares two models on one metric.
+  """Compares two arms on one metric.
 
   Args:
-    first: score of a model.
-    second: score of another model on the same examples.
+    first: scores of the runs of an arm, often a single one.
+    second: scores of as many runs of another arm.
 
   Returns:
-    None without paired scores: fewer than two examples, another number of
-    them, or a metric that single examples do not have.
+    None without paired scores: a single example of a single run, other
+    examples, or a metric that single examples do not have.
   """
-  n = len(first.scores)
-  if n < 2 or n != len(second.scores):
+  scores = [*first, *second]
+  if not all(
+    x.scores and contrasts.same_examples(scores[0], x) for x in scores
+  ):
     return None
-  differences = np.subtract(second.scores, first.scores)
-  if _is_binary(first) and _is_binary(second):
-    better, worse = (int(x.sum()) for x in (differences > 0, differences < 0))
-    return _mcnemar(better, worse, n)
-  return paired_t(differences)
+  n, runs = len(scores[0].scores), len(first)
+  if runs == 1 and not scores[0].groups:
+    if n < 2:
+      return None
+    differences = np.subtract(second[0].scores, first[0].scores)
+    if all(map(_is_binary, scores)):
+      better, worse = (int(x.sum()) for x in (differences > 0, differences < 0))
+      return _mcnemar(better, worse, n)
+    return paired_t(differences)
+  x = contrasts.cells([first, second]).interval(CONFIDENCE)
+  if x.seeds * x.groups == 1:
+    return None
+  units = f'{x.groups} groups' if scores[0].groups else f'{n} examples'
+  over = units if runs == 1 else f'{runs} runs and {units}'
+  test = 'paired t' if runs == 1 else 'crossed t'
+  return Comparison(x.effect, x.low, x.high, x.p, over, test)
 
 
 def paired_t(differences: Sequence[float]) -> Comparison:
@@ -92,12 +118,14 @@ def paired_t(differences: Sequence[float]) -> Comparison:
   differences, n = np.asarray(differences), len(differences)
   mean = float(differences.mean())
   error = float(differences.std(ddof=1)) / math.sqrt(n)
-  half = _t(n - 1) * error
+  half = crossed_intervals.quantile(n - 1, CONFIDENCE) * error
   if error:
     p = 2 * float(stats.t.sf(abs(mean) / error, n - 1))
   else:  # Constant differences have no t statistic.
     p = 0.0 if mean else 1.0
-  return Comparison(mean, mean - half, mean + half, p, n, 'paired t')
+  return Comparison(
+    mean, mean - half, mean + half, p, f'{n} examples', 'paired t'
+  )
 
 
 def _mcnemar(better: int, worse: int, n: int) -> Comparison:
@@ -119,35 +147,62 @@ def _mcnemar(better: int, worse: int, n: int) -> Comparison:
   variance = (changed + 1 - (better - worse) ** 2 / (n + 2)) / (n + 2) ** 2
   half = _z() * math.sqrt(variance)
   low, high = max(middle - half, -1.0), min(middle + half, 1.0)
-  return Comparison((better - worse) / n, low, high, p, n, 'McNemar, exact')
+  return Comparison(
+    (better - worse) / n, low, high, p, f'{n} examples', 'McNemar, exact'
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class Correlation:
+  """A rank correlation over arms.
+
+  Attributes:
+    value: the correlation, or the mean of several.
+    arms: number of arms.
+    is_descriptive: whether the arms are too few for a verdict.
+  """
+
+  value: float
+  arms: int
+  is_descriptive: bool
 
 
 def correlations(
-  points: Iterable[tuple[str, float, float]],
-) -> tuple[float, float | None]:
+  points: Iterable[tuple[str, str, float, float]],
+) -> tuple[Correlation, Correlation | None]:
   """Computes Spearman's rank correlation, pooled and within size.
 
   The T5Gemma paper (2504.06225) correlates pretraining and instruction tuning
-  in this way.
+  in this way. Sizes correlate everything, so that a pooled correlation needs
+  arms of 4 sizes, and one within a size 6 arms, to be more than descriptive.
 
   Args:
-    points: size, and two scores, of every model.
+    points: size, arm, and two scores, of every run. Runs of an arm are
+      averaged: the arms are the unit.
 
   Returns:
-    The correlation over all points, and the mean of the correlations within
-    each size that has at least three points; None if no size has three.
+    The correlation over all arms, and the mean of the correlations within each
+    size of at least 6 arms, without these of at least 3; None without these.
   """
   from scipy import stats
 
-  points = list(points)
-  sizes: dict[str, list[tuple[float, float]]] = {}
-  for size, *scores in points:
-    sizes.setdefault(size, []).append(tuple(scores))
+  runs: dict[tuple[str, str], list[tuple[float, float]]] = {}
+  for size, arm, *scores in points:
+    runs.setdefault((size, arm), []).append(tuple(scores))
+  sizes: dict[str, list[list[float]]] = {}
+  for (size, _), values in runs.items():
+    mean = [statistics.fmean(column) for column in zip(*values, strict=True)]
+    sizes.setdefault(size, []).append(mean)
   correlate = lambda pairs: float(stats.spearmanr(pairs).statistic)  # noqa: E731
+  pooled = correlate([pair for pairs in sizes.values() for pair in pairs])
+  pooled = Correlation(pooled, len(runs), len(sizes) < _SIZES)
   # Two points always have a correlation of 1 or -1.
-  within = [correlate(pairs) for pairs in sizes.values() if len(pairs) > 2]
-  pooled = correlate([scores for _, *scores in points])
-  return pooled, sum(within) / len(within) if within else None
+  for least in (_ARMS, 3):
+    if within := [x for x in sizes.values() if len(x) >= least]:
+      mean = statistics.fmean(map(correlate, within))
+      count = sum(map(len, within))
+      return pooled, Correlation(mean, count, least < _ARMS)
+  return pooled, None
 
 
 def _is_binary(score: results_store.Score) -> bool:
@@ -161,10 +216,3 @@ def _z() -> float:
   from scipy import special
 
   return float(special.ndtri((1 + CONFIDENCE) / 2))
-
-
-def _t(freedom: int) -> float:
-  """Returns the two-sided quantile of Student's t distribution."""
-  from scipy import special
-
-  return float(special.stdtrit(freedom, (1 + CONFIDENCE) / 2))

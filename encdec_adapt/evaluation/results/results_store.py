@@ -7,8 +7,9 @@
      "value": 0.62, "stderr": 0.02, "n": 500, "scores": [1, 0, ...]}
 
 `fingerprint` identifies the model, `options` are all inputs of its scores;
-`weights` and `groups` follow `scores` where the examples have them. A number that is not finite is null. Later lines replace earlier ones. This
-module imports nothing of the package but `files` and `base.errors`.
+`weights` and `groups` follow `scores` where the examples have them. A number
+that is not finite is null. Later lines replace earlier ones. This module
+imports nothing of the package but `files` and `base.errors`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,6 +20,9 @@ import math
 import os
 import statistics
 from typing import Any
+
+from jaxtyping import Float
+import numpy as np
 
 from encdec_adapt.base import errors
 from encdec_adapt.files import append_log, disk
@@ -37,11 +41,12 @@ class Score:
     metric: name of the metric, such as 'acc', 'rouge1' or 'loss'.
     value: value over all examples; the mean of `scores` where the metric is
       a mean over examples.
-    stderr: standard error of `value`, None where it is unknown.
+    stderr: standard error of `value` over independent examples, None where it
+      is unknown.
     n: number of examples.
     scores: value of every example, in the order of the examples, for paired
       tests; empty where single examples have no such metric. Of a ratio of
-      sums, its linearisation (`evaluation.measures.perplexity.ratio`).
+      sums, its linearisation (`ratio_score`).
     weights: denominator of every example, such as its target tokens; empty
       where the metric is a mean.
     groups: group of documents of every example (`document_source.group`), on
@@ -71,6 +76,37 @@ def mean_score(task: str, metric: str, scores: Iterable[float]) -> Score:
   # A single example says nothing about the spread of the population.
   stderr = statistics.stdev(scores) / n**0.5 if n > 1 else None
   return Score(task, metric, statistics.fmean(scores), stderr, n, scores)
+
+
+def ratio_score(
+  task: str,
+  metric: str,
+  numerators: Float[np.ndarray, ' n'],
+  weights: Float[np.ndarray, ' n'],
+  groups: Sequence[str] = (),
+) -> Score:
+  """Returns the score of a ratio of sums over examples, such as the loss.
+
+  It has a standard error by the delta method: the scores of the examples are
+  the ratio's linearisation, with the ratio as their mean.
+
+  Args:
+    task: name of the task.
+    metric: name of the metric.
+    numerators: numerator of every example.
+    weights: denominator of every example.
+    groups: group of every example; empty where each is its own.
+  """
+  value, n = float(numerators.sum() / weights.sum()), len(numerators)
+  # Linear in the examples, so that intervals and tests of means apply.
+  scores = value + (numerators - value * weights) / weights.mean()
+  stderr = float(scores.std(ddof=1)) / n**0.5 if n > 1 else None
+  # Weights of 1 are those of a mean.
+  denominators = () if (weights == 1).all() else tuple(weights.tolist())
+  scores = tuple(scores.tolist())
+  return Score(
+    task, metric, value, stderr, n, scores, denominators, tuple(groups)
+  )
 
 
 # Scores of every model, by its short name.

@@ -98,6 +98,11 @@ class Arm:
   rate: str = ''
   seeds: tuple[int, ...] | None = None
 
+  @property
+  def starts_texts(self) -> list[str]:
+    """Values of `starts` with the names in braces."""
+    return [x if '{' in x else f'{{{x}}}' for x in self.starts.values()]
+
 
 @dataclasses.dataclass(frozen=True)
 class Rate:
@@ -225,9 +230,8 @@ class Study:
         )
     rates = {x.name for x in self.rates}
     for arm in self.arms:
-      for value in arm.starts.values():
-        names = placeholders(value) or [value]
-        self._require(names, f'arm {arm.name} starts from')
+      for text in arm.starts_texts:
+        self._require(placeholders(text), f'arm {arm.name} starts from')
       if arm.rate and arm.rate not in rates:
         raise self.error(
           f'arm {arm.name} has the learning rate of {arm.rate!r}, which is not'

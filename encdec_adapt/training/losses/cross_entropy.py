@@ -11,6 +11,7 @@ from encdec_adapt.base import errors, keys
 from encdec_adapt.models import model_config
 from encdec_adapt.objectives import framing
 from encdec_adapt.ops import vocabulary_loss
+from encdec_adapt.tokenizers import special_ids
 from encdec_adapt.training.losses import loss
 
 
@@ -64,9 +65,9 @@ class CrossEntropy(loss.Loss):
         ' them before.'
       )
 
-  def frame(self, rows: loss.Rows, pad: int) -> loss.Rows:
+  def frame(self, rows: loss.Rows, ids: special_ids.SideIds) -> loss.Rows:
     """Makes the inputs targets, too, if `on_inputs` is set."""
-    return framing.on_all_tokens(rows, pad) if self.on_inputs else rows
+    return framing.on_all_tokens(rows, ids.pad) if self.on_inputs else rows
 
   def logits(self, lengths: framing.Lengths) -> int:
     """Returns the number of targets, or with `on_inputs` of all positions."""

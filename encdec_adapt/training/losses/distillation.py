@@ -3,6 +3,11 @@
 The whole distribution of a model (Gemma 2 report, section 3; on samples of the
 student and with other divergences GKD, arXiv:2306.13649), or a few stored
 probabilities of each target (`data/records/stored_teacher.py`).
+
+Of span corruption (UL2) a causal decoder reads the text before spans were
+hidden, and predicts every target that is text where the text has it. At
+sentinels, which no text has, the teacher's distribution is the sentinel alone
+(T5Gemma 2, arXiv:2512.14856: one-hot at special tokens).
 """
 
 from collections.abc import Mapping
@@ -11,12 +16,16 @@ import functools
 import math
 from typing import ClassVar
 
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
 from encdec_adapt.base import errors, keys
 from encdec_adapt.data.records import stored_teacher
 from encdec_adapt.models import architecture as architectures
 from encdec_adapt.models import model_config
 from encdec_adapt.objectives import framing
 from encdec_adapt.ops import distillation_loss
+from encdec_adapt.tokenizers import special_ids
 from encdec_adapt.training.losses import cross_entropy, loss, rollout_options
 
 _BETA = 0.5
@@ -52,6 +61,8 @@ class Distillation(cross_entropy.CrossEntropy):
   Attributes:
     stored: folder of the stored teacher, whose probabilities are in the batch;
       '' where the teacher is a model.
+    reads_windows: whether the teacher reads the text that spans were cut out
+      of.
   """
 
   name: ClassVar[str] = 'distillation'
@@ -70,6 +81,7 @@ class Distillation(cross_entropy.CrossEntropy):
     1.0, 'Temperature of both distributions in distillation.', above=0
   )
   stored: str = ''
+  reads_windows: bool = False
 
   def __post_init__(self):
     super().__post_init__()
@@ -113,6 +125,11 @@ class Distillation(cross_entropy.CrossEntropy):
     # Any model may learn from a teacher.
     return super().is_chosen(model) or self.distillation > 0
 
+  def for_objectives(self, objectives: loss.Objectives) -> 'Distillation':
+    """Returns the loss with the teacher's rows; see `loss.Loss`."""
+    hidden = any(objective.maker.hides_spans for objective in objectives)
+    return dataclasses.replace(self, reads_windows=hidden)
+
   def with_stored_teacher(self, folder: str) -> 'Distillation':
     """Returns the loss of stored probabilities; see `loss.Loss`."""
     # The options of the loss that such a teacher serves are the defaults.
@@ -126,12 +143,13 @@ class Distillation(cross_entropy.CrossEntropy):
         ' divergence=forward and temperature 1, leave out on_policy and'
         ' on_inputs, or name a model.'
       )
-    return dataclasses.replace(self, stored=folder)
+    return dataclasses.replace(self, stored=folder, reads_windows=False)
 
   @property
   def accepts(self) -> tuple[architectures.Architecture, ...]:
     """Architectures that predict the student's targets."""
-    if self.on_inputs:  # The others read the inputs before they predict.
+    # The others read the inputs, or later text, before they predict.
+    if self.on_inputs or self.reads_windows:
       return (architectures.CAUSAL_DECODER,)
     return super().accepts
 
@@ -155,10 +173,30 @@ class Distillation(cross_entropy.CrossEntropy):
       raise errors.UserError(
         f'the loss is {self.name} with objective'
         f' {" | ".join(map(str, objectives))!r}; a teacher predicts the targets'
-        ' of prefix_lm, pairs and chat only, without masks.'
+        ' of prefix_lm, pairs, chat and span corruption (ul2) only, without'
+        ' masks.'
       )
+    if any(objective.maker.hides_spans for objective in objectives):
+      self._check_windows(objectives)
     if self.samples:
       self._check_samples()
+
+  def _check_windows(self, objectives: loss.Objectives) -> None:
+    """Checks the options beside spans that are targets.
+
+    Raises:
+      UserError: they do not suit these.
+    """
+    is_text = all(objective.documents == 'text' for objective in objectives)
+    reverse = self.options.divergence == 'reverse'
+    if reverse or self.samples or self.on_inputs or not is_text:
+      raise errors.UserError(
+        f'config.data.objective is {" | ".join(map(str, objectives))!r}, of'
+        ' which the teacher reads the text before spans were hidden, and'
+        f' {loss.KIND} is {self.kind!r} with config.loss.on_inputs='
+        f'{self.on_inputs}; set divergence=forward or js, leave out on_policy'
+        ' and on_inputs, and mix it with objectives of texts only.'
+      )
 
   def _check_samples(self) -> None:
     """Checks the options beside sampled targets.
@@ -189,6 +227,27 @@ class Distillation(cross_entropy.CrossEntropy):
       batch |= stored_teacher.filler(1, lengths.decoder, spec.tokens)
     return batch
 
+  def frame(self, rows: loss.Rows, ids: special_ids.SideIds) -> loss.Rows:
+    """Adds the text that a teacher reads; see `loss.Loss`."""
+    rows = super().frame(rows, ids)
+    return framing.with_windows(rows, ids) if self.reads_windows else rows
+
+  def reference_batch(self, batch: loss.Batch) -> loss.Batch:
+    """Puts the text in the place of the teacher's row; see `loss.Loss`."""
+    if not self.reads_windows:
+      return batch
+    names = 'tokens', 'segments', 'positions'
+    row = {f'teacher_{name}': batch[f'window_{name}'] for name in names}
+    # Where it predicts nothing, `sentinels` hides what it says.
+    index = jnp.maximum(batch['window_index'], 0)
+    return {**batch, **row, 'teacher_index': index}
+
+  def sentinels(self, batch: loss.Batch) -> Int[Array, 'B T'] | None:
+    """Returns targets that no teacher predicts, -1 at others; None for none."""
+    if not self.reads_windows:
+      return None
+    return jnp.where(batch['window_index'] < 0, batch['targets'], -1)
+
   def teacher(
     self, references: Mapping[str, loss.Outputs], batch: loss.Batch
   ) -> distillation_loss.Distribution:
@@ -205,6 +264,7 @@ class Distillation(cross_entropy.CrossEntropy):
     return distillation_loss.Teacher(
       outputs.hidden,
       outputs.table,
+      self.sentinels(batch),
       softcap=outputs.config.final_softcap,
       share=share,
       temperature=self.temperature,

@@ -162,6 +162,11 @@ class Loss:
     """Returns the model that a job trains, given that of its configuration."""
     return model
 
+  def for_objectives(self, objectives: Objectives) -> 'Loss':
+    """Returns the loss that reads the rows of objectives."""
+    del objectives
+    return self
+
   def with_stored_teacher(self, folder: str) -> 'Loss':
     """Returns the loss that reads a stored teacher in the place of a model.
 
@@ -209,14 +214,14 @@ class Loss:
 
   # -- Training ----------------------------------------------------------------
 
-  def frame(self, rows: Rows, pad: int) -> Rows:
+  def frame(self, rows: Rows, ids: special_ids.SideIds) -> Rows:
     """Changes a batch of the objective on the host.
 
     Args:
       rows: fields of `objectives.framing`.
-      pad: padding id of the decoder's vocabulary.
+      ids: special ids of the decoder's vocabulary.
     """
-    del pad
+    del ids
     return rows
 
   def row_shape(
@@ -246,7 +251,7 @@ class Loss:
       teacher: whether to make the teacher's fields.
     """
     row = maker.frame((), lengths, ids, teacher=teacher)
-    return self.frame(framing.stack_rows([row]), ids.decoder.pad)
+    return self.frame(framing.stack_rows([row]), ids.decoder)
 
   def weight(self, batch: Batch) -> Float[Array, '']:
     """Returns the weight of a batch, over which metrics are means."""
@@ -275,6 +280,10 @@ class Loss:
     """
     hidden = model.architecture.predict(model, params, batch, **options)
     return Outputs(hidden, model.head(params), model.config.decoder)
+
+  def reference_batch(self, batch: Batch) -> Batch:
+    """Returns a batch as the references read it."""
+    return batch
 
   def answer_log_probs(
     self,
@@ -346,9 +355,10 @@ class Loss:
     """
     # Stopped at their parameters: their states then need no backward pass and
     # none of their activations are stored for it.
+    read = self.reference_batch(batch)
     outputs = {
       name: self.predict(
-        self.models[name], jax.lax.stop_gradient(references[name]), batch
+        self.models[name], jax.lax.stop_gradient(references[name]), read
       )
       for name in self.references
     }

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import platform
 import resource
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 
 from encdec_adapt.base import errors
 from encdec_adapt.data.records import record_sets, record_writing
+from encdec_adapt.data.sources import document_source
 from encdec_adapt.objectives import framing
 from tests import gemma_ids
 
@@ -90,6 +92,51 @@ def test_the_manifest_counts_and_measures_fill(tmp_path):
   assert json.loads((tmp_path / 'manifest.json').read_text()) == manifest
   names = [entry['file'] for entry in manifest['passes'][1]['shards']]
   assert names[2] == 'pass-00001/part-000/shard-00002-of-00003.array_record'
+
+
+def _held_out(folder, documents):
+  """Writes held-out rows of these documents each."""
+  spec = dataclasses.replace(SPEC, split='eval', passes=1, shards=1, pack=False)
+  (key,) = record_writing.shard_keys(spec, PARTS)
+  with record_writing.ShardWriter(folder, spec, key) as writer:
+    for number, names in enumerate(documents):
+      (pair, *_) = make_row(number)
+      writer.write([pair._replace(documents=names)])
+    entries = {key: writer.finish(documents=1)}
+  record_writing.write_manifest(
+    folder, spec, PARTS, entries, gemma_ids.DESCRIBED
+  )
+  return record_sets.RecordSet.open(folder)
+
+
+def test_rows_of_the_development_part(tmp_path):
+  names = [f'module_{i // 4}.py' for i in range(48)]
+  ids = [(f'{name}::source:{i}',) for i, name in enumerate(names)]
+  records = _held_out(tmp_path, ids)
+  assert records.groups(range(48)) == names
+  assert records.manifest['python'] == platform.python_version()
+  want = [i for i in range(48) if document_source.is_development(names[i])]
+  assert 8 <= len(want) < 48
+  part = records.development(99)
+  assert len(part) == len(want) and len(records) == 48
+  numbers = [pair.targets[0] for (pair,) in part.read(range(len(part)))]
+  assert numbers == want
+  few = records.development(len(want) // 2)
+  assert set(few.groups(range(len(few)))) == {names[i] for i in want}
+
+
+def test_without_a_development_part(tmp_path):
+  outside = next(
+    name
+    for name in map('text_{}'.format, range(99))
+    if not document_source.is_development(name)
+  )
+  records = _held_out(tmp_path / 'a', [(outside,)] * 3)
+  with pytest.raises(errors.UserError, match='none of the 3 .* their 1 groups'):
+    records.development(2)
+  # Rows that cross documents have no group.
+  crossing = _held_out(tmp_path / 'b', [('a', 'b'), ('a',)])
+  assert crossing.groups([0, 1]) == []
 
 
 def test_an_unfinished_shard_leaves_nothing(tmp_path):
@@ -199,6 +246,11 @@ def test_unusable_record_sets_are_refused(tmp_path):
     ),
     ({'objective': 'pairs:prefix=a '}, "objective 'pairs:prefix=a '", 'space'),
     ({'objective': 'chat'}, "objective 'chat'", 'the whole conversation'),
+    (
+      {'objective': 'full_lm', 'split': 'eval', 'encoder_length': 0},
+      "objective 'full_lm'",
+      'do not cross documents',
+    ),
     (
       {'objective': 'pairs', 'source': 'pairs:a#b,c + prompts:a#b'},
       "source 'prompts:a#b'",

@@ -32,32 +32,32 @@ def test_interval_of_a_mean_is_students():
   # In the scale of 0 to 100, 0 everywhere is not a share of examples.
   nothing = results_store.Score('t', 'bleu', 0.0, None, 3, (0.0,) * 3)
   assert comparisons.interval(nothing) is None
-  assert comparisons.compare(nothing, nothing).test == 'paired t'
+  assert comparisons.compare([nothing], [nothing]).test == 'paired t'
 
 
 def test_mcnemar():
   # 2 are right for the first alone, 8 for the second alone.
   first = [1.0] * 10 + [0.0] * 10
   second = [1.0] * 8 + [0.0] * 2 + [1.0] * 8 + [0.0] * 2
-  found = comparisons.compare(_score(*first), _score(*second))
+  found = comparisons.compare([_score(*first)], [_score(*second)])
   assert found.difference == pytest.approx(0.3)
   # Of 10 changed examples 8 are better: 2 * (1 + 10 + 45) / 1024.
   assert found.p == pytest.approx(112 / 1024)
-  assert (found.n, found.test) == (20, 'McNemar, exact')
+  assert (found.over, found.test) == ('20 examples', 'McNemar, exact')
   # 6 / 22 -+ 1.96 sqrt(11 - 36 / 22) / 22
   want = 6 / 22 - 0.27265, 6 / 22 + 0.27265
   assert (found.low, found.high) == pytest.approx(want, abs=1e-4)
-  swapped = comparisons.compare(_score(*second), _score(*first))
+  swapped = comparisons.compare([_score(*second)], [_score(*first)])
   assert (swapped.low, swapped.high) == pytest.approx((-found.high, -found.low))
   # Equal answers leave an interval.
-  equal = comparisons.compare(_score(*first), _score(*first))
+  equal = comparisons.compare([_score(*first)], [_score(*first)])
   assert equal.p == 1.0 and equal.low < 0 < equal.high
 
 
 def test_paired_t():
   first = _score(2.0, 3.5, 1.0, 4.0, 2.5)
   second = _score(2.5, 3.75, 2.0, 4.0, 3.5)
-  found = comparisons.compare(first, second)
+  found = comparisons.compare([first], [second])
   want = stats.ttest_rel(second.scores, first.scores)
   bounds = want.confidence_interval(0.95)
   assert found.difference == pytest.approx(0.55)
@@ -67,8 +67,10 @@ def test_paired_t():
 
 def test_no_comparison_without_the_same_examples():
   whole = results_store.Score('t', 'bleu', 12.0, None, 3)
-  assert comparisons.compare(whole, whole) is None
-  assert comparisons.compare(_score(1.0, 2.0), _score(1.0, 2.0, 3.0)) is None
+  assert comparisons.compare([whole], [whole]) is None
+  assert (
+    comparisons.compare([_score(1.0, 2.0)], [_score(1.0, 2.0, 3.0)]) is None
+  )
 
 
 # T5Gemma (2504.06225), table 2: pretrained and instruction-tuned averages.
@@ -84,10 +86,65 @@ TABLE_2 = {
 
 
 def test_correlation_of_pretraining_with_instruction_tuning():
-  points = [(s, *pair) for s, pairs in TABLE_2.items() for pair in pairs]
+  points = [
+    (size, f'{size} {i}', *pair)
+    for size, pairs in TABLE_2.items()
+    for i, pair in enumerate(pairs)
+  ]
   pooled, within = comparisons.correlations(points)
   # The paper states 0.97 over all points, and 0.42 within a size, of more
   # models than the table has.
-  assert pooled == pytest.approx(0.97, abs=0.005)
-  assert within < 0.5
+  assert pooled.value == pytest.approx(0.97, abs=0.005)
+  assert (pooled.arms, pooled.is_descriptive) == (20, False)
+  assert within.value < 0.5
+  # Six sizes have three models, and none has six.
+  assert (within.arms, within.is_descriptive) == (18, True)
   assert comparisons.correlations(points[:2])[1] is None
+  assert comparisons.correlations(points[:8])[0].is_descriptive
+
+
+def test_the_unit_of_a_correlation_is_the_arm():
+  # By run 1 and 3 are in order; by arm all six are reversed.
+  points = [
+    ('S', f'arm {i}', i, -i + sign) for i in range(6) for sign in (-9, 9)
+  ]
+  pooled, within = comparisons.correlations(points)
+  assert (pooled.value, pooled.arms) == (pytest.approx(-1), 6)
+  assert (within.value, within.is_descriptive) == (pytest.approx(-1), False)
+
+
+def _ratio(numerators, groups=('a', 'b', 'b', 'c')):
+  weights = np.array([1.0, 2.0, 1.0, 4.0])
+  return results_store.ratio_score(
+    'held_out', 'loss', np.array(numerators), weights, groups
+  )
+
+
+def test_examples_of_a_group_are_no_evidence_of_their_own():
+  first, second = _ratio([3.0, 6.0, 3.0, 12.0]), _ratio([4.0, 8.0, 4.0, 12.0])
+  found = comparisons.compare([first], [second])
+  # Groups have the differences 1, 3 and 0 and the weights 1, 3 and 4, thus
+  # the cells (1 - .5) / (8 / 3), (3 - 1.5) / (8 / 3) and -2 / (8 / 3).
+  cells = np.array([0.5, 1.5, -2.0]) * 3 / 8
+  half = stats.t.ppf(0.975, 2) * cells.std(ddof=1) / 3**0.5
+  assert found.difference == pytest.approx(0.5)
+  assert (found.low, found.high) == pytest.approx((0.5 - half, 0.5 + half))
+  assert (found.over, found.test) == ('3 groups', 'paired t')
+  low, high = comparisons.interval(second)
+  assert low < second.value < high
+  # One group says nothing of others.
+  single = _ratio([3.0, 6.0, 3.0, 12.0], groups=('a',) * 4)
+  assert comparisons.interval(single) is None
+  assert comparisons.compare([single], [single]) is None
+  assert comparisons.compare([single], [first]) is None
+
+
+def test_several_runs_of_an_arm():
+  rng = np.random.default_rng(0)
+  arms = [[_ratio(rng.normal(3, 1, 4)) for _ in range(3)] for _ in range(2)]
+  found = comparisons.compare(*arms)
+  assert (found.over, found.test) == ('3 runs and 3 groups', 'crossed t')
+  assert found.low < found.difference < found.high
+  # Answers of tasks have no groups.
+  arms = [[_score(*rng.integers(0, 2, 9)) for _ in range(2)] for _ in range(2)]
+  assert comparisons.compare(*arms).over == '2 runs and 9 examples'

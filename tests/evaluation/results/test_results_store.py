@@ -3,6 +3,7 @@
 import json
 import math
 
+import numpy as np
 import pytest
 
 from encdec_adapt.base import errors
@@ -52,6 +53,19 @@ def test_the_newest_results_of_a_run(tmp_path):
     assert options == OPTIONS
     # JSON has no numbers that are not finite.
     assert math.isnan(score.value) and math.isnan(score.scores[0])
+
+
+def test_ratios_keep_weights_and_groups(tmp_path):
+  weights, groups = np.array([3.0, 5.0]), ('json::docs', 'ast::docs')
+  score = results_store.ratio_score(
+    'held_out', 'loss', np.array([6.0, 20.0]), weights, groups
+  )
+  assert score.value == 26 / 8 and score.weights == (3, 5)
+  _add(tmp_path, (MODEL, OPTIONS, [score]))
+  with results_store.Store(tmp_path) as store:
+    (found,) = store.find(MODEL, OPTIONS)
+  assert (found.weights, found.groups) == (score.weights, groups)
+  assert found.scores == pytest.approx(score.scores)
 
 
 def test_lines_have_all_that_a_reader_needs(tmp_path):

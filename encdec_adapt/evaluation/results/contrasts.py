@@ -1,0 +1,144 @@
+"""Contrasts of arms: differences of scores by seed and group of examples.
+
+An arm is the scores of its runs, a seed each, on one metric. A contrast is of
+two arms, the second minus the first, or of four, (second - first) - (fourth -
+third). Runs are differenced seed by seed; arms that read equal rows under equal
+seeds vary less in it.
+
+The module imports of the package `base.errors`, `data.sources.document_source`,
+`crossed_intervals` and `results_store` alone.
+"""
+
+from collections.abc import Sequence
+import dataclasses
+
+from jaxtyping import Float
+import numpy as np
+
+from encdec_adapt.base import errors
+from encdec_adapt.data.sources import document_source
+from encdec_adapt.evaluation.results import crossed_intervals, results_store
+
+MOST_ROWS = 32  # Rows of a group in the report of a study.
+_SIGNS = {1: (1,), 2: (-1, 1), 4: (-1, 1, 1, -1)}
+
+Arm = Sequence[results_store.Score]
+
+
+@dataclasses.dataclass(frozen=True)
+class Cells:
+  """Sums of scores, or of their differences, by seed and group.
+
+  Attributes:
+    sums: numerators of the metric, summed over the examples of a group.
+    weights: denominators of the metric, likewise.
+    names: the groups; empty where each example is its own.
+  """
+
+  sums: Float[np.ndarray, 'seeds groups']
+  weights: Float[np.ndarray, ' groups']
+  names: tuple[str, ...]
+
+  def interval(self, level: float = 0.95) -> crossed_intervals.Interval:
+    """Returns the effect with its interval over seeds and groups."""
+    return crossed_intervals.interval(self.sums, self.weights, level)
+
+
+def cells(arms: Sequence[Arm]) -> Cells:
+  """Returns the cells of an arm (a single one), or of a contrast of arms.
+
+  Args:
+    arms: one, two or four arms.
+
+  Raises:
+    UserError: single examples have no such metric, the arms have other
+      examples, or not equal numbers of seeds.
+  """
+  first, seeds = arms[0][0], len(arms[0])
+  label = f'{first.task}/{first.metric}'
+  for score in (x for arm in arms for x in arm):
+    if not score.scores:
+      raise errors.UserError(
+        f'{label} is no metric of single examples, so that it has no interval;'
+        ' name another metric.'
+      )
+    if not same_examples(first, score):
+      raise errors.UserError(
+        f'the models were measured on other examples of {label} ({first.n} and'
+        f' {score.n}: other records, or text of another version of Python);'
+        ' evaluate all of them on the same records.'
+      )
+  if any(len(arm) != seeds for arm in arms):
+    raise errors.UserError(
+      f'the arms have {", ".join(str(len(arm)) for arm in arms)} runs with'
+      f' {label}, and only equal numbers of seeds are compared; evaluate as'
+      ' many of each.'
+    )
+  sums = sum(
+    sign * np.array([_numerators(score) for score in arm])
+    for sign, arm in zip(_SIGNS[len(arms)], arms, strict=True)
+  )
+  weights = _weights(first)
+  if not first.groups:
+    return Cells(sums, weights, ())
+  names, index = np.unique(first.groups, return_inverse=True)
+  is_of_group = (index[:, None] == np.arange(len(names))).astype(np.float64)
+  return Cells(sums @ is_of_group, weights @ is_of_group, tuple(names.tolist()))
+
+
+def same_examples(
+  first: results_store.Score, second: results_store.Score
+) -> bool:
+  """Returns whether two scores of a metric are of the same examples."""
+  return (
+    len(first.scores) == len(second.scores)
+    and first.groups == second.groups
+    and first.weights == second.weights
+  )
+
+
+def reported(score: results_store.Score) -> results_store.Score:
+  """Returns a score on the examples that the report of a study takes.
+
+  They are those of groups outside the development part, and of a group at most
+  `MOST_ROWS`, evenly spaced. A score without groups is returned as it is.
+
+  Args:
+    score: score on all held-out examples.
+
+  Raises:
+    UserError: all groups are in the development part.
+  """
+  if not score.groups:
+    return score
+  by_group: dict[str, list[int]] = {}
+  for i, name in enumerate(score.groups):
+    by_group.setdefault(name, []).append(i)
+  rows = []
+  for name, members in by_group.items():
+    if not document_source.is_development(name):
+      count = min(len(members), MOST_ROWS)
+      rows += [members[i * len(members) // count] for i in range(count)]
+  if not rows:
+    raise errors.UserError(
+      f'{score.task}/{score.metric} is of {len(by_group)} groups of documents,'
+      ' all in the development part, so that none is left for a report; raise'
+      ' config.data.eval_fraction.'
+    )
+  rows.sort()
+  numerators, weights = _numerators(score)[rows], _weights(score)[rows]
+  groups = tuple(score.groups[i] for i in rows)
+  return results_store.ratio_score(
+    score.task, score.metric, numerators, weights, groups
+  )
+
+
+def _weights(score: results_store.Score) -> Float[np.ndarray, ' n']:
+  return np.array(score.weights or [1.0] * len(score.scores))
+
+
+def _numerators(score: results_store.Score) -> Float[np.ndarray, ' n']:
+  """Returns the numerators that a ratio's linearised scores are of."""
+  weights = _weights(score)
+  residuals = np.subtract(score.scores, score.value) * weights.mean()
+  return residuals + score.value * weights

@@ -1,0 +1,155 @@
+"""Variances of paired differences of earlier studies, for planned power.
+
+`configs/studies/variances.json` has for every 'TASK/METRIC' an entry of each
+study that measured it: variances over seeds, over groups of examples and of the
+rest, of differences of two arms that are paired over both, pooled over the
+arms, with degrees of freedom. `python -m encdec_adapt.study --study=PAGE
+--variances` writes those of the page's results. A page is never planned by its
+own results.
+
+The module imports of the package `files`, `contrasts`, `crossed_intervals` and
+`results_store` alone.
+"""
+
+from collections.abc import Mapping, Sequence
+import dataclasses
+import itertools
+import os
+from typing import Any
+
+import numpy as np
+
+from encdec_adapt.evaluation.results import (
+  contrasts,
+  crossed_intervals,
+  results_store,
+)
+from encdec_adapt.files import atomic, paths
+
+# Below this, a variance is planned with an upper bound of this level.
+_FREEDOM = 8
+_BOUND = 0.8
+
+
+@dataclasses.dataclass(frozen=True)
+class Components:
+  """Variances of the cells of paired differences.
+
+  Attributes:
+    seed: variance over seeds.
+    group: variance over groups of examples.
+    rest: variance of the rest.
+    freedoms: degrees of freedom of the three.
+    seeds: number of seeds that they were estimated from.
+    groups: number of groups.
+  """
+
+  seed: float
+  group: float
+  rest: float
+  freedoms: tuple[int, int, int]
+  seeds: int
+  groups: int
+
+
+def estimate(
+  arms: Sequence[Sequence[results_store.Score]],
+) -> Components:
+  """Estimates the variances from arms with the same examples.
+
+  Args:
+    arms: scores of at least two arms, of at least two seeds each.
+
+  Raises:
+    UserError: the arms have other examples or numbers of seeds.
+  """
+  pairs = [
+    crossed_intervals.mean_squares(cells.sums, cells.weights)
+    for cells in map(contrasts.cells, itertools.combinations(arms, 2))
+  ]
+  # Of k arms, the mean over all pairs is twice the mean square of the
+  # interaction with arms, which has k - 1 times the freedom of a pair.
+  freedoms = tuple(x * (len(arms) - 1) for x in pairs[0].freedoms)
+  seeds, groups = pairs[0].seeds, pairs[0].groups
+  of_seeds, of_groups, rest = (
+    float(np.mean([getattr(x, name) for x in pairs]))
+    for name in ('of_seeds', 'of_groups', 'rest')
+  )
+  seed = max(of_seeds - rest, 0.0) / groups
+  group = max(of_groups - rest, 0.0) / seeds
+  return Components(seed, group, rest, freedoms, seeds, groups)
+
+
+def planned(
+  path: str | os.PathLike[str], metric: str, study: str, arms: int = 2
+) -> Components | None:
+  """Returns the variances that a study is planned with.
+
+  Args:
+    path: file of the variances.
+    metric: 'TASK/METRIC'.
+    study: name of the study that is planned, whose own entry does not count.
+    arms: arms of the contrast, 2 or 4.
+
+  Returns:
+    Means over the other studies, by degrees of freedom; a variance of fewer
+    than 8 of them is the upper 80 % bound. None without an entry.
+  """
+  from scipy import stats
+
+  entries = [
+    Components(**fields)
+    for name, fields in _read(path).get(metric, {}).items()
+    if name != study
+  ]
+  if not entries:
+    return None
+  freedoms = np.array([x.freedoms for x in entries])
+  values = np.array([(x.seed, x.group, x.rest) for x in entries])
+  total = freedoms.sum(axis=0)
+  # A difference of two differences has twice the variance.
+  seed, group, rest = arms / 2 * (values * freedoms).sum(axis=0) / total
+  # The layout with the most groups: a plan knows no other.
+  groups, seeds = max((x.groups, x.seeds) for x in entries)
+  bounds = np.where(
+    total < _FREEDOM, total / stats.chi2.ppf(1 - _BOUND, total), 1.0
+  )
+  # The bounds are of mean squares, in which the rest has a share.
+  return Components(
+    float((groups * seed + rest) * bounds[0] - rest) / groups,
+    float((seeds * group + rest) * bounds[1] - rest) / seeds,
+    float(rest * bounds[2]),
+    tuple(total.tolist()),
+    seeds,
+    groups,
+  )
+
+
+def write(
+  path: str | os.PathLike[str],
+  study: str,
+  arms: Mapping[str, Sequence[Sequence[results_store.Score]]],
+) -> None:
+  """Replaces the entries of a study.
+
+  Args:
+    path: file of the variances; made if it is missing.
+    study: name of the study.
+    arms: by 'TASK/METRIC', the scores of its arms with the same examples; see
+      `estimate`.
+  """
+  content = _read(path)
+  for entries in content.values():
+    entries.pop(study, None)
+  for metric, scores in arms.items():
+    components = dataclasses.asdict(estimate(scores))
+    content.setdefault(metric, {})[study] = components
+  atomic.write_json(
+    paths.at(path), {name: x for name, x in sorted(content.items()) if x}
+  )
+
+
+def _read(path: str | os.PathLike[str]) -> dict[str, dict[str, Any]]:
+  """Returns the content of the file, empty if it is missing."""
+  file = paths.at(path)
+  return atomic.read_json(file) if file.exists() else {}

@@ -1,0 +1,254 @@
+"""States of the stages of a study, in its folder, which workers share.
+
+    ROOT/NAME                          what a stage has made
+    ROOT/stages/NAME/stage.json        its state; job.lock while it runs
+    runs/studies/stages.jsonl          identity, root and folder of every
+                                       finished stage, of all studies
+
+A stage has the folder of its name. Where that holds a stage of another
+identity, as after a change of the page, the beginning of the identity is added.
+A stage that another study has finished is read where it is.
+"""
+
+from collections.abc import Iterator, Mapping
+import contextlib
+import dataclasses
+import json
+import threading
+import time
+from typing import Any
+
+from encdec_adapt.base import errors, exit_status
+from encdec_adapt.cluster import lock
+from encdec_adapt.evaluation.studies import pages, stages
+from encdec_adapt.files import append_log, atomic, paths
+from encdec_adapt.telemetry import environment
+
+# A stage that others made in a different one is named in the report.
+ENVIRONMENT = ('encdec_adapt', 'jax', 'python', 'cores')
+FINISHED, FAILED, RUNNING = 'finished', 'failed', 'running'
+# Statuses of a job that saved, or could not reach another: it resumes.
+STOPPED = (exit_status.RESTART, exit_status.HANG, exit_status.INTERRUPTED)
+_STATE = 'stage.json'
+_INDEX = 'stages.jsonl'
+_BEAT = 5.0  # Seconds between two writes of the time that a stage has taken.
+
+
+@dataclasses.dataclass
+class State:
+  """State of a stage.
+
+  Attributes:
+    name: name of the stage.
+    identity: identity of the stage that the folder holds.
+    status: 'running', 'finished' or 'failed'.
+    command: command line of the last start.
+    seconds: time of all starts.
+    starts: number of starts.
+    error: why it failed, or ''.
+    rate: learning rate that a choice of rates found.
+    environment: versions and hardware of the last start.
+  """
+
+  name: str
+  identity: str
+  status: str = RUNNING
+  command: str = ''
+  seconds: float = 0.0
+  starts: int = 0
+  error: str = ''
+  rate: float | None = None
+  environment: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+  def difference(self, here: Mapping[str, Any]) -> list[str]:
+    """Returns a line for each version, or the cores, that differ here."""
+    made_in = {key: self.environment.get(key) for key in ENVIRONMENT}
+    return environment.difference(
+      made_in, {key: here.get(key) for key in ENVIRONMENT}
+    )
+
+
+class States:
+  """The stages of a study and where they are.
+
+  Attributes:
+    root: folder of the study.
+    stages: the stages by name.
+  """
+
+  def __init__(self, study: pages.Study, resolved: Mapping[str, stages.Stage]):
+    """Stores the stages.
+
+    Raises:
+      UserError: the folder has stages of a study of an earlier version.
+    """
+    self.root, self.stages = paths.at(study.folder), resolved
+    shared = self.root.parent
+    self._index = shared if shared.name == 'studies' else shared / 'studies'
+    if (self.root / 'study.json').exists():
+      raise errors.UserError(
+        f'{self.root} holds stages of an earlier version of encdec_adapt,'
+        ' which identified them by the text of the page. Give --root another'
+        ' folder, or remove this one.'
+      )
+
+  def folder(self, stage: stages.Stage) -> paths.Path:
+    """Returns the folder of what a stage has made, or will make."""
+    root, name = self._finished_elsewhere(stage) or (self.root, None)
+    return root / (name or self._own(stage))
+
+  def state(self, stage: stages.Stage) -> State | None:
+    """Returns the state of a stage; None if it has not been started."""
+    state = _read(self._place(self.root, self._own(stage)))
+    if state is None or state.status != FINISHED:
+      if place := self._finished_elsewhere(stage):
+        return _read(self._place(*place))
+    return state
+
+  def status(self, stage: stages.Stage) -> str:
+    """Returns the status of a stage; '' if it has not been started."""
+    state = self.state(stage)
+    return state.status if state else ''
+
+  def missing(self, stage: stages.Stage) -> list[str]:
+    """Returns the stages that a stage reads and that are not finished."""
+    return [
+      x for x in stage.reads if self.status(self.stages[x]) != FINISHED
+    ]
+
+  def failed(self, stage: stages.Stage) -> bool:
+    """Returns whether a stage has failed, or reads one that has."""
+    return self.status(stage) == FAILED or any(
+      self.failed(self.stages[x]) for x in self.missing(stage)
+    )
+
+  def values(self, stage: stages.Stage) -> dict[str, str]:
+    """Returns what names in braces stand for in the arguments of a stage."""
+    values = {'root': str(self.root), stage.name: str(self.folder(stage))}
+    for name in stage.reads:
+      read = self.stages[name]
+      values[name] = str(self.folder(read))
+      if read.rate:
+        state = self.state(read)
+        values[name] = f'{state.rate:g}' if state and state.rate else 'RATE'
+    return values
+
+  @contextlib.contextmanager
+  def start(
+    self, stage: stages.Stage, command: str, again: bool = False
+  ) -> Iterator[State | None]:
+    """Locks a stage that is to run, and keeps its state.
+
+    Args:
+      stage: the stage.
+      command: its command line.
+      again: whether to run it though it has failed.
+
+    Yields:
+      The state, whose status the caller sets; None if the stage has ended
+      meanwhile.
+
+    Raises:
+      InUseError: another worker runs it.
+    """
+    place = self._place(self.root, self._own(stage))
+    with lock.hold(place):
+      state = self.state(stage) or State(stage.name, stage.identity)
+      if state.status == FINISHED or (state.status == FAILED and not again):
+        yield None
+        return
+      state.starts += 1
+      state = dataclasses.replace(
+        state, status=RUNNING, error='', command=command
+      )
+      with _timed(state, place):
+        yield state
+      if state.status == FINISHED:
+        self._add_to_index(stage)
+
+  def discard(self, stage: stages.Stage) -> None:
+    """Removes what a stage has made here, so that it runs again."""
+    name = self._own(stage)
+    # Another worker may have begun with the same: it has discarded this one.
+    with contextlib.suppress(lock.InUseError):
+      with lock.hold(self._place(self.root, name)):
+        (self._place(self.root, name) / _STATE).unlink(missing_ok=True)
+        if (self.root / name).exists():
+          paths.remove(self.root / name)
+
+  def _own(self, stage: stages.Stage) -> str:
+    """Returns the name of a stage's folder in this study."""
+    state = _read(self._place(self.root, stage.name))
+    if state is None or state.identity == stage.identity:
+      return stage.name
+    return f'{stage.name}-{stage.identity[:8]}'
+
+  def _place(self, root: paths.Path, folder: str) -> paths.Path:
+    return root / 'stages' / folder
+
+  def _finished_elsewhere(
+    self, stage: stages.Stage
+  ) -> tuple[paths.Path, str] | None:
+    """Returns root and folder of an equal stage that is finished, if any."""
+    own = self._own(stage)
+    state = _read(self._place(self.root, own))
+    if state and state.status == FINISHED:
+      return None
+    for line in append_log.read(self._index / _INDEX).splitlines():
+      entry = json.loads(line)
+      if entry['identity'] == stage.identity:
+        root, folder = paths.at(entry['root']), entry['folder']
+        state = _read(self._place(root, folder))
+        # It may have been removed since.
+        if (
+          state
+          and (state.identity, state.status) == (stage.identity, FINISHED)
+          and (root / folder).exists()
+        ):
+          return root, folder
+    return None
+
+  def _add_to_index(self, stage: stages.Stage) -> None:
+    """Adds a finished stage to the index of all studies."""
+    entry = {'identity': stage.identity, 'name': stage.name}
+    entry |= {'root': str(self.root), 'folder': self._own(stage)}
+    while True:
+      with contextlib.suppress(lock.InUseError):
+        # Two writers of a bucket's object would replace each other's lines.
+        with lock.hold(self._index):
+          log = append_log.append(self._index / _INDEX)
+          log.write((json.dumps(entry) + '\n').encode())
+          log.close()
+          return
+      time.sleep(0.1)
+
+
+@contextlib.contextmanager
+def _timed(state: State, place: paths.Path) -> Iterator[None]:
+  """Adds up the time of a state, on disk too, so that a kill loses none."""
+  before, start, stop = state.seconds, time.monotonic(), threading.Event()
+
+  def write() -> None:
+    state.seconds = before + time.monotonic() - start
+    atomic.write_json(place / _STATE, dataclasses.asdict(state))
+
+  def beat() -> None:
+    while not stop.wait(_BEAT):
+      write()
+
+  write()
+  thread = threading.Thread(target=beat, daemon=True)
+  thread.start()
+  try:
+    yield
+  finally:
+    stop.set()
+    thread.join()
+    write()
+
+
+def _read(place: paths.Path) -> State | None:
+  """Reads a state; None if there is none."""
+  if not (place / _STATE).exists():
+    return None
+  return State(**atomic.read_json(place / _STATE))

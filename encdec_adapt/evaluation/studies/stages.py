@@ -1,0 +1,424 @@
+"""From a page to its stages, each identified by its content.
+
+The identity of a stage is a digest of its resolved configuration (of training
+and of records) or of its arguments, in which the identities of the stages that
+it reads stand for their folders. The text of a page, names, and keys without
+effect on results are no part of it. Records are identified by their specs,
+with fingerprints of text and vocabularies.
+"""
+
+from collections.abc import Mapping
+import dataclasses
+import functools
+import hashlib
+import json
+from typing import Any
+
+import ml_collections
+
+from encdec_adapt import config as config_lib
+from encdec_adapt import configs
+from encdec_adapt.base import errors
+from encdec_adapt.cli import command
+from encdec_adapt.data import data_section
+from encdec_adapt.data.making import materialization
+from encdec_adapt.data.records import record_sets
+from encdec_adapt.evaluation.studies import pages
+from encdec_adapt.files import atomic, paths
+from encdec_adapt.models import model_config
+from encdec_adapt.telemetry import compute_cost, environment
+from encdec_adapt.tokenizers import vocabulary_pair
+from encdec_adapt.training import setup
+
+# Keys that decide where a job writes and how fast it is, not its result.
+NO_EFFECT = ('compute.compile_cache', 'data.workers', 'train.trackers')
+_RATE = 'optimizer.learning_rate'
+_Config = tuple[config_lib.Settings, ml_collections.ConfigDict]
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+  """A command with what it reads.
+
+  Attributes:
+    name: name of the stage, and of its folder unless that has another stage.
+    module: command that it runs.
+    arguments: arguments, with names of stages in braces for their folders (for
+      the rate that it chose, of a choice of rates).
+    reads: names of the stages that it reads.
+    identity: digest of its content.
+    model: name of the arm or command on the page, '' for records; of an
+      evaluation the model's.
+    seed: seed of the model; None without one.
+    evaluation: name of the evaluation, '' for other stages.
+    rate: the choice of rates that this is; None for other stages.
+    settings: configuration of training, or of records; None for others.
+    values: resolved configuration of training by key.
+    flops: FLOPs of training on all devices, or that an imported model's
+      summary states.
+    seconds: expected time on two cores, 0 where it is to be measured.
+  """
+
+  name: str
+  module: str
+  arguments: tuple[str, ...]
+  reads: tuple[str, ...]
+  identity: str
+  model: str = ''
+  seed: int | None = None
+  evaluation: str = ''
+  rate: pages.Rate | None = None
+  settings: config_lib.Settings | None = None
+  values: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  flops: float = 0.0
+  seconds: float = 0.0
+
+
+def resolve(study: pages.Study) -> dict[str, Stage]:
+  """Returns the stages by name; each follows those that it reads.
+
+  Raises:
+    UserError: a configuration is wrong, arms read each other, a name has no
+      stage with the seed, or arms of a paired claim read other rows.
+  """
+  resolver = _Resolver(study)
+  for item in study.commands:
+    for seed in item.seeds or (None,):
+      resolver.stage(item.name, seed)
+  # The first seed of all arms first, so that an early report has every arm.
+  for position in range(max((len(study.seeds_of(x.name)) for x in study.arms))):
+    for arm in study.arms:
+      for seed in study.seeds_of(arm.name)[position : position + 1]:
+        resolver.stage(arm.name, seed)
+  for evaluation in study.evaluations:
+    resolver.evaluate(evaluation)
+  for claim in study.claims:
+    if claim.paired:
+      resolver.check_paired(claim)
+  return resolver.stages
+
+
+class _Resolver:
+  """Makes the stages of a study, those that others read first."""
+
+  def __init__(self, study: pages.Study):
+    self.study = study
+    self.stages: dict[str, Stage] = {}
+    self._items = {
+      x.name: x for x in (*study.arms, *study.commands, *study.rates)
+    }
+    self._entered: list[str] = []
+    self._configs: dict[str, _Config] = {}
+
+  def stage(self, name: str, seed: int | None) -> Stage:
+    """Returns the stage of an arm, a command or a rate."""
+    key = self.study.stage_of(name, seed)
+    if key in self._entered:
+      chain = ' reads '.join([*self._entered, key])
+      raise self.study.error(f'stages read each other in a circle: {chain}')
+    if key not in self.stages:
+      self._entered.append(key)
+      item = self._items[name]
+      if isinstance(item, pages.Arm):
+        stage = self._arm(item, key, seed)
+      elif isinstance(item, pages.Rate):
+        stage = self._rate(item)
+      else:
+        stage = self._command(item, key, seed)
+      self._entered.pop()
+      self.stages[key] = stage
+    return self.stages[key]
+
+  def evaluate(self, evaluation: pages.Evaluation) -> None:
+    """Adds the stages of an evaluation."""
+    flags = list(evaluation.arguments)
+    if not any(flag.startswith('--cost') for flag in flags):
+      flags.append('--cost=')
+    if evaluation.records:
+      records = self._records(self._items[evaluation.records])
+      flags.append(f'--records={{{records.name}}}/eval')
+    for model in evaluation.models or [arm.name for arm in self.study.arms]:
+      seeds = self.study.seeds_of(model) or (None,)
+      for seed in seeds if evaluation.all_seeds else seeds[:1]:
+        name = f'{evaluation.name}_{self.study.stage_of(model, seed)}'
+        item = pages.Command(
+          name,
+          'evaluate',
+          (*flags, f'--checkpoint={{{model}}}', f'--output={{{name}}}'),
+          seconds=evaluation.seconds,
+        )
+        stage = self._command(item, name, seed)
+        self.stages[name] = dataclasses.replace(
+          stage, model=model, evaluation=evaluation.name
+        )
+
+  def check_paired(self, claim: pages.Claim) -> None:
+    """Refuses a paired claim whose arms read different rows."""
+    rows = set()
+    for name in claim.contrast:
+      if isinstance(arm := self._items[name], pages.Arm):
+        settings, _ = self._config(arm)
+        rows.add(
+          (
+            self._records(arm).name,
+            settings.train.batch_size,
+            settings.data.rates,
+            self.study.seeds_of(name),
+          )
+        )
+    if len(rows) > 1:
+      raise self.study.error(
+        f'the claim {claim.sentence!r} is paired, but its arms'
+        f' {", ".join(claim.contrast)} read different rows: records, batch'
+        f' size, rates and seeds are {sorted(rows)}; make them equal, or leave'
+        ' out paired'
+      )
+
+  def _command(
+    self, item: pages.Command, name: str, seed: int | None
+  ) -> Stage:
+    """Returns the stage of a command."""
+    arguments, reads = self._filled(item.arguments, seed, item.name, name)
+    reads += [self.stage(x, seed).name for x in item.after]
+    reads = tuple(dict.fromkeys(reads))
+    content = {
+      'module': item.module,
+      'arguments': arguments,
+      'after': sorted(self.stages[x].identity for x in reads),
+    }
+    return Stage(
+      name,
+      item.module,
+      tuple(arguments),
+      reads,
+      self._identity(content, name),
+      model=item.name,
+      seed=seed,
+      flops=_imported_flops(arguments),
+      seconds=item.seconds,
+    )
+
+  def _filled(
+    self, texts, seed: int | None, own: str = '', name: str = ''
+  ) -> tuple[list[str], list[str]]:
+    """Returns texts with names of stages in braces, and these names."""
+    values, reads = {own: f'{{{name}}}', 'seed': str(seed)}, []
+    for text in texts:
+      for x in pages.placeholders(text):
+        if x not in (own, *self.stages) and x not in self._items:
+          known = [*self._items, *self.stages]
+          raise self.study.error(
+            f'{text!r} names {x!r}, which is no arm or command'
+            f'{errors.nearest(x, known)}'
+          )
+        if x != own:
+          # Records have no item on the page.
+          stage = self.stage(x, seed) if x in self._items else self.stages[x]
+          values[x] = f'{{{stage.name}}}'
+          reads.append(stage.name)
+    return [pages.fill(text, values) for text in texts], reads
+
+  def _arm(self, arm: pages.Arm, name: str, seed: int) -> Stage:
+    """Returns the training stage of an arm with a seed."""
+    rate = self.stage(arm.rate, None).name if arm.rate else ''
+    settings, config = self._config(arm)
+    steps = None
+    if arm.budget is not None:
+      steps = self._steps(arm, settings, seed)
+    return self._train(arm, name, seed, seed, steps, rate)
+
+  def _rate(self, rate: pages.Rate) -> Stage:
+    """Returns the stage of a choice of rates."""
+    arm = self._items[rate.arm]
+    reader = self.study.seeds_of(arm.name)[0]
+    stage = self._train(arm, rate.name, rate.seed, reader, rate.steps, '')
+    values = {k: v for k, v in stage.values.items() if k != _RATE}
+    content = {'rates': rate.values, 'extra': rate.extra, 'config': values}
+    arguments = [
+      x for x in stage.arguments if not x.startswith(f'--config.{_RATE}=')
+    ]
+    return dataclasses.replace(
+      stage,
+      arguments=tuple(arguments),
+      identity=self._identity(content, rate.name),
+      model=rate.name,
+      seed=None,
+      rate=rate,
+      flops=stage.flops * len(rate.values),
+    )
+
+  def _train(
+    self,
+    arm: pages.Arm,
+    name: str,
+    seed: int,
+    reader: int,
+    steps: int | None,
+    rate: str,
+  ) -> Stage:
+    """Returns a training stage.
+
+    Args:
+      arm: the arm.
+      name: name of the stage.
+      seed: seed of the run.
+      reader: seed of the arms that it reads.
+      steps: number of steps; None for that of the configuration.
+      rate: choice of the learning rate, or ''.
+    """
+    settings, config = self._config(arm)
+    records = self._records(arm)
+    changes = {**arm.changes}
+    starts, reads = self._filled(arm.starts_texts, reader)
+    changes |= dict(zip(arm.starts, starts, strict=True))
+    changes |= {'seed': seed, 'data.folder': f'{{{records.name}}}'}
+    if steps is not None:
+      changes['train.steps'] = steps
+      settings = dataclasses.replace(
+        settings, train=dataclasses.replace(settings.train, steps=steps)
+      )
+    if rate:
+      changes[_RATE] = f'{{{rate}}}'
+    values = environment.flat(config.to_dict()) | changes
+    values = {k: v for k, v in values.items() if k not in NO_EFFECT}
+    if not config.compute.compile_cache:
+      changes['compute.compile_cache'] = '{root}/compiled'
+    reads = dict.fromkeys([*reads, records.name, *([rate] if rate else [])])
+    return Stage(
+      name,
+      'train',
+      (*_flags(arm.config, changes), f'--workdir={{{name}}}'),
+      tuple(reads),
+      self._identity({'module': 'train', 'config': values}, name),
+      model=arm.name,
+      seed=seed,
+      settings=dataclasses.replace(settings, seed=seed),
+      values=values,
+      flops=self._step_flops(arm, settings) * settings.train.steps,
+    )
+
+  def _config(self, arm: pages.Arm) -> _Config:
+    """Returns the configuration of an arm, validated and as it is."""
+    if arm.name in self._configs:
+      return self._configs[arm.name]
+    flags = _flags(
+      arm.config,
+      {**arm.changes, **dict(zip(arm.starts, arm.starts_texts, strict=True))},
+    )
+    values = command.parse(command.define_config, flags)
+    # Paths in braces are there when the stage runs.
+    settings = config_lib.load(values.config, '{workdir}')
+    self._configs[arm.name] = settings, values.config
+    return self._configs[arm.name]
+
+  def _records(self, arm: pages.Arm) -> Stage:
+    """Returns the stage that makes the records of an arm."""
+    settings, _ = self._config(arm)
+    texts = {
+      key: text
+      for key, text in zip(arm.starts, arm.starts_texts, strict=True)
+      if key.startswith('data.')
+    }
+    starts, reads = self._filled(texts.values(), self.study.seeds_of(arm.name)[0])
+    content = {'records': _record_content(settings.data)}
+    identity = self._identity(content, '')
+    for stage in self.stages.values():
+      if stage.identity == identity:
+        return stage
+    name = 'records' if 'records' not in self.stages else f'records_{arm.name}'
+    changes = {**arm.changes, **dict(zip(texts, starts, strict=True))}
+    changes['data.folder'] = f'{{{name}}}'
+    self.stages[name] = Stage(
+      name,
+      'materialize',
+      tuple(_flags(arm.config, changes)),
+      tuple(reads),
+      identity,
+      settings=settings,
+      seconds=60.0,
+    )
+    return self.stages[name]
+
+  def _steps(
+    self, arm: pages.Arm, settings: config_lib.Settings, seed: int
+  ) -> int:
+    """Returns the number of steps of an arm's budget."""
+    if isinstance(arm.budget, int):
+      return arm.budget
+    raise NotImplementedError
+
+  def _step_flops(
+    self, arm: pages.Arm, settings: config_lib.Settings
+  ) -> float:
+    """Returns the FLOPs of a training step, with those of the teacher."""
+    loss, data = settings.loss, settings.data
+    sizes = loss.row_shape(data.train.lengths, data.objectives[0].answers)
+    shapes = dict.fromkeys(loss.references, self._reference(arm, settings))
+    rows = settings.train.batch_size
+    return setup.step_flops(settings.model, *sizes, rows, shapes.values())
+
+  def _reference(
+    self, arm: pages.Arm, settings: config_lib.Settings
+  ) -> model_config.ModelConfig:
+    """Returns the shape of an arm's teacher; assumed unless it is an arm."""
+    source = self._items.get(arm.starts.get('teacher.checkpoint'))
+    if isinstance(source, pages.Arm):
+      return self._config(source)[0].model
+    return settings.loss.assumed_reference(settings.model)
+
+  def _identity(self, content: Mapping[str, Any], name: str) -> str:
+    """Returns the digest of a content, with identities for names in braces."""
+    values = {key: stage.identity for key, stage in self.stages.items()}
+    text = json.dumps(content, sort_keys=True, default=str)
+    # The folder of shipped files depends on where the command runs.
+    text = text.replace(str(configs.FOLDER), 'configs')
+    text = pages.fill(text, {**values, name: 'output', 'root': 'root'})
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _flags(config: str, changes: Mapping[str, Any]) -> list[str]:
+  """Returns the flags of a configuration."""
+  return [f'--config={config}'] + [
+    f'--config.{key}={value}' for key, value in changes.items()
+  ]
+
+
+def _record_content(data: data_section.DataConfig) -> dict[str, Any]:
+  """Returns all that the records of a configuration depend on."""
+  return {
+    'train': _spec_content(data, data.train),
+    'eval': _spec_content(data, data.evaluation),
+  }
+
+
+def _spec_content(
+  data: data_section.DataConfig, spec: record_sets.RecordSpec
+) -> dict[str, Any]:
+  """Returns a spec with fingerprints of its text and vocabularies."""
+  choice = data.vocabularies
+  if pages.placeholders(f'{choice.decoder} {choice.encoder}'):
+    # Made by a stage.
+    fields = {'vocabulary': choice.decoder, 'encoder_vocabulary': choice.encoder}
+  elif vocabulary_pair.exists(choice.decoder):
+    fields = choice.open().fingerprints
+  else:
+    fields = {'vocabulary': f'trained: {data.table_sizes} {data.chat_format}'}
+  # Text that a stage writes is identified by the stage, which its name has.
+  if not pages.placeholders(spec.source):
+    fields['source_fingerprint'] = _fingerprint(spec)
+  return dataclasses.asdict(dataclasses.replace(spec, **fields))
+
+
+@functools.cache
+def _fingerprint(spec: record_sets.RecordSpec) -> str:
+  return materialization.source_fingerprint(spec)
+
+
+def _imported_flops(arguments) -> float:
+  """Returns the FLOPs that the summary of an imported model states."""
+  for text in arguments:
+    source = text.removeprefix('--source=')
+    if source != text and (paths.at(source) / compute_cost.SUMMARY).exists():
+      summary = atomic.read_json(paths.at(source) / compute_cost.SUMMARY)
+      return summary['inclusive']['flops']
+  return 0.0
