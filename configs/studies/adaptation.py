@@ -1,0 +1,153 @@
+"""Is a pair that is adapted from a decoder better than its alternatives?
+
+    python -m encdec_adapt.study --study=configs/studies/adaptation.py:size=cpu
+
+Compares the pair adapted from a decoder with pairs from random weights (with
+the decoder as teacher, without it, and without it at equal total FLOPs:
+C(source) + C(adaptation) + C(teacher) = C(scratch)), with the decoder trained
+on (for as many rows, and for as many FLOPs), and with a pair whose decoder is
+the smaller one. Larger sizes add a wider decoder of as many parameters from
+random weights, and all of them after the same tuning on look-ups. All read the
+same rows, and are measured on the targets of the same held-out rows.
+
+Not controlled: a pair has twice the layers of its source (the wider decoder is
+the control); the decoder trained on has all tokens of a row in its loss, a pair
+half of them; there is one pretrained decoder; it had a cosine decay, and arms
+have a rate that falls with the square root of the step, so that their curves
+show shorter runs. The paper distills all of the loss, `cpu` half of it. `cpu`
+has 3 seeds and takes three hours on two cores.
+"""
+
+import dataclasses
+
+from encdec_adapt.configs.studies import shared
+from encdec_adapt.evaluation.studies import budgets, pages
+
+
+def get_study(arg=None):
+  """Returns the page of a size (`shared.size`)."""
+  size = shared.size(arg)
+  # At cpu 1.6M target tokens, of one pass; at pod 1T in batches of 4.2M tokens.
+  steps = size.steps(800, gpu=240, pod=500_000)
+  # Scratch at equal total FLOPs reads the text 2.6 times.
+  fields = {'steps': steps, 'changes': shared.rsqrt(steps) | {'data.passes': 3}}
+  adapted = shared.pair(size, 'adapted', rate='rate_adapted', **fields)
+  untaught = shared.pair(size, '', taught=False, rate='rate_scratch', **fields)
+  scratch = shared.scratch(untaught, 'scratch')
+  continued = shared.decoder(size, 'continued', rate='rate_continued', **fields)
+  flops, total = _budgets(size, adapted)
+  taught = dataclasses.replace(scratch, name='scratch_taught')
+  unbalanced = {'sides': size.unbalanced, 'rate': 'rate_unbalanced', **fields}
+  arms = [
+    adapted,
+    scratch,
+    shared.with_teacher(size, taught),
+    dataclasses.replace(scratch, name='scratch_total', budget=total),
+    continued,
+    dataclasses.replace(continued, name='continued_flops', budget=flops),
+    shared.pair(size, 'unbalanced', **unbalanced),
+  ]
+  chosen = {'adapted': 3e-3, 'scratch': 3e-3, 'continued': 1e-3}
+  chosen['unbalanced'] = 3e-3
+  tuned, claims = [], CLAIMS
+  if size.large:
+    arms.append(_wide(continued, scratch, total))
+    tuned = [shared.tuned(size, arm, 'rate_adapted_tuned') for arm in arms]
+    chosen |= {'wide': 1e-3, 'adapted_tuned': 1e-3}
+    claims += TUNED_CLAIMS
+  evaluations = [shared.measured('text', 'adapted', arms, 'base')]
+  if tuned:
+    evaluations.append(shared.measured('answers', 'adapted_tuned', tuned))
+  return shared.study(
+    'adaptation',
+    'Adapting a decoder into an encoder-decoder, and its alternatives',
+    size,
+    (*arms, *tuned),
+    dict.fromkeys(('base', *size.unbalanced)),
+    seeds=size.seeds[:3],
+    rates=shared.rates(size, chosen, 80),
+    evaluations=tuple(evaluations),
+    claims=claims,
+  )
+
+
+def _budgets(size, adapted):
+  """Returns the FLOPs of adaptation, and those with its source, as budgets."""
+  if size.name == 'smoke':
+    return adapted.budget, adapted.budget
+  if size.name == 'pod':  # The paper's: 6T more tokens, and 8T from scratch.
+    return budgets.Tokens(3e12), budgets.Tokens(4e12)
+  flops = shared.flops(size, adapted)
+  total = flops + shared.source_flops(size)
+  return budgets.FLOPs(flops), budgets.FLOPs(total)
+
+
+def _wide(decoder, pair, budget):
+  """Returns a decoder with the parameters of a pair, from random weights."""
+  models = [shared.settings(arm).model for arm in (decoder, pair)]
+  width = budgets.match(*models, 'parameters').decoder.mlp_width
+  wide = shared.scratch(decoder, 'wide', budget=budget, rate='rate_wide')
+  changes = {**wide.changes, 'model.decoder.mlp_width': width}
+  return dataclasses.replace(wide, changes=changes)
+
+
+CLAIMS = (
+  shared.claim(
+    ('scratch_taught', 'adapted'),
+    'Adapted below scratch that learns from the same decoder.',
+    f'{shared.A}, Table 4',
+    'points: +2.6 at 2B-2B, -1.2 at S-S and B-B',
+    primary=True,
+    paired=True,
+  ),
+  shared.claim(
+    ('scratch_total', 'adapted'),
+    'Adapted below scratch at equal total FLOPs.',
+    f'{shared.A}, Table 4; its critique',
+    'scratch had 8T tokens, the source 2T and adaptation 2T',
+    primary=True,
+  ),
+  shared.claim(
+    ('continued_flops', 'adapted'),
+    'Adapted below the decoder trained on for as many FLOPs.',
+    f'{shared.A}, section 5',
+    'points: 49.7, Gemma 2 2B after 6T more tokens 48.6',
+    primary=True,
+  ),
+  shared.claim(
+    ('base', 'adapted'),
+    "Adaptation reaches its source's loss in half of its tokens.",
+    f'{shared.A}, Figure 2',
+    '2B-2B passes Gemma 2 2B (2T tokens) near 196B',
+    metric=pages.CROSSING,
+    smallest=2.0,
+    reason='half of the tokens',
+    primary=True,
+  ),
+  shared.claim(
+    ('continued', 'adapted'),
+    'Adapted below the decoder trained on over the same rows.',
+    f'{shared.A}, section 5',
+    '-',
+  ),
+  shared.claim(
+    ('unbalanced', 'adapted'),
+    'Adapted below the pair with the smaller decoder.',
+    f'{shared.A}, Table 2',
+    'points: 9B-9B 63.1, 9B-2B 55.0',
+  ),
+)
+TUNED_CLAIMS = (
+  shared.claim(
+    ('scratch_total_tuned', 'adapted_tuned'),
+    'After the same tuning, adapted below scratch of equal total FLOPs.',
+    f'{shared.A}, Table 4',
+    'points: +2.5 at 2B-2B, -.1 at S-S',
+  ),
+  shared.claim(
+    ('wide_tuned', 'adapted_tuned'),
+    'After the same tuning, adapted below a wider decoder from scratch.',
+    f'{shared.A}; its critique',
+    '-',
+  ),
+)
