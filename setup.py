@@ -112,7 +112,7 @@ setuptools.setup(
   package_dir={'encdec_adapt.configs': 'configs'},
   package_data={
     'encdec_adapt': ['py.typed'],
-    'encdec_adapt.configs': ['README.md', 'decoders/**'],
+    'encdec_adapt.configs': ['README.md', 'decoders/**', 'studies/**'],
     'encdec_adapt.planning': ['calibration.json'],
     'encdec_adapt.serving': ['page.html'],
   },

@@ -36,7 +36,7 @@ import random
 from encdec_adapt import config as config_lib
 from encdec_adapt.base import errors, option_strings
 from encdec_adapt.configs import books, pretrained
-from encdec_adapt.evaluation import study_stages
+from encdec_adapt.evaluation.studies import pages
 from encdec_adapt.models import model_config
 
 
@@ -69,7 +69,7 @@ def get_config(arg=None):
 
 
 def get_study(arg=None):
-  """Returns the grid; lists are separated by +, tasks by ;."""
+  """Returns the page of the grid; lists are separated by +, tasks by ;."""
   args = config_lib.parse_arg(
     arg,
     source='',
@@ -85,7 +85,6 @@ def get_study(arg=None):
     passes=10,
     patience=3,
   )
-  root = args['root']
   tasks = [args[name].split(';') for name in ('data', 'fields', 'labels')]
   if len({len(given) for given in tasks}) > 1:
     raise errors.UserError(
@@ -93,24 +92,52 @@ def get_study(arg=None):
       ' separated by ; and need one for each task.'
     )
   grid = _draw_grid(args)
-  stages, best_of = [], {}
+  arms, evaluations, best_of = [], [], {}
   for data, fields, labels in zip(*tasks, strict=True):
     name = '_'.join(pathlib.Path(data).with_suffix('').parts[-2:])
-    flags = (
-      f'--config.data.source=labels:{data}#{fields.replace("+", ",")}',
-      f'--config.data.objective=classify:labels={labels}',
+    changes = {
+      'data.source': f'labels:{data}#{fields.replace("+", ",")}',
+      'data.objective': f'classify:labels={labels}',
+      'data.encoder_length': args['length'],
+      'data.passes': args['passes'],
+      'data.eval_fraction': 0.1,
+      'data.eval_rows': 0,
+      'train.patience': args['patience'],
+    }
+    runs = tuple(_arm(args, name, changes, point) for point in grid)
+    best_of[f'best_{name}'] = tuple(arm.name for arm in runs)
+    evaluations.append(
+      pages.Evaluation(
+        f'evaluate_{name}',
+        metrics=('held_out/loss', 'held_out/accuracy', 'held_out/macro_f1'),
+        records=runs[0].name,
+        models=best_of[f'best_{name}'],
+      )
     )
-    own, runs = _task_stages(args, name, flags, grid)
-    stages += own
-    best_of[f'best_{name}'] = runs
-  return study_stages.Study(
-    root=root,
+    arms += runs
+  return pages.Study(
+    name='classification',
     title=f'Classification: {args["data"]}',
     size=f'{len(grid)} runs of each of {len(best_of)} tasks',
-    stages=tuple(stages),
-    runs=tuple(itertools.chain(*best_of.values())),
-    results=f'{root}/evaluation',
+    root=args['root'],
+    arms=tuple(arms),
+    evaluations=tuple(evaluations),
     best_of=best_of,
+  )
+
+
+def _arm(args, task, changes, point):
+  """A run of a task at a learning rate, a batch size and a dropout."""
+  rate, batch, dropout = point
+  return pages.Arm(
+    f'{task}_{rate:g}_{batch:g}_{dropout:g}',
+    f'classification:source={args["source"]}',
+    changes
+    | {
+      'optimizer.learning_rate': f'{rate:g}',
+      'train.batch_size': f'{batch:g}',
+      'train.dropout': f'{dropout:g}',
+    },
   )
 
 
@@ -127,49 +154,3 @@ def _draw_grid(args):
   if args['budget'] < len(grid):
     grid = sorted(random.Random(0).sample(grid, args['budget']))
   return grid
-
-
-def _task_stages(args, task, flags, grid):
-  """Returns the stages of a task, and the names of its runs.
-
-  Args:
-    args: arguments of the study.
-    task: name of the task.
-    flags: flags of its data.
-    grid: learning rate, batch and dropout of each run.
-  """
-  root = args['root']
-  records = f'{root}/records_{task}'
-  shared = (
-    f'--config=classification:source={args["source"]}',
-    *flags,
-    f'--config.data.folder={records}',
-    f'--config.data.encoder_length={args["length"]}',
-    f'--config.data.passes={args["passes"]}',
-    '--config.data.eval_fraction=0.1',
-    '--config.data.eval_rows=0',
-    f'--config.train.patience={args["patience"]}',
-  )
-  stages = [study_stages.Stage(f'records_{task}', 'materialize', shared, 60)]
-  runs = []
-  for rate, batch, dropout in grid:
-    runs.append(f'{task}_{rate:g}_{batch:g}_{dropout:g}')
-    own = (
-      f'--workdir={root}/{runs[-1]}',
-      f'--config.optimizer.learning_rate={rate:g}',
-      f'--config.train.batch_size={batch:g}',
-      f'--config.train.dropout={dropout:g}',
-    )
-    stages.append(study_stages.Stage(runs[-1], 'train', (*shared, *own), 600))
-  evaluated = (
-    f'--records={records}/eval',
-    f'--output={root}/evaluation',
-    '--cost=',
-    *(f'--checkpoint={root}/{name}' for name in runs),
-  )
-  stages.append(
-    study_stages.Stage(
-      f'evaluate_{task}', 'evaluate', evaluated, 10 * len(runs)
-    )
-  )
-  return stages, tuple(runs)

@@ -12,8 +12,7 @@ held-out modules, and its price. `size=cpu` has three seeds, `size=quick` one,
     python -m encdec_adapt.train --workdir=.. \
       --config=configs/post_training_study.py:size=quick,run=pair_rloo
 
-A run is MODEL_ARM; those of other seeds end in _seed1 and _seed2, and start
-from the model that was tuned with the same seed.
+A run is MODEL_ARM, and starts from the model that was tuned with the same seed.
 """
 
 import dataclasses
@@ -31,10 +30,9 @@ from encdec_adapt.base import errors
 from encdec_adapt.cli import command
 from encdec_adapt.configs import functions, post_training, sft
 from encdec_adapt.conversion import answer_encoding, text_generation
-from encdec_adapt.evaluation import study_stages
-from encdec_adapt.evaluation.measures import held_out
 from encdec_adapt.evaluation.reports import score_tables
 from encdec_adapt.evaluation.results import comparisons, results_store
+from encdec_adapt.evaluation.studies import pages
 from encdec_adapt.files import atomic, paths
 from encdec_adapt.inference import log_likelihoods
 from encdec_adapt.telemetry import compute_cost
@@ -117,57 +115,40 @@ def _arguments(arg):
   args = config_lib.parse_arg(
     arg, size='quick', run='pair_tuned', models='runs/quickstart_full'
   )
-  run, _, seed = args['run'].partition('_seed')
-  if args['size'] not in SIZES or run not in RUNS:
+  if args['size'] not in SIZES or args['run'] not in RUNS:
     raise errors.UserError(
       f'size={args["size"]} must be one of {", ".join(SIZES)}, and'
       f' run={args["run"]} of {", ".join(RUNS)}.'
     )
-  model, _, arm = run.partition('_')
+  model, _, arm = args['run'].partition('_')
   root = f'{args["models"]}/post_training_{args["size"]}'
-  return args | {'model': model, 'arm': arm, 'seed': int(seed or 0)}, root
-
-
-def _run(name, seed):
-  return f'{name}_seed{seed}' if seed else name
+  return args | {'model': model, 'arm': arm}, root
 
 
 def get_config(arg=None):
   """Returns the configuration of a `run` (of RUNS) at a `size` (of SIZES)."""
   args, root = _arguments(arg)
-  size, seed, arm = SIZES[args['size']], args['seed'], ARMS[args['arm']]
-
-  def path(name):
-    return f'{root}/{_run(name, seed)}'
-
+  size, arm = SIZES[args['size']], ARMS[args['arm']]
   # Its shape and vocabulary are those of the tuned model, not there yet.
   source = f'source={args["models"]}/{MODELS[args["model"]]}'
   if arm.recipe == 'sft':
     config = sft.get_config(source)
   else:
-    teacher = f',teacher={path("decoder_tuned")}' * (arm.recipe == 'distill')
+    teacher = f',teacher={root}/decoder_tuned' * (arm.recipe == 'distill')
     config = post_training.get_config(f'recipe={arm.recipe},{source}{teacher}')
   if args['arm'] != 'tuned':
-    config.init.encoder = path(f'{args["model"]}_tuned')
-  config.seed = seed
-  samples = f'{path("samples")}/{{}}.jsonl'
-  library = _source()
-  config.data.source, config.data.eval_rows = library, size.held_out
+    config.init.encoder = f'{root}/{args["model"]}_tuned'
   config.data.folder = f'{root}/records'
-  if args['arm'] == 'passing':
-    fields = 'prompt,chosen'
-    config.data.source = f'pairs:{samples.format("passing")}#{fields}'
-  elif arm.recipe in ('dpo', 'reward'):
-    fields = 'prompt,chosen,rejected'
-    config.data.source = f'preferences:{samples.format("pairs")}#{fields}'
-  if config.data.source == library:
-    config.data.seqio_modules = 'encdec_adapt.configs.functions'
-  else:
-    config.data.folder = f'{path("samples")}/{arm.recipe}'
+  if text := _sampled(args['arm']):
+    config.data.source = text.format(samples=f'{root}/samples')
+    config.data.folder = f'{root}/samples/{arm.recipe}'
     config.data.eval_fraction, config.data.eval_rows = 0.2, 0
+  else:
+    config.data.source, config.data.eval_rows = _source(), size.held_out
+    config.data.seqio_modules = 'encdec_adapt.configs.functions'
   config.data.encoder_length, config.data.decoder_length = TOKENS, TOKENS + 1
   # Few samples pass, and a pass over the library takes seconds.
-  config.data.passes = 2 if config.data.source == library else 8
+  config.data.passes = 8 if _sampled(args['arm']) else 2
   config.data.shards = config.data.workers = 1
   config.train.batch_size = config.train.eval_batch_size = 2 * size.batch
   if arm.reward or arm.recipe == 'distill':
@@ -177,7 +158,7 @@ def get_config(arg=None):
   if arm.reward:
     config.train.batch_size = size.batch
     config.train.rollouts = f'samples={SAMPLES},tokens={TOKENS},cut=1'
-    judge = path('pair_reward') * (arm.reward == 'model:')
+    judge = f'{root}/pair_reward' * (arm.reward == 'model:')
     config.train.rewards = arm.reward + judge
   config.train.steps = math.ceil(arm.share * size.steps)
   config.train.log_every = 5
@@ -192,47 +173,68 @@ def get_config(arg=None):
   return config
 
 
+def _sampled(arm):
+  """Returns the source of an arm that learns from samples, else ''."""
+  if arm == 'passing':
+    return 'pairs:{samples}/passing.jsonl#prompt,chosen'
+  if ARMS[arm].recipe in ('dpo', 'reward'):
+    return 'preferences:{samples}/pairs.jsonl#prompt,chosen,rejected'
+  return ''
+
+
+def _arm(run, arg):
+  """Returns an arm of the page, and what it starts from."""
+  model, _, arm = run.partition('_')
+  starts = {'init.encoder': f'{model}_tuned'} if arm != 'tuned' else {}
+  if text := _sampled(arm):
+    starts['data.source'] = text
+  if ARMS[arm].recipe == 'distill':
+    starts['teacher.checkpoint'] = 'decoder_tuned'
+  if ARMS[arm].reward == 'model:':
+    starts['train.rewards'] = 'model:{pair_reward}'
+  return pages.Arm(run, f'{_STUDY}:{arg},run={run}', starts=starts)
+
+
 def get_study(arg=None):
-  """Returns the stages of a size, in order; see `encdec_adapt.study`."""
+  """Returns the page of a size; see `encdec_adapt.study`."""
   args, root = _arguments(arg)
-  size = SIZES[args['size']]
+  seeds = tuple(range(SIZES[args['size']].seeds))
   arg = f'size={args["size"]},models={args["models"]}'
-  stages = []
+  compared = tuple(run for run in RUNS if run != 'pair_reward')
 
-  def add(name, module, *flags, seconds):
-    stages.append(study_stages.Stage(name, module, flags, seconds))
+  def step(name, step_name, *flags, seeds=seeds):
+    flags = f'--step={step_name}', f'--size={arg}', *flags
+    flags += (f'--output={{{name}}}',)
+    return pages.Command(name, f'configs.{_STUDY}', flags, seeds=seeds)
 
-  def step(name, run):
-    flags = f'--step={name}', f'--size={arg}', f'--run={run}'
-    add(f'{name}_{run}', f'configs.{_STUDY}', *flags, seconds=60)
-
-  runs = [_run(name, seed) for seed in range(size.seeds) for name in RUNS]
-  for run in runs:
-    config = f'--config={_STUDY}:{arg},run={run}'
-    add(run, 'train', config, f'--workdir={root}/{run}', seconds=90)
-    if run.startswith('pair_tuned'):
-      step('collect', run)
-  for run in runs:
-    step('measure', run)
-  compared = [run for run in runs if not run.startswith('pair_reward')]
-  add(
-    'evaluate',
-    'evaluate',
-    f'--records={root}/records/eval',
-    f'--output={root}/evaluation',
-    '--cost=',
-    *(f'--checkpoint={root}/{run}' for run in compared),
-    seconds=10 * len(compared),
-  )
-  step('table', '')
-  return study_stages.Study(
-    root=root,
+  measures = [
+    step(
+      f'measure_{run}',
+      'measure',
+      f'--run={run}',
+      f'--model={{{run}}}',
+      f'--tuned={{{run.partition("_")[0]}_tuned}}',
+    )
+    for run in RUNS
+  ]
+  suffixes = [f'_seed{seed}' * bool(seed) for seed in seeds]
+  table = (f'--measures={{measure_{r}{x}}}' for r in RUNS for x in suffixes)
+  return pages.Study(
+    name='post_training',
     title="Post-training on functions of Python's library",
     size=args['size'],
-    stages=tuple(stages),
-    runs=tuple(compared),
-    results=f'{root}/evaluation',
-    table=f'{root}/table.json',
+    root=root,
+    arms=tuple(_arm(run, arg) for run in RUNS),
+    seeds=seeds,
+    evaluations=(
+      pages.Evaluation('evaluate', records='pair_tuned', models=compared),
+    ),
+    commands=(
+      step('samples', 'collect', '--model={pair_tuned}'),
+      *measures,
+      step('table', 'table', *table, seeds=()),
+    ),
+    table='table',
   )
 
 
@@ -243,21 +245,25 @@ define_flags = command.define(
     'Samples a tuned model for preferences, measures a run, or writes a table.',
   ),
   command.string('size', 'Argument of the study.', default='size=quick'),
-  command.string('run', 'Name of the run.', default=''),
+  command.string('run', 'Name of the run.', default='pair_tuned'),
+  command.string('model', 'Work directory of the model.'),
+  command.string('tuned', 'Work directory of the model that it began as.'),
+  command.string('output', 'Folder that gets the results.'),
+  command.flag('multi_string', 'measures', 'Folders of measures.', default=[]),
 )
 
 
 def main(values: flags.FlagValues) -> int:
   """Runs a step of the study that no other command does."""
-  command.require(values, 'step')
-  args, root = _arguments(values.size)
-  size = SIZES[args['size']]
+  command.require(values, 'step', 'output')
+  args, _ = _arguments(f'{values.size},run={values.run}')
+  size, output = SIZES[args['size']], paths.at(values.output)
   if values.step == 'table':
-    _write_table(root, size)
+    _write_table(output, values.measures, size)
+  elif values.step == 'collect':
+    _collect(output, values.model, size)
   else:
-    args, _ = _arguments(f'{values.size},run={values.run}')
-    step = {'collect': _collect, 'measure': _measure}[values.step]
-    step(paths.at(root), values.run, args, size)
+    _measure(output, values.model, values.tuned, args, size)
   return 0
 
 
@@ -298,9 +304,9 @@ def _passing(prompts, groups):
   return [_passes(p, x[0]) for p, x in zip(prompts, groups, strict=True)]
 
 
-def _collect(root, run, args, size):
+def _collect(folder, path, size):
   """Writes the passing samples of a tuned model, and a pair of each prompt."""
-  model = encdec_adapt.load(root / run)
+  model = encdec_adapt.load(path)
   prompts = _prompts('train')[: size.prompts]
   pairs, passing = [], []
   _, groups = _sample(model, prompts, SAMPLES, 1.0)
@@ -313,7 +319,6 @@ def _collect(root, run, args, size):
     passing += rows
     if rows and rejected:
       pairs.append(rows[0] | {'rejected': rejected[0]})
-  folder = root / _run('samples', args['seed'])
   folder.mkdir(parents=True, exist_ok=True)
   for name, rows in ('passing', passing), ('pairs', pairs):
     lines = ''.join(json.dumps(row) + '\n' for row in rows)
@@ -322,12 +327,11 @@ def _collect(root, run, args, size):
   print(f'{len(passing)} of {count} samples pass; {len(pairs)} pairs')
 
 
-def _measure(root, run, args, size):
+def _measure(folder, path, tuned_path, args, size):
   """Measures a run on held-out prompts; a reward model by the best of 8."""
-  seed = args['seed']
-  tuned = encdec_adapt.load(root / _run(f'{args["model"]}_tuned', seed))
+  run, tuned = args['run'], encdec_adapt.load(tuned_path)
   is_judge = args['arm'] == 'reward'
-  model = tuned if is_judge else encdec_adapt.load(root / run)
+  model = tuned if is_judge else encdec_adapt.load(path)
   prompts = _prompts('eval')[: size.held_out]
   _, greedy = _sample(model, prompts, 1, 0.0)
   ids, drawn = _sample(model, prompts, SAMPLES if is_judge else 1, 1.0)
@@ -335,7 +339,7 @@ def _measure(root, run, args, size):
     # An upper bound (arXiv:2401.01879).
     kl = math.log(SAMPLES) - (SAMPLES - 1) / SAMPLES
     scores = answer_encoding.score_texts(
-      encdec_adapt.load(root / run),
+      encdec_adapt.load(path),
       prompts,
       [[x.text for x in group] for group in drawn],
       [[x.ended != 'length' for x in group] for group in drawn],
@@ -353,7 +357,7 @@ def _measure(root, run, args, size):
     log_probs = [x[0].log_probs.sum() for x in drawn]
     kl = np.mean(log_probs) - np.mean([x.log_prob for x in scored.values()])
   texts = [x[0].text for x in greedy]
-  summary = atomic.read_json(root / run / compute_cost.SUMMARY)
+  summary = atomic.read_json(paths.at(path) / compute_cost.SUMMARY)
   measures = {
     'greedy': _passing(prompts, greedy),
     'sampled': _passing(prompts, drawn),
@@ -365,37 +369,30 @@ def _measure(root, run, args, size):
     'FLOPs': summary['flops'],
     'with sources': summary['inclusive']['flops'],
   }
-  (root / 'measures').mkdir(exist_ok=True)
-  atomic.write_json(root / 'measures' / f'{run}.json', measures)
+  atomic.write_json(folder / 'measures.json', measures)
   for name in ('greedy', 'sampled'):
     print(f'{run}: {np.mean(measures[name]):.3f} {name}, KL {kl:.1f}')
 
 
-def _write_table(root, size):
+def _write_table(folder, measures, size):
   """Writes what every run is worth, and its price; means over seeds."""
   rows, rates = [], {}
-  with results_store.Store(f'{root}/evaluation') as store:
-    for name in RUNS:
-      names = [_run(name, seed) for seed in range(size.seeds)]
-      read = [
-        atomic.read_json(paths.at(f'{root}/measures/{x}.json')) for x in names
-      ]
-      is_judge = name == 'pair_reward'
-      row = {'run': f'best of {SAMPLES} by {name}' if is_judge else name}
-      for metric in ('greedy', 'sampled'):
-        # Means over seeds, of each prompt: intervals are of the prompts.
-        values = np.mean([x[metric] for x in read], axis=0).tolist()
-        score = results_store.mean_score(name, metric, values)
-        low, high = comparisons.interval(score)
-        rates[name, metric] = score
-        row[metric] = f'{score.value:.3f} ({low:.2f} to {high:.2f})'
-      for metric, form in _PRICES.items():
-        row[metric] = format(np.mean([x[metric] for x in read]), form)
-      scores = [store.of_run(f'{root}/{x}', held_out.TASK) for x in names]
-      losses = [x['loss'][1].value for x in scores if x]
-      row['loss'] = f'{np.mean(losses):.3f}' if losses else '-'
-      rows.append(row)
-  atomic.write_json(paths.at(f'{root}/table.json'), {'rows': rows})
+  read = [atomic.read_json(paths.at(x) / 'measures.json') for x in measures]
+  for i, name in enumerate(RUNS):
+    seeds = read[i * size.seeds : (i + 1) * size.seeds]
+    is_judge = name == 'pair_reward'
+    row = {'run': f'best of {SAMPLES} by {name}' if is_judge else name}
+    for metric in ('greedy', 'sampled'):
+      # Means over seeds, of each prompt: intervals are of the prompts.
+      values = np.mean([x[metric] for x in seeds], axis=0).tolist()
+      score = results_store.mean_score(name, metric, values)
+      low, high = comparisons.interval(score)
+      rates[name, metric] = score
+      row[metric] = f'{score.value:.3f} ({low:.2f} to {high:.2f})'
+    for metric, form in _PRICES.items():
+      row[metric] = format(np.mean([x[metric] for x in seeds]), form)
+    rows.append(row)
+  atomic.write_json(folder / 'table.json', {'rows': rows})
   print(score_tables.text(rows))
   pair, decoder = (rates[f'{x}_rloo', 'greedy'] for x in MODELS)
   paired = comparisons.compare(decoder, pair)

@@ -31,9 +31,13 @@ def get_config(arg=None):
   if args['format'] not in ('pairs', 'chat'):
     raise errors.UserError(f'format={args["format"]} must be pairs or chat.')
   config = pretrained.get_config(f'source={args["source"]}')
-  config.data.objective = args['format'] + f':meap={args["meap"]}' * bool(
-    args['meap']
-  )
+  set_tuning(config, args['format'], args['meap'])
+  return config
+
+
+def set_tuning(config, form='pairs', meap=''):
+  """Changes a configuration of a model on disk into its fine-tuning."""
+  config.data.objective = form + f':meap={meap}' * bool(meap)
   config.data.encoder_length, config.data.decoder_length = 1024, 256
   config.data.passes = 3
   config.train.steps = 0
@@ -41,4 +45,3 @@ def get_config(arg=None):
   config.checkpoint.every = 200
   config.checkpoint.keep_best = True
   config.optimizer.learning_rate = 1e-4
-  return config

@@ -50,10 +50,11 @@ def locate(text: str) -> str:
   name, colon, argument = text.partition(':')
   if not name.isidentifier():
     return text
-  names = sorted(file.stem for file in FOLDER.glob('*.py'))
+  files = [*FOLDER.glob('*.py'), *FOLDER.glob('studies/*.py')]
+  names = {file.stem: str(file.relative_to(FOLDER)) for file in sorted(files)}
   if name not in names:
     raise errors.UserError(
       f'{name!r} is not a shipped configuration; give the path of a file, such'
       f' as {name}.py, or one of {", ".join(names)}.'
     )
-  return path(f'{name}.py') + colon + argument
+  return path(names[name]) + colon + argument

@@ -61,6 +61,9 @@ define_flags = command.define(
     'Run stages again that were made by other versions of the package, jax or'
     ' Python, or on another number of cores; read none of other studies.',
   ),
+  command.boolean(
+    'variances', 'Write configs/studies/variances.json from its results; stop.'
+  ),
   command.boolean('worker', 'Only run stages; what --jobs starts.'),
 )
 
@@ -81,6 +84,9 @@ def main(values: flags.FlagValues) -> int:
     return 0
   if values.report:
     study_results.write(study, states)
+    return 0
+  if values.variances:
+    print(f'wrote {study_results.write_variances(study, states)}')
     return 0
   if values.stage and values.stage not in resolved:
     raise errors.UserError(

@@ -38,6 +38,7 @@ LEVELS = (
   {'evaluation.tasks', 'evaluation.reports'},
   {'evaluation'},
   {'planning'},
+  {'evaluation.studies'},
   {'commands'},
 )
 LEVEL = {name: i for i, names in enumerate(LEVELS) for name in names}

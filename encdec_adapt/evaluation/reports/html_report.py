@@ -20,7 +20,7 @@ A study's report is a dictionary:
                 `inclusive` (`target_tokens`, `total_tokens`, `flops`,
                 `seconds` of the run and of all its sources)
   best          names of the runs that are the best of several
-  stages        `name`, `command`, `budget_seconds`, `seconds`
+  stages        `name`, `command`, `status`, `starts`, `seconds` of all starts
   samples       `run`, `prompt`, `continuation`
   tuned         report of the study that fine-tunes the runs, or None
   note          last sentence of the findings, or ''
@@ -252,12 +252,13 @@ def _sample(sample: Mapping[str, str]) -> str:
 
 
 def _stages(stages: Sequence[Mapping[str, Any]]) -> str:
-  """Renders the commands with their time and budget."""
+  """Renders the commands with the time and number of their starts."""
   rows = [
     {
       'stage': stage['name'],
       'took': progress.format_seconds(stage['seconds']),
-      'budget': progress.format_seconds(stage['budget_seconds']),
+      'starts': stage['starts'],
+      'status': stage['status'],
       'command': stage['command'],
     }
     for stage in stages

@@ -192,9 +192,8 @@ class Study:
     platform: 'gpu' or 'tpu' if models need such devices, '' for any.
     best_of: maps a name in the report to arms; the one with the lowest
       held-out loss is shown under that name.
-    samples: command that writes continuations for the report; '' for none.
-    tuned: root of the study that a command fine-tunes the arms in; its report is
-      part of this one; '' for none.
+    samples: command that writes continuations for the report, samples.jsonl in
+      its folder; '' for none.
     note: sentence at the end of the findings; '' for none.
     table: command that writes a table of its own for the report, `rows` of the
       file table.json in its folder; '' for none.
@@ -213,7 +212,6 @@ class Study:
   platform: str = ''
   best_of: Mapping[str, tuple[str, ...]] = _mapping()
   samples: str = ''
-  tuned: str = ''
   note: str = ''
   table: str = ''
 
@@ -267,18 +265,18 @@ class Study:
     return next((x.seeds for x in self.commands if x.name == name), ())
 
   def stage_of(self, name: str, seed: int | None) -> str:
-    """Returns the name of the stage of an arm or command with a seed.
+    """Returns the name of the stage of an arm or command that is read.
 
     Args:
       name: name of an arm, a command or a rate.
-      seed: seed of the reader; None if it has none.
+      seed: seed of the reader; None if it has none, and reads the first seed.
 
     Raises:
       UserError: the arm has several seeds, and not this one.
     """
     seeds = self.seeds_of(name)
     if seed not in seeds:
-      if len(seeds) > 1:
+      if len(seeds) > 1 and seed is not None:
         raise self.error(
           f'{name} has the seeds {seeds}, and what reads it has {seed}; give'
           ' both the same seeds'

@@ -76,15 +76,25 @@ class States:
     stages: the stages by name.
   """
 
-  def __init__(self, study: pages.Study, resolved: Mapping[str, stages.Stage]):
+  def __init__(
+    self,
+    study: pages.Study,
+    resolved: Mapping[str, stages.Stage],
+    shared: bool = True,
+  ):
     """Stores the stages.
+
+    Args:
+      study: the study.
+      resolved: its stages by name.
+      shared: whether stages that other studies have finished are read.
 
     Raises:
       UserError: the folder has stages of a study of an earlier version.
     """
     self.root, self.stages = paths.at(study.folder), resolved
-    shared = self.root.parent
-    self._index = shared if shared.name == 'studies' else shared / 'studies'
+    self._shared, parent = shared, self.root.parent
+    self._index = parent if parent.name == 'studies' else parent / 'studies'
     if (self.root / 'study.json').exists():
       raise errors.UserError(
         f'{self.root} holds stages of an earlier version of encdec_adapt,'
@@ -112,9 +122,7 @@ class States:
 
   def missing(self, stage: stages.Stage) -> list[str]:
     """Returns the stages that a stage reads and that are not finished."""
-    return [
-      x for x in stage.reads if self.status(self.stages[x]) != FINISHED
-    ]
+    return [x for x in stage.reads if self.status(self.stages[x]) != FINISHED]
 
   def failed(self, stage: stages.Stage) -> bool:
     """Returns whether a stage has failed, or reads one that has."""
@@ -166,7 +174,22 @@ class States:
       if state.status == FINISHED:
         self._add_to_index(stage)
 
-  def discard(self, stage: stages.Stage) -> None:
+  def discard_others(self, cores: int) -> None:
+    """Removes what other versions, or other numbers of cores, have made.
+
+    Stages that read such stages are removed, too.
+
+    Args:
+      cores: number of cores of a worker.
+    """
+    here, removed = {**environment.versions(), 'cores': cores}, set()
+    for name, stage in self.stages.items():
+      state = _read(self._place(self.root, self._own(stage)))
+      if removed & {*stage.reads} or (state and state.difference(here)):
+        removed.add(name)
+        self._discard(stage)
+
+  def _discard(self, stage: stages.Stage) -> None:
     """Removes what a stage has made here, so that it runs again."""
     name = self._own(stage)
     # Another worker may have begun with the same: it has discarded this one.
@@ -190,9 +213,8 @@ class States:
     self, stage: stages.Stage
   ) -> tuple[paths.Path, str] | None:
     """Returns root and folder of an equal stage that is finished, if any."""
-    own = self._own(stage)
-    state = _read(self._place(self.root, own))
-    if state and state.status == FINISHED:
+    state = _read(self._place(self.root, self._own(stage)))
+    if not self._shared or (state and state.status == FINISHED):
       return None
     for line in append_log.read(self._index / _INDEX).splitlines():
       entry = json.loads(line)

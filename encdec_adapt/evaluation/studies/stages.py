@@ -23,12 +23,11 @@ from encdec_adapt.cli import command
 from encdec_adapt.data import data_section
 from encdec_adapt.data.making import materialization
 from encdec_adapt.data.records import record_sets
-from encdec_adapt.evaluation.studies import pages
+from encdec_adapt.evaluation.studies import budgets, pages
 from encdec_adapt.files import atomic, paths
-from encdec_adapt.models import model_config
+from encdec_adapt.models import forward_flops, model_config
 from encdec_adapt.telemetry import compute_cost, environment
 from encdec_adapt.tokenizers import vocabulary_pair
-from encdec_adapt.training import setup
 
 # Keys that decide where a job writes and how fast it is, not its result.
 NO_EFFECT = ('compute.compile_cache', 'data.workers', 'train.trackers')
@@ -82,16 +81,18 @@ def resolve(study: pages.Study) -> dict[str, Stage]:
       stage with the seed, or arms of a paired claim read other rows.
   """
   resolver = _Resolver(study)
-  for item in study.commands:
-    for seed in item.seeds or (None,):
-      resolver.stage(item.name, seed)
   # The first seed of all arms first, so that an early report has every arm.
-  for position in range(max((len(study.seeds_of(x.name)) for x in study.arms))):
+  counts = [len(study.seeds_of(arm.name)) for arm in study.arms]
+  for position in range(max(counts, default=0)):
     for arm in study.arms:
       for seed in study.seeds_of(arm.name)[position : position + 1]:
         resolver.stage(arm.name, seed)
   for evaluation in study.evaluations:
     resolver.evaluate(evaluation)
+  # Those that nothing has read so far.
+  for item in study.commands:
+    for seed in item.seeds or (None,):
+      resolver.stage(item.name, seed)
   for claim in study.claims:
     if claim.paired:
       resolver.check_paired(claim)
@@ -147,10 +148,25 @@ class _Resolver:
           (*flags, f'--checkpoint={{{model}}}', f'--output={{{name}}}'),
           seconds=evaluation.seconds,
         )
-        stage = self._command(item, name, seed)
         self.stages[name] = dataclasses.replace(
-          stage, model=model, evaluation=evaluation.name
+          self._command(item, name, seed),
+          model=model,
+          evaluation=evaluation.name,
+          flops=self._evaluation_flops(evaluation, model),
         )
+
+  def _evaluation_flops(
+    self, evaluation: pages.Evaluation, model: str
+  ) -> float:
+    """Returns the FLOPs of the held-out loss; 0 of other evaluations."""
+    arm = self._items[model]
+    if not (evaluation.records and isinstance(arm, pages.Arm)):
+      return 0.0
+    settings, _ = self._config(self._items[evaluation.records])
+    lengths, data = settings.data.evaluation.lengths, settings.data
+    sizes = lengths.encoder, lengths.decoder, lengths.teacher
+    shape = self._config(arm)[0].model
+    return float(data.eval_rows * forward_flops.forward(shape, *sizes))
 
   def check_paired(self, claim: pages.Claim) -> None:
     """Refuses a paired claim whose arms read different rows."""
@@ -174,9 +190,7 @@ class _Resolver:
         ' out paired'
       )
 
-  def _command(
-    self, item: pages.Command, name: str, seed: int | None
-  ) -> Stage:
+  def _command(self, item: pages.Command, name: str, seed: int | None) -> Stage:
     """Returns the stage of a command."""
     arguments, reads = self._filled(item.arguments, seed, item.name, name)
     reads += [self.stage(x, seed).name for x in item.after]
@@ -221,10 +235,9 @@ class _Resolver:
   def _arm(self, arm: pages.Arm, name: str, seed: int) -> Stage:
     """Returns the training stage of an arm with a seed."""
     rate = self.stage(arm.rate, None).name if arm.rate else ''
-    settings, config = self._config(arm)
     steps = None
     if arm.budget is not None:
-      steps = self._steps(arm, settings, seed)
+      steps = self._steps(arm, self._step(arm, self._config(arm)[0]), seed)
     return self._train(arm, name, seed, seed, steps, rate)
 
   def _rate(self, rate: pages.Rate) -> Stage:
@@ -267,7 +280,7 @@ class _Resolver:
       rate: choice of the learning rate, or ''.
     """
     settings, config = self._config(arm)
-    records = self._records(arm)
+    records = self._records(arm, reader)
     changes = {**arm.changes}
     starts, reads = self._filled(arm.starts_texts, reader)
     changes |= dict(zip(arm.starts, starts, strict=True))
@@ -294,7 +307,7 @@ class _Resolver:
       seed=seed,
       settings=dataclasses.replace(settings, seed=seed),
       values=values,
-      flops=self._step_flops(arm, settings) * settings.train.steps,
+      flops=self._step(arm, settings).flops * settings.train.steps,
     )
 
   def _config(self, arm: pages.Arm) -> _Config:
@@ -311,21 +324,23 @@ class _Resolver:
     self._configs[arm.name] = settings, values.config
     return self._configs[arm.name]
 
-  def _records(self, arm: pages.Arm) -> Stage:
-    """Returns the stage that makes the records of an arm."""
+  def _records(self, arm: pages.Arm, seed: int | None = None) -> Stage:
+    """Returns the stage that makes the records of an arm with a seed."""
     settings, _ = self._config(arm)
     texts = {
       key: text
       for key, text in zip(arm.starts, arm.starts_texts, strict=True)
       if key.startswith('data.')
     }
-    starts, reads = self._filled(texts.values(), self.study.seeds_of(arm.name)[0])
-    content = {'records': _record_content(settings.data)}
+    starts, reads = self._filled(texts.values(), seed)
+    content = {'records': _record_content(settings.data), 'reads': starts}
     identity = self._identity(content, '')
     for stage in self.stages.values():
       if stage.identity == identity:
         return stage
     name = 'records' if 'records' not in self.stages else f'records_{arm.name}'
+    if name in self.stages:  # Of another seed.
+      name = f'records_{self.study.stage_of(arm.name, seed)}'
     changes = {**arm.changes, **dict(zip(texts, starts, strict=True))}
     changes['data.folder'] = f'{{{name}}}'
     self.stages[name] = Stage(
@@ -339,23 +354,29 @@ class _Resolver:
     )
     return self.stages[name]
 
-  def _steps(
-    self, arm: pages.Arm, settings: config_lib.Settings, seed: int
-  ) -> int:
+  def _steps(self, arm: pages.Arm, step: budgets.Step, seed: int) -> int:
     """Returns the number of steps of an arm's budget."""
     if isinstance(arm.budget, int):
       return arm.budget
-    raise NotImplementedError
+    _, reads = self._filled(arm.starts_texts, seed)
+    spent = {}
+    # Of all that the run starts from and learns from, each once.
+    while reads:
+      stage = self.stages[reads.pop()]
+      spent[stage.name] = stage.flops
+      reads += [x for x in stage.reads if x not in spent and x != stage.name]
+    try:
+      return arm.budget.steps(step, sum(spent.values()))
+    except errors.UserError as error:
+      raise self.study.error(f'arm {arm.name}: {error}') from error
 
-  def _step_flops(
+  def _step(
     self, arm: pages.Arm, settings: config_lib.Settings
-  ) -> float:
-    """Returns the FLOPs of a training step, with those of the teacher."""
-    loss, data = settings.loss, settings.data
-    sizes = loss.row_shape(data.train.lengths, data.objectives[0].answers)
-    shapes = dict.fromkeys(loss.references, self._reference(arm, settings))
-    rows = settings.train.batch_size
-    return setup.step_flops(settings.model, *sizes, rows, shapes.values())
+  ) -> budgets.Step:
+    """Returns what a training step spends, with the teacher."""
+    names = settings.loss.references
+    reference = self._reference(arm, settings) if names else None
+    return budgets.Step.of(settings, [reference] * len(names))
 
   def _reference(
     self, arm: pages.Arm, settings: config_lib.Settings
@@ -398,7 +419,10 @@ def _spec_content(
   choice = data.vocabularies
   if pages.placeholders(f'{choice.decoder} {choice.encoder}'):
     # Made by a stage.
-    fields = {'vocabulary': choice.decoder, 'encoder_vocabulary': choice.encoder}
+    fields = {
+      'vocabulary': choice.decoder,
+      'encoder_vocabulary': choice.encoder,
+    }
   elif vocabulary_pair.exists(choice.decoder):
     fields = choice.open().fingerprints
   else:

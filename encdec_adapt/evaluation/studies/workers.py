@@ -69,8 +69,12 @@ def work(
     while chosen:
       waiting = []
       for stage in chosen:
-        if only or not (states.status(stage) == 'finished' or states.failed(stage)):
-          if states.missing(stage) or not _take(study, states, stage, run, bool(only)):
+        if only or not (
+          states.status(stage) == 'finished' or states.failed(stage)
+        ):
+          if states.missing(stage) or not _take(
+            study, states, stage, run, bool(only)
+          ):
             waiting.append(stage)
       if len(waiting) == len(chosen):
         time.sleep(_POLL)
@@ -141,7 +145,7 @@ def command_line(module: str, arguments: Sequence[str]) -> str:
 
 def default_jobs() -> int:
   """Returns a worker for each GPU, or else for two cores."""
-  return len(_gpus()) or max(len(_cores()) // 2, 1)
+  return len(_gpus()) or max(len(cores()) // 2, 1)
 
 
 def start(arguments: Sequence[str], jobs: int) -> list[int]:
@@ -159,10 +163,10 @@ def start(arguments: Sequence[str], jobs: int) -> list[int]:
   Raises:
     UserError: there are fewer cores, or GPUs, than workers.
   """
-  gpus, cores = _gpus(), _cores()
-  if jobs > len(gpus or cores):
+  gpus, shared = _gpus(), cores()
+  if jobs > len(gpus or shared):
     raise errors.UserError(
-      f'--jobs={jobs} workers cannot share {len(gpus)} GPUs and {len(cores)}'
+      f'--jobs={jobs} workers cannot share {len(gpus)} GPUs and {len(shared)}'
       ' cores; give at most one for each.'
     )
   workers, threads = [], []
@@ -172,7 +176,9 @@ def start(arguments: Sequence[str], jobs: int) -> list[int]:
       if gpus:
         variables['CUDA_VISIBLE_DEVICES'] = ','.join(gpus[i::jobs])
       # A child has the cores that this process has when it is started.
-      _set_cores(cores[i * len(cores) // jobs : (i + 1) * len(cores) // jobs])
+      _set_cores(
+        shared[i * len(shared) // jobs : (i + 1) * len(shared) // jobs]
+      )
       workers.append(
         subprocess.Popen(
           [sys.executable, '-m', 'encdec_adapt.study', *arguments],
@@ -185,10 +191,10 @@ def start(arguments: Sequence[str], jobs: int) -> list[int]:
       thread = threading.Thread(target=_print_lines, args=(i, workers[-1]))
       thread.start()
       threads.append(thread)
-    _set_cores(cores)
+    _set_cores(shared)
     return [worker.wait() for worker in workers]
   finally:
-    _set_cores(cores)
+    _set_cores(shared)
     for worker in workers:
       worker.terminate()  # Training saves; it has no effect on a finished one.
     for thread in threads:
@@ -200,16 +206,16 @@ def _print_lines(number: int, worker: subprocess.Popen) -> None:
     print(f'[worker {number}] {line}', end='', flush=True)
 
 
-def _cores() -> list[int]:
+def cores() -> list[int]:
   """Returns the cores that this process may use."""
   if hasattr(os, 'sched_getaffinity'):  # Not on macOS.
     return sorted(os.sched_getaffinity(0))
   return list(range(os.cpu_count() or 1))
 
 
-def _set_cores(cores: Sequence[int]) -> None:
+def _set_cores(numbers: Sequence[int]) -> None:
   if hasattr(os, 'sched_setaffinity'):
-    os.sched_setaffinity(0, cores)
+    os.sched_setaffinity(0, numbers)
 
 
 def _gpus() -> list[str]:

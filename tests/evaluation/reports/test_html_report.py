@@ -58,7 +58,7 @@ def report():
     'size': 'small',
     'text': {'documents': 1200, 'bytes': 5_000_000},
     'runs': runs,
-    'stages': [{**stage, 'budget_seconds': 60, 'seconds': 75.0}],
+    'stages': [{**stage, 'starts': 1, 'status': 'finished', 'seconds': 75.0}],
     'samples': [
       {'run': 'adapted', 'prompt': 'def f(x):\n', 'continuation': 'a < b'}
     ],

@@ -1,0 +1,254 @@
+"""What a study will take: tokens, FLOPs, hours, memory, and planned power.
+
+Hours are of a measured step of each shape, which the folder of the study keeps.
+"""
+
+from collections.abc import Mapping, Sequence
+import dataclasses
+import hashlib
+import json
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from encdec_adapt import config as config_lib
+from encdec_adapt import configs
+from encdec_adapt.base import errors
+from encdec_adapt.cluster import lock
+from encdec_adapt.data.making import process_pool
+from encdec_adapt.data.records import record_sets
+from encdec_adapt.evaluation.reports import score_tables
+from encdec_adapt.evaluation.results import number_format as numbers
+from encdec_adapt.evaluation.results import variances, verdicts
+from encdec_adapt.evaluation.studies import pages, stage_states, stages
+from encdec_adapt.files import atomic, disk, paths
+from encdec_adapt.planning import programs
+from encdec_adapt.telemetry import environment, progress
+from encdec_adapt.training import setup
+
+# A run that reads its text more often learns it by heart.
+MOST_PASSES = 4
+_STEPS = 'steps.json'
+_REPEATS = 3
+# Sections and keys that a step's time and memory depend on.
+_SHAPE = ('model.', 'compute.', 'loss.', 'mesh.', 'train.batch_size')
+_SHAPE += ('train.microbatches', 'train.dropout', 'data.encoder_length')
+_SHAPE += ('data.decoder_length', 'optimizer.name', 'teacher.')
+
+
+def describe(study: pages.Study, states: stage_states.States) -> str:
+  """Describes what a study will take; measures steps that are not known yet.
+
+  Returns:
+    Lines of text: a table of the models, then the sums, then claims.
+  """
+  trained = [x for x in states.stages.values() if x.module == 'train']
+  steps = _measured(study, states, trained)
+  rows: dict[str, dict[str, Any]] = {}
+  for stage in trained:
+    step, count = steps.get(_shape(stage)), stage.settings.train.steps
+    runs = len(stage.rate.values) if stage.rate else 1
+    row = rows.setdefault(
+      stage.model,
+      {'model': stage.model, 'runs': 0, 'steps': count, 'tokens': ''}
+      | {'FLOPs': 0.0, 'passes': _passes(states, stage), 'ms/step': ''}
+      | {'memory': '', 'hours': 0.0},
+    )
+    row['runs'] += runs
+    lengths, batch = stage.settings.data.train.lengths, stage.settings.train
+    tokens = count * batch.batch_size * (lengths.decoder or lengths.encoder)
+    row['tokens'] = numbers.count(tokens)
+    row['FLOPs'] += stage.flops
+    if step:
+      row['ms/step'] = f'{1000 * step["seconds"]:.0f}'
+      row['memory'] = disk.format_bytes(step['bytes'])
+      row['hours'] += runs * count * step['seconds'] / 3600
+  others = [x for x in states.stages.values() if x.module != 'train']
+  # Choices and arms are training; other stages have their expected times.
+  hours = sum(x['hours'] for x in rows.values())
+  hours += sum(x.seconds for x in others) / 3600
+  evaluated = sum(x.flops for x in others if x.evaluation)
+  flops = sum(x['FLOPs'] for x in rows.values()) + evaluated
+  unknown = any(not x['ms/step'] for x in rows.values())
+  for row in rows.values():
+    row['FLOPs'] = f'{row["FLOPs"]:.3g}'
+    row['hours'] = f'{row["hours"]:.2f}' if row['ms/step'] else ''
+  lines = [score_tables.text(list(rows.values()))] if rows else []
+  lines.append(
+    f'{len(states.stages)} stages, {flops:.3g} FLOPs'
+    f' ({evaluated:.2g} of them for held-out losses),'
+    f' {hours:.2f} hours{" and more, as steps are not measured" * unknown}'
+  )
+  if steps:
+    largest = max(x['bytes'] for x in steps.values())
+    lines.append(f'largest training step: {disk.format_bytes(largest)}')
+  return '\n'.join([*lines, *_claims(study)])
+
+
+def check_text(stage: stages.Stage, arguments: Sequence[str]) -> None:
+  """Refuses a run that reads its text more than 4 times.
+
+  Args:
+    stage: the training stage.
+    arguments: its arguments, without names in braces.
+
+  Raises:
+    UserError: names the run, its passes and the remedy.
+  """
+  prefix = '--config.data.folder='
+  (folder,) = (x for x in arguments if x.startswith(prefix))
+  passes = _passes_of(stage.settings, folder.removeprefix(prefix))
+  if passes and passes > MOST_PASSES:
+    raise errors.UserError(
+      f'stage {stage.name} reads {folder.removeprefix(prefix)} {passes:.1f}'
+      f' times in {stage.settings.train.steps} steps, and at most {MOST_PASSES}'
+      ' passes over a text are useful: give it more text, or a smaller budget.'
+    )
+
+
+def _passes(states: stage_states.States, stage: stages.Stage) -> str:
+  """Returns how often a run reads its text; '' before there are records."""
+  (records,) = (
+    x for x in stage.reads if states.stages[x].module == 'materialize'
+  )
+  folder = states.folder(states.stages[records])
+  passes = _passes_of(stage.settings, str(folder))
+  return f'{passes:.2f}' if passes else ''
+
+
+def _passes_of(settings: config_lib.Settings, folder: str) -> float | None:
+  """Returns the passes of a number of steps; None where it is not known."""
+  manifest = record_sets.read_manifest(paths.join(folder, 'train'))
+  if manifest is None or not settings.train.steps:
+    return None
+  rows = settings.train.steps * settings.train.batch_size
+  return rows * len(manifest['passes']) / manifest['totals']['rows']
+
+
+def _claims(study: pages.Study) -> list[str]:
+  """Returns a line for each claim with its planned power."""
+  primary = sum(claim.primary for claim in study.claims)
+  path = configs.path('studies/variances.json')
+  lines = []
+  for claim in study.claims:
+    level = verdicts.level(primary) if claim.primary else 0.95
+    count = len(study.seeds_of(claim.contrast[0]))
+    components = variances.planned(
+      path, claim.metric, study.name, len(claim.contrast)
+    )
+    text = f'no entry of {claim.metric} in variances.json: no planned power'
+    if count < 2:
+      text = f'{count} seed: no interval over seeds, no verdict'
+    elif components:
+      power = verdicts.planned_power(
+        claim.direction,
+        claim.smallest,
+        components,
+        count,
+        components.groups,
+        level,
+      )
+      effect = 'none' if power.effect is None else f'{power.effect:.3g}'
+      text = (
+        f'80 % power for "reproduced" at an effect of {effect}; at'
+        f' {claim.smallest:g} it is {power.reproduced:.0%}'
+      )
+      if power.no_difference is not None:
+        text += f', for "no difference" at 0 {power.no_difference:.0%}'
+    mark = f'primary, level {level:.3g}' if claim.primary else 'no verdict'
+    lines.append(f'{claim.sentence} ({mark}): {text}')
+  return lines
+
+
+def _shape(stage: stages.Stage) -> str:
+  """Returns a digest of what a step's time depends on."""
+  values = {k: v for k, v in stage.values.items() if k.startswith(_SHAPE)}
+  text = json.dumps(values, sort_keys=True, default=str)
+  return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _measured(
+  study: pages.Study,
+  states: stage_states.States,
+  trained: Sequence[stages.Stage],
+) -> Mapping[str, Mapping[str, float]]:
+  """Returns time and memory of a step of each shape."""
+  path = states.root / _STEPS
+  known = atomic.read_json(path) if path.exists() else {}
+  shapes = {_shape(stage): stage for stage in trained}
+  if missing := {k: x for k, x in shapes.items() if k not in known}:
+    settings = {k: _without_paths(x.settings) for k, x in missing.items()}
+    try:
+      # Workers that start together measure once.
+      with lock.hold(states.root / 'stages'):
+        # A process of its own: this one keeps no memory of the devices.
+        process_pool.run_in_subprocess(
+          measure, str(path), settings, study.platform
+        )
+    except lock.InUseError:
+      print('another process measures steps')
+    known = atomic.read_json(path) if path.exists() else {}
+  return {k: known[k] for k in shapes if k in known}
+
+
+def _without_paths(settings: config_lib.Settings) -> config_lib.Settings:
+  """Returns settings without the teacher's path, whose shape is assumed."""
+  teacher = dataclasses.replace(settings.teacher, checkpoint='')
+  return dataclasses.replace(settings, teacher=teacher)
+
+
+def measure(
+  path: str, jobs: Mapping[str, config_lib.Settings], platform: str
+) -> None:
+  """Adds time and memory of steps to a file, unless the devices are others.
+
+  Args:
+    path: file of the measurements.
+    jobs: configurations by the digest of their shape.
+    platform: platform that they need, '' for any.
+  """
+  if platform and jax.default_backend() != platform:
+    print(f'steps are not measured: the study needs a {platform}')
+    return
+  file = paths.at(path)
+  steps = atomic.read_json(file) if file.exists() else {}
+  for shape, settings in jobs.items():
+    cache = settings.compute.compile_cache or str(file.parent / 'compiled')
+    mesh = setup.make_mesh(settings.mesh, cache)
+    start = time.perf_counter()
+    steps[shape] = _time(settings.on(mesh.devices.flat[0].platform), mesh)
+    took = progress.format_seconds(time.perf_counter() - start)
+    print(f'measured a step of shape {shape} in {took}', flush=True)
+    atomic.write_json(file, steps)
+
+
+def _time(
+  settings: config_lib.Settings, mesh: jax.sharding.Mesh
+) -> dict[str, Any]:
+  """Compiles a training step and runs it on zeros."""
+  program = programs.Job.of('train', settings, mesh).program()
+  with jax.set_mesh(mesh):
+    state, *others = jax.tree.map(_zeros, program.call(program.arguments))
+    compiled = program.function.lower(state, *others).compile()
+    memory = compiled.memory_analysis()
+    seconds = []
+    for _ in range(_REPEATS + 1):
+      start = time.perf_counter()
+      state, metrics = compiled(state, *others)
+      jax.block_until_ready((state, metrics))
+      seconds.append(time.perf_counter() - start)
+  used = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+  return {
+    'seconds': min(seconds[1:]),
+    'bytes': used,
+    **{k: environment.fingerprint()[k] for k in ('device_kind', 'cores')},
+  }
+
+
+def _zeros(shape: jax.ShapeDtypeStruct) -> jax.Array:
+  """Returns an array of zeros with the shape's sharding."""
+  if jnp.issubdtype(shape.dtype, jax.dtypes.prng_key):
+    return jax.random.split(jax.random.key(0), shape.shape or None)
+  return jax.device_put(jnp.zeros(shape.shape, shape.dtype), shape.sharding)
