@@ -21,6 +21,9 @@ from encdec_adapt.base import errors
 DIRECTIONS = ('greater', 'less', 'equal', 'no better')
 # Claims with a verdict: more would need wider intervals.
 MOST_PRIMARY = 5
+# Metric of claims on the target tokens after which the second arm has the loss of
+# the first, as a ratio to the first arm's tokens.
+CROSSING = 'crossing/loss'
 _NAME = re.compile(r'\w[\w.-]*')
 _PLACEHOLDER = re.compile(r'\{(\w[\w.-]*)\}')
 # Placeholders that are no names.
@@ -51,10 +54,11 @@ class Claim:
     paper: the paper's numbers, as text; printed and not compared.
     contrast: names of arms: (a, b) for b - a, (a, b, c, d) for (b - a) -
       (d - c).
-    metric: 'TASK/METRIC', a metric of an evaluation of these arms.
+    metric: 'TASK/METRIC', a metric of an evaluation of these arms; or
+      `CROSSING`, whose effect and smallest difference are ratios of tokens.
     direction: claimed direction of the contrast: 'greater', 'less', 'equal'
       or 'no better'.
-    smallest: smallest difference that matters, above 0.
+    smallest: smallest difference that matters, above 0; a ratio above 1.
     reason: why a smaller difference does not matter.
     primary: whether it gets a verdict; at most 5 of a study.
     paired: whether the arms must read equal rows under equal seeds.
@@ -312,11 +316,15 @@ class Study:
       text = f'the claim {claim.sentence!r}'
       if len(claim.contrast) not in (2, 4):
         raise self.error(f'{text} has to compare two or four arms')
-      if claim.direction not in DIRECTIONS or not claim.smallest > 0:
+      is_crossing = claim.metric == CROSSING
+      if is_crossing and len(claim.contrast) != 2:
+        raise self.error(f'{text} has a crossing, which is of two arms')
+      least = float(is_crossing)
+      if claim.direction not in DIRECTIONS or not claim.smallest > least:
         raise self.error(
           f'{text} has direction {claim.direction!r}, which must be one of'
           f' {", ".join(DIRECTIONS)}, and smallest={claim.smallest}, which must'
-          ' be above 0'
+          f' be above {least:g}'
         )
       self._require(claim.contrast, f'{text} names')
       metrics = [
@@ -325,13 +333,14 @@ class Study:
         for metric in x.metrics
         if set(claim.contrast) <= set(x.models or [a.name for a in self.arms])
       ]
-      if claim.metric not in metrics:
+      if ('held_out/loss' if is_crossing else claim.metric) not in metrics:
         raise self.error(
           f'{text} names the metric {claim.metric!r}, and the evaluations of'
           f' its arms have {", ".join(metrics) or "none"}'
           f'{errors.nearest(claim.metric, metrics)}'
         )
-      counts = {len(self.seeds_of(name)) for name in claim.contrast}
+      # A model without seeds is compared with every seed of the other arm.
+      counts = {len(self.seeds_of(name)) for name in claim.contrast} - {0}
       if len(counts) > 1:
         raise self.error(
           f'{text} compares arms of {sorted(counts)} seeds; give them equally'
