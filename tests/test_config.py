@@ -189,7 +189,13 @@ def test_any_model_is_said_by_a_configuration(merged):
     (['init.encoder=a'], "init.encoder is 'a'"),
     (['init.cross_attention=fresh'], "'fresh', .*mode 'random' .*to 'auto'"),
     (['init.mode=checkpoint'], 'init.encoder is empty'),
-    (['init.mode=adapt', 'init.encoder=a'], 'decoder_only'),
+    (['init.mode=embeddings', 'init.encoder=a'], 'decoder_only'),
+    (['init.mode=adapt', 'init.encoder=a', 'init.decoder=b'], 'two stacks'),
+    (['init.optimizer=source'], "init.optimizer is 'source', .*mode 'random'"),
+    (
+      ['init.mode=checkpoint', 'init.encoder=a', 'init.optimizer=source'],
+      "schedule 'cosine'.*'rsqrt' or 'constant'",
+    ),
     (
       ['init.mode=embeddings', 'init.encoder=a', 'init.post_norm_gain=zero'],
       "init.post_norm_gain is 'zero', .*mode 'embeddings' .*set it to 'one'",

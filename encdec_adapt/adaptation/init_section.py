@@ -18,7 +18,7 @@ class InitConfig:
     " of a pair, an encoder from its encoder); or 'embeddings' (as 'adapt' to a"
     ' pair, but only the embedding tables are kept: a control). With'
     " 'adapt' a stack of config.model equals its source's, except that it may"
-    ' have fewer layers (with half of them, every other one of each kind), a'
+    ' have fewer layers (with half of them, every other one), a'
     ' multiple of its kv_heads (each is repeated), a larger vocab_size'
     ' (new tokens get the mean embedding), an untied head (a copy of the'
     ' table) and other attention masks.',

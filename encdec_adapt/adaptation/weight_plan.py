@@ -7,8 +7,9 @@ decoder ("balanced"), and drawn fresh otherwise.
 
 A model of a single stack may start from a stack of a pair: a decoder from its
 decoder (Wang et al. 2022, appendix E.4), an encoder-only model from its
-encoder. A stack with fewer layers than its source has layers of each kind at
-equal distances, the first among them: every other one if it has half of them.
+encoder. A stack with fewer layers than its source has layers of their kinds,
+local or global, at equal distances as nearly as these allow: every other one if
+it has half of them and they are alike.
 """
 
 from collections.abc import Collection, Mapping
@@ -64,26 +65,29 @@ class _Side:
     count, total = self.target.layers, self.config.layers
     if count == total:  # In any pattern: kinds differ in masks only.
       return tuple(range(count))
-    if count > total:
-      raise self.misfit(
-        f"the target's {self.stack} has {count} layers and {self.source} has"
-        f' {total}: layers can be left out, not added.'
-      )
-    layers = {}
-    for kind in ('local', 'global'):
-      slots, choices = (
-        [i for i in range(stack.layers) if stack.layer_kind(i) == kind]
-        for stack in (self.target, self.config)
-      )
-      if len(slots) > len(choices):
+
+    def choices(slot: int, first: int, stop: int) -> list[int]:
+      kind = self.target.layer_kind(slot)
+      return [
+        i for i in range(first, stop) if self.config.layer_kind(i) == kind
+      ]
+
+    # From the end, the last layer that leaves enough for those behind it.
+    latest = [total]
+    for slot in reversed(range(count)):
+      if not (fitting := choices(slot, 0, latest[0])):
         raise self.misfit(
-          f"the target's {self.stack} has {len(slots)} {kind} layers and"
-          f' {self.source} has {len(choices)}: layers can be left out, not'
-          ' added.'
+          f"the target's {self.stack} has {count} layers and {self.source} has"
+          f' {total}: layers can be left out, each of its kind (pattern) and in'
+          ' order, and not added.'
         )
-      for i, slot in enumerate(slots):
-        layers[slot] = choices[i * len(choices) // len(slots)]
-    return tuple(layers[i] for i in range(count))
+      latest.insert(0, fitting[-1])
+    layers = [-1]
+    for slot in range(count):
+      fitting = choices(slot, layers[-1] + 1, latest[slot] + 1)
+      ideal = slot * total / count
+      layers.append(min(fitting, key=lambda i: (abs(i - ideal), -i)))
+    return tuple(layers[1:])
 
   @property
   def head(self) -> str:

@@ -382,6 +382,73 @@ def test_a_causal_encoder_computes_what_its_source_did():
   assert np.abs(both - want).max() > 1e-2
 
 
+@pytest.mark.parametrize('shared', [False, True])
+@pytest.mark.parametrize('role', ['causal', 'prefix', 'bidirectional'])
+def test_a_single_stack_starts_from_that_of_a_pair(role, shared):
+  source = model_config.encoder_decoder(STACK, STACK, shared_table=shared)
+  given = source, toy_models.params(source, 1)
+  stack = dataclasses.replace(STACK, role=role)
+  target = model_config.DecoderOnlyConfig(stack)
+  params, coverage = _adapt(target, given)
+  side, left = 'decoder', 'encoder'
+  if role == 'bidirectional':
+    side, left = left, side
+  theirs = _by_name(*given)
+  table = 'decoder' if shared else side
+  for name, array in _by_name(target, params).items():
+    stack = table if '/embedder/' in name else side
+    expected = theirs[stack + name.removeprefix('decoder')]
+    np.testing.assert_array_equal(array, expected, err_msg=name)
+  # All of the other stack is unused, and cross-attention with its norms.
+  reasons = {f'the target has no {left}'}
+  if side == 'decoder':
+    reasons.add('the target has no cross-attention')
+  unused = coverage.unused['decoder_source']
+  assert {*unused.values()} == reasons
+  assert 'decoder/embedder/table' not in unused or table == 'encoder'
+
+
+def test_fewer_layers_are_every_other_one_of_each_kind():
+  deep = dataclasses.replace(STACK, layers=8)
+  for pattern, expected in (
+    (('global',), [0, 2, 4, 6]),
+    (('local', 'global'), [0, 3, 4, 7]),
+    (('local', 'local', 'local', 'global'), [0, 2, 4, 7]),
+  ):
+    deep = dataclasses.replace(deep, pattern=pattern)
+    half = dataclasses.replace(deep, layers=4)
+    coverage = weight_plan.make_plan(
+      model_config.encoder_decoder(half, deep),
+      model_config.DecoderOnlyConfig(deep),
+    )
+    layers = [
+      coverage.filled[f'encoder/layers/{i}/mlp/up'].leaf.split('/')[2]
+      for i in range(4)
+    ]
+    assert layers == [str(layer) for layer in expected]
+    text = ', '.join(layers)
+    assert (
+      f'the encoder has layers {text} of encoder_source' in coverage.changes
+    )
+    unused = coverage.unused['encoder_source']
+    assert {*unused.values()} == {'the encoder has 4 of its 8 layers'}
+    assert not coverage.unused['decoder_source']
+    assert '  encoder/layers/0-3/mlp/up ' in coverage.table()
+
+
+def test_fewer_layers_have_the_weights_of_their_sources():
+  deep = dataclasses.replace(STACK, layers=8)
+  source = _make(deep)
+  target = model_config.DecoderOnlyConfig(dataclasses.replace(deep, layers=4))
+  found, theirs = _by_name(target, _adapt(target, source)[0]), _by_name(*source)
+  for i, layer in enumerate((0, 3, 4, 7)):
+    for part in ('mlp/down', 'attention/key', 'pre_attention_norm/scale'):
+      np.testing.assert_array_equal(
+        found[f'decoder/layers/{i}/{part}'],
+        theirs[f'decoder/layers/{layer}/{part}'],
+      )
+
+
 # Changes of stacks, of the pair and of the plan's options; and the error.
 MISFITS = [
   ({'encoder.kv_heads': 1}, 'kv_heads is 1, no multiple of the 2'),
@@ -389,6 +456,10 @@ MISFITS = [
   ({'encoder.qk_norm': True}, 'no .*encoder.qk_norm is True'),
   ({'encoder.post_norms': False}, 'encoder_source has no .*post_norms'),
   ({'encoder.layers': 4}, 'has 4 layers and encoder_source'),
+  (
+    {'encoder.layers': 2, 'encoder.pattern': ('global',)},
+    'has 2 layers and encoder_source has 3: .*kind',
+  ),
   ({'decoder.mlp_width': 16}, r'layers/0/mlp/\w+ has shape \['),
   ({'encoder.width': 12, 'plan.cross_attention': 'copy'}, 'are 12 and 8'),
   ({'plan.post_norm_gain': 'zero'}, "cross_attention='fresh'"),

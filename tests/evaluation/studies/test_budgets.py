@@ -91,29 +91,38 @@ def test_layers_are_found_too():
     assert _widths(found) == {width}
 
 
-def test_shapes_of_2b():
+@pytest.mark.parametrize(
+  'layers, by, options, expected, error',
+  [
+    (13, 'parameters', {}, (13, 8192), 3e-5),
+    # Cross-attention takes the place of a layer of each stack.
+    (26, 'parameters', {'layers': True}, (12, 9128), 2e-4),
+    (26, 'flops', {}, (26, 7280), 2e-4),
+    (26, 'published', {'multiple': 128}, (26, 10112), 1e-3),
+  ],
+)
+def test_shapes_of_2b(layers, by, options, expected, error):
   decoder = presets.decoder_only('2b')
-  pair = dataclasses.replace(presets.t5gemma('2b_2b'), shared_table=True)
+  stack = dataclasses.replace(decoder.decoder, layers=layers)
+  pair = model_config.encoder_decoder(stack, stack, shared_table=True)
   lengths = framing.Lengths(4096, 4096)
-  half = budgets.match(pair, decoder, 'parameters', lengths, layers=True)
-  assert {stack.layers for stack in half.stacks.values()} == {13}
-  for found, by, count in (
-    (half, 'parameters', parameters.count),
-    (budgets.match(pair, decoder, 'flops', lengths), 'flops', None),
-    (
-      budgets.match(pair, decoder, 'published', lengths, multiple=128),
-      'published',
-      lambda x: forward_flops.published(x, 4096, 4096),
-    ),
-  ):
-    count = count or (lambda x: _flops(x, lengths))
-    assert count(found) == pytest.approx(count(decoder), rel=0.01), by
-  # Stacks of unequal width keep the ratio of theirs.
-  wide = budgets.match(
-    presets.t5gemma('9b_2b'), decoder, 'flops', lengths, multiple=128
-  )
-  encoder, decoder = (stack.mlp_width for stack in wide.stacks.values())
-  assert encoder / decoder == pytest.approx(14336 / 9216, rel=0.03)
+  found = budgets.match(pair, decoder, by, lengths, **options)
+  shapes = {(x.layers, x.mlp_width) for x in found.stacks.values()}
+  assert shapes == {expected}
+  count = {
+    'parameters': parameters.count,
+    'flops': lambda model: _flops(model, lengths),
+    'published': lambda model: forward_flops.published(model, 4096, 4096),
+  }[by]
+  assert count(found) == pytest.approx(count(decoder), rel=error)
+
+
+def test_stacks_of_unequal_widths_keep_their_ratio():
+  pair, like = presets.t5gemma('9b_2b'), presets.decoder_only('9b')
+  found = budgets.match(pair, like, 'parameters', multiple=128)
+  encoder, decoder = (stack.mlp_width for stack in found.stacks.values())
+  assert encoder < 14336
+  assert encoder / decoder == pytest.approx(14336 / 9216, rel=0.01)
 
 
 def test_a_match_that_cannot_be_met_names_the_nearest():
