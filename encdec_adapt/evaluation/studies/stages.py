@@ -110,6 +110,8 @@ class _Resolver:
     }
     self._entered: list[str] = []
     self._configs: dict[str, _Config] = {}
+    # Of large texts it takes seconds; the text may change between studies.
+    self._fingerprint = functools.cache(materialization.source_fingerprint)
 
   def stage(self, name: str, seed: int | None) -> Stage:
     """Returns the stage of an arm, a command or a rate."""
@@ -333,7 +335,9 @@ class _Resolver:
       if key.startswith('data.')
     }
     starts, reads = self._filled(texts.values(), seed)
-    content = {'records': _record_content(settings.data), 'reads': starts}
+    specs = settings.data.train, settings.data.evaluation
+    records = [self._spec_content(settings.data, spec) for spec in specs]
+    content = {'records': records, 'reads': starts}
     identity = self._identity(content, '')
     for stage in self.stages.values():
       if stage.identity == identity:
@@ -353,6 +357,26 @@ class _Resolver:
       seconds=60.0,
     )
     return self.stages[name]
+
+  def _spec_content(
+    self, data: data_section.DataConfig, spec: record_sets.RecordSpec
+  ) -> dict[str, Any]:
+    """Returns a spec with fingerprints of its text and vocabularies."""
+    choice = data.vocabularies
+    if pages.placeholders(f'{choice.decoder} {choice.encoder}'):
+      # Made by a stage.
+      fields = {
+        'vocabulary': choice.decoder,
+        'encoder_vocabulary': choice.encoder,
+      }
+    elif vocabulary_pair.exists(choice.decoder):
+      fields = choice.open().fingerprints
+    else:
+      fields = {'vocabulary': f'trained: {data.table_sizes} {data.chat_format}'}
+    # Text that a stage writes is identified by the stage, which its name has.
+    if not pages.placeholders(spec.source):
+      fields['source_fingerprint'] = self._fingerprint(spec)
+    return dataclasses.asdict(dataclasses.replace(spec, **fields))
 
   def _steps(self, arm: pages.Arm, step: budgets.Step, seed: int) -> int:
     """Returns the number of steps of an arm's budget."""
@@ -402,40 +426,6 @@ def _flags(config: str, changes: Mapping[str, Any]) -> list[str]:
   return [f'--config={config}'] + [
     f'--config.{key}={value}' for key, value in changes.items()
   ]
-
-
-def _record_content(data: data_section.DataConfig) -> dict[str, Any]:
-  """Returns all that the records of a configuration depend on."""
-  return {
-    'train': _spec_content(data, data.train),
-    'eval': _spec_content(data, data.evaluation),
-  }
-
-
-def _spec_content(
-  data: data_section.DataConfig, spec: record_sets.RecordSpec
-) -> dict[str, Any]:
-  """Returns a spec with fingerprints of its text and vocabularies."""
-  choice = data.vocabularies
-  if pages.placeholders(f'{choice.decoder} {choice.encoder}'):
-    # Made by a stage.
-    fields = {
-      'vocabulary': choice.decoder,
-      'encoder_vocabulary': choice.encoder,
-    }
-  elif vocabulary_pair.exists(choice.decoder):
-    fields = choice.open().fingerprints
-  else:
-    fields = {'vocabulary': f'trained: {data.table_sizes} {data.chat_format}'}
-  # Text that a stage writes is identified by the stage, which its name has.
-  if not pages.placeholders(spec.source):
-    fields['source_fingerprint'] = _fingerprint(spec)
-  return dataclasses.asdict(dataclasses.replace(spec, **fields))
-
-
-@functools.cache
-def _fingerprint(spec: record_sets.RecordSpec) -> str:
-  return materialization.source_fingerprint(spec)
 
 
 def _imported_flops(arguments) -> float:

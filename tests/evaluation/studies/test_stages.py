@@ -31,7 +31,7 @@ CONFIG |= {
 
 @pytest.fixture
 def page(tmp_path, monkeypatch):
-  """A study: a pair, the same tuned, and one from scratch with a chosen rate."""
+  """A study: a pair, the same tuned, and a pair with a chosen rate."""
   monkeypatch.chdir(tmp_path)
   (tmp_path / 'lines.txt').write_text('a line of text\n' * 40)
   config = CONFIG | {'data.source': 'text:lines.txt#lines'}
@@ -79,11 +79,11 @@ def run(study, failing=(), only=''):
   return set(names), status, states
 
 
-def _changed(study, name, **fields):
+def _changed(study, arm_name, **fields):
   """The study with fields of an arm changed; those of `changes` are added."""
   arms = []
   for arm in study.arms:
-    if arm.name == name:
+    if arm.name == arm_name:
       changes = arm.changes | fields.get('changes', {})
       arm = dataclasses.replace(arm, **(fields | {'changes': changes}))
     arms.append(arm)
@@ -223,12 +223,9 @@ def test_a_failure_is_a_result_and_stops_what_reads_it(page):
   (states.root / 'rate').rmdir()
   assert run(page, only='rate')[:2] == ({'rate'}, 0)
   assert run(page)[:2] == (SCRATCH, 0)
-  with pytest.raises(errors.UserError, match='--stage=new reads'):
-    study = _changed(page, 'pair', name='new')
-    study = dataclasses.replace(study, arms=study.arms[:1], commands=())
-    study = _changed(study, 'new', changes={'data.seed': 9})
-    study = dataclasses.replace(study, evaluations=(), rates=())
-    run(study, only='new')
+  with pytest.raises(errors.UserError, match='--stage=pair reads'):
+    study = _changed(page, 'pair', changes={'data.seed': 9})
+    run(study, only='pair')
 
 
 def test_other_versions_are_named_and_run_again(page, monkeypatch):
@@ -294,7 +291,9 @@ def test_paired_arms_read_equal_rows(page):
 
 
 def test_arms_that_read_each_other_are_refused(page):
-  study = _changed(page, 'pair', starts={'init.encoder': 'tuned'})
+  changes = {'init.mode': 'checkpoint'}
+  starts = {'init.encoder': 'tuned'}
+  study = _changed(page, 'pair', changes=changes, starts=starts)
   with pytest.raises(errors.UserError, match='pair reads tuned reads pair'):
     stages.resolve(study)
   study = _changed(page, 'tuned', seeds=(5,))
