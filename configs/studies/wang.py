@@ -98,15 +98,16 @@ def get_study(arg=None):
 
 def tuned(size, arm, name='', dropout=0.1):
   """Returns a cell after tuning on the prompted mixture."""
-  arm = shared.tuned(size, arm, f'rate_{FIRST[arm.name[:2]]}_tuned')
+  rate = f'rate_{FIRST[arm.name[:2]]}_tuned'
+  arm = shared.tuned(size, arm, rate, **{'train.dropout': dropout})
+  return prompted(dataclasses.replace(arm, name=name or arm.name))
+
+
+def prompted(arm):
+  """Returns a tuned arm that reads prompts about packages, too."""
   templates = configs.path('studies/packages.yaml')
   source = f'prompts:{{tasks}}/packages.jsonl#{templates} + lookups'
-  return dataclasses.replace(
-    arm,
-    name=name or arm.name,
-    changes={**arm.changes, 'train.dropout': dropout},
-    starts={**arm.starts, 'data.source': source},
-  )
+  return dataclasses.replace(arm, starts={**arm.starts, 'data.source': source})
 
 
 TUNED = {'smallest': shared.TUNED_NATS, 'reason': shared.TUNED_REASON}
