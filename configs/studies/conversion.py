@@ -2,23 +2,20 @@
 
     python -m encdec_adapt.study --study=configs/studies/conversion.py:size=cpu
 
-Converts cells of configs/studies/wang.py, which are read from there where that
-study has run: LM adaptation (lm_a: a prefix decoder of span corruption into a
-causal decoder of full modelling), non-causal adaptation (nc_a: the other way
-round), the decoder of a pair into a causal decoder (ed_to_cd), and a causal
-decoder trained on with UL2R or as it was; optimizer state and step count are
-carried, but in `.._fresh`. A causal decoder is also tuned as a prefix decoder.
-Crossings are of curves on each objective's held-out rows.
+Converts cells of configs/studies/wang.py, where that study has run its own: LM
+adaptation (lm_a: a prefix decoder by span corruption into a causal decoder by
+full modelling), non-causal adaptation (nc_a: the other way round), a pair's
+decoder into a causal decoder (ed_to_cd), and a causal decoder trained on by
+UL2R, or as it was; optimizer state and step count are carried, but in
+`.._fresh`. A causal decoder is also tuned as a prefix decoder.
 
-Not controlled: a conversion has as many steps as its source, where the paper's
-have 62 and 30 % of them; UL2R has a cosine decay and a new optimizer in the
-paper. `cpu` takes an hour on two cores.
+Not controlled: conversions have as many steps as their sources (the paper's 62
+and 30 %); UL2R's paper has a cosine decay. `cpu` takes an hour on two cores.
 """
 
 import dataclasses
 
 from encdec_adapt.configs.studies import shared, wang
-from encdec_adapt.evaluation.studies import pages
 
 SOURCES = 'cd_flm', 'nd_mlm', 'cd_mlm', 'ed_mlm'
 # Arm -> the cell whose objective and kind it takes, and its source.
@@ -29,6 +26,7 @@ CONVERSIONS = {
   'ed_to_cd': ('cd_flm', 'ed_mlm'),
   'continued': ('cd_flm', 'cd_flm'),
   'ul2r': ('nd_plm', 'cd_flm'),
+  'lm_a_fresh': ('cd_flm', 'nd_mlm'),
 }
 
 
@@ -36,10 +34,9 @@ def get_study(arg=None):
   """Returns the page of a size (`shared.size`)."""
   size = shared.size(arg)
   cells = {name: wang.cell(size, name) for name in SOURCES}
-  converted = {name: _convert(size, name) for name in CONVERSIONS}
-  if size.large:
-    converted['lm_a_fresh'] = _convert(size, 'lm_a', fresh=True)
-  arms = cells | converted
+  arms = cells | {name: _convert(size, name) for name in CONVERSIONS}
+  if not size.large:
+    del arms['lm_a_fresh']
   causal = wang.tuned(size, cells['cd_flm'])
   prefix = dataclasses.replace(
     causal,
@@ -50,59 +47,53 @@ def get_study(arg=None):
   middles = {'cd_flm': 3e-3, 'nd_mlm': 3e-3, 'ed_mlm': 3e-3, 'ed_to_cd': 3e-3}
   middles |= {'cd_flm_tuned': 1e-3, 'as_nd_tuned': 1e-3}
 
-  def measured(name, records, *names):
-    return shared.measured(name, records, [arms[x] for x in names if x in arms])
+  def measured(name, records, names):
+    models = [arms[x] for x in names.split() if x in arms]
+    return shared.measured(name, records, models)
 
-  causal_names = 'cd_flm', 'lm_a', 'lm_a_fresh', 'ed_to_cd'
   return shared.study(
     'conversion',
     'From one architecture and objective to another',
     size,
     (*arms.values(), causal, prefix),
     (),
-    (wang.TASKS,),
+    (shared.TASKS,),
     rates=shared.rates(size, middles),
     evaluations=(
-      measured('causal', 'cd_flm', *causal_names),
-      measured('spans', 'nd_mlm', 'nd_mlm', 'cd_mlm', 'nc_a', 'nc_a_fresh'),
-      measured('text', 'ul2r', 'ul2r', 'continued'),
+      measured('causal', 'cd_flm', 'cd_flm lm_a lm_a_fresh ed_to_cd'),
+      measured('spans', 'nd_mlm', 'nd_mlm cd_mlm nc_a nc_a_fresh'),
+      measured('text', 'ul2r', 'ul2r continued'),
       shared.measured('answers', 'as_nd_tuned', (causal, prefix)),
     ),
     claims=CLAIMS,
   )
 
 
-def _convert(size, name, fresh=False):
+def _convert(size, name):
   """Returns the arm of a conversion."""
   like, source = CONVERSIONS[name]
   arm = wang.cell(size, like)
   changes = {'init.mode': 'checkpoint', 'init.optimizer': 'source'}
-  if fresh or name.endswith('_fresh'):
+  if name.endswith('_fresh'):
     del changes['init.optimizer']
-  # The rate goes on from the source's; a pair's decoder starts anew.
   rate = f'rate_{wang.FIRST[source[:2]]}'
   if name == 'ed_to_cd':
     changes, rate = {'init.mode': 'adapt'}, 'rate_ed_to_cd'
   if name == 'ul2r':
     row, batch, _ = wang.shape(size)
-    changes |= {'data.objective': 'ul2r', 'train.batch_size': batch}
-    changes |= {'data.encoder_length': row // 2}
-    changes |= {'data.decoder_length': row // 2}
-  changes['train.evaluators'] = 'loss=5%'
+    keys = 'data.encoder_length', 'data.decoder_length'
+    changes |= dict.fromkeys(keys, row // 2) | {'train.batch_size': batch}
+    changes['data.objective'] = 'ul2r'
+  changes = {**arm.changes, **changes, 'train.evaluators': 'loss=5%'}
   return dataclasses.replace(
     arm,
-    name=name + '_fresh' * fresh,
-    changes={**arm.changes, **changes},
+    name=name,
+    changes=changes,
     starts={'init.encoder': source},
     rate=rate,
   )
 
 
-FEWER = {
-  'metric': pages.CROSSING,
-  'smallest': 1.25,
-  'reason': 'a fifth fewer tokens',
-}
 CLAIMS = tuple(
   shared.claim(contrast, text, f'{shared.B}, {source}', paper, **fields)
   for contrast, text, source, paper, fields in (
@@ -111,21 +102,21 @@ CLAIMS = tuple(
       'LM adaptation reaches the loss of full modelling from scratch sooner.',
       'Figure 5',
       '1.6 times fewer tokens (105B against 168B)',
-      {'primary': True, **FEWER},
+      {'primary': True, **shared.FEWER},
     ),
     (
       ('nd_mlm', 'nc_a'),
       'Non-causal adaptation reaches the loss of span corruption sooner.',
       'Figure 6',
       '3.3 times fewer tokens (51B against 168B)',
-      {'primary': True, **FEWER},
+      {'primary': True, **shared.FEWER},
     ),
     (
       ('cd_mlm', 'nc_a'),
       'It reaches the loss of a causal decoder by span corruption sooner.',
       'Figure 6',
       '9.1 times fewer tokens',
-      {'primary': True, **FEWER},
+      {'primary': True, **shared.FEWER},
     ),
     (
       ('cd_flm', 'ed_to_cd'),
@@ -153,7 +144,7 @@ CLAIMS = tuple(
       'Tuning a causal decoder as a prefix decoder is as good.',
       'Table 8',
       'EAI / T0: 52.3 / 52.0 against 51.3 / 52.1',
-      {'direction': 'equal', **wang.TUNED},
+      {'direction': 'equal', **shared.TUNED},
     ),
   )
 )

@@ -29,6 +29,7 @@ import dataclasses
 import glob
 import itertools
 import json
+import math
 
 from encdec_adapt import config as config_lib
 from encdec_adapt import configs
@@ -50,12 +51,19 @@ REASON = (
   '0.02 nats per token is what a quarter more tokens give an adapted pair here'
   ' (2.81 after 0.29M target tokens, 2.635 after 1.84M)'
 )
-# The same after tuning on look-ups.
-TUNED_NATS = 0.1
-TUNED_REASON = (
-  '0.1 nats per token are a fifth of the loss of a tuned pair (0.54), where'
-  ' seeds differ by more than on text'
-)
+# The same of a claim after tuning on look-ups.
+TUNED = {
+  'smallest': 0.1,
+  'reason': 'a fifth of the loss of a tuned pair in a first run, 0.54 nats',
+}
+# Of a claim on the tokens to a loss, a ratio.
+FEWER = {
+  'metric': pages.CROSSING,
+  'smallest': 1.25,
+  'reason': 'a fifth fewer tokens',
+}
+# Tasks and prompts that are made of Python's text.
+TASKS = pages.Command('tasks', 'configs.python_tasks', ('--output={tasks}',))
 # Of the decoders that models are made of, by size: a decoder's name and shape.
 _CPU = {'base': (4, 128), 'small': (3, 96), 'tiny': (4, 64)}
 _SHAPES = {
@@ -444,6 +452,13 @@ def tuned(size, arm, rate, steps=0, **changes):
   )
 
 
+def prompted(arm):
+  """Returns a tuned arm that reads prompts about packages (`TASKS`), too."""
+  templates = configs.path('studies/packages.yaml')
+  source = f'prompts:{{tasks}}/packages.jsonl#{templates} + lookups'
+  return dataclasses.replace(arm, starts={**arm.starts, 'data.source': source})
+
+
 def rsqrt(steps):
   """Returns the changes to T5's schedule, whose curves show shorter runs."""
   return {
@@ -507,16 +522,19 @@ def settings(arm):
   return config_lib.load(config, sources=False)
 
 
-def flops(size, arm):
-  """Returns the FLOPs of training an arm, with its teacher's."""
-  values = settings(arm)
-  teacher = arm.starts.get('teacher.checkpoint')
-  references = []
+def spent(size, arm):
+  """Returns FLOPs of a step, with the teacher's, and the number of steps."""
+  teacher, references = arm.starts.get('teacher.checkpoint'), []
   if teacher:
     references = [settings(pages.Arm(teacher, size.config(teacher))).model]
-  step = budgets.Step.of(values, references)
+  step = budgets.Step.of(settings(arm), references)
   steps = arm.budget
-  return step.flops * (steps if isinstance(steps, int) else steps.steps(step))
+  return step.flops, steps if isinstance(steps, int) else steps.steps(step)
+
+
+def flops(size, arm):
+  """Returns the FLOPs of training an arm, with its teacher's."""
+  return math.prod(spent(size, arm))
 
 
 def source_flops(size, name='base'):

@@ -16,7 +16,7 @@ architecture. `cpu` takes an hour on two cores.
 
 import dataclasses
 
-from encdec_adapt.configs.studies import shared, wang
+from encdec_adapt.configs.studies import shared
 from encdec_adapt.evaluation.studies import pages
 
 
@@ -58,7 +58,7 @@ def get_study(arg=None):
     shared.tuned(size, adapted, 'rate_adapted_tuned'), name='adapted_tuned_dry'
   )
   prompted = dataclasses.replace(
-    wang.prompted(tuned[0]), name='adapted_prompted'
+    shared.prompted(tuned[0]), name='adapted_prompted'
   )
   arms = (*pairs, *decoders, *tuned, dry)
   middles = {'adapted': 3e-3, 'scratch': 3e-3, 'base_tuned': 1e-3}
@@ -68,7 +68,7 @@ def get_study(arg=None):
     'Tuning on answers',
     size,
     (*arms, prompted),
-    commands=(wang.TASKS,),
+    commands=(shared.TASKS,),
     rates=shared.rates(size, middles),
     evaluations=(
       shared.measured('answers', 'adapted_tuned', arms, 'base'),
@@ -78,9 +78,8 @@ def get_study(arg=None):
   )
 
 
-TUNED = {'smallest': shared.TUNED_NATS, 'reason': shared.TUNED_REASON}
 CLAIMS = tuple(
-  shared.claim(contrast, text, source, paper, **TUNED, **fields)
+  shared.claim(contrast, text, source, paper, **shared.TUNED, **fields)
   for contrast, text, source, paper, fields in (
     (
       ('base_tuned', 'adapted_tuned', 'base', 'adapted'),

@@ -2,24 +2,21 @@
 
     python -m encdec_adapt.study --study=configs/studies/wang.py:size=cpu
 
-Trains the six cells of Wang et al. from random weights: causal decoders (cd),
-prefix decoders (nd) and pairs (ed) by full language modelling (flm), prefix
-language modelling of two windows in a row (plm) and span corruption (mlm), on
-equally many tokens of text. Then tunes each on look-ups and prompts about
-packages of Python's text (packages.yaml), with dropout, and one without. All
-are measured on the targets of the same held-out prefixes, on the same held-out
-answers, and by which of four texts is likeliest to follow (`continuation`,
-which no tuning has seen; it needs `pip install -e .[eval]`).
+Trains six cells from random weights: causal decoders (cd), prefix decoders (nd)
+and pairs (ed) by full language modelling (flm), prefix language modelling of
+two windows in a row (plm) and span corruption (mlm), on equally many tokens.
+Then tunes each on look-ups and prompts about packages of Python's text
+(packages.yaml), with dropout, and one without. All are measured on the same
+held-out prefixes, on held-out answers, and by which of four texts is likeliest
+to follow (`continuation`, unseen in tuning; needs `pip install -e .[eval]`).
 
-Not controlled: pairs have twice the parameters of decoders at equal FLOPs of a
-token, as in the paper; objectives have all, a half or a sixth of the tokens in
-the loss. `pod` has the paper's shapes, with rotary positions. `cpu` has width
-64 and takes an hour on two cores.
+Not controlled: pairs have twice the parameters at equal FLOPs of a token, as in
+the paper; all, a half or a sixth of the tokens are in the loss. `pod` has the
+paper's shapes, with rotary positions. `cpu` takes an hour on two cores.
 """
 
 import dataclasses
 
-from encdec_adapt import configs
 from encdec_adapt.configs.studies import shared
 from encdec_adapt.evaluation.studies import pages
 
@@ -27,7 +24,6 @@ KINDS = {'cd': 'decoder_only', 'nd': 'prefix_decoder', 'ed': ''}
 CELLS = 'cd_flm', 'nd_plm', 'ed_plm', 'cd_mlm', 'nd_mlm', 'ed_mlm'
 # Arms whose learning rate is that of their architecture.
 FIRST = {'cd': 'cd_flm', 'nd': 'nd_mlm', 'ed': 'ed_mlm'}
-TASKS = pages.Command('tasks', 'configs.python_tasks', ('--output={tasks}',))
 RANK = '--task_folder={tasks}', '--tasks=continuation'
 
 
@@ -55,11 +51,10 @@ def cell(size, name):
     'mlm': ('span_corruption', row - spans, spans, batch),
   }[objective]
   keys = 'data.encoder_length', 'data.decoder_length', 'train.batch_size'
-  changes = shared.rsqrt(steps(size)) | dict(zip(keys, numbers, strict=True))
-  changes['data.objective'] = text
+  changes = {'data.objective': text, **shared.rsqrt(steps(size))}
+  changes |= dict(zip(keys, numbers, strict=True))
   if size.name == 'pod':
     changes |= {'optimizer.kind': 'adafactor', 'loss.z_loss': 1e-4}
-    changes |= {'optimizer.rsqrt_steps': 10_000}
   if KINDS[kind]:
     changes['model.kind'] = KINDS[kind]
   return pages.Arm(
@@ -85,7 +80,7 @@ def get_study(arg=None):
     size,
     (*cells, *answering),
     (),
-    (TASKS,),
+    (shared.TASKS,),
     rates=shared.rates(size, middles),
     evaluations=(
       shared.measured('text', 'ed_plm', cells),
@@ -100,17 +95,9 @@ def tuned(size, arm, name='', dropout=0.1):
   """Returns a cell after tuning on the prompted mixture."""
   rate = f'rate_{FIRST[arm.name[:2]]}_tuned'
   arm = shared.tuned(size, arm, rate, **{'train.dropout': dropout})
-  return prompted(dataclasses.replace(arm, name=name or arm.name))
+  return shared.prompted(dataclasses.replace(arm, name=name or arm.name))
 
 
-def prompted(arm):
-  """Returns a tuned arm that reads prompts about packages, too."""
-  templates = configs.path('studies/packages.yaml')
-  source = f'prompts:{{tasks}}/packages.jsonl#{templates} + lookups'
-  return dataclasses.replace(arm, starts={**arm.starts, 'data.source': source})
-
-
-TUNED = {'smallest': shared.TUNED_NATS, 'reason': shared.TUNED_REASON}
 RANKED = {'metric': 'continuation/acc', 'direction': 'greater'}
 RANKED |= {'smallest': 0.05, 'reason': 'ten of 200 questions'}
 CLAIMS = tuple(
@@ -138,19 +125,19 @@ CLAIMS = tuple(
       ('cd_flm_tuned', 'ed_mlm_tuned'),
       'After tuning, a pair by span corruption below that decoder.',
       'EAI / T0: 51.3 / 60.6 against 50.4 / 51.4',
-      {'primary': True, **TUNED},
+      {'primary': True, **shared.TUNED},
     ),
     (
       ('cd_flm_tuned', 'nd_mlm_tuned'),
       'After tuning, a prefix decoder by span corruption below it too.',
       'EAI / T0: 51.0 / 55.2 against 50.4 / 51.4',
-      {'primary': True, **TUNED},
+      {'primary': True, **shared.TUNED},
     ),
     (
       ('cd_flm_tuned_dry', 'cd_flm_tuned'),
       'Dropout helps in tuning.',
       'section 2.3: "helps", no numbers',
-      TUNED,
+      shared.TUNED,
     ),
     (
       ('cd_flm_tuned', 'ed_mlm_tuned'),
