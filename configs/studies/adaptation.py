@@ -4,15 +4,14 @@
 
 Compares the pair adapted from a decoder with pairs from random weights (taught
 by the decoder, untaught, and untaught at equal total FLOPs: C(source) +
-C(adaptation) + C(teacher) = C(scratch)), with the decoder trained on (for as
-many rows, and for as many FLOPs), and with a pair that has the smaller decoder;
-larger sizes also with a wider decoder of as many parameters from random
-weights, and all after the same tuning. All read the same rows.
+C(adaptation) + C(teacher) = C(scratch)), with the decoder trained on (over as
+many rows, or for as many FLOPs), and with a pair of the smaller decoder; larger
+sizes also with a wider decoder of as many parameters, and after tuning.
 
-Not controlled: a pair has twice the layers of its source; the loss of the
-decoder trained on has all tokens of a row, a pair's half; the source had a
-cosine decay, and arms have T5's schedule, whose curves show shorter runs. The
-paper distills all of the loss, `cpu` half; `cpu` takes three hours.
+Not controlled: a pair has twice the layers of its source; the decoder trained
+on has all tokens of a row in its loss, a pair half; the source had a cosine
+decay, arms have T5's schedule, whose curves show shorter runs. The paper
+distills all of the loss, `cpu` half; `cpu` takes three hours.
 """
 
 import dataclasses
@@ -24,13 +23,11 @@ from encdec_adapt.evaluation.studies import budgets
 def get_study(arg=None):
   """Returns the page of a size (`shared.size`)."""
   size = shared.size(arg)
-  # 1.6M target tokens at cpu; 1T in batches of 4.2M tokens at pod.
   steps = size.steps(800, gpu=240, pod=500_000)
   # Scratch at equal total FLOPs reads the text 2.6 times.
   fields = {'steps': steps, 'changes': shared.rsqrt(steps) | {'data.passes': 3}}
   adapted = shared.pair(size, 'adapted', rate='rate_adapted', **fields)
-  untaught = shared.pair(size, '', taught=False, rate='rate_scratch', **fields)
-  scratch = shared.scratch(untaught, 'scratch')
+  scratch = shared.scratch(adapted, 'scratch', False, rate='rate_scratch')
   continued = shared.decoder(size, 'continued', rate='rate_continued', **fields)
   flops, total = _budgets(size, adapted)
   fields |= {'sides': size.unbalanced, 'rate': 'rate_unbalanced'}
@@ -45,12 +42,11 @@ def get_study(arg=None):
   ]
   chosen = dict.fromkeys(('adapted', 'scratch', 'unbalanced'), 3e-3)
   chosen['continued'] = 1e-3
-  tuned, claims = [], CLAIMS
+  tuned = []
   if size.large:
     arms.append(_wide(continued, scratch, total))
     tuned = [_tuned(size, arm) for arm in arms]
     chosen |= dict.fromkeys(('wide', 'adapted_tuned', 'continued_tuned'), 1e-3)
-    claims += TUNED_CLAIMS
   evaluations = (
     shared.measured('text', 'adapted', arms, 'base'),
     shared.measured('answers', 'adapted_tuned', tuned),
@@ -63,8 +59,8 @@ def get_study(arg=None):
     dict.fromkeys(('base', *size.unbalanced)),
     seeds=size.seeds[:3],
     rates=shared.rates(size, chosen, 80),
-    evaluations=evaluations[: 2 if tuned else 1],
-    claims=claims,
+    evaluations=evaluations[: 1 + size.large],
+    claims=CLAIMS + TUNED_CLAIMS * size.large,
   )
 
 

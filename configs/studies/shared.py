@@ -292,6 +292,9 @@ def study(name, title, size, arms, sources=('base',), commands=(), **fields):
       folder = f'hf://{_RELEASED[source]}'
     flags = 'import', f'--source={folder}', f'--output={{{source}}}'
     imports.append(pages.Command(source, 'convert', flags, seconds=10))
+  if size.name == 'pod':  # Learning rates are those of the recipes.
+    arms = [dataclasses.replace(arm, rate='') for arm in arms]
+    fields['rates'] = ()
   return pages.Study(
     name=name,
     title=title,
@@ -379,38 +382,26 @@ def pair(size, name, steps, sides=('base', 'base'), taught=True, **fields):
     name: name of the arm.
     steps: steps on rows of text.
     sides: names of the encoder's and decoder's sources.
-    taught: whether it learns from the decoder's source.
+    taught: whether it learns from the decoder's source, all of the loss at
+      pod, and half of it elsewhere.
     **fields: fields of the arm; `changes` are added.
   """
   changes = {'init.mode': 'adapt'} | fields.pop('changes', {})
   starts = {'init.encoder': sides[0]}
   if sides[1] != sides[0]:
     starts['init.decoder'] = sides[1]
-  arm = pages.Arm(
-    name,
-    size.config(sides[1], sides[0]),
-    changes,
-    starts,
-    budget=size.tokens(steps),
-    **fields,
-  )
-  return with_teacher(size, arm, sides[1]) if taught else arm
+  if taught:
+    changes['loss.distillation'] = 1.0 if size.name == 'pod' else 0.5
+    starts['teacher.checkpoint'] = sides[1]
+  config, budget = size.config(sides[1], sides[0]), size.tokens(steps)
+  return pages.Arm(name, config, changes, starts, budget, **fields)
 
 
-def with_teacher(size, arm, teacher='base'):
-  """Returns an arm that learns from a decoder too (all of it at pod)."""
-  share = 1.0 if size.name == 'pod' else 0.5
-  return dataclasses.replace(
-    arm,
-    changes={**arm.changes, 'loss.distillation': share},
-    starts={**arm.starts, 'teacher.checkpoint': teacher},
-  )
-
-
-def scratch(arm, name, **fields):
-  """Returns an arm that starts from random weights, with the same teacher."""
+def scratch(arm, name, taught=True, **fields):
+  """Returns an arm from random weights, with the same teacher if any."""
+  dropped = ('init.',) if taught else ('init.', 'loss.', 'teacher.')
   changes, starts = (
-    {key: x for key, x in values.items() if not key.startswith('init.')}
+    {key: x for key, x in values.items() if not key.startswith(dropped)}
     for values in (arm.changes, arm.starts)
   )
   return dataclasses.replace(
@@ -469,14 +460,11 @@ def rsqrt(steps):
 
 def rates(size, middles, steps=48):
   """Returns choices of learning rates: of each arm, around a middle one."""
-  if size.name in ('smoke', 'pod'):
-    # Runs of two steps choose nothing, and papers state no choice.
-    steps, factors, extra = size.steps(2, pod=100), (1.0,), 0
-  else:
-    steps, factors, extra = size.steps(steps), (1 / 3, 1.0, 3.0), 2
+  # Two steps choose nothing.
+  factors = (1.0,) if size.name == 'smoke' else (1 / 3, 1.0, 3.0)
   return tuple(
     pages.Rate(
-      f'rate_{arm}', arm, tuple(x * rate for x in factors), steps, extra=extra
+      f'rate_{arm}', arm, tuple(x * rate for x in factors), size.steps(steps)
     )
     for arm, rate in middles.items()
   )
@@ -515,9 +503,11 @@ def claim(contrast, sentence, source, paper, direction='less', **fields):
 
 
 def settings(arm):
-  """Returns the settings of an arm, without its sources."""
-  flags = [f'--config={arm.config}']
-  flags += [f'--config.{key}={value}' for key, value in arm.changes.items()]
+  """Returns the settings of an arm, without the models that it reads."""
+  texts = {k: x for k, x in arm.starts.items() if k.startswith('data.')}
+  values = {**arm.changes, **texts}
+  flags = [f'--config.{key}={value}' for key, value in values.items()]
+  flags.append(f'--config={arm.config}')
   config = command.parse(command.define_config, flags).config
   return config_lib.load(config, sources=False)
 

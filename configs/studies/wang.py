@@ -55,6 +55,7 @@ def cell(size, name):
   changes |= dict(zip(keys, numbers, strict=True))
   if size.name == 'pod':
     changes |= {'optimizer.kind': 'adafactor', 'loss.z_loss': 1e-4}
+    changes['optimizer.learning_rate'] = 0.01
   if KINDS[kind]:
     changes['model.kind'] = KINDS[kind]
   return pages.Arm(
