@@ -506,8 +506,8 @@ def settings(arm):
   """Returns the settings of an arm, without the models that it reads."""
   texts = {k: x for k, x in arm.starts.items() if k.startswith('data.')}
   values = {**arm.changes, **texts}
-  flags = [f'--config.{key}={value}' for key, value in values.items()]
-  flags.append(f'--config={arm.config}')
+  flags = [f'--config={arm.config}']
+  flags += [f'--config.{key}={value}' for key, value in values.items()]
   config = command.parse(command.define_config, flags).config
   return config_lib.load(config, sources=False)
 
