@@ -96,6 +96,7 @@ TUNING = {
   'data.decoder_length': 128,
   'data.max_bytes': 0,
   'data.eval_fraction': 0.1,
+  'data.eval_rows': 192,
 }
 
 
@@ -215,7 +216,8 @@ def get_config(arg=None):
   config.data.encoder_length = size.length if sides[0] else 0
   config.data.decoder_length = size.length * (1 if sides[0] else 2)
   config.data.train_vocabulary = False
-  config.data.eval_rows, config.data.development_rows = 0, 64
+  # Reports read at most 32 rows of a group of documents.
+  config.data.eval_rows, config.data.development_rows = 512, 64
   config.train.batch_size = size.batch
   return config
 

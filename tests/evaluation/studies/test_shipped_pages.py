@@ -5,15 +5,15 @@ import pytest
 from encdec_adapt import configs, study
 from encdec_adapt.configs.studies import all as all_pages
 from encdec_adapt.configs.studies import shared
-from encdec_adapt.evaluation.studies import pages
+from encdec_adapt.evaluation.studies import pages, stages
 from tests import tiny
 
 SIZES = 'smoke', 'cpu', 'gpu', 'pod'
 FOLDER = configs.FOLDER / 'studies'
 NAMES = [name for name in all_pages.PAGES if (FOLDER / f'{name}.py').exists()]
-# Held-out rows of an evaluation at most, read twice: with the prefixes of
-# others, too.
-ROWS = 1000
+# Pages with arms that read rows of several objectives, or with those of other
+# pages.
+UNPAIRED = 'wang', 'objectives', 'correlation', 'efficiency', 'all'
 # FLOPs of a page, and of one of its runs.
 MOST, MOST_RUN = 3.0e14, 6.5e12
 MORE = {'adaptation': (9.0e14, 4.0e13)}
@@ -40,7 +40,10 @@ def _key(page, arm):
       (
         key,
         *(
-          _key(page, x) if isinstance(x, pages.Arm) else x.module + x.name
+          # Another page has the page before a name.
+          _key(page, x)
+          if isinstance(x, pages.Arm)
+          else x.module + x.name.rpartition('.')[2]
           for x in reads
         ),
       )
@@ -61,13 +64,15 @@ def _costs(page):
         count = len(rate.values) * step * rate.steps
         costs[_key(page, arm), rate.values] = count
     # A bound: the step of a pair has its teacher's forward pass, too.
-    forward = step / shared.settings(arm).train.batch_size / 3
+    values = shared.settings(arm)
+    forward = step / values.train.batch_size / 3
     for evaluation in page.evaluations:
       models = evaluation.models or [x.name for x in page.arms]
       if arm.name in models and evaluation.records:
         for seed in page.seeds_of(arm.name):
           key = _key(page, arm), seed, evaluation.records
-          costs[key] = 2 * ROWS * forward
+          # Twice: also with the prefixes of other rows.
+          costs[key] = 2 * values.data.eval_rows * forward
   return costs
 
 
@@ -95,3 +100,50 @@ def test_costs_at_cpu():
         assert flops <= limit, (name, arm.name)
       total |= costs
   assert sum(total.values()) <= 3.6e15
+
+
+def test_scratch_costs_as_much_as_source_adaptation_and_teacher():
+  page, size = _page('adaptation'), shared.Size('cpu')
+  arms = {arm.name: arm for arm in page.arms}
+  # Of configs/decoders/base/summary.json.
+  total = 49_387_143_168_000 + shared.flops(size, arms['adapted'])
+  for name, flops in (
+    ('scratch_total', total),
+    ('continued_flops', total - 49_387_143_168_000),
+  ):
+    spent = shared.flops(size, arms[name])
+    assert spent == pytest.approx(flops, rel=0.01), name
+  steps = [
+    shared.spent(size, arms[name])[1]
+    for name in ('adapted', 'scratch', 'scratch_taught', 'continued')
+  ]
+  assert steps == 4 * [800]
+
+
+def test_pages_of_other_pages_have_their_names():
+  page = _page('efficiency')
+  arms = {arm.name: arm for arm in page.arms}
+  tuned = arms['tuning.prefix_tuned']
+  assert tuned.starts['init.encoder'] == 'tuning.base'
+  assert tuned.rate == 'tuning.rate_prefix_tuned'
+  assert arms['adaptation.adapted'].seeds == (0, 1, 2)
+  command = next(x for x in page.commands if x.name == 'objectives.merged')
+  assert command.arguments[1] == '{objectives.prefix_taught}'
+  assert command.arguments[-1] == '--output={objectives.merged}'
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', NAMES)
+def test_arms_of_paired_claims_read_equal_rows(name):
+  page = _page(name)
+  paired = [claim for claim in page.claims if claim.paired]
+  stages.resolve(page)  # Refuses others.
+  assert paired or name in UNPAIRED
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+def test_a_page_runs(tmp_path):
+  arguments = ['--study=configs/studies/t5gemma2.py:size=smoke']
+  assert tiny.call(study, *arguments, f'--root={tmp_path}') == 0
+  assert (tmp_path / 'report.html').exists()
