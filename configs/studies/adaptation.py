@@ -94,7 +94,7 @@ CLAIMS = (
   shared.claim(
     ('scratch_taught', 'adapted'),
     'Adapted below scratch that learns from the same decoder.',
-    f'{shared.A}, Table 4',
+    f'{shared.T5GEMMA}, Table 4',
     'points: +2.6 at 2B-2B, -1.2 at S-S and B-B',
     primary=True,
     paired=True,
@@ -102,21 +102,21 @@ CLAIMS = (
   shared.claim(
     ('scratch_total', 'adapted'),
     'Adapted below scratch at equal total FLOPs.',
-    f'{shared.A}, Table 4; its critique',
+    f'{shared.T5GEMMA}, Table 4; its critique',
     'scratch had 8T tokens, the source 2T and adaptation 2T',
     primary=True,
   ),
   shared.claim(
     ('continued_flops', 'adapted'),
     'Adapted below the decoder trained on for as many FLOPs.',
-    f'{shared.A}, section 5',
+    f'{shared.T5GEMMA}, section 5',
     'points: 49.7, Gemma 2 2B after 6T more tokens 48.6',
     primary=True,
   ),
   shared.claim(
     ('base', 'adapted'),
     "Adaptation reaches its source's loss in fewer tokens.",
-    f'{shared.A}, Figure 2',
+    f'{shared.T5GEMMA}, Figure 2',
     '2B-2B passes Gemma 2 2B (2T tokens) near 196B',
     **shared.FEWER,
     primary=True,
@@ -124,13 +124,13 @@ CLAIMS = (
   shared.claim(
     ('continued', 'adapted'),
     'Adapted below the decoder trained on over the same rows.',
-    f'{shared.A}, section 5',
+    f'{shared.T5GEMMA}, section 5',
     '-',
   ),
   shared.claim(
     ('unbalanced', 'adapted'),
     'Adapted below the pair with the smaller decoder.',
-    f'{shared.A}, Table 2',
+    f'{shared.T5GEMMA}, Table 2',
     'points: 9B-9B 63.1, 9B-2B 55.0',
   ),
 )
@@ -138,13 +138,13 @@ TUNED_CLAIMS = (
   shared.claim(
     ('scratch_total_tuned', 'adapted_tuned'),
     'After the same tuning, adapted below scratch of equal total FLOPs.',
-    f'{shared.A}, Table 4',
+    f'{shared.T5GEMMA}, Table 4',
     'points: +2.5 at 2B-2B, -.1 at S-S',
   ),
   shared.claim(
     ('wide_tuned', 'adapted_tuned'),
     'After the same tuning, adapted below a wider decoder from scratch.',
-    f'{shared.A}; its critique',
+    f'{shared.T5GEMMA}; its critique',
     '-',
   ),
 )

@@ -95,7 +95,7 @@ def _convert(size, name):
 
 
 CLAIMS = tuple(
-  shared.claim(contrast, text, f'{shared.B}, {source}', paper, **fields)
+  shared.claim(contrast, text, f'{shared.WANG}, {source}', paper, **fields)
   for contrast, text, source, paper, fields in (
     (
       ('cd_flm', 'lm_a'),

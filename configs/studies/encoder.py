@@ -17,7 +17,7 @@ import dataclasses
 
 from encdec_adapt.configs.studies import shared
 
-PAPER = f'{shared.A}, section 5'
+PAPER = f'{shared.T5GEMMA}, section 5'
 
 
 def get_study(arg=None):

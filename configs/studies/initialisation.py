@@ -67,7 +67,7 @@ CLAIMS = (
   shared.claim(
     ('warmup_1', 'copied'),
     'A balanced pair, of copied cross-attention, below an unbalanced one.',
-    f'{shared.A}, Figure 2',
+    f'{shared.T5GEMMA}, Figure 2',
     'points after 42B tokens: 46.6 (2B-2B), 41.5 (9B-2B)',
     primary=True,
     paired=True,
@@ -75,7 +75,7 @@ CLAIMS = (
   shared.claim(
     ('fresh', 'copied'),
     'Copied cross-attention below fresh cross-attention in the same pair.',
-    f'{shared.A}, section 3',
+    f'{shared.T5GEMMA}, section 3',
     'no numbers',
     primary=True,
     paired=True,
@@ -83,7 +83,7 @@ CLAIMS = (
   shared.claim(
     ('warmup_0', 'warmup_1'),
     'A short warm-up of cross-attention below none.',
-    f'{shared.A}, section 5',
+    f'{shared.T5GEMMA}, section 5',
     'points: K = 1000 62.5, none 61.8',
     primary=True,
     paired=True,
@@ -91,7 +91,7 @@ CLAIMS = (
   shared.claim(
     ('warmup_5', 'warmup_1'),
     'A short warm-up of cross-attention below one five times as long.',
-    f'{shared.A}, section 5',
+    f'{shared.T5GEMMA}, section 5',
     'points: K = 1000 62.5, K = 5000 60.2',
     primary=True,
     paired=True,
@@ -99,7 +99,7 @@ CLAIMS = (
   shared.claim(
     ('warmup_25', 'warmup_1'),
     'A short warm-up of cross-attention below a quarter of the steps.',
-    f'{shared.A}, section 5',
+    f'{shared.T5GEMMA}, section 5',
     'points: K = 1000 62.5, K = 5000 60.2',
   ),
   shared.claim(

@@ -85,8 +85,8 @@ def _labelled(size, arm):
 
 ACCURACY = {'metric': 'held_out/accuracy', 'direction': 'greater'}
 ACCURACY |= {'smallest': 0.07, 'reason': 'what the packages can show'}
-TABLE = f'{shared.A}, Table 2'
-FIGURE = f'{shared.A}, Figure 5'
+TABLE = f'{shared.T5GEMMA}, Table 2'
+FIGURE = f'{shared.T5GEMMA}, Figure 5'
 CLAIMS = tuple(
   shared.claim(contrast, text, source, paper, **fields)
   for contrast, text, source, paper, fields in (
@@ -107,7 +107,7 @@ CLAIMS = tuple(
     (
       ('prefix_taught', 'merged'),
       'The mean of both models is no better than that of PrefixLM.',
-      f'{shared.A}, section 5',
+      f'{shared.T5GEMMA}, section 5',
       'equal or worse; no numbers',
       {'direction': 'no better', 'primary': True},
     ),
@@ -142,7 +142,7 @@ CLAIMS = tuple(
     (
       ('prefix', 'joint'),
       'Both objectives at once are as good as PrefixLM.',
-      f'{shared.A}, future work',
+      f'{shared.T5GEMMA}, future work',
       'no numbers',
       {'direction': 'equal'},
     ),

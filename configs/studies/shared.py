@@ -43,8 +43,8 @@ from encdec_adapt.telemetry import compute_cost
 from encdec_adapt.tokenizers import vocabulary_pair
 
 BOOKS = '../shared/data/pretrain_classic_books/train/*.txt'
-A = 'Encoder-Decoder Gemma (arXiv:2504.06225)'
-B = 'Wang et al. (arXiv:2204.05832)'
+T5GEMMA = 'Encoder-Decoder Gemma (arXiv:2504.06225)'
+WANG = 'Wang et al. (arXiv:2204.05832)'
 # Smallest difference of losses that matters, and why.
 NATS = 0.02
 REASON = (
@@ -246,7 +246,8 @@ def _set_text(config, size):
   data, decoders = config.data, configs.path('decoders')
   data.source = size.text or f'python:{decoders}/held_out.txt'
   if size.has_books:
-    data.source = f'text:{BOOKS}'
+    # A group of held-out rows is a book.
+    data.source, data.eval_fraction = f'text:{BOOKS}', 0.15
   data.vocabulary = size.vocabulary or f'{decoders}/base'
   data.max_bytes = 1_000_000 * (size.name == 'smoke')
   data.shards, data.workers = 2, 1
@@ -304,6 +305,7 @@ def study(name, title, size, arms, sources=('base',), commands=(), **fields):
     arms=(*trained, *arms),
     seeds=fields.pop('seeds', size.seeds),
     commands=(*imports, *commands),
+    platform='gpu' if size.name == 'gpu' else '',
     **fields,
   )
 
@@ -326,7 +328,10 @@ def combined(name, title, size, studies, **fields):
     for key in ('arms', 'commands', 'rates', 'evaluations')
   }
   merged['evaluations'] += fields.pop('evaluations', ())
-  return pages.Study(name, title, size.name, **merged, **fields)
+  platform = parts[0].platform
+  return pages.Study(
+    name, title, size.name, platform=platform, **merged, **fields
+  )
 
 
 def _renamed(study):

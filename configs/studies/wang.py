@@ -102,7 +102,7 @@ def tuned(size, arm, name='', dropout=0.1):
 RANKED = {'metric': 'continuation/acc', 'direction': 'greater'}
 RANKED |= {'smallest': 0.05, 'reason': 'ten of 200 questions'}
 CLAIMS = tuple(
-  shared.claim(contrast, text, f'{shared.B}, Table 8', paper, **fields)
+  shared.claim(contrast, text, f'{shared.WANG}, Table 8', paper, **fields)
   for contrast, text, paper, fields in (
     (
       ('ed_plm', 'cd_flm'),
