@@ -355,8 +355,8 @@ class Study:
           f' its arms have {", ".join(metrics) or "none"}'
           f'{errors.nearest(claim.metric, metrics)}'
         )
-      # A model without seeds is compared with every seed of the other arm.
-      counts = {len(self.seeds_of(name)) for name in claim.contrast} - {0}
+      # A single model is compared with every seed of the other arm.
+      counts = {len(self.seeds_of(name)) for name in claim.contrast} - {0, 1}
       if len(counts) > 1:
         raise self.error(
           f'{text} compares arms of {sorted(counts)} seeds; give them equally'

@@ -1,0 +1,150 @@
+"""Is a pair that is adapted from a decoder better than its alternatives?
+
+    python -m encdec_adapt.study --study=configs/studies/adaptation.py:size=cpu
+
+Compares the pair adapted from a decoder with pairs from random weights (taught
+by the decoder, untaught, and untaught at equal total FLOPs: C(source) +
+C(adaptation) + C(teacher) = C(scratch)), with the decoder trained on (over as
+many rows, or for as many FLOPs), and with a pair of the smaller decoder; larger
+sizes also with a wider decoder of as many parameters, and after tuning.
+
+Not controlled: a pair has twice the layers of its source; the decoder trained
+on has all tokens of a row in its loss, a pair half; the source had a cosine
+decay, arms have T5's schedule, whose curves show shorter runs. The paper
+distills all of the loss, `cpu` half; `cpu` takes three hours.
+"""
+
+import dataclasses
+
+from encdec_adapt.configs.studies import shared
+from encdec_adapt.evaluation.studies import budgets
+
+
+def get_study(arg=None):
+  """Returns the page of a size (`shared.size`)."""
+  size = shared.size(arg)
+  steps = size.steps(800, gpu=240, pod=500_000)
+  # Scratch at equal total FLOPs reads the text 2.6 times.
+  fields = {'steps': steps, 'changes': shared.rsqrt(steps) | {'data.passes': 3}}
+  adapted = shared.pair(size, 'adapted', rate='rate_adapted', **fields)
+  scratch = shared.scratch(adapted, 'scratch', False, rate='rate_scratch')
+  continued = shared.decoder(size, 'continued', rate='rate_continued', **fields)
+  flops, total = _budgets(size, adapted)
+  fields |= {'sides': size.unbalanced, 'rate': 'rate_unbalanced'}
+  arms = [
+    adapted,
+    scratch,
+    shared.scratch(adapted, 'scratch_taught', rate='rate_scratch'),
+    dataclasses.replace(scratch, name='scratch_total', budget=total),
+    continued,
+    dataclasses.replace(continued, name='continued_flops', budget=flops),
+    shared.pair(size, 'unbalanced', **fields),
+  ]
+  chosen = dict.fromkeys(('adapted', 'scratch', 'unbalanced'), 3e-3)
+  chosen['continued'] = 1e-3
+  tuned = []
+  if size.large:
+    arms.append(_wide(continued, scratch, total))
+    tuned = [_tuned(size, arm) for arm in arms]
+    chosen |= dict.fromkeys(('wide', 'adapted_tuned', 'continued_tuned'), 1e-3)
+  evaluations = (
+    shared.measured('text', 'adapted', arms, 'base'),
+    shared.measured('answers', 'adapted_tuned', tuned),
+  )
+  return shared.study(
+    'adaptation',
+    'Adapting a decoder into an encoder-decoder, and its alternatives',
+    size,
+    (*arms, *tuned),
+    dict.fromkeys(('base', *size.unbalanced)),
+    seeds=size.seeds[:3],
+    rates=shared.rates(size, chosen, 80),
+    evaluations=evaluations[: 1 + size.large],
+    claims=CLAIMS + TUNED_CLAIMS * size.large,
+  )
+
+
+def _budgets(size, adapted):
+  """Returns the FLOPs of adaptation, and those with its source, as budgets."""
+  if size.name == 'smoke':
+    return adapted.budget, adapted.budget
+  if size.name == 'pod':  # The paper's: 6T more tokens, and 8T from scratch.
+    return budgets.Tokens(3e12), budgets.Tokens(4e12)
+  flops = shared.flops(size, adapted)
+  total = flops + shared.source_flops(size)
+  return budgets.FLOPs(flops), budgets.FLOPs(total)
+
+
+def _tuned(size, arm):
+  """Returns an arm after tuning, at the rate of its kind of model."""
+  kind = 'continued' if 'model.kind' in arm.changes else 'adapted'
+  return shared.tuned(size, arm, f'rate_{kind}_tuned')
+
+
+def _wide(decoder, pair, budget):
+  """Returns a decoder with the parameters of a pair, from random weights."""
+  models = [shared.settings(arm).model for arm in (decoder, pair)]
+  width = budgets.match(*models, 'parameters').decoder.mlp_width
+  wide = shared.scratch(decoder, 'wide', budget=budget, rate='rate_wide')
+  changes = {**wide.changes, 'model.decoder.mlp_width': width}
+  return dataclasses.replace(wide, changes=changes)
+
+
+CLAIMS = (
+  shared.claim(
+    ('scratch_taught', 'adapted'),
+    'Adapted below scratch that learns from the same decoder.',
+    f'{shared.T5GEMMA}, Table 4',
+    'points: +2.6 at 2B-2B, -1.2 at S-S and B-B',
+    primary=True,
+    paired=True,
+  ),
+  shared.claim(
+    ('scratch_total', 'adapted'),
+    'Adapted below scratch at equal total FLOPs.',
+    f'{shared.T5GEMMA}, Table 4; its critique',
+    'scratch had 8T tokens, the source 2T and adaptation 2T',
+    primary=True,
+  ),
+  shared.claim(
+    ('continued_flops', 'adapted'),
+    'Adapted below the decoder trained on for as many FLOPs.',
+    f'{shared.T5GEMMA}, section 5',
+    'points: 49.7, Gemma 2 2B after 6T more tokens 48.6',
+    primary=True,
+  ),
+  shared.claim(
+    ('base', 'adapted'),
+    "Adaptation reaches its source's loss in fewer tokens.",
+    f'{shared.T5GEMMA}, Figure 2',
+    '2B-2B passes Gemma 2 2B (2T tokens) near 196B',
+    **shared.FEWER,
+    primary=True,
+  ),
+  shared.claim(
+    ('continued', 'adapted'),
+    'Adapted below the decoder trained on over the same rows.',
+    f'{shared.T5GEMMA}, section 5',
+    '-',
+  ),
+  shared.claim(
+    ('unbalanced', 'adapted'),
+    'Adapted below the pair with the smaller decoder.',
+    f'{shared.T5GEMMA}, Table 2',
+    'points: 9B-9B 63.1, 9B-2B 55.0',
+  ),
+)
+TUNED_CLAIMS = (
+  shared.claim(
+    ('scratch_total_tuned', 'adapted_tuned'),
+    'After the same tuning, adapted below scratch of equal total FLOPs.',
+    f'{shared.T5GEMMA}, Table 4',
+    'points: +2.5 at 2B-2B, -.1 at S-S',
+  ),
+  shared.claim(
+    ('wide_tuned', 'adapted_tuned'),
+    'After the same tuning, adapted below a wider decoder from scratch.',
+    f'{shared.T5GEMMA}; its critique',
+    '-',
+  ),
+)

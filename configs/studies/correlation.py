@@ -1,0 +1,33 @@
+"""Does the score after pretraining predict the score after tuning?
+
+    python -m encdec_adapt.study --study=configs/studies/correlation.py:size=cpu
+
+Trains nothing that the pages `objectives`, `tuning` and `adaptation` have
+trained: it reads their models, or trains those that are not there yet. The
+report's scatter has a point for each arm, the mean over its seeds. Spearman's
+correlation (Encoder-Decoder Gemma, arXiv:2504.06225, Figure 6: across sizes .97
+and .89, within a size .42 and .05) is descriptive there: across sizes it needs
+arms of four sizes, within one six arms of it.
+"""
+
+from encdec_adapt.configs.studies import (
+  adaptation,
+  objectives,
+  shared,
+  tuning,
+)
+
+PAGES = objectives, tuning, adaptation
+
+
+def get_study(arg=None):
+  """Returns the page of a size (`shared.size`)."""
+  size = shared.size(arg)
+  return shared.combined(
+    'correlation',
+    'Scores before and after tuning',
+    size,
+    [page.get_study(arg) for page in PAGES],
+    note='Correlations across sizes need arms of four sizes, and within a size'
+    ' six arms; with fewer they only describe these models.',
+  )

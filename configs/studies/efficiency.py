@@ -1,0 +1,75 @@
+"""What does inference cost, for which quality?
+
+    python -m encdec_adapt.study --study=configs/studies/efficiency.py:size=cpu
+
+Measures FLOPs (as computed, and as the paper counts them), latency and memory
+of requests of as many tokens as a row, for the models of `adaptation`,
+`objectives` and `tuning` before tuning and their decoders, and shows them
+against held-out loss. It trains nothing that these pages have trained.
+
+Latency is of this machine, at batch 1, and shared by all seeds of an arm: its
+claims are over one seed of each and have no verdict. FLOPs are counted and have
+no error.
+"""
+
+from encdec_adapt.configs.studies import correlation, shared
+from encdec_adapt.evaluation.studies import pages
+
+
+def get_study(arg=None):
+  """Returns the page of a size (`shared.size`)."""
+  size = shared.size(arg)
+  studies = [page.get_study(arg) for page in correlation.PAGES]
+  # Tuning changes no cost.
+  models = tuple(
+    f'{study.name}.{model}'
+    for study in studies
+    for model in study.evaluations[0].models
+    if not model.endswith('_tuned')
+  )
+  cost = pages.Evaluation(
+    'cost',
+    (f'--cost={size.length},{size.length}',),
+    ('cost/published_flops', 'cost/prefill_flops', 'cost/decode_ms'),
+    models=models,
+    all_seeds=False,
+    seconds=30,
+  )
+  return shared.combined(
+    'efficiency',
+    'Quality against FLOPs and latency',
+    size,
+    studies,
+    evaluations=(cost,),
+    claims=CLAIMS,
+  )
+
+
+CLAIMS = (
+  shared.claim(
+    ('adaptation.continued_flops', 'adaptation.adapted'),
+    'A pair is better than its decoder trained on for as many FLOPs..',
+    f'{shared.T5GEMMA}, Figure 3',
+    'points: 49.7 against 48.6',
+    primary=True,
+  ),
+  shared.claim(
+    ('adaptation.base', 'adaptation.adapted'),
+    '..at fewer inference FLOPs, as the paper counts them.',
+    f'{shared.T5GEMMA}, Figure 3',
+    '1e14: .4642 (2B-2B) against .4911',
+    metric='cost/published_flops',
+    smallest=1.0,
+    reason='a count has no error',
+  ),
+  shared.claim(
+    ('adaptation.base', 'adaptation.adapted'),
+    'Its decoder answers as fast.',
+    f'{shared.T5GEMMA}, Figure 4',
+    'ms a query: 805 (2B-2B) against 915, 2727 (9B-9B) against 2578',
+    'equal',
+    metric='cost/decode_ms',
+    smallest=0.1,
+    reason='a tenth of a millisecond a token is the spread of repeats here',
+  ),
+)

@@ -1,0 +1,122 @@
+"""Should the encoder read in both directions, and with more key/value heads?
+
+    python -m encdec_adapt.study --study=configs/studies/encoder.py:size=cpu
+
+Adapts a pair whose encoder is bidirectional, causal, or bidirectional with a
+key/value head for each query head (repeated from the source), for two lengths
+of training. A source is causal, so that a causal encoder may lead after few
+steps. The longer runs are then tuned on look-ups.
+
+Not controlled: the encoder with more key/value heads has more parameters (the
+shapes of gpu have as many already, so that it is left out there). At cpu the
+pair is made of the smaller decoder and has no teacher, so that long runs fit;
+the paper distills a pair of 2B. `cpu` takes an hour on two cores.
+"""
+
+import dataclasses
+
+from encdec_adapt.configs.studies import shared
+
+PAPER = f'{shared.T5GEMMA}, section 5'
+
+
+def get_study(arg=None):
+  """Returns the page of a size (`shared.size`)."""
+  size = shared.size(arg)
+  source = 'small' if size.name in ('smoke', 'cpu') else 'base'
+  stack = shared.stack(size, source)
+  encoders = {'bidirectional': {}, 'causal': {'model.causal_encoder': True}}
+  if stack.kv_heads < stack.heads:
+    encoders['heads'] = {'model.encoder.kv_heads': stack.heads}
+  # 2T tokens at pod, in batches of 4.2M.
+  steps = size.steps(350, gpu=240, pod=480_000)
+  arms = [
+    shared.pair(
+      size,
+      name,
+      steps,
+      (source, source),
+      size.name == 'pod',
+      changes=changes,
+      rate=f'rate_{name}',
+    )
+    for name, changes in encoders.items()
+  ]
+  budget = size.tokens(max(1, steps // 5))
+  early = [
+    dataclasses.replace(arm, name=f'{arm.name}_early', budget=budget)
+    for arm in arms
+  ]
+  tuned = [shared.tuned(size, arm, f'rate_{arm.name}_tuned') for arm in arms]
+  middles = dict.fromkeys(encoders, 3e-3)
+  middles |= {arm.name: 1e-3 for arm in tuned}
+  return shared.study(
+    'encoder',
+    'Attention of the encoder',
+    size,
+    (*early, *arms, *tuned),
+    (source,),
+    rates=shared.rates(size, middles),
+    evaluations=(
+      shared.measured('text', 'bidirectional', (*early, *arms), source),
+      shared.measured('answers', 'bidirectional_tuned', tuned),
+    ),
+    claims=CLAIMS + HEADS_CLAIMS * ('heads' in encoders),
+  )
+
+
+CLAIMS = (
+  shared.claim(
+    ('causal', 'bidirectional'),
+    'A bidirectional encoder below a causal one.',
+    PAPER,
+    'points: +4.1 at 2B-2B',
+    primary=True,
+    paired=True,
+  ),
+  shared.claim(
+    ('causal_early', 'bidirectional_early', 'causal', 'bidirectional'),
+    'A bidirectional encoder gains on a causal one by longer training.',
+    'a finding here; the paper has one length',
+    'no numbers',
+    'greater',
+    primary=True,
+  ),
+  shared.claim(
+    ('causal_early', 'bidirectional_early'),
+    'After a fifth of the steps, a bidirectional encoder below a causal one.',
+    'a finding here; the paper has one length',
+    'no numbers',
+    paired=True,
+  ),
+  shared.claim(
+    ('causal_tuned', 'bidirectional_tuned'),
+    'A bidirectional encoder below a causal one after tuning.',
+    PAPER,
+    'points: +4.7 at 2B-2B',
+    **shared.TUNED,
+    primary=True,
+    paired=True,
+  ),
+)
+HEADS_CLAIMS = (
+  shared.claim(
+    ('bidirectional', 'heads'),
+    'More key/value heads in the encoder do not matter before tuning.',
+    PAPER,
+    'points: +.5 at 2B-2B',
+    'equal',
+    primary=True,
+    paired=True,
+  ),
+  shared.claim(
+    ('bidirectional_tuned', 'heads_tuned'),
+    'After tuning, more key/value heads in the encoder are worse.',
+    PAPER,
+    'points: -2.9 at 2B-2B',
+    'greater',
+    **shared.TUNED,
+    primary=True,
+    paired=True,
+  ),
+)

@@ -1,0 +1,542 @@
+r"""Models, text and settings that the studies' pages share.
+
+    python -m encdec_adapt.train --workdir=runs/pair \
+      --config=configs/studies/shared.py:size=cpu,encoder=base,decoder=base
+
+is a pair of random weights. Sizes of a study:
+
+- `smoke`: two steps of every arm, for tests.
+- `cpu`: two cores. Adaptation starts from the decoders of configs/decoders, of
+  4 layers of width 128 (1.2M parameters, trained on 6.1M tokens) and 3 layers
+  of width 96 (.6M, 3.1M tokens) on the text that Python carries, which is also
+  the text here. Arms without a source are 4 layers of width 64.
+- `gpu`: one H100 or H200. `text` is a source, by default the books of
+  ../shared/data where they are (12M tokens), else Python's text (4M);
+  `vocabulary` its vocabulary, by default that of configs/decoders, which suits
+  no other text well. `shape=s` or `b` are shapes of Encoder-Decoder Gemma; the
+  source is trained first, as an arm. Budgets are made for 4M tokens of text;
+  `scale=N` multiplies them (3 for the books).
+- `pod`: Gemma 2, 4096 + 4096 tokens, the papers' numbers of tokens and one
+  seed. `text` is yours; `topology` a row of configs/gemma2.py.
+
+A learning rate is chosen for each architecture and start (random, adapted,
+trained on) in short runs at a factor of 3, by the loss of the development part,
+and shared by arms that differ in objective, teacher, cross-attention's
+initialisation or warm-up.
+"""
+
+import dataclasses
+import glob
+import itertools
+import json
+import math
+
+from encdec_adapt import config as config_lib
+from encdec_adapt import configs
+from encdec_adapt.base import errors
+from encdec_adapt.cli import command
+from encdec_adapt.configs import gemma2, quickstart
+from encdec_adapt.evaluation.studies import budgets, pages
+from encdec_adapt.files import atomic, paths
+from encdec_adapt.models import model_config, presets
+from encdec_adapt.telemetry import compute_cost
+from encdec_adapt.tokenizers import vocabulary_pair
+
+BOOKS = '../shared/data/pretrain_classic_books/train/*.txt'
+T5GEMMA = 'Encoder-Decoder Gemma (arXiv:2504.06225)'
+WANG = 'Wang et al. (arXiv:2204.05832)'
+# Smallest difference of losses that matters, and why.
+NATS = 0.02
+REASON = (
+  '0.02 nats per token is what a quarter more tokens give an adapted pair here'
+  ' (2.81 after 0.29M target tokens, 2.635 after 1.84M)'
+)
+# The same of a claim after tuning on look-ups.
+TUNED = {
+  'smallest': 0.1,
+  'reason': 'a fifth of the loss of a tuned pair in a first run, 0.54 nats',
+}
+# Of a claim on the tokens to a loss, a ratio.
+FEWER = {
+  'metric': pages.CROSSING,
+  'smallest': 1.25,
+  'reason': 'a fifth fewer tokens',
+}
+# Tasks and prompts that are made of Python's text.
+TASKS = pages.Command('tasks', 'configs.python_tasks', ('--output={tasks}',))
+# Of the decoders that models are made of, by size: a decoder's name and shape.
+_CPU = {'base': (4, 128), 'small': (3, 96), 'tiny': (4, 64)}
+_SHAPES = {
+  's': {'base': 's', 'small': 'toy_large', 'tiny': 's'},
+  'b': {'base': 'b', 'small': 's', 'tiny': 'b'},
+  'pod': {'base': '2b', 'large': '9b'},
+}
+_RELEASED = {'base': 'google/gemma-2-2b', 'large': 'google/gemma-2-9b'}
+# Wang et al., Table 1; rotary embeddings in the place of relative positions.
+_WANG = model_config.StackConfig(
+  layers=24,
+  width=4096,
+  mlp_width=10240,
+  heads=64,
+  kv_heads=64,
+  head_dim=64,
+  query_scale=64.0,
+  vocab_size=32128,
+  pattern=('global',),
+  attention_softcap=None,
+  final_softcap=None,
+)
+# Look-ups in a table, which a model on disk is tuned on (configs/lookups.py).
+TUNING = {
+  'init.mode': 'checkpoint',
+  'data.source': 'lookups',
+  'data.seqio_modules': 'encdec_adapt.configs.lookups',
+  'data.objective': 'pairs',
+  'data.encoder_length': 384,
+  'data.decoder_length': 128,
+  'data.max_bytes': 0,
+  'data.eval_fraction': 0.1,
+  'data.eval_rows': 192,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+  """A size of a study.
+
+  Attributes:
+    name: smoke, cpu, gpu or pod.
+    shape: shape of the base decoder at gpu, s or b.
+    text: source of the text; '' for that of the size.
+    vocabulary: vocabulary of the text; '' for that of the size.
+    scale: factor of the numbers of steps at gpu; 0 for that of the text.
+    topology: chips at pod.
+  """
+
+  name: str
+  shape: str = 's'
+  text: str = ''
+  vocabulary: str = ''
+  scale: int = 0
+  topology: str = 'h100:64'
+
+  def __post_init__(self):
+    sizes, shapes = ('smoke', 'cpu', 'gpu', 'pod'), ('s', 'b')
+    if self.name not in sizes or self.shape not in shapes:
+      raise errors.UserError(
+        f'size={self.name} must be one of {", ".join(sizes)}, and'
+        f' shape={self.shape} one of {", ".join(shapes)}.'
+      )
+
+  @property
+  def large(self) -> bool:
+    """Whether the page has the arms beyond the first seven."""
+    return self.name in ('gpu', 'pod')
+
+  @property
+  def seeds(self) -> tuple[int, ...]:
+    """Seeds of every arm."""
+    counts = {'smoke': 2, 'pod': 1}
+    return tuple(range(counts.get(self.name, 5)))
+
+  @property
+  def unbalanced(self) -> tuple[str, str]:
+    """Decoders that the encoder and decoder of an unbalanced pair are of."""
+    return ('large', 'base') if self.name == 'pod' else ('base', 'small')
+
+  @property
+  def length(self) -> int:
+    """Tokens S of inputs, and T of targets, of a row of text."""
+    return {'gpu': 256, 'pod': 4096}.get(self.name, 128)
+
+  @property
+  def batch(self) -> int:
+    """Rows of a step."""
+    return {'smoke': 8, 'gpu': 32, 'pod': 512}.get(self.name, 16)
+
+  @property
+  def has_books(self) -> bool:
+    """Whether the text is that of the books."""
+    return self.name == 'gpu' and not self.text and bool(glob.glob(BOOKS))
+
+  def steps(self, cpu: int, gpu: int = 0, pod: int = 0) -> int:
+    """Returns a number of steps; at gpu by default that at cpu, scaled."""
+    if self.name == 'gpu':
+      return (gpu or cpu) * (self.scale or (3 if self.has_books else 1))
+    return {'smoke': 2, 'cpu': cpu, 'pod': pod}[self.name]
+
+  def tokens(self, steps: int) -> budgets.Tokens:
+    """Returns the budget of the target tokens of steps on rows of text."""
+    return budgets.Tokens(steps * self.batch * self.length)
+
+  @property
+  def arguments(self) -> str:
+    """The size, as a page takes it after the colon."""
+    texts = [f'size={self.name}']
+    for field in dataclasses.fields(self)[1:]:
+      value = getattr(self, field.name)
+      if value != field.default:
+        value = json.dumps(value) if field.type is str else value
+        texts.append(f'{field.name}={value}')
+    return ','.join(texts)
+
+  def config(self, decoder: str = 'base', encoder: str = '') -> str:
+    """Returns the flag of the configuration of a decoder, or a pair."""
+    texts = f'{self.arguments},encoder={encoder},decoder={decoder}'
+    return f'{configs.path("studies/shared.py")}:{texts}'
+
+
+def size(arg):
+  """Returns the size that the argument of a page names."""
+  return _parse(arg)[0]
+
+
+def _parse(arg, **others):
+  """Returns the size of an argument, and the values of other fields."""
+  fields = {x.name: x.default for x in dataclasses.fields(Size)[1:]}
+  args = config_lib.parse_arg(arg, size='cpu', **fields, **others)
+  values = [args.pop(name) for name in others]
+  return Size(args.pop('size'), **args), values
+
+
+def get_config(arg=None):
+  """`encoder` and `decoder`, names of decoders, and those of a study's size."""
+  size, sides = _parse(arg, encoder='', decoder='base')
+  if size.name == 'pod':
+    config = _pod(size, sides)
+  else:
+    config = config_lib.defaults()
+    _set_text(config, size)
+    _set_job(config, size)
+  rows = 0
+  if size.name == 'gpu':
+    rows = vocabulary_pair.open_vocabulary(config.data.vocabulary).size
+  config_lib.set_model(config.model, _model(size, sides, rows))
+  config.data.objective = 'prefix_lm' if sides[0] else 'causal_lm'
+  config.data.encoder_length = size.length if sides[0] else 0
+  config.data.decoder_length = size.length * (1 if sides[0] else 2)
+  config.data.train_vocabulary = False
+  # Reports read at most 32 rows of a group of documents.
+  config.data.eval_rows, config.data.development_rows = 512, 64
+  config.train.batch_size = size.batch
+  return config
+
+
+def _model(size, sides, rows):
+  """Returns a pair, or a decoder where no encoder is named."""
+  stacks = [stack(size, name, rows) for name in sides if name]
+  if sides[0]:
+    return model_config.encoder_decoder(*stacks)
+  return model_config.DecoderOnlyConfig(*stacks)
+
+
+def stack(size, name, rows=0):
+  """Returns the stack of a decoder; `rows` are tokens of its vocabulary."""
+  if size.name in ('smoke', 'cpu'):
+    return quickstart.stack(*_CPU[name])
+  if size.name == 'pod' and name == 'tiny':
+    return _WANG
+  shapes = _SHAPES['pod' if size.name == 'pod' else size.shape]
+  shape = presets.decoder_only(shapes[name], vocab_multiple=128).decoder
+  return dataclasses.replace(shape, vocab_size=rows) if rows else shape
+
+
+def _set_text(config, size):
+  """Sets the text, what is held out of it, and its vocabulary."""
+  data, decoders = config.data, configs.path('decoders')
+  data.source = size.text or f'python:{decoders}/held_out.txt'
+  if size.has_books:
+    # A group of held-out rows is a book.
+    data.source, data.eval_fraction = f'text:{BOOKS}', 0.15
+  data.vocabulary = size.vocabulary or f'{decoders}/base'
+  data.max_bytes = 1_000_000 * (size.name == 'smoke')
+  data.shards, data.workers = 2, 1
+  data.repeat = True
+
+
+def _set_job(config, size):
+  """Sets how a job runs on a CPU or a single GPU."""
+  if size.name == 'gpu':
+    config.compute.remat = 'none'
+  else:
+    config.compute.dtype, config.compute.scan_unroll = 'float32', 4
+  config.train.log_every = 20
+  config.train.evaluators = 'loss=10%'
+  config.checkpoint.every = '20%' if size.name == 'gpu' else '50%'
+
+
+def _pod(size, sides):
+  """Returns the recipe of configs/gemma2.py on the chips of a topology."""
+  unbalanced = sides[0] not in ('', sides[1])
+  name = '9b_9b' if 'tiny' in sides else '9b_2b' if unbalanced else '2b_2b'
+  config = gemma2.recipe(presets.t5gemma(name, vocab_multiple=128), 'prefixlm')
+  if f'size={name},topology={size.topology}' in gemma2.SHIPPED:
+    gemma2.spread(config, name, 'prefixlm', size.topology, 1)
+  config.init.mode, config.loss.distillation = 'random', 0.0
+  config.train.cross_attention_warmup = 0
+  config.data.source = size.text
+  config.data.vocabulary = size.vocabulary or f'hf://{_RELEASED["base"]}'
+  return config
+
+
+def study(name, title, size, arms, sources=('base',), commands=(), **fields):
+  """Returns a page whose arms start from decoders, by their names.
+
+  The decoders are shipped or released ones, which are imported, or at gpu arms
+  that are trained first.
+  """
+  imports, trained = [], []
+  for source in sources:
+    if size.name == 'gpu':
+      trained.append(_trained(size, source))
+      continue
+    folder = configs.path(f'decoders/{source}')
+    if size.name == 'pod':
+      folder = f'hf://{_RELEASED[source]}'
+    flags = 'import', f'--source={folder}', f'--output={{{source}}}'
+    imports.append(pages.Command(source, 'convert', flags, seconds=10))
+  if size.name == 'pod':  # Learning rates are those of the recipes.
+    arms = [dataclasses.replace(arm, rate='') for arm in arms]
+    fields['rates'] = ()
+  return pages.Study(
+    name=name,
+    title=title,
+    size=size.name,
+    arms=(*trained, *arms),
+    seeds=fields.pop('seeds', size.seeds),
+    commands=(*imports, *commands),
+    platform='gpu' if size.name == 'gpu' else '',
+    **fields,
+  )
+
+
+def combined(name, title, size, studies, **fields):
+  """Returns a page of the models of other pages, whose stages are theirs.
+
+  A model's name is that of its page and its own, as in wang.cd_flm.
+
+  Args:
+    name: name of the page.
+    title: title of the report.
+    size: size of the study.
+    studies: the pages.
+    **fields: further fields of the page; `evaluations` are added to theirs.
+  """
+  parts = [_renamed(study) for study in studies]
+  merged = {
+    key: tuple(itertools.chain.from_iterable(getattr(x, key) for x in parts))
+    for key in ('arms', 'commands', 'rates', 'evaluations')
+  }
+  merged['evaluations'] += fields.pop('evaluations', ())
+  platform = parts[0].platform
+  return pages.Study(
+    name, title, size.name, platform=platform, **merged, **fields
+  )
+
+
+def _renamed(study):
+  """Returns a page with its own name before the names on it."""
+  names = [x.name for x in (*study.arms, *study.commands, *study.rates)]
+  names = {x: f'{study.name}.{x}' for x in names}
+  braces = {old: f'{{{new}}}' for old, new in names.items()}
+
+  def rename(item):
+    """Renames what an arm, command, rate or evaluation refers to."""
+    fields = {'name': f'{study.name}.{item.name}'}
+    for key in {'arm', 'rate', 'records'} & vars(item).keys():
+      fields[key] = names.get(getattr(item, key), '')
+    for key in {'after', 'models'} & vars(item).keys():
+      fields[key] = tuple(names[x] for x in getattr(item, key))
+    if isinstance(item, pages.Arm):
+      fields['seeds'] = study.seeds_of(item.name)
+      fields['starts'] = {
+        key: names.get(text) or pages.fill(text, braces)
+        for key, text in item.starts.items()
+      }
+    if isinstance(item, pages.Evaluation) and not item.models:
+      fields['models'] = tuple(names[arm.name] for arm in study.arms)
+    if 'arguments' in vars(item):
+      arguments = item.arguments
+      fields['arguments'] = tuple(pages.fill(x, braces) for x in arguments)
+    return dataclasses.replace(item, **fields)
+
+  return dataclasses.replace(
+    study,
+    claims=(),
+    **{
+      key: tuple(map(rename, getattr(study, key)))
+      for key in ('arms', 'commands', 'rates', 'evaluations')
+    },
+  )
+
+
+def _trained(size, source):
+  """Returns the arm that trains a decoder to adapt at gpu."""
+  return pages.Arm(
+    source,
+    size.config(source),
+    {'data.passes': 2, 'optimizer.learning_rate': 1e-3},
+    budget=size.steps(480),
+    seeds=(0,),
+  )
+
+
+def pair(size, name, steps, sides=('base', 'base'), taught=True, **fields):
+  """Returns a pair that is adapted from decoders.
+
+  Args:
+    size: size of the study.
+    name: name of the arm.
+    steps: steps on rows of text.
+    sides: names of the encoder's and decoder's sources.
+    taught: whether it learns from the decoder's source, all of the loss at
+      pod, and half of it elsewhere.
+    **fields: fields of the arm; `changes` are added.
+  """
+  changes = {'init.mode': 'adapt'} | fields.pop('changes', {})
+  starts = {'init.encoder': sides[0]}
+  if sides[1] != sides[0]:
+    starts['init.decoder'] = sides[1]
+  if taught:
+    changes['loss.distillation'] = 1.0 if size.name == 'pod' else 0.5
+    starts['teacher.checkpoint'] = sides[1]
+  config, budget = size.config(sides[1], sides[0]), size.tokens(steps)
+  return pages.Arm(name, config, changes, starts, budget, **fields)
+
+
+def scratch(arm, name, taught=True, **fields):
+  """Returns an arm from random weights, with the same teacher if any."""
+  dropped = ('init.',) if taught else ('init.', 'loss.', 'teacher.')
+  changes, starts = (
+    {key: x for key, x in values.items() if not key.startswith(dropped)}
+    for values in (arm.changes, arm.starts)
+  )
+  return dataclasses.replace(
+    arm, name=name, changes=changes, starts=starts, **fields
+  )
+
+
+def decoder(size, name, steps, **fields):
+  """Returns the base decoder, trained on with the loss on all of a row."""
+  changes = {
+    'model.kind': 'decoder_only',
+    'init.mode': 'checkpoint',
+    'data.objective': 'prefix_lm',
+    'data.encoder_length': size.length,
+    'data.decoder_length': size.length,
+    'loss.on_inputs': True,
+  }
+  return pages.Arm(
+    name,
+    size.config(),
+    changes | fields.pop('changes', {}),
+    {'init.encoder': 'base'},
+    budget=size.tokens(steps),
+    **fields,
+  )
+
+
+def tuned(size, arm, rate, steps=0, **changes):
+  """Returns an arm after tuning on look-ups, or on what changes say."""
+  kept = {k: x for k, x in arm.changes.items() if k.startswith('model.')}
+  return pages.Arm(
+    f'{arm.name}_tuned',
+    arm.config,
+    {**kept, **TUNING, **changes},
+    {'init.encoder': arm.name},
+    budget=steps or {'smoke': 2, 'cpu': 48}.get(size.name, 100),
+    rate=rate,
+    seeds=arm.seeds,
+  )
+
+
+def prompted(arm):
+  """Returns a tuned arm that reads prompts about packages (`TASKS`), too."""
+  templates = configs.path('studies/packages.yaml')
+  source = f'prompts:{{tasks}}/packages.jsonl#{templates} + lookups'
+  return dataclasses.replace(arm, starts={**arm.starts, 'data.source': source})
+
+
+def rsqrt(steps):
+  """Returns the changes to T5's schedule, whose curves show shorter runs."""
+  return {
+    'optimizer.schedule': 'rsqrt',
+    'optimizer.rsqrt_steps': max(steps // 10, 1),
+  }
+
+
+def rates(size, middles, steps=48):
+  """Returns choices of learning rates: of each arm, around a middle one."""
+  # Two steps choose nothing.
+  factors = (1.0,) if size.name == 'smoke' else (1 / 3, 1.0, 3.0)
+  return tuple(
+    pages.Rate(
+      f'rate_{arm}', arm, tuple(x * rate for x in factors), size.steps(steps)
+    )
+    for arm, rate in middles.items()
+  )
+
+
+def measured(
+  name, records, arms, *others, metrics=('held_out/loss',), **fields
+):
+  """Returns the evaluation of models on the held-out rows of an arm.
+
+  Args:
+    name: name of the evaluation.
+    records: name of the arm.
+    arms: arms that are measured.
+    *others: names of further models.
+    metrics: what claims name.
+    **fields: further fields of the evaluation.
+  """
+  models = (*(arm.name for arm in arms), *others)
+  return pages.Evaluation(
+    name, metrics=metrics, records=records, models=models, **fields
+  )
+
+
+def claim(contrast, sentence, source, paper, direction='less', **fields):
+  """Returns a claim on the held-out loss, unless fields say otherwise."""
+  fields = {
+    'metric': 'held_out/loss',
+    'smallest': NATS,
+    'reason': REASON,
+    **fields,
+  }
+  return pages.Claim(
+    sentence, source, paper, contrast, direction=direction, **fields
+  )
+
+
+def settings(arm):
+  """Returns the settings of an arm, without the models that it reads."""
+  texts = {k: x for k, x in arm.starts.items() if k.startswith('data.')}
+  values = {**arm.changes, **texts}
+  flags = [f'--config={arm.config}']
+  flags += [f'--config.{key}={value}' for key, value in values.items()]
+  config = command.parse(command.define_config, flags).config
+  return config_lib.load(config, sources=False)
+
+
+def spent(size, arm):
+  """Returns FLOPs of a step, with the teacher's, and the number of steps."""
+  teacher, references = arm.starts.get('teacher.checkpoint'), []
+  if teacher:
+    references = [settings(pages.Arm(teacher, size.config(teacher))).model]
+  step = budgets.Step.of(settings(arm), references)
+  steps = arm.budget
+  return step.flops, steps if isinstance(steps, int) else steps.steps(step)
+
+
+def flops(size, arm):
+  """Returns the FLOPs of training an arm, with its teacher's."""
+  return math.prod(spent(size, arm))
+
+
+def source_flops(size, name='base'):
+  """Returns the FLOPs that a decoder has cost, shipped or trained at gpu."""
+  if size.name == 'gpu':
+    return flops(size, _trained(size, name))
+  path = paths.at(configs.path(f'decoders/{name}')) / compute_cost.SUMMARY
+  return atomic.read_json(path)['inclusive']['flops']
