@@ -238,16 +238,14 @@ def _act(options: argparse.Namespace, shell: commands.Shell) -> int:
     return _follow(options, shell)
   if options.verb == 'train':
     commands.check_shared_workdir(options.training, 'the machines')
-  if (
-    options.verb == 'train' and options.gpus_per_node
-  ):  # Else --sbatch_flag may request GPUs.
-    commands.check_topology(
-      options.training,
-      '',
-      options.nodes * options.gpus_per_node,
-      1,
-      f'--nodes={options.nodes} --gpus_per_node={options.gpus_per_node}',
-    )
+    if options.gpus_per_node:  # Else --sbatch_flag may request GPUs.
+      commands.check_topology(
+        options.training,
+        '',
+        options.nodes * options.gpus_per_node,
+        1,
+        f'--nodes={options.nodes} --gpus_per_node={options.gpus_per_node}',
+      )
   shell.require(['mkdir', '-p', str(_folder(options))])
   shell.require(train(options))
   return 0
