@@ -112,7 +112,7 @@ def _write_set(
         assert len(tokens) >= half + count - 1
         targets = np.append(tokens[half : half + count - 1], vocabulary.eos)
         # Two documents of a group, as a module's docstrings and source are.
-        name = f'text_{index // 2}::{index % 2}'
+        name = f'text_{7 + index // 2}::{index % 2}'
         pair = framing.Pair(tokens[:half], targets.astype(np.int32))
         writer.write([pair._replace(documents=(name,))])
       entries[key] = writer.finish(

@@ -44,7 +44,7 @@ def test_scores_of_folders_and_runs(folder, gemma, adapted, evaluated):
     assert (loss['step'], loss['n'], len(loss['scores'])) == (step, 8, 8)
     assert loss['value'] == pytest.approx(sum(loss['scores']) / 8, rel=1e-5)
     assert loss['stderr'] > 0
-    assert loss['groups'] == [f'text_{i // 2}' for i in range(8)]
+    assert loss['groups'] == [f'text_{7 + i // 2}' for i in range(8)]
     assert len(loss['weights']) == 8
     for name in ('prefill_ms', 'decode_ms', 'prefill_bytes', 'decode_bytes'):
       assert found[str(model), 'cost', name]['value'] > 0

@@ -60,6 +60,8 @@ def _lines(path):
 @pytest.mark.e2e
 def test_tasks_run_during_training_and_again_after_a_kill(folder, tmp_path):
   job = _flags(folder, tmp_path / 'run', f'loss=2,{folder}/tasks=4')
+  # Of the four held-out groups, of two rows each, the development part has one.
+  job.append('--config.data.development_rows=4')
   run = tmp_path / 'run'
   assert tiny.call(train, *job) == 0
   lines = _lines(run / results_store.FILE)
@@ -68,6 +70,7 @@ def test_tasks_run_during_training_and_again_after_a_kill(folder, tmp_path):
     for task, name in (('held_out', 'loss'), ('animals', 'acc'))
   }
   assert steps == {'held_out': [0, 2, 4], 'animals': [0, 4]}
+  assert {x['n'] for x in lines if x['task'] == 'held_out'} == {2}
   # TensorBoard shows the same numbers, which come from these records.
   shown = [x for x in metrics.read_metrics(run) if x['kind'] == 'scores']
   found = [x['value'] for x in lines if x['task'] == 'animals']
