@@ -251,12 +251,7 @@ def train(
   every = settings.checkpoint.interval(steps)
   end = resume_checks.report_end(batches.remaining, first, steps, log)
   batch_size = settings.train.batch_size
-  logits = loss.logits(sizes[0])
-  flops = setup.step_flops(model, *sizes, batch_size, shapes, logits=logits)
-  if loss.samples:
-    prompts = loss.sampled_rows(batch_size)
-    drawn = dataclasses.replace(sizes[0], decoder=loss.rollouts.tokens)
-    flops += setup.sampling_flops(model, drawn, sizes[1], prompts)
+  flops = setup.job_flops(loss, model, *sizes, batch_size, shapes)
   telemetry = job_telemetry.JobTelemetry(
     workdir,
     settings.train,

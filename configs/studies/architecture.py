@@ -30,6 +30,7 @@ SPANS = {f'spans_{name}': name for name in ('causal', 'prefix', 'half')}
 FLOPS = {'half_flops': 'causal', 'half_prefix': 'prefix', 'deep_flops': 'whole'}
 RATES = {'half_flops': 'half', 'half_prefix': 'half', 'deep_flops': 'deep'}
 RATES |= {'all': 'causal', 'whole_prefix': 'whole', 'published': 'whole'}
+_OPTIONS = dict(size='cpu', source='', vocabulary='')
 _REASON = 'a seventh of what the loss on all tokens gained in a first run'
 _NONE = 'a comparison that no paper makes', ''
 _REDLLM = 'arXiv 2510.26622', 'decoders (loss on all tokens) nearly dominate'
@@ -109,7 +110,7 @@ def models(name):
 
 def get_config(arg=None):
   """Returns the configuration of an `arm` at a `size`."""
-  args = config_lib.parse_arg(arg, size='cpu', arm='causal', source='')
+  args = config_lib.parse_arg(arg, **_OPTIONS, arm='causal')
   size, arm = SIZES[args['size']], args['arm']
   config = config_lib.defaults()
   data, train = config.data, config.train
@@ -119,29 +120,29 @@ def get_config(arg=None):
   data.objective = 'span_corruption' if arm in SPANS else 'prefix_lm'
   data.encoder_length = data.decoder_length = size.length
   data.decoder_length //= 4 if arm in SPANS else 1
-  data.source = (
-    args['source'] or f'python:{configs.path("decoders")}/held_out.txt'
-  )
-  data.vocabulary, data.repeat = configs.path('decoders/base'), True
-  data.eval_rows, train.batch_size = size.eval_rows, size.batch
+  held_out = configs.path('decoders/held_out.txt')
+  data.source = args['source'] or f'python:{held_out}'
+  data.vocabulary = args['vocabulary'] or configs.path('decoders/base')
+  data.repeat, data.eval_rows = True, size.eval_rows
+  train.batch_size = size.batch
   train.evaluators, config.checkpoint.every = 'loss=20%', '50%'
   config.optimizer.learning_rate = size.rates[len(size.rates) // 2]
   if args['size'] == 'pod':
-    data.vocabulary, chips = '', dict(topology='h100:64', slices=1)
+    chips = dict(topology='h100:64', slices=1)
     gemma2.spread(config, size='2b_2b', objective='prefixlm', **chips)
   return config
 
 
 def get_study(arg=None):
-  """Returns the page of a `size`; `source` names another text."""
-  args = config_lib.parse_arg(arg, size='cpu', source='')
+  """Returns the page of a `size`; `source` and `vocabulary` of another text."""
+  args = config_lib.parse_arg(arg, **_OPTIONS)
   name = args['size']
   if name not in SIZES:
     raise errors.UserError(f'size={name} must be one of {", ".join(SIZES)}.')
   size, shapes = SIZES[name], models(name)
   rows, tuned = size.tokens / size.length, len(size.rates) > 1
   file = configs.path('studies/architecture.py')
-  text = f',source={args["source"]}' * bool(args['source'])
+  text = ''.join(f',{key}={value}' for key, value in args.items() if value)
 
   def budget(arm):
     if arm not in FLOPS | SPANS:
@@ -153,11 +154,14 @@ def get_study(arg=None):
   arms, rates, shared = [], [], RATES | SPANS
   for arm in shapes:
     rate = f'rate_{shared.get(arm, arm)}' * tuned
-    config = f'{file}:size={name},arm={arm}{text}'
+    config = f'{file}:arm={arm}{text}'
     arms.append(pages.Arm(arm, config, budget=budget(arm), rate=rate))
     if tuned and arm not in shared:
       steps = round(rows / size.batch / 2)
       rates.append(pages.Rate(rate, arm, size.rates, steps))
+  evaluations = [pages.Evaluation('targets', records='causal')]
+  if 'spans_causal' in shapes:
+    evaluations.append(pages.Evaluation('spans', (), (), 'spans_causal'))
   return pages.Study(
     'architecture',
     'Architecture and objective from random weights',
@@ -165,7 +169,7 @@ def get_study(arg=None):
     tuple(arms),
     tuple(range(size.seeds)),
     tuple(_claim(sentence, *claim) for sentence, claim in CLAIMS.items()),
-    (pages.Evaluation('targets', records='causal'),),
+    tuple(evaluations),
     rates=tuple(rates),
     platform='' if name in ('smoke', 'cpu') else 'gpu',
   )

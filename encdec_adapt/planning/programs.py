@@ -260,10 +260,8 @@ class Job:
     lengths, answers = self.lengths, self.answers
     if self.trains:
       model, *references = self.models
-      logits = self.loss.logits(lengths)
-      return setup.step_flops(
-        model, lengths, answers, self.rows, references, logits=logits
-      )
+      sizes = lengths, answers, self.rows
+      return setup.step_flops(self.loss, model, *sizes, references)
     sizes = lengths.encoder, lengths.decoder
     if self.decodes:
       row = formula.decoding(self.model, *sizes)

@@ -32,9 +32,9 @@ from encdec_adapt.tokenizers import (
   tokenizer_writer,
   vocabulary_pair,
 )
+from encdec_adapt.training import losses, train_section
 from encdec_adapt.training import phases as phases_lib
 from encdec_adapt.training import state as state_lib
-from encdec_adapt.training import train_section
 
 # -- Mesh ----------------------------------------------------------------------
 
@@ -198,54 +198,49 @@ def place_model(
 
 
 def step_flops(
+  loss: losses.loss.Loss,
   model: model_config.ModelConfig,
   lengths: framing.Lengths,
   answers: int,
   rows: int,
   references: Iterable[model_config.ModelConfig] = (),
-  *,
-  logits: int = 0,
 ) -> float:
   """Returns the model FLOPs of a training step on all devices.
 
   Args:
+    loss: the loss.
     model: the trained model.
-    lengths: tokens of a row.
+    lengths: tokens of a training row (`losses.loss.Loss.row_shape`).
     answers: answers of a row.
     rows: rows of the batch.
     references: models that add a forward pass each.
-    logits: positions of an answer with logits (`losses.loss.Loss.logits`); 0
-      for its targets.
   """
   sizes = lengths.encoder, lengths.decoder, lengths.teacher, answers
 
   def forward(config: model_config.ModelConfig) -> int:
-    return forward_flops.forward(config, *sizes, logits=logits)
+    return forward_flops.forward(config, *sizes, logits=loss.logits(lengths))
 
   # No gradient reaches a reference: it has no backward pass.
   total = forward_flops.TRAINING * forward(model)
   return float((total + sum(map(forward, references))) * rows)
 
 
-def sampling_flops(
+def job_flops(
+  loss: losses.loss.Loss,
   model: model_config.ModelConfig,
   lengths: framing.Lengths,
   answers: int,
   rows: int,
+  references: Iterable[model_config.ModelConfig] = (),
 ) -> float:
-  """Returns the FLOPs of sampling all completions of a batch of prompts.
-
-  Those of scoring them by reward models are counted nowhere.
-
-  Args:
-    model: the trained model.
-    lengths: tokens of a prompt, and most of a completion.
-    answers: completions of a prompt.
-    rows: prompts of the batch.
-  """
-  sizes = lengths.encoder, lengths.decoder
-  prefill, decode = forward_flops.generation(model, *sizes)
-  return float(rows * (prefill + answers * decode))
+  """Returns `step_flops`, and the FLOPs of what is sampled for the step."""
+  total = step_flops(loss, model, lengths, answers, rows, references)
+  if loss.samples:
+    # Scoring completions by reward models is counted nowhere.
+    sizes = lengths.encoder, loss.rollouts.tokens
+    prefill, decode = forward_flops.generation(model, *sizes)
+    total += loss.sampled_rows(rows) * (prefill + answers * decode)
+  return total
 
 
 # -- Data ----------------------------------------------------------------------

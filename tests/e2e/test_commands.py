@@ -83,6 +83,28 @@ def test_adaptation_leaves_what_a_reader_needs(folder, adapted):
   assert folders.read(adapted / 'environment.json')['jax'] == jax.__version__
 
 
+def test_the_optimizer_of_a_source_goes_on(
+  folder, pairs, decoder, adapted, tmp_path, capsys
+):
+  flags = ['--config.init.mode=adapt', '--config.optimizer.schedule=constant']
+  carried = [*flags, '--config.init.optimizer=source']
+  source = [f'--config.init.encoder={decoder}', '--config.train.steps=2']
+  assert _train(*pairs, *carried, *source, f'--workdir={tmp_path}/run') == 0
+  state = manager.open_latest(tmp_path / 'run').open_state()
+  names = ['step', 'groups/all/count', 'groups/all/inner/count']
+  # 4 steps of the source, and 2.
+  assert {name: int(x) for name, x in state.read(names).items()} == (
+    dict.fromkeys(names, 6)
+  )
+  # A decoder from that of the pair, which had groups with states apart.
+  text = tiny.flags(folder, 'causal_lm')
+  source = f'--config.init.encoder={adapted}'
+  assert _train(*text, *flags, source, '--dry_run') == 0
+  assert 'the target has no encoder' in capsys.readouterr().out
+  with pytest.raises(errors.UserError, match='not that of config.optimizer'):
+    _train(*text, *carried, source, f'--workdir={tmp_path}/decoder')
+
+
 def test_a_step_is_named_wherever_a_run_is(
   folder, adapted, adapting, tmp_path, capsys
 ):

@@ -140,9 +140,7 @@ def test_logits_of_inputs_are_those_that_xla_counts():
       jax.grad(lambda params, batch: loss.sums(model, params, batch)['loss'])
     )
     compiled = step.lower(params, batch).compile()
-    stated = setup.step_flops(
-      model.config, lengths, 1, 1, logits=loss.logits(lengths)
-    )
+    stated = setup.step_flops(loss, model.config, lengths, 1, 1)
     return stated, compiled.cost_analysis()['flops']
 
   targets, everywhere = (

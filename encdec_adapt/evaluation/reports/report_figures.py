@@ -116,10 +116,11 @@ def draw_claims(
       if None not in bounds:
         axes.plot(bounds, (y, y), color=colour, linewidth=2)
       limit = max(limit, *(abs(x) for x in (effect, *bounds) if x is not None))
-      outcome = textwrap.shorten(outcome, 40, placeholder=' ..')
       place = axes.get_yaxis_transform()
       axes.text(1.01, y, outcome, transform=place, va='center', fontsize=9)
-    labels = [textwrap.shorten(row[0], 60, placeholder=' ..') for row in rows]
+    # Two lines of a label.
+    texts = [textwrap.shorten(row[0], 90, placeholder=' ..') for row in rows]
+    labels = [textwrap.fill(text, 46) for text in texts]
     axes.set_yticks(range(len(rows)), labels)
     axes.set_ylim(len(rows) - 0.5, -0.5)  # The first on top.
     # Effects may be many times the smallest difference.

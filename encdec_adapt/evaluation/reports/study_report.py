@@ -214,7 +214,9 @@ class _Page:
     accuracies = {}
     for name, arms in self._study.best_of.items():
       evaluation = self._study.evaluation_of(pages.LOSS, arms)
-      means = {x: self._mean(x, pages.LOSS, evaluation) for x in arms}
+      means = {
+        x: self._mean(x, pages.LOSS, evaluation) for x in arms if evaluation
+      }
       losses = {arm: x for arm, x in means.items() if x is not None}
       if losses:
         best = min(losses, key=losses.get)
@@ -274,7 +276,8 @@ class _Page:
       interval = cells['interval'].replace(' ', '\u00a0')
       rows.append({'': i, **cells, 'interval': interval})
       if x.effect is not None:
-        drawn.append((f'{i}. {x.claim.sentence}', x.outcome, *_scaled(x)))
+        text = f'{i}. {x.claim.sentence}'
+        drawn.append((text, x.verdict or 'no verdict', *_scaled(x)))
       names = dict.fromkeys(x.claim.contrast)
       details += html_report.folded(
         f'{i}. What differs between {", ".join(names)}, and what they cost',

@@ -28,7 +28,8 @@ class Step:
 
   Attributes:
     tokens: target tokens.
-    flops: FLOPs of the model, and of the forward passes of its teacher.
+    flops: FLOPs of the model, of the forward passes of its teacher, and of
+      sampling.
   """
 
   tokens: float
@@ -51,12 +52,8 @@ class Step:
     train, loss, data = settings.train, settings.loss, settings.data
     sizes = loss.row_shape(data.train.lengths, data.objectives[0].answers)
     lengths, answers = sizes
-    flops = setup.step_flops(
-      settings.model,
-      *sizes,
-      train.batch_size,
-      references,
-      logits=loss.logits(lengths),
+    flops = setup.job_flops(
+      loss, settings.model, *sizes, train.batch_size, references
     )
     if row_tokens is None:
       row_tokens = answers * (lengths.decoder or lengths.encoder)
