@@ -256,11 +256,11 @@ def _crossing(
     if not has_common_rows(collected, run, evaluation):
       note = f'the curve of {run.model} is on other rows than its evaluation'
       return dataclasses.replace(empty, note=note)
-    read, losses = run.curve['target_tokens'], run.curve['loss']
+    counts, losses = run.curve['target_tokens'], run.curve['loss']
     loss = target_loss(source, run, evaluation)
-    tokens.append(crossings.crossing(read, losses, loss))
+    tokens.append(crossings.crossing(counts, losses, loss))
     divisors.append(source.summary['target_tokens'])
-    ends.append(read[-1])
+    ends.append(counts[-1])
   seeds, x = len(complete), crossings.log_ratio(tokens, divisors, empty.level)
   if x is None:
     note = f'not reached in {numbers.count(min(ends))} target tokens'

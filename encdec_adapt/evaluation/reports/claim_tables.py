@@ -60,8 +60,8 @@ def write_readme(
     UserError: the file has no such lines, or a folder no report.
   """
   file, rows = paths.at(path), []
-  head, begin, others = file.read_text(encoding='utf-8').partition(BEGIN)
-  _, end, tail = others.partition(END)
+  head, begin, body = file.read_text(encoding='utf-8').partition(BEGIN)
+  _, end, tail = body.partition(END)
   if not (begin and end):
     raise errors.UserError(
       f'{path} has no lines {BEGIN} and {END}, between which the table of'

@@ -35,8 +35,8 @@ div.wide img { min-width: 44rem; }
 div.figures { display: flex; flex-wrap: wrap; gap: 1rem; }
 div.figures img { width: 38rem; }
 table { border-collapse: collapse; }
-th, td { padding: .3rem .7rem; max-width: 26rem; text-align: left; vertical-align: top;
-  border-bottom: 1px solid #8886; }
+th, td { padding: .3rem .7rem; max-width: 26rem; text-align: left;
+  vertical-align: top; border-bottom: 1px solid #8886; }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; border-left: 3px solid;
   padding-left: 1rem; }
 pre span { color: gray; }

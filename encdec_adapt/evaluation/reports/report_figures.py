@@ -116,8 +116,8 @@ def draw_claims(
       if None not in bounds:
         axes.plot(bounds, (y, y), color=colour, linewidth=2)
       limit = max(limit, *(abs(x) for x in (effect, *bounds) if x is not None))
-      place = axes.get_yaxis_transform()
-      axes.text(1.01, y, outcome, transform=place, va='center', fontsize=9)
+      margin = axes.get_yaxis_transform()
+      axes.text(1.01, y, outcome, transform=margin, va='center', fontsize=9)
     # Two lines of a label.
     texts = [textwrap.shorten(row[0], 90, placeholder=' ..') for row in rows]
     labels = [textwrap.fill(text, 46) for text in texts]
@@ -222,10 +222,10 @@ def draw_points(
     path: path of the PNG.
   """
   with _subplots(path) as (_, ((axes,),)):
-    for name, ((left, x, right), (low, y, high)) in points.items():
+    for name, ((x_low, x, x_high), (y_low, y, y_high)) in points.items():
       bars = {
-        'xerr': [[x - left], [right - x]],
-        'yerr': [[y - low], [high - y]],
+        'xerr': [[x - x_low], [x_high - x]],
+        'yerr': [[y - y_low], [y_high - y]],
       }
       axes.errorbar(x, y, **bars, fmt='o', color=model_styles[name]['color'])
       offset = {'xytext': (6, 4), 'textcoords': 'offset points'}

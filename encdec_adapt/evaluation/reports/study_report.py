@@ -427,13 +427,13 @@ class _Page:
       if (score := claim_results.reported(run, metric, evaluation))
       and score.task != inference_cost.TASK
     ]
-    for run, after, metric, y in scored:
+    for run, y_label, metric, y in scored:
       start = self._start(run)
-      for source, before, loss, x in scored:
+      for source, x_label, loss, x in scored:
         is_pair = source is start or (source is run and metric != loss)
         if is_pair and loss == pages.LOSS:
           # Scores of other examples are not compared.
-          key = before, after, x.groups, x.weights, y.groups, y.weights
+          key = x_label, y_label, x.groups, x.weights, y.groups, y.weights
           points = groups.setdefault(key, {}).setdefault(source.model, [])
           points.append((x.value, y.value))
     images = []

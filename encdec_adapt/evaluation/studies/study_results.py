@@ -49,11 +49,11 @@ def write_variances(study: pages.Study, states: stage_states.States) -> str:
       task, _, name = metric.rpartition('/')
       runs = [
         [
-          found[-1]
+          matches[-1]
           for stage in states.stages.values()
           if (stage.evaluation, stage.model) == (evaluation.name, model)
           if (
-            found := [
+            matches := [
               score
               for _, score in scores(states, stage)
               if (score.task, score.metric) == (task, name)
@@ -166,11 +166,11 @@ def _text(states: stage_states.States) -> dict[str, Any]:
 
 def _notes(study, states, ended) -> list[str]:
   """Returns sentences on what has failed, or was made elsewhere."""
-  here, notes = environment.fingerprint() | environment.versions(), []
+  current, notes = environment.fingerprint() | environment.versions(), []
   for name, state in ended.items():
     if state.status == stage_states.FAILED:
       notes.append(f'{name} has failed: {" ".join(state.error.split())}.')
-    elif lines := state.difference(here):
+    elif lines := state.difference(current):
       notes.append(f'{name} was made by another version: {"; ".join(lines)}.')
   return [*notes, study.note] if study.note else notes
 
