@@ -5,7 +5,7 @@ Each archive in tests/saved is named for the commit that made it, with
     python -m encdec_adapt.study --study=study.py
 
 in a folder with study.py, lines.txt and a link to configs. Locks, reports,
-TensorBoard's files and the mark of the stage `evaluation` were removed then.
+TensorBoard's files and the state of the stage `loss_run` were removed then.
 """
 
 import pathlib
@@ -17,6 +17,7 @@ import pytest
 from encdec_adapt import study, train
 from encdec_adapt.conversion import model_on_disk
 from encdec_adapt.data.records import record_sets
+from encdec_adapt.evaluation.studies import pages, stages
 from encdec_adapt.telemetry import metrics
 from tests import tiny
 from tests.e2e import folders
@@ -32,13 +33,14 @@ def test_a_study_is_opened_resumed_and_exported(
   pathlib.Path('configs').symlink_to(tiny.ROOT / 'configs')
   with zipfile.ZipFile(archive) as file:
     file.extractall()
-  before = pathlib.Path('saved/evaluation/results.jsonl').read_text()
+  results = pathlib.Path('saved/loss_run/results.jsonl')
+  before = results.read_text()
 
   # The last stage finds its results; no other stage runs.
-  assert tiny.call(study, '--study=study.py') == 0
+  assert tiny.call(study, '--study=study.py', '--worker') == 0
   out = capsys.readouterr().out
   assert '[run]' not in out and '0 evaluations, 1 done before' in out
-  assert pathlib.Path('saved/evaluation/results.jsonl').read_text() == before
+  assert results.read_text() == before
   assert len(record_sets.RecordSet.open('saved/records/train'))
 
   exported = folders.export('saved/run', tmp_path / 'exported')
@@ -50,8 +52,9 @@ def test_a_study_is_opened_resumed_and_exported(
   for name, array in trained.items():
     np.testing.assert_array_equal(weights[name], array, name)
 
-  plan, _ = study.load('study.py')
-  flags = plan.stages[1].arguments
+  run = stages.resolve(study.load('study.py'))['run']
+  folders_of = {x: f'saved/{x}' for x in ('run', 'records')} | {'root': 'saved'}
+  flags = [pages.fill(text, folders_of) for text in run.arguments]
   assert tiny.call(train, *flags, '--config.train.steps=6') == 0
   lines = metrics.read_metrics('saved/run')
   steps = [line['step'] for line in lines if line['kind'] == 'eval']
