@@ -24,11 +24,7 @@ from encdec_adapt.evaluation.reports import (
   score_tables,
 )
 from encdec_adapt.evaluation.reports import collected as collected_lib
-from encdec_adapt.evaluation.results import (
-  comparisons,
-  predictions,
-  results_store,
-)
+from encdec_adapt.evaluation.results import comparisons, results_store
 from encdec_adapt.evaluation.results import number_format as numbers
 from encdec_adapt.evaluation.studies import pages
 from encdec_adapt.evaluation.tasks import retrieval_scores
@@ -131,11 +127,6 @@ class _Page:
       {'model': name, **inference_cost.describe(x)}
       for name, x in self._costs[0].items()
     ]
-    answers = {
-      name: lines
-      for name in self._models
-      if (lines := collected.of(name)[0].predictions)
-    }
     names = 'name', 'status', 'starts', 'command'
     stages = [
       {name: x[name] for name in names}
@@ -157,7 +148,6 @@ class _Page:
       'Training': html_report.table(self._training(self._models)),
       'Inference': html_report.table(costs),
       'Continuations': ''.join(map(_sample, collected.samples)),
-      'Answers': html_report.table(predictions.table(answers)),
       'Commands': html_report.folded(
         f'{len(stages)} stages', html_report.table(stages)
       ),
@@ -205,8 +195,6 @@ class _Page:
       and not math.isfinite(score.value)
     ]
     texts += inference_cost.notes(*self._costs)
-    if count := len(self._collected.waiting):
-      texts.append(f'{count} stages have not begun; their cells are blank.')
     return [*texts, *self._collected.notes]
 
   def _best(self) -> Iterator[str]:
@@ -292,35 +280,38 @@ class _Page:
 
   def _training(self, models: Iterable[str]) -> list[dict[str, Any]]:
     """Returns the size of models and their means over seeds of costs."""
-    request = ' + '.join(map(str, self._collected.request))
+    prompt, generated = self._collected.request
+    request = f'FLOPs of a request of {prompt} + {generated}'
     rows = []
     for name in models:
       if not (runs := self._collected.of(name)):
         continue
-      mean = lambda f, runs=runs: statistics.fmean(map(f, runs))  # noqa: E731
-      count = lambda f, mean=mean: numbers.count(mean(f))  # noqa: E731
       rates = dict.fromkeys(run.summary.get('learning_rate') for run in runs)
+      counts = {
+        'parameters': lambda x: x.counts['parameters'],
+        'without tables': lambda x: x.counts['without tables'],
+        'steps': lambda x: x.summary['steps'],
+        'tokens read': lambda x: x.summary['total_tokens'],
+        'in the loss': lambda x: x.summary['target_tokens'],
+      }
+      flops = {
+        'FLOPs': lambda x: x.summary['flops'],
+        'with sources and teacher': lambda x: x.summary['inclusive']['flops'],
+        request: lambda x: x.counts.get('FLOPs', math.nan),
+        'published convention': (
+          lambda x: x.counts.get('FLOPs, published', math.nan)
+        ),
+      }
+      mean = lambda f, runs=runs: statistics.fmean(map(f, runs))  # noqa: E731
+      seconds = mean(lambda x: x.summary['seconds'])
       rows.append(
         {
           'model': name,
           'runs': html_report.Markup(' '.join(map(self._link, runs))),
-          'parameters': count(lambda x: x.counts['parameters']),
-          'without tables': count(lambda x: x.counts['without tables']),
-          'steps': count(lambda x: x.summary['steps']),
+          **{label: numbers.count(mean(f)) for label, f in counts.items()},
           'learning rate': ', '.join(f'{x:g}' for x in rates if x),
-          'tokens read': count(lambda x: x.summary['total_tokens']),
-          'in the loss': count(lambda x: x.summary['target_tokens']),
-          'FLOPs': f'{mean(lambda x: x.summary["flops"]):.3g}',
-          'with sources and teacher': (
-            f'{mean(lambda x: x.summary["inclusive"]["flops"]):.3g}'
-          ),
-          'time': progress.format_seconds(mean(lambda x: x.summary['seconds'])),
-          f'FLOPs of a request of {request}': (
-            f'{runs[0].counts.get("FLOPs", math.nan):.3g}'
-          ),
-          'published convention': (
-            f'{runs[0].counts.get("FLOPs, published", math.nan):.3g}'
-          ),
+          **{label: f'{mean(f):.3g}' for label, f in flops.items()},
+          'time': progress.format_seconds(seconds),
         }
       )
     return rows

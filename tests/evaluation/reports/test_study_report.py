@@ -281,9 +281,9 @@ def test_write(tmp_path, bucket):
 
 
 def test_nothing_is_finished(tmp_path):
-  content = _collected(_study(), runs=[], stages=[], rates={}, waiting=['a'])
-  *_, last = study_report.write(content, tmp_path)
-  assert last == '1 stages have not begun; their cells are blank.'
+  content = _collected(_study(), runs=[], stages=[], rates={})
+  first, *_ = study_report.write(content, tmp_path)
+  assert first == 'adapted is ahead. 0 of 3 seeds are there.'
 
 
 def test_the_table_of_all_claims(tmp_path):
