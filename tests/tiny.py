@@ -4,6 +4,7 @@ Records are written directly, without SeqIO, so that a test needs neither
 TensorFlow nor the ten seconds that importing it takes.
 """
 
+import csv
 import os
 import pathlib
 import socket
@@ -351,3 +352,13 @@ def _run(*arguments: str, devices: int = 1, timeout: float = 300):
     text=True,
     timeout=timeout,
   )
+
+
+def numbers(root: pathlib.Path) -> dict[tuple[str, ...], list[float]]:
+  """Values in a study's numbers.csv by (arm, seed, task, metric), by step."""
+  values = {}
+  with open(root / 'numbers.csv') as file:
+    for row in csv.DictReader(file):
+      key = tuple(row[x] for x in ('arm', 'seed', 'task', 'metric'))
+      values.setdefault(key, []).append(float(row['value']))
+  return values

@@ -146,6 +146,5 @@ def test_the_study(models, monkeypatch):
   arg = 'size=smoke,models=runs/quickstart'
   assert tiny.call(study, f'--study=post_training_study:{arg}') == 0
   root = models / 'runs' / 'quickstart' / 'post_training_smoke'
-  report = json.loads((root / 'report.json').read_text())
-  assert [x['run'] for x in report['table']][0] == 'pair_tuned'
-  assert 'best of 8 by pair_reward' in (root / 'report.html').read_text()
+  page = (root / 'report.html').read_text()
+  assert '<td>pair_tuned</td>' in page and 'best of 8 by pair_reward' in page

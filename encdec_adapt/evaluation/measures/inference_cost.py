@@ -228,12 +228,17 @@ def notes(
     generated: tokens of an answer.
   """
   spreads = {x: per_query(v, generated)[LATENCY] for x, v in costs.items()}
-  sentences = [
-    f'{a} and {b} are not ranked by latency: the quartiles of {REPEATS} repeats'
-    ' overlap.'
-    for a, b in itertools.combinations(spreads, 2)
-    if _overlap(spreads[a], spreads[b])
-  ]
+  unranked: dict[str, list[str]] = {}
+  for a, b in itertools.combinations(spreads, 2):
+    if _overlap(spreads[a], spreads[b]):
+      unranked.setdefault(a, []).append(b)
+  sentences = []
+  if unranked:
+    pairs = (f'{a} and {", ".join(names)}' for a, names in unranked.items())
+    sentences.append(
+      f'Not ranked by latency, as the quartiles of {REPEATS} repeats overlap:'
+      f' {"; ".join(pairs)}.'
+    )
   # A load that is unknown is NaN, which is above nothing.
   return sentences + [
     f'The machine was loaded while {name} was measured: other processes took'

@@ -5,9 +5,8 @@ verdict once no seed is missing. A model without seeds, such as an imported one,
 is compared with every seed of the other arm. No model is read here.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 import dataclasses
-import functools
 import math
 from typing import Any
 
@@ -30,10 +29,10 @@ from encdec_adapt.evaluation.studies import pages
 
 Collected = collected_lib.Collected
 Run = collected_lib.Run
+Evaluation = pages.Evaluation
 
 _LEVEL = 0.95
-# Keys whose values say nothing about what a model learns.
-_NO_DIFFERENCE = ('data.folder', 'seed')
+_NOT_COMPARED = ('data.folder', 'seed')  # Keys that say nothing about an arm.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,13 +41,13 @@ class Result:
 
   Attributes:
     claim: the claim.
+    level: level of the interval, 0 to 1.
     seeds: seeds that the effect is of.
     groups: groups of documents, or examples; 0 for a metric without them.
     effective: effective number of groups (`crossed_intervals.Interval`).
     effect: the effect, a ratio of tokens for crossings; None without one.
     low: lower bound of its interval; None with a single seed.
     high: upper bound.
-    level: level of the interval.
     verdict: the verdict, or ''.
     note: why there is no interval or verdict, or what limits it; or ''.
   """
@@ -65,67 +64,59 @@ class Result:
   note: str = ''
 
   @property
-  def contrast(self) -> str:
-    """The contrast, as text."""
-    names = self.claim.contrast
-    if self.claim.metric == pages.CROSSING:
-      return f'tokens of {names[1]} to the loss of {names[0]}, over its tokens'
-    if len(names) == 2:
-      return f'{names[1]} - {names[0]}'
-    return f'({names[1]} - {names[0]}) - ({names[3]} - {names[2]})'
-
-  def text(self, value: float | None) -> str:
-    """Formats the effect or a bound; '' for None."""
-    if value is None:
-      return ''
-    digits = max(0, 1 - math.floor(math.log10(self._unit)))
-    sign = '' if self.claim.metric == pages.CROSSING else '+'
-    return f'{value:{sign}.{digits}f}'
+  def is_crossing(self) -> bool:
+    """Whether the effect is a ratio of tokens."""
+    return self.claim.metric == pages.CROSSING
 
   @property
-  def _unit(self) -> float:
-    """The smallest difference that matters, of a ratio its distance to 1."""
-    smallest = self.claim.smallest
-    return smallest - 1 if self.claim.metric == pages.CROSSING else smallest
+  def contrast(self) -> str:
+    """The metric and the contrast, as text."""
+    names, text = self.claim.contrast, '{1} - {0}'
+    if self.is_crossing:
+      text = 'tokens of {1} to the loss of {0}, over its tokens'
+    elif len(names) == 4:
+      text = '({1} - {0}) - ({3} - {2})'
+    return f'{self.claim.metric}: {text.format(*names)}'
+
+  @property
+  def effect_text(self) -> str:
+    """The effect, as text."""
+    return '' if self.effect is None else self._text(self.effect)
 
   @property
   def interval(self) -> str:
     """The interval, as text; '' without one."""
     if self.low is None:
       return ''
-    return f'{self.text(self.low)} to {self.text(self.high)}'
+    return f'{self._text(self.low)} to {self._text(self.high)}'
+
+  def _text(self, value: float) -> str:
+    # Two digits of the smallest difference that matters.
+    unit = self.claim.smallest - self.is_crossing
+    digits = max(0, 1 - math.floor(math.log10(unit)))
+    return f'{value:{"" if self.is_crossing else "+"}.{digits}f}'
 
   @property
   def over(self) -> str:
     """Seeds and groups, as text."""
-    seeds = f'{self.seeds} seed{"s" * (self.seeds != 1)}'
-    return f'{seeds}, {self.groups} groups' if self.groups else seeds
+    groups = f', {self.groups} groups' * bool(self.groups)
+    return f'{self.seeds} seed{"s" * (self.seeds != 1)}{groups}'
 
   @property
   def outcome(self) -> str:
     """Verdict and note, as text."""
-    note = f'({self.note})' if self.verdict and self.note else self.note
-    return f'{self.verdict} {note}'.strip()
+    return ': '.join(filter(None, (self.verdict, self.note)))
 
   @property
   def sentence(self) -> str:
     """The result, as a sentence."""
-    start = (
-      f'{self.claim.sentence.rstrip(".")}: {self.outcome or "no verdict"}.'
-    )
+    outcome = self.outcome[:1].upper() + self.outcome[1:].rstrip('.')
+    text = f'{self.claim.sentence} {outcome}.'
     if self.effect is None:
-      return start
-    size = self.text(self.effect)
-    if self.interval:
-      size += f' ({100 * self.level:.4g} % interval {self.interval})'
-    return (
-      f'{start} {self.claim.metric}, {self.contrast}: {size}, of {self.over}.'
-    )
-
-
-def results(collected: Collected) -> list[Result]:
-  """Returns the result of every claim, in the order of the page."""
-  return [_result(collected, claim) for claim in collected.study.claims]
+      return text
+    level = f' ({100 * self.level:.4g} % interval {self.interval})'
+    size = self.effect_text + level * bool(self.interval)
+    return f'{text} {self.contrast}: {size}, of {self.over}.'
 
 
 def level(claim: pages.Claim, study: pages.Study) -> float:
@@ -143,24 +134,16 @@ def planned_power(
     None for a single seed, and for a metric without variances of other studies.
   """
   seeds = max(len(study.seeds_of(name)) for name in claim.contrast)
-  path = configs.path('studies/variances.json')
-  components = variances.planned(
-    path, claim.metric, study.name, len(claim.contrast)
-  )
-  if components is None or seeds < 2:
+  path, arms = configs.path('studies/variances.json'), len(claim.contrast)
+  planned = variances.planned(path, claim.metric, study.name, arms)
+  if planned is None or seeds < 2:
     return None
-  return verdicts.planned_power(
-    claim.direction,
-    claim.smallest,
-    components,
-    seeds,
-    components.groups,
-    level(claim, study),
-  )
+  layout = planned, seeds, planned.groups, level(claim, study)
+  return verdicts.planned_power(claim.direction, claim.smallest, *layout)
 
 
 def reported(
-  run: Run, metric: str, evaluation: pages.Evaluation
+  run: Run, metric: str, evaluation: Evaluation
 ) -> results_store.Score | None:
   """Returns a score on the examples of reports; None without one.
 
@@ -173,7 +156,7 @@ def reported(
 
 
 def interval(
-  arms: Sequence[Sequence[results_store.Score]], confidence: float
+  arms: Sequence[Sequence[results_store.Score]], confidence: float = _LEVEL
 ) -> crossed_intervals.Interval:
   """Returns the interval of an arm, or of a contrast of arms.
 
@@ -189,52 +172,49 @@ def interval(
   return crossed_intervals.interval(sums[:, None], np.ones(1), confidence)
 
 
-def _result(collected: Collected, claim: pages.Claim) -> Result:
-  """Computes the result of a claim."""
-  study, is_crossing = collected.study, claim.metric == pages.CROSSING
+def result(collected: Collected, claim: pages.Claim) -> Result:
+  """Returns the result of a claim."""
+  study = collected.study
   empty = Result(claim, level(claim, study))
-  metric = pages.LOSS if is_crossing else claim.metric
+  metric = pages.LOSS if empty.is_crossing else claim.metric
   evaluation = study.evaluation_of(metric, claim.contrast)
-  planned = max(len(study.seeds_of(name)) for name in claim.contrast) or 1
-  if not evaluation.all_seeds:
-    planned = 1
-  # [seeds][arms], of the seeds that all arms have.
+  planned = max(len(study.seeds_of(name)) for name in claim.contrast)
+  planned = max(planned, 1) if evaluation.all_seeds else 1
+  layout = [_runs(collected, claim, i) for i in range(planned)]
   complete = [
     runs
-    for runs in (_runs(collected, claim, i) for i in range(planned))
+    for runs in layout
     if all(run and reported(run, metric, evaluation) for run in runs)
   ]
-  if not complete:
-    note = _missing(collected, claim, metric, 0, planned)
-    return dataclasses.replace(empty, note=note)
   note = ''
   if len(complete) < planned:
-    note = _missing(collected, claim, metric, len(complete), planned)
+    note = f'{len(complete)} of {planned} seeds are there'
+  if not complete:
+    return dataclasses.replace(empty, note=note)
   try:
-    if is_crossing:
-      result = _crossing(collected, empty, evaluation, complete)
+    if empty.is_crossing:
+      x = _crossing(collected, empty, evaluation, complete)
     else:
-      result = _difference(empty, evaluation, complete)
+      x = _difference(empty, evaluation, complete)
   except errors.UserError as error:
     return dataclasses.replace(empty, note=str(error))
-  if result.effect is None:
-    return result
-  if result.seeds == 1:
+  if x.effect is None:
+    return x
+  if x.seeds == 1:
     # Groups alone would give an interval that leaves out the seeds.
     note = note or 'a single seed: no interval over seeds and no verdict'
-    return dataclasses.replace(result, low=None, high=None, note=note)
+    return dataclasses.replace(x, low=None, high=None, note=note)
   if note or not claim.primary:
-    return dataclasses.replace(result, note=note or 'not primary: no verdict')
+    return dataclasses.replace(x, note=note or 'not primary: no verdict')
   power = planned_power(claim, study)
-  if power and power.reproduced < verdicts.ENOUGH:
-    note = 'low power'
-  scale = math.log if is_crossing else float
+  is_low = power is not None and power.reproduced < verdicts.ENOUGH
+  scale = math.log if x.is_crossing else float
   verdict = verdicts.verdict(
     claim.direction,
-    *(scale(x) for x in (claim.smallest, result.low, result.high)),
+    *(scale(bound) for bound in (claim.smallest, x.low, x.high)),
     lower_is_better=score_tables.lower_is_better(metric.rpartition('/')[2]),
   )
-  return dataclasses.replace(result, verdict=verdict, note=note)
+  return dataclasses.replace(x, verdict=verdict, note='low power' * is_low)
 
 
 def _runs(
@@ -245,63 +225,29 @@ def _runs(
   for name in claim.contrast:
     seeds = collected.study.seeds_of(name)
     seed = seeds[index] if len(seeds) > 1 else (*seeds, None)[0]
-    matches = [run for run in collected.of(name) if run.seed == seed]
-    runs.append(matches[0] if matches else None)
+    runs.append(next((x for x in collected.of(name) if x.seed == seed), None))
   return runs
 
 
-def _missing(
-  collected: Collected,
-  claim: pages.Claim,
-  metric: str,
-  complete: int,
-  planned: int,
-) -> str:
-  """Describes why seeds of a claim have no result."""
-  evaluation = collected.study.evaluation_of(metric, claim.contrast)
-  diverged = [
-    f'{run.model} (seed {run.seed}) has diverged'
-    for run in collected.runs
-    if run.model in claim.contrast
-    if (score := run.score(metric, evaluation))
-    and not math.isfinite(score.value)
-  ]
-  failed = [
-    f'{stage["name"]} has failed'
-    for stage in collected.stages
-    if stage['status'] == 'failed' and stage['model'] in claim.contrast
-  ]
-  text = ', '.join(diverged + failed) or 'unfinished'
-  return f'{complete} of {planned} seeds: {text}'
-
-
 def _difference(
-  empty: Result,
-  evaluation: pages.Evaluation,
-  complete: Sequence[Sequence[Run]],
+  empty: Result, evaluation: Evaluation, complete: Sequence[Sequence[Run]]
 ) -> Result:
   """Returns the effect of a contrast of a metric."""
+  metric = empty.claim.metric
   arms = [
-    [reported(run, empty.claim.metric, evaluation) for run in runs]
+    [reported(run, metric, evaluation) for run in runs]
     for runs in zip(*complete, strict=True)
   ]
   x = interval(arms, empty.level)
-  has_groups = bool(arms[0][0].scores)
-  return dataclasses.replace(
-    empty,
-    seeds=x.seeds,
-    groups=x.groups if has_groups else 0,
-    effective=x.effective_groups if has_groups else 0.0,
-    effect=x.effect,
-    low=x.low,
-    high=x.high,
-  )
+  groups = (x.groups, x.effective_groups) if arms[0][0].scores else (0, 0.0)
+  values = x.seeds, *groups, x.effect, x.low, x.high
+  return Result(empty.claim, empty.level, *values)
 
 
 def _crossing(
   collected: Collected,
   empty: Result,
-  evaluation: pages.Evaluation,
+  evaluation: Evaluation,
   complete: Sequence[Sequence[Run]],
 ) -> Result:
   """Returns the tokens to the loss of another arm, over its tokens."""
@@ -310,36 +256,32 @@ def _crossing(
     if not has_common_rows(collected, run, evaluation):
       note = f'the curve of {run.model} is on other rows than its evaluation'
       return dataclasses.replace(empty, note=note)
-    curve, loss = run.curve, target_loss(source, run, evaluation)
-    tokens.append(
-      crossings.crossing(curve['target_tokens'], curve['loss'], loss)
-    )
+    counts, losses = run.curve['target_tokens'], run.curve['loss']
+    loss = target_loss(source, run, evaluation)
+    tokens.append(crossings.crossing(counts, losses, loss))
     divisors.append(source.summary['target_tokens'])
-    ends.append(curve['target_tokens'][-1])
+    ends.append(counts[-1])
   seeds, x = len(complete), crossings.log_ratio(tokens, divisors, empty.level)
   if x is None:
     note = f'not reached in {numbers.count(min(ends))} target tokens'
     return dataclasses.replace(empty, seeds=seeds, note=note)
-  effect, low, high = (math.exp(y) for y in (x.effect, x.low, x.high))
-  return dataclasses.replace(
-    empty, seeds=seeds, effect=effect, low=low, high=high
-  )
+  values = map(math.exp, (x.effect, x.low, x.high))
+  return Result(empty.claim, empty.level, seeds, 0, 0.0, *values)
 
 
 def has_common_rows(
-  collected: Collected, run: Run, evaluation: pages.Evaluation
+  collected: Collected, run: Run, evaluation: Evaluation
 ) -> bool:
   """Returns whether a run's curve is on the rows of an evaluation.
 
   Other objectives have other held-out rows.
   """
-  folders = [
-    x.values['data.folder'] for x in collected.of(evaluation.records)[:1]
-  ]
+  arms = collected.of(evaluation.records)[:1]
+  folders = [arm.values['data.folder'] for arm in arms]
   return bool(run.curve['step']) and [run.values['data.folder']] == folders
 
 
-def target_loss(source: Run, run: Run, evaluation: pages.Evaluation) -> float:
+def target_loss(source: Run, run: Run, evaluation: Evaluation) -> float:
   """Returns the loss of a model on the rows of another one's curve.
 
   Args:
@@ -353,21 +295,14 @@ def target_loss(source: Run, run: Run, evaluation: pages.Evaluation) -> float:
 
 
 def differences(
-  runs: Mapping[str, Sequence[Run]],
-) -> dict[str, dict[str, Any]]:
-  """Returns the keys in which trained models differ, and their values.
-
-  Args:
-    runs: runs by name of the model, each with one at least.
-
-  Returns:
-    Key -> name of the model -> value; keys that a model lacks have None.
-  """
-  values = {name: x[0].values for name, x in runs.items() if x[0].values}
-  keys = functools.reduce(lambda a, b: {**a, **b}, values.values(), {})
-  return {
-    key: {name: x.get(key) for name, x in values.items()}
-    for key in keys
-    if key not in _NO_DIFFERENCE
-    and len({str(x.get(key)) for x in values.values()}) > 1
-  }
+  collected: Collected, models: Iterable[str]
+) -> list[dict[str, Any]]:
+  """Returns the keys in which trained models differ, with their values."""
+  runs = [collected.of(name)[:1] for name in dict.fromkeys(models)]
+  values = {x.model: x.values for (x,) in filter(None, runs) if x.values}
+  rows = [
+    {'key': key, **{name: x.get(key, '') for name, x in values.items()}}
+    for key in dict.fromkeys(key for x in values.values() for key in x)
+    if key not in _NOT_COMPARED
+  ]
+  return [row for row in rows if len({*map(str, [*row.values()][1:])}) > 1]

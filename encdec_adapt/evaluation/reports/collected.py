@@ -36,8 +36,6 @@ class Run:
       `target_tokens`, `flops` with those of all sources, and `loss`.
     scores: scores by name of the evaluation.
     generated: tokens of the answers whose cost was measured; 0 for none.
-    predictions: lines of generated answers (`results.predictions`) of every
-      evaluation that has them.
   """
 
   model: str
@@ -50,7 +48,6 @@ class Run:
   curve: Mapping[str, Sequence[float]]
   scores: Mapping[str, Sequence[results_store.Score]] = _mapping()
   generated: int = 0
-  predictions: Sequence[Sequence[Mapping[str, Any]]] = ()
 
   def score(
     self, metric: str, evaluation: pages.Evaluation
@@ -72,7 +69,6 @@ class Collected:
     runs: models that are finished, in the order of the page, then by seed.
     stages: `name`, `model`, `status`, `command`, `seconds` over all starts and
       `error` of every stage that was started.
-    waiting: names of the stages that were not started.
     notes: sentences on stages that failed, or that other versions made, and
       the study's own.
     rates: by name of a choice of learning rates, the loss at each rate.
@@ -88,7 +84,6 @@ class Collected:
   date: str
   runs: Sequence[Run]
   stages: Sequence[Mapping[str, Any]]
-  waiting: Sequence[str] = ()
   notes: Sequence[str] = ()
   rates: Mapping[str, Mapping[str, float]] = _mapping()
   request: tuple[int, int] = (0, 0)

@@ -35,8 +35,8 @@ div.wide img { min-width: 44rem; }
 div.figures { display: flex; flex-wrap: wrap; gap: 1rem; }
 div.figures img { width: 38rem; }
 table { border-collapse: collapse; }
-th, td { padding: .3rem .7rem; text-align: left; vertical-align: top;
-  border-bottom: 1px solid #8886; }
+th, td { padding: .3rem .7rem; max-width: 26rem; text-align: left;
+  vertical-align: top; border-bottom: 1px solid #8886; }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; border-left: 3px solid;
   padding-left: 1rem; }
 pre span { color: gray; }
@@ -101,21 +101,20 @@ def cost_figures(
   lower_is_better: bool = False,
 ) -> str:
   """Draws quality against every axis of the costs (`report_figures`)."""
-  axes = next(iter(costs.values()))
-  prefix = 'cost_' + label.replace('/', '_').replace(' ', '_')
+  prefix = label.replace('/', '_').replace(': ', '_').replace(' ', '_')
+  names = [name for name in quality if name in costs]
   return figures(
     figure(
       folder / f'{prefix}_{i}.png',
       f'{label} against {axis}',
-      report_figures.draw_costs,
-      label,
-      quality,
-      {name: x[axis] for name, x in costs.items()},
-      axis,
+      report_figures.draw_points,
+      {name: (costs[name][axis], quality[name]) for name in names},
+      (axis, label),
       styles,
-      lower_is_better,
+      is_cost=True,
+      lower_is_better=lower_is_better,
     )
-    for i, axis in enumerate(axes, 1)
+    for i, axis in enumerate(next(iter(costs.values())), 1)
   )
 
 
@@ -152,10 +151,14 @@ def page(title: str, notes: Iterable[str], sections: Mapping[str, str]) -> str:
 
 
 def figure(
-  path: paths.Path, name: str, draw: Callable[..., None], *args: Any
+  path: paths.Path,
+  name: str,
+  draw: Callable[..., None],
+  *args: Any,
+  **options: Any,
 ) -> str:
   """Draws a figure into a PNG and embeds it, so that the page is complete."""
-  draw(*args, path=path)
+  draw(*args, **options, path=path)
   data = base64.b64encode(path.read_bytes()).decode()
   name = html.escape(name)
   return f'<img alt="{name}" src="data:image/png;base64,{data}">'

@@ -94,49 +94,43 @@ def _set_log(axis: Any, values: Sequence[float]) -> None:
 
 
 def draw_claims(
-  rows: Sequence[tuple[str, float, float | None, float | None, str]],
+  rows: Sequence[tuple[str, str, float, float | None, float | None]],
   *,
   path: pathlib.Path,
 ) -> None:
   """Draws the effects of claims with their intervals, a line for each.
 
   Args:
-    rows: label, effect, lower and upper bound (None without an interval), and
-      outcome; in units of the smallest difference that matters, in the claimed
+    rows: label and outcome, then effect, lower and upper bound (None without an
+      interval) in units of the smallest difference that matters, in the claimed
       direction.
     path: path of the PNG.
   """
-  from matplotlib import ticker
-
   with _subplots(path, size=(9, 1.2 + 0.55 * len(rows))) as (_, ((axes,),)):
     axes.axvspan(-1, 1, color='#e6e6e6', linewidth=0)
     axes.axvline(0, color='0.5', linewidth=0.8)
-    for y, (_, effect, low, high, outcome) in enumerate(rows):
-      if low is not None:
-        axes.plot((low, high), (y, y), color=_COLOURS[0], linewidth=2)
-      axes.plot(effect, y, 'o', color=_COLOURS[0] if low is not None else '0.5')
-      axes.annotate(
-        outcome,
-        (1.01, y),
-        xycoords=('axes fraction', 'data'),
-        va='center',
-        fontsize=9,
-      )
-    labels = [textwrap.shorten(row[0], 60, placeholder=' ..') for row in rows]
+    limit = 10.0
+    for y, (_, outcome, effect, *bounds) in enumerate(rows):
+      colour = '0.5' if None in bounds else _COLOURS[0]
+      axes.plot(effect, y, 'o', color=colour)
+      if None not in bounds:
+        axes.plot(bounds, (y, y), color=colour, linewidth=2)
+      limit = max(limit, *(abs(x) for x in (effect, *bounds) if x is not None))
+      margin = axes.get_yaxis_transform()
+      axes.text(1.01, y, outcome, transform=margin, va='center', fontsize=9)
+    # Two lines of a label.
+    texts = [textwrap.shorten(row[0], 90, placeholder=' ..') for row in rows]
+    labels = [textwrap.fill(text, 46) for text in texts]
     axes.set_yticks(range(len(rows)), labels)
     axes.set_ylim(len(rows) - 0.5, -0.5)  # The first on top.
     # Effects may be many times the smallest difference.
     axes.set_xscale('symlog', linthresh=1)
-    values = [abs(x) for row in rows for x in row[1:4] if x is not None]
-    limit = 10 ** math.ceil(math.log10(max(2.0, *values)))
-    axes.set_xlim(-limit, limit)
-    ticks = sorted({0, *(s * x for s in (-1, 1) for x in (1, 10, limit))})
-    axes.set_xticks([x for x in ticks if abs(x) <= limit])
-    axes.xaxis.set_major_formatter(ticker.FormatStrFormatter('%g'))
-    axes.xaxis.set_minor_locator(ticker.NullLocator())
-    axes.set_xlabel(
-      'effect in the claimed direction / smallest difference that matters'
-    )
+    limit = 10 ** math.ceil(math.log10(limit))
+    ticks = sorted({0, *(sign * x for sign in (-1, 1) for x in (1, 10, limit))})
+    axes.set_xticks(ticks, [f'{x:g}' for x in ticks])
+    axes.minorticks_off()
+    label = 'effect in the claimed direction / smallest difference that matters'
+    axes.set(xlim=(-limit, limit), xlabel=label)
 
 
 def draw_curves(
@@ -144,7 +138,7 @@ def draw_curves(
   finals: Mapping[str, float],
   marks: Sequence[tuple[str, float]],
   axis: str,
-  label: str,
+  axis_label: str,
   model_styles: Styles,
   *,
   path: pathlib.Path,
@@ -156,145 +150,102 @@ def draw_curves(
     finals: loss of models without a curve on these rows, as horizontal lines.
     marks: model, and the loss of another one that its curve crosses.
     axis: entry of the curves to draw against: 'target_tokens' or 'flops'.
-    label: label of that axis.
+    axis_label: label of that axis.
     path: path of the PNG.
     model_styles: style of every model.
   """
   with _subplots(path) as (_, ((axes,),)):
-    ends, drawn, means = [*finals.values()], [], {}
+    ends, means = [*finals.values()], {}
     for model, seeds in curves.items():
       # A run may have stopped early, and a logarithm has no step 0.
       points = [
-        (
-          statistics.fmean(seed[axis][i] for seed in seeds),
-          [seed['loss'][i] for seed in seeds],
+        (statistics.fmean(x), losses)
+        for x, losses in zip(
+          *(
+            zip(*(seed[name] for seed in seeds), strict=False)
+            for name in (axis, 'loss')
+          ),
+          strict=True,
         )
-        for i in range(min(len(seed[axis]) for seed in seeds))
-        if min(seed[axis][i] for seed in seeds) > 0
+        if min(x) > 0
       ]
       if not points:
         continue
       x, losses = zip(*points, strict=True)
-      y = [*map(statistics.fmean, losses)]
+      y, style = [*map(statistics.fmean, losses)], model_styles[model]
       means[model] = x, y
-      style = model_styles[model]
-      count = f' ({len(seeds)} seeds)' * (len(seeds) > 1)
-      axes.plot(
-        x, y, **style, linewidth=2, label=f'{model}  {y[-1]:.3f}{count}'
-      )
-      low, high = ([*map(f, losses)] for f in (min, max))
-      axes.fill_between(
-        x, low, high, color=style['color'], alpha=0.25, linewidth=0
-      )
       ends.append(y[-1])
-      drawn += x
+      label = f'{model}  {y[-1]:.3f}' + f' ({len(seeds)} seeds)' * (
+        len(seeds) > 1
+      )
+      axes.plot(x, y, **style, linewidth=2, label=label)
+      band = [*map(min, losses)], [*map(max, losses)]
+      axes.fill_between(x, *band, color=style['color'], alpha=0.25, linewidth=0)
     for model, loss in finals.items():
       style = {**model_styles[model], 'linestyle': '--'}
-      axes.axhline(
-        loss, **style, linewidth=1.3, label=f'{model} at its end  {loss:.3f}'
-      )
+      axes.axhline(loss, **style, label=f'{model} at its end  {loss:.3f}')
     for model, loss in marks:
       x = crossings.crossing(*means[model], loss)
       if x is not None:  # A mean need not cross where all seeds do.
-        colour = model_styles[model]['color']
-        axes.plot(
-          x, loss, '*', color=colour, markersize=12, markeredgecolor='black'
-        )
-    if drawn:
-      _set_log(axes.xaxis, drawn)
-    axes.set(xlabel=label, ylabel='nats per target token')
+        style = {'color': model_styles[model]['color'], 'markersize': 12}
+        axes.plot(x, loss, '*', **style, markeredgecolor='black')
+    axes.set(xlabel=axis_label, ylabel='nats per target token')
     # The ends are compared; the first losses are in numbers.csv.
     finite = [x for x in ends if math.isfinite(x)]
     if finite and axes.get_ylim()[1] > max(finite) + 1:
       axes.set_ylim(top=max(finite) + 1)
-    # matplotlib warns of a legend without entries.
-    if axes.get_legend_handles_labels()[0]:
+    if means:
+      _set_log(axes.xaxis, [x for xs, _ in means.values() for x in xs])
       axes.legend(fontsize=9)
 
 
-def draw_costs(
-  label: str,
-  quality: Mapping[str, inference_cost.Spread],
-  costs: Mapping[str, inference_cost.Spread],
-  axis: str,
+def draw_points(
+  points: Mapping[str, tuple[inference_cost.Spread, inference_cost.Spread]],
+  labels: tuple[str, str],
   model_styles: Styles,
-  lower_is_better: bool = False,
+  title: str = '',
   *,
+  is_cost: bool = False,
+  lower_is_better: bool = False,
   path: pathlib.Path,
 ) -> None:
-  """Draws quality against a cost, with the Pareto front of their intervals.
+  """Draws a number of every model against another one.
 
   Args:
-    label: name of the quality.
-    quality: quality of every model: lower bound, value, upper bound.
-    costs: cost of the same models.
-    axis: name of the cost.
-    path: path of the PNG.
+    points: both numbers of every model: lower bound, value, upper bound.
+    labels: names of the numbers.
     model_styles: style of every model.
-    lower_is_better: whether less of the quality is better.
+    title: title of the figure.
+    is_cost: whether the first is a cost: its axis is logarithmic, and the
+      Pareto front of the intervals is drawn.
+    lower_is_better: whether less of the second is better.
+    path: path of the PNG.
   """
-  names = [name for name in quality if name in costs]
-  front = inference_cost.pareto_front(
-    [
-      (
-        costs[x],
-        tuple(-q for q in quality[x][::-1]) if lower_is_better else quality[x],
-      )
-      for x in names
-    ]
-  )
   with _subplots(path) as (_, ((axes,),)):
-    points = [(costs[names[i]][1], quality[names[i]][1]) for i in front]
-    axes.plot(
-      *zip(*points, strict=True), color='0.6', linewidth=1, label='Pareto front'
-    )
-    for name in names:
-      (left, x, right), (low, y, high) = costs[name], quality[name]
-      axes.errorbar(
-        x,
-        y,
-        xerr=[[x - left], [right - x]],
-        yerr=[[y - low], [high - y]],
-        fmt='o',
-        color=model_styles[name]['color'],
-      )
-      axes.annotate(
-        name, (x, y), xytext=(6, 4), textcoords='offset points', fontsize=9
-      )
-    # Models differ by factors, not by amounts.
-    _set_log(axes.xaxis, [x for name in names for x in costs[name]])
-    axes.set(xlabel=axis, ylabel=label)
+    for name, ((x_low, x, x_high), (y_low, y, y_high)) in points.items():
+      bars = {
+        'xerr': [[x - x_low], [x_high - x]],
+        'yerr': [[y - y_low], [y_high - y]],
+      }
+      axes.errorbar(x, y, **bars, fmt='o', color=model_styles[name]['color'])
+      offset = {'xytext': (6, 4), 'textcoords': 'offset points'}
+      axes.annotate(name, (x, y), **offset, fontsize=9)
     axes.margins(0.2)  # Room for the names beside the points.
+    axes.set(xlabel=labels[0], ylabel=labels[1], title=title)
+    if is_cost:
+      pairs = list(points.values())
+      goods = [
+        (x, tuple(-bound for bound in y[::-1]) if lower_is_better else y)
+        for x, y in pairs
+      ]
+      front = [pairs[i] for i in inference_cost.pareto_front(goods)]
+      line = zip(*((x[1], y[1]) for x, y in front), strict=True)
+      axes.plot(*line, color='0.6', linewidth=1, label='Pareto front')
+      axes.legend(fontsize=9)
+      # Models differ by factors, not by amounts.
+      _set_log(axes.xaxis, [x for spread, _ in pairs for x in spread])
     if lower_is_better:
       axes.invert_yaxis()  # The better is above in all figures.
-    axes.legend(fontsize=9)
-
-
-def draw_scatter(
-  points: Mapping[str, tuple[float, float]],
-  labels: tuple[str, str],
-  title: str,
-  model_styles: Styles,
-  *,
-  path: pathlib.Path,
-) -> None:
-  """Draws a metric of every model against another one.
-
-  Args:
-    points: both metrics of every model.
-    labels: names of the metrics.
-    title: title of the figure.
-    path: path of the PNG.
-    model_styles: style of every model.
-  """
-  with _subplots(path) as (_, ((axes,),)):
-    for name, (x, y) in points.items():
-      axes.plot(x, y, 'o', color=model_styles[name]['color'])
-      axes.annotate(
-        name, (x, y), xytext=(6, 4), textcoords='offset points', fontsize=9
-      )
-    axes.margins(0.2)
-    axes.set(xlabel=labels[0], ylabel=labels[1], title=title)
 
 
 def draw_needles(

@@ -127,7 +127,8 @@ class _Resolver:
       elif isinstance(item, pages.Rate):
         stage = self._rate(item)
       else:
-        stage = self._command(item, key, seed)
+        # One without seeds is equal for all readers.
+        stage = self._command(item, key, seed if item.seeds else None)
       self._entered.pop()
       self.stages[key] = stage
     return self.stages[key]

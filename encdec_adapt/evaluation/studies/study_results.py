@@ -10,11 +10,7 @@ from encdec_adapt import configs
 from encdec_adapt.data.records import record_sets
 from encdec_adapt.evaluation.measures import held_out, inference_cost
 from encdec_adapt.evaluation.reports import collected, study_report
-from encdec_adapt.evaluation.results import (
-  predictions,
-  results_store,
-  variances,
-)
+from encdec_adapt.evaluation.results import results_store, variances
 from encdec_adapt.evaluation.studies import pages, stage_states, stages
 from encdec_adapt.files import append_log, atomic, paths
 from encdec_adapt.models import forward_flops, model_config, parameters
@@ -49,11 +45,11 @@ def write_variances(study: pages.Study, states: stage_states.States) -> str:
       task, _, name = metric.rpartition('/')
       runs = [
         [
-          found[-1]
+          matches[-1]
           for stage in states.stages.values()
           if (stage.evaluation, stage.model) == (evaluation.name, model)
           if (
-            found := [
+            matches := [
               score
               for _, score in scores(states, stage)
               if (score.task, score.metric) == (task, name)
@@ -117,7 +113,6 @@ def collect(
       dataclasses.asdict(state) | {'model': states.stages[name].model}
       for name, state in started.items()
     ],
-    waiting=[name for name in states.stages if name not in started],
     notes=_notes(study, states, started),
     rates={
       name: atomic.read_json(path)['losses']
@@ -166,11 +161,11 @@ def _text(states: stage_states.States) -> dict[str, Any]:
 
 def _notes(study, states, ended) -> list[str]:
   """Returns sentences on what has failed, or was made elsewhere."""
-  here, notes = environment.fingerprint() | environment.versions(), []
+  current, notes = environment.fingerprint() | environment.versions(), []
   for name, state in ended.items():
     if state.status == stage_states.FAILED:
       notes.append(f'{name} has failed: {" ".join(state.error.split())}.')
-    elif lines := state.difference(here):
+    elif lines := state.difference(current):
       notes.append(f'{name} was made by another version: {"; ".join(lines)}.')
   return [*notes, study.note] if study.note else notes
 
@@ -211,7 +206,7 @@ def _run(
 ) -> collected.Run:
   """Returns the results of a model."""
   folder = states.folder(model)
-  by_evaluation, generated, lines = {}, 0, []
+  by_evaluation, generated = {}, 0
   for stage in states.stages.values():
     is_of_model = (stage.model, stage.seed) == (model.model, model.seed)
     if stage.evaluation and is_of_model:
@@ -223,7 +218,6 @@ def _run(
         if score.task == inference_cost.TASK
       ]
       generated = max([generated, *lengths])
-      lines += _predictions(states.folder(stage))
   summary = training_summary(folder)
   config = config_lib.load_run(str(folder)).model
   return collected.Run(
@@ -237,7 +231,6 @@ def _run(
     _curve(folder, summary),
     by_evaluation,
     generated,
-    lines,
   )
 
 
@@ -273,12 +266,3 @@ def _curve(
     step = summary['flops'] / max(summary['steps'], 1)
     curve['flops'] = [sources + step * line['step'] for line in evals]
   return {'flops': [], **curve}
-
-
-def _predictions(folder: paths.Path) -> list[list[dict[str, Any]]]:
-  """Returns the lines of every file of generated answers."""
-  files = folder / predictions.FOLDER
-  names = paths.tree(files) if files.exists() else []
-  return [
-    [line for line, _ in append_log.Log(files / name).lines] for name in names
-  ]

@@ -11,6 +11,7 @@ from encdec_adapt.base import errors
 from encdec_adapt.data.sources import document_source
 from encdec_adapt.evaluation.reports import (
   claim_results,
+  claim_tables,
   collected,
   study_report,
 )
@@ -130,10 +131,12 @@ def _collected(study, **fields):
   return collected.Collected(study, **values | fields)
 
 
+def _results(content):
+  return [claim_results.result(content, x) for x in content.study.claims]
+
+
 def test_claims_have_effects_and_verdicts():
-  ahead, source, tokens, gain, task = claim_results.results(
-    _collected(_study())
-  )
+  ahead, source, tokens, gain, task = _results(_collected(_study()))
   # Four primary claims.
   assert ahead.level == pytest.approx(1 - 0.05 / 4) and gain.level == 0.95
   assert (ahead.seeds, ahead.groups, ahead.verdict) == (3, 40, 'reproduced')
@@ -141,40 +144,39 @@ def test_claims_have_effects_and_verdicts():
   assert ahead.effect == pytest.approx(-0.5, abs=0.002)
   bounds = pytest.approx((-0.541, -0.459), abs=0.002)
   assert (ahead.low, ahead.high) == bounds
-  assert ahead.text(ahead.effect) == '-0.500'
+  assert ahead.effect_text == '-0.500'
   # The source has no seeds: it is compared with each of the pair's.
   assert source.effect == pytest.approx(-0.2, abs=0.002)
   assert (source.seeds, source.verdict) == (3, 'reproduced')
   # Half a nat of one for each factor of 10.
   assert tokens.effect == pytest.approx(10**-0.5, abs=0.01)
-  assert (tokens.verdict, tokens.text(tokens.effect)) == ('reproduced', '0.32')
+  assert (tokens.verdict, tokens.effect_text) == ('reproduced', '0.32')
   # A contrast with itself, which is not primary.
-  assert (gain.text(gain.effect), gain.verdict) == ('+0.000', '')
+  assert (gain.effect_text, gain.outcome) == (
+    '+0.000',
+    'not primary: no verdict',
+  )
   # The metric has no examples: over seeds alone, and equal here.
   assert (task.over, task.verdict) == ('3 seeds', 'no difference')
 
 
 def test_a_single_seed_has_no_interval_and_no_verdict():
-  results = claim_results.results(_collected(_study((0,))))
+  results = _results(_collected(_study((0,))))
   for x in results:
     assert (x.seeds, x.low, x.high, x.verdict) == (1, None, None, '')
     assert x.note == 'a single seed: no interval over seeds and no verdict'
   assert results[0].sentence == (
-    'adapted is ahead: a single seed: no interval over seeds and no verdict.'
-    ' held_out/loss, adapted - scratch: -0.500, of 1 seed, 40 groups.'
+    'adapted is ahead. A single seed: no interval over seeds and no verdict.'
+    ' held_out/loss: adapted - scratch: -0.500, of 1 seed, 40 groups.'
   )
 
 
 def test_missing_seeds_have_no_verdict():
   content = _collected(_study())
   runs = [x for x in content.runs if (x.model, x.seed) != ('adapted', 2)]
-  (ahead, *_) = claim_results.results(dataclasses.replace(content, runs=runs))
+  (ahead, *_) = _results(dataclasses.replace(content, runs=runs))
   assert (ahead.seeds, ahead.verdict) == (2, '')
-  assert ahead.note == '2 of 3 seeds: unfinished'
-  failed = dict(content.stages[0], name='adapted_seed2', status='failed')
-  content = dataclasses.replace(content, runs=runs, stages=[failed])
-  (ahead, *_) = claim_results.results(content)
-  assert ahead.note == '2 of 3 seeds: adapted_seed2 has failed'
+  assert ahead.note == '2 of 3 seeds are there'
   # A diverged run, and none at all.
   nan = results_store.Score('held_out', 'loss', float('nan'), None, 1)
   runs = [
@@ -183,18 +185,15 @@ def test_missing_seeds_have_no_verdict():
     else x
     for x in content.runs
   ]
-  content = dataclasses.replace(content, runs=runs, stages=[])
-  (ahead, *_) = claim_results.results(content)
-  assert ahead.effect is None and 'adapted (seed 0) has diverged' in ahead.note
-  content = dataclasses.replace(content, runs=[])
-  (ahead, *_) = claim_results.results(content)
-  assert ahead.note == '0 of 3 seeds: unfinished'
+  for finite in (runs, []):
+    (ahead, *_) = _results(dataclasses.replace(content, runs=finite))
+    assert (ahead.effect, ahead.note) == (None, '0 of 3 seeds are there')
 
 
 def test_a_curve_that_does_not_cross_has_no_ratio():
   claims = (_claim(('adapted', 'scratch'), pages.CROSSING, smallest=1.2),)
   content = _collected(_study(claims=claims))
-  (result,) = claim_results.results(content)
+  (result,) = _results(content)
   assert (result.effect, result.verdict) == (None, '')
   assert result.note == 'not reached in 400 k target tokens'
   runs = [
@@ -202,7 +201,7 @@ def test_a_curve_that_does_not_cross_has_no_ratio():
     for x in _collected(_study()).runs
   ]
   content = _collected(_study(), runs=runs)
-  assert claim_results.results(content)[2].note == (
+  assert _results(content)[2].note == (
     'the curve of adapted is on other rows than its evaluation'
   )
 
@@ -217,23 +216,22 @@ def test_other_examples_are_not_compared():
     else x
     for x in content.runs
   ]
-  (ahead, *_) = claim_results.results(dataclasses.replace(content, runs=runs))
+  (ahead, *_) = _results(dataclasses.replace(content, runs=runs))
   assert ahead.effect is None and 'another version of Python' in ahead.note
 
 
 def test_keys_in_which_arms_differ():
   content = _collected(_study())
-  runs = {name: content.of(name) for name in ('scratch', 'adapted')}
-  assert claim_results.differences(runs) == {
-    'init.mode': {'scratch': 'scratch', 'adapted': 'adapted'}
-  }
+  assert claim_results.differences(content, ('scratch', 'adapted')) == [
+    {'key': 'init.mode', 'scratch': 'scratch', 'adapted': 'adapted'}
+  ]
 
 
 def test_write(tmp_path, bucket):
   content = _collected(_study())
   sentences = study_report.write(content, tmp_path)
   assert sentences[0].startswith(
-    'adapted is ahead: reproduced. held_out/loss, adapted - scratch: -0.500'
+    'adapted is ahead. Reproduced. held_out/loss: adapted - scratch: -0.500'
     ' (98.75 % interval -0.5'
   )
   assert (
@@ -261,11 +259,12 @@ def test_write(tmp_path, bucket):
   report = json.loads((tmp_path / 'report.json').read_text())
   assert report['findings'] == sentences[len(CLAIMS) :]
   assert [x['verdict'] for x in report['claims']] == [
-    *('reproduced', 'reproduced', 'reproduced', '', 'no difference')
+    *('reproduced', 'reproduced', 'reproduced', 'not primary: no verdict'),
+    'no difference',
   ]
   with open(tmp_path / 'numbers.csv') as file:
     rows = list(csv.DictReader(file))
-  assert tuple(rows[0]) == study_report.COLUMNS
+  assert tuple(rows[0]) == claim_tables.COLUMNS
   adapted = [x for x in rows if (x['arm'], x['seed']) == ('adapted', '0')]
   assert [x['value'] for x in adapted if x['task'] == 'development'] == [
     *('7.5', '4.5', '3.5', '2.5')
@@ -282,9 +281,9 @@ def test_write(tmp_path, bucket):
 
 
 def test_nothing_is_finished(tmp_path):
-  content = _collected(_study(), runs=[], stages=[], rates={}, waiting=['a'])
-  *_, last = study_report.write(content, tmp_path)
-  assert last == '1 stages have not begun; what they measure is blank.'
+  content = _collected(_study(), runs=[], stages=[], rates={})
+  first, *_ = study_report.write(content, tmp_path)
+  assert first == 'adapted is ahead. 0 of 3 seeds are there.'
 
 
 def test_the_table_of_all_claims(tmp_path):
@@ -294,7 +293,7 @@ def test_the_table_of_all_claims(tmp_path):
     '# Studies\n<!-- claims -->\nold\n<!-- end of claims -->\n.'
   )
   for _ in range(2):  # The same again.
-    study_report.write_claims(readme, [tmp_path / 'a'])
+    claim_tables.write_readme(readme, [tmp_path / 'a'])
     head, _, row, *_, end, last = readme.read_text().splitlines()[1:]
     assert (head, end, last) == (
       '<!-- claims -->',
@@ -304,14 +303,14 @@ def test_the_table_of_all_claims(tmp_path):
   assert row == '| --- | --- | --- | --- | --- | --- | --- | --- |'
   first = readme.read_text().splitlines()[4]
   start = (
-    '| adapted is ahead. | a Fig. 2 | +2.6 | adaptation, cpu; held_out/loss;'
+    '| adapted is ahead. | a Fig. 2 | +2.6 | adaptation, cpu; held_out/loss:'
   )
-  start += ' adapted - scratch; 3 seeds, 40 groups | -0.500 (-0.5'
+  start += ' adapted - scratch; 3 seeds; 40 groups | -0.500 (-0.5'
   assert first.startswith(start)
   end = '| reproduced | `python -m encdec_adapt.study --study=x` | 2.0 |'
   assert first.endswith(end)
   with pytest.raises(errors.UserError, match='b has no report.json'):
-    study_report.write_claims(readme, [tmp_path / 'b'])
+    claim_tables.write_readme(readme, [tmp_path / 'b'])
   readme.write_text('# Studies')
   with pytest.raises(errors.UserError, match='has no lines <!-- claims -->'):
-    study_report.write_claims(readme, [tmp_path / 'a'])
+    claim_tables.write_readme(readme, [tmp_path / 'a'])

@@ -1,0 +1,129 @@
+"""Tables of claims and numbers: rows of a page, Markdown, CSV.
+
+No model is read here.
+"""
+
+from collections.abc import Mapping, Sequence
+import csv
+import io
+import os
+from typing import Any
+
+from encdec_adapt.base import errors
+from encdec_adapt.evaluation.reports import claim_results, html_report
+from encdec_adapt.evaluation.reports import collected as collected_lib
+from encdec_adapt.files import atomic, paths
+
+COLUMNS = ('study', 'arm', 'seed', 'step', 'tokens', 'FLOPs')
+COLUMNS += ('task', 'metric', 'value')
+# Lines of a README between which the table of all claims stands.
+BEGIN, END = '<!-- claims -->', '<!-- end of claims -->'
+
+
+def row(result: claim_results.Result) -> dict[str, str]:
+  """Returns the result of a claim as a row of a table."""
+  claim = result.claim
+  return {
+    'claim': claim.sentence,
+    'effect': result.effect_text,
+    'interval': result.interval,
+    'seeds': str(result.seeds or ''),
+    'groups': str(result.groups or ''),
+    'verdict': result.outcome,
+    'contrast': result.contrast,
+    'level': f'{100 * result.level:.4g} %' if result.interval else '',
+    'smallest that matters': f'{claim.smallest:g}: {claim.reason}',
+    'their numbers': claim.paper,
+    'source': claim.source,
+  }
+
+
+def markdown(rows: Sequence[Mapping[str, str]]) -> str:
+  """Renders rows with the same keys as a table; '' for none."""
+  if not rows:
+    return ''
+  lines = [list(rows[0]), ['---'] * len(rows[0])]
+  lines += [[x.replace('|', r'\|') for x in cells.values()] for cells in rows]
+  return ''.join(f'| {" | ".join(line)} |\n' for line in lines)
+
+
+def write_readme(
+  path: str | os.PathLike[str], folders: Sequence[str | os.PathLike[str]]
+) -> None:
+  """Writes the table of the claims of all studies into a README.
+
+  Args:
+    path: file with the lines `BEGIN` and `END`, between which it stands.
+    folders: folders of studies with reports, in the order of the table.
+
+  Raises:
+    UserError: the file has no such lines, or a folder no report.
+  """
+  file, rows = paths.at(path), []
+  head, begin, body = file.read_text(encoding='utf-8').partition(BEGIN)
+  _, end, tail = body.partition(END)
+  if not (begin and end):
+    raise errors.UserError(
+      f'{path} has no lines {BEGIN} and {END}, between which the table of'
+      ' claims is written; add them.'
+    )
+  for folder in folders:
+    file_of_report = paths.at(folder) / html_report.JSON
+    if not file_of_report.exists():
+      raise errors.UserError(
+        f'{folder} has no {html_report.JSON}; give --report with the study.'
+      )
+    report = atomic.read_json(file_of_report)
+    rows += [_readme_row(report, cells) for cells in report['claims']]
+  text = f'{head}{BEGIN}\n{markdown(rows)}{END}{tail}'
+  paths.write(file, text.encode())
+
+
+def _readme_row(
+  report: Mapping[str, Any], cells: Mapping[str, str]
+) -> dict[str, str]:
+  """Returns the row of a claim in the table of all studies."""
+  setting = f'{report["study"]}, {report["size"]}; {cells["contrast"]}'
+  for unit in ('seeds', 'groups'):
+    setting += f'; {cells[unit]} {unit}' * bool(cells[unit])
+  interval = f' ({cells["interval"]})' * bool(cells['interval'])
+  return {
+    **{name: cells[name] for name in ('claim', 'source', 'their numbers')},
+    'our setting': setting,
+    'effect and interval': cells['effect'] + interval,
+    'verdict': cells['verdict'],
+    'command': f'`{report["command"]}`',
+    'hours': f'{report["seconds"] / 3600:.1f}',
+  }
+
+
+def numbers_csv(collected: collected_lib.Collected) -> str:
+  """Renders all numbers of a study as a tidy table.
+
+  Tokens are those in the loss, FLOPs those of training with all sources. A task
+  has the name of its evaluation; `development` is of the evaluations in
+  training.
+  """
+  text = io.StringIO()
+  lines = csv.writer(text, lineterminator='\n')
+  lines.writerow(COLUMNS)
+
+  def write(run, step, tokens, flops, task, metric, value):
+    seed = '' if run.seed is None else run.seed
+    spent = step, f'{tokens:.0f}', f'{flops:.6g}'
+    cells = *spent, task, metric, f'{value:.7g}'
+    lines.writerow((collected.study.name, run.model, seed, *cells))
+
+  for run in collected.runs:
+    curve, end = run.curve, run.summary
+    columns = [curve[x] for x in ('step', 'target_tokens', 'flops', 'loss')]
+    for *spent, loss in zip(*columns, strict=True):
+      write(run, *spent, 'development', 'loss', loss)
+    spent = end['steps'], end['target_tokens'], end['inclusive']['flops']
+    for evaluation in collected.study.evaluations:
+      for score in run.scores.get(evaluation.name, ()):
+        name = f'{score.task}/{score.metric}'
+        score = claim_results.reported(run, name, evaluation) or score
+        task = f'{evaluation.name}/{score.task}'
+        write(run, *spent, task, score.metric, score.value)
+  return text.getvalue()
