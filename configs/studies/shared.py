@@ -523,7 +523,9 @@ def spent(size, arm):
   """Returns FLOPs of a step, with the teacher's, and the number of steps."""
   teacher, references = arm.starts.get('teacher.checkpoint'), []
   if teacher:
-    references = [settings(pages.Arm(teacher, size.config(teacher))).model]
+    # Without the page before it (`combined`).
+    config = size.config(teacher.rpartition('.')[2])
+    references = [settings(pages.Arm(teacher, config)).model]
   step = budgets.Step.of(settings(arm), references)
   steps = arm.budget
   return step.flops, steps if isinstance(steps, int) else steps.steps(step)
