@@ -4,8 +4,10 @@ import json
 
 import pytest
 
+from encdec_adapt import config as config_lib
+from encdec_adapt import configs
 from encdec_adapt.base import errors
-from encdec_adapt.configs import books
+from encdec_adapt.configs import books, classification
 from encdec_adapt.data.sources import text_sources
 from encdec_adapt.objectives import framing, objective_names
 from tests.objectives import objective_cases
@@ -68,6 +70,14 @@ def test_an_example_is_read_by_classify(folder):
   last = documents[-1]
   (pair,) = maker.examples([(last.id, last.text)], None)
   assert pair.targets[-1] == 1 and pair.weights.tolist()[-2:] == [0, 1]
+
+
+def test_a_classifier_of_books_is_configured_by_a_glob(folder):
+  source = configs.path('decoders/small')
+  config = classification.get_config(f'source={source},books={folder}/*.txt')
+  (objective,) = config_lib.load(config, str(folder)).data.objectives
+  assert objective.labels == ('emma', 'ivanhoe')
+  assert config.data.source == f'books:{folder}/*.txt'
 
 
 @pytest.mark.parametrize(
