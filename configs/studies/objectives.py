@@ -9,9 +9,8 @@ held-out prefixes, after the same tuning on look-ups, and with its encoder as a
 classifier of packages of Python's text.
 
 Not controlled: at equal rows UL2 has other numbers of targets than PrefixLM,
-which trains on what is held out here. Mixed arms have no teacher, as the arms
-that they are compared with. The packages' 360 held-out pieces show differences
-of 7 points. `cpu` takes an hour.
+which trains on such text as is held out. Mixed arms have no teacher, as what
+they are compared with. 360 held-out pieces show differences of 7 points.
 """
 
 import dataclasses
