@@ -1,39 +1,69 @@
-"""Studies: their order, their best runs, and what the quickstart compares."""
+"""Studies: loading of pages, choices of rates, what shipped pages compare."""
 
+import dataclasses
 import json
 import math
 
-from flax import traverse_util
 import pytest
 
-from encdec_adapt import config as config_lib
 from encdec_adapt import study, train
 from encdec_adapt.base import errors
-from encdec_adapt.cli import command
-from encdec_adapt.evaluation import study_stages
-from encdec_adapt.evaluation.results import results_store
+from encdec_adapt.evaluation.studies import (
+  pages,
+  stage_states,
+  stages,
+  study_plan,
+  study_results,
+)
 from encdec_adapt.files import paths
 from encdec_adapt.telemetry import compute_cost
 from tests import tiny
 
 
-def test_stages_get_the_rate_of_the_best_finite_run(tmp_path, monkeypatch):
-  names, losses = ('a', 'b', 'c', 'd'), (math.nan, -math.inf, 2.75, 2.5)
-  for name, loss, rate in zip(names, losses, (1, 2, 3, 4), strict=True):
-    (tmp_path / name).mkdir()
-    summary = {'eval_loss': loss, 'learning_rate': rate * 1e-3}
-    (tmp_path / name / compute_cost.SUMMARY).write_text(json.dumps(summary))
-  flags = (f'--config={tiny.ROOT}/configs/base.py',)
-  stage = study_stages.Stage('seeds', 'train', flags, 1.0, rate_of=names)
-  rates = []
-  monkeypatch.setattr(
-    train, 'main', lambda v: rates.append(v.config.optimizer.learning_rate)
-  )
-  assert study.run_stages(str(tmp_path), [stage]) == 0
-  assert rates == [0.004]
-  stage = study_stages.Stage('seeds', 'train', flags, 1.0, rate_of=names[:2])
-  with pytest.raises(errors.UserError, match='none of the runs'):
-    study.run_stages(str(tmp_path), [stage])
+def _losses_by_rate(tmp_path, monkeypatch, losses, **fields):
+  """Chooses a rate; a run has the loss of its rate. Returns it and the runs."""
+  runs = []
+
+  def main(values):
+    rate = values.config.optimizer.learning_rate
+    runs.append(rate)
+    if losses[rate] is None:
+      raise errors.UserError('10 updates in a row are not finite')
+    summary = json.dumps({'eval_loss': losses[rate]})
+    folder = paths.at(values.workdir)
+    folder.mkdir(parents=True)
+    (folder / compute_cost.SUMMARY).write_text(summary)
+    return 0
+
+  monkeypatch.setattr(train, 'main', main)
+  rate = pages.Rate('rate', 'arm', (1e-3, 2e-3, 4e-3), 1, **fields)
+  stage = stages.Stage('rate', 'train', (), (), '', rate=rate)
+  flags = f'--config={tiny.ROOT}/configs/base.py', f'--workdir={tmp_path}/rate'
+  status, best = study.run_stage(stage, flags)
+  assert status == 0
+  return best, runs
+
+
+def test_the_rate_of_the_lowest_finite_loss_is_chosen(tmp_path, monkeypatch):
+  losses = {1e-3: 2.75, 2e-3: 2.5, 4e-3: math.nan}
+  assert _losses_by_rate(tmp_path, monkeypatch, losses) == (2e-3, [*losses])
+  # A choice that was interrupted repeats no run.
+  assert _losses_by_rate(tmp_path, monkeypatch, losses)[1] == []
+  saved = json.loads((tmp_path / 'rate' / 'rates.json').read_text())
+  assert saved['rate'] == 2e-3 and saved['losses']['0.001'] == 2.75
+
+
+def test_rates_beyond_an_edge_are_tried_twice_at_most(tmp_path, monkeypatch):
+  losses = {1e-3: 4.0, 2e-3: 3.0, 4e-3: 2.0, 8e-3: 1.5, 16e-3: 1.0}
+  assert _losses_by_rate(tmp_path, monkeypatch, losses) == (16e-3, [*losses])
+
+
+def test_rates_that_diverge_are_not_chosen(tmp_path, monkeypatch):
+  losses = {1e-3: 2.0, 2e-3: None, 4e-3: None, 5e-4: 2.5}
+  assert _losses_by_rate(tmp_path, monkeypatch, losses) == (1e-3, [*losses])
+  losses = dict.fromkeys((1e-3, 2e-3, 4e-3))
+  with pytest.raises(errors.UserError, match='none of the rates'):
+    _losses_by_rate(tmp_path / 'other', monkeypatch, losses)
 
 
 def test_an_imported_decoder_has_the_numbers_of_its_training(tmp_path):
@@ -41,55 +71,10 @@ def test_an_imported_decoder_has_the_numbers_of_its_training(tmp_path):
   summary = dict(steps=0, target_tokens=0.0, inclusive={'flops': 5.0})
   summary['made_by'] = {'command': 'import', 'sources': [str(source)]}
   (tmp_path / compute_cost.SUMMARY).write_text(json.dumps(summary))
-  training = study._training_summary(paths.at(tmp_path), '.')
+  training = study_results.training_summary(paths.at(tmp_path))
   assert (training['steps'], training['target_tokens']) == (3000, 6141172)
   assert training['eval_loss_at_step_0'] > 8 > 3 > training['eval_loss']
   assert training['inclusive'] == summary['inclusive']
-
-
-def test_costs_of_an_earlier_version_are_to_be_measured_again(tmp_path):
-  model = results_store.Model(f'{tmp_path}/a', 3, 'f')
-  with results_store.Store(tmp_path) as store:
-    for task, metric in (('held_out', 'loss'), ('cost', 'decode_ms')):
-      score = results_store.Score(task, metric, 2.0, None, 1)
-      store.add(model, {'generated': 32}, [score])
-    with pytest.raises(errors.UserError, match='cost of a, .* remove .*stages'):
-      study._run(paths.at(tmp_path), 'a', store)
-
-
-def test_bad_flags_are_refused_before_the_first_stage(tmp_path, monkeypatch):
-  monkeypatch.chdir(tmp_path)
-  flags = (f'--config={tiny.ROOT}/configs/base.py', '--config.sead=3')
-  stage = study_stages.Stage('a', 'train', flags, 1.0)
-  plan = study_stages.Study('runs/x', 'title', 'small', (stage,), ('a',), 'x')
-  with pytest.raises(errors.UserError, match='sead'):
-    study.run(plan, 'digest')
-  assert not any(tmp_path.iterdir())
-
-
-@pytest.fixture(scope='module', params=['default', 'full'])
-def loaded(request):
-  """A size of the quickstart's study, and the configs that it trains."""
-  with pytest.MonkeyPatch.context() as patch:
-    patch.chdir(tiny.ROOT)
-    plan, _ = study.load(f'configs/quickstart.py:size={request.param}')
-    configs = {}
-    for stage in plan.stages:
-      if stage.module == 'train':
-        values = command.parse(train.define_flags, stage.arguments)
-        assert values.workdir == f'{plan.root}/{stage.name}'
-        config_lib.load(values.config, values.workdir)
-        configs[stage.name] = values.config
-  return plan, configs
-
-
-def _changed(configs, *runs):
-  """Key to the values of two runs' configs, where they are not the same."""
-  a, b = (
-    traverse_util.flatten_dict(configs[run].to_dict(), sep='.') for run in runs
-  )
-  assert a.keys() == b.keys()
-  return {key: (a[key], b[key]) for key in a if a[key] != b[key]}
 
 
 @pytest.mark.parametrize(
@@ -107,37 +92,123 @@ def test_a_study_that_fails_is_named_with_its_line(tmp_path, content, problem):
     study.load(f'{tmp_path}/broken.py')
 
 
-def test_runs_differ_in_what_is_compared_alone(loaded):
-  plan, configs = loaded
-  source = f'{plan.root}/decoder_only'
-  assert _changed(configs, 'adapted', 'scratch') == {
-    'init.mode': ('adapt', 'random'),
-    'init.encoder': (source, ''),
-  }
-  assert configs['scratch'].teacher.checkpoint == source
-  warmups = {n: c.train.cross_attention_warmup for n, c in configs.items()}
-  assert [n for n, s in warmups.items() if s] == ['unbalanced'] * (
-    plan.size == 'default'
+_PAGE = """
+from encdec_adapt.evaluation.studies import pages
+
+def get_study(arg):
+  changes = {'data.source': 'text:lines.txt#lines', 'data.vocabulary': 'bytes'}
+  command = pages.Command('hf', 'generate', ('--chekpoint={run}',))
+  return pages.Study(
+    'small', 'A study', 'tiny', (pages.Arm('run', 'base', changes),),
+    commands=(command,) * (arg == 'wrong'), root='runs/small',
   )
-  if plan.size == 'default':
+"""
+
+
+def test_bad_arguments_are_refused_before_the_first_stage(
+  tmp_path, monkeypatch, capsys
+):
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / 'page.py').write_text(_PAGE)
+  (tmp_path / 'lines.txt').write_text('a line\n' * 40)
+  with pytest.raises(errors.UserError, match='chekpoint'):
+    tiny.call(study, '--study=page.py:wrong')
+  with pytest.raises(errors.UserError, match=r"--stage=rum .* mean 'run'"):
+    tiny.call(study, '--study=page.py', '--stage=rum')
+  assert not (tmp_path / 'runs').exists()
+  assert tiny.call(study, '--study=page.py', '--list', '--json') == 0
+  records, run = json.loads(capsys.readouterr().out)
+  assert (records['name'], run['reads']) == ('records', ['records'])
+  assert run['status'] == 'not started' and run['folder'] == 'runs/small/run'
+  assert '--workdir=runs/small/run' in run['command']
+
+
+@pytest.fixture(scope='module', params=['default', 'full'])
+def loaded(request):
+  """A size of the quickstart's page, and its training stages by name."""
+  with pytest.MonkeyPatch.context() as patch:
+    patch.chdir(tiny.ROOT)
+    page = study.load(f'configs/quickstart.py:size={request.param}')
+    resolved = stages.resolve(page)
+  return page, {n: x for n, x in resolved.items() if x.module == 'train'}
+
+
+def _differing(trained, *runs):
+  """Key to the values of two stages, where they are not the same."""
+  a, b = (trained[run].values for run in runs)
+  assert a.keys() == b.keys()
+  return {key: (a[key], b[key]) for key in a if a[key] != b[key]}
+
+
+def test_runs_differ_in_what_is_compared_alone(loaded):
+  page, trained = loaded
+  rates = {}
+  if page.size == 'full':
+    rates = {'optimizer.learning_rate': ('{rate_adapted}', '{rate_scratch}')}
+  assert _differing(trained, 'adapted', 'scratch') == rates | {
+    'init.mode': ('adapt', 'random'),
+    'init.encoder': ('{decoder_only}', ''),
+  }
+  assert trained['scratch'].values['teacher.checkpoint'] == '{decoder_only}'
+  warmups = {
+    n: x.values['train.cross_attention_warmup'] for n, x in trained.items()
+  }
+  assert [n for n, s in warmups.items() if s] == ['unbalanced'] * (
+    page.size == 'default'
+  )
+  if page.size == 'default':
     return
-  more, pair = configs['decoder_only_continued'], configs['adapted']
-  assert (more.init.mode, more.init.encoder) == ('checkpoint', source)
+  more, pair = trained['decoder_only_continued'], trained['adapted']
+  assert more.values['init.mode'] == 'checkpoint'
+  assert more.values['init.encoder'] == '{decoder_only}'
   # As many tokens, of a pass each.
-  assert (more.train, more.data.passes) == (pair.train, pair.data.passes)
-  tokens = {c.data.encoder_length + c.data.decoder_length for c in (more, pair)}
-  assert len(tokens) == 1
+  assert more.settings.train == pair.settings.train
+  data = [x.settings.data for x in (more, pair)]
+  assert len({x.encoder_length + x.decoder_length for x in data}) == 1
+  assert {x.passes for x in data} == {1}
 
 
-def test_full_fits_into_two_and_a_half_hours(loaded):
-  """Rates are chosen in short runs, for all models alike."""
-  plan, configs = loaded
-  if plan.size == 'full':
-    assert sum(stage.budget_seconds for stage in plan.stages) <= 9000
-    repeated = [stage for stage in plan.stages if stage.rate_of]
-    assert len(repeated) == 9
-    for stage in repeated:
-      for name in stage.rate_of:
-        assert configs[name].train.steps < configs[stage.name].train.steps / 5
-        changed = _changed(configs, name, stage.name).keys()
-        assert changed <= {'train.steps', 'optimizer.learning_rate', 'seed'}
+def test_rates_of_full_are_chosen_for_all_models_alike(loaded):
+  page, trained = loaded
+  if page.size == 'default':
+    assert page.seeds == (0,)
+    return
+  assert page.seeds == (0, 1, 2)
+  repeated = [x for x in trained.values() if '--config.optimizer' in str(x)]
+  choices = {n: x for n, x in trained.items() if x.rate}
+  assert len(choices) == 3 and len(repeated) == 9
+  for name, choice in choices.items():
+    assert choice.rate.values == (2e-3, 4e-3, 8e-3)
+    run = trained[name.removeprefix('rate_')]
+    assert choice.settings.train.steps < run.settings.train.steps / 5
+    keys = {'train.steps', 'optimizer.learning_rate'}
+    assert _differing(trained, name, run.name).keys() == keys
+
+
+def test_a_text_that_is_read_too_often_is_refused(tmp_path, monkeypatch):
+  tiny.make_records(tmp_path)
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / 'page.py').write_text(_PAGE)
+  (tmp_path / 'lines.txt').write_text('a line\n' * 40)
+  page = study.load('page.py')
+  for steps, fits in ((12, True), (4000, False)):
+    arm = dataclasses.replace(page.arms[0], budget=steps)
+    resolved = stages.resolve(dataclasses.replace(page, arms=(arm,)))
+    arguments = [f'--config.data.folder={tmp_path}/prefix_lm']
+    if fits:
+      study_plan.check_text(resolved['run'], arguments)
+    else:
+      with pytest.raises(errors.UserError, match='stage run reads .* times in'):
+        study_plan.check_text(resolved['run'], arguments)
+
+
+def test_a_worker_without_the_gpu_of_a_page_is_refused(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / 'page.py').write_text(_PAGE)
+  (tmp_path / 'lines.txt').write_text('a line\n' * 40)
+  page = dataclasses.replace(study.load('page.py'), platform='gpu')
+  states = stage_states.States(page, stages.resolve(page))
+  with states.start(states.stages['records'], '') as state:
+    state.status = 'finished'
+  with pytest.raises(errors.UserError, match='run .* needs a gpu, .* are cpu'):
+    study.workers.work(page, states, study.run_stage)

@@ -8,6 +8,8 @@
     --config.teacher.checkpoint=/shared/GEMMA2 \\
     --config.data.vocabulary=/shared/GEMMA2 \\
     --config.data.source='jsonl:/shared/data/*.jsonl'
+  python3 -m launch.slurm study --name=quick --workers=4 --gpus_per_node=1 \\
+    --time=8:00:00 -- --study=configs/quickstart.py:size=full
   python3 -m launch.slurm status --name=pair
   python3 -m launch.slurm delete --name=pair
 
@@ -30,6 +32,7 @@ from launch import commands
 
 _VERBS = {
   'train': 'submit a job',
+  'study': 'submit an array of workers that share the stages of a study',
   'status': 'print the state of the job',
   'logs': "follow the output of the job's latest submission",
   'stop': 'make the job save and exit (SLURM requeues it)',
@@ -46,19 +49,28 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     verb = commands.add_verb(verbs, name, what)
     verb.add_argument('--name', required=True, help='name of the job')
     if name == 'train':
-      _add_request(verb)
+      verb.add_argument(
+        '--nodes', type=int, required=True, help='number of machines'
+      )
+      _add_request(verb, gpus=8)
+    if name == 'study':
+      verb.add_argument(
+        '--workers', type=int, required=True, help='number of workers'
+      )
+      verb.set_defaults(nodes=1, check=commands.check_study)
+      _add_request(verb, gpus=1)
   options = parser.parse_args(argv)
   commands.check_name('name', options.name)
-  if options.verb == 'train':
+  if options.verb in ('train', 'study'):
     _check(options)
     options.training = []
   return options
 
 
-def _add_request(verb: argparse.ArgumentParser) -> None:
+def _add_request(verb: argparse.ArgumentParser, gpus: int) -> None:
   add = verb.add_argument
-  add('--nodes', type=int, required=True, help='number of machines')
-  add('--gpus_per_node', type=int, default=8, help='0 for none; default: 8')
+  text = f'0 for none; default: {gpus}'
+  add('--gpus_per_node', type=int, default=gpus, help=text)
   add(
     '--processes_per_node',
     type=int,
@@ -108,6 +120,13 @@ def _check(options: argparse.Namespace) -> None:
     options, 1, 'nodes', 'processes_per_node', 'notice_seconds'
   )
   commands.check_least(options, 0, 'retries')
+  if options.verb == 'study':
+    commands.check_least(options, 1, 'workers')
+    if options.processes_per_node > 1:
+      raise commands.LaunchError(
+        f'--processes_per_node={options.processes_per_node}: a worker is one'
+        ' process; give more --workers.'
+      )
   gpus, processes = options.gpus_per_node, options.processes_per_node
   if gpus < 0 or (gpus and gpus % processes):
     raise commands.LaunchError(
@@ -166,6 +185,7 @@ def train(options: argparse.Namespace) -> list[str]:
     *(['env', *options.env] if options.env else []),
     'sbatch',
     f'--job-name={options.name}',
+    *([f'--array=0-{options.workers - 1}'] if 'workers' in options else []),
     f'--nodes={options.nodes}',
     f'--ntasks-per-node={options.processes_per_node}',
     *gpus,
@@ -216,8 +236,9 @@ def _act(options: argparse.Namespace, shell: commands.Shell) -> int:
     return shell.run([*mine, signal])
   if options.verb == 'logs':
     return _follow(options, shell)
-  commands.check_shared_workdir(options.training, 'the machines')
-  if options.gpus_per_node:  # Else --sbatch_flag may request GPUs.
+  if options.verb == 'train':
+    commands.check_shared_workdir(options.training, 'the machines')
+  if options.verb == 'train' and options.gpus_per_node:  # Else --sbatch_flag may request GPUs.
     commands.check_topology(
       options.training,
       '',

@@ -13,6 +13,7 @@ from encdec_adapt.base import errors
 from encdec_adapt.cli import command
 from encdec_adapt.configs import functions, post_training, post_training_study
 from encdec_adapt.data.sources import text_sources
+from encdec_adapt.evaluation.studies import pages, stages
 from tests import tiny
 
 pytestmark = pytest.mark.e2e
@@ -112,20 +113,20 @@ def test_functions_of_held_out_modules_are_held_out(monkeypatch):
 
 def test_every_stage_of_the_study_is_understood(models, monkeypatch):
   monkeypatch.chdir(models)
-  arg = 'size=cpu,models=runs/quickstart'
-  plan = post_training_study.get_study(arg)
-  trained = [x for x in plan.stages if x.module == 'train']
+  page = post_training_study.get_study('size=cpu,models=runs/quickstart')
+  resolved = stages.resolve(page)
+  trained = {n: x for n, x in resolved.items() if x.module == 'train'}
   assert len(trained) == 3 * len(post_training_study.RUNS)
-  ready = {'samples'}
-  for stage in plan.stages:
-    values = study._parse(stage, ())
-    if stage.module == 'train':
-      # A run starts from one of before.
-      start = values.config.init.encoder.rpartition('/')[2]
-      assert start in {*ready, *post_training_study.MODELS.values()}
-      teacher = values.config.teacher.checkpoint.rpartition('/')[2]
-      assert not teacher or teacher in ready
-    ready.add(stage.name)
+  assert set(trained['pair_rloo_model_seed1'].reads) == {
+    *('pair_tuned_seed1', 'pair_reward_seed1', 'records_pair_rloo')
+  }
+  # Samples of a seed, and the records that are made of them.
+  records = resolved['pair_dpo_seed1'].reads[-1]
+  assert resolved[records].reads == ('samples_seed1',)
+  assert len(resolved['table'].reads) == len(trained)
+  for stage in resolved.values():
+    values = dict.fromkeys((stage.name, *stage.reads), 'x')
+    study._parse(stage.module, [pages.fill(x, values) for x in stage.arguments])
 
 
 @pytest.mark.slow

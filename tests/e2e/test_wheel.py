@@ -94,10 +94,11 @@ def test_configurations_are_found_beside_a_foreign_folder(
     "for name in (f'sft:source={model}', 'gemma2:size=2b_2b'):\n"
     "  values = command.parse(train.define_flags, [f'--config={name}'])\n"
     '  print(values.config.model.kind, values.config.data.objective)\n'
-    "plan, _ = study.load('quickstart:size=smoke')\n"
-    'for stage in plan.stages[:3]:\n'
+    "page = study.load('quickstart:size=smoke')\n"
+    'for stage in page.commands:\n'
     '  print(stage.arguments)\n'
-    'command.parse(materialize.define_flags, plan.stages[2].arguments)\n'
+    "flag = f'--config={page.arms[0].config}'\n"
+    'command.parse(materialize.define_flags, [flag])\n'
     'from encdec_adapt.configs import lookups\n'
     'print(lookups.__file__)\n'
   )

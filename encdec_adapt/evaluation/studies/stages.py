@@ -247,7 +247,8 @@ class _Resolver:
     arm = self._items[rate.arm]
     reader = self.study.seeds_of(arm.name)[0]
     stage = self._train(arm, rate.name, rate.seed, reader, rate.steps, '')
-    values = {k: v for k, v in stage.values.items() if k != _RATE}
+    values = _changed(stage.values)
+    values.pop(_RATE, None)
     content = {'rates': rate.values, 'extra': rate.extra, 'config': values}
     arguments = [
       x for x in stage.arguments if not x.startswith(f'--config.{_RATE}=')
@@ -283,9 +284,8 @@ class _Resolver:
     """
     settings, config = self._config(arm)
     records = self._records(arm, reader)
-    changes = {**arm.changes}
     starts, reads = self._filled(arm.starts_texts, reader)
-    changes |= dict(zip(arm.starts, starts, strict=True))
+    changes = dict(zip(arm.starts, starts, strict=True))
     changes |= {'seed': seed, 'data.folder': f'{{{records.name}}}'}
     if steps is not None:
       changes['train.steps'] = steps
@@ -302,9 +302,12 @@ class _Resolver:
     return Stage(
       name,
       'train',
-      (*_flags(arm.config, changes), f'--workdir={{{name}}}'),
+      (
+        *_flags(arm.config, {**arm.changes, **changes}),
+        f'--workdir={{{name}}}',
+      ),
       tuple(reads),
-      self._identity({'module': 'train', 'config': values}, name),
+      self._identity({'module': 'train', 'config': _changed(values)}, name),
       model=arm.name,
       seed=seed,
       settings=dataclasses.replace(settings, seed=seed),
@@ -376,7 +379,12 @@ class _Resolver:
     # Text that a stage writes is identified by the stage, which its name has.
     if not pages.placeholders(spec.source):
       fields['source_fingerprint'] = self._fingerprint(spec)
-    return dataclasses.asdict(dataclasses.replace(spec, **fields))
+    return {
+      field.name: value
+      for field in dataclasses.fields(spec)
+      if (value := fields.get(field.name, getattr(spec, field.name)))
+      != field.default
+    }
 
   def _steps(self, arm: pages.Arm, step: budgets.Step, seed: int) -> int:
     """Returns the number of steps of an arm's budget."""
@@ -426,6 +434,15 @@ def _flags(config: str, changes: Mapping[str, Any]) -> list[str]:
   return [f'--config={config}'] + [
     f'--config.{key}={value}' for key, value in changes.items()
   ]
+
+
+def _changed(values: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns the values of keys that are not the defaults.
+
+  A key that a later version adds leaves identities as they are.
+  """
+  defaults = environment.flat(config_lib.defaults().to_dict())
+  return {k: v for k, v in values.items() if v != defaults[k]}
 
 
 def _imported_flops(arguments) -> float:

@@ -73,6 +73,7 @@ def describe(study: pages.Study, states: stage_states.States) -> str:
   flops = sum(x['FLOPs'] for x in rows.values()) + evaluated
   unknown = any(not x['ms/step'] for x in rows.values())
   for row in rows.values():
+    row['runs'], row['steps'] = str(row['runs']), f'{row["steps"]:,}'
     row['FLOPs'] = f'{row["FLOPs"]:.3g}'
     row['hours'] = f'{row["hours"]:.2f}' if row['ms/step'] else ''
   lines = [score_tables.text(list(rows.values()))] if rows else []
