@@ -18,6 +18,7 @@ import importlib.util
 import json
 import math
 import pathlib
+import shlex
 import sys
 import traceback
 import types
@@ -83,7 +84,7 @@ def main(values: flags.FlagValues) -> int:
     print(study_plan.describe(study, states))
     return 0
   if values.report:
-    study_results.write(study, states)
+    study_results.write(study, states, _command(values))
     return 0
   if values.variances:
     print(f'wrote {study_results.write_variances(study, states)}')
@@ -100,6 +101,13 @@ def main(values: flags.FlagValues) -> int:
       _parse(stage.module, [pages.fill(x, values_of) for x in stage.arguments])
   disk.require_writable(states.root / 'stages')
   return _run(study, states, values)
+
+
+def _command(values: flags.FlagValues) -> str:
+  """Returns the command that runs the study."""
+  root = [f'--root={values.root}'] * bool(values.root)
+  flags_of = [f'--study={values.study}', *root]
+  return f'python -m encdec_adapt.study {shlex.join(flags_of)}'
 
 
 def load(spec: str) -> pages.Study:
@@ -153,7 +161,7 @@ def _run(
     status = workers.work(study, states, run_stage)
   if status in stage_states.STOPPED:
     return status
-  study_results.write(study, states)
+  study_results.write(study, states, _command(values))
   failed = [x.name for x in states.stages.values() if states.failed(x)]
   for name in failed:
     state = states.state(states.stages[name])

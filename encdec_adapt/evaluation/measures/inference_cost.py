@@ -201,13 +201,21 @@ def _memory(program: jax.stages.Compiled) -> float:
 
 
 def per_query(values: Mapping[str, float], generated: int) -> dict[str, Spread]:
-  """Returns the cost of a prompt and its answer, by the axis of a figure."""
-  flops = values['prefill_flops'] + values['decode_flops']
+  """Returns the cost of a prompt and its answer, by the axis of a figure.
+
+  Memory is of the batch for throughput.
+  """
+  exact = {
+    'FLOPs': values['prefill_flops'] + values['decode_flops'],
+    'FLOPs, published convention': values['published_flops'],
+    'bytes of a batch': max(values['prefill_bytes'], values['decode_bytes']),
+  }
   latencies = (
     values[f'prefill_ms{suffix}'] + generated * values[f'decode_ms{suffix}']
     for suffix in _QUARTILES
   )
-  return {'FLOPs': (flops, flops, flops), LATENCY: tuple(latencies)}
+  spreads = {name: (x, x, x) for name, x in exact.items()}
+  return spreads | {LATENCY: tuple(latencies)}
 
 
 def notes(
@@ -265,22 +273,27 @@ def describe(values: Mapping[str, float]) -> dict[str, str]:
   }
 
 
-def pareto_front(points: Sequence[tuple[Spread, float]]) -> list[int]:
+def pareto_front(points: Sequence[tuple[Spread, Spread]]) -> list[int]:
   """Returns the indices of points that no other dominates, by rising cost.
 
   Args:
     points: cost and quality of each model; less cost and more quality are
-      better. Different costs whose quartiles overlap are not ranked, so that
-      neither point dominates.
+      better. Different costs whose quartiles overlap are not ranked, nor are
+      different qualities whose intervals do, so that neither point dominates.
   """
+
+  def is_ranked(a: Spread, b: Spread) -> bool:
+    return a == b or not _overlap(a, b)
 
   def dominates(i: int, j: int) -> bool:
     (cost, quality), (other_cost, other_quality) = points[i], points[j]
-    if cost != other_cost and _overlap(cost, other_cost):
+    if not (is_ranked(cost, other_cost) and is_ranked(quality, other_quality)):
       return False
     # Of equal points the first stands for all.
     differs = points[i] != points[j] or i < j
-    return differs and cost[1] <= other_cost[1] and quality >= other_quality
+    return (
+      differs and cost[1] <= other_cost[1] and quality[1] >= other_quality[1]
+    )
 
   indices = range(len(points))
   front = [j for j in indices if not any(dominates(i, j) for i in indices)]

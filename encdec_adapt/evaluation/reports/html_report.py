@@ -1,94 +1,54 @@
-"""Reports of studies and evaluations: `report.json`, figures, `report.html`.
-
-A study's report is a dictionary:
-
-  title         title of the page
-  size          name of the study's size
-  text          facts about the text
-  runs          by name: `kind` (`decoder_only` or `encoder_decoder`),
-                `parameters`, `steps`, `target_tokens`, `total_tokens`,
-                `flops`, `seconds`, `learning_rate`, `seed`, `eval_loss`,
-                `eval_loss_at_step_0`, `eval_loss_in_training` (the last on the
-                held-out rows of the run's training),
-                `eval_loss_shuffled_prefix` (loss with the prefixes of other
-                examples, or None), `exact_match` (share of rows),
-                `label_accuracy` (of classifiers, else None),
-                `curve` (lists `step`, `target_tokens`, `eval_loss`),
-                `request` (cost of a request of `prompt` and `generated` tokens:
-                `FLOPs`, `ms at batch 1` and the metrics of `inference_cost`;
-                None where not measured) and
-                `inclusive` (`target_tokens`, `total_tokens`, `flops`,
-                `seconds` of the run and of all its sources)
-  best          names of the runs that are the best of several
-  stages        `name`, `command`, `status`, `starts`, `seconds` of all starts
-  samples       `run`, `prompt`, `continuation`
-  tuned         report of the study that fine-tunes the runs, or None
-  note          last sentence of the findings, or ''
-  table         rows of a table of the study's own, may be missing or empty
-  environment   versions and hardware
-
-Losses are nats per target token. Runs named `<model>_seed<n>` repeat `<model>`.
-An imported model has an empty curve, and the numbers of its training from its
-folder's `summary.json`; without one it has 0 steps and None for the others.
+"""HTML pages of studies and evaluations: sections, tables, figures.
 
 An evaluation's report is a dictionary with `title`, `notes` (sentences),
 `environment`, `quality` (label, and a number per model) and `per_query` (cost
 per model and axis: lower quartile, median, upper quartile) of the figure,
 `needles` of the heat maps (see `evaluation.tasks.retrieval_scores.grids`),
 `attention` (see `attention_analysis.figures`), and `tables`: rows by section,
-see `evaluation.reports.score_tables`. The modules that write these dictionaries
-are not imported.
+see `evaluation.reports.score_tables`. The module that writes this dictionary
+is not imported. A page refers to nothing outside it but folders of runs.
 """
 
 import base64
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 import html
 import json
 import math
 import os
-import pathlib
 from typing import Any
 
-from encdec_adapt.evaluation.reports import report_figures, report_findings
-from encdec_adapt.evaluation.results import number_format as numbers
+from encdec_adapt.evaluation.reports import report_figures
 from encdec_adapt.files import paths
-from encdec_adapt.telemetry import progress
 
 Report = Mapping[str, Any]
 
 JSON = 'report.json'
 
+# Figures are white: in the dark, their lightness is inverted and the hue kept.
 _CSS = """
-body { font: 16px/1.55 system-ui, sans-serif; max-width: 68rem; margin: auto; }
-img { max-width: 100%; }
+:root { color-scheme: light dark; }
+body { font: 16px/1.55 system-ui, sans-serif; max-width: 80rem; margin: auto;
+  padding: 0 1rem; }
+img { max-width: 100%; height: auto; }
 div.wide { overflow-x: auto; }
+div.wide img { min-width: 44rem; }
+div.figures { display: flex; flex-wrap: wrap; gap: 1rem; }
+div.figures img { width: 38rem; }
 table { border-collapse: collapse; }
-th, td { padding: .3rem .7rem; text-align: left; border-bottom: 1px solid; }
-pre { white-space: pre-wrap; border-left: 3px solid; padding-left: 1rem; }
+th, td { padding: .3rem .7rem; text-align: left; vertical-align: top;
+  border-bottom: 1px solid #8886; }
+pre { white-space: pre-wrap; overflow-wrap: anywhere; border-left: 3px solid;
+  padding-left: 1rem; }
 pre span { color: gray; }
+summary { cursor: pointer; }
+@media (prefers-color-scheme: dark) {
+  img { filter: invert(.93) hue-rotate(180deg); }
+}
 """
 
 
-def write(report: Report, folder: str | os.PathLike) -> list[str]:
-  """Writes the report; files of an earlier one are replaced.
-
-  Args:
-    report: the dictionary that the module's docstring documents.
-    folder: folder of the files, made if it is missing. `report.html` embeds
-      the picture and refers to nothing outside it. `report.json` is the
-      dictionary with `findings` added and null for numbers that are not
-      finite.
-
-  Returns:
-    The findings.
-  """
-  findings = report_findings.findings(report)
-  with paths.staged(folder) as stage:
-    picture = stage / 'curves.png'
-    report_figures.draw_curves(report, picture)
-    page = _render(report, findings, picture)
-    _save(stage, {**report, 'findings': findings}, page)
-  return findings
+class Markup(str):
+  """Text of a cell that is HTML already."""
 
 
 def write_evaluation(report: Report, folder: str | os.PathLike[str]) -> None:
@@ -96,38 +56,75 @@ def write_evaluation(report: Report, folder: str | os.PathLike[str]) -> None:
 
   Args:
     report: the dictionary that the module's docstring documents.
-    folder: folder of `report.json` and `report.html`, and of `costs.png`,
-      `needles.png` and `attention.png` if those were measured.
+    folder: folder of `report.json`, `report.html` and the figures.
   """
-  sections = {
-    name: _table(rows) for name, rows in report['tables'].items() if rows
-  }
+  sections = {name: table(rows) for name, rows in report['tables'].items()}
+  styles = report_figures.styles(list(report['per_query']))
   with paths.staged(folder) as stage:
     if report['needles']:
-      picture = stage / 'needles.png'
-      report_figures.draw_needles(report['needles'], picture)
-      sections['Needles'] = _image('needles by depth and length', picture)
-    if report['per_query']:
-      picture = stage / 'costs.png'
-      report_figures.draw_costs(
-        *report['quality'], report['per_query'], picture
+      sections['Needles'] = wide(
+        figure(
+          stage / 'needles.png',
+          'needles by depth and length',
+          report_figures.draw_needles,
+          report['needles'],
+        )
       )
-      sections['Quality against cost'] = _image('quality against cost', picture)
+    if report['per_query']:
+      label, quality = report['quality']
+      sections['Quality against cost'] = cost_figures(
+        stage,
+        label,
+        {name: (x, x, x) for name, x in quality.items()},
+        report['per_query'],
+        styles,
+      )
     if report['attention']:
-      picture = stage / 'attention.png'
-      report_figures.draw_attention(report['attention'], picture)
-      sections['Attention'] = _image('attention by layer and head', picture)
-    sections['Environment'] = _facts(report['environment'])
-    intro = ''.join(f'<p>{html.escape(text)}</p>\n' for text in report['notes'])
-    _save(stage, report, _page(report['title'], intro, sections))
+      sections['Attention'] = wide(
+        figure(
+          stage / 'attention.png',
+          'attention by layer and head',
+          report_figures.draw_attention,
+          report['attention'],
+        )
+      )
+    sections['Environment'] = facts(report['environment'])
+    save(stage, report, page(report['title'], report['notes'], sections))
 
 
-def _save(folder: paths.Path, report: Report, page: str) -> None:
+def cost_figures(
+  folder: paths.Path,
+  label: str,
+  quality: Mapping[str, Any],
+  costs: Mapping[str, Mapping[str, Any]],
+  styles: report_figures.Styles,
+  lower_is_better: bool = False,
+) -> str:
+  """Draws quality against every axis of the costs (`report_figures`)."""
+  axes = next(iter(costs.values()))
+  prefix = 'cost_' + label.replace('/', '_').replace(' ', '_')
+  return figures(
+    figure(
+      folder / f'{prefix}_{i}.png',
+      f'{label} against {axis}',
+      report_figures.draw_costs,
+      label,
+      quality,
+      {name: x[axis] for name, x in costs.items()},
+      axis,
+      styles,
+      lower_is_better,
+    )
+    for i, axis in enumerate(axes, 1)
+  )
+
+
+def save(folder: paths.Path, report: Report, text: str) -> None:
   """Writes the JSON and the page of a report."""
   # NaN and infinity, which Python writes by default, break strict readers.
   content = json.dumps(_finite(report), indent=1, allow_nan=False)
   (folder / JSON).write_text(content + '\n', encoding='utf-8')
-  (folder / 'report.html').write_text(page, encoding='utf-8')
+  (folder / 'report.html').write_text(text, encoding='utf-8')
 
 
 def _finite(value: Any) -> Any:
@@ -141,132 +138,71 @@ def _finite(value: Any) -> Any:
   return value
 
 
-def _render(
-  report: Report, findings: Sequence[str], picture: pathlib.Path
-) -> str:
-  """Renders the page."""
-  runs = report['runs']
-  items = ''.join(f'<li>{html.escape(text)}</li>' for text in findings)
-  sections = {
-    'Findings': f'<ol>{items}</ol>',
-    'Measures': _table(report['table']) if report.get('table') else '',
-    'Learning curves': _image('learning curves', picture),
-    'Models': _models(runs),
-    'Cost': _table([_cost(name, run) for name, run in runs.items()])
-    + '<p>Tokens include prefixes; time is that of training steps.</p>',
-    'Continuations': ''.join(
-      f'<p>{html.escape(text)}</p>\n'
-      for text in report_findings.explain_continuations(report)
-    )
-    + ''.join(map(_sample, report['samples'])),
-    'Stages': _stages(report['stages']),
-    'Text': _facts(report['text']),
-    'Environment': _facts(report['environment']),
-  }
-  intro = (
-    f'<p>Size: {html.escape(report["size"])}. Losses are nats per target token'
-    ' on held-out text. The last loss of every model is on the same target'
-    ' tokens; curves, and losses at step 0 and in training, are on the held-out'
-    " rows of a model's own training, which for decoder-only models are not cut"
-    ' into prefix and target.</p>\n'
-  )
-  return _page(report['title'], intro, sections)
-
-
-def _page(title: str, intro: str, sections: Mapping[str, str]) -> str:
-  """Renders a page of sections; empty ones are left out."""
+def page(title: str, notes: Iterable[str], sections: Mapping[str, str]) -> str:
+  """Renders a page of paragraphs and sections; empty ones are left out."""
   title = html.escape(title)
+  intro = ''.join(f'<p>{html.escape(text)}</p>\n' for text in notes)
   body = ''.join(f'<h2>{k}</h2>\n{v}\n' for k, v in sections.items() if v)
   return (
     '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
+    '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
     f'<title>{title}</title>\n<style>{_CSS}</style></head>\n<body><main>\n'
     f'<h1>{title}</h1>\n{intro}{body}</main></body></html>\n'
   )
 
 
-def _image(name: str, picture: pathlib.Path) -> str:
-  """Embeds a PNG, so that the page is complete as a single file."""
-  data = base64.b64encode(picture.read_bytes()).decode()
+def figure(
+  path: paths.Path, name: str, draw: Callable[..., None], *args: Any
+) -> str:
+  """Draws a figure into a PNG and embeds it, so that the page is complete."""
+  draw(*args, path=path)
+  data = base64.b64encode(path.read_bytes()).decode()
+  name = html.escape(name)
   return f'<img alt="{name}" src="data:image/png;base64,{data}">'
 
 
-def _table(rows: Sequence[Mapping[str, Any]]) -> str:
-  """Renders rows with the same keys; the keys are the header."""
+def figures(images: Iterable[str]) -> str:
+  """Renders figures beside each other, as many as the screen is wide."""
+  text = '\n'.join(images)
+  return text and f'<div class="figures">{text}</div>'
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+  """Renders rows with the same keys, which are the header; '' for none."""
+  if not rows:
+    return ''
   lines = [('th', rows[0]), *(('td', row.values()) for row in rows)]
   body = '\n'.join(
-    '<tr>'
-    + ''.join(f'<{tag}>{html.escape(str(text))}</{tag}>' for text in cells)
-    + '</tr>'
+    '<tr>' + ''.join(f'<{tag}>{_cell(x)}</{tag}>' for x in cells) + '</tr>'
     for tag, cells in lines
   )
-  return f'<div class="wide"><table>{body}</table></div>'
+  return wide(f'<table>{body}</table>')
 
 
-def _models(runs: Mapping[str, Report]) -> str:
-  """Renders the losses of every run."""
-  rows = []
-  for name, run in runs.items():
-    loss, shuffled = run['eval_loss'], run['eval_loss_shuffled_prefix']
-    rate, seed = run['learning_rate'], run['seed']
-    rows.append(
-      {
-        'run': name,
-        'parameters': numbers.count(run['parameters']),
-        'steps': f'{run["steps"]:,}',
-        'target tokens': numbers.count(run['target_tokens']),
-        'learning rate': '-' if rate is None else f'{rate:g}',
-        'seed': '-' if seed is None else seed,
-        'loss at step 0': numbers.loss(run['eval_loss_at_step_0']),
-        'last loss in training': numbers.loss(run['eval_loss_in_training']),
-        'loss': numbers.loss(loss),
-        "others' prefixes": numbers.loss(shuffled),
-        'difference': '-' if shuffled is None else f'{shuffled - loss:+.3f}',
-        'exact': f'{run["exact_match"]:.1%}',
-      }
-    )
-  return _table(rows) + (
-    "<p>Others' prefixes: the loss when every example reads the prefix of"
-    ' another. An encoder counts as used where that is more than'
-    f' {report_findings.ENCODER_USED} worse. Parameters include the embedding'
-    ' tables. Steps, tokens and losses in training of an imported model are'
-    " those of its training, from its folder's summary.json.</p>"
+def wide(content: str) -> str:
+  """Renders content that scrolls on narrow screens."""
+  return f'<div class="wide">{content}</div>'
+
+
+def _cell(value: Any) -> str:
+  return value if isinstance(value, Markup) else html.escape(str(value))
+
+
+def items(texts: Sequence[str]) -> str:
+  """Renders sentences as a list; '' for none."""
+  lines = ''.join(f'<li>{html.escape(text)}</li>\n' for text in texts)
+  return lines and f'<ul>{lines}</ul>'
+
+
+def folded(title: str, content: str) -> str:
+  """Renders content that a click shows; '' for none."""
+  title = html.escape(title)
+  return content and (
+    f'<details><summary>{title}</summary>\n{content}</details>\n'
   )
 
 
-def _cost(name: str, run: Mapping[str, Any]) -> dict[str, str]:
-  """Returns the cost of a run, without and with its sources."""
-  cells = {'run': name}
-  for suffix, part in (('', run), (', with sources', run['inclusive'])):
-    cells[f'tokens{suffix}'] = numbers.count(part['total_tokens'])
-    cells[f'FLOPs{suffix}'] = f'{part["flops"]:.2e}'
-    cells[f'time{suffix}'] = progress.format_seconds(part['seconds'])
-  return cells
-
-
-def _sample(sample: Mapping[str, str]) -> str:
-  """Renders a prompt and its continuation."""
-  return (
-    f'<pre><span>{html.escape(sample["prompt"])}</span>'
-    f'{html.escape(sample["continuation"])}</pre>\n'
-  )
-
-
-def _stages(stages: Sequence[Mapping[str, Any]]) -> str:
-  """Renders the commands with the time and number of their starts."""
-  rows = [
-    {
-      'stage': stage['name'],
-      'took': progress.format_seconds(stage['seconds']),
-      'starts': stage['starts'],
-      'status': stage['status'],
-      'command': stage['command'],
-    }
-    for stage in stages
-  ]
-  total = progress.format_seconds(sum(stage['seconds'] for stage in stages))
-  return f'{_table(rows)}<p>Total {total}, without installation.</p>'
-
-
-def _facts(facts: Mapping[str, Any]) -> str:
-  """Renders names and values as JSON."""
-  return f'<pre>{html.escape(json.dumps(facts, indent=1))}</pre>'
+def facts(values: Mapping[str, Any]) -> str:
+  """Renders names and values as JSON, folded."""
+  text = html.escape(json.dumps(values, indent=1))
+  return folded('all entries', f'<pre>{text}</pre>')

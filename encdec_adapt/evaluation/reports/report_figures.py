@@ -1,21 +1,23 @@
-"""Figures of a report, drawn with matplotlib.
+"""Figures of a report, drawn with matplotlib, each a PNG.
 
-matplotlib is imported when a figure is drawn: commands that draw nothing do not
-need it.
+A model has the same style in all figures of a page (`styles`). matplotlib is
+imported when a figure is drawn: commands that draw nothing do not need it.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import math
 import pathlib
 import statistics
+import textwrap
 from typing import Any
 
 from encdec_adapt.evaluation.measures import inference_cost
-from encdec_adapt.evaluation.reports import report_findings, run_groups
+from encdec_adapt.evaluation.results import crossings
 
-# Colours that colour-blind readers tell apart.
-_COLOURS = 'tableau-colorblind10'
+# Colours that colour-blind readers tell apart (Okabe and Ito, 2008).
+_COLOURS = ('#0072b2', '#d55e00', '#009e73', '#cc79a7', '#e69f00', '#56b4e9')
+_LINES = ('-', ':', '-.')  # Models at their end have '--'.
 _STYLE = {
   'font.size': 10,
   'axes.spines.top': False,
@@ -28,11 +30,28 @@ _STYLE = {
   'legend.frameon': False,
 }
 _CELL = {'ha': 'center', 'va': 'center', 'fontsize': 8}
+_SIZE = 6.5, 4.5  # Of a panel, in inches.
+
+Styles = Mapping[str, Mapping[str, str]]
+
+
+def styles(models: Sequence[str]) -> Styles:
+  """Returns the colour and line style of every model."""
+  count = len(_COLOURS)
+  return {
+    name: {
+      'color': _COLOURS[i % count],
+      'linestyle': _LINES[i // count % len(_LINES)],
+    }
+    for i, name in enumerate(models)
+  }
 
 
 @contextlib.contextmanager
 def _subplots(
-  path: pathlib.Path, shape: tuple[int, int], size: tuple[float, float]
+  path: pathlib.Path,
+  shape: tuple[int, int] = (1, 1),
+  size: tuple[float, float] = _SIZE,
 ) -> Iterator[tuple[Any, Any]]:
   """Makes a figure in our style, and saves it at the end.
 
@@ -49,162 +68,239 @@ def _subplots(
   from matplotlib import figure as figure_lib
   from matplotlib import style
 
-  with style.context([_COLOURS, _STYLE]):
+  with style.context(_STYLE):
     figure = figure_lib.Figure(figsize=size, layout='constrained')
     yield figure, figure.subplots(*shape, squeeze=False)
     # Without the version of matplotlib, so that equal figures are equal files.
     figure.savefig(path, dpi=150, metadata={'Software': None})
 
 
-def draw_curves(report: Mapping[str, Any], path: pathlib.Path) -> None:
-  """Draws the learning curves into a PNG.
+def _set_log(axis: Any, values: Sequence[float]) -> None:
+  """Gives an axis of a panel a logarithmic scale with few ticks."""
+  from matplotlib import ticker
 
-  Left: held-out loss of every model, a thin line per seed and their mean. Where
-  encoder-decoders are compared with decoders, which train on other targets,
-  these are horizontal lines: their last loss on the targets of the pairs. A
-  mark shows where `adapted` crosses its source. Right: loss and cost of a
-  request of the fine-tuned models, where the report has them.
+  axis.axes.set(**{f'{axis.axis_name}scale': 'log'})
+  ratio = max(values) / min(values)
+  if ratio < 10:  # Powers of ten would be no tick, or one.
+    axis.set_major_locator(ticker.MaxNLocator(4))
+  else:
+    subs = (1.0, 2.0, 5.0) if ratio < 100 else (1.0,)
+    axis.set_major_locator(ticker.LogLocator(subs=subs, numticks=6))
+  axis.set_minor_locator(ticker.NullLocator())
+  exponent = ticker.LogFormatterSciNotation(minor_thresholds=(9, 9))
+  is_large = max(values) >= 1e12  # FLOPs have no common prefix.
+  engineering = ticker.EngFormatter(sep='')
+  axis.set_major_formatter(exponent if is_large else engineering)
+
+
+def draw_claims(
+  rows: Sequence[tuple[str, float, float | None, float | None, str]],
+  *,
+  path: pathlib.Path,
+) -> None:
+  """Draws the effects of claims with their intervals, a line for each.
 
   Args:
-    report: the dictionary that `evaluation.reports.html_report` documents.
+    rows: label, effect, lower and upper bound (None without an interval), and
+      outcome; in units of the smallest difference that matters, in the claimed
+      direction.
     path: path of the PNG.
   """
   from matplotlib import ticker
 
-  runs = report['runs']
-  models = run_groups.models(runs)
-  has_pairs = any(map(run_groups.has_encoder, runs.values()))
-  # A model has the same colour in all panels, of the 10 in the style's cycle.
-  colours = {model: f'C{i % 10}' for i, model in enumerate(models)}
-  bars = _bars(report['tuned']['runs']) if report['tuned'] else {}
-  shape = (len(bars), 2) if bars else (1, 1)
-  with _subplots(path, shape, (6.5 * shape[1], 5)) as (figure, axes):
-    grid, finals = axes[0][0].get_gridspec(), []
-    for panel in axes[:, 0]:
-      panel.remove()
-    curves = figure.add_subplot(grid[:, 0])
-    for model in models:
-      names = run_groups.seeds(runs, model)
-      finals.append(statistics.fmean(runs[name]['eval_loss'] for name in names))
-      if run_groups.has_encoder(runs[names[0]]) or not has_pairs:
-        _draw_model(curves, runs, model, colours[model])
-        continue
-      curves.axhline(
-        finals[-1],
-        color=colours[model],
-        linestyle='--' if model == 'decoder_only' else ':',
-        linewidth=1.3,
-        label=f'{model} at its end  {finals[-1]:.3f}',
+  with _subplots(path, size=(9, 1.2 + 0.55 * len(rows))) as (_, ((axes,),)):
+    axes.axvspan(-1, 1, color='#e6e6e6', linewidth=0)
+    axes.axvline(0, color='0.5', linewidth=0.8)
+    for y, (_, effect, low, high, outcome) in enumerate(rows):
+      if low is not None:
+        axes.plot((low, high), (y, y), color=_COLOURS[0], linewidth=2)
+      axes.plot(effect, y, 'o', color=_COLOURS[0] if low is not None else '0.5')
+      axes.annotate(
+        outcome,
+        (1.01, y),
+        xycoords=('axes fraction', 'data'),
+        va='center',
+        fontsize=9,
       )
-    if point := report_findings.crossing(runs):
-      label = f'adapted below decoder_only at step {point[0]}'
-      curves.axvline(point[1], color='0.5', linewidth=0.8, label=label)
-    curves.set(
-      title=report_findings.verdict(runs) or 'Held-out loss',
-      xlabel='target tokens',
-      ylabel='nats per target token',
+    labels = [textwrap.shorten(row[0], 60, placeholder=' ..') for row in rows]
+    axes.set_yticks(range(len(rows)), labels)
+    axes.set_ylim(len(rows) - 0.5, -0.5)  # The first on top.
+    # Effects may be many times the smallest difference.
+    axes.set_xscale('symlog', linthresh=1)
+    values = [abs(x) for row in rows for x in row[1:4] if x is not None]
+    limit = 10 ** math.ceil(math.log10(max(2.0, *values)))
+    axes.set_xlim(-limit, limit)
+    ticks = sorted({0, *(s * x for s in (-1, 1) for x in (1, 10, limit))})
+    axes.set_xticks([x for x in ticks if abs(x) <= limit])
+    axes.xaxis.set_major_formatter(ticker.FormatStrFormatter('%g'))
+    axes.xaxis.set_minor_locator(ticker.NullLocator())
+    axes.set_xlabel(
+      'effect in the claimed direction / smallest difference that matters'
     )
-    # The ends are compared: of the first steps the losses are in the tables.
-    curves.set_ylim(top=max(filter(math.isfinite, finals), default=0) + 1)
-    curves.xaxis.set_major_formatter(ticker.EngFormatter(sep=''))
+
+
+def draw_curves(
+  curves: Mapping[str, Sequence[Mapping[str, Sequence[float]]]],
+  finals: Mapping[str, float],
+  marks: Sequence[tuple[str, float]],
+  axis: str,
+  label: str,
+  model_styles: Styles,
+  *,
+  path: pathlib.Path,
+) -> None:
+  """Draws the mean loss over seeds with its range.
+
+  Args:
+    curves: curves of the seeds of every model (`collected.Run.curve`).
+    finals: loss of models without a curve on these rows, as horizontal lines.
+    marks: model, and the loss of another one that its curve crosses.
+    axis: entry of the curves to draw against: 'target_tokens' or 'flops'.
+    label: label of that axis.
+    path: path of the PNG.
+    model_styles: style of every model.
+  """
+  with _subplots(path) as (_, ((axes,),)):
+    ends, drawn, means = [*finals.values()], [], {}
+    for model, seeds in curves.items():
+      # A run may have stopped early, and a logarithm has no step 0.
+      points = [
+        (
+          statistics.fmean(seed[axis][i] for seed in seeds),
+          [seed['loss'][i] for seed in seeds],
+        )
+        for i in range(min(len(seed[axis]) for seed in seeds))
+        if min(seed[axis][i] for seed in seeds) > 0
+      ]
+      if not points:
+        continue
+      x, losses = zip(*points, strict=True)
+      y = [*map(statistics.fmean, losses)]
+      means[model] = x, y
+      style = model_styles[model]
+      count = f' ({len(seeds)} seeds)' * (len(seeds) > 1)
+      axes.plot(
+        x, y, **style, linewidth=2, label=f'{model}  {y[-1]:.3f}{count}'
+      )
+      low, high = ([*map(f, losses)] for f in (min, max))
+      axes.fill_between(
+        x, low, high, color=style['color'], alpha=0.25, linewidth=0
+      )
+      ends.append(y[-1])
+      drawn += x
+    for model, loss in finals.items():
+      style = {**model_styles[model], 'linestyle': '--'}
+      axes.axhline(
+        loss, **style, linewidth=1.3, label=f'{model} at its end  {loss:.3f}'
+      )
+    for model, loss in marks:
+      x = crossings.crossing(*means[model], loss)
+      if x is not None:  # A mean need not cross where all seeds do.
+        colour = model_styles[model]['color']
+        axes.plot(
+          x, loss, '*', color=colour, markersize=12, markeredgecolor='black'
+        )
+    if drawn:
+      _set_log(axes.xaxis, drawn)
+    axes.set(xlabel=label, ylabel='nats per target token')
+    # The ends are compared; the first losses are in numbers.csv.
+    finite = [x for x in ends if math.isfinite(x)]
+    if finite and axes.get_ylim()[1] > max(finite) + 1:
+      axes.set_ylim(top=max(finite) + 1)
     # matplotlib warns of a legend without entries.
-    if curves.get_legend_handles_labels()[0]:
-      curves.legend(fontsize=9)
-    panels = zip(axes[:, -1], bars.items(), strict=False)
-    for panel, (title, values) in panels:
-      names = list(values)[::-1]  # The first on top.
-      means = [statistics.fmean(values[name]) for name in names]
-      drawn = panel.barh(names, means, color=[colours[name] for name in names])
-      panel.bar_label(drawn, [f'{mean:.3g}' for mean in means], padding=14)
-      panel.set_title(title)
-      panel.margins(x=0.25)  # Room for the numbers.
-      for name in names:
-        seeds = values[name]
-        panel.plot(seeds, [name] * len(seeds), '|', color='black')
-
-
-def _bars(runs: run_groups.Runs) -> dict[str, dict[str, list[float]]]:
-  """Returns what tuned models are compared in: title -> model -> seeds."""
-  models = {
-    model: [runs[name] for name in run_groups.seeds(runs, model)]
-    for model in run_groups.models(runs)
-  }
-  title = 'After tuning: nats per target token'
-  panels = {title: {m: [x['eval_loss'] for x in models[m]] for m in models}}
-  for axis in ('FLOPs', 'ms at batch 1'):
-    panels[f'Cost of a request: {axis}'] = {
-      # Measured of one seed, as the others have its shape.
-      model: [run['request'][axis] for run in seeds if run['request']]
-      for model, seeds in models.items()
-    }
-  return panels
-
-
-def _draw_model(axes, runs, model, colour) -> None:
-  """Draws every seed of a model, and their mean where there are several."""
-  names = [n for n in run_groups.seeds(runs, model) if runs[n]['curve']['step']]
-  if not names:  # An imported model.
-    return
-  curves = [
-    (runs[name]['curve']['target_tokens'], runs[name]['curve']['eval_loss'])
-    for name in names
-  ]
-  final = statistics.fmean(runs[name]['eval_loss'] for name in names)
-  label = f'{model}  {final:.3f}'
-  if len(names) > 1:
-    label += f'  ({len(names)} seeds)'
-    for x, y in curves:
-      axes.plot(x, y, color=colour, linewidth=0.8, alpha=0.6)
-  # Seeds pack different rows, so equal steps have different token counts. Not
-  # strict: a run may have stopped early.
-  middle = [
-    [statistics.fmean(values) for values in zip(*columns, strict=False)]
-    for columns in zip(*curves, strict=True)
-  ]
-  axes.plot(*middle, color=colour, linewidth=2, label=label)
+    if axes.get_legend_handles_labels()[0]:
+      axes.legend(fontsize=9)
 
 
 def draw_costs(
   label: str,
-  quality: Mapping[str, float],
-  per_query: Mapping[str, Mapping[str, inference_cost.Spread]],
+  quality: Mapping[str, inference_cost.Spread],
+  costs: Mapping[str, inference_cost.Spread],
+  axis: str,
+  model_styles: Styles,
+  lower_is_better: bool = False,
+  *,
   path: pathlib.Path,
 ) -> None:
-  """Draws quality against cost, with the Pareto front, into a PNG.
+  """Draws quality against a cost, with the Pareto front of their intervals.
 
   Args:
-    label: name of the quality; more is better.
-    quality: quality of every model.
-    per_query: cost of every model, by axis; each axis has a panel.
+    label: name of the quality.
+    quality: quality of every model: lower bound, value, upper bound.
+    costs: cost of the same models.
+    axis: name of the cost.
     path: path of the PNG.
+    model_styles: style of every model.
+    lower_is_better: whether less of the quality is better.
   """
-  names = [name for name in quality if name in per_query]
-  panels = list(next(iter(per_query.values())))
-  size = 5.2 * len(panels), 3.8
-  with _subplots(path, (1, len(panels)), size) as (_, axes):
-    for axis, panel in zip(axes[0], panels, strict=True):
-      points = [(per_query[name][panel], quality[name]) for name in names]
-      front = [points[i] for i in inference_cost.pareto_front(points)]
-      x, y = zip(*((cost[1], y) for cost, y in front), strict=True)
-      axis.plot(x, y, color='0.6', linewidth=1, label='Pareto front')
-      for i, (name, (cost, y)) in enumerate(zip(names, points, strict=True)):
-        axis.plot(cost, (y, y, y), color='0.6', linewidth=3)
-        axis.plot(cost[1], y, 'o', color=f'C{i % 10}')
-        axis.annotate(
-          name,
-          (cost[1], y),
-          xytext=(6, 4),
-          textcoords='offset points',
-          fontsize=9,
-        )
-      # Models differ by factors, not by amounts.
-      axis.set(xscale='log', xlabel=f'{panel}, one prompt', ylabel=label)
-      axis.margins(0.2)  # Room for the names beside the points.
-      axis.legend(fontsize=9)
+  names = [name for name in quality if name in costs]
+  front = inference_cost.pareto_front(
+    [
+      (
+        costs[x],
+        tuple(-q for q in quality[x][::-1]) if lower_is_better else quality[x],
+      )
+      for x in names
+    ]
+  )
+  with _subplots(path) as (_, ((axes,),)):
+    points = [(costs[names[i]][1], quality[names[i]][1]) for i in front]
+    axes.plot(
+      *zip(*points, strict=True), color='0.6', linewidth=1, label='Pareto front'
+    )
+    for name in names:
+      (left, x, right), (low, y, high) = costs[name], quality[name]
+      axes.errorbar(
+        x,
+        y,
+        xerr=[[x - left], [right - x]],
+        yerr=[[y - low], [high - y]],
+        fmt='o',
+        color=model_styles[name]['color'],
+      )
+      axes.annotate(
+        name, (x, y), xytext=(6, 4), textcoords='offset points', fontsize=9
+      )
+    # Models differ by factors, not by amounts.
+    _set_log(axes.xaxis, [x for name in names for x in costs[name]])
+    axes.set(xlabel=axis, ylabel=label)
+    axes.margins(0.2)  # Room for the names beside the points.
+    if lower_is_better:
+      axes.invert_yaxis()  # The better is above in all figures.
+    axes.legend(fontsize=9)
+
+
+def draw_scatter(
+  points: Mapping[str, tuple[float, float]],
+  labels: tuple[str, str],
+  title: str,
+  model_styles: Styles,
+  *,
+  path: pathlib.Path,
+) -> None:
+  """Draws a metric of every model against another one.
+
+  Args:
+    points: both metrics of every model.
+    labels: names of the metrics.
+    title: title of the figure.
+    path: path of the PNG.
+    model_styles: style of every model.
+  """
+  with _subplots(path) as (_, ((axes,),)):
+    for name, (x, y) in points.items():
+      axes.plot(x, y, 'o', color=model_styles[name]['color'])
+      axes.annotate(
+        name, (x, y), xytext=(6, 4), textcoords='offset points', fontsize=9
+      )
+    axes.margins(0.2)
+    axes.set(xlabel=labels[0], ylabel=labels[1], title=title)
 
 
 def draw_needles(
-  grids: Mapping[str, Mapping[str, Mapping[str, float]]], path: pathlib.Path
+  grids: Mapping[str, Mapping[str, Mapping[str, float]]],
+  *,
+  path: pathlib.Path,
 ) -> None:
   """Draws heat maps of depth and length into a PNG.
 
@@ -245,7 +341,9 @@ def draw_needles(
 
 
 def draw_attention(
-  models: Mapping[str, Mapping[str, Any]], path: pathlib.Path
+  models: Mapping[str, Mapping[str, Any]],
+  *,
+  path: pathlib.Path,
 ) -> None:
   """Draws the attention analysis into a PNG, a line of panels for each model.
 

@@ -24,6 +24,7 @@ LOWER += ('bits_per_byte', 'ter', 'brier')
 # With more models than this, each is compared with the first only: pairs grow
 # with the square, and p-values are not corrected for their number.
 _ALL_PAIRS = 4
+_NO_MATCH = 0.01  # Share of exact rows that says nothing.
 
 
 def short_names(runs: Sequence[str]) -> dict[str, str]:
@@ -42,7 +43,7 @@ def lower_is_better(metric: str) -> bool:
 def score_rows(scores: Scores) -> list[Row]:
   """Returns a row per (task, metric): each model's value and 95 % interval."""
   rows = []
-  for (task, metric), by_model in _by_metric(scores).items():
+  for (task, metric), by_model in by_metric(scores).items():
     counts = sorted({score.n for score in by_model.values()})
     rows.append(
       {
@@ -71,7 +72,7 @@ def comparison_rows(
   pairs = list(itertools.combinations(names, 2))
   if len(names) > _ALL_PAIRS:
     pairs = [pair for pair in pairs if pair[0] == names[0]]
-  for (task, metric), by_model in _by_metric(scores).items():
+  for (task, metric), by_model in by_metric(scores).items():
     for pair in pairs:
       runs = [[by_model.get(name) for name in arms[arm]] for arm in pair]
       # More attention is neither better nor worse.
@@ -92,7 +93,7 @@ def comparison_rows(
           'better': (
             pair[is_second] if x.p < 1 - comparisons.CONFIDENCE else 'not clear'
           ),
-          'over': x.over,
+          'over': x.units,
           'test': x.test,
         }
       )
@@ -150,7 +151,7 @@ def quality(
   the held-out loss.
   """
   tasks: dict[str, dict[str, results_store.Score]] = {}
-  for (task, metric), by_model in _by_metric(scores).items():
+  for (task, metric), by_model in by_metric(scores).items():
     # A mean over other tasks would not compare the models.
     is_complete = by_model.keys() == scores.keys()
     if task in requested and is_complete and not lower_is_better(metric):
@@ -161,7 +162,7 @@ def quality(
       name: statistics.fmean(x[name].value for x in tasks.values())
       for name in scores
     }
-  losses = _by_metric(scores).get((held_out.TASK, 'loss'), {})
+  losses = by_metric(scores).get((held_out.TASK, 'loss'), {})
   return '- held-out loss', {name: -x.value for name, x in losses.items()}
 
 
@@ -179,18 +180,24 @@ def text(rows: Sequence[Row]) -> str:
   )
 
 
-def _by_metric(
+def by_metric(
   scores: Scores,
 ) -> dict[tuple[str, str], dict[str, results_store.Score]]:
   """Groups scores by task and metric, then model.
 
-  Cost and attention by head are left out: they have another table and a figure.
+  Left out are cost and attention by head, which have another table and a
+  figure, counts of target tokens, and a held-out exact match that no model has,
+  as in language modelling.
   """
   groups: dict[tuple[str, str], dict[str, results_store.Score]] = {}
   for name, model_scores in scores.items():
     for score in model_scores:
       if score.task != inference_cost.TASK and '/head_' not in score.metric:
         groups.setdefault((score.task, score.metric), {})[name] = score
+  groups.pop((held_out.TASK, held_out.TARGET_TOKENS), None)
+  exact = groups.get((held_out.TASK, 'exact_match'), {})
+  if exact and max(x.value for x in exact.values()) < _NO_MATCH:
+    del groups[held_out.TASK, 'exact_match']
   return groups
 
 

@@ -40,7 +40,7 @@ class Comparison:
     low: lower bound of its 95 % interval.
     high: upper bound of the interval.
     p: two-sided p-value of no difference.
-    over: what the interval is over, such as '3 runs and 42 groups'.
+    units: what the interval is over, such as '3 runs and 42 groups'.
     test: name of the test.
   """
 
@@ -48,14 +48,14 @@ class Comparison:
   low: float
   high: float
   p: float
-  over: str
+  units: str
   test: str
 
 
 def interval(score: results_store.Score) -> tuple[float, float] | None:
   """Returns the 95 % interval of a score; None if its error is unknown."""
-  if score.groups:
-    x = contrasts.cells([[score]]).interval(CONFIDENCE)
+  if _is_grouped(score):
+    x = contrasts.interval([[score]], CONFIDENCE)
     return (x.low, x.high) if x.groups > 1 else None
   if score.scores and _is_binary(score):
     # Student's interval has no width where all answers are right, and leaves
@@ -90,42 +90,19 @@ def compare(
   ):
     return None
   n, runs = len(scores[0].scores), len(first)
-  if runs == 1 and not scores[0].groups:
-    if n < 2:
-      return None
-    differences = np.subtract(second[0].scores, first[0].scores)
-    if all(map(_is_binary, scores)):
-      better, worse = (int(x.sum()) for x in (differences > 0, differences < 0))
-      return _mcnemar(better, worse, n)
-    return paired_t(differences)
-  x = contrasts.cells([first, second]).interval(CONFIDENCE)
+  x = contrasts.interval([first, second], CONFIDENCE)
   if x.seeds * x.groups == 1:
     return None
-  units = f'{x.groups} groups' if scores[0].groups else f'{n} examples'
-  over = units if runs == 1 else f'{runs} runs and {units}'
-  test = 'paired t' if runs == 1 else 'crossed t'
-  return Comparison(x.effect, x.low, x.high, x.p, over, test)
-
-
-def paired_t(differences: Sequence[float]) -> Comparison:
-  """Compares the mean of paired differences with 0 by Student's t test.
-
-  Args:
-    differences: second score minus first score of at least two examples.
-  """
-  from scipy import stats
-
-  differences, n = np.asarray(differences), len(differences)
-  mean = float(differences.mean())
-  error = float(differences.std(ddof=1)) / math.sqrt(n)
-  half = crossed_intervals.quantile(n - 1, CONFIDENCE) * error
-  if error:
-    p = 2 * float(stats.t.sf(abs(mean) / error, n - 1))
-  else:  # Constant differences have no t statistic.
-    p = 0.0 if mean else 1.0
-  return Comparison(
-    mean, mean - half, mean + half, p, f'{n} examples', 'paired t'
-  )
+  units = f'{x.groups} groups' if _is_grouped(scores[0]) else f'{n} examples'
+  if runs > 1:
+    units, test = f'{runs} runs and {units}', 'crossed t'
+  elif x.groups == n and all(map(_is_binary, scores)):
+    differences = np.subtract(second[0].scores, first[0].scores)
+    better, worse = (int(x.sum()) for x in (differences > 0, differences < 0))
+    return _mcnemar(better, worse, n)
+  else:
+    test = 'paired t'
+  return Comparison(x.effect, x.low, x.high, x.p, units, test)
 
 
 def _mcnemar(better: int, worse: int, n: int) -> Comparison:
@@ -203,6 +180,11 @@ def correlations(
       count = sum(map(len, within))
       return pooled, Correlation(mean, count, least < _ARMS)
   return pooled, None
+
+
+def _is_grouped(score: results_store.Score) -> bool:
+  """Returns whether examples of a score depend on each other."""
+  return len(set(score.groups)) < len(score.groups)
 
 
 def _is_binary(score: results_store.Score) -> bool:

@@ -10,7 +10,6 @@ The module imports of the package `base.errors`, `data.sources.document_source`,
 """
 
 from collections.abc import Sequence
-import dataclasses
 
 from jaxtyping import Float
 import numpy as np
@@ -20,35 +19,31 @@ from encdec_adapt.data.sources import document_source
 from encdec_adapt.evaluation.results import crossed_intervals, results_store
 
 MOST_ROWS = 32  # Rows of a group in the report of a study.
-_SIGNS = {1: (1,), 2: (-1, 1), 4: (-1, 1, 1, -1)}
+# Of the arms of a contrast.
+SIGNS = {1: (1,), 2: (-1, 1), 4: (-1, 1, 1, -1)}
 
 Arm = Sequence[results_store.Score]
 
 
-@dataclasses.dataclass(frozen=True)
-class Cells:
-  """Sums of scores, or of their differences, by seed and group.
-
-  Attributes:
-    sums: numerators of the metric, summed over the examples of a group.
-    weights: denominators of the metric, likewise.
-    names: the groups; empty where each example is its own.
-  """
-
-  sums: Float[np.ndarray, 'seeds groups']
-  weights: Float[np.ndarray, ' groups']
-  names: tuple[str, ...]
-
-  def interval(self, level: float = 0.95) -> crossed_intervals.Interval:
-    """Returns the effect with its interval over seeds and groups."""
-    return crossed_intervals.interval(self.sums, self.weights, level)
+def interval(
+  arms: Sequence[Arm], level: float = 0.95
+) -> crossed_intervals.Interval:
+  """Returns the effect of `sums` with its interval over seeds and groups."""
+  return crossed_intervals.interval(*sums(arms), level)
 
 
-def cells(arms: Sequence[Arm]) -> Cells:
-  """Returns the cells of an arm (a single one), or of a contrast of arms.
+def sums(
+  arms: Sequence[Arm],
+) -> tuple[Float[np.ndarray, 'seeds groups'], Float[np.ndarray, ' groups']]:
+  """Returns an arm (a single one), or a contrast of arms, by seed and group.
 
   Args:
     arms: one, two or four arms.
+
+  Returns:
+    The numerators of the metric, or their differences, and its denominators,
+    summed over the examples of each group, in the order of their names. An
+    example without groups is its own.
 
   Raises:
     UserError: single examples have no such metric, the arms have other
@@ -74,16 +69,16 @@ def cells(arms: Sequence[Arm]) -> Cells:
       f' {label}, and only equal numbers of seeds are compared; evaluate as'
       ' many of each.'
     )
-  sums = sum(
+  numerators = sum(
     sign * np.array([_numerators(score) for score in arm])
-    for sign, arm in zip(_SIGNS[len(arms)], arms, strict=True)
+    for sign, arm in zip(SIGNS[len(arms)], arms, strict=True)
   )
   weights = _weights(first)
   if not first.groups:
-    return Cells(sums, weights, ())
+    return numerators, weights
   names, index = np.unique(first.groups, return_inverse=True)
   is_of_group = (index[:, None] == np.arange(len(names))).astype(np.float64)
-  return Cells(sums @ is_of_group, weights @ is_of_group, tuple(names.tolist()))
+  return numerators @ is_of_group, weights @ is_of_group
 
 
 def same_examples(
@@ -125,11 +120,33 @@ def reported(score: results_store.Score) -> results_store.Score:
       ' all in the development part, so that none is left for a report; raise'
       ' config.data.eval_fraction.'
     )
-  rows.sort()
-  numerators, weights = _numerators(score)[rows], _weights(score)[rows]
-  groups = tuple(score.groups[i] for i in rows)
+  return _subset(score, sorted(rows))
+
+
+def development(score: results_store.Score, rows: int) -> results_store.Score:
+  """Returns a score on the rows that jobs evaluate on.
+
+  Args:
+    score: score on all held-out examples, with groups.
+    rows: `config.data.development_rows`; see `RecordSet.development`.
+  """
+  part = [
+    i for i, x in enumerate(score.groups) if document_source.is_development(x)
+  ]
+  count = min(rows, len(part))
+  return _subset(score, [part[i * len(part) // count] for i in range(count)])
+
+
+def _subset(
+  score: results_store.Score, rows: Sequence[int]
+) -> results_store.Score:
+  """Returns a score on some of its examples."""
   return results_store.ratio_score(
-    score.task, score.metric, numerators, weights, groups
+    score.task,
+    score.metric,
+    _numerators(score)[rows],
+    _weights(score)[rows],
+    tuple(score.groups[i] for i in rows),
   )
 
 

@@ -34,14 +34,14 @@ class MeanSquares:
     groups: number of groups.
     of_seeds: mean square of the seeds, 0 for a single one.
     of_groups: mean square of the groups, 0 for a single one.
-    rest: mean square of what neither explains, 0 if either is single.
+    residual: mean square of what neither explains, 0 if either is single.
   """
 
   seeds: int
   groups: int
   of_seeds: Any
   of_groups: Any
-  rest: Any
+  residual: Any
 
   @property
   def freedoms(self) -> tuple[int, int, int]:
@@ -51,8 +51,8 @@ class MeanSquares:
 
   def variance_of_mean(self) -> tuple[Any, Any]:
     """Returns the variance of the mean of all cells, and its freedom."""
-    squares = (self.of_seeds, self.of_groups, self.rest)
-    combined = self.of_seeds + self.of_groups - self.rest
+    squares = (self.of_seeds, self.of_groups, self.residual)
+    combined = self.of_seeds + self.of_groups - self.residual
     terms = sum(
       x * x / freedom
       for x, freedom in zip(squares, self.freedoms, strict=True)
@@ -117,18 +117,15 @@ def mean_squares(
   cells = (sums - ratio * weights) / weights.mean()
   by_seed, by_group = (cells.mean(axis=i, keepdims=True) for i in (1, 0))
   # The mean of all cells is 0, as the ratio is that of the totals.
-  rest = cells - by_seed - by_group
-  squares = MeanSquares(seeds, groups, 0.0, 0.0, 0.0)
-  values = [
-    count * float((x * x).sum()) / freedom if freedom else 0.0
-    for x, count, freedom in zip(
-      (by_seed, by_group, rest),
-      (groups, seeds, 1),
-      squares.freedoms,
-      strict=True,
-    )
-  ]
-  return MeanSquares(seeds, groups, *values)
+  residual = cells - by_seed - by_group
+  # A single seed, or group, has deviations of 0 and no degree of freedom.
+  return MeanSquares(
+    seeds,
+    groups,
+    groups * float((by_seed**2).sum()) / max(seeds - 1, 1),
+    seeds * float((by_group**2).sum()) / max(groups - 1, 1),
+    float((residual**2).sum()) / max((seeds - 1) * (groups - 1), 1),
+  )
 
 
 def interval(
@@ -149,7 +146,10 @@ def interval(
   effect = float(sums.mean(axis=0).sum() / weights.sum())
   variance, freedom = map(float, squares.variance_of_mean())
   error = math.sqrt(variance)
-  half = quantile(freedom, level) * error if sums.size > 1 else math.inf
+  half = math.inf
+  if sums.size > 1:
+    # Equal cells of a single group have no degrees of freedom.
+    half = quantile(freedom, level) * error if error else 0.0
   return Interval(
     effect,
     effect - half,

@@ -3,34 +3,17 @@
 Curves are of runs whose learning rate does not depend on their length (the
 schedules `SCHEDULES`), or are made of runs that end at each length: under a
 decay to the last step, a loss halfway is no result of training that long. The
-module imports `base.errors` alone of the package.
+module imports of the package `base.errors` and `crossed_intervals` alone.
 """
 
 from collections.abc import Sequence
-import dataclasses
-import math
-import statistics
+
+import numpy as np
 
 from encdec_adapt.base import errors
+from encdec_adapt.evaluation.results import crossed_intervals
 
 SCHEDULES = ('constant', 'rsqrt')
-
-
-@dataclasses.dataclass(frozen=True)
-class Crossing:
-  """Tokens to a loss, or a ratio of them, over seeds.
-
-  Attributes:
-    value: geometric mean over the seeds.
-    low: lower bound of its interval; None with a single seed.
-    high: upper bound.
-    seeds: number of seeds.
-  """
-
-  value: float
-  low: float | None
-  high: float | None
-  seeds: int
 
 
 def check_schedule(arm: str, schedule: str) -> None:
@@ -74,20 +57,18 @@ def crossing(
       continue
     if not i:
       return end
-    start, before = points[i - 1]
-    share = (before - target) / (before - loss)
+    start, previous = points[i - 1]
+    share = (previous - target) / (previous - loss)
     return start * (end / start) ** share
   return None
 
 
-def mean_ratio(
+def log_ratio(
   tokens: Sequence[float | None],
   divisors: Sequence[float | None],
   level: float = 0.95,
-) -> Crossing | None:
-  """Returns the ratio of the tokens of two arms over their seeds.
-
-  The interval is Student's over the logarithms of the seeds' ratios.
+) -> crossed_intervals.Interval | None:
+  """Returns the logarithm of the ratio of tokens of two arms, over seeds.
 
   Args:
     tokens: crossing of every seed of an arm.
@@ -98,15 +79,7 @@ def mean_ratio(
   Returns:
     None if a seed did not cross.
   """
-  from scipy import special
-
   if None in tokens or None in divisors:
     return None
-  logs = [math.log(x / y) for x, y in zip(tokens, divisors, strict=True)]
-  mean, seeds = statistics.fmean(logs), len(logs)
-  if seeds == 1:
-    return Crossing(math.exp(mean), None, None, seeds)
-  error = statistics.stdev(logs) / math.sqrt(seeds)
-  half = float(special.stdtrit(seeds - 1, (1 + level) / 2)) * error
-  bounds = (math.exp(mean + sign * half) for sign in (-1, 1))
-  return Crossing(math.exp(mean), *bounds, seeds)
+  logs = np.log(tokens) - np.log(divisors)
+  return crossed_intervals.interval(logs[:, None], np.ones(1), level)

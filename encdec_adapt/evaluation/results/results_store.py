@@ -172,14 +172,13 @@ class Store:
     """Returns the scores of a model with these options; empty if none."""
     return list(self._scores.get((model, _text(options)), {}).values())
 
-  def of_run(self, run: str, task: str) -> dict[str, tuple[Options, Score]]:
-    """Returns the last results of a run on a task, by metric."""
-    return {
-      metric: (json.loads(options), score)
-      for (model, options), scores in self._scores.items()
-      for (name, metric), score in scores.items()
-      if (model.run, name) == (run, task)
-    }
+  def entries(self) -> list[tuple[Options, Score]]:
+    """Returns all scores with their options; the newest come last."""
+    return [
+      (json.loads(options), score)
+      for (_, options), scores in self._scores.items()
+      for score in scores.values()
+    ]
 
   def add(
     self, model: Model, options: Options, scores: Iterable[Score]
@@ -214,7 +213,7 @@ class Store:
   def _put(self, model: Model, options: str, score: Score) -> None:
     """Replaces a score; the newest results of a model come last."""
     key = model, options
-    # Inserted again, as `of_run` takes the last entry of a run and a dict keeps
+    # Inserted again, as readers of `entries` take the last one and a dict keeps
     # the position of the first insertion.
     self._scores[key] = scores = self._scores.pop(key, {})
     scores[score.task, score.metric] = score

@@ -2,7 +2,7 @@
 
 `configs/studies/variances.json` has for every 'TASK/METRIC' an entry of each
 study that measured it: variances over seeds, over groups of examples and of the
-rest, of differences of two arms that are paired over both, pooled over the
+residual, of differences of two arms that are paired over both, pooled over the
 arms, with degrees of freedom. `python -m encdec_adapt.study --study=PAGE
 --variances` writes those of the page's results. A page is never planned by its
 own results.
@@ -38,7 +38,7 @@ class Components:
   Attributes:
     seed: variance over seeds.
     group: variance over groups of examples.
-    rest: variance of the rest.
+    residual: variance of what neither explains.
     freedoms: degrees of freedom of the three.
     seeds: number of seeds that they were estimated from.
     groups: number of groups.
@@ -46,7 +46,7 @@ class Components:
 
   seed: float
   group: float
-  rest: float
+  residual: float
   freedoms: tuple[int, int, int]
   seeds: int
   groups: int
@@ -57,27 +57,30 @@ def estimate(
 ) -> Components:
   """Estimates the variances from arms with the same examples.
 
+  They are of the examples that a report takes (`contrasts.reported`).
+
   Args:
     arms: scores of at least two arms, of at least two seeds each.
 
   Raises:
     UserError: the arms have other examples or numbers of seeds.
   """
+  arms = [[contrasts.reported(score) for score in arm] for arm in arms]
   pairs = [
-    crossed_intervals.mean_squares(cells.sums, cells.weights)
-    for cells in map(contrasts.cells, itertools.combinations(arms, 2))
+    crossed_intervals.mean_squares(*contrasts.sums(pair))
+    for pair in itertools.combinations(arms, 2)
   ]
   # Of k arms, the mean over all pairs is twice the mean square of the
   # interaction with arms, which has k - 1 times the freedom of a pair.
   freedoms = tuple(x * (len(arms) - 1) for x in pairs[0].freedoms)
   seeds, groups = pairs[0].seeds, pairs[0].groups
-  of_seeds, of_groups, rest = (
+  of_seeds, of_groups, residual = (
     float(np.mean([getattr(x, name) for x in pairs]))
-    for name in ('of_seeds', 'of_groups', 'rest')
+    for name in ('of_seeds', 'of_groups', 'residual')
   )
-  seed = max(of_seeds - rest, 0.0) / groups
-  group = max(of_groups - rest, 0.0) / seeds
-  return Components(seed, group, rest, freedoms, seeds, groups)
+  seed = max(of_seeds - residual, 0.0) / groups
+  group = max(of_groups - residual, 0.0) / seeds
+  return Components(seed, group, residual, freedoms, seeds, groups)
 
 
 def planned(
@@ -105,20 +108,20 @@ def planned(
   if not entries:
     return None
   freedoms = np.array([x.freedoms for x in entries])
-  values = np.array([(x.seed, x.group, x.rest) for x in entries])
+  values = np.array([(x.seed, x.group, x.residual) for x in entries])
   total = freedoms.sum(axis=0)
   # A difference of two differences has twice the variance.
-  seed, group, rest = arms / 2 * (values * freedoms).sum(axis=0) / total
+  seed, group, residual = arms / 2 * (values * freedoms).sum(axis=0) / total
   # The layout with the most groups: a plan knows no other.
   groups, seeds = max((x.groups, x.seeds) for x in entries)
   bounds = np.where(
     total < _FREEDOM, total / stats.chi2.ppf(1 - _BOUND, total), 1.0
   )
-  # The bounds are of mean squares, in which the rest has a share.
+  # The bounds are of mean squares, in which the residual has a share.
   return Components(
-    float((groups * seed + rest) * bounds[0] - rest) / groups,
-    float((seeds * group + rest) * bounds[1] - rest) / seeds,
-    float(rest * bounds[2]),
+    float((groups * seed + residual) * bounds[0] - residual) / groups,
+    float((seeds * group + residual) * bounds[1] - residual) / seeds,
+    float(residual * bounds[2]),
     tuple(total.tolist()),
     seeds,
     groups,
@@ -136,14 +139,15 @@ def write(
     path: file of the variances; made if it is missing.
     study: name of the study.
     arms: by 'TASK/METRIC', the scores of its arms with the same examples; see
-      `estimate`.
+      `estimate`. Metrics that single examples do not have get no entry.
   """
   content = _read(path)
   for entries in content.values():
     entries.pop(study, None)
   for metric, scores in arms.items():
-    components = dataclasses.asdict(estimate(scores))
-    content.setdefault(metric, {})[study] = components
+    if scores[0][0].scores:
+      components = dataclasses.asdict(estimate(scores))
+      content.setdefault(metric, {})[study] = components
   atomic.write_json(
     paths.at(path), {name: x for name, x in sorted(content.items()) if x}
   )

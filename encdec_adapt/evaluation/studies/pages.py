@@ -11,7 +11,7 @@ or its only one), which the stage then reads; its own name stands for its
 output, and `{root}` for the folder of the study.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 import dataclasses
 import re
 from typing import Any
@@ -21,9 +21,10 @@ from encdec_adapt.base import errors
 DIRECTIONS = ('greater', 'less', 'equal', 'no better')
 # Claims with a verdict: more would need wider intervals.
 MOST_PRIMARY = 5
-# Metric of claims on the target tokens after which the second arm has the loss of
-# the first, as a ratio to the first arm's tokens.
+# Metric of claims on the target tokens after which the second arm has the loss
+# of the first, as a ratio to the first arm's tokens.
 CROSSING = 'crossing/loss'
+LOSS = 'held_out/loss'
 _NAME = re.compile(r'\w[\w.-]*')
 _PLACEHOLDER = re.compile(r'\{(\w[\w.-]*)\}')
 # Placeholders that are no names.
@@ -171,7 +172,7 @@ class Evaluation:
 
   name: str
   arguments: tuple[str, ...] = ()
-  metrics: tuple[str, ...] = ('held_out/loss',)
+  metrics: tuple[str, ...] = (LOSS,)
   records: str = ''
   models: tuple[str, ...] = ()
   all_seeds: bool = True
@@ -268,6 +269,20 @@ class Study:
         return self.seeds if arm.seeds is None else arm.seeds
     return next((x.seeds for x in self.commands if x.name == name), ())
 
+  def measured(self, evaluation: Evaluation) -> tuple[str, ...]:
+    """Returns the models of an evaluation."""
+    return evaluation.models or tuple(arm.name for arm in self.arms)
+
+  def evaluation_of(
+    self, metric: str, models: Iterable[str]
+  ) -> Evaluation | None:
+    """Returns the first evaluation that has a metric of all of the models."""
+    for evaluation in self.evaluations:
+      is_complete = {*models} <= {*self.measured(evaluation)}
+      if is_complete and metric in evaluation.metrics:
+        return evaluation
+    return None
+
   def stage_of(self, name: str, seed: int | None) -> str:
     """Returns the name of the stage of an arm or command that is read.
 
@@ -327,13 +342,14 @@ class Study:
           f' be above {least:g}'
         )
       self._require(claim.contrast, f'{text} names')
-      metrics = [
-        metric
-        for x in self.evaluations
-        for metric in x.metrics
-        if set(claim.contrast) <= set(x.models or [a.name for a in self.arms])
-      ]
-      if ('held_out/loss' if is_crossing else claim.metric) not in metrics:
+      metric = LOSS if is_crossing else claim.metric
+      if not self.evaluation_of(metric, claim.contrast):
+        metrics = [
+          name
+          for x in self.evaluations
+          for name in x.metrics
+          if self.evaluation_of(name, claim.contrast)
+        ]
         raise self.error(
           f'{text} names the metric {claim.metric!r}, and the evaluations of'
           f' its arms have {", ".join(metrics) or "none"}'

@@ -14,14 +14,12 @@ import jax
 import jax.numpy as jnp
 
 from encdec_adapt import config as config_lib
-from encdec_adapt import configs
 from encdec_adapt.base import errors
 from encdec_adapt.cluster import lock
 from encdec_adapt.data.making import process_pool
 from encdec_adapt.data.records import record_sets
-from encdec_adapt.evaluation.reports import score_tables
+from encdec_adapt.evaluation.reports import claim_results, score_tables
 from encdec_adapt.evaluation.results import number_format as numbers
-from encdec_adapt.evaluation.results import variances, verdicts
 from encdec_adapt.evaluation.studies import pages, stage_states, stages
 from encdec_adapt.files import atomic, disk, paths
 from encdec_adapt.planning import programs
@@ -130,27 +128,14 @@ def _passes_of(settings: config_lib.Settings, folder: str) -> float | None:
 
 def _claims(study: pages.Study) -> list[str]:
   """Returns a line for each claim with its planned power."""
-  primary = sum(claim.primary for claim in study.claims)
-  path = configs.path('studies/variances.json')
   lines = []
   for claim in study.claims:
-    level = verdicts.level(primary) if claim.primary else 0.95
-    count = len(study.seeds_of(claim.contrast[0]))
-    components = variances.planned(
-      path, claim.metric, study.name, len(claim.contrast)
-    )
+    level = claim_results.level(claim, study)
+    count = max(len(study.seeds_of(name)) for name in claim.contrast)
     text = f'no entry of {claim.metric} in variances.json: no planned power'
     if count < 2:
       text = f'{count} seed: no interval over seeds, no verdict'
-    elif components:
-      power = verdicts.planned_power(
-        claim.direction,
-        claim.smallest,
-        components,
-        count,
-        components.groups,
-        level,
-      )
+    elif power := claim_results.planned_power(claim, study):
       effect = 'none' if power.effect is None else f'{power.effect:.3g}'
       text = (
         f'80 % power for "reproduced" at an effect of {effect}; at'

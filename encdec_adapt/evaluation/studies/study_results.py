@@ -1,38 +1,39 @@
 """Collects what the stages of a study have measured, and writes its report."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 import dataclasses
-import math
+import datetime
 from typing import Any
 
 from encdec_adapt import config as config_lib
 from encdec_adapt import configs
-from encdec_adapt.base import errors
 from encdec_adapt.data.records import record_sets
 from encdec_adapt.evaluation.measures import held_out, inference_cost
-from encdec_adapt.evaluation.reports import html_report
-from encdec_adapt.evaluation.results import results_store, variances
+from encdec_adapt.evaluation.reports import collected, study_report
+from encdec_adapt.evaluation.results import (
+  predictions,
+  results_store,
+  variances,
+)
 from encdec_adapt.evaluation.studies import pages, stage_states, stages
 from encdec_adapt.files import append_log, atomic, paths
+from encdec_adapt.models import forward_flops, model_config, parameters
 from encdec_adapt.telemetry import compute_cost, environment, metrics, progress
 
 
 def scores(
-  states: stage_states.States, stage: stages.Stage, task: str
-) -> dict[str, tuple[results_store.Options, results_store.Score]]:
-  """Returns options and score of every metric of a task, of an evaluation.
+  states: stage_states.States, stage: stages.Stage
+) -> list[tuple[results_store.Options, results_store.Score]]:
+  """Returns the scores of an evaluation with their options; the last are new.
 
   Args:
     states: states of the stages.
-    stage: a stage of an evaluation, finished or not.
-    task: name of the task.
+    stage: a stage of an evaluation, of a single model; finished or not.
   """
   if states.status(stage) != stage_states.FINISHED:
-    return {}
-  (model,) = (x for x in stage.arguments if x.startswith('--checkpoint='))
-  run = pages.fill(model.removeprefix('--checkpoint='), states.values(stage))
+    return []
   with results_store.Store(states.folder(stage)) as store:
-    return store.of_run(run, task)
+    return store.entries()
 
 
 def write_variances(study: pages.Study, states: stage_states.States) -> str:
@@ -48,10 +49,16 @@ def write_variances(study: pages.Study, states: stage_states.States) -> str:
       task, _, name = metric.rpartition('/')
       runs = [
         [
-          found[name][1]
+          found[-1]
           for stage in states.stages.values()
           if (stage.evaluation, stage.model) == (evaluation.name, model)
-          if name in (found := scores(states, stage, task))
+          if (
+            found := [
+              score
+              for _, score in scores(states, stage)
+              if (score.task, score.metric) == (task, name)
+            ]
+          )
         ]
         for model in names
       ]
@@ -67,45 +74,94 @@ def write_variances(study: pages.Study, states: stage_states.States) -> str:
   return path
 
 
-def write(study: pages.Study, states: stage_states.States) -> None:
-  """Writes the report of what is there, and prints its findings."""
-  runs = {
-    stage.name: run
-    for stage in states.stages.values()
-    if (stage.model and not stage.evaluation and not stage.rate)
-    if (run := _run(study, states, stage))
-  }
-  if not runs:
-    print('no report: no model has been evaluated yet')
-    return
-  for name, arms in study.best_of.items():
-    if names := [x for x in arms if x in runs]:
-      runs = {name: runs[_best(states, names)], **runs}
-  evaluated = [
-    found['loss'][0]['records']
-    for stage in states.stages.values()
-    if stage.evaluation
-    and 'loss' in (found := scores(states, stage, held_out.TASK))
-  ]
-  spec = record_sets.RecordSet.open(evaluated[0]).spec
-  ended = {n: s for n, x in states.stages.items() if (s := states.state(x))}
-  report = {
-    'title': study.title,
-    'size': study.size,
-    'text': {'held-out records': evaluated[0], **dataclasses.asdict(spec)},
-    'runs': runs,
-    'best': list(study.best_of),
-    'stages': [dataclasses.asdict(state) for state in ended.values()],
-    'samples': _samples(study, states),
-    'tuned': None,
-    'note': ' '.join(_notes(study, states, ended)),
-    'table': _table(study, states),
-    'environment': environment.report(),
-  }
-  for sentence in html_report.write(report, states.root):
+def write(
+  study: pages.Study, states: stage_states.States, command: str
+) -> None:
+  """Writes the report of what is there, and prints its sentences.
+
+  Args:
+    study: the study.
+    states: states of its stages.
+    command: command that runs it.
+  """
+  content = collect(study, states, command)
+  for sentence in study_report.write(content, states.root):
     print(f'- {sentence}')
-  total = progress.format_seconds(sum(x.seconds for x in ended.values()))
+  seconds = sum(stage['seconds'] for stage in content.stages)
+  total = progress.format_seconds(seconds)
   print(f'\n{total} in all; report: {states.root / "report.html"}')
+
+
+def collect(
+  study: pages.Study, states: stage_states.States, command: str
+) -> collected.Collected:
+  """Reads what the finished stages have made; see `write`."""
+  items = {x.name: i for i, x in enumerate((*study.commands, *study.arms))}
+  arms = {arm.name for arm in study.arms}
+  evaluated = {x.model for x in states.stages.values() if x.evaluation}
+  request = _request(study, states)
+  models = [
+    stage
+    for stage in states.stages.values()
+    if stage.model in arms | evaluated and not (stage.evaluation or stage.rate)
+    if states.status(stage) == stage_states.FINISHED
+  ]
+  models.sort(key=lambda x: (items[x.model], x.seed or 0))
+  started = {n: s for n, x in states.stages.items() if (s := states.state(x))}
+  return collected.Collected(
+    study,
+    command,
+    datetime.date.today().isoformat(),
+    [_run(states, stage, request) for stage in models],
+    [
+      dataclasses.asdict(state) | {'model': states.stages[name].model}
+      for name, state in started.items()
+    ],
+    waiting=[name for name in states.stages if name not in started],
+    notes=_notes(study, states, started),
+    rates={
+      name: atomic.read_json(path)['losses']
+      for name, stage in states.stages.items()
+      if stage.rate and (path := _file(states, name, 'rates.json'))
+    },
+    request=request,
+    samples=_samples(study, states),
+    table=_table(study, states) or (),
+    text=_text(states),
+    environment=environment.report(),
+  )
+
+
+def _request(
+  study: pages.Study, states: stage_states.States
+) -> tuple[int, int]:
+  """Returns the tokens of prompt and answer of the study's rows."""
+  lengths = [
+    stage.settings.data.train.lengths
+    for stage in states.stages.values()
+    if stage.module == 'train'
+  ]
+  # Rows of a decoder without inputs have the tokens of both.
+  pairs = [x for x in lengths if x.encoder and x.decoder]
+  if pairs:
+    return pairs[0].encoder, pairs[0].decoder
+  row = lengths[0].decoder or lengths[0].encoder if lengths else 2
+  return row - row // 2, row // 2
+
+
+def _text(states: stage_states.States) -> dict[str, Any]:
+  """Returns facts about the first held-out records that were evaluated."""
+  for stage in states.stages.values():
+    entries = scores(states, stage) if stage.evaluation else []
+    for options, score in entries:
+      if score.task == held_out.TASK:
+        folder = options['records']
+        return {
+          'held-out records': folder,
+          'python': states.state(stage).environment['python'],
+          **dataclasses.asdict(record_sets.RecordSet.open(folder).spec),
+        }
+  return {}
 
 
 def _notes(study, states, ended) -> list[str]:
@@ -137,21 +193,6 @@ def _table(study, states) -> list[dict[str, Any]] | None:
   return atomic.read_json(path)['rows'] if path else None
 
 
-def _best(states: stage_states.States, names: Sequence[str]) -> str:
-  """Returns the run with the lowest finite held-out loss."""
-  # A run at too high a rate may diverge: nan compares with nothing.
-  losses = {
-    name: atomic.read_json(
-      states.folder(states.stages[name]) / compute_cost.SUMMARY
-    )['eval_loss']
-    for name in names
-  }
-  finite = {name: x for name, x in losses.items() if math.isfinite(x)}
-  if not finite:
-    raise errors.UserError(f'none of the runs {losses} has a finite loss.')
-  return min(finite, key=finite.get)
-
-
 def training_summary(folder: paths.Path) -> dict[str, Any]:
   """Returns the summary of a run, with the training of an imported model."""
   summary = atomic.read_json(folder / compute_cost.SUMMARY)
@@ -166,51 +207,78 @@ def training_summary(folder: paths.Path) -> dict[str, Any]:
 
 
 def _run(
-  study: pages.Study, states: stage_states.States, model: stages.Stage
-) -> dict[str, Any] | None:
-  """Returns the results of a model; None unless its loss was measured."""
-  measured: dict[str, dict] = {held_out.TASK: {}, inference_cost.TASK: {}}
-  for stage in states.stages.values():
-    if stage.evaluation and (stage.model, stage.seed) == (
-      model.model,
-      model.seed,
-    ):
-      for task, found in measured.items():
-        # The first evaluation that has the task.
-        measured[task] = found or scores(states, stage, task)
-  values = {k: x.value for k, (_, x) in measured[held_out.TASK].items()}
-  if not values:
-    return None
-  request, cost = None, measured[inference_cost.TASK]
-  if cost:
-    request, _ = cost['decode_ms']  # Lengths are among the options.
-    medians = {metric: score.value for metric, (_, score) in cost.items()}
-    costs = inference_cost.per_query(medians, request['generated'])
-    request |= medians | {
-      axis: median for axis, (_, median, _) in costs.items()
-    }
+  states: stage_states.States, model: stages.Stage, request: tuple[int, int]
+) -> collected.Run:
+  """Returns the results of a model."""
   folder = states.folder(model)
+  by_evaluation, generated, lines = {}, 0, []
+  for stage in states.stages.values():
+    is_of_model = (stage.model, stage.seed) == (model.model, model.seed)
+    if stage.evaluation and is_of_model:
+      entries = scores(states, stage)
+      by_evaluation[stage.evaluation] = [score for _, score in entries]
+      lengths = [
+        options['generated']
+        for options, score in entries
+        if score.task == inference_cost.TASK
+      ]
+      generated = max([generated, *lengths])
+      lines += _predictions(states.folder(stage))
+  summary = training_summary(folder)
+  config = config_lib.load_run(str(folder)).model
+  return collected.Run(
+    model.model,
+    model.seed,
+    str(folder),
+    model.values,
+    summary,
+    _counts(config, request),
+    '+'.join(f'{x.layers}x{x.width}' for x in config.stacks.values()),
+    _curve(folder, summary),
+    by_evaluation,
+    generated,
+    lines,
+  )
+
+
+def _counts(
+  config: model_config.ModelConfig, request: tuple[int, int]
+) -> dict[str, float]:
+  """Returns parameters and inference FLOPs (`collected.Run`)."""
+  stacks = parameters.count_by_stack(config).values()
+  tables = sum(x.embedding + x.head for x in stacks)
+  total = parameters.count(config)
+  counts = {'parameters': total, 'without tables': total - tables}
+  if config.architecture.generates:
+    counts['FLOPs'] = sum(forward_flops.generation(config, *request))
+    published = forward_flops.published(config, *request)
+    counts['FLOPs, published'] = published
+  return counts
+
+
+def _curve(
+  folder: paths.Path, summary: Mapping[str, Any]
+) -> dict[str, list[float]]:
+  """Returns the evaluations in training (`collected.Run`)."""
   is_trained = (folder / metrics.FILE).exists()
   lines = metrics.read_metrics(folder) if is_trained else []
-  evals = [line for line in lines if line['kind'] == 'eval']
-  summary = training_summary(folder)
-  return {
-    # Null in the report unless the summary, below, has them.
-    'eval_loss_at_step_0': None,
-    'learning_rate': None,
-    'seed': None,
-    **summary,
-    # Of the last step; the scores are of the checkpoint that was evaluated.
-    'eval_loss_in_training': summary.get('eval_loss'),
-    'kind': config_lib.load_run(str(folder)).model.architecture.name,
-    'eval_loss': values['loss'],
-    'exact_match': values['exact_match'],
-    'label_accuracy': values['accuracy'] if 'macro_f1' in values else None,
-    'eval_loss_shuffled_prefix': values.get(held_out.SHUFFLED),
-    'request': request,
-    'curve': {
-      'step': [record['step'] for record in evals],
-      'target_tokens': [record['target_tokens'] for record in evals],
-      'eval_loss': [record['loss'] for record in evals],
-    },
+  # Losses of policies are no losses of held-out targets.
+  evals = [x for x in lines if x['kind'] == 'eval' and 'loss' in x]
+  curve = {
+    name: [line[name] for line in evals]
+    for name in ('step', 'target_tokens', 'loss')
   }
+  if evals:
+    sources = summary['inclusive']['flops'] - summary['flops']
+    step = summary['flops'] / max(summary['steps'], 1)
+    curve['flops'] = [sources + step * line['step'] for line in evals]
+  return {'flops': [], **curve}
+
+
+def _predictions(folder: paths.Path) -> list[list[dict[str, Any]]]:
+  """Returns the lines of every file of generated answers."""
+  files = folder / predictions.FOLDER
+  names = paths.tree(files) if files.exists() else []
+  return [
+    [line for line, _ in append_log.Log(files / name).lines] for name in names
+  ]

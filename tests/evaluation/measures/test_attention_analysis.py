@@ -262,4 +262,4 @@ def test_scores_of_records(kind, objective, folder):
   drawn = attention_analysis.figures({'one': found[0], 'other': []})
   assert np.shape(drawn['one']['inputs']) == (3, 4)
   assert len(drawn['one']['ablation']) == 3 * is_pair
-  report_figures.draw_attention(drawn, folder / f'{kind}.png')
+  report_figures.draw_attention(drawn, path=folder / f'{kind}.png')

@@ -68,11 +68,14 @@ def test_tables_have_flops_with_both_widths_where_they_differ():
 
 def test_pareto_front():
   points = [(2, 5), (1, 3), (2, 6), (3, 6), (4, 7)]
-  points = [((cost, cost, cost), quality) for cost, quality in points]
+  points = [((cost,) * 3, (quality,) * 3) for cost, quality in points]
   assert inference_cost.pareto_front(points) == [1, 2, 4]
   # The worst point has a latency that may be as low as the best one's.
-  points[3] = (1, 3, 5), 6
+  points[3] = (1, 3, 5), (6, 6, 6)
   assert inference_cost.pareto_front(points) == [1, 2, 3, 4]
+  # A quality that may be as high as the best one's.
+  points[0] = points[0][0], (4, 5, 7)
+  assert inference_cost.pareto_front(points) == [1, 0, 2, 3, 4]
 
 
 def test_latencies_are_ranked_beyond_their_spread():

@@ -43,7 +43,7 @@ def test_mcnemar():
   assert found.difference == pytest.approx(0.3)
   # Of 10 changed examples 8 are better: 2 * (1 + 10 + 45) / 1024.
   assert found.p == pytest.approx(112 / 1024)
-  assert (found.over, found.test) == ('20 examples', 'McNemar, exact')
+  assert (found.units, found.test) == ('20 examples', 'McNemar, exact')
   # 6 / 22 -+ 1.96 sqrt(11 - 36 / 22) / 22
   want = 6 / 22 - 0.27265, 6 / 22 + 0.27265
   assert (found.low, found.high) == pytest.approx(want, abs=1e-4)
@@ -129,7 +129,7 @@ def test_examples_of_a_group_are_no_evidence_of_their_own():
   half = stats.t.ppf(0.975, 2) * cells.std(ddof=1) / 3**0.5
   assert found.difference == pytest.approx(0.5)
   assert (found.low, found.high) == pytest.approx((0.5 - half, 0.5 + half))
-  assert (found.over, found.test) == ('3 groups', 'paired t')
+  assert (found.units, found.test) == ('3 groups', 'paired t')
   low, high = comparisons.interval(second)
   assert low < second.value < high
   # One group says nothing of others.
@@ -143,8 +143,8 @@ def test_several_runs_of_an_arm():
   rng = np.random.default_rng(0)
   arms = [[_ratio(rng.normal(3, 1, 4)) for _ in range(3)] for _ in range(2)]
   found = comparisons.compare(*arms)
-  assert (found.over, found.test) == ('3 runs and 3 groups', 'crossed t')
+  assert (found.units, found.test) == ('3 runs and 3 groups', 'crossed t')
   assert found.low < found.difference < found.high
   # Answers of tasks have no groups.
   arms = [[_score(*rng.integers(0, 2, 9)) for _ in range(2)] for _ in range(2)]
-  assert comparisons.compare(*arms).over == '2 runs and 9 examples'
+  assert comparisons.compare(*arms).units == '2 runs and 9 examples'

@@ -21,28 +21,27 @@ def _loss(*numerators, groups=GROUPS, weights=WEIGHTS):
 
 def test_sums_by_seed_and_group():
   arm = [_loss(1.0, 5.0, 6.0, 4.0), _loss(2.0, 5.0, 6.0, 8.0)]
-  cells = contrasts.cells([arm])
-  assert cells.names == ('a', 'b', 'c')
-  np.testing.assert_allclose(cells.sums, [[7, 5, 4], [8, 5, 8]])
-  np.testing.assert_allclose(cells.weights, [4, 2, 2])
-  assert cells.interval().effect == pytest.approx((16 + 21) / 16)
+  sums, weights = contrasts.sums([arm])
+  np.testing.assert_allclose(sums, [[7, 5, 4], [8, 5, 8]])
+  np.testing.assert_allclose(weights, [4, 2, 2])
+  assert contrasts.interval([arm]).effect == pytest.approx((16 + 21) / 16)
 
 
 def test_contrasts_of_two_and_four_arms():
   a, b, c, d = (
     [_loss(*np.full(4, x)), _loss(*np.full(4, x + 1.0))] for x in (0, 3, 1, 2)
   )
-  np.testing.assert_allclose(contrasts.cells([a, b]).sums, [[6, 3, 3]] * 2)
+  np.testing.assert_allclose(contrasts.sums([a, b])[0], [[6, 3, 3]] * 2)
   # (3 - 0) - (2 - 1) of every row.
-  both = contrasts.cells([a, b, c, d])
-  np.testing.assert_allclose(both.sums, [[4, 2, 2]] * 2, atol=1e-12)
+  both, _ = contrasts.sums([a, b, c, d])
+  np.testing.assert_allclose(both, [[4, 2, 2]] * 2, atol=1e-12)
 
 
 def test_examples_without_groups_are_their_own():
   arm = [results_store.mean_score('t', 'acc', [0, 1, 1])]
-  cells = contrasts.cells([arm])
-  np.testing.assert_allclose(cells.sums, [[0, 1, 1]], atol=1e-12)
-  assert not cells.names and cells.weights.tolist() == [1, 1, 1]
+  sums, weights = contrasts.sums([arm])
+  np.testing.assert_allclose(sums, [[0, 1, 1]], atol=1e-12)
+  assert weights.tolist() == [1, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -56,7 +55,7 @@ def test_examples_without_groups_are_their_own():
 )
 def test_refusals(second, words):
   with pytest.raises(errors.UserError, match=words):
-    contrasts.cells([[_loss(1, 2, 3, 4)], second])
+    contrasts.sums([[_loss(1, 2, 3, 4)], second])
 
 
 def test_a_report_takes_32_rows_of_the_other_groups():
@@ -71,12 +70,8 @@ def test_a_report_takes_32_rows_of_the_other_groups():
   # Every other row of the 64, and the last.
   want = [*range(1, 65, 2), 65]
   assert reported.value == pytest.approx(sum(want) / (2 * 33))
-  np.testing.assert_allclose(
-    contrasts.cells([[reported]]).sums,
-    [[sum(want[:-1]), 65]][::1]
-    if first < 'json::x'
-    else [[65, sum(want[:-1])]],
-  )
+  sums, _ = contrasts.sums([[reported]])
+  assert sorted(sums[0]) == pytest.approx([65, sum(want[:-1])])
   with pytest.raises(errors.UserError, match='all in the development part'):
     contrasts.reported(dataclasses.replace(score, groups=(development,) * 66))
   plain = results_store.mean_score('t', 'acc', [0, 1])

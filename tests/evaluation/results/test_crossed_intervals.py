@@ -20,7 +20,7 @@ def test_a_layout_by_hand():
   # + 0) / 2 = 4.5, of the rest (.25 + .25 + 0) 2 / 2 = 0.5.
   sums = np.array([[1.0, -1.0, 0.0], [4.0, 0.0, 2.0]])
   squares = crossed_intervals.mean_squares(sums, np.ones(3))
-  got = squares.of_seeds, squares.of_groups, squares.rest
+  got = squares.of_seeds, squares.of_groups, squares.residual
   assert got == pytest.approx((6, 4.5, 0.5))
   x = crossed_intervals.interval(sums, np.ones(3))
   # (6 + 4.5 - 0.5) / 6, and 10^2 / (36 / 1 + 20.25 / 2 + 0.25 / 2).
@@ -32,10 +32,10 @@ def test_a_layout_by_hand():
 
 
 def test_a_single_term_where_it_is_larger():
-  # Seeds and groups cancel: means of 0, and all of it is rest.
+  # Seeds and groups cancel: means of 0, and all of it is residual.
   sums = np.array([[1.0, -1.0, 0.0], [-1.0, 1.0, 0.3]])
   squares = crossed_intervals.mean_squares(sums, np.ones(3))
-  assert squares.rest > max(squares.of_seeds, squares.of_groups)
+  assert squares.residual > max(squares.of_seeds, squares.of_groups)
   x = crossed_intervals.interval(sums, np.ones(3))
   larger = max((squares.of_seeds, 1), (squares.of_groups, 2))
   assert (x.error**2 * 6, x.freedom) == pytest.approx(larger)
@@ -90,6 +90,6 @@ def test_coverage(seeds, deviations):
       ]
       for difference in (np.zeros((seeds, 1)), effect + sum(noise))
     )
-    x = contrasts.cells([first, second]).interval()
+    x = contrasts.interval([first, second])
     covered += x.low <= effect <= x.high
   assert 900 <= covered <= 990

@@ -18,14 +18,13 @@ def test_a_loss_is_interpolated_in_the_logarithm_of_the_tokens():
 
 
 def test_a_ratio_over_seeds():
-  found = crossings.mean_ratio([200, 400, 800], [100, 100, 100], 0.9)
-  assert found.value == pytest.approx(4)
+  found = crossings.log_ratio([200, 400, 800], [100, 100, 100], 0.9)
+  assert found.effect == pytest.approx(math.log(4)) and found.seeds == 3
   half = stats.t.ppf(0.95, 2) * math.log(2) / math.sqrt(3)
-  want = 4 * math.exp(-half), 4 * math.exp(half)
+  want = math.log(4) - half, math.log(4) + half
   assert (found.low, found.high) == pytest.approx(want)
-  assert crossings.mean_ratio([200, None], [100, 100]) is None
-  single = crossings.mean_ratio([200], [100])
-  assert (single.value, single.low) == (pytest.approx(2), None)
+  assert crossings.log_ratio([200, None], [100, 100]) is None
+  assert crossings.log_ratio([200], [100]).high == math.inf
 
 
 def test_schedules_that_decay_to_the_last_step_are_refused():

@@ -1,0 +1,317 @@
+"""A study's report: verdicts and sentences of made-up results; its files."""
+
+import csv
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from encdec_adapt.base import errors
+from encdec_adapt.data.sources import document_source
+from encdec_adapt.evaluation.reports import (
+  claim_results,
+  collected,
+  study_report,
+)
+from encdec_adapt.evaluation.results import results_store
+from encdec_adapt.evaluation.studies import pages
+from encdec_adapt.files import paths
+
+NAMES = [f'm{i}' for i in range(90)]
+REPORTED = [x for x in NAMES if not document_source.is_development(x)]
+# 40 groups of the report, and the first two of the development part.
+GROUPS = REPORTED[:40] + [x for x in NAMES if x not in REPORTED][:2]
+SEEDS = 0, 1, 2
+
+
+def _claim(contrast, metric='held_out/loss', **fields):
+  values = dict(direction='less', smallest=0.02, reason='noise', primary=True)
+  values |= fields
+  return pages.Claim(
+    f'{contrast[-1]} is ahead.', 'a Fig. 2', '+2.6', contrast, metric, **values
+  )
+
+
+CLAIMS = (
+  _claim(('scratch', 'adapted')),
+  _claim(('source', 'adapted')),
+  _claim(('scratch', 'adapted'), pages.CROSSING, smallest=1.2),
+  _claim(('scratch', 'adapted', 'scratch', 'adapted'), primary=False),
+  _claim(('scratch', 'adapted'), 'tasks/acc', direction='greater'),
+)
+
+
+def _study(seeds=SEEDS, claims=CLAIMS):
+  arms = [pages.Arm(name, 'base') for name in ('scratch', 'adapted')]
+  source = pages.Command('source', 'convert', ('import',))
+  models = 'source', 'scratch', 'adapted'
+  measured = 'held_out/loss', 'tasks/acc'
+  evaluation = pages.Evaluation('loss', (), measured, 'scratch', models)
+  return pages.Study(
+    'adaptation',
+    'A study',
+    'cpu',
+    tuple(arms),
+    seeds,
+    claims,
+    (evaluation,),
+    (source,),
+    best_of={'best': ('scratch', 'adapted')},
+  )
+
+
+def _loss(level, seed):
+  """A loss with small differences between seeds, groups and rows."""
+  rng = np.random.default_rng(seed)
+  sums = 100 * (level + 0.002 * rng.normal(size=len(GROUPS)))
+  weights = np.full(len(GROUPS), 100.0)
+  return results_store.ratio_score('held_out', 'loss', sums, weights, GROUPS)
+
+
+def _run(model, level, seed, flops=2e12, curve=True, accuracy=0.5):
+  spent = dict(steps=100, target_tokens=4e5, total_tokens=8e5, seconds=60.0)
+  spent |= dict(flops=flops, learning_rate=1e-3, parameters=2_345_678)
+  # Falls by a nat for each factor of 10 of tokens, down to the level.
+  tokens = [0.0, 4e3, 4e4, 4e5]
+  steps = [0, 1, 10, 100]
+  lines = dict(step=steps, target_tokens=tokens)
+  lines['loss'] = [level + x for x in (5, 2, 1, 0)]
+  lines['flops'] = [1e12 + flops * step / 100 for step in steps]
+  cost = dict(prefill_flops=2e9 * level, decode_flops=1e9, prefill_ms=2.0)
+  cost |= dict(prefill_ms_low=1.9, prefill_ms_high=2.2, decode_ms=0.1)
+  cost |= dict(decode_ms_low=0.1, decode_ms_high=0.11, other_load=0.0)
+  cost |= dict(parameters=2e6, published_flops=2e9, paper_flops=2e9)
+  cost |= dict(prefill_tokens_per_second=1e3, decode_tokens_per_second=1e2)
+  cost |= dict(prefill_bytes=1e6, decode_bytes=2e6 * level)
+  scores = [
+    _loss(level, 10 * (seed or 0) + len(model)),
+    results_store.Score('tasks', 'acc', accuracy, 0.1, 20),
+    results_store.Score('held_out', 'exact_match', 0.0, 0.0, 20),
+    results_store.Score('needle/64/0.5', 'choice', 0.25, 0.1, 8),
+    *(results_store.Score('cost', k, v, None, 1) for k, v in cost.items()),
+  ]
+  return collected.Run(
+    model,
+    seed,
+    f'runs/x/{model}',
+    {'data.folder': '{records}', 'init.mode': model, 'seed': seed or 0}
+    | {'data.development_rows': 2},
+    {**spent, 'inclusive': {**spent, 'flops': flops + 1e12}},
+    dict(
+      {'parameters': 2_345_678, 'without tables': 2e6, 'FLOPs': 3e9},
+      **{'FLOPs, published': 2e9},
+    ),
+    '4x128+4x128',
+    lines if curve else dict.fromkeys(lines, []),
+    {'loss': scores},
+    generated=32,
+  )
+
+
+def _collected(study, **fields):
+  """Adapted ends .5 below scratch, with small differences between seeds."""
+  noise = 0.0, 0.004, -0.004
+  runs = [_run('source', 2.7, None, curve=False, accuracy=0.4)]
+  runs += [_run('scratch', 3 + noise[x], x, flops=4e12) for x in study.seeds]
+  runs += [_run('adapted', 2.5 + noise[-x], x) for x in study.seeds]
+  stage = dict(name='adapted', model='adapted', status='finished', starts=2)
+  stage |= dict(command='python -m train --workdir=<runs>', seconds=7200.0)
+  values = dict(
+    command='python -m encdec_adapt.study --study=x',
+    date='2031-02-03',
+    runs=runs,
+    stages=[{**stage, 'error': ''}],
+    rates={'rate': {'0.001': 3.25, '0.003': 3.125, '0.009': float('nan')}},
+    request=(128, 128),
+    samples=[{'prompt': 'def f', 'continuation': 'a < b', 'log_prob': -12.5}],
+    text={'python': '3.11.7'},
+  )
+  return collected.Collected(study, **values | fields)
+
+
+def test_claims_have_effects_and_verdicts():
+  ahead, source, tokens, gain, task = claim_results.results(
+    _collected(_study())
+  )
+  # Four primary claims.
+  assert ahead.level == pytest.approx(1 - 0.05 / 4) and gain.level == 0.95
+  assert (ahead.seeds, ahead.groups, ahead.verdict) == (3, 40, 'reproduced')
+  assert ahead.effective == pytest.approx(40)
+  assert ahead.effect == pytest.approx(-0.5, abs=0.002)
+  bounds = pytest.approx((-0.541, -0.459), abs=0.002)
+  assert (ahead.low, ahead.high) == bounds
+  assert ahead.text(ahead.effect) == '-0.500'
+  # The source has no seeds: it is compared with each of the pair's.
+  assert source.effect == pytest.approx(-0.2, abs=0.002)
+  assert (source.seeds, source.verdict) == (3, 'reproduced')
+  # Half a nat of one for each factor of 10.
+  assert tokens.effect == pytest.approx(10**-0.5, abs=0.01)
+  assert (tokens.verdict, tokens.text(tokens.effect)) == ('reproduced', '0.32')
+  # A contrast with itself, which is not primary.
+  assert (gain.text(gain.effect), gain.verdict) == ('+0.000', '')
+  # The metric has no examples: over seeds alone, and equal here.
+  assert (task.over, task.verdict) == ('3 seeds', 'no difference')
+
+
+def test_a_single_seed_has_no_interval_and_no_verdict():
+  results = claim_results.results(_collected(_study((0,))))
+  for x in results:
+    assert (x.seeds, x.low, x.high, x.verdict) == (1, None, None, '')
+    assert x.note == 'a single seed: no interval over seeds and no verdict'
+  assert results[0].sentence == (
+    'adapted is ahead: a single seed: no interval over seeds and no verdict.'
+    ' held_out/loss, adapted - scratch: -0.500, of 1 seed, 40 groups.'
+  )
+
+
+def test_missing_seeds_have_no_verdict():
+  content = _collected(_study())
+  runs = [x for x in content.runs if (x.model, x.seed) != ('adapted', 2)]
+  (ahead, *_) = claim_results.results(dataclasses.replace(content, runs=runs))
+  assert (ahead.seeds, ahead.verdict) == (2, '')
+  assert ahead.note == '2 of 3 seeds: unfinished'
+  failed = dict(content.stages[0], name='adapted_seed2', status='failed')
+  content = dataclasses.replace(content, runs=runs, stages=[failed])
+  (ahead, *_) = claim_results.results(content)
+  assert ahead.note == '2 of 3 seeds: adapted_seed2 has failed'
+  # A diverged run, and none at all.
+  nan = results_store.Score('held_out', 'loss', float('nan'), None, 1)
+  runs = [
+    dataclasses.replace(x, scores={'loss': [nan]})
+    if x.model == 'adapted'
+    else x
+    for x in content.runs
+  ]
+  content = dataclasses.replace(content, runs=runs, stages=[])
+  (ahead, *_) = claim_results.results(content)
+  assert ahead.effect is None and 'adapted (seed 0) has diverged' in ahead.note
+  content = dataclasses.replace(content, runs=[])
+  (ahead, *_) = claim_results.results(content)
+  assert ahead.note == '0 of 3 seeds: unfinished'
+
+
+def test_a_curve_that_does_not_cross_has_no_ratio():
+  claims = (_claim(('adapted', 'scratch'), pages.CROSSING, smallest=1.2),)
+  content = _collected(_study(claims=claims))
+  (result,) = claim_results.results(content)
+  assert (result.effect, result.verdict) == (None, '')
+  assert result.note == 'not reached in 400 k target tokens'
+  runs = [
+    dataclasses.replace(x, values={**x.values, 'data.folder': x.model})
+    for x in _collected(_study()).runs
+  ]
+  content = _collected(_study(), runs=runs)
+  assert claim_results.results(content)[2].note == (
+    'the curve of adapted is on other rows than its evaluation'
+  )
+
+
+def test_other_examples_are_not_compared():
+  content = _collected(_study())
+  score = _loss(3.0, 0)
+  other = dataclasses.replace(score, groups=score.groups[::-1])
+  runs = [
+    dataclasses.replace(x, scores={'loss': [other]})
+    if x.model == 'scratch'
+    else x
+    for x in content.runs
+  ]
+  (ahead, *_) = claim_results.results(dataclasses.replace(content, runs=runs))
+  assert ahead.effect is None and 'another version of Python' in ahead.note
+
+
+def test_keys_in_which_arms_differ():
+  content = _collected(_study())
+  runs = {name: content.of(name) for name in ('scratch', 'adapted')}
+  assert claim_results.differences(runs) == {
+    'init.mode': {'scratch': 'scratch', 'adapted': 'adapted'}
+  }
+
+
+def test_write(tmp_path, bucket):
+  content = _collected(_study())
+  sentences = study_report.write(content, tmp_path)
+  assert sentences[0].startswith(
+    'adapted is ahead: reproduced. held_out/loss, adapted - scratch: -0.500'
+    ' (98.75 % interval -0.5'
+  )
+  assert (
+    'rate: the best learning rate is 0.003 (losses on development rows: 0.001:'
+    ' 3.250, 0.003: 3.125, 0.009: nan).'
+  ) in sentences
+  assert (
+    'best is adapted: of 2 it has the lowest held-out loss, 2.500.'
+  ) in sentences
+  page = (tmp_path / 'report.html').read_text()
+  for text in ('3.11.7', 'a &lt; b', '--workdir=&lt;runs&gt;', '2031-02-03'):
+    assert text in page
+  assert 'log_prob -12.5' in page and 'href="' in page
+  assert '2.35 M' in page and '<td>init.mode</td>' in page
+  assert 'http' not in page  # Nothing outside the page.
+  assert 'exact_match' not in page  # Language modelling.
+  for name in (
+    'claims',
+    'loss_target_tokens',
+    'loss_flops',
+    'needles',
+    'scatter_0',
+  ):
+    assert (tmp_path / f'{name}.png').read_bytes().startswith(b'\x89PNG')
+  report = json.loads((tmp_path / 'report.json').read_text())
+  assert report['findings'] == sentences[len(CLAIMS) :]
+  assert [x['verdict'] for x in report['claims']] == [
+    *('reproduced', 'reproduced', 'reproduced', '', 'no difference')
+  ]
+  with open(tmp_path / 'numbers.csv') as file:
+    rows = list(csv.DictReader(file))
+  assert tuple(rows[0]) == study_report.COLUMNS
+  adapted = [x for x in rows if (x['arm'], x['seed']) == ('adapted', '0')]
+  assert [x['value'] for x in adapted if x['task'] == 'development'] == [
+    *('7.5', '4.5', '3.5', '2.5')
+  ]
+  (loss,) = (
+    x for x in adapted if (x['task'], x['metric']) == ('loss/held_out', 'loss')
+  )
+  assert float(loss['value']) == pytest.approx(2.5, abs=0.002)
+  assert (loss['step'], loss['tokens'], loss['FLOPs']) == (
+    *('100', '400000', '3e+12'),
+  )
+  study_report.write(content, f'{bucket}/study')
+  assert paths.tree(paths.at(f'{bucket}/study')) == paths.tree(tmp_path)
+
+
+def test_nothing_is_finished(tmp_path):
+  content = _collected(_study(), runs=[], stages=[], rates={}, waiting=['a'])
+  *_, last = study_report.write(content, tmp_path)
+  assert last == '1 stages have not begun; what they measure is blank.'
+
+
+def test_the_table_of_all_claims(tmp_path):
+  study_report.write(_collected(_study()), tmp_path / 'a')
+  readme = tmp_path / 'README.md'
+  readme.write_text(
+    '# Studies\n<!-- claims -->\nold\n<!-- end of claims -->\n.'
+  )
+  for _ in range(2):  # The same again.
+    study_report.write_claims(readme, [tmp_path / 'a'])
+    head, _, row, *_, end, last = readme.read_text().splitlines()[1:]
+    assert (head, end, last) == (
+      '<!-- claims -->',
+      '<!-- end of claims -->',
+      '.',
+    )
+  assert row == '| --- | --- | --- | --- | --- | --- | --- | --- |'
+  first = readme.read_text().splitlines()[4]
+  start = (
+    '| adapted is ahead. | a Fig. 2 | +2.6 | adaptation, cpu; held_out/loss;'
+  )
+  start += ' adapted - scratch; 3 seeds, 40 groups | -0.500 (-0.5'
+  assert first.startswith(start)
+  end = '| reproduced | `python -m encdec_adapt.study --study=x` | 2.0 |'
+  assert first.endswith(end)
+  with pytest.raises(errors.UserError, match='b has no report.json'):
+    study_report.write_claims(readme, [tmp_path / 'b'])
+  readme.write_text('# Studies')
+  with pytest.raises(errors.UserError, match='has no lines <!-- claims -->'):
+    study_report.write_claims(readme, [tmp_path / 'a'])
