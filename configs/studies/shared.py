@@ -216,8 +216,11 @@ def get_config(arg=None):
   config.data.encoder_length = size.length if sides[0] else 0
   config.data.decoder_length = size.length * (1 if sides[0] else 2)
   config.data.train_vocabulary = False
-  # Reports read at most 32 rows of a group of documents.
+  # Reports read at most 32 rows of a group of documents. The text of `smoke`
+  # has too few groups for a development part.
   config.data.eval_rows, config.data.development_rows = 512, 64
+  if size.name == 'smoke':
+    config.data.eval_rows, config.data.development_rows = 32, 0
   config.train.batch_size = size.batch
   return config
 
