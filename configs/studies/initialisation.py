@@ -46,7 +46,10 @@ def get_study(arg=None):
       name,
       steps,
       size.unbalanced,
-      changes={'train.cross_attention_warmup': round(share * steps)},
+      changes={
+        'train.steps': steps,
+        'train.cross_attention_warmup': round(share * steps),
+      },
       rate='rate_warmup_0',
     )
     for name, share in SHARES.items()

@@ -216,8 +216,11 @@ def get_config(arg=None):
   config.data.encoder_length = size.length if sides[0] else 0
   config.data.decoder_length = size.length * (1 if sides[0] else 2)
   config.data.train_vocabulary = False
-  # Reports read at most 32 rows of a group of documents.
+  # Reports read at most 32 rows of a group of documents. The text of `smoke`
+  # has too few groups for a development part.
   config.data.eval_rows, config.data.development_rows = 512, 64
+  if size.name == 'smoke':
+    config.data.eval_rows, config.data.development_rows = 32, 0
   config.train.batch_size = size.batch
   return config
 
@@ -523,7 +526,9 @@ def spent(size, arm):
   """Returns FLOPs of a step, with the teacher's, and the number of steps."""
   teacher, references = arm.starts.get('teacher.checkpoint'), []
   if teacher:
-    references = [settings(pages.Arm(teacher, size.config(teacher))).model]
+    # Without the page before it (`combined`).
+    config = size.config(teacher.rpartition('.')[2])
+    references = [settings(pages.Arm(teacher, config)).model]
   step = budgets.Step.of(settings(arm), references)
   steps = arm.budget
   return step.flops, steps if isinstance(steps, int) else steps.steps(step)

@@ -70,7 +70,8 @@ def _costs(page):
       models = evaluation.models or [x.name for x in page.arms]
       if arm.name in models and evaluation.records:
         for seed in page.seeds_of(arm.name):
-          key = _key(page, arm), seed, evaluation.records
+          records = evaluation.records.rpartition('.')[2]
+          key = _key(page, arm), seed, records
           # Twice: also with the prefixes of other rows.
           costs[key] = 2 * values.data.eval_rows * forward
   return costs
