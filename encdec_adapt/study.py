@@ -155,7 +155,7 @@ def _run(
   if jobs > 1:
     arguments = [f'--study={values.study}', '--worker']
     arguments += [f'--root={values.root}'] * bool(values.root)
-    arguments += ['--fresh'] * values.fresh
+    arguments += ['--fresh'] * bool(values.fresh)
     status = max(workers.start(arguments, jobs))
   else:
     status = workers.work(study, states, run_stage)

@@ -238,7 +238,9 @@ def _act(options: argparse.Namespace, shell: commands.Shell) -> int:
     return _follow(options, shell)
   if options.verb == 'train':
     commands.check_shared_workdir(options.training, 'the machines')
-  if options.verb == 'train' and options.gpus_per_node:  # Else --sbatch_flag may request GPUs.
+  if (
+    options.verb == 'train' and options.gpus_per_node
+  ):  # Else --sbatch_flag may request GPUs.
     commands.check_topology(
       options.training,
       '',

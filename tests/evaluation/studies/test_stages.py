@@ -69,7 +69,8 @@ def run(study, failing=(), only=''):
   def run_stage(stage, arguments):
     assert not any('{' in text for text in arguments), arguments
     names.append(stage.name)
-    states.folder(stage).mkdir(parents=True)
+    states.folder(stage).mkdir(parents=True, exist_ok=True)
+    (states.folder(stage) / 'result').write_text('1')
     if stage.name in failing:
       raise errors.UserError('it diverged')
     return 0, 3e-3 if stage.rate else None
@@ -214,13 +215,21 @@ def test_another_study_reads_finished_stages(page):
   assert len(identities) == len(set(identities)) == len(ALL) + len(names)
 
 
+def test_a_study_in_a_bucket(page, bucket):
+  page = dataclasses.replace(page, root=f'{bucket}/studies/small', seeds=(0,))
+  names, status, states = run(page)
+  assert len(names) == 9 and status == 0
+  assert run(page)[0] == set()
+  other = dataclasses.replace(page, root=f'{bucket}/studies/other')
+  assert run(other)[0] == set()
+
+
 def test_a_failure_is_a_result_and_stops_what_reads_it(page):
   names, status, states = run(page, failing=['rate'])
   assert names == ALL - SCRATCH and status == 1
   assert states.state(states.stages['rate']).error == 'UserError: it diverged'
   # Given again, the command repeats no failure; --stage does.
   assert run(page)[:2] == (set(), 1)
-  (states.root / 'rate').rmdir()
   assert run(page, only='rate')[:2] == ({'rate'}, 0)
   assert run(page)[:2] == (SCRATCH, 0)
   with pytest.raises(errors.UserError, match='--stage=pair reads'):
