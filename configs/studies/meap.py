@@ -110,75 +110,38 @@ DECAY, VARIANCE = (
 )
 VARIANCE |= {'smallest': 1e-4, 'reason': 'a tenth of the variance of a row'}
 PLAIN, FLOPS = ('next_token', 'meap'), ('tuned_flops', 'tuned_concat')
+# fmt: off
+ROWS = (
+  (PLAIN, 'Pretraining with masks finds needles more often.',
+   'needles, 32K', 'ROUGE-1 at 40B tokens: 65.9 to 80.2',
+   {'primary': True, **NEEDLE}),
+  (PLAIN, 'It does not change the loss on text without masks.',
+   'commonsense reasoning', 'points: +1.6',
+   {'primary': True, 'direction': 'equal'}),
+  (PLAIN, 'It takes more attention off masks.',
+   'attention analysis', '53.34 %', {'primary': True, **DECAY}),
+  (PLAIN, 'Its attention to other positions varies more.',
+   'attention analysis', '+7.80 %', VARIANCE),
+  (FLOPS, 'Tuning with masked copies below as many FLOPs without.',
+   '2 epochs against 4', 'commonsense: 67.30 to 68.42',
+   {'primary': True, **shared.TUNED}),
+  (FLOPS, 'Tuning with masked copies finds documents more often.',
+   'questions on 20 documents', '25.56 to 37.33 (Llama 3 8B)',
+   {'primary': True, **DOCUMENT}),
+  (('tuned', 'tuned_concat'),
+   'Tuning with masked copies below as many updates without.',
+   'tuning', 'no numbers', shared.TUNED),
+  (('tuned_flops', 'tuned_separate'),
+   'Masked copies as rows of their own are better than none.',
+   'published code', 'no numbers', shared.TUNED),
+  (('pair_tuned', 'pair_tuned_inputs'),
+   'Masks in what an encoder reads are better than none.',
+   'but of decoders alone', 'no numbers', shared.TUNED),
+)
+# fmt: on
 CLAIMS = tuple(
   shared.claim(
     contrast, text, f'MEAP (arXiv:2502.07490), {source}', paper, **fields
   )
-  for contrast, text, source, paper, fields in (
-    # fmt: off
-    (
-      PLAIN,
-      'Pretraining with masks finds needles more often.',
-      'needles, 32K',
-      'ROUGE-1 at 40B tokens: 65.9 to 80.2',
-      {'primary': True, **NEEDLE},
-    ),
-    (
-      PLAIN,
-      'It does not change the loss on text without masks.',
-      'commonsense reasoning',
-      'points: +1.6',
-      {'primary': True, 'direction': 'equal'},
-    ),
-    (
-      PLAIN,
-      'It takes more attention off masks.',
-      'attention analysis',
-      '53.34 %',
-      {'primary': True, **DECAY},
-    ),
-    (
-      PLAIN,
-      'Its attention to other positions varies more.',
-      'attention analysis',
-      '+7.80 %',
-      VARIANCE,
-    ),
-    (
-      FLOPS,
-      'Tuning with masked copies below as many FLOPs without.',
-      '2 epochs against 4',
-      'commonsense: 67.30 to 68.42',
-      {'primary': True, **shared.TUNED},
-    ),
-    (
-      FLOPS,
-      'It finds documents more often.',
-      'questions on 20 documents',
-      '25.56 to 37.33 (Llama 3 8B)',
-      {'primary': True, **DOCUMENT},
-    ),
-    (
-      ('tuned', 'tuned_concat'),
-      'It is below as many updates without.',
-      'tuning',
-      'no numbers',
-      shared.TUNED,
-    ),
-    (
-      ('tuned_flops', 'tuned_separate'),
-      'Copies as rows are better than none.',
-      'published code',
-      'no numbers',
-      shared.TUNED,
-    ),
-    (
-      ('pair_tuned', 'pair_tuned_inputs'),
-      'So are masks that an encoder reads.',
-      'but only decoders',
-      'no numbers',
-      shared.TUNED,
-    ),
-    # fmt: on
-  )
+  for contrast, text, source, paper, fields in ROWS
 )
