@@ -1,6 +1,7 @@
-"""Encoder, decoder or pair: whose pretraining serves labels best?
+r"""Encoder, decoder or pair: whose pretraining serves labels best?
 
-    python -m encdec_adapt.study --study=configs/studies/understanding.py:size=cpu
+    python -m encdec_adapt.study \
+      --study=configs/studies/understanding.py:size=cpu
 
 One stack is pretrained as an encoder by masking, as a causal decoder, and as an
 encoder by masking after half of its rows as a decoder; a pair is adapted from
@@ -83,13 +84,10 @@ def _pretrained(size, name):
 
 def _labelled(size, arm):
   """Returns a classifier."""
-  kind = MODELS[arm.name][0]
-  kind = kind if kind == 'decoder_only' else 'encoder_only'
-  rate = (
-    'rate_causal_labels' if kind == 'decoder_only' else 'rate_masked_labels'
-  )
-  decoder = _decoder(size)
-  return shared.labelled(size, arm, rate, kind, size.books, decoder)
+  is_causal = MODELS[arm.name][0] == 'decoder_only'
+  kind = 'decoder_only' if is_causal else 'encoder_only'
+  rate = f'rate_{"causal" if is_causal else "masked"}_labels'
+  return shared.labelled(size, arm, rate, kind, size.books, _decoder(size))
 
 
 def _decoder(size):
