@@ -39,7 +39,8 @@ def locate(text: str) -> str:
 
   Args:
     text: FILE.py[:ARG], or the name of a shipped file, such as
-      gemma2:size=2b_2b.
+      gemma2:size=2b_2b, studies/wang:size=cpu or wang:size=cpu; of `tuning`,
+      which is in both folders, studies/tuning.
 
   Returns:
     FILE.py[:ARG].
@@ -48,13 +49,15 @@ def locate(text: str) -> str:
     UserError: no shipped file has this name.
   """
   name, colon, argument = text.partition(':')
-  if not name.isidentifier():
+  folder, _, stem = name.rpartition('/')
+  if folder not in ('', 'studies') or not stem.isidentifier():
     return text
   files = [*FOLDER.glob('*.py'), *FOLDER.glob('studies/*.py')]
-  names = {file.stem: str(file.relative_to(FOLDER)) for file in sorted(files)}
-  if name not in names:
-    raise errors.UserError(
-      f'{name!r} is not a shipped configuration; give the path of a file, such'
-      f' as {name}.py, or one of {", ".join(names)}.'
-    )
-  return path(names[name]) + colon + argument
+  names = sorted(str(file.relative_to(FOLDER))[:-3] for file in files)
+  for shipped in (name, f'studies/{name}'):
+    if shipped in names:
+      return path(f'{shipped}.py') + colon + argument
+  raise errors.UserError(
+    f'{name!r} is not a shipped configuration; give the path of a file, such'
+    f' as {name}.py, or one of {", ".join(names)}.'
+  )

@@ -18,8 +18,6 @@ import dataclasses
 from encdec_adapt.configs.studies import shared
 from encdec_adapt.evaluation.studies import pages
 
-PACKAGES = 'asyncio|email|http|importlib|logging|unittest|urllib|xml'
-
 
 def get_study(arg=None):
   """Returns the page of a size (`shared.size`)."""
@@ -45,7 +43,7 @@ def get_study(arg=None):
   models = [*arms, dataclasses.replace(arms[0], name='merged')]
   answer = {'smoke': 2, 'cpu': 32}.get(size.name, 100)
   tuned = [shared.tuned(size, x, 'rate_prefix_tuned', answer) for x in models]
-  labelled = [_labelled(size, arm) for arm in models]
+  labelled = [shared.labelled(size, x, 'rate_prefix_labels') for x in models]
   middles = {'prefix': 3e-3, 'prefix_tuned': 1e-3, 'prefix_labels': 1e-3}
   metrics = 'held_out/loss', 'held_out/accuracy'
   return shared.study(
@@ -62,25 +60,6 @@ def get_study(arg=None):
     ),
     claims=CLAIMS,
   )
-
-
-def _labelled(size, arm):
-  """Returns the classifier that the encoder of an arm is tuned to be."""
-  changes = {
-    **shared.TUNING,
-    'model.kind': 'encoder_only',
-    'data.seqio_modules': '',
-    'data.objective': f'classify:labels={PACKAGES},too_long=truncate',
-    'data.encoder_length': 128,
-    'data.decoder_length': 0,
-    'data.eval_fraction': 0.2,
-    'train.batch_size': 32,
-  }
-  starts = {'init.encoder': arm.name}
-  starts['data.source'] = 'labels:{tasks}/packages.jsonl#text,label'
-  name, steps = f'{arm.name}_labels', {'smoke': 2}.get(size.name, 40)
-  fields = {'budget': steps, 'rate': 'rate_prefix_labels'}
-  return pages.Arm(name, size.config(), changes, starts, **fields)
 
 
 ACCURACY = {'metric': 'held_out/accuracy', 'direction': 'greater'}

@@ -35,6 +35,7 @@ from encdec_adapt import config as config_lib
 from encdec_adapt import configs
 from encdec_adapt.base import errors
 from encdec_adapt.cli import command
+from encdec_adapt.configs import books as book_source
 from encdec_adapt.configs import gemma2, quickstart
 from encdec_adapt.evaluation.studies import budgets, pages
 from encdec_adapt.files import atomic, paths
@@ -62,6 +63,8 @@ FEWER = {
   'smallest': 1.25,
   'reason': 'a fifth fewer tokens',
 }
+# Packages of Python's text, the labels of a classifier.
+PACKAGES = 'asyncio|email|http|importlib|logging|unittest|urllib|xml'
 # Tasks and prompts that are made of Python's text.
 TASKS = pages.Command('tasks', 'configs.python_tasks', ('--output={tasks}',))
 # Of the decoders that models are made of, by size: a decoder's name and shape.
@@ -158,6 +161,12 @@ class Size:
   def has_books(self) -> bool:
     """Whether the text is that of the books."""
     return self.name == 'gpu' and not self.text and bool(glob.glob(BOOKS))
+
+  @property
+  def books(self) -> str:
+    """Glob of the files that the text is of; '' where it is no files."""
+    source = f'text:{BOOKS}' if self.has_books else self.text
+    return source[5:] if source.startswith('text:') else ''
 
   def steps(self, cpu: int, gpu: int = 0, pod: int = 0) -> int:
     """Returns a number of steps; at gpu by default that at cpu, scaled."""
@@ -451,6 +460,42 @@ def tuned(size, arm, rate, steps=0, **changes):
     rate=rate,
     seeds=arm.seeds,
   )
+
+
+def labelled(size, arm, rate, kind='encoder_only', books='', decoder='base'):
+  """Returns the classifier that a stack of an arm is tuned to be.
+
+  Args:
+    size: size of the study.
+    arm: the arm.
+    rate: name of its choice of the learning rate.
+    kind: kind of the classifier; of a pair, encoder_only is its encoder.
+    books: glob of texts, of which it tells passages apart; '' for packages of
+      Python's text (`TASKS`).
+    decoder: the decoder whose shape its stack has.
+  """
+  names, starts = PACKAGES, {'init.encoder': arm.name}
+  if books:
+    source = book_source.BookSource(f'books:{books}')
+    names = json.dumps('|'.join(source.labels))
+  else:
+    starts['data.source'] = 'labels:{tasks}/packages.jsonl#text,label'
+  changes = {
+    **TUNING,
+    'model.kind': kind,
+    'data.source': f'books:{books}' if books else '',
+    'data.seqio_modules': 'encdec_adapt.configs.books' if books else '',
+    'data.objective': f'classify:labels={names},too_long=truncate',
+    'data.encoder_length': 128,
+    'data.decoder_length': 0,
+    'data.eval_fraction': 0.2,
+    'data.eval_rows': 4096 if books else 192,
+    'train.batch_size': 32,
+  }
+  name, steps = f'{arm.name}_labels', 200 if books else 40
+  steps = 2 if size.name == 'smoke' else steps
+  config = size.config(decoder)
+  return pages.Arm(name, config, changes, starts, steps, rate)
 
 
 def prompted(arm):

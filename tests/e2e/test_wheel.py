@@ -94,6 +94,7 @@ def test_configurations_are_found_beside_a_foreign_folder(
     "for name in (f'sft:source={model}', 'gemma2:size=2b_2b'):\n"
     "  values = command.parse(train.define_flags, [f'--config={name}'])\n"
     '  print(values.config.model.kind, values.config.data.objective)\n'
+    "assert study.load('studies/tuning:size=smoke').claims\n"
     "page = study.load('quickstart:size=smoke')\n"
     'for stage in page.commands:\n'
     '  print(stage.arguments)\n'

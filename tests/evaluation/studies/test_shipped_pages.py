@@ -13,7 +13,7 @@ FOLDER = configs.FOLDER / 'studies'
 NAMES = [name for name in all_pages.PAGES if (FOLDER / f'{name}.py').exists()]
 # Pages with arms that read rows of several objectives, or with those of other
 # pages.
-UNPAIRED = 'wang', 'objectives', 'correlation', 'efficiency', 'all'
+UNPAIRED = 'wang', 'objectives', 'meap', 'correlation', 'efficiency', 'all'
 # FLOPs of a page, and of one of its runs.
 MOST, MOST_RUN = 3.0e14, 6.5e12
 MORE = {'adaptation': (9.0e14, 4.0e13)}
