@@ -2,9 +2,9 @@
 
     python -m encdec_adapt.study --study=configs/studies/encoder.py:size=cpu
 
-Adapts a pair whose encoder is bidirectional, causal, or bidirectional with a
-key/value head for each query head (repeated from the source), for two lengths
-of training. A source is causal, so that a causal encoder may lead after few
+Adapts a pair with a bidirectional encoder, a causal one, or a bidirectional one
+with a key/value head for each query head (repeated from the source), for two
+lengths of training. A source is causal, so that a causal encoder may lead after few
 steps. The longer runs are then tuned on look-ups.
 
 Not controlled: the encoder with more key/value heads has more parameters (the

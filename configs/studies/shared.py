@@ -292,7 +292,7 @@ def _pod(size, sides):
 
 
 def study(name, title, size, arms, sources=('base',), commands=(), **fields):
-  """Returns a page whose arms start from decoders, by their names.
+  """Returns a page of arms that start from decoders, by their names.
 
   The decoders are shipped or released ones, which are imported, or at gpu arms
   that are trained first.
@@ -323,7 +323,7 @@ def study(name, title, size, arms, sources=('base',), commands=(), **fields):
 
 
 def combined(name, title, size, studies, **fields):
-  """Returns a page of the models of other pages, whose stages are theirs.
+  """Returns a page of the models of other pages, with their stages.
 
   A model's name is that of its page and its own, as in wang.cd_flm.
 
@@ -472,7 +472,7 @@ def labelled(size, arm, rate, kind='encoder_only', books='', decoder='base'):
     kind: kind of the classifier; of a pair, encoder_only is its encoder.
     books: glob of texts, of which it tells passages apart; '' for packages of
       Python's text (`TASKS`).
-    decoder: the decoder whose shape its stack has.
+    decoder: the decoder of its stack's shape.
   """
   names, starts = PACKAGES, {'init.encoder': arm.name}
   if books:

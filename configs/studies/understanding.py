@@ -91,7 +91,7 @@ def _labelled(size, arm):
 
 
 def _decoder(size):
-  """Returns the decoder whose shape a stack has."""
+  """Returns the decoder of a stack's shape."""
   return 'base' if size.name == 'pod' else 'tiny'
 
 
@@ -131,7 +131,7 @@ LATE = shared.claim(
 
 
 def _claims(size):
-  """Returns the claims, whose differences are those that labels can show."""
+  """Returns the claims; their differences are those that labels can show."""
   accuracy = {'metric': METRICS[0], 'direction': 'greater', 'smallest': 0.07}
   accuracy['reason'] = 'what the 360 pieces of the packages can show'
   if size.books:

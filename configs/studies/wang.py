@@ -22,7 +22,7 @@ from encdec_adapt.evaluation.studies import pages
 
 KINDS = {'cd': 'decoder_only', 'nd': 'prefix_decoder', 'ed': ''}
 CELLS = 'cd_flm', 'nd_plm', 'ed_plm', 'cd_mlm', 'nd_mlm', 'ed_mlm'
-# Arms whose learning rate is that of their architecture.
+# Arms with the learning rate of their architecture.
 FIRST = {'cd': 'cd_flm', 'nd': 'nd_mlm', 'ed': 'ed_mlm'}
 RANK = '--task_folder={tasks}', '--tasks=continuation'
 

@@ -114,7 +114,7 @@ def _open(
 
 
 def _loss(settings: config_lib.Settings) -> distillation.Distillation:
-  """Returns the loss of a student whose teacher is not stored."""
+  """Returns the loss of a student with a teacher that is not stored."""
   return distillation.Distillation().for_objectives(settings.data.objectives)
 
 

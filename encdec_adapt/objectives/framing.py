@@ -273,7 +273,7 @@ def on_all_tokens(batch: Batch, pad: int) -> Batch:
 
 
 def with_windows(batch: Batch, ids: special_ids.SideIds) -> Batch:
-  """Restores the text of pairs whose targets are spans of their inputs.
+  """Restores the text of pairs with spans of their inputs as targets.
 
   The text of a pair without sentinels is its inputs, then its targets.
 

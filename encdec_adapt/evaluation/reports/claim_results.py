@@ -286,7 +286,7 @@ def target_loss(source: Run, run: Run, evaluation: Evaluation) -> float:
 
   Args:
     source: the model, with the loss of the evaluation.
-    run: run whose curve is on rows of the evaluation.
+    run: run with a curve on rows of the evaluation.
     evaluation: the evaluation.
   """
   score = source.score(pages.LOSS, evaluation)

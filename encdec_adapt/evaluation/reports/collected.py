@@ -35,7 +35,7 @@ class Run:
     curve: lists of equal length of the evaluations in training: `step`,
       `target_tokens`, `flops` with those of all sources, and `loss`.
     scores: scores by name of the evaluation.
-    generated: tokens of the answers whose cost was measured; 0 for none.
+    generated: tokens of the answers of measured cost; 0 for none.
   """
 
   model: str

@@ -1,6 +1,6 @@
 """Crossings: tokens after which a loss curve reaches a given loss.
 
-Curves are of runs whose learning rate does not depend on their length (the
+Curves are of runs with a learning rate that ignores their length (the
 schedules `SCHEDULES`), or are made of runs that end at each length: under a
 decay to the last step, a loss halfway is no result of training that long. The
 module imports of the package `base.errors` and `crossed_intervals` alone.
@@ -17,7 +17,7 @@ SCHEDULES = ('constant', 'rsqrt')
 
 
 def check_schedule(arm: str, schedule: str) -> None:
-  """Refuses a run whose curve does not show shorter runs.
+  """Refuses a run with a curve that does not show shorter runs.
 
   Args:
     arm: name of the arm.

@@ -140,7 +140,7 @@ def match(
   """Returns a model with the feed-forward width that matches another model.
 
   Args:
-    model: the model whose width F is replaced. Where its stacks have several,
+    model: the model; its width F is replaced. Where its stacks have several,
       they keep their ratio.
     like: the model to match.
     by: 'parameters', with tables; 'flops', those of training on a row with the

@@ -164,7 +164,7 @@ class Evaluation:
     arguments: flags of `evaluate` besides --checkpoint and --output; those of
       cost are --cost= unless they are given.
     metrics: 'TASK/METRIC' that it measures, as claims name them.
-    records: arm whose held-out records are read; '' for none.
+    records: arm of the held-out records; '' for none.
     models: arms and commands that are evaluated; () for all arms.
     all_seeds: whether every seed of a model is evaluated, or the first alone.
     seconds: expected time for a model on two cores.

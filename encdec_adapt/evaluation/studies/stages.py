@@ -172,7 +172,7 @@ class _Resolver:
     return float(data.eval_rows * forward_flops.forward(shape, *sizes))
 
   def check_paired(self, claim: pages.Claim) -> None:
-    """Refuses a paired claim whose arms read different rows."""
+    """Refuses a paired claim of arms that read different rows."""
     rows = set()
     for name in claim.contrast:
       if isinstance(arm := self._items[name], pages.Arm):

@@ -180,7 +180,7 @@ def _measured(
 
 
 def _without_paths(settings: config_lib.Settings) -> config_lib.Settings:
-  """Returns settings without the teacher's path, whose shape is assumed."""
+  """Returns settings without the teacher's path; its shape is assumed."""
   teacher = dataclasses.replace(settings.teacher, checkpoint='')
   return dataclasses.replace(settings, teacher=teacher)
 
