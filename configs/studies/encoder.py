@@ -4,8 +4,8 @@
 
 Adapts a pair with a bidirectional encoder, a causal one, or a bidirectional one
 with a key/value head for each query head (repeated from the source), for two
-lengths of training. A source is causal, so that a causal encoder may lead after few
-steps. The longer runs are then tuned on look-ups.
+lengths of training. A source is causal, so that a causal encoder may lead after
+few steps. The longer runs are then tuned on look-ups.
 
 Not controlled: the encoder with more key/value heads has more parameters (the
 shapes of gpu have as many already, so that it is left out there). At cpu the
