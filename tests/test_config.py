@@ -68,7 +68,8 @@ def test_gemma2_configs_are_the_presets(size, objective):
 
 @pytest.mark.parametrize('arg', gemma2.SHIPPED)
 def test_a_shipped_recipe_divides_over_its_chips(arg):
-  source = 'pairs:README.md' if 'objective=pairs' in arg else 'python'
+  is_pair = 'objective=pairs' in arg or 'objective=rloo' in arg
+  source = 'pairs:README.md' if is_pair else 'python'
   flags = *SOURCE, f'--config.data.source={source}'
   flags += ('--config.loss.distillation=0',)
   settings = _load(f'--config=configs/gemma2.py:{arg}', *flags)

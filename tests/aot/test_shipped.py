@@ -158,8 +158,9 @@ def test_a_small_model_of_every_recipe_compiles(argument, tmp_path):
   topology, slices = asked['topology'], int(asked.get('slices', 1))
   where = chips.parse(topology, slices)
   # A chip's part of a weight is 16 rows: of less, kernels of attention are not
-  # scattered.
-  width = max(256, 16 * gemma2.get_config(argument).mesh.fsdp)
+  # scattered. A chip has whole heads.
+  mesh = gemma2.get_config(argument).mesh
+  width = max(256, 16 * mesh.fsdp, 128 * mesh.tensor)
   shape = dict(layers=4, width=width, mlp_width=2 * width, head_dim=128)
   shape |= dict(heads=width // 128, kv_heads=width // 128, vocab_size=8192)
   encoder, decoder = asked['size'].split('_')
