@@ -76,7 +76,8 @@ def test_a_shipped_recipe_divides_over_its_chips(arg):
   arguments = dict(item.split('=') for item in arg.split(','))
   slices = chips.parse(arguments['topology'], int(arguments.get('slices', 1)))
   assert settings.mesh.sizes(slices.devices)
-  shards = slices.devices * settings.train.microbatches
+  groups = slices.devices // settings.mesh.tensor
+  shards = groups * settings.train.microbatches
   assert settings.train.batch_size % shards == 0
   assert settings.train.eval_batch_size % slices.devices == 0
 

@@ -63,6 +63,10 @@ def test_every_planned_configuration_has_its_plan():
 def test_a_shipped_plan_fits(path):
   written, where, _ = load(path)
   assert all(plan['fits'] for plan in written['programs'].values())
+  for plan in written['programs'].values():
+    memory = plan['memory']
+    held = [*memory['arguments'].values(), *memory['beside'].values()]
+    assert memory['peak'] >= 0.99 * sum(held)
   train = written['programs']['train']
   assert train['source'] == 'compiled'
   memory = train['memory']
