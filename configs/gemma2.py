@@ -57,13 +57,14 @@ class ChipSettings:
 
   Attributes:
     replica: groups of chips that hold the same parameters.
-    fsdp: chips over which parameters are sharded.
+    fsdp: chips over which parameters are sharded by their width.
     save_every: steps between checkpoints, about half an hour.
     microbatches: parts of a batch.
     rules: name of the sharding rules.
     remat: name of the rematerialisation policy.
     offload: whether the optimizer's state is in host memory.
     optimizer: kind of optimizer.
+    tensor: chips over which heads and feed-forwards are sharded.
   """
 
   replica: int
@@ -74,6 +75,7 @@ class ChipSettings:
   remat: str = 'attention'
   offload: bool = False
   optimizer: str = 'adamw'
+  tensor: int = 1
 
 
 # By the arguments after the colon. `python -m encdec_adapt.plan --search=6`
@@ -127,6 +129,19 @@ SHIPPED = {
   ),
   'size=27b_27b,topology=v5p:8x8x8': ChipSettings(
     replica=8, fsdp=64, save_every=200, microbatches=1, remat='narrow_dots'
+  ),
+  # A policy's copy that samples is divided over `tensor` alone.
+  'size=2b_2b,objective=rloo,topology=v5e:4x4': ChipSettings(
+    replica=1, fsdp=4, tensor=4, save_every=100, microbatches=4
+  ),
+  'size=2b_2b,objective=rloo,topology=v5p:2x2x4': ChipSettings(
+    replica=1, fsdp=16, save_every=100, microbatches=1
+  ),
+  'size=9b_2b,objective=rloo,topology=v5e:4x8': ChipSettings(
+    replica=1, fsdp=8, tensor=4, save_every=100, microbatches=4
+  ),
+  'size=9b_2b,objective=rloo,topology=v5p:2x2x4': ChipSettings(
+    replica=1, fsdp=16, save_every=100, microbatches=1
   ),
   'size=2b_2b,topology=h100:8': ChipSettings(
     replica=1, fsdp=8, save_every=50, microbatches=32, remat='dots'
@@ -263,6 +278,7 @@ def spread(config, size, objective, topology, slices):
     )
   settings, mesh, train = SHIPPED[name], config.mesh, config.train
   mesh.replica, mesh.fsdp = settings.replica, settings.fsdp
+  mesh.tensor = settings.tensor
   mesh.rules, config.compute.remat = settings.rules, settings.remat
   train.microbatches = settings.microbatches
   config.optimizer.offload = settings.offload
@@ -272,5 +288,5 @@ def spread(config, size, objective, topology, slices):
   kind = 'splash' if name in ON_TPU else 'chunked'
   is_hopper = topology.startswith(('h100', 'h200'))
   config.compute.attention = 'tokamax' if is_hopper else kind
-  chips = mesh.replica * mesh.fsdp
+  chips = mesh.replica * mesh.fsdp * mesh.tensor
   train.eval_batch_size = max(chips, train.eval_batch_size)

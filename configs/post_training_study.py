@@ -70,11 +70,13 @@ ARMS = {
   # As many FLOPs as a policy.
   'longer': Arm('sft', 4.2, 1e-3),
   'passing': Arm('sft', 1.0, 3e-4),
-  'dpo': Arm('dpo', 1.0, 3e-4),
+  'dpo': Arm('dpo', 1.0, 1e-4),
   'reward': Arm('reward', 1.0, 3e-4),
-  'rloo': Arm('rloo', reward=_VALID),
-  'rloo_model': Arm('rloo', reward='model:'),
-  'rloo_line': Arm('rloo', reward=_VALID.replace('valid', 'one_line')),
+  'rloo': Arm('rloo', rate=1e-3, reward=_VALID),
+  'rloo_model': Arm('rloo', rate=1e-3, reward='model:'),
+  'rloo_line': Arm(
+    'rloo', rate=1e-3, reward=_VALID.replace('valid', 'one_line')
+  ),
   'grpo': Arm('grpo', reward=_VALID),
   'distill': Arm('distill'),
 }

@@ -68,14 +68,16 @@ def test_gemma2_configs_are_the_presets(size, objective):
 
 @pytest.mark.parametrize('arg', gemma2.SHIPPED)
 def test_a_shipped_recipe_divides_over_its_chips(arg):
-  source = 'pairs:README.md' if 'objective=pairs' in arg else 'python'
+  is_pair = 'objective=pairs' in arg or 'objective=rloo' in arg
+  source = 'pairs:README.md' if is_pair else 'python'
   flags = *SOURCE, f'--config.data.source={source}'
   flags += ('--config.loss.distillation=0',)
   settings = _load(f'--config=configs/gemma2.py:{arg}', *flags)
   arguments = dict(item.split('=') for item in arg.split(','))
   slices = chips.parse(arguments['topology'], int(arguments.get('slices', 1)))
   assert settings.mesh.sizes(slices.devices)
-  shards = slices.devices * settings.train.microbatches
+  groups = slices.devices // settings.mesh.tensor
+  shards = groups * settings.train.microbatches
   assert settings.train.batch_size % shards == 0
   assert settings.train.eval_batch_size % slices.devices == 0
 

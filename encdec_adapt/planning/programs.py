@@ -388,9 +388,15 @@ def _decode(job: Job) -> Program:
     'batch': jax.tree.map(lambda leaf: (None,) * leaf.ndim, state),
     'caches': caches.axes(cache),
   }
-  options = compiler.options(mesh)
+  # An encoder's parameters, which the step does not read, are in memory too.
+  jitted = jax.jit(
+    step,
+    donate_argnums=(1, 2),
+    keep_unused=True,
+    compiler_options=compiler.options(mesh),
+  )
   return Program(
-    jax.jit(step, donate_argnums=(1, 2), compiler_options=options),
+    jitted,
     {
       'parameters': params,
       'batch': _sharded(job, state, axes['batch']),

