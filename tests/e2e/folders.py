@@ -59,8 +59,8 @@ def evaluate(run, held_out):
   flags = [f'--checkpoint={run}', f'--records={held_out}', f'--output={output}']
   assert tiny.call(evaluate_lib, *flags, '--cost=', '--batch_size=8') == 0
   with results_store.Store(output) as store:
-    found = store.of_run(str(run), 'held_out')
-  return {metric: score.value for metric, (_, score) in found.items()}
+    scores = [score for _, score in store.entries()]
+  return {x.metric: x.value for x in scores if x.task == 'held_out'}
 
 
 def import_folder(source, output, *flags):

@@ -76,8 +76,8 @@ def test_preferences_train_a_decoder(tmp_path):
   arguments = (f'--checkpoint={tmp_path}/run', flag, output, '--cost=')
   assert tiny.call(evaluate, *arguments) == 0
   with results_store.Store(tmp_path / 'evaluation') as store:
-    found = store.of_run(f'{tmp_path}/run', 'preferences')
-  scores = {name: score for name, (_, score) in found.items()}
+    found = [score for _, score in store.entries()]
+  scores = {x.metric: x for x in found if x.task == 'preferences'}
   assert scores['accuracy'].value > 0.9 and scores['accuracy'].n == 114
   assert scores['loss'].value == pytest.approx(
     np.log1p(np.exp(-np.array(scores['margin'].scores))).mean(), rel=1e-4

@@ -47,7 +47,7 @@ def test_the_newest_results_of_a_run(tmp_path):
   _add(tmp_path, (later, OPTIONS, SCORES), (MODEL, OPTIONS, SCORES))
   _add(tmp_path, (later, OPTIONS, again))
   with results_store.Store(tmp_path) as store:
-    found = store.of_run('runs/a', 'boolq')
+    found = {score.metric: (opts, score) for opts, score in store.entries()}
     assert set(found) == {'acc', 'bleu'}
     options, score = found['acc']
     assert options == OPTIONS
