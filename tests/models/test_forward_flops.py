@@ -135,7 +135,7 @@ def test_logits_of_inputs_are_those_that_xla_counts():
   row = framing.frame_row([], lengths, gemma_ids.FRAMING, teacher=True)
 
   def costs(loss):
-    batch = loss.frame(framing.stack_rows([row]), 0)
+    batch = loss.frame(framing.stack_rows([row]), gemma_ids.FRAMING.decoder)
     step = jax.jit(
       jax.grad(lambda params, batch: loss.sums(model, params, batch)['loss'])
     )
