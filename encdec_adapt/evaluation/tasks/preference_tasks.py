@@ -237,8 +237,8 @@ def read_completions(spec: str, limit: int | None = None) -> RewardEvaluation:
   that `ended` by its length is scored at its last token, without an end.
 
   Raises:
-    UserError: the file cannot be read, or a line lacks a field or has an empty
-      completion; names the line.
+    UserError: the file cannot be read, or a line lacks a field or has a
+      completion without a token; names the line.
   """
   file, fields = option_strings.Part('--rewards', spec).partition('#')
   names = fields.text.split(',') if fields else ['prompt', 'completion']
@@ -249,11 +249,14 @@ def read_completions(spec: str, limit: int | None = None) -> RewardEvaluation:
   rows = []
   for line, row in prompted_task.read_rows(file.text)[:limit]:
     prompt, completion = map(row.get, names)
-    is_text = isinstance(completion, str) and completion.strip()
-    if not isinstance(prompt, str | list) or not is_text:
+    ended = row.get('ended') != 'length'
+    # The end of an empty one is scored; cut short, it has no token.
+    is_scored = isinstance(completion, str) and (completion or ended)
+    if not isinstance(prompt, str | list) or not is_scored:
       raise errors.UserError(
         f'{line}: {names[0]} must be a text or a list of messages, and'
-        f' {names[1]} a text that is not empty; its fields are {sorted(row)}.'
+        f' {names[1]} a text, empty only if it has ended; its fields are'
+        f' {sorted(row)}.'
       )
-    rows.append((prompt, completion, row.get('ended') != 'length'))
+    rows.append((prompt, completion, ended))
   return RewardEvaluation(paths.at(file.text).stem, rows)

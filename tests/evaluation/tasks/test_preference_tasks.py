@@ -105,6 +105,15 @@ def test_a_language_model_ranks_by_mean_log_probabilities(spec, tmp_path):
     )
 
 
+def test_an_empty_completion_is_scored_if_it_has_ended(tmp_path):
+  file = tmp_path / 'rows.jsonl'
+  file.write_text('{"prompt": "a", "completion": "", "ended": "eos"}')
+  assert preference_tasks.read_completions(str(file)).rows == [('a', '', True)]
+  file.write_text('{"prompt": "a", "completion": "", "ended": "length"}')
+  with pytest.raises(errors.UserError, match='line 1.*only if it has ended'):
+    preference_tasks.read_completions(str(file))
+
+
 def test_wrong_lines_are_named(tmp_path):
   file = tmp_path / 'rows.jsonl'
   file.write_text('{"prompt": "a", "completion": "b"}\n{"prompt": "a"}')
