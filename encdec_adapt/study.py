@@ -91,7 +91,7 @@ def main(values: flags.FlagValues) -> int:
     return 0
   if values.stage and values.stage not in resolved:
     raise errors.UserError(
-      f'--stage={values.stage} is no stage of {values.study}'
+      f'--stage={values.stage} is not a stage of {values.study}'
       f'{errors.nearest(values.stage, resolved)}; --list prints them.'
     )
   # A mistyped flag of the last stage is found now, not after hours.
@@ -253,9 +253,7 @@ def _loss_at(
   if not summary.exists():
     try:
       status = _call('train', [*arguments, *flags])
-    except errors.AbsentError:
-      raise
-    except errors.UserError as error:  # It has diverged.
+    except errors.DivergedError as error:
       print(f'at the rate {value:g}: {error}')
       return 0, math.nan
   return status, math.nan if status else atomic.read_json(summary)['eval_loss']

@@ -28,7 +28,7 @@ def _losses_by_rate(tmp_path, monkeypatch, losses, **fields):
     rate = values.config.optimizer.learning_rate
     runs.append(rate)
     if losses[rate] is None:
-      raise errors.UserError('10 updates in a row are not finite')
+      raise errors.DivergedError('10 updates in a row are not finite')
     summary = json.dumps({'eval_loss': losses[rate]})
     folder = paths.at(values.workdir)
     folder.mkdir(parents=True)

@@ -535,7 +535,7 @@ def measured(
     records: name of the arm.
     arms: arms that are measured.
     *others: names of further models.
-    metrics: what claims name.
+    metrics: 'TASK/METRIC' of each metric that claims name.
     **fields: further fields of the evaluation.
   """
   models = (*(arm.name for arm in arms), *others)

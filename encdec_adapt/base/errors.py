@@ -23,6 +23,10 @@ class AbsentError(UserError):
   """
 
 
+class DivergedError(UserError):
+  """Training stopped because its updates were not finite."""
+
+
 def user_error_behind(error: BaseException) -> UserError | None:
   """Returns the `UserError` that caused an exception, or None.
 

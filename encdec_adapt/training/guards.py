@@ -36,7 +36,7 @@ class NonFiniteGuard:
       rows: record rows of this process in its batch.
 
     Raises:
-      UserError: `limit` updates in a row were not finite.
+      DivergedError: `limit` updates in a row were not finite.
     """
     # A single bad batch is skipped and forgotten: only an unbroken series shows
     # that the parameters or the learning rate are the cause.
@@ -47,7 +47,7 @@ class NonFiniteGuard:
     self._rows.append({'step': step, 'rows': np.asarray(rows).tolist()})
     if skipped_in_row >= self.limit:
       atomic.write_json(self._path, list(self._rows))
-      raise errors.UserError(
+      raise errors.DivergedError(
         f'the last {skipped_in_row} updates were not finite, up to step'
         f' {step}; the job stops (config.train.max_skipped). The rows of'
         f' their batches are in {self._path}. Lower'

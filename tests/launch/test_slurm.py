@@ -134,7 +134,7 @@ def test_a_worker_of_an_array_runs_a_study(run_job):
   output = run_job(0, SLURM_ARRAY_TASK_ID='1')
   assert '-m encdec_adapt.study --jobs=1 --x=1\n' in output
   assert '--process' not in output
-  # A stage that failed is no failure of the job.
+  # The job does not fail with a stage.
   assert 'requeue' not in run_job(1, SLURM_ARRAY_TASK_ID='1')
 
 

@@ -21,13 +21,13 @@ class Run:
 
   Attributes:
     model: name of the arm or command.
-    seed: its seed; None without one.
-    folder: its folder.
+    seed: seed of the run; None of a command without seeds.
+    folder: folder of the run or model.
     values: resolved configuration by key; empty of a model that is not trained.
-    summary: its summary (`telemetry.compute_cost`): `parameters`, `steps`,
-      `target_tokens` (in the loss), `total_tokens` (read), `flops` with the
-      teacher's, `seconds`, and `inclusive`, the same with all sources. Of an
-      imported model the numbers of its training, where these are known.
+    summary: summary of the training (`telemetry.compute_cost`): `parameters`,
+      `steps`, `target_tokens` (in the loss), `total_tokens` (read), `flops`
+      with the teacher's, `seconds`, and `inclusive`, the same with all sources.
+      Of an imported model the numbers of its training, where these are known.
     counts: `parameters`, `without tables`, and of a model that generates the
       inference FLOPs of `Collected.request` in both conventions, `FLOPs` and
       `FLOPs, published`.
@@ -71,7 +71,7 @@ class Collected:
       `error` of every stage that was started.
     notes: sentences on stages that failed, or that other versions made, and
       the study's own.
-    rates: by name of a choice of learning rates, the loss at each rate.
+    rates: held-out loss at each learning rate, by the name of the choice.
     request: tokens of prompt and answer for which inference is counted.
     samples: continuations: `prompt`, `continuation`, and further fields.
     table: rows of the table of the study.

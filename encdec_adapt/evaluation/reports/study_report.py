@@ -61,7 +61,7 @@ def write(collected: Collected, root: str | os.PathLike[str]) -> list[str]:
   """Writes the report; files of an earlier one are replaced.
 
   Args:
-    collected: what is there of the study.
+    collected: runs, scores and stages of the study; unfinished ones are blank.
     root: folder of the files.
 
   Returns:

@@ -54,8 +54,8 @@ def sums(
   for score in (x for arm in arms for x in arm):
     if not score.scores:
       raise errors.UserError(
-        f'{label} is no metric of single examples, so that it has no interval;'
-        ' name another metric.'
+        f'{label} is not a metric of single examples and has no interval; name'
+        ' another metric.'
       )
     if not same_examples(first, score):
       raise errors.UserError(

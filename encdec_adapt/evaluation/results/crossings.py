@@ -2,7 +2,7 @@
 
 Curves are of runs with a learning rate that ignores their length (the
 schedules `SCHEDULES`), or are made of runs that end at each length: under a
-decay to the last step, a loss halfway is no result of training that long. The
+decay to the last step, a loss halfway says little of training that long. The
 module imports of the package `base.errors` and `crossed_intervals` alone.
 """
 

@@ -74,7 +74,7 @@ class Tokens:
     """Returns the number of steps.
 
     Args:
-      step: what a step spends.
+      step: tokens and FLOPs of a step.
       sources: FLOPs of the sources; they are no tokens of this run.
 
     Raises:
@@ -102,7 +102,7 @@ class FLOPs:
     """Returns the number of steps.
 
     Args:
-      step: what a step spends.
+      step: tokens and FLOPs of a step.
       sources: FLOPs of all sources and teachers and their sources, each once.
 
     Raises:

@@ -23,6 +23,7 @@ from encdec_adapt.cli import command
 from encdec_adapt.data import data_section
 from encdec_adapt.data.making import materialization
 from encdec_adapt.data.records import record_sets
+from encdec_adapt.evaluation.results import crossings
 from encdec_adapt.evaluation.studies import budgets, pages
 from encdec_adapt.files import atomic, paths
 from encdec_adapt.models import forward_flops, model_config
@@ -78,7 +79,8 @@ def resolve(study: pages.Study) -> dict[str, Stage]:
 
   Raises:
     UserError: a configuration is wrong, arms read each other, a name has no
-      stage with the seed, or arms of a paired claim read other rows.
+      stage with the seed, arms of a paired claim read other rows, or a claim
+      of tokens to a loss is of a schedule that decays to the last step.
   """
   resolver = _Resolver(study)
   # The first seed of all arms first, so that an early report has every arm.
@@ -96,6 +98,8 @@ def resolve(study: pages.Study) -> dict[str, Stage]:
   for claim in study.claims:
     if claim.paired:
       resolver.check_paired(claim)
+    if claim.metric == pages.CROSSING:
+      resolver.check_schedule(claim)
   return resolver.stages
 
 
@@ -192,6 +196,13 @@ class _Resolver:
         f' size, rates and seeds are {sorted(rows)}; make them equal, or leave'
         ' out paired'
       )
+
+  def check_schedule(self, claim: pages.Claim) -> None:
+    """Refuses a claim of a curve that does not show shorter runs."""
+    arm = self._items[claim.contrast[1]]
+    if isinstance(arm, pages.Arm):
+      _, values = self._config(arm)
+      crossings.check_schedule(arm.name, values.optimizer.schedule)
 
   def _command(self, item: pages.Command, name: str, seed: int | None) -> Stage:
     """Returns the stage of a command."""

@@ -50,7 +50,10 @@ def test_examples_without_groups_are_their_own():
     ([_loss(1, 2, 3, 4, groups=('a', 'b', 'a', 'd'))], 'other examples'),
     ([_loss(1, 2, 3, 4, weights=[1, 2, 3, 4])], 'other examples'),
     ([_loss(1, 2, 3, 4)] * 2, '1, 2 runs'),
-    ([results_store.Score('t', 'loss', 1.0, None, 4)], 'no metric of single'),
+    (
+      [results_store.Score('t', 'loss', 1.0, None, 4)],
+      'not a metric of single',
+    ),
   ],
 )
 def test_refusals(second, words):
