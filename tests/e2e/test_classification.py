@@ -123,7 +123,7 @@ def test_a_grid_killed_at_random_repeats_no_run(file, tmp_path):
       study.kill()
       study.wait()
     for name in finished:
-      assert f'[{name}' not in log.read_text()
+      assert f'[{name}]' not in log.read_text()
   report = json.loads((root / 'report.json').read_text())
   names = [f'{file.parent.name}_rows', 'other_again']
   runs = {f'{name}_{rate}_16_0' for name in names for rate in ('0.0001', 0.001)}
