@@ -124,6 +124,7 @@ def get_config(arg=None):
   data.source = args['source'] or f'python:{held_out}'
   data.vocabulary = args['vocabulary'] or configs.path('decoders/base')
   data.repeat, data.eval_rows = True, size.eval_rows
+  data.development_rows = 0 if args['size'] == 'smoke' else 64
   train.batch_size = size.batch
   train.evaluators, config.checkpoint.every = 'loss=20%', '50%'
   config.optimizer.learning_rate = size.rates[len(size.rates) // 2]
