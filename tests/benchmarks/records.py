@@ -70,7 +70,7 @@ def _measure(task: str, tokens: int, run: Callable[[], Any]) -> dict[str, Any]:
 def _read(folder: pathlib.Path, arguments) -> list[dict[str, Any]]:
   """Rows on reading."""
   spec = record_sets.RecordSpec(
-    source='random',
+    source='python',  # Which is not read: rows are random.
     split='train',
     objective='prefix_lm',
     encoder_length=arguments.encoder_length,
@@ -78,7 +78,7 @@ def _read(folder: pathlib.Path, arguments) -> list[dict[str, Any]]:
     shards=1,
   )
   rng = np.random.default_rng(0)
-  parts = [record_sets.Part('prefix_lm', 'random')]
+  parts = [record_sets.Part('prefix_lm', 'python')]
   (key,) = record_writing.shard_keys(spec, parts)
   with record_writing.ShardWriter(folder, spec, key) as writer:
     for _ in range(arguments.rows):
