@@ -39,8 +39,7 @@ def locate(text: str) -> str:
 
   Args:
     text: FILE.py[:ARG], or the name of a shipped file, such as
-      gemma2:size=2b_2b, studies/wang:size=cpu or wang:size=cpu; of `tuning`,
-      which is in both folders, studies/tuning.
+      gemma2:size=2b_2b, or wang:size=cpu for a file in configs/studies.
 
   Returns:
     FILE.py[:ARG].
