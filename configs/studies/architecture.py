@@ -88,5 +88,6 @@ def get_study(arg=None):
     ),
     (pages.Evaluation('targets', records='causal'), *spans),
     rates=tuple(rates),
-    platform='gpu' * shared.Size(name).large,
+    platform='gpu' if name == 'gpu' else '',
+    topology=matched.TOPOLOGY if name == 'pod' else '',
   )

@@ -52,7 +52,7 @@ SIZES = {
   'smoke': Size(quickstart.stack(2, 32), 32, 4, 12_800, 1, (3e-3,), 16),
   'cpu': Size(_STACK, 128, 8, 4e5),
   'gpu': Size(dataclasses.replace(_STACK, **_LARGE), 512, 32, 8e6),
-  'pod': Size(presets.stack('2b'), 4096, 512, 84e9, 1, (1e-4, 3e-4, 9e-4)),
+  'pod': Size(presets.stack('2b'), 4096, 512, 84e9, 1, (3e-4,)),
 }
 
 
