@@ -86,7 +86,7 @@ def get_study(arg=None):
       shared.claim(tuple(names.split()), sentence, *paper, direction, **fields)
       for sentence, (names, direction, paper) in CLAIMS.items()
     ),
-    (pages.Evaluation('targets', records='causal'), *spans),
+    (pages.Evaluation('text', records='causal'), *spans),
     rates=tuple(rates),
     platform='gpu' if name == 'gpu' else '',
     topology=matched.TOPOLOGY if name == 'pod' else '',

@@ -279,6 +279,14 @@ class Study:
     """Returns the models of an evaluation."""
     return evaluation.models or tuple(arm.name for arm in self.arms)
 
+  def origin(self, evaluation: Evaluation) -> tuple[str, str]:
+    """Returns the page that has made an evaluation, and its name there.
+
+    On a page of the models of other pages the name is PAGE.NAME.
+    """
+    page, _, name = evaluation.name.rpartition('.')
+    return page or self.name, name
+
   def evaluation_of(
     self, metric: str, models: Iterable[str]
   ) -> Evaluation | None:

@@ -104,8 +104,8 @@ def describe(
     count = chips.parse(study.topology).chips
     lines.append(
       f'planned on {study.topology}, {count} chips; memory is of a chip. The'
-      ' stages, each after those that it reads (--stage=NAME of the study enters'
-      ' a model whose job has ended):'
+      ' stages, each after those that it reads (--stage=NAME enters a model'
+      ' whose job has ended):'
     )
     lines += launch_commands.commands(study, states, flags)
   return '\n'.join(lines)
