@@ -1,11 +1,11 @@
 """Variances of paired differences of earlier studies, for planned power.
 
-`configs/studies/variances.json` has for 'EVALUATION/TASK/METRIC' (losses of text
-and of answers differ in their variances) an entry of each study with it:
-variances over seeds, over groups of examples and of the residual, of differences
-of two arms that are paired over both, pooled over the arms, with degrees of
-freedom. `python -m encdec_adapt.study --study=PAGE --variances` adds those of the
-page's results. A page is never planned by its own results.
+`configs/studies/variances.json` has for 'EVALUATION/TASK/METRIC' (losses of
+text and of answers differ in their variances) an entry of each study with it:
+variances over seeds, over groups of examples and of the residual, of
+differences of two arms that are paired over both, pooled over the arms, with
+degrees of freedom. `python -m encdec_adapt.study --study=PAGE --variances` adds
+those of the page's results. A page is never planned by its own results.
 
 The module imports of the package `files`, `contrasts`, `crossed_intervals` and
 `results_store` alone.
