@@ -25,7 +25,7 @@ from encdec_adapt.data.making import materialization
 from encdec_adapt.data.records import record_sets
 from encdec_adapt.evaluation.results import crossings
 from encdec_adapt.evaluation.studies import budgets, pages
-from encdec_adapt.files import atomic, paths
+from encdec_adapt.files import atomic, hub, paths
 from encdec_adapt.models import forward_flops, model_config
 from encdec_adapt.telemetry import compute_cost, environment
 from encdec_adapt.tokenizers import vocabulary_pair
@@ -461,7 +461,9 @@ def _imported_flops(arguments) -> float:
   """Returns the FLOPs that the summary of an imported model states."""
   for text in arguments:
     source = text.removeprefix('--source=')
-    if source != text and (paths.at(source) / compute_cost.SUMMARY).exists():
+    if source == text or source.startswith(hub.SCHEME):
+      continue
+    if (paths.at(source) / compute_cost.SUMMARY).exists():
       summary = atomic.read_json(paths.at(source) / compute_cost.SUMMARY)
       return summary['inclusive']['flops']
   return 0.0

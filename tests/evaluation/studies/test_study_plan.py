@@ -132,7 +132,7 @@ def test_every_stage_at_pod_is_a_command_of_launch(pod, monkeypatch):
   states = stage_states.States(page, stages.resolve(page))
   text = study_plan.describe(page, states, flags)
   lines = text.partition('has ended):\n')[2].splitlines()
-  assert len(lines) == len(states.stages) == 4
+  assert len(lines) == len(states.stages) == 5
   for line in lines:
     module, *arguments = shlex.split(line)[2:]
     if module == 'encdec_adapt.study':
