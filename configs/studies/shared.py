@@ -430,7 +430,7 @@ def labelled(size, arm, rate, kind='encoder_only', books='', decoder='base'):
     'data.decoder_length': 0,
     'data.eval_fraction': 0.2,
     'data.eval_rows': 4096 if books else 192,
-    'train.batch_size': 32,
+    'train.batch_size': max(32, size.batch),
   }
   name, steps = f'{arm.name}_labels', 200 if books else 40
   steps = 2 if size.name == 'smoke' else steps
