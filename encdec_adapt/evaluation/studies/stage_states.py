@@ -217,8 +217,9 @@ class States:
     if not self._shared or (state and state.status == FINISHED):
       return None
     for line in append_log.read(self._index / _INDEX).splitlines():
-      entry = json.loads(line)
-      if entry['identity'] == stage.identity:
+      # Parsing every line would take seconds.
+      if stage.identity.encode() in line:
+        entry = json.loads(line)
         root, folder = paths.at(entry['root']), entry['folder']
         state = _read(self._place(root, folder))
         # It may have been removed since.

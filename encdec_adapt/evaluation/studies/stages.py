@@ -116,6 +116,7 @@ class _Resolver:
     self._configs: dict[str, _Config] = {}
     # Of large texts it takes seconds; the text may change between studies.
     self._fingerprint = functools.cache(materialization.source_fingerprint)
+    self._vocabularies = functools.cache(lambda x: x.open().fingerprints)
 
   def stage(self, name: str, seed: int | None) -> Stage:
     """Returns the stage of an arm, a command or a rate."""
@@ -385,7 +386,7 @@ class _Resolver:
         'encoder_vocabulary': choice.encoder,
       }
     elif vocabulary_pair.exists(choice.decoder):
-      fields = choice.open().fingerprints
+      fields = self._vocabularies(choice)
     else:
       fields = {'vocabulary': f'trained: {data.table_sizes} {data.chat_format}'}
     # Text that a stage writes is identified by the stage, which its name has.
