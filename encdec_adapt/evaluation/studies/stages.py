@@ -413,7 +413,8 @@ class _Resolver:
     try:
       return arm.budget.steps(step, sum(spent.values()))
     except errors.UserError as error:
-      raise self.study.error(f'arm {arm.name}: {error}') from error
+      text = str(error).rstrip('.')
+      raise self.study.error(f'arm {arm.name}: {text}') from error
 
   def _step(
     self, arm: pages.Arm, settings: config_lib.Settings

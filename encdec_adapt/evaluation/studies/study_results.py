@@ -175,7 +175,8 @@ def _notes(study, states, ended) -> list[str]:
   current, notes = environment.fingerprint() | environment.versions(), []
   for name, state in ended.items():
     if state.status == stage_states.FAILED:
-      notes.append(f'{name} has failed: {" ".join(state.error.split())}.')
+      error = ' '.join(state.error.split()).rstrip('.')
+      notes.append(f'{name} has failed: {error}.')
     elif lines := state.difference(current):
       notes.append(f'{name} was made by another version: {"; ".join(lines)}.')
   return [*notes, study.note] if study.note else notes
