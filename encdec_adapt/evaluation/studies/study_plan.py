@@ -254,12 +254,12 @@ def plan(
     settings = settings.on(hardware.chip.kind)
     mesh = program_plans.make_mesh(settings, hardware)
     job = programs.Job.of('train', settings, mesh)
-    found = program_plans.plan(job, hardware)
-    if found['roofline']:
+    estimate = program_plans.plan(job, hardware)
+    if estimate['roofline']:  # None of a program that no memory holds.
       steps[shape] = {
-        'seconds': found['roofline']['step_s'],
-        'bytes': found['memory']['peak'],
-        'fits': found['fits'],
+        'seconds': estimate['roofline']['step_s'],
+        'bytes': estimate['memory']['peak'],
+        'fits': estimate['fits'],
       }
       atomic.write_json(file, steps)
 

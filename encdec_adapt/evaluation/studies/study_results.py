@@ -69,7 +69,7 @@ def _finite(
   metric: str,
 ) -> list[results_store.Score]:
   """Returns a metric of every seed of a model that has a finite one."""
-  found = []
+  finite = []
   for stage in states.stages.values():
     if (stage.evaluation, stage.model) == (evaluation.name, model):
       matches = [
@@ -77,8 +77,8 @@ def _finite(
         for _, score in scores(states, stage)
         if f'{score.task}/{score.metric}' == metric
       ]
-      found += [x for x in matches[-1:] if math.isfinite(x.value)]
-  return found
+      finite += [x for x in matches[-1:] if math.isfinite(x.value)]
+  return finite
 
 
 def write(
