@@ -290,5 +290,6 @@ def _time(
 def _zeros(shape: jax.ShapeDtypeStruct) -> jax.Array:
   """Returns an array of zeros with the shape's sharding."""
   if jnp.issubdtype(shape.dtype, jax.dtypes.prng_key):
-    return jax.random.split(jax.random.key(0), shape.shape or None)
+    key = jax.random.key(0)  # Of dropout: a single one.
+    return jax.random.split(key, shape.shape) if shape.shape else key
   return jax.device_put(jnp.zeros(shape.shape, shape.dtype), shape.sharding)

@@ -6,8 +6,10 @@ import shlex
 import numpy as np
 import pytest
 
+from encdec_adapt import config as config_lib
 from encdec_adapt import configs, study
 from encdec_adapt.base import errors
+from encdec_adapt.cli import command
 from encdec_adapt.data.sources import document_source
 from encdec_adapt.evaluation.results import results_store
 from encdec_adapt.evaluation.studies import (
@@ -151,3 +153,17 @@ def test_steps_at_pod_are_planned(pod):
   assert row[0] == 'copied' and float(row[-1]) > 1
   (step,) = json.loads((states.root / 'steps.json').read_text()).values()
   assert step['fits'] and 1 < step['seconds'] < 100
+
+
+def test_a_step_with_dropout_is_measured(tmp_path):
+  changes = {f'decoder.{k}': x for k, x in tiny.STACK.items() if k != 'pattern'}
+  flags = [f'--config.model.{key}={x}' for key, x in changes.items()]
+  flags += ['--config.model.kind=decoder_only', '--config.train.dropout=0.1']
+  flags += ['--config.data.objective=causal_lm', '--config.train.batch_size=8']
+  flags += ['--config.data.vocabulary=bytes', '--config.data.decoder_length=16']
+  flags += ['--config.data.encoder_length=0']
+  values = command.parse(command.define_config, ['--config=base', *flags])
+  settings = config_lib.load(values.config, str(tmp_path))
+  study_plan.measure(str(tmp_path / 'steps.json'), {'shape': settings}, '')
+  step = json.loads((tmp_path / 'steps.json').read_text())['shape']
+  assert step['seconds'] > 0 and step['bytes'] > 0
