@@ -15,7 +15,8 @@ still above that of the decoder.
 `size=full` takes at most two and a half hours. It trains `adapted`, `scratch`
 and the control, the decoder trained on, for about one pass of the text, with
 three seeds and the learning rates that were best in short runs. It then tunes
-all three on look-ups (`configs/tuning.py`) and measures what generating costs.
+all three on look-ups (`run=adapted_tuned`: questions about a table, of
+`configs/lookups.py`) and measures what generating costs.
 `size=smoke` is for tests.
 """
 
@@ -24,7 +25,7 @@ import dataclasses
 from encdec_adapt import config as config_lib
 from encdec_adapt import configs
 from encdec_adapt.base import errors
-from encdec_adapt.configs import tuning
+from encdec_adapt.configs import sft
 from encdec_adapt.evaluation.studies import pages
 from encdec_adapt.models import model_config
 
@@ -49,6 +50,7 @@ PROMPTS = (
 # What the full size trains to compare, with the rates and seeds of each. Rates
 # below 2e-3 win in short runs of a trained decoder, and lose over a full pass.
 COMPARED = ('adapted', 'scratch', 'decoder_only_continued')
+TUNED = tuple(f'{run}_tuned' for run in COMPARED)
 LEARNING_RATES = (2e-3, 4e-3, 8e-3)
 SEEDS = 3
 
@@ -109,13 +111,18 @@ def stack(layers, width, vocabulary_size=VOCABULARY):
 
 
 def get_config(arg=None):
-  """Returns the configuration of a `run` (of RUNS) at a `size` (of SIZES)."""
+  """Returns the configuration of a `run` at a `size` (of SIZES).
+
+  A run is of RUNS or of TUNED.
+  """
   args = config_lib.parse_arg(arg, size='default', run='decoder_only')
   size, run = _size(args['size']), args['run']
-  if run not in RUNS:
+  if run not in (*RUNS, *TUNED):
     raise errors.UserError(
-      f'run={run} is unknown; choose one of {", ".join(RUNS)}.'
+      f'run={run} is unknown; choose one of {", ".join((*RUNS, *TUNED))}.'
     )
+  if run in TUNED:
+    return _tuned(args['size'], run.removesuffix('_tuned'))
   config = config_lib.defaults()
   large, small = stack(4, 128), stack(3, 96)
   is_small = run in ('decoder_only_small', 'unbalanced')
@@ -188,6 +195,33 @@ def _set_pair(config, size, run):
     config.init.encoder = f'{size.root}/decoder_only'
 
 
+def _tuned(name, run):
+  """Fine-tuning of a run on look-ups: the loss is on answers alone."""
+  size, source = _size(name), get_config(f'size={name},run={run}')
+  config = config_lib.defaults()
+  config.model.update(source.model)
+  config.init.mode, config.init.encoder = 'checkpoint', f'{size.root}/{run}'
+  sft.set_tuning(config)
+  data, train = config.data, config.train
+  data.vocabulary, data.train_vocabulary = source.data.vocabulary, False
+  data.source = 'lookups'
+  data.seqio_modules = 'encdec_adapt.configs.lookups'
+  data.folder = f'{size.root}/records/lookups'
+  data.encoder_length, data.decoder_length = 384, 128
+  data.max_bytes = size.max_bytes
+  data.eval_fraction, data.eval_rows = 0.1, 128
+  data.passes = data.shards = data.workers = 1
+  train.batch_size = train.eval_batch_size = 16
+  train.log_every = 20
+  # The evaluations before the first step and after the last suffice.
+  train.evaluators = 'loss=1000'
+  config.checkpoint.every = 1000
+  config.optimizer.learning_rate = 2e-3
+  config.compute.dtype = 'float32'
+  config.compute.compile_cache = source.compute.compile_cache
+  return config
+
+
 def get_study(arg=None):
   """Returns the page of a size; see `encdec_adapt.study`."""
   name = config_lib.parse_arg(arg, size='default')['size']
@@ -203,9 +237,15 @@ def get_study(arg=None):
       pages.Rate(f'rate_{x}', x, LEARNING_RATES, size.rate_steps, 0, extra=0)
       for x in COMPARED
     )
-    tuned, more = tuning.tuned(name, COMPARED)
-    arms += tuned
-    evaluations += more
+    arms += tuple(
+      pages.Arm(
+        f'{run}_tuned',
+        f'quickstart:size={name},run={run}_tuned',
+        starts={'init.encoder': run},
+      )
+      for run in COMPARED
+    )
+    evaluations += _TUNED_EVALUATIONS
   else:
     note = (
       f'{size.adapt_steps} steps are few: `bash launch/quickstart.sh'
@@ -226,6 +266,25 @@ def get_study(arg=None):
     samples='samples',
     note=note,
   )
+
+
+# Losses of tuned runs on held-out answers, and the cost of a request.
+_TUNED_EVALUATIONS = (
+  pages.Evaluation(
+    'answers',
+    metrics=('held_out/loss', 'held_out/exact_match'),
+    records=TUNED[0],
+    models=TUNED,
+  ),
+  pages.Evaluation(
+    'cost',
+    ('--cost=384,128',),
+    metrics=('cost/decode_ms',),
+    models=TUNED,
+    all_seeds=False,  # Seeds cost the same.
+    seconds=30,
+  ),
+)
 
 
 def _claim(other, description, paper):

@@ -8,6 +8,7 @@ top-level package `configs`, which may be a user's.
 This module must not import the files, nor anything of the package but `base`.
 """
 
+from collections.abc import Sequence
 import pathlib
 
 from encdec_adapt.base import errors
@@ -34,13 +35,13 @@ def path(name: str) -> str:
   return str(pathlib.Path('configs', name) if in_root else FOLDER / name)
 
 
-def locate(text: str) -> str:
+def locate(text: str, folders: Sequence[str] = ('', 'studies/')) -> str:
   """Returns the path of a configuration or study that a flag names.
 
   Args:
     text: FILE.py[:ARG], or the name of a shipped file, such as
-      gemma2:size=2b_2b, studies/wang:size=cpu or wang:size=cpu; of `tuning`,
-      which is in both folders, studies/tuning.
+      gemma2:size=2b_2b, or wang:size=cpu for a file in configs/studies.
+    folders: where a name is looked for, the first match counts.
 
   Returns:
     FILE.py[:ARG].
@@ -54,7 +55,7 @@ def locate(text: str) -> str:
     return text
   files = [*FOLDER.glob('*.py'), *FOLDER.glob('studies/*.py')]
   names = sorted(str(file.relative_to(FOLDER))[:-3] for file in files)
-  for shipped in (name, f'studies/{name}'):
+  for shipped in (parent + name for parent in folders):
     if shipped in names:
       return path(f'{shipped}.py') + colon + argument
   raise errors.UserError(

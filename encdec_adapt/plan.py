@@ -24,32 +24,25 @@ import time
 from typing import Any
 
 from absl import flags
-import jax
-from jax.sharding import Mesh
 
 from encdec_adapt import config as config_lib
 from encdec_adapt.base import errors
 from encdec_adapt.cli import command
 from encdec_adapt.files import atomic, disk
 from encdec_adapt.planning import (
-  analytic_estimate,
   calibration,
   chips,
-  hlo,
   plan_report,
   plan_search,
+  program_plans,
   programs,
   stored_plans,
 )
 from encdec_adapt.sharding import layout_report
 from encdec_adapt.sharding import mesh as mesh_lib
-from encdec_adapt.telemetry import environment
 from encdec_adapt.training import setup
 
 DOES_NOT_FIT = 3  # Exit status.
-# Memory of this machine that compiling may take: the recipes for H100 and H200
-# took 1.6 GiB (largest resident size), with layers scanned.
-_COMPILER_BYTES = 4 * 2**30
 
 define_flags = command.define(
   command.define_config,
@@ -108,14 +101,14 @@ def main(values: flags.FlagValues) -> int:
   # Against the planned chips: the devices of this machine run nothing.
   setup.check_attention(settings.compute.attention, slices.chip.kind)
   if values.sharding:
-    mesh = _mesh(settings, slices)
+    mesh = program_plans.make_mesh(settings, slices)
     for name in values.programs:
       rows = programs.Job.of(name, settings, mesh).program().rows()
       print(f'[{name}]\n{layout_report.text(rows)}')
     return 0
   if values.search:
     return _search(settings, slices, values)
-  plans = make(settings, slices, values.programs)
+  plans = program_plans.make(settings, slices, values.programs)
   for name, plan in plans.items():
     print(f'[{name}] {slices.name} x {slices.count}: {slices.devices} devices')
     print(plan_report.text(plan))
@@ -134,81 +127,6 @@ def _write(
     # With the errors of past estimates, by which a stored plan is judged.
     content = {**request, **results, 'calibration': calibration.table()}
     atomic.write_json(values.output, content)
-
-
-def make(
-  settings: config_lib.Settings, slices: chips.Slice, names: list[str]
-) -> dict[str, dict[str, Any]]:
-  """Returns plans of the named programs; see `plan_report.describe`.
-
-  Raises:
-    UserError: the mesh or a batch does not divide, libtpu is missing, the
-      topology does not exist, or the compiler fails.
-  """
-  mesh, plans = _mesh(settings, slices), {}
-  for name in names:
-    job = programs.Job.of(name, settings, mesh)
-    plans[name] = _plan(job, slices)
-    if not plans[name]['fits']:
-      plans[name] |= plan_search.remedies(job, plans[name], slices)
-  return plans
-
-
-def _mesh(settings: config_lib.Settings, slices: chips.Slice) -> Mesh:
-  """Returns the mesh of a job on abstract devices of the chips."""
-  try:
-    mesh = mesh_lib.make_mesh(settings.mesh, chips.devices_of(slices))
-  except ValueError as error:
-    raise errors.UserError(str(error)) from error
-  lengths = settings.data.train.lengths
-  setup.check_batches(settings.train, lengths, mesh, settings.rules)
-  return mesh
-
-
-def _plan(job: programs.Job, slices: chips.Slice) -> dict[str, Any]:
-  """Returns the plan of a program, compiled where there is a compiler.
-
-  Raises:
-    UserError: the compiler fails for another reason than memory, or the
-      compiled program is not understood.
-  """
-  program = job.program()
-  # Listed, since a replicated array takes its full size on every device.
-  copies = {'replicated': layout_report.replicated(program.rows())}
-  compiler = chips.compiler(slices.chip.kind)
-  if not compiler:
-    arguments = analytic_estimate.Arguments.of(job, program)
-    return analytic_estimate.describe(job, slices, arguments) | copies
-  subject = f'program {job.name!r}, compiled for {slices.name} x {slices.count}'
-  free = (environment.memory_free() or 0) * jax.local_device_count()
-  if 0 < free < _COMPILER_BYTES:
-    raise errors.UserError(
-      f'{subject}: the compiler needs {disk.format_bytes(_COMPILER_BYTES)} of'
-      f" this machine's memory, of which {disk.format_bytes(free)} are free."
-      ' Stop other processes, or plan on another machine.'
-    )
-  try:
-    return plan_report.describe(job, slices, program) | copies
-  except hlo.UnknownProgramError as error:
-    raise errors.UserError(
-      f'{subject}, has parts that are not understood: {error}. Please report'
-      f' this, with {compiler} and the command. --search first prints estimates'
-      ' that compile nothing.'
-    ) from error
-  except errors.UserError:
-    raise
-  except ValueError as error:  # Decoding shares no length, for example.
-    raise errors.UserError(f'{subject}: {error} Change config.mesh.') from error
-  except jax.errors.JaxRuntimeError as error:
-    raise errors.UserError(
-      f'{compiler} fails on {subject}: {_first_line(error)}. Change'
-      ' config.mesh, the topology or its version.'
-    ) from error
-
-
-def _first_line(error: Exception) -> str:
-  # Compilers' errors go on with stack frames or parts of the program.
-  return str(error).strip().splitlines()[0]
 
 
 def _search(
@@ -235,10 +153,10 @@ def _search(
   for i, candidate in enumerate(candidates[: values.search]):
     start = time.monotonic()
     try:
-      plan = _plan(candidate.job, slices)
+      plan = program_plans.plan(candidate.job, slices)
     # The compiler may fail on a mesh and take the next.
     except errors.UserError as error:
-      result = f'no plan ({_first_line(error)})'
+      result = f'no plan ({program_plans.first_line(error)})'
     else:
       result = disk.format_bytes(plan['memory']['peak'])
       result += ', fits' if plan['fits'] else ', does not fit'

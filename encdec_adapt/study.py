@@ -29,6 +29,7 @@ from encdec_adapt import configs
 from encdec_adapt.base import errors
 from encdec_adapt.cli import command
 from encdec_adapt.data.making import process_pool
+from encdec_adapt.evaluation.reports import claim_tables
 from encdec_adapt.evaluation.studies import (
   pages,
   stage_states,
@@ -81,10 +82,10 @@ def main(values: flags.FlagValues) -> int:
     print(_listing(states, values.json))
     return 0
   if values.plan:
-    print(study_plan.describe(study, states))
+    print(study_plan.describe(study, states, _flags(values)))
     return 0
   if values.report:
-    study_results.write(study, states, _command(values))
+    _report(study, states, values)
     return 0
   if values.variances:
     print(f'wrote {study_results.write_variances(study, states)}')
@@ -103,11 +104,26 @@ def main(values: flags.FlagValues) -> int:
   return _run(study, states, values)
 
 
-def _command(values: flags.FlagValues) -> str:
-  """Returns the command that runs the study."""
+def _flags(values: flags.FlagValues) -> list[str]:
+  """Returns the flags that name the study and its folder."""
   root = [f'--root={values.root}'] * bool(values.root)
-  flags_of = [f'--study={values.study}', *root]
-  return f'python -m encdec_adapt.study {shlex.join(flags_of)}'
+  return [f'--study={values.study}', *root]
+
+
+def _report(
+  study: pages.Study, states: stage_states.States, values: flags.FlagValues
+) -> None:
+  """Writes the report, and of a study of studies the table of all claims."""
+  line = shlex.join(_flags(values))
+  study_results.write(study, states, f'python -m encdec_adapt.study {line}')
+  if study.readme:
+    specs = {x.name: x.arguments[0] for x in study.commands}
+    folders = {
+      name: load(flag.removeprefix('--study=')).folder
+      for name, flag in specs.items()
+    }
+    claim_tables.write_readme(study.readme, folders)
+    print(f'wrote {study.readme}')
 
 
 def load(spec: str) -> pages.Study:
@@ -116,7 +132,9 @@ def load(spec: str) -> pages.Study:
   Raises:
     UserError: the file is missing, fails, or has no get_study.
   """
-  path, _, arg = configs.locate(spec).partition(':')
+  # The study `post_training` is no file of recipes of the same name.
+  located = configs.locate(spec, ('studies/', ''))
+  path, _, arg = located.partition(':')
   if not pathlib.Path(path).is_file():
     raise errors.UserError(f'--study={spec}: the file {path} does not exist.')
   # By its path, as --config loads files: configs/ need not be importable.
@@ -151,17 +169,16 @@ def _run(
     states.discard_others(workers.cores() // jobs)
   count = len(states.stages)
   print(f'{study.title}: {count} stages into {states.root}', flush=True)
-  print(study_plan.describe(study, states), flush=True)
+  print(study_plan.describe(study, states, _flags(values)), flush=True)
   if jobs > 1:
-    arguments = [f'--study={values.study}', '--worker']
-    arguments += [f'--root={values.root}'] * bool(values.root)
+    arguments = [*_flags(values), '--worker']
     arguments += ['--fresh'] * bool(values.fresh)
     status = max(workers.start(arguments, jobs))
   else:
     status = workers.work(study, states, run_stage)
   if status in stage_states.STOPPED:
     return status
-  study_results.write(study, states, _command(values))
+  _report(study, states, values)
   failed = [x.name for x in states.stages.values() if states.failed(x)]
   for name in failed:
     state = states.state(states.stages[name])
@@ -193,6 +210,10 @@ def run_stage(
     study_plan.check_text(stage, arguments)
   if stage.rate:
     return _choose_rate(stage.rate, arguments)
+  if stage.settings:
+    workdir = arguments[-1].removeprefix('--workdir=')
+    if (paths.at(workdir) / compute_cost.SUMMARY).exists():
+      return 0, None  # A job of `launch` has trained it.
   return _call(stage.module, arguments), None
 
 

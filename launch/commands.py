@@ -233,7 +233,7 @@ def check_topology(
     request: flags of the request, for the message.
   """
   config = flag_values(training)['config']
-  found = re.search(r'\btopology=([^,]+)', config)
+  found = re.search(r'\btopology="?([^,"]+)', config)
   if not found:
     return
   given = re.search(r'\bslices=(\d+)', config)

@@ -202,6 +202,61 @@ def test_a_text_that_is_read_too_often_is_refused(tmp_path, monkeypatch):
         study_plan.check_text(resolved['run'], arguments)
 
 
+_ALL = """
+from encdec_adapt.evaluation.studies import pages
+
+def get_study(arg):
+  names = 'page.py', 'page.py:wrong'
+  commands = [
+    pages.Command(f'page{i}', 'study', (f'--study={name}',))
+    for i, name in enumerate(names)
+  ]
+  return pages.Study(
+    'all', 'All', 'tiny', (), commands=tuple(commands), readme='README.md',
+  )
+"""
+
+
+def test_the_report_of_all_pages_writes_the_table_of_claims(
+  tmp_path, monkeypatch
+):
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / 'page.py').write_text(
+    _PAGE.replace("root='runs/small'", "root=f'runs/{arg}'")
+  )
+  (tmp_path / 'all.py').write_text(_ALL)
+  (tmp_path / 'README.md').write_text('<!-- claims --><!-- end of claims -->')
+  names = 'claim', 'source', 'their numbers', 'contrast', 'seeds', 'groups'
+  names += 'effect', 'interval', 'verdict'
+  report = {'study': 'small', 'size': 'tiny', 'command': 'x', 'seconds': 360}
+  report['claims'] = [{name: name for name in names}]
+  folder = tmp_path / 'runs' / 'None'
+  folder.mkdir(parents=True)
+  (folder / 'report.json').write_text(json.dumps(report))
+  assert tiny.call(study, '--study=all.py', '--report') == 0
+  lines = (tmp_path / 'README.md').read_text().splitlines()
+  assert lines[3].startswith('| claim | source | their numbers | small, tiny;')
+  assert lines[-2] == 'Not run: page1.'
+
+
+def test_a_model_of_a_job_on_other_machines_is_not_trained_again(
+  tmp_path, monkeypatch
+):
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / 'page.py').write_text(_PAGE)
+  (tmp_path / 'lines.txt').write_text('a line\n' * 40)
+  page = dataclasses.replace(study.load('page.py'), root=str(tmp_path / 'x'))
+  states = stage_states.States(page, stages.resolve(page))
+  monkeypatch.setattr(study_plan, 'check_text', lambda *_: None)
+  monkeypatch.setattr(train, 'main', lambda _: 7)
+  run = states.stages['run']
+  arguments = [pages.fill(x, states.values(run)) for x in run.arguments]
+  assert study.run_stage(run, arguments) == (7, None)
+  states.folder(run).mkdir(parents=True)
+  (states.folder(run) / compute_cost.SUMMARY).write_text('{}')
+  assert study.run_stage(run, arguments) == (0, None)
+
+
 def test_a_worker_without_the_gpu_of_a_page_is_refused(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   (tmp_path / 'page.py').write_text(_PAGE)

@@ -4,11 +4,14 @@
 
 Each page is a stage of its own, with a report in its folder
 (runs/studies/NAME_SIZE); a stage that two pages have in common runs once. `cpu`
-costs at most 3.6e15 FLOPs, about twelve hours on two cores. One page that fails
-does not stop the others.
+costs at most 3.6e15 FLOPs, about twelve hours on two cores, and before
+`post_training` trains the quickstart's full models, two hours and a half. One
+page that fails does not stop the others. At `cpu` the report, also by --report,
+writes the table of all claims into README.md.
 """
 
 from encdec_adapt import configs
+from encdec_adapt.configs import quickstart
 from encdec_adapt.configs.studies import shared
 from encdec_adapt.evaluation.studies import pages
 
@@ -28,18 +31,37 @@ PAGES = (
   'correlation',
   'efficiency',
 )
+# Models that `post_training` starts from: sizes of the quickstart.
+MODELS = {'smoke': 'smoke', 'cpu': 'full'}
 
 
 def get_study(arg=None):
   """Returns the page of a size (`shared.size`)."""
   size = shared.size(arg)
-  commands = tuple(
-    pages.Command(
-      name,
-      'study',
-      (f'--study={configs.path(f"studies/{name}.py")}:{size.arguments}',),
-      seconds=3600,
-    )
-    for name in PAGES
+  commands = [_page(name, size.arguments) for name in PAGES]
+  if size.name in MODELS:
+    start = quickstart.SIZES[MODELS[size.name]].root
+    commands += [
+      _page('quickstart', f'size={MODELS[size.name]}', folder=''),
+      _page(
+        'post_training',
+        f'size={size.name},models={start}',
+        after=('quickstart',),
+      ),
+    ]
+  is_cpu = size.name == 'cpu'
+  return pages.Study(
+    'all',
+    'All studies',
+    size.name,
+    (),
+    commands=tuple(commands),
+    readme=configs.path('studies/README.md') if is_cpu else '',
   )
-  return pages.Study('all', 'All studies', size.name, (), commands=commands)
+
+
+def _page(name, argument, folder='studies/', after=()):
+  """Returns the stage of a page."""
+  file = configs.path(f'{folder}{name}.py')
+  flag = f'--study={file}:{argument}'
+  return pages.Command(name, 'study', (flag,), after, seconds=3600)

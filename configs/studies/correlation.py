@@ -12,6 +12,7 @@ arms of four sizes, within one six arms of it.
 
 from encdec_adapt.configs.studies import (
   adaptation,
+  combined,
   objectives,
   shared,
   tuning,
@@ -23,7 +24,7 @@ PAGES = objectives, tuning, adaptation
 def get_study(arg=None):
   """Returns the page of a size (`shared.size`)."""
   size = shared.size(arg)
-  return shared.combined(
+  return combined.study(
     'correlation',
     'Scores before and after tuning',
     size,

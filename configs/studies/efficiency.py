@@ -12,7 +12,7 @@ claims are over one seed of each and have no verdict. FLOPs are counted and have
 no error.
 """
 
-from encdec_adapt.configs.studies import correlation, shared
+from encdec_adapt.configs.studies import combined, correlation, shared
 from encdec_adapt.evaluation.studies import pages
 
 
@@ -35,7 +35,7 @@ def get_study(arg=None):
     all_seeds=False,
     seconds=30,
   )
-  return shared.combined(
+  return combined.study(
     'efficiency',
     'Quality against FLOPs and latency',
     size,

@@ -25,6 +25,7 @@ OPTIONS = ('', ':share=0.05', ':share=0.1', ':share=0.2', ':span=5', ':span=50')
 POD = {'layers': 24, 'width': 2048, 'mlp_width': 5632, 'heads': 32}
 POD = {f'model.decoder.{key}': x for key, x in (POD | {'kv_heads': 2}).items()}
 POD |= {'data.decoder_length': 4096, 'train.batch_size': 256}
+POD['train.microbatches'] = 4  # A row on each of 64 chips.
 POD['optimizer.learning_rate'] = 4e-4
 
 

@@ -4,8 +4,10 @@ This module must not import anything of the package but errors.
 """
 
 from collections.abc import Callable
+import os
+import select
 import sys
-from typing import Any
+from typing import Any, TextIO
 
 from absl import flags
 
@@ -20,6 +22,8 @@ RESTART = 75
 INTERRUPTED = 130
 # Ended by the watchdog, or another process of the job did not answer in time.
 HANG = 76
+# 128 + SIGPIPE: the reader of standard output has ended, such as `| head`.
+CLOSED_OUTPUT = 141
 # SIGABRT: jax aborts a process when another process of the job is missing or
 # has died.
 ABORT = 134
@@ -29,10 +33,16 @@ def guard(function: Callable[..., Any], *arguments: Any) -> Any:
   """Calls a function; prints a user error as a paragraph and exits.
 
   There is no traceback, and the exit status is that of the error. Ctrl-C ends
-  with a line, too.
+  with a line, too, and an output that nobody reads without one.
   """
   try:
     return function(*arguments)
+  except BrokenPipeError:
+    if _has_reader(sys.stdout):
+      raise  # Of another pipe.
+    # Python flushes the output once more at exit.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(CLOSED_OUTPUT)
   except KeyboardInterrupt:
     sys.stdout.flush()
     print('interrupted', file=sys.stderr, flush=True)
@@ -42,6 +52,13 @@ def guard(function: Callable[..., Any], *arguments: Any) -> Any:
     sys.stdout.flush()
     print(f'Error: {" ".join(str(error).split())}', file=sys.stderr, flush=True)
     sys.exit(status(error))
+
+
+def _has_reader(output: TextIO) -> bool:
+  """Returns whether the pipe of an output, if it is one, has a reader."""
+  poll = select.poll()
+  poll.register(output.fileno(), 0)  # Reports errors alone.
+  return not poll.poll(0)
 
 
 def status(error: BaseException) -> int:

@@ -74,3 +74,17 @@ def test_statuses_and_paragraphs(arguments, status, stdout, stderr):
   assert done.stderr.endswith(stderr)
   if status not in (1, exit_status.RESTART):
     assert done.stderr.count('\n') == bool(stderr)
+
+
+def test_output_without_a_reader_ends_the_command_quietly():
+  code = _MAIN.replace("'step 10/20'", "'step 10/20\\n' * 100_000")
+  with subprocess.Popen(
+    [sys.executable, '-c', code],
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    env=tiny.environment(),
+  ) as process:
+    assert process.stdout.readline() == b'step 10/20\n'  # As `| head -1` does.
+    process.stdout.close()
+    assert process.stderr.read() == b''
+  assert process.returncode == exit_status.CLOSED_OUTPUT

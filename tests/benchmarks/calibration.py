@@ -24,6 +24,7 @@ from encdec_adapt.planning import (
   chips,
   hlo,
   plan_report,
+  program_plans,
   programs,
   roofline,
 )
@@ -52,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     _fit(chosen, slices)
   else:
     for row, where in zip(chosen, slices, strict=True):
-      found = plan.make(_settings(row), where, ['train'])['train']
+      found = program_plans.make(_settings(row), where, ['train'])['train']
       print(f'[{row["name"]}]\n{plan_report.text(found)}', flush=True)
       row['estimated'], row['by'] = found['mfu'], found['source']
       row['gib'] = found['memory']['peak'] / 2**30

@@ -11,7 +11,8 @@ from encdec_adapt import config as config_lib
 from encdec_adapt import convert, evaluate, generate, study, train
 from encdec_adapt.base import errors
 from encdec_adapt.cli import command
-from encdec_adapt.configs import functions, post_training, post_training_study
+from encdec_adapt.configs import functions, post_training
+from encdec_adapt.configs.studies import post_training as post_training_page
 from encdec_adapt.data.sources import text_sources
 from encdec_adapt.evaluation.studies import pages, stages
 from tests import tiny
@@ -113,10 +114,10 @@ def test_functions_of_held_out_modules_are_held_out(monkeypatch):
 
 def test_every_stage_of_the_study_is_understood(models, monkeypatch):
   monkeypatch.chdir(models)
-  page = post_training_study.get_study('size=cpu,models=runs/quickstart')
+  page = post_training_page.get_study('size=cpu,models=runs/quickstart')
   resolved = stages.resolve(page)
   trained = {n: x for n, x in resolved.items() if x.module == 'train'}
-  assert len(trained) == 3 * len(post_training_study.RUNS)
+  assert len(trained) == 3 * len(post_training_page.RUNS)
   assert set(trained['pair_rloo_model_seed1'].reads) == {
     *('pair_tuned_seed1', 'pair_reward_seed1', 'records_pair_rloo')
   }
@@ -134,7 +135,7 @@ def test_the_study(models, monkeypatch):
   monkeypatch.chdir(models)
   # The models are not trained: nothing that they sample would end or pass.
   monkeypatch.setattr(functions, 'is_valid', lambda _, text: len(text) % 2)
-  sample = post_training_study._sample
+  sample = post_training_page._sample
 
   def sample_ended(*args):
     ids, groups = sample(*args)
@@ -142,9 +143,9 @@ def test_the_study(models, monkeypatch):
       [dataclasses.replace(x, ended='eos') for x in group] for group in groups
     ]
 
-  monkeypatch.setattr(post_training_study, '_sample', sample_ended)
+  monkeypatch.setattr(post_training_page, '_sample', sample_ended)
   arg = 'size=smoke,models=runs/quickstart'
-  assert tiny.call(study, f'--study=post_training_study:{arg}') == 0
+  assert tiny.call(study, f'--study=post_training:{arg}') == 0
   root = models / 'runs' / 'quickstart' / 'post_training_smoke'
   page = (root / 'report.html').read_text()
   assert '<td>pair_tuned</td>' in page and 'best of 8 by pair_reward' in page

@@ -9,7 +9,13 @@ import pytest
 from encdec_adapt import plan
 from encdec_adapt.base import errors
 from encdec_adapt.files import atomic
-from encdec_adapt.planning import chips, plan_report, plan_search, stored_plans
+from encdec_adapt.planning import (
+  chips,
+  plan_report,
+  plan_search,
+  program_plans,
+  stored_plans,
+)
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.telemetry import environment
 from tests import tiny
@@ -140,7 +146,7 @@ def test_a_machine_with_too_little_memory_compiles_nothing(monkeypatch):
   monkeypatch.setattr(chips, 'compiler', lambda kind: 'libtpu 0.0')
   monkeypatch.setattr(environment, 'memory_free', lambda: 2**27)
   with pytest.raises(errors.UserError, match=r'needs 4.0 GiB .* 1.0 GiB are'):
-    plan._plan(toy.job(), toy.where())
+    program_plans.plan(toy.job(), toy.where())
 
 
 def test_a_program_out_of_memory_fits_no_budget(monkeypatch):

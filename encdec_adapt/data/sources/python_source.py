@@ -16,6 +16,7 @@ import ast
 from collections.abc import Iterator
 import functools
 import hashlib
+import os
 import pathlib
 import platform
 import sysconfig
@@ -62,7 +63,12 @@ class PythonSource(document_source.Source):
       self._topics = topics.topics
     except ImportError:
       self._topics = {}
-    files = (path.relative_to(self._root) for path in self._root.rglob('*.py'))
+    files = []
+    for folder, folders, names in os.walk(self._root):
+      # Installed packages have more folders than all the text.
+      folders[:] = [x for x in folders if x not in self._EXCLUDED]
+      path = pathlib.Path(folder).relative_to(self._root)
+      files += [path / name for name in names if name.endswith('.py')]
     self._modules = sorted(
       path.as_posix() for path in files if not self._is_excluded(path)
     )

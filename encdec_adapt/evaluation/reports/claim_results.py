@@ -134,8 +134,14 @@ def planned_power(
     None for a single seed, and for a metric without variances of other studies.
   """
   seeds = max(len(study.seeds_of(name)) for name in claim.contrast)
-  path, arms = configs.path('studies/variances.json'), len(claim.contrast)
-  planned = variances.planned(path, claim.metric, study.name, arms)
+  metric = pages.LOSS if claim.metric == pages.CROSSING else claim.metric
+  page, name = study.origin(study.evaluation_of(metric, claim.contrast))
+  planned = variances.planned(
+    configs.path('studies/variances.json'),
+    f'{name}/{claim.metric}',
+    page,
+    len(claim.contrast),
+  )
   if planned is None or seeds < 2:
     return None
   layout = planned, seeds, planned.groups, level(claim, study)

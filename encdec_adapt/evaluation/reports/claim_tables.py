@@ -48,18 +48,20 @@ def markdown(rows: Sequence[Mapping[str, str]]) -> str:
 
 
 def write_readme(
-  path: str | os.PathLike[str], folders: Sequence[str | os.PathLike[str]]
+  path: str | os.PathLike[str], folders: Mapping[str, str | os.PathLike[str]]
 ) -> None:
   """Writes the table of the claims of all studies into a README.
 
+  Studies without a report are named in a line after the table.
+
   Args:
     path: file with the lines `BEGIN` and `END`, between which it stands.
-    folders: folders of studies with reports, in the order of the table.
+    folders: folders of studies by their names, in the order of the table.
 
   Raises:
-    UserError: the file has no such lines, or a folder no report.
+    UserError: the file has no such lines.
   """
-  file, rows = paths.at(path), []
+  file, rows, missing = paths.at(path), [], []
   head, begin, body = file.read_text(encoding='utf-8').partition(BEGIN)
   _, end, tail = body.partition(END)
   if not (begin and end):
@@ -67,15 +69,15 @@ def write_readme(
       f'{path} has no lines {BEGIN} and {END}, between which the table of'
       ' claims is written; add them.'
     )
-  for folder in folders:
+  for name, folder in folders.items():
     file_of_report = paths.at(folder) / html_report.JSON
-    if not file_of_report.exists():
-      raise errors.UserError(
-        f'{folder} has no {html_report.JSON}; give --report with the study.'
-      )
-    report = atomic.read_json(file_of_report)
-    rows += [_readme_row(report, cells) for cells in report['claims']]
-  text = f'{head}{BEGIN}\n{markdown(rows)}{END}{tail}'
+    if file_of_report.exists():
+      report = atomic.read_json(file_of_report)
+      rows += [_readme_row(report, cells) for cells in report['claims']]
+    else:
+      missing.append(name)
+  note = f'\nNot run: {", ".join(missing)}.\n' * bool(missing)
+  text = f'{head}{BEGIN}\n{markdown(rows)}{note}{END}{tail}'
   paths.write(file, text.encode())
 
 

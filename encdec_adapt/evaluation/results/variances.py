@@ -1,11 +1,11 @@
 """Variances of paired differences of earlier studies, for planned power.
 
-`configs/studies/variances.json` has for every 'TASK/METRIC' an entry of each
-study that measured it: variances over seeds, over groups of examples and of the
-residual, of differences of two arms that are paired over both, pooled over the
-arms, with degrees of freedom. `python -m encdec_adapt.study --study=PAGE
---variances` writes those of the page's results. A page is never planned by its
-own results.
+`configs/studies/variances.json` has for 'EVALUATION/TASK/METRIC' (losses of
+text and of answers differ in their variances) an entry of each study with it:
+variances over seeds, over groups of examples and of the residual, of
+differences of two arms that are paired over both, pooled over the arms, with
+degrees of freedom. `python -m encdec_adapt.study --study=PAGE --variances` adds
+those of the page's results. A page is never planned by its own results.
 
 The module imports of the package `files`, `contrasts`, `crossed_intervals` and
 `results_store` alone.
@@ -90,7 +90,7 @@ def planned(
 
   Args:
     path: file of the variances.
-    metric: 'TASK/METRIC'.
+    metric: 'EVALUATION/TASK/METRIC'.
     study: name of the study that is planned, whose own entry does not count.
     arms: arms of the contrast, 2 or 4.
 
@@ -138,8 +138,9 @@ def write(
   Args:
     path: file of the variances; made if it is missing.
     study: name of the study.
-    arms: by 'TASK/METRIC', the scores of its arms with the same examples; see
-      `estimate`. Metrics that single examples do not have get no entry.
+    arms: by 'EVALUATION/TASK/METRIC', the scores of its arms with the same
+      examples; see `estimate`. Metrics that single examples do not have get no
+      entry.
   """
   content = _read(path)
   for entries in content.values():

@@ -195,6 +195,10 @@ class Study:
     rates: choices of learning rates.
     root: folder or bucket address; '' for runs/studies/NAME_SIZE.
     platform: 'gpu' or 'tpu' if models need such devices, '' for any.
+    topology: chips, such as h100:64, that its steps are planned on in the place
+      of being measured here; '' for none.
+    readme: README in which the report of a study of studies writes the table of
+      the claims of all its pages; '' for none.
     best_of: maps a name in the report to arms; the one with the lowest
       held-out loss is shown under that name.
     samples: command that writes continuations for the report, samples.jsonl in
@@ -215,6 +219,8 @@ class Study:
   rates: tuple[Rate, ...] = ()
   root: str = ''
   platform: str = ''
+  topology: str = ''
+  readme: str = ''
   best_of: Mapping[str, tuple[str, ...]] = _mapping()
   samples: str = ''
   note: str = ''
@@ -272,6 +278,14 @@ class Study:
   def measured(self, evaluation: Evaluation) -> tuple[str, ...]:
     """Returns the models of an evaluation."""
     return evaluation.models or tuple(arm.name for arm in self.arms)
+
+  def origin(self, evaluation: Evaluation) -> tuple[str, str]:
+    """Returns the page that has made an evaluation, and its name there.
+
+    On a page of the models of other pages the name is PAGE.NAME.
+    """
+    page, _, name = evaluation.name.rpartition('.')
+    return page or self.name, name
 
   def evaluation_of(
     self, metric: str, models: Iterable[str]

@@ -20,6 +20,7 @@ from typing import Any
 
 from encdec_adapt.base import errors, exit_status
 from encdec_adapt.cluster import lock
+from encdec_adapt.evaluation.reports import html_report
 from encdec_adapt.evaluation.studies import pages, stages
 from encdec_adapt.files import append_log, atomic, paths
 from encdec_adapt.telemetry import environment
@@ -90,7 +91,8 @@ class States:
       shared: whether stages that other studies have finished are read.
 
     Raises:
-      UserError: the folder has stages of a study of an earlier version.
+      UserError: the folder has stages of a study of an earlier version, or the
+        report of another study.
     """
     self.root, self.stages = paths.at(study.folder), resolved
     self._shared, parent = shared, self.root.parent
@@ -101,6 +103,14 @@ class States:
         ' which identified them by the text of the page. Give --root another'
         ' folder, or remove this one.'
       )
+    report = self.root / html_report.JSON
+    if report.exists():
+      name = atomic.read_json(report)['study']
+      if name != study.name:
+        raise errors.UserError(
+          f'{self.root} has the results of the study {name}, and this is'
+          f' {study.name}; give --root another folder.'
+        )
 
   def folder(self, stage: stages.Stage) -> paths.Path:
     """Returns the folder of what a stage has made, or will make."""
@@ -217,8 +227,9 @@ class States:
     if not self._shared or (state and state.status == FINISHED):
       return None
     for line in append_log.read(self._index / _INDEX).splitlines():
-      entry = json.loads(line)
-      if entry['identity'] == stage.identity:
+      # Parsing every line would take seconds.
+      if stage.identity.encode() in line:
+        entry = json.loads(line)
         root, folder = paths.at(entry['root']), entry['folder']
         state = _read(self._place(root, folder))
         # It may have been removed since.

@@ -25,7 +25,7 @@ from encdec_adapt.data.making import materialization
 from encdec_adapt.data.records import record_sets
 from encdec_adapt.evaluation.results import crossings
 from encdec_adapt.evaluation.studies import budgets, pages
-from encdec_adapt.files import atomic, paths
+from encdec_adapt.files import atomic, hub, paths
 from encdec_adapt.models import forward_flops, model_config
 from encdec_adapt.telemetry import compute_cost, environment
 from encdec_adapt.tokenizers import vocabulary_pair
@@ -116,6 +116,7 @@ class _Resolver:
     self._configs: dict[str, _Config] = {}
     # Of large texts it takes seconds; the text may change between studies.
     self._fingerprint = functools.cache(materialization.source_fingerprint)
+    self._vocabularies = functools.cache(lambda x: x.open().fingerprints)
 
   def stage(self, name: str, seed: int | None) -> Stage:
     """Returns the stage of an arm, a command or a rate."""
@@ -385,7 +386,7 @@ class _Resolver:
         'encoder_vocabulary': choice.encoder,
       }
     elif vocabulary_pair.exists(choice.decoder):
-      fields = choice.open().fingerprints
+      fields = self._vocabularies(choice)
     else:
       fields = {'vocabulary': f'trained: {data.table_sizes} {data.chat_format}'}
     # Text that a stage writes is identified by the stage, which its name has.
@@ -412,7 +413,8 @@ class _Resolver:
     try:
       return arm.budget.steps(step, sum(spent.values()))
     except errors.UserError as error:
-      raise self.study.error(f'arm {arm.name}: {error}') from error
+      text = str(error).rstrip('.')
+      raise self.study.error(f'arm {arm.name}: {text}') from error
 
   def _step(
     self, arm: pages.Arm, settings: config_lib.Settings
@@ -461,7 +463,9 @@ def _imported_flops(arguments) -> float:
   """Returns the FLOPs that the summary of an imported model states."""
   for text in arguments:
     source = text.removeprefix('--source=')
-    if source != text and (paths.at(source) / compute_cost.SUMMARY).exists():
+    if source == text or source.startswith(hub.SCHEME):
+      continue
+    if (paths.at(source) / compute_cost.SUMMARY).exists():
       summary = atomic.read_json(paths.at(source) / compute_cost.SUMMARY)
       return summary['inclusive']['flops']
   return 0.0

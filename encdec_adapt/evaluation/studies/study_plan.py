@@ -1,6 +1,7 @@
 """What a study will take: tokens, FLOPs, hours, memory, and planned power.
 
-Hours are of a measured step of each shape, which the folder of the study keeps.
+Hours are of a step of each shape, which the folder of the study keeps: measured
+here, or planned for the topology of a study that runs elsewhere.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,9 +21,14 @@ from encdec_adapt.data.making import process_pool
 from encdec_adapt.data.records import record_sets
 from encdec_adapt.evaluation.reports import claim_results, score_tables
 from encdec_adapt.evaluation.results import number_format as numbers
-from encdec_adapt.evaluation.studies import pages, stage_states, stages
+from encdec_adapt.evaluation.studies import (
+  launch_commands,
+  pages,
+  stage_states,
+  stages,
+)
 from encdec_adapt.files import atomic, disk, paths
-from encdec_adapt.planning import programs
+from encdec_adapt.planning import chips, program_plans, programs
 from encdec_adapt.telemetry import environment, progress
 from encdec_adapt.training import setup
 
@@ -36,17 +42,26 @@ _SHAPE += ('train.microbatches', 'train.dropout', 'data.encoder_length')
 _SHAPE += ('data.decoder_length', 'optimizer.name', 'teacher.')
 
 
-def describe(study: pages.Study, states: stage_states.States) -> str:
+def describe(
+  study: pages.Study, states: stage_states.States, flags: Sequence[str]
+) -> str:
   """Describes what a study will take; measures steps that are not known yet.
 
+  Args:
+    study: the study.
+    states: states of its stages.
+    flags: flags of its command.
+
   Returns:
-    Lines of text: a table of the models, then the sums, then claims.
+    Lines of text: a table of the models, then the sums, then claims; of a study
+    that runs elsewhere also the commands of its stages.
   """
   trained = [x for x in states.stages.values() if x.module == 'train']
-  steps = _measured(study, states, trained)
+  steps = _steps(study, states, trained)
   rows: dict[str, dict[str, Any]] = {}
   for stage in trained:
-    step, count = steps.get(_shape(stage)), stage.settings.train.steps
+    step = steps.get(_shape(study, stage))
+    count = stage.settings.train.steps
     runs = len(stage.rate.values) if stage.rate else 1
     row = rows.setdefault(
       stage.model,
@@ -62,6 +77,7 @@ def describe(study: pages.Study, states: stage_states.States) -> str:
     if step:
       row['ms/step'] = f'{1000 * step["seconds"]:.0f}'
       row['memory'] = disk.format_bytes(step['bytes'])
+      row['memory'] += ', does not fit' * (not step.get('fits', True))
       row['hours'] += runs * count * step['seconds'] / 3600
   others = [x for x in states.stages.values() if x.module != 'train']
   # Choices and arms are training; other stages have their expected times.
@@ -83,7 +99,16 @@ def describe(study: pages.Study, states: stage_states.States) -> str:
   if steps:
     largest = max(x['bytes'] for x in steps.values())
     lines.append(f'largest training step: {disk.format_bytes(largest)}')
-  return '\n'.join([*lines, *_claims(study)])
+  lines += _claims(study)
+  if study.topology:
+    count = chips.parse(study.topology).chips
+    lines.append(
+      f'planned on {study.topology}, {count} chips; memory is of a chip. The'
+      ' stages, each after those that it reads (--stage=NAME enters a model'
+      ' whose job has ended):'
+    )
+    lines += launch_commands.commands(study, states, flags)
+  return '\n'.join(lines)
 
 
 def check_text(stage: stages.Stage, arguments: Sequence[str]) -> None:
@@ -148,14 +173,14 @@ def _claims(study: pages.Study) -> list[str]:
   return lines
 
 
-def _shape(stage: stages.Stage) -> str:
+def _shape(study: pages.Study, stage: stages.Stage) -> str:
   """Returns a digest of what a step's time depends on."""
   values = {k: v for k, v in stage.values.items() if k.startswith(_SHAPE)}
-  text = json.dumps(values, sort_keys=True, default=str)
+  text = json.dumps(values, sort_keys=True, default=str) + study.topology
   return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
-def _measured(
+def _steps(
   study: pages.Study,
   states: stage_states.States,
   trained: Sequence[stages.Stage],
@@ -163,7 +188,7 @@ def _measured(
   """Returns time and memory of a step of each shape."""
   path = states.root / _STEPS
   known = atomic.read_json(path) if path.exists() else {}
-  shapes = {_shape(stage): stage for stage in trained}
+  shapes = {_shape(study, stage): stage for stage in trained}
   if missing := {k: x for k, x in shapes.items() if k not in known}:
     settings = {k: _without_paths(x.settings) for k, x in missing.items()}
     try:
@@ -171,7 +196,10 @@ def _measured(
       with lock.hold(states.root / 'stages'):
         # A process of its own: this one keeps no memory of the devices.
         process_pool.run_in_subprocess(
-          measure, str(path), settings, study.platform
+          plan if study.topology else measure,
+          str(path),
+          settings,
+          study.topology or study.platform,
         )
     except lock.InUseError:
       print('another process measures steps')
@@ -210,6 +238,32 @@ def measure(
     atomic.write_json(file, steps)
 
 
+def plan(
+  path: str, jobs: Mapping[str, config_lib.Settings], topology: str
+) -> None:
+  """Adds time and memory of steps, as `encdec_adapt.plan` has them, to a file.
+
+  Args:
+    path: file of the steps.
+    jobs: configurations by the digest of their shape.
+    topology: the chips.
+  """
+  file, hardware = paths.at(path), chips.parse(topology)
+  steps = atomic.read_json(file) if file.exists() else {}
+  for shape, settings in jobs.items():
+    settings = settings.on(hardware.chip.kind)
+    mesh = program_plans.make_mesh(settings, hardware)
+    job = programs.Job.of('train', settings, mesh)
+    estimate = program_plans.plan(job, hardware)
+    if estimate['roofline']:  # None of a program that no memory holds.
+      steps[shape] = {
+        'seconds': estimate['roofline']['step_s'],
+        'bytes': estimate['memory']['peak'],
+        'fits': estimate['fits'],
+      }
+      atomic.write_json(file, steps)
+
+
 def _time(
   settings: config_lib.Settings, mesh: jax.sharding.Mesh
 ) -> dict[str, Any]:
@@ -236,5 +290,6 @@ def _time(
 def _zeros(shape: jax.ShapeDtypeStruct) -> jax.Array:
   """Returns an array of zeros with the shape's sharding."""
   if jnp.issubdtype(shape.dtype, jax.dtypes.prng_key):
-    return jax.random.split(jax.random.key(0), shape.shape or None)
+    key = jax.random.key(0)  # Of dropout: a single one.
+    return jax.random.split(key, shape.shape) if shape.shape else key
   return jax.device_put(jnp.zeros(shape.shape, shape.dtype), shape.sharding)

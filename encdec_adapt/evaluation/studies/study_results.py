@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 import dataclasses
 import datetime
+import math
 from typing import Any
 
 from encdec_adapt import config as config_lib
@@ -40,34 +41,44 @@ def write_variances(study: pages.Study, states: stage_states.States) -> str:
   """
   arms = {}
   for evaluation in study.evaluations:
-    names = evaluation.models or [arm.name for arm in study.arms]
+    page, name = study.origin(evaluation)
+    if page != study.name:
+      continue  # That page writes its own.
     for metric in evaluation.metrics:
-      task, _, name = metric.rpartition('/')
       runs = [
-        [
-          matches[-1]
-          for stage in states.stages.values()
-          if (stage.evaluation, stage.model) == (evaluation.name, model)
-          if (
-            matches := [
-              score
-              for _, score in scores(states, stage)
-              if (score.task, score.metric) == (task, name)
-            ]
-          )
-        ]
-        for model in names
+        _finite(states, evaluation, model, metric)
+        for model in study.measured(evaluation)
       ]
       complete = [x for x in runs if len(x) == max(map(len, runs)) > 1]
       if len(complete) > 1:
-        arms[metric] = complete
+        arms[f'{name}/{metric}'] = complete
   if not arms:
     raise study.error(
-      'no evaluation has two arms of two seeds that are finished; run it first'
+      'no evaluation of its own arms has two of them, of two seeds each, that'
+      ' are finished; run it first'
     )
   path = configs.path('studies/variances.json')
   variances.write(path, study.name, arms)
   return path
+
+
+def _finite(
+  states: stage_states.States,
+  evaluation: pages.Evaluation,
+  model: str,
+  metric: str,
+) -> list[results_store.Score]:
+  """Returns a metric of every seed of a model that has a finite one."""
+  finite = []
+  for stage in states.stages.values():
+    if (stage.evaluation, stage.model) == (evaluation.name, model):
+      matches = [
+        score
+        for _, score in scores(states, stage)
+        if f'{score.task}/{score.metric}' == metric
+      ]
+      finite += [x for x in matches[-1:] if math.isfinite(x.value)]
+  return finite
 
 
 def write(
@@ -164,7 +175,8 @@ def _notes(study, states, ended) -> list[str]:
   current, notes = environment.fingerprint() | environment.versions(), []
   for name, state in ended.items():
     if state.status == stage_states.FAILED:
-      notes.append(f'{name} has failed: {" ".join(state.error.split())}.')
+      error = ' '.join(state.error.split()).rstrip('.')
+      notes.append(f'{name} has failed: {error}.')
     elif lines := state.difference(current):
       notes.append(f'{name} was made by another version: {"; ".join(lines)}.')
   return [*notes, study.note] if study.note else notes

@@ -293,10 +293,12 @@ def test_the_table_of_all_claims(tmp_path):
     '# Studies\n<!-- claims -->\nold\n<!-- end of claims -->\n.'
   )
   for _ in range(2):  # The same again.
-    claim_tables.write_readme(readme, [tmp_path / 'a'])
-    head, _, row, *_, end, last = readme.read_text().splitlines()[1:]
-    assert (head, end, last) == (
+    folders = {'adaptation': tmp_path / 'a', 'wang': tmp_path / 'b'}
+    claim_tables.write_readme(readme, folders)
+    head, _, row, *_, missing, end, last = readme.read_text().splitlines()[1:]
+    assert (head, missing, end, last) == (
       '<!-- claims -->',
+      'Not run: wang.',
       '<!-- end of claims -->',
       '.',
     )
@@ -309,8 +311,6 @@ def test_the_table_of_all_claims(tmp_path):
   assert first.startswith(start)
   end = '| reproduced | `python -m encdec_adapt.study --study=x` | 2.0 |'
   assert first.endswith(end)
-  with pytest.raises(errors.UserError, match='b has no report.json'):
-    claim_tables.write_readme(readme, [tmp_path / 'b'])
   readme.write_text('# Studies')
   with pytest.raises(errors.UserError, match='has no lines <!-- claims -->'):
-    claim_tables.write_readme(readme, [tmp_path / 'a'])
+    claim_tables.write_readme(readme, folders)

@@ -1,11 +1,18 @@
 """The pages in configs/studies: they load, and cost what they may."""
 
+import dataclasses
+
 import pytest
 
 from encdec_adapt import configs, study
 from encdec_adapt.configs.studies import all as all_pages
 from encdec_adapt.configs.studies import shared
-from encdec_adapt.evaluation.studies import pages, stages
+from encdec_adapt.evaluation.studies import (
+  pages,
+  stage_states,
+  stages,
+  study_plan,
+)
 from tests import tiny
 
 SIZES = 'smoke', 'cpu', 'gpu', 'pod'
@@ -142,6 +149,19 @@ def test_arms_of_paired_claims_read_equal_rows(name):
   paired = [claim for claim in page.claims if claim.paired]
   stages.resolve(page)  # Refuses others.
   assert paired or name in UNPAIRED
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', NAMES)
+def test_steps_at_pod_fit_their_chips(name, tmp_path):
+  for i in range(9):  # Passages of several files have labels.
+    (tmp_path / f'{i}.txt').write_text('a line of text\n' * 400)
+  text = 'source' if name == 'architecture' else 'text'
+  text = f'{text}="text:{tmp_path}/*.txt",vocabulary=configs/decoders/base'
+  page = dataclasses.replace(_page(name, f'pod,{text}'), root=str(tmp_path))
+  states = stage_states.States(page, stages.resolve(page))
+  lines = study_plan.describe(page, states, ()).splitlines()
+  assert not any('does not fit' in x or 'not measured' in x for x in lines)
 
 
 @pytest.mark.slow

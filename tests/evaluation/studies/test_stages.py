@@ -262,6 +262,14 @@ def test_a_study_of_the_format_before_is_refused(page, tmp_path):
     run(page)
 
 
+def test_the_folder_of_another_study_is_refused(page, tmp_path):
+  folder = tmp_path / page.root
+  folder.mkdir(parents=True)
+  (folder / 'report.json').write_text('{"study": "large"}')
+  with pytest.raises(errors.UserError, match='small_test has the results of'):
+    run(page)
+
+
 def _claim(**fields):
   base = {'contrast': ('pair', 'scratch'), 'metric': 'held_out/loss'}
   base |= {'direction': 'less', 'smallest': 0.1}

@@ -1,7 +1,7 @@
 r"""What post-training is worth, on functions of Python's library.
 
     bash launch/quickstart.sh --size=full
-    python -m encdec_adapt.study --study=configs/post_training_study.py:size=cpu
+    python -m encdec_adapt.study --study=post_training:size=cpu
 
 tunes the adapted pair and the decoder of `models` (`runs/quickstart_full`) on
 beginnings of functions (`configs/functions.py`), post-trains them in every way
@@ -10,7 +10,7 @@ held-out modules, and its price. `size=cpu` has three seeds, `size=quick` one,
 `size=smoke` is for tests. Single steps of it:
 
     python -m encdec_adapt.train --workdir=.. \
-      --config=configs/post_training_study.py:size=quick,run=pair_rloo
+      --config=configs/studies/post_training.py:size=quick,run=pair_rloo
 
 A run is MODEL_ARM, and starts from the model that was tuned with the same seed.
 """
@@ -40,7 +40,6 @@ from encdec_adapt.telemetry import compute_cost
 MODELS = {'pair': 'adapted', 'decoder': 'decoder_only'}
 TOKENS = 48  # Most tokens of a prompt, and of a continuation.
 SAMPLES = 8
-_STUDY = 'post_training_study'
 # Measures of the price, and how they are shown.
 _PRICES = dict.fromkeys(('kl', 'tokens', 'distinct', 'one_line'), '.2f')
 _PRICES |= dict.fromkeys(('FLOPs', 'with sources'), '.1e')
@@ -193,7 +192,7 @@ def _arm(run, arg):
     starts['teacher.checkpoint'] = 'decoder_tuned'
   if ARMS[arm].reward == 'model:':
     starts['train.rewards'] = 'model:{pair_reward}'
-  return pages.Arm(run, f'{_STUDY}:{arg},run={run}', starts=starts)
+  return pages.Arm(run, f'studies/post_training:{arg},run={run}', starts=starts)
 
 
 def get_study(arg=None):
@@ -206,7 +205,9 @@ def get_study(arg=None):
   def step(name, step_name, *flags, seeds=seeds):
     flags = f'--step={step_name}', f'--size={arg}', *flags
     flags += (f'--output={{{name}}}',)
-    return pages.Command(name, f'configs.{_STUDY}', flags, seeds=seeds)
+    return pages.Command(
+      name, 'configs.studies.post_training', flags, seeds=seeds
+    )
 
   measures = [
     step(

@@ -1,0 +1,108 @@
+"""Plans of the programs of a job on chips that are elsewhere."""
+
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from encdec_adapt import config as config_lib
+from encdec_adapt.base import errors
+from encdec_adapt.files import disk
+from encdec_adapt.planning import (
+  analytic_estimate,
+  chips,
+  hlo,
+  plan_report,
+  plan_search,
+  programs,
+)
+from encdec_adapt.sharding import layout_report
+from encdec_adapt.sharding import mesh as mesh_lib
+from encdec_adapt.telemetry import environment
+from encdec_adapt.training import setup
+
+# Memory of this machine that compiling may take: the recipes for H100 and H200
+# took 1.6 GiB (largest resident size), with layers scanned.
+_COMPILER_BYTES = 4 * 2**30
+
+
+def make(
+  settings: config_lib.Settings, slices: chips.Slice, names: list[str]
+) -> dict[str, dict[str, Any]]:
+  """Returns plans of the named programs; see `plan_report.describe`.
+
+  Raises:
+    UserError: the mesh or a batch does not divide, libtpu is missing, the
+      topology does not exist, or the compiler fails.
+  """
+  mesh, plans = make_mesh(settings, slices), {}
+  for name in names:
+    job = programs.Job.of(name, settings, mesh)
+    plans[name] = plan(job, slices)
+    if not plans[name]['fits']:
+      plans[name] |= plan_search.remedies(job, plans[name], slices)
+  return plans
+
+
+def make_mesh(settings: config_lib.Settings, slices: chips.Slice) -> Mesh:
+  """Returns the mesh of a job on abstract devices of the chips.
+
+  Raises:
+    UserError: the mesh or a batch does not divide.
+  """
+  try:
+    mesh = mesh_lib.make_mesh(settings.mesh, chips.devices_of(slices))
+  except ValueError as error:
+    raise errors.UserError(str(error)) from error
+  lengths = settings.data.train.lengths
+  setup.check_batches(settings.train, lengths, mesh, settings.rules)
+  return mesh
+
+
+def plan(job: programs.Job, slices: chips.Slice) -> dict[str, Any]:
+  """Returns the plan of a program, compiled where there is a compiler.
+
+  Raises:
+    UserError: the compiler fails for another reason than memory, or the
+      compiled program is not understood.
+  """
+  program = job.program()
+  # Listed, since a replicated array takes its full size on every device.
+  copies = {'replicated': layout_report.replicated(program.rows())}
+  compiler = chips.compiler(slices.chip.kind)
+  if not compiler:
+    arguments = analytic_estimate.Arguments.of(job, program)
+    return analytic_estimate.describe(job, slices, arguments) | copies
+  subject = f'program {job.name!r}, compiled for {slices.name} x {slices.count}'
+  free = (environment.memory_free() or 0) * jax.local_device_count()
+  if 0 < free < _COMPILER_BYTES:
+    raise errors.UserError(
+      f'{subject}: the compiler needs {disk.format_bytes(_COMPILER_BYTES)} of'
+      f" this machine's memory, of which {disk.format_bytes(free)} are free."
+      ' Stop other processes, or plan on another machine.'
+    )
+  try:
+    return plan_report.describe(job, slices, program) | copies
+  except hlo.UnknownProgramError as error:
+    raise errors.UserError(
+      f'{subject}, has parts that are not understood: {error}. Please report'
+      f' this, with {compiler} and the command. --search first prints estimates'
+      ' that compile nothing.'
+    ) from error
+  except errors.UserError:
+    raise
+  except ValueError as error:  # Decoding shares no length, for example.
+    raise errors.UserError(f'{subject}: {error} Change config.mesh.') from error
+  except jax.errors.JaxRuntimeError as error:
+    raise errors.UserError(
+      f'{compiler} fails on {subject}: {first_line(error)}. Change'
+      ' config.mesh, the topology or its version.'
+    ) from error
+
+
+def first_line(error: Exception) -> str:
+  """Returns the first line of an error.
+
+  Compilers' errors go on with stack frames or parts of the program.
+  """
+  return str(error).strip().splitlines()[0]

@@ -1,0 +1,169 @@
+"""Plans: power by variances of other studies; chips and launch commands."""
+
+import json
+import shlex
+
+import numpy as np
+import pytest
+
+from encdec_adapt import config as config_lib
+from encdec_adapt import configs, study
+from encdec_adapt.base import errors
+from encdec_adapt.cli import command
+from encdec_adapt.data.sources import document_source
+from encdec_adapt.evaluation.results import results_store
+from encdec_adapt.evaluation.studies import (
+  pages,
+  stage_states,
+  stages,
+  study_plan,
+  study_results,
+)
+from launch import commands
+from launch.slurm import __main__ as slurm
+from launch.tpu_vm import __main__ as tpu_vm
+from tests import tiny
+
+GROUPS = [f'm{i}' for i in range(90)]
+GROUPS = [x for x in GROUPS if not document_source.is_development(x)][:30]
+CLAIM = pages.Claim(
+  'b is ahead.', 'paper', '1', ('a', 'b'), pages.LOSS, 'less', 0.02, 'noise'
+)
+
+
+def _measured(name, evaluations):
+  """A page with finished evaluations, and its states.
+
+  Args:
+    name: name of the page.
+    evaluations: by name, deviations of losses over seeds and groups.
+  """
+  arms, resolved = (pages.Arm('a', 'base'), pages.Arm('b', 'base')), {}
+  page = pages.Study(
+    name,
+    'A study',
+    'test',
+    arms,
+    seeds=(0, 1, 2),
+    claims=(CLAIM,),
+    evaluations=tuple(map(pages.Evaluation, evaluations)),
+  )
+  for evaluation in evaluations:
+    for arm in 'ab':
+      for seed in page.seeds:
+        stage = f'{evaluation}_{page.stage_of(arm, seed)}'
+        resolved[stage] = stages.Stage(
+          *(stage, 'evaluate', (), (), f'{name} {stage}'),
+          model=arm,
+          seed=seed,
+          evaluation=evaluation,
+        )
+  states = stage_states.States(page, resolved)
+  rng = np.random.default_rng(0)
+  for stage in resolved.values():
+    losses = 3 + rng.normal(0, evaluations[stage.evaluation], len(GROUPS))
+    score = results_store.ratio_score(
+      'held_out', 'loss', 10 * losses, np.full(len(GROUPS), 10.0), GROUPS
+    )
+    with states.start(stage, '') as state:
+      state.status = stage_states.FINISHED
+    with results_store.Store(states.folder(stage)) as store:
+      store.add(results_store.Model(stage.name, 1, ''), {}, [score])
+  return page, states
+
+
+def test_a_page_is_planned_by_variances_of_others(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  path = configs.path
+  file = tmp_path / 'variances.json'
+  monkeypatch.setattr(
+    configs, 'path', lambda x: str(file) if 'variances' in x else path(x)
+  )
+  encoder = _measured('encoder', {'text': 0.01, 'answers': 0.5})
+  study_results.write_variances(*encoder)
+  written = json.loads(file.read_text())
+  # Losses of answers do not replace, nor plan, those of text.
+  residuals = {x: y['encoder']['residual'] for x, y in written.items()}
+  assert residuals == {
+    'text/held_out/loss': pytest.approx(2 * 0.01**2, rel=0.5),
+    'answers/held_out/loss': pytest.approx(2 * 0.5**2, rel=0.5),
+  }
+  (line,) = study_plan.describe(*encoder, ()).splitlines()[1:]
+  assert line.endswith(
+    'no entry of held_out/loss in variances.json: no planned power'
+  )
+  # A second study is added; each is planned by the other.
+  wang = _measured('wang', {'text': 0.01})
+  study_results.write_variances(*wang)
+  merged = json.loads(file.read_text())
+  assert merged['text/held_out/loss'].keys() == {'encoder', 'wang'}
+  assert merged['answers/held_out/loss'] == written['answers/held_out/loss']
+  for measured in encoder, wang:
+    (line,) = study_plan.describe(*measured, ()).splitlines()[1:]
+    assert '80 % power for "reproduced" at an effect of 0.0' in line
+  # Nor is a page of other pages' models planned by these, and it adds nothing.
+  other = _measured('correlation', {'encoder.answers': 0.5})
+  assert 'no planned power' in study_plan.describe(*other, ())
+  with pytest.raises(errors.UserError, match='correlation: no evaluation of'):
+    study_results.write_variances(*other)
+
+
+@pytest.fixture(params=['h100:64', 'v5p:4x4x4'])
+def pod(request, tmp_path, monkeypatch):
+  """A page at pod, on local text; the flags of its command."""
+  (tmp_path / 'lines.txt').write_text('a line of text\n' * 400)
+  monkeypatch.chdir(tiny.ROOT)
+  text = f'text="text:{tmp_path}/lines.txt#lines"'
+  text += f',vocabulary=configs/decoders/base,topology={request.param}'
+  flag = f'initialisation:size=pod,{text}'
+  page = study.load(flag)
+  arms = tuple(x for x in page.arms if x.name == 'copied')
+  page = pages.Study(
+    *(page.name, page.title, page.size, arms),
+    evaluations=(pages.Evaluation('text', records='copied'),),
+    commands=page.commands,
+    root=str(tmp_path / 'run'),
+    topology=page.topology,
+  )
+  return page, [f'--study={flag}', f'--root={page.root}']
+
+
+def test_every_stage_at_pod_is_a_command_of_launch(pod, monkeypatch):
+  page, flags = pod
+  monkeypatch.setattr(study_plan, '_steps', lambda *_: {})
+  states = stage_states.States(page, stages.resolve(page))
+  text = study_plan.describe(page, states, flags)
+  lines = text.partition('has ended):\n')[2].splitlines()
+  assert len(lines) == len(states.stages) == 5
+  for line in lines:
+    module, *arguments = shlex.split(line)[2:]
+    if module == 'encdec_adapt.study':
+      study._parse('study', arguments)
+      continue
+    launcher = slurm if module == 'launch.slurm' else tpu_vm
+    arguments.insert(1, '--dry_run')
+    assert commands.main(launcher._parse, launcher._act, arguments) == 0, line
+
+
+@pytest.mark.parametrize('pod', ['h100:64'], indirect=True)
+def test_steps_at_pod_are_planned(pod):
+  page, flags = pod
+  states = stage_states.States(page, stages.resolve(page))
+  row = study_plan.describe(page, states, flags).splitlines()[1].split()
+  assert row[0] == 'copied' and float(row[-1]) > 1
+  (step,) = json.loads((states.root / 'steps.json').read_text()).values()
+  assert step['fits'] and 1 < step['seconds'] < 100
+
+
+def test_a_step_with_dropout_is_measured(tmp_path):
+  changes = {f'decoder.{k}': x for k, x in tiny.STACK.items() if k != 'pattern'}
+  flags = [f'--config.model.{key}={x}' for key, x in changes.items()]
+  flags += ['--config.model.kind=decoder_only', '--config.train.dropout=0.1']
+  flags += ['--config.data.objective=causal_lm', '--config.train.batch_size=8']
+  flags += ['--config.data.vocabulary=bytes', '--config.data.decoder_length=16']
+  flags += ['--config.data.encoder_length=0']
+  values = command.parse(command.define_config, ['--config=base', *flags])
+  settings = config_lib.load(values.config, str(tmp_path))
+  study_plan.measure(str(tmp_path / 'steps.json'), {'shape': settings}, '')
+  step = json.loads((tmp_path / 'steps.json').read_text())['shape']
+  assert step['seconds'] > 0 and step['bytes'] > 0
