@@ -1,7 +1,7 @@
 r"""Estimates memory and time of a configuration on hardware that is elsewhere.
 
     python -m encdec_adapt.plan --config=configs/gemma2.py:size=2b_2b \
-      --topology=v5e:4x4 [--num_slices=2] [--programs=train,eval,decode,sample]
+      --topology=v5e:4x4 [--num_slices=2] [--programs=train,eval,..]
 
 compiles the programs with the TPU's compiler (libtpu), or that of GPUs (extra
 cuda13), which need no devices, and reports memory, FLOPs, collectives and a
@@ -58,7 +58,8 @@ define_flags = command.define(
   command.flag(
     'list',
     'programs',
-    'Of train, eval, decode, and sample of policies.',
+    'Of train, eval, decode, and of policies sample, and reward: the scoring of'
+    ' completions by a reward model.',
     default=['train'],
   ),
   command.number(
@@ -173,12 +174,15 @@ def _plan(job: programs.Job, slices: chips.Slice) -> dict[str, Any]:
       compiled program is not understood.
   """
   program = job.program()
-  # Listed, since a replicated array takes its full size on every device.
-  copies = {'replicated': layout_report.replicated(program.rows())}
+  notes = {
+    # Listed, since a replicated array takes its full size on every device.
+    'replicated': layout_report.replicated(program.rows()),
+    'missing_rewards': job.rewards.missing,
+  }
   compiler = chips.compiler(slices.chip.kind)
   if not compiler:
     arguments = analytic_estimate.Arguments.of(job, program)
-    return analytic_estimate.describe(job, slices, arguments) | copies
+    return analytic_estimate.describe(job, slices, arguments) | notes
   subject = f'program {job.name!r}, compiled for {slices.name} x {slices.count}'
   free = (environment.memory_free() or 0) * jax.local_device_count()
   if 0 < free < _COMPILER_BYTES:
@@ -188,7 +192,7 @@ def _plan(job: programs.Job, slices: chips.Slice) -> dict[str, Any]:
       ' Stop other processes, or plan on another machine.'
     )
   try:
-    return plan_report.describe(job, slices, program) | copies
+    return plan_report.describe(job, slices, program) | notes
   except hlo.UnknownProgramError as error:
     raise errors.UserError(
       f'{subject}, has parts that are not understood: {error}. Please report'
