@@ -69,7 +69,7 @@ def test_a_long_prompt_is_refused_where_prompts_are_continued(vocabulary):
   # An answer is only what rewards compare with.
   assert not _examples(objective, ['x', '\u00e9' * 5])
   assert objective.counts['dropped'] == 1
-  words = 'a.jsonl:0: its prompt has 11 .* encoder_length is 8; .*too_long=drop'
+  words = 'a.jsonl:0: its prompt has 11 .*_length is 8; .*too_long=drop of'
   with pytest.raises(errors.UserError, match=words):
     _examples(objective, ['\u00e9' * 5, 'y'])
 

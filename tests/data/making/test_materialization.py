@@ -319,7 +319,7 @@ def test_a_job_that_continues_prompts_refuses_long_ones(text, tmp_path):
     )
     return shard['examples'], shard['dropped']
 
-  with pytest.raises(errors.UserError, match='a.jsonl:7: its prompt has'):
+  with pytest.raises(errors.UserError, match='a.jsonl, line 7: its prompt has'):
     write('pairs', True)
   # Unless the objective says what to do with them, and in other jobs.
   counts = {write('pairs:too_long=drop', True), write('pairs', False)}
