@@ -215,7 +215,7 @@ def load(
   model = loss.shape(model)
   if loss.samples:
     # Never packed: a row is a prompt.
-    data = dataclasses.replace(data, pack=False)
+    data = dataclasses.replace(data, pack=False, samples=True)
     sampling = sections['train'].sampling
     if not sampling.tokens:
       sampling = dataclasses.replace(sampling, tokens=data.decoder_length)

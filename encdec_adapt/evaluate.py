@@ -35,6 +35,7 @@ from encdec_adapt.evaluation.measures import (
   attention_analysis,
   held_out,
   inference_cost,
+  preference_scores,
 )
 from encdec_adapt.evaluation.reports import html_report, score_tables
 from encdec_adapt.evaluation.results import (
@@ -452,6 +453,7 @@ def _report(
       'quality': quality,
       'per_query': per_query,
       'needles': needles,
+      'calibration': preference_scores.curves(scores),
       'attention': attention_analysis.figures(scores),
       'environment': environment.report(),
     },

@@ -1,7 +1,7 @@
 r"""Estimates memory and time of a configuration on hardware that is elsewhere.
 
     python -m encdec_adapt.plan --config=configs/gemma2.py:size=2b_2b \
-      --topology=v5e:4x4 [--num_slices=2] [--programs=train,eval,decode,sample]
+      --topology=v5e:4x4 [--num_slices=2] [--programs=train,eval,..]
 
 compiles the programs with the TPU's compiler (libtpu), or that of GPUs (extra
 cuda13), which need no devices, and reports memory, FLOPs, collectives and a
@@ -51,7 +51,8 @@ define_flags = command.define(
   command.flag(
     'list',
     'programs',
-    'Of train, eval, decode, and sample of policies.',
+    'Of train, eval, decode, and of policies sample, and reward: the scoring of'
+    ' completions by a reward model.',
     default=['train'],
   ),
   command.number(

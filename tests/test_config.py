@@ -73,6 +73,7 @@ def test_a_shipped_recipe_divides_over_its_chips(arg):
   flags = *SOURCE, f'--config.data.source={source}'
   flags += ('--config.loss.distillation=0',)
   settings = _load(f'--config=configs/gemma2.py:{arg}', *flags)
+  assert settings.data.samples == ('objective=rloo' in arg)
   arguments = dict(item.split('=') for item in arg.split(','))
   slices = chips.parse(arguments['topology'], int(arguments.get('slices', 1)))
   assert settings.mesh.sizes(slices.devices)

@@ -152,7 +152,8 @@ def get_config(arg=None):
   config.data.shards = config.data.workers = 1
   config.train.batch_size = config.train.eval_batch_size = 2 * size.batch
   if arm.reward or arm.recipe == 'distill':
-    # Policies have a prompt in a row.
+    # Policies have a prompt in a row, and a few are longer than TOKENS.
+    config.data.objective = 'pairs:too_long=drop'
     config.data.folder = f'{root}/records_prompts'
     config.data.eval_rows = config.train.eval_batch_size
   if arm.reward:

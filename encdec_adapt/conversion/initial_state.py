@@ -361,12 +361,26 @@ def open_reward_model(
   decoder = lengths.decoder + source.model.architecture.encodes_prompt
   read = framing.Lengths(lengths.encoder, decoder)
   _check_reads(source, model, choice, read, 'reward model')
-  # Kernels want lengths that are multiples of their blocks.
-  compute = dataclasses.replace(compute, attention='chunked', remat='none')
+  placed = place_reward_model(source.model, placement, compute)
+  return Reference(source, placed)
+
+
+def place_reward_model(
+  model: model_config.ModelConfig,
+  placement: state_lib.Placement,
+  compute: execution.ComputeConfig,
+) -> state_lib.Placement:
+  """Places a reward model on the mesh of the job."""
   config = teacher_section.TeacherConfig()
-  return Reference(
-    source, place_reference(source.model, config, placement, compute)
-  )
+  return place_reference(model, config, placement, scoring_compute(compute))
+
+
+def scoring_compute(
+  compute: execution.ComputeConfig,
+) -> execution.ComputeConfig:
+  """Returns the section `compute` of reward models."""
+  # Kernels want lengths that are multiples of their blocks.
+  return dataclasses.replace(compute, attention='chunked', remat='none')
 
 
 def _check_reads(

@@ -32,6 +32,7 @@ class DataConfig:
 
   Attributes:
     table_sizes: vocabulary size of the model, by stack.
+    samples: whether the job continues the prompts of rows.
   """
 
   source: str = keys.key(
@@ -157,11 +158,12 @@ class DataConfig:
     ' rows.',
     at_least=0,
   )
-  # Not a key: `config` fills it in from the model's section, and sections that
-  # differ in it make the same records.
+  # No keys: `config` fills them in from the sections of model and loss, and
+  # sections that differ in them make the same records.
   table_sizes: Mapping[str, int] = dataclasses.field(
     default_factory=dict, compare=False
   )
+  samples: bool = dataclasses.field(default=False, compare=False)
 
   def __post_init__(self):
     keys.check(self, 'config.data.')

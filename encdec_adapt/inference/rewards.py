@@ -77,7 +77,7 @@ def score(
         for x in filled
       ]
     )
-    scores = jax.device_get(_score(model, mesh, rules, params, batch))
+    scores = jax.device_get(score_batch(model, mesh, rules, params, batch))
     rewards.append(scores.reshape(rows, -1)[: len(chunk)])
   return np.concatenate(rewards)
 
@@ -105,7 +105,7 @@ def size(pair: framing.Pair) -> tuple[int, int]:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _score(
+def score_batch(
   model: build.Model,
   mesh: Mesh,
   rules: rules_lib.Rules,

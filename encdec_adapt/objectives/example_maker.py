@@ -100,6 +100,7 @@ class ExampleMaker(abc.ABC):
       may differ.
     lengths: row lengths that every pair fits.
     skips_bad: whether documents that it cannot read are left out and counted.
+    refuses_long: whether inputs that are longer than a row are an error.
     locate: returns the file and line of a document id, for errors.
     frame: frames a row of examples; see `framing.frame_row`.
     check: checks framed rows; see `framing.check_framing`.
@@ -122,6 +123,7 @@ class ExampleMaker(abc.ABC):
   concatenate = False
   one_vocabulary = 'both sides read the tokens of one window'
   skips_bad = False
+  refuses_long = False
   locate: Callable[[str], str] = staticmethod(str)
   frame = staticmethod(framing.frame_row)
   check = staticmethod(framing.check_framing)

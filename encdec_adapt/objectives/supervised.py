@@ -17,10 +17,11 @@ by the model, for rewards of completions.
 
 Examples are never split; one that is longer than a row is dropped, or with the
 option `too_long=truncate` cut at the end of inputs and targets, and the
-manifest counts both. `prefix=TEXT` precedes all inputs of `pairs` ("summarize:
-" in T5). `separator=TEXT` stands between inputs and targets where a
-decoder-only model or a teacher reads both in one row; it belongs to the inputs
-there, so it has no weight. An encoder does not read it.
+manifest counts both. Where a job continues prompts, inputs that are too long
+are an error unless `too_long` is set. `prefix=TEXT` precedes all inputs of
+`pairs` ("summarize: " in T5). `separator=TEXT` stands between inputs and
+targets where a decoder-only model or a teacher reads both in one row; it
+belongs to the inputs there, so it has no weight. An encoder does not read it.
 
 With two vocabularies inputs are encoded in both, those of `chat` in the format
 of each, and answers and the token that ends them are the decoder's.
@@ -185,7 +186,7 @@ class Supervised(example_maker.ExampleMaker):
       for i, pair in enumerate(pairs):
         draw = functools.partial(generator, f'{name}#{i}')
         for example in self._with_copy(pair, draw):
-          fitting = self._fitting(example)
+          fitting = self._fitting(name, example)
           # A copy that was cut may have lost its masked tokens.
           if fitting and (fitting.weights is None or fitting.weights.any()):
             yield fitting._replace(documents=(name,))
@@ -222,13 +223,22 @@ class Supervised(example_maker.ExampleMaker):
       prefix = np.concatenate([pair.teacher_inputs[:cut], self._separator])
     return pair._replace(inputs=pair.inputs[:room], prefix=prefix)
 
-  def _fitting(self, unseparated: framing.Pair) -> framing.Pair | None:
-    """Returns a pair that fits a row; None if it is dropped."""
+  def _fitting(
+    self, name: str, unseparated: framing.Pair
+  ) -> framing.Pair | None:
+    """Returns a pair of a document that fits a row; None if it is dropped."""
     # `positions` counts the longer of inputs and prefix, with the separator.
     pair = self._separated(unseparated)
     encoder, decoder = pair.positions(self.lengths)
     if encoder <= self.lengths.encoder and decoder <= self.lengths.decoder:
       return pair
+    if self.refuses_long and encoder > self.lengths.encoder:
+      raise errors.UserError(
+        f'example {self.locate(name)}: its prompt has {encoder} tokens with'
+        f' BOS, and config.data.encoder_length is {self.lengths.encoder}; raise'
+        ' it, or leave such examples out with the option too_long=drop of'
+        f' config.data.objective={self.name!r}.'
+      )
     if not self._truncates:
       self.counts['dropped'] += 1
       return None

@@ -251,7 +251,7 @@ def _parts(work: Workload, arguments, kind: str) -> dict[str, float]:
   working = max(_working(work, p) for p in work.passes)
   name = 'logits' if work.job.decodes else 'loss'
   parts = {name: _loss(work), 'activations': saved + working}
-  if kind == 'gpu' and work.job.name != 'eval':
+  if kind == 'gpu' and (work.job.trains or work.job.decodes):
     parts['weights'] = _gathered_at_once(work)
   if work.job.trains:
     trees = programs.gradients(work.job)
@@ -339,7 +339,7 @@ def _working(work: Workload, stack_pass: StackPass) -> float:
 
 def _logits_pass(work: Workload) -> StackPass:
   """Returns the pass with the states that logits are computed from."""
-  decoder = work.job.model.decoder
+  decoder = work.job.models[0].decoder
   return next(p for p in work.passes if p.stack is decoder)
 
 
@@ -424,7 +424,7 @@ def _recomputed(work: Workload) -> float:
 
 def _gathered_weights(work: Workload) -> float:
   """Returns bytes of the weights that a device gathers for a microbatch."""
-  stacks = parameters.count_by_stack(work.job.model)
+  stacks = parameters.count_by_stack(work.job.models[0])
   if work.job.decodes:  # The encoder has run before.
     stacks = {'decoder': stacks['decoder']}
   # Tables are not gathered: devices exchange hidden states instead.

@@ -10,7 +10,7 @@ from encdec_adapt.adaptation import init_section
 from encdec_adapt.conversion import initial_state, model_on_disk
 from encdec_adapt.files import disk
 from encdec_adapt.models import parameters
-from encdec_adapt.planning import programs
+from encdec_adapt.planning import programs, reward_models
 from encdec_adapt.sharding import layout_report
 from encdec_adapt.training import setup
 
@@ -18,10 +18,10 @@ from encdec_adapt.training import setup
 def describe(settings: config_lib.Settings) -> str:
   """Describes a job without computing or reading any weight.
 
-  Sources that are not given, or do not exist yet, are left out, and such a
-  teacher is assumed to have the model's or the decoder's shape, as the loss
-  says; the text says so. Activations are not estimated: they depend on the
-  compiled program.
+  Sources that are not given, or do not exist yet, are left out. Such a teacher
+  is assumed to have the model's or the decoder's shape, as the loss says, such
+  a reward model the policy's; the text says so. Activations are not estimated:
+  they depend on the compiled program.
 
   Args:
     settings: loaded with or without sources.
@@ -31,7 +31,7 @@ def describe(settings: config_lib.Settings) -> str:
 
   Raises:
     UserError: the job would be refused for its mesh, its batches, or an
-      existing source or teacher. Vocabularies are not compared.
+      existing source, teacher or reward model. Vocabularies are not compared.
   """
   mesh = setup.make_mesh(settings.mesh)
   settings = settings.on(mesh.devices.flat[0].platform)
@@ -57,13 +57,17 @@ def describe(settings: config_lib.Settings) -> str:
     f'together: {count:,} parameters{experts}',
     f'mesh {dict(job.mesh.shape)}; bytes per device:',
   ]
-  sizes = programs.tree_bytes({**program.arguments, **program.temporaries})
+  sizes = programs.tree_bytes(
+    {**program.arguments, **program.temporaries, **program.beside}
+  )
   for name, size in {**sizes, 'together': sum(sizes.values())}.items():
     lines.append(f'  {name:<16} {disk.format_bytes(size)}')
   if missing and 'teacher' in sizes:
     same = job.references['teacher'] == job.model
     shape = 'the model' if same else 'the decoder'
     lines.append(f"  {missing}: a teacher of {shape}'s shape is counted")
+  missing = job.rewards.missing
+  lines += [f'  {x}' for x in reward_models.missing_text(missing)]
   lengths = job.lengths
   lines += [
     '  without activations; for those of the compiled program run python -m'

@@ -21,6 +21,7 @@ from encdec_adapt.planning import (
   kernels,
   out_of_memory,
   programs,
+  reward_models,
   roofline,
   timeline,
 )
@@ -207,6 +208,8 @@ def text(plan: Mapping[str, Any]) -> str:
   lines += [f'  {k:<18}{disk.format_bytes(v):>12}' for k, v in parts.items()]
   replicated = layout_report.replicated_text(plan['replicated'])
   lines += [f'  {line}' for line in replicated]
+  missing = plan['missing_rewards']
+  lines += [f'  {line}' for line in reward_models.missing_text(missing)]
   lines += [
     f'  would fit by the cost model: {way}' for way in plan.get('remedies', ())
   ]

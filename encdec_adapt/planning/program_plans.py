@@ -67,12 +67,15 @@ def plan(job: programs.Job, slices: chips.Slice) -> dict[str, Any]:
       compiled program is not understood.
   """
   program = job.program()
-  # Listed, since a replicated array takes its full size on every device.
-  copies = {'replicated': layout_report.replicated(program.rows())}
+  notes = {
+    # Listed, since a replicated array takes its full size on every device.
+    'replicated': layout_report.replicated(program.rows()),
+    'missing_rewards': job.rewards.missing,
+  }
   compiler = chips.compiler(slices.chip.kind)
   if not compiler:
     arguments = analytic_estimate.Arguments.of(job, program)
-    return analytic_estimate.describe(job, slices, arguments) | copies
+    return analytic_estimate.describe(job, slices, arguments) | notes
   subject = f'program {job.name!r}, compiled for {slices.name} x {slices.count}'
   free = (environment.memory_free() or 0) * jax.local_device_count()
   if 0 < free < _COMPILER_BYTES:
@@ -82,7 +85,7 @@ def plan(job: programs.Job, slices: chips.Slice) -> dict[str, Any]:
       ' Stop other processes, or plan on another machine.'
     )
   try:
-    return plan_report.describe(job, slices, program) | copies
+    return plan_report.describe(job, slices, program) | notes
   except hlo.UnknownProgramError as error:
     raise errors.UserError(
       f'{subject}, has parts that are not understood: {error}. Please report'

@@ -19,12 +19,13 @@ from encdec_adapt.base import errors
 from encdec_adapt.conversion import initial_state
 from encdec_adapt.data import data_section
 from encdec_adapt.evaluation.measures import perplexity
-from encdec_adapt.inference import decoding
+from encdec_adapt.inference import decoding, rewards
 from encdec_adapt.models import build, execution, model_config
 from encdec_adapt.models import forward_flops as formula
 from encdec_adapt.models import kv_cache as caches
 from encdec_adapt.objectives import framing
 from encdec_adapt.ops import partition
+from encdec_adapt.planning import reward_models
 from encdec_adapt.sharding import compiler, layout_report, placement
 from encdec_adapt.sharding import rules as rules_lib
 from encdec_adapt.tokenizers import special_ids
@@ -47,7 +48,7 @@ class Program:
   Attributes:
     function: the jitted function.
     arguments: trees of ShapeDtypeStruct by part: 'parameters', 'optimizer',
-      'teacher', 'batch', 'caches'.
+      'teacher', 'reward model 1', 'batch', 'caches'.
     call: returns the arguments in the function's order.
     axes: trees of the arguments' logical axes by part, a tuple for each leaf.
     donated: parts with memory that the results reuse.
@@ -102,7 +103,7 @@ class Job:
   """A program of a configuration, on a mesh.
 
   Attributes:
-    name: 'train', 'eval', 'decode', or 'sample' for policies.
+    name: 'train', 'eval', 'decode', or for policies 'sample' and 'reward'.
     mesh: mesh of the devices or of stand-ins; abstract where nothing is
       compiled.
     rules: mesh axes of the logical axes.
@@ -143,7 +144,16 @@ class Job:
         f'--programs={name}: the loss {job.loss.name} samples no completions;'
         ' leave it out.'
       )
-    return job
+    if name != 'reward':
+      return job
+    if not job.rewards.placed:
+      raise errors.UserError(
+        f'--programs={name}: config.train.rewards={job.train.rewards!r} has no'
+        f' reward model, or the loss {job.loss.name} reads no rewards; name'
+        ' model:CHECKPOINT, or leave it out.'
+      )
+    compute = initial_state.scoring_compute(job.compute)
+    return dataclasses.replace(job, compute=compute)
 
   @property
   def trains(self) -> bool:
@@ -160,10 +170,11 @@ class Job:
     """Rules of the program; those of the job's state, but for sampling."""
     if self.name == 'sample':
       return rollouts.sampling_rules(self.placed_model)
-    # A step has a single token per row, which no sequence axis divides.
-    return (
-      dataclasses.replace(self.rules, length=()) if self.decodes else self.rules
-    )
+    # A step has a single token per row, which no sequence axis divides, nor
+    # does it divide a completion and BOS.
+    if self.decodes or self.name == 'reward':
+      return dataclasses.replace(self.rules, length=())
+    return self.rules
 
   @property
   def rows(self) -> int:
@@ -171,7 +182,9 @@ class Job:
     if self.name == 'sample':
       _, samples = self.loss.row_shape(self.data.train.lengths, 1)
       return self.loss.sampled_rows(self.train.batch_size) * samples
-    return self.train.batch_size if self.trains else self.train.eval_batch_size
+    if self.trains or self.name == 'reward':
+      return self.train.batch_size
+    return self.train.eval_batch_size
 
   @property
   def axes(self) -> placement.BatchAxes:
@@ -185,6 +198,9 @@ class Job:
     lengths = self.data.train.lengths
     if self.trains:
       return self.loss.row_shape(lengths, 1)[0]
+    if self.name == 'reward':
+      # The decoder reads BOS, too.
+      return framing.Lengths(lengths.encoder, self.loss.rollouts.tokens + 1)
     if self.name != 'sample':
       return lengths
     tokens = self.loss.rollouts.tokens
@@ -195,13 +211,15 @@ class Job:
   def answers(self) -> int:
     """Answers of a row."""
     answers = self.data.objectives[0].answers
-    if self.trains:
+    if self.trains or self.name == 'reward':
       return self.loss.row_shape(self.lengths, answers)[1]
     return answers
 
   @property
   def models(self) -> tuple[model_config.ModelConfig, ...]:
     """The models that read a batch: the trained model, then references."""
+    if self.name == 'reward':
+      return (self.rewards.placed[self.rewards.largest].model.config,)
     return (self.model, *(self.references[name] for name in self.read_names))
 
   @property
@@ -230,6 +248,23 @@ class Job:
         self.loss, self.teacher, self.model, vocabularies, lengths
       ).model
     return dict.fromkeys(self.loss.references, model)
+
+  @functools.cached_property
+  def rewards(self) -> reward_models.RewardModels:
+    """The reward models that the job holds.
+
+    Raises:
+      UserError: see `reward_models.place`.
+    """
+    if not self.loss.reads_rewards:
+      return reward_models.RewardModels({}, [])
+    return reward_models.place(
+      self.train.rewards,
+      self.placed_model,
+      self.compute,
+      self.data.vocabularies,
+      self.loss.row_shape(self.data.train.lengths, 1)[0],
+    )
 
   @property
   def reads_teacher_row(self) -> bool:
@@ -266,7 +301,7 @@ class Job:
     if self.decodes:
       row = formula.decoding(self.model, *sizes)
     else:
-      row = formula.forward(self.model, *sizes, lengths.teacher, answers)
+      row = formula.forward(self.models[0], *sizes, lengths.teacher, answers)
     return float(self.rows * row)
 
   def program(self) -> Program:
@@ -286,8 +321,8 @@ def _train(job: Job) -> Program:
     job.placed_model, _bound_loss(job), job.optimizer, job.train, job.axes
   )
   state = phases.abstract()
-  beside = _trees_beside(job, state)
-  arguments = {'parameters': state.params, **beside, 'batch': _batch(job)}
+  read = _trees_beside(job, state)
+  arguments = {'parameters': state.params, **read, 'batch': _batch(job)}
   return Program(
     phases.make_step(),
     arguments,
@@ -299,11 +334,12 @@ def _train(job: Job) -> Program:
     _axes(job, arguments),
     donated=('parameters', 'optimizer'),
     temporaries={'gradients': [state.params] * gradients(job)},
+    beside=job.rewards.trees(),
   )
 
 
 def _trees_beside(job: Job, state: state_lib.TrainState) -> dict[str, Any]:
-  """Returns trees that a job holds in addition to its parameters."""
+  """Returns trees that a step reads in addition to its parameters."""
   placed = job.placed_references.items()
   references = {name: p.abstract_params() for name, p in placed}
   return {'optimizer': state.groups, **references}
@@ -343,7 +379,7 @@ def _evaluate(job: Job) -> Program:
   # The optimizer's state, and references that only training reads, stay in
   # memory while a job evaluates.
   phases = phases_lib.Phases(model, job.loss, job.optimizer, job.train)
-  beside = _trees_beside(job, phases.abstract())
+  beside = _trees_beside(job, phases.abstract()) | job.rewards.trees()
   names = job.read_names
   arguments = {'parameters': model.abstract_params(), 'batch': _batch(job)}
   arguments |= {name: beside.pop(name) for name in names}
@@ -415,7 +451,27 @@ def _state(job: Job) -> dict[str, Any]:
     job.placed_model, job.loss, job.optimizer, job.train
   )
   state = phases.abstract()
-  return {'trained parameters': state.params, **_trees_beside(job, state)}
+  trees = {'trained parameters': state.params, **_trees_beside(job, state)}
+  return trees | job.rewards.trees()
+
+
+def _reward(job: Job) -> Program:
+  """Returns the scores of a batch of completions by the largest reward model.
+
+  Every device is given the whole batch.
+  """
+  name, shapes, beside = job.rewards.largest, _fields(job), _state(job)
+  placed = job.rewards.placed[name]
+  axes = jax.tree.map(lambda leaf: (None,) * leaf.ndim, shapes)
+  arguments = {name: beside.pop(name), 'batch': _sharded(job, shapes, axes)}
+  static = placed.model, job.mesh, job.program_rules
+  return Program(
+    rewards.score_batch,
+    arguments,
+    lambda a: (*static, a[name], a['batch']),
+    {name: placed.axes(arguments[name]), 'batch': axes},
+    beside=beside,
+  )
 
 
 PROGRAMS: Mapping[str, Callable[[Job], Program]] = {
@@ -423,6 +479,7 @@ PROGRAMS: Mapping[str, Callable[[Job], Program]] = {
   'eval': _evaluate,
   'decode': _decode,
   'sample': _decode,
+  'reward': _reward,
 }
 
 
@@ -444,6 +501,12 @@ def tree_bytes(trees: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _batch(job: Job) -> dict[str, jax.ShapeDtypeStruct]:
+  """Returns the fields of a batch, sharded."""
+  shapes = _fields(job)
+  return _sharded(job, shapes, placement.batch_axes(shapes, job.axes))
+
+
+def _fields(job: Job) -> dict[str, jax.ShapeDtypeStruct]:
   """Returns the fields of a batch; see `objectives.framing`."""
   # A row without pairs has the fields, and no ids beside those of padding, so
   # that no vocabulary has to be opened.
@@ -452,11 +515,14 @@ def _batch(job: Job) -> dict[str, jax.ShapeDtypeStruct]:
   maker, teacher = job.data.objectives[0].maker, job.reads_teacher_row
   if job.trains:
     rows = job.loss.pad_batch(maker, job.lengths, both_sides, teacher=teacher)
+  elif job.name == 'reward':
+    group = [[]] * job.answers
+    row = framing.frame_group(group, job.lengths, both_sides, teacher=teacher)
+    rows = framing.stack_rows([row])
   else:
     row = maker.frame((), job.lengths, both_sides, teacher=teacher)
     rows = framing.stack_rows([row])
-  shapes = {
+  return {
     name: jax.ShapeDtypeStruct((job.rows, *value.shape[1:]), value.dtype)
     for name, value in rows.items()
   }
-  return _sharded(job, shapes, placement.batch_axes(shapes, job.axes))

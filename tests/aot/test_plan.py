@@ -112,6 +112,28 @@ def test_evaluation_and_kernels_of_sharded_lengths_are_counted(tmp_path):
 
 @toy.needs_libtpu
 @pytest.mark.aot
+@pytest.mark.long
+def test_the_scoring_of_a_reward_model_is_compiled(tmp_path):
+  flags = ['--config.loss.kind=rloo', '--config.train.rewards=model:nowhere']
+  flags += ['--config.data.objective=pairs', '--config.data.encoder_length=256']
+  flags += ['--config.train.rollouts=samples=2,tokens=127']
+  (plan,) = make(tmp_path, *flags, '--programs=reward').values()
+  memory, layer = plan['memory'], 2 * 256 * (2 * 512 + 2 * 256) + 6 * 256 * 512
+  tokens = ROWS * (256 + 2 * 128)
+  # Cross-attention projects queries of the completions, and keys and values of
+  # the prompt, once for all of them.
+  products = LAYERS * tokens * layer
+  cross = 2 * 256 * (2 * 512 * 2 * 128 + 2 * 256 * 256) * ROWS * LAYERS
+  assert plan['flops']['products'] > (products + cross) / 4
+  assert memory['peak'] > sum(memory['beside'].values())
+  assert memory['arguments']['reward model 1'] == pytest.approx(
+    memory['beside']['teacher'], rel=0.01
+  )
+  assert not plan['kernels'] and plan['missing_rewards'] == ['nowhere']
+
+
+@toy.needs_libtpu
+@pytest.mark.aot
 @pytest.mark.slow
 def test_offloaded_state_takes_no_device_memory(tmp_path):
   """Of a model whose state fills a chip: else the compiler has no need."""

@@ -76,3 +76,19 @@ def test_dry_run_needs_no_source_and_no_teacher(
   )
   assert re.search(f'sources: {source} {problem}', shown)
   assert re.search(r'without activations.*encdec_adapt\.plan', shown)
+
+
+def test_dry_run_counts_a_reward_model_that_is_not_there(capsys):
+  flags = [
+    '--config=configs/quickstart.py:size=smoke,run=unbalanced',
+    '--config.train.batch_size=64',
+    '--config.loss.kind=rloo',
+    '--config.loss.distillation=0',
+    '--config.train.rewards=model:runs/nobody',
+    '--config.data.objective=pairs',
+    '--config.data.source=pairs:x#a,b',
+  ]
+  assert _train(*flags, '--dry_run') == 0
+  shown = capsys.readouterr().out
+  assert 'runs/nobody does not exist: a reward model of the policy' in shown
+  assert re.search('^  reward model 1 +[0-9]', shown, re.MULTILINE)

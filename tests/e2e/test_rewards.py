@@ -89,7 +89,8 @@ def test_a_reward_model_trains_scores_and_chooses(tmp_path):
   assert scores['accuracy']['value'] > 0.9 and scores['accuracy']['n'] == 120
   rewards = [line['reward'] for line in best]
   assert scores['reward']['value'] == pytest.approx(np.mean(rewards), abs=1e-4)
-  assert 'accuracy_at_0.9' in (output / 'report.html').read_text()
+  page = (output / 'report.html').read_text()
+  assert 'accuracy_at_0.9' in page and 'alt="calibration on pref' in page
   # Exported and read back: the same rewards.
   exported = folders.export(run, tmp_path / 'exported')
   raw = json.loads((exported / 'config.json').read_text())

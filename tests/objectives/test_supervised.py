@@ -62,6 +62,18 @@ def test_long_examples_follow_a_named_rule_and_are_counted(
     assert pairs[2].targets[-1] != vocabulary.eos
 
 
+def test_a_long_prompt_is_refused_where_prompts_are_continued(vocabulary):
+  objective = _make(vocabulary, 'pairs', 8, 6)
+  objective.refuses_long = True
+  objective.locate = 'a.jsonl:{}'.format
+  # An answer is only what rewards compare with.
+  assert not _examples(objective, ['x', '\u00e9' * 5])
+  assert objective.counts['dropped'] == 1
+  words = 'a.jsonl:0: its prompt has 11 .*_length is 8; .*too_long=drop of'
+  with pytest.raises(errors.UserError, match=words):
+    _examples(objective, ['\u00e9' * 5, 'y'])
+
+
 CHAT = [
   {'role': 'system', 'content': 'Be brief.'},
   {'role': 'user', 'content': 'Hi'},

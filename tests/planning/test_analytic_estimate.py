@@ -77,6 +77,30 @@ def test_a_policy_samples_with_a_copy_beside_its_state():
     toy.job('sample')
 
 
+def test_a_policy_holds_its_reward_model():
+  jobs = {
+    name: toy.job(name, **toy.POLICY, mesh__fsdp=8)
+    for name in ('train', 'sample', 'reward')
+  }
+  programs_by_name = {name: job.program() for name, job in jobs.items()}
+  size = programs.tree_bytes(programs_by_name['train'].arguments)
+  # In bfloat16 and sharded as the policy; the head is a vector.
+  held = size['parameters'] / 2 + 2 * jobs['train'].model.decoder.width / 8
+  for name in ('train', 'sample'):
+    beside = programs.tree_bytes(programs_by_name[name].beside)
+    assert beside['reward model 1'] == pytest.approx(held, rel=0.02)
+  scoring = programs_by_name['reward']
+  assert set(scoring.arguments) == {'reward model 1', 'batch'}
+  assert set(scoring.beside) == {'trained parameters', 'optimizer', 'teacher'}
+  shapes = {name: x.shape for name, x in scoring.arguments['batch'].items()}
+  # BOS and all of a completion.
+  assert shapes['decoder_tokens'] == (toy.ROWS, 4, 16 + 1)
+  assert shapes['encoder_tokens'] == (toy.ROWS, toy.LENGTH)
+  assert jobs['reward'].rewards.missing == ['nowhere/judge']
+  with pytest.raises(errors.UserError, match="'answers' has no reward model"):
+    toy.job('reward', **toy.POLICY | {'train__rewards': 'answers'})
+
+
 def test_both_answers_of_a_preference_are_counted():
   changes = {'data__objective': 'preferences'}
   changes['data__source'] = 'preferences:x#p,c,r'

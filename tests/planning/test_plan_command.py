@@ -45,6 +45,18 @@ def test_a_plan_of_gpus_is_written_and_tabulated(tmp_path, capsys):
   assert len([row for row in rows if row.startswith('| `encoder=toy`')]) == 3
 
 
+def test_a_reward_model_that_is_not_here_is_assumed(capsys):
+  policy = {x.replace('__', '.'): value for x, value in toy.POLICY.items()}
+  flags = [f'--config.{key}={value}' for key, value in policy.items()]
+  flags += ['--config.data.objective=pairs', '--programs=train,reward']
+  flags += ['--config.loss.distillation=0']
+  assert tiny.call(plan, *FLAGS, *flags) == 0
+  printed = capsys.readouterr().out
+  text = "nowhere/judge does not exist: a reward model of the policy's shape"
+  assert printed.count(text) == 2
+  assert 'reward model 1 (beside)' in printed and '[reward]' in printed
+
+
 def test_over_the_budget_it_names_what_fits(capsys):
   flags = ['--hbm_gib=0.02', '--config.compute.remat=none']
   assert tiny.call(plan, *FLAGS, *flags) == plan.DOES_NOT_FIT

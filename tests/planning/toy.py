@@ -47,13 +47,14 @@ def job(name='train', **changes):
   return programs.Job.of(name, settings, mesh)
 
 
-# Sampling needs a policy.
+# Sampling needs a policy, and scoring its reward model, which is not there.
 POLICY = {'loss__kind': 'rloo', 'train__rollouts': 'samples=4,tokens=16'}
+POLICY |= {'train__rewards': 'answers + model:nowhere/judge@0.5'}
 
 
 def program_job(name):
   """A program of the pair, or of a policy where only that has it."""
-  return job(name, **(POLICY if name == 'sample' else {}))
+  return job(name, **(POLICY if name in ('sample', 'reward') else {}))
 
 
 def plan(job, where=where()):

@@ -126,9 +126,8 @@ def test_calibration_and_lengths_of_literal_margins():
   }
   ratios = np.stack([[x, np.ones(5)] for x in rows.values()])
   result = perplexity.Result(tuple(rows), ratios.astype(float))
-  scores = {
-    x.metric: (x.value, x.n) for x in preference_scores.scores('t', result)
-  }
+  every = preference_scores.scores('t', result)
+  scores = {x.metric: (x.value, x.n) for x in every}
   assert scores['accuracy_chosen_shorter'] == (0.5, 2)
   assert scores['accuracy_chosen_equal'] == (0, 1)
   assert scores['accuracy_chosen_longer'] == (1, 2)
@@ -138,6 +137,11 @@ def test_calibration_and_lengths_of_literal_margins():
   assert scores['confidence_at_0.7'] == (pytest.approx(0.7310586), 1)
   assert scores['accuracy_at_0.9'] == (0.5, 2)
   assert 'accuracy_at_0.6' not in scores
+  curve = preference_scores.curves({'m': every})['t']['m']
+  assert [x[:2] for x in curve] == [
+    (pytest.approx(sigmoid), right)
+    for sigmoid, right in ((0.5249792, 0.5), (0.7310586, 1), (0.9525741, 0.5))
+  ]
   plain = dataclasses.replace(result, metrics=('loss', 'accuracy', 'other'))
   assert not preference_scores.scores('t', plain)
 

@@ -124,6 +124,10 @@ def test_a_turn_of_a_chat_ends_with_its_token(sampled, records, monkeypatch):
   ids = samples.completion(0, 0).tolist()
   ids = ids[: ids.index(end) + 1]
   assert chat.completion(0, 0).tolist() == ids and chat.ended[0, 0]
+  # Steps of the other rows leave nothing after its end.
+  assert chat.log_probs[0, 0, : len(ids)].all()
+  assert not chat.tokens[0, 0, len(ids) :].any()
+  assert not chat.log_probs[0, 0, len(ids) :].any()
 
 
 @pytest.mark.sharded

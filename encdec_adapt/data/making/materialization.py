@@ -108,6 +108,7 @@ def materialize_sets(
   *,
   workers: int = 1,
   beam: Sequence[str] | None = None,
+  refuse_long: bool = False,
   reader: shard_jobs.Reader = shard_jobs.read_examples,
 ) -> list[dict[str, Any]]:
   """Makes the missing shards and the manifests of record sets.
@@ -118,14 +119,15 @@ def materialize_sets(
     choice: vocabularies of the model.
     workers: number of processes; 1 makes the shards in this one.
     beam: options of the Apache Beam pipeline that makes the shards instead.
+    refuse_long: see `shard_jobs.ShardJob`.
     reader: function that yields the examples of a shard; importable by name.
 
   Returns:
     The manifests, in the order of `sets`.
 
   Raises:
-    UserError: the source is missing or gives no rows, a folder has records
-      of another spec, or another job is writing it.
+    UserError: the source is missing or gives no rows, a prompt is too long, a
+      folder has records of another spec, or another job is writing it.
   """
   opened = choice.open()
   described = opened.describe()
@@ -144,7 +146,8 @@ def materialize_sets(
         spec, source_fingerprint=digest, **opened.fingerprints
       )
       builds.append(_open_set(spec, paths.at(folder), beam is not None))
-    jobs = _missing_shards(builds, choice, reader)
+    options = {'reader': reader, 'refuse_long': refuse_long}
+    jobs = _missing_shards(builds, choice, options)
     groups = shard_jobs.group_jobs(jobs)
     if jobs:
       how = f'{min(workers, len(groups))} at a time'
@@ -185,12 +188,12 @@ def materialize_sets(
 def _missing_shards(
   builds: Sequence[_Build],
   choice: vocabulary_pair.Choice,
-  reader: shard_jobs.Reader,
+  options: Mapping[str, Any],
 ) -> list[shard_jobs.ShardJob]:
   """Describes the missing shards of record sets."""
   jobs = [
     shard_jobs.ShardJob(
-      str(build.shard_folder), build.spec, choice, build.parts, key, reader
+      str(build.shard_folder), build.spec, choice, build.parts, key, **options
     )
     for build in builds
     for key, entry in build.entries.items()
@@ -460,4 +463,10 @@ def materialize(
   # Held-out records first: they are few, and show whether there are any.
   folders = set_folders(data)
   sets = [folders['eval'], folders['train']]
-  materialize_sets(sets, data.vocabularies, workers=data.workers, beam=beam)
+  materialize_sets(
+    sets,
+    data.vocabularies,
+    workers=data.workers,
+    beam=beam,
+    refuse_long=data.samples,
+  )

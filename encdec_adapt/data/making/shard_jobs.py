@@ -53,6 +53,8 @@ class ShardJob:
     parts: parts of the record set.
     key: pass, part and number of the shard in the set.
     reader: function that yields the examples of the shard.
+    refuse_long: whether a prompt that is longer than a row is an error, unless
+      the objective has the option too_long.
     left_out: name of a source -> ids of documents that are not read.
     cut: names of the sources of which pieces are held out; None: unknown.
     tokens: tokens of documents that another job of the group has read.
@@ -66,6 +68,7 @@ class ShardJob:
   parts: Sequence[record_sets.Part]
   key: record_writing.ShardKey
   reader: Reader
+  refuse_long: bool = False
   left_out: Mapping[str, frozenset[str]] = dataclasses.field(
     default_factory=dict
   )
@@ -186,6 +189,7 @@ def read_examples(job: ShardJob) -> Iterable[Example]:
     objective = objective_names.for_evaluation(objective)
   maker = make_maker(spec, objective, opened)
   maker.skips_bad = spec.bad_documents == 'skip'
+  maker.refuses_long = job.refuse_long and 'too_long' not in objective.options
   draw = make_draw(spec, job.key.pass_index)
   (part,) = (
     part

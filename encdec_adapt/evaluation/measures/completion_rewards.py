@@ -195,6 +195,13 @@ class Rewards:
     return [float(bool(result)) for result in results]
 
 
+def model_paths(text: str) -> list[str]:
+  """Returns the paths of the reward models in `config.train.rewards`."""
+  parts = option_strings.things(LABEL, text, r' \+ ')
+  pairs = [part.partition(':') for part, _ in parts]
+  return [path.text for kind, path in pairs if kind.text == 'model' and path]
+
+
 def open_rewards(
   settings: config_lib.Settings, placement: state_lib.Placement
 ) -> Rewards | None:

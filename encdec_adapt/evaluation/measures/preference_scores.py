@@ -14,6 +14,8 @@ import numpy as np
 from encdec_adapt.evaluation.measures import perplexity
 from encdec_adapt.evaluation.results import results_store
 
+Curve = list[tuple[float, float, float]]
+
 _BINS = (0.5, 0.6, 0.7, 0.8, 0.9)  # Lower ends of the bins of confidence.
 # Sign of the chosen answer's length minus that of the rejected one -> metric.
 _LENGTHS = {-1: 'shorter', 0: 'equal', 1: 'longer'}
@@ -52,3 +54,24 @@ def scores(task: str, result: perplexity.Result) -> list[results_store.Score]:
     for name, values in groups
     if len(values)
   ]
+
+
+def curves(scores: results_store.Scores) -> dict[str, dict[str, Curve]]:
+  """Returns the curves of calibration that `scores` has bins of.
+
+  Args:
+    scores: scores by model.
+
+  Returns:
+    By task and model, for each bin its mean confidence, accuracy, and the
+    accuracy's standard error.
+  """
+  by_task: dict[str, dict[str, Curve]] = {}
+  for model, model_scores in scores.items():
+    by_name = {(score.task, score.metric): score for score in model_scores}
+    for (task, metric), score in by_name.items():
+      if metric.startswith('confidence_at_'):
+        right = by_name[task, metric.replace('confidence', 'accuracy')]
+        point = score.value, right.value, right.stderr or 0.0
+        by_task.setdefault(task, {}).setdefault(model, []).append(point)
+  return by_task

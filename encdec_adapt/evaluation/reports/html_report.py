@@ -4,9 +4,10 @@ An evaluation's report is a dictionary with `title`, `notes` (sentences),
 `environment`, `quality` (label, and a number per model) and `per_query` (cost
 per model and axis: lower quartile, median, upper quartile) of the figure,
 `needles` of the heat maps (see `evaluation.tasks.retrieval_scores.grids`),
-`attention` (see `attention_analysis.figures`), and `tables`: rows by section,
-see `evaluation.reports.score_tables`. The module that writes this dictionary
-is not imported. A page refers to nothing outside it but folders of runs.
+`calibration` (see `preference_scores.curves`), `attention` (see
+`attention_analysis.figures`), and `tables`: rows by section, see
+`evaluation.reports.score_tables`. The module that writes this dictionary is not
+imported. A page refers to nothing outside it but folders of runs.
 """
 
 import base64
@@ -70,6 +71,15 @@ def write_evaluation(report: Report, folder: str | os.PathLike[str]) -> None:
           report['needles'],
         )
       )
+    sections['Calibration'] = figures(
+      figure(
+        stage / f'calibration_{task}.png',
+        f'calibration on {task}',
+        report_figures.draw_calibration,
+        curves,
+      )
+      for task, curves in report['calibration'].items()
+    )
     if report['per_query']:
       label, quality = report['quality']
       sections['Quality against cost'] = cost_figures(

@@ -248,6 +248,29 @@ def draw_points(
       axes.invert_yaxis()  # The better is above in all figures.
 
 
+def draw_calibration(
+  curves: Mapping[str, Sequence[tuple[float, float, float]]],
+  *,
+  path: pathlib.Path,
+) -> None:
+  """Draws the accuracy of preferences by the confidence of every model.
+
+  Args:
+    curves: for each model `preference_scores.Curve`; bars are 95 % intervals.
+    path: path of the PNG.
+  """
+  with _subplots(path) as (_, ((axes,),)):
+    axes.plot((0.5, 1), (0.5, 1), color='0.6', linewidth=1, label='calibrated')
+    for (name, curve), style in zip(
+      curves.items(), styles(list(curves)).values(), strict=True
+    ):
+      x, y, errors = zip(*curve, strict=True)
+      bars = [1.96 * error for error in errors]
+      axes.errorbar(x, y, bars, **style, marker='o', label=name)
+    axes.set(xlabel='confidence', ylabel='accuracy')
+    axes.legend(fontsize=9)
+
+
 def draw_needles(
   grids: Mapping[str, Mapping[str, Mapping[str, float]]],
   *,

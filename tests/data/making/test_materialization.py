@@ -227,6 +227,7 @@ def data_config(text, folder, **changes):
     train_vocabulary=False,
     chat_format='',
     workers=1,
+    samples=False,
     train=make_spec(text, passes=1),
     evaluation=make_spec(text, split='eval', passes=1, pack=False, max_rows=8),
   )
@@ -294,6 +295,35 @@ def test_conversations_in_a_vocabulary_of_their_own(text, tmp_path):
     errors.UserError, match="'chatml'.* lacks <|im_end|> <|im"
   ):
     materialization.open_vocabularies(data)
+
+
+def test_a_job_that_continues_prompts_refuses_long_ones(text, tmp_path):
+  file = tmp_path / 'a.jsonl'
+  lines = [{'q': 'Why?' * n, 'a': 'No.'} for n in (1, 2, 3, 1, 2, 3, 40)]
+  file.write_text(''.join(json.dumps(x) + '\n' for x in lines))
+
+  def write(objective, samples):
+    folder = tmp_path / f'{objective}-{samples}'
+    changes = dict(source=f'pairs:{file}#q,a', objective=objective, passes=1)
+    changes |= dict(pack=False, shards=1)
+    data = data_config(
+      text,
+      folder,
+      samples=samples,
+      train=make_spec(text, **changes, eval_fraction=0.01),
+      evaluation=make_spec(text, **changes, split='eval', eval_fraction=0.9),
+    )
+    materialization.materialize(data)
+    ((shard,),) = (
+      x['shards'] for x in record_sets.read_manifest(folder / 'train')['passes']
+    )
+    return shard['examples'], shard['dropped']
+
+  with pytest.raises(errors.UserError, match='a.jsonl, line 7: its prompt has'):
+    write('pairs', True)
+  # Unless the objective says what to do with them, and in other jobs.
+  counts = {write('pairs:too_long=drop', True), write('pairs', False)}
+  assert counts == {(6, 1)}
 
 
 def test_records_of_another_vocabulary_are_refused(text, tmp_path):

@@ -253,6 +253,7 @@ def test_the_report_has_heat_maps_and_a_table(tmp_path):
     per_query={},
     needles=needles,
     attention={},
+    calibration={},
     tables={'Retrieval': rows},
   )
   html_report.write_evaluation(report, tmp_path)

@@ -1,0 +1,68 @@
+"""Completions of a batch: their metrics, and the rows that the loss reads."""
+
+import types
+
+import numpy as np
+import pytest
+
+from encdec_adapt.objectives import framing
+from encdec_adapt.training import policy_batches, rollouts
+from encdec_adapt.training.losses import policy, rollout_options
+from tests import gemma_ids
+
+PAIR = framing.Pair(np.zeros(0, np.int32), np.zeros(0, np.int32))
+
+
+def _group(*tokens):
+  return policy_batches.Completions(
+    'a', {}, [''] * len(tokens), PAIR, [np.array(x, np.int32) for x in tokens]
+  )
+
+
+# Two completions of three prompts, of which one is cut short, and a filler.
+BATCH = policy_batches._Batch(
+  rows=[4, -1, 2, 3],
+  exists=[0, 2, 3],
+  groups=[_group([5, 1], [5, 1]), _group([6, 1], [8]), _group([1], [1])],
+  samples=rollouts.Samples(
+    tokens=np.zeros((4, 2, 4), np.int32),
+    counts=np.array([[2, 2], [4, 4], [2, 1], [1, 1]]),
+    log_probs=np.zeros((4, 2, 4), np.float32),
+    ended=np.array([[True, True], [False, False], [True, False], [True, True]]),
+  ),
+  values={'f': np.array([[1.0, 1.0], [0.0, 1.0], [0.0, 0.0]])},
+  counts={'timeouts': 1},
+  rewards=np.array([[2.0, 2.0], [7.0, 0.0], [0.0, 2.0], [0.0, 0.0]]),
+)
+
+
+def test_metrics_are_of_the_prompts_that_exist():
+  assert BATCH.metrics() == pytest.approx(
+    {
+      'reward': 1,
+      'reward/f': 0.5,
+      'sampled_tokens': 9,
+      'length': 1.5,
+      'cut_short': 1 / 6,
+      'without_spread': 2 / 3,
+      'distinct': 4 / 6,
+      'timeouts': 1,
+    }
+  )
+
+
+@pytest.mark.parametrize('cut, last', [('keep', 1), ('mask', 0)])
+def test_tokens_count_up_to_the_end_and_masked_completions_not(cut, last):
+  sampling = rollout_options.Rollouts(samples=2, tokens=4, cut=cut)
+  spec = types.SimpleNamespace(lengths=framing.Lengths(4, 4))
+  records = types.SimpleNamespace(spec=spec, framing=gemma_ids.FRAMING)
+  batches = types.SimpleNamespace(
+    _loss=policy.Policy(kind='rloo', rollouts=sampling),
+    _local=range(4),
+    _data=types.SimpleNamespace(train=records),
+    _teacher=False,
+  )
+  rows = policy_batches.PolicyBatches._frame(batches, BATCH)
+  counts = [[2, 2], [0, 0], [2, last], [1, 1]]
+  np.testing.assert_array_equal(rows['weights'].sum(-1), counts)
+  np.testing.assert_array_equal(rows['targets'][2, :, 0], [6, 8])
