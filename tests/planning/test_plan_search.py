@@ -163,7 +163,9 @@ def test_a_program_out_of_memory_fits_no_budget(monkeypatch):
   assert toy.KEYS == set(found)
   assert not found['fits'] and found['memory']['peak'] == 15.6 * GIB
   assert found['memory']['budget'] == chips.CHIPS['v5e'].hbm_bytes
-  assert 'DOES NOT FIT' in plan_report.text(found | {'replicated': []})
+  assert 'DOES NOT FIT' in plan_report.text(
+    found | {'replicated': [], 'missing_rewards': []}
+  )
   assert plan_search.Candidate(toy.job(), (), found).rate == 0
   request = {'config': 'a.py', 'topology': 'v5e:4x4', 'num_slices': 1}
   written = {**request, 'programs': {'decode': found}}
