@@ -58,11 +58,8 @@ def project_keys_values(
 
 def _project(params: Mapping[str, Array], name: str, x: jax.Array) -> jax.Array:
   """Projects `x` by a kernel, and adds its bias if there is any."""
-  # Cast first, so that the gradient is summed over the mesh in the dtype of the
-  # computation: in bfloat16 half as many bytes.
-  kernel, bias = params[name].astype(x.dtype), params.get(f'{name}_bias')
-  kernel = partition.sum_gradient_in_stages(kernel, *_AXES[name])
-  return layers.project(x, kernel, bias)
+  bias = params.get(f'{name}_bias')
+  return layers.project(x, params[name], bias, axes=_AXES[name])
 
 
 class _Attention(nn.Module):
@@ -95,7 +92,7 @@ class _Attention(nn.Module):
     for name, (contracted, shape) in kernels.items():
       axes, dims = _AXES[name], (0, 1, 2)
       init = layers.kernel_init(axes, dims[:contracted], dims[contracted:])
-      weights[name] = self.param(name, init, shape)
+      weights[name] = layers.declare(self, name, init, shape)
       if name in biased[cfg.attention_bias]:
         init = layers.bias_init(*axes[contracted:])
         weights[f'{name}_bias'] = self.param(

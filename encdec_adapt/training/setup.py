@@ -19,6 +19,7 @@ from encdec_adapt.cluster import distributed
 from encdec_adapt.data import data_section
 from encdec_adapt.data.making import materialization, process_pool
 from encdec_adapt.data.records import loader, manifest_summary, record_sets
+from encdec_adapt.models import adapters as adapters_lib
 from encdec_adapt.models import build, execution, forward_flops, model_config
 from encdec_adapt.objectives import framing
 from encdec_adapt.ops import attention, masks
@@ -174,6 +175,7 @@ def place_model(
   compute: execution.ComputeConfig,
   mesh: Mesh | AbstractMesh,
   rules: rules_lib.Rules,
+  adapters: adapters_lib.Adapters | None = None,
 ) -> state_lib.Placement:
   """Builds a model and the shardings of its parameters on the mesh.
 
@@ -182,13 +184,17 @@ def place_model(
     compute: section `compute` of the configuration.
     mesh: the device mesh.
     rules: meaning of logical axes on it.
+    adapters: adapters that train over the model; None for the model itself.
 
   Raises:
     UserError: a parameter does not divide over the mesh.
   """
-  placement = state_lib.Placement(build.build(model, compute), mesh, rules)
+  placement = state_lib.Placement(
+    build.build(model, compute), mesh, rules, adapters=adapters
+  )
   try:
     placement.parameters  # noqa: B018  Checks divisibility.
+    placement.abstract_base()
   except ValueError as error:
     raise errors.UserError(
       f'{error} Use another mesh (config.mesh), or another'

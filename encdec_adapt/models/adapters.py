@@ -1,0 +1,328 @@
+"""Low-rank adapters (LoRA, arXiv:2106.09685) of a model over a frozen base.
+
+Which parameters of a model train and which are frozen; the table of the
+trained ones; and the tree of parameters that a model is applied with, in which
+`ops.kernels` stand in the place of kernels. The base is read by `conversion`.
+"""
+
+from collections.abc import Mapping
+import dataclasses
+import functools
+import math
+from typing import Any
+
+from flax import traverse_util
+import jax
+import jax.numpy as jnp
+
+from encdec_adapt.base import errors, keys, option_strings
+from encdec_adapt.models import (
+  block,
+  layers_index,
+  model_config,
+  parameters,
+)
+from encdec_adapt.ops import kernels
+
+LABEL = 'config.train.lora'
+A, B = 'lora_a', 'lora_b'  # Below the path of the kernel.
+BASES = ('', 'int8', 'nf4')
+_PROJECTIONS = frozenset('query key value output gate up down'.split())
+# Names of modules where those of targets differ: the dense feed-forward beside
+# the experts of a layer counts as such.
+_PARTS = {'embedder': 'embeddings', 'shared': 'mlp'}
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+  """Options of `config.train.lora`."""
+
+  rank: int = keys.key(16, 'Columns of A and rows of B.', at_least=1)
+  alpha: float = keys.key(
+    0.0, 'The update is alpha / rank A B; 0: twice the rank.', at_least=0
+  )
+  targets: str = keys.key('', 'Projections with adapters; all if empty.')
+  full: str = keys.key('', 'Parameters that train whole.')
+  dropout: float = keys.key(0.0, "Dropout of A's input.", at_least=0, below=1)
+  rslora: int = keys.key(
+    0, '1: alpha / sqrt(rank), arXiv:2312.03732.', one_of=(0, 1)
+  )
+  base: str = keys.key('', 'Frozen projections as integers.', one_of=BASES)
+
+  def __post_init__(self):
+    keys.check(self, f'{LABEL}: ')
+
+  @property
+  def scale(self) -> float:
+    """Factor of A B."""
+    alpha = self.alpha or 2.0 * self.rank
+    return alpha / (self.rank**0.5 if self.rslora else self.rank)
+
+
+def parse(string: str) -> Options | None:
+  """Reads `config.train.lora`; None for ''.
+
+  Raises:
+    UserError: an option is unknown or out of bounds.
+  """
+  if not string:
+    return None
+  values = option_strings.key_values(LABEL, string, keys.defaults(Options))
+  return keys.make(Options, values)
+
+
+@dataclasses.dataclass(frozen=True)
+class Adapters:
+  """The adapters of a model; holds no arrays.
+
+  Attributes:
+    model: the model with the base's parameters.
+    options: rank, scale, targets.
+  """
+
+  model: model_config.ModelConfig
+  options: Options
+
+  def __post_init__(self):
+    rank = self.options.rank
+    for path in self.kernels:
+      a, b = (self.table[f'{path}/{name}'].shape for name in (A, B))
+      start = int(layers_index.is_stacked(path))
+      sides = math.prod(a[start:-1]), math.prod(b[start + 1 :])
+      if rank > min(sides):
+        raise errors.UserError(
+          f'{LABEL}: rank is {rank}, and {path} is a matrix of'
+          f' {sides[0]} x {sides[1]}; it must be at most {min(sides)}. Lower'
+          ' it, or choose other targets.'
+        )
+    if not self.kernels:
+      raise errors.UserError(
+        f'{LABEL}: every target trains whole (full={self.options.full}), so'
+        ' that nothing is adapted; tune all parameters with'
+        f" {LABEL}='' (which has no quantised base), or name less in full."
+      )
+    if self.options.base == 'nf4':
+      for path in self.quantized:
+        self._block(path)
+
+  @functools.cached_property
+  def full(self) -> tuple[str, ...]:
+    """Paths of the parameters that train whole."""
+    every = {path: _names(path) for path in self._whole}
+    paths = self._matches('full', self.options.full, every)
+    # The head of a reward model is fresh, so that it cannot stay as it is.
+    if self.model.decoder.classes:
+      paths |= {path for path in every if 'head' in every[path]}
+    return tuple(sorted(paths))
+
+  @functools.cached_property
+  def kernels(self) -> tuple[str, ...]:
+    """Paths of the kernels that have adapters."""
+    every = {
+      path: _names(path)
+      for path, info in self._whole.items()
+      if _is_projection(path, info) or _is_table(path)
+    }
+    paths = self._matches('targets', self.options.targets, every)
+    if not self.options.targets:
+      paths = {path for path in every if not _is_table(path)}
+    return tuple(sorted(paths - {*self.full}))
+
+  @functools.cached_property
+  def frozen(self) -> tuple[str, ...]:
+    """Paths of the base's parameters, in the order of the parameter table."""
+    return tuple(path for path in self._whole if path not in self.full)
+
+  @functools.cached_property
+  def quantized(self) -> frozenset[str]:
+    """Paths of the base's parameters that are held as integers."""
+    if not self.options.base:
+      return frozenset()
+    return frozenset(
+      path for path in self.frozen if _is_projection(path, self._whole[path])
+    )
+
+  @functools.cached_property
+  def table(self) -> Mapping[str, parameters.ParamInfo]:
+    """Path of every parameter that trains to its shape and logical axes."""
+    table = {path: self._whole[path] for path in self.full}
+    for path in self.kernels:
+      info = self._whole[path]
+      start = int(layers_index.is_stacked(path))
+      # A table multiplies one-hot tokens.
+      middle = start + (1 if _is_table(path) else len(info.inputs))
+      for name, first, last in ((A, start, middle), (B, middle, None)):
+        shape, axes = info.shape[first:last], info.axes[first:last]
+        rank = (self.options.rank,), ('rank',)
+        if name == A:
+          shape, axes = shape + rank[0], axes + rank[1]
+        else:
+          shape, axes = rank[0] + shape, rank[1] + axes
+        table[f'{path}/{name}'] = parameters.ParamInfo(
+          info.shape[:start] + shape, info.dtype, info.axes[:start] + axes
+        )
+    return table
+
+  def init(self, rng: jax.Array) -> dict[str, Any]:
+    """Draws the adapters, as PEFT does: their update is zero.
+
+    A is uniform in +-1 / sqrt(inputs) and B zero; of a table A is zero and B
+    normal.
+
+    Returns:
+      Nested parameters, without those that train whole.
+    """
+    flat = {}
+    for i, path in enumerate(self.kernels):
+      a, b = (self.table[f'{path}/{name}'] for name in (A, B))
+      flat[f'{path}/{A}'] = jnp.zeros(a.shape, a.dtype)
+      flat[f'{path}/{B}'] = jnp.zeros(b.shape, b.dtype)
+      key = jax.random.fold_in(rng, i)
+      if _is_table(path):
+        flat[f'{path}/{B}'] = jax.random.normal(key, b.shape, b.dtype)
+        continue
+      bound = math.prod(a.shape[layers_index.is_stacked(path) : -1]) ** -0.5
+      flat[f'{path}/{A}'] = jax.random.uniform(
+        key, a.shape, a.dtype, -bound, bound
+      )
+    return traverse_util.unflatten_dict(flat, sep='/')
+
+  def attach(
+    self, base: Any, trained: Any, key: jax.Array | None = None
+  ) -> dict[str, Any]:
+    """Returns the parameters that the model is applied with.
+
+    Args:
+      base: the frozen parameters, nested.
+      trained: parameters of `table`, nested; a kernel without an adapter there
+        is that of the base.
+      key: random key of dropout; None for no dropout.
+    """
+    flat = traverse_util.flatten_dict(base, sep='/')
+    new = traverse_util.flatten_dict(trained, sep='/')
+    flat |= {path: new[path] for path in self.full}
+    dropout = self.options.dropout if key is not None else 0.0
+    for i, path in enumerate(self.kernels):
+      if f'{path}/{A}' not in new:
+        continue
+      masks = None
+      if dropout and not _is_table(path):
+        masks = jax.random.fold_in(key, i)
+        if layers_index.is_stacked(path):
+          masks = jax.random.split(masks, self._whole[path].shape[0])
+      flat[path] = kernels.Adapted(
+        flat[path],
+        new[f'{path}/{A}'],
+        new[f'{path}/{B}'],
+        masks,
+        scale=self.options.scale,
+        dropout=dropout,
+      )
+    return traverse_util.unflatten_dict(flat, sep='/')
+
+  def freeze(self, path: str, kernel: jax.Array, dtype: Any) -> Any:
+    """Returns a parameter as the base holds it.
+
+    Args:
+      path: its path.
+      kernel: the parameter.
+      dtype: dtype of the computation, that of kernels; norms are float32.
+    """
+    info = self._whole[path]
+    if path not in self.quantized:
+      return kernel.astype(dtype if info.inputs else jnp.float32)
+    if self.options.base == 'int8':
+      return kernels.quantize_int8(kernel, info.inputs)
+    return kernels.quantize_nf4(kernel, *self._block(path))
+
+  def base_axes(self, path: str, leaf: Any) -> Any:
+    """Returns the logical axes of what `freeze` returns."""
+    info = self._whole[path]
+    if not isinstance(leaf, kernels.Quantized):
+      return info.axes
+    sizes = zip(info.axes, info.shape, leaf.scale.shape, strict=True)
+    scale = tuple(
+      axis if size == count else None for axis, size, count in sizes
+    )
+    return leaf.replace(values=info.axes, scale=scale)
+
+  @property
+  def description(self) -> str:
+    """What trains, for users."""
+    text = f'adapters of rank {self.options.rank} on'
+    text += f' {self.options.targets or "all projections"}'
+    return text + (f', and {self.options.full} whole' * bool(self.options.full))
+
+  @property
+  def _whole(self) -> Mapping[str, parameters.ParamInfo]:
+    return parameters.parameter_table(self.model)
+
+  def _block(self, path: str) -> tuple[int, int]:
+    """Returns the axis of a kernel's blocks, from the end, and their size."""
+    info = self._whole[path]
+    # Of these axes fsdp divides none.
+    axis = next(i for i, x in enumerate(info.axes) if x in ('head_dim', 'mlp'))
+    block_size = math.gcd(kernels.BLOCK, info.shape[axis])
+    if block_size % 2:
+      raise errors.UserError(
+        f'{LABEL}: base is nf4, which stores two values in a byte, and {path}'
+        f' has {info.axes[axis]} {info.shape[axis]}; choose base=int8.'
+      )
+    return axis - len(info.axes), block_size
+
+  def _matches(
+    self, option: str, names: str, every: Mapping[str, frozenset[str]]
+  ) -> set[str]:
+    """Returns the paths that names of parts match.
+
+    Args:
+      option: 'targets' or 'full'.
+      names: names divided by '+'; 'decoder/mlp' has to match both of its parts.
+      every: path of every parameter to the names of its parts.
+
+    Raises:
+      UserError: a name matches nothing.
+    """
+    matches = set()
+    for name in names.split('+') if names else ():
+      parts = {*name.split('/')}
+      paths = {path for path in every if parts <= every[path]}
+      if option == 'targets' and 'embeddings' not in parts:
+        paths = {path for path in paths if not _is_table(path)}
+      if not paths:
+        known = sorted({*_SHOWN} & frozenset().union(*every.values()))
+        unknown = next((x for x in name.split('/') if x not in known), name)
+        raise errors.UserError(
+          f'{LABEL}: {option} has {name!r}, which matches nothing of the model'
+          f'{errors.nearest(unknown, known)}; it has {", ".join(known)}.'
+        )
+      matches |= paths
+    return matches
+
+
+# Names of parts in messages, from the whole to its parts.
+_SHOWN = (
+  *('encoder', 'decoder', 'attention', 'cross_attention', 'mlp', 'experts'),
+  *('embeddings', 'norms', 'head', *sorted(_PROJECTIONS)),
+)
+
+
+def _names(path: str) -> frozenset[str]:
+  """Returns the names that match a parameter: of stack, part and projection."""
+  stack, *_, module, leaf = path.split('/')
+  names = {stack, leaf, _PARTS.get(module, module)}
+  if module.endswith('_norm') or leaf.endswith('_norm'):
+    names.add('norms')
+  if module in block.CROSS:
+    names.add('cross_attention')
+  return frozenset(names)
+
+
+def _is_projection(path: str, info: parameters.ParamInfo) -> bool:
+  """Whether `layers.project` multiplies by a parameter."""
+  name = path.rpartition('/')[2]
+  return name in _PROJECTIONS and 'experts' not in info.axes
+
+
+def _is_table(path: str) -> bool:
+  return path.endswith('/embedder/table')
