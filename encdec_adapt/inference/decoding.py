@@ -365,6 +365,7 @@ def prepare(
     mesh: mesh of the parameters.
     rules: rules by which the result is sharded.
   """
+  params = quantization.merge(params, model.table)
   params = quantization.cast(params, model.table, model.compute.dtype)
   flat = traverse_util.flatten_dict(params, sep='/')
   with partition.use(mesh, rules.as_dict()):

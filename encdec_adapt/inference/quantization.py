@@ -33,6 +33,23 @@ def _map_kernels(
   return traverse_util.unflatten_dict(flat, sep='/')
 
 
+def merge(params: base_model.Params, table: Table) -> base_model.Params:
+  """Returns parameters in which every kernel is an array.
+
+  Args:
+    params: parameters, nested; kernels may be quantised or have adapters.
+    table: path of every parameter to its logical axes.
+  """
+  flat = traverse_util.flatten_dict(params, sep='/')
+  return traverse_util.unflatten_dict(
+    {
+      path: kernels.dense(leaf, stacked='layers' in table[path].axes)
+      for path, leaf in flat.items()
+    },
+    sep='/',
+  )
+
+
 def cast(
   params: base_model.Params, table: Table, dtype: str
 ) -> base_model.Params:

@@ -249,9 +249,10 @@ class Adapters:
   @property
   def description(self) -> str:
     """What trains, for users."""
-    text = f'adapters of rank {self.options.rank} on'
-    text += f' {self.options.targets or "all projections"}'
-    return text + (f', and {self.options.full} whole' * bool(self.options.full))
+    count = sum(math.prod(info.shape) for info in self.table.values())
+    text = f'{count:,} parameters train: adapters of rank {self.options.rank}'
+    text += f' on {self.options.targets or "all projections"}'
+    return text + f', {self.options.full} whole' * bool(self.options.full)
 
   @property
   def _whole(self) -> Mapping[str, parameters.ParamInfo]:

@@ -211,9 +211,9 @@ def project(
   choose layouts that need no copies, and a merged shape would take that
   choice away; so would a sharded length, which merging would gather.
 
-  With a bias or an adapter the sum is computed in fp32. Rounding the product before it
-  would put Qwen's and Llama's bf16 logits up to half as far again from
-  transformers'. On CPUs every product is (`ops.products`).
+  With a bias or an adapter the sum is computed in fp32. Rounding the product
+  before it would put Qwen's and Llama's bf16 logits up to half as far again
+  from transformers'. On CPUs every product is (`ops.products`).
 
   Args:
     x: states; the dimensions after the first two are contracted.

@@ -210,6 +210,7 @@ def step_flops(
   answers: int,
   rows: int,
   references: Iterable[model_config.ModelConfig] = (),
+  frozen: bool = False,
 ) -> float:
   """Returns the model FLOPs of a training step on all devices.
 
@@ -220,6 +221,7 @@ def step_flops(
     answers: answers of a row.
     rows: rows of the batch.
     references: models that add a forward pass each.
+    frozen: whether adapters train, and the model's kernels have no gradients.
   """
   sizes = lengths.encoder, lengths.decoder, lengths.teacher, answers
 
@@ -227,7 +229,8 @@ def step_flops(
     return forward_flops.forward(config, *sizes, logits=loss.logits(lengths))
 
   # No gradient reaches a reference: it has no backward pass.
-  total = forward_flops.TRAINING * forward(model)
+  # The gradients of kernels are a third; those of adapters are not counted.
+  total = (forward_flops.TRAINING - frozen) * forward(model)
   return float((total + sum(map(forward, references))) * rows)
 
 
@@ -238,9 +241,10 @@ def job_flops(
   answers: int,
   rows: int,
   references: Iterable[model_config.ModelConfig] = (),
+  frozen: bool = False,
 ) -> float:
   """Returns `step_flops`, and the FLOPs of what is sampled for the step."""
-  total = step_flops(loss, model, lengths, answers, rows, references)
+  total = step_flops(loss, model, lengths, answers, rows, references, frozen)
   if loss.samples:
     # Scoring completions by reward models is counted nowhere.
     sizes = lengths.encoder, loss.rollouts.tokens

@@ -125,6 +125,15 @@ class Placement:
     paths = self.adapters.frozen if self.adapters else ()
     return unflatten({path: shape(path) for path in paths})
 
+  def base_axes(self, base: Any) -> Any:
+    """Returns logical axes of the leaves of the frozen base."""
+    return unflatten(
+      {
+        path: self.adapters.base_axes(path, leaf)
+        for path, leaf in flatten(base).items()
+      }
+    )
+
   def attach(self, base: Any, params: Any, key: Any = None) -> Any:
     """Returns the parameters that the model is applied with.
 

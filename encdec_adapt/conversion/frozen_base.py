@@ -1,0 +1,156 @@
+"""The frozen base of a job that trains adapters, and what they start from.
+
+The base is a model on disk, or that of a run of adapters, which are trained
+further. It is read parameter by parameter: of a quantised base a device holds
+a single one in float32 at a time.
+"""
+
+from collections.abc import Mapping
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+
+from encdec_adapt.base import errors
+from encdec_adapt.conversion import model_on_disk
+from encdec_adapt.models import adapters as adapters_lib
+from encdec_adapt.models import parameters
+from encdec_adapt.training import state as state_lib
+
+_HEAD = 'decoder/head/table'
+
+
+@dataclasses.dataclass(frozen=True)
+class FrozenBase:
+  """The base of adapters.
+
+  Attributes:
+    source: the opened base.
+    placement: the trained model and its mesh, with the adapters.
+  """
+
+  source: model_on_disk.StoredModel
+  placement: state_lib.Placement
+
+  def describe(self) -> dict[str, str]:
+    """Returns the base's name and digest, for checkpoints."""
+    return {'name': self.source.full_name, 'digest': self.source.digest}
+
+  def read(self) -> dict[str, Any]:
+    """Reads the frozen parameters as they are held, nested and sharded."""
+    adapters, dtype = (
+      self.placement.adapters,
+      self.placement.model.compute.dtype,
+    )
+    whole = dataclasses.replace(self.placement, adapters=None)
+    arrays, base = self.source.arrays(), {}
+    shapes = state_lib.flatten(self.placement.abstract_base())
+    for path in adapters.frozen:
+      # Without a float32 copy, unless it is quantised from it.
+      stored = getattr(shapes[path], 'dtype', np.float32)
+      array = model_on_disk.place(arrays[path], whole.parameters[path], stored)
+      base[path] = jax.jit(
+        lambda x, path=path: adapters.freeze(path, x, dtype),
+        out_shardings=jax.tree.map(lambda x: x.sharding, shapes[path]),
+        donate_argnums=0,
+      )(array)
+    return state_lib.unflatten(base)
+
+  def start(
+    self, source: model_on_disk.StoredModel, seed: int | None = None
+  ) -> dict[str, Any]:
+    """Returns what the adapters start from, nested.
+
+    Args:
+      source: the base, or a run of adapters over it.
+      seed: seed of new adapters and of a new head; None to leave out adapters
+        whose update is zero.
+    """
+    adapters, rng = self.placement.adapters, jax.random.key(seed or 0)
+    shardings, params = self.placement.parameters, {}
+    if source.adapters:
+      arrays = source.trained()
+    else:
+      arrays = source.arrays()
+      if seed is not None:
+        params = state_lib.flatten(self.placement.place(adapters.init, rng))
+    model = self.placement.model.config
+    for path in sorted(adapters.table.keys() - params.keys()):
+      is_new = model.decoder.classes != source.model.decoder.classes
+      if path == _HEAD and is_new:
+        params[path] = jax.jit(
+          lambda rng, path=path: parameters.init_one(model, rng, path),
+          out_shardings=shardings[path],
+        )(rng)
+      elif path in arrays:
+        params[path] = model_on_disk.place(
+          arrays[path], shardings[path], np.float32
+        )
+    return state_lib.unflatten(params)
+
+  def shares(self, source: model_on_disk.StoredModel) -> bool:
+    """Returns whether a model is the base, or adapters like these over it."""
+    base = source.base if source.adapters else source
+    if base.digest != self.source.digest:
+      return False
+    return not source.adapters or not _differences(source, self.placement)
+
+
+def open_base(
+  source: model_on_disk.StoredModel, placement: state_lib.Placement
+) -> FrozenBase:
+  """Returns the base of the adapters that start from a source.
+
+  Raises:
+    UserError: adapters of the source differ from those of the job, or its
+      stack is not that of a classifier.
+  """
+  if source.adapters and (differences := _differences(source, placement)):
+    raise errors.UserError(
+      f'{adapters_lib.LABEL}: {source.name} is a run of adapters, and'
+      f' {differences}. Train them further with their options, or start from'
+      ' what `convert merge-lora` makes of it.'
+    )
+  classes = placement.model.config.decoder.classes
+  if classes > 1 and source.prompt_side != 'decoder':
+    raise errors.UserError(
+      f'{adapters_lib.LABEL}: a classifier of the encoder of {source.name} has'
+      ' no base on disk; start from an encoder-only model, or tune all'
+      f" parameters ({adapters_lib.LABEL}='')."
+    )
+  return FrozenBase(source.base if source.adapters else source, placement)
+
+
+def reopen(
+  described: Mapping[str, str], placement: state_lib.Placement
+) -> FrozenBase:
+  """Opens the base that a checkpoint of adapters was trained over.
+
+  Raises:
+    UserError: it is missing or was changed.
+  """
+  multiple = placement.model.config.decoder.vocab_multiple
+  source = model_on_disk.open_base(described, '', multiple)
+  return FrozenBase(source, placement)
+
+
+def _differences(
+  source: model_on_disk.StoredModel, placement: state_lib.Placement
+) -> str:
+  """Describes how adapters of a run differ from those of a job, or ''."""
+  theirs, ours = source.adapters, placement.adapters
+  pairs = [
+    (name, *(getattr(x.options, name) for x in (theirs, ours)))
+    for name in ('rank', 'scale')
+  ]
+  pairs += [
+    (name, *('+'.join(getattr(x, name)) for x in (theirs, ours)))
+    for name in ('kernels', 'full')
+  ]
+  texts = [
+    f'its {name} is {their} and that of the job {our}'
+    for name, their, our in pairs
+    if their != our
+  ]
+  return '; '.join(texts)
