@@ -292,14 +292,13 @@ def _train(job: Job) -> Program:
   state = phases.abstract()
   beside = _trees_beside(job, state)
   arguments = {'parameters': state.params, **beside, 'batch': _batch(job)}
-  shared = beside.get('base', {})
   return Program(
     phases.make_step(),
     arguments,
     lambda a: (
       state.replace(params=a['parameters'], groups=a['optimizer']),
       a['batch'],
-      {name: a.get(name, shared) for name in job.references},
+      {name: a[name] if name in a else a['base'] for name in job.references},
       a.get('base', {}),
     ),
     _axes(job, arguments),
@@ -361,14 +360,13 @@ def _evaluate(job: Job) -> Program:
   names = job.read_names
   arguments = {'parameters': model.abstract_params(), 'batch': _batch(job)}
   arguments |= {x: beside.pop(x) for x in ('base', *names) if x in beside}
-  base = arguments.get('base', {})
   return Program(
     perplexity.Evaluator(model, _bound_loss(job), job.axes).sums,
     arguments,
     lambda a: (
-      model.attach(base, a['parameters']),
+      model.attach(a.get('base', {}), a['parameters']),
       a['batch'],
-      {name: a.get(name, base) for name in names},
+      {name: a[name] if name in a else a['base'] for name in names},
     ),
     _axes(job, arguments),
     beside=beside,
