@@ -53,6 +53,18 @@ class Options:
     keys.check(self, f'{LABEL}: ')
 
   @property
+  def text(self) -> str:
+    """The options as `config.train.lora`."""
+    defaults = keys.defaults(Options)
+    values = keys.values_of(self).items()
+    # At least the rank, as an empty string is no adapters.
+    return ','.join(
+      f'{key}={value}'
+      for key, value in values
+      if value != defaults[key] or key == 'rank'
+    )
+
+  @property
   def scale(self) -> float:
     """Factor of A B."""
     alpha = self.alpha or 2.0 * self.rank
@@ -306,6 +318,12 @@ _SHOWN = (
   *('encoder', 'decoder', 'attention', 'cross_attention', 'mlp', 'experts'),
   *('embeddings', 'norms', 'head', *sorted(_PROJECTIONS)),
 )
+
+
+def name_of(path: str) -> str:
+  """Returns the name in `targets` or `full` of this parameter in all layers."""
+  stack, *_, module, leaf = path.split('/')
+  return f'{stack}/{_PARTS.get(module, module)}/{leaf}'
 
 
 def _names(path: str) -> frozenset[str]:
