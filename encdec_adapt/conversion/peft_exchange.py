@@ -5,7 +5,6 @@ merge-lora`. Names of tensors and options are in `huggingface.peft_folder`.
 """
 
 from absl import flags
-import numpy as np
 
 from encdec_adapt.base import errors
 from encdec_adapt.cli import command
@@ -79,8 +78,8 @@ def import_adapters(values: flags.FlagValues, path: paths.Path) -> None:
     values.output,
     contents,
     {
-      path: lazy_array.LazyArray(x.shape, x.dtype, x.__getitem__)
-      for path, x in arrays.items()
+      key: lazy_array.LazyArray(x.shape, x.dtype, x.__getitem__)
+      for key, x in arrays.items()
     },
     verb='read',
   )

@@ -164,8 +164,8 @@ def read(
   for name, neutral in _NEUTRAL.items():
     if (value := config.get(name, neutral[0])) not in neutral:
       raise errors.UserError(
-        f'{folder / CONFIG} has {name} {value!r}, which has no counterpart here;'
-        ' merge such adapters with PEFT, and import the merged model.'
+        f'{folder / CONFIG} has {name} {value!r}, which has no counterpart'
+        ' here; merge such adapters with PEFT, and import the merged model.'
       )
   with paths.open_to_read(folder / WEIGHTS) as file:
     tensors = safetensors.numpy.load(file.read())
