@@ -53,7 +53,6 @@ class FrozenBase:
       base[path] = jax.jit(
         lambda x, path=path: adapters.freeze(path, x, dtype),
         out_shardings=jax.tree.map(lambda x: x.sharding, shapes[path]),
-        donate_argnums=0,
       )(array)
     return state_lib.unflatten(base)
 

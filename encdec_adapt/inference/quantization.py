@@ -15,7 +15,7 @@ from flax import traverse_util
 import jax
 
 from encdec_adapt.models import base_model, parameters
-from encdec_adapt.ops import kernels
+from encdec_adapt.ops import kernel_forms
 
 Table = Mapping[str, parameters.ParamInfo]
 
@@ -43,7 +43,7 @@ def merge(params: base_model.Params, table: Table) -> base_model.Params:
   flat = traverse_util.flatten_dict(params, sep='/')
   return traverse_util.unflatten_dict(
     {
-      path: kernels.dense(leaf, stacked='layers' in table[path].axes)
+      path: kernel_forms.dense(leaf, stacked='layers' in table[path].axes)
       for path, leaf in flat.items()
     },
     sep='/',
@@ -65,18 +65,18 @@ def quantize(params: base_model.Params, table: Table) -> base_model.Params:
     table: path of every parameter to its logical axes.
   """
 
-  return _map_kernels(params, table, kernels.quantize_int8)
+  return _map_kernels(params, table, kernel_forms.quantize_int8)
 
 
 def dequantize(params: base_model.Params, dtype: str) -> base_model.Params:
   """Returns the parameters that `Quantized` kernels stand for."""
 
   def restore(leaf: Any) -> Any:
-    is_quantized = isinstance(leaf, kernels.Quantized)
+    is_quantized = isinstance(leaf, kernel_forms.Quantized)
     return leaf.dequantize(dtype) if is_quantized else leaf
 
   return jax.tree.map(
-    restore, params, is_leaf=lambda x: isinstance(x, kernels.Quantized)
+    restore, params, is_leaf=lambda x: isinstance(x, kernel_forms.Quantized)
   )
 
 

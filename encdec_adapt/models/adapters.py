@@ -2,7 +2,7 @@
 
 Which parameters of a model train and which are frozen; the table of the
 trained ones; and the tree of parameters that a model is applied with, in which
-`ops.kernels` stand in the place of kernels. The base is read by `conversion`.
+`ops.kernel_forms` take the place of kernels. The base is read by `conversion`.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ from encdec_adapt.models import (
   model_config,
   parameters,
 )
-from encdec_adapt.ops import kernels
+from encdec_adapt.ops import kernel_forms
 
 LABEL = 'config.train.lora'
 A, B = 'lora_a', 'lora_b'  # Below the path of the kernel.
@@ -222,7 +222,7 @@ class Adapters:
         masks = jax.random.fold_in(key, i)
         if layers_index.is_stacked(path):
           masks = jax.random.split(masks, self._whole[path].shape[0])
-      flat[path] = kernels.Adapted(
+      flat[path] = kernel_forms.Adapted(
         flat[path],
         new[f'{path}/{A}'],
         new[f'{path}/{B}'],
@@ -244,13 +244,13 @@ class Adapters:
     if path not in self.quantized:
       return kernel.astype(dtype if info.inputs else jnp.float32)
     if self.options.base == 'int8':
-      return kernels.quantize_int8(kernel, info.inputs)
-    return kernels.quantize_nf4(kernel, *self._block(path))
+      return kernel_forms.quantize_int8(kernel, info.inputs)
+    return kernel_forms.quantize_nf4(kernel, *self._block(path))
 
   def base_axes(self, path: str, leaf: Any) -> Any:
     """Returns the logical axes of what `freeze` returns."""
     info = self._whole[path]
-    if not isinstance(leaf, kernels.Quantized):
+    if not isinstance(leaf, kernel_forms.Quantized):
       return info.axes
     sizes = zip(info.axes, info.shape, leaf.scale.shape, strict=True)
     scale = tuple(
@@ -275,7 +275,7 @@ class Adapters:
     info = self._whole[path]
     # Of these axes fsdp divides none.
     axis = next(i for i, x in enumerate(info.axes) if x in ('head_dim', 'mlp'))
-    block_size = math.gcd(kernels.BLOCK, info.shape[axis])
+    block_size = math.gcd(kernel_forms.BLOCK, info.shape[axis])
     if block_size % 2:
       raise errors.UserError(
         f'{LABEL}: base is nf4, which stores two values in a byte, and {path}'

@@ -22,7 +22,7 @@ from encdec_adapt.models import model_config
 from encdec_adapt.ops import (
   activations,
   embedding,
-  kernels,
+  kernel_forms,
   norms,
   partition,
   products,
@@ -148,7 +148,7 @@ def make_table(
   )
   multiple = config.vocab_multiple if is_divided else 1
   shape = (-(-rows // multiple) * multiple, config.width)
-  return kernels.dense(declare(module, 'table', init, shape))
+  return kernel_forms.dense(declare(module, 'table', init, shape))
 
 
 def declare(
@@ -165,7 +165,7 @@ def declare(
   if module.has_variable('params', name):
     kernel = module.get_variable('params', name)
     # Flax would compare the shape of the first array in it.
-    if isinstance(kernel, (kernels.Quantized, kernels.Adapted)):
+    if isinstance(kernel, (kernel_forms.Quantized, kernel_forms.Adapted)):
       return kernel
   return module.param(name, init, tuple(shape), jnp.float32)
 
@@ -217,14 +217,14 @@ def project(
 
   Args:
     x: states; the dimensions after the first two are contracted.
-    kernel: [*I, *J], an array or a kernel of `ops.kernels`.
+    kernel: [*I, *J], an array or a kernel of `ops.kernel_forms`.
     bias: added to the product; None for none.
     axes: logical axes of the kernel.
 
   Returns:
     The projected states in the dtype of `x`.
   """
-  adapter = kernel if isinstance(kernel, kernels.Adapted) else None
+  adapter = kernel if isinstance(kernel, kernel_forms.Adapted) else None
   kernel = adapter.kernel if adapter else kernel
   accumulate = None if bias is None and adapter is None else jnp.float32
   y = _multiply(x, kernel, axes, accumulate)
@@ -250,7 +250,7 @@ def _multiply(
     axes: logical axes of the kernel.
     accumulate: dtype of the result; None for that of `x`. On CPUs float32.
   """
-  if isinstance(kernel, kernels.Quantized):
+  if isinstance(kernel, kernel_forms.Quantized):
     # Otherwise the dense kernels of all layers would be kept for the backward
     # pass.
     @jax.checkpoint

@@ -12,7 +12,7 @@ import pytest
 from encdec_adapt.base import errors
 from encdec_adapt.models import adapters as adapters_lib
 from encdec_adapt.models import build, execution, model_config, parameters
-from encdec_adapt.ops import kernels, partition
+from encdec_adapt.ops import kernel_forms, partition
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import rules as rules_lib
 from encdec_adapt.training import state as state_lib
@@ -89,7 +89,7 @@ def densify(adapters, base, trained):
   params = {}
   for path, info in parameters.parameter_table(adapters.model).items():
     value = flat[path]
-    if isinstance(value, kernels.Quantized):
+    if isinstance(value, kernel_forms.Quantized):
       value = value.dequantize(jnp.float32)
     if path in adapters.kernels:
       rank = adapters.options.rank
@@ -199,7 +199,7 @@ def test_new_adapters_change_nothing_and_are_drawn_as_in_peft():
 
 def test_dropout_drops_inputs_of_a_and_nothing_else():
   x = jnp.ones((1, 500, 2))
-  node = kernels.Adapted(
+  node = kernel_forms.Adapted(
     jnp.eye(2), jnp.ones((2, 1)), jnp.ones((1, 2)), jax.random.key(0), 1.0, 0.25
   )
   dropped = np.asarray(node.drop(x))
@@ -211,7 +211,7 @@ def test_quantised_kernels_have_the_published_codes_and_block_scales():
   kernel = np.zeros((3, 1, 128), np.float32)  # Two blocks of 64.
   kernel[0, 0, :4] = 2.0, -2.0, 0.33, -0.2
   kernel[0, 0, 64:66] = 0.5, 0.25
-  node = kernels.quantize_nf4(jnp.asarray(kernel), -1, 64)
+  node = kernel_forms.quantize_nf4(jnp.asarray(kernel), -1, 64)
   assert (node.values.dtype, node.values.shape) == (jnp.uint8, (3, 1, 64))
   np.testing.assert_allclose(node.scale[0, 0], [2.0, 0.5])
   found = node.dequantize(jnp.float32)[0, 0]
@@ -220,7 +220,9 @@ def test_quantised_kernels_have_the_published_codes_and_block_scales():
   np.testing.assert_allclose(found[:4], wanted, rtol=1e-6)
   np.testing.assert_allclose(found[64:66], [0.5, 0.5 * 0.44070982933044434])
   assert not np.any(found[4:64])
-  node = kernels.quantize_int8(jnp.asarray([[1.0, 0.0], [-0.5, 0.0]]), (0,))
+  node = kernel_forms.quantize_int8(
+    jnp.asarray([[1.0, 0.0], [-0.5, 0.0]]), (0,)
+  )
   np.testing.assert_array_equal(node.values, [[127, 0], [-64, 0]])
 
 
