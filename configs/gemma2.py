@@ -26,8 +26,8 @@ recipe fit those chips:
 teacher: --config.init.encoder=RUN --config.data.source=pairs:/data/*.jsonl.
 With topology=h100:1 its plan has decoding on one card, too. `objective=rloo`
 optimises such a pair by rewards: 64 prompts of 1024 tokens and 8 answers of 256
-to each, with its reference (configs/post_training.md). `lora=16` trains adapters
-of that rank over a base of 4 bits (configs/lora.md): 2b_2b on one card of 24 GB,
+to each, with its reference (configs/post_training.md). `lora=16` trains
+adapters of that rank over a base of 4 bits (configs/lora.md): one card of 24 GB
 --config=configs/gemma2.py:size=2b_2b,objective=pairs,lora=16,topology=l4:1.
 
 Hours of the 10,000 steps of PrefixLM, by the compiled plans in configs/plans
