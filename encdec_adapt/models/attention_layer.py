@@ -10,6 +10,7 @@ Imports neither blocks nor stacks, which are made of these modules.
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 from flax import linen as nn
 import jax
@@ -31,7 +32,7 @@ _AXES = {
 
 def project_keys_values(
   config: model_config.StackConfig,
-  params: Mapping[str, Array],
+  params: Mapping[str, Any],
   source: Float[Array, 'B S E'],
 ) -> caches.KeyValues:
   """Projects keys and values [B, S, K, H], before rotation.
@@ -56,7 +57,7 @@ def project_keys_values(
   return caches.KeyValues(key=key, value=value)
 
 
-def _project(params: Mapping[str, Array], name: str, x: jax.Array) -> jax.Array:
+def _project(params: Mapping[str, Any], name: str, x: jax.Array) -> jax.Array:
   """Projects `x` by a kernel, and adds its bias if there is any."""
   bias = params.get(f'{name}_bias')
   return layers.project(x, params[name], bias, axes=_AXES[name])

@@ -10,7 +10,7 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, UInt8
 
 _LARGEST = 127  # Not 128: the range is symmetric, so that 0 stays 0.
 # Quantiles of a normal distribution (QLoRA, arXiv:2305.14314, appendix E).
@@ -143,7 +143,7 @@ def quantize_nf4(kernel: Array, axis: int, block: int) -> Quantized:
   return Quantized(low | high << 4, jnp.squeeze(scale, start + 1), axis)
 
 
-def _normal_float(codes: Int[Array, '*K'], dtype: Any) -> Array:
+def _normal_float(codes: UInt8[Array, '*K'], dtype: Any) -> Array:
   """Looks up codes of 4 bits."""
   # Selected bit by bit: on TPUs a gather of each value would be slow.
   values = [jnp.asarray(x, dtype) for x in _NORMAL_FLOATS]
