@@ -97,10 +97,9 @@ def test_merged_adapters_are_the_run(folder, tuned, base, capsys):
   merged = folder / 'merged'
   flags = [f'--checkpoint={tuned}', f'--output={merged}']
   assert tiny.convert('merge-lora', *flags) == 0
-  assert folders.evaluate(merged, held_out)['loss'] == pytest.approx(
-    run['loss'], abs=1e-6
-  )
   whole, start = folders.arrays(merged), folders.arrays(base)
+  for path, value in folders.arrays(tuned).items():
+    np.testing.assert_array_equal(whole[path], value, path)
   path = 'decoder/blocks/layer_0/attention/query'
   assert np.abs(whole[path] - start[path]).max() > 1e-3
   path = 'decoder/embedder/table'
