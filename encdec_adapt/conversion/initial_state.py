@@ -278,8 +278,8 @@ class Reference:
 
 def read_references(
   references: Mapping[str, Reference],
-  frozen: frozen_base.FrozenBase | None,
-  base: base_model.Params,
+  frozen: frozen_base.FrozenBase | None = None,
+  base: base_model.Params | None = None,
 ) -> tuple[dict[str, base_model.Params], dict[str, str]]:
   """Reads the parameters of references; returns them, and their digests.
 
