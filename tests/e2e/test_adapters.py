@@ -150,3 +150,42 @@ def test_a_quantised_base_is_close_to_the_base(
 def test_refusals(pairs, base, tmp_path, values, words):
   with pytest.raises(errors.UserError, match=words):
     _train(_flags(pairs, base, **values), tmp_path / 'run')
+
+
+def test_the_reference_of_preferences_is_the_start(tmp_path):
+  """Adapters off for new ones, and a frozen copy of loaded ones."""
+  lines = [
+    {'prompt': f'Number {i} is', 'chosen': f' value_{i}', 'rejected': ' no'}
+    for i in range(60)
+  ]
+  file = tmp_path / 'preferences.jsonl'
+  file.write_text('\n'.join(map(json.dumps, lines)))
+
+  def tune(source, workdir):
+    return _train(
+      [
+        f'--config=configs/sft.py:source={source},lora=2',
+        '--config.loss.kind=dpo:beta=0.1',
+        '--config.data.objective=preferences',
+        f'--config.data.source=preferences:{file}#prompt,chosen,rejected',
+        f'--config.data.folder={tmp_path}/records',
+        '--config.data.encoder_length=32',
+        '--config.data.decoder_length=32',
+        '--config.data.eval_fraction=0.2',
+        '--config.data.workers=1',
+        '--config.train.batch_size=8',
+        '--config.train.eval_batch_size=8',
+        '--config.train.steps=6',
+        '--config.train.evaluators=loss=6',
+        '--config.compute.dtype=float32',
+      ],
+      workdir,
+    )
+
+  # The loss of a policy that is its reference is ln 2.
+  first = tune(tiny.ROOT / 'configs/decoders/small', tmp_path / 'first')
+  second = tune(first, tmp_path / 'second')
+  for run in (first, second):
+    losses = _losses(run)
+    assert losses[0] == pytest.approx(np.log(2), abs=1e-6)
+    assert losses[6] < losses[0] - 0.01
