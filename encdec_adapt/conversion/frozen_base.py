@@ -93,7 +93,8 @@ class FrozenBase:
     base = source.base if source.adapters else source
     if base.digest != self.source.digest:
       return False
-    return not source.adapters or not _differences(source, self.placement)
+    ours = self.placement.adapters
+    return not source.adapters or _are_alike(source.adapters, ours)
 
 
 def open_base(
@@ -105,11 +106,11 @@ def open_base(
     UserError: adapters of the source differ from those of the job, or its
       stack is not that of a classifier.
   """
-  if source.adapters and (differences := _differences(source, placement)):
+  if source.adapters and not _are_alike(source.adapters, placement.adapters):
     raise errors.UserError(
-      f'{adapters_lib.LABEL}: {source.name} is a run of adapters, and'
-      f' {differences}. Train them further with their options, or start from'
-      ' what `convert merge-lora` makes of it.'
+      f'{adapters_lib.LABEL} is {placement.adapters.options.text}, and the'
+      f' adapters {source.name} are {source.adapters.options.text}; give their'
+      ' options, or start from what `convert merge-lora` makes of them.'
     )
   classes = placement.model.config.decoder.classes
   if classes > 1 and source.prompt_side != 'decoder':
@@ -134,22 +135,6 @@ def reopen(
   return FrozenBase(source, placement)
 
 
-def _differences(
-  source: model_on_disk.StoredModel, placement: state_lib.Placement
-) -> str:
-  """Describes how adapters of a run differ from those of a job, or ''."""
-  theirs, ours = source.adapters, placement.adapters
-  pairs = [
-    (name, *(getattr(x.options, name) for x in (theirs, ours)))
-    for name in ('rank', 'scale')
-  ]
-  pairs += [
-    (name, *('+'.join(getattr(x, name)) for x in (theirs, ours)))
-    for name in ('kernels', 'full')
-  ]
-  texts = [
-    f'its {name} is {their} and that of the job {our}'
-    for name, their, our in pairs
-    if their != our
-  ]
-  return '; '.join(texts)
+def _are_alike(a: adapters_lib.Adapters, b: adapters_lib.Adapters) -> bool:
+  """Returns whether adapters of a have the meaning that b gives them."""
+  return a.table == b.table and a.options.scale == b.options.scale

@@ -16,12 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from encdec_adapt.base import errors, keys, option_strings
-from encdec_adapt.models import (
-  block,
-  layers_index,
-  model_config,
-  parameters,
-)
+from encdec_adapt.models import block, layers_index, model_config, parameters
 from encdec_adapt.ops import kernel_forms
 
 LABEL = 'config.train.lora'
@@ -38,15 +33,11 @@ class Options:
   """Options of `config.train.lora`."""
 
   rank: int = keys.key(16, 'Columns of A and rows of B.', at_least=1)
-  alpha: float = keys.key(
-    0.0, 'The update is alpha / rank A B; 0: twice the rank.', at_least=0
-  )
+  alpha: float = keys.key(0.0, '0 stands for twice the rank.', at_least=0)
   targets: str = keys.key('', 'Projections with adapters; all if empty.')
   full: str = keys.key('', 'Parameters that train whole.')
   dropout: float = keys.key(0.0, "Dropout of A's input.", at_least=0, below=1)
-  rslora: int = keys.key(
-    0, '1: alpha / sqrt(rank), arXiv:2312.03732.', one_of=(0, 1)
-  )
+  rslora: int = keys.key(0, 'Scale of arXiv:2312.03732.', one_of=(0, 1))
   base: str = keys.key('', 'Frozen projections as integers.', one_of=BASES)
 
   def __post_init__(self):
@@ -55,18 +46,11 @@ class Options:
   @property
   def text(self) -> str:
     """The options as `config.train.lora`."""
-    defaults = keys.defaults(Options)
-    values = keys.values_of(self).items()
-    # At least the rank, as an empty string is no adapters.
-    return ','.join(
-      f'{key}={value}'
-      for key, value in values
-      if value != defaults[key] or key == 'rank'
-    )
+    return ','.join(f'{k}={v}' for k, v in keys.values_of(self).items())
 
   @property
   def scale(self) -> float:
-    """Factor of A B."""
+    """Factor of A B: alpha / rank, or with `rslora` alpha / sqrt(rank)."""
     alpha = self.alpha or 2.0 * self.rank
     return alpha / (self.rank**0.5 if self.rslora else self.rank)
 
@@ -98,24 +82,22 @@ class Adapters:
   def __post_init__(self):
     rank = self.options.rank
     for path in self.kernels:
-      a, b = (self.table[f'{path}/{name}'].shape for name in (A, B))
-      start = int(layers_index.is_stacked(path))
-      sides = math.prod(a[start:-1]), math.prod(b[start + 1 :])
+      start, middle = self._split(path)
+      shape = self._whole[path].shape
+      sides = math.prod(shape[start:middle]), math.prod(shape[middle:])
       if rank > min(sides):
         raise errors.UserError(
-          f'{LABEL}: rank is {rank}, and {path} is a matrix of'
-          f' {sides[0]} x {sides[1]}; it must be at most {min(sides)}. Lower'
-          ' it, or choose other targets.'
+          f'{LABEL}: rank is {rank}, and {path} is {sides[0]} x {sides[1]};'
+          f' lower it to at most {min(sides)}, or choose other targets.'
         )
     if not self.kernels:
       raise errors.UserError(
-        f'{LABEL}: every target trains whole (full={self.options.full}), so'
-        ' that nothing is adapted; tune all parameters with'
-        f" {LABEL}='' (which has no quantised base), or name less in full."
+        f'{LABEL}: full={self.options.full} has every target, so that nothing'
+        ' is adapted; name less, or tune all parameters without this key (and'
+        ' without a quantised base).'
       )
-    if self.options.base == 'nf4':
-      for path in self.quantized:
-        self._block(path)
+    for path in self.quantized:
+      self._block(path)
 
   @functools.cached_property
   def full(self) -> tuple[str, ...]:
@@ -148,31 +130,24 @@ class Adapters:
   @functools.cached_property
   def quantized(self) -> frozenset[str]:
     """Paths of the base's parameters that are held as integers."""
-    if not self.options.base:
-      return frozenset()
-    return frozenset(
-      path for path in self.frozen if _is_projection(path, self._whole[path])
-    )
+    paths = self.frozen if self.options.base else ()
+    return frozenset(p for p in paths if _is_projection(p, self._whole[p]))
 
   @functools.cached_property
   def table(self) -> Mapping[str, parameters.ParamInfo]:
     """Path of every parameter that trains to its shape and logical axes."""
     table = {path: self._whole[path] for path in self.full}
     for path in self.kernels:
-      info = self._whole[path]
-      start = int(layers_index.is_stacked(path))
-      # A table multiplies one-hot tokens.
-      middle = start + (1 if _is_table(path) else len(info.inputs))
-      for name, first, last in ((A, start, middle), (B, middle, None)):
-        shape, axes = info.shape[first:last], info.axes[first:last]
-        rank = (self.options.rank,), ('rank',)
-        if name == A:
-          shape, axes = shape + rank[0], axes + rank[1]
-        else:
-          shape, axes = rank[0] + shape, rank[1] + axes
-        table[f'{path}/{name}'] = parameters.ParamInfo(
-          info.shape[:start] + shape, info.dtype, info.axes[:start] + axes
-        )
+      info, (start, middle) = self._whole[path], self._split(path)
+
+      def put(name, cut, path=path, info=info):
+        values = (info.shape, self.options.rank), (info.axes, 'rank')
+        shape, axes = (cut(*value) for value in values)
+        whole = parameters.ParamInfo(shape, info.dtype, axes)
+        table[f'{path}/{name}'] = whole
+
+      put(A, lambda x, rank, j=middle: (*x[:j], rank))
+      put(B, lambda x, rank, i=start, j=middle: (*x[:i], rank, *x[j:]))
     return table
 
   def init(self, rng: jax.Array) -> dict[str, Any]:
@@ -186,17 +161,14 @@ class Adapters:
     """
     flat = {}
     for i, path in enumerate(self.kernels):
-      a, b = (self.table[f'{path}/{name}'] for name in (A, B))
-      flat[f'{path}/{A}'] = jnp.zeros(a.shape, a.dtype)
-      flat[f'{path}/{B}'] = jnp.zeros(b.shape, b.dtype)
-      key = jax.random.fold_in(rng, i)
+      key, (start, middle) = jax.random.fold_in(rng, i), self._split(path)
+      a, b = (self.table[f'{path}/{name}'].shape for name in (A, B))
       if _is_table(path):
-        flat[f'{path}/{B}'] = jax.random.normal(key, b.shape, b.dtype)
-        continue
-      bound = math.prod(a.shape[layers_index.is_stacked(path) : -1]) ** -0.5
-      flat[f'{path}/{A}'] = jax.random.uniform(
-        key, a.shape, a.dtype, -bound, bound
-      )
+        values = jnp.zeros(a), jax.random.normal(key, b)
+      else:
+        bound = math.prod(a[start:middle]) ** -0.5
+        values = jax.random.uniform(key, a, float, -bound, bound), jnp.zeros(b)
+      flat[f'{path}/{A}'], flat[f'{path}/{B}'] = values
     return traverse_util.unflatten_dict(flat, sep='/')
 
   def attach(
@@ -215,21 +187,13 @@ class Adapters:
     flat |= {path: new[path] for path in self.full}
     dropout = self.options.dropout if key is not None else 0.0
     for i, path in enumerate(self.kernels):
-      if f'{path}/{A}' not in new:
-        continue
-      masks = None
-      if dropout and not _is_table(path):
-        masks = jax.random.fold_in(key, i)
-        if layers_index.is_stacked(path):
-          masks = jax.random.split(masks, self._whole[path].shape[0])
-      flat[path] = kernel_forms.Adapted(
-        flat[path],
-        new[f'{path}/{A}'],
-        new[f'{path}/{B}'],
-        masks,
-        scale=self.options.scale,
-        dropout=dropout,
-      )
+      a, b = (new.get(f'{path}/{name}') for name in (A, B))
+      masks = jax.random.fold_in(key, i) if dropout else None
+      if dropout and layers_index.is_stacked(path):
+        masks = jax.random.split(masks, a.shape[0])
+      if a is not None:
+        scales = self.options.scale, dropout
+        flat[path] = kernel_forms.Adapted(flat[path], a, b, masks, *scales)
     return traverse_util.unflatten_dict(flat, sep='/')
 
   def freeze(self, path: str, kernel: jax.Array, dtype: Any) -> Any:
@@ -252,36 +216,40 @@ class Adapters:
     info = self._whole[path]
     if not isinstance(leaf, kernel_forms.Quantized):
       return info.axes
+    # The inputs of a channel, or the blocks, are not divided.
     sizes = zip(info.axes, info.shape, leaf.scale.shape, strict=True)
-    scale = tuple(
-      axis if size == count else None for axis, size, count in sizes
-    )
+    scale = tuple(name if size == n else None for name, size, n in sizes)
     return leaf.replace(values=info.axes, scale=scale)
 
   @property
   def description(self) -> str:
     """What trains, for users."""
     count = sum(math.prod(info.shape) for info in self.table.values())
-    text = f'{count:,} parameters train: adapters of rank {self.options.rank}'
-    text += f' on {self.options.targets or "all projections"}'
-    return text + f', {self.options.full} whole' * bool(self.options.full)
+    return f'{count:,} parameters train, by {self.options.text}'
 
   @property
   def _whole(self) -> Mapping[str, parameters.ParamInfo]:
     return parameters.parameter_table(self.model)
+
+  def _split(self, path: str) -> tuple[int, int]:
+    """Returns the first dimension of a kernel's inputs, and of its outputs."""
+    start = int(layers_index.is_stacked(path))
+    # A table multiplies one-hot tokens.
+    inputs = 1 if _is_table(path) else len(self._whole[path].inputs)
+    return start, start + inputs
 
   def _block(self, path: str) -> tuple[int, int]:
     """Returns the axis of a kernel's blocks, from the end, and their size."""
     info = self._whole[path]
     # Of these axes fsdp divides none.
     axis = next(i for i, x in enumerate(info.axes) if x in ('head_dim', 'mlp'))
-    block_size = math.gcd(kernel_forms.BLOCK, info.shape[axis])
-    if block_size % 2:
+    size = math.gcd(kernel_forms.BLOCK, info.shape[axis])
+    if size % 2 and self.options.base == 'nf4':
       raise errors.UserError(
-        f'{LABEL}: base is nf4, which stores two values in a byte, and {path}'
-        f' has {info.axes[axis]} {info.shape[axis]}; choose base=int8.'
+        f'{LABEL}: base is nf4, which stores pairs of values, and {path} has'
+        f' {info.axes[axis]} {info.shape[axis]}; choose base=int8.'
       )
-    return axis - len(info.axes), block_size
+    return axis - len(info.axes), size
 
   def _matches(
     self, option: str, names: str, every: Mapping[str, frozenset[str]]
@@ -303,7 +271,7 @@ class Adapters:
       if option == 'targets' and 'embeddings' not in parts:
         paths = {path for path in paths if not _is_table(path)}
       if not paths:
-        known = sorted({*_SHOWN} & frozenset().union(*every.values()))
+        known = sorted(frozenset().union(*every.values()))
         unknown = next((x for x in name.split('/') if x not in known), name)
         raise errors.UserError(
           f'{LABEL}: {option} has {name!r}, which matches nothing of the model'
@@ -311,13 +279,6 @@ class Adapters:
         )
       matches |= paths
     return matches
-
-
-# Names of parts in messages, from the whole to its parts.
-_SHOWN = (
-  *('encoder', 'decoder', 'attention', 'cross_attention', 'mlp', 'experts'),
-  *('embeddings', 'norms', 'head', *sorted(_PROJECTIONS)),
-)
 
 
 def name_of(path: str) -> str:
