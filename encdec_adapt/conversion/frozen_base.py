@@ -7,6 +7,7 @@ a single one in float32 at a time.
 
 from collections.abc import Mapping
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -39,20 +40,16 @@ class FrozenBase:
 
   def read(self) -> dict[str, Any]:
     """Reads the frozen parameters as they are held, nested and sharded."""
-    adapters, dtype = (
-      self.placement.adapters,
-      self.placement.model.compute.dtype,
-    )
-    whole = dataclasses.replace(self.placement, adapters=None)
-    arrays, base = self.source.arrays(), {}
-    shapes = state_lib.flatten(self.placement.abstract_base())
-    for path in adapters.frozen:
+    placement, arrays, base = self.placement, self.source.arrays(), {}
+    dtype = placement.model.compute.dtype
+    whole = dataclasses.replace(placement, adapters=None).parameters
+    for path, shape in state_lib.flatten(placement.abstract_base()).items():
       # Without a float32 copy, unless it is quantised from it.
-      stored = getattr(shapes[path], 'dtype', np.float32)
-      array = model_on_disk.place(arrays[path], whole.parameters[path], stored)
+      stored = getattr(shape, 'dtype', np.float32)
+      array = model_on_disk.place(arrays[path], whole[path], stored)
       base[path] = jax.jit(
-        lambda x, path=path: adapters.freeze(path, x, dtype),
-        out_shardings=jax.tree.map(lambda x: x.sharding, shapes[path]),
+        functools.partial(placement.adapters.freeze, path, dtype=dtype),
+        out_shardings=jax.tree.map(lambda x: x.sharding, shape),
       )(array)
     return state_lib.unflatten(base)
 
@@ -66,35 +63,26 @@ class FrozenBase:
       seed: seed of new adapters and of a new head; None to leave out adapters
         whose update is zero.
     """
-    adapters, rng = self.placement.adapters, jax.random.key(seed or 0)
-    shardings, params = self.placement.parameters, {}
-    if source.adapters:
-      arrays = source.trained()
-    else:
-      arrays = source.arrays()
-      if seed is not None:
-        params = state_lib.flatten(self.placement.place(adapters.init, rng))
-    model = self.placement.model.config
-    for path in sorted(adapters.table.keys() - params.keys()):
-      is_new = model.decoder.classes != source.model.decoder.classes
-      if path == _HEAD and is_new:
-        params[path] = jax.jit(
-          lambda rng, path=path: parameters.init_one(model, rng, path),
-          out_shardings=shardings[path],
-        )(rng)
+    placement, rng, params = self.placement, jax.random.key(seed or 0), {}
+    arrays = source.trained() if source.adapters else source.arrays()
+    if seed is not None and not source.adapters:
+      params = state_lib.flatten(placement.place(placement.adapters.init, rng))
+    for path, sharding in placement.parameters.items():
+      classes = (
+        x.decoder.classes for x in (placement.model.config, source.model)
+      )
+      if path == _HEAD and len({*classes}) > 1:
+        head = parameters.init_one(placement.model.config, rng, path)
+        params[path] = jax.device_put(head, sharding)
       elif path in arrays:
-        params[path] = model_on_disk.place(
-          arrays[path], shardings[path], np.float32
-        )
+        params[path] = model_on_disk.place(arrays[path], sharding, np.float32)
     return state_lib.unflatten(params)
 
   def shares(self, source: model_on_disk.StoredModel) -> bool:
     """Returns whether a model is the base, or adapters like these over it."""
-    base = source.base if source.adapters else source
-    if base.digest != self.source.digest:
-      return False
-    ours = self.placement.adapters
-    return not source.adapters or _are_alike(source.adapters, ours)
+    theirs, ours = source.adapters, self.placement.adapters
+    same = (source.base or source).digest == self.source.digest
+    return same and (theirs is None or _are_alike(theirs, ours))
 
 
 def open_base(
@@ -116,10 +104,9 @@ def open_base(
   if classes > 1 and source.prompt_side != 'decoder':
     raise errors.UserError(
       f'{adapters_lib.LABEL}: a classifier of the encoder of {source.name} has'
-      ' no base on disk; start from an encoder-only model, or tune all'
-      f" parameters ({adapters_lib.LABEL}='')."
+      ' no base on disk; start from an encoder-only model, or empty the key.'
     )
-  return FrozenBase(source.base if source.adapters else source, placement)
+  return FrozenBase(source.base or source, placement)
 
 
 def reopen(

@@ -21,7 +21,6 @@ from encdec_adapt.huggingface import (
   config_json,
   flax_folder,
   new_folder,
-  peft_folder,
   tensor_folder,
 )
 from encdec_adapt.models import model_config
@@ -51,8 +50,8 @@ def import_folder(values: flags.FlagValues, _: list[str]) -> int:
     return 0
   if values.base:
     raise errors.UserError(
-      f'--base={values.base} is for adapters of PEFT, and --source={path} has'
-      f' no {peft_folder.CONFIG}; leave it out.'
+      f'--base={values.base} is for adapters of PEFT, which --source={path}'
+      ' has not; leave it out.'
     )
   has_config = (path / tensor_folder.CONFIG).exists()
   # With a config.json it is a Hugging Face folder or a run, whatever else it

@@ -37,18 +37,13 @@ def export_adapters(
   Raises:
     UserError: the model is no run of adapters, or PEFT cannot hold them.
   """
-  adapters = _require_adapters(stored)
-  layout, base = _layout(stored.model), stored.base
-  # An exported folder keeps its place, a run has no model that PEFT loads.
-  name = base.full_name if base.checkpoint is None else ''
-  files = peft_folder.files(adapters, stored.trained(), layout, name)
+  adapters, base = _require_adapters(stored), stored.base.full_name
+  layout = _layout(stored.model)
+  files = peft_folder.files(adapters, stored.trained(), layout, base)
   with new_folder.new_folder(values.output) as draft:
     for file, content in files.items():
       (draft / file).write_bytes(content)
-  print(
-    f'{values.output}: adapters of rank {adapters.options.rank}; PEFT loads'
-    f' them over {name or f"an export of {base.full_name}"}'
-  )
+  print(f'{values.output}: adapters; PEFT loads them over an export of {base}')
 
 
 def import_adapters(values: flags.FlagValues, path: paths.Path) -> None:
@@ -59,10 +54,9 @@ def import_adapters(values: flags.FlagValues, path: paths.Path) -> None:
   """
   config = atomic.read_json(path / peft_folder.CONFIG)
   name = values.base or config.get('base_model_name_or_path') or ''
-  if not values.base and not paths.at(name or '.').is_dir():
+  if not values.base and not (name and paths.at(name).is_dir()):
     raise errors.UserError(
-      f'--source={path} has adapters of {name!r}, which is no folder here; name'
-      ' their base with --base.'
+      f'--source={path} adapts {name!r}, which is no folder; give --base.'
     )
   base = model_on_disk.open_model(name, vocab_multiple=values.vocab_multiple)
   adapters, arrays = peft_folder.read(path, base.model, _layout(base.model))
@@ -97,10 +91,7 @@ def merge_adapters(values: flags.FlagValues, _: list[str]) -> int:
   _require_adapters(stored)
   contents = work_directory.Contents(
     stored.model,
-    {
-      'command': 'merge-lora',
-      'sources': [stored.name, stored.base.full_name],
-    },
+    {'command': 'merge-lora', 'sources': [stored.name, stored.base.name]},
     pretrained_files.folders(stored.path),
     stored.vocabularies,
   )

@@ -139,15 +139,13 @@ class Adapters:
     table = {path: self._whole[path] for path in self.full}
     for path in self.kernels:
       info, (start, middle) = self._whole[path], self._split(path)
-
-      def put(name, cut, path=path, info=info):
-        values = (info.shape, self.options.rank), (info.axes, 'rank')
-        shape, axes = (cut(*value) for value in values)
-        whole = parameters.ParamInfo(shape, info.dtype, axes)
-        table[f'{path}/{name}'] = whole
-
-      put(A, lambda x, rank, j=middle: (*x[:j], rank))
-      put(B, lambda x, rank, i=start, j=middle: (*x[:i], rank, *x[j:]))
+      dims = [*zip(info.shape, info.axes, strict=True)]
+      rank = [(self.options.rank, 'rank')]
+      outputs = dims[:start] + rank + dims[middle:]
+      for name, chosen in ((A, dims[:middle] + rank), (B, outputs)):
+        shape, axes = zip(*chosen, strict=True)
+        entry = parameters.ParamInfo(shape, info.dtype, axes)
+        table[f'{path}/{name}'] = entry
     return table
 
   def init(self, rng: jax.Array) -> dict[str, Any]:

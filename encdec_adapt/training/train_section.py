@@ -131,11 +131,9 @@ class TrainConfig:
     if adapters and self.cross_attention_warmup:
       raise errors.UserError(
         'config.train.cross_attention_warmup is'
-        f' {self.cross_attention_warmup} with config.train.lora={self.lora!r},'
-        ' which trains adapters of'
-        f' {adapters.targets or "all projections"} and'
-        f' {adapters.full or "nothing"} whole from the first step on; set it to'
-        ' 0 (full=cross_attention trains fresh cross-attention whole).'
+        f' {self.cross_attention_warmup}, and config.train.lora trains adapters'
+        f' of {adapters.targets or "all projections"} (whole:'
+        f' {adapters.full or "nothing"}) from the first step on; set it to 0.'
       )
     # Steps of 0 are open: they follow from the records, which are not made yet.
     if 0 < self.steps <= self.cross_attention_warmup:
