@@ -19,6 +19,7 @@ PAGES = (
   'encoder',
   'objectives',
   'tuning',
+  'lora',
   'wang',
   'meap',
   'understanding',
