@@ -229,6 +229,7 @@ def train(
   base_params = {}  # Frozen: no part of the state, nor of checkpoints.
   if base:
     meta['base'] = base.describe()
+    distributed.require_same('base', {'init.encoder': meta['base']['digest']})
     base_params = base.read()
     log(f'{placement.adapters.description}; the base {meta["base"]["name"]}')
   attach = functools.partial(placement.attach, base_params)

@@ -67,13 +67,12 @@ class FrozenBase:
     arrays = source.trained() if source.adapters else source.arrays()
     if seed is not None and not source.adapters:
       params = state_lib.flatten(placement.place(placement.adapters.init, rng))
+    config, model = placement.model.config, source.model
     for path, sharding in placement.parameters.items():
-      classes = (
-        x.decoder.classes for x in (placement.model.config, source.model)
-      )
-      if path == _HEAD and len({*classes}) > 1:
-        head = parameters.init_one(placement.model.config, rng, path)
-        params[path] = jax.device_put(head, sharding)
+      if path == _HEAD and config.decoder.classes != model.decoder.classes:
+        params |= placement.place(
+          lambda rng: {_HEAD: parameters.init_one(config, rng, _HEAD)}, rng
+        )
       elif path in arrays:
         params[path] = model_on_disk.place(arrays[path], sharding, np.float32)
     return state_lib.unflatten(params)

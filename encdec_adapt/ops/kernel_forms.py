@@ -83,23 +83,21 @@ class Adapted:
     return jnp.where(mask, x / (1 - self.dropout), 0).astype(x.dtype)
 
 
-def dense(kernel: Any, dtype: Any = None, stacked: bool = False) -> Array:
-  """Returns a kernel as an array.
+def dense(kernel: Any, stacked: bool = False) -> Array:
+  """Returns a kernel as an array, float32 unless it is one.
 
   Args:
     kernel: an array, `Quantized` or `Adapted`.
-    dtype: dtype of the result; None for that of an array, and float32.
     stacked: whether the first axis counts layers.
   """
   if isinstance(kernel, Quantized):
-    return kernel.dequantize(dtype or jnp.float32)
+    return kernel.dequantize(jnp.float32)
   if not isinstance(kernel, Adapted):
-    return kernel if dtype is None else kernel.astype(dtype)
+    return kernel
   product = jax.vmap(_product) if stacked else _product
   update = kernel.scale * product(kernel.a, kernel.b)
-  # Added in float32: a small update is lost in the rounding of bfloat16.
-  whole = dense(kernel.kernel, jnp.float32) + update
-  return whole.astype(dtype or jnp.float32)
+  # In float32: a small update would be lost in the rounding of bfloat16.
+  return dense(kernel.kernel).astype(jnp.float32) + update
 
 
 def _product(a: jax.Array, b: jax.Array) -> jax.Array:
