@@ -123,7 +123,7 @@ def test_loaded_adapters_train_further_over_the_same_base(
   assert _losses(further)[0] == pytest.approx(_losses(tuned)[12], abs=1e-6)
   meta = manager.open_latest(further).read_meta()
   assert meta['base'] == manager.open_latest(tuned).read_meta()['base']
-  with pytest.raises(errors.UserError, match='its rank is 2 and that of the'):
+  with pytest.raises(errors.UserError, match='give their'):
     _train(_flags(pairs, tuned, 'rank=3,alpha=8'), folder / 'refused')
 
 
@@ -142,9 +142,9 @@ def test_a_quantised_base_is_close_to_the_base(
 @pytest.mark.parametrize(
   'values, words',
   [
-    ({'train.cross_attention_warmup': 2}, 'adapters of all projections'),
+    ({'train.cross_attention_warmup': 2}, 'trains adapters'),
     ({'init.mode': 'adapt'}, 'need a base on disk'),
-    ({'train.lora': 'rank=99'}, 'must be at most 8'),
+    ({'train.lora': 'rank=99'}, 'at most 8'),
   ],
 )
 def test_refusals(pairs, base, tmp_path, values, words):
