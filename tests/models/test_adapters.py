@@ -1,7 +1,9 @@
 """Adapters equal a dense W + alpha / r A B; quantised kernels; refusals."""
 
+import argparse
 import dataclasses
 import functools
+import heapq
 
 from flax import traverse_util
 import jax
@@ -9,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import encdec_adapt
 from encdec_adapt.base import errors
 from encdec_adapt.models import adapters as adapters_lib
 from encdec_adapt.models import build, execution, model_config, parameters
@@ -17,7 +20,7 @@ from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import rules as rules_lib
 from encdec_adapt.training import state as state_lib
 from encdec_adapt.training.losses import cross_entropy
-from tests import toy_models
+from tests import tiny, toy_models
 
 STACK = toy_models.stack(
   layers=3, pattern=('local', 'global'), vocab_multiple=8
@@ -241,3 +244,25 @@ def test_quantised_kernels_have_the_published_codes_and_block_scales():
 def test_refusals(lora, words):
   with pytest.raises(errors.UserError, match=words):
     assert make(lora).table
+
+
+@pytest.mark.parametrize('name', ['base', 'small'])
+def test_a_quantised_base_costs_little_loss(name):
+  """Of the shipped decoders, on text about Python."""
+  loaded = encdec_adapt.load(tiny.ROOT / 'configs' / 'decoders' / name)
+  documents = [x.__doc__ for x in (argparse, heapq, functools.partial, dict)]
+  tokens = loaded.tokenizer.encode('\n'.join(documents) * 2)[:2048]
+  tokens = np.reshape(tokens, (-1, 128))
+  losses = {}
+  for base in ('', 'int8', 'nf4'):
+    adapters = make(f'rank=1,base={base}', loaded.config)
+    params = state_lib.flatten(loaded.params)
+    params = state_lib.unflatten(
+      {p: adapters.freeze(p, params[p], 'bfloat16') for p in adapters.frozen}
+    )
+    logits = dataclasses.replace(loaded, params=params).logits(tokens)
+    log_probs = jax.nn.log_softmax(logits[:, :-1])
+    targets = tokens[:, 1:, None]
+    losses[base] = -float(jnp.take_along_axis(log_probs, targets, 2).mean())
+  assert losses['int8'] == pytest.approx(losses[''], abs=0.01), losses
+  assert losses['nf4'] == pytest.approx(losses[''], abs=0.05), losses
