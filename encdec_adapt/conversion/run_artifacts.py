@@ -93,9 +93,9 @@ def write_summary(
   }
   summary = compute_cost.summarise(workdir, entries, cost, sources)
   atomic.write_json(paths.join(workdir, compute_cost.SUMMARY), summary)
+  peak = environment.memory_high_water()['memory_peak_bytes']
   print(
     f'{workdir}: {step} steps, {cost.target_tokens:,.0f} target tokens,'
     f' held-out loss {summary["eval_loss_at_step_0"]:.4f} ->'
-    f' {summary["eval_loss"]:.4f}, peak memory'
-    f' {disk.format_bytes(environment.memory_high_water()["memory_peak_bytes"])}'
+    f' {summary["eval_loss"]:.4f}, peak memory {disk.format_bytes(peak)}'
   )
