@@ -40,19 +40,19 @@ class Quantized:
   axis: int | None = flax.struct.field(pytree_node=False, default=None)
 
   def dequantize(self, dtype: Any) -> Array:
-    """Returns the kernel that the integers stand for."""
+    """Returns the kernel that the integers stand for, rounded once."""
     if self.axis is None:
-      return self.values.astype(dtype) * self.scale.astype(dtype)
+      return (self.values * self.scale).astype(dtype)
     axis = self.values.ndim + self.axis
     halves = self.values & 15, self.values >> 4
-    codes = jnp.stack([_normal_float(x, dtype) for x in halves], axis + 1)
+    codes = jnp.stack([_normal_float(x) for x in halves], axis + 1)
     shape = list(self.values.shape)
     blocks = self.scale.shape[axis]
     shape[axis : axis + 1] = blocks, 2 * shape[axis] // blocks
-    scale = jnp.expand_dims(self.scale.astype(dtype), axis + 1)
+    scale = jnp.expand_dims(self.scale, axis + 1)
     shape, codes = tuple(shape), codes.reshape(shape)
     whole = (*shape[:axis], shape[axis] * shape[axis + 1], *shape[axis + 2 :])
-    return (codes * scale).reshape(whole)
+    return (codes * scale).reshape(whole).astype(dtype)
 
 
 @flax.struct.dataclass
@@ -141,10 +141,10 @@ def quantize_nf4(kernel: Array, axis: int, block: int) -> Quantized:
   return Quantized(low | high << 4, jnp.squeeze(scale, start + 1), axis)
 
 
-def _normal_float(codes: UInt8[Array, '*K'], dtype: Any) -> Array:
+def _normal_float(codes: UInt8[Array, '*K']) -> Float[Array, '*K']:
   """Looks up codes of 4 bits."""
   # Selected bit by bit: on TPUs a gather of each value would be slow.
-  values = [jnp.asarray(x, dtype) for x in _NORMAL_FLOATS]
+  values = [*map(jnp.float32, _NORMAL_FLOATS)]
   for bit in range(4):
     is_set = (codes >> bit & 1).astype(bool)
     pairs = zip(values[::2], values[1::2], strict=True)
