@@ -26,7 +26,9 @@ recipe fit those chips:
 teacher: --config.init.encoder=RUN --config.data.source=pairs:/data/*.jsonl.
 With topology=h100:1 its plan has decoding on one card, too. `objective=rloo`
 optimises such a pair by rewards: 64 prompts of 1024 tokens and 8 answers of 256
-to each, with its reference (configs/post_training.md).
+to each, with its reference (configs/post_training.md). `lora=16` trains
+adapters of that rank over a base of 4 bits (configs/lora.md): one card of 24 GB
+--config=configs/gemma2.py:size=2b_2b,objective=pairs,lora=16,topology=l4:1.
 
 Hours of the 10,000 steps of PrefixLM, by the compiled plans in configs/plans
 (estimates: `python -m encdec_adapt.plan --table=configs/plans` prints the
@@ -173,6 +175,15 @@ SHIPPED = {
     microbatches=32,
     optimizer='adafactor',
   ),
+  'size=2b_2b,objective=pairs,lora=16,topology=l4:1': ChipSettings(
+    replica=1, fsdp=1, save_every=100, microbatches=64, remat='full'
+  ),
+  'size=9b_9b,objective=pairs,lora=16,topology=h100:1': ChipSettings(
+    replica=1, fsdp=1, save_every=100, microbatches=32, remat='full'
+  ),
+  'size=9b_9b,objective=pairs,lora=16,topology=v5e:2x4': ChipSettings(
+    replica=1, fsdp=8, save_every=100, microbatches=16, remat='full'
+  ),
   'size=9b_9b,topology=h100:64': ChipSettings(
     replica=1, fsdp=64, save_every=100, microbatches=8, remat='dots'
   ),
@@ -191,13 +202,18 @@ def get_config(arg=None):
 
   Args:
     arg: `size` is a pair such as 2b_2b, 9b_2b or s_s; `objective` is prefixlm,
-      ul2, pairs or rloo; `topology` (and `slices`) select a row of `SHIPPED`.
+      ul2, pairs or rloo; `lora` is a rank of adapters, 0 for none; `topology`
+      (and `slices`) select a row of `SHIPPED`.
   """
   args = config_lib.parse_arg(
-    arg, size='2b_2b', objective='prefixlm', topology='', slices=1
+    arg, size='2b_2b', objective='prefixlm', lora=0, topology='', slices=1
   )
   pair = presets.t5gemma(args['size'], vocab_multiple=128)
   config = recipe(pair, args['objective'])
+  if args['lora']:
+    config.init.mode = 'checkpoint'
+    config.train.lora = f'rank={args["lora"]},alpha=32,base=nf4'
+    config.optimizer.learning_rate = 1e-3  # As in configs/sft.py.
   if args['topology'] or args['slices'] != 1:
     spread(config, **args)
   return config
@@ -262,16 +278,17 @@ def recipe(pair, objective):
   return config
 
 
-def spread(config, size, objective, topology, slices):
+def spread(config, size, objective, topology, slices, lora=0):
   """Sets what depends on the chips, from the row of `SHIPPED`."""
   name = f'size={size}' + f',objective={objective}' * (objective != 'prefixlm')
+  name += f',lora={lora}' * bool(lora)
   name += f',topology={topology}' + f',slices={slices}' * (slices != 1)
   if name not in SHIPPED:
     known = '; '.join(SHIPPED)
     raise errors.UserError(
       f'{name} is not in configs/gemma2.py, which has {known}. Find a mesh for'
       ' other chips with `python -m encdec_adapt.plan --search=6'
-      f' --config=gemma2:size={size},objective={objective}'
+      f' --config=gemma2:size={size},objective={objective},lora={lora}'
       f' --topology={topology or "v5e:4x4"} --num_slices={slices}'
       ' --config.compute.attention=splash` (tokamax on GPUs), and set'
       ' config.mesh, config.compute and config.train.microbatches.'

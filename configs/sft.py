@@ -10,6 +10,9 @@ decoder-only model. With `format=chat` the data are conversations
 vocabulary, whose assistant's turns are learnt; `generate --chat` then answers.
 `meap=separate` or `meap=concat` adds MEAP's masked copies of long answers
 (arXiv:2502.07490), `meap=inputs` copies with masks in what an encoder reads.
+`lora=16` trains adapters of rank 16 over the frozen model (configs/lora.md), at
+ten times the learning rate, about the ratio of the best rates in "LoRA Without
+Regret" (Thinking Machines, 2025).
 Lengths are those of T0's fine-tuning (Wang et al. 2022: 1024 + 256); examples
 that are longer are dropped and counted, and short ones packed. A pass draws
 every example once and `config.train.steps` is 0, so that the job ends with its
@@ -26,12 +29,15 @@ from encdec_adapt.configs import pretrained
 
 
 def get_config(arg=None):
-  """`source`, `format` pairs or chat, and `meap` separate, concat or inputs."""
-  args = config_lib.parse_arg(arg, source='', format='pairs', meap='')
+  """`source`, `format`, `meap` separate, concat or inputs; `lora`, a rank."""
+  args = config_lib.parse_arg(arg, source='', format='pairs', meap='', lora=0)
   if args['format'] not in ('pairs', 'chat'):
     raise errors.UserError(f'format={args["format"]} must be pairs or chat.')
   config = pretrained.get_config(f'source={args["source"]}')
   set_tuning(config, args['format'], args['meap'])
+  if args['lora']:
+    config.train.lora = f'rank={args["lora"]},alpha=32'
+    config.optimizer.learning_rate = 1e-3
   return config
 
 

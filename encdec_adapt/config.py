@@ -22,6 +22,7 @@ from encdec_adapt.cluster import distributed
 from encdec_adapt.data import data_section
 from encdec_adapt.data.records import record_sets
 from encdec_adapt.files import atomic, hub, paths
+from encdec_adapt.models import adapters as adapters_lib
 from encdec_adapt.models import architecture as architectures
 from encdec_adapt.models import execution, model_config, model_section
 from encdec_adapt.objectives import example_maker
@@ -59,6 +60,11 @@ class Settings:
   train: train_section.TrainConfig
   checkpoint: checkpoint_section.CheckpointConfig
   mesh: mesh_lib.MeshConfig
+
+  @functools.cached_property
+  def adapters(self) -> adapters_lib.Adapters | None:
+    """Adapters of `config.train.lora`; None where the model itself trains."""
+    return self.train.adapters(self.model)
 
   @property
   def rules(self) -> rules_lib.Rules:
@@ -445,6 +451,13 @@ def _check_model(settings: Settings, vocabulary: str) -> None:
       " encoder_decoder has two stacks to start. Set init.mode to 'adapt' and"
       ' init.encoder alone to the source of a single stack.'
     )
+  if settings.adapters and init.mode != 'checkpoint':
+    raise errors.UserError(
+      f'config.train.lora is {settings.train.lora!r} with config.init.mode'
+      f' {init.mode!r}; adapters need a base on disk. Make the model first'
+      ' (`convert adapt` or `convert import`), and set config.init.mode to'
+      " 'checkpoint' and config.init.encoder to it."
+    )
   if init.mode in ('adapt', 'embeddings') and model.decoder.classes:
     raise errors.UserError(
       f'config.init.mode is {init.mode!r} and config.loss.kind'
@@ -462,6 +475,7 @@ def _check_carried(settings: Settings) -> None:
     ('optimizer.schedule', schedule, ('rsqrt', 'constant')),
     ('train.cross_attention_warmup', train.cross_attention_warmup, (0,)),
     ('init.decoder', settings.init.decoder, ('',)),
+    ('train.lora', train.lora, ('',)),
   ):
     if value not in needed:
       raise errors.UserError(

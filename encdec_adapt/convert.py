@@ -8,6 +8,7 @@ r"""Converts models between Hugging Face folders and our checkpoints.
     python -m encdec_adapt.convert diff A B
     python -m encdec_adapt.convert merge A B ... [--weights=0.7,0.3] \
       [--last=3] [--start=C [--slerp]] --output=CKPT
+    python -m encdec_adapt.convert merge-lora --checkpoint=CKPT --output=CKPT
     python -m encdec_adapt.convert verify A B [--rows=4 --length=64] \
       [--with=transformers]
     python -m encdec_adapt.convert push HF_DIR --repo=ORG/NAME [--public]
@@ -30,6 +31,7 @@ from encdec_adapt.conversion import (
   inspection,
   merging,
   model_on_disk,
+  peft_exchange,
 )
 from encdec_adapt.models import model_config
 
@@ -103,9 +105,15 @@ COMMANDS = {
     'Hugging Face folder -> Orbax checkpoint',
     command.define(
       command.string(
-        'source', 'Hugging Face folder, or Flax folder of the authors.'
+        'source',
+        'Hugging Face folder, Flax folder of the authors, or PEFT folder.',
       ),
       _OUTPUT,
+      command.string(
+        'base',
+        'For a PEFT folder: the model that it adapts. Default: the folder that'
+        ' it names.',
+      ),
       command.string(
         'model',
         'For a Flax folder: the path of a config.json. Default: the released'
@@ -136,9 +144,10 @@ COMMANDS = {
       ),
       command.choice(
         'layout',
-        ['auto', 'transformers', 'encdec_adapt'],
+        ['auto', 'transformers', 'encdec_adapt', 'peft'],
         'Layout of the folder: that of transformers, that of this project, or'
-        ' that of transformers where it has a class for the model (auto).',
+        ' that of transformers where it has a class for the model (auto); peft'
+        ' writes the adapters of a run alone, the others merge them.',
         default='auto',
       ),
       command.flag(
@@ -237,6 +246,13 @@ COMMANDS = {
     merging.merge_models,
     ('A',),
     more=True,
+  ),
+  'merge-lora': command.Subcommand(
+    'run of adapters -> whole model at step 0',
+    command.define(
+      command.string('checkpoint', 'A run of adapters, or RUN@STEP.'), _OUTPUT
+    ),
+    peft_exchange.merge_adapters,
   ),
   'verify': command.Subcommand(
     'compare the logits of two models on random tokens',

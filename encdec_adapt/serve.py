@@ -40,6 +40,13 @@ STEPS = 4  # Decode steps between queue polls; a stream sends them together.
 
 define_flags = command.define(
   command.string('checkpoint', 'A run, RUN@STEP, or a Hugging Face folder.'),
+  command.flag(
+    'list',
+    'adapters',
+    'Runs of adapters over the checkpoint, divided by commas: the `model` of a'
+    ' request names one by the name of its folder.',
+    default=[],
+  ),
   command.string('host', 'Address to listen on.', default='127.0.0.1'),
   command.integer(
     'port', 'Port.', default=8000, lower_bound=1, upper_bound=65535
@@ -101,6 +108,10 @@ def main(values: flags.FlagValues) -> int:
   prompt_encoding.print_prefix(stored, values.prefix)
   longest = pretrained_files.prompt_room(stored)
   loaded = model_in_memory.read_as_trained(stored)
+  adapters = {
+    model_on_disk.title(run): model_in_memory.read_adapters(loaded, run)
+    for run in values.adapters
+  }
   ids = loaded.special_ids
   # A request may be a chat or plain text; both end at the first of these ids.
   if chat_format.find_template(opened.decoder):
@@ -117,6 +128,7 @@ def main(values: flags.FlagValues) -> int:
     int8=values.int8,
     ids=ids,
     steps=STEPS,
+    adapters=adapters,
     sizes=_state_sizes(limits, stored.model.architecture.encodes_prompt),
   )
   _require_memory(engine)
@@ -137,6 +149,7 @@ def main(values: flags.FlagValues) -> int:
     max_queue=values.max_queue,
     timeout=values.timeout,
     host=values.host,
+    adapters=tuple(adapters),
   )
   return http_app.run(
     http_app.Service(engine, served), values.host, values.port

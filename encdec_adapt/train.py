@@ -28,7 +28,7 @@ from encdec_adapt.checkpoints import manager, resume_checks
 from encdec_adapt.cli import command
 from encdec_adapt.cluster import code_limits, distributed, lock, preemption
 from encdec_adapt.cluster import watchdog as watchdog_lib
-from encdec_adapt.conversion import initial_state, run_artifacts
+from encdec_adapt.conversion import frozen_base, initial_state, run_artifacts
 from encdec_adapt.data.records import row_rates, stored_teacher
 from encdec_adapt.evaluation import evaluators as evaluators_lib
 from encdec_adapt.evaluation.measures import completion_rewards
@@ -137,7 +137,9 @@ def train(
   config = config.copy_and_resolve_references()
   config.compute.dtype = settings.compute.dtype
   config.compute.remat = settings.compute.remat
-  placement = setup.place_model(model, settings.compute, mesh, settings.rules)
+  placement = setup.place_model(
+    model, settings.compute, mesh, settings.rules, settings.adapters
+  )
   objective = settings.data.objectives[0]
   # Tokens and answers of a training row; held-out rows have those of records.
   sizes = settings.loss.row_shape(lengths, objective.answers)
@@ -169,10 +171,12 @@ def train(
     )
     sources.check_files(settings.data.vocabularies)
     sources.check_optimizer(phases)
+    base = sources.base
   else:
     checkpoint = checkpoints.at(start)
     resume_checks.check_config(saved, config.to_dict(), log)
     checkpoint.require_same(phases.abstract_saved(start))
+    base = placement.adapters and frozen_base.reopen(saved['base'], placement)
     cost = compute_cost.Cost(**checkpoint.read_data())
 
   # -- Data --------------------------------------------------------------------
@@ -222,6 +226,13 @@ def train(
     'vocabularies': data.vocabularies.describe(),
     'order': order,
   }
+  base_params = {}  # Frozen: no part of the state, nor of checkpoints.
+  if base:
+    meta['base'] = base.describe()
+    distributed.require_same('base', {'init.encoder': meta['base']['digest']})
+    base_params = base.read()
+    log(f'{placement.adapters.description}; the base {meta["base"]["name"]}')
+  attach = functools.partial(placement.attach, base_params)
   # The first step donates the buffers of the state: another reference to the
   # parameters would keep them in memory twice.
   if start is None:
@@ -236,7 +247,9 @@ def train(
     resume_checks.report_environment(saved, meta, log)
     state = checkpoint.restore(phases.abstract_saved(start))
     log(f'resuming at step {start}')
-  reference_params, digests = initial_state.read_references(references)
+  reference_params, digests = initial_state.read_references(
+    references, base, base_params
+  )
   if stored:
     digests['teacher'] = stored.digest
   meta['references'] = digests
@@ -251,7 +264,9 @@ def train(
   every = settings.checkpoint.interval(steps)
   end = resume_checks.report_end(batches.remaining, first, steps, log)
   batch_size = settings.train.batch_size
-  flops = setup.job_flops(loss, model, *sizes, batch_size, shapes)
+  flops = setup.job_flops(
+    loss, model, *sizes, batch_size, shapes, frozen=base is not None
+  )
   telemetry = job_telemetry.JobTelemetry(
     workdir,
     settings.train,
@@ -297,9 +312,8 @@ def train(
   def evaluate(step, params, last=False):
     """Runs the evaluators that are due; ranks the held-out metrics."""
     with telemetry.spent('evaluate'):
-      values = evaluators(
-        step, params, beat=lambda: watchdog.beat(step, 'evaluate'), last=last
-      )
+      beat = functools.partial(watchdog.beat, step, 'evaluate')
+      values = evaluators(step, attach(params), beat=beat, last=last)
       return loss.rank(values[loss.selects])
 
   def save(step, rank=None):
@@ -363,14 +377,15 @@ def train(
         rows = loss.frame(rows, data.vocabularies.decoder.ids)
       else:
         order, position = batches.order, cost.rows
-        rows, measured = sampled(step, state.params, order, position)
+        rows, measured = sampled(step, attach(state.params), order, position)
         watchdog.beat(step, 'compile' if compiling else 'step')
 
       # Update. Dispatch is asynchronous: the host continues meanwhile.
       profiler.begin_step(step)
       with telemetry.spent('compile' if compiling else 'dispatch'):
         batch = step_lib.place_batch(rows, placement, axes)
-        state, metrics = train_step(state, batch, reference_params)
+        arguments = state, batch, reference_params, base_params
+        state, metrics = train_step(*arguments)
       if compiling:
         telemetry.pause()
       profiler.end_step(step, metrics)

@@ -22,6 +22,7 @@ PAGES = (
   'encoder',
   'objectives',
   'tuning',
+  'lora',
   'wang',
   'meap',
   'understanding',

@@ -17,6 +17,7 @@ from encdec_adapt.conversion import (
   inspection,
   model_card,
   model_on_disk,
+  peft_exchange,
   pretrained_files,
   tokenizer_files,
 )
@@ -49,6 +50,9 @@ def export_folder(values: flags.FlagValues, _: list[str]) -> int:
   command.require(values, 'checkpoint', 'output')
   new_folder.require_free(values.output)
   stored = model_on_disk.open_model(values.checkpoint)
+  if values.layout == 'peft':
+    peft_exchange.export_adapters(values, stored)
+    return 0
   native = _is_native(stored.model, values.layout)
   folders = pretrained_files.folders(stored.path)
   # The tokenizer below is written from these files: damage is found first.

@@ -12,6 +12,7 @@ from encdec_adapt.checkpoints import orbax_folder
 from encdec_adapt.cli import command
 from encdec_adapt.conversion import (
   model_on_disk,
+  peft_exchange,
   pretrained_files,
   work_directory,
 )
@@ -44,6 +45,14 @@ def import_folder(values: flags.FlagValues, _: list[str]) -> int:
   command.require(values, 'source', 'output')
   new_folder.require_free(values.output)
   path, _ = model_on_disk.resolve(values.source)
+  if peft_exchange.is_folder(path):
+    peft_exchange.import_adapters(values, path)
+    return 0
+  if values.base:
+    raise errors.UserError(
+      f'--base={values.base} is for adapters of PEFT, which --source={path}'
+      ' has not; leave it out.'
+    )
   has_config = (path / tensor_folder.CONFIG).exists()
   # With a config.json it is a Hugging Face folder or a run, whatever else it
   # has.

@@ -20,6 +20,7 @@ from encdec_adapt.base import errors
 from encdec_adapt.cluster import distributed
 from encdec_adapt.conversion import (
   carried_state,
+  frozen_base,
   model_on_disk,
   pretrained_files,
 )
@@ -52,6 +53,7 @@ class Sources:
       stacks come from it, none for random parameters.
     coverage: how every weight is filled by an adaptation; None for other
       modes.
+    base: the frozen base of a job that trains adapters; None for other jobs.
   """
 
   init: init_section.InitConfig
@@ -59,6 +61,7 @@ class Sources:
   placement: state_lib.Placement
   models: tuple[model_on_disk.StoredModel, ...]
   coverage: coverage_lib.Coverage | None
+  base: frozen_base.FrozenBase | None = None
 
   @property
   def pretrained_folders(self) -> pretrained_files.Folders:
@@ -183,6 +186,8 @@ class Sources:
       phases: the phases of the job.
       seed: seed of random parameters and of dropout's masks.
     """
+    if self.base:
+      return phases.create(self.base.start(self.models[0], seed), seed)
     state = {}
     if self.init.optimizer == 'source':
       state = carried_state.read(*self._carried, phases)
@@ -211,9 +216,11 @@ def open_sources(
   target = placement.model.config
   folders = filter(None, (init.encoder, init.decoder))
   models = tuple(_open(folder, target) for folder in folders)
-  report = None
+  report = base = None
   if init.mode == 'checkpoint':
     _check_same_model(_without_head(models[0], target), placement)
+    if placement.adapters:
+      base = frozen_base.open_base(models[0], placement)
   elif init.mode != 'random':
     if placement.model.architecture.encodes_prompt:
       for source in models:
@@ -229,7 +236,7 @@ def open_sources(
       fresh=weight_plan.all_but_embeddings(target) if fresh else (),
     )
     report = model_on_disk.with_outside(report, models[0], models[-1])
-  return Sources(init, compute, placement, models, report)
+  return Sources(init, compute, placement, models, report, base)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -264,15 +271,33 @@ class Reference:
     sums = jax.jit(
       lambda params: jax.tree.map(total, params), out_shardings=everywhere
     )(params)
-    text = {path: int(x) for path, x in state_lib.flatten(sums).items()}
+    leaves = jax.tree_util.tree_leaves_with_path(sums)
+    text = {placement_lib.path_string(path): int(x) for path, x in leaves}
     return hashlib.sha256(json.dumps(text, sort_keys=True).encode()).hexdigest()
 
 
 def read_references(
   references: Mapping[str, Reference],
+  frozen: frozen_base.FrozenBase | None = None,
+  base: base_model.Params | None = None,
 ) -> tuple[dict[str, base_model.Params], dict[str, str]]:
-  """Reads the parameters of references; returns them, and their digests."""
-  params = {name: r.read() for name, r in references.items()}
+  """Reads the parameters of references; returns them, and their digests.
+
+  Args:
+    references: the references by name.
+    frozen: the base of a job that trains adapters. A reference that is the
+      base, or adapters over it, is made of the same arrays.
+    base: its parameters.
+  """
+
+  def read(reference: Reference) -> base_model.Params:
+    same = frozen and frozen.placement.model == reference.placement.model
+    if same and frozen.shares(reference.source):
+      start = frozen.start(reference.source)
+      return frozen.placement.attach(base, start)
+    return reference.read()
+
+  params = {name: read(r) for name, r in references.items()}
   digests = {name: r.digest(params[name]) for name, r in references.items()}
   return params, digests
 

@@ -45,6 +45,9 @@ def _head(stored: model_on_disk.StoredModel) -> Iterator[str]:
     kind = f'work directory, checkpoint of step {stored.step}'
   yield f'{stored.path}: {kind}'
   yield f'model: {stored.model.architecture.name}'
+  if stored.adapters:
+    options = stored.adapters.options.text
+    yield f'adapters: {options} over {stored.base.full_name}'
   name = transformers_class(stored.model)
   if name is None:
     name = 'none; export writes the layout of this project'

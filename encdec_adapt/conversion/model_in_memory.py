@@ -260,7 +260,7 @@ class LoadedModel:
       decode: turns token ids into text; by default as the model's tokenizer
         does, if it has one. Stop strings need it.
       ids: special tokens; by default `special_ids`.
-      **options: `rows`, `int8`, `steps` and `sizes` of `Engine`.
+      **options: `rows`, `int8`, `steps`, `sizes` and `adapters` of `Engine`.
 
     Raises:
       UserError: see `Engine` and `special_ids`.
@@ -393,6 +393,31 @@ def read_as_trained(stored: model_on_disk.StoredModel) -> LoadedModel:
     run = config_lib.load_run(str(stored.path))
     dtype = run.on(mesh.devices.flat[0].platform).compute.dtype
   return read(stored, dtype=jnp.dtype(dtype), mesh=mesh)
+
+
+def read_adapters(loaded: LoadedModel, run: str) -> Any:
+  """Reads adapters over a loaded model, for `LoadedModel.engine`.
+
+  Args:
+    loaded: the base.
+    run: a run of adapters, or RUN@STEP.
+
+  Raises:
+    UserError: it is no run of adapters, or they are over another model.
+  """
+  stored = model_on_disk.open_model(run)
+  if not stored.adapters or stored.base.digest != loaded.stored.digest:
+    raise errors.UserError(
+      f'{run} is no run of adapters over {loaded.stored.path}; give runs with'
+      ' config.train.lora that have that base.'
+    )
+  where = dataclasses.replace(loaded.where, adapters=stored.adapters)
+  trained = {
+    path: model_on_disk.place(array, where.parameters[path], jnp.float32)
+    for path, array in stored.trained().items()
+  }
+  base = state_lib.unflatten(dict.fromkeys(stored.adapters.frozen))
+  return where.attach(base, state_lib.unflatten(trained))
 
 
 def inference_mesh(config: model_config.ModelConfig) -> Mesh:

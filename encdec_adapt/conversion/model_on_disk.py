@@ -4,7 +4,7 @@ Opening reads configs and headers; `StoredModel.read` reads the parameters.
 Nothing here writes a file or builds an engine.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 import dataclasses
 import functools
 import hashlib
@@ -23,9 +23,11 @@ from encdec_adapt.adaptation import coverage as coverage_lib
 from encdec_adapt.base import errors
 from encdec_adapt.checkpoints import checksums, manager, orbax_folder
 from encdec_adapt.cluster import distributed
+from encdec_adapt.conversion import adapter_arrays
 from encdec_adapt.files import atomic, hub, lazy_array
 from encdec_adapt.files import paths as paths_lib
 from encdec_adapt.huggingface import folder, tensor_folder, vision
+from encdec_adapt.models import adapters as adapters_lib
 from encdec_adapt.models import model_config, parameters
 from encdec_adapt.objectives import example_maker
 from encdec_adapt.tokenizers import vocabulary, vocabulary_pair
@@ -71,6 +73,10 @@ class StoredModel:
     objectives: objectives that a run was trained with; () for a folder.
     name: the path that it was opened by, such as RUN@STEP, or its address on
       the Hub with the commit.
+    adapters: adapters that a run trained; None for other models. `arrays` are
+      then those of the base with the adapters merged into them.
+    base: the model that the adapters were trained over.
+    trained: returns path -> parameter that the run trained, unread.
   """
 
   path: paths_lib.Path
@@ -81,6 +87,9 @@ class StoredModel:
   unused: dict[str, str] = dataclasses.field(default_factory=dict)
   objectives: tuple[example_maker.Objective, ...] = ()
   name: str = ''
+  adapters: adapters_lib.Adapters | None = None
+  base: 'StoredModel | None' = None
+  trained: Callable[[], dict[str, lazy_array.LazyArray]] = dict
 
   @property
   def step(self) -> int | None:
@@ -109,6 +118,21 @@ class StoredModel:
       for file in sorted(files):
         parts.append(f'{file.name} {paths_lib.version(file)}'.encode())
     return hashlib.blake2b(b'\0'.join(parts), digest_size=8).hexdigest()
+
+  @property
+  def digest(self) -> str:
+    """Digest of the parameters, the same for a copy in another place."""
+    if self.checkpoint:
+      return adapter_arrays.checkpoint_digest(self.checkpoint.path)
+    return adapter_arrays.folder_digest(self.path)
+
+  @property
+  def full_name(self) -> str:
+    """Name by which the same parameters are opened from any folder."""
+    if hub.is_address(self.name):
+      return self.name
+    step = '' if self.step is None else f'@{self.step}'
+    return f'{paths_lib.absolute(self.path)}{step}'
 
   def open_vocabularies(self) -> vocabulary_pair.Opened | None:
     """Opens the vocabularies; None if there are none."""
@@ -154,17 +178,12 @@ class StoredModel:
       placement: placement of this model. Each process reads only the shards
         of its devices.
     """
-    dtype = jnp.dtype(placement.dtype or 'float32')
-    if self.checkpoint:
+    if self.checkpoint and not self.adapters:
       return self.checkpoint.restore_params(placement.abstract_params())
-    # `array=array`: otherwise the callbacks of all would read the last array.
+    dtype = placement.dtype or 'float32'
     return state_lib.unflatten(
       {
-        path: jax.make_array_from_callback(
-          array.shape,
-          placement.parameters[path],
-          lambda index, array=array: np.asarray(array.read_part(index), dtype),
-        )
+        path: place(array, placement.parameters[path], dtype)
         for path, array in self.arrays().items()
       }
     )
@@ -174,6 +193,18 @@ class StoredModel:
     """Whether the model is a run that was trained on conversations."""
     # A folder states the ids that end its turns in generation_config.json.
     return any(objective.ends_turns for objective in self.objectives)
+
+
+def place(
+  array: lazy_array.LazyArray, sharding: jax.sharding.Sharding, dtype: Any
+) -> jax.Array:
+  """Reads an array; each process only the shards of its devices."""
+  dtype = jnp.dtype(dtype)
+  return jax.make_array_from_callback(
+    array.shape,
+    sharding,
+    lambda index: np.asarray(array.read_part(index), dtype),
+  )
 
 
 def open_model(
@@ -269,15 +300,64 @@ def _open_run(path: paths_lib.Path, step: int | None) -> StoredModel:
   checkpoint = open_checkpoint(path, settings, step)
   choice = settings.data.vocabularies
   opened = open_vocabularies(checkpoint, choice)
-  return StoredModel(
+  adapters = settings.train.adapters(settings.model)
+  table = parameters.parameter_table(settings.model)
+  # Called late: callers that need the config only never open the arrays.
+  trained = functools.partial(
+    _checkpoint_arrays, checkpoint, adapters.table if adapters else table
+  )
+  stored = StoredModel(
     path,
     settings.model,
     choice if opened else None,
-    # Called late: callers that need the config only never open the arrays.
-    lambda: _checkpoint_arrays(checkpoint, settings.model),
+    trained,
     checkpoint,
     objectives=settings.data.objectives,
   )
+  if not adapters:
+    return stored
+  multiple = settings.model.decoder.vocab_multiple
+  described = checkpoint.read_meta()['base']
+  base = open_base(described, settings.init.encoder, multiple)
+  return dataclasses.replace(
+    stored,
+    arrays=lambda: adapter_arrays.merged(adapters, base.arrays(), trained()),
+    adapters=adapters,
+    base=base,
+    trained=trained,
+  )
+
+
+def open_base(
+  described: Mapping[str, str], moved: str, vocab_multiple: int
+) -> StoredModel:
+  """Opens the base of adapters.
+
+  Args:
+    described: its name and digest in the metadata of a checkpoint.
+    moved: where it is if nothing has that name.
+    vocab_multiple: see `open_model`.
+
+  Raises:
+    UserError: it is missing, or it is another model.
+  """
+  name = described['name']
+  if not resolve(name)[0].exists() and moved:
+    name = moved
+  remedy = (
+    'Put it back there, or name a copy of it in the config.json of the run'
+    ' (init.encoder).'
+  )
+  if not resolve(name)[0].exists():
+    raise errors.UserError(f'the base {name} of adapters is missing. {remedy}')
+  base = open_model(name, vocab_multiple=vocab_multiple)
+  base = base.base or base
+  if base.digest != described['digest']:
+    raise errors.UserError(
+      f'{name} is not the base that the adapters were trained over: its digest'
+      f' is {base.digest}, and theirs was {described["digest"]}. {remedy}'
+    )
+  return base
 
 
 def open_checkpoint(
@@ -550,13 +630,12 @@ def vocabularies_in(path: paths_lib.Path) -> vocabulary_pair.Choice | None:
 
 
 def _checkpoint_arrays(
-  checkpoint: manager.Checkpoint, model: model_config.ModelConfig
+  checkpoint: manager.Checkpoint, table: Mapping[str, parameters.ParamInfo]
 ) -> dict[str, lazy_array.LazyArray]:
   """Returns the arrays of a checkpoint; restores a group of them at a time.
 
   Opening a checkpoint takes longer than restoring a small array.
   """
-  table = parameters.parameter_table(model)
   # Partial: there may be optimizer state. Differences are found before a
   # conversion has written half of its output.
   checkpoint.require_same({'params': state_lib.unflatten(table)}, partial=True)

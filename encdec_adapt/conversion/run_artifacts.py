@@ -17,9 +17,9 @@ from encdec_adapt.conversion import (
   pretrained_files,
   work_directory,
 )
-from encdec_adapt.files import atomic, paths
+from encdec_adapt.files import atomic, disk, paths
 from encdec_adapt.models import model_config, parameters
-from encdec_adapt.telemetry import compute_cost, metrics
+from encdec_adapt.telemetry import compute_cost, environment, metrics
 from encdec_adapt.tokenizers import vocabulary_pair
 
 ENVIRONMENT = 'environment.json'
@@ -93,8 +93,9 @@ def write_summary(
   }
   summary = compute_cost.summarise(workdir, entries, cost, sources)
   atomic.write_json(paths.join(workdir, compute_cost.SUMMARY), summary)
+  peak = environment.memory_high_water()['memory_peak_bytes']
   print(
     f'{workdir}: {step} steps, {cost.target_tokens:,.0f} target tokens,'
     f' held-out loss {summary["eval_loss_at_step_0"]:.4f} ->'
-    f' {summary["eval_loss"]:.4f}'
+    f' {summary["eval_loss"]:.4f}, peak memory {disk.format_bytes(peak)}'
   )

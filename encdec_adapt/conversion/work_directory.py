@@ -44,6 +44,8 @@ class Contents:
     coverage: coverage report of an adaptation.
     can_extend: whether the command has flags for larger tables,
       `--model.SIDE.vocab_size`.
+    lora: `config.train.lora` of adapters, which are then the parameters.
+    base: name and digest of their base.
   """
 
   model: model_config.ModelConfig
@@ -52,6 +54,8 @@ class Contents:
   choice: vocabulary_pair.Choice | None = None
   coverage: coverage_lib.Coverage | None = None
   can_extend: bool = False
+  lora: str = ''
+  base: Mapping[str, str] | None = None
 
 
 def write(
@@ -113,6 +117,7 @@ def write(
       'environment': environment.report(),
       'made_by': contents.made_by,
       'vocabularies': opened.describe() if opened else None,
+      **({'base': contents.base} if contents.base else {}),
     }
     params = state_lib.unflatten(_reporting(arrays, nbytes, verb))
     _save(draft / manager.FOLDER, params, meta)
@@ -160,6 +165,9 @@ def _config(contents: Contents, opened: vocabulary_pair.Opened | None) -> Any:
   """Returns the default configuration with the model and vocabularies."""
   config = config_lib.defaults()
   config_lib.set_model(config.model, contents.model)
+  if contents.base:
+    config.train.lora = contents.lora
+    config.init.mode, config.init.encoder = 'checkpoint', contents.base['name']
   data = config.data
   if contents.model.architecture.encodes_prompt:
     data.objective = 'prefix_lm'

@@ -109,6 +109,7 @@ class Layout:
     head: name of an untied head.
     aliases: alternative prefix of a name -> prefix used here.
     inner_aliases: alternative infix of a name -> infix used here.
+    modules: prefix used here -> prefix of the module in memory, if it differs.
     copies: name of a tensor that some writers store a second time -> the name
       under which its class stores it.
     fused: suffix of a tensor that holds all experts, as transformers 5 has
@@ -125,6 +126,7 @@ class Layout:
   head: str
   aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
   inner_aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  modules: Mapping[str, str] = dataclasses.field(default_factory=dict)
   copies: Mapping[str, str] = dataclasses.field(default_factory=dict)
   fused: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
   native: bool = False
@@ -136,6 +138,13 @@ class Layout:
     for alias, prefix in self.aliases.items():
       if name.startswith(alias):
         return prefix + name.removeprefix(alias)
+    return name
+
+  def in_memory(self, name: str) -> str:
+    """Returns the name that a tensor has in a model of transformers."""
+    for prefix, module in self.modules.items():
+      if name.startswith(prefix):
+        return module + name.removeprefix(prefix)
     return name
 
   def pieces(
@@ -211,6 +220,7 @@ PAIR_T5GEMMA2 = Layout(
   embedder={'decoder': 'model.encoder.embed_tokens.'},
   head='lm_head.out_proj.weight',
   aliases={'model.encoder.text_model.': 'model.encoder.'},
+  modules={'model.encoder.': 'model.encoder.text_model.'},
   # Both stacks name the table in memory, and some writers save both names.
   copies={
     f'model.decoder.embed_tokens.{name}': f'model.encoder.embed_tokens.{name}'

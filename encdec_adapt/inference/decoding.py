@@ -21,7 +21,7 @@ from encdec_adapt.inference import lengths, quantization
 from encdec_adapt.inference import sampling as sampling_lib
 from encdec_adapt.models import base_model, build
 from encdec_adapt.models import kv_cache as caches
-from encdec_adapt.ops import partition
+from encdec_adapt.ops import kernel_forms, partition
 from encdec_adapt.sharding import compiler
 from encdec_adapt.sharding import rules as rules_lib
 
@@ -365,6 +365,7 @@ def prepare(
     mesh: mesh of the parameters.
     rules: rules by which the result is sharded.
   """
+  params = quantization.merge(params, model.table)
   params = quantization.cast(params, model.table, model.compute.dtype)
   flat = traverse_util.flatten_dict(params, sep='/')
   with partition.use(mesh, rules.as_dict()):
@@ -376,6 +377,27 @@ def prepare(
   if int8:
     params = quantization.quantize(params, model.table)
   return build.unroll_params(model, params)
+
+
+def with_adapters(
+  model: build.Model, params: base_model.Params, adapters: base_model.Params
+) -> base_model.Params:
+  """Returns parameters of `prepare` with adapters; their arrays are shared.
+
+  Args:
+    model: the model.
+    params: what `prepare` returned for the base.
+    adapters: parameters with `kernel_forms.Adapted` of no kernel, arrays that
+      trained whole, and None for the base's.
+  """
+  flat = traverse_util.flatten_dict(params, sep='/')
+  new = build.unroll_params(model, adapters)
+  for path, leaf in traverse_util.flatten_dict(new, sep='/').items():
+    if isinstance(leaf, kernel_forms.Adapted):
+      flat[path] = leaf.replace(kernel=flat[path])
+    elif leaf is not None:
+      flat[path] = leaf
+  return traverse_util.unflatten_dict(flat, sep='/')
 
 
 # Index of the state among the arguments that `Programs` passes. `resize` is not

@@ -14,9 +14,12 @@ are in `decoding`; vocabularies and chats are unknown here.
 """
 
 import collections
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import concurrent.futures
 import dataclasses
+import functools
+import itertools
+import types
 from typing import Literal
 
 import jax
@@ -59,12 +62,14 @@ class Request:
     max_tokens: most tokens to generate, at least 1, EOS included.
     sampling: how tokens are chosen.
     stop: texts that end the continuation, which does not contain them.
+    adapters: name of adapters of the engine; '' for the model without.
   """
 
   tokens: Int[np.ndarray, 'n']
   max_tokens: int = 64
   sampling: sampling_lib.SamplingConfig = sampling_lib.SamplingConfig()
   stop: tuple[str, ...] = ()
+  adapters: str = ''
 
   def __post_init__(self):
     if not len(self.tokens):
@@ -122,6 +127,7 @@ class Engine:
     int8: bool = False,
     steps: int = 16,
     sizes: Sequence[lengths.Size] = (),
+    adapters: Mapping[str, base_model.Params] = types.MappingProxyType({}),
   ):
     """Prepares parameters; programs are compiled when they are first needed.
 
@@ -140,6 +146,8 @@ class Engine:
       sizes: sizes that the state may have (`lengths.state_sizes`). It grows as
         the requests in progress need, shrinks when there are none, and longer
         requests are refused. Without sizes it follows the requests.
+      adapters: parameters of `decoding.with_adapters` by name. Requests of
+        different ones wait for each other, in their order.
 
     Raises:
       UserError: the model predicts no next tokens, or `rows` does not divide.
@@ -162,13 +170,16 @@ class Engine:
     # Prompts that are read together: few, so that a row is not free for long,
     # and a multiple of the shards, over which they divide.
     self.group = max(shards, rows // 8 // shards * shards)
-    self.params = decoding.prepare(
-      model, params, int8=int8, mesh=mesh, rules=rules
-    )
+    params = decoding.prepare(model, params, int8=int8, mesh=mesh, rules=rules)
+    self._variants = {'': params} | {
+      name: decoding.with_adapters(model, params, tree)
+      for name, tree in adapters.items()
+    }
     # Unrolled: a scan would copy each layer's cache for every token.
-    self.programs = decoding.Programs(
-      build.unroll(model), mesh, rules, decoding.shapes_of(self.params)
+    self._make_programs = functools.partial(
+      decoding.Programs, build.unroll(model), mesh, rules
     )
+    self._use('')
     self.vocab_size = model.config.decoder.vocab_size
     self._architecture = model.architecture
     prompt_stack = model.config.stacks[model.architecture.prompt_stack]
@@ -178,6 +189,18 @@ class Engine:
     self._state: decoding.State | None = None
     self._submitted = 0
     self.sizes = tuple(sizes)
+
+  def _use(self, adapters: str) -> None:
+    """Chooses the parameters; no row is in use."""
+    self._adapters, self.params = adapters, self._variants[adapters]
+    self.programs = self._make_programs(decoding.shapes_of(self.params))
+
+  def _waiting(self) -> int:
+    """Returns the requests that may join the rows in use, in their order."""
+    same = itertools.takewhile(
+      lambda queued: queued[1].adapters == self._adapters, self._queue
+    )
+    return sum(1 for _ in same)
 
   @property
   def busy(self) -> bool:
@@ -201,6 +224,11 @@ class Engine:
     """
     self.require_tokens(request.tokens)
     self._size([request])
+    if request.adapters not in self._variants:
+      names = ', '.join(filter(None, self._variants)) or 'none'
+      raise errors.UserError(
+        f'adapters {request.adapters!r}: the engine has {names}.'
+      )
     if request.stop and self._decode is None:
       raise errors.UserError(
         'stop strings need a tokenizer; the engine has no `decode`.'
@@ -393,6 +421,14 @@ class Engine:
 
   def warm_up(self) -> int:
     """Compiles the programs for all `sizes`; returns their number."""
+    count = 0
+    for adapters in self._variants:
+      self._use(adapters)
+      count += self._warm_up()
+    return count
+
+  def _warm_up(self) -> int:
+    """Compiles the programs of the parameters in use."""
     # A set: all sizes share a program of `stop`.
     get, programs, futures = self.programs.get, set(), []
     # XLA compiles without Python's lock, so threads use all cores.
@@ -465,8 +501,12 @@ class Engine:
     is_used = len(free) < self.rows
     # A full group, or all that is left of the queue: a call of `prefill` costs
     # the same for a group that is not full.
-    while self._queue and len(free) >= min(self.group, len(self._queue)):
-      count = min(self.group, len(self._queue))
+    if self._queue and not is_used:
+      self._use(self._queue[0][1].adapters)
+    while (waiting := self._waiting()) and len(free) >= min(
+      self.group, waiting
+    ):
+      count = min(self.group, waiting)
       chosen = [self._queue.popleft() for _ in range(count)]
       rows, free = free[:count], free[count:]
       for row, (number, request) in zip(rows, chosen, strict=True):
@@ -509,6 +549,6 @@ class Engine:
   def _decode_arguments(self, state: decoding.State, steps: int) -> tuple:
     """Returns the arguments of `decoding.decode`."""
     # Rows that are free when the next group is read; all at the end.
-    wake = min(self.group, len(self._queue)) or self.rows
+    wake = min(self.group, self._waiting()) or self.rows
     eos = np.array(self.ids.eos, np.int32)
     return self.params, state, eos, np.int32(wake), np.int32(steps)

@@ -10,6 +10,7 @@ Imports neither blocks nor stacks, which are made of these modules.
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 from flax import linen as nn
 import jax
@@ -31,7 +32,7 @@ _AXES = {
 
 def project_keys_values(
   config: model_config.StackConfig,
-  params: Mapping[str, Array],
+  params: Mapping[str, Any],
   source: Float[Array, 'B S E'],
 ) -> caches.KeyValues:
   """Projects keys and values [B, S, K, H], before rotation.
@@ -56,13 +57,10 @@ def project_keys_values(
   return caches.KeyValues(key=key, value=value)
 
 
-def _project(params: Mapping[str, Array], name: str, x: jax.Array) -> jax.Array:
+def _project(params: Mapping[str, Any], name: str, x: jax.Array) -> jax.Array:
   """Projects `x` by a kernel, and adds its bias if there is any."""
-  # Cast first, so that the gradient is summed over the mesh in the dtype of the
-  # computation: in bfloat16 half as many bytes.
-  kernel, bias = params[name].astype(x.dtype), params.get(f'{name}_bias')
-  kernel = partition.sum_gradient_in_stages(kernel, *_AXES[name])
-  return layers.project(x, kernel, bias)
+  bias = params.get(f'{name}_bias')
+  return layers.project(x, params[name], bias, axes=_AXES[name])
 
 
 class _Attention(nn.Module):
@@ -95,7 +93,7 @@ class _Attention(nn.Module):
     for name, (contracted, shape) in kernels.items():
       axes, dims = _AXES[name], (0, 1, 2)
       init = layers.kernel_init(axes, dims[:contracted], dims[contracted:])
-      weights[name] = self.param(name, init, shape)
+      weights[name] = layers.declare(self, name, init, shape)
       if name in biased[cfg.attention_bias]:
         init = layers.bias_init(*axes[contracted:])
         weights[f'{name}_bias'] = self.param(

@@ -24,6 +24,7 @@ from encdec_adapt.models import (
   stack,
 )
 from encdec_adapt.models import kv_cache as caches
+from encdec_adapt.ops import kernel_forms
 
 Params = Mapping[str, Any]
 Tokens = Int[Array, 'B L']
@@ -74,7 +75,7 @@ class BaseModel:
   def head(self, params: Params) -> Float[Array, 'V D']:
     """Returns the output table, padding rows included."""
     module = 'head' if self.config.decoder.has_head else 'embedder'
-    return params['decoder'][module]['table']
+    return kernel_forms.dense(params['decoder'][module]['table'])
 
   def logits(
     self, params: Params, hidden: Float[Array, 'B T D']

@@ -11,6 +11,7 @@ Imports no attention and nothing that is made of layers.
 
 from collections.abc import Sequence
 import math
+from typing import Any
 
 from flax import linen as nn
 import jax
@@ -18,7 +19,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from encdec_adapt.models import model_config
-from encdec_adapt.ops import activations, embedding, norms, partition, products
+from encdec_adapt.ops import (
+  activations,
+  embedding,
+  kernel_forms,
+  norms,
+  partition,
+  products,
+)
 
 
 def kernel_init(
@@ -140,7 +148,26 @@ def make_table(
   )
   multiple = config.vocab_multiple if is_divided else 1
   shape = (-(-rows // multiple) * multiple, config.width)
-  return module.param('table', init, shape, jnp.float32)
+  return kernel_forms.dense(declare(module, 'table', init, shape))
+
+
+def declare(
+  module: nn.Module,
+  name: str,
+  init: nn.initializers.Initializer,
+  shape: Sequence[int],
+) -> Any:
+  """Declares a kernel, float32 [*shape], as a parameter of a module.
+
+  Returns:
+    The array; or what stands in its place, `Quantized` or `Adapted`.
+  """
+  if module.has_variable('params', name):
+    kernel = module.get_variable('params', name)
+    # Flax would compare the shape of the first array in it.
+    if isinstance(kernel, (kernel_forms.Quantized, kernel_forms.Adapted)):
+      return kernel
+  return module.param(name, init, tuple(shape), jnp.float32)
 
 
 def logits(
@@ -166,10 +193,16 @@ def rewards(
 
 def project(
   x: Float[Array, 'B L *I'],
-  kernel: Float[Array, '*K'],
+  kernel: Any,
   bias: Float[Array, '*J'] | None = None,
+  *,
+  axes: Sequence[str],
 ) -> Float[Array, 'B L *J']:
   """Projects states by a kernel and adds a bias, rounding once.
+
+  With an adapter (LoRA, arXiv:2106.09685) x W + scale (x A) B: the product
+  W + scale A B is never computed. A quantised kernel is dequantised here, in
+  the backward pass again, so that a layer is dense at a time.
 
   On CPUs both operands are flattened to matrices: where a product contracts
   more than one dimension (batch and length in the gradients of kernels, heads
@@ -178,29 +211,66 @@ def project(
   choose layouts that need no copies, and a merged shape would take that
   choice away; so would a sharded length, which merging would gather.
 
-  With a bias the sum is computed in fp32. Rounding the product before it
-  would put Qwen's and Llama's bf16 logits up to half as far again from
-  transformers'. On CPUs every product is (`ops.products`).
+  With a bias or an adapter the sum is computed in fp32. Rounding the product
+  before it would put Qwen's and Llama's bf16 logits up to half as far again
+  from transformers'. On CPUs every product is (`ops.products`).
 
   Args:
     x: states; the dimensions after the first two are contracted.
-    kernel: [*I, *J], in the dtype of `x`.
+    kernel: [*I, *J], an array or a kernel of `ops.kernel_forms`.
     bias: added to the product; None for none.
+    axes: logical axes of the kernel.
 
   Returns:
     The projected states in the dtype of `x`.
   """
+  adapter = kernel if isinstance(kernel, kernel_forms.Adapted) else None
+  kernel = adapter.kernel if adapter else kernel
+  accumulate = None if bias is None and adapter is None else jnp.float32
+  y = _multiply(x, kernel, axes, accumulate)
+  if adapter:
+    contracted = x.ndim - 2
+    a_axes, b_axes = (*axes[:contracted], 'rank'), ('rank', *axes[contracted:])
+    low = _multiply(adapter.drop(x), adapter.a, a_axes, None).astype(x.dtype)
+    update = _multiply(low, adapter.b, b_axes, jnp.float32)
+    y = y + adapter.scale * update
+  if bias is not None:
+    y = y + bias.astype(x.dtype).astype(jnp.float32)
+  return y.astype(x.dtype)
+
+
+def _multiply(
+  x: jax.Array, kernel: Any, axes: Sequence[str], accumulate: Any
+) -> jax.Array:
+  """Multiplies states [B, L, *I] by a kernel [*I, *J] without an adapter.
+
+  Args:
+    x: states.
+    kernel: an array of any dtype, or `Quantized`.
+    axes: logical axes of the kernel.
+    accumulate: dtype of the result; None for that of `x`. On CPUs float32.
+  """
+  if isinstance(kernel, kernel_forms.Quantized):
+    # Otherwise the dense kernels of all layers would be kept for the backward
+    # pass.
+    @jax.checkpoint
+    def multiply(x, kernel):
+      # Gathered as integers, where the width is sharded.
+      names = [None if name == 'embed' else name for name in axes]
+      values = partition.shard(kernel.values, *names)
+      dense = kernel.replace(values=values).dequantize(x.dtype)
+      return _multiply(x, dense, axes, accumulate)
+
+    return multiply(x, kernel)
+  # Cast first, so that the gradient is summed over the mesh in the dtype of the
+  # computation: in bfloat16 half as many bytes.
+  kernel = partition.sum_gradient_in_stages(kernel.astype(x.dtype), *axes)
   contracted = x.ndim - 2
   if products.on_cpu() and partition.active().size('length') == 1:
     rows = x.reshape(-1, math.prod(x.shape[2:]))
     y = products.matmul(rows, kernel.reshape(rows.shape[-1], -1))
-    y = y.reshape(*x.shape[:2], *kernel.shape[contracted:])
-  else:
-    accumulate = None if bias is None else jnp.float32
-    y = jnp.tensordot(x, kernel, contracted, preferred_element_type=accumulate)
-  if bias is not None:
-    y = y + bias.astype(x.dtype).astype(jnp.float32)
-  return y.astype(x.dtype)
+    return y.reshape(*x.shape[:2], *kernel.shape[contracted:])
+  return jnp.tensordot(x, kernel, contracted, preferred_element_type=accumulate)
 
 
 class MLP(nn.Module):
@@ -222,11 +292,9 @@ class MLP(nn.Module):
     """Projects x [B, L, I] by a kernel [I, J], and adds any bias [J]."""
     sizes = {'embed': self.config.width, 'mlp': self.mlp_width}
     shape = tuple(sizes[axis] for axis in axes)
-    kernel = self.param(name, kernel_init(axes, 0, 1), shape, jnp.float32)
-    # Cast first, as in attention: gradients are summed in the same dtype.
-    kernel = partition.sum_gradient_in_stages(kernel.astype(self.dtype), *axes)
+    kernel = declare(self, name, kernel_init(axes, 0, 1), shape)
     bias = None
     if self.config.mlp_bias:
       init = bias_init(axes[1])
       bias = self.param(f'{name}_bias', init, shape[1:], jnp.float32)
-    return project(x, kernel, bias)
+    return project(x.astype(self.dtype), kernel, bias, axes=axes)

@@ -30,6 +30,28 @@ class ParamInfo:
   dtype: jnp.dtype
   axes: tuple[str, ...]
 
+  @property
+  def inputs(self) -> tuple[int, ...]:
+    """Dimensions that products with a kernel sum over.
+
+    Empty for norms, biases and routers, which are not kernels.
+    """
+    # Axes that count kernels are neither inputs nor outputs.
+    stacked = ('layers', 'experts')
+    dims = [i for i, name in enumerate(self.axes) if name not in stacked]
+    names = [self.axes[i] for i in dims]
+    # Routers are small, and rounding them could send tokens to other experts.
+    if len(dims) < 2 or 'router' in names:
+      return ()
+    # Kernels lead from or to the model width: 'embed' is first or last, and the
+    # inputs are the width alone or all axes before it (heads and head_dim).
+    if names[0] == 'embed':
+      return tuple(dims[:1])
+    if names[-1] == 'embed':
+      return tuple(dims[:-1])
+    # A table is read row by row, and its logits sum over the width of a row.
+    return tuple(dims[1:]) if names[0] == 'vocab' else ()
+
 
 @dataclasses.dataclass(frozen=True)
 class StackCount:

@@ -482,6 +482,10 @@ def _exchanges(work: Workload):
   yield 'keys', length, 'all-gather', keys * item
   if not work.job.trains:
     return
+  scattered = states * _FP32
+  yield 'gradients of hidden states', work.exchange, 'reduce-scatter', scattered
+  if work.job.placed_model.adapters:  # Their gradients are small.
+    return
   counts = parameters.count_by_stack(work.job.model).values()
   tables = sum(c.embedding + c.head for c in counts) * _FP32
   size = sum(c.other + c.cross for c in counts) / work.by_tensor * _FP32
@@ -493,8 +497,6 @@ def _exchanges(work: Workload):
   yield 'gradients', embed, 'reduce-scatter', size
   yield 'replicas', copies, 'all-reduce', size / shares.size('embed')
   yield 'gradients of tables', tables_of, 'all-reduce', tables
-  scattered = states * _FP32
-  yield 'gradients of hidden states', work.exchange, 'reduce-scatter', scattered
 
 
 def _traffic(

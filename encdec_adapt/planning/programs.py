@@ -278,7 +278,10 @@ class Job:
     Raises:
       UserError: a parameter does not divide over the mesh.
     """
-    return setup.place_model(self.model, self.compute, self.mesh, self.rules)
+    adapters = self.train.adapters(self.model)
+    return setup.place_model(
+      self.model, self.compute, self.mesh, self.rules, adapters
+    )
 
   @functools.cached_property
   def placed_references(self) -> dict[str, state_lib.Placement]:
@@ -296,7 +299,8 @@ class Job:
     if self.trains:
       model, *references = self.models
       sizes = lengths, answers, self.rows
-      return setup.step_flops(self.loss, model, *sizes, references)
+      frozen = self.placed_model.adapters is not None
+      return setup.step_flops(self.loss, model, *sizes, references, frozen)
     sizes = lengths.encoder, lengths.decoder
     if self.decodes:
       row = formula.decoding(self.model, *sizes)
@@ -329,7 +333,8 @@ def _train(job: Job) -> Program:
     lambda a: (
       state.replace(params=a['parameters'], groups=a['optimizer']),
       a['batch'],
-      {name: a[name] for name in job.references},
+      {name: a[name] if name in a else a['base'] for name in job.references},
+      a.get('base', {}),
     ),
     _axes(job, arguments),
     donated=('parameters', 'optimizer'),
@@ -342,7 +347,13 @@ def _trees_beside(job: Job, state: state_lib.TrainState) -> dict[str, Any]:
   """Returns trees that a step reads in addition to its parameters."""
   placed = job.placed_references.items()
   references = {name: p.abstract_params() for name, p in placed}
-  return {'optimizer': state.groups, **references}
+  if job.placed_model.adapters is None:
+    return {'optimizer': state.groups, **references}
+  # A reference that is the start is the base without adapters.
+  if job.loss.starts_from_reference and not job.teacher.checkpoint:
+    references = {}
+  base = job.placed_model.abstract_base()
+  return {'optimizer': state.groups, 'base': base, **references}
 
 
 def _bound_loss(job: Job) -> losses.loss.Loss:
@@ -360,6 +371,8 @@ def _axes(job: Job, arguments: Mapping[str, Any]) -> dict[str, Any]:
   return {
     name: placements[name].axes(tree)
     if name in placements
+    else job.placed_model.base_axes(tree)
+    if name == 'base'
     else placement.batch_axes(tree, job.axes)
     for name, tree in arguments.items()
   }
@@ -382,11 +395,15 @@ def _evaluate(job: Job) -> Program:
   beside = _trees_beside(job, phases.abstract()) | job.rewards.trees()
   names = job.read_names
   arguments = {'parameters': model.abstract_params(), 'batch': _batch(job)}
-  arguments |= {name: beside.pop(name) for name in names}
+  arguments |= {x: beside.pop(x) for x in ('base', *names) if x in beside}
   return Program(
     perplexity.Evaluator(model, _bound_loss(job), job.axes).sums,
     arguments,
-    lambda a: (a['parameters'], a['batch'], {name: a[name] for name in names}),
+    lambda a: (
+      model.attach(a.get('base', {}), a['parameters']),
+      a['batch'],
+      {name: a[name] if name in a else a['base'] for name in names},
+    ),
     _axes(job, arguments),
     beside=beside,
   )
@@ -404,7 +421,11 @@ def _decode(job: Job) -> Program:
   # The engine unrolls the layers: a scan would copy their caches.
   model = build.unroll(job.placed_model.model)
   placed = dataclasses.replace(
-    job.placed_model, model=model, rules=rules, dtype=job.compute.dtype
+    job.placed_model,
+    model=model,
+    rules=rules,
+    dtype=job.compute.dtype,
+    adapters=None,
   )
   params = placed.abstract_params()
   sizes = job.rows, lengths.decoder, positions.get('encoder', 0)

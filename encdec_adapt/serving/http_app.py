@@ -47,6 +47,7 @@ class Served:
     max_queue: most requests that wait for a row.
     timeout: seconds that a request may take.
     host: address to listen on.
+    adapters: names of adapters over the model.
   """
 
   name: str
@@ -58,6 +59,7 @@ class Served:
   max_queue: int = 64
   timeout: float = 300.0
   host: str = '127.0.0.1'
+  adapters: tuple[str, ...] = ()
 
 
 class Service:
@@ -105,7 +107,8 @@ class Service:
       events = self._events(call, request)
       # Before the response begins: until then an error can have its status.
       first = await anext(events)
-      replies = protocol.Replies(call, self._served.name)
+      name = call.request.adapters or self._served.name
+      replies = protocol.Replies(call, name)
       if call.stream:
         lines = self._stream(call, first, events, replies)
         return responses.StreamingResponse(lines, media_type=_STREAM)
@@ -147,6 +150,7 @@ class Service:
       limits=served.limits,
       prompts=served.prompts,
       run_prefix=served.run_prefix,
+      models=(served.name, *served.adapters),
     )
 
   async def _events(
@@ -237,9 +241,11 @@ class Service:
     yield 'data: [DONE]\n\n'
 
   async def _models(self, _: requests.Request) -> responses.Response:
-    """Lists the model."""
-    model = {'id': self._served.name, 'object': 'model', 'created': self._began}
-    return responses.JSONResponse({'object': 'list', 'data': [model]})
+    """Lists the model and its adapters."""
+    common = {'object': 'model', 'created': self._began}
+    names = self._served.name, *self._served.adapters
+    data = [{'id': name, **common} for name in names]
+    return responses.JSONResponse({'object': 'list', 'data': data})
 
   async def _health(self, _: requests.Request) -> responses.Response:
     """Reports health, and name and step of the checkpoint."""

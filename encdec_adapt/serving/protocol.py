@@ -4,7 +4,7 @@ A field is supported, known to change nothing, or refused. This module imports
 neither the HTTP application nor the engine's thread.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import json
 import secrets
@@ -130,6 +130,7 @@ def parse(
   limits: Limits,
   prompts: prompt_encoding.PromptEncoder,
   run_prefix: bool = False,
+  models: Sequence[str] = (),
 ) -> Call:
   """Parses and encodes the body of a request.
 
@@ -139,12 +140,18 @@ def parse(
     limits: limits of prompt and continuation.
     prompts: encoder of the prompts.
     run_prefix: whether a prompt of token ids gets the task prefix, too.
+    models: names of the model and of its adapters, which `model` has to name;
+      without adapters any name is accepted.
 
   Raises:
     ApiError: the request is malformed or beyond the limits; names the field.
   """
   field = 'messages' if is_chat else 'prompt'
   fields = _read_fields(content, field)
+  model = fields.get('model', models[0]) if len(models) > 1 else ''
+  if model and model not in models:
+    names = ', '.join(models)
+    raise ApiError(404, f'model is {model!r}; it must be of {names}.', 'model')
   prompt = _encode(fields[field], field, prompts, run_prefix)
   name = 'max_tokens' if 'max_tokens' in fields else 'max_completion_tokens'
   max_tokens = fields.get(name)
@@ -166,7 +173,13 @@ def parse(
   stop = fields.get('stop', ())
   stop = (stop,) if isinstance(stop, str) else tuple(stop)
   try:
-    request = engine_lib.Request(prompt, max_tokens, _sampling(fields), stop)
+    request = engine_lib.Request(
+      prompt,
+      max_tokens,
+      _sampling(fields),
+      stop,
+      model if model in models[1:] else '',
+    )
   except errors.UserError as error:
     # A message about an option begins with its name, which is the field's.
     first = str(error).split()[0]

@@ -38,6 +38,7 @@ class Rules:
   experts: MeshAxes = ('tensor',)
   expert_mlp: MeshAxes = ()
   router: MeshAxes = ()
+  rank: MeshAxes = ()
   layers: MeshAxes = ()
   # Activations.
   batch: MeshAxes = ('replica', 'fsdp')

@@ -103,14 +103,14 @@ def is_kernel(axes: Sequence[str]) -> bool:
   """Returns whether a parameter with these logical axes is a kernel.
 
   Every kernel and token table leads from or to the model width, so it has that
-  axis and a second axis. Norm gains and single token vectors lack the second,
-  biases have either: all these get neither weight decay nor Adafactor's
-  parameter scale.
+  axis and a second axis; a matrix of an adapter has a rank. Norm gains and
+  single token vectors lack the second, biases have either: all these get
+  neither weight decay nor Adafactor's parameter scale.
   """
   # Not by the number of dimensions: biases of heads and stacked norm gains have
   # two.
   axes = set(axes) - {'layers'}
-  return bool(axes & {'embed', 'table_embed'}) and len(axes) > 1
+  return bool(axes & {'embed', 'table_embed', 'rank'}) and len(axes) > 1
 
 
 class Optimizer:

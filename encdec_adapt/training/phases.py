@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from encdec_adapt.base import errors
+from encdec_adapt.models import adapters as adapters_lib
 from encdec_adapt.models import block
 from encdec_adapt.sharding import memory
 from encdec_adapt.sharding import placement as placement_lib
@@ -77,6 +78,16 @@ def warmup_groups(paths: Iterable[str], warmup_steps: int) -> tuple[Group, ...]:
   )
 
 
+def adapter_groups(adapters: adapters_lib.Adapters) -> tuple[Group, ...]:
+  """Returns the groups of adapters, and of parameters that train whole."""
+  matrices = {*adapters.table} - {*adapters.full}
+  groups = (
+    Group('adapters', 0, tuple(sorted(matrices))),
+    Group('full', 0, adapters.full),
+  )
+  return tuple(group for group in groups if group.paths)
+
+
 class Phases:
   """The phases of a job: a phase ends where another group starts to train.
 
@@ -106,12 +117,19 @@ class Phases:
     Raises:
       UserError: see `warmup_groups`.
     """
-    self.placement, table = placement, placement.model.table
+    self.placement, table = placement, placement.table
     # A single optimizer: groups differ in their counts only.
     self.optimizer = optimizers.Optimizer(optimizer, table)
-    self.groups = warmup_groups(table, train.cross_attention_warmup)
+    self.groups = (
+      adapter_groups(placement.adapters)
+      if placement.adapters
+      else warmup_groups(table, train.cross_attention_warmup)
+    )
     self._loss, self._axes = loss, axes
     self._microbatches, self._dropout = train.microbatches, train.dropout
+    # The masks of adapters are drawn from the same key.
+    adapters = placement.adapters
+    self._draws = bool(train.dropout or adapters and adapters.options.dropout)
 
   def begins(self, step: int) -> bool:
     """Returns whether groups that were frozen start to train at this step."""
@@ -153,7 +171,7 @@ class Phases:
     if step is not None:
       counters['step'] = step
     state = state_lib.TrainState(params=params, groups=dict(groups), **counters)
-    if self._dropout:
+    if self._draws:
       # Under jit: a key has no NumPy form, which `device_put` could place on
       # devices of other processes.
       make = jax.jit(lambda: jax.random.key(seed), out_shardings=replicated)
@@ -201,7 +219,7 @@ class Phases:
     return state_lib.TrainState(
       params=params,
       groups=groups,
-      dropout_key=key if self._dropout else None,
+      dropout_key=key if self._draws else None,
       **dict.fromkeys(_COUNTERS, scalar),
     )
 

@@ -19,6 +19,7 @@ from encdec_adapt.cluster import distributed
 from encdec_adapt.data import data_section
 from encdec_adapt.data.making import materialization, process_pool
 from encdec_adapt.data.records import loader, manifest_summary, record_sets
+from encdec_adapt.models import adapters as adapters_lib
 from encdec_adapt.models import build, execution, forward_flops, model_config
 from encdec_adapt.objectives import framing
 from encdec_adapt.ops import attention, masks
@@ -174,6 +175,7 @@ def place_model(
   compute: execution.ComputeConfig,
   mesh: Mesh | AbstractMesh,
   rules: rules_lib.Rules,
+  adapters: adapters_lib.Adapters | None = None,
 ) -> state_lib.Placement:
   """Builds a model and the shardings of its parameters on the mesh.
 
@@ -182,13 +184,17 @@ def place_model(
     compute: section `compute` of the configuration.
     mesh: the device mesh.
     rules: meaning of logical axes on it.
+    adapters: adapters that train over the model; None for the model itself.
 
   Raises:
     UserError: a parameter does not divide over the mesh.
   """
-  placement = state_lib.Placement(build.build(model, compute), mesh, rules)
+  placement = state_lib.Placement(
+    build.build(model, compute), mesh, rules, adapters=adapters
+  )
   try:
     placement.parameters  # noqa: B018  Checks divisibility.
+    placement.abstract_base()
   except ValueError as error:
     raise errors.UserError(
       f'{error} Use another mesh (config.mesh), or another'
@@ -204,6 +210,7 @@ def step_flops(
   answers: int,
   rows: int,
   references: Iterable[model_config.ModelConfig] = (),
+  frozen: bool = False,
 ) -> float:
   """Returns the model FLOPs of a training step on all devices.
 
@@ -214,6 +221,7 @@ def step_flops(
     answers: answers of a row.
     rows: rows of the batch.
     references: models that add a forward pass each.
+    frozen: whether adapters train, and the model's kernels have no gradients.
   """
   sizes = lengths.encoder, lengths.decoder, lengths.teacher, answers
 
@@ -221,7 +229,8 @@ def step_flops(
     return forward_flops.forward(config, *sizes, logits=loss.logits(lengths))
 
   # No gradient reaches a reference: it has no backward pass.
-  total = forward_flops.TRAINING * forward(model)
+  # The gradients of kernels are a third; those of adapters are not counted.
+  total = (forward_flops.TRAINING - frozen) * forward(model)
   return float((total + sum(map(forward, references))) * rows)
 
 
@@ -232,9 +241,10 @@ def job_flops(
   answers: int,
   rows: int,
   references: Iterable[model_config.ModelConfig] = (),
+  frozen: bool = False,
 ) -> float:
   """Returns `step_flops`, and the FLOPs of what is sampled for the step."""
-  total = step_flops(loss, model, lengths, answers, rows, references)
+  total = step_flops(loss, model, lengths, answers, rows, references, frozen)
   if loss.samples:
     # Scoring completions by reward models is counted nowhere.
     sizes = lengths.encoder, loss.rollouts.tokens

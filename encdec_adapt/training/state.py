@@ -13,7 +13,8 @@ import flax.struct
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from encdec_adapt.models import build
+from encdec_adapt.models import adapters as adapters_lib
+from encdec_adapt.models import build, parameters
 from encdec_adapt.sharding import placement
 from encdec_adapt.sharding import rules as rules_lib
 from encdec_adapt.training import optimizers
@@ -29,7 +30,8 @@ class TrainState:
 
   Attributes:
     step: number of steps so far, int32; a skipped update counts.
-    params: nested dictionary of parameters, fp32.
+    params: nested dictionary of parameters, fp32; with adapters of those that
+      train, which are never frozen later.
     groups: optimizer state of every group that has thawed.
     skipped: updates skipped so far because they were not finite, int32.
     skipped_in_row: consecutive updates skipped up to now, int32.
@@ -67,12 +69,20 @@ class Placement:
     rules: meaning of logical axes on it.
     dtype: dtype of the parameters; None for that of the parameter table,
       float32, which training needs.
+    adapters: adapters that train over a frozen base; None where parameters of
+      the model itself do.
   """
 
   model: build.Model
   mesh: Mesh | AbstractMesh
   rules: rules_lib.Rules
   dtype: str | None = None
+  adapters: adapters_lib.Adapters | None = None
+
+  @property
+  def table(self) -> Mapping[str, parameters.ParamInfo]:
+    """Path of every parameter of a state to its shape and logical axes."""
+    return self.adapters.table if self.adapters else self.model.table
 
   @functools.cached_property
   def parameters(self) -> dict[str, NamedSharding]:
@@ -81,9 +91,7 @@ class Placement:
     Raises:
       ValueError: a parameter does not divide over the mesh.
     """
-    return placement.parameter_shardings(
-      self.model.table, self.mesh, self.rules
-    )
+    return placement.parameter_shardings(self.table, self.mesh, self.rules)
 
   def abstract_params(self) -> Any:
     """Returns the shapes and shardings of the parameters, nested."""
@@ -93,13 +101,54 @@ class Placement:
         path: jax.ShapeDtypeStruct(
           info.shape, self.dtype or info.dtype, sharding=shardings[path]
         )
-        for path, info in self.model.table.items()
+        for path, info in self.table.items()
       }
     )
 
+  def abstract_base(self) -> Any:
+    """Returns shapes and shardings of the frozen base; {} without adapters."""
+    partition = self.rules.on(self.mesh)
+
+    def shape(path: str) -> Any:
+      leaf = jax.eval_shape(
+        lambda x: self.adapters.freeze(path, x, self.model.compute.dtype),
+        jax.ShapeDtypeStruct(self.model.table[path].shape, 'float32'),
+      )
+      return jax.tree.map(
+        lambda x, axes: x.update(
+          sharding=partition.sharding(path, x.shape, axes)
+        ),
+        leaf,
+        self.adapters.base_axes(path, leaf),
+      )
+
+    paths = self.adapters.frozen if self.adapters else ()
+    return unflatten({path: shape(path) for path in paths})
+
+  def base_axes(self, base: Any) -> Any:
+    """Returns logical axes of the leaves of the frozen base."""
+    return unflatten(
+      {
+        path: self.adapters.base_axes(path, leaf)
+        for path, leaf in flatten(base).items()
+      }
+    )
+
+  def attach(self, base: Any, params: Any, key: Any = None) -> Any:
+    """Returns the parameters that the model is applied with.
+
+    Args:
+      base: the frozen base; {} without adapters.
+      params: parameters of a state.
+      key: random key of the adapters' dropout; None for no dropout.
+    """
+    if self.adapters is None:
+      return params
+    return self.adapters.attach(base, params, key)
+
   def axes(self, tree: Any) -> Any:
     """Returns logical axes of a tree made from parameters (nested or flat)."""
-    return placement.axes_like_parameters(tree, self.model.table)
+    return placement.axes_like_parameters(tree, self.table)
 
   def shardings(self, tree: Any) -> Any:
     """Returns shardings of a tree made from parameters (nested or flat)."""

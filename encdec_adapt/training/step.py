@@ -23,6 +23,7 @@ from encdec_adapt.training import state as state_lib
 
 Batch = Mapping[str, Array]
 Metrics = dict[str, Array]
+_ADAPTERS = 1 << 16  # Folded into the key of adapters' dropout.
 StepFunction = Callable[..., tuple[state_lib.TrainState, Metrics]]
 
 
@@ -36,9 +37,10 @@ def make_train_step(
   dropout: float = 0.0,
   axes: placement_lib.BatchAxes = types.MappingProxyType({}),
 ) -> StepFunction:
-  """Builds `step(state, batch, references) -> (state, metrics)`.
+  """Builds `step(state, batch, references, base) -> (state, metrics)`.
 
-  `references` are the parameters of the loss's reference models, by name.
+  `references` are the parameters of the loss's reference models, by name, and
+  `base` those of the frozen base of adapters, {} without.
   The step is jitted for the groups that train: gradients are computed for
   their parameters only. The state is donated. The divisors of the loss are
   those of the whole global batch, over microbatches and hosts.
@@ -61,7 +63,7 @@ def make_train_step(
     `learning_rate/<group>`, `skipped` and `skipped_in_row`.
   """
 
-  def step(state, batch, references):
+  def step(state, batch, references, base):
     # Inside of the traced function: constraints look the mesh up when they are
     # traced, which is at the first call.
     with partition.use(placement.mesh, placement.rules.as_dict()):
@@ -75,11 +77,14 @@ def make_train_step(
         # unequal weight then add up to that of the batch.
         params = state_lib.unflatten({**frozen, **trained})
         masks = base_model.Dropout(dropout, key) if dropout else None
+        # Models fold in the numbers of their stacks.
+        key = None if key is None else jax.random.fold_in(key, _ADAPTERS)
+        params = placement.attach(base, params, key)
         terms = loss.sums(placement.model, params, part, references, masks)
         return loss.objective(terms, divisors), terms
 
       keys = None
-      if dropout:
+      if state.dropout_key is not None:
         # The key of the state never changes, so a resumed job draws the masks
         # of an uninterrupted job.
         key = jax.random.fold_in(state.dropout_key, state.step)
@@ -103,12 +108,12 @@ def make_train_step(
     return new_state, {**loss.averages(terms, divisors), **progress, **rates}
 
   # Explicit shardings: the output state is the next input, and must be neither
-  # resharded nor cause a recompilation. Batches and references (None) keep
-  # theirs. Metrics are replicated: every process reads them.
+  # resharded nor cause a recompilation. Batches, references and base (None)
+  # keep theirs. Metrics are replicated: every process reads them.
   shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
   return jax.jit(
     step,
-    in_shardings=(shardings, None, None),
+    in_shardings=(shardings, None, None, None),
     out_shardings=(shardings, placement_lib.replicated(placement.mesh)),
     donate_argnums=0,
     compiler_options=compiler.options(placement.mesh),

@@ -7,6 +7,8 @@ import dataclasses
 import functools
 
 from encdec_adapt.base import errors, keys, option_strings
+from encdec_adapt.models import adapters as adapters_lib
+from encdec_adapt.models import model_config
 from encdec_adapt.telemetry import trackers
 from encdec_adapt.training.losses import rollout_options
 
@@ -47,6 +49,12 @@ class TrainConfig:
     'First steps in which only cross-attention trains; the paper uses 1000'
     ' for unbalanced pairs and 0 for balanced ones.',
     at_least=0,
+  )
+  lora: str = keys.key(
+    '',
+    'Adapters over a frozen model, as in'
+    " 'rank=16,alpha=32,targets=attention+mlp,dropout=0,full=norms,base=int8':"
+    " configs/lora.md. '': all parameters train.",
   )
   log_every: int = keys.key(10, 'Steps between printed lines.', at_least=1)
   evaluators: str = keys.key(
@@ -112,12 +120,20 @@ class TrainConfig:
     keys.check(self, 'config.train.')
     self.intervals  # noqa: B018  Checks them.
     self.sampling  # noqa: B018  Checks them.
+    adapters = adapters_lib.parse(self.lora)
     trackers.parse(self.trackers)
     if self.batch_size % self.microbatches:
       raise errors.UserError(
         f'config.train.batch_size ({self.batch_size}) does not divide into'
         f' config.train.microbatches ({self.microbatches}); change one of'
         ' them.'
+      )
+    if adapters and self.cross_attention_warmup:
+      raise errors.UserError(
+        'config.train.cross_attention_warmup is'
+        f' {self.cross_attention_warmup}, and config.train.lora trains adapters'
+        f' of {adapters.targets or "all projections"} (whole:'
+        f' {adapters.full or "nothing"}) from the first step on; set it to 0.'
       )
     # Steps of 0 are open: they follow from the records, which are not made yet.
     if 0 < self.steps <= self.cross_attention_warmup:
@@ -127,6 +143,17 @@ class TrainConfig:
         f' {self.steps} steps to the other parameters; lower it or raise'
         ' config.train.steps.'
       )
+
+  def adapters(
+    self, model: model_config.ModelConfig
+  ) -> adapters_lib.Adapters | None:
+    """Returns the adapters of a model; None where the model itself trains.
+
+    Raises:
+      UserError: the options do not suit the model.
+    """
+    options = adapters_lib.parse(self.lora)
+    return adapters_lib.Adapters(model, options) if options else None
 
   @functools.cached_property
   def sampling(self) -> rollout_options.Rollouts:

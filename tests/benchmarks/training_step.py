@@ -164,7 +164,7 @@ def make_ours(arguments: argparse.Namespace) -> tuple[Run, int]:
 
   def run() -> float:
     nonlocal current
-    current, metrics = train(current, batch, {})
+    current, metrics = train(current, batch, {}, {})
     return float(metrics['loss'])
 
   return run, count

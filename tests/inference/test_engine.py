@@ -5,14 +5,16 @@ import functools
 import gc
 import pathlib
 
+from flax import traverse_util
 import jax
 from jax import numpy as jnp
 import numpy as np
 import pytest
 
 from encdec_adapt.base import errors
-from encdec_adapt.inference import decoding, lengths, sampling
+from encdec_adapt.inference import decoding, lengths, quantization, sampling
 from encdec_adapt.inference import engine as engine_lib
+from encdec_adapt.models import adapters as adapters_lib
 from encdec_adapt.models import model_config
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import rules as rules_lib
@@ -105,6 +107,44 @@ def test_tokens_have_the_uncached_log_probs(kind, config):
     np.testing.assert_allclose(got.log_probs, want, atol=5e-5)
   # The rows differ, or the prompts would not have been read.
   assert len({tuple(got.tokens[:2]) for got in found}) > 1
+
+
+def test_requests_of_adapters_are_those_of_merged_models():
+  """Of two adapters over one base, in turns."""
+  loaded = _loaded('encoder_decoder')
+  options = adapters_lib.parse('rank=2,full=decoder/norms')
+  adapters = adapters_lib.Adapters(loaded.config, options)
+  flat = traverse_util.flatten_dict(loaded.params, sep='/')
+  nest = functools.partial(traverse_util.unflatten_dict, sep='/')
+  attached, merged = {}, {'': loaded.params}
+  for seed, name in enumerate('ab'):
+    rng = np.random.default_rng(seed)
+    trained = nest(
+      {
+        path: jnp.asarray(0.4 * rng.normal(size=info.shape), jnp.float32)
+        for path, info in adapters.table.items()
+      }
+    )
+    attached[name] = adapters.attach(
+      nest(dict.fromkeys(adapters.frozen)), trained
+    )
+    base = nest({path: flat[path] for path in adapters.frozen})
+    merged[name] = quantization.merge(
+      adapters.attach(base, trained), loaded.model.table
+    )
+  engine = loaded.engine(rows=2, ids=IDS, adapters=attached)
+  order = ['', 'a', 'a', 'b', '', 'b']
+  requests = [
+    dataclasses.replace(request, adapters=name)
+    for request, name in zip(_requests(), order, strict=True)
+  ]
+  for i, found in engine.run(requests):
+    same = dataclasses.replace(loaded, params=merged[order[i]])
+    [(_, wanted)] = same.engine(rows=1, ids=IDS).run([_requests()[i]])
+    np.testing.assert_array_equal(found.tokens, wanted.tokens)
+    np.testing.assert_allclose(found.log_probs, wanted.log_probs, atol=5e-5)
+  with pytest.raises(errors.UserError, match="'c': the engine has a, b"):
+    engine.submit(dataclasses.replace(requests[0], adapters='c'))
 
 
 def test_rows_do_not_depend_on_their_batch():

@@ -286,6 +286,20 @@ def test_a_client_that_does_not_read_frees_its_row_in_time(loaded):
   asyncio.run(asyncio.wait_for(stall(), 60))
 
 
+def test_a_request_names_its_adapters(loaded):
+  client = _client(_service(loaded, adapters=('tuned',)))
+  names = [x['id'] for x in client.get('/v1/models').json()['data']]
+  assert names == ['pair', 'tuned']
+  body = {'prompt': 'x', 'max_tokens': 1}
+  for model, status in (('pair', 200), ('tuned', 400), ('other', 404)):
+    answer = client.post(COMPLETIONS, json={**body, 'model': model})
+    assert answer.status_code == status, answer.text
+  assert 'of pair, tuned' in answer.json()['error']['message']
+  # The engine of this test has no adapters, and has been asked for them.
+  answer = client.post(COMPLETIONS, json={**body, 'model': 'tuned'})
+  assert "adapters 'tuned'" in answer.json()['error']['message']
+
+
 def test_models_health_and_metrics(client):
   assert client.get('/v1/models').json()['data'][0]['id'] == 'pair'
   health = client.get('/health').json()

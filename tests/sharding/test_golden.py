@@ -67,6 +67,15 @@ CASES = {
     + shipped('27b_27b', 'h100:64'),
     0,
   ),
+  'gemma2_lora': (
+    ('gemma2', shipped('9b_9b,objective=pairs,lora=16', 'v5e:2x4'), 0)
+  ),
+  'gemma2_lora_one_gpu': (
+    'gemma2',
+    shipped('2b_2b,objective=pairs,lora=16', 'l4:1')
+    + shipped('9b_9b,objective=pairs,lora=16', 'h100:1'),
+    0,
+  ),
   'gemma2_one_gpu': (
     'gemma2',
     shipped('2b_2b,objective=ul2', 'h100:1')

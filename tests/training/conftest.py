@@ -62,11 +62,24 @@ class Trainer:
     optimizer=None,
     model=MODEL,
     axes=types.MappingProxyType({}),
+    lora='',
   ):
     mesh = mesh or mesh_lib.MeshConfig(fsdp=1)
     count = int(np.prod([getattr(mesh, a) for a in mesh_lib.AXES]))
     self.mesh = mesh_lib.make_mesh(mesh, jax.devices()[:count])
-    self.where = state_lib.Placement(model, self.mesh, rules_lib.RULES['fsdp'])
+    train = train_section.TrainConfig(
+      microbatches=microbatches,
+      cross_attention_warmup=warmup,
+      dropout=dropout,
+      lora=lora,
+    )
+    self.where = state_lib.Placement(
+      model,
+      self.mesh,
+      rules_lib.RULES['fsdp'],
+      adapters=train.adapters(model.config),
+    )
+    self.base = {}
     self.loss = loss or cross_entropy.CrossEntropy(z_loss=1e-3, chunk=16)
     self.phases = phases.Phases(
       self.where,
@@ -80,11 +93,7 @@ class Trainer:
         eps=1e-3,
         weight_decay=0.1,
       ),
-      train_section.TrainConfig(
-        microbatches=microbatches,
-        cross_attention_warmup=warmup,
-        dropout=dropout,
-      ),
+      train,
       axes,
     )
     self.axes = axes
@@ -107,6 +116,7 @@ class Trainer:
       state,
       step_lib.place_batch(batch, self.where, self.axes),
       references or {},
+      self.base,
     )
 
 

@@ -53,7 +53,12 @@ class Step:
     sizes = loss.row_shape(data.train.lengths, data.objectives[0].answers)
     lengths, answers = sizes
     flops = setup.job_flops(
-      loss, settings.model, *sizes, train.batch_size, references
+      loss,
+      settings.model,
+      *sizes,
+      train.batch_size,
+      references,
+      settings.adapters is not None,
     )
     if row_tokens is None:
       row_tokens = answers * (lengths.decoder or lengths.encoder)

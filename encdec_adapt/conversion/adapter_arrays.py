@@ -1,0 +1,83 @@
+"""Arrays of a run of adapters: merged into its base, and digests of bases.
+
+Holds no models: `model_on_disk` opens both, and passes their arrays.
+"""
+
+from collections.abc import Mapping
+import functools
+import hashlib
+
+import numpy as np
+
+from encdec_adapt.checkpoints import checksums
+from encdec_adapt.files import lazy_array, paths
+from encdec_adapt.models import adapters as adapters_lib
+from encdec_adapt.models import layers_index, parameters
+
+Arrays = Mapping[str, lazy_array.LazyArray]
+
+# A model that was trained further differs everywhere: parts of its files tell,
+# where reading all of a large model would take minutes.
+_SAMPLES, _SAMPLE_BYTES = 64, 16 << 10
+
+
+def merged(
+  adapters: adapters_lib.Adapters, base: Arrays, trained: Arrays
+) -> dict[str, lazy_array.LazyArray]:
+  """Returns the parameters of the model, each computed when it is read.
+
+  Args:
+    adapters: the adapters.
+    base: path -> parameter of the base as it is stored.
+    trained: path -> trained parameter.
+
+  Returns:
+    Path -> parameter in the order of the parameter table: those that trained
+    whole, W + scale A B in float32, and the others of the base.
+  """
+
+  def read(path: str, index: tuple[slice, ...]) -> np.ndarray:
+    a, b = (trained[f'{path}/{x}'] for x in (adapters_lib.A, adapters_lib.B))
+    start, middle = int(layers_index.is_stacked(path)), len(a.shape) - 1
+    every = (slice(None),)
+    part = np.asarray(base[path].read_part(index), np.float32)
+    layers, rank = part.shape[:start], a.shape[-1]
+    inputs = a.read_part(index[:middle] + every)
+    outputs = b.read_part(index[:start] + every + index[middle:])
+    update = np.matmul(
+      inputs.reshape(*layers, -1, rank), outputs.reshape(*layers, rank, -1)
+    )
+    return part + np.float32(adapters.options.scale) * update.reshape(
+      part.shape
+    )
+
+  arrays = {}
+  for path in parameters.parameter_table(adapters.model):
+    arrays[path] = trained[path] if path in adapters.full else base[path]
+    if path in adapters.kernels:
+      arrays[path] = lazy_array.LazyArray(
+        base[path].shape, np.dtype(np.float32), functools.partial(read, path)
+      )
+  return arrays
+
+
+def checkpoint_digest(step: paths.Path) -> str:
+  """Returns the digest of a checkpoint's content: that of its checksums."""
+  return _digest([(step / checksums.FILE).read_bytes()])
+
+
+def folder_digest(folder: paths.Path) -> str:
+  """Returns a digest of samples of a folder's files of weights."""
+  parts = []
+  for file in sorted(folder.glob('*.safetensors')):
+    size = paths.size(file)
+    parts.append(f'{file.name} {size}'.encode())
+    with paths.open_to_read(file) as content:
+      for i in range(_SAMPLES):
+        content.seek(max(size - _SAMPLE_BYTES, 0) * i // (_SAMPLES - 1))
+        parts.append(content.read(_SAMPLE_BYTES))
+  return _digest(parts)
+
+
+def _digest(parts: list[bytes]) -> str:
+  return hashlib.blake2b(b'\0'.join(parts), digest_size=8).hexdigest()

@@ -1,0 +1,120 @@
+"""Adapters to and from folders of PEFT, and merged into their base.
+
+`convert export --layout=peft`, `convert import` of such a folder and `convert
+merge-lora`. Names of tensors and options are in `huggingface.peft_folder`.
+"""
+
+from absl import flags
+
+from encdec_adapt.base import errors
+from encdec_adapt.cli import command
+from encdec_adapt.conversion import (
+  model_on_disk,
+  pretrained_files,
+  work_directory,
+)
+from encdec_adapt.files import atomic, lazy_array, paths
+from encdec_adapt.huggingface import (
+  config_json,
+  new_folder,
+  peft_folder,
+  weights,
+)
+from encdec_adapt.models import adapters as adapters_lib
+from encdec_adapt.models import model_config
+
+
+def is_folder(path: paths.Path) -> bool:
+  """Returns whether PEFT wrote a folder."""
+  return (path / peft_folder.CONFIG).exists()
+
+
+def export_adapters(
+  values: flags.FlagValues, stored: model_on_disk.StoredModel
+) -> None:
+  """Writes a folder that PEFT loads over the exported base.
+
+  Raises:
+    UserError: the model is no run of adapters, or PEFT cannot hold them.
+  """
+  adapters, base = _require_adapters(stored), stored.base.full_name
+  layout = _layout(stored.model)
+  files = peft_folder.files(adapters, stored.trained(), layout, base)
+  with new_folder.new_folder(values.output) as draft:
+    for file, content in files.items():
+      (draft / file).write_bytes(content)
+  print(f'{values.output}: adapters; PEFT loads them over an export of {base}')
+
+
+def import_adapters(values: flags.FlagValues, path: paths.Path) -> None:
+  """Writes a work directory with the adapters of a folder of PEFT.
+
+  Raises:
+    UserError: the base is not given, or the adapters are of another model.
+  """
+  config = atomic.read_json(path / peft_folder.CONFIG)
+  name = values.base or config.get('base_model_name_or_path') or ''
+  if not values.base and not (name and paths.at(name).is_dir()):
+    raise errors.UserError(
+      f'--source={path} adapts {name!r}, which is no folder; give --base.'
+    )
+  base = model_on_disk.open_model(name, vocab_multiple=values.vocab_multiple)
+  adapters, arrays = peft_folder.read(path, base.model, _layout(base.model))
+  contents = work_directory.Contents(
+    base.model,
+    {'command': 'import', 'sources': [base.name], 'adapters': str(path)},
+    pretrained_files.folders(base.path),
+    base.vocabularies,
+    lora=adapters.options.text,
+    base={'name': base.full_name, 'digest': base.digest},
+  )
+  work_directory.write(
+    values.output,
+    contents,
+    {
+      key: lazy_array.LazyArray(x.shape, x.dtype, x.__getitem__)
+      for key, x in arrays.items()
+    },
+    verb='read',
+  )
+
+
+def merge_adapters(values: flags.FlagValues, _: list[str]) -> int:
+  """Runs `convert merge-lora`: W + scale A B of the base as it is stored.
+
+  Raises:
+    UserError: the output exists, or the model is no run of adapters.
+  """
+  command.require(values, 'checkpoint', 'output')
+  new_folder.require_free(values.output)
+  stored = model_on_disk.open_model(values.checkpoint)
+  _require_adapters(stored)
+  contents = work_directory.Contents(
+    stored.model,
+    {'command': 'merge-lora', 'sources': [stored.name, stored.base.name]},
+    pretrained_files.folders(stored.path),
+    stored.vocabularies,
+  )
+  work_directory.write(values.output, contents, stored.arrays(), verb='merged')
+  return 0
+
+
+def _require_adapters(
+  stored: model_on_disk.StoredModel,
+) -> adapters_lib.Adapters:
+  if stored.adapters is None:
+    raise errors.UserError(
+      f'--checkpoint={stored.name} is a whole model; give a run of adapters'
+      f' ({adapters_lib.LABEL}).'
+    )
+  return stored.adapters
+
+
+def _layout(model: model_config.ModelConfig) -> weights.Layout:
+  """Returns the names of a model's tensors in transformers.
+
+  Raises:
+    UserError: transformers has no class for it.
+  """
+  raw, _ = config_json.raw_from_model(model)
+  return config_json.model_from_raw(raw, 'the base')[1]

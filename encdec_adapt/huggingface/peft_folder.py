@@ -1,0 +1,222 @@
+"""Folders of adapters as PEFT writes and reads them.
+
+PEFT names tensors by the modules of a model in memory, and stores every layer
+apart: A [r, in] and B [out, r]. Parameters that train whole are its
+`modules_to_save`.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+import json
+from typing import NamedTuple
+
+import numpy as np
+import safetensors.numpy
+
+from encdec_adapt.base import errors
+from encdec_adapt.files import atomic, lazy_array, paths
+from encdec_adapt.huggingface import tensor_folder, weights
+from encdec_adapt.models import adapters as adapters_lib
+from encdec_adapt.models import layer_leaves, model_config
+
+CONFIG, WEIGHTS = 'adapter_config.json', 'adapter_model.safetensors'
+_PREFIX = 'base_model.model.'
+_SUFFIXES = {
+  '.lora_A.weight': adapters_lib.A,
+  '.lora_B.weight': adapters_lib.B,
+}
+# Options of PEFT that change the function, with the values that do not; of the
+# others any value is accepted.
+_NEUTRAL = {
+  'peft_type': ('LORA',),
+  'bias': ('none',),
+  'init_lora_weights': (True, False, None, 'gaussian', 'eva', 'orthogonal'),
+} | dict.fromkeys(
+  'use_dora fan_in_fan_out lora_bias use_qalora layers_to_transform'
+  ' layers_pattern layer_replication rank_pattern alpha_pattern'
+  ' target_parameters trainable_token_indices'
+  ' alora_invocation_tokens'.split(),
+  (None, False, [], {}),
+)
+
+
+class _Slot(NamedTuple):
+  """Our place of a tensor of PEFT.
+
+  Attributes:
+    path: path of our parameter.
+    index: layer in it; () where it has no axis of layers.
+    shape: shape of the tensor.
+    to_theirs: returns the tensor, given a layer of ours.
+    to_ours: the reverse.
+  """
+
+  path: str
+  index: tuple[int, ...]
+  shape: tuple[int, ...]
+  to_theirs: Callable[[np.ndarray], np.ndarray]
+  to_ours: Callable[[np.ndarray], np.ndarray]
+
+
+def files(
+  adapters: adapters_lib.Adapters,
+  arrays: Mapping[str, lazy_array.LazyArray],
+  layout: weights.Layout,
+  base: str,
+) -> dict[str, bytes]:
+  """Returns the files of a folder that PEFT loads.
+
+  Args:
+    adapters: the adapters.
+    arrays: path -> trained parameter.
+    layout: names of the model's tensors.
+    base: name or path of the base for PEFT.
+
+  Raises:
+    UserError: PEFT would compute another function.
+  """
+  options, tensors = adapters.options, {}
+  modules = {True: set(), False: set()}  # By whether they train whole.
+  for name, slot in _slots(adapters, layout).items():
+    ours = np.asarray(arrays[slot.path][slot.index])
+    tensors[_PREFIX + name] = np.ascontiguousarray(slot.to_theirs(ours))
+    module = name.rpartition('.')[0].removesuffix('.lora_A')
+    modules[slot.path in adapters.full].add(module.removesuffix('.lora_B'))
+  is_pair = adapters.model.architecture.encodes_prompt
+  config = {
+    'peft_type': 'LORA',
+    'task_type': 'SEQ_2_SEQ_LM' if is_pair else 'CAUSAL_LM',
+    'base_model_name_or_path': base,
+    'r': options.rank,
+    'lora_alpha': options.alpha or 2 * options.rank,
+    'lora_dropout': options.dropout,
+    'use_rslora': bool(options.rslora),
+    'target_modules': sorted(modules[False]),
+    'modules_to_save': sorted(modules[True]) or None,
+    'inference_mode': True,
+  }
+  content = safetensors.numpy.save(tensors, metadata={'format': 'pt'})
+  text = json.dumps(config, indent=2) + '\n'
+  return {CONFIG: text.encode(), WEIGHTS: content}
+
+
+def read(
+  folder: paths.Path, model: model_config.ModelConfig, layout: weights.Layout
+) -> tuple[adapters_lib.Adapters, dict[str, np.ndarray]]:
+  """Reads a folder that PEFT wrote.
+
+  Args:
+    folder: folder with `CONFIG` and `WEIGHTS`.
+    model: the base.
+    layout: names of its tensors.
+
+  Returns:
+    The adapters, and path -> parameter in the dtype that is stored.
+
+  Raises:
+    UserError: it has options that we do not have, or is of another model.
+  """
+  config = atomic.read_json(folder / CONFIG)
+  for name, neutral in _NEUTRAL.items():
+    if (value := config.get(name, neutral[0])) not in neutral:
+      raise errors.UserError(
+        f'{folder / CONFIG} has {name} {value!r}, which has no counterpart'
+        ' here; merge such adapters with PEFT, and import the merged model.'
+      )
+  with paths.open_to_read(folder / WEIGHTS) as file:
+    stored = safetensors.numpy.load(file.read())
+  tensors = {
+    layout.canonical(name.removeprefix(_PREFIX)): tensor
+    for name, tensor in stored.items()
+  }
+  targets, full = _targets(tensors, model, layout, folder)
+  options = adapters_lib.Options(
+    config['r'],
+    float(config['lora_alpha']),
+    '+'.join(sorted(targets)),
+    '+'.join(sorted(full)),
+    config.get('lora_dropout') or 0.0,
+    int(config.get('use_rslora') or 0),
+  )
+  adapters = adapters_lib.Adapters(model, options)
+  arrays: dict[str, np.ndarray] = {}
+  for name, slot in _slots(adapters, layout).items():
+    name = layout.canonical(name)
+    shape = tensors[name].shape if name in tensors else 'absent'
+    if shape != slot.shape:
+      raise errors.UserError(
+        f'{folder / WEIGHTS}: {name} is {shape}, and must be {slot.shape} in'
+        ' every layer: the adapters are of another model, or of some layers'
+        ' only. Merge those with PEFT, and import the merged model.'
+      )
+    tensor_folder.check_finite(name, tensors[name], folder / WEIGHTS)
+    ours, whole = slot.to_ours(tensors[name]), adapters.table[slot.path].shape
+    arrays.setdefault(slot.path, np.zeros(whole, ours.dtype))
+    # Rows that pad a table stay zero.
+    arrays[slot.path][slot.index][: len(ours)] = ours
+  return adapters, arrays
+
+
+def _weights(
+  model: model_config.ModelConfig, layout: weights.Layout
+) -> Iterator[tuple[weights.Weight, layer_leaves.Leaf]]:
+  """Yields every tensor of a model that is a whole leaf."""
+  leaves = layer_leaves.leaves_of(model)
+  for weight in weights.weights(model, layout).values():
+    if weight.part is None:
+      yield weight, leaves[weight.leaf]
+
+
+def _slots(
+  adapters: adapters_lib.Adapters, layout: weights.Layout
+) -> dict[str, _Slot]:
+  """Returns the name of every tensor, without `_PREFIX`, and its place."""
+  slots = {}
+  for weight, leaf in _weights(adapters.model, layout):
+    name = layout.in_memory(weight.name)
+    index = () if leaf.index is None else (leaf.index,)
+    # PEFT would change the embeddings, and not the head that is tied to them.
+    if leaf.path.split('/')[1] == 'embedder':
+      continue
+    if leaf.path in adapters.full:
+      slot = leaf.path, index, weight.their_shape
+      slots[name] = _Slot(*slot, weight.to_theirs, weight.to_ours)
+    elif leaf.path in adapters.kernels:
+      rank, (outputs, inputs) = adapters.options.rank, weight.their_shape
+      sizes = {adapters_lib.A: (rank, inputs), adapters_lib.B: (outputs, rank)}
+      for suffix, ours in _SUFFIXES.items():
+        path, shape = f'{leaf.path}/{ours}', sizes[ours]
+        layer = adapters.table[path].shape[len(index) :]
+        slots[name.removesuffix('.weight') + suffix] = _Slot(
+          path,
+          index,
+          shape,
+          lambda x, shape=shape: x.reshape(shape[::-1]).T,
+          lambda x, layer=layer: x.T.reshape(layer),
+        )
+  if missing := adapters.table.keys() - {slot.path for slot in slots.values()}:
+    raise errors.UserError(
+      f'{min(missing)} has no module of its own in transformers, or is a table'
+      ' of tokens, so that PEFT cannot hold it; export the merged model.'
+    )
+  return slots
+
+
+def _targets(
+  tensors: Mapping[str, np.ndarray],
+  model: model_config.ModelConfig,
+  layout: weights.Layout,
+  folder: paths.Path,
+) -> tuple[set[str], set[str]]:
+  """Returns names in `targets` and in `full` that match the tensors."""
+  leaves = {weight.name: leaf.path for weight, leaf in _weights(model, layout)}
+  targets, full = set(), set()
+  for name in tensors:
+    suffix = next(filter(name.endswith, _SUFFIXES), '')
+    module = name.removesuffix(suffix) + '.weight' * bool(suffix)
+    if module not in leaves:
+      raise errors.UserError(
+        f'{folder / WEIGHTS}: {name} belongs to no module of the base that can'
+        ' have adapters here; the adapters are of another model.'
+      )
+    (targets if suffix else full).add(adapters_lib.name_of(leaves[module]))
+  return targets, full

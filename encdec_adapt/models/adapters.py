@@ -1,0 +1,306 @@
+"""Low-rank adapters (LoRA, arXiv:2106.09685) of a model over a frozen base.
+
+Which parameters of a model train and which are frozen; the table of the
+trained ones; and the tree of parameters that a model is applied with, in which
+`ops.kernel_forms` take the place of kernels. The base is read by `conversion`.
+"""
+
+from collections.abc import Mapping
+import dataclasses
+import functools
+import math
+from typing import Any
+
+from flax import traverse_util
+import jax
+import jax.numpy as jnp
+
+from encdec_adapt.base import errors, keys, option_strings
+from encdec_adapt.models import block, layers_index, model_config, parameters
+from encdec_adapt.ops import kernel_forms
+
+LABEL = 'config.train.lora'
+A, B = 'lora_a', 'lora_b'  # Below the path of the kernel.
+BASES = ('', 'int8', 'nf4')
+_PROJECTIONS = frozenset('query key value output gate up down'.split())
+# Names of modules where those of targets differ: the dense feed-forward beside
+# the experts of a layer counts as such.
+_PARTS = {'embedder': 'embeddings', 'shared': 'mlp'}
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+  """Options of `config.train.lora`."""
+
+  rank: int = keys.key(16, 'Columns of A and rows of B.', at_least=1)
+  alpha: float = keys.key(0.0, '0 stands for twice the rank.', at_least=0)
+  targets: str = keys.key('', 'Projections with adapters; all if empty.')
+  full: str = keys.key('', 'Parameters that train whole.')
+  dropout: float = keys.key(0.0, "Dropout of A's input.", at_least=0, below=1)
+  rslora: int = keys.key(0, 'Scale of arXiv:2312.03732.', one_of=(0, 1))
+  base: str = keys.key('', 'Frozen projections as integers.', one_of=BASES)
+
+  def __post_init__(self):
+    keys.check(self, f'{LABEL}: ')
+
+  @property
+  def text(self) -> str:
+    """The options as `config.train.lora`."""
+    return ','.join(f'{k}={v}' for k, v in keys.values_of(self).items())
+
+  @property
+  def scale(self) -> float:
+    """Factor of A B: alpha / rank, or with `rslora` alpha / sqrt(rank)."""
+    alpha = self.alpha or 2.0 * self.rank
+    return alpha / (self.rank**0.5 if self.rslora else self.rank)
+
+
+def parse(string: str) -> Options | None:
+  """Reads `config.train.lora`; None for ''.
+
+  Raises:
+    UserError: an option is unknown or out of bounds.
+  """
+  if not string:
+    return None
+  values = option_strings.key_values(LABEL, string, keys.defaults(Options))
+  return keys.make(Options, values)
+
+
+@dataclasses.dataclass(frozen=True)
+class Adapters:
+  """The adapters of a model; holds no arrays.
+
+  Attributes:
+    model: the model with the base's parameters.
+    options: rank, scale, targets.
+  """
+
+  model: model_config.ModelConfig
+  options: Options
+
+  def __post_init__(self):
+    rank = self.options.rank
+    for path in self.kernels:
+      start, middle = self._split(path)
+      shape = self._whole[path].shape
+      sides = math.prod(shape[start:middle]), math.prod(shape[middle:])
+      if rank > min(sides):
+        raise errors.UserError(
+          f'{LABEL}: rank is {rank}, and {path} is {sides[0]} x {sides[1]};'
+          f' lower it to at most {min(sides)}, or choose other targets.'
+        )
+    if not self.kernels:
+      raise errors.UserError(
+        f'{LABEL}: full={self.options.full} has every target, so that nothing'
+        ' is adapted; name less, or tune all parameters without this key (and'
+        ' without a quantised base).'
+      )
+    for path in self.quantized:
+      self._block(path)
+
+  @functools.cached_property
+  def full(self) -> tuple[str, ...]:
+    """Paths of the parameters that train whole."""
+    every = {path: _names(path) for path in self._whole}
+    paths = self._matches('full', self.options.full, every)
+    # The head of a reward model is fresh, so that it cannot stay as it is.
+    if self.model.decoder.classes:
+      paths |= {path for path in every if 'head' in every[path]}
+    return tuple(sorted(paths))
+
+  @functools.cached_property
+  def kernels(self) -> tuple[str, ...]:
+    """Paths of the kernels that have adapters."""
+    every = {
+      path: _names(path)
+      for path, info in self._whole.items()
+      if _is_projection(path, info) or _is_table(path)
+    }
+    paths = self._matches('targets', self.options.targets, every)
+    if not self.options.targets:
+      paths = {path for path in every if not _is_table(path)}
+    return tuple(sorted(paths - {*self.full}))
+
+  @functools.cached_property
+  def frozen(self) -> tuple[str, ...]:
+    """Paths of the base's parameters, in the order of the parameter table."""
+    return tuple(path for path in self._whole if path not in self.full)
+
+  @functools.cached_property
+  def quantized(self) -> frozenset[str]:
+    """Paths of the base's parameters that are held as integers."""
+    paths = self.frozen if self.options.base else ()
+    return frozenset(p for p in paths if _is_projection(p, self._whole[p]))
+
+  @functools.cached_property
+  def table(self) -> Mapping[str, parameters.ParamInfo]:
+    """Path of every parameter that trains to its shape and logical axes."""
+    table = {path: self._whole[path] for path in self.full}
+    for path in self.kernels:
+      info, (start, middle) = self._whole[path], self._split(path)
+      dims = [*zip(info.shape, info.axes, strict=True)]
+      rank = [(self.options.rank, 'rank')]
+      outputs = dims[:start] + rank + dims[middle:]
+      for name, chosen in ((A, dims[:middle] + rank), (B, outputs)):
+        shape, axes = zip(*chosen, strict=True)
+        entry = parameters.ParamInfo(shape, info.dtype, axes)
+        table[f'{path}/{name}'] = entry
+    return table
+
+  def init(self, rng: jax.Array) -> dict[str, Any]:
+    """Draws the adapters, as PEFT does: their update is zero.
+
+    A is uniform in +-1 / sqrt(inputs) and B zero; of a table A is zero and B
+    normal.
+
+    Returns:
+      Nested parameters, without those that train whole.
+    """
+    flat = {}
+    for i, path in enumerate(self.kernels):
+      key, (start, middle) = jax.random.fold_in(rng, i), self._split(path)
+      a, b = (self.table[f'{path}/{name}'].shape for name in (A, B))
+      if _is_table(path):
+        values = jnp.zeros(a), jax.random.normal(key, b)
+      else:
+        bound = math.prod(a[start:middle]) ** -0.5
+        values = jax.random.uniform(key, a, float, -bound, bound), jnp.zeros(b)
+      flat[f'{path}/{A}'], flat[f'{path}/{B}'] = values
+    return traverse_util.unflatten_dict(flat, sep='/')
+
+  def attach(
+    self, base: Any, trained: Any, key: jax.Array | None = None
+  ) -> dict[str, Any]:
+    """Returns the parameters that the model is applied with.
+
+    Args:
+      base: the frozen parameters, nested.
+      trained: parameters of `table`, nested; a kernel without an adapter there
+        is that of the base.
+      key: random key of dropout; None for no dropout.
+    """
+    flat = traverse_util.flatten_dict(base, sep='/')
+    new = traverse_util.flatten_dict(trained, sep='/')
+    flat |= {path: new[path] for path in self.full}
+    dropout = self.options.dropout if key is not None else 0.0
+    for i, path in enumerate(self.kernels):
+      a, b = (new.get(f'{path}/{name}') for name in (A, B))
+      masks = jax.random.fold_in(key, i) if dropout else None
+      if dropout and layers_index.is_stacked(path):
+        masks = jax.random.split(masks, a.shape[0])
+      if a is not None:
+        scales = self.options.scale, dropout
+        flat[path] = kernel_forms.Adapted(flat[path], a, b, masks, *scales)
+    return traverse_util.unflatten_dict(flat, sep='/')
+
+  def freeze(self, path: str, kernel: jax.Array, dtype: Any) -> Any:
+    """Returns a parameter as the base holds it.
+
+    Args:
+      path: its path.
+      kernel: the parameter.
+      dtype: dtype of the computation, that of kernels; norms are float32.
+    """
+    info = self._whole[path]
+    if path not in self.quantized:
+      return kernel.astype(dtype if info.inputs else jnp.float32)
+    if self.options.base == 'int8':
+      return kernel_forms.quantize_int8(kernel, info.inputs)
+    return kernel_forms.quantize_nf4(kernel, *self._block(path))
+
+  def base_axes(self, path: str, leaf: Any) -> Any:
+    """Returns the logical axes of what `freeze` returns."""
+    info = self._whole[path]
+    if not isinstance(leaf, kernel_forms.Quantized):
+      return info.axes
+    # The inputs of a channel, or the blocks, are not divided.
+    sizes = zip(info.axes, info.shape, leaf.scale.shape, strict=True)
+    scale = tuple(name if size == n else None for name, size, n in sizes)
+    return leaf.replace(values=info.axes, scale=scale)
+
+  @property
+  def description(self) -> str:
+    """What trains, for users."""
+    count = sum(math.prod(info.shape) for info in self.table.values())
+    return f'{count:,} parameters train, by {self.options.text}'
+
+  @property
+  def _whole(self) -> Mapping[str, parameters.ParamInfo]:
+    return parameters.parameter_table(self.model)
+
+  def _split(self, path: str) -> tuple[int, int]:
+    """Returns the first dimension of a kernel's inputs, and of its outputs."""
+    start = int(layers_index.is_stacked(path))
+    # A table multiplies one-hot tokens.
+    inputs = 1 if _is_table(path) else len(self._whole[path].inputs)
+    return start, start + inputs
+
+  def _block(self, path: str) -> tuple[int, int]:
+    """Returns the axis of a kernel's blocks, from the end, and their size."""
+    info = self._whole[path]
+    # Of these axes fsdp divides none.
+    axis = next(i for i, x in enumerate(info.axes) if x in ('head_dim', 'mlp'))
+    size = math.gcd(kernel_forms.BLOCK, info.shape[axis])
+    if size % 2 and self.options.base == 'nf4':
+      raise errors.UserError(
+        f'{LABEL}: base is nf4, which stores pairs of values, and {path} has'
+        f' {info.axes[axis]} {info.shape[axis]}; choose base=int8.'
+      )
+    return axis - len(info.axes), size
+
+  def _matches(
+    self, option: str, names: str, every: Mapping[str, frozenset[str]]
+  ) -> set[str]:
+    """Returns the paths that names of parts match.
+
+    Args:
+      option: 'targets' or 'full'.
+      names: names divided by '+'; 'decoder/mlp' has to match both of its parts.
+      every: path of every parameter to the names of its parts.
+
+    Raises:
+      UserError: a name matches nothing.
+    """
+    matches = set()
+    for name in names.split('+') if names else ():
+      parts = {*name.split('/')}
+      paths = {path for path in every if parts <= every[path]}
+      if option == 'targets' and 'embeddings' not in parts:
+        paths = {path for path in paths if not _is_table(path)}
+      if not paths:
+        known = sorted(frozenset().union(*every.values()))
+        unknown = next((x for x in name.split('/') if x not in known), name)
+        raise errors.UserError(
+          f'{LABEL}: {option} has {name!r}, which matches nothing of the model'
+          f'{errors.nearest(unknown, known)}; it has {", ".join(known)}.'
+        )
+      matches |= paths
+    return matches
+
+
+def name_of(path: str) -> str:
+  """Returns the name in `targets` or `full` of this parameter in all layers."""
+  stack, *_, module, leaf = path.split('/')
+  return f'{stack}/{_PARTS.get(module, module)}/{leaf}'
+
+
+def _names(path: str) -> frozenset[str]:
+  """Returns the names that match a parameter: of stack, part and projection."""
+  stack, *_, module, leaf = path.split('/')
+  names = {stack, leaf, _PARTS.get(module, module)}
+  if module.endswith('_norm') or leaf.endswith('_norm'):
+    names.add('norms')
+  if module in block.CROSS:
+    names.add('cross_attention')
+  return frozenset(names)
+
+
+def _is_projection(path: str, info: parameters.ParamInfo) -> bool:
+  """Whether `layers.project` multiplies by a parameter."""
+  name = path.rpartition('/')[2]
+  return name in _PROJECTIONS and 'experts' not in info.axes
+
+
+def _is_table(path: str) -> bool:
+  return path.endswith('/embedder/table')

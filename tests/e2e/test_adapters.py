@@ -1,0 +1,191 @@
+"""Runs of adapters: checkpoints, resuming, the base, all that reads them."""
+
+import json
+
+import numpy as np
+import pytest
+
+import encdec_adapt
+from encdec_adapt import train
+from encdec_adapt.base import errors
+from encdec_adapt.checkpoints import manager
+from encdec_adapt.telemetry import metrics
+from tests import tiny
+from tests.e2e import folders
+
+pytestmark = pytest.mark.e2e
+LORA = 'rank=2,alpha=8,full=cross_attention+norms,dropout=0.1'
+
+
+def _flags(pairs, base, lora=LORA, **values):
+  values = {'init.mode': 'checkpoint', 'init.encoder': base} | values
+  values = {'train.lora': lora, 'optimizer.learning_rate': 1e-2} | values
+  values = {'optimizer.schedule': 'constant'} | values
+  return [*pairs, *(f'--config.{k}={v}' for k, v in values.items())]
+
+
+def _train(flags, workdir, *more):
+  assert tiny.call(train, *flags, f'--workdir={workdir}', *more) == 0
+  return workdir
+
+
+@pytest.fixture(scope='module')
+def base(folder, pairs):
+  """A pair, as a Hugging Face folder would be imported."""
+  tokens = folder / 'vocabulary.model'
+  source = folders.make_folder(folder / 'source', folders.GEMMA, tokens)
+  imported = folders.import_folder(
+    source, folder / 'decoder', '--vocab_multiple=8'
+  )
+  return folders.adapt(
+    folder / 'base', f'--encoder={imported}', '--vocab_multiple=8'
+  )
+
+
+@pytest.fixture(scope='module')
+def tuned(folder, pairs, base):
+  return _train(_flags(pairs, base), folder / 'tuned')
+
+
+def _losses(workdir):
+  records = metrics.read_metrics(workdir / metrics.FILE)
+  return {r['step']: r['loss'] for r in records if r['kind'] == 'eval'}
+
+
+def test_a_checkpoint_holds_what_trains_and_names_its_base(tuned, base):
+  losses = _losses(tuned)
+  assert losses[12] < losses[0] - 0.05
+  step = manager.open_latest(tuned)
+  names = step.open_state().arrays
+  assert all(
+    'lora_' in x or 'cross' in x or 'norm' in x
+    for x in names
+    if x.startswith('params/')
+  )
+  assert step.read_meta()['base']['name'] == f'{base.resolve()}@0'
+  params = [x for x in names if x.startswith('params/')]
+  whole = manager.open_latest(base).open_state().arrays
+  count, every = (
+    sum(int(np.prod(arrays[x][0])) for x in keys)
+    for arrays, keys in ((names, params), (whole, whole))
+  )
+  assert count < every / 5
+
+
+def test_resuming_is_exact_and_refuses_a_changed_base(
+  folder, pairs, base, tuned
+):
+  flags = _flags(pairs, base)
+  part = _train(flags, folder / 'part', '--config.train.steps=6')
+  _train(flags, part, '--config.train.steps=12')
+  tiny.assert_same_params(part, tuned)
+  step = manager.open_latest(part).path / 'meta' / 'metadata'
+  text = json.loads(step.read_text())
+  text['base']['digest'] = '0' * 16
+  step.write_text(json.dumps(text))
+  (step.parent.parent / 'checksums.json').unlink()
+  with pytest.raises(errors.UserError, match='is not the base'):
+    _train(flags, part, '--config.train.steps=14')
+  with pytest.raises(errors.UserError, match='is not the base'):
+    encdec_adapt.load(part)
+
+
+def test_merged_adapters_are_the_run(folder, tuned, base, capsys):
+  held_out = folder / 'prefix_lm' / 'eval'
+  run = folders.evaluate(tuned, held_out)
+  assert run['loss'] == pytest.approx(_losses(tuned)[12], abs=1e-5)
+  merged = folder / 'merged'
+  flags = [f'--checkpoint={tuned}', f'--output={merged}']
+  assert tiny.convert('merge-lora', *flags) == 0
+  whole, start = folders.arrays(merged), folders.arrays(base)
+  for path, value in folders.arrays(tuned).items():
+    np.testing.assert_array_equal(whole[path], value, path)
+  path = 'decoder/blocks/layer_0/attention/query'
+  assert np.abs(whole[path] - start[path]).max() > 1e-3
+  path = 'decoder/embedder/table'
+  np.testing.assert_array_equal(whole[path], start[path])
+  # Adapters average as whole models.
+  flags = [str(tuned), str(base), f'--output={folder}/averaged']
+  assert tiny.convert('merge', *flags) == 0
+  assert tiny.generate(tuned, 'the quick', folder / 'text.jsonl') == 0
+  exported = folders.export(tuned, folder / 'exported')
+  assert tiny.convert('diff', str(exported), str(merged)) == 0
+  with pytest.raises(errors.UserError, match='is a whole model'):
+    flags = [f'--checkpoint={base}', f'--output={folder}/nothing']
+    tiny.convert('merge-lora', *flags)
+
+
+def test_loaded_adapters_train_further_over_the_same_base(
+  folder, pairs, base, tuned
+):
+  flags = _flags(pairs, tuned, **{'train.steps': 4})
+  further = _train(flags, folder / 'further')
+  assert _losses(further)[0] == pytest.approx(_losses(tuned)[12], abs=1e-6)
+  meta = manager.open_latest(further).read_meta()
+  assert meta['base'] == manager.open_latest(tuned).read_meta()['base']
+  with pytest.raises(errors.UserError, match='give their'):
+    _train(_flags(pairs, tuned, 'rank=3,alpha=8'), folder / 'refused')
+
+
+@pytest.mark.parametrize('kind', ['int8', 'nf4'])
+def test_a_quantised_base_is_close_to_the_base(
+  folder, pairs, base, tuned, kind
+):
+  lora = f'{LORA},base={kind}'
+  run = _train(_flags(pairs, base, lora), folder / kind)
+  losses, plain = _losses(run), _losses(tuned)
+  assert losses[0] == pytest.approx(plain[0], abs=0.05)
+  assert losses[0] != plain[0]
+  assert losses[12] == pytest.approx(plain[12], abs=0.2)
+
+
+@pytest.mark.parametrize(
+  'values, words',
+  [
+    ({'train.cross_attention_warmup': 2}, 'trains adapters'),
+    ({'init.mode': 'adapt'}, 'need a base on disk'),
+    ({'train.lora': 'rank=99'}, 'at most 8'),
+  ],
+)
+def test_refusals(pairs, base, tmp_path, values, words):
+  with pytest.raises(errors.UserError, match=words):
+    _train(_flags(pairs, base, **values), tmp_path / 'run')
+
+
+def test_the_reference_of_preferences_is_the_start(tmp_path):
+  """Adapters off for new ones, and a frozen copy of loaded ones."""
+  lines = [
+    {'prompt': f'Number {i} is', 'chosen': f' value_{i}', 'rejected': ' no'}
+    for i in range(60)
+  ]
+  file = tmp_path / 'preferences.jsonl'
+  file.write_text('\n'.join(map(json.dumps, lines)))
+
+  def tune(source, workdir):
+    return _train(
+      [
+        f'--config=configs/sft.py:source={source},lora=2',
+        '--config.loss.kind=dpo:beta=0.1',
+        '--config.data.objective=preferences',
+        f'--config.data.source=preferences:{file}#prompt,chosen,rejected',
+        f'--config.data.folder={tmp_path}/records',
+        '--config.data.encoder_length=32',
+        '--config.data.decoder_length=32',
+        '--config.data.eval_fraction=0.2',
+        '--config.data.workers=1',
+        '--config.train.batch_size=8',
+        '--config.train.eval_batch_size=8',
+        '--config.train.steps=6',
+        '--config.train.evaluators=loss=6',
+        '--config.compute.dtype=float32',
+      ],
+      workdir,
+    )
+
+  # The loss of a policy that is its reference is ln 2.
+  first = tune(tiny.ROOT / 'configs/decoders/small', tmp_path / 'first')
+  second = tune(first, tmp_path / 'second')
+  for run in (first, second):
+    losses = _losses(run)
+    assert losses[0] == pytest.approx(np.log(2), abs=1e-6)
+    assert losses[6] < losses[0] - 0.01

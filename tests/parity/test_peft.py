@@ -1,0 +1,112 @@
+"""Adapters of PEFT: in and out with equal logits, and equal to the bit."""
+
+import copy
+import json
+
+import numpy as np
+import pytest
+
+import encdec_adapt
+from encdec_adapt.base import errors
+from encdec_adapt.conversion import model_on_disk
+from tests import tiny
+from tests.parity import tiny_models
+
+peft = pytest.importorskip('peft')
+safetensors = pytest.importorskip('safetensors.torch')
+torch = tiny_models.torch
+pytestmark = pytest.mark.parity
+
+TOLERANCE = 1e-4
+PROJECTIONS = [
+  *(f'{name}_proj' for name in 'qkvo'),
+  *('gate_proj', 'up_proj', 'down_proj'),
+]
+CASES = {
+  't5gemma': {'modules_to_save': ['pre_cross_attn_layernorm', 'cross_attn']},
+  't5gemma2': {'lora_alpha': 5, 'use_rslora': True},
+  'gemma2': {'target_modules': ['q_proj', 'v_proj']},
+  'llama3': {'modules_to_save': ['lm_head']},
+  'qwen2': {},
+}
+
+
+def _adapt(model, **options):
+  """The model with random adapters of PEFT."""
+  values = {'r': 3, 'lora_alpha': 7, 'target_modules': PROJECTIONS} | options
+  exclude = {'exclude_modules': r'.*vision.*|.*cross_attn.*'}
+  adapted = peft.get_peft_model(
+    copy.deepcopy(model), peft.LoraConfig(**values, **exclude)
+  )
+  generator = torch.Generator().manual_seed(1)
+  with torch.no_grad():
+    for weight in adapted.parameters():
+      if weight.requires_grad:
+        weight.normal_(0.0, 0.1, generator=generator)
+  return adapted.eval()
+
+
+@pytest.mark.parametrize('name', CASES)
+def test_adapters_come_in_and_go_out(saved, tmp_path, name):
+  model, folder, _ = saved(name)
+  case = tiny_models.CASES[name]
+  rows = tiny_models.batch(case)
+  theirs = _adapt(model, **CASES[name])
+  theirs.save_pretrained(tmp_path / 'theirs')
+  flags = [f'--source={tmp_path}/theirs', f'--base={folder}']
+  flags += [f'--output={tmp_path}/run', '--vocab_multiple=8']
+  assert tiny.convert('import', *flags) == 0
+  ours = encdec_adapt.load(tmp_path / 'run', encoder_window=case.encoder_window)
+  expected = tiny_models.their_logits(theirs, rows)
+  np.testing.assert_allclose(
+    tiny_models.our_logits(ours, rows), expected, rtol=0, atol=TOLERANCE
+  )
+  plain = tiny_models.their_logits(model, rows)
+  assert np.abs(plain - expected).max() > 100 * TOLERANCE
+
+  flags = [f'--checkpoint={tmp_path}/run', f'--output={tmp_path}/ours']
+  assert tiny.convert('export', *flags, '--layout=peft') == 0
+  first, second = (
+    safetensors.load_file(tmp_path / x / 'adapter_model.safetensors')
+    for x in ('theirs', 'ours')
+  )
+  assert first.keys() == second.keys()
+  for key, value in first.items():
+    assert torch.equal(value, second[key]), key
+  again = peft.PeftModel.from_pretrained(
+    copy.deepcopy(model), tmp_path / 'ours'
+  )
+  np.testing.assert_allclose(
+    tiny_models.their_logits(again.eval(), rows), expected, rtol=0, atol=1e-6
+  )
+
+
+@pytest.mark.parametrize(
+  'options, words',
+  [
+    ({'use_dora': True}, 'use_dora'),
+    ({'layers_to_transform': [1]}, 'layers_to_transform'),
+    ({'target_modules': ['q_proj', 'embed_tokens']}, 'embed_tokens'),
+  ],
+)
+def test_what_has_no_counterpart_is_refused(saved, tmp_path, options, words):
+  model, folder, _ = saved('gemma2')
+  _adapt(model, **options).save_pretrained(tmp_path / 'theirs')
+  flags = [f'--source={tmp_path}/theirs', f'--output={tmp_path}/run']
+  with pytest.raises(errors.UserError, match=words):
+    tiny.convert('import', *flags, f'--base={folder}')
+
+
+def test_adapters_of_another_model_are_refused(saved, tmp_path):
+  model, _, _ = saved('gemma2')
+  _, other, _ = saved('qwen2')
+  _adapt(model).save_pretrained(tmp_path / 'theirs')
+  config = tmp_path / 'theirs' / 'adapter_config.json'
+  values = json.loads(config.read_text())
+  values['base_model_name_or_path'] = str(other)
+  config.write_text(json.dumps(values | {'r': 4}))
+  flags = [f'--source={tmp_path}/theirs', f'--output={tmp_path}/run']
+  with pytest.raises(errors.UserError, match='of another model'):
+    tiny.convert('import', *flags)
+  assert not (tmp_path / 'run').exists()
+  assert model_on_disk.open_model(other).adapters is None
