@@ -220,6 +220,8 @@ def load(
     if not sampling.tokens:
       sampling = dataclasses.replace(sampling, tokens=data.decoder_length)
     loss = dataclasses.replace(loss, rollouts=sampling)
+  if loss.joins_rows:
+    loss = dataclasses.replace(loss, parts=sections['train'].microbatches)
   # A change of `init` is a change of the reference: resuming refuses it.
   if loss.starts_from_reference and loss.references:
     if init.mode == 'checkpoint' and not sections['teacher'].checkpoint:
@@ -393,6 +395,11 @@ def check_kind(
   if objective.rows not in architecture.rows:
     kinds = architectures.BY_NAME.values()
     kinds = [kind for kind in kinds if objective.rows in kind.rows]
+    if objective.rows == 'texts':
+      raise errors.UserError(
+        f'objective {objective.text!r} trains an embedding model; set'
+        " config.model.embedding, as in 'pooling=mean'."
+      )
     raise errors.UserError(
       f'objective {objective.text!r} feeds models of kind'
       f' {architectures.names(kinds)}, and the model is {architecture.name};'
@@ -498,6 +505,12 @@ def _check_sources(settings: Settings, sources: bool) -> None:
       f'config.train.rewards is empty with config.loss.kind={loss.kind!r}; name'
       " the rewards of completions, as in 'answers' or 'python:FILE#FUNCTION'."
     )
+  for key in ('batch_size', 'eval_batch_size') if loss.joins_rows else ():
+    if getattr(settings.train, key) < 2:
+      raise errors.UserError(
+        f'config.train.{key} is 1 and the loss is {loss.name}, which compares'
+        ' the rows of a batch with each other; set it to at least 2.'
+      )
   if settings.train.sampling.max_kl and settings.checkpoint.keep < 2:
     raise errors.UserError(
       f'config.checkpoint.keep is {settings.checkpoint.keep} with max_kl in'

@@ -10,6 +10,7 @@ Imports no attention and nothing that is made of layers.
 """
 
 from collections.abc import Sequence
+import itertools
 import math
 
 from flax import linen as nn
@@ -17,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from encdec_adapt.models import model_config
+from encdec_adapt.models import embedding_head, model_config
 from encdec_adapt.ops import activations, embedding, norms, partition, products
 
 
@@ -120,6 +121,26 @@ class Head(nn.Module):
   @nn.compact
   def __call__(self) -> Float[Array, 'V D']:
     return make_table(self, self.config, self.config.outputs)
+
+
+class EmbeddingHead(nn.Module):
+  """Declares projections and temperature; see `embedding_head.project`."""
+
+  config: model_config.StackConfig
+
+  @nn.compact
+  def __call__(self) -> None:
+    head: embedding_head.EmbeddingHead = self.config.embedding
+    widths = (self.config.width, *head.widths)
+    axes = ('embed', 'mlp')
+    for i, shape in enumerate(itertools.pairwise(widths)):
+      init = kernel_init(axes[:: -1 if i % 2 else 1], 0, 1)
+      self.param(f'projection_{i}', init, shape, jnp.float32)
+    if head.temperature is not None:
+      # Its logarithm, so that every value is a temperature.
+      value = nn.initializers.constant(math.log(head.temperature))
+      init = nn.with_logical_partitioning(value, (None,))
+      self.param('log_temperature', init, (1,), jnp.float32)
 
 
 def make_table(

@@ -10,7 +10,7 @@ from typing import Any
 
 from encdec_adapt.base import errors, keys
 from encdec_adapt.models import architecture as architectures
-from encdec_adapt.models import model_config
+from encdec_adapt.models import embedding_head, model_config
 from encdec_adapt.ops import masks
 
 
@@ -54,6 +54,14 @@ class ModelSection:
     at_least=0,
     none=-1,
   )
+  embedding: str = keys.key(
+    '',
+    "A model of a single stack that embeds texts (objective 'embed'):"
+    " 'pooling=mean,projections=3072+768,dimensions=512+256+128', which pools"
+    " the states of the tokens ('mean', 'last' or 'first'), projects them in"
+    ' turn to these widths, and whose leading 512, 256 and 128 numbers are'
+    " vectors too (Matryoshka). '': it predicts tokens.",
+  )
   vocab_multiple: int = keys.key(
     128,
     'Embedding tables are padded to a multiple of this many rows, so that'
@@ -95,8 +103,16 @@ def model_from_section(values: Mapping[str, Any]) -> model_config.ModelConfig:
   rule = {'window_rule': section.window_rule}
   if not architecture.encodes_prompt:
     common |= rule if architecture.has_encoder else {}
-    decoder = _stack('decoder', values['decoder'], **common)
+    head = embedding_head.parse(section.embedding)
+    values = values['decoder']
+    decoder = _stack('decoder', values, embedding=head, **common)
     return model_config.DecoderOnlyConfig(decoder)
+  if section.embedding:
+    raise errors.UserError(
+      f'{embedding_head.LABEL} is {section.embedding!r} and config.model.kind'
+      ' encoder_decoder; set the kind to encoder_only, and'
+      " config.init.mode to 'adapt' to take the encoder of a pair."
+    )
   decoder = _stack('decoder', values['decoder'], **common)
   keys_of_encoder = {'tied_head': True, **values['encoder']}
   encoder = _stack('encoder', keys_of_encoder, **rule, **common)
@@ -137,6 +153,7 @@ def section_from_model(model: model_config.ModelConfig) -> dict[str, Any]:
     shared_table=pair and model.shared_table,
     window_rule=encoder.window_rule,
     eoi_token=decoder.eoi_token,
+    embedding=embedding_head.spell(decoder.embedding),
     vocab_multiple=decoder.vocab_multiple,
   )
   stacks = {side: keys.values_of(stack) for side, stack in model.stacks.items()}

@@ -12,7 +12,7 @@ This module imports neither TensorFlow nor SeqIO nor jax.
 
 import abc
 import collections
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import dataclasses
 import types
 from typing import Any
@@ -21,6 +21,7 @@ import numpy as np
 
 from encdec_adapt.base import errors
 from encdec_adapt.objectives import framing
+from encdec_adapt.tokenizers import special_ids
 from encdec_adapt.tokenizers import vocabulary as vocabulary_lib
 
 Generator = Callable[[str], np.random.Generator]
@@ -50,7 +51,8 @@ class RowField:
 
   Attributes:
     name: attribute of the example, an array [n], a text or None.
-    dtype: 'int32' for tokens, 'float32' for weights, 'json' for a text.
+    dtype: 'int32' for tokens, 'count' for other integers, 'float32' for
+      weights, 'json' for a text.
     side: stack that reads the tokens, so that they are of its vocabulary.
   """
 
@@ -79,12 +81,13 @@ class ExampleMaker(abc.ABC):
     options: options that a name may have.
     draws: whether anything is random.
     documents: kind of documents that it reads: 'text', 'pairs', 'chat',
-      'preferences' or 'labels'.
+      'preferences', 'labels' or 'embed'.
     reads: content of documents: 'tokens', or 'text' (JSON of pairs and chats).
     fields: fields of an example that are stored in a row.
     example: class of the examples, a NamedTuple with `fields` and `documents`,
       and a method `positions`, as `framing.Pair`; samples read its `inputs` and
       `teacher_inputs`.
+    rows: content of its rows, as in `Architecture.rows`; '' for the sides.
     answers: answers of a row; several are fields [P, G, T], and rows of such
       an objective hold a single example.
     axes: logical axes of batch fields other than rows ('batch') of tokens
@@ -114,6 +117,7 @@ class ExampleMaker(abc.ABC):
   reads = 'tokens'
   fields = PAIR_FIELDS
   example: type = framing.Pair
+  rows = ''
   answers = 1
   axes: Mapping[str, tuple[str | None, ...]] = types.MappingProxyType({})
   distills = False
@@ -172,6 +176,19 @@ class ExampleMaker(abc.ABC):
   ) -> int:
     """Returns the new sentinels that a policy for them needs."""
     return 0
+
+  @classmethod
+  def capacity(
+    cls, lengths: framing.Lengths, options: Mapping[str, Any]
+  ) -> framing.Lengths:
+    """Returns the most that the `positions` of a row's examples may sum to."""
+    del options
+    return lengths
+
+  @classmethod
+  def frame_options(cls, options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns options that `frame` takes, which decide the fields' shapes."""
+    return {}
 
   @classmethod
   def modes(cls, options: Mapping[str, Any]) -> tuple[str, ...]:
@@ -294,7 +311,7 @@ class Objective:
   @property
   def rows(self) -> str:
     """Content of its rows, as in `Architecture.rows`."""
-    return 'labels' if self.labels else self.feeds
+    return 'labels' if self.labels else self.maker.rows or self.feeds
 
   @property
   def labels(self) -> tuple[str, ...]:
@@ -334,6 +351,12 @@ class Objective:
     return self.options.get('prefix', '') if has_option else None
 
   @property
+  def prompts(self) -> Mapping[str, str]:
+    """Text before the texts that are embedded, by their role."""
+    roles = self.maker.options.keys() & {'query', 'document'}
+    return {role: self.options.get(role, '') for role in sorted(roles)}
+
+  @property
   def modes(self) -> tuple[str, ...]:
     """Mode tokens of the inputs: see `ExampleMaker.modes`."""
     return self.maker.modes(self.options)
@@ -364,6 +387,22 @@ class Objective:
   def added_sentinels(self, policy: str, lengths: framing.Lengths) -> int:
     """Returns the new sentinels that 'extend_vocabulary' needs, else 0."""
     return self.maker.added_sentinels(self.options, policy, lengths)
+
+  def capacity(self, lengths: framing.Lengths) -> framing.Lengths:
+    """Returns what a packed row holds: see `ExampleMaker.capacity`."""
+    return self.maker.capacity(lengths, self.options)
+
+  def frame(
+    self,
+    examples: Sequence[Any],
+    lengths: framing.Lengths,
+    ids: special_ids.Framing,
+    *,
+    teacher: bool = False,
+  ) -> framing.Batch:
+    """Frames a row of its examples; see `framing.frame_row`."""
+    options = self.maker.frame_options(self.options)
+    return self.maker.frame(examples, lengths, ids, teacher=teacher, **options)
 
   def check_lengths(self, lengths: framing.Lengths) -> None:
     """Checks that a row has the sides that it fills; see `check_lengths`."""

@@ -71,6 +71,8 @@ class Loss:
     highest: whether the highest value of it is the best; else the lowest.
     reads_rewards: whether it needs rewards of sampled completions.
     unit: unit of the metric in printed lines.
+    joins_rows: whether the rows of a batch are compared with each other, so
+      that it has at least 2, and the loss divides it into `parts` itself.
     axes: logical axes of the batch fields that the loss adds or changes.
     models: the reference models by name; set once they are opened.
     rollouts: options of sampling; None where no completions are sampled.
@@ -93,6 +95,7 @@ class Loss:
   highest: ClassVar[bool] = False
   reads_rewards: ClassVar[bool] = False
   unit: ClassVar[str] = 'per target token'
+  joins_rows: ClassVar[bool] = False
   axes: ClassVar[Mapping[str, tuple[str | None, ...]]] = {}
 
   kind: str = keys.key(
@@ -105,7 +108,9 @@ class Loss:
     " Policies: 'rloo:beta=0.05,clip=0.2' or 'grpo:beta=0,clip=0.2,"
     "divisor=sequence,deviation=group,kl=k3' (policy.py has all options)."
     " Teachers: 'distill:divergence=forward,beta=0.5,on_policy=0' (the README"
-    " has the divergences; on_policy is the share of sampled targets). '':"
+    ' has the divergences; on_policy is the share of sampled targets).'
+    " Embeddings: 'infonce:temperature=0.05,hardness=0' (infonce.py has all"
+    " options). '':"
     ' cross-entropy, or distillation by the key below.',
   )
   load_balance: float = keys.key(
@@ -206,6 +211,15 @@ class Loss:
     # An encoder predicts masked tokens, a classifier labels.
     return architectures.GENERATING
 
+  def check_reference(
+    self, model: model_config.ModelConfig, reference: model_config.ModelConfig
+  ) -> None:
+    """Checks that a reference suits the trained model.
+
+    Raises:
+      UserError: it does not.
+    """
+
   def assumed_reference(
     self, model: model_config.ModelConfig
   ) -> model_config.ModelConfig:
@@ -236,7 +250,7 @@ class Loss:
 
   def pad_batch(
     self,
-    maker: type[example_maker.ExampleMaker],
+    objective: example_maker.Objective,
     lengths: framing.Lengths,
     ids: special_ids.Framing,
     *,
@@ -245,12 +259,12 @@ class Loss:
     """Returns a batch of a row of padding, for the shapes of the fields.
 
     Args:
-      maker: class of the objective's maker.
+      objective: objective of the rows.
       lengths: tokens of a row.
       ids: special ids.
       teacher: whether to make the teacher's fields.
     """
-    row = maker.frame((), lengths, ids, teacher=teacher)
+    row = objective.frame((), lengths, ids, teacher=teacher)
     return self.frame(framing.stack_rows([row]), ids.decoder)
 
   def weight(self, batch: Batch) -> Float[Array, '']:

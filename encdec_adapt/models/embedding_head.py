@@ -1,0 +1,149 @@
+"""Text embeddings: options of the head, pooling, projections, normalisation.
+
+An embedding model is a stack of any role with this head in place of a table of
+tokens. It pools the states of a text, multiplies them by its projections, as
+EmbeddingGemma does (arXiv:2509.20354, section 2.1: to a larger width and back,
+without biases), and divides by the norm. Imports jax and no other models.
+"""
+
+from collections.abc import Mapping
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from encdec_adapt.base import errors, keys, option_strings
+
+LABEL = 'config.model.embedding'
+POOLINGS = ('mean', 'last', 'first')
+_SMALLEST = 1e-12  # Norm below which a vector is not scaled up, as in torch.
+
+
+@dataclasses.dataclass(frozen=True)
+class EmbeddingHead:
+  """Options of the head; keys are those of `config.model.embedding`.
+
+  Attributes:
+    temperature: initial value of a temperature that is a parameter; None if
+      the model has none.
+  """
+
+  pooling: str = keys.key(
+    'mean', 'States of a text that are averaged.', one_of=POOLINGS
+  )
+  projections: str = keys.key('', 'Widths after the pooled states: N+N.')
+  dimensions: str = keys.key('', 'Leading parts that are vectors too: N+N.')
+  temperature: float | None = None
+
+  def __post_init__(self):
+    keys.check(self, f'{LABEL}: ')
+    for name in ('projections', 'dimensions'):
+      self._numbers(name)
+
+  def _numbers(self, name: str) -> tuple[int, ...]:
+    part = option_strings.Part(f'{LABEL}: {name}', getattr(self, name))
+    return tuple(
+      number.read(int, 'a number above 0, as in 768+256', lambda n: n > 0)
+      for number in (part.divide(r'\+') if part else ())
+    )
+
+  @property
+  def widths(self) -> tuple[int, ...]:
+    """Output width of every projection."""
+    return self._numbers('projections')
+
+  def size(self, width: int) -> int:
+    """Returns the size E of a vector, given the width D of the stack."""
+    return (width, *self.widths)[-1]
+
+  def sizes(self, width: int) -> tuple[int, ...]:
+    """Returns the size of a vector, and those of its parts (Matryoshka)."""
+    return (self.size(width), *self._numbers('dimensions'))
+
+  def check(self, width: int) -> None:
+    """Checks the parts of a vector, given the width of the stack.
+
+    Raises:
+      UserError: a part is not smaller than the vector.
+    """
+    size, *parts = self.sizes(width)
+    if parts and max(parts) >= size:
+      raise errors.UserError(
+        f'{LABEL} has dimensions={self.dimensions}, and a vector has {size}'
+        ' numbers; leave out parts that are not smaller, or widen the last of'
+        ' its projections.'
+      )
+
+
+def parse(text: str) -> EmbeddingHead | None:
+  """Reads `config.model.embedding`; None for ''.
+
+  Raises:
+    UserError: an option is unknown or has a wrong value.
+  """
+  if not text:
+    return None
+  defaults = keys.defaults(EmbeddingHead)
+  values = option_strings.key_values(LABEL, text, defaults)
+  return keys.make(EmbeddingHead, values)
+
+
+def spell(head: EmbeddingHead | None) -> str:
+  """Returns the text that `parse` reads."""
+  values = keys.values_of(head) if head else {}
+  return ','.join(f'{key}={value}' for key, value in values.items() if value)
+
+
+def pool(
+  states: Float[Array, 'B L D'],
+  segments: Int[Array, 'B L'],
+  texts: int,
+  pooling: str,
+) -> Float[Array, 'B M D']:
+  """Pools the states of every text of packed rows, in float32.
+
+  Args:
+    states: states of a stack.
+    segments: number of the text of each token, from 1; 0 is padding.
+    texts: number M of texts; pools segments 1 to M, to zeros if absent.
+    pooling: one of `POOLINGS`.
+  """
+  mask = segments[:, None] == jnp.arange(1, texts + 1)[:, None]  # [B, M, L]
+  number = jnp.cumsum(mask, axis=-1)  # Of the text's tokens, from 1.
+  count = number[..., -1:]
+  if pooling == 'mean':
+    weights = mask / jnp.maximum(count, 1)
+  else:
+    weights = mask & (number == (1 if pooling == 'first' else count))
+  return jnp.einsum(
+    'BML,BLD->BMD',
+    weights.astype(jnp.float32),
+    # A sum over a long text in bfloat16 would lose its last terms.
+    states.astype(jnp.float32),
+    precision=jax.lax.Precision.HIGHEST,
+  )
+
+
+def project(
+  head: EmbeddingHead, params: Mapping[str, Any], pooled: Float[Array, '*B D']
+) -> Float[Array, '*B E']:
+  """Projects pooled states and normalises them.
+
+  Args:
+    head: options of the head.
+    params: parameters of the stack.
+    pooled: pooled states, float32.
+  """
+  for i in range(len(head.widths)):
+    kernel = params['embedding'][f'projection_{i}']
+    pooled = jnp.matmul(pooled, kernel, precision=jax.lax.Precision.HIGHEST)
+  return normalised(pooled)
+
+
+def normalised(x: Float[Array, '*B E']) -> Float[Array, '*B E']:
+  """Divides vectors by their norms; zeros stay zeros."""
+  squares = jnp.sum(jnp.square(x), axis=-1, keepdims=True)
+  # Inside of the root, whose gradient at 0 is infinite.
+  return x * jax.lax.rsqrt(jnp.maximum(squares, _SMALLEST**2))
