@@ -42,6 +42,7 @@ _MADE_BY = 'made_by'  # In it beside the sections: the command of the run.
 # In a work directory: copies of the run's vocabularies, a folder for each side,
 # so that the directory can be moved without the files that it was trained with.
 VOCABULARIES = 'vocabulary'
+_EMBEDDING = 'encoder_only or decoder_only with config.model.embedding'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -395,14 +396,10 @@ def check_kind(
   if objective.rows not in architecture.rows:
     kinds = architectures.BY_NAME.values()
     kinds = [kind for kind in kinds if objective.rows in kind.rows]
-    if objective.rows == 'texts':
-      raise errors.UserError(
-        f'objective {objective.text!r} trains an embedding model; set'
-        " config.model.embedding, as in 'pooling=mean'."
-      )
     raise errors.UserError(
       f'objective {objective.text!r} feeds models of kind'
-      f' {architectures.names(kinds)}, and the model is {architecture.name};'
+      f' {architectures.names(kinds) or _EMBEDDING}, and the model is'
+      f' {architecture.name};'
       ' change config.data.objective or'
       ' config.model.kind (the table of objectives is in configs/README.md).'
     )

@@ -93,6 +93,16 @@ def model_from_section(values: Mapping[str, Any]) -> model_config.ModelConfig:
   """
   section = keys.make(ModelSection, values)
   architecture = architectures.BY_NAME[section.kind]
+  if section.embedding and section.kind in (
+    'encoder_decoder',
+    'prefix_decoder',
+  ):
+    raise errors.UserError(
+      f'{embedding_head.LABEL} is {section.embedding!r} and config.model.kind'
+      f' {section.kind}; set the kind to encoder_only or decoder_only. With'
+      " config.init.mode='adapt' it starts from the encoder or decoder of a"
+      ' pair.'
+    )
   common = dict(
     vocab_multiple=section.vocab_multiple,
     eoi_token=section.eoi_token,
@@ -107,12 +117,6 @@ def model_from_section(values: Mapping[str, Any]) -> model_config.ModelConfig:
     values = values['decoder']
     decoder = _stack('decoder', values, embedding=head, **common)
     return model_config.DecoderOnlyConfig(decoder)
-  if section.embedding:
-    raise errors.UserError(
-      f'{embedding_head.LABEL} is {section.embedding!r} and config.model.kind'
-      ' encoder_decoder; set the kind to encoder_only, and'
-      " config.init.mode to 'adapt' to take the encoder of a pair."
-    )
   decoder = _stack('decoder', values['decoder'], **common)
   keys_of_encoder = {'tied_head': True, **values['encoder']}
   encoder = _stack('encoder', keys_of_encoder, **rule, **common)

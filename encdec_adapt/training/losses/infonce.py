@@ -110,7 +110,7 @@ class InfoNce(loss.Loss):
     """Embedding models."""
     return tuple(
       architectures.of_stack(role, embeds=True)
-      for role in ('causal', 'prefix', 'bidirectional')
+      for role in ('causal', 'bidirectional')
     )
 
   def shape(self, model: model_config.ModelConfig) -> model_config.ModelConfig:
