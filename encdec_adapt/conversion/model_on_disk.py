@@ -4,7 +4,7 @@ Opening reads configs and headers; `StoredModel.read` reads the parameters.
 Nothing here writes a file or builds an engine.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 import dataclasses
 import functools
 import hashlib
@@ -146,6 +146,12 @@ class StoredModel:
       return ''
     separators = (objective.separator for objective in self.objectives)
     return next(filter(None, separators), '')
+
+  @property
+  def prompts(self) -> Mapping[str, str]:
+    """Text before queries and documents of an embedding model, by role."""
+    empty = {'query': '', 'document': ''}
+    return next((x.prompts for x in self.objectives if x.prompts), empty)
 
   def read(self, placement: state_lib.Placement) -> Any:
     """Reads the parameters: nested, sharded, in the dtype of the placement.
