@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import dataclasses
 import functools
 import math
+import operator
 import os
 from typing import Any, NamedTuple
 
@@ -194,6 +195,26 @@ class LoadedModel:
     return dataclasses.replace(
       self, model=model, params=state_lib.unflatten(params)
     )
+
+  def embed_texts(
+    self, texts: Sequence[str], role: str, rows: int
+  ) -> Float[np.ndarray, 'n E']:
+    """Embeds queries or documents, as the run has read them in training.
+
+    Args:
+      texts: the texts; of a longer one than the model has positions, the first
+        tokens are read.
+      role: 'query' or 'document'.
+      rows: texts at a time.
+    """
+    stored = self.stored
+    reader = stored.require_vocabularies().sides[stored.prompt_side]
+    prefix, room = stored.prompts[role], pretrained_files.prompt_room(stored)
+    tokens = [[reader.bos, *reader.encode(prefix + x)][:room] for x in texts]
+    pairs = self.embed_tokens(
+      dict(enumerate(tokens)), pooling=None, batch_size=rows
+    )
+    return np.array([x for _, x in sorted(pairs, key=operator.itemgetter(0))])
 
   def _encode(
     self, texts: Sequence[str], options: text_generation.Options, generated: int

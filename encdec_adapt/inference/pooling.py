@@ -1,13 +1,13 @@
 """Embeddings of texts: vectors of an embedding model, or pooled states.
 
-The states are those of an encoder after its final norm. Needs neither the engine nor a cache: nothing is generated.
+The states are those of an encoder after its final norm. Needs neither the
+engine nor a cache: nothing is generated.
 """
 
 from collections.abc import Iterator, Sequence
 import functools
 
 import jax
-from jax import numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 import numpy as np

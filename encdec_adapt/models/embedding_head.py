@@ -18,7 +18,23 @@ from encdec_adapt.base import errors, keys, option_strings
 
 LABEL = 'config.model.embedding'
 POOLINGS = ('mean', 'last', 'first')
+EXACT = (
+  jax.lax.Precision.HIGHEST
+)  # Small products, of vectors that are compared.
 _SMALLEST = 1e-12  # Norm below which a vector is not scaled up, as in torch.
+
+
+class Widths(tuple):
+  """Numbers above 0, written 768+256."""
+
+  def __new__(cls, text: str = ''):
+    widths = super().__new__(cls, map(int, text.split('+') if text else ()))
+    if widths and min(widths) < 1:
+      raise ValueError
+    return widths
+
+  def __str__(self) -> str:
+    return '+'.join(map(str, self))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,51 +46,30 @@ class EmbeddingHead:
       the model has none.
   """
 
-  pooling: str = keys.key(
-    'mean', 'States of a text that are averaged.', one_of=POOLINGS
-  )
-  projections: str = keys.key('', 'Widths after the pooled states: N+N.')
-  dimensions: str = keys.key('', 'Leading parts that are vectors too: N+N.')
+  pooling: str = keys.key('mean', 'States of a text.', one_of=POOLINGS)
+  projections: Widths = keys.key(Widths(), 'Widths after the pooled states.')
+  dimensions: Widths = keys.key(Widths(), 'Leading parts that are vectors too.')
   temperature: float | None = None
 
   def __post_init__(self):
     keys.check(self, f'{LABEL}: ')
-    for name in ('projections', 'dimensions'):
-      self._numbers(name)
-
-  def _numbers(self, name: str) -> tuple[int, ...]:
-    part = option_strings.Part(f'{LABEL}: {name}', getattr(self, name))
-    return tuple(
-      number.read(int, 'a number above 0, as in 768+256', lambda n: n > 0)
-      for number in (part.divide(r'\+') if part else ())
-    )
-
-  @property
-  def widths(self) -> tuple[int, ...]:
-    """Output width of every projection."""
-    return self._numbers('projections')
-
-  def size(self, width: int) -> int:
-    """Returns the size E of a vector, given the width D of the stack."""
-    return (width, *self.widths)[-1]
 
   def sizes(self, width: int) -> tuple[int, ...]:
-    """Returns the size of a vector, and those of its parts (Matryoshka)."""
-    return (self.size(width), *self._numbers('dimensions'))
+    """Returns the size E of a vector, and those of its parts (Matryoshka).
 
-  def check(self, width: int) -> None:
-    """Checks the parts of a vector, given the width of the stack.
+    Args:
+      width: width D of the stack.
 
     Raises:
       UserError: a part is not smaller than the vector.
     """
-    size, *parts = self.sizes(width)
-    if parts and max(parts) >= size:
+    size = (width, *self.projections)[-1]
+    if max(self.dimensions, default=0) >= size:
       raise errors.UserError(
         f'{LABEL} has dimensions={self.dimensions}, and a vector has {size}'
-        ' numbers; leave out parts that are not smaller, or widen the last of'
-        ' its projections.'
+        ' numbers; leave out parts that are not smaller.'
       )
+    return (size, *self.dimensions)
 
 
 def parse(text: str) -> EmbeddingHead | None:
@@ -83,11 +78,9 @@ def parse(text: str) -> EmbeddingHead | None:
   Raises:
     UserError: an option is unknown or has a wrong value.
   """
-  if not text:
-    return None
   defaults = keys.defaults(EmbeddingHead)
   values = option_strings.key_values(LABEL, text, defaults)
-  return keys.make(EmbeddingHead, values)
+  return keys.make(EmbeddingHead, values) if text else None
 
 
 def spell(head: EmbeddingHead | None) -> str:
@@ -113,32 +106,27 @@ def pool(
   mask = segments[:, None] == jnp.arange(1, texts + 1)[:, None]  # [B, M, L]
   number = jnp.cumsum(mask, axis=-1)  # Of the text's tokens, from 1.
   count = number[..., -1:]
-  if pooling == 'mean':
-    weights = mask / jnp.maximum(count, 1)
-  else:
+  weights = mask / jnp.maximum(count, 1)
+  if pooling != 'mean':
     weights = mask & (number == (1 if pooling == 'first' else count))
-  return jnp.einsum(
-    'BML,BLD->BMD',
-    weights.astype(jnp.float32),
-    # A sum over a long text in bfloat16 would lose its last terms.
-    states.astype(jnp.float32),
-    precision=jax.lax.Precision.HIGHEST,
-  )
+  # A sum over a long text in bfloat16 would lose its last terms.
+  weights, states = (x.astype(jnp.float32) for x in (weights, states))
+  return jnp.einsum('BML,BLD->BMD', weights, states, precision=EXACT)
 
 
 def project(
   head: EmbeddingHead, params: Mapping[str, Any], pooled: Float[Array, '*B D']
 ) -> Float[Array, '*B E']:
-  """Projects pooled states and normalises them.
+  """Projects pooled states, float32, and normalises them.
 
   Args:
     head: options of the head.
     params: parameters of the stack.
-    pooled: pooled states, float32.
+    pooled: pooled states.
   """
-  for i in range(len(head.widths)):
+  for i in range(len(head.projections)):
     kernel = params['embedding'][f'projection_{i}']
-    pooled = jnp.matmul(pooled, kernel, precision=jax.lax.Precision.HIGHEST)
+    pooled = jnp.matmul(pooled, kernel, precision=EXACT)
   return normalised(pooled)
 
 

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from encdec_adapt.models import embedding_head, model_config
+from encdec_adapt.models import model_config
 from encdec_adapt.ops import activations, embedding, norms, partition, products
 
 
@@ -130,9 +130,8 @@ class EmbeddingHead(nn.Module):
 
   @nn.compact
   def __call__(self) -> None:
-    head: embedding_head.EmbeddingHead = self.config.embedding
-    widths = (self.config.width, *head.widths)
-    axes = ('embed', 'mlp')
+    head, axes = self.config.embedding, ('embed', 'mlp')
+    widths = (self.config.width, *head.projections)
     for i, shape in enumerate(itertools.pairwise(widths)):
       init = kernel_init(axes[:: -1 if i % 2 else 1], 0, 1)
       self.param(f'projection_{i}', init, shape, jnp.float32)

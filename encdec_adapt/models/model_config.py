@@ -205,7 +205,7 @@ class StackConfig:
         ' encoder of that width.'
       )
     if self.embedding:
-      self.embedding.check(self.width)
+      self.embedding.sizes(self.width)  # Checks them.
     self._check_experts()
 
   def _check_experts(self) -> None:

@@ -56,11 +56,9 @@ class ModelSection:
   )
   embedding: str = keys.key(
     '',
-    "A model of a single stack that embeds texts (objective 'embed'):"
-    " 'pooling=mean,projections=3072+768,dimensions=512+256+128', which pools"
-    " the states of the tokens ('mean', 'last' or 'first'), projects them in"
-    ' turn to these widths, and whose leading 512, 256 and 128 numbers are'
-    " vectors too (Matryoshka). '': it predicts tokens.",
+    "A single stack that embeds texts: 'pooling=mean,projections=3072+768,"
+    "dimensions=256+128' (mean, last or first; widths after the pooled states;"
+    " leading parts that are vectors too). '': it predicts tokens.",
   )
   vocab_multiple: int = keys.key(
     128,
@@ -98,10 +96,9 @@ def model_from_section(values: Mapping[str, Any]) -> model_config.ModelConfig:
     'prefix_decoder',
   ):
     raise errors.UserError(
-      f'{embedding_head.LABEL} is {section.embedding!r} and config.model.kind'
-      f' {section.kind}; set the kind to encoder_only or decoder_only. With'
-      " config.init.mode='adapt' it starts from the encoder or decoder of a"
-      ' pair.'
+      f'{embedding_head.LABEL} is {section.embedding!r} with config.model.kind'
+      f' {section.kind}; set the kind to encoder_only or decoder_only, which'
+      " config.init.mode='adapt' starts from a stack of a pair."
     )
   common = dict(
     vocab_multiple=section.vocab_multiple,

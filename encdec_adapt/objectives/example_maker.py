@@ -12,7 +12,7 @@ This module imports neither TensorFlow nor SeqIO nor jax.
 
 import abc
 import collections
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 import dataclasses
 import types
 from typing import Any
@@ -21,7 +21,6 @@ import numpy as np
 
 from encdec_adapt.base import errors
 from encdec_adapt.objectives import framing
-from encdec_adapt.tokenizers import special_ids
 from encdec_adapt.tokenizers import vocabulary as vocabulary_lib
 
 Generator = Callable[[str], np.random.Generator]
@@ -178,17 +177,14 @@ class ExampleMaker(abc.ABC):
     return 0
 
   @classmethod
-  def capacity(
-    cls, lengths: framing.Lengths, options: Mapping[str, Any]
-  ) -> framing.Lengths:
-    """Returns the most that the `positions` of a row's examples may sum to."""
-    del options
-    return lengths
+  def with_options(cls, options: Mapping[str, Any]) -> type['ExampleMaker']:
+    """Returns the class with options that `frame` needs as attributes."""
+    return cls
 
   @classmethod
-  def frame_options(cls, options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns options that `frame` takes, which decide the fields' shapes."""
-    return {}
+  def capacity(cls, lengths: framing.Lengths) -> framing.Lengths:
+    """Returns the most that the `positions` of a row's examples may sum to."""
+    return lengths
 
   @classmethod
   def modes(cls, options: Mapping[str, Any]) -> tuple[str, ...]:
@@ -387,22 +383,6 @@ class Objective:
   def added_sentinels(self, policy: str, lengths: framing.Lengths) -> int:
     """Returns the new sentinels that 'extend_vocabulary' needs, else 0."""
     return self.maker.added_sentinels(self.options, policy, lengths)
-
-  def capacity(self, lengths: framing.Lengths) -> framing.Lengths:
-    """Returns what a packed row holds: see `ExampleMaker.capacity`."""
-    return self.maker.capacity(lengths, self.options)
-
-  def frame(
-    self,
-    examples: Sequence[Any],
-    lengths: framing.Lengths,
-    ids: special_ids.Framing,
-    *,
-    teacher: bool = False,
-  ) -> framing.Batch:
-    """Frames a row of its examples; see `framing.frame_row`."""
-    options = self.maker.frame_options(self.options)
-    return self.maker.frame(examples, lengths, ids, teacher=teacher, **options)
 
   def check_lengths(self, lengths: framing.Lengths) -> None:
     """Checks that a row has the sides that it fills; see `check_lengths`."""

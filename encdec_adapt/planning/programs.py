@@ -449,13 +449,11 @@ def _batch(job: Job) -> dict[str, jax.ShapeDtypeStruct]:
   # that no vocabulary has to be opened.
   ids = special_ids.SideIds(0, 0, 0)
   both_sides = special_ids.Framing(ids, ids)
-  objective, teacher = job.data.objectives[0], job.reads_teacher_row
+  maker, teacher = job.data.objectives[0].maker, job.reads_teacher_row
   if job.trains:
-    rows = job.loss.pad_batch(
-      objective, job.lengths, both_sides, teacher=teacher
-    )
+    rows = job.loss.pad_batch(maker, job.lengths, both_sides, teacher=teacher)
   else:
-    row = objective.frame((), job.lengths, both_sides, teacher=teacher)
+    row = maker.frame((), job.lengths, both_sides, teacher=teacher)
     rows = framing.stack_rows([row])
   shapes = {
     name: jax.ShapeDtypeStruct((job.rows, *value.shape[1:]), value.dtype)

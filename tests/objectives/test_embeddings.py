@@ -55,22 +55,20 @@ def test_rows_hold_texts_of_several_examples():
     [['e', 'f'], [0.0], None],
   )
   lengths = framing.Lengths(32, 0)
-  rows = list(packing.pack_pairs(examples, objective.capacity(lengths)))
+  rows = list(packing.pack_pairs(examples, objective.maker.capacity(lengths)))
   assert [len(row) for row in rows] == [2, 1]  # Six texts fit, seven do not.
   row = row_codec.decode_row(
     row_codec.encode_row(rows[0], objective.maker), objective.maker
   )
-  fields = objective.frame(row, lengths, gemma_ids.FRAMING)
+  fields = objective.maker.frame(row, lengths, gemma_ids.FRAMING)
   text = [2, *b'q:a', 2, *b'd:b', 2, *b'd:c', 2, *b'q:a', 2, *b'd:x']
   assert fields['encoder_tokens'].tolist() == text + [0] * 12
   segments = [n for n in (1, 2, 3, 4, 5) for _ in range(4)] + [0] * 12
   assert fields['encoder_segments'].tolist() == segments
   assert fields['encoder_positions'].tolist() == [0, 1, 2, 3] * 5 + [0] * 12
   assert fields['roles'].tolist() == [1, 2, 3, 1, 2, 0]
-  assert fields['owners'].tolist() == [0, 0, 0, 1, 1, 0]
-  assert fields['queries'].tolist() == [0, 3, 0]
-  assert fields['positives'].tolist() == [1, 4, 0]
-  assert fields['weights'].tolist() == [1, 1, 0]
+  assert fields['owners'].tolist() == [0, 0, 0, 3, 3, 0]
+  assert fields['weights'].tolist() == [1, 0, 0, 1, 0, 0]
   keys = fields['keys'].tolist()
   assert keys[0] == keys[3] != keys[1] and len({*keys}) == 5
   relevance = [0, 0.8807971, 0.1192029, 0, 1, 0]
@@ -88,12 +86,13 @@ def test_long_examples_and_many_negatives():
   assert not _examples(dropping, long) and dropping.counts['dropped'] == 1
   _, cutting = _make('embed:too_long=truncate', 15)
   (example,) = _examples(cutting, long)
-  assert example.counts.tolist() == [4, 3, 4]
+  assert example.targets.tolist() == [4, 3, 4]
   objective, few = _make('embed:texts=3,vectors=2')
   vectors = [[1, 0], [0, 1], [1, 1], [2, 2]]
   (example,) = _examples(few, [['a', 'b', 'c', 'd'], [3, 2, 1], vectors])
   assert few.counts['negatives_left_out'] == 1
-  row = objective.frame([example], framing.Lengths(16, 0), gemma_ids.FRAMING)
+  lengths = framing.Lengths(16, 0)
+  row = objective.maker.frame([example], lengths, gemma_ids.FRAMING)
   assert row['vectors'].tolist() == [[1, 0], [0, 1], [1, 1]]
 
 
@@ -108,8 +107,8 @@ def test_long_examples_and_many_negatives():
       r'scores are \[1, 2\]; .*shape \[1\]',
     ),
     ('embed', [['a', 'b'], ['x'], None], 'scores are'),
-    ('embed', [['a', 'b'], None, [[1], [2]]], 'has vectors, and .*vectors=0'),
-    ('embed:vectors=2', [['a', 'b'], None, None], 'has no vectors'),
+    ('embed', [['a', 'b'], None, [[1], [2]]], r'vectors are .*shape \[2, 0\]'),
+    ('embed:vectors=2', [['a', 'b'], None, None], r'vectors are \[\]'),
     (
       'embed:vectors=3',
       [['a', 'b'], None, [[1, 0], [0, 1]]],

@@ -20,7 +20,10 @@ from tests import gemma_ids, toy_models
 from tests.training import conftest
 from tests.training.test_losses import _section
 
-HEAD = embedding_head.EmbeddingHead(projections='32+24', dimensions='8')
+HEAD = embedding_head.EmbeddingHead(
+  projections=embedding_head.Widths('32+24'),
+  dimensions=embedding_head.Widths('8'),
+)
 STACK = dataclasses.replace(
   conftest.STACK, role='bidirectional', embedding=HEAD
 )
@@ -34,6 +37,7 @@ def _batch(rows, seed=0, filler=1):
   """Packed rows of examples with 0 to 2 negatives; the last rows are filler."""
   rng = np.random.default_rng(seed)
   framed = []
+  maker = objective_names.parse_one('embed:texts=6,vectors=24').maker
   for row in range(rows):
     examples = []
     for negatives in () if row >= rows - filler else (row % 3, 0):
@@ -46,11 +50,7 @@ def _batch(rows, seed=0, filler=1):
           rng.normal(size=24 * len(counts)).astype(np.float32),
         )
       )
-    framed.append(
-      embeddings.Embed.frame(
-        examples, LENGTHS, gemma_ids.FRAMING, texts=6, vectors=24
-      )
-    )
+    framed.append(maker.frame(examples, LENGTHS, gemma_ids.FRAMING))
   return framing.stack_rows(framed)
 
 
@@ -58,13 +58,12 @@ def _outputs(vectors, stack=STACK, temperature=None):
   return loss_lib.Outputs(jnp.asarray(vectors), temperature, stack)
 
 
-def _fields(roles, owners, keys, queries, positives):
+def _fields(roles, owners, keys):
   """A batch of rows given by lists; the loss reads no tokens."""
   fields = dict(roles=roles, owners=owners, keys=keys)
-  fields |= dict(queries=queries, positives=positives)
   batch = {name: jnp.array(x, jnp.int32) for name, x in fields.items()}
-  weights = jnp.ones(batch['queries'].shape)
-  return batch | {'weights': weights}
+  weights = (batch['roles'] == embeddings.QUERY).astype(jnp.float32)
+  return batch | {'weights': weights, 'vectors': jnp.zeros((*weights.shape, 0))}
 
 
 def _plain(size):
@@ -80,11 +79,7 @@ def test_literal_values():
     [[[1, 0], [0.6, 0.8], [0.8, 0.6]], [[0, 1], [0, 1], [0, 0]]], np.float32
   )
   batch = _fields(
-    [[1, 2, 3], [1, 2, 0]],
-    [[0, 0, 0], [0, 0, 0]],
-    [[1, 2, 3], [4, 5, 0]],
-    [[0], [0]],
-    [[1], [1]],
+    [[1, 2, 3], [1, 2, 0]], [[0, 0, 0]] * 2, [[1, 2, 3], [4, 5, 0]]
   )
   outputs = _outputs(vectors, _plain(2))
 
@@ -129,11 +124,9 @@ def test_literal_values():
 
 def test_parts_of_vectors_are_compared_too():
   vectors = np.array([[[0.6, 0.8], [0.6, 0.8]], [[0.6, -0.8], [0.6, -0.8]]])
-  batch = _fields(
-    [[1, 2]] * 2, [[0, 0]] * 2, [[1, 2], [3, 4]], [[0]] * 2, [[1]] * 2
-  )
+  batch = _fields([[1, 2]] * 2, [[0, 0]] * 2, [[1, 2], [3, 4]])
   stack = dataclasses.replace(
-    _plain(2), embedding=embedding_head.EmbeddingHead(dimensions='1')
+    _plain(2), embedding=embedding_head.EmbeddingHead(dimensions=(1,))
   )
   loss = infonce.InfoNce(kind='infonce:temperature=1')
   terms = loss.terms(_outputs(vectors, stack), {}, batch)
@@ -293,17 +286,17 @@ def test_the_configuration_decides_head_and_parts():
     ({'train__batch_size': 1}, 'train.batch_size is 1 .*at least 2'),
     ({'train__eval_batch_size': 1}, 'train.eval_batch_size is 1'),
     ({'model__embedding': 'dimensions=128'}, 'a vector has 128 numbers'),
-    ({'model__embedding': 'dimensions=x'}, 'a number above 0'),
+    ({'model__embedding': 'dimensions=x'}, 'must be of type Widths'),
     ({'model__embedding': 'pooling=max'}, 'must be one of mean, last, first'),
     ({'model__embedding': ''}, 'only_?.* with config.model.embedding'),
     ({'model__kind': 'encoder_decoder'}, "init.mode='adapt'"),
-    ({'loss__kind': 'infonce:vectors=1'}, 'vectors=0; they must have the 128'),
+    ({'loss__kind': 'infonce:vectors=1'}, 'vectors=0; to be .* the 128'),
     (
       {
         'loss__kind': 'infonce:vectors=1',
         'data__objective': 'embed:vectors=64',
       },
-      'vectors=64; they must have the 128',
+      'vectors=64; to be .* the 128',
     ),
     ({'loss__kind': 'infonce:temperature=0'}, 'temperature is 0.0'),
     ({'loss__kind': ''}, 'rows have several answers or texts'),
@@ -316,7 +309,7 @@ def test_the_configuration_decides_head_and_parts():
         'data__encoder_length': 0,
         'data__decoder_length': 16,
       },
-      'rows have no queries',
+      'no texts to embed',
     ),
   ],
 )
@@ -326,9 +319,17 @@ def test_bad_input_is_refused(changes, message):
 
 
 def test_vectors_of_a_teacher_have_the_models_size():
-  wider = dataclasses.replace(STACK, embedding=embedding_head.EmbeddingHead())
-  loss = losses.from_section(_section(kind='infonce:teacher=1'), MODEL.config)
+  plain = dataclasses.replace(STACK, embedding=embedding_head.EmbeddingHead())
+  teacher = build.build(model_config.DecoderOnlyConfig(plain))
+  section = _section(kind='infonce:teacher=1')
+  loss = losses.from_section(section, MODEL.config)
   assert loss.references == ('teacher',)
-  assert model_config.DecoderOnlyConfig(wider).architecture in loss.accepts
-  with pytest.raises(errors.UserError, match='16 numbers and those of the'):
-    loss.check_reference(MODEL.config, model_config.DecoderOnlyConfig(wider))
+  assert teacher.architecture in loss.accepts
+  batch = jax.tree.map(jnp.asarray, _batch(2))
+  loss = dataclasses.replace(loss, models={'teacher': teacher})
+  with pytest.raises(errors.UserError, match="16 numbers and the model's 24"):
+    jax.eval_shape(
+      lambda a, b: loss.sums(MODEL, a, batch, {'teacher': b}),
+      toy_models.params(MODEL.config),
+      toy_models.params(teacher.config),
+    )

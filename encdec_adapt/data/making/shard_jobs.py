@@ -235,7 +235,7 @@ def write_shard(job: ShardJob) -> dict[str, Any]:
 
   pack = packing.pack_pairs if spec.pack else packing.single_pairs
   objective = objective_names.parse_one(job.part.objective)
-  rows = pack(pairs(), objective.capacity(spec.lengths))
+  rows = pack(pairs(), objective.maker.capacity(spec.lengths))
   if spec.max_rows:
     # Differences of rounded bounds: the shares of the shards differ by at most
     # a row and sum to max_rows, without knowledge of each other.

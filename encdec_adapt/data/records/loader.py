@@ -242,7 +242,7 @@ def frame_rows(
   content = iter(_read(record_set, numbers, prefix_offset))
   # Objectives of a set declare the same fields (`objective_names.parse`), and
   # so the first can frame the rows of all.
-  frame = record_set.spec.objectives[0].frame
+  frame = record_set.spec.objectives[0].maker.frame
   framed = [
     frame(
       [] if row == row_order.FILLER else next(content),

@@ -219,9 +219,9 @@ class Distillation(cross_entropy.CrossEntropy):
           ' counts as it is; leave it out.'
         )
 
-  def pad_batch(self, objective, lengths, ids, *, teacher):
+  def pad_batch(self, maker, lengths, ids, *, teacher):
     lengths, _ = self.row_shape(lengths, 1)
-    batch = super().pad_batch(objective, lengths, ids, teacher=teacher)
+    batch = super().pad_batch(maker, lengths, ids, teacher=teacher)
     if self.stored:
       spec, _ = stored_teacher.read_manifest(self.stored)
       batch |= stored_teacher.filler(1, lengths.decoder, spec.tokens)

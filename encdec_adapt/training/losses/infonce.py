@@ -31,7 +31,7 @@ activations, which the backward pass computes again, microbatch by microbatch
 from collections.abc import Mapping
 import dataclasses
 import functools
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from flax import traverse_util
 import jax
@@ -40,13 +40,15 @@ from jaxtyping import Array, Float
 
 from encdec_adapt.base import errors, keys
 from encdec_adapt.models import architecture as architectures
-from encdec_adapt.models import base_model, build, embedding_head, model_config
-from encdec_adapt.objectives import embeddings, framing
+from encdec_adapt.models import embedding_head, model_config
+from encdec_adapt.models.embedding_head import EXACT
+from encdec_adapt.objectives import embeddings
 from encdec_adapt.ops import partition
 from encdec_adapt.training.losses import loss
 
-_TEACHER = 'teacher'
-_HIDDEN = -1e30  # Below every logit, and finite.
+_HIDDEN = (
+  -1e30
+)  # Below every logit, and finite: infinities are NaN in gradients.
 _LOWEST = 0.01  # Temperature that a learnt one does not fall below, as in CLIP.
 
 
@@ -81,8 +83,9 @@ class InfoNce(loss.Loss):
   name: ClassVar[str] = 'infonce'
   forms: ClassVar[Mapping[str, type]] = {'infonce': Form}
   joins_rows: ClassVar[bool] = True
-  metrics: ClassVar[Mapping[str, str]] = loss.Loss.metrics | {
-    'accuracy': 'mean'
+  metrics: ClassVar[Mapping[str, str]] = {
+    **loss.Loss.metrics,
+    'accuracy': 'mean',
   }
   held_out: ClassVar[tuple[str, ...]] = ('loss', 'accuracy')
   unit: ClassVar[str] = 'per query'
@@ -92,33 +95,33 @@ class InfoNce(loss.Loss):
   def __post_init__(self):
     super().__post_init__()
     if self.kind_name in self.forms:
-      for part, _ in self.kind_parts[1]:
-        raise part.error('must be an option of infonce, or be left out')
+      self.form  # noqa: B018  Checks the string.
 
   @functools.cached_property
   def form(self) -> Form:
     """The options in `kind`."""
-    return self.kind_parts[0]
+    form, shares = self.kind_parts
+    for part, _ in shares:
+      raise part.error('must be an option of infonce, or be left out')
+    return form
 
   @property
   def references(self) -> tuple[str, ...]:
     """The teacher, if its vectors are learnt."""
-    return (_TEACHER,) * (self.form.teacher > 0)
+    return ('teacher',) * (self.form.teacher > 0)
 
   @property
   def accepts(self) -> tuple[architectures.Architecture, ...]:
     """Embedding models."""
-    return tuple(
-      architectures.of_stack(role, embeds=True)
-      for role in ('causal', 'bidirectional')
-    )
+    roles = 'causal', 'bidirectional'
+    return tuple(architectures.of_stack(x, embeds=True) for x in roles)
 
   def shape(self, model: model_config.ModelConfig) -> model_config.ModelConfig:
     """Returns the model with a temperature among its parameters, if learnt."""
-    head = model.decoder.embedding
-    if head is None or not self.form.learn_temperature:
+    head, form = model.decoder.embedding, self.form
+    if head is None or not form.learn_temperature:
       return model
-    head = dataclasses.replace(head, temperature=self.form.temperature)
+    head = dataclasses.replace(head, temperature=form.temperature)
     stack = dataclasses.replace(model.decoder, embedding=head)
     return model_config.DecoderOnlyConfig(stack)
 
@@ -130,83 +133,56 @@ class InfoNce(loss.Loss):
     Raises:
       UserError: they have not, or vectors of another size than the model's.
     """
+    texts = f'config.loss.kind is {self.kind!r} and config.data.objective'
+    texts += f' {" | ".join(map(str, objectives))!r}'
     if any(objective.rows != 'texts' for objective in objectives):
       raise errors.UserError(
-        f'config.loss.kind is {self.kind!r} and config.data.objective is'
-        f' {" | ".join(map(str, objectives))!r}, whose rows have no queries and'
-        " documents; choose the objective 'embed'."
+        f"{texts}, which has no texts to embed; choose 'embed'."
       )
-    size = model.decoder.embedding.size(model.decoder.width)
-    given = {x.options.get('vectors', 0) for x in objectives}
+    size = model.decoder.embedding.sizes(model.decoder.width)[0]
+    given = {objective.maker.vectors for objective in objectives}
     if self.form.vectors and given != {size}:
       raise errors.UserError(
-        f'config.loss.kind is {self.kind!r}, which learns given vectors, and'
-        f' config.data.objective has vectors={max(given)}; they must have the'
-        f" {size} numbers of the model's own: change the records, or the"
-        f' projections in {embedding_head.LABEL}.'
+        f'{texts} has vectors={max(given)}; to be learnt they must have the'
+        f" {size} numbers of the model's, by its projections"
+        f' ({embedding_head.LABEL}).'
       )
 
-  def check_reference(
-    self, model: model_config.ModelConfig, reference: model_config.ModelConfig
-  ) -> None:
-    """Checks the size of the teacher's vectors.
-
-    Raises:
-      UserError: it is not that of the model.
-    """
-    sizes = [
-      x.decoder.embedding.size(x.decoder.width) for x in (model, reference)
-    ]
-    if sizes[0] != sizes[1]:
-      raise errors.UserError(
-        f'the vectors of config.teacher.checkpoint have {sizes[1]} numbers and'
-        f" those of the model {sizes[0]}; give the model's"
-        f' {embedding_head.LABEL} projections=..+{sizes[1]}.'
-      )
-
-  def logits(self, lengths: framing.Lengths) -> int:
+  def logits(self, lengths: Any) -> int:
     """Returns 0: an embedding model has no logits."""
     return 0
 
-  def predict(
-    self,
-    model: build.Model,
-    params: base_model.Params,
-    batch: loss.Batch,
-    routing: base_model.Routing = None,
-    dropout: base_model.Dropout | None = None,
-  ) -> loss.Outputs:
+  def predict(self, model, params, batch, routing=None, dropout=None):
     """Computes the vectors of texts, [B, M, E], in `parts`."""
     names = ('tokens', 'segments', 'positions')
     fields = [batch[f'encoder_{name}'] for name in names]
-    slots = batch['roles'].shape[1]
     head = model.config.decoder.embedding
 
     def embed(fields, key):
-      options = {'routing': None if routing is None else []}
-      if dropout:
-        options['dropout'] = dropout._replace(key=key)
       fields = [partition.shard(x, 'batch', 'length') for x in fields]
       # No change here, but gradients of each part then have these shardings.
       flat = traverse_util.flatten_dict(params, sep='/')
-      sharded = {
-        path: partition.shard(x, *model.table[path].axes)
-        for path, x in flat.items()
+      flat = {
+        k: partition.shard(x, *model.table[k].axes) for k, x in flat.items()
       }
-      tree = traverse_util.unflatten_dict(sharded, sep='/')
-      states = model.architecture.encode(model, tree, fields, **options)
-      pooled = embedding_head.pool(states, fields[1], slots, head.pooling)
-      vectors = embedding_head.project(head, tree['decoder'], pooled)
-      return vectors, options['routing']
+      tree = traverse_util.unflatten_dict(flat, sep='/')
+      routes = None if routing is None else []
+      masks = dropout and dropout._replace(key=key)
+      states = model.architecture.encode(
+        model, tree, fields, routing=routes, dropout=masks
+      )
+      texts = batch['roles'].shape[1]
+      pooled = embedding_head.pool(states, fields[1], texts, head.pooling)
+      return embedding_head.project(head, tree['decoder'], pooled), routes
 
     key = dropout.key if dropout else jax.random.key(0)
     if self.parts == 1:
       vectors, collected = embed(fields, key)
     else:
       parts = [partition.split_rows(x, self.parts) for x in fields]
-      parts = parts, jax.random.split(key, self.parts)
       vectors, collected = jax.lax.map(
-        lambda part: jax.checkpoint(embed)(*part), parts
+        lambda part: jax.checkpoint(embed)(*part),
+        (parts, jax.random.split(key, self.parts)),
       )
       vectors = partition.join_rows(vectors)
     if routing is not None:
@@ -214,143 +190,109 @@ class InfoNce(loss.Loss):
     temperature = params['decoder'].get('embedding', {}).get('log_temperature')
     return loss.Outputs(vectors, temperature, model.config.decoder)
 
-  def terms(
-    self,
-    outputs: loss.Outputs,
-    references: Mapping[str, loss.Outputs],
-    batch: loss.Batch,
-  ) -> loss.Terms:
+  def terms(self, outputs, references, batch):
     """Computes the sums of the loss and its metrics; see `loss.Loss.terms`."""
-    form, head = self.form, outputs.config.embedding
-    whole, *smaller = head.sizes(outputs.config.width)
-    del whole
-    losses, accuracy = self._compare(outputs, outputs.hidden, batch)
-    count = jnp.maximum(jnp.sum(batch['weights']), 2)
-    total = jnp.sum(losses)
-    for vectors in (
-      outputs.hidden,
-      *(embedding_head.normalised(outputs.hidden[..., :n]) for n in smaller),
-    ):
-      if vectors is not outputs.hidden:
-        total += jnp.sum(self._compare(outputs, vectors, batch)[0])
-      if form.spread_out:
-        for slots in ('queries', 'positives'):
-          x = _take(vectors, batch[slots]) * batch['weights'][..., None]
-          squares = _squared_products(x.reshape(-1, x.shape[-1]))
-          # Of the mean over pairs, times the queries, as it is divided later.
-          total += form.spread_out * squares / (count - 1)
+    form, stack, vectors = self.form, outputs.config, outputs.hidden
+    weights, roles = batch['weights'], batch['roles']
+    count, total = jnp.maximum(jnp.sum(weights), 2), 0.0
+    for size in reversed(stack.embedding.sizes(stack.width)):
+      part = embedding_head.normalised(vectors[..., :size])
+      values = self._compare(outputs, part, batch)
+      total += jnp.sum(values[0])
+      for role in (embeddings.QUERY, embeddings.POSITIVE):
+        # Of the mean over pairs, times the queries, as it is divided later.
+        squares = _squared_products(part * (roles == role)[..., None])
+        total += form.spread_out * squares / (count - 1)
     if form.scores:
       total += form.scores * self._divergence(outputs, batch)
-    is_text = batch['roles'] > embeddings.NONE
     for weight, targets in (
-      (form.vectors, lambda: embedding_head.normalised(batch['vectors'])),
-      (form.teacher, lambda: references[_TEACHER].hidden),
+      (form.vectors, embedding_head.normalised(batch['vectors'])),
+      (form.teacher, references['teacher'].hidden if references else vectors),
     ):
+      if weight and targets.shape != vectors.shape:
+        raise errors.UserError(
+          f'the vectors of config.teacher.checkpoint have {targets.shape[-1]}'
+          f" numbers and the model's {vectors.shape[-1]}; change"
+          f' its projections ({embedding_head.LABEL}).'
+        )
       if weight:
-        distances = jnp.sum(jnp.square(outputs.hidden - targets()), axis=-1)
-        total += weight * jnp.sum(jnp.where(is_text, distances / 2, 0))
-    return {'loss': total, 'accuracy': jnp.sum(accuracy)}
+        distances = jnp.sum(jnp.square(vectors - targets), axis=-1) / 2
+        total += weight * jnp.sum(
+          jnp.where(roles > embeddings.NONE, distances, 0)
+        )
+    return {'loss': total, 'accuracy': jnp.sum(values[1])}
 
-  def row_ratios(
-    self,
-    model: build.Model,
-    params: base_model.Params,
-    batch: loss.Batch,
-    references: loss.References | None = None,
-  ) -> Float[Array, 'm 2 B']:
+  def row_ratios(self, model, params, batch, references=None):
     """Computes held-out metrics row by row; see `loss.Loss.row_ratios`."""
-    del references
-    loss = dataclasses.replace(self, parts=1)
-    outputs = loss.predict(model, params, batch)
+    whole = dataclasses.replace(self, parts=1)
+    outputs = whole.predict(model, params, batch)
     values = self._compare(outputs, outputs.hidden, batch)
     weight = jnp.sum(batch['weights'], axis=1)
     ratios = [[jnp.sum(value, axis=1), weight] for value in values]
     return jnp.stack([jnp.stack(ratio) for ratio in ratios])
 
-  def _temperature(self, outputs: loss.Outputs) -> Array | float:
+  def _logits(self, outputs: loss.Outputs, similarity: Array) -> Array:
     if outputs.table is None:
-      return self.form.temperature
-    return jnp.maximum(jnp.exp(outputs.table[0]), _LOWEST)
+      return similarity / self.form.temperature
+    return similarity / jnp.maximum(jnp.exp(outputs.table[0]), _LOWEST)
 
   def _compare(
     self, outputs: loss.Outputs, vectors: Float[Array, 'B M E'], batch
-  ) -> tuple[Float[Array, 'B Q'], Float[Array, 'B Q']]:
+  ) -> tuple[Float[Array, 'B M'], Float[Array, 'B M']]:
     """Returns InfoNCE of every query, and whether its positive is nearest.
 
-    Both are 0 where there is no query.
+    Both are 0 at texts that are no queries.
     """
-    queries, weights = batch['queries'], batch['weights']
-    rows, count = queries.shape
-    q = _take(vectors, queries).reshape(rows * count, -1)
+    rows, slots, _ = vectors.shape
+    x = vectors.reshape(rows * slots, -1)
     # Queries stay on their devices, and each device reads all documents.
-    q = partition.shard(q, 'batch', None)
-    documents = partition.shard(
-      vectors.reshape(-1, vectors.shape[-1]), None, None
+    documents = partition.shard(x, None, None)
+    x = partition.shard(x, 'batch', None)
+    similarity = jnp.matmul(x, documents.T, precision=EXACT)  # [B M, B M]
+    owners = jnp.arange(rows)[:, None] * slots + batch['owners']
+    fields = owners, batch['roles'], batch['keys']
+    owners, roles, checksums = (
+      partition.shard(x.ravel(), None) for x in fields
     )
-    similarity = jnp.matmul(  # [B Q, B M]
-      q, documents.T, precision=jax.lax.Precision.HIGHEST
+    own = owners == owners[:, None]
+    positive = own & (roles == embeddings.POSITIVE)
+    # The positive follows its query.
+    same = checksums == jnp.roll(checksums, -1)[:, None]
+    same |= (roles == embeddings.POSITIVE) & (
+      checksums[owners] == checksums[:, None]
     )
-    roles, keys_ = (
-      partition.shard(batch[name].reshape(-1), None)
-      for name in ('roles', 'keys')
-    )
-    owner = jnp.arange(rows)[:, None] * count + batch['owners']
-    owner = partition.shard(owner.reshape(-1), None)  # [B M]
-    own = owner == jnp.arange(rows * count)[:, None]  # [B Q, B M]
-    key_of = {
-      name: jnp.take_along_axis(batch['keys'], batch[name], 1).reshape(-1)
-      for name in ('queries', 'positives')
-    }
-    is_positive = roles == embeddings.POSITIVE
-    positive = own & is_positive
-    equal = keys_ == key_of['positives'][:, None]
-    equal |= is_positive & (
-      key_of['queries'][owner] == key_of['queries'][:, None]
-    )
-    counted = positive | ((roles >= embeddings.POSITIVE) & ~equal)
-    logits = similarity / self._temperature(outputs)
+    counted = positive | ((roles >= embeddings.POSITIVE) & ~same)
+    logits = jnp.where(counted, self._logits(outputs, similarity), _HIDDEN)
+    own_logit = jnp.sum(jnp.where(positive, logits, 0), axis=1)
+    nearest = own_logit >= jnp.max(logits, axis=1)
     hard = own & (roles == embeddings.NEGATIVE)
-    weighted = logits + self.form.hardness * jnp.where(
+    logits += self.form.hardness * jnp.where(
       hard, jax.lax.stop_gradient(similarity), 0
     )
-    own_logit = jnp.sum(jnp.where(positive, logits, 0), axis=1)
-    # Finite, as a query of padding has no documents: infinities are NaN in
-    # gradients.
-    weighted, logits = (
-      jnp.where(counted, x, _HIDDEN) for x in (weighted, logits)
-    )
-    losses = jax.nn.logsumexp(weighted, axis=1) - own_logit
-    nearest = jnp.max(logits, axis=1)
-    exists = weights > 0
+    losses = jax.nn.logsumexp(logits, axis=1) - own_logit
     return tuple(
-      jnp.where(exists, x.reshape(rows, count), 0.0)
-      for x in (losses, own_logit >= nearest)
+      jnp.where(batch['weights'] > 0, x.reshape(rows, slots), 0.0)
+      for x in (losses, nearest)
     )
 
   def _divergence(self, outputs: loss.Outputs, batch: loss.Batch) -> Array:
     """Returns the sum of KL divergences to the softmax of given scores."""
-    q = _take(outputs.hidden, batch['queries'])
-    similarity = jnp.einsum(
-      'BQE,BME->BQM', q, outputs.hidden, precision=jax.lax.Precision.HIGHEST
-    )
-    own = batch['owners'][:, None] == jnp.arange(q.shape[1])[:, None]
-    own &= (batch['roles'] >= embeddings.POSITIVE)[:, None]
-    logits = jnp.where(own, similarity / self._temperature(outputs), _HIDDEN)
-    predicted = jax.nn.log_softmax(logits, axis=-1)
+    x, owners = outputs.hidden, batch['owners']
+    own = (owners[:, None] == owners[..., None]) & (
+      batch['roles'] >= embeddings.POSITIVE
+    )[:, None]
+    similarity = jnp.einsum('BQE,BME->BQM', x, x, precision=EXACT)
+    logits = jnp.where(own, self._logits(outputs, similarity), _HIDDEN)
     targets = jnp.where(own, batch['relevance'][:, None], 0.0)
-    # 0 log 0 is 0.
-    entropy = jnp.sum(jax.scipy.special.xlogy(targets, targets))
-    return entropy - jnp.sum(jnp.where(own, targets * predicted, 0.0))
+    values = jax.scipy.special.xlogy(targets, targets) - jnp.where(
+      own, targets * jax.nn.log_softmax(logits), 0.0
+    )
+    return jnp.sum(values * batch['weights'][..., None])
 
 
-def _take(vectors: Float[Array, 'B M E'], slots: Array) -> Array:
-  """Returns the vectors at slots [B, Q] of each row."""
-  return jnp.take_along_axis(vectors, slots[..., None], axis=1)
-
-
-def _squared_products(x: Float[Array, 'N E']) -> Float[Array, '']:
+def _squared_products(x: Float[Array, 'B M E']) -> Float[Array, '']:
   """Returns the sum of the squared products of two different vectors."""
-  # By the matrix [E, E], whose squared norm is that of all products [N, N].
-  precision = jax.lax.Precision.HIGHEST
-  square = jnp.sum(jnp.square(jnp.matmul(x.T, x, precision=precision)))
-  return square - jnp.sum(jnp.square(jnp.sum(jnp.square(x), axis=-1)))
+  # By the matrix [E, E], whose squared norm is that of all products.
+  product = jnp.einsum('BMD,BME->DE', x, x, precision=EXACT)
+  norms = jnp.sum(jnp.square(x), axis=-1)
+  return jnp.sum(jnp.square(product)) - jnp.sum(jnp.square(norms))

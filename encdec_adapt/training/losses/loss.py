@@ -211,15 +211,6 @@ class Loss:
     # An encoder predicts masked tokens, a classifier labels.
     return architectures.GENERATING
 
-  def check_reference(
-    self, model: model_config.ModelConfig, reference: model_config.ModelConfig
-  ) -> None:
-    """Checks that a reference suits the trained model.
-
-    Raises:
-      UserError: it does not.
-    """
-
   def assumed_reference(
     self, model: model_config.ModelConfig
   ) -> model_config.ModelConfig:
@@ -250,7 +241,7 @@ class Loss:
 
   def pad_batch(
     self,
-    objective: example_maker.Objective,
+    maker: type[example_maker.ExampleMaker],
     lengths: framing.Lengths,
     ids: special_ids.Framing,
     *,
@@ -259,12 +250,12 @@ class Loss:
     """Returns a batch of a row of padding, for the shapes of the fields.
 
     Args:
-      objective: objective of the rows.
+      maker: class of the objective's maker.
       lengths: tokens of a row.
       ids: special ids.
       teacher: whether to make the teacher's fields.
     """
-    row = objective.frame((), lengths, ids, teacher=teacher)
+    row = maker.frame((), lengths, ids, teacher=teacher)
     return self.frame(framing.stack_rows([row]), ids.decoder)
 
   def weight(self, batch: Batch) -> Float[Array, '']:

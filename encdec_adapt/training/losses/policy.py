@@ -292,8 +292,8 @@ class Policy(loss.Loss):
     tokens = self.rollouts.tokens
     return dataclasses.replace(lengths, decoder=tokens), self.rollouts.samples
 
-  def pad_batch(self, objective, lengths, ids, *, teacher):
-    del objective
+  def pad_batch(self, maker, lengths, ids, *, teacher):
+    del maker
     group = [[]] * self.rollouts.samples
     return self.make_batch([group], lengths, ids, teacher=teacher)
 
