@@ -138,7 +138,7 @@ class EmbeddingHead(nn.Module):
     if head.temperature is not None:
       # Its logarithm, so that every value is a temperature.
       value = nn.initializers.constant(math.log(head.temperature))
-      init = nn.with_logical_partitioning(value, (None,))
+      init = nn.with_logical_partitioning(value, ('reward',))  # Not divided.
       self.param('log_temperature', init, (1,), jnp.float32)
 
 
