@@ -6,7 +6,7 @@ EmbeddingGemma does (arXiv:2509.20354, section 2.1: to a larger width and back,
 without biases), and divides by the norm. Imports jax and no other models.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 import dataclasses
 from typing import Any
 
@@ -27,8 +27,10 @@ _SMALLEST = 1e-12  # Norm below which a vector is not scaled up, as in torch.
 class Widths(tuple):
   """Numbers above 0, written 768+256."""
 
-  def __new__(cls, text: str = ''):
-    widths = super().__new__(cls, map(int, text.split('+') if text else ()))
+  def __new__(cls, widths: str | Iterable[int] = ''):
+    if isinstance(widths, str):
+      widths = map(int, widths.split('+') if widths else ())
+    widths = super().__new__(cls, widths)
     if widths and min(widths) < 1:
       raise ValueError
     return widths
