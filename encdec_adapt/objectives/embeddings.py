@@ -29,6 +29,7 @@ neither TensorFlow nor SeqIO nor jax.
 
 import collections
 from collections.abc import Sequence
+import functools
 import json
 from typing import Any, NamedTuple
 import zlib
@@ -126,8 +127,8 @@ class Embed(example_maker.ExampleMaker):
 
   @classmethod
   def with_options(cls, options):
-    bound = {k: options[k] for k in ('texts', 'vectors') if k in options}
-    return type(cls.__name__, (cls,), bound)
+    names = 'texts', 'vectors'
+    return _bound(cls, *(options.get(x, getattr(cls, x)) for x in names))
 
   @classmethod
   def capacity(cls, lengths):
@@ -227,6 +228,11 @@ class Embed(example_maker.ExampleMaker):
     first = (rows['encoder_positions'] == 0) & (rows['encoder_segments'] > 0)
     if (rows['encoder_tokens'][first] != ids.encoder.bos).any():
       raise ValueError('batch framing: a text does not start with BOS')
+
+
+@functools.cache
+def _bound(maker: type[Embed], texts: int, vectors: int) -> type[Embed]:
+  return type('Embed', (maker,), {'texts': texts, 'vectors': vectors})
 
 
 def _numbers(

@@ -278,16 +278,21 @@ class Objective:
 
   Attributes:
     text: name and options of the objective, as the configuration has them.
-    maker: class of its maker.
+    kind: class of its maker, without its options.
     options: values of its options, and of those that its name stands for.
   """
 
   text: str
-  maker: type[ExampleMaker] = dataclasses.field(compare=False, repr=False)
+  kind: type[ExampleMaker] = dataclasses.field(compare=False, repr=False)
   options: Mapping[str, Any] = dataclasses.field(compare=False, repr=False)
 
   def __str__(self) -> str:
     return self.text
+
+  @property
+  def maker(self) -> type[ExampleMaker]:
+    """Class of its maker: see `ExampleMaker.with_options`."""
+    return self.kind.with_options(self.options)
 
   @property
   def feeds(self) -> str:

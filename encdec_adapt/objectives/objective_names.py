@@ -124,5 +124,4 @@ def _parse_objective(text: str) -> example_maker.Objective:
       forms = ', '.join(option.form for option in maker.options.values())
       raise entry.error(f'is not an option of {name}; it has {forms}')
     options[key.text] = value.read(option.parse, f'as in {option.form}')
-  maker = maker.with_options(options)
   return example_maker.Objective(text, maker, options)

@@ -38,7 +38,8 @@ _DEPTH = 10  # Documents that a query finds.
 _RESTARTS = 10  # Of k-means; the clusters of least distances count.
 
 Vectors = np.ndarray  # [n, E]
-Metrics = Mapping[str, float | Sequence[float]]
+# Values of every query; or a value and the number of its examples.
+Metrics = Mapping[str, list[float] | tuple[float, int]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,8 +49,7 @@ class EmbeddingEvaluation:
   Attributes:
     name: name of the task.
     texts: the texts by role, 'query' or 'document'.
-    measure: computes metrics, or their values for every query, from the vectors
-      of each role.
+    measure: computes metrics from the vectors of each role.
     content: all that was read.
   """
 
@@ -91,7 +91,7 @@ class EmbeddingEvaluation:
         if isinstance(value, list):
           scores.append(results_store.mean_score(self.name, metric, value))
           continue
-        n = sum(map(len, self.texts.values()))
+        value, n = value
         scores.append(results_store.Score(self.name, metric, value, None, n))
     return scores
 
@@ -119,7 +119,7 @@ def read(spec: str) -> EmbeddingEvaluation:
   else:
     labels = np.unique([str(x) for x in values], return_inverse=True)[1]
     texts = {'document': first}
-    measure = lambda x: {'v_measure': _clustering(x, labels)}  # noqa: E731
+    measure = lambda x: _clustering(x, labels)  # noqa: E731
   return EmbeddingEvaluation(task, texts, measure, content)
 
 
@@ -200,10 +200,11 @@ def _similarity(vectors: Vectors, scores: np.ndarray) -> Metrics:
 
   first, second = np.split(vectors, 2)
   cosines = np.sum(first * second, axis=1)
-  return {'spearman': float(stats.spearmanr(cosines, scores).statistic)}
+  correlation = float(stats.spearmanr(cosines, scores).statistic)
+  return {'spearman': (correlation, len(scores))}
 
 
-def _clustering(vectors: Vectors, labels: np.ndarray) -> float:
+def _clustering(vectors: Vectors, labels: np.ndarray) -> Metrics:
   """Returns the V-measure of as many clusters as there are labels."""
   from scipy.cluster import vq
 
@@ -215,7 +216,7 @@ def _clustering(vectors: Vectors, labels: np.ndarray) -> float:
     return np.sum(distances**2), clusters
 
   best = min(map(cluster, range(_RESTARTS)), key=lambda result: result[0])
-  return v_measure(labels, best[1])
+  return {'v_measure': (v_measure(labels, best[1]), len(labels))}
 
 
 def v_measure(labels: np.ndarray, clusters: np.ndarray) -> float:
@@ -234,4 +235,4 @@ def v_measure(labels: np.ndarray, clusters: np.ndarray) -> float:
     for x in (table.sum(1), table.sum(0), table)
   )
   total = rows + columns
-  return float(2 * (total - joint) / total) if total else 1.0
+  return max(0.0, float(2 * (total - joint) / total)) if total else 1.0
