@@ -25,6 +25,7 @@ PAGES = (
   'initialisation',
   'conversion',
   't5gemma2',
+  'embeddings',
   'correlation',
   'efficiency',
 )
