@@ -62,14 +62,8 @@ def get_study(arg=None):
       pages.Evaluation(
         'search',
         ('--embeddings={signatures}/search',),
-        (RECALL, *(f'{RECALL}/{x}' for x in PARTS)),
-        models=tuple(arm.name for arm in tuned),
-      ),
-      pages.Evaluation(
-        'frozen',
-        ('--embeddings={signatures}/search',),
         (RECALL,),
-        models=('pair', 'masked', 'base'),
+        models=('base', *(arm.name for arm in (*frozen, *tuned))),
       ),
     ),
     claims=CLAIMS,
