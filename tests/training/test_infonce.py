@@ -168,6 +168,15 @@ def test_parts_of_a_batch_equal_the_batch():
   loss = infonce.InfoNce(kind=ALL)
   value, gradients = _gradient(loss, params, batch)
   parted = dataclasses.replace(loss, parts=4)
+  temporary = [
+    jax.jit(lambda p, x=x: _gradient(x, p, batch))
+    .lower(params)
+    .compile()
+    .memory_analysis()
+    .temp_size_in_bytes
+    for x in (loss, parted)
+  ]
+  assert temporary[1] < temporary[0] / 2
   again, others = _gradient(parted, params, batch)
   assert float(again) == pytest.approx(float(value), rel=1e-6)
   scale = max(float(abs(x).max()) for x in jax.tree.leaves(gradients))
