@@ -37,7 +37,7 @@ from encdec_adapt.telemetry import progress
 from encdec_adapt.tokenizers import (
   chat_format,
   tokenizer_writer,
-  vocabulary_pair,
+  vocabulary,
 )
 
 _REWARD_NOTE = (
@@ -57,6 +57,7 @@ def export_folder(values: flags.FlagValues, _: list[str]) -> int:
   new_folder.require_free(values.output)
   stored = model_on_disk.open_model(values.checkpoint)
   embeds = values.embedding or stored.model.decoder.embedding
+  side = stored.prompt_side
   if embeds:
     stored = model_on_disk.embedding_model(stored, values.embedding)
   native = _is_native(stored.model, values.layout)
@@ -117,7 +118,8 @@ def export_folder(values: flags.FlagValues, _: list[str]) -> int:
     )
     text = json.dumps(generation, indent=2) + '\n'
     if embeds:
-      files |= _embedding_files(stored, arrays, files, opened)
+      reader = opened and opened.sides[side]
+      files |= _embedding_files(stored, arrays, files, reader)
     else:
       files[tensor_folder.GENERATION] = text.encode()
     export.write(
@@ -139,7 +141,7 @@ def _embedding_files(
   stored: model_on_disk.StoredModel,
   arrays: Mapping[str, Any],
   files: Mapping[str, Any],
-  opened: vocabulary_pair.Opened | None,
+  reader: vocabulary.Vocabulary | None,
 ) -> dict[str, Any]:
   """Returns further files of an embedding model, and its tokenizer.json."""
   further = embedding_files.files(
@@ -149,8 +151,7 @@ def _embedding_files(
     pretrained_files.prompt_room(stored),
   )
   name = tokenizer_writer.JSON
-  if opened and name in files:
-    reader = opened.sides[stored.prompt_side]
+  if reader and name in files:
     content = pathlib.Path(files[name]).read_bytes()
     further[name] = embedding_files.with_bos(content, reader)
   return further

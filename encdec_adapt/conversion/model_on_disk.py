@@ -25,7 +25,12 @@ from encdec_adapt.checkpoints import checksums, manager, orbax_folder
 from encdec_adapt.cluster import distributed
 from encdec_adapt.files import atomic, hub, lazy_array
 from encdec_adapt.files import paths as paths_lib
-from encdec_adapt.huggingface import folder, tensor_folder, vision
+from encdec_adapt.huggingface import (
+  embedding_files,
+  folder,
+  tensor_folder,
+  vision,
+)
 from encdec_adapt.models import embedding_head, model_config, parameters
 from encdec_adapt.objectives import example_maker
 from encdec_adapt.tokenizers import vocabulary, vocabulary_pair
@@ -47,6 +52,7 @@ _FILES = (
   tensor_folder.CONFIG,
   tensor_folder.GENERATION,
   tensor_folder.INDEX,
+  embedding_files.PROMPTS,
   *vision.PROCESSORS,
   *TOKENIZERS,
 )
@@ -150,7 +156,10 @@ class StoredModel:
   @property
   def prompts(self) -> Mapping[str, str]:
     """Text before queries and documents of an embedding model, by role."""
+    file = self.path / embedding_files.PROMPTS
     empty = {'query': '', 'document': ''}
+    if file.exists():  # An exported folder.
+      return empty | atomic.read_json(file).get('prompts', {})
     return next((x.prompts for x in self.objectives if x.prompts), empty)
 
   def read(self, placement: state_lib.Placement) -> Any:

@@ -110,6 +110,7 @@ def test_it_finds_texts_and_is_exported(run):
   output = folders.export(run / 'run', run / 'exported')
   fields = folders.read(output / 'config_sentence_transformers.json')
   assert fields['prompts'] == {'document': '', 'query': 'find: '}
+  assert encdec_adapt.load(output).stored.prompts == fields['prompts']
   sentence_transformers = pytest.importorskip('sentence_transformers')
   theirs = sentence_transformers.SentenceTransformer(
     str(output), device='cpu', trust_remote_code=True

@@ -41,14 +41,12 @@ from jaxtyping import Array, Float
 from encdec_adapt.base import errors, keys
 from encdec_adapt.models import architecture as architectures
 from encdec_adapt.models import embedding_head, model_config
-from encdec_adapt.models.embedding_head import EXACT
 from encdec_adapt.objectives import embeddings
 from encdec_adapt.ops import partition
 from encdec_adapt.training.losses import loss
 
-_HIDDEN = (
-  -1e30
-)  # Below every logit, and finite: infinities are NaN in gradients.
+# Below every logit, and finite: infinities are NaN in gradients.
+_HIDDEN = -1e30
 _LOWEST = 0.01  # Temperature that a learnt one does not fall below, as in CLIP.
 
 
@@ -248,7 +246,9 @@ class InfoNce(loss.Loss):
     # Queries stay on their devices, and each device reads all documents.
     documents = partition.shard(x, None, None)
     x = partition.shard(x, 'batch', None)
-    similarity = jnp.matmul(x, documents.T, precision=EXACT)  # [B M, B M]
+    similarity = jnp.matmul(
+      x, documents.T, precision=embedding_head.EXACT
+    )  # [B M, B M]
     owners = jnp.arange(rows)[:, None] * slots + batch['owners']
     fields = owners, batch['roles'], batch['keys']
     owners, roles, checksums = (
@@ -281,7 +281,9 @@ class InfoNce(loss.Loss):
     own = (owners[:, None] == owners[..., None]) & (
       batch['roles'] >= embeddings.POSITIVE
     )[:, None]
-    similarity = jnp.einsum('BQE,BME->BQM', x, x, precision=EXACT)
+    similarity = jnp.einsum(
+      'BQE,BME->BQM', x, x, precision=embedding_head.EXACT
+    )
     logits = jnp.where(own, self._logits(outputs, similarity), _HIDDEN)
     targets = jnp.where(own, batch['relevance'][:, None], 0.0)
     values = jax.scipy.special.xlogy(targets, targets) - jnp.where(
@@ -293,6 +295,6 @@ class InfoNce(loss.Loss):
 def _squared_products(x: Float[Array, 'B M E']) -> Float[Array, '']:
   """Returns the sum of the squared products of two different vectors."""
   # By the matrix [E, E], whose squared norm is that of all products.
-  product = jnp.einsum('BMD,BME->DE', x, x, precision=EXACT)
+  product = jnp.einsum('BMD,BME->DE', x, x, precision=embedding_head.EXACT)
   norms = jnp.sum(jnp.square(x), axis=-1)
   return jnp.sum(jnp.square(product)) - jnp.sum(jnp.square(norms))
