@@ -1,8 +1,8 @@
 """Files by which `sentence_transformers` loads an embedding model.
 
 Beside config.json and weights, which its Transformer module reads: pooling,
-projections and normalisation as modules of folders of their own, and the
-prompts. Names and fields are those of sentence-transformers 5.
+projections and normalisation as modules, each in a folder, and the prompts.
+Names and fields are those of sentence-transformers 6.2.
 """
 
 from collections.abc import Mapping

@@ -135,5 +135,5 @@ def project(
 def normalised(x: Float[Array, '*B E']) -> Float[Array, '*B E']:
   """Divides vectors by their norms; zeros stay zeros."""
   squares = jnp.sum(jnp.square(x), axis=-1, keepdims=True)
-  # Inside of the root, whose gradient at 0 is infinite.
+  # Inside of the root: its gradient at 0 is infinite.
   return x * jax.lax.rsqrt(jnp.maximum(squares, _SMALLEST**2))

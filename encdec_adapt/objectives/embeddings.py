@@ -116,9 +116,10 @@ class Embed(example_maker.ExampleMaker):
   ):
     """Takes the options; those of the class are bound (`with_options`)."""
     super().__init__(name, lengths)
-    if self.texts < 2:
+    if self.texts < 2 or self.vectors < 0:
       raise errors.UserError(
-        f'objective {name!r} has texts={self.texts}; an example has at least 2.'
+        f'objective {name!r} has texts={self.texts} and vectors={self.vectors};'
+        ' an example has at least 2 texts, and a vector no size below 0.'
       )
     self._encode, self._truncates = vocabulary.encode, too_long == 'truncate'
     self._prefixes = query, document

@@ -416,7 +416,7 @@ class EncDecAdaptForConditionalGeneration(
 
 
 class EncDecAdaptModel(transformers.PreTrainedModel):
-  """A single stack, whose states an embedding model pools."""
+  """A single stack: an embedding model pools its states."""
 
   config_class = EncDecAdaptConfig
   _no_split_modules = ['Layer']

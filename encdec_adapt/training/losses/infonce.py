@@ -254,8 +254,8 @@ class InfoNce(loss.Loss):
     owners, roles, checksums = (
       partition.shard(x.ravel(), None) for x in fields
     )
-    own = owners == owners[:, None]
-    positive = own & (roles == embeddings.POSITIVE)
+    in_example = owners == owners[:, None]
+    positive = in_example & (roles == embeddings.POSITIVE)
     # The positive follows its query.
     same = checksums == jnp.roll(checksums, -1)[:, None]
     same |= (roles == embeddings.POSITIVE) & (
@@ -263,13 +263,13 @@ class InfoNce(loss.Loss):
     )
     counted = positive | ((roles >= embeddings.POSITIVE) & ~same)
     logits = jnp.where(counted, self._logits(outputs, similarity), _HIDDEN)
-    own_logit = jnp.sum(jnp.where(positive, logits, 0), axis=1)
-    nearest = own_logit >= jnp.max(logits, axis=1)
-    hard = own & (roles == embeddings.NEGATIVE)
+    positive_logit = jnp.sum(jnp.where(positive, logits, 0), axis=1)
+    nearest = positive_logit >= jnp.max(logits, axis=1)
+    hard = in_example & (roles == embeddings.NEGATIVE)
     logits += self.form.hardness * jnp.where(
       hard, jax.lax.stop_gradient(similarity), 0
     )
-    losses = jax.nn.logsumexp(logits, axis=1) - own_logit
+    losses = jax.nn.logsumexp(logits, axis=1) - positive_logit
     return tuple(
       jnp.where(batch['weights'] > 0, x.reshape(rows, slots), 0.0)
       for x in (losses, nearest)
@@ -278,23 +278,23 @@ class InfoNce(loss.Loss):
   def _divergence(self, outputs: loss.Outputs, batch: loss.Batch) -> Array:
     """Returns the sum of KL divergences to the softmax of given scores."""
     x, owners = outputs.hidden, batch['owners']
-    own = (owners[:, None] == owners[..., None]) & (
+    in_example = (owners[:, None] == owners[..., None]) & (
       batch['roles'] >= embeddings.POSITIVE
     )[:, None]
     similarity = jnp.einsum(
       'BQE,BME->BQM', x, x, precision=embedding_head.EXACT
     )
-    logits = jnp.where(own, self._logits(outputs, similarity), _HIDDEN)
-    targets = jnp.where(own, batch['relevance'][:, None], 0.0)
+    logits = jnp.where(in_example, self._logits(outputs, similarity), _HIDDEN)
+    targets = jnp.where(in_example, batch['relevance'][:, None], 0.0)
     values = jax.scipy.special.xlogy(targets, targets) - jnp.where(
-      own, targets * jax.nn.log_softmax(logits), 0.0
+      in_example, targets * jax.nn.log_softmax(logits), 0.0
     )
     return jnp.sum(values * batch['weights'][..., None])
 
 
 def _squared_products(x: Float[Array, 'B M E']) -> Float[Array, '']:
   """Returns the sum of the squared products of two different vectors."""
-  # By the matrix [E, E], whose squared norm is that of all products.
+  # By the matrix [E, E], which has the squared norm of all products.
   product = jnp.einsum('BMD,BME->DE', x, x, precision=embedding_head.EXACT)
   norms = jnp.sum(jnp.square(x), axis=-1)
   return jnp.sum(jnp.square(product)) - jnp.sum(jnp.square(norms))
