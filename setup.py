@@ -54,7 +54,8 @@ BEAM = ['apache-beam[gcp]>=2.77', 'sentencepiece<0.2.3', *GCS, *DATA]
 # losses are computed by methods that are not public.
 PEER = [
   'accelerate>=1.0',
-  'peft>=0.17,<1',
+  'peft==0.21.2',
+  'sentence-transformers==6.2.0',
   'torch==2.13.0',
   'transformers>=5.0,<6',
   'trl==1.16.0',

@@ -26,7 +26,7 @@ from encdec_adapt.data.sources import document_source, python_source
 from encdec_adapt.objectives import randomness
 
 _PROMPT, _ANSWER = range(30, 151), range(10, 121)  # Characters of each.
-_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 @document_source.register('functions')
@@ -56,8 +56,8 @@ class FunctionSource(python_source.PythonSource):
 
 def _pairs(source: str) -> Iterator[tuple[str, str]]:
   """Yields the cuts of the functions of a module."""
-  for node in ast.walk(_parse(source)):
-    if not isinstance(node, _FUNCTIONS):
+  for node in ast.walk(parse(source)):
+    if not isinstance(node, FUNCTIONS):
       continue
     lines = source.splitlines()[node.lineno - 1 : node.end_lineno]
     text = textwrap.dedent('\n'.join(lines))
@@ -131,20 +131,20 @@ def _known(function: ast.AST, start: int) -> set[str]:
       names.add((node.asname or node.name).split('.')[0])
     elif isinstance(node, ast.ExceptHandler) and node.name:
       names.add(node.name)
-    elif isinstance(node, (*_FUNCTIONS, ast.ClassDef)):
+    elif isinstance(node, (*FUNCTIONS, ast.ClassDef)):
       names.add(node.name)
   return names
 
 
 def _parse_function(text: str) -> ast.AST | None:
   """Returns the only function of a text; None if it is anything else."""
-  body = _parse(text).body
-  if len(body) != 1 or not isinstance(body[0], _FUNCTIONS):
+  body = parse(text).body
+  if len(body) != 1 or not isinstance(body[0], FUNCTIONS):
     return None
   return body[0]
 
 
-def _parse(text: str) -> ast.Module:
+def parse(text: str) -> ast.Module:
   """Parses a text; returns an empty module if it is not Python."""
   try:
     with warnings.catch_warnings():

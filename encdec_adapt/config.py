@@ -43,6 +43,7 @@ _MADE_BY = 'made_by'  # In it beside the sections: the command of the run.
 # In a work directory: copies of the run's vocabularies, a folder for each side,
 # so that the directory can be moved without the files that it was trained with.
 VOCABULARIES = 'vocabulary'
+_EMBEDDING = 'encoder_only or decoder_only with config.model.embedding'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,6 +227,8 @@ def load(
     if not sampling.tokens:
       sampling = dataclasses.replace(sampling, tokens=data.decoder_length)
     loss = dataclasses.replace(loss, rollouts=sampling)
+  if loss.joins_rows:
+    loss = dataclasses.replace(loss, parts=sections['train'].microbatches)
   # A change of `init` is a change of the reference: resuming refuses it.
   if loss.starts_from_reference and loss.references:
     if init.mode == 'checkpoint' and not sections['teacher'].checkpoint:
@@ -401,7 +404,8 @@ def check_kind(
     kinds = [kind for kind in kinds if objective.rows in kind.rows]
     raise errors.UserError(
       f'objective {objective.text!r} feeds models of kind'
-      f' {architectures.names(kinds)}, and the model is {architecture.name};'
+      f' {architectures.names(kinds) or _EMBEDDING}, and the model is'
+      f' {architecture.name};'
       ' change config.data.objective or'
       ' config.model.kind (the table of objectives is in configs/README.md).'
     )
@@ -512,6 +516,12 @@ def _check_sources(settings: Settings, sources: bool) -> None:
       f'config.train.rewards is empty with config.loss.kind={loss.kind!r}; name'
       " the rewards of completions, as in 'answers' or 'python:FILE#FUNCTION'."
     )
+  for key in ('batch_size', 'eval_batch_size') if loss.joins_rows else ():
+    if getattr(settings.train, key) < 2:
+      raise errors.UserError(
+        f'config.train.{key} is 1 and the loss is {loss.name}, which compares'
+        ' the rows of a batch with each other; set it to at least 2.'
+      )
   if settings.train.sampling.max_kl and settings.checkpoint.keep < 2:
     raise errors.UserError(
       f'config.checkpoint.keep is {settings.checkpoint.keep} with max_kl in'

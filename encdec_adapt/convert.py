@@ -138,6 +138,12 @@ COMMANDS = {
         ' and float32 after training, adapt and merge.',
       ),
       command.string(
+        'embedding',
+        'Write the stack that reads prompts alone, as an embedding model with'
+        " these options of config.model.embedding, such as 'pooling=mean'.",
+        default='',
+      ),
+      command.string(
         'vision',
         'Folder to take the vision part of a T5Gemma 2 from. Default: the'
         ' folder that the model was imported from.',

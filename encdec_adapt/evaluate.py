@@ -44,6 +44,7 @@ from encdec_adapt.evaluation.results import (
   results_store,
 )
 from encdec_adapt.evaluation.tasks import (
+  embedding_tasks,
   preference_tasks,
   retrieval_scores,
   retrieval_tasks,
@@ -93,6 +94,14 @@ define_flags = command.define(
   command.string(
     'rewards',
     'FILE.jsonl[#PROMPT,COMPLETION]: rewards of completions by reward models.',
+  ),
+  command.flag(
+    'multi_string',
+    'embeddings',
+    'A folder with corpus.jsonl, queries.jsonl and qrels/test.tsv to search in,'
+    ' FILE.jsonl#TEXT,TEXT,SCORE of similarities, or FILE.jsonl#TEXT,LABEL to'
+    ' cluster; may be repeated.',
+    default=[],
   ),
   command.options(text_generation.Options, *text_pairs.OPTIONS),
   command.boolean(
@@ -294,6 +303,7 @@ def _evaluations(
     evaluations.append(
       preference_tasks.read_completions(values.rewards, values.limit)
     )
+  evaluations += map(embedding_tasks.read, values.embeddings)
   if values.retrieval:
     retrieval = retrieval_tasks.read(
       values.retrieval, values.retrieval_lengths, values.limit
@@ -308,7 +318,7 @@ def _evaluations(
   if not evaluations:
     raise errors.UserError(
       'nothing to evaluate: give --records, --tasks, --task_folder, --pairs,'
-      ' --preferences, --rewards or --retrieval.'
+      ' --preferences, --rewards, --embeddings or --retrieval.'
     )
   return evaluations
 

@@ -80,8 +80,8 @@ define_flags = command.define(
   command.choice(
     'embed',
     list(pooling.POOLINGS),
-    "Write the encoder's states instead: their mean, or that of the last"
-    ' token.',
+    "Write the encoder's states instead, or an embedding model's vectors: the"
+    ' mean, or that of the first or last token.',
   ),
   command.integer(
     'best_of',

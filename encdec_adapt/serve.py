@@ -3,7 +3,8 @@ r"""Serves a model over HTTP, in the shapes of OpenAI's API.
     python -m encdec_adapt.serve --checkpoint=runs/adapted
 
 POST /v1/completions and /v1/chat/completions, streamed or not; GET /v1/models,
-/health, /metrics, and / for a page to try the model. There is no
+/health, /metrics, and / for a page to try the model; of an embedding model
+POST /v1/embeddings, GET /v1/models and /health. There is no
 authentication: by default only programs on this machine can connect. It needs
 pip install 'encdec_adapt[serve]'.
 
@@ -104,6 +105,14 @@ def main(values: flags.FlagValues) -> int:
     return 1
   stored = model_on_disk.open_model(values.checkpoint)
   opened = stored.require_vocabularies()
+  if stored.model.decoder.embedding:
+    from encdec_adapt.serving import embedding_app
+
+    loaded = model_in_memory.read_as_trained(stored)
+    rows = loaded.rows(values.batch_size)
+    name = model_on_disk.title(stored.name)
+    service = embedding_app.EmbeddingService(loaded, name, rows, values.host)
+    return http_app.run(service, values.host, values.port)
   prompts = prompt_encoding.PromptEncoder(stored, prefix=values.prefix)
   prompt_encoding.print_prefix(stored, values.prefix)
   longest = pretrained_files.prompt_room(stored)

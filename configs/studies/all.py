@@ -29,6 +29,7 @@ PAGES = (
   'initialisation',
   'conversion',
   't5gemma2',
+  'embeddings',
   'correlation',
   'efficiency',
 )

@@ -303,6 +303,8 @@ def _fill_of(
     leaf = side.table.replace('table', source_parts[1])
     if leaf.endswith('/eoi') and leaf not in side.leaves:
       leaf, note = side.table, 'the embedding of the token'
+  if leaf not in side.leaves and source_parts[0] == 'embedding':
+    return coverage_lib.Fill('fresh')
   if leaf not in side.leaves:
     raise side.misfit(
       f'{name} of the target has no counterpart in {side.source}:'
@@ -418,6 +420,8 @@ def _unused(
       reasons[name] = 'an encoder has no head'
     elif encodes and side.shared_table and parts[0] == 'embedder':
       reasons[name] = "the encoder reads the decoder's table"
+    elif name == side.head and side.target.embedding:
+      reasons[name] = 'an embedding model predicts no tokens'
     elif name == side.head:
       raise errors.UserError(
         f'{side.source} has a head of its own, and the target ties its head to'

@@ -4,9 +4,11 @@ Bad input is refused before anything is written, and the folder appears whole
 or not at all. Tensor names and layouts are in `huggingface`.
 """
 
+from collections.abc import Mapping
 import json
 import pathlib
 import tempfile
+from typing import Any
 
 from absl import flags
 import numpy as np
@@ -24,6 +26,7 @@ from encdec_adapt.conversion import (
 from encdec_adapt.files import disk, hub, paths
 from encdec_adapt.huggingface import (
   config_json,
+  embedding_files,
   export,
   new_folder,
   tensor_folder,
@@ -32,7 +35,11 @@ from encdec_adapt.huggingface import (
 from encdec_adapt.huggingface import vision as vision_lib
 from encdec_adapt.models import model_config, parameters
 from encdec_adapt.telemetry import progress
-from encdec_adapt.tokenizers import chat_format
+from encdec_adapt.tokenizers import (
+  chat_format,
+  tokenizer_writer,
+  vocabulary,
+)
 
 _REWARD_NOTE = (
   'it is a reward model: its output scores the answer to a prompt, with the'
@@ -53,6 +60,10 @@ def export_folder(values: flags.FlagValues, _: list[str]) -> int:
   if values.layout == 'peft':
     peft_exchange.export_adapters(values, stored)
     return 0
+  embeds = values.embedding or stored.model.decoder.embedding
+  side = stored.prompt_side
+  if embeds:
+    stored = model_on_disk.embedding_model(stored, values.embedding)
   native = _is_native(stored.model, values.layout)
   folders = pretrained_files.folders(stored.path)
   # The tokenizer below is written from these files: damage is found first.
@@ -110,7 +121,11 @@ def export_folder(values: flags.FlagValues, _: list[str]) -> int:
       evaluation=values.evaluation,
     )
     text = json.dumps(generation, indent=2) + '\n'
-    files[tensor_folder.GENERATION] = text.encode()
+    if embeds:
+      reader = opened and opened.sides[side]
+      files |= _embedding_files(stored, arrays, files, reader)
+    else:
+      files[tensor_folder.GENERATION] = text.encode()
     export.write(
       values.output,
       stored.model,
@@ -124,6 +139,26 @@ def export_folder(values: flags.FlagValues, _: list[str]) -> int:
     )
   print(f'{values.output}: {parameters.count(stored.model):,} parameters')
   return 0
+
+
+def _embedding_files(
+  stored: model_on_disk.StoredModel,
+  arrays: Mapping[str, Any],
+  files: Mapping[str, Any],
+  reader: vocabulary.Vocabulary | None,
+) -> dict[str, Any]:
+  """Returns further files of an embedding model, and its tokenizer.json."""
+  further = embedding_files.files(
+    stored.model.decoder,
+    arrays,
+    stored.prompts,
+    pretrained_files.prompt_room(stored),
+  )
+  name = tokenizer_writer.JSON
+  if reader and name in files:
+    content = pathlib.Path(files[name]).read_bytes()
+    further[name] = embedding_files.with_bos(content, reader)
+  return further
 
 
 def push_folder(values: flags.FlagValues, operands: list[str]) -> int:

@@ -126,9 +126,12 @@ def write(
   model = stored.model
   has_class = not (native and torch_export.problem(model))
   generates = has_class and tokenizers and model.architecture.generates
+  library = 'transformers' if has_class else 'encdec_adapt'
+  if model.decoder.embedding:
+    library = 'sentence-transformers'
   lines = ''.join(f'- {note}\n' for note in notes)
   metadata = {
-    'library_name': 'transformers' if has_class else 'encdec_adapt',
+    'library_name': library,
     'tags': ['encdec_adapt'],
     **_metadata(stored, languages, evaluation),
   }

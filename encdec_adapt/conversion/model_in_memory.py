@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import dataclasses
 import functools
 import math
+import operator
 import os
 from typing import Any, NamedTuple
 
@@ -28,7 +29,13 @@ from encdec_adapt.conversion import (
 from encdec_adapt.inference import engine as engine_lib
 from encdec_adapt.inference import log_likelihoods
 from encdec_adapt.inference import pooling as pooling_lib
-from encdec_adapt.models import build, execution, model_config, parameters
+from encdec_adapt.models import (
+  build,
+  embedding_head,
+  execution,
+  model_config,
+  parameters,
+)
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import rules as rules_lib
 from encdec_adapt.tokenizers import vocabulary
@@ -150,13 +157,15 @@ class LoadedModel:
     return [Score(scores[i].log_prob, len(x)) for i, x in enumerate(tokens)]
 
   def embed(
-    self, texts: Sequence[str], pooling: str = 'mean', **options: Any
+    self, texts: Sequence[str], pooling: str | None = None, **options: Any
   ) -> Float[np.ndarray, 'B E']:
-    """Returns the encoder's states of each text, pooled.
+    """Returns the vector of each text, or the encoder's states, pooled.
 
     Args:
-      texts: the texts.
-      pooling: 'mean' over the tokens, or the state of the 'last' one.
+      texts: the texts; `prefix=model.stored.prompts['query']` makes queries of
+        them.
+      pooling: 'mean' over the tokens, or the state of the 'first' or 'last'
+        one; None for that of an embedding model, or else 'mean'.
       **options: see `score`.
 
     Raises:
@@ -169,6 +178,43 @@ class LoadedModel:
       self.embed_tokens(texts, pooling=pooling, batch_size=chosen.batch_size)
     )
     return np.array([states[i] for i in range(len(encoded))])
+
+  def embedding_model(self) -> 'LoadedModel':
+    """Returns an embedding model: this one, or the stack that reads prompts.
+
+    Its states are pooled by their mean. A prefix decoder reads as an encoder.
+    """
+    if self.config.decoder.embedding:
+      return self
+    config, sources = parameters.embedding_model(
+      self.config, embedding_head.EmbeddingHead()
+    )
+    flat = state_lib.flatten(self.params)
+    params = {path: flat[source] for path, source in sources.items()}
+    model = build.build(config, self.model.compute)
+    return dataclasses.replace(
+      self, model=model, params=state_lib.unflatten(params)
+    )
+
+  def embed_texts(
+    self, texts: Sequence[str], role: str, rows: int
+  ) -> Float[np.ndarray, 'n E']:
+    """Embeds queries or documents, as the run has read them in training.
+
+    Args:
+      texts: the texts; of a longer one than the model has positions, the first
+        tokens are read.
+      role: 'query' or 'document'.
+      rows: texts at a time.
+    """
+    stored = self.stored
+    reader = stored.require_vocabularies().sides[stored.prompt_side]
+    prefix, room = stored.prompts[role], pretrained_files.prompt_room(stored)
+    tokens = [[reader.bos, *reader.encode(prefix + x)][:room] for x in texts]
+    pairs = self.embed_tokens(
+      dict(enumerate(tokens)), pooling=None, batch_size=rows
+    )
+    return np.array([x for _, x in sorted(pairs, key=operator.itemgetter(0))])
 
   def _encode(
     self, texts: Sequence[str], options: text_generation.Options, generated: int
@@ -303,14 +349,14 @@ class LoadedModel:
     self,
     texts: Mapping[int, Int[np.ndarray, 'n']],
     *,
-    pooling: str,
+    pooling: str | None,
     batch_size: int = 8,
   ) -> Iterator[tuple[int, Float[np.ndarray, 'E']]]:
     """Embeds texts and yields their indices; see `inference.pooling.embed`.
 
     Args:
       texts: token ids of each by its index, BOS first.
-      pooling: one of `pooling.POOLINGS`.
+      pooling: see `embed`.
       batch_size: texts at a time, rounded up to divide over the devices.
     """
     indices = list(texts)

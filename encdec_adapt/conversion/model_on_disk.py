@@ -26,9 +26,14 @@ from encdec_adapt.cluster import distributed
 from encdec_adapt.conversion import adapter_arrays
 from encdec_adapt.files import atomic, hub, lazy_array
 from encdec_adapt.files import paths as paths_lib
-from encdec_adapt.huggingface import folder, tensor_folder, vision
+from encdec_adapt.huggingface import (
+  embedding_files,
+  folder,
+  tensor_folder,
+  vision,
+)
 from encdec_adapt.models import adapters as adapters_lib
-from encdec_adapt.models import model_config, parameters
+from encdec_adapt.models import embedding_head, model_config, parameters
 from encdec_adapt.objectives import example_maker
 from encdec_adapt.tokenizers import vocabulary, vocabulary_pair
 from encdec_adapt.training import state as state_lib
@@ -49,6 +54,7 @@ _FILES = (
   tensor_folder.CONFIG,
   tensor_folder.GENERATION,
   tensor_folder.INDEX,
+  embedding_files.PROMPTS,
   *vision.PROCESSORS,
   *TOKENIZERS,
 )
@@ -171,6 +177,15 @@ class StoredModel:
     separators = (objective.separator for objective in self.objectives)
     return next(filter(None, separators), '')
 
+  @property
+  def prompts(self) -> Mapping[str, str]:
+    """Text before queries and documents of an embedding model, by role."""
+    file = self.path / embedding_files.PROMPTS
+    empty = {'query': '', 'document': ''}
+    if file.exists():  # An exported folder.
+      return empty | atomic.read_json(file).get('prompts', {})
+    return next((x.prompts for x in self.objectives if x.prompts), empty)
+
   def read(self, placement: state_lib.Placement) -> Any:
     """Reads the parameters: nested, sharded, in the dtype of the placement.
 
@@ -254,6 +269,39 @@ def open_model(
     stored = _open_run(path, step)
   model = with_window(stored.model, encoder_window, name)
   return dataclasses.replace(stored, model=model, name=name)
+
+
+def embedding_model(stored: StoredModel, options: str) -> StoredModel:
+  """Returns an embedding model, or the one in another model, without reading.
+
+  Args:
+    stored: the model.
+    options: `config.model.embedding` of the stack of another model that reads
+      prompts; '' for the head of an embedding model.
+
+  Raises:
+    UserError: options of an embedding model, or projections, which would be
+      random.
+  """
+  head = stored.model.decoder.embedding
+  if options:
+    new = embedding_head.parse(options)
+    if head or new.projections:
+      raise errors.UserError(
+        f'--embedding={options} is for a model without a head, and makes one'
+        ' without projections, which have to be trained'
+        ' (config.model.embedding); leave it out.'
+      )
+    head = new
+  # The temperature is for training alone.
+  head = dataclasses.replace(head, temperature=None)
+  model, sources = parameters.embedding_model(stored.model, head)
+
+  def arrays() -> dict[str, lazy_array.LazyArray]:
+    found = stored.arrays()
+    return {path: found[source] for path, source in sources.items()}
+
+  return dataclasses.replace(stored, model=model, arrays=arrays)
 
 
 def resolve(name: str | os.PathLike[str]) -> tuple[paths_lib.Path, int | None]:

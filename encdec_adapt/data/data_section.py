@@ -105,7 +105,8 @@ class DataConfig:
     '',
     'How often training rows are of each objective and source:'
     " 'tokens:1,3' is one target token to three, likewise 'examples:' and"
-    " 'rows:'; 'examples:sizes,temperature=2,cap=10000' takes the numbers of"
+    " 'rows:', and 'batches:', by which each batch has the rows of a single"
+    " part; 'examples:sizes,temperature=2,cap=10000' takes the numbers of"
     ' examples, at most 10000 each, to the power 1/2;'
     " 'tokens:1,0; 9000=tokens:0,1' switches at step 9000. '' reads every row"
     ' once in a pass, or takes the rates of a SeqIO mixture.',

@@ -93,16 +93,17 @@ def raw_from_model(
       for every family.
   """
   is_pair = config.architecture.encodes_prompt
+  make = (
+    _raw_from_decoder
+    if is_pair or not config.decoder.embedding
+    else (_raw_from_embedder)
+  )
   reasons = []
   for family in (PAIRS if is_pair else families.FAMILIES).values():
     try:
       if is_pair:
         return _raw_from_pair(config, family), family.layout
-      if config.decoder.role != 'causal':
-        raise errors.UserError(
-          f'its attention is causal, and not {config.decoder.role}.'
-        )
-      return _raw_from_decoder(config.decoder, family), family.layout
+      return make(config.decoder, family), family.layout
     except errors.UserError as error:
       reasons.append(f'{family.model_type}: {error}')
   raise errors.UserError(
@@ -118,6 +119,8 @@ def _raw_from_decoder(
   Raises:
     UserError: no model of the family has this stack.
   """
+  if stack.role != 'causal':
+    raise errors.UserError(f'its attention is causal, and not {stack.role}.')
   if stack.classes != 1:
     raw = families.raw_from_stack(stack, family)
     return {**raw, 'architectures': [family.architecture]}
@@ -125,12 +128,45 @@ def _raw_from_decoder(
   return {**raw, 'architectures': [family.classifier], **_ONE_LABEL}
 
 
+def _raw_from_embedder(
+  stack: model_config.StackConfig, family: families.Family
+) -> dict[str, Any]:
+  """Returns the config.json of the class that computes an embedder's states.
+
+  Raises:
+    UserError: no model of the family has this stack.
+  """
+  sizes = stack.embedding.sizes(stack.width)
+  plain = dataclasses.replace(
+    stack, embedding=None, tied_head=True, role='causal'
+  )
+  raw = _raw_from_decoder(plain, family)
+  name = family.architecture.removesuffix('ForCausalLM')
+  if stack.role != 'causal':
+    # The distance that local layers do not reach; the class halves its field.
+    window = stack.window + (stack.window_rule == 'inclusive')
+    if stack.window_rule == 'centered':
+      window = (stack.window + 1) / 2
+    if family.model_type != 'gemma3_text' or window % 1:
+      raise errors.UserError(
+        f'it has no bidirectional attention with a {stack.window_rule} window'
+        f' of {stack.window}.'
+      )
+    raw['sliding_window'] = 2 * (int(window) - 1)
+    raw['use_bidirectional_attention'] = True
+  name += 'Text' * (name == 'Gemma3') + 'Model'
+  return {**raw, 'architectures': [name], 'matryoshka_dimensions': list(sizes)}
+
+
 def native_from_model(config: model_config.ModelConfig) -> dict[str, Any]:
   """Returns the config.json of our native layout, which fits every model."""
   section = model_section.section_from_model(config)
   # Not a key of `config.model`: a job takes the number from its labels.
   classes = {'classes': config.decoder.classes}
-  code = {} if torch_export.problem(config) else torch_export.FIELDS
+  code = {} if torch_export.problem(config) else torch_export.fields(config)
+  if head := config.decoder.embedding:
+    sizes = head.sizes(config.decoder.width)
+    code = {**code, 'matryoshka_dimensions': list(sizes)}
   return {'model_type': NATIVE_TYPE, 'model': section, **classes, **code}
 
 

@@ -338,6 +338,8 @@ def _weights(
   if layout.native:
     yield Weight(leaf.replace('/', '.'), leaf, shape, rows, native=True)
     return
+  if part == 'embedding':  # In files of modules (`embedding_files`).
+    return
   name = None
   if part == 'layers':
     number, *inner = inner

@@ -1,25 +1,24 @@
-"""Embeddings of texts: the encoder's states after its final norm, pooled.
+"""Embeddings of texts: vectors of an embedding model, or pooled states.
 
-Needs neither the engine nor a cache: nothing is generated.
+The states are those of an encoder after its final norm. Needs neither the
+engine nor a cache: nothing is generated.
 """
 
 from collections.abc import Iterator, Sequence
 import functools
 
 import jax
-from jax import numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 import numpy as np
 
 from encdec_adapt.base import errors
 from encdec_adapt.inference import lengths
-from encdec_adapt.models import base_model, build
+from encdec_adapt.models import base_model, build, embedding_head
 from encdec_adapt.ops import partition
 from encdec_adapt.sharding import rules as rules_lib
 
-# The mean over all tokens, or the state of the last token.
-POOLINGS = ('mean', 'last')
+POOLINGS = embedding_head.POOLINGS
 
 
 def embed(
@@ -29,18 +28,19 @@ def embed(
   *,
   mesh: Mesh,
   rules: rules_lib.Rules,
-  pooling: str,
+  pooling: str | None,
   rows: int,
 ) -> Iterator[tuple[int, Float[np.ndarray, 'E']]]:
   """Embeds texts, long ones first.
 
   Args:
-    model: an encoder-decoder or an encoder-only model.
+    model: an embedding model, an encoder-decoder or an encoder-only model.
     params: its parameters.
     texts: token ids of each, BOS first.
     mesh: mesh of the parameters.
     rules: meaning of logical axes on it.
-    pooling: one of `POOLINGS`.
+    pooling: one of `POOLINGS`; None for that of the embedding model, or else
+      'mean'.
     rows: texts at a time.
 
   Yields:
@@ -49,6 +49,13 @@ def embed(
   Raises:
     UserError: the model has no encoder, or there is no such pooling.
   """
+  head = model.config.decoder.embedding
+  pooling = pooling or (head.pooling if head else 'mean')
+  if head and head.pooling != pooling:
+    raise errors.UserError(
+      f'pooling is {pooling!r}, and the embedding model pools by'
+      f' {head.pooling!r}; leave it out.'
+    )
   if pooling not in POOLINGS:
     raise errors.UserError(
       f'pooling is {pooling!r}; it must be {" or ".join(POOLINGS)}.'
@@ -84,11 +91,7 @@ def _pool(
   with partition.use(mesh, rules.as_dict()):
     positions, real = lengths.frame(tokens, counts)
     states = model.architecture.encode(model, params, (tokens, real, positions))
-    # A sum over a long text in bfloat16 would lose its last terms.
-    states = states.astype(jnp.float32)
-    if pooling == 'last':
-      pooled = states[jnp.arange(len(counts)), counts - 1]
-    else:
-      total = jnp.sum(jnp.where(real[:, :, None] > 0, states, 0), axis=1)
-      pooled = total / counts[:, None]
+    pooled = embedding_head.pool(states, real, 1, pooling)[:, 0]
+    if head := model.config.decoder.embedding:
+      pooled = embedding_head.project(head, params['decoder'], pooled)
     return partition.shard(pooled, None, None)  # Every process reads it.

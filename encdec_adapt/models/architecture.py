@@ -14,7 +14,8 @@ of types. Each stack reads the fields of a side of a batch
 | encoder         | decoder | encoder                  |                |
 
 The teacher's row holds the inputs of a pair and then its targets. A classifier
-reads the sides of an encoder, for every role of its stack. A reward model is a
+or an embedding model reads the sides of an encoder, for every role of its
+stack. A reward model is a
 decoder with a head of a single output, read from the state that has read a
 whole answer; it reads pairs as its kind does, and generates nothing.
 
@@ -68,7 +69,7 @@ class Architecture:
       continuations.
     predicts_inputs: whether it can learn the inputs of a pair too.
     rows: contents of rows that it can be trained on: sides that an objective
-      fills ('pair', 'decoder', 'encoder'), or 'labels'.
+      fills ('pair', 'decoder', 'encoder'), 'labels' or 'texts'.
     sides_of_pairs: stack -> side that it reads in batches of pairs.
     sides_of_texts: the same in batches without inputs.
   """
@@ -338,16 +339,21 @@ BY_NAME = {kind.name: kind for kind in (*_SINGLE_STACK, ENCODER_DECODER)}
 GENERATING = tuple(kind for kind in BY_NAME.values() if kind.generates)
 
 
-def of_stack(role: str, classes: int) -> Architecture:
+def of_stack(
+  role: str, classes: int = 0, *, embeds: bool = False
+) -> Architecture:
   """Returns the architecture of a model of a single stack.
 
   Args:
     role: self-attention of the stack.
     classes: number of labels of a classifier, 1 for a reward model, 0 for a
       language model.
+    embeds: whether it is an embedding model.
   """
   # A classifier reads whole texts; its name says which stack it started from.
   kind = next(kind for kind in _SINGLE_STACK if kind.role == role)
+  if embeds:
+    return dataclasses.replace(ENCODER, name=kind.name, rows=('texts',))
   if classes > 1:
     return dataclasses.replace(ENCODER, name=kind.name, rows=kind.rows)
   return rewarding(kind) if classes else kind

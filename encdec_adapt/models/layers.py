@@ -10,6 +10,7 @@ Imports no attention and nothing that is made of layers.
 """
 
 from collections.abc import Sequence
+import itertools
 import math
 from typing import Any
 
@@ -128,6 +129,25 @@ class Head(nn.Module):
   @nn.compact
   def __call__(self) -> Float[Array, 'V D']:
     return make_table(self, self.config, self.config.outputs)
+
+
+class EmbeddingHead(nn.Module):
+  """Declares projections and temperature; see `embedding_head.project`."""
+
+  config: model_config.StackConfig
+
+  @nn.compact
+  def __call__(self) -> None:
+    head, axes = self.config.embedding, ('embed', 'mlp')
+    widths = (self.config.width, *head.projections)
+    for i, shape in enumerate(itertools.pairwise(widths)):
+      init = kernel_init(axes[:: -1 if i % 2 else 1], 0, 1)
+      self.param(f'projection_{i}', init, shape, jnp.float32)
+    if head.temperature is not None:
+      # Its logarithm, so that every value is a temperature.
+      value = nn.initializers.constant(math.log(head.temperature))
+      init = nn.with_logical_partitioning(value, ('reward',))  # Not divided.
+      self.param('log_temperature', init, (1,), jnp.float32)
 
 
 def make_table(

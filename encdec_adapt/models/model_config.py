@@ -11,6 +11,7 @@ from flax import traverse_util
 
 from encdec_adapt.base import errors, keys
 from encdec_adapt.models import architecture as architectures
+from encdec_adapt.models import embedding_head
 from encdec_adapt.ops import rope
 
 LayerKind = Literal['local', 'global']
@@ -54,6 +55,7 @@ class StackConfig:
       end of image), or None.
     classes: number of labels of a classifier, which are the rows of its head
       in place of the tokens; 1 for a reward model; 0 for a language model.
+    embedding: head of an embedding model, in place of a head of tokens.
   """
 
   # `presets` gives the first six fields by position.
@@ -140,6 +142,7 @@ class StackConfig:
   )
   eoi_token: int | None = None
   classes: int = 0
+  embedding: embedding_head.EmbeddingHead | None = None
   tied_head: bool = keys.key(True, 'Logits use the embedding table.')
   experts: int = keys.key(
     0,
@@ -201,6 +204,8 @@ class StackConfig:
         f" decoder's, {self.width}; set cross_merged to False, or choose an"
         ' encoder of that width.'
       )
+    if self.embedding:
+      self.embedding.sizes(self.width)  # Checks them.
     self._check_experts()
 
   def _check_experts(self) -> None:
@@ -269,13 +274,13 @@ class StackConfig:
   @property
   def outputs(self) -> int:
     """Number of logits: labels of a classifier, else tokens."""
-    return self.classes or self.vocab_size
+    return 0 if self.embedding else self.classes or self.vocab_size
 
   @property
   def has_head(self) -> bool:
     """Whether the head has a separate table."""
     # Labels are not tokens, so that a classifier's head cannot be tied.
-    return bool(self.classes) or not self.tied_head
+    return bool(self.classes) or not (self.tied_head or self.embedding)
 
   def layer_kind(self, layer: int) -> LayerKind:
     """Kind of layer number `layer`, from 0."""
@@ -309,7 +314,9 @@ class DecoderOnlyConfig:
   @property
   def architecture(self) -> architectures.Architecture:
     """The kind of the model."""
-    return architectures.of_stack(self.decoder.role, self.decoder.classes)
+    stack = self.decoder
+    embeds = stack.embedding is not None
+    return architectures.of_stack(stack.role, stack.classes, embeds=embeds)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -460,9 +467,11 @@ def differences(model: ModelConfig, reference: ModelConfig) -> list[str]:
     traverse_util.flatten_dict(dataclasses.asdict(config), sep='.')
     for config in (model, reference)
   )
+  # Only one of two models may have a head with fields.
+  names = dict.fromkeys([*values, *expected])
   return [
-    f'{name} is {value!r} and {expected[name]!r}'
-    for name, value in values.items()
+    f'{name} is {value!r} and {expected.get(name)!r}'
+    for name, value in ((name, values.get(name)) for name in names)
     # Padding is the choice of a mesh, and stripped on export.
-    if value != expected[name] and not name.endswith('.vocab_multiple')
+    if value != expected.get(name) and not name.endswith('.vocab_multiple')
   ]

@@ -10,7 +10,7 @@ from typing import Any
 
 from encdec_adapt.base import errors, keys
 from encdec_adapt.models import architecture as architectures
-from encdec_adapt.models import model_config
+from encdec_adapt.models import embedding_head, model_config
 from encdec_adapt.ops import masks
 
 
@@ -54,6 +54,12 @@ class ModelSection:
     at_least=0,
     none=-1,
   )
+  embedding: str = keys.key(
+    '',
+    "A single stack that embeds texts: 'pooling=mean,projections=3072+768,"
+    "dimensions=256+128' (mean, last or first; widths after the pooled states;"
+    " leading parts that are vectors too). '': it predicts tokens.",
+  )
   vocab_multiple: int = keys.key(
     128,
     'Embedding tables are padded to a multiple of this many rows, so that'
@@ -85,6 +91,15 @@ def model_from_section(values: Mapping[str, Any]) -> model_config.ModelConfig:
   """
   section = keys.make(ModelSection, values)
   architecture = architectures.BY_NAME[section.kind]
+  if section.embedding and section.kind in (
+    'encoder_decoder',
+    'prefix_decoder',
+  ):
+    raise errors.UserError(
+      f'{embedding_head.LABEL} is {section.embedding!r} with config.model.kind'
+      f' {section.kind}; set the kind to encoder_only or decoder_only, which'
+      " config.init.mode='adapt' starts from a stack of a pair."
+    )
   common = dict(
     vocab_multiple=section.vocab_multiple,
     eoi_token=section.eoi_token,
@@ -95,7 +110,9 @@ def model_from_section(values: Mapping[str, Any]) -> model_config.ModelConfig:
   rule = {'window_rule': section.window_rule}
   if not architecture.encodes_prompt:
     common |= rule if architecture.has_encoder else {}
-    decoder = _stack('decoder', values['decoder'], **common)
+    head = embedding_head.parse(section.embedding)
+    values = values['decoder']
+    decoder = _stack('decoder', values, embedding=head, **common)
     return model_config.DecoderOnlyConfig(decoder)
   decoder = _stack('decoder', values['decoder'], **common)
   keys_of_encoder = {'tied_head': True, **values['encoder']}
@@ -137,6 +154,7 @@ def section_from_model(model: model_config.ModelConfig) -> dict[str, Any]:
     shared_table=pair and model.shared_table,
     window_rule=encoder.window_rule,
     eoi_token=decoder.eoi_token,
+    embedding=embedding_head.spell(decoder.embedding),
     vocab_multiple=decoder.vocab_multiple,
   )
   stacks = {side: keys.values_of(stack) for side, stack in model.stacks.items()}

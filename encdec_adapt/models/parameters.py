@@ -19,7 +19,13 @@ from flax import linen as nn
 import jax
 import jax.numpy as jnp
 
-from encdec_adapt.models import block, execution, model_config, stack
+from encdec_adapt.models import (
+  block,
+  embedding_head,
+  execution,
+  model_config,
+  stack,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,6 +132,32 @@ def parameter_table(
       if _has_table(config, name) or not path.startswith('embedder/')
     }
   )
+
+
+def embedding_model(
+  config: model_config.ModelConfig, head: embedding_head.EmbeddingHead
+) -> tuple[model_config.DecoderOnlyConfig, dict[str, str]]:
+  """Returns the embedding model in a model: its stack that reads prompts.
+
+  Args:
+    config: the model.
+    head: head of the embedding model, without parameters.
+
+  Returns:
+    The embedding model, and the path in the model of each of its parameters.
+  """
+  side = config.architecture.prompt_stack
+  stack = config.stacks[side]
+  # A prompt is all prefix, which is read from both sides.
+  role = 'bidirectional' if stack.role == 'prefix' else stack.role
+  stack = dataclasses.replace(stack, embedding=head, role=role, classes=0)
+  model = model_config.DecoderOnlyConfig(stack)
+  table, sources = parameter_table(config), {}
+  for path in parameter_table(model):
+    source = path.replace('decoder', side, 1)
+    # A table that both stacks share is stored with the decoder.
+    sources[path] = source if source in table else path
+  return model, sources
 
 
 def count(config: model_config.ModelConfig) -> int:

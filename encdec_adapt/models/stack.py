@@ -138,6 +138,8 @@ class Stack(nn.Module):
       # Declares the table only: losses read it from the parameters, as most of
       # them never hold the logits of all positions.
       layers.Head(cfg, name='head')()
+    if cfg.embedding:
+      layers.EmbeddingHead(cfg, name='embedding')()
 
     entries = None if cached is None else cached.layers
     cross_entries = None if cached is None else cached.cross

@@ -50,7 +50,8 @@ class RowField:
 
   Attributes:
     name: attribute of the example, an array [n], a text or None.
-    dtype: 'int32' for tokens, 'float32' for weights, 'json' for a text.
+    dtype: 'int32' for tokens, 'count' for other integers, 'float32' for
+      weights, 'json' for a text.
     side: stack that reads the tokens, so that they are of its vocabulary.
   """
 
@@ -79,12 +80,13 @@ class ExampleMaker(abc.ABC):
     options: options that a name may have.
     draws: whether anything is random.
     documents: kind of documents that it reads: 'text', 'pairs', 'chat',
-      'preferences' or 'labels'.
+      'preferences', 'labels' or 'embed'.
     reads: content of documents: 'tokens', or 'text' (JSON of pairs and chats).
     fields: fields of an example that are stored in a row.
     example: class of the examples, a NamedTuple with `fields` and `documents`,
       and a method `positions`, as `framing.Pair`; samples read its `inputs` and
       `teacher_inputs`.
+    rows: content of its rows, as in `Architecture.rows`; '' for the sides.
     answers: answers of a row; several are fields [P, G, T], and rows of such
       an objective hold a single example.
     axes: logical axes of batch fields other than rows ('batch') of tokens
@@ -115,6 +117,7 @@ class ExampleMaker(abc.ABC):
   reads = 'tokens'
   fields = PAIR_FIELDS
   example: type = framing.Pair
+  rows = ''
   answers = 1
   axes: Mapping[str, tuple[str | None, ...]] = types.MappingProxyType({})
   distills = False
@@ -174,6 +177,16 @@ class ExampleMaker(abc.ABC):
   ) -> int:
     """Returns the new sentinels that a policy for them needs."""
     return 0
+
+  @classmethod
+  def with_options(cls, options: Mapping[str, Any]) -> type['ExampleMaker']:
+    """Returns the class with options that `frame` needs as attributes."""
+    return cls
+
+  @classmethod
+  def capacity(cls, lengths: framing.Lengths) -> framing.Lengths:
+    """Returns the most that the `positions` of a row's examples may sum to."""
+    return lengths
 
   @classmethod
   def modes(cls, options: Mapping[str, Any]) -> tuple[str, ...]:
@@ -267,16 +280,21 @@ class Objective:
 
   Attributes:
     text: name and options of the objective, as the configuration has them.
-    maker: class of its maker.
+    kind: class of its maker, without its options.
     options: values of its options, and of those that its name stands for.
   """
 
   text: str
-  maker: type[ExampleMaker] = dataclasses.field(compare=False, repr=False)
+  kind: type[ExampleMaker] = dataclasses.field(compare=False, repr=False)
   options: Mapping[str, Any] = dataclasses.field(compare=False, repr=False)
 
   def __str__(self) -> str:
     return self.text
+
+  @property
+  def maker(self) -> type[ExampleMaker]:
+    """Class of its maker: see `ExampleMaker.with_options`."""
+    return self.kind.with_options(self.options)
 
   @property
   def feeds(self) -> str:
@@ -296,7 +314,7 @@ class Objective:
   @property
   def rows(self) -> str:
     """Content of its rows, as in `Architecture.rows`."""
-    return 'labels' if self.labels else self.feeds
+    return 'labels' if self.labels else self.maker.rows or self.feeds
 
   @property
   def labels(self) -> tuple[str, ...]:
@@ -334,6 +352,12 @@ class Objective:
     """Text before all inputs; None if the objective has no such option."""
     has_option = 'prefix' in self.maker.options
     return self.options.get('prefix', '') if has_option else None
+
+  @property
+  def prompts(self) -> Mapping[str, str]:
+    """Text before the texts that are embedded, by their role."""
+    roles = self.maker.options.keys() & {'query', 'document'}
+    return {role: self.options.get(role, '') for role in sorted(roles)}
 
   @property
   def modes(self) -> tuple[str, ...]:

@@ -71,7 +71,7 @@ def _choice(name: str, values: Sequence[str]) -> example_maker.Option:
   )
 
 
-def _text(name: str) -> example_maker.Option:
+def text_option(name: str) -> example_maker.Option:
   """Returns an option with a text as its value."""
   return example_maker.Option(
     option_strings.unquote,
@@ -90,8 +90,8 @@ class Supervised(example_maker.ExampleMaker):
   options = {
     'too_long': _choice('too_long', TOO_LONG),
     'meap': _choice('meap', MEAP),
-    'prefix': _text('prefix'),
-    'separator': _text('separator'),
+    'prefix': text_option('prefix'),
+    'separator': text_option('separator'),
   }
   reads = 'text'
   documents = 'pairs'

@@ -153,6 +153,20 @@ def shard(x: jax.Array, *names: str | None) -> jax.Array:
   )
 
 
+def split_rows(x: jax.Array, parts: int) -> jax.Array:
+  """Divides rows [B, ..] into parts [parts, B / parts, ..].
+
+  Row i goes to part i % parts, so that every device splits the rows it holds
+  and no data is exchanged.
+  """
+  return x.reshape(x.shape[0] // parts, parts, *x.shape[1:]).swapaxes(0, 1)
+
+
+def join_rows(x: jax.Array) -> jax.Array:
+  """Returns the rows [B, ..] that `split_rows` divided."""
+  return x.swapaxes(0, 1).reshape(-1, *x.shape[2:])
+
+
 def sum_gradient_in_stages(weight: jax.Array, *names: str | None) -> jax.Array:
   """Returns the weight; its gradient is summed over some mesh axes first.
 

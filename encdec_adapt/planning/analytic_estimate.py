@@ -347,7 +347,7 @@ def _loss(work: Workload) -> float:
   """Returns bytes of a chunk of logits and, in training, of gradients."""
   logits = _logits_pass(work)
   stack, tokens = logits.stack, work.tokens(logits)
-  if stack.classes == 1:  # A reward for each row, which has no logits.
+  if stack.classes == 1 or stack.embedding:  # They have no logits.
     return 0.0
   # A device that holds a part of the table computes the logits of all devices
   # that share the table.

@@ -117,30 +117,13 @@ class Service:
       return responses.JSONResponse(replies.body(first))
     except protocol.ApiError as error:
       self._requests[error.status] += 1
-      # Escaped: names of fields may be no valid Unicode.
-      body, kind = json.dumps(error.body), 'application/json'
-      # Bytes of the body that come later would be read as the next request.
-      headers = {'connection': 'close'} if error.status == 408 else None
-      return responses.Response(body, error.status, headers, kind)
+      return refusal(error)
 
   async def _parse(self, request: requests.Request) -> protocol.Call:
     """Reads and parses a request."""
     if self.draining:
       raise protocol.ApiError(503, 'the server is stopping.')
-    content = b''
-    try:
-      async with asyncio.timeout(_BODY_SECONDS):
-        async for part in request.stream():
-          # Counted as it arrives: chunked bodies do not announce a length.
-          content += part
-          if len(content) > _MAX_BODY:
-            raise protocol.ApiError(413, f'the limit is {_MAX_BODY} bytes.')
-    except TimeoutError:
-      raise protocol.ApiError(
-        408, f'the body did not arrive within {_BODY_SECONDS} seconds.'
-      ) from None
-    except requests.ClientDisconnect:
-      raise protocol.ApiError(_GONE, 'the client left.') from None
+    content = await read_body(request)
     served, is_chat = self._served, 'chat' in request.url.path
     if is_chat and not self._chat:
       raise protocol.ApiError(400, 'the model has no chat format.')
@@ -276,6 +259,38 @@ class Service:
   async def _show_page(self, _: requests.Request) -> responses.Response:
     """Sends the page to try the model."""
     return responses.HTMLResponse(self._page)
+
+
+async def read_body(request: requests.Request) -> bytes:
+  """Returns the body of a request.
+
+  Raises:
+    ApiError: it is too long or too slow, or the client left.
+  """
+  content = b''
+  try:
+    async with asyncio.timeout(_BODY_SECONDS):
+      async for part in request.stream():
+        # Counted as it arrives: chunked bodies do not announce a length.
+        content += part
+        if len(content) > _MAX_BODY:
+          raise protocol.ApiError(413, f'the limit is {_MAX_BODY} bytes.')
+  except TimeoutError:
+    raise protocol.ApiError(
+      408, f'the body did not arrive within {_BODY_SECONDS} seconds.'
+    ) from None
+  except requests.ClientDisconnect:
+    raise protocol.ApiError(_GONE, 'the client left.') from None
+  return content
+
+
+def refusal(error: protocol.ApiError) -> responses.Response:
+  """Returns the response to a request that is refused."""
+  # Escaped: names of fields may be no valid Unicode.
+  body, kind = json.dumps(error.body), 'application/json'
+  # Bytes of the body that come later would be read as the next request.
+  headers = {'connection': 'close'} if error.status == 408 else None
+  return responses.Response(body, error.status, headers, kind)
 
 
 async def _disconnected(request: requests.Request) -> None:

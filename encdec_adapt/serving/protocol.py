@@ -189,8 +189,12 @@ def parse(
   return Call(request, is_chat, fields.get('stream', False), usage)
 
 
-def _read_fields(content: bytes, field: str) -> dict[str, Any]:
-  """Returns the fields of a body that are not null, each checked."""
+def parse_object(content: bytes) -> dict[str, Any]:
+  """Returns the fields of a body that are not null.
+
+  Raises:
+    ApiError: the body is no JSON object.
+  """
   try:
     body = json.loads(content)
   # Deeply nested lists exhaust the stack of the parser.
@@ -198,7 +202,12 @@ def _read_fields(content: bytes, field: str) -> dict[str, Any]:
     raise ApiError(400, f'the body is not JSON ({error}).') from None
   if not isinstance(body, dict):
     raise ApiError(400, 'the body must be a JSON object.')
-  fields = {name: value for name, value in body.items() if value is not None}
+  return {name: value for name, value in body.items() if value is not None}
+
+
+def _read_fields(content: bytes, field: str) -> dict[str, Any]:
+  """Returns the fields of a body that are not null, each checked."""
+  fields = parse_object(content)
   if field not in fields:
     raise ApiError(400, f'{field} is missing; it is required.', field)
   supported = _FIELDS.keys() - {'prompt', 'messages'} | {field}

@@ -63,6 +63,9 @@ def make_train_step(
     `learning_rate/<group>`, `skipped` and `skipped_in_row`.
   """
 
+  if loss.joins_rows:  # It divides the batch itself.
+    microbatches = 1
+
   def step(state, batch, references, base):
     # Inside of the traced function: constraints look the mesh up when they are
     # traced, which is at the first call.
@@ -150,12 +153,6 @@ def _accumulate(objective, trained, batch, keys, microbatches, shardings, axes):
   if microbatches == 1:
     return grad(trained, batch, None if keys is None else keys[0])
 
-  def split(x):
-    # Row i goes to microbatch i % microbatches, so that every device splits
-    # the rows it holds and no data is exchanged.
-    x = x.reshape(x.shape[0] // microbatches, microbatches, *x.shape[1:])
-    return x.swapaxes(0, 1)
-
   def place(gradients, sums):
     return jax.lax.with_sharding_constraint(gradients, shardings), sums
 
@@ -167,6 +164,7 @@ def _accumulate(objective, trained, batch, keys, microbatches, shardings, axes):
     result = place(*grad(trained, part, key))
     return place(*jax.tree.map(jnp.add, total, result)), None
 
+  split = functools.partial(partition.split_rows, parts=microbatches)
   parts = {name: split(value) for name, value in batch.items()}, keys
   first = jax.tree.map(lambda x: x[0], parts)
   # From zeros, not from the first microbatch, which would put the forward and

@@ -14,7 +14,12 @@ import pytest
 from encdec_adapt import config as config_lib
 from encdec_adapt.base import errors
 from encdec_adapt.data.making import packing
-from encdec_adapt.models import architecture, build, model_config
+from encdec_adapt.models import (
+  architecture,
+  build,
+  embedding_head,
+  model_config,
+)
 from encdec_adapt.objectives import framing, objective_names
 from tests import gemma_ids
 from tests.objectives import objective_cases
@@ -38,6 +43,14 @@ CLASSIFIERS = MODELS | {
     dataclasses.replace(STACK, role=role, classes=2)
   )
   for kind, role in ROLES.items()
+}
+EMBEDDERS = MODELS | {
+  kind: model_config.DecoderOnlyConfig(
+    dataclasses.replace(
+      STACK, role=ROLES[kind], embedding=embedding_head.EmbeddingHead()
+    )
+  )
+  for kind in ('decoder_only', 'encoder_only')
 }
 NAMES = [name for name in objective_names.NAMES if name != 'denoise']
 TEXT = [n for n in NAMES if objective_names.NAMES[n].maker.documents == 'text']
@@ -149,6 +162,7 @@ def test_the_table_says_what_feeds_which_model(request):
     models = MODELS
     if name in ('classify', 'tag'):
       text, models = f'{name}:labels=a|b', CLASSIFIERS
+    models = EMBEDDERS if name == 'embed' else models
     for kind, cell in zip(kinds, cells, strict=True):
       if cell:
         config_lib.check_kind(models[kind], objective_names.parse_one(text))

@@ -238,7 +238,8 @@ def write_shard(job: ShardJob) -> dict[str, Any]:
       yield example.pair
 
   pack = packing.pack_pairs if spec.pack else packing.single_pairs
-  rows = pack(pairs(), spec.lengths)
+  objective = objective_names.parse_one(job.part.objective)
+  rows = pack(pairs(), objective.maker.capacity(spec.lengths))
   if spec.max_rows:
     # Differences of rounded bounds: the shares of the shards differ by at most
     # a row and sum to max_rows, without knowledge of each other.

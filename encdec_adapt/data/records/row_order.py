@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import functools
 import hashlib
 import itertools
+from typing import NamedTuple
 
 from grain import experimental
 import numpy as np
@@ -148,6 +149,33 @@ class Interleaving:
     return int(earlier.sum() + equal[:stream].sum())
 
 
+class _Phase(NamedTuple):
+  """An interleaving of turns of one or several rows, from a position on.
+
+  Attributes:
+    start: the first position; a turn begins there.
+    turns: the interleaving.
+    size: rows of a turn.
+    ahead: rows of every stream that are read ahead of its turns (negative:
+      behind).
+  """
+
+  start: int
+  turns: Interleaving
+  size: int
+  ahead: np.ndarray
+
+  def turn(self, position: int) -> tuple[int, int]:
+    """Returns the turn of a position, and the number of its row in it."""
+    turn, offset = divmod(position - self.start, self.size)
+    return turn + self.start // self.size, offset
+
+  def first(self, stream: int, turn: int) -> float:
+    """Returns the first position of a stream's turn, which may be infinite."""
+    number = self.turns.position(stream, turn)
+    return self.start + (number - self.start // self.size) * self.size
+
+
 class Order:
   """The order of a training stream: position -> row number.
 
@@ -206,12 +234,10 @@ class Order:
       )
     shares = [phase.row_shares(record_set.parts) for phase in rates] or [[1.0]]
     steps = [phase.step for phase in rates] or [0]
-    # By phase: first position; interleaving, and the rows of every stream that
-    # are read ahead of its turns (negative: behind). An interleaving counts its
-    # turns from position 0, whatever earlier phases have read, so that a phase
-    # is the same however a job came to it.
+    # An interleaving counts its turns from position 0, whatever earlier phases
+    # have read, so that a phase is the same however a job came to it.
     self._starts: list[int] = []
-    self._phases: list[tuple[Interleaving, np.ndarray]] = []
+    self._phases: list[_Phase] = []
     # Earlier phases are not rebuilt: a resumed job may not know their rates,
     # and `consumed` says all that is left of them.
     current = max(bisect.bisect_right(steps, step) - 1, 0)
@@ -222,16 +248,20 @@ class Order:
       if self._starts:
         consumed = self.consumed(start)
       self._starts.append(start)
+      whole = rates and rates[phase].unit == row_rates.BATCHES
+      size = batch_size if whole else 1
       turns = Interleaving(shares[phase])
-      self._phases.append((turns, np.array(consumed) - turns.counts(start)))
+      ahead = np.array(consumed) - size * turns.counts(start // size)
+      self._phases.append(_Phase(start, turns, size, ahead))
     self.total = None if repeat else self._end()
 
   def _end(self) -> int:
     """Returns the first position that would read a row past its stream."""
     phases = zip([*self._starts[1:], np.inf], self._phases, strict=True)
-    for next_start, (turns, ahead) in phases:
+    for next_start, phase in phases:
+      # A turn of which rows are missing is left out.
       end = min(
-        turns.position(i, stream.rows - ahead[i])
+        phase.first(i, (stream.rows - phase.ahead[i]) // phase.size)
         for i, stream in enumerate(self._streams)
       )
       # A stream that runs out after the switch may not: the rates change.
@@ -239,7 +269,7 @@ class Order:
         break
     return int(end)
 
-  def _phase(self, position: int) -> tuple[Interleaving, np.ndarray]:
+  def _phase(self, position: int) -> _Phase:
     return self._phases[max(bisect.bisect_right(self._starts, position) - 1, 0)]
 
   def consumed(self, position: int) -> np.ndarray:
@@ -248,16 +278,22 @@ class Order:
     Args:
       position: at least the position that the order was defined from.
     """
-    turns, ahead = self._phase(position)
-    return ahead + turns.counts(position)
+    phase = self._phase(position)
+    turn, offset = phase.turn(position)
+    counts = phase.ahead + phase.size * phase.turns.counts(turn)
+    if offset:
+      counts[phase.turns.turn(turn)[0]] += offset
+    return counts
 
   def row(self, position: int) -> int:
     """Returns the row at a position, `FILLER` after the end of the order."""
     if self.total is not None and position >= self.total:
       return FILLER
-    turns, ahead = self._phase(position)
-    stream, turn = turns.turn(position)
-    return self._streams[stream].row(int(turn + ahead[stream]))
+    phase = self._phase(position)
+    turn, offset = phase.turn(position)
+    stream, number = phase.turns.turn(turn)
+    index = phase.ahead[stream] + phase.size * number + offset
+    return self._streams[stream].row(int(index))
 
 
 def _mixture_rates(

@@ -5,9 +5,10 @@
     tokens:1,0; 9000=tokens:0,1
 
 Phases are separated by semicolons; each but the first starts with its step and
-an equals sign. A phase has a unit (rows, examples or target tokens), and a
-number for every part of the record set, in its order; `sizes` stands for the
-sizes of the parts in that unit. `cap` limits the numbers, then they are raised
+an equals sign. A phase has a unit (rows, examples, target tokens, or batches,
+which then have the rows of a single part each), and a number for every part of
+the record set, in its order; `sizes` stands for the sizes of the parts in that
+unit. `cap` limits the numbers, then they are raised
 to the power 1 / `temperature`, as in T5 (Raffel et al. 2020, section 3.5.2).
 They need not sum to 1.
 
@@ -23,6 +24,9 @@ from encdec_adapt.base import errors, option_strings
 
 # Unit -> the count of a part in the manifest of its record set.
 UNITS = {'rows': 'rows', 'examples': 'pairs', 'tokens': 'target_tokens'}
+# Rates of whole batches, each with the rows of a single part.
+BATCHES = 'batches'
+UNITS[BATCHES] = 'rows'
 _SIZES = 'sizes'
 
 

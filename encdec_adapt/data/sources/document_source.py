@@ -80,7 +80,7 @@ class Source(abc.ABC):
   Attributes:
     form: how a name of this source is written, for errors.
     document_kind: kind of its documents, as objectives name it: 'text', or the
-      JSON of 'pairs', 'chat', 'preferences' or 'labels'.
+      JSON of 'pairs', 'chat', 'preferences', 'labels' or 'embed'.
     revisions: changes to the documents since record format 7, in order; see
       `example_maker.ExampleMaker.revisions`.
     name: name that the source was opened by.

@@ -123,6 +123,7 @@ class FieldSource(RowSource):
         str: 'text',
         list: 'a list',
         (int, float): 'a number',
+        (list, str): 'a text or texts',
         (str, list): 'a text or messages',
         (str, list, dict): 'a text or messages',
         ANY: 'a value',
@@ -199,6 +200,41 @@ class LabelSource(FieldSource):
       [value(name, (str, list)) for name in texts],
       value(label, (str, int, list)),
     ]
+
+
+@document_source.register('embed')
+class EmbedSource(FieldSource):
+  """A query, a text that it should find, and texts that it should not.
+
+  A negative field is a text or a list of texts. `scores` has the relevance of
+  the positive and of each negative by a teacher, a number each, and `vectors`
+  the embeddings of query, positive and negatives. A document is JSON: a list of
+  the texts, the scores and the vectors, null where they are not named.
+  """
+
+  form = 'embed:GLOB#QUERY,POSITIVE[,NEGATIVE..][,scores=FIELD][,vectors=FIELD]'
+  document_kind = 'embed'
+
+  def _take_fields(self, fields: option_strings.Part) -> None:
+    parts = [field.partition('=') for field in fields.divide(',')]
+    self._texts = [name.text for name, field in parts if not field]
+    self._named = {name.text: field.text for name, field in parts if field}
+    known = self._named.keys() <= {'scores', 'vectors'}
+    if len(self._texts) < 2 or not all(self._texts) or not known:
+      raise fields.error(f'must be fields as in {self.form}')
+    self._columns = [*self._texts, *self._named.values()]
+
+  def _document(self, value: Callable[..., Any]) -> object:
+    query, positive, *negatives = self._texts
+    texts = [value(query, str), value(positive, str)]
+    for name in negatives:
+      content = value(name, (list, str))
+      texts += [content] if isinstance(content, str) else content
+    named = [
+      value(field, list) if (field := self._named.get(name)) else None
+      for name in ('scores', 'vectors')
+    ]
+    return [texts, *named]
 
 
 @document_source.register('chat')

@@ -19,6 +19,9 @@
 |   CHOSEN,REJECTED        | (`preference_source`)                          |
 | labels:GLOB#TEXT,LABEL   | each line's field TEXT, or several, and the    |
 |                          | last field, its label                          |
+| embed:GLOB#QUERY,        | each line's query, the text that it should     |
+|   POSITIVE[,NEGATIVE..]  | find, and texts that it should not; also       |
+|                          | scores=FIELD, vectors=FIELD (`EmbedSource`)    |
 | chat:GLOB                | each line's field `messages`: a list of objects|
 |                          | with `role` and `content`                      |
 | chat:GLOB#FIELD[,FIELD..]| each line's field FIELD; further fields are    |
@@ -30,11 +33,12 @@
 The text of a pair, a conversation or a labelled example is JSON: a list of two
 texts, of the messages, or of a list of texts and a label. They feed the
 objectives `pairs` and `chat` (`objectives/supervised.py`), and `classify` and
-`tag` (`objectives/labelled.py`); preferences feed `preferences` and
+`tag` (`objectives/labelled.py`); `embed` feeds `embed`
+(`objectives/embeddings.py`), preferences feed `preferences` and
 `chat_preferences` (`objectives/preferences.py`), texts all other objectives.
 
-The lines of `pairs`, `prompts`, `preferences`, `labels` and `chat` are rows
-where a file ends in .parquet; text and JSON lines may be compressed (.gz,
+The lines of `pairs`, `prompts`, `preferences`, `labels`, `embed` and `chat` are
+rows where a file ends in .parquet; text and JSON lines may be compressed (.gz,
 .zst).
 
 A GLOB may be in a bucket, gs://BUCKET/FOLDER/*.jsonl, or in a repository of the

@@ -22,12 +22,25 @@ FIELDS = {
   },
   'is_encoder_decoder': True,
 }
+_EMBEDDER = {
+  'architectures': ['EncDecAdaptModel'],
+  'auto_map': {
+    'AutoConfig': f'{_CONFIGURATION}.EncDecAdaptConfig',
+    'AutoModel': f'{_MODELING}.EncDecAdaptModel',
+  },
+}
+
+
+def fields(model: model_config.ModelConfig) -> dict[str, Any]:
+  """Returns fields of config.json by which `transformers` finds the code."""
+  return FIELDS if model.architecture.encodes_prompt else _EMBEDDER
 
 
 def problem(model: model_config.ModelConfig) -> str:
   """Returns why the code cannot compute a model, '' if it can."""
-  if not model.architecture.encodes_prompt:
-    return f'it has pairs only, and this model is {model.architecture.name}'
+  if not (model.architecture.encodes_prompt or model.decoder.embedding):
+    kind = model.architecture.name
+    return f'it has pairs and embedding models only, and this model is {kind}'
   if model.decoder.classes:
     return 'it has language models only, and this one is a reward model'
   for name, stack in model.stacks.items():

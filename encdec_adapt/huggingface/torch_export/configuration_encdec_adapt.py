@@ -4,7 +4,7 @@ import transformers
 
 
 class EncDecAdaptConfig(transformers.PreTrainedConfig):
-  """Shape of a pair: `model` has the keys of encdec_adapt's `config.model`."""
+  """Shape of a model: `model` has the keys of encdec_adapt's `config.model`."""
 
   model_type = 'encdec_adapt'
 
@@ -13,7 +13,7 @@ class EncDecAdaptConfig(transformers.PreTrainedConfig):
     # Caches and generation look for sizes of the decoder under these names.
     if decoder := self.model.get('decoder'):
       fields |= {
-        'is_encoder_decoder': True,
+        'is_encoder_decoder': self.model['kind'] == 'encoder_decoder',
         'num_hidden_layers': decoder['layers'],
         'hidden_size': decoder['width'],
         'vocab_size': decoder['vocab_size'],

@@ -413,3 +413,27 @@ class EncDecAdaptForConditionalGeneration(
     outputs = {'encoder_last_hidden_state': states, _CACHE: cache}
     output = modeling_outputs.Seq2SeqLMOutput(loss, logits, **outputs)
     return output.to_tuple() if options.get('return_dict') is False else output
+
+
+class EncDecAdaptModel(transformers.PreTrainedModel):
+  """A single stack: an embedding model pools its states."""
+
+  config_class = EncDecAdaptConfig
+  _no_split_modules = ['Layer']
+  # Projections of the embeddings, which folders of modules have, too.
+  _keys_to_ignore_on_load_unexpected = [r'decoder\.embedding\.']
+
+  def __init__(self, config):
+    super().__init__(config)
+    model = config.model
+    causal = model['kind'] == 'decoder_only'
+    rule = 'causal' if causal else model['window_rule']
+    role = {'cross_width': None, 'window_rule': rule, 'tied_head': True}
+    self.decoder = Stack(model['decoder'] | role, model['eoi_token'])
+    self.post_init()
+
+  _init_weights = EncDecAdaptForConditionalGeneration._init_weights
+
+  def forward(self, input_ids=None, attention_mask=None, **options):
+    """Returns the states of tokens [B, L], [B, L, D]."""
+    return self.decoder(input_ids, attention_mask, **options)

@@ -20,6 +20,8 @@ a loss, write a module here with its class, and nothing else in the package:
 - `terms` computes sums over the batch, `loss` with the gradient among them,
   and `metrics` marks those that are divided by the weight; a loss with a term
   of another divisor overrides `divisors` and `objective`;
+- a loss that compares the rows of a batch with each other (`joins_rows`)
+  divides it into microbatches itself, its `parts`;
 - a loss of completions that the model samples says so (`samples`), whether it
   needs their rewards (`reads_rewards`), and which rows it reads (`row_shape`,
   `pad_batch`, `axes`);

@@ -45,15 +45,15 @@ class CrossEntropy(loss.Loss):
     """Checks the rows, and whether the model can predict their inputs.
 
     Raises:
-      UserError: rows have several answers, or `on_inputs` is set and the model
-        reads the inputs before it predicts.
+      UserError: rows have several answers or texts, or `on_inputs` is set and
+        the model reads the inputs before it predicts.
     """
-    if any(objective.answers > 1 for objective in objectives):
+    if any(x.answers > 1 or x.rows == 'texts' for x in objectives):
       raise errors.UserError(
         f'the loss is {self.name} and config.data.objective is'
         f' {" | ".join(map(str, objectives))!r}, whose rows have several'
-        ' answers; choose a loss that compares them (config.loss), or another'
-        ' objective.'
+        ' answers or texts; choose a loss that compares them (config.loss), or'
+        ' another objective.'
       )
     # The objectives of a mixture all feed the same fields.
     kind, feeds = model.architecture, objectives[0].feeds

@@ -71,6 +71,8 @@ class Loss:
     highest: whether the highest value of it is the best; else the lowest.
     reads_rewards: whether it needs rewards of sampled completions.
     unit: unit of the metric in printed lines.
+    joins_rows: whether the rows of a batch are compared with each other, so
+      that it has at least 2, and the loss divides it into `parts` itself.
     axes: logical axes of the batch fields that the loss adds or changes.
     models: the reference models by name; set once they are opened.
     rollouts: options of sampling; None where no completions are sampled.
@@ -93,6 +95,7 @@ class Loss:
   highest: ClassVar[bool] = False
   reads_rewards: ClassVar[bool] = False
   unit: ClassVar[str] = 'per target token'
+  joins_rows: ClassVar[bool] = False
   axes: ClassVar[Mapping[str, tuple[str | None, ...]]] = {}
 
   kind: str = keys.key(
@@ -105,7 +108,9 @@ class Loss:
     " Policies: 'rloo:beta=0.05,clip=0.2' or 'grpo:beta=0,clip=0.2,"
     "divisor=sequence,deviation=group,kl=k3' (policy.py has all options)."
     " Teachers: 'distill:divergence=forward,beta=0.5,on_policy=0' (the README"
-    " has the divergences; on_policy is the share of sampled targets). '':"
+    ' has the divergences; on_policy is the share of sampled targets).'
+    " Embeddings: 'infonce:temperature=0.05,hardness=0' (infonce.py has all"
+    " options). '':"
     ' cross-entropy, or distillation by the key below.',
   )
   load_balance: float = keys.key(

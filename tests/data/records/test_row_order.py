@@ -184,3 +184,38 @@ def test_a_part_without_rows_or_another_number_of_parts_is_refused():
     _order(Rows([5, 0]), 'tokens:1,1')
   with pytest.raises(errors.UserError, match='positions of 1 parts.*2'):
     _order(Rows([5, 5]), 'rows:1,1', consumed=[3], position=3)
+
+
+def test_batches_of_a_single_part_resume_anywhere():
+  rows = Rows([40, 20])
+  order = _order(rows, 'batches:2,1', batch_size=8)
+  drawn = [order.row(i) for i in range(order.total)]
+  parts = [
+    [*map(rows.part_of, drawn[i : i + 8])] for i in range(0, len(drawn), 8)
+  ]
+  assert all(len(set(batch)) == 1 and len(batch) == 8 for batch in parts)
+  assert [batch[0] for batch in parts[:6]] == [0, 1, 0, 0, 1, 0]
+  # 80 and 40 rows in two passes: ten and five batches, none of them incomplete.
+  assert len(parts) == 15 and len(set(drawn)) == 120
+  later = _order(
+    rows,
+    'batches:2,1',
+    batch_size=8,
+    position=32,
+    consumed=order.consumed(32),
+    step=4,
+  )
+  assert [later.row(i) for i in range(32, later.total)] == drawn[32:]
+  # Another batch size goes on behind the same rows, in batches of one part.
+  wider = _order(
+    rows,
+    'batches:2,1',
+    batch_size=12,
+    position=32,
+    consumed=order.consumed(32),
+    step=4,
+  )
+  more = [wider.row(i) for i in range(32, wider.total)]
+  assert not {*more} & {*drawn[:32]} and len(set(more)) == len(more)
+  for i in range(0, len(more), 12):
+    assert len({*map(rows.part_of, more[i : i + 12])}) == 1

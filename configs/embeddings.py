@@ -1,0 +1,55 @@
+r"""Text embeddings: a model on disk that learns which text belongs to a query.
+
+    python -m encdec_adapt.train --workdir=runs/embedder \
+      --config=configs/embeddings.py:source=runs/adapted \
+      --config.data.source='embed:/data/*.jsonl#question,passage,distractors'
+
+`source` is a work directory or a Hugging Face folder: of a pair the encoder is
+trained, of another model its stack. Each line has a query, the text that it
+should find and, if named, texts that it should not. `head` has the options of
+`config.model.embedding`, separated by semicolons:
+`head=pooling=mean;projections=3072+768;dimensions=256+128` (the head of
+EmbeddingGemma, arXiv:2509.20354), and `config.loss.kind` those of the loss. A
+batch is large for the sake of its negatives: `config.train.microbatches=8`
+keeps the activations of an eighth of it in memory, at the cost of another
+forward pass, and changes no result. Several sources, of which each batch has
+one: `--config.data.rates=batches:1,1`. Then
+
+    python -m encdec_adapt.evaluate --checkpoint=runs/embedder \
+      --embeddings=BEIR_FOLDER --embeddings='sts.jsonl#first,second,score' \
+      --output=runs/scores --cost=
+    python -m encdec_adapt.convert export --checkpoint=runs/embedder \
+      --output=EMBEDDER
+
+and `SentenceTransformer('EMBEDDER', trust_remote_code=True)` computes equal
+vectors, with the prompts 'query' and 'document' of `config.data.objective`.
+"""
+
+from encdec_adapt import config as config_lib
+from encdec_adapt.configs import pretrained
+from encdec_adapt.models import model_config
+
+
+def get_config(arg=None):
+  """`source`: model to start from; `head`: options, separated by ;."""
+  args = config_lib.parse_arg(arg, source='', head='pooling=mean')
+  config = pretrained.get_config(f'source={args["source"]}')
+  opened = pretrained.open_model(args['source'])
+  stack, choice = opened.model.stacks[opened.prompt_side], opened.vocabularies
+  config_lib.set_model(config.model, model_config.DecoderOnlyConfig(stack))
+  if not stack.embedding:
+    config.model.embedding = args['head'].replace(';', ',')
+  config.init.mode = 'adapt'
+  if choice and choice.encoder:
+    config.data.vocabulary, config.data.encoder_vocabulary = choice.encoder, ''
+  config.data.encoder_length, config.data.decoder_length = 512, 0
+  config.data.objective = 'embed:too_long=truncate'
+  config.data.passes = 3
+  config.loss.kind = 'infonce:temperature=0.05'
+  config.train.steps = 0
+  config.train.batch_size = 64
+  config.train.evaluators = 'loss=100'
+  config.checkpoint.every = 100
+  config.checkpoint.keep_best = True
+  config.optimizer.learning_rate = 1e-4
+  return config

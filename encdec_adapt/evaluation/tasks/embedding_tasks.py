@@ -1,0 +1,238 @@
+"""Embeddings on local files: search, similarity of texts, clustering.
+
+| file                         | metrics                                       |
+|------------------------------|-----------------------------------------------|
+| FOLDER, the layout of BEIR:  | ndcg@10, recall@10, mrr@10                    |
+| corpus.jsonl (_id, text,     |                                               |
+| perhaps title), queries.jsonl|                                               |
+| (_id, text), qrels/test.tsv  |                                               |
+| (query, document, relevance) |                                               |
+| FILE.jsonl#TEXT,TEXT,SCORE   | spearman, of the cosines with the scores      |
+| FILE.jsonl#TEXT,LABEL        | v_measure, of k-means with the labels         |
+
+Each is also of the leading parts of the vectors that an embedding model has
+(Matryoshka), as in `ndcg@10/128`. Other models are measured by the mean of the
+states that read a prompt. Queries and documents have the prefixes of the run;
+a text longer than the model's positions keeps its first tokens. Of the other
+rooms of `evaluation`, `results` is imported.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from encdec_adapt.base import errors, option_strings
+from encdec_adapt.conversion import (
+  model_in_memory,
+  model_on_disk,
+  pretrained_files,
+)
+from encdec_adapt.evaluation.results import results_store
+from encdec_adapt.evaluation.tasks import prompted_task
+from encdec_adapt.files import paths
+from encdec_adapt.telemetry import progress
+
+_DEPTH = 10  # Documents that a query finds.
+_RESTARTS = 10  # Of k-means; the clusters of least distances count.
+
+Vectors = np.ndarray  # [n, E]
+# Values of every query; or a value and the number of its examples.
+Metrics = Mapping[str, list[float] | tuple[float, int]]
+
+
+@dataclasses.dataclass(frozen=True)
+class EmbeddingEvaluation:
+  """Evaluates models on the texts of a file.
+
+  Attributes:
+    name: name of the task.
+    texts: the texts by role, 'query' or 'document'.
+    measure: computes metrics from the vectors of each role.
+    content: all that was read.
+  """
+
+  name: str
+  texts: Mapping[str, Sequence[str]]
+  measure: Callable[..., Metrics]
+  content: Any
+
+  def options(self) -> results_store.Options:
+    """Returns the inputs of the scores."""
+    content = results_store.digest(self.content)
+    return {'embeddings': self.name, 'content': content}
+
+  def check(self, stored: model_on_disk.StoredModel) -> None:
+    """Checks that a model has vocabularies, and room for a text."""
+    stored.require_vocabularies()
+    pretrained_files.prompt_room(stored)
+
+  def scores(
+    self, model: model_in_memory.LoadedModel, rows: int, report: progress.Report
+  ) -> list[results_store.Score]:
+    """Embeds the texts and measures the vectors.
+
+    Args:
+      model: the model.
+      rows: texts at a time; divides over the model's devices.
+      report: progress callback (roles done, all roles).
+    """
+    embedder, vectors = model.embedding_model(), {}
+    for role, texts in self.texts.items():
+      report(len(vectors), len(self.texts))
+      vectors[role] = embedder.embed_texts(texts, role, rows)
+    stack, scores = embedder.config.decoder, []
+    for i, size in enumerate(stack.embedding.sizes(stack.width)):
+      parts = [x[:, :size] for x in vectors.values()]
+      parts = [x / np.linalg.norm(x, axis=1, keepdims=True) for x in parts]
+      for metric, value in self.measure(*parts).items():
+        metric += f'/{size}' * bool(i)
+        if isinstance(value, list):
+          scores.append(results_store.mean_score(self.name, metric, value))
+          continue
+        value, n = value
+        scores.append(results_store.Score(self.name, metric, value, None, n))
+    return scores
+
+
+def read(spec: str) -> EmbeddingEvaluation:
+  """Reads a value of --embeddings; see the module's docstring.
+
+  Raises:
+    UserError: the file cannot be read, or lacks a field; names the line.
+  """
+  file, fields = option_strings.Part('--embeddings', spec).partition('#')
+  names = [field.text for field in fields.divide(',')] if fields else []
+  task = paths.at(file.text).stem
+  if not names:
+    return _read_search(task, file.text)
+  if len(names) not in (2, 3):
+    raise fields.error('must be TEXT,TEXT,SCORE or TEXT,LABEL.')
+  kinds = [str] * (len(names) - 1) + [(int, float, str)]
+  first, *second, values = _columns(file.text, names, kinds)
+  content = first, second, values
+  if second:
+    scores = np.array(values, float)
+    texts = {'query': [*first, *second[0]]}
+    measure = lambda x: _similarity(x, scores)  # noqa: E731
+  else:
+    labels = np.unique([str(x) for x in values], return_inverse=True)[1]
+    texts = {'document': first}
+    measure = lambda x: _clustering(x, labels)  # noqa: E731
+  return EmbeddingEvaluation(task, texts, measure, content)
+
+
+def _columns(
+  path: str, names: Sequence[str], kinds: Sequence[Any]
+) -> list[list[Any]]:
+  """Returns the values of fields, row by row.
+
+  Raises:
+    UserError: a row lacks a field, or it is of another kind.
+  """
+  rows = prompted_task.read_rows(path)
+  for line, row in rows:
+    for name, kind in zip(names, kinds, strict=True):
+      if not isinstance(row.get(name), kind):
+        form = 'a text' if kind is str else 'a number or a label'
+        raise errors.UserError(
+          f'{line}: {name} is {row.get(name)!r:.60}; it must be {form}.'
+        )
+  return [[row[name] for _, row in rows] for name in names]
+
+
+def _read_search(task: str, folder: str) -> EmbeddingEvaluation:
+  """Reads a folder of queries, documents and their relevances."""
+  names, kinds = ['_id', 'text'], [str, str]
+  corpus = paths.join(folder, 'corpus.jsonl')
+  ids, queries = _columns(paths.join(folder, 'queries.jsonl'), names, kinds)
+  documents, texts = _columns(corpus, names, kinds)
+  titles = [row.get('title') for _, row in prompted_task.read_rows(corpus)]
+  texts = [f'{a} {b}' if a else b for a, b in zip(titles, texts, strict=True)]
+  queries = dict(zip(ids, queries, strict=True))
+  numbers = {name: i for i, name in enumerate(documents)}
+  path, relevant = paths.at(folder) / 'qrels' / 'test.tsv', {}
+  lines = path.read_text().splitlines()[1:] if path.exists() else []
+  for line in lines:  # After the names of the columns.
+    try:
+      query, document, relevance = line.split('\t')
+      if queries[query] and float(relevance) > 0:
+        found = relevant.setdefault(query, {})
+        found[numbers[document]] = float(relevance)
+    except (ValueError, KeyError) as error:
+      raise errors.UserError(
+        f'{path}: {line!r:.80} is not the ids of a query and of a document, and'
+        ' a relevance, between tabs.'
+      ) from error
+  if not relevant:
+    raise errors.UserError(f'{path} has no relevant documents.')
+  # Other queries have nothing to find.
+  texts = {'query': [queries[name] for name in relevant], 'document': texts}
+  relevances = [*relevant.values()]
+  return EmbeddingEvaluation(
+    task, texts, lambda *x: _search(*x, relevances), (texts, relevances)
+  )
+
+
+def _search(
+  queries: Vectors, documents: Vectors, relevances: Sequence[dict[int, float]]
+) -> Metrics:
+  """Returns metrics of every query; gains are relevances, as in trec_eval."""
+  rows = []
+  discounts = 1 / np.log2(np.arange(_DEPTH) + 2)
+  for query, relevant in zip(queries, relevances, strict=True):
+    order = np.argsort(-(documents @ query), kind='stable')[:_DEPTH]
+    gains = np.array([relevant.get(i, 0.0) for i in order.tolist()])
+    ideal = np.sort([*relevant.values()])[::-1][:_DEPTH]
+    ndcg = (gains @ discounts[: len(gains)]) / (ideal @ discounts[: len(ideal)])
+    recall = np.count_nonzero(gains) / len(relevant)
+    ranks = np.flatnonzero(gains)[:1] + 1
+    rows.append((float(ndcg), recall, sum((1 / ranks).tolist())))
+  names = (f'{name}@{_DEPTH}' for name in ('ndcg', 'recall', 'mrr'))
+  return dict(zip(names, map(list, zip(*rows, strict=True)), strict=True))
+
+
+def _similarity(vectors: Vectors, scores: np.ndarray) -> Metrics:
+  """Returns the rank correlation of cosines with scores."""
+  # scipy, a dependency of jax, is imported late as in `results`.
+  from scipy import stats
+
+  first, second = np.split(vectors, 2)
+  cosines = np.sum(first * second, axis=1)
+  correlation = float(stats.spearmanr(cosines, scores).statistic)
+  return {'spearman': (correlation, len(scores))}
+
+
+def _clustering(vectors: Vectors, labels: np.ndarray) -> Metrics:
+  """Returns the V-measure of as many clusters as there are labels."""
+  from scipy.cluster import vq
+
+  def cluster(seed: int) -> tuple[float, np.ndarray]:
+    centers, _ = vq.kmeans2(
+      vectors, labels.max() + 1, minit='++', seed=seed, missing='warn'
+    )
+    clusters, distances = vq.vq(vectors, centers)
+    return np.sum(distances**2), clusters
+
+  best = min(map(cluster, range(_RESTARTS)), key=lambda result: result[0])
+  return {'v_measure': (v_measure(labels, best[1]), len(labels))}
+
+
+def v_measure(labels: np.ndarray, clusters: np.ndarray) -> float:
+  """Returns the harmonic mean of homogeneity and completeness.
+
+  It is 2 I / (H(labels) + H(clusters)) (Rosenberg and Hirschberg 2007).
+
+  Args:
+    labels: number of each example's label, from 0.
+    clusters: number of its cluster, from 0.
+  """
+  table = np.zeros((labels.max() + 1, clusters.max() + 1))
+  np.add.at(table, (labels, clusters), 1 / len(labels))
+  rows, columns, joint = (
+    -np.sum(x[x > 0] * np.log(x[x > 0]))
+    for x in (table.sum(1), table.sum(0), table)
+  )
+  total = rows + columns
+  return max(0.0, float(2 * (total - joint) / total)) if total else 1.0

@@ -1,0 +1,79 @@
+"""Files by which `sentence_transformers` loads an embedding model.
+
+Beside config.json and weights, which its Transformer module reads: pooling,
+projections and normalisation as modules, each in a folder, and the prompts.
+Names and fields are those of sentence-transformers 6.2.
+"""
+
+from collections.abc import Mapping
+import json
+
+import numpy as np
+from safetensors import numpy as safetensors
+import tokenizers
+from tokenizers import processors
+
+from encdec_adapt.models import model_config
+from encdec_adapt.tokenizers import vocabulary as vocabulary_lib
+
+PROMPTS = 'config_sentence_transformers.json'
+_MODULES = 'sentence_transformers.models.'
+_POOLING = {'mean': 'mean_tokens', 'first': 'cls_token', 'last': 'lasttoken'}
+
+
+def files(
+  stack: model_config.StackConfig,
+  params: Mapping[str, np.ndarray],
+  prompts: Mapping[str, str],
+  room: int | None,
+) -> dict[str, bytes]:
+  """Returns the files, name in the folder -> content.
+
+  Args:
+    stack: the stack.
+    params: path -> parameter; those of the projections are read.
+    prompts: text before queries and documents.
+    room: most tokens of a text; None for the limit of config.json.
+  """
+  head, content = stack.embedding, {}
+  width = stack.width
+  pooling = {f'pooling_mode_{x}': False for x in _POOLING.values()}
+  pooling |= {f'pooling_mode_{_POOLING[head.pooling]}': True}
+  parts = [('Pooling', {'word_embedding_dimension': width, **pooling})]
+  for i, size in enumerate(head.projections):
+    kernel = np.asarray(params[f'decoder/embedding/projection_{i}'], np.float32)
+    weight = {'linear.weight': np.ascontiguousarray(kernel.T)}
+    content[f'{i + 2}_Dense/model.safetensors'] = safetensors.save(weight)
+    identity = 'torch.nn.modules.linear.Identity'
+    fields = {'in_features': width, 'out_features': size, 'bias': False}
+    parts.append(('Dense', {**fields, 'activation_function': identity}))
+    width = size
+  parts.append(('Normalize', {}))
+  modules = [{'idx': 0, 'name': '0', 'path': ''}]
+  modules[0]['type'] = f'{_MODULES}Transformer'
+  for i, (name, fields) in enumerate(parts, start=1):
+    path = f'{i}_{name}'
+    content[f'{path}/config.json'] = _json(fields)
+    module = {'idx': i, 'name': str(i), 'path': path}
+    modules.append({**module, 'type': f'{_MODULES}{name}'})
+  content['modules.json'] = _json(modules)
+  limit = {'max_seq_length': room} if room else {}
+  content['sentence_bert_config.json'] = _json(limit)
+  content[PROMPTS] = _json(
+    {'prompts': dict(prompts), 'similarity_fn_name': 'cosine'}
+  )
+  return content
+
+
+def with_bos(content: bytes, vocabulary: vocabulary_lib.Vocabulary) -> bytes:
+  """Returns a tokenizer.json that puts BOS before every text, and no more."""
+  tokenizer = tokenizers.Tokenizer.from_str(content.decode())
+  bos = vocabulary.piece(vocabulary.bos)
+  tokenizer.post_processor = processors.TemplateProcessing(
+    single=f'{bos} $A', special_tokens=[(bos, vocabulary.bos)]
+  )
+  return tokenizer.to_str(pretty=True).encode()
+
+
+def _json(value: object) -> bytes:
+  return (json.dumps(value, indent=2) + '\n').encode()

@@ -1,0 +1,266 @@
+"""Texts to embed: queries, their positives and negatives (`embed:..` sources).
+
+| name  | reads                               | learns                         |
+|-------|-------------------------------------|--------------------------------|
+| embed | a query, a positive and, if any,    | to find the positive by the    |
+|       | negatives                           | query's vector                 |
+
+An embedding model (`config.model.embedding`) reads every text by itself: BOS
+and the text, behind the prefix of its role (`query`, `document`). A row holds
+several texts, each a segment, of one or several examples; `texts` (8) is the
+most of a row. Of an example with more negatives the first are kept, and one
+that is longer than a row is dropped, or with `too_long=truncate` its longest
+texts are cut; the manifest counts all of these. Fields of a row of M texts,
+besides the encoder's tokens, [M]:
+
+| field     | content                                                          |
+|-----------|------------------------------------------------------------------|
+| roles     | NONE, QUERY, POSITIVE (the text after its query) or NEGATIVE     |
+| owners    | index of the query of the text's example                         |
+| weights   | 1 for each query, else 0                                         |
+| keys      | checksum of its tokens: equal texts have equal ones              |
+| relevance | softmax of the teacher's scores over the positive and negatives  |
+|           | of the example; 0 without scores                                 |
+| vectors   | [M, E] the given vectors (`vectors=E`), else 0                   |
+
+Scores and vectors are stored in float16. Pure numpy; this module imports
+neither TensorFlow nor SeqIO nor jax.
+"""
+
+import collections
+from collections.abc import Sequence
+import functools
+import json
+from typing import Any, NamedTuple
+import zlib
+
+import numpy as np
+
+from encdec_adapt.base import errors
+from encdec_adapt.objectives import example_maker, framing, supervised
+
+NONE, QUERY, POSITIVE, NEGATIVE = range(4)
+
+
+class Texts(NamedTuple):
+  """A query, its positive and negatives.
+
+  Attributes:
+    inputs: their tokens in this order, concatenated.
+    targets: number of tokens of each.
+    scores: [texts - 1], of the positive and negatives; None without.
+    vectors: [texts * E], the vectors in a row; None without.
+    documents: id of the document.
+  """
+
+  inputs: np.ndarray
+  targets: np.ndarray
+  scores: np.ndarray | None = None
+  vectors: np.ndarray | None = None
+  documents: tuple[str, ...] = ()
+
+  @property
+  def target_tokens(self) -> int:
+    """Number of texts, which the manifest counts as targets."""
+    return len(self.targets)
+
+  def positions(self, lengths: framing.Lengths) -> tuple[int, int]:
+    """Returns positions with BOS, and texts; see `Embed.capacity`."""
+    del lengths
+    return len(self.inputs) + len(self.targets), len(self.targets)
+
+
+class Embed(example_maker.ExampleMaker):
+  """Queries with positives and negatives; see the module's docstring.
+
+  Attributes:
+    texts: most texts of a row.
+    vectors: size of the given vectors; 0 without.
+  """
+
+  options = {
+    name: example_maker.Option(int, f'{name}=N')
+    for name in ('texts', 'vectors')
+  } | {
+    'too_long': supervised.Supervised.options['too_long'],
+    'query': supervised.text_option('query'),
+    'document': supervised.text_option('document'),
+  }
+  texts, vectors = 8, 0
+  reads = 'text'
+  documents = 'embed'
+  feeds = 'encoder'
+  rows = 'texts'
+  one_vocabulary = 'it has no decoder'
+  fields = (
+    example_maker.RowField('inputs', side='encoder'),
+    example_maker.RowField('targets', 'count'),
+    example_maker.RowField('scores', 'float32'),
+    example_maker.RowField('vectors', 'float32'),
+  )
+  example = Texts
+  axes = dict.fromkeys(
+    ('roles', 'owners', 'weights', 'keys', 'relevance'), ('batch', None)
+  ) | {'vectors': ('batch', None, None)}
+
+  def __init__(
+    self,
+    name,
+    lengths,
+    vocabulary,
+    *,
+    too_long='drop',
+    query='',
+    document='',
+    **_,
+  ):
+    """Takes the options; those of the class are bound (`with_options`)."""
+    super().__init__(name, lengths)
+    if self.texts < 2 or self.vectors < 0:
+      raise errors.UserError(
+        f'objective {name!r} has texts={self.texts} and vectors={self.vectors};'
+        ' an example has at least 2 texts, and a vector no size below 0.'
+      )
+    self._encode, self._truncates = vocabulary.encode, too_long == 'truncate'
+    self._prefixes = query, document
+    names = 'dropped', 'truncated', 'negatives_left_out'
+    self.counts = collections.Counter(dict.fromkeys(names, 0))
+
+  @classmethod
+  def with_options(cls, options):
+    names = 'texts', 'vectors'
+    return _bound(cls, *(options.get(x, getattr(cls, x)) for x in names))
+
+  @classmethod
+  def capacity(cls, lengths):
+    return framing.Lengths(lengths.encoder, cls.texts)
+
+  def examples(self, documents, generator):
+    for name, content in documents:
+      try:
+        example = self._example(*json.loads(content))
+      except errors.UserError as error:
+        if not self.skips_bad:
+          raise errors.UserError(
+            f'example {self.locate(name)}: {error}'
+          ) from error
+        self.counts['bad_documents'] += 1
+        continue
+      if example is not None:
+        yield example._replace(documents=(name,))
+
+  def _example(self, texts: list[Any], scores: Any, vectors: Any):
+    """Returns the example of a document; None if it is dropped.
+
+    Raises:
+      UserError: a text is empty or no text, or there are not as many scores or
+        vectors as texts, or vectors of another size.
+    """
+    for i, text in enumerate(texts):
+      if not isinstance(text, str) or not text.strip():
+        role = ('query', 'positive', 'negative')[min(i, 2)]
+        raise errors.UserError(f'its {role} is {text!r:.60}, and has no text')
+    scores = _numbers('scores', scores, (len(texts) - 1,))
+    if vectors is not None or self.vectors:
+      vectors = _numbers('vectors', vectors or [], (len(texts), self.vectors))
+    self.counts['negatives_left_out'] += max(0, len(texts) - self.texts)
+    tokens = [
+      self._encode(self._prefixes[i > 0] + text)
+      for i, text in enumerate(texts[: self.texts])
+    ]
+    count, longest = len(tokens), max(map(len, tokens))
+    room = self.lengths.encoder - count  # Beside BOS of each.
+    if sum(map(len, tokens)) > room:
+      self.counts['truncated' if self._truncates else 'dropped'] += 1
+      if not self._truncates or room < count:
+        return None
+      while sum(min(len(x), longest) for x in tokens) > room:
+        longest -= 1
+    tokens = [x[:longest] for x in tokens]
+    return Texts(
+      np.concatenate(tokens),
+      np.array([*map(len, tokens)], np.int32),
+      None if scores is None else scores[: count - 1],
+      None if vectors is None else vectors[:count].reshape(-1),
+    )
+
+  @classmethod
+  def frame(cls, examples, lengths, ids, *, teacher=False):
+    """Frames a row; see the module's docstring and `framing.frame_row`."""
+    del teacher
+    sizes = dict.fromkeys(('segments', 'positions', 'tokens'), lengths.encoder)
+    row = {f'encoder_{x}': np.zeros(n, np.int32) for x, n in sizes.items()}
+    row['encoder_tokens'] += ids.encoder.pad
+    row |= {name: np.zeros(cls.texts, np.int32) for name in cls.axes}
+    row |= {
+      x: np.zeros(cls.texts, np.float32) for x in ('weights', 'relevance')
+    }
+    row['vectors'] = np.zeros((cls.texts, cls.vectors), np.float32)
+    start = slot = 0
+    for example in examples:
+      query, count = slot, len(example.targets)
+      of_example = slice(query, query + count)
+      row['weights'][query], row['owners'][of_example] = 1, query
+      row['roles'][of_example] = np.minimum(np.arange(count) + 1, NEGATIVE)
+      if example.scores is not None:
+        weights = np.exp(example.scores - example.scores.max())
+        row['relevance'][query + 1 : query + count] = weights / weights.sum()
+      if example.vectors is not None:
+        row['vectors'][of_example] = example.vectors.reshape(count, -1)
+      ends = np.cumsum(example.targets)[:-1]
+      for slot, tokens in enumerate(np.split(example.inputs, ends), query):
+        stop = start + 1 + len(tokens)
+        row['encoder_tokens'][start:stop] = [ids.encoder.bos, *tokens]
+        row['encoder_segments'][start:stop] = slot + 1
+        row['encoder_positions'][start:stop] = np.arange(stop - start)
+        # 31 bits, as fields are int32.
+        row['keys'][slot] = zlib.crc32(tokens.astype('<i4').tobytes()) >> 1
+        start = stop
+      slot += 1
+    return row
+
+  @classmethod
+  def check(cls, rows, ids, **options):
+    """Checks that every text starts with BOS.
+
+    Raises:
+      ValueError: one does not.
+    """
+    first = (rows['encoder_positions'] == 0) & (rows['encoder_segments'] > 0)
+    if (rows['encoder_tokens'][first] != ids.encoder.bos).any():
+      raise ValueError('batch framing: a text does not start with BOS')
+
+
+@functools.cache
+def _bound(maker: type[Embed], texts: int, vectors: int) -> type[Embed]:
+  return type('Embed', (maker,), {'texts': texts, 'vectors': vectors})
+
+
+def _numbers(
+  name: str, values: Sequence[Any] | None, shape: tuple[int, ...]
+) -> np.ndarray | None:
+  """Returns the numbers of a field, float32; None without the field.
+
+  Raises:
+    UserError: they are no finite numbers of this shape.
+  """
+  if values is None:
+    return None
+  try:
+    array = np.array(values, np.float32)
+  except ValueError:  # Lists of unequal lengths, or texts.
+    array = np.zeros(0)
+  if array.shape != shape or not np.isfinite(array).all():
+    raise errors.UserError(
+      f'its {name} are {str(values)[:60]}; they must be numbers of shape'
+      f' {list(shape)} (config.data.objective)'
+    )
+  return array
+
+
+OBJECTIVES = {
+  'embed': example_maker.Name(
+    Embed,
+    'which text belongs to a query (`embed:` sources), by vectors of texts',
+  ),
+}

@@ -1,0 +1,300 @@
+"""The contrastive loss of embedding models (`kind='infonce'`).
+
+For a query q with the positive p, at the temperature t, over the documents d
+(positives and negatives) of the whole batch, on all devices,
+
+    -log exp(q.p / t) / (exp(q.p / t) + sum_d w_d exp(q.d / t))
+
+w_d is exp(hardness * stop_gradient(q.d)) for negatives of the query's own
+example and 1 for others (EmbeddingGemma, arXiv:2509.20354, section 2.2, which
+has other examples' positives in the sum; here their negatives are, too). False
+negatives are left out: documents that are equal to p, and positives of queries
+that are equal to q. The mean is over queries. Added to it are
+
+- `spread_out`: the mean of the squared products of two queries, and of two
+  positives (the global orthogonal regulariser, arXiv:1708.06320, in the form of
+  EmbeddingGemma);
+- for every part of a vector that is a vector too (Matryoshka,
+  arXiv:2205.13147), both again for the part, normalised;
+- `scores`: the KL divergence from softmax(q.d / t) over the positive and
+  negatives of an example to the softmax of their `scores`;
+- `vectors`, `teacher`: half the squared distances of the texts' vectors to
+  given ones (`vectors=E` of the objective) and to those of the embedding model
+  `config.teacher.checkpoint`, summed over the texts of an example.
+
+Every text is compared with those of the whole batch, so microbatches are no
+parts of the loss: their vectors are computed in turn without keeping
+activations, which the backward pass computes again, microbatch by microbatch
+(gradient caching, arXiv:2101.06983).
+"""
+
+from collections.abc import Mapping
+import dataclasses
+import functools
+from typing import Any, ClassVar
+
+from flax import traverse_util
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from encdec_adapt.base import errors, keys
+from encdec_adapt.models import architecture as architectures
+from encdec_adapt.models import embedding_head, model_config
+from encdec_adapt.objectives import embeddings
+from encdec_adapt.ops import partition
+from encdec_adapt.training.losses import loss
+
+# Below every logit, and finite: infinities are NaN in gradients.
+_HIDDEN = -1e30
+_LOWEST = 0.01  # Temperature that a learnt one does not fall below, as in CLIP.
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+  """Options of the loss."""
+
+  temperature: float = keys.key(0.05, 'Of the similarities.', above=0)
+  learn_temperature: int = keys.key(0, 'Train it.', one_of=(0, 1))
+  hardness: float = keys.key(0.0, 'Weighting of negatives.', at_least=0)
+  spread_out: float = keys.key(0.0, 'Weight of the regulariser.', at_least=0)
+  scores: float = keys.key(0.0, 'Weight of given scores.', at_least=0)
+  vectors: float = keys.key(0.0, 'Weight of given vectors.', at_least=0)
+  teacher: float = keys.key(0.0, "Weight of the teacher's.", at_least=0)
+
+  def __post_init__(self):
+    keys.check(self, f'{loss.KIND}: ')
+
+
+@dataclasses.dataclass(frozen=True)
+class InfoNce(loss.Loss):
+  """The loss; see the module's docstring.
+
+  Metrics are means over queries: `loss`, and `accuracy`, whether no document of
+  the batch is nearer than the positive. Held-out rows are compared with those
+  of their batch (`config.train.eval_batch_size`), by whole vectors.
+
+  Attributes:
+    parts: parts of a training batch of which activations are in memory.
+  """
+
+  name: ClassVar[str] = 'infonce'
+  forms: ClassVar[Mapping[str, type]] = {'infonce': Form}
+  joins_rows: ClassVar[bool] = True
+  metrics: ClassVar[Mapping[str, str]] = {
+    **loss.Loss.metrics,
+    'accuracy': 'mean',
+  }
+  held_out: ClassVar[tuple[str, ...]] = ('loss', 'accuracy')
+  unit: ClassVar[str] = 'per query'
+
+  parts: int = 1
+
+  def __post_init__(self):
+    super().__post_init__()
+    if self.kind_name in self.forms:
+      self.form  # noqa: B018  Checks the string.
+
+  @functools.cached_property
+  def form(self) -> Form:
+    """The options in `kind`."""
+    form, shares = self.kind_parts
+    for part, _ in shares:
+      raise part.error('must be an option of infonce, or be left out')
+    return form
+
+  @property
+  def references(self) -> tuple[str, ...]:
+    """The teacher, if its vectors are learnt."""
+    return ('teacher',) * (self.form.teacher > 0)
+
+  @property
+  def accepts(self) -> tuple[architectures.Architecture, ...]:
+    """Embedding models."""
+    roles = 'causal', 'bidirectional'
+    return tuple(architectures.of_stack(x, embeds=True) for x in roles)
+
+  def shape(self, model: model_config.ModelConfig) -> model_config.ModelConfig:
+    """Returns the model with a temperature among its parameters, if learnt."""
+    head, form = model.decoder.embedding, self.form
+    if head is None or not form.learn_temperature:
+      return model
+    head = dataclasses.replace(head, temperature=form.temperature)
+    stack = dataclasses.replace(model.decoder, embedding=head)
+    return model_config.DecoderOnlyConfig(stack)
+
+  def check(
+    self, model: model_config.ModelConfig, objectives: loss.Objectives
+  ) -> None:
+    """Checks that rows have texts to embed, and vectors if they are learnt.
+
+    Raises:
+      UserError: they have not, or vectors of another size than the model's.
+    """
+    texts = f'config.loss.kind is {self.kind!r} and config.data.objective'
+    texts += f' {" | ".join(map(str, objectives))!r}'
+    if any(objective.rows != 'texts' for objective in objectives):
+      raise errors.UserError(
+        f"{texts}, which has no texts to embed; choose 'embed'."
+      )
+    size = model.decoder.embedding.sizes(model.decoder.width)[0]
+    given = {objective.maker.vectors for objective in objectives}
+    if self.form.vectors and given != {size}:
+      raise errors.UserError(
+        f'{texts} has vectors={max(given)}; to be learnt they must have the'
+        f" {size} numbers of the model's, by its projections"
+        f' ({embedding_head.LABEL}).'
+      )
+
+  def logits(self, lengths: Any) -> int:
+    """Returns 0: an embedding model has no logits."""
+    return 0
+
+  def predict(self, model, params, batch, routing=None, dropout=None):
+    """Computes the vectors of texts, [B, M, E], in `parts`."""
+    names = ('tokens', 'segments', 'positions')
+    fields = [batch[f'encoder_{name}'] for name in names]
+    head = model.config.decoder.embedding
+
+    def embed(fields, key):
+      fields = [partition.shard(x, 'batch', 'length') for x in fields]
+      # No change here, but gradients of each part then have these shardings.
+      flat = traverse_util.flatten_dict(params, sep='/')
+      flat = {
+        k: partition.shard(x, *model.table[k].axes) for k, x in flat.items()
+      }
+      tree = traverse_util.unflatten_dict(flat, sep='/')
+      routes = None if routing is None else []
+      masks = dropout and dropout._replace(key=key)
+      states = model.architecture.encode(
+        model, tree, fields, routing=routes, dropout=masks
+      )
+      texts = batch['roles'].shape[1]
+      pooled = embedding_head.pool(states, fields[1], texts, head.pooling)
+      return embedding_head.project(head, tree['decoder'], pooled), routes
+
+    key = dropout.key if dropout else jax.random.key(0)
+    if self.parts == 1:
+      vectors, collected = embed(fields, key)
+    else:
+      parts = [partition.split_rows(x, self.parts) for x in fields]
+      vectors, collected = jax.lax.map(
+        lambda part: jax.checkpoint(embed)(*part),
+        (parts, jax.random.split(key, self.parts)),
+      )
+      vectors = partition.join_rows(vectors)
+    if routing is not None:
+      routing.extend(collected)
+    temperature = params['decoder'].get('embedding', {}).get('log_temperature')
+    return loss.Outputs(vectors, temperature, model.config.decoder)
+
+  def terms(self, outputs, references, batch):
+    """Computes the sums of the loss and its metrics; see `loss.Loss.terms`."""
+    form, stack, vectors = self.form, outputs.config, outputs.hidden
+    weights, roles = batch['weights'], batch['roles']
+    count, total = jnp.maximum(jnp.sum(weights), 2), 0.0
+    for size in reversed(stack.embedding.sizes(stack.width)):
+      part = embedding_head.normalised(vectors[..., :size])
+      values = self._compare(outputs, part, batch)
+      total += jnp.sum(values[0])
+      for role in (embeddings.QUERY, embeddings.POSITIVE):
+        # Of the mean over pairs, times the queries, as it is divided later.
+        squares = _squared_products(part * (roles == role)[..., None])
+        total += form.spread_out * squares / (count - 1)
+    if form.scores:
+      total += form.scores * self._divergence(outputs, batch)
+    for weight, targets in (
+      (form.vectors, embedding_head.normalised(batch['vectors'])),
+      (form.teacher, references['teacher'].hidden if references else vectors),
+    ):
+      if weight and targets.shape != vectors.shape:
+        raise errors.UserError(
+          f'the vectors of config.teacher.checkpoint have {targets.shape[-1]}'
+          f" numbers and the model's {vectors.shape[-1]}; change"
+          f' its projections ({embedding_head.LABEL}).'
+        )
+      if weight:
+        distances = jnp.sum(jnp.square(vectors - targets), axis=-1) / 2
+        total += weight * jnp.sum(
+          jnp.where(roles > embeddings.NONE, distances, 0)
+        )
+    return {'loss': total, 'accuracy': jnp.sum(values[1])}
+
+  def row_ratios(self, model, params, batch, references=None):
+    """Computes held-out metrics row by row; see `loss.Loss.row_ratios`."""
+    whole = dataclasses.replace(self, parts=1)
+    outputs = whole.predict(model, params, batch)
+    values = self._compare(outputs, outputs.hidden, batch)
+    weight = jnp.sum(batch['weights'], axis=1)
+    ratios = [[jnp.sum(value, axis=1), weight] for value in values]
+    return jnp.stack([jnp.stack(ratio) for ratio in ratios])
+
+  def _logits(self, outputs: loss.Outputs, similarity: Array) -> Array:
+    if outputs.table is None:
+      return similarity / self.form.temperature
+    return similarity / jnp.maximum(jnp.exp(outputs.table[0]), _LOWEST)
+
+  def _compare(
+    self, outputs: loss.Outputs, vectors: Float[Array, 'B M E'], batch
+  ) -> tuple[Float[Array, 'B M'], Float[Array, 'B M']]:
+    """Returns InfoNCE of every query, and whether its positive is nearest.
+
+    Both are 0 at texts that are no queries.
+    """
+    rows, slots, _ = vectors.shape
+    x = vectors.reshape(rows * slots, -1)
+    # Queries stay on their devices, and each device reads all documents.
+    documents = partition.shard(x, None, None)
+    x = partition.shard(x, 'batch', None)
+    similarity = jnp.matmul(
+      x, documents.T, precision=embedding_head.EXACT
+    )  # [B M, B M]
+    owners = jnp.arange(rows)[:, None] * slots + batch['owners']
+    fields = owners, batch['roles'], batch['keys']
+    owners, roles, checksums = (
+      partition.shard(x.ravel(), None) for x in fields
+    )
+    in_example = owners == owners[:, None]
+    positive = in_example & (roles == embeddings.POSITIVE)
+    # The positive follows its query.
+    same = checksums == jnp.roll(checksums, -1)[:, None]
+    same |= (roles == embeddings.POSITIVE) & (
+      checksums[owners] == checksums[:, None]
+    )
+    counted = positive | ((roles >= embeddings.POSITIVE) & ~same)
+    logits = jnp.where(counted, self._logits(outputs, similarity), _HIDDEN)
+    positive_logit = jnp.sum(jnp.where(positive, logits, 0), axis=1)
+    nearest = positive_logit >= jnp.max(logits, axis=1)
+    hard = in_example & (roles == embeddings.NEGATIVE)
+    logits += self.form.hardness * jnp.where(
+      hard, jax.lax.stop_gradient(similarity), 0
+    )
+    losses = jax.nn.logsumexp(logits, axis=1) - positive_logit
+    return tuple(
+      jnp.where(batch['weights'] > 0, x.reshape(rows, slots), 0.0)
+      for x in (losses, nearest)
+    )
+
+  def _divergence(self, outputs: loss.Outputs, batch: loss.Batch) -> Array:
+    """Returns the sum of KL divergences to the softmax of given scores."""
+    x, owners = outputs.hidden, batch['owners']
+    in_example = (owners[:, None] == owners[..., None]) & (
+      batch['roles'] >= embeddings.POSITIVE
+    )[:, None]
+    similarity = jnp.einsum(
+      'BQE,BME->BQM', x, x, precision=embedding_head.EXACT
+    )
+    logits = jnp.where(in_example, self._logits(outputs, similarity), _HIDDEN)
+    targets = jnp.where(in_example, batch['relevance'][:, None], 0.0)
+    values = jax.scipy.special.xlogy(targets, targets) - jnp.where(
+      in_example, targets * jax.nn.log_softmax(logits), 0.0
+    )
+    return jnp.sum(values * batch['weights'][..., None])
+
+
+def _squared_products(x: Float[Array, 'B M E']) -> Float[Array, '']:
+  """Returns the sum of the squared products of two different vectors."""
+  # By the matrix [E, E], which has the squared norm of all products.
+  product = jnp.einsum('BMD,BME->DE', x, x, precision=embedding_head.EXACT)
+  norms = jnp.sum(jnp.square(x), axis=-1)
+  return jnp.sum(jnp.square(product)) - jnp.sum(jnp.square(norms))

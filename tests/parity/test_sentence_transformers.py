@@ -1,0 +1,100 @@
+"""Exported embedding models: `AutoModel` and `sentence_transformers` agree."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+import encdec_adapt
+from encdec_adapt.models import embedding_head, model_config
+from tests import tiny, toy_models
+from tests.parity import tiny_models
+from tests.parity.test_torch_export import _stack
+
+pytestmark = pytest.mark.parity
+transformers = tiny_models.transformers
+sentence_transformers = pytest.importorskip('sentence_transformers')
+
+TEXTS = ['The quick brown fox', 'jumps', 'over the lazy dog, ' * 6]
+SIZE = {'vocab_size': toy_models.GEMMA_SIZE}
+MEAN = embedding_head.EmbeddingHead(
+  'mean', embedding_head.Widths('96+24'), embedding_head.Widths('16+8')
+)
+LAST = embedding_head.EmbeddingHead('last')
+FIRST = embedding_head.EmbeddingHead('first', embedding_head.Widths('20'))
+
+
+def _encoder(name, head, **fields):
+  return _stack(name, role='bidirectional', embedding=head, **SIZE, **fields)
+
+
+MODELS = {
+  'Gemma3TextModel': _encoder('gemma3', MEAN),
+  'Gemma2Model': _stack('gemma2', embedding=LAST, **SIZE),
+  'LlamaModel': _stack('llama3', embedding=MEAN, tied_head=True, **SIZE),
+  # Code in the folder: another window, and the encoder of a T5Gemma 2.
+  'EncDecAdaptModel': _encoder('gemma2', FIRST, window_rule='inclusive'),
+  'EncDecAdaptModel of T5Gemma 2': _encoder(
+    'gemma3', MEAN, eoi_token=61, window_rule='centered', window=6
+  ),
+}
+
+
+def _vectors(folder, texts, **options):
+  model = sentence_transformers.SentenceTransformer(
+    str(folder), device='cpu', trust_remote_code=True
+  )
+  return model.encode(texts, **options)
+
+
+@pytest.mark.parametrize('name', MODELS)
+def test_vectors_are_equal(name, tmp_path):
+  config = model_config.DecoderOnlyConfig(MODELS[name])
+  ours = toy_models.save(tmp_path / 'model', config, native=True, scale=0.3)
+  output = tmp_path / 'exported'
+  checkpoint = f'--checkpoint={tmp_path}/model'
+  assert tiny.convert('export', checkpoint, f'--output={output}') == 0
+  raw = json.loads((output / 'config.json').read_text())
+  assert raw['architectures'] == [name.split()[0]]
+  sizes = config.decoder.embedding.sizes(config.decoder.width)
+  assert raw['matryoshka_dimensions'] == list(sizes)
+  _, info = transformers.AutoModel.from_pretrained(
+    output, trust_remote_code=True, output_loading_info=True
+  )
+  assert not info['missing_keys'] and not info['unexpected_keys']
+  vectors = ours.embed(TEXTS)
+  assert vectors.shape == (3, sizes[0])
+  np.testing.assert_allclose(_vectors(output, TEXTS), vectors, atol=1e-5)
+  part = vectors[:, : sizes[-1]]
+  part = part / np.linalg.norm(part, axis=1, keepdims=True)
+  theirs = _vectors(
+    output, TEXTS, truncate_dim=sizes[-1], normalize_embeddings=True
+  )
+  np.testing.assert_allclose(theirs, part, atol=1e-5)
+  if name.startswith('EncDecAdapt'):  # The layout that this package reads.
+    again = encdec_adapt.load(output).embed(TEXTS)
+    np.testing.assert_array_equal(again, vectors)
+
+
+def test_the_encoder_of_a_pair_alone(tmp_path):
+  stack = _stack('gemma3', **SIZE)
+  pair = model_config.encoder_decoder(stack, stack, shared_table=True)
+  ours = toy_models.save(tmp_path / 'pair', pair, native=True, scale=0.3)
+  output = tmp_path / 'exported'
+  flags = f'--checkpoint={tmp_path}/pair', f'--output={output}'
+  assert tiny.convert('export', *flags, '--embedding=pooling=mean') == 0
+  vectors = ours.embed(TEXTS)
+  vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+  np.testing.assert_allclose(_vectors(output, TEXTS), vectors, atol=1e-5)
+  again = f'--output={tmp_path}/again'
+  with pytest.raises(encdec_adapt.UserError, match='have to be trained'):
+    tiny.convert('export', flags[0], again, '--embedding=projections=8')
+
+
+def test_a_head_is_part_of_the_models_differences():
+  plain = model_config.DecoderOnlyConfig(MODELS['Gemma2Model'])
+  stack = dataclasses.replace(plain.decoder, embedding=None)
+  other = model_config.DecoderOnlyConfig(stack)
+  assert any('embedding' in x for x in model_config.differences(plain, other))
+  assert not model_config.differences(plain, plain)

@@ -1,0 +1,349 @@
+"""The contrastive loss: literal values, a dense formula, parts and meshes."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from encdec_adapt import config as config_lib
+from encdec_adapt.base import errors
+from encdec_adapt.evaluation.measures import perplexity
+from encdec_adapt.models import build, embedding_head, model_config
+from encdec_adapt.objectives import embeddings, framing, objective_names
+from encdec_adapt.sharding import mesh as mesh_lib
+from encdec_adapt.training import losses
+from encdec_adapt.training.losses import infonce
+from encdec_adapt.training.losses import loss as loss_lib
+from tests import gemma_ids, toy_models
+from tests.training import conftest
+from tests.training.test_losses import _section
+
+HEAD = embedding_head.EmbeddingHead(
+  projections=embedding_head.Widths('32+24'),
+  dimensions=embedding_head.Widths('8'),
+)
+STACK = dataclasses.replace(
+  conftest.STACK, role='bidirectional', embedding=HEAD
+)
+MODEL = build.build(model_config.DecoderOnlyConfig(STACK))
+LENGTHS = framing.Lengths(24, 0)
+AXES = embeddings.Embed.axes
+ALL = 'infonce:temperature=0.2,hardness=2,spread_out=0.5,scores=0.3,vectors=0.7'
+
+
+def _batch(rows, seed=0, filler=1):
+  """Packed rows of examples with 0 to 2 negatives; the last rows are filler."""
+  rng = np.random.default_rng(seed)
+  framed = []
+  maker = objective_names.parse_one('embed:texts=6,vectors=24').maker
+  for row in range(rows):
+    examples = []
+    for negatives in () if row >= rows - filler else (row % 3, 0):
+      counts = rng.integers(1, 4, 2 + negatives, dtype=np.int32)
+      examples.append(
+        embeddings.Texts(
+          rng.integers(5, conftest.VOCAB, counts.sum(), dtype=np.int32),
+          counts,
+          rng.normal(size=1 + negatives).astype(np.float32),
+          rng.normal(size=24 * len(counts)).astype(np.float32),
+        )
+      )
+    framed.append(maker.frame(examples, LENGTHS, gemma_ids.FRAMING))
+  return framing.stack_rows(framed)
+
+
+def _outputs(vectors, stack=STACK, temperature=None):
+  return loss_lib.Outputs(jnp.asarray(vectors), temperature, stack)
+
+
+def _fields(roles, owners, keys):
+  """A batch of rows given by lists; the loss reads no tokens."""
+  fields = dict(roles=roles, owners=owners, keys=keys)
+  batch = {name: jnp.array(x, jnp.int32) for name, x in fields.items()}
+  weights = (batch['roles'] == embeddings.QUERY).astype(jnp.float32)
+  return batch | {'weights': weights, 'vectors': jnp.zeros((*weights.shape, 0))}
+
+
+def _plain(size):
+  """A stack without projections, of which vectors have a size."""
+  return dataclasses.replace(
+    STACK, width=size, embedding=embedding_head.EmbeddingHead()
+  )
+
+
+def test_literal_values():
+  # Two examples, the first with a negative: q0 p0 n0 and q1 p1.
+  vectors = np.array(
+    [[[1, 0], [0.6, 0.8], [0.8, 0.6]], [[0, 1], [0, 1], [0, 0]]], np.float32
+  )
+  batch = _fields(
+    [[1, 2, 3], [1, 2, 0]], [[0, 0, 0]] * 2, [[1, 2, 3], [4, 5, 0]]
+  )
+  outputs = _outputs(vectors, _plain(2))
+
+  def value(kind, batch=batch):
+    terms = infonce.InfoNce(kind=f'infonce:temperature=0.5{kind}').terms(
+      outputs, {}, batch
+    )
+    return float(terms['loss']), float(terms['accuracy'])
+
+  # q0: products .6 (its positive), .8 (its negative), 0; q1: 1, .8 and .6.
+  first = np.log(np.exp([1.2, 1.6, 0]).sum()) - 1.2
+  second = np.log(np.exp([2, 1.6, 1.2]).sum()) - 2
+  assert value('') == (pytest.approx(first + second, rel=1e-6), 1)
+  # The negative of q0 counts exp(2 * .8) as much, for q0 alone.
+  hard = np.log(np.exp([1.2, 1.6 + 1.6, 0]).sum()) - 1.2
+  assert value(',hardness=2')[0] == pytest.approx(hard + second, rel=1e-6)
+  # q0.q1 is 0 and p0.p1 .8, each twice over 2 * 1 pairs; times 2 queries.
+  spread = 2 * 0.5 * (0 + 0.64)
+  total = first + second + spread
+  assert value(',spread_out=0.5')[0] == pytest.approx(total, rel=1e-6)
+  # The negative equals the other example's positive: no negative for it.
+  same = batch | {'keys': jnp.array([[1, 2, 5], [4, 5, 0]])}
+  second = np.log(np.exp([2, 1.6]).sum()) - 2
+  assert value('', same)[0] == pytest.approx(first + second, rel=1e-6)
+  # Equal queries: positives of each are right for both, negatives are not.
+  same = batch | {'keys': jnp.array([[4, 2, 3], [4, 5, 0]])}
+  first = np.log(np.exp([1.2, 1.6]).sum()) - 1.2
+  second = np.log(np.exp([2, 1.2]).sum()) - 2
+  assert value('', same)[0] == pytest.approx(first + second, rel=1e-6)
+  # Scores: the softmax over p0 and n0; of q1 a single candidate, always right.
+  batch |= {'relevance': jnp.array([[0, 0.25, 0.75], [0, 1, 0]])}
+  predicted = np.exp([1.2, 1.6]) / np.exp([1.2, 1.6]).sum()
+  wanted = np.array([0.25, 0.75])
+  divergence = (wanted * np.log(wanted / predicted)).sum()
+  difference = value(',scores=2', batch)[0] - value('', batch)[0]
+  assert difference == pytest.approx(2 * divergence, rel=1e-5)
+  # Vectors: half of squared distances, 1 - cos, of texts alone.
+  batch |= {
+    'vectors': jnp.array([[[2, 0], [1, 0], [0, 3]], [[0, 1]] * 3], jnp.float32)
+  }
+  difference = value(',vectors=1', batch)[0] - value('', batch)[0]
+  assert difference == pytest.approx(0.4 + 0.4, rel=1e-5)
+
+
+def test_parts_of_vectors_are_compared_too():
+  vectors = np.array([[[0.6, 0.8], [0.6, 0.8]], [[0.6, -0.8], [0.6, -0.8]]])
+  batch = _fields([[1, 2]] * 2, [[0, 0]] * 2, [[1, 2], [3, 4]])
+  stack = dataclasses.replace(
+    _plain(2),
+    embedding=embedding_head.EmbeddingHead(
+      dimensions=embedding_head.Widths('1')
+    ),
+  )
+  loss = infonce.InfoNce(kind='infonce:temperature=1')
+  terms = loss.terms(_outputs(vectors, stack), {}, batch)
+  whole = np.log(np.exp(1) + np.exp(-0.28)) - 1
+  # The first numbers, normalised, are all 1: two equal documents.
+  assert float(terms['loss']) == pytest.approx(
+    2 * (whole + np.log(2)), rel=1e-5
+  )
+
+
+def test_pooling_by_segment():
+  states = jnp.arange(12.0).reshape(1, 6, 2)
+  segments = jnp.array([[1, 1, 1, 2, 2, 0]])
+  for pooling, expected in (
+    ('mean', [[2, 3], [7, 8], [0, 0]]),
+    ('first', [[0, 1], [6, 7], [0, 0]]),
+    ('last', [[4, 5], [8, 9], [0, 0]]),
+  ):
+    pooled = embedding_head.pool(states, segments, 3, pooling)
+    assert pooled[0].tolist() == expected
+
+
+def _gradient(loss, params, batch):
+  def objective(params):
+    terms = loss.sums(MODEL, params, batch)
+    return loss.objective(terms, loss.divisors(batch))
+
+  return jax.jit(jax.value_and_grad(objective))(params)
+
+
+def test_parts_of_a_batch_equal_the_batch():
+  params = toy_models.params(MODEL.config, scale=0.3)
+  batch = jax.tree.map(jnp.asarray, _batch(8))
+  loss = infonce.InfoNce(kind=ALL)
+  value, gradients = _gradient(loss, params, batch)
+  parted = dataclasses.replace(loss, parts=4)
+  temporary = [
+    jax.jit(lambda p, x=x: _gradient(x, p, batch))
+    .lower(params)
+    .compile()
+    .memory_analysis()
+    .temp_size_in_bytes
+    for x in (loss, parted)
+  ]
+  assert temporary[1] < temporary[0] / 2
+  again, others = _gradient(parted, params, batch)
+  assert float(again) == pytest.approx(float(value), rel=1e-6)
+  scale = max(float(abs(x).max()) for x in jax.tree.leaves(gradients))
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6 * scale),
+    others,
+    gradients,
+  )
+
+
+def test_packed_texts_have_the_vectors_of_texts_alone():
+  params = toy_models.params(MODEL.config, scale=0.3)
+  batch = jax.tree.map(jnp.asarray, _batch(3, filler=0))
+  loss = infonce.InfoNce(kind='infonce')
+  packed = jax.jit(lambda p, b: loss.predict(MODEL, p, b).hidden)(params, batch)
+  norms = np.linalg.norm(packed, axis=-1)
+  np.testing.assert_allclose(norms, batch['roles'] > 0, atol=1e-6)
+  for row in range(3):
+    mask = np.asarray(batch['encoder_segments'][row]) == 2
+    ids = batch['encoder_tokens'][row][mask][None]
+    fields = ids, jnp.ones_like(ids), jnp.arange(ids.shape[1])[None]
+    states = MODEL.architecture.encode(MODEL, params, fields)
+    vector = states.mean(1)
+    for i in range(2):
+      vector @= params['decoder']['embedding'][f'projection_{i}']
+    vector /= jnp.linalg.norm(vector)
+    np.testing.assert_allclose(packed[row, 1], vector[0], atol=1e-5)
+
+
+@pytest.mark.sharded
+@pytest.mark.parametrize('microbatches', [1, 2])
+def test_sharded_steps_equal_one_device(microbatches):
+  loss = infonce.InfoNce(kind=f'{ALL},learn_temperature=1', parts=microbatches)
+  model = build.build(loss.shape(MODEL.config))
+  batch = _batch(16)
+  results = []
+  for mesh in (
+    mesh_lib.MeshConfig(fsdp=1),
+    mesh_lib.MeshConfig(replica=2, fsdp=2, sequence=1, tensor=2),
+    mesh_lib.MeshConfig(replica=1, fsdp=4, sequence=2, tensor=1),
+  ):
+    trainer = conftest.Trainer(
+      mesh, loss=loss, model=model, axes=AXES, microbatches=microbatches
+    )
+    params = toy_models.params(model.config, scale=0.3)
+    state = trainer.init(trainer.where.place(lambda p: p, params))
+    for _ in range(2):
+      state, metrics = trainer.step(state, batch)
+    results.append((float(metrics['loss']), conftest.host(state.params)))
+  value, expected = results[0]
+  before = conftest.host(toy_models.params(model.config, scale=0.3))
+  moved = 'decoder/embedding/log_temperature'
+  assert expected[moved] != before[moved]
+  for other, params in results[1:]:
+    assert other == pytest.approx(value, rel=1e-5)
+    for path, leaf in expected.items():
+      np.testing.assert_allclose(params[path], leaf, atol=2e-5, err_msg=path)
+
+
+def test_training_finds_positives_and_a_teacher_is_learnt():
+  loss = infonce.InfoNce(kind='infonce:temperature=0.1')
+  trainer = conftest.Trainer(loss=loss, model=MODEL, axes=AXES, rate=3e-2)
+  state = trainer.init(trainer.where.place(MODEL.init, jax.random.key(0)))
+  batch = _batch(8)
+  evaluator = perplexity.Evaluator(trainer.where, loss, AXES)
+  first = evaluator(state.params, [batch])
+  for _ in range(15):
+    state, metrics = trainer.step(state, batch)
+  last = evaluator(state.params, [batch])
+  assert last.values['accuracy'] > 0.9 > first.values['accuracy']
+  assert last.weight == 14 == metrics['weight']
+  assert last.values['loss'] < first.values['loss'] / 2
+  teacher = jax.tree.map(jnp.copy, state.params)
+  distils = infonce.InfoNce(kind='infonce:teacher=1', models={'teacher': MODEL})
+  arrays = jax.tree.map(jnp.asarray, batch)
+  references = {'teacher': teacher}
+  plain = infonce.InfoNce(kind='infonce')
+  for params, least in ((teacher, 0), (MODEL.init(jax.random.key(1)), 5)):
+    values = [
+      float(x.sums(MODEL, params, arrays, references)['loss'])
+      for x in (distils, plain)
+    ]
+    assert values[0] - values[1] >= least - 1e-4
+    assert (least > 0) == (values[0] - values[1] > 1e-3)
+
+
+def _config(**changes):
+  config = config_lib.defaults()
+  config.loss.kind = 'infonce'
+  config.model.kind = 'encoder_only'
+  config.model.embedding = 'pooling=mean'
+  config.data.objective = 'embed'
+  config.data.source = 'embed:x#q,p'
+  config.data.encoder_length, config.data.decoder_length = 16, 0
+  for key, value in changes.items():
+    config.update_from_flattened_dict({key.replace('__', '.'): value})
+  return config
+
+
+def test_the_configuration_decides_head_and_parts():
+  settings = config_lib.load(
+    _config(
+      train__microbatches=4,
+      loss__kind='infonce:learn_temperature=1,temperature=0.1',
+      model__embedding='pooling=last,projections=64+32,dimensions=16+8',
+    ),
+    sources=False,
+  )
+  head = settings.model.decoder.embedding
+  assert (head.sizes(128), head.temperature) == ((32, 16, 8), 0.1)
+  assert settings.loss.parts == 4 and not settings.loss.references
+  assert objective_names.parse_one('embed:query=a b ').prompts == {
+    'document': '',
+    'query': 'a b ',
+  }
+
+
+@pytest.mark.parametrize(
+  'changes, message',
+  [
+    ({'train__batch_size': 1}, 'train.batch_size is 1 .*at least 2'),
+    ({'train__eval_batch_size': 1}, 'train.eval_batch_size is 1'),
+    ({'model__embedding': 'dimensions=128'}, 'a vector has 128 numbers'),
+    ({'model__embedding': 'dimensions=x'}, 'must be of type Widths'),
+    ({'model__embedding': 'pooling=max'}, 'must be one of mean, last, first'),
+    ({'model__embedding': ''}, 'only_?.* with config.model.embedding'),
+    ({'model__kind': 'encoder_decoder'}, "init.mode='adapt'"),
+    ({'loss__kind': 'infonce:vectors=1'}, 'vectors=0; to be .* the 128'),
+    (
+      {
+        'loss__kind': 'infonce:vectors=1',
+        'data__objective': 'embed:vectors=64',
+      },
+      'vectors=64; to be .* the 128',
+    ),
+    ({'loss__kind': 'infonce:temperature=0'}, 'temperature is 0.0'),
+    ({'loss__kind': ''}, 'rows have several answers or texts'),
+    (
+      {
+        'data__objective': 'causal_lm',
+        'data__source': 'python',
+        'model__kind': 'decoder_only',
+        'model__embedding': '',
+        'data__encoder_length': 0,
+        'data__decoder_length': 16,
+      },
+      'no texts to embed',
+    ),
+  ],
+)
+def test_bad_input_is_refused(changes, message):
+  with pytest.raises(errors.UserError, match=message):
+    config_lib.load(_config(**changes), sources=False)
+
+
+def test_vectors_of_a_teacher_have_the_models_size():
+  plain = dataclasses.replace(STACK, embedding=embedding_head.EmbeddingHead())
+  teacher = build.build(model_config.DecoderOnlyConfig(plain))
+  section = _section(kind='infonce:teacher=1')
+  loss = losses.from_section(section, MODEL.config)
+  assert loss.references == ('teacher',)
+  assert teacher.architecture in loss.accepts
+  batch = jax.tree.map(jnp.asarray, _batch(2))
+  loss = dataclasses.replace(loss, models={'teacher': teacher})
+  with pytest.raises(errors.UserError, match="16 numbers and the model's 24"):
+    jax.eval_shape(
+      lambda a, b: loss.sums(MODEL, a, batch, {'teacher': b}),
+      toy_models.params(MODEL.config),
+      toy_models.params(teacher.config),
+    )
