@@ -79,7 +79,7 @@ def main(values: flags.FlagValues) -> int:
   resolved = stages.resolve(study)
   states = stage_states.States(study, resolved, shared=not values.fresh)
   if values.list:
-    print(_listing(states, values.json))
+    print(_listing(states, _cores(values), values.json))
     return 0
   if values.plan:
     print(study_plan.describe(study, states, _flags(values)))
@@ -166,7 +166,7 @@ def _run(
   if values.worker or values.stage:
     return workers.work(study, states, run_stage, values.stage)
   if values.fresh:
-    states.discard_others(workers.cores() // jobs)
+    states.discard_others(_cores(values))
   count = len(states.stages)
   print(f'{study.title}: {count} stages into {states.root}', flush=True)
   print(study_plan.describe(study, states, _flags(values)), flush=True)
@@ -185,6 +185,11 @@ def _run(
     reason = state.error if state and state.error else 'what it reads failed'
     print(f'{name} has no result: {" ".join(reason.split())}', file=sys.stderr)
   return status or int(bool(failed))
+
+
+def _cores(values: flags.FlagValues) -> int:
+  """Returns the number of cores of a worker."""
+  return len(workers.cores()) // (values.jobs or workers.default_jobs())
 
 
 def run_stage(
@@ -280,9 +285,9 @@ def _loss_at(
   return status, math.nan if status else atomic.read_json(summary)['eval_loss']
 
 
-def _listing(states: stage_states.States, as_json: bool) -> str:
+def _listing(states: stage_states.States, cores: int, as_json: bool) -> str:
   """Lists the stages: status, what they read, and their command."""
-  here, rows = environment.versions(), []
+  here, rows = {**environment.versions(), 'cores': cores}, []
   for stage in states.stages.values():
     values, state = states.values(stage), states.state(stage)
     arguments = [pages.fill(text, values) for text in stage.arguments]

@@ -8,6 +8,7 @@ import pytest
 
 from encdec_adapt import study, train
 from encdec_adapt.base import errors
+from encdec_adapt.cli import command
 from encdec_adapt.evaluation.studies import (
   pages,
   stage_states,
@@ -267,3 +268,31 @@ def test_a_worker_without_the_gpu_of_a_page_is_refused(tmp_path, monkeypatch):
     state.status = 'finished'
   with pytest.raises(errors.UserError, match='run .* needs a gpu, .* are cpu'):
     study.workers.work(page, states, study.run_stage)
+
+
+def test_what_another_version_has_made_is_named_and_run_again(tmp_path, capsys):
+  page, root = tmp_path / 'page.py', tmp_path / 'study'
+  source = tiny.ROOT / 'configs' / 'decoders' / 'small'
+  page.write_text(f"""
+from encdec_adapt.evaluation.studies import pages
+def get_study(arg=None):
+  flags = 'import', '--source={source}', '--output={{imported}}'
+  command = pages.Command('imported', 'convert', flags)
+  return pages.Study('page', 'A page', 'tiny', (), commands=(command,))
+""")
+
+  def run(*flags):
+    arguments = [f'--study={page}', f'--root={root}', *flags]
+    assert study.main(command.parse(study.define_flags, arguments)) == 0
+    return capsys.readouterr().out
+
+  ran = '[imported]'
+  assert ran in run() and ran not in run()
+  assert 'imported: finished\n' in run('--list')
+  (state,) = (root / 'stages').glob('*/stage.json')
+  content = json.loads(state.read_text())
+  content['environment']['python'] = '3.1.4'
+  state.write_text(json.dumps(content))
+  assert "imported: finished (python: '3.1.4' before, " in run('--list')
+  assert ran not in run()
+  assert ran in run('--fresh') and ran not in run('--fresh')
