@@ -350,8 +350,8 @@ def open_base(
   if base is None or base.digest != described['digest']:
     problem = 'is another model now' if base else 'is missing'
     raise errors.UserError(
-      f'the base {name} of adapters {problem}; put it back, or name a copy of it'
-      ' in the config.json of their run (init.encoder).'
+      f'the base {name} of adapters {problem}; put it back, or name a copy of'
+      ' it in the config.json of their run (init.encoder).'
     )
   return base
 
