@@ -389,21 +389,17 @@ def open_base(
   Raises:
     UserError: it is missing, or it is another model.
   """
-  name = described['name']
+  name, base = described['name'], None
   if not resolve(name)[0].exists() and moved:
     name = moved
-  remedy = (
-    'Put it back there, or name a copy of it in the config.json of the run'
-    ' (init.encoder).'
-  )
-  if not resolve(name)[0].exists():
-    raise errors.UserError(f'the base {name} of adapters is missing. {remedy}')
-  base = open_model(name, vocab_multiple=vocab_multiple)
-  base = base.base or base
-  if base.digest != described['digest']:
+  if resolve(name)[0].exists():
+    base = open_model(name, vocab_multiple=vocab_multiple)
+    base = base.base or base
+  if base is None or base.digest != described['digest']:
+    problem = 'is another model now' if base else 'is missing'
     raise errors.UserError(
-      f'{name} is not the base that the adapters were trained over: its digest'
-      f' is {base.digest}, and theirs was {described["digest"]}. {remedy}'
+      f'the base {name} of adapters {problem}; put it back, or name a copy of'
+      ' it in the config.json of their run (init.encoder).'
     )
   return base
 

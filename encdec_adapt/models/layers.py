@@ -275,11 +275,7 @@ def _multiply(
     # pass.
     @jax.checkpoint
     def multiply(x, kernel):
-      # Gathered as integers, where the width is sharded.
-      names = [None if name == 'embed' else name for name in axes]
-      values = partition.shard(kernel.values, *names)
-      dense = kernel.replace(values=values).dequantize(x.dtype)
-      return _multiply(x, dense, axes, accumulate)
+      return _multiply(x, kernel.dequantize(x.dtype), axes, accumulate)
 
     return multiply(x, kernel)
   # Cast first, so that the gradient is summed over the mesh in the dtype of the

@@ -84,9 +84,9 @@ def test_resuming_is_exact_and_refuses_a_changed_base(
   text['base']['digest'] = '0' * 16
   step.write_text(json.dumps(text))
   (step.parent.parent / 'checksums.json').unlink()
-  with pytest.raises(errors.UserError, match='is not the base'):
+  with pytest.raises(errors.UserError, match='is another model now'):
     _train(flags, part, '--config.train.steps=14')
-  with pytest.raises(errors.UserError, match='is not the base'):
+  with pytest.raises(errors.UserError, match='is another model now'):
     encdec_adapt.load(part)
 
 
