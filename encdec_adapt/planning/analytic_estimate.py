@@ -357,9 +357,15 @@ def _loss(work: Workload) -> float:
   copies = 1 + work.job.trains + len(work.references)
   size = rows * columns * _FP32 * copies + rows * stack.width * work.item
   if work.job.trains:
-    size += (rows + columns) * stack.width * _FP32
+    size += (rows + columns * _trains_table(work)) * stack.width * _FP32
     size += tokens * stack.width * work.item
   return size
+
+
+def _trains_table(work: Workload) -> bool:
+  """Whether the table of the logits has a gradient."""
+  adapters = work.job.placed_model.adapters
+  return not adapters or any('/table' in path for path in adapters.table)
 
 
 def _scores(work: Workload) -> float:
