@@ -398,7 +398,7 @@ def _write_table(folder, measures, size):
   atomic.write_json(folder / 'table.json', {'rows': rows})
   print(score_tables.text(rows))
   pair, decoder = (rates[f'{x}_rloo', 'greedy'] for x in MODELS)
-  paired = comparisons.compare(decoder, pair)
+  paired = comparisons.compare([decoder], [pair])
   print(
     f'pair - decoder, rloo: {paired.difference:+.3f} ({paired.low:+.3f} to'
     f' {paired.high:+.3f}, {paired.test})'
