@@ -1,8 +1,8 @@
 """XLA compiler options, the same for jobs and for plans.
 
 TPU options were chosen by compiling ahead of time, GPU options follow the
-vendors' guides (JAX, "GPU performance tips"; NVIDIA JAX Toolbox). No GPU has
-been used to measure the latter.
+vendors' guides (JAX, "GPU performance tips"; NVIDIA JAX Toolbox). Those of
+several GPUs have not been measured.
 """
 
 import jax
@@ -34,6 +34,11 @@ GPU = {
   'xla_gpu_enable_latency_hiding_scheduler': True,
   'xla_gpu_reduce_scatter_combine_threshold_bytes': 8_000_000,
 }
+# XLA of jax 0.11 runs a kernel whose result a scan saves a second time, inside
+# the fusion that saves it: tokamax's forward kernels of 2B-2B.
+_ANY_GPU = {}
+if (0, 11) <= jax.__version_info__ < (0, 12):
+  _ANY_GPU = {'xla_gpu_enable_dynamic_slice_fusion': False}
 # Lets collectives of one layer overlap the next layer of a scan. XLA has no
 # such options since jax 0.11 and refuses names that it does not know.
 if jax.__version_info__ < (0, 11):
@@ -47,14 +52,14 @@ if jax.__version_info__ < (0, 11):
 def options(mesh: Mesh | AbstractMesh) -> dict[str, str | bool | int] | None:
   """Returns `compiler_options` of `jax.jit` for programs on a mesh.
 
-  None for other platforms, for one GPU, which has nothing to overlap, and for
-  an abstract mesh, which nothing can be compiled for.
+  One GPU has nothing to overlap. None for other platforms, and for an abstract
+  mesh, which nothing can be compiled for.
   """
   if isinstance(mesh, AbstractMesh):
     return None
   device = mesh.devices.flat[0]
   if device.platform == 'gpu':
-    return GPU if mesh.size > 1 else None
+    return _ANY_GPU | (GPU if mesh.size > 1 else {})
   if device.platform != 'tpu':
     return None
   return _TPU | (_V6E if device.device_kind == 'TPU v6 lite' else {})
