@@ -117,10 +117,9 @@ def _report(
   line = shlex.join(_flags(values))
   study_results.write(study, states, f'python -m encdec_adapt.study {line}')
   if study.readme:
-    specs = {x.name: x.arguments[0] for x in study.commands}
     folders = {
-      name: load(flag.removeprefix('--study=')).folder
-      for name, flag in specs.items()
+      page.name: load(page.arguments[0].removeprefix('--study=')).folder
+      for page in study.commands
     }
     claim_tables.write_readme(study.readme, folders)
     print(f'wrote {study.readme}')
@@ -132,7 +131,7 @@ def load(spec: str) -> pages.Study:
   Raises:
     UserError: the file is missing, fails, or has no get_study.
   """
-  # The study `post_training` is no file of recipes of the same name.
+  # Studies first: `post_training` is also the name of a file of recipes.
   located = configs.locate(spec, ('studies/', ''))
   path, _, arg = located.partition(':')
   if not pathlib.Path(path).is_file():
