@@ -487,7 +487,7 @@ def _reward(job: Job) -> Program:
   arguments = {name: beside.pop(name), 'batch': _sharded(job, shapes, axes)}
   static = placed.model, job.mesh, job.program_rules
   return Program(
-    rewards.score_batch,
+    rewards.scorer(job.mesh),
     arguments,
     lambda a: (*static, a[name], a['batch']),
     {name: placed.axes(arguments[name]), 'batch': axes},
