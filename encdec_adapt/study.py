@@ -25,6 +25,7 @@ import types
 
 from absl import flags
 
+from encdec_adapt import config as config_lib
 from encdec_adapt import configs
 from encdec_adapt.base import errors
 from encdec_adapt.cli import command
@@ -38,7 +39,8 @@ from encdec_adapt.evaluation.studies import (
   study_results,
   workers,
 )
-from encdec_adapt.files import atomic, disk, paths
+from encdec_adapt.files import atomic, disk, hub, paths
+from encdec_adapt.models import execution
 from encdec_adapt.telemetry import compute_cost, environment
 
 define_flags = command.define(
@@ -117,10 +119,9 @@ def _report(
   line = shlex.join(_flags(values))
   study_results.write(study, states, f'python -m encdec_adapt.study {line}')
   if study.readme:
-    specs = {x.name: x.arguments[0] for x in study.commands}
     folders = {
-      name: load(flag.removeprefix('--study=')).folder
-      for name, flag in specs.items()
+      page.name: load(page.arguments[0].removeprefix('--study=')).folder
+      for page in study.commands
     }
     claim_tables.write_readme(study.readme, folders)
     print(f'wrote {study.readme}')
@@ -132,7 +133,7 @@ def load(spec: str) -> pages.Study:
   Raises:
     UserError: the file is missing, fails, or has no get_study.
   """
-  # The study `post_training` is no file of recipes of the same name.
+  # Studies first: `post_training` is also the name of a file of recipes.
   located = configs.locate(spec, ('studies/', ''))
   path, _, arg = located.partition(':')
   if not pathlib.Path(path).is_file():
@@ -215,11 +216,48 @@ def run_stage(
     study_plan.check_text(stage, arguments)
   if stage.rate:
     return _choose_rate(stage.rate, arguments)
-  if stage.settings:
-    workdir = arguments[-1].removeprefix('--workdir=')
-    if (paths.at(workdir) / compute_cost.SUMMARY).exists():
-      return 0, None  # A job of `launch` has trained it.
+  if stage.settings and _is_trained(stage, arguments[-1]):
+    return 0, None
   return _call(stage.module, arguments), None
+
+
+def _is_trained(stage: stages.Stage, flag: str) -> bool:
+  """Returns whether a job of `launch` has trained the model of a stage.
+
+  Args:
+    stage: a training stage.
+    flag: --workdir=FOLDER, in which it was trained.
+
+  Raises:
+    UserError: the job had another configuration, as before a page's change.
+  """
+  folder = paths.at(flag.removeprefix('--workdir='))
+  if not (folder / compute_cost.SUMMARY).exists():
+    return False
+  saved = environment.flat(atomic.read_json(folder / config_lib.RUN_CONFIG))
+  # Names in braces stand for paths, a run has the commits of addresses and the
+  # choices of its devices, and earlier versions have fewer keys.
+  keys = [
+    key
+    for key, value in stage.values.items()
+    if key in saved and value != execution.AUTO
+    if '{' not in str(value) and hub.SCHEME not in str(value)
+  ]
+  before, now = (
+    {key: _portable(values[key]) for key in keys}
+    for values in (saved, stage.values)
+  )
+  if lines := environment.difference(before, now):
+    raise errors.UserError(
+      f'{folder} has a run of another configuration than stage {stage.name}'
+      f' ({"; ".join(lines)}); move the folder away and run the stage.'
+    )
+  return True
+
+
+def _portable(value: object) -> object:
+  """Returns a value without the folder of shipped files on this machine."""
+  return value.rpartition('configs/')[2] if isinstance(value, str) else value
 
 
 def _call(module: str, arguments: Sequence[str]) -> int:

@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from encdec_adapt import config as config_lib
 from encdec_adapt import study, train
 from encdec_adapt.base import errors
 from encdec_adapt.cli import command
@@ -255,7 +256,21 @@ def test_a_model_of_a_job_on_other_machines_is_not_trained_again(
   assert study.run_stage(run, arguments) == (7, None)
   states.folder(run).mkdir(parents=True)
   (states.folder(run) / compute_cost.SUMMARY).write_text('{}')
+  values = command.parse(train.define_flags, arguments)
+  config_lib.save(values.config, values.workdir, {'command': 'train'})
   assert study.run_stage(run, arguments) == (0, None)
+  # The choice of its devices, and shipped files of an installed package.
+  values.config.compute.remat = 'none'
+  shipped = {**run.values, 'data.vocabulary': 'configs/decoders/base'}
+  run = dataclasses.replace(run, values=shipped)
+  values.config.data.vocabulary = '/opt/configs/decoders/base'
+  config_lib.save(values.config, values.workdir)
+  assert study.run_stage(run, arguments) == (0, None)
+  # The page was changed after the job.
+  values.config.train.batch_size += 1
+  config_lib.save(values.config, values.workdir)
+  with pytest.raises(errors.UserError, match=r'stage run \(train.batch_size: '):
+    study.run_stage(run, arguments)
 
 
 def test_a_worker_without_the_gpu_of_a_page_is_refused(tmp_path, monkeypatch):

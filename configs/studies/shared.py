@@ -163,7 +163,7 @@ class Size:
 
   @property
   def books(self) -> str:
-    """Glob of the files that the text is of; '' where it is no files."""
+    """Glob of the files that the text is of; '' for other text."""
     source = f'text:{BOOKS}' if self.has_books else self.text
     return source[5:] if source.startswith('text:') else ''
 

@@ -88,7 +88,7 @@ def score_texts(
     batch_size: prompts at a time.
 
   Raises:
-    UserError: the model is no reward model, or has fewer positions than an
+    UserError: the model is not a reward model, or has fewer positions than an
       example.
   """
   stored = loaded.stored

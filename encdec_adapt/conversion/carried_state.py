@@ -37,7 +37,7 @@ def check(
     job: the phases of the job.
 
   Raises:
-    UserError: the source is no run, its optimizer is another, or a weight of
+    UserError: the source is not a run, its optimizer is another, or a weight of
       the model has no moments there.
   """
   if source.checkpoint is None:

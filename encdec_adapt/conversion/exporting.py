@@ -165,7 +165,7 @@ def push_folder(values: flags.FlagValues, operands: list[str]) -> int:
   """Runs `convert push`: prints files, sizes and the address of an upload.
 
   Raises:
-    UserError: it is no model folder, or damaged; see also `hub.push`.
+    UserError: it is not a model folder, or damaged; see also `hub.push`.
   """
   command.require(values, 'repo')
   stored = model_on_disk.open_model(operands[0])  # Checks its files' headers.

@@ -376,7 +376,7 @@ def open_reward_model(
     lengths: most tokens of a prompt, BOS included, and of a completion.
 
   Raises:
-    UserError: it is no reward model, or it has another vocabulary or too few
+    UserError: it is not a reward model, or it has another vocabulary or too few
       positions.
   """
   model = placement.model.config

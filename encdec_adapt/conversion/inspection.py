@@ -31,11 +31,11 @@ def transformers_class(model: model_config.ModelConfig) -> str | None:
 
 
 def require_exported(stored: model_on_disk.StoredModel) -> None:
-  """Refuses a model that is no exported folder on this machine."""
+  """Refuses a model that is not an exported folder on this machine."""
   if stored.checkpoint or paths.is_bucket(stored.path):
     raise errors.UserError(
-      f'{stored.path} is no exported folder on this machine; give the --output'
-      f' of `convert export --checkpoint={stored.path}`.'
+      f'{stored.path} is not an exported folder on this machine; give the'
+      f' --output of `convert export --checkpoint={stored.path}`.'
     )
 
 

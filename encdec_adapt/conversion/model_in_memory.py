@@ -449,13 +449,13 @@ def read_adapters(loaded: LoadedModel, run: str) -> Any:
     run: a run of adapters, or RUN@STEP.
 
   Raises:
-    UserError: it is no run of adapters, or they are over another model.
+    UserError: it is not a run of adapters, or has another base.
   """
   stored = model_on_disk.open_model(run)
   if not stored.adapters or stored.base.digest != loaded.stored.digest:
     raise errors.UserError(
-      f'{run} is no run of adapters over {loaded.stored.path}; give runs with'
-      ' config.train.lora that have that base.'
+      f'{run} is not a run of adapters over {loaded.stored.path}; give runs'
+      ' with config.train.lora that have that base.'
     )
   where = dataclasses.replace(loaded.where, adapters=stored.adapters)
   trained = {

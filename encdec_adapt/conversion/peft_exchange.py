@@ -35,7 +35,7 @@ def export_adapters(
   """Writes a folder that PEFT loads over the exported base.
 
   Raises:
-    UserError: the model is no run of adapters, or PEFT cannot hold them.
+    UserError: the model is not a run of adapters, or PEFT cannot hold them.
   """
   adapters, base = _require_adapters(stored), stored.base.full_name
   layout = _layout(stored.model)
@@ -56,7 +56,7 @@ def import_adapters(values: flags.FlagValues, path: paths.Path) -> None:
   name = values.base or config.get('base_model_name_or_path') or ''
   if not values.base and not (name and paths.at(name).is_dir()):
     raise errors.UserError(
-      f'--source={path} adapts {name!r}, which is no folder; give --base.'
+      f'--source={path} adapts {name!r}, which is not a folder; give --base.'
     )
   base = model_on_disk.open_model(name, vocab_multiple=values.vocab_multiple)
   adapters, arrays = peft_folder.read(path, base.model, _layout(base.model))
@@ -83,7 +83,7 @@ def merge_adapters(values: flags.FlagValues, _: list[str]) -> int:
   """Runs `convert merge-lora`: W + scale A B of the base as it is stored.
 
   Raises:
-    UserError: the output exists, or the model is no run of adapters.
+    UserError: the output exists, or the model is not a run of adapters.
   """
   command.require(values, 'checkpoint', 'output')
   new_folder.require_free(values.output)

@@ -153,7 +153,7 @@ def _base_model(folder: paths.Path) -> dict[str, Any]:
   matter = _FRONT_MATTER.match(text)
   try:
     fields = yaml.safe_load(matter[1]) if matter else {}
-  except yaml.YAMLError:  # A page for readers: the model is no worse for it.
+  except yaml.YAMLError:  # A model card is not needed to load the model.
     return base
   names = ('license', 'license_name', 'license_link')
   base |= {key: fields[key] for key in names if fields.get(key)}

@@ -4,7 +4,7 @@ The head reads the state of a completion's last token; an encoder reads the
 prompt once for all its completions. Neither engine nor cache is needed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import dataclasses
 import functools
 
@@ -24,6 +24,7 @@ from encdec_adapt.models import (
 )
 from encdec_adapt.objectives import framing
 from encdec_adapt.ops import partition
+from encdec_adapt.sharding import compiler
 from encdec_adapt.sharding import rules as rules_lib
 from encdec_adapt.tokenizers import special_ids
 
@@ -56,7 +57,7 @@ def score(
       default each batch is padded to one of a few lengths.
 
   Raises:
-    UserError: the model is no reward model.
+    UserError: the model is not a reward model.
     ValueError: an example is longer than `lengths`.
   """
   require_reward_model(model.config)
@@ -77,7 +78,7 @@ def score(
         for x in filled
       ]
     )
-    scores = jax.device_get(score_batch(model, mesh, rules, params, batch))
+    scores = jax.device_get(scorer(mesh)(model, mesh, rules, params, batch))
     rewards.append(scores.reshape(rows, -1)[: len(chunk)])
   return np.concatenate(rewards)
 
@@ -92,7 +93,7 @@ def require_reward_model(
   """
   if config.decoder.classes != 1:
     raise errors.UserError(
-      f'{name} is no reward model: its head has {config.decoder.outputs:,}'
+      f'{name} is not a reward model: its head has {config.decoder.outputs:,}'
       " outputs, not 1; give a run of config.loss.kind='reward', or a folder"
       ' that was exported from such a run.'
     )
@@ -104,8 +105,17 @@ def size(pair: framing.Pair) -> tuple[int, int]:
   return encoder, decoder + 1
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def score_batch(
+@functools.cache
+def scorer(mesh: Mesh) -> Callable[..., Float[Array, 'B']]:
+  """Returns `_score`, jitted for a mesh."""
+  return jax.jit(
+    _score,
+    static_argnums=(0, 1, 2),
+    compiler_options=compiler.options(mesh),
+  )
+
+
+def _score(
   model: build.Model,
   mesh: Mesh,
   rules: rules_lib.Rules,

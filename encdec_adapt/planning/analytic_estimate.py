@@ -7,15 +7,18 @@ memory inside the program, and all times, are estimates by the rules below. This
 module must not import `hlo` or `plan_report`, which read compiled programs.
 """
 
-from collections.abc import Callable, Iterator
 import dataclasses
 from typing import Any
 
-import jax.numpy as jnp
-
-from encdec_adapt.models import forward_flops, model_config, parameters
+from encdec_adapt.models import forward_flops, parameters
 from encdec_adapt.ops import attention, partition
-from encdec_adapt.planning import chips, programs, roofline
+from encdec_adapt.planning import (
+  chips,
+  program_shapes,
+  programs,
+  roofline,
+  workload,
+)
 
 # Share of the peak that products of weights reach, elementwise work included,
 # and share of the collectives' time hidden by other work. Set by published
@@ -41,44 +44,11 @@ _BACKWARD = {'attention_dq': 1.5, 'attention_dkv': 2.0}
 
 
 @dataclasses.dataclass(frozen=True)
-class StackPass:
-  """A pass of a stack over rows.
-
-  Attributes:
-    stack: configuration of the stack.
-    length: positions of a row that it computes.
-    keys: positions that its self-attention may see; more than `length` if a
-      cache has the others.
-    inputs: positions of the inputs that it reads beside its row
-      (cross-attention) or first in it (a prefix decoder), or 0.
-    trained: whether a backward pass follows.
-    answers: rows that it computes for a row of the batch.
-  """
-
-  stack: model_config.StackConfig
-  length: int
-  keys: int
-  inputs: int
-  trained: bool
-  answers: int = 1
-
-  @property
-  def source_length(self) -> int:
-    """Positions that its cross-attention reads, or 0."""
-    return self.inputs * (self.stack.cross_width is not None)
-
-  def flops(self, formula: Callable[..., int]) -> int:
-    """Returns FLOPs of a batch's row by a function of `forward_flops`."""
-    row = formula(self.stack, self.length, source_length=self.inputs)
-    return self.answers * row
-
-
-@dataclasses.dataclass(frozen=True)
 class Arguments:
   """Sizes of a program's arguments on a device.
 
   Attributes:
-    bytes: bytes of the arguments by part; see `programs.Program`.
+    bytes: bytes of the arguments by part; see `program_shapes.Program`.
     beside: bytes that the job holds in memory and that are not arguments, by
       part.
     host: bytes copied from the host's memory and back.
@@ -93,84 +63,20 @@ class Arguments:
   rows: float
 
   @classmethod
-  def of(cls, job: programs.Job, program: programs.Program) -> 'Arguments':
+  def of(
+    cls, job: programs.Job, program: program_shapes.Program
+  ) -> 'Arguments':
     """Returns the arguments of a job's program.
 
     They do not depend on `compute.remat`, and on the batch only by its rows.
     """
     return cls(
-      programs.tree_bytes(program.arguments),
-      programs.tree_bytes(program.beside),
+      program_shapes.tree_bytes(program.arguments),
+      program_shapes.tree_bytes(program.beside),
       program.host_bytes(),
       program.moved_bytes(),
-      Workload(job).device_rows,
+      workload.Workload(job).device_rows,
     )
-
-
-class Workload:
-  """Work of a single run of a program: the passes of its stacks.
-
-  Attributes:
-    job: the program, its configuration and its mesh.
-    partition: partition of the job on its mesh.
-    passes: passes of all stacks, those of references last.
-    parts: number of microbatches.
-    references: shapes of the frozen models that it reads.
-    item: bytes of a number in the compute dtype.
-    by_rows: number of devices that share a batch by its rows.
-    by_length: number of devices that share a row.
-    by_tensor: number of devices that share heads and feed-forwards.
-    exchange: mesh axes with devices that share the table and not the tokens.
-  """
-
-  def __init__(self, job: programs.Job):
-    self.job, self.partition = job, job.program_rules.on(job.mesh)
-    self.references = job.models[1:]
-    self.parts = job.train.microbatches if job.trains else 1
-    self.item = jnp.dtype(job.compute.dtype).itemsize
-    self.by_rows = self.partition.size('batch')
-    self.by_tensor = self.partition.size('mlp')
-    # Decoding computes a token of every row: there is no length to share.
-    self.by_length = 1 if job.decodes else self.partition.size('length')
-    self.exchange = self.partition.common(partition.TOKENS, ['vocab'])
-    self.passes = tuple(self._passes())
-
-  def _passes(self) -> Iterator[StackPass]:
-    job, lengths = self.job, self.job.lengths
-    if job.decodes:
-      stack = job.model.decoder
-      source = lengths.encoder * (stack.cross_width is not None)
-      yield StackPass(stack, 1, lengths.decoder, source, False)
-      return
-    for model in job.models:
-      trained = job.trains and model is job.model
-      for name, side in model.architecture.sides(lengths.encoder > 0).items():
-        stack, length = model.stacks[name], getattr(lengths, side)
-        # An encoder reads the prompt of several answers once.
-        answers = 1 if side == 'encoder' else job.answers
-        yield StackPass(
-          stack, length, length, lengths.encoder, trained, answers
-        )
-
-  @property
-  def trained(self) -> list[StackPass]:
-    """Passes that a backward pass follows."""
-    return [p for p in self.passes if p.trained]
-
-  @property
-  def busy(self) -> int:
-    """Number of devices that share the work; others repeat it."""
-    return self.by_rows * self.by_length * self.by_tensor
-
-  @property
-  def device_rows(self) -> float:
-    """Rows of the batch on a device."""
-    return self.job.rows / self.by_rows / self.by_length
-
-  def tokens(self, stack_pass: StackPass) -> float:
-    """Returns the positions of a microbatch on a device."""
-    rows = self.device_rows / self.parts * stack_pass.answers
-    return rows * stack_pass.length
 
 
 def describe(
@@ -188,7 +94,7 @@ def describe(
     JSON in which `source` is 'shapes', `kernels` are counted by the pairs that
     see each other, and `compile_s` and `trace_s` are None.
   """
-  work = Workload(job)
+  work = workload.Workload(job)
   # `search` computes `sizes` once for all batches, with the smallest one.
   batch = sizes.bytes['batch'] * work.device_rows / sizes.rows
   arguments = {**sizes.bytes, 'batch': batch}
@@ -236,7 +142,7 @@ def describe(
   }
 
 
-def _parts(work: Workload, arguments, kind: str) -> dict[str, float]:
+def _parts(work: workload.Workload, arguments, kind: str) -> dict[str, float]:
   """Returns bytes that live inside the program only, by part.
 
   Args:
@@ -266,7 +172,7 @@ def _parts(work: Workload, arguments, kind: str) -> dict[str, float]:
   return parts
 
 
-def _gathered_at_once(work: Workload) -> float:
+def _gathered_at_once(work: workload.Workload) -> float:
   """Returns bytes of gathered weights that a GPU holds at a time."""
   weights = _gathered_weights(work) * (work.partition.size('embed') > 1)
   if work.job.trains:  # All layers, forward and backward.
@@ -281,13 +187,15 @@ def _gathered_at_once(work: Workload) -> float:
   return _GATHERED_SHARE * weights + table
 
 
-def _key_value_width(work: Workload, stack_pass: StackPass) -> float:
+def _key_value_width(
+  work: workload.Workload, stack_pass: workload.StackPass
+) -> float:
   """Returns elements of keys and values of a position on a device."""
   stack = stack_pass.stack
   return 2 * stack.kv_heads * stack.head_dim / work.by_tensor
 
 
-def _saved(work: Workload, stack_pass: StackPass) -> float:
+def _saved(work: workload.Workload, stack_pass: workload.StackPass) -> float:
   """Returns bytes that a layer saves of a token for its backward pass.
 
   Without rematerialisation these include keys and values of all shards of a
@@ -316,7 +224,7 @@ def _saved(work: Workload, stack_pass: StackPass) -> float:
   return width * work.item + statistics
 
 
-def _working(work: Workload, stack_pass: StackPass) -> float:
+def _working(work: workload.Workload, stack_pass: workload.StackPass) -> float:
   """Returns bytes of a layer while it runs; doubled for its gradients."""
   compute, stack = work.job.compute, stack_pass.stack
   tokens, length = work.tokens(stack_pass), stack_pass.length
@@ -337,13 +245,13 @@ def _working(work: Workload, stack_pass: StackPass) -> float:
   return size * (2 if work.job.trains else 1)
 
 
-def _logits_pass(work: Workload) -> StackPass:
+def _logits_pass(work: workload.Workload) -> workload.StackPass:
   """Returns the pass with the states that logits are computed from."""
   decoder = work.job.models[0].decoder
   return next(p for p in work.passes if p.stack is decoder)
 
 
-def _loss(work: Workload) -> float:
+def _loss(work: workload.Workload) -> float:
   """Returns bytes of a chunk of logits and, in training, of gradients."""
   logits = _logits_pass(work)
   stack, tokens = logits.stack, work.tokens(logits)
@@ -362,13 +270,13 @@ def _loss(work: Workload) -> float:
   return size
 
 
-def _trains_table(work: Workload) -> bool:
+def _trains_table(work: workload.Workload) -> bool:
   """Whether the table of the logits has a gradient."""
   adapters = work.job.placed_model.adapters
   return not adapters or any('/table' in path for path in adapters.table)
 
 
-def _scores(work: Workload) -> float:
+def _scores(work: workload.Workload) -> float:
   """Returns FLOPs of all attentions on all devices, by the formula."""
   runs = forward_flops.TRAINING + (work.job.compute.remat == 'full')
   return work.job.rows * sum(
@@ -377,7 +285,9 @@ def _scores(work: Workload) -> float:
   )
 
 
-def _kernels(work: Workload, hardware: chips.Slice) -> list[roofline.Row]:
+def _kernels(
+  work: workload.Workload, hardware: chips.Slice
+) -> list[roofline.Row]:
   """Returns kernels by name on a device; none if the attention has none.
 
   FLOPs are of pairs that see each other, which is less than whole blocks.
@@ -405,7 +315,7 @@ def _kernels(work: Workload, hardware: chips.Slice) -> list[roofline.Row]:
   ]
 
 
-def _calls(stack_pass: StackPass) -> int:
+def _calls(stack_pass: workload.StackPass) -> int:
   """Returns the number of attentions of a stack."""
   stack = stack_pass.stack
   # Merged attention reads source and targets in a single call.
@@ -413,7 +323,7 @@ def _calls(stack_pass: StackPass) -> int:
   return stack.layers + (forward_flops.cross_layers(stack) if cross else 0)
 
 
-def _recomputed(work: Workload) -> float:
+def _recomputed(work: workload.Workload) -> float:
   """Returns FLOPs on all devices that the backward pass repeats."""
   remat, total = work.job.compute.remat, 0
   for stack_pass in work.trained:
@@ -428,7 +338,7 @@ def _recomputed(work: Workload) -> float:
   return float(total * work.job.rows)
 
 
-def _gathered_weights(work: Workload) -> float:
+def _gathered_weights(work: workload.Workload) -> float:
   """Returns bytes of the weights that a device gathers for a microbatch."""
   stacks = parameters.count_by_stack(work.job.models[0])
   if work.job.decodes:  # The encoder has run before.
@@ -442,7 +352,9 @@ def _gathered_weights(work: Workload) -> float:
   return total / work.by_tensor * work.item
 
 
-def _exchanged_keys(work: Workload, stack_pass: StackPass) -> float:
+def _exchanged_keys(
+  work: workload.Workload, stack_pass: workload.StackPass
+) -> float:
   """Returns elements of keys and values that the shards of a row exchange.
 
   They are gathered forward, and twice more if a backward pass follows. A window
@@ -460,7 +372,7 @@ def _exchanged_keys(work: Workload, stack_pass: StackPass) -> float:
   return runs * rows * _key_value_width(work, stack_pass) * positions
 
 
-def _exchanges(work: Workload):
+def _exchanges(work: workload.Workload):
   """Yields purpose, mesh axes, kind and bytes of a microbatch's collectives.
 
   Bytes are those of the unsharded array.
@@ -506,7 +418,7 @@ def _exchanges(work: Workload):
 
 
 def _traffic(
-  work: Workload, hardware: chips.Slice
+  work: workload.Workload, hardware: chips.Slice
 ) -> tuple[list[roofline.Row], float]:
   """Returns collectives with their bytes, and bytes of gathered weights."""
   mesh = work.job.mesh

@@ -10,7 +10,7 @@ from encdec_adapt.adaptation import init_section
 from encdec_adapt.conversion import initial_state, model_on_disk
 from encdec_adapt.files import disk
 from encdec_adapt.models import parameters
-from encdec_adapt.planning import programs, reward_models
+from encdec_adapt.planning import program_shapes, programs, reward_models
 from encdec_adapt.sharding import layout_report
 from encdec_adapt.training import setup
 
@@ -57,7 +57,7 @@ def describe(settings: config_lib.Settings) -> str:
     f'together: {count:,} parameters{experts}',
     f'mesh {dict(job.mesh.shape)}; bytes per device:',
   ]
-  sizes = programs.tree_bytes(
+  sizes = program_shapes.tree_bytes(
     {**program.arguments, **program.temporaries, **program.beside}
   )
   for name, size in {**sizes, 'together': sum(sizes.values())}.items():

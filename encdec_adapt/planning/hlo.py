@@ -498,7 +498,7 @@ def _valid_pairs(out: int, size: int, window: Mapping[str, str]) -> int:
   """
   stride = int(window.get('stride', 1))
   dilation = int(window.get('rhs_dilate', 1))
-  # `lhs_dilate` puts zeros between the elements, which are no work either.
+  # `lhs_dilate` puts zeros between the elements, which need no work either.
   spacing = int(window.get('lhs_dilate', 1))
   padding = int(window.get('pad', '0_0').split('_')[0])
   taps = np.arange(int(window['size']))[:, None] * dilation

@@ -20,6 +20,7 @@ from encdec_adapt.planning import (
   hlo,
   kernels,
   out_of_memory,
+  program_shapes,
   programs,
   reward_models,
   roofline,
@@ -29,7 +30,7 @@ from encdec_adapt.sharding import layout_report
 
 
 def describe(
-  job: programs.Job, hardware: chips.Slice, program: programs.Program
+  job: programs.Job, hardware: chips.Slice, program: program_shapes.Program
 ) -> dict[str, Any]:
   """Compiles a program and returns its costs on a device.
 
@@ -60,8 +61,8 @@ def describe(
     memory = {
       'budget': hardware.chip.hbm_bytes,
       'peak': peak,
-      'arguments': programs.tree_bytes(program.arguments),
-      'beside': programs.tree_bytes(program.beside),
+      'arguments': program_shapes.tree_bytes(program.arguments),
+      'beside': program_shapes.tree_bytes(program.beside),
     }
     # It never fits, whatever the budget: there is no program to run.
     unknown = ('flops', 'collectives', 'kernels', 'roofline', 'mfu')
@@ -110,7 +111,7 @@ def _resources(name: str, text: str) -> dict[str, Any]:
 
 
 def _memory(
-  compiled: jax.stages.Compiled, program: programs.Program, budget: float
+  compiled: jax.stages.Compiled, program: program_shapes.Program, budget: float
 ) -> dict[str, Any]:
   """Returns bytes on one device; `parts` divide the temporary ones."""
   analysis = compiled.memory_analysis()
@@ -118,16 +119,16 @@ def _memory(
   results = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
   code = analysis.generated_code_size_in_bytes
   temporary = float(analysis.temp_size_in_bytes)
-  parts = programs.tree_bytes(program.temporaries)
+  parts = program_shapes.tree_bytes(program.temporaries)
   # The compiler states a single number. It may be below the gradients' size,
   # since XLA need not hold all of them at a time.
   parts['activations'] = max(0.0, temporary - sum(parts.values()))
-  beside = programs.tree_bytes(program.beside)
+  beside = program_shapes.tree_bytes(program.beside)
   total = float(analysis.argument_size_in_bytes + results + code) + temporary
   return {
     'budget': budget,
     'peak': total + sum(beside.values()),
-    'arguments': programs.tree_bytes(program.arguments),
+    'arguments': program_shapes.tree_bytes(program.arguments),
     'beside': beside,
     'temporary': temporary,
     'parts': parts,
@@ -140,7 +141,7 @@ def work(
   totals: hlo.Totals,
   job: programs.Job,
   hardware: chips.Slice,
-  program: programs.Program,
+  program: program_shapes.Program,
 ) -> dict[str, Any]:
   """Returns the parts of a plan that `roofline.describe` returns."""
   rows, compute, traffic = _timed(totals, job, hardware)

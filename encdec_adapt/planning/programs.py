@@ -25,8 +25,8 @@ from encdec_adapt.models import forward_flops as formula
 from encdec_adapt.models import kv_cache as caches
 from encdec_adapt.objectives import framing
 from encdec_adapt.ops import partition
-from encdec_adapt.planning import reward_models
-from encdec_adapt.sharding import compiler, layout_report, placement
+from encdec_adapt.planning import program_shapes, reward_models
+from encdec_adapt.sharding import compiler, placement
 from encdec_adapt.sharding import rules as rules_lib
 from encdec_adapt.tokenizers import special_ids
 from encdec_adapt.training import (
@@ -39,63 +39,6 @@ from encdec_adapt.training import (
 )
 from encdec_adapt.training import phases as phases_lib
 from encdec_adapt.training import state as state_lib
-
-
-@dataclasses.dataclass(frozen=True)
-class Program:
-  """A jitted function and the shapes, with shardings, of its arguments.
-
-  Attributes:
-    function: the jitted function.
-    arguments: trees of ShapeDtypeStruct by part: 'parameters', 'optimizer',
-      'teacher', 'reward model 1', 'batch', 'caches'.
-    call: returns the arguments in the function's order.
-    axes: trees of the arguments' logical axes by part, a tuple for each leaf.
-    donated: parts with memory that the results reuse.
-    temporaries: trees that live inside the program, by part: 'gradients'.
-    beside: trees that the job holds in memory and that are not arguments.
-  """
-
-  function: Any
-  arguments: Mapping[str, Any]
-  call: Callable[[Mapping[str, Any]], tuple[Any, ...]]
-  axes: Mapping[str, Any]
-  donated: tuple[str, ...] = ()
-  temporaries: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  beside: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-
-  def lower(self, mesh: Mesh) -> jax.stages.Lowered:
-    """Traces the program for the platform of a mesh."""
-    # JAX lowers for 'gpu' only where a GPU is.
-    platform = mesh.devices.flat[0].platform.replace('gpu', 'cuda')
-    with jax.set_mesh(mesh):
-      traced = self.function.trace(*self.call(self.arguments))
-      return traced.lower(lowering_platforms=(platform,))
-
-  def rows(self) -> list[layout_report.Row]:
-    """Returns a row of the sharding report for every argument."""
-    return layout_report.describe(self.arguments, self.axes)
-
-  def host_bytes(self) -> float:
-    """Returns bytes that a device copies from and to its host's memory.
-
-    Arguments in the host's memory are read; donated ones are written back.
-    """
-    return sum(
-      layout_report.device_bytes(tree, host=True) * (1 + (name in self.donated))
-      for name, tree in self.arguments.items()
-    )
-
-  def moved_bytes(self) -> float:
-    """Returns the least bytes of arguments that a device reads and writes.
-
-    All are read once, and donated parts are written; of caches a step writes a
-    single entry, which is not counted.
-    """
-    return sum(
-      size * (1 + (name in self.donated and name != 'caches'))
-      for name, size in tree_bytes(self.arguments).items()
-    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -308,7 +251,7 @@ class Job:
       row = formula.forward(self.models[0], *sizes, lengths.teacher, answers)
     return float(self.rows * row)
 
-  def program(self) -> Program:
+  def program(self) -> program_shapes.Program:
     """Returns the program.
 
     Raises:
@@ -319,7 +262,7 @@ class Job:
     return PROGRAMS[self.name](self)
 
 
-def _train(job: Job) -> Program:
+def _train(job: Job) -> program_shapes.Program:
   """Returns a training step that updates every parameter."""
   phases = phases_lib.Phases(
     job.placed_model, _bound_loss(job), job.optimizer, job.train, job.axes
@@ -327,7 +270,7 @@ def _train(job: Job) -> Program:
   state = phases.abstract()
   read = _trees_beside(job, state)
   arguments = {'parameters': state.params, **read, 'batch': _batch(job)}
-  return Program(
+  return program_shapes.Program(
     phases.make_step(),
     arguments,
     lambda a: (
@@ -386,7 +329,7 @@ def gradients(job: Job) -> int:
   return 2 if job.train.microbatches > 1 else 1
 
 
-def _evaluate(job: Job) -> Program:
+def _evaluate(job: Job) -> program_shapes.Program:
   """Returns the loss of a held-out batch, as computed inside a job."""
   model = job.placed_model
   # The optimizer's state, and references that only training reads, stay in
@@ -396,7 +339,7 @@ def _evaluate(job: Job) -> Program:
   names = job.read_names
   arguments = {'parameters': model.abstract_params(), 'batch': _batch(job)}
   arguments |= {x: beside.pop(x) for x in ('base', *names) if x in beside}
-  return Program(
+  return program_shapes.Program(
     perplexity.Evaluator(model, _bound_loss(job), job.axes).sums,
     arguments,
     lambda a: (
@@ -409,7 +352,7 @@ def _evaluate(job: Job) -> Program:
   )
 
 
-def _decode(job: Job) -> Program:
+def _decode(job: Job) -> program_shapes.Program:
   """Returns a step of the inference engine, with caches for whole rows.
 
   It has the rows of an evaluation batch, or the completions of a policy's
@@ -431,7 +374,7 @@ def _decode(job: Job) -> Program:
   sizes = job.rows, lengths.decoder, positions.get('encoder', 0)
   state = jax.eval_shape(functools.partial(decoding.start, model, *sizes))
   # Apart from the state, since a step writes a single entry of the caches (see
-  # `Program.moved_bytes`).
+  # `program_shapes.Program.moved_bytes`).
   state, cache = state._replace(cache=None), state.cache
   eos = jax.ShapeDtypeStruct((1,), jnp.int32)
 
@@ -452,7 +395,7 @@ def _decode(job: Job) -> Program:
     keep_unused=True,
     compiler_options=compiler.options(mesh),
   )
-  return Program(
+  return program_shapes.Program(
     jitted,
     {
       'parameters': params,
@@ -476,7 +419,7 @@ def _state(job: Job) -> dict[str, Any]:
   return trees | job.rewards.trees()
 
 
-def _reward(job: Job) -> Program:
+def _reward(job: Job) -> program_shapes.Program:
   """Returns the scores of a batch of completions by the largest reward model.
 
   Every device is given the whole batch.
@@ -486,8 +429,8 @@ def _reward(job: Job) -> Program:
   axes = jax.tree.map(lambda leaf: (None,) * leaf.ndim, shapes)
   arguments = {name: beside.pop(name), 'batch': _sharded(job, shapes, axes)}
   static = placed.model, job.mesh, job.program_rules
-  return Program(
-    rewards.score_batch,
+  return program_shapes.Program(
+    rewards.scorer(job.mesh),
     arguments,
     lambda a: (*static, a[name], a['batch']),
     {name: placed.axes(arguments[name]), 'batch': axes},
@@ -495,7 +438,7 @@ def _reward(job: Job) -> Program:
   )
 
 
-PROGRAMS: Mapping[str, Callable[[Job], Program]] = {
+PROGRAMS: Mapping[str, Callable[[Job], program_shapes.Program]] = {
   'train': _train,
   'eval': _evaluate,
   'decode': _decode,
@@ -513,12 +456,6 @@ def _sharded(job: Job, shapes: Any, axes: Any) -> Any:
     shapes,
     placement.shardings(shapes, axes, job.mesh, job.program_rules),
   )
-
-
-def tree_bytes(trees: Mapping[str, Any]) -> dict[str, float]:
-  """Returns bytes of trees in a device's memory, by part that has any."""
-  sizes = {k: layout_report.device_bytes(v) for k, v in trees.items()}
-  return {name: size for name, size in sizes.items() if size}
 
 
 def _batch(job: Job) -> dict[str, jax.ShapeDtypeStruct]:

@@ -57,7 +57,7 @@ def place(
     lengths: most tokens of a prompt, BOS included, and of a completion.
 
   Raises:
-    UserError: a model that exists is no reward model, or cannot read the rows.
+    UserError: an existing model is not a reward model, or cannot read the rows.
   """
   placed, missing = {}, []
   for i, path in enumerate(completion_rewards.model_paths(text), 1):

@@ -86,7 +86,7 @@ def test_a_model_of_the_hub_is_read_where_a_folder_is(
     assert re.search(rf'^ *[\d.]+ \w+ {path.name}$', shown, re.M)
   assert shown.endswith('/org/mine\n') and hub.private == {'org/mine'}
   assert tiny.convert('diff', 'hf://org/mine', gemma) == 0
-  with pytest.raises(errors.UserError, match='no exported folder'):
+  with pytest.raises(errors.UserError, match='not an exported folder'):
     tiny.convert('push', imported, '--repo=org/mine')
   with pytest.raises(errors.UserError, match='`convert push` uploads'):
     folders.export(gemma, ADDRESS)

@@ -97,7 +97,7 @@ def test_a_language_model_is_refused(model):
   config = model[0].config
   decoder = dataclasses.replace(config.decoder, classes=0)
   config = dataclasses.replace(config, decoder=decoder)
-  with pytest.raises(errors.UserError, match='no reward model: .* 60 outputs'):
+  with pytest.raises(errors.UserError, match='not a reward model: .* 60 out'):
     _score((build.build(config), model[1]))
 
 
@@ -117,7 +117,7 @@ def test_reward_models_of_other_vocabularies_or_lengths_are_refused(tmp_path):
 
   params = opened().read()
   assert params['decoder']['head']['table'].shape[0] == 1
-  with pytest.raises(errors.UserError, match='policy is no reward model'):
+  with pytest.raises(errors.UserError, match='policy is not a reward model'):
     opened(path=tmp_path / 'policy')
   file = folder / 'config.json'
   raw = json.loads(file.read_text())

@@ -9,11 +9,12 @@ import pytest
 from encdec_adapt.base import errors
 from encdec_adapt.models import forward_flops
 from encdec_adapt.planning import (
-  analytic_estimate,
   chips,
   hlo,
+  program_shapes,
   programs,
   roofline,
+  workload,
 )
 from encdec_adapt.sharding import mesh as mesh_lib
 from tests.planning import toy
@@ -28,8 +29,8 @@ def plans():
 def test_arguments_are_exact_and_memory_adds_up(plans, name):
   program, found = toy.program_job(name).program(), plans[name]
   memory = found['memory']
-  assert memory['arguments'] == programs.tree_bytes(program.arguments)
-  assert memory['beside'] == programs.tree_bytes(program.beside)
+  assert memory['arguments'] == program_shapes.tree_bytes(program.arguments)
+  assert memory['beside'] == program_shapes.tree_bytes(program.beside)
   assert memory['temporary'] == sum(memory['parts'].values())
   assert memory['peak'] == memory['temporary'] + sum(
     (*memory['arguments'].values(), *memory['beside'].values())
@@ -53,11 +54,13 @@ def test_a_policy_samples_with_a_copy_beside_its_state():
   job = toy.job('sample', **toy.POLICY, mesh__fsdp=2, mesh__replica=4)
   program, trained = job.program(), toy.job(mesh__fsdp=2, mesh__replica=4)
   sizes, beside = (
-    programs.tree_bytes(x) for x in (program.arguments, program.beside)
+    program_shapes.tree_bytes(x) for x in (program.arguments, program.beside)
   )
   # In bfloat16, divided over the same two devices as the parameters, by heads
   # and not by width; norms are whole, and in float32.
-  parameters = programs.tree_bytes(trained.program().arguments)['parameters']
+  parameters = program_shapes.tree_bytes(trained.program().arguments)[
+    'parameters'
+  ]
   assert beside['trained parameters'] == parameters
   assert parameters / 2 < sizes['parameters'] < parameters * 0.6
   assert beside['teacher'] > 0 and beside['optimizer'] > 2 * parameters * 0.99
@@ -71,7 +74,7 @@ def test_a_policy_samples_with_a_copy_beside_its_state():
   # Heads that do not divide are divided over `tensor` alone.
   whole = toy.job('sample', **toy.POLICY, mesh__fsdp=8)
   assert whole.program_rules.heads == ('tensor',)
-  copy = programs.tree_bytes(whole.program().arguments)['parameters']
+  copy = program_shapes.tree_bytes(whole.program().arguments)['parameters']
   assert copy == pytest.approx(2 * sizes['parameters'], rel=0.05)
   with pytest.raises(errors.UserError, match='samples no completions'):
     toy.job('sample')
@@ -83,11 +86,11 @@ def test_a_policy_holds_its_reward_model():
     for name in ('train', 'sample', 'reward')
   }
   programs_by_name = {name: job.program() for name, job in jobs.items()}
-  size = programs.tree_bytes(programs_by_name['train'].arguments)
+  size = program_shapes.tree_bytes(programs_by_name['train'].arguments)
   # In bfloat16 and sharded as the policy; the head is a vector.
   held = size['parameters'] / 2 + 2 * jobs['train'].model.decoder.width / 8
   for name in ('train', 'sample'):
-    beside = programs.tree_bytes(programs_by_name[name].beside)
+    beside = program_shapes.tree_bytes(programs_by_name[name].beside)
     assert beside['reward model 1'] == pytest.approx(held, rel=0.02)
   scoring = programs_by_name['reward']
   assert set(scoring.arguments) == {'reward model 1', 'batch'}
@@ -111,7 +114,7 @@ def test_both_answers_of_a_preference_are_counted():
   )
   tokens = [
     [work.tokens(stack_pass) for stack_pass in work.passes]
-    for work in map(analytic_estimate.Workload, (single, policy, reward))
+    for work in map(workload.Workload, (single, policy, reward))
   ]
   encoder, decoder = tokens[0]
   assert tokens[1:] == [[encoder, 2 * decoder]] * 2

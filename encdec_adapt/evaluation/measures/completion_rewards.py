@@ -226,7 +226,7 @@ def _open_model(
   """Opens a reward model, whose parameters are read when it is first called.
 
   Raises:
-    UserError: it is no reward model, or cannot read the rows.
+    UserError: it is not a reward model, or cannot read the rows.
   """
   prompt = settings.data.encoder_length
   lengths = framing.Lengths(prompt, settings.loss.rollouts.tokens)

@@ -80,7 +80,7 @@ class Tokens:
 
     Args:
       step: tokens and FLOPs of a step.
-      sources: FLOPs of the sources; they are no tokens of this run.
+      sources: FLOPs of the sources, which a budget of tokens ignores.
 
     Raises:
       UserError: the budget is below a step, or no whole number of steps spends

@@ -8,7 +8,12 @@ from collections.abc import Sequence
 import os
 import shlex
 
-from encdec_adapt.evaluation.studies import pages, stage_states
+from encdec_adapt.evaluation.studies import (
+  pages,
+  stage_states,
+  stages,
+  workers,
+)
 from encdec_adapt.files import paths
 from encdec_adapt.planning import chips
 
@@ -17,7 +22,7 @@ from encdec_adapt.planning import chips
 _TPUS = {'v4': ('v4', 2), 'v5e': ('v5litepod', 1)}
 _TPUS |= {'v5p': ('v5p', 2), 'v6e': ('v6e', 1)}
 _TIME = '--time=24:00:00'  # Of a start; the next one resumes.
-_WITHOUT_DEVICES = ('materialize', 'convert')
+_MOST_LETTERS = 30  # Of a job's name.
 
 
 def commands(
@@ -32,8 +37,7 @@ def commands(
   """
   hardware, lines = chips.parse(study.topology), []
   for stage in states.stages.values():
-    name = stage.name.replace('_', '-').replace('.', '-').lower()
-    name = f'--name={name[:30].rstrip("-")}'
+    name = f'--name={job_name(stage)}'
     run = [*flags, f'--stage={stage.name}']
     if stage.module == 'train':
       values = states.values(stage)
@@ -44,7 +48,7 @@ def commands(
       arguments = [pages.fill(text, values) for text in stage.arguments]
       line = [*_job(hardware), name, '--', *arguments]
     elif hardware.chip.kind == 'gpu':
-      gpus = int(stage.module not in _WITHOUT_DEVICES)
+      gpus = int(stage.module not in workers.WITHOUT_DEVICES)
       line = ['launch.slurm', 'study', name, '--workers=1']
       line += [f'--gpus_per_node={gpus}', _TIME, '--', *run]
     else:
@@ -53,12 +57,25 @@ def commands(
   return lines
 
 
+def job_name(stage: stages.Stage) -> str:
+  """Returns the name of a stage as launchers take it, and no other stage's."""
+  name = stage.name.replace('_', '-').replace('.', '-').lower()
+  if len(name) <= _MOST_LETTERS:
+    return name
+  digest = stage.identity[:8]
+  return f'{name[: _MOST_LETTERS - len(digest) - 1].rstrip("-")}-{digest}'
+
+
 def _job(hardware: chips.Slice) -> list[str]:
   """Returns launcher, verb and request of a job on all chips."""
   if hardware.chip.kind == 'gpu':
     gpus = min(hardware.chips, hardware.chip.host_chips)
     request = f'--nodes={hardware.chips // gpus}', f'--gpus_per_node={gpus}'
     return ['launch.slurm', 'train', *request, _TIME]
+  if hardware.chip.name == 'tpu7x':  # It has no queued resources.
+    request = '--cluster=CLUSTER', '--zone=ZONE', '--image=IMAGE:TAG'
+    accelerator = hardware.name.replace(':', '-')
+    return ['launch.gke', 'train', *request, f'--accelerator={accelerator}']
   kind, count = _TPUS[hardware.chip.name]
   accelerator = f'{kind}-{hardware.chips * count}'
   request = '--zone=ZONE', f'--accelerator={accelerator}'

@@ -27,7 +27,7 @@ CROSSING = 'crossing/loss'
 LOSS = 'held_out/loss'
 _NAME = re.compile(r'\w[\w.-]*')
 _PLACEHOLDER = re.compile(r'\{(\w[\w.-]*)\}')
-# Placeholders that are no names.
+# Placeholders that do not name an arm or command.
 RESERVED = ('root', 'seed', 'workdir')
 
 

@@ -3,7 +3,7 @@
 The identity of a stage is a digest of its resolved configuration (of training
 and of records) or of its arguments, in which the identities of the stages that
 it reads stand for their folders. The text of a page, names, and keys without
-effect on results are no part of it. Records are identified by their specs,
+effect on results do not change it. Records are identified by their specs,
 with fingerprints of text and vocabularies.
 """
 
@@ -237,7 +237,7 @@ class _Resolver:
         if x not in (own, *self.stages) and x not in self._items:
           known = [*self._items, *self.stages]
           raise self.study.error(
-            f'{text!r} names {x!r}, which is no arm or command'
+            f'{text!r} names {x!r}, which is not an arm or command'
             f'{errors.nearest(x, known)}'
           )
         if x != own:

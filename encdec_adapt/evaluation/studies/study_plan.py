@@ -4,7 +4,7 @@ Hours are of a step of each shape, which the folder of the study keeps: measured
 here, or planned for the topology of a study that runs elsewhere.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import hashlib
 import json
@@ -57,40 +57,20 @@ def describe(
     that runs elsewhere also the commands of its stages.
   """
   trained = [x for x in states.stages.values() if x.module == 'train']
-  steps = _steps(study, states, trained)
-  rows: dict[str, dict[str, Any]] = {}
-  for stage in trained:
-    step = steps.get(_shape(study, stage))
-    count = stage.settings.train.steps
-    runs = len(stage.rate.values) if stage.rate else 1
-    row = rows.setdefault(
-      stage.model,
-      {'model': stage.model, 'runs': 0, 'steps': count, 'tokens': ''}
-      | {'FLOPs': 0.0, 'passes': _passes(states, stage), 'ms/step': ''}
-      | {'memory': '', 'hours': 0.0},
-    )
-    row['runs'] += runs
-    lengths, batch = stage.settings.data.train.lengths, stage.settings.train
-    tokens = count * batch.batch_size * (lengths.decoder or lengths.encoder)
-    row['tokens'] = numbers.count(tokens)
-    row['FLOPs'] += stage.flops
-    if step:
-      row['ms/step'] = f'{1000 * step["seconds"]:.0f}'
-      row['memory'] = disk.format_bytes(step['bytes'])
-      row['memory'] += ', does not fit' * (not step.get('fits', True))
-      row['hours'] += runs * count * step['seconds'] / 3600
   others = [x for x in states.stages.values() if x.module != 'train']
+  steps = _steps(study, states, trained)
+  rows = _models(study, states, trained, steps)
   # Choices and arms are training; other stages have their expected times.
-  hours = sum(x['hours'] for x in rows.values())
+  hours = sum(x['hours'] for x in rows)
   hours += sum(x.seconds for x in others) / 3600
   evaluated = sum(x.flops for x in others if x.evaluation)
-  flops = sum(x['FLOPs'] for x in rows.values()) + evaluated
-  unknown = any(not x['ms/step'] for x in rows.values())
-  for row in rows.values():
+  flops = sum(x['FLOPs'] for x in rows) + evaluated
+  unknown = any(not x['ms/step'] for x in rows)
+  for row in rows:
     row['runs'], row['steps'] = str(row['runs']), f'{row["steps"]:,}'
     row['FLOPs'] = f'{row["FLOPs"]:.3g}'
     row['hours'] = f'{row["hours"]:.2f}' if row['ms/step'] else ''
-  lines = [score_tables.text(list(rows.values()))] if rows else []
+  lines = [score_tables.text(rows)] if rows else []
   lines.append(
     f'{len(states.stages)} stages, {flops:.3g} FLOPs'
     f' ({evaluated:.2g} of them for held-out losses),'
@@ -109,6 +89,43 @@ def describe(
     )
     lines += launch_commands.commands(study, states, flags)
   return '\n'.join(lines)
+
+
+def _models(
+  study: pages.Study,
+  states: stage_states.States,
+  trained: Sequence[stages.Stage],
+  steps: Mapping[str, Mapping[str, float]],
+) -> list[dict[str, Any]]:
+  """Returns a row for each model: sums of its training stages.
+
+  Args:
+    study: the study.
+    states: states of its stages.
+    trained: the training stages.
+    steps: time and memory of a step by the digest of its shape.
+  """
+  rows: dict[str, dict[str, Any]] = {}
+  for stage in trained:
+    step = steps.get(_shape(study, stage))
+    train, lengths = stage.settings.train, stage.settings.data.train.lengths
+    runs = len(stage.rate.values) if stage.rate else 1
+    row = rows.setdefault(
+      stage.model,
+      {'model': stage.model, 'runs': 0, 'steps': train.steps, 'tokens': ''}
+      | {'FLOPs': 0.0, 'passes': _passes(states, stage), 'ms/step': ''}
+      | {'memory': '', 'hours': 0.0},
+    )
+    row['runs'] += runs
+    row_tokens = lengths.decoder or lengths.encoder
+    row['tokens'] = numbers.count(train.steps * train.batch_size * row_tokens)
+    row['FLOPs'] += stage.flops
+    if step:
+      row['ms/step'] = f'{1000 * step["seconds"]:.0f}'
+      row['memory'] = disk.format_bytes(step['bytes'])
+      row['memory'] += ', does not fit' * (not step.get('fits', True))
+      row['hours'] += runs * train.steps * step['seconds'] / 3600
+  return list(rows.values())
 
 
 def check_text(stage: stages.Stage, arguments: Sequence[str]) -> None:
@@ -226,16 +243,18 @@ def measure(
   if platform and jax.default_backend() != platform:
     print(f'steps are not measured: the study needs a {platform}')
     return
-  file = paths.at(path)
-  steps = atomic.read_json(file) if file.exists() else {}
-  for shape, settings in jobs.items():
-    cache = settings.compute.compile_cache or str(file.parent / 'compiled')
+
+  def measured(settings):
+    cache = settings.compute.compile_cache
+    cache = cache or str(paths.at(path).parent / 'compiled')
     mesh = setup.make_mesh(settings.mesh, cache)
     start = time.perf_counter()
-    steps[shape] = _time(settings.on(mesh.devices.flat[0].platform), mesh)
+    step = _time(settings.on(mesh.devices.flat[0].platform), mesh)
     took = progress.format_seconds(time.perf_counter() - start)
-    print(f'measured a step of shape {shape} in {took}', flush=True)
-    atomic.write_json(file, steps)
+    print(f'compiled and measured a step in {took}', flush=True)
+    return step
+
+  _add(path, jobs, measured)
 
 
 def plan(
@@ -248,19 +267,34 @@ def plan(
     jobs: configurations by the digest of their shape.
     topology: the chips.
   """
-  file, hardware = paths.at(path), chips.parse(topology)
-  steps = atomic.read_json(file) if file.exists() else {}
-  for shape, settings in jobs.items():
+  hardware = chips.parse(topology)
+
+  def planned(settings):
     settings = settings.on(hardware.chip.kind)
     mesh = program_plans.make_mesh(settings, hardware)
     job = programs.Job.of('train', settings, mesh)
     estimate = program_plans.plan(job, hardware)
-    if estimate['roofline']:  # None of a program that no memory holds.
-      steps[shape] = {
-        'seconds': estimate['roofline']['step_s'],
-        'bytes': estimate['memory']['peak'],
-        'fits': estimate['fits'],
-      }
+    # None of a program that no memory holds.
+    return estimate['roofline'] and {
+      'seconds': estimate['roofline']['step_s'],
+      'bytes': estimate['memory']['peak'],
+      'fits': estimate['fits'],
+    }
+
+  _add(path, jobs, planned)
+
+
+def _add(
+  path: str,
+  jobs: Mapping[str, config_lib.Settings],
+  step_of: Callable[[config_lib.Settings], dict[str, Any] | None],
+) -> None:
+  """Adds the step of each configuration to a file, one at a time."""
+  file = paths.at(path)
+  steps = atomic.read_json(file) if file.exists() else {}
+  for shape, settings in jobs.items():
+    if step := step_of(settings):
+      steps[shape] = step
       atomic.write_json(file, steps)
 
 

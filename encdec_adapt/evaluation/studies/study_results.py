@@ -267,7 +267,7 @@ def _curve(
   """Returns the evaluations in training (`collected.Run`)."""
   is_trained = (folder / metrics.FILE).exists()
   lines = metrics.read_metrics(folder) if is_trained else []
-  # Losses of policies are no losses of held-out targets.
+  # The loss of a policy is not one of held-out targets.
   evals = [x for x in lines if x['kind'] == 'eval' and 'loss' in x]
   curve = {
     name: [line[name] for line in evals]

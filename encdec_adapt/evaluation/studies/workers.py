@@ -25,7 +25,7 @@ from encdec_adapt.telemetry import environment, progress
 # Seconds between two looks at stages that other workers run.
 _POLL = 2.0
 # Commands without a model on a device.
-_WITHOUT_DEVICES = ('materialize', 'convert')
+WITHOUT_DEVICES = ('materialize', 'convert')
 # Runs a stage with its arguments; returns an exit status, and the rate that a
 # choice of rates has found.
 Run = Callable[[stages.Stage, Sequence[str]], tuple[int, float | None]]
@@ -92,7 +92,7 @@ def _take(
   only: bool,
 ) -> bool:
   """Runs a stage, unless another worker does; returns whether it has ended."""
-  if study.platform and stage.module not in _WITHOUT_DEVICES:
+  if study.platform and stage.module not in WITHOUT_DEVICES:
     if jax.default_backend() != study.platform:
       raise errors.UserError(
         f'stage {stage.name} of study {study.name} needs a {study.platform},'

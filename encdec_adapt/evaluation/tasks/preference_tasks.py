@@ -61,7 +61,7 @@ class PreferenceEvaluation:
     """Checks that a model can read the preferences.
 
     Raises:
-      UserError: it predicts no text and is no reward model, has no
+      UserError: it predicts no text and is not a reward model, has no
         vocabularies or too few positions, or a preference is wrong.
     """
     kind = stored.model.architecture

@@ -254,19 +254,20 @@ def test_other_versions_are_named_and_run_again(page, monkeypatch):
   assert run(page)[0] == ALL
 
 
-def test_a_study_of_the_format_before_is_refused(page, tmp_path):
+@pytest.mark.parametrize(
+  'name, content, problem',
+  [
+    ('study.json', '{"digest": "1"}', 'small_test holds stages of an earlier'),
+    ('report.json', '{"study": "large"}', 'small_test has the results of the'),
+  ],
+)
+def test_the_folder_of_another_study_or_version_is_refused(
+  page, tmp_path, name, content, problem
+):
   folder = tmp_path / page.root
   folder.mkdir(parents=True)
-  (folder / 'study.json').write_text('{"digest": "1"}')
-  with pytest.raises(errors.UserError, match='small_test holds stages of an'):
-    run(page)
-
-
-def test_the_folder_of_another_study_is_refused(page, tmp_path):
-  folder = tmp_path / page.root
-  folder.mkdir(parents=True)
-  (folder / 'report.json').write_text('{"study": "large"}')
-  with pytest.raises(errors.UserError, match='small_test has the results of'):
+  (folder / name).write_text(content)
+  with pytest.raises(errors.UserError, match=problem):
     run(page)
 
 

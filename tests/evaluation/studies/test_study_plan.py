@@ -13,6 +13,7 @@ from encdec_adapt.cli import command
 from encdec_adapt.data.sources import document_source
 from encdec_adapt.evaluation.results import results_store
 from encdec_adapt.evaluation.studies import (
+  launch_commands,
   pages,
   stage_states,
   stages,
@@ -20,6 +21,7 @@ from encdec_adapt.evaluation.studies import (
   study_results,
 )
 from launch import commands
+from launch.gke import __main__ as gke
 from launch.slurm import __main__ as slurm
 from launch.tpu_vm import __main__ as tpu_vm
 from tests import tiny
@@ -108,7 +110,14 @@ def test_a_page_is_planned_by_variances_of_others(tmp_path, monkeypatch):
     study_results.write_variances(*other)
 
 
-@pytest.fixture(params=['h100:64', 'v5p:4x4x4'])
+_LAUNCHERS = {
+  'launch.gke': gke,
+  'launch.slurm': slurm,
+  'launch.tpu_vm': tpu_vm,
+}
+
+
+@pytest.fixture(params=['h100:64', 'v5p:4x4x4', 'tpu7x:4x4x4'])
 def pod(request, tmp_path, monkeypatch):
   """A page at pod, on local text; the flags of its command."""
   (tmp_path / 'lines.txt').write_text('a line of text\n' * 400)
@@ -136,13 +145,26 @@ def test_every_stage_at_pod_is_a_command_of_launch(pod, monkeypatch):
   lines = text.partition('has ended):\n')[2].splitlines()
   assert len(lines) == len(states.stages) == 5
   for line in lines:
-    module, *arguments = shlex.split(line)[2:]
+    module, *arguments = shlex.split(line.replace('CLUSTER', 'c'))[2:]
     if module == 'encdec_adapt.study':
       study._parse('study', arguments)
       continue
-    launcher = slurm if module == 'launch.slurm' else tpu_vm
+    launcher = _LAUNCHERS[module]
     arguments.insert(1, '--dry_run')
     assert commands.main(launcher._parse, launcher._act, arguments) == 0, line
+
+
+def test_jobs_of_stages_have_different_names():
+  evaluation = 'objectives_text_objectives'
+  names = [
+    launch_commands.job_name(
+      stages.Stage(name, 'train', (), (), f'{i}0123456789')
+    )
+    for i, name in enumerate(('pair', f'{evaluation}.pair', f'{evaluation}.ul'))
+  ]
+  assert names[0] == 'pair' and len(set(names)) == 3
+  for name in names:
+    commands.check_name('name', name)
 
 
 @pytest.mark.parametrize('pod', ['h100:64'], indirect=True)

@@ -99,7 +99,7 @@ def test_a_language_model_ranks_by_mean_log_probabilities(spec, tmp_path):
   assert scores['brier'].value == pytest.approx(
     np.mean((1 / (1 + np.exp(margins))) ** 2), rel=1e-4
   )
-  with pytest.raises(errors.UserError, match='is no reward model'):
+  with pytest.raises(errors.UserError, match='is not a reward model'):
     preference_tasks.RewardEvaluation('x', [('a', 'b', True)]).check(
       model.stored
     )
