@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from flax import traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +13,7 @@ from encdec_adapt.base import errors
 from encdec_adapt.evaluation.measures import perplexity
 from encdec_adapt.models import build, embedding_head, model_config
 from encdec_adapt.objectives import embeddings, framing, objective_names
+from encdec_adapt.ops import kernel_forms
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.training import losses
 from encdec_adapt.training.losses import infonce
@@ -261,6 +263,31 @@ def test_training_finds_positives_and_a_teacher_is_learnt():
     ]
     assert values[0] - values[1] >= least - 1e-4
     assert (least > 0) == (values[0] - values[1] > 1e-3)
+
+
+def test_adapters_start_at_the_loss_of_their_base_and_learn():
+  loss = infonce.InfoNce(kind='infonce:temperature=0.1', parts=2)
+  trainer = conftest.Trainer(
+    loss=loss, model=MODEL, axes=AXES, microbatches=2, lora='rank=4,base=int8'
+  )
+  adapters = trainer.where.adapters
+  params = traverse_util.flatten_dict(MODEL.init(jax.random.key(0)), sep='/')
+  base = {p: adapters.freeze(p, params[p], 'float32') for p in adapters.frozen}
+  trainer.base = traverse_util.unflatten_dict(base, sep='/')
+  batch = _batch(8)
+  dense = {path: kernel_forms.dense(x) for path, x in base.items()}
+  terms = dataclasses.replace(loss, parts=1).sums(
+    MODEL,
+    traverse_util.unflatten_dict(dense, sep='/'),
+    jax.tree.map(jnp.asarray, batch),
+  )
+  state = trainer.init(trainer.where.place(adapters.init, jax.random.key(1)))
+  metrics = []
+  for _ in range(15):
+    state, values = trainer.step(state, batch)
+    metrics.append(float(values['loss']))
+  assert metrics[0] == pytest.approx(float(terms['loss']) / 14, rel=1e-5)
+  assert metrics[-1] < metrics[0] / 2
 
 
 def _config(**changes):

@@ -159,9 +159,12 @@ class InfoNce(loss.Loss):
     def embed(fields, key):
       fields = [partition.shard(x, 'batch', 'length') for x in fields]
       # No change here, but gradients of each part then have these shardings.
+      # Kernels of `ops.kernel_forms` are frozen, and adapters small.
       flat = traverse_util.flatten_dict(params, sep='/')
-      flat = {
-        k: partition.shard(x, *model.table[k].axes) for k, x in flat.items()
+      flat |= {
+        path: partition.shard(x, *model.table[path].axes)
+        for path, x in flat.items()
+        if isinstance(x, jax.Array)
       }
       tree = traverse_util.unflatten_dict(flat, sep='/')
       routes = None if routing is None else []
