@@ -151,6 +151,11 @@ def test_measures_of_literal_vectors():
       '{"a": "x", "b": 5, "c": 1}',
       'b is 5; it must be a text',
     ),
+    (
+      'a.jsonl#a,b,c',
+      '{"a": "x", "b": "y", "c": "high"}',
+      "c is 'high'; it must be a number",
+    ),
     ('a.jsonl#a', '{"a": "x"}', 'must be TEXT,TEXT,SCORE or TEXT,LABEL'),
   ],
 )
@@ -158,3 +163,20 @@ def test_bad_files_are_named(name, text, message, tmp_path):
   (tmp_path / 'a.jsonl').write_text(text)
   with pytest.raises(encdec_adapt.UserError, match=message):
     embedding_tasks.read(f'{tmp_path}/{name}')
+
+
+def test_searches_are_of_queries_with_a_relevant_document(tmp_path):
+  folder = tmp_path / 'nq.v2'
+  (folder / 'qrels').mkdir(parents=True)
+  for name, text in (('queries', 'which'), ('corpus', 'that')):
+    rows = [{'_id': f'{name}{i}', 'text': f'{text} {i}'} for i in range(3)]
+    (folder / f'{name}.jsonl').write_text('\n'.join(map(json.dumps, rows)))
+  qrels = folder / 'qrels' / 'test.tsv'
+  qrels.write_text(
+    'query-id\tcorpus-id\tscore\nqueries2\tcorpus0\t1\nqueries0\tgone\t0\n'
+  )
+  search = embedding_tasks.read(str(folder))
+  assert search.name == 'nq.v2' and search.texts['query'] == ['which 2']
+  qrels.write_text('query-id\tcorpus-id\tscore\nnone\tcorpus0\t1\n')
+  with pytest.raises(encdec_adapt.UserError, match='is not the ids of a query'):
+    embedding_tasks.read(str(folder))

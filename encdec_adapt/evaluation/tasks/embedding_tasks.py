@@ -37,6 +37,10 @@ from encdec_adapt.telemetry import progress
 _DEPTH = 10  # Documents that a query finds.
 _RESTARTS = 10  # Of k-means; the clusters of least distances count.
 
+# Types of fields, and their names in errors.
+_NUMBER, _LABEL = (int, float), (int, float, str)
+_FORMS = {str: 'a text', _NUMBER: 'a number', _LABEL: 'a number or a text'}
+
 Vectors = np.ndarray  # [n, E]
 # Values of every query; or a value and the number of its examples.
 Metrics = Mapping[str, list[float] | tuple[float, int]]
@@ -104,14 +108,13 @@ def read(spec: str) -> EmbeddingEvaluation:
   """
   file, fields = option_strings.Part('--embeddings', spec).partition('#')
   names = [field.text for field in fields.divide(',')] if fields else []
-  task = paths.at(file.text).stem
   if not names:
-    return _read_search(task, file.text)
+    return _read_search(file.text)
   if len(names) not in (2, 3):
     raise fields.error('must be TEXT,TEXT,SCORE or TEXT,LABEL.')
-  kinds = [str] * (len(names) - 1) + [(int, float, str)]
+  kinds = [str] * (len(names) - 1) + [_NUMBER if len(names) == 3 else _LABEL]
   first, *second, values = _columns(file.text, names, kinds)
-  content = first, second, values
+  task, content = paths.at(file.text).stem, (first, second, values)
   if second:
     scores = np.array(values, float)
     texts = {'query': [*first, *second[0]]}
@@ -135,31 +138,35 @@ def _columns(
   for line, row in rows:
     for name, kind in zip(names, kinds, strict=True):
       if not isinstance(row.get(name), kind):
-        form = 'a text' if kind is str else 'a number or a label'
         raise errors.UserError(
-          f'{line}: {name} is {row.get(name)!r:.60}; it must be {form}.'
+          f'{line}: {name} is {row.get(name)!r:.60}; it must be {_FORMS[kind]}.'
         )
   return [[row[name] for _, row in rows] for name in names]
 
 
-def _read_search(task: str, folder: str) -> EmbeddingEvaluation:
-  """Reads a folder of queries, documents and their relevances."""
+def _read_search(folder: str) -> EmbeddingEvaluation:
+  """Reads a folder of queries, documents and their relevances.
+
+  Raises:
+    UserError: a file cannot be read, lacks a field, names an id that is not
+      there, or has no relevant document.
+  """
   names, kinds = ['_id', 'text'], [str, str]
   corpus = paths.join(folder, 'corpus.jsonl')
   ids, queries = _columns(paths.join(folder, 'queries.jsonl'), names, kinds)
   documents, texts = _columns(corpus, names, kinds)
   titles = [row.get('title') for _, row in prompted_task.read_rows(corpus)]
   texts = [f'{a} {b}' if a else b for a, b in zip(titles, texts, strict=True)]
-  queries = dict(zip(ids, queries, strict=True))
+  query_numbers = {name: i for i, name in enumerate(ids)}
   numbers = {name: i for i, name in enumerate(documents)}
   path, relevant = paths.at(folder) / 'qrels' / 'test.tsv', {}
   lines = path.read_text().splitlines()[1:] if path.exists() else []
   for line in lines:  # After the names of the columns.
     try:
       query, document, relevance = line.split('\t')
-      if queries[query] and float(relevance) > 0:
-        found = relevant.setdefault(query, {})
-        found[numbers[document]] = float(relevance)
+      if float(relevance) > 0:
+        gains = relevant.setdefault(query_numbers[query], {})
+        gains[numbers[document]] = float(relevance)
     except (ValueError, KeyError) as error:
       raise errors.UserError(
         f'{path}: {line!r:.80} is not the ids of a query and of a document, and'
@@ -168,10 +175,13 @@ def _read_search(task: str, folder: str) -> EmbeddingEvaluation:
   if not relevant:
     raise errors.UserError(f'{path} has no relevant documents.')
   # Other queries have nothing to find.
-  texts = {'query': [queries[name] for name in relevant], 'document': texts}
+  texts = {'query': [queries[i] for i in relevant], 'document': texts}
   relevances = [*relevant.values()]
   return EmbeddingEvaluation(
-    task, texts, lambda *x: _search(*x, relevances), (texts, relevances)
+    paths.at(folder).name,
+    texts,
+    lambda *x: _search(*x, relevances),
+    (texts, relevances),
   )
 
 
