@@ -30,7 +30,6 @@ neither TensorFlow nor SeqIO nor jax.
 import collections
 from collections.abc import Sequence
 import functools
-import json
 from typing import Any, NamedTuple
 import zlib
 
@@ -128,6 +127,7 @@ class Embed(example_maker.ExampleMaker):
 
   @classmethod
   def with_options(cls, options):
+    """Returns the class with `texts` and `vectors`, the shapes of rows."""
     names = 'texts', 'vectors'
     return _bound(cls, *(options.get(x, getattr(cls, x)) for x in names))
 
@@ -136,20 +136,11 @@ class Embed(example_maker.ExampleMaker):
     return framing.Lengths(lengths.encoder, cls.texts)
 
   def examples(self, documents, generator):
-    for name, content in documents:
-      try:
-        example = self._example(*json.loads(content))
-      except errors.UserError as error:
-        if not self.skips_bad:
-          raise errors.UserError(
-            f'example {self.locate(name)}: {error}'
-          ) from error
-        self.counts['bad_documents'] += 1
-        continue
-      if example is not None:
-        yield example._replace(documents=(name,))
+    return self.parsed_examples(documents, self._example)
 
-  def _example(self, texts: list[Any], scores: Any, vectors: Any):
+  def _example(
+    self, texts: list[Any], scores: Any, vectors: Any
+  ) -> Texts | None:
     """Returns the example of a document; None if it is dropped.
 
     Raises:
@@ -168,15 +159,16 @@ class Embed(example_maker.ExampleMaker):
       self._encode(self._prefixes[i > 0] + text)
       for i, text in enumerate(texts[: self.texts])
     ]
-    count, longest = len(tokens), max(map(len, tokens))
+    count = len(tokens)
     room = self.lengths.encoder - count  # Beside BOS of each.
     if sum(map(len, tokens)) > room:
       self.counts['truncated' if self._truncates else 'dropped'] += 1
       if not self._truncates or room < count:
         return None
+      longest = room
       while sum(min(len(x), longest) for x in tokens) > room:
         longest -= 1
-    tokens = [x[:longest] for x in tokens]
+      tokens = [x[:longest] for x in tokens]
     return Texts(
       np.concatenate(tokens),
       np.array([*map(len, tokens)], np.int32),
@@ -241,19 +233,26 @@ def _numbers(
 ) -> np.ndarray | None:
   """Returns the numbers of a field, float32; None without the field.
 
+  Args:
+    name: name of the field, for errors.
+    values: its values, perhaps nested lists; None without the field.
+    shape: shape that they must have.
+
   Raises:
-    UserError: they are no finite numbers of this shape.
+    UserError: they are not numbers of this shape that are finite in float16.
   """
   if values is None:
     return None
   try:
-    array = np.array(values, np.float32)
-  except ValueError:  # Lists of unequal lengths, or texts.
+    # As records hold them: a larger number would be infinite.
+    with np.errstate(over='ignore'):
+      array = np.array(values, np.float16).astype(np.float32)
+  except (TypeError, ValueError):  # Lists of unequal lengths, or texts.
     array = np.zeros(0)
   if array.shape != shape or not np.isfinite(array).all():
     raise errors.UserError(
       f'its {name} are {str(values)[:60]}; they must be numbers of shape'
-      f' {list(shape)} (config.data.objective)'
+      f' {list(shape)}, up to 65504 (config.data.objective)'
     )
   return array
 

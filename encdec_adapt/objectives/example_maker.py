@@ -3,7 +3,8 @@
 An `Objective` is parsed from `config.data.objective` (`objective_names.parse`)
 and answers every question about itself. `Objective.make` gives the maker of
 examples for rows of given lengths and a vocabulary: an `ExampleMaker` of
-`windows`, `denoising`, `noising`, `supervised`, `preferences` or `labelled`.
+`windows`, `denoising`, `noising`, `supervised`, `preferences`, `labelled` or
+`embeddings`.
 The answers are attributes and methods of these classes. A module of this kind
 lists its names in `OBJECTIVES`.
 
@@ -14,6 +15,7 @@ import abc
 import collections
 from collections.abc import Callable, Iterable, Iterator, Mapping
 import dataclasses
+import json
 import types
 from typing import Any
 
@@ -244,6 +246,34 @@ class ExampleMaker(abc.ABC):
     Yields:
       Pairs that fit the lengths, with the ids of their documents.
     """
+
+  def parsed_examples(
+    self,
+    documents: Iterable[tuple[str, str]],
+    parse: Callable[..., Any],
+  ) -> Iterator[Any]:
+    """Yields the example of each document that is a JSON list.
+
+    Args:
+      documents: see `examples`.
+      parse: makes an example of the parts of a list; returns None to drop it,
+        and raises a UserError where it is bad.
+
+    Raises:
+      UserError: a document is bad, and `skips_bad` is not set; names it.
+    """
+    for name, content in documents:
+      try:
+        example = parse(*json.loads(content))
+      except errors.UserError as error:
+        if not self.skips_bad:
+          raise errors.UserError(
+            f'example {self.locate(name)}: {error}'
+          ) from error
+        self.counts['bad_documents'] += 1
+        continue
+      if example is not None:
+        yield example._replace(documents=(name,))
 
   def count_hidden(self, noise: str, tokens: int, hidden: int) -> None:
     """Counts a window of a noise, its tokens, and those that were hidden."""

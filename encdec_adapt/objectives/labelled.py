@@ -17,7 +17,6 @@ Pure numpy; this module imports neither TensorFlow nor SeqIO nor jax.
 
 import collections
 from collections.abc import Sequence
-import json
 
 import numpy as np
 
@@ -74,18 +73,9 @@ class Classify(example_maker.ExampleMaker):
     self.counts = collections.Counter(dropped=0, truncated=0)
 
   def examples(self, documents, generator):
-    for name, content in documents:
-      try:
-        pair = self._fitting(*self._parts(*json.loads(content)))
-      except errors.UserError as error:
-        if not self.skips_bad:
-          raise errors.UserError(
-            f'example {self.locate(name)}: {error}'
-          ) from error
-        self.counts['bad_documents'] += 1
-        continue
-      if pair is not None:
-        yield pair._replace(documents=(name,))
+    return self.parsed_examples(
+      documents, lambda *parts: self._fitting(*self._parts(*parts))
+    )
 
   def _parts(self, texts, label) -> tuple[list[np.ndarray], list[int]]:
     """Returns the tokens of each labelled part, and the numbers of labels."""

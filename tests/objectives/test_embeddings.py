@@ -107,6 +107,8 @@ def test_long_examples_and_many_negatives():
       r'scores are \[1, 2\]; .*shape \[1\]',
     ),
     ('embed', [['a', 'b'], ['x'], None], 'scores are'),
+    ('embed', [['a', 'b'], [{}], None], 'scores are'),
+    ('embed', [['a', 'b'], [1e6], None], 'scores are .*up to 65504'),
     ('embed', [['a', 'b'], None, [[1], [2]]], r'vectors are .*shape \[2, 0\]'),
     ('embed:vectors=2', [['a', 'b'], None, None], r'vectors are \[\]'),
     (

@@ -22,7 +22,7 @@ from collections.abc import Callable
 import re
 from typing import Any
 
-from encdec_adapt.base import errors, option_strings
+from encdec_adapt.base import errors
 from encdec_adapt.data.sources import (
   document_source,
   file_sources,
@@ -37,23 +37,14 @@ _LABELS = {'1': 1, '2': 2, '0': 0, 'tie': 0}
 
 
 @document_source.register('preferences')
-class PreferenceSource(row_sources.FieldSource):
+class PreferenceSource(row_sources.NamedFieldSource):
   """Preferences; see the module's docstring."""
 
   form = 'preferences:GLOB#[PROMPT,]CHOSEN,REJECTED[,label=FIELD,margin=FIELD]'
   document_kind = 'preferences'
 
-  def _take_fields(self, fields: option_strings.Part) -> None:
-    parts = [field.partition('=') for field in fields.divide(',')]
-    self._texts = [name.text for name, field in parts if not field]
-    self._named = {name.text: field.text for name, field in parts if field}
-    if (
-      len(self._texts) not in (2, 3)
-      or not all(self._texts)
-      or self._named.keys() - {'label', 'margin'}
-    ):
-      raise fields.error(f'must be fields as in {self.form}')
-    self._columns = [*self._texts, *self._named.values()]
+  field_counts = (2, 3)
+  field_names = ('label', 'margin')
 
   def _read(self, unit: file_sources.Unit) -> str:
     try:

@@ -202,8 +202,31 @@ class LabelSource(FieldSource):
     ]
 
 
+class NamedFieldSource(FieldSource):
+  """Each row has texts, and further fields by name: `TEXT,TEXT,NAME=FIELD`.
+
+  Attributes:
+    field_names: names that further fields may have.
+  """
+
+  field_names: tuple[str, ...] = ()
+
+  def _take_fields(self, fields: option_strings.Part) -> None:
+    parts = [field.partition('=') for field in fields.divide(',')]
+    self._texts = [name.text for name, field in parts if not field]
+    self._named = {name.text: field.text for name, field in parts if field}
+    least, most = self.field_counts
+    if (
+      not least <= len(self._texts) <= most
+      or not all(self._texts)
+      or self._named.keys() - {*self.field_names}
+    ):
+      raise fields.error(f'must be fields as in {self.form}')
+    self._columns = [*self._texts, *self._named.values()]
+
+
 @document_source.register('embed')
-class EmbedSource(FieldSource):
+class EmbedSource(NamedFieldSource):
   """A query, a text that it should find, and texts that it should not.
 
   A negative field is a text or a list of texts. `scores` has the relevance of
@@ -215,14 +238,8 @@ class EmbedSource(FieldSource):
   form = 'embed:GLOB#QUERY,POSITIVE[,NEGATIVE..][,scores=FIELD][,vectors=FIELD]'
   document_kind = 'embed'
 
-  def _take_fields(self, fields: option_strings.Part) -> None:
-    parts = [field.partition('=') for field in fields.divide(',')]
-    self._texts = [name.text for name, field in parts if not field]
-    self._named = {name.text: field.text for name, field in parts if field}
-    known = self._named.keys() <= {'scores', 'vectors'}
-    if len(self._texts) < 2 or not all(self._texts) or not known:
-      raise fields.error(f'must be fields as in {self.form}')
-    self._columns = [*self._texts, *self._named.values()]
+  field_counts = (2, math.inf)
+  field_names = ('scores', 'vectors')
 
   def _document(self, value: Callable[..., Any]) -> object:
     query, positive, *negatives = self._texts
@@ -232,7 +249,7 @@ class EmbedSource(FieldSource):
       texts += [content] if isinstance(content, str) else content
     named = [
       value(field, list) if (field := self._named.get(name)) else None
-      for name in ('scores', 'vectors')
+      for name in self.field_names
     ]
     return [texts, *named]
 
