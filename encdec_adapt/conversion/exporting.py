@@ -35,11 +35,7 @@ from encdec_adapt.huggingface import (
 from encdec_adapt.huggingface import vision as vision_lib
 from encdec_adapt.models import model_config, parameters
 from encdec_adapt.telemetry import progress
-from encdec_adapt.tokenizers import (
-  chat_format,
-  tokenizer_writer,
-  vocabulary,
-)
+from encdec_adapt.tokenizers import chat_format, tokenizer_writer, vocabulary
 
 _REWARD_NOTE = (
   'it is a reward model: its output scores the answer to a prompt, with the'
@@ -69,15 +65,7 @@ def export_folder(values: flags.FlagValues, _: list[str]) -> int:
   # The tokenizer below is written from these files: damage is found first.
   pretrained_files.check(folders)
   opened = model_on_disk.open_if_suitable(stored.vocabularies)
-  vision, image_notes = None, []
-  # Only merged attention makes it a T5Gemma 2, the family with a vision part.
-  if stored.model.decoder.cross_merged and not native:
-    vision, image_notes = _vision(values.vision, stored.model, folders)
-  elif values.vision:
-    raise errors.UserError(
-      f'--vision={values.vision} is for what transformers loads as T5Gemma 2;'
-      ' this model has no part that reads images.'
-    )
+  vision, image_notes = _vision(values.vision, stored.model, folders, native)
   fields = pretrained_files.config_fields(folders, opened)
   generation, cache_note = pretrained_files.generation_config(
     folders,
@@ -89,6 +77,7 @@ def export_folder(values: flags.FlagValues, _: list[str]) -> int:
     if opened and stored.answers_chats
     else None,
   )
+  text = json.dumps(generation, indent=2) + '\n'
   arrays = stored.arrays()
   dtype = np.dtype(values.dtype) if values.dtype else None
   dtypes = {dtype or array.dtype for array in arrays.values()}
@@ -120,7 +109,6 @@ def export_folder(values: flags.FlagValues, _: list[str]) -> int:
       languages=values.language,
       evaluation=values.evaluation,
     )
-    text = json.dumps(generation, indent=2) + '\n'
     if embeds:
       reader = opened and opened.sides[side]
       files |= _embedding_files(stored, arrays, files, reader)
@@ -205,10 +193,17 @@ def _is_native(model: model_config.ModelConfig, layout: str) -> bool:
 
 def _vision(
   folder: str | None,
-  model: model_config.EncoderDecoderConfig,
+  model: model_config.ModelConfig,
   folders: pretrained_files.Folders,
+  native: bool,
 ) -> tuple[vision_lib.Vision | None, list[str]]:
   """Opens the vision part of a T5Gemma 2; None where there is none.
+
+  Args:
+    folder: value of --vision.
+    model: the model.
+    folders: pretrained folders of its stacks.
+    native: whether the native layout is written, which has no such part.
 
   Returns:
     The part, and notes for users who give images to the model.
@@ -216,6 +211,14 @@ def _vision(
   Raises:
     UserError: it does not fit the model.
   """
+  # Only T5Gemma 2, the family with a vision part, has the token.
+  if native or model.decoder.eoi_token is None:
+    if folder:
+      raise errors.UserError(
+        f'--vision={folder} is for what transformers loads as T5Gemma 2; this'
+        ' model has no part that reads images.'
+      )
+    return None, []
   part = pretrained_files.vision_part(folders, folder)
   if part is None:
     # No error: the text model is complete, only images would be read wrongly.
@@ -224,7 +227,7 @@ def _vision(
       f' initialises at random, {", ".join(vision_lib.MISSING)}. `export'
       ' --vision=FOLDER` takes them from another model.'
     ]
-  part.require_fits(model)
+  part.require_fits(model.stacks[model.architecture.prompt_stack])
   name = f'`{model_on_disk.title(folder)}`' if folder else 'the imported model'
   notes = [f'its vision part, {len(part.names)} tensors, is that of {name}.']
   if not part.processors:

@@ -60,6 +60,8 @@ PAIRS: Mapping[str, Pair] = {
 # `model_type` of our native layout, for models that transformers has no class
 # for.
 NATIVE_TYPE = 'encdec_adapt'
+# `model_type` of the encoder of a T5Gemma 2 alone.
+ENCODER_TYPE = 't5gemma2_encoder'
 # Our field in the config.json of a T5Gemma with another window rule in the
 # encoder than in its authors' code. transformers ignores it.
 WINDOW = 'encoder_window'
@@ -103,7 +105,9 @@ def raw_from_model(
     try:
       if is_pair:
         return _raw_from_pair(config, family), family.layout
-      return make(config.decoder, family), family.layout
+      raw = make(config.decoder, family)
+      is_encoder = raw['model_type'] == ENCODER_TYPE
+      return raw, weights.ENCODER_T5GEMMA2 if is_encoder else family.layout
     except errors.UserError as error:
       reasons.append(f'{family.model_type}: {error}')
   raise errors.UserError(
@@ -140,6 +144,24 @@ def _raw_from_embedder(
   plain = dataclasses.replace(
     stack, embedding=None, tied_head=True, role='causal'
   )
+  pair = PAIRS['t5gemma2']
+  # `AutoModel` gives the class no other `eoi_token` than this.
+  if (
+    family is pair.family
+    and stack.eoi_token == model_config.EOI_TOKEN
+    and (stack.role, stack.window_rule) == ('bidirectional', 'centered')
+  ):
+    plain = dataclasses.replace(plain, eoi_token=None)
+    part = families.raw_from_stack(plain, family)
+    # The config of a pair, which this class has not, would set the rate.
+    part |= {'model_type': pair.part_types['encoder'], 'dropout_rate': 0.0}
+    return {
+      'model_type': ENCODER_TYPE,
+      'architectures': ['T5Gemma2Encoder'],
+      'text_config': part,
+      'eoi_token_index': stack.eoi_token,
+      'matryoshka_dimensions': list(sizes),
+    }
   raw = _raw_from_decoder(plain, family)
   name = family.architecture.removesuffix('ForCausalLM')
   if stack.role != 'causal':
@@ -249,7 +271,7 @@ def _raw_from_pair(
   if pair.merged:
     raw['eoi_token_index'] = config.decoder.eoi_token
     raw['encoder'] = {
-      'model_type': 't5gemma2_encoder',
+      'model_type': ENCODER_TYPE,
       'text_config': raw['encoder'],
       'eoi_token_index': config.decoder.eoi_token,
     }
@@ -328,6 +350,9 @@ def with_fields(
   if kind == NATIVE_TYPE:
     return {**raw, 'carried': {k: dict(v) for k, v in fields.items()}}
   decoder_fields = fields.get('decoder', {})
+  if kind == ENCODER_TYPE:
+    part = {**fields.get('encoder', decoder_fields), **raw['text_config']}
+    return {**raw, 'text_config': part}
   if kind not in PAIRS:
     fields = {**decoder_fields, **raw}
     ends = fields.get('eos_token_id')

@@ -16,6 +16,7 @@ from tokenizers import processors
 from encdec_adapt.models import model_config
 from encdec_adapt.tokenizers import vocabulary as vocabulary_lib
 
+_PROCESSOR = 'processor_config.json'
 PROMPTS = 'config_sentence_transformers.json'
 _MODULES = 'sentence_transformers.models.'
 _POOLING = {'mean': 'mean_tokens', 'first': 'cls_token', 'last': 'lasttoken'}
@@ -59,6 +60,9 @@ def files(
   content['modules.json'] = _json(modules)
   limit = {'max_seq_length': room} if room else {}
   content['sentence_bert_config.json'] = _json(limit)
+  # Before what other files or the class say: an image processor, for which the
+  # folder may have no files.
+  content[_PROCESSOR] = _json({'processor_class': 'AutoTokenizer'})
   content[PROMPTS] = _json(
     {'prompts': dict(prompts), 'similarity_fn_name': 'cosine'}
   )

@@ -72,8 +72,8 @@ def write(
     files |= torch_export.files()
   if vision is not None:
     raw = vision_lib.with_vision(raw, vision)
-    plans += vision.planned()
-    files |= vision.processors
+    plans += vision.planned(layout.stacks.get('encoder', ''))
+    files = {**vision.processors, **files}
   folder = paths.at(folder)
   with new_folder.new_folder(folder) as draft:
     text = json.dumps({**raw, 'dtype': str(common)}, indent=2) + '\n'

@@ -28,8 +28,9 @@ MODEL_TYPE = 't5gemma2'  # The encoder-decoder that has a vision part.
 # Start of the names in a T5Gemma 2; other models have other prefixes.
 _START = 'model.encoder.'
 _NAME = re.compile(r'(?:^|\.)((?:vision_tower|multi_modal_projector)\..+)$')
-# Tensors that transformers initialises if a T5Gemma 2 folder has text only.
-MISSING = (f'{_START}vision_tower.*', f'{_START}multi_modal_projector.*')
+# Tensors of the encoder that transformers initialises if a T5Gemma 2 folder has
+# text only.
+MISSING = ('vision_tower.*', 'multi_modal_projector.*')
 PROJECTION = 'multi_modal_projector.mm_input_projection_weight'
 _SHAPE_FIELDS = ('vision_config', 'mm_tokens_per_image')
 _IDS = ('boi_token_index', 'image_token_index')
@@ -65,10 +66,15 @@ class Vision:
     """Id of the placeholder token of an image patch."""
     return self.fields.get('image_token_index', _IMAGE_TOKEN)
 
-  def planned(self) -> list[tensor_writer.PlannedTensor]:
-    """Returns its tensors, to be written bit for bit with T5Gemma 2 names."""
+  def planned(self, start: str = _START) -> list[tensor_writer.PlannedTensor]:
+    """Returns its tensors, to be written bit for bit with T5Gemma 2 names.
+
+    Args:
+      start: start of the names; '' for those of the encoder alone.
+    """
     plans = []
     for name, stored in self.names.items():
+      name = start + name.removeprefix(_START)
       info = self.tensors.tensors[stored]
       make = functools.partial(self._read, stored)
       plans.append(
@@ -76,7 +82,7 @@ class Vision:
       )
     return plans
 
-  def require_fits(self, model: model_config.EncoderDecoderConfig) -> None:
+  def require_fits(self, encoder: model_config.StackConfig) -> None:
     """Raises an error if images are not projected to the encoder's width.
 
     Raises:
@@ -84,10 +90,10 @@ class Vision:
     """
     stored = self.names[_START + PROJECTION]
     width = self.tensors.tensors[stored].shape[1]
-    if width != model.encoder.width:
+    if width != encoder.width:
       raise errors.UserError(
         f'the vision part of {self.folder} projects to width {width}, and the'
-        f' encoder has width {model.encoder.width}. Give the folder of a model'
+        f' encoder has width {encoder.width}. Give the folder of a model'
         ' of that width.'
       )
 
@@ -159,12 +165,14 @@ def keep(part: Vision, folder: paths.Path) -> None:
 
 
 def with_vision(raw: Mapping[str, Any], part: Vision) -> dict[str, Any]:
-  """Returns a T5Gemma 2 config.json with the fields of a vision part.
+  """Returns a config.json of T5Gemma 2 with the fields of a vision part.
 
   Args:
-    raw: result of `config_json.raw_from_model`.
+    raw: result of `config_json.raw_from_model`, of a pair or its encoder.
     part: vision part that is written into the same folder.
   """
+  if 'encoder' not in raw:
+    return {**raw, **part.fields}
   encoder = {**raw['encoder'], **part.fields}
   # transformers prefers the value at the top, which would be its default.
   top = {k: v for k, v in part.fields.items() if k == 'image_token_index'}

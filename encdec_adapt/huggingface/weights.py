@@ -227,6 +227,13 @@ PAIR_T5GEMMA2 = Layout(
     for name in ('weight', 'eoi_embedding')
   },
 )
+# Of an embedding model; the names that the class converts, as in a pair.
+ENCODER_T5GEMMA2 = Layout(
+  layer=T5GEMMA,
+  stacks={'decoder': ''},
+  embedder={'decoder': 'embed_tokens.'},
+  head='',
+)
 NATIVE = Layout(layer={}, stacks={}, embedder={}, head='', native=True)
 
 

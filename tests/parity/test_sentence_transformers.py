@@ -3,13 +3,14 @@
 import dataclasses
 import json
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import encdec_adapt
 from encdec_adapt.models import embedding_head, model_config
 from tests import tiny, toy_models
-from tests.parity import tiny_models
+from tests.parity import test_vision, tiny_models
 from tests.parity.test_torch_export import _stack
 
 pytestmark = pytest.mark.parity
@@ -90,6 +91,37 @@ def test_the_encoder_of_a_pair_alone(tmp_path):
   again = f'--output={tmp_path}/again'
   with pytest.raises(encdec_adapt.UserError, match='have to be trained'):
     tiny.convert('export', flags[0], again, '--embedding=projections=8')
+
+
+@pytest.mark.parametrize('reads_images', [True, False])
+def test_the_encoder_of_a_t5gemma2_is_of_its_own_class(reads_images, tmp_path):
+  stack = _stack('gemma3', vocab_size=model_config.EOI_TOKEN + 8)
+  pair = model_config.t5gemma2(stack, stack)
+  ours = toy_models.save(tmp_path / 'pair', pair, scale=0.3)
+  output = tmp_path / 'exported'
+  flags = [f'--checkpoint={tmp_path}/pair', f'--output={output}']
+  if reads_images:
+    test_vision.save('gemma3_images', tmp_path / 'donor')
+    flags.append(f'--vision={tmp_path}/donor')
+  assert tiny.convert('export', *flags, '--embedding=pooling=mean') == 0
+  model, info = transformers.AutoModel.from_pretrained(
+    output, output_loading_info=True
+  )
+  assert type(model).__name__ == 'T5Gemma2Encoder'
+  missing = {name.partition('.')[0] for name in info['missing_keys']}
+  vision = {'vision_tower', 'multi_modal_projector'}
+  assert missing == (set() if reads_images else vision)
+  assert not info['unexpected_keys']
+  tokens = np.array([[2, *range(5, 25), model_config.EOI_TOKEN, 7]])
+  with tiny_models.torch.no_grad():
+    states = model(tiny_models.torch.tensor(tokens)).last_hidden_state
+  positions = jnp.arange(tokens.size)[None]
+  fields = jnp.array(tokens), jnp.ones_like(positions), positions
+  expected = ours.model.architecture.encode(ours.model, ours.params, fields)
+  np.testing.assert_allclose(states, expected, atol=1e-5)
+  vectors = ours.embed(TEXTS)
+  vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+  np.testing.assert_allclose(_vectors(output, TEXTS), vectors, atol=1e-5)
 
 
 def test_a_head_is_part_of_the_models_differences():
