@@ -252,11 +252,19 @@ def _logits_pass(work: workload.Workload) -> workload.StackPass:
 
 
 def _loss(work: workload.Workload) -> float:
-  """Returns bytes of a chunk of logits and, in training, of gradients."""
+  """Returns bytes of a chunk of logits and, in training, of gradients.
+
+  Of an embedding model: of the similarities of a device's texts to all.
+  """
   logits = _logits_pass(work)
   stack, tokens = logits.stack, work.tokens(logits)
-  if stack.classes == 1 or stack.embedding:  # They have no logits.
+  if stack.classes == 1:  # It has no logits.
     return 0.0
+  if stack.embedding:
+    texts = work.job.rows * work.job.data.objectives[0].maker.texts
+    # Compiled programs hold one matrix for each size of vectors in training.
+    sizes = stack.embedding.sizes(stack.width) if work.job.trains else [0]
+    return texts * texts / work.by_rows * len(sizes) * _FP32
   # A device that holds a part of the table computes the logits of all devices
   # that share the table.
   rows = min(work.job.loss.chunk, tokens)
@@ -278,7 +286,8 @@ def _trains_table(work: workload.Workload) -> bool:
 
 def _scores(work: workload.Workload) -> float:
   """Returns FLOPs of all attentions on all devices, by the formula."""
-  runs = forward_flops.TRAINING + (work.job.compute.remat == 'full')
+  runs = forward_flops.TRAINING + work.caches
+  runs += work.job.compute.remat == 'full'
   return work.job.rows * sum(
     p.flops(forward_flops.scores) * (runs if p.trained else 1)
     for p in work.passes
@@ -297,7 +306,7 @@ def _kernels(
     return []
   # Only 'full' computes attention again for the backward pass: the other
   # policies save its outputs.
-  repeated = work.trained if work.job.compute.remat == 'full' else []
+  repeated = work.trained * ((work.job.compute.remat == 'full') + work.caches)
   runs = {_FORWARD: (1.0, [*work.passes, *repeated])}
   runs |= {name: (share, work.trained) for name, share in _BACKWARD.items()}
   rows = work.job.rows / work.busy
@@ -328,6 +337,7 @@ def _recomputed(work: workload.Workload) -> float:
   remat, total = work.job.compute.remat, 0
   for stack_pass in work.trained:
     stack = stack_pass.stack
+    total += work.caches * stack_pass.flops(forward_flops.stack_forward)
     if remat in ('full', 'attention'):
       total += stack_pass.flops(forward_flops.stack_forward)
     if remat == 'attention':

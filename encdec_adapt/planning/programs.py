@@ -87,6 +87,11 @@ class Job:
         f'--programs={name}: the loss {job.loss.name} samples no completions;'
         ' leave it out.'
       )
+    if name == 'decode' and not job.model.architecture.generates:
+      raise errors.UserError(
+        f'--programs={name}: config.model is of kind'
+        f' {job.model.architecture.name} and generates no text; leave it out.'
+      )
     if name != 'reward':
       return job
     if not job.rewards.placed:

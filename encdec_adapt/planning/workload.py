@@ -55,6 +55,8 @@ class Workload:
     partition: partition of the job on its mesh.
     passes: passes of all stacks, those of references last.
     parts: number of microbatches.
+    caches: whether they are computed again for the gradients of a loss over
+      the whole batch (gradient caching, `training.losses.infonce`).
     references: shapes of the frozen models that it reads.
     item: bytes of a number in the compute dtype.
     by_rows: number of devices that share a batch by its rows.
@@ -67,6 +69,7 @@ class Workload:
     self.job, self.partition = job, job.program_rules.on(job.mesh)
     self.references = job.models[1:]
     self.parts = job.train.microbatches if job.trains else 1
+    self.caches = job.loss.joins_rows and self.parts > 1
     self.item = jnp.dtype(job.compute.dtype).itemsize
     self.by_rows = self.partition.size('batch')
     self.by_tensor = self.partition.size('mlp')

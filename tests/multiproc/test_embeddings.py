@@ -46,9 +46,10 @@ def train(mesh):
     axes=test_infonce.AXES,
     microbatches=PARTS,
   )
-  config = model.config
-  make = lambda _: toy_models.params(config, scale=0.3)
-  state = trainer.init(trainer.where.place(make, jax.random.key(0)))
+  params = trainer.where.place(
+    lambda _: toy_models.params(model.config, scale=0.3), jax.random.key(0)
+  )
+  state = trainer.init(params)
   shards = placement.row_shards(trainer.mesh, trainer.where.rules)
   batch = test_infonce._batch(ROWS)
   batch = {name: x[shards.rows(ROWS)] for name, x in batch.items()}

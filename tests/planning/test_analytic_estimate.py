@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from encdec_adapt.base import errors
-from encdec_adapt.models import forward_flops
+from encdec_adapt.models import forward_flops, parameters
 from encdec_adapt.planning import (
   chips,
   hlo,
@@ -186,6 +186,48 @@ def test_microbatches_trade_activations_for_gradients():
   whole, halves = whole['memory']['parts'], halves['memory']['parts']
   assert halves['activations'] == whole['activations'] / 2
   assert halves['gradients'] == 2 * whole['gradients']
+
+
+def test_an_embedding_model_is_compared_with_all_texts():
+  fields = {
+    'model__kind': 'encoder_only',
+    'model__embedding': 'pooling=mean,dimensions=16+8',
+    'loss__kind': 'infonce',
+    'data__objective': 'embed:texts=4',
+    'data__source': 'embed:x#q,p',
+    'data__decoder_length': 0,
+  }
+  job = toy.job(**fields)
+  table = parameters.parameter_table(job.model)
+  kernels = sum(
+    int(np.prod(info.shape))
+    for path, info in table.items()
+    if info.shape[-1] > 1 and not path.endswith(('scale', 'table'))
+  )
+  pairs = forward_flops.scores(job.model.decoder, toy.LENGTH)
+  forward = toy.ROWS * (2 * toy.LENGTH * kernels + pairs) / 8
+  found = toy.plan(job)
+  assert found['flops']['model'] == pytest.approx(3 * forward)
+  assert found['flops']['products'] == pytest.approx(4 * forward)  # Remat.
+  # A float32 for each text of a device, text of the batch and size.
+  texts = toy.ROWS * 4
+  assert found['memory']['parts']['loss'] == texts / 8 * texts * 4 * 3
+  with pytest.raises(errors.UserError, match='generates no text'):
+    toy.job('decode', **fields)
+  evaluation = toy.plan(toy.job('eval', **fields))['memory']['parts']
+  assert 0 < evaluation['loss'] < found['memory']['parts']['loss']
+  # Gradient caching: activations of a half, for another forward pass.
+  fields['train__batch_size'] = 2 * toy.ROWS
+  whole, halves = (
+    toy.plan(toy.job(**fields, train__microbatches=n)) for n in (1, 2)
+  )
+  repeated = halves['flops']['products'] - whole['flops']['products']
+  assert repeated == pytest.approx(2 * forward)
+  whole, halves = (x['memory']['parts'] for x in (whole, halves))
+  assert halves['loss'] == whole['loss']
+  # A layer and the loss, which run in turn, share memory.
+  layers, half = (x['activations'] + x['loss'] for x in (whole, halves))
+  assert half == layers / 2
 
 
 def _network(where=toy.where(), **sizes):
