@@ -37,19 +37,12 @@ from encdec_adapt import config as config_lib
 from encdec_adapt.base import errors, option_strings
 from encdec_adapt.configs import books, pretrained
 from encdec_adapt.evaluation.studies import pages
-from encdec_adapt.models import model_config
 
 
 def get_config(arg=None):
   """`source`: work directory or Hugging Face folder to start from; `books`."""
   args = config_lib.parse_arg(arg, source='', books='')
-  config = pretrained.get_config(f'source={args["source"]}')
-  opened = pretrained.open_model(args['source'])
-  stack, choice = opened.model.stacks[opened.prompt_side], opened.vocabularies
-  config_lib.set_model(config.model, model_config.DecoderOnlyConfig(stack))
-  if choice and choice.encoder:
-    config.data.vocabulary, config.data.encoder_vocabulary = choice.encoder, ''
-  config.data.encoder_length, config.data.decoder_length = 512, 0
+  config = pretrained.get_stack_config(args['source'])
   config.data.objective = 'classify:labels=no|yes'
   if args['books']:
     config.data.source = f'books:{args["books"]}'
@@ -57,13 +50,7 @@ def get_config(arg=None):
     labels = '|'.join(books.BookSource(config.data.source).labels)
     config.data.objective = f'classify:labels={json.dumps(labels)}'
     config.data.eval_fraction, config.data.eval_rows = 0.2, 0
-  config.data.passes = 3
-  config.train.steps = 0
   config.train.batch_size = 32
-  config.train.evaluators = 'loss=100'
-  config.checkpoint.every = 100
-  config.checkpoint.keep_best = True
-  config.optimizer.learning_rate = 1e-4
   config.compute.dtype = 'float32'
   return config
 

@@ -27,29 +27,16 @@ vectors, with the prompts 'query' and 'document' of `config.data.objective`.
 
 from encdec_adapt import config as config_lib
 from encdec_adapt.configs import pretrained
-from encdec_adapt.models import model_config
 
 
 def get_config(arg=None):
   """`source`: model to start from; `head`: options, separated by ;."""
   args = config_lib.parse_arg(arg, source='', head='pooling=mean')
-  config = pretrained.get_config(f'source={args["source"]}')
-  opened = pretrained.open_model(args['source'])
-  stack, choice = opened.model.stacks[opened.prompt_side], opened.vocabularies
-  config_lib.set_model(config.model, model_config.DecoderOnlyConfig(stack))
-  if not stack.embedding:
+  config = pretrained.get_stack_config(args['source'])
+  if not config.model.embedding:
     config.model.embedding = args['head'].replace(';', ',')
   config.init.mode = 'adapt'
-  if choice and choice.encoder:
-    config.data.vocabulary, config.data.encoder_vocabulary = choice.encoder, ''
-  config.data.encoder_length, config.data.decoder_length = 512, 0
   config.data.objective = 'embed:too_long=truncate'
-  config.data.passes = 3
   config.loss.kind = 'infonce:temperature=0.05'
-  config.train.steps = 0
   config.train.batch_size = 64
-  config.train.evaluators = 'loss=100'
-  config.checkpoint.every = 100
-  config.checkpoint.keep_best = True
-  config.optimizer.learning_rate = 1e-4
   return config

@@ -20,6 +20,7 @@ from encdec_adapt import config as config_lib
 from encdec_adapt.base import errors
 from encdec_adapt.conversion import model_on_disk
 from encdec_adapt.huggingface import config_json
+from encdec_adapt.models import model_config
 
 _MULTIPLE = 128  # Rows of the tables, to divide over a mesh.
 
@@ -59,6 +60,27 @@ def get_config(arg=None):
   config.train.evaluators = 'loss=1000'
   config.checkpoint.every = 1000
   config.optimizer.learning_rate = 1e-4
+  return config
+
+
+def get_stack_config(source):
+  """The config of a task for the stack that reads prompts, without the other.
+
+  Args:
+    source: model; of a pair its encoder is trained, with its vocabulary.
+  """
+  config = get_config(f'source={source}')
+  opened = open_model(source)
+  stack, choice = opened.model.stacks[opened.prompt_side], opened.vocabularies
+  config_lib.set_model(config.model, model_config.DecoderOnlyConfig(stack))
+  if choice and choice.encoder:
+    config.data.vocabulary, config.data.encoder_vocabulary = choice.encoder, ''
+  config.data.encoder_length, config.data.decoder_length = 512, 0
+  config.data.passes = 3
+  config.train.steps = 0
+  config.train.evaluators = 'loss=100'
+  config.checkpoint.every = 100
+  config.checkpoint.keep_best = True
   return config
 
 
