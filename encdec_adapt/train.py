@@ -176,7 +176,10 @@ def train(
     checkpoint = checkpoints.at(start)
     resume_checks.check_config(saved, config.to_dict(), log)
     checkpoint.require_same(phases.abstract_saved(start))
-    base = placement.adapters and frozen_base.reopen(saved['base'], placement)
+    base = None
+    if placement.adapters:
+      moved = settings.init.encoder
+      base = frozen_base.reopen(saved['base'], moved, placement)
     cost = compute_cost.Cost(**checkpoint.read_data())
 
   # -- Data --------------------------------------------------------------------

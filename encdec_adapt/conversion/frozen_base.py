@@ -109,15 +109,20 @@ def open_base(
 
 
 def reopen(
-  described: Mapping[str, str], placement: state_lib.Placement
+  described: Mapping[str, str], moved: str, placement: state_lib.Placement
 ) -> FrozenBase:
   """Opens the base that a checkpoint of adapters was trained over.
+
+  Args:
+    described: name and digest of the base in the metadata of the checkpoint.
+    moved: `config.init.encoder`, which names the base if it was moved.
+    placement: the trained model and its mesh, with the adapters.
 
   Raises:
     UserError: it is missing or was changed.
   """
   multiple = placement.model.config.decoder.vocab_multiple
-  source = model_on_disk.open_base(described, '', multiple)
+  source = model_on_disk.open_base(described, moved, multiple)
   return FrozenBase(source, placement)
 
 

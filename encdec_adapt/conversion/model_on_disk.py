@@ -383,23 +383,29 @@ def open_base(
 
   Args:
     described: its name and digest in the metadata of a checkpoint.
-    moved: where it is if nothing has that name.
+    moved: name of a copy of the base, or of adapters over it, which is opened
+      if nothing has the first name; '' for none.
     vocab_multiple: see `open_model`.
 
   Raises:
     UserError: it is missing, or it is another model.
   """
-  name, base = described['name'], None
-  if not resolve(name)[0].exists() and moved:
-    name = moved
-  if resolve(name)[0].exists():
-    base = open_model(name, vocab_multiple=vocab_multiple)
-    base = base.base or base
-  if base is None or base.digest != described['digest']:
-    problem = 'is another model now' if base else 'is missing'
+  names = filter(None, (described['name'], moved))
+  name = next((x for x in names if resolve(x)[0].exists()), None)
+  remedy = (
+    'put it back, or name a copy of it by init.encoder: in the config.json of'
+    ' their run, or among the flags that resume it.'
+  )
+  if name is None:
     raise errors.UserError(
-      f'the base {name} of adapters {problem}; put it back, or name a copy of'
-      ' it in the config.json of their run (init.encoder).'
+      f'the base {described["name"]} of adapters is missing; {remedy}'
+    )
+  model = open_model(name, vocab_multiple=vocab_multiple)
+  # Adapters that are trained further start from a run of adapters.
+  base = model.base or model
+  if base.digest != described['digest']:
+    raise errors.UserError(
+      f'the base {name} of adapters is another model now; {remedy}'
     )
   return base
 
