@@ -30,7 +30,7 @@ from encdec_adapt.conversion import (
 from encdec_adapt.files import disk
 from encdec_adapt.inference import engine as engine_lib
 from encdec_adapt.inference import lengths
-from encdec_adapt.serving import protocol
+from encdec_adapt.serving import protocol, served_adapters
 from encdec_adapt.telemetry import environment
 from encdec_adapt.tokenizers import chat_format
 
@@ -106,6 +106,11 @@ def main(values: flags.FlagValues) -> int:
   stored = model_on_disk.open_model(values.checkpoint)
   opened = stored.require_vocabularies()
   if stored.model.decoder.embedding:
+    if values.adapters:
+      raise errors.UserError(
+        f'--adapters is {",".join(values.adapters)}, and an embedding model is'
+        ' served without; give their run as --checkpoint, which merges them.'
+      )
     from encdec_adapt.serving import embedding_app
 
     loaded = model_in_memory.read_as_trained(stored)
@@ -117,10 +122,7 @@ def main(values: flags.FlagValues) -> int:
   prompt_encoding.print_prefix(stored, values.prefix)
   longest = pretrained_files.prompt_room(stored)
   loaded = model_in_memory.read_as_trained(stored)
-  adapters = {
-    model_on_disk.title(run): model_in_memory.read_adapters(loaded, run)
-    for run in values.adapters
-  }
+  adapters = served_adapters.read(loaded, values.adapters)
   ids = loaded.special_ids
   # A request may be a chat or plain text; both end at the first of these ids.
   if chat_format.find_template(opened.decoder):

@@ -17,7 +17,6 @@ import collections
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import concurrent.futures
 import dataclasses
-import functools
 import itertools
 import types
 from typing import Literal
@@ -175,14 +174,20 @@ class Engine:
     # and a multiple of the shards, over which they divide.
     self.group = max(shards, rows // 8 // shards * shards)
     params = decoding.prepare(model, params, int8=int8, mesh=mesh, rules=rules)
-    self._variants = {'': params} | {
+    variants = {'': params} | {
       name: decoding.with_adapters(model, params, tree)
       for name, tree in adapters.items()
     }
     # Unrolled: a scan would copy each layer's cache for every token.
-    self._make_programs = functools.partial(
-      decoding.Programs, build.unroll(model), mesh, rules
-    )
+    unrolled = build.unroll(model)
+    # Made once: to hash the shapes of many parameters is slow.
+    self._variants = {
+      name: (
+        tree,
+        decoding.Programs(unrolled, mesh, rules, decoding.shapes_of(tree)),
+      )
+      for name, tree in variants.items()
+    }
     self._use('')
     self.vocab_size = model.config.decoder.vocab_size
     self._architecture = model.architecture
@@ -195,14 +200,15 @@ class Engine:
     self.sizes = tuple(sizes)
 
   def _use(self, adapters: str) -> None:
-    """Chooses the parameters; no row is in use."""
-    self._adapters, self.params = adapters, self._variants[adapters]
-    self.programs = self._make_programs(decoding.shapes_of(self.params))
+    """Chooses parameters and programs, while no row is in use."""
+    self._adapters = adapters
+    self.params, self.programs = self._variants[adapters]
 
-  def _waiting(self) -> int:
-    """Returns the requests that may join the rows in use, in their order."""
+  def _next_group(self) -> int:
+    """Returns how many requests are read next: of one run of adapters."""
+    first = itertools.islice(self._queue, self.group)
     same = itertools.takewhile(
-      lambda queued: queued[1].adapters == self._adapters, self._queue
+      lambda queued: queued[1].adapters == self._adapters, first
     )
     return sum(1 for _ in same)
 
@@ -503,14 +509,11 @@ class Engine:
     """Puts queued prompts into free rows, a group at a time."""
     free = [row for row, active in enumerate(self._active) if active is None]
     is_used = len(free) < self.rows
-    # A full group, or all that is left of the queue: a call of `prefill` costs
-    # the same for a group that is not full.
     if self._queue and not is_used:
       self._use(self._queue[0][1].adapters)
-    while (waiting := self._waiting()) and len(free) >= min(
-      self.group, waiting
-    ):
-      count = min(self.group, waiting)
+    # A full group, or all that may join these rows: a call of `prefill` costs
+    # the same for a group that is not full.
+    while 0 < (count := self._next_group()) <= len(free):
       chosen = [self._queue.popleft() for _ in range(count)]
       rows, free = free[:count], free[count:]
       for row, (number, request) in zip(rows, chosen, strict=True):
@@ -553,6 +556,6 @@ class Engine:
   def _decode_arguments(self, state: decoding.State, steps: int) -> tuple:
     """Returns the arguments of `decoding.decode`."""
     # Rows that are free when the next group is read; all at the end.
-    wake = min(self.group, self._waiting()) or self.rows
+    wake = self._next_group() or self.rows
     eos = np.array(self.ids.eos, np.int32)
     return self.params, state, eos, np.int32(wake), np.int32(steps)

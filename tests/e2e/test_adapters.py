@@ -1,5 +1,6 @@
 """Runs of adapters: checkpoints, resuming, the base, all that reads them."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -9,6 +10,8 @@ import encdec_adapt
 from encdec_adapt import train
 from encdec_adapt.base import errors
 from encdec_adapt.checkpoints import manager
+from encdec_adapt.inference import engine as engine_lib
+from encdec_adapt.serving import served_adapters
 from encdec_adapt.telemetry import metrics
 from tests import tiny
 from tests.e2e import folders
@@ -77,13 +80,21 @@ def test_resuming_is_exact_and_refuses_a_changed_base(
 ):
   flags = _flags(pairs, base)
   part = _train(flags, folder / 'part', '--config.train.steps=6')
+
+  def change(key, value):
+    """Changes what the last checkpoint says of its base."""
+    step = manager.open_latest(part).path
+    meta = step / 'meta' / 'metadata'
+    text = json.loads(meta.read_text())
+    text['base'][key] = value
+    meta.write_text(json.dumps(text))
+    (step / 'checksums.json').unlink()
+
+  # As if it had been moved: `init.encoder` of the flags names it.
+  change('name', 'moved/base')
   _train(flags, part, '--config.train.steps=12')
   tiny.assert_same_params(part, tuned)
-  step = manager.open_latest(part).path / 'meta' / 'metadata'
-  text = json.loads(step.read_text())
-  text['base']['digest'] = '0' * 16
-  step.write_text(json.dumps(text))
-  (step.parent.parent / 'checksums.json').unlink()
+  change('digest', '0' * 16)
   with pytest.raises(errors.UserError, match='is another model now'):
     _train(flags, part, '--config.train.steps=14')
   with pytest.raises(errors.UserError, match='is another model now'):
@@ -125,6 +136,32 @@ def test_loaded_adapters_train_further_over_the_same_base(
   assert meta['base'] == manager.open_latest(tuned).read_meta()['base']
   with pytest.raises(errors.UserError, match='give their'):
     _train(_flags(pairs, tuned, 'rank=3,alpha=8'), folder / 'refused')
+
+
+def test_a_server_reads_several_runs_over_one_base(
+  folder, tuned, base, tmp_path
+):
+  loaded = encdec_adapt.load(base)
+  adapters = served_adapters.read(loaded, [str(tuned)])
+  engine = loaded.engine(rows=2, adapters=adapters)
+  prompt = loaded.tokenizer.encode('the quick brown')
+  merged = encdec_adapt.load(tuned).engine(rows=1)
+  for name, expected in (('', loaded.engine(rows=1)), ('tuned', merged)):
+    request = engine_lib.Request(np.array([2, *prompt]), 8, adapters=name)
+    [(_, completion)] = engine.run([request])
+    request = dataclasses.replace(request, adapters='')
+    [(_, wanted)] = expected.run([request])
+    np.testing.assert_array_equal(completion.tokens, wanted.tokens)
+    np.testing.assert_allclose(
+      completion.log_probs, wanted.log_probs, atol=5e-5
+    )
+  for runs, words in (
+    ([base], 'rename its folder'),
+    ([tuned, tmp_path / 'tuned'], 'rename its folder'),
+    ([folder / 'decoder'], 'not a run of adapters over'),
+  ):
+    with pytest.raises(errors.UserError, match=words):
+      served_adapters.read(loaded, [*map(str, runs)])
 
 
 @pytest.mark.parametrize('kind', ['int8', 'nf4'])
