@@ -18,7 +18,7 @@ steps: arXiv 2504.06225).
 
 from encdec_adapt import config as config_lib
 from encdec_adapt.base import errors
-from encdec_adapt.conversion import model_on_disk
+from encdec_adapt.conversion import model_on_disk, source_vocabularies
 from encdec_adapt.huggingface import config_json
 from encdec_adapt.models import model_config
 
@@ -96,7 +96,7 @@ def _model(args):
   stacks = encoder.model.decoder, decoder.model.decoder
   balanced = stacks[0].width == stacks[1].width
   pair = config_json.pair_of(*stacks, target=args['target'])
-  choice = model_on_disk.vocabularies_of_pair(encoder, decoder)
+  choice = source_vocabularies.vocabularies_of_pair(encoder, decoder)
   return pair, 0 if balanced else 1000, choice
 
 

@@ -24,6 +24,7 @@ from encdec_adapt.conversion import (
   importing,
   model_on_disk,
   pretrained_files,
+  source_vocabularies,
   work_directory,
 )
 from encdec_adapt.files import lazy_array
@@ -77,7 +78,7 @@ def adapt_models(values: flags.FlagValues, _: list[str]) -> int:
   )
   # make_plan sees configs only; these tensors are known from the files.
   coverage = model_on_disk.with_outside(coverage, encoder, decoder)
-  choice = model_on_disk.vocabularies_of_pair(encoder, decoder)
+  choice = source_vocabularies.vocabularies_of_pair(encoder, decoder)
   if choice is not None and choice.encoder:
     _report_two_tokenizers(sources, shared=target.shared_table)
   print(coverage.table() if values.dry_run else coverage.summary())

@@ -21,6 +21,7 @@ from encdec_adapt.conversion import (
   model_on_disk,
   peft_exchange,
   pretrained_files,
+  source_vocabularies,
   tokenizer_files,
 )
 from encdec_adapt.files import disk, hub, paths
@@ -64,7 +65,7 @@ def export_folder(values: flags.FlagValues, _: list[str]) -> int:
   folders = pretrained_files.folders(stored.path)
   # The tokenizer below is written from these files: damage is found first.
   pretrained_files.check(folders)
-  opened = model_on_disk.open_if_suitable(stored.vocabularies)
+  opened = source_vocabularies.open_if_suitable(stored.vocabularies)
   vision, image_notes = _vision(values.vision, stored.model, folders, native)
   fields = pretrained_files.config_fields(folders, opened)
   generation, cache_note = pretrained_files.generation_config(

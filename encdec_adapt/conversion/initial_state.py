@@ -23,6 +23,7 @@ from encdec_adapt.conversion import (
   frozen_base,
   model_on_disk,
   pretrained_files,
+  source_vocabularies,
 )
 from encdec_adapt.inference import rewards
 from encdec_adapt.models import (
@@ -525,7 +526,7 @@ def _check_vocabulary(
   """
   path = choice.path(side)
   if source.vocabularies is not None:
-    model_on_disk.require_same_tokens(source, side, path, 'this job')
+    source_vocabularies.require_same_tokens(source, side, path, 'this job')
   elif distributed.is_lead():
     print(
       f'note: {source.path} has no tokenizer, so its ids are assumed to mean'

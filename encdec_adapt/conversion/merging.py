@@ -20,6 +20,7 @@ from encdec_adapt.cli import command
 from encdec_adapt.conversion import (
   model_on_disk,
   pretrained_files,
+  source_vocabularies,
   work_directory,
 )
 from encdec_adapt.files import lazy_array
@@ -162,7 +163,9 @@ def _require_same_model(first: _Stored, model: _Stored) -> None:
   if first.vocabularies and model.vocabularies:
     for side in first.model.stacks:
       path = first.vocabularies.path(side)
-      model_on_disk.require_same_tokens(model, side, path, str(first.path))
+      source_vocabularies.require_same_tokens(
+        model, side, path, str(first.path)
+      )
 
 
 def _merged(

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 import dataclasses
 import functools
 import hashlib
-import math
 import os
 import pathlib
 import sys
@@ -23,7 +22,7 @@ from encdec_adapt.adaptation import coverage as coverage_lib
 from encdec_adapt.base import errors
 from encdec_adapt.checkpoints import checksums, manager, orbax_folder
 from encdec_adapt.cluster import distributed
-from encdec_adapt.conversion import adapter_arrays
+from encdec_adapt.conversion import adapter_arrays, checkpoint_arrays
 from encdec_adapt.files import atomic, hub, lazy_array
 from encdec_adapt.files import paths as paths_lib
 from encdec_adapt.huggingface import (
@@ -35,7 +34,7 @@ from encdec_adapt.huggingface import (
 from encdec_adapt.models import adapters as adapters_lib
 from encdec_adapt.models import embedding_head, model_config, parameters
 from encdec_adapt.objectives import example_maker
-from encdec_adapt.tokenizers import vocabulary, vocabulary_pair
+from encdec_adapt.tokenizers import vocabulary_pair
 from encdec_adapt.training import state as state_lib
 
 WINDOWS = ('exclusive', 'inclusive')  # Rules of an encoder's local layers.
@@ -58,9 +57,6 @@ _FILES = (
   *vision.PROCESSORS,
   *TOKENIZERS,
 )
-# Bytes of a checkpoint that are restored at once: small arrays share the time
-# that opening it takes, and host memory stays small beside a large array.
-_GROUP_BYTES = 128 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -350,10 +346,10 @@ def _open_run(path: paths_lib.Path, step: int | None) -> StoredModel:
   opened = open_vocabularies(checkpoint, choice)
   adapters = settings.train.adapters(settings.model)
   table = parameters.parameter_table(settings.model)
+  if adapters:
+    table = adapters.table
   # Called late: callers that need the config only never open the arrays.
-  trained = functools.partial(
-    _checkpoint_arrays, checkpoint, adapters.table if adapters else table
-  )
+  trained = functools.partial(checkpoint_arrays.open_arrays, checkpoint, table)
   stored = StoredModel(
     path,
     settings.model,
@@ -527,91 +523,6 @@ def open_vocabularies(
   return opened
 
 
-def open_if_suitable(
-  choice: vocabulary_pair.Choice | None,
-) -> vocabulary_pair.Opened | None:
-  """Opens the tokenizers of a folder, which may be of an unsupported kind.
-
-  Returns:
-    None if there are none; also, after a note with the reason, if a tokenizer
-    is of such a kind.
-
-  Raises:
-    UserError: a tokenizer is damaged.
-  """
-  try:
-    return choice and choice.open()
-  except vocabulary.DamagedError:
-    # Also a UserError, but a damaged file must not pass as unsupported.
-    raise
-  except errors.UserError as error:
-    print(f'note: not used as a vocabulary: {error}')
-    return None
-
-
-def vocabularies_of_pair(
-  encoder: StoredModel, decoder: StoredModel
-) -> vocabulary_pair.Choice | None:
-  """Chooses the vocabularies of an encoder-decoder made from two models.
-
-  Args:
-    encoder: decoder-only source of the encoder.
-    decoder: decoder-only source of the decoder.
-
-  Returns:
-    The decoder's, and the encoder's if its ids mean other text; None if the
-    decoder has none.
-
-  Raises:
-    UserError: a tokenizer is damaged.
-  """
-  # Both sources are decoder-only: the vocabularies of each are its decoder's.
-  targets, inputs = decoder.vocabularies, encoder.vocabularies
-  if targets is None or inputs is None:
-    return targets
-  if same_tokens(targets.decoder, inputs.decoder):
-    return targets
-  return dataclasses.replace(targets, encoder=inputs.decoder)
-
-
-def same_tokens(path_a: str, path_b: str) -> bool:
-  """Returns whether ids mean the same text in the vocabularies at two paths."""
-  if path_a == path_b:
-    return True
-  # Tokens and not files: a tokenizer.json may be the conversion of the
-  # tokenizer.model that the other model has.
-  vocabularies = map(vocabulary_pair.open_vocabulary, (path_a, path_b))
-  return len({vocab.tokens_digest for vocab in vocabularies}) == 1
-
-
-def require_same_tokens(
-  source: StoredModel, side: str, path: str, name: str
-) -> None:
-  """Checks that ids mean the same text to a source and to its target.
-
-  Args:
-    source: the source, which has vocabularies.
-    side: stack of the target that is made from it.
-    path: path of the target's vocabulary; may not exist yet.
-    name: name of the target in the error.
-
-  Raises:
-    UserError: the vocabularies differ, or a vocabulary is damaged.
-  """
-  # A decoder-only model has only 'decoder', even as the encoder's source.
-  theirs = source.vocabularies.path(
-    side if side in source.model.stacks else 'decoder'
-  )
-  # A vocabulary that is still to be trained differs from the source's.
-  if not vocabulary_pair.exists(path) or not same_tokens(path, theirs):
-    key = 'encoder_vocabulary' if side == 'encoder' else 'vocabulary'
-    raise errors.UserError(
-      f'{source.path} has the vocabulary {theirs}, the {side} of {name} has'
-      f' {path}, and they differ: ids would mean other text. Use one vocabulary'
-      f' (config.data.{key} of a job).'
-    )
-
-
 def with_outside(
   coverage: coverage_lib.Coverage, encoder: StoredModel, decoder: StoredModel
 ) -> coverage_lib.Coverage:
@@ -677,41 +588,3 @@ def vocabularies_in(path: paths_lib.Path) -> vocabulary_pair.Choice | None:
   if top is None or decoder is None:
     return None
   return vocabulary_pair.Choice(str(decoder), str(top))
-
-
-def _checkpoint_arrays(
-  checkpoint: manager.Checkpoint, table: Mapping[str, parameters.ParamInfo]
-) -> dict[str, lazy_array.LazyArray]:
-  """Returns the arrays of a checkpoint; restores a group of them at a time.
-
-  Opening a checkpoint takes longer than restoring a small array.
-  """
-  # Partial: there may be optimizer state. Differences are found before a
-  # conversion has written half of its output.
-  checkpoint.require_same({'params': state_lib.unflatten(table)}, partial=True)
-  folder = checkpoint.open_state()
-  names = {path: f'params/{path}' for path in table}
-  # As if a group were full, so that the first name opens another.
-  group_of, size = {}, _GROUP_BYTES
-  # By path, the order in which exports read: each group is restored once.
-  for name in sorted(names.values()):
-    shape, dtype = folder.arrays[name]
-    nbytes = math.prod(shape) * dtype.itemsize
-    if size + nbytes > _GROUP_BYTES:
-      group, size = [], 0
-    group.append(name)
-    group_of[name], size = group, size + nbytes
-  last: dict[str, np.ndarray] = {}
-
-  def read(name: str, index: tuple[slice, ...]) -> np.ndarray:
-    if name not in last:
-      last.clear()  # Before the next group: memory holds a single group.
-      last.update(folder.read(group_of[name]))
-    return last[name][index]
-
-  return {
-    path: lazy_array.LazyArray(
-      *folder.arrays[name], functools.partial(read, name)
-    )
-    for path, name in names.items()
-  }

@@ -18,7 +18,11 @@ from encdec_adapt import config as config_lib
 from encdec_adapt.adaptation import coverage as coverage_lib
 from encdec_adapt.base import errors
 from encdec_adapt.checkpoints import manager, streaming
-from encdec_adapt.conversion import model_on_disk, pretrained_files
+from encdec_adapt.conversion import (
+  model_on_disk,
+  pretrained_files,
+  source_vocabularies,
+)
 from encdec_adapt.data import data_section
 from encdec_adapt.files import atomic, disk, lazy_array, paths
 from encdec_adapt.huggingface import new_folder
@@ -198,7 +202,7 @@ def _open_vocabularies(contents: Contents) -> vocabulary_pair.Opened | None:
       'note: the model comes without a tokenizer; set config.data.vocabulary'
       ' to train it on text.'
     )
-  opened = model_on_disk.open_if_suitable(contents.choice)
+  opened = source_vocabularies.open_if_suitable(contents.choice)
   for side, stack in contents.model.stacks.items() if opened else ():
     # The error names a flag only where the command has it.
     key = f'--model.{side}.vocab_size' if contents.can_extend else ''
