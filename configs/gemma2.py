@@ -212,6 +212,7 @@ def get_config(arg=None):
   config = recipe(pair, args['objective'])
   if args['lora']:
     config.init.mode = 'checkpoint'
+    config.train.cross_attention_warmup = 0  # Adapters train at once.
     config.train.lora = f'rank={args["lora"]},alpha=32,base=nf4'
     config.optimizer.learning_rate = 1e-3  # As in configs/sft.py.
   if args['topology'] or args['slices'] != 1:
