@@ -87,7 +87,7 @@ def files(
     'task_type': 'SEQ_2_SEQ_LM' if is_pair else 'CAUSAL_LM',
     'base_model_name_or_path': base,
     'r': options.rank,
-    'lora_alpha': options.alpha or 2 * options.rank,
+    'lora_alpha': options.numerator,
     'lora_dropout': options.dropout,
     'use_rslora': bool(options.rslora),
     'target_modules': sorted(modules[False]),

@@ -385,10 +385,11 @@ def with_adapters(
   """Returns parameters of `prepare` with adapters; their arrays are shared.
 
   Args:
-    model: the model.
+    model: the model of the base.
     params: what `prepare` returned for the base.
-    adapters: parameters with `kernel_forms.Adapted` of no kernel, arrays that
-      trained whole, and None for the base's.
+    adapters: the parameters of the model, nested: `kernel_forms.Adapted`
+      without a kernel where there are adapters, arrays that trained whole, and
+      None for those of the base.
   """
   flat = traverse_util.flatten_dict(params, sep='/')
   new = build.unroll_params(model, adapters)

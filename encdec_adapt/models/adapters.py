@@ -45,14 +45,21 @@ class Options:
 
   @property
   def text(self) -> str:
-    """The options as `config.train.lora`."""
-    return ','.join(f'{k}={v}' for k, v in keys.values_of(self).items())
+    """`config.train.lora`: the rank, and what differs from its default."""
+    defaults = keys.defaults(Options) | {'rank': None}
+    values = keys.values_of(self).items()
+    return ','.join(f'{k}={v}' for k, v in values if v != defaults[k])
+
+  @property
+  def numerator(self) -> float:
+    """Numerator of `scale`: alpha, or by default twice the rank."""
+    return self.alpha or 2.0 * self.rank
 
   @property
   def scale(self) -> float:
     """Factor of A B: alpha / rank, or with `rslora` alpha / sqrt(rank)."""
-    alpha = self.alpha or 2.0 * self.rank
-    return alpha / (self.rank**0.5 if self.rslora else self.rank)
+    divisor = self.rank**0.5 if self.rslora else self.rank
+    return self.numerator / divisor
 
 
 def parse(string: str) -> Options | None:
@@ -117,8 +124,9 @@ class Adapters:
       for path, info in self._whole.items()
       if _is_projection(path, info) or _is_table(path)
     }
-    paths = self._matches('targets', self.options.targets, every)
-    if not self.options.targets:
+    if self.options.targets:
+      paths = self._matches('targets', self.options.targets, every)
+    else:
       paths = {path for path in every if not _is_table(path)}
     return tuple(sorted(paths - {*self.full}))
 
@@ -151,8 +159,12 @@ class Adapters:
   def init(self, rng: jax.Array) -> dict[str, Any]:
     """Draws the adapters, as PEFT does: their update is zero.
 
-    A is uniform in +-1 / sqrt(inputs) and B zero; of a table A is zero and B
-    normal.
+    A is uniform in +-1 / sqrt(inputs), `kaiming_uniform_(a=sqrt(5))` in torch,
+    and B zero; of a table A is zero and B normal
+    (peft.tuners.lora.layer.LoraLayer.reset_lora_parameters).
+
+    Args:
+      rng: random key.
 
     Returns:
       Nested parameters, without those that train whole.
@@ -198,9 +210,12 @@ class Adapters:
     """Returns a parameter as the base holds it.
 
     Args:
-      path: its path.
-      kernel: the parameter.
-      dtype: dtype of the computation, that of kernels; norms are float32.
+      path: path of the parameter.
+      kernel: the parameter, float32 or as it is stored.
+      dtype: dtype of kernels, that of the computation; norms are float32.
+
+    Returns:
+      An array, or `Quantized` for the paths in `quantized`.
     """
     info = self._whole[path]
     if path not in self.quantized:
@@ -210,7 +225,15 @@ class Adapters:
     return kernel_forms.quantize_nf4(kernel, *self._block(path))
 
   def base_axes(self, path: str, leaf: Any) -> Any:
-    """Returns the logical axes of what `freeze` returns."""
+    """Returns the logical axes of what `freeze` returns.
+
+    Args:
+      path: path of the parameter.
+      leaf: what `freeze` returned for it, or its shapes.
+
+    Returns:
+      A tuple of names; of `Quantized` one in place of each of its arrays.
+    """
     info = self._whole[path]
     if not isinstance(leaf, kernel_forms.Quantized):
       return info.axes

@@ -29,9 +29,10 @@ class Quantized:
   """A kernel as integers, with all dimensions of the kernel.
 
   Attributes:
-    values: int8; or of NF4 uint8, two values of neighbours on `axis`.
-    scale: scale of each channel, with 1 in place of the inputs; or of each
-      block on `axis`.
+    values: int8 in the shape of the kernel; or of NF4 uint8, half as long on
+      `axis`: the lower four bits are the first of two neighbours.
+    scale: float32 scale of each channel, with 1 in place of the inputs; or of
+      each block on `axis`.
     axis: axis of the blocks of NF4, counted from the end; None for int8.
   """
 
@@ -40,7 +41,11 @@ class Quantized:
   axis: int | None = flax.struct.field(pytree_node=False, default=None)
 
   def dequantize(self, dtype: Any) -> Array:
-    """Returns the kernel that the integers stand for, rounded once."""
+    """Returns the kernel that the integers stand for.
+
+    Args:
+      dtype: dtype of the result; products with the scales are float32.
+    """
     if self.axis is None:
       return (self.values * self.scale).astype(dtype)
     axis = self.values.ndim + self.axis
@@ -63,9 +68,9 @@ class Adapted:
     kernel: W, an array or `Quantized`.
     a: A [*I, R].
     b: B [R, *J].
-    scale: factor of the product.
     key: random key of the dropout of A's input; None for no dropout.
-    dropout: its rate.
+    scale: factor of the product.
+    dropout: share of A's input that dropout sets to 0, below 1.
   """
 
   kernel: Any

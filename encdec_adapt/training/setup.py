@@ -229,8 +229,10 @@ def step_flops(
     return forward_flops.forward(config, *sizes, logits=loss.logits(lengths))
 
   # No gradient reaches a reference: it has no backward pass.
-  # The gradients of kernels are a third; those of adapters are not counted.
-  total = (forward_flops.TRAINING - frozen) * forward(model)
+  # Without the gradients of kernels the backward pass costs as much as the
+  # forward pass; the products of adapters are not counted.
+  passes = 2 if frozen else forward_flops.TRAINING
+  total = passes * forward(model)
   return float((total + sum(map(forward, references))) * rows)
 
 
