@@ -230,6 +230,33 @@ def test_quantised_kernels_have_the_published_codes_and_block_scales():
 
 
 @pytest.mark.parametrize(
+  'base, error', [('', 0.0329), ('int8', 0.0569), ('nf4', 0.575)]
+)
+def test_logits_of_a_random_pair_move_by_a_measured_error(base, error):
+  """In bfloat16, relative to float32 by their norms; small models err more."""
+  flat = state_lib.flatten(toy_models.params(PAIR, scale=0.3))
+  batch = jax.tree.map(jnp.asarray, make_batch(PAIR))
+  rows = [
+    [batch[f'{side}_{field}'] for field in ('tokens', 'segments', 'positions')]
+    for side in ('encoder', 'decoder')
+  ]
+
+  def logits(base, dtype):
+    model = build.build(PAIR, execution.ComputeConfig(dtype, 'none'))
+    adapters = make(f'rank=1,base={base}')
+    frozen = {p: adapters.freeze(p, flat[p], dtype) for p in adapters.frozen}
+    params = state_lib.unflatten(frozen)
+    memory = model.encode(params, *rows[0]), rows[0][1]
+    hidden = model.decode(params, *rows[1], *memory)
+    return np.asarray(model.logits(params, hidden), np.float32)
+
+  expected = logits('', 'float32')
+  difference = logits(base, 'bfloat16') - expected
+  measured = np.linalg.norm(difference) / np.linalg.norm(expected)
+  assert 0.5 * error < measured < 1.1 * error
+
+
+@pytest.mark.parametrize(
   'lora, words',
   [
     ('rank=2,targets=atention', "did you mean 'attention'"),

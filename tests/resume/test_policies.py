@@ -56,7 +56,7 @@ def test_killed_while_sampling_rewarding_and_updating(
   workdir = folder / 'killed'
   for kill in ('sample:3', 'reward:5', 'step:7'):
     monkeypatch.setenv('KILL', kill)
-    codes, text = _run(flags, workdir, 'tests.resume.killed_policy')
+    codes, text = _run(flags, workdir, 'tests.resume.killed_train')
     assert codes == [-signal.SIGKILL] * 2, text
   codes, text = _run(flags, workdir)
   assert codes == [0, 0], text
