@@ -69,6 +69,19 @@ def import_folder(source, output, *flags):
   return output
 
 
+def small_rows(records):
+  """Flags of a job with a few short rows."""
+  return (
+    f'--config.data.folder={records}',
+    '--config.data.encoder_length=32',
+    '--config.data.decoder_length=32',
+    '--config.data.eval_fraction=0.2',
+    '--config.data.workers=1',
+    '--config.train.batch_size=8',
+    '--config.train.eval_batch_size=8',
+  )
+
+
 def adapt(output, *flags):
   assert tiny.convert('adapt', *flags, f'--output={output}') == 0
   return output

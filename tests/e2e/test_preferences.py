@@ -9,6 +9,7 @@ from encdec_adapt import evaluate
 from encdec_adapt.evaluation.results import results_store
 from encdec_adapt.telemetry import metrics
 from tests import tiny
+from tests.e2e import folders
 
 
 def _records(workdir, kind):
@@ -38,13 +39,7 @@ def test_preferences_train_a_decoder(tmp_path):
     '--config.loss.kind=dpo:beta=0.1 + cross_entropy@0.2',
     '--config.data.objective=preferences:separator=":"',
     f'--config.data.source=preferences:{file}#prompt,chosen,rejected,label=label',
-    f'--config.data.folder={tmp_path}/records',
-    '--config.data.encoder_length=32',
-    '--config.data.decoder_length=32',
-    '--config.data.eval_fraction=0.2',
-    '--config.data.workers=1',
-    '--config.train.batch_size=8',
-    '--config.train.eval_batch_size=8',
+    *folders.small_rows(tmp_path / 'records'),
     '--config.train.evaluators=loss=6,samples=12',
     '--config.train.microbatches=2',
     '--config.checkpoint.every=6',
