@@ -288,7 +288,7 @@ def read_references(
     references: the references by name.
     frozen: the base of a job that trains adapters. A reference that is the
       base, or adapters over it, is made of the same arrays.
-    base: its parameters.
+    base: parameters of that base, as `FrozenBase.read` returns them.
   """
 
   def read(reference: Reference) -> base_model.Params:

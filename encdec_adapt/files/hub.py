@@ -188,8 +188,8 @@ def _parse(address: str) -> Any:
       raise client.errors.HfUriError(address, f'It is a {uri.type}.')
   except client.errors.HfUriError as error:
     raise errors.UserError(
-      f'{address} is no model on the Hub ({error.msg}); give {SCHEME}ORG/NAME,'
-      f' {SCHEME}ORG/NAME@REVISION, or of a data set'
+      f'{address} is not a model on the Hub ({error.msg}); give'
+      f' {SCHEME}ORG/NAME, {SCHEME}ORG/NAME@REVISION, or of a data set'
       f' {SCHEME}datasets/ORG/NAME/*.parquet.'
     ) from error
   return uri

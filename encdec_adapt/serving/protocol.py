@@ -193,7 +193,7 @@ def parse_object(content: bytes) -> dict[str, Any]:
   """Returns the fields of a body that are not null.
 
   Raises:
-    ApiError: the body is no JSON object.
+    ApiError: the body is not a JSON object.
   """
   try:
     body = json.loads(content)
