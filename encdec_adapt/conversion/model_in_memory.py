@@ -441,31 +441,6 @@ def read_as_trained(stored: model_on_disk.StoredModel) -> LoadedModel:
   return read(stored, dtype=jnp.dtype(dtype), mesh=mesh)
 
 
-def read_adapters(loaded: LoadedModel, run: str) -> Any:
-  """Reads adapters over a loaded model, for `LoadedModel.engine`.
-
-  Args:
-    loaded: the base.
-    run: a run of adapters, or RUN@STEP.
-
-  Raises:
-    UserError: it is not a run of adapters, or has another base.
-  """
-  stored = model_on_disk.open_model(run)
-  if not stored.adapters or stored.base.digest != loaded.stored.digest:
-    raise errors.UserError(
-      f'{run} is not a run of adapters over {loaded.stored.path}; give runs'
-      ' with config.train.lora that have that base.'
-    )
-  where = dataclasses.replace(loaded.where, adapters=stored.adapters)
-  trained = {
-    path: model_on_disk.place(array, where.parameters[path], jnp.float32)
-    for path, array in stored.trained().items()
-  }
-  base = state_lib.unflatten(dict.fromkeys(stored.adapters.frozen))
-  return where.attach(base, state_lib.unflatten(trained))
-
-
 def inference_mesh(config: model_config.ModelConfig) -> Mesh:
   """Returns a mesh of all devices for a model.
 
