@@ -146,8 +146,7 @@ def main(values: flags.FlagValues) -> int:
     count = engine.warm_up()
     print(f'compiled {count} programs in {time.monotonic() - start:.1f} s')
   # Fails now if the parameters do not fit.
-  bos = np.array([prompts.reader.bos], np.int32)
-  list(engine.run([engine_lib.Request(bos, 2)]))
+  list(engine.run([engine_lib.Request(prompts.frame([]), 2)]))
   served = http_app.Served(
     name=model_on_disk.title(stored.name),
     step=stored.step,
