@@ -16,7 +16,6 @@ import dataclasses
 import time
 
 from absl import flags
-import numpy as np
 
 from encdec_adapt.base import errors, packages
 from encdec_adapt.cli import command

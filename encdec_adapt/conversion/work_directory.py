@@ -235,7 +235,9 @@ def keep_vocabularies(
     sources = distinct[side].files if side in distinct else ()
     # A SentencePiece model may have any name; folders are opened by this name.
     names = {
-      file.name if file.suffix == '.json' else vocabulary_pair.SENTENCEPIECE: file
+      file.name
+      if file.suffix == '.json'
+      else vocabulary_pair.SENTENCEPIECE: file
       for file in sources
     }
     # Removing the folder would remove the files that are to be copied.

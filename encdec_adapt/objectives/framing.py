@@ -28,10 +28,11 @@ targets (MEAP's masks). The fields of a batch are, in the pair's segment,
 
 So a pair takes m+1 encoder, n decoder and m+1+n teacher positions. Each side
 has BOS and padding of its vocabulary; EOS and the teacher's tokens are the
-decoder's. BOS of T5 is its padding, with which its decoders start, and all
-targets of its pairs end with EOS. If the encoder has another vocabulary, the teacher's prefix has
-another length; the pair then takes as many encoder positions as the longer of
-the two prefixes, so that it also fits the teacher's row.
+decoder's. T5's decoders start with padding, which is its BOS, and the targets
+of its pairs end with EOS unless they are cut. If the encoder has another
+vocabulary, the teacher's prefix has another length; the pair then takes as many
+encoder positions as the longer of the two prefixes, so that it also fits the
+teacher's row.
 
 | model           | reads                                                   |
 |-----------------|---------------------------------------------------------|

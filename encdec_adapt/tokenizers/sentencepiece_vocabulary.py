@@ -12,15 +12,14 @@ nothing and encode unknown characters as bytes. Some cases need care:
 - Some models put a space before every text (Llama 2, Mistral). So does this
   class; decoding removes it at the start of a text, but not from ids that
   follow others.
-- A model with padding and no BOS is T5's, and encodes as it is: it merges
-  spaces, normalises, and may lack characters. Its sentinels are in the file
-  (mT5), or follow its pieces: `extra_ids` of tokenizer_config.json beside it,
-  else 100.
+- A model with <pad> and </s> and without BOS is T5's, and encodes as it is: it
+  merges spaces, normalises, and may lack characters. Its sentinels are in the
+  file (mT5), or follow its pieces: `extra_ids` of tokenizer_config.json beside
+  it, else 100.
 
 This module imports neither TensorFlow nor SeqIO nor jax.
 """
 
-from collections.abc import Sequence
 import hashlib
 import itertools
 import re
@@ -51,7 +50,7 @@ class SentencePieceVocabulary(vocabulary.Vocabulary):
       added_sentinels: see `vocabulary.Vocabulary`.
 
     Raises:
-      UserError: it is missing or damaged, has no EOS, neither BOS nor padding,
+      UserError: it is missing or damaged, has no EOS or BOS and is not T5's,
         or loses text.
     """
     name = str(path)
@@ -67,7 +66,7 @@ class SentencePieceVocabulary(vocabulary.Vocabulary):
     # Of the file, not of `_plain`, so that it does not depend on the release of
     # protobuf.
     digest, files = hashlib.sha256(data).hexdigest(), [paths.at(path)]
-    self._is_t5 = self._model.bos_id() < 0
+    self._is_t5 = roles['bos'] == roles['pad'] != roles['eos']
     self._prefix = ''
     if self._is_t5:
       extra, config = self._extra_ids(files[0].parent / CONFIG)
@@ -169,9 +168,9 @@ class SentencePieceVocabulary(vocabulary.Vocabulary):
     pieces = (old or self._model.encode_as_proto)(text).pieces
     ids, bounds, end = [x.id for x in pieces], [], 0
     for i, piece in enumerate(pieces):
-      start = text.index(piece.surface, end)
+      start, before = text.index(piece.surface, end), pieces[i - 1]
       # The last byte of a character has all its text.
-      inside = i and self._model.is_byte(ids[i - 1]) and not pieces[i - 1].surface
+      inside = i and self._model.is_byte(before.id) and not before.surface
       bounds.append(-1 if inside else start)
       end = start + len(piece.surface)
     return ids, [*bounds, len(text)]
@@ -254,7 +253,7 @@ def _roles(
   """Returns the ids of special pieces by role.
 
   Raises:
-    UserError: there is no EOS, or neither BOS nor padding.
+    UserError: there is no EOS or no BOS, and the model is not T5's.
   """
   roles = {
     'eos': model.eos_id(),
@@ -262,8 +261,8 @@ def _roles(
     'unk': model.unk_id(),
     'pad': model.pad_id(),
   }
-  if roles['bos'] < 0:  # T5's decoder starts with padding.
-    roles['bos'] = roles['pad']
+  if roles['bos'] < 0 and model.id_to_piece(roles['eos']) == '</s>':
+    roles['bos'] = roles['pad']  # T5's decoder starts with it.
   for role in ('eos', 'bos'):
     if roles[role] < 0:
       raise errors.UserError(

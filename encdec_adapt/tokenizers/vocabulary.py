@@ -399,7 +399,7 @@ def _sentinels_and_modes(
 
 
 def _numbered(names: re.Pattern[str], specials: Mapping[str, int]) -> list[int]:
-  """Returns the ids of numbered names, by number, in whatever order they are."""
+  """Returns the ids of numbered names, in the order of numbers."""
   found = {
     int(match[1]): i
     for name, i in specials.items()
