@@ -120,7 +120,7 @@ def file_in(folder: str | os.PathLike[str]) -> paths.Path | None:
     return file
   file = paths.at(folder) / _CONFIG
   is_byt5 = file.is_file() and (
-    atomic.read_json(file).get('tokenizer_class') == 'ByT5Tokenizer'
+    atomic.read_json(file).get('tokenizer_class') == byte_vocabulary.BYT5_CLASS
   )
   return file if is_byt5 else None
 
