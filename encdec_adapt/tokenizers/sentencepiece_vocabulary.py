@@ -161,9 +161,8 @@ class SentencePieceVocabulary(vocabulary.Vocabulary):
     return ids, bounds
 
   def _encode_with_surfaces(self, text: str) -> tuple[list[int], list[int]]:
-    """Does the same for T5's, whose pieces differ from the text."""
-    # The name before release 0.2.3 of sentencepiece, whose `begin` counts
-    # characters instead of bytes.
+    """Does the same for T5's: its pieces differ from the text."""
+    # The name in earlier releases; `begin` counts characters there, else bytes.
     old = getattr(self._model, 'encode_as_immutable_proto', None)
     pieces = (old or self._model.encode_as_proto)(text).pieces
     ids, bounds, end = [x.id for x in pieces], [], 0

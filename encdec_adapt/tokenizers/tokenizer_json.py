@@ -121,12 +121,9 @@ class TokenizerJson(vocabulary.Vocabulary):
     """Refuses a tokenizer that matches a special token in a text."""
     # `encode_special_tokens` does not keep a text from matching a special token
     # that is a piece of the model as well.
-    # T5's has no piece for the brackets, which become <unk>.
-    specials = {
-      i: name
-      for name, i in self.specials.items()
-      if i < self.stored_size and i != self.unk
-    }
+    specials = {i: n for n, i in self.specials.items() if i < self.stored_size}
+    if self.ids.ends_with_eos:  # T5's has no piece for '<', which is unknown.
+      specials.pop(self.unk, None)
     for name in specials.values():
       if not specials.keys().isdisjoint(self.encode(name).tolist()):
         raise errors.UserError(

@@ -51,9 +51,7 @@ def test_rows_end_inputs_with_eos_and_start_decoders_with_padding():
     broken['encoder_tokens'][0, at] = token
     with pytest.raises(ValueError, match='ends with its only EOS'):
       framing.check_framing(broken, FRAMING)
-
-
-def test_each_side_has_the_framing_of_its_vocabulary():
+  # Each side has the framing of its vocabulary.
   mixed = special_ids.Framing(gemma_ids.SIDE, T5)
   row = framing.frame_row([_pair([11], [12, EOS])], LENGTHS, mixed)
   assert row['encoder_tokens'].tolist()[:3] == [gemma_ids.BOS, 11, 0]

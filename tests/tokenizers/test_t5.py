@@ -5,9 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from encdec_adapt.base import errors
 from encdec_adapt.tokenizers import (
-  sentencepiece_vocabulary,
   special_ids,
   tokenizer_writer,
   vocabulary_pair,
@@ -141,11 +139,3 @@ def test_byt5_has_no_file(tmp_path):
     assert theirs(text)['input_ids'] == [*own.encode(text), 1]
   again = vocabulary_pair.open_vocabulary(tmp_path)
   assert again.fingerprint == own.fingerprint
-
-
-def test_a_model_of_another_layout_is_still_refused(path, tmp_path):
-  proto = sentencepiece_vocabulary.read_proto(path.read_bytes())
-  proto.pieces[0].piece = 'other'  # Neither BOS nor padding.
-  (tmp_path / 'a.model').write_bytes(proto.SerializeToString())
-  with pytest.raises(errors.UserError, match='no BOS piece'):
-    vocabulary_pair.open_vocabulary(tmp_path / 'a.model')
