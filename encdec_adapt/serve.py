@@ -16,7 +16,6 @@ import dataclasses
 import time
 
 from absl import flags
-import numpy as np
 
 from encdec_adapt.base import errors, packages
 from encdec_adapt.cli import command
@@ -148,8 +147,7 @@ def main(values: flags.FlagValues) -> int:
     count = engine.warm_up()
     print(f'compiled {count} programs in {time.monotonic() - start:.1f} s')
   # Fails now if the parameters do not fit.
-  bos = np.array([prompts.reader.bos], np.int32)
-  list(engine.run([engine_lib.Request(bos, 2)]))
+  list(engine.run([engine_lib.Request(prompts.frame([]), 2)]))
   served = http_app.Served(
     name=model_on_disk.title(stored.name),
     step=stored.step,

@@ -146,7 +146,7 @@ def _embedding_files(
   name = tokenizer_writer.JSON
   if reader and name in files:
     content = pathlib.Path(files[name]).read_bytes()
-    further[name] = embedding_files.with_bos(content, reader)
+    further[name] = embedding_files.framed(content, reader)
   return further
 
 

@@ -210,7 +210,12 @@ class LoadedModel:
     stored = self.stored
     reader = stored.require_vocabularies().sides[stored.prompt_side]
     prefix, room = stored.prompts[role], pretrained_files.prompt_room(stored)
-    tokens = [[reader.bos, *reader.encode(prefix + x)][:room] for x in texts]
+    # Without the room of BOS or EOS.
+    room = room and room - 1
+    tokens = [
+      reader.ids.frame(reader.encode(prefix + x)[:room], stored.prompt_side)
+      for x in texts
+    ]
     pairs = self.embed_tokens(
       dict(enumerate(tokens)), pooling=None, batch_size=rows
     )
@@ -355,7 +360,7 @@ class LoadedModel:
     """Embeds texts and yields their indices; see `inference.pooling.embed`.
 
     Args:
-      texts: token ids of each by its index, BOS first.
+      texts: token ids of each by its index, framed.
       pooling: see `embed`.
       batch_size: texts at a time, rounded up to divide over the devices.
     """

@@ -94,9 +94,8 @@ class PromptEncoder:
     self.prefix = task_prefix(stored, prefix)
     self._writer = opened.decoder
     self._separator = self._writer.encode(stored.separator)
-    # After BOS, as `objectives.denoising` puts it before the inputs.
-    self._head = [self.reader.bos]
-    if mode:
+    self._head, self._tail = self.reader.ids.edges(stored.prompt_side)
+    if mode:  # As `objectives.denoising` puts it before the inputs.
       self._head.append(_mode_id(stored, self.reader, mode))
     self._sentinels: dict[str, int] = {}
     if sentinels:
@@ -110,7 +109,7 @@ class PromptEncoder:
   def encode(
     self, prompt: str | chat_format.Messages, room: int | None = None
   ) -> np.ndarray:
-    """Encodes a prompt: BOS, mode, prefix, text and separator.
+    """Encodes a prompt: mode, prefix, text and separator, framed.
 
     Args:
       prompt: a text, or a conversation, which has no prefix.
@@ -135,7 +134,9 @@ class PromptEncoder:
     *,
     start: int = 0,
   ) -> np.ndarray:
-    """Returns ids between BOS and mode, and the separator, int32 [n].
+    """Returns ids between BOS and mode, and separator and EOS, int32 [n].
+
+    A decoder reads BOS, an encoder BOS or EOS (`special_ids.SideIds.edges`).
 
     Args:
       ids: encoded prompt, without framing.
@@ -145,7 +146,8 @@ class PromptEncoder:
     Raises:
       UserError: the ids that a cut leaves fill the room.
     """
-    prompt = np.array([*self._head, *ids, *self._separator], np.int32)
+    ids = *self._head, *ids, *self._separator, *self._tail
+    prompt = np.array(ids, np.int32)
     if room is None or len(prompt) <= room:
       return prompt
     start += len(self._head)
@@ -156,6 +158,13 @@ class PromptEncoder:
       )
     # The last tokens: a continuation depends most on the text before it.
     return np.concatenate([prompt[:start], prompt[start - room :]])
+
+  def unframed(self, ids: Sequence[int]) -> Sequence[int]:
+    """Returns ids without the BOS or EOS that `frame` puts, if they have it."""
+    # A decoder's ids may end with EOS: of a text before the one to continue.
+    if self._tail:
+      return ids[:-1] if ids[-1] == self._tail[0] else ids
+    return ids[1:] if ids[0] == self._head[0] else ids
 
   def answer_text(self, tokens: np.ndarray) -> str:
     """Decodes generated tokens with the names of sentinels."""

@@ -237,10 +237,13 @@ def keep_vocabularies(
   for side in opened.sides:
     folder = paths.at(workdir) / config_lib.VOCABULARIES / side
     sources = distinct[side].files if side in distinct else ()
-    names = {file.name: file for file in sources}
     # A SentencePiece model may have any name; folders are opened by this name.
-    if len(names) == 1 and sources[0].suffix != '.json':
-      names = {vocabulary_pair.SENTENCEPIECE: sources[0]}
+    names = {
+      file.name
+      if file.suffix == '.json'
+      else vocabulary_pair.SENTENCEPIECE: file
+      for file in sources
+    }
     # Removing the folder would remove the files that are to be copied.
     if any(paths.at(file).parent == folder for file in names.values()):
       continue

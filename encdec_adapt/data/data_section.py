@@ -72,7 +72,7 @@ class DataConfig:
   vocabulary: str = keys.key(
     '',
     'A SentencePiece file, a tokenizer.json, a folder with one of them (or'
-    " hf://ORG/NAME), or 'bytes'; '' for FOLDER/vocabulary.model."
+    " hf://ORG/NAME), 'bytes' or 'byt5'; '' for FOLDER/vocabulary.model."
     " '{workdir}/..' is a path below the work directory.",
   )
   encoder_vocabulary: str = keys.key(

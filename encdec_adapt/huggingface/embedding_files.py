@@ -69,12 +69,14 @@ def files(
   return content
 
 
-def with_bos(content: bytes, vocabulary: vocabulary_lib.Vocabulary) -> bytes:
-  """Returns a tokenizer.json that puts BOS before every text, and no more."""
+def framed(content: bytes, vocabulary: vocabulary_lib.Vocabulary) -> bytes:
+  """Returns a tokenizer.json that frames every text as an encoder's, alone."""
   tokenizer = tokenizers.Tokenizer.from_str(content.decode())
-  bos = vocabulary.piece(vocabulary.bos)
+  head, tail = vocabulary.ids.edges('encoder')
+  names = {vocabulary.piece(i): i for i in (*head, *tail)}
   tokenizer.post_processor = processors.TemplateProcessing(
-    single=f'{bos} $A', special_tokens=[(bos, vocabulary.bos)]
+    single=' '.join([*names][: len(head)] + ['$A'] + [*names][len(head) :]),
+    special_tokens=list(names.items()),
   )
   return tokenizer.to_str(pretty=True).encode()
 

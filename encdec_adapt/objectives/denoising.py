@@ -244,8 +244,9 @@ class Denoising(windows.WindowMaker):
       raise errors.UserError(
         f'objective {name!r}: the vocabulary {vocabulary.path!r} has no'
         ' sentinels and mode tokens (<unused0> .. of Gemma,'
-        ' <|reserved_special_token_0|> .. of Llama 3); add some with'
-        ' config.data.add_sentinels, or use one that has them'
+        ' <|reserved_special_token_0|> .. of Llama 3; T5 has <extra_id_0> ..,'
+        ' and no mode tokens); add some with config.data.add_sentinels, or use'
+        ' one that has them'
       )
     # A table by id: counting shared spans looks up every target of a shard.
     self._is_sentinel = np.zeros(self._sentinels.max(initial=0) + 1, bool)

@@ -202,7 +202,7 @@ class Embed(example_maker.ExampleMaker):
       ends = np.cumsum(example.targets)[:-1]
       for slot, tokens in enumerate(np.split(example.inputs, ends), query):
         stop = start + 1 + len(tokens)
-        row['encoder_tokens'][start:stop] = [ids.encoder.bos, *tokens]
+        row['encoder_tokens'][start:stop] = ids.encoder.frame(tokens, 'encoder')
         row['encoder_segments'][start:stop] = slot + 1
         row['encoder_positions'][start:stop] = np.arange(stop - start)
         # 31 bits, as fields are int32.
@@ -213,14 +213,20 @@ class Embed(example_maker.ExampleMaker):
 
   @classmethod
   def check(cls, rows, ids, **options):
-    """Checks that every text starts with BOS.
+    """Checks that every text starts with BOS, or ends with EOS (T5's).
 
     Raises:
       ValueError: one does not.
     """
     first = (rows['encoder_positions'] == 0) & (rows['encoder_segments'] > 0)
-    if (rows['encoder_tokens'][first] != ids.encoder.bos).any():
-      raise ValueError('batch framing: a text does not start with BOS')
+    rule, token, at = 'start with BOS', ids.encoder.bos, first
+    if ids.encoder.ends_with_eos:
+      rule, token = 'end with EOS', ids.encoder.eos
+      # Where the next text, or padding, has position 0.
+      at = np.roll(rows['encoder_positions'] == 0, -1, axis=-1)
+      at &= rows['encoder_segments'] > 0
+    if (rows['encoder_tokens'][at] != token).any():
+      raise ValueError(f'batch framing: a text does not {rule}')
 
 
 @functools.cache

@@ -7,7 +7,8 @@ targets (MEAP's masks). The fields of a batch are, in the pair's segment,
 
 | field            | content of the pair's segment                          |
 |------------------|--------------------------------------------------------|
-| encoder_tokens   | BOS p_0 .. p_m-1            (no EOS is added)          |
+| encoder_tokens   | BOS p_0 .. p_m-1, or of a vocabulary that ends with    |
+|                  | EOS (T5's) p_0 .. p_m-1 EOS                            |
 | decoder_tokens   | BOS r_0 .. r_n-2, where r is t unless the pair has it  |
 | targets          | t_0 .. t_n-1                                           |
 | weights          | w_0 .. w_n-1, or 1; 0 at padding                       |
@@ -27,9 +28,11 @@ targets (MEAP's masks). The fields of a batch are, in the pair's segment,
 
 So a pair takes m+1 encoder, n decoder and m+1+n teacher positions. Each side
 has BOS and padding of its vocabulary; EOS and the teacher's tokens are the
-decoder's. If the encoder has another vocabulary, the teacher's prefix has
-another length; the pair then takes as many encoder positions as the longer of
-the two prefixes, so that it also fits the teacher's row.
+decoder's. T5's decoders start with padding, which is its BOS, and the targets
+of its pairs end with EOS unless they are cut. If the encoder has another
+vocabulary, the teacher's prefix has another length; the pair then takes as many
+encoder positions as the longer of the two prefixes, so that it also fits the
+teacher's row.
 
 | model           | reads                                                   |
 |-----------------|---------------------------------------------------------|
@@ -38,7 +41,7 @@ the two prefixes, so that it also fits the teacher's row.
 | prefix decoder  | teacher_*, bidirectional over BOS p_0 .. p_m-1          |
 | encoder-only    | encoder_*: targets and weights have its length S, those |
 |                 | of token p_i at the position that reads it, and weight 0|
-|                 | at BOS. The decoder's length is 0                       |
+|                 | at BOS or EOS. The decoder's length is 0                |
 
 A decoder-only model reads rows of pairs through the teacher's fields, which
 gives it the same targets as the encoder-decoder; `on_all_tokens` makes it
@@ -179,7 +182,7 @@ def frame_row(
     # the teacher's row, where `on_all_tokens` and `check_framing` look for
     # every target behind its index.
     streams = {
-      'encoder': [[framing.encoder.bos], pair.inputs],
+      'encoder': [framing.encoder.frame(pair.inputs, 'encoder')],
       'decoder': [[framing.decoder.bos], pair.read_tokens[:-1]],
       'teacher': [[framing.decoder.bos], pair.teacher_inputs, pair.read_tokens],
     }
@@ -188,8 +191,10 @@ def frame_row(
       tokens = np.concatenate(streams[side])
       _write_segment(row, side, starts[side], segment, tokens)
       ends[side] += len(tokens)
-    # An encoder-only model predicts each token where it reads it, after BOS.
-    first = starts[aligned] + (aligned == 'encoder')
+    # An encoder-only model predicts each token where it reads it.
+    first = starts[aligned]
+    if aligned == 'encoder':
+      first += len(framing.encoder.edges('encoder')[0])
     positions = slice(first, first + n)
     row['targets'][positions] = pair.targets
     row['weights'][positions] = 1.0 if pair.weights is None else pair.weights
@@ -253,10 +258,8 @@ def on_all_tokens(batch: Batch, pad: int) -> Batch:
   """
   tokens, segments = batch['teacher_tokens'], batch['teacher_segments']
   index = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
-  next_segments = np.roll(segments, -1, axis=1)
-  next_segments[:, -1] = 0  # `roll` wraps around: nothing follows the row.
   # A segment does not predict the BOS of the next.
-  follows = (segments > 0) & (segments == next_segments)
+  follows = (segments > 0) & (segments == _following(segments))
   targets = np.where(follows, np.roll(tokens, -1, axis=1), pad)
   weights = follows.astype(np.float32)
   # Targets are copied from the batch: the teacher's row has MEAP's masks in
@@ -270,6 +273,13 @@ def on_all_tokens(batch: Batch, pad: int) -> Batch:
     'weights': weights,
     'teacher_index': index.astype(np.int32),
   }
+
+
+def _following(segments: np.ndarray) -> np.ndarray:
+  """Returns the segment of the position after each, 0 at the end of a row."""
+  following = np.roll(segments, -1, axis=1)
+  following[:, -1] = 0  # `roll` wraps around.
+  return following
 
 
 def with_windows(batch: Batch, ids: special_ids.SideIds) -> Batch:
@@ -304,6 +314,9 @@ def with_windows(batch: Batch, ids: special_ids.SideIds) -> Batch:
     if side == 'decoder':  # Behind its sentinel, and behind the visible run.
       span = np.maximum(span - 1, 0) + 0.5
     is_text = (segments > 0) & ~is_sentinel & ~np.isin(tokens, ids.modes)
+    if side == 'encoder' and ids.ends_with_eos:  # The window has BOS instead.
+      last = (segments > 0) & (segments != _following(segments))
+      tokens, span = np.where(last, ids.bos, tokens), np.where(last, -0.5, span)
     order = segments * (width + 1.0) + span
     sides.append([tokens, segments, np.where(is_text, order, np.inf)])
   tokens, segments, order = (
@@ -425,6 +438,12 @@ def _encoder_rules(
   if 'encoder_tokens' not in batch:
     return {}
   tokens, segments = batch['encoder_tokens'], batch['encoder_segments']
+  if ids.ends_with_eos:
+    last = (segments > 0) & (segments != _following(segments))
+    is_eos = (segments > 0) & (tokens == ids.eos)
+    # Documents and turns inside may end with EOS too.
+    ends = is_eos | ~last if eos_inside else is_eos == last
+    return {'an encoder segment ends with its only EOS': ends}
   start = (batch['encoder_positions'] == 0) & (segments > 0)
   rules = {
     'an encoder segment starts with its only BOS': (segments == 0)

@@ -125,7 +125,9 @@ class TextSplit(example_maker.ExampleMaker):
       targets = document.tokens[window.predicted]
       yield framing.Pair(
         window.inputs,
-        np.concatenate([targets, self._eos]) if window.ends else targets,
+        np.concatenate([targets, self._eos])
+        if window.ends or self._objective.inner_eos
+        else targets,
         document.tokens[window.prefix],
       )
       if window.ends:
@@ -158,7 +160,8 @@ class TextSplit(example_maker.ExampleMaker):
     while True:
       window = self._window(document, start, size, ends, cut)
       encoder = 1 + max(len(window.inputs), _size(window.prefix))
-      decoder = _size(window.predicted) + ends
+      eos = ends or self._objective.inner_eos
+      decoder = _size(window.predicted) + eos
       share = min(
         self.lengths.encoder / encoder, self.lengths.decoder / decoder
       )

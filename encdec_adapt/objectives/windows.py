@@ -17,7 +17,8 @@ are complementary, which is their packing of two examples into a row
 
 A document is cut into windows that fit a row with the framing of
 `objectives/framing.py` (m + 1 encoder and n decoder positions), as long as the
-row allows. Targets end in EOS if and only if the document ends. With the option
+row allows. Targets end in EOS if and only if the document ends, or the
+vocabulary frames as T5's (`special_ids.SideIds.ends_with_eos`). With the option
 `concatenate`, the documents of a shard are joined first, each with an EOS at
 its end, and windows are cut from the result; held-out windows never cross
 documents. With `shortest=N`, a last window of fewer than N tokens is dropped
@@ -78,6 +79,7 @@ class WindowMaker(example_maker.ExampleMaker):
 
   Attributes:
     adds_eos: whether the targets of a document's last window end in EOS.
+    inner_eos: whether the targets of all windows do, as T5's.
     shortest: last windows of fewer tokens are dropped.
     plans: possible plans of a window.
   """
@@ -110,6 +112,9 @@ class WindowMaker(example_maker.ExampleMaker):
     super().__init__(name, lengths)
     self.concatenate = concatenate
     self.shortest = shortest
+    self.inner_eos = (
+      self.feeds == 'pair' and self.adds_eos and vocabulary.ids.ends_with_eos
+    )
     self._eos = np.array([vocabulary.eos], np.int32)
     self.plans = self._make_plans()
     if not self._have_windows(self.plans):
@@ -169,7 +174,7 @@ class WindowMaker(example_maker.ExampleMaker):
       bisect.bisect_left(
         sizes_to_try, True, key=functools.partial(exceeds, eos=eos)
       )
-      for eos in (0, int(self.adds_eos))
+      for eos in map(int, (self.inner_eos, self.adds_eos))
     )
     return WindowPlan(inner, last, task)
 
@@ -184,6 +189,7 @@ class WindowMaker(example_maker.ExampleMaker):
     Raises:
       UserError: the targets do not fit; names the lengths that would do.
     """
+    targets += self.inner_eos
     if targets > self.lengths.decoder:
       raise errors.UserError(
         f'objective {self.name!r}: with config.data.encoder_length='
@@ -239,7 +245,8 @@ class WindowMaker(example_maker.ExampleMaker):
       # A token is left for the last window, which needs room for EOS.
       size = len(remaining) if ends else min(plan.inner, len(remaining) - 1)
       pair = self.split(remaining[:size], plan, rng)
-      yield self._with_eos(pair) if ends and self.adds_eos else pair
+      has_eos = self.inner_eos or (ends and self.adds_eos)
+      yield self._with_eos(pair) if has_eos else pair
       if ends:
         return
       remaining = remaining[size:]
@@ -293,6 +300,8 @@ class WindowMaker(example_maker.ExampleMaker):
         self.counts['short_windows'] += 1
         return
       pair = self.split(window, plan, rng)
+      if self.inner_eos and pair.targets[-1] != self._eos[0]:
+        pair = self._with_eos(pair)
       names, size = [], len(window)
       while size > 0:
         name, count = spans.popleft()
@@ -370,7 +379,9 @@ class UniformPrefixLM(PrefixLM):
 
   def _make_plans(self):
     if self.concatenate:
-      window = min(self.lengths.encoder - 2, self.lengths.decoder)
+      # T5's targets have an EOS each.
+      decoder = self.lengths.decoder - 2 * self.inner_eos
+      window = min(self.lengths.encoder - 2, decoder)
       # A window of a single token has no complement.
       return (WindowPlan(*2 * [window if window > 1 else 0]),)
     # Inputs have at most window - 1 tokens; the row has room for another BOS.

@@ -235,14 +235,14 @@ def _encode(
   prompts: prompt_encoding.PromptEncoder,
   run_prefix: bool,
 ) -> np.ndarray:
-  """Returns the token ids of the prompt, BOS first, int32 [n]."""
+  """Returns the token ids of the prompt, framed, int32 [n]."""
   try:
     if field == 'messages' or isinstance(prompt, str):
       return prompts.encode(prompt)
   except errors.UserError as error:
     raise ApiError(400, f'{field}: {error}', field) from None
-  # Clients that encode prompts themselves may or may not begin with BOS.
-  ids = prompt[1:] if prompt[0] == prompts.reader.bos else prompt
+  # Clients that encode prompts themselves may or may not frame them.
+  ids = prompts.unframed(prompt)
   if run_prefix:
     ids = [*prompts.reader.encode(prompts.prefix), *ids]
   return prompts.frame(ids)

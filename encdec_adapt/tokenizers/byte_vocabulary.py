@@ -1,4 +1,4 @@
-"""The byte vocabulary: a token for every byte of UTF-8.
+"""Byte vocabularies: a token for every byte of UTF-8. Ours:
 
 | ids        | tokens                                   |
 |------------|------------------------------------------|
@@ -6,12 +6,31 @@
 | 256 .. 259 | <pad> <eos> <bos> <mask>                 |
 | 260 .. 358 | <unused0> .. <unused98>, as in Gemma     |
 
+ByT5's:
+
+| ids        | tokens                                                      |
+|------------|-------------------------------------------------------------|
+| 0 .. 2     | <pad> </s> <unk>                                            |
+| 3 .. 258   | <0x00> .. <0xFF>                                            |
+| 259 .. 383 | <extra_id_0> .. of its tokenizer in transformers, which it  |
+|            | was not pretrained with                                     |
+
+ByT5's sentinels are the last 100 bytes, 258 downwards, as it was pretrained
+(arXiv:2105.13626, section 3.1). The first eleven occur in no text and are named
+<extra_id_0> to <extra_id_10>; the others occur in characters beyond ASCII.
+
 This module imports neither TensorFlow nor SeqIO nor jax.
 """
 
+from collections.abc import Sequence
+
+from encdec_adapt.files import paths
 from encdec_adapt.tokenizers import vocabulary
 
-NAME = 'bytes'
+NAME, BYT5 = 'bytes', 'byt5'
+BYT5_CLASS = 'ByT5Tokenizer'  # Of transformers.
+_BYT5_SPECIALS = ('<pad>', '</s>', '<unk>')
+_BYT5_EXTRA, _BYT5_SENTINELS = 125, 100
 _SPECIALS = ('<pad>', '<eos>', '<bos>', '<mask>') + tuple(
   f'<unused{i}>' for i in range(99)
 )
@@ -48,3 +67,51 @@ class ByteVocabulary(vocabulary.Vocabulary):
     del start
     # A model may write bytes that are not UTF-8, so errors are replaced.
     return bytes(ids).decode('utf-8', 'replace')
+
+
+class ByT5Vocabulary(vocabulary.Vocabulary):
+  """ByT5's bytes, special tokens and sentinels."""
+
+  def __init__(
+    self, *, files: Sequence[paths.Path] = (), added_sentinels: int = 0
+  ):
+    """Makes the vocabulary; see `vocabulary.Vocabulary`."""
+    specials = {name: i for i, name in enumerate(_BYT5_SPECIALS)}
+    roles = {'pad': 0, 'bos': 0, 'eos': 1, 'unk': 2}
+    first = len(specials) + 256
+    specials |= {f'<extra_id_{i}>': first + i for i in range(_BYT5_EXTRA)}
+    super().__init__(
+      str(files[0]) if files else BYT5,
+      vocabulary.digest_of(BYT5, specials),
+      len(specials) + 256,
+      specials,
+      roles,
+      files=files,
+      added_sentinels=added_sentinels,
+      ends_with_eos=True,
+    )
+    # The bytes that no UTF-8 has are nothing but sentinels.
+    self._names |= {
+      i: f'<extra_id_{number}>'
+      for number, i in enumerate(self.sentinels)
+      if i - len(_BYT5_SPECIALS) >= 0xF5
+    }
+
+  def _find_sentinels(self):
+    last = len(_BYT5_SPECIALS) + 255
+    return [last - i for i in range(_BYT5_SENTINELS)], {}
+
+  def _piece(self, token):
+    return f'<0x{token - len(_BYT5_SPECIALS):02X}>'
+
+  def _encode(self, text):
+    return [byte + len(_BYT5_SPECIALS) for byte in text.encode('utf-8')]
+
+  def _encode_with_boundaries(self, text):
+    ids = self._encode(text)
+    return ids, vocabulary.boundaries_of_bytes(text, [b'.'] * len(ids))
+
+  def _decode(self, ids, *, start):
+    del start
+    data = bytes(i - len(_BYT5_SPECIALS) for i in ids)
+    return data.decode('utf-8', 'replace')

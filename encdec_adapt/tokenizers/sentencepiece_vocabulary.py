@@ -12,6 +12,10 @@ nothing and encode unknown characters as bytes. Some cases need care:
 - Some models put a space before every text (Llama 2, Mistral). So does this
   class; decoding removes it at the start of a text, but not from ids that
   follow others.
+- A model with <pad> and </s> and without BOS is T5's, and encodes as it is: it
+  merges spaces, normalises, and may lack characters. Its sentinels are in the
+  file (mT5), or follow its pieces: `extra_ids` of tokenizer_config.json beside
+  it, else 100.
 
 This module imports neither TensorFlow nor SeqIO nor jax.
 """
@@ -24,9 +28,11 @@ from typing import Any
 import sentencepiece
 
 from encdec_adapt.base import errors
-from encdec_adapt.files import paths
+from encdec_adapt.files import atomic, paths
 from encdec_adapt.tokenizers import vocabulary
 
+CONFIG = 'tokenizer_config.json'
+EXTRA_IDS = 100  # As T5's; the default of its tokenizer in transformers.
 _SPACE = '\u2581'
 # A newline beside another character; a line with the newlines after it.
 _MIXED_LINES = re.compile(r'\n[^\n]|[^\n]\n')
@@ -44,7 +50,8 @@ class SentencePieceVocabulary(vocabulary.Vocabulary):
       added_sentinels: see `vocabulary.Vocabulary`.
 
     Raises:
-      UserError: it is missing or damaged, has no EOS or BOS, or loses text.
+      UserError: it is missing or damaged, has no EOS or BOS and is not T5's,
+        or loses text.
     """
     name = str(path)
     try:
@@ -55,29 +62,58 @@ class SentencePieceVocabulary(vocabulary.Vocabulary):
         ' the path of a tokenizer, or train one'
       ) from None
     self._model = _load(data, name)
-    # The prefix is put by this class instead, which can leave it out of a part.
-    self._prefix = ' ' if _puts_prefix(self._model) else ''
-    if self._prefix or _text_matches_specials(self._model):
-      self._model = _load(_plain(data), name)
+    roles = _roles(self._model, name)
+    # Of the file, not of `_plain`, so that it does not depend on the release of
+    # protobuf.
+    digest, files = hashlib.sha256(data).hexdigest(), [paths.at(path)]
+    self._is_t5 = roles['bos'] == roles['pad'] != roles['eos']
+    self._prefix = ''
+    if self._is_t5:
+      extra, config = self._extra_ids(files[0].parent / CONFIG)
+      files += config
+      digest = vocabulary.digest_of(digest, extra)
+      self._model = _load(_plain(data, extra, prefix=True), name)
+    else:
+      # The prefix is put by this class instead, which can leave it out of a
+      # part.
+      self._prefix = ' ' if _puts_prefix(self._model) else ''
+      if self._prefix or _text_matches_specials(self._model):
+        self._model = _load(_plain(data), name)
     self._bytes = self._byte_ids()
     size = self._model.get_piece_size()
     pieces = [self._model.id_to_piece(i) for i in range(size)]
     self._by_line = not any(map(_MIXED_LINES.search, pieces))
     super().__init__(
       name,
-      # Of the file, not of `_plain`, so that it does not depend on the release
-      # of protobuf.
-      hashlib.sha256(data).hexdigest(),
+      digest,
       size,
       {
-        piece: i
+        piece.lstrip(_SPACE): i  # mT5 has a space before <extra_id_0>.
         for i, piece in enumerate(pieces)
         if _is_special(self._model, i)
       },
-      _roles(self._model, name),
-      files=[paths.at(path)],
+      roles,
+      files=files,
       added_sentinels=added_sentinels,
+      ends_with_eos=self._is_t5,
     )
+
+  def _extra_ids(self, config: paths.Path) -> tuple[int, list[paths.Path]]:
+    """Returns the number of sentinels that follow the pieces, and its file.
+
+    Raises:
+      UserError: the file is damaged.
+    """
+    has_config = config.is_file()
+    stated = atomic.read_json(config).get('extra_ids') if has_config else None
+    size = self._model.get_piece_size()
+    pieces = map(self._model.id_to_piece, range(size))
+    # Those of mT5's file are all that it has, whatever the class adds.
+    if any(piece.lstrip(_SPACE) == '<extra_id_0>' for piece in pieces):
+      return 0, []
+    if stated is None:
+      return EXTRA_IDS, []
+    return stated, [config]
 
   def _byte_ids(self) -> list[int]:
     """Returns the ids of the bytes 0 to 255; empty if the model lacks them."""
@@ -88,6 +124,8 @@ class SentencePieceVocabulary(vocabulary.Vocabulary):
     return self._model.id_to_piece(token)
 
   def _encode(self, text):
+    if self._is_t5:
+      return self._model.encode(text)
     if not text:
       return []
     text = self._prefix + text
@@ -111,6 +149,8 @@ class SentencePieceVocabulary(vocabulary.Vocabulary):
     return list(itertools.chain.from_iterable(parts))
 
   def _encode_with_boundaries(self, text):
+    if self._is_t5:
+      return self._encode_with_surfaces(text)
     ids = self._encode(text)
     bounds = vocabulary.boundaries_of_bytes(
       self._prefix + text if ids else '', [self._bytes_of(i) for i in ids]
@@ -120,6 +160,20 @@ class SentencePieceVocabulary(vocabulary.Vocabulary):
       bounds[1:] -= bounds[1:] > 0
     return ids, bounds
 
+  def _encode_with_surfaces(self, text: str) -> tuple[list[int], list[int]]:
+    """Does the same for T5's: its pieces differ from the text."""
+    # The name in earlier releases; `begin` counts characters there, else bytes.
+    old = getattr(self._model, 'encode_as_immutable_proto', None)
+    pieces = (old or self._model.encode_as_proto)(text).pieces
+    ids, bounds, end = [x.id for x in pieces], [], 0
+    for i, piece in enumerate(pieces):
+      start, before = text.index(piece.surface, end), pieces[i - 1]
+      # The last byte of a character has all its text.
+      inside = i and self._model.is_byte(before.id) and not before.surface
+      bounds.append(-1 if inside else start)
+      end = start + len(piece.surface)
+    return ids, [*bounds, len(text)]
+
   def _bytes_of(self, token: int) -> bytes:
     piece = self._model.id_to_piece(token)
     if self._model.is_byte(token):
@@ -128,6 +182,9 @@ class SentencePieceVocabulary(vocabulary.Vocabulary):
 
   def _decode(self, ids, *, start):
     text = self._model.decode(ids)
+    # The model drops a space at the start of any ids.
+    if self._is_t5 and not start and self._piece(ids[0]).startswith(_SPACE):
+      return f' {text}'
     return text.removeprefix(self._prefix) if start else text
 
 
@@ -170,14 +227,22 @@ def read_proto(data: bytes) -> Any:
   return sentencepiece_model_pb2.ModelProto.FromString(data)
 
 
-def _plain(data: bytes) -> bytes:
-  """Returns the model with special pieces that never match, and no prefix."""
+def _plain(data: bytes, extra: int = 0, *, prefix: bool = False) -> bytes:
+  """Returns the model with special pieces that never match.
+
+  Args:
+    data: the file.
+    extra: number of T5's sentinels that follow the pieces.
+    prefix: whether the model still puts a space before texts.
+  """
   proto = read_proto(data)
+  for i in reversed(range(extra)):
+    proto.pieces.add(piece=f'<extra_id_{i}>')
   for piece in proto.pieces:
     special = vocabulary.SPECIAL.fullmatch(piece.piece)
     if special and piece.type != piece.UNKNOWN:
       piece.type = piece.CONTROL
-  proto.normalizer_spec.add_dummy_prefix = False
+  proto.normalizer_spec.add_dummy_prefix &= prefix
   return proto.SerializeToString()
 
 
@@ -187,7 +252,7 @@ def _roles(
   """Returns the ids of special pieces by role.
 
   Raises:
-    UserError: there is no EOS or no BOS.
+    UserError: there is no EOS or no BOS, and the model is not T5's.
   """
   roles = {
     'eos': model.eos_id(),
@@ -195,6 +260,8 @@ def _roles(
     'unk': model.unk_id(),
     'pad': model.pad_id(),
   }
+  if roles['bos'] < 0 and model.id_to_piece(roles['eos']) == '</s>':
+    roles['bos'] = roles['pad']  # T5's decoder starts with it.
   for role in ('eos', 'bos'):
     if roles[role] < 0:
       raise errors.UserError(

@@ -3,7 +3,7 @@
 This module imports neither TensorFlow nor SeqIO nor jax.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 import dataclasses
 from typing import Any
 
@@ -15,9 +15,11 @@ class SideIds:
   Attributes:
     pad: fills rows; masked by weights and segments.
     eos: ends a document.
-    bos: starts a segment.
+    bos: starts a segment; T5's decoders start with padding.
     sentinels: stand for hidden spans; known where the vocabulary is open.
     modes: mode tokens of UL2; likewise.
+    ends_with_eos: whether an encoder reads inputs as `p EOS`, and targets of
+      pairs end with EOS unless they are cut, as T5's; else it reads `BOS p`.
   """
 
   pad: int
@@ -25,6 +27,23 @@ class SideIds:
   bos: int
   sentinels: tuple[int, ...] = dataclasses.field(default=(), compare=False)
   modes: tuple[int, ...] = dataclasses.field(default=(), compare=False)
+  ends_with_eos: bool = False
+
+  def edges(self, side: str) -> tuple[list[int], list[int]]:
+    """Returns the ids before and behind the inputs that a stack reads."""
+    if self.ends_with_eos and side == 'encoder':
+      return [], [self.eos]
+    return [self.bos], []
+
+  def frame(self, inputs: Iterable[int], side: str) -> list[int]:
+    """Returns inputs as a stack reads them, m + 1 ids.
+
+    Args:
+      inputs: ids [m] without framing.
+      side: 'encoder' or 'decoder', the stack.
+    """
+    head, tail = self.edges(side)
+    return [*head, *map(int, inputs), *tail]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +63,11 @@ class Framing:
     """Parses a description by `vocabularies.Opened.describe`."""
     roles = 'pad', 'eos', 'bos'
     sides = {
-      side: SideIds(*(tokens['special_tokens'][role]['id'] for role in roles))
+      side: SideIds(
+        *(tokens['special_tokens'][role]['id'] for role in roles),
+        # Earlier descriptions have no such field, nor such framing.
+        ends_with_eos=tokens.get('ends_with_eos', False),
+      )
       for side, tokens in described.items()
     }
     return cls(**sides)

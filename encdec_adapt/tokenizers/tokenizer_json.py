@@ -12,6 +12,9 @@ that none of them names are found by the names of Gemma, Llama and Qwen:
 | unk  | <unk>                                                                 |
 | mask | <mask>, [MASK]                                                        |
 
+A tokenizer without BOS that puts EOS behind every text is T5's: its decoder
+starts with padding (`special_ids.SideIds.ends_with_eos`).
+
 No special token matches in a text, whatever the file declares.
 
 This module imports neither TensorFlow nor SeqIO nor jax.
@@ -74,6 +77,10 @@ class TokenizerJson(vocabulary.Vocabulary):
           or vocabulary.SPECIAL.fullmatch(token['content'])
           or token['content'] in named.values()
         )
+      specials = {t['content']: t['id'] for t in added if t['special']}
+      ending = _ending(content)
+      if isinstance(content['model']['vocab'], list):
+        _rename_pieces(content, specials)
       self._tokenizer = _load(content)
     except Exception as error:  # `tokenizers` raises plain Exception.
       raise vocabulary.DamagedError(
@@ -81,8 +88,9 @@ class TokenizerJson(vocabulary.Vocabulary):
         f' ({type(error).__name__}: {error}); copy it again, or install a newer'
         ' `tokenizers`'
       ) from error
-    specials = {t['content']: t['id'] for t in added if t['special']}
-    roles = _roles(named, specials, siblings, str(path))
+    roles = _roles(named, specials, siblings, str(path), ending)
+    # mT5 has a space before <extra_id_0>.
+    specials = {name.lstrip('\u2581'): i for name, i in specials.items()}
     self._by_id = {i: token for token, i in ids.items()}
     self._head = self._head_for_continuing()
     super().__init__(
@@ -97,6 +105,7 @@ class TokenizerJson(vocabulary.Vocabulary):
       roles,
       files=[path, *siblings],
       added_sentinels=added_sentinels,
+      ends_with_eos=roles['bos'] == roles['pad'] != roles['eos'] == ending,
     )
     self._check_specials()
 
@@ -113,6 +122,8 @@ class TokenizerJson(vocabulary.Vocabulary):
     # `encode_special_tokens` does not keep a text from matching a special token
     # that is a piece of the model as well.
     specials = {i: n for n, i in self.specials.items() if i < self.stored_size}
+    if self.ids.ends_with_eos:  # T5's has no piece for '<', which is unknown.
+      specials.pop(self.unk, None)
     for name in specials.values():
       if not specials.keys().isdisjoint(self.encode(name).tolist()):
         raise errors.UserError(
@@ -150,6 +161,34 @@ def _load(content: dict[str, Any]) -> tokenizers.Tokenizer:
   return tokenizer
 
 
+def _ending(content: Mapping[str, Any]) -> int | None:
+  """Returns the id that a tokenizer.json puts behind every text, if any."""
+  step = content.get('post_processor') or {}
+  for part in step.get('processors', [step]):
+    last = (part.get('single') or [{}])[-1]
+    if name := last.get('SpecialToken', {}).get('id'):
+      return part['special_tokens'][name]['ids'][-1]
+  return None
+
+
+def _rename_pieces(
+  content: dict[str, Any], specials: Mapping[str, int]
+) -> None:
+  """Renames special pieces of a Unigram model, which match in text otherwise.
+
+  T5's have the best score. No piece has a space, which is written U+2581.
+  """
+  model = content['model']
+  model['vocab'] = [
+    [f' {name}' if name in specials else name, score]
+    for name, score in model['vocab']
+  ]
+  # Each would get an id of its own, as no piece has its name.
+  content['added_tokens'] = [
+    token for token in content['added_tokens'] if not token['special']
+  ]
+
+
 def _named(files: list[paths.Path]) -> dict[str, str | int]:
   """Returns role -> special token, or its id, that the files name."""
   named: dict[str, str | int] = {}
@@ -176,8 +215,16 @@ def _roles(
   specials: Mapping[str, int],
   siblings: list[paths.Path],
   path: str,
+  ending: int | None,
 ) -> dict[str, int]:
   """Returns the ids by role.
+
+  Args:
+    named: see `_named`.
+    specials: ids of special tokens.
+    siblings: files that `named` was read from.
+    path: path of the tokenizer, for errors.
+    ending: see `_ending`.
 
   Raises:
     UserError: a named token is not special, or there is no EOS or BOS.
@@ -197,6 +244,8 @@ def _roles(
         f'vocabulary {path!r}: {names} beside it has {role} {value!r}, which'
         ' is not a special token of it; use the files of one model'
       )
+  if 'bos' not in roles and 'pad' in roles and ending == roles.get('eos'):
+    roles['bos'] = roles['pad']
   for role in ('eos', 'bos'):
     if role not in roles:
       raise errors.UserError(

@@ -5,7 +5,9 @@
 | tokenizer.json        | the file as it is                                   |
 | SentencePiece BPE     | BPE with byte fallback, merges ordered by score     |
 | SentencePiece unigram | Unigram with byte fallback                          |
+| T5's SentencePiece    | Unigram as in transformers' T5Tokenizer             |
 | bytes                 | BPE with byte fallback and no merges                |
+| ByT5's bytes          | none: tokenizer_config.json names ByT5Tokenizer     |
 
 No tokenizer.json reads texts as a SentencePiece BPE model with both a space
 before every text and user-defined symbols: `tokenizers` puts the space after
@@ -15,7 +17,8 @@ refused, by `check_convertible` before training.
 Two things differ from this package. `tokenizers` reads a U+2581 in a text as
 a space where the model is of SentencePiece. And a special token that is
 spelled out in a text becomes that token if the folder has a chat template,
-which needs that; otherwise tokenizer_config.json has `split_special_tokens`.
+which needs that, or is T5's; otherwise tokenizer_config.json has
+`split_special_tokens`.
 
 tokenizer_config.json names PreTrainedTokenizerFast: transformers 4 and 5 then
 load tokenizer.json as it is, without `sentencepiece` or `protobuf`; model
@@ -45,8 +48,8 @@ from encdec_adapt.tokenizers import (
 )
 
 JSON = tokenizer_json.FILE
-SENTENCEPIECE = 'tokenizer.model'
-CONFIG = 'tokenizer_config.json'
+SENTENCEPIECE, T5 = 'tokenizer.model', 'spiece.model'
+CONFIG = sentencepiece_vocabulary.CONFIG
 _SPACE = '\u2581'
 # Below every path through ordinary pieces, so that the name of a special
 # token, which Unigram has among its pieces, never matches in a text.
@@ -72,12 +75,13 @@ def write(folder: pathlib.Path, vocab: vocabulary.Vocabulary) -> str:
   """
   for source in vocab.files:
     name = source.name
-    if isinstance(vocab, sentencepiece_vocabulary.SentencePieceVocabulary):
-      name = SENTENCEPIECE
+    if source.suffix != '.json':
+      name = T5 if vocab.ids.ends_with_eos else SENTENCEPIECE
     # The model's config.json is written by the export, not copied.
     if name != 'config.json' and not (folder / name).exists():
       paths.copy(source, folder / name)
-  if not (folder / JSON).exists():
+  is_byt5 = isinstance(vocab, byte_vocabulary.ByT5Vocabulary)
+  if not is_byt5 and not (folder / JSON).exists():
     (folder / JSON).write_text(_convert(vocab).to_str(pretty=True) + '\n')
   if not (folder / CONFIG).exists():
     _write_json(folder / CONFIG, _config(vocab))
@@ -89,7 +93,7 @@ def write(folder: pathlib.Path, vocab: vocabulary.Vocabulary) -> str:
     f'{len(ids)} added tokens, {vocab.piece(first)} to {vocab.piece(last)},'
     f' have the ids {first} to {last}'
   )
-  if _add_tokens(folder, ids):
+  if not is_byt5 and _add_tokens(folder, ids):
     return f'{added} in the tokenizer files.'
   return (
     f'{added}, but the tokenizer files would number them otherwise and are'
@@ -103,7 +107,8 @@ def check(
 ) -> None:
   """Compares the ids of texts by the folder's tokenizer.json with ours.
 
-  Texts with a U+2581 are skipped; see the module's docstring. SentencePiece
+  Texts with a U+2581, and those with T5's special tokens spelled out, are
+  skipped; see the module's docstring. SentencePiece
   adds unigram scores in float32, so rounding decides between segmentations of
   equal score: unigram ids are compared line by line, whatever their order.
 
@@ -115,15 +120,18 @@ def check(
   Raises:
     UserError: names the first text and token that differ.
   """
+  if not (folder / JSON).exists():  # ByT5 has none.
+    return
   tokenizer = tokenizers.Tokenizer.from_file(str(folder / JSON))
   tokenizer.encode_special_tokens = True
   unigram = isinstance(tokenizer.model, models.Unigram)
+  skipped = [_SPACE, *(vocab.specials if vocab.ids.ends_with_eos else ())]
   for text in texts:
     for part in text.splitlines(keepends=True) if unigram else [text]:
       ours = vocab.encode(part).tolist()
       theirs = tokenizer.encode(part, add_special_tokens=False).ids
       same = sorted(theirs) == sorted(ours) if unigram else theirs == ours
-      if not same and _SPACE not in part:
+      if not same and not any(name in part for name in skipped):
         _refuse(folder / JSON, vocab, ours, theirs)
 
 
@@ -202,11 +210,13 @@ def _convert(vocab: vocabulary.Vocabulary) -> tokenizers.Tokenizer:
   tokenizer.add_tokens(
     [tokenizers.AddedToken(name, normalized=_SPACE in name) for name in symbols]
   )
-  bos = vocab.piece(vocab.bos)
+  token = vocab.eos if vocab.ids.ends_with_eos else vocab.bos
+  name = vocab.piece(token)
+  single, pair = f'{name} $A', f'{name} $A {name}:1 $B:1'
+  if vocab.ids.ends_with_eos:
+    single, pair = f'$A {name}', f'$A {name} $B:1 {name}:1'
   tokenizer.post_processor = processors.TemplateProcessing(
-    single=f'{bos} $A',
-    pair=f'{bos} $A {bos}:1 $B:1',
-    special_tokens=[(bos, vocab.bos)],
+    single=single, pair=pair, special_tokens=[(name, token)]
   )
   return tokenizer
 
@@ -220,7 +230,8 @@ def _from_sentencepiece(
     The tokenizer, and the names of the symbols that always match as a whole.
   """
   proto = sentencepiece_vocabulary.read_proto(vocab.files[0].read_bytes())
-  ids = {piece.piece: i for i, piece in enumerate(proto.pieces)}
+  # T5's sentinels may follow the pieces.
+  ids = {vocab.piece(i): i for i in range(vocab.stored_size)}
   scores = {
     piece.piece: piece.score
     for piece in proto.pieces
@@ -254,25 +265,41 @@ def _from_sentencepiece(
       tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split(
         tokenizers.Regex(f'[{characters}](?:{names})'), 'isolated'
       )
+    if vocab.ids.ends_with_eos:
+      _pretokenize_as_t5(tokenizer)
   else:
     tokenizer = _bpe(ids, _merges(scores), unk_token=vocab.piece(vocab.unk))
   # The steps have SentencePiece's order: normalise characters, put the prefix,
   # escape spaces. Decoding goes back in the other direction.
   spec = proto.normalizer_spec
-  steps = [normalizers.Replace(' ', _SPACE)]
+  steps = []
+  if not vocab.ids.ends_with_eos:
+    steps.append(normalizers.Replace(' ', _SPACE))
   undo = [
     decoders.Replace(_SPACE, ' '),
     decoders.ByteFallback(),
     decoders.Fuse(),
   ]
   if spec.add_dummy_prefix:
-    steps.insert(0, normalizers.Prepend(_SPACE))
+    if steps:
+      steps.insert(0, normalizers.Prepend(_SPACE))
     undo.append(decoders.Strip(' ', 1, 0))
   if spec.precompiled_charsmap:
     steps.insert(0, normalizers.Precompiled(spec.precompiled_charsmap))
   tokenizer.normalizer = normalizers.Sequence(steps)
   tokenizer.decoder = decoders.Sequence(undo)
   return tokenizer, symbols
+
+
+def _pretokenize_as_t5(tokenizer: tokenizers.Tokenizer) -> None:
+  """Splits texts at spaces, which are merged, before any other step."""
+  steps = [
+    tokenizers.pre_tokenizers.WhitespaceSplit(),
+    tokenizers.pre_tokenizers.Metaspace(_SPACE, 'always', split=True),
+  ]
+  if tokenizer.pre_tokenizer:
+    steps.append(tokenizer.pre_tokenizer)
+  tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(steps)
 
 
 def _bpe(
@@ -310,13 +337,22 @@ def _config(vocab: vocabulary.Vocabulary) -> dict[str, Any]:
   """
   family = chat_format.find_template(vocab)
   roles = {role: getattr(vocab, role) for role in vocabulary.ROLES}
+  further: dict[str, Any] = {}
+  if vocab.ids.ends_with_eos:
+    del roles['bos']
+    stored = [i for i in vocab.sentinels if i < vocab.stored_size]
+    further['extra_ids'] = len(stored)
+  if isinstance(vocab, byte_vocabulary.ByT5Vocabulary):
+    return {'tokenizer_class': byte_vocabulary.BYT5_CLASS}
   config = {
     'tokenizer_class': 'PreTrainedTokenizerFast',
     **{f'{r}_token': vocab.piece(i) for r, i in roles.items() if i is not None},
     'clean_up_tokenization_spaces': False,
     'model_input_names': ['input_ids', 'attention_mask'],
-    # A rendered chat spells special tokens out; any other text is to be split.
-    'split_special_tokens': family is None,
+    # A rendered chat spells special tokens out, and so do T5's users; any other
+    # text is to be split.
+    'split_special_tokens': family is None and not vocab.ids.ends_with_eos,
+    **further,
   }
   if family:
     config['chat_template'] = chat_format.jinja(family)
@@ -335,7 +371,9 @@ def _add_tokens(folder: pathlib.Path, tokens: Mapping[str, int]) -> bool:
   )
   # `tokenizers` numbers new tokens itself, from the end of its vocabulary on.
   agree = all(tokenizer.token_to_id(name) == i for name, i in tokens.items())
-  model = folder / SENTENCEPIECE
+  model = folder / T5
+  if not model.exists():
+    model = folder / SENTENCEPIECE
   if (
     agree and model.exists() and vocabulary.is_sentencepiece(model.read_bytes())
   ):

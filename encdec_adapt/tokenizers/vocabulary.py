@@ -3,8 +3,9 @@
 A text never becomes a special id: '<eos>' or '<unused3>' spelled out in a text
 is encoded as its characters. Encoding adds no framing, and decoding returns
 the encoded text. A tokenizer that loses more than Unicode normalisation does
-(unknown characters, spaces) is refused when it is opened; a tokenizer that
-normalises has a `note`.
+(unknown characters, spaces) is refused when it is opened, unless it frames as
+T5's do (`special_ids.SideIds.ends_with_eos`); a tokenizer that changes texts
+has a `note`.
 
 Special tokens are found by name. Sentinels and UL2's mode tokens are
 
@@ -13,6 +14,8 @@ Special tokens are found by name. Sentinels and UL2's mode tokens are
 | <unused0> .. (Gemma, and ours)   | 0 .. 95      | 96, 97, 98     |
 | <|reserved_special_token_0|> ..  | all but      | the last three |
 | (Llama 3)                        | three        |                |
+| <extra_id_0> .. (T5), downwards  | all          | none           |
+| from the last id                 |              |                |
 | others (Llama 2, Qwen)           | none         | none           |
 
 and any vocabulary can be extended at its end by <sentinel_0> .., and by
@@ -45,12 +48,14 @@ MODES = ('R', 'S', 'X')
 SPECIAL = re.compile(
   r'<(pad|eos|bos|unk|mask|s|/s|2mass|unused\d+|start_of_turn|end_of_turn'
   r'|start_of_image|end_of_image|image_soft_token|sentinel_\d+|mode_[RSX])>'
+  r'|\u2581?<extra_id_\d+>'
   r'|\[@BOS@\]|<\|[^|]+\|>'
 )
 _ADDED = re.compile(r'<(sentinel_\d+|mode_([RSX]))>')
 # Gemma 2 has <unused0> to <unused98>; the last three of them are the modes.
 _GEMMA_SENTINELS = tuple(f'<unused{i}>' for i in range(96))
 _GEMMA_MODES = tuple(f'<unused{i}>' for i in range(96, 99))
+_T5 = re.compile(r'<extra_id_(\d+)>')
 _LLAMA = re.compile(r'<\|reserved_special_token_(\d+)\|>')
 
 # Text that has to be decoded exactly: spaces at both ends and in a row, a
@@ -62,6 +67,12 @@ _CHANGEABLE = {
   'composes accents (Unicode NFC)': 'A\u030a',
   'replaces ligatures and the like (Unicode NFKC)': '\ufb01',
   'turns the character U+2581 into a space': 'x\u2581y',
+}
+
+# Text that T5's tokenizers lose, likewise.
+_LOSABLE = {
+  'merges spaces and drops line breaks': 'x  x\nx ',
+  'leaves out characters that it lacks': 'x\U000f1234x',
 }
 
 
@@ -97,6 +108,7 @@ class Vocabulary(abc.ABC):
     *,
     files: Sequence[paths.Path] = (),
     added_sentinels: int = 0,
+    ends_with_eos: bool = False,
   ):
     """Initialises the attributes for a subclass.
 
@@ -109,6 +121,7 @@ class Vocabulary(abc.ABC):
       files: files that the vocabulary was read from.
       added_sentinels: number of new sentinels at the end; mode tokens follow
         them if the vocabulary has none.
+      ends_with_eos: see `special_ids.SideIds`.
 
     Raises:
       UserError: encoding loses text.
@@ -122,7 +135,7 @@ class Vocabulary(abc.ABC):
     self.stored_size = self.size = size
     # An export writes added tokens into the files, where they are read again.
     self._original_size = _original_size(self._names, size)
-    self.sentinels, self.mode_ids = _sentinels_and_modes(self.specials)
+    self.sentinels, self.mode_ids = self._find_sentinels()
     self._take(range(self._original_size, size))
     if added_sentinels:
       self._add(added_sentinels)
@@ -137,6 +150,7 @@ class Vocabulary(abc.ABC):
       self.bos,
       tuple(self.sentinels),
       tuple(self.mode_ids.values()),
+      ends_with_eos,
     )
     self.note = self._loss()
 
@@ -156,6 +170,10 @@ class Vocabulary(abc.ABC):
     self._names.update(zip(ids, new, strict=True))
     self._take(ids)
     self.size = ids.stop
+
+  def _find_sentinels(self) -> tuple[list[int], dict[str, int]]:
+    """Finds sentinels and modes by name."""
+    return _sentinels_and_modes(self.specials)
 
   def _take(self, added: range) -> None:
     """Registers added ids as sentinels and modes."""
@@ -179,6 +197,7 @@ class Vocabulary(abc.ABC):
         for role, i in roles.items()
         if i is not None
       },
+      'ends_with_eos': self.ids.ends_with_eos,
     }
 
   @functools.cached_property
@@ -186,10 +205,11 @@ class Vocabulary(abc.ABC):
     """Hash of all token names, which is equal if ids mean the same text.
 
     Unlike the fingerprint it does not depend on the kind of file, the roles
-    of special tokens, or added ids.
+    of special tokens, or added ids; it does on the framing.
     """
     # repr keeps names with newlines apart.
     names = '\n'.join(repr(self._piece(i)) for i in range(self._original_size))
+    names += '\nends with EOS' * self.ids.ends_with_eos
     return hashlib.sha256(names.encode('utf-8', 'replace')).hexdigest()
 
   @functools.cached_property
@@ -287,7 +307,9 @@ class Vocabulary(abc.ABC):
     beyond them are padding.
     """
     ids = [i if i < self.size else self.pad for i in tokens]
-    return self.decode(ids, show_special=show_special, start=False)
+    # T5's targets are texts of their own, with the space of a start.
+    start = self.ids.ends_with_eos
+    return self.decode(ids, show_special=show_special, start=start)
 
   def _loss(self) -> str:
     """Describes the changes that encoding makes to a text.
@@ -295,7 +317,10 @@ class Vocabulary(abc.ABC):
     Raises:
       UserError: encoding changes more than Unicode normalisation does.
     """
-    if self.decode(self.encode(_EXACT)) != _EXACT:
+    changeable = _CHANGEABLE
+    if self.ids.ends_with_eos:
+      changeable = _LOSABLE | _CHANGEABLE
+    elif self.decode(self.encode(_EXACT)) != _EXACT:
       raise errors.UserError(
         f'vocabulary {self.path!r} does not give back the text it encodes (it'
         ' trims or merges spaces, or lacks bytes for unknown characters); use'
@@ -303,7 +328,7 @@ class Vocabulary(abc.ABC):
       )
     return ' and '.join(
       how
-      for how, text in _CHANGEABLE.items()
+      for how, text in changeable.items()
       if self.decode(self.encode(text)) != text
     )
 
@@ -365,16 +390,22 @@ def _sentinels_and_modes(
   # another purpose, and ids would depend on their number.
   if len(sentinels) == len(_GEMMA_SENTINELS) and len(modes) == len(MODES):
     return sentinels, dict(zip(MODES, modes, strict=True))
-  reserved = {
-    int(match[1]): i
-    for name, i in specials.items()
-    if (match := _LLAMA.fullmatch(name))
-  }
-  # By number, whatever their order in the file.
-  ids = [reserved[number] for number in sorted(reserved)]
+  if extra := _numbered(_T5, specials):
+    return extra, {}
+  ids = _numbered(_LLAMA, specials)
   if len(ids) <= len(MODES):
     return [], {}
   return ids[: -len(MODES)], dict(zip(MODES, ids[-len(MODES) :], strict=True))
+
+
+def _numbered(names: re.Pattern[str], specials: Mapping[str, int]) -> list[int]:
+  """Returns the ids of numbered names, in the order of numbers."""
+  found = {
+    int(match[1]): i
+    for name, i in specials.items()
+    if (match := names.fullmatch(name))
+  }
+  return [found[number] for number in sorted(found)]
 
 
 def _original_size(names: Mapping[int, str], size: int) -> int:

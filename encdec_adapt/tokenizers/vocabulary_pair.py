@@ -5,11 +5,13 @@ A vocabulary is named by a path, or 'bytes':
 | path                   | vocabulary                                         |
 |------------------------|----------------------------------------------------|
 | bytes                  | `byte_vocabulary`                                  |
-| a file *.json          | a tokenizer.json                                   |
+| byt5                   | ByT5's, which has no file                          |
+| a file *.json          | a tokenizer.json; a tokenizer_config.json of ByT5  |
 | any other file         | a SentencePiece model                              |
-| a folder               | its tokenizer.model if it is SentencePiece (the    |
-|                        | file that a model was trained with), or its        |
-|                        | tokenizer.json                                     |
+| a folder               | its tokenizer.model (T5: spiece.model) if it is    |
+|                        | SentencePiece (the file that a model was trained   |
+|                        | with), or its tokenizer.json, or ByT5's            |
+|                        | tokenizer_config.json                              |
 | hf://ORG/NAME[@REV]    | such a folder, or a file in it, on the Hub         |
 
 This module imports neither TensorFlow nor SeqIO nor jax.
@@ -21,7 +23,7 @@ import os
 from typing import Any
 
 from encdec_adapt.base import errors
-from encdec_adapt.files import hub, paths
+from encdec_adapt.files import atomic, hub, paths
 from encdec_adapt.tokenizers import (
   byte_vocabulary,
   chat_format,
@@ -31,14 +33,16 @@ from encdec_adapt.tokenizers import (
   vocabulary,
 )
 
-BYTES = byte_vocabulary.NAME
-SENTENCEPIECE = 'tokenizer.model'
+BYTES, BYT5 = byte_vocabulary.NAME, byte_vocabulary.BYT5
+SENTENCEPIECE, T5 = 'tokenizer.model', 'spiece.model'
+_CONFIG = sentencepiece_vocabulary.CONFIG
 TOKENIZER_JSON = tokenizer_json.FILE
 # Files of a tokenizer of transformers.
 FILES = (
   TOKENIZER_JSON,
   SENTENCEPIECE,
-  'tokenizer_config.json',
+  T5,
+  _CONFIG,
   'special_tokens_map.json',
   'added_tokens.json',
   'vocab.json',
@@ -63,6 +67,8 @@ def open_vocabulary(
   """
   if os.fspath(path) == BYTES:
     return byte_vocabulary.ByteVocabulary(added_sentinels=added_sentinels)
+  if os.fspath(path) == BYT5:
+    return byte_vocabulary.ByT5Vocabulary(added_sentinels=added_sentinels)
   path = _at(path)
   if path.is_dir():
     folder, path = path, file_in(path)
@@ -71,6 +77,10 @@ def open_vocabulary(
         f'vocabulary {str(folder)!r}: the folder has neither a {SENTENCEPIECE}'
         f' of SentencePiece nor a {TOKENIZER_JSON}'
       )
+  if path.name == _CONFIG:
+    return byte_vocabulary.ByT5Vocabulary(
+      files=[path], added_sentinels=added_sentinels
+    )
   if path.suffix == '.json':
     return tokenizer_json.TokenizerJson(path, added_sentinels=added_sentinels)
   return sentencepiece_vocabulary.SentencePieceVocabulary(
@@ -80,7 +90,7 @@ def open_vocabulary(
 
 def exists(path: str) -> bool:
   """Returns whether there is a file or folder to open."""
-  return path == BYTES or _at(path).exists()
+  return path in (BYTES, BYT5) or _at(path).exists()
 
 
 def _at(path: str | os.PathLike[str]) -> paths.Path:
@@ -99,13 +109,20 @@ def file_in(folder: str | os.PathLike[str]) -> paths.Path | None:
   """Returns the file of a folder that `open_vocabulary` opens, if any."""
   # SentencePiece first: a tokenizer.json beside it may be a conversion, with
   # other ids for some texts.
-  file = paths.at(folder) / SENTENCEPIECE
-  if file.is_file():
-    with file.open('rb') as content:
-      if vocabulary.is_sentencepiece(content.read(1)):
-        return file
+  for name in (SENTENCEPIECE, T5):
+    file = paths.at(folder) / name
+    if file.is_file():
+      with file.open('rb') as content:
+        if vocabulary.is_sentencepiece(content.read(1)):
+          return file
   file = paths.at(folder) / TOKENIZER_JSON
-  return file if file.is_file() else None
+  if file.is_file():
+    return file
+  file = paths.at(folder) / _CONFIG
+  is_byt5 = file.is_file() and (
+    atomic.read_json(file).get('tokenizer_class') == byte_vocabulary.BYT5_CLASS
+  )
+  return file if is_byt5 else None
 
 
 def check_size(

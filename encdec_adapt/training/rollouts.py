@@ -122,10 +122,13 @@ class Sampler:
       step: step of the parameters.
       greedy: whether the first completion of each prompt is the greedy one.
     """
-    options, bos = self.options, self._prompt_ids.bos
+    options = self.options
     count, longest = len(pairs) * options.samples, self._lengths.encoder
     prompts = [
-      [bos, *(() if pair is None else self.prompt(pair))] for pair in pairs
+      self._prompt_ids.frame(
+        () if pair is None else self.prompt(pair), self.prompt_side
+      )
+      for pair in pairs
     ]
     tokens, used = lengths.pad(
       prompts, len(pairs), self._prompt_ids.pad, longest

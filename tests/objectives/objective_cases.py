@@ -22,6 +22,7 @@ def vocabulary(sentinels=96, **changes):
   fields = dict(
     path='v.model',
     eos=EOS,
+    ids=gemma_ids.FRAMING.decoder,
     mask=MASK,
     sentinels=[A, B, C, *range(11, 11 + sentinels - 3)][:sentinels],
     mode_ids={'R': R, 'S': S, 'X': X},

@@ -103,7 +103,11 @@ def _inputs_side(kind: architectures.Architecture, batch: _Batch) -> str:
 
 
 def annotate(
-  config: model_config.ModelConfig, batch: _Batch, mask: int, rows: int
+  config: model_config.ModelConfig,
+  batch: _Batch,
+  mask: int,
+  rows: int,
+  eos: int | None = None,
 ) -> dict[str, np.ndarray]:
   """Adds the fields of the analysis to a batch.
 
@@ -112,6 +116,7 @@ def annotate(
     batch: fields of `objectives.framing` on the host.
     mask: the mask token.
     rows: number of record rows that count.
+    eos: token that ends an encoder's inputs, which then have no BOS.
 
   Returns:
     The batch and, for the tokens of the inputs' side, `parts` (indices into
@@ -128,7 +133,9 @@ def annotate(
   counts = (batch['row'] >= 0) & (batch['row'] < rows)
   weights = np.where(counts[:, None], batch['weights'], 0)
   queries = np.float32(weights > 0)
-  inputs = (segments > 0) & (positions > 0)
+  ends = side == 'encoder' and eos is not None
+  frames = (segments > 0) & (tokens == eos if ends else positions == 0)
+  inputs = (segments > 0) & ~frames
   if side == 'teacher':
     # Inputs and targets stand in a row; `queries` moves to the positions of it.
     is_input = architectures.inputs_of(jax.tree.map(jnp.asarray, batch))
@@ -138,13 +145,13 @@ def annotate(
     # could overwrite its weight with 0.
     np.add.at(queries, (np.arange(len(index))[:, None], index), weights > 0)
   parts = np.where(segments > 0, _OWN, 0)
-  parts[(segments > 0) & (positions == 0)] = PARTS.index('bos')
+  parts[frames] = PARTS.index('bos')
   masked = np.zeros_like(tokens)
   for row, columns in enumerate(map(np.flatnonzero, inputs)):
     # Quarters are of each pair of a packed row, as positions restart with it;
     # BOS has position 0.
-    pair = segments[row, columns]
-    quarter = 4 * (positions[row, columns] - 1) // np.bincount(pair)[pair]
+    pair, number = segments[row, columns], positions[row, columns] - (not ends)
+    quarter = 4 * number // np.bincount(pair)[pair]
     parts[row, columns] = PARTS.index('quarter_1') + quarter
     if len(columns):
       # Seeded by the record, so that the masks of a row do not depend on the
@@ -272,7 +279,8 @@ class AttentionEvaluation(held_out.HeldOutEvaluation):
     params = build.unroll_params(model.model, model.params)
     layers = list(layer_numbers(unrolled).values())
     run = _make_run(unrolled, placement, layers)
-    mask = _mask_token(model.stored)
+    mask, ids = _mask_token(model.stored), self.record_set.framing.encoder
+    eos = ids.eos if ids.ends_with_eos else None
     lengths = self.record_set.spec.lengths
     teacher = setup.reads_teacher_row(lengths, model.config)
     batches = setup.evaluation_batches(
@@ -283,7 +291,7 @@ class AttentionEvaluation(held_out.HeldOutEvaluation):
     # read and discarded.
     for start, batch in zip(range(0, count, rows), batches, strict=False):
       report(start, count)
-      batch = annotate(model.config, batch, mask, count)
+      batch = annotate(model.config, batch, mask, count, eos)
       batch = step_lib.place_batch(batch, placement)
       measured.append(jax.device_get(run(params, batch)))
     return _summarize(

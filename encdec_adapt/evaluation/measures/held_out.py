@@ -62,6 +62,16 @@ class HeldOutEvaluation:
     prints = {'encoder': spec.encoder_vocabulary, 'decoder': spec.vocabulary}
     for side in stored.model.stacks:
       vocabulary = opened.sides[side]
+      ids = getattr(self.record_set.framing, side)
+      if ids.ends_with_eos != vocabulary.ids.ends_with_eos:
+        ours, theirs = (
+          'p EOS' if x.ends_with_eos else 'BOS p' for x in (ids, vocabulary.ids)
+        )
+        raise errors.UserError(
+          f'the records {self.record_set.folder} frame inputs as `{ours}`, and'
+          f" {vocabulary.path} of the model's {side} as `{theirs}`; make"
+          " records with the model's vocabularies."
+        )
       if vocabulary.fingerprint != prints[side]:
         raise errors.UserError(
           f'the records {self.record_set.folder} were made with the vocabulary'

@@ -79,9 +79,9 @@ class Sampler:
       pair.inputs if side == 'encoder' else pair.teacher_inputs
       for pair in pairs
     ]
-    bos = self._sides[side].bos
+    frame = self._sides[side].ids.frame
     requests = [
-      engine.Request(np.array([bos, *ids], np.int32), self._max_tokens)
+      engine.Request(np.array(frame(ids, side), np.int32), self._max_tokens)
       for ids in inputs
     ]
     # The engine's copy of the parameters lives no longer than the samples.

@@ -85,18 +85,21 @@ class Adapter(lm_eval_model.TemplateLM):
 
   @property
   def prefix_token_id(self) -> int:
-    """BOS, the context of a text without context."""
-    return self._reader.bos
+    """BOS, or T5's EOS: the context of a text without context."""
+    return self._framed([])[0]
 
   def tok_encode(
     self, string: str, add_special_tokens: bool | None = None, **_: Any
   ) -> list[int]:
-    """Encodes a context, BOS first, or a continuation without BOS."""
+    """Encodes a context, framed, or a continuation without framing."""
     # int: the requests travel to the other processes as JSON.
     if add_special_tokens is False:
       return [int(i) for i in self._writer.encode(string)]
-    ids = self._reader.encode(self._prefix + string)
-    return [self._reader.bos, *(int(i) for i in ids)]
+    return self._framed(self._reader.encode(self._prefix + string))
+
+  def _framed(self, context: Sequence[int]) -> list[int]:
+    side = self._loaded.stored.prompt_side
+    return self._reader.ids.frame(context, side)
 
   def score_choices(
     self, pairs: Sequence[tuple[str, str]], separator: str | None
@@ -186,7 +189,7 @@ class Adapter(lm_eval_model.TemplateLM):
           # Another vocabulary may need more tokens for the same text.
           decoded = self._writer.decode(context, start=False)
           context = self._reader.encode(decoded)[-size:].tolist()
-        context = [self.prefix_token_id, *context]
+        context = self._framed(context)
         window = tokens[start : start + size]
         pairs.append(log_likelihoods.Pair(context, window))
         owners.append(number)

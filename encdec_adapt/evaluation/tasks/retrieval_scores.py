@@ -118,13 +118,16 @@ class RetrievalEvaluation:
   def _prompts(
     self, stored: model_on_disk.StoredModel
   ) -> tuple[list[retrieval_tasks.Example], list[list[int]]]:
-    """Returns the examples, and the prompt of each with BOS first."""
+    """Returns the examples, and the prompt of each, framed."""
     reader = stored.require_vocabularies().sides[stored.prompt_side]
     prefix = prompt_encoding.task_prefix(stored, self.prefix)
-    head = [reader.bos, *reader.encode(prefix)]
+    head = reader.encode(prefix)
     examples = list(self.retrieval.examples(reader))
     return examples, [
-      [*head, *example.context, *reader.encode(example.question)]
+      reader.ids.frame(
+        [*head, *example.context, *reader.encode(example.question)],
+        stored.prompt_side,
+      )
       for example in examples
     ]
 

@@ -79,7 +79,13 @@ class Pairs:
     for count, (i, completion) in enumerate(completions, 1):
       answers[i] = completion.text.strip()
       report(count, len(prompts))
-    scores = text_metrics.score(self.name, answers, self.targets)
+    # As the model's vocabulary has them: T5's merges spaces, others normalise.
+    writer = stored.require_vocabularies().decoder
+    references = [
+      [writer.decode(writer.encode(text)) for text in texts]
+      for texts in self.targets
+    ]
+    scores = text_metrics.score(self.name, answers, references)
     examples = zip(self.inputs, self.targets, answers, strict=True)
     return scores + [
       predictions.Prediction(

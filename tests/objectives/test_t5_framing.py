@@ -1,0 +1,162 @@
+"""Rows and prompts of vocabularies that frame as T5's: p EOS, PAD t EOS."""
+
+import types
+
+import numpy as np
+import pytest
+
+from encdec_adapt.base import errors
+from encdec_adapt.conversion import prompt_encoding
+from encdec_adapt.evaluation.measures import held_out
+from encdec_adapt.objectives import framing, objective_names
+from encdec_adapt.tokenizers import special_ids, vocabulary_pair
+from tests import gemma_ids, toy_models
+from tests.objectives import objective_cases
+
+PAD, EOS, A, B = 0, 1, 98, 97
+T5 = special_ids.SideIds(PAD, EOS, PAD, (A, B), ends_with_eos=True)
+FRAMING = special_ids.Framing(T5, T5)
+LENGTHS = framing.Lengths(8, 6)
+BYT5 = vocabulary_pair.open_vocabulary('byt5')
+
+
+def _pair(inputs, targets):
+  return framing.Pair(np.array(inputs, np.int32), np.array(targets, np.int32))
+
+
+def _row(pairs, lengths=LENGTHS, **options):
+  row = framing.frame_row(pairs, lengths, FRAMING, **options)
+  return framing.stack_rows([row])
+
+
+def _lists(rows, *names):
+  return [rows[name][0].tolist() for name in names]
+
+
+def test_rows_end_inputs_with_eos_and_start_decoders_with_padding():
+  pairs = [_pair([11, 12], [13, 14, EOS]), _pair([21], [22, EOS])]
+  rows = _row(pairs, teacher=True)
+  framing.check_framing(rows, FRAMING)
+  assert _lists(rows, 'encoder_tokens', 'encoder_segments') == [
+    [11, 12, EOS, 21, EOS, 0, 0, 0],
+    [1, 1, 1, 2, 2, 0, 0, 0],
+  ]
+  assert _lists(rows, 'decoder_tokens', 'targets', 'teacher_tokens') == [
+    [PAD, 13, 14, PAD, 22, 0],
+    [13, 14, EOS, 22, EOS, 0],
+    [PAD, 11, 12, 13, 14, EOS, PAD, 21, 22, EOS, 0, 0, 0, 0],
+  ]
+  for at, token in ((2, 5), (0, EOS)):  # No EOS, and another.
+    broken = {**rows, 'encoder_tokens': rows['encoder_tokens'].copy()}
+    broken['encoder_tokens'][0, at] = token
+    with pytest.raises(ValueError, match='ends with its only EOS'):
+      framing.check_framing(broken, FRAMING)
+  # Each side has the framing of its vocabulary.
+  mixed = special_ids.Framing(gemma_ids.SIDE, T5)
+  row = framing.frame_row([_pair([11], [12, EOS])], LENGTHS, mixed)
+  assert row['encoder_tokens'].tolist()[:3] == [gemma_ids.BOS, 11, 0]
+  assert row['decoder_tokens'].tolist()[:3] == [PAD, 12, 0]
+
+
+def test_an_encoder_only_model_predicts_where_it_reads():
+  rows = _row(
+    [_pair([9, 12], [11, 12]), _pair([13], [13])], framing.Lengths(8, 0)
+  )
+  assert _lists(rows, 'encoder_tokens', 'targets', 'weights') == [
+    [9, 12, EOS, 13, EOS, 0, 0, 0],
+    [11, 12, 0, 13, 0, 0, 0, 0],
+    [1, 1, 0, 1, 0, 0, 0, 0],
+  ]
+
+
+def test_a_teacher_reads_bos_and_the_window():
+  pairs = [_pair([11, A, 13, B], [A, 12, B, 14, EOS]), _pair([A], [A, 24, EOS])]
+  rows = framing.with_windows(_row(pairs, framing.Lengths(8, 8)), T5)
+  tokens, segments, index = _lists(
+    rows, 'window_tokens', 'window_segments', 'window_index'
+  )
+  assert tokens == [PAD, 11, 12, 13, 14, EOS, PAD, 24, EOS] + 7 * [0]
+  assert segments == 6 * [1] + 3 * [2] + 7 * [0]
+  assert index == [-1, 1, -1, 3, 4, -1, 6, 7]
+
+
+@pytest.mark.parametrize(
+  'name', ['span_corruption', 'prefix_lm', 'prefix_lm_uniform:concatenate']
+)
+def test_all_windows_end_their_targets(name):
+  lengths = framing.Lengths(24, 24)
+  vocabulary = objective_cases.vocabulary(
+    ids=special_ids.SideIds(PAD, EOS, PAD, ends_with_eos=True), eos=EOS
+  )
+  maker = objective_names.parse_one(name).make(lengths, vocabulary)
+  document = np.arange(500, 600, dtype=np.int32)
+  pairs = list(
+    maker.examples([('a', document)], lambda _: np.random.default_rng(0))
+  )
+  assert len(pairs) > 2
+  sizes = [x.positions(lengths) for x in pairs]
+  assert all(x.targets[-1] == EOS and EOS not in x.inputs for x in pairs)
+  assert all((x.targets == EOS).sum() == 1 for x in pairs)
+  assert np.max(sizes) <= 24
+  if 'concatenate' in name:  # Two windows fill a row.
+    np.testing.assert_array_equal(np.add(*sizes[:2]), [24, 24])
+
+
+def test_texts_that_are_embedded_end_with_eos():
+  objective = objective_names.parse_one('embed')
+  maker = objective.make(framing.Lengths(16, 0), BYT5)
+  (texts,) = maker.examples([('a', '[["ab", "c"], null, null]')], None)
+  row = maker.frame([texts], framing.Lengths(16, 0), FRAMING)
+  assert row['encoder_tokens'].tolist()[:6] == [100, 101, EOS, 102, EOS, 0]
+  rows = framing.stack_rows([row])
+  maker.check(rows, FRAMING)
+  rows['encoder_tokens'][0, 2] = 5
+  with pytest.raises(ValueError, match='does not end with EOS'):
+    maker.check(rows, FRAMING)
+
+
+def test_prompts_are_framed_as_records_are():
+  opened = vocabulary_pair.Opened(BYT5, BYT5)
+  stored = types.SimpleNamespace(
+    require_vocabularies=lambda: opened,
+    prompt_side='encoder',
+    separator='',
+    objectives=(),
+    path='x',
+  )
+  prompts = prompt_encoding.PromptEncoder(stored, prefix='b', sentinels=True)
+  a, b = BYT5.encode('ab').tolist()
+  assert prompts.encode('aa').tolist() == [b, a, a, EOS]
+  # A cut keeps the prefix, the last tokens and EOS.
+  assert prompts.encode('aab', 3).tolist() == [b, b, EOS]
+  assert prompts.encode('<extra_id_0>a').tolist() == [b, 258, a, EOS]
+  assert prompts.answer_text(np.array([258, a, EOS])) == '<extra_id_0>a'
+  for ids in ([a, EOS], [a]):  # Of clients that frame, or do not.
+    assert prompts.frame(prompts.unframed(ids)).tolist() == [a, EOS]
+  stored.prompt_side = 'decoder'
+  prompts = prompt_encoding.PromptEncoder(stored, prefix='')
+  assert prompts.encode('a').tolist() == [PAD, a]
+  assert prompts.unframed([PAD, a]) == [a]
+
+
+def test_bad_vocabularies_are_refused():
+  with pytest.raises(errors.UserError, match='T5 has <extra_id_0> ..'):
+    objective_cases.make('span_corruption', 24, 24, sentinels=0)
+  ours = vocabulary_pair.open_vocabulary('bytes')
+  records = types.SimpleNamespace(
+    folder='records',
+    framing=special_ids.Framing(BYT5.ids, BYT5.ids),
+    spec=types.SimpleNamespace(
+      objectives=objective_names.parse('pairs'),
+      vocabulary=BYT5.fingerprint,
+      encoder_vocabulary=BYT5.fingerprint,
+    ),
+  )
+  stack = toy_models.stack()
+  stored = types.SimpleNamespace(
+    model=toy_models.pair_and_decoder(stack)['encoder_decoder'],
+    require_vocabularies=lambda: vocabulary_pair.Opened(ours, ours),
+  )
+  evaluation = held_out.HeldOutEvaluation(records)
+  with pytest.raises(errors.UserError, match='frame inputs as `p EOS`, and'):
+    evaluation.check(stored)

@@ -1,0 +1,141 @@
+"""T5's tokenizers: framing, sentinels, what they lose, and transformers'."""
+
+import json
+
+import numpy as np
+import pytest
+
+from encdec_adapt.tokenizers import (
+  special_ids,
+  tokenizer_writer,
+  vocabulary_pair,
+)
+from tests.tokenizers import t5_files
+
+SIZE = t5_files.PIECES + 100
+NAMES = ' '.join(['<pad> </s> <unk>', '<extra_id_0>', '\u2581<extra_id_7>'])
+TEXTS = [
+  '  The  value\nof \ufb01ve A\u030a names.\t\n',
+  'a\n\nb',
+  'x',
+  '',
+  ' ',
+  'Caf\u00e9 \u4f60\u597d \U0001f600 end',
+]
+
+
+@pytest.fixture(scope='module')
+def path(tmp_path_factory):
+  return t5_files.train(tmp_path_factory.mktemp('t5') / 'spiece.model')
+
+
+@pytest.fixture(scope='module')
+def t5(path):
+  return vocabulary_pair.open_vocabulary(path.parent)
+
+
+def test_framing_is_declared_and_kept(t5):
+  assert (t5.pad, t5.eos, t5.unk, t5.bos, t5.mask) == (0, 1, 2, 0, None)
+  described = json.loads(json.dumps({'encoder': t5.describe()}))
+  described['decoder'] = described['encoder']
+  kept = special_ids.Framing.from_description(described)
+  assert kept.encoder == t5.ids
+  assert kept.encoder.frame([7, 8], 'encoder') == [7, 8, 1]
+  assert kept.encoder.frame(np.array([7, 8]), 'decoder') == [0, 7, 8]
+  # Manifests of before have no framing: it was Gemma's.
+  del described['encoder']['ends_with_eos']
+  old = special_ids.Framing.from_description(described)
+  assert old.encoder.frame([7, 8], 'encoder') == [0, 7, 8]
+
+
+def test_sentinels_count_down_from_the_last_token(t5, tmp_path):
+  assert t5.size == SIZE and t5.mode_ids == {}
+  assert t5.sentinels == list(range(SIZE - 1, t5_files.PIECES - 1, -1))
+  assert t5.piece(SIZE - 1) == '<extra_id_0>'
+  ids = [0, SIZE - 1, *t5.encode('of a'), SIZE - 2, 1]
+  assert t5.decode_generated(ids) == 'of a'
+  shown = t5.decode(ids, show_special=True)
+  assert shown == '<pad><extra_id_0>of a<extra_id_1></s>'
+  # mT5's are in its file, whatever is beside it.
+  t5_files.train(tmp_path / 'mt5' / 'spiece.model', 20, byte_fallback=True)
+  (tmp_path / 'mt5' / 'tokenizer_config.json').write_text('{"extra_ids": 0}')
+  mt5 = vocabulary_pair.open_vocabulary(tmp_path / 'mt5')
+  assert mt5.size == t5_files.PIECES
+  last = t5_files.PIECES - 1
+  assert mt5.sentinels == list(range(last, last - 20, -1))
+  for vocab in (t5, mt5):  # Spelled out, they are their characters.
+    spelled = vocab.encode(NAMES)
+    assert not set(spelled) & {*vocab.specials.values()} - {vocab.unk}
+  plain = ' '.join(NAMES.replace('\u2581', ' ').split())
+  assert mt5.decode(mt5.encode(NAMES)) == plain
+
+
+def test_extra_ids_of_the_config_beside_count(path, t5, tmp_path):
+  (tmp_path / 'spiece.model').write_bytes(path.read_bytes())
+  (tmp_path / 'tokenizer_config.json').write_text('{"extra_ids": 300}')
+  umt5 = vocabulary_pair.open_vocabulary(tmp_path)
+  assert umt5.size == t5_files.PIECES + 300 and len(umt5.sentinels) == 300
+  assert umt5.fingerprint != t5.fingerprint
+
+
+def test_what_is_lost_is_noted(t5):
+  assert 'merges spaces and drops line breaks' in t5.note
+  text = '  The  value\nof x '
+  assert t5.decode(t5.encode(text)) == 'The value of x'
+  ids, bounds = t5.encode_with_boundaries(text)
+  assert ids.tolist() == t5.encode(text).tolist()
+  for i, start, end in zip(ids, bounds, bounds[1:], strict=False):
+    assert t5.piece(i).strip('\u2581') == text[start:end].strip()
+
+
+@pytest.mark.parametrize('fallback', [False, True])
+def test_ids_are_those_of_transformers(fallback, tmp_path):
+  transformers = pytest.importorskip('transformers')
+  t5_files.train(tmp_path / 'spiece.model', byte_fallback=fallback)
+  own = vocabulary_pair.open_vocabulary(tmp_path)
+  out = tmp_path / 'out'
+  out.mkdir()
+  assert tokenizer_writer.write(out, own) == ''
+  tokenizer_writer.check(out, own, [*TEXTS, NAMES])
+  (out / 'config.json').write_text('{"model_type": "t5"}')
+  readers = [transformers.AutoTokenizer.from_pretrained(out)]
+  if not fallback:  # transformers' T5Tokenizer has none.
+    theirs = transformers.T5Tokenizer.from_pretrained(tmp_path)
+    theirs.save_pretrained(tmp_path / 'theirs')
+    readers.append(theirs)
+    saved = vocabulary_pair.open_vocabulary(tmp_path / 'theirs')
+    for text in (*TEXTS, NAMES):
+      assert saved.encode(text).tolist() == own.encode(text).tolist()
+    assert (saved.ids, saved.sentinels) == (own.ids, own.sentinels)
+    assert saved.tokens_digest == own.tokens_digest
+  for reader in readers:
+    assert len(reader) == own.size
+    for text in TEXTS:
+      ids = reader(text)['input_ids']
+      assert ids == own.ids.frame(own.encode(text), 'encoder')
+      assert reader.decode(ids, skip_special_tokens=True) == own.decode(ids)
+    spelled = reader('The <extra_id_0> x')['input_ids']
+    parts = own.encode('The').tolist(), own.encode('x').tolist()
+    assert spelled == [*parts[0], SIZE - 1, *parts[1], 1]
+  again = vocabulary_pair.open_vocabulary(out)
+  assert again.fingerprint == own.fingerprint
+
+
+def test_byt5_has_no_file(tmp_path):
+  own = vocabulary_pair.open_vocabulary('byt5')
+  assert own.size == 384 and own.note == ''
+  assert own.encode('\u00e9 ').tolist() == [198, 172, 35]
+  assert own.sentinels == list(range(258, 158, -1))
+  assert own.ids.frame(own.encode('a'), 'encoder') == [100, 1]
+  assert own.decode(own.encode('\u00e9\n  ')) == '\u00e9\n  '
+  assert own.decode([258, 100, 1], show_special=True) == '<extra_id_0>a</s>'
+  assert own.decode([258, 100, 1]) == 'a'
+  transformers = pytest.importorskip('transformers')
+  tokenizer_writer.write(tmp_path, own)
+  tokenizer_writer.check(tmp_path, own, TEXTS)
+  theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+  assert len(theirs) == own.size
+  for text in TEXTS:
+    assert theirs(text)['input_ids'] == [*own.encode(text), 1]
+  again = vocabulary_pair.open_vocabulary(tmp_path)
+  assert again.fingerprint == own.fingerprint
