@@ -53,6 +53,8 @@ class MaskSpec:
       (kind 'full' without a window).
     kv_positions: [B, S] int32; None as `q_positions`.
     kv_prefix: [B, S] int32, 1 at keys of a prefix; for kind 'prefix' only.
+    offset: index of the first query among the keys, where both are consecutive
+      tokens; only a relative bias reads it. None if unknown, 0 if aligned.
   """
 
   kind: str = flax.struct.field(pytree_node=False)
@@ -66,6 +68,7 @@ class MaskSpec:
   q_positions: Any = None
   kv_positions: Any = None
   kv_prefix: Any = None
+  offset: Any = None
 
   @property
   def needs_positions(self) -> bool:
