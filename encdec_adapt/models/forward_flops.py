@@ -4,8 +4,8 @@ A multiplication and its addition are 2 FLOPs. Counted, per token or pair of
 positions, in a forward pass:
 
 - projections of self-attention: 2 D H (2N + 2K) per token;
-- gated feed-forward: 2 * 3 D F per token, without a gate 2 * 2 D F; with experts, those that a token
-  takes and a shared one, and the router's 2 D X;
+- feed-forward: 2 * 3 D F per token, or 2 * 2 D F without a gate; with experts,
+  those that a token takes and a shared one, and the router's 2 D X;
 - cross-attention: 2 D H * 2N per target token (query, output; 0 where it is
   merged, which counts them once), 2 E H * 2K per source token (key, value);
 - scores and weighted sum: 2 * 2 N H per visible pair of positions, where a

@@ -100,8 +100,8 @@ class StackConfig:
     'rotary',
     "Positions in self-attention: 'rotary'; or a bias of the scores by buckets"
     " of distances, 'relative:32,128' (32 buckets, the last from distance 128),"
-    " one table for all layers (T5), or 'relative_each:32,128', a table for each"
-    ' (UMT5). A relative stack has initial values as T5.',
+    " one table for all layers (T5), or 'relative_each:32,128', a table for"
+    " each (UMT5). A relative stack has T5's initial values.",
   )
   rope_theta: float = keys.key(
     10000.0, 'Base of the rotary embedding.', above=0

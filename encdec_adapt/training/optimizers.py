@@ -225,9 +225,10 @@ def _adafactor_scale(
   """Applies Adafactor's clipping and relative step, layer by layer.
 
   The direction's root mean square is clipped to 1 and, for kernels and relative
-  position biases, multiplied by that of the parameter, at least 1e-3 (Shazeer and Stern 2018,
-  algorithm 4). Norm gains may be stored as gain - 1 and biases begin at 0, so
-  their root mean square is not a scale for their step.
+  position biases, multiplied by that of the parameter, at least 1e-3 (Shazeer
+  and Stern 2018, algorithm 4). Norm gains may be stored as gain - 1 and biases
+  of projections begin at 0, so their root mean square is not a scale for their
+  step.
 
   Args:
     direction: step direction.
