@@ -57,8 +57,8 @@ def attend(
     lambda x: split_queries(x, chunk), (q, spec.q_segments, spec.q_positions)
   )
   offsets = None
-  if bias is not None and (spec.aligned or spec.offset is not None):
-    offsets = jnp.arange(len(chunks[0])) * chunk + (spec.offset or 0)
+  if bias is not None and spec.first_query is not None:
+    offsets = spec.first_query + chunk * jnp.arange(len(chunks[0]))
   # [chunks, B, chunk, N, H]
   out = jax.lax.map(attend_chunk, (*chunks, offsets))
   out = jnp.moveaxis(out, 0, 1).reshape(q.shape[0], -1, *q.shape[2:])

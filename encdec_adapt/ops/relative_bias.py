@@ -150,17 +150,16 @@ def scores(
       precision=jax.lax.Precision.HIGHEST,
     )
 
-  if spec.offset is None and not spec.aligned:
+  if spec.first_query is None:
     ahead = spec.kv_positions[:, None, :] - spec.q_positions[:, :, None]
     return jnp.moveaxis(read(ahead), -1, 1)
   # Values of the T + S - 1 distances in a ring: that of key s from query t is
   # at (s - t) modulo its size. Copies of the ring in a row, cut into rows
   # shorter by one, move by one from query to query.
   size = queries + keys
-  place = jnp.arange(size)
-  ahead = jnp.where(place < keys, place, place - size)
-  ahead -= 0 if spec.offset is None else spec.offset
-  ring = read(ahead).T  # [N, T + S]
+  slot = jnp.arange(size)
+  ahead = jnp.where(slot < keys, slot, slot - size)
+  ring = read(ahead - spec.first_query).T  # [N, T + S]
   heads = ring.shape[0]
   copies = jnp.broadcast_to(ring[:, None], (heads, queries, size))
   rows = copies.reshape(heads, -1)[:, : queries * (size - 1)]
