@@ -237,9 +237,10 @@ def _check_positions(side: _Side) -> None:
   roles = side.config.role, side.target.role
   if side.config.relative and len({x == 'bidirectional' for x in roles}) == 2:
     raise errors.UserError(
-      f'{side.source} has positions {side.config.positions!r} and is {roles[0]},'
-      f' and the {side.stack} of the target is {roles[1]}: the buckets of its'
-      ' bias would mean other distances. Choose a source with rotary positions.'
+      f'{side.source} is {roles[0]} with positions'
+      f' {side.config.positions!r}, and the {side.stack} of the target is'
+      f' {roles[1]}: the buckets of its bias would mean other distances. Choose'
+      ' a source with rotary positions.'
     )
 
 

@@ -99,10 +99,9 @@ def raw_from_model(
       for every family.
   """
   is_pair = config.architecture.encodes_prompt
-  if config.decoder.relative and not config.decoder.classes:
-    if is_pair or config.decoder.role == 'bidirectional':
-      plain = dataclasses.replace(config.decoder, embedding=None)
-      return t5_json.raw_from_model(dataclasses.replace(config, decoder=plain))
+  if config.decoder.relative:
+    plain = dataclasses.replace(config.decoder, embedding=None)
+    return t5_json.raw_from_model(dataclasses.replace(config, decoder=plain))
   make = (
     _raw_from_decoder
     if is_pair or not config.decoder.embedding

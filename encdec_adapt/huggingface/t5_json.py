@@ -148,8 +148,8 @@ def _raw(config: model_config.ModelConfig, kind: str) -> dict[str, Any]:
     'is_encoder_decoder': pair,
     **{theirs: getattr(stack, ours) for theirs, ours in _FIELDS.items()},
     'feed_forward_proj': feed_forwards[stack.activation, stack.mlp_gated],
-    'relative_attention_num_buckets': stack.relative.buckets,
-    'relative_attention_max_distance': stack.relative.distance,
+    'relative_attention_num_buckets': decoder.relative.buckets,
+    'relative_attention_max_distance': decoder.relative.distance,
   }
   if not pair:
     return {**raw, 'architectures': [f'{TYPES[kind]}EncoderModel']}

@@ -320,7 +320,7 @@ def make(case: Case, seed: int = 0, settings: Any = None):
     for name, weight in model.named_parameters():
       if name.endswith('Attention.q.weight'):
         weight.mul_(0.3)  # T5 does not divide scores by sqrt(12).
-    if getattr(settings, 'scale_decoder_outputs', False):
+    if case.is_pair and getattr(settings, 'scale_decoder_outputs', False):
       model.lm_head.weight.mul_(4.0)  # Its states are divided by sqrt(32).
   return model.float().eval()
 
