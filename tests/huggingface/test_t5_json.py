@@ -79,7 +79,10 @@ def test_models_of_no_class():
   other = dict(norm_gain='one_plus')
   pair = presets.t5('t5_small', **other)
   causal = model_config.without_cross_attention(stack)
-  for model, words in ((pair, 'norm_gain is .direct'), (causal, 'role is .bidirectional')):
+  for model, words in (
+    (pair, 'norm_gain is .direct'),
+    (causal, 'role is .bidirectional'),
+  ):
     with pytest.raises(errors.UserError, match=words):
       config_json.raw_from_model(model)
     raw = config_json.native_from_model(model)
