@@ -189,9 +189,10 @@ def load(
     UserError: names the key, its value and the allowed values.
   """
   saved, standard = config.to_dict(), defaults().to_dict()
-  # An encoder has no head to tie, but files may give both stacks equal keys.
-  if 'tied_head' in saved.get('model', {}).get('encoder', {}):
-    standard['model']['encoder']['tied_head'] = True
+  # An encoder has no head, but files may give both stacks equal keys.
+  for key, value in model_section.OF_HEAD.items():
+    if key in saved.get('model', {}).get('encoder', {}):
+      standard['model']['encoder'][key] = value
   # A configuration of this version is complete, as it starts from `defaults`.
   values, added = keys.complete(saved, standard)
   if added and distributed.is_lead():

@@ -22,6 +22,23 @@ def stack(**changes):
   return model_config.StackConfig(**fields | changes)
 
 
+# Fields of T5's block, in place of those of `stack`.
+T5 = dict(
+  kv_heads=4,
+  pattern=('global',),
+  query_scale=1.0,
+  attention_softcap=None,
+  final_softcap=None,
+  norm_gain='direct',
+  post_norms=False,
+  scale_embeddings=False,
+  positions='relative:8,10',
+  activation='relu',
+  mlp_gated=False,
+  scaled_head=True,
+)
+
+
 def params(config, seed=0, scale=0.5):
   """Random parameters of a model, nested."""
   rng = np.random.default_rng(seed)

@@ -170,6 +170,7 @@ def make_plan(
       layer_leaves.leaves_of(source),
       shared_table,
     )
+    _check_positions(sides[name])
   copies = _copies_cross(target, cross_attention, post_norm_gain)
   # Gemma's norms store the gain minus 1.
   offset = 1.0 if target.decoder.norm_gain == 'one_plus' else 0.0
@@ -225,6 +226,22 @@ def _shapes(
   leaves: Mapping[str, layer_leaves.Leaf],
 ) -> dict[str, tuple[int, ...]]:
   return {name: leaf.shape for name, leaf in leaves.items()}
+
+
+def _check_positions(side: _Side) -> None:
+  """Refuses a relative bias of other distances.
+
+  Raises:
+    UserError: only one of source and target has buckets for keys ahead.
+  """
+  roles = side.config.role, side.target.role
+  if side.config.relative and len({x == 'bidirectional' for x in roles}) == 2:
+    raise errors.UserError(
+      f'{side.source} is {roles[0]} with positions'
+      f' {side.config.positions!r}, and the {side.stack} of the target is'
+      f' {roles[1]}: the buckets of its bias would mean other distances. Choose'
+      ' a source with rotary positions.'
+    )
 
 
 def _copies_cross(

@@ -61,7 +61,7 @@ def export_folder(values: flags.FlagValues, _: list[str]) -> int:
   side = stored.prompt_side
   if embeds:
     stored = model_on_disk.embedding_model(stored, values.embedding)
-  native = _is_native(stored.model, values.layout)
+  native = _is_native(stored, values.layout)
   folders = pretrained_files.folders(stored.path)
   # The tokenizer below is written from these files: damage is found first.
   pretrained_files.check(folders)
@@ -167,7 +167,7 @@ def push_folder(values: flags.FlagValues, operands: list[str]) -> int:
   return 0
 
 
-def _is_native(model: model_config.ModelConfig, layout: str) -> bool:
+def _is_native(stored: model_on_disk.StoredModel, layout: str) -> bool:
   """Returns whether the native layout is written; prints the choice.
 
   Raises:
@@ -176,19 +176,19 @@ def _is_native(model: model_config.ModelConfig, layout: str) -> bool:
   if layout == 'encdec_adapt':
     return True
   try:
-    raw, _ = config_json.raw_from_model(model)
+    config_json.raw_from_model(stored.model)
   except errors.UserError as error:
     if layout == 'transformers':
       raise
     code = 'transformers runs the code in it (trust_remote_code=True)'
-    if problem := torch_export.problem(model):
+    if problem := torch_export.problem(stored.model):
       code = f'no code for transformers comes with it: {problem}'
     print(
       f'{error} It is written in the layout of this project instead, which'
       f' encdec_adapt.load reads; {code}.'
     )
     return True
-  print(f'transformers loads it as {raw["architectures"][0]}.')
+  print(f'transformers loads it as {inspection.transformers_class(stored)}.')
   return False
 
 

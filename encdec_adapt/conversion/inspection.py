@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import dataclasses
 
 from encdec_adapt.base import errors
-from encdec_adapt.conversion import model_on_disk
+from encdec_adapt.conversion import model_on_disk, pretrained_files
 from encdec_adapt.files import disk, paths
 from encdec_adapt.huggingface import config_json, torch_export
 from encdec_adapt.models import model_config, parameters
@@ -19,14 +19,17 @@ def describe(stored: model_on_disk.StoredModel) -> str:
   return '\n'.join([*_head(stored), *_sizes(stored), *_config(stored)])
 
 
-def transformers_class(model: model_config.ModelConfig) -> str | None:
+def transformers_class(stored: model_on_disk.StoredModel) -> str | None:
   """Returns the name of a model's class in transformers, None for none."""
   # Writing the config.json is the only test: a family's limits are known to the
   # code that expresses a model in it.
   try:
-    raw, _ = config_json.raw_from_model(model)
+    raw, _ = config_json.raw_from_model(stored.model)
   except errors.UserError:
     return None
+  # Of equal classes, such as T5's and mT5's, that of the source.
+  sources = pretrained_files.folders(stored.path)
+  raw = config_json.with_fields(raw, pretrained_files.config_fields(sources))
   return raw['architectures'][0]
 
 
@@ -48,7 +51,7 @@ def _head(stored: model_on_disk.StoredModel) -> Iterator[str]:
   if stored.adapters:
     options = stored.adapters.options.text
     yield f'adapters: {options} over {stored.base.full_name}'
-  name = transformers_class(stored.model)
+  name = transformers_class(stored)
   if name is None:
     name = 'none; export writes the layout of this project'
     if not torch_export.problem(stored.model):

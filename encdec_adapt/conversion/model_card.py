@@ -145,17 +145,17 @@ def write(
     shape='\n'.join(_shape(model)),
     history='\n'.join(_history(stored.name, stored.path, stored.step)),
     notes=f'## Notes\n\n{lines}\n' * bool(lines),
-    snippet=_snippet(model, native, tokenizers) if generates else '',
+    snippet=_snippet(stored, native, tokenizers) if generates else '',
     layout=_NATIVE * native,
   )
 
 
 def _snippet(
-  model: model_config.ModelConfig, native: bool, tokenizers: Collection[str]
+  stored: model_on_disk.StoredModel, native: bool, tokenizers: Collection[str]
 ) -> str:
   """Returns the code that generates text."""
   folder = 'folder' + ', trust_remote_code=True' * native
-  name = inspection.transformers_class(model)
+  name = inspection.transformers_class(stored)
   subfolder = model_on_disk.DECODER_TOKENIZER
   is_separate = any(x.startswith(f'{subfolder}/') for x in tokenizers)
   return _SNIPPET.format(

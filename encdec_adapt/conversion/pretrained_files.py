@@ -19,7 +19,12 @@ import yaml
 from encdec_adapt.base import errors
 from encdec_adapt.conversion import model_on_disk
 from encdec_adapt.files import atomic, paths
-from encdec_adapt.huggingface import config_json, tensor_folder, vision
+from encdec_adapt.huggingface import (
+  config_json,
+  t5_json,
+  tensor_folder,
+  vision,
+)
 from encdec_adapt.tokenizers import vocabulary_pair
 
 FOLDER = 'hugging_face'
@@ -344,7 +349,7 @@ def generation_config(
     fields: see `config_fields`.
     opened: vocabularies of the model, for ids that no stored file has.
     is_pair: whether the model is an encoder-decoder; its decoder starts from
-      BOS.
+      the token that its source names (T5), else from BOS.
     end_of_turn: id that ends an answer of a model that was trained on
       conversations; None for others.
 
@@ -356,8 +361,9 @@ def generation_config(
   stored = _stored_json(sources, tensor_folder.GENERATION)
   content |= {k: stored[k] for k in stored if k not in (*_STAMPS, *_CACHES)}
   # The files of decoder-only sources have no such field.
-  if is_pair and 'bos_token_id' in content:
-    content['decoder_start_token_id'] = content['bos_token_id']
+  start = ids.get(t5_json.START, content.get('bos_token_id'))
+  if is_pair and start is not None:
+    content[t5_json.START] = start
   if end_of_turn is not None:
     # Added and not put in place of EOS, which still ends plain text.
     ends = content.get('eos_token_id', [])

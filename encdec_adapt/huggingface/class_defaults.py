@@ -47,6 +47,13 @@ _QWEN_MOE = {
   'mlp_only_layers': None,
   'decoder_sparse_step': 1,
 }
+_T5 = {
+  'relative_attention_num_buckets': 32,
+  'relative_attention_max_distance': 128,
+  'layer_norm_epsilon': 1e-6,
+  'feed_forward_proj': 'relu',
+}
+_MT5 = {**_T5, 'feed_forward_proj': 'gated-gelu'}
 
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
   'gemma': {**_GEMMA, 'hidden_act': 'gelu_pytorch_tanh'},
@@ -69,4 +76,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
   'mixtral': {**_PLAIN, 'rms_norm_eps': 1e-5, 'rope_theta': 1e6},
   'qwen2_moe': {**_QWEN_MOE, 'qkv_bias': True},
   'qwen3_moe': {**_QWEN_MOE, **_BIAS},
+  't5': _T5,
+  'mt5': _MT5,
+  'umt5': _MT5,
 }

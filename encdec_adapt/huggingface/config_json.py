@@ -6,7 +6,13 @@ import dataclasses
 from typing import Any
 
 from encdec_adapt.base import errors, keys
-from encdec_adapt.huggingface import families, raw_fields, torch_export, weights
+from encdec_adapt.huggingface import (
+  families,
+  raw_fields,
+  t5_json,
+  torch_export,
+  weights,
+)
 from encdec_adapt.models import model_config, model_section
 
 
@@ -95,6 +101,9 @@ def raw_from_model(
       for every family.
   """
   is_pair = config.architecture.encodes_prompt
+  if config.decoder.relative:
+    plain = dataclasses.replace(config.decoder, embedding=None)
+    return t5_json.raw_from_model(dataclasses.replace(config, decoder=plain))
   make = (
     _raw_from_decoder
     if is_pair or not config.decoder.embedding
@@ -324,6 +333,9 @@ def carried_fields(raw: families.Raw) -> dict[str, dict[str, Any]]:
   kind = raw.get('model_type')
   if kind == NATIVE_TYPE:
     return {k: dict(v) for k, v in raw.get('carried', {}).items()}
+  if kind in t5_json.TYPES:
+    names = (*TOKEN_IDS, *t5_json.CARRIED)
+    return {'decoder': {x: raw[x] for x in names if raw.get(x) is not None}}
   if kind in PAIRS:
     parts = {
       name: {**raw, **_part(raw, path, 'config.json')}
@@ -353,6 +365,8 @@ def with_fields(
   if kind == ENCODER_TYPE:
     part = {**fields.get('encoder', decoder_fields), **raw['text_config']}
     return {**raw, 'text_config': part}
+  if kind in t5_json.TYPES:
+    return t5_json.with_fields(raw, decoder_fields)
   if kind not in PAIRS:
     fields = {**decoder_fields, **raw}
     ends = fields.get('eos_token_id')
@@ -405,11 +419,14 @@ def model_from_raw(
     ):
       model = model_config.reward_model(model)
     return model, family.layout
+  if kind in t5_json.TYPES:
+    return t5_json.model_from_raw(raw, file)
   if kind not in PAIRS:
+    reason = t5_json.UNSUPPORTED.get(kind, '')
+    supported = [*families.FAMILIES, 'gemma3', *PAIRS, *t5_json.TYPES]
     raise errors.UserError(
-      f'{file} has model_type {kind!r}; supported are'
-      f' {", ".join([*families.FAMILIES, "gemma3", *PAIRS])} and'
-      f' {NATIVE_TYPE}.'
+      f'{file} has model_type {kind!r}; supported are {", ".join(supported)}'
+      f' and {NATIVE_TYPE}.{f" {reason}; give a T5." * bool(reason)}'
     )
   return _pair_from_raw(raw, PAIRS[kind], file), PAIRS[kind].layout
 

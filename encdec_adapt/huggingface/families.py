@@ -320,7 +320,7 @@ def raw_from_stack(
   }
   raw['model_type'] = family.model_type
   activations = {ours: theirs for theirs, ours in _ACTIVATIONS.items()}
-  raw[family.activation] = activations[stack.activation]
+  raw[family.activation] = activations.get(stack.activation, stack.activation)
   kinds = {ours: theirs for theirs, ours in _KINDS.items()}
   raw['layer_types'] = [kinds[stack.layer_kind(i)] for i in range(stack.layers)]
   local = 'local' in stack.pattern

@@ -87,8 +87,12 @@ class ModelFolder:
     config, layout = config_json.model_from_raw(raw, str(file))
     if vocab_multiple is not None:
       config = model_config.with_vocab_multiple(config, vocab_multiple)
-    self.config = config
     self.tensors = tensor_folder.TensorFolder(folder)
+    if layout.head_by_value:
+      tied = _ties_head(self.tensors, layout)
+      decoder = dataclasses.replace(config.decoder, tied_head=tied)
+      config = dataclasses.replace(config, decoder=decoder)
+    self.config = config
     self._matches, self.unused = _match(config, layout, self.tensors)
 
   def arrays(self) -> dict[str, lazy_array.LazyArray]:
@@ -169,6 +173,18 @@ class ModelFolder:
     return self.tensors.tensors[piece.tensor].file
 
 
+def _ties_head(
+  tensors: tensor_folder.TensorFolder, layout: weights.Layout
+) -> bool:
+  """Returns whether no other head than the table is stored."""
+  table = f'{layout.embedder["decoder"]}weight'
+  names = [table, *(x for x, name in layout.copies.items() if name == table)]
+  stored = [x for x in names if x in tensors.tensors]
+  if layout.head not in tensors.tensors or not stored:
+    return True
+  return np.array_equal(*map(tensors.read, (layout.head, stored[0])))
+
+
 def _match(
   config: model_config.ModelConfig,
   layout: weights.Layout,
@@ -247,6 +263,8 @@ def _why_unused(name: str, layout: weights.Layout, file: paths.Path) -> str:
   """Returns the reason why a tensor is unused; refuses unknown tensors."""
   if name.endswith(_BUFFERS):
     return 'a buffer that is computed from the config'
+  if name.startswith(layout.ignored):
+    return 'not read by the class of the model'
   if vision.is_vision(name):
     if layout is weights.PAIR_T5GEMMA2:
       return 'vision part, kept for export'

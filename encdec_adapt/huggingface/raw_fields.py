@@ -49,26 +49,31 @@ _FIELDS = (
     """vocab_size hidden_size intermediate_size num_attention_heads
     num_key_value_heads head_dim sliding_window_pattern num_local_experts
     num_experts num_experts_per_tok moe_intermediate_size
-    shared_expert_intermediate_size original_max_position_embeddings""",
+    shared_expert_intermediate_size original_max_position_embeddings d_model
+    d_kv d_ff num_heads relative_attention_num_buckets
+    relative_attention_max_distance""",
   ),
   # Each layer costs host memory and compile time before any array exists.
-  (_integer(1, 10_000), 'num_hidden_layers'),
+  (
+    _integer(1, 10_000),
+    'num_hidden_layers num_layers num_decoder_layers',
+  ),
   # Qwen 2 MoE writes a window of 0 for none.
   (_integer(0), 'sliding_window max_window_layers eoi_token_index'),
   (
     (_is_above_0, 'a number above 0'),
-    """rms_norm_eps query_pre_attn_scalar final_logit_softcapping
-    attn_logit_softcapping rope_theta rope_local_base_freq factor
-    low_freq_factor high_freq_factor""",
+    """rms_norm_eps layer_norm_epsilon query_pre_attn_scalar
+    final_logit_softcapping attn_logit_softcapping rope_theta
+    rope_local_base_freq factor low_freq_factor high_freq_factor""",
   ),
   (
     _instance(bool, 'true or false'),
     """attention_bias tie_word_embeddings qkv_bias norm_topk_prob mlp_bias
-    use_sliding_window use_bidirectional_attention""",
+    use_sliding_window use_bidirectional_attention scale_decoder_outputs""",
   ),
   (
     _instance(str, 'a string'),
-    'model_type hidden_act hidden_activation rope_type type',
+    'model_type hidden_act hidden_activation rope_type type feed_forward_proj',
   ),
   (_instance(Mapping, 'an object'), f'{_ROPE} {" ".join(_KINDS)}'),
   (_list_of(str, 'strings'), 'layer_types'),
@@ -79,7 +84,7 @@ _RULES: Mapping[str, _Rule] = {
 }
 # null means off, or the default of the class.
 _NULLABLE = frozenset(
-  f"""{_ROPE} num_key_value_heads head_dim sliding_window
+  f"""{_ROPE} num_decoder_layers num_key_value_heads head_dim sliding_window
   sliding_window_pattern eoi_token_index final_logit_softcapping
   attn_logit_softcapping use_bidirectional_attention layer_types
   mlp_only_layers sliding_attention hidden_activation""".split()

@@ -294,11 +294,17 @@ def _no_weights(folder: paths.Path) -> errors.UserError:
   """Returns the error for a folder with neither a single file nor an index."""
   files = folder.iterdir() if folder.is_dir() else ()
   pickled = sorted(file.name for file in files if file.suffix in _PICKLED)
-  hint = (
-    f' Its pickled weights ({", ".join(pickled)}) can run code when they are'
-    ' read and are refused: if you trust them, load the model with'
-    ' transformers and save it with save_pretrained.'
-  ) * bool(pickled)
+  hint = ''
+  if pickled:
+    config = folder / CONFIG
+    raw = atomic.read_json(config) if config.is_file() else {}
+    name = (raw.get('architectures') or ['AutoModel'])[0]
+    hint = (
+      f' Its pickled weights ({", ".join(pickled)}) can run code when they are'
+      ' read and are refused: if you trust them, rewrite them by\n'
+      f'  from transformers import {name}\n'
+      f"  {name}.from_pretrained('{folder}').save_pretrained('{folder}')"
+    )
   return errors.UserError(
     f'{folder} has neither {SINGLE} nor {INDEX}. Give the folder of a whole'
     f' model, as save_pretrained or a download makes it.{hint}'

@@ -7,6 +7,7 @@ parameter table alone.
 
 from collections.abc import Iterator, Mapping
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -32,7 +33,9 @@ _SCORE = 'score.weight'  # The head of a sequence classifier.
 _EXPERT = '{}'
 # Kernels with a single input dimension, the first. Output kernels have two
 # (heads, head_dim), all other leaves none.
-_KERNELS = frozenset('query key value gate up down router shared_gate'.split())
+_KERNELS = frozenset(
+  'query key value gate up down router shared_gate relative_bias'.split()
+)
 
 
 def _layer(norms: Mapping[str, str], **attentions: str) -> dict[str, str]:
@@ -104,9 +107,16 @@ class Layout:
 
   Attributes:
     layer: table of a layer, our leaf -> their name.
+    encoder: table of an encoder's layer, if it differs.
     stacks: our stack -> prefix of its tensor names.
     embedder: our stack with an embedding table -> prefix of the table's name.
     head: name of an untied head.
+    layers: prefix of a layer's number.
+    norm: name of the final norm in a stack.
+    bias: name of a stack's relative position bias in the stack.
+    head_by_value: whether a head is tied if no other one than the table is
+      stored, whatever config.json says.
+    ignored: beginnings of names of tensors that the class does not read.
     aliases: alternative prefix of a name -> prefix used here.
     inner_aliases: alternative infix of a name -> infix used here.
     modules: prefix used here -> prefix of the module in memory, if it differs.
@@ -124,6 +134,12 @@ class Layout:
   stacks: Mapping[str, str]
   embedder: Mapping[str, str]
   head: str
+  encoder: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  layers: str = 'layers.'
+  norm: str = 'norm.weight'
+  bias: str | None = None
+  head_by_value: bool = False
+  ignored: tuple[str, ...] = ()
   aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
   inner_aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
   modules: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -234,6 +250,64 @@ ENCODER_T5GEMMA2 = Layout(
   embedder={'decoder': 'embed_tokens.'},
   head='',
 )
+_T5_BIAS = 'layer.0.SelfAttention.relative_attention_bias.weight'
+
+
+def _t5_layer(*, gated: bool, crosses: bool) -> dict[str, str]:
+  """Returns the table of a layer of T5, in which parts are numbered."""
+  attention = {x: x[0] for x in ('query', 'key', 'value', 'output')}
+  # Ours and their part, its norm and its kernels.
+  parts = [('attention', 'SelfAttention', 'pre_attention_norm', attention)]
+  if crosses:
+    cross = 'cross_attention', 'EncDecAttention', 'pre_cross_norm', attention
+    parts.append(cross)
+  mlp = {'gate': 'wi_0', 'up': 'wi_1'} if gated else {'up': 'wi'}
+  mlp['down'] = 'wo'
+  parts.append(('mlp', 'DenseReluDense', 'pre_mlp_norm', mlp))
+  table = {'attention/relative_bias': _T5_BIAS}
+  for number, (ours, theirs, norm, kernels) in enumerate(parts):
+    table[f'{norm}/scale'] = f'layer.{number}.layer_norm.weight'
+    for name, their_name in kernels.items():
+      table[f'{ours}/{name}'] = f'layer.{number}.{theirs}.{their_name}.weight'
+  return table
+
+
+@functools.cache
+def t5_layout(*, gated: bool, pair: bool) -> Layout:
+  """Returns the names of T5, mT5 and UMT5.
+
+  Args:
+    gated: whether feed-forwards are gated.
+    pair: whether it is an encoder-decoder; else it is the encoder of one.
+  """
+  encoder = _t5_layer(gated=gated, crosses=False)
+  common = {
+    'embedder': {'decoder': 'shared.'},
+    'head': 'lm_head.weight',
+    'layers': 'block.',
+    'norm': 'final_layer_norm.weight',
+    'bias': f'block.0.{_T5_BIAS}',
+    'copies': {
+      f'{x}.embed_tokens.weight': 'shared.weight'
+      for x in ('encoder', 'decoder')
+    },
+  }
+  if not pair:
+    ignored = 'decoder.block.', 'decoder.final', 'lm_head.'
+    stacks = {'decoder': 'encoder.'}
+    return Layout(layer=encoder, stacks=stacks, ignored=ignored, **common)
+  cross = 'decoder.block.0.layer.1.EncDecAttention.'
+  return Layout(
+    layer=_t5_layer(gated=gated, crosses=True),
+    encoder=encoder,
+    stacks={'encoder': 'encoder.', 'decoder': 'decoder.'},
+    head_by_value=True,
+    # Stored by the first files for cross-attention, which adds no bias.
+    ignored=(f'{cross}relative_attention_bias.',),
+    **common,
+  )
+
+
 NATIVE = Layout(layer={}, stacks={}, embedder={}, head='', native=True)
 
 
@@ -350,10 +424,13 @@ def _weights(
   name = None
   if part == 'layers':
     number, *inner = inner
-    if theirs := layout.layer.get('/'.join(inner)):
-      name = f'{layout.stacks[stack]}layers.{number}.{theirs}'
+    table = (stack == 'encoder' and layout.encoder) or layout.layer
+    if theirs := table.get('/'.join(inner)):
+      name = f'{layout.stacks[stack]}{layout.layers}{number}.{theirs}'
   elif part == 'final_norm':
-    name = f'{layout.stacks[stack]}norm.weight'
+    name = f'{layout.stacks[stack]}{layout.norm}'
+  elif part == 'relative_bias':
+    name = layout.bias and f'{layout.stacks[stack]}{layout.bias}'
   elif part == 'head':
     name = _SCORE if config.stacks[stack].classes else layout.head
   elif stack in layout.embedder:

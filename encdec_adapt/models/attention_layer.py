@@ -1,7 +1,8 @@
 """Attention modules: projections around `ops.attention`.
 
 Grouped-query attention, scores scaled by query_scale^-1/2 and soft-capped.
-Self-attention rotates queries and keys. Cross-attention has no position
+Self-attention rotates queries and keys, or adds a relative position bias to the
+scores. Cross-attention has no position
 signal and no window, reads an encoding that is already normalised, of the
 encoder's width, and has the decoder's heads, scale and cap. In merged
 attention (T5Gemma 2) the decoder's self-attention reads the encoding too.
@@ -19,7 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from encdec_adapt.models import execution, layers, model_config
 from encdec_adapt.models import kv_cache as caches
-from encdec_adapt.ops import attention, masks, partition, rope
+from encdec_adapt.ops import attention, masks, partition, relative_bias, rope
 
 # Dimensions of the kernels.
 _AXES = {
@@ -92,7 +93,14 @@ class _Attention(nn.Module):
     weights = {}
     for name, (contracted, shape) in kernels.items():
       axes, dims = _AXES[name], (0, 1, 2)
-      init = layers.kernel_init(axes, dims[:contracted], dims[contracted:])
+      # T5 draws queries smaller instead of dividing scores by sqrt(H).
+      small = cfg.relative is not None and name == 'query'
+      init = layers.kernel_init(
+        axes,
+        dims[:contracted],
+        dims[contracted:],
+        scale=1 / cfg.head_dim if small else 1.0,
+      )
       weights[name] = layers.declare(self, name, init, shape)
       if name in biased[cfg.attention_bias]:
         init = layers.bias_init(*axes[contracted:])
@@ -121,6 +129,7 @@ class _Attention(nn.Module):
     mask: masks.MaskSpec,
     *,
     cached: bool,
+    bias: relative_bias.RelativeBias | None = None,
   ) -> Float[Array, 'B T D']:
     """Attends over the source and projects the result to the width.
 
@@ -129,6 +138,7 @@ class _Attention(nn.Module):
       source: keys and values.
       mask: mask of the queries over the source.
       cached: whether the source comes from a cache.
+      bias: relative position bias of the scores; None for none.
     """
     cfg, compute = self.config, self.compute
     # By heads, not head_dim: scores then need no sum over devices.
@@ -140,6 +150,7 @@ class _Attention(nn.Module):
       mask,
       scale=cfg.query_scale**-0.5,
       softcap=cfg.attention_softcap,
+      bias=bias,
       backend=compute.cached_attention if cached else compute.attention,
       chunk=compute.attention_chunk,
     )  # [B, T, N, H]
@@ -148,35 +159,49 @@ class _Attention(nn.Module):
 
 
 class SelfAttention(_Attention):
-  """Attention of a sequence to itself, with rotary embedding."""
+  """Attention of a sequence to itself, with positions."""
+
+  def setup(self):
+    """Declares also the bias of the layer, if it has its own."""
+    super().setup()
+    positions = self.config.relative
+    if positions and positions.kind == 'relative_each':
+      self.bias = layers.declare_bias(self, self.config)
 
   def __call__(
     self,
     x: Float[Array, 'B L D'],
-    rotation: tuple[Float[Array, 'B L 1 J'], Float[Array, 'B L 1 J']],
+    rotation: tuple[Float[Array, 'B L 1 J'], Float[Array, 'B L 1 J']] | None,
     mask: masks.MaskSpec,
     cached: caches.KeyValues | None,
     slot: Int[Array, 'B'] | None,
     memory: Float[Array, 'B S D'] | None = None,
+    bias: relative_bias.RelativeBias | None = None,
   ) -> tuple[Float[Array, 'B L D'], caches.KeyValues]:
     """Attends over `x`, or over a cache after writing `x` to it.
 
     Args:
       x: normalised states; L is 1 with a cache.
-      rotation: cosines and sines of the positions (`rope.angles`).
+      rotation: cosines and sines of the positions (`rope.angles`); None in a
+        stack with relative positions.
       mask: mask over the keys of `x`, or over the cache's entries.
       cached: entries of earlier tokens, or None.
       slot: slot of the cache for the token of each row.
       memory: in merged attention without a cache the encoder's output; its
         keys, without a rotation, follow the others in `mask`.
+      bias: relative position bias of the stack, None if it has none.
 
     Returns:
       The output, and keys and values: the cache with `x` in it, or those of
       `x` [B, L, K, H] without a cache.
     """
-    q = rope.rotate(self.queries(x), *rotation)
+    q = self.queries(x)
     entries = project_keys_values(self.config, self.weights, x)
-    entries = entries.replace(key=rope.rotate(entries.key, *rotation))
+    if rotation is not None:
+      q = rope.rotate(q, *rotation)
+      entries = entries.replace(key=rope.rotate(entries.key, *rotation))
+    elif bias is None:
+      bias = self.bias
     source = entries
     # Written before it is read: the mask counts the token among the keys.
     # Cached keys are rotated already, each by its absolute position.
@@ -188,7 +213,8 @@ class SelfAttention(_Attention):
       source = jax.tree.map(
         lambda *x: jnp.concatenate(x, axis=1), entries, added
       )
-    return self.attend(q, source, mask, cached=cached is not None), entries
+    is_cached = cached is not None
+    return self.attend(q, source, mask, cached=is_cached, bias=bias), entries
 
 
 class CrossAttention(_Attention):

@@ -35,9 +35,11 @@ class Context:
 
   Attributes:
     rotations: cosines and sines of the positions (`rope.angles`) by kind of
-      layer.
+      layer; None in a stack with relative positions.
     masks: MaskSpec of self-attention by kind of layer; in merged attention
       its last keys are the encoder's.
+    bias: relative position bias of all layers; None if they have none in
+      common.
     slots: slot of the cache for the token of each row, int32 [B], by kind of
       layer; None without a cache.
     encoded: the encoder's output [B, S, E]; None without cross-attention, and
@@ -53,6 +55,7 @@ class Context:
   # fields that decide on the program are static.
   rotations: dict[str, Any]
   masks: dict[str, Any]
+  bias: Any = None
   slots: Any = None
   encoded: Any = None
   cross_mask: Any = None
@@ -113,6 +116,7 @@ class Block(nn.Module):
       cached,
       None if cached is None else context.slots[self.kind],
       memory,
+      context.bias,
     )
     x = add(x, y, 'post_attention_norm')
 

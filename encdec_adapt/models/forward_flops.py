@@ -4,8 +4,8 @@ A multiplication and its addition are 2 FLOPs. Counted, per token or pair of
 positions, in a forward pass:
 
 - projections of self-attention: 2 D H (2N + 2K) per token;
-- gated feed-forward: 2 * 3 D F per token; with experts, those that a token
-  takes and a shared one, and the router's 2 D X;
+- feed-forward: 2 * 3 D F per token, or 2 * 2 D F without a gate; with experts,
+  those that a token takes and a shared one, and the router's 2 D X;
 - cross-attention: 2 D H * 2N per target token (query, output; 0 where it is
   merged, which counts them once), 2 E H * 2K per source token (key, value);
 - scores and weighted sum: 2 * 2 N H per visible pair of positions, where a
@@ -217,7 +217,7 @@ def _pairs(
 def _feed_forward(stack: configs.StackConfig, layer: int) -> int:
   """Returns a token's weights in the feed-forward of a layer, divided by D."""
   if not stack.experts or layer < stack.dense_layers:
-    return 3 * stack.mlp_width
+    return (3 if stack.mlp_gated else 2) * stack.mlp_width
   routed = stack.experts_per_token * stack.expert_width
   shared = stack.shared_expert_width
   return 3 * (routed + shared) + stack.experts + stack.shared_expert_gate

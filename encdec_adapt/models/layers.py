@@ -4,7 +4,10 @@ Initialisation, of every model here: kernels are truncated normal with
 variance 1 / fan-in, so that projections keep unit variance (about the 0.02 of
 Hugging Face at width 2304, and right at toy widths too); tables are normal
 with variance 1 / D, so that embeddings scaled by sqrt(D) have unit variance
-and tied logits start near N(0, 1); norm scales give a gain of 1.
+and tied logits start near N(0, 1); norm scales give a gain of 1. A stack with
+relative positions starts as T5 (arXiv:1910.10683): embeddings, which are not
+scaled there, with variance 1, and queries, as scores are not divided by
+sqrt(H), with variance 1 / (D H).
 
 Imports no attention and nothing that is made of layers.
 """
@@ -27,6 +30,7 @@ from encdec_adapt.ops import (
   norms,
   partition,
   products,
+  relative_bias,
 )
 
 
@@ -35,6 +39,7 @@ def kernel_init(
   in_axis: int | Sequence[int],
   out_axis: int | Sequence[int],
   batch_axis: int | Sequence[int] = (),
+  scale: float = 1.0,
 ) -> nn.initializers.Initializer:
   """Returns the initialiser of a kernel with these logical axes.
 
@@ -43,9 +48,10 @@ def kernel_init(
     in_axis: dimensions that a product contracts.
     out_axis: dimensions that it produces.
     batch_axis: dimensions that count kernels.
+    scale: factor of the variance.
   """
   init = nn.initializers.variance_scaling(
-    1.0, 'fan_in', 'truncated_normal', in_axis, out_axis, batch_axis
+    scale, 'fan_in', 'truncated_normal', in_axis, out_axis, batch_axis
   )
   return nn.with_logical_partitioning(init, tuple(axes))
 
@@ -106,7 +112,8 @@ class Embedder(nn.Module):
   def __call__(self, tokens: Int[Array, 'B L']) -> Float[Array, 'B L D']:
     """Looks up rows of the table, times sqrt(D) if the stack scales them."""
     cfg = self.config
-    table = make_table(self, cfg, cfg.vocab_size)
+    std = 1.0 if cfg.relative else cfg.width**-0.5
+    table = make_table(self, cfg, cfg.vocab_size, std)
     x = embedding.lookup(table, tokens, self.dtype)
     # sqrt(D) is rounded to the dtype first, as in transformers: weights trained
     # in bfloat16 expect 55.5, not 55.43, at width 3072.
@@ -128,7 +135,8 @@ class Head(nn.Module):
 
   @nn.compact
   def __call__(self) -> Float[Array, 'V D']:
-    return make_table(self, self.config, self.config.outputs)
+    cfg = self.config
+    return make_table(self, cfg, cfg.outputs, cfg.width**-0.5)
 
 
 class EmbeddingHead(nn.Module):
@@ -151,7 +159,7 @@ class EmbeddingHead(nn.Module):
 
 
 def make_table(
-  module: nn.Module, config: model_config.StackConfig, rows: int
+  module: nn.Module, config: model_config.StackConfig, rows: int, std: float
 ) -> jax.Array:
   """Declares a table [V, D] as the parameter 'table' of a module.
 
@@ -159,16 +167,30 @@ def make_table(
     module: the module.
     config: the stack.
     rows: rows without padding.
+    std: standard deviation of its initial values.
   """
   # The single row of a reward model is neither padded nor divided.
   is_divided = rows > 1
   init = nn.with_logical_partitioning(
-    nn.initializers.normal(config.width**-0.5),
+    nn.initializers.normal(std),
     ('vocab' if is_divided else 'reward', 'table_embed'),
   )
   multiple = config.vocab_multiple if is_divided else 1
   shape = (-(-rows // multiple) * multiple, config.width)
   return kernel_forms.dense(declare(module, 'table', init, shape))
+
+
+def declare_bias(
+  module: nn.Module, config: model_config.StackConfig
+) -> relative_bias.RelativeBias:
+  """Declares a relative position bias [N, buckets] of a module."""
+  positions = config.relative
+  init = nn.with_logical_partitioning(
+    nn.initializers.normal(config.width**-0.5), ('heads', 'buckets')
+  )
+  shape = config.heads, positions.buckets
+  table = module.param('relative_bias', init, shape, jnp.float32)
+  return relative_bias.RelativeBias(table, positions.distance)
 
 
 def declare(
@@ -290,7 +312,10 @@ def _multiply(
 
 
 class MLP(nn.Module):
-  """Gated feed-forward, F wide: down(activation(gate(x)) * up(x))."""
+  """Feed-forward, F wide: down(activation(gate(x)) * up(x)).
+
+  Without a gate down(activation(up(x))).
+  """
 
   config: model_config.StackConfig
   dtype: str
@@ -299,8 +324,11 @@ class MLP(nn.Module):
   @nn.compact
   def __call__(self, x: Float[Array, 'B L D']) -> Float[Array, 'B L D']:
     activation = activations.ACTIVATIONS[self.config.activation]
-    hidden = activation(self._project('gate', x, 'embed', 'mlp'))
-    hidden = hidden * self._project('up', x, 'embed', 'mlp')
+    if self.config.mlp_gated:
+      hidden = activation(self._project('gate', x, 'embed', 'mlp'))
+      hidden = hidden * self._project('up', x, 'embed', 'mlp')
+    else:
+      hidden = activation(self._project('up', x, 'embed', 'mlp'))
     hidden = partition.shard(hidden, 'batch', 'length', 'act_mlp')
     return self._project('down', hidden, 'mlp', 'embed')
 

@@ -12,12 +12,14 @@ from flax import traverse_util
 from encdec_adapt.base import errors, keys
 from encdec_adapt.models import architecture as architectures
 from encdec_adapt.models import embedding_head
-from encdec_adapt.ops import rope
+from encdec_adapt.ops import relative_bias, rope
 
 LayerKind = Literal['local', 'global']
 
 EOI_TOKEN = 256000  # The end of an image in Gemma 3's vocabulary.
 
+# Keys that mean something only with rotary positions.
+_OF_ROTARY = ('rope_theta', 'rope_scaling', 'local_rope_theta')
 # Keys that mean something only in a stack with experts.
 _OF_EXPERTS = (
   'experts_per_token',
@@ -63,11 +65,11 @@ class StackConfig:
   layers: int = keys.key(4, 'Number of layers.', at_least=1)
   width: int = keys.key(128, 'Residual width D.', at_least=1)
   mlp_width: int = keys.key(
-    512, 'Width F of one branch of the gated feed-forward.', at_least=1
+    512, 'Width F of one branch of the feed-forward.', at_least=1
   )
   heads: int = keys.key(4, 'Query heads N.', at_least=1)
   kv_heads: int = keys.key(2, 'Key/value heads K; divides heads.', at_least=1)
-  head_dim: int = keys.key(32, 'Head dimension H; even.', at_least=1)
+  head_dim: int = keys.key(32, 'Head dimension H; even if rotated.', at_least=1)
   vocab_size: int = keys.key(
     4096, 'Tokens of the vocabulary; logits beyond it do not exist.', at_least=1
   )
@@ -93,6 +95,13 @@ class StackConfig:
   )
   final_softcap: float | None = keys.key(
     30.0, 'Soft-cap of logits; 0 for none.', above=0, none=0.0
+  )
+  positions: str = keys.key(
+    'rotary',
+    "Positions in self-attention: 'rotary'; or a bias of the scores by buckets"
+    " of distances, 'relative:32,128' (32 buckets, the last from distance 128),"
+    " one table for all layers (T5), or 'relative_each:32,128', a table for"
+    " each (UMT5). A relative stack has T5's initial values.",
   )
   rope_theta: float = keys.key(
     10000.0, 'Base of the rotary embedding.', above=0
@@ -125,11 +134,15 @@ class StackConfig:
   qk_norm: bool = keys.key(
     False, 'RMSNorm of queries and keys before rotation (Gemma 3, Qwen 3).'
   )
-  activation: Literal['gelu_tanh', 'silu'] = keys.key(
+  activation: Literal['gelu_tanh', 'silu', 'relu'] = keys.key(
     'gelu_tanh',
-    "Activation of the gated feed-forward: 'gelu_tanh', or 'silu' (Llama,"
-    ' Qwen).',
-    one_of=('gelu_tanh', 'silu'),
+    "Activation of the feed-forward: 'gelu_tanh', 'silu' (Llama, Qwen) or"
+    " 'relu' (T5).",
+    one_of=('gelu_tanh', 'silu', 'relu'),
+  )
+  mlp_gated: bool = keys.key(
+    True,
+    'Multiply the activation by a second branch; else a single branch (T5).',
   )
   attention_bias: Literal['none', 'qkv', 'qkvo'] = keys.key(
     'none',
@@ -144,6 +157,9 @@ class StackConfig:
   classes: int = 0
   embedding: embedding_head.EmbeddingHead | None = None
   tied_head: bool = keys.key(True, 'Logits use the embedding table.')
+  scaled_head: bool = keys.key(
+    False, 'Multiply states by 1 / sqrt(width) before the head (T5).'
+  )
   experts: int = keys.key(
     0,
     'Feed-forwards of a layer of which each token takes some; 0 for one that'
@@ -178,7 +194,11 @@ class StackConfig:
         f'heads ({self.heads}) is not a multiple of kv_heads'
         f' ({self.kv_heads}); choose kv_heads that divides heads.'
       )
-    if self.head_dim % 2:
+    positions = str(relative_bias.Positions.parse(self.positions))
+    object.__setattr__(self, 'positions', positions)
+    if self.relative:
+      self._check_relative()
+    elif self.head_dim % 2:
       raise errors.UserError(
         f'head_dim is {self.head_dim}; rotary embedding needs an even one.'
       )
@@ -207,6 +227,25 @@ class StackConfig:
     if self.embedding:
       self.embedding.sizes(self.width)  # Checks them.
     self._check_experts()
+
+  def _check_relative(self) -> None:
+    for name in _OF_ROTARY:
+      if (value := getattr(self, name)) != getattr(type(self), name):
+        raise errors.UserError(
+          f'{name} is {value} with positions {self.positions!r}, which rotate'
+          " nothing; leave its default, or set positions to 'rotary'."
+        )
+    if self.attention_softcap is not None:
+      raise errors.UserError(
+        f'attention_softcap is {self.attention_softcap} with positions'
+        f' {self.positions!r}; set it to 0, as the bias is added to scores'
+        ' without a cap.'
+      )
+    if self.cross_merged:
+      raise errors.UserError(
+        f'positions is {self.positions!r}, and merged attention has keys'
+        ' without a position; set cross_merged to False.'
+      )
 
   def _check_experts(self) -> None:
     if not self.experts:
@@ -238,6 +277,16 @@ class StackConfig:
       raise errors.UserError(
         'mlp_bias is set, and experts have no biases; clear it.'
       )
+    if not self.mlp_gated:
+      raise errors.UserError(
+        'mlp_gated is False, and experts are gated; set it.'
+      )
+
+  @property
+  def relative(self) -> relative_bias.Positions | None:
+    """The buckets of a relative position bias, None for rotary positions."""
+    positions = relative_bias.Positions.parse(self.positions)
+    return positions if positions.buckets else None
 
   @property
   def lead(self) -> tuple[LayerKind, ...]:
@@ -390,6 +439,7 @@ def encoder_decoder(
       role='causal' if causal_encoder else 'bidirectional',
       # Tied means without a head's table, which an encoder has no use for.
       tied_head=True,
+      scaled_head=False,
     ),
     decoder=dataclasses.replace(
       decoder, role='causal', cross_width=encoder.width, **cross

@@ -13,6 +13,9 @@ from encdec_adapt.models import architecture as architectures
 from encdec_adapt.models import embedding_head, model_config
 from encdec_adapt.ops import masks
 
+# Keys of a stack with a head, and their values in an encoder, which has none.
+OF_HEAD = {'tied_head': True, 'scaled_head': False}
+
 
 @dataclasses.dataclass(frozen=True)
 class ModelSection:
@@ -74,8 +77,7 @@ class ModelSection:
 def defaults() -> dict[str, Any]:
   """Returns the default values of the section, stacks included."""
   decoder = keys.defaults(model_config.StackConfig)
-  # An encoder has no head; its model sets `tied_head`.
-  encoder = {k: v for k, v in decoder.items() if k != 'tied_head'}
+  encoder = {k: v for k, v in decoder.items() if k not in OF_HEAD}
   stacks = {'encoder': encoder, 'decoder': decoder}
   return {**keys.defaults(ModelSection), **stacks}
 
@@ -115,7 +117,7 @@ def model_from_section(values: Mapping[str, Any]) -> model_config.ModelConfig:
     decoder = _stack('decoder', values, embedding=head, **common)
     return model_config.DecoderOnlyConfig(decoder)
   decoder = _stack('decoder', values['decoder'], **common)
-  keys_of_encoder = {'tied_head': True, **values['encoder']}
+  keys_of_encoder = {**OF_HEAD, **values['encoder']}
   encoder = _stack('encoder', keys_of_encoder, **rule, **common)
   try:
     return model_config.encoder_decoder(
@@ -160,5 +162,6 @@ def section_from_model(model: model_config.ModelConfig) -> dict[str, Any]:
   stacks = {side: keys.values_of(stack) for side, stack in model.stacks.items()}
   # No key of an encoder, which has no head (`defaults`).
   if pair:
-    del stacks['encoder']['tied_head']
+    for key in OF_HEAD:
+      del stacks['encoder'][key]
   return {**keys.values_of(section), **stacks}

@@ -2,7 +2,8 @@
 
 Gemma 2 (Gemma Team 2024) and T5Gemma (Zhang et al. 2025), Gemma 3 and
 T5Gemma 2 (arXiv 2512.14856): sizes as in google-deepmind/gemma; Llama 3 and
-Qwen: as in google/tunix and AI-Hypercomputer/maxtext. Of Gemma 2, window,
+Qwen: as in google/tunix and AI-Hypercomputer/maxtext; T5 and its kin: as in
+google-research/t5x. Of Gemma 2, window,
 soft-caps, theta and epsilon are `StackConfig`'s defaults, which are theirs.
 
 Shapes only: names and files of checkpoints are `huggingface`'s, which this
@@ -142,6 +143,96 @@ STACKS: Mapping[str, configs.StackConfig] = types.MappingProxyType(
     'qwen3_8b': _qwen3(36, 4096, 12288, 32, 8, 128, tied_head=False),
   }
 )
+
+
+def _t5(
+  layers, width, mlp_width, heads, *, head_dim=64, decoder_layers=0, **fields
+):
+  """Returns a T5 1.1; the decoder has as many layers if none are given."""
+  sizes = width, mlp_width, heads, heads, head_dim
+  t5 = dict(
+    vocab_size=32128,
+    query_scale=1.0,
+    positions='relative:32,128',
+    tied_head=False,
+    activation='gelu_tanh',
+  )
+  encoder, decoder = (
+    _plain(n, *sizes, **{**t5, **fields})
+    for n in (layers, decoder_layers or layers)
+  )
+  return configs.encoder_decoder(encoder, decoder, shared_table=True)
+
+
+_SIZES = {
+  'small': (8, 512, 1024, 6),
+  'base': (12, 768, 2048, 12),
+  'large': (24, 1024, 2816, 16),
+  'xl': (24, 2048, 5120, 32),
+  'xxl': (24, 4096, 10240, 64),
+}
+_FIRST = dict(
+  activation='relu', mlp_gated=False, tied_head=True, scaled_head=True
+)
+_BIG = dict(head_dim=128, **_FIRST)
+_UMT5 = dict(positions='relative_each:32,128', vocab_size=256384)
+_UL2 = _t5(32, 4096, 16384, 16, head_dim=256, activation='silu')
+# T5 (arXiv:1910.10683) and its release 1.1, flan-T5 (2210.11416), mT5
+# (2010.11934), UMT5 (2304.09151), ByT5 (2105.13626, with an encoder three times
+# as deep as the decoder) and UL2 (2205.05131).
+T5: Mapping[str, configs.EncoderDecoderConfig] = types.MappingProxyType(
+  {
+    't5_small': _t5(6, 512, 2048, 8, **_FIRST),
+    't5_base': _t5(12, 768, 3072, 12, **_FIRST),
+    't5_large': _t5(24, 1024, 4096, 16, **_FIRST),
+    't5_3b': _t5(24, 1024, 16384, 32, **_BIG),
+    't5_11b': _t5(24, 1024, 65536, 128, **_BIG),
+    **{f't5_1.1_{size}': _t5(*sizes) for size, sizes in _SIZES.items()},
+    **{f'flan_t5_{size}': _t5(*sizes) for size, sizes in _SIZES.items()},
+    **{
+      f'mt5_{size}': _t5(*sizes, vocab_size=250112)
+      for size, sizes in _SIZES.items()
+    },
+    **{
+      f'umt5_{size}': _t5(*sizes, **_UMT5)
+      for size, sizes in _SIZES.items()
+      if size != 'large'  # Not released.
+    },
+    **{
+      f'byt5_{size}': _t5(*sizes, decoder_layers=sizes[0] // 3, vocab_size=384)
+      for size, sizes in {
+        'small': (12, 1472, 3584, 6),
+        'base': (18, 1536, 3968, 12),
+        'large': (36, 1536, 3840, 16),
+        'xl': (36, 2560, 6720, 32),
+        'xxl': (36, 4672, 12352, 64),
+      }.items()
+    },
+    'ul2': _UL2,
+    'flan_ul2': _UL2,
+  }
+)
+
+
+def t5(size: str, **changes: Any) -> configs.EncoderDecoderConfig:
+  """Returns the encoder-decoder of a size of T5 or its kin, such as mt5_base.
+
+  Args:
+    size: a key of `T5`.
+    **changes: fields changed in both stacks.
+
+  Raises:
+    UserError: no such size.
+  """
+  if size not in T5:
+    raise errors.UserError(
+      f'there is no T5 of size {size!r}; sizes: {", ".join(T5)}.'
+    )
+  stacks = {
+    name: dataclasses.replace(stack, **changes)
+    for name, stack in T5[size].stacks.items()
+  }
+  return dataclasses.replace(T5[size], **stacks)
 
 
 def stack(size: str, **changes: Any) -> configs.StackConfig:

@@ -104,7 +104,9 @@ class Stack(nn.Module):
     # because the order of a set of strings changes from process to process,
     # and processes must trace the same program.
     kinds = sorted(set(cfg.pattern))
+    is_shared = cfg.relative is not None and cfg.relative.kind == 'relative'
     context = block.Context(
+      bias=layers.declare_bias(self, cfg) if is_shared else None,
       rotations={
         kind: _rotation(cfg, kind, positions, self.compute.dtype)
         for kind in kinds
@@ -149,6 +151,10 @@ class Stack(nn.Module):
         x, context, _entry(entries, name), _entry(cross_entries, name)
       )
     x = layers.RMSNorm(cfg, name='final_norm')(x)
+    if cfg.scaled_head and not (cfg.classes or cfg.embedding):
+      # Here, as losses multiply the states by the head in several ways. Labels
+      # and vectors have heads of their own.
+      x = x * jnp.asarray(cfg.width**-0.5, x.dtype)
     if cached is None:
       return x, updated
     cached = cached.replace(layers=updated, index=cached.index + 1)
@@ -200,8 +206,10 @@ def _rotation(
   kind: model_config.LayerKind,
   positions: jax.Array,
   dtype,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array] | None:
   """Returns cosines and sines of the positions for layers of this kind."""
+  if config.relative:
+    return None
   theta, scaling = config.rope_theta, rope.Scaling.parse(config.rope_scaling)
   # Gemma 3 scales global layers only: distances in a local layer stay below
   # its window, however long the text.

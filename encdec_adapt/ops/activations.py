@@ -70,8 +70,10 @@ def _silu_and_derivative(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 silu.defvjp(_silu_and_derivative, _backward)
 
 
-# Activations of the gated feed-forward, by name.
-ACTIVATIONS = types.MappingProxyType({'gelu_tanh': gelu_tanh, 'silu': silu})
+# Activations of the feed-forward, by name.
+ACTIVATIONS = types.MappingProxyType(
+  {'gelu_tanh': gelu_tanh, 'silu': silu, 'relu': jax.nn.relu}
+)
 
 
 def softcap(x: Float[Array, '*shape'], cap: float) -> Float[Array, '*shape']:

@@ -3,7 +3,7 @@
 A backend declares its limits as data (`Backend`). `attention` derives the
 needs of a call from its arguments and refuses a backend that does not support
 all of them. To add a kernel, write
-`attend(q, k, v, spec, *, scale, softcap[, chunk])` in a new module and
+`attend(q, k, v, spec[, bias], *, scale, softcap[, chunk])` in a new module and
 add a `Backend` to `BACKENDS`; the tests run over all backends.
 """
 
@@ -25,6 +25,7 @@ from encdec_adapt.ops import (
   attention_tokamax,
   masks,
   partition,
+  relative_bias,
 )
 
 PLATFORMS = frozenset({'cpu', 'gpu', 'tpu'})
@@ -51,6 +52,7 @@ class Backend:
     memory: keys that have no position (`MaskSpec.memory`).
     prefix: masks of kind 'prefix'.
     unaligned: masks in which positions are not indices (`MaskSpec.aligned`).
+    bias: a relative position bias.
     dtypes: supported dtypes of q, k and v, by name.
     platforms: platforms that it runs on.
     head_dims: largest head dimension by major compute capability of the GPUs
@@ -65,6 +67,7 @@ class Backend:
   memory: bool = True
   prefix: bool = True
   unaligned: bool = True
+  bias: bool = True
   dtypes: frozenset[str] = frozenset({'float32', 'bfloat16', 'float16'})
   platforms: frozenset[str] = PLATFORMS
   head_dims: Mapping[int, int] | None = None
@@ -80,6 +83,7 @@ BACKENDS: dict[str, Backend] = {
     memory=False,
     prefix=False,
     unaligned=False,
+    bias=False,
     dtypes=frozenset({'float32', 'bfloat16'}),
     platforms=frozenset({'tpu'}),
   ),
@@ -88,6 +92,7 @@ BACKENDS: dict[str, Backend] = {
     kernels=True,
     memory=False,
     unaligned=False,
+    bias=False,
     # Of float32 the kernels would make bfloat16, without a word.
     dtypes=frozenset({'bfloat16'}),
     platforms=frozenset({'gpu'}),
@@ -112,6 +117,8 @@ def unsupported(
   dtype: str,
   head_dim: int,
   device: jax.Device | None = None,
+  *,
+  bias: bool = False,
 ) -> list[str]:
   """Names the features of a call that a backend does not support.
 
@@ -121,6 +128,7 @@ def unsupported(
     dtype: dtype of queries, keys and values, by name.
     head_dim: dimension of a head.
     device: device that it runs on; None for that of the active mesh.
+    bias: whether it has a relative position bias.
   """
   backend = BACKENDS[name]
   checks = {
@@ -131,6 +139,7 @@ def unsupported(
     'positions that are not indices': (
       not spec.needs_positions or spec.aligned or backend.unaligned
     ),
+    'a relative position bias': not bias or backend.bias,
     f'dtype {dtype}': dtype in backend.dtypes,
   }
   refused = [feature for feature, honoured in checks.items() if not honoured]
@@ -161,15 +170,24 @@ def check(
   dtype: str,
   head_dim: int,
   device: jax.Device | None = None,
+  *,
+  bias: bool = False,
 ) -> None:
   """Refuses what a backend does not support; arguments as for `unsupported`.
 
   Raises:
     UserError: names all of it, and the backends that support it.
   """
-  call = spec, dtype, head_dim, device
-  if refused := unsupported(name, *call):
-    able = [other for other in BACKENDS if not unsupported(other, *call)]
+  refuse = functools.partial(
+    unsupported,
+    spec=spec,
+    dtype=dtype,
+    head_dim=head_dim,
+    device=device,
+    bias=bias,
+  )
+  if refused := refuse(name):
+    able = [other for other in BACKENDS if not refuse(other)]
     raise errors.UserError(
       f'attention backend {name!r} cannot honour {"; ".join(refused)}.'
       f' Backends that can: {", ".join(sorted(able)) or "none"}'
@@ -185,6 +203,7 @@ def attention(
   *,
   scale: float,
   softcap: float | None = None,
+  bias: relative_bias.RelativeBias | None = None,
   backend: str = 'chunked',
   chunk: int = DEFAULT_CHUNK,
 ) -> Float[Array, 'B T N H']:
@@ -200,6 +219,7 @@ def attention(
     spec: the mask; queries that see no key give zeros.
     scale: factor of the scores, applied before the soft-cap.
     softcap: positive cap of the scores; None for no cap.
+    bias: added to the scores after the scale; None for none.
     backend: a key of `BACKENDS`.
     chunk: queries per chunk, at least 1; only chunked backends use it.
 
@@ -210,7 +230,8 @@ def attention(
     UserError: the backend cannot honour the call.
   """
   chosen = BACKENDS[backend]
-  check(backend, spec, q.dtype.name, q.shape[3])
+  has_bias = bias is not None
+  check(backend, spec, q.dtype.name, q.shape[3], bias=has_bias)
   options = {'chunk': chunk} if chosen.takes_chunk else {}
   attend = functools.partial(
     chosen.attend, scale=scale, softcap=softcap, **options
@@ -223,5 +244,11 @@ def attention(
     if partition.active().size('length') > 1:
       # Otherwise XLA would run each chunk on the shard that holds its queries
       # while the other shards wait.
-      attend = functools.partial(attention_shards.run, attend)
-    return checkpoint_name(attend(q, k, v, spec), SAVED)
+      by_head = partition.active().spec('act_heads', None)
+      operands = {'operands': (bias,), 'operand_specs': (by_head,)}
+      attend = functools.partial(
+        attention_shards.run, attend, **(operands if has_bias else {})
+      )
+      return checkpoint_name(attend(q, k, v, spec), SAVED)
+    operands = (bias,) if has_bias else ()
+    return checkpoint_name(attend(q, k, v, spec, *operands), SAVED)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from encdec_adapt.ops import attention_reference, masks
+from encdec_adapt.ops import attention_reference, masks, relative_bias
 
 
 def attend(
@@ -16,6 +16,7 @@ def attend(
   k: Float[Array, 'B S K H'],
   v: Float[Array, 'B S K H'],
   spec: masks.MaskSpec,
+  bias: relative_bias.RelativeBias | None = None,
   *,
   scale: float,
   softcap: float | None,
@@ -28,7 +29,7 @@ def attend(
   """
   if q.shape[1] <= chunk:
     return attention_reference.attend(
-      q, k, v, spec, scale=scale, softcap=softcap
+      q, k, v, spec, bias, scale=scale, softcap=softcap
     )
   dtype = q.dtype
   # The gradients of keys and values are summed over the chunks in the dtype of
@@ -39,12 +40,15 @@ def attend(
   @jax.checkpoint
   def attend_chunk(chunk_arrays):
     """Computes attention [B, chunk, N, H] of a chunk of queries to all keys."""
-    q_chunk, q_segments, q_positions = chunk_arrays
+    q_chunk, q_segments, q_positions, offset = chunk_arrays
     return attention_reference.attend(
       q_chunk,
       k32.astype(dtype),
       v32.astype(dtype),
-      spec.replace(q_segments=q_segments, q_positions=q_positions),
+      spec.replace(
+        q_segments=q_segments, q_positions=q_positions, offset=offset
+      ),
+      bias,
       scale=scale,
       softcap=softcap,
     )
@@ -52,7 +56,11 @@ def attend(
   chunks = jax.tree.map(
     lambda x: split_queries(x, chunk), (q, spec.q_segments, spec.q_positions)
   )
-  out = jax.lax.map(attend_chunk, chunks)  # [chunks, B, chunk, N, H]
+  offsets = None
+  if bias is not None and spec.first_query is not None:
+    offsets = spec.first_query + chunk * jnp.arange(len(chunks[0]))
+  # [chunks, B, chunk, N, H]
+  out = jax.lax.map(attend_chunk, (*chunks, offsets))
   out = jnp.moveaxis(out, 0, 1).reshape(q.shape[0], -1, *q.shape[2:])
   return out[:, : q.shape[1]]
 

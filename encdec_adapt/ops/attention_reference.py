@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from encdec_adapt.ops import activations, masks, products
+from encdec_adapt.ops import activations, masks, products, relative_bias
 
 # Below every score, and far enough from the largest fp32 number that
 # `scores - peak` stays finite.
@@ -20,6 +20,7 @@ def attend(
   k: Float[Array, 'B S K H'],
   v: Float[Array, 'B S K H'],
   spec: masks.MaskSpec,
+  bias: relative_bias.RelativeBias | None = None,
   *,
   scale: float,
   softcap: float | None,
@@ -39,6 +40,8 @@ def attend(
   visible = masks.dense_mask(spec)[:, None]  # [B, 1, T, S]
   # Queries are a separate dimension again: the mask broadcasts over heads.
   by_head = scores.reshape(batch, heads, queries, -1)  # [B, N, T, S]
+  if bias is not None:
+    by_head += relative_bias.scores(bias, spec, *by_head.shape[2:])
   weights = masked_softmax(by_head, visible).astype(v.dtype)
   out = products.weighted_values(weights.reshape(scores.shape), v)
   out = out.astype(q.dtype).reshape(batch, heads, queries, head_dim)

@@ -116,6 +116,9 @@ def _gather_keys(k, v, spec, active, reach: tuple[int, int] | None):
     gather = functools.partial(
       _with_halo, axes=axes, count=active.size('length'), reach=reach
     )
+  if spec.aligned:
+    first = reach[0] if reach else jax.lax.axis_index(axes) * k.shape[1]
+    spec = spec.replace(offset=first)
   spec = spec.replace(
     # The gathered keys have other indices than the shard's queries.
     aligned=False,

@@ -53,6 +53,8 @@ class MaskSpec:
       (kind 'full' without a window).
     kv_positions: [B, S] int32; None as `q_positions`.
     kv_prefix: [B, S] int32, 1 at keys of a prefix; for kind 'prefix' only.
+    offset: index of the first query among the keys, where both are consecutive
+      tokens and not aligned; else None. Only a relative bias reads it.
   """
 
   kind: str = flax.struct.field(pytree_node=False)
@@ -66,11 +68,17 @@ class MaskSpec:
   q_positions: Any = None
   kv_positions: Any = None
   kv_prefix: Any = None
+  offset: Any = None
 
   @property
   def needs_positions(self) -> bool:
     """Whether visibility depends on positions."""
     return self.kind != 'full' or self.window is not None
+
+  @property
+  def first_query(self) -> Any:
+    """Index of the first query among the keys; None if it is not known."""
+    return 0 if self.aligned and self.offset is None else self.offset
 
   @property
   def reach(self) -> tuple[int | None, int | None]:

@@ -34,6 +34,7 @@ class Rules:
   heads: MeshAxes = ('tensor',)
   kv_heads: MeshAxes = ('tensor',)
   head_dim: MeshAxes = ()
+  buckets: MeshAxes = ()
   mlp: MeshAxes = ('tensor',)
   experts: MeshAxes = ('tensor',)
   expert_mlp: MeshAxes = ()

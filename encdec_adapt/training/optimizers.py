@@ -131,6 +131,10 @@ class Optimizer:
     """
     self.config = config
     self._kernels = {path for path in table if is_kernel(table[path].axes)}
+    # A relative position bias is as large as T5 draws it, and does not decay.
+    self._scaled = self._kernels | {
+      path for path in table if 'buckets' in table[path].axes
+    }
     self._schedule = schedules.make_schedule(config.schedule)
     if config.kind == 'adamw':
       self._transform = _second_moments_in(
@@ -178,7 +182,8 @@ class Optimizer:
       direction = directions[path]
       if self.config.kind == 'adafactor':
         stacked = layers_index.is_stacked(path)
-        direction = _adafactor_scale(direction, parameter, stacked, kernel)
+        scaled = path in self._scaled
+        direction = _adafactor_scale(direction, parameter, stacked, scaled)
       # Decoupled decay (AdamW): outside of the moments, times the rate.
       move = rate * (direction + decay * parameter)
       new[path] = (parameter - move).astype(parameter.dtype)
@@ -215,21 +220,22 @@ def _second_moments_in(
 
 
 def _adafactor_scale(
-  direction: Array, parameter: Array, stacked: bool, kernel: bool
+  direction: Array, parameter: Array, stacked: bool, scaled: bool
 ) -> Array:
   """Applies Adafactor's clipping and relative step, layer by layer.
 
-  The direction's root mean square is clipped to 1 and, for kernels,
-  multiplied by that of the parameter, at least 1e-3 (Shazeer and Stern 2018,
-  algorithm 4). Norm gains may be stored as gain - 1 and biases begin at 0, so
-  their root mean square is not a scale for their step.
+  The direction's root mean square is clipped to 1 and, for kernels and relative
+  position biases, multiplied by that of the parameter, at least 1e-3 (Shazeer
+  and Stern 2018, algorithm 4). Norm gains may be stored as gain - 1 and biases
+  of projections begin at 0, so their root mean square is not a scale for their
+  step.
 
   Args:
     direction: step direction.
     parameter: the parameter, of the same shape.
     stacked: whether the first axis goes over the layers of a scan, which count
       as separate parameters.
-    kernel: whether the parameter multiplies activations (`is_kernel`).
+    scaled: whether the step is relative to the parameter.
   """
   axes = tuple(range(stacked, direction.ndim))
 
@@ -237,4 +243,4 @@ def _adafactor_scale(
     return jnp.sqrt(jnp.mean(jnp.square(x), axis=axes, keepdims=True))
 
   direction = direction / jnp.maximum(1.0, rms(direction))
-  return direction * jnp.maximum(1e-3, rms(parameter)) if kernel else direction
+  return direction * jnp.maximum(1e-3, rms(parameter)) if scaled else direction

@@ -166,7 +166,12 @@ def check_stacks(
       kv_segments=None,
     )
     attention.check(
-      compute.attention, spec, compute.dtype, stack.head_dim, device
+      compute.attention,
+      spec,
+      compute.dtype,
+      stack.head_dim,
+      device,
+      bias=stack.relative is not None,
     )
 
 

@@ -480,6 +480,10 @@ MISFITS = [
     'weights of its own',
   ),
   ({'source.tied_head': False}, 'tied_head to False'),
+  (
+    {f'all.{key}': value for key, value in toy_models.T5.items()},
+    'would mean other distances',
+  ),
   # Both tables have 16 rows: padding cannot hide another vocabulary.
   ({'all.vocab_multiple': 8, 'source.vocab_size': 13}, 'not cut'),
   (

@@ -222,7 +222,8 @@ def float8(path):
     ),
     (
       lambda f: (f / tensor_folder.INDEX).rename(f / 'pytorch_model.bin'),
-      r'pickled weights \(pytorch_model.bin\) can run code',
+      r'(?s)pickled weights \(pytorch_model.bin\) can run code.*\n'
+      r'  from transformers import AutoModel\n  AutoModel.from_pretrained\(',
     ),
   ],
 )

@@ -62,10 +62,11 @@ def _products(jaxpr):
   return total
 
 
-def test_a_layer_equals_the_products_of_its_program():
+@pytest.mark.parametrize('gated', [True, False])
+def test_a_layer_equals_the_products_of_its_program(gated):
   # In the tail, so that nothing is in a loop.
   config, length, source = (
-    _stack(pattern=('global',) * 2, cross_width=24),
+    _stack(pattern=('global',) * 2, cross_width=24, mlp_gated=gated),
     10,
     6,
   )

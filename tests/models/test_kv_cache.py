@@ -27,6 +27,7 @@ GEMMA3 = dict(
   local_rope_theta=100.0,
   attention_softcap=None,
 )
+EACH = {'positions': 'relative_each:8,10', 'pattern': ('local', 'global')}
 # Fields of both stacks, and options of the pair; None for a decoder alone.
 CASES = {
   'gemma2': ({'layers': 5}, None),
@@ -37,6 +38,8 @@ CASES = {
     {**GEMMA3, 'eoi_token': 7},
     {'cross_merged': True, 'shared_table': True},
   ),
+  't5': (toy_models.T5, {'shared_table': True}),
+  't5 decoder': ({**toy_models.T5, **EACH}, None),
   'experts': (dict(experts=4, experts_per_token=2, dense_layers=1), None),
 }
 LENGTH = 36  # More than twice the 16 slots of a local layer.

@@ -3,6 +3,7 @@
 import pytest
 
 from encdec_adapt.base import errors
+from tests import toy_models
 
 EXPERTS = dict(experts=4, experts_per_token=2)
 
@@ -22,6 +23,13 @@ EXPERTS = dict(experts=4, experts_per_token=2)
     ({**EXPERTS, 'dense_layers': 3}, 'dense_layers is 3'),
     ({**EXPERTS, 'shared_expert_gate': True}, 'shared_expert_width'),
     ({**EXPERTS, 'mlp_bias': True}, 'mlp_bias'),
+    ({**EXPERTS, 'mlp_gated': False}, 'mlp_gated'),
+    ({**toy_models.T5, 'attention_softcap': 5.0}, 'attention_softcap is 5'),
+    ({**toy_models.T5, 'cross_merged': True}, 'set cross_merged to False'),
+    ({**toy_models.T5, 'rope_theta': 5e5}, 'rope_theta is 500000'),
+    ({**toy_models.T5, 'rope_scaling': 'linear:2'}, 'rope_scaling is linear'),
+    ({**toy_models.T5, 'positions': 'relative:9,8'}, "is 'relative:9,8'"),
+    ({'head_dim': 5}, 'head_dim is 5'),
   ],
 )
 def test_fields_that_cannot_be(changes, message, small_stack):

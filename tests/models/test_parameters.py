@@ -9,6 +9,7 @@ import pytest
 from encdec_adapt.models import build, model_config
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import placement, rules
+from tests import toy_models
 
 
 def test_init_agrees_with_the_table(small_pair):
@@ -39,6 +40,32 @@ def test_distributions(small_stack):
     assert np.abs(kernel[0] - kernel[1]).min() > 0  # layers differ
   norms = [leaf for path, leaf in params.items() if path.endswith('scale')]
   assert norms and all((leaf == 0).all() for leaf in norms)
+
+
+@pytest.mark.parametrize('positions', ['relative:8,10', 'relative_each:8,10'])
+def test_distributions_of_t5(positions, small_stack):
+  fields = dict(layers=5, width=64, mlp_width=256, vocab_size=1024)
+  fields |= dict(heads=32, kv_heads=32, tied_head=False, positions=positions)
+  stack = small_stack(**{**toy_models.T5, **fields})
+  model = build.build(model_config.DecoderOnlyConfig(stack))
+  params = traverse_util.flatten_dict(
+    jax.jit(model.init)(jax.random.key(1)), sep='/'
+  )
+  layer = 'decoder/blocks/layer_0'
+  bias = {'relative:8,10': 'decoder'}.get(positions, f'{layer}/attention')
+  expected = {
+    'decoder/embedder/table': 1.0,
+    'decoder/head/table': 64**-0.5,
+    f'{bias}/relative_bias': 64**-0.5,
+    f'{layer}/attention/query': (64 * stack.head_dim) ** -0.5,
+    f'{layer}/attention/key': 64**-0.5,
+    f'{layer}/attention/value': 64**-0.5,
+    f'{layer}/attention/output': (32 * stack.head_dim) ** -0.5,
+    f'{layer}/mlp/up': 64**-0.5,
+    f'{layer}/mlp/down': 256**-0.5,
+  }
+  for path, std in expected.items():
+    assert np.std(params[path]) == pytest.approx(std, rel=0.1), path
 
 
 @pytest.mark.sharded

@@ -13,6 +13,7 @@ from encdec_adapt.models import (
   model_config,
 )
 from encdec_adapt.ops import attention
+from tests import toy_models
 
 FIVE_TO_ONE = ('local',) * 5 + ('global',)
 
@@ -24,9 +25,10 @@ FIVE_TO_ONE = ('local',) * 5 + ('global',)
     {'layers': 8, 'pattern': FIVE_TO_ONE},
     {'layers': 1},
     dict(experts=4, experts_per_token=2, dense_layers=1),
+    {**toy_models.T5, 'positions': 'relative_each:8,10'},
     None,
   ],
-  ids=['5', '8', '1', 'experts', 'pair'],
+  ids=['5', '8', '1', 'experts', 't5', 'pair'],
 )
 def test_a_scanned_model_equals_its_layers_unrolled(
   changes, small_stack, small_pair, redraw, pack, run

@@ -4,7 +4,12 @@ import dataclasses
 
 import pytest
 
-from encdec_adapt.huggingface import config_json, families
+from encdec_adapt.huggingface import (
+  class_defaults,
+  config_json,
+  families,
+  t5_json,
+)
 from tests.parity import tiny_models
 
 pytestmark = pytest.mark.parity
@@ -42,15 +47,18 @@ def paths_of(raw, defaults):
       yield (name,)
 
 
-@pytest.mark.parametrize('model_type', [*families.FAMILIES, *config_json.PAIRS])
+@pytest.mark.parametrize(
+  'model_type', [*families.FAMILIES, *config_json.PAIRS, *t5_json.TYPES]
+)
 def test_each_field_left_out(model_type):
   whole = CLASSES[model_type]().to_dict()
   pair = config_json.PAIRS.get(model_type)
-  family = pair.family if pair else families.FAMILIES[model_type]
+  family = pair.family.model_type if pair else model_type
+  defaults = class_defaults.DEFAULTS[family]
   # A field that the class lacks would be written, and then dropped by it.
-  names = {name for name in family.defaults if not name.startswith('rope_')}
-  assert names <= CLASSES[family.model_type]().to_dict().keys()
-  paths = list(paths_of(whole, family.defaults))
+  names = {name for name in defaults if not name.startswith('rope_')}
+  assert names <= CLASSES[family]().to_dict().keys()
+  paths = list(paths_of(whole, defaults))
   assert len(paths) > 3
   for path in paths:
     reduced = without(whole, path)

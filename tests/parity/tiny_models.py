@@ -90,6 +90,24 @@ LLAMA3 = dict(
 )
 # Five experts of different load, of which two or three are taken.
 _EXPERTS = dict(num_experts=5, num_experts_per_tok=3, moe_intermediate_size=24)
+# Stacks of other depths, and texts that reach all buckets.
+T5 = dict(
+  vocab_size=VOCAB,
+  d_model=32,
+  d_kv=12,
+  d_ff=48,
+  num_layers=4,
+  # Fewer: transformers 5.24 makes caches of as many layers as the encoder has.
+  num_decoder_layers=3,
+  num_heads=4,
+  relative_attention_num_buckets=8,
+  relative_attention_max_distance=10,
+  layer_norm_epsilon=1e-5,
+  pad_token_id=0,
+  eos_token_id=1,
+  bos_token_id=2,
+  decoder_start_token_id=2,
+)
 VISION = dict(
   hidden_size=16,
   intermediate_size=24,
@@ -113,6 +131,8 @@ class Case:
     encoder_window: window rule of this version of transformers with eager
       attention, if it differs from our default.
     eoi: token id of the end of an image, or None.
+    own_head: whether its head is untied, though transformers 5 ties that of
+      every model built from a config of the class.
   """
 
   architecture: str
@@ -121,6 +141,7 @@ class Case:
   is_pair: bool = False
   encoder_window: str | None = None
   eoi: int | None = None
+  own_head: bool = False
 
 
 def _decoder(family: str, covers: str, **fields) -> Case:
@@ -156,6 +177,14 @@ def _t5gemma(covers: str, encoder: Mapping, **top) -> Case:
   return Case(
     'T5GemmaForConditionalGeneration', settings, covers, True, 'inclusive'
   )
+
+
+def _t5(family: str, covers: str, *, own_head: bool = True, **fields) -> Case:
+  def settings():
+    return getattr(transformers, f'{family}Config')(**{**T5, **fields})
+
+  name = f'{family}ForConditionalGeneration'
+  return Case(name, settings, covers, True, own_head=own_head)
 
 
 def t5gemma2_settings():
@@ -252,6 +281,17 @@ CASES: Mapping[str, Case] = {
     is_pair=True,
     eoi=IMAGE_IDS['eoi_token_index'],
   ),
+  't5': _t5(
+    'T5', 'one table a stack, one branch, tied and scaled', own_head=False
+  ),
+  't5_v1_1': _t5(
+    'T5',
+    'gated by GELU, untied',
+    feed_forward_proj='gated-gelu',
+    tie_word_embeddings=False,
+  ),
+  'mt5': _t5('MT5', 'gated by SiLU', feed_forward_proj='gated-silu'),
+  'umt5': _t5('UMT5', 'a table a layer, untied and scaled'),
 }
 
 
@@ -271,10 +311,17 @@ def make(case: Case, seed: int = 0, settings: Any = None):
   settings = settings or case.settings()
   with_eager_attention(settings)
   model = getattr(transformers, case.architecture)(settings)
+  if case.own_head:
+    model.lm_head.weight = torch.nn.Parameter(model.shared.weight.clone())
   generator = torch.Generator().manual_seed(seed)
   with torch.no_grad():
     for weight in model.parameters():
       weight.normal_(float((weight == 1).all()), 0.3, generator=generator)
+    for name, weight in model.named_parameters():
+      if name.endswith('Attention.q.weight'):
+        weight.mul_(0.3)  # T5 does not divide scores by sqrt(12).
+    if case.is_pair and getattr(settings, 'scale_decoder_outputs', False):
+      model.lm_head.weight.mul_(4.0)  # Its states are divided by sqrt(32).
   return model.float().eval()
 
 

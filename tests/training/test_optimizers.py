@@ -17,11 +17,13 @@ TABLE = 'decoder/embedder/table'
 STACKED = 'decoder/blocks/layer_0/mlp/up'
 STACKED_SCALE = 'decoder/blocks/layer_0/pre_mlp_norm/scale'
 BIAS = 'decoder/tail/layer_0/attention/query_bias'
+RELATIVE = 'decoder/relative_bias'
 AXES = {
   TABLE: ('vocab', 'table_embed'),
   STACKED: ('layers', 'embed', 'mlp'),
   STACKED_SCALE: ('layers', 'embed'),
   BIAS: ('heads', 'head_dim'),
+  RELATIVE: ('heads', 'buckets'),
 }
 KERNELS = {TABLE, STACKED}
 
@@ -67,6 +69,7 @@ def _families():
   for size in (*sizes, 'qwen3_0.6b'):
     stack = dataclasses.replace(presets.stack(size), **small)
     yield size, model_config.encoder_decoder(stack, stack)
+  yield 't5', presets.t5('umt5_small', **{**small, 'kv_heads': 4})
   gemma = dataclasses.replace(presets.stack('gemma3_1b'), **small)
   biases = dict(attention_bias='qkvo', mlp_bias=True, eoi_token=3)
   experts = dict(experts=4, experts_per_token=2, expert_mlp_width=8)
@@ -142,14 +145,15 @@ def _rms(x):
 def _adafactor_move(path, direction, value):
   """Moves one layer's parameter, per unit of learning rate."""
   direction = direction / max(1.0, _rms(direction))
-  if path not in KERNELS:
+  if path not in KERNELS | {RELATIVE}:
     return direction
-  return direction * max(1e-3, _rms(value)) + DECAY * value
+  decay = DECAY * value if path in KERNELS else 0.0
+  return direction * max(1e-3, _rms(value)) + decay
 
 
 def test_adafactor_clips_and_scales_layer_by_layer():
   shapes = {TABLE: (3, 4), STACKED: (3, 4, 3), STACKED_SCALE: (3, 4)}
-  shapes[BIAS] = (2, 2)
+  shapes |= {BIAS: (2, 2), RELATIVE: (2, 4)}
   now = _draw(shapes, 0)
   # Layers of unlike size, the last below the least scale of 1e-3.
   now[STACKED] *= np.array([5.0, 0.2, 1e-5], np.float32)[:, None, None]

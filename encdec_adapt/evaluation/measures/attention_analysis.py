@@ -67,8 +67,8 @@ def intercept(
   Args:
     model: unrolled model, without rematerialisation: in a scan or a
       rematerialised layer an interceptor sees tracers that must not leave it.
-    visit: called with the layer's number, queries, keys and mask; None to
-      observe nothing.
+    visit: called with the layer's number, queries, keys, mask and relative
+      position bias; None to observe nothing.
     ablated: number of the layer to which the encoder's keys are hidden, so
       that cross-attention gives zeros; may be traced. None for none.
   """
@@ -86,7 +86,7 @@ def intercept(
       return run(*args, **kwargs)  # Self-attention of either stack.
     layer = numbers['/'.join(path)]
     if visit:
-      visit(layer, q, source.key, mask)
+      visit(layer, q, source.key, mask, kwargs.get('bias'))
     if ablated is not None:
       # Hidden as padding, by data: `ablated` may be traced, so that a program
       # is compiled once for all layers.
@@ -196,7 +196,7 @@ def measure(
     batch = {**batch, f'{side}_tokens': batch['noised']}
   parts, layer_sums = batch['parts'], []
 
-  def visit(layer, q, k, mask):
+  def visit(layer, q, k, mask, bias):
     cfg = model.config.decoder
     sums = attention_scores.received(
       q,
@@ -205,6 +205,7 @@ def measure(
       batch['queries'],
       scale=cfg.query_scale**-0.5,
       softcap=cfg.attention_softcap,
+      bias=bias,
       chunk=chunk,
     )
     # In merged attention the decoder's keys come before the encoder's.

@@ -16,6 +16,7 @@ from encdec_adapt.ops import (
   attention_chunked,
   attention_reference,
   masks,
+  relative_bias,
 )
 
 
@@ -39,6 +40,7 @@ def received(
   *,
   scale: float,
   softcap: float | None,
+  bias: relative_bias.RelativeBias | None = None,
   chunk: int,
 ) -> Received:
   """Sums the attention that keys receive.
@@ -50,6 +52,7 @@ def received(
     weights: weight of each query in the averages; they sum to 1 over a row.
     scale: factor of the scores.
     softcap: cap of the scores; None for no cap.
+    bias: relative position bias of the scores; None for none.
     chunk: number of queries with scores in memory at once.
   """
   batch, _, heads, head_dim = q.shape
@@ -64,11 +67,15 @@ def received(
     )
     if softcap is not None:
       scores = activations.softcap(scores, softcap)
-    part = spec.replace(q_segments=segments, q_positions=positions)
-    visible = masks.dense_mask(part)[:, None]  # [B, 1, T, S]
-    shares = attention_reference.masked_softmax(
-      scores.reshape(batch, heads, -1, keys), visible
+    # The queries of a chunk have other indices than the keys.
+    part = spec.replace(
+      q_segments=segments, q_positions=positions, aligned=False
     )
+    visible = masks.dense_mask(part)[:, None]  # [B, 1, T, S]
+    scores = scores.reshape(batch, heads, -1, keys)
+    if bias is not None:
+      scores += relative_bias.scores(bias, part, *scores.shape[2:])
+    shares = attention_reference.masked_softmax(scores, visible)
     # xlogy is 0 at the shares of hidden keys; 0 log 0 would be NaN.
     nats = -jnp.sum(jax.scipy.special.xlogy(shares, shares), axis=-1)
     # Padded queries add nothing: they see no key, and their weight is 0.

@@ -21,6 +21,7 @@ from .configuration_encdec_adapt import EncDecAdaptConfig
 _HIDDEN = -1e30  # Below every score, and finite.
 _ACTIVATIONS = {
   'silu': functional.silu,
+  'relu': functional.relu,
   'gelu_tanh': functools.partial(functional.gelu, approximate='tanh'),
 }
 # The name of the field for caches changed within transformers 5.

@@ -72,7 +72,7 @@ def test_received_attention_is_the_dense_softmax(kind):
   batch = _batch(kind)
   expected, seen = [], []
 
-  def visit(layer, q, k, mask):
+  def visit(layer, q, k, mask, bias):
     seen.append(layer)
     shares = _dense(model, q, k, mask)
     by_key = jnp.einsum('BNTS,BT->BNS', shares, batch['queries'])

@@ -1,0 +1,186 @@
+"""Conversion of config.json files of T5, mT5 and UMT5 to our configs and back.
+
+Their files are flat: the stacks share all fields but the number of layers.
+Source of names and rules: transformers 5.24, `configuration_t5.py`. Version 5
+writes that every head is tied, so that the tensors decide (`folder`).
+"""
+
+from collections.abc import Mapping
+import dataclasses
+from typing import Any
+
+from encdec_adapt.base import errors
+from encdec_adapt.huggingface import class_defaults, raw_fields, weights
+from encdec_adapt.models import model_config
+
+# `model_type` -> prefix of the names of its classes.
+TYPES: Mapping[str, str] = {'t5': 'T5', 'mt5': 'MT5', 'umt5': 'UMT5'}
+# Related classes with other attention or feed-forward.
+UNSUPPORTED: Mapping[str, str] = {
+  'longt5': 'LongT5 and mLongT5 attend in blocks',
+  'switch_transformers': 'Switch transformers drop tokens by capacity',
+}
+START = 'decoder_start_token_id'
+# Fields that an export carries over from the source, as our configs do not have
+# them.
+CARRIED = ('model_type', START, 'dropout_rate', 'initializer_factor')
+_FIELDS = {
+  'vocab_size': 'vocab_size',
+  'd_model': 'width',
+  'd_ff': 'mlp_width',
+  'num_layers': 'layers',
+  'num_heads': 'heads',
+  'd_kv': 'head_dim',
+  'layer_norm_epsilon': 'norm_eps',
+}
+_FIXED = {
+  'pattern': ('global',),
+  'query_scale': 1.0,
+  'attention_softcap': None,
+  'final_softcap': None,
+  'norm_gain': 'direct',
+  'post_norms': False,
+  'scale_embeddings': False,
+}
+# `feed_forward_proj` -> our activation and whether there is a gate.
+_FEED_FORWARDS = {
+  'relu': ('relu', False),
+  'silu': ('silu', False),
+  'gelu_new': ('gelu_tanh', False),
+  'gated-relu': ('relu', True),
+  'gated-silu': ('silu', True),
+  # The classes take its approximation by tanh.
+  'gated-gelu': ('gelu_tanh', True),
+}
+
+
+def model_from_raw(
+  raw: Mapping[str, Any], file: str
+) -> tuple[model_config.ModelConfig, weights.Layout]:
+  """Returns the model that a config.json describes, and its tensor names.
+
+  Args:
+    raw: parsed file, with a `model_type` of `TYPES`.
+    file: name of the file, for error messages.
+
+  Raises:
+    UserError: a size is missing, or the feed-forward is not supported.
+  """
+  kind = raw['model_type']
+  raw_fields.check(raw, file)
+  raw = {**class_defaults.DEFAULTS[kind], **raw}
+  for name in _FIELDS:
+    if name not in raw:
+      raise errors.UserError(f'{file} has no {name}. Download it again.')
+  fields = {ours: raw[theirs] for theirs, ours in _FIELDS.items()} | _FIXED
+  if raw['feed_forward_proj'] not in _FEED_FORWARDS:
+    raise errors.UserError(
+      f'{file} has feed_forward_proj = {raw["feed_forward_proj"]!r}; supported'
+      f' are {", ".join(_FEED_FORWARDS)}.'
+    )
+  activation, gated = _FEED_FORWARDS[raw['feed_forward_proj']]
+  each = kind == 'umt5'
+  buckets, distance = (
+    raw[f'relative_attention_{x}'] for x in ('num_buckets', 'max_distance')
+  )
+  fields |= {
+    'norm_eps': float(raw['layer_norm_epsilon']),
+    'kv_heads': raw['num_heads'],
+    'activation': activation,
+    'mlp_gated': gated,
+    'positions': f'relative{"_each" * each}:{buckets},{distance}',
+  }
+  try:
+    encoder = model_config.StackConfig(**fields)
+    if raw.get('architectures') == [f'{TYPES[kind]}EncoderModel']:
+      stack = dataclasses.replace(encoder, role='bidirectional')
+      model = model_config.DecoderOnlyConfig(stack)
+      return model, weights.t5_layout(gated=gated, pair=False)
+    tied = raw.get('tie_word_embeddings', True)
+    decoder = dataclasses.replace(
+      encoder,
+      layers=raw.get('num_decoder_layers') or encoder.layers,
+      tied_head=tied,
+      # Absent in files of version 4, where tied heads are scaled. The class of
+      # mT5 has no scale, whatever its files say.
+      scaled_head=kind != 'mt5' and raw.get('scale_decoder_outputs', tied),
+    )
+  except errors.UserError as error:
+    raise errors.UserError(f'{file}: {error}') from error
+  model = model_config.encoder_decoder(encoder, decoder, shared_table=True)
+  return model, weights.t5_layout(gated=gated, pair=True)
+
+
+def raw_from_model(
+  config: model_config.ModelConfig,
+) -> tuple[dict[str, Any], weights.Layout]:
+  """Returns the config.json of a model with relative positions.
+
+  Args:
+    config: model config. The first class that can express it is taken.
+
+  Raises:
+    UserError: no class can; has the reasons.
+  """
+  reasons = []
+  for kind in TYPES:
+    raw = _raw(config, kind)
+    try:
+      back, layout = model_from_raw(raw, 'the exported config')
+    except errors.UserError as error:
+      reasons.append(f'{kind}: {error}')
+      continue
+    if not (different := model_config.differences(back, config)):
+      return raw, layout
+    reasons.append(f'{kind}: {different[0]}.')
+  raise errors.UserError(
+    f'transformers has no class for this model. {" ".join(reasons)}'
+  )
+
+
+def _raw(config: model_config.ModelConfig, kind: str) -> dict[str, Any]:
+  """Returns the config.json of a class that resembles the model most."""
+  pair, decoder = config.architecture.encodes_prompt, config.decoder
+  stack = config.encoder if pair else decoder
+  feed_forwards = {ours: theirs for theirs, ours in _FEED_FORWARDS.items()}
+  raw = {
+    'model_type': kind,
+    'is_encoder_decoder': pair,
+    **{theirs: getattr(stack, ours) for theirs, ours in _FIELDS.items()},
+    'feed_forward_proj': feed_forwards[stack.activation, stack.mlp_gated],
+    'relative_attention_num_buckets': decoder.relative.buckets,
+    'relative_attention_max_distance': decoder.relative.distance,
+  }
+  if not pair:
+    return {**raw, 'architectures': [f'{TYPES[kind]}EncoderModel']}
+  return {
+    **raw,
+    'architectures': [f'{TYPES[kind]}ForConditionalGeneration'],
+    'num_decoder_layers': decoder.layers,
+    'tie_word_embeddings': decoder.tied_head,
+    'scale_decoder_outputs': decoder.scaled_head,
+  }
+
+
+def with_fields(
+  raw: Mapping[str, Any], fields: Mapping[str, Any]
+) -> dict[str, Any]:
+  """Returns a config.json with the fields of its source.
+
+  Args:
+    raw: config.json by `raw_from_model`.
+    fields: carried fields of the source's decoder.
+  """
+  kind = fields.get('model_type')
+  raw = {**fields, **raw}
+  if kind in TYPES and kind != raw['model_type']:
+    # As the source if its class computes the same model: mT5 and T5 1.1 differ
+    # in names only.
+    name = raw['architectures'][0].removeprefix(TYPES[raw['model_type']])
+    renamed = {'model_type': kind, 'architectures': [f'{TYPES[kind]}{name}']}
+    renamed = {**raw, **renamed}
+    if model_from_raw(renamed, '')[0] == model_from_raw(raw, '')[0]:
+      raw = renamed
+  if raw['is_encoder_decoder'] and raw.get(START) is None:
+    raw[START] = raw.get('pad_token_id', 0)
+  return raw

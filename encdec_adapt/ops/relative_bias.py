@@ -1,0 +1,166 @@
+"""Relative position bias of T5 (Raffel et al., arXiv:1910.10683, section 2.1).
+
+A learnt scalar for each head and bucket of distances is added to the scores.
+It is a function of positions, computed for the queries at hand: no array of all
+queries by all keys exists in chunked attention.
+"""
+
+import dataclasses
+import math
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from encdec_adapt.base import option_strings
+from encdec_adapt.ops import masks
+
+KINDS = ('rotary', 'relative', 'relative_each')
+
+
+@dataclasses.dataclass(frozen=True)
+class Positions:
+  """How self-attention knows positions.
+
+  As a text it is 'rotary', 'relative:32,128' (a table for the stack, which all
+  layers add) or 'relative_each:32,128' (a table for each layer).
+
+  Attributes:
+    kind: one of `KINDS`.
+    buckets: buckets of distances; a bidirectional stack has half of them for
+      keys ahead.
+    distance: distance from which on all are in the last bucket.
+  """
+
+  kind: str = 'rotary'
+  buckets: int = 0
+  distance: int = 0
+
+  @classmethod
+  def parse(cls, text: str) -> 'Positions':
+    """Parses the text.
+
+    Raises:
+      UserError: it is not one of the forms above, the buckets are odd or fewer
+        than 4, or more than half of them are up to the distance.
+    """
+    positions = option_strings.Part('positions', text)
+    kind = positions.partition(':')[0].text
+    numbers = tuple(
+      option.read(int, 'a number above 0', lambda n: n > 0)
+      for option in positions.options()
+    )
+    fits = kind in KINDS and len(numbers) == (0 if kind == 'rotary' else 2)
+    if fits and numbers:
+      buckets, distance = numbers
+      fits = buckets >= 4 and not buckets % 2 and distance > buckets // 2
+    if not fits:
+      raise positions.error(
+        "must be 'rotary', 'relative:BUCKETS,DISTANCE' or"
+        " 'relative_each:BUCKETS,DISTANCE', such as 32,128: an even number from"
+        ' 4, and a distance above half of it.'
+      )
+    return cls(kind, *numbers)
+
+  def __str__(self) -> str:
+    numbers = f':{self.buckets},{self.distance}' if self.buckets else ''
+    return f'{self.kind}{numbers}'
+
+
+@flax.struct.dataclass
+class RelativeBias:
+  """The table of a layer.
+
+  Attributes:
+    table: [N, buckets] float32.
+    distance: as in `Positions`.
+  """
+
+  table: Float[Array, 'N buckets']
+  distance: int = flax.struct.field(pytree_node=False)
+
+
+def first_distances(buckets: int, distance: int) -> list[int]:
+  """Returns the least distance in each bucket of a side but the first.
+
+  Half of the buckets hold one distance each, the others cover equal parts of
+  its logarithm. Computed on the host, so that no device rounds a logarithm to
+  the other side of an edge.
+
+  Args:
+    buckets: buckets of a side.
+    distance: as in `Positions`.
+  """
+  exact = buckets // 2
+  wide, ratio = buckets - exact, distance / exact
+  # Powers that are integers must not be rounded up.
+  powers = [exact * ratio ** (i / wide) - 1e-9 for i in range(1, wide)]
+  return [*range(1, exact + 1), *map(math.ceil, powers)]
+
+
+def bucket(
+  ahead: Int[Array, '*L'], buckets: int, distance: int, *, bidirectional: bool
+) -> Int[Array, '*L']:
+  """Returns the bucket of each distance.
+
+  Args:
+    ahead: positions from the query ahead to the key; negative for keys behind.
+    buckets: as in `Positions`.
+    distance: as in `Positions`.
+    bidirectional: whether keys ahead have buckets, the second half; otherwise
+      they are in bucket 0.
+  """
+  side = buckets // 2 if bidirectional else buckets
+  far = jnp.abs(ahead) if bidirectional else jnp.maximum(-ahead, 0)
+  edges = jnp.asarray(first_distances(side, distance), jnp.int32)
+  number = jnp.sum(far[..., None] >= edges, axis=-1, dtype=jnp.int32)
+  return number + side * (ahead > 0) if bidirectional else number
+
+
+def scores(
+  bias: RelativeBias, spec: masks.MaskSpec, queries: int, keys: int
+) -> Float[Array, '#B N T S']:
+  """Computes what is added to the scores of self-attention.
+
+  Of queries and keys that are consecutive tokens distances come from indices,
+  so that rows share the result: positions differ by as much inside a segment,
+  and the mask hides the others.
+
+  Args:
+    bias: the table.
+    spec: the mask; bidirectional buckets are those of kind 'full'.
+    queries: number of queries T.
+    keys: number of keys S.
+  """
+
+  def read(ahead: Int[Array, '*L']) -> Float[Array, '*L N']:
+    """Reads the values of distances, by a product.
+
+    The gradient of indexing adds in no fixed order on GPUs, so that a resumed
+    run would differ.
+    """
+    buckets = bias.table.shape[1]
+    numbers = bucket(
+      ahead, buckets, bias.distance, bidirectional=spec.kind == 'full'
+    )
+    return jnp.matmul(
+      jax.nn.one_hot(numbers, buckets, dtype=jnp.float32),
+      bias.table.astype(jnp.float32).T,
+      precision=jax.lax.Precision.HIGHEST,
+    )
+
+  if spec.first_query is None:
+    ahead = spec.kv_positions[:, None, :] - spec.q_positions[:, :, None]
+    return jnp.moveaxis(read(ahead), -1, 1)
+  # Values of the T + S - 1 distances in a ring: that of key s from query t is
+  # at (s - t) modulo its size. Copies of the ring in a row, cut into rows
+  # shorter by one, move by one from query to query.
+  size = queries + keys
+  slot = jnp.arange(size)
+  ahead = jnp.where(slot < keys, slot, slot - size)
+  ring = read(ahead - spec.first_query).T  # [N, T + S]
+  heads = ring.shape[0]
+  copies = jnp.broadcast_to(ring[:, None], (heads, queries, size))
+  rows = copies.reshape(heads, -1)[:, : queries * (size - 1)]
+  return rows.reshape(heads, queries, size - 1)[None, ..., :keys]
