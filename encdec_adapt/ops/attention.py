@@ -2,9 +2,9 @@
 
 A backend declares its limits as data (`Backend`). `attention` derives the
 needs of a call from its arguments and refuses a backend that does not support
-all of them. To add a kernel, write `attend(q, k, v, spec, *, scale, softcap)` in
-a new module and add a `Backend` to `BACKENDS`; the tests run over all backends.
-Backends that are not kernels take the bias, or None, after `spec`.
+all of them. To add a kernel, write `attend(q, k, v, spec, *, scale, softcap)`
+in a new module and add a `Backend` to `BACKENDS`; the tests run over all
+backends. Those that are not kernels take a bias, or None, after `spec`.
 """
 
 from collections.abc import Callable, Mapping
