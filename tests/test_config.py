@@ -142,15 +142,6 @@ EXPERTS = dict(
 )
 
 
-def test_t5_is_said_by_a_configuration():
-  config = config_lib.defaults()
-  model = presets.t5('ul2', vocab_multiple=64)
-  config_lib.set_model(config.model, model)
-  config.data.objective = 'prefix_lm'
-  config.data.encoder_length = 8
-  assert config_lib.load(config).model == model
-
-
 @pytest.mark.parametrize('merged', [False, True])
 def test_any_model_is_said_by_a_configuration(merged):
   fields = {**OTHERS, **(EXPERTS if merged else {}), 'eoi_token': 0}

@@ -9,7 +9,13 @@ import numpy as np
 import encdec_adapt
 from encdec_adapt.conversion import model_in_memory
 from encdec_adapt.huggingface import export
-from encdec_adapt.models import build, layer_leaves, model_config, parameters
+from encdec_adapt.models import (
+  build,
+  layer_leaves,
+  model_config,
+  parameters,
+  presets,
+)
 from tests import tiny_tokenizers
 
 GEMMA_SIZE = 512  # Above the ids of `save`'s vocabulary.
@@ -23,20 +29,11 @@ def stack(**changes):
 
 
 # Fields of T5's block, in place of those of `stack`.
-T5 = dict(
-  kv_heads=4,
-  pattern=('global',),
-  query_scale=1.0,
-  attention_softcap=None,
-  final_softcap=None,
-  norm_gain='direct',
-  post_norms=False,
-  scale_embeddings=False,
-  positions='relative:8,10',
-  activation='relu',
-  mlp_gated=False,
-  scaled_head=True,
-)
+_T5 = vars(presets.T5['t5_small'].decoder)
+_SAME = 'pattern query_scale attention_softcap final_softcap norm_gain'
+_SAME += ' post_norms scale_embeddings activation mlp_gated scaled_head'
+T5 = {key: _T5[key] for key in _SAME.split()}
+T5 |= {'kv_heads': 4, 'positions': 'relative:8,10'}
 
 
 def params(config, seed=0, scale=0.5):

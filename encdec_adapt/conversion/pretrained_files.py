@@ -319,6 +319,8 @@ def special_ids(
     listed = stated if isinstance(stated, list) else [stated]
     return [i for i in listed if i is not None and i >= 0]
 
+  # T5's files have no BOS.
+  fields['bos_token_id'] = fields.get(t5_json.START, fields.get('bos_token_id'))
   ids: dict[str, Any] = {}
   for role in ('bos', 'pad'):
     key = f'{role}_token_id'

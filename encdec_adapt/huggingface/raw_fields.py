@@ -54,10 +54,7 @@ _FIELDS = (
     relative_attention_max_distance""",
   ),
   # Each layer costs host memory and compile time before any array exists.
-  (
-    _integer(1, 10_000),
-    'num_hidden_layers num_layers num_decoder_layers',
-  ),
+  (_integer(1, 10_000), 'num_hidden_layers num_layers num_decoder_layers'),
   # Qwen 2 MoE writes a window of 0 for none.
   (_integer(0), 'sliding_window max_window_layers eoi_token_index'),
   (

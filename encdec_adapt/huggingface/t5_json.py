@@ -79,16 +79,15 @@ def model_from_raw(
       f' are {", ".join(_FEED_FORWARDS)}.'
     )
   activation, gated = _FEED_FORWARDS[raw['feed_forward_proj']]
-  each = kind == 'umt5'
-  buckets, distance = (
-    raw[f'relative_attention_{x}'] for x in ('num_buckets', 'max_distance')
-  )
+  positions = 'relative_each' if kind == 'umt5' else 'relative'
+  buckets = raw['relative_attention_num_buckets']
+  distance = raw['relative_attention_max_distance']
   fields |= {
     'norm_eps': float(raw['layer_norm_epsilon']),
     'kv_heads': raw['num_heads'],
     'activation': activation,
     'mlp_gated': gated,
-    'positions': f'relative{"_each" * each}:{buckets},{distance}',
+    'positions': f'{positions}:{buckets},{distance}',
   }
   try:
     encoder = model_config.StackConfig(**fields)
@@ -177,8 +176,8 @@ def with_fields(
     # As the source if its class computes the same model: mT5 and T5 1.1 differ
     # in names only.
     name = raw['architectures'][0].removeprefix(TYPES[raw['model_type']])
-    renamed = {'model_type': kind, 'architectures': [f'{TYPES[kind]}{name}']}
-    renamed = {**raw, **renamed}
+    classes = [f'{TYPES[kind]}{name}']
+    renamed = {**raw, 'model_type': kind, 'architectures': classes}
     if model_from_raw(renamed, '')[0] == model_from_raw(raw, '')[0]:
       raw = renamed
   if raw['is_encoder_decoder'] and raw.get(START) is None:

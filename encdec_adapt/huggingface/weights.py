@@ -256,14 +256,15 @@ _T5_BIAS = 'layer.0.SelfAttention.relative_attention_bias.weight'
 def _t5_layer(*, gated: bool, crosses: bool) -> dict[str, str]:
   """Returns the table of a layer of T5, in which parts are numbered."""
   attention = {x: x[0] for x in ('query', 'key', 'value', 'output')}
-  # Ours and their part, its norm and its kernels.
-  parts = [('attention', 'SelfAttention', 'pre_attention_norm', attention)]
-  if crosses:
-    cross = 'cross_attention', 'EncDecAttention', 'pre_cross_norm', attention
-    parts.append(cross)
   mlp = {'gate': 'wi_0', 'up': 'wi_1'} if gated else {'up': 'wi'}
-  mlp['down'] = 'wo'
-  parts.append(('mlp', 'DenseReluDense', 'pre_mlp_norm', mlp))
+  # Ours and their part, its norm and its kernels.
+  parts = [
+    ('attention', 'SelfAttention', 'pre_attention_norm', attention),
+    ('cross_attention', 'EncDecAttention', 'pre_cross_norm', attention),
+    ('mlp', 'DenseReluDense', 'pre_mlp_norm', {**mlp, 'down': 'wo'}),
+  ]
+  if not crosses:
+    del parts[1]
   table = {'attention/relative_bias': _T5_BIAS}
   for number, (ours, theirs, norm, kernels) in enumerate(parts):
     table[f'{norm}/scale'] = f'layer.{number}.layer_norm.weight'

@@ -94,12 +94,9 @@ class _Attention(nn.Module):
     for name, (contracted, shape) in kernels.items():
       axes, dims = _AXES[name], (0, 1, 2)
       # T5 draws queries smaller instead of dividing scores by sqrt(H).
-      small = cfg.relative is not None and name == 'query'
+      scale = 1 / cfg.head_dim if cfg.relative and name == 'query' else 1.0
       init = layers.kernel_init(
-        axes,
-        dims[:contracted],
-        dims[contracted:],
-        scale=1 / cfg.head_dim if small else 1.0,
+        axes, dims[:contracted], dims[contracted:], scale=scale
       )
       weights[name] = layers.declare(self, name, init, shape)
       if name in biased[cfg.attention_bias]:

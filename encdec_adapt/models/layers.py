@@ -184,13 +184,13 @@ def declare_bias(
   module: nn.Module, config: model_config.StackConfig
 ) -> relative_bias.RelativeBias:
   """Declares a relative position bias [N, buckets] of a module."""
-  positions = config.relative
+  buckets, distance = config.relative.buckets, config.relative.distance
   init = nn.with_logical_partitioning(
     nn.initializers.normal(config.width**-0.5), ('heads', 'buckets')
   )
-  shape = config.heads, positions.buckets
+  shape = config.heads, buckets
   table = module.param('relative_bias', init, shape, jnp.float32)
-  return relative_bias.RelativeBias(table, positions.distance)
+  return relative_bias.RelativeBias(table, distance)
 
 
 def declare(

@@ -175,7 +175,12 @@ _FIRST = dict(
   activation='relu', mlp_gated=False, tied_head=True, scaled_head=True
 )
 _BIG = dict(head_dim=128, **_FIRST)
-_UMT5 = dict(positions='relative_each:32,128', vocab_size=256384)
+_LIKE_1_1 = {
+  't5_1.1': {},
+  'flan_t5': {},
+  'mt5': dict(vocab_size=250112),
+  'umt5': dict(vocab_size=256384, positions='relative_each:32,128'),
+}
 _UL2 = _t5(32, 4096, 16384, 16, head_dim=256, activation='silu')
 # T5 (arXiv:1910.10683) and its release 1.1, flan-T5 (2210.11416), mT5
 # (2010.11934), UMT5 (2304.09151), ByT5 (2105.13626, with an encoder three times
@@ -187,16 +192,11 @@ T5: Mapping[str, configs.EncoderDecoderConfig] = types.MappingProxyType(
     't5_large': _t5(24, 1024, 4096, 16, **_FIRST),
     't5_3b': _t5(24, 1024, 16384, 32, **_BIG),
     't5_11b': _t5(24, 1024, 65536, 128, **_BIG),
-    **{f't5_1.1_{size}': _t5(*sizes) for size, sizes in _SIZES.items()},
-    **{f'flan_t5_{size}': _t5(*sizes) for size, sizes in _SIZES.items()},
     **{
-      f'mt5_{size}': _t5(*sizes, vocab_size=250112)
+      f'{name}_{size}': _t5(*sizes, **fields)
+      for name, fields in _LIKE_1_1.items()
       for size, sizes in _SIZES.items()
-    },
-    **{
-      f'umt5_{size}': _t5(*sizes, **_UMT5)
-      for size, sizes in _SIZES.items()
-      if size != 'large'  # Not released.
+      if (name, size) != ('umt5', 'large')  # Not released.
     },
     **{
       f'byt5_{size}': _t5(*sizes, decoder_layers=sizes[0] // 3, vocab_size=384)

@@ -2,9 +2,9 @@
 
 A backend declares its limits as data (`Backend`). `attention` derives the
 needs of a call from its arguments and refuses a backend that does not support
-all of them. To add a kernel, write
-`attend(q, k, v, spec[, bias], *, scale, softcap[, chunk])` in a new module and
-add a `Backend` to `BACKENDS`; the tests run over all backends.
+all of them. To add a kernel, write `attend(q, k, v, spec, *, scale, softcap)`
+in a new module and add a `Backend` to `BACKENDS`; the tests run over all
+backends. Those that are not kernels take a bias, or None, after `spec`.
 """
 
 from collections.abc import Callable, Mapping
@@ -178,16 +178,9 @@ def check(
   Raises:
     UserError: names all of it, and the backends that support it.
   """
-  refuse = functools.partial(
-    unsupported,
-    spec=spec,
-    dtype=dtype,
-    head_dim=head_dim,
-    device=device,
-    bias=bias,
-  )
-  if refused := refuse(name):
-    able = [other for other in BACKENDS if not refuse(other)]
+  call = spec, dtype, head_dim, device
+  if refused := unsupported(name, *call, bias=bias):
+    able = [x for x in BACKENDS if not unsupported(x, *call, bias=bias)]
     raise errors.UserError(
       f'attention backend {name!r} cannot honour {"; ".join(refused)}.'
       f' Backends that can: {", ".join(sorted(able)) or "none"}'
@@ -230,8 +223,7 @@ def attention(
     UserError: the backend cannot honour the call.
   """
   chosen = BACKENDS[backend]
-  has_bias = bias is not None
-  check(backend, spec, q.dtype.name, q.shape[3], bias=has_bias)
+  check(backend, spec, q.dtype.name, q.shape[3], bias=bias is not None)
   options = {'chunk': chunk} if chosen.takes_chunk else {}
   attend = functools.partial(
     chosen.attend, scale=scale, softcap=softcap, **options
@@ -245,10 +237,9 @@ def attention(
       # Otherwise XLA would run each chunk on the shard that holds its queries
       # while the other shards wait.
       by_head = partition.active().spec('act_heads', None)
-      operands = {'operands': (bias,), 'operand_specs': (by_head,)}
-      attend = functools.partial(
-        attention_shards.run, attend, **(operands if has_bias else {})
+      out = attention_shards.run(
+        attend, q, k, v, spec, operands=(bias,), operand_specs=(by_head,)
       )
-      return checkpoint_name(attend(q, k, v, spec), SAVED)
-    operands = (bias,) if has_bias else ()
-    return checkpoint_name(attend(q, k, v, spec, *operands), SAVED)
+    else:
+      out = attend(q, k, v, spec, bias)
+    return checkpoint_name(out, SAVED)

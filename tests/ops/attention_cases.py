@@ -98,7 +98,7 @@ def results(attend, cases, softcap=5.0, context=contextlib.nullcontext):
 
   Args:
     attend: attention.
-    cases: name -> ((q, k, v), mask).
+    cases: name -> ((q, k, v, ..), mask).
     softcap: cap of the scores.
     context: makes the context in which all cases are traced, as one program.
   """
@@ -109,7 +109,8 @@ def results(attend, cases, softcap=5.0, context=contextlib.nullcontext):
       weights = jnp.linspace(0.5, 1.5, out.shape[1])[:, None, None]
       return jnp.sum(jnp.sin(out.astype(jnp.float32)) * weights), out
 
-    gradients, out = jax.grad(loss, (0, 1, 2), has_aux=True)(*arrays)
+    which = tuple(range(len(arrays)))
+    gradients, out = jax.grad(loss, which, has_aux=True)(*arrays)
     return out, *gradients
 
   @jax.jit

@@ -34,22 +34,14 @@ def test_buckets():
   )
 
 
-@pytest.mark.parametrize(
-  'text', ['absolute', 'relative', 'relative:32', 'relative:7,9', 'rotary:1']
-)
-def test_positions_that_cannot_be(text):
-  with pytest.raises(errors.UserError, match=f"positions is '{text}'"):
-    relative_bias.Positions.parse(text)
-
-
-def dense(q, k, v, table, spec):
+def dense(q, k, v, table, spec, scale, softcap):
   """The definition: a table that is indexed by every pair of positions."""
   ahead = spec.kv_positions[:, None] - spec.q_positions[..., None]
   numbers = relative_bias.bucket(
     ahead, BUCKETS, DISTANCE, bidirectional=spec.kind == 'full'
   )
   k, v = (jnp.repeat(x, HEADS // KV_HEADS, axis=2) for x in (k, v))
-  scores = 0.3 * jnp.einsum('BTNH,BSNH->BNTS', q, k, precision='highest')
+  scores = scale * jnp.einsum('BTNH,BSNH->BNTS', q, k, precision='highest')
   scores += jnp.moveaxis(table[:, numbers], 0, 1)
   visible = masks.dense_mask(spec)[:, None]
   weights = jnp.exp(jnp.where(visible, scores, -1e9))
@@ -60,45 +52,30 @@ def dense(q, k, v, table, spec):
 
 
 def by(backend):
-  def attend(q, k, v, table, spec):
+  def attend(q, k, v, table, spec, scale=0.3, softcap=None):
     bias = relative_bias.RelativeBias(table, DISTANCE)
-    return attention.attention(
-      q, k, v, spec, scale=0.3, bias=bias, backend=backend, chunk=5
-    )
+    options = dict(scale=scale, softcap=softcap, bias=bias, chunk=5)
+    return attention.attention(q, k, v, spec, backend=backend, **options)
 
   return attend
 
 
-def results(attend, context=contextlib.nullcontext, rows=4):
+def results(attend, context=contextlib.nullcontext):
   """Outputs and gradients of every mask, those of the table too."""
-  q, k, v = attention_cases.qkv(
-    LENGTH, LENGTH, rows=rows, heads=(HEADS, KV_HEADS), head_dim=8
-  )
+  heads = dict(rows=4, heads=(HEADS, KV_HEADS), head_dim=8)
+  arrays = attention_cases.qkv(LENGTH, LENGTH, **heads)
   rng = np.random.default_rng(1)
   table = jnp.asarray(rng.normal(size=(HEADS, BUCKETS)), jnp.float32)
-  specs = {
-    f'{name} {aligned}': attention_cases.spec_of(
-      name, LENGTH, rows=rows, window=4, aligned=aligned
+  options = dict(rows=4, window=4)
+  cases = {
+    f'{name} {aligned}': (
+      (*arrays, table),
+      attention_cases.spec_of(name, LENGTH, aligned=aligned, **options),
     )
     for name in NAMES
     for aligned in (True, False)
   }
-
-  def run_case(spec):
-    def loss(*arrays):
-      out = attend(*arrays, spec)
-      weights = jnp.linspace(0.5, 1.5, LENGTH)[:, None, None]
-      return jnp.sum(jnp.sin(out) * weights), out
-
-    gradients, out = jax.grad(loss, (0, 1, 2, 3), has_aux=True)(q, k, v, table)
-    return out, *gradients
-
-  @jax.jit
-  def run(specs):
-    with context():
-      return {name: run_case(spec) for name, spec in specs.items()}
-
-  return run(specs)
+  return attention_cases.results(attend, cases, None, context)
 
 
 @pytest.fixture(scope='module')

@@ -105,8 +105,7 @@ T5 = dict(
   layer_norm_epsilon=1e-5,
   pad_token_id=0,
   eos_token_id=1,
-  bos_token_id=2,
-  decoder_start_token_id=2,
+  decoder_start_token_id=0,
 )
 VISION = dict(
   hidden_size=16,

@@ -47,10 +47,7 @@ def problem(model: model_config.ModelConfig) -> str:
     if stack.experts:
       return f'it has no experts, and the {name} has {stack.experts} in a layer'
     if stack.relative or not stack.mlp_gated or stack.scaled_head:
-      return (
-        'it has no relative positions, single-branch feed-forward or scaled'
-        f' head, and the {name} has one of them'
-      )
+      return f"it has no parts of T5's block, and the {name} has some"
   return ''
 
 
