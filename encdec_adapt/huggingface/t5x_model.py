@@ -6,7 +6,7 @@ kernel [in, out], layers numbered, a relative position bias for each stack) and
 each layer).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 import dataclasses
 import math
 
@@ -18,71 +18,69 @@ from encdec_adapt.models import model_config
 
 _TABLE, _HEAD = 'token_embedder/embedding', 'decoder/logits_dense/kernel'
 _BIAS = 'relpos_bias/rel_embedding'
-_FLOATS = ('bfloat16', 'float16', 'float32', 'float64')
-# Our module -> theirs, in both stacks and in the decoder.
-_ENCODER = {
-  'pre_attention_norm': 'pre_attention_layer_norm',
-  'attention': 'attention',
-  'pre_mlp_norm': 'pre_mlp_layer_norm',
-  'mlp': 'mlp',
-}
-_DECODER = _ENCODER | {
+# Our module -> theirs, in the decoder.
+_MODULES = {
   'pre_attention_norm': 'pre_self_attention_layer_norm',
   'attention': 'self_attention',
   'pre_cross_norm': 'pre_cross_attention_layer_norm',
   'cross_attention': 'encoder_decoder_attention',
+  'pre_mlp_norm': 'pre_mlp_layer_norm',
+  'mlp': 'mlp',
+}
+# Our array in a module -> theirs; other kernels have our names.
+_ARRAYS = {
+  'scale': ('scale',),
+  'output': ('out/kernel',),
+  'gate': ('wi_0/kernel',),
+  'up': ('wi_1/kernel', 'wi/kernel'),
+  'down': ('wo/kernel',),
 }
 
 
 class T5xModel(flax_folder.FlaxModel):
   """A model in the layout of t5x, with every array matched.
 
-  The index of a part is the layer, on axis 1; None for the whole array.
+  The index of an array is that of the layer on axis 1.
   """
 
-  def _part(self, leaf, stored):
-    """Finds the array of a leaf and checks its shape."""
-    gated = self.config.decoder.mlp_gated
-    choices = list(_their_names(leaf, gated=gated))
-    part = next((part for part in choices if part[0] in stored), None)
-    if part is None:
-      names = ' or '.join(repr(name) for name, _ in choices)
-      raise errors.UserError(
-        f'{self._folder} has no array {names}, which holds {leaf}. It is'
-        ' incomplete, or not the model of --model.'
-      )
-    name, layer = part
-    shape, dtype = self._arrays[name]
-    forms = self._shapes(leaf, name)
-    if layer is not None:
-      layers = self.config.stacks[leaf.split('/')[0]].layers
-      forms = [(form[0], layers, *form[1:]) for form in forms]
-    if shape not in forms:
-      raise errors.UserError(
-        f'{self._folder}: {name} has shape {list(shape)}, and the model of'
-        f' --model requires {" or ".join(str(list(form)) for form in forms)}.'
-        ' Give the config.json of this model.'
-      )
-    if dtype.name not in _FLOATS:
-      raise errors.UserError(
-        f'{self._folder}: {name} has dtype {dtype}; weights are'
-        f' {", ".join(_FLOATS)}.'
-      )
-    return part
+  def _choices(self, leaf):
+    side, part, *inner = leaf.split('/')
+    if part != 'layers':
+      scanned = f'{side}/{side}/{_BIAS}', 0
+      return {
+        'embedder': [(_TABLE, None)],
+        'head': [(_HEAD, None)],
+        'final_norm': [(f'{side}/{side}_norm/scale', None)],
+        'relative_bias': [(f'{side}/{_BIAS}', None), scanned],
+      }[part]
+    layer, module, array = inner
+    module = _MODULES[module]
+    if side == 'encoder':
+      module = module.replace('self_', '')
+    names = [f'{module}/{x}' for x in _ARRAYS.get(array, (f'{array}/kernel',))]
+    names = [_BIAS] if array == 'relative_bias' else names
+    numbered = [(f'{side}/layers_{layer}/{name}', None) for name in names]
+    return numbered + [(f'{side}/{side}/{name}', int(layer)) for name in names]
 
-  def _shapes(self, leaf: str, name: str) -> list[tuple[int, ...]]:
-    """Returns the shapes that the array of a leaf may have in a layer."""
-    ours = self._leaves[leaf].shape
+  def _fits(self, leaf, name, index):
+    shape, ours = self._arrays[name][0], self._leaves[leaf].shape
     if leaf.endswith('/table'):
       table = (self._tokens(leaf), ours[1])
-      return [table[::-1] if name == _HEAD else table]
-    if len(ours) < 3:
-      return [ours]
+      return shape == (table[::-1] if name == _HEAD else table)
+    if index is not None:
+      side = leaf.split('/')[0]
+      layers = self.config.stacks[side].layers
+      if shape[1] != layers:
+        raise errors.UserError(
+          f'{self._folder}: {name} has {shape[1]} layers on axis 1, and the'
+          f' {side} of --model {layers}. Give the config.json of this model.'
+        )
+      shape = (shape[0], *shape[2:])
     inputs = 2 if leaf.endswith('/output') else 1
-    return [(math.prod(ours[:inputs]), math.prod(ours[inputs:])), ours]
+    flat = math.prod(ours[:inputs]), math.prod(ours[inputs:])
+    return shape == ours or (len(ours) == 3 and shape == flat)
 
   def _ours(self, leaf: str, stored: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Returns our leaf from their array."""
     (name, layer), shape = self._parts[leaf], self._leaves[leaf].shape
     array = stored[name] if layer is None else stored[name][:, layer]
     tensor_folder.check_finite(name, array, self._folder)
@@ -101,8 +99,8 @@ def completed(
   """Returns a config with the fields that the arrays decide.
 
   Without a head of its own the decoder scales its states and reads the table.
-  Layers have a bias each where those of one array differ, or where layers have
-  an array each.
+  A stack has one bias, as in T5, unless those of the layers differ in one of
+  the stacks, or layers have an array each.
 
   Args:
     config: config of the model.
@@ -111,7 +109,7 @@ def completed(
     folder: name of the folder, for error messages.
 
   Raises:
-    UserError: the config is not that of T5, mT5 or UMT5 with a decoder.
+    UserError: the config is not that of a T5, mT5 or UMT5 with a decoder.
   """
   relative = all(stack.relative for stack in config.stacks.values())
   if not config.architecture.encodes_prompt or not relative:
@@ -126,49 +124,17 @@ def completed(
     if name not in arrays:
       return f'{side}/layers_0/{_BIAS}' in arrays
     tables = reader([name])[name]  # [N, layers, buckets]
-    return not np.array_equal(
-      tables, np.broadcast_to(tables[:, :1], tables.shape)
-    )
+    return (tables != tables[:, :1]).any()
 
   kind = 'relative_each' if any(map(differ, config.stacks)) else 'relative'
+  encoder, decoder = (
+    dataclasses.replace(
+      stack, positions=f'{kind}:{stack.positions.partition(":")[2]}'
+    )
+    for stack in config.stacks.values()
+  )
   tied = _HEAD not in arrays
-  stacks = {}
-  for side, stack in config.stacks.items():
-    _, _, sizes = stack.positions.partition(':')
-    fields = {'positions': f'{kind}:{sizes}'}
-    if side == 'decoder':
-      fields |= {'tied_head': tied, 'scaled_head': tied}
-    stacks[side] = dataclasses.replace(stack, **fields)
-  config = dataclasses.replace(config, **stacks)
+  decoder = dataclasses.replace(decoder, tied_head=tied, scaled_head=tied)
+  config = dataclasses.replace(config, encoder=encoder, decoder=decoder)
   t5_json.raw_from_model(config)  # Refuses other blocks.
   return config
-
-
-def _their_names(leaf: str, *, gated: bool) -> Iterator[tuple[str, int | None]]:
-  """Yields names that the array of a leaf may have, each with a layer."""
-  side, part, *inner = leaf.split('/')
-  scanned = f'{side}/{side}/'
-  if part == 'layers':
-    number, module, *inner = inner
-    name = _BIAS
-    if inner != ['relative_bias']:
-      name = f'{(_DECODER if side == "decoder" else _ENCODER)[module]}/'
-      name += _inner_name(inner[0], gated=gated)
-    yield f'{side}/layers_{number}/{name}', None
-    yield scanned + name, int(number)
-  elif part == 'relative_bias':
-    yield f'{side}/{_BIAS}', None
-    yield scanned + _BIAS, 0
-  elif part == 'final_norm':
-    yield f'{side}/{side}_norm/scale', None
-  else:
-    yield (_HEAD if part == 'head' else _TABLE), None
-
-
-def _inner_name(name: str, *, gated: bool) -> str:
-  """Returns the name of an array in its module."""
-  if name == 'scale':
-    return name
-  names = {'output': 'out', 'gate': 'wi_0', 'down': 'wo'}
-  names['up'] = 'wi_1' if gated else 'wi'
-  return f'{names.get(name, name)}/kernel'

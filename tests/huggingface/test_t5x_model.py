@@ -203,9 +203,9 @@ def saved(tmp_path_factory):
 @pytest.mark.parametrize(
   'changes, words',
   [
-    ({'relative_attention_num_buckets': 16}, r'\[4, 3, 8\],.* \[4, 3, 16\]'),
-    ({'num_layers': 4}, r'has shape \[.*3.*\], and the model'),
-    ({'feed_forward_proj': 'relu'}, "no array .*mlp/wi/kernel'"),
+    ({'relative_attention_num_buckets': 16}, r'\[4, 3, 8\],.* \[4, 16\]'),
+    ({'num_layers': 4}, 'has 3 layers on axis 1, and the encoder of --model 4'),
+    ({'feed_forward_proj': 'relu'}, 'wi_0/kernel is not an array of this'),
     ({'model_type': 'longt5'}, "'longt5'"),
     ({'architectures': ['UMT5EncoderModel']}, 'describes no encoder-decoder'),
   ],
@@ -218,10 +218,9 @@ def test_configs_of_other_models(changes, words, saved):
 @pytest.mark.parametrize(
   'name, array, words',
   [
-    (HEAD, np.ones((16, 70), np.float32), r'\[16, 70\],.* \[16, 60\]'),
+    (HEAD, np.ones((16, 70), np.float32), r'\[16, 70\],.* \[60, 16\]'),
     ('encoder/encoder_norm/scale', None, "'encoder/encoder_norm/scale'"),
     ('encoder/side_relpos_bias/x', np.ones(2), 'not an array of this model'),
-    ('encoder/encoder_norm/scale', np.ones(16, int), 'has dtype int64'),
   ],
 )
 def test_arrays_of_other_models(name, array, words, saved, tmp_path):
@@ -243,11 +242,7 @@ def test_folders_that_cannot_be_read(saved, tmp_path):
   with pytest.raises(errors.UserError, match=f'{HEAD} .*incomplete or damaged'):
     run_import(folder, raw)
   file = folder / 'checkpoint'
-  for content, words in (
-    (file.read_bytes()[:1000], 'incomplete or damaged'),
-    (serialization.to_bytes({'version': 1, 'optimizer': {}}), 'version 1 '),
-  ):
-    file.write_bytes(content)
-    with pytest.raises(errors.UserError, match=words):
-      run_import(folder, raw)
+  file.write_bytes(file.read_bytes()[:1000])
+  with pytest.raises(errors.UserError, match=f'{file} .*incomplete or damaged'):
+    run_import(folder, raw)
   assert not (tmp_path / 'run').exists()
