@@ -1,6 +1,8 @@
 r"""Converts models between Hugging Face folders and our checkpoints.
 
     python -m encdec_adapt.convert import --source=HF_DIR --output=CKPT
+    python -m encdec_adapt.convert import --source=T5X_DIR \
+      --model=config.json --output=CKPT
     python -m encdec_adapt.convert adapt --encoder=SRC [--decoder=SRC] \
       [--target=t5gemma2] [--model.encoder.kv_heads=8] --output=CKPT
     python -m encdec_adapt.convert export --checkpoint=CKPT --output=HF_DIR

@@ -1,4 +1,4 @@
-"""T5, mT5 and UMT5 as t5x stores them.
+"""T5, mT5 and UMT5 as t5x (arXiv 2203.17189) stores them.
 
 Source of names and shapes: google-research/t5x, `examples/t5` (minimal: a
 kernel [in, out], layers numbered, a relative position bias for each stack) and
