@@ -8,7 +8,7 @@ from absl import flags
 
 from encdec_adapt.adaptation import coverage as coverage_lib
 from encdec_adapt.base import errors
-from encdec_adapt.checkpoints import orbax_folder
+from encdec_adapt.checkpoints import orbax_folder, t5x_checkpoint
 from encdec_adapt.cli import command
 from encdec_adapt.conversion import (
   model_on_disk,
@@ -21,6 +21,7 @@ from encdec_adapt.huggingface import (
   config_json,
   flax_folder,
   new_folder,
+  t5x_model,
   tensor_folder,
 )
 from encdec_adapt.models import model_config
@@ -56,19 +57,21 @@ def import_folder(values: flags.FlagValues, _: list[str]) -> int:
   has_config = (path / tensor_folder.CONFIG).exists()
   # With a config.json it is a Hugging Face folder or a run, whatever else it
   # has.
-  is_flax = not has_config and orbax_folder.is_orbax_folder(path)
+  checkpoint = None if has_config else t5x_checkpoint.open_checkpoint(path)
+  is_flax = checkpoint is not None
+  is_flax |= not has_config and orbax_folder.is_orbax_folder(path)
   if is_flax:
-    source = _open_flax(path, values)
+    source = _open_flax(path, checkpoint, values)
   else:
     if not model_on_disk.is_folder(path):
       raise errors.UserError(
         f'--source={path} is a work directory already; import reads Hugging'
-        ' Face folders, and the Flax folders of the authors.'
+        ' Face folders, the Flax folders of the authors, and t5x checkpoints.'
       )
     if values.model:
       raise errors.UserError(
-        f'--model={values.model} is for folders of Orbax arrays; {path} has a'
-        ' config.json of its own.'
+        f'--model={values.model} is for folders of Flax and t5x arrays; {path}'
+        ' has a config.json of its own.'
       )
     source = open_model(values.source, values)
   for line in coverage_lib.by_reason(source.unused):
@@ -85,25 +88,45 @@ def import_folder(values: flags.FlagValues, _: list[str]) -> int:
 
 
 def _open_flax(
-  path: paths.Path, values: flags.FlagValues
+  path: paths.Path,
+  checkpoint: t5x_checkpoint.Checkpoint | None,
+  values: flags.FlagValues,
 ) -> model_on_disk.StoredModel:
-  """Opens a model as its authors' Flax code saves it; reads no arrays.
+  """Opens a model as its authors' Flax code, or t5x, saves it.
+
+  Reads no arrays but the relative position biases of t5x.
 
   Raises:
     UserError: it is damaged, it is not the model of --model, or it has no
       such window.
   """
-  folder = orbax_folder.OrbaxFolder(path)
+  folder = checkpoint or orbax_folder.OrbaxFolder(path)
+  arrays, reader, name = folder.arrays, folder.read, str(path)
+  model = None
   if values.model:
     raw = atomic.read_json(values.model)
     model = config_json.model_from_raw(raw, values.model)[0]
-  else:
+  elif not checkpoint:
     # Such a folder has arrays only; shapes tell the released models apart.
-    model = flax_folder.released_model(folder.arrays, str(path))
-  model = model_on_disk.with_window(model, values.encoder_window, str(path))
+    model = flax_folder.released_model(arrays, name)
+  if checkpoint:
+    if model is None:
+      raise errors.UserError(
+        f'{path} is a t5x checkpoint, which does not show its activation: give'
+        ' its config.json, as transformers or this project writes it, with'
+        ' --model=FILE.'
+      )
+    model = t5x_model.completed(model, arrays, reader, name)
+  model = model_on_disk.with_window(model, values.encoder_window, name)
   model = model_config.with_vocab_multiple(model, values.vocab_multiple)
-  source = flax_folder.FlaxModel(folder.arrays, folder.read, model, str(path))
-  choice = model_on_disk.vocabularies_in(path)
+  layout = t5x_model.T5xModel if checkpoint else flax_folder.FlaxModel
+  source = layout(arrays, reader, model, name)
+  state = checkpoint.state if checkpoint else ()
   return model_on_disk.StoredModel(
-    path, model, choice, source.arrays, unused=source.unused, name=values.source
+    path,
+    model,
+    model_on_disk.vocabularies_in(path),
+    source.arrays,
+    unused=source.unused | dict.fromkeys(state, 'optimizer state'),
+    name=values.source,
   )

@@ -122,16 +122,34 @@ class FlaxModel:
 
   def _part(self, leaf: str, stored: Mapping[str, str]) -> _Part:
     """Finds the array of a leaf and checks its shape."""
-    start, choices = _their_names(leaf, self.config)
+    choices = self._choices(leaf)
     name, index = next(
-      ((stored[start + k], i) for k, i in choices if start + k in stored),
+      ((stored[name], i) for name, i in choices if name in stored),
       (None, None),
     )
     if name is None:
       raise errors.UserError(
-        f'{self._folder} has no array {start + choices[0][0]!r}, which holds'
+        f'{self._folder} has no array'
+        f' {" or ".join(repr(name) for name, _ in choices)}, which holds'
         f' {leaf}. The folder is incomplete, or holds another model.'
       )
+    shape, ours = self._arrays[name][0], self._leaves[leaf].shape
+    if not self._fits(leaf, name, index):
+      if leaf.endswith('/table'):
+        ours = (self._tokens(leaf), *ours[1:])
+      raise errors.UserError(
+        f'{self._folder}: {name} has shape {list(shape)}, and {leaf} of'
+        f' the model {list(ours)}. Give the right config with --model.'
+      )
+    return name, index
+
+  def _choices(self, leaf: str) -> list[_Part]:
+    """Returns the arrays that may hold a leaf."""
+    start, choices = _their_names(leaf, self.config)
+    return [(start + name, index) for name, index in choices]
+
+  def _fits(self, leaf: str, name: str, index: int | None) -> bool:
+    """Returns whether an array has the shape of a leaf."""
     shape = self._arrays[name][0]
     part = shape if index is None else shape[1:]
     ours = self._leaves[leaf].shape
@@ -139,21 +157,15 @@ class FlaxModel:
     kind = leaf.rpartition('/')[2]
     if kind == 'table':
       rows = self._tokens(leaf)
-      fits = part[1:] == ours[1:] and part[0] >= rows
-      if fits and part[0] > rows:
+      if part[0] > rows:
         self.unused[f'{name}, rows {rows} to {part[0] - 1}'] = (
           'beyond the vocabulary; the authors round tables up'
         )
-    elif kind in _HEADS_FIRST:
-      fits = part == swapped
-    else:  # `transpose_gating_einsum` of some sizes swaps the gate's axes.
-      fits = part == ours or (kind in ('gate', 'up') and part == swapped)
-    if not fits:
-      raise errors.UserError(
-        f'{self._folder}: {name} has shape {list(shape)}, and {leaf} of'
-        f' the model {list(ours)}. Give the right config with --model.'
-      )
-    return name, index
+      return part[1:] == ours[1:] and part[0] >= rows
+    if kind in _HEADS_FIRST:
+      return part == swapped
+    # `transpose_gating_einsum` of some sizes swaps the gate's axes.
+    return part == ours or (kind in ('gate', 'up') and part == swapped)
 
   def _tokens(self, table: str) -> int:
     """Returns the number of tokens in an embedding table."""
