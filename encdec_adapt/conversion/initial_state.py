@@ -344,8 +344,17 @@ def open_reference(
 
   Raises:
     UserError: the loss does not accept its architecture, or it has another
-      vocabulary or fewer positions than rows have.
+      vocabulary or fewer positions than rows have; or sentinels of a text that
+      a teacher reads without them are bytes of it.
   """
+  if loss.reads_windows and vocabulary_pair.exists(choice.decoder):
+    vocabulary = choice.open().decoder
+    if {*vocabulary.sentinels} & {*vocabulary.text_ids.tolist()}:
+      raise errors.UserError(
+        'a teacher of span corruption reads the text without its sentinels, and'
+        f' those of the vocabulary {choice.decoder} are bytes that text has,'
+        ' too; distil prefix_lm or pairs (config.data.objective).'
+      )
   source = _open(config.checkpoint, model)
   kind = source.model.architecture
   if kind not in loss.accepts:

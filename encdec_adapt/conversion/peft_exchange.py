@@ -18,6 +18,7 @@ from encdec_adapt.huggingface import (
   config_json,
   new_folder,
   peft_folder,
+  t5_json,
   weights,
 )
 from encdec_adapt.models import adapters as adapters_lib
@@ -114,7 +115,14 @@ def _layout(model: model_config.ModelConfig) -> weights.Layout:
   """Returns the names of a model's tensors in transformers.
 
   Raises:
-    UserError: transformers has no class for it.
+    UserError: transformers has no class for it, or it is T5 or its kin.
   """
   raw, _ = config_json.raw_from_model(model)
+  if (kind := raw['model_type']) in t5_json.TYPES:
+    raise errors.UserError(
+      f'the base is of model_type {kind!r}, and adapters of'
+      f' {", ".join(t5_json.TYPES)} are not exchanged with PEFT; merge them'
+      ' into the base (`convert merge-lora`, or merge_and_unload of PEFT), and'
+      ' export or import the merged model.'
+    )
   return config_json.model_from_raw(raw, 'the base')[1]

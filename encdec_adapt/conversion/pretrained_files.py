@@ -304,7 +304,8 @@ def special_ids(
     opened: vocabularies of the model, if it has any.
 
   Returns:
-    `bos` and `pad`, ids; `eos`, a tuple of ids. Only those that are stated.
+    `bos` and `pad`, ids; `eos`, a tuple of ids; `vocab_size`, the tokens of
+    the vocabulary. Only those that are stated.
 
   Raises:
     UserError: a stored file is damaged.
@@ -333,6 +334,8 @@ def special_ids(
   # All of them: generation must end at whichever the model emits.
   if eos := tuple(dict.fromkeys(i for end in ends for i in tokens(end))):
     ids['eos'] = eos
+  if framing:
+    ids['vocab_size'] = framing.size
   return ids
 
 

@@ -124,6 +124,7 @@ def search(
         np.float32(length_penalty),
         np.arange(at_once) < len(chosen),
         beams=beams,
+        vocab_size=engine.vocab_size,
       )
     )
     for row, i in enumerate(chosen):
@@ -141,6 +142,7 @@ def _search(
   real: Bool[Array, 'b'],
   *,
   beams: int,
+  vocab_size: int,
 ) -> Beams:
   """Searches for prefilled prompts; returns the best of each, n = 1.
 
@@ -152,10 +154,11 @@ def _search(
     penalty: length penalty.
     real: whether a row has a prompt.
     beams: beams per prompt, n.
+    vocab_size: tokens that may be generated.
   """
   loop = jax.lax.while_loop(
     lambda loop: jnp.any((loop.step < state.limit) & loop.improving),
-    functools.partial(_advance, model, params, eos, penalty),
+    functools.partial(_advance, model, params, eos, penalty, vocab_size),
     _start(state, real, beams),
   )
   # The finished ones are in descending order of their scores. There is at least
@@ -193,6 +196,7 @@ def _advance(
   params: base_model.Params,
   eos: Int[Array, 'k'],
   penalty: Float[Array, ''],
+  vocab_size: int,
   loop: _Loop,
 ) -> _Loop:
   """Extends every open hypothesis by a token."""
@@ -203,7 +207,7 @@ def _advance(
   hidden, cache = model.decode_step(weights, loop.last, loop.cache)
   logits = model.logits(weights, hidden[:, None])[:, 0]
   log_probs = jax.nn.log_softmax(logits).reshape(batch, beams, -1)
-  source, extended = _extend(loop, log_probs, eos)
+  source, extended = _extend(loop, log_probs, eos, vocab_size)
   # Ended ones are taken only where nothing else is left: at the limit all have
   # ended, and their scores stay below those of any open hypothesis.
   scores = extended.scores + jnp.where(extended.ended, _NEVER, 0.0)
@@ -235,11 +239,15 @@ def _advance(
 
 
 def _extend(
-  loop: _Loop, log_probs: Float[Array, 'b n V'], eos: Int[Array, 'k']
+  loop: _Loop,
+  log_probs: Float[Array, 'b n V'],
+  eos: Int[Array, 'k'],
+  vocab_size: int,
 ) -> tuple[Int[Array, 'b m'], Beams]:
   """Returns the likeliest hypotheses with a token more, and their origins."""
   batch, beams, size = log_probs.shape
-  total = (log_probs + loop.open.scores[:, :, None]).reshape(batch, -1)
+  kept = sampling.keep_vocabulary(log_probs, vocab_size)
+  total = (kept + loop.open.scores[:, :, None]).reshape(batch, -1)
   # At most `len(eos)` extensions of each of n hypotheses end, so at least n of
   # these stay open. Transformers takes at least 2 n.
   scores, indices = sampling.top_k(total, max(2, 1 + len(eos)) * beams)

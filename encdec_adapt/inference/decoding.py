@@ -270,6 +270,7 @@ def decode(
   wake: Int[Array, ''],
   steps: Int[Array, ''],
   tempered: bool = False,
+  vocab_size: int | None = None,
 ) -> State:
   """Generates tokens until rows are free.
 
@@ -282,6 +283,7 @@ def decode(
     steps: most tokens to generate per row.
     tempered: whether log-probabilities of rows that are drawn are those after
       the temperature, and not those of the model itself.
+    vocab_size: tokens of the vocabulary, see `engine.SpecialIds`.
   """
 
   def may_generate(carry: tuple[jax.Array, State]) -> jax.Array:
@@ -292,7 +294,9 @@ def decode(
     may_generate,
     lambda carry: (
       carry[0] + 1,
-      advance(model, params, carry[1], eos, tempered=tempered),
+      advance(
+        model, params, carry[1], eos, tempered=tempered, vocab_size=vocab_size
+      ),
     ),
     (jnp.zeros((), jnp.int32), state),
   )
@@ -306,6 +310,7 @@ def advance(
   eos: Int[Array, 'k'],
   *,
   tempered: bool = False,
+  vocab_size: int | None = None,
 ) -> State:
   """Generates a token per row; arguments as `decode`."""
   rows = jnp.arange(len(state.last))
@@ -315,10 +320,11 @@ def advance(
   hidden, cache = model.decode_step(weights, state.last, state.cache)
   logits = model.logits(weights, hidden[:, None])[:, 0]  # [B, V]
   # A completion has the log-probabilities of the model itself, so the logits
-  # stay as they are beside the penalised ones.
+  # stay as they are beside the penalised ones, those of hidden rows included.
   adjusted, seen, options = logits, state.seen, state.options
   if seen is not None:
     adjusted = sampling_lib.penalise(logits, seen, options.repetition_penalty)
+  adjusted = sampling_lib.keep_vocabulary(adjusted, vocab_size)
   chosen = sampling_lib.choose(adjusted, state.count, options)
   if tempered:
     temperature = options.temperature[:, None]

@@ -45,11 +45,15 @@ class SpecialIds:
     bos: first token of an encoder-decoder's decoder.
     eos: tokens, any of which ends a row.
     pad: fills rows up; it is never read.
+    vocab_size: tokens of the decoder's vocabulary. Later rows of a larger
+      table, which are tokens of the model only, are never generated. None
+      hides no rows.
   """
 
   bos: int
   eos: tuple[int, ...]
   pad: int
+  vocab_size: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -189,7 +193,8 @@ class Engine:
       for name, tree in variants.items()
     }
     self._use('')
-    self.vocab_size = model.config.decoder.vocab_size
+    rows_of_table = model.config.decoder.vocab_size
+    self.vocab_size = min(ids.vocab_size or rows_of_table, rows_of_table)
     self._architecture = model.architecture
     prompt_stack = model.config.stacks[model.architecture.prompt_stack]
     self._prompt_size = prompt_stack.vocab_size
@@ -324,7 +329,9 @@ class Engine:
     )
     steps = self._steps if checks else UNLIMITED
     self._state = self.programs.run(
-      decoding.decode, *self._decode_arguments(self._state, steps)
+      decoding.decode,
+      *self._decode_arguments(self._state, steps),
+      vocab_size=self.vocab_size,
     )
     state, completions = self._state, []
     # A single transfer: each waits for the devices.
@@ -451,7 +458,8 @@ class Engine:
         )
         programs.add(get(decoding.stop, state.ended, np.int32(0)))
         arguments = self._decode_arguments(state, 1)
-        futures.append(pool.submit(get, decoding.decode, *arguments))
+        size_of = {'vocab_size': self.vocab_size}
+        futures.append(pool.submit(get, decoding.decode, *arguments, **size_of))
         for width in size.widths():
           prompt = Request(np.full(width, self.ids.pad), 1)
           arguments = self.prefill_arguments([prompt], self.group, [0], state)

@@ -102,6 +102,14 @@ def stack(configs: Sequence[SamplingConfig]) -> Options:
   )
 
 
+def keep_vocabulary(logits: jax.Array, vocab_size: int | None) -> jax.Array:
+  """Sets logits [..., V] of ids from `vocab_size` on to -inf; None for none."""
+  size = logits.shape[-1]
+  if vocab_size is None or vocab_size >= size:
+    return logits
+  return jnp.where(jnp.arange(size) < vocab_size, logits, -jnp.inf)
+
+
 def keep_top_k(logits: jax.Array, k: jax.Array | int) -> jax.Array:
   """Sets all but the k largest logits to -inf.
 

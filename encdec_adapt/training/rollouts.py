@@ -97,6 +97,7 @@ class Sampler:
     if records.spec.objectives[0].ends_turns:
       ends.append(chat_format.end_of_turn(decoder))
     self._ends = np.array(ends, np.int32)
+    self._vocab_size = decoder.size
 
   def prompt(self, pair: framing.Pair) -> Int[np.ndarray, 'm']:
     """Returns the tokens of a pair's prompt in the vocabulary that reads it."""
@@ -153,7 +154,8 @@ class Sampler:
     )
     state = run(decoding.prefill, params, state, group, self._bos)
     limits = self._ends, np.int32(count), np.int32(options.tokens)
-    state = run(decoding.decode, params, state, *limits, tempered=True)
+    static = {'tempered': True, 'vocab_size': self._vocab_size}
+    state = run(decoding.decode, params, state, *limits, **static)
     ids, counts, log_probs = jax.device_get(
       (state.tokens, state.count, state.log_probs)
     )

@@ -12,7 +12,13 @@ import numpy as np
 import pytest
 
 from encdec_adapt.base import errors
-from encdec_adapt.inference import decoding, lengths, quantization, sampling
+from encdec_adapt.inference import (
+  beam_search,
+  decoding,
+  lengths,
+  quantization,
+  sampling,
+)
 from encdec_adapt.inference import engine as engine_lib
 from encdec_adapt.models import adapters as adapters_lib
 from encdec_adapt.models import model_config
@@ -107,6 +113,35 @@ def test_tokens_have_the_uncached_log_probs(kind, config):
     np.testing.assert_allclose(got.log_probs, want, atol=5e-5)
   # The rows differ, or the prompts would not have been read.
   assert len({tuple(got.tokens[:2]) for got in found}) > 1
+
+
+def test_rows_beyond_the_vocabulary_are_not_generated():
+  """Log-probabilities are those of all rows, of which a hidden one is first."""
+  kind, prompt, size = 'encoder_decoder', PROMPTS[2], 17
+  ids = dataclasses.replace(IDS, vocab_size=size)
+  assert _log_probs(kind, prompt, [0]).argmax() >= size
+  greedy, drawn = _run(
+    kind,
+    [
+      engine_lib.Request(prompt, 12),
+      engine_lib.Request(prompt, 12, sampling.SamplingConfig(1.5, top_k=20)),
+    ],
+    ids=ids,
+  )
+  engine = _loaded(kind).engine(ids=ids)
+  searches = [
+    beam_search.search(engine, [prompt], beams=beams, max_tokens=12)
+    for beams in (1, 3)
+  ]
+  (_, first), (_, best) = (next(search) for search in searches)
+  np.testing.assert_array_equal(first.tokens, greedy.tokens)
+  for got in (greedy, drawn, best):
+    assert got.tokens.max() < size
+    want = _log_probs(kind, prompt, got.tokens)
+    if got is greedy:
+      np.testing.assert_array_equal(got.tokens, want[:, :size].argmax(axis=1))
+    want = np.take_along_axis(want, got.tokens[:, None], axis=1)[:, 0]
+    np.testing.assert_allclose(got.log_probs, want, atol=5e-5)
 
 
 def test_requests_of_adapters_are_those_of_merged_models():

@@ -110,3 +110,12 @@ def test_adapters_of_another_model_are_refused(saved, tmp_path):
     tiny.convert('import', *flags)
   assert not (tmp_path / 'run').exists()
   assert model_on_disk.open_model(other).adapters is None
+
+
+def test_adapters_of_t5_are_refused(saved, tmp_path):
+  model, folder, ours = saved('t5')
+  _adapt(model, target_modules=['q', 'v']).save_pretrained(tmp_path / 'theirs')
+  flags = [f'--source={tmp_path}/theirs', f'--output={tmp_path}/run']
+  words = "model_type 't5'.* not exchanged with PEFT; merge them"
+  with pytest.raises(errors.UserError, match=words):
+    tiny.convert('import', *flags, f'--base={folder}')

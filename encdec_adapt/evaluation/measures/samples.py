@@ -56,7 +56,10 @@ class Sampler:
     if held_out.spec.objectives[0].ends_turns:
       ends.append(chat_format.end_of_turn(self._sides['decoder']))
     self._ids = engine.SpecialIds(
-      framing.decoder.bos, tuple(ends), framing.decoder.pad
+      framing.decoder.bos,
+      tuple(ends),
+      framing.decoder.pad,
+      self._sides['decoder'].size,
     )
 
   def __call__(

@@ -70,6 +70,7 @@ class Loss:
     selects: the held-out metric that `keep_best` and `patience` follow.
     highest: whether the highest value of it is the best; else the lowest.
     reads_rewards: whether it needs rewards of sampled completions.
+    reads_windows: whether a teacher reads the text that spans were cut out of.
     unit: unit of the metric in printed lines.
     joins_rows: whether the rows of a batch are compared with each other, so
       that it has at least 2, and the loss divides it into `parts` itself.
@@ -94,6 +95,7 @@ class Loss:
   selects: ClassVar[str] = 'loss'
   highest: ClassVar[bool] = False
   reads_rewards: ClassVar[bool] = False
+  reads_windows: ClassVar[bool] = False
   unit: ClassVar[str] = 'per target token'
   joins_rows: ClassVar[bool] = False
   axes: ClassVar[Mapping[str, tuple[str | None, ...]]] = {}
