@@ -43,7 +43,7 @@ SHIPPED = {
     fsdp=8,
     save_every=100,
     microbatches=64,
-    remat='full',
+    remat='dots',
     optimizer='adafactor',
   ),
 }
