@@ -20,7 +20,7 @@ Adafactor has T5's parameter scale and no clipping of global norms; its rate is
 millionth step, 0.001, with a fresh state; --config.init.optimizer=source and
 --config.optimizer.schedule=rsqrt with its rate of 0.01 go on with a run's.
 
-`topology` selects a row of `SHIPPED`: --config=t5:size=t5_11b,topology=v5e:8x8.
+`topology` selects a row of `SHIPPED`: --config=t5:size=t5_11b,topology=h100:8.
 """
 
 from encdec_adapt import config as config_lib
@@ -30,14 +30,6 @@ from encdec_adapt.models import presets
 
 # By the arguments after the colon. Other kernels than `chunked` take no bias.
 SHIPPED = {
-  'size=t5_11b,topology=v5e:8x8': gemma2.ChipSettings(
-    replica=1,
-    fsdp=64,
-    save_every=200,
-    microbatches=16,
-    remat='full',
-    optimizer='adafactor',
-  ),
   'size=t5_11b,topology=h100:8': gemma2.ChipSettings(
     replica=1,
     fsdp=8,

@@ -7,6 +7,7 @@ import pytest
 
 import encdec_adapt
 from encdec_adapt import train
+from encdec_adapt.configs import t5
 from tests import tiny, tiny_tokenizers
 from tests.e2e import folders, test_transformers
 from tests.tokenizers import t5_files
@@ -59,6 +60,11 @@ def test_from_pretraining_to_transformers(tmp_path):
       for name, size in sizes.items()
     ),
   )
+  on = t5.get_config(f'source={pretrained}')
+  assert (on.optimizer.kind, on.optimizer.schedule) == ('adafactor', 'constant')
+  assert (on.init.mode, on.init.encoder) == ('checkpoint', str(pretrained))
+  assert on.data.objective == 'span_corruption'
+  assert on.model.encoder.width == SHAPE['width']
   pairs = f'--config.data.source=pairs:{pairs}#q,a'
   tuned = job(f'sft.py:source={pretrained}', (32, 16), tmp_path / 'run', pairs)
   ours = encdec_adapt.load(tuned)
