@@ -294,7 +294,16 @@ def spread(config, size, objective, topology, slices, lora=0):
       ' --config.compute.attention=splash` (tokamax on GPUs), and set'
       ' config.mesh, config.compute and config.train.microbatches.'
     )
-  settings, mesh, train = SHIPPED[name], config.mesh, config.train
+  set_chips(config, SHIPPED[name])
+  # Blackwell's kernels do not take heads of 256, and Ampere has none.
+  kind = 'splash' if name in ON_TPU else 'chunked'
+  is_hopper = topology.startswith(('h100', 'h200'))
+  config.compute.attention = 'tokamax' if is_hopper else kind
+
+
+def set_chips(config, settings):
+  """Sets the values of a `ChipSettings`."""
+  mesh, train = config.mesh, config.train
   mesh.replica, mesh.fsdp = settings.replica, settings.fsdp
   mesh.tensor = settings.tensor
   mesh.rules, config.compute.remat = settings.rules, settings.remat
@@ -302,9 +311,5 @@ def spread(config, size, objective, topology, slices, lora=0):
   config.optimizer.offload = settings.offload
   config.optimizer.kind = settings.optimizer
   config.checkpoint.every = settings.save_every
-  # Blackwell's kernels do not take heads of 256, and Ampere has none.
-  kind = 'splash' if name in ON_TPU else 'chunked'
-  is_hopper = topology.startswith(('h100', 'h200'))
-  config.compute.attention = 'tokamax' if is_hopper else kind
   chips = mesh.replica * mesh.fsdp * mesh.tensor
   train.eval_batch_size = max(chips, train.eval_batch_size)

@@ -4,12 +4,13 @@ r"""Supervised fine-tuning of a model on disk: the loss is on answers only.
       --config=configs/sft.py:source=runs/adapted \
       --config.data.source='pairs:/data/*.jsonl#question,answer'
 
-`source` is a work directory or a Hugging Face folder, an encoder-decoder or a
-decoder-only model. With `format=chat` the data are conversations
-(`--config.data.source=chat:/data/*.jsonl`) in the chat format of the model's
-vocabulary, whose assistant's turns are learnt; `generate --chat` then answers.
-`meap=separate` or `meap=concat` adds MEAP's masked copies of long answers
-(arXiv:2502.07490), `meap=inputs` copies with masks in what an encoder reads.
+`source` is a work directory or a Hugging Face folder, an encoder-decoder (as T5
+and its kin are) or a decoder-only model. With `format=chat` the data are
+conversations (`--config.data.source=chat:/data/*.jsonl`) in the chat format of
+the model's vocabulary, whose assistant's turns are learnt; `generate --chat`
+then answers. `meap=separate` or `meap=concat` adds MEAP's masked copies of long
+answers (arXiv:2502.07490), `meap=inputs` copies with masks in what an encoder
+reads.
 `lora=16` trains adapters of rank 16 over the frozen model (configs/lora.md), at
 ten times the learning rate, about the ratio of the best rates in "LoRA Without
 Regret" (Thinking Machines, 2025).

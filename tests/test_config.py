@@ -10,10 +10,11 @@ from encdec_adapt import config as config_lib
 from encdec_adapt import train
 from encdec_adapt.base import errors, keys
 from encdec_adapt.cli import command
-from encdec_adapt.configs import gemma2
+from encdec_adapt.configs import gemma2, t5
 from encdec_adapt.models import model_config, presets
 from encdec_adapt.planning import chips
 from encdec_adapt.telemetry import environment
+from encdec_adapt.training import schedules
 
 BASE = '--config=configs/base.py'
 SOURCE = ('--config.init.encoder=a', '--config.data.source=python')
@@ -66,15 +67,41 @@ def test_gemma2_configs_are_the_presets(size, objective):
   assert settings.train.cross_attention_warmup == (0 if balanced else 1000)
 
 
-@pytest.mark.parametrize('arg', gemma2.SHIPPED)
+@pytest.mark.parametrize(
+  'size, objective, lengths',
+  [
+    ('t5_1.1_base', 'span_corruption', (512, 114)),
+    ('mt5_small', 'span_corruption', (1024, 229)),
+    ('byt5_small', 'denoise:-:20:0.15', (1024, 189)),
+  ],
+)
+def test_t5_configs_are_the_presets(size, objective, lengths):
+  settings = _load(f'--config=configs/t5.py:size={size}', SOURCE[1])
+  assert settings.model == presets.t5(size, vocab_multiple=128)
+  data, optimizer = settings.data.train, settings.optimizer
+  assert (data.encoder_length, data.decoder_length) == lengths
+  assert settings.data.objective == objective
+  assert settings.train.batch_size * lengths[0] == 2**20
+  assert (optimizer.kind, optimizer.clip_norm) == ('adafactor', 0)
+  rate = schedules.make_schedule(optimizer.schedule)
+  assert rate(0, 0) == rate(9999, 9999) == pytest.approx(0.01)
+  assert rate(10**6, 10**6) == pytest.approx(1e-3)
+
+
+SHIPPED = [f'gemma2.py:{x}' for x in gemma2.SHIPPED]
+SHIPPED += [f't5.py:{x}' for x in t5.SHIPPED]
+
+
+@pytest.mark.parametrize('arg', SHIPPED)
 def test_a_shipped_recipe_divides_over_its_chips(arg):
   is_pair = 'objective=pairs' in arg or 'objective=rloo' in arg
   source = 'pairs:README.md' if is_pair else 'python'
-  flags = *SOURCE, f'--config.data.source={source}'
-  flags += ('--config.loss.distillation=0',)
-  settings = _load(f'--config=configs/gemma2.py:{arg}', *flags)
+  flags = f'--config.data.source={source}', '--config.loss.distillation=0'
+  flags += SOURCE[:1] * arg.startswith('gemma2')
+  settings = _load(f'--config=configs/{arg}', *flags)
   assert settings.data.samples == ('objective=rloo' in arg)
-  arguments = dict(item.split('=') for item in arg.split(','))
+  options = arg.partition(':')[2].split(',')
+  arguments = dict(item.split('=') for item in options)
   slices = chips.parse(arguments['topology'], int(arguments.get('slices', 1)))
   assert settings.mesh.sizes(slices.devices)
   groups = slices.devices // settings.mesh.tensor
@@ -274,6 +301,8 @@ def test_shares_of_the_steps_follow_the_flags():
     (['--config=configs/gemma2.py:size=3b'], "'3b'.*9b"),
     (['--config=configs/gemma2.py:sizes=2b_2b'], "'sizes=2b_2b'.*size"),
     (['--config=configs/gemma2.py:topology=v5e:2x4'], 'not in .*--search'),
+    (['--config=configs/t5.py:size=t5_base,topology=v5e:8x8'], 't5_11b,.*'),
+    (['--config=configs/t5.py:size=large'], "'large'; sizes: t5_small"),
     (['--config=configs/gemma2.py:slices=2'], 'slices=2 is not in .*v5e:4x4; '),
     (['--config=configs/quickstart.py:run=x'], 'run=x.*adapted'),
     (['--config=configs/base.py:x'], 'follows the colon: TypeError.* 0 po'),

@@ -171,6 +171,7 @@ def test_configurations_are_read_before_jax_looks_for_devices():
   recipes = [*gemma2.ON_TPU, 'size=2b_2b,topology=h100:16', 'size=9b_9b']
   names = [f'configs/gemma2.py:{argument}' for argument in recipes]
   names += ['configs/base.py', 'configs/quickstart.py', 'configs/published.py']
+  names += ['configs/t5.py:size=t5_11b,topology=h100:8']
   names += ['configs/presets.py:encoder=llama3.2_1b,decoder=qwen3_0.6b']
   done = tiny.run_code(code, *names)
   assert done.returncode == 0, done.stderr

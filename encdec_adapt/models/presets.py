@@ -228,11 +228,11 @@ def t5(size: str, **changes: Any) -> configs.EncoderDecoderConfig:
     raise errors.UserError(
       f'there is no T5 of size {size!r}; sizes: {", ".join(T5)}.'
     )
-  stacks = {
-    name: dataclasses.replace(stack, **changes)
-    for name, stack in T5[size].stacks.items()
-  }
-  return dataclasses.replace(T5[size], **stacks)
+  encoder, decoder = (
+    dataclasses.replace(stack, **changes)
+    for stack in (T5[size].encoder, T5[size].decoder)
+  )
+  return configs.encoder_decoder(encoder, decoder, shared_table=True)
 
 
 def stack(size: str, **changes: Any) -> configs.StackConfig:

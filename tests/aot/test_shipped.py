@@ -7,7 +7,7 @@ import pytest
 from encdec_adapt import config as config_lib
 from encdec_adapt import plan
 from encdec_adapt.cli import command
-from encdec_adapt.configs import gemma2
+from encdec_adapt.configs import gemma2, t5
 from encdec_adapt.planning import (
   analytic_estimate,
   calibration,
@@ -56,6 +56,7 @@ def sums(plan):
 def test_every_planned_configuration_has_its_plan():
   found = [json.loads(path.read_text())['config'] for path in PATHS]
   wanted = [f'configs/gemma2.py:{argument}' for argument in gemma2.SHIPPED]
+  wanted += [f'configs/t5.py:{argument}' for argument in t5.SHIPPED]
   assert sorted(found) == sorted(wanted)
 
 

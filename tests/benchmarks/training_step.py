@@ -1,4 +1,4 @@
-"""Our training step against the same T5Gemma in transformers on torch.
+"""Our training step against the same model in transformers on torch.
 
 A step is forward pass, backward pass, clipping by the global norm and update,
 on the same batch without padding, for models of the same shape (the numbers of
@@ -7,8 +7,9 @@ has its own peak memory, and take turns step by step, so that noise of the
 machine affects both. Ratios are ours over the peer's. Needs
 `pip install -e .[peer]`.
 
-`--pair=2b_2b` names a shipped pair instead of sizes, and `--examples` is the
-number of examples in a row. The default sizes are for a CPU; `gpu_step` runs
+The model is a T5Gemma, or with `--block=t5` a T5 1.1. `--pair=2b_2b` names a
+shipped pair instead of sizes, and `--examples` is the number of examples in a
+row. The default sizes are for a CPU; `gpu_step` runs
 the same workers on a GPU.
 """
 
@@ -41,6 +42,7 @@ SIZES = {
 MODEL = {
   **SIZES,
   'pair': '',
+  'block': 'gemma2',  # Or t5.
   'batch_size': 8,
   'encoder_length': 256,
   'decoder_length': 256,
@@ -109,6 +111,9 @@ def make_pair(arguments: argparse.Namespace) -> Any:
   if arguments.pair:
     return presets.t5gemma(arguments.pair)
   sizes = {name: getattr(arguments, name) for name in SIZES}
+  if arguments.block == 't5':
+    sizes['kv_heads'] = sizes['heads']
+    return presets.t5('t5_1.1_small', **sizes)
   stack = configs.StackConfig(**sizes, query_scale=float(arguments.head_dim))
   return configs.encoder_decoder(stack, stack)
 
@@ -180,11 +185,17 @@ def make_transformers(arguments: argparse.Namespace) -> tuple[Run, int]:
   torch.manual_seed(0)
   device = arguments.peer_device
   raw, _ = config_json.raw_from_model(make_pair(arguments))
+  if arguments.block == 't5':
+    raw['dropout_rate'] = 0.0
   with torch.device(device):
     model = transformers.AutoModelForSeq2SeqLM.from_config(
-      transformers.T5GemmaConfig.from_dict(raw),
+      transformers.AutoConfig.for_model(**raw),
       attn_implementation=arguments.peer_attention,
     )
+    if arguments.block == 't5':
+      # transformers 5 ties the head of every T5 that is built from a config.
+      head = model.get_input_embeddings().weight.detach().clone()
+      model.lm_head.weight = torch.nn.Parameter(head)
   model.train()
   if arguments.peer_checkpointing:
     model.gradient_checkpointing_enable({'use_reentrant': False})

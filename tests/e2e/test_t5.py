@@ -1,0 +1,89 @@
+"""T5 from random weights to a tuned model that transformers loads."""
+
+import json
+
+import numpy as np
+import pytest
+
+import encdec_adapt
+from encdec_adapt import train
+from encdec_adapt.configs import t5
+from tests import tiny, tiny_tokenizers
+from tests.e2e import folders, test_transformers
+from tests.tokenizers import t5_files
+
+transformers = pytest.importorskip('transformers')
+pytestmark = [pytest.mark.e2e, pytest.mark.parity]
+SHAPE = dict(layers=2, width=16, mlp_width=24, heads=2, kv_heads=2, head_dim=8)
+ROWS = 12
+JOB = (
+  '--config.compute.dtype=float32',
+  '--config.compute.remat=none',
+  '--config.data.eval_fraction=0.2',
+  '--config.data.shards=1',
+  '--config.data.workers=1',
+  '--config.train.batch_size=8',
+  '--config.train.eval_batch_size=8',
+  '--config.train.steps=2',
+  '--config.train.evaluators=loss=2',
+  '--config.checkpoint.every=2',
+)
+
+
+def job(config, lengths, workdir, *flags):
+  """Trains two steps and returns the work directory."""
+  sides = zip(('encoder', 'decoder'), lengths, strict=True)
+  flags += tuple(f'--config.data.{side}_length={n}' for side, n in sides)
+  flags = f'--config=configs/{config}', f'--workdir={workdir}', *JOB, *flags
+  assert tiny.call(train, *flags) == 0
+  return workdir
+
+
+def test_from_pretraining_to_transformers(tmp_path):
+  import torch
+
+  texts, pairs = tmp_path / 'texts.jsonl', tmp_path / 'pairs.jsonl'
+  lines = [{'text': x} for x in tiny_tokenizers.TEXTS[:60]]
+  texts.write_text('\n'.join(map(json.dumps, lines)))
+  lines = [{'q': f'the fox {i}', 'a': f'two cats {i}'} for i in range(60)]
+  pairs.write_text('\n'.join(map(json.dumps, lines)))
+  sizes = SHAPE | {'vocab_size': t5_files.PIECES + 100}
+  pretrained = job(
+    't5.py:size=t5_1.1_small',
+    (64, 24),
+    tmp_path / 'pretrained',
+    f'--config.data.source=jsonl:{texts}',
+    f'--config.data.vocabulary={t5_files.train(tmp_path / "spiece.model")}',
+    *(
+      f'--config.model.{side}.{name}={size}'
+      for side in ('encoder', 'decoder')
+      for name, size in sizes.items()
+    ),
+  )
+  on = t5.get_config(f'source={pretrained}')
+  assert (on.optimizer.kind, on.optimizer.schedule) == ('adafactor', 'constant')
+  assert (on.init.mode, on.init.encoder) == ('checkpoint', str(pretrained))
+  assert on.data.objective == 'span_corruption'
+  assert on.model.encoder.width == SHAPE['width']
+  pairs = f'--config.data.source=pairs:{pairs}#q,a'
+  tuned = job(f'sft.py:source={pretrained}', (32, 16), tmp_path / 'run', pairs)
+  ours = encdec_adapt.load(tuned)
+  assert ours.config.decoder.positions == 'relative:32,128'
+  exported = folders.export(tuned, tmp_path / 'exported')
+  theirs = transformers.AutoModelForSeq2SeqLM.from_pretrained(exported)
+  assert type(theirs).__name__ == 'T5ForConditionalGeneration'
+  tokens = np.random.default_rng(0).integers(3, ROWS, (2, ROWS), np.int32)
+  inputs = torch.tensor(tokens).long()
+  with torch.no_grad():
+    expected = theirs(input_ids=inputs, decoder_input_ids=inputs).logits
+  real = np.ones(tokens.shape, bool)
+  got = np.asarray(ours.logits(tokens, tokens, real, real))
+  expected = expected.numpy()[..., : got.shape[-1]]
+  np.testing.assert_allclose(got, expected, rtol=0, atol=1e-4)
+  prompts = test_transformers.PROMPTS[:1]
+  found = test_transformers._ours(
+    tuned, tmp_path / 'out.json', f'--prompt={prompts[0]}'
+  )
+  assert found == test_transformers._theirs(
+    exported, prompts, lambda one, prompt: one(prompt, return_tensors='pt')
+  )
