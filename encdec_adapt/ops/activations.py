@@ -70,9 +70,29 @@ def _silu_and_derivative(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 silu.defvjp(_silu_and_derivative, _backward)
 
 
+@jax.custom_vjp
+def relu(x: Float[Array, '*shape']) -> Float[Array, '*shape']:
+  """The positive part, T5's; memory and backward pass as `gelu_tanh`.
+
+  Args:
+    x: any shape, any float dtype.
+
+  Returns:
+    `max(x, 0)` in the dtype of `x`; the derivative at 0 is 0.
+  """
+  return _relu_and_derivative(x)[0]
+
+
+def _relu_and_derivative(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+  return jnp.maximum(x, 0), (x > 0).astype(x.dtype)
+
+
+relu.defvjp(_relu_and_derivative, _backward)
+
+
 # Activations of the feed-forward, by name.
 ACTIVATIONS = types.MappingProxyType(
-  {'gelu_tanh': gelu_tanh, 'silu': silu, 'relu': jax.nn.relu}
+  {'gelu_tanh': gelu_tanh, 'silu': silu, 'relu': relu}
 )
 
 

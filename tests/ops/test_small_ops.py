@@ -56,6 +56,7 @@ X = jnp.concatenate([jnp.linspace(-12, 12, 97), jnp.array([-1e4, 0.0, 1e4])])
 THEIRS = {
   'gelu_tanh': functools.partial(jax.nn.gelu, approximate=True),
   'silu': jax.nn.silu,
+  'relu': jax.nn.relu,
 }
 each = pytest.mark.parametrize('name', activations.ACTIVATIONS)
 
