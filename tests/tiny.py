@@ -318,6 +318,16 @@ def wait_all(
       process.wait()
 
 
+def run_two(
+  flags: list[str], workdir: pathlib.Path, command: str = 'train'
+) -> tuple[list[int], str]:
+  """Statuses and output of a job of two processes with two devices each."""
+  logs = workdir.with_name(f'{workdir.name}_logs')
+  flags = [*flags, f'--workdir={workdir}']
+  codes = wait_all(start_several(2, command, *flags, devices=2, logs=logs))
+  return codes, '\n'.join(log.read_text() for log in sorted(logs.iterdir()))
+
+
 def run_code(code: str, *arguments: str) -> subprocess.CompletedProcess:
   """Runs Python code in a process of its own; its output is text."""
   return _run('-c', code, *arguments)

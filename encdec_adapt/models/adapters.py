@@ -229,7 +229,7 @@ class Adapters:
 
     Args:
       path: path of the parameter.
-      leaf: what `freeze` returned for it, or its shapes.
+      leaf: the frozen parameter that `freeze` returned, or its shapes.
 
     Returns:
       A tuple of names; of `Quantized` one in place of each of its arrays.

@@ -225,9 +225,7 @@ def t5(size: str, **changes: Any) -> configs.EncoderDecoderConfig:
     UserError: no such size.
   """
   if size not in T5:
-    raise errors.UserError(
-      f'there is no T5 of size {size!r}; sizes: {", ".join(T5)}.'
-    )
+    raise errors.UserError(f'T5 has no size {size!r}; sizes: {", ".join(T5)}.')
   encoder, decoder = (
     dataclasses.replace(stack, **changes)
     for stack in (T5[size].encoder, T5[size].decoder)

@@ -241,7 +241,7 @@ def _numbers(
 
   Args:
     name: name of the field, for errors.
-    values: its values, perhaps nested lists; None without the field.
+    values: numbers of the field, perhaps nested lists; None without the field.
     shape: shape that they must have.
 
   Raises:

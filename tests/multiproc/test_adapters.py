@@ -42,19 +42,10 @@ def flags(folder):
   ]
 
 
-def _run_two(flags, workdir, command='train'):
-  """Runs a job of two processes; returns their statuses and output."""
-  logs = workdir.with_name(f'{workdir.name}_logs')
-  flags = [*flags, f'--workdir={workdir}']
-  processes = tiny.start_several(2, command, *flags, devices=2, logs=logs)
-  codes = tiny.wait_all(processes)
-  return codes, '\n'.join(log.read_text() for log in sorted(logs.iterdir()))
-
-
 @pytest.fixture(scope='module')
 def two(folder, flags):
   """The work directory of two processes without an interruption."""
-  codes, text = _run_two(flags, folder / 'two')
+  codes, text = tiny.run_two(flags, folder / 'two')
   assert codes == [0, 0], text
   return folder / 'two'
 
@@ -79,10 +70,10 @@ def test_two_processes_equal_one(folder, flags, two):
 def test_killed_processes_resume_bit_for_bit(folder, flags, two, monkeypatch):
   workdir = folder / 'killed'
   monkeypatch.setenv('KILL', 'save:6')
-  codes, text = _run_two(flags, workdir, 'tests.resume.killed_train')
+  codes, text = tiny.run_two(flags, workdir, 'tests.resume.killed_train')
   # The runtime aborts a process whose peer is gone.
   assert -signal.SIGKILL in codes and 0 not in codes, text
-  codes, text = _run_two(flags, workdir)
+  codes, text = tiny.run_two(flags, workdir)
   assert codes == [0, 0], text
   # The save of step 4 may not have been committed.
   assert re.search('resuming at step [24]', text), text

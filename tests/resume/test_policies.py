@@ -39,26 +39,17 @@ def flags(folder):
   ]
 
 
-def _run(flags, workdir, command='train'):
-  """Runs a job of two processes; returns their statuses and output."""
-  logs = workdir.with_name(f'{workdir.name}_logs')
-  flags = [*flags, f'--workdir={workdir}']
-  processes = tiny.start_several(2, command, *flags, devices=2, logs=logs)
-  codes = tiny.wait_all(processes)
-  return codes, '\n'.join(log.read_text() for log in sorted(logs.iterdir()))
-
-
 def test_killed_while_sampling_rewarding_and_updating(
   folder, flags, monkeypatch
 ):
-  codes, text = _run(flags, folder / 'whole')
+  codes, text = tiny.run_two(flags, folder / 'whole')
   assert codes == [0, 0], text
   workdir = folder / 'killed'
   for kill in ('sample:3', 'reward:5', 'step:7'):
     monkeypatch.setenv('KILL', kill)
-    codes, text = _run(flags, workdir, 'tests.resume.killed_train')
+    codes, text = tiny.run_two(flags, workdir, 'tests.resume.killed_train')
     assert codes == [-signal.SIGKILL] * 2, text
-  codes, text = _run(flags, workdir)
+  codes, text = tiny.run_two(flags, workdir)
   assert codes == [0, 0], text
   assert 'resuming at step 6' in text and 'not bit for bit' not in text
   records = [
@@ -94,7 +85,7 @@ def test_a_reward_that_fails_saves_the_step_before(folder, flags):
   )
   workdir = folder / 'failed'
   own = [x for x in flags if 'rewards' not in x and 'every' not in x]
-  codes, text = _run(
+  codes, text = tiny.run_two(
     [
       *own,
       '--config.checkpoint.every=100',

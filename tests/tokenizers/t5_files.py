@@ -17,7 +17,7 @@ def train(path: pathlib.Path, symbols: int = 0, **options) -> pathlib.Path:
   Args:
     path: path of the file.
     symbols: number of sentinels in the file, a space before each, as mT5's.
-    **options: of the trainer.
+    **options: options of `SentencePieceTrainer.train`.
   """
   model, lines = io.BytesIO(), '\n'.join(tiny_tokenizers.TEXTS).split('\n')
   sentencepiece.SentencePieceTrainer.train(
