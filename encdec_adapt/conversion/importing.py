@@ -4,6 +4,8 @@ Bad input is refused before anything is written, and the work directory
 appears whole or not at all (`work_directory`).
 """
 
+import dataclasses
+
 from absl import flags
 
 from encdec_adapt.adaptation import coverage as coverage_lib
@@ -60,8 +62,16 @@ def import_folder(values: flags.FlagValues, _: list[str]) -> int:
   checkpoint = None if has_config else t5x_checkpoint.open_checkpoint(path)
   is_flax = checkpoint is not None
   is_flax |= not has_config and orbax_folder.is_orbax_folder(path)
+  # The authors' Flax folders have no Hugging Face files to carry along.
+  files: pretrained_files.Folders = {}
   if is_flax:
     source = _open_flax(path, checkpoint, values)
+    if checkpoint and paths.at(values.model).name == tensor_folder.CONFIG:
+      folder = paths.at(values.model).parent
+      files = {'decoder': folder}
+      if source.vocabularies is None:
+        choice = model_on_disk.vocabularies_in(folder)
+        source = dataclasses.replace(source, vocabularies=choice)
   else:
     if not model_on_disk.is_folder(path):
       raise errors.UserError(
@@ -74,13 +84,13 @@ def import_folder(values: flags.FlagValues, _: list[str]) -> int:
         ' has a config.json of its own.'
       )
     source = open_model(values.source, values)
+    files = pretrained_files.folders(path)
   for line in coverage_lib.by_reason(source.unused):
     print(f'unused: {line}')
   contents = work_directory.Contents(
     source.model,
     {'command': 'import', 'sources': [source.name], 'unused': source.unused},
-    # The authors' Flax folders have no Hugging Face files to carry along.
-    {} if is_flax else pretrained_files.folders(path),
+    files,
     source.vocabularies,
   )
   work_directory.write(values.output, contents, source.arrays(), verb='read')

@@ -129,6 +129,12 @@ def raw_from_model(
     except errors.UserError as error:
       reasons.append(f'{kind}: {error}')
       continue
+    # The file has no window, which no layer uses.
+    stacks = {
+      side: dataclasses.replace(stack, window=config.stacks[side].window)
+      for side, stack in back.stacks.items()
+    }
+    back = dataclasses.replace(back, **stacks)
     if not (different := model_config.differences(back, config)):
       return raw, layout
     reasons.append(f'{kind}: {different[0]}.')

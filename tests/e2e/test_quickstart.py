@@ -2,7 +2,6 @@
 
 import json
 import pathlib
-import time
 
 import pytest
 
@@ -16,9 +15,9 @@ def _kill_in_training(config, root: pathlib.Path, log: pathlib.Path) -> None:
   study = tiny.start('study', f'--study={config}', log=log)
   try:
     metrics = root / 'adapted' / 'metrics.jsonl'
-    while not (metrics.exists() and '"train"' in metrics.read_text()):
-      assert study.poll() is None, log.read_text()
-      time.sleep(0.05)
+    tiny.wait_until(
+      lambda: metrics.exists() and '"train"' in metrics.read_text(), study
+    )
   finally:
     study.kill()
     study.wait()

@@ -74,6 +74,12 @@ def test_refusals(kind, fields, message):
     read(kind, **fields)
 
 
+def test_a_window_that_no_layer_uses():
+  model = presets.t5('t5_small', window=64)
+  raw, _ = config_json.raw_from_model(model)
+  assert config_json.model_from_raw(raw)[0] == presets.t5('t5_small')
+
+
 def test_models_of_no_class():
   stack = presets.t5('t5_small').decoder
   other = dict(norm_gain='one_plus')

@@ -15,6 +15,7 @@ from encdec_adapt.conversion import model_on_disk
 from encdec_adapt.huggingface import config_json
 from encdec_adapt.models import model_config
 from tests import tiny, toy_models
+from tests.tokenizers import t5_files
 
 
 def pair(*, tied, **changes):
@@ -150,6 +151,24 @@ def test_every_parameter_moves(model, scalable, storage, tmp_path, capsys):
     tokens = np.random.default_rng(0).integers(3, 60, (2, 2, 6))
     logits = [np.asarray(x.logits(*tokens))[..., :60] for x in models]
     np.testing.assert_allclose(*logits, rtol=0, atol=1e-5)
+
+
+def test_files_beside_the_config_are_carried(tmp_path):
+  folder, files = tmp_path / 'checkpoint', tmp_path / 'mt5'
+  model = pair(tied=False, vocab_size=512)
+  arrays = their_arrays(model, random_leaves(model), scalable=False)
+  save(folder, arrays, 'bucket')
+  tokens = t5_files.train(files / 'spiece.model').read_bytes()
+  raw = config_json.raw_from_model(model)[0] | {'model_type': 'mt5'}
+  (files / 'config.json').write_text(json.dumps(raw))
+  run, out = f'{folder}_run', tmp_path / 'out'
+  flags = f'--source={folder}', f'--model={files / "config.json"}'
+  assert tiny.convert('import', f'--output={run}', *flags) == 0
+  assert model_on_disk.open_model(run).vocabularies
+  assert tiny.convert('export', f'--checkpoint={run}', f'--output={out}') == 0
+  raw = json.loads((out / 'config.json').read_text())
+  assert (raw['model_type'], raw['decoder_start_token_id']) == ('mt5', 0)
+  assert (out / 'spiece.model').read_bytes() == tokens
 
 
 RAW, _ = config_json.raw_from_model(UMT5)

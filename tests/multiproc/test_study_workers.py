@@ -3,7 +3,6 @@
 import json
 import os
 import pathlib
-import time
 
 import pytest
 
@@ -61,12 +60,12 @@ def _start(folder: pathlib.Path, root: str, log: str):
     os.sched_setaffinity(0, cores)
 
 
-def _wait_for_training(root: pathlib.Path, run: str, ended) -> int:
+def _wait_for_training(root: pathlib.Path, run: str, workers) -> int:
   """Waits until a run has trained; returns the process that holds it."""
   metrics = root / run / 'metrics.jsonl'
-  while not (metrics.exists() and '"train"' in metrics.read_text()):
-    assert not ended(), 'a worker has ended'
-    time.sleep(0.05)
+  tiny.wait_until(
+    lambda: metrics.exists() and '"train"' in metrics.read_text(), *workers
+  )
   return json.loads((root / 'stages' / run / 'job.lock').read_text())['pid']
 
 
@@ -87,9 +86,7 @@ def test_three_workers_make_what_one_makes(tmp_path):
     for _ in range(3):
       start()
     for run in ('pair', 'tuned'):
-      pid = _wait_for_training(
-        root, run, lambda: any(x.poll() is not None for x in workers.values())
-      )
+      pid = _wait_for_training(root, run, workers.values())
       workers.pop(pid).kill()
       start()
     for pid, worker in workers.items():

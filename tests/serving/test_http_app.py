@@ -258,7 +258,7 @@ def test_a_client_that_leaves_frees_its_row(loaded):
       await asyncio.wait_for(call, 120)
 
   for stream in (True, False):
-    asyncio.run(leave(stream))
+    asyncio.run(asyncio.wait_for(leave(stream), 120))
     _wait(lambda: service.thread.engine.load == (0, 0))
     assert not service.thread.jobs
 

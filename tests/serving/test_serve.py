@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import re
+import select
 import shutil
 import signal
 import socket
@@ -124,11 +125,9 @@ def test_the_readme_and_a_second_signal(server, tmp_path):
   clients = [threading.Thread(target=send, args=[i % 3 > 0]) for i in range(30)]
   for client in clients:
     client.start()
-  while 'rows_active 8' not in _get(f'{url}/metrics'):
-    pass
+  tiny.wait_until(lambda: 'rows_active 8' in _get(f'{url}/metrics'), process)
   process.send_signal(signal.SIGTERM)
-  while 'stopping' not in (log := (tmp_path / 'log').read_text()):
-    pass
+  tiny.wait_until(lambda: 'stopping' in (tmp_path / 'log').read_text(), process)
   process.send_signal(signal.SIGTERM)
   assert process.wait(60) == 1
   for client in clients:
@@ -174,6 +173,7 @@ class _Browser:
     os.write(self._out, content + b'\0')
     while True:
       while b'\0' not in self._rest:
+        assert select.select([self._in], [], [], 60)[0], 'it does not answer'
         new = os.read(self._in, 1 << 16)
         assert new, 'the browser ended'
         self._rest += new
