@@ -26,6 +26,7 @@ count as full: packing and padding do not change the number.
 Imports configs and `ops.masks`: no arrays, programs or chips.
 """
 
+import collections
 from collections.abc import Sequence
 import dataclasses
 
@@ -203,14 +204,15 @@ def _pairs(
 ) -> int:
   """Returns the pairs of positions that layers of these windows compute."""
   return sum(
-    visible_pairs(
+    layers
+    * visible_pairs(
       length,
       causal=stack.role != 'bidirectional',
       window=window,
       window_rule=stack.window_rule,
       prefix=inputs if stack.role == 'prefix' else 0,
     )
-    for window in windows
+    for window, layers in collections.Counter(windows).items()
   )
 
 
@@ -243,14 +245,14 @@ def visible_pairs(
   # A causal window has W keys with the query's, as the past side of the
   # exclusive rule; other rules are of bidirectional windows.
   past, future = masks.sides(window, 'exclusive' if causal else window_rule)
-
-  def pairs(length: int, reach: int | None) -> int:
-    """Pairs at distances 1 to `reach`, of which L - d have distance d."""
-    reach = length - 1 if reach is None else min(reach, length - 1)
-    return reach * length - reach * (reach + 1) // 2
-
   ahead = prefix if causal else length
-  return length + pairs(length, past) + pairs(ahead, future)
+  return length + _pairs_within(past, length) + _pairs_within(future, ahead)
+
+
+def _pairs_within(reach: int | None, length: int) -> int:
+  """Returns the pairs at distances 1 to `reach`; L - d have distance d."""
+  reach = length - 1 if reach is None else min(reach, length - 1)
+  return reach * length - reach * (reach + 1) // 2
 
 
 def layer_windows(stack: configs.StackConfig) -> list[int | None]:
