@@ -333,10 +333,10 @@ def wait_until(due: Callable[[], bool], *processes: subprocess.Popen) -> None:
 def run_two(
   flags: list[str], workdir: pathlib.Path, command: str = 'train'
 ) -> tuple[list[int], str]:
-  """Statuses and output of a job of two processes with two devices each."""
+  """Statuses and output of a job of two processes with a device each."""
   logs = workdir.with_name(f'{workdir.name}_logs')
   flags = [*flags, f'--workdir={workdir}']
-  codes = wait_all(start_several(2, command, *flags, devices=2, logs=logs))
+  codes = wait_all(start_several(2, command, *flags, devices=1, logs=logs))
   return codes, '\n'.join(log.read_text() for log in sorted(logs.iterdir()))
 
 

@@ -20,8 +20,8 @@ CHANGES = {
   'data.objective': 'prefix_lm', 'data.encoder_length': 16,
   'data.decoder_length': 16, 'data.shards': 1, 'data.workers': 1,
   'data.eval_fraction': 0.1, 'data.repeat': True, 'compute.dtype': 'float32',
-  'train.batch_size': 8, 'train.steps': 300, 'train.log_every': 1,
-  'train.evaluators': 'loss=100', 'checkpoint.every': 10,
+  'train.batch_size': 8, 'train.steps': 200, 'train.log_every': 1,
+  'train.evaluators': 'loss=100', 'checkpoint.every': 40,
 }
 CHANGES |= {
   f'model.{side}.{key}': value

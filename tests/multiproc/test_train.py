@@ -16,9 +16,9 @@ from tests import tiny
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.long]
 
-STEPS = 20
+STEPS = 12
 BATCH = 16
-DEVICES = 4  # Of each of two processes; one alone has all eight.
+DEVICES = 2  # Of each of two processes; one alone has all four.
 # Longest delay of a preemption notice: jax's service polls every second.
 NOTICE = 2.5
 
@@ -50,12 +50,12 @@ def flags(folder):
 def start(folder):
   """Starts a job of two processes; returns them and their logs' folder."""
 
-  def call(flags, workdir, command='train'):
+  def call(flags, workdir, command='train', devices=DEVICES):
     """Starts a command."""
     logs = folder / f'{workdir.name}_logs'
     flags = [*flags, f'--workdir={workdir}']
     return tiny.start_several(
-      2, command, *flags, devices=DEVICES, logs=logs
+      2, command, *flags, devices=devices, logs=logs
     ), logs
 
   return call
@@ -177,7 +177,7 @@ def test_a_mesh_that_crosses_processes_equals_one_that_does_not(
   workdir = folder / 'crossing'
   flags = [*flags, f'--config.train.steps={STEPS // 2}']
   flags += ['--config.mesh.fsdp=4', '--config.mesh.tensor=2']
-  train_by_two(flags, workdir, 'tests.multiproc.crossing_train')
+  train_by_two(flags, workdir, 'tests.multiproc.crossing_train', 4)
   _assert_close(workdir, two, 2e-5, STEPS // 2)
 
 
@@ -204,7 +204,7 @@ def test_both_stop_after_one_step_and_resume_as_two_or_one(
   text = train_by_two(flags, workdir)
   _assert_resumed_exactly(text, step, workdir, two)
   # On another mesh: the same rows, equal to rounding, which is printed.
-  mesh = ['--config.mesh.fsdp=4', '--config.mesh.tensor=2']
+  mesh = ['--config.mesh.fsdp=2', '--config.mesh.tensor=2']
   text = _train_by_one([*flags, *mesh], by_one)
   assert f'resuming at step {step}' in text
   assert 'to rounding, not bit for bit' in text
