@@ -147,7 +147,9 @@ def test_bad_vocabularies_are_refused():
   ours = vocabulary_pair.open_vocabulary('bytes')
   records = types.SimpleNamespace(
     folder='records',
-    framing=special_ids.Framing(BYT5.ids, BYT5.ids),
+    manifest={
+      'vocabularies': vocabulary_pair.Opened(BYT5, BYT5).describe(),
+    },
     spec=types.SimpleNamespace(
       objectives=objective_names.parse('pairs'),
       vocabulary=BYT5.fingerprint,
