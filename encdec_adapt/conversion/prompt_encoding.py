@@ -99,7 +99,7 @@ class PromptEncoder:
       self._head.append(_mode_id(stored, self.reader, mode))
     self._sentinels: dict[str, int] = {}
     if sentinels:
-      self._sentinels = {self.reader.piece(i): i for i in self.reader.sentinels}
+      self._sentinels = self.reader.sentinel_names
       if not self._sentinels:
         raise errors.UserError(
           f'--sentinels: the vocabulary {self.reader.path} has no sentinels;'

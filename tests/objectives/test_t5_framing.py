@@ -132,6 +132,8 @@ def test_prompts_are_framed_as_records_are():
   # A cut keeps the prefix, the last tokens and EOS.
   assert prompts.encode('aab', 3).tolist() == [b, b, EOS]
   assert prompts.encode('<extra_id_0>a').tolist() == [b, 258, a, EOS]
+  # One that is a byte of text, too.
+  assert prompts.encode('<extra_id_20>').tolist() == [b, 238, EOS]
   assert prompts.answer_text(np.array([258, a, EOS])) == '<extra_id_0>a'
   for ids in ([a, EOS], [a]):  # Of clients that frame, or do not.
     assert prompts.frame(prompts.unframed(ids)).tolist() == [a, EOS]
