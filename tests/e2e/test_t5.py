@@ -107,11 +107,9 @@ def test_from_pretraining_to_transformers(pairs, tmp_path):
 
 
 def test_a_folder_of_transformers_is_tuned_on_a_mesh(pairs, tmp_path):
-  folder, files = tmp_path / 'flan', t5_files.train(tmp_path / 'spiece.model')
-  tokenizer = transformers.T5Tokenizer.from_pretrained(files.parent)
-  tokenizer.save_pretrained(folder)
+  folder = tmp_path / 'flan'
   fields = tiny_models.T5 | {
-    'vocab_size': len(tokenizer),
+    'vocab_size': len(tiny_models.save_t5_tokenizer(folder)),
     'feed_forward_proj': 'gated-gelu',
     'tie_word_embeddings': False,
   }

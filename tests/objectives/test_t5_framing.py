@@ -122,6 +122,7 @@ def test_prompts_are_framed_as_records_are():
   stored = types.SimpleNamespace(
     require_vocabularies=lambda: opened,
     prompt_side='encoder',
+    framing_side='encoder',
     separator='',
     objectives=(),
     path='x',
@@ -138,6 +139,9 @@ def test_prompts_are_framed_as_records_are():
   for ids in ([a, EOS], [a]):  # Of clients that frame, or do not.
     assert prompts.frame(prompts.unframed(ids)).tolist() == [a, EOS]
   stored.prompt_side = 'decoder'
+  prompts = prompt_encoding.PromptEncoder(stored)  # An encoder alone.
+  assert prompts.encode('a').tolist() == [a, EOS]
+  stored.framing_side = 'decoder'
   prompts = prompt_encoding.PromptEncoder(stored, prefix='')
   assert prompts.encode('a').tolist() == [PAD, a]
   assert prompts.unframed([PAD, a]) == [a]

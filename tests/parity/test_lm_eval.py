@@ -6,7 +6,6 @@ from tokenizers import processors
 
 import encdec_adapt
 from tests.parity import tiny_models
-from tests.tokenizers import t5_files
 
 pytestmark = pytest.mark.parity
 _REASON = "needs lm-eval: pip install -e '.[eval]'"
@@ -24,9 +23,7 @@ TEXTS = [
 
 def _t5(folder):
   """Saves a tokenizer; returns it, and the config of a model."""
-  files = t5_files.train(folder.with_name('pieces') / 'spiece.model')
-  tokens = tiny_models.transformers.T5Tokenizer.from_pretrained(files.parent)
-  tokens.save_pretrained(folder)
+  tokens = tiny_models.save_t5_tokenizer(folder)
   fields = tiny_models.T5 | {'vocab_size': len(tokens)}
   return tokens, tiny_models.transformers.T5Config(**fields)
 
