@@ -213,7 +213,7 @@ class LoadedModel:
     # Without the room of BOS or EOS.
     room = room and room - 1
     tokens = [
-      reader.ids.frame(reader.encode(prefix + x)[:room], stored.prompt_side)
+      reader.ids.frame(reader.encode(prefix + x)[:room], stored.framing_side)
       for x in texts
     ]
     pairs = self.embed_tokens(

@@ -162,6 +162,12 @@ class StoredModel:
     return self.model.architecture.prompt_stack
 
   @property
+  def framing_side(self) -> str:
+    """Side that frames texts as that stack reads them; see `SideIds.edges`."""
+    # An encoder-only model or a classifier is the stack 'decoder'.
+    return 'encoder' if self.model.architecture.has_encoder else 'decoder'
+
+  @property
   def separator(self) -> str:
     """Text that a run's model expects after a prompt.
 

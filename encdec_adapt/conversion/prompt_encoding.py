@@ -94,12 +94,12 @@ class PromptEncoder:
     self.prefix = task_prefix(stored, prefix)
     self._writer = opened.decoder
     self._separator = self._writer.encode(stored.separator)
-    self._head, self._tail = self.reader.ids.edges(stored.prompt_side)
+    self._head, self._tail = self.reader.ids.edges(stored.framing_side)
     if mode:  # As `objectives.denoising` puts it before the inputs.
       self._head.append(_mode_id(stored, self.reader, mode))
     self._sentinels: dict[str, int] = {}
     if sentinels:
-      self._sentinels = {self.reader.piece(i): i for i in self.reader.sentinels}
+      self._sentinels = self.reader.sentinel_names
       if not self._sentinels:
         raise errors.UserError(
           f'--sentinels: the vocabulary {self.reader.path} has no sentinels;'

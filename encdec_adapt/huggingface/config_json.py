@@ -102,8 +102,13 @@ def raw_from_model(
   """
   is_pair = config.architecture.encodes_prompt
   if config.decoder.relative:
+    head = config.decoder.embedding
     plain = dataclasses.replace(config.decoder, embedding=None)
-    return t5_json.raw_from_model(dataclasses.replace(config, decoder=plain))
+    plain = dataclasses.replace(config, decoder=plain)
+    raw, layout = t5_json.raw_from_model(plain)
+    if head:
+      raw['matryoshka_dimensions'] = list(head.sizes(config.decoder.width))
+    return raw, layout
   make = (
     _raw_from_decoder
     if is_pair or not config.decoder.embedding

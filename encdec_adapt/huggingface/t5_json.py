@@ -187,5 +187,6 @@ def with_fields(
     if model_from_raw(renamed, '')[0] == model_from_raw(raw, '')[0]:
       raw = renamed
   if raw['is_encoder_decoder'] and raw.get(START) is None:
-    raw[START] = raw.get('pad_token_id', 0)
+    # Padding, unless the vocabulary that the model was trained with has a BOS.
+    raw[START] = raw.get('bos_token_id', raw.get('pad_token_id', 0))
   return raw

@@ -310,7 +310,9 @@ def name_of(path: str) -> str:
 
 def _names(path: str) -> frozenset[str]:
   """Returns the names that match a parameter: of stack, part and projection."""
-  stack, *_, module, leaf = path.split('/')
+  # A relative position bias of a stack is in no module.
+  stack, *_, leaf = path.split('/')
+  module = path.split('/')[-2]
   names = {stack, leaf, _PARTS.get(module, module)}
   if module.endswith('_norm') or leaf.endswith('_norm'):
     names.add('norms')

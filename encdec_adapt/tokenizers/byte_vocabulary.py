@@ -92,10 +92,17 @@ class ByT5Vocabulary(vocabulary.Vocabulary):
     )
     # The bytes that no UTF-8 has are nothing but sentinels.
     self._names |= {
-      i: f'<extra_id_{number}>'
-      for number, i in enumerate(self.sentinels)
+      i: name
+      for name, i in self.sentinel_names.items()
       if i - len(_BYT5_SPECIALS) >= 0xF5
     }
+
+  @property
+  def sentinel_names(self):
+    # `piece` names those that are bytes of text as well by their bytes.
+    count = _BYT5_SENTINELS  # Added ones follow.
+    names = {f'<extra_id_{n}>': self.sentinels[n] for n in range(count)}
+    return names | {self.piece(i): i for i in self.sentinels[count:]}
 
   def _find_sentinels(self):
     last = len(_BYT5_SPECIALS) + 255

@@ -182,6 +182,11 @@ class Vocabulary(abc.ABC):
     self.mode_ids |= {mode: i for i, mode in modes.items() if mode}
 
   @property
+  def sentinel_names(self) -> dict[str, int]:
+    """Ids of the sentinels by name, in order."""
+    return {self.piece(i): i for i in self.sentinels}
+
+  @property
   def added(self) -> range:
     """Ids that were added in memory and are in no file."""
     return range(self.stored_size, self.size)

@@ -1,4 +1,4 @@
-"""T5 from random weights to a tuned model that transformers loads."""
+"""T5, pretrained here or by others, to a tuned model in transformers."""
 
 import json
 
@@ -10,12 +10,18 @@ from encdec_adapt import train
 from encdec_adapt.configs import t5
 from tests import tiny, tiny_tokenizers
 from tests.e2e import folders, test_transformers
+from tests.parity import tiny_models
 from tests.tokenizers import t5_files
 
 transformers = pytest.importorskip('transformers')
 pytestmark = [pytest.mark.e2e, pytest.mark.parity]
 SHAPE = dict(layers=2, width=16, mlp_width=24, heads=2, kv_heads=2, head_dim=8)
 ROWS = 12
+MESH = (
+  '--config.mesh.replica=2',
+  '--config.mesh.fsdp=2',
+  '--config.mesh.tensor=2',
+)
 JOB = (
   '--config.compute.dtype=float32',
   '--config.compute.remat=none',
@@ -39,14 +45,44 @@ def job(config, lengths, workdir, *flags):
   return workdir
 
 
-def test_from_pretraining_to_transformers(tmp_path):
+@pytest.fixture(scope='module')
+def pairs(tmp_path_factory):
+  """The flag of a source of pairs."""
+  file = tmp_path_factory.mktemp('pairs') / 'pairs.jsonl'
+  lines = [{'q': f'the fox {i}', 'a': f'two cats {i}'} for i in range(60)]
+  file.write_text('\n'.join(map(json.dumps, lines)))
+  return f'--config.data.source=pairs:{file}#q,a'
+
+
+def assert_transformers_agrees(run, tmp_path):
+  """Exports a run, and compares logits and greedy text with its own."""
   import torch
 
-  texts, pairs = tmp_path / 'texts.jsonl', tmp_path / 'pairs.jsonl'
+  ours = encdec_adapt.load(run)
+  exported = folders.export(run, tmp_path / 'exported')
+  theirs = transformers.AutoModelForSeq2SeqLM.from_pretrained(exported)
+  assert type(theirs).__name__ == 'T5ForConditionalGeneration'
+  tokens = np.random.default_rng(0).integers(3, ROWS, (2, ROWS), np.int32)
+  inputs = torch.tensor(tokens).long()
+  with torch.no_grad():
+    expected = theirs(input_ids=inputs, decoder_input_ids=inputs).logits
+  real = np.ones(tokens.shape, bool)
+  got = np.asarray(ours.logits(tokens, tokens, real, real))
+  expected = expected.numpy()[..., : got.shape[-1]]
+  np.testing.assert_allclose(got, expected, rtol=0, atol=1e-4)
+  prompts = test_transformers.PROMPTS[:1]
+  found = test_transformers._ours(
+    run, tmp_path / 'out.json', f'--prompt={prompts[0]}'
+  )
+  assert found == test_transformers._theirs(
+    exported, prompts, lambda one, prompt: one(prompt, return_tensors='pt')
+  )
+
+
+def test_from_pretraining_to_transformers(pairs, tmp_path):
+  texts = tmp_path / 'texts.jsonl'
   lines = [{'text': x} for x in tiny_tokenizers.TEXTS[:60]]
   texts.write_text('\n'.join(map(json.dumps, lines)))
-  lines = [{'q': f'the fox {i}', 'a': f'two cats {i}'} for i in range(60)]
-  pairs.write_text('\n'.join(map(json.dumps, lines)))
   sizes = SHAPE | {'vocab_size': t5_files.PIECES + 100}
   pretrained = job(
     't5.py:size=t5_1.1_small',
@@ -65,25 +101,23 @@ def test_from_pretraining_to_transformers(tmp_path):
   assert (on.init.mode, on.init.encoder) == ('checkpoint', str(pretrained))
   assert on.data.objective == 'span_corruption'
   assert on.model.encoder.width == SHAPE['width']
-  pairs = f'--config.data.source=pairs:{pairs}#q,a'
   tuned = job(f'sft.py:source={pretrained}', (32, 16), tmp_path / 'run', pairs)
-  ours = encdec_adapt.load(tuned)
-  assert ours.config.decoder.positions == 'relative:32,128'
-  exported = folders.export(tuned, tmp_path / 'exported')
-  theirs = transformers.AutoModelForSeq2SeqLM.from_pretrained(exported)
-  assert type(theirs).__name__ == 'T5ForConditionalGeneration'
-  tokens = np.random.default_rng(0).integers(3, ROWS, (2, ROWS), np.int32)
-  inputs = torch.tensor(tokens).long()
-  with torch.no_grad():
-    expected = theirs(input_ids=inputs, decoder_input_ids=inputs).logits
-  real = np.ones(tokens.shape, bool)
-  got = np.asarray(ours.logits(tokens, tokens, real, real))
-  expected = expected.numpy()[..., : got.shape[-1]]
-  np.testing.assert_allclose(got, expected, rtol=0, atol=1e-4)
-  prompts = test_transformers.PROMPTS[:1]
-  found = test_transformers._ours(
-    tuned, tmp_path / 'out.json', f'--prompt={prompts[0]}'
+  assert encdec_adapt.load(tuned).config.decoder.positions == 'relative:32,128'
+  assert_transformers_agrees(tuned, tmp_path)
+
+
+def test_a_folder_of_transformers_is_tuned_on_a_mesh(pairs, tmp_path):
+  folder = tmp_path / 'flan'
+  fields = tiny_models.T5 | {
+    'vocab_size': len(tiny_models.save_t5_tokenizer(folder)),
+    'feed_forward_proj': 'gated-gelu',
+    'tie_word_embeddings': False,
+  }
+  settings = transformers.T5Config(**fields)
+  theirs = tiny_models.make(tiny_models.CASES['t5_v1_1'], settings=settings)
+  theirs.save_pretrained(folder)
+  tuned = job(
+    f'sft.py:source={folder}', (32, 16), tmp_path / 'run', pairs, *MESH
   )
-  assert found == test_transformers._theirs(
-    exported, prompts, lambda one, prompt: one(prompt, return_tensors='pt')
-  )
+  assert not encdec_adapt.load(tuned).config.decoder.tied_head
+  assert_transformers_agrees(tuned, tmp_path)

@@ -59,6 +59,13 @@ def test_exports_keep_the_class_of_the_source(kind, role):
   assert config_json.model_from_raw(raw)[0] == model
 
 
+def test_a_decoder_starts_with_the_bos_of_its_vocabulary():
+  raw, _ = config_json.raw_from_model(presets.t5('t5_small'))
+  for ids, start in (({'pad_token_id': 6}, 6), ({'bos_token_id': 8}, 8)):
+    found = config_json.with_fields(raw, {'decoder': ids})
+    assert found['decoder_start_token_id'] == start
+
+
 @pytest.mark.parametrize(
   'kind, fields, message',
   [

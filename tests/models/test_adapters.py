@@ -35,6 +35,7 @@ EXPERTS = dataclasses.replace(
   expert_mlp_width=16,
   shared_expert_width=8,
 )
+T5 = toy_models.stack(**toy_models.T5)
 PAIR = model_config.encoder_decoder(STACK, STACK)
 MODELS = {
   # A scanned repeat and a tail, biases, tables.
@@ -47,6 +48,7 @@ MODELS = {
   'experts': model_config.DecoderOnlyConfig(
     dataclasses.replace(EXPERTS, role='causal')
   ),
+  't5': model_config.encoder_decoder(T5, T5, shared_table=True),
 }
 LOSS = cross_entropy.CrossEntropy(z_loss=1e-2, chunk=8)
 ROWS, LENGTHS = 4, {'encoder': 16, 'decoder': 8}
@@ -118,6 +120,7 @@ def run(model, merge, base, trained, batch):
     ('pair', 'rank=2,alpha=3,targets=attention+cross_attention+mlp+embeddings'),
     ('merged', 'rank=3,alpha=6,targets=decoder,full=norms,base=nf4'),
     ('experts', 'rank=2,alpha=1,base=int8,full=experts/router'),
+    ('t5', 'rank=2,alpha=1,full=relative_bias'),
   ],
 )
 def test_loss_and_gradients_equal_a_dense_sum(name, lora):

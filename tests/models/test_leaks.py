@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from encdec_adapt.models import build, execution, model_config
+from tests import toy_models
 
 
 def change(triple, mask):
@@ -75,6 +76,29 @@ def test_packed_equals_unpacked(pair, pack):
   # The second pair alone, at the start of the row.
   unpacked = pair(_keep(encoder, 5, 4), _keep(decoder, 3, 5))
   np.testing.assert_allclose(packed[:, 3:8], unpacked[:, :5], atol=2e-5)
+
+
+@pytest.mark.parametrize('positions', ['relative:8,10', 'relative_each:8,10'])
+def test_packed_equals_unpacked_with_relative_positions(
+  positions, small_stack, redraw, run, pack
+):
+  stack = small_stack(**{**toy_models.T5, 'positions': positions})
+  config = model_config.encoder_decoder(stack, stack, shared_table=True)
+  # Several chunks of queries, and segments that reach all buckets.
+  compute = execution.ComputeConfig('float32', 'none', attention_chunk=8)
+  model = build.build(config, compute)
+  logits, params = run(model), redraw(model)
+  encoder, decoder = pack([[13, 14]], 28), pack([[12, 15]], 28, seed=1)
+  packed = logits(params, encoder, decoder)
+  for (start, size), (first, count) in (
+    ((0, 13), (0, 12)),
+    ((13, 14), (12, 15)),
+  ):
+    alone = logits(
+      params, _keep(encoder, start, size), _keep(decoder, first, count)
+    )
+    found = packed[:, first : first + count]
+    np.testing.assert_allclose(found, alone[:, :count], rtol=0, atol=1e-5)
 
 
 def _keep(triple, start, size):

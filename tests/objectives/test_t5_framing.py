@@ -122,6 +122,7 @@ def test_prompts_are_framed_as_records_are():
   stored = types.SimpleNamespace(
     require_vocabularies=lambda: opened,
     prompt_side='encoder',
+    framing_side='encoder',
     separator='',
     objectives=(),
     path='x',
@@ -132,10 +133,15 @@ def test_prompts_are_framed_as_records_are():
   # A cut keeps the prefix, the last tokens and EOS.
   assert prompts.encode('aab', 3).tolist() == [b, b, EOS]
   assert prompts.encode('<extra_id_0>a').tolist() == [b, 258, a, EOS]
+  # One that is a byte of text, too.
+  assert prompts.encode('<extra_id_20>').tolist() == [b, 238, EOS]
   assert prompts.answer_text(np.array([258, a, EOS])) == '<extra_id_0>a'
   for ids in ([a, EOS], [a]):  # Of clients that frame, or do not.
     assert prompts.frame(prompts.unframed(ids)).tolist() == [a, EOS]
   stored.prompt_side = 'decoder'
+  prompts = prompt_encoding.PromptEncoder(stored)  # An encoder alone.
+  assert prompts.encode('a').tolist() == [a, EOS]
+  stored.framing_side = 'decoder'
   prompts = prompt_encoding.PromptEncoder(stored, prefix='')
   assert prompts.encode('a').tolist() == [PAD, a]
   assert prompts.unframed([PAD, a]) == [a]
@@ -147,7 +153,9 @@ def test_bad_vocabularies_are_refused():
   ours = vocabulary_pair.open_vocabulary('bytes')
   records = types.SimpleNamespace(
     folder='records',
-    framing=special_ids.Framing(BYT5.ids, BYT5.ids),
+    manifest={
+      'vocabularies': vocabulary_pair.Opened(BYT5, BYT5).describe(),
+    },
     spec=types.SimpleNamespace(
       objectives=objective_names.parse('pairs'),
       vocabulary=BYT5.fingerprint,

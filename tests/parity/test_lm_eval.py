@@ -21,26 +21,39 @@ TEXTS = [
 ]
 
 
-@pytest.mark.parametrize('name', ['t5gemma', 'gemma2'])
-def test_loglikelihoods(name, tmp_path):
-  from lm_eval.models import huggingface
+def _t5(folder):
+  """Saves a tokenizer; returns it, and the config of a model."""
+  tokens = tiny_models.save_t5_tokenizer(folder)
+  fields = tiny_models.T5 | {'vocab_size': len(tokens)}
+  return tokens, tiny_models.transformers.T5Config(**fields)
 
-  from encdec_adapt.evaluation.tasks import lm_eval_adapter
 
-  folder = tiny_models.save_tokenizer(tmp_path / 'model', 'gemma')
+def _gemma(name, folder):
+  """The same for Gemma 2 and T5Gemma."""
+  tiny_models.save_tokenizer(folder, 'gemma')
   tokens = tiny_models.transformers.AutoTokenizer.from_pretrained(folder)
   # As Gemma's tokenizer does.
   tokens.backend_tokenizer.post_processor = processors.TemplateProcessing(
     single='<bos> $A', special_tokens=[('<bos>', tokens.bos_token_id)]
   )
-  case = tiny_models.CASES[name]
   # A window that holds every text: the rules of windows differ.
   shape = {**tiny_models.SHAPE, **tiny_models.GEMMA2}
   shape |= {'vocab_size': len(tokens), 'sliding_window': 4096}
   settings = tiny_models.transformers.Gemma2Config(**shape)
   if name == 't5gemma':
     settings = tiny_models.t5gemma_settings(shape, {}, {})
-  theirs = tiny_models.make(case, settings=settings)
+  return tokens, settings
+
+
+@pytest.mark.parametrize('name', ['t5gemma', 'gemma2', 't5'])
+def test_loglikelihoods(name, tmp_path):
+  from lm_eval.models import huggingface
+
+  from encdec_adapt.evaluation.tasks import lm_eval_adapter
+
+  folder = tmp_path / 'model'
+  tokens, settings = _t5(folder) if name == 't5' else _gemma(name, folder)
+  theirs = tiny_models.make(tiny_models.CASES[name], settings=settings)
   theirs.save_pretrained(folder)
   backend = huggingface.HFLM(
     pretrained=theirs, tokenizer=tokens, device='cpu', add_bos_token=True

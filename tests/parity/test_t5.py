@@ -15,6 +15,7 @@ from encdec_adapt.base import errors
 from encdec_adapt.huggingface import config_json, tensor_folder
 from encdec_adapt.huggingface import folder as folder_lib
 from encdec_adapt.models import build, parameters, presets
+from tests import tiny
 from tests.parity import test_folders, tiny_models
 
 pytestmark = pytest.mark.parity
@@ -38,6 +39,25 @@ def test_encoders(family, tmp_path):
   tolerance = dict(rtol=0, atol=tiny_models.TOLERANCE)
   np.testing.assert_allclose(got[mask], expected.numpy()[mask], **tolerance)
   test_folders.assert_comes_back(tmp_path / 'model', tmp_path / 'again')
+
+
+def test_vectors_of_sentence_transformers(tmp_path):
+  sentence_transformers = pytest.importorskip('sentence_transformers')
+  folder, output = tmp_path / 'model', tmp_path / 'exported'
+  tokens = tiny_models.save_t5_tokenizer(folder)
+  fields = tiny_models.T5 | {'vocab_size': len(tokens)}
+  settings = transformers.T5Config(**fields)
+  case = tiny_models.Case('T5EncoderModel', lambda: settings, '')
+  tiny_models.make(case).save_pretrained(folder)
+  flags = f'--checkpoint={folder}', f'--output={output}'
+  assert tiny.convert('export', *flags, '--embedding=pooling=mean') == 0
+  raw = json.loads((output / tensor_folder.CONFIG).read_text())
+  assert raw['matryoshka_dimensions'] == [32]
+  texts = ['The quick brown fox', 'jumps', 'over the lazy dog, ' * 3]
+  vectors = encdec_adapt.load(folder).embed(texts)
+  vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+  theirs = sentence_transformers.SentenceTransformer(str(output), device='cpu')
+  np.testing.assert_allclose(theirs.encode(texts), vectors, atol=1e-5)
 
 
 def changed(source, folder, config=None, tensors=None):

@@ -21,6 +21,7 @@ import encdec_adapt
 from encdec_adapt.inference import beam_search, sampling
 from encdec_adapt.inference import engine as engine_lib
 from tests import tiny, tiny_tokenizers
+from tests.tokenizers import t5_files
 
 _REASON = 'parity with Hugging Face needs torch and transformers'
 torch = pytest.importorskip('torch', reason=_REASON)
@@ -360,6 +361,14 @@ def save_tokenizer(folder: pathlib.Path, family: str) -> pathlib.Path:
   config['tokenizer_class'] = 'PreTrainedTokenizerFast'
   file.write_text(json.dumps(config))
   return folder
+
+
+def save_t5_tokenizer(folder: pathlib.Path) -> Any:
+  """Saves T5's tokenizer as transformers does; returns it."""
+  files = t5_files.train(folder.with_name('pieces') / 'spiece.model')
+  tokenizer = transformers.T5Tokenizer.from_pretrained(files.parent)
+  tokenizer.save_pretrained(folder)
+  return tokenizer
 
 
 # -- Batches and predictions --------------------------------------------------

@@ -351,11 +351,16 @@ def open_sets(
     UserError: they are missing or damaged, or were made with another
       configuration or other vocabularies.
   """
+  sets = set_folders(data).values()
+  for _, folder in sets:
+    # First: of fingerprints an error cannot say what differs.
+    if manifest := record_sets.read_manifest(folder):
+      record_sets.check_framing(folder, manifest, opened.sides)
   train, evaluation = (
     record_sets.RecordSet.open(
       folder, dataclasses.replace(spec, **opened.fingerprints)
     )
-    for spec, folder in set_folders(data).values()
+    for spec, folder in sets
   )
   return train, evaluation
 

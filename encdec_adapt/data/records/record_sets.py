@@ -388,6 +388,35 @@ def check_spec(
     )
 
 
+def check_framing(
+  folder: str | os.PathLike,
+  manifest: Mapping[str, Any],
+  sides: Mapping[str, vocabulary.Vocabulary],
+) -> None:
+  """Raises an error if vocabularies frame inputs otherwise than records do.
+
+  Args:
+    folder: folder of the records, for errors.
+    manifest: their manifest.
+    sides: the vocabularies by name of the stack.
+
+  Raises:
+    UserError: names both framings.
+  """
+  stored = special_ids.Framing.from_description(manifest['vocabularies'])
+  for side, opened in sides.items():
+    ours, theirs = (
+      'p EOS' if ids.ends_with_eos else 'BOS p'
+      for ids in (getattr(stored, side), opened.ids)
+    )
+    if ours != theirs:
+      raise errors.UserError(
+        f'the records {folder} frame inputs as `{ours}`, and the vocabulary'
+        f' {opened.path} of the {side} as `{theirs}`; make records with that'
+        ' vocabulary in another folder, or use that of the records.'
+      )
+
+
 def shards(manifest: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
   """Returns the entries of all shards by their names below the folder."""
   return {

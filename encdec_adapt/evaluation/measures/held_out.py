@@ -60,21 +60,13 @@ class HeldOutEvaluation:
     # Records hold token ids: with another vocabulary they are another text, and
     # the loss would be wrong without a sign of it.
     prints = {'encoder': spec.encoder_vocabulary, 'decoder': spec.vocabulary}
-    for side in stored.model.stacks:
-      vocabulary = opened.sides[side]
-      ids = getattr(self.record_set.framing, side)
-      if ids.ends_with_eos != vocabulary.ids.ends_with_eos:
-        ours, theirs = (
-          'p EOS' if x.ends_with_eos else 'BOS p' for x in (ids, vocabulary.ids)
-        )
-        raise errors.UserError(
-          f'the records {self.record_set.folder} frame inputs as `{ours}`, and'
-          f" {vocabulary.path} of the model's {side} as `{theirs}`; make"
-          " records with the model's vocabularies."
-        )
+    sides = {side: opened.sides[side] for side in stored.model.stacks}
+    records = self.record_set
+    record_sets.check_framing(records.folder, records.manifest, sides)
+    for side, vocabulary in sides.items():
       if vocabulary.fingerprint != prints[side]:
         raise errors.UserError(
-          f'the records {self.record_set.folder} were made with the vocabulary'
+          f'the records {records.folder} were made with the vocabulary'
           f' {prints[side][:12]} of the {side}, the model with'
           f' {vocabulary.path} ({vocabulary.fingerprint[:12]}); make records'
           " with the model's vocabularies."

@@ -338,6 +338,11 @@ def test_records_of_another_vocabulary_are_refused(text, tmp_path):
   data.vocabularies = vocabulary_pair.Choice(str(other))
   with pytest.raises(errors.UserError, match='vocabulary is .* in the records'):
     materialization.open_sets(data, data.vocabularies.open())
+  data.vocabularies = vocabulary_pair.Choice('byt5')
+  words = 'frame inputs as `BOS p`, .* byt5 of the encoder as `p EOS`; make'
+  with pytest.raises(errors.UserError, match=words):
+    materialization.open_sets(data, data.vocabularies.open())
+  data.vocabularies = vocabulary_pair.Choice(str(other))
   data.table_sizes = {'decoder': 400}
   with pytest.raises(errors.UserError, match='has 500 tokens.* table 400 rows'):
     materialization.open_vocabularies(data)
