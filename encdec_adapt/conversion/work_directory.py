@@ -50,6 +50,9 @@ class Contents:
       `--model.SIDE.vocab_size`.
     lora: `config.train.lora` of adapters, which are then the parameters.
     base: name and digest of their base.
+    run: run of a model of this kind. The labels of a classifier, the prompts of
+      an embedding model and the kind of a head are those of its objective and
+      loss.
   """
 
   model: model_config.ModelConfig
@@ -60,6 +63,7 @@ class Contents:
   can_extend: bool = False
   lora: str = ''
   base: Mapping[str, str] | None = None
+  run: paths.Path | None = None
 
 
 def write(
@@ -176,6 +180,12 @@ def _config(contents: Contents, opened: vocabulary_pair.Opened | None) -> Any:
   if contents.model.architecture.encodes_prompt:
     data.objective = 'prefix_lm'
     data.encoder_length = data.decoder_length = _LENGTH
+  head = contents.model.decoder
+  if contents.run and (head.classes or head.embedding):
+    saved = config_lib.saved(str(contents.run))
+    config.loss.kind = saved.loss.kind
+    for key in ('objective', 'encoder_length', 'decoder_length'):
+      data[key] = saved.data[key]
   # Rows of the tables are tokens of the sources: a new vocabulary would give
   # them other meanings.
   data.train_vocabulary = False
