@@ -50,9 +50,8 @@ class Contents:
       `--model.SIDE.vocab_size`.
     lora: `config.train.lora` of adapters, which are then the parameters.
     base: name and digest of their base.
-    run: run of a model of this kind. The labels of a classifier, the prompts of
-      an embedding model and the kind of a head are those of its objective and
-      loss.
+    run: work directory of the run that trained the model, by whose objective
+      and loss a model with a head is known: labels, prompts, a temperature.
   """
 
   model: model_config.ModelConfig
@@ -183,9 +182,8 @@ def _config(contents: Contents, opened: vocabulary_pair.Opened | None) -> Any:
   head = contents.model.decoder
   if contents.run and (head.classes or head.embedding):
     saved = config_lib.saved(str(contents.run))
-    config.loss.kind = saved.loss.kind
-    for key in ('objective', 'encoder_length', 'decoder_length'):
-      data[key] = saved.data[key]
+    for section in ('data', 'loss', 'teacher'):
+      config[section].update(saved[section])
   # Rows of the tables are tokens of the sources: a new vocabulary would give
   # them other meanings.
   data.train_vocabulary = False

@@ -164,11 +164,13 @@ def test_resuming_is_exact_and_refuses_a_changed_pair(case, tuned, source):
 
 
 def test_merged_and_exported_it_is_the_run(case, tuned):
-  merged, exported = (tuned.with_name(f'{tuned.name}_{x}') for x in 'ab')
-  flags = [f'--checkpoint={tuned}', f'--output={merged}']
+  models = [tuned.with_name(f'{tuned.name}_{x}') for x in 'abc']
+  flags = [f'--checkpoint={tuned}', f'--output={models[0]}']
   assert tiny.convert('merge-lora', *flags) == 0
-  folders.export(tuned, exported)
-  for model in (merged, exported):
+  flags = [str(tuned), str(models[0]), f'--output={models[1]}']
+  assert tiny.convert('merge', *flags) == 0  # The average of two equal models.
+  folders.export(tuned, models[2])
+  for model in models:
     np.testing.assert_allclose(_outputs(model), _outputs(tuned), atol=1e-6)
     stored = model_on_disk.open_model(model)
     assert stored.prompts == model_on_disk.open_model(tuned).prompts
