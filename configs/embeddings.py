@@ -13,7 +13,8 @@ EmbeddingGemma, arXiv:2509.20354), and `config.loss.kind` those of the loss. A
 batch is large for the sake of its negatives: `config.train.microbatches=8`
 keeps the activations of an eighth of it in memory, at the cost of another
 forward pass, and changes no result. Several sources, of which each batch has
-one: `--config.data.rates=batches:1,1`. Then
+one: `--config.data.rates=batches:1,1`. `lora=16` trains adapters of rank 16 and
+the head (configs/lora.md), at ten times the learning rate. Then
 
     python -m encdec_adapt.evaluate --checkpoint=runs/embedder \
       --embeddings=BEIR_FOLDER --embeddings='sts.jsonl#first,second,score' \
@@ -30,13 +31,13 @@ from encdec_adapt.configs import pretrained
 
 
 def get_config(arg=None):
-  """`source`: model to start from; `head`: options, separated by ;."""
-  args = config_lib.parse_arg(arg, source='', head='pooling=mean')
+  """`source`; `head`: options, separated by ;; `lora`: rank of adapters."""
+  args = config_lib.parse_arg(arg, source='', head='pooling=mean', lora=0)
   config = pretrained.get_stack_config(args['source'])
   if not config.model.embedding:
     config.model.embedding = args['head'].replace(';', ',')
-  config.init.mode = 'adapt'
   config.data.objective = 'embed:too_long=truncate'
   config.loss.kind = 'infonce:temperature=0.05'
   config.train.batch_size = 64
+  pretrained.set_adapters(config, args['lora'])
   return config

@@ -84,6 +84,13 @@ def get_stack_config(source):
   return config
 
 
+def set_adapters(config, rank):
+  """Trains adapters of a rank over the frozen model; of rank 0 all of it."""
+  if rank:
+    config.train.lora = f'rank={rank},alpha=32'
+    config.optimizer.learning_rate *= 10
+
+
 def _model(args):
   """The model that is trained, its steps of warm-up, its vocabularies."""
   if args['source']:

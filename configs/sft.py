@@ -36,9 +36,7 @@ def get_config(arg=None):
     raise errors.UserError(f'format={args["format"]} must be pairs or chat.')
   config = pretrained.get_config(f'source={args["source"]}')
   set_tuning(config, args['format'], args['meap'])
-  if args['lora']:
-    config.train.lora = f'rank={args["lora"]},alpha=32'
-    config.optimizer.learning_rate = 1e-3
+  pretrained.set_adapters(config, args['lora'])
   return config
 
 

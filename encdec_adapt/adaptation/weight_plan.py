@@ -212,8 +212,9 @@ def stack_for(
   target: model_config.ModelConfig, source: model_config.ModelConfig
 ) -> str:
   """Returns the name of the source's stack that fills a stack of the target."""
-  reads_all = target.decoder.role == 'bidirectional'
-  return 'encoder' if reads_all and 'encoder' in source.stacks else 'decoder'
+  if not target.architecture.is_encoder:
+    return 'decoder'
+  return source.architecture.prompt_stack
 
 
 def all_but_embeddings(target: model_config.EncoderDecoderConfig) -> list[str]:

@@ -45,11 +45,10 @@ def check(
       f'{_KEY}, and {source.name} is a folder of weights without an optimizer'
       " state; set it to 'fresh', or start from a run."
     )
-  classes = job.placement.model.config.decoder.classes
-  if classes != source.model.decoder.classes:
+  if coverage is None and job.placement.model.table != placement.model.table:
     raise errors.UserError(
-      f'{_KEY}, and the model gets a new head, which has no moments; set it to'
-      " 'fresh'."
+      f'{_KEY}, and the model is a part of {source.name}, or gets a new head,'
+      " which has no moments; set it to 'fresh'."
     )
   for name, fill in (coverage.filled if coverage else {}).items():
     if fill.how != 'copied' or fill.transforms:

@@ -16,10 +16,7 @@ import numpy as np
 from encdec_adapt.base import errors
 from encdec_adapt.conversion import model_on_disk
 from encdec_adapt.models import adapters as adapters_lib
-from encdec_adapt.models import parameters
 from encdec_adapt.training import state as state_lib
-
-_HEAD = 'decoder/head/table'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +24,7 @@ class FrozenBase:
   """The base of adapters.
 
   Attributes:
-    source: the opened base.
+    source: the opened base, or the part of it that the model starts from.
     placement: the trained model and its mesh, with the adapters.
   """
 
@@ -59,22 +56,15 @@ class FrozenBase:
     """Returns what the adapters start from, nested.
 
     Args:
-      source: the base, or a run of adapters over it.
+      source: the stored model, or a run of adapters over it.
       seed: seed of new adapters and of a new head; None to leave out adapters
         whose update is zero.
     """
     placement, rng, params = self.placement, jax.random.key(seed or 0), {}
-    arrays = source.trained() if source.adapters else source.arrays()
+    arrays = source.trained() if source.adapters else self.source.arrays()
     if seed is not None and not source.adapters:
       params = state_lib.flatten(placement.place(placement.adapters.init, rng))
-    config, model = placement.model.config, source.model
-    for path, sharding in placement.parameters.items():
-      if path == _HEAD and config.decoder.classes != model.decoder.classes:
-        params |= placement.place(
-          lambda rng: {_HEAD: parameters.init_one(config, rng, _HEAD)}, rng
-        )
-      elif path in arrays:
-        params[path] = model_on_disk.place(arrays[path], sharding, np.float32)
+    params |= model_on_disk.read_or_draw(arrays, placement, rng)
     return state_lib.unflatten(params)
 
   def shares(self, source: model_on_disk.StoredModel) -> bool:
@@ -90,8 +80,7 @@ def open_base(
   """Returns the base of the adapters that start from a source.
 
   Raises:
-    UserError: adapters of the source differ from those of the job, or its
-      stack is not that of a classifier.
+    UserError: adapters of the source differ from those of the job.
   """
   if source.adapters and not _are_alike(source.adapters, placement.adapters):
     raise errors.UserError(
@@ -99,13 +88,9 @@ def open_base(
       f' adapters {source.name} are {source.adapters.options.text}; give their'
       ' options, or start from what `convert merge-lora` makes of them.'
     )
-  classes = placement.model.config.decoder.classes
-  if classes > 1 and source.prompt_side != 'decoder':
-    raise errors.UserError(
-      f'{adapters_lib.LABEL}: a classifier of the encoder of {source.name} has'
-      ' no base on disk; start from an encoder-only model, or empty the key.'
-    )
-  return FrozenBase(source.base or source, placement)
+  target = placement.model.config
+  base = model_on_disk.view_for(source.base or source, target)
+  return FrozenBase(base, placement)
 
 
 def reopen(
@@ -121,9 +106,10 @@ def reopen(
   Raises:
     UserError: it is missing or was changed.
   """
-  multiple = placement.model.config.decoder.vocab_multiple
-  source = model_on_disk.open_base(described, moved, multiple)
-  return FrozenBase(source, placement)
+  target = placement.model.config
+  return FrozenBase(
+    model_on_disk.open_base(described, moved, target), placement
+  )
 
 
 def _are_alike(a: adapters_lib.Adapters, b: adapters_lib.Adapters) -> bool:

@@ -70,13 +70,13 @@ class Sources:
     if not self.models:
       return {}
     encoder, decoder = self.models[0].path, self.models[-1].path
-    # Such a source may be a pair, which has the files of both stacks.
-    if self.init.mode == 'checkpoint':
-      return pretrained_files.folders(encoder)
     if not self.placement.model.architecture.encodes_prompt:
+      # The source may be a pair, which has the files of both stacks.
       files = pretrained_files.folders(encoder)
       folder = files.get(self._stack, files.get('decoder'))
       return {'decoder': folder} if folder else {}
+    if self.init.mode == 'checkpoint':
+      return pretrained_files.folders(encoder)
     return pretrained_files.folders_of_pair(encoder, decoder)
 
   @property
@@ -116,7 +116,7 @@ class Sources:
       # Source and vocabulary are a key, so that a source of both stacks is
       # checked, and noted, once. Reversed: the first stack names it in errors.
       sides = list(self.placement.model.config.stacks)
-      if self.init.mode == 'adapt' and len(sides) == 1:
+      if len(sides) == 1:
         sides = [self._stack]
       pairs = {
         (sources[side].path, choice.path(side)): side
@@ -134,11 +134,14 @@ class Sources:
     rng, target = jax.random.key(seed), self.placement.model.config
     if self.init.mode == 'random':
       return self.placement.place(lambda rng: parameters.init(target, rng), rng)
-    classes = target.decoder.classes
-    if self.init.mode == 'checkpoint' and classes < 2:
-      # A reward model that starts from another keeps its head.
-      if classes == self.models[0].model.decoder.classes:
-        return self.models[0].read(self.placement)
+    if self.init.mode == 'checkpoint':
+      source = model_on_disk.view_for(self.models[0], target)
+      if source is self.models[0]:
+        return source.read(self.placement)
+      arrays = source.arrays()
+      return state_lib.unflatten(
+        model_on_disk.read_or_draw(arrays, self.placement, rng)
+      )
     mesh, rules = self.placement.mesh, self.placement.rules
     # Sharded over the job's mesh as models of their kind, so that no device
     # holds a whole source while the target is made of them.
@@ -147,25 +150,12 @@ class Sources:
       for source in self.models
     ]
 
-    def classify(rng, params):
-      """Adds a new head: to all of a reward model, else to the first stack."""
-      head = parameters.init_one(target, rng, 'decoder/head/table')
-      head = {'head': {'table': head}}
-      if classes == 1:
-        return {**params, 'decoder': {**params['decoder'], **head}}
-      stack = params[self.models[0].prompt_side]
-      # A table that both stacks share is stored with the decoder; a table of
-      # the first stack replaces it.
-      table = {'embedder': params['decoder']['embedder']}
-      return {'decoder': {**table, **stack, **head}}
-
     def fill(rng, *params):
       configs = (source.model for source in self.models)
       pairs = zip(configs, params, strict=True)
       return recipes.fill(target, self.coverage, *pairs, rng=rng)
 
-    make = classify if classes else fill
-    return self.placement.place(make, rng, *params)
+    return self.placement.place(fill, rng, *params)
 
   def check_optimizer(self, phases: phases_lib.Phases) -> None:
     """Checks that the optimizer can go on, if it is to; see `carried_state`."""
@@ -219,7 +209,8 @@ def open_sources(
   models = tuple(_open(folder, target) for folder in folders)
   report = base = None
   if init.mode == 'checkpoint':
-    _check_same_model(_without_head(models[0], target), placement)
+    view = model_on_disk.view_for(models[0], target)
+    _check_same_model(view, placement)
     if placement.adapters:
       base = frozen_base.open_base(models[0], placement)
   elif init.mode != 'random':
@@ -478,22 +469,6 @@ def _open(
   """Opens a source or teacher; pads its tables as those of the model."""
   multiple = target.decoder.vocab_multiple
   return model_on_disk.open_model(path, vocab_multiple=multiple)
-
-
-def _without_head(
-  source: model_on_disk.StoredModel, target: model_config.ModelConfig
-) -> model_on_disk.StoredModel:
-  """Returns a source with the model with another head that is made of it."""
-  if not target.decoder.classes:
-    return source
-  if target.decoder.classes == 1:
-    model = model_config.reward_model(source.model)
-    return dataclasses.replace(source, model=model)
-  # A classifier reads with the stack that reads prompts, and drops the other.
-  prompt_stack = source.model.stacks[source.prompt_side]
-  stack = dataclasses.replace(prompt_stack, classes=target.decoder.classes)
-  model = model_config.DecoderOnlyConfig(stack)
-  return dataclasses.replace(source, model=model)
 
 
 def _check_same_model(

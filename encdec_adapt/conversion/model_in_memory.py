@@ -186,11 +186,11 @@ class LoadedModel:
     """
     if self.config.decoder.embedding:
       return self
-    config, sources = parameters.embedding_model(
-      self.config, embedding_head.EmbeddingHead()
-    )
+    head = embedding_head.EmbeddingHead()
+    config = model_config.prompt_model(self.config, embedding=head)
+    paths = parameters.paths_in(self.config, config)
     flat = state_lib.flatten(self.params)
-    params = {path: flat[source] for path, source in sources.items()}
+    params = {path: flat[source] for path, source in paths.items()}
     model = build.build(config, self.model.compute)
     return dataclasses.replace(
       self, model=model, params=state_lib.unflatten(params)

@@ -297,13 +297,61 @@ def embedding_model(stored: StoredModel, options: str) -> StoredModel:
     head = new
   # The temperature is for training alone.
   head = dataclasses.replace(head, temperature=None)
-  model, sources = parameters.embedding_model(stored.model, head)
+  return _view(stored, model_config.prompt_model(stored.model, embedding=head))
+
+
+def view_for(
+  stored: StoredModel, target: model_config.ModelConfig
+) -> StoredModel:
+  """Returns the part of a model that another starts from, without reading.
+
+  Args:
+    stored: the model.
+    target: the model that starts from it, see `model_config.with_head_of`.
+
+  Returns:
+    The model itself if it has the head of the target and all of its stacks are
+    used; else `arrays` are those of the part, without those of a new head.
+  """
+  model = model_config.with_head_of(stored.model, target)
+  return stored if model == stored.model else _view(stored, model)
+
+
+def _view(stored: StoredModel, model: model_config.ModelConfig) -> StoredModel:
+  """Returns a stored model as a part of it; see `parameters.paths_in`."""
+  paths = parameters.paths_in(stored.model, model)
 
   def arrays() -> dict[str, lazy_array.LazyArray]:
-    found = stored.arrays()
-    return {path: found[source] for path, source in sources.items()}
+    every = stored.arrays()
+    return {path: every[source] for path, source in paths.items()}
 
   return dataclasses.replace(stored, model=model, arrays=arrays)
+
+
+def read_or_draw(
+  arrays: Mapping[str, lazy_array.LazyArray],
+  placement: state_lib.Placement,
+  rng: jax.Array,
+) -> state_lib.Flat:
+  """Reads stored parameters, in float32, and draws those of a new head.
+
+  Args:
+    arrays: path -> stored parameter.
+    placement: placement of the model, or of its adapters, which are not drawn.
+    rng: the key that `parameters.init` would get.
+  """
+  params, new = {}, []
+  for path, sharding in placement.parameters.items():
+    if path in arrays:
+      params[path] = place(arrays[path], sharding, np.float32)
+    elif path in placement.model.table:
+      new.append(path)
+
+  def draw(rng: jax.Array) -> state_lib.Flat:
+    config = placement.model.config
+    return {path: parameters.init_one(config, rng, path) for path in new}
+
+  return params | placement.place(draw, rng)
 
 
 def resolve(name: str | os.PathLike[str]) -> tuple[paths_lib.Path, int | None]:
@@ -366,9 +414,8 @@ def _open_run(path: paths_lib.Path, step: int | None) -> StoredModel:
   )
   if not adapters:
     return stored
-  multiple = settings.model.decoder.vocab_multiple
   described = checkpoint.read_meta()['base']
-  base = open_base(described, settings.init.encoder, multiple)
+  base = open_base(described, settings.init.encoder, settings.model)
   return dataclasses.replace(
     stored,
     arrays=lambda: adapter_arrays.merged(adapters, base.arrays(), trained()),
@@ -379,15 +426,15 @@ def _open_run(path: paths_lib.Path, step: int | None) -> StoredModel:
 
 
 def open_base(
-  described: Mapping[str, str], moved: str, vocab_multiple: int
+  described: Mapping[str, str], moved: str, target: model_config.ModelConfig
 ) -> StoredModel:
-  """Opens the base of adapters.
+  """Opens the base of adapters, or the part of it that they adapt.
 
   Args:
     described: its name and digest in the metadata of a checkpoint.
     moved: name of a copy of the base, or of adapters over it, which is opened
       if nothing has the first name; '' for none.
-    vocab_multiple: see `open_model`.
+    target: the model with the adapters, see `view_for`.
 
   Raises:
     UserError: it is missing, or it is another model.
@@ -402,14 +449,14 @@ def open_base(
     raise errors.UserError(
       f'the base {described["name"]} of adapters is missing; {remedy}'
     )
-  model = open_model(name, vocab_multiple=vocab_multiple)
+  model = open_model(name, vocab_multiple=target.decoder.vocab_multiple)
   # Adapters that are trained further start from a run of adapters.
   base = model.base or model
   if base.digest != described['digest']:
     raise errors.UserError(
       f'the base {name} of adapters is another model now; {remedy}'
     )
-  return base
+  return view_for(base, target)
 
 
 def open_checkpoint(

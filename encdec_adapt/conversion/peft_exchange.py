@@ -95,6 +95,7 @@ def merge_adapters(values: flags.FlagValues, _: list[str]) -> int:
     {'command': 'merge-lora', 'sources': [stored.name, stored.base.name]},
     pretrained_files.folders(stored.path),
     stored.vocabularies,
+    run=stored.path,
   )
   work_directory.write(values.output, contents, stored.arrays(), verb='merged')
   return 0

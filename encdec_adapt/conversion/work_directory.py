@@ -50,6 +50,8 @@ class Contents:
       `--model.SIDE.vocab_size`.
     lora: `config.train.lora` of adapters, which are then the parameters.
     base: name and digest of their base.
+    run: work directory of the run that trained the model, by whose objective
+      and loss a model with a head is known: labels, prompts, a temperature.
   """
 
   model: model_config.ModelConfig
@@ -60,6 +62,7 @@ class Contents:
   can_extend: bool = False
   lora: str = ''
   base: Mapping[str, str] | None = None
+  run: paths.Path | None = None
 
 
 def write(
@@ -176,6 +179,11 @@ def _config(contents: Contents, opened: vocabulary_pair.Opened | None) -> Any:
   if contents.model.architecture.encodes_prompt:
     data.objective = 'prefix_lm'
     data.encoder_length = data.decoder_length = _LENGTH
+  head = contents.model.decoder
+  if contents.run and (head.classes or head.embedding):
+    saved = config_lib.saved(str(contents.run))
+    for section in ('data', 'loss', 'teacher'):
+      config[section].update(saved[section])
   # Rows of the tables are tokens of the sources: a new vocabulary would give
   # them other meanings.
   data.train_vocabulary = False

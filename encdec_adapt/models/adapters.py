@@ -24,8 +24,9 @@ A, B = 'lora_a', 'lora_b'  # Below the path of the kernel.
 BASES = ('', 'int8', 'nf4')
 _PROJECTIONS = frozenset('query key value output gate up down'.split())
 # Names of modules where those of targets differ: the dense feed-forward beside
-# the experts of a layer counts as such.
-_PARTS = {'embedder': 'embeddings', 'shared': 'mlp'}
+# the experts of a layer counts as such, and that of an embedding model is a
+# head.
+_PARTS = {'embedder': 'embeddings', 'shared': 'mlp', 'embedding': 'head'}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,8 +112,8 @@ class Adapters:
     """Paths of the parameters that train whole."""
     every = {path: _names(path) for path in self._whole}
     paths = self._matches('full', self.options.full, every)
-    # The head of a reward model is fresh, so that it cannot stay as it is.
-    if self.model.decoder.classes:
+    # Such a head is fresh at first, so that it cannot stay as it is.
+    if self.model.decoder.classes or self.model.decoder.embedding:
       paths |= {path for path in every if 'head' in every[path]}
     return tuple(sorted(paths))
 

@@ -90,6 +90,11 @@ class Architecture:
     """Whether an encoder reads the prompt, and a decoder its continuation."""
     return self.prompt_stack == 'encoder'
 
+  @property
+  def is_encoder(self) -> bool:
+    """Whether its only stack reads whole texts."""
+    return self.has_encoder and not self.encodes_prompt
+
   def sides(self, has_inputs: bool) -> Mapping[str, str]:
     """Returns the side of a batch that each stack reads, by stack.
 

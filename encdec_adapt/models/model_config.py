@@ -493,6 +493,49 @@ def reward_model(config: ModelConfig) -> ModelConfig:
   return dataclasses.replace(config, decoder=decoder)
 
 
+def prompt_model(
+  config: ModelConfig,
+  *,
+  classes: int = 0,
+  embedding: embedding_head.EmbeddingHead | None = None,
+) -> DecoderOnlyConfig:
+  """Returns the stack that reads prompts as a model with another head.
+
+  Args:
+    config: the model.
+    classes: labels of a classifier; 0 for other models.
+    embedding: head of an embedding model; None for other models.
+  """
+  stack = config.stacks[config.architecture.prompt_stack]
+  role = stack.role
+  if embedding and role == 'prefix':
+    # A prompt is all prefix, which is read from both sides.
+    role = 'bidirectional'
+  return DecoderOnlyConfig(
+    dataclasses.replace(stack, role=role, classes=classes, embedding=embedding)
+  )
+
+
+def with_head_of(config: ModelConfig, target: ModelConfig) -> ModelConfig:
+  """Returns the part of a model that another starts from, with its head.
+
+  Args:
+    config: the model.
+    target: the model that starts from it. A classifier, an embedding model and
+      an encoder-only model are the stack that reads prompts; all others have
+      every stack.
+  """
+  classes, embedding = target.decoder.classes, target.decoder.embedding
+  if classes == 1:
+    return reward_model(config)
+  if not target.architecture.is_encoder:
+    return config
+  if embedding and (trained := config.decoder.embedding):
+    # Trained projections are not replaced by others.
+    embedding = dataclasses.replace(embedding, projections=trained.projections)
+  return prompt_model(config, classes=classes, embedding=embedding)
+
+
 def with_vocab_multiple(config: ModelConfig, multiple: int) -> ModelConfig:
   """Returns the model with its tables padded to a multiple of rows."""
   return dataclasses.replace(

@@ -19,13 +19,7 @@ from flax import linen as nn
 import jax
 import jax.numpy as jnp
 
-from encdec_adapt.models import (
-  block,
-  embedding_head,
-  execution,
-  model_config,
-  stack,
-)
+from encdec_adapt.models import block, execution, model_config, stack
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,30 +128,34 @@ def parameter_table(
   )
 
 
-def embedding_model(
-  config: model_config.ModelConfig, head: embedding_head.EmbeddingHead
-) -> tuple[model_config.DecoderOnlyConfig, dict[str, str]]:
-  """Returns the embedding model in a model: its stack that reads prompts.
+def paths_in(
+  source: model_config.ModelConfig, model: model_config.ModelConfig
+) -> dict[str, str]:
+  """Returns where a model that holds another one has its parameters.
 
   Args:
-    config: the model.
-    head: head of the embedding model, without parameters.
+    source: the larger model.
+    model: the source itself, or its stack that reads prompts
+      (`model_config.prompt_model`); either may have another head.
 
   Returns:
-    The embedding model, and the path in the model of each of its parameters.
+    Path of each parameter of `model` -> its path in `source`. Parameters of a
+    head that the source lacks are left out.
   """
-  side = config.architecture.prompt_stack
-  stack = config.stacks[side]
-  # A prompt is all prefix, which is read from both sides.
-  role = 'bidirectional' if stack.role == 'prefix' else stack.role
-  stack = dataclasses.replace(stack, embedding=head, role=role, classes=0)
-  model = model_config.DecoderOnlyConfig(stack)
-  table, sources = parameter_table(config), {}
+  side = 'decoder'
+  if not model.architecture.encodes_prompt:
+    side = source.architecture.prompt_stack
+  table, paths = parameter_table(source), {}
   for path in parameter_table(model):
-    source = path.replace('decoder', side, 1)
+    part, name = path.split('/')[1], path.replace('decoder', side, 1)
+    if part == 'head' and model.decoder.classes != source.decoder.classes:
+      continue
     # A table that both stacks share is stored with the decoder.
-    sources[path] = source if source in table else path
-  return model, sources
+    if part == 'embedder' and name not in table:
+      name = path
+    if name in table:
+      paths[path] = name
+  return paths
 
 
 def count(config: model_config.ModelConfig) -> int:
