@@ -95,7 +95,7 @@ def test_a_classifier_starts_from_the_encoder_of_a_pair(
 
 
 @pytest.mark.e2e
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_grid_killed_at_random_repeats_no_run(file, tmp_path):
   root, other = tmp_path / 'grid', tmp_path / 'other' / 'again.jsonl'
   other.parent.mkdir()

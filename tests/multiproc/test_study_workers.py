@@ -8,7 +8,7 @@ import pytest
 
 from tests import tiny
 
-pytestmark = [pytest.mark.multiproc, pytest.mark.long]
+pytestmark = [pytest.mark.multiproc, pytest.mark.slow]
 
 _PAGE = """
 from encdec_adapt.evaluation.studies import pages

@@ -39,6 +39,7 @@ def flags(folder):
   ]
 
 
+@pytest.mark.slow
 def test_killed_while_sampling_rewarding_and_updating(
   folder, flags, monkeypatch
 ):
