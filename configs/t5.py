@@ -38,6 +38,14 @@ SHIPPED = {
     remat='dots',
     optimizer='adafactor',
   ),
+  'size=t5_11b,topology=v5e:8x8': gemma2.ChipSettings(
+    replica=1,
+    fsdp=64,
+    save_every=200,
+    microbatches=16,
+    remat='full',
+    optimizer='adafactor',
+  ),
 }
 # Objective and lengths S and T, by the first part of a size.
 _LONG = 'span_corruption', 1024, 229

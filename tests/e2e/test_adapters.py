@@ -55,6 +55,7 @@ def _losses(workdir):
   return {r['step']: r['loss'] for r in records if r['kind'] == 'eval'}
 
 
+@pytest.mark.long
 def test_a_checkpoint_holds_what_trains_and_names_its_base(tuned, base):
   losses = _losses(tuned)
   assert losses[12] < losses[0] - 0.05
@@ -75,6 +76,7 @@ def test_a_checkpoint_holds_what_trains_and_names_its_base(tuned, base):
   assert count < every / 5
 
 
+@pytest.mark.long
 def test_resuming_is_exact_and_refuses_a_changed_base(
   folder, pairs, base, tuned
 ):
@@ -164,6 +166,7 @@ def test_a_server_reads_several_runs_over_one_base(
       served_adapters.read(loaded, [*map(str, runs)])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('kind', ['int8', 'nf4'])
 def test_a_quantised_base_is_close_to_the_base(
   folder, pairs, base, tuned, kind
@@ -189,6 +192,7 @@ def test_refusals(pairs, base, tmp_path, values, words):
     _train(_flags(pairs, base, **values), tmp_path / 'run')
 
 
+@pytest.mark.long
 def test_the_reference_of_preferences_is_the_start(tmp_path):
   """Adapters off for new ones, and a frozen copy of loaded ones."""
   lines = [

@@ -45,6 +45,7 @@ def file(tmp_path_factory):
   return path
 
 
+@pytest.mark.long
 @pytest.mark.e2e
 def test_a_decoder_learns_labels_and_stops_early(file, tmp_path, request):
   source = request.config.rootpath / 'configs' / 'decoders' / 'small'

@@ -64,6 +64,7 @@ def adapted(folder, adapting):
   return workdir
 
 
+@pytest.mark.long
 def test_adaptation_leaves_what_a_reader_needs(folder, adapted):
   coverage = folders.read(adapted / 'coverage.json')
   count = parameters.count(config_lib.load_run(str(adapted)).model)

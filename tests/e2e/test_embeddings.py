@@ -82,6 +82,7 @@ def _scores(folder, *specs):
   }
 
 
+@pytest.mark.long
 @pytest.mark.e2e
 def test_it_finds_texts_and_is_exported(run):
   data = run / 'search'

@@ -7,6 +7,7 @@ import pytest
 from tests import tiny
 
 
+@pytest.mark.long
 @pytest.mark.e2e
 @pytest.mark.parametrize(
   'kind, flags',

@@ -31,6 +31,7 @@ LARGE = dataclasses.replace(
 LARGEST = 9 * 512 * 1024 * 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('convert', [folders.import_folder, folders.adapt])
 def test_memory_stays_near_the_largest_array(convert, tmp_path):
   source = tmp_path / 'source'

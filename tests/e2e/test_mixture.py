@@ -42,6 +42,7 @@ def _run(flags, workdir, rates, steps=6):
   )
 
 
+@pytest.mark.long
 @pytest.mark.e2e
 def test_a_job_learns_that_its_objective_switches(flags, tmp_path):
   whole, resumed = tmp_path / 'whole', tmp_path / 'resumed'

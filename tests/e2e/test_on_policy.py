@@ -41,6 +41,7 @@ def _steps(workdir):
   return [record for record in records if record['kind'] == 'train']
 
 
+@pytest.mark.long
 def test_sampled_targets_and_exact_resume(job, monkeypatch):
   folder, _ = job
   batches, call = [], on_policy.OnPolicyBatches.__call__

@@ -58,6 +58,7 @@ def flags(tmp_path_factory):
   ]
 
 
+@pytest.mark.long
 @pytest.mark.e2e
 def test_a_policy_learns_from_a_reward_of_the_user(
   tmp_path, flags, monkeypatch
@@ -112,6 +113,7 @@ def test_a_policy_learns_from_a_reward_of_the_user(
   assert 'The name of number' in lines[0]['prompt']
 
 
+@pytest.mark.long
 @pytest.mark.e2e
 def test_a_budget_of_kl_ends_the_job(tmp_path, flags):
   """At the last save within it, also where the job is started again."""

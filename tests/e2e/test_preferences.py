@@ -20,6 +20,7 @@ def _records(workdir, kind):
   }
 
 
+@pytest.mark.long
 @pytest.mark.e2e
 def test_preferences_train_a_decoder(tmp_path):
   lines = [

@@ -57,6 +57,7 @@ def _lines(path):
   return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.long
 @pytest.mark.e2e
 def test_tasks_run_during_training_and_again_after_a_kill(folder, tmp_path):
   job = _flags(folder, tmp_path / 'run', f'loss=2,{folder}/tasks=4')

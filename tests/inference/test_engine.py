@@ -97,6 +97,7 @@ def _log_probs(*arguments):
   return np.asarray(jax.nn.log_softmax(_logits(*arguments)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('config', [sampling.SamplingConfig(), SAMPLED])
 @pytest.mark.parametrize('kind', CONFIGS)
 def test_tokens_have_the_uncached_log_probs(kind, config):
@@ -305,6 +306,7 @@ def _maps():
   return len(pathlib.Path('/proc/self/maps').read_text().splitlines())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('kind', KINDS)
 def test_mixed_requests_compile_nothing_after_the_warm_up(kind):
   longest, most = 100, 40
@@ -367,6 +369,7 @@ def test_few_programs_serve_any_limits(prompt, most, reads_encoder):
   assert count <= decoding.MOST_PROGRAMS
 
 
+@pytest.mark.long
 def test_programs_that_were_not_used_lately_are_dropped(monkeypatch):
   want = _run('encoder_decoder', _requests(), rows=1)
   decoding._COMPILED.clear()

@@ -65,6 +65,7 @@ def test_a_job_runs_on_all_workers_of_all_slices(cloud):
   assert cloud.requests() == 'create delete'
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('event', ['preempt', 'vanish', 'lose_slice'])
 def test_a_preempted_resource_is_created_again_and_the_job_resumes(
   cloud, event
@@ -85,6 +86,7 @@ def test_a_preempted_resource_is_created_again_and_the_job_resumes(
     assert cloud.requests() == 'create delete create'
 
 
+@pytest.mark.long
 def test_stop_and_profile_reach_the_job_on_every_worker(cloud):
   log = cloud.root / 'runs' / 'launch' / 'pair' / 'log.txt'
   deadline = time.monotonic() + 60
@@ -144,6 +146,7 @@ def test_the_reason_of_a_failed_request_is_shown(cloud):
   assert 'could not fill the request pair' in done.stderr
 
 
+@pytest.mark.long
 def test_records_are_copied_only_if_the_disk_has_room(cloud):
   records = cloud.put_records()
   cloud.put('df', 'echo Avail; echo 2000000001')
@@ -184,6 +187,7 @@ def test_records_on_a_data_disk_are_mounted(cloud):
   assert '(mkfs.ext4 -L records)' in done.stdout
 
 
+@pytest.mark.long
 def test_a_worker_without_the_new_source_does_not_run_the_old_one(cloud):
   cloud.train(['finish'])
   train = cloud.root / 'encdec_adapt' / 'train.py'

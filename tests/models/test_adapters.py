@@ -114,6 +114,7 @@ def run(model, merge, base, trained, batch):
   )(trained)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   'name, lora',
   [
@@ -146,6 +147,7 @@ def test_loss_and_gradients_equal_a_dense_sum(name, lora):
     )
 
 
+@pytest.mark.long
 @pytest.mark.sharded
 @pytest.mark.parametrize(
   'mesh, rules',
@@ -276,6 +278,7 @@ def test_refusals(lora, words):
     assert make(lora).table
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('name', ['base', 'small'])
 def test_a_quantised_base_costs_little_loss(name):
   """Of the shipped decoders, on text about Python."""

@@ -60,6 +60,7 @@ def train(mesh):
   return losses, state.params
 
 
+@pytest.mark.long
 def test_two_processes_equal_one(tmp_path):
   processes = tiny.start_programs(_MEMBER, tmp_path, 2, tmp_path, devices=2)
   codes = tiny.wait_all(processes)

@@ -32,6 +32,7 @@ def folder(tmp_path_factory):
   return place
 
 
+@pytest.mark.long
 def test_two_processes_generate_what_one_does(folder, tmp_path):
   prompts = tmp_path / 'prompts.jsonl'
   prompts.write_text(''.join(json.dumps(p) + '\n' for p in PROMPTS))

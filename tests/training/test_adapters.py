@@ -25,6 +25,7 @@ def _compile(lora):
   return trainer.phases.make_step().lower(*arguments).compile()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   'base, share', [('', 0.55), ('int8', 0.2), ('nf4', 0.17)]
 )

@@ -65,6 +65,7 @@ def _trained(kind, mesh, microbatches):
   return metrics, conftest.host(state.params)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   'kind',
   [*DEFAULT, *(pytest.param(x, marks=pytest.mark.slow) for x in NIGHTLY)],

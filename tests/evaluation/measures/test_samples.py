@@ -57,6 +57,7 @@ def _wanted(folder, workdir):
   return wanted
 
 
+@pytest.mark.long
 @pytest.mark.sharded
 @pytest.mark.parametrize(
   'kind, mesh',

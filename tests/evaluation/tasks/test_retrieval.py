@@ -143,6 +143,7 @@ def test_who_understands_the_text_finds_every_code():
   assert {len(x) for x in values.choices} == {len(values.choices[0])}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('kind', KINDS)
 def test_scores_of_a_model(kind, models):
   retrieval = retrieval_tasks.Retrieval(TEXT, [256], 1)

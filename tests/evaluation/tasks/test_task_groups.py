@@ -116,6 +116,7 @@ def _run(loaded, planned, rows=8, report=lambda done, total: None):
   return [*found, *planned.group_scores(found)], answers
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('kind', KINDS)
 def test_scores_are_those_of_the_logits(kind, models):
   loaded = models[kind]
