@@ -39,10 +39,10 @@ SHIPPED = {
     optimizer='adafactor',
   ),
   'size=t5_11b,topology=v5e:8x8': gemma2.ChipSettings(
-    replica=1,
-    fsdp=64,
+    replica=2,
+    fsdp=32,
     save_every=200,
-    microbatches=16,
+    microbatches=4,
     remat='full',
     optimizer='adafactor',
   ),

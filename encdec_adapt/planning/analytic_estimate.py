@@ -154,7 +154,10 @@ def _parts(work: workload.Workload, arguments, kind: str) -> dict[str, float]:
     p.stack.layers * work.tokens(p) * _saved(work, p) for p in work.trained
   )
   # Layers run in turn, so their unsaved activations share memory.
-  working = max(_working(work, p) for p in work.passes)
+  working, scores = max(
+    (_working(work, p) for p in work.passes), key=lambda parts: sum(parts)
+  )
+  working += scores
   name = 'logits' if work.job.decodes else 'loss'
   parts = {name: _loss(work), 'activations': saved + working}
   if kind == 'gpu' and (work.job.trains or work.job.decodes):
@@ -166,7 +169,8 @@ def _parts(work: workload.Workload, arguments, kind: str) -> dict[str, float]:
       # The loss's chunk and a layer, which run in turn, share their memory.
       parts['activations'] -= min(working, parts['loss'])
       return parts
-    remainder = sum(parts.values()) - saved
+    # Scores of a chunk live in its loop alone.
+    remainder = sum(parts.values()) - saved - scores
     parts['besides'] = _UNCOUNTED_SAVED * saved
     parts['besides'] += _UNCOUNTED_REMAINDER * remainder
   return parts
@@ -216,7 +220,7 @@ def _saved(work: workload.Workload, stack_pass: workload.StackPass) -> float:
     # weights that return to the model's width.
     width += attentions * (2 * heads + keys_values + stack.width) + stack.width
   if remat in ('dots', 'none'):
-    width += 2 * mlp
+    width += (1 + stack.mlp_gated) * mlp
   if remat == 'none':
     width += 4 * stack.width + keys_values * work.by_length + mlp
   # Row statistics of the softmax, which 'full' computes again.
@@ -224,15 +228,23 @@ def _saved(work: workload.Workload, stack_pass: workload.StackPass) -> float:
   return width * work.item + statistics
 
 
-def _working(work: workload.Workload, stack_pass: workload.StackPass) -> float:
-  """Returns bytes of a layer while it runs; doubled for its gradients."""
+def _working(
+  work: workload.Workload, stack_pass: workload.StackPass
+) -> tuple[float, float]:
+  """Returns bytes of a layer while it runs; doubled for its gradients.
+
+  Returns:
+    Those of states, and those of a chunk's scores, 0 with kernels.
+  """
   compute, stack = work.job.compute, stack_pass.stack
   tokens, length = work.tokens(stack_pass), stack_pass.length
-  wide = stack.mlp_width + stack.heads * stack.head_dim
-  width = 2 * stack.width + 2 * wide / work.by_tensor
+  wide = (1 + stack.mlp_gated) * stack.mlp_width
+  wide += 2 * stack.heads * stack.head_dim
+  width = 2 * stack.width + wide / work.by_tensor
   if work.by_length > 1:  # Keys and values of all shards of a row.
     width += work.by_length * _key_value_width(work, stack_pass)
-  size = tokens * width * work.item
+  copies = 2 if work.job.trains else 1
+  states, scores = copies * tokens * width * work.item, 0.0
   backend = attention.BACKENDS[compute.attention]
   # The single query of a cache runs no kernels (`cached_attention`).
   if not backend.kernels or length == 1:
@@ -241,8 +253,8 @@ def _working(work: workload.Workload, stack_pass: workload.StackPass) -> float:
       queries = min(compute.attention_chunk, queries)
     keys = max(stack_pass.keys, stack_pass.source_length)
     pairs = tokens / length * queries * keys
-    size += pairs * stack.heads / work.by_tensor * _FP32
-  return size * (2 if work.job.trains else 1)
+    scores = copies * pairs * stack.heads / work.by_tensor * _FP32
+  return states, scores
 
 
 def _logits_pass(work: workload.Workload) -> workload.StackPass:
