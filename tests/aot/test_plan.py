@@ -88,7 +88,7 @@ def test_decoding_reads_its_caches(plans):
 
 @toy.needs_libtpu
 @pytest.mark.aot
-@pytest.mark.long
+@pytest.mark.slow
 def test_evaluation_and_kernels_of_sharded_lengths_are_counted(tmp_path):
   flags = ['--config.mesh.sequence=2', '--programs=train,eval']
   flags += [

@@ -63,7 +63,7 @@ def test_bytes_do_not_depend_on_workers_and_restarts(records, capsys):
   assert _shards(folder) == shards
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_training_from_all_stored_tokens_equals_online(records):
   folder, options, teacher = records
 

@@ -67,6 +67,7 @@ def test_two_processes_equal_one(folder, flags, two):
   assert expected[-1]['loss'] < expected[0]['loss'] - 0.05
 
 
+@pytest.mark.slow
 def test_killed_processes_resume_bit_for_bit(folder, flags, two, monkeypatch):
   workdir = folder / 'killed'
   monkeypatch.setenv('KILL', 'save:6')

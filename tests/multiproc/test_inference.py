@@ -61,7 +61,7 @@ def test_two_processes_generate_what_one_does(folder, tmp_path):
   assert [prompt for prompt, _ in found[0]] == PROMPTS
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_two_processes_evaluate_as_one_does(folder, tmp_path):
   pytest.importorskip('lm_eval', reason="needs pip install -e '.[eval]'")
   (tmp_path / 'task.yaml').write_text(json.dumps(TASK))

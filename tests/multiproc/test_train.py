@@ -181,6 +181,7 @@ def test_a_mesh_that_crosses_processes_equals_one_that_does_not(
   _assert_close(workdir, two, 2e-5, STEPS // 2)
 
 
+@pytest.mark.slow
 def test_both_stop_after_one_step_and_resume_as_two_or_one(
   folder, flags, start, train_by_two, two
 ):

@@ -275,13 +275,16 @@ def test_adapters_start_at_the_loss_of_their_base_and_learn():
   base = {p: adapters.freeze(p, params[p], 'float32') for p in adapters.frozen}
   trainer.base = traverse_util.unflatten_dict(base, sep='/')
   batch = _batch(8)
-  dense = {path: kernel_forms.dense(x) for path, x in base.items()}
+  head = {path: params[path] for path in adapters.full}  # Trains whole.
+  dense = {path: kernel_forms.dense(x) for path, x in base.items()} | head
   terms = dataclasses.replace(loss, parts=1).sums(
     MODEL,
     traverse_util.unflatten_dict(dense, sep='/'),
     jax.tree.map(jnp.asarray, batch),
   )
-  state = trainer.init(trainer.where.place(adapters.init, jax.random.key(1)))
+  start = trainer.where.place(adapters.init, jax.random.key(1))
+  start = traverse_util.flatten_dict(start, sep='/') | head
+  state = trainer.init(traverse_util.unflatten_dict(start, sep='/'))
   metrics = []
   for _ in range(15):
     state, values = trainer.step(state, batch)

@@ -492,7 +492,7 @@ LOCAL = {
 }
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.skipif(not DATA.exists(), reason='needs ../shared/data')
 def test_real_sets_with_all_prompts(models, tmp_path, monkeypatch):
   monkeypatch.setattr(tasks, '_hub_tasks', frozenset)
