@@ -48,7 +48,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint | None:
     path: folder of a single step, such as `checkpoint_1000000`.
 
   Raises:
-    UserError: it is damaged.
+    UserError: it is damaged, or TensorFlow's.
   """
   folder = paths.absolute(path)
   state = folder / 'state'
@@ -75,9 +75,16 @@ def _from_orbax(path: paths.Path) -> Checkpoint | None:
 def _from_tree(folder: paths.Path) -> Checkpoint | None:
   """Opens the arrays of a tree in msgpack; None if it is not of t5x."""
   file = folder / _FILE
+  content = file.read_bytes()
+  if content.startswith(b'model_checkpoint_path'):
+    raise errors.UserError(
+      f'{file} names checkpoints of TensorFlow, such as those of Mesh'
+      ' TensorFlow, which are not supported; give the model as t5x or'
+      ' transformers has it.'
+    )
   try:
     leaves = traverse_util.flatten_dict(
-      serialization.msgpack_restore(file.read_bytes()),
+      serialization.msgpack_restore(content),
       sep='/',
       is_leaf=lambda _, value: 'kvstore' in value,
     )

@@ -181,8 +181,8 @@ def _transformers_logits(
   """Computes the same in torch, by the class that config.json names.
 
   Raises:
-    UserError: the extra is not installed, or transformers cannot load the
-      model.
+    UserError: the extra is not installed, transformers cannot load the model,
+      or its class has no logits.
   """
   packages.require('--with=transformers', 'peer', 'torch', 'transformers')
   inspection.require_exported(stored)
@@ -215,4 +215,9 @@ def _transformers_logits(
     inputs |= {'input_ids': tokens['encoder']}
   with torch.no_grad():
     tensors = {k: torch.tensor(v).long() for k, v in inputs.items()}
-    return model.eval()(**tensors).logits.numpy()
+    outputs = model.eval()(**tensors)
+  if 'logits' not in outputs:
+    raise errors.UserError(
+      f'{name} of {stored.path} returns states, not logits. Leave out --with.'
+    )
+  return outputs.logits.numpy()

@@ -199,6 +199,11 @@ def test_folders_that_cannot_be_read(tmp_path):
   save(folder, arrays, 'bucket')
   with pytest.raises(errors.UserError, match='config.json,.* --model=FILE'):
     tiny.convert('import', f'--source={folder}', f'--output={folder}_run')
+  other = tmp_path / 'mesh_tensorflow'
+  other.mkdir()
+  (other / 'checkpoint').write_text('model_checkpoint_path: "model.ckpt-7"\n')
+  with pytest.raises(errors.UserError, match='Mesh TensorFlow, .* not support'):
+    run_import(other, RAW)
   (folder / HEAD).rename(folder / 'lost')
   with pytest.raises(errors.UserError, match=f'{HEAD} .*incomplete or damaged'):
     run_import(folder, RAW)

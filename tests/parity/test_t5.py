@@ -53,6 +53,8 @@ def test_vectors_of_sentence_transformers(tmp_path):
   assert tiny.convert('export', *flags, '--embedding=pooling=mean') == 0
   raw = json.loads((output / tensor_folder.CONFIG).read_text())
   assert raw['matryoshka_dimensions'] == [32]
+  with pytest.raises(errors.UserError, match='T5EncoderModel .* not logits'):
+    tiny.convert('verify', folder, folder, '--with=transformers')
   texts = ['The quick brown fox', 'jumps', 'over the lazy dog, ' * 3]
   vectors = encdec_adapt.load(folder).embed(texts)
   vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
