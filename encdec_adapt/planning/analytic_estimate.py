@@ -154,10 +154,8 @@ def _parts(work: workload.Workload, arguments, kind: str) -> dict[str, float]:
     p.stack.layers * work.tokens(p) * _saved(work, p) for p in work.trained
   )
   # Layers run in turn, so their unsaved activations share memory.
-  working, scores = max(
-    (_working(work, p) for p in work.passes), key=lambda parts: sum(parts)
-  )
-  working += scores
+  states, scores = max((_working(work, p) for p in work.passes), key=sum)
+  working = states + scores
   name = 'logits' if work.job.decodes else 'loss'
   parts = {name: _loss(work), 'activations': saved + working}
   if kind == 'gpu' and (work.job.trains or work.job.decodes):
