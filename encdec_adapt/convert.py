@@ -120,7 +120,8 @@ COMMANDS = {
       command.string(
         'model',
         'For a Flax folder or a t5x checkpoint: the path of a config.json,'
-        ' which t5x needs. Default: the released model of the shapes.',
+        ' which t5x needs; the tokenizer in its folder is taken along. Default:'
+        ' the released model of the shapes.',
       ),
       _WINDOW,
       _MULTIPLE,

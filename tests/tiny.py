@@ -320,14 +320,24 @@ def wait_all(
       process.wait()
 
 
-def wait_until(due: Callable[[], bool], *processes: subprocess.Popen) -> None:
-  """Waits up to four minutes until `due()`, while all processes run."""
+def wait_until(
+  due: Callable[[], bool],
+  *processes: subprocess.Popen,
+  text: Callable[[], str] = str,
+) -> None:
+  """Waits up to four minutes until `due()`, while all processes run.
+
+  Args:
+    due: whether the wait is over.
+    *processes: the processes.
+    text: returns their output, for failures.
+  """
   deadline = time.monotonic() + 240
   while not due():
     statuses = [process.poll() for process in processes]
-    assert statuses == [None] * len(processes), statuses
-    assert time.monotonic() < deadline, 'it does not get on'
-    time.sleep(0.02)
+    assert statuses == [None] * len(processes), text()
+    assert time.monotonic() < deadline, text()
+    time.sleep(0.002)
 
 
 def run_two(

@@ -24,8 +24,8 @@ A, B = 'lora_a', 'lora_b'  # Below the path of the kernel.
 BASES = ('', 'int8', 'nf4')
 _PROJECTIONS = frozenset('query key value output gate up down'.split())
 # Names of modules where those of targets differ: the dense feed-forward beside
-# the experts of a layer counts as such, and that of an embedding model is a
-# head.
+# the experts of a layer counts as such, and projections of an embedding model
+# are its head.
 _PARTS = {'embedder': 'embeddings', 'shared': 'mlp', 'embedding': 'head'}
 
 

@@ -16,7 +16,9 @@ def _kill_in_training(config, root: pathlib.Path, log: pathlib.Path) -> None:
   try:
     metrics = root / 'adapted' / 'metrics.jsonl'
     tiny.wait_until(
-      lambda: metrics.exists() and '"train"' in metrics.read_text(), study
+      lambda: metrics.exists() and '"train"' in metrics.read_text(),
+      study,
+      text=log.read_text,
     )
   finally:
     study.kill()

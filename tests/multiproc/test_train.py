@@ -108,14 +108,15 @@ def _records(workdir):
 
 
 def _wait_for_step(processes, logs, workdir, step: int) -> None:
-  deadline = time.monotonic() + 240
   path = workdir / metrics.FILE
-  while not (
-    path.exists() and any(r['step'] >= step for r in metrics.read_metrics(path))
-  ):
-    assert all(p.poll() is None for p in processes), _text(logs)
-    assert time.monotonic() < deadline, _text(logs)
-    time.sleep(0.002)
+  tiny.wait_until(
+    lambda: (
+      path.exists()
+      and any(r['step'] >= step for r in metrics.read_metrics(path))
+    ),
+    *processes,
+    text=lambda: _text(logs),
+  )
 
 
 def _assert_close(workdir, reference, tolerance: float, steps: int = STEPS):

@@ -125,17 +125,18 @@ def test_the_readme_and_a_second_signal(server, tmp_path):
   clients = [threading.Thread(target=send, args=[i % 3 > 0]) for i in range(30)]
   for client in clients:
     client.start()
-  tiny.wait_until(lambda: 'rows_active 8' in _get(f'{url}/metrics'), process)
+  log = (tmp_path / 'log').read_text
+  active = lambda: 'rows_active 8' in _get(f'{url}/metrics')  # noqa: E731
+  tiny.wait_until(active, process, text=log)
   process.send_signal(signal.SIGTERM)
-  tiny.wait_until(lambda: 'stopping' in (tmp_path / 'log').read_text(), process)
+  tiny.wait_until(lambda: 'stopping' in log(), process, text=log)
   process.send_signal(signal.SIGTERM)
   assert process.wait(60) == 1
   for client in clients:
     client.join()
   assert set(statuses) <= {'lost', 503}
   assert 'lost' in statuses
-  log = (tmp_path / 'log').read_text()
-  warm_up, address, *lines = log.splitlines()
+  warm_up, address, *lines = log().splitlines()
   assert re.fullmatch(r'compiled \d\d programs in [\d.]+ s', warm_up)
   assert address.startswith(url)
   assert [line.split(':')[0] for line in lines] == ['stopping', 'stopped']
