@@ -21,6 +21,10 @@ os.environ |= {
   'JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES': '0',
 }
 
+from encdec_adapt.cluster import host_memory  # noqa: E402
+
+host_memory.keep_freed()
+
 import jax  # noqa: E402
 import jaxtyping  # noqa: E402
 import pytest  # noqa: E402

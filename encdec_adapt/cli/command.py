@@ -23,7 +23,7 @@ from ml_collections import config_flags
 
 from encdec_adapt import configs
 from encdec_adapt.base import errors, exit_status, keys
-from encdec_adapt.cluster import distributed
+from encdec_adapt.cluster import distributed, host_memory
 
 # absl and ml_collections raise these for bad flags and configuration keys.
 _BAD_FLAGS = (flags.Error, LookupError, AttributeError, TypeError, ValueError)
@@ -327,6 +327,7 @@ def _run(start: Callable[[Sequence[str]], int]) -> None:
   """Runs a main on the arguments and exits with its status."""
 
   def run(argv: Sequence[str]) -> int:
+    host_memory.keep_freed()
     logging.set_verbosity(logging.WARNING)  # Orbax logs much at INFO.
     # Into a file or pipe Python writes 8 KB at once: hours of a job's lines.
     if isinstance(sys.stdout, io.TextIOWrapper):
