@@ -173,12 +173,15 @@ def _text(states: stage_states.States) -> dict[str, Any]:
 def _notes(study, states, ended) -> list[str]:
   """Returns sentences on what has failed, or was made elsewhere."""
   current, notes = environment.fingerprint() | environment.versions(), []
+  elsewhere: dict[str, list[str]] = {}
   for name, state in ended.items():
     if state.status == stage_states.FAILED:
       error = ' '.join(state.error.split()).rstrip('.')
       notes.append(f'{name} has failed: {error}.')
     elif lines := state.difference(current):
-      notes.append(f'{name} was made by another version: {"; ".join(lines)}.')
+      elsewhere.setdefault('; '.join(lines), []).append(name)
+  for lines, names in elsewhere.items():
+    notes.append(f'made by another version ({lines}): {", ".join(names)}.')
   return [*notes, study.note] if study.note else notes
 
 
