@@ -35,6 +35,17 @@ def path(name: str) -> str:
   return str(pathlib.Path('configs', name) if in_root else FOLDER / name)
 
 
+def portable(text: str) -> str:
+  """Returns a text that names shipped files as `path` does in a checkout.
+
+  What is derived from it is the same in every folder, on every machine.
+
+  Args:
+    text: text with paths, such as the name of a source.
+  """
+  return text.replace(str(FOLDER), 'configs')
+
+
 def locate(text: str, folders: Sequence[str] = ('', 'studies/')) -> str:
   """Returns the path of a configuration or study that a flag names.
 

@@ -23,6 +23,7 @@ import itertools
 import json
 import re
 
+from encdec_adapt import configs
 from encdec_adapt.base import errors
 from encdec_adapt.objectives import randomness
 
@@ -200,7 +201,7 @@ class Source(abc.ABC):
     from the store's checksums of files in a bucket.
     """
     parts = [self.max_bytes, *self._content()]
-    return f'{randomness.digest(self.name, *parts):032x}'
+    return f'{randomness.digest(configs.portable(self.name), *parts):032x}'
 
   def _every(
     self, entries: Iterable[Entry], shard_index: int, num_shards: int

@@ -29,6 +29,7 @@ import itertools
 import math
 import types
 
+from encdec_adapt import configs
 from encdec_adapt.base import option_strings
 from encdec_adapt.data.sources import (
   document_source,
@@ -155,7 +156,8 @@ class Part:
   def _uniform(self, draw: Draw, document_id: str) -> float:
     """Returns a document's number in [0, 1), which depends on the pass."""
     # Not on the weight: a larger weight adds documents to those of a smaller.
-    key = draw.seed, draw.pass_index, self.source.name, document_id
+    name = configs.portable(self.source.name)
+    key = draw.seed, draw.pass_index, name, document_id
     return randomness.digest('draw', *key) / 2**128
 
 

@@ -436,9 +436,7 @@ class _Resolver:
   def _identity(self, content: Mapping[str, Any], name: str) -> str:
     """Returns the digest of a content, with identities for names in braces."""
     values = {key: stage.identity for key, stage in self.stages.items()}
-    text = json.dumps(content, sort_keys=True, default=str)
-    # The folder of shipped files depends on where the command runs.
-    text = text.replace(str(configs.FOLDER), 'configs')
+    text = configs.portable(json.dumps(content, sort_keys=True, default=str))
     text = pages.fill(text, {**values, name: 'output', 'root': 'root'})
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 

@@ -170,3 +170,13 @@ def test_a_page_runs(tmp_path):
   arguments = ['--study=configs/studies/t5gemma2.py:size=smoke']
   assert tiny.call(study, *arguments, f'--root={tmp_path}') == 0
   assert (tmp_path / 'report.html').exists()
+
+
+def test_identities_are_the_same_in_every_folder(tmp_path, monkeypatch):
+  def identities():
+    resolved = stages.resolve(study.load('architecture:size=smoke'))
+    return {name: stage.identity for name, stage in resolved.items()}
+
+  in_checkout = identities()
+  monkeypatch.chdir(tmp_path)
+  assert identities() == in_checkout
