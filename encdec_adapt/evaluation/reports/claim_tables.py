@@ -7,17 +7,24 @@ from collections.abc import Mapping, Sequence
 import csv
 import io
 import os
+import pathlib
 from typing import Any
 
 from encdec_adapt.base import errors
-from encdec_adapt.evaluation.reports import claim_results, html_report
+from encdec_adapt.evaluation.reports import (
+  claim_results,
+  html_report,
+  report_figures,
+)
 from encdec_adapt.evaluation.reports import collected as collected_lib
+from encdec_adapt.evaluation.results import verdicts
 from encdec_adapt.files import atomic, paths
 
 COLUMNS = ('study', 'arm', 'seed', 'step', 'tokens', 'FLOPs')
 COLUMNS += ('task', 'metric', 'value')
 # Lines of a README between which the table of all claims stands.
 BEGIN, END = '<!-- claims -->', '<!-- end of claims -->'
+FIGURE = 'verdicts.png'
 
 
 def row(result: claim_results.Result) -> dict[str, str]:
@@ -52,7 +59,8 @@ def write_readme(
 ) -> None:
   """Writes the table of the claims of all studies into a README.
 
-  Studies without a report are named in a line after the table.
+  Studies without a report are named in a line after the table. `FIGURE`, beside
+  it, has the claims that were reproduced or contradicted, the strongest first.
 
   Args:
     path: file with the lines `BEGIN` and `END`, between which it stands.
@@ -61,7 +69,7 @@ def write_readme(
   Raises:
     UserError: the file has no such lines.
   """
-  file, rows, missing = paths.at(path), [], []
+  file, rows, effects, missing = paths.at(path), [], [], []
   head, begin, body = file.read_text(encoding='utf-8').partition(BEGIN)
   _, end, tail = body.partition(END)
   if not (begin and end):
@@ -74,11 +82,19 @@ def write_readme(
     if file_of_report.exists():
       report = atomic.read_json(file_of_report)
       rows += [_readme_row(report, cells) for cells in report['claims']]
+      effects += [
+        (f'{name}: {sentence}', verdict, *numbers)
+        for sentence, verdict, *numbers in report.get('effects', ())
+        if verdict in (verdicts.REPRODUCED, verdicts.CONTRADICTED)
+      ]
     else:
       missing.append(name)
   note = f'\nNot run: {", ".join(missing)}.\n' * bool(missing)
   text = f'{head}{BEGIN}\n{markdown(rows)}{note}{END}{tail}'
   paths.write(file, text.encode())
+  if effects:
+    effects.sort(key=lambda row: -abs(row[2]))
+    report_figures.draw_claims(effects, path=pathlib.Path(path).parent / FIGURE)
 
 
 def _readme_row(

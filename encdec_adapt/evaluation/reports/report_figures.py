@@ -13,10 +13,14 @@ import textwrap
 from typing import Any
 
 from encdec_adapt.evaluation.measures import inference_cost
-from encdec_adapt.evaluation.results import crossings
+from encdec_adapt.evaluation.results import crossings, verdicts
 
 # Colours that colour-blind readers tell apart (Okabe and Ito, 2008).
 _COLOURS = ('#0072b2', '#d55e00', '#009e73', '#cc79a7', '#e69f00', '#56b4e9')
+_OF_VERDICTS = {
+  verdicts.REPRODUCED: _COLOURS[0],
+  verdicts.CONTRADICTED: _COLOURS[1],
+}  # Others are grey.
 _LINES = ('-', ':', '-.')  # Models at their end have '--'.
 _STYLE = {
   'font.size': 10,
@@ -111,7 +115,7 @@ def draw_claims(
     axes.axvline(0, color='0.5', linewidth=0.8)
     limit = 10.0
     for y, (_, outcome, effect, *bounds) in enumerate(rows):
-      colour = '0.5' if None in bounds else _COLOURS[0]
+      colour = _OF_VERDICTS.get(outcome, '0.5')
       axes.plot(effect, y, 'o', color=colour)
       if None not in bounds:
         axes.plot(bounds, (y, y), color=colour, linewidth=2)

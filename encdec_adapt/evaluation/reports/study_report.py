@@ -79,6 +79,11 @@ def write(collected: Collected, root: str | os.PathLike[str]) -> list[str]:
       'command': collected.command,
       'seconds': page.seconds,
       'claims': rows,
+      'effects': [
+        (x.claim.sentence, *_drawn(x))
+        for x in page.results
+        if x.effect is not None
+      ],
       'findings': page.findings,
     }
     html_report.save(folder, report, page.render())
@@ -264,8 +269,7 @@ class _Page:
       interval = cells['interval'].replace(' ', '\u00a0')
       rows.append({'': i, **cells, 'interval': interval})
       if x.effect is not None:
-        text = f'{i}. {x.claim.sentence}'
-        drawn.append((text, x.verdict or 'no verdict', *_scaled(x)))
+        drawn.append((f'{i}. {x.claim.sentence}', *_drawn(x)))
       names = dict.fromkeys(x.claim.contrast)
       details += html_report.folded(
         f'{i}. What differs between {", ".join(names)}, and what they cost',
@@ -493,16 +497,17 @@ class _Page:
     return html_report.table(rows) if rows and len(rows[0]) > 1 else ''
 
 
-def _scaled(result: claim_results.Result) -> list[float | None]:
-  """Returns effect and bounds in smallest differences, as they are claimed."""
+def _drawn(result: claim_results.Result) -> tuple[str | float | None, ...]:
+  """Returns verdict, effect and bounds, as `report_figures.draw_claims` has."""
   claim, scale = result.claim, math.log if result.is_crossing else float
   lower = score_tables.lower_is_better(claim.metric.rpartition('/')[2])
   is_less = claim.direction == 'less'
   sign = -1 if is_less or (claim.direction == 'no better' and lower) else 1
-  return [
+  scaled = (
     None if x is None else sign * scale(x) / scale(claim.smallest)
     for x in (result.effect, result.low, result.high)
-  ]
+  )
+  return result.verdict or 'no verdict', *scaled
 
 
 def _sample(sample: Mapping[str, Any]) -> str:

@@ -311,6 +311,8 @@ def test_the_table_of_all_claims(tmp_path):
   assert first.startswith(start)
   end = '| reproduced | `python -m encdec_adapt.study --study=x` | 2.0 |'
   assert first.endswith(end)
+  figure = (tmp_path / 'verdicts.png').read_bytes()
+  assert figure.startswith(b'\x89PNG')
   readme.write_text('# Studies')
   with pytest.raises(errors.UserError, match='has no lines <!-- claims -->'):
     claim_tables.write_readme(readme, folders)
