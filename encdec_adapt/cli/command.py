@@ -266,6 +266,8 @@ def main(
   """
 
   def start(argv: Sequence[str]) -> int:
+    # Not of conversions, which have no step, and arrays of many sizes.
+    host_memory.keep_freed()
     parser = parse_operands if operands else parse
     parsed = parser(define, argv)
     values, *names = parsed if operands else (parsed,)
@@ -327,7 +329,6 @@ def _run(start: Callable[[Sequence[str]], int]) -> None:
   """Runs a main on the arguments and exits with its status."""
 
   def run(argv: Sequence[str]) -> int:
-    host_memory.keep_freed()
     logging.set_verbosity(logging.WARNING)  # Orbax logs much at INFO.
     # Into a file or pipe Python writes 8 KB at once: hours of a job's lines.
     if isinstance(sys.stdout, io.TextIOWrapper):
