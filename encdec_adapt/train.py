@@ -26,7 +26,13 @@ from encdec_adapt import config as config_lib
 from encdec_adapt.base import exit_status
 from encdec_adapt.checkpoints import manager, resume_checks
 from encdec_adapt.cli import command
-from encdec_adapt.cluster import code_limits, distributed, lock, preemption
+from encdec_adapt.cluster import (
+  code_limits,
+  distributed,
+  host_memory,
+  lock,
+  preemption,
+)
 from encdec_adapt.cluster import watchdog as watchdog_lib
 from encdec_adapt.conversion import frozen_base, initial_state, run_artifacts
 from encdec_adapt.data.records import row_rates, stored_teacher
@@ -120,6 +126,8 @@ def train(
 
   mesh = setup.make_mesh(settings.mesh, settings.compute.compile_cache)
   platform = mesh.devices.flat[0].platform
+  if platform == 'cpu':
+    host_memory.keep_freed(parameters.count(model))
   setup.check_attention(settings.compute.attention, platform)
   setup.check_batches(settings.train, lengths, mesh, settings.rules)
   setup.check_vocabularies(settings.data)

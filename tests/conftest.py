@@ -23,6 +23,7 @@ os.environ |= {
 
 from encdec_adapt.cluster import host_memory  # noqa: E402
 
+host_memory.share_arena()
 host_memory.keep_freed()
 
 import jax  # noqa: E402

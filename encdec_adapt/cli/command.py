@@ -266,8 +266,7 @@ def main(
   """
 
   def start(argv: Sequence[str]) -> int:
-    # Not of conversions, which have no step, and arrays of many sizes.
-    host_memory.keep_freed()
+    host_memory.share_arena()
     parser = parse_operands if operands else parse
     parsed = parser(define, argv)
     values, *names = parsed if operands else (parsed,)

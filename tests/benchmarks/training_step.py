@@ -233,9 +233,12 @@ def make_transformers(arguments: argparse.Namespace) -> tuple[Run, int]:
 def _work(arguments: argparse.Namespace) -> None:
   """Runs a step for each line of standard input; answers in JSON lines."""
   if arguments.worker == 'ours':
+    from encdec_adapt.cluster import host_memory
     from encdec_adapt.telemetry import peak_flops
 
+    host_memory.share_arena()  # As `train` does.
     run, parameters = make_ours(arguments)
+    host_memory.keep_freed(parameters)
     peak = peak_flops.peak(sys.modules['jax'].devices())
   else:
     run, parameters = make_transformers(arguments)

@@ -12,6 +12,7 @@ _FAULTS = """
 import resource, sys
 from encdec_adapt.cluster import host_memory
 if sys.argv[1] == 'keep':
+  host_memory.share_arena()
   host_memory.keep_freed()
 import jax, jax.numpy as jnp
 def step(x):
