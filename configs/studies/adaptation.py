@@ -61,6 +61,7 @@ def get_study(arg=None):
     rates=shared.rates(size, chosen, 80),
     evaluations=evaluations[: 1 + size.large],
     claims=CLAIMS + TUNED_CLAIMS * size.large,
+    note=shared.note(__doc__),
   )
 
 

@@ -66,6 +66,7 @@ def get_study(arg=None):
       shared.measured('answers', 'as_nd_tuned', (causal, prefix)),
     ),
     claims=CLAIMS,
+    note=shared.note(__doc__),
   )
 
 

@@ -25,7 +25,7 @@ def get_study(arg=None):
     f'{study.name}.{model}'
     for study in studies
     for model in study.evaluations[0].models
-    if not model.endswith('_tuned')
+    if '_tuned' not in model
   )
   cost = pages.Evaluation(
     'cost',
@@ -42,6 +42,7 @@ def get_study(arg=None):
     studies,
     evaluations=(cost,),
     claims=CLAIMS,
+    note=shared.note(__doc__),
   )
 
 

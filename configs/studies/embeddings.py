@@ -67,6 +67,7 @@ def get_study(arg=None):
       ),
     ),
     claims=CLAIMS,
+    note=shared.note(__doc__),
   )
 
 

@@ -62,6 +62,7 @@ def get_study(arg=None):
       shared.measured('answers', 'bidirectional_tuned', tuned),
     ),
     claims=CLAIMS + HEADS_CLAIMS * ('heads' in encoders),
+    note=shared.note(__doc__),
   )
 
 

@@ -63,6 +63,7 @@ def get_study(arg=None):
     rates=shared.rates(size, {'copied': 3e-3, 'warmup_0': 3e-3}),
     evaluations=(shared.measured('text', 'copied', arms, 'base'),),
     claims=CLAIMS,
+    note=shared.note(__doc__),
   )
 
 

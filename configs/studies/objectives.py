@@ -59,6 +59,7 @@ def get_study(arg=None):
       shared.measured('labels', 'prefix_labels', labelled, metrics=metrics),
     ),
     claims=CLAIMS,
+    note=shared.note(__doc__),
   )
 
 

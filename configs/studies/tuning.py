@@ -75,6 +75,7 @@ def get_study(arg=None):
       shared.measured('prompted', 'adapted_prompted', [prompted]),
     ),
     claims=CLAIMS,
+    note=shared.note(__doc__),
   )
 
 

@@ -56,6 +56,7 @@ def get_study(arg=None):
       shared.measured('text', 'causal', causal),
     ),
     claims=_claims(size),
+    note=shared.note(__doc__),
   )
 
 

@@ -122,6 +122,7 @@ def get_study(arg=None):
       shared.measured('spans', 'ed_mlm', [cells[-1], t5]),
     ),
     claims=CLAIMS,
+    note=shared.note(__doc__),
   )
 
 
