@@ -193,7 +193,7 @@ def _notes(started: Mapping[str, stage_states.State]) -> list[str]:
   for lines, names in elsewhere.items():
     notes.append(f'made by another version ({lines}): {", ".join(names)}.')
   if len(cores) > 1:
-    counts = ', '.join(f'{x} ({n} stages)' for x, n in cores.items())
+    counts = ', '.join(f'{n} with {x}' for x, n in cores.items())
     notes.append(f'Stages were made with different numbers of cores: {counts}.')
   return notes
 
