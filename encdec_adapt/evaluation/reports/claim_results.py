@@ -97,6 +97,20 @@ class Result:
     return f'{value:{"" if self.is_crossing else "+"}.{digits}f}'
 
   @property
+  def drawn(self) -> tuple[str | float | None, ...]:
+    """Verdict, effect and bounds, as `report_figures.draw_claims` has them."""
+    claim, scale = self.claim, math.log if self.is_crossing else float
+    sign = -1 if claim.direction == 'less' else 1
+    if claim.direction == 'no better':  # What is worse is to the right.
+      metric = claim.metric.rpartition('/')[2]
+      sign = 1 if score_tables.lower_is_better(metric) else -1
+    scaled = (
+      None if x is None else sign * scale(x) / scale(claim.smallest)
+      for x in (self.effect, self.low, self.high)
+    )
+    return self.verdict or 'no verdict', *scaled
+
+  @property
   def over(self) -> str:
     """Seeds and groups, as text."""
     groups = f', {self.groups} groups' * bool(self.groups)

@@ -80,7 +80,7 @@ def write(collected: Collected, root: str | os.PathLike[str]) -> list[str]:
       'seconds': collected.seconds,
       'claims': rows,
       'effects': [
-        (x.claim.sentence, *_drawn(x))
+        (x.claim.sentence, *x.drawn)
         for x in page.results
         if x.effect is not None
       ],
@@ -178,8 +178,7 @@ class _Page:
   @functools.cached_property
   def findings(self) -> list[str]:
     """Sentences on sweeps, diverged models, costs and stages."""
-    texts = []
-    texts += [_rate(*x) for x in self._collected.rates.items()]
+    texts = [_rate(*x) for x in self._collected.rates.items()]
     texts += self._best()
     texts += filter(None, map(self._inputs, self._study.evaluations))
     texts += [
@@ -279,7 +278,7 @@ class _Page:
       interval = cells['interval'].replace(' ', '\u00a0')
       rows.append({'': i, **cells, 'interval': interval})
       if x.effect is not None:
-        drawn.append((f'{i}. {x.claim.sentence}', *_drawn(x)))
+        drawn.append((f'{i}. {x.claim.sentence}', *x.drawn))
       names = dict.fromkeys(x.claim.contrast)
       details += html_report.folded(
         f'{i}. What differs between {", ".join(names)}, and what they cost',
@@ -522,20 +521,6 @@ def _rate(name: str, losses: Mapping[str, float]) -> str:
     edge, beyond = edges[best]
     text += f', the {edge} tried: a {beyond} one may be better'
   return f'{text}.'
-
-
-def _drawn(result: claim_results.Result) -> tuple[str | float | None, ...]:
-  """Returns verdict, effect and bounds, as `report_figures.draw_claims` has."""
-  claim, scale = result.claim, math.log if result.is_crossing else float
-  sign = -1 if claim.direction == 'less' else 1
-  if claim.direction == 'no better':  # What is worse is to the right.
-    metric = claim.metric.rpartition('/')[2]
-    sign = 1 if score_tables.lower_is_better(metric) else -1
-  scaled = (
-    None if x is None else sign * scale(x) / scale(claim.smallest)
-    for x in (result.effect, result.low, result.high)
-  )
-  return result.verdict or 'no verdict', *scaled
 
 
 def _sample(sample: Mapping[str, Any]) -> str:

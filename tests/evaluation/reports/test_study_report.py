@@ -275,7 +275,7 @@ def test_keys_in_which_arms_differ():
 def test_a_claim_is_drawn_on_the_side_that_it_claims(direction, side):
   claim = _claim(('scratch', 'adapted'), direction=direction)
   result = claim_results.Result(claim, 0.95, effect=-0.5, low=-0.6, high=-0.4)
-  _, *drawn = study_report._drawn(result)
+  _, *drawn = result.drawn
   assert drawn == pytest.approx([side * 25, side * 30, side * 20])
 
 
