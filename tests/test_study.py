@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import types
 
 import pytest
 
@@ -18,7 +19,7 @@ from encdec_adapt.evaluation.studies import (
   study_results,
 )
 from encdec_adapt.files import paths
-from encdec_adapt.telemetry import compute_cost
+from encdec_adapt.telemetry import compute_cost, environment
 from tests import tiny
 
 
@@ -76,7 +77,38 @@ def test_an_imported_decoder_has_the_numbers_of_its_training(tmp_path):
   training = study_results.training_summary(paths.at(tmp_path))
   assert (training['steps'], training['target_tokens']) == (3000, 6141172)
   assert training['eval_loss_at_step_0'] > 8 > 3 > training['eval_loss']
-  assert training['inclusive'] == summary['inclusive']
+  for name in ('inclusive', 'made_by'):
+    assert training[name] == summary[name]
+
+
+def test_a_model_has_the_rate_that_was_chosen_and_keys_of_its_stacks():
+  values = {'model.encoder.layers': 2, 'model.decoder.layers': 4}
+  values['optimizer.learning_rate'] = '{rate}'
+  stage = stages.Stage('arm', 'train', (), (), '', values=values)
+  states = types.SimpleNamespace(values=lambda stage: {'rate': '0.009'})
+  config = types.SimpleNamespace(stacks={'decoder': None})
+  assert study_results._values(states, stage, config) == {
+    'model.decoder.layers': 4,
+    'optimizer.learning_rate': '0.009',
+  }
+
+
+def test_stages_of_other_versions_and_numbers_of_cores_are_named():
+  def state(cores, **changes):
+    made_in = environment.versions() | {'cores': cores} | changes
+    status = stage_states.FINISHED
+    return stage_states.State('x', '', status, environment=made_in)
+
+  # Workers have other numbers of cores than the process that reports.
+  started = {'a': state(999), 'b': state(999)}
+  assert study_results._notes(started) == []
+  other, mixed = study_results._notes(
+    started | {'c': state(1), 'd': state(1, jax='0.4')}
+  )
+  assert other.startswith("made by another version (jax: '0.4' before")
+  assert other.endswith('): d.')
+  text = 'Stages were made with different numbers of cores'
+  assert mixed == f'{text}: 2 with 999, 2 with 1.'
 
 
 @pytest.mark.parametrize(

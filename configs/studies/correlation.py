@@ -6,8 +6,8 @@ Trains nothing that the pages `objectives`, `tuning` and `adaptation` have
 trained: it reads their models, or trains those that are not there yet. The
 report's scatter has a point for each arm, the mean over its seeds. Spearman's
 correlation (Encoder-Decoder Gemma, arXiv:2504.06225, Figure 6: across sizes .97
-and .89, within a size .42 and .05) is descriptive there: across sizes it needs
-arms of four sizes, within one six arms of it.
+and .89, within a size .42 and .05) only describes these models: across sizes it
+needs arms of four sizes, within one six arms of it. No claim is made of it.
 """
 
 from encdec_adapt.configs.studies import (
@@ -29,6 +29,5 @@ def get_study(arg=None):
     'Scores before and after tuning',
     size,
     [page.get_study(arg) for page in PAGES],
-    note='Correlations across sizes need arms of four sizes, and within a size'
-    ' six arms; with fewer they only describe these models.',
+    note=shared.note(__doc__),
   )

@@ -62,13 +62,14 @@ def get_study(arg=None):
       shared.measured('answers', 'bidirectional_tuned', tuned),
     ),
     claims=CLAIMS + HEADS_CLAIMS * ('heads' in encoders),
+    note=shared.note(__doc__),
   )
 
 
 CLAIMS = (
   shared.claim(
     ('causal', 'bidirectional'),
-    'A bidirectional encoder below a causal one.',
+    'A bidirectional encoder has a lower loss than a causal one.',
     PAPER,
     'points: +4.1 at 2B-2B',
     primary=True,
@@ -84,14 +85,14 @@ CLAIMS = (
   ),
   shared.claim(
     ('causal_early', 'bidirectional_early'),
-    'After a fifth of the steps, a bidirectional encoder below a causal one.',
+    'A bidirectional encoder has a lower loss after a fifth of the steps.',
     'a finding here; the paper has one length',
     'no numbers',
     paired=True,
   ),
   shared.claim(
     ('causal_tuned', 'bidirectional_tuned'),
-    'A bidirectional encoder below a causal one after tuning.',
+    'After tuning, a bidirectional encoder has a lower loss than a causal one.',
     PAPER,
     'points: +4.7 at 2B-2B',
     **shared.TUNED,

@@ -63,13 +63,14 @@ def get_study(arg=None):
     rates=shared.rates(size, {'copied': 3e-3, 'warmup_0': 3e-3}),
     evaluations=(shared.measured('text', 'copied', arms, 'base'),),
     claims=CLAIMS,
+    note=shared.note(__doc__),
   )
 
 
 CLAIMS = (
   shared.claim(
     ('warmup_1', 'copied'),
-    'A balanced pair, of copied cross-attention, below an unbalanced one.',
+    'A balanced pair has a lower loss than an unbalanced one.',
     f'{shared.T5GEMMA}, Figure 2',
     'points after 42B tokens: 46.6 (2B-2B), 41.5 (9B-2B)',
     primary=True,
@@ -77,7 +78,7 @@ CLAIMS = (
   ),
   shared.claim(
     ('fresh', 'copied'),
-    'Copied cross-attention below fresh cross-attention in the same pair.',
+    'Copied cross-attention gives a lower loss than fresh cross-attention.',
     f'{shared.T5GEMMA}, section 3',
     'no numbers',
     primary=True,
@@ -85,7 +86,7 @@ CLAIMS = (
   ),
   shared.claim(
     ('warmup_0', 'warmup_1'),
-    'A short warm-up of cross-attention below none.',
+    'A short warm-up of cross-attention is better than none.',
     f'{shared.T5GEMMA}, section 5',
     'points: K = 1000 62.5, none 61.8',
     primary=True,
@@ -93,7 +94,7 @@ CLAIMS = (
   ),
   shared.claim(
     ('warmup_5', 'warmup_1'),
-    'A short warm-up of cross-attention below one five times as long.',
+    'A short warm-up of cross-attention is better than one 5 times as long.',
     f'{shared.T5GEMMA}, section 5',
     'points: K = 1000 62.5, K = 5000 60.2',
     primary=True,
@@ -101,13 +102,13 @@ CLAIMS = (
   ),
   shared.claim(
     ('warmup_25', 'warmup_1'),
-    'A short warm-up of cross-attention below a quarter of the steps.',
+    'A short warm-up of cross-attention is better than a quarter of the steps.',
     f'{shared.T5GEMMA}, section 5',
     'points: K = 1000 62.5, K = 5000 60.2',
   ),
   shared.claim(
     ('fresh', 'fresh_closed'),
-    'Fresh cross-attention behind a closed gain no better than an open one.',
+    'Fresh cross-attention is no better behind a closed gain.',
     'no paper states the gain',
     'no numbers',
     'no better',

@@ -58,6 +58,7 @@ def get_study(arg=None):
     rates=shared.rates(size, middles),
     evaluations=tuple(evaluations),
     claims=CLAIMS,
+    note=shared.note(__doc__),
   )
 
 

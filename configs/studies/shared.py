@@ -290,6 +290,12 @@ def _pod(size, sides):
   return config
 
 
+def note(text):
+  """Returns the docstring of a page without its first line and commands."""
+  paragraphs = [x for x in text.split('\n\n')[1:] if not x.startswith(' ')]
+  return '\n\n'.join(' '.join(x.split()) for x in paragraphs)
+
+
 def study(name, title, size, arms, sources=('base',), commands=(), **fields):
   """Returns a page of arms that start from decoders, by their names.
 

@@ -38,6 +38,7 @@ def get_study(arg=None):
     rates=shared.rates(size, dict.fromkeys(ARMS, 3e-3)),
     evaluations=(shared.measured('text', 'separate', arms, 'base'),),
     claims=CLAIMS,
+    note=shared.note(__doc__),
   )
 
 

@@ -75,6 +75,7 @@ def get_study(arg=None):
       shared.measured('prompted', 'adapted_prompted', [prompted]),
     ),
     claims=CLAIMS,
+    note=shared.note(__doc__),
   )
 
 
@@ -90,35 +91,35 @@ CLAIMS = tuple(
     ),
     (
       ('base_tuned', 'adapted_tuned'),
-      'The adapted pair below its decoder after tuning.',
+      'After tuning, the adapted pair has a lower loss than its decoder.',
       f'{shared.T5GEMMA}, Table 2',
       'points: 46.1 against 39.0 (2B-2B)',
       {'primary': True, 'paired': True},
     ),
     (
       ('scratch_tuned', 'adapted_tuned'),
-      'The adapted pair below the pair from scratch after tuning.',
+      'After tuning, the adapted pair has a lower loss than one from scratch.',
       f'{shared.T5GEMMA}, Table 4',
       'points: 46.4 against 43.9 (2B-2B)',
       {'primary': True, 'paired': True},
     ),
     (
       ('base_tuned', 'prefix_tuned'),
-      'A decoder that reads inputs in both directions below a causal one.',
+      'A decoder is better if it reads inputs in both directions in tuning.',
       f'{shared.WANG}, Table 8; RedLLM (arXiv:2510.26622)',
       'EAI 52.3 against 51.3; "improves"',
       {'primary': True, 'paired': True},
     ),
     (
       ('ul2_tuned', 'adapted_tuned'),
-      'Adapted by PrefixLM below adapted by UL2 after tuning.',
+      'After tuning, a pair by PrefixLM has a lower loss than one by UL2.',
       f'{shared.T5GEMMA}, Table 2',
       'points: 46.4 against 42.4 (2B-2B), 9.8 against 10.7 (S-S)',
       {'primary': True, 'paired': True},
     ),
     (
       ('adapted_tuned_dry', 'adapted_tuned'),
-      'Dropout helps in tuning.',
+      'Dropout in tuning lowers the loss of the adapted pair.',
       f'{shared.WANG}, section 2.3',
       '"helps", no numbers',
       {'paired': True},

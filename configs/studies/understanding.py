@@ -56,6 +56,7 @@ def get_study(arg=None):
       shared.measured('text', 'causal', causal),
     ),
     claims=_claims(size),
+    note=shared.note(__doc__),
   )
 
 
@@ -95,7 +96,7 @@ def _decoder(size):
   return 'base' if size.name == 'pod' else 'tiny'
 
 
-METRICS = 'held_out/accuracy', 'held_out/macro_f1', 'held_out/loss'
+METRICS = 'held_out/accuracy', 'held_out/loss'
 BERT = 'BERT (arXiv:1810.04805), Table 1'
 CLM_MLM = 'Gisserot-Boukhlef et al. (arXiv:2507.00994)'
 ETTIN = 'Ettin (arXiv:2507.11412)'

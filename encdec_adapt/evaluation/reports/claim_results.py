@@ -97,6 +97,20 @@ class Result:
     return f'{value:{"" if self.is_crossing else "+"}.{digits}f}'
 
   @property
+  def drawn(self) -> tuple[str | float | None, ...]:
+    """Verdict, effect and bounds, as `report_figures.draw_claims` has them."""
+    claim, scale = self.claim, math.log if self.is_crossing else float
+    sign = -1 if claim.direction == 'less' else 1
+    if claim.direction == 'no better':  # What is worse is to the right.
+      metric = claim.metric.rpartition('/')[2]
+      sign = 1 if score_tables.lower_is_better(metric) else -1
+    scaled = (
+      None if x is None else sign * scale(x) / scale(claim.smallest)
+      for x in (self.effect, self.low, self.high)
+    )
+    return self.verdict or 'no verdict', *scaled
+
+  @property
   def over(self) -> str:
     """Seeds and groups, as text."""
     groups = f', {self.groups} groups' * bool(self.groups)
@@ -153,11 +167,17 @@ def reported(
 ) -> results_store.Score | None:
   """Returns a score on the examples of reports; None without one.
 
-  A score that is not finite, of a run that has diverged, is none.
+  A score that is not finite, of a run that has diverged, is none, and neither
+  is one of all held-out rows, such as `macro_f1`, where rates were chosen on a
+  development part of them.
   """
   score = run.score(metric, evaluation)
   if score is None or not math.isfinite(score.value):
     return None
+  if not score.scores and run.values.get('data.development_rows'):
+    scores = run.scores[evaluation.name]
+    if any(x.groups for x in scores if x.task == score.task):
+      return None
   return contrasts.reported(score)
 
 
@@ -257,7 +277,7 @@ def _crossing(
   complete: Sequence[Sequence[Run]],
 ) -> Result:
   """Returns the tokens to the loss of another arm, over its tokens."""
-  tokens, divisors, ends = [], [], []
+  tokens, divisors, ends, bounds = [], [], [], []
   for source, run in complete:
     if not has_common_rows(collected, run, evaluation):
       note = f'the curve of {run.model} is on other rows than its evaluation'
@@ -265,11 +285,16 @@ def _crossing(
     counts, losses = run.curve['target_tokens'], run.curve['loss']
     loss = target_loss(source, run, evaluation)
     tokens.append(crossings.crossing(counts, losses, loss))
+    bounds.append(crossings.upper_bound(counts, losses, loss))
     divisors.append(source.summary['target_tokens'])
     ends.append(counts[-1])
   seeds, x = len(complete), crossings.log_ratio(tokens, divisors, empty.level)
   if x is None:
     note = f'not reached in {numbers.count(min(ends))} target tokens'
+    if all(map(any, zip(tokens, bounds, strict=True))):
+      most = max(filter(None, bounds))
+      note = f'reached in at most {numbers.count(most)} target tokens, at the'
+      note += ' first evaluation'
     return dataclasses.replace(empty, seeds=seeds, note=note)
   values = map(math.exp, (x.effect, x.low, x.high))
   return Result(empty.claim, empty.level, seeds, 0, 0.0, *values)
@@ -303,12 +328,25 @@ def target_loss(source: Run, run: Run, evaluation: Evaluation) -> float:
 def differences(
   collected: Collected, models: Iterable[str]
 ) -> list[dict[str, Any]]:
-  """Returns the keys in which trained models differ, with their values."""
+  """Returns the keys in which models differ, with their values.
+
+  Keys are those that all of them have; the first row says by what a model was
+  made where one was not trained.
+  """
   runs = [collected.of(name)[:1] for name in dict.fromkeys(models)]
-  values = {x.model: x.values for (x,) in filter(None, runs) if x.values}
+  values = {
+    run.model: {'made by': _maker(run), **run.values}
+    for (run,) in filter(None, runs)
+  }
   rows = [
-    {'key': key, **{name: x.get(key, '') for name, x in values.items()}}
+    {'key': key, **{name: x[key] for name, x in values.items()}}
     for key in dict.fromkeys(key for x in values.values() for key in x)
-    if key not in _NOT_COMPARED
+    if key not in _NOT_COMPARED and all(key in x for x in values.values())
   ]
   return [row for row in rows if len({*map(str, [*row.values()][1:])}) > 1]
+
+
+def _maker(run: Run) -> str:
+  """Returns the command that has made a model, with its sources."""
+  made_by = run.summary.get('made_by', {'command': 'train'})
+  return ' '.join([made_by['command'], *made_by.get('sources', ())])

@@ -6,6 +6,7 @@ No model is read here.
 from collections.abc import Mapping, Sequence
 import csv
 import io
+import math
 import os
 import pathlib
 from typing import Any
@@ -15,6 +16,7 @@ from encdec_adapt.evaluation.reports import (
   claim_results,
   html_report,
   report_figures,
+  score_tables,
 )
 from encdec_adapt.evaluation.reports import collected as collected_lib
 from encdec_adapt.evaluation.results import verdicts
@@ -59,8 +61,9 @@ def write_readme(
 ) -> None:
   """Writes the table of the claims of all studies into a README.
 
-  Studies without a report are named in a line after the table. `FIGURE`, beside
-  it, has the claims that were reproduced or contradicted, the strongest first.
+  Studies without a report, and those without claims, are named in lines after
+  the table. `FIGURE`, beside it, has the claims that were reproduced or
+  contradicted, the strongest first.
 
   Args:
     path: file with the lines `BEGIN` and `END`, between which it stands.
@@ -69,7 +72,8 @@ def write_readme(
   Raises:
     UserError: the file has no such lines.
   """
-  file, rows, effects, missing = paths.at(path), [], [], []
+  file, rows, effects = paths.at(path), [], []
+  missing, silent = [], []
   head, begin, body = file.read_text(encoding='utf-8').partition(BEGIN)
   _, end, tail = body.partition(END)
   if not (begin and end):
@@ -81,6 +85,7 @@ def write_readme(
     file_of_report = paths.at(folder) / html_report.JSON
     if file_of_report.exists():
       report = atomic.read_json(file_of_report)
+      silent += [name] * (not report['claims'])
       rows += [_readme_row(report, cells) for cells in report['claims']]
       effects += [
         (f'{name}: {sentence}', verdict, *numbers)
@@ -89,7 +94,11 @@ def write_readme(
       ]
     else:
       missing.append(name)
-  note = f'\nNot run: {", ".join(missing)}.\n' * bool(missing)
+  note = ''.join(
+    f'\n{label}: {", ".join(names)}.\n'
+    for label, names in (('Without claims', silent), ('Not run', missing))
+    if names
+  )
   text = f'{head}{BEGIN}\n{markdown(rows)}{note}{END}{tail}'
   paths.write(file, text.encode())
   if effects:
@@ -132,6 +141,12 @@ def numbers_csv(collected: collected_lib.Collected) -> str:
     cells = *spent, task, metric, f'{value:.7g}'
     lines.writerow((collected.study.name, run.model, seed, *cells))
 
+  without = {
+    x.name: score_tables.left_out(
+      run.scores.get(x.name, ()) for run in collected.runs
+    )
+    for x in collected.study.evaluations
+  }
   for run in collected.runs:
     curve, end = run.curve, run.summary
     columns = [curve[x] for x in ('step', 'target_tokens', 'flops', 'loss')]
@@ -140,8 +155,12 @@ def numbers_csv(collected: collected_lib.Collected) -> str:
     spent = end['steps'], end['target_tokens'], end['inclusive']['flops']
     for evaluation in collected.study.evaluations:
       for score in run.scores.get(evaluation.name, ()):
+        if (score.task, score.metric) in without[evaluation.name]:
+          continue
         name = f'{score.task}/{score.metric}'
-        score = claim_results.reported(run, name, evaluation) or score
-        task = f'{evaluation.name}/{score.task}'
-        write(run, *spent, task, score.metric, score.value)
+        if math.isfinite(score.value):  # Diverged runs are in the table.
+          score = claim_results.reported(run, name, evaluation)
+        if score:
+          task = f'{evaluation.name}/{score.task}'
+          write(run, *spent, task, score.metric, score.value)
   return text.getvalue()

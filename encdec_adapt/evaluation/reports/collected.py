@@ -23,11 +23,13 @@ class Run:
     model: name of the arm or command.
     seed: seed of the run; None of a command without seeds.
     folder: folder of the run or model.
-    values: resolved configuration by key; empty of a model that is not trained.
+    values: resolved configuration by key, without that of stacks that it lacks;
+      of a model that is not trained the keys of the model alone.
     summary: summary of the training (`telemetry.compute_cost`): `parameters`,
-      `steps`, `target_tokens` (in the loss), `total_tokens` (read), `flops`
-      with the teacher's, `seconds`, and `inclusive`, the same with all sources.
-      Of an imported model the numbers of its training, where these are known.
+      `made_by` of a model that is not trained, `steps`, `target_tokens` (in the
+      loss), `total_tokens` (read), `flops` with the teacher's, `seconds`, and
+      `inclusive`, the same with all sources. Of an imported model the numbers
+      of its training, where these are known.
     counts: `parameters`, `without tables`, and of a model that generates the
       inference FLOPs of `Collected.request` in both conventions, `FLOPs` and
       `FLOPs, published`.
@@ -67,10 +69,10 @@ class Collected:
     command: command that runs the study.
     date: day of the report, as YYYY-MM-DD.
     runs: models that are finished, in the order of the page, then by seed.
-    stages: `name`, `model`, `status`, `command`, `seconds` over all starts and
-      `error` of every stage that was started.
-    notes: sentences on stages that failed, or that other versions made, and
-      the study's own.
+    stages: `name`, `model`, `status`, `command`, `seconds` over all starts,
+      `error` and `own` (whether it is in the study's folder, not in that of
+      another study) of every stage that was started.
+    notes: sentences on stages that failed, or that other versions made.
     rates: held-out loss at each learning rate, by the name of the choice.
     request: tokens of prompt and answer for which inference is counted.
     samples: continuations: `prompt`, `continuation`, and further fields.
@@ -91,6 +93,11 @@ class Collected:
   table: Sequence[Mapping[str, Any]] = ()
   text: Mapping[str, Any] = _mapping()
   environment: Mapping[str, Any] = _mapping()
+
+  @property
+  def seconds(self) -> float:
+    """Time of the stages that the study itself has run."""
+    return sum(stage['seconds'] for stage in self.stages if stage['own'])
 
   @property
   def models(self) -> list[str]:

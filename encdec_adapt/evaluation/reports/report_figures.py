@@ -21,7 +21,8 @@ _OF_VERDICTS = {
   verdicts.REPRODUCED: _COLOURS[0],
   verdicts.CONTRADICTED: _COLOURS[1],
 }  # Others are grey.
-_LINES = ('-', ':', '-.')  # Models at their end have '--'.
+# Of curves, and of points; models at their end have '--'.
+_LINES = {'-': 'o', ':': 's', '-.': '^'}
 _STYLE = {
   'font.size': 10,
   'axes.spines.top': False,
@@ -41,11 +42,11 @@ Styles = Mapping[str, Mapping[str, str]]
 
 def styles(models: Sequence[str]) -> Styles:
   """Returns the colour and line style of every model."""
-  count = len(_COLOURS)
+  count, lines = len(_COLOURS), list(_LINES)
   return {
     name: {
       'color': _COLOURS[i % count],
-      'linestyle': _LINES[i // count % len(_LINES)],
+      'linestyle': lines[i // count % len(lines)],
     }
     for i, name in enumerate(models)
   }
@@ -106,8 +107,9 @@ def draw_claims(
 
   Args:
     rows: label and outcome, then effect, lower and upper bound (None without an
-      interval) in units of the smallest difference that matters, in the claimed
-      direction.
+      interval) in units of the smallest difference that matters, above 0 in the
+      claimed direction; for 'no better' what is worse, for 'equal' what is more
+      is above 0.
     path: path of the PNG.
   """
   with _subplots(path, size=(9, 1.2 + 0.55 * len(rows))) as (_, ((axes,),)):
@@ -133,7 +135,10 @@ def draw_claims(
     ticks = sorted({0, *(sign * x for sign in (-1, 1) for x in (1, 10, limit))})
     axes.set_xticks(ticks, [f'{x:g}' for x in ticks])
     axes.minorticks_off()
-    label = 'effect in the claimed direction / smallest difference that matters'
+    label = (
+      'effect / smallest difference that matters; to the right: as claimed\n'
+      '("no better": worse; "equal" is claimed to lie in the grey band)'
+    )
     axes.set(xlim=(-limit, limit), xlabel=label)
 
 
@@ -231,7 +236,9 @@ def draw_points(
         'xerr': [[x - x_low], [x_high - x]],
         'yerr': [[y - y_low], [y_high - y]],
       }
-      axes.errorbar(x, y, **bars, fmt='o', color=model_styles[name]['color'])
+      style = model_styles[name]
+      fmt = _LINES[style['linestyle']]
+      axes.errorbar(x, y, **bars, fmt=fmt, color=style['color'])
       offset = {'xytext': (6, 4), 'textcoords': 'offset points'}
       axes.annotate(name, (x, y), **offset, fontsize=9)
     axes.margins(0.2)  # Room for the names beside the points.

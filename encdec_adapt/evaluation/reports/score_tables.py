@@ -4,7 +4,7 @@ A table is a list of rows, mappings from the same column names to text; `text`
 and `html_report` render it. Only scores come in: no model is read here.
 """
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 import itertools
 import os
 import statistics
@@ -185,20 +185,31 @@ def by_metric(
 ) -> dict[tuple[str, str], dict[str, results_store.Score]]:
   """Groups scores by task and metric, then model.
 
-  Left out are cost and attention by head, which have another table and a
-  figure, counts of target tokens, and a held-out exact match that no model has,
-  as in language modelling.
+  Cost and attention by head, which have another table and a figure, are no part
+  of them, and neither is what is `left_out`.
   """
   groups: dict[tuple[str, str], dict[str, results_store.Score]] = {}
   for name, model_scores in scores.items():
     for score in model_scores:
       if score.task != inference_cost.TASK and '/head_' not in score.metric:
         groups.setdefault((score.task, score.metric), {})[name] = score
-  groups.pop((held_out.TASK, held_out.TARGET_TOKENS), None)
-  exact = groups.get((held_out.TASK, 'exact_match'), {})
-  if exact and max(x.value for x in exact.values()) < _NO_MATCH:
-    del groups[held_out.TASK, 'exact_match']
-  return groups
+  without = left_out(scores.values())
+  return {key: x for key, x in groups.items() if key not in without}
+
+
+def left_out(
+  scores: Iterable[Iterable[results_store.Score]],
+) -> list[tuple[str, str]]:
+  """Returns task and metric of the scores of models that say nothing.
+
+  They are counts of target tokens, and a held-out exact match that no model
+  has, as in language modelling.
+  """
+  exact, tokens = (
+    (held_out.TASK, x) for x in ('exact_match', held_out.TARGET_TOKENS)
+  )
+  values = [x.value for y in scores for x in y if (x.task, x.metric) == exact]
+  return [tokens] + [exact] * (max(values, default=0) < _NO_MATCH)
 
 
 def _p_value(p: float) -> str:

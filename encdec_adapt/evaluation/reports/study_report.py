@@ -15,7 +15,7 @@ import pathlib
 import statistics
 from typing import Any
 
-from encdec_adapt.evaluation.measures import inference_cost
+from encdec_adapt.evaluation.measures import held_out, inference_cost
 from encdec_adapt.evaluation.reports import (
   claim_results,
   claim_tables,
@@ -77,19 +77,18 @@ def write(collected: Collected, root: str | os.PathLike[str]) -> list[str]:
       'size': study.size,
       'date': collected.date,
       'command': collected.command,
-      'seconds': page.seconds,
+      'seconds': collected.seconds,
       'claims': rows,
       'effects': [
-        (x.claim.sentence, *_drawn(x))
+        (x.claim.sentence, *x.drawn)
         for x in page.results
         if x.effect is not None
       ],
       'findings': page.findings,
     }
     html_report.save(folder, report, page.render())
-    text = (
-      f'# {study.title}\n\n{page.headline}\n\n{claim_tables.markdown(rows)}'
-    )
+    notes = ''.join(f'{note}\n\n' for note in page.notes)
+    text = f'# {study.title}\n\n{notes}{claim_tables.markdown(rows)}'
     text += ''.join(f'\n- {finding}' for finding in page.findings) + '\n'
     (folder / 'report.md').write_text(text, encoding='utf-8')
     text = claim_tables.numbers_csv(collected)
@@ -102,8 +101,7 @@ class _Page:
 
   Attributes:
     results: results of the claims.
-    seconds: time of all stages.
-    headline: size, date, time and command.
+    notes: paragraphs that say how the numbers are to be read.
   """
 
   def __init__(
@@ -119,11 +117,7 @@ class _Page:
     self.results = [
       claim_results.result(collected, x) for x in self._study.claims
     ]
-    self.seconds = sum(x['seconds'] for x in collected.stages)
-    took = progress.format_seconds(self.seconds)
-    self.headline = (
-      f'Size {self._study.size}, {collected.date}, {took}: {collected.command}'
-    )
+    self.notes = [*self._notes()]
 
   def render(self) -> str:
     """Draws the figures and returns the page."""
@@ -159,11 +153,14 @@ class _Page:
       'Text': html_report.facts(collected.text),
       'Environment': html_report.facts(collected.environment),
     }
-    return html_report.page(self._study.title, self._notes(), sections)
+    return html_report.page(self._study.title, self.notes, sections)
 
   def _notes(self) -> Iterator[str]:
-    """Yields the paragraphs that say how the numbers are to be read."""
-    yield self.headline
+    """Yields the paragraphs of `notes`."""
+    study, took = self._study, progress.format_seconds(self._collected.seconds)
+    date = self._collected.date
+    yield f'Size {study.size}, {date}, {took}: {self._collected.command}'
+    yield from filter(None, study.note.split('\n\n'))
     yield _SEEDS
     groups = dict.fromkeys(
       f'{x.claim.metric} of {x.groups} (effective number {x.effective:.1f})'
@@ -181,15 +178,9 @@ class _Page:
   @functools.cached_property
   def findings(self) -> list[str]:
     """Sentences on sweeps, diverged models, costs and stages."""
-    texts = []
-    for name, losses in self._collected.rates.items():
-      finite = {k: x for k, x in losses.items() if x and math.isfinite(x)}
-      listed = ', '.join(f'{k}: {numbers.loss(x)}' for k, x in losses.items())
-      texts.append(
-        f'{name}: the best learning rate is {min(finite, key=finite.get)}'
-        f' (losses on development rows: {listed}).'
-      )
+    texts = [_rate(*x) for x in self._collected.rates.items()]
     texts += self._best()
+    texts += filter(None, map(self._inputs, self._study.evaluations))
     texts += [
       f'{run.model} (seed {run.seed}) has a {metric} that is not finite, and is'
       ' left out.'
@@ -201,6 +192,24 @@ class _Page:
     ]
     texts += inference_cost.notes(*self._costs)
     return [*texts, *self._collected.notes]
+
+  def _inputs(self, evaluation: Evaluation) -> str:
+    """Says what models lose with the inputs of other examples; or ''."""
+    losses = {}
+    for name in self._study.measured(evaluation):
+      own, other = (
+        self._mean(name, f'{held_out.TASK}/{metric}', evaluation)
+        for metric in ('loss', held_out.SHUFFLED)
+      )
+      if own is not None and other is not None:
+        losses[name] = other - own
+    listed = ', '.join(
+      f'{name} {losses[name]:.3f}' for name in sorted(losses, key=losses.get)
+    )
+    return listed and (
+      f'{evaluation.name}: with the inputs of other examples the loss is higher'
+      f' by {listed}; a model that loses little hardly reads its inputs.'
+    )
 
   def _best(self) -> Iterator[str]:
     """Names the best arm of every sweep, and the mean of best classifiers."""
@@ -269,7 +278,7 @@ class _Page:
       interval = cells['interval'].replace(' ', '\u00a0')
       rows.append({'': i, **cells, 'interval': interval})
       if x.effect is not None:
-        drawn.append((f'{i}. {x.claim.sentence}', *_drawn(x)))
+        drawn.append((f'{i}. {x.claim.sentence}', *x.drawn))
       names = dict.fromkeys(x.claim.contrast)
       details += html_report.folded(
         f'{i}. What differs between {", ".join(names)}, and what they cost',
@@ -497,17 +506,21 @@ class _Page:
     return html_report.table(rows) if rows and len(rows[0]) > 1 else ''
 
 
-def _drawn(result: claim_results.Result) -> tuple[str | float | None, ...]:
-  """Returns verdict, effect and bounds, as `report_figures.draw_claims` has."""
-  claim, scale = result.claim, math.log if result.is_crossing else float
-  lower = score_tables.lower_is_better(claim.metric.rpartition('/')[2])
-  is_less = claim.direction == 'less'
-  sign = -1 if is_less or (claim.direction == 'no better' and lower) else 1
-  scaled = (
-    None if x is None else sign * scale(x) / scale(claim.smallest)
-    for x in (result.effect, result.low, result.high)
+def _rate(name: str, losses: Mapping[str, float]) -> str:
+  """Says which learning rate was chosen, and whether it is at an edge."""
+  finite = {k: x for k, x in losses.items() if x and math.isfinite(x)}
+  best = min(finite, key=finite.get)
+  listed = ', '.join(f'{k}: {numbers.loss(x)}' for k, x in losses.items())
+  text = (
+    f'{name}: the best learning rate is {best} (losses on development rows:'
+    f' {listed})'
   )
-  return result.verdict or 'no verdict', *scaled
+  tried = sorted(losses, key=float)
+  edges = {tried[0]: ('smallest', 'smaller'), tried[-1]: ('largest', 'larger')}
+  if best in edges and len(tried) > 1:
+    edge, beyond = edges[best]
+    text += f', the {edge} tried: a {beyond} one may be better'
+  return f'{text}.'
 
 
 def _sample(sample: Mapping[str, Any]) -> str:

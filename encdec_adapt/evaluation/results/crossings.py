@@ -7,6 +7,7 @@ module imports of the package `base.errors` and `crossed_intervals` alone.
 """
 
 from collections.abc import Sequence
+import itertools
 
 import numpy as np
 
@@ -47,20 +48,40 @@ def crossing(
     target: loss to reach.
 
   Returns:
-    None if the curve stays above; the tokens of the first evaluation after
-    step 0 if it is below there, which then are an upper bound.
+    None if the curve stays above, or has an `upper_bound` alone.
   """
-  # The evaluation before the first step has no logarithm.
-  points = [x for x in zip(tokens, losses, strict=True) if x[0] > 0]
-  for i, (end, loss) in enumerate(points):
-    if loss > target:
-      continue
-    if not i:
-      return end
-    start, previous = points[i - 1]
-    share = (previous - target) / (previous - loss)
-    return start * (end / start) ** share
+  points = _after_start(tokens, losses)
+  if upper_bound(tokens, losses, target) is not None:
+    return None
+  for (start, previous), (end, loss) in itertools.pairwise(points):
+    if loss <= target:
+      share = (previous - target) / (previous - loss)
+      return start * (end / start) ** share
   return None
+
+
+def upper_bound(
+  tokens: Sequence[float], losses: Sequence[float], target: float
+) -> float | None:
+  """Returns the tokens of the first evaluation, where the loss is reached.
+
+  Args:
+    tokens: tokens read at each evaluation, ascending.
+    losses: loss at each evaluation, in nats.
+    target: loss to reach.
+
+  Returns:
+    None if the curve is above there.
+  """
+  points = _after_start(tokens, losses)
+  return points[0][0] if points and points[0][1] <= target else None
+
+
+def _after_start(
+  tokens: Sequence[float], losses: Sequence[float]
+) -> list[tuple[float, float]]:
+  """Returns tokens and losses without step 0, which has no logarithm."""
+  return [x for x in zip(tokens, losses, strict=True) if x[0] > 0]
 
 
 def log_ratio(
@@ -71,7 +92,7 @@ def log_ratio(
   """Returns the logarithm of the ratio of tokens of two arms, over seeds.
 
   Args:
-    tokens: crossing of every seed of an arm.
+    tokens: crossing of every seed of an arm; None without one.
     divisors: those of the other arm, or tokens that they are compared with; 1
       for the tokens themselves.
     level: level of the interval.

@@ -203,7 +203,8 @@ class Study:
       held-out loss is shown under that name.
     samples: command that writes continuations for the report, samples.jsonl in
       its folder; '' for none.
-    note: sentence at the end of the findings; '' for none.
+    note: paragraphs at the head of the report, with an empty line between: what
+      arms are, and what is not controlled; '' for none.
     table: command that writes a table of its own for the report, `rows` of the
       file table.json in its folder; '' for none.
   """

@@ -1,5 +1,6 @@
 """Collects what the stages of a study have measured, and writes its report."""
 
+import collections
 from collections.abc import Mapping
 import dataclasses
 import datetime
@@ -16,6 +17,8 @@ from encdec_adapt.evaluation.studies import pages, stage_states, stages
 from encdec_adapt.files import append_log, atomic, paths
 from encdec_adapt.models import forward_flops, model_config, parameters
 from encdec_adapt.telemetry import compute_cost, environment, metrics, progress
+
+_RATE = 'optimizer.learning_rate'
 
 
 def scores(
@@ -94,8 +97,7 @@ def write(
   content = collect(study, states, command)
   for sentence in study_report.write(content, states.root):
     print(f'- {sentence}')
-  seconds = sum(stage['seconds'] for stage in content.stages)
-  total = progress.format_seconds(seconds)
+  total = progress.format_seconds(content.seconds)
   print(f'\n{total} in all; report: {states.root / "report.html"}')
 
 
@@ -115,16 +117,19 @@ def collect(
   ]
   models.sort(key=lambda x: (items[x.model], x.seed or 0))
   started = {n: s for n, x in states.stages.items() if (s := states.state(x))}
+  root = states.root
   return collected.Collected(
     study,
     command,
     datetime.date.today().isoformat(),
     [_run(states, stage, request) for stage in models],
     [
-      dataclasses.asdict(state) | {'model': states.stages[name].model}
+      dataclasses.asdict(state)
+      | {'model': stage.model, 'own': states.folder(stage).parent == root}
       for name, state in started.items()
+      if (stage := states.stages[name])
     ],
-    notes=_notes(study, states, started),
+    notes=_notes(started),
     rates={
       name: atomic.read_json(path)['losses']
       for name, stage in states.stages.items()
@@ -170,19 +175,27 @@ def _text(states: stage_states.States) -> dict[str, Any]:
   return {}
 
 
-def _notes(study, states, ended) -> list[str]:
+def _notes(started: Mapping[str, stage_states.State]) -> list[str]:
   """Returns sentences on what has failed, or was made elsewhere."""
-  current, notes = environment.fingerprint() | environment.versions(), []
+  here, notes = environment.versions(), []
   elsewhere: dict[str, list[str]] = {}
-  for name, state in ended.items():
+  cores = collections.Counter()
+  for name, state in started.items():
     if state.status == stage_states.FAILED:
       error = ' '.join(state.error.split()).rstrip('.')
       notes.append(f'{name} has failed: {error}.')
-    elif lines := state.difference(current):
+      continue
+    # Workers may have fewer cores than the process that writes the report.
+    made_with = state.environment.get('cores')
+    cores[made_with] += 1
+    if lines := state.difference({**here, 'cores': made_with}):
       elsewhere.setdefault('; '.join(lines), []).append(name)
   for lines, names in elsewhere.items():
     notes.append(f'made by another version ({lines}): {", ".join(names)}.')
-  return [*notes, study.note] if study.note else notes
+  if len(cores) > 1:
+    counts = ', '.join(f'{n} with {x}' for x, n in cores.items())
+    notes.append(f'Stages were made with different numbers of cores: {counts}.')
+  return notes
 
 
 def _file(states: stage_states.States, name: str, file: str):
@@ -213,7 +226,8 @@ def training_summary(folder: paths.Path) -> dict[str, Any]:
   path = paths.at(made_by['sources'][0]) / compute_cost.SUMMARY
   training = atomic.read_json(path) if path.exists() else {}
   # `inclusive` of the import counts the training as that of its source.
-  return {**summary, **training, 'inclusive': summary['inclusive']}
+  kept = {name: summary[name] for name in ('made_by', 'inclusive')}
+  return {**summary, **training, **kept}
 
 
 def _run(
@@ -239,7 +253,7 @@ def _run(
     model.model,
     model.seed,
     str(folder),
-    model.values,
+    _values(states, model, config),
     summary,
     _counts(config, request),
     '+'.join(f'{x.layers}x{x.width}' for x in config.stacks.values()),
@@ -247,6 +261,24 @@ def _run(
     by_evaluation,
     generated,
   )
+
+
+def _values(
+  states: stage_states.States,
+  stage: stages.Stage,
+  config: model_config.ModelConfig,
+) -> dict[str, Any]:
+  """Returns the keys that a model has been made by (`collected.Run`)."""
+  values = dict(stage.values)
+  if values:
+    rate = str(values[_RATE])
+    values[_RATE] = pages.fill(rate, states.values(stage))
+  else:  # Of an imported or merged model only the shape says anything.
+    saved = config_lib.saved(str(states.folder(stage))).to_dict()
+    values = environment.flat({'model': saved['model']})
+  unused = {f'model.{x}.' for x in ('encoder', 'decoder')}
+  unused -= {f'model.{x}.' for x in config.stacks}
+  return {k: x for k, x in values.items() if not k.startswith(tuple(unused))}
 
 
 def _counts(

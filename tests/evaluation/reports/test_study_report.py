@@ -85,10 +85,16 @@ def _run(model, level, seed, flops=2e12, curve=True, accuracy=0.5):
   cost |= dict(parameters=2e6, published_flops=2e9, paper_flops=2e9)
   cost |= dict(prefill_tokens_per_second=1e3, decode_tokens_per_second=1e2)
   cost |= dict(prefill_bytes=1e6, decode_bytes=2e6 * level)
+  draw = 10 * (seed or 0) + len(model)
   scores = [
-    _loss(level, 10 * (seed or 0) + len(model)),
+    _loss(level, draw),
+    dataclasses.replace(
+      _loss(1.1 * level, draw), metric='loss_shuffled_prefix'
+    ),
     results_store.Score('tasks', 'acc', accuracy, 0.1, 20),
     results_store.Score('held_out', 'exact_match', 0.0, 0.0, 20),
+    results_store.Score('held_out', 'target_tokens', 4e3, None, 20),
+    results_store.Score('held_out', 'macro_f1', 0.5, None, 20),
     results_store.Score('needle/64/0.5', 'choice', 0.25, 0.1, 8),
     *(results_store.Score('cost', k, v, None, 1) for k, v in cost.items()),
   ]
@@ -118,12 +124,17 @@ def _collected(study, **fields):
   runs += [_run('adapted', 2.5 + noise[-x], x) for x in study.seeds]
   stage = dict(name='adapted', model='adapted', status='finished', starts=2)
   stage |= dict(command='python -m train --workdir=<runs>', seconds=7200.0)
+  # Made by another page, whose hours have it.
+  other = {**stage, 'error': '', 'name': 'scratch', 'own': False}
   values = dict(
     command='python -m encdec_adapt.study --study=x',
     date='2031-02-03',
     runs=runs,
-    stages=[{**stage, 'error': ''}],
-    rates={'rate': {'0.001': 3.25, '0.003': 3.125, '0.009': float('nan')}},
+    stages=[{**stage, 'error': '', 'own': True}, other],
+    rates={
+      'rate': {'0.001': 3.25, '0.003': 3.125, '0.009': float('nan')},
+      'edge': {'0.001': 3.25, '0.003': 3.125},
+    },
     request=(128, 128),
     samples=[{'prompt': 'def f', 'continuation': 'a < b', 'log_prob': -12.5}],
     text={'python': '3.11.7'},
@@ -196,6 +207,17 @@ def test_a_curve_that_does_not_cross_has_no_ratio():
   (result,) = _results(content)
   assert (result.effect, result.verdict) == (None, '')
   assert result.note == 'not reached in 400 k target tokens'
+  # Reached before anything was measured: a bound, and no ratio.
+  early = dict(target_tokens=[0.0, 4e3], loss=[3.0, 2.9], step=[0, 1])
+  runs = [
+    dataclasses.replace(x, curve=early) if x.model == 'adapted' else x
+    for x in _collected(_study()).runs
+  ]
+  tokens = _results(_collected(_study(), runs=runs))[2]
+  assert (tokens.effect, tokens.low, tokens.verdict) == (None, None, '')
+  assert tokens.note == (
+    'reached in at most 4.00 k target tokens, at the first evaluation'
+  )
   runs = [
     dataclasses.replace(x, values={**x.values, 'data.folder': x.model})
     for x in _collected(_study()).runs
@@ -225,6 +247,36 @@ def test_keys_in_which_arms_differ():
   assert claim_results.differences(content, ('scratch', 'adapted')) == [
     {'key': 'init.mode', 'scratch': 'scratch', 'adapted': 'adapted'}
   ]
+  # A model that was imported has its shape alone.
+  source = dataclasses.replace(
+    content.runs[0],
+    values={'model.kind': 'decoder_only'},
+    summary={'made_by': {'command': 'import', 'sources': ['decoders/base']}},
+  )
+  adapted = content.of('adapted')[0]
+  values = {**adapted.values, 'model.kind': 'encoder_decoder'}
+  adapted = dataclasses.replace(adapted, values=values)
+  content = dataclasses.replace(content, runs=[source, adapted])
+  rows = claim_results.differences(content, ('source', 'adapted'))
+  assert rows == [
+    {'key': 'made by', 'source': 'import decoders/base', 'adapted': 'train'},
+    {
+      **{'key': 'model.kind', 'source': 'decoder_only'},
+      'adapted': 'encoder_decoder',
+    },
+  ]
+
+
+@pytest.mark.parametrize(
+  'direction,side',
+  # What is better contradicts "no better", whose side is what is worse.
+  [('less', 1), ('greater', -1), ('no better', -1), ('equal', -1)],
+)
+def test_a_claim_is_drawn_on_the_side_that_it_claims(direction, side):
+  claim = _claim(('scratch', 'adapted'), direction=direction)
+  result = claim_results.Result(claim, 0.95, effect=-0.5, low=-0.6, high=-0.4)
+  _, *drawn = result.drawn
+  assert drawn == pytest.approx([side * 25, side * 30, side * 20])
 
 
 def test_write(tmp_path, bucket):
@@ -241,7 +293,19 @@ def test_write(tmp_path, bucket):
   assert (
     'best is adapted: of 2 it has the lowest held-out loss, 2.500.'
   ) in sentences
+  assert (
+    'edge: the best learning rate is 0.003 (losses on development rows: 0.001:'
+    ' 3.250, 0.003: 3.125), the largest tried: a larger one may be better.'
+  ) in sentences
+  assert (
+    'loss: with the inputs of other examples the loss is higher by adapted'
+    ' 0.250, source 0.270, scratch 0.300; a model that loses little hardly'
+    ' reads its inputs.'
+  ) in sentences
   page = (tmp_path / 'report.html').read_text()
+  text = (tmp_path / 'report.md').read_text()
+  for note in (study_report._SEEDS, study_report._LEVELS, '3.11.7', '40.0'):
+    assert note in page and note in text
   for text in ('3.11.7', 'a &lt; b', '--workdir=&lt;runs&gt;', '2031-02-03'):
     assert text in page
   assert 'log_prob -12.5' in page and 'href="' in page
@@ -276,6 +340,10 @@ def test_write(tmp_path, bucket):
   assert (loss['step'], loss['tokens'], loss['FLOPs']) == (
     *('100', '400000', '3e+12'),
   )
+  # Language modelling; and a score of all rows, of the development part too.
+  names = {x['metric'] for x in rows}
+  assert 'loss' in names and 'choice' in names
+  assert not names & {'exact_match', 'target_tokens', 'macro_f1'}
   study_report.write(content, f'{bucket}/study')
   assert paths.tree(paths.at(f'{bucket}/study')) == paths.tree(tmp_path)
 
@@ -288,16 +356,21 @@ def test_nothing_is_finished(tmp_path):
 
 def test_the_table_of_all_claims(tmp_path):
   study_report.write(_collected(_study()), tmp_path / 'a')
+  study_report.write(_collected(_study(claims=())), tmp_path / 'c')
   readme = tmp_path / 'README.md'
   readme.write_text(
     '# Studies\n<!-- claims -->\nold\n<!-- end of claims -->\n.'
   )
   for _ in range(2):  # The same again.
     folders = {'adaptation': tmp_path / 'a', 'wang': tmp_path / 'b'}
+    folders['correlation'] = tmp_path / 'c'
     claim_tables.write_readme(readme, folders)
-    head, _, row, *_, missing, end, last = readme.read_text().splitlines()[1:]
-    assert (head, missing, end, last) == (
+    head, _, row, *_, silent, _, missing, end, last = (
+      readme.read_text().splitlines()[1:]
+    )
+    assert (head, silent, missing, end, last) == (
       '<!-- claims -->',
+      'Without claims: correlation.',
       'Not run: wang.',
       '<!-- end of claims -->',
       '.',
