@@ -57,7 +57,6 @@ def get_study(arg=None):
     size,
     (*arms.values(), causal, prefix),
     (),
-    (shared.TASKS,),
     rates=shared.rates(size, middles),
     evaluations=(
       measured('causal', 'cd_flm', 'cd_flm lm_a lm_a_fresh ed_to_cd'),

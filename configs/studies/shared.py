@@ -35,7 +35,7 @@ from encdec_adapt import configs
 from encdec_adapt.base import errors
 from encdec_adapt.cli import command
 from encdec_adapt.configs import books as book_source
-from encdec_adapt.configs import gemma2, quickstart
+from encdec_adapt.configs import gemma2, packages, quickstart
 from encdec_adapt.evaluation.studies import budgets, pages
 from encdec_adapt.files import atomic, paths
 from encdec_adapt.models import model_config, presets
@@ -62,10 +62,6 @@ FEWER = {
   'smallest': 1.25,
   'reason': 'a fifth fewer tokens',
 }
-# Packages of Python's text, the labels of a classifier.
-PACKAGES = 'asyncio|email|http|importlib|logging|unittest|urllib|xml'
-# Tasks and prompts that are made of Python's text.
-TASKS = pages.Command('tasks', 'configs.python_tasks', ('--output={tasks}',))
 # Of the decoders that models are made of, by size: a decoder's name and shape.
 _CPU = {'base': (4, 128), 'small': (3, 96), 'tiny': (4, 64)}
 _SHAPES = {
@@ -411,38 +407,39 @@ def labelled(size, arm, rate, kind='encoder_only', books='', decoder='base'):
     rate: name of its choice of the learning rate.
     kind: kind of the classifier; of a pair, encoder_only is its encoder.
     books: glob of texts, of which it tells passages apart; '' for packages of
-      Python's text (`TASKS`).
+      Python's text.
     decoder: the decoder of its stack's shape.
   """
-  names, starts = PACKAGES, {'init.encoder': arm.name}
+  names, source, module = packages.PACKAGES, 'packages', 'packages'
   if books:
-    source = book_source.BookSource(f'books:{books}')
-    names = json.dumps('|'.join(source.labels))
-  else:
-    starts['data.source'] = 'labels:{tasks}/packages.jsonl#text,label'
+    source, module = f'books:{books}', 'books'
+    names = book_source.BookSource(source).labels
+  labels = json.dumps('|'.join(names))
   changes = {
     **TUNING,
     'model.kind': kind,
-    'data.source': f'books:{books}' if books else '',
-    'data.seqio_modules': 'encdec_adapt.configs.books' if books else '',
-    'data.objective': f'classify:labels={names},too_long=truncate',
+    'data.source': source,
+    'data.seqio_modules': f'encdec_adapt.configs.{module}',
+    'data.objective': f'classify:labels={labels},too_long=truncate',
     'data.encoder_length': 128,
     'data.decoder_length': 0,
     'data.eval_fraction': 0.2,
-    'data.eval_rows': 4096 if books else 192,
+    'data.eval_rows': 4096,  # All.
     'train.batch_size': max(32, size.batch),
   }
   name, steps = f'{arm.name}_labels', 200 if books else 40
   steps = 2 if size.name == 'smoke' else steps
   config = size.config(decoder)
+  starts = {'init.encoder': arm.name}
   return pages.Arm(name, config, changes, starts, steps, rate)
 
 
 def prompted(arm):
-  """Returns a tuned arm that reads prompts about packages (`TASKS`), too."""
-  templates = configs.path('studies/packages.yaml')
-  source = f'prompts:{{tasks}}/packages.jsonl#{templates} + lookups'
-  return dataclasses.replace(arm, starts={**arm.starts, 'data.source': source})
+  """Returns a tuned arm that reads prompts about packages, too."""
+  modules = (f'encdec_adapt.configs.{name}' for name in ('lookups', 'packages'))
+  changes = {'data.source': 'package_prompts + lookups'}
+  changes['data.seqio_modules'] = ','.join(modules)
+  return dataclasses.replace(arm, changes={**arm.changes, **changes})
 
 
 def rsqrt(steps):

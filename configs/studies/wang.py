@@ -20,6 +20,7 @@ paper's shapes, the six with rotary positions. `cpu` takes an hour on two cores.
 
 import dataclasses
 
+from encdec_adapt import configs
 from encdec_adapt.configs.studies import shared
 from encdec_adapt.evaluation.studies import pages
 
@@ -38,6 +39,10 @@ T5_BLOCK = {
   'post_norms': False,
   'scale_embeddings': False,
 }
+# Tasks of documents that the decoders' training held out.
+HELD_OUT = f'--source=python:{configs.path("decoders/held_out.txt")}'
+TASKS = '--output={tasks}', HELD_OUT
+TASKS = pages.Command('tasks', 'configs.python_tasks', TASKS)
 RANK = '--task_folder={tasks}', '--tasks=continuation'
 
 
@@ -113,7 +118,7 @@ def get_study(arg=None):
     size,
     (*cells, *answering, t5),
     (),
-    (shared.TASKS,),
+    (TASKS,),
     rates=shared.rates(size, middles),
     evaluations=(
       shared.measured('text', 'ed_plm', cells),
