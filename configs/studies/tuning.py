@@ -5,9 +5,9 @@
 Tunes on look-ups in a table (configs/lookups.py): the decoder, the same as a
 prefix decoder, which reads the inputs in both directions, the pair adapted from
 it, the pair from scratch with the decoder as teacher, and the pair adapted by
-UL2; the adapted pair also without dropout, and on a mixture with prompts about
-packages of Python's text. Gains are of the loss of held-out answers, before and
-after.
+UL2 on equal rows; the adapted pair also without dropout, and on a mixture with
+prompts about packages of Python's text. Gains are of the loss of held-out
+answers, before and after.
 
 Not controlled: a pair has had adaptation beyond the decoder's training, and has
 twice its layers (see `adaptation` for both). Learning rates are chosen for each

@@ -27,7 +27,6 @@ from encdec_adapt.evaluation.tasks import prompted_task, task_files
 from encdec_adapt.files import paths
 from encdec_adapt.telemetry import progress
 
-
 # Field of an example: the group of documents that it is of.
 GROUP = 'document_group'
 

@@ -156,8 +156,7 @@ def test_arms_of_paired_claims_read_equal_rows(name):
 def test_steps_at_pod_fit_their_chips(name, tmp_path):
   for i in range(9):  # Passages of several files have labels.
     (tmp_path / f'{i}.txt').write_text('a line of text\n' * 400)
-  text = 'source' if name == 'architecture' else 'text'
-  text = f'{text}="text:{tmp_path}/*.txt",vocabulary=configs/decoders/base'
+  text = f'text="text:{tmp_path}/*.txt",vocabulary=configs/decoders/base'
   page = dataclasses.replace(_page(name, f'pod,{text}'), root=str(tmp_path))
   states = stage_states.States(page, stages.resolve(page))
   lines = study_plan.describe(page, states, ()).splitlines()
