@@ -51,7 +51,7 @@ PROMPTS = (
 # below 2e-3 win in short runs of a trained decoder, and lose over a full pass.
 COMPARED = ('adapted', 'scratch', 'decoder_only_continued')
 TUNED = tuple(f'{run}_tuned' for run in COMPARED)
-LEARNING_RATES = (2e-3, 4e-3, 8e-3)
+LEARNING_RATES = (2e-3, 6e-3, 1.8e-2)
 SEEDS = 3
 
 
@@ -140,6 +140,8 @@ def get_config(arg=None):
   config.data.vocabulary = f'{DECODERS}/base'
   config.data.shards = 2
   config.data.eval_rows = size.eval_rows
+  # Rates are chosen on rows that are not reported.
+  config.data.development_rows = 64 if size.rate_steps else 0
   config.train.log_every = 20
   config.optimizer.warmup_steps = size.warmup_steps
   if run.startswith('decoder_only'):
@@ -233,8 +235,8 @@ def get_study(arg=None):
   if size.rate_steps:
     claims.append(_CLAIMS['decoder_only_continued'])
     rates = tuple(
-      # At the edges too a rate is good enough: their runs are as long.
-      pages.Rate(f'rate_{x}', x, LEARNING_RATES, size.rate_steps, 0, extra=0)
+      # None beyond an edge, which would be too low for a full pass.
+      pages.Rate(f'rate_{x}', x, LEARNING_RATES, size.rate_steps, extra=0)
       for x in COMPARED
     )
     arms += tuple(

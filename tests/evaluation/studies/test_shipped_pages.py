@@ -93,6 +93,12 @@ def test_pages_load_and_their_configurations_are_valid(name, size):
     shared.settings(arm)
 
 
+@pytest.mark.parametrize('name', (*NAMES, 'all'))
+def test_a_page_has_at_most_150_lines(name):
+  lines = (FOLDER / f'{name}.py').read_text().splitlines()
+  assert len(lines) <= 150
+
+
 def test_costs_at_cpu():
   total = {}
   for name in NAMES:
