@@ -142,13 +142,15 @@ def _describe(
   study: pages.Study, states: stage_states.States, values: flags.FlagValues
 ) -> str:
   """Describes what a study will take, of a study of studies page by page."""
-  parts = {
-    name: (page, stage_states.States(page, stages.resolve(page)))
-    for name, page in _pages(states).items()
-  }
-  if parts:
-    return study_plan.describe_pages(parts)
-  return study_plan.describe(study, states, _flags(values))
+  found, parts, notes = _pages(states), {}, []
+  if not found:
+    return study_plan.describe(study, states, _flags(values))
+  for name, page in found.items():
+    try:
+      parts[name] = page, stage_states.States(page, stages.resolve(page))
+    except errors.UserError as error:  # It may read models of another page.
+      notes.append(f'{name} is not planned: {error}')
+  return '\n'.join([study_plan.describe_pages(parts), *notes])
 
 
 def _flags(values: flags.FlagValues) -> list[str]:

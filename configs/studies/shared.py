@@ -451,7 +451,7 @@ def labelled(size, arm, rate, kind='encoder_only', books='', decoder='base'):
     'data.encoder_length': 128,
     'data.decoder_length': 0,
     'data.eval_fraction': 0.2,
-    'data.eval_rows': 4096,  # All.
+    'data.eval_rows': 4096 if books else 256,
     'train.batch_size': max(32, size.batch),
   }
   name, steps = f'{arm.name}_labels', 200 if books else 40
