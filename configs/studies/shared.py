@@ -291,6 +291,12 @@ def _set_job(config, size):
   config.checkpoint.every = '20%' if size.name == 'gpu' else '50%'
 
 
+def spread(config, size, name):
+  """Spreads a job of a pair over chips as the shipped recipe, if any, does."""
+  if f'size={name},topology={size.topology}' in gemma2.SHIPPED:
+    gemma2.spread(config, name, 'prefixlm', size.topology, 1)
+
+
 def _pod(size, sides):
   """Returns the recipe of configs/gemma2.py on the chips of a topology."""
   unbalanced = sides[0] not in ('', sides[1])
@@ -302,12 +308,6 @@ def _pod(size, sides):
   config.data.source = size.text
   config.data.vocabulary = size.vocabulary or f'hf://{_RELEASED["base"]}'
   return config
-
-
-def spread(config, size, name):
-  """Spreads a job of a pair over chips as the shipped recipe, if any, does."""
-  if f'size={name},topology={size.topology}' in gemma2.SHIPPED:
-    gemma2.spread(config, name, 'prefixlm', size.topology, 1)
 
 
 def study(name, title, size, arms, sources=('base',), commands=(), **fields):
