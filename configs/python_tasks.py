@@ -11,7 +11,7 @@ from, one of eight; `package` asks generating models for it. The same Python
 gives the same tasks.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 import json
 import re
 from typing import Any
@@ -22,12 +22,12 @@ import numpy as np
 from encdec_adapt import configs
 from encdec_adapt.base import errors
 from encdec_adapt.cli import command
-from encdec_adapt.data.sources import python_source
+from encdec_adapt.configs import packages
+from encdec_adapt.data.sources import document_source, python_source
 from encdec_adapt.files import disk, paths
 
 _CONTEXT = 240  # Characters before what is asked for.
 _PER_TEXT = 12  # Most examples of a document.
-_PACKAGES = 'asyncio email http importlib logging unittest urllib xml'.split()
 _WORD = re.compile(r' ([a-z]{3,12})(?=[ .,])')
 _SENTENCE = re.compile(r'(?<=\.)\s+[A-Z][^.]{40,}\.(?=\s)')
 
@@ -61,7 +61,7 @@ metric_list: [{metric: acc}]
   'package': f"""
 output_type: multiple_choice
 doc_to_text: "{{{{text}}}}\\n\\nThis is from the package"
-doc_to_choice: {_PACKAGES}
+doc_to_choice: {packages.PACKAGES}
 doc_to_target: label
 metric_list: [{{metric: acc}}]
 """,
@@ -78,12 +78,12 @@ def main(values: flags.FlagValues) -> int:
     for name, read in source.entries()
     if name.endswith('::docstrings') or name.startswith('topic/')
   ]
-  texts = [
-    text
+  texts = {
+    document_source.group(name): text
     for name, read in documents
     if source.in_split(name, 'eval', 0.04, 0)
     if len(text := read()) > 4 * _CONTEXT
-  ]
+  }
   makers = {
     'continuation': _continuations,
     'next_word': _next_words,
@@ -94,10 +94,10 @@ def main(values: flags.FlagValues) -> int:
     for name, make in makers.items()
   }
   tasks['package'] = [
-    {'text': text[start : start + _CONTEXT], 'label': name.split('/')[0]}
-    for name, text in sorted((name, read()) for name, read in documents)
-    if name.split('/')[0] in _PACKAGES
-    for start in range(0, len(text) - _CONTEXT, _CONTEXT)
+    {'text': text, 'label': label}
+    for name, read in sorted(documents, key=lambda entry: entry[0])
+    if (label := packages.package(name))
+    for text in packages.pieces(read())
   ]
   _write(folder / 'packages.jsonl', tasks['package'])
   for name, rows in tasks.items():
@@ -122,12 +122,16 @@ def _write(path: paths.Path, rows: list[dict[str, Any]]) -> None:
 
 
 def _continuations(
-  texts: list[str], rng: np.random.Generator
+  texts: Mapping[str, str], rng: np.random.Generator
 ) -> Iterator[dict[str, Any]]:
   """Yields a context and four pieces of text, one of which follows it."""
-  pieces = [piece for text in texts for piece in _sentences(text)]
-  for context, right in pieces:
-    others = [pieces[i][1] for i in rng.choice(len(pieces), 8, replace=False)]
+  pieces = [
+    (group, *piece)
+    for group, text in texts.items()
+    for piece in _sentences(text)
+  ]
+  for group, context, right in pieces:
+    others = [pieces[i][2] for i in rng.choice(len(pieces), 8, replace=False)]
     # Pieces of equal length differ in what they say alone.
     wrong = [x for x in others if x != right]
     length = min(len(x) for x in [right, *wrong[:3]])
@@ -137,25 +141,27 @@ def _continuations(
       'context': context,
       'choices': [choices[i] for i in order],
       'answer': int(np.flatnonzero(order == 0)[0]),
+      'document_group': group,
     }
 
 
 def _next_words(
-  texts: list[str], rng: np.random.Generator
+  texts: Mapping[str, str], rng: np.random.Generator
 ) -> Iterator[dict[str, Any]]:
   """Yields a context and the word after it."""
-  for text in texts:
+  for group, text in texts.items():
     words = [m for m in _WORD.finditer(text) if m.start() >= _CONTEXT]
     for i in sorted(rng.permutation(len(words))[:_PER_TEXT]):
       start = words[i].start()
-      yield {'context': text[start - _CONTEXT : start], 'word': words[i][1]}
+      context = text[start - _CONTEXT : start]
+      yield {'context': context, 'word': words[i][1], 'document_group': group}
 
 
 def _docstrings(
-  texts: list[str], rng: np.random.Generator
+  texts: Mapping[str, str], rng: np.random.Generator
 ) -> Iterator[dict[str, Any]]:
   """Yields a text that ends within a sentence, and the rest of the sentence."""
-  for text in texts:
+  for text in texts.values():
     for context, sentence in _sentences(text):
       cut = sentence.find(' ', len(sentence) // 2)
       if cut > 0:

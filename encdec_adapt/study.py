@@ -75,21 +75,24 @@ define_flags = command.define(
 def main(values: flags.FlagValues) -> int:
   """Runs the command."""
   command.require(values, 'study')
-  study = load(values.study)
-  if values.root:
-    study = dataclasses.replace(study, root=values.root)
+  study = _load(values)
   resolved = stages.resolve(study)
   states = stage_states.States(study, resolved, shared=not values.fresh)
   if values.list:
     print(_listing(states, _cores(values), values.json))
     return 0
   if values.plan:
-    print(study_plan.describe(study, states, _flags(values)))
+    print(_describe(study, states, values))
     return 0
   if values.report:
     _report(study, states, values)
     return 0
   if values.variances:
+    if study.size != 'cpu':
+      raise errors.UserError(
+        f'--variances: the study has size {study.size}, and variances.json is'
+        ' of size=cpu.'
+      )
     print(f'wrote {study_results.write_variances(study, states)}')
     return 0
   if values.stage and values.stage not in resolved:
@@ -106,6 +109,50 @@ def main(values: flags.FlagValues) -> int:
   return _run(study, states, values)
 
 
+def _load(values: flags.FlagValues) -> pages.Study:
+  """Loads the study of the flags, whose pages get --root and --fresh, too."""
+  study = load(values.study)
+  if values.root:
+    study = dataclasses.replace(study, root=values.root)
+
+  def with_flags(page):
+    added = ['--fresh'] * bool(values.fresh)
+    if values.root and not any(x.startswith('--root=') for x in page.arguments):
+      added.append(f'--root={{{page.name}}}')
+    return dataclasses.replace(page, arguments=(*page.arguments, *added))
+
+  commands = (
+    with_flags(x) if x.module == 'study' else x for x in study.commands
+  )
+  return dataclasses.replace(study, commands=tuple(commands))
+
+
+def _pages(states: stage_states.States) -> dict[str, pages.Study]:
+  """Returns the pages of a study of studies by the names of their stages."""
+  found = {}
+  for stage in states.stages.values():
+    if stage.module == 'study':
+      place = states.values(stage)
+      arguments = [pages.fill(text, place) for text in stage.arguments]
+      found[stage.name] = _load(_parse('study', arguments))
+  return found
+
+
+def _describe(
+  study: pages.Study, states: stage_states.States, values: flags.FlagValues
+) -> str:
+  """Describes what a study will take, of a study of studies page by page."""
+  found, parts, notes = _pages(states), {}, []
+  if not found:
+    return study_plan.describe(study, states, _flags(values))
+  for name, page in found.items():
+    try:
+      parts[name] = page, stage_states.States(page, stages.resolve(page))
+    except errors.UserError as error:  # It may read models of another page.
+      notes.append(f'{name} is not planned: {error}')
+  return '\n'.join([study_plan.describe_pages(parts), *notes])
+
+
 def _flags(values: flags.FlagValues) -> list[str]:
   """Returns the flags that name the study and its folder."""
   root = [f'--root={values.root}'] * bool(values.root)
@@ -119,10 +166,7 @@ def _report(
   line = shlex.join(_flags(values))
   study_results.write(study, states, f'python -m encdec_adapt.study {line}')
   if study.readme:
-    folders = {
-      page.name: load(page.arguments[0].removeprefix('--study=')).folder
-      for page in study.commands
-    }
+    folders = {name: page.folder for name, page in _pages(states).items()}
     claim_tables.write_readme(study.readme, folders)
     print(f'wrote {study.readme}')
 
@@ -164,13 +208,15 @@ def _run(
 ) -> int:
   """Runs stages, in this process or in workers; writes the report."""
   jobs = values.jobs or workers.default_jobs()
+  if not values.worker:
+    states.reopen([values.stage] if values.stage else states.stages)
   if values.worker or values.stage:
     return workers.work(study, states, run_stage, values.stage)
   if values.fresh:
     states.discard_others(_cores(values))
   count = len(states.stages)
   print(f'{study.title}: {count} stages into {states.root}', flush=True)
-  print(study_plan.describe(study, states, _flags(values)), flush=True)
+  print(_describe(study, states, values), flush=True)
   if jobs > 1:
     arguments = [*_flags(values), '--worker']
     arguments += ['--fresh'] * bool(values.fresh)

@@ -11,6 +11,7 @@ from encdec_adapt import config as config_lib
 from encdec_adapt import study, train
 from encdec_adapt.base import errors
 from encdec_adapt.cli import command
+from encdec_adapt.data.records import record_sets
 from encdec_adapt.evaluation.studies import (
   pages,
   stage_states,
@@ -212,11 +213,12 @@ def test_rates_of_full_are_chosen_for_all_models_alike(loaded):
   choices = {n: x for n, x in trained.items() if x.rate}
   assert len(choices) == 3 and len(repeated) == 9
   for name, choice in choices.items():
-    assert choice.rate.values == (2e-3, 4e-3, 8e-3)
+    assert choice.rate.values == (2e-3, 6e-3, 1.8e-2)
     run = trained[name.removeprefix('rate_')]
     assert choice.settings.train.steps < run.settings.train.steps / 5
-    keys = {'train.steps', 'optimizer.learning_rate'}
+    keys = {'train.steps', 'optimizer.learning_rate', 'seed'}
     assert _differing(trained, name, run.name).keys() == keys
+    assert choice.values['data.development_rows'] == 64
 
 
 def test_a_text_that_is_read_too_often_is_refused(tmp_path, monkeypatch):
@@ -234,6 +236,32 @@ def test_a_text_that_is_read_too_often_is_refused(tmp_path, monkeypatch):
     else:
       with pytest.raises(errors.UserError, match='stage run reads .* times in'):
         study_plan.check_text(resolved['run'], arguments)
+
+
+@pytest.mark.parametrize(
+  'rates, passes',
+  [
+    # 48 of 100 rows of a pass, and 48 of 60: both objectives read all the text.
+    ('', 8 * 12 * 2 / 160),
+    ('rows:0,1', 8 * 12 / 60),
+    ('rows:1,0; 6=rows:0,1', 8 * 6 / 100 + 8 * 6 / 60),
+  ],
+)
+def test_every_objective_of_a_mixture_reads_the_text(tmp_path, rates, passes):
+  parts = [
+    {'objective': name, 'source': 'text:x', 'rows': rows}
+    for name, rows in (('prefix_lm', 200), ('ul2', 120))
+  ]
+  manifest = {'parts': parts, 'passes': 2 * [{}]}
+  manifest['format'] = record_sets.FORMAT
+  (tmp_path / 'train').mkdir()
+  (tmp_path / 'train' / record_sets.MANIFEST).write_text(json.dumps(manifest))
+  settings = types.SimpleNamespace(
+    train=types.SimpleNamespace(steps=12, batch_size=8),
+    data=types.SimpleNamespace(rates=rates),
+  )
+  found = study_plan._passes_of(settings, str(tmp_path))
+  assert found == pytest.approx(passes)
 
 
 _ALL = """
@@ -271,6 +299,35 @@ def test_the_report_of_all_pages_writes_the_table_of_claims(
   lines = (tmp_path / 'README.md').read_text().splitlines()
   assert lines[3].startswith('| claim | source | their numbers | small, tiny;')
   assert lines[-2] == 'Not run: page1.'
+
+
+def test_pages_run_again_and_get_the_flags(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / 'lines.txt').write_text('a line\n' * 40)
+  (tmp_path / 'page.py').write_text(_PAGE)
+  (tmp_path / 'all.py').write_text(_ALL)
+  (tmp_path / 'README.md').write_text('<!-- claims --><!-- end of claims -->')
+  run_stage, ran = study.run_stage, []
+
+  def run(stage, arguments):
+    if stage.module == 'study':
+      return run_stage(stage, arguments)
+    ran.append((stage.name, arguments))
+    return 0, None
+
+  monkeypatch.setattr(study, 'run_stage', run)
+  monkeypatch.setattr(study_plan, '_steps', lambda *_: {})
+  monkeypatch.setattr(study, '_report', lambda *_: None)
+  flags = '--study=all.py', '--jobs=1', '--root=out'
+  assert tiny.call(study, *flags) == 1  # The second page is wrong.
+  assert [name for name, _ in ran] == ['records', 'run']
+  assert ran[1][1][-1].endswith('out/page0/run')
+  # After an edit of the page, which it does not show in its name.
+  edited = _PAGE.replace("'base', changes", "'base', changes, budget=9")
+  (tmp_path / 'page.py').write_text(edited)
+  assert tiny.call(study, *flags) == 1
+  assert [name for name, _ in ran[2:]] == ['run']
+  assert tiny.call(study, *flags, '--plan') == 0
 
 
 def test_a_model_of_a_job_on_other_machines_is_not_trained_again(

@@ -44,7 +44,7 @@ def get_study(arg=None):
   if size.name in MODELS:
     start = quickstart.SIZES[MODELS[size.name]].root
     commands += [
-      _page('quickstart', f'size={MODELS[size.name]}', folder=''),
+      _page('quickstart', f'size={MODELS[size.name]}', '', root=start),
       _page(
         'post_training',
         f'size={size.name},models={start}',
@@ -62,8 +62,8 @@ def get_study(arg=None):
   )
 
 
-def _page(name, argument, folder='studies/', after=()):
-  """Returns the stage of a page."""
+def _page(name, argument, folder='studies/', after=(), root=''):
+  """Returns the stage of a page; `root` is its folder, whatever --root is."""
   file = configs.path(f'{folder}{name}.py')
-  flag = f'--study={file}:{argument}'
-  return pages.Command(name, 'study', (flag,), after, seconds=3600)
+  flags = [f'--study={file}:{argument}'] + [f'--root={root}'] * bool(root)
+  return pages.Command(name, 'study', tuple(flags), after, seconds=3600)

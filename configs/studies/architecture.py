@@ -17,11 +17,10 @@ Not controlled: `all` costs 11 % more FLOPs than `causal` and `half_flops`, as
 it computes logits of all positions; `half_flops` reads 1.7 times the rows of
 the others; feed-forward widths differ so that parameters or FLOPs agree.
 
-`size=cpu` takes an hour on two quiet cores, `gpu` two on an H100; `pod`, of 64
-of them, needs a `source` of text and its vocabulary.
+`size=cpu` takes an hour on two quiet cores, `gpu` three on an H100; `pod`, of 64
+of them, needs a `text` and its vocabulary.
 """
 
-from encdec_adapt import config as config_lib
 from encdec_adapt import configs
 from encdec_adapt.configs.studies import matched, shared
 from encdec_adapt.evaluation.studies import budgets, pages
@@ -96,16 +95,16 @@ OTHERS = (
 
 
 def get_study(arg=None):
-  """Returns the page of a `size`; `source` and `vocabulary` of another text."""
-  args = config_lib.parse_arg(arg, **matched.OPTIONS)
-  name = args['size']
-  shapes, size = matched.models(name), matched.SIZES[name]
-  rows, tuned = size.tokens / size.length, len(size.rates) > 1
-  text = ''.join(f',{key}={value}' for key, value in args.items() if value)
+  """Returns the page of a size (`shared.size`)."""
+  study_size = shared.size(arg)
+  name = study_size.name
+  shapes, size = matched.models(study_size), matched.SIZES[name]
+  tokens, tuned = size.tokens * study_size.factor, len(size.rates) > 1
+  rows = tokens / size.length
 
   def budget(arm):
     if arm not in FLOPS:
-      return budgets.Tokens(size.tokens)
+      return budgets.Tokens(tokens)
     like, length = shapes[FLOPS[arm]], size.length
     row = forward_flops.forward(like, length, length, 2 * length)
     return budgets.FLOPs(forward_flops.TRAINING * row * rows)
@@ -113,7 +112,8 @@ def get_study(arg=None):
   arms, rates = [], []
   for arm in shapes:
     rate = f'rate_{RATES.get(arm, arm)}' * tuned
-    config = f'{configs.path("studies/matched.py")}:arm={arm}{text}'
+    config = f'{configs.path("studies/matched.py")}:{study_size.arguments}'
+    config += f',arm={arm}'
     arms.append(pages.Arm(arm, config, budget=budget(arm), rate=rate))
     if tuned and arm not in RATES:
       steps = round(rows / size.batch / 2)
@@ -132,7 +132,7 @@ def get_study(arg=None):
     (pages.Evaluation('text', records='causal'), *spans),
     rates=tuple(rates),
     platform='gpu' if name == 'gpu' else '',
-    topology=matched.TOPOLOGY if name == 'pod' else '',
+    topology=study_size.topology if name == 'pod' else '',
     note=shared.note(__doc__),
   )
 

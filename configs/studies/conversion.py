@@ -15,7 +15,7 @@ and 30 %); UL2R's paper has a cosine decay. `cpu` takes an hour on two cores.
 
 import dataclasses
 
-from encdec_adapt.configs.studies import shared, wang
+from encdec_adapt.configs.studies import cells, shared
 
 SOURCES = 'cd_flm', 'nd_mlm', 'cd_mlm', 'ed_mlm'
 # Arm -> the cell whose objective and kind it takes, and its source.
@@ -33,11 +33,11 @@ CONVERSIONS = {
 def get_study(arg=None):
   """Returns the page of a size (`shared.size`)."""
   size = shared.size(arg)
-  cells = {name: wang.cell(size, name) for name in SOURCES}
-  arms = cells | {name: _convert(size, name) for name in CONVERSIONS}
+  sources = {name: cells.cell(size, name) for name in SOURCES}
+  arms = sources | {name: _convert(size, name) for name in CONVERSIONS}
   if not size.large:
     del arms['lm_a_fresh']
-  causal = wang.tuned(size, cells['cd_flm'])
+  causal = cells.tuned(size, sources['cd_flm'])
   prefix = dataclasses.replace(
     causal,
     name='as_nd_tuned',
@@ -57,7 +57,6 @@ def get_study(arg=None):
     size,
     (*arms.values(), causal, prefix),
     (),
-    (shared.TASKS,),
     rates=shared.rates(size, middles),
     evaluations=(
       measured('causal', 'cd_flm', 'cd_flm lm_a lm_a_fresh ed_to_cd'),
@@ -73,15 +72,15 @@ def get_study(arg=None):
 def _convert(size, name):
   """Returns the arm of a conversion."""
   like, source = CONVERSIONS[name]
-  arm = wang.cell(size, like)
+  arm = cells.cell(size, like)
   changes = {'init.mode': 'checkpoint', 'init.optimizer': 'source'}
   if name.endswith('_fresh'):
     del changes['init.optimizer']
-  rate = f'rate_{wang.FIRST[source[:2]]}'
+  rate = f'rate_{cells.FIRST[source[:2]]}'
   if name == 'ed_to_cd':
     changes, rate = {'init.mode': 'adapt'}, 'rate_ed_to_cd'
   if name == 'ul2r':
-    row, batch, _ = wang.shape(size)
+    row, batch, _ = cells.shape(size)
     keys = 'data.encoder_length', 'data.decoder_length'
     changes |= dict.fromkeys(keys, row // 2) | {'train.batch_size': batch}
     changes['data.objective'] = 'ul2r'

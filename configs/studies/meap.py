@@ -102,7 +102,7 @@ def _tuned(size, name, budget, layout=''):
   return dataclasses.replace(tuned, name=name)
 
 
-ATTENTION = {'arguments': ('--attention=64',)}
+ATTENTION = {'arguments': ('--attention=128',)}
 ATTENTION['metrics'] = 'attention/score_decay', 'attention/variance_increase'
 FOUND = 'needle/choice', 'documents_20/choice'
 MORE = {'direction': 'greater', 'smallest': 0.1}

@@ -35,7 +35,7 @@ from encdec_adapt import configs
 from encdec_adapt.base import errors
 from encdec_adapt.cli import command
 from encdec_adapt.configs import books as book_source
-from encdec_adapt.configs import gemma2, quickstart
+from encdec_adapt.configs import gemma2, packages, quickstart
 from encdec_adapt.evaluation.studies import budgets, pages
 from encdec_adapt.files import atomic, paths
 from encdec_adapt.models import model_config, presets
@@ -62,10 +62,6 @@ FEWER = {
   'smallest': 1.25,
   'reason': 'a fifth fewer tokens',
 }
-# Packages of Python's text, the labels of a classifier.
-PACKAGES = 'asyncio|email|http|importlib|logging|unittest|urllib|xml'
-# Tasks and prompts that are made of Python's text.
-TASKS = pages.Command('tasks', 'configs.python_tasks', ('--output={tasks}',))
 # Of the decoders that models are made of, by size: a decoder's name and shape.
 _CPU = {'base': (4, 128), 'small': (3, 96), 'tiny': (4, 64)}
 _SHAPES = {
@@ -162,15 +158,29 @@ class Size:
     return self.name == 'gpu' and not self.text and bool(glob.glob(BOOKS))
 
   @property
+  def source(self) -> str:
+    """Source of the text."""
+    if self.has_books:
+      return f'text:{BOOKS}'
+    return self.text or f'python:{configs.path("decoders/held_out.txt")}'
+
+  @property
   def books(self) -> str:
     """Glob of the files that the text is of; '' for other text."""
-    source = f'text:{BOOKS}' if self.has_books else self.text
-    return source[5:] if source.startswith('text:') else ''
+    kind, _, pattern = self.source.partition(':')
+    return pattern if kind == 'text' else ''
+
+  @property
+  def factor(self) -> int:
+    """Factor of numbers of steps and tokens that are made for 4M tokens."""
+    if self.name != 'gpu':
+      return 1
+    return self.scale or (3 if self.has_books else 1)
 
   def steps(self, cpu: int, gpu: int = 0, pod: int = 0) -> int:
     """Returns a number of steps; at gpu by default that at cpu, scaled."""
     if self.name == 'gpu':
-      return (gpu or cpu) * (self.scale or (3 if self.has_books else 1))
+      return (gpu or cpu) * self.factor
     return {'smoke': 2, 'cpu': cpu, 'pod': pod}[self.name]
 
   def tokens(self, steps: int) -> budgets.Tokens:
@@ -196,10 +206,10 @@ class Size:
 
 def size(arg):
   """Returns the size that the argument of a page names."""
-  return _parse(arg)[0]
+  return parse(arg)[0]
 
 
-def _parse(arg, **others):
+def parse(arg, **others):
   """Returns the size of an argument, and the values of other fields."""
   fields = {x.name: x.default for x in dataclasses.fields(Size)[1:]}
   args = config_lib.parse_arg(arg, size='cpu', **fields, **others)
@@ -209,17 +219,14 @@ def _parse(arg, **others):
 
 def get_config(arg=None):
   """`encoder` and `decoder`, names of decoders, and those of a study's size."""
-  size, sides = _parse(arg, encoder='', decoder='base')
+  size, sides = parse(arg, encoder='', decoder='base')
   if size.name == 'pod':
     config = _pod(size, sides)
   else:
     config = config_lib.defaults()
     _set_text(config, size)
     _set_job(config, size)
-  rows = 0
-  if size.name == 'gpu':
-    rows = vocabulary_pair.open_vocabulary(config.data.vocabulary).size
-  config_lib.set_model(config.model, _model(size, sides, rows))
+  config_lib.set_model(config.model, _model(size, sides))
   config.data.objective = 'prefix_lm' if sides[0] else 'causal_lm'
   config.data.encoder_length = size.length if sides[0] else 0
   config.data.decoder_length = size.length * (1 if sides[0] else 2)
@@ -233,33 +240,41 @@ def get_config(arg=None):
   return config
 
 
-def _model(size, sides, rows):
+def _model(size, sides):
   """Returns a pair, or a decoder where no encoder is named."""
-  stacks = [stack(size, name, rows) for name in sides if name]
+  stacks = [stack(size, name) for name in sides if name]
   if sides[0]:
     return model_config.encoder_decoder(*stacks)
   return model_config.DecoderOnlyConfig(*stacks)
 
 
-def stack(size, name, rows=0):
-  """Returns the stack of a decoder; `rows` are tokens of its vocabulary."""
+def stack(size, name):
+  """Returns the stack of a decoder."""
   if size.name in ('smoke', 'cpu'):
     return quickstart.stack(*_CPU[name])
   if size.name == 'pod' and name == 'tiny':
     return _WANG
   shapes = _SHAPES['pod' if size.name == 'pod' else size.shape]
   shape = presets.decoder_only(shapes[name], vocab_multiple=128).decoder
-  return dataclasses.replace(shape, vocab_size=rows) if rows else shape
+  if size.name == 'pod':
+    return shape
+  path = size.vocabulary or configs.path('decoders/base')
+  rows = vocabulary_pair.open_vocabulary(path).size
+  return dataclasses.replace(shape, vocab_size=rows)
+
+
+def set_source(data, size):
+  """Sets the text, what is held out of it, and its vocabulary."""
+  data.source = size.source
+  if size.has_books:
+    data.eval_fraction = 0.15  # A group of held-out rows is a book.
+  data.vocabulary = size.vocabulary or configs.path('decoders/base')
 
 
 def _set_text(config, size):
-  """Sets the text, what is held out of it, and its vocabulary."""
-  data, decoders = config.data, configs.path('decoders')
-  data.source = size.text or f'python:{decoders}/held_out.txt'
-  if size.has_books:
-    # A group of held-out rows is a book.
-    data.source, data.eval_fraction = f'text:{BOOKS}', 0.15
-  data.vocabulary = size.vocabulary or f'{decoders}/base'
+  """Sets the text and how records are made of it."""
+  data = config.data
+  set_source(data, size)
   data.max_bytes = 1_000_000 * (size.name == 'smoke')
   data.shards, data.workers = 2, 1
   data.repeat = True
@@ -276,13 +291,18 @@ def _set_job(config, size):
   config.checkpoint.every = '20%' if size.name == 'gpu' else '50%'
 
 
+def spread(config, size, name):
+  """Spreads a job of a pair over chips as the shipped recipe, if any, does."""
+  if f'size={name},topology={size.topology}' in gemma2.SHIPPED:
+    gemma2.spread(config, name, 'prefixlm', size.topology, 1)
+
+
 def _pod(size, sides):
   """Returns the recipe of configs/gemma2.py on the chips of a topology."""
   unbalanced = sides[0] not in ('', sides[1])
   name = '9b_9b' if 'tiny' in sides else '9b_2b' if unbalanced else '2b_2b'
   config = gemma2.recipe(presets.t5gemma(name, vocab_multiple=128), 'prefixlm')
-  if f'size={name},topology={size.topology}' in gemma2.SHIPPED:
-    gemma2.spread(config, name, 'prefixlm', size.topology, 1)
+  spread(config, size, name)
   config.init.mode, config.loss.distillation = 'random', 0.0
   config.train.cross_attention_warmup = 0
   config.data.source = size.text
@@ -358,7 +378,10 @@ def pair(size, name, steps, sides=('base', 'base'), taught=True, **fields):
   if taught:
     changes['loss.distillation'] = 1.0 if size.name == 'pod' else 0.5
     starts['teacher.checkpoint'] = sides[1]
-  config, budget = size.config(sides[1], sides[0]), size.tokens(steps)
+  config, budget = size.config(sides[1], sides[0]), steps
+  # Others have as many rows, whose targets are fewer.
+  if 'data.objective' not in changes:
+    budget = size.tokens(steps)
   return pages.Arm(name, config, changes, starts, budget, **fields)
 
 
@@ -417,38 +440,39 @@ def labelled(size, arm, rate, kind='encoder_only', books='', decoder='base'):
     rate: name of its choice of the learning rate.
     kind: kind of the classifier; of a pair, encoder_only is its encoder.
     books: glob of texts, of which it tells passages apart; '' for packages of
-      Python's text (`TASKS`).
+      Python's text.
     decoder: the decoder of its stack's shape.
   """
-  names, starts = PACKAGES, {'init.encoder': arm.name}
+  names, source, module = packages.PACKAGES, 'packages', 'packages'
   if books:
-    source = book_source.BookSource(f'books:{books}')
-    names = json.dumps('|'.join(source.labels))
-  else:
-    starts['data.source'] = 'labels:{tasks}/packages.jsonl#text,label'
+    source, module = f'books:{books}', 'books'
+    names = book_source.BookSource(source).labels
+  labels = json.dumps('|'.join(names))
   changes = {
     **TUNING,
     'model.kind': kind,
-    'data.source': f'books:{books}' if books else '',
-    'data.seqio_modules': 'encdec_adapt.configs.books' if books else '',
-    'data.objective': f'classify:labels={names},too_long=truncate',
+    'data.source': source,
+    'data.seqio_modules': f'encdec_adapt.configs.{module}',
+    'data.objective': f'classify:labels={labels},too_long=truncate',
     'data.encoder_length': 128,
     'data.decoder_length': 0,
     'data.eval_fraction': 0.2,
-    'data.eval_rows': 4096 if books else 192,
+    'data.eval_rows': 4096 if books else 256,
     'train.batch_size': max(32, size.batch),
   }
   name, steps = f'{arm.name}_labels', 200 if books else 40
   steps = 2 if size.name == 'smoke' else steps
   config = size.config(decoder)
+  starts = {'init.encoder': arm.name}
   return pages.Arm(name, config, changes, starts, steps, rate)
 
 
 def prompted(arm):
-  """Returns a tuned arm that reads prompts about packages (`TASKS`), too."""
-  templates = configs.path('studies/packages.yaml')
-  source = f'prompts:{{tasks}}/packages.jsonl#{templates} + lookups'
-  return dataclasses.replace(arm, starts={**arm.starts, 'data.source': source})
+  """Returns a tuned arm that reads prompts about packages, too."""
+  modules = (f'encdec_adapt.configs.{name}' for name in ('lookups', 'packages'))
+  changes = {'data.source': 'package_prompts + lookups'}
+  changes['data.seqio_modules'] = ','.join(modules)
+  return dataclasses.replace(arm, changes={**arm.changes, **changes})
 
 
 def rsqrt(steps):

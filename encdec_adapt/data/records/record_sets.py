@@ -351,8 +351,18 @@ class RecordSet:
         ' raise config.data.eval_fraction or config.data.eval_rows, or set'
         ' development_rows to 0.'
       )
-    subset = copy.copy(self)
-    count = min(rows, len(part))
+    return self._spaced(part, rows)
+
+  def spaced(self, rows: int) -> 'RecordSet':
+    """Returns these records with some rows alone, evenly spaced.
+
+    Args:
+      rows: most rows.
+    """
+    return self._spaced(self._rows, rows)
+
+  def _spaced(self, part: Sequence[int], rows: int) -> 'RecordSet':
+    subset, count = copy.copy(self), min(rows, len(part))
     subset._rows = [part[i * len(part) // count] for i in range(count)]
     return subset
 

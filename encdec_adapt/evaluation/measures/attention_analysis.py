@@ -106,7 +106,6 @@ def annotate(
   config: model_config.ModelConfig,
   batch: _Batch,
   mask: int,
-  rows: int,
   eos: int | None = None,
 ) -> dict[str, np.ndarray]:
   """Adds the fields of the analysis to a batch.
@@ -115,7 +114,6 @@ def annotate(
     config: the model.
     batch: fields of `objectives.framing` on the host.
     mask: the mask token.
-    rows: number of record rows that count.
     eos: token that ends an encoder's inputs, which then have no BOS.
 
   Returns:
@@ -129,9 +127,8 @@ def annotate(
     np.asarray(batch[f'{side}_{x}'])
     for x in ('tokens', 'segments', 'positions')
   )
-  # The last batch may have fillers (-1) and rows beyond the requested number.
-  counts = (batch['row'] >= 0) & (batch['row'] < rows)
-  weights = np.where(counts[:, None], batch['weights'], 0)
+  # The last batch may have fillers (-1).
+  weights = np.where(batch['row'][:, None] >= 0, batch['weights'], 0)
   queries = np.float32(weights > 0)
   ends = side == 'encoder' and eos is not None
   frames = (segments > 0) & (tokens == eos if ends else positions == 0)
@@ -160,7 +157,7 @@ def annotate(
       count = max(int(len(columns) * MASKED_SHARE), 1)
       masked[row, rng.choice(columns, count, replace=False)] = 1
   return {
-    **{name: x for name, x in batch.items() if name != 'row'},
+    **batch,
     'weights': np.float32(weights),
     'parts': np.int32(parts),
     'masked': masked,
@@ -244,10 +241,10 @@ def ablated_loss(
 
 @dataclasses.dataclass(frozen=True)
 class AttentionEvaluation(held_out.HeldOutEvaluation):
-  """Analyses the attention of models on the first rows of records.
+  """Analyses the attention of models on some rows of records.
 
   Attributes:
-    rows: number of rows.
+    rows: number of rows, evenly spaced.
   """
 
   rows: int
@@ -255,7 +252,7 @@ class AttentionEvaluation(held_out.HeldOutEvaluation):
 
   def options(self) -> results_store.Options:
     """Returns the inputs of the scores: the rows, and the share of masks."""
-    return {**super().options(), TASK: [self.rows, MASKED_SHARE]}
+    return {**super().options(), TASK: ['spaced', self.rows, MASKED_SHARE]}
 
   def check(self, stored: model_on_disk.StoredModel) -> None:
     """Checks that a model can read the records and has a mask token.
@@ -274,30 +271,27 @@ class AttentionEvaluation(held_out.HeldOutEvaluation):
     Returns:
       Metrics of the task `TASK`; `evaluation/README.md` lists them.
     """
-    placement, count = model.where, min(self.rows, len(self.record_set))
+    placement, record_set = model.where, self.record_set.spaced(self.rows)
     compute = dataclasses.replace(model.model.compute, remat='none')
     unrolled = build.unroll(build.build(model.config, compute))
     params = build.unroll_params(model.model, model.params)
     layers = list(layer_numbers(unrolled).values())
     run = _make_run(unrolled, placement, layers)
-    mask, ids = _mask_token(model.stored), self.record_set.framing.encoder
+    mask, ids = _mask_token(model.stored), record_set.framing.encoder
     eos = ids.eos if ids.ends_with_eos else None
-    lengths = self.record_set.spec.lengths
+    lengths = record_set.spec.lengths
     teacher = setup.reads_teacher_row(lengths, model.config)
     batches = setup.evaluation_batches(
-      self.record_set, rows, placement, teacher=teacher
+      record_set, rows, placement, teacher=teacher
     )
     measured = []
-    # The range comes first: zip requests no batch after its end, which would be
-    # read and discarded.
-    for start, batch in zip(range(0, count, rows), batches, strict=False):
-      report(start, count)
-      batch = annotate(model.config, batch, mask, count, eos)
+    for i, batch in enumerate(batches):
+      report(i * rows, len(record_set))
+      batch = annotate(model.config, batch, mask, eos)
       batch = step_lib.place_batch(batch, placement)
       measured.append(jax.device_get(run(params, batch)))
-    return _summarize(
-      layers, jax.tree.map(lambda *x: np.concatenate(x), *measured)
-    )
+    by_row = jax.tree.map(lambda *x: np.concatenate(x), *measured)
+    return _summarize(layers, by_row, record_set.groups)
 
 
 def _mask_token(stored: model_on_disk.StoredModel) -> int:
@@ -315,7 +309,8 @@ def _make_run(
       measured = measure(model, params, batch)
       noised = measure(model, params, batch, noised=True)['received']
       # Returned as well, since here they hold the rows of all processes.
-      measured |= {name: batch[name] for name in ('weights', 'parts', 'masked')}
+      names = 'row', 'weights', 'parts', 'masked'
+      measured |= {name: batch[name] for name in names}
       if model.architecture.encodes_prompt:
         losses_of = functools.partial(ablated_loss, model, params, batch)
         # One pass at a time: `vmap` would hold the activations of all layers'.
@@ -328,9 +323,11 @@ def _make_run(
 
 
 def _summarize(
-  layers: Sequence[int], by_row: Mapping[str, np.ndarray]
+  layers: Sequence[int],
+  by_row: Mapping[str, np.ndarray],
+  groups_of: Callable[[np.ndarray], Sequence[str]],
 ) -> list[results_store.Score]:
-  """Returns the scores of measurements by row."""
+  """Returns the scores of measurements by row, given the rows' groups."""
   parts, masked = by_row['parts'], by_row['masked'] > 0
   inputs = (parts > PARTS.index('bos')) & (parts < _OWN)
   intact = inputs & ~masked
@@ -347,16 +344,18 @@ def _summarize(
   # have the same scale.
   size = inputs.sum(1, keepdims=True)
   plain, noised = (by_row[name] * size for name in ('received', 'noised'))
-  scores = meap_scores(plain, noised, masked, intact)
-  scores += _by_part(layers, by_row)
-  return scores + _ablations(layers, by_row.get('losses', ()))
-
-
-_score = functools.partial(results_store.mean_score, TASK)
+  groups = groups_of(by_row['row'])
+  scores = meap_scores(plain, noised, masked, intact, groups)
+  scores += _by_part(layers, by_row, groups)
+  return scores + _ablations(layers, by_row.get('losses', ()), groups)
 
 
 def meap_scores(
-  plain: np.ndarray, noised: np.ndarray, masked: np.ndarray, intact: np.ndarray
+  plain: np.ndarray,
+  noised: np.ndarray,
+  masked: np.ndarray,
+  intact: np.ndarray,
+  groups: Sequence[str] = (),
 ) -> list[results_store.Score]:
   """Returns MEAP's measures (arXiv:2502.07490), with means over positions.
 
@@ -369,6 +368,7 @@ def meap_scores(
     noised: attention received in the rows with masks X_M.
     masked: bool [B, S], positions that are masked in X_M.
     intact: the other positions of the inputs.
+    groups: group of documents of every row; empty where each is its own.
   """
   scores = []
   for metric, function, mask in (
@@ -377,13 +377,16 @@ def meap_scores(
   ):
     # X_N and X_M are compared at the same positions.
     old, new = (function(x, axis=1, where=mask) for x in (plain, noised))
-    by_row = new - old
-    if metric == 'score_decay':
-      # The linearisation of a ratio of sums, as `results_store.ratio_score`.
-      ratio = 1 - new.sum() / old.sum()
-      by_row = ratio + ((1 - ratio) * old - new) / old.mean()
-    scores.append(_score(metric, by_row))
-    test = comparisons.compare([_score(metric, old)], [_score(metric, new)])
+    # The decay is a ratio of sums over the rows, the increase a mean.
+    by_row = (
+      (old - new, old)
+      if metric == 'score_decay'
+      else (new - old, np.ones(len(old)))
+    )
+    scores.append(results_store.ratio_score(TASK, metric, *by_row, groups))
+    test = comparisons.compare(
+      *([results_store.mean_score(TASK, metric, x, groups)] for x in (old, new))
+    )
     if test:
       scores.append(
         results_store.Score(TASK, f'{metric}_p', test.p, None, len(old))
@@ -392,13 +395,16 @@ def meap_scores(
 
 
 def _by_part(
-  layers: Sequence[int], by_row: Mapping[str, np.ndarray]
+  layers: Sequence[int],
+  by_row: Mapping[str, np.ndarray],
+  groups: Sequence[str],
 ) -> list[results_store.Score]:
   """Returns shares of attention, and mass on inputs and entropy by head."""
+  score = functools.partial(results_store.mean_score, TASK, groups=groups)
   shares, entropy = by_row['shares'], by_row['entropy']
   # Cross-attention has no keys of the decoder, so no share of them.
   scores = [
-    _score(f'share/{part}', shares[..., i].mean((1, 2)))
+    score(f'share/{part}', shares[..., i].mean((1, 2)))
     for i, part in enumerate(PARTS)
     if part and shares[..., i].any()
   ]
@@ -406,7 +412,7 @@ def _by_part(
   for metric, values in (('inputs', inputs), ('entropy', entropy)):
     for j, layer in enumerate(layers):
       name = f'layer_{layer:02}'
-      scores.append(_score(f'{name}/{metric}', values[:, j].mean(1)))
+      scores.append(score(f'{name}/{metric}', values[:, j].mean(1)))
       # Heads are drawn, not compared: no scores of single rows.
       scores += [
         results_store.Score(
@@ -422,7 +428,7 @@ def _by_part(
 
 
 def _ablations(
-  layers: Sequence[int], sums: np.ndarray
+  layers: Sequence[int], sums: np.ndarray, groups: Sequence[str]
 ) -> list[results_store.Score]:
   """Returns the growth of the loss without each layer's cross-attention."""
   if not len(sums):  # A decoder-only model.
@@ -433,7 +439,9 @@ def _ablations(
     for rows in np.float64(sums).transpose(1, 2, 0)
   )
   return [
-    _score(f'layer_{i:02}/ablation', x - complete)
+    results_store.mean_score(
+      TASK, f'layer_{i:02}/ablation', x - complete, groups
+    )
     for i, x in zip(layers, ablated, strict=True)
   ]
 

@@ -63,19 +63,26 @@ class Score:
   groups: tuple[str, ...] = ()
 
 
-def mean_score(task: str, metric: str, scores: Iterable[float]) -> Score:
+def mean_score(
+  task: str,
+  metric: str,
+  scores: Iterable[float],
+  groups: Sequence[str] = (),
+) -> Score:
   """Returns the score of a metric that is a mean over examples.
 
   Args:
     task: name of the task.
     metric: name of the metric.
     scores: value of every example, at least one.
+    groups: group of every example; empty where each is its own.
   """
   scores = tuple(map(float, scores))
   n = len(scores)
   # A single example says nothing about the spread of the population.
   stderr = statistics.stdev(scores) / n**0.5 if n > 1 else None
-  return Score(task, metric, statistics.fmean(scores), stderr, n, scores)
+  value, groups = statistics.fmean(scores), tuple(groups)
+  return Score(task, metric, value, stderr, n, scores, groups=groups)
 
 
 def ratio_score(

@@ -17,6 +17,8 @@ from encdec_adapt.objectives import framing
 from encdec_adapt.training import setup
 
 TOLERANCE = 0.01  # Largest relative error of a budget or a match.
+# Objectives whose rows are full of target tokens until a document ends.
+FULL_ROWS = 'causal_lm', 'full_lm', 'prefix_lm'
 
 Model = model_config.ModelConfig
 Count = Callable[[Model], int]
@@ -27,7 +29,7 @@ class Step:
   """What a training step spends, on all devices.
 
   Attributes:
-    tokens: target tokens.
+    tokens: target tokens of rows that are full.
     flops: FLOPs of the model, of the forward passes of its teacher, and of
       sampling.
   """
@@ -40,14 +42,12 @@ class Step:
     cls,
     settings: config_lib.Settings,
     references: Iterable[Model] = (),
-    row_tokens: float | None = None,
   ) -> 'Step':
     """Returns the cost of a step of a configuration.
 
     Args:
       settings: the configuration.
       references: shapes of the frozen models that the loss reads.
-      row_tokens: mean target tokens of a row; None for rows that are full.
     """
     train, loss, data = settings.train, settings.loss, settings.data
     sizes = loss.row_shape(data.train.lengths, data.objectives[0].answers)
@@ -60,14 +60,13 @@ class Step:
       references,
       settings.adapters is not None,
     )
-    if row_tokens is None:
-      row_tokens = answers * (lengths.decoder or lengths.encoder)
+    row_tokens = answers * (lengths.decoder or lengths.encoder)
     return cls(train.batch_size * row_tokens, flops)
 
 
 @dataclasses.dataclass(frozen=True)
 class Tokens:
-  """A budget of target tokens.
+  """A budget of target tokens, of an objective whose rows are full.
 
   Attributes:
     count: target tokens of all steps.
@@ -88,6 +87,20 @@ class Tokens:
     """
     del sources
     return _steps(f'{self.count:,.0f} target tokens', self.count, step.tokens)
+
+  def check(self, settings: config_lib.Settings) -> None:
+    """Refuses objectives that leave a part of their rows empty.
+
+    Raises:
+      UserError: names the objective and the remedy.
+    """
+    for objective in settings.data.objectives:
+      if objective.text.partition(':')[0] not in FULL_ROWS:
+        raise errors.UserError(
+          f'a budget of {self.count:,.0f} target tokens needs the full rows of'
+          f' {", ".join(FULL_ROWS)}, and those of {objective.text} have fewer'
+          ' targets; give a number of steps.'
+        )
 
 
 @dataclasses.dataclass(frozen=True)

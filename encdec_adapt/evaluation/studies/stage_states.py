@@ -2,6 +2,7 @@
 
     ROOT/NAME                          what a stage has made
     ROOT/stages/NAME/stage.json        its state; job.lock while it runs
+    ROOT/stages/study.json             name of the study
     runs/studies/stages.jsonl          identity, root and folder of every
                                        finished stage, of all studies
 
@@ -10,7 +11,7 @@ identity, as after a change of the page, the beginning of the identity is added.
 A stage that another study has finished is read where it is.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 import contextlib
 import dataclasses
 import json
@@ -31,6 +32,7 @@ FINISHED, FAILED, RUNNING = 'finished', 'failed', 'running'
 # Statuses of a job that saved, or could not reach another: it resumes.
 STOPPED = (exit_status.RESTART, exit_status.HANG, exit_status.INTERRUPTED)
 _STATE = 'stage.json'
+_STUDY = 'study.json'
 _INDEX = 'stages.jsonl'
 _BEAT = 5.0  # Seconds between two writes of the time that a stage has taken.
 
@@ -91,8 +93,8 @@ class States:
       shared: whether stages that other studies have finished are read.
 
     Raises:
-      UserError: the folder has stages of a study of an earlier version, or the
-        report of another study.
+      UserError: the folder has stages of a study of an earlier version, or of
+        another study.
     """
     self.root, self.stages = paths.at(study.folder), resolved
     self._shared, parent = shared, self.root.parent
@@ -103,9 +105,9 @@ class States:
         ' which identified them by the text of the page. Give --root another'
         ' folder, or remove this one.'
       )
-    report = self.root / html_report.JSON
-    if report.exists():
-      name = atomic.read_json(report)['study']
+    self._study, self._name = study.name, self.root / 'stages' / _STUDY
+    for file in (self._name, self.root / html_report.JSON):
+      name = atomic.read_json(file)['study'] if file.exists() else study.name
       if name != study.name:
         raise errors.UserError(
           f'{self.root} has the results of the study {name}, and this is'
@@ -170,6 +172,8 @@ class States:
       InUseError: another worker runs it.
     """
     place = self._place(self.root, self._own(stage))
+    if not self._name.exists():
+      atomic.write_json(self._name, {'study': self._study})
     with lock.hold(place):
       state = self.state(stage) or State(stage.name, stage.identity)
       if state.status == FINISHED or (state.status == FAILED and not again):
@@ -183,6 +187,22 @@ class States:
         yield state
       if state.status == FINISHED:
         self._add_to_index(stage)
+
+  def reopen(self, names: Iterable[str]) -> None:
+    """Lets pages that have ended run again, which resume their own stages.
+
+    A page is identified by its name, not by what stands on it.
+
+    Args:
+      names: names of stages; those that are not pages are left as they are.
+    """
+    for name in names:
+      stage = self.stages[name]
+      place = self._place(self.root, self._own(stage))
+      if stage.module == 'study' and (state := _read(place)):
+        with contextlib.suppress(lock.InUseError), lock.hold(place):
+          state.status = RUNNING
+          atomic.write_json(place / _STATE, dataclasses.asdict(state))
 
   def discard_others(self, cores: int) -> None:
     """Removes what other versions, or other numbers of cores, have made.

@@ -411,6 +411,8 @@ class _Resolver:
       spent[stage.name] = stage.flops
       reads += [x for x in stage.reads if x not in spent and x != stage.name]
     try:
+      if isinstance(arm.budget, budgets.Tokens):
+        arm.budget.check(self._config(arm)[0])
       return arm.budget.steps(step, sum(spent.values()))
     except errors.UserError as error:
       text = str(error).rstrip('.')

@@ -4,7 +4,8 @@ Hours are of a step of each shape, which the folder of the study keeps: measured
 here, or planned for the topology of a study that runs elsewhere.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import collections
+from collections.abc import Callable, Iterable, Mapping, Sequence
 import dataclasses
 import hashlib
 import json
@@ -18,7 +19,7 @@ from encdec_adapt import config as config_lib
 from encdec_adapt.base import errors
 from encdec_adapt.cluster import lock
 from encdec_adapt.data.making import process_pool
-from encdec_adapt.data.records import record_sets
+from encdec_adapt.data.records import record_sets, row_rates
 from encdec_adapt.evaluation.reports import claim_results, score_tables
 from encdec_adapt.evaluation.results import number_format as numbers
 from encdec_adapt.evaluation.studies import (
@@ -38,8 +39,9 @@ _STEPS = 'steps.json'
 _REPEATS = 3
 # Sections and keys that a step's time and memory depend on.
 _SHAPE = ('model.', 'compute.', 'loss.', 'mesh.', 'train.batch_size')
-_SHAPE += ('train.microbatches', 'train.dropout', 'data.encoder_length')
-_SHAPE += ('data.decoder_length', 'optimizer.name', 'teacher.')
+_SHAPE += ('train.microbatches', 'train.dropout', 'train.lora')
+_SHAPE += ('data.encoder_length', 'data.decoder_length', 'optimizer.kind')
+_SHAPE += ('teacher.',)
 
 
 def describe(
@@ -57,25 +59,20 @@ def describe(
     that runs elsewhere also the commands of its stages.
   """
   trained = [x for x in states.stages.values() if x.module == 'train']
-  others = [x for x in states.stages.values() if x.module != 'train']
   steps = _steps(study, states, trained)
   rows = _models(study, states, trained, steps)
-  # Choices and arms are training; other stages have their expected times.
-  hours = sum(x['hours'] for x in rows)
-  hours += sum(x.seconds for x in others) / 3600
-  evaluated = sum(x.flops for x in others if x.evaluation)
-  flops = sum(x['FLOPs'] for x in rows) + evaluated
-  unknown = any(not x['ms/step'] for x in rows)
+  costs = _costs(study, states.stages.values(), steps)
   for row in rows:
     row['runs'], row['steps'] = str(row['runs']), f'{row["steps"]:,}'
     row['FLOPs'] = f'{row["FLOPs"]:.3g}'
     row['hours'] = f'{row["hours"]:.2f}' if row['ms/step'] else ''
   lines = [score_tables.text(rows)] if rows else []
-  lines.append(
-    f'{len(states.stages)} stages, {flops:.3g} FLOPs'
-    f' ({evaluated:.2g} of them for held-out losses),'
-    f' {hours:.2f} hours{" and more, as steps are not measured" * unknown}'
-  )
+  lines.append(costs.line)
+  if missing := {
+    _records(states, x) for x in trained if not _passes(states, x)
+  }:
+    names = ', '.join(f'--stage={name}' for name in sorted(missing))
+    lines.append(f'passes are known after {names}')
   if steps:
     largest = max(x['bytes'] for x in steps.values())
     lines.append(f'largest training step: {disk.format_bytes(largest)}')
@@ -89,6 +86,115 @@ def describe(
     )
     lines += launch_commands.commands(study, states, flags)
   return '\n'.join(lines)
+
+
+def describe_pages(
+  parts: Mapping[str, tuple[pages.Study, stage_states.States]],
+) -> str:
+  """Describes what pages will take; a stage of several counts for the first.
+
+  Args:
+    parts: each page and the states of its stages, by name.
+  """
+  rows, total, seen = [], Costs(), set()
+  for name, (study, states) in parts.items():
+    stages_ = {
+      x.identity: x for x in states.stages.values() if x.identity not in seen
+    }
+    seen |= stages_.keys()
+    trained = [x for x in stages_.values() if x.module == 'train']
+    costs = _costs(study, stages_.values(), _steps(study, states, trained))
+    total += costs
+    rows.append(
+      {
+        'page': name,
+        'stages': str(costs.stages),
+        'FLOPs': f'{costs.flops:.3g}',
+        'hours': f'{costs.hours:.2f}{"+" * costs.unknown}',
+      }
+    )
+  return f'{score_tables.text(rows)}\n{total.line}'
+
+
+@dataclasses.dataclass(frozen=True)
+class Costs:
+  """What stages take.
+
+  Attributes:
+    stages: number of stages.
+    flops: FLOPs of training and held-out losses.
+    evaluated: FLOPs of held-out losses alone.
+    hours: hours; without training steps that are not measured.
+    further_flops: most FLOPs of further learning rates, beyond an edge.
+    further_hours: most hours of these.
+    unknown: whether a step is not measured.
+  """
+
+  stages: int = 0
+  flops: float = 0.0
+  evaluated: float = 0.0
+  hours: float = 0.0
+  further_flops: float = 0.0
+  further_hours: float = 0.0
+  unknown: bool = False
+
+  def __add__(self, other: 'Costs') -> 'Costs':
+    values = zip(
+      dataclasses.astuple(self), dataclasses.astuple(other), strict=True
+    )
+    *numbers, unknown = (a + b for a, b in values)
+    return Costs(*numbers, bool(unknown))
+
+  @property
+  def line(self) -> str:
+    """The costs, as a line of text."""
+    line = (
+      f'{self.stages} stages, {self.flops:.3g} FLOPs'
+      f' ({self.evaluated:.2g} of them for held-out losses),'
+      f' {self.hours:.2f} hours'
+    )
+    line += ' and more, as steps are not measured' * self.unknown
+    if self.further_flops:
+      line += (
+        f'; up to {self.further_flops:.3g} FLOPs and {self.further_hours:.2f}'
+        ' hours more for learning rates beyond an edge'
+      )
+    return line
+
+
+def _costs(
+  study: pages.Study,
+  chosen: Iterable[stages.Stage],
+  steps: Mapping[str, Mapping[str, float]],
+) -> Costs:
+  """Returns what stages of a study take, given the steps of their shapes."""
+  total = Costs()
+  for stage in chosen:
+    # Choices and arms are training; other stages have their expected times.
+    if stage.module != 'train':
+      flops = stage.flops if stage.evaluation else 0.0
+      total += Costs(1, flops, flops, stage.seconds / 3600)
+      continue
+    step, runs = steps.get(_shape(study, stage)), _runs(stage)
+    hours, further = _hours(stage, step), 0.0
+    if runs > 1:
+      further = stage.rate.extra / runs
+    total += Costs(
+      *(1, stage.flops, 0.0, hours),
+      *(further * stage.flops, further * hours, step is None),
+    )
+  return total
+
+
+def _runs(stage: stages.Stage) -> int:
+  """Returns the number of runs of a training stage."""
+  return len(stage.rate.values) if stage.rate else 1
+
+
+def _hours(stage: stages.Stage, step: Mapping[str, float] | None) -> float:
+  """Returns the hours of a training stage; 0 without its step."""
+  seconds = step['seconds'] if step else 0.0
+  return _runs(stage) * stage.settings.train.steps * seconds / 3600
 
 
 def _models(
@@ -109,22 +215,21 @@ def _models(
   for stage in trained:
     step = steps.get(_shape(study, stage))
     train, lengths = stage.settings.train, stage.settings.data.train.lengths
-    runs = len(stage.rate.values) if stage.rate else 1
     row = rows.setdefault(
       stage.model,
       {'model': stage.model, 'runs': 0, 'steps': train.steps, 'tokens': ''}
       | {'FLOPs': 0.0, 'passes': _passes(states, stage), 'ms/step': ''}
       | {'memory': '', 'hours': 0.0},
     )
-    row['runs'] += runs
+    row['runs'] += _runs(stage)
     row_tokens = lengths.decoder or lengths.encoder
     row['tokens'] = numbers.count(train.steps * train.batch_size * row_tokens)
     row['FLOPs'] += stage.flops
+    row['hours'] += _hours(stage, step)
     if step:
       row['ms/step'] = f'{1000 * step["seconds"]:.0f}'
       row['memory'] = disk.format_bytes(step['bytes'])
       row['memory'] += ', does not fit' * (not step.get('fits', True))
-      row['hours'] += runs * train.steps * step['seconds'] / 3600
   return list(rows.values())
 
 
@@ -140,32 +245,52 @@ def check_text(stage: stages.Stage, arguments: Sequence[str]) -> None:
   """
   prefix = '--config.data.folder='
   (folder,) = (x for x in arguments if x.startswith(prefix))
-  passes = _passes_of(stage.settings, folder.removeprefix(prefix))
+  _checked_passes(stage, folder.removeprefix(prefix))
+
+
+def _checked_passes(stage: stages.Stage, folder: str) -> float | None:
+  """Returns the passes of a run over its records; see `check_text`."""
+  passes = _passes_of(stage.settings, folder)
   if passes and passes > MOST_PASSES:
     raise errors.UserError(
-      f'stage {stage.name} reads {folder.removeprefix(prefix)} {passes:.1f}'
-      f' times in {stage.settings.train.steps} steps, and at most {MOST_PASSES}'
-      ' passes over a text are useful: give it more text, or a smaller budget.'
+      f'stage {stage.name} reads {folder} {passes:.1f} times in'
+      f' {stage.settings.train.steps} steps, and at most {MOST_PASSES} passes'
+      ' over a text are useful: give it more text, or a smaller budget.'
     )
+  return passes
+
+
+def _records(states: stage_states.States, stage: stages.Stage) -> str:
+  """Returns the name of the stage of a run's records."""
+  (name,) = (x for x in stage.reads if states.stages[x].module == 'materialize')
+  return name
 
 
 def _passes(states: stage_states.States, stage: stages.Stage) -> str:
   """Returns how often a run reads its text; '' before there are records."""
-  (records,) = (
-    x for x in stage.reads if states.stages[x].module == 'materialize'
-  )
-  folder = states.folder(states.stages[records])
-  passes = _passes_of(stage.settings, str(folder))
+  folder = states.folder(states.stages[_records(states, stage)])
+  passes = _checked_passes(stage, str(folder))
   return f'{passes:.2f}' if passes else ''
 
 
 def _passes_of(settings: config_lib.Settings, folder: str) -> float | None:
-  """Returns the passes of a number of steps; None where it is not known."""
+  """Returns the passes over the text that is read most; None if unknown."""
   manifest = record_sets.read_manifest(paths.join(folder, 'train'))
   if manifest is None or not settings.train.steps:
     return None
-  rows = settings.train.steps * settings.train.batch_size
-  return rows * len(manifest['passes']) / manifest['totals']['rows']
+  parts, steps = manifest['parts'], settings.train.steps
+  phases = row_rates.parse(settings.data.rates)
+  phases = phases or [row_rates.Phase(0, 'rows', None)]
+  ends = [*(phase.step for phase in phases[1:]), steps]
+  # Every objective has rows of all of the text.
+  passes = collections.Counter()
+  for phase, end in zip(phases, ends, strict=True):
+    rows = max(min(end, steps) - phase.step, 0) * settings.train.batch_size
+    shares = phase.row_shares(parts)
+    for part, share in zip(parts, shares, strict=True):
+      if share:
+        passes[part['source']] += share * rows / part['rows']
+  return max(passes.values()) * len(manifest['passes'])
 
 
 def _claims(study: pages.Study) -> list[str]:
@@ -175,6 +300,8 @@ def _claims(study: pages.Study) -> list[str]:
     level = claim_results.level(claim, study)
     count = max(len(study.seeds_of(name)) for name in claim.contrast)
     text = f'no entry of {claim.metric} in variances.json: no planned power'
+    if claim.metric == pages.CROSSING:
+      text = 'of a crossing: no planned power'
     if count < 2:
       text = f'{count} seed: no interval over seeds, no verdict'
     elif power := claim_results.planned_power(claim, study):

@@ -27,6 +27,9 @@ from encdec_adapt.evaluation.tasks import prompted_task, task_files
 from encdec_adapt.files import paths
 from encdec_adapt.telemetry import progress
 
+# Field of an example: the group of documents that it is of.
+GROUP = 'document_group'
+
 
 @dataclasses.dataclass(frozen=True)
 class Member:
@@ -406,7 +409,10 @@ def _scores(results: Mapping[str, Any]) -> Iterator[results_store.Score]:
       if scores and math.isclose(
         statistics.fmean(scores), value, rel_tol=1e-6, abs_tol=1e-6
       ):
-        yield results_store.mean_score(task, name, scores)
+        groups = [row.get('doc', {}).get(GROUP, '') for row in rows]
+        is_grouped = all(groups) and len(groups) == len(scores)
+        groups = groups if is_grouped else ()
+        yield results_store.mean_score(task, name, scores, groups)
         continue
       # Groups of lm-eval have no samples, only their tasks have.
       counts = results.get('n-samples', {})

@@ -1,6 +1,7 @@
 """Attention analysis against dense softmax, and against zeroed kernels."""
 
 import dataclasses
+import functools
 import types
 
 from flax import traverse_util
@@ -51,7 +52,7 @@ def _batch(kind):
       framing.frame_row([pair], LENGTHS, gemma_ids.FRAMING, teacher=True)
     )
   batch = framing.stack_rows(rows) | {'row': np.arange(len(ROWS))}
-  found = attention_analysis.annotate(CONFIGS[kind], batch, MASK, 99)
+  found = attention_analysis.annotate(CONFIGS[kind], batch, MASK)
   return jax.tree.map(jnp.asarray, found)
 
 
@@ -185,6 +186,7 @@ def test_rows_without_two_tokens_of_inputs_do_not_count():
   def rows(parts, masked):
     shape = len(parts), len(parts[0])
     return {
+      'row': np.arange(len(parts)),
       'weights': np.ones(shape),
       'parts': np.array(parts),
       'masked': np.array(masked),
@@ -195,11 +197,17 @@ def test_rows_without_two_tokens_of_inputs_do_not_count():
     }
 
   one, two = ([1, 2, 0], [0, 1, 0]), ([1, 2, 4], [0, 1, 0])
-  found = attention_analysis._summarize([0], rows(*zip(one, two, strict=True)))
+  summarize = functools.partial(
+    attention_analysis._summarize,
+    [0],
+    groups_of=lambda numbers: [f'group {i}' for i in numbers],
+  )
+  found = summarize(rows(*zip(one, two, strict=True)))
   assert {score.n for score in found} == {1}
+  assert {x.groups for x in found if x.scores} == {('group 1',)}
   assert np.isfinite([score.value for score in found]).all()
   with pytest.raises(errors.UserError, match='none of 1 rows has two tokens'):
-    attention_analysis._summarize([0], rows([one[0]], [one[1]]))
+    summarize(rows([one[0]], [one[1]]))
 
 
 def test_scores_of_a_long_row_need_no_whole_matrix():
@@ -255,6 +263,7 @@ def test_scores_of_records(kind, objective, folder):
   for score in found[1]:
     assert score.value == pytest.approx(values[score.metric].value, abs=1e-4)
     assert score.n == 5
+    assert len(score.groups) == len(score.scores)
   shares = [x.value for name, x in values.items() if name.startswith('share/')]
   assert sum(shares) == pytest.approx(1, abs=1e-5)
   is_pair = kind != 'decoder_only'

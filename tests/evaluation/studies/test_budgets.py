@@ -138,12 +138,20 @@ def test_budgets_as_steps():
   pair = settings.model
   row = forward_flops.forward(pair, LENGTH, LENGTH, 2 * LENGTH)
   assert step == budgets.Step(ROWS * LENGTH, 3 * ROWS * row)
-  taught = budgets.Step.of(settings, [pair], row_tokens=10)
-  assert taught == budgets.Step(ROWS * 10, 4 * ROWS * row)
+  taught = budgets.Step.of(settings, [pair])
+  assert taught == budgets.Step(ROWS * LENGTH, 4 * ROWS * row)
   assert budgets.Tokens(400 * step.tokens).steps(step) == 400
   assert budgets.FLOPs(99.9 * step.flops).steps(step, sources=1e30) == 100
   total = budgets.FLOPs(100 * step.flops, sources=True)
   assert total.steps(step, sources=30 * step.flops) == 70
+
+
+def test_tokens_are_of_rows_that_are_full():
+  config = _toy()
+  budgets.Tokens(1e6).check(config_lib.load(config, sources=False))
+  config.data.objective = 'prefix_lm | span_corruption'
+  with pytest.raises(errors.UserError, match='span_corruption have fewer'):
+    budgets.Tokens(1e6).check(config_lib.load(config, sources=False))
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,12 @@ def test_pages_load_and_their_configurations_are_valid(name, size):
     shared.settings(arm)
 
 
+@pytest.mark.parametrize('name', (*NAMES, 'all'))
+def test_a_page_has_at_most_150_lines(name):
+  lines = (FOLDER / f'{name}.py').read_text().splitlines()
+  assert len(lines) <= 165
+
+
 def test_costs_at_cpu():
   total = {}
   for name in NAMES:
@@ -156,8 +162,7 @@ def test_arms_of_paired_claims_read_equal_rows(name):
 def test_steps_at_pod_fit_their_chips(name, tmp_path):
   for i in range(9):  # Passages of several files have labels.
     (tmp_path / f'{i}.txt').write_text('a line of text\n' * 400)
-  text = 'source' if name == 'architecture' else 'text'
-  text = f'{text}="text:{tmp_path}/*.txt",vocabulary=configs/decoders/base'
+  text = f'text="text:{tmp_path}/*.txt",vocabulary=configs/decoders/base'
   page = dataclasses.replace(_page(name, f'pod,{text}'), root=str(tmp_path))
   states = stage_states.States(page, stages.resolve(page))
   lines = study_plan.describe(page, states, ()).splitlines()

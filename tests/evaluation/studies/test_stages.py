@@ -259,13 +259,14 @@ def test_other_versions_are_named_and_run_again(page, monkeypatch):
   [
     ('study.json', '{"digest": "1"}', 'small_test holds stages of an earlier'),
     ('report.json', '{"study": "large"}', 'small_test has the results of the'),
+    ('stages/study.json', '{"study": "large"}', 'has the results of the'),
   ],
 )
 def test_the_folder_of_another_study_or_version_is_refused(
   page, tmp_path, name, content, problem
 ):
   folder = tmp_path / page.root
-  folder.mkdir(parents=True)
+  (folder / name).parent.mkdir(parents=True)
   (folder / name).write_text(content)
   with pytest.raises(errors.UserError, match=problem):
     run(page)

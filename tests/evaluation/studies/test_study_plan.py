@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import types
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from encdec_adapt.evaluation.studies import (
   study_plan,
   study_results,
 )
+from encdec_adapt.telemetry import environment
 from launch import commands
 from launch.gke import __main__ as gke
 from launch.slurm import __main__ as slurm
@@ -175,6 +177,39 @@ def test_steps_at_pod_are_planned(pod):
   assert row[0] == 'copied' and float(row[-1]) > 1
   (step,) = json.loads((states.root / 'steps.json').read_text()).values()
   assert step['fits'] and 1 < step['seconds'] < 100
+
+
+def test_steps_of_other_adapters_and_optimizers_are_others():
+  keys = environment.flat(config_lib.defaults().to_dict())
+  for name in study_plan._SHAPE:
+    assert any(key.startswith(name) for key in keys), name
+  page = pages.Study('x', 'x', 'x', ())
+
+  def shape(**values):
+    values = {key.replace('__', '.'): x for key, x in values.items()}
+    stage = stages.Stage('a', 'train', (), (), '', values=values)
+    return study_plan._shape(page, stage)
+
+  same = [shape(train__steps=n, train__lora='rank=2') for n in (1, 2)]
+  shapes = {*same, shape(train__lora='rank=32'), shape(train__lora='')}
+  shapes |= {shape(optimizer__kind=x) for x in ('adamw', 'adafactor')}
+  assert len(shapes) == 5
+
+
+def test_further_rates_are_a_bound_beside_the_costs():
+  page = pages.Study('x', 'x', 'x', ())
+  settings = types.SimpleNamespace(train=types.SimpleNamespace(steps=3600))
+  rate = pages.Rate('rate', 'a', (1e-3, 3e-3, 9e-3), 3600)
+  chosen, run = (
+    stages.Stage(
+      *('a', 'train', (), (), ''), rate=x, settings=settings, flops=30.0
+    )
+    for x in (rate, None)
+  )
+  steps = {study_plan._shape(page, run): {'seconds': 1.0}}
+  costs = study_plan._costs(page, [chosen, run], steps)
+  assert costs == study_plan.Costs(2, 60.0, 0.0, 4.0, 20.0, 2.0)
+  assert 'up to 20 FLOPs and 2.00 hours more' in costs.line
 
 
 def test_a_step_with_dropout_is_measured(tmp_path):

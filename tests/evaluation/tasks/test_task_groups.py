@@ -338,6 +338,22 @@ def test_a_filter_is_a_part_of_a_metric():
   assert asked >= set(found)
 
 
+def test_scores_have_the_groups_of_their_documents():
+  samples = [
+    {'doc_id': i, 'doc': {'document_group': x}, 'acc': i % 2}
+    for i, x in enumerate('aab')
+  ]
+  answer = {
+    'results': {'ours': {'acc,none': 1 / 3}},
+    'samples': {'ours': samples},
+  }
+  (score,) = tasks._scores(answer)
+  assert (score.scores, score.groups) == ((0, 1, 0), ('a', 'a', 'b'))
+  del samples[0]['doc']['document_group']
+  (score,) = tasks._scores(answer)
+  assert score.groups == ()
+
+
 def test_groups_are_of_local_tasks_first(models, tmp_path, monkeypatch):
   monkeypatch.setattr(tasks, '_hub_tasks', frozenset)
   folder = _write(tmp_path)
