@@ -17,8 +17,8 @@ Not controlled: `all` costs 11 % more FLOPs than `causal` and `half_flops`, as
 it computes logits of all positions; `half_flops` reads 1.7 times the rows of
 the others; feed-forward widths differ so that parameters or FLOPs agree.
 
-`size=cpu` takes an hour on two quiet cores, `gpu` three on an H100; `pod`, of 64
-of them, needs a `text` and its vocabulary.
+`size=cpu` takes an hour on two quiet cores, `gpu` three on an H100; `pod`, of
+64 of them, needs a `text` and its vocabulary.
 """
 
 from encdec_adapt import configs

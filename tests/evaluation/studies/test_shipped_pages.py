@@ -94,9 +94,9 @@ def test_pages_load_and_their_configurations_are_valid(name, size):
 
 
 @pytest.mark.parametrize('name', (*NAMES, 'all'))
-def test_a_page_has_at_most_150_lines(name):
+def test_a_page_is_short(name):
   lines = (FOLDER / f'{name}.py').read_text().splitlines()
-  assert len(lines) <= 165
+  assert len(lines) <= 165  # 150, and a tenth.
 
 
 def test_costs_at_cpu():
