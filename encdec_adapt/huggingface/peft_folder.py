@@ -122,11 +122,15 @@ def read(
         f'{folder / CONFIG} has {name} {value!r}, which has no counterpart'
         ' here; merge such adapters with PEFT, and import the merged model.'
       )
-  with paths.open_to_read(folder / WEIGHTS) as file:
-    stored = safetensors.numpy.load(file.read())
+  if not (folder / WEIGHTS).exists():
+    raise errors.UserError(
+      f'{folder} has no {WEIGHTS}, only {CONFIG}; save the adapters again with'
+      ' save_pretrained, or download that file.'
+    )
+  stored = tensor_folder.TensorFolder(folder, WEIGHTS)
   tensors = {
-    layout.canonical(name.removeprefix(_PREFIX)): tensor
-    for name, tensor in stored.items()
+    layout.canonical(name.removeprefix(_PREFIX)): stored.read(name)
+    for name in stored.tensors
   }
   targets, full = _targets(tensors, model, layout, folder)
   options = adapters_lib.Options(

@@ -81,6 +81,31 @@ def test_adapters_come_in_and_go_out(saved, tmp_path, name):
   )
 
 
+def test_bfloat16_stays_and_damage_is_named(saved, tmp_path):
+  model, folder, _ = saved('gemma2')
+  theirs, file = tmp_path / 'theirs', 'adapter_model.safetensors'
+  _adapt(model).to(torch.bfloat16).save_pretrained(theirs)
+  flags = [f'--source={theirs}', f'--base={folder}']
+  assert tiny.convert('import', *flags, f'--output={tmp_path}/run') == 0
+  export = [f'--checkpoint={tmp_path}/run', f'--output={tmp_path}/ours']
+  assert tiny.convert('export', *export, '--layout=peft') == 0
+  first, second = (
+    safetensors.load_file(tmp_path / x / file) for x in ('theirs', 'ours')
+  )
+  assert first.keys() == second.keys()
+  for key, value in first.items():
+    assert value.dtype == torch.bfloat16
+    assert torch.equal(value, second[key].to(torch.bfloat16)), key
+  flags.append(f'--output={tmp_path}/refused')
+  content = (theirs / file).read_bytes()
+  (theirs / file).write_bytes(content[:-9])
+  with pytest.raises(errors.UserError, match='no complete safetensors file'):
+    tiny.convert('import', *flags)
+  (theirs / file).unlink()
+  with pytest.raises(errors.UserError, match=f'has no {file}'):
+    tiny.convert('import', *flags)
+
+
 @pytest.mark.parametrize(
   'options, words',
   [
