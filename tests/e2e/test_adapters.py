@@ -2,12 +2,13 @@
 
 import dataclasses
 import json
+import shutil
 
 import numpy as np
 import pytest
 
 import encdec_adapt
-from encdec_adapt import train
+from encdec_adapt import serve, train
 from encdec_adapt.base import errors
 from encdec_adapt.checkpoints import manager
 from encdec_adapt.inference import engine as engine_lib
@@ -144,7 +145,8 @@ def test_a_server_reads_several_runs_over_one_base(
   folder, tuned, base, tmp_path
 ):
   loaded = encdec_adapt.load(base)
-  adapters = served_adapters.read(loaded, [str(tuned)])
+  runs = served_adapters.open_runs(loaded.stored, [str(tuned)])
+  adapters = {k: served_adapters.read(loaded, run) for k, run in runs.items()}
   engine = loaded.engine(rows=2, adapters=adapters)
   prompt = loaded.tokenizer.encode('the quick brown')
   merged = encdec_adapt.load(tuned).engine(rows=1)
@@ -163,7 +165,50 @@ def test_a_server_reads_several_runs_over_one_base(
     ([folder / 'decoder'], 'not a run of adapters over'),
   ):
     with pytest.raises(errors.UserError, match=words):
-      served_adapters.read(loaded, [*map(str, runs)])
+      served_adapters.open_runs(loaded.stored, [*map(str, runs)])
+
+
+def test_a_server_reads_prompts_as_each_run_did(
+  tuned, base, tmp_path, monkeypatch
+):
+  pytest.importorskip('uvicorn', reason='needs pip install -e .[serve]')
+  from starlette import testclient
+
+  from encdec_adapt.serving import http_app
+
+  # A run of the same adapters, of pairs behind a task prefix.
+  asking = shutil.copytree(tuned, tmp_path / 'asking')
+  config = json.loads((asking / 'config.json').read_text())
+  config['data'] |= {
+    'objective': 'pairs:prefix=over the lazy ',
+    'source': 'pairs:none#a,b',
+  }
+  (asking / 'config.json').write_text(json.dumps(config))
+  answers = {}
+
+  def ask(service, host, port):
+    client = testclient.TestClient(service.app, 'http://localhost')
+    for name in ('base', 'tuned', 'asking'):
+      body = {'prompt': 'the fox', 'temperature': 0, 'model': name}
+      answers[name] = client.post('/v1/completions', json=body).json()
+    service.thread.close()
+    return 0
+
+  monkeypatch.setattr(http_app, 'run', ask)
+  flags = f'--checkpoint={base}', f'--adapters={tuned},{asking}'
+  flags += '--max_prompt=32', '--max_tokens=16', '--batch_size=1'
+  port = f'--port={tiny.free_port()}'
+  assert tiny.call(serve, *flags, '--nowarm_up', port) == 0
+  for name, run, text in (
+    ('base', base, 'the fox'),
+    ('tuned', tuned, 'the fox'),
+    ('asking', tuned, 'over the lazy the fox'),
+  ):
+    model = encdec_adapt.load(run)
+    count = answers[name]['usage']['prompt_tokens']
+    assert count == 1 + len(model.tokenizer.encode(text)), name  # And BOS.
+    [expected] = model.generate([text], max_tokens=16)
+    assert answers[name]['choices'][0]['text'] == expected, name
 
 
 @pytest.mark.long
