@@ -103,6 +103,7 @@ def main(values: flags.FlagValues) -> int:
   if not http_app.is_free(values.host, values.port):
     return 1
   stored = model_on_disk.open_model(values.checkpoint)
+  model_on_disk.require_head(stored)
   opened = stored.require_vocabularies()
   if stored.model.decoder.embedding:
     if values.adapters:

@@ -54,6 +54,7 @@ _FILES = (
   tensor_folder.GENERATION,
   tensor_folder.INDEX,
   embedding_files.PROMPTS,
+  embedding_files.MODULES,
   *vision.PROCESSORS,
   *TOKENIZERS,
 )
@@ -601,6 +602,23 @@ def require_decoder_only(source: StoredModel) -> None:
     raise errors.UserError(
       f'{source.path} is a model of kind {source.model.architecture.name};'
       ' adaptation starts from decoder-only models.'
+    )
+
+
+def require_head(stored: StoredModel) -> None:
+  """Checks a model that is to be used as it is.
+
+  Raises:
+    UserError: it is a folder of `sentence_transformers`, of which only the
+      stack is read.
+  """
+  is_run, head = stored.checkpoint, stored.model.decoder.embedding
+  if not (is_run or head) and (stored.path / embedding_files.MODULES).exists():
+    raise errors.UserError(
+      f'{stored.path} has the {embedding_files.MODULES} of'
+      ' sentence_transformers: such folders are written only, and pooling and'
+      ' projections are not read. Give the run that it was exported from, or'
+      ' train from its stack (config.init.encoder).'
     )
 
 
