@@ -342,6 +342,15 @@ def test_the_configuration_decides_head_and_parts():
       },
       'vectors=64; to be .* the 128',
     ),
+    ({'loss__kind': 'infonce:scores=1'}, "'embed:x#q,p' lacks scores=FIELD"),
+    ({'data__source': 'embed:x#q,p,scores=s'}, 'has scores=FIELD; give'),
+    (
+      {
+        'data__source': 'embed:x#q,p,vectors=v',
+        'data__objective': 'embed:vectors=128',
+      },
+      'has vectors=FIELD; give vectors a weight',
+    ),
     ({'loss__kind': 'infonce:temperature=0'}, 'temperature is 0.0'),
     ({'loss__kind': ''}, 'rows have several answers or texts'),
     (

@@ -47,6 +47,8 @@ from encdec_adapt.training.losses import loss
 
 # Below every logit, and finite: infinities are NaN in gradients.
 _HIDDEN = -1e30
+# Fields of `embed:` sources that have a weight of their name.
+_FIELDS = ('scores', 'vectors')
 _LOWEST = 0.01  # Temperature that a learnt one does not fall below, as in CLIP.
 
 
@@ -107,6 +109,11 @@ class InfoNce(loss.Loss):
   def references(self) -> tuple[str, ...]:
     """The teacher, if its vectors are learnt."""
     return ('teacher',) * (self.form.teacher > 0)
+
+  @property
+  def source_fields(self) -> Mapping[str, bool]:
+    """Scores and vectors, if they have weights."""
+    return {name: getattr(self.form, name) > 0 for name in _FIELDS}
 
   @property
   def accepts(self) -> tuple[architectures.Architecture, ...]:
