@@ -44,8 +44,10 @@ def merged(
     layers, rank = part.shape[:start], a.shape[-1]
     inputs = a.read_part(index[:middle] + every)
     outputs = b.read_part(index[:start] + every + index[middle:])
+    # In float32 whatever is stored: PEFT may have written float16.
     update = np.matmul(
-      inputs.reshape(*layers, -1, rank), outputs.reshape(*layers, rank, -1)
+      np.asarray(inputs, np.float32).reshape(*layers, -1, rank),
+      np.asarray(outputs, np.float32).reshape(*layers, rank, -1),
     )
     return part + np.float32(adapters.options.scale) * update.reshape(
       part.shape

@@ -94,21 +94,30 @@ def open_base(
 
 
 def reopen(
-  described: Mapping[str, str], moved: str, placement: state_lib.Placement
+  saved: Mapping[str, Any], moved: str, placement: state_lib.Placement
 ) -> FrozenBase:
   """Opens the base that a checkpoint of adapters was trained over.
 
   Args:
-    described: name and digest of the base in the metadata of the checkpoint.
+    saved: metadata of the checkpoint.
     moved: `config.init.encoder`, which names the base if it was moved.
     placement: the trained model and its mesh, with the adapters.
 
   Raises:
-    UserError: it is missing or was changed.
+    UserError: it is missing or was changed, or the adapters would have another
+      meaning in steps from here on.
   """
-  target = placement.model.config
+  ours, target = placement.adapters, placement.model.config
+  options = adapters_lib.parse(saved['config']['train']['lora'])
+  theirs = adapters_lib.Adapters(ours.model, options)
+  if not _are_alike(theirs, ours) or options.base != ours.options.base:
+    raise errors.UserError(
+      f'{adapters_lib.LABEL} is {ours.options.text}, and the checkpoint was'
+      f' trained with {options.text}; set it back, or start in another'
+      ' --workdir.'
+    )
   return FrozenBase(
-    model_on_disk.open_base(described, moved, target), placement
+    model_on_disk.open_base(saved['base'], moved, target), placement
   )
 
 

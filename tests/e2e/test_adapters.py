@@ -10,7 +10,7 @@ import pytest
 import encdec_adapt
 from encdec_adapt import serve, train
 from encdec_adapt.base import errors
-from encdec_adapt.checkpoints import manager
+from encdec_adapt.checkpoints import checksums, manager
 from encdec_adapt.inference import engine as engine_lib
 from encdec_adapt.serving import served_adapters
 from encdec_adapt.telemetry import metrics
@@ -91,12 +91,20 @@ def test_resuming_is_exact_and_refuses_a_changed_base(
     text = json.loads(meta.read_text())
     text['base'][key] = value
     meta.write_text(json.dumps(text))
-    (step / 'checksums.json').unlink()
+    checksums.write(step)
 
   # As if it had been moved: `init.encoder` of the flags names it.
   change('name', 'moved/base')
   _train(flags, part, '--config.train.steps=12')
   tiny.assert_same_params(part, tuned)
+  # Something else is there now, or the run without the step.
+  for name in (folder / 'decoder', f'{base}@7'):
+    change('name', str(name))
+    assert encdec_adapt.load(part).stored.base.path == base
+  for old, new in (('alpha=8', 'alpha=4'), ('=0.1', '=0.1,base=int8')):
+    changed = _flags(pairs, base, LORA.replace(old, new))
+    with pytest.raises(errors.UserError, match=f'{new}.* trained with rank=2'):
+      _train(changed, part, '--config.train.steps=14')
   change('digest', '0' * 16)
   with pytest.raises(errors.UserError, match='is another model now'):
     _train(flags, part, '--config.train.steps=14')

@@ -81,6 +81,29 @@ def test_adapters_come_in_and_go_out(saved, tmp_path, name):
   )
 
 
+def test_float16_is_merged_in_float32(saved, tmp_path):
+  model, folder, _ = saved('qwen2')
+  theirs = _adapt(model).to(torch.float16)
+  theirs.save_pretrained(tmp_path / 'theirs')
+  flags = [f'--source={tmp_path}/theirs', f'--base={folder}']
+  assert tiny.convert('import', *flags, f'--output={tmp_path}/run') == 0
+  name = 'base_model.model.model.layers.1.mlp.down_proj.lora_{}.weight'
+  stored = safetensors.load_file(
+    tmp_path / 'theirs' / 'adapter_model.safetensors'
+  )
+  a, b = (stored[name.format(x)].double().numpy() for x in 'AB')
+  whole = model.model.layers[1].mlp.down_proj.weight.detach().numpy()
+  arrays = model_on_disk.open_model(tmp_path / 'run').arrays()
+  np.testing.assert_allclose(
+    np.asarray(arrays['decoder/blocks/layer_0/mlp/down'])[1],
+    (whole + 7 / 3 * b @ a).T,
+    atol=1e-6,
+  )
+  export = [f'--checkpoint={tmp_path}/run', f'--output={tmp_path}/ours']
+  with pytest.raises(errors.UserError, match='dtype=float16 is for whole'):
+    tiny.convert('export', *export, '--layout=peft', '--dtype=float16')
+
+
 def test_bfloat16_stays_and_damage_is_named(saved, tmp_path):
   model, folder, _ = saved('gemma2')
   theirs, file = tmp_path / 'theirs', 'adapter_model.safetensors'
