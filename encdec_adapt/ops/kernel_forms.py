@@ -88,6 +88,20 @@ class Adapted:
     return jnp.where(mask, x / (1 - self.dropout), 0).astype(x.dtype)
 
 
+def for_part(kernel: Any, index: Any) -> Any:
+  """Returns a kernel with the dropout masks of a part of a batch.
+
+  Args:
+    kernel: an array, `Quantized` or `Adapted`, perhaps of several layers.
+    index: index of the part.
+  """
+  if getattr(kernel, 'key', None) is None:
+    return kernel
+  fold = jax.random.fold_in
+  fold = jax.vmap(fold, (0, None)) if kernel.key.ndim else fold
+  return kernel.replace(key=fold(kernel.key, index))
+
+
 def dense(kernel: Any, stacked: bool = False) -> Array:
   """Returns a kernel as an array, float32 unless it is one.
 

@@ -11,6 +11,7 @@ import pytest
 from encdec_adapt import config as config_lib
 from encdec_adapt.base import errors
 from encdec_adapt.evaluation.measures import perplexity
+from encdec_adapt.models import adapters as adapters_lib
 from encdec_adapt.models import build, embedding_head, model_config
 from encdec_adapt.objectives import embeddings, framing, objective_names
 from encdec_adapt.ops import kernel_forms
@@ -291,6 +292,25 @@ def test_adapters_start_at_the_loss_of_their_base_and_learn():
     metrics.append(float(values['loss']))
   assert metrics[0] == pytest.approx(float(terms['loss']) / 14, rel=1e-5)
   assert metrics[-1] < metrics[0] / 2
+
+
+def test_parts_of_a_batch_have_masks_of_their_own():
+  options = adapters_lib.parse('rank=4,alpha=8,dropout=0.5')
+  adapters = adapters_lib.Adapters(MODEL.config, options)
+  base = MODEL.init(jax.random.key(0))
+  flat = traverse_util.flatten_dict(base, sep='/')
+  trained = {
+    path: flat[path] if path in flat else jnp.full(info.shape, 0.1)
+    for path, info in adapters.table.items()
+  }
+  trained = traverse_util.unflatten_dict(trained, sep='/')
+  # Rows of different parts with the same texts.
+  batch = {k: jnp.asarray(x)[jnp.zeros(2, int)] for k, x in _batch(2).items()}
+  loss = infonce.InfoNce(kind='infonce', parts=2)
+  for key, equal in ((None, True), (jax.random.key(2), False)):
+    params = adapters.attach(base, trained, key)
+    first, second = loss.predict(MODEL, params, batch).hidden
+    assert np.allclose(first, second, atol=1e-5) == equal
 
 
 def _config(**changes):

@@ -42,7 +42,7 @@ from encdec_adapt.base import errors, keys
 from encdec_adapt.models import architecture as architectures
 from encdec_adapt.models import embedding_head, model_config
 from encdec_adapt.objectives import embeddings
-from encdec_adapt.ops import partition
+from encdec_adapt.ops import kernel_forms, partition
 from encdec_adapt.training.losses import loss
 
 # Below every logit, and finite: infinities are NaN in gradients.
@@ -163,7 +163,7 @@ class InfoNce(loss.Loss):
     fields = [batch[f'encoder_{name}'] for name in names]
     head = model.config.decoder.embedding
 
-    def embed(fields, key):
+    def embed(fields, key, index=None):
       fields = [partition.shard(x, 'batch', 'length') for x in fields]
       # No change here, but gradients of each part then have these shardings.
       # Kernels of `ops.kernel_forms` are frozen, and adapters small.
@@ -173,6 +173,8 @@ class InfoNce(loss.Loss):
         for path, x in flat.items()
         if isinstance(x, jax.Array)
       }
+      if index is not None:
+        flat = {k: kernel_forms.for_part(x, index) for k, x in flat.items()}
       tree = traverse_util.unflatten_dict(flat, sep='/')
       routes = None if routing is None else []
       masks = dropout and dropout._replace(key=key)
@@ -190,7 +192,7 @@ class InfoNce(loss.Loss):
       parts = [partition.split_rows(x, self.parts) for x in fields]
       vectors, collected = jax.lax.map(
         lambda part: jax.checkpoint(embed)(*part),
-        (parts, jax.random.split(key, self.parts)),
+        (parts, jax.random.split(key, self.parts), jnp.arange(self.parts)),
       )
       vectors = partition.join_rows(vectors)
     if routing is not None:
