@@ -39,11 +39,11 @@ class FrozenBase:
     """Reads the frozen parameters as they are held, nested and sharded."""
     placement, arrays, base = self.placement, self.source.arrays(), {}
     dtype = placement.model.compute.dtype
-    whole = dataclasses.replace(placement, adapters=None).parameters
+    shardings = dataclasses.replace(placement, adapters=None).parameters
     for path, shape in state_lib.flatten(placement.abstract_base()).items():
       # Without a float32 copy, unless it is quantised from it.
       stored = getattr(shape, 'dtype', np.float32)
-      array = model_on_disk.place(arrays[path], whole[path], stored)
+      array = model_on_disk.place(arrays[path], shardings[path], stored)
       base[path] = jax.jit(
         functools.partial(placement.adapters.freeze, path, dtype=dtype),
         out_shardings=jax.tree.map(lambda x: x.sharding, shape),
@@ -70,8 +70,9 @@ class FrozenBase:
   def shares(self, source: model_on_disk.StoredModel) -> bool:
     """Returns whether a model is the base, or adapters like these over it."""
     theirs, ours = source.adapters, self.placement.adapters
-    same = (source.base or source).digest == self.source.digest
-    return same and (theirs is None or _are_alike(theirs, ours))
+    if (source.base or source).digest != self.source.digest:
+      return False
+    return theirs is None or _are_alike(theirs, ours)
 
 
 def open_base(

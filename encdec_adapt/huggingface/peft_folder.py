@@ -153,8 +153,8 @@ def read(
         ' only. Merge those with PEFT, and import the merged model.'
       )
     tensor_folder.check_finite(name, tensors[name], folder / WEIGHTS)
-    ours, whole = slot.to_ours(tensors[name]), adapters.table[slot.path].shape
-    arrays.setdefault(slot.path, np.zeros(whole, ours.dtype))
+    ours, info = slot.to_ours(tensors[name]), adapters.table[slot.path]
+    arrays.setdefault(slot.path, np.zeros(info.shape, ours.dtype))
     # Rows that pad a table stay zero.
     arrays[slot.path][slot.index][: len(ours)] = ours
   return adapters, arrays

@@ -56,8 +56,9 @@ class Quantized:
     shape[axis : axis + 1] = blocks, 2 * shape[axis] // blocks
     scale = jnp.expand_dims(self.scale, axis + 1)
     shape, codes = tuple(shape), codes.reshape(shape)
-    whole = (*shape[:axis], shape[axis] * shape[axis + 1], *shape[axis + 2 :])
-    return (codes * scale).reshape(whole).astype(dtype)
+    length = shape[axis] * shape[axis + 1]
+    kernel = (codes * scale).reshape(*shape[:axis], length, *shape[axis + 2 :])
+    return kernel.astype(dtype)
 
 
 @flax.struct.dataclass

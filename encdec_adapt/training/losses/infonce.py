@@ -145,10 +145,10 @@ class InfoNce(loss.Loss):
         f"{texts}, which has no texts to embed; choose 'embed'."
       )
     size = model.decoder.embedding.sizes(model.decoder.width)[0]
-    given = {objective.maker.vectors for objective in objectives}
-    if self.form.vectors and given != {size}:
+    vectors = {objective.maker.vectors for objective in objectives}
+    if self.form.vectors and vectors != {size}:
       raise errors.UserError(
-        f'{texts} has vectors={max(given)}; to be learnt they must have the'
+        f'{texts} has vectors={max(vectors)}; to be learnt they must have the'
         f" {size} numbers of the model's, by its projections"
         f' ({embedding_head.LABEL}).'
       )
@@ -234,8 +234,8 @@ class InfoNce(loss.Loss):
 
   def row_ratios(self, model, params, batch, references=None):
     """Computes held-out metrics row by row; see `loss.Loss.row_ratios`."""
-    whole = dataclasses.replace(self, parts=1)
-    outputs = whole.predict(model, params, batch)
+    batch_loss = dataclasses.replace(self, parts=1)
+    outputs = batch_loss.predict(model, params, batch)
     values = self._compare(outputs, outputs.hidden, batch)
     weight = jnp.sum(batch['weights'], axis=1)
     ratios = [[jnp.sum(value, axis=1), weight] for value in values]
@@ -269,11 +269,11 @@ class InfoNce(loss.Loss):
     in_example = owners == owners[:, None]
     positive = in_example & (roles == embeddings.POSITIVE)
     # The positive follows its query.
-    same = checksums == jnp.roll(checksums, -1)[:, None]
-    same |= (roles == embeddings.POSITIVE) & (
+    duplicates = checksums == jnp.roll(checksums, -1)[:, None]
+    duplicates |= (roles == embeddings.POSITIVE) & (
       checksums[owners] == checksums[:, None]
     )
-    counted = positive | ((roles >= embeddings.POSITIVE) & ~same)
+    counted = positive | ((roles >= embeddings.POSITIVE) & ~duplicates)
     logits = jnp.where(counted, self._logits(outputs, similarity), _HIDDEN)
     positive_logit = jnp.sum(jnp.where(positive, logits, 0), axis=1)
     nearest = positive_logit >= jnp.max(logits, axis=1)
