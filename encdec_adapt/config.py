@@ -545,3 +545,4 @@ def _check_sources(settings: Settings, sources: bool) -> None:
       ' other model (config.loss).'
     )
   loss.check(settings.model, settings.data.objectives)
+  settings.data.check_fields(loss.source_fields, loss.kind)

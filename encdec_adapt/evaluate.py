@@ -191,6 +191,7 @@ def run(values: flags.FlagValues) -> dict[str, list[results_store.Score]]:
     # Opens every model, so that bad input is refused before the first hours.
     models = {path: model_on_disk.open_model(path) for path in folders}
     for stored in models.values():
+      model_on_disk.require_head(stored)
       for evaluation in evaluations:
         evaluation.check(stored)
       if values.pairs or values.run_prefix:

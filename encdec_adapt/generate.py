@@ -120,6 +120,7 @@ def main(values: flags.FlagValues) -> int:
   texts = json.dumps(list(prompts.values())).encode()
   with command.processes(values, prompts=hashlib.sha256(texts).hexdigest()):
     stored = model_on_disk.open_model(values.checkpoint)
+    model_on_disk.require_head(stored)
     rewards = _open_rewards(values)
     # Embeddings come from the encoder, without a decoder that needs room.
     generated = 0 if values.embed else values.max_tokens

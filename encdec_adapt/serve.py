@@ -103,6 +103,7 @@ def main(values: flags.FlagValues) -> int:
   if not http_app.is_free(values.host, values.port):
     return 1
   stored = model_on_disk.open_model(values.checkpoint)
+  model_on_disk.require_head(stored)
   opened = stored.require_vocabularies()
   if stored.model.decoder.embedding:
     if values.adapters:
@@ -117,11 +118,14 @@ def main(values: flags.FlagValues) -> int:
     name = model_on_disk.title(stored.name)
     service = embedding_app.EmbeddingService(loaded, name, rows, values.host)
     return http_app.run(service, values.host, values.port)
-  prompts = prompt_encoding.PromptEncoder(stored, prefix=values.prefix)
-  prompt_encoding.print_prefix(stored, values.prefix)
+  runs = served_adapters.open_runs(stored, values.adapters)
+  models, prompts = {model_on_disk.title(stored.name): stored, **runs}, {}
+  for name, model in models.items():  # Each as its run read prompts.
+    prompts[name] = prompt_encoding.PromptEncoder(model, prefix=values.prefix)
+    prompt_encoding.print_prefix(model, values.prefix)
   longest = pretrained_files.prompt_room(stored)
   loaded = model_in_memory.read_as_trained(stored)
-  adapters = served_adapters.read(loaded, values.adapters)
+  adapters = {k: served_adapters.read(loaded, x) for k, x in runs.items()}
   ids = loaded.special_ids
   # A request may be a chat or plain text; both end at the first of these ids.
   if chat_format.find_template(opened.decoder):
@@ -147,7 +151,8 @@ def main(values: flags.FlagValues) -> int:
     count = engine.warm_up()
     print(f'compiled {count} programs in {time.monotonic() - start:.1f} s')
   # Fails now if the parameters do not fit.
-  list(engine.run([engine_lib.Request(prompts.frame([]), 2)]))
+  empty = next(iter(prompts.values())).frame([])
+  list(engine.run([engine_lib.Request(empty, 2)]))
   served = http_app.Served(
     name=model_on_disk.title(stored.name),
     step=stored.step,
@@ -158,7 +163,6 @@ def main(values: flags.FlagValues) -> int:
     max_queue=values.max_queue,
     timeout=values.timeout,
     host=values.host,
-    adapters=tuple(adapters),
   )
   return http_app.run(
     http_app.Service(engine, served), values.host, values.port

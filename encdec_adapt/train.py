@@ -187,7 +187,7 @@ def train(
     base = None
     if placement.adapters:
       moved = settings.init.encoder
-      base = frozen_base.reopen(saved['base'], moved, placement)
+      base = frozen_base.reopen(saved, moved, placement)
     cost = compute_cost.Cost(**checkpoint.read_data())
 
   # -- Data --------------------------------------------------------------------

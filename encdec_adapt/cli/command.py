@@ -301,7 +301,8 @@ def run_subcommand(
   """
   name = argv[0] if argv else ''
   if name in ('-h', '--help', '--helpfull'):
-    lines = [f'  {n:<9}{c.summary}' for n, c in commands.items()]
+    width = max(map(len, commands)) + 2
+    lines = [f'  {n:<{width}}{c.summary}' for n, c in commands.items()]
     print(f'{description}\n\ncommands:\n' + '\n'.join(lines))
     return 0
   if name not in commands:

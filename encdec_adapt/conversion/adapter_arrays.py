@@ -39,13 +39,15 @@ def merged(
   def read(path: str, index: tuple[slice, ...]) -> np.ndarray:
     a, b = (trained[f'{path}/{x}'] for x in (adapters_lib.A, adapters_lib.B))
     start, middle = int(layers_index.is_stacked(path)), len(a.shape) - 1
-    every = (slice(None),)
+    rank_slice = (slice(None),)
     part = np.asarray(base[path].read_part(index), np.float32)
     layers, rank = part.shape[:start], a.shape[-1]
-    inputs = a.read_part(index[:middle] + every)
-    outputs = b.read_part(index[:start] + every + index[middle:])
+    inputs = a.read_part(index[:middle] + rank_slice)
+    outputs = b.read_part(index[:start] + rank_slice + index[middle:])
+    # In float32 whatever is stored: PEFT may have written float16.
     update = np.matmul(
-      inputs.reshape(*layers, -1, rank), outputs.reshape(*layers, rank, -1)
+      np.asarray(inputs, np.float32).reshape(*layers, -1, rank),
+      np.asarray(outputs, np.float32).reshape(*layers, rank, -1),
     )
     return part + np.float32(adapters.options.scale) * update.reshape(
       part.shape

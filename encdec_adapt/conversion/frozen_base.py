@@ -39,11 +39,11 @@ class FrozenBase:
     """Reads the frozen parameters as they are held, nested and sharded."""
     placement, arrays, base = self.placement, self.source.arrays(), {}
     dtype = placement.model.compute.dtype
-    whole = dataclasses.replace(placement, adapters=None).parameters
+    shardings = dataclasses.replace(placement, adapters=None).parameters
     for path, shape in state_lib.flatten(placement.abstract_base()).items():
       # Without a float32 copy, unless it is quantised from it.
       stored = getattr(shape, 'dtype', np.float32)
-      array = model_on_disk.place(arrays[path], whole[path], stored)
+      array = model_on_disk.place(arrays[path], shardings[path], stored)
       base[path] = jax.jit(
         functools.partial(placement.adapters.freeze, path, dtype=dtype),
         out_shardings=jax.tree.map(lambda x: x.sharding, shape),
@@ -70,8 +70,9 @@ class FrozenBase:
   def shares(self, source: model_on_disk.StoredModel) -> bool:
     """Returns whether a model is the base, or adapters like these over it."""
     theirs, ours = source.adapters, self.placement.adapters
-    same = (source.base or source).digest == self.source.digest
-    return same and (theirs is None or _are_alike(theirs, ours))
+    if (source.base or source).digest != self.source.digest:
+      return False
+    return theirs is None or _are_alike(theirs, ours)
 
 
 def open_base(
@@ -94,21 +95,30 @@ def open_base(
 
 
 def reopen(
-  described: Mapping[str, str], moved: str, placement: state_lib.Placement
+  saved: Mapping[str, Any], moved: str, placement: state_lib.Placement
 ) -> FrozenBase:
   """Opens the base that a checkpoint of adapters was trained over.
 
   Args:
-    described: name and digest of the base in the metadata of the checkpoint.
+    saved: metadata of the checkpoint.
     moved: `config.init.encoder`, which names the base if it was moved.
     placement: the trained model and its mesh, with the adapters.
 
   Raises:
-    UserError: it is missing or was changed.
+    UserError: it is missing or was changed, or the adapters would have another
+      meaning in steps from here on.
   """
-  target = placement.model.config
+  ours, target = placement.adapters, placement.model.config
+  options = adapters_lib.parse(saved['config']['train']['lora'])
+  theirs = adapters_lib.Adapters(ours.model, options)
+  if not _are_alike(theirs, ours) or options.base != ours.options.base:
+    raise errors.UserError(
+      f'{adapters_lib.LABEL} is {ours.options.text}, and the checkpoint was'
+      f' trained with {options.text}; set it back, or start in another'
+      ' --workdir.'
+    )
   return FrozenBase(
-    model_on_disk.open_base(described, moved, target), placement
+    model_on_disk.open_base(saved['base'], moved, target), placement
   )
 
 

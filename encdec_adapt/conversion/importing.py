@@ -84,6 +84,7 @@ def import_folder(values: flags.FlagValues, _: list[str]) -> int:
         ' has a config.json of its own.'
       )
     source = open_model(values.source, values)
+    model_on_disk.require_head(source)
     files = pretrained_files.folders(path)
   for line in coverage_lib.by_reason(source.unused):
     print(f'unused: {line}')

@@ -283,8 +283,8 @@ def read_references(
   """
 
   def read(reference: Reference) -> base_model.Params:
-    same = frozen and frozen.placement.model == reference.placement.model
-    if same and frozen.shares(reference.source):
+    shares = frozen and shares_base(reference.placement, frozen.placement)
+    if shares and frozen.shares(reference.source):
       start = frozen.start(reference.source)
       return frozen.placement.attach(base, start)
     return reference.read()
@@ -292,6 +292,22 @@ def read_references(
   params = {name: read(r) for name, r in references.items()}
   digests = {name: r.digest(params[name]) for name, r in references.items()}
   return params, digests
+
+
+def shares_base(
+  reference: state_lib.Placement, placement: state_lib.Placement
+) -> bool:
+  """Returns whether a reference can be made of a job's frozen base.
+
+  It cannot if it is another model, or of another `config.teacher.dtype`.
+
+  Args:
+    reference: placement of the reference.
+    placement: that of the trained model, with adapters.
+  """
+  dtype = jnp.dtype(placement.model.compute.dtype)
+  same = reference.model == placement.model
+  return same and jnp.dtype(reference.dtype) == dtype
 
 
 def open_references(

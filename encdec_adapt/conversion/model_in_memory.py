@@ -487,7 +487,8 @@ def load(
 
   Raises:
     UserError: there is no model, it is damaged or unsupported, it does not
-      divide over the mesh, or it has no such encoder.
+      divide over the mesh, or it has no such encoder; see also
+      `model_on_disk.require_head`.
   """
   multiple = None
   # Tables must divide over the mesh, and folders have any number of rows.
@@ -497,6 +498,7 @@ def load(
   stored = model_on_disk.open_model(
     path, encoder_window=encoder_window, vocab_multiple=multiple
   )
+  model_on_disk.require_head(stored)
   return read(stored, dtype=dtype, mesh=mesh)
 
 

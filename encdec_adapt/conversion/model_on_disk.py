@@ -54,6 +54,7 @@ _FILES = (
   tensor_folder.GENERATION,
   tensor_folder.INDEX,
   embedding_files.PROMPTS,
+  embedding_files.MODULES,
   *vision.PROCESSORS,
   *TOKENIZERS,
 )
@@ -433,30 +434,29 @@ def open_base(
   Args:
     described: its name and digest in the metadata of a checkpoint.
     moved: name of a copy of the base, or of adapters over it, which is opened
-      if nothing has the first name; '' for none.
+      if the first name has no such model; '' for none.
     target: the model with the adapters, see `view_for`.
 
   Raises:
-    UserError: it is missing, or it is another model.
+    UserError: none of the two is the base; says why.
   """
-  names = filter(None, (described['name'], moved))
-  name = next((x for x in names if resolve(x)[0].exists()), None)
-  remedy = (
-    'put it back, or name a copy of it by init.encoder: in the config.json of'
-    ' their run, or among the flags that resume it.'
+  problems = []
+  for name in dict.fromkeys(filter(None, (described['name'], moved))):
+    try:
+      model = open_model(name, vocab_multiple=target.decoder.vocab_multiple)
+    except errors.UserError as error:
+      problems.append(f'{name} cannot be opened ({error})')
+      continue
+    # Adapters that are trained further start from a run of adapters.
+    base = model.base or model
+    if base.digest == described['digest']:
+      return view_for(base, target)
+    problems.append(f'{name} is another model now')
+  raise errors.UserError(
+    f'the base of adapters is not found: {"; ".join(problems)}. Put'
+    f' {described["name"]} back, or name a copy of it by init.encoder: in the'
+    ' config.json of their run, or among the flags that resume it.'
   )
-  if name is None:
-    raise errors.UserError(
-      f'the base {described["name"]} of adapters is missing; {remedy}'
-    )
-  model = open_model(name, vocab_multiple=target.decoder.vocab_multiple)
-  # Adapters that are trained further start from a run of adapters.
-  base = model.base or model
-  if base.digest != described['digest']:
-    raise errors.UserError(
-      f'the base {name} of adapters is another model now; {remedy}'
-    )
-  return view_for(base, target)
 
 
 def open_checkpoint(
@@ -601,6 +601,23 @@ def require_decoder_only(source: StoredModel) -> None:
     raise errors.UserError(
       f'{source.path} is a model of kind {source.model.architecture.name};'
       ' adaptation starts from decoder-only models.'
+    )
+
+
+def require_head(stored: StoredModel) -> None:
+  """Checks a model that is to be used as it is.
+
+  Raises:
+    UserError: it is a folder of `sentence_transformers`, of which only the
+      stack is read.
+  """
+  is_run, head = stored.checkpoint, stored.model.decoder.embedding
+  if not (is_run or head) and (stored.path / embedding_files.MODULES).exists():
+    raise errors.UserError(
+      f'{stored.path} has the {embedding_files.MODULES} of'
+      ' sentence_transformers: such folders are written only, and pooling and'
+      ' projections are not read. Give the run that it was exported from, or'
+      ' train from its stack (config.init.encoder).'
     )
 
 

@@ -36,9 +36,16 @@ def export_adapters(
   """Writes a folder that PEFT loads over the exported base.
 
   Raises:
-    UserError: the model is not a run of adapters, or PEFT cannot hold them.
+    UserError: the model is not a run of adapters, PEFT cannot hold them, or a
+      flag is of whole models.
   """
   adapters, base = _require_adapters(stored), stored.base.full_name
+  for name in ('dtype', 'vision', 'embedding', 'language', 'evaluation'):
+    if value := values[name].value:
+      raise errors.UserError(
+        f'--{name}={value} is for whole models, and --layout=peft writes'
+        ' adapters alone; leave it out, or choose another layout.'
+      )
   layout = _layout(stored.model)
   files = peft_folder.files(adapters, stored.trained(), layout, base)
   with new_folder.new_folder(values.output) as draft:

@@ -198,6 +198,32 @@ class DataConfig:
         ' preferences:.., classify and tag labels:..).'
       )
 
+  def check_fields(self, fields: Mapping[str, bool], loss: str) -> None:
+    """Checks that the sources have the fields that a loss reads, and no more.
+
+    Args:
+      fields: name of a field of sources, such as `scores` -> whether the loss
+        reads it.
+      loss: `config.loss.kind`.
+
+    Raises:
+      UserError: a field is not in the sources, or is there and not read.
+    """
+    names = [
+      text_sources.named_fields(source, self.seqio_modules)
+      for source, _ in (mixtures.parse(self.source) if self.source else ())
+    ]
+    for name, is_read in fields.items() if names and None not in names else ():
+      if is_read == any(name in entry for entry in names):
+        continue
+      remedy = f'lacks {name}=FIELD; name the field'
+      if not is_read:
+        remedy = f'has {name}=FIELD; give {name} a weight'
+      raise errors.UserError(
+        f'config.loss.kind is {loss!r} and config.data.source {self.source!r}'
+        f' {remedy}, or leave it out of both.'
+      )
+
   def require_source(self) -> None:
     """Refuses a configuration that names no text to make records of.
 

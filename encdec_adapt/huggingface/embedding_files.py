@@ -18,7 +18,8 @@ from encdec_adapt.tokenizers import vocabulary as vocabulary_lib
 
 _PROCESSOR = 'processor_config.json'
 PROMPTS = 'config_sentence_transformers.json'
-_MODULES = 'sentence_transformers.models.'
+MODULES = 'modules.json'
+_CLASSES = 'sentence_transformers.models.'
 _POOLING = {'mean': 'mean_tokens', 'first': 'cls_token', 'last': 'lasttoken'}
 
 
@@ -51,13 +52,13 @@ def files(
     width = size
   parts.append(('Normalize', {}))
   modules = [{'idx': 0, 'name': '0', 'path': ''}]
-  modules[0]['type'] = f'{_MODULES}Transformer'
+  modules[0]['type'] = f'{_CLASSES}Transformer'
   for i, (name, fields) in enumerate(parts, start=1):
     path = f'{i}_{name}'
     content[f'{path}/config.json'] = _json(fields)
     module = {'idx': i, 'name': str(i), 'path': path}
-    modules.append({**module, 'type': f'{_MODULES}{name}'})
-  content['modules.json'] = _json(modules)
+    modules.append({**module, 'type': f'{_CLASSES}{name}'})
+  content[MODULES] = _json(modules)
   limit = {'max_seq_length': room} if room else {}
   content['sentence_bert_config.json'] = _json(limit)
   # Before what other files or the class say: an image processor, for which the

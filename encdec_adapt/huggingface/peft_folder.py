@@ -122,11 +122,15 @@ def read(
         f'{folder / CONFIG} has {name} {value!r}, which has no counterpart'
         ' here; merge such adapters with PEFT, and import the merged model.'
       )
-  with paths.open_to_read(folder / WEIGHTS) as file:
-    stored = safetensors.numpy.load(file.read())
+  if not (folder / WEIGHTS).exists():
+    raise errors.UserError(
+      f'{folder} has no {WEIGHTS}, only {CONFIG}; save the adapters again with'
+      ' save_pretrained, or download that file.'
+    )
+  stored = tensor_folder.TensorFolder(folder, WEIGHTS)
   tensors = {
-    layout.canonical(name.removeprefix(_PREFIX)): tensor
-    for name, tensor in stored.items()
+    layout.canonical(name.removeprefix(_PREFIX)): stored.read(name)
+    for name in stored.tensors
   }
   targets, full = _targets(tensors, model, layout, folder)
   options = adapters_lib.Options(
@@ -149,8 +153,8 @@ def read(
         ' only. Merge those with PEFT, and import the merged model.'
       )
     tensor_folder.check_finite(name, tensors[name], folder / WEIGHTS)
-    ours, whole = slot.to_ours(tensors[name]), adapters.table[slot.path].shape
-    arrays.setdefault(slot.path, np.zeros(whole, ours.dtype))
+    ours, info = slot.to_ours(tensors[name]), adapters.table[slot.path]
+    arrays.setdefault(slot.path, np.zeros(info.shape, ours.dtype))
     # Rows that pad a table stay zero.
     arrays[slot.path][slot.index][: len(ours)] = ours
   return adapters, arrays

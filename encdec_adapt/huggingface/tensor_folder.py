@@ -70,12 +70,13 @@ class TensorFolder:
     tensors: tensor name -> `TensorInfo`, file by file.
   """
 
-  def __init__(self, folder: str | os.PathLike[str]):
+  def __init__(self, folder: str | os.PathLike[str], single: str = SINGLE):
     """Opens a folder and checks the headers of its files; reads no data.
 
     Args:
-      folder: folder with `model.safetensors`, or with
-        `model.safetensors.index.json` and the shards that it names.
+      folder: folder with `single`, or with `model.safetensors.index.json`
+        and the shards that it names.
+      single: name of the file of a folder without shards.
 
     Raises:
       UserError: the folder has no such files or only pickled weights; an
@@ -84,7 +85,7 @@ class TensorFolder:
     self.folder = paths.at(folder)
     self._opened: dict[tuple[paths.Path, str], safetensors.safe_open] = {}
     try:
-      self.tensors = types.MappingProxyType(_tensors(self.folder))
+      self.tensors = types.MappingProxyType(_tensors(self.folder, single))
     except OSError as error:
       raise atomic.cannot_read(error.filename or folder, error) from error
 
@@ -232,17 +233,17 @@ def _read_range(
   return array if index is None else array[index[1]]
 
 
-def _tensors(folder: paths.Path) -> dict[str, TensorInfo]:
+def _tensors(folder: paths.Path, single: str) -> dict[str, TensorInfo]:
   """Reads the headers of the file, or of all shards, of a folder."""
-  has_single, has_index = ((folder / x).exists() for x in (SINGLE, INDEX))
+  has_single, has_index = ((folder / x).exists() for x in (single, INDEX))
   if has_single and has_index:
     # Either may be the rest of an interrupted or repeated download.
     raise errors.UserError(
-      f'{folder} has both {SINGLE} and {INDEX}. Remove the one that does not'
+      f'{folder} has both {single} and {INDEX}. Remove the one that does not'
       ' belong to this model.'
     )
   if has_single:
-    return _headers(folder / SINGLE)
+    return _headers(folder / single)
   if has_index:
     return _open_shards(folder)
   raise _no_weights(folder)

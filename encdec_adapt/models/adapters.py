@@ -91,7 +91,7 @@ class Adapters:
     rank = self.options.rank
     for path in self.kernels:
       start, middle = self._split(path)
-      shape = self._whole[path].shape
+      shape = self._base_table[path].shape
       sides = math.prod(shape[start:middle]), math.prod(shape[middle:])
       if rank > min(sides):
         raise errors.UserError(
@@ -110,44 +110,44 @@ class Adapters:
   @functools.cached_property
   def full(self) -> tuple[str, ...]:
     """Paths of the parameters that train whole."""
-    every = {path: _names(path) for path in self._whole}
-    paths = self._matches('full', self.options.full, every)
+    names = {path: _names(path) for path in self._base_table}
+    paths = self._matches('full', self.options.full, names)
     # Such a head is fresh at first, so that it cannot stay as it is.
     if self.model.decoder.classes or self.model.decoder.embedding:
-      paths |= {path for path in every if 'head' in every[path]}
+      paths |= {path for path in names if 'head' in names[path]}
     return tuple(sorted(paths))
 
   @functools.cached_property
   def kernels(self) -> tuple[str, ...]:
     """Paths of the kernels that have adapters."""
-    every = {
+    names = {
       path: _names(path)
-      for path, info in self._whole.items()
+      for path, info in self._base_table.items()
       if _is_projection(path, info) or _is_table(path)
     }
     if self.options.targets:
-      paths = self._matches('targets', self.options.targets, every)
+      paths = self._matches('targets', self.options.targets, names)
     else:
-      paths = {path for path in every if not _is_table(path)}
+      paths = {path for path in names if not _is_table(path)}
     return tuple(sorted(paths - {*self.full}))
 
   @functools.cached_property
   def frozen(self) -> tuple[str, ...]:
     """Paths of the base's parameters, in the order of the parameter table."""
-    return tuple(path for path in self._whole if path not in self.full)
+    return tuple(path for path in self._base_table if path not in self.full)
 
   @functools.cached_property
   def quantized(self) -> frozenset[str]:
     """Paths of the base's parameters that are held as integers."""
     paths = self.frozen if self.options.base else ()
-    return frozenset(p for p in paths if _is_projection(p, self._whole[p]))
+    return frozenset(p for p in paths if _is_projection(p, self._base_table[p]))
 
   @functools.cached_property
   def table(self) -> Mapping[str, parameters.ParamInfo]:
     """Path of every parameter that trains to its shape and logical axes."""
-    table = {path: self._whole[path] for path in self.full}
+    table = {path: self._base_table[path] for path in self.full}
     for path in self.kernels:
-      info, (start, middle) = self._whole[path], self._split(path)
+      info, (start, middle) = self._base_table[path], self._split(path)
       dims = [*zip(info.shape, info.axes, strict=True)]
       rank = [(self.options.rank, 'rank')]
       outputs = dims[:start] + rank + dims[middle:]
@@ -194,11 +194,11 @@ class Adapters:
       key: random key of dropout; None for no dropout.
     """
     flat = traverse_util.flatten_dict(base, sep='/')
-    new = traverse_util.flatten_dict(trained, sep='/')
-    flat |= {path: new[path] for path in self.full}
+    flat_trained = traverse_util.flatten_dict(trained, sep='/')
+    flat |= {path: flat_trained[path] for path in self.full}
     dropout = self.options.dropout if key is not None else 0.0
     for i, path in enumerate(self.kernels):
-      a, b = (new.get(f'{path}/{name}') for name in (A, B))
+      a, b = (flat_trained.get(f'{path}/{name}') for name in (A, B))
       masks = jax.random.fold_in(key, i) if dropout else None
       if dropout and layers_index.is_stacked(path):
         masks = jax.random.split(masks, a.shape[0])
@@ -218,7 +218,7 @@ class Adapters:
     Returns:
       An array, or `Quantized` for the paths in `quantized`.
     """
-    info = self._whole[path]
+    info = self._base_table[path]
     if path not in self.quantized:
       return kernel.astype(dtype if info.inputs else jnp.float32)
     if self.options.base == 'int8':
@@ -235,7 +235,7 @@ class Adapters:
     Returns:
       A tuple of names; of `Quantized` one in place of each of its arrays.
     """
-    info = self._whole[path]
+    info = self._base_table[path]
     if not isinstance(leaf, kernel_forms.Quantized):
       return info.axes
     # The inputs of a channel, or the blocks, are not divided.
@@ -250,19 +250,19 @@ class Adapters:
     return f'{count:,} parameters train, by {self.options.text}'
 
   @property
-  def _whole(self) -> Mapping[str, parameters.ParamInfo]:
+  def _base_table(self) -> Mapping[str, parameters.ParamInfo]:
     return parameters.parameter_table(self.model)
 
   def _split(self, path: str) -> tuple[int, int]:
     """Returns the first dimension of a kernel's inputs, and of its outputs."""
     start = int(layers_index.is_stacked(path))
     # A table multiplies one-hot tokens.
-    inputs = 1 if _is_table(path) else len(self._whole[path].inputs)
+    inputs = 1 if _is_table(path) else len(self._base_table[path].inputs)
     return start, start + inputs
 
   def _block(self, path: str) -> tuple[int, int]:
     """Returns the axis of a kernel's blocks, from the end, and their size."""
-    info = self._whole[path]
+    info = self._base_table[path]
     # Of these axes fsdp divides none.
     axis = next(i for i, x in enumerate(info.axes) if x in ('head_dim', 'mlp'))
     size = math.gcd(kernel_forms.BLOCK, info.shape[axis])
@@ -274,30 +274,30 @@ class Adapters:
     return axis - len(info.axes), size
 
   def _matches(
-    self, option: str, names: str, every: Mapping[str, frozenset[str]]
+    self, option: str, string: str, names: Mapping[str, frozenset[str]]
   ) -> set[str]:
     """Returns the paths that names of parts match.
 
     Args:
       option: 'targets' or 'full'.
-      names: names divided by '+'; 'decoder/mlp' has to match both of its parts.
-      every: path of every parameter to the names of its parts.
+      string: names divided by '+'; 'decoder/mlp' has to match both parts.
+      names: path of every parameter to the names of its parts.
 
     Raises:
       UserError: a name matches nothing.
     """
     matches = set()
-    for name in names.split('+') if names else ():
+    for name in string.split('+') if string else ():
       parts = {*name.split('/')}
-      paths = {path for path in every if parts <= every[path]}
+      paths = {path for path in names if parts <= names[path]}
       if option == 'targets' and 'embeddings' not in parts:
         paths = {path for path in paths if not _is_table(path)}
       if not paths:
-        known = sorted(frozenset().union(*every.values()))
-        unknown = next((x for x in name.split('/') if x not in known), name)
+        choices = sorted(frozenset().union(*names.values()))
+        unknown = next((x for x in name.split('/') if x not in choices), name)
         raise errors.UserError(
           f'{LABEL}: {option} has {name!r}, which matches nothing of the model'
-          f'{errors.nearest(unknown, known)}; it has {", ".join(known)}.'
+          f'{errors.nearest(unknown, choices)}; it has {", ".join(choices)}.'
         )
       matches |= paths
     return matches

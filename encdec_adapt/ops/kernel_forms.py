@@ -56,8 +56,9 @@ class Quantized:
     shape[axis : axis + 1] = blocks, 2 * shape[axis] // blocks
     scale = jnp.expand_dims(self.scale, axis + 1)
     shape, codes = tuple(shape), codes.reshape(shape)
-    whole = (*shape[:axis], shape[axis] * shape[axis + 1], *shape[axis + 2 :])
-    return (codes * scale).reshape(whole).astype(dtype)
+    length = shape[axis] * shape[axis + 1]
+    kernel = (codes * scale).reshape(*shape[:axis], length, *shape[axis + 2 :])
+    return kernel.astype(dtype)
 
 
 @flax.struct.dataclass
@@ -86,6 +87,20 @@ class Adapted:
       return x
     mask = jax.random.bernoulli(self.key, 1 - self.dropout, x.shape)
     return jnp.where(mask, x / (1 - self.dropout), 0).astype(x.dtype)
+
+
+def for_part(kernel: Any, index: Any) -> Any:
+  """Returns a kernel with the dropout masks of a part of a batch.
+
+  Args:
+    kernel: an array, `Quantized` or `Adapted`, perhaps of several layers.
+    index: index of the part.
+  """
+  if getattr(kernel, 'key', None) is None:
+    return kernel
+  fold = jax.random.fold_in
+  fold = jax.vmap(fold, (0, None)) if kernel.key.ndim else fold
+  return kernel.replace(key=fold(kernel.key, index))
 
 
 def dense(kernel: Any, stacked: bool = False) -> Array:

@@ -15,6 +15,7 @@ from jax import numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from encdec_adapt import config as config_lib
+from encdec_adapt.adaptation import init_section
 from encdec_adapt.base import errors
 from encdec_adapt.conversion import initial_state
 from encdec_adapt.data import data_section
@@ -57,6 +58,7 @@ class Job:
     loss: section `loss`.
     optimizer: section `optimizer`.
     train: section `train`.
+    init: section `init`.
   """
 
   name: str
@@ -69,6 +71,7 @@ class Job:
   loss: losses.loss.Loss
   optimizer: optimizers.OptimizerConfig
   train: train_section.TrainConfig
+  init: init_section.InitConfig
 
   @classmethod
   def of(
@@ -297,11 +300,24 @@ def _trees_beside(job: Job, state: state_lib.TrainState) -> dict[str, Any]:
   references = {name: p.abstract_params() for name, p in placed}
   if job.placed_model.adapters is None:
     return {'optimizer': state.groups, **references}
-  # A reference that is the start is the base without adapters.
-  if job.loss.starts_from_reference and not job.teacher.checkpoint:
-    references = {}
+  if _reads_start(job):  # The base, with no adapters or a few more.
+    references = {
+      name: tree
+      for name, tree in references.items()
+      if not initial_state.shares_base(
+        job.placed_references[name], job.placed_model
+      )
+    }
   base = job.placed_model.abstract_base()
   return {'optimizer': state.groups, 'base': base, **references}
+
+
+def _reads_start(job: Job) -> bool:
+  """Returns whether references are the model that training starts from."""
+  checkpoint = job.teacher.checkpoint
+  if not checkpoint:
+    return job.loss.starts_from_reference
+  return checkpoint == job.init.encoder
 
 
 def _bound_loss(job: Job) -> losses.loss.Loss:

@@ -6,6 +6,7 @@ It is imported only where starlette and uvicorn are installed.
 import asyncio
 import base64
 from collections.abc import Mapping
+import json
 from typing import Any
 
 import numpy as np
@@ -91,12 +92,18 @@ class EmbeddingService:
       'encoding_format': ('float', 'base64'),
       'dimensions': self._sizes,
     }
-    if not texts or not all(isinstance(x, str) and x for x in texts):
-      raise protocol.ApiError(400, 'input must be a text or texts.', 'input')
+    if (
+      not isinstance(texts, list)
+      or not texts
+      or not all(isinstance(x, str) and x for x in texts)
+    ):
+      raise _must_be('input', 'a text or texts', fields.get('input'))
     for name in fields.keys() - {'input', *_HARMLESS}:
-      if fields[name] not in allowed.get(name, ()):
-        values = ', '.join(map(str, allowed.get(name, ()))) or 'left out'
-        raise protocol.ApiError(400, f'{name} must be {values}.', name)
+      value, values = fields[name], allowed.get(name, ())
+      # By type, too: 4.0 and true equal integers.
+      if not any(type(x) is type(value) and x == value for x in values):
+        choices = ', '.join(map(str, values)) or 'left out'
+        raise _must_be(name, choices, value)
     return texts, fields
 
   def _body(
@@ -128,3 +135,9 @@ class EmbeddingService:
     status = 'stopping' if self.draining else 'ok'
     body = {'status': status, 'model': self._name}
     return responses.JSONResponse(body, 503 if self.draining else 200)
+
+
+def _must_be(name: str, values: str, value: Any) -> protocol.ApiError:
+  """Returns the error for a field."""
+  message = f'{name} must be {values}, not {json.dumps(value)[:80]}.'
+  return protocol.ApiError(400, message, name)

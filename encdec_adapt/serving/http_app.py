@@ -5,7 +5,7 @@ It is imported only where starlette and uvicorn are installed.
 
 import asyncio
 import collections
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 import contextlib
 import dataclasses
 import importlib.resources
@@ -41,25 +41,24 @@ class Served:
     name: name of the model.
     step: step of the checkpoint; None for a folder.
     opened: vocabularies.
-    prompts: encoder of the prompts.
+    prompts: encoders of the prompts of the model, which comes first, and of
+      its adapters, by name.
     limits: limits of a request.
     run_prefix: whether prompts of token ids get the task prefix, as texts do.
     max_queue: most requests that wait for a row.
     timeout: seconds that a request may take.
     host: address to listen on.
-    adapters: names of adapters over the model.
   """
 
   name: str
   step: int | None
   opened: vocabulary_pair.Opened
-  prompts: prompt_encoding.PromptEncoder
+  prompts: Mapping[str, prompt_encoding.PromptEncoder]
   limits: protocol.Limits
   run_prefix: bool = False
   max_queue: int = 64
   timeout: float = 300.0
   host: str = '127.0.0.1'
-  adapters: tuple[str, ...] = ()
 
 
 class Service:
@@ -133,7 +132,6 @@ class Service:
       limits=served.limits,
       prompts=served.prompts,
       run_prefix=served.run_prefix,
-      models=(served.name, *served.adapters),
     )
 
   async def _events(
@@ -226,8 +224,7 @@ class Service:
   async def _models(self, _: requests.Request) -> responses.Response:
     """Lists the model and its adapters."""
     common = {'object': 'model', 'created': self._began}
-    names = self._served.name, *self._served.adapters
-    data = [{'id': name, **common} for name in names]
+    data = [{'id': name, **common} for name in self._served.prompts]
     return responses.JSONResponse({'object': 'list', 'data': data})
 
   async def _health(self, _: requests.Request) -> responses.Response:

@@ -4,7 +4,7 @@ A field is supported, known to change nothing, or refused. This module imports
 neither the HTTP application nor the engine's thread.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 import dataclasses
 import json
 import secrets
@@ -128,9 +128,8 @@ def parse(
   *,
   is_chat: bool,
   limits: Limits,
-  prompts: prompt_encoding.PromptEncoder,
+  prompts: Mapping[str, prompt_encoding.PromptEncoder],
   run_prefix: bool = False,
-  models: Sequence[str] = (),
 ) -> Call:
   """Parses and encodes the body of a request.
 
@@ -138,21 +137,22 @@ def parse(
     content: the body.
     is_chat: whether it has messages instead of a prompt.
     limits: limits of prompt and continuation.
-    prompts: encoder of the prompts.
+    prompts: encoders of the prompts of the model, which comes first, and of
+      its adapters, by the names that `model` has to be one of; without
+      adapters any name is accepted.
     run_prefix: whether a prompt of token ids gets the task prefix, too.
-    models: names of the model and of its adapters, which `model` has to name;
-      without adapters any name is accepted.
 
   Raises:
     ApiError: the request is malformed or beyond the limits; names the field.
   """
   field = 'messages' if is_chat else 'prompt'
   fields = _read_fields(content, field)
-  model = fields.get('model', models[0]) if len(models) > 1 else ''
-  if model and model not in models:
-    names = ', '.join(models)
+  first, *adapters = prompts
+  model = (adapters and fields.get('model')) or first
+  if model not in [first, *adapters]:
+    names = ', '.join(prompts)
     raise ApiError(404, f'model is {model!r}; it must be of {names}.', 'model')
-  prompt = _encode(fields[field], field, prompts, run_prefix)
+  prompt = _encode(fields[field], field, prompts[model], run_prefix)
   name = 'max_tokens' if 'max_tokens' in fields else 'max_completion_tokens'
   max_tokens = fields.get(name)
   if max_tokens is None:
@@ -178,7 +178,7 @@ def parse(
       max_tokens,
       _sampling(fields),
       stop,
-      model if model in models[1:] else '',
+      model if model in adapters else '',
     )
   except errors.UserError as error:
     # A message about an option begins with its name, which is the field's.

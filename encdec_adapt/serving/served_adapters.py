@@ -16,51 +16,62 @@ from encdec_adapt.models import adapters as adapters_lib
 from encdec_adapt.training import state as state_lib
 
 
-def read(
-  loaded: model_in_memory.LoadedModel, runs: Sequence[str]
-) -> dict[str, Any]:
-  """Reads adapters over a loaded model, for `LoadedModel.engine`.
+def open_runs(
+  base: model_on_disk.StoredModel, runs: Sequence[str]
+) -> dict[str, model_on_disk.StoredModel]:
+  """Opens runs of adapters over a model.
 
   Args:
-    loaded: the base.
+    base: the model.
     runs: runs of adapters, or RUN@STEP.
 
   Returns:
-    The name of each run (`model_on_disk.title`) -> parameters of
-    `decoding.with_adapters`.
+    The name of each run (`model_on_disk.title`) -> the run.
 
   Raises:
-    UserError: a run has no adapters or adapters of another base or shape, or
-      two names are equal.
+    UserError: a run has no adapters or those of another base, or two names are
+      equal.
   """
   names = [model_on_disk.title(run) for run in runs]
-  counts = Counter([model_on_disk.title(loaded.stored.name), *names])
+  counts = Counter([model_on_disk.title(base.name), *names])
   for run, name in zip(runs, names, strict=True):
     if counts[name] > 1:
       raise errors.UserError(
         f'--adapters has {run}, and requests name it {name!r}, as they name'
         ' the checkpoint or another run; rename its folder.'
       )
-  return {
-    name: _read_run(loaded, run) for run, name in zip(runs, names, strict=True)
-  }
+  opened = {}
+  for run, name in zip(runs, names, strict=True):
+    opened[name] = stored = model_on_disk.open_model(run)
+    if not stored.adapters or stored.base.digest != base.digest:
+      raise errors.UserError(
+        f'--adapters has {run}, which is not a run of adapters over'
+        f' {base.path}; give runs with config.train.lora that have that base.'
+      )
+  return opened
 
 
-def _read_run(loaded: model_in_memory.LoadedModel, run: str) -> Any:
-  """Reads the adapters of a run."""
-  stored = model_on_disk.open_model(run)
-  if not stored.adapters or stored.base.digest != loaded.stored.digest:
-    raise errors.UserError(
-      f'--adapters has {run}, which is not a run of adapters over'
-      f' {loaded.stored.path}; give runs with config.train.lora that have that'
-      ' base.'
-    )
+def read(
+  loaded: model_in_memory.LoadedModel, stored: model_on_disk.StoredModel
+) -> Any:
+  """Reads adapters over a loaded model; see `decoding.with_adapters`.
+
+  Args:
+    loaded: the base.
+    stored: the run of adapters, see `open_runs`.
+
+  Returns:
+    The parameters, for `LoadedModel.engine`.
+
+  Raises:
+    UserError: the shape of a parameter differs.
+  """
   adapters = adapters_lib.Adapters(loaded.config, stored.adapters.options)
   # A reward model has a head; tables may be padded to another multiple.
   if differing := dict(adapters.table.items() ^ stored.adapters.table.items()):
     raise errors.UserError(
-      f'--adapters has {run}, whose {min(differing)} differs from that of'
-      f' adapters over {loaded.stored.path}; serve the run as --checkpoint.'
+      f'--adapters has {stored.name}, whose {min(differing)} differs from that'
+      f' of adapters over {loaded.stored.path}; serve the run as --checkpoint.'
     )
   placement = dataclasses.replace(loaded.where, adapters=adapters)
   trained = {

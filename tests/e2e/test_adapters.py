@@ -2,14 +2,15 @@
 
 import dataclasses
 import json
+import shutil
 
 import numpy as np
 import pytest
 
 import encdec_adapt
-from encdec_adapt import train
+from encdec_adapt import serve, train
 from encdec_adapt.base import errors
-from encdec_adapt.checkpoints import manager
+from encdec_adapt.checkpoints import checksums, manager
 from encdec_adapt.inference import engine as engine_lib
 from encdec_adapt.serving import served_adapters
 from encdec_adapt.telemetry import metrics
@@ -90,12 +91,20 @@ def test_resuming_is_exact_and_refuses_a_changed_base(
     text = json.loads(meta.read_text())
     text['base'][key] = value
     meta.write_text(json.dumps(text))
-    (step / 'checksums.json').unlink()
+    checksums.write(step)
 
   # As if it had been moved: `init.encoder` of the flags names it.
   change('name', 'moved/base')
   _train(flags, part, '--config.train.steps=12')
   tiny.assert_same_params(part, tuned)
+  # Something else is there now, or the run without the step.
+  for name in (folder / 'decoder', f'{base}@7'):
+    change('name', str(name))
+    assert encdec_adapt.load(part).stored.base.path == base
+  for old, new in (('alpha=8', 'alpha=4'), ('=0.1', '=0.1,base=int8')):
+    changed = _flags(pairs, base, LORA.replace(old, new))
+    with pytest.raises(errors.UserError, match=f'{new}.* trained with rank=2'):
+      _train(changed, part, '--config.train.steps=14')
   change('digest', '0' * 16)
   with pytest.raises(errors.UserError, match='is another model now'):
     _train(flags, part, '--config.train.steps=14')
@@ -144,7 +153,8 @@ def test_a_server_reads_several_runs_over_one_base(
   folder, tuned, base, tmp_path
 ):
   loaded = encdec_adapt.load(base)
-  adapters = served_adapters.read(loaded, [str(tuned)])
+  runs = served_adapters.open_runs(loaded.stored, [str(tuned)])
+  adapters = {k: served_adapters.read(loaded, run) for k, run in runs.items()}
   engine = loaded.engine(rows=2, adapters=adapters)
   prompt = loaded.tokenizer.encode('the quick brown')
   merged = encdec_adapt.load(tuned).engine(rows=1)
@@ -163,7 +173,50 @@ def test_a_server_reads_several_runs_over_one_base(
     ([folder / 'decoder'], 'not a run of adapters over'),
   ):
     with pytest.raises(errors.UserError, match=words):
-      served_adapters.read(loaded, [*map(str, runs)])
+      served_adapters.open_runs(loaded.stored, [*map(str, runs)])
+
+
+def test_a_server_reads_prompts_as_each_run_did(
+  tuned, base, tmp_path, monkeypatch
+):
+  pytest.importorskip('uvicorn', reason='needs pip install -e .[serve]')
+  from starlette import testclient
+
+  from encdec_adapt.serving import http_app
+
+  # A run of the same adapters, of pairs behind a task prefix.
+  asking = shutil.copytree(tuned, tmp_path / 'asking')
+  config = json.loads((asking / 'config.json').read_text())
+  config['data'] |= {
+    'objective': 'pairs:prefix=over the lazy ',
+    'source': 'pairs:none#a,b',
+  }
+  (asking / 'config.json').write_text(json.dumps(config))
+  answers = {}
+
+  def ask(service, host, port):
+    client = testclient.TestClient(service.app, 'http://localhost')
+    for name in ('base', 'tuned', 'asking'):
+      body = {'prompt': 'the fox', 'temperature': 0, 'model': name}
+      answers[name] = client.post('/v1/completions', json=body).json()
+    service.thread.close()
+    return 0
+
+  monkeypatch.setattr(http_app, 'run', ask)
+  flags = f'--checkpoint={base}', f'--adapters={tuned},{asking}'
+  flags += '--max_prompt=32', '--max_tokens=16', '--batch_size=1'
+  port = f'--port={tiny.free_port()}'
+  assert tiny.call(serve, *flags, '--nowarm_up', port) == 0
+  for name, run, text in (
+    ('base', base, 'the fox'),
+    ('tuned', tuned, 'the fox'),
+    ('asking', tuned, 'over the lazy the fox'),
+  ):
+    model = encdec_adapt.load(run)
+    count = answers[name]['usage']['prompt_tokens']
+    assert count == 1 + len(model.tokenizer.encode(text)), name  # And BOS.
+    [expected] = model.generate([text], max_tokens=16)
+    assert answers[name]['choices'][0]['text'] == expected, name
 
 
 @pytest.mark.long

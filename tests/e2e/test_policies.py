@@ -6,6 +6,7 @@ import jax
 import pytest
 
 from encdec_adapt import train as train_lib
+from encdec_adapt.checkpoints import manager
 from encdec_adapt.telemetry import metrics
 from encdec_adapt.training import policy_batches
 from tests import tiny
@@ -111,6 +112,27 @@ def test_a_policy_learns_from_a_reward_of_the_user(
   group = [x['advantage'] for x in lines[8:12]]
   assert sum(group) == pytest.approx(0, abs=1e-6)
   assert 'The name of number' in lines[0]['prompt']
+
+
+@pytest.mark.long
+@pytest.mark.e2e
+def test_adapters_are_a_policy_over_their_base(tmp_path, flags):
+  workdir = tmp_path / 'run'
+  adapters = '--config.train.lora=rank=4,base=int8', '--config.train.steps=5'
+  more = (
+    '--config.optimizer.learning_rate=1e-2',
+    '--config.compute.dtype=float32',
+  )
+  command = [*flags, *adapters, *more, f'--workdir={workdir}']
+  assert tiny.call(train_lib, *command) == 0
+  steps = _records(workdir, 'train')
+  # At first the policy is its reference, the base without adapters.
+  assert steps[0]['kl'] == pytest.approx(0, abs=1e-6) and steps[-1]['kl'] > 0.1
+  # The sampler reads the adapters of each step.
+  assert all(step['gap'] < 1e-4 for step in steps)
+  arrays = manager.open_latest(workdir).open_state().arrays
+  params = [x for x in arrays if x.startswith('params/')]
+  assert params and all('lora_' in x for x in params)
 
 
 @pytest.mark.long

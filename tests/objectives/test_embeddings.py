@@ -39,6 +39,13 @@ def test_a_line_is_a_query_with_texts_and_what_a_teacher_says(tmp_path):
   texts = ['why', 'so', 'no', 'nor', 'not']
   assert json.loads(document.text) == [texts, row['s'], row['v']]
   assert source.plain(document).text == '\n'.join(texts)
+  rows = {'q': 'a', 'p': 'b'}, {'q': 'a', 'p': 'b', 'n': None}
+  file.write_text('\n'.join(map(json.dumps, rows)))
+  few = text_sources.open_source(f'embed:{file}#q,p,n').documents()
+  assert [json.loads(x.text)[0] for x in few] == [['a', 'b']] * 2
+  file.write_text('{"q": "x", "p": "y", "n": 5}\n')
+  with pytest.raises(errors.UserError, match="a text or texts in 'n'"):
+    list(text_sources.open_source(f'embed:{file}#q,p,n').documents())
   file.write_text('{"q": "why"}\n')
   with pytest.raises(errors.UserError, match="text in 'p' .it has q"):
     list(text_sources.open_source(f'embed:{file}#q,p').documents())

@@ -24,6 +24,7 @@ PROJECTIONS = [
 ]
 CASES = {
   't5gemma': {'modules_to_save': ['pre_cross_attn_layernorm', 'cross_attn']},
+  't5gemma cross': {'exclude_modules': '.*vision.*'},  # Has all attention.
   't5gemma2': {'lora_alpha': 5, 'use_rslora': True},
   'gemma2': {'target_modules': ['q_proj', 'v_proj']},
   'llama3': {'modules_to_save': ['lm_head']},
@@ -33,11 +34,9 @@ CASES = {
 
 def _adapt(model, **options):
   """The model with random adapters of PEFT."""
-  values = {'r': 3, 'lora_alpha': 7, 'target_modules': PROJECTIONS} | options
-  exclude = {'exclude_modules': r'.*vision.*|.*cross_attn.*'}
-  adapted = peft.get_peft_model(
-    copy.deepcopy(model), peft.LoraConfig(**values, **exclude)
-  )
+  values = {'r': 3, 'lora_alpha': 7, 'target_modules': PROJECTIONS}
+  values |= {'exclude_modules': r'.*vision.*|.*cross_attn.*'} | options
+  adapted = peft.get_peft_model(copy.deepcopy(model), peft.LoraConfig(**values))
   generator = torch.Generator().manual_seed(1)
   with torch.no_grad():
     for weight in adapted.parameters():
@@ -48,8 +47,8 @@ def _adapt(model, **options):
 
 @pytest.mark.parametrize('name', CASES)
 def test_adapters_come_in_and_go_out(saved, tmp_path, name):
-  model, folder, _ = saved(name)
-  case = tiny_models.CASES[name]
+  model, folder, _ = saved(name.split()[0])
+  case = tiny_models.CASES[name.split()[0]]
   rows = tiny_models.batch(case)
   theirs = _adapt(model, **CASES[name])
   theirs.save_pretrained(tmp_path / 'theirs')
@@ -79,6 +78,54 @@ def test_adapters_come_in_and_go_out(saved, tmp_path, name):
   np.testing.assert_allclose(
     tiny_models.their_logits(again.eval(), rows), expected, rtol=0, atol=1e-6
   )
+
+
+def test_float16_is_merged_in_float32(saved, tmp_path):
+  model, folder, _ = saved('qwen2')
+  theirs = _adapt(model).to(torch.float16)
+  theirs.save_pretrained(tmp_path / 'theirs')
+  flags = [f'--source={tmp_path}/theirs', f'--base={folder}']
+  assert tiny.convert('import', *flags, f'--output={tmp_path}/run') == 0
+  name = 'base_model.model.model.layers.1.mlp.down_proj.lora_{}.weight'
+  stored = safetensors.load_file(
+    tmp_path / 'theirs' / 'adapter_model.safetensors'
+  )
+  a, b = (stored[name.format(x)].double().numpy() for x in 'AB')
+  whole = model.model.layers[1].mlp.down_proj.weight.detach().numpy()
+  arrays = model_on_disk.open_model(tmp_path / 'run').arrays()
+  np.testing.assert_allclose(
+    np.asarray(arrays['decoder/blocks/layer_0/mlp/down'])[1],
+    (whole + 7 / 3 * b @ a).T,
+    atol=1e-6,
+  )
+  export = [f'--checkpoint={tmp_path}/run', f'--output={tmp_path}/ours']
+  with pytest.raises(errors.UserError, match='dtype=float16 is for whole'):
+    tiny.convert('export', *export, '--layout=peft', '--dtype=float16')
+
+
+def test_bfloat16_stays_and_damage_is_named(saved, tmp_path):
+  model, folder, _ = saved('gemma2')
+  theirs, file = tmp_path / 'theirs', 'adapter_model.safetensors'
+  _adapt(model).to(torch.bfloat16).save_pretrained(theirs)
+  flags = [f'--source={theirs}', f'--base={folder}']
+  assert tiny.convert('import', *flags, f'--output={tmp_path}/run') == 0
+  export = [f'--checkpoint={tmp_path}/run', f'--output={tmp_path}/ours']
+  assert tiny.convert('export', *export, '--layout=peft') == 0
+  first, second = (
+    safetensors.load_file(tmp_path / x / file) for x in ('theirs', 'ours')
+  )
+  assert first.keys() == second.keys()
+  for key, value in first.items():
+    assert value.dtype == torch.bfloat16
+    assert torch.equal(value, second[key].to(torch.bfloat16)), key
+  flags.append(f'--output={tmp_path}/refused')
+  content = (theirs / file).read_bytes()
+  (theirs / file).write_bytes(content[:-9])
+  with pytest.raises(errors.UserError, match='no complete safetensors file'):
+    tiny.convert('import', *flags)
+  (theirs / file).unlink()
+  with pytest.raises(errors.UserError, match=f'has no {file}'):
+    tiny.convert('import', *flags)
 
 
 @pytest.mark.parametrize(

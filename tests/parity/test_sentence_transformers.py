@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import encdec_adapt
+from encdec_adapt import serve
 from encdec_adapt.models import embedding_head, model_config
 from tests import tiny, toy_models
 from tests.parity import test_vision, tiny_models
@@ -76,6 +77,18 @@ def test_vectors_are_equal(name, tmp_path):
   if name.startswith('EncDecAdapt'):  # The layout that this package reads.
     again = encdec_adapt.load(output).embed(TEXTS)
     np.testing.assert_array_equal(again, vectors)
+    return
+  reading = [
+    lambda: encdec_adapt.load(output),
+    lambda: tiny.call(serve, f'--checkpoint={output}'),
+    lambda: tiny.convert('import', f'--source={output}', f'--output={output}2'),
+  ]
+  words = 'are written only'  # The head would be left out.
+  if name == 'Gemma3TextModel':
+    words = 'sets use_bidirectional_attention'
+  for read in reading:
+    with pytest.raises(encdec_adapt.UserError, match=words):
+      read()
 
 
 def test_the_encoder_of_a_pair_alone(tmp_path):

@@ -6,14 +6,17 @@ import math
 import jax
 import pytest
 
+from encdec_adapt import config as config_lib
 from encdec_adapt import plan
 from encdec_adapt.base import errors
+from encdec_adapt.configs import sft
 from encdec_adapt.files import atomic
 from encdec_adapt.planning import (
   chips,
   plan_report,
   plan_search,
   program_plans,
+  programs,
   stored_plans,
 )
 from encdec_adapt.sharding import mesh as mesh_lib
@@ -21,6 +24,7 @@ from encdec_adapt.telemetry import environment
 from tests import tiny
 from tests.planning import toy
 
+DECODER = tiny.ROOT / 'configs/decoders/small'
 MIB, GIB = 2**20, 2**30
 
 
@@ -37,6 +41,32 @@ def test_candidates_are_ranked_and_divide():
     remat = candidate.job.compute.remat
     assert f'--config.compute.remat={remat}' in candidate.flags
   assert {c.job.mesh.shape['tensor'] for c in candidates} == {1, 2}
+
+
+@pytest.mark.parametrize(
+  'changes, count',
+  [
+    ({}, 0),  # The start, which training shares.
+    ({'teacher__checkpoint': str(DECODER)}, 0),
+    ({'init__encoder': 'elsewhere', 'teacher__checkpoint': str(DECODER)}, 1),
+    ({'teacher__dtype': 'bfloat16'}, 1),
+  ],
+)
+def test_a_reference_of_adapters_is_counted_if_it_is_not_the_base(
+  changes, count
+):
+  config = sft.get_config(f'source={DECODER},lora=2')
+  config.loss.kind = 'dpo'
+  config.data.objective = 'preferences'
+  config.compute.dtype = 'float32'
+  config.compute.remat = 'none'
+  for key, value in changes.items():
+    config.update_from_flattened_dict({key.replace('__', '.'): value})
+  settings = config_lib.load(config, sources=False)
+  mesh = mesh_lib.make_mesh(settings.mesh, jax.devices()[:1])
+  job = programs.Job.of('train', settings, mesh)
+  program = job.program()
+  assert len(job.references.keys() & program.arguments.keys()) == count
 
 
 def test_of_equally_fast_ones_the_smallest_comes_first():

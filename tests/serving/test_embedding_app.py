@@ -52,7 +52,11 @@ def test_vectors_are_those_of_the_model(model, service):
   [
     ({}, 'input must be a text'),
     ({'input': ['x', '']}, 'input must be a text'),
-    ({'input': [[1, 2]]}, 'input must be a text'),
+    ({'input': [[1, 2]]}, 'input must be a text or texts, not [[1, 2]]'),
+    ({'input': 5}, 'input must be a text or texts, not 5'),
+    ({'input': {'a': 1}}, 'input must be a text or texts, not {"a": 1}'),
+    ({'input': 'x', 'dimensions': 4.0}, 'dimensions must be 12, 4, not 4.0'),
+    ({'input': 'x', 'dimensions': [4]}, 'dimensions must be 12, 4, not [4]'),
     ({'input': 'x', 'dimensions': 5}, 'dimensions must be 12, 4'),
     ({'input': 'x', 'input_type': 'passage'}, 'must be query, document'),
     ({'input': 'x', 'temperature': 1}, 'temperature must be left out'),

@@ -32,11 +32,12 @@ def loaded(tmp_path_factory):
   return toy_models.save(tmp_path_factory.mktemp('models') / 'pair', config)
 
 
-def _service(loaded, *, rows=2, **options):
+def _service(loaded, *, rows=2, adapters=(), **options):
   made = loaded.engine(rows=rows, steps=4)
   limits = protocol.Limits(max_prompt=40, max_tokens=4000)
   opened = loaded.stored.open_vocabularies()
-  prompts = prompt_encoding.PromptEncoder(loaded.stored)
+  encoder = prompt_encoding.PromptEncoder(loaded.stored)
+  prompts = dict.fromkeys(('pair', *adapters), encoder)
   served = http_app.Served('pair', 7, opened, prompts, limits, **options)
   return http_app.Service(made, served)
 
@@ -137,7 +138,7 @@ def test_texts_have_the_prefix_and_ids_where_it_is_wanted(loaded):
       json.dumps({'prompt': prompt}).encode(),
       is_chat=False,
       limits=protocol.Limits(40, 40),
-      prompts=prompts,
+      prompts={'pair': prompts},
       run_prefix=run_prefix,
     )
     assert call.request.tokens.tolist() == [prompts.reader.bos, *want]

@@ -11,6 +11,7 @@ import pytest
 from encdec_adapt import config as config_lib
 from encdec_adapt.base import errors
 from encdec_adapt.evaluation.measures import perplexity
+from encdec_adapt.models import adapters as adapters_lib
 from encdec_adapt.models import build, embedding_head, model_config
 from encdec_adapt.objectives import embeddings, framing, objective_names
 from encdec_adapt.ops import kernel_forms
@@ -293,6 +294,25 @@ def test_adapters_start_at_the_loss_of_their_base_and_learn():
   assert metrics[-1] < metrics[0] / 2
 
 
+def test_parts_of_a_batch_have_masks_of_their_own():
+  options = adapters_lib.parse('rank=4,alpha=8,dropout=0.5')
+  adapters = adapters_lib.Adapters(MODEL.config, options)
+  base = MODEL.init(jax.random.key(0))
+  flat = traverse_util.flatten_dict(base, sep='/')
+  trained = {
+    path: flat[path] if path in flat else jnp.full(info.shape, 0.1)
+    for path, info in adapters.table.items()
+  }
+  trained = traverse_util.unflatten_dict(trained, sep='/')
+  # Rows of different parts with the same texts.
+  batch = {k: jnp.asarray(x)[jnp.zeros(2, int)] for k, x in _batch(2).items()}
+  loss = infonce.InfoNce(kind='infonce', parts=2)
+  for key, equal in ((None, True), (jax.random.key(2), False)):
+    params = adapters.attach(base, trained, key)
+    first, second = loss.predict(MODEL, params, batch).hidden
+    assert np.allclose(first, second, atol=1e-5) == equal
+
+
 def _config(**changes):
   config = config_lib.defaults()
   config.loss.kind = 'infonce'
@@ -341,6 +361,15 @@ def test_the_configuration_decides_head_and_parts():
         'data__objective': 'embed:vectors=64',
       },
       'vectors=64; to be .* the 128',
+    ),
+    ({'loss__kind': 'infonce:scores=1'}, "'embed:x#q,p' lacks scores=FIELD"),
+    ({'data__source': 'embed:x#q,p,scores=s'}, 'has scores=FIELD; give'),
+    (
+      {
+        'data__source': 'embed:x#q,p,vectors=v',
+        'data__objective': 'embed:vectors=128',
+      },
+      'has vectors=FIELD; give vectors a weight',
     ),
     ({'loss__kind': 'infonce:temperature=0'}, 'temperature is 0.0'),
     ({'loss__kind': ''}, 'rows have several answers or texts'),

@@ -123,7 +123,7 @@ class FieldSource(RowSource):
         str: 'text',
         list: 'a list',
         (int, float): 'a number',
-        (list, str): 'a text or texts',
+        (list, str, type(None)): 'a text or texts',
         (str, list): 'a text or messages',
         (str, list, dict): 'a text or messages',
         ANY: 'a value',
@@ -229,7 +229,8 @@ class NamedFieldSource(FieldSource):
 class EmbedSource(NamedFieldSource):
   """A query, a text that it should find, and texts that it should not.
 
-  A negative field is a text or a list of texts. `scores` has the relevance of
+  A negative field is a text or a list of texts, and a row may lack it or have
+  null there. `scores` has the relevance of
   the positive and of each negative by a teacher, a number each, and `vectors`
   the embeddings of query, positive and negatives. A document is JSON: a list of
   the texts, the scores and the vectors, null where they are not named.
@@ -245,7 +246,7 @@ class EmbedSource(NamedFieldSource):
     query, positive, *negatives = self._texts
     texts = [value(query, str), value(positive, str)]
     for name in negatives:
-      content = value(name, (list, str))
+      content = value(name, (list, str, type(None))) or []
       texts += [content] if isinstance(content, str) else content
     named = [
       value(field, list) if (field := self._named.get(name)) else None

@@ -58,6 +58,7 @@ This module imports neither TensorFlow nor SeqIO nor jax; opening a source
 """
 
 import importlib
+import re
 
 from encdec_adapt.base import errors
 from encdec_adapt.data.sources import (
@@ -112,6 +113,21 @@ def document_kinds(name: str, modules: str = '') -> frozenset[str]:
   if name.startswith(SEQIO):
     return _SEQIO_KINDS
   return frozenset((_find(name, modules).document_kind,))
+
+
+def named_fields(name: str, modules: str = '') -> frozenset[str] | None:
+  """Returns the names of a source's fields, as `scores` of `scores=FIELD`.
+
+  Returns:
+    None for sources that do not tell.
+
+  Raises:
+    UserError: the name has no known form.
+  """
+  named = row_sources.NamedFieldSource
+  if name.startswith(SEQIO) or not issubclass(_find(name, modules), named):
+    return None
+  return frozenset(re.findall(r'[#,](\w+)=', name))
 
 
 def forms(kind: str) -> list[str]:

@@ -42,11 +42,13 @@ from encdec_adapt.base import errors, keys
 from encdec_adapt.models import architecture as architectures
 from encdec_adapt.models import embedding_head, model_config
 from encdec_adapt.objectives import embeddings
-from encdec_adapt.ops import partition
+from encdec_adapt.ops import kernel_forms, partition
 from encdec_adapt.training.losses import loss
 
 # Below every logit, and finite: infinities are NaN in gradients.
 _HIDDEN = -1e30
+# Fields of `embed:` sources that have a weight of their name.
+_FIELDS = ('scores', 'vectors')
 _LOWEST = 0.01  # Temperature that a learnt one does not fall below, as in CLIP.
 
 
@@ -109,6 +111,11 @@ class InfoNce(loss.Loss):
     return ('teacher',) * (self.form.teacher > 0)
 
   @property
+  def source_fields(self) -> Mapping[str, bool]:
+    """Scores and vectors, if they have weights."""
+    return {name: getattr(self.form, name) > 0 for name in _FIELDS}
+
+  @property
   def accepts(self) -> tuple[architectures.Architecture, ...]:
     """Embedding models."""
     roles = 'causal', 'bidirectional'
@@ -138,10 +145,10 @@ class InfoNce(loss.Loss):
         f"{texts}, which has no texts to embed; choose 'embed'."
       )
     size = model.decoder.embedding.sizes(model.decoder.width)[0]
-    given = {objective.maker.vectors for objective in objectives}
-    if self.form.vectors and given != {size}:
+    vectors = {objective.maker.vectors for objective in objectives}
+    if self.form.vectors and vectors != {size}:
       raise errors.UserError(
-        f'{texts} has vectors={max(given)}; to be learnt they must have the'
+        f'{texts} has vectors={max(vectors)}; to be learnt they must have the'
         f" {size} numbers of the model's, by its projections"
         f' ({embedding_head.LABEL}).'
       )
@@ -156,7 +163,7 @@ class InfoNce(loss.Loss):
     fields = [batch[f'encoder_{name}'] for name in names]
     head = model.config.decoder.embedding
 
-    def embed(fields, key):
+    def embed(fields, key, index=None):
       fields = [partition.shard(x, 'batch', 'length') for x in fields]
       # No change here, but gradients of each part then have these shardings.
       # Kernels of `ops.kernel_forms` are frozen, and adapters small.
@@ -166,6 +173,8 @@ class InfoNce(loss.Loss):
         for path, x in flat.items()
         if isinstance(x, jax.Array)
       }
+      if index is not None:
+        flat = {k: kernel_forms.for_part(x, index) for k, x in flat.items()}
       tree = traverse_util.unflatten_dict(flat, sep='/')
       routes = None if routing is None else []
       masks = dropout and dropout._replace(key=key)
@@ -183,7 +192,7 @@ class InfoNce(loss.Loss):
       parts = [partition.split_rows(x, self.parts) for x in fields]
       vectors, collected = jax.lax.map(
         lambda part: jax.checkpoint(embed)(*part),
-        (parts, jax.random.split(key, self.parts)),
+        (parts, jax.random.split(key, self.parts), jnp.arange(self.parts)),
       )
       vectors = partition.join_rows(vectors)
     if routing is not None:
@@ -225,8 +234,8 @@ class InfoNce(loss.Loss):
 
   def row_ratios(self, model, params, batch, references=None):
     """Computes held-out metrics row by row; see `loss.Loss.row_ratios`."""
-    whole = dataclasses.replace(self, parts=1)
-    outputs = whole.predict(model, params, batch)
+    batch_loss = dataclasses.replace(self, parts=1)
+    outputs = batch_loss.predict(model, params, batch)
     values = self._compare(outputs, outputs.hidden, batch)
     weight = jnp.sum(batch['weights'], axis=1)
     ratios = [[jnp.sum(value, axis=1), weight] for value in values]
@@ -260,11 +269,11 @@ class InfoNce(loss.Loss):
     in_example = owners == owners[:, None]
     positive = in_example & (roles == embeddings.POSITIVE)
     # The positive follows its query.
-    same = checksums == jnp.roll(checksums, -1)[:, None]
-    same |= (roles == embeddings.POSITIVE) & (
+    duplicates = checksums == jnp.roll(checksums, -1)[:, None]
+    duplicates |= (roles == embeddings.POSITIVE) & (
       checksums[owners] == checksums[:, None]
     )
-    counted = positive | ((roles >= embeddings.POSITIVE) & ~same)
+    counted = positive | ((roles >= embeddings.POSITIVE) & ~duplicates)
     logits = jnp.where(counted, self._logits(outputs, similarity), _HIDDEN)
     positive_logit = jnp.sum(jnp.where(positive, logits, 0), axis=1)
     nearest = positive_logit >= jnp.max(logits, axis=1)

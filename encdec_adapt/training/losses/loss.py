@@ -199,6 +199,11 @@ class Loss:
     """
 
   @property
+  def source_fields(self) -> Mapping[str, bool]:
+    """Name of a field that sources may have -> whether the loss reads it."""
+    return {}
+
+  @property
   def samples(self) -> bool:
     """Whether the model is trained on completions that it samples."""
     return False
