@@ -110,7 +110,7 @@ def main(values: flags.FlagValues) -> int:
 
 
 def _load(values: flags.FlagValues) -> pages.Study:
-  """Loads the study of the flags, whose pages get --root and --fresh, too."""
+  """Loads the study of the flags; its pages get --root and --fresh, too."""
   study = load(values.study)
   if values.root:
     study = dataclasses.replace(study, root=values.root)

@@ -379,7 +379,7 @@ def pair(size, name, steps, sides=('base', 'base'), taught=True, **fields):
     changes['loss.distillation'] = 1.0 if size.name == 'pod' else 0.5
     starts['teacher.checkpoint'] = sides[1]
   config, budget = size.config(sides[1], sides[0]), steps
-  # Others have as many rows, whose targets are fewer.
+  # Others have as many rows, with fewer targets.
   if 'data.objective' not in changes:
     budget = size.tokens(steps)
   return pages.Arm(name, config, changes, starts, budget, **fields)

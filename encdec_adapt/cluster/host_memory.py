@@ -1,4 +1,4 @@
-"""Host memory of a process whose backend is the CPU.
+"""Host memory of a process with the CPU as its backend.
 
 XLA:CPU allocates the buffers of a step anew at each call, and glibc returns
 large ones to the system when they are freed: every step then waits for the
@@ -21,8 +21,8 @@ _LARGEST = 2**25
 def share_arena() -> None:
   """Lets all threads allocate from one arena, the only one for large blocks.
 
-  Call it before JAX starts its backend, whose threads choose their arenas
-  then. It does nothing where an accelerator may be the backend.
+  Call it before JAX starts its backend: the threads choose their arenas then.
+  It does nothing where an accelerator may be the backend.
   """
   platforms = os.environ.get('JAX_PLATFORMS')
   # JAX finds accelerators by these modules.
@@ -39,7 +39,7 @@ def keep_freed(parameters: int = 0) -> None:
   Call it in a process that shares an arena; it does nothing for large models.
 
   Args:
-    parameters: number of parameters of the model whose steps will run.
+    parameters: number of parameters of the model that is trained.
   """
   if parameters <= _LARGEST:
     _set(_MMAP_MAX, 0)

@@ -1,4 +1,4 @@
-"""Matrix products whose gradients are fast on CPUs too.
+"""Matrix products with gradients that are fast on CPUs too.
 
 XLA:CPU multiplies bfloat16 as such only if the result is float32, the first
 operand's last dimension is contracted, and no operand is a bare transpose.

@@ -139,7 +139,7 @@ def test_the_scoring_of_a_reward_model_is_compiled(tmp_path):
 @pytest.mark.aot
 @pytest.mark.slow
 def test_offloaded_state_takes_no_device_memory(tmp_path):
-  """Of a model whose state fills a chip: else the compiler has no need."""
+  """With a state that fills a chip: else the compiler has no need."""
   shape = dict(layers=20, width=4096, mlp_width=2048)
   flags = [
     '--topology=v5e:1x1',

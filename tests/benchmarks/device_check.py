@@ -101,7 +101,7 @@ def describe() -> dict[str, Any]:
 
 
 class _Run:
-  """Checks, whose results are written after each.
+  """Checks; the results are written after each.
 
   Attributes:
     content: what is written: 'device', and 'checks' by name.

@@ -126,7 +126,7 @@ def _row(
   steps: int,
   rate: bool = False,
 ) -> dict[str, Any]:
-  """Measures a task, whose calls return losses or numbers of tokens.
+  """Measures a task; its calls return losses or numbers of tokens.
 
   Args:
     task: name of the row.
@@ -179,7 +179,7 @@ class _Ours:
     )
 
   def _start(self, loss: Any) -> conftest.Trainer:
-    """Starts a job, whose model then samples."""
+    """Starts a job; its model then samples."""
     schedule = schedules.ScheduleConfig('constant', RATE, 0, 1000)
     trainer = conftest.Trainer(
       loss=dataclasses.replace(

@@ -75,7 +75,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def make_batch(arguments: argparse.Namespace) -> dict[str, Any]:
-  """Makes a batch whose rows are full of equally long examples."""
+  """Makes a batch with rows full of equally long examples."""
   import numpy as np
 
   from encdec_adapt.objectives import framing

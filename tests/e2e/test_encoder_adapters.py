@@ -91,7 +91,7 @@ def _adapt(source, output, *flags):
 
 @pytest.fixture(scope='module')
 def pairs_by_table(folder, source):
-  """Pairs whose stacks have a table each, and whose stacks share one."""
+  """Pairs with a table for each stack, and with one for both."""
   flag = '--model.shared_table'
   return {
     shared: _adapt(source, folder / f'pair_{shared}', f'{flag}={shared}')

@@ -22,7 +22,7 @@ ROWS = np.arange(24, dtype=np.int32).reshape(2, 12) + 3
 
 @pytest.fixture(scope='module')
 def odd(folder):
-  """A folder whose vocabulary divides over no mesh."""
+  """A folder with a vocabulary that divides over no mesh."""
   shape = {**folders.GEMMA, 'vocab_size': 397, 'kv_heads': 2}
   return folders.make_folder(folder / 'odd', shape)
 

@@ -21,7 +21,7 @@ def small_stack():
 
 @pytest.fixture(scope='session')
 def small_pair():
-  """A small encoder-decoder whose stacks differ in every field."""
+  """A small encoder-decoder with stacks that differ in every field."""
   shape = dict(layers=4, width=24, mlp_width=16, heads=2, kv_heads=1)
   pattern = ('global', 'local', 'local')
   encoder = dataclasses.replace(

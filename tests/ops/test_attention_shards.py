@@ -1,4 +1,4 @@
-"""Attention whose lengths are sharded equals that of one device."""
+"""Attention with sharded lengths equals that of one device."""
 
 import contextlib
 import functools

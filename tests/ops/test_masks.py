@@ -25,7 +25,7 @@ def prefixed(*tokens, window):
 
 
 def rule_of_no_effect(*tokens, window):
-  """A causal mask whose window rule, which it ignores, is another."""
+  """A causal mask with another window rule, which it ignores."""
   return masks.causal(*tokens, window=window).replace(window_rule='inclusive')
 
 

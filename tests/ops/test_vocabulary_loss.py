@@ -1,6 +1,6 @@
 """The one-pass loss against the dense one, alone and on meshes.
 
-With and without a teacher, whose width differs from the student's.
+With and without a teacher of another width.
 """
 
 import itertools

@@ -19,7 +19,7 @@ _AS = ('gemma3_images', 'llama_tied', 'qwen2_window', 't5gemma')
 
 
 def gradients_folder(model, folder):
-  """Writes a folder whose tensors are the gradients of the weights.
+  """Writes a folder with the gradients as its weights.
 
   Loading it gives the gradients by our names.
   """

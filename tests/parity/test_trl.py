@@ -164,7 +164,7 @@ def _gkd(logits, **options):
 
 
 def _outputs(logits):
-  """Outputs of a model whose states are logits."""
+  """Outputs of a model with logits as its states."""
   states = jnp.asarray(logits).reshape(2 * P, T, V)
   return loss_lib.Outputs(states, jnp.eye(V), STACK)
 
@@ -192,7 +192,7 @@ def _our_policy(kind, logits):
 
 
 def _our_distillation(kind, logits, temperature=1.0):
-  """The divergence, whose gradient is that of the loss."""
+  """The divergence; its gradient is that of the loss."""
   loss = distillation.Distillation(kind=kind, temperature=temperature)
   batch = {'targets': TARGETS, 'weights': WEIGHTS}
   batch = {name: jnp.array(x.reshape(2 * P, T)) for name, x in batch.items()}

@@ -109,7 +109,7 @@ def test_a_folder_with_images_comes_back_bit_for_bit(spelling, tmp_path):
 
 @pytest.fixture
 def without(tmp_path):
-  """A T5Gemma 2 whose folder has text only."""
+  """A folder of T5Gemma 2 with text only."""
   model = tiny_models.make(tiny_models.CASES['t5gemma2'])
   model.save_pretrained(tmp_path / 'model')
   parts = ('vision_tower', 'multi_modal')

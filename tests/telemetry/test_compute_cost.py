@@ -8,7 +8,7 @@ TOTALS = ('target_tokens', 'total_tokens', 'flops', 'seconds')
 
 
 def _finish(folder, size, *sources):
-  """Writes the summary of a run whose totals are all `size`; returns it."""
+  """Writes the summary of a run with `size` as all totals; returns it."""
   folder.mkdir()
   cost = compute_cost.Cost(size, **dict.fromkeys(TOTALS, float(size)))
   found = compute_cost.read_sources({str(x): x for x in sources})

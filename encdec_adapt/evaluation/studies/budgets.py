@@ -17,7 +17,7 @@ from encdec_adapt.objectives import framing
 from encdec_adapt.training import setup
 
 TOLERANCE = 0.01  # Largest relative error of a budget or a match.
-# Objectives whose rows are full of target tokens until a document ends.
+# Objectives with rows full of target tokens until a document ends.
 FULL_ROWS = 'causal_lm', 'full_lm', 'prefix_lm'
 
 Model = model_config.ModelConfig
@@ -66,7 +66,7 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class Tokens:
-  """A budget of target tokens, of an objective whose rows are full.
+  """A budget of target tokens, of an objective with full rows.
 
   Attributes:
     count: target tokens of all steps.

@@ -1,4 +1,4 @@
-"""The loss of classifiers, whose heads have a row for each label."""
+"""The loss of classifiers: their heads have a row for each label."""
 
 import dataclasses
 from typing import ClassVar

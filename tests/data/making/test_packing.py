@@ -96,7 +96,7 @@ def test_pairs_are_read_only_as_rows_are_needed():
 @pytest.mark.parametrize('size', [256, 1024])
 @pytest.mark.parametrize('name', ['prefix_lm', 'prefix_lm_uniform', 'ul2'])
 def test_every_objective_fills_the_side_that_binds(name, size):
-  """On documents whose lengths spread over two orders of magnitude."""
+  """On documents with lengths that spread over two orders of magnitude."""
   lengths = framing.Lengths(size, size)
   objective = objective_cases.make(name, size, size, sentinel_policy='recycle')
   draws = np.random.default_rng(0).lognormal(np.log(300), 1.0, 3000)

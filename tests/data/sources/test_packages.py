@@ -1,4 +1,4 @@
-"""Pieces of packages: labels and prompts, whose modules are held out whole."""
+"""Pieces of packages: labels and prompts; modules are held out whole."""
 
 import json
 

@@ -124,7 +124,7 @@ def _collected(study, **fields):
   runs += [_run('adapted', 2.5 + noise[-x], x) for x in study.seeds]
   stage = dict(name='adapted', model='adapted', status='finished', starts=2)
   stage |= dict(command='python -m train --workdir=<runs>', seconds=7200.0)
-  # Made by another page, whose hours have it.
+  # Made by another page: its hours have it.
   other = {**stage, 'error': '', 'name': 'scratch', 'own': False}
   values = dict(
     command='python -m encdec_adapt.study --study=x',
@@ -269,7 +269,7 @@ def test_keys_in_which_arms_differ():
 
 @pytest.mark.parametrize(
   'direction,side',
-  # What is better contradicts "no better", whose side is what is worse.
+  # What is better contradicts "no better": its side is what is worse.
   [('less', 1), ('greater', -1), ('no better', -1), ('equal', -1)],
 )
 def test_a_claim_is_drawn_on_the_side_that_it_claims(direction, side):
