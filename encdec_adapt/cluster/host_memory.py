@@ -1,6 +1,6 @@
 """Host memory of a process with the CPU as its backend.
 
-XLA:CPU allocates the buffers of a step anew at each call, and glibc returns
+XLA:CPU allocates the buffers of a step at each call, and glibc returns
 large ones to the system when they are freed: every step then waits for the
 kernel to map, and fill with zeros, the pages that it has just given back. A
 small model's step spends about as much time on that as on arithmetic.

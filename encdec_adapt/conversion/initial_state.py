@@ -303,7 +303,7 @@ def shares_base(
 
   Args:
     reference: placement of the reference.
-    placement: that of the trained model, with adapters.
+    placement: placement of the trained model, with its adapters.
   """
   dtype = jnp.dtype(placement.model.compute.dtype)
   same = reference.model == placement.model
