@@ -27,6 +27,8 @@ COLUMNS += ('task', 'metric', 'value')
 # Lines of a README between which the table of all claims stands.
 BEGIN, END = '<!-- claims -->', '<!-- end of claims -->'
 FIGURE = 'verdicts.png'
+# The rows of the table and what the figure shows, by study.
+RESULTS = 'results.json'
 
 
 def row(result: claim_results.Result) -> dict[str, str]:
@@ -61,9 +63,11 @@ def write_readme(
 ) -> None:
   """Writes the table of the claims of all studies into a README.
 
-  Studies without a report, and those without claims, are named in lines after
-  the table. `FIGURE`, beside it, has the claims that were reproduced or
-  contradicted, the strongest first.
+  Studies without a report have the lines of the one that was read last
+  (`RESULTS`, beside the README, keeps them), so that pages may run on several
+  machines; those never run, and those without claims, are named after the
+  table. `FIGURE` has the claims that were reproduced or contradicted, the
+  strongest first.
 
   Args:
     path: file with the lines `BEGIN` and `END`, between which it stands.
@@ -72,8 +76,7 @@ def write_readme(
   Raises:
     UserError: the file has no such lines.
   """
-  file, rows, effects = paths.at(path), [], []
-  missing, silent = [], []
+  file = paths.at(path)
   head, begin, body = file.read_text(encoding='utf-8').partition(BEGIN)
   _, end, tail = body.partition(END)
   if not (begin and end):
@@ -81,26 +84,33 @@ def write_readme(
       f'{path} has no lines {BEGIN} and {END}, between which the table of'
       ' claims is written; add them.'
     )
+  kept = file.parent / RESULTS
+  results = atomic.read_json(kept) if kept.exists() else {}
   for name, folder in folders.items():
     file_of_report = paths.at(folder) / html_report.JSON
     if file_of_report.exists():
       report = atomic.read_json(file_of_report)
-      silent += [name] * (not report['claims'])
-      rows += [_readme_row(report, cells) for cells in report['claims']]
-      effects += [
-        (f'{name}: {sentence}', verdict, *numbers)
-        for sentence, verdict, *numbers in report.get('effects', ())
-        if verdict in (verdicts.REPRODUCED, verdicts.CONTRADICTED)
-      ]
-    else:
-      missing.append(name)
+      results[name] = {
+        'rows': [_readme_row(report, cells) for cells in report['claims']],
+        'effects': report['effects'],
+      }
+  found = {name: results[name] for name in folders if name in results}
+  silent = [name for name, result in found.items() if not result['rows']]
+  missing = [name for name in folders if name not in found]
   note = ''.join(
     f'\n{label}: {", ".join(names)}.\n'
     for label, names in (('Without claims', silent), ('Not run', missing))
     if names
   )
-  text = f'{head}{BEGIN}\n{markdown(rows)}{note}{END}{tail}'
-  paths.write(file, text.encode())
+  table = markdown([row for result in found.values() for row in result['rows']])
+  paths.write(file, f'{head}{BEGIN}\n{table}{note}{END}{tail}'.encode())
+  atomic.write_json(kept, found)
+  effects = [
+    (f'{name}: {sentence}', verdict, *numbers)
+    for name, result in found.items()
+    for sentence, verdict, *numbers in result['effects']
+    if verdict in (verdicts.REPRODUCED, verdicts.CONTRADICTED)
+  ]
   if effects:
     effects.sort(key=lambda row: -abs(row[2]))
     report_figures.draw_claims(effects, path=pathlib.Path(path).parent / FIGURE)
