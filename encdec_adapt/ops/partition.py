@@ -52,10 +52,28 @@ class Partition:
 
   def spec(self, *names: str | None) -> PartitionSpec:
     """Returns the PartitionSpec of an array with these logical axes."""
+    return _spec(self.mesh_axes(name) for name in names)
+
+  def split(
+    self, shape: Sequence[int], names: Sequence[str | None]
+  ) -> list[MeshAxes]:
+    """Returns the mesh axes of each dimension of an array.
+
+    The rank of an adapter takes those of its rule that no other dimension of
+    the matrix has, if it divides over them: of an adapter's two matrices one
+    has the width of the model, which is divided over the same mesh axes.
+
+    Args:
+      shape: global shape of the array.
+      names: logical axis of each dimension.
+    """
     axes = [self.mesh_axes(name) for name in names]
-    return PartitionSpec(
-      *(a if len(a) > 1 else a[0] if a else None for a in axes)
-    )
+    if 'rank' in names:
+      i = names.index('rank')
+      taken = {axis for split in axes[:i] + axes[i + 1 :] for axis in split}
+      free = tuple(axis for axis in axes[i] if axis not in taken)
+      axes[i] = () if shape[i] % self.devices(free) else free
+    return axes
 
   def devices(self, axes: Iterable[str]) -> int:
     """Returns the number of devices along these mesh axes."""
@@ -88,8 +106,8 @@ class Partition:
     Raises:
       ValueError: a dimension does not divide over the mesh.
     """
-    for size, name in zip(shape, names, strict=True):
-      axes = self.mesh_axes(name)
+    split = self.split(shape, names)
+    for size, name, axes in zip(shape, names, split, strict=True):
       if size % self.devices(axes):
         raise ValueError(
           f'{label} of shape {tuple(shape)} with axes {tuple(names)}: {name!r}'
@@ -102,7 +120,14 @@ class Partition:
   ) -> NamedSharding:
     """Returns the sharding of an array, checked as by `check`."""
     self.check(label, shape, names)
-    return NamedSharding(self.mesh, self.spec(*names))
+    return NamedSharding(self.mesh, _spec(self.split(shape, names)))
+
+
+def _spec(axes: Iterable[MeshAxes]) -> PartitionSpec:
+  """Returns the PartitionSpec of the mesh axes of every dimension."""
+  return PartitionSpec(
+    *(a if len(a) > 1 else a[0] if a else None for a in axes)
+  )
 
 
 ONE_DEVICE = Partition(None, {})
@@ -187,7 +212,7 @@ def sum_gradient_in_stages(weight: jax.Array, *names: str | None) -> jax.Array:
   sizes, first = partition.mesh.shape, partition.mesh_axes('summed_first')
   tokens = partition.mesh_axes(*TOKENS)
   early = {*first, *(a for a in sizes if a not in tokens and sizes[a] > 1)}
-  axes = [partition.mesh_axes(name) for name in names]
+  axes = partition.split(weight.shape, names)
   stages = [[tuple(a for a in split if a in early) for split in axes], axes]
   return _summed(
     weight,

@@ -44,13 +44,17 @@ def digest(settings: config_lib.Settings) -> str:
   """Returns a checksum of the settings that a program follows from.
 
   A stored plan has it, so that a test tells when its configuration has changed
-  since. Values that equal the default, and axes that are not divided, are left
-  out, so that a new key or axis changes none.
+  since. Values that equal the default, and axes that are not divided or that
+  no parameter has, are left out, so that a new key or axis changes none.
   """
   sections = {name: _changes(getattr(settings, name)) for name in _SECTIONS}
   data = settings.data
   rules = settings.rules.as_dict().items()
-  sections['rules'] = {axis: divided for axis, divided in rules if divided}
+  sections['rules'] = {
+    axis: divided
+    for axis, divided in rules
+    if divided and (axis != 'rank' or settings.train.lora)
+  }
   sections['data'] = [_changes(data.train.lengths), data.objective]
   text = json.dumps(sections, sort_keys=True, default=str)
   return hashlib.sha256(text.encode()).hexdigest()[:16]

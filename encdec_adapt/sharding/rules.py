@@ -39,7 +39,7 @@ class Rules:
   experts: MeshAxes = ('tensor',)
   expert_mlp: MeshAxes = ()
   router: MeshAxes = ()
-  rank: MeshAxes = ()
+  rank: MeshAxes = ('fsdp',)
   layers: MeshAxes = ()
   # Activations.
   batch: MeshAxes = ('replica', 'fsdp')
@@ -84,7 +84,8 @@ class Rules:
     divided = ('vocab', 'heads', 'kv_heads', 'mlp')
     divided += ('act_heads', 'act_mlp', 'act_vocab')
     # A step has a single token per row, which no sequence axis divides.
-    whole = ('embed', 'table_embed', 'length', 'kv_length', 'summed_first')
+    whole = ('embed', 'table_embed', 'rank', 'length', 'kv_length')
+    whole += ('summed_first',)
     return dataclasses.replace(
       self,
       **dict.fromkeys(divided, axes),
@@ -127,11 +128,12 @@ class Rules:
 # models that fit on each device.
 RULES = {
   'fsdp': Rules(),
-  'fsdp_replica': Rules(embed=('replica', 'fsdp')),
+  'fsdp_replica': Rules(embed=('replica', 'fsdp'), rank=('replica', 'fsdp')),
   'whole_slice': Rules(
     embed=('fsdp', 'replica'),
+    rank=('fsdp', 'replica'),
     vocab=('fsdp', 'replica', 'tensor'),
     summed_first=('fsdp',),
   ),
-  'data_parallel': Rules(embed=(), vocab=()),
+  'data_parallel': Rules(embed=(), vocab=(), rank=()),
 }

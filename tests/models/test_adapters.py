@@ -171,6 +171,9 @@ def test_meshes_equal_one_device(mesh, rules):
   query = base['decoder']['tail']['layer_0']['attention']['query']
   # Blocks are not divided: those of a head lie together.
   assert query.values.sharding.shard_shape(query.values.shape)[1] == 2
+  b = trained['decoder']['tail']['layer_0']['attention']['query']['lora_b']
+  rank = 1 if mesh.shape['replica'] == 1 else 2  # 4 devices do not divide 2.
+  assert b.sharding.shard_shape(b.shape)[0] == rank
 
   @jax.jit
   def sharded(base, trained, batch):

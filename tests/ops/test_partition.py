@@ -57,6 +57,23 @@ def test_what_cannot_be_sharded_is_refused():
       partition.shard(jnp.ones((4, 5)), 'batch', 'mlp')
 
 
+@pytest.mark.sharded
+@pytest.mark.parametrize(
+  'shape, names, expected',
+  [
+    ((8, 4), ('embed', 'rank'), (('fsdp', 'replica'), None)),
+    ((4, 8), ('rank', 'embed'), (None, ('fsdp', 'replica'))),
+    ((4, 8), ('rank', 'mlp'), (('fsdp', 'replica'), 'tensor')),
+    ((2, 8), ('rank', 'mlp'), (None, 'tensor')),  # Four devices: whole.
+  ],
+)
+def test_a_rank_is_divided_where_no_other_axis_is(shape, names, expected):
+  where = partition.Partition(
+    make_mesh(), STAGES | {'rank': ('fsdp', 'replica')}
+  )
+  assert where.sharding('b', shape, names).spec == PartitionSpec(*expected)
+
+
 def gradient(sizes, rules):
   """The lowered gradient of a weight that a product reads."""
   mesh, names = make_mesh(*sizes), ('embed', 'mlp')
