@@ -237,20 +237,43 @@ def test_quantised_kernels_have_the_published_codes_and_block_scales():
 
 
 @pytest.mark.parametrize(
-  'base, error', [('', 0.0329), ('int8', 0.0569), ('nf4', 0.575)]
+  'pair, base, error',
+  [
+    ('small', '', 0.0329),
+    ('small', 'int8', 0.0569),
+    ('small', 'nf4', 0.575),
+    pytest.param('large', '', 0.0180, marks=pytest.mark.long),
+    pytest.param('large', 'int8', 0.0301, marks=pytest.mark.long),
+    pytest.param('large', 'nf4', 0.388, marks=pytest.mark.long),
+  ],
 )
-def test_logits_of_a_random_pair_move_by_a_measured_error(base, error):
+def test_logits_of_a_random_pair_move_by_a_measured_error(pair, base, error):
   """In bfloat16, relative to float32 by their norms; small models err more."""
-  flat = state_lib.flatten(toy_models.params(PAIR, scale=0.3))
-  batch = jax.tree.map(jnp.asarray, make_batch(PAIR))
+  if pair == 'large':  # 121M parameters, as they are drawn for training.
+    stack = dataclasses.replace(
+      STACK,
+      layers=8,
+      width=640,
+      mlp_width=2560,
+      heads=10,
+      kv_heads=10,
+      head_dim=64,
+      query_scale=64.0,
+      vocab_size=2048,
+    )
+    config = model_config.encoder_decoder(stack, stack)
+    flat = state_lib.flatten(build.build(config).init(jax.random.key(0)))
+  else:
+    config, flat = PAIR, state_lib.flatten(toy_models.params(PAIR, scale=0.3))
+  batch = jax.tree.map(jnp.asarray, make_batch(config))
   rows = [
     [batch[f'{side}_{field}'] for field in ('tokens', 'segments', 'positions')]
     for side in ('encoder', 'decoder')
   ]
 
   def logits(base, dtype):
-    model = build.build(PAIR, execution.ComputeConfig(dtype, 'none'))
-    adapters = make(f'rank=1,base={base}')
+    model = build.build(config, execution.ComputeConfig(dtype, 'none'))
+    adapters = make(f'rank=1,base={base}', config)
     frozen = {p: adapters.freeze(p, flat[p], dtype) for p in adapters.frozen}
     params = state_lib.unflatten(frozen)
     memory = model.encode(params, *rows[0]), rows[0][1]
