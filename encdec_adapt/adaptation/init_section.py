@@ -50,7 +50,7 @@ class InitConfig:
   optimizer: str = keys.key(
     'fresh',
     "State of the optimizer: 'fresh'; or 'source', that of the source with its"
-    " step count, by which the schedules 'rsqrt' and 'constant' go on (Wang et"
+    " step count, at which the schedules 'rsqrt' and 'constant' resume (Wang et"
     " al. 2022): with 'checkpoint', and with 'adapt' from one source if every"
     ' weight is copied.',
     one_of=('fresh', 'source'),

@@ -42,9 +42,9 @@ class DataConfig:
     " 'text:GLOB#paragraphs', 'jsonl:GLOB#FIELD', 'parquet:GLOB#FIELD',"
     " 'tfds:NAME:SPLIT',"
     " 'pairs:GLOB#INPUTS,TARGETS', 'prompts:GLOB#TEMPLATES.yaml', 'chat:GLOB',"
-    " 'preferences:GLOB#PROMPT,CHOSEN,REJECTED'"
-    " or 'seqio:NAME' (a registered task or mixture); or several with how often"
-    ' a pass draws their documents, as in'
+    " 'preferences:GLOB#PROMPT,CHOSEN,REJECTED', 'labels:GLOB#TEXT,LABEL',"
+    " 'embed:GLOB#QUERY,POSITIVE' or 'seqio:NAME' (a registered task or"
+    ' mixture); or several with how often a pass draws their documents, as in'
     " 'python@2 + jsonl:/data/*.jsonl@0.25'. '' in configurations that leave it"
     ' to you: no records can be made.',
   )

@@ -197,7 +197,7 @@ def text(plan: Mapping[str, Any]) -> str:
   if plan['source'] == 'shapes':
     lines.append(
       'from the analytic cost model; nothing was compiled, as that needs a'
-      " GPU's compiler: pip install -e '.[cuda13]' (Python from 3.12)"
+      " GPU's compiler: pip install -e '.[cuda13,gpu]' (Python from 3.12)"
     )
   parts = {
     **memory['arguments'],
