@@ -30,7 +30,7 @@ def test_a_plan_of_gpus_is_written_and_tabulated(tmp_path, capsys):
   flags = ['--config.mesh.replica=2', '--programs=train,eval,decode']
   assert tiny.call(plan, *FLAGS, *flags, f'--output={output}') == 0
   printed = capsys.readouterr().out
-  assert 'h100:8 x 1: 8 devices' in printed and '[cuda13]' in printed
+  assert 'h100:8 x 1: 8 devices' in printed and '[cuda13,gpu]' in printed
   assert calibration.text(calibration.table()) in printed
   written = json.loads(output.read_text())
   assert written['overrides']['mesh.replica'] == 2
