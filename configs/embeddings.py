@@ -32,10 +32,11 @@ from encdec_adapt.configs import pretrained
 
 def get_config(arg=None):
   """`source`; `head`: options, separated by ;; `lora`: rank of adapters."""
-  args = config_lib.parse_arg(arg, source='', head='pooling=mean', lora=0)
+  args = config_lib.parse_arg(arg, source='', head='', lora=0)
   config = pretrained.get_stack_config(args['source'])
-  if not config.model.embedding:
-    config.model.embedding = args['head'].replace(';', ',')
+  if args['head'] or not config.model.embedding:
+    head = args['head'] or 'pooling=mean'
+    config.model.embedding = head.replace(';', ',')
   config.data.objective = 'embed:too_long=truncate'
   config.loss.kind = 'infonce:temperature=0.05'
   config.train.batch_size = 64

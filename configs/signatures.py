@@ -45,24 +45,30 @@ def main(values: flags.FlagValues) -> int:
   command.require(values, 'output')
   folder = disk.require_writable(values.output)
   source = _Library(values.source)
-  pairs: dict[str, dict[str, str]] = {'train': {}, 'eval': {}}
+  pairs = {'train': {}, 'eval': {}}  # Documentation to signature and module.
   # A documentation that several functions have belongs to the first alone.
   for name, text in source.named_modules():
     held_out = source.in_split(name, 'eval', 0.04, 0)
     for signature, documentation in _pairs(name, text):
       if not any(documentation in part for part in pairs.values()):
-        pairs['eval' if held_out else 'train'][documentation] = signature
+        pairs['eval' if held_out else 'train'][documentation] = signature, name
   rows = [
     {'signature': signature, 'documentation': documentation}
-    for documentation, signature in pairs['train'].items()
+    for documentation, (signature, _) in pairs['train'].items()
   ]
   search = folder / 'search'
   (search / 'qrels').mkdir(parents=True, exist_ok=True)
-  documents, queries = ([*x] for x in zip(*pairs['eval'].items(), strict=True))
+  documents = [
+    {'_id': f'{i}', 'text': text} for i, text in enumerate(pairs['eval'])
+  ]
+  queries = [
+    {'_id': f'{i}', 'text': signature, 'document_group': module}
+    for i, (signature, module) in enumerate(pairs['eval'].values())
+  ]
   for path, lines in (
     (folder / 'train.jsonl', rows),
-    (search / 'queries.jsonl', _numbered(queries)),
-    (search / 'corpus.jsonl', _numbered(documents)),
+    (search / 'queries.jsonl', queries),
+    (search / 'corpus.jsonl', documents),
   ):
     path.write_text('\n'.join(map(json.dumps, lines)) + '\n')
     print(f'{path}: {len(lines)} lines')
@@ -70,10 +76,6 @@ def main(values: flags.FlagValues) -> int:
   lines = '\n'.join(['query-id\tcorpus-id\tscore', *relevant])
   (search / 'qrels' / 'test.tsv').write_text(f'{lines}\n')
   return 0
-
-
-def _numbered(texts: list[str]) -> list[dict[str, str]]:
-  return [{'_id': f'{i}', 'text': text} for i, text in enumerate(texts)]
 
 
 def _pairs(module: str, source: str) -> Iterator[tuple[str, str]]:

@@ -111,6 +111,12 @@ def main(values: flags.FlagValues) -> int:
         f'--adapters is {",".join(values.adapters)}, and an embedding model is'
         ' served without; give their run as --checkpoint, which merges them.'
       )
+    for name in ('int8', 'prefix', 'run_prefix'):
+      if values[name].present:
+        raise errors.UserError(
+          f'--{name} is for models that generate, and {stored.name} embeds;'
+          ' leave it out.'
+        )
     from encdec_adapt.serving import embedding_app
 
     loaded = model_in_memory.read_as_trained(stored)

@@ -13,6 +13,7 @@ depend on it goes on, and --stage=NAME runs it again.
 
 from collections.abc import Mapping, Sequence
 import dataclasses
+import functools
 import importlib
 import importlib.util
 import json
@@ -79,7 +80,7 @@ def main(values: flags.FlagValues) -> int:
   resolved = stages.resolve(study)
   states = stage_states.States(study, resolved, shared=not values.fresh)
   if values.list:
-    print(_listing(states, _cores(values), values.json))
+    print(_listing(states, _cores(states, values), values.json))
     return 0
   if values.plan:
     print(_describe(study, states, values))
@@ -207,13 +208,14 @@ def _run(
   study: pages.Study, states: stage_states.States, values: flags.FlagValues
 ) -> int:
   """Runs stages, in this process or in workers; writes the report."""
-  jobs = values.jobs or workers.default_jobs()
+  jobs = _jobs(states, values)
+  run = functools.partial(run_stage, jobs=values.jobs)
   if not values.worker:
     states.reopen([values.stage] if values.stage else states.stages)
   if values.worker or values.stage:
-    return workers.work(study, states, run_stage, values.stage)
+    return workers.work(study, states, run, values.stage)
   if values.fresh:
-    states.discard_others(_cores(values))
+    states.discard_others(_cores(states, values))
   count = len(states.stages)
   print(f'{study.title}: {count} stages into {states.root}', flush=True)
   print(_describe(study, states, values), flush=True)
@@ -222,7 +224,7 @@ def _run(
     arguments += ['--fresh'] * bool(values.fresh)
     status = max(workers.start(arguments, jobs))
   else:
-    status = workers.work(study, states, run_stage)
+    status = workers.work(study, states, run)
   if status in stage_states.STOPPED:
     return status
   _report(study, states, values)
@@ -234,19 +236,29 @@ def _run(
   return status or int(bool(failed))
 
 
-def _cores(values: flags.FlagValues) -> int:
+def _jobs(states: stage_states.States, values: flags.FlagValues) -> int:
+  """Returns the number of workers; of a study of studies one."""
+  # Its pages run one after the other, each with workers of its own, so that no
+  # two train a model that they have in common.
+  if any(stage.module == 'study' for stage in states.stages.values()):
+    return 1
+  return values.jobs or workers.default_jobs()
+
+
+def _cores(states: stage_states.States, values: flags.FlagValues) -> int:
   """Returns the number of cores of a worker."""
-  return len(workers.cores()) // (values.jobs or workers.default_jobs())
+  return len(workers.cores()) // _jobs(states, values)
 
 
 def run_stage(
-  stage: stages.Stage, arguments: Sequence[str]
+  stage: stages.Stage, arguments: Sequence[str], jobs: int | None = None
 ) -> tuple[int, float | None]:
   """Runs the command of a stage.
 
   Args:
     stage: the stage.
     arguments: its arguments, without names in braces.
+    jobs: workers of a page of a study of studies; None for the default.
 
   Returns:
     The exit status, and the learning rate that a choice of rates found.
@@ -258,6 +270,8 @@ def run_stage(
     # TensorFlow stays out of this process.
     process_pool.run_in_subprocess(_call, stage.module, arguments)
     return 0, None
+  if stage.module == 'study':
+    arguments = [*arguments, *[f'--jobs={jobs}'] * bool(jobs)]
   if stage.settings:
     study_plan.check_text(stage, arguments)
   if stage.rate:

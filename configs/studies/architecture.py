@@ -118,7 +118,7 @@ def get_study(arg=None):
     if tuned and arm not in RATES:
       steps = round(rows / size.batch / 2)
       rates.append(pages.Rate(rate, arm, size.rates, steps))
-  spans = [pages.Evaluation('spans', (), (), 'spans_causal')]
+  spans = [pages.Evaluation('spans', records='spans_causal')]
   spans *= 'spans_causal' in shapes
   claims = [_claim(*row, primary=True, paired=True) for row in PRIMARY]
   claims += [_claim(*row) for row in OTHERS[: 4 if spans else 1]]

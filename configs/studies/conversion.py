@@ -9,15 +9,19 @@ decoder into a causal decoder (ed_to_cd), and a causal decoder trained on by
 UL2R, or as it was; optimizer state and step count are carried, but in
 `.._fresh`. A causal decoder is also tuned as a prefix decoder.
 
+`ul2r` and `continued` are measured on held-out prefixes.
+
 Not controlled: conversions have as many steps as their sources (the paper's 62
-and 30 %); UL2R's paper has a cosine decay. `cpu` takes an hour on two cores.
+and 30 %); UL2R's paper has a cosine decay. `continued` reads the rows of its
+source again, `ul2r` others of the text. `.._fresh` has the rate of a random
+start. `cpu` takes an hour on two cores.
 """
 
 import dataclasses
 
 from encdec_adapt.configs.studies import cells, shared
 
-SOURCES = 'cd_flm', 'nd_mlm', 'cd_mlm', 'ed_mlm'
+SOURCES = 'cd_flm', 'nd_plm', 'nd_mlm', 'cd_mlm', 'ed_mlm'
 # Arm -> the cell whose objective and kind it takes, and its source.
 CONVERSIONS = {
   'lm_a': ('cd_flm', 'nd_mlm'),
@@ -61,7 +65,7 @@ def get_study(arg=None):
     evaluations=(
       measured('causal', 'cd_flm', 'cd_flm lm_a lm_a_fresh ed_to_cd'),
       measured('spans', 'nd_mlm', 'nd_mlm cd_mlm nc_a nc_a_fresh'),
-      measured('text', 'ul2r', 'ul2r continued'),
+      measured('text', 'nd_plm', 'nd_plm ul2r continued'),
       shared.measured('answers', 'as_nd_tuned', (causal, prefix)),
     ),
     claims=CLAIMS,

@@ -11,13 +11,11 @@ answers, before and after.
 
 Not controlled: a pair has had adaptation beyond the decoder's training, and has
 twice its layers (see `adaptation` for both). Learning rates are chosen for each
-architecture. The mixture's prompts are split piece by piece, not by module as
-those of `wang`, and no claim is on them. `cpu` takes an hour on two cores.
+architecture. No claim is on the mixture. `cpu` takes an hour on two cores.
 """
 
 import dataclasses
 
-from encdec_adapt import configs
 from encdec_adapt.configs.studies import shared
 from encdec_adapt.evaluation.studies import pages
 
@@ -60,9 +58,7 @@ def get_study(arg=None):
     shared.tuned(size, adapted, 'rate_adapted_tuned'), name='adapted_tuned_dry'
   )
   prompted = dataclasses.replace(
-    tuned[0],
-    name='adapted_prompted',
-    starts={**tuned[0].starts, 'data.source': PROMPTED},
+    shared.prompted(tuned[0]), name='adapted_prompted'
   )
   arms = (*pairs, *decoders, *tuned, dry)
   middles = {'adapted': 3e-3, 'scratch': 3e-3, 'base_tuned': 1e-3}
@@ -72,7 +68,6 @@ def get_study(arg=None):
     'Tuning on answers',
     size,
     (*arms, prompted),
-    commands=(TASKS,),
     rates=shared.rates(size, middles),
     evaluations=(
       shared.measured('answers', 'adapted_tuned', arms, 'base'),
@@ -83,9 +78,6 @@ def get_study(arg=None):
   )
 
 
-TASKS = pages.Command('tasks', 'configs.python_tasks', ('--output={tasks}',))
-TEMPLATES = configs.path('studies/packages.yaml')
-PROMPTED = f'prompts:{{tasks}}/packages.jsonl#{TEMPLATES} + lookups'
 CLAIMS = tuple(
   shared.claim(contrast, text, source, paper, **shared.TUNED, **fields)
   for contrast, text, source, paper, fields in (

@@ -40,6 +40,12 @@ def export_adapters(
       flag is of whole models.
   """
   adapters, base = _require_adapters(stored), stored.base.full_name
+  if differing := model_config.differences(stored.model, stored.base.model):
+    raise errors.UserError(
+      f'{stored.name} was trained with other settings than its base, which PEFT'
+      f' would compute with: {"; ".join(differing)}; merge the adapters'
+      ' (`convert merge-lora`) and export that model.'
+    )
   for name in ('dtype', 'vision', 'embedding', 'language', 'evaluation'):
     if value := values[name].value:
       raise errors.UserError(
@@ -67,6 +73,11 @@ def import_adapters(values: flags.FlagValues, path: paths.Path) -> None:
       f'--source={path} adapts {name!r}, which is not a folder; give --base.'
     )
   base = model_on_disk.open_model(name, vocab_multiple=values.vocab_multiple)
+  if base.adapters:
+    raise errors.UserError(
+      f'--base={name} is a run of adapters, and adapters are trained over a'
+      ' whole model; merge it first (`convert merge-lora`).'
+    )
   adapters, arrays = peft_folder.read(path, base.model, _layout(base.model))
   contents = work_directory.Contents(
     base.model,

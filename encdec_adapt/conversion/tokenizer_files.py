@@ -101,9 +101,11 @@ def _sample_texts(
     return
   records = record_sets.RecordSet.open(folder)
   spec, fingerprints = records.spec, opened.fingerprints
+  # Rows of an encoder-only model have their text in the inputs.
+  reads = side == 'encoder' or spec.objectives[0].feeds == 'encoder'
   if any(getattr(spec, name) != fingerprints[name] for name in fingerprints):
     return  # The records were made again, for another run.
   for row in records.read(range(min(_RECORDS, len(records)))):
     for pair in row:
-      ids = pair.inputs if side == 'encoder' else pair.targets
+      ids = pair.inputs if reads else pair.targets
       yield opened.sides[side].decode(ids)

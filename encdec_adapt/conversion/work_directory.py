@@ -33,6 +33,8 @@ from encdec_adapt.training import state as state_lib
 
 COVERAGE = 'coverage.json'
 _LENGTH = 256  # Default tokens of each side in the configuration.
+# Objectives that read a prompt as these, of two answers, do.
+_SINGLE = {'preferences': 'pairs', 'chat_preferences': 'chat'}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,11 +181,16 @@ def _config(contents: Contents, opened: vocabulary_pair.Opened | None) -> Any:
   if contents.model.architecture.encodes_prompt:
     data.objective = 'prefix_lm'
     data.encoder_length = data.decoder_length = _LENGTH
-  head = contents.model.decoder
-  if contents.run and (head.classes or head.embedding):
-    saved = config_lib.saved(str(contents.run))
-    for section in ('data', 'loss', 'teacher'):
-      config[section].update(saved[section])
+  if contents.run:  # The model reads prompts as its run did.
+    saved, head = config_lib.saved(str(contents.run)), contents.model.decoder
+    data.update(saved.data)
+    if head.classes or head.embedding:
+      config.loss.update(saved.loss)
+      config.teacher.update(saved.teacher)
+    else:  # A job that starts from here learns from single answers.
+      name, colon, options = data.objective.partition(':')
+      if name in _SINGLE:
+        data.objective, data.source = _SINGLE[name] + colon + options, ''
   # Rows of the tables are tokens of the sources: a new vocabulary would give
   # them other meanings.
   data.train_vocabulary = False

@@ -132,6 +132,11 @@ def read(
     layout.canonical(name.removeprefix(_PREFIX)): stored.read(name)
     for name in stored.tensors
   }
+  if float(config['lora_alpha']) <= 0:
+    raise errors.UserError(
+      f'{folder / CONFIG}: lora_alpha is {config["lora_alpha"]}, with which'
+      ' adapters have no effect; it must be above 0.'
+    )
   targets, full = _targets(tensors, model, layout, folder)
   options = adapters_lib.Options(
     config['r'],

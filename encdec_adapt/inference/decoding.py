@@ -77,6 +77,7 @@ class Programs:
     mesh: Mesh,
     rules: rules_lib.Rules,
     shapes: Hashable,
+    variants: int = 1,
   ):
     """Prepares the programs.
 
@@ -84,10 +85,17 @@ class Programs:
       model: a model from `build.unroll`.
       mesh: the device mesh.
       rules: meaning of logical axes on it.
-      shapes: `shapes_of` its parameters, of `prepare`.
+      shapes: `shapes_of` its parameters, of `prepare`; only a key of the
+        cache, as programs depend on them. None for programs without parameters.
+      variants: parameters of other shapes that are used in turn: as many times
+        `MOST_PROGRAMS` are kept.
     """
-    del shapes  # Only a key of the cache: programs depend on them.
     self.model, self.mesh, self.rules = model, mesh, rules
+    self._variants = variants
+    # All variants share the programs without parameters.
+    self._shared = self
+    if shapes is not None:
+      self._shared = Programs(model, mesh, rules, None, variants)
 
   def run(self, fn: Callable[..., Any], *args: Any, **static: Any) -> Any:
     """Calls a function of the model; arguments as `get`."""
@@ -98,7 +106,7 @@ class Programs:
   ) -> jax.stages.Compiled:
     """Returns the program of `fn` for arguments of these shapes.
 
-    It is compiled unless it is among the last `MOST_PROGRAMS` that were used.
+    It is compiled unless it is among the last that were used.
 
     Args:
       fn: takes the model first.
@@ -107,8 +115,9 @@ class Programs:
     """
     # Without the parameters, the only dictionary: their shapes are in the key
     # of `Programs`, and to hash their many leaves at every step is slow.
-    shapes = shapes_of([x for x in args if not isinstance(x, dict)])
-    key = self, fn, tuple(static.items()), shapes
+    arrays = [x for x in args if not isinstance(x, dict)]
+    owner = self if len(arrays) < len(args) else self._shared
+    key = owner, fn, tuple(static.items()), shapes_of(arrays)
     if key in _COMPILED:
       _COMPILED.move_to_end(key)
       return _COMPILED[key]
@@ -127,7 +136,7 @@ class Programs:
       compiler_options=compiler.options(self.mesh),
     )
     compiled = _COMPILED[key] = program.lower(*args).compile()
-    while len(_COMPILED) > MOST_PROGRAMS:
+    while len(_COMPILED) > MOST_PROGRAMS * self._variants:
       _COMPILED.popitem(last=False)
     return compiled
 

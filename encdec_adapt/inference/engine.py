@@ -185,10 +185,12 @@ class Engine:
     # Unrolled: a scan would copy each layer's cache for every token.
     unrolled = build.unroll(model)
     # Made once: to hash the shapes of many parameters is slow.
+    shapes = {name: decoding.shapes_of(tree) for name, tree in variants.items()}
+    count = len({*shapes.values()})
     self._variants = {
       name: (
         tree,
-        decoding.Programs(unrolled, mesh, rules, decoding.shapes_of(tree)),
+        decoding.Programs(unrolled, mesh, rules, shapes[name], count),
       )
       for name, tree in variants.items()
     }

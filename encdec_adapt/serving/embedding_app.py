@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from starlette import applications, middleware, requests, responses, routing
 
+from encdec_adapt.base import errors
 from encdec_adapt.conversion import model_in_memory
 from encdec_adapt.serving import http_app, origins, protocol
 
@@ -78,6 +79,8 @@ class EmbeddingService:
       return responses.JSONResponse(self._body(texts, vectors, fields))
     except protocol.ApiError as error:
       return http_app.refusal(error)
+    except errors.UserError as error:  # A text that has no tokens.
+      return http_app.refusal(protocol.ApiError(400, str(error), 'input'))
 
   def _parse(self, fields: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
     """Returns the texts of a request, and its fields.

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from encdec_adapt.base import errors
 from encdec_adapt.conversion import model_in_memory, model_on_disk
 from encdec_adapt.models import adapters as adapters_lib
+from encdec_adapt.models import model_config
 from encdec_adapt.training import state as state_lib
 
 
@@ -72,6 +73,12 @@ def read(
     raise errors.UserError(
       f'--adapters has {stored.name}, whose {min(differing)} differs from that'
       f' of adapters over {loaded.stored.path}; serve the run as --checkpoint.'
+    )
+  if differing := model_config.differences(stored.model, loaded.config):
+    raise errors.UserError(
+      f'--adapters has {stored.name}, which was trained with other settings'
+      f' than {loaded.stored.path}: {"; ".join(differing)}; serve the run as'
+      ' --checkpoint.'
     )
   placement = dataclasses.replace(loaded.where, adapters=adapters)
   trained = {

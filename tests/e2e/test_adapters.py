@@ -11,6 +11,7 @@ import encdec_adapt
 from encdec_adapt import serve, train
 from encdec_adapt.base import errors
 from encdec_adapt.checkpoints import checksums, manager
+from encdec_adapt.conversion import model_on_disk
 from encdec_adapt.inference import engine as engine_lib
 from encdec_adapt.serving import served_adapters
 from encdec_adapt.telemetry import metrics
@@ -119,6 +120,9 @@ def test_merged_adapters_are_the_run(folder, tuned, base, capsys):
   merged = folder / 'merged'
   flags = [f'--checkpoint={tuned}', f'--output={merged}']
   assert tiny.convert('merge-lora', *flags) == 0
+  # It reads prompts as the run did.
+  ours, theirs = map(model_on_disk.open_model, (str(merged), str(tuned)))
+  assert ours.objectives == theirs.objectives
   whole, start = folders.arrays(merged), folders.arrays(base)
   for path, value in folders.arrays(tuned).items():
     np.testing.assert_array_equal(whole[path], value, path)
@@ -167,6 +171,11 @@ def test_a_server_reads_several_runs_over_one_base(
     np.testing.assert_allclose(
       completion.log_probs, wanted.log_probs, atol=5e-5
     )
+  [run] = runs.values()
+  decoder = dataclasses.replace(run.model.decoder, rope_theta=9.0)
+  changed = dataclasses.replace(run.model, decoder=decoder)
+  with pytest.raises(errors.UserError, match='rope_theta is 9.0 and 10000.0'):
+    served_adapters.read(loaded, dataclasses.replace(run, model=changed))
   for runs, words in (
     ([base], 'rename its folder'),
     ([tuned, tmp_path / 'tuned'], 'rename its folder'),

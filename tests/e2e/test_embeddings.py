@@ -178,6 +178,14 @@ def test_searches_are_of_queries_with_a_relevant_document(tmp_path):
   )
   search = embedding_tasks.read(str(folder))
   assert search.name == 'nq.v2' and search.texts['query'] == ['which 2']
+  assert search.groups == ()
+  rows = [
+    {'_id': f'queries{i}', 'text': f'{i}', 'document_group': f'module {i}'}
+    for i in range(3)
+  ]
+  text = '\n'.join(map(json.dumps, rows))
+  (folder / 'queries.jsonl').write_text(text)
+  assert embedding_tasks.read(str(folder)).groups == ['module 2']
   qrels.write_text('query-id\tcorpus-id\tscore\nnone\tcorpus0\t1\n')
   with pytest.raises(encdec_adapt.UserError, match='is not the ids of a query'):
     embedding_tasks.read(str(folder))

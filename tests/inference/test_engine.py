@@ -174,7 +174,16 @@ def test_requests_of_adapters_are_those_of_merged_models():
     dataclasses.replace(request, adapters=name)
     for request, name in zip(_requests(), order, strict=True)
   ]
-  for i, found in engine.run(requests):
+  decoding._COMPILED.clear()
+  results = [*engine.run(requests)]
+  # The base and the adapters, of equal shapes, each have programs of what reads
+  # parameters, and share the others.
+  owners = {
+    function: {key[0] for key in decoding._COMPILED if key[1] is function}
+    for function in (decoding.start, decoding.decode)
+  }
+  assert [len(x) for x in owners.values()] == [1, 2]
+  for i, found in results:
     same = dataclasses.replace(loaded, params=merged[order[i]])
     [(_, wanted)] = same.engine(rows=1, ids=IDS).run([_requests()[i]])
     np.testing.assert_array_equal(found.tokens, wanted.tokens)

@@ -132,6 +132,7 @@ def test_bfloat16_stays_and_damage_is_named(saved, tmp_path):
   'options, words',
   [
     ({'use_dora': True}, 'use_dora'),
+    ({'lora_alpha': 0}, 'lora_alpha is 0'),
     ({'layers_to_transform': [1]}, 'layers_to_transform'),
     ({'target_modules': ['q_proj', 'embed_tokens']}, 'embed_tokens'),
   ],

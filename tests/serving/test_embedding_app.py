@@ -1,6 +1,7 @@
 """/v1/embeddings: vectors, sizes, encodings, refusals."""
 
 import base64
+import json
 
 import numpy as np
 import pytest
@@ -55,6 +56,7 @@ def test_vectors_are_those_of_the_model(model, service):
     ({'input': [[1, 2]]}, 'input must be a text or texts, not [[1, 2]]'),
     ({'input': 5}, 'input must be a text or texts, not 5'),
     ({'input': {'a': 1}}, 'input must be a text or texts, not {"a": 1}'),
+    ({'input': 'x\ud800'}, 'lone surrogate'),
     ({'input': 'x', 'dimensions': 4.0}, 'dimensions must be 12, 4, not 4.0'),
     ({'input': 'x', 'dimensions': [4]}, 'dimensions must be 12, 4, not [4]'),
     ({'input': 'x', 'dimensions': 5}, 'dimensions must be 12, 4'),
@@ -64,6 +66,7 @@ def test_vectors_are_those_of_the_model(model, service):
 )
 def test_wrong_requests_are_refused(service, body, message):
   client = testclient.TestClient(service.app, 'http://localhost')
-  answer = client.post(URL, json=body)
+  headers = {'content-type': 'application/json'}
+  answer = client.post(URL, content=json.dumps(body), headers=headers)
   assert answer.status_code == 400
   assert message in answer.json()['error']['message']

@@ -383,7 +383,9 @@ def meap_scores(
       if metric == 'score_decay'
       else (new - old, np.ones(len(old)))
     )
-    scores.append(results_store.ratio_score(TASK, metric, *by_row, groups))
+    score = results_store.ratio_score(TASK, metric, *by_row, groups)
+    # The denominator is the model's own: models differ in the mean over rows.
+    scores.append(dataclasses.replace(score, weights=()))
     test = comparisons.compare(
       *([results_store.mean_score(TASK, metric, x, groups)] for x in (old, new))
     )

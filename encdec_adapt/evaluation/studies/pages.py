@@ -238,6 +238,11 @@ class Study:
           f' alone, of letters, digits, points, - and _, and none of'
           f' {", ".join(RESERVED)}'
         )
+    for seeds in (self.seeds, *map(self.seeds_of, names)):
+      if len({*seeds}) < len(seeds):
+        raise self.error(
+          f'the seeds {seeds} name one twice, and its run would count as two'
+        )
     rates = {x.name for x in self.rates}
     for arm in self.arms:
       for text in arm.starts_texts:
@@ -252,6 +257,8 @@ class Study:
     for command in self.commands:
       self._require(command.after, f'command {command.name} reads')
     for evaluation in self.evaluations:
+      if not evaluation.metrics:
+        raise self.error(f'evaluation {evaluation.name} names no metric')
       self._require(evaluation.models, f'evaluation {evaluation.name} is of')
       records = [evaluation.records] * bool(evaluation.records)
       text = f'evaluation {evaluation.name} reads records of'

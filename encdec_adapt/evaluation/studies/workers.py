@@ -81,7 +81,8 @@ def work(
       chosen = waiting
   except _StoppedError as error:
     return error.args[0]
-  return int(any(map(states.failed, states.stages.values())))
+  ended = [states.stages[only]] if only else states.stages.values()
+  return int(any(map(states.failed, ended)))
 
 
 def _take(

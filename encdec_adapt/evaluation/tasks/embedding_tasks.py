@@ -5,7 +5,9 @@
 | FOLDER, the layout of BEIR:  | ndcg@10, recall@10, mrr@10                    |
 | corpus.jsonl (_id, text,     |                                               |
 | perhaps title), queries.jsonl|                                               |
-| (_id, text), qrels/test.tsv  |                                               |
+| (_id, text, perhaps          |                                               |
+| document_group of the        |                                               |
+| intervals), qrels/test.tsv   |                                               |
 | (query, document, relevance) |                                               |
 | FILE.jsonl#TEXT,TEXT,SCORE   | spearman, of the cosines with the scores      |
 | FILE.jsonl#TEXT,LABEL        | v_measure, of k-means with the labels         |
@@ -30,7 +32,7 @@ from encdec_adapt.conversion import (
   pretrained_files,
 )
 from encdec_adapt.evaluation.results import results_store
-from encdec_adapt.evaluation.tasks import prompted_task
+from encdec_adapt.evaluation.tasks import prompted_task, task_groups
 from encdec_adapt.files import paths
 from encdec_adapt.telemetry import progress
 
@@ -55,12 +57,14 @@ class EmbeddingEvaluation:
     texts: the texts by role, 'query' or 'document'.
     measure: computes metrics from the vectors of each role.
     content: all that was read.
+    groups: group of documents of every query; empty where each is its own.
   """
 
   name: str
   texts: Mapping[str, Sequence[str]]
   measure: Callable[..., Metrics]
   content: Any
+  groups: Sequence[str] = ()
 
   def options(self) -> results_store.Options:
     """Returns the inputs of the scores."""
@@ -93,7 +97,10 @@ class EmbeddingEvaluation:
       for metric, value in self.measure(*parts).items():
         metric += f'/{size}' * bool(i)
         if isinstance(value, list):
-          scores.append(results_store.mean_score(self.name, metric, value))
+          score = results_store.mean_score(
+            self.name, metric, value, self.groups
+          )
+          scores.append(score)
           continue
         value, n = value
         scores.append(results_store.Score(self.name, metric, value, None, n))
@@ -157,6 +164,11 @@ def _read_search(folder: str) -> EmbeddingEvaluation:
   documents, texts = _columns(corpus, names, kinds)
   titles = [row.get('title') for _, row in prompted_task.read_rows(corpus)]
   texts = [f'{a} {b}' if a else b for a, b in zip(titles, texts, strict=True)]
+  path_of_queries = paths.join(folder, 'queries.jsonl')
+  groups = [
+    row.get(task_groups.GROUP)
+    for _, row in prompted_task.read_rows(path_of_queries)
+  ]
   query_numbers = {name: i for i, name in enumerate(ids)}
   numbers = {name: i for i, name in enumerate(documents)}
   path, relevant = paths.at(folder) / 'qrels' / 'test.tsv', {}
@@ -182,6 +194,7 @@ def _read_search(folder: str) -> EmbeddingEvaluation:
     texts,
     lambda *x: _search(*x, relevances),
     (texts, relevances),
+    [groups[i] for i in relevant] if all(groups) else (),
   )
 
 

@@ -18,6 +18,7 @@ from encdec_adapt.evaluation.measures import (
   attention_scores,
 )
 from encdec_adapt.evaluation.reports import report_figures
+from encdec_adapt.evaluation.results import contrasts
 from encdec_adapt.models import build, model_config
 from encdec_adapt.objectives import framing
 from encdec_adapt.ops import activations, masks
@@ -173,7 +174,14 @@ def test_measures_are_literal():
     for score in attention_analysis.meap_scores(plain, noised, masked, kept)
   }
   # Means at masked positions: 2.5 and 5 before, 2.25 and 2.25 after.
-  assert found['score_decay'].value == pytest.approx(3 / 7.5)
+  decay = found['score_decay']
+  assert decay.value == pytest.approx(3 / 7.5)
+  # Two models have other attention, and are compared row by row.
+  other, *_ = attention_analysis.meap_scores(2 * noised, noised, masked, kept)
+  differences, weights = contrasts.sums([[decay], [other]])
+  assert differences.sum() / weights.sum() == pytest.approx(
+    other.value - decay.value
+  )
   # Variances of (4, 1) and (8, 2) before, of (4, 1) twice after.
   increase = found['variance_increase']
   assert increase.scores == pytest.approx((0, 2.25 - 9))

@@ -230,6 +230,7 @@ def test_a_failure_is_a_result_and_stops_what_reads_it(page):
   assert states.state(states.stages['rate']).error == 'UserError: it diverged'
   # Given again, the command repeats no failure; --stage does.
   assert run(page)[:2] == (set(), 1)
+  assert run(page, only='pair')[:2] == (set(), 0)  # What else failed.
   assert run(page, only='rate')[:2] == ({'rate'}, 0)
   assert run(page)[:2] == (SCRATCH, 0)
   with pytest.raises(errors.UserError, match='--stage=pair reads'):
@@ -293,6 +294,11 @@ def _claim(**fields):
       "a starts from 'b', which is not among a, hf",
     ),
     ({'rates': ()}, "learning rate of 'rate'"),
+    ({'seeds': (0, 1, 1)}, r'seeds \(0, 1, 1\) name one twice'),
+    (
+      {'evaluations': (pages.Evaluation('loss', metrics=()),)},
+      'evaluation loss names no metric',
+    ),
   ],
 )
 def test_bad_pages_are_refused(page, fields, problem):
