@@ -263,6 +263,11 @@ def train(
   )
   if stored:
     digests['teacher'] = stored.digest
+    # Each process may have a disk of its own.
+    facts = {'teacher.stored': stored.digest}
+    distributed.require_same('stored teacher', facts)
+  if rewards:
+    digests |= rewards.digests
   meta['references'] = digests
   if start is not None:
     resume_checks.check_same_references(saved, meta)
@@ -320,11 +325,16 @@ def train(
     policy,
   )
 
+  evaluating = False
+
   def evaluate(step, params, last=False):
     """Runs the evaluators that are due; ranks the held-out metrics."""
+    nonlocal evaluating
+    evaluating = True
     with telemetry.spent('evaluate'):
       beat = functools.partial(watchdog.beat, step, 'evaluate')
       values = evaluators(step, attach(params), beat=beat, last=last)
+      evaluating = False
       return loss.rank(values[loss.selects])
 
   def save(step, rank=None):
@@ -337,7 +347,8 @@ def train(
 
   def save_before_error(kind, error, traceback):
     """Saves the step after which a reward could not be computed."""
-    if isinstance(error, completion_rewards.RewardError):
+    # An evaluation that failed is repeated from the save before.
+    if isinstance(error, completion_rewards.RewardError) and not evaluating:
       checkpoints.wait()
       if step not in (0, *checkpoints.all_steps()):
         save(step)

@@ -7,6 +7,8 @@ from encdec_adapt.base import errors, keys
 from encdec_adapt.telemetry import environment
 
 Report = Callable[[str], None]  # Prints a paragraph.
+# What a reward model is in messages, before its path.
+REWARD_MODEL = 'reward model'
 
 
 def check_config(
@@ -98,11 +100,14 @@ def check_same_references(
   """
   for name, digest in saved.get('references', {}).items():
     if now['references'].get(name, digest) != digest:
+      keys = 'config.teacher.checkpoint (or config.init.encoder and'
+      keys += ' config.teacher.dtype)'
+      if name.startswith(REWARD_MODEL):
+        keys = 'config.train.rewards, perhaps to model:RUN@STEP,'
       raise errors.UserError(
         f'the checkpoint was trained with another {name}: its parameters had'
         f' the digest {digest[:12]}, now {now["references"][name][:12]}. Set'
-        ' config.teacher.checkpoint (or config.init.encoder and'
-        ' config.teacher.dtype) back, or start in another --workdir.'
+        f' {keys} back, or start in another --workdir.'
       )
 
 

@@ -31,6 +31,8 @@ import numpy as np
 from encdec_adapt.base import errors
 from encdec_adapt.objectives import example_maker, framing, supervised
 
+_LARGEST_MARGIN = 65504  # Of float16, as it is stored.
+
 
 class Preference(NamedTuple):
   """A prompt, the answer that is chosen, and the answer that is rejected.
@@ -132,6 +134,10 @@ class Preferences(supervised.Supervised):
       raise self._error(name, 'an answer is empty')
     if np.array_equal(chosen.targets, rejected.targets):
       raise self._error(name, 'its answers have the same tokens')
+    if margin is not None and not abs(margin) <= _LARGEST_MARGIN:
+      raise self._error(
+        name, f'its margin is {margin}; it must be at most {_LARGEST_MARGIN}'
+      )
     example = Preference(
       chosen.inputs,
       chosen.targets,

@@ -247,7 +247,9 @@ class PolicyBatches:
     return Completions(
       sides[self._sampler.prompt_side].decode_generated(
         self._sampler.prompt(pair),
-        show_special=self._data.train.spec.objectives[0].ends_turns,
+        show_special=any(
+          x.ends_turns for x in self._data.train.spec.objectives
+        ),
       ),
       fields_of(pair) | {'target': decode(pair.targets)},
       [decode(x[: len(x) - i]) for x, i in zip(tokens, ends, strict=True)],
@@ -295,6 +297,7 @@ class PolicyBatches:
             'step': step,
             'split': split,
             'row': int(batch.rows[row]),
+            'sample': j,
             'greedy': split == 'eval' and not j,
             'prompt': group.prompt,
             'completion': text,

@@ -109,6 +109,8 @@ def test_a_policy_learns_from_a_reward_of_the_user(
   ]
   assert [x['greedy'] for x in lines[:8]] == [True, False, False, False] * 2
   assert {x['row'] for x in lines[:8]} == {0, 1}
+  # So that no two lines are equal, of which a resumed job would drop one.
+  assert [x['sample'] for x in lines[:8]] == [*range(4)] * 2
   group = [x['advantage'] for x in lines[8:12]]
   assert sum(group) == pytest.approx(0, abs=1e-6)
   assert 'The name of number' in lines[0]['prompt']

@@ -49,6 +49,12 @@ def test_texts_end_with_eos_and_keep_their_margin():
     assert str(same) == str(example)
 
 
+@pytest.mark.parametrize('margin', [70000, -(10**400), float('nan')])
+def test_margins_that_cannot_be_stored_are_refused(margin):
+  with pytest.raises(errors.UserError, match='margin is .* at most 65504'):
+    _make('preferences', ['yes', 'no', 'why', margin])
+
+
 def test_a_separator_is_in_the_rows_of_decoders_alone():
   _, (example,) = _make('preferences:separator="|"', ['yes', 'no', 'why', None])
   assert example.inputs.tolist() == _ids('why', end=False)

@@ -188,6 +188,13 @@ def test_spans_are_learnt_from_the_text_and_sentinels_as_they_are():
   assert float(terms['loss']) == pytest.approx(float(expected), rel=1e-5)
 
 
+def test_masked_inputs_are_no_targets():
+  loss = losses.from_section(_section(on_inputs=True), conftest.SOURCE)
+  with pytest.raises(errors.UserError, match='leave out on_inputs'):
+    objectives = objective_names.parse('pairs | meap_prefix_lm')
+    loss.check(conftest.SOURCE, objectives)
+
+
 @pytest.mark.parametrize(
   'objective, options, words',
   [

@@ -249,6 +249,7 @@ def test_wrong_kinds_are_refused(kind, message):
     ('top_k=20', 'pairs', 'top_k and top_p are not read'),
     ('', 'preferences', 'no prompt with a single answer'),
     ('', 'causal_lm', 'no prompt with a single answer'),
+    ('', 'pairs:meap=separate', 'without masks'),
   ],
 )
 def test_what_does_not_suit_policies_is_refused(rollouts, objective, message):

@@ -200,6 +200,16 @@ def test_wrong_keys_are_refused(changes, message):
     losses.from_section(_section(**changes), conftest.PAIR)
 
 
+def test_orpo_has_a_gradient_of_answers_that_are_certain():
+  form = losses.from_section(_section(kind='orpo'), conftest.PAIR).form
+
+  def loss(log_probs):
+    return form.loss(form.scores(log_probs, 0.0) - form.scores(-1.0, 0.0))
+
+  value, gradient = jax.value_and_grad(loss)(jnp.float32(0))
+  assert np.isfinite(value) and np.isfinite(gradient)
+
+
 def test_losses_and_objectives_go_together():
   loss = losses.from_section(_section(kind='dpo'), conftest.PAIR)
   loss.check(conftest.PAIR, objective_names.parse('preferences'))

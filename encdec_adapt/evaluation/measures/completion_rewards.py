@@ -29,13 +29,16 @@ import importlib.util
 import math
 import os
 import re
+import sys
 from typing import Any
+import zlib
 
 from jaxtyping import Float
 import numpy as np
 
 from encdec_adapt import config as config_lib
 from encdec_adapt.base import errors, option_strings
+from encdec_adapt.checkpoints import resume_checks
 from encdec_adapt.cluster import code_limits, distributed, watchdog
 from encdec_adapt.conversion import initial_state
 from encdec_adapt.data.records import record_sets
@@ -65,6 +68,7 @@ class Rewards:
 
   Attributes:
     weights: weight of each part of the reward, by its name.
+    digests: digest of each reward model of a job, by what it is in messages.
   """
 
   def __init__(
@@ -88,6 +92,7 @@ class Rewards:
         run.
     """
     self.weights: dict[str, float] = {}
+    self.digests: dict[str, str] = {}
     self._ids: special_ids.Framing | None = None
     self._functions: dict[str, Function] = {}
     self._models: dict[str, Model] = {}
@@ -216,14 +221,22 @@ def open_rewards(
   """
   if not settings.loss.reads_rewards:
     return None
-  open_model = functools.partial(_open_model, settings, placement)
-  return Rewards(settings.train.rewards, open_model)
+  digests: dict[str, str] = {}
+  open_model = functools.partial(_open_model, settings, placement, digests)
+  opened = Rewards(settings.train.rewards, open_model)
+  opened.digests = digests
+  return opened
 
 
 def _open_model(
-  settings: config_lib.Settings, placement: state_lib.Placement, path: str
+  settings: config_lib.Settings,
+  placement: state_lib.Placement,
+  digests: dict[str, str],
+  path: str,
 ) -> Model:
   """Opens a reward model, whose parameters are read when it is first called.
+
+  Its digest is added to `digests`.
 
   Raises:
     UserError: it is not a reward model, or cannot read the rows.
@@ -233,6 +246,7 @@ def _open_model(
   opened = initial_state.open_reward_model(
     path, placement, settings.compute, settings.data.vocabularies, lengths
   )
+  digests[f'{resume_checks.REWARD_MODEL} {path}'] = opened.source.digest
   read = functools.cache(opened.read)
 
   def score(
@@ -322,9 +336,13 @@ def _load(value: option_strings.Part) -> Function:
     UserError: there is no such file or function, or the file fails.
   """
   path, name = value.partition('#')
+  # Python finds a module by its name when it is defined (dataclasses) and when
+  # its functions are pickled; two files may be loaded.
+  title = f'rewards_{zlib.crc32(path.text.encode()):x}'
   try:
-    spec = importlib.util.spec_from_file_location('rewards', path.text)
+    spec = importlib.util.spec_from_file_location(title, path.text)
     module = importlib.util.module_from_spec(spec)
+    sys.modules[title] = module
     spec.loader.exec_module(module)
     return getattr(module, name.text)
   except Exception as error:  # Of any kind: the file is the user's.

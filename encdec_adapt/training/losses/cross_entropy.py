@@ -46,7 +46,7 @@ class CrossEntropy(loss.Loss):
 
     Raises:
       UserError: rows have several answers or texts, or `on_inputs` is set and
-        the model reads the inputs before it predicts.
+        the model reads the inputs before it predicts, or they have masks.
     """
     if any(x.answers > 1 or x.rows == 'texts' for x in objectives):
       raise errors.UserError(
@@ -63,6 +63,12 @@ class CrossEntropy(loss.Loss):
         f' objective {" | ".join(map(str, objectives))!r}; only a causal'
         ' decoder (decoder_only) on pairs can predict the inputs: others read'
         ' them before.'
+      )
+    if self.on_inputs and any(x.masks_inputs for x in objectives):
+      raise errors.UserError(
+        'config.loss.on_inputs is set with objective'
+        f' {" | ".join(map(str, objectives))!r}, of which inputs are masks that'
+        ' the model would learn to predict; leave out on_inputs, or the masks.'
       )
 
   def frame(self, rows: loss.Rows, ids: special_ids.SideIds) -> loss.Rows:

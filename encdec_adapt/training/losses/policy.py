@@ -256,11 +256,14 @@ class Policy(loss.Loss):
         ' log-probabilities would not be those of the distribution that was'
         ' sampled from; leave them out.'
       )
-    if any(x.feeds != 'pair' or x.answers > 1 for x in objectives):
+    if any(
+      x.feeds != 'pair' or x.answers > 1 or x.masks_inputs for x in objectives
+    ):
       raise errors.UserError(
         f'{loss.KIND} is {self.kind!r} and config.data.objective is'
         f' {" | ".join(map(str, objectives))!r}, whose rows have no prompt with'
-        ' a single answer; choose the objective pairs or chat.'
+        ' a single answer, or have masks (meap); choose the objective pairs or'
+        ' chat, without masks.'
       )
 
   def make_batch(

@@ -152,7 +152,9 @@ class Orpo(Form):
   weight: float = keys.key(0.1, 'Weight.', above=0, name='lambda')
 
   def scores(self, log_probs, reference):
-    # expm1, as the probability of a short answer may be almost 1.
+    # expm1, as the probability of a short answer may be almost 1; at 1, as
+    # float32 rounds it, the gradient would be NaN.
+    log_probs = jnp.minimum(log_probs, -1e-6)
     return log_probs - jnp.log(-jnp.expm1(log_probs))
 
   def loss(self, margins):

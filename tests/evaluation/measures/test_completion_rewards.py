@@ -143,6 +143,16 @@ def test_a_prompt_alone_has_no_answer_to_compare_with(text):
     rewards.Rewards(text, None, '--reward', has_rows=False)
 
 
+def test_a_file_may_define_dataclasses(tmp_path):
+  (tmp_path / 'mine.py').write_text(
+    'from __future__ import annotations\nimport dataclasses\n'
+    '@dataclasses.dataclass\nclass Score:\n  value: float\n'
+    'def f(p, c, fields):\n  return [Score(2.0).value] * len(c)\n'
+  )
+  values, _ = _make(f'python:{tmp_path}/mine.py#f')([_group(['a'])])
+  np.testing.assert_array_equal(values['f'], [[2.0]])
+
+
 def test_a_function_named_code_runs_no_programs(tmp_path):
   (tmp_path / 'mine.py').write_text(
     'def code(p, c, fields):\n  return [0.0] * len(c)\n'
