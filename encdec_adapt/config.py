@@ -357,7 +357,8 @@ def pinned(
 
 def load_run(workdir: str) -> Settings:
   """Loads the settings of the run in a work directory; see `saved`."""
-  return load(saved(workdir), workdir)
+  # A merged model need not name a text.
+  return load(saved(workdir), workdir, sources=False)
 
 
 def saved(workdir: str) -> ml_collections.ConfigDict:

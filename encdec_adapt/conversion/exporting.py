@@ -89,7 +89,7 @@ def export_folder(values: flags.FlagValues, _: list[str]) -> int:
     tokenizers = pathlib.Path(scratch)
     notes = [
       _window_note(stored.model, native=native),
-      *tokenizer_files.write(tokenizers, stored, opened),
+      *tokenizer_files.write(tokenizers, stored, opened, side),
       *image_notes,
       cache_note,
       _REWARD_NOTE * (stored.model.decoder.classes == 1),

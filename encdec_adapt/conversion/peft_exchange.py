@@ -57,7 +57,12 @@ def export_adapters(
   with new_folder.new_folder(values.output) as draft:
     for file, content in files.items():
       (draft / file).write_bytes(content)
-  print(f'{values.output}: adapters; PEFT loads them over an export of {base}')
+  labels = stored.model.decoder.classes
+  opened = f' (as a classifier of num_labels={labels})' * bool(labels)
+  print(
+    f'{values.output}: adapters; PEFT loads them over an export of {base}'
+    f'{opened}'
+  )
 
 
 def import_adapters(values: flags.FlagValues, path: paths.Path) -> None:

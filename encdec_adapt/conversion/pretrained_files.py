@@ -160,6 +160,8 @@ def _base_model(folder: paths.Path) -> dict[str, Any]:
     fields = yaml.safe_load(matter[1]) if matter else {}
   except yaml.YAMLError:  # A model card is not needed to load the model.
     return base
+  if not isinstance(fields, dict):
+    return base
   names = ('license', 'license_name', 'license_link')
   base |= {key: fields[key] for key in names if fields.get(key)}
   languages = fields.get('language') or []
@@ -264,9 +266,10 @@ def prompt_room(
   """
   fields = config_fields(folders(stored.path))
   # A pair made from a single folder has its fields under 'decoder' only.
-  side = 'encoder' if 'encoder' in fields else 'decoder'
+  has_encoder = stored.model.architecture.encodes_prompt
+  side = 'encoder' if has_encoder and 'encoder' in fields else 'decoder'
   limit = fields[side].get('max_position_embeddings')
-  if limit is None or stored.model.architecture.encodes_prompt:
+  if limit is None or has_encoder:
     return limit
   if limit - generated < 2:
     raise errors.UserError(

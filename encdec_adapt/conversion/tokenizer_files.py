@@ -8,7 +8,7 @@ can open are copied, with a note that nothing was compared. The conversion
 itself is in `tokenizers.tokenizer_writer`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 import pathlib
 
 from encdec_adapt import config as config_lib
@@ -31,6 +31,7 @@ def write(
   folder: pathlib.Path,
   stored: model_on_disk.StoredModel,
   opened: vocabulary_pair.Opened | None,
+  reads: str,
 ) -> list[str]:
   """Writes the tokenizer files of a model and compares ids.
 
@@ -38,6 +39,7 @@ def write(
     folder: an empty local folder.
     stored: the model.
     opened: vocabularies of the model; None if there are none.
+    reads: side of `opened` that a model of a single stack reads and writes.
 
   Returns:
     Notes for the user.
@@ -65,9 +67,14 @@ def write(
     for name, file in sources.get('encoder', {}).items()
   )
   targets = {'decoder': folder}
-  if differ:
+  if differ and (opened is None or stored.model.architecture.encodes_prompt):
     separate = folder / model_on_disk.DECODER_TOKENIZER
     targets = {'encoder': folder, 'decoder': separate}
+  elif differ:  # A stack of a pair with two vocabularies has one of them.
+    targets = {reads: folder}
+    own = opened.sides[reads].fingerprint
+    found = (x for x in sources.values() if _fingerprint(x) == own)
+    sources = {reads: next(found, {})}
   for side, target in targets.items():
     files = sources.get(side, {})
     target.mkdir(exist_ok=True)
@@ -86,6 +93,14 @@ def write(
       ' that encdec_adapt can use.'
     )
   return list(filter(None, notes))
+
+
+def _fingerprint(files: Mapping[str, paths.Path]) -> str:
+  """Returns the fingerprint of the vocabulary of files in a folder."""
+  file = next(iter(files.values()), None)
+  return (
+    vocabulary_pair.open_vocabulary(file.parent).fingerprint if file else ''
+  )
 
 
 def _sample_texts(

@@ -96,7 +96,9 @@ def write(
   config = _config(contents, opened)
   # A field of the model that no key expresses would be lost when a job starts
   # from the folder, long after this command.
-  if config_lib.load(config, str(output)).model != contents.model:
+  if (
+    config_lib.load(config, str(output), sources=False).model != contents.model
+  ):
     raise ValueError('the configuration describes another model')
   nbytes = sum(array.nbytes for array in arrays.values())
   count = parameters.count(contents.model)

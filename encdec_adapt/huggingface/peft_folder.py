@@ -81,10 +81,14 @@ def files(
     tensors[_PREFIX + name] = np.ascontiguousarray(slot.to_theirs(ours))
     module = name.rpartition('.')[0].removesuffix('.lora_A')
     modules[slot.path in adapters.full].add(module.removesuffix('.lora_B'))
-  is_pair = adapters.model.architecture.encodes_prompt
+  task = 'CAUSAL_LM'
+  if adapters.model.architecture.encodes_prompt:
+    task = 'SEQ_2_SEQ_LM'
+  elif adapters.model.decoder.classes:
+    task = 'SEQ_CLS'
   config = {
     'peft_type': 'LORA',
-    'task_type': 'SEQ_2_SEQ_LM' if is_pair else 'CAUSAL_LM',
+    'task_type': task,
     'base_model_name_or_path': base,
     'r': options.rank,
     'lora_alpha': options.numerator,

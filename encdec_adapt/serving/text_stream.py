@@ -49,9 +49,11 @@ class TextStream:
       for token in self._tokens
       if token < self._writer.size and token not in self._special
     ]
-    # A run of byte tokens is decoded as a whole: its end may change its start.
-    while plain and _BYTE.fullmatch(self._writer.piece(plain[-1])):
-      plain.pop()
+    # A run of byte tokens among pieces is decoded as a whole: its end may
+    # change its start.
+    if not self._writer.is_of_bytes:
+      while plain and _BYTE.fullmatch(self._writer.piece(plain[-1])):
+        plain.pop()
     text = self._decode(np.array(plain, np.int32)) if plain else ''
     return self.send(self._certain(text.rstrip(_INCOMPLETE)))
 

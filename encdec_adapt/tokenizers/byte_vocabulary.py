@@ -39,6 +39,8 @@ _SPECIALS = ('<pad>', '<eos>', '<bos>', '<mask>') + tuple(
 class ByteVocabulary(vocabulary.Vocabulary):
   """Bytes and special tokens, without files."""
 
+  is_of_bytes = True
+
   def __init__(self, *, added_sentinels: int = 0):
     """Makes the vocabulary; see `vocabulary.Vocabulary`."""
     specials = {name: 256 + i for i, name in enumerate(_SPECIALS)}
@@ -71,6 +73,8 @@ class ByteVocabulary(vocabulary.Vocabulary):
 
 class ByT5Vocabulary(vocabulary.Vocabulary):
   """ByT5's bytes, special tokens and sentinels."""
+
+  is_of_bytes = True
 
   def __init__(
     self, *, files: Sequence[paths.Path] = (), added_sentinels: int = 0

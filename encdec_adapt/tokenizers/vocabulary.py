@@ -96,7 +96,10 @@ class Vocabulary(abc.ABC):
     mode_ids: 'R', 'S' and 'X' -> ids of UL2's mode tokens; may be empty.
     note: description of changes that encoding makes to a text; '' for none.
     files: files that the vocabulary was read from.
+    is_of_bytes: whether every token that is not special is a byte.
   """
+
+  is_of_bytes = False
 
   def __init__(
     self,

@@ -141,6 +141,22 @@ def test_merged_adapters_are_the_run(folder, tuned, base, capsys):
     tiny.convert('merge-lora', *flags)
 
 
+def test_a_merged_policy_of_preferences_reads_prompts_as_it_did(
+  tuned, tmp_path
+):
+  run = tmp_path / 'run'
+  shutil.copytree(tuned, run)
+  config = json.loads((run / 'config.json').read_text())
+  config['data']['objective'] = 'preferences:separator="|"'
+  config['data']['source'] = 'preferences:rows.jsonl#p,c,r'
+  config['loss']['kind'] = 'dpo'
+  (run / 'config.json').write_text(json.dumps(config))
+  flags = [f'--checkpoint={run}', f'--output={tmp_path}/merged']
+  assert tiny.convert('merge-lora', *flags) == 0
+  [objective] = model_on_disk.open_model(str(tmp_path / 'merged')).objectives
+  assert str(objective) == 'pairs:separator="|"'
+
+
 def test_loaded_adapters_train_further_over_the_same_base(
   folder, pairs, base, tuned
 ):

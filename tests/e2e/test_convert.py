@@ -17,7 +17,7 @@ from encdec_adapt import config as config_lib
 from encdec_adapt import train
 from encdec_adapt.base import errors
 from encdec_adapt.checkpoints import manager
-from encdec_adapt.conversion import merging
+from encdec_adapt.conversion import merging, pretrained_files
 from encdec_adapt.models import model_config
 from encdec_adapt.tokenizers import vocabulary_training
 from tests import tiny
@@ -153,6 +153,14 @@ def test_a_trained_pair_is_exported_with_its_history(folder, adapted, trained):
   (workdir / 'config.json').write_text(json.dumps(config))
   card = (_export(workdir, folder / 'cycle_out') / 'README.md').read_text()
   assert card.count('Trained to step') == 1
+
+
+@pytest.mark.parametrize('matter', ['', '# license: todo\n', 'My model.\n'])
+def test_a_card_need_not_have_fields(gemma, tmp_path, matter):
+  source = shutil.copytree(gemma, tmp_path / 'source')
+  (source / 'README.md').write_text(f'---\n{matter}---\n')
+  [base] = pretrained_files.base_models(source)
+  assert base == {'name': 'source', 'on_hub': False}
 
 
 def test_the_hub_reads_the_metadata_of_a_card(folder, gemma, tmp_path):

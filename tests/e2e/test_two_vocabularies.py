@@ -202,6 +202,16 @@ def test_a_converted_pair_keeps_both_tokenizers(
   for file in exported.rglob('tokenizer*.json'):
     copy = copied / file.relative_to(exported)
     assert copy.read_bytes() == file.read_bytes()
+  # Its encoder alone has one of them.
+  embeds = folders.export(
+    moved, tmp_path / 'encoder', '--embedding=pooling=mean'
+  )
+  assert not (embeds / 'decoder_tokenizer').exists()
+  own = encdec_adapt.load(embeds).stored.open_vocabularies()
+  text = 'the quick brown'
+  ids = opened.encoder.encode(text).tolist()
+  assert own.decoder.encode(text).tolist() == ids
+  assert own.decoder.size == opened.encoder.size != opened.decoder.size
   pytest.importorskip('transformers')
   capsys.readouterr()
   tokens = folders.run_card(exported, monkeypatch)['tokens'][0].numpy()

@@ -17,6 +17,7 @@ testclient = pytest.importorskip('starlette.testclient')
 from encdec_adapt.conversion import prompt_encoding  # noqa: E402
 from encdec_adapt.inference import engine as engine_lib  # noqa: E402
 from encdec_adapt.serving import http_app, origins, protocol, text_stream  # noqa: E402
+from encdec_adapt.tokenizers import byte_vocabulary  # noqa: E402
 from tests import tiny, toy_models  # noqa: E402
 
 PROMPTS = ['The quick', 'two cats and a dog', 'x']
@@ -345,6 +346,17 @@ def test_incomplete_characters_and_stop_strings_are_held_back(loaded, size):
   assert sent + stream.send('cats \U0001f9ed and é ') == (
     'cats \U0001f9ed and é '
   )
+
+
+@pytest.mark.parametrize('name', ['bytes', 'byt5'])
+def test_bytes_are_sent_as_they_come(name):
+  vocabulary = {
+    'bytes': byte_vocabulary.ByteVocabulary,
+    'byt5': byte_vocabulary.ByT5Vocabulary,
+  }[name]()
+  stream = text_stream.TextStream(vocabulary, vocabulary.decode, ())
+  sent = [stream.add(vocabulary.encode('aé')[i : i + 1]) for i in range(3)]
+  assert sent == ['a', '', 'é']
 
 
 @pytest.mark.parametrize(
