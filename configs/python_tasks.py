@@ -27,6 +27,7 @@ from encdec_adapt.data.sources import document_source, python_source
 from encdec_adapt.files import disk, paths
 
 _CONTEXT = 240  # Characters before what is asked for.
+_PIECES = 8  # Of which wrong continuations are chosen.
 _PER_TEXT = 12  # Most examples of a document.
 _WORD = re.compile(r' ([a-z]{3,12})(?=[ .,])')
 _SENTENCE = re.compile(r'(?<=\.)\s+[A-Z][^.]{40,}\.(?=\s)')
@@ -130,8 +131,15 @@ def _continuations(
     for group, text in texts.items()
     for piece in _sentences(text)
   ]
+  if len(pieces) < _PIECES:
+    raise errors.UserError(
+      f'--source has {len(pieces)} sentences in its held-out modules, and'
+      f' {_PIECES} are needed; hold out more modules.'
+    )
   for group, context, right in pieces:
-    others = [pieces[i][2] for i in rng.choice(len(pieces), 8, replace=False)]
+    others = [
+      pieces[i][2] for i in rng.choice(len(pieces), _PIECES, replace=False)
+    ]
     # Pieces of equal length differ in what they say alone.
     wrong = [x for x in others if x != right]
     length = min(len(x) for x in [right, *wrong[:3]])

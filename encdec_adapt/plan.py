@@ -97,6 +97,16 @@ def main(values: flags.FlagValues) -> int:
       )
   if values.output:
     disk.require_output(values.output)
+  if values.sharding and values.output:
+    raise errors.UserError(
+      f'--sharding prints where arrays are, and writes no --output='
+      f'{values.output}; leave out one of them.'
+    )
+  if values.search and values.programs != ['train']:
+    raise errors.UserError(
+      f'--search is for settings of training, and --programs is'
+      f' {",".join(values.programs)}; leave out one of them.'
+    )
   settings = config_lib.load(values.config, sources=False)
   settings = settings.on(slices.chip.kind)
   # Against the planned chips: the devices of this machine run nothing.

@@ -107,24 +107,28 @@ class Watchdog:
     while not self._stop.wait(min(1.0, self._seconds / 10)):
       if self.hangs():
         step, doing, since = self._last
-        self._report(
+        head = (
           f'process {self._process} hangs: {doing} at step {step} has taken'
           f' {self._clock() - since:.0f} s; the limit is {self.limit:.0f} s.\n'
           f'last barrier of this process: {distributed.last_barrier()}\n'
         )
+        # The folder may hang too, and whoever reads stderr be gone.
+        report = threading.Thread(
+          target=self._report, args=(head,), daemon=True
+        )
+        report.start()
+        report.join(_REPORT_SECONDS)
         self._end(exit_status.HANG)
         return
 
   def _report(self, head: str) -> None:
-    """Prints a report and writes it, unless the folder hangs too."""
+    """Prints a report and writes it."""
     with tempfile.TemporaryFile() as file:
       faulthandler.dump_traceback(file, all_threads=True)
       file.seek(0)
       stacks = file.read()
     path = self._folder / REPORTS / f'{self._process}.txt'
-    thread = threading.Thread(
-      target=paths.write, args=(path, head.encode() + stacks), daemon=True
-    )
-    thread.start()
-    print(f'{head}{stacks.decode()}{path}', file=sys.stderr, flush=True)
-    thread.join(_REPORT_SECONDS)
+    try:
+      print(f'{head}{stacks.decode()}{path}', file=sys.stderr, flush=True)
+    finally:
+      paths.write(path, head.encode() + stacks)

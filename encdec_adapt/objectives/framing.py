@@ -445,9 +445,11 @@ def _encoder_rules(
     ends = is_eos | ~last if eos_inside else is_eos == last
     return {'an encoder segment ends with its only EOS': ends}
   start = (batch['encoder_positions'] == 0) & (segments > 0)
+  is_bos = tokens == ids.bos
+  # Documents and turns inside may begin or end with the same token.
+  starts = is_bos | ~start if eos_inside else start == is_bos
   rules = {
-    'an encoder segment starts with its only BOS': (segments == 0)
-    | (start == (tokens == ids.bos))
+    'an encoder segment starts with its only BOS': (segments == 0) | starts
   }
   # BOS of Qwen is its EOS, with which every segment starts.
   if ids.eos != ids.bos and not eos_inside:

@@ -33,7 +33,8 @@ Others:
 | name               | inputs                             | targets            |
 |--------------------|------------------------------------|--------------------|
 | mass (0.5)         | a span, each of its tokens M       | the span           |
-|                    | (arXiv:1905.02450)                 |                    |
+|                    | (BART's section 4, after           |                    |
+|                    | arXiv:1905.02450)                  |                    |
 | permuted_lm (1/6)  | each hidden token is another       | sentinel and token,|
 |                    | sentinel (BART's section 4, after  | in random order    |
 |                    | arXiv:1906.08237)                  |                    |

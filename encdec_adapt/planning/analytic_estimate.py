@@ -79,6 +79,10 @@ class Arguments:
     )
 
 
+# Arguments of programs that grow with the rows of a device.
+_BY_ROWS = ('batch', 'caches')
+
+
 def describe(
   job: programs.Job, hardware: chips.Slice, sizes: Arguments
 ) -> dict[str, Any]:
@@ -96,8 +100,12 @@ def describe(
   """
   work = workload.Workload(job)
   # `search` computes `sizes` once for all batches, with the smallest one.
-  batch = sizes.bytes['batch'] * work.device_rows / sizes.rows
-  arguments = {**sizes.bytes, 'batch': batch}
+  arguments = {
+    name: size * (work.device_rows / sizes.rows if name in _BY_ROWS else 1)
+    for name, size in sizes.bytes.items()
+  }
+  # A step of decoding reads the caches.
+  more = arguments.get('caches', 0) - sizes.bytes.get('caches', 0)
   parts = _parts(work, arguments, hardware.chip.kind)
   temporary = sum(parts.values())
   peak = temporary + sum((*arguments.values(), *sizes.beside.values()))
@@ -134,7 +142,7 @@ def describe(
       traffic=traffic,
       compute=compute,
       # Gathered weights are written to memory and read again.
-      moved=sizes.moved + 2 * work.parts * weights,
+      moved=sizes.moved + more + 2 * work.parts * weights,
       host=sizes.host,
     ),
     'trace_s': None,

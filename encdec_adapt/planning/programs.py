@@ -132,7 +132,10 @@ class Job:
     """Rows of a batch on all devices."""
     if self.name == 'sample':
       _, samples = self.loss.row_shape(self.data.train.lengths, 1)
-      return self.loss.sampled_rows(self.train.batch_size) * samples
+      rows = self.loss.sampled_rows(self.train.batch_size) * samples
+      # Filled up to a multiple of the shards, as when the job samples.
+      shards = self.rules.on(self.mesh).size('batch')
+      return -(-rows // shards) * shards
     if self.trains or self.name == 'reward':
       return self.train.batch_size
     return self.train.eval_batch_size
@@ -152,9 +155,10 @@ class Job:
     if self.name == 'reward':
       # The decoder reads BOS, too.
       return framing.Lengths(lengths.encoder, self.loss.rollouts.tokens + 1)
-    if self.name != 'sample':
+    if not self.decodes:
       return lengths
-    tokens = self.loss.rollouts.tokens
+    sampled = self.name == 'sample'
+    tokens = self.loss.rollouts.tokens if sampled else lengths.decoder
     positions = self.model.architecture.positions(lengths.encoder, tokens)
     return framing.Lengths(lengths.encoder, positions['decoder'])
 
@@ -256,7 +260,11 @@ class Job:
     if self.decodes:
       row = formula.decoding(self.model, *sizes)
     else:
-      row = formula.forward(self.models[0], *sizes, lengths.teacher, answers)
+      # References too, which metrics of preferences read.
+      row = sum(
+        formula.forward(model, *sizes, lengths.teacher, answers)
+        for model in self.models
+      )
     return float(self.rows * row)
 
   def program(self) -> program_shapes.Program:

@@ -200,6 +200,8 @@ def place_model(
   try:
     placement.parameters  # noqa: B018  Checks divisibility.
     placement.abstract_base()
+    # The base's, too, whose vocabulary no adapter may have.
+    dataclasses.replace(placement, adapters=None).parameters  # noqa: B018
   except ValueError as error:
     raise errors.UserError(
       f'{error} Use another mesh (config.mesh), or another'

@@ -246,6 +246,17 @@ def test_each_side_is_framed_with_its_own_ids():
     framing.check_framing(framing.stack_rows([row]), gemma_ids.FRAMING)
 
 
+def test_documents_inside_inputs_may_end_with_the_token_that_begins_them():
+  """Concatenated windows of Qwen, whose padding, EOS and BOS are one."""
+  side = special_ids.SideIds(pad=80, eos=80, bos=80)
+  ids = special_ids.Framing(side, side)
+  pair = SPLIT[0]._replace(inputs=np.array([11, 80, 12], np.int32))
+  rows = framing.stack_rows([framing.frame_row([pair], LENGTHS, ids)])
+  framing.check_framing(rows, ids, eos_inside=True)
+  with pytest.raises(ValueError, match='starts with its only BOS'):
+    framing.check_framing(rows, ids)
+
+
 def test_a_pair_costs_what_the_longer_prefix_takes():
   assert [pair.positions(LENGTHS) for pair in SPLIT] == [(4, 2), (2, 2)]
   assert ROW[0].positions(LENGTHS) == (4, 3)

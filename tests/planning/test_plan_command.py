@@ -87,6 +87,8 @@ def test_a_search_ranks_what_fits(tmp_path, capsys):
   'flags, words',
   [
     (['--config.compute.attention=splash'], 'can run chunked, reference, tok'),
+    (['--search=2', '--programs=eval'], '--programs is eval; leave out one'),
+    (['--sharding', '--output=plan.json'], 'writes no --output=plan.json'),
     (['--programs=serve'], 'serve is not known; choose of train, eval, dec'),
     (['--search=2', '--hbm_gib=0.0001'], 'nothing fits into h100:8'),
     (['--search=2', '--config.train.batch_size=63'], 'is 63, which divides'),

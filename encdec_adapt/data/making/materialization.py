@@ -433,10 +433,11 @@ def contamination_report(data: data_section.DataConfig, evaluation: str) -> str:
     UserError: a source is missing or has no text.
   """
   draw = shard_jobs.make_draw(data.train, 0)
+  # Of a weight below 1 each pass draws other documents: all of them.
   training = (
     part.source.plain(document)
     for part in _all_sources(data.train)
-    for document in part.documents(draw)
+    for document in dataclasses.replace(part, weight=1.0).documents(draw)
   )
   sets = [part.source for part in mixtures.open_parts(evaluation)]
   return contamination.report(training, sets)

@@ -217,7 +217,11 @@ def read_examples(job: ShardJob) -> Iterable[Example]:
   def documents() -> Iterator[tuple[str, str | np.ndarray]]:
     for document in tasks.documents(part, draw, shard, spec.shards):
       job.counts['documents'] += 1
-      yield document.id, content_of(document.text)
+      content = content_of(document.text)
+      if len(content):
+        yield document.id, content
+      else:  # T5's vocabularies have no tokens for spaces alone.
+        job.counts['bad_documents'] += 1
 
   for pair in maker.examples(documents(), generator):
     yield Example(pair, maker.shared_spans(pair))

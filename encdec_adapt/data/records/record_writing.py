@@ -184,7 +184,7 @@ def finished_shard(
   path = shard_path(folder, spec, key)
   try:
     entry = json.loads(path.with_suffix('.json').read_text())
-  except (FileNotFoundError, json.JSONDecodeError):
+  except (FileNotFoundError, ValueError):  # Damaged: not UTF-8, or no JSON.
     return None
   if entry.pop('identity', None) != spec.shard_identity():
     return None

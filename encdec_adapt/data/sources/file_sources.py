@@ -99,7 +99,7 @@ class FileSource(document_source.Source):
       )
     # The split ignores the rest of an id after its last '::' (`in_split`).
     self._ids = {
-      path: os.path.relpath(path, root).replace('::', ':_:')
+      path: _encodable(os.path.relpath(path, root)).replace('::', ':_:')
       for path in self._sizes
     }
 
@@ -267,6 +267,11 @@ def _paragraphs(
     is_ours = True
   if paragraph:
     yield joined()
+
+
+def _encodable(path: str) -> str:
+  """Returns a path with escapes for bytes that are not UTF-8."""
+  return os.fsencode(path).decode('utf-8', 'backslashreplace')
 
 
 def _fixed_folder(pattern: str) -> str:

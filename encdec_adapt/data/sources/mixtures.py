@@ -30,7 +30,7 @@ import math
 import types
 
 from encdec_adapt import configs
-from encdec_adapt.base import option_strings
+from encdec_adapt.base import errors, option_strings
 from encdec_adapt.data.sources import (
   document_source,
   tensorflow_import,
@@ -234,8 +234,14 @@ def open_parts(
     for task, rate in seqio_source.rates(name).items():
       source = seqio_source.SeqioSource(task, max_bytes, pairs=pairs)
       opened.append((source, weight, rate))
-  parts = []
+  parts, names = [], set()
   for source, weight, rate in opened:
+    if source.name in names:
+      raise errors.UserError(
+        f'config.data.source has {source.name!r} twice: mixtures of SeqIO may'
+        ' share a task; name one of them, or make a mixture of both.'
+      )
+    names.add(source.name)
     source.skips_bad = skip_bad
     ids = left_out.get(source.name, frozenset())
     is_cut = None if cut is None else source.name in cut

@@ -36,6 +36,15 @@ def test_text_files_are_documents(tmp_path):
   ]
 
 
+def test_names_that_are_not_utf8_have_ids(tmp_path):
+  name = os.fsencode(tmp_path / 'caf') + b'\xe9.txt'
+  with open(name, 'w') as file:
+    file.write('text')
+  source = text_sources.open_source(f'text:{tmp_path}/*.txt')
+  [document] = source.documents()
+  assert document.id.encode() == b'caf\\xe9.txt'
+
+
 def test_jsonl_lines_are_documents(tmp_path):
   lines = '{"text": "one", "n": 1}\n\n{"text": "tw\\ud800o"}\n{"text": ""}\n'
   _write(tmp_path, **{'a::b.jsonl': lines})
