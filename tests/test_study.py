@@ -308,9 +308,10 @@ def test_pages_run_again_and_get_the_flags(tmp_path, monkeypatch):
   (tmp_path / 'README.md').write_text('<!-- claims --><!-- end of claims -->')
   run_stage, ran = study.run_stage, []
 
-  def run(stage, arguments):
+  def run(stage, arguments, jobs):
     if stage.module == 'study':
-      return run_stage(stage, arguments)
+      assert jobs == 1
+      return run_stage(stage, arguments, jobs)
     ran.append((stage.name, arguments))
     return 0, None
 
