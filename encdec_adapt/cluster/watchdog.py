@@ -112,7 +112,7 @@ class Watchdog:
           f' {self._clock() - since:.0f} s; the limit is {self.limit:.0f} s.\n'
           f'last barrier of this process: {distributed.last_barrier()}\n'
         )
-        # The folder may hang too, and whoever reads stderr be gone.
+        # The folder may hang too, and stderr may be closed or full.
         report = threading.Thread(
           target=self._report, args=(head,), daemon=True
         )

@@ -446,8 +446,9 @@ def _encoder_rules(
     return {'an encoder segment ends with its only EOS': ends}
   start = (batch['encoder_positions'] == 0) & (segments > 0)
   is_bos = tokens == ids.bos
-  # Documents and turns inside may begin or end with the same token.
-  starts = is_bos | ~start if eos_inside else start == is_bos
+  # A document inside may end with EOS, which of Qwen is BOS.
+  is_inside = eos_inside and ids.eos == ids.bos
+  starts = is_bos | ~start if is_inside else start == is_bos
   rules = {
     'an encoder segment starts with its only BOS': (segments == 0) | starts
   }
