@@ -9,6 +9,10 @@ from encdec_adapt.telemetry import environment
 Report = Callable[[str], None]  # Prints a paragraph.
 # What a reward model is in messages, before its path.
 REWARD_MODEL = 'reward model'
+# With these a job on one H200 resumed bit for bit (tests/benchmarks/README.md).
+# Without the first, sums over atomic additions differ from run to run; without
+# the second, XLA chooses kernels by timing them.
+_EXACT = '--xla_gpu_deterministic_ops=true', '--xla_gpu_autotune_level=0'
 
 
 def check_config(
@@ -126,6 +130,12 @@ def report_environment(
     report(
       'the environment has changed since the checkpoint was written, so the'
       ' job resumes to rounding, not bit for bit:\n  ' + '\n  '.join(different)
+    )
+  flags = now['fingerprint']['xla_flags'].split()
+  if now['fingerprint']['platform'] == 'gpu' and {*_EXACT} - {*flags}:
+    report(
+      'on GPUs a job resumes bit for bit only if all of it runs with'
+      f" XLA_FLAGS='{' '.join(_EXACT)}'; this one resumes to rounding"
     )
 
 

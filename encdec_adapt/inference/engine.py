@@ -169,10 +169,6 @@ class Engine:
         f'{rows} rows of the batch do not divide over {shards} devices; choose'
         f' a multiple of {shards}.'
       )
-    # XLA multiplies a single row by weights in two passes over the products of
-    # their elements: on an H200 a step of 2B-2B took longer than with 8 rows.
-    if rows == shards and mesh.devices.flat[0].platform == 'gpu':
-      rows *= 2
     self.ids, self.rows, self._decode, self._steps = ids, rows, decode, steps
     # Prompts that are read together: few, so that a row is not free for long,
     # and a multiple of the shards, over which they divide.

@@ -35,3 +35,33 @@ def test_another_reference_is_refused():
 def test_passes_that_are_gone_are_refused():
   with pytest.raises(errors.UserError, match='records was'):
     resume_checks.check_same_rows(TWO, ONE, [8], RANGES[:1])
+
+
+@pytest.mark.parametrize(
+  'platform, flags, said',
+  [
+    ('cpu', '', []),
+    ('gpu', '--xla_gpu_autotune_level=0', ["XLA_FLAGS='--xla_gpu_determin"]),
+    (
+      'gpu',
+      '--xla_gpu_autotune_level=0 --xla_gpu_deterministic_ops=true',
+      [],
+    ),
+  ],
+)
+def test_gpus_resume_bit_for_bit_with_two_flags(platform, flags, said):
+  meta = {'fingerprint': {'platform': platform, 'xla_flags': flags}}
+  reports = []
+  resume_checks.report_environment(meta, meta, reports.append)
+  assert len(reports) == len(said)
+  assert all(part in report for part, report in zip(said, reports, strict=True))
+
+
+def test_a_changed_environment_is_reported():
+  saved, now = (
+    {'fingerprint': {'platform': 'cpu', 'xla_flags': '', 'cores': cores}}
+    for cores in (1, 2)
+  )
+  reports = []
+  resume_checks.report_environment(saved, now, reports.append)
+  assert ['cores: 1 before, 2 now' in report for report in reports] == [True]
