@@ -15,7 +15,8 @@ heads; both are measured on held-out spans.
 
 Not controlled: pairs have twice the parameters at equal FLOPs of a token, as in
 the paper; all, a half or a sixth of the tokens are in the loss. `pod` has the
-paper's shapes, the six with rotary positions. `cpu` takes an hour on two cores.
+paper's shapes, the six with rotary positions. `cpu` takes an hour on two quiet
+cores.
 """
 
 from encdec_adapt import configs

@@ -139,7 +139,7 @@ class Engine:
       params: its parameters, which are copied: kernels in the dtype of the
         model's computation, layers of the decoder as separate arrays.
       ids: special tokens.
-      rows: rows of the batch, at least 1; a GPU computes at least two.
+      rows: rows of the batch, at least 1.
       decode: turns token ids into text; needed for stop strings.
       mesh: mesh of the parameters.
       rules: meaning of logical axes on it; rows must divide over 'batch'.

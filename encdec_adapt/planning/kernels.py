@@ -216,8 +216,8 @@ def _gpu_flops(
 ) -> float:
   """Returns FLOPs of a call of a tokamax kernel.
 
-  Packed rows need fewer: a kernel skips keys of other segments, which depend
-  on the data.
+  Packed rows need fewer: the forward kernel skips keys of other segments, which
+  depend on the data.
   """
   # Queries [..., T, N, H] and keys [..., S, K, H] come first.
   query, key = [shape for shape in call.operands if len(shape) >= 3][:2]

@@ -38,7 +38,7 @@ def test_passes_that_are_gone_are_refused():
 
 
 @pytest.mark.parametrize(
-  'platform, flags, said',
+  'platform, flags, expected',
   [
     ('cpu', '', []),
     ('gpu', '--xla_gpu_autotune_level=0', ["XLA_FLAGS='--xla_gpu_determin"]),
@@ -49,12 +49,14 @@ def test_passes_that_are_gone_are_refused():
     ),
   ],
 )
-def test_gpus_resume_bit_for_bit_with_two_flags(platform, flags, said):
+def test_gpus_resume_bit_for_bit_with_two_flags(platform, flags, expected):
   meta = {'fingerprint': {'platform': platform, 'xla_flags': flags}}
   reports = []
   resume_checks.report_environment(meta, meta, reports.append)
-  assert len(reports) == len(said)
-  assert all(part in report for part, report in zip(said, reports, strict=True))
+  assert len(reports) == len(expected)
+  assert all(
+    part in report for part, report in zip(expected, reports, strict=True)
+  )
 
 
 def test_a_changed_environment_is_reported():
