@@ -182,7 +182,12 @@ SHIPPED = {
     replica=1, fsdp=1, save_every=100, microbatches=32, remat='full'
   ),
   'size=9b_9b,objective=pairs,lora=16,topology=v5e:2x4': ChipSettings(
-    replica=1, fsdp=8, save_every=100, microbatches=16, remat='full'
+    replica=4,
+    fsdp=2,
+    save_every=100,
+    microbatches=16,
+    rules='whole_slice',
+    remat='full',
   ),
   'size=9b_9b,topology=h100:64': ChipSettings(
     replica=1, fsdp=64, save_every=100, microbatches=8, remat='dots'

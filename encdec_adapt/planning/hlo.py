@@ -381,15 +381,26 @@ def _branches(op: Instruction) -> list[str]:
 
 
 def _groups(attributes: str) -> str:
-  """Returns the text of the replica groups, or of a permutation's pairs."""
+  """Returns the text of the replica groups, or of a permutation's pairs.
+
+  Raises:
+    UnknownProgramError: they are written in an unknown form.
+  """
   # `Instruction.attribute` would stop at the first brace of nested ones.
-  match = re.search(
-    r'(?:replica_groups|source_target_pairs)='
-    r'(mesh\[[^\]]*\] \{[^}]*\}|\{\{.*?\}\}'
-    r'|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?)',
-    attributes,
+  stated = re.search(r'(?:replica_groups|source_target_pairs)=(.*)', attributes)
+  if not stated:
+    return ''
+  match = re.match(
+    r'mesh\[[^\]]*\](?:, device_ids=\([^)]*\)\))? \{[^}]*\}'
+    r'|\{\{.*?\}\}|\{\}'
+    r'|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?',
+    stated[1],
   )
-  return match[1] if match else ''
+  if not match:
+    raise UnknownProgramError(
+      f'replica groups {stated[1][:80]!r} are not understood'
+    )
+  return match[0]
 
 
 def _trip_count(

@@ -323,8 +323,9 @@ def replica_groups(text: str, devices: int) -> np.ndarray:
   """Returns the device numbers of every group: [groups, size].
 
   Args:
-    text: `{{0,1},{2,3}}`, `[2,2]<=[4]`, `[2,2]<=[2,2]T(1,0)` or
-      `mesh['a'=2,'b'=2] {'a'}`; empty for a single group of all.
+    text: `{{0,1},{2,3}}`, `[2,2]<=[4]`, `[2,2]<=[2,2]T(1,0)`,
+      `mesh['a'=2,'b'=2] {'a'}` or `mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0))
+      {'a'}`; empty for a single group of all.
     devices: number of devices.
 
   Raises:
@@ -338,14 +339,28 @@ def replica_groups(text: str, devices: int) -> np.ndarray:
   if text.startswith('mesh['):
     sizes = {n: int(s) for n, s in re.findall(r"'(\w+)'=(\d+)", text)}
     chosen = re.findall(r"'(\w+)'", text[text.index(']') :])
-    return _grouped(tuple(sizes.values()), tuple(sizes), chosen)
+    groups = _grouped(tuple(sizes.values()), tuple(sizes), chosen)
+    # Devices of the mesh in its order, where that is not their own.
+    ids = re.search(r'device_ids=\(\[([\d,]+)\]T\(([\d,]+)\)\)', text)
+    if not ids and 'device_ids' in text:
+      raise hlo.UnknownProgramError(
+        f'replica groups {text!r} are not understood'
+      )
+    return (
+      _transposed(devices, *ids.groups()).ravel()[groups] if ids else groups
+    )
   match = re.fullmatch(r'\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?', text)
   if not match:
     raise hlo.UnknownProgramError(f'replica groups {text!r} are not understood')
-  # Numbers in an array of shape `dims`, transposed, then reshaped to groups.
-  shape, dims, order = (
-    [int(n) for n in part.split(',')] if part else None
-    for part in match.groups()
-  )
-  ids = np.arange(devices).reshape(dims)
-  return ids.transpose(order or range(len(dims))).reshape(shape)
+  shape, dims, order = match.groups()
+  return _transposed(devices, dims, order).reshape(_integers(shape))
+
+
+def _transposed(devices: int, dims: str, order: str | None) -> np.ndarray:
+  """Returns the numbers of devices in an array of `dims`, transposed."""
+  ids = np.arange(devices).reshape(_integers(dims))
+  return ids.transpose(_integers(order)) if order else ids
+
+
+def _integers(text: str) -> list[int]:
+  return [int(n) for n in text.split(',')]

@@ -184,7 +184,40 @@ def test_flops_of_products(line, types, flops):
       "mesh['a'=2,'b'=2,'c'=2] {'a','c'}",
       [[0, 1, 4, 5], [2, 3, 6, 7]],
     ),
+    # The mesh has the devices 0, 2, 4, 6, then 1, 3, 5, 7.
+    (
+      "mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b'}",
+      [[0, 2, 4, 6], [1, 3, 5, 7]],
+    ),
+    (
+      "mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'a'}",
+      [[0, 1], [2, 3], [4, 5], [6, 7]],
+    ),
   ],
 )
 def test_replica_groups(text, groups):
   np.testing.assert_array_equal(roofline.replica_groups(text, 8), groups)
+
+
+@pytest.mark.parametrize(
+  'stated, groups',
+  [
+    ('', ''),
+    ('replica_groups={}, to_apply=%a', '{}'),
+    ('replica_groups={{0,1},{2,3}}, to_apply=%a', '{{0,1},{2,3}}'),
+    ('replica_groups=[2,4]<=[4,2]T(1,0), a=1', '[2,4]<=[4,2]T(1,0)'),
+    ("replica_groups=mesh['a'=8] {'a'}, a={1}", "mesh['a'=8] {'a'}"),
+    (
+      "replica_groups=mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b'}, a={1}",
+      "mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b'}",
+    ),
+  ],
+)
+def test_text_of_replica_groups(stated, groups):
+  assert hlo._groups(f'channel_id=3, {stated}') == groups
+
+
+@pytest.mark.parametrize('text', ['<=[8]', "mesh['a'=8] device_ids=[0] {'a'}"])
+def test_unknown_replica_groups_are_refused(text):
+  with pytest.raises(hlo.UnknownProgramError, match='not understood'):
+    hlo._groups(f'replica_groups={text}, to_apply=%a')
