@@ -73,9 +73,8 @@ def test_a_shipped_plan_fits(path):
   memory = train['memory']
   assert memory['peak'] <= memory['budget'] == where.chip.hbm_bytes
   assert not train['replicated']
-  if written['topology'] == 'v5p:2x2x4' or 'lora=' in written['config']:
-    # XLA sums all gradients whole there, which takes 5 to 10 % of a step, and
-    # those of adapters, which are small.
+  if written['topology'] == 'v5p:2x2x4':
+    # XLA sums all gradients whole there, which takes 5 to 10 % of a step.
     rows = train['collectives']
     exposed = [x['exposed'] for x in rows if x['kind'] == 'all-reduce']
     assert sum(exposed) < 0.1 * train['roofline']['step_s']
