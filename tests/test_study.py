@@ -213,10 +213,11 @@ def test_rates_of_full_are_chosen_for_all_models_alike(loaded):
   choices = {n: x for n, x in trained.items() if x.rate}
   assert len(choices) == 3 and len(repeated) == 9
   for name, choice in choices.items():
-    assert choice.rate.values == (2e-3, 4e-3, 8e-3)
+    assert choice.rate.values == (2e-3, 6e-3, 1.8e-2)
     run = trained[name.removeprefix('rate_')]
     assert choice.settings.train.steps < run.settings.train.steps / 5
-    keys = {'train.steps', 'optimizer.learning_rate'}
+    keys = {'train.steps', 'optimizer.learning_rate', 'seed'}
+    assert choice.settings.data.development_rows == 64
     assert _differing(trained, name, run.name).keys() == keys
 
 
