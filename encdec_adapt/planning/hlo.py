@@ -391,7 +391,7 @@ def _groups(attributes: str) -> str:
   if not stated:
     return ''
   match = re.match(
-    r'mesh\[[^\]]*\](?:, device_ids=\([^)]*\)\))? \{[^}]*\}'
+    r'mesh\[[^\]]*\](?:, device_ids=\(\[[\d,]+\]T\([\d,]+\)\))? \{[^}]*\}'
     r'|\{\{.*?\}\}|\{\}'
     r'|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?',
     stated[1],

@@ -340,15 +340,11 @@ def replica_groups(text: str, devices: int) -> np.ndarray:
     sizes = {n: int(s) for n, s in re.findall(r"'(\w+)'=(\d+)", text)}
     chosen = re.findall(r"'(\w+)'", text[text.index(']') :])
     groups = _grouped(tuple(sizes.values()), tuple(sizes), chosen)
-    # Devices of the mesh in its order, where that is not their own.
-    ids = re.search(r'device_ids=\(\[([\d,]+)\]T\(([\d,]+)\)\)', text)
-    if not ids and 'device_ids' in text:
-      raise hlo.UnknownProgramError(
-        f'replica groups {text!r} are not understood'
-      )
-    return (
-      _transposed(devices, *ids.groups()).ravel()[groups] if ids else groups
-    )
+    # The devices in the order of the mesh, where that is not their own.
+    order = re.search(r'device_ids=\(\[([\d,]+)\]T\(([\d,]+)\)\)', text)
+    if order:
+      groups = _transposed(devices, *order.groups()).ravel()[groups]
+    return groups
   match = re.fullmatch(r'\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?', text)
   if not match:
     raise hlo.UnknownProgramError(f'replica groups {text!r} are not understood')
@@ -357,7 +353,13 @@ def replica_groups(text: str, devices: int) -> np.ndarray:
 
 
 def _transposed(devices: int, dims: str, order: str | None) -> np.ndarray:
-  """Returns the numbers of devices in an array of `dims`, transposed."""
+  """Returns the numbers of devices in an array of `dims`, transposed.
+
+  Args:
+    devices: number of devices, the product of `dims`.
+    dims: shape before it is transposed, such as '4,2'.
+    order: permutation of its dimensions, such as '1,0'; None for none.
+  """
   ids = np.arange(devices).reshape(_integers(dims))
   return ids.transpose(_integers(order)) if order else ids
 

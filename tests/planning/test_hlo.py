@@ -217,7 +217,14 @@ def test_text_of_replica_groups(stated, groups):
   assert hlo._groups(f'channel_id=3, {stated}') == groups
 
 
-@pytest.mark.parametrize('text', ['<=[8]', "mesh['a'=8] device_ids=[0] {'a'}"])
+@pytest.mark.parametrize(
+  'text',
+  [
+    '<=[8]',
+    "mesh['a'=8] device_ids=[0] {'a'}",
+    "mesh['a'=2,'b'=4], device_ids=([0,2,4,6,1,3,5,7]) {'b'}",
+  ],
+)
 def test_unknown_replica_groups_are_refused(text):
   with pytest.raises(hlo.UnknownProgramError, match='not understood'):
     hlo._groups(f'replica_groups={text}, to_apply=%a')
