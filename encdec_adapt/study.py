@@ -38,6 +38,7 @@ from encdec_adapt.evaluation.studies import (
   stages,
   study_plan,
   study_results,
+  text_passes,
   workers,
 )
 from encdec_adapt.files import atomic, disk, hub, paths
@@ -273,7 +274,7 @@ def run_stage(
   if stage.module == 'study':
     arguments = [*arguments, *[f'--jobs={jobs}'] * bool(jobs)]
   if stage.settings:
-    study_plan.check_text(stage, arguments)
+    text_passes.check(stage, arguments)
   if stage.rate:
     return _choose_rate(stage.rate, arguments)
   if stage.settings and _is_trained(stage, arguments[-1]):

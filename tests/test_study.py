@@ -11,13 +11,13 @@ from encdec_adapt import config as config_lib
 from encdec_adapt import study, train
 from encdec_adapt.base import errors
 from encdec_adapt.cli import command
-from encdec_adapt.data.records import record_sets
 from encdec_adapt.evaluation.studies import (
   pages,
+  plan_results,
   stage_states,
   stages,
-  study_plan,
   study_results,
+  text_passes,
 )
 from encdec_adapt.files import paths
 from encdec_adapt.telemetry import compute_cost, environment
@@ -232,10 +232,10 @@ def test_a_text_that_is_read_too_often_is_refused(tmp_path, monkeypatch):
     resolved = stages.resolve(dataclasses.replace(page, arms=(arm,)))
     arguments = [f'--config.data.folder={tmp_path}/prefix_lm']
     if fits:
-      study_plan.check_text(resolved['run'], arguments)
+      text_passes.check(resolved['run'], arguments)
     else:
       with pytest.raises(errors.UserError, match='stage run reads .* times in'):
-        study_plan.check_text(resolved['run'], arguments)
+        text_passes.check(resolved['run'], arguments)
 
 
 @pytest.mark.parametrize(
@@ -247,20 +247,16 @@ def test_a_text_that_is_read_too_often_is_refused(tmp_path, monkeypatch):
     ('rows:1,0; 6=rows:0,1', 8 * 6 / 100 + 8 * 6 / 60),
   ],
 )
-def test_every_objective_of_a_mixture_reads_the_text(tmp_path, rates, passes):
+def test_every_objective_of_a_mixture_reads_the_text(rates, passes):
   parts = [
     {'objective': name, 'source': 'text:x', 'rows': rows}
     for name, rows in (('prefix_lm', 200), ('ul2', 120))
   ]
-  manifest = {'parts': parts, 'passes': 2 * [{}]}
-  manifest['format'] = record_sets.FORMAT
-  (tmp_path / 'train').mkdir()
-  (tmp_path / 'train' / record_sets.MANIFEST).write_text(json.dumps(manifest))
   settings = types.SimpleNamespace(
     train=types.SimpleNamespace(steps=12, batch_size=8),
     data=types.SimpleNamespace(rates=rates),
   )
-  found = study_plan._passes_of(settings, str(tmp_path))
+  found = text_passes.count(settings, parts, 2)
   assert found == pytest.approx(passes)
 
 
@@ -317,7 +313,7 @@ def test_pages_run_again_and_get_the_flags(tmp_path, monkeypatch):
     return 0, None
 
   monkeypatch.setattr(study, 'run_stage', run)
-  monkeypatch.setattr(study_plan, '_steps', lambda *_: {})
+  monkeypatch.setattr(plan_results, 'find', lambda *_: {})
   monkeypatch.setattr(study, '_report', lambda *_: None)
   flags = '--study=all.py', '--jobs=1', '--root=out'
   assert tiny.call(study, *flags) == 1  # The second page is wrong.
@@ -339,7 +335,7 @@ def test_a_model_of_a_job_on_other_machines_is_not_trained_again(
   (tmp_path / 'lines.txt').write_text('a line\n' * 40)
   page = dataclasses.replace(study.load('page.py'), root=str(tmp_path / 'x'))
   states = stage_states.States(page, stages.resolve(page))
-  monkeypatch.setattr(study_plan, 'check_text', lambda *_: None)
+  monkeypatch.setattr(text_passes, 'check', lambda *_: None)
   monkeypatch.setattr(train, 'main', lambda _: 7)
   run = states.stages['run']
   arguments = [pages.fill(x, states.values(run)) for x in run.arguments]

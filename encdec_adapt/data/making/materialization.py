@@ -205,16 +205,14 @@ def _missing_shards(
   left_out: Mapping[str, frozenset[str]] = {}
   if any(build.spec.deduplicate for build in builds):
     # Held-out rows may have fewer sources than training rows.
-    sources = max((_all_sources(build.spec) for build in builds), key=len)
+    sources = max((all_sources(build.spec) for build in builds), key=len)
     left_out = contamination.duplicates(sources)
     _print(
       f'data: {sum(map(len, left_out.values())):,} documents are duplicates and'
       ' are left out'
     )
   cut = {
-    spec: mixtures.cut_sources(
-      _all_sources(spec), shard_jobs.make_draw(spec, 0)
-    )
+    spec: mixtures.cut_sources(all_sources(spec), shard_jobs.make_draw(spec, 0))
     for spec in dict.fromkeys(job.spec for job in jobs)
   }
   return [
@@ -278,10 +276,10 @@ def source_fingerprint(spec: record_sets.RecordSpec) -> str:
   Raises:
     UserError: a source is missing or has no text.
   """
-  return mixtures.fingerprint(_all_sources(spec))
+  return mixtures.fingerprint(all_sources(spec))
 
 
-def _all_sources(spec: record_sets.RecordSpec) -> list[mixtures.Part]:
+def all_sources(spec: record_sets.RecordSpec) -> list[mixtures.Part]:
   """Opens every source of a set once."""
   sources = {
     part.source.name: part
@@ -404,7 +402,7 @@ def open_vocabularies(data: data_section.DataConfig) -> vocabulary_pair.Opened:
     )
     spec = data.train
     documents = mixtures.interleaved_documents(
-      _all_sources(spec), shard_jobs.make_draw(spec, 0)
+      all_sources(spec), shard_jobs.make_draw(spec, 0)
     )
     vocabulary_training.train_vocabulary(
       (document.text for document in documents),
@@ -436,7 +434,7 @@ def contamination_report(data: data_section.DataConfig, evaluation: str) -> str:
   # Of a weight below 1 each pass draws other documents: all of them.
   training = (
     part.source.plain(document)
-    for part in _all_sources(data.train)
+    for part in all_sources(data.train)
     for document in dataclasses.replace(part, weight=1.0).documents(draw)
   )
   sets = [part.source for part in mixtures.open_parts(evaluation)]

@@ -1,11 +1,10 @@
-"""What a study will take: tokens, FLOPs, hours, memory, and planned power.
+"""What a study will take: tokens, FLOPs, hours, memory, passes, planned power.
 
 Hours are of a step of each shape, which the folder of the study keeps: measured
 here, or planned for the topology of a study that runs elsewhere.
 """
 
-import collections
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 import dataclasses
 import hashlib
 import json
@@ -16,25 +15,21 @@ import jax
 import jax.numpy as jnp
 
 from encdec_adapt import config as config_lib
-from encdec_adapt.base import errors
-from encdec_adapt.cluster import lock
-from encdec_adapt.data.making import process_pool
-from encdec_adapt.data.records import record_sets, row_rates
 from encdec_adapt.evaluation.reports import claim_results, score_tables
 from encdec_adapt.evaluation.results import number_format as numbers
 from encdec_adapt.evaluation.studies import (
   launch_commands,
   pages,
+  plan_results,
   stage_states,
   stages,
+  text_passes,
 )
-from encdec_adapt.files import atomic, disk, paths
+from encdec_adapt.files import disk, paths
 from encdec_adapt.planning import chips, program_plans, programs
 from encdec_adapt.telemetry import environment, progress
 from encdec_adapt.training import setup
 
-# A run that reads its text more often learns it by heart.
-MOST_PASSES = 4
 _STEPS = 'steps.json'
 _REPEATS = 3
 # Sections and keys that a step's time and memory depend on.
@@ -60,7 +55,8 @@ def describe(
   """
   trained = [x for x in states.stages.values() if x.module == 'train']
   steps = _steps(study, states, trained)
-  rows = _models(study, states, trained, steps)
+  passes = text_passes.Passes.of(states, trained)
+  rows = _models(study, passes, trained, steps)
   costs = _costs(study, states.stages.values(), steps)
   for row in rows:
     row['runs'], row['steps'] = str(row['runs']), f'{row["steps"]:,}'
@@ -68,10 +64,8 @@ def describe(
     row['hours'] = f'{row["hours"]:.2f}' if row['ms/step'] else ''
   lines = [score_tables.text(rows)] if rows else []
   lines.append(costs.line)
-  if missing := {
-    _records(states, x) for x in trained if not _passes(states, x)
-  }:
-    names = ', '.join(f'--stage={name}' for name in sorted(missing))
+  if unknown := passes.unknown(trained):
+    names = ', '.join(f'--stage={name}' for name in unknown)
     lines.append(f'passes are known after {names}')
   if steps:
     largest = max(x['bytes'] for x in steps.values())
@@ -199,7 +193,7 @@ def _hours(stage: stages.Stage, step: Mapping[str, float] | None) -> float:
 
 def _models(
   study: pages.Study,
-  states: stage_states.States,
+  passes: text_passes.Passes,
   trained: Sequence[stages.Stage],
   steps: Mapping[str, Mapping[str, float]],
 ) -> list[dict[str, Any]]:
@@ -207,7 +201,7 @@ def _models(
 
   Args:
     study: the study.
-    states: states of its stages.
+    passes: how often stages read their text.
     trained: the training stages.
     steps: time and memory of a step by the digest of its shape.
   """
@@ -218,7 +212,7 @@ def _models(
     row = rows.setdefault(
       stage.model,
       {'model': stage.model, 'runs': 0, 'steps': train.steps, 'tokens': ''}
-      | {'FLOPs': 0.0, 'passes': _passes(states, stage), 'ms/step': ''}
+      | {'FLOPs': 0.0, 'passes': passes.describe(stage), 'ms/step': ''}
       | {'memory': '', 'hours': 0.0},
     )
     row['runs'] += _runs(stage)
@@ -231,66 +225,6 @@ def _models(
       row['memory'] = disk.format_bytes(step['bytes'])
       row['memory'] += ', does not fit' * (not step.get('fits', True))
   return list(rows.values())
-
-
-def check_text(stage: stages.Stage, arguments: Sequence[str]) -> None:
-  """Refuses a run that reads its text more than 4 times.
-
-  Args:
-    stage: the training stage.
-    arguments: its arguments, without names in braces.
-
-  Raises:
-    UserError: names the run, its passes and the remedy.
-  """
-  prefix = '--config.data.folder='
-  (folder,) = (x for x in arguments if x.startswith(prefix))
-  _checked_passes(stage, folder.removeprefix(prefix))
-
-
-def _checked_passes(stage: stages.Stage, folder: str) -> float | None:
-  """Returns the passes of a run over its records; see `check_text`."""
-  passes = _passes_of(stage.settings, folder)
-  if passes and passes > MOST_PASSES:
-    raise errors.UserError(
-      f'stage {stage.name} reads {folder} {passes:.1f} times in'
-      f' {stage.settings.train.steps} steps, and at most {MOST_PASSES} passes'
-      ' over a text are useful: give it more text, or a smaller budget.'
-    )
-  return passes
-
-
-def _records(states: stage_states.States, stage: stages.Stage) -> str:
-  """Returns the name of the stage of a run's records."""
-  (name,) = (x for x in stage.reads if states.stages[x].module == 'materialize')
-  return name
-
-
-def _passes(states: stage_states.States, stage: stages.Stage) -> str:
-  """Returns how often a run reads its text; '' before there are records."""
-  folder = states.folder(states.stages[_records(states, stage)])
-  passes = _checked_passes(stage, str(folder))
-  return f'{passes:.2f}' if passes else ''
-
-
-def _passes_of(settings: config_lib.Settings, folder: str) -> float | None:
-  """Returns the passes over the text that is read most; None if unknown."""
-  manifest = record_sets.read_manifest(paths.join(folder, 'train'))
-  if manifest is None or not settings.train.steps:
-    return None
-  parts, steps = manifest['parts'], settings.train.steps
-  phases = row_rates.parse(settings.data.rates)
-  phases = phases or [row_rates.Phase(0, 'rows', None)]
-  ends = [*(phase.step for phase in phases[1:]), steps]
-  # Every objective has rows of all of the text.
-  passes = collections.Counter()
-  for phase, end in zip(phases, ends, strict=True):
-    rows = max(min(end, steps) - phase.step, 0) * settings.train.batch_size
-    shares = phase.row_shares(parts)
-    for part, share in zip(parts, shares, strict=True):
-      if share:
-        passes[part['source']] += share * rows / part['rows']
-  return max(passes.values()) * len(manifest['passes'])
 
 
 def _claims(study: pages.Study) -> list[str]:
@@ -330,25 +264,10 @@ def _steps(
   trained: Sequence[stages.Stage],
 ) -> Mapping[str, Mapping[str, float]]:
   """Returns time and memory of a step of each shape."""
-  path = states.root / _STEPS
-  known = atomic.read_json(path) if path.exists() else {}
-  shapes = {_shape(study, stage): stage for stage in trained}
-  if missing := {k: x for k, x in shapes.items() if k not in known}:
-    settings = {k: _without_paths(x.settings) for k, x in missing.items()}
-    try:
-      # Workers that start together measure once.
-      with lock.hold(states.root / 'stages'):
-        # A process of its own: this one keeps no memory of the devices.
-        process_pool.run_in_subprocess(
-          plan if study.topology else measure,
-          str(path),
-          settings,
-          study.topology or study.platform,
-        )
-    except lock.InUseError:
-      print('another process measures steps')
-    known = atomic.read_json(path) if path.exists() else {}
-  return {k: known[k] for k in shapes if k in known}
+  shapes = {_shape(study, x): _without_paths(x.settings) for x in trained}
+  function = plan if study.topology else measure
+  where = study.topology or study.platform
+  return plan_results.find(states, _STEPS, shapes, function, where)
 
 
 def _without_paths(settings: config_lib.Settings) -> config_lib.Settings:
@@ -381,7 +300,7 @@ def measure(
     print(f'compiled and measured a step in {took}', flush=True)
     return step
 
-  _add(path, jobs, measured)
+  plan_results.add(path, jobs, measured)
 
 
 def plan(
@@ -408,21 +327,7 @@ def plan(
       'fits': estimate['fits'],
     }
 
-  _add(path, jobs, planned)
-
-
-def _add(
-  path: str,
-  jobs: Mapping[str, config_lib.Settings],
-  step_of: Callable[[config_lib.Settings], dict[str, Any] | None],
-) -> None:
-  """Adds the step of each configuration to a file, one at a time."""
-  file = paths.at(path)
-  steps = atomic.read_json(file) if file.exists() else {}
-  for shape, settings in jobs.items():
-    if step := step_of(settings):
-      steps[shape] = step
-      atomic.write_json(file, steps)
+  plan_results.add(path, jobs, planned)
 
 
 def _time(

@@ -16,6 +16,7 @@ from encdec_adapt.evaluation.results import results_store
 from encdec_adapt.evaluation.studies import (
   launch_commands,
   pages,
+  plan_results,
   stage_states,
   stages,
   study_plan,
@@ -141,7 +142,7 @@ def pod(request, tmp_path, monkeypatch):
 
 def test_every_stage_at_pod_is_a_command_of_launch(pod, monkeypatch):
   page, flags = pod
-  monkeypatch.setattr(study_plan, '_steps', lambda *_: {})
+  monkeypatch.setattr(plan_results, 'find', lambda *_: {})
   states = stage_states.States(page, stages.resolve(page))
   text = study_plan.describe(page, states, flags)
   lines = text.partition('has ended):\n')[2].splitlines()
@@ -170,11 +171,17 @@ def test_jobs_of_stages_have_different_names():
 
 
 @pytest.mark.parametrize('pod', ['h100:64'], indirect=True)
-def test_steps_at_pod_are_planned(pod):
+def test_steps_and_passes_at_pod_are_planned(pod):
   page, flags = pod
   states = stage_states.States(page, stages.resolve(page))
   row = study_plan.describe(page, states, flags).splitlines()[1].split()
   assert row[0] == 'copied' and float(row[-1]) > 1
+  (stage,) = (x for x in states.stages.values() if x.module == 'train')
+  train = stage.settings.train
+  (estimate,) = json.loads((states.root / 'rows.json').read_text()).values()
+  (part,) = estimate['parts']
+  passes = train.steps * train.batch_size / part['rows'] * estimate['passes']
+  assert ' '.join(row).count(f'about {passes:.2f}') == 1
   (step,) = json.loads((states.root / 'steps.json').read_text()).values()
   assert step['fits'] and 1 < step['seconds'] < 100
 

@@ -1,0 +1,58 @@
+"""What a plan has measured, which the folder of a study keeps in JSON files."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from encdec_adapt.cluster import lock
+from encdec_adapt.data.making import process_pool
+from encdec_adapt.evaluation.studies import stage_states
+from encdec_adapt.files import atomic, paths
+
+
+def find(
+  states: stage_states.States,
+  name: str,
+  jobs: Mapping[str, Any],
+  measure: Callable[..., None],
+  *args: Any,
+) -> dict[str, Any]:
+  """Returns results from a file; those that it lacks are measured first.
+
+  Args:
+    states: states of the stages of a study.
+    name: name of the file.
+    jobs: what is measured by the key of its result.
+    measure: function of the file's path, the missing jobs and `args`, which
+      calls `add`; importable by name.
+    *args: further arguments.
+
+  Returns:
+    The results by key, without those that there are none of.
+  """
+  path = states.root / name
+  known = atomic.read_json(path) if path.exists() else {}
+  if missing := {key: job for key, job in jobs.items() if key not in known}:
+    try:
+      # Workers that start together measure once.
+      with lock.hold(states.root / 'stages'):
+        # A process of its own: this one keeps no memory of the devices, and
+        # does not import TensorFlow.
+        process_pool.run_in_subprocess(measure, str(path), missing, *args)
+    except lock.InUseError:
+      print('another process measures for the plan')
+    known = atomic.read_json(path) if path.exists() else {}
+  return {key: known[key] for key in jobs if key in known}
+
+
+def add(
+  path: str,
+  jobs: Mapping[str, Any],
+  measure: Callable[[Any], dict[str, Any] | None],
+) -> None:
+  """Adds the result of each job to a file, one at a time."""
+  file = paths.at(path)
+  results = atomic.read_json(file) if file.exists() else {}
+  for key, job in jobs.items():
+    if result := measure(job):
+      results[key] = result
+      atomic.write_json(file, results)
