@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 import dataclasses
 import functools
 import importlib.util
+from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -59,6 +60,7 @@ class Backend:
       that it runs on; None for no limit.
     extra: extra of setup.py, of the package with the backend's name, that it
       needs; '' for none.
+    load: imports that package, before programs are traced.
   """
 
   attend: Callable[..., jax.Array]
@@ -72,6 +74,7 @@ class Backend:
   platforms: frozenset[str] = PLATFORMS
   head_dims: Mapping[int, int] | None = None
   extra: str = ''
+  load: Callable[[], Any] = lambda: None
 
 
 BACKENDS: dict[str, Backend] = {
@@ -96,10 +99,10 @@ BACKENDS: dict[str, Backend] = {
     # Of float32 the kernels would make bfloat16, without a word.
     dtypes=frozenset({'bfloat16'}),
     platforms=frozenset({'gpu'}),
-    # Hopper; and Blackwell of data centers, where tokamax has no backward pass
-    # for 256 that fits into a core's shared memory.
-    head_dims={9: 256, 10: 128},
+    # Hopper, and Blackwell of data centers.
+    head_dims={9: 256, 10: 256},
     extra='gpu',
+    load=attention_tokamax.load,
   ),
 }
 

@@ -6,7 +6,7 @@ segment are neighbours in order of their positions; the memory of merged
 attention would be a second range. On a mesh the kernels run under
 `attention_shards`, with the ranges of the shard's mask.
 
-tokamax (extra `gpu`) needs Python 3.12; it is imported at the first call.
+tokamax (extra `gpu`) needs Python 3.12; see `load`.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,17 @@ from jax.extend import backend
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from encdec_adapt.ops import attention_shards, masks, partition
+from encdec_adapt.ops import (
+  attention_gradients,
+  attention_shards,
+  masks,
+  partition,
+)
+
+# Largest head dimension of the kernels' backward pass. With 256 the sums of a
+# block of gradients do not fit in the registers; XLA's products are faster
+# (tests/benchmarks/README.md).
+KERNEL_HEAD_DIM = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +81,17 @@ class _Call:
         yield
     finally:
       backend.get_default_device = default
+
+
+def load() -> None:
+  """Imports tokamax if it is installed, before any program is traced.
+
+  tokamax adds values to JAX's context, which is a part of the key of every
+  program: a step that was traced before would be compiled again when it is
+  called for the second time.
+  """
+  with contextlib.suppress(ImportError):
+    from tokamax._src.ops.attention import pallas_mosaic_gpu  # noqa: F401
 
 
 def attend(
@@ -158,6 +179,16 @@ def _forward(q, k, v, first, last, call):
 
 def _backward(call, saved, d_out):
   *arrays, out, sums = saved
+  if arrays[0].shape[-1] > KERNEL_HEAD_DIM:
+    q, k, v, first, last = arrays
+    maxima, totals = sums
+    d_q, d_k, d_v = attention_gradients.gradients(
+      *(q, k, v, first[:, 0], last[:, 0], out),
+      *(maxima + jnp.log(totals), d_out),
+      scale=call.scale,
+      softcap=call.softcap,
+    )
+    return d_q, d_k, d_v, None, None
   bound = call.bind(*arrays)
   options = bound.kwargs | {'return_residuals': False}
   with call.choices():

@@ -11,7 +11,7 @@ import dataclasses
 from typing import Any
 
 from encdec_adapt.models import forward_flops, parameters
-from encdec_adapt.ops import attention, partition
+from encdec_adapt.ops import attention, attention_tokamax, partition
 from encdec_adapt.planning import (
   chips,
   program_shapes,
@@ -41,6 +41,8 @@ _FP32 = 4
 # keys' and values'.
 _FORWARD = 'attention'
 _BACKWARD = {'attention_dq': 1.5, 'attention_dkv': 2.0}
+# The same of `ops.attention_gradients`, which is no kernel.
+_PRODUCTS_BACKWARD = 2.5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,6 +116,7 @@ def describe(
   if kernels:
     # The formula counts scores as products; kernels have them in their rows.
     products -= _scores(work)
+    products += _score_gradients(work)
   products /= work.busy
   compute = products / hardware.chip.flops / PRODUCT_EFFICIENCY
   traffic, weights = _traffic(work, hardware)
@@ -312,6 +315,18 @@ def _scores(work: workload.Workload) -> float:
   )
 
 
+def _by_products(stack_pass: workload.StackPass) -> bool:
+  """Whether the gradients of a stack's attentions are not by kernels."""
+  return stack_pass.stack.head_dim > attention_tokamax.KERNEL_HEAD_DIM
+
+
+def _score_gradients(work: workload.Workload) -> float:
+  """Returns FLOPs of gradients of attentions that are not by kernels."""
+  passes = filter(_by_products, work.trained)
+  scores = sum(p.flops(forward_flops.scores) for p in passes)
+  return _PRODUCTS_BACKWARD * work.job.rows * scores
+
+
 def _kernels(
   work: workload.Workload, hardware: chips.Slice
 ) -> list[roofline.Row]:
@@ -326,7 +341,8 @@ def _kernels(
   # policies save its outputs.
   repeated = work.trained * ((work.job.compute.remat == 'full') + work.caches)
   runs = {_FORWARD: (1.0, [*work.passes, *repeated])}
-  runs |= {name: (share, work.trained) for name, share in _BACKWARD.items()}
+  backward = [p for p in work.trained if not _by_products(p)]
+  runs |= {name: (share, backward) for name, share in _BACKWARD.items()}
   rows = work.job.rows / work.busy
   return [
     roofline.kernel_row(

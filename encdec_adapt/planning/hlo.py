@@ -267,9 +267,8 @@ class _Walk:
       self.add_computation(op.attribute('body'), times * trips)
       return
     if op.opcode == 'conditional':
-      # All branches count: which of them run depends on data.
-      for branch in _branches(op):
-        self.add_computation(branch, times)
+      # The largest branch counts: which of them runs depends on data.
+      self.add_computation(max(_branches(op), key=self._work), times)
     if op.opcode == 'call':
       self.add_computation(op.attribute('to_apply'), times)
     flops, kernels = self.totals.flops, len(self.totals.kernels)
@@ -288,6 +287,13 @@ class _Walk:
     calls = self.totals.kernels[kernels:]
     step = Step(op, types, computation, times, work, *calls)
     self.totals.schedule.append(step)
+
+  def _work(self, name: str) -> tuple[float, ...]:
+    """Returns the work of a computation, to compare it with others."""
+    totals = Totals()
+    _Walk(self.computations, totals).add_computation(name, 1)
+    moved = sum(x.bytes * x.times for x in totals.collectives.values())
+    return len(totals.kernels), totals.flops, moved, totals.cycles.total()
 
   def _add_kernel(self, computation, op, types, times) -> bool:
     """Adds a kernel; returns whether the instruction calls one."""

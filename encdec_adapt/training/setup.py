@@ -194,6 +194,7 @@ def place_model(
   Raises:
     UserError: a parameter does not divide over the mesh.
   """
+  attention.BACKENDS[compute.attention].load()
   placement = state_lib.Placement(
     build.build(model, compute), mesh, rules, adapters=adapters
   )

@@ -10,7 +10,12 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import pytest
 
-from encdec_adapt.ops import attention, partition
+from encdec_adapt.ops import (
+  attention,
+  attention_gradients,
+  attention_tokamax,
+  partition,
+)
 from encdec_adapt.planning import chips
 from encdec_adapt.sharding import rules
 from tests.ops import attention_cases
@@ -24,7 +29,7 @@ pytestmark = [
 ROWS, HEADS, KV_HEADS, WINDOW = 2, 8, 4, 1024
 # Queries and keys: those of the shipped configurations, and unaligned ones.
 SQUARE, LONG, SHORT, ODD = (4096, 4096), (8192, 8192), (512, 4096), (1000, 1500)
-HEAD_DIMS = {'h100': (64, 128, 256), 'b200': (64, 128)}
+HEAD_DIMS = {'h100': (64, 128, 256), 'b200': (64, 128, 256)}
 CASES = [
   (chip, head_dim, name, lengths)
   for chip, head_dims in HEAD_DIMS.items()
@@ -63,12 +68,18 @@ def test_kernels_compile_forward_and_backward(
   if program is None:
     pytest.skip('needs jax[cuda13]')
   text, temporary = program
-  assert text.count('custom_call_target="mosaic_gpu_v2"') == 3
-  # No mask of [queries, keys] lies in memory, not even as bytes, and scores
-  # would be larger.
+  by_kernels = head_dim <= attention_tokamax.KERNEL_HEAD_DIM
+  calls = 3 if by_kernels else 1
+  assert text.count('custom_call_target="mosaic_gpu_v2"') == calls
   queries, keys = lengths
   arrays = ROWS * HEADS * head_dim * 2 * (queries + keys)
-  assert temporary < 2 * arrays + ROWS * queries * keys / 2
+  # No mask of [queries, keys] lies in memory, not even as bytes, and scores
+  # would be larger; or a block of scores and their gradients, in both dtypes.
+  beside = ROWS * queries * keys / 2
+  if not by_kernels:
+    block = min(attention_gradients.QUERIES, queries) * keys
+    beside = HEADS * block * 3 * (4 + 2)
+  assert temporary < 2 * arrays + beside
 
 
 def compiled(chip, head_dim, name, lengths):

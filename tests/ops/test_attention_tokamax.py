@@ -1,5 +1,7 @@
 """Ranges of keys against dense masks, and the backend without its kernels."""
 
+import subprocess
+import sys
 from unittest import mock
 
 from hypothesis import given, settings
@@ -11,8 +13,14 @@ import pytest
 
 from encdec_adapt.base import errors
 from encdec_adapt.models import execution
-from encdec_adapt.ops import attention, attention_shards, masks
+from encdec_adapt.ops import (
+  attention,
+  attention_gradients,
+  attention_shards,
+  masks,
+)
 from encdec_adapt.ops import attention_tokamax as tokamax
+from tests import tiny
 from tests.ops import attention_cases, tokamax_reference
 from tests.ops.attention_cases import assert_like_reference, qkv, spec_of
 
@@ -50,6 +58,13 @@ def test_equals_the_reference(name):
   assert_like_reference(tokamax_reference.attend(), *arrays, spec)
 
 
+def test_gradients_of_wide_heads_equal_the_reference(monkeypatch):
+  monkeypatch.setattr(attention_gradients, 'PAIRS', 16 * 75)
+  spec = spec_of('causal window', 75)
+  arrays = qkv(75, 75, head_dim=tokamax.KERNEL_HEAD_DIM + 32)
+  assert_like_reference(tokamax_reference.attend(), *arrays, spec)
+
+
 @pytest.mark.parametrize('remat, saved', [('attention', 3), ('full', 0)])
 def test_a_policy_saves_what_attention_makes(remat, saved, capsys):
   """The output and the softmax's maxima and sums."""
@@ -74,10 +89,10 @@ def test_a_policy_saves_what_attention_makes(remat, saved, capsys):
   [
     ('8.0', 64, 'a GPU of its kind GPUs'),
     ('9.0', 512, 'a head dimension of 512 on a GPU of its kind'),
-    ('10.0', 256, 'a head dimension of 256 on a GPU of its kind'),
+    ('10.0', 512, 'a head dimension of 512 on a GPU of its kind'),
     ('12.0', 64, 'a GPU of its kind GPUs'),
     ('9.0', 256, ''),
-    ('10.0', 128, ''),
+    ('10.0', 256, ''),
   ],
 )
 @pytest.mark.parametrize('installed', [True, False])
@@ -101,3 +116,30 @@ def test_other_gpus_and_environments_are_refused(
     attention.check(*call)
   raised.match(missing)
   raised.match('that can: chunked, reference')
+
+
+_TRACED = """
+import jax
+import jax.numpy as jnp
+from encdec_adapt.ops import attention, masks
+from tests.ops import attention_cases
+
+attention.BACKENDS['tokamax'].load()
+before = jax.jit(lambda x: x + 1)
+before(jnp.ones(3))
+from tests.ops import tokamax_reference
+spec = attention_cases.spec_of('causal', 9)
+attend = tokamax_reference.attend()
+attend(*attention_cases.qkv(9, 9), spec, scale=1.0, softcap=None)
+before(jnp.ones(3))
+print(before._cache_size())
+"""
+
+
+def test_programs_that_were_traced_before_are_not_compiled_again():
+  pytest.importorskip('tokamax', reason='tokamax needs Python 3.12')
+  command = [sys.executable, '-c', _TRACED]
+  done = subprocess.run(
+    command, cwd=tiny.ROOT, capture_output=True, text=True, check=True
+  )
+  assert done.stdout.split()[-1] == '1'

@@ -8,6 +8,7 @@ import pytest
 
 from encdec_adapt.base import errors
 from encdec_adapt.models import forward_flops, parameters
+from encdec_adapt.ops import attention_tokamax
 from encdec_adapt.planning import (
   chips,
   hlo,
@@ -123,25 +124,30 @@ def test_both_answers_of_a_preference_are_counted():
   assert parts[0]['loss'] > parts[1]['loss'] == 0
 
 
-def test_kernels_of_gpus_are_counted_apart(plans):
+@pytest.mark.parametrize('wide', [False, True])
+def test_kernels_of_gpus_are_counted_apart(wide, plans, monkeypatch):
+  if wide:
+    monkeypatch.setattr(attention_tokamax, 'KERNEL_HEAD_DIM', 16)
   job = toy.job(compute__attention='tokamax')
   found = toy.plan(job)
   kernels = {row['name']: row for row in found['kernels']}
   encoder, decoder = job.model.encoder, job.model.decoder
   calls = encoder.layers + 2 * decoder.layers
-  assert {name: row['calls'] for name, row in kernels.items()} == {
-    'attention': 2 * calls,  # Once more for the backward pass.
-    'attention_dq': calls,
-    'attention_dkv': calls,
-  }
+  # Once more for the backward pass; gradients of wide heads are products.
+  expected = {'attention': 2 * calls}
+  if not wide:
+    expected |= {'attention_dq': calls, 'attention_dkv': calls}
+  assert {name: row['calls'] for name, row in kernels.items()} == expected
   scores = toy.ROWS * (
     forward_flops.scores(encoder, toy.LENGTH)
     + forward_flops.scores(decoder, toy.LENGTH, source_length=toy.LENGTH)
   )
   shares = {name: row['flops'] * 8 / scores for name, row in kernels.items()}
-  assert list(shares.values()) == [2, 1.5, 2]
+  assert list(shares.values()) == ([2] if wide else [2, 1.5, 2])
   # By the formula, a pass, its repetition, and twice for gradients.
   products = plans['train']['flops']['products'] - 4 * scores / 8
+  if wide:
+    products += 2.5 * scores / 8
   assert found['flops']['products'] == pytest.approx(products)
 
 

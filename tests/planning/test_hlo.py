@@ -127,10 +127,11 @@ def test_programs_that_are_not_understood_are_refused(old, new, words):
   'branches',
   [
     'branch_computations={%body.1, %nothing}',
+    'branch_computations={%nothing, %body.1, %body.1}',
     'true_computation=%body.1, false_computation=%nothing',
   ],
 )
-def test_branches_count_all(branches):
+def test_the_largest_branch_counts(branches):
   (line,) = [x for x in PROGRAM.splitlines() if ' while(' in x]
   of = line.split(' while(')[1].split(')')[0]
   start = line.split(' while(')[0]
