@@ -260,6 +260,26 @@ def test_every_objective_of_a_mixture_reads_the_text(rates, passes):
   assert found == pytest.approx(passes)
 
 
+def test_a_plan_warns_of_text_that_is_read_too_often(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / 'page.py').write_text(_PAGE)
+  (tmp_path / 'lines.txt').write_text('a line\n' * 40)
+  page = dataclasses.replace(study.load('page.py'), root=str(tmp_path / 'x'))
+  states = stage_states.States(page, stages.resolve(page))
+  run, records = states.stages['run'], states.stages['records']
+  train = run.settings.train
+  rows = train.steps * train.batch_size / 9
+  part = {'objective': 'x', 'source': 'text', 'rows': rows}
+  estimates = {records.identity: {'parts': [part], 'passes': 1}}
+  passes = text_passes.Passes(states, estimates)
+  assert passes.describe(run) == 'about 9.00'
+  (note,) = passes.notes([run])
+  assert note.startswith('run reads its text about 9.0 times, and more than 4')
+  unknown = text_passes.Passes(states, {})
+  assert unknown.describe(run) == ''
+  assert unknown.notes([run]) == ['passes are known after --stage=records']
+
+
 _ALL = """
 from encdec_adapt.evaluation.studies import pages
 

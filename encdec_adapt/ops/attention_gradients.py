@@ -2,8 +2,9 @@
 
 The backward pass of flash attention (arXiv:2205.14135, algorithm 4): scores are
 computed again, a block of a row's queries at a time. A block reads a span of
-keys that has all those that its queries see, of one of a few static sizes: of a
-packed row, or of one with a causal mask or a window, most keys are not read.
+keys that has all those that its queries see, of one of a few static sizes. So
+keys of other examples of a row, later ones and those outside a window are left
+out where they are far enough.
 """
 
 import functools
@@ -13,8 +14,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 QUERIES = 1024  # Of a block.
-# Most pairs (query, key) of a block, whose scores are in memory.
+# Most pairs (query, key) of a block, whose scores are in memory for every head.
 PAIRS = 2**23
+_TILE = 128  # Products of other sizes are slow.
 _product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
@@ -30,8 +32,10 @@ def gradients(
   *,
   scale: float,
   softcap: float | None,
-  queries: int = QUERIES,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+  queries: int | None = None,
+) -> tuple[
+  Float[Array, 'B T N H'], Float[Array, 'B S K H'], Float[Array, 'B S K H']
+]:
   """Returns the gradients of queries, keys and values, in their dtypes.
 
   Args:
@@ -39,21 +43,21 @@ def gradients(
     k: keys; N is a multiple of K.
     v: values.
     first: first key that a query sees.
-    last: key after the last.
+    last: end of the keys that it sees, exclusive.
     out: attention's output.
     log_sums: logarithm of the sum of the exponentials of a query's scores.
     d_out: gradient of the output.
     scale: factor of the scores, applied before the soft-cap.
     softcap: positive cap of the scores; None for no cap.
-    queries: queries of a block, fewer where there are many keys.
+    queries: queries of a block; None for those of `block`.
   """
   (_, length, heads, _), (_, keys, kv_heads, _) = q.shape, k.shape
-  size = max(min(queries, length, PAIRS // keys), 1)
+  size = min(queries or block(length, keys), length)
   sizes = [size << i for i in range(keys.bit_length()) if size << i < keys]
 
-  def span(size, start, k, v, block, sums):
-    """Returns a block's gradients: of keys and values added, and of queries."""
-    q, d_out, delta, log_sums, first, last = block
+  def span(size, start, k, v, arrays, sums):
+    """Adds gradients of keys and values; returns those of a block's queries."""
+    q, d_out, delta, log_sums, first, last = arrays
     start = jnp.minimum(start, keys - size)
     cut = functools.partial(
       jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=size, axis=1
@@ -81,16 +85,16 @@ def gradients(
   def row(arrays):
     k, v, *blocks = arrays
 
-    def add(sums, block):
-      first, last = block[-2:]
+    def add(sums, arrays):
+      first, last = arrays[-2:]
       start, seen = jnp.min(first), jnp.max(last) - jnp.min(first)
       return jax.lax.switch(
         sum((seen > x).astype(jnp.int32) for x in sizes),
         [functools.partial(span, x) for x in (*sizes, keys)],
-        *(start, k, v, block, sums),
+        *(start, k, v, arrays, sums),
       )
 
-    sums = tuple(jnp.zeros(k.shape, jnp.float32) for _ in 'kv')
+    sums = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
     return jax.lax.scan(add, sums, tuple(blocks))
 
   delta = _product('btnh,btnh->btn', out, d_out)
@@ -116,20 +120,26 @@ def gradients(
   )
 
 
+def block(length: int, keys: int) -> int:
+  """Returns the queries of a block, given the numbers of queries and keys."""
+  fitting = PAIRS // keys // _TILE * _TILE
+  return min(QUERIES, length, max(fitting, _TILE))
+
+
 def _blocks(
-  x: jax.Array, size: int, kv_heads: int, padded: str = 'constant'
+  x: jax.Array, size: int, kv_heads: int, mode: str = 'constant'
 ) -> jax.Array:
   """Splits [B, T, N, H] into [B, blocks, K, N / K * size, H].
 
   Args:
     x: an array of queries.
-    size: queries of a block; the last block is padded.
+    size: queries of a block.
     kv_heads: number of key heads K.
-    padded: mode of `jnp.pad`.
+    mode: how the last block is padded, see `jnp.pad`.
   """
   rows, length, heads, width = x.shape
   padding = [(0, 0), (0, -length % size), (0, 0), (0, 0)]
-  x = jnp.pad(x, padding, mode=padded)
+  x = jnp.pad(x, padding, mode=mode)
   x = x.reshape(rows, -1, size, kv_heads, heads // kv_heads, width)
   x = x.transpose(0, 1, 3, 4, 2, 5)
   return x.reshape(*x.shape[:3], -1, width)

@@ -1,5 +1,7 @@
 """Attention on Hopper and Blackwell GPUs: tokamax's Mosaic kernels.
 
+Gradients of wide heads are computed by XLA (`attention_gradients`).
+
 The kernels mask by a range of keys for each query. Packed rows, causal masks,
 prefixes, windows and cross-attention are such ranges wherever the tokens of a
 segment are neighbours in order of their positions; the memory of merged

@@ -11,7 +11,12 @@ import dataclasses
 from typing import Any
 
 from encdec_adapt.models import forward_flops, parameters
-from encdec_adapt.ops import attention, attention_tokamax, partition
+from encdec_adapt.ops import (
+  attention,
+  attention_gradients,
+  attention_tokamax,
+  partition,
+)
 from encdec_adapt.planning import (
   chips,
   program_shapes,
@@ -263,6 +268,11 @@ def _working(
     keys = max(stack_pass.keys, stack_pass.source_length)
     pairs = tokens / length * queries * keys
     scores = copies * pairs * stack.heads / work.by_tensor * _FP32
+  elif stack_pass.trained and _by_products(stack_pass):
+    keys = max(stack_pass.keys, stack_pass.source_length)
+    block = attention_gradients.block(length, keys) * keys
+    # Scores and their gradients, in float32 and in the dtype of products.
+    scores = block * stack.heads / work.by_tensor * 3 * (_FP32 + work.item)
   return states, scores
 
 

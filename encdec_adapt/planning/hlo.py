@@ -292,8 +292,11 @@ class _Walk:
     """Returns the work of a computation, to compare it with others."""
     totals = Totals()
     _Walk(self.computations, totals).add_computation(name, 1)
-    moved = sum(x.bytes * x.times for x in totals.collectives.values())
-    return len(totals.kernels), totals.flops, moved, totals.cycles.total()
+    kernels = sum(x.times for x in totals.kernels)
+    sent = sum(x.bytes * x.times for x in totals.collectives.values())
+    # The least says the most of branches without products.
+    made = sum(sum(sizes(x.op.type)) * x.times for x in totals.schedule)
+    return totals.flops, kernels, sent, totals.cycles.total(), made
 
   def _add_kernel(self, computation, op, types, times) -> bool:
     """Adds a kernel; returns whether the instruction calls one."""

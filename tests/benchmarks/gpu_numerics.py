@@ -24,7 +24,7 @@ from tests.benchmarks import gpu_kernels, results
 # float32 is compared in full precision; products in bfloat16 round scores and
 # their gradients to 8 bits.
 TOLERANCES = {'float32': 1e-4, 'bfloat16': 2e-2}
-SOFTCAPS = {256: 50.0}  # Of the models with that head dimension.
+SOFTCAPS = {256: (50.0, None)}  # Of the models with that head dimension.
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
@@ -40,22 +40,23 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     for mask, spec in gpu_kernels.make_masks(arguments, examples=3).items():
       segments = spec.q_segments.at[:, -arguments.padding :].set(0)
       spec = spec.replace(q_segments=segments, kv_segments=segments)
-      row = {'head dim': head_dim, 'mask': mask}
-      for name in names:
-        if name != 'reference':
-          errors = _compare(name, head_dim, spec, arguments)
-          rows.append(row | {'backend': name} | errors)
+      for softcap in SOFTCAPS.get(head_dim, (None,)):
+        row = {'head dim': head_dim, 'mask': mask, 'soft-cap': softcap or ''}
+        for name in names:
+          if name != 'reference':
+            errors = _compare(name, head_dim, softcap, spec, arguments)
+            rows.append(row | {'backend': name} | errors)
   return results.report('gpu_numerics', rows, arguments)
 
 
-def _compare(backend, head_dim, spec, arguments) -> dict[str, Any]:
+def _compare(backend, head_dim, softcap, spec, arguments) -> dict[str, Any]:
   """Returns the errors of a backend, or why it refuses the call."""
   n, k = arguments.heads, arguments.kv_heads
   shape = arguments.batch, arguments.length, n + k + k + n, head_dim
   arrays = jax.random.normal(jax.random.key(0), shape, arguments.dtype)
   # Queries, keys, values, and the cotangent of the output.
   arrays = jnp.split(arrays, (n, n + k, n + k + k), axis=2)
-  run = functools.partial(_run, spec=spec, softcap=SOFTCAPS.get(head_dim))
+  run = functools.partial(_run, spec=spec, softcap=softcap)
   precision = 'highest' if arguments.dtype == 'float32' else None
   try:
     with jax.default_matmul_precision(precision):

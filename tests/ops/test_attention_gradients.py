@@ -51,6 +51,17 @@ def _backward(scale, softcap, queries, saved, d_out):
 _attend.defvjp(_forward, _backward)
 
 
+def _attention(queries):
+  """Attention whose gradients are by blocks of so many queries."""
+
+  def attend(q, k, v, spec, *, scale, softcap):
+    sees = attention_tokamax.key_ranges(spec)[2]
+    out = _attend(q, k, v, spec, scale, softcap, queries)
+    return jnp.where(sees[..., None, None], out, 0)
+
+  return attend
+
+
 @pytest.mark.parametrize('softcap', [None, 5.0])
 @pytest.mark.parametrize('queries', [8, 75, 128])
 def test_equals_the_reference(softcap, queries):
@@ -62,11 +73,7 @@ def test_equals_the_reference(softcap, queries):
   blind = attention_cases.blind_cross()
   cases['blind cross'] = attention_cases.qkv(100, 200), blind
 
-  def attend(q, k, v, spec, *, scale, softcap):
-    sees = attention_tokamax.key_ranges(spec)[2]
-    out = _attend(q, k, v, spec, scale, softcap, queries)
-    return jnp.where(sees[..., None, None], out, 0)
-
+  attend = _attention(queries)
   expected = attention_cases.results(attention_reference.attend, cases, softcap)
   got = attention_cases.results(attend, cases, softcap)
   attention_cases.assert_same(got, expected, 5e-5)
@@ -86,3 +93,33 @@ def test_keys_that_no_query_of_a_block_sees_are_not_read():
   for gradient in d_q, d_k:
     finite = np.isfinite(gradient).all((0, 2, 3))
     assert finite[:16].all() and finite[32:].all()
+
+
+def test_blocks_of_many_keys_are_small(monkeypatch):
+  assert attention_gradients.block(4096, 4096) == 1024
+  assert attention_gradients.block(100_000, 24_576) == 256
+  assert attention_gradients.block(100_000, 2**20) == 128
+  monkeypatch.setattr(attention_gradients, 'QUERIES', 16)
+  assert attention_gradients.block(10, 40) == 10
+  # Several blocks, the last padded, of more keys than queries.
+  q, k, v = attention_cases.qkv(70, 200)
+  spec = attention_cases.masks.cross(
+    jnp.ones((2, 70), jnp.int32), jnp.ones((2, 200), jnp.int32)
+  )
+
+  attention_cases.assert_like_reference(_attention(None), q, k, v, spec)
+
+
+def test_gradients_of_bfloat16_are_rounded_once():
+  arrays = attention_cases.qkv(75, 75)
+  q, k, v = (x.astype(jnp.bfloat16) for x in arrays)
+  spec = attention_cases.spec_of('causal', 75)
+
+  found = attention_cases.results(_attention(16), {'': ((q, k, v), spec)})['']
+  exact = (q.astype(jnp.float32), k.astype(jnp.float32), v.astype(jnp.float32))
+  expected = attention_cases.results(
+    attention_reference.attend, {'': (exact, spec)}
+  )['']
+  for x, y in zip(found, expected, strict=True):
+    assert x.dtype == jnp.bfloat16
+    assert np.abs(x - y).max() <= 0.02 * np.abs(y).max()

@@ -142,6 +142,23 @@ def test_the_largest_branch_counts(branches):
   assert hlo.totals(text).flops == 2 * 256 * 512 * 512
 
 
+@pytest.mark.parametrize('first', [True, False])
+def test_of_branches_without_products_the_one_that_makes_more_counts(first):
+  bodies = {
+    '%large': 'ROOT %sorted = f32[64]{0} sort(%x)',
+    '%small': 'ROOT %same = f32[2]{0} negate(%x)',
+  }
+  names = list(bodies) if first else list(bodies)[::-1]
+  parts = [f'{n} (x: f32[]) -> f32[] {{\n  {b}\n}}' for n, b in bodies.items()]
+  branches = f'branch_computations={{{", ".join(names)}}}'
+  entry = f'  ROOT %c = f32[] conditional(%p), {branches}'
+  text = '\n\n'.join(
+    ['HloModule m', *parts, f'ENTRY %main (p: f32[]) -> f32[] {{\n{entry}\n}}']
+  )
+  counted = [step.op.name for step in hlo.totals(text).schedule]
+  assert counted == ['sorted', 'c']
+
+
 def instruction(line):
   text = f'HloModule m\n\nENTRY %main (p: f32[]) -> f32[] {{\n{line}\n}}\n'
   computations, entry = hlo.parse(text)

@@ -1,7 +1,9 @@
 """Estimates how many rows training records will have, before they are made."""
 
 from collections.abc import Iterable
+import contextlib
 import dataclasses
+import io
 import tempfile
 from typing import Any
 
@@ -21,19 +23,18 @@ _MOST_BYTES = 4 * 2**20
 _DIVISOR = 4
 
 
-def estimate(data: data_section.DataConfig) -> dict[str, Any] | None:
-  """Estimates the rows of training records from the beginning of their text.
+def estimate(data: data_section.DataConfig) -> dict[str, Any]:
+  """Estimates the rows of training records from a part of their text.
 
   Imports TensorFlow. A vocabulary that is to be trained is trained, and
-  discarded with the rows.
+  discarded with the rows. Documents that are left out as duplicates count.
 
   Args:
     data: section with paths; its text exists.
 
   Returns:
     'parts', each with the fields of `record_sets.Part` and its totals of all
-    passes, and 'passes', the number of these; None if the beginning has no rows
-    of a part.
+    passes, and 'passes', the number of these.
 
   Raises:
     UserError: the text or the vocabulary is missing, or does not suit the
@@ -43,54 +44,55 @@ def estimate(data: data_section.DataConfig) -> dict[str, Any] | None:
     if materialization.is_untrained(data):
       path = paths.join(folder, 'vocabulary.model')
       data = dataclasses.replace(data, vocabulary=path)
-    materialization.open_vocabularies(data)
-    spec = _with_small_shards(data.train)
-    parts = materialization.list_parts(spec)
-    groups = shard_jobs.group_jobs(
+    # It would ask whether the path of the vocabulary is right.
+    with contextlib.redirect_stdout(io.StringIO()):
+      materialization.open_vocabularies(data)
+    spec, parts = data.train, materialization.list_parts(data.train)
+    shards = _small_shards(spec)
+    jobs = [
       shard_jobs.ShardJob(
         folder,
-        spec,
+        dataclasses.replace(spec, shards=shards[part.source]),
         data.vocabularies,
         parts,
         record_writing.ShardKey(0, number, 0),
         shard_jobs.read_examples,
       )
-      for number in range(len(parts))
-    )
-    shards = {
-      job.key.part: entry
-      for group in groups
-      for job, entry in zip(
-        group.jobs, shard_jobs.write_shards(group), strict=True
-      )
-    }
-  if not all(shard['rows'] for shard in shards.values()):
-    return None
-  times = spec.shards * spec.passes
-  totals = [
-    {name: times * shards[number][name] for name in row_rates.UNITS.values()}
-    for number in range(len(parts))
-  ]
+      for number, part in enumerate(parts)
+    ]
+    totals = {}
+    for group in shard_jobs.group_jobs(jobs):
+      entries = shard_jobs.write_shards(group)
+      for job, entry in zip(group.jobs, entries, strict=True):
+        times = job.spec.shards * spec.passes
+        totals[job.key.part] = {
+          name: times * entry[name] for name in row_rates.UNITS.values()
+        }
   return {
     'parts': [
-      {**dataclasses.asdict(part), **counts}
-      for part, counts in zip(parts, totals, strict=True)
+      {**dataclasses.asdict(part), **totals[number]}
+      for number, part in enumerate(parts)
     ],
     'passes': spec.passes,
   }
 
 
-def _with_small_shards(spec: record_sets.RecordSpec) -> record_sets.RecordSpec:
-  """Returns the spec with shards that have about 4 MiB of a source at most."""
-  shards, draw = 1, shard_jobs.make_draw(spec, 0)
+def _small_shards(spec: record_sets.RecordSpec) -> dict[str, int]:
+  """Returns into how many shards each source is divided, by its name.
+
+  The first has about 4 MiB at most, or a single document.
+  """
+  shards, draw = {}, shard_jobs.make_draw(spec, 0)
   for part in materialization.all_sources(spec):
-    while _is_large(part.documents(draw, 0, shards)):
-      shards *= _DIVISOR
-  return dataclasses.replace(spec, shards=shards)
+    count = 1
+    while _is_large(part.documents(draw, 0, count)):
+      count *= _DIVISOR
+    shards[part.source.name] = count
+  return shards
 
 
 def _is_large(documents: Iterable[document_source.Document]) -> bool:
-  """Returns whether documents can be divided and have more text than 4 MiB."""
+  """Returns whether there are documents beyond the first 4 MiB of text."""
   size = 0
   for document in documents:
     if size > _MOST_BYTES:

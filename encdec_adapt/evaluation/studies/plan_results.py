@@ -27,7 +27,8 @@ def find(
     *args: further arguments.
 
   Returns:
-    The results by key, without those that there are none of.
+    The results by key, without those that could not be measured, or that
+    another process is measuring.
   """
   path = states.root / name
   known = atomic.read_json(path) if path.exists() else {}
@@ -49,7 +50,13 @@ def add(
   jobs: Mapping[str, Any],
   measure: Callable[[Any], dict[str, Any] | None],
 ) -> None:
-  """Adds the result of each job to a file, one at a time."""
+  """Adds the result of each job to a file, one at a time.
+
+  Args:
+    path: the file.
+    jobs: jobs by the key of their result.
+    measure: returns the result of a job, None if it has none.
+  """
   file = paths.at(path)
   results = atomic.read_json(file) if file.exists() else {}
   for key, job in jobs.items():

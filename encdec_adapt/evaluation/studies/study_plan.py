@@ -64,9 +64,7 @@ def describe(
     row['hours'] = f'{row["hours"]:.2f}' if row['ms/step'] else ''
   lines = [score_tables.text(rows)] if rows else []
   lines.append(costs.line)
-  if unknown := passes.unknown(trained):
-    names = ', '.join(f'--stage={name}' for name in unknown)
-    lines.append(f'passes are known after {names}')
+  lines += passes.notes(trained)
   if steps:
     largest = max(x['bytes'] for x in steps.values())
     lines.append(f'largest training step: {disk.format_bytes(largest)}')

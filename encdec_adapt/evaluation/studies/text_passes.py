@@ -52,10 +52,10 @@ class Passes:
   def of(
     cls, states: stage_states.States, trained: Sequence[stages.Stage]
   ) -> 'Passes':
-    """Finds the passes of training stages.
+    """Estimates the rows of records that have yet to be made.
 
     Raises:
-      UserError: a run reads its text more than 4 times, or text is missing.
+      UserError: the text or the vocabulary of records is missing.
     """
     records = {x.identity: x for x in (_records(states, y) for y in trained)}
     jobs = {
@@ -67,21 +67,42 @@ class Passes:
     return cls(states, plan_results.find(states, _ROWS, jobs, measure))
 
   def describe(self, stage: stages.Stage) -> str:
-    """Returns how often a run reads its text; '' if that is not known."""
-    records = _records(self.states, stage)
-    if passes := _of_records(stage, str(self.states.folder(records))):
-      return f'{passes:.2f}'
-    if estimate := self.estimates.get(records.identity):
-      if passes := count(stage.settings, **estimate):
-        return f'about {passes:.2f}'
-    return ''
+    """Returns how often a run reads its text; '' if that is not known.
 
-  def unknown(self, trained: Sequence[stages.Stage]) -> list[str]:
-    """Returns the stages that write the text of runs that are not described."""
-    missing = [x for x in trained if not self.describe(x)]
-    records = [_records(self.states, stage) for stage in missing]
-    names = (name for x in records for name in (*x.reads, x.name))
-    return list(dict.fromkeys(names))
+    Raises:
+      UserError: see `check`.
+    """
+    passes, folder = self._count(stage)
+    if passes is None:
+      return ''
+    return f'{passes:.2f}' if _manifest(folder) else f'about {passes:.2f}'
+
+  def notes(self, trained: Sequence[stages.Stage]) -> list[str]:
+    """Returns lines on runs whose passes are too many, or not known."""
+    lines, unknown = [], {}
+    for stage in trained:
+      passes, _ = self._count(stage)
+      if passes and passes > MOST_PASSES:
+        lines.append(
+          f'{stage.name} reads its text about {passes:.1f} times, and more than'
+          f' {MOST_PASSES} are refused once the records are made'
+        )
+      elif passes is None and stage.settings.train.steps:
+        records = _records(self.states, stage)
+        names = *self.states.missing(records), records.name
+        unknown |= dict.fromkeys(f'--stage={name}' for name in names)
+    if unknown:
+      lines.append(f'passes are known after {", ".join(unknown)}')
+    return lines
+
+  def _count(self, stage: stages.Stage) -> tuple[float | None, str]:
+    """Returns the passes of a run, None if unknown, and its records' folder."""
+    records = _records(self.states, stage)
+    folder = str(self.states.folder(records))
+    passes = _of_records(stage, folder)
+    if passes is None and (estimate := self.estimates.get(records.identity)):
+      passes = count(stage.settings, **estimate)
+    return passes, folder
 
 
 def measure(path: str, jobs: Mapping[str, data_section.DataConfig]) -> None:
@@ -113,7 +134,7 @@ def count(
     passes: passes that the records have.
 
   Returns:
-    None of a run without steps.
+    The passes; None of a run without steps.
   """
   if not (steps := settings.train.steps):
     return None
