@@ -18,7 +18,7 @@ from encdec_adapt.telemetry import metrics
 from tests import tiny
 from tests.e2e import folders
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
 LORA = 'rank=2,alpha=8,full=cross_attention+norms,dropout=0.1'
 
 

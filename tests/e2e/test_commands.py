@@ -84,6 +84,7 @@ def test_adaptation_leaves_what_a_reader_needs(folder, adapted):
   assert folders.read(adapted / 'environment.json')['jax'] == jax.__version__
 
 
+@pytest.mark.long
 def test_the_optimizer_of_a_source_goes_on(
   folder, pairs, decoder, adapted, tmp_path, capsys
 ):
@@ -106,6 +107,7 @@ def test_the_optimizer_of_a_source_goes_on(
     _train(*text, *carried, source, f'--workdir={tmp_path}/decoder')
 
 
+@pytest.mark.long
 def test_a_step_is_named_wherever_a_run_is(
   folder, adapted, adapting, tmp_path, capsys
 ):
@@ -404,6 +406,7 @@ def test_records_that_end_between_evaluations_or_saves(
   assert summary['eval_loss'] == evaluations[-1]['loss']
 
 
+@pytest.mark.long
 def test_steps_of_0_end_with_the_records(folder, decoder, tmp_path):
   flags = tiny.flags(folder, 'causal_lm')
   flags += ['--config.train.batch_size=32', '--config.checkpoint.every=67%']

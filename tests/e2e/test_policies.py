@@ -162,6 +162,7 @@ def test_a_budget_of_kl_ends_the_job(tmp_path, flags):
   assert texts[0] == texts[1]
 
 
+@pytest.mark.long
 @pytest.mark.e2e
 def test_a_budget_that_the_start_is_over_is_refused(tmp_path, flags):
   reference = f'{tiny.ROOT}/configs/decoders/base'

@@ -95,6 +95,7 @@ def test_rewards_of_functions():
   assert functions.one_line(*args)[:2] == [0.0, 1.0]
 
 
+@pytest.mark.long
 def test_functions_of_held_out_modules_are_held_out(monkeypatch):
   monkeypatch.chdir(tiny.ROOT)
   name = 'functions:configs/decoders/held_out.txt'

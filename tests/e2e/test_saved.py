@@ -25,6 +25,7 @@ from tests.e2e import folders
 ARCHIVES = sorted((tiny.ROOT / 'tests' / 'saved').glob('*.zip'))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('archive', ARCHIVES, ids=lambda path: path.stem)
 def test_a_study_is_opened_resumed_and_exported(
   archive, tmp_path, monkeypatch, capsys

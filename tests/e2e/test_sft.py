@@ -7,6 +7,7 @@ import sys
 import pytest
 
 
+@pytest.mark.long
 @pytest.mark.e2e
 def test_pairs_fine_tune_a_decoder(tmp_path, request):
   root = request.config.rootpath

@@ -46,6 +46,7 @@ def _losses(workdir):
   ]
 
 
+@pytest.mark.long
 def test_bytes_do_not_depend_on_workers_and_restarts(records, capsys):
   folder = records[0] / 'prefix_lm' / 'teacher-counts-7'
   _store(records, '--teacher_tokens=7', '--config.data.workers=2')

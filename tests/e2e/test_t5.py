@@ -14,7 +14,7 @@ from tests.parity import tiny_models
 from tests.tokenizers import t5_files
 
 transformers = pytest.importorskip('transformers')
-pytestmark = [pytest.mark.e2e, pytest.mark.parity]
+pytestmark = [pytest.mark.e2e, pytest.mark.parity, pytest.mark.long]
 SHAPE = dict(layers=2, width=16, mlp_width=24, heads=2, kv_heads=2, head_dim=8)
 ROWS = 12
 MESH = (

@@ -46,6 +46,7 @@ def _theirs(exported, prompts, encode):
   return found
 
 
+@pytest.mark.long
 def test_an_exported_run_generates_the_same_text(
   folder, pairs, tmp_path, monkeypatch
 ):

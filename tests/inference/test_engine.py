@@ -116,6 +116,7 @@ def test_tokens_have_the_uncached_log_probs(kind, config):
   assert len({tuple(got.tokens[:2]) for got in found}) > 1
 
 
+@pytest.mark.long
 def test_rows_beyond_the_vocabulary_are_not_generated():
   """Log-probabilities are those of all rows, of which a hidden one is first."""
   kind, prompt, size = 'encoder_decoder', PROMPTS[2], 17
@@ -145,6 +146,7 @@ def test_rows_beyond_the_vocabulary_are_not_generated():
     np.testing.assert_allclose(got.log_probs, want, atol=5e-5)
 
 
+@pytest.mark.long
 def test_requests_of_adapters_are_those_of_merged_models():
   """Of two adapters over one base, in turns."""
   loaded = _loaded('encoder_decoder')
@@ -272,6 +274,7 @@ def test_rows_end_at_eos_or_a_stop_string(kind):
   assert endings == {'eos', 'length', 'stop'}
 
 
+@pytest.mark.long
 def test_a_repetition_penalty_counts_what_the_decoder_read():
   penalty = sampling.SamplingConfig(repetition_penalty=1.8)
   for kind in KINDS:
@@ -411,6 +414,7 @@ def test_integer_kernels_give_nearly_the_same(kind):
   assert np.abs(np.subtract(*first)).max() > 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('kind', KINDS)
 def test_a_cache_adds_no_error_in_bfloat16(kind):
   plain = _loaded(kind)

@@ -72,6 +72,7 @@ def _dense(model, prompt, completion):
   return float(model.logits(params, hidden)[0, -1, 0])
 
 
+@pytest.mark.long
 def test_a_group_has_the_outputs_at_its_last_tokens(model):
   found = _score(model)
   expected = [

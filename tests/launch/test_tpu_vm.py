@@ -41,6 +41,7 @@ def test_dry_run_prints_the_commands_of_a_run(cloud):
   assert train in ran
 
 
+@pytest.mark.long
 def test_a_job_runs_on_all_workers_of_all_slices(cloud):
   done = cloud.train(['finish'], cloud.put_records())
   lines = done.stdout.splitlines()
@@ -114,6 +115,7 @@ def test_stop_and_profile_reach_the_job_on_every_worker(cloud):
   assert 'the job was stopped after a save: 4 of 4 workers' in output
 
 
+@pytest.mark.long
 def test_a_broken_connection_and_failed_queries_do_not_end_the_job(cloud):
   failures = {'queued-resources describe': 3, 'tpu-vm describe': 4}
   done = cloud.train(['drop', 'finish'], **failures)

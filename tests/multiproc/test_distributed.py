@@ -105,6 +105,7 @@ def test_a_failure_ends_all_processes_with_its_message_and_status(
   assert all(f'Error: {prefix}: {message}' in log for log in logs), logs
 
 
+@pytest.mark.long
 def test_a_process_missing_at_the_start_is_named(tmp_path):
   program = 'distributed.initialize(coordinator, count, me, timeout=8)'
   codes = tiny.wait_all(_start(program, tmp_path, 3, missing=1), 120)
@@ -127,6 +128,7 @@ with distributed.fail_together():
 
 # A process that is killed just after registration looks the same to the others
 # as long as they have not heard that all have registered.
+@pytest.mark.long
 @pytest.mark.parametrize(
   'how, timeout, limit',
   [(signal.SIGSTOP, 4, 4 + 15), (signal.SIGKILL, 300, 15)],

@@ -12,7 +12,7 @@ from encdec_adapt.base import errors
 from tests import tiny
 from tests.parity import tiny_models
 
-pytestmark = pytest.mark.parity
+pytestmark = [pytest.mark.parity, pytest.mark.long]
 convert_ = tiny.convert
 
 EOI = tiny_models.IMAGE_IDS['eoi_token_index']

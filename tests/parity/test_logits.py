@@ -34,6 +34,7 @@ def test_greedy_text(name, saved):
   tiny_models.assert_same_text(ours, theirs, rows)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('name', tiny_models.CASES)
 def test_bfloat16_is_no_worse_than_theirs(name, tmp_path):
   """Our bf16 logits are as close to fp32 as theirs, up to chance."""

@@ -45,6 +45,7 @@ def _adapt(model, **options):
   return adapted.eval()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('name', CASES)
 def test_adapters_come_in_and_go_out(saved, tmp_path, name):
   model, folder, _ = saved(name.split()[0])

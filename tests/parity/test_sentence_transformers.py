@@ -106,6 +106,7 @@ def test_the_encoder_of_a_pair_alone(tmp_path):
     tiny.convert('export', flags[0], again, '--embedding=projections=8')
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('reads_images', [True, False])
 def test_the_encoder_of_a_t5gemma2_is_of_its_own_class(reads_images, tmp_path):
   stack = _stack('gemma3', vocab_size=model_config.EOI_TOKEN + 8)

@@ -120,6 +120,7 @@ def test_a_training_step_keeps_its_batch():
     assert toy.plan(toy.job(**changes), toy.where(24 * MIB))['fits']
 
 
+@pytest.mark.long
 def test_then_the_optimizer_keeps_less():
   found, _ = _remedies(8 * MIB)
   kinds = [

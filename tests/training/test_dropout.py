@@ -88,6 +88,7 @@ def test_every_layer_and_stack_draws_masks_of_its_own():
   assert np.mean(encoded == decoded) == pytest.approx(0.375, abs=0.05)
 
 
+@pytest.mark.long
 def test_steps_and_microbatches_draw_their_own(params):
   trainer, batch = Trainer(dropout=RATE, microbatches=2), _batch()
 

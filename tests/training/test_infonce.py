@@ -209,6 +209,7 @@ def test_packed_texts_have_the_vectors_of_texts_alone():
     np.testing.assert_allclose(packed[row, 1], vector[0], atol=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.sharded
 @pytest.mark.parametrize('microbatches', [1, 2])
 def test_sharded_steps_equal_one_device(microbatches):
@@ -239,6 +240,7 @@ def test_sharded_steps_equal_one_device(microbatches):
       np.testing.assert_allclose(params[path], leaf, atol=2e-5, err_msg=path)
 
 
+@pytest.mark.long
 def test_training_finds_positives_and_a_teacher_is_learnt():
   loss = infonce.InfoNce(kind='infonce:temperature=0.1')
   trainer = conftest.Trainer(loss=loss, model=MODEL, axes=AXES, rate=3e-2)
@@ -266,6 +268,7 @@ def test_training_finds_positives_and_a_teacher_is_learnt():
     assert (least > 0) == (values[0] - values[1] > 1e-3)
 
 
+@pytest.mark.long
 def test_adapters_start_at_the_loss_of_their_base_and_learn():
   loss = infonce.InfoNce(kind='infonce:temperature=0.1', parts=2)
   trainer = conftest.Trainer(

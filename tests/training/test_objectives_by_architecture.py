@@ -98,6 +98,7 @@ def _rows(name, kind):
   return framed
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('kind', MODELS)
 def test_every_objective_trains(kind, trainers):
   trainer = trainers[kind]

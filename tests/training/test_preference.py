@@ -155,6 +155,7 @@ def test_dropout_is_of_the_policy_alone(models):
   )
 
 
+@pytest.mark.long
 def test_training_raises_held_out_accuracy(models):
   model, _, _ = models
   loss = preference_cases.make_loss('dpo', model)

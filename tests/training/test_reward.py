@@ -63,6 +63,7 @@ def _dense_rewards(params, tokens, prompts):
   return jnp.stack(rewards).reshape(-1, 2)
 
 
+@pytest.mark.long
 def test_gradients_equal_those_of_rows_of_each_answer():
   params = toy_models.params(MODEL.config)
   batch = _batch(3, filler=1)

@@ -21,6 +21,7 @@ def square(job):
   return job * job, os.getpid()
 
 
+@pytest.mark.long
 @pytest.mark.multiproc
 @pytest.mark.parametrize('count', [1, 2])
 def test_every_job_has_its_result(count):

@@ -114,6 +114,7 @@ def test_a_switch_reads_one_part_and_then_the_other():
   assert parts == [1, 1, 1, 1, 0, 0, 1, 1]
 
 
+@pytest.mark.long
 @settings(max_examples=60, deadline=None)
 @given(
   data=st.data(),

@@ -171,6 +171,7 @@ def test_objectives_are_preprocessors_of_other_tasks(vocabulary):
     assert masked == round(0.5 * (len(row['targets']) - 1))
 
 
+@pytest.mark.long
 def test_shipped_tasks_are_registered():
   name = 'encdec_adapt_span_corruption'
   task = seqio.get_mixture_or_task(name)

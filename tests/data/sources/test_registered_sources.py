@@ -19,6 +19,7 @@ def first_document(name):
   return next(part.source.documents()).id
 
 
+@pytest.mark.long
 def test_worker_processes_import_the_module_of_a_source():
   # Two jobs, for which fresh processes start that have imported nothing.
   jobs = ['lookups', 'lookups@2']

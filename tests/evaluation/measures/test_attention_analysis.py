@@ -68,6 +68,7 @@ def _dense(model, q, k, mask):
   return jnp.where(visible.any(-1, keepdims=True), shares, 0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('kind', CONFIGS)
 def test_received_attention_is_the_dense_softmax(kind):
   model, params = _model(kind)

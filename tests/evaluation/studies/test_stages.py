@@ -215,6 +215,7 @@ def test_another_study_reads_finished_stages(page):
   assert len(identities) == len(set(identities)) == len(ALL) + len(names)
 
 
+@pytest.mark.long
 def test_a_study_in_a_bucket(page, bucket):
   page = dataclasses.replace(page, root=f'{bucket}/studies/small', seeds=(0,))
   names, status, states = run(page)
