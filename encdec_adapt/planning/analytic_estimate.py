@@ -268,7 +268,7 @@ def _working(
     keys = max(stack_pass.keys, stack_pass.source_length)
     pairs = tokens / length * queries * keys
     scores = copies * pairs * stack.heads / work.by_tensor * _FP32
-  elif stack_pass.trained and _by_products(stack_pass):
+  elif stack_pass.trained and _by_products(work, stack_pass):
     keys = max(stack_pass.keys, stack_pass.source_length)
     block = attention_gradients.block(length, keys) * keys
     # Scores and their gradients, in float32 and in the dtype of products.
@@ -325,15 +325,19 @@ def _scores(work: workload.Workload) -> float:
   )
 
 
-def _by_products(stack_pass: workload.StackPass) -> bool:
-  """Whether the gradients of a stack's attentions are not by kernels."""
-  return stack_pass.stack.head_dim > attention_tokamax.KERNEL_HEAD_DIM
+def _by_products(
+  work: workload.Workload, stack_pass: workload.StackPass
+) -> bool:
+  """Whether tokamax's attentions of a stack have gradients without kernels."""
+  is_wide = stack_pass.stack.head_dim > attention_tokamax.KERNEL_HEAD_DIM
+  return work.job.compute.attention == 'tokamax' and is_wide
 
 
 def _score_gradients(work: workload.Workload) -> float:
   """Returns FLOPs of gradients of attentions that are not by kernels."""
-  passes = filter(_by_products, work.trained)
-  scores = sum(p.flops(forward_flops.scores) for p in passes)
+  scores = sum(
+    p.flops(forward_flops.scores) for p in work.trained if _by_products(work, p)
+  )
   return _PRODUCTS_BACKWARD * work.job.rows * scores
 
 
@@ -351,7 +355,7 @@ def _kernels(
   # policies save its outputs.
   repeated = work.trained * ((work.job.compute.remat == 'full') + work.caches)
   runs = {_FORWARD: (1.0, [*work.passes, *repeated])}
-  backward = [p for p in work.trained if not _by_products(p)]
+  backward = [p for p in work.trained if not _by_products(work, p)]
   runs |= {name: (share, backward) for name, share in _BACKWARD.items()}
   rows = work.job.rows / work.busy
   return [
