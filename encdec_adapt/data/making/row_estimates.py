@@ -1,5 +1,6 @@
 """Estimates how many rows training records will have, before they are made."""
 
+import collections
 from collections.abc import Iterable
 import contextlib
 import dataclasses
@@ -52,22 +53,23 @@ def estimate(data: data_section.DataConfig) -> dict[str, Any]:
     jobs = [
       shard_jobs.ShardJob(
         folder,
-        dataclasses.replace(spec, shards=shards[part.source]),
+        dataclasses.replace(spec, shards=shards[part.source][0]),
         data.vocabularies,
         parts,
-        record_writing.ShardKey(0, number, 0),
+        record_writing.ShardKey(0, number, shard),
         shard_jobs.read_examples,
       )
       for number, part in enumerate(parts)
+      for shard in range(shards[part.source][1])
     ]
-    totals = {}
+    totals = [collections.Counter() for _ in parts]
     for group in shard_jobs.group_jobs(jobs):
       entries = shard_jobs.write_shards(group)
       for job, entry in zip(group.jobs, entries, strict=True):
-        times = job.spec.shards * spec.passes
-        totals[job.key.part] = {
-          name: times * entry[name] for name in row_rates.UNITS.values()
-        }
+        times = spec.passes * job.spec.shards // shards[job.part.source][1]
+        totals[job.key.part].update(
+          {name: times * entry[name] for name in row_rates.UNITS.values()}
+        )
   return {
     'parts': [
       {**dataclasses.asdict(part), **totals[number]}
@@ -77,17 +79,20 @@ def estimate(data: data_section.DataConfig) -> dict[str, Any]:
   }
 
 
-def _small_shards(spec: record_sets.RecordSpec) -> dict[str, int]:
-  """Returns into how many shards each source is divided, by its name.
+def _small_shards(spec: record_sets.RecordSpec) -> dict[str, tuple[int, int]]:
+  """Returns the number of shards of each source, and how many are made.
 
-  The first has about 4 MiB at most, or a single document.
+  All of them are, as they will be packed, unless the source has more than 4
+  MiB; then the first one, with 4 MiB at most or a single document.
   """
   shards, draw = {}, shard_jobs.make_draw(spec, 0)
   for part in materialization.all_sources(spec):
-    count = 1
-    while _is_large(part.documents(draw, 0, count)):
-      count *= _DIVISOR
-    shards[part.source.name] = count
+    count = made = spec.shards
+    if _is_large(part.documents(draw)):
+      made = 1
+      while _is_large(part.documents(draw, 0, count)):
+        count *= _DIVISOR
+    shards[part.source.name] = count, made
   return shards
 
 
