@@ -273,7 +273,7 @@ def test_a_plan_warns_of_text_that_is_read_too_often(tmp_path, monkeypatch):
   estimates = {records.identity: {'parts': [part], 'passes': 1}}
   passes = text_passes.Passes(states, estimates)
   assert passes.describe(run) == 'about 9.00'
-  (note,) = passes.notes([run])
+  (note,) = passes.notes([run, run])  # As of two seeds.
   assert note.startswith('run reads its text about 9.0 times, and more than 4')
   unknown = text_passes.Passes(states, {})
   assert unknown.describe(run) == ''

@@ -53,21 +53,21 @@ def gradients(
   """
   (_, length, heads, _), (_, keys, kv_heads, _) = q.shape, k.shape
   size = min(queries or block(length, keys), length)
-  sizes = [size << i for i in range(keys.bit_length()) if size << i < keys]
+  widths = [size << i for i in range(keys.bit_length()) if size << i < keys]
 
-  def span(size, start, k, v, arrays, sums):
+  def span(width, start, k, v, arrays, sums):
     """Adds gradients of keys and values; returns those of a block's queries."""
     q, d_out, delta, log_sums, first, last = arrays
-    start = jnp.minimum(start, keys - size)
+    start = jnp.minimum(start, keys - width)
     cut = functools.partial(
-      jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=size, axis=1
+      jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=width, axis=1
     )
     k, v = cut(k), cut(v)
     scores, slope = scale * _product('kqh,ksh->kqs', q, k), 1.0
     if softcap is not None:
       capped = jnp.tanh(scores / softcap)
       scores, slope = softcap * capped, 1 - capped**2
-    index = start + jnp.arange(size)
+    index = start + jnp.arange(width)
     sees = (first <= index) & (index < last)
     weights = jnp.where(sees, jnp.exp(scores - log_sums), 0)
     d_weights = _product('kqh,ksh->kqs', d_out, v)
@@ -83,14 +83,16 @@ def gradients(
     return sums, _product('kqs,ksh->kqh', d_scores, k)
 
   def row(arrays):
+    """Returns the gradients of a row: of keys and values, and of queries."""
     k, v, *blocks = arrays
 
     def add(sums, arrays):
+      """Runs `span` of a block with the narrowest span that holds its keys."""
       first, last = arrays[-2:]
       start, seen = jnp.min(first), jnp.max(last) - jnp.min(first)
       return jax.lax.switch(
-        sum((seen > x).astype(jnp.int32) for x in sizes),
-        [functools.partial(span, x) for x in (*sizes, keys)],
+        sum((seen > x).astype(jnp.int32) for x in widths),
+        [functools.partial(span, x) for x in (*widths, keys)],
         *(start, k, v, arrays, sums),
       )
 

@@ -294,7 +294,7 @@ class _Walk:
     _Walk(self.computations, totals).add_computation(name, 1)
     kernels = sum(x.times for x in totals.kernels)
     sent = sum(x.bytes * x.times for x in totals.collectives.values())
-    # The least says the most of branches without products.
+    # Branches without products differ in the bytes that they write alone.
     made = sum(sum(sizes(x.op.type)) * x.times for x in totals.schedule)
     return totals.flops, kernels, sent, totals.cycles.total(), made
 

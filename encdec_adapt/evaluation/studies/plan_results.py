@@ -21,7 +21,7 @@ def find(
   Args:
     states: states of the stages of a study.
     name: name of the file.
-    jobs: what is measured by the key of its result.
+    jobs: inputs of the measurements, by the key of their result.
     measure: function of the file's path, the missing jobs and `args`, which
       calls `add`; importable by name.
     *args: further arguments.
@@ -50,11 +50,11 @@ def add(
   jobs: Mapping[str, Any],
   measure: Callable[[Any], dict[str, Any] | None],
 ) -> None:
-  """Adds the result of each job to a file, one at a time.
+  """Measures one job after the other, and adds each result to a file.
 
   Args:
     path: the file.
-    jobs: jobs by the key of their result.
+    jobs: inputs of the measurements, by the key of their result.
     measure: returns the result of a job, None if it has none.
   """
   file = paths.at(path)

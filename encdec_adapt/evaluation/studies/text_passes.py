@@ -25,7 +25,7 @@ def check(stage: stages.Stage, arguments: Sequence[str]) -> None:
 
   Args:
     stage: the training stage.
-    arguments: its arguments, without names in braces.
+    arguments: flags of its command, with paths for the names in braces.
 
   Raises:
     UserError: names the run, its passes and the remedy.
@@ -79,18 +79,20 @@ class Passes:
 
   def notes(self, trained: Sequence[stages.Stage]) -> list[str]:
     """Returns lines on runs whose passes are too many, or not known."""
-    lines, unknown = [], {}
+    often, unknown = {}, {}
     for stage in trained:
       passes, _ = self._count(stage)
       if passes and passes > MOST_PASSES:
-        lines.append(
-          f'{stage.name} reads its text about {passes:.1f} times, and more than'
-          f' {MOST_PASSES} are refused once the records are made'
+        # Seeds of a model read alike.
+        often[stage.model] = (
+          f'{stage.model} reads its text about {passes:.1f} times, and more'
+          f' than {MOST_PASSES} are refused once the records are made'
         )
       elif passes is None and stage.settings.train.steps:
         records = _records(self.states, stage)
         names = *self.states.missing(records), records.name
         unknown |= dict.fromkeys(f'--stage={name}' for name in names)
+    lines = list(often.values())
     if unknown:
       lines.append(f'passes are known after {", ".join(unknown)}')
     return lines
