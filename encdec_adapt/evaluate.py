@@ -430,9 +430,10 @@ def _report(
   needles = retrieval_scores.grids(scores)
   # A score for each length and depth would bury the others in the tables.
   scores = retrieval_scores.without_cells(scores)
+  prompts = _prompts(values, evaluations, {names[k]: models[k] for k in names})
   tables = {
-    'Scores': score_tables.score_rows(scores),
-    'Comparisons': score_tables.comparison_rows(scores, named_arms),
+    'Scores': score_tables.score_rows(scores, prompts),
+    'Comparisons': score_tables.comparison_rows(scores, named_arms, prompts),
     'Retrieval': cells,
     'Cost': score_tables.cost_rows(scores),
   }
@@ -471,6 +472,28 @@ def _report(
     values.output,
   )
   print(f'report: {paths.join(values.output, "report.html")}')
+
+
+def _prompts(
+  values: flags.FlagValues,
+  evaluations: Sequence[Evaluation],
+  models: Mapping[str, model_on_disk.StoredModel],
+) -> dict[str, dict[str, str]]:
+  """Returns the prompts of models, by name of the task, where they differ."""
+  prompts, kinds = {}, text_pairs.Pairs
+  if values.run_prefix:
+    kinds |= task_groups.Task | retrieval_scores.RetrievalEvaluation
+  for x in evaluations:
+    texts = {}
+    for name, stored in models.items():
+      if isinstance(x, kinds):
+        prefix = prompt_encoding.task_prefix(stored, values.prefix)
+        texts[name] = stored.framing.prompt(prefix)
+      elif isinstance(x, preference_tasks.PreferenceEvaluation):
+        texts[name] = stored.framing.describe()
+    if len({*texts.values()}) > 1:
+      prompts[x.name] = texts
+  return prompts
 
 
 def _notes(

@@ -21,7 +21,7 @@ from absl import flags
 from encdec_adapt import config as config_lib
 from encdec_adapt.base import errors
 from encdec_adapt.cli import command
-from encdec_adapt.conversion import teacher_storing
+from encdec_adapt.conversion import inherited_framing, teacher_storing
 from encdec_adapt.data.making import materialization
 from encdec_adapt.data.records import row_display
 from encdec_adapt.ops import sparse_teacher
@@ -87,6 +87,7 @@ def main(values: flags.FlagValues, options: Sequence[str] = ()) -> int:
   # Records depend on text and vocabularies only; sources of weights and the
   # teacher may not exist yet.
   config = config_lib.pinned(values.config, values.workdir, 'data')
+  config = inherited_framing.inherit(config, values.workdir)
   settings = config_lib.load(config, values.workdir, sources=False)
   settings.data.require_source()
   on_beam = values.runner == 'beam'

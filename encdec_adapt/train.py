@@ -34,7 +34,12 @@ from encdec_adapt.cluster import (
   preemption,
 )
 from encdec_adapt.cluster import watchdog as watchdog_lib
-from encdec_adapt.conversion import frozen_base, initial_state, run_artifacts
+from encdec_adapt.conversion import (
+  frozen_base,
+  inherited_framing,
+  initial_state,
+  run_artifacts,
+)
 from encdec_adapt.data.records import row_rates, stored_teacher
 from encdec_adapt.evaluation import evaluators as evaluators_lib
 from encdec_adapt.evaluation.measures import completion_rewards
@@ -88,6 +93,7 @@ def run(
 ) -> int:
   """Validates the configuration, locks the work directory, and trains."""
   config = config_lib.pinned(config, workdir)
+  config = inherited_framing.inherit(config, workdir)
   settings, made_by = config_lib.load(config, workdir), made_by or {}
   with contextlib.ExitStack() as stack:
     if distributed.is_lead():

@@ -105,6 +105,7 @@ def adapt_models(values: flags.FlagValues, _: list[str]) -> int:
     choice,
     coverage,
     can_extend=True,
+    framing=encoder.framing,
   )
   arrays = _arrays(target, coverage, encoder, decoder, values.seed)
   work_directory.write(values.output, contents, arrays, verb='made')

@@ -2,7 +2,8 @@
 
 A maker of the run's objective (`objectives`) encodes both together, so that
 prefix, separator, chat format and the end of an answer are those of training. A
-Hugging Face folder reads plain texts that end with EOS, or conversations.
+Hugging Face folder that states none of them reads plain texts that end with
+EOS, or conversations.
 """
 
 from collections.abc import Sequence
@@ -40,11 +41,11 @@ def maker(
   """
   opened, options = stored.require_vocabularies(), {}
   is_text = all(isinstance(prompt, str) for prompt in prompts)
-  if stored.answers_chats or not is_text:
+  if stored.framing.chats or not is_text:
     name = {'pairs': 'chat', 'preferences': 'chat_preferences'}[name]
   else:
     options['prefix'] = prompt_encoding.task_prefix(stored)
-  options['separator'] = stored.separator
+  options['separator'] = stored.framing.separator
   options = [f'{key}={json.dumps(x)}' for key, x in options.items() if x]
   return objective_names.parse_one(f'{name}:{",".join(options)}').make(
     framing.Lengths(_LONGEST, _LONGEST),

@@ -75,7 +75,7 @@ def export_folder(values: flags.FlagValues, _: list[str]) -> int:
     is_pair=stored.model.architecture.encodes_prompt,
     # A vocabulary may have a chat format although the model read plain text.
     end_of_turn=chat_format.end_of_turn(opened.decoder)
-    if opened and stored.answers_chats
+    if opened and stored.framing.chats
     else None,
   )
   text = json.dumps(generation, indent=2) + '\n'
@@ -92,6 +92,7 @@ def export_folder(values: flags.FlagValues, _: list[str]) -> int:
       *tokenizer_files.write(tokenizers, stored, opened, side),
       *image_notes,
       cache_note,
+      f'it reads {stored.framing.describe()}.' * bool(stored.framing),
       _REWARD_NOTE * (stored.model.decoder.classes == 1),
     ]
     notes = list(filter(None, notes))
@@ -122,6 +123,7 @@ def export_folder(values: flags.FlagValues, _: list[str]) -> int:
       native=native,
       dtype=dtype,
       fields=fields,
+      framing=stored.framing.fields(),
       files={**files, model_on_disk.CARD: card.encode()},
       vision=vision,
       on_progress=progress.ByteProgress('written'),

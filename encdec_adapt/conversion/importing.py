@@ -93,6 +93,7 @@ def import_folder(values: flags.FlagValues, _: list[str]) -> int:
     {'command': 'import', 'sources': [source.name], 'unused': source.unused},
     files,
     source.vocabularies,
+    framing=source.framing,
   )
   work_directory.write(values.output, contents, source.arrays(), verb='read')
   return 0

@@ -67,7 +67,8 @@ def merge_models(values: flags.FlagValues, operands: list[str]) -> int:
     made_by,
     pretrained_files.folders(first.path),
     first.vocabularies,
-    run=first.path if first.checkpoint else None,
+    run=first.run,
+    framing=first.framing,
   )
   if values.start:
     # The sum of weighted task vectors and the start is an average in which the

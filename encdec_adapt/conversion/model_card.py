@@ -78,12 +78,12 @@ kernels are stored as [in, out] with heads apart ([D, N, H] of a query,
 _SNIPPET = """With transformers, here or by the name on the Hub:
 
 ```python
-from transformers import AutoTokenizer, {name}
+from transformers import AutoTokenizer, {name}{encoding}
 
 folder = '.'  # Or ORG/NAME.
 model = {name}.from_pretrained({folder})
 tokenizer = AutoTokenizer.from_pretrained({folder})
-{decoder}inputs = tokenizer('The quick brown fox', return_tensors='pt')
+{decoder}{inputs}
 tokens = model.generate(
   inputs.input_ids, attention_mask=inputs.attention_mask, max_new_tokens=32
 )
@@ -91,6 +91,21 @@ print({prefix}tokenizer.decode(tokens[0], skip_special_tokens=True))
 ```
 
 """
+_PROMPT = 'The quick brown fox'
+_INPUTS = "inputs = tokenizer({prompt}, return_tensors='pt')"
+_TURN = """inputs = tokenizer.apply_chat_template(
+  [{{'role': 'user', 'content': {prompt}}}],
+  add_generation_prompt=True,
+  return_dict=True,
+  return_tensors='pt',
+)"""
+# As in training, where tokens do not span the border to the separator.
+_SEPARATED = """text = tokenizer({prompt})
+separator = tokenizer({separator}, add_special_tokens=False)
+names = 'input_ids', 'attention_mask'
+inputs = BatchEncoding(
+  {{name: [text[name] + separator[name]] for name in names}}, tensor_type='pt'
+)"""
 _DECODER = """decoder_tokenizer = AutoTokenizer.from_pretrained(
   {}, subfolder='{}'
 )
@@ -158,11 +173,20 @@ def _snippet(
   name = inspection.transformers_class(stored)
   subfolder = model_on_disk.DECODER_TOKENIZER
   is_separate = any(x.startswith(f'{subfolder}/') for x in tokenizers)
+  framing = stored.framing
+  prompt = repr(''.join(framing.prefixes[:1]) + _PROMPT)
+  if native:
+    prompt = f'model.config.prompt({_PROMPT!r})'
+  form = _SEPARATED if framing.separator else _INPUTS
+  if framing.chats:
+    form, prompt = _TURN, repr(_PROMPT)
   return _SNIPPET.format(
     name='AutoModelForSeq2SeqLM' if native else name,
     folder=folder,
     decoder=_DECODER.format(folder, subfolder) * is_separate,
     prefix='decoder_' * is_separate,
+    encoding=', BatchEncoding' * (form is _SEPARATED),
+    inputs=form.format(prompt=prompt, separator=repr(framing.separator)),
   )
 
 

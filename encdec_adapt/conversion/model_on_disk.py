@@ -4,7 +4,7 @@ Opening reads configs and headers; `StoredModel.read` reads the parameters.
 Nothing here writes a file or builds an engine.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import functools
 import hashlib
@@ -22,7 +22,11 @@ from encdec_adapt.adaptation import coverage as coverage_lib
 from encdec_adapt.base import errors
 from encdec_adapt.checkpoints import checksums, manager, orbax_folder
 from encdec_adapt.cluster import distributed
-from encdec_adapt.conversion import adapter_arrays, checkpoint_arrays
+from encdec_adapt.conversion import (
+  adapter_arrays,
+  checkpoint_arrays,
+  prompt_framing,
+)
 from encdec_adapt.files import atomic, hub, lazy_array
 from encdec_adapt.files import paths as paths_lib
 from encdec_adapt.huggingface import (
@@ -100,6 +104,11 @@ class StoredModel:
     return self.checkpoint.step if self.checkpoint else None
 
   @property
+  def run(self) -> paths_lib.Path | None:
+    """Work directory of a run; None for a folder."""
+    return self.path if self.checkpoint else None
+
+  @property
   def fingerprint(self) -> str:
     """Digest that changes with the configuration or the parameters.
 
@@ -168,26 +177,24 @@ class StoredModel:
     # An encoder-only model or a classifier is the stack 'decoder'.
     return 'encoder' if self.model.architecture.has_encoder else 'decoder'
 
-  @property
-  def separator(self) -> str:
-    """Text that a run's model expects after a prompt.
+  @functools.cached_property
+  def framing(self) -> prompt_framing.PromptFraming:
+    """Text around the model's prompts.
 
-    It is the first `separator` among the objectives; '' for encoder-decoders,
-    which read the prompt in another stack.
+    Raises:
+      UserError: the config.json of a folder states it wrongly.
     """
-    if self.model.architecture.encodes_prompt:
-      return ''
-    separators = (objective.separator for objective in self.objectives)
-    return next(filter(None, separators), '')
+    if not self.objectives:
+      return prompt_framing.in_file(self.path / tensor_folder.CONFIG)
+    encodes_prompt = self.model.architecture.encodes_prompt
+    return prompt_framing.of_objectives(
+      self.objectives, encodes_prompt=encodes_prompt
+    )
 
   @property
   def prompts(self) -> Mapping[str, str]:
     """Text before queries and documents of an embedding model, by role."""
-    file = self.path / embedding_files.PROMPTS
-    empty = {'query': '', 'document': ''}
-    if file.exists():  # An exported folder.
-      return empty | atomic.read_json(file).get('prompts', {})
-    return next((x.prompts for x in self.objectives if x.prompts), empty)
+    return embedding_prompts(self.path, self.objectives)
 
   def read(self, placement: state_lib.Placement) -> Any:
     """Reads the parameters: nested, sharded, in the dtype of the placement.
@@ -205,12 +212,6 @@ class StoredModel:
         for path, array in self.arrays().items()
       }
     )
-
-  @property
-  def answers_chats(self) -> bool:
-    """Whether the model is a run that was trained on conversations."""
-    # A folder states the ids that end its turns in generation_config.json.
-    return any(objective.ends_turns for objective in self.objectives)
 
 
 def place(
@@ -619,6 +620,22 @@ def require_head(stored: StoredModel) -> None:
       ' projections are not read. Give the run that it was exported from, or'
       ' train from its stack (config.init.encoder).'
     )
+
+
+def embedding_prompts(
+  path: paths_lib.Path, objectives: Sequence[example_maker.Objective]
+) -> Mapping[str, str]:
+  """Returns the text before queries and documents, by role; see `StoredModel`.
+
+  Args:
+    path: an exported folder, or the work directory of a run.
+    objectives: objectives of the run.
+  """
+  file = path / embedding_files.PROMPTS
+  empty = {'query': '', 'document': ''}
+  if file.exists():  # An exported folder.
+    return empty | atomic.read_json(file).get('prompts', {})
+  return next((x.prompts for x in objectives if x.prompts), empty)
 
 
 def is_folder(path: str | os.PathLike[str]) -> bool:

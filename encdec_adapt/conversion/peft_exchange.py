@@ -4,6 +4,8 @@
 merge-lora`. Names of tensors and options are in `huggingface.peft_folder`.
 """
 
+import json
+
 from absl import flags
 
 from encdec_adapt.base import errors
@@ -11,6 +13,7 @@ from encdec_adapt.cli import command
 from encdec_adapt.conversion import (
   model_on_disk,
   pretrained_files,
+  prompt_framing,
   work_directory,
 )
 from encdec_adapt.files import atomic, lazy_array, paths
@@ -54,6 +57,8 @@ def export_adapters(
       )
   layout = _layout(stored.model)
   files = peft_folder.files(adapters, stored.trained(), layout, base)
+  framing = json.dumps(stored.framing.fields(), indent=2) + '\n'
+  files[prompt_framing.PEFT] = framing.encode()
   with new_folder.new_folder(values.output) as draft:
     for file, content in files.items():
       (draft / file).write_bytes(content)
@@ -84,6 +89,9 @@ def import_adapters(values: flags.FlagValues, path: paths.Path) -> None:
       ' whole model; merge it first (`convert merge-lora`).'
     )
   adapters, arrays = peft_folder.read(path, base.model, _layout(base.model))
+  # Of the adapters where the folder states it, as ours do, else of the base.
+  file = path / prompt_framing.PEFT
+  run = None if file.exists() else base.run
   contents = work_directory.Contents(
     base.model,
     {'command': 'import', 'sources': [base.name], 'adapters': str(path)},
@@ -91,6 +99,8 @@ def import_adapters(values: flags.FlagValues, path: paths.Path) -> None:
     base.vocabularies,
     lora=adapters.options.text,
     base={'name': base.full_name, 'digest': base.digest},
+    run=run,
+    framing=prompt_framing.in_file(file) if file.exists() else base.framing,
   )
   work_directory.write(
     values.output,

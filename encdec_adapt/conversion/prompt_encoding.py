@@ -1,10 +1,10 @@
 """Prompts as token ids, as a run's model read them in training.
 
-The objectives of a run state the text before all inputs (the task prefix of
-`pairs`), the mode tokens that inputs begin with (UL2), and the text after the
-inputs of a decoder-only model (the separator). A Hugging Face folder states
-none of them. `generate`, `serve`, `evaluate` and Python callers encode prompts
-here; conversations are encoded by `tokenizers.chat_format` and framed here.
+The text before all inputs (the task prefix of `pairs`) and after the inputs of
+a decoder-only model (the separator) are `StoredModel.framing`; the objectives
+of a run state the mode tokens that inputs begin with (UL2). `generate`,
+`serve`, `evaluate` and Python callers encode prompts here; conversations are
+encoded by `tokenizers.chat_format` and framed here.
 """
 
 from collections.abc import Sequence
@@ -28,16 +28,14 @@ def task_prefix(
 
   Args:
     stored: the model.
-    prefix: the text that a user wants, '' for none; None for the run's.
+    prefix: the text that a user wants, '' for none; None for the model's.
 
   Raises:
-    UserError: the run has several prefixes and none is chosen; lists them.
+    UserError: the model has several prefixes and none is chosen; lists them.
   """
   if prefix is not None:
     return prefix
-  prefixes = list(
-    dict.fromkeys(x.prefix for x in stored.objectives if x.prefix is not None)
-  )
+  prefixes = stored.framing.prefixes
   if len(prefixes) > 1:
     # Quoted for a shell: a prefix mostly ends in a space.
     flags = ', '.join(f'--prefix={shlex.quote(text)}' for text in prefixes)
@@ -93,7 +91,7 @@ class PromptEncoder:
     self.reader = opened.sides[stored.prompt_side]
     self.prefix = task_prefix(stored, prefix)
     self._writer = opened.decoder
-    self._separator = self._writer.encode(stored.separator)
+    self._separator = self._writer.encode(stored.framing.separator)
     self._head, self._tail = self.reader.ids.edges(stored.framing_side)
     if mode:  # As `objectives.denoising` puts it before the inputs.
       self._head.append(_mode_id(stored, self.reader, mode))

@@ -21,6 +21,7 @@ from encdec_adapt.checkpoints import manager, streaming
 from encdec_adapt.conversion import (
   model_on_disk,
   pretrained_files,
+  prompt_framing,
   source_vocabularies,
 )
 from encdec_adapt.data import data_section
@@ -54,6 +55,7 @@ class Contents:
     base: name and digest of their base.
     run: work directory of the run that trained the model, by whose objective
       and loss a model with a head is known: labels, prompts, a temperature.
+    framing: framing of the prompts of a language model that no run trained.
   """
 
   model: model_config.ModelConfig
@@ -65,6 +67,7 @@ class Contents:
   lora: str = ''
   base: Mapping[str, str] | None = None
   run: paths.Path | None = None
+  framing: prompt_framing.PromptFraming = prompt_framing.PromptFraming()
 
 
 def write(
@@ -179,12 +182,12 @@ def _config(contents: Contents, opened: vocabulary_pair.Opened | None) -> Any:
   if contents.base:
     config.train.lora = contents.lora
     config.init.mode, config.init.encoder = 'checkpoint', contents.base['name']
-  data = config.data
+  data, head = config.data, contents.model.decoder
   if contents.model.architecture.encodes_prompt:
     data.objective = 'prefix_lm'
     data.encoder_length = data.decoder_length = _LENGTH
   if contents.run:  # The model reads prompts as its run did.
-    saved, head = config_lib.saved(str(contents.run)), contents.model.decoder
+    saved = config_lib.saved(str(contents.run))
     data.update(saved.data)
     if head.classes or head.embedding:
       config.loss.update(saved.loss)
@@ -193,6 +196,9 @@ def _config(contents: Contents, opened: vocabulary_pair.Opened | None) -> Any:
       name, colon, options = data.objective.partition(':')
       if name in _SINGLE:
         data.objective, data.source = _SINGLE[name] + colon + options, ''
+  elif contents.framing and not (head.classes or head.embedding):
+    data.objective, data.source = contents.framing.objective(), ''
+    data.encoder_length = data.decoder_length = _LENGTH
   # Rows of the tables are tokens of the sources: a new vocabulary would give
   # them other meanings.
   data.train_vocabulary = False

@@ -11,7 +11,7 @@ import encdec_adapt
 from encdec_adapt import serve, train
 from encdec_adapt.base import errors
 from encdec_adapt.checkpoints import checksums, manager
-from encdec_adapt.conversion import model_on_disk
+from encdec_adapt.conversion import model_on_disk, prompt_framing
 from encdec_adapt.inference import engine as engine_lib
 from encdec_adapt.serving import served_adapters
 from encdec_adapt.telemetry import metrics
@@ -155,6 +155,28 @@ def test_a_merged_policy_of_preferences_reads_prompts_as_it_did(
   assert tiny.convert('merge-lora', *flags) == 0
   [objective] = model_on_disk.open_model(str(tmp_path / 'merged')).objectives
   assert str(objective) == 'pairs:separator="|"'
+
+
+def test_adapters_of_peft_keep_the_prompts_of_their_run_or_base(
+  folder, base, tuned, tmp_path
+):
+  def asking(source, name, objective):
+    """A copy of a run of pairs behind a task prefix."""
+    run = shutil.copytree(source, tmp_path / name)
+    config = json.loads((run / 'config.json').read_text())
+    config['data'] |= {'objective': objective, 'source': ''}
+    (run / 'config.json').write_text(json.dumps(config))
+    return run
+
+  run = asking(tuned, 'run', 'pairs:prefix=a: ')
+  reading = asking(base, 'reading', 'pairs:prefix=b: ')
+  exported = folders.export(run, tmp_path / 'peft', '--layout=peft')
+  for prefix in ('a: ', 'b: '):
+    output = tmp_path / prefix[0]
+    folders.import_folder(exported, output, f'--base={reading}')
+    assert model_on_disk.open_model(output).framing.prefixes == (prefix,)
+    # As PEFT itself writes a folder.
+    (exported / prompt_framing.PEFT).unlink(missing_ok=True)
 
 
 def test_loaded_adapters_train_further_over_the_same_base(

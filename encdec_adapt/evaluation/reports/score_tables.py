@@ -17,6 +17,8 @@ from encdec_adapt.evaluation.results import number_format as numbers
 
 Row = Mapping[str, str]
 Scores = results_store.Scores
+# Task -> model -> its prompts, of tasks whose prompts differ between models.
+Prompts = Mapping[str, Mapping[str, str]]
 
 # Metrics of which lower values are better.
 LOWER = ('loss', 'perplexity', 'word_perplexity', 'byte_perplexity')
@@ -40,8 +42,13 @@ def lower_is_better(metric: str) -> bool:
   return metric in LOWER or metric.startswith('loss')
 
 
-def score_rows(scores: Scores) -> list[Row]:
-  """Returns a row per (task, metric): each model's value and 95 % interval."""
+def score_rows(scores: Scores, prompts: Prompts) -> list[Row]:
+  """Returns a row per (task, metric): each model's value and 95 % interval.
+
+  Args:
+    scores: scores of every model.
+    prompts: the prompts that differ; they get a column.
+  """
   rows = []
   for (task, metric), by_model in by_metric(scores).items():
     counts = sorted({score.n for score in by_model.values()})
@@ -54,19 +61,28 @@ def score_rows(scores: Scores) -> list[Row]:
           name: _value(by_model[name]) if name in by_model else '-'
           for name in scores
         },
+        **_prompts(prompts, task, scores),
       }
     )
   return rows
 
 
+def _prompts(prompts: Prompts, task: str, models: Iterable[str]) -> Row:
+  """Returns the column of prompts that differ; none where no task has any."""
+  texts = prompts.get(task, {})
+  cell = '; '.join(f'{x}: {texts[x]}' for x in models if x in texts)
+  return {'prompts': cell or '-'} if prompts else {}
+
+
 def comparison_rows(
-  scores: Scores, arms: Mapping[str, Sequence[str]]
+  scores: Scores, arms: Mapping[str, Sequence[str]], prompts: Prompts
 ) -> list[Row]:
   """Returns a row per pair of arms and metric of single examples.
 
   Args:
     scores: scores of every model.
     arms: models of every arm, by its name.
+    prompts: see `score_rows`.
   """
   names, rows = list(arms), []
   pairs = list(itertools.combinations(names, 2))
@@ -95,6 +111,7 @@ def comparison_rows(
           ),
           'over': x.units,
           'test': x.test,
+          **_prompts(prompts, task, [arms[arm][0] for arm in pair]),
         }
       )
   return rows

@@ -115,7 +115,7 @@ class Adapter(lm_eval_model.TemplateLM):
       Log-likelihood of each choice, and whether greedy decoding gives it.
     """
     if separator is None:
-      separator = self._loaded.stored.separator
+      separator = self._loaded.stored.framing.separator
     if not separator or self.backend != 'causal':
       requests = [
         instance.Instance('loglikelihood', {}, pair, i)

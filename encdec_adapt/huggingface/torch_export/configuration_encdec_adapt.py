@@ -19,3 +19,14 @@ class EncDecAdaptConfig(transformers.PreTrainedConfig):
         'vocab_size': decoder['vocab_size'],
       }
     super().__init__(**fields)
+
+  def prompt(self, text, task=0):
+    """Returns a text behind the prefix of a task that the model was trained on.
+
+    Args:
+      text: the input.
+      task: index of the task, if it was trained on several.
+    """
+    tasks = getattr(self, 'task_specific_params', None) or {}
+    prefixes = tasks.get('encdec_adapt', {}).get('prefixes')
+    return (prefixes or [''])[task] + text

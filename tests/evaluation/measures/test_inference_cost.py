@@ -114,7 +114,7 @@ def test_better_means_less_of_a_loss():
     for x in (1.0, 2.0)
   )
   (row,) = score_tables.comparison_rows(
-    {'low': [low], 'high': [high]}, {'low': ['low'], 'high': ['high']}
+    {'low': [low], 'high': [high]}, {'low': ['low'], 'high': ['high']}, {}
   )
   assert row['models'] == 'high - low'
   assert (row['difference'], row['better']) == ('+1.0000', 'low')

@@ -1,0 +1,112 @@
+"""The text around a model's prompts: task prefix, separator, chat format.
+
+The objectives of a run state it. An export writes it into config.json, under
+`task_specific_params` as T5's files have their prefixes, or beside the adapters
+of PEFT. No model is opened here.
+"""
+
+from collections.abc import Mapping, Sequence
+import dataclasses
+import json
+from typing import Any
+
+from encdec_adapt.files import atomic, paths
+from encdec_adapt.objectives import example_maker
+
+_FIELD, _ENTRY = 'task_specific_params', 'encdec_adapt'
+PEFT = 'prompt_framing.json'  # In a folder of PEFT, whose files have no field.
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptFraming:
+  """Text around the prompts that a model was trained on.
+
+  Attributes:
+    prefixes: texts before the inputs, one for each task of a mixture.
+    separator: text after the inputs of a decoder-only model; '' for models
+      that encode their prompts.
+    chats: whether prompts are conversations in the vocabulary's chat format.
+  """
+
+  prefixes: tuple[str, ...] = ()
+  separator: str = ''
+  chats: bool = False
+
+  def __bool__(self) -> bool:
+    return any(self.prefixes) or bool(self.separator) or self.chats
+
+  def fields(self) -> dict[str, Any]:
+    """Returns the fields of config.json that state it; none for plain texts."""
+    return {_FIELD: {_ENTRY: dataclasses.asdict(self)}} if self else {}
+
+  def objective(self) -> str:
+    """Returns the objective that learns answers to such prompts."""
+    separator = {'separator': self.separator} if self.separator else {}
+    parts = [with_options('chat', separator)] * self.chats
+    for prefix in self.prefixes or ('',) * (not self.chats):
+      parts.append(with_options('pairs', {'prefix': prefix, **separator}))
+    return ' | '.join(parts)
+
+  def prompt(self, prefix: str) -> str:
+    """Returns 'input' between the quoted texts around it, for readers."""
+    texts = [repr(text) for text in (prefix, self.separator)]
+    return ' + '.join(x for x in (texts[0], 'input', texts[1]) if x != "''")
+
+  def describe(self) -> str:
+    """Returns all forms of its prompts, for readers."""
+    prefixes = self.prefixes or ('',) * (not self.chats)
+    forms = ['conversations'] * self.chats + [*map(self.prompt, prefixes)]
+    return ' or '.join(forms)
+
+
+def of_objectives(
+  objectives: Sequence[example_maker.Objective], *, encodes_prompt: bool
+) -> PromptFraming:
+  """Returns the framing of the prompts of a run.
+
+  Args:
+    objectives: its objectives.
+    encodes_prompt: whether its model reads prompts in an encoder, which reads
+      no separator.
+  """
+  prefixes = [x.prefix for x in objectives if x.prefix is not None]
+  separators = [x.separator for x in objectives if x.separator]
+  return PromptFraming(
+    tuple(dict.fromkeys(prefixes)),
+    '' if encodes_prompt else next(iter(separators), ''),
+    any(x.ends_turns for x in objectives),
+  )
+
+
+def in_file(file: paths.Path) -> PromptFraming:
+  """Returns the framing that a file states; that of plain texts if none.
+
+  Args:
+    file: a config.json, or `PEFT`; may be missing.
+
+  Raises:
+    UserError: the file is damaged, or a field has another type.
+  """
+  tasks = atomic.read_json(file).get(_FIELD) if file.exists() else None
+  entry = tasks.get(_ENTRY, {}) if isinstance(tasks, Mapping) else {}
+  values = dataclasses.asdict(PromptFraming()) | {'prefixes': []}
+  values |= {k: entry[k] for k in values if k in entry}
+  texts = values['prefixes'], [values['separator']]
+  is_text = all(isinstance(x, list) and {*map(type, x)} <= {str} for x in texts)
+  if not (is_text and isinstance(values['chats'], bool)):
+    raise atomic.damaged(
+      file,
+      f'{_FIELD}.{_ENTRY} must have a list of texts (prefixes), a text'
+      f' (separator) and true or false (chats), and is {entry}',
+    )
+  return PromptFraming(**values | {'prefixes': tuple(values['prefixes'])})
+
+
+def with_options(objective: str, options: Mapping[str, str]) -> str:
+  """Returns an objective with texts as further options, as JSON strings."""
+  name, _, rest = objective.partition(':')
+  texts = [
+    f'{key}={json.dumps(text, ensure_ascii=False)}'
+    for key, text in options.items()
+  ]
+  return ':'.join(filter(None, [name, ','.join(filter(None, [*texts, rest]))]))
