@@ -14,8 +14,9 @@ of `whole`, for as many tokens (`deep`) and FLOPs (`deep_flops`), and span
 corruption at equal FLOPs (`spans_..`). All matches are within 1 %.
 
 Not controlled: `all` costs 11 % more FLOPs than `causal` and `half_flops`, as
-it computes logits of all positions; `half_flops` reads 1.7 times the rows of
-the others; feed-forward widths differ so that parameters or FLOPs agree.
+it computes logits of all positions, and has the learning rate of `causal`;
+`half_flops` reads 1.7 times the rows of the others; feed-forward widths differ
+so that parameters or FLOPs agree.
 
 `size=cpu` takes an hour on two quiet cores, `gpu` three on an H100; `pod`, of
 64 of them, needs a `text` and its vocabulary.

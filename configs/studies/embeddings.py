@@ -13,8 +13,8 @@ numbers are vectors too (Matryoshka).
 
 Not controlled: pair and encoder have had training beyond the decoder's; the
 pair's encoder has had a decoder's gradients, the other's loss is on 15 % of
-the tokens. `cpu` takes ten minutes on two cores, with three seeds: intervals,
-and no verdicts.
+the tokens; no learning rate is chosen. `cpu` takes ten minutes on two cores,
+with three seeds: intervals, and no verdicts.
 """
 
 from collections.abc import Mapping

@@ -5,7 +5,8 @@
 Adapts a pair with a bidirectional encoder, a causal one, or a bidirectional one
 with a key/value head for each query head (repeated from the source), for two
 lengths of training. A source is causal, so that a causal encoder may lead after
-few steps. The longer runs are then tuned on look-ups.
+few steps. The longer runs are then tuned on look-ups. Every model has a
+learning rate of its own.
 
 Not controlled: the encoder with more key/value heads has more parameters (the
 shapes of gpu have as many already, so that it is left out there). At cpu the

@@ -9,7 +9,8 @@ held-out prefixes, after the same tuning on look-ups, and with its encoder as a
 classifier of packages of Python's text.
 
 Not controlled: at equal rows UL2 has other numbers of targets than PrefixLM,
-which trains on such text as is held out. Mixed arms have no teacher, as what
+which trains on such text as is held out. All pairs share a learning rate, all
+tuned ones another, all classifiers a third. Mixed arms have no teacher, as what
 they are compared with. Labels are of pieces of 15 modules, which show
 differences of 7 points at best.
 """

@@ -19,10 +19,10 @@ is a pair of random weights. Sizes of a study:
 - `pod`: Gemma 2, 4096 + 4096 tokens, the papers' numbers of tokens and one
   seed. `text` is yours; `topology` a row of configs/gemma2.py.
 
-A learning rate is chosen for each architecture and start (random, adapted,
-trained on) in short runs at a factor of 3, by the loss of the development part,
-and shared by arms that differ in objective, teacher, cross-attention's
-initialisation or warm-up.
+A learning rate is chosen in short runs at a factor of 3, by the loss of the
+development part: for every model on the pages `encoder`, `lora` and `t5gemma2`.
+On others arms share it that differ in objective, teacher, cross-attention's
+initialisation or warm-up, or in the model that their tuning starts from.
 """
 
 import dataclasses

@@ -14,7 +14,8 @@ The seventh, t5_mlm, is ed_mlm with the block of T5 1.1 and as many key/value
 heads; both are measured on held-out spans.
 
 Not controlled: pairs have twice the parameters at equal FLOPs of a token, as in
-the paper; all, a half or a sixth of the tokens are in the loss. `pod` has the
+the paper; all, a half or a sixth of the tokens are in the loss; models of an
+architecture share a learning rate, before and after tuning. `pod` has the
 paper's shapes, the six with rotary positions. `cpu` takes an hour on two quiet
 cores.
 """
@@ -62,6 +63,11 @@ def get_study(arg=None):
 
 RANKED = {'metric': 'continuation/acc', 'direction': 'greater'}
 RANKED |= {'smallest': 0.05, 'reason': 'ten of 200 questions'}
+# Why claims on the loss after tuning are withdrawn.
+SEEN = (
+  'the paper has accuracy on tasks unseen in tuning, not a loss on seen ones'
+)
+UNSEEN = f'{SEEN}; on unseen ones the interval holds 0 (-0.071 to +0.021)'
 CLAIMS = tuple(
   shared.claim(contrast, text, f'{shared.WANG}, Table 8', paper, **fields)
   for contrast, text, paper, fields in (
@@ -87,13 +93,13 @@ CLAIMS = tuple(
       ('cd_flm_tuned', 'ed_mlm_tuned'),
       'After tuning, a pair (MLM) is ahead of a causal decoder (FLM).',
       'EAI / T0: 51.3 / 60.6 against 50.4 / 51.4',
-      {'primary': True, **shared.TUNED},
+      {'primary': True, 'withdrawn': UNSEEN, **shared.TUNED},
     ),
     (
       ('cd_flm_tuned', 'nd_mlm_tuned'),
       'After tuning, a prefix decoder (MLM) is ahead of a causal one (FLM).',
       'EAI / T0: 51.0 / 55.2 against 50.4 / 51.4',
-      {'primary': True, **shared.TUNED},
+      {'primary': True, 'withdrawn': SEEN, **shared.TUNED},
     ),
     (
       ('cd_flm_tuned_dry', 'cd_flm_tuned'),

@@ -31,6 +31,8 @@ Collected = collected_lib.Collected
 Run = collected_lib.Run
 Evaluation = pages.Evaluation
 
+# In the place of a verdict: claims that are not primary, or lack seeds.
+NO_VERDICT = 'no verdict'
 _LEVEL = 0.95
 _NOT_COMPARED = ('data.folder', 'seed')  # Keys that say nothing about an arm.
 
@@ -49,7 +51,7 @@ class Result:
     low: lower bound of its interval; None with a single seed.
     high: upper bound.
     verdict: the verdict, or ''.
-    note: why there is no interval or verdict, or what limits it; or ''.
+    note: why there is no effect, interval or verdict, or what limits it; or ''.
   """
 
   claim: pages.Claim
@@ -108,7 +110,7 @@ class Result:
       None if x is None else sign * scale(x) / scale(claim.smallest)
       for x in (self.effect, self.low, self.high)
     )
-    return self.verdict or 'no verdict', *scaled
+    return self.verdict or NO_VERDICT, *scaled
 
   @property
   def over(self) -> str:
@@ -202,6 +204,8 @@ def result(collected: Collected, claim: pages.Claim) -> Result:
   """Returns the result of a claim."""
   study = collected.study
   empty = Result(claim, level(claim, study))
+  if claim.withdrawn:
+    return dataclasses.replace(empty, note=f'withdrawn: {claim.withdrawn}')
   metric = pages.LOSS if empty.is_crossing else claim.metric
   evaluation = study.evaluation_of(metric, claim.contrast)
   planned = max(len(study.seeds_of(name)) for name in claim.contrast)

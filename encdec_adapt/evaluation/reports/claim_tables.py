@@ -19,7 +19,6 @@ from encdec_adapt.evaluation.reports import (
   score_tables,
 )
 from encdec_adapt.evaluation.reports import collected as collected_lib
-from encdec_adapt.evaluation.results import verdicts
 from encdec_adapt.files import atomic, paths
 
 COLUMNS = ('study', 'arm', 'seed', 'step', 'tokens', 'FLOPs')
@@ -66,8 +65,7 @@ def write_readme(
   Studies without a report have the lines of the one that was read last
   (`RESULTS`, beside the README, keeps them), so that pages may run on several
   machines; those never run, and those without claims, are named after the
-  table. `FIGURE` has the claims that were reproduced or contradicted, the
-  strongest first.
+  table. `FIGURE` has the claims with a verdict, the strongest first.
 
   Args:
     path: file with the lines `BEGIN` and `END`, between which it stands.
@@ -109,7 +107,7 @@ def write_readme(
     (f'{name}: {sentence}', verdict, *numbers)
     for name, result in found.items()
     for sentence, verdict, *numbers in result['effects']
-    if verdict in (verdicts.REPRODUCED, verdicts.CONTRADICTED)
+    if verdict != claim_results.NO_VERDICT
   ]
   if effects:
     effects.sort(key=lambda row: -abs(row[2]))

@@ -50,10 +50,10 @@ _LEVELS = (
   ' verdicts; other claims have 95 % intervals and no verdict.'
 )
 _RATES = (
-  'Every third group is the development part. A learning rate is chosen there'
-  ' once for each architecture and start, with a seed of its own, and shared by'
-  ' arms that differ in objective, teacher, initialisation of cross-attention'
-  ' or warm-up.'
+  'Every third group is the development part. Learning rates are chosen there,'
+  ' with a seed of their own. Not every model has one of its own: arms that'
+  ' differ in objective, teacher, initialisation of cross-attention or warm-up,'
+  ' or in the model that tuning starts from, may share one.'
 )
 
 

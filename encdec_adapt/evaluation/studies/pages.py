@@ -63,6 +63,8 @@ class Claim:
     reason: why a smaller difference does not matter.
     primary: whether it gets a verdict; at most 5 of a study.
     paired: whether the arms must read equal rows under equal seeds.
+    withdrawn: why the claim has no effect and no verdict in reports until its
+      page is repaired; '' for claims that stand.
   """
 
   sentence: str
@@ -75,6 +77,7 @@ class Claim:
   reason: str
   primary: bool = False
   paired: bool = False
+  withdrawn: str = ''
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,12 +1,14 @@
 """The pages in configs/studies: they load, and cost what they may."""
 
 import dataclasses
+import json
 
 import pytest
 
 from encdec_adapt import configs, study
 from encdec_adapt.configs.studies import all as all_pages
 from encdec_adapt.configs.studies import shared
+from encdec_adapt.evaluation.reports import claim_tables
 from encdec_adapt.evaluation.studies import (
   pages,
   stage_states,
@@ -97,6 +99,32 @@ def test_pages_load_and_their_configurations_are_valid(name, size):
 def test_a_page_is_short(name):
   lines = (FOLDER / f'{name}.py').read_text().splitlines()
   assert len(lines) <= 165  # 150, and a tenth.
+
+
+def test_tables_show_stored_results_and_what_is_withdrawn():
+  results = json.loads((FOLDER / claim_tables.RESULTS).read_text())
+  rows = [row for result in results.values() for row in result['rows']]
+  assert claim_tables.markdown(rows) in (FOLDER / 'README.md').read_text()
+  outcomes = {row['claim']: row['verdict'] for row in rows}
+  for name in {*results} - {'quickstart'}:
+    for claim in _page(name).claims:
+      reason = f'withdrawn: {claim.withdrawn}' * bool(claim.withdrawn)
+      assert reason in outcomes[claim.sentence]
+  # The README has some of the rows, with other words for the claims.
+  ends = [f'| {x["effect and interval"]} | {x["verdict"]} |' for x in rows]
+  text = (tiny.ROOT / 'README.md').read_text().partition('|---|---|---|\n')[2]
+  for line in text.partition('\n\n')[0].splitlines():
+    assert line.endswith(tuple(ends)), line
+
+
+def test_models_have_the_learning_rates_that_the_readme_says():
+  text = (FOLDER / 'README.md').read_text()
+  named = text.partition('a rate of its own on ')[2].partition(' alone')[0]
+  for name in NAMES:
+    arms = _page(name).arms
+    models = {str(dataclasses.replace(x, name='', budget=None)) for x in arms}
+    is_chosen = len({x.rate for x in arms}) == len(models)
+    assert is_chosen == (f'`{name}`' in named), name
 
 
 def test_costs_at_cpu():
