@@ -42,21 +42,26 @@ class PromptFraming:
   def objective(self) -> str:
     """Returns the objective that learns answers to such prompts."""
     separator = {'separator': self.separator} if self.separator else {}
-    parts = [with_options('chat', separator)] * self.chats
-    for prefix in self.prefixes or ('',) * (not self.chats):
+    parts = [with_options('chat', separator)] if self.chats else []
+    for prefix in self._text_prefixes:
       parts.append(with_options('pairs', {'prefix': prefix, **separator}))
     return ' | '.join(parts)
 
   def prompt(self, prefix: str) -> str:
     """Returns 'input' between the quoted texts around it, for readers."""
-    texts = [repr(text) for text in (prefix, self.separator)]
-    return ' + '.join(x for x in (texts[0], 'input', texts[1]) if x != "''")
+    before = [repr(prefix)] if prefix else []
+    after = [repr(self.separator)] if self.separator else []
+    return ' + '.join([*before, 'input', *after])
 
   def describe(self) -> str:
     """Returns all forms of its prompts, for readers."""
-    prefixes = self.prefixes or ('',) * (not self.chats)
-    forms = ['conversations'] * self.chats + [*map(self.prompt, prefixes)]
-    return ' or '.join(forms)
+    forms = ['conversations'] if self.chats else []
+    return ' or '.join([*forms, *map(self.prompt, self._text_prefixes)])
+
+  @property
+  def _text_prefixes(self) -> tuple[str, ...]:
+    """Prefixes of prompts that are texts; none if all are conversations."""
+    return self.prefixes or (() if self.chats else ('',))
 
 
 def of_objectives(
