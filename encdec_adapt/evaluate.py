@@ -87,6 +87,19 @@ define_flags = command.define(
     ' --beams, --length_penalty and --prefix.',
   ),
   command.string(
+    'bleu_tokenizer',
+    "sacreBLEU's tokenizer for --pairs, such as zh, ja-mecab, char or intl; by"
+    ' default by the script of the references.',
+    default='',
+  ),
+  command.choice(
+    'rouge_tokenizer',
+    ('', 'english', 'unicode'),
+    "Words of ROUGE for --pairs: rouge-score's, or those of any script; by"
+    ' default by the script of the references.',
+    default='',
+  ),
+  command.string(
     'preferences',
     'GLOB#[PROMPT,]CHOSEN,REJECTED[,label=FIELD]: how often models prefer the'
     ' better of two answers; files and fields of the source preferences.',
@@ -293,6 +306,8 @@ def _evaluations(
       text_pairs.read(
         values.pairs,
         values.limit,
+        values.bleu_tokenizer,
+        values.rouge_tokenizer,
         **{name: values[name].value for name in text_pairs.OPTIONS},
       )
     )

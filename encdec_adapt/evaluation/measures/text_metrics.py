@@ -3,23 +3,58 @@
 ROUGE is rouge-score's, BLEU and chrF sacreBLEU's (the extra `eval`), in its
 scale of 0 to 100; the others are from 0 to 1. Exact match and F1 are SQuAD's
 (Rajpurkar et al. 2016, evaluate-v1.1.py): without case, punctuation, articles
-and repeated spaces; the best over the references. Of the other rooms of
-`evaluation`, only `results` is imported.
+and repeated spaces; the best over the references.
+
+`choose` finds the tokenizers of BLEU and ROUGE by the most frequent script of
+the references. A metric has the name of a tokenizer other than `13a` and
+`english`, as in `bleu/zh`:
+
+| of    | tokenizer  | references                                           |
+|-------|------------|------------------------------------------------------|
+| BLEU  | `13a`      | words with spaces, as of most scripts                |
+|       | `zh`       | Han characters                                       |
+|       | `ja-mecab` | kana; `char` unless `sacrebleu[ja]` is installed     |
+|       | `char`     | Thai, Lao, Khmer, Burmese, Tibetan                   |
+| ROUGE | `english`  | at most 1 % of the words are not ASCII: rouge-score's |
+|       |            | words, by Porter's stemmer                           |
+|       | `unicode`  | all others: words of letters, marks and digits, and  |
+|       |            | single characters of scripts without spaces          |
+
+Of the other rooms of `evaluation`, only `results` is imported.
 """
 
 import collections
 from collections.abc import Sequence
 import dataclasses
+import importlib.util
 import itertools
 import re
 import string
+import types
+from typing import NamedTuple
 
-from encdec_adapt.base import packages
+from encdec_adapt.base import errors, packages
 from encdec_adapt.evaluation.results import results_store
 
 _ARTICLES = re.compile(r'\b(a|an|the)\b')
 _PUNCTUATION = str.maketrans('', '', string.punctuation)
 _ROUGE = ('rouge1', 'rouge2', 'rougeL')
+# Scripts without spaces between words -> BLEU's tokenizer.
+_UNSPACED = {
+  r'\p{Han}': 'zh',
+  r'\p{Hiragana}\p{Katakana}': 'ja-mecab',
+  r'\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}\p{Tibetan}': 'char',
+}
+_LETTER, _SCRIPTS = r'[\p{L}\p{M}\p{N}]', ''.join(_UNSPACED)
+_WORD = rf'(?V1)[[{_SCRIPTS}]&&{_LETTER}]\p{{M}}*|[{_LETTER}--[{_SCRIPTS}]]+'
+_FOREIGN = 0.01  # Share of the words of an English text, at most.
+
+
+class Tokenizers(NamedTuple):
+  """Tokenizers of BLEU and ROUGE; see the module's docstring."""
+
+  bleu: str
+  rouge: str
 
 
 def require_packages() -> None:
@@ -27,8 +62,59 @@ def require_packages() -> None:
   packages.require('a metric of texts', 'eval', 'rouge_score', 'sacrebleu')
 
 
+def choose(
+  references: Sequence[Sequence[str]], bleu: str = '', rouge: str = ''
+) -> Tokenizers:
+  """Returns the tokenizers of references.
+
+  Args:
+    references: texts per example.
+    bleu: name of BLEU's; '' to choose it by the script.
+    rouge: name of ROUGE's; '' likewise.
+
+  Raises:
+    UserError: sacreBLEU has no such tokenizer, or cannot open it.
+  """
+  import regex  # A dependency of sacreBLEU.
+  import sacrebleu
+
+  texts = itertools.chain.from_iterable(references)
+  words = collections.Counter(word for text in texts for word in _words(text))
+
+  def share(pattern: str) -> float:
+    count = sum(n for x, n in words.items() if regex.search(pattern, x))
+    return count / max(1, words.total())
+
+  if not bleu:
+    shares = {name: share(f'[{x}]') for x, name in _UNSPACED.items()}
+    shares['13a'] = 1 - sum(shares.values())
+    bleu = max(shares, key=shares.get)
+    if bleu == 'ja-mecab' and not importlib.util.find_spec('MeCab'):
+      bleu = 'char'
+  if not rouge:
+    rouge = 'unicode' if share(r'\P{ASCII}') > _FOREIGN else 'english'
+  try:
+    sacrebleu.BLEU(tokenize=bleu)
+  except Exception as error:  # Of any kind: some need packages or a download.
+    raise errors.UserError(
+      f'--bleu_tokenizer={bleu} is none that sacreBLEU can open ({error});'
+      f' choose one of {", ".join(sacrebleu.BLEU.TOKENIZERS)}.'
+    ) from error
+  return Tokenizers(bleu, rouge)
+
+
+def _words(text: str) -> list[str]:
+  """Returns the words of a text of any script, in lower case."""
+  import regex
+
+  return regex.findall(_WORD, text.lower())
+
+
 def score(
-  task: str, predictions: Sequence[str], references: Sequence[Sequence[str]]
+  task: str,
+  predictions: Sequence[str],
+  references: Sequence[Sequence[str]],
+  tokenizers: Tokenizers,
 ) -> list[results_store.Score]:
   """Scores predictions by all metrics, BLEU and chrF from 0 to 100.
 
@@ -36,24 +122,32 @@ def score(
     task: name of the task.
     predictions: a text per example, not empty.
     references: texts per example, at least one.
+    tokenizers: result of `choose`.
   """
   from rouge_score import rouge_scorer
   import sacrebleu
 
-  scorer = rouge_scorer.RougeScorer(_ROUGE, use_stemmer=True)
+  bleu_suffix, rouge_suffix = (
+    '' if name in ('13a', 'english') else f'/{name}' for name in tokenizers
+  )
+  # Without a tokenizer, rouge-score's own.
+  words = types.SimpleNamespace(tokenize=_words) if rouge_suffix else None
+  scorer = rouge_scorer.RougeScorer(_ROUGE, use_stemmer=True, tokenizer=words)
   chrf = sacrebleu.CHRF()
   # Without it, the score of a sentence of fewer than four words is 0.
-  bleu = sacrebleu.BLEU(effective_order=True)
+  bleu = sacrebleu.BLEU(tokenize=tokenizers.bleu, effective_order=True)
   values: dict[str, list[float]] = collections.defaultdict(list)
   for text, texts in zip(predictions, references, strict=True):
     best = scorer.score_multi(texts, text)
     for name in _ROUGE:
-      values[name].append(best[name].fmeasure)
+      values[name + rouge_suffix].append(best[name].fmeasure)
     is_exact = _normal(text) in map(_normal, texts)
     values['exact_match'].append(float(is_exact))
     values['f1'].append(max(_f1(text, x) for x in texts))
     # Scores of sentences are for paired tests; the value is the corpus's.
-    values['bleu'].append(bleu.sentence_score(text, list(texts)).score)
+    values['bleu' + bleu_suffix].append(
+      bleu.sentence_score(text, list(texts)).score
+    )
     values['chrf'].append(chrf.sentence_score(text, list(texts)).score)
   scores = {
     name: results_store.mean_score(task, name, column)
@@ -64,7 +158,8 @@ def score(
   columns = list(itertools.zip_longest(*references))
   # The published numbers are those of corpora, which are not means of sentences
   # and so have no standard error.
-  for name, metric in (('bleu', sacrebleu.BLEU()), ('chrf', chrf)):
+  bleu = sacrebleu.BLEU(tokenize=tokenizers.bleu)
+  for name, metric in (('bleu' + bleu_suffix, bleu), ('chrf', chrf)):
     value = metric.corpus_score(predictions, columns).score
     scores[name] = dataclasses.replace(scores[name], value=value, stderr=None)
   return list(scores.values())

@@ -15,8 +15,9 @@
 Each is also of the leading parts of the vectors that an embedding model has
 (Matryoshka), as in `ndcg@10/128`. Other models are measured by the mean of the
 states that read a prompt. Queries and documents have the prefixes of the run;
-a text longer than the model's positions keeps its first tokens. Of the other
-rooms of `evaluation`, `results` is imported.
+a text longer than the model's positions keeps its first tokens. A query that is
+itself a document, by its id, does not find itself, as in BEIR's evaluation
+(ArguAna). Of the other rooms of `evaluation`, `results` is imported.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -189,23 +190,30 @@ def _read_search(folder: str) -> EmbeddingEvaluation:
   # Other queries have nothing to find.
   texts = {'query': [queries[i] for i in relevant], 'document': texts}
   relevances = [*relevant.values()]
+  # Document that is the query itself, by its id; None for most.
+  excluded = [numbers.get(ids[i]) for i in relevant]
   return EmbeddingEvaluation(
     paths.at(folder).name,
     texts,
-    lambda *x: _search(*x, relevances),
-    (texts, relevances),
+    lambda *x: _search(*x, relevances, excluded),
+    (texts, relevances, excluded),
     [groups[i] for i in relevant] if all(groups) else (),
   )
 
 
 def _search(
-  queries: Vectors, documents: Vectors, relevances: Sequence[dict[int, float]]
+  queries: Vectors,
+  documents: Vectors,
+  relevances: Sequence[dict[int, float]],
+  excluded: Sequence[int | None],
 ) -> Metrics:
   """Returns metrics of every query; gains are relevances, as in trec_eval."""
   rows = []
   discounts = 1 / np.log2(np.arange(_DEPTH) + 2)
-  for query, relevant in zip(queries, relevances, strict=True):
-    order = np.argsort(-(documents @ query), kind='stable')[:_DEPTH]
+  columns = queries, relevances, excluded
+  for query, relevant, itself in zip(*columns, strict=True):
+    order = np.argsort(-(documents @ query), kind='stable')
+    order = order[order != itself][:_DEPTH]
     gains = np.array([relevant.get(i, 0.0) for i in order.tolist()])
     ideal = np.sort([*relevant.values()])[::-1][:_DEPTH]
     ndcg = (gains @ discounts[: len(gains)]) / (ideal @ discounts[: len(ideal)])

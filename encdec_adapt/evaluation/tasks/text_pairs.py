@@ -33,12 +33,14 @@ class Pairs:
     inputs: texts that the model reads.
     targets: references of each text, at least one.
     generation: options of the answers.
+    tokenizers: tokenizers of BLEU and ROUGE.
   """
 
   name: str
   inputs: Sequence[str]
   targets: Sequence[Sequence[str]]
   generation: text_generation.Options
+  tokenizers: text_metrics.Tokenizers
 
   def options(self) -> results_store.Options:
     """Returns the inputs of the scores."""
@@ -46,6 +48,7 @@ class Pairs:
       'pairs': self.name,
       'content': results_store.digest([self.inputs, self.targets]),
       **{name: getattr(self.generation, name) for name in OPTIONS},
+      'tokenizers': self.tokenizers._asdict(),
     }
 
   def check(self, stored: model_on_disk.StoredModel) -> None:
@@ -79,13 +82,11 @@ class Pairs:
     for count, (i, completion) in enumerate(completions, 1):
       answers[i] = completion.text.strip()
       report(count, len(prompts))
-    # As the model's vocabulary has them: T5's merges spaces, others normalise.
-    writer = stored.require_vocabularies().decoder
-    references = [
-      [writer.decode(writer.encode(text)) for text in texts]
-      for texts in self.targets
-    ]
-    scores = text_metrics.score(self.name, answers, references)
+    # References as they are in the file: models of all vocabularies, whatever
+    # these lose, are compared with the same ones.
+    scores = text_metrics.score(
+      self.name, answers, self.targets, self.tokenizers
+    )
     examples = zip(self.inputs, self.targets, answers, strict=True)
     return scores + [
       predictions.Prediction(
@@ -95,18 +96,27 @@ class Pairs:
     ]
 
 
-def read(spec: str, limit: int | None = None, **options: Any) -> Pairs:
+def read(
+  spec: str,
+  limit: int | None = None,
+  bleu_tokenizer: str = '',
+  rouge_tokenizer: str = '',
+  **options: Any,
+) -> Pairs:
   """Reads FILE.jsonl[#INPUT,TARGET].
 
   Args:
     spec: path of a JSONL file, and the fields of the texts, by default input
       and target. A target may be a list of references.
     limit: most pairs to read.
+    bleu_tokenizer: see `text_metrics.choose`.
+    rouge_tokenizer: likewise.
     **options: `OPTIONS` of the answers.
 
   Raises:
     UserError: the extra `eval` is not installed, the file cannot be read or has
-      no pairs, or a line lacks a field; names the line.
+      no pairs, a line lacks a field (names the line), or there is no such
+      tokenizer.
   """
   # Before hours of generation, whose answers could not be scored.
   text_metrics.require_packages()
@@ -132,4 +142,5 @@ def read(spec: str, limit: int | None = None, **options: Any) -> Pairs:
     inputs.append(source)
     targets.append(references)
   generation = text_generation.Options(**options)
-  return Pairs(paths.at(path).stem, inputs, targets, generation)
+  tokenizers = text_metrics.choose(targets, bleu_tokenizer, rouge_tokenizer)
+  return Pairs(paths.at(path).stem, inputs, targets, generation, tokenizers)
