@@ -513,6 +513,13 @@ def _check_sources(settings: Settings, sources: bool) -> None:
         ' does not read it; empty it, or choose a loss that does, such as'
         " config.loss.kind='rloo'."
       )
+  best, patience = settings.checkpoint.keep_best, settings.train.patience
+  if not settings.train.evaluators and (best or patience):
+    raise errors.UserError(
+      f"config.train.evaluators is '', and config.checkpoint.keep_best={best}"
+      f' or config.train.patience={patience} compares evaluations; name'
+      " evaluators, as in 'loss=100', or set the other keys to False and 0."
+    )
   if sources and loss.reads_rewards and not settings.train.rewards:
     raise errors.UserError(
       f'config.train.rewards is empty with config.loss.kind={loss.kind!r}; name'

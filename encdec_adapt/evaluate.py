@@ -87,17 +87,7 @@ define_flags = command.define(
     ' --beams, --length_penalty and --prefix.',
   ),
   command.string(
-    'bleu_tokenizer',
-    "sacreBLEU's tokenizer for --pairs, such as zh, ja-mecab, char or intl; by"
-    ' default by the script of the references.',
-    default='',
-  ),
-  command.choice(
-    'rouge_tokenizer',
-    ('', 'english', 'unicode'),
-    "Words of ROUGE for --pairs: rouge-score's, or those of any script; by"
-    ' default by the script of the references.',
-    default='',
+    'tokenizers', 'BLEU,ROUGE of --pairs; by default by script.', default=''
   ),
   command.string(
     'preferences',
@@ -306,8 +296,7 @@ def _evaluations(
       text_pairs.read(
         values.pairs,
         values.limit,
-        values.bleu_tokenizer,
-        values.rouge_tokenizer,
+        values.tokenizers,
         **{name: values[name].value for name in text_pairs.OPTIONS},
       )
     )

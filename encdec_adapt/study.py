@@ -381,7 +381,8 @@ def _loss_at(
     except errors.DivergedError as error:
       print(f'at the rate {value:g}: {error}')
       return 0, math.nan
-  return status, math.nan if status else atomic.read_json(summary)['eval_loss']
+  losses = {} if status else atomic.read_json(summary)
+  return status, losses.get('eval_loss', math.nan)
 
 
 def _listing(states: stage_states.States, cores: int, as_json: bool) -> str:

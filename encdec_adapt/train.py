@@ -336,6 +336,8 @@ def train(
   def evaluate(step, params, last=False):
     """Runs the evaluators that are due; ranks the held-out metrics."""
     nonlocal evaluating
+    if not settings.train.intervals:
+      return None
     evaluating = True
     with telemetry.spent('evaluate'):
       beat = functools.partial(watchdog.beat, step, 'evaluate')

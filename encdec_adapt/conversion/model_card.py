@@ -379,11 +379,14 @@ def _training(
   if summary:
     compares = 'preferences' in data['objective']
     unit = 'preference' if compares else 'target token'
+    if 'eval_loss' in summary:
+      yield (
+        f'- Held-out loss {summary["eval_loss_at_step_0"]:.4f} at step 0,'
+        f' {summary["eval_loss"]:.4f} at step {summary["steps"]}, in nats per'
+        f' {unit}.'
+      )
     yield (
-      f'- Held-out loss {summary["eval_loss_at_step_0"]:.4f} at step 0,'
-      f' {summary["eval_loss"]:.4f} at step {summary["steps"]}, in nats per'
-      f' {unit};'
-      f' {summary["target_tokens"]:,.0f} target tokens of'
+      f'- Trained on {summary["target_tokens"]:,.0f} target tokens of'
       f' {summary["total_tokens"]:,.0f} tokens, {summary["flops"]:.3g} model'
       ' FLOPs; with all that it was made from'
       f' {summary["inclusive"]["target_tokens"]:,.0f} target tokens.'

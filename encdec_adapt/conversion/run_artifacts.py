@@ -88,14 +88,16 @@ def write_summary(
     'parameters': parameters.count(model),
     'steps': step,
     **hyperparameters,
-    'eval_loss_at_step_0': losses[0]['loss'],
-    'eval_loss': losses[-1]['loss'],
   }
+  line = ''
+  if losses:  # Of a job with evaluators.
+    first, last = losses[0]['loss'], losses[-1]['loss']
+    entries |= {'eval_loss_at_step_0': first, 'eval_loss': last}
+    line = f' held-out loss {first:.4f} -> {last:.4f},'
   summary = compute_cost.summarise(workdir, entries, cost, sources)
   atomic.write_json(paths.join(workdir, compute_cost.SUMMARY), summary)
   peak = environment.memory_high_water()['memory_peak_bytes']
   print(
     f'{workdir}: {step} steps, {cost.target_tokens:,.0f} target tokens,'
-    f' held-out loss {summary["eval_loss_at_step_0"]:.4f} ->'
-    f' {summary["eval_loss"]:.4f}, peak memory {disk.format_bytes(peak)}'
+    f'{line} peak memory {disk.format_bytes(peak)}'
   )

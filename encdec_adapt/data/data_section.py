@@ -59,6 +59,13 @@ class DataConfig:
     " 'fail' ends the command, 'skip' leaves it out and counts it.",
     one_of=('fail', 'skip'),
   )
+  lossy_targets: str = keys.key(
+    'fail',
+    "'fail' refuses records of pairs, chats or preferences of which more than"
+    ' 1 % of the targets lose text in the vocabulary (by more than spaces and'
+    " NFKC), or more than half are empty; 'allow' trains on them.",
+    one_of=('fail', 'allow'),
+  )
   deduplicate: bool = keys.key(
     False, 'Leave out documents whose text an earlier document has.'
   )

@@ -133,8 +133,7 @@ class Evaluators:
 
   def is_due(self, step: int) -> bool:
     """Returns whether any evaluator runs at a step."""
-    # The interval of the loss divides all others.
-    return step % self._intervals[train_section.LOSS] == 0
+    return any(step % every == 0 for every in self._intervals.values())
 
   def __call__(
     self,

@@ -110,6 +110,8 @@ class ExampleMaker(abc.ABC):
     check: checks framed rows; see `framing.check_framing`.
     counts: dropped and cut examples and hidden tokens (`count_hidden`), which
       the manifest states.
+    first_losses: description of the first example with a lossy or an empty
+      target, by the name of its count.
   """
 
   feeds = 'pair'
@@ -147,6 +149,7 @@ class ExampleMaker(abc.ABC):
     self.name = name
     self.lengths = lengths
     self.counts: collections.Counter[str] = collections.Counter()
+    self.first_losses: dict[str, str] = {}
 
   @classmethod
   def masks_inputs(cls, options: Mapping[str, Any]) -> bool:

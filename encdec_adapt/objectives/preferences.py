@@ -126,10 +126,10 @@ class Preferences(supervised.Supervised):
       self.counts['ties'] += 1
       return None
     *answers, prompt, margin = content
-    chosen, rejected = (
-      self._separated([*self._pairs(name, self._content(name, prompt, x))][-1])
-      for x in answers
-    )
+    pairs = [
+      [*self._pairs(name, self._content(name, prompt, x))][-1] for x in answers
+    ]
+    chosen, rejected = (self._separated(pair) for pair, _ in pairs)
     if not all(answer.strip() for answer in answers):
       raise self._error(name, 'an answer is empty')
     if np.array_equal(chosen.targets, rejected.targets):
@@ -154,6 +154,7 @@ class Preferences(supervised.Supervised):
     ):
       self.counts['shared_headers'] += 1
     else:
+      self._count_losses(name, *pairs)
       return example
 
   def _content(self, name: str, prompt: str | list, answer: str) -> list:

@@ -23,6 +23,10 @@ are an error unless `too_long` is set. `prefix=TEXT` precedes all inputs of
 targets where a decoder-only model or a teacher reads both in one row; it
 belongs to the inputs there, so it has no weight. An encoder does not read it.
 
+The manifest also counts targets that are empty, and those whose text the
+decoder's vocabulary loses: decoded, it differs by more than Unicode
+normalisation (NFKC) and spaces, mostly as T5's vocabularies lack characters.
+
 With two vocabularies inputs are encoded in both, those of `chat` in the format
 of each, and answers and the token that ends them are the decoder's.
 
@@ -49,6 +53,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import functools
 import json
 from typing import Any
+import unicodedata
 
 import numpy as np
 
@@ -82,6 +87,8 @@ def text_option(name: str) -> example_maker.Option:
 
 # (number of tokens, number to choose) -> positions.
 Sample = Callable[[int, int], Iterable[int]]
+# A pair, and the text of its targets.
+Answer = tuple[framing.Pair, str]
 
 
 class Supervised(example_maker.ExampleMaker):
@@ -183,15 +190,32 @@ class Supervised(example_maker.ExampleMaker):
           raise
         self.counts['bad_documents'] += 1
         continue
-      for i, pair in enumerate(pairs):
+      for i, (pair, text) in enumerate(pairs):
         draw = functools.partial(generator, f'{name}#{i}')
         for example in self._with_copy(pair, draw):
           fitting = self._fitting(name, example)
           # A copy that was cut may have lost its masked tokens.
           if fitting and (fitting.weights is None or fitting.weights.any()):
+            self._count_losses(name, (pair, text))
             yield fitting._replace(documents=(name,))
 
-  def _pairs(self, name: str, content: list) -> Iterator[framing.Pair]:
+  def _count_losses(self, name: str, *answers: Answer) -> None:
+    """Counts an example with a target that is empty or loses text.
+
+    Args:
+      name: id of its document.
+      *answers: its answers, one but for preferences.
+    """
+    for pair, text in answers:
+      decoded, normal = self._vocabulary.decode(pair.targets), _normal(text)
+      if not normal or normal != _normal(decoded):
+        loss = 'lossy_targets' if normal else 'empty_targets'
+        self.counts[loss] += 1
+        example = f'{self.locate(name)}: {text!r:.80} becomes {decoded!r:.80}'
+        self.first_losses.setdefault(loss, example)
+        return
+
+  def _pairs(self, name: str, content: list) -> Iterator[Answer]:
     """Yields the pairs of a document."""
     inputs, targets, *fields = content
     # The prefix is encoded with the inputs: tokens may span the border.
@@ -203,7 +227,7 @@ class Supervised(example_maker.ExampleMaker):
     if self._encoder_vocabulary:
       ids = self._encoder_vocabulary.encode(self._prefix + inputs)
       pair = pair._replace(inputs=ids, prefix=pair.inputs)
-    yield pair
+    yield pair, targets
 
   def _separated(
     self, pair: framing.Pair, room: int | None = None
@@ -374,7 +398,13 @@ class Chat(Supervised):
       raise errors.UserError(
         f'conversation {self.locate(name)}: {error}'
       ) from error
-    yield from pairs
+    texts = [x['content'] for x in messages if x['role'] == 'assistant']
+    yield from zip(pairs, texts, strict=True)
+
+
+def _normal(text: str) -> str:
+  """Returns a text as vocabularies may change it without a loss."""
+  return ' '.join(unicodedata.normalize('NFKC', text).split())
 
 
 def _fields(fields: Mapping[str, Any] | None = None) -> str | None:

@@ -65,7 +65,7 @@ class TrainConfig:
     ' `samples` are answers to two of them; others are local tasks (a folder)'
     ' or tasks by name (encdec_adapt/evaluation/README.md). All run at step 0'
     ' and at the last step; steps are multiples of those of `loss`. Scores go'
-    ' to WORKDIR/results.jsonl and to trackers.',
+    " to WORKDIR/results.jsonl and to trackers. '': nothing is evaluated.",
   )
   trackers: str = keys.key(
     'tensorboard',
@@ -170,6 +170,8 @@ class TrainConfig:
 
     Shares are of `steps`, and mean nothing while these are open.
     """
+    if not self.evaluators:
+      return {}
     parts: dict[str, option_strings.Part] = {}
     label = 'config.train.evaluators'
     for part in option_strings.Part(label, self.evaluators).divide(','):

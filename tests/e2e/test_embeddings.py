@@ -125,14 +125,19 @@ def test_it_finds_texts_and_is_exported(run):
 
 def test_measures_of_literal_vectors():
   documents = np.array([[1, 0], [0.8, 0.6], [0, 1], [-1, 0]])
-  relevances = [{0: 1.0, 2: 3.0}]
-  found = embedding_tasks._search(documents[1:2], documents, relevances)
+  judgements = [({0: 1.0, 2: 3.0}, None)]
+  found = embedding_tasks._search(documents[1:2], documents, judgements)
   # In the order 1, 0, 2, 3: gains of 0, 1, 3, 0.
   ideal = 3 + 1 / np.log2(3)
   assert found['ndcg@10'] == [
     pytest.approx((1 / np.log2(3) + 3 / 2) / ideal, rel=1e-6)
   ]
   assert (found['recall@10'], found['mrr@10']) == ([1], [0.5])
+  # The query is document 1, and does not find itself.
+  judgements = [({0: 1.0, 2: 3.0}, 1)]
+  found = embedding_tasks._search(documents[1:2], documents, judgements)
+  assert found['ndcg@10'] == [pytest.approx((1 + 3 / np.log2(3)) / ideal)]
+  assert found['mrr@10'] == [1]
   labels = np.array([0, 0, 1, 1])
   assert embedding_tasks.v_measure(labels, 1 - labels) == pytest.approx(1)
   assert embedding_tasks.v_measure(labels, np.array([0, 1, 0, 1])) == 0
@@ -179,6 +184,12 @@ def test_searches_are_of_queries_with_a_relevant_document(tmp_path):
   search = embedding_tasks.read(str(folder))
   assert search.name == 'nq.v2' and search.texts['query'] == ['which 2']
   assert search.groups == ()
+  text = '{"_id": "queries2", "text": "which 2"}\n'
+  corpus = folder / 'corpus.jsonl'
+  corpus.write_text(text + corpus.read_text())
+  search = embedding_tasks.read(str(folder))
+  vectors = np.eye(4)
+  assert search.measure(vectors[:1], vectors)['mrr@10'] == [1]
   rows = [
     {'_id': f'queries{i}', 'text': f'{i}', 'document_group': f'module {i}'}
     for i in range(3)

@@ -92,6 +92,15 @@ def test_tasks_run_during_training_and_again_after_a_kill(folder, tmp_path):
 
 
 @pytest.mark.e2e
+def test_nothing_is_evaluated_without_evaluators(folder, tmp_path):
+  assert tiny.call(train, *_flags(folder, tmp_path / 'run', '')) == 0
+  kinds = {record['kind'] for record in metrics.read_metrics(tmp_path / 'run')}
+  assert 'train' in kinds and not kinds & {'eval', 'scores'}
+  assert not _lines(tmp_path / 'run' / results_store.FILE)
+  assert manager.open_latest(tmp_path / 'run').step == 4
+
+
+@pytest.mark.e2e
 def test_a_wrong_task_is_refused_before_any_work(folder, tmp_path):
   broken = shutil.copytree(folder / 'tasks', tmp_path / 'broken')
   path = broken / 'animals.jsonl'

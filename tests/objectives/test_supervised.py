@@ -12,6 +12,7 @@ from encdec_adapt.base import errors
 from encdec_adapt.objectives import framing, objective_names, supervised
 from encdec_adapt.tokenizers import chat_format, special_ids, vocabulary_pair
 from tests import gemma_ids, tiny_tokenizers
+from tests.tokenizers import t5_files
 
 
 @pytest.fixture(scope='module')
@@ -42,6 +43,31 @@ def test_pairs_with_a_prefix(vocabulary):
   assert vocabulary.decode(pair.inputs) == 'sum: one two'
   assert vocabulary.decode(pair.targets) == 'three'
   assert pair.targets[-1] == vocabulary.eos and pair.documents == ('0',)
+
+
+def test_targets_that_lose_text_or_are_empty_are_counted(vocabulary, tmp_path):
+  file = t5_files.train(tmp_path / 'spiece.model')
+  t5 = vocabulary_pair.open_vocabulary(file)
+  pairs = _make(t5, 'pairs')
+  texts = ['a fox', '日本 a fox', '日本', ' ', 'of\n a  \ufb01sh']
+  _examples(pairs, *(['q', text] for text in texts))
+  counts = pairs.counts['lossy_targets'], pairs.counts['empty_targets']
+  assert counts == (2, 1)
+  assert pairs.first_losses == {
+    'lossy_targets': "1: '日本 a fox' becomes 'a fox'",
+    'empty_targets': "3: ' ' becomes ''",
+  }
+  # An example counts once; what is dropped does not.
+  preferences = _make(t5, 'preferences')
+  answers = [('a 日', 'of 日'), ('a', 'of'), ('a 日' * 99, 'a')]
+  _examples(preferences, *([*x, 'q', None] for x in answers))
+  assert preferences.counts['lossy_targets'] == 1
+  chat = _make(vocabulary, 'chat', 256)
+  turn = {'role': 'user', 'content': '日'}
+  _examples(chat, [turn, {'role': 'assistant', 'content': ''}])
+  _examples(chat, [turn, {'role': 'assistant', 'content': ' 日本\n\n'}])
+  assert chat.counts['empty_targets'] == 1
+  assert 'lossy_targets' not in chat.counts
 
 
 @pytest.mark.parametrize('rule, kept', [('drop', 1), ('truncate', 3)])

@@ -346,8 +346,8 @@ def open_sets(
   """Opens the training and the held-out records of a DataConfig.
 
   Raises:
-    UserError: they are missing or damaged, or were made with another
-      configuration or other vocabularies.
+    UserError: they are missing or damaged, were made with another
+      configuration or other vocabularies, or lose too many targets.
   """
   sets = set_folders(data).values()
   for _, folder in sets:
@@ -360,6 +360,7 @@ def open_sets(
     )
     for spec, folder in sets
   )
+  manifest_summary.check_targets(train.manifest, data.lossy_targets)
   return train, evaluation
 
 
@@ -467,10 +468,11 @@ def materialize(
   # Held-out records first: they are few, and show whether there are any.
   folders = set_folders(data)
   sets = [folders['eval'], folders['train']]
-  materialize_sets(
+  *_, train = materialize_sets(
     sets,
     data.vocabularies,
     workers=data.workers,
     beam=beam,
     refuse_long=data.samples,
   )
+  manifest_summary.check_targets(train, data.lossy_targets)

@@ -60,6 +60,7 @@ class ShardJob:
     tokens: tokens of documents that another job of the group has read.
     counts: documents, and examples that were dropped or cut, filled in by
       `reader`.
+    first_losses: see `example_maker.ExampleMaker`; filled in likewise.
   """
 
   folder: str
@@ -77,6 +78,7 @@ class ShardJob:
   counts: collections.Counter[str] = dataclasses.field(
     default_factory=collections.Counter
   )
+  first_losses: dict[str, str] = dataclasses.field(default_factory=dict)
 
   @property
   def part(self) -> record_sets.Part:
@@ -228,6 +230,7 @@ def read_examples(job: ShardJob) -> Iterable[Example]:
   # The source and the maker count while they are read: complete only now.
   job.counts['bad_documents'] += part.skipped(draw, shard)
   job.counts.update(maker.counts)
+  job.first_losses.update(maker.first_losses)
 
 
 def write_shard(job: ShardJob) -> dict[str, Any]:
@@ -261,7 +264,7 @@ def write_shard(job: ShardJob) -> dict[str, Any]:
     for row in rows:
       writer.write(row)
     # Both counts are final here only: rows are made while they are written.
-    return writer.finish(**counts, **job.counts)
+    return writer.finish(**counts, **job.counts, first_losses=job.first_losses)
 
 
 def write_shards(group: ShardGroup) -> list[dict[str, Any]]:

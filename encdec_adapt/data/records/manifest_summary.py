@@ -6,13 +6,17 @@ This module imports neither TensorFlow nor SeqIO.
 from collections.abc import Mapping
 from typing import Any
 
+from encdec_adapt.base import errors
 from encdec_adapt.objectives import objective_names
 
 # Share of the examples or documents from which their loss is a warning.
 _WARNING = 0.1
 _UNMASKED = 'left without a masked copy'
+# Largest shares of the examples, by name of the loss, of which a job need not
+# be told to train on them.
+_TOLERATED = {'lossy_targets': 0.01, 'empty_targets': 0.5}
 # Losses that are counted as examples, too.
-_CUT = ('truncated', _UNMASKED)
+_CUT = ('truncated', _UNMASKED, *_TOLERATED)
 _LOSSES = {
   'dropped': 'examples longer than a row were dropped',
   'truncated': 'examples longer than a row were truncated',
@@ -24,6 +28,8 @@ _LOSSES = {
     ' its turn'
   ),
   'bad_documents': 'documents could not be read',
+  'lossy_targets': 'targets lose text in the vocabulary',
+  'empty_targets': 'targets are empty',
 }
 
 
@@ -62,10 +68,10 @@ def describe(manifest: Mapping[str, Any]) -> str:
     )
   warnings = []
   for name, text in _LOSSES.items():
-    unit = 'documents' if name == 'bad_documents' else 'pairs'
+    unit = 'documents' if name == 'bad_documents' else 'examples'
     if not (count := totals.get(name)):
       continue
-    line += f'; {count:,} {text}'
+    line += f'; {_loss(manifest, name)}'
     total = totals.get(unit, 0) + count * (name not in _CUT)
     if unit in totals and count > _WARNING * total:
       warnings.append(f'WARNING: {text}: {count / total:.0%}')
@@ -78,6 +84,36 @@ def describe(manifest: Mapping[str, Any]) -> str:
       )
     lines += _hidden(part)
   return '\n'.join(lines + warnings)
+
+
+def check_targets(manifest: Mapping[str, Any], rule: str) -> None:
+  """Refuses records of which too many targets lose text or are empty.
+
+  Args:
+    manifest: content of their manifest; those of earlier versions do not count
+      such targets.
+    rule: `config.data.lossy_targets`.
+
+  Raises:
+    UserError: names the count, and the first of these targets.
+  """
+  totals = manifest['totals']
+  for name, share in _TOLERATED.items():
+    count, total = totals.get(name, 0), totals.get('examples', 0)
+    if rule == 'fail' and count > share * total:
+      raise errors.UserError(
+        f'{manifest["spec"]["source"]}: of {total:,} examples,'
+        f' {_loss(manifest, name)}. Correct config.data.source, or choose a'
+        ' vocabulary with all characters, or train on these records with'
+        " config.data.lossy_targets='allow'."
+      )
+
+
+def _loss(manifest: Mapping[str, Any], name: str) -> str:
+  """Describes a loss, with its first example if the manifest has it."""
+  text = f'{manifest["totals"][name]:,} {_LOSSES[name]}'
+  first = manifest.get('first_losses', {}).get(name)
+  return f'{text} (first {first})' if first else text
 
 
 def _hidden(part: Mapping[str, Any]) -> list[str]:

@@ -125,11 +125,12 @@ class ShardWriter(contextlib.AbstractContextManager):
       self._writer.write(record)
     self._counts.update(rows=1)
 
-  def finish(self, **counts: int) -> dict[str, Any]:
+  def finish(self, **counts: Any) -> dict[str, Any]:
     """Renames the shard to its path and marks it as finished.
 
     Args:
-      **counts: further counts for the manifest, such as documents=17.
+      **counts: further counts for the manifest, such as documents=17, and
+        `first_losses` (`example_maker.ExampleMaker`).
 
     Returns:
       The shard's entry in the manifest.
@@ -212,18 +213,22 @@ def write_manifest(
     The manifest: format, version of Python (whose text the source `python`
     is), spec, revisions, vocabularies (fingerprints and special tokens), totals
     of the shards' counts, fill of both sides (0 to 1), parts with their totals,
-    and per pass the rows of each part and the shards' entries.
+    the first document of some losses, and per pass the rows of each part and
+    the shards' entries.
   """
   parts_totals = [collections.Counter[str]() for _ in parts]
   passes: list[dict[str, Any]] = [
     {'rows': [0] * len(parts), 'shards': []} for _ in range(spec.passes)
   ]
+  first_losses: dict[str, str] = {}
   for key in shard_keys(spec, parts):
     entry = entries[key]
+    # Shards of earlier versions have none.
+    first_losses = entry.get('first_losses', {}) | first_losses
     name = shard_path(folder, spec, key).relative_to(folder).as_posix()
     passes[key.pass_index]['shards'].append({'file': name, **entry})
     passes[key.pass_index]['rows'][key.part] += entry['rows']
-    counts = {name: n for name, n in entry.items() if name != 'sha256'}
+    counts = {name: n for name, n in entry.items() if isinstance(n, int)}
     parts_totals[key.part].update(counts)
   totals = collections.Counter[str]()
   for counts in parts_totals:
@@ -248,6 +253,7 @@ def write_manifest(
       {**dataclasses.asdict(part), **counts}
       for part, counts in zip(parts, parts_totals, strict=True)
     ],
+    'first_losses': first_losses,
     'passes': passes,
   }
   atomic.write_json(paths.at(folder) / record_sets.MANIFEST, manifest)

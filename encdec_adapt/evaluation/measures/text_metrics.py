@@ -31,7 +31,6 @@ import itertools
 import re
 import string
 import types
-from typing import NamedTuple
 
 from encdec_adapt.base import errors, packages
 from encdec_adapt.evaluation.results import results_store
@@ -39,6 +38,7 @@ from encdec_adapt.evaluation.results import results_store
 _ARTICLES = re.compile(r'\b(a|an|the)\b')
 _PUNCTUATION = str.maketrans('', '', string.punctuation)
 _ROUGE = ('rouge1', 'rouge2', 'rougeL')
+_ROUGE_TOKENIZERS = ('english', 'unicode')
 # Scripts without spaces between words -> BLEU's tokenizer.
 _UNSPACED = {
   r'\p{Han}': 'zh',
@@ -50,57 +50,49 @@ _WORD = rf'(?V1)[[{_SCRIPTS}]&&{_LETTER}]\p{{M}}*|[{_LETTER}--[{_SCRIPTS}]]+'
 _FOREIGN = 0.01  # Share of the words of an English text, at most.
 
 
-class Tokenizers(NamedTuple):
-  """Tokenizers of BLEU and ROUGE; see the module's docstring."""
-
-  bleu: str
-  rouge: str
-
-
 def require_packages() -> None:
   """Raises a `UserError` if the extra `eval` is not installed."""
   packages.require('a metric of texts', 'eval', 'rouge_score', 'sacrebleu')
 
 
 def choose(
-  references: Sequence[Sequence[str]], bleu: str = '', rouge: str = ''
-) -> Tokenizers:
-  """Returns the tokenizers of references.
+  references: Sequence[Sequence[str]], names: str = ''
+) -> tuple[str, str]:
+  """Returns the tokenizers of BLEU and of ROUGE for references.
 
   Args:
     references: texts per example.
-    bleu: name of BLEU's; '' to choose it by the script.
-    rouge: name of ROUGE's; '' likewise.
+    names: BLEU,ROUGE; one that is empty is chosen by the script.
 
   Raises:
-    UserError: sacreBLEU has no such tokenizer, or cannot open it.
+    UserError: there is no such tokenizer, or sacreBLEU cannot open it.
   """
   import regex  # A dependency of sacreBLEU.
   import sacrebleu
 
-  texts = itertools.chain.from_iterable(references)
-  words = collections.Counter(word for text in texts for word in _words(text))
-
-  def share(pattern: str) -> float:
-    count = sum(n for x, n in words.items() if regex.search(pattern, x))
-    return count / max(1, words.total())
-
+  text = '\n'.join(itertools.chain.from_iterable(references))
+  words, (bleu, _, rouge) = _words(text), names.partition(',')
   if not bleu:
-    shares = {name: share(f'[{x}]') for x, name in _UNSPACED.items()}
-    shares['13a'] = 1 - sum(shares.values())
-    bleu = max(shares, key=shares.get)
+    counts = {
+      name: len(regex.findall(f'[{scripts}]', text))
+      for scripts, name in _UNSPACED.items()
+    }
+    counts = {'13a': len(words) - sum(counts.values()), **counts}
+    bleu = max(counts, key=counts.get)
     if bleu == 'ja-mecab' and not importlib.util.find_spec('MeCab'):
       bleu = 'char'
-  if not rouge:
-    rouge = 'unicode' if share(r'\P{ASCII}') > _FOREIGN else 'english'
+  foreign = sum(not word.isascii() for word in words)
+  rouge = rouge or _ROUGE_TOKENIZERS[foreign > _FOREIGN * len(words)]
   try:
     sacrebleu.BLEU(tokenize=bleu)
+    _ROUGE_TOKENIZERS.index(rouge)
   except Exception as error:  # Of any kind: some need packages or a download.
     raise errors.UserError(
-      f'--bleu_tokenizer={bleu} is none that sacreBLEU can open ({error});'
-      f' choose one of {", ".join(sacrebleu.BLEU.TOKENIZERS)}.'
+      f'--tokenizers={names} must be BLEU,ROUGE, one of'
+      f' {", ".join(sacrebleu.BLEU.TOKENIZERS)}, and one of'
+      f' {" and ".join(_ROUGE_TOKENIZERS)} ({error}).'
     ) from error
-  return Tokenizers(bleu, rouge)
+  return bleu, rouge
 
 
 def _words(text: str) -> list[str]:
@@ -114,7 +106,7 @@ def score(
   task: str,
   predictions: Sequence[str],
   references: Sequence[Sequence[str]],
-  tokenizers: Tokenizers,
+  tokenizers: tuple[str, str],
 ) -> list[results_store.Score]:
   """Scores predictions by all metrics, BLEU and chrF from 0 to 100.
 
@@ -127,30 +119,29 @@ def score(
   from rouge_score import rouge_scorer
   import sacrebleu
 
-  bleu_suffix, rouge_suffix = (
+  bleu_name, rouge_name = (
     '' if name in ('13a', 'english') else f'/{name}' for name in tokenizers
   )
+  suffixes = {'bleu': bleu_name, **dict.fromkeys(_ROUGE, rouge_name)}
   # Without a tokenizer, rouge-score's own.
-  words = types.SimpleNamespace(tokenize=_words) if rouge_suffix else None
+  words = types.SimpleNamespace(tokenize=_words) if rouge_name else None
   scorer = rouge_scorer.RougeScorer(_ROUGE, use_stemmer=True, tokenizer=words)
   chrf = sacrebleu.CHRF()
   # Without it, the score of a sentence of fewer than four words is 0.
-  bleu = sacrebleu.BLEU(tokenize=tokenizers.bleu, effective_order=True)
+  bleu = sacrebleu.BLEU(tokenize=tokenizers[0], effective_order=True)
   values: dict[str, list[float]] = collections.defaultdict(list)
   for text, texts in zip(predictions, references, strict=True):
     best = scorer.score_multi(texts, text)
     for name in _ROUGE:
-      values[name + rouge_suffix].append(best[name].fmeasure)
+      values[name].append(best[name].fmeasure)
     is_exact = _normal(text) in map(_normal, texts)
     values['exact_match'].append(float(is_exact))
     values['f1'].append(max(_f1(text, x) for x in texts))
     # Scores of sentences are for paired tests; the value is the corpus's.
-    values['bleu' + bleu_suffix].append(
-      bleu.sentence_score(text, list(texts)).score
-    )
+    values['bleu'].append(bleu.sentence_score(text, list(texts)).score)
     values['chrf'].append(chrf.sentence_score(text, list(texts)).score)
   scores = {
-    name: results_store.mean_score(task, name, column)
+    name: results_store.mean_score(task, name + suffixes.get(name, ''), column)
     for name, column in values.items()
   }
   # The first references of all examples, the second, ..; None where an example
@@ -158,8 +149,8 @@ def score(
   columns = list(itertools.zip_longest(*references))
   # The published numbers are those of corpora, which are not means of sentences
   # and so have no standard error.
-  bleu = sacrebleu.BLEU(tokenize=tokenizers.bleu)
-  for name, metric in (('bleu' + bleu_suffix, bleu), ('chrf', chrf)):
+  bleu = sacrebleu.BLEU(tokenize=tokenizers[0])
+  for name, metric in (('bleu', bleu), ('chrf', chrf)):
     value = metric.corpus_score(predictions, columns).score
     scores[name] = dataclasses.replace(scores[name], value=value, stderr=None)
   return list(scores.values())

@@ -15,9 +15,10 @@
 Each is also of the leading parts of the vectors that an embedding model has
 (Matryoshka), as in `ndcg@10/128`. Other models are measured by the mean of the
 states that read a prompt. Queries and documents have the prefixes of the run;
-a text longer than the model's positions keeps its first tokens. A query that is
-itself a document, by its id, does not find itself, as in BEIR's evaluation
-(ArguAna). Of the other rooms of `evaluation`, `results` is imported.
+a text longer than the model's positions keeps its first tokens. As in BEIR's
+evaluation, a query does not find the document with its id, which is the query
+itself (ArguAna); where qrels call that document relevant, ids are numbers that
+happen to be equal. Of the other rooms of `evaluation`, `results` is imported.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -45,6 +46,8 @@ _NUMBER, _LABEL = (int, float), (int, float, str)
 _FORMS = {str: 'a text', _NUMBER: 'a number', _LABEL: 'a number or a text'}
 
 Vectors = np.ndarray  # [n, E]
+# Relevances of documents for a query; the document with its id.
+Judgement = tuple[dict[int, float], int | None]
 # Values of every query; or a value and the number of its examples.
 Metrics = Mapping[str, list[float] | tuple[float, int]]
 
@@ -189,32 +192,27 @@ def _read_search(folder: str) -> EmbeddingEvaluation:
     raise errors.UserError(f'{path} has no relevant documents.')
   # Other queries have nothing to find.
   texts = {'query': [queries[i] for i in relevant], 'document': texts}
-  relevances = [*relevant.values()]
-  # Document that is the query itself, by its id; None for most.
-  excluded = [numbers.get(ids[i]) for i in relevant]
+  # With the document that has the query's id; None for most.
+  judgements = [(x, numbers.get(ids[i])) for i, x in relevant.items()]
   return EmbeddingEvaluation(
     paths.at(folder).name,
     texts,
-    lambda *x: _search(*x, relevances, excluded),
-    (texts, relevances, excluded),
+    lambda *x: _search(*x, judgements),
+    (texts, judgements),
     [groups[i] for i in relevant] if all(groups) else (),
   )
 
 
 def _search(
-  queries: Vectors,
-  documents: Vectors,
-  relevances: Sequence[dict[int, float]],
-  excluded: Sequence[int | None],
+  queries: Vectors, documents: Vectors, judgements: Sequence[Judgement]
 ) -> Metrics:
   """Returns metrics of every query; gains are relevances, as in trec_eval."""
   rows = []
   discounts = 1 / np.log2(np.arange(_DEPTH) + 2)
-  columns = queries, relevances, excluded
-  for query, relevant, itself in zip(*columns, strict=True):
-    order = np.argsort(-(documents @ query), kind='stable')
-    order = order[order != itself][:_DEPTH]
-    gains = np.array([relevant.get(i, 0.0) for i in order.tolist()])
+  for query, (relevant, same) in zip(queries, judgements, strict=True):
+    order = np.argsort(-(documents @ query), kind='stable')[: _DEPTH + 1]
+    order = [i for i in order.tolist() if i != same or i in relevant][:_DEPTH]
+    gains = np.array([relevant.get(i, 0.0) for i in order])
     ideal = np.sort([*relevant.values()])[::-1][:_DEPTH]
     ndcg = (gains @ discounts[: len(gains)]) / (ideal @ discounts[: len(ideal)])
     recall = np.count_nonzero(gains) / len(relevant)

@@ -40,7 +40,7 @@ class Pairs:
   inputs: Sequence[str]
   targets: Sequence[Sequence[str]]
   generation: text_generation.Options
-  tokenizers: text_metrics.Tokenizers
+  tokenizers: tuple[str, str]
 
   def options(self) -> results_store.Options:
     """Returns the inputs of the scores."""
@@ -48,7 +48,7 @@ class Pairs:
       'pairs': self.name,
       'content': results_store.digest([self.inputs, self.targets]),
       **{name: getattr(self.generation, name) for name in OPTIONS},
-      'tokenizers': self.tokenizers._asdict(),
+      'tokenizers': list(self.tokenizers),
     }
 
   def check(self, stored: model_on_disk.StoredModel) -> None:
@@ -97,11 +97,7 @@ class Pairs:
 
 
 def read(
-  spec: str,
-  limit: int | None = None,
-  bleu_tokenizer: str = '',
-  rouge_tokenizer: str = '',
-  **options: Any,
+  spec: str, limit: int | None = None, tokenizers: str = '', **options: Any
 ) -> Pairs:
   """Reads FILE.jsonl[#INPUT,TARGET].
 
@@ -109,8 +105,7 @@ def read(
     spec: path of a JSONL file, and the fields of the texts, by default input
       and target. A target may be a list of references.
     limit: most pairs to read.
-    bleu_tokenizer: see `text_metrics.choose`.
-    rouge_tokenizer: likewise.
+    tokenizers: names for `text_metrics.choose`.
     **options: `OPTIONS` of the answers.
 
   Raises:
@@ -142,5 +137,5 @@ def read(
     inputs.append(source)
     targets.append(references)
   generation = text_generation.Options(**options)
-  tokenizers = text_metrics.choose(targets, bleu_tokenizer, rouge_tokenizer)
-  return Pairs(paths.at(path).stem, inputs, targets, generation, tokenizers)
+  chosen = text_metrics.choose(targets, tokenizers)
+  return Pairs(paths.at(path).stem, inputs, targets, generation, chosen)

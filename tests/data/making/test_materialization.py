@@ -22,6 +22,7 @@ from encdec_adapt.data.records import loader, manifest_summary, record_sets
 from encdec_adapt.objectives import framing, randomness
 from encdec_adapt.tokenizers import vocabulary_pair, vocabulary_training
 from tests import tiny
+from tests.tokenizers import t5_files
 
 DOCUMENTS = 40
 
@@ -61,6 +62,7 @@ def fake_examples(job):
   kills its process where DIE_AT names its shard, once the pass before is made.
   """
   spec = job.spec
+  job.first_losses['lossy_targets'] = f'shard {job.key.shard}'
   for document in range(job.key.shard, DOCUMENTS, spec.shards):
     if os.environ.get('DIE_AT') == f'{job.key.pass_index}/{job.key.shard}':
       before = pathlib.Path(job.folder) / f'pass-{job.key.pass_index - 1:05}'
@@ -228,6 +230,7 @@ def data_config(text, folder, **changes):
     chat_format='',
     workers=1,
     samples=False,
+    lossy_targets='fail',
     train=make_spec(text, passes=1),
     evaluation=make_spec(text, split='eval', passes=1, pack=False, max_rows=8),
   )
@@ -324,6 +327,44 @@ def test_a_job_that_continues_prompts_refuses_long_ones(text, tmp_path):
   # Unless the objective says what to do with them, and in other jobs.
   counts = {write('pairs:too_long=drop', True), write('pairs', False)}
   assert counts == {(6, 1)}
+
+
+@pytest.mark.parametrize(
+  'target, count, message',
+  [
+    (
+      '日本 a fox',
+      1,
+      "of 50 .* 1 targets lose .*: '日本 a fox' becomes 'a fox'",
+    ),
+    ('', 26, 'of 50 examples, 26 targets are empty'),
+  ],
+)
+def test_lossy_and_empty_targets_are_trained_on_if_allowed(
+  text, tmp_path, target, count, message
+):
+  file, vocabulary = tmp_path / 'a.jsonl', tmp_path / 'spiece.model'
+  lines = [{'q': 'a', 'a': target if i < count else 'of'} for i in range(50)]
+  file.write_text(''.join(json.dumps(x) + '\n' for x in lines))
+  changes = dict(source=f'pairs:{file}#q,a', objective='pairs', passes=1)
+  choice = vocabulary_pair.Choice(str(t5_files.train(vocabulary)))
+  data = data_config(
+    text,
+    tmp_path,
+    vocabularies=choice,
+    train=make_spec(text, **changes, eval_fraction=1e-9),
+    evaluation=make_spec(text, **changes, split='eval', eval_fraction=0.9),
+  )
+  for _ in range(2):  # Made, and read again.
+    with pytest.raises(errors.UserError, match=message):
+      materialization.materialize(data)
+  with pytest.raises(errors.UserError, match=message):
+    materialization.open_sets(data, choice.open())
+  before = contents(tmp_path)
+  data.lossy_targets = 'allow'
+  materialization.materialize(data)
+  assert len(materialization.open_sets(data, choice.open())[0]) > 0
+  assert contents(tmp_path) == before
 
 
 def test_records_of_another_vocabulary_are_refused(text, tmp_path):

@@ -48,3 +48,5 @@ def test_documents_tokens_and_losses_are_said():
   lines = manifest_summary.describe(manifest).splitlines()
   assert lines[0].startswith('text:a + text:b: 10 rows in 2 passes, 45 ex')
   assert sum('WARNING' in line for line in lines) == 2
+  # Nor of targets that lose text.
+  manifest_summary.check_targets(manifest, 'fail')

@@ -1,7 +1,10 @@
 """Metrics of texts on literal ones."""
 
+import importlib.util
+
 import pytest
 
+from encdec_adapt.base import errors
 from encdec_adapt.evaluation.measures import text_metrics
 
 pytest.importorskip('sacrebleu', reason="needs pip install -e '.[eval]'")
@@ -12,11 +15,60 @@ REFERENCES = [
   ['nothing'],
   ['the blue house stands'],
 ]
+# A sentence of each script, of the languages that NTREX has.
+SENTENCES = {
+  'Amharic': 'መርከቡ ዛሬ ጠዋት ወደ ወደብ ገባ።',
+  'Arabic': 'وصلت السفينة إلى الميناء هذا الصباح.',
+  'Burmese': 'သင်္ဘောသည် ယနေ့နံနက် ဆိပ်ကမ်းသို့ ရောက်ရှိသည်။',
+  'Chinese': '这艘船今天早上到达了港口。',
+  'English': 'The ship reached the harbour this morning.',
+  'German': 'Das Schiff erreichte heute früh den Hafen.',
+  'Hindi': 'जहाज़ आज सुबह बंदरगाह पर पहुँचा।',
+  'Japanese': '船は今朝、港に着きました。',
+  'Khmer': 'កប៉ាល់បានមកដល់កំពង់ផែនៅព្រឹកនេះ។',
+  'Korean': '배가 오늘 아침 항구에 도착했다.',
+  'Lao': 'ເຮືອມາຮອດທ່າເຮືອໃນເຊົ້ານີ້.',
+  'Russian': 'Корабль сегодня утром пришёл в порт.',
+  'Tamil': 'கப்பல் இன்று காலை துறைமுகத்தை அடைந்தது.',
+  'Thai': 'เรือมาถึงท่าเรือเมื่อเช้านี้',
+  'Tibetan': 'གྲུ་གཟིངས་དེ་རིང་ཞོགས་པ་གྲུ་ཁར་འབྱོར།',
+}
+BLEU = dict.fromkeys(('Burmese', 'Khmer', 'Lao', 'Thai', 'Tibetan'), '/char')
+HAS_MECAB = importlib.util.find_spec('MeCab')
+BLEU |= {'Chinese': '/zh', 'Japanese': '/ja-mecab' if HAS_MECAB else '/char'}
 
 
-def _scores(predictions, references):
-  scores = text_metrics.score('x', predictions, references)
+def _scores(predictions, references, names=''):
+  tokenizers = text_metrics.choose(references, names)
+  scores = text_metrics.score('x', predictions, references, tokenizers)
   return {score.metric: score for score in scores}
+
+
+@pytest.mark.parametrize('language', SENTENCES)
+def test_a_perfect_answer_has_the_best_score_in_every_script(language):
+  texts = [SENTENCES[language]]
+  scores = _scores(texts, [texts])
+  found = {name: score.value for name, score in scores.items()}
+  suffix = '/unicode' * (language != 'English')
+  expected = {f'rouge{n}{suffix}': 1 for n in '12L'}
+  expected |= {f'bleu{BLEU.get(language, "")}': 100, 'chrf': 100}
+  assert found == pytest.approx(expected | {'exact_match': 1, 'f1': 1})
+
+
+def test_english_has_rouge_scores_words_and_names_are_checked():
+  from rouge_score import rouge_scorer
+
+  scorer = rouge_scorer.RougeScorer(['rouge2'], use_stemmer=True)
+  text, reference = "He's running a café in 2024", "he'd run 2024 cafés"
+  expected = scorer.score(reference, text)['rouge2'].fmeasure
+  english = [SENTENCES['English']] * 50
+  found = _scores([text, *english], [[x] for x in (reference, *english)])
+  assert found['rouge2'].scores[0] == expected
+  found = _scores([text], [[reference]], 'intl,unicode')
+  assert {'bleu/intl', 'rouge2/unicode'} < found.keys()
+  for names in ('klingon', '13a,porter'):
+    with pytest.raises(errors.UserError, match=f'--tokenizers={names} must be'):
+      text_metrics.choose([[text]], names)
 
 
 def test_literal_scores():
