@@ -49,7 +49,7 @@ def job(config, lengths, workdir, *flags):
 def pairs(tmp_path_factory):
   """The flag of a source of pairs."""
   file = tmp_path_factory.mktemp('pairs') / 'pairs.jsonl'
-  lines = [{'q': f'the fox {i}', 'a': f'two cats {i}'} for i in range(60)]
+  lines = [{'q': f'the fox {i}', 'a': f'two cats {i % 9}'} for i in range(60)]
   file.write_text('\n'.join(map(json.dumps, lines)))
   return f'--config.data.source=pairs:{file}#q,a'
 

@@ -11,6 +11,9 @@ r"""Rewards of completions, by the names in `config.train.rewards`.
 | `python:FILE#FUNCTION` | what the function returns                          |
 | `model:CHECKPOINT`     | the output of a reward model                       |
 
+Rows hold tokens, so a target is the text that the vocabulary makes of them;
+`config.data.lossy_targets` is about targets that lose some.
+
 `FUNCTION(prompts, completions, fields)` gets lists with an entry for each
 completion, and returns a list of numbers. `fields` are dictionaries of the
 fields that `config.data.source` names behind the answer or the messages, and
