@@ -531,6 +531,18 @@ def _check_sources(settings: Settings, sources: bool) -> None:
         f'config.train.{key} is 1 and the loss is {loss.name}, which compares'
         ' the rows of a batch with each other; set it to at least 2.'
       )
+  adapters, rates = settings.adapters, {'dropout': settings.train.dropout}
+  rates['lora'] = adapters.options.dropout if adapters else 0.0
+  for key, rate in rates.items():
+    # Runs of earlier versions, which may have it, are opened without sources.
+    if sources and rate and not loss.allows_dropout:
+      raise errors.UserError(
+        f'config.train.{key} is {getattr(settings.train, key)!r} and the loss'
+        f' is {loss.name}, which compares log-probabilities or scores of'
+        ' answers: dropout would change those of the trained model alone, and'
+        ' not those of a reference or a sampler that equals it; set dropout to'
+        ' 0.'
+      )
   if settings.train.sampling.max_kl and settings.checkpoint.keep < 2:
     raise errors.UserError(
       f'config.checkpoint.keep is {settings.checkpoint.keep} with max_kl in'

@@ -20,6 +20,12 @@ BASE = '--config=configs/base.py'
 SOURCE = ('--config.init.encoder=a', '--config.data.source=python')
 TEACHER = (*SOURCE, '--config.teacher.checkpoint=b')
 PREFIX_LM = '--config.data.objective=prefix_lm'
+DROPOUT = ('train.dropout=0.1',)
+LORA = ('train.lora=rank=2,dropout=0.1', 'init.mode=checkpoint')
+LORA += ('init.encoder=a',)
+PREFERENCES = ('data.objective=preferences', 'data.encoder_length=8')
+PREFERENCES += ('data.source=preferences:rows.jsonl#p,c,r',)
+POLICY = ('loss.kind=rloo', 'train.rewards=answers')
 # A pair of two vocabularies.
 PAIR = (
   'model.kind=encoder_decoder',
@@ -212,6 +218,10 @@ def test_any_model_is_said_by_a_configuration(merged):
     (['checkpoint.every=ten%'], "'ten' at column 1 must be .*share of them"),
     (['train.dropout=1'], 'train.dropout is 1.0; it must be below 1'),
     (['train.dropout=-0.1'], 'train.dropout is -0.1; .*at least 0'),
+    ([*DROPOUT, 'loss.kind=orpo'], 'dropout is 0.1 and the loss is preference'),
+    ([*DROPOUT, *PREFERENCES, 'loss.kind=reward'], 'the loss is reward, which'),
+    ([*DROPOUT, *POLICY], 'train.dropout is 0.1 and the loss is policy, which'),
+    ([*LORA, *POLICY], "train.lora is 'rank=2,dropout=0.1' .*loss is policy"),
     (['optimizer.eps=0'], 'optimizer.eps is 0.0; .*above 0'),
     (['optimizer.kind=adam'], "'adam'.*adamw"),
     (['optimizer.learning_rate=nan'], 'learning_rate is nan.*finite'),

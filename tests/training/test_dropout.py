@@ -15,7 +15,8 @@ from encdec_adapt.models import base_model, build, model_config, parameters
 from encdec_adapt.ops import partition
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import rules as rules_lib
-from encdec_adapt.training.losses import cross_entropy
+from encdec_adapt.training.losses import cross_entropy, distillation, infonce
+from tests.training import test_infonce
 from tests.training.conftest import INIT, MODEL, STACK, Trainer, make_batch
 
 RATE = 0.2
@@ -109,6 +110,50 @@ def test_steps_and_microbatches_draw_their_own(params):
       float(total / batch['weights'].sum()), rel=1e-5
     )
   assert abs(seen[0] - seen[1]) > 1e-3
+
+
+STUDENTS = {
+  'distillation': (
+    distillation.Distillation(kind='distill', distillation=0.5, chunk=16),
+    MODEL,
+    make_batch(8),
+  ),
+  'infonce': (
+    infonce.InfoNce(kind='infonce:teacher=1'),
+    test_infonce.MODEL,
+    test_infonce._batch(2),
+  ),
+}
+
+
+@pytest.mark.parametrize('name', STUDENTS)
+def test_a_student_has_dropout_and_its_teacher_none(name):
+  loss, model, batch = STUDENTS[name]
+  loss = dataclasses.replace(loss, models={'teacher': model})
+  student, frozen = (jax.jit(model.init)(jax.random.key(i)) for i in range(2))
+  dropout = base_model.Dropout(RATE, jax.random.key(2))
+
+  @jax.jit
+  def run(batch):
+    plain, drawn = (
+      loss.predict(model, student, batch, dropout=x) for x in (None, dropout)
+    )
+    references = {'teacher': loss.predict(model, frozen, batch)}
+    sums = loss.sums(model, student, batch, {'teacher': frozen}, dropout)
+    return (
+      (plain.hidden, drawn.hidden),
+      (sums, loss.terms(drawn, references, batch)),
+      loss.terms(plain, references, batch),
+    )
+
+  (plain, drawn), (sums, expected), without = run(batch)
+  # Every target, and every text: queries and documents.
+  texts = batch['roles' if 'roles' in batch else 'weights'] > 0
+  assert np.all(np.abs(plain - drawn).max(-1)[texts] > 1e-3)
+  for term, value in expected.items():
+    assert float(sums[term]) == pytest.approx(float(value), rel=1e-4)
+  for term in {'loss', 'cross_entropy', 'distillation'} & {*expected}:
+    assert abs(float(sums[term]) - float(without[term])) > 1e-2, term
 
 
 DECODER = build.build(model_config.DecoderOnlyConfig(STACK))

@@ -46,6 +46,7 @@ class Comparison(loss.Loss):
   curves: ClassVar[tuple[str, ...]] = ('loss', 'accuracy', 'brier')
   selects: ClassVar[str] = 'accuracy'
   highest: ClassVar[bool] = True
+  allows_dropout: ClassVar[bool] = False
   unit: ClassVar[str] = 'of preferences'
 
   def check(

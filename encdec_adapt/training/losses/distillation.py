@@ -58,6 +58,9 @@ class Options:
 class Distillation(cross_entropy.CrossEntropy):
   """Divergence from a teacher, mixed with cross-entropy to the data.
 
+  Dropout is that of the student, in both terms; the teacher and the sampler of
+  the student's completions have none.
+
   Attributes:
     stored: folder of the stored teacher, whose probabilities are in the batch;
       '' where the teacher is a model.

@@ -25,7 +25,8 @@ that are equal to q. The mean is over queries. Added to it are
 Every text is compared with those of the whole batch, so microbatches are no
 parts of the loss: their vectors are computed in turn without keeping
 activations, which the backward pass computes again, microbatch by microbatch
-(gradient caching, arXiv:2101.06983).
+(gradient caching, arXiv:2101.06983). With dropout each text, query or document,
+has masks of its own; vectors of the teacher and of held-out texts have none.
 """
 
 from collections.abc import Mapping

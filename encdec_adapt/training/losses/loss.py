@@ -71,6 +71,8 @@ class Loss:
     highest: whether the highest value of it is the best; else the lowest.
     reads_rewards: whether it needs rewards of sampled completions.
     reads_windows: whether a teacher reads the text that spans were cut out of.
+    allows_dropout: whether the trained model may have dropout; not where its
+      log-probabilities or scores of answers are compared.
     unit: unit of the metric in printed lines.
     joins_rows: whether the rows of a batch are compared with each other, so
       that it has at least 2, and the loss divides it into `parts` itself.
@@ -96,6 +98,7 @@ class Loss:
   highest: ClassVar[bool] = False
   reads_rewards: ClassVar[bool] = False
   reads_windows: ClassVar[bool] = False
+  allows_dropout: ClassVar[bool] = True
   unit: ClassVar[str] = 'per target token'
   joins_rows: ClassVar[bool] = False
   axes: ClassVar[Mapping[str, tuple[str | None, ...]]] = {}

@@ -208,6 +208,7 @@ class Policy(loss.Loss):
   selects: ClassVar[str] = 'reward'
   highest: ClassVar[bool] = True
   reads_rewards: ClassVar[bool] = True
+  allows_dropout: ClassVar[bool] = False
   unit: ClassVar[str] = 'of greedy completions'
   axes: ClassVar[Mapping[str, tuple[str | None, ...]]] = framing.GROUP_AXES | {
     'rewards': ('batch', None),
