@@ -454,14 +454,16 @@ def train(
       evaluate(step, state.params, last=True)
     watchdog.beat(step, 'save')
     checkpoints.wait()
+    # The KL was that of the policy before the last update.
+    within = checkpoints.discard(step - 1) if telemetry.over_budget else None
 
   # -- End ---------------------------------------------------------------------
 
   batches.close()
-  if stopping and not last:
+  if stopping and not (last or telemetry.over_budget):
     log(f'asked to stop: saved step {step}, exiting with {exit_status.RESTART}')
     return exit_status.RESTART
-  if note := telemetry.describe_end(step, steps, checkpoints.all_steps()):
+  if note := telemetry.describe_end(step, steps, within):
     log(note)
   if distributed.is_lead():
     rate, seed = settings.optimizer.schedule.peak, settings.seed

@@ -26,7 +26,7 @@ broadcasts the result; every process calls every public method. The folder
 is on a mounted file system or in a bucket.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent import futures
 import contextlib
 import dataclasses
@@ -332,6 +332,28 @@ class Checkpoints(contextlib.AbstractContextManager):
     self._orbax.reload()
     return step
 
+  def discard(self, first: int) -> int | None:
+    """Deletes the steps from `first` on.
+
+    Returns:
+      The step by which the run is used from then on: the best with `keep_best`,
+      else the newest; None if no step is left.
+    """
+    self.wait()
+
+    def delete() -> int | None:
+      for step in self.all_steps():
+        if step >= first:
+          step_folders.delete(self.folder, step)
+      steps = self.all_steps()[::-1]
+      if self._config.keep_best:
+        steps = _best_first(self.folder, steps)
+      return next(iter(steps), None)
+
+    step = distributed.from_lead(delete, 'checkpoints-discard')
+    self._orbax.reload()
+    return step
+
   def check_not_lost(self) -> None:
     """Refuses to start at step 0 if there are checkpoints, all damaged.
 
@@ -454,12 +476,7 @@ def open_best(path: _Path) -> Checkpoint:
   Opens the newest if no checkpoint has a loss; otherwise as `open_latest`.
   """
   folder, steps = step_folders.locate(path)
-
-  def order() -> list[int]:
-    ranked = _by_loss(_read_losses(folder, steps))
-    return ranked + [step for step in reversed(steps) if step not in ranked]
-
-  return _open_first(path, folder, order)
+  return _open_first(path, folder, lambda: _best_first(folder, steps[::-1]))
 
 
 def open_step(path: _Path, step: int) -> Checkpoint:
@@ -490,6 +507,12 @@ def _by_loss(losses: Mapping[int, float | None]) -> list[int]:
   """Returns the steps that have a loss: the lowest first, then the earliest."""
   ranked = [step for step, loss in losses.items() if loss is not None]
   return sorted(ranked, key=lambda step: (losses[step], step))
+
+
+def _best_first(folder: paths.Path, steps: Sequence[int]) -> list[int]:
+  """Returns the steps that have a loss as `_by_loss`, then the others."""
+  ranked = _by_loss(_read_losses(folder, steps))
+  return ranked + [step for step in steps if step not in ranked]
 
 
 def _open_first(

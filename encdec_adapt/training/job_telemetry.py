@@ -9,7 +9,7 @@ right moments of the loop.
 """
 
 import collections
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 import contextlib
 import os
 from typing import Any
@@ -213,19 +213,20 @@ class JobTelemetry(contextlib.AbstractContextManager):
     if self._writer and rows:
       self._writer.show(name, step, rows)
 
-  def describe_end(self, step: int, steps: int, saved: Sequence[int]) -> str:
+  def describe_end(self, step: int, steps: int, within: int | None) -> str:
     """Describes why a job ends before its last step, '' if it does not.
 
     Args:
       step: the last step.
       steps: steps of the job.
-      saved: steps that are saved, ascending.
+      within: step by which the run of a policy that is over its budget of KL is
+        used, None without any.
 
     Raises:
       UserError: see `_describe_budget`.
     """
     if self.over_budget:
-      return self._describe_budget(step, saved)
+      return self._describe_budget(step, within)
     if self.stagnates:
       better = 'higher' if self._loss.highest else 'lower'
       return (
@@ -239,32 +240,32 @@ class JobTelemetry(contextlib.AbstractContextManager):
       )
     return ''
 
-  def _describe_budget(self, step: int, saved: Sequence[int]) -> str:
-    """Names the last save of a policy that is within its budget of KL.
+  def _describe_budget(self, step: int, within: int | None) -> str:
+    """Names the save of a policy that is within its budget of KL.
 
     Args:
       step: the last step; the KL is that of the policy before it.
-      saved: steps that are saved, ascending.
+      within: see `describe_end`.
 
     Raises:
-      UserError: the policy that the job began with is over the budget.
+      UserError: no save is within the budget.
     """
-    bound = f'the largest that {rollout_options.LABEL} allows ({self._max_kl})'
+    problem = (
+      f'the KL to the reference at step {step - 1} is above the largest that'
+      f' {rollout_options.LABEL} allows ({self._max_kl})'
+    )
     if step == 1:
       raise errors.UserError(
-        f'the KL to the reference is above {bound} at step 0: training has to'
-        ' start from the reference (config.teacher.checkpoint), or raise it.'
+        f'{problem}: training has to start from the reference'
+        ' (config.teacher.checkpoint), or raise it.'
       )
-    # All earlier steps were within it.
-    within = [s for s in saved if s < step - 1]
-    last = (
-      f'the last save within it is step {within[-1]}'
-      if within
-      else ('no save is within it; lower config.checkpoint.every')
-    )
+    if within is None:
+      raise errors.UserError(
+        f'{problem}, and no save is within it; lower config.checkpoint.every.'
+      )
     return (
-      f'the KL to the reference at step {step - 1} is above {bound}: the job'
-      f' ends, and {last}'
+      f'{problem}: the job ends, saves over it are deleted, and commands open'
+      f' the save of step {within}'
     )
 
   def flush(self) -> None:

@@ -133,6 +133,19 @@ def test_the_best_of_all_steps_is_kept_and_opened(place, capsys):
   assert f'skipping {place / "2"}' in capsys.readouterr().err
 
 
+@pytest.mark.parametrize('keep_best, used', [(False, 3), (True, 2)])
+def test_discarded_steps_are_neither_the_best_nor_the_newest(
+  place, keep_best, used
+):
+  with _open(place, keep=9, keep_best=keep_best) as checkpoints:
+    for step, loss in {2: 2.0, 3: 3.0, 4: 1.0}.items():
+      _save(checkpoints, step, loss=loss)
+    assert checkpoints.discard(4) == used
+    assert checkpoints.all_steps() == [2, 3]
+    _save(checkpoints, 4)
+    assert checkpoints.discard(2) is None and not checkpoints.all_steps()
+
+
 def _largest(folder):
   files = [folder / name for name in paths.tree(folder)]
   return max(files, key=paths.size)

@@ -7,6 +7,7 @@ import pytest
 
 from encdec_adapt import train as train_lib
 from encdec_adapt.checkpoints import manager
+from encdec_adapt.conversion import model_on_disk
 from encdec_adapt.telemetry import metrics
 from encdec_adapt.training import policy_batches
 from tests import tiny
@@ -139,26 +140,31 @@ def test_adapters_are_a_policy_over_their_base(tmp_path, flags):
 
 @pytest.mark.long
 @pytest.mark.e2e
-def test_a_budget_of_kl_ends_the_job(tmp_path, flags):
+@pytest.mark.parametrize('keep_best', [False, True])
+def test_a_budget_of_kl_ends_the_job(tmp_path, flags, keep_best):
   """At the last save within it, also where the job is started again."""
+  run = tmp_path / 'run'
   flags = [
     *flags,
     '--config.train.rollouts=samples=4,tokens=8,max_kl=0.1',
     '--config.checkpoint.every=1',
+    f'--config.checkpoint.keep_best={keep_best}',
     '--config.optimizer.learning_rate=1e-4',
-    f'--workdir={tmp_path}/run',
+    f'--workdir={run}',
   ]
   texts = []
   for _ in range(2):
     done = tiny.run('train', *flags)
     assert done.returncode == 0, done.stdout + done.stderr
-    texts.append(
-      next(x for x in done.stdout.splitlines() if 'the last save' in x)
-    )
-  kl = [x['kl'] for x in _records(tmp_path / 'run', 'train')]
-  assert len(kl) < 15 and kl[-1] > 0.1 >= max(kl[:-1])
-  # The policy of the step before is over the budget: the save before is not.
-  assert f'the last save within it is step {len(kl) - 2}' in texts[0]
+    texts.append(next(x for x in done.stdout.splitlines() if 'commands' in x))
+    opened = model_on_disk.open_model(run).step
+    assert texts[-1].endswith(f' commands open the save of step {opened}')
+    kl = [x['kl'] for x in _records(run, 'train')]
+    assert len(kl) < 15 and kl[-1] > 0.1 >= max(kl[:-1])
+    # The policy of the step before is over the budget: the save before is not.
+    assert manager.open_latest(run).step == len(kl) - 2
+    assert keep_best or opened == len(kl) - 2
+  assert f'resuming at step {len(kl) - 2}' in done.stdout
   assert texts[0] == texts[1]
 
 
@@ -172,7 +178,7 @@ def test_a_budget_that_the_start_is_over_is_refused(tmp_path, flags):
     '--config.train.rollouts=samples=4,tokens=8,max_kl=0.1',
     f'--workdir={tmp_path}/run',
   ]
-  with pytest.raises(ValueError, match=r'is above .*\(0.1\) at step 0'):
+  with pytest.raises(ValueError, match=r'at step 0 is above .*\(0.1\)'):
     tiny.call(train_lib, *flags)
 
 
