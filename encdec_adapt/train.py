@@ -122,7 +122,8 @@ def train(
 
   Raises:
     UserError: bad input, found before the first step; checkpoints exist but
-      none is undamaged; or too many updates in a row are not finite.
+      none is undamaged; or too many updates in a row are not finite, or the
+      losses with which the job ends.
   """
   log = print if distributed.is_lead() else lambda *_: None
   steps, model = settings.train.steps, settings.model
@@ -473,6 +474,7 @@ def train(
     )
   # No process exits before process 0 has committed the last checkpoint.
   distributed.barrier('the end')
+  telemetry.require_finite()
   return 0
 
 

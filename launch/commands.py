@@ -20,6 +20,7 @@ SOURCE += ('encdec_adapt', 'configs', 'launch')
 # Exit statuses of a job: copies of those in encdec_adapt.base.exit_status,
 # which the launchers cannot import; a test compares them.
 USER_ERROR = 2
+DIVERGED = 3
 RESTART = 75
 HANG = 76
 # Prefix of a Google Cloud accelerator type -> name of the chip in a topology,

@@ -24,7 +24,10 @@ class AbsentError(UserError):
 
 
 class DivergedError(UserError):
-  """Training stopped because its updates were not finite."""
+  """Training stopped or ended with updates or losses that are not finite.
+
+  Mains exit with a status of its own, on which launchers restart nothing.
+  """
 
 
 def user_error_behind(error: BaseException) -> UserError | None:

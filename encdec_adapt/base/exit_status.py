@@ -14,8 +14,11 @@ from absl import flags
 from encdec_adapt.base import errors
 
 # Exit statuses besides 0 and Python's 1 for an unexpected exception; launchers
-# restart on all but the first, and nobody presses Ctrl-C there.
+# restart on all but the first two, and nobody presses Ctrl-C there. The table
+# of all is in launch/README.md.
 USER_ERROR = 2
+# The losses of a job are not finite: the same command diverges again.
+DIVERGED = 3
 # EX_TEMPFAIL: stopped by a signal and saved; the same command resumes.
 RESTART = 75
 # 128 + SIGINT, as shells report it: stopped by Ctrl-C.
@@ -68,4 +71,6 @@ def status(error: BaseException) -> int:
     return error.code if isinstance(error.code, int) else int(bool(error.code))
   if isinstance(error, errors.AbsentError):
     return HANG
+  if isinstance(error, errors.DivergedError):
+    return DIVERGED
   return USER_ERROR if isinstance(error, (errors.UserError, flags.Error)) else 1

@@ -11,6 +11,7 @@ right moments of the loop.
 import collections
 from collections.abc import Callable, Iterator, Mapping
 import contextlib
+import math
 import os
 from typing import Any
 
@@ -267,6 +268,31 @@ class JobTelemetry(contextlib.AbstractContextManager):
       f'{problem}: the job ends, saves over it are deleted, and commands open'
       f' the save of step {within}'
     )
+
+  def require_finite(self) -> None:
+    """Checks the last losses of a job that has ended; all processes call it.
+
+    Raises:
+      DivergedError: the loss of the last step, or the last held-out loss, is
+        not finite.
+    """
+
+    def read() -> dict[str, float]:
+      # From the file: an earlier start may have computed them.
+      records = metrics.read_metrics(self._writer.path)
+      kinds = {'train': 'training', 'eval': 'held-out'}
+      return {
+        kinds[x['kind']]: x['loss'] for x in records if x['kind'] in kinds
+      }
+
+    losses = distributed.from_lead(read, 'losses')
+    if not all(map(math.isfinite, losses.values())):
+      shown = ', '.join(f'{kind} loss {x:.4g}' for kind, x in losses.items())
+      raise errors.DivergedError(
+        f'the job has ended with a loss that is not finite ({shown}). Lower'
+        ' config.optimizer.learning_rate or clip harder, and start in another'
+        ' --workdir.'
+      )
 
   def flush(self) -> None:
     """Flushes the metrics, so that no checkpoint is ahead of its records."""

@@ -62,7 +62,7 @@ if [ "$status" = 1 ] && [ -n "${SLURM_ARRAY_TASK_ID:-}" ]; then
   exit 1
 fi
 case "$status" in
-  0 | 2)
+  0 | 2 | 3)
     rm -f "$failures"
     exit "$status"
     ;;

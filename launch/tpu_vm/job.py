@@ -41,7 +41,7 @@ class End(enum.Enum):
 
   DONE = 'done'
   RESTART = 'was stopped after a save'
-  REFUSED = 'refused its input'
+  REFUSED = 'refused its input, or diverged'
   FAILED = 'failed'
   NOT_SET_UP = 'could not be set up'
   UNFIT = 'cannot be set up with these flags'
@@ -58,11 +58,12 @@ def judge(statuses: typing.Mapping[str, int], gcloud: int) -> End:
   found = set(statuses.values())
   if found == {0} and gcloud == 0:
     return End.DONE
-  if found - {0, commands.RESTART, commands.USER_ERROR}:
+  final = {commands.USER_ERROR, commands.DIVERGED}
+  if found - {0, commands.RESTART, *final}:
     return End.FAILED
   if commands.RESTART in found:
     return End.RESTART
-  if commands.USER_ERROR in found:
+  if found & final:
     return End.REFUSED
   return End.LOST
 
@@ -263,7 +264,7 @@ class Job:
         self.take_down()
         failures = 0
       elif refused:
-        return commands.USER_ERROR
+        return max(statuses.values(), default=commands.USER_ERROR)
       elif end is End.RESTART:
         failures = 0
       else:

@@ -23,6 +23,8 @@ def main(values):
   print('step 10/20')
   if values.end == 'user error':
     raise errors.UserError('config.train.steps is -1;\\n  give at least 1.')
+  if values.end == 'diverged':
+    raise errors.DivergedError('the loss is nan.')
   if values.end == 'absent':
     raise errors.AbsentError('process 3 is missing.')
   if values.end == 'bug':
@@ -46,6 +48,10 @@ _SEE_KEYS = 'print_config shows every key.\n'
     (
       *(['--end=user error'], exit_status.USER_ERROR, 'step 10/20\n'),
       'Error: config.train.steps is -1; give at least 1.\n',
+    ),
+    (
+      *(['--end=diverged'], exit_status.DIVERGED, 'step 10/20\n'),
+      'Error: the loss is nan.\n',
     ),
     (
       *(['--end=absent'], exit_status.HANG, 'step 10/20\n'),

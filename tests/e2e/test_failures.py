@@ -68,3 +68,14 @@ def test_what_is_being_saved_when_a_job_fails_is_completed(
   with pytest.raises(ValueError, match='the third step fails'):
     _train(*pairs, '--config.checkpoint.every=2', f'--workdir={tmp_path}/run')
   assert manager.open_latest(tmp_path / 'run').step == 2
+
+
+def test_a_job_that_ends_with_a_loss_that_is_not_finite_has_diverged(
+  pairs, tmp_path
+):
+  """Of fewer steps than end a job by skipped updates; also given again."""
+  flags = [*pairs, '--config.train.steps=3', f'--workdir={tmp_path}/run']
+  flags += ['--config.optimizer.learning_rate=1e30']
+  for _ in range(2):
+    with pytest.raises(errors.DivergedError, match='held-out loss nan'):
+      _train(*flags)

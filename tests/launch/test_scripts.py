@@ -2,6 +2,7 @@
 
 import ast
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -19,11 +20,14 @@ LOCKS = [('', '13'), ('python3.11', '12')]
 
 
 def test_statuses_are_those_of_the_job():
-  assert commands.USER_ERROR == exit_status.USER_ERROR
-  assert (commands.RESTART, commands.HANG) == (
-    exit_status.RESTART,
-    exit_status.HANG,
-  )
+  for name in ('USER_ERROR', 'DIVERGED', 'RESTART', 'HANG'):
+    assert getattr(commands, name) == getattr(exit_status, name)
+  # The table has them all.
+  page = (LAUNCH / 'README.md').read_text()
+  rows = re.findall(r'^\| ([\d, ]+) \|', page, re.MULTILINE)
+  listed = {int(x) for row in rows for x in row.split(',')}
+  named = {x for x in vars(exit_status).values() if isinstance(x, int)}
+  assert listed == named | {0, 1}
 
 
 @pytest.mark.parametrize(

@@ -143,6 +143,7 @@ def test_a_worker_of_an_array_runs_a_study(run_job):
   [
     (0, 'RUNNING', False),
     (exit_status.USER_ERROR, 'RUNNING', False),
+    (exit_status.DIVERGED, 'RUNNING', False),
     (exit_status.RESTART, 'RUNNING', True),
     (exit_status.RESTART, 'CANCELLED', False),
     (exit_status.ABORT, 'RUNNING', True),
