@@ -347,8 +347,11 @@ def _load(value: option_strings.Part) -> Function:
     module = importlib.util.module_from_spec(spec)
     sys.modules[title] = module
     spec.loader.exec_module(module)
-    return getattr(module, name.text)
-  except Exception as error:  # Of any kind: the file is the user's.
+    function = getattr(module, name.text)
+    if not callable(function):
+      raise TypeError(f'{name.text} is {function!r}, which cannot be called')
+    return function
+  except (Exception, SystemExit) as error:  # Any: the file is the user's.
     raise value.error(
       'must be FILE.py#FUNCTION of a Python file that can be run'
       f' ({type(error).__name__}: {error})'
@@ -385,7 +388,7 @@ def _try(
   try:
     columns = map(list, zip(*examples, strict=True))
     values = [float(x) for x in function(*columns)]
-  except Exception as error:  # Of any kind: the function is the user's.
+  except (Exception, SystemExit) as error:  # Any: the function is the user's.
     return [], f'raises {type(error).__name__}: {error},'
   if len(values) != len(examples):
     return [], f'returns {len(values)} values for {len(examples)} completions,'

@@ -108,6 +108,7 @@ def test_programs_run_with_the_tests_of_their_row(monkeypatch):
     ("if 'bad' in c: return [float('nan')] * len(c)", 'returns nan'),
     ("if 'bad' in c: return [1.0] * (len(c) + 1)", 'values for'),
     ('return None', 'raises TypeError'),
+    ("if 'bad' in c: raise SystemExit(0)", 'raises SystemExit: 0,'),
   ],
 )
 def test_a_failing_function_names_the_example(tmp_path, body, problem):
@@ -135,6 +136,19 @@ def test_a_failing_function_names_the_example(tmp_path, body, problem):
 def test_unknown_rewards_are_refused(text, message):
   with pytest.raises(errors.UserError, match=message):
     _make(text)
+
+
+@pytest.mark.parametrize(
+  'content, message',
+  [
+    ('raise SystemExit(0)', 'SystemExit: 0'),
+    ('f = 3', 'TypeError: f is 3, which cannot be called'),
+  ],
+)
+def test_a_file_without_the_function_is_named(tmp_path, content, message):
+  (tmp_path / 'mine.py').write_text(content)
+  with pytest.raises(errors.UserError, match=f"mine.py#f' .*{message}"):
+    _make(f'python:{tmp_path}/mine.py#f')
 
 
 @pytest.mark.parametrize('text', ['answers', 'code@0.5'])
