@@ -54,6 +54,9 @@ _LOSS = 'held_out_loss'  # In `meta`, where a step was evaluated.
 _STATE, _DATA, _META = 'state', 'data', 'meta'
 # Another model differs in every leaf: a few show the reason.
 _DIFFERENCES_SHOWN = 5
+# Seconds: a century, since Orbax measures a save by the system's clock, which
+# may jump. The watchdog of the job ends a save that hangs.
+_TIMEOUT = 100 * 365 * 86_400
 
 _Config = checkpoint_section.CheckpointConfig
 _Path = str | os.PathLike[str]
@@ -217,7 +220,12 @@ class Checkpoints(contextlib.AbstractContextManager):
         _DATA: ocp.JsonCheckpointHandler(),
         _META: ocp.JsonCheckpointHandler(),
       },
-      options=ocp.CheckpointManagerOptions(create=False),
+      options=ocp.CheckpointManagerOptions(
+        create=False,
+        async_options=ocp.AsyncOptions(
+          timeout_secs=_TIMEOUT, create_directories_asynchronously=False
+        ),
+      ),
     )
     # A single thread: saves are completed in their order.
     self._threads = futures.ThreadPoolExecutor(1, 'checkpoints')

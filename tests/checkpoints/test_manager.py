@@ -2,8 +2,10 @@
 
 import errno
 import functools
+import itertools
 import pathlib
 import resource
+import time
 
 import flax.struct
 import jax
@@ -292,6 +294,14 @@ def test_a_save_that_the_disk_refuses_is_an_error(tmp_path):
     finally:
       resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert checkpoints.latest() is None
+
+
+def test_a_clock_that_jumps_forwards_fails_no_save(tmp_path, monkeypatch):
+  clock = itertools.count(time.time(), 86_400.0)
+  with manager.Checkpoints(tmp_path) as checkpoints:
+    monkeypatch.setattr(time, 'time', lambda: next(clock))
+    _save(checkpoints, 1)
+    assert checkpoints.latest() == 1
 
 
 def test_a_checkpoint_of_another_model_names_leaves(tmp_path):
