@@ -171,6 +171,7 @@ def main(values: flags.FlagValues) -> int:
   return 0
 
 
+@model_on_disk.choosing_again
 def run(values: flags.FlagValues) -> dict[str, list[results_store.Score]]:
   """Evaluates the models, prints the tables and writes the report.
 

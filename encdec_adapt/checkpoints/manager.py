@@ -7,8 +7,8 @@ versions, fingerprint), and a checksum manifest (`checksums`), because Orbax
 restores flipped bytes without complaint.
 
 A save copies the state to host memory and returns; a background thread waits
-for Orbax to commit, syncs, writes the manifest, and only then deletes steps
-that retention no longer keeps. The next start may find:
+for Orbax to commit, reads the metadata and an array back, syncs, writes the
+manifest, and only then deletes steps that retention no longer keeps. The next start may find:
 - `<step>.orbax-checkpoint-tmp`, `deleting-*`, and in a bucket a step without
   `commit_success.txt`: leftovers of a kill; removed.
 - a committed step without a manifest (killed between the two): Orbax commits,
@@ -186,6 +186,17 @@ class Checkpoint:
     for name in state.arrays:
       state.read([name])
 
+  def read_back(self) -> None:
+    """Reads the metadata and the smallest array, and discards the values.
+
+    Raises:
+      Exception: see `read_through`.
+    """
+    self.read_data()
+    self.read_meta()
+    state = self.open_state()
+    state.read([min(state.arrays, key=lambda x: math.prod(state.arrays[x][0]))])
+
 
 class Checkpoints(contextlib.AbstractContextManager):
   """The checkpoints of a running job.
@@ -203,10 +214,10 @@ class Checkpoints(contextlib.AbstractContextManager):
       config: section `checkpoint`, which has the retention rules.
 
     Raises:
-      UserError: the folder cannot be written.
+      UserError: the folder cannot be written, or Orbax cannot read its path.
     """
     self._config = config
-    self.folder = paths.absolute(folder)
+    self.folder = step_folders.absolute(folder)
     if distributed.is_lead():
       disk.require_writable(self.folder)
       step_folders.clean(self.folder)
@@ -427,6 +438,8 @@ class Checkpoints(contextlib.AbstractContextManager):
         # In a bucket a manifest would be written even for a missing folder.
         if not self.at(step).path.is_dir():
           raise FileNotFoundError(f'{self.at(step).path} is not there')
+        # Orbax commits arrays that it cannot read (a path with globs was one).
+        self.at(step).read_back()
         checksums.write(self.at(step).path)
         self._delete_retired()
     except Exception as error:
@@ -474,8 +487,7 @@ def open_latest(path: _Path) -> Checkpoint:
   Raises:
     UserError: there is no complete checkpoint.
   """
-  folder, steps = step_folders.locate(path)
-  return _open_first(path, folder, lambda: reversed(steps))
+  return _open_first(path, path, reversed)
 
 
 def open_best(path: _Path) -> Checkpoint:
@@ -483,8 +495,8 @@ def open_best(path: _Path) -> Checkpoint:
 
   Opens the newest if no checkpoint has a loss; otherwise as `open_latest`.
   """
-  folder, steps = step_folders.locate(path)
-  return _open_first(path, folder, lambda: _best_first(folder, steps[::-1]))
+  folder, _ = step_folders.locate(path)
+  return _open_first(path, path, lambda steps: _best_first(folder, steps[::-1]))
 
 
 def open_step(path: _Path, step: int) -> Checkpoint:
@@ -493,9 +505,8 @@ def open_step(path: _Path, step: int) -> Checkpoint:
   Raises:
     UserError: the run has not kept the step, or it is damaged.
   """
-  folder, steps = step_folders.locate(path)
   return _open_first(
-    f'{path}@{step}', folder, lambda: [step] if step in steps else []
+    f'{path}@{step}', path, lambda steps: [step] if step in steps else []
   )
 
 
@@ -524,16 +535,23 @@ def _best_first(folder: paths.Path, steps: Sequence[int]) -> list[int]:
 
 
 def _open_first(
-  path: _Path, folder: paths.Path, order: Callable[[], Iterable[int]]
+  name: _Path, path: _Path, order: Callable[[Sequence[int]], Iterable[int]]
 ) -> Checkpoint:
   """Opens the first undamaged step in an order that process 0 determines."""
-  step = distributed.from_lead(
-    lambda: step_folders.first_undamaged(folder, order()), 'checkpoints-open'
-  )
+  folder, _ = step_folders.locate(path)
+
+  def choose() -> int | None:
+    steps = step_folders.steps(folder)
+    step = step_folders.first_undamaged(folder, order(steps))
+    # A running job may delete all that were listed, having saved others.
+    again = step is None and steps != step_folders.steps(folder)
+    return choose() if again else step
+
+  step = distributed.from_lead(choose, 'checkpoints-open')
   if step is None:
     steps = ', '.join(map(str, step_folders.steps(folder))) or 'none'
     raise errors.UserError(
-      f'{path} has no undamaged checkpoint; {folder} holds the steps {steps}.'
+      f'{name} has no undamaged checkpoint; {folder} holds the steps {steps}.'
       ' Name an undamaged one as RUN@STEP, or give the work directory of'
       ' another run (config.checkpoint.keep and .keep_every decide what a job'
       ' keeps).'

@@ -11,7 +11,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from encdec_adapt.base import errors
-from encdec_adapt.checkpoints import state_leaves
+from encdec_adapt.checkpoints import state_leaves, step_folders
 from encdec_adapt.files import paths
 from encdec_adapt.sharding import placement
 
@@ -42,7 +42,7 @@ class OrbaxFolder:
     Raises:
       UserError: the folder cannot be read as arrays.
     """
-    self.path = paths.absolute(path)
+    self.path = step_folders.absolute(path)
     if not (self.path / '_METADATA').exists() and (self.path / _ITEM).is_dir():
       self.path /= _ITEM
     try:

@@ -7,8 +7,10 @@ commits.
 
 from collections.abc import Iterable, Iterator, Sequence
 import os
+import re
 import sys
 
+from encdec_adapt.base import errors
 from encdec_adapt.checkpoints import checksums
 from encdec_adapt.files import disk, paths
 
@@ -21,6 +23,9 @@ _LEFTOVERS = ('*.orbax-checkpoint-tmp*', f'{_DELETING}-*')
 # Orbax writes it last, in a bucket; source: its path/atomicity.py.
 COMMITTED = 'commit_success.txt'
 _MARKERS = (checksums.FILE, COMMITTED)
+# Characters of a glob: Orbax looks for the metadata of arrays by a glob of
+# their whole path. TensorStore takes no path that is not UTF-8.
+_UNREADABLE = re.compile(r'[]*?[\\\ud800-\udfff]')
 
 
 def steps(folder: paths.Path) -> list[int]:
@@ -42,6 +47,24 @@ def _is_committed(path: paths.Path) -> bool:
   return not paths.is_bucket(path) or (path / COMMITTED).exists()
 
 
+def absolute(path: str | os.PathLike[str]) -> paths.Path:
+  """Returns the absolute path of a folder that Orbax writes or reads.
+
+  Every path of Orbax goes through here.
+
+  Raises:
+    UserError: Orbax could write checkpoints there, and not read them.
+  """
+  path = paths.absolute(path)
+  if names := sorted(set(_UNREADABLE.findall(str(path)))):
+    shown = ' '.join(map(ascii, names))
+    raise errors.UserError(
+      f'{path} has {shown} in it, and checkpoints below such a path cannot be'
+      ' read; rename the folder, or choose another.'
+    )
+  return path
+
+
 def locate(path: str | os.PathLike[str]) -> tuple[paths.Path, Sequence[int]]:
   """Resolves a user's path to a folder of checkpoints.
 
@@ -50,8 +73,11 @@ def locate(path: str | os.PathLike[str]) -> tuple[paths.Path, Sequence[int]]:
 
   Returns:
     The folder of checkpoints, and the steps in it.
+
+  Raises:
+    UserError: see `absolute`.
   """
-  path = paths.absolute(path)
+  path = absolute(path)
   folder = path / FOLDER if (path / FOLDER).is_dir() else path
   return folder, steps(folder)
 

@@ -44,6 +44,7 @@ _REWARD_NOTE = (
 )
 
 
+@model_on_disk.choosing_again
 def export_folder(values: flags.FlagValues, _: list[str]) -> int:
   """Runs `convert export`.
 

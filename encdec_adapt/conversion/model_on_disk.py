@@ -11,7 +11,7 @@ import hashlib
 import os
 import pathlib
 import sys
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +41,7 @@ from encdec_adapt.objectives import example_maker
 from encdec_adapt.tokenizers import vocabulary_pair
 from encdec_adapt.training import state as state_lib
 
+T = TypeVar('T')
 WINDOWS = ('exclusive', 'inclusive')  # Rules of an encoder's local layers.
 # Subfolder with the tokenizer of the decoder, if it is not the encoder's, which
 # is at the top: there `AutoTokenizer` finds the one that prompts need.
@@ -51,6 +52,8 @@ TOKENIZERS = (
   *(f'{DECODER_TOKENIZER}/{name}' for name in vocabulary_pair.FILES),
 )
 CARD = 'README.md'
+# Checkpoints that the command opened and the user did not name.
+_chosen: list[manager.Checkpoint] = []
 # What is read of a model on the Hub besides its weights.
 _FILES = (
   CARD,
@@ -275,6 +278,31 @@ def open_model(
   return dataclasses.replace(stored, model=model, name=name)
 
 
+def choosing_again(command: Callable[..., T]) -> Callable[..., T]:
+  """Decorates a command that reads a run which may be in training.
+
+  Where the job has deleted the step that `open_checkpoint` chose
+  (`checkpoint.keep`), the command starts again and chooses another. A step that
+  the user named stays an error, and so does it in a job of several processes,
+  which would not start again together.
+  """
+
+  @functools.wraps(command)
+  def run(*arguments: Any, **options: Any) -> T:
+    _chosen.clear()
+    try:
+      return command(*arguments, **options)
+    except Exception:
+      deleted = [x.path for x in _chosen if not x.path.exists()]
+      if not deleted or jax.process_count() > 1:
+        raise
+    line = f'{deleted[0]} was deleted by its job: a step is chosen again'
+    print(line, file=sys.stderr)
+    return run(*arguments, **options)
+
+  return run
+
+
 def embedding_model(stored: StoredModel, options: str) -> StoredModel:
   """Returns an embedding model, or the one in another model, without reading.
 
@@ -483,6 +511,8 @@ def open_checkpoint(
     checkpoint = manager.open_best(path)
   else:
     checkpoint = manager.open_latest(path)
+  if step is None:
+    _chosen.append(checkpoint)
   if distributed.is_lead():
     rank, text = checkpoint.read_loss(), ''
     if rank is not None:

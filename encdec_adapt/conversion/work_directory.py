@@ -17,7 +17,7 @@ import numpy as np
 from encdec_adapt import config as config_lib
 from encdec_adapt.adaptation import coverage as coverage_lib
 from encdec_adapt.base import errors
-from encdec_adapt.checkpoints import manager, streaming
+from encdec_adapt.checkpoints import manager, step_folders, streaming
 from encdec_adapt.conversion import (
   model_on_disk,
   pretrained_files,
@@ -94,6 +94,7 @@ def write(
     CheckpointError: the checkpoint was not written.
   """
   output = paths.at(output)
+  step_folders.absolute(output)  # A bucket's draft has another path.
   pretrained_files.check(contents.sources)
   opened = _open_vocabularies(contents)
   config = _config(contents, opened)

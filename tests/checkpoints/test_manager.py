@@ -12,10 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 
 from encdec_adapt.base import errors
 from encdec_adapt.checkpoints import checkpoint_section, checksums, manager
+from encdec_adapt.checkpoints.orbax_folder import OrbaxFolder
 from encdec_adapt.files import paths
 
 _OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
@@ -302,6 +304,51 @@ def test_a_clock_that_jumps_forwards_fails_no_save(tmp_path, monkeypatch):
     monkeypatch.setattr(time, 'time', lambda: next(clock))
     _save(checkpoints, 1)
     assert checkpoints.latest() == 1
+
+
+@pytest.mark.parametrize(
+  'name', ['runs[1]', '[!a]', 'a**', 'a?', 'a\\b', 'a\udcff']
+)
+def test_a_path_that_orbax_cannot_read_is_refused_before_a_save(tmp_path, name):
+  folder = tmp_path / name
+  for use in (manager.Checkpoints, manager.open_latest, OrbaxFolder):
+    with pytest.raises(errors.UserError, match='cannot be read; rename'):
+      use(folder)
+  assert not folder.exists()
+
+
+@pytest.mark.parametrize('item', ['state/_METADATA', 'state/d', 'meta'])
+def test_a_save_that_cannot_be_read_back_is_an_error(
+  tmp_path, monkeypatch, item
+):
+  commit = ocp.CheckpointManager.wait_until_finished
+
+  def commit_without(orbax):
+    commit(orbax)
+    if (path := tmp_path / '1' / item).exists():
+      path.rename(tmp_path / 'lost')
+
+  monkeypatch.setattr(
+    ocp.CheckpointManager, 'wait_until_finished', commit_without
+  )
+  with manager.Checkpoints(tmp_path) as checkpoints:
+    with pytest.raises(manager.CheckpointError, match='step 1 was not saved'):
+      _save(checkpoints, 1)
+  assert not checksums.has_manifest(tmp_path / '1')
+
+
+def test_steps_that_the_job_deletes_meanwhile_are_chosen_again(
+  saved, monkeypatch
+):
+  compare, names = checksums.problems, iter(('3', '6'))
+
+  def compare_late(folder):
+    for name in names:  # At the first call alone.
+      (saved / name).rename(saved / f'{name}0')
+    return compare(folder)
+
+  monkeypatch.setattr(checksums, 'problems', compare_late)
+  assert manager.open_latest(saved).step == 60
 
 
 def test_a_checkpoint_of_another_model_names_leaves(tmp_path):
