@@ -45,7 +45,7 @@ def get_config(arg=None):
   config = pretrained.get_stack_config(args['source'])
   config.data.objective = 'classify:labels=no|yes'
   if args['books']:
-    config.data.source = f'books:{args["books"]}'
+    config.data.source = f'books:{option_strings.quote(args["books"])}'
     config.data.seqio_modules = 'encdec_adapt.configs.books'
     labels = '|'.join(books.BookSource(config.data.source).labels)
     config.data.objective = f'classify:labels={json.dumps(labels)}'
@@ -83,7 +83,8 @@ def get_study(arg=None):
   for data, fields, labels in zip(*tasks, strict=True):
     name = '_'.join(pathlib.Path(data).with_suffix('').parts[-2:])
     changes = {
-      'data.source': f'labels:{data}#{fields.replace("+", ",")}',
+      'data.source': f'labels:{option_strings.quote(data)}#'
+      + fields.replace('+', ','),
       'data.objective': f'classify:labels={labels}',
       'data.encoder_length': args['length'],
       'data.passes': args['passes'],
@@ -120,7 +121,7 @@ def _arm(args, task, changes, point):
   rate, batch, dropout = point
   return pages.Arm(
     f'{task}_{rate:g}_{batch:g}_{dropout:g}',
-    f'classification:source={args["source"]}',
+    f'classification:source={option_strings.quote(args["source"])}',
     changes
     | {
       'optimizer.learning_rate': f'{rate:g}',

@@ -37,7 +37,7 @@ def get_config(arg=None):
       ' of the decoder that is adapted (--config=laptop trains one).'
     )
   if args['encoder']:
-    config = pretrained.get_config(f'encoder={args["encoder"]}')
+    config = pretrained.get_config(encoder=args['encoder'])
     config.data.encoder_length = config.data.decoder_length = 128
     config.data.objective = f'prefix_lm:shortest={SHORTEST}'
     config.train.steps = 700

@@ -39,11 +39,12 @@ RECIPES = {
 }
 
 
-def get_config(arg=None):
+def get_config(arg=None, **values):
   """`recipe` (of RECIPES), `source`, `format` pairs or chat, and `teacher`."""
   args = config_lib.parse_arg(
     arg, recipe='dpo', source='', format='pairs', teacher=''
   )
+  args |= values  # Of other configurations.
   recipe = args['recipe']
   if recipe not in RECIPES:
     raise errors.UserError(
@@ -54,7 +55,7 @@ def get_config(arg=None):
       f'teacher={args["teacher"]!r} with recipe={recipe}: distill needs the'
       ' model that it learns from, and only it has one.'
     )
-  config = sft.get_config(f'source={args["source"]},format={args["format"]}')
+  config = sft.get_config(source=args['source'], format=args['format'])
   loss, rate, prompts = RECIPES[recipe]
   config.loss.kind = loss
   config.teacher.checkpoint = args['teacher']

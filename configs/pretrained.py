@@ -25,11 +25,15 @@ from encdec_adapt.models import model_config
 _MULTIPLE = 128  # Rows of the tables, to divide over a mesh.
 
 
-def get_config(arg=None):
-  """`encoder`, `decoder` where it is another, `target`, `teacher`; `source`."""
+def get_config(arg=None, **values):
+  """`encoder`, `decoder` where it is another, `target`, `teacher`; `source`.
+
+  Other configurations give them as `values`.
+  """
   args = config_lib.parse_arg(
     arg, encoder='', decoder='', target='', teacher='', source=''
   )
+  args |= values
   if bool(args['encoder']) == bool(args['source']):
     raise errors.UserError(
       'give models after the colon: encoder=FOLDER[,decoder=FOLDER] to adapt,'
@@ -69,7 +73,7 @@ def get_stack_config(source):
   Args:
     source: model; of a pair its encoder is trained, with its vocabulary.
   """
-  config = get_config(f'source={source}')
+  config = get_config(source=source)
   opened = open_model(source)
   stack, choice = opened.model.stacks[opened.prompt_side], opened.vocabularies
   config_lib.set_model(config.model, model_config.DecoderOnlyConfig(stack))

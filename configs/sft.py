@@ -29,12 +29,13 @@ from encdec_adapt.base import errors
 from encdec_adapt.configs import pretrained
 
 
-def get_config(arg=None):
+def get_config(arg=None, **values):
   """`source`, `format`, `meap` separate, concat or inputs; `lora`, a rank."""
   args = config_lib.parse_arg(arg, source='', format='pairs', meap='', lora=0)
+  args |= values  # Of other configurations.
   if args['format'] not in ('pairs', 'chat'):
     raise errors.UserError(f'format={args["format"]} must be pairs or chat.')
-  config = pretrained.get_config(f'source={args["source"]}')
+  config = pretrained.get_config(source=args['source'])
   set_tuning(config, args['format'], args['meap'])
   pretrained.set_adapters(config, args['lora'])
   return config

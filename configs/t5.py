@@ -14,7 +14,13 @@ own vocabulary, and `size` then names the recipe. The result is fine-tuned by
 Span corruption as in T5 (arXiv:1910.10683, section 3.1): spans of 3 tokens, 15%
 of 512 + 114 tokens, of 1024 + 229 in mT5 and UMT5, and of 20 bytes, 1024 + 189,
 in ByT5 (arXiv:2105.13626, section 3.1); 2^20 tokens of inputs a step for a
-million steps, without dropout. UL2's mixture is --config.data.objective=ul2.
+million steps, without dropout. UL2's mixture has longer targets, and mode tokens
+that T5's vocabularies lack and the spare rows of their tables take, those of
+ByT5 excepted:
+
+    --config.data.objective=ul2 --config.data.decoder_length=512 \
+      --config.data.add_sentinels=1
+
 Adafactor has T5's parameter scale and no clipping of global norms; its rate is
 0.01 for 10,000 steps, then 1 / sqrt(step). Training on is at that of the
 millionth step, 0.001, with a fresh state; --config.init.optimizer=source and
@@ -61,7 +67,7 @@ def get_config(arg=None):
   args = config_lib.parse_arg(arg, size='t5_1.1_small', source='', topology='')
   size, model = args['size'], presets.t5(args['size'], vocab_multiple=128)
   if args['source']:
-    config = pretrained.get_config(f'source={args["source"]}')
+    config = pretrained.get_config(source=args['source'])
   else:
     config = config_lib.defaults()
     config_lib.set_model(config.model, model)

@@ -2,12 +2,13 @@
 
 import dataclasses
 import json
+import re
 
 from flax import traverse_util
 import pytest
 
 from encdec_adapt import config as config_lib
-from encdec_adapt import train
+from encdec_adapt import configs, train
 from encdec_adapt.base import errors, keys
 from encdec_adapt.cli import command
 from encdec_adapt.configs import gemma2, t5
@@ -15,6 +16,7 @@ from encdec_adapt.models import model_config, presets
 from encdec_adapt.planning import chips
 from encdec_adapt.telemetry import environment
 from encdec_adapt.training import schedules
+from tests.tokenizers import t5_files
 
 BASE = '--config=configs/base.py'
 SOURCE = ('--config.init.encoder=a', '--config.data.source=python')
@@ -92,6 +94,38 @@ def test_t5_configs_are_the_presets(size, objective, lengths):
   rate = schedules.make_schedule(optimizer.schedule)
   assert rate(0, 0) == rate(9999, 9999) == pytest.approx(0.01)
   assert rate(10**6, 10**6) == pytest.approx(1e-3)
+
+
+def test_the_page_of_t5_says_how_ul2_is_trained(tmp_path):
+  lines = t5.__doc__.partition("UL2's mixture")[2]
+  flags = re.findall(r'--config\.data\.\S+', lines)
+  vocabulary = t5_files.train(tmp_path / 'spiece.model')
+  flags += [SOURCE[1], f'--config.data.vocabulary={vocabulary}']
+  data = _load('--config=t5:size=t5_1.1_small', *flags).data
+  opened = data.vocabularies.open()
+  opened.check_tables(data.table_sizes)
+  (objective,) = data.objectives
+  assert objective.text == 'ul2'
+  lengths, policy = data.train.lengths, data.sentinels
+  objective.make(lengths, opened.decoder, sentinel_policy=policy)
+
+
+@pytest.mark.parametrize(
+  'config',
+  [
+    'sft:source',
+    'post_training:source',
+    't5:source',
+    'laptop:encoder',
+    'classification:source',
+  ],
+)
+def test_a_quoted_path_reaches_the_configuration(config, tmp_path):
+  folder = tmp_path / 'a,b "c'
+  folder.symlink_to(configs.FOLDER / 'decoders' / 'small')
+  flag = f'--config={config}={json.dumps(str(folder))}'
+  values = command.parse(train.define_flags, [flag])
+  assert values.config.init.encoder == str(folder)
 
 
 SHIPPED = [f'gemma2.py:{x}' for x in gemma2.SHIPPED]

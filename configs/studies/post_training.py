@@ -25,7 +25,7 @@ import numpy as np
 import encdec_adapt
 from encdec_adapt import config as config_lib
 from encdec_adapt import configs
-from encdec_adapt.base import errors
+from encdec_adapt.base import errors, option_strings
 from encdec_adapt.cli import command
 from encdec_adapt.configs import functions, post_training, sft
 from encdec_adapt.conversion import answer_encoding, text_generation
@@ -130,12 +130,14 @@ def get_config(arg=None):
   args, root = _arguments(arg)
   size, arm = SIZES[args['size']], ARMS[args['arm']]
   # Its shape and vocabulary are those of the tuned model, not there yet.
-  source = f'source={args["models"]}/{MODELS[args["model"]]}'
+  source = f'{args["models"]}/{MODELS[args["model"]]}'
   if arm.recipe == 'sft':
-    config = sft.get_config(source)
+    config = sft.get_config(source=source)
   else:
-    teacher = f',teacher={root}/decoder_tuned' * (arm.recipe == 'distill')
-    config = post_training.get_config(f'recipe={arm.recipe},{source}{teacher}')
+    teacher = f'{root}/decoder_tuned' * (arm.recipe == 'distill')
+    config = post_training.get_config(
+      recipe=arm.recipe, source=source, teacher=teacher
+    )
   if args['arm'] != 'tuned':
     config.init.encoder = f'{root}/{args["model"]}_tuned'
   config.data.folder = f'{root}/records'
@@ -200,7 +202,7 @@ def get_study(arg=None):
   """Returns the page of a size; see `encdec_adapt.study`."""
   args, root = _arguments(arg)
   seeds = tuple(range(SIZES[args['size']].seeds))
-  arg = f'size={args["size"]},models={args["models"]}'
+  arg = f'size={args["size"]},models={option_strings.quote(args["models"])}'
   compared = tuple(run for run in RUNS if run != 'pair_reward')
 
   def step(name, step_name, *flags, seeds=seeds):

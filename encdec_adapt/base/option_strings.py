@@ -7,8 +7,10 @@ r"""Strings of options, which keys, flags and sources share.
 | `key_values` | keys and values               | size=2b,run=adapted  |
 
 A thing has options after a colon (`Part.options`). Dividers inside of a JSON
-string in quotes do not divide: `pairs:prefix="Question, or: "`. The section
-"Strings of options" of `configs/README.md` explains all strings to users.
+string in quotes do not divide, and a part that is such a string stands for its
+content (`Part.text`): `pairs:prefix="Question, or: "`, `text:"/data/a + b/*"`.
+`quote` is the inverse. The section "Strings of options" of `configs/README.md`
+explains all strings to users.
 
 This module must not import anything of the package but user errors.
 """
@@ -44,12 +46,24 @@ class Part:
   stop: int | None = None
 
   @property
-  def text(self) -> str:
+  def raw(self) -> str:
     """The part's characters."""
     return self.string[self.start : self.stop]
 
+  @property
+  def text(self) -> str:
+    """The content of a JSON string in quotes; other parts as they are.
+
+    Raises:
+      UserError: the part begins with a quote and is no JSON string.
+    """
+    try:
+      return json.loads(self.raw) if self.raw.startswith('"') else self.raw
+    except ValueError:
+      raise self.error('must end with its quote, as a JSON string') from None
+
   def __bool__(self) -> bool:
-    return bool(self.text)
+    return bool(self.raw)
 
   def error(self, problem: str) -> errors.UserError:
     """Returns the error that names the part and its column, from 1.
@@ -58,13 +72,13 @@ class Part:
       problem: verb and object for the part as subject: 'must be a number'.
     """
     return errors.UserError(
-      f'{self.label} is {self.string!r}; {self.text!r} at column'
+      f'{self.label} is {self.string!r}; {self.raw!r} at column'
       f' {self.start + 1} {problem}'
     )
 
   def strip(self) -> 'Part':
     """Returns the part without spaces around it."""
-    text = self.text
+    text = self.raw
     start = self.start + len(text) - len(text.lstrip())
     return dataclasses.replace(
       self, start=start, stop=start + len(text.strip())
@@ -73,10 +87,10 @@ class Part:
   def divide(self, divider: str) -> list['Part']:
     """Divides the part wherever a pattern matches outside of quotes."""
     # Quotes come first, so that the scan steps over them as a whole.
-    matches = re.finditer(f'{_QUOTED}|({divider})', self.text)
+    matches = re.finditer(f'{_QUOTED}|({divider})', self.raw)
     spans = [match.span() for match in matches if match[1]]
     starts = [0, *(stop for _, stop in spans)]
-    stops = [*(start for start, _ in spans), len(self.text)]
+    stops = [*(start for start, _ in spans), len(self.raw)]
     return [
       dataclasses.replace(self, start=self.start + i, stop=self.start + j)
       for i, j in zip(starts, stops, strict=True)
@@ -87,7 +101,7 @@ class Part:
     head = self.divide(re.escape(mark))[0]
     # Where there is no mark, the second part is empty at the end: an error
     # points to the column in which it is missing.
-    start = min(head.stop + len(mark), self.start + len(self.text))
+    start = min(head.stop + len(mark), self.start + len(self.raw))
     return head, dataclasses.replace(self, start=start)
 
   def options(self, divider: str = ',') -> list['Part']:
@@ -107,9 +121,7 @@ class Part:
         raise item.error(f'must be KEY=VALUE of {pairs}{hint}')
       # The type of the default, so that a number is not read as text.
       kind = type(defaults[key.text])
-      values[key.text] = value.read(
-        lambda text, kind=kind: kind(unquote(text)), f'of type {kind.__name__}'
-      )
+      values[key.text] = value.read(kind, f'of type {kind.__name__}')
     return values
 
   def read(
@@ -155,9 +167,10 @@ def steps(part: Part, total: int, multiple: int = 1) -> int:
   return max(1, int(share * total / 100) // multiple) * multiple
 
 
-def unquote(text: str) -> str:
-  """Returns the content of a JSON string in quotes; other text as it is."""
-  return json.loads(text) if text.startswith('"') else text
+def quote(text: str) -> str:
+  """Returns a text for a string of options, in quotes where it would divide."""
+  divides = re.search(r'[",;#]|^\s|\s[+|]\s|\s$|@[\d.]+$', text)
+  return json.dumps(text, ensure_ascii=False) if divides else text
 
 
 def things(
@@ -182,7 +195,7 @@ def things(
   for part in Part(label, string).divide(divider):
     thing = part.strip()
     # The last mark, as the names of folders and users contain it too.
-    name, sign, number = thing.text.rpartition(mark)
+    name, sign, number = thing.raw.rpartition(mark)
     try:
       weight = float(number if sign else 'none')
     except ValueError:

@@ -332,7 +332,8 @@ def _run(start: Callable[[Sequence[str]], int]) -> None:
     logging.set_verbosity(logging.WARNING)  # Orbax logs much at INFO.
     # Into a file or pipe Python writes 8 KB at once: hours of a job's lines.
     if isinstance(sys.stdout, io.TextIOWrapper):
-      sys.stdout.reconfigure(line_buffering=True)
+      # A terminal may not have all characters of a text.
+      sys.stdout.reconfigure(line_buffering=True, errors='backslashreplace')
     return exit_status.guard(start, argv[1:])
 
   # absl and Grain's workers require that absl's global flags are parsed; ours

@@ -19,8 +19,8 @@ from encdec_adapt.base import errors, packages
 
 SCHEME = 'hf://'
 _COMMIT = re.compile(r'@[0-9a-f]{40}\b')
-# In a source it ends before its field, or before the weight of the source.
-_ADDRESS = re.compile(r'hf://[^#\s]+?(?=@[\d.]+(?:\s|$)|[#\s]|$)')
+# In a source it ends before its field, weight or quote.
+_ADDRESS = re.compile(r'hf://[^#\s"]+?(?=@[\d.]+(?:\s|$)|[#\s"]|$)')
 
 
 def is_address(path: Any) -> bool:

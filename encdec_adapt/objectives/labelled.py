@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from encdec_adapt.base import errors, option_strings
+from encdec_adapt.base import errors
 from encdec_adapt.objectives import example_maker, framing, supervised
 from encdec_adapt.tokenizers import vocabulary as vocabulary_lib
 
@@ -30,7 +30,7 @@ class Classify(example_maker.ExampleMaker):
 
   options = {
     'labels': example_maker.Option(
-      lambda text: tuple(option_strings.unquote(text).split('|')),
+      lambda text: tuple(text.split('|')),
       'labels=LABEL|LABEL, in quotes where a label has a comma',
     ),
     'too_long': supervised.Supervised.options['too_long'],

@@ -79,7 +79,7 @@ def _choice(name: str, values: Sequence[str]) -> example_maker.Option:
 def text_option(name: str) -> example_maker.Option:
   """Returns an option with a text as its value."""
   return example_maker.Option(
-    option_strings.unquote,
+    str,
     f'{name}=TEXT, a JSON string in quotes or without a comma',
     verbatim=True,
   )

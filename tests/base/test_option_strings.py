@@ -13,13 +13,13 @@ from encdec_adapt.training import train_section
 
 
 def test_dividers_in_quotes_do_not_divide():
-  part = option_strings.Part('x', r'a:b="1,\",2",c=" | " | d,"e')
+  part = option_strings.Part('x', r'a:b="1,\",2",c=" | " | d,e"')
   first, second = part.divide(r' \| ')
   assert [option.text for option in first.options()] == [
     r'b="1,\",2"',
     'c=" | "',
   ]
-  assert [part.text for part in second.divide(',')] == ['d', '"e']
+  assert [part.text for part in second.divide(',')] == ['d', 'e"']
   values = option_strings.key_values('x', 'a="1,2",b=3,', {'a': '', 'b': 0})
   assert values == {'a': '1,2', 'b': 3}
 

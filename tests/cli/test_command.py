@@ -2,6 +2,9 @@
 
 import functools
 import json
+import os
+import subprocess
+import sys
 
 from absl import flags
 import pytest
@@ -54,6 +57,17 @@ def test_flags_before_and_after_operands(argv, status):
 def test_bad_arguments_are_named(argv, words):
   with pytest.raises(errors.UserError, match=words):
     run(argv)
+
+
+@pytest.mark.multiproc
+def test_a_terminal_of_another_encoding_gets_escapes():
+  code = """
+from encdec_adapt.cli import command
+command.main('A command.', lambda values: None, lambda values: print('\u00fc'))
+"""
+  environment = {**os.environ, 'PYTHONIOENCODING': 'ascii'}
+  program = [sys.executable, '-c', code]
+  assert subprocess.check_output(program, env=environment) == b'\\xfc\n'
 
 
 PROCESSES = {'coordinator', 'processes', 'process', 'start_seconds'}

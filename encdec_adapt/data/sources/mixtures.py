@@ -171,11 +171,11 @@ def parse(text: str) -> list[tuple[str, float]]:
   """
   weights: dict[str, float] = {}
   for part, weight in option_strings.things('the source', text, r'\s\+\s'):
-    if part.text in weights:
+    if part.raw in weights:
       raise part.error(
         'is named twice; name it once, with the sum of the weights'
       )
-    weights[part.text] = weight or 1.0
+    weights[part.raw] = weight or 1.0
   return list(weights.items())
 
 

@@ -99,7 +99,7 @@ def _opened(path: str, columns: Sequence[str] | None) -> Iterator[Any]:
       if name not in file.schema_arrow.names:
         raise errors.UserError(
           f'{path} has no field {name!r} but'
-          f' {", ".join(file.schema_arrow.names)}; name the field after a #, as'
-          ' in parquet:GLOB#FIELD'
+          f' {", ".join(file.schema_arrow.names)}; name one of these in the'
+          ' source, after a #'
         )
     yield file

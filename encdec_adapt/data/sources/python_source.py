@@ -22,7 +22,7 @@ import platform
 import sysconfig
 import warnings
 
-from encdec_adapt.base import errors
+from encdec_adapt.base import errors, option_strings
 from encdec_adapt.data.sources import document_source
 from encdec_adapt.files import paths
 from encdec_adapt.objectives import randomness
@@ -78,8 +78,8 @@ class PythonSource(document_source.Source):
         ' the sources of its standard library, or pydoc_data; use a complete'
         ' Python, or name text of your own as text:GLOB'
       )
-    path = self.name.partition(':')[2]
-    self._held_out = self._read_list(path) if path else None
+    path = option_strings.Part('the source', self.name).partition(':')[1]
+    self._held_out = self._read_list(path.text) if path else None
     # Pieces are held out where no document is; with a list that is intended.
     self.divisible = self.divisible and self._held_out is None
 

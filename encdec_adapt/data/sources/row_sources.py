@@ -43,14 +43,22 @@ class RowSource(file_sources.FileSource):
       yield from super()._scan(path, start, stop)
 
   def _row(self, unit: file_sources.Unit) -> Any:
-    """Returns the fields of a row.
+    """Returns the fields of a row; columns of bytes are UTF-8.
 
     Raises:
       JSONDecodeError: a line is not JSON.
+      UserError: a column of bytes is not UTF-8; names the file and the row.
     """
-    if isinstance(unit.data, dict):
-      return unit.data
-    return json.loads(super()._read(unit))
+    if not isinstance(unit.data, dict):
+      return json.loads(super()._read(unit))
+    location = self._line_location(unit.path, unit.offset)
+    decode = document_source.decode
+    return {
+      name: decode(value, self.name, f'{location}, column {name!r}')
+      if isinstance(value, bytes)
+      else value
+      for name, value in unit.data.items()
+    }
 
   def _line_location(self, path: str, offset: int) -> str:
     if self._is_parquet(path):
@@ -116,9 +124,6 @@ class FieldSource(RowSource):
     """
     value = row.get(field) if isinstance(row, dict) else None
     if not isinstance(value, kind):
-      shown = f'{value if isinstance(row, dict) else row!r:.200}'
-      if isinstance(row, dict) and field not in row:
-        shown = f'it has {", ".join(row) or "no fields"}'
       forms = {
         str: 'text',
         list: 'a list',
@@ -129,10 +134,15 @@ class FieldSource(RowSource):
         ANY: 'a value',
       }
       form = forms.get(kind, 'a text or label')
+      problem = f'has {value!r:.200} in {field!r}, which must be {form}'
+      if not isinstance(row, dict):
+        problem = f'is not a JSON object ({row!r:.200})'
+      elif field not in row:
+        problem = f'has no field {field!r} but {", ".join(row) or "none"}'
       location = self._line_location(unit.path, unit.offset)
       raise errors.UserError(
-        f'source {self.name!r}: {location}, is not an object with {form} in'
-        f' {field!r} ({shown}); name the field after a #, as in {self.form}'
+        f'source {self.name!r}: {location}, {problem}; correct it, or the'
+        f' fields that the source names, as in {self.form}'
       )
     return value
 

@@ -58,9 +58,8 @@ This module imports neither TensorFlow nor SeqIO nor jax; opening a source
 """
 
 import importlib
-import re
 
-from encdec_adapt.base import errors
+from encdec_adapt.base import errors, option_strings
 from encdec_adapt.data.sources import (
   document_source,
   file_sources,
@@ -127,7 +126,8 @@ def named_fields(name: str, modules: str = '') -> frozenset[str] | None:
   named = row_sources.NamedFieldSource
   if name.startswith(SEQIO) or not issubclass(_find(name, modules), named):
     return None
-  return frozenset(re.findall(r'[#,](\w+)=', name))
+  fields = option_strings.Part('', name).partition('#')[1].divide(',')
+  return frozenset(x.partition('=')[0].text for x in fields if '=' in x.raw)
 
 
 def forms(kind: str) -> list[str]:

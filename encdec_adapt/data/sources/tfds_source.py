@@ -12,11 +12,11 @@ import os
 import re
 from typing import Any
 
-from encdec_adapt.base import errors
+from encdec_adapt.base import errors, option_strings
 from encdec_adapt.data.sources import document_source, tensorflow_import
 
 # A split may be a slice, such as train[:10%].
-_FORM = r'tfds:([^:]+(?::[\d.*]+)?):((?:[^:\[]|\[[^]]*\])+)(?::(\w+))?'
+_FORM = r'tfds:("[^"]+"|[^:]+(?::[\d.*]+)?):((?:[^:\[]|\[[^]]*\])+)(?::(\w+))?'
 
 
 @document_source.register('tfds')
@@ -40,6 +40,7 @@ class TfdsSource(document_source.Source):
         ' NAME may end in :VERSION, or be the folder of a prepared version'
       )
     dataset, self._split, self._field = match.groups(default='text')
+    dataset = option_strings.Part('the source', dataset).text
     tensorflow_import.require(f'source {self.name!r}')
     # Not at the top, as it imports TensorFlow.
     import tensorflow_datasets as tfds

@@ -270,15 +270,15 @@ def test_what_reading_raises_comes_through(tmp_path):
   part = mixtures.Part(
     text_sources.open_source(f'jsonl:{tmp_path}/a.jsonl'), 1.0
   )
-  problem = 'line 2, is not an object with text in .text. .it has body.'
+  problem = 'line 2, has no field .text. but body'
   with pytest.raises(errors.UserError, match=problem):
     list(seqio_tasks.documents(part, _draw(eval_fraction=0.0), 0, 1))
   # TensorFlow, which would log tracebacks, sees no error, unless a user's
   # task reads the documents.
   source = seqio_tasks.DocumentSource(part, _draw(eval_fraction=0.0))
   assert not list(source.batches(None, raises=False))
-  assert 'line 2, is not an object' in str(source.failure)
-  with pytest.raises(tf.errors.OpError, match='line 2, is not an object'):
+  assert 'line 2, has no field' in str(source.failure)
+  with pytest.raises(tf.errors.OpError, match='line 2, has no field'):
     list(source.get_dataset())
 
 

@@ -46,6 +46,25 @@ def test_names_and_weights(text, expected):
   assert mixtures.parse(text) == expected
 
 
+def test_quoted_paths_and_fields_may_have_dividers(tmp_path):
+  folder = tmp_path / 'a + b#c,d @2'
+  folder.mkdir()
+  (folder / 'x.jsonl').write_text('{"text": "x", "a,b=": "y"}\n')
+  path = f'"{folder}/x.jsonl"'
+  texts = [f'jsonl:{path}', f'jsonl:{path}#"a,b="@2', f'text:{path}#lines']
+  parts = mixtures.open_parts(' + '.join(texts))
+  assert [part.weight for part in parts] == [1, 2, 1]
+  assert [_texts(x)[0] for x in parts] == [
+    'x',
+    'y',
+    '{"text": "x", "a,b=": "y"}',
+  ]
+  names = text_sources.named_fields(f'embed:"{folder},x=1"#q,p,scores="a,b="')
+  assert names == {'scores'}
+  with pytest.raises(errors.UserError, match='@2 cannot be read'):
+    text_sources.open_source(f'python:"{folder}"')
+
+
 @pytest.mark.parametrize(
   'text, message',
   [

@@ -74,9 +74,9 @@ def test_turns_after_a_conversation(chosen, rejected, tmp_path):
     (
       'p,c,r',
       {'c': None},
-      "rows.jsonl, line 2, is not an object with .* in 'c'",
+      "rows.jsonl, line 2, has .* in 'c', which must be",
     ),
-    ('p,c,r,margin=m', {}, "line 2, is not an object with a number in 'm'"),
+    ('p,c,r,margin=m', {}, "line 2, has 'x' in 'm', which must be a number"),
     ('p,c,r,label=l', {'l': 3}, 'line 2: l is .3.; it must be 1, 2, 0 or tie'),
     ('p,c,r', {'c': [YES, YES]}, 'line 2: the answer .* is not one message'),
     ('p,c,r', {'c': USER}, 'line 2: the answer .* is not one message'),
