@@ -48,7 +48,7 @@ def maker(
   options['separator'] = stored.framing.separator
   options = [f'{key}={json.dumps(x)}' for key, x in options.items() if x]
   return objective_names.parse_one(f'{name}:{",".join(options)}').make(
-    framing.Lengths(_LONGEST, _LONGEST),
+    framing.Lengths(_LONGEST, _LONGEST, opened.encoder.ids.frame_size),
     opened.decoder,
     encoder_vocabulary=opened.encoder if opened.differ else None,
   )
@@ -113,7 +113,8 @@ def score_texts(
     for prompt, texts, ends in zip(prompts, completions, ended, strict=True)
   ]
   pairs = [pair for group in groups for pair in group]
-  if not all(fits(stored, [rewards.size(pair) for pair in pairs])):
+  ids = stored.require_vocabularies().framing
+  if not all(fits(stored, [rewards.size(pair, ids) for pair in pairs])):
     raise errors.UserError(
       f'a prompt and its completion have more tokens than {stored.path} has'
       ' positions (max_position_embeddings of its config.json); leave it out.'
@@ -125,5 +126,5 @@ def score_texts(
     mesh=loaded.where.mesh,
     rules=loaded.rules,
     rows=loaded.rows(min(batch_size, len(groups))),
-    ids=stored.require_vocabularies().framing,
+    ids=ids,
   )

@@ -210,8 +210,7 @@ class LoadedModel:
     stored = self.stored
     reader = stored.require_vocabularies().sides[stored.prompt_side]
     prefix, room = stored.prompts[role], pretrained_files.prompt_room(stored)
-    # Without the room of BOS or EOS.
-    room = room and room - 1
+    room = room and room - reader.ids.frame_size
     tokens = [
       reader.ids.frame(reader.encode(prefix + x)[:room], stored.framing_side)
       for x in texts

@@ -92,9 +92,10 @@ class PromptEncoder:
     self.prefix = task_prefix(stored, prefix)
     self._writer = opened.decoder
     self._separator = self._writer.encode(stored.framing.separator)
-    self._head, self._tail = self.reader.ids.edges(stored.framing_side)
+    self._edges = self.reader.ids.edges(stored.framing_side)
+    self._head, self._tail = self._edges
     if mode:  # As `objectives.denoising` puts it before the inputs.
-      self._head.append(_mode_id(stored, self.reader, mode))
+      self._head = [*self._head, _mode_id(stored, self.reader, mode)]
     self._sentinels: dict[str, int] = {}
     if sentinels:
       self._sentinels = self.reader.sentinel_names
@@ -160,9 +161,9 @@ class PromptEncoder:
   def unframed(self, ids: Sequence[int]) -> Sequence[int]:
     """Returns ids without the BOS or EOS that `frame` puts, if they have it."""
     # A decoder's ids may end with EOS: of a text before the one to continue.
-    if self._tail:
-      return ids[:-1] if ids[-1] == self._tail[0] else ids
-    return ids[1:] if ids[0] == self._head[0] else ids
+    head, tail = self._edges
+    ids = ids[len(head) :] if [*ids[: len(head)]] == head else ids
+    return ids[:-1] if [*ids[-1:]] == tail else ids
 
   def answer_text(self, tokens: np.ndarray) -> str:
     """Decodes generated tokens with the names of sentinels."""

@@ -11,9 +11,9 @@ import json
 import numpy as np
 from safetensors import numpy as safetensors
 import tokenizers
-from tokenizers import processors
 
 from encdec_adapt.models import model_config
+from encdec_adapt.tokenizers import tokenizer_writer
 from encdec_adapt.tokenizers import vocabulary as vocabulary_lib
 
 _PROCESSOR = 'processor_config.json'
@@ -73,12 +73,7 @@ def files(
 def framed(content: bytes, vocabulary: vocabulary_lib.Vocabulary) -> bytes:
   """Returns a tokenizer.json that frames every text as an encoder's, alone."""
   tokenizer = tokenizers.Tokenizer.from_str(content.decode())
-  head, tail = vocabulary.ids.edges('encoder')
-  names = {vocabulary.piece(i): i for i in (*head, *tail)}
-  tokenizer.post_processor = processors.TemplateProcessing(
-    single=' '.join([*names][: len(head)] + ['$A'] + [*names][len(head) :]),
-    special_tokens=list(names.items()),
-  )
+  tokenizer.post_processor = tokenizer_writer.template(vocabulary)
   return tokenizer.to_str(pretty=True).encode()
 
 

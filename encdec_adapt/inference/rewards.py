@@ -7,6 +7,7 @@ prompt once for all its completions. Neither engine nor cache is needed.
 from collections.abc import Callable, Sequence
 import dataclasses
 import functools
+import itertools
 
 import jax
 from jax.sharding import Mesh
@@ -67,7 +68,8 @@ def score(
   rewards = []
   for start in range(0, len(groups), rows):
     chunk = list(groups[start : start + rows])
-    sizes = zip(*(size(x) for group in chunk for x in group), strict=True)
+    pairs = itertools.chain.from_iterable(chunk)
+    sizes = zip(*(size(pair, ids) for pair in pairs), strict=True)
     shape = framing.Lengths(*(lengths_lib.bucket(max(n)) for n in sizes))
     # The last batch is filled up with rows of padding.
     filled = [[[pair] for pair in group] for group in chunk]
@@ -99,9 +101,10 @@ def require_reward_model(
     )
 
 
-def size(pair: framing.Pair) -> tuple[int, int]:
-  """Returns the tokens of a prompt and of a completion, with BOS each."""
-  encoder, decoder = pair.positions(framing.Lengths(1, 1))
+def size(pair: framing.Pair, ids: special_ids.Framing) -> tuple[int, int]:
+  """Returns the tokens of a prompt and of a completion, framed."""
+  lengths = framing.Lengths(1, 1, ids.encoder.frame_size)
+  encoder, decoder = pair.positions(lengths)
   return encoder, decoder + 1
 
 

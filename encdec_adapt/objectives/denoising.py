@@ -269,7 +269,7 @@ class Denoising(windows.WindowMaker):
       return plan
     # Targets that do not fit would shorten the windows, which would leave part
     # of the encoder empty: refused, as it would go unnoticed.
-    by_inputs = _window_of_inputs(denoiser, self.lengths.encoder)
+    by_inputs = _window_of_inputs(denoiser, self.lengths)
     targets = denoiser.sizes(by_inputs)[1]
     shorter = denoiser.sizes(plan.inner + 1)[0]
     self.require_targets(targets, shorter, f'the denoiser {denoiser.label}')
@@ -349,20 +349,22 @@ def most_spans(mixture: Sequence[Denoiser], lengths: framing.Lengths) -> int:
   return max(
     0
     if denoiser.kind == 'uniform'
-    else denoiser.counts(_window_of_inputs(denoiser, lengths.encoder))[1]
+    else denoiser.counts(_window_of_inputs(denoiser, lengths))[1]
     for denoiser in mixture
   )
 
 
 @functools.cache
-def _window_of_inputs(denoiser: Denoiser, encoder: int) -> int:
-  """Returns the longest window of which inputs and BOS fit the encoder."""
+def _window_of_inputs(denoiser: Denoiser, lengths: framing.Lengths) -> int:
+  """Returns the longest window of which framed inputs fit the encoder."""
   # Visible tokens alone fill the encoder at encoder / (1 - density): twice that
   # is beyond every window that fits, with room for rounding.
   return bisect.bisect_left(
-    range(1, 1 + int(2 * encoder / (1 - denoiser.density))),
+    range(1, 1 + int(2 * lengths.encoder / (1 - denoiser.density))),
     True,
-    key=lambda window: denoiser.sizes(window)[0] + 1 > encoder,
+    key=lambda window: (
+      denoiser.sizes(window)[0] + lengths.frame > lengths.encoder
+    ),
   )
 
 

@@ -29,6 +29,7 @@ neither TensorFlow nor SeqIO nor jax.
 
 import collections
 from collections.abc import Sequence
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 import zlib
@@ -64,9 +65,9 @@ class Texts(NamedTuple):
     return len(self.targets)
 
   def positions(self, lengths: framing.Lengths) -> tuple[int, int]:
-    """Returns positions with BOS, and texts; see `Embed.capacity`."""
-    del lengths
-    return len(self.inputs) + len(self.targets), len(self.targets)
+    """Returns framed positions, and texts; see `Embed.capacity`."""
+    count = len(self.targets)
+    return len(self.inputs) + lengths.frame * count, count
 
 
 class Embed(example_maker.ExampleMaker):
@@ -133,7 +134,7 @@ class Embed(example_maker.ExampleMaker):
 
   @classmethod
   def capacity(cls, lengths):
-    return framing.Lengths(lengths.encoder, cls.texts)
+    return dataclasses.replace(lengths, decoder=cls.texts)
 
   def examples(self, documents, generator):
     return self.parsed_examples(documents, self._example)
@@ -160,7 +161,7 @@ class Embed(example_maker.ExampleMaker):
       for i, text in enumerate(texts[: self.texts])
     ]
     count = len(tokens)
-    room = self.lengths.encoder - count  # Beside BOS of each.
+    room = self.lengths.encoder - self.lengths.frame * count
     if sum(map(len, tokens)) > room:
       self.counts['truncated' if self._truncates else 'dropped'] += 1
       if not self._truncates or room < count:
@@ -201,8 +202,9 @@ class Embed(example_maker.ExampleMaker):
         row['vectors'][of_example] = example.vectors.reshape(count, -1)
       ends = np.cumsum(example.targets)[:-1]
       for slot, tokens in enumerate(np.split(example.inputs, ends), query):
-        stop = start + 1 + len(tokens)
-        row['encoder_tokens'][start:stop] = ids.encoder.frame(tokens, 'encoder')
+        framed = ids.encoder.frame(tokens, 'encoder')
+        stop = start + len(framed)
+        row['encoder_tokens'][start:stop] = framed
         row['encoder_segments'][start:stop] = slot + 1
         row['encoder_positions'][start:stop] = np.arange(stop - start)
         # 31 bits, as fields are int32.

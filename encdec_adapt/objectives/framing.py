@@ -8,7 +8,8 @@ targets (MEAP's masks). The fields of a batch are, in the pair's segment,
 | field            | content of the pair's segment                          |
 |------------------|--------------------------------------------------------|
 | encoder_tokens   | BOS p_0 .. p_m-1, or of a vocabulary that ends with    |
-|                  | EOS (T5's) p_0 .. p_m-1 EOS                            |
+|                  | EOS (T5's) p_0 .. p_m-1 EOS, behind its opening if it  |
+|                  | has one (the `<s>` of CodeT5)                          |
 | decoder_tokens   | BOS r_0 .. r_n-2, where r is t unless the pair has it  |
 | targets          | t_0 .. t_n-1                                           |
 | weights          | w_0 .. w_n-1, or 1; 0 at padding                       |
@@ -26,10 +27,11 @@ targets (MEAP's masks). The fields of a batch are, in the pair's segment,
 | row              | index of the record row, -1 for a filler row           |
 | stored_*         | ids and probabilities of a stored teacher, k a target  |
 
-So a pair takes m+1 encoder, n decoder and m+1+n teacher positions. Each side
-has BOS and padding of its vocabulary; EOS and the teacher's tokens are the
-decoder's. T5's decoders start with padding, which is its BOS, and the targets
-of its pairs end with EOS unless they are cut. If the encoder has another
+So a pair takes m+1 encoder (m+2 behind an opening), n decoder and m+1+n teacher
+positions. Each side has BOS and padding of its vocabulary; EOS and the
+teacher's tokens are the decoder's. T5's decoders start with padding, which is
+its BOS, and the targets of its pairs begin with its opening and end with EOS
+unless they are cut. If the encoder has another
 vocabulary, the teacher's prefix has another length; the pair then takes as many
 encoder positions as the longer of the two prefixes, so that it also fits the
 teacher's row.
@@ -121,9 +123,9 @@ class Pair(NamedTuple):
   def positions(self, lengths: 'Lengths') -> tuple[int, int]:
     """Returns encoder and decoder positions; 0 without the side."""
     # The longer prefix, so that a packed row also fits the teacher's S + T.
-    inputs = max(len(self.inputs), len(self.teacher_inputs)) + 1
+    inputs = max(len(self.inputs), len(self.teacher_inputs))
     return (
-      inputs if lengths.encoder else 0,
+      inputs + lengths.frame if lengths.encoder else 0,
       len(self.targets) if lengths.decoder else 0,
     )
 
@@ -135,10 +137,12 @@ class Lengths:
   Attributes:
     encoder: S, or 0 for a causal language model.
     decoder: T, or 0 for an encoder-only model.
+    frame: ids around the inputs of a pair (`special_ids.SideIds.frame_size`).
   """
 
   encoder: int
   decoder: int
+  frame: int = 1
 
   @property
   def teacher(self) -> int:
@@ -313,7 +317,8 @@ def with_windows(batch: Batch, ids: special_ids.SideIds) -> Batch:
     span = count - np.maximum.accumulate(before, axis=1)
     if side == 'decoder':  # Behind its sentinel, and behind the visible run.
       span = np.maximum(span - 1, 0) + 0.5
-    is_text = (segments > 0) & ~is_sentinel & ~np.isin(tokens, ids.modes)
+    is_text = (segments > 0) & ~is_sentinel
+    is_text &= ~np.isin(tokens, ids.modes + ids.opening)
     if side == 'encoder' and ids.ends_with_eos:  # The window has BOS instead.
       last = (segments > 0) & (segments != _following(segments))
       tokens, span = np.where(last, ids.bos, tokens), np.where(last, -0.5, span)

@@ -105,7 +105,7 @@ class Classify(example_maker.ExampleMaker):
     if not counts.all():
       raise errors.UserError('it has a text or a word without tokens')
     tokens, positions = np.concatenate(parts), self._label_positions(counts)
-    longest = self.lengths.encoder - 1  # Beside BOS.
+    longest = self.lengths.encoder - self.lengths.frame
     if len(tokens) > longest:
       self.counts['truncated' if self._truncates else 'dropped'] += 1
       if not self._truncates:

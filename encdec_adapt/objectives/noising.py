@@ -142,7 +142,7 @@ class Noising(windows.WindowMaker):
     plan = self._longest(lambda window: (window, self._targets(window)))
     # Without this, targets that do not fit would shorten the windows silently.
     if self.feeds == 'pair':
-      targets = self._targets(self.lengths.encoder - 1)
+      targets = self._targets(self.lengths.encoder - self.lengths.frame)
       self.require_targets(targets, plan.inner + 1, 'it')
     return (plan,)
 

@@ -171,12 +171,13 @@ class Supervised(example_maker.ExampleMaker):
     self._vocabulary = vocabulary
     self._encoder_vocabulary = encoder_vocabulary
     self._separator = vocabulary.encode(separator)
-    # BOS takes a position, and an input that is cut should keep a token.
-    if separator and len(self._separator) > lengths.encoder - 2:
+    # An input that is cut should keep a token.
+    least = len(self._separator) + lengths.frame + 1
+    if separator and least > lengths.encoder:
       raise errors.UserError(
         f'objective {name!r}: its separator has {len(self._separator)} tokens,'
         f' which leave no inputs of config.data.encoder_length='
-        f'{lengths.encoder}; set it to at least {len(self._separator) + 2}'
+        f'{lengths.encoder}; set it to at least {least}'
       )
     if meap:
       self._mask = noising.mask_token(name, vocabulary)
@@ -219,10 +220,11 @@ class Supervised(example_maker.ExampleMaker):
     """Yields the pairs of a document."""
     inputs, targets, *fields = content
     # The prefix is encoded with the inputs: tokens may span the border.
-    encode, end = self._vocabulary.encode, np.int32(self._vocabulary.eos)
+    encode, special = self._vocabulary.encode, self._vocabulary.ids
     ids = encode(self._prefix + inputs)
+    answer = [*special.opening, *encode(targets).tolist(), special.eos]
     pair = framing.Pair(
-      ids, np.append(encode(targets), end), fields=_fields(*fields)
+      ids, np.array(answer, np.int32), fields=_fields(*fields)
     )
     if self._encoder_vocabulary:
       ids = self._encoder_vocabulary.encode(self._prefix + inputs)
@@ -268,7 +270,8 @@ class Supervised(example_maker.ExampleMaker):
       return None
     self.counts['truncated'] += 1
     targets = slice(self.lengths.decoder)
-    pair = self._separated(unseparated, self.lengths.encoder - 1)
+    room = self.lengths.encoder - self.lengths.frame
+    pair = self._separated(unseparated, room)
     return pair._replace(
       **{
         field: getattr(pair, field)[targets]

@@ -87,7 +87,6 @@ class TextSplit(example_maker.ExampleMaker):
     self._objective = objective
     self._encoder, self._decoder = encoder, decoder
     self.draws, self.plans = objective.draws, objective.plans
-    self._eos = np.array([decoder.eos], np.int32)
 
   def examples(self, documents, generator):
     for name, text in documents:
@@ -123,13 +122,11 @@ class TextSplit(example_maker.ExampleMaker):
       size = remaining if ends else min(plan.inner, remaining - 1)
       window = self._fit(document, start, size, ends, cut)
       targets = document.tokens[window.predicted]
-      yield framing.Pair(
-        window.inputs,
-        np.concatenate([targets, self._eos])
-        if window.ends or self._objective.inner_eos
-        else targets,
-        document.tokens[window.prefix],
+      pair = framing.Pair(
+        window.inputs, targets, document.tokens[window.prefix]
       )
+      has_eos = window.ends or self._objective.inner_eos
+      yield self._objective.with_eos(pair) if has_eos else pair
       if window.ends:
         return
       start = window.stop  # Windows that had to be shortened end earlier.
@@ -159,8 +156,9 @@ class TextSplit(example_maker.ExampleMaker):
     """
     while True:
       window = self._window(document, start, size, ends, cut)
-      encoder = 1 + max(len(window.inputs), _size(window.prefix))
-      eos = ends or self._objective.inner_eos
+      inputs = max(len(window.inputs), _size(window.prefix))
+      encoder = inputs + self.lengths.frame
+      eos = max(int(ends), self._objective.inner_eos)
       decoder = _size(window.predicted) + eos
       share = min(
         self.lengths.encoder / encoder, self.lengths.decoder / decoder

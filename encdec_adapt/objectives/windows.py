@@ -16,8 +16,7 @@ are complementary, which is their packing of two examples into a row
 (`UniformPrefixLM`).
 
 A document is cut into windows that fit a row with the framing of
-`objectives/framing.py` (m + 1 encoder and n decoder positions), as long as the
-row allows. Targets end in EOS if and only if the document ends, or the
+`objectives/framing.py`, as long as the row allows. Targets end in EOS if and only if the document ends, or the
 vocabulary frames as T5's (`special_ids.SideIds.ends_with_eos`). With the option
 `concatenate`, the documents of a shard are joined first, each with an EOS at
 its end, and windows are cut from the result; held-out windows never cross
@@ -79,7 +78,8 @@ class WindowMaker(example_maker.ExampleMaker):
 
   Attributes:
     adds_eos: whether the targets of a document's last window end in EOS.
-    inner_eos: whether the targets of all windows do, as T5's.
+    inner_eos: ids around the targets of all windows: EOS and the opening if the
+      vocabulary frames as T5's, else 0.
     shortest: last windows of fewer tokens are dropped.
     plans: possible plans of a window.
   """
@@ -112,10 +112,11 @@ class WindowMaker(example_maker.ExampleMaker):
     super().__init__(name, lengths)
     self.concatenate = concatenate
     self.shortest = shortest
-    self.inner_eos = (
-      self.feeds == 'pair' and self.adds_eos and vocabulary.ids.ends_with_eos
-    )
-    self._eos = np.array([vocabulary.eos], np.int32)
+    ids = vocabulary.ids
+    is_framed = self.feeds == 'pair' and self.adds_eos and ids.ends_with_eos
+    self.inner_eos = ids.frame_size if is_framed else 0
+    self._opening = np.array(ids.opening if is_framed else (), np.int32)
+    self._eos = np.array([ids.eos], np.int32)
     self.plans = self._make_plans()
     if not self._have_windows(self.plans):
       shortest = self._shortest()
@@ -139,7 +140,7 @@ class WindowMaker(example_maker.ExampleMaker):
       # A single side if that suffices, before both: the error is to ask for
       # the least change.
       for sides in ((longer[0], decoder), (encoder, longer[1]), longer):
-        self.lengths = framing.Lengths(*sides)
+        self.lengths = framing.Lengths(*sides, self.lengths.frame)
         with contextlib.suppress(errors.UserError):  # Targets do not fit yet.
           if self._have_windows(self._make_plans()):
             return self.lengths
@@ -163,8 +164,9 @@ class WindowMaker(example_maker.ExampleMaker):
 
     def exceeds(window: int, eos: int) -> bool:
       inputs, targets = sizes(window)
-      # A side of length 0 is not filled, and limits nothing. Inputs have BOS.
-      return 0 < encoder < inputs + 1 or 0 < decoder < targets + eos
+      inputs += self.lengths.frame
+      # A side of length 0 is not filled, and limits nothing.
+      return 0 < encoder < inputs or 0 < decoder < targets + eos
 
     # Windows longer than four rows are not tried. As sizes never decrease, a
     # bisection finds the first window that exceeds; its index in a range from 1
@@ -174,7 +176,7 @@ class WindowMaker(example_maker.ExampleMaker):
       bisect.bisect_left(
         sizes_to_try, True, key=functools.partial(exceeds, eos=eos)
       )
-      for eos in map(int, (self.inner_eos, self.adds_eos))
+      for eos in (self.inner_eos, max(self.inner_eos, int(self.adds_eos)))
     )
     return WindowPlan(inner, last, task)
 
@@ -246,21 +248,27 @@ class WindowMaker(example_maker.ExampleMaker):
       size = len(remaining) if ends else min(plan.inner, len(remaining) - 1)
       pair = self.split(remaining[:size], plan, rng)
       has_eos = self.inner_eos or (ends and self.adds_eos)
-      yield self._with_eos(pair) if has_eos else pair
+      yield self.with_eos(pair) if has_eos else pair
       if ends:
         return
       remaining = remaining[size:]
 
-  def _with_eos(self, pair: framing.Pair) -> framing.Pair:
-    """Appends EOS to the targets, and to the fields aligned with them."""
+  def with_eos(self, pair: framing.Pair) -> framing.Pair:
+    """Ends targets, and the fields aligned with them, with EOS.
+
+    They also get the opening of the vocabulary. Targets of concatenated
+    documents may have an EOS at their end already.
+    """
+    head, tail = self._opening, self._eos
+    tail = tail[int(pair.targets[-1] == tail[0]) :]
     decoder_inputs, weights = pair.decoder_inputs, pair.weights
     # EOS is never masked: its place in the decoder's inputs holds EOS too.
     if decoder_inputs is not None:
-      decoder_inputs = np.append(decoder_inputs, self._eos)
+      decoder_inputs = np.concatenate([head, decoder_inputs, tail])
     if weights is not None:
-      weights = np.append(weights, weights[-1:])
+      weights = np.pad(weights, (len(head), len(tail)), 'edge')
     return pair._replace(
-      targets=np.concatenate([pair.targets, self._eos]),
+      targets=np.concatenate([head, pair.targets, tail]),
       decoder_inputs=decoder_inputs,
       weights=weights,
     )
@@ -300,8 +308,8 @@ class WindowMaker(example_maker.ExampleMaker):
         self.counts['short_windows'] += 1
         return
       pair = self.split(window, plan, rng)
-      if self.inner_eos and pair.targets[-1] != self._eos[0]:
-        pair = self._with_eos(pair)
+      if self.inner_eos:
+        pair = self.with_eos(pair)
       names, size = [], len(window)
       while size > 0:
         name, count = spans.popleft()
@@ -379,9 +387,9 @@ class UniformPrefixLM(PrefixLM):
 
   def _make_plans(self):
     if self.concatenate:
-      # T5's targets have an EOS each.
+      # T5's targets have an EOS each, and perhaps an opening.
       decoder = self.lengths.decoder - 2 * self.inner_eos
-      window = min(self.lengths.encoder - 2, decoder)
+      window = min(self.lengths.encoder - 2 * self.lengths.frame, decoder)
       # A window of a single token has no complement.
       return (WindowPlan(*2 * [window if window > 1 else 0]),)
     # Inputs have at most window - 1 tokens; the row has room for another BOS.

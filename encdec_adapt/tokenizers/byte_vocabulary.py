@@ -92,7 +92,7 @@ class ByT5Vocabulary(vocabulary.Vocabulary):
       roles,
       files=files,
       added_sentinels=added_sentinels,
-      ends_with_eos=True,
+      edges=((), (roles['eos'],)),
     )
     # The bytes that no UTF-8 has are nothing but sentinels.
     self._names |= {

@@ -12,10 +12,12 @@ nothing and encode unknown characters as bytes. Some cases need care:
 - Some models put a space before every text (Llama 2, Mistral). So does this
   class; decoding removes it at the start of a text, but not from ids that
   follow others.
-- A model with <pad> and </s> and without BOS is T5's, and encodes as it is: it
-  merges spaces, normalises, and may lack characters. Its sentinels are in the
-  file (mT5), or follow its pieces: `extra_ids` of tokenizer_config.json beside
-  it, else 100.
+- A model with <pad> and </s> and without BOS, or with `extra_ids` in
+  tokenizer_config.json beside it, is T5's, and encodes as it is: it merges
+  spaces, normalises, and may lack characters. Its sentinels are in the file
+  (mT5), or follow its pieces: `extra_ids`, else 100.
+- A text is framed as that file says (`add_bos_token`, `add_eos_token`), by
+  default with BOS before it, and T5's with EOS behind it.
 
 This module imports neither TensorFlow nor SeqIO nor jax.
 """
@@ -62,18 +64,28 @@ class SentencePieceVocabulary(vocabulary.Vocabulary):
         ' the path of a tokenizer, or train one'
       ) from None
     self._model = _load(data, name)
+    config = paths.at(path).parent / CONFIG
+    stated = atomic.read_json(config) if config.is_file() else {}
     roles = _roles(self._model, name)
     # Of the file, not of `_plain`, so that it does not depend on the release of
     # protobuf.
     digest, files = hashlib.sha256(data).hexdigest(), [paths.at(path)]
-    self._is_t5 = roles['bos'] == roles['pad'] != roles['eos']
+    self._is_t5 = 'extra_ids' in stated or (
+      roles['bos'] == roles['pad'] != roles['eos']
+    )
     self._prefix = ''
+    edges = [], [roles['eos']]
     if self._is_t5:
-      extra, config = self._extra_ids(files[0].parent / CONFIG)
-      files += config
+      # The tokenizer of transformers puts no BOS, whatever the model has.
+      roles['bos'] = roles['pad']
+      extra = self._extra_ids(stated.get('extra_ids', EXTRA_IDS))
       digest = vocabulary.digest_of(digest, extra)
       self._model = _load(_plain(data, extra, prefix=True), name)
     else:
+      edges = (
+        [roles['bos']] * bool(stated.get('add_bos_token', True)),
+        [roles['eos']] * bool(stated.get('add_eos_token')),
+      )
       # The prefix is put by this class instead, which can leave it out of a
       # part.
       self._prefix = ' ' if _puts_prefix(self._model) else ''
@@ -95,25 +107,16 @@ class SentencePieceVocabulary(vocabulary.Vocabulary):
       roles,
       files=files,
       added_sentinels=added_sentinels,
-      ends_with_eos=self._is_t5,
+      edges=edges,
     )
 
-  def _extra_ids(self, config: paths.Path) -> tuple[int, list[paths.Path]]:
-    """Returns the number of sentinels that follow the pieces, and its file.
-
-    Raises:
-      UserError: the file is damaged.
-    """
-    has_config = config.is_file()
-    stated = atomic.read_json(config).get('extra_ids') if has_config else None
+  def _extra_ids(self, stated: int) -> int:
+    """Returns the number of sentinels that follow the pieces."""
     size = self._model.get_piece_size()
     pieces = map(self._model.id_to_piece, range(size))
     # Those of mT5's file are all that it has, whatever the class adds.
-    if any(piece.lstrip(_SPACE) == '<extra_id_0>' for piece in pieces):
-      return 0, []
-    if stated is None:
-      return EXTRA_IDS, []
-    return stated, [config]
+    names = {piece.lstrip(_SPACE) for piece in pieces}
+    return 0 if '<extra_id_0>' in names else stated
 
   def _byte_ids(self) -> list[int]:
     """Returns the ids of the bytes 0 to 255; empty if the model lacks them."""

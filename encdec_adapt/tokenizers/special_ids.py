@@ -15,11 +15,12 @@ class SideIds:
   Attributes:
     pad: fills rows; masked by weights and segments.
     eos: ends a document.
-    bos: starts a segment; T5's decoders start with padding.
+    bos: starts a segment: the token that decoders start with.
     sentinels: stand for hidden spans; known where the vocabulary is open.
     modes: mode tokens of UL2; likewise.
     ends_with_eos: whether an encoder reads inputs as `p EOS`, and targets of
       pairs end with EOS unless they are cut, as T5's; else it reads `BOS p`.
+    opening: ids before such inputs and targets: the `<s>` of CodeT5.
   """
 
   pad: int
@@ -28,15 +29,21 @@ class SideIds:
   sentinels: tuple[int, ...] = dataclasses.field(default=(), compare=False)
   modes: tuple[int, ...] = dataclasses.field(default=(), compare=False)
   ends_with_eos: bool = False
+  opening: tuple[int, ...] = ()
+
+  @property
+  def frame_size(self) -> int:
+    """Number of ids around the inputs that a stack reads."""
+    return len(self.opening) + 1
 
   def edges(self, side: str) -> tuple[list[int], list[int]]:
     """Returns the ids before and behind the inputs that a stack reads."""
     if self.ends_with_eos and side == 'encoder':
-      return [], [self.eos]
+      return [*self.opening], [self.eos]
     return [self.bos], []
 
   def frame(self, inputs: Iterable[int], side: str) -> list[int]:
-    """Returns inputs as a stack reads them, m + 1 ids.
+    """Returns inputs as a stack reads them, m + `frame_size` ids.
 
     Args:
       inputs: ids [m] without framing.
@@ -65,8 +72,9 @@ class Framing:
     sides = {
       side: SideIds(
         *(tokens['special_tokens'][role]['id'] for role in roles),
-        # Earlier descriptions have no such field, nor such framing.
+        # Earlier descriptions have no such fields, nor such framing.
         ends_with_eos=tokens.get('ends_with_eos', False),
+        opening=tuple(tokens.get('opening', ())),
       )
       for side, tokens in described.items()
     }

@@ -12,8 +12,8 @@ that none of them names are found by the names of Gemma, Llama and Qwen:
 | unk  | <unk>                                                                 |
 | mask | <mask>, [MASK]                                                        |
 
-A tokenizer without BOS that puts EOS behind every text is T5's: its decoder
-starts with padding (`special_ids.SideIds.ends_with_eos`).
+A tokenizer without BOS that puts EOS behind every text is T5's, and BOS is
+padding.
 
 No special token matches in a text, whatever the file declares.
 
@@ -78,7 +78,7 @@ class TokenizerJson(vocabulary.Vocabulary):
           or token['content'] in named.values()
         )
       specials = {t['content']: t['id'] for t in added if t['special']}
-      ending = _ending(content)
+      edges = _edges(content)
       if isinstance(content['model']['vocab'], list):
         _rename_pieces(content, specials)
       self._tokenizer = _load(content)
@@ -88,7 +88,7 @@ class TokenizerJson(vocabulary.Vocabulary):
         f' ({type(error).__name__}: {error}); copy it again, or install a newer'
         ' `tokenizers`'
       ) from error
-    roles = _roles(named, specials, siblings, str(path), ending)
+    roles = _roles(named, specials, siblings, str(path), edges[1])
     # mT5 has a space before <extra_id_0>.
     specials = {name.lstrip('\u2581'): i for name, i in specials.items()}
     self._by_id = {i: token for token, i in ids.items()}
@@ -105,7 +105,7 @@ class TokenizerJson(vocabulary.Vocabulary):
       roles,
       files=[path, *siblings],
       added_sentinels=added_sentinels,
-      ends_with_eos=roles['bos'] == roles['pad'] != roles['eos'] == ending,
+      edges=edges,
     )
     self._check_specials()
 
@@ -161,14 +161,21 @@ def _load(content: dict[str, Any]) -> tokenizers.Tokenizer:
   return tokenizer
 
 
-def _ending(content: Mapping[str, Any]) -> int | None:
-  """Returns the id that a tokenizer.json puts behind every text, if any."""
+def _edges(content: Mapping[str, Any]) -> tuple[list[int], list[int]]:
+  """Returns the ids that a tokenizer.json puts before and behind every text."""
   step = content.get('post_processor') or {}
+  head, tail = [], []
   for part in step.get('processors', [step]):
-    last = (part.get('single') or [{}])[-1]
-    if name := last.get('SpecialToken', {}).get('id'):
-      return part['special_tokens'][name]['ids'][-1]
-  return None
+    if 'cls' in part:  # Those of BERT and RoBERTa.
+      head, tail = [part['cls'][1]], [part['sep'][1]]
+    side = head
+    for item in part.get('single', ()):
+      if 'Sequence' in item:
+        side = tail
+      else:
+        name = item['SpecialToken']['id']
+        side += part['special_tokens'][name]['ids']
+  return head, tail
 
 
 def _rename_pieces(
@@ -215,7 +222,7 @@ def _roles(
   specials: Mapping[str, int],
   siblings: list[paths.Path],
   path: str,
-  ending: int | None,
+  tail: list[int],
 ) -> dict[str, int]:
   """Returns the ids by role.
 
@@ -224,7 +231,7 @@ def _roles(
     specials: ids of special tokens.
     siblings: files that `named` was read from.
     path: path of the tokenizer, for errors.
-    ending: see `_ending`.
+    tail: ids that the tokenizer puts behind every text.
 
   Raises:
     UserError: a named token is not special, or there is no EOS or BOS.
@@ -244,7 +251,7 @@ def _roles(
         f'vocabulary {path!r}: {names} beside it has {role} {value!r}, which'
         ' is not a special token of it; use the files of one model'
       )
-  if 'bos' not in roles and 'pad' in roles and ending == roles.get('eos'):
+  if 'bos' not in roles and 'pad' in roles and tail == [roles.get('eos')]:
     roles['bos'] = roles['pad']
   for role in ('eos', 'bos'):
     if role not in roles:

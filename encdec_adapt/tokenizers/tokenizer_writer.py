@@ -85,6 +85,10 @@ def write(folder: pathlib.Path, vocab: vocabulary.Vocabulary) -> str:
     (folder / JSON).write_text(_convert(vocab).to_str(pretty=True) + '\n')
   if not (folder / CONFIG).exists():
     _write_json(folder / CONFIG, _config(vocab))
+  if vocab.ids.ends_with_eos:
+    # The model's config.json may be of a class without the field.
+    config = atomic.read_json(folder / CONFIG)
+    _write_json(folder / CONFIG, {**config, vocabulary.START: vocab.bos})
   if not vocab.added:
     return ''
   ids = {vocab.piece(i): i for i in vocab.added}
@@ -210,15 +214,21 @@ def _convert(vocab: vocabulary.Vocabulary) -> tokenizers.Tokenizer:
   tokenizer.add_tokens(
     [tokenizers.AddedToken(name, normalized=_SPACE in name) for name in symbols]
   )
-  token = vocab.eos if vocab.ids.ends_with_eos else vocab.bos
-  name = vocab.piece(token)
-  single, pair = f'{name} $A', f'{name} $A {name}:1 $B:1'
-  if vocab.ids.ends_with_eos:
-    single, pair = f'$A {name}', f'$A {name} $B:1 {name}:1'
-  tokenizer.post_processor = processors.TemplateProcessing(
-    single=single, pair=pair, special_tokens=[(name, token)]
-  )
+  tokenizer.post_processor = template(vocab)
   return tokenizer
+
+
+def template(vocab: vocabulary.Vocabulary) -> processors.TemplateProcessing:
+  """Returns the step that frames texts, and pairs of texts, as an encoder's."""
+  head, tail = vocab.ids.edges('encoder')
+  names = {vocab.piece(i): i for i in (*head, *tail)}
+  single = [*map(vocab.piece, head), '$A', *map(vocab.piece, tail)]
+  pair = [*single, *(f'{x}:1' for x in single)]
+  return processors.TemplateProcessing(
+    single=single,
+    pair=[x.replace('$A:1', '$B:1') for x in pair],
+    special_tokens=[*names.items()],
+  )
 
 
 def _from_sentencepiece(
@@ -339,7 +349,7 @@ def _config(vocab: vocabulary.Vocabulary) -> dict[str, Any]:
   roles = {role: getattr(vocab, role) for role in vocabulary.ROLES}
   further: dict[str, Any] = {}
   if vocab.ids.ends_with_eos:
-    del roles['bos']
+    roles['bos'] = next(iter(vocab.ids.opening), None)
     stored = [i for i in vocab.sentinels if i < vocab.stored_size]
     further['extra_ids'] = len(stored)
   if isinstance(vocab, byte_vocabulary.ByT5Vocabulary):

@@ -24,6 +24,22 @@ export writes them into the tokenizer's files (`tokenizer_writer`), where they
 are found again. The papers do not say which ids Google used for sentinels and
 modes.
 
+Framing follows the ids that the tokenizer puts around every text, and
+`decoder_start_token_id` of the model's config.json beside it (an export writes
+it into tokenizer_config.json too):
+
+| tokenizer puts        | start token | an encoder reads | decoders start with |
+|-----------------------|-------------|------------------|---------------------|
+| nothing, or BOS first | BOS, or not | BOS p            | BOS                 |
+|                       | stated      |                  |                     |
+| EOS last (T5, CodeT5) | stated      | p EOS, or BOS p  | the start token     |
+|                       |             | EOS if it puts   |                     |
+|                       |             | BOS first        |                     |
+| EOS last, has no BOS  | not stated  | p EOS            | padding             |
+
+An EOS at the end is ignored where no start token is stated and there is a BOS:
+the model may be a decoder. Files that disagree are refused.
+
 This module imports neither TensorFlow nor SeqIO nor jax.
 """
 
@@ -38,9 +54,11 @@ from typing import Any
 import numpy as np
 
 from encdec_adapt.base import errors
-from encdec_adapt.files import paths
+from encdec_adapt.files import atomic, paths
 from encdec_adapt.tokenizers import special_ids
 
+START = 'decoder_start_token_id'
+CONFIGS = ('tokenizer_config.json', 'config.json')  # Files that state it.
 ROLES = ('pad', 'eos', 'bos', 'unk', 'mask')
 MODES = ('R', 'S', 'X')
 # Names that never match in a text, whatever the tokenizer's files declare:
@@ -111,7 +129,7 @@ class Vocabulary(abc.ABC):
     *,
     files: Sequence[paths.Path] = (),
     added_sentinels: int = 0,
-    ends_with_eos: bool = False,
+    edges: tuple[Sequence[int], Sequence[int]] = ((), ()),
   ):
     """Initialises the attributes for a subclass.
 
@@ -124,17 +142,35 @@ class Vocabulary(abc.ABC):
       files: files that the vocabulary was read from.
       added_sentinels: number of new sentinels at the end; mode tokens follow
         them if the vocabulary has none.
-      ends_with_eos: see `special_ids.SideIds`.
+      edges: ids that the tokenizer puts before and behind every text.
 
     Raises:
-      UserError: encoding loses text.
+      UserError: encoding loses text, or the files state different framings.
     """
     self.path = path
     self.files = tuple(files)
-    self.pad, self.eos, self.bos = roles['pad'], roles['eos'], roles['bos']
-    self.unk, self.mask = roles.get('unk'), roles.get('mask')
     self.specials = dict(specials)
     self._names = {i: name for name, i in self.specials.items()}
+    self.pad, self.eos, self.bos = roles['pad'], roles['eos'], roles['bos']
+    self.unk, self.mask = roles.get('unk'), roles.get('mask')
+    head, tail = map(tuple, edges)
+    start = self._stated_start(tail)
+    ends_with_eos = tail == (self.eos,) and (
+      start is not None or self.bos == self.pad != self.eos
+    )
+    opening = head if ends_with_eos else ()
+    if ends_with_eos:
+      self.bos = self.bos if start is None else start
+    elif head not in ((), (self.bos,)) or (tail and start is not None):
+      around = [' '.join(map(self.piece, ids)) for ids in (head, tail)]
+      raise errors.UserError(
+        f'the tokenizer {path} puts {around[0]!r} before and {around[1]!r}'
+        f' behind every text, but its BOS is {self.piece(self.bos)!r} and its'
+        f' EOS {self.piece(self.eos)!r}; correct its post_processor, or'
+        ' bos_token and eos_token of the tokenizer_config.json beside it.'
+      )
+    if (self.bos, opening) != (roles['bos'], ()):
+      digest = digest_of(digest, self.bos, opening)
     self.stored_size = self.size = size
     # An export writes added tokens into the files, where they are read again.
     self._original_size = _original_size(self._names, size)
@@ -154,8 +190,40 @@ class Vocabulary(abc.ABC):
       tuple(self.sentinels),
       tuple(self.mode_ids.values()),
       ends_with_eos,
+      opening,
     )
     self.note = self._loss()
+
+  def _stated_start(self, tail: Sequence[int]) -> int | None:
+    """Returns the token that decoders start with by files beside the tokenizer.
+
+    Adds the files to `files` if they decide: if `tail` is not empty.
+
+    Raises:
+      UserError: an id there is not that of the tokenizer; names file and key.
+    """
+    start, allowed = None, {START: {self.bos}}
+    if tail:
+      allowed = {'eos_token_id': {self.eos}, 'pad_token_id': {self.pad}}
+      allowed[START] = {*self.specials.values()}
+    for file in [self.files[0].parent / x for x in CONFIGS if self.files]:
+      stated = atomic.read_json(file) if file.is_file() else {}
+      if tail and stated and file not in self.files:
+        self.files += (file,)
+      if stated.get(START) is None:
+        continue
+      for key, ids in allowed.items():
+        value = stated.get(key)
+        values = value if isinstance(value, list) else [value]
+        if value is not None and ids.isdisjoint(values):
+          expected = ' or '.join(f'{i} ({self.piece(i)})' for i in [*ids][:3])
+          raise errors.UserError(
+            f'{file} has {key} {value!r}, and by the tokenizer {self.path} it is'
+            f' {expected}; correct one, or use the files of one model.'
+          )
+      start = stated[START]
+      allowed[START] = {start}
+    return start
 
   def _add(self, sentinels: int) -> None:
     """Adds sentinels, and mode tokens if there are none, at the end."""
@@ -206,6 +274,7 @@ class Vocabulary(abc.ABC):
         if i is not None
       },
       'ends_with_eos': self.ids.ends_with_eos,
+      **({'opening': [*self.ids.opening]} if self.ids.opening else {}),
     }
 
   @functools.cached_property
@@ -217,7 +286,8 @@ class Vocabulary(abc.ABC):
     """
     # repr keeps names with newlines apart.
     names = '\n'.join(repr(self._piece(i)) for i in range(self._original_size))
-    names += '\nends with EOS' * self.ids.ends_with_eos
+    if self.ids.ends_with_eos:
+      names += f'\n{[*self.ids.opening, self.bos]} ends with EOS'
     return hashlib.sha256(names.encode('utf-8', 'replace')).hexdigest()
 
   @functools.cached_property

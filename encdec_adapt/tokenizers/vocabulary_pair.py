@@ -206,11 +206,12 @@ class Opened:
     return special_ids.Framing(self.encoder.ids, self.decoder.ids)
 
   @property
-  def fingerprints(self) -> dict[str, str]:
-    """Fingerprint fields of a `records.RecordSpec`."""
+  def fingerprints(self) -> dict[str, Any]:
+    """Fields of a `records.RecordSpec` that the vocabularies decide."""
     return {
       'vocabulary': self.decoder.fingerprint,
       'encoder_vocabulary': self.encoder.fingerprint,
+      'opening': len(self.encoder.ids.opening),
     }
 
   def check_tables(self, sizes: Mapping[str, int]) -> list[str]:

@@ -1,9 +1,12 @@
-"""Tiny SentencePiece files in the layout of T5's and mT5's."""
+"""Tiny tokenizers in the layout of T5's, mT5's and CodeT5's."""
 
 import io
+import json
 import pathlib
 
 import sentencepiece
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from encdec_adapt.tokenizers import sentencepiece_vocabulary
 from tests import tiny_tokenizers
@@ -42,3 +45,45 @@ def train(path: pathlib.Path, symbols: int = 0, **options) -> pathlib.Path:
   path.parent.mkdir(parents=True, exist_ok=True)
   path.write_bytes(proto.SerializeToString())
   return path
+
+
+def train_code_t5(
+  folder: pathlib.Path, *, template: bool = False, **fields
+) -> pathlib.Path:
+  """Writes a byte-level tokenizer that frames `<s> p </s>`; returns its folder.
+
+  Args:
+    folder: folder to write to.
+    template: whether the post-processor is a template, and not RoBERTa's.
+    **fields: fields of config.json in place of CodeT5's.
+  """
+  tokenizer = tokenizers.Tokenizer(models.BPE())
+  tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+  tokenizer.decoder = decoders.ByteLevel()
+  tokenizer.train_from_iterator(
+    tiny_tokenizers.TEXTS,
+    trainers.BpeTrainer(
+      vocab_size=PIECES,
+      initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+      special_tokens=['<pad>', '<s>', '</s>', '<unk>'],
+      show_progress=False,
+    ),
+  )
+  names = [f'<extra_id_{i}>' for i in reversed(range(100))]
+  tokenizer.add_special_tokens(names)
+  around = ('</s>', 2), ('<s>', 1)
+  tokenizer.post_processor = processors.RobertaProcessing(*around)
+  if template:
+    tokenizer.post_processor = processors.TemplateProcessing(
+      single='<s> $A </s>', special_tokens=around
+    )
+  folder.mkdir(parents=True, exist_ok=True)
+  tokenizer.save(str(folder / 'tokenizer.json'))
+  named = {'bos': '<s>', 'eos': '</s>', 'pad': '<pad>', 'unk': '<unk>'}
+  config = {f'{role}_token': name for role, name in named.items()}
+  config['tokenizer_class'] = 'PreTrainedTokenizerFast'
+  (folder / 'tokenizer_config.json').write_text(json.dumps(config))
+  ids = {'pad_token_id': 0, 'bos_token_id': 1, 'eos_token_id': 2}
+  content = {**ids, 'decoder_start_token_id': 0, 'model_type': 't5', **fields}
+  (folder / 'config.json').write_text(json.dumps(content))
+  return folder

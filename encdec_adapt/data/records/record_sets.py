@@ -55,7 +55,7 @@ FORMAT = 7
 MANIFEST = 'manifest.json'
 # Fields of a spec that a configuration leaves empty. They are compared where
 # they are known only, as a job that reads records need not have their source.
-_FINGERPRINTS = ('source_fingerprint', 'vocabulary', 'encoder_vocabulary')
+_FILLED_IN = 'source_fingerprint vocabulary encoder_vocabulary opening'.split()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +85,8 @@ class RecordSpec:
       filled in when records are made and is not compared.
     vocabulary: fingerprint of the decoder's vocabulary; '' likewise.
     encoder_vocabulary: fingerprint of the encoder's vocabulary; '' likewise.
+    opening: number of ids before inputs (`special_ids.SideIds.opening`); 0
+      likewise.
   """
 
   source: str
@@ -106,11 +108,13 @@ class RecordSpec:
   source_fingerprint: str = ''
   vocabulary: str = ''
   encoder_vocabulary: str = ''
+  opening: int = 0
 
   @property
   def lengths(self) -> framing.Lengths:
     """S and T of the rows."""
-    return framing.Lengths(self.encoder_length, self.decoder_length)
+    lengths = self.encoder_length, self.decoder_length
+    return framing.Lengths(*lengths, 1 + self.opening)
 
   @functools.cached_property
   def objectives(self) -> tuple[example_maker.Objective, ...]:
@@ -140,6 +144,8 @@ class RecordSpec:
     fields = {**dataclasses.asdict(self), 'format': FORMAT}
     del fields['passes']
     # Left out where nothing has changed, so that older shards stay valid.
+    if not self.opening:
+      del fields['opening']
     revisions = self.revisions
     return {**fields, 'revisions': revisions} if revisions else fields
 
@@ -389,7 +395,7 @@ def check_spec(
     f'{field} is {stored.get(field)!r} in the records and {value!r} in the'
     ' config'
     for field, value in dataclasses.asdict(expect).items()
-    if stored.get(field) != value and (value or field not in _FINGERPRINTS)
+    if stored.get(field) != value and (value or field not in _FILLED_IN)
   ]
   if differences:
     raise errors.UserError(
@@ -416,7 +422,7 @@ def check_framing(
   stored = special_ids.Framing.from_description(manifest['vocabularies'])
   for side, opened in sides.items():
     ours, theirs = (
-      'p EOS' if ids.ends_with_eos else 'BOS p'
+      f'{"BOS " * len(ids.opening)}p EOS' if ids.ends_with_eos else 'BOS p'
       for ids in (getattr(stored, side), opened.ids)
     )
     if ours != theirs:

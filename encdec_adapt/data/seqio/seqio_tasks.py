@@ -291,7 +291,9 @@ def make_pairs(
       f' not {type(adapter).__name__}: it has to know sentinels and modes'
     )
   lengths = framing.Lengths(
-    sequence_length.get('inputs', 0), sequence_length.get('targets', 0)
+    sequence_length.get('inputs', 0),
+    sequence_length.get('targets', 0),
+    adapter.ours.ids.frame_size,
   )
   flat_pairs = functools.partial(
     _flat_pairs,

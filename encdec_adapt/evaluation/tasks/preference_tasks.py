@@ -35,7 +35,6 @@ from encdec_adapt.training.losses import comparison, preference, reward
 
 # Of a model that learnt no preferences: mean log-probabilities.
 _PLAIN = 'simpo:beta=1,gamma=0'
-_ANY = framing.Lengths(1, 1)  # Rows of any length have the same positions.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +93,10 @@ class PreferenceEvaluation:
       a prediction of each preference: the answer that the model prefers.
     """
     contents, examples = self._examples(model.stored)
-    longest = map(max, zip(*(x.positions(_ANY) for x in examples), strict=True))
+    ids = model.stored.require_vocabularies().framing
+    # Rows of any length have the same positions.
+    row = framing.Lengths(1, 1, ids.encoder.frame_size)
+    longest = map(max, zip(*(x.positions(row) for x in examples), strict=True))
     loss, references = _open_loss(model, framing.Lengths(*longest))
     axes = preferences.Preferences.axes
     evaluator = perplexity.Evaluator(model.where, loss, axes)
@@ -102,13 +104,13 @@ class PreferenceEvaluation:
 
     def batches() -> Iterator[framing.Batch]:
       """Yields this process's rows, padded to a few lengths."""
-      where, ids = model.where, model.stored.require_vocabularies().framing
+      where = model.where
       local = placement_lib.row_shards(where.mesh, where.rules).rows(rows)
-      teacher = setup.reads_teacher_row(_ANY, *shapes)
+      teacher = setup.reads_teacher_row(row, *shapes)
       for start in range(0, len(examples), rows):
         report(start, len(examples))
         chunk = examples[start : start + rows]
-        sizes = zip(*(x.positions(_ANY) for x in chunk), strict=True)
+        sizes = zip(*(x.positions(row) for x in chunk), strict=True)
         size = framing.Lengths(*(lengths.bucket(max(n)) for n in sizes))
         frame = preferences.Preferences.frame
         parts = [chunk[i : i + 1] for i in local]  # Empty after the last.
@@ -137,7 +139,8 @@ class PreferenceEvaluation:
     # Text of the documents, in which examples are found by their id.
     texts = ((name, json.dumps(content)) for name, content in self.documents)
     examples = list(maker.examples(texts, None))
-    kept = answer_encoding.fits(stored, [x.positions(_ANY) for x in examples])
+    sizes = [x.positions(maker.lengths) for x in examples]
+    kept = answer_encoding.fits(stored, sizes)
     examples = [x for x, fits in zip(examples, kept, strict=True) if fits]
     if not examples:
       raise errors.UserError(
