@@ -277,7 +277,8 @@ COMMANDS = {
         'with',
         ['transformers'],
         'Let transformers compute B, an exported folder, in torch (extra'
-        ' `peer`); runs the code that the folder carries.',
+        ' `peer`), and encode and continue texts as A does; runs the code that'
+        ' the folder carries.',
       ),
       _WINDOW,
     ),

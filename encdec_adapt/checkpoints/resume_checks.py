@@ -103,7 +103,8 @@ def check_same_references(
     UserError: the parameters of a reference differ.
   """
   for name, digest in saved.get('references', {}).items():
-    if now['references'].get(name, digest) != digest:
+    # A folder's had no second part in earlier versions.
+    if not now['references'].get(name, digest).startswith(digest):
       keys = 'config.teacher.checkpoint (or config.init.encoder and'
       keys += ' config.teacher.dtype)'
       if name.startswith(REWARD_MODEL):

@@ -4,6 +4,7 @@ Holds no models: `model_on_disk` opens both, and passes their arrays.
 """
 
 from collections.abc import Mapping
+import contextlib
 import functools
 import hashlib
 
@@ -16,8 +17,6 @@ from encdec_adapt.models import layers_index, parameters
 
 Arrays = Mapping[str, lazy_array.LazyArray]
 
-# A model that was trained further differs everywhere: parts of its files tell,
-# where reading all of a large model would take minutes.
 _SAMPLES, _SAMPLE_BYTES = 64, 16 << 10
 
 
@@ -69,8 +68,12 @@ def checkpoint_digest(step: paths.Path) -> str:
 
 
 def folder_digest(folder: paths.Path) -> str:
-  """Returns a digest of samples of a folder's files of weights."""
-  parts = []
+  """Returns digests of a folder's files of weights: of samples, and of all.
+
+  Runs of earlier versions state the first alone: a digest agrees with theirs if
+  it starts with it.
+  """
+  parts, contents = [], []
   for file in sorted(folder.glob('*.safetensors')):
     size = paths.size(file)
     parts.append(f'{file.name} {size}'.encode())
@@ -78,7 +81,28 @@ def folder_digest(folder: paths.Path) -> str:
       for i in range(_SAMPLES):
         content.seek(max(size - _SAMPLE_BYTES, 0) * i // (_SAMPLES - 1))
         parts.append(content.read(_SAMPLE_BYTES))
-  return _digest(parts)
+    contents.append(_content_hash(file).encode())
+  return f'{_digest(parts)}-{_digest(contents)}'
+
+
+def _content_hash(file: paths.Path) -> str:
+  """Returns the hash of a file, which is read again only if it has changed.
+
+  The user's cache has a file with the hash, named by path, size and times.
+  """
+  version = paths.version(file)
+  if not paths.is_bucket(file):
+    # Tools that copy a file may set its time of modification.
+    version += f' {file.stat().st_ctime_ns}'
+  name = _digest([str(paths.absolute(file)).encode(), version.encode()])
+  entry = paths.user_cache('hashes') / name
+  if entry.exists():
+    return entry.read_text()
+  with paths.open_to_read(file) as content:
+    digest = hashlib.file_digest(content, 'sha256').hexdigest()
+  with contextlib.suppress(OSError):  # The hash is computed again next time.
+    paths.write(entry, digest.encode())
+  return digest
 
 
 def _digest(parts: list[bytes]) -> str:

@@ -5,6 +5,8 @@ Returns values; `convert` prints them and decides on the exit status.
 
 from collections.abc import Iterator, Mapping
 import dataclasses
+import functools
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,10 +15,13 @@ from encdec_adapt.base import errors, packages
 from encdec_adapt.conversion import inspection, model_in_memory, model_on_disk
 from encdec_adapt.files import atomic
 from encdec_adapt.huggingface import config_json, tensor_folder, torch_export
+from encdec_adapt.inference import engine as engine_lib
 from encdec_adapt.models import layer_leaves
+from encdec_adapt.tokenizers import tokenizer_writer
 
 # Lower ids are special in most vocabularies: padding, EOS, BOS, unknown.
 _FIRST_DRAWN = 4
+_CONTINUED = 16  # Most tokens of a greedy continuation.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,11 +130,12 @@ def verify(
     length: tokens of a row.
     seed: seed of the tokens.
     with_transformers: whether `transformers` computes the second, which is a
-      local folder. It runs the code that a folder of our layout carries.
+      local folder, and encodes and continues texts as the first does. It runs
+      the code that a folder of our layout carries.
 
   Raises:
-    UserError: the models differ in stacks or vocabulary sizes, or
-      `transformers` cannot load the second.
+    UserError: the models differ in stacks, vocabulary sizes, ids of a text or
+      its continuation, or `transformers` cannot load the second.
   """
   # Sizes of the vocabularies, not of tables, which may be padded differently.
   sizes, sizes_b = (
@@ -148,7 +154,9 @@ def verify(
   }
   # One after the other: memory holds a single model. The second comes first, as
   # `transformers` may refuse it.
-  compute = _transformers_logits if with_transformers else _logits
+  compute = _logits
+  if with_transformers:
+    compute = functools.partial(_transformers_logits, model_a)
   second = compute(model_b, tokens)
   first = _logits(model_a, tokens)
   if second.ndim == 2:  # Classes for sequences return the last output alone.
@@ -176,9 +184,13 @@ def _logits(
 
 
 def _transformers_logits(
-  stored: model_on_disk.StoredModel, tokens: Mapping[str, np.ndarray]
+  ours: model_on_disk.StoredModel,
+  stored: model_on_disk.StoredModel,
+  tokens: Mapping[str, np.ndarray],
 ) -> np.ndarray:
   """Computes the same in torch, by the class that config.json names.
+
+  Prints what else was compared, see `_compare_texts`.
 
   Raises:
     UserError: the extra is not installed, transformers cannot load the model,
@@ -220,4 +232,57 @@ def _transformers_logits(
     raise errors.UserError(
       f'{name} of {stored.path} returns states, not logits. Leave out --with.'
     )
+  print(_compare_texts(ours, stored, model))
   return outputs.logits.numpy()
+
+
+def _compare_texts(
+  ours: model_on_disk.StoredModel, folder: model_on_disk.StoredModel, model: Any
+) -> str:
+  """Compares ids of texts, and a greedy continuation, with transformers'.
+
+  Args:
+    ours: the model whose vocabularies frame texts.
+    folder: the exported folder, of whose parameters both continuations are.
+    model: the folder in torch.
+
+  Returns:
+    What was compared, for users.
+
+  Raises:
+    UserError: ids differ; names the text and both.
+  """
+  import torch
+  import transformers
+
+  opened = ours.open_vocabularies()
+  if not opened or not folder.vocabularies:
+    return 'no tokenizer: logits alone were compared'
+  reader, writer = opened.sides[ours.prompt_side], opened.decoder
+  tokenizer = transformers.AutoTokenizer.from_pretrained(folder.path)
+  prompt, rows = [], []  # Verb, text, ids by ours and by transformers.
+  for text in ('', *tokenizer_writer.TEXTS):
+    prompt = reader.encode(text).tolist()
+    if tokenizer('').input_ids:  # Qwen's frames no text, and ours has BOS.
+      prompt = reader.ids.frame(prompt, ours.framing_side)
+    rows.append(('encodes', text, prompt, tokenizer(text).input_ids))
+  if model.can_generate():
+    options = {'max_new_tokens': _CONTINUED, 'do_sample': False, 'num_beams': 1}
+    with torch.no_grad():
+      theirs = model.generate(torch.tensor([prompt]), **options)[0].tolist()
+    start = [writer.bos] if ours.model.architecture.encodes_prompt else prompt
+    loaded = dataclasses.replace(model_in_memory.read(folder), stored=ours)
+    request = engine_lib.Request(np.array(prompt, np.int32), _CONTINUED)
+    with jax.default_matmul_precision('highest'):
+      ((_, completion),) = loaded.engine(rows=1).run([request])
+    tokens = completion.tokens.tolist()
+    rows.append(('continues', text, [*start, *tokens], theirs))
+  for verb, text, ids, theirs in rows:
+    # Segmentations of equal score may differ in the order of ids.
+    key = sorted if text and verb == 'encodes' else list
+    if key(ids) != key(theirs):
+      raise errors.UserError(
+        f'{folder.path}: transformers {verb} {text!r} as {theirs}, and'
+        f' {ours.path} as {ids}; export the model again.'
+      )
+  return f'{len(rows)} lists of ids of texts are equal'

@@ -18,13 +18,6 @@ from encdec_adapt.files import paths
 from encdec_adapt.tokenizers import tokenizer_writer, vocabulary_pair
 
 _RECORDS = 64  # Rows of a run's records for which text is compared.
-# Compared for every model: runs of spaces, digits, line ends, characters that
-# small vocabularies spell in bytes.
-_TEXTS = (
-  'The quick brown fox jumps over the lazy dog.',
-  '  def f(x):\n\n    return {"a": 1234567890, "b": x ** 2}\n\t# end  ',
-  'Caf\u00e9, na\u00efve \u2014 \u4f60\u597d, \u043c\u0438\u0440 \U0001f600!',
-)
 
 
 def write(
@@ -107,7 +100,7 @@ def _sample_texts(
   stored: model_on_disk.StoredModel, opened: vocabulary_pair.Opened, side: str
 ) -> Iterator[str]:
   """Yields texts to compare: fixed ones, and those of the run's records."""
-  yield from _TEXTS
+  yield from tokenizer_writer.TEXTS
   if stored.checkpoint is None:
     return
   # Held-out rows: real text in the languages and formats of the training.

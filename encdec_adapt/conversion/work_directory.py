@@ -187,6 +187,9 @@ def _config(contents: Contents, opened: vocabulary_pair.Opened | None) -> Any:
   if contents.model.architecture.encodes_prompt:
     data.objective = 'prefix_lm'
     data.encoder_length = data.decoder_length = _LENGTH
+  elif contents.model.architecture.is_encoder:
+    data.objective = 'bert'
+    data.encoder_length, data.decoder_length = _LENGTH, 0
   if contents.run:  # The model reads prompts as its run did.
     saved = config_lib.saved(str(contents.run))
     data.update(saved.data)

@@ -107,6 +107,12 @@ def size(path: Path) -> int:
   return stat.length if is_bucket(path) else stat.st_size
 
 
+def user_cache(name: str) -> pathlib.Path:
+  """Returns a folder of this package in $XDG_CACHE_HOME, or in ~/.cache."""
+  cache = os.environ.get('XDG_CACHE_HOME') or '~/.cache'
+  return pathlib.Path(cache).expanduser() / 'encdec_adapt' / name
+
+
 def version(path: Path) -> str:
   """Returns size and time of a file, which change when it is replaced."""
   stat = path.stat()

@@ -2,12 +2,15 @@
 
 PEFT names tensors by the modules of a model in memory, and stores every layer
 apart: A [r, in] and B [out, r]. Parameters that train whole are its
-`modules_to_save`.
+`modules_to_save`. Ours have one rank and one scale: with `rank_pattern` and
+`alpha_pattern` all get the largest rank, filled up with zeros, and B the
+quotient of the scales; layers that are not in `layers_to_transform` are zeros.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 import json
-from typing import NamedTuple
+import re
+from typing import Any, NamedTuple
 
 import numpy as np
 import safetensors.numpy
@@ -31,8 +34,7 @@ _NEUTRAL = {
   'bias': ('none',),
   'init_lora_weights': (True, False, None, 'gaussian', 'eva', 'orthogonal'),
 } | dict.fromkeys(
-  'use_dora fan_in_fan_out lora_bias use_qalora layers_to_transform'
-  ' layers_pattern layer_replication rank_pattern alpha_pattern'
+  'use_dora fan_in_fan_out lora_bias use_qalora layer_replication'
   ' target_parameters trainable_token_indices'
   ' alora_invocation_tokens'.split(),
   (None, False, [], {}),
@@ -132,19 +134,21 @@ def read(
       ' save_pretrained, or download that file.'
     )
   stored = tensor_folder.TensorFolder(folder, WEIGHTS)
-  tensors = {
-    layout.canonical(name.removeprefix(_PREFIX)): stored.read(name)
-    for name in stored.tensors
-  }
+  tensors = {x.removeprefix(_PREFIX): stored.read(x) for x in stored.tensors}
   if float(config['lora_alpha']) <= 0:
     raise errors.UserError(
       f'{folder / CONFIG}: lora_alpha is {config["lora_alpha"]}, with which'
       ' adapters have no effect; it must be above 0.'
     )
+  rank, tensors = _with_one_rank(config, tensors)
+  tensors = {layout.canonical(name): x for name, x in tensors.items()}
   targets, full = _targets(tensors, model, layout, folder)
+  power = 0.5 if config.get('use_rslora') else 1
+  layers = config.get('layers_to_transform')
+  layers = [] if layers is None else np.ravel(layers)
   options = adapters_lib.Options(
-    config['r'],
-    float(config['lora_alpha']),
+    rank,
+    config['lora_alpha'] * (rank / config['r']) ** power,
     '+'.join(sorted(targets)),
     '+'.join(sorted(full)),
     config.get('lora_dropout') or 0.0,
@@ -154,12 +158,16 @@ def read(
   arrays: dict[str, np.ndarray] = {}
   for name, slot in _slots(adapters, layout).items():
     name = layout.canonical(name)
+    number = re.search(r'\.(\d+)\.', name)
+    if number and len(layers) and int(number[1]) not in layers:
+      tensors.setdefault(name, np.zeros(slot.shape, np.float32))
     shape = tensors[name].shape if name in tensors else 'absent'
     if shape != slot.shape:
       raise errors.UserError(
         f'{folder / WEIGHTS}: {name} is {shape}, and must be {slot.shape} in'
-        ' every layer: the adapters are of another model, or of some layers'
-        ' only. Merge those with PEFT, and import the merged model.'
+        ' every layer of layers_to_transform: the adapters are of another'
+        ' model, or of some layers only. Merge those with PEFT, and import the'
+        ' merged model.'
       )
     tensor_folder.check_finite(name, tensors[name], folder / WEIGHTS)
     ours, info = slot.to_ours(tensors[name]), adapters.table[slot.path]
@@ -167,6 +175,41 @@ def read(
     # Rows that pad a table stay zero.
     arrays[slot.path][slot.index][: len(ours)] = ours
   return adapters, arrays
+
+
+def _with_one_rank(
+  config: Mapping[str, Any], tensors: Mapping[str, np.ndarray]
+) -> tuple[int, dict[str, np.ndarray]]:
+  """Gives all adapters the largest rank, and B the quotient of the scales.
+
+  Args:
+    config: content of `CONFIG`.
+    tensors: tensors by their names in memory.
+
+  Returns:
+    The rank, and the tensors; those of another rank than `config` states get
+    other shapes than they should have.
+  """
+
+  def value(name: str, key: str, patterns: str) -> float:
+    module = name.partition('.lora_')[0]
+    entries = (config.get(patterns) or {}).items()
+    # As peft.utils.other.get_pattern_key: the first that matches.
+    matches = (x for k, x in entries if re.match(rf'(.*\.)?({k})$', module))
+    return next(matches, config[key])
+
+  power = 0.5 if config.get('use_rslora') else 1
+  ranks = {x: value(x, 'r', 'rank_pattern') for x in tensors if '.lora_' in x}
+  rank, uniform = max(ranks.values(), default=config['r']), dict(tensors)
+  for name, rows in ranks.items():
+    is_b = '.lora_B.' in name
+    widths = [(0, (rank - rows) * (axis == is_b)) for axis in range(2)]
+    uniform[name] = np.pad(tensors[name], widths)
+    if is_b and (config.get('rank_pattern') or config.get('alpha_pattern')):
+      factor = value(name, 'lora_alpha', 'alpha_pattern') / config['lora_alpha']
+      factor *= (config['r'] / rows) ** power
+      uniform[name] = uniform[name] * np.float32(factor)
+  return rank, uniform
 
 
 def _weights(
@@ -222,14 +265,19 @@ def _targets(
 ) -> tuple[set[str], set[str]]:
   """Returns names in `targets` and in `full` that match the tensors."""
   leaves = {weight.name: leaf.path for weight, leaf in _weights(model, layout)}
-  targets, full = set(), set()
+  targets, full, is_tied = set(), set(), model.decoder.tied_head
   for name in tensors:
     suffix = next(filter(name.endswith, _SUFFIXES), '')
     module = name.removesuffix(suffix) + '.weight' * bool(suffix)
-    if module not in leaves:
-      raise errors.UserError(
-        f'{folder / WEIGHTS}: {name} belongs to no module of the base that can'
-        ' have adapters here; the adapters are of another model.'
-      )
+    if module not in leaves or leaves[module].split('/')[1] == 'embedder':
+      cause = 'belongs to no module of the base that can have adapters here;'
+      cause += ' the adapters are of another model'
+      if 'embed_tokens' in name or (is_tied and 'lm_head' in name):
+        cause = 'is of the embeddings, or of a head that is tied to them, and'
+        cause += ' PEFT changes one without the other; leave out both'
+      elif '.base_layer.' in name:
+        cause = 'is a copy of the base; save the adapters with'
+        cause += ' save_embedding_layers=False'
+      raise errors.UserError(f'{folder / WEIGHTS}: {name} {cause}.')
     (targets if suffix else full).add(adapters_lib.name_of(leaves[module]))
   return targets, full

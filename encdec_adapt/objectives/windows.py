@@ -16,12 +16,13 @@ are complementary, which is their packing of two examples into a row
 (`UniformPrefixLM`).
 
 A document is cut into windows that fit a row with the framing of
-`objectives/framing.py`, as long as the row allows. Targets end in EOS if and only if the document ends, or the
-vocabulary frames as T5's (`special_ids.SideIds.ends_with_eos`). With the option
-`concatenate`, the documents of a shard are joined first, each with an EOS at
-its end, and windows are cut from the result; held-out windows never cross
-documents. With `shortest=N`, a last window of fewer than N tokens is dropped
-and counted; then no targets end in EOS.
+`objectives/framing.py`, as long as the row allows. Targets end in EOS if and
+only if the document ends, or the vocabulary frames as T5's
+(`special_ids.SideIds.ends_with_eos`). With the option `concatenate`, the
+documents of a shard are joined first, each with an EOS at its end, and windows
+are cut from the result; held-out windows never cross documents. With
+`shortest=N`, a last window of fewer than N tokens is dropped and counted; then
+no targets end in EOS.
 
 Pure numpy; this module imports neither TensorFlow nor SeqIO nor jax.
 """

@@ -11,8 +11,9 @@
 
 No tokenizer.json reads texts as a SentencePiece BPE model with both a space
 before every text and user-defined symbols: `tokenizers` puts the space after
-every symbol too, or not before a text that begins with it. Such a model is
-refused, by `check_convertible` before training.
+every symbol too, or not before a text that begins with it. And T5's is read
+with T5's normalisation alone, which merges spaces and line breaks. Other models
+are refused, by `check_convertible` before training.
 
 Two things differ from this package. `tokenizers` reads a U+2581 in a text as
 a space where the model is of SentencePiece. And a special token that is
@@ -32,6 +33,7 @@ import itertools
 import json
 import pathlib
 import re
+import tempfile
 from typing import Any
 
 import tokenizers
@@ -50,6 +52,13 @@ from encdec_adapt.tokenizers import (
 JSON = tokenizer_json.FILE
 SENTENCEPIECE, T5 = 'tokenizer.model', 'spiece.model'
 CONFIG = sentencepiece_vocabulary.CONFIG
+# Compared for every vocabulary: runs of spaces, digits, line ends, characters
+# that small vocabularies spell in bytes.
+TEXTS = (
+  'The quick brown fox jumps over the lazy dog.',
+  '  def f(x):\n\n    return {"a": 1234567890, "b": x ** 2}\n\t# end  ',
+  'Caf\u00e9, na\u00efve \u2014 \u4f60\u597d, \u043c\u0438\u0440 \U0001f600!',
+)
 _SPACE = '\u2581'
 # Below every path through ordinary pieces, so that the name of a special
 # token, which Unigram has among its pieces, never matches in a text.
@@ -136,7 +145,7 @@ def check(
       theirs = tokenizer.encode(part, add_special_tokens=False).ids
       same = sorted(theirs) == sorted(ours) if unigram else theirs == ours
       if not same and not any(name in part for name in skipped):
-        _refuse(folder / JSON, vocab, ours, theirs)
+        _refuse(vocab, ours, theirs)
 
 
 def check_convertible(vocab: vocabulary.Vocabulary) -> None:
@@ -148,6 +157,11 @@ def check_convertible(vocab: vocabulary.Vocabulary) -> None:
   if isinstance(vocab, sentencepiece_vocabulary.SentencePieceVocabulary):
     data = vocab.files[0].read_bytes()
     _symbols(sentencepiece_vocabulary.read_proto(data), vocab)
+    file = vocab.files[0].with_name(JSON)
+    if vocab.ids.ends_with_eos and not file.exists():  # Else it is exported.
+      with tempfile.TemporaryDirectory() as name:
+        write(pathlib.Path(name), vocab)
+        check(pathlib.Path(name), vocab, TEXTS)
 
 
 def _symbols(proto: Any, vocab: vocabulary.Vocabulary) -> list[str]:
@@ -171,10 +185,7 @@ def _symbols(proto: Any, vocab: vocabulary.Vocabulary) -> list[str]:
 
 
 def _refuse(
-  path: pathlib.Path,
-  vocab: vocabulary.Vocabulary,
-  ours: list[int],
-  theirs: list[int],
+  vocab: vocabulary.Vocabulary, ours: list[int], theirs: list[int]
 ) -> None:
   # They differ somewhere, perhaps in length alone.
   pairs = enumerate(itertools.zip_longest(ours, theirs))
@@ -184,11 +195,11 @@ def _refuse(
     for ids in (theirs, ours)
   ]
   raise errors.UserError(
-    f'{path} encodes a text differently from the vocabulary {vocab.path}: after'
-    f' {vocab.decode(ours[:at])[-40:]!r} (token {at}) it has {shown[0]} instead'
-    f' of {shown[1]}. Software that loads the export would read other tokens'
-    ' than the model was trained on; use a vocabulary that comes with a'
-    ' tokenizer.json of its own, or a SentencePiece BPE model.'
+    f'the {JSON} of an export encodes a text differently from the vocabulary'
+    f' {vocab.path}: after {vocab.decode(ours[:at])[-40:]!r} (token {at}) it'
+    f' has {shown[0]} instead of {shown[1]}. Software that loads the export'
+    ' would read other tokens than the model was trained on; use a vocabulary'
+    ' with a tokenizer.json of its own, or a SentencePiece BPE model.'
   )
 
 
@@ -222,12 +233,10 @@ def template(vocab: vocabulary.Vocabulary) -> processors.TemplateProcessing:
   """Returns the step that frames texts, and pairs of texts, as an encoder's."""
   head, tail = vocab.ids.edges('encoder')
   names = {vocab.piece(i): i for i in (*head, *tail)}
-  single = [*map(vocab.piece, head), '$A', *map(vocab.piece, tail)]
-  pair = [*single, *(f'{x}:1' for x in single)]
+  single = ' '.join([*map(vocab.piece, head), '$A', *map(vocab.piece, tail)])
+  second = ' '.join(f'{x}:1' for x in single.replace('$A', '$B').split())
   return processors.TemplateProcessing(
-    single=single,
-    pair=[x.replace('$A:1', '$B:1') for x in pair],
-    special_tokens=[*names.items()],
+    single=single, pair=f'{single} {second}', special_tokens=[*names.items()]
   )
 
 

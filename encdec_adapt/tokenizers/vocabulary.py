@@ -162,12 +162,10 @@ class Vocabulary(abc.ABC):
     if ends_with_eos:
       self.bos = self.bos if start is None else start
     elif head not in ((), (self.bos,)) or (tail and start is not None):
-      around = [' '.join(map(self.piece, ids)) for ids in (head, tail)]
       raise errors.UserError(
-        f'the tokenizer {path} puts {around[0]!r} before and {around[1]!r}'
-        f' behind every text, but its BOS is {self.piece(self.bos)!r} and its'
-        f' EOS {self.piece(self.eos)!r}; correct its post_processor, or'
-        ' bos_token and eos_token of the tokenizer_config.json beside it.'
+        f'the tokenizer {path} puts {head} before and {tail} behind every text,'
+        f' and its files name BOS {self.bos} and EOS {self.eos}; correct its'
+        ' post_processor, or the tokenizer_config.json beside it.'
       )
     if (self.bos, opening) != (roles['bos'], ()):
       digest = digest_of(digest, self.bos, opening)
@@ -210,19 +208,16 @@ class Vocabulary(abc.ABC):
       stated = atomic.read_json(file) if file.is_file() else {}
       if tail and stated and file not in self.files:
         self.files += (file,)
-      if stated.get(START) is None:
-        continue
-      for key, ids in allowed.items():
+      for key, ids in allowed.items() if START in stated else ():
         value = stated.get(key)
-        values = value if isinstance(value, list) else [value]
-        if value is not None and ids.isdisjoint(values):
-          expected = ' or '.join(f'{i} ({self.piece(i)})' for i in [*ids][:3])
+        if value is not None and ids.isdisjoint(np.ravel(value).tolist()):
           raise errors.UserError(
-            f'{file} has {key} {value!r}, and by the tokenizer {self.path} it is'
-            f' {expected}; correct one, or use the files of one model.'
+            f'{file} has {key} {value!r}, and the tokenizer {self.path} has'
+            f' {sorted(ids)[:3]}; correct one, or use the files of one model.'
           )
-      start = stated[START]
-      allowed[START] = {start}
+      if stated.get(START) is not None:
+        start = stated[START]
+        allowed[START] = {start}
     return start
 
   def _add(self, sentinels: int) -> None:
@@ -286,8 +281,8 @@ class Vocabulary(abc.ABC):
     """
     # repr keeps names with newlines apart.
     names = '\n'.join(repr(self._piece(i)) for i in range(self._original_size))
-    if self.ids.ends_with_eos:
-      names += f'\n{[*self.ids.opening, self.bos]} ends with EOS'
+    names += '\nends with EOS' * self.ids.ends_with_eos
+    names += f'\nopens with {self.ids.opening}' * bool(self.ids.opening)
     return hashlib.sha256(names.encode('utf-8', 'replace')).hexdigest()
 
   @functools.cached_property

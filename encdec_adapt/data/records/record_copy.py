@@ -29,11 +29,10 @@ def local_folder(folder: paths.Path) -> pathlib.Path:
   """Returns the folder itself if local, or the cache folder for a bucket."""
   if not paths.is_bucket(folder):
     return folder
-  cache = os.environ.get('XDG_CACHE_HOME') or '~/.cache'
   # Names alone are ambiguous: every data folder has `train` and `eval`.
   digest = hashlib.sha256(str(folder).encode()).hexdigest()[:16]
   name = f'{folder.parent.name}-{folder.name}-{digest}'
-  return pathlib.Path(cache).expanduser() / 'encdec_adapt' / 'records' / name
+  return paths.user_cache('records') / name
 
 
 def fetch(
