@@ -62,7 +62,7 @@ def get_config(arg=None):
     config.checkpoint.keep_best = True
   config.compute.scan_unroll = config.model.decoder.layers
   config.data.max_bytes = MAX_BYTES
-  config.data.repeat = True
+  config.data.repeat = config.data.eval_pack = True
   # Importing TensorFlow costs a worker more than it saves on so little text.
   config.data.shards = config.data.workers = 1
   config.train.log_every = 50

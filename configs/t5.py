@@ -14,9 +14,9 @@ own vocabulary, and `size` then names the recipe. The result is fine-tuned by
 Span corruption as in T5 (arXiv:1910.10683, section 3.1): spans of 3 tokens, 15%
 of 512 + 114 tokens, of 1024 + 229 in mT5 and UMT5, and of 20 bytes, 1024 + 189,
 in ByT5 (arXiv:2105.13626, section 3.1); 2^20 tokens of inputs a step for a
-million steps, without dropout. UL2's mixture has longer targets, and mode tokens
-that T5's vocabularies lack and the spare rows of their tables take, those of
-ByT5 excepted:
+million steps, without dropout. UL2's mixture has longer targets and needs mode
+tokens, which T5's vocabularies lack; the spare rows of the tables (not of
+ByT5's) take them:
 
     --config.data.objective=ul2 --config.data.decoder_length=512 \
       --config.data.add_sentinels=1

@@ -106,6 +106,12 @@ def main(values: flags.FlagValues) -> int:
   """Runs the command."""
   command.require(values, 'checkpoint')
   prompts = read_prompts(values.prompt, values.prompts, chat=values.chat)
+  return _run(values, prompts)
+
+
+@model_on_disk.choosing_again
+def _run(values: flags.FlagValues, prompts: text_generation.Prompts) -> int:
+  """Opens the model and continues the prompts; returns the exit status."""
   chosen = [field.name for field in dataclasses.fields(text_generation.Options)]
   generation = text_generation.Options(**{x: values[x].value for x in chosen})
   if values.embed and values.int8:
@@ -113,16 +119,6 @@ def main(values: flags.FlagValues) -> int:
   _check_best_of(values, generation)
   if values.output:
     disk.require_output(values.output)
-  return _generate(values, prompts, generation)
-
-
-@model_on_disk.choosing_again
-def _generate(
-  values: flags.FlagValues,
-  prompts: text_generation.Prompts,
-  generation: text_generation.Options,
-) -> int:
-  """Opens the model and continues the prompts; returns the exit status."""
   # The options that decide the results: a file is resumed with equal ones only.
   options = command.agreed(values)
   # Memory may force another number; each prompt draws with a seed of its index.

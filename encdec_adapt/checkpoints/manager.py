@@ -8,7 +8,8 @@ restores flipped bytes without complaint.
 
 A save copies the state to host memory and returns; a background thread waits
 for Orbax to commit, reads the metadata and an array back, syncs, writes the
-manifest, and only then deletes steps that retention no longer keeps. The next start may find:
+manifest, and only then deletes steps that retention no longer keeps. The next
+start may find:
 - `<step>.orbax-checkpoint-tmp`, `deleting-*`, and in a bucket a step without
   `commit_success.txt`: leftovers of a kill; removed.
 - a committed step without a manifest (killed between the two): Orbax commits,
@@ -487,7 +488,7 @@ def open_latest(path: _Path) -> Checkpoint:
   Raises:
     UserError: there is no complete checkpoint.
   """
-  return _open_first(path, path, reversed)
+  return _open_first(path, path, lambda _, steps: reversed(steps))
 
 
 def open_best(path: _Path) -> Checkpoint:
@@ -495,8 +496,9 @@ def open_best(path: _Path) -> Checkpoint:
 
   Opens the newest if no checkpoint has a loss; otherwise as `open_latest`.
   """
-  folder, _ = step_folders.locate(path)
-  return _open_first(path, path, lambda steps: _best_first(folder, steps[::-1]))
+  return _open_first(
+    path, path, lambda folder, steps: _best_first(folder, steps[::-1])
+  )
 
 
 def open_step(path: _Path, step: int) -> Checkpoint:
@@ -506,7 +508,7 @@ def open_step(path: _Path, step: int) -> Checkpoint:
     UserError: the run has not kept the step, or it is damaged.
   """
   return _open_first(
-    f'{path}@{step}', path, lambda steps: [step] if step in steps else []
+    f'{path}@{step}', path, lambda _, steps: [step] if step in steps else []
   )
 
 
@@ -535,14 +537,14 @@ def _best_first(folder: paths.Path, steps: Sequence[int]) -> list[int]:
 
 
 def _open_first(
-  name: _Path, path: _Path, order: Callable[[Sequence[int]], Iterable[int]]
+  name: _Path, path: _Path, order: Callable[[paths.Path, Any], Iterable[int]]
 ) -> Checkpoint:
   """Opens the first undamaged step in an order that process 0 determines."""
   folder, _ = step_folders.locate(path)
 
   def choose() -> int | None:
     steps = step_folders.steps(folder)
-    step = step_folders.first_undamaged(folder, order(steps))
+    step = step_folders.first_undamaged(folder, order(folder, steps))
     # A running job may delete all that were listed, having saved others.
     again = step is None and steps != step_folders.steps(folder)
     return choose() if again else step

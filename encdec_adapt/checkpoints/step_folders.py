@@ -57,10 +57,9 @@ def absolute(path: str | os.PathLike[str]) -> paths.Path:
   """
   path = paths.absolute(path)
   if names := sorted(set(_UNREADABLE.findall(str(path)))):
-    shown = ' '.join(map(ascii, names))
     raise errors.UserError(
-      f'{path} has {shown} in it, and checkpoints below such a path cannot be'
-      ' read; rename the folder, or choose another.'
+      f'{path} has {" ".join(map(ascii, names))} in it, and checkpoints below'
+      ' such a path cannot be read; rename the folder, or choose another.'
     )
   return path
 

@@ -465,7 +465,6 @@ def inference_mesh(config: model_config.ModelConfig) -> Mesh:
   return mesh_lib.make_mesh(dataclasses.replace(groups, tensor=tensor))
 
 
-@model_on_disk.choosing_again
 def load(
   path: str | os.PathLike[str],
   *,

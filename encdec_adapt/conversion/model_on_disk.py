@@ -11,7 +11,7 @@ import hashlib
 import os
 import pathlib
 import sys
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +41,6 @@ from encdec_adapt.objectives import example_maker
 from encdec_adapt.tokenizers import vocabulary_pair
 from encdec_adapt.training import state as state_lib
 
-T = TypeVar('T')
 WINDOWS = ('exclusive', 'inclusive')  # Rules of an encoder's local layers.
 # Subfolder with the tokenizer of the decoder, if it is not the encoder's, which
 # is at the top: there `AutoTokenizer` finds the one that prompts need.
@@ -281,7 +280,7 @@ def open_model(
   return dataclasses.replace(stored, model=model, name=name)
 
 
-def choosing_again(command: Callable[..., T]) -> Callable[..., T]:
+def choosing_again(command: Callable) -> Callable:
   """Decorates a command that reads a run which may be in training.
 
   Where the job has deleted the step that `open_checkpoint` chose
@@ -291,17 +290,16 @@ def choosing_again(command: Callable[..., T]) -> Callable[..., T]:
   """
 
   @functools.wraps(command)
-  def run(*arguments: Any, **options: Any) -> T:
+  def run(*arguments: Any) -> Any:
     _chosen.clear()
     try:
-      return command(*arguments, **options)
+      return command(*arguments)
     except Exception:
       deleted = [x.path for x in _chosen if not x.path.exists()]
       if not deleted or jax.process_count() > 1:
         raise
-    line = f'{deleted[0]} was deleted by its job: a step is chosen again'
-    print(line, file=sys.stderr)
-    return run(*arguments, **options)
+    print(f'{deleted[0]} is deleted: another step is chosen', file=sys.stderr)
+    return run(*arguments)
 
   return run
 

@@ -158,6 +158,9 @@ class DataConfig:
     0.04, 'Share of documents held out by their id.', above=0, below=1
   )
   eval_rows: int = keys.key(64, 'Held-out rows; 0 for all.', at_least=0)
+  eval_pack: bool = keys.key(
+    False, 'Several texts in a held-out row; each is scored by itself.'
+  )
   development_rows: int = keys.key(
     0,
     'Most held-out rows that a job evaluates on, of the development part: every'
@@ -286,14 +289,14 @@ class DataConfig:
 
   @functools.cached_property
   def evaluation(self) -> record_sets.RecordSpec:
-    """Spec of the held-out records, with an example in each row."""
+    """Spec of the held-out records."""
     # A held-out loss over several objectives would depend on their shares. A
     # single pass, since a second would repeat its documents.
     return self._spec(
       split='eval',
       objective=self.objectives[0].text,
       passes=1,
-      pack=False,
+      pack=self.eval_pack and self.objectives[0].documents == 'text',
       max_rows=self.eval_rows,
     )
 

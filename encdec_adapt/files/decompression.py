@@ -10,6 +10,7 @@ This module imports `zstandard` only when a .zst file is read.
 from collections.abc import Callable, Iterator
 import functools
 import io
+import itertools
 import os
 from typing import Any
 import zlib
@@ -90,9 +91,10 @@ def lines(
     yield begin, position, b''.join(pieces)
 
 
-def read(path: paths.AnyPath) -> bytes:
-  """Reads the whole content of a file; see `blocks`."""
-  return b''.join(content for _, content in blocks(path))
+def read(path: paths.AnyPath, nbytes: int | None = None) -> bytes:
+  """Reads the content of a file, or its first bytes; see `blocks`."""
+  parts = itertools.islice(blocks(path), nbytes and -(-nbytes // _BLOCK))
+  return b''.join(content for _, content in parts)[:nbytes]
 
 
 def _decoders(path: str) -> Callable[[], Any] | None:

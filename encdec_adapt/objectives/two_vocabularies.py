@@ -115,7 +115,7 @@ class TextSplit(example_maker.ExampleMaker):
       cut = self._objective.draw_cut(rng)
       remaining = len(document.tokens) - start
       ends = remaining <= plan.last
-      if ends and remaining < self._objective.shortest:
+      if ends and i and remaining < self._objective.shortest:
         self.counts['short_windows'] += 1
         return
       # A token is left for the last window, which needs room for EOS.

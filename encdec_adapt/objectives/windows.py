@@ -21,8 +21,8 @@ only if the document ends, or the vocabulary frames as T5's
 (`special_ids.SideIds.ends_with_eos`). With the option `concatenate`, the
 documents of a shard are joined first, each with an EOS at its end, and windows
 are cut from the result; held-out windows never cross documents. With
-`shortest=N`, a last window of fewer than N tokens is dropped and counted; then
-no targets end in EOS.
+`shortest=N`, a last window of fewer than N tokens that ends a longer document
+is dropped and counted; then no targets end in EOS.
 
 Pure numpy; this module imports neither TensorFlow nor SeqIO nor jax.
 """
@@ -51,7 +51,7 @@ def _tokens(text: str) -> int:
 
 
 # The first joins the documents of a shard before windows are cut; the second
-# drops the last windows that are shorter.
+# drops shorter ends of documents.
 OPTIONS = {
   'concatenate': example_maker.Option(lambda _: True, 'concatenate'),
   'shortest': example_maker.Option(_tokens, 'shortest=TOKENS'),
@@ -81,7 +81,7 @@ class WindowMaker(example_maker.ExampleMaker):
     adds_eos: whether the targets of a document's last window end in EOS.
     inner_eos: ids around the targets of all windows: EOS and the opening if the
       vocabulary frames as T5's, else 0.
-    shortest: last windows of fewer tokens are dropped.
+    shortest: last windows of fewer tokens, after others, are dropped.
     plans: possible plans of a window.
   """
 
@@ -242,7 +242,7 @@ class WindowMaker(example_maker.ExampleMaker):
       rng = generator(i) if self.draws else None
       plan = self.draw_plan(rng)
       ends = len(remaining) <= plan.last
-      if ends and len(remaining) < self.shortest:
+      if ends and i and len(remaining) < self.shortest:
         self.counts['short_windows'] += 1
         return
       # A token is left for the last window, which needs room for EOS.
@@ -305,7 +305,8 @@ class WindowMaker(example_maker.ExampleMaker):
         buffer = np.concatenate(chunks)
       window, buffer = buffer[: plan.inner], buffer[plan.inner :]
       is_last = following is None and not len(buffer)
-      if is_last and len(window) < self.shortest:
+      # Of several chunks, some document begins in the window.
+      if is_last and len(chunks) == 1 and len(window) < self.shortest:
         self.counts['short_windows'] += 1
         return
       pair = self.split(window, plan, rng)

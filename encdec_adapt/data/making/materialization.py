@@ -276,7 +276,8 @@ def source_fingerprint(spec: record_sets.RecordSpec) -> str:
   Raises:
     UserError: a source is missing or has no text.
   """
-  return mixtures.fingerprint(all_sources(spec))
+  draw = shard_jobs.make_draw(spec, 0)
+  return mixtures.fingerprint(all_sources(spec), draw)
 
 
 def all_sources(spec: record_sets.RecordSpec) -> list[mixtures.Part]:
@@ -296,20 +297,15 @@ def _check_dropped(
   """Raises UserError if a set is empty as its objective drops all examples."""
   # Every pass drops the same examples; the error is to count each once.
   shards = [entry for key, entry in entries.items() if not key.pass_index]
-  dropped = sum(
-    entry.get(name, 0)
-    for entry in shards
-    for name in ('dropped', 'short_windows')
-  )
+  dropped = sum(entry.get('dropped', 0) for entry in shards)
   if dropped and not any(entry['examples'] for entry in shards):
+    lengths = dataclasses.asdict(spec.lengths).items()
     raise errors.UserError(
       f'data: all {dropped:,} examples of split {spec.split!r} of'
-      f' {spec.source!r} are longer than a row, or shorter than the option'
-      ' shortest, and were dropped; increase'
-      f' config.data.encoder_length={spec.encoder_length} and'
-      f' config.data.decoder_length={spec.decoder_length}, or cut examples with'
-      f' the option too_long=truncate of config.data.objective='
-      f'{spec.objective!r}, or lower its option shortest'
+      f' {spec.source!r} are longer than a row and were dropped; increase '
+      + ' and '.join(f'config.data.{x}_length={n}' for x, n in lengths if n)
+      + ', or cut examples with the option too_long=truncate of'
+      f' config.data.objective={spec.objective!r}'
     )
 
 

@@ -217,8 +217,9 @@ def read_examples(job: ShardJob) -> Iterable[Example]:
     return job.tokens.encode(text, opened.decoder.encode)
 
   def documents() -> Iterator[tuple[str, str | np.ndarray]]:
+    unit = 'passages' if part.is_cut(draw) else 'documents'
     for document in tasks.documents(part, draw, shard, spec.shards):
-      job.counts['documents'] += 1
+      job.counts[unit] += 1
       content = content_of(document.text)
       if len(content):
         yield document.id, content
@@ -228,7 +229,7 @@ def read_examples(job: ShardJob) -> Iterable[Example]:
   for pair in maker.examples(documents(), generator):
     yield Example(pair, maker.shared_spans(pair))
   # The source and the maker count while they are read: complete only now.
-  job.counts['bad_documents'] += part.skipped(draw, shard)
+  job.counts.update(part.counts(draw, shard))
   job.counts.update(maker.counts)
   job.first_losses.update(maker.first_losses)
 

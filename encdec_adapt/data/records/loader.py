@@ -171,34 +171,27 @@ def evaluation_batches(
     teacher: whether to make the teacher's fields.
     prefix_offset: if not 0, row i has the inputs of row (i + prefix_offset)
       modulo the number of rows, so that targets follow the prefix of another
-      example. Needs rows of a single pair.
+      example; the pairs of a row of several exchange theirs, which fit. Not a
+      multiple of the number of rows.
     local: see `Loader`.
     prefetch: batches made ahead; 0 makes none.
 
   Raises:
-    UserError: the records have other lengths, or prefixes cannot be
-      exchanged.
+    UserError: the records have other lengths.
   """
   _check_lengths(record_set, lengths)
   count = len(record_set)
   spec = record_set.spec
-  # In a packed row, or without an encoder, targets have no prefix to exchange;
-  # a multiple of the count would give every row its own prefix back.
-  if prefix_offset and (
-    spec.pack or not spec.encoder_length or prefix_offset % count == 0
-  ):
-    raise errors.UserError(
-      f'{prefix_offset=} needs records of one pair per row with an encoder, and'
-      ' an offset that is not a multiple of their number; those in'
-      f' {record_set.folder} have pack={spec.pack},'
-      f' encoder_length={spec.encoder_length} and {count} rows'
-    )
   slots = range(batch_size) if local is None else local
 
   def make(step: int) -> framing.Batch:
     rows = [step * batch_size + slot for slot in slots]
     rows = [row if row < count else row_order.FILLER for row in rows]
-    return frame_rows(record_set, rows, lengths, teacher, prefix_offset)
+    batch = frame_rows(record_set, rows, lengths, teacher, prefix_offset)
+    if spec.pack:  # For every segment that a row may have.
+      size = lengths.decoder or lengths.encoder
+      batch['row'] = np.repeat(batch['row'][:, None], size, axis=1)
+    return batch
 
   return _prefetched(make, -(-count // batch_size), prefetch)
 
@@ -206,16 +199,20 @@ def evaluation_batches(
 def _read(
   record_set: record_sets.RecordSet, indices: Sequence[int], offset: int
 ) -> list[list[framing.Pair]]:
-  """Reads rows; with an offset, row i gets the inputs of row i + offset."""
+  """Reads rows; with an offset, pairs get the inputs of others."""
   rows = record_set.read(indices)
   if not offset:
     return rows
-  donors = record_set.read([(i + offset) % len(record_set) for i in indices])
-  # The teacher reads `prefix`, so that it has to follow the inputs.
-  return [
-    [pair._replace(inputs=donor.inputs, prefix=donor.prefix)]
-    for (pair,), (donor,) in zip(rows, donors, strict=True)
-  ]
+  others = record_set.read([(i + offset) % len(record_set) for i in indices])
+  for row, other in zip(rows, others, strict=True):
+    half = len(row) // 2
+    donors = row[half:] + row[:half] if half else other
+    # The teacher reads `prefix`, so that it has to follow the inputs.
+    row[:] = [
+      pair._replace(inputs=donor.inputs, prefix=donor.prefix)
+      for pair, donor in zip(row, donors, strict=False)
+    ]
+  return rows
 
 
 def frame_rows(

@@ -16,7 +16,7 @@ _UNMASKED = 'left without a masked copy'
 # be told to train on them.
 _TOLERATED = {'lossy_targets': 0.01, 'empty_targets': 0.5}
 # Losses that are counted as examples, too.
-_CUT = ('truncated', _UNMASKED, *_TOLERATED)
+_CUT = ('truncated', _UNMASKED, 'cut_documents', *_TOLERATED)
 _LOSSES = {
   'dropped': 'examples longer than a row were dropped',
   'truncated': 'examples longer than a row were truncated',
@@ -28,6 +28,7 @@ _LOSSES = {
     ' its turn'
   ),
   'bad_documents': 'documents could not be read',
+  'cut_documents': 'documents were cut where max_bytes ends',
   'lossy_targets': 'targets lose text in the vocabulary',
   'empty_targets': 'targets are empty',
 }
@@ -49,13 +50,14 @@ def describe(manifest: Mapping[str, Any]) -> str:
   inputs = f'{totals["encoder_positions"]:,} input and '
   inputs *= 'encoder' in sides
   passes = len(manifest['passes'])
-  # Every objective and every pass reads them again.
-  documents = {
-    part['source']: part['documents'] // passes
-    for part in manifest['parts']
-    if 'documents' in part  # Manifests of earlier versions do not count them.
-  }
-  counts = [f'{sum(documents.values()):,} documents'] * bool(documents) + [
+  counts = []
+  # Every objective and every pass reads them again. Manifests of earlier
+  # versions do not count them.
+  for unit in ('documents', 'passages'):
+    parts = [part for part in manifest['parts'] if unit in part]
+    numbers = {part['source']: part[unit] // passes for part in parts}
+    counts += [f'{sum(numbers.values()):,} {unit}'] * bool(numbers)
+  counts += [
     f'{totals["rows"]:,} rows in {passes} passes',
     f'{totals["pairs"]:,} examples',
     f'{inputs}{totals["target_tokens"]:,} target tokens',

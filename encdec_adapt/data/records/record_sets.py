@@ -317,20 +317,21 @@ class RecordSet:
     return [row_codec.decode_row(record, maker) for record in records]
 
   def groups(self, indices: Sequence[int]) -> list[str]:
-    """Returns the group of documents that each row is of.
+    """Returns the group of documents that each example is of.
 
     Args:
-      indices: numbers of the rows.
+      indices: numbers of the examples' rows.
 
     Returns:
-      See `document_source.group`; empty if a row has documents of several
-      groups, or has no ids of documents.
+      See `document_source.group`; empty if an example has documents of several
+      groups or no ids of documents, or rows have other numbers of examples.
     """
     groups = [
-      {document_source.group(name) for pair in row for name in pair.documents}
-      for row in self.read(indices)
+      {document_source.group(name) for name in pair.documents}
+      for row in self.read(list(dict.fromkeys(indices)))
+      for pair in row
     ]
-    if any(len(names) != 1 for names in groups):
+    if any(len(names) != 1 for names in groups) or len(groups) != len(indices):
       return []
     return [name for (name,) in groups]
 

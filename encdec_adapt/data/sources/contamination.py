@@ -45,7 +45,7 @@ def duplicates(parts: Sequence[mixtures.Part]) -> dict[str, frozenset[str]]:
       digests.add(digest)
     repeated_ids[part.source.name] = frozenset(ids)
     # Making the records reads the source again, and counts bad documents then.
-    part.source.skipped = 0
+    part.source.counts.clear()
   return repeated_ids
 
 

@@ -16,6 +16,7 @@ This module imports neither TensorFlow nor SeqIO nor jax.
 """
 
 import abc
+import collections
 from collections.abc import Callable, Iterable, Iterator
 import dataclasses
 import functools
@@ -87,10 +88,12 @@ class Source(abc.ABC):
     name: name that the source was opened by.
     divisible: whether documents may be cut.
     skips_bad: whether documents that cannot be read are left out.
-    skipped: number of selected documents that could not be read so far.
+    counts: selected documents so far that could not be read
+      ('bad_documents') or were cut at the cap ('cut_documents').
     max_bytes: only the beginning of the source is used, 0 for all of it: the
       documents that lie within the first `max_bytes` bytes of the files, or,
       for sources other than files, those before the UTF-8 text exceeds them.
+      A document that may be cut is used up to its last paragraph within.
   """
 
   form = ''
@@ -109,7 +112,7 @@ class Source(abc.ABC):
     # A piece of a JSON document does not parse.
     self.divisible = self.document_kind == 'text'
     self.skips_bad = False
-    self.skipped = 0
+    self.counts: collections.Counter[str] = collections.Counter()
 
   @abc.abstractmethod
   def entries(
@@ -169,7 +172,7 @@ class Source(abc.ABC):
       except errors.UserError:
         if not self.skips_bad:
           raise
-        self.skipped += 1
+        self.counts['bad_documents'] += 1
         continue
       if text:
         empty = False
@@ -201,6 +204,8 @@ class Source(abc.ABC):
     from the store's checksums of files in a bucket.
     """
     parts = [self.max_bytes, *self._content()]
+    # Earlier versions left out the document that exceeds the cap.
+    parts += ['cut'] * (self.max_bytes > 0 and self.divisible)
     return f'{randomness.digest(configs.portable(self.name), *parts):032x}'
 
   def _every(
@@ -222,11 +227,25 @@ class Source(abc.ABC):
         # is the document an error, or counted as skipped.
         yield document_id, read_text
         continue
+      room = self.max_bytes - size
       size += len(text.encode('utf-8'))
       if size > self.max_bytes:
+        if self.divisible:
+          yield document_id, functools.partial(self._cut, text, room)
         return
       # The text was read to measure it; reading it twice would cost as much.
       yield document_id, functools.partial(str, text)
+
+  def _cut(self, text: str, room: int) -> str:
+    """Returns the paragraphs of a text within a number of bytes.
+
+    Of a text without any, its lines, else its words, else its characters.
+    """
+    text = text.encode('utf-8')[: max(room, 0)].decode('utf-8', 'ignore')
+    ends = (text.rfind(mark) + 1 for mark in ('\n\n', '\n', ' '))
+    text = text[: next(filter(None, ends), None)]
+    self.counts['cut_documents'] += bool(text)
+    return text
 
 
 # The registered classes by kind.

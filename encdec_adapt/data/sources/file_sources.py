@@ -23,6 +23,7 @@ import functools
 import glob
 import hashlib
 import os
+import re
 from typing import Any, NamedTuple
 
 from encdec_adapt.base import errors, option_strings
@@ -59,12 +60,14 @@ class Unit(NamedTuple):
       a file, which is read later.
     path: path of the file.
     offset: first byte of the unit in the text of the file, or number of a row.
+    room: bytes of it within the cap, if it ends behind that.
   """
 
   id: str
   data: bytes | dict[str, Any]
   path: str
   offset: int
+  room: int | None = None
 
 
 class FileSource(document_source.Source):
@@ -128,8 +131,9 @@ class FileSource(document_source.Source):
         first = max(start - position, 0)
         for offset, end, data in self._scan(path, first, stop - position):
           # The last document begins within the cap, but may end behind it.
-          if position + end <= cap:
-            yield Unit(self._name(path, offset), data, path, offset)
+          room = cap - position - offset if position + end > cap else None
+          if room is None or self.divisible:
+            yield Unit(self._name(path, offset), data, path, offset, room)
       position += size
 
   def _scan(
@@ -158,7 +162,12 @@ class FileSource(document_source.Source):
 
   def _documents(self, unit: Unit) -> Iterator[document_source.Entry]:
     """Yields ids and readers of the documents of a unit."""
-    yield unit.id, functools.partial(self._read, unit)
+    yield unit.id, functools.partial(self._read_within, unit)
+
+  def _read_within(self, unit: Unit) -> str:
+    """Returns the text of a document within the cap."""
+    text = self._read(unit)
+    return text if unit.room is None else self._cut(text, unit.room)
 
   def _read(self, unit: Unit) -> str:
     """Returns the text of a document."""
@@ -213,7 +222,11 @@ class TextSource(FileSource):
   def _read(self, unit: Unit) -> str:
     if self._unit:
       return super()._read(unit._replace(data=unit.data.strip(b'\r\n')))
-    data = decompression.read(unit.path).removeprefix(codecs.BOM_UTF8)
+    data = decompression.read(unit.path, unit.room).removeprefix(
+      codecs.BOM_UTF8
+    )
+    if unit.room is not None:  # Without a character that is cut off.
+      data = re.sub(rb'[\xc0-\xff][\x80-\xbf]*\Z', b'', data)
     return document_source.decode(data, self.name, unit.path)
 
 

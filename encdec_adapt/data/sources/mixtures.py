@@ -10,10 +10,10 @@ a pass is an epoch of a source of weight 1, no text is left out because another
 source ended, and the content of a pass is known before it is made. Held-out
 documents are drawn at most once.
 
-Where no document of a source is held out, because there are few, pieces of its
-documents are held out instead (`document_source.Pieces`).
-Finding that out reads ids until a held-out document (`cut_sources`), which is
-done once for all shards.
+Where fewer than `FEWEST` documents of a source would be held out, passages of
+its documents are held out instead (`document_source.Pieces`).
+Finding that out reads ids until so many (`cut_sources`), which is done once for
+all shards.
 
 A fraction's documents are chosen by (seed, pass, source, document id). The
 second draw of a document in a pass has another id, the document's with '::1',
@@ -37,6 +37,8 @@ from encdec_adapt.data.sources import (
   text_sources,
 )
 from encdec_adapt.objectives import randomness
+
+FEWEST = 10  # Held-out documents, below which passages are held out.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +85,7 @@ class Part:
 
   @functools.cache  # noqa: B019  Parts are few and live as long as the job.
   def is_cut(self, draw: Draw) -> bool:
-    """Returns whether pieces are held out, because no document is.
+    """Returns whether pieces are held out, because few documents would be.
 
     Args:
       draw: selection of documents; its split does not matter.
@@ -97,19 +99,29 @@ class Part:
     # not.
     next(self.source.documents())
     # The document is read again for the records, and counted then.
-    self.source.skipped = 0
+    self.source.counts.clear()
     if not draw.eval_fraction or not self.source.divisible:
       return False
-    held_out = dataclasses.replace(draw, split='eval')
-    return not any(
-      held_out.has(self.source, name) for name, _ in self.source.entries()
-    )
+    return self.held_out(draw) < FEWEST
 
-  def skipped(self, draw: Draw, shard_index: int) -> int:
-    """Returns the documents of a shard that were read and left out as bad."""
-    # Every shard reads all documents that are cut into pieces, so the count of
-    # the first shard is the count of all.
-    return 0 if shard_index and self.is_cut(draw) else self.source.skipped
+  def held_out(self, draw: Draw) -> int:
+    """Returns the number of held-out documents, counted up to `FEWEST`."""
+    draw = dataclasses.replace(draw, split='eval')
+    names = (name for name, _ in self.source.entries())
+    names = (name for name in names if draw.has(self.source, name))
+    return sum(1 for _ in itertools.islice(names, FEWEST))
+
+  def fingerprint(self, draw: Draw) -> str:
+    """Returns the fingerprint of the source and of what is held out."""
+    # Earlier versions held out few documents as a whole.
+    few = self.source.divisible and 0 < self.held_out(draw) < FEWEST
+    return self.source.fingerprint() + ' in passages' * few
+
+  def counts(self, draw: Draw, shard_index: int) -> Mapping[str, int]:
+    """Returns `Source.counts` of a shard."""
+    # Every shard reads all documents that are cut into pieces, so the counts of
+    # the first shard are those of all.
+    return {} if shard_index and self.is_cut(draw) else self.source.counts
 
   def documents(
     self, draw: Draw, shard_index: int = 0, num_shards: int = 1
@@ -143,7 +155,7 @@ class Part:
           and (share >= 1 or self._uniform(draw, name) < share)
         )
 
-      skipped = self.source.skipped
+      counts = self.source.counts.copy()
       for document in source.documents(keep, shard_index, num_shards):
         if number:
           # Randomness is keyed by ids: a new id gives new masks and splits.
@@ -151,7 +163,7 @@ class Part:
           document = dataclasses.replace(document, id=name)
         yield document
       if number:
-        self.source.skipped = skipped  # Bad documents count once.
+        self.source.counts = counts  # Each document counts once.
 
   def _uniform(self, draw: Draw, document_id: str) -> float:
     """Returns a document's number in [0, 1), which depends on the pass."""
@@ -258,11 +270,16 @@ def cut_sources(parts: Sequence[Part], draw: Draw) -> frozenset[str]:
   return frozenset(part.source.name for part in parts if part.is_cut(draw))
 
 
-def fingerprint(parts: Sequence[Part]) -> str:
-  """Returns a hex digest of the content, caps and weights of all sources."""
+def fingerprint(parts: Sequence[Part], draw: Draw) -> str:
+  """Returns a digest of the content, caps and weights of all sources.
+
+  Args:
+    parts: the sources.
+    draw: selection of documents; its split does not matter.
+  """
   if len(parts) == 1:
-    return parts[0].source.fingerprint()
-  prints = [(part.source.fingerprint(), part.weight) for part in parts]
+    return parts[0].fingerprint(draw)
+  prints = [(part.fingerprint(draw), part.weight) for part in parts]
   return f'{randomness.digest(*prints):032x}'
 
 

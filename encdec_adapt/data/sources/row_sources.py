@@ -23,6 +23,9 @@ from encdec_adapt.data.sources import (
 
 # Types of a field of any kind: all but null.
 ANY = (str, int, float, list, dict)
+_NUMBER = 'a number'
+_TYPES = {str: 'text', int: _NUMBER, float: _NUMBER, type(None): 'null'}
+_TYPES |= {list: 'a list', dict: 'an object'}
 
 
 class RowSource(file_sources.FileSource):
@@ -124,16 +127,8 @@ class FieldSource(RowSource):
     """
     value = row.get(field) if isinstance(row, dict) else None
     if not isinstance(value, kind):
-      forms = {
-        str: 'text',
-        list: 'a list',
-        (int, float): 'a number',
-        (list, str, type(None)): 'a text or texts',
-        (str, list): 'a text or messages',
-        (str, list, dict): 'a text or messages',
-        ANY: 'a value',
-      }
-      form = forms.get(kind, 'a text or label')
+      kinds = kind if isinstance(kind, tuple) else (kind,)
+      form = ' or '.join(dict.fromkeys(_TYPES[x] for x in kinds))
       problem = f'has {value!r:.200} in {field!r}, which must be {form}'
       if not isinstance(row, dict):
         problem = f'is not a JSON object ({row!r:.200})'

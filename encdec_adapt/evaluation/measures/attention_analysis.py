@@ -287,6 +287,7 @@ class AttentionEvaluation(held_out.HeldOutEvaluation):
     measured = []
     for i, batch in enumerate(batches):
       report(i * rows, len(record_set))
+      batch['row'] = batch['row'].reshape(len(batch['row']), -1)[:, 0]
       batch = annotate(model.config, batch, mask, eos)
       batch = step_lib.place_batch(batch, placement)
       measured.append(jax.device_get(run(params, batch)))

@@ -134,7 +134,7 @@ class Evaluator:
       # `row` says which records a batch holds; no model reads it.
       if 'row' in fields:
         # Not copied here: that would wait for the devices.
-        rows.append(self._replicate(fields.pop('row')))
+        rows.append(self._replicate(fields['row'].ravel()))
       chunks.append(self.sums(params, fields, references or {}))
       # The copy waits for the devices. One batch late, it lets them compute
       # while the host prepares the next batch.

@@ -244,8 +244,7 @@ def read_completions(spec: str, limit: int | None = None) -> RewardEvaluation:
       completion without a token; names the line.
   """
   file, fields = option_strings.Part('--rewards', spec).partition('#')
-  names = [x.text for x in fields.divide(',')]
-  names = names if fields else ['prompt', 'completion']
+  names = fields.text.split(',') if fields else ['prompt', 'completion']
   if len(names) != 2:
     raise fields.error(
       'must be two fields, as in FILE.jsonl#PROMPT,COMPLETION.'

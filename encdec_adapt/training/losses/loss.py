@@ -423,13 +423,14 @@ class Loss:
     params: Params,
     batch: Batch,
     references: References | None = None,
-  ) -> Float[Array, 'm 2 B']:
+  ) -> Float[Array, 'm 2 n']:
     """Computes the held-out metrics as ratios of sums, row by row.
 
     Args:
       model: the model.
       params: its parameters.
-      batch: fields of `objectives.framing`.
+      batch: fields of `objectives.framing`; where `row` is [B, K], each of the
+        K segments that a row may have is a row of the result.
       references: parameters of `held_out_references`.
 
     Returns:
@@ -452,10 +453,19 @@ class Loss:
     # Selected, not only multiplied: padding may have infinite cross-entropy,
     # and 0 times infinity is NaN.
     ignored = weights == 0
-    exact = jnp.all((correct > 0) | ignored, axis=1).astype(jnp.float32)
-    weight = jnp.sum(weights, axis=1)
-    nats = jnp.sum(jnp.where(ignored, 0.0, weights * nats), axis=1)
-    correct = jnp.sum(weights * correct, axis=1)
+    nats = jnp.where(ignored, 0.0, weights * nats)
+    wrong = (correct <= 0) & ~ignored
+    terms = jnp.stack([nats, weights, weights * correct, wrong])  # [4, B, T]
+    if jnp.ndim(batch.get('row', 0)) < 2:
+      terms = jnp.sum(terms, axis=2)
+    else:
+      size = weights.shape[1]
+      sums = functools.partial(jax.ops.segment_sum, num_segments=size)
+      side = 'decoder' if 'decoder_segments' in batch else 'encoder'
+      numbers = batch[f'{side}_segments'] - 1
+      terms = jax.vmap(jax.vmap(sums), (0, None))(terms, numbers)
+    nats, weight, correct, wrong = terms.reshape(4, -1)
+    exact = (wrong == 0).astype(jnp.float32)
     ratios = [nats, weight, correct, weight, exact, jnp.ones_like(exact)]
     return jnp.stack(ratios).reshape(3, 2, -1)
 

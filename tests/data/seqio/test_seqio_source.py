@@ -105,7 +105,7 @@ def test_features_that_are_not_encoded_are_read_as_they_are():
     'seqio:foreign_raw', seqio_modules='foreign_tasks', skip_bad=True
   )
   assert [doc.text for doc in part.source.documents()] == ['one', 'three']
-  assert part.source.skipped == 1
+  assert part.source.counts['bad_documents'] == 1
   (part,) = _open('seqio:encdec_adapt_causal_lm', pairs=False)
   with pytest.raises(errors.UserError, match='needs the lengths'):
     next(part.source.documents())

@@ -98,7 +98,8 @@ def test_only_what_is_wanted_is_read(tmp_path):
   'caps, ids',
   [
     (dict(max_bytes=7), ['a', 'b']),
-    (dict(max_bytes=6), ['a']),
+    (dict(max_bytes=6), ['a', 'b']),
+    (dict(max_bytes=4), ['a']),
     (dict(max_bytes=100), ['a', 'b', 'c']),
   ],
 )
@@ -294,7 +295,8 @@ def test_shards_divide_files(files, unit, suffix, shards, max_bytes):
       capped = _documents(name, max_bytes)
     except errors.UserError:
       capped = []
-    assert capped == documents[: len(capped)]
+    pairs = list(zip(capped, documents, strict=False))
+    assert all(x.id == y.id and y.text.startswith(x.text) for x, y in pairs)
     if not suffix:
       assert sum(len(doc.text.encode()) for doc in capped) <= max_bytes
     assert _documents(name, max_bytes, shards) == capped

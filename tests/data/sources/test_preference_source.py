@@ -18,7 +18,7 @@ def _documents(folder, fields, *rows, skip=False):
   source = text_sources.open_source(f'preferences:{file}#{fields}')
   source.skips_bad = skip
   documents = [json.loads(x.text) for x in source.documents()]
-  return (documents, source.skipped) if skip else documents
+  return (documents, source.counts['bad_documents']) if skip else documents
 
 
 USER = {'role': 'user', 'content': 'why'}
