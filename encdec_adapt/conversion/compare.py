@@ -263,7 +263,8 @@ def _compare_texts(
   prompt, rows = [], []  # Verb, text, ids by ours and by transformers.
   for text in ('', *tokenizer_writer.TEXTS):
     prompt = reader.encode(text).tolist()
-    if tokenizer('').input_ids:  # Qwen's frames no text, and ours has BOS.
+    # Qwen's frames no text, where ours begins with BOS.
+    if tokenizer('').input_ids or reader.ids.ends_with_eos:
       prompt = reader.ids.frame(prompt, ours.framing_side)
     rows.append(('encodes', text, prompt, tokenizer(text).input_ids))
   if model.can_generate():

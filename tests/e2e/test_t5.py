@@ -7,7 +7,10 @@ import pytest
 
 import encdec_adapt
 from encdec_adapt import train
+from encdec_adapt.base import errors
 from encdec_adapt.configs import t5
+from encdec_adapt.data.records import record_sets
+from encdec_adapt.objectives import framing
 from tests import tiny, tiny_tokenizers
 from tests.e2e import folders, test_transformers
 from tests.parity import tiny_models
@@ -106,12 +109,19 @@ def test_from_pretraining_to_transformers(pairs, tmp_path):
   assert_transformers_agrees(tuned, tmp_path)
 
 
-def test_a_folder_of_transformers_is_tuned_on_a_mesh(pairs, tmp_path):
-  folder = tmp_path / 'flan'
+@pytest.mark.parametrize('kind', ['flan', 'codet5'])
+def test_a_folder_of_transformers_is_tuned_on_a_mesh(kind, pairs, tmp_path):
+  folder = tmp_path / kind
+  save = tiny_models.save_t5_tokenizer
+  (save if kind == 'flan' else t5_files.train_code_t5)(folder)
+  tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+  roles = 'bos_token_id', 'eos_token_id', 'pad_token_id'
   fields = tiny_models.T5 | {
-    'vocab_size': len(tiny_models.save_t5_tokenizer(folder)),
+    'vocab_size': len(tokenizer),
     'feed_forward_proj': 'gated-gelu',
     'tie_word_embeddings': False,
+    'decoder_start_token_id': tokenizer.pad_token_id,
+    **{role: getattr(tokenizer, role) for role in roles},
   }
   settings = transformers.T5Config(**fields)
   theirs = tiny_models.make(tiny_models.CASES['t5_v1_1'], settings=settings)
@@ -121,3 +131,24 @@ def test_a_folder_of_transformers_is_tuned_on_a_mesh(pairs, tmp_path):
   )
   assert not encdec_adapt.load(tuned).config.decoder.tied_head
   assert_transformers_agrees(tuned, tmp_path)
+  # Records are framed as transformers' users frame inputs and labels.
+  rows = record_sets.RecordSet.open(tuned / 'records' / 'train')
+  (row,) = rows.read([0])
+  row = framing.frame_row(row, rows.spec.lengths, rows.framing)
+  for name, side in (('encoder_tokens', 'encoder'), ('targets', 'decoder')):
+    count = (row[f'{side}_segments'] == 1).sum()
+    ids = row[name][:count].tolist()
+    text = tokenizer.decode(ids, skip_special_tokens=True)
+    assert tokenizer(text).input_ids == ids
+  flags = tuned, tmp_path / 'exported', '--with=transformers'
+  assert tiny.convert('verify', *flags, '--tolerance=1e-3') == 0
+  changes = {
+    'generation_config.json': ({'decoder_start_token_id': 5}, 'continues'),
+    'tokenizer.json': ({'post_processor': None}, "encodes ''"),
+  }
+  for name, (change, verb) in changes.items():
+    file = tmp_path / 'exported' / name
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    if kind == 'codet5':  # The class of T5 ignores parts of the file.
+      with pytest.raises(errors.UserError, match=f'transformers {verb}'):
+        tiny.convert('verify', *flags)

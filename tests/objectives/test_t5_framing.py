@@ -1,5 +1,6 @@
 """Rows and prompts of vocabularies that frame as T5's: p EOS, PAD t EOS."""
 
+import dataclasses
 import types
 
 import numpy as np
@@ -18,6 +19,8 @@ from tests.objectives import objective_cases
 PAD, EOS, A, B = 0, 1, 98, 97
 T5 = special_ids.SideIds(PAD, EOS, PAD, (A, B), ends_with_eos=True)
 FRAMING = special_ids.Framing(T5, T5)
+OPENING = 2
+CODE_T5 = dataclasses.replace(T5, opening=(OPENING,))
 LENGTHS = framing.Lengths(8, 6)
 BYT5 = vocabulary_pair.open_vocabulary('byt5')
 
@@ -82,14 +85,31 @@ def test_a_teacher_reads_bos_and_the_window():
   assert index == [-1, 1, -1, 3, 4, -1, 6, 7]
 
 
+def test_codet5_puts_its_opening_before_inputs_and_targets():
+  pairs = [_pair([11, A], [OPENING, A, 13, EOS]), _pair([], [OPENING, 22, EOS])]
+  ids = special_ids.Framing(CODE_T5, CODE_T5)
+  row = framing.frame_row(pairs, framing.Lengths(8, 8, 2), ids)
+  rows = framing.stack_rows([row])
+  framing.check_framing(rows, ids)
+  assert _lists(rows, 'encoder_tokens', 'decoder_tokens') == [
+    [OPENING, 11, A, EOS, OPENING, EOS, 0, 0],
+    [PAD, OPENING, A, 13, PAD, OPENING, 22, 0],
+  ]
+  assert pairs[0].positions(framing.Lengths(8, 8, 2)) == (4, 4)
+  tokens, index = _lists(
+    framing.with_windows(rows, CODE_T5), 'window_tokens', 'window_index'
+  )
+  assert tokens[:7] == [PAD, 11, 13, EOS, PAD, 22, EOS]
+  assert index == [-1, -1, 1, 2, -1, 4, 5, -1]
+
+
+@pytest.mark.parametrize('ids', [T5, CODE_T5], ids=['t5', 'codet5'])
 @pytest.mark.parametrize(
   'name', ['span_corruption', 'prefix_lm', 'prefix_lm_uniform:concatenate']
 )
-def test_all_windows_end_their_targets(name):
-  lengths = framing.Lengths(24, 24)
-  vocabulary = objective_cases.vocabulary(
-    ids=special_ids.SideIds(PAD, EOS, PAD, ends_with_eos=True), eos=EOS
-  )
+def test_all_windows_end_their_targets(name, ids):
+  lengths = framing.Lengths(24, 24, ids.frame_size)
+  vocabulary = objective_cases.vocabulary(ids=ids, eos=EOS)
   maker = objective_names.parse_one(name).make(lengths, vocabulary)
   document = np.arange(500, 600, dtype=np.int32)
   pairs = list(
@@ -99,6 +119,7 @@ def test_all_windows_end_their_targets(name):
   sizes = [x.positions(lengths) for x in pairs]
   assert all(x.targets[-1] == EOS and EOS not in x.inputs for x in pairs)
   assert all((x.targets == EOS).sum() == 1 for x in pairs)
+  assert all((*x.targets[: len(ids.opening)],) == ids.opening for x in pairs)
   assert np.max(sizes) <= 24
   if 'concatenate' in name:  # Two windows fill a row.
     np.testing.assert_array_equal(np.add(*sizes[:2]), [24, 24])
@@ -145,6 +166,13 @@ def test_prompts_are_framed_as_records_are():
   prompts = prompt_encoding.PromptEncoder(stored, prefix='')
   assert prompts.encode('a').tolist() == [PAD, a]
   assert prompts.unframed([PAD, a]) == [a]
+  ids = dataclasses.replace(BYT5.ids, opening=(OPENING,))
+  reader = types.SimpleNamespace(ids=ids, encode=BYT5.encode)
+  opened = types.SimpleNamespace(sides={'decoder': reader}, decoder=reader)
+  stored.framing_side = 'encoder'
+  prompts = prompt_encoding.PromptEncoder(stored)
+  assert prompts.encode('a').tolist() == [OPENING, a, EOS]
+  assert prompts.unframed([OPENING, a, EOS]) == [a]
 
 
 def test_bad_vocabularies_are_refused():

@@ -22,6 +22,7 @@ PROJECTIONS = [
   *(f'{name}_proj' for name in 'qkvo'),
   *('gate_proj', 'up_proj', 'down_proj'),
 ]
+RANKS = {'q_proj': 2, r'layers\.\d\.mlp\..*': 5}
 CASES = {
   't5gemma': {'modules_to_save': ['pre_cross_attn_layernorm', 'cross_attn']},
   't5gemma cross': {'exclude_modules': '.*vision.*'},  # Has all attention.
@@ -29,6 +30,9 @@ CASES = {
   'gemma2': {'target_modules': ['q_proj', 'v_proj']},
   'llama3': {'modules_to_save': ['lm_head']},
   'qwen2': {},
+  'gemma2 part': {'rank_pattern': RANKS, 'alpha_pattern': {'v_proj': 2}},
+  'llama3 part': {'rank_pattern': RANKS, 'use_rslora': True},
+  'qwen2 part': {'alpha_pattern': RANKS, 'layers_to_transform': [0, 2]},
 }
 
 
@@ -70,14 +74,17 @@ def test_adapters_come_in_and_go_out(saved, tmp_path, name):
     safetensors.load_file(tmp_path / x / 'adapter_model.safetensors')
     for x in ('theirs', 'ours')
   )
-  assert first.keys() == second.keys()
-  for key, value in first.items():
-    assert torch.equal(value, second[key]), key
+  atol = TOLERANCE
+  if 'part' not in name:  # Ours have a single rank, in every layer.
+    assert first.keys() == second.keys()
+    for key, value in first.items():
+      assert torch.equal(value, second[key]), key
+    atol = 1e-6
   again = peft.PeftModel.from_pretrained(
     copy.deepcopy(model), tmp_path / 'ours'
   )
   np.testing.assert_allclose(
-    tiny_models.their_logits(again.eval(), rows), expected, rtol=0, atol=1e-6
+    tiny_models.their_logits(again.eval(), rows), expected, rtol=0, atol=atol
   )
 
 
@@ -134,8 +141,9 @@ def test_bfloat16_stays_and_damage_is_named(saved, tmp_path):
   [
     ({'use_dora': True}, 'use_dora'),
     ({'lora_alpha': 0}, 'lora_alpha is 0'),
-    ({'layers_to_transform': [1]}, 'layers_to_transform'),
-    ({'target_modules': ['q_proj', 'embed_tokens']}, 'embed_tokens'),
+    ({'target_modules': ['q_proj', 'embed_tokens']}, 'embed_tokens.* tied to'),
+    ({'modules_to_save': ['embed_tokens']}, 'embed_tokens.* tied to'),
+    ({'modules_to_save': ['lm_head']}, 'lm_head.* tied to'),
   ],
 )
 def test_what_has_no_counterpart_is_refused(saved, tmp_path, options, words):

@@ -39,6 +39,10 @@ def test_encoders(family, tmp_path):
   tolerance = dict(rtol=0, atol=tiny_models.TOLERANCE)
   np.testing.assert_allclose(got[mask], expected.numpy()[mask], **tolerance)
   test_folders.assert_comes_back(tmp_path / 'model', tmp_path / 'again')
+  flags = f'--source={tmp_path}/model', f'--output={tmp_path}/run'
+  assert tiny.convert('import', *flags) == 0
+  run = encdec_adapt.load(tmp_path / 'run')
+  np.testing.assert_array_equal(np.asarray(run.encode(rows.encoder, mask)), got)
 
 
 def test_vectors_of_sentence_transformers(tmp_path):

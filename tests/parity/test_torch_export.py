@@ -107,11 +107,14 @@ def test_logits_and_text(models):
   np.testing.assert_array_equal(*beams)
 
 
-def test_it_verifies_learns_labels_and_refuses_unknown_options(tmp_path):
+def test_it_verifies_learns_labels_and_refuses_unknown_options(
+  tmp_path, capsys
+):
   folder = tmp_path / 'exported'
   model = export_pair(folder, *PAIRS['llama_qwen'])
   flags = '--with=transformers', f'--tolerance={tiny_models.TOLERANCE}'
   assert tiny.convert('verify', folder, folder, *flags) == 0
+  assert 'no tokenizer: logits alone' in capsys.readouterr().out
   theirs = transformers.AutoModelForSeq2SeqLM.from_pretrained(
     folder, trust_remote_code=True
   )

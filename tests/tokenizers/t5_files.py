@@ -5,8 +5,7 @@ import json
 import pathlib
 
 import sentencepiece
-import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import processors
 
 from encdec_adapt.tokenizers import sentencepiece_vocabulary
 from tests import tiny_tokenizers
@@ -31,12 +30,11 @@ def train(path: pathlib.Path, symbols: int = 0, **options) -> pathlib.Path:
     pad_id=0,
     eos_id=1,
     unk_id=2,
-    bos_id=-1,
     pad_piece='<pad>',
     eos_piece='</s>',
     unk_piece='<unk>',
     minloglevel=2,
-    **options,
+    **{'bos_id': -1, **options},
   )
   proto = sentencepiece_vocabulary.read_proto(model.getvalue())
   for i in reversed(range(symbols)):
@@ -57,33 +55,22 @@ def train_code_t5(
     template: whether the post-processor is a template, and not RoBERTa's.
     **fields: fields of config.json in place of CodeT5's.
   """
-  tokenizer = tokenizers.Tokenizer(models.BPE())
-  tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-  tokenizer.decoder = decoders.ByteLevel()
-  tokenizer.train_from_iterator(
-    tiny_tokenizers.TEXTS,
-    trainers.BpeTrainer(
-      vocab_size=PIECES,
-      initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-      special_tokens=['<pad>', '<s>', '</s>', '<unk>'],
-      show_progress=False,
-    ),
-  )
-  names = [f'<extra_id_{i}>' for i in reversed(range(100))]
+  tokenizer = tiny_tokenizers.make('qwen', tiny_tokenizers.TEXTS, PIECES)
+  names = ['<pad>', '<s>', '</s>', *(f'<extra_id_{i}>' for i in range(9))]
   tokenizer.add_special_tokens(names)
-  around = ('</s>', 2), ('<s>', 1)
-  tokenizer.post_processor = processors.RobertaProcessing(*around)
+  pad, bos, eos = map(tokenizer.token_to_id, names[:3])
+  edges = ('</s>', eos), ('<s>', bos)
+  tokenizer.post_processor = processors.RobertaProcessing(*edges)
   if template:
     tokenizer.post_processor = processors.TemplateProcessing(
-      single='<s> $A </s>', special_tokens=around
+      single='<s> $A </s>', special_tokens=edges
     )
   folder.mkdir(parents=True, exist_ok=True)
   tokenizer.save(str(folder / 'tokenizer.json'))
-  named = {'bos': '<s>', 'eos': '</s>', 'pad': '<pad>', 'unk': '<unk>'}
-  config = {f'{role}_token': name for role, name in named.items()}
-  config['tokenizer_class'] = 'PreTrainedTokenizerFast'
+  roles = zip(('pad_token', 'bos_token', 'eos_token'), names, strict=False)
+  config = {'tokenizer_class': 'PreTrainedTokenizerFast', **dict(roles)}
   (folder / 'tokenizer_config.json').write_text(json.dumps(config))
-  ids = {'pad_token_id': 0, 'bos_token_id': 1, 'eos_token_id': 2}
-  content = {**ids, 'decoder_start_token_id': 0, 'model_type': 't5', **fields}
+  content = {'model_type': 't5', 'decoder_start_token_id': pad, **fields}
+  content = {'pad_token_id': pad, 'eos_token_id': eos} | content
   (folder / 'config.json').write_text(json.dumps(content))
   return folder

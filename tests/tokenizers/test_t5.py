@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+from encdec_adapt.base import errors
 from encdec_adapt.tokenizers import (
   special_ids,
   tokenizer_writer,
@@ -97,6 +98,7 @@ def test_ids_are_those_of_transformers(fallback, tmp_path):
   out.mkdir()
   assert tokenizer_writer.write(out, own) == ''
   tokenizer_writer.check(out, own, [*TEXTS, NAMES])
+  tokenizer_writer.check_convertible(own)
   (out / 'config.json').write_text('{"model_type": "t5"}')
   readers = [transformers.AutoTokenizer.from_pretrained(out)]
   if not fallback:  # transformers' T5Tokenizer has none.
@@ -119,6 +121,66 @@ def test_ids_are_those_of_transformers(fallback, tmp_path):
     assert spelled == [*parts[0], SIZE - 1, *parts[1], 1]
   again = vocabulary_pair.open_vocabulary(out)
   assert again.fingerprint == own.fingerprint
+
+
+@pytest.mark.parametrize('template', [False, True])
+def test_codet5_is_framed_by_its_post_processor(template, tmp_path):
+  folder = t5_files.train_code_t5(tmp_path / 'folder', template=template)
+  own = vocabulary_pair.open_vocabulary(folder)
+  assert own.ids.frame([7], 'encoder') == [own.specials['<s>'], 7, own.eos]
+  assert own.ids.frame([7], 'decoder') == [own.pad, 7]
+  described = dict.fromkeys(('encoder', 'decoder'), own.describe())
+  kept = special_ids.Framing.from_description(described)
+  assert kept.encoder == own.ids
+  # The config.json of another class need not state the start.
+  out = tmp_path / 'out'
+  out.mkdir()
+  tokenizer_writer.write(out, own)
+  (out / 'config.json').write_text('{"model_type": "t5"}')
+  again = vocabulary_pair.open_vocabulary(out)
+  assert (again.fingerprint, again.ids) == (own.fingerprint, own.ids)
+  transformers = pytest.importorskip('transformers')
+  reader = transformers.AutoTokenizer.from_pretrained(out)
+  for text in TEXTS:
+    ids = own.ids.frame(own.encode(text), 'encoder')
+    assert reader(text)['input_ids'] == ids
+
+
+@pytest.mark.parametrize(
+  'fields, message',
+  [
+    ({'decoder_start_token_id': 999}, 'config.json has decoder_start_token_id'),
+    ({'decoder_start_token_id': 40}, 'decoder_start_token_id 40, and the tok'),
+    ({'eos_token_id': 3}, 'config.json has eos_token_id 3, and the tokenizer'),
+    ({'pad_token_id': 3}, 'config.json has pad_token_id 3, and the tokenizer'),
+  ],
+)
+def test_framings_that_disagree_are_refused(fields, message, tmp_path):
+  folder = t5_files.train_code_t5(tmp_path, **fields)
+  with pytest.raises(errors.UserError, match=message):
+    vocabulary_pair.open_vocabulary(folder)
+
+
+def test_t5s_sentencepiece_may_have_bos(tmp_path):
+  t5_files.train(tmp_path / 'spiece.model', bos_id=3)
+  config = tmp_path / 'tokenizer_config.json'
+  config.write_text('{"extra_ids": 0}')
+  own = vocabulary_pair.open_vocabulary(tmp_path)
+  assert own.ids.frame([7], 'encoder') == [7, 1] and own.bos == own.pad
+  assert config in own.files  # A copy reads it again.
+  (tmp_path / 'config.json').write_text('{"decoder_start_token_id": 3}')
+  assert vocabulary_pair.open_vocabulary(tmp_path).bos == 3
+
+
+@pytest.mark.parametrize(
+  'options',
+  [{'add_dummy_prefix': False}, {'normalization_rule_name': 'identity'}],
+)
+def test_other_normalisation_is_refused_before_training(options, tmp_path):
+  t5_files.train(tmp_path / 'spiece.model', **options)
+  own = vocabulary_pair.open_vocabulary(tmp_path)
+  with pytest.raises(errors.UserError, match='encodes a text differently'):
+    tokenizer_writer.check_convertible(own)
 
 
 def test_byt5_has_no_file(tmp_path):

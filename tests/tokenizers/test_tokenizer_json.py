@@ -112,6 +112,8 @@ def test_a_negative_id_names_none(llama3):
     ('tokenizer.json', '{"model": {"vocab": {}}}', 'a damaged one'),
     ('tokenizer_config.json', '{"eos_token": "a"}', "has eos 'a', which"),
     ('config.json', '{"bos_token_id": 5}', 'config.json beside it has bos 5'),
+    ('config.json', '{"decoder_start_token_id": 5}', 'decoder_start_token_id'),
+    ('tokenizer_config.json', '{"bos_token": "<|eot_id|>"}', 'before and'),
   ],
 )
 def test_files_that_cannot_serve_are_refused(llama3, name, text, message):
