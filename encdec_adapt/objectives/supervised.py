@@ -222,9 +222,9 @@ class Supervised(example_maker.ExampleMaker):
     # The prefix is encoded with the inputs: tokens may span the border.
     encode, special = self._vocabulary.encode, self._vocabulary.ids
     ids = encode(self._prefix + inputs)
-    targets = [*special.opening, *encode(targets).tolist(), special.eos]
-    targets = np.array(targets, np.int32)
-    pair = framing.Pair(ids, targets, fields=_fields(*fields))
+    answer = [*special.opening, *encode(targets).tolist(), special.eos]
+    answer = np.array(answer, np.int32)
+    pair = framing.Pair(ids, answer, fields=_fields(*fields))
     if self._encoder_vocabulary:
       ids = self._encoder_vocabulary.encode(self._prefix + inputs)
       pair = pair._replace(inputs=ids, prefix=pair.inputs)

@@ -7,7 +7,11 @@ import numpy as np
 import pytest
 
 from encdec_adapt.base import errors
-from encdec_adapt.conversion import initial_state, prompt_encoding
+from encdec_adapt.conversion import (
+  initial_state,
+  prompt_encoding,
+  prompt_framing,
+)
 from encdec_adapt.evaluation.measures import held_out
 from encdec_adapt.objectives import framing, objective_names
 from encdec_adapt.tokenizers import special_ids, vocabulary_pair
@@ -144,7 +148,7 @@ def test_prompts_are_framed_as_records_are():
     require_vocabularies=lambda: opened,
     prompt_side='encoder',
     framing_side='encoder',
-    separator='',
+    framing=prompt_framing.PromptFraming(),
     objectives=(),
     path='x',
   )
