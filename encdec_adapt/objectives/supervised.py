@@ -52,6 +52,7 @@ import collections
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import functools
 import json
+import os
 from typing import Any
 import unicodedata
 
@@ -208,12 +209,15 @@ class Supervised(example_maker.ExampleMaker):
       *answers: its answers, one but for preferences.
     """
     for pair, text in answers:
-      decoded, normal = self._vocabulary.decode(pair.targets), _normal(text)
-      if not normal or normal != _normal(decoded):
-        loss = 'lossy_targets' if normal else 'empty_targets'
+      decoded = _normal(self._vocabulary.decode(pair.targets))
+      text = _normal(text)
+      if not text or text != decoded:
+        loss = 'lossy_targets' if text else 'empty_targets'
         self.counts[loss] += 1
-        example = f'{self.locate(name)}: {text!r:.80} becomes {decoded!r:.80}'
-        self.first_losses.setdefault(loss, example)
+        # Long texts are shown from where they begin to differ.
+        start = max(0, len(os.path.commonprefix([text, decoded])) - 40)
+        texts = f'{text[start:]!r:.80} becomes {decoded[start:]!r:.80}'
+        self.first_losses.setdefault(loss, f'{self.locate(name)}: {texts}')
         return
 
   def _pairs(self, name: str, content: list) -> Iterator[Answer]:

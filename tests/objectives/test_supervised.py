@@ -49,13 +49,20 @@ def test_targets_that_lose_text_or_are_empty_are_counted(vocabulary, tmp_path):
   file = t5_files.train(tmp_path / 'spiece.model')
   t5 = vocabulary_pair.open_vocabulary(file)
   pairs = _make(t5, 'pairs')
-  texts = ['a fox', '日本 a fox', '日本', ' ', 'of\n a  \ufb01sh']
+  texts = [
+    'a fox',
+    'a of ' * 30 + '日本 a fox',
+    '日本',
+    ' ',
+    'of\n a  \ufb01sh',
+  ]
   _examples(pairs, *(['q', text] for text in texts))
   counts = pairs.counts['lossy_targets'], pairs.counts['empty_targets']
   assert counts == (2, 1)
+  same = 'a of ' * 8
   assert pairs.first_losses == {
-    'lossy_targets': "1: '日本 a fox' becomes 'a fox'",
-    'empty_targets': "3: ' ' becomes ''",
+    'lossy_targets': f'1: {same + "日本 a fox"!r} becomes {same + "a fox"!r}',
+    'empty_targets': "3: '' becomes ''",
   }
   # An example counts once; what is dropped does not.
   preferences = _make(t5, 'preferences')
