@@ -31,9 +31,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent import futures
 import contextlib
 import dataclasses
+import logging
 import math
 import os
+import sys
 from typing import Any
+import warnings
 
 import jax
 import orbax.checkpoint as ocp
@@ -217,6 +220,7 @@ class Checkpoints(contextlib.AbstractContextManager):
     Raises:
       UserError: the folder cannot be written, or Orbax cannot read its path.
     """
+    _hide_logged_errors()
     self._config = config
     self.folder = step_folders.absolute(folder)
     if distributed.is_lead():
@@ -258,7 +262,9 @@ class Checkpoints(contextlib.AbstractContextManager):
       try:
         self.close()
       except Exception as save_error:  # The body raises its error.
-        step_folders.warn(f'the last save failed too: {save_error}')
+        causes = error.__cause__, save_error.__cause__
+        if not all(map(disk.full_disk, causes)):  # One sentence is enough.
+          step_folders.warn(f'the last save failed too: {save_error}')
 
   def at(self, step: int) -> Checkpoint:
     """Returns a step for reading; does not verify it."""
@@ -291,6 +297,7 @@ class Checkpoints(contextlib.AbstractContextManager):
 
     Raises:
       CheckpointError: this save or the previous save failed.
+      UserError: the disk is full.
     """
     self.wait()
     # A loss that is not finite is not stored: it compares with no other.
@@ -317,6 +324,7 @@ class Checkpoints(contextlib.AbstractContextManager):
 
     Raises:
       CheckpointError: it failed.
+      UserError: the disk is full.
     """
     self._join()
     distributed.barrier('checkpoints-wait')
@@ -326,6 +334,7 @@ class Checkpoints(contextlib.AbstractContextManager):
 
     Raises:
       CheckpointError: the last save failed.
+      UserError: the disk is full.
     """
     try:
       self._join()
@@ -414,9 +423,11 @@ class Checkpoints(contextlib.AbstractContextManager):
       remedy=', or keep fewer (config.checkpoint.keep and .keep_every)',
     )
 
-  def _not_saved(self, step: int, why: object) -> CheckpointError:
+  def _not_saved(self, step: int, why: object) -> Exception:
     """Returns the error of a failed save, and disables further saves."""
     self._failed = True
+    if full := disk.full_disk(why):
+      return disk.cannot_write(self.folder, full)
     return CheckpointError(
       f'The checkpoint of step {step} was not saved in {self.folder}: {why}'
     )
@@ -432,6 +443,7 @@ class Checkpoints(contextlib.AbstractContextManager):
 
     Raises:
       CheckpointError: the save failed.
+      UserError: the disk is full.
     """
     try:
       self._orbax.wait_until_finished()
@@ -474,6 +486,20 @@ class Checkpoints(contextlib.AbstractContextManager):
         return step
       step_folders.move_aside(self.folder, step, problems)
     return None
+
+
+def _hide_logged_errors() -> None:
+  """Hides tracebacks of errors that Orbax raises as well."""
+  for name in ('absl', 'asyncio'):
+    logging.getLogger(name).setLevel(logging.CRITICAL)
+  warnings.filterwarnings('ignore', 'coroutine .* was never awaited')
+  sys.unraisablehook = _report_unraisable
+
+
+def _report_unraisable(error: Any) -> None:
+  # TensorStore's writes end after the event loop of a save that has failed.
+  if 'Event loop is closed' not in str(error.exc_value):
+    sys.__unraisablehook__(error)
 
 
 def open_latest(path: _Path) -> Checkpoint:

@@ -11,7 +11,6 @@ import os
 import pathlib
 from typing import Any
 
-from absl import logging
 import numpy as np
 
 from encdec_adapt import config as config_lib
@@ -161,9 +160,6 @@ def _reporting(
 def _save(folder: pathlib.Path, params: Any, meta: dict[str, Any]) -> None:
   """Saves the checkpoint of step 0."""
   streaming.register()
-  verbosity = logging.get_verbosity()
-  # Orbax logs tracebacks of errors that it raises as well.
-  logging.set_verbosity(logging.FATAL)
   try:
     with manager.Checkpoints(folder) as checkpoints:
       checkpoints.save(
@@ -172,8 +168,6 @@ def _save(folder: pathlib.Path, params: Any, meta: dict[str, Any]) -> None:
   except manager.CheckpointError as error:
     # A source that is read while it is saved may be damaged: a user error.
     raise errors.user_error_behind(error) or error from error
-  finally:
-    logging.set_verbosity(verbosity)
 
 
 def _config(contents: Contents, opened: vocabulary_pair.Opened | None) -> Any:

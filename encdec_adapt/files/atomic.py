@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from encdec_adapt.base import errors
-from encdec_adapt.files import paths
+from encdec_adapt.files import disk, paths
 
 
 def write_json(path: paths.AnyPath, content: Any) -> None:
@@ -16,8 +16,12 @@ def write_json(path: paths.AnyPath, content: Any) -> None:
   Args:
     path: file to create or replace; its folder is made.
     content: JSON serialisable.
+
+  Raises:
+    UserError: the path cannot be written.
   """
-  paths.write(path, (json.dumps(content, indent=2) + '\n').encode())
+  with disk.writing(path):
+    paths.write(path, (json.dumps(content, indent=2) + '\n').encode())
 
 
 def damaged(file: paths.AnyPath, problem: str) -> errors.UserError:

@@ -8,6 +8,7 @@ import contextlib
 import errno
 import os
 import pathlib
+import re
 import shutil
 import socket
 
@@ -70,6 +71,17 @@ def writing(path: paths.AnyPath) -> Iterator[None]:
     yield
   except OSError as error:
     raise cannot_write(path, error) from error
+
+
+def full_disk(error: object) -> OSError | None:
+  """Returns the `OSError` of a full disk that an error names, None without.
+
+  Args:
+    error: an `OSError`, or an error of TensorStore, whose text has the number.
+  """
+  match = re.search(r"(?:\[Errno |os_error_code=')(\d+)", str(error))
+  number = int(match[1]) if match else 0
+  return OSError(number, os.strerror(number)) if number in _FULL else None
 
 
 def cannot_write(path: paths.AnyPath, error: OSError) -> errors.UserError:
