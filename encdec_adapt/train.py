@@ -184,7 +184,8 @@ def train(
     sources = initial_state.open_sources(
       settings.init, settings.compute, placement
     )
-    sources.check_files(settings.data.vocabularies)
+    sampled = sizes[0] if loss.samples else None
+    sources.check_files(settings.data.vocabularies, sampled)
     sources.check_optimizer(phases)
     base = sources.base
   else:

@@ -40,6 +40,7 @@ from encdec_adapt.tokenizers import vocabulary_pair
 from encdec_adapt.training import losses, setup, teacher_section
 from encdec_adapt.training import phases as phases_lib
 from encdec_adapt.training import state as state_lib
+from encdec_adapt.training.losses import rollout_options
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,17 +101,24 @@ class Sources:
       log(f'the cost of {name} is unknown: the summary leaves it out')
     return costs
 
-  def check_files(self, choice: vocabulary_pair.Choice) -> None:
+  def check_files(
+    self,
+    choice: vocabulary_pair.Choice,
+    sampled: framing.Lengths | None = None,
+  ) -> None:
     """Checks the sources' tokenizers and the files that an export carries.
 
     Args:
       choice: the vocabularies of the job.
+      sampled: tokens of the rows of a job that samples completions.
 
     Raises:
       UserError: a source was trained with another vocabulary, or a file is
-        damaged.
+        damaged; or the source has fewer positions than sampled rows.
     """
     pretrained_files.check(self.pretrained_folders)
+    if sampled and self.init.mode == 'checkpoint':
+      _check_positions(self.models[0], sampled, 'source')
     if self.models:
       sources = {'encoder': self.models[0], 'decoder': self.models[-1]}
       # Source and vocabulary are a key, so that a source of both stacks is
@@ -444,10 +452,6 @@ def _check_reads(
   Raises:
     UserError: it has another vocabulary, or fewer positions than the rows.
   """
-  limits = pretrained_files.stack_positions(source)
-  positions = source.model.architecture.positions(
-    lengths.encoder, lengths.decoder
-  )
   for side, stack in source.model.stacks.items():
     # A stack that the model lacks is compared with its only vocabulary.
     size = model.stacks.get(side, model.decoder).vocab_size
@@ -457,12 +461,29 @@ def _check_reads(
         f' and that of the model {size}; both need one vocabulary.'
       )
     _check_vocabulary(source, choice, side)
-    if positions[side] > limits[side]:
+  _check_positions(source, lengths, title)
+
+
+def _check_positions(
+  source: model_on_disk.StoredModel, lengths: framing.Lengths, title: str
+) -> None:
+  """Checks that a model has positions for rows; arguments as `_check_reads`.
+
+  Raises:
+    UserError: it has fewer.
+  """
+  positions = source.model.architecture.positions(
+    lengths.encoder, lengths.decoder
+  )
+  for side, limit in pretrained_files.stack_positions(source).items():
+    if positions[side] > limit:
       raise errors.UserError(
-        f'the {title} {source.path} has {limits[side]} positions in its {side}'
+        f'the {title} {source.path} has {limit} positions in its {side}'
         ' (max_position_embeddings of its config.json), and has to read'
-        f' {positions[side]}; shorten the rows (config.data.encoder_length and'
-        ' decoder_length), or choose another model.'
+        f' {positions[side]}: config.data.encoder_length is {lengths.encoder},'
+        ' and config.data.decoder_length, or with sampling tokens of'
+        f' {rollout_options.LABEL}, {lengths.decoder}. Lower them, or choose'
+        ' another model.'
       )
 
 

@@ -17,12 +17,15 @@ import jax
 from jaxtyping import Bool, Float, Int
 import numpy as np
 
+from encdec_adapt.base import errors
 from encdec_adapt.data.records import record_sets
+from encdec_adapt.files import disk
 from encdec_adapt.inference import decoding, lengths
 from encdec_adapt.inference import sampling as sampling_lib
 from encdec_adapt.models import base_model, build
 from encdec_adapt.objectives import framing
 from encdec_adapt.sharding import rules as rules_lib
+from encdec_adapt.telemetry import environment
 from encdec_adapt.tokenizers import chat_format, vocabulary
 from encdec_adapt.training import state as state_lib
 from encdec_adapt.training.losses import rollout_options
@@ -98,6 +101,7 @@ class Sampler:
       ends.append(chat_format.end_of_turn(decoder))
     self._ends = np.array(ends, np.int32)
     self._vocab_size = decoder.size
+    self._has_memory = False
 
   def prompt(self, pair: framing.Pair) -> Int[np.ndarray, 'm']:
     """Returns the tokens of a pair's prompt in the vocabulary that reads it."""
@@ -122,6 +126,9 @@ class Sampler:
       rows: record row of each pair, which with the step decides its draws.
       step: step of the parameters.
       greedy: whether the first completion of each prompt is the greedy one.
+
+    Raises:
+      UserError: at the first call, the devices have too little memory.
     """
     options = self.options
     count, longest = len(pairs) * options.samples, self._lengths.encoder
@@ -146,16 +153,21 @@ class Sampler:
       self._model, params, int8=False, mesh=self._mesh, rules=self._rules
     )
     model, shapes = build.unroll(self._model), decoding.shapes_of(params)
-    run = decoding.Programs(model, self._mesh, self._rules, shapes).run
+    programs = decoding.Programs(model, self._mesh, self._rules, shapes)
     size = model.architecture.positions(longest, options.tokens)
-    source = size.get('encoder', 0)
-    state = run(
-      decoding.start, rows=count, length=size['decoder'], source=source
-    )
-    state = run(decoding.prefill, params, state, group, self._bos)
+    sizes = {'rows': count, 'length': size['decoder']}
+    sizes['source'] = size.get('encoder', 0)
     limits = self._ends, np.int32(count), np.int32(options.tokens)
     static = {'tempered': True, 'vocab_size': self._vocab_size}
-    state = run(decoding.decode, params, state, *limits, **static)
+    steps = (
+      (decoding.prefill, (group, self._bos), {}),
+      (decoding.decode, limits, static),
+    )
+    if not self._has_memory:
+      self._require_memory(programs, sizes, params, steps)
+    state = programs.run(decoding.start, **sizes)
+    for function, arguments, static in steps:
+      state = programs.run(function, params, state, *arguments, **static)
     ids, counts, log_probs = jax.device_get(
       (state.tokens, state.count, state.log_probs)
     )
@@ -168,6 +180,37 @@ class Sampler:
       fold(log_probs),
       np.isin(last, self._ends).reshape(shape),
     )
+
+  def _require_memory(self, programs, sizes, params, steps) -> None:
+    """Checks that a device holds the caches, and what is computed from them.
+
+    Raises:
+      UserError: it does not.
+    """
+    start = programs.get(decoding.start, **sizes)
+    state = jax.tree.map(
+      lambda x, sharding: x.update(sharding=sharding),
+      jax.eval_shape(
+        functools.partial(decoding.start, programs.model, **sizes)
+      ),
+      start.output_shardings,
+    )
+    compiled = [
+      programs.get(function, params, state, *arguments, **static)
+      for function, arguments, static in steps
+    ]
+    needed = start.memory_analysis().output_size_in_bytes
+    needed += max(x.memory_analysis().temp_size_in_bytes for x in compiled)
+    free = environment.memory_free()
+    if free is not None and needed > free:
+      raise errors.UserError(
+        f'{rollout_options.LABEL}: tokens is {self.options.tokens}, and'
+        f' sampling {sizes["rows"]} completions of prompts of'
+        f' {self._lengths.encoder} tokens needs {disk.format_bytes(needed)} of'
+        f' a device, of which {disk.format_bytes(free)} are free; lower tokens,'
+        ' samples or config.train.batch_size.'
+      )
+    self._has_memory = True
 
   def _configs(
     self, rows: Sequence[int], step: int, greedy: bool

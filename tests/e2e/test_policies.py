@@ -1,6 +1,7 @@
 """Policies from the command line: rewards rise, budgets and errors end jobs."""
 
 import json
+import shutil
 
 import jax
 import pytest
@@ -179,6 +180,31 @@ def test_a_budget_that_the_start_is_over_is_refused(tmp_path, flags):
     f'--workdir={tmp_path}/run',
   ]
   with pytest.raises(ValueError, match=r'at step 0 is above .*\(0.1\)'):
+    tiny.call(train_lib, *flags)
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+  'kind, title', [('grpo', 'source'), ('rloo', 'teacher')]
+)
+def test_completions_longer_than_the_model_are_refused(
+  tmp_path, flags, kind, title
+):
+  source = shutil.copytree(
+    f'{tiny.ROOT}/configs/decoders/small', tmp_path / 'm'
+  )
+  config = json.loads((source / 'config.json').read_text())
+  config['max_position_embeddings'] = 64
+  (source / 'config.json').write_text(json.dumps(config))
+  flags = [
+    f'--config=configs/sft.py:source={source}',
+    *flags[1:],
+    f'--config.loss.kind={kind}',
+    '--config.train.rollouts=samples=4,tokens=49',
+    f'--workdir={tmp_path}/run',
+  ]
+  message = f'the {title} .* has 64 positions .* read 65: .*rollouts, 49'
+  with pytest.raises(ValueError, match=message):
     tiny.call(train_lib, *flags)
 
 

@@ -7,11 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from encdec_adapt.base import errors
 from encdec_adapt.data.records import record_sets
 from encdec_adapt.models import build
 from encdec_adapt.objectives import framing
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import rules as rules_lib
+from encdec_adapt.telemetry import environment
 from encdec_adapt.tokenizers import chat_format, vocabulary_pair
 from encdec_adapt.training import rollouts
 from encdec_adapt.training import state as state_lib
@@ -141,3 +143,10 @@ def test_on_a_mesh_the_completions_are_the_same(sampled, records, sizes):
   assert wide == (sizes == {'fsdp': 2})
   np.testing.assert_array_equal(sharded.tokens, samples.tokens)
   np.testing.assert_allclose(sharded.log_probs, samples.log_probs, atol=1e-4)
+
+
+def test_caches_that_a_device_cannot_hold_are_refused(records, monkeypatch):
+  monkeypatch.setattr(environment, 'memory_free', lambda: 50_000)
+  text = f'tokens is {TOKENS}, and sampling 12 .* of which 48.8 KiB are free'
+  with pytest.raises(errors.UserError, match=text):
+    _sample(records, 'encoder_decoder', ONE)
