@@ -531,23 +531,20 @@ def _check_sources(settings: Settings, sources: bool) -> None:
         f'config.train.{key} is 1 and the loss is {loss.name}, which compares'
         ' the rows of a batch with each other; set it to at least 2.'
       )
-  adapters, rates = settings.adapters, {'dropout': settings.train.dropout}
-  rates['lora'] = adapters.options.dropout if adapters else 0.0
-  for key, rate in rates.items():
-    # Runs of earlier versions, which may have it, are opened without sources.
-    if sources and rate and not loss.allows_dropout:
-      raise errors.UserError(
-        f'config.train.{key} is {getattr(settings.train, key)!r} and the loss'
-        f' is {loss.name}, which compares log-probabilities or scores of'
-        ' answers: dropout would change those of the trained model alone, and'
-        ' not those of a reference or a sampler that equals it; set dropout to'
-        ' 0.'
-      )
+  train, adapters = settings.train, settings.adapters
+  dropout = train.dropout or (adapters and adapters.options.dropout)
+  # Runs of earlier versions, which may have it, are opened without sources.
+  if sources and dropout and not loss.allows_dropout:
+    raise errors.UserError(
+      f'config.train.dropout is {train.dropout} and config.train.lora'
+      f' {train.lora!r}, but masks of dropout would change log-probabilities or'
+      f' scores that the loss {loss.name} compares; set it to 0 in both.'
+    )
   if settings.train.sampling.max_kl and settings.checkpoint.keep < 2:
     raise errors.UserError(
       f'config.checkpoint.keep is {settings.checkpoint.keep} with max_kl in'
-      f' {rollout_options.LABEL}: the newest save may be over that budget, so'
-      ' that the one before is needed; set it to at least 2.'
+      f' {rollout_options.LABEL}, and the newest save may be over that budget;'
+      ' set it to at least 2.'
     )
   # Most likely config.loss.distillation was forgotten.
   if teacher and not (loss.references or settings.teacher.stored):

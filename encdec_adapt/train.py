@@ -184,8 +184,9 @@ def train(
     sources = initial_state.open_sources(
       settings.init, settings.compute, placement
     )
-    sampled = sizes[0] if loss.samples else None
-    sources.check_files(settings.data.vocabularies, sampled)
+    sources.check_files(settings.data.vocabularies)
+    if loss.samples:
+      sources.check_positions(sizes[0])
     sources.check_optimizer(phases)
     base = sources.base
   else:
@@ -456,7 +457,7 @@ def train(
       evaluate(step, state.params, last=True)
     watchdog.beat(step, 'save')
     checkpoints.wait()
-    # The KL was that of the policy before the last update.
+    # Of the policy of the step before, as its KL was measured.
     within = checkpoints.discard(step - 1) if telemetry.over_budget else None
 
   # -- End ---------------------------------------------------------------------
@@ -475,7 +476,6 @@ def train(
     )
   # No process exits before process 0 has committed the last checkpoint.
   distributed.barrier('the end')
-  telemetry.require_finite()
   return 0
 
 

@@ -22,12 +22,8 @@ BASE = '--config=configs/base.py'
 SOURCE = ('--config.init.encoder=a', '--config.data.source=python')
 TEACHER = (*SOURCE, '--config.teacher.checkpoint=b')
 PREFIX_LM = '--config.data.objective=prefix_lm'
-DROPOUT = ('train.dropout=0.1',)
-LORA = ('train.lora=rank=2,dropout=0.1', 'init.mode=checkpoint')
-LORA += ('init.encoder=a',)
-PREFERENCES = ('data.objective=preferences', 'data.encoder_length=8')
-PREFERENCES += ('data.source=preferences:rows.jsonl#p,c,r',)
-POLICY = ('loss.kind=rloo', 'train.rewards=answers')
+LORA = ('loss.kind=rloo', 'train.lora=rank=2,dropout=0.1')
+LORA += ('init.mode=checkpoint', 'init.encoder=a')
 # A pair of two vocabularies.
 PAIR = (
   'model.kind=encoder_decoder',
@@ -252,10 +248,8 @@ def test_any_model_is_said_by_a_configuration(merged):
     (['checkpoint.every=ten%'], "'ten' at column 1 must be .*share of them"),
     (['train.dropout=1'], 'train.dropout is 1.0; it must be below 1'),
     (['train.dropout=-0.1'], 'train.dropout is -0.1; .*at least 0'),
-    ([*DROPOUT, 'loss.kind=orpo'], 'dropout is 0.1 and the loss is preference'),
-    ([*DROPOUT, *PREFERENCES, 'loss.kind=reward'], 'the loss is reward, which'),
-    ([*DROPOUT, *POLICY], 'train.dropout is 0.1 and the loss is policy, which'),
-    ([*LORA, *POLICY], "train.lora is 'rank=2,dropout=0.1' .*loss is policy"),
+    (['loss.kind=orpo', 'train.dropout=0.1'], 'is 0.1 .* the loss preference '),
+    ([*LORA, 'train.rewards=answers'], "lora 'rank=2,dr.* the loss policy com"),
     (['optimizer.eps=0'], 'optimizer.eps is 0.0; .*above 0'),
     (['optimizer.kind=adam'], "'adam'.*adamw"),
     (['optimizer.learning_rate=nan'], 'learning_rate is nan.*finite'),

@@ -58,9 +58,11 @@ _LOSS = 'held_out_loss'  # In `meta`, where a step was evaluated.
 _STATE, _DATA, _META = 'state', 'data', 'meta'
 # Another model differs in every leaf: a few show the reason.
 _DIFFERENCES_SHOWN = 5
-# Seconds: a century, since Orbax measures a save by the system's clock, which
-# may jump. The watchdog of the job ends a save that hangs.
-_TIMEOUT = 100 * 365 * 86_400
+# Orbax measures a save by the system's clock, which may jump: its limit is a
+# century. The watchdog of the job ends a save that hangs.
+_ASYNC = ocp.AsyncOptions(
+  timeout_secs=100 * 365 * 86_400, create_directories_asynchronously=False
+)
 
 _Config = checkpoint_section.CheckpointConfig
 _Path = str | os.PathLike[str]
@@ -236,12 +238,7 @@ class Checkpoints(contextlib.AbstractContextManager):
         _DATA: ocp.JsonCheckpointHandler(),
         _META: ocp.JsonCheckpointHandler(),
       },
-      options=ocp.CheckpointManagerOptions(
-        create=False,
-        async_options=ocp.AsyncOptions(
-          timeout_secs=_TIMEOUT, create_directories_asynchronously=False
-        ),
-      ),
+      options=ocp.CheckpointManagerOptions(create=False, async_options=_ASYNC),
     )
     # A single thread: saves are completed in their order.
     self._threads = futures.ThreadPoolExecutor(1, 'checkpoints')
@@ -362,7 +359,7 @@ class Checkpoints(contextlib.AbstractContextManager):
     return step
 
   def discard(self, first: int) -> int | None:
-    """Deletes the steps from `first` on.
+    """Deletes the steps from `first` on; nothing can be saved afterwards.
 
     Returns:
       The step by which the run is used from then on: the best with `keep_best`,
@@ -371,17 +368,14 @@ class Checkpoints(contextlib.AbstractContextManager):
     self.wait()
 
     def delete() -> int | None:
-      for step in self.all_steps():
-        if step >= first:
-          step_folders.delete(self.folder, step)
       steps = self.all_steps()[::-1]
-      if self._config.keep_best:
-        steps = _best_first(self.folder, steps)
-      return next(iter(steps), None)
+      for step in [x for x in steps if x >= first]:
+        step_folders.delete(self.folder, step)
+        steps.remove(step)
+      ranked = _best_first(self.folder, steps) if self._config.keep_best else ()
+      return next(iter(ranked or steps), None)
 
-    step = distributed.from_lead(delete, 'checkpoints-discard')
-    self._orbax.reload()
-    return step
+    return distributed.from_lead(delete, 'checkpoints-discard')
 
   def check_not_lost(self) -> None:
     """Refuses to start at step 0 if there are checkpoints, all damaged.
@@ -493,13 +487,11 @@ def _hide_logged_errors() -> None:
   for name in ('absl', 'asyncio'):
     logging.getLogger(name).setLevel(logging.CRITICAL)
   warnings.filterwarnings('ignore', 'coroutine .* was never awaited')
-  sys.unraisablehook = _report_unraisable
-
-
-def _report_unraisable(error: Any) -> None:
   # TensorStore's writes end after the event loop of a save that has failed.
-  if 'Event loop is closed' not in str(error.exc_value):
-    sys.__unraisablehook__(error)
+  sys.unraisablehook = lambda error: (
+    'Event loop is closed' in str(error.exc_value)
+    or sys.__unraisablehook__(error)
+  )
 
 
 def open_latest(path: _Path) -> Checkpoint:

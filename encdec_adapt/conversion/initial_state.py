@@ -101,24 +101,30 @@ class Sources:
       log(f'the cost of {name} is unknown: the summary leaves it out')
     return costs
 
-  def check_files(
-    self,
-    choice: vocabulary_pair.Choice,
-    sampled: framing.Lengths | None = None,
-  ) -> None:
+  def check_positions(self, lengths: framing.Lengths) -> None:
+    """Checks that a model that samples has positions for prompt and completion.
+
+    Args:
+      lengths: most tokens of them.
+
+    Raises:
+      UserError: its source has fewer.
+    """
+    kind = self.placement.model.architecture
+    for source in self.models:
+      _check_positions(source, kind, lengths, 'source')
+
+  def check_files(self, choice: vocabulary_pair.Choice) -> None:
     """Checks the sources' tokenizers and the files that an export carries.
 
     Args:
       choice: the vocabularies of the job.
-      sampled: tokens of the rows of a job that samples completions.
 
     Raises:
       UserError: a source was trained with another vocabulary, or a file is
-        damaged; or the source has fewer positions than sampled rows.
+        damaged.
     """
     pretrained_files.check(self.pretrained_folders)
-    if sampled and self.init.mode == 'checkpoint':
-      _check_positions(self.models[0], sampled, 'source')
     if self.models:
       sources = {'encoder': self.models[0], 'decoder': self.models[-1]}
       # Source and vocabulary are a key, so that a source of both stacks is
@@ -461,29 +467,30 @@ def _check_reads(
         f' and that of the model {size}; both need one vocabulary.'
       )
     _check_vocabulary(source, choice, side)
-  _check_positions(source, lengths, title)
+  _check_positions(source, source.model.architecture, lengths, title)
 
 
-def _check_positions(
-  source: model_on_disk.StoredModel, lengths: framing.Lengths, title: str
-) -> None:
-  """Checks that a model has positions for rows; arguments as `_check_reads`.
+def _check_positions(source, kind, lengths, title) -> None:
+  """Checks that a model has positions for rows.
+
+  Args:
+    source: the model.
+    kind: architecture that reads the rows.
+    lengths: tokens of a row's prompt and answer.
+    title: description of the model for errors.
 
   Raises:
     UserError: it has fewer.
   """
-  positions = source.model.architecture.positions(
-    lengths.encoder, lengths.decoder
-  )
+  positions = kind.positions(lengths.encoder, lengths.decoder)
   for side, limit in pretrained_files.stack_positions(source).items():
-    if positions[side] > limit:
+    if positions.get(side, 0) > limit:
       raise errors.UserError(
         f'the {title} {source.path} has {limit} positions in its {side}'
         ' (max_position_embeddings of its config.json), and has to read'
-        f' {positions[side]}: config.data.encoder_length is {lengths.encoder},'
-        ' and config.data.decoder_length, or with sampling tokens of'
-        f' {rollout_options.LABEL}, {lengths.decoder}. Lower them, or choose'
-        ' another model.'
+        f' {positions[side]}: lower config.data.encoder_length'
+        f' ({lengths.encoder}), decoder_length or tokens of'
+        f' {rollout_options.LABEL} ({lengths.decoder}).'
       )
 
 

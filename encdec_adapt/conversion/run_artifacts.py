@@ -6,12 +6,14 @@ functions; checkpoints and metrics are written elsewhere.
 """
 
 from collections.abc import Mapping
+import math
 import os
 from typing import Any
 
 import ml_collections
 
 from encdec_adapt import config as config_lib
+from encdec_adapt.base import errors
 from encdec_adapt.conversion import (
   initial_state,
   pretrained_files,
@@ -81,9 +83,13 @@ def write_summary(
     step: the last step.
     cost: totals of the job.
     sources: result of `compute_cost.read_sources` when the job started.
+
+  Raises:
+    DivergedError: the last training or held-out loss is not finite.
   """
   # From the file and not from memory: step 0 may lie several starts back.
-  losses = [r for r in metrics.read_metrics(workdir) if r['kind'] == 'eval']
+  records = metrics.read_metrics(workdir)
+  losses = [r for r in records if r['kind'] == 'eval']
   entries = {
     'parameters': parameters.count(model),
     'steps': step,
@@ -101,3 +107,9 @@ def write_summary(
     f'{workdir}: {step} steps, {cost.target_tokens:,.0f} target tokens,'
     f'{line} peak memory {disk.format_bytes(peak)}'
   )
+  last = [x['loss'] for x in records if x['kind'] in ('train', 'eval')][-2:]
+  if not all(map(math.isfinite, last)):
+    raise errors.DivergedError(
+      f'{workdir} ends with the training and held-out losses {last}; lower'
+      ' config.optimizer.learning_rate or clip harder, in another --workdir.'
+    )

@@ -100,13 +100,6 @@ def sides(window: int | None, rule: str) -> tuple[int | None, int | None]:
   }[rule]
 
 
-def by_index(spec: MaskSpec) -> MaskSpec:
-  """Replaces the positions of an aligned spec by indices."""
-  index = jnp.arange(spec.q_segments.shape[1], dtype=jnp.int32)
-  index = jnp.broadcast_to(index, spec.q_segments.shape)
-  return spec.replace(q_positions=index, kv_positions=index)
-
-
 def causal(
   segments: Int[Array, 'B T'],
   positions: Int[Array, 'B T'],

@@ -11,7 +11,6 @@ right moments of the loop.
 import collections
 from collections.abc import Callable, Iterator, Mapping
 import contextlib
-import math
 import os
 from typing import Any
 
@@ -224,10 +223,23 @@ class JobTelemetry(contextlib.AbstractContextManager):
         used, None without any.
 
     Raises:
-      UserError: see `_describe_budget`.
+      UserError: no save of such a policy is within the budget.
     """
     if self.over_budget:
-      return self._describe_budget(step, within)
+      # The KL is that of the policy before the last update.
+      problem = (
+        f'the KL to the reference at step {step - 1} is above the largest that'
+        f' {rollout_options.LABEL} allows ({self._max_kl})'
+      )
+      if within is None:
+        raise errors.UserError(
+          f'{problem}, and no save is within it; start from the reference'
+          ' (config.teacher.checkpoint), and lower config.checkpoint.every.'
+        )
+      return (
+        f'{problem}: the job ends, saves over it are deleted, and commands open'
+        f' the save of step {within}'
+      )
     if self.stagnates:
       better = 'higher' if self._loss.highest else 'lower'
       return (
@@ -240,59 +252,6 @@ class JobTelemetry(contextlib.AbstractContextManager):
         f' at step {step} of {steps}'
       )
     return ''
-
-  def _describe_budget(self, step: int, within: int | None) -> str:
-    """Names the save of a policy that is within its budget of KL.
-
-    Args:
-      step: the last step; the KL is that of the policy before it.
-      within: see `describe_end`.
-
-    Raises:
-      UserError: no save is within the budget.
-    """
-    problem = (
-      f'the KL to the reference at step {step - 1} is above the largest that'
-      f' {rollout_options.LABEL} allows ({self._max_kl})'
-    )
-    if step == 1:
-      raise errors.UserError(
-        f'{problem}: training has to start from the reference'
-        ' (config.teacher.checkpoint), or raise it.'
-      )
-    if within is None:
-      raise errors.UserError(
-        f'{problem}, and no save is within it; lower config.checkpoint.every.'
-      )
-    return (
-      f'{problem}: the job ends, saves over it are deleted, and commands open'
-      f' the save of step {within}'
-    )
-
-  def require_finite(self) -> None:
-    """Checks the last losses of a job that has ended; all processes call it.
-
-    Raises:
-      DivergedError: the loss of the last step, or the last held-out loss, is
-        not finite.
-    """
-
-    def read() -> dict[str, float]:
-      # From the file: an earlier start may have computed them.
-      records = metrics.read_metrics(self._writer.path)
-      kinds = {'train': 'training', 'eval': 'held-out'}
-      return {
-        kinds[x['kind']]: x['loss'] for x in records if x['kind'] in kinds
-      }
-
-    losses = distributed.from_lead(read, 'losses')
-    if not all(map(math.isfinite, losses.values())):
-      shown = ', '.join(f'{kind} loss {x:.4g}' for kind, x in losses.items())
-      raise errors.DivergedError(
-        f'the job has ended with a loss that is not finite ({shown}). Lower'
-        ' config.optimizer.learning_rate or clip harder, and start in another'
-        ' --workdir.'
-      )
 
   def flush(self) -> None:
     """Flushes the metrics, so that no checkpoint is ahead of its records."""

@@ -101,7 +101,8 @@ class Sampler:
       ends.append(chat_format.end_of_turn(decoder))
     self._ends = np.array(ends, np.int32)
     self._vocab_size = decoder.size
-    self._has_memory = False
+    # Once for each program.
+    self._require_memory = functools.cache(_require_memory)
 
   def prompt(self, pair: framing.Pair) -> Int[np.ndarray, 'm']:
     """Returns the tokens of a pair's prompt in the vocabulary that reads it."""
@@ -153,21 +154,20 @@ class Sampler:
       self._model, params, int8=False, mesh=self._mesh, rules=self._rules
     )
     model, shapes = build.unroll(self._model), decoding.shapes_of(params)
-    programs = decoding.Programs(model, self._mesh, self._rules, shapes)
+    get = decoding.Programs(model, self._mesh, self._rules, shapes).get
     size = model.architecture.positions(longest, options.tokens)
-    sizes = {'rows': count, 'length': size['decoder']}
-    sizes['source'] = size.get('encoder', 0)
+    source = size.get('encoder', 0)
+    start = get(
+      decoding.start, rows=count, length=size['decoder'], source=source
+    )
     limits = self._ends, np.int32(count), np.int32(options.tokens)
     static = {'tempered': True, 'vocab_size': self._vocab_size}
-    steps = (
-      (decoding.prefill, (group, self._bos), {}),
-      (decoding.decode, limits, static),
-    )
-    if not self._has_memory:
-      self._require_memory(programs, sizes, params, steps)
-    state = programs.run(decoding.start, **sizes)
-    for function, arguments, static in steps:
-      state = programs.run(function, params, state, *arguments, **static)
+    state = start.out_info
+    prefill = get(decoding.prefill, params, state, group, self._bos)
+    decode = get(decoding.decode, params, state, *limits, **static)
+    self._require_memory(options, start, (prefill, decode))
+    state = prefill(params, start(), group, self._bos)
+    state = decode(params, state, *limits)
     ids, counts, log_probs = jax.device_get(
       (state.tokens, state.count, state.log_probs)
     )
@@ -180,37 +180,6 @@ class Sampler:
       fold(log_probs),
       np.isin(last, self._ends).reshape(shape),
     )
-
-  def _require_memory(self, programs, sizes, params, steps) -> None:
-    """Checks that a device holds the caches, and what is computed from them.
-
-    Raises:
-      UserError: it does not.
-    """
-    start = programs.get(decoding.start, **sizes)
-    state = jax.tree.map(
-      lambda x, sharding: x.update(sharding=sharding),
-      jax.eval_shape(
-        functools.partial(decoding.start, programs.model, **sizes)
-      ),
-      start.output_shardings,
-    )
-    compiled = [
-      programs.get(function, params, state, *arguments, **static)
-      for function, arguments, static in steps
-    ]
-    needed = start.memory_analysis().output_size_in_bytes
-    needed += max(x.memory_analysis().temp_size_in_bytes for x in compiled)
-    free = environment.memory_free()
-    if free is not None and needed > free:
-      raise errors.UserError(
-        f'{rollout_options.LABEL}: tokens is {self.options.tokens}, and'
-        f' sampling {sizes["rows"]} completions of prompts of'
-        f' {self._lengths.encoder} tokens needs {disk.format_bytes(needed)} of'
-        f' a device, of which {disk.format_bytes(free)} are free; lower tokens,'
-        ' samples or config.train.batch_size.'
-      )
-    self._has_memory = True
 
   def _configs(
     self, rows: Sequence[int], step: int, greedy: bool
@@ -230,3 +199,26 @@ class Sampler:
       for row in rows
       for sample in range(self.options.samples)
     ]
+
+
+def _require_memory(options, start, steps) -> None:
+  """Checks that a device holds the caches, and what is computed from them.
+
+  Args:
+    options: options of sampling.
+    start: the compiled program that makes the caches.
+    steps: the compiled programs that update them.
+
+  Raises:
+    UserError: it does not.
+  """
+  needed = start.memory_analysis().output_size_in_bytes
+  needed += max(x.memory_analysis().temp_size_in_bytes for x in steps)
+  free = environment.memory_free()
+  if free is not None and needed > free:
+    raise errors.UserError(
+      f'{rollout_options.LABEL}: tokens is {options.tokens}, and caches of a'
+      f' step of them need {disk.format_bytes(needed)} of a device, of which'
+      f' {disk.format_bytes(free)} are free; lower tokens, samples or'
+      ' config.train.batch_size.'
+    )

@@ -40,8 +40,8 @@ class TrainConfig:
     'Rate of dropout in training: of the embeddings, and of what attention,'
     ' cross-attention and feed-forward of every layer add to the residual'
     ' stream (after their post-norms). Teacher, sampler and evaluation have'
-    ' none, and losses of preferences and policies refuse it. A job that is'
-    ' resumed keeps it above 0, or 0.',
+    ' none. 0 for preferences and policies. A resumed job keeps it above 0, or'
+    ' 0.',
     at_least=0,
     below=1,
   )

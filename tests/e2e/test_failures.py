@@ -3,7 +3,6 @@
 import functools
 import itertools
 import re
-import resource
 import shlex
 import time
 
@@ -11,7 +10,7 @@ import jax
 import pytest
 
 from encdec_adapt import train
-from encdec_adapt.base import errors, exit_status
+from encdec_adapt.base import errors
 from encdec_adapt.checkpoints import checksums, manager
 from encdec_adapt.training import step as step_lib
 from tests import tiny
@@ -78,21 +77,5 @@ def test_a_job_that_ends_with_a_loss_that_is_not_finite_has_diverged(
   flags = [*pairs, '--config.train.steps=3', f'--workdir={tmp_path}/run']
   flags += ['--config.optimizer.learning_rate=1e30']
   for _ in range(2):
-    with pytest.raises(errors.DivergedError, match='held-out loss nan'):
+    with pytest.raises(errors.DivergedError, match=r'losses \[.*nan\];'):
       _train(*flags)
-
-
-def test_a_disk_that_fills_before_a_save_is_named_in_a_sentence(
-  pairs, tmp_path, monkeypatch
-):
-  monkeypatch.delenv('JAX_COMPILATION_CACHE_DIR')  # Its files would be cut.
-  before = resource.getrlimit(resource.RLIMIT_FSIZE)
-  try:
-    # Stands for a full disk: no file of the job may grow beyond this.
-    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
-    done = tiny.run('train', *pairs, f'--workdir={tmp_path}/run')
-  finally:
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
-  (line,) = done.stderr.splitlines()
-  assert f'{tmp_path}/run/checkpoints is full (File too large)' in line
-  assert done.returncode == exit_status.USER_ERROR

@@ -4,6 +4,7 @@ That a killed job draws the masks of an uninterrupted one is in tests/resume.
 """
 
 import dataclasses
+import functools
 
 from flax import traverse_util
 import jax
@@ -15,9 +16,11 @@ from encdec_adapt.models import base_model, build, model_config, parameters
 from encdec_adapt.ops import partition
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import rules as rules_lib
+from encdec_adapt.training import losses
 from encdec_adapt.training.losses import cross_entropy, distillation, infonce
-from tests.training import test_infonce
 from tests.training.conftest import INIT, MODEL, STACK, Trainer, make_batch
+from tests.training.test_infonce import MODEL as EMBEDDER
+from tests.training.test_infonce import _batch as _texts
 
 RATE = 0.2
 LOSS = cross_entropy.CrossEntropy(chunk=16)
@@ -112,48 +115,39 @@ def test_steps_and_microbatches_draw_their_own(params):
   assert abs(seen[0] - seen[1]) > 1e-3
 
 
-STUDENTS = {
-  'distillation': (
-    distillation.Distillation(kind='distill', distillation=0.5, chunk=16),
-    MODEL,
-    make_batch(8),
-  ),
-  'infonce': (
-    infonce.InfoNce(kind='infonce:teacher=1'),
-    test_infonce.MODEL,
-    test_infonce._batch(2),
-  ),
-}
-
-
-@pytest.mark.parametrize('name', STUDENTS)
-def test_a_student_has_dropout_and_its_teacher_none(name):
-  loss, model, batch = STUDENTS[name]
+@pytest.mark.parametrize(
+  'loss, model, batch',
+  [
+    (distillation.Distillation(distillation=0.5), MODEL, make_batch(8)),
+    (infonce.InfoNce(kind='infonce:teacher=1'), EMBEDDER, _texts(2)),
+  ],
+  ids=['distillation', 'infonce'],
+)
+def test_a_student_has_dropout_and_its_teacher_none(loss, model, batch):
   loss = dataclasses.replace(loss, models={'teacher': model})
   student, frozen = (jax.jit(model.init)(jax.random.key(i)) for i in range(2))
   dropout = base_model.Dropout(RATE, jax.random.key(2))
 
-  @jax.jit
-  def run(batch):
-    plain, drawn = (
-      loss.predict(model, student, batch, dropout=x) for x in (None, dropout)
-    )
-    references = {'teacher': loss.predict(model, frozen, batch)}
+  def compute():
+    predict = functools.partial(loss.predict, model, batch=batch)
+    outputs = [predict(student, dropout=x) for x in (None, dropout)]
+    references = {'teacher': predict(frozen)}
+    terms = [loss.terms(x, references, batch) for x in outputs]
     sums = loss.sums(model, student, batch, {'teacher': frozen}, dropout)
-    return (
-      (plain.hidden, drawn.hidden),
-      (sums, loss.terms(drawn, references, batch)),
-      loss.terms(plain, references, batch),
-    )
+    return [x.hidden for x in outputs], (*terms, sums)
 
-  (plain, drawn), (sums, expected), without = run(batch)
-  # Every target, and every text: queries and documents.
-  texts = batch['roles' if 'roles' in batch else 'weights'] > 0
-  assert np.all(np.abs(plain - drawn).max(-1)[texts] > 1e-3)
-  for term, value in expected.items():
-    assert float(sums[term]) == pytest.approx(float(value), rel=1e-4)
-  for term in {'loss', 'cross_entropy', 'distillation'} & {*expected}:
+  (plain, drawn), (without, expected, sums) = jax.jit(compute)()
+  # Of every target, and of every text: queries and documents.
+  counted = batch.get('roles', batch['weights']) > 0
+  assert np.all(np.abs(plain - drawn).max(-1)[counted] > 1e-3)
+  for term in {'loss', 'cross_entropy', 'distillation'} & {*sums}:
+    assert float(sums[term]) == pytest.approx(float(expected[term]), rel=1e-4)
     assert abs(float(sums[term]) - float(without[term])) > 1e-2, term
+
+
+def test_losses_that_compare_answers_refuse_dropout():
+  refusing = {x.name for x in losses.CLASSES if not x.allows_dropout}
+  assert refusing == {'policy', 'preference', 'reward'}
 
 
 DECODER = build.build(model_config.DecoderOnlyConfig(STACK))

@@ -347,10 +347,8 @@ def _load(value: option_strings.Part) -> Function:
     module = importlib.util.module_from_spec(spec)
     sys.modules[title] = module
     spec.loader.exec_module(module)
-    function = getattr(module, name.text)
-    if not callable(function):
-      raise TypeError(f'{name.text} is {function!r}, which cannot be called')
-    return function
+    # A TypeError if it cannot be called.
+    return functools.partial(getattr(module, name.text))
   except (Exception, SystemExit) as error:  # Any: the file is the user's.
     raise value.error(
       'must be FILE.py#FUNCTION of a Python file that can be run'

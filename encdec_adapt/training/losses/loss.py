@@ -59,6 +59,9 @@ class Loss:
     starts_from_reference: whether the model that training starts from is the
       reference where `config.teacher` names none.
     held_out_references: references that held-out metrics need, too.
+    accepts: architectures of the references that the loss accepts.
+    source_fields: name of a field that sources may have -> whether it is read.
+    samples: whether the model is trained on completions that it samples.
     metrics: metric of a step -> 'sum', or its divisor in `divisors`: 'mean' is
       `Loss.weight` of the batch. A loss adds its terms to those here: `loss`,
       `weight` (target tokens of all answers), and for models with experts
@@ -86,6 +89,10 @@ class Loss:
   references: ClassVar[tuple[str, ...]] = ()
   starts_from_reference: ClassVar[bool] = False
   held_out_references: ClassVar[tuple[str, ...]] = ()
+  # An encoder predicts masked tokens, a classifier labels.
+  accepts: ClassVar[Sequence[Any]] = architectures.GENERATING
+  source_fields: ClassVar[Mapping[str, bool]] = {}
+  samples: ClassVar[bool] = False
   metrics: ClassVar[Mapping[str, str]] = {
     'loss': 'mean',
     'weight': 'sum',
@@ -201,25 +208,9 @@ class Loss:
       UserError: it does not.
     """
 
-  @property
-  def source_fields(self) -> Mapping[str, bool]:
-    """Name of a field that sources may have -> whether the loss reads it."""
-    return {}
-
-  @property
-  def samples(self) -> bool:
-    """Whether the model is trained on completions that it samples."""
-    return False
-
   def sampled_rows(self, rows: int) -> int:
     """Returns the rows of a batch whose prompts the model continues."""
     return rows
-
-  @property
-  def accepts(self) -> tuple[architectures.Architecture, ...]:
-    """Architectures of the references that the loss accepts."""
-    # An encoder predicts masked tokens, a classifier labels.
-    return architectures.GENERATING
 
   def assumed_reference(
     self, model: model_config.ModelConfig

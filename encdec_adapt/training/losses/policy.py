@@ -207,6 +207,7 @@ class Policy(loss.Loss):
   )
   selects: ClassVar[str] = 'reward'
   highest: ClassVar[bool] = True
+  samples: ClassVar[bool] = True
   reads_rewards: ClassVar[bool] = True
   allows_dropout: ClassVar[bool] = False
   unit: ClassVar[str] = 'of greedy completions'
@@ -225,11 +226,6 @@ class Policy(loss.Loss):
   def form(self) -> Form:
     """The form that `kind` names, with its options."""
     return self.kind_parts[0]
-
-  @property
-  def samples(self) -> bool:
-    """Whether completions are sampled: always."""
-    return True
 
   @property
   def references(self) -> tuple[str, ...]:

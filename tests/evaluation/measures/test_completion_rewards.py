@@ -131,24 +131,15 @@ def test_a_failing_function_names_the_example(tmp_path, body, problem):
     ('answers@0', 'must be above 0'),
     ('python:/no/such.py#f', 'FileNotFoundError'),
     ('python:', 'must be answers'),
+    ('python:{}/exits.py#f', 'SystemExit: 0'),
+    ('python:{}/value.py#f', 'TypeError: the first argument must be callable'),
   ],
 )
-def test_unknown_rewards_are_refused(text, message):
+def test_unknown_rewards_are_refused(tmp_path, text, message):
+  (tmp_path / 'exits.py').write_text('raise SystemExit(0)')
+  (tmp_path / 'value.py').write_text('f = 3')
   with pytest.raises(errors.UserError, match=message):
-    _make(text)
-
-
-@pytest.mark.parametrize(
-  'content, message',
-  [
-    ('raise SystemExit(0)', 'SystemExit: 0'),
-    ('f = 3', 'TypeError: f is 3, which cannot be called'),
-  ],
-)
-def test_a_file_without_the_function_is_named(tmp_path, content, message):
-  (tmp_path / 'mine.py').write_text(content)
-  with pytest.raises(errors.UserError, match=f"mine.py#f' .*{message}"):
-    _make(f'python:{tmp_path}/mine.py#f')
+    _make(text.format(tmp_path))
 
 
 @pytest.mark.parametrize('text', ['answers', 'code@0.5'])
