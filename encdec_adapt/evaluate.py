@@ -167,11 +167,10 @@ class Evaluation(Protocol):
 
 def main(values: flags.FlagValues) -> int:
   """Runs the command."""
-  run(values)
+  model_on_disk.choosing_again(run, values)
   return 0
 
 
-@model_on_disk.choosing_again
 def run(values: flags.FlagValues) -> dict[str, list[results_store.Score]]:
   """Evaluates the models, prints the tables and writes the report.
 

@@ -106,10 +106,9 @@ def main(values: flags.FlagValues) -> int:
   """Runs the command."""
   command.require(values, 'checkpoint')
   prompts = read_prompts(values.prompt, values.prompts, chat=values.chat)
-  return _run(values, prompts)
+  return model_on_disk.choosing_again(_run, values, prompts)
 
 
-@model_on_disk.choosing_again
 def _run(values: flags.FlagValues, prompts: text_generation.Prompts) -> int:
   """Opens the model and continues the prompts; returns the exit status."""
   chosen = [field.name for field in dataclasses.fields(text_generation.Options)]

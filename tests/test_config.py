@@ -93,35 +93,26 @@ def test_t5_configs_are_the_presets(size, objective, lengths):
 
 
 def test_the_page_of_t5_says_how_ul2_is_trained(tmp_path):
-  lines = t5.__doc__.partition("UL2's mixture")[2]
-  flags = re.findall(r'--config\.data\.\S+', lines)
-  vocabulary = t5_files.train(tmp_path / 'spiece.model')
-  flags += [SOURCE[1], f'--config.data.vocabulary={vocabulary}']
+  page = t5.__doc__.partition("UL2's mixture")[2]
+  flags = re.findall(r'--config\.data\.\S+', page) + [SOURCE[1]]
+  file = t5_files.train(tmp_path / 'spiece.model')
+  flags.append(f'--config.data.vocabulary={file}')
   data = _load('--config=t5:size=t5_1.1_small', *flags).data
-  opened = data.vocabularies.open()
+  (objective,), opened = data.objectives, data.vocabularies.open()
   opened.check_tables(data.table_sizes)
-  (objective,) = data.objectives
   assert objective.text == 'ul2'
-  lengths, policy = data.train.lengths, data.sentinels
-  objective.make(lengths, opened.decoder, sentinel_policy=policy)
+  objective.make(
+    data.train.lengths, opened.decoder, sentinel_policy=data.sentinels
+  )
 
 
-@pytest.mark.parametrize(
-  'config',
-  [
-    'sft:source',
-    'post_training:source',
-    't5:source',
-    'laptop:encoder',
-    'classification:source',
-  ],
-)
-def test_a_quoted_path_reaches_the_configuration(config, tmp_path):
+def test_a_quoted_path_reaches_the_configuration(tmp_path):
   folder = tmp_path / 'a,b "c'
   folder.symlink_to(configs.FOLDER / 'decoders' / 'small')
-  flag = f'--config={config}={json.dumps(str(folder))}'
-  values = command.parse(train.define_flags, [flag])
-  assert values.config.init.encoder == str(folder)
+  for key in 'sft:source post_training:source t5:source laptop:encoder'.split():
+    flag = f'--config={key}={json.dumps(str(folder))}'
+    values = command.parse(train.define_flags, [flag])
+    assert values.config.init.encoder == str(folder)
 
 
 SHIPPED = [f'gemma2.py:{x}' for x in gemma2.SHIPPED]

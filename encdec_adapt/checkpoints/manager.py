@@ -180,8 +180,11 @@ class Checkpoint:
     """
     return self.restore({'params': abstract_params}, partial=True)['params']
 
-  def read_through(self) -> None:
+  def read_through(self, most: int | None = None) -> None:
     """Reads every item, array by array, and discards the values.
+
+    Args:
+      most: arrays to read, the smallest first; None for all.
 
     Raises:
       Exception: an item cannot be read; Orbax has no exception type for that.
@@ -189,19 +192,9 @@ class Checkpoint:
     self.read_data()
     self.read_meta()
     state = self.open_state()
-    for name in state.arrays:
+    sizes = {x: math.prod(shape) for x, (shape, _) in state.arrays.items()}
+    for name in sorted(sizes, key=sizes.get)[:most]:
       state.read([name])
-
-  def read_back(self) -> None:
-    """Reads the metadata and the smallest array, and discards the values.
-
-    Raises:
-      Exception: see `read_through`.
-    """
-    self.read_data()
-    self.read_meta()
-    state = self.open_state()
-    state.read([min(state.arrays, key=lambda x: math.prod(state.arrays[x][0]))])
 
 
 class Checkpoints(contextlib.AbstractContextManager):
@@ -445,8 +438,8 @@ class Checkpoints(contextlib.AbstractContextManager):
         # In a bucket a manifest would be written even for a missing folder.
         if not self.at(step).path.is_dir():
           raise FileNotFoundError(f'{self.at(step).path} is not there')
-        # Orbax commits arrays that it cannot read (a path with globs was one).
-        self.at(step).read_back()
+        # Orbax has committed arrays that it could not read.
+        self.at(step).read_through(1)
         checksums.write(self.at(step).path)
         self._delete_retired()
     except Exception as error:
@@ -558,7 +551,7 @@ def _open_first(
   name: _Path, path: _Path, order: Callable[[paths.Path, Any], Iterable[int]]
 ) -> Checkpoint:
   """Opens the first undamaged step in an order that process 0 determines."""
-  folder, _ = step_folders.locate(path)
+  folder = step_folders.locate(path)
 
   def choose() -> int | None:
     steps = step_folders.steps(folder)

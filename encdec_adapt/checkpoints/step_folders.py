@@ -5,9 +5,8 @@ step, and in a bucket neither is a folder without the object by which Orbax
 commits.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 import os
-import re
 import sys
 
 from encdec_adapt.base import errors
@@ -23,9 +22,6 @@ _LEFTOVERS = ('*.orbax-checkpoint-tmp*', f'{_DELETING}-*')
 # Orbax writes it last, in a bucket; source: its path/atomicity.py.
 COMMITTED = 'commit_success.txt'
 _MARKERS = (checksums.FILE, COMMITTED)
-# Characters of a glob: Orbax looks for the metadata of arrays by a glob of
-# their whole path. TensorStore takes no path that is not UTF-8.
-_UNREADABLE = re.compile(r'[]*?[\\\ud800-\udfff]')
 
 
 def steps(folder: paths.Path) -> list[int]:
@@ -56,29 +52,28 @@ def absolute(path: str | os.PathLike[str]) -> paths.Path:
     UserError: Orbax could write checkpoints there, and not read them.
   """
   path = paths.absolute(path)
-  if names := sorted(set(_UNREADABLE.findall(str(path)))):
+  # Orbax looks for the metadata of arrays by a glob of their whole path, and
+  # TensorStore takes no path that is not UTF-8 (surrogates in Python).
+  bad = {x for x in str(path) if x in '[]*?\\' or '\ud800' <= x <= '\udfff'}
+  if bad:
     raise errors.UserError(
-      f'{path} has {" ".join(map(ascii, names))} in it, and checkpoints below'
-      ' such a path cannot be read; rename the folder, or choose another.'
+      f'{path} has {" ".join(map(ascii, sorted(bad)))} in it, and checkpoints'
+      ' below it cannot be read; rename the folder, or choose another.'
     )
   return path
 
 
-def locate(path: str | os.PathLike[str]) -> tuple[paths.Path, Sequence[int]]:
+def locate(path: str | os.PathLike[str]) -> paths.Path:
   """Resolves a user's path to a folder of checkpoints.
 
   Args:
     path: a work directory, or a folder of checkpoints.
 
-  Returns:
-    The folder of checkpoints, and the steps in it.
-
   Raises:
     UserError: see `absolute`.
   """
   path = absolute(path)
-  folder = path / FOLDER if (path / FOLDER).is_dir() else path
-  return folder, steps(folder)
+  return path / FOLDER if (path / FOLDER).is_dir() else path
 
 
 def first_undamaged(folder: paths.Path, steps: Iterable[int]) -> int | None:

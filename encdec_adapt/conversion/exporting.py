@@ -44,7 +44,6 @@ _REWARD_NOTE = (
 )
 
 
-@model_on_disk.choosing_again
 def export_folder(values: flags.FlagValues, _: list[str]) -> int:
   """Runs `convert export`.
 

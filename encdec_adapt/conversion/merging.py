@@ -85,7 +85,7 @@ def _last(run: str, count: int) -> list[str]:
   Raises:
     UserError: the run has fewer checkpoints.
   """
-  _, steps = step_folders.locate(run)
+  steps = step_folders.steps(step_folders.locate(run))
   if len(steps) < count:
     raise errors.UserError(
       f'--last={count}, and {run} has checkpoints of the steps'

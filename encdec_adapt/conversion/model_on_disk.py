@@ -280,28 +280,30 @@ def open_model(
   return dataclasses.replace(stored, model=model, name=name)
 
 
-def choosing_again(command: Callable) -> Callable:
-  """Decorates a command that reads a run which may be in training.
+def choosing_again(command: Callable[..., Any], *arguments: Any) -> Any:
+  """Runs a command that reads a run which may be in training.
 
   Where the job has deleted the step that `open_checkpoint` chose
   (`checkpoint.keep`), the command starts again and chooses another. A step that
   the user named stays an error, and so does it in a job of several processes,
   which would not start again together.
+
+  Args:
+    command: the command.
+    *arguments: arguments of the command.
+
+  Returns:
+    The result of the command.
   """
-
-  @functools.wraps(command)
-  def run(*arguments: Any) -> Any:
-    _chosen.clear()
-    try:
-      return command(*arguments)
-    except Exception:
-      deleted = [x.path for x in _chosen if not x.path.exists()]
-      if not deleted or jax.process_count() > 1:
-        raise
-    print(f'{deleted[0]} is deleted: another step is chosen', file=sys.stderr)
-    return run(*arguments)
-
-  return run
+  _chosen.clear()
+  try:
+    return command(*arguments)
+  except Exception:
+    deleted = [x.path for x in _chosen if not x.path.exists()]
+    if not deleted or jax.process_count() > 1:
+      raise
+  print(f'{deleted[0]} is deleted: another step is chosen', file=sys.stderr)
+  return choosing_again(command, *arguments)
 
 
 def embedding_model(stored: StoredModel, options: str) -> StoredModel:

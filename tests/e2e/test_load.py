@@ -10,6 +10,7 @@ import pytest
 import encdec_adapt
 from encdec_adapt import generate
 from encdec_adapt.base import errors
+from encdec_adapt.checkpoints import manager
 from encdec_adapt.inference import engine, sampling
 from encdec_adapt.sharding import mesh as mesh_lib
 from tests import tiny
@@ -159,6 +160,32 @@ def test_generate_needs_a_tokenizer(wide):
   flags = [f'--checkpoint={wide}', '--prompt=x']
   with pytest.raises(errors.UserError, match='has no tokenizer'):
     tiny.call(generate, *flags)
+
+
+@pytest.mark.parametrize('command', ['export', 'generate', 'evaluate'])
+def test_a_step_that_its_job_deletes_is_chosen_again(
+  folder, imported, command, tmp_path, monkeypatch
+):
+  run, output = tmp_path / 'run', tmp_path / 'output'
+  shutil.copytree(imported, run)
+  step, choose = run / manager.FOLDER / '0', manager._open_first
+
+  def choose_late(*arguments):
+    checkpoint = choose(*arguments)
+    if step.exists():  # The job has saved step 1 meanwhile.
+      step.rename(step.with_name('1'))
+    return checkpoint
+
+  monkeypatch.setattr(manager, '_open_first', choose_late)
+  if command == 'export':
+    folders.export(run, output)
+    step.with_name('1').rename(step)
+    with pytest.raises(FileNotFoundError):  # A step that the user named.
+      folders.export(f'{run}@0', tmp_path / 'named')
+  elif command == 'generate':
+    assert tiny.generate(run, 'the fox', output) == 0
+  else:
+    assert folders.evaluate(run, folder / 'causal_lm' / 'eval')
 
 
 def test_importing_the_package_is_light():

@@ -242,8 +242,7 @@ class Source(abc.ABC):
     Of a text without any, its lines, else its words, else its characters.
     """
     text = text.encode('utf-8')[: max(room, 0)].decode('utf-8', 'ignore')
-    ends = (text.rfind(mark) + 1 for mark in ('\n\n', '\n', ' '))
-    text = text[: next(filter(None, ends), None)]
+    text = re.match('.*\n\n|.*\n|.* |.*', text, re.DOTALL)[0]
     self.counts['cut_documents'] += bool(text)
     return text
 

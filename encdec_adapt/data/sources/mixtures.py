@@ -107,9 +107,8 @@ class Part:
   def held_out(self, draw: Draw) -> int:
     """Returns the number of held-out documents, counted up to `FEWEST`."""
     draw = dataclasses.replace(draw, split='eval')
-    names = (name for name, _ in self.source.entries())
-    names = (name for name in names if draw.has(self.source, name))
-    return sum(1 for _ in itertools.islice(names, FEWEST))
+    held_out = (draw.has(self.source, x) for x, _ in self.source.entries())
+    return sum(itertools.islice(filter(None, held_out), FEWEST))
 
   def fingerprint(self, draw: Draw) -> str:
     """Returns the fingerprint of the source and of what is held out."""

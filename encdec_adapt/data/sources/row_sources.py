@@ -23,9 +23,8 @@ from encdec_adapt.data.sources import (
 
 # Types of a field of any kind: all but null.
 ANY = (str, int, float, list, dict)
-_NUMBER = 'a number'
-_TYPES = {str: 'text', int: _NUMBER, float: _NUMBER, type(None): 'null'}
-_TYPES |= {list: 'a list', dict: 'an object'}
+_TYPES = dict.fromkeys((int, float), 'a number') | {str: 'text', list: 'a list'}
+_TYPES |= {dict: 'an object', type(None): 'null'}
 
 
 class RowSource(file_sources.FileSource):

@@ -452,8 +452,7 @@ class Loss:
     else:
       size = weights.shape[1]
       sums = functools.partial(jax.ops.segment_sum, num_segments=size)
-      side = 'decoder' if 'decoder_segments' in batch else 'encoder'
-      numbers = batch[f'{side}_segments'] - 1
+      numbers = batch.get('decoder_segments', batch.get('encoder_segments')) - 1
       terms = jax.vmap(jax.vmap(sums), (0, None))(terms, numbers)
     nats, weight, correct, wrong = terms.reshape(4, -1)
     exact = (wrong == 0).astype(jnp.float32)

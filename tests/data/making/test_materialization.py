@@ -488,6 +488,29 @@ def test_rows_and_contamination_are_shown(text, tmp_path, capsys):
   assert made <= set(capsys.readouterr().out.splitlines())
 
 
+def test_the_texts_of_a_laptop_are_long_or_short(tmp_path, capsys):
+  for name, unit, text, words in (
+    (
+      'long',
+      '',
+      'Some words.\n\n' * 10_000,
+      r'\d passages, .*; 1 documents were',
+    ),
+    (
+      'short',
+      '#lines',
+      'Go.\n' * 800,
+      r'(\d\d) documents, [1-9] rows .* \1 ex',
+    ),
+  ):
+    (tmp_path / name).write_text(text)
+    flags = f'source=text:{tmp_path}/{name}{unit} vocabulary=bytes'.split()
+    flags = [f'--config.data.{x}' for x in [*flags, 'max_bytes=100_000']]
+    flags = ['--config=laptop', f'--workdir={tmp_path}/{name}_run', *flags]
+    assert materialize.main(command.parse(materialize.define_flags, flags)) == 0
+    assert re.search(f'eval: .*: {words}', capsys.readouterr().out)
+
+
 @pytest.mark.multiproc
 @pytest.mark.long
 def test_a_bad_document_ends_the_command_with_one_paragraph(

@@ -130,7 +130,7 @@ def test_weights_draw_documents_again_with_other_splits(folder, vocabulary):
 
 
 def test_a_task_is_an_ordinary_seqio_task(folder, vocabulary):
-  part = mixtures.Part(_source(folder), 1.0)
+  part = mixtures.Part(_source(folder), 1.0, cut=False)
   task = seqio_tasks.make_task(part, _draw(), vocabulary, 'ul2')
   assert task.splits == ('train',)
   lengths = {'inputs': 24, 'targets': 24}

@@ -96,23 +96,16 @@ def test_pairs_labels_and_chats_are_those_of_json_lines(folder, form):
   assert of_rows == of_lines and len(of_rows) == 50
 
 
-def test_columns_of_bytes_are_utf8(tmp_path):
-  for name, content in (('good', 'gr\u00fcn'.encode()), ('bad', b'\xff')):
-    table = pa.table({'text': pa.array([b'x', content], pa.binary())})
-    parquet.write_table(table, tmp_path / f'{name}.parquet')
-  texts = [x.text for x in _documents(f'parquet:{tmp_path}/good.parquet')]
-  assert texts == ['x', 'gr\u00fcn']
-  with pytest.raises(
-    errors.UserError, match="bad.parquet, row 1, column 'text', is not UTF-8"
-  ):
-    _documents(f'parquet:{tmp_path}/bad.parquet')
-
-
 def test_bad_parquet_is_refused(folder, tmp_path):
   (tmp_path / 'broken.parquet').write_bytes(b'not parquet')
   for name, text in (('x', 'a'), ('y', 1)):
     table = pa.Table.from_pylist([{'text': text, 'n': 0}])
     parquet.write_table(table, tmp_path / f'{name}.parquet')
+  for name, data in (('good', '\u00fc'.encode()), ('bad', b'\xff')):
+    table = pa.table({'text': pa.array([b'x', data], pa.binary())})
+    parquet.write_table(table, tmp_path / f'{name}.parquet')
+  good = _documents(f'parquet:{tmp_path}/good.parquet')
+  assert [x.text for x in good] == ['x', '\u00fc']
   nulls = pa.table({'text': pa.array(['a', None], pa.string())})
   parquet.write_table(nulls, tmp_path / 'null.parquet')
   for name, words in (
@@ -122,6 +115,7 @@ def test_bad_parquet_is_refused(folder, tmp_path):
     ),
     (f'parquet:{tmp_path}/broken.parquet', 'broken.parquet is not a parquet'),
     (f'parquet:{tmp_path}/null.parquet', "row 1, has None in 'text', which"),
+    (f'parquet:{tmp_path}/bad.parquet', "row 1, column 'text', is not UTF-8"),
   ):
     with pytest.raises(errors.UserError, match=words):
       _documents(name)

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from encdec_adapt.base import errors
-from encdec_adapt.evaluation.measures import perplexity
+from encdec_adapt.data.records import record_sets, record_writing
+from encdec_adapt.evaluation.measures import held_out, perplexity
 from encdec_adapt.objectives import framing
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import rules as rules_lib
@@ -97,6 +98,38 @@ def test_equals_a_sum_by_hand_for_any_batch_size(kind, size):
   np.testing.assert_allclose(got.values['loss'], loss, rtol=2e-6)
   np.testing.assert_allclose(got.values['accuracy'], accuracy, rtol=1e-6)
   assert got.ratios.shape[2] == len(ROWS)
+
+
+def test_texts_of_a_packed_row_are_scored_by_document(tmp_path):
+  """As those in rows of their own."""
+  pairs, scores = list(itertools.chain(*ROWS)), []
+  for i, name in enumerate('abac'):
+    pairs[i] = pairs[i]._replace(documents=(f'{name}::0',))
+  for cuts in ([0, 1, 2, 3, 4], [0, 1, 3, 4]):
+    spec = record_sets.RecordSpec(
+      'text:x', 'eval', 'prefix_lm', 8, 6, shards=1, pack=len(cuts) < 5
+    )
+    part = record_sets.Part('prefix_lm', 'text:x')
+    folder, (key,) = (
+      tmp_path / str(cuts),
+      record_writing.shard_keys(spec, [part]),
+    )
+    with record_writing.ShardWriter(folder, spec, key) as writer:
+      for start, stop in itertools.pairwise(cuts):
+        writer.write(pairs[start:stop])
+      entries = {key: writer.finish()}
+    described = gemma_ids.DESCRIBED
+    record_writing.write_manifest(folder, spec, [part], entries, described)
+    evaluation = held_out.HeldOutEvaluation(record_sets.RecordSet.open(folder))
+    loaded = _loaded('encoder_decoder')
+    scores.append(evaluation.scores(loaded, 2, lambda *_: None))
+  for single, packed in zip(*scores, strict=True):
+    assert packed.groups == single.groups
+    if packed.metric == held_out.SHUFFLED:
+      assert packed.value != scores[1][0].value
+    else:
+      np.testing.assert_allclose(packed.scores, single.scores, rtol=1e-5)
+  assert scores[1][0].groups == tuple('abac')
 
 
 def test_scores_are_the_linearised_ratio():
