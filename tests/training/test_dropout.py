@@ -128,7 +128,7 @@ def test_a_student_has_dropout_and_its_teacher_none(loss, model, batch):
   student, frozen = (jax.jit(model.init)(jax.random.key(i)) for i in range(2))
   dropout = base_model.Dropout(RATE, jax.random.key(2))
 
-  def compute():
+  def compute(batch):
     predict = functools.partial(loss.predict, model, batch=batch)
     outputs = [predict(student, dropout=x) for x in (None, dropout)]
     references = {'teacher': predict(frozen)}
@@ -136,7 +136,7 @@ def test_a_student_has_dropout_and_its_teacher_none(loss, model, batch):
     sums = loss.sums(model, student, batch, {'teacher': frozen}, dropout)
     return [x.hidden for x in outputs], (*terms, sums)
 
-  (plain, drawn), (without, expected, sums) = jax.jit(compute)()
+  (plain, drawn), (without, expected, sums) = jax.jit(compute)(batch)
   # Of every target, and of every text: queries and documents.
   counted = batch.get('roles', batch['weights']) > 0
   assert np.all(np.abs(plain - drawn).max(-1)[counted] > 1e-3)
