@@ -9,7 +9,8 @@ The first trains a vocabulary and a causal decoder of 1.2M parameters, the
 second an encoder-decoder that is adapted from it, each for a few minutes. With
 `laptop:encoder=runs/decoder,task=pairs` and a `pairs:` source the adapted model
 is tuned on answers. The README has all commands, from text to an export. Small
-sources are repeated; of large ones the first `MAX_BYTES` are read.
+sources are repeated; of large ones the first `MAX_BYTES` are read, up to the
+end of a paragraph. Short texts share held-out rows.
 
 `vocabulary_size=N` of a decoder: fewer tokens for short texts, more for several
 languages. Any key is set by a flag: `--config.train.steps=5000` trains longer.
@@ -21,7 +22,7 @@ from encdec_adapt.configs import pretrained, quickstart
 from encdec_adapt.models import model_config
 
 MAX_BYTES = 8_000_000
-# Windows of fewer tokens, the ends of documents, are dropped.
+# Windows of fewer tokens, the ends of longer documents, are dropped.
 SHORTEST = 16
 
 
@@ -47,7 +48,7 @@ def get_config(arg=None):
     stack = quickstart.stack(4, 128, args['vocabulary_size'])
     config_lib.set_model(config.model, model_config.DecoderOnlyConfig(stack))
     config.data.source = ''  # Not Python's own text.
-    # Sentences and lines are joined, so that none is dropped as too short.
+    # Sentences and lines are joined, so that they fill rows.
     config.data.objective = f'causal_lm:concatenate,shortest={SHORTEST}'
     config.data.decoder_length = 256
     config.train.batch_size = 8

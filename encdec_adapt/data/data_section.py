@@ -72,7 +72,7 @@ class DataConfig:
   max_bytes: int = keys.key(
     0,
     'Only the first bytes of each source, of its files or else of its text, are'
-    ' used; 0 for all.',
+    ' used, up to the end of a paragraph; 0 for all.',
     at_least=0,
   )
   folder: str = keys.key('', "Folder of the records; '' for WORKDIR/records.")

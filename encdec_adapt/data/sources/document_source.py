@@ -239,10 +239,12 @@ class Source(abc.ABC):
   def _cut(self, text: str, room: int) -> str:
     """Returns the paragraphs of a text within a number of bytes.
 
-    Of a text without any, its lines, else its words, else its characters.
+    Without any, its lines, else its words, else its characters, if they are as
+    long as a piece of `Pieces`; '' for shorter texts.
     """
     text = text.encode('utf-8')[: max(room, 0)].decode('utf-8', 'ignore')
-    text = re.match('.*\n\n|.*\n|.* |.*', text, re.DOTALL)[0]
+    ends = r'.*\n\s*\n|.{4000,}\n|.{4000,}\s|.{4000,}'
+    text = (re.match(ends, text, re.DOTALL) or [''])[0]
     self.counts['cut_documents'] += bool(text)
     return text
 

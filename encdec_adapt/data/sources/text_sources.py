@@ -41,6 +41,9 @@ The lines of `pairs`, `prompts`, `preferences`, `labels`, `embed` and `chat` are
 rows where a file ends in .parquet; text and JSON lines may be compressed (.gz,
 .zst).
 
+A name with dividers (`#`, ` + `, a comma) is a JSON string in quotes, as in
+text:"/data/a + b/*.txt" (`option_strings`). Columns of bytes are UTF-8.
+
 A GLOB may be in a bucket, gs://BUCKET/FOLDER/*.jsonl, or in a repository of the
 Hub, hf://datasets/ORG/NAME[@REVISION]/*.parquet, of which records keep the
 commit and the files that match are downloaded. A shard of the records reads

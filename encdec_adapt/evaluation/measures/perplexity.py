@@ -30,9 +30,10 @@ class Result:
 
   Attributes:
     metrics: names of the metrics.
-    ratios: numerator and denominator of each metric by row; see
-      `losses.loss.Loss.row_ratios`.
-    rows: numbers of the rows in their record set; empty for other rows.
+    ratios: numerator and denominator of each metric by row, or by text of a
+      packed row; see `losses.loss.Loss.row_ratios`.
+    rows: numbers of the rows in their record set, of a packed row one for each
+      of its texts; empty for other rows.
   """
 
   metrics: tuple[str, ...]
@@ -134,7 +135,7 @@ class Evaluator:
       # `row` says which records a batch holds; no model reads it.
       if 'row' in fields:
         # Not copied here: that would wait for the devices.
-        rows.append(self._replicate(fields['row'].ravel()))
+        rows.append(self._replicate(fields['row']))
       chunks.append(self.sums(params, fields, references or {}))
       # The copy waits for the devices. One batch late, it lets them compute
       # while the host prepares the next batch.
@@ -142,7 +143,7 @@ class Evaluator:
     ratios = np.concatenate(chunks, axis=2)
     # Rows that fill the last batch have no weight.
     is_weighted = ratios[0, 1] != 0
-    ratios, rows = ratios[..., is_weighted], np.concatenate(rows)
+    ratios, rows = ratios[..., is_weighted], np.hstack([*map(np.ravel, rows)])
     if not ratios.size:
       raise errors.UserError(
         'the evaluation has no target tokens: there are no held-out rows, or'
