@@ -141,7 +141,7 @@ def read(
       ' adapters have no effect; it must be above 0.'
     )
   rank, tensors = _with_one_rank(config, tensors)
-  tensors = {layout.canonical(name): x for name, x in tensors.items()}
+  tensors = {layout.canonical(x): tensor for x, tensor in tensors.items()}
   targets, full = _targets(tensors, model, layout, folder)
   power = 0.5 if config.get('use_rslora') else 1
   layers = config.get('layers_to_transform')

@@ -7,7 +7,6 @@ prompt once for all its completions. Neither engine nor cache is needed.
 from collections.abc import Callable, Sequence
 import dataclasses
 import functools
-import itertools
 
 import jax
 from jax.sharding import Mesh
@@ -68,8 +67,7 @@ def score(
   rewards = []
   for start in range(0, len(groups), rows):
     chunk = list(groups[start : start + rows])
-    pairs = itertools.chain.from_iterable(chunk)
-    sizes = zip(*(size(pair, ids) for pair in pairs), strict=True)
+    sizes = zip(*(size(x, ids) for group in chunk for x in group), strict=True)
     shape = framing.Lengths(*(lengths_lib.bucket(max(n)) for n in sizes))
     # The last batch is filled up with rows of padding.
     filled = [[[pair] for pair in group] for group in chunk]
@@ -103,8 +101,8 @@ def require_reward_model(
 
 def size(pair: framing.Pair, ids: special_ids.Framing) -> tuple[int, int]:
   """Returns the tokens of a prompt and of a completion, framed."""
-  lengths = framing.Lengths(1, 1, ids.encoder.frame_size)
-  encoder, decoder = pair.positions(lengths)
+  row = framing.Lengths(1, 1, ids.encoder.frame_size)
+  encoder, decoder = pair.positions(row)
   return encoder, decoder + 1
 
 

@@ -155,9 +155,8 @@ class Vocabulary(abc.ABC):
     self.unk, self.mask = roles.get('unk'), roles.get('mask')
     head, tail = map(tuple, edges)
     start = self._stated_start(tail)
-    ends_with_eos = tail == (self.eos,) and (
-      start is not None or self.bos == self.pad != self.eos
-    )
+    is_t5 = start is not None or self.bos == self.pad != self.eos
+    ends_with_eos = is_t5 and tail == (self.eos,)
     opening = head if ends_with_eos else ()
     if ends_with_eos:
       self.bos = self.bos if start is None else start

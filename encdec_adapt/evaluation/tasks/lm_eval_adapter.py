@@ -157,12 +157,16 @@ class Adapter(lm_eval_model.TemplateLM):
   def _truncated(
     self, context: Sequence[int], continuation: Sequence[int]
   ) -> log_likelihoods.Pair:
-    """Keeps the last tokens of a context that is too long."""
+    """Keeps the last tokens of a context that is too long.
+
+    The continuation gets the opening of targets, see `special_ids.SideIds`.
+    """
+    continuation = [*self._writer.ids.opening, *continuation]
     room = self.max_length
     if self.backend == 'causal':
       # The last token of the continuation is predicted, not read.
       room += 1 - len(continuation)
-    return log_likelihoods.Pair(list(context)[-room:], list(continuation))
+    return log_likelihoods.Pair(list(context)[-room:], continuation)
 
   def _prompt(self, tokens: Sequence[int], generated: int) -> Sequence[int]:
     """Keeps the last tokens of a prompt that is too long to be continued."""
