@@ -22,8 +22,6 @@ work directory as training leaves it, with a checkpoint of step 0.
 
 # Flags and printed results only: the work is done in `conversion`.
 
-import functools
-
 from absl import flags
 
 from encdec_adapt.cli import command
@@ -175,7 +173,7 @@ COMMANDS = {
         ' metadata of the model card.',
       ),
     ),
-    functools.partial(model_on_disk.choosing_again, exporting.export_folder),
+    exporting.export_folder,
   ),
   'adapt': command.Subcommand(
     'decoder-only models -> encoder-decoder at step 0',

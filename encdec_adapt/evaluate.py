@@ -167,7 +167,7 @@ class Evaluation(Protocol):
 
 def main(values: flags.FlagValues) -> int:
   """Runs the command."""
-  model_on_disk.choosing_again(run, values)
+  run(values)
   return 0
 
 

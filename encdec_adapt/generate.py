@@ -106,11 +106,6 @@ def main(values: flags.FlagValues) -> int:
   """Runs the command."""
   command.require(values, 'checkpoint')
   prompts = read_prompts(values.prompt, values.prompts, chat=values.chat)
-  return model_on_disk.choosing_again(_run, values, prompts)
-
-
-def _run(values: flags.FlagValues, prompts: text_generation.Prompts) -> int:
-  """Opens the model and continues the prompts; returns the exit status."""
   chosen = [field.name for field in dataclasses.fields(text_generation.Options)]
   generation = text_generation.Options(**{x: values[x].value for x in chosen})
   if values.embed and values.int8:

@@ -14,6 +14,7 @@ from absl import flags
 import numpy as np
 
 from encdec_adapt.base import errors
+from encdec_adapt.checkpoints import manager, step_folders
 from encdec_adapt.cli import command
 from encdec_adapt.conversion import (
   inspection,
@@ -53,10 +54,27 @@ def export_folder(values: flags.FlagValues, _: list[str]) -> int:
   """
   command.require(values, 'checkpoint', 'output')
   new_folder.require_free(values.output)
-  stored = model_on_disk.open_model(values.checkpoint)
+  path, step = model_on_disk.resolve(values.checkpoint)
+  while True:
+    steps = step_folders.steps(path / manager.FOLDER)
+    try:
+      _export(values, model_on_disk.open_model(values.checkpoint))
+      return 0
+    except Exception:
+      # A job in training may have deleted the step (`checkpoint.keep`).
+      deleted = {*steps} - {*step_folders.steps(path / manager.FOLDER)}
+      if step is not None or not deleted:
+        raise
+    print(f'{path}: its job has deleted step {max(deleted)}; choosing again')
+
+
+def _export(
+  values: flags.FlagValues, stored: model_on_disk.StoredModel
+) -> None:
+  """Writes the folder of an opened model; see `export_folder`."""
   if values.layout == 'peft':
     peft_exchange.export_adapters(values, stored)
-    return 0
+    return
   embeds = values.embedding or stored.model.decoder.embedding
   side = stored.prompt_side
   if embeds:
@@ -129,7 +147,6 @@ def export_folder(values: flags.FlagValues, _: list[str]) -> int:
       on_progress=progress.ByteProgress('written'),
     )
   print(f'{values.output}: {parameters.count(stored.model):,} parameters')
-  return 0
 
 
 def _embedding_files(

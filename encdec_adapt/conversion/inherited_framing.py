@@ -1,12 +1,9 @@
 """Jobs frame prompts as the model that they start from did.
 
-An objective that states its own prefix, separator or prompts of embeddings
-keeps them. What a job inherits becomes part of `config.data.objective`, so that
-its records, saved configuration and exports state it. Only the source's
-configuration is read here.
+An objective that states its own prefix or separator keeps it. What a job
+inherits becomes part of `config.data.objective`, so that its records, saved
+configuration and exports state it. Only the source's configuration is read.
 """
-
-from collections.abc import Mapping
 
 import ml_collections
 
@@ -15,7 +12,7 @@ from encdec_adapt.base import errors
 from encdec_adapt.cluster import distributed
 from encdec_adapt.conversion import model_on_disk, prompt_framing
 from encdec_adapt.files import atomic, hub, paths
-from encdec_adapt.huggingface import embedding_files, tensor_folder
+from encdec_adapt.huggingface import tensor_folder
 from encdec_adapt.objectives import example_maker, objective_names
 
 
@@ -25,7 +22,6 @@ def inherit(
   """Returns a configuration that frames prompts as its source does.
 
   Prints what is inherited, and where the objective states another framing. A
-  job that is resumed inherits its own framing, since its source may be gone. A
   source that does not exist yet has nothing to inherit. All processes call it
   together.
 
@@ -41,88 +37,86 @@ def inherit(
   source = config.init.encoder
   if config.init.mode == 'random' or not source:
     return config
-  stated = distributed.from_lead(
-    lambda: _framing(_origin(source, workdir)), 'framing of prompts'
-  )
   config = config.copy_and_resolve_references()
-  if stated is not None:
-    config.data.objective = ' | '.join(
-      _inheriting(objective, *stated, source)
-      for objective in objective_names.parse(config.data.objective)
-    )
+  config.data.objective = distributed.from_lead(
+    lambda: _inherited(config.data.objective, source, workdir),
+    'framing of prompts',
+  )
   return config
 
 
-def _origin(source: str, workdir: str) -> str:
-  """Returns the resumed job, or else its source."""
+def _inherited(text: str, source: str, workdir: str) -> str:
+  """Returns `config.data.objective` with what it inherits."""
+  objectives = objective_names.parse(text)
   file = paths.at(workdir) / config_lib.RUN_CONFIG
   saved = atomic.read_json(file) if workdir and file.exists() else {}
-  is_same = saved.get('init', {}).get('encoder') == source
-  return workdir if is_same else source
-
-
-def _framing(
-  name: str,
-) -> tuple[prompt_framing.PromptFraming, Mapping[str, str]] | None:
-  """Reads the framing and the prompts of embeddings; None without a model."""
-  if hub.is_address(name):  # Without the weights.
-    path = hub.fetch(name, (tensor_folder.CONFIG, embedding_files.PROMPTS))
+  if saved.get('init', {}).get('encoder') == source:
+    # A job that is resumed: its source may be gone.
+    framings = [
+      prompt_framing.of_objectives([objective], encodes_prompt=False)
+      for objective in objective_names.parse(saved['data']['objective'])
+    ]
   else:
-    path, _ = model_on_disk.resolve(name)
-  if not (path / tensor_folder.CONFIG).exists():
-    return None
-  if model_on_disk.is_folder(path):
-    framing = prompt_framing.in_file(path / tensor_folder.CONFIG)
-    return framing, model_on_disk.embedding_prompts(path, ())
+    framings = [_framing(source)] * len(objectives)
+  if len(framings) != len(objectives):
+    return text
+  pairs = zip(objectives, framings, strict=True)
+  return ' | '.join(_inheriting(x, framing, source) for x, framing in pairs)
+
+
+def _framing(source: str) -> prompt_framing.PromptFraming:
+  """Reads the framing of a source; that of plain texts if it is missing."""
+  if hub.is_address(source):  # Without the weights.
+    path = hub.fetch(source, [tensor_folder.CONFIG])
+  else:
+    path, _ = model_on_disk.resolve(source)
+  file = path / tensor_folder.CONFIG
+  if not file.exists() or model_on_disk.is_folder(path):
+    return prompt_framing.in_file(file)
   run = config_lib.load_run(str(path))
-  framing = prompt_framing.of_objectives(
-    run.data.objectives, encodes_prompt=run.model.architecture.encodes_prompt
+  encodes_prompt = run.model.architecture.encodes_prompt
+  return prompt_framing.of_objectives(
+    run.data.objectives, encodes_prompt=encodes_prompt
   )
-  return framing, model_on_disk.embedding_prompts(path, run.data.objectives)
 
 
 def _inheriting(
   objective: example_maker.Objective,
   framing: prompt_framing.PromptFraming,
-  prompts: Mapping[str, str],
   source: str,
 ) -> str:
   """Returns the text of an objective with what it inherits, and prints that.
 
-  Args:
-    objective: an objective of the job.
-    framing: framing of the source's prompts.
-    prompts: the source's prompts of embeddings, by role.
-    source: name of the source.
-
   Raises:
     UserError: see `inherit`.
   """
-  log = print if distributed.is_lead() else lambda *_: None
-  options, accepted, inherited = objective.options, objective.maker.options, {}
-  texts = {'prefix': framing.prefixes or ('',)}
-  texts |= {'separator': (framing.separator,)}
-  texts |= {role: (text,) for role, text in prompts.items()}
-  is_unstated = 'prefix' in accepted and 'prefix' not in options
+  options, accepted = objective.options, objective.maker.options
   only_chats = framing.chats and not framing.prefixes
-  if is_unstated and (only_chats or len(framing.prefixes) > 1):
-    forms = [
-      prompt_framing.with_options(objective.text, {'prefix': prefix})
-      for prefix in texts['prefix']
-    ]
+  if 'prefix' in accepted.keys() - options.keys() and (
+    only_chats or len(framing.prefixes) > 1
+  ):
+    stated = prompt_framing.with_options(objective.text, {'prefix': ''})
     raise errors.UserError(
       f'config.data.objective is {objective.text!r}, which states no prefix,'
       f' and {source} was trained on {framing.describe()}; state the prefix, as'
-      f' in {" or ".join(map(repr, forms))}, or use chat or chat_preferences.'
+      f' in {stated!r}, or use chat or chat_preferences.'
     )
-  for name, values in texts.items():
-    value, choices = options.get(name, ''), ' or '.join(map(repr, values))
-    if name in accepted.keys() - options.keys():
-      if any(values):
-        inherited[name] = values[0]
-        log(f'objective {objective}: {name} {choices} as in {source}')
-    # Conversations have no prefix.
-    elif name in accepted or (name == 'prefix' and objective.ends_turns):
-      if value not in values:
-        log(f'objective {objective}: {name} {value!r}; {source} has {choices}')
+  inherited = {}
+  for name, texts in (
+    ('prefix', framing.prefixes),
+    ('separator', (framing.separator,)),
+  ):
+    if name in accepted.keys() - options.keys() and any(texts):
+      inherited[name] = texts[0]
+      print(f'objective {objective}: {name} {texts[0]!r} as in {source}')
+    elif (
+      framing
+      and (any(texts) or name in options)
+      and options.get(name, '') not in texts
+    ):
+      # Stated by the objective, or conversations, which have no prefix.
+      print(
+        f'objective {objective}: {name} {options.get(name, "")!r}, where'
+        f' {source} was trained on {framing.describe()}'
+      )
   return prompt_framing.with_options(objective.text, inherited)

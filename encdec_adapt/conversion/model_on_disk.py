@@ -4,7 +4,7 @@ Opening reads configs and headers; `StoredModel.read` reads the parameters.
 Nothing here writes a file or builds an engine.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 import dataclasses
 import functools
 import hashlib
@@ -51,8 +51,6 @@ TOKENIZERS = (
   *(f'{DECODER_TOKENIZER}/{name}' for name in vocabulary_pair.FILES),
 )
 CARD = 'README.md'
-# Checkpoints that the command opened and the user did not name.
-_chosen: list[manager.Checkpoint] = []
 # What is read of a model on the Hub besides its weights.
 _FILES = (
   CARD,
@@ -199,7 +197,11 @@ class StoredModel:
   @property
   def prompts(self) -> Mapping[str, str]:
     """Text before queries and documents of an embedding model, by role."""
-    return embedding_prompts(self.path, self.objectives)
+    file = self.path / embedding_files.PROMPTS
+    empty = {'query': '', 'document': ''}
+    if file.exists():  # An exported folder.
+      return empty | atomic.read_json(file).get('prompts', {})
+    return next((x.prompts for x in self.objectives if x.prompts), empty)
 
   def read(self, placement: state_lib.Placement) -> Any:
     """Reads the parameters: nested, sharded, in the dtype of the placement.
@@ -278,32 +280,6 @@ def open_model(
     stored = _open_run(path, step)
   model = with_window(stored.model, encoder_window, name)
   return dataclasses.replace(stored, model=model, name=name)
-
-
-def choosing_again(command: Callable[..., Any], *arguments: Any) -> Any:
-  """Runs a command that reads a run which may be in training.
-
-  Where the job has deleted the step that `open_checkpoint` chose
-  (`checkpoint.keep`), the command starts again and chooses another. A step that
-  the user named stays an error, and so does it in a job of several processes,
-  which would not start again together.
-
-  Args:
-    command: the command.
-    *arguments: arguments of the command.
-
-  Returns:
-    The result of the command.
-  """
-  _chosen.clear()
-  try:
-    return command(*arguments)
-  except Exception:
-    deleted = [x.path for x in _chosen if not x.path.exists()]
-    if not deleted or jax.process_count() > 1:
-      raise
-  print(f'{deleted[0]} is deleted: another step is chosen', file=sys.stderr)
-  return choosing_again(command, *arguments)
 
 
 def embedding_model(stored: StoredModel, options: str) -> StoredModel:
@@ -514,8 +490,6 @@ def open_checkpoint(
     checkpoint = manager.open_best(path)
   else:
     checkpoint = manager.open_latest(path)
-  if step is None:
-    _chosen.append(checkpoint)
   if distributed.is_lead():
     rank, text = checkpoint.read_loss(), ''
     if rank is not None:
@@ -653,22 +627,6 @@ def require_head(stored: StoredModel) -> None:
       ' projections are not read. Give the run that it was exported from, or'
       ' train from its stack (config.init.encoder).'
     )
-
-
-def embedding_prompts(
-  path: paths_lib.Path, objectives: Sequence[example_maker.Objective]
-) -> Mapping[str, str]:
-  """Returns the text before queries and documents, by role; see `StoredModel`.
-
-  Args:
-    path: an exported folder, or the work directory of a run.
-    objectives: objectives of the run.
-  """
-  file = path / embedding_files.PROMPTS
-  empty = {'query': '', 'document': ''}
-  if file.exists():  # An exported folder.
-    return empty | atomic.read_json(file).get('prompts', {})
-  return next((x.prompts for x in objectives if x.prompts), empty)
 
 
 def is_folder(path: str | os.PathLike[str]) -> bool:

@@ -15,6 +15,7 @@ from encdec_adapt.conversion import (
   model_on_disk,
   prompt_encoding,
 )
+from encdec_adapt.objectives import objective_names
 from encdec_adapt.tokenizers import vocabulary_training
 from tests import tiny
 from tests.e2e import folders
@@ -111,25 +112,36 @@ def test_an_objective_may_state_its_own_framing(
   ):
     assert _objective(sft, decoder, tmp_path, objective=text) == objective
   lines = capsys.readouterr().out
-  assert f"prefix ''; {decoder} has 'over, the: '\n" in lines
-  assert f"separator ' '; {decoder} has ':\\n'\n" in lines
+  assert f"prefix '', where {decoder} was trained on 'over, the" in lines
+  assert f"separator ' ', where {decoder} was trained on 'over, the" in lines
   plain = 'pairs:prefix=""'
   assert _objective(sft, chat, tmp_path, objective=plain) == plain
   several = _tuned(pair, tmp_path / 'run', f'pairs | pairs:{PREFIX}')
   with pytest.raises(errors.UserError, match='on input or .*; state'):
     _objective(sft, several, tmp_path)
-  # A job that is resumed inherits its own framing: its source may be gone.
+
+
+@pytest.mark.parametrize(
+  'started, objective',
+  [
+    ('pairs', r'pairs:prefix="a: ",separator="\n"'),
+    ('pairs | pairs:prefix=b', r'pairs:prefix="a: " | pairs:prefix=b'),
+    ('chat | pairs', r'chat:separator="\n" | pairs:separator="|"'),
+  ],
+)
+def test_a_resumed_job_inherits_its_own_framing(
+  started, objective, pair, tmp_path
+):
   config = config_lib.saved(str(pair))
-  config.init.mode, config.init.encoder = 'checkpoint', str(pair)
+  config.init.mode, config.init.encoder = 'checkpoint', str(tmp_path / 'gone')
+  config.data.objective = objective
   config_lib.save(config, str(tmp_path))
-  config.data.objective = 'pairs'
-  _tuned(pair, tmp_path / 'moved', 'pairs')
-  config.init.encoder = str(pair)
-  resumed = inherited_framing.inherit(config, str(tmp_path))
-  assert resumed.data.objective == f'pairs:{PREFIX}'
-  config.init.encoder = str(tmp_path / 'absent')
-  absent = inherited_framing.inherit(config, str(tmp_path / 'new'))
-  assert absent.data.objective == 'pairs'
+  config.data.objective = started
+  for workdir, expected in ((tmp_path, objective), (tmp_path / 'x', started)):
+    resumed = inherited_framing.inherit(config, str(workdir))
+    assert objective_names.parse(resumed.data.objective) == (
+      objective_names.parse(expected)
+    )
 
 
 EXPORT = ('export', '--checkpoint={}')
