@@ -471,8 +471,9 @@ def train(
   if distributed.is_lead():
     rate, seed = settings.optimizer.schedule.peak, settings.seed
     hyperparameters = {'learning_rate': rate, 'seed': seed}
+    used = step if within is None else within
     run_artifacts.write_summary(
-      workdir, model, hyperparameters, step, cost, meta['sources']
+      workdir, model, hyperparameters, used, cost, meta['sources']
     )
   # No process exits before process 0 has committed the last checkpoint.
   distributed.barrier('the end')

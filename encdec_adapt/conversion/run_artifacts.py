@@ -80,16 +80,17 @@ def write_summary(
     workdir: work directory of the job.
     model: the trained model.
     hyperparameters: further entries, by name.
-    step: the last step.
+    step: the step by which the run is used.
     cost: totals of the job.
     sources: result of `compute_cost.read_sources` when the job started.
 
   Raises:
-    DivergedError: the last training or held-out loss is not finite.
+    DivergedError: the last held-out loss, or without any the last training
+      loss, is not finite.
   """
   # From the file and not from memory: step 0 may lie several starts back.
   records = metrics.read_metrics(workdir)
-  losses = [r for r in records if r['kind'] == 'eval']
+  losses = [r for r in records if r['kind'] == 'eval' and r['step'] <= step]
   entries = {
     'parameters': parameters.count(model),
     'steps': step,
@@ -107,9 +108,11 @@ def write_summary(
     f'{workdir}: {step} steps, {cost.target_tokens:,.0f} target tokens,'
     f'{line} peak memory {disk.format_bytes(peak)}'
   )
-  last = [x['loss'] for x in records if x['kind'] in ('train', 'eval')][-2:]
-  if not all(map(math.isfinite, last)):
+  # A single batch may be bad and its update skipped: held-out losses decide.
+  losses = losses or [r for r in records if r['kind'] == 'train']
+  if losses and not math.isfinite(losses[-1]['loss']):
     raise errors.DivergedError(
-      f'{workdir} ends with the training and held-out losses {last}; lower'
-      ' config.optimizer.learning_rate or clip harder, in another --workdir.'
+      f'{workdir} ends with the {losses[-1]["kind"]} loss'
+      f' {losses[-1]["loss"]}; lower config.optimizer.learning_rate or clip'
+      ' harder, in another --workdir.'
     )

@@ -44,9 +44,7 @@ def test_a_line_is_a_query_with_texts_and_what_a_teacher_says(tmp_path):
   few = text_sources.open_source(f'embed:{file}#q,p,n').documents()
   assert [json.loads(x.text)[0] for x in few] == [['a', 'b']] * 2
   file.write_text('{"q": "x", "p": "y", "n": 5}\n')
-  with pytest.raises(
-    errors.UserError, match="5 in 'n', which must be a list or text or null"
-  ):
+  with pytest.raises(errors.UserError, match="5 in 'n', which must be a list"):
     list(text_sources.open_source(f'embed:{file}#q,p,n').documents())
   file.write_text('{"q": "why"}\n')
   with pytest.raises(errors.UserError, match="has no field 'p' but q"):

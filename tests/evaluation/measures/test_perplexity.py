@@ -1,5 +1,6 @@
 """Loss per target token against a dense sum over the targets."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -105,21 +106,17 @@ def test_texts_of_a_packed_row_are_scored_by_document(tmp_path):
   pairs, scores = list(itertools.chain(*ROWS)), []
   for i, name in enumerate('abac'):
     pairs[i] = pairs[i]._replace(documents=(f'{name}::0',))
+  part = record_sets.Part('prefix_lm', 'text:x')
   for cuts in ([0, 1, 2, 3, 4], [0, 1, 3, 4]):
-    spec = record_sets.RecordSpec(
-      'text:x', 'eval', 'prefix_lm', 8, 6, shards=1, pack=len(cuts) < 5
-    )
-    part = record_sets.Part('prefix_lm', 'text:x')
-    folder, (key,) = (
-      tmp_path / str(cuts),
-      record_writing.shard_keys(spec, [part]),
-    )
+    spec = record_sets.RecordSpec('text:x', 'eval', 'prefix_lm', 8, 6)
+    spec = dataclasses.replace(spec, shards=1, pack=len(cuts) < 5)
+    folder = tmp_path / str(cuts)
+    (key,) = record_writing.shard_keys(spec, [part])
     with record_writing.ShardWriter(folder, spec, key) as writer:
       for start, stop in itertools.pairwise(cuts):
         writer.write(pairs[start:stop])
-      entries = {key: writer.finish()}
-    described = gemma_ids.DESCRIBED
-    record_writing.write_manifest(folder, spec, [part], entries, described)
+      content = [part], {key: writer.finish()}, gemma_ids.DESCRIBED
+    record_writing.write_manifest(folder, spec, *content)
     evaluation = held_out.HeldOutEvaluation(record_sets.RecordSet.open(folder))
     loaded = _loaded('encoder_decoder')
     scores.append(evaluation.scores(loaded, 2, lambda *_: None))
