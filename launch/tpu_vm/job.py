@@ -41,7 +41,8 @@ class End(enum.Enum):
 
   DONE = 'done'
   RESTART = 'was stopped after a save'
-  REFUSED = 'refused its input, or diverged'
+  REFUSED = 'refused its input'
+  DIVERGED = 'diverged'
   FAILED = 'failed'
   NOT_SET_UP = 'could not be set up'
   UNFIT = 'cannot be set up with these flags'
@@ -58,13 +59,14 @@ def judge(statuses: typing.Mapping[str, int], gcloud: int) -> End:
   found = set(statuses.values())
   if found == {0} and gcloud == 0:
     return End.DONE
-  final = {commands.USER_ERROR, commands.DIVERGED}
-  if found - {0, commands.RESTART, *final}:
+  if found - {0, commands.RESTART, commands.USER_ERROR, commands.DIVERGED}:
     return End.FAILED
   if commands.RESTART in found:
     return End.RESTART
-  if found & final:
+  if commands.USER_ERROR in found:
     return End.REFUSED
+  if commands.DIVERGED in found:
+    return End.DIVERGED
   return End.LOST
 
 
@@ -257,7 +259,7 @@ class Job:
         self.shell.note('the job is done')
         return 0
       self.shell.note(f'the job {end.value}: {_count(statuses)}')
-      refused = end in (End.REFUSED, End.UNFIT)
+      refused = end in (End.REFUSED, End.DIVERGED, End.UNFIT)
       preempted = self.was_preempted(wait=not refused)
       if preempted:
         self.shell.note('preempted: created again and resumed')

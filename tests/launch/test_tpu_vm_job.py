@@ -77,7 +77,7 @@ def test_thirty_failed_requests_are_tolerated(verb, state):
     ([], 1, job.End.LOST),
     ([75, 0], 75, job.End.RESTART),
     ([2, 2], 2, job.End.REFUSED),
-    ([3, 0], 3, job.End.REFUSED),
+    ([3, 0], 3, job.End.DIVERGED),
     ([1, 2], 1, job.End.FAILED),  # Its peers end with it.
     ([75, 137], 75, job.End.FAILED),
     ([76, 76], 76, job.End.FAILED),
