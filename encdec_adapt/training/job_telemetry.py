@@ -233,8 +233,8 @@ class JobTelemetry(contextlib.AbstractContextManager):
       )
       if within is None:
         raise errors.UserError(
-          f'{problem}, and no save is within it; start from the reference'
-          ' (config.teacher.checkpoint), and lower config.checkpoint.every.'
+          f'{problem}, and no save is within it; start from the reference, and'
+          ' lower config.optimizer.learning_rate or config.checkpoint.every.'
         )
       return (
         f'{problem}: the job ends, saves over it are deleted, and commands open'
