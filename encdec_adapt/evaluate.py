@@ -493,8 +493,12 @@ def _prompts(
       if isinstance(x, kinds):
         prefix = prompt_encoding.task_prefix(stored, values.prefix)
         texts[name] = stored.framing.prompt(prefix)
+      elif isinstance(x, task_groups.Task) and x.has_templates:
+        texts[name] = stored.framing.prompt('')
       elif isinstance(x, preference_tasks.PreferenceEvaluation):
         texts[name] = stored.framing.describe()
+      elif isinstance(x, embedding_tasks.EmbeddingEvaluation):
+        texts[name] = str(dict(stored.prompts))
     if len({*texts.values()}) > 1:
       prompts[x.name] = texts
   return prompts

@@ -233,6 +233,7 @@ def test_any_model_is_said_by_a_configuration(merged):
     (['train.evaluators=samples=2'], 'must have loss=STEPS'),
     (['train.evaluators=', 'train.patience=2'], 'evaluators is .*patience=2'),
     (['train.evaluators=', 'checkpoint.keep_best=True'], 'keep_best=True'),
+    (['data.eval_pack=True', 'data.development_rows=8'], 'development_rows=8'),
     (['train.evaluators=loss=2,a=3'], "'loss=2,a=3'; .* must be multiples"),
     (['train.evaluators=loss=5%,a=10'], 'must be multiples of those, or all'),
     (['checkpoint.every=0'], "every is '0'; .* must be a number of steps"),

@@ -478,13 +478,17 @@ class Checkpoints(contextlib.AbstractContextManager):
 def _hide_logged_errors() -> None:
   """Hides tracebacks of errors that Orbax raises as well."""
   for name in ('absl', 'asyncio'):
-    logging.getLogger(name).setLevel(logging.CRITICAL)
+    logging.getLogger(name).addFilter(_is_no_error)
   warnings.filterwarnings('ignore', 'coroutine .* was never awaited')
   # TensorStore's writes end after the event loop of a save that has failed.
   sys.unraisablehook = lambda error: (
     'Event loop is closed' in str(error.exc_value)
     or sys.__unraisablehook__(error)
   )
+
+
+def _is_no_error(record: logging.LogRecord) -> bool:
+  return record.levelno < logging.ERROR
 
 
 def open_latest(path: _Path) -> Checkpoint:

@@ -17,6 +17,7 @@ from encdec_adapt.conversion import (
   model_on_disk,
   pretrained_files,
   prompt_encoding,
+  prompt_framing,
 )
 from encdec_adapt.inference import rewards
 from encdec_adapt.objectives import example_maker, framing, objective_names
@@ -46,8 +47,9 @@ def maker(
   else:
     options['prefix'] = prompt_encoding.task_prefix(stored)
   options['separator'] = stored.framing.separator
-  options = [f'{key}={json.dumps(x)}' for key, x in options.items() if x]
-  return objective_names.parse_one(f'{name}:{",".join(options)}').make(
+  options = {key: text for key, text in options.items() if text}
+  text = prompt_framing.with_options(name, options)
+  return objective_names.parse_one(text).make(
     framing.Lengths(_LONGEST, _LONGEST, opened.encoder.ids.frame_size),
     opened.decoder,
     encoder_vocabulary=opened.encoder if opened.differ else None,

@@ -89,9 +89,10 @@ def import_adapters(values: flags.FlagValues, path: paths.Path) -> None:
       ' whole model; merge it first (`convert merge-lora`).'
     )
   adapters, arrays = peft_folder.read(path, base.model, _layout(base.model))
-  # Of the adapters where the folder states it, as ours do, else of the base.
-  file = path / prompt_framing.PEFT
-  run = None if file.exists() else base.run
+  # Prompts of the adapters where the folder states them, as ours do, else of
+  # the base; labels of a head are known by the base's run alone.
+  file, decoder = path / prompt_framing.PEFT, base.model.decoder
+  is_stated = file.exists() and not (decoder.classes or decoder.embedding)
   contents = work_directory.Contents(
     base.model,
     {'command': 'import', 'sources': [base.name], 'adapters': str(path)},
@@ -99,8 +100,8 @@ def import_adapters(values: flags.FlagValues, path: paths.Path) -> None:
     base.vocabularies,
     lora=adapters.options.text,
     base={'name': base.full_name, 'digest': base.digest},
-    run=run,
-    framing=prompt_framing.in_file(file) if file.exists() else base.framing,
+    run=None if is_stated else base.run,
+    framing=prompt_framing.in_file(file) if is_stated else base.framing,
   )
   work_directory.write(
     values.output,

@@ -93,9 +93,9 @@ def in_file(file: paths.Path) -> PromptFraming:
     UserError: the file is damaged, or a field has another type.
   """
   tasks = atomic.read_json(file).get(_FIELD) if file.exists() else None
-  entry = tasks.get(_ENTRY, {}) if isinstance(tasks, Mapping) else {}
+  entry = tasks.get(_ENTRY) if isinstance(tasks, Mapping) else None
   values = dataclasses.asdict(PromptFraming()) | {'prefixes': []}
-  values |= {k: entry[k] for k in values if k in entry}
+  values |= {k: entry[k] for k in values if k in (entry or ())}
   texts = values['prefixes'], [values['separator']]
   is_text = all(isinstance(x, list) and {*map(type, x)} <= {str} for x in texts)
   if not (is_text and isinstance(values['chats'], bool)):

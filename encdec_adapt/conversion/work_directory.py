@@ -54,7 +54,7 @@ class Contents:
     base: name and digest of their base.
     run: work directory of the run that trained the model, by whose objective
       and loss a model with a head is known: labels, prompts, a temperature.
-    framing: framing of the prompts of a language model that no run trained.
+    framing: framing of the prompts of a language model, read without `run`.
   """
 
   model: model_config.ModelConfig

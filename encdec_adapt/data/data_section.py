@@ -183,6 +183,12 @@ class DataConfig:
       objective.check_lengths(lengths)
     if self.source:  # A plan and a dry run need none: see `require_source`.
       self._check_sources()
+    if self.eval_pack and self.development_rows:
+      raise errors.UserError(
+        'config.data.eval_pack is set with config.data.development_rows='
+        f'{self.development_rows}, which chooses rows of one document; set one'
+        ' of them to False or 0.'
+      )
     # Parsed for its errors, which come before any record is made.
     row_rates.parse(self.rates)
     # The same file named twice is one vocabulary.

@@ -205,7 +205,8 @@ class Vocabulary(abc.ABC):
       allowed[START] = {*self.specials.values()}
     for file in [self.files[0].parent / x for x in CONFIGS if self.files]:
       stated = atomic.read_json(file) if file.is_file() else {}
-      if tail and stated and file not in self.files:
+      decides = START in stated or file.name == CONFIGS[0]
+      if tail and stated and decides and file not in self.files:
         self.files += (file,)
       for key, ids in allowed.items() if START in stated else ():
         value = stated.get(key)

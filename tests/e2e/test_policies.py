@@ -12,6 +12,7 @@ from encdec_adapt.conversion import model_on_disk
 from encdec_adapt.telemetry import metrics
 from encdec_adapt.training import policy_batches
 from tests import tiny
+from tests.e2e import folders
 
 REWARD = """
 def vowels(prompts, completions, fields):
@@ -160,6 +161,7 @@ def test_a_budget_of_kl_ends_the_job(tmp_path, flags, keep_best):
     texts.append(next(x for x in done.stdout.splitlines() if 'commands' in x))
     opened = model_on_disk.open_model(run).step
     assert texts[-1].endswith(f' commands open the save of step {opened}')
+    assert folders.read(run / 'summary.json')['steps'] == opened
     kl = [x['kl'] for x in _records(run, 'train')]
     assert len(kl) < 15 and kl[-1] > 0.1 >= max(kl[:-1])
     # The policy of the step before is over the budget: the save before is not.

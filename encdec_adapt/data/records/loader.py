@@ -171,17 +171,28 @@ def evaluation_batches(
     teacher: whether to make the teacher's fields.
     prefix_offset: if not 0, row i has the inputs of row (i + prefix_offset)
       modulo the number of rows, so that targets follow the prefix of another
-      example; the pairs of a row of several exchange theirs, which fit. Not a
-      multiple of the number of rows.
+      example. Needs rows of a single pair.
     local: see `Loader`.
     prefetch: batches made ahead; 0 makes none.
 
   Raises:
-    UserError: the records have other lengths.
+    UserError: the records have other lengths, or prefixes cannot be
+      exchanged.
   """
   _check_lengths(record_set, lengths)
   count = len(record_set)
   spec = record_set.spec
+  # In a packed row, or without an encoder, targets have no prefix to exchange;
+  # a multiple of the count would give every row its own prefix back.
+  if prefix_offset and (
+    spec.pack or not spec.encoder_length or prefix_offset % count == 0
+  ):
+    raise errors.UserError(
+      f'{prefix_offset=} needs records of one pair per row with an encoder, and'
+      ' an offset that is not a multiple of their number; those in'
+      f' {record_set.folder} have pack={spec.pack},'
+      f' encoder_length={spec.encoder_length} and {count} rows'
+    )
   slots = range(batch_size) if local is None else local
 
   def make(step: int) -> framing.Batch:
@@ -199,20 +210,16 @@ def evaluation_batches(
 def _read(
   record_set: record_sets.RecordSet, indices: Sequence[int], offset: int
 ) -> list[list[framing.Pair]]:
-  """Reads rows; with an offset, pairs get the inputs of others."""
+  """Reads rows; with an offset, row i gets the inputs of row i + offset."""
   rows = record_set.read(indices)
   if not offset:
     return rows
-  others = record_set.read([(i + offset) % len(record_set) for i in indices])
-  for row, other in zip(rows, others, strict=True):
-    half = len(row) // 2
-    donors = row[half:] + row[:half] if half else other
-    # The teacher reads `prefix`, so that it has to follow the inputs.
-    row[:] = [
-      pair._replace(inputs=donor.inputs, prefix=donor.prefix)
-      for pair, donor in zip(row, donors, strict=False)
-    ]
-  return rows
+  donors = record_set.read([(i + offset) % len(record_set) for i in indices])
+  # The teacher reads `prefix`, so that it has to follow the inputs.
+  return [
+    [pair._replace(inputs=donor.inputs, prefix=donor.prefix)]
+    for (pair,), (donor,) in zip(rows, donors, strict=True)
+  ]
 
 
 def frame_rows(

@@ -70,7 +70,7 @@ def describe(manifest: Mapping[str, Any]) -> str:
     )
   warnings = []
   for name, text in _LOSSES.items():
-    unit = 'documents' if name == 'bad_documents' else 'examples'
+    unit = 'documents' if name.endswith('_documents') else 'examples'
     if not (count := totals.get(name)):
       continue
     line += f'; {_loss(manifest, name)}'

@@ -84,7 +84,7 @@ class HeldOutEvaluation:
 
     Returns:
       Metrics of the task `TASK`: `loss` in nats per target token, `accuracy`
-      (share of target tokens), `exact_match` (share of rows that greedy
+      (share of target tokens), `exact_match` (share of examples that greedy
       decoding gives to the last token), `target_tokens`, and
       `loss_shuffled_prefix`, which rows without inputs or with several pairs,
       and a single row, do not have; of classifiers also
@@ -114,8 +114,9 @@ class HeldOutEvaluation:
     if model.config.decoder.classes:
       batches = setup.evaluation_batches(record_set, rows, placement)
       scores += classification.scores(TASK, placement, model.params, batches)
+    # Packed rows hold several pairs, which have no single prefix to exchange.
     has_inputs = min(spec.lengths.encoder, spec.lengths.decoder) > 0
-    if has_inputs and count > 1:
+    if has_inputs and not spec.pack and count > 1:
       # Half of the set away: neighbouring rows may be pieces of one document,
       # and its prefix would help.
       loss, *_ = measure(prefix_offset=count // 2).scores(TASK, groups)

@@ -25,8 +25,8 @@ Of the other rooms of `evaluation`, only `results` is imported.
 
 import collections
 from collections.abc import Sequence
+import contextlib
 import dataclasses
-import importlib.util
 import itertools
 import re
 import string
@@ -47,6 +47,7 @@ _UNSPACED = {
 }
 _LETTER, _SCRIPTS = r'[\p{L}\p{M}\p{N}]', ''.join(_UNSPACED)
 _WORD = rf'(?V1)[[{_SCRIPTS}]&&{_LETTER}]\p{{M}}*|[{_LETTER}--[{_SCRIPTS}]]+'
+_KANA = 0.1  # Least kana of a Japanese text, for each Han character.
 _FOREIGN = 0.01  # Share of the words of an English text, at most.
 
 
@@ -78,8 +79,10 @@ def choose(
       for scripts, name in _UNSPACED.items()
     }
     counts = {'13a': len(words) - sum(counts.values()), **counts}
+    if counts['ja-mecab'] > _KANA * counts['zh']:  # Japanese has both.
+      counts['ja-mecab'] += counts.pop('zh')
     bleu = max(counts, key=counts.get)
-    if bleu == 'ja-mecab' and not importlib.util.find_spec('MeCab'):
+    if bleu == 'ja-mecab' and not _has_mecab():
       bleu = 'char'
   foreign = sum(not word.isascii() for word in words)
   rouge = rouge or _ROUGE_TOKENIZERS[foreign > _FOREIGN * len(words)]
@@ -93,6 +96,16 @@ def choose(
       f' {" and ".join(_ROUGE_TOKENIZERS)} ({error}).'
     ) from error
   return bleu, rouge
+
+
+def _has_mecab() -> bool:
+  """Returns whether sacreBLEU's tokenizer and its dictionary are installed."""
+  import sacrebleu
+
+  with contextlib.suppress(Exception):  # Of any kind, as MeCab's is.
+    sacrebleu.BLEU(tokenize='ja-mecab')
+    return True
+  return False
 
 
 def _words(text: str) -> list[str]:

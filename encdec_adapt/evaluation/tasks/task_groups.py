@@ -137,10 +137,15 @@ class Task:
   allow_code: bool = False
   prefix: str | None = ''
 
+  @property
+  def has_templates(self) -> bool:
+    """Whether it has templates, which read the separator of a run."""
+    return isinstance(self.content, prompted_task.PromptedTask)
+
   def options(self) -> results_store.Options:
     """Returns the inputs of the scores."""
     content, digest = self.content, hashlib.blake2b(digest_size=8)
-    if isinstance(content, prompted_task.PromptedTask):
+    if self.has_templates:
       digest.update(repr(content).encode())
     elif content is not None:
       # Functions go by their names: a repr holds an address of the process.
@@ -193,7 +198,7 @@ class Task:
     try:
       with code_limits.allowed(self.allow_code):
         task = self.content
-        if isinstance(task, prompted_task.PromptedTask):
+        if self.has_templates:
           scored = adapter.score_choices(list(task.pairs()), task.separator)
           return list(task.score([log_prob for log_prob, _ in scored]))
         return self._run_lm_eval(adapter)

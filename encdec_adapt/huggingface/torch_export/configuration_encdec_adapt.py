@@ -20,13 +20,8 @@ class EncDecAdaptConfig(transformers.PreTrainedConfig):
       }
     super().__init__(**fields)
 
-  def prompt(self, text, task=0):
-    """Returns a text behind the prefix of a task that the model was trained on.
-
-    Args:
-      text: the input.
-      task: index of the task, if it was trained on several.
-    """
+  def prompt(self, text):
+    """Returns a text behind the (first) prefix of the model's training."""
     tasks = getattr(self, 'task_specific_params', None) or {}
     prefixes = tasks.get('encdec_adapt', {}).get('prefixes')
-    return (prefixes or [''])[task] + text
+    return (prefixes or [''])[0] + text

@@ -235,7 +235,11 @@ def test_prefixes_of_other_examples(single_set):
   assert fields['weights'].sum() == 7
 
 
-def test_wrong_settings_are_refused(record_set):
+def test_wrong_settings_are_refused(record_set, single_set):
+  # Rows of several pairs have no prefix to exchange; 14 is twice the rows.
+  for rows, offset in ((record_set, 3), (single_set, 14)):
+    with pytest.raises(errors.UserError, match=f'prefix_offset={offset}'):
+      loader.evaluation_batches(rows, LENGTHS, 4, prefix_offset=offset)
   with pytest.raises(errors.UserError, match='encoder=4.*encoder=8'):
     loader.Loader(record_set, framing.Lengths(8, 3), 4)
   with pytest.raises(errors.UserError, match='decoder=3.*decoder=6'):
