@@ -28,6 +28,7 @@ from encdec_adapt import configs
 from encdec_adapt.base import errors
 from encdec_adapt.objectives import randomness
 
+PASSAGE = 4000  # Characters after which `Pieces` cuts a document.
 # The id of a document, and a function that reads its text: the other split's
 # documents are listed without being read.
 Entry = tuple[str, Callable[[], str]]

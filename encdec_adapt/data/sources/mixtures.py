@@ -10,10 +10,10 @@ a pass is an epoch of a source of weight 1, no text is left out because another
 source ended, and the content of a pass is known before it is made. Held-out
 documents are drawn at most once.
 
-Where fewer than `FEWEST` documents of a source would be held out, passages of
-its documents are held out instead (`document_source.Pieces`).
-Finding that out reads ids until so many (`cut_sources`), which is done once for
-all shards.
+Where no document of a source would be held out, or fewer than `FEWEST` and some
+document is longer than a passage, passages are held out instead
+(`document_source.Pieces`). Finding that out reads ids until so many, and the
+documents if they are fewer (`cut_sources`), which is done once for all shards.
 
 A fraction's documents are chosen by (seed, pass, source, document id). The
 second draw of a document in a pass has another id, the document's with '::1',
@@ -98,11 +98,12 @@ class Part:
     # Raises an error for a source without text, which a shard of several does
     # not.
     next(self.source.documents())
-    # The document is read again for the records, and counted then.
+    is_cut = False
+    if draw.eval_fraction and self.source.divisible:
+      is_cut = self.has_few(draw) or not self.held_out(draw)
+    # Documents are read again for the records, and counted then.
     self.source.counts.clear()
-    if not draw.eval_fraction or not self.source.divisible:
-      return False
-    return self.held_out(draw) < FEWEST
+    return is_cut
 
   def held_out(self, draw: Draw) -> int:
     """Returns the number of held-out documents, counted up to `FEWEST`."""
@@ -110,11 +111,17 @@ class Part:
     held_out = (draw.has(self.source, x) for x, _ in self.source.entries())
     return sum(itertools.islice(filter(None, held_out), FEWEST))
 
+  def has_few(self, draw: Draw) -> bool:
+    """Returns whether few documents would be held out, and one has passages."""
+    if not self.source.divisible or not 0 < self.held_out(draw) < FEWEST:
+      return False
+    sizes = (len(document.text) for document in self.source.documents())
+    return any(size > document_source.PASSAGE for size in sizes)
+
   def fingerprint(self, draw: Draw) -> str:
     """Returns the fingerprint of the source and of what is held out."""
     # Earlier versions held out few documents as a whole.
-    few = self.source.divisible and 0 < self.held_out(draw) < FEWEST
-    return self.source.fingerprint() + ' in passages' * few
+    return self.source.fingerprint() + ' in passages' * self.has_few(draw)
 
   def counts(self, draw: Draw, shard_index: int) -> Mapping[str, int]:
     """Returns `Source.counts` of a shard."""

@@ -163,7 +163,7 @@ def test_the_manifest_says_what_was_made(text, tmp_path):
   manifest = make(text, tmp_path)
   vocabulary = vocabulary_pair.open_vocabulary(text / 'vocabulary.model')
   assert manifest['spec']['vocabulary'] == vocabulary.fingerprint
-  assert len(manifest['spec']['source_fingerprint']) >= 32
+  assert len(manifest['spec']['source_fingerprint']) == 32
   for count in ('examples', 'pairs', 'shared_sentinel_spans'):
     assert manifest['totals'][count] == 2 * 4 * DOCUMENTS
   assert '320 spans share' in manifest_summary.describe(manifest)
@@ -480,9 +480,9 @@ def test_rows_and_contamination_are_shown(text, tmp_path, capsys):
   assert ' of 5 examples share 13 words' in shown
   assert shown.count('row 0: ') == 2 and '<mask>' in shown
   # The second time finds the records, and tells the same of them.
-  assert re.search(r'copies/\*.txt: 3\d passages, .* target tokens', shown)
+  assert re.search(r'copies/\*.txt: 3\d documents, .* target tokens', shown)
   assert re.search(r'\d+ last windows shorter than .* were dropped\n', shown)
-  made = {line for line in shown.splitlines() if ' passages, ' in line}
+  made = {line for line in shown.splitlines() if ' documents, ' in line}
   values.show, values.contamination = False, ''
   assert materialize.main(values) == 0
   assert made <= set(capsys.readouterr().out.splitlines())

@@ -1,6 +1,5 @@
 """SeqIO tasks: examples, shards, mixtures; the only test to import SeqIO."""
 
-import dataclasses
 import functools
 import itertools
 import pathlib
@@ -70,8 +69,6 @@ def _examples(part, vocabulary, objective, *shard):
   """Examples of a shard, as records are made from them."""
   source = f'{part.source.name}@{part.weight}'
   job = _job(source, vocabulary, objective, *shard, eval_fraction=0.3)
-  # Documents stay whole, as if more were held out.
-  job = dataclasses.replace(job, cut=frozenset())
   return list(shard_jobs.read_examples(job))
 
 
@@ -130,7 +127,7 @@ def test_weights_draw_documents_again_with_other_splits(folder, vocabulary):
 
 
 def test_a_task_is_an_ordinary_seqio_task(folder, vocabulary):
-  part = mixtures.Part(_source(folder), 1.0, cut=False)
+  part = mixtures.Part(_source(folder), 1.0)
   task = seqio_tasks.make_task(part, _draw(), vocabulary, 'ul2')
   assert task.splits == ('train',)
   lengths = {'inputs': 24, 'targets': 24}
