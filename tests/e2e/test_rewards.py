@@ -91,13 +91,13 @@ def test_a_reward_model_trains_scores_and_chooses(tmp_path):
   assert scores['reward']['value'] == pytest.approx(np.mean(rewards), abs=1e-4)
   page = (output / 'report.html').read_text()
   assert 'accuracy_at_0.9' in page and 'alt="calibration on pref' in page
-  # Exported and read back: the same rewards.
+  # Exported and read back, with its separator: the same rewards.
   exported = folders.export(run, tmp_path / 'exported')
   raw = json.loads((exported / 'config.json').read_text())
   assert raw['architectures'][0].endswith('ForSequenceClassification')
   again = answer_encoding.score_texts(
     encdec_adapt.load(exported),
-    [f'{line["prompt"]}:' for line in best],
+    [line['prompt'] for line in best],
     [[line['continuation']] for line in best],
     [[line['ended'] != 'length'] for line in best],
     batch_size=2,
