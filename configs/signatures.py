@@ -62,7 +62,7 @@ def main(values: flags.FlagValues) -> int:
     {'_id': f'{i}', 'text': text} for i, text in enumerate(pairs['eval'])
   ]
   queries = [
-    {'_id': f'{i}', 'text': signature, 'document_group': module}
+    {'_id': f'query{i}', 'text': signature, 'document_group': module}
     for i, (signature, module) in enumerate(pairs['eval'].values())
   ]
   for path, lines in (
@@ -72,7 +72,7 @@ def main(values: flags.FlagValues) -> int:
   ):
     path.write_text('\n'.join(map(json.dumps, lines)) + '\n')
     print(f'{path}: {len(lines)} lines')
-  relevant = [f'{i}\t{i}\t1' for i in range(len(queries))]
+  relevant = [f'query{i}\t{i}\t1' for i in range(len(queries))]
   lines = '\n'.join(['query-id\tcorpus-id\tscore', *relevant])
   (search / 'qrels' / 'test.tsv').write_text(f'{lines}\n')
   return 0

@@ -70,7 +70,7 @@ def of_objectives(
   """Returns the framing of the prompts of a run.
 
   Args:
-    objectives: its objectives.
+    objectives: the objectives that the run was trained with.
     encodes_prompt: whether its model reads prompts in an encoder, which reads
       no separator.
   """

@@ -90,9 +90,9 @@ def test_it_finds_texts_and_is_exported(run):
   rng = np.random.default_rng(1)
   lines = [_line(rng) for _ in range(40)]
   for name, key in (('queries', 'q'), ('corpus', 'p')):
-    rows = [{'_id': f'{i}', 'text': x[key]} for i, x in enumerate(lines)]
+    rows = [{'_id': f'{key}{i}', 'text': x[key]} for i, x in enumerate(lines)]
     (data / f'{name}.jsonl').write_text('\n'.join(map(json.dumps, rows)))
-  pairs = ''.join(f'{i}\t{i}\t1\n' for i in range(40))
+  pairs = ''.join(f'q{i}\tp{i}\t1\n' for i in range(40))
   (data / 'qrels/test.tsv').write_text(f'query-id\tcorpus-id\tscore\n{pairs}')
   rows = [
     {'a': x['q'], 'b': x[key], 's': score, 'l': score}
@@ -197,6 +197,10 @@ def test_searches_are_of_queries_with_a_relevant_document(tmp_path):
   text = '\n'.join(map(json.dumps, rows))
   (folder / 'queries.jsonl').write_text(text)
   assert embedding_tasks.read(str(folder)).groups == ['module 2']
-  qrels.write_text('query-id\tcorpus-id\tscore\nnone\tcorpus0\t1\n')
-  with pytest.raises(encdec_adapt.UserError, match='is not the ids of a query'):
-    embedding_tasks.read(str(folder))
+  for line, problem in (
+    ('none\tcorpus0', 'is not the ids of a query'),
+    ('queries2\tqueries2', 'relevant for the query of that id'),
+  ):
+    qrels.write_text(f'query-id\tcorpus-id\tscore\n{line}\t1\n')
+    with pytest.raises(encdec_adapt.UserError, match=problem):
+      embedding_tasks.read(str(folder))

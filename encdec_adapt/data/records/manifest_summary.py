@@ -12,8 +12,8 @@ from encdec_adapt.objectives import objective_names
 # Share of the examples or documents from which their loss is a warning.
 _WARNING = 0.1
 _UNMASKED = 'left without a masked copy'
-# Largest shares of the examples, by name of the loss, of which a job need not
-# be told to train on them.
+# Largest share of the examples with a loss, by its name, that is trained on
+# without config.data.lossy_targets='allow'.
 _TOLERATED = {'lossy_targets': 0.01, 'empty_targets': 0.5}
 # Losses that are counted as examples, too.
 _CUT = ('truncated', _UNMASKED, 'cut_documents', *_TOLERATED)

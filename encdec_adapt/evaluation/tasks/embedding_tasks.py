@@ -17,8 +17,8 @@ Each is also of the leading parts of the vectors that an embedding model has
 states that read a prompt. Queries and documents have the prefixes of the run;
 a text longer than the model's positions keeps its first tokens. As in BEIR's
 evaluation, a query does not find the document with its id, which is the query
-itself (ArguAna); where qrels call that document relevant, ids are numbers that
-happen to be equal. Of the other rooms of `evaluation`, `results` is imported.
+itself (ArguAna), so that ids of others must differ. Of the other rooms of
+`evaluation`, `results` is imported.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -160,7 +160,7 @@ def _read_search(folder: str) -> EmbeddingEvaluation:
 
   Raises:
     UserError: a file cannot be read, lacks a field, names an id that is not
-      there, or has no relevant document.
+      there, has no relevant document, or has one with the query's id.
   """
   names, kinds = ['_id', 'text'], [str, str]
   corpus = paths.join(folder, 'corpus.jsonl')
@@ -194,6 +194,13 @@ def _read_search(folder: str) -> EmbeddingEvaluation:
   texts = {'query': [queries[i] for i in relevant], 'document': texts}
   # With the document that has the query's id; None for most.
   judgements = [(x, numbers.get(ids[i])) for i, x in relevant.items()]
+  for gains, same in judgements:
+    if same in gains:
+      raise errors.UserError(
+        f'{path} calls the document {documents[same]!r} relevant for the query'
+        ' of that id, which does not find it (as in BEIR); give queries ids'
+        ' that no document has.'
+      )
   return EmbeddingEvaluation(
     paths.at(folder).name,
     texts,
@@ -211,7 +218,7 @@ def _search(
   discounts = 1 / np.log2(np.arange(_DEPTH) + 2)
   for query, (relevant, same) in zip(queries, judgements, strict=True):
     order = np.argsort(-(documents @ query), kind='stable')[: _DEPTH + 1]
-    order = [i for i in order.tolist() if i != same or i in relevant][:_DEPTH]
+    order = [i for i in order.tolist() if i != same][:_DEPTH]
     gains = np.array([relevant.get(i, 0.0) for i in order])
     ideal = np.sort([*relevant.values()])[::-1][:_DEPTH]
     ndcg = (gains @ discounts[: len(gains)]) / (ideal @ discounts[: len(ideal)])
