@@ -116,7 +116,7 @@ SHIPPED = {
     offload=True,
   ),
   'size=9b_9b,topology=v6e:16x16': ChipSettings(
-    replica=4, fsdp=64, save_every=500, microbatches=1
+    replica=4, fsdp=64, save_every=500, microbatches=1, remat='full'
   ),
   'size=9b_9b,topology=v5p:4x4x4': ChipSettings(
     replica=2, fsdp=32, save_every=50, microbatches=8, remat='dots'
@@ -137,13 +137,13 @@ SHIPPED = {
     replica=1, fsdp=4, tensor=4, save_every=100, microbatches=4
   ),
   'size=2b_2b,objective=rloo,topology=v5p:2x2x4': ChipSettings(
-    replica=1, fsdp=16, save_every=100, microbatches=1
+    replica=1, fsdp=16, save_every=100, microbatches=1, remat='dots'
   ),
   'size=9b_2b,objective=rloo,topology=v5e:4x8': ChipSettings(
     replica=1, fsdp=8, tensor=4, save_every=100, microbatches=4
   ),
   'size=9b_2b,objective=rloo,topology=v5p:2x2x4': ChipSettings(
-    replica=1, fsdp=16, save_every=100, microbatches=2
+    replica=1, fsdp=16, save_every=100, microbatches=2, remat='dots'
   ),
   'size=2b_2b,topology=h100:8': ChipSettings(
     replica=1, fsdp=8, save_every=50, microbatches=32, remat='dots'
@@ -173,13 +173,14 @@ SHIPPED = {
     fsdp=1,
     save_every=100,
     microbatches=32,
+    remat='narrow_dots',
     optimizer='adafactor',
   ),
   'size=2b_2b,objective=pairs,lora=16,topology=l4:1': ChipSettings(
-    replica=1, fsdp=1, save_every=100, microbatches=64, remat='full'
+    replica=1, fsdp=1, save_every=100, microbatches=64, remat='dots'
   ),
   'size=9b_9b,objective=pairs,lora=16,topology=h100:1': ChipSettings(
-    replica=1, fsdp=1, save_every=100, microbatches=32, remat='full'
+    replica=1, fsdp=1, save_every=100, microbatches=32, remat='dots'
   ),
   'size=9b_9b,objective=pairs,lora=16,topology=v5e:2x4': ChipSettings(
     replica=4,
@@ -187,7 +188,7 @@ SHIPPED = {
     save_every=100,
     microbatches=16,
     rules='whole_slice',
-    remat='full',
+    remat='dots',
   ),
   'size=9b_9b,topology=h100:64': ChipSettings(
     replica=1, fsdp=64, save_every=100, microbatches=8, remat='dots'
@@ -260,7 +261,6 @@ def recipe(pair, objective):
   config.data.shards = 256
 
   config.compute.dtype = 'bfloat16'
-  config.compute.remat = 'full'
   config.compute.attention_chunk = 512
   config.loss.chunk = 256
   config.train.batch_size = 4_194_304 // (2 * length)

@@ -79,10 +79,9 @@ class Settings:
 
     Args:
       platform: 'cpu', 'gpu' or 'tpu'.
-      earlier: configuration of the job that is resumed, if one is.
+      earlier: keys of `config.compute` that a resumed job keeps, if one is.
     """
-    keys_of_job = earlier and earlier['compute']
-    compute = self.compute.on(platform, keys_of_job)
+    compute = self.compute.on(platform, earlier)
     return dataclasses.replace(self, compute=compute)
 
   def until_end(self, step: int, rows: int) -> 'Settings':

@@ -44,7 +44,7 @@ from encdec_adapt.data.records import row_rates, stored_teacher
 from encdec_adapt.evaluation import evaluators as evaluators_lib
 from encdec_adapt.evaluation.measures import completion_rewards
 from encdec_adapt.files import paths
-from encdec_adapt.models import parameters
+from encdec_adapt.models import execution, parameters
 from encdec_adapt.planning import dry_run, out_of_memory
 from encdec_adapt.telemetry import (
   compute_cost,
@@ -53,7 +53,13 @@ from encdec_adapt.telemetry import (
   profiling,
   trackers,
 )
-from encdec_adapt.training import job_telemetry, on_policy, setup
+from encdec_adapt.training import (
+  job_telemetry,
+  on_policy,
+  remat_choice,
+  setup,
+  workload,
+)
 from encdec_adapt.training import phases as phases_lib
 from encdec_adapt.training import step as step_lib
 
@@ -146,8 +152,12 @@ def train(
   )
   start = checkpoints.latest()  # A step, or None for a new job.
   saved = None if start is None else checkpoints.at(start).read_meta()
-  # From here on neither has a value that depends on the devices ('auto').
-  settings = settings.on(platform, saved and saved['config'])
+  fingerprint = environment.fingerprint() | {'mesh': dict(mesh.shape)}
+  # From here on neither has a value that depends on the devices ('auto'), but
+  # `compute.remat`, which is chosen when all else is in memory.
+  settings = settings.on(
+    platform, saved and remat_choice.kept(saved, fingerprint)
+  )
   setup.check_stacks(settings.compute, model, mesh.devices.flat[0])
   config = config.copy_and_resolve_references()
   config.compute.dtype = settings.compute.dtype
@@ -242,7 +252,8 @@ def train(
   meta = {  # Saved with every state.
     'config': config.to_dict(),
     'environment': environment.report(),
-    'fingerprint': environment.fingerprint() | {'mesh': dict(mesh.shape)},
+    'fingerprint': fingerprint,
+    'remat': saved and saved.get('remat'),  # The choice of 'auto', as text.
     'vocabularies': data.vocabularies.describe(),
     'order': order,
   }
@@ -280,6 +291,33 @@ def train(
   meta['references'] = digests
   if start is not None:
     resume_checks.check_same_references(saved, meta)
+  if config.compute.remat == execution.AUTO:
+    batch = setup.abstract_batch(
+      placement,
+      loss,
+      objective.maker,
+      sizes[0],
+      settings.train.batch_size,
+      axes,
+      teacher=teacher_row,
+    )
+    work = workload.of_step(
+      placement, loss, settings.train, sizes, shapes, objective.maker
+    )
+    # Of the last phase, in which most trains.
+    abstract = phases.abstract()
+    others = batch, reference_params, base_params
+    choice = remat_choice.for_job(
+      lambda x: phases.with_remat(x).make_step().lower(abstract, *others),
+      work,
+      (abstract, *others),
+      (state, *others[1:]),
+      rewards.models if rewards else [],
+      log,
+    )
+    phases = phases.with_remat(choice.policy, choice.program)
+    config.compute.remat = choice.policy
+    meta |= {'config': config.to_dict(), 'remat': choice.describe()}
   if distributed.is_lead():
     run_artifacts.write_config(workdir, config, meta['environment'], made_by)
 
@@ -391,7 +429,6 @@ def train(
       compiling = step == first or phases.begins(step)
       if compiling:
         state = phases.thaw(state, step)
-        train_step = phases.make_step(step)
 
       # Batch: this process's rows.
       watchdog.beat(step, 'compile' if compiling else 'step')
@@ -418,6 +455,8 @@ def train(
       with telemetry.spent('compile' if compiling else 'dispatch'):
         batch = step_lib.place_batch(rows, placement, axes)
         arguments = state, batch, reference_params, base_params
+        if compiling:
+          train_step = phases.make_step(step)
         state, metrics = train_step(*arguments)
       if compiling:
         telemetry.pause()

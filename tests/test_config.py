@@ -299,8 +299,8 @@ def test_auto_follows_the_devices_and_the_job_that_is_resumed(
   settings = _load(BASE)
   cpu, tpu = settings.on('cpu').compute, settings.on('tpu').compute
   assert (cpu.dtype, cpu.remat) == (dtype, 'none')
-  assert (tpu.dtype, tpu.remat) == ('bfloat16', 'full')
-  saved = {'compute': {'dtype': 'float32', 'remat': 'dots'}}
+  assert (tpu.dtype, tpu.remat) == ('bfloat16', 'auto')
+  saved = {'dtype': 'float32', 'remat': 'dots'}
   resumed = settings.on('tpu', saved).compute
   assert (resumed.dtype, resumed.remat) == ('float32', 'dots')
   stated = _load(BASE, '--config.compute.remat=attention').on('tpu', saved)

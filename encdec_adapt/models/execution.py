@@ -53,6 +53,7 @@ REMAT_POLICIES: dict[str, Callable[..., bool] | None] = {
 
 
 AUTO = 'auto'  # Follows from the devices, see `ComputeConfig.on`.
+_UNCHOSEN = 'full'  # Policy of a model that 'auto' has not been replaced in.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +77,9 @@ class ComputeConfig:
     "What the backward pass recomputes: 'none', 'attention' (all but the"
     " attention outputs), 'narrow_dots' (all but those and the products with"
     " weights that do not widen), 'dots' (all but those and all products with"
-    " weights) or 'full' (all); 'auto' is none on CPUs and full elsewhere.",
+    " weights) or 'full' (all); 'auto' is none on CPUs, and elsewhere the"
+    ' fastest whose training step fits into nine tenths of the memory of a'
+    ' device, which a job prints and stores.',
     one_of=(AUTO, *REMAT_POLICIES),
   )
   attention: str = keys.key(
@@ -101,13 +104,16 @@ class ComputeConfig:
   def on(
     self, platform: str, earlier: Mapping[str, str] | None = None
   ) -> 'ComputeConfig':
-    """Returns the configuration for some devices, without 'auto'.
+    """Returns the configuration for some devices.
+
+    No value is 'auto' but `remat` on accelerators, which their memory decides
+    (`training.remat_choice`).
 
     Args:
       platform: 'cpu', 'gpu' or 'tpu'.
       earlier: keys of the job that is resumed, if one is, which stay.
     """
-    values = {'dtype': 'bfloat16', 'remat': 'full'}
+    values = {'dtype': 'bfloat16', 'remat': AUTO}
     if platform == 'cpu':
       values['remat'] = 'none'
       if not environment.cpu_multiplies_bfloat16():
@@ -115,9 +121,14 @@ class ComputeConfig:
     for key in values:
       if getattr(self, key) != AUTO:
         values[key] = getattr(self, key)
-      elif earlier:
+      elif earlier and key in earlier:
         values[key] = earlier[key]
     return dataclasses.replace(self, **values)
+
+  @property
+  def saveable(self) -> Callable[..., bool] | None:
+    """The policy that `remat` names, of `REMAT_POLICIES`."""
+    return REMAT_POLICIES[_UNCHOSEN if self.remat == AUTO else self.remat]
 
   @property
   def cached_attention(self) -> str:

@@ -39,9 +39,10 @@ class _Group(nn.Module):
     # By layer, not by group: the backward pass then holds the recomputed values
     # of a single layer at a time.
     if self.compute.remat != 'none':
-      policy = execution.REMAT_POLICIES[self.compute.remat]
       make_block = nn.remat(
-        block.Block, policy=policy, prevent_cse=self.prevent_cse
+        block.Block,
+        policy=self.compute.saveable,
+        prevent_cse=self.prevent_cse,
       )
     updated = {}
     for j, kind in enumerate(self.kinds):

@@ -1,43 +1,19 @@
-"""Recognises out-of-memory errors, and answers with a planning command.
+"""Answers out-of-memory errors with a planning command.
 
 This module must not import programs: the command that it prints plans them.
 """
 
 from collections.abc import Iterator
 import contextlib
-import re
 import shlex
 
 import jax
 
 from encdec_adapt.base import errors
 from encdec_adapt.planning import chips, stored_plans
+from encdec_adapt.sharding import compiler
 
-# RESOURCE_EXHAUSTED alone may also be a network error.
-_EXHAUSTED = re.compile(
-  'Ran out of memory|RESOURCE_EXHAUSTED.*(out of memory|allocat|hbm)',
-  re.IGNORECASE | re.DOTALL,
-)
-# Device memory only, not vmem or smem.
-_NEEDED_SIZE = re.compile(
-  r'(?:Used |temporaries \()(?P<number>[\d.]+)(?P<unit>[KMGT])'
-  r'\)? (?:of [\d.]+[KMGT]? |exceeds available )hbm',
-  re.IGNORECASE,
-)
 _EXAMPLE = 'v5e:4x4'
-
-
-def needed_bytes(message: str) -> float | None:
-  """Returns bytes of device memory that the compiler needed, or None.
-
-  Args:
-    message: error of the compiler. A lack of vmem or smem gives None: no plan
-      reduces what a program needs of those.
-  """
-  match = _NEEDED_SIZE.search(message)
-  if not match:
-    return None
-  return float(match['number']) * 1024 ** ' KMGT'.index(match['unit'])
 
 
 @contextlib.contextmanager
@@ -54,7 +30,7 @@ def explained(config_flag) -> Iterator[None]:
     yield
   except jax.errors.JaxRuntimeError as error:
     message = str(error)
-    if needed_bytes(message) is None and not _EXHAUSTED.search(message):
+    if not compiler.ran_out_of_memory(message):
       raise
     raise errors.UserError(_advice(message, config_flag)) from error
 

@@ -19,14 +19,14 @@ from encdec_adapt.planning import (
   chips,
   hlo,
   kernels,
-  out_of_memory,
   program_shapes,
   programs,
   reward_models,
   roofline,
   timeline,
 )
-from encdec_adapt.sharding import layout_report
+from encdec_adapt.sharding import compiler, layout_report
+from encdec_adapt.training import remat_choice
 
 
 def describe(
@@ -55,7 +55,7 @@ def describe(
   try:
     compiled, resources = _compile(lowered, job.mesh)
   except jax.errors.JaxRuntimeError as error:
-    peak = out_of_memory.needed_bytes(str(error))
+    peak = compiler.needed_bytes(str(error))
     if peak is None:
       raise
     memory = {
@@ -124,15 +124,15 @@ def _memory(
   # since XLA need not hold all of them at a time.
   parts['activations'] = max(0.0, temporary - sum(parts.values()))
   beside = program_shapes.tree_bytes(program.beside)
-  total = float(analysis.argument_size_in_bytes + results + code) + temporary
   return {
     'budget': budget,
-    'peak': total + sum(beside.values()),
+    'peak': compiler.device_bytes(compiled) + sum(beside.values()),
     'arguments': program_shapes.tree_bytes(program.arguments),
     'beside': beside,
     'temporary': temporary,
     'parts': parts,
     'results': float(results),
+    'repeats': remat_choice.repeats_work(compiled.as_text()),
     'code': float(code),
   }
 
@@ -194,6 +194,12 @@ def text(plan: Mapping[str, Any]) -> str:
     f'memory per device: {disk.format_bytes(memory["peak"])} of'
     f' {disk.format_bytes(memory["budget"])}: {verdict}'
   ]
+  for policy, values in plan.get('policies', {}).items():
+    seconds = values['seconds']
+    lines.append(
+      f'  compute.remat={policy}: {disk.format_bytes(values["bytes"])},'
+      f' {"no time" if seconds is None else f"{seconds:.4f} s"}'
+    )
   if plan['source'] == 'shapes':
     lines.append(
       'from the analytic cost model; nothing was compiled, as that needs a'

@@ -21,10 +21,8 @@ from encdec_adapt.planning import analytic_estimate, chips, programs
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import placement
 from encdec_adapt.sharding import rules as rules_lib
+from encdec_adapt.training import step_estimate
 
-# Largest ratio of estimated memory to the budget that is worth compiling:
-# estimates for `configs/plans` are 0.88 to 1.18 of the compiled memory.
-DOUBT = 1.2
 # Rows at a time of a device, or of devices that share a row.
 _ROWS = (1, 2, 4, 8)
 # Candidates whose rates differ by less are equals: estimates are no better.
@@ -187,7 +185,7 @@ def ranked(job: programs.Job, hardware: chips.Slice) -> list[Candidate]:
     for remat, count in itertools.product(execution.REMAT_POLICIES, counts):
       batch = {'train.batch_size': size, 'train.microbatches': count}
       candidate = planner.plan({**mesh, 'compute.remat': remat, **batch})
-      if candidate.plan['memory']['peak'] <= DOUBT * hardware.chip.hbm_bytes:
+      if candidate.plan['memory']['peak'] <= step_estimate.DOUBT * hardware.chip.hbm_bytes:
         candidates.append(candidate)
   if planner.least == float('inf'):
     raise errors.UserError(

@@ -1,5 +1,6 @@
 """Plans of the programs of a job on chips that are elsewhere."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -8,6 +9,7 @@ from jax.sharding import Mesh
 from encdec_adapt import config as config_lib
 from encdec_adapt.base import errors
 from encdec_adapt.files import disk
+from encdec_adapt.models import execution
 from encdec_adapt.planning import (
   analytic_estimate,
   chips,
@@ -19,7 +21,7 @@ from encdec_adapt.planning import (
 from encdec_adapt.sharding import layout_report
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.telemetry import environment
-from encdec_adapt.training import setup
+from encdec_adapt.training import remat_choice, setup
 
 # Memory of this machine that compiling may take: the recipes for H100 and H200
 # took 1.6 GiB (largest resident size), with layers scanned.
@@ -38,7 +40,7 @@ def make(
   mesh, plans = make_mesh(settings, slices), {}
   for name in names:
     job = programs.Job.of(name, settings, mesh)
-    plans[name] = plan(job, slices)
+    job, plans[name] = choose_and_plan(job, slices)
     if not plans[name]['fits']:
       plans[name] |= plan_search.remedies(job, plans[name], slices)
   return plans
@@ -101,6 +103,49 @@ def plan(job: programs.Job, slices: chips.Slice) -> dict[str, Any]:
       f'{compiler} fails on {subject}: {first_line(error)}. Change'
       ' config.mesh, the topology or its version.'
     ) from error
+
+
+def choose_and_plan(
+  job: programs.Job, slices: chips.Slice
+) -> tuple[programs.Job, dict[str, Any]]:
+  """Returns a program, of a training step with a policy, and its plan.
+
+  Where `compute.remat` is 'auto' the policy is that which a job would choose,
+  and the plan has `policies`: bytes and seconds on a device of each that was
+  planned.
+
+  Raises:
+    UserError: see `plan`.
+  """
+  if not (job.trains and job.compute.remat == execution.AUTO):
+    return job, plan(job, slices)
+  sizes = analytic_estimate.Arguments.of(job, job.program())
+  held = sum((*sizes.bytes.values(), *sizes.beside.values()))
+  trained, kind = sizes.bytes['parameters'], slices.chip.kind
+  plans, jobs = {}, {}
+
+  def trial(policy: str) -> remat_choice.Trial:
+    compute = dataclasses.replace(job.compute, remat=policy)
+    jobs[policy] = dataclasses.replace(job, compute=compute)
+    made = plans[policy] = plan(jobs[policy], slices)
+    memory = made['memory']
+    repeats = memory.get('repeats', False)
+    return remat_choice.Trial(policy, memory['peak'], made, repeats)
+
+  estimates = remat_choice.estimates(job.work, held, trained, kind)
+  memory = float(slices.chip.hbm_bytes)
+  choice = remat_choice.choose(estimates, memory, trial)
+  if choice.program is None:
+    trial(choice.policy)
+  policies = {
+    name: {
+      'bytes': made['memory']['peak'],
+      'seconds': made['roofline'] and made['roofline']['step_s'],
+    }
+    for name, made in plans.items()
+  }
+  chosen = choice.policy
+  return jobs[chosen], plans[chosen] | {'policies': policies}
 
 
 def first_line(error: Exception) -> str:

@@ -29,14 +29,15 @@ from encdec_adapt.ops import partition
 from encdec_adapt.planning import program_shapes, reward_models
 from encdec_adapt.sharding import compiler, placement
 from encdec_adapt.sharding import rules as rules_lib
-from encdec_adapt.tokenizers import special_ids
 from encdec_adapt.training import (
   losses,
   optimizers,
   rollouts,
   setup,
+  step_estimate,
   teacher_section,
   train_section,
+  workload,
 )
 from encdec_adapt.training import phases as phases_lib
 from encdec_adapt.training import state as state_lib
@@ -221,6 +222,31 @@ class Job:
       self.loss.row_shape(self.data.train.lengths, 1)[0],
     )
 
+  @functools.cached_property
+  def work(self) -> workload.Workload:
+    """Work of the program, which its estimates follow from."""
+    work = workload.of_step(
+      self.placed_model,
+      self.loss,
+      self.train,
+      (self.lengths, self.answers),
+      self.models[1:],
+      self.data.objectives[0].maker,
+    )
+    if self.trains:
+      return work
+    return dataclasses.replace(
+      work,
+      partition=self.program_rules.on(self.mesh),
+      models=self.models,
+      compute=self.compute,
+      rows=self.rows,
+      trains=False,
+      decodes=self.decodes,
+      parts=1,
+      caches=False,
+    )
+
   @property
   def reads_teacher_row(self) -> bool:
     """Whether batches have the teacher's fields."""
@@ -297,7 +323,9 @@ def _train(job: Job) -> program_shapes.Program:
     ),
     _axes(job, arguments),
     donated=('parameters', 'optimizer'),
-    temporaries={'gradients': [state.params] * gradients(job)},
+    temporaries={
+      'gradients': [state.params] * step_estimate.gradients(job.work)
+    },
     beside=job.rewards.trees(),
   )
 
@@ -348,14 +376,6 @@ def _axes(job: Job, arguments: Mapping[str, Any]) -> dict[str, Any]:
     else placement.batch_axes(tree, job.axes)
     for name, tree in arguments.items()
   }
-
-
-def gradients(job: Job) -> int:
-  """Returns the number of trees of gradients that a step holds.
-
-  With microbatches these are the gradients of the current one and the sum.
-  """
-  return 2 if job.train.microbatches > 1 else 1
 
 
 def _evaluate(job: Job) -> program_shapes.Program:
@@ -489,20 +509,21 @@ def _sharded(job: Job, shapes: Any, axes: Any) -> Any:
 
 def _batch(job: Job) -> dict[str, jax.ShapeDtypeStruct]:
   """Returns the fields of a batch, sharded."""
+  maker, teacher = job.data.objectives[0].maker, job.reads_teacher_row
+  if job.trains:
+    sizes = job.lengths, job.rows
+    return setup.abstract_batch(
+      job.placed_model, job.loss, maker, *sizes, job.axes, teacher=teacher
+    )
   shapes = _fields(job)
   return _sharded(job, shapes, placement.batch_axes(shapes, job.axes))
 
 
 def _fields(job: Job) -> dict[str, jax.ShapeDtypeStruct]:
   """Returns the fields of a batch; see `objectives.framing`."""
-  # A row without pairs has the fields, and no ids beside those of padding, so
-  # that no vocabulary has to be opened.
-  ids = special_ids.SideIds(0, 0, 0)
-  both_sides = special_ids.Framing(ids, ids)
   maker, teacher = job.data.objectives[0].maker, job.reads_teacher_row
-  if job.trains:
-    rows = job.loss.pad_batch(maker, job.lengths, both_sides, teacher=teacher)
-  elif job.name == 'reward':
+  both_sides = setup.PADDING
+  if job.name == 'reward':
     group = [[]] * job.answers
     row = framing.frame_group(group, job.lengths, both_sides, teacher=teacher)
     rows = framing.stack_rows([row])

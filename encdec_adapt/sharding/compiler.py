@@ -1,9 +1,11 @@
-"""XLA compiler options, the same for jobs and for plans.
+"""XLA's compiler: options and memory, the same for jobs and for plans.
 
 TPU options were chosen by compiling ahead of time, GPU options follow the
 vendors' guides (JAX, "GPU performance tips"; NVIDIA JAX Toolbox). Those of
 several GPUs have not been measured.
 """
+
+import re
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
@@ -63,3 +65,44 @@ def options(mesh: Mesh | AbstractMesh) -> dict[str, str | bool | int] | None:
   if device.platform != 'tpu':
     return None
   return _TPU | (_V6E if device.device_kind == 'TPU v6 lite' else {})
+
+
+# RESOURCE_EXHAUSTED alone may also be a network error.
+_EXHAUSTED = re.compile(
+  'Ran out of memory|RESOURCE_EXHAUSTED.*(out of memory|allocat|hbm)',
+  re.IGNORECASE | re.DOTALL,
+)
+# Device memory only, not vmem or smem.
+_NEEDED_SIZE = re.compile(
+  r'(?:Used |temporaries \()(?P<number>[\d.]+)(?P<unit>[KMGT])'
+  r'\)? (?:of [\d.]+[KMGT]? |exceeds available )hbm',
+  re.IGNORECASE,
+)
+
+
+def needed_bytes(message: str) -> float | None:
+  """Returns bytes of device memory that the compiler needed, or None.
+
+  Args:
+    message: error of the compiler. A lack of vmem or smem gives None: no plan
+      reduces what a program needs of those.
+  """
+  match = _NEEDED_SIZE.search(message)
+  if not match:
+    return None
+  return float(match['number']) * 1024 ** ' KMGT'.index(match['unit'])
+
+
+def ran_out_of_memory(message: str) -> bool:
+  """Returns whether an error says that device memory was short."""
+  return bool(needed_bytes(message) or _EXHAUSTED.search(message))
+
+
+def device_bytes(program: jax.stages.Compiled) -> float:
+  """Returns bytes of arguments, results, code and temporary arrays."""
+  sizes = program.memory_analysis()
+  # Results that reuse the memory of donated arguments are counted with these.
+  results = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
+  code = sizes.generated_code_size_in_bytes
+  held = sizes.argument_size_in_bytes + results + code
+  return float(held + sizes.temp_size_in_bytes)

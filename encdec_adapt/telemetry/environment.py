@@ -213,6 +213,18 @@ def memory_high_water() -> dict[str, int]:
   return {'memory_peak_bytes': max(peaks)}
 
 
+def memory_limit_and_use() -> tuple[int | None, int]:
+  """Returns bytes that JAX may use of a device of this process, and does use.
+
+  Of its devices the smallest limit and the largest use; the limit is None
+  where a device does not tell it, as a CPU.
+  """
+  stats = [device.memory_stats() or {} for device in jax.local_devices()]
+  limits = [s.get('bytes_limit') for s in stats]
+  used = max(s.get('bytes_in_use', 0) for s in stats)
+  return (min(limits) if all(limits) else None), used
+
+
 def memory_free() -> int | None:
   """Returns the bytes that are free on each device of this process.
 

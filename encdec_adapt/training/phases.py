@@ -10,6 +10,7 @@ The step itself is in `step`; this module decides what it updates.
 """
 
 from collections.abc import Iterable, Mapping
+import copy
 import dataclasses
 import re
 import types
@@ -126,10 +127,25 @@ class Phases:
       else warmup_groups(table, train.cross_attention_warmup)
     )
     self._loss, self._axes = loss, axes
+    self._last_step = None  # The compiled step of the last phase, if it is.
     self._microbatches, self._dropout = train.microbatches, train.dropout
     # The masks of adapters are drawn from the same key.
     adapters = placement.adapters
     self._draws = bool(train.dropout or adapters and adapters.options.dropout)
+
+  def with_remat(
+    self, policy: str, last_step: step_lib.StepFunction | None = None
+  ) -> 'Phases':
+    """Returns the phases with another `compute.remat`.
+
+    Args:
+      policy: name of the policy.
+      last_step: compiled step of the last phase; None to compile it.
+    """
+    phases = copy.copy(self)
+    phases.placement = self.placement.with_remat(policy)
+    phases._last_step = last_step
+    return phases
 
   def begins(self, step: int) -> bool:
     """Returns whether groups that were frozen start to train at this step."""
@@ -235,6 +251,8 @@ class Phases:
 
     It compiles when it is first called.
     """
+    if self._last_step and self.trainable(step) == self.trainable():
+      return self._last_step
     return step_lib.make_train_step(
       self.placement,
       self._loss,

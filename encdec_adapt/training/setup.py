@@ -21,7 +21,7 @@ from encdec_adapt.data.making import materialization, process_pool
 from encdec_adapt.data.records import loader, manifest_summary, record_sets
 from encdec_adapt.models import adapters as adapters_lib
 from encdec_adapt.models import build, execution, forward_flops, model_config
-from encdec_adapt.objectives import framing
+from encdec_adapt.objectives import example_maker, framing
 from encdec_adapt.ops import attention, masks
 from encdec_adapt.ops import partition as partition_lib
 from encdec_adapt.sharding import mesh as mesh_lib
@@ -30,12 +30,17 @@ from encdec_adapt.sharding import rules as rules_lib
 from encdec_adapt.telemetry import environment
 from encdec_adapt.tokenizers import (
   chat_format,
+  special_ids,
   tokenizer_writer,
   vocabulary_pair,
 )
 from encdec_adapt.training import losses, train_section
 from encdec_adapt.training import phases as phases_lib
 from encdec_adapt.training import state as state_lib
+
+# Ids of a row without pairs, which has all fields, and no ids beside those of
+# padding: no vocabulary has to be opened.
+PADDING = special_ids.Framing(*[special_ids.SideIds(0, 0, 0)] * 2)
 
 # -- Mesh ----------------------------------------------------------------------
 
@@ -373,6 +378,41 @@ def training_batches(
   rows = local_rows(batch_size, placement)
   lengths = record_set.spec.lengths
   return loader.Loader(record_set, lengths, batch_size, local=rows, **options)
+
+
+def abstract_batch(
+  placement: state_lib.Placement,
+  loss: losses.loss.Loss,
+  maker: type[example_maker.ExampleMaker],
+  lengths: framing.Lengths,
+  rows: int,
+  axes: placement_lib.BatchAxes,
+  *,
+  teacher: bool,
+) -> dict[str, jax.ShapeDtypeStruct]:
+  """Returns shapes and shardings of the batch of a training step.
+
+  Args:
+    placement: the trained model and its mesh.
+    loss: the loss.
+    maker: class that makes the rows.
+    lengths: tokens of a training row.
+    rows: rows of the batch.
+    axes: logical axes of batch fields, see `placement.batch_axes`.
+    teacher: whether it has the teacher's fields.
+  """
+  fields = loss.pad_batch(maker, lengths, PADDING, teacher=teacher)
+  shapes = {
+    name: jax.ShapeDtypeStruct((rows, *value.shape[1:]), value.dtype)
+    for name, value in fields.items()
+  }
+  axes = placement_lib.batch_axes(shapes, axes)
+  shardings = placement_lib.shardings(
+    shapes, axes, placement.mesh, placement.rules
+  )
+  return jax.tree.map(
+    lambda leaf, sharding: leaf.update(sharding=sharding), shapes, shardings
+  )
 
 
 def evaluation_batches(

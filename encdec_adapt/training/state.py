@@ -79,6 +79,12 @@ class Placement:
   dtype: str | None = None
   adapters: adapters_lib.Adapters | None = None
 
+  def with_remat(self, policy: str) -> 'Placement':
+    """Returns the placement of the same model with another `compute.remat`."""
+    compute = dataclasses.replace(self.model.compute, remat=policy)
+    model = build.build(self.model.config, compute)
+    return dataclasses.replace(self, model=model)
+
   @property
   def table(self) -> Mapping[str, parameters.ParamInfo]:
     """Path of every parameter of a state to its shape and logical axes."""

@@ -5,7 +5,8 @@ import json
 import pytest
 
 from encdec_adapt import plan
-from encdec_adapt.planning import chips, out_of_memory
+from encdec_adapt.planning import chips
+from encdec_adapt.sharding import compiler
 from tests import tiny
 from tests.planning import toy
 
@@ -178,4 +179,4 @@ def test_offloaded_state_takes_no_device_memory(tmp_path):
   ],
 )
 def test_the_compilers_message_is_read(message, nbytes):
-  assert out_of_memory.needed_bytes(message) == nbytes
+  assert compiler.needed_bytes(message) == nbytes

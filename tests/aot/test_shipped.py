@@ -2,6 +2,7 @@
 
 import json
 
+from jax.sharding import AbstractMesh
 import pytest
 
 from encdec_adapt import config as config_lib
@@ -12,11 +13,11 @@ from encdec_adapt.planning import (
   analytic_estimate,
   calibration,
   chips,
-  plan_search,
   programs,
   stored_plans,
 )
 from encdec_adapt.sharding import mesh as mesh_lib
+from encdec_adapt.training import remat_choice, step_estimate
 from tests import tiny
 from tests.planning import toy
 
@@ -51,6 +52,32 @@ def sums(plan):
     )
     for kind in ('all-reduce', 'reduce-scatter')
   ]
+
+
+@EACH
+def test_the_rule_would_choose_the_policy_of_a_row(path):
+  """By the estimates of policies, and the compiled memory of the row's."""
+  written, where, settings = load(path)
+  if where.chip.kind == 'tpu':  # Offloading asks them for their memories.
+    pytest.importorskip('libtpu')
+    mesh = mesh_lib.make_mesh(settings.mesh, chips.devices_of(where))
+  else:
+    mesh = AbstractMesh(settings.mesh.sizes(where.devices), mesh_lib.AXES)
+  job = programs.Job.of('train', settings, mesh)
+  sizes = analytic_estimate.Arguments.of(job, job.program())
+  held = sum((*sizes.bytes.values(), *sizes.beside.values()))
+  trained, kind = sizes.bytes['parameters'], where.chip.kind
+  estimates = remat_choice.estimates(job.work, held, trained, kind)
+  policy = settings.compute.remat
+  compiled = written['programs']['train']['memory']['peak']
+  ratio = compiled / estimates[policy]
+
+  def trial(name):
+    return remat_choice.Trial(name, ratio * estimates[name], name)
+
+  memory = float(where.chip.hbm_bytes)
+  choice = remat_choice.choose(estimates, memory, trial)
+  assert choice.policy == policy, choice.describe()
 
 
 def test_every_planned_configuration_has_its_plan():
@@ -123,8 +150,8 @@ def test_the_cost_model_is_near_the_compiled_plan(path):
   ratio = found['memory']['peak'] / peak
   # A search may compile candidates that do not fit, but must not skip one
   # that does.
-  assert 0.87 < ratio < plan_search.DOUBT
-  assert found['memory']['peak'] <= plan_search.DOUBT * where.chip.hbm_bytes
+  assert 0.87 < ratio < step_estimate.DOUBT
+  assert found['memory']['peak'] <= step_estimate.DOUBT * where.chip.hbm_bytes
 
 
 def make(output, flags):

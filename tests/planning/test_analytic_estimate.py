@@ -16,7 +16,6 @@ from encdec_adapt.planning import (
   program_shapes,
   programs,
   roofline,
-  workload,
 )
 from encdec_adapt.sharding import mesh as mesh_lib
 from tests.planning import toy
@@ -116,7 +115,7 @@ def test_both_answers_of_a_preference_are_counted():
   )
   tokens = [
     [work.tokens(stack_pass) for stack_pass in work.passes]
-    for work in map(workload.Workload, (single, policy, reward))
+    for work in map(lambda job: job.work, (single, policy, reward))
   ]
   encoder, decoder = tokens[0]
   assert tokens[1:] == [[encoder, 2 * decoder]] * 2

@@ -46,6 +46,7 @@ from encdec_adapt.cluster import code_limits, distributed, watchdog
 from encdec_adapt.conversion import initial_state
 from encdec_adapt.data.records import record_sets
 from encdec_adapt.inference import rewards as reward_scores
+from encdec_adapt.models import base_model
 from encdec_adapt.objectives import framing
 from encdec_adapt.tokenizers import special_ids
 from encdec_adapt.training import job_telemetry, policy_batches, setup
@@ -72,6 +73,7 @@ class Rewards:
   Attributes:
     weights: weight of each part of the reward, by its name.
     digests: digest of each reward model of a job, by what it is in messages.
+    models: shapes of the parameters of reward models.
   """
 
   def __init__(
@@ -96,6 +98,7 @@ class Rewards:
     """
     self.weights: dict[str, float] = {}
     self.digests: dict[str, str] = {}
+    self.models: list[base_model.Params] = []
     self._ids: special_ids.Framing | None = None
     self._functions: dict[str, Function] = {}
     self._models: dict[str, Model] = {}
@@ -225,9 +228,12 @@ def open_rewards(
   if not settings.loss.reads_rewards:
     return None
   digests: dict[str, str] = {}
-  open_model = functools.partial(_open_model, settings, placement, digests)
+  models: list[base_model.Params] = []
+  open_model = functools.partial(
+    _open_model, settings, placement, digests, models
+  )
   opened = Rewards(settings.train.rewards, open_model)
-  opened.digests = digests
+  opened.digests, opened.models = digests, models
   return opened
 
 
@@ -235,11 +241,12 @@ def _open_model(
   settings: config_lib.Settings,
   placement: state_lib.Placement,
   digests: dict[str, str],
+  models: list[base_model.Params],
   path: str,
 ) -> Model:
   """Opens a reward model, whose parameters are read when it is first called.
 
-  Its digest is added to `digests`.
+  Its digest is added to `digests`, its shapes to `models`.
 
   Raises:
     UserError: it is not a reward model, or cannot read the rows.
@@ -250,6 +257,7 @@ def _open_model(
     path, placement, settings.compute, settings.data.vocabularies, lengths
   )
   digests[f'{resume_checks.REWARD_MODEL} {path}'] = opened.source.digest
+  models.append(opened.placement.abstract_params())
   read = functools.cache(opened.read)
 
   def score(

@@ -26,9 +26,10 @@ from encdec_adapt.evaluation.studies import (
   text_passes,
 )
 from encdec_adapt.files import disk, paths
+from encdec_adapt.models import execution
 from encdec_adapt.planning import chips, program_plans, programs
 from encdec_adapt.telemetry import environment, progress
-from encdec_adapt.training import setup
+from encdec_adapt.training import remat_choice, setup
 
 _STEPS = 'steps.json'
 _REPEATS = 3
@@ -317,7 +318,7 @@ def plan(
     settings = settings.on(hardware.chip.kind)
     mesh = program_plans.make_mesh(settings, hardware)
     job = programs.Job.of('train', settings, mesh)
-    estimate = program_plans.plan(job, hardware)
+    _, estimate = program_plans.choose_and_plan(job, hardware)
     # None of a program that no memory holds.
     return estimate['roofline'] and {
       'seconds': estimate['roofline']['step_s'],
@@ -332,10 +333,23 @@ def _time(
   settings: config_lib.Settings, mesh: jax.sharding.Mesh
 ) -> dict[str, Any]:
   """Compiles a training step and runs it on zeros."""
-  program = programs.Job.of('train', settings, mesh).program()
+  job = programs.Job.of('train', settings, mesh)
+  program = job.program()
   with jax.set_mesh(mesh):
-    state, *others = jax.tree.map(_zeros, program.call(program.arguments))
-    compiled = program.function.lower(state, *others).compile()
+    shapes = program.call(program.arguments)
+
+    def lower(policy):
+      compute = dataclasses.replace(job.compute, remat=policy)
+      step = dataclasses.replace(job, compute=compute).program()
+      return step.function.lower(*shapes)
+
+    remat, compiled = job.compute.remat, None
+    if remat == execution.AUTO:
+      beside = program.beside
+      choice = remat_choice.for_job(lower, job.work, shapes, (), beside, print)
+      remat, compiled = choice.policy, choice.program
+    compiled = compiled or lower(remat).compile()
+    state, *others = jax.tree.map(_zeros, shapes)
     memory = compiled.memory_analysis()
     seconds = []
     for _ in range(_REPEATS + 1):

@@ -1,0 +1,283 @@
+"""Chooses `compute.remat` by the memory of the devices.
+
+A policy that saves more values repeats less work and needs more memory. The
+estimate (`step_estimate`) ranks the policies and the compiler decides: at most
+two steps are compiled, and the chosen one runs.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+import math
+import os
+import re
+from typing import Any
+
+import jax
+
+from encdec_adapt.base import errors
+from encdec_adapt.cluster import distributed
+from encdec_adapt.files import disk
+from encdec_adapt.models import execution
+from encdec_adapt.sharding import compiler, layout_report
+from encdec_adapt.telemetry import environment
+from encdec_adapt.training import state as state_lib
+from encdec_adapt.training import step_estimate, workload
+
+FREE = 0.1  # Share of the memory that a step leaves free, for fragments.
+LAST = 'full'  # No policy needs less memory.
+# XLA so names what it computes again by itself, where memory is short.
+_BY_XLA = re.compile(r'%[\w.-]*\.remat[\w.]* = ')
+# Shares of a GPU that JAX takes by default, and with the variable that is named
+# in the message.
+_DEFAULT_SHARE, _LARGEST_SHARE = 0.75, 0.95
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+  """A policy whose step was compiled.
+
+  Attributes:
+    policy: name of the policy.
+    bytes: memory that the step and what the job holds beside it take on a
+      device; inf if the compiler ran out of memory.
+    program: the compiled step, or its plan; None if the compiler ran out of
+      memory.
+    repeats: whether XLA computes values again by itself, for lack of memory.
+  """
+
+  policy: str
+  bytes: float
+  program: Any = None
+  repeats: bool = False
+
+  def fits(self, limit: float) -> bool:
+    """Returns whether the step is worth its memory."""
+    return self.bytes <= limit and not self.repeats
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+  """The policy of a job's step.
+
+  Attributes:
+    policy: name of the policy.
+    memory: memory of a device, of which a tenth is left free.
+    estimates: estimated bytes by policy, the fastest first.
+    trials: the compiled steps, at most two.
+  """
+
+  policy: str
+  memory: float
+  estimates: Mapping[str, float]
+  trials: Sequence[Trial]
+
+  @property
+  def fits(self) -> bool:
+    """Whether the step fits; not if that of `LAST` takes all of the memory."""
+    last = self.trials[-1]
+    return last.policy != LAST or last.bytes <= self.memory
+
+  @property
+  def program(self) -> Any:
+    """The compiled step; None if it is still to be compiled."""
+    programs = {trial.policy: trial.program for trial in self.trials}
+    return programs.get(self.policy)
+
+  def describe(self) -> str:
+    """Returns the choice, its memory and why, as text."""
+    sizes = {}
+    # The faster ones, which do not fit, and the chosen one.
+    for name, size in self.estimates.items():
+      sizes[name] = f'{disk.format_bytes(size)} by the estimate'
+      if name == self.policy:
+        break
+    for trial in self.trials:
+      size = 'more than the compiler has'
+      if trial.program is not None:
+        size = f'{disk.format_bytes(trial.bytes)} compiled'
+      repeats = ', in which XLA computes values again' * trial.repeats
+      sizes[trial.policy] = size + repeats
+    limit = disk.format_bytes((1 - FREE) * self.memory)
+    return (
+      f'compute.remat is {self.policy!r}, the fastest that fits into {limit},'
+      f' {1 - FREE:.0%} of the memory of a device: '
+      + ', '.join(f'{name!r} needs {size}' for name, size in sizes.items())
+    )
+
+
+def estimates(
+  work: workload.Workload, held: float, trained: float, platform: str
+) -> dict[str, float]:
+  """Returns bytes of a step on a device by policy, the fastest first.
+
+  Of policies that repeat the same FLOPs the smallest comes first.
+
+  Args:
+    work: work of the step, with any policy.
+    held: bytes of its arguments, and of all that the job holds beside them.
+    trained: bytes of the trained parameters.
+    platform: 'tpu' or 'gpu'.
+  """
+  rows = []
+  for name in execution.REMAT_POLICIES:
+    compute = dataclasses.replace(work.compute, remat=name)
+    changed = dataclasses.replace(work, compute=compute)
+    parts = step_estimate.parts(changed, trained, platform)
+    size = held + sum(parts.values())
+    rows.append((step_estimate.recomputed(changed), size, name))
+  return {name: size for _, size, name in sorted(rows)}
+
+
+def choose(
+  estimates: Mapping[str, float],
+  memory: float,
+  compile_step: Callable[[str], Trial],
+) -> Choice:
+  """Chooses the fastest policy whose step fits.
+
+  Args:
+    estimates: estimated bytes by policy, the fastest first.
+    memory: memory of a device.
+    compile_step: compiles the step of a policy.
+  """
+  limit, order = (1 - FREE) * memory, list(estimates)
+
+  def fastest(names: Sequence[str], ratio: float) -> str:
+    fit = (name for name in names if ratio * estimates[name] <= limit)
+    return next(fit, LAST)
+
+  # What the estimate may be wrong about is worth compiling.
+  trials = [compile_step(fastest(order, 1 / step_estimate.DOUBT))]
+  first = trials[0]
+  if first.policy != LAST and not first.fits(limit):
+    needed = first.bytes if math.isfinite(first.bytes) else limit
+    # Steps in which XLA repeats work need more than they take.
+    ratio = max(needed, limit) / estimates[first.policy]
+    slower = order[order.index(first.policy) + 1 :]
+    trials.append(compile_step(fastest(slower, ratio)))
+  last = trials[-1]
+  # The last may take the tenth too: no other needs less.
+  policy = last.policy if last.fits(limit) else LAST
+  return Choice(policy, memory, estimates, trials)
+
+
+def compiled(
+  policy: str, lower: Callable[[str], jax.stages.Lowered], beside: float
+) -> Trial:
+  """Compiles the step of a policy.
+
+  Args:
+    policy: name of the policy.
+    lower: traces the step with a policy.
+    beside: bytes that the job holds and that are no arguments of the step.
+  """
+  try:
+    program = lower(policy).compile()
+  except jax.errors.JaxRuntimeError as error:
+    if not compiler.ran_out_of_memory(str(error)):
+      raise
+    return Trial(policy, compiler.needed_bytes(str(error)) or math.inf)
+  size = compiler.device_bytes(program)
+  repeats = repeats_work(program.as_text())
+  return Trial(policy, beside + size, program, repeats)
+
+
+def repeats_work(text: str) -> bool:
+  """Returns whether XLA repeats work in a compiled program by itself."""
+  return bool(_BY_XLA.search(text))
+
+
+def kept(
+  saved: Mapping[str, Any], fingerprint: Mapping[str, Any]
+) -> dict[str, Any]:
+  """Returns `config.compute` of a checkpoint, for the job that resumes it.
+
+  Without `remat` if it was chosen for other devices or another mesh.
+
+  Args:
+    saved: `meta` of the checkpoint.
+    fingerprint: fingerprint of this start.
+  """
+  before = saved['fingerprint']
+  same = all(before[k] == fingerprint[k] for k in ('device_kind', 'mesh'))
+  compute = saved['config']['compute']
+  return {k: v for k, v in compute.items() if same or k != 'remat'}
+
+
+def for_job(
+  lower: Callable[[str], jax.stages.Lowered],
+  work: workload.Workload,
+  arguments: tuple[state_lib.TrainState, Any, Any, Any],
+  loaded: Any,
+  frozen: Any,
+  log: Callable[[str], None],
+) -> Choice:
+  """Chooses the policy of a job, whose devices are here.
+
+  What counts is the step of the last phase, in which most trains, and what the
+  job holds beside its arguments. Caches of a sampler and of an evaluation are
+  free again before the next step, and so is what a save copies. Every process
+  calls it together.
+
+  Args:
+    lower: traces the step of the last phase with a policy.
+    work: work of the step.
+    arguments: state, batch, references and base, or their shapes.
+    loaded: those of them that are in memory.
+    frozen: shapes of parameters that are still to be read: of reward models.
+    log: prints a line.
+
+  Raises:
+    UserError: no step fits, or the memory of the devices cannot be read.
+  """
+  device = work.partition.device
+  limit, used = environment.memory_limit_and_use()
+  if limit is None:
+    raise errors.UserError(
+      f"config.compute.remat is 'auto', and the memory of {device.device_kind}"
+      f" cannot be read; name a policy: 'dots' is the fastest, {LAST!r} needs"
+      ' the least memory.'
+    )
+  size = layout_report.device_bytes
+  beside = max(0.0, used - size(loaded)) + size(frozen)
+  limits, besides = zip(
+    *distributed.gather('memory', (limit, beside)), strict=True
+  )
+  limit, beside = float(min(limits)), max(besides)
+  log(f'memory of a device: {disk.format_bytes(limit)}{_advice(device, limit)}')
+
+  def compile_step(policy: str) -> Trial:
+    policy = distributed.from_lead(lambda: policy, 'remat')
+    log(f'compiling the step with compute.remat={policy!r}')
+    trial = compiled(policy, lower, beside)
+    sizes, repeats = zip(
+      *distributed.gather('remat', (trial.bytes, trial.repeats)), strict=True
+    )
+    return dataclasses.replace(trial, bytes=max(sizes), repeats=any(repeats))
+
+  held, trained = beside + size(arguments), size(arguments[0].params)
+  ranked = estimates(work, held, trained, device.platform)
+  choice = choose(ranked, limit, compile_step)
+  if not choice.fits:
+    needed = choice.trials[-1].bytes
+    needed = needed if math.isfinite(needed) else ranked[LAST]
+    raise errors.UserError(
+      f'no policy of config.compute.remat fits: with {LAST!r} a step needs'
+      f' {disk.format_bytes(needed)} of a device, which has'
+      f' {disk.format_bytes(limit)}. Compute fewer rows at a time'
+      ' (config.train.batch_size, or more of config.train.microbatches),'
+      ' shorten them (config.data.encoder_length, config.data.decoder_length),'
+      ' or take chips with more memory or more of them; `python -m'
+      ' encdec_adapt.plan` prints settings that fit.'
+    )
+  log(choice.describe())
+  return choice
+
+
+def _advice(device: jax.Device, limit: float) -> str:
+  """Returns how a GPU would give a job more of its memory; '' if it cannot."""
+  names = 'XLA_PYTHON_CLIENT_MEM_FRACTION', 'XLA_CLIENT_MEM_FRACTION'
+  if device.platform != 'gpu' or any(name in os.environ for name in names):
+    return ''
+  size = limit * _LARGEST_SHARE / _DEFAULT_SHARE
+  return f'; {names[0]}={_LARGEST_SHARE} would give {disk.format_bytes(size)}'

@@ -1,0 +1,232 @@
+"""Estimates of a program's memory, and of the work that remat repeats.
+
+By rules over shapes: nothing is compiled. `remat_choice` ranks policies by
+them, and the planner programs.
+"""
+
+from encdec_adapt.models import forward_flops, parameters
+from encdec_adapt.ops import (
+  attention,
+  attention_gradients,
+  attention_tokamax,
+)
+from encdec_adapt.training import workload
+
+# Memory of a TPU's training step that is not counted below (cast and gathered
+# weights, copies), as shares of the activations saved for the backward pass and
+# of the remainder. With these, peaks are 0.88 to 1.18 of those in
+# `configs/plans`.
+_UNCOUNTED_SAVED = 0.15
+_UNCOUNTED_REMAINDER = 1.0
+# Largest ratio of estimated memory to the limit that is worth compiling:
+# estimates for `configs/plans` are 0.88 to 1.18 of the compiled memory.
+DOUBT = 1.2
+# Weights that GPUs have gathered at a time: layers in training, a pattern of
+# two and the next; a share of all layers in decoding.
+_GATHERED_LAYERS = 4
+_GATHERED_SHARE = 0.4
+_FP32 = 4
+
+
+def parts(
+  work: workload.Workload, trained: float, platform: str
+) -> dict[str, float]:
+  """Returns bytes that live inside a program only, by part.
+
+  Args:
+    work: the work of the program.
+    trained: bytes of the trained parameters on a device.
+    platform: 'tpu' or 'gpu'.
+  """
+  saved = sum(
+    p.stack.layers * work.tokens(p) * _saved(work, p) for p in work.trained
+  )
+  # Layers run in turn, so their unsaved activations share memory.
+  states, scores = max((_working(work, p) for p in work.passes), key=sum)
+  working = states + scores
+  name = 'logits' if work.decodes else 'loss'
+  parts = {name: _loss(work), 'activations': saved + working}
+  if platform == 'gpu' and (work.trains or work.decodes):
+    parts['weights'] = _gathered_at_once(work)
+  if work.trains:
+    parts['gradients'] = trained * gradients(work)
+    if platform == 'gpu':
+      # The loss's chunk and a layer, which run in turn, share their memory.
+      parts['activations'] -= min(working, parts['loss'])
+      return parts
+    # Scores of a chunk live in its loop alone.
+    remainder = sum(parts.values()) - saved - scores
+    parts['besides'] = _UNCOUNTED_SAVED * saved
+    parts['besides'] += _UNCOUNTED_REMAINDER * remainder
+  return parts
+
+
+def gradients(work: workload.Workload) -> int:
+  """Returns the number of trees of gradients that a training step holds.
+
+  With microbatches these are the gradients of the current one and the sum.
+  """
+  return 2 if work.parts > 1 else 1
+
+
+def _gathered_at_once(work: workload.Workload) -> float:
+  """Returns bytes of gathered weights that a GPU holds at a time."""
+  weights = gathered_weights(work) * (work.partition.size('embed') > 1)
+  if work.trains:  # All layers, forward and backward.
+    layers = sum(p.stack.layers for p in work.passes) + sum(
+      p.stack.layers for p in work.trained
+    )
+    return weights * min(1.0, _GATHERED_LAYERS / layers)
+  # A decoding step gathers the table for its logits, too.
+  stack = logits_pass(work).stack
+  table = stack.table_rows * stack.width * work.item
+  table *= work.partition.size('vocab') > 1
+  return _GATHERED_SHARE * weights + table
+
+
+def key_value_width(
+  work: workload.Workload, stack_pass: workload.StackPass
+) -> float:
+  """Returns elements of keys and values of a position on a device."""
+  stack = stack_pass.stack
+  return 2.0 * stack.kv_heads * stack.head_dim / work.by_tensor
+
+
+def _saved(work: workload.Workload, stack_pass: workload.StackPass) -> float:
+  """Returns bytes that a layer saves of a token for its backward pass.
+
+  Without rematerialisation these include keys and values of all shards of a
+  row.
+  """
+  stack, remat = stack_pass.stack, work.compute.remat
+  heads = stack.heads * stack.head_dim / work.by_tensor
+  keys_values = key_value_width(work, stack_pass)
+  attentions = 1 + bool(stack_pass.source_length)
+  mlp = stack.mlp_width / work.by_tensor
+  # Every policy saves the layer's input; the others add the outputs that
+  # `models.execution.REMAT_POLICIES` names.
+  width = stack.width
+  if remat == 'attention':
+    width += attentions * heads
+  elif remat in ('narrow_dots', 'dots', 'none'):
+    # Queries, keys, values, the attention's output, and both products with
+    # weights that return to the model's width.
+    width += attentions * (2 * heads + keys_values + stack.width) + stack.width
+  if remat in ('dots', 'none'):
+    width += (1 + stack.mlp_gated) * mlp
+  if remat == 'none':
+    width += 4 * stack.width + keys_values * work.by_length + mlp
+  # Row statistics of the softmax, which 'full' computes again.
+  statistics = 0 if remat == 'full' else attentions * stack.heads * _FP32
+  return float(width * work.item + statistics)
+
+
+def _working(
+  work: workload.Workload, stack_pass: workload.StackPass
+) -> tuple[float, float]:
+  """Returns bytes of a layer while it runs; doubled for its gradients.
+
+  Returns:
+    Those of states, and those of a chunk's scores, 0 with kernels.
+  """
+  compute, stack = work.compute, stack_pass.stack
+  tokens, length = work.tokens(stack_pass), stack_pass.length
+  wide = (1 + stack.mlp_gated) * stack.mlp_width
+  wide += 2 * stack.heads * stack.head_dim
+  width = 2 * stack.width + wide / work.by_tensor
+  if work.by_length > 1:  # Keys and values of all shards of a row.
+    width += work.by_length * key_value_width(work, stack_pass)
+  copies = 2 if work.trains else 1
+  states, scores = copies * tokens * width * work.item, 0.0
+  backend = attention.BACKENDS[compute.attention]
+  # The single query of a cache runs no kernels (`cached_attention`).
+  if not backend.kernels or length == 1:
+    queries = length
+    if backend.takes_chunk:
+      queries = min(compute.attention_chunk, queries)
+    keys = max(stack_pass.keys, stack_pass.source_length)
+    pairs = tokens / length * queries * keys
+    scores = copies * pairs * stack.heads / work.by_tensor * _FP32
+  elif stack_pass.trained and by_products(work, stack_pass):
+    keys = max(stack_pass.keys, stack_pass.source_length)
+    block = attention_gradients.block(length, keys) * keys
+    # Scores and their gradients, in float32 and in the dtype of products.
+    scores = block * stack.heads / work.by_tensor * 3 * (_FP32 + work.item)
+  return states, scores
+
+
+def logits_pass(work: workload.Workload) -> workload.StackPass:
+  """Returns the pass with the states that logits are computed from."""
+  decoder = work.models[0].decoder
+  return next(p for p in work.passes if p.stack is decoder)
+
+
+def _loss(work: workload.Workload) -> float:
+  """Returns bytes of a chunk of logits and, in training, of gradients.
+
+  Of an embedding model: of the similarities of a device's texts to all.
+  """
+  logits = logits_pass(work)
+  stack, tokens = logits.stack, work.tokens(logits)
+  if stack.classes == 1:  # It has no logits.
+    return 0.0
+  if stack.embedding:
+    texts = work.rows * work.texts
+    # Compiled programs hold one matrix for each size of vectors in training.
+    sizes = stack.embedding.sizes(stack.width) if work.trains else [0]
+    return texts * texts / work.by_rows * len(sizes) * _FP32
+  # A device that holds a part of the table computes the logits of all devices
+  # that share the table.
+  rows = min(work.chunk, tokens)
+  rows *= work.partition.devices(work.exchange)
+  columns = stack.table_rows / work.partition.size('vocab')
+  copies = 1 + work.trains + len(work.references)
+  size = rows * columns * _FP32 * copies + rows * stack.width * work.item
+  if work.trains:
+    size += (rows + columns * _trains_table(work)) * stack.width * _FP32
+    size += tokens * stack.width * work.item
+  return size
+
+
+def _trains_table(work: workload.Workload) -> bool:
+  """Whether the table of the logits has a gradient."""
+  adapters = work.adapters
+  return not adapters or any('/table' in path for path in adapters.table)
+
+
+def by_products(
+  work: workload.Workload, stack_pass: workload.StackPass
+) -> bool:
+  """Whether tokamax's attentions of a stack have gradients without kernels."""
+  is_wide = stack_pass.stack.head_dim > attention_tokamax.KERNEL_HEAD_DIM
+  return work.compute.attention == 'tokamax' and is_wide
+
+
+def recomputed(work: workload.Workload) -> float:
+  """Returns FLOPs on all devices that the backward pass repeats."""
+  remat, total = work.compute.remat, 0
+  for stack_pass in work.trained:
+    stack = stack_pass.stack
+    total += work.caches * stack_pass.flops(forward_flops.stack_forward)
+    if remat in ('full', 'attention'):
+      total += stack_pass.flops(forward_flops.stack_forward)
+    if remat == 'attention':
+      total -= stack_pass.flops(forward_flops.scores)
+    if remat == 'narrow_dots':  # Both products that widen.
+      length = stack_pass.answers * stack_pass.length
+      total += 4 * stack.layers * length * stack.width * stack.mlp_width
+  return float(total * work.rows)
+
+
+def gathered_weights(work: workload.Workload) -> float:
+  """Returns bytes of the weights that a device gathers for a microbatch."""
+  stacks = parameters.count_by_stack(work.models[0])
+  if work.decodes:  # The encoder has run before.
+    stacks = {'decoder': stacks['decoder']}
+  # Tables are not gathered: devices exchange hidden states instead.
+  total = sum(c.other + c.cross for c in stacks.values())
+  total *= 2 if work.trains else 1  # Once more for the backward pass.
+  for model in work.references:
+    counts = parameters.count_by_stack(model).values()
+    total += sum(c.other + c.cross for c in counts)
+  return total / work.by_tensor * work.item

@@ -1,0 +1,83 @@
+"""The rule that chooses `compute.remat`: what it compiles, what it takes."""
+
+import math
+
+import pytest
+
+from encdec_adapt.training import remat_choice
+from tests.planning import toy
+
+ESTIMATES = {'dots': 100.0, 'none': 120.0, 'narrow_dots': 80.0}
+ESTIMATES |= {'attention': 60.0, 'full': 40.0}
+
+
+@pytest.mark.parametrize(
+  'memory, compiled, repeating, policy',
+  [
+    # The fastest within nine tenths by the estimate, as the compiler agrees.
+    (200, {'dots': 130}, (), 'dots'),
+    (100, {'narrow_dots': 85}, (), 'narrow_dots'),
+    # The compiler needs more: others need as much more.
+    (120, {'dots': 130, 'narrow_dots': 104}, (), 'narrow_dots'),
+    (120, {'dots': 150, 'attention': 90}, (), 'attention'),
+    # It ran out of memory, or repeats work by itself: the limit at least.
+    (120, {'dots': math.inf, 'narrow_dots': 90}, (), 'narrow_dots'),
+    (112, {'dots': 90, 'narrow_dots': 88}, ('dots',), 'narrow_dots'),
+    # Never a third: what needs least is compiled when it runs.
+    (120, {'dots': 130, 'narrow_dots': 110}, (), 'full'),
+    (120, {'dots': 300, 'full': 100}, (), 'full'),
+    # It may use all of the memory.
+    (40, {'full': 39}, (), 'full'),
+    (40, {'full': 39}, ('full',), 'full'),
+  ],
+)
+def test_two_steps_are_compiled_at_most(memory, compiled, repeating, policy):
+  tried = []
+
+  def compile_step(name):
+    tried.append(name)
+    program = None if math.isinf(compiled[name]) else f'program of {name}'
+    repeats = name in repeating
+    return remat_choice.Trial(name, float(compiled[name]), program, repeats)
+
+  choice = remat_choice.choose(ESTIMATES, float(memory), compile_step)
+  assert tried == list(compiled)
+  assert choice.policy == policy
+  program = f'program of {policy}' if policy in compiled else None
+  assert choice.program == program
+  assert choice.describe().startswith(f"compute.remat is '{policy}', the")
+
+
+@pytest.mark.parametrize('needed, fits', [(41.0, False), (39.0, True)])
+def test_a_step_that_takes_all_of_the_memory_does_not_fit(needed, fits):
+  choice = remat_choice.choose(
+    ESTIMATES, 40.0, lambda name: remat_choice.Trial(name, needed)
+  )
+  assert (choice.policy, choice.fits) == ('full', fits)
+
+
+def test_what_repeats_less_work_comes_first_and_needs_more():
+  sizes = remat_choice.estimates(toy.job().work, 2.0**20, 2.0**16, 'gpu')
+  names = ['dots', 'none', 'narrow_dots', 'attention', 'full']
+  assert list(sizes) == names
+  in_order = [sizes[name] for name in ('none', 'dots', *names[2:])]
+  assert in_order == sorted(in_order, reverse=True)
+  assert in_order[-1] > 2**20
+
+
+def test_a_resumed_job_keeps_the_choice_on_the_same_devices():
+  fingerprint = {'device_kind': 'a GPU', 'mesh': {'fsdp': 8}, 'cores': 2}
+  compute = {'dtype': 'bfloat16', 'remat': 'dots'}
+  saved = {'config': {'compute': compute}, 'fingerprint': fingerprint}
+  assert remat_choice.kept(saved, fingerprint | {'cores': 4}) == compute
+  for change in ({'device_kind': 'another'}, {'mesh': {'fsdp': 4}}):
+    kept = remat_choice.kept(saved, fingerprint | change)
+    assert kept == {'dtype': 'bfloat16'}
+
+
+def test_work_that_xla_repeats_is_recognised():
+  text = '%fusion.2.remat.1 = bf16[8]{0} fusion(%p), metadata={op_name="x"}'
+  assert remat_choice.repeats_work(text)
+  # JAX's own is in the names of operations.
+  text = '%fusion.2 = f32[] fusion(), metadata={op_name="checkpoint/remat"}'
+  assert not remat_choice.repeats_work(text)
