@@ -10,9 +10,10 @@ gradients and AdamW's fp32 moments would take 83 GiB, more than an H100 has;
 with one example a row and with several, and for the peer (which cannot pack)
 with every attention that it has: every batch that fits, tokens/s and MFU by
 the formula of `models.forward_flops`. `--batches` are rows of a step, tried in
-order until one does not fit; `--examples` are examples of a row; `--platform`
-is torch's device. `speed ratio` is over the peer's best row, if torch and
-transformers are installed. `gpu_kernels` measures attention and loss alone.
+order until one does not fit; `--examples` are examples of a row; memory decides
+`--remat` unless it is named; `--platform` is torch's device. `speed ratio` is
+over the peer's best row, if torch and transformers are installed. `gpu_kernels`
+measures attention and loss alone.
 """
 
 import argparse
@@ -35,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     __doc__,
     platform='cuda',
     dtype='bfloat16',
-    remat='attention',
+    remat='auto',
     optimizer='adafactor',
     moment_dtype='float32',
     steps=5,
@@ -126,6 +127,7 @@ def _measure(
   seconds = results.median(steps, 'seconds')
   return {
     'batch': batch,
+    'remat': first['remat'],
     'tokens/s': training_step.tokens_of(model) / seconds,
     'FLOP/s': _step_flops(model) / seconds,
     'peak FLOP/s': first['peak_flops'],

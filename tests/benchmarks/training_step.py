@@ -15,6 +15,7 @@ the same workers on a GPU.
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
+import functools
 import json
 import os
 import resource
@@ -118,23 +119,26 @@ def make_pair(arguments: argparse.Namespace) -> Any:
   return configs.encoder_decoder(stack, stack)
 
 
-def make_ours(arguments: argparse.Namespace) -> tuple[Run, int]:
+def make_ours(arguments: argparse.Namespace) -> tuple[Run, int, str]:
   """Makes our step, as `train.py` runs it.
 
   Returns:
-    Function that runs a step, and the number of parameters.
+    Function that runs a step, the number of parameters, and `compute.remat`.
   """
   import jax
 
   from encdec_adapt.models import execution
+  from encdec_adapt.objectives import framing, supervised
   from encdec_adapt.sharding import mesh, rules
   from encdec_adapt.training import (
     optimizers,
     phases,
+    remat_choice,
     schedules,
     setup,
     step,
     train_section,
+    workload,
   )
   from encdec_adapt.training.losses import cross_entropy
 
@@ -142,7 +146,7 @@ def make_ours(arguments: argparse.Namespace) -> tuple[Run, int]:
   compute = execution.ComputeConfig(
     dtype=arguments.dtypes[0],
     **{name: getattr(arguments, name) for name in names},
-  )
+  ).on(jax.default_backend())
   where = setup.place_model(
     make_pair(arguments),
     compute,
@@ -157,12 +161,28 @@ def make_ours(arguments: argparse.Namespace) -> tuple[Run, int]:
     second_moment_dtype=arguments.moment_dtype,
   )
   loss = cross_entropy.CrossEntropy(chunk=arguments.loss_chunk)
-  config = train_section.TrainConfig()
+  config = train_section.TrainConfig(batch_size=arguments.batch_size)
   job = phases.Phases(where, loss, optimizer, config)
   params = where.place(where.model.init, jax.random.key(0))
   current = job.create(params)
-  train = job.make_step()
   batch = step.place_batch(make_batch(arguments), where)
+  policy = compute.remat
+  if policy == execution.AUTO:
+    lengths = framing.Lengths(
+      arguments.encoder_length, arguments.decoder_length
+    )
+    sizes, maker = (lengths, 1), supervised.Supervised
+    choice = remat_choice.for_job(
+      lambda x: job.with_remat(x).make_step().lower(current, batch, {}, {}),
+      workload.of_step(where, loss, config, sizes, (), maker),
+      (current, batch, {}, {}),
+      (current, batch),
+      (),
+      functools.partial(print, file=sys.stderr),
+    )
+    policy = choice.policy
+    job = job.with_remat(policy, choice.program)
+  train = job.make_step()
 
   count = sum(leaf.size for leaf in jax.tree.leaves(params))
   del params  # Donated.
@@ -172,7 +192,7 @@ def make_ours(arguments: argparse.Namespace) -> tuple[Run, int]:
     current, metrics = train(current, batch, {}, {})
     return float(metrics['loss'])
 
-  return run, count
+  return run, count, policy
 
 
 def make_transformers(arguments: argparse.Namespace) -> tuple[Run, int]:
@@ -237,12 +257,12 @@ def _work(arguments: argparse.Namespace) -> None:
     from encdec_adapt.telemetry import peak_flops
 
     host_memory.share_arena()  # As `train` does.
-    run, parameters = make_ours(arguments)
+    run, parameters, policy = make_ours(arguments)
     host_memory.keep_freed(parameters)
     peak = peak_flops.peak(sys.modules['jax'].devices())
   else:
     run, parameters = make_transformers(arguments)
-    peak = None
+    peak = policy = None
   for _ in sys.stdin:
     start = time.perf_counter()
     loss = run()
@@ -252,6 +272,7 @@ def _work(arguments: argparse.Namespace) -> None:
       'peak_mib': _peak_mib(),
       'parameters': parameters,
       'peak_flops': peak,
+      'remat': policy,
     }
     print(json.dumps(answer), flush=True)
 

@@ -183,6 +183,19 @@ def test_a_mesh_that_crosses_processes_equals_one_that_does_not(
 
 
 @pytest.mark.slow
+def test_the_smallest_memory_of_all_decides(
+  folder, flags, train_by_two, monkeypatch
+):
+  monkeypatch.setenv('MEMORY', f'{2**30},{2**21}')
+  workdir = folder / 'chosen'
+  flags = [*flags, '--config.train.steps=2']
+  text = train_by_two(flags, workdir, 'tests.accelerator')
+  assert 'the fastest that fits into 1.8 MiB, 90% of' in text
+  config = json.loads((workdir / 'config.json').read_text())
+  assert config['compute']['remat'] == 'dots'
+
+
+@pytest.mark.slow
 def test_both_stop_after_one_step_and_resume_as_two_or_one(
   folder, flags, start, train_by_two, two
 ):

@@ -64,6 +64,15 @@ def test_over_the_budget_it_names_what_fits(capsys):
   assert 'DOES NOT FIT' in printed and '--config.mesh.replica=' in printed
 
 
+def test_the_policy_of_a_step_follows_from_the_budget(capsys):
+  # The toy configuration states no policy.
+  assert tiny.call(plan, *FLAGS) == 0
+  roomy = capsys.readouterr().out
+  assert 'compute.remat=dots: ' in roomy and 'compute.remat=full' not in roomy
+  assert tiny.call(plan, *FLAGS, '--hbm_gib=0.02') == plan.DOES_NOT_FIT
+  assert 'compute.remat=full: ' in capsys.readouterr().out
+
+
 def test_a_search_ranks_what_fits(tmp_path, capsys):
   output = tmp_path / 'search.json'
   flags = ['--search=2', '--hbm_gib=0.022', f'--output={output}']
