@@ -188,7 +188,7 @@ SHIPPED = {
     save_every=100,
     microbatches=16,
     rules='whole_slice',
-    remat='dots',
+    remat='full',
   ),
   'size=9b_9b,topology=h100:64': ChipSettings(
     replica=1, fsdp=64, save_every=100, microbatches=8, remat='dots'
