@@ -459,7 +459,7 @@ def train(
           train_step = phases.make_step(step)
         state, metrics = train_step(*arguments)
       if compiling:
-        telemetry.pause()
+        telemetry.compiled()
       profiler.end_step(step, metrics)
       step += 1
       # Reads the metrics of the previous step; these are read one step later.

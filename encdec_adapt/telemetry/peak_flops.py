@@ -4,10 +4,8 @@ This module must not import `planning`, which reads the table.
 """
 
 from collections.abc import Sequence
-import time
 
 import jax
-import jax.numpy as jnp
 
 # A substring of `device_kind`, of which the first match counts; the name of the
 # chip in `planning.chips` if its figures apply; dense bf16 FLOP/s from the
@@ -36,36 +34,15 @@ KINDS = (
 
 
 def peak(devices: Sequence[jax.Device]) -> float | None:
-  """Returns the FLOP/s of all devices: data sheet, or measured for the CPU.
+  """Returns the FLOP/s of all devices, by the vendor's data sheet.
 
   Args:
-    devices: devices of one kind. CPU devices share the host's cores, so they
-      count once however many there are.
+    devices: devices of one kind.
 
   Returns:
-    None for a device kind that is not in the table.
+    None for a device kind that is not in the table. CPUs are not: their clock
+    and the cores that a job gets are unknown, and a timed product is slower
+    than the fastest form that the compiler uses in a step.
   """
-  if devices[0].platform == 'cpu':
-    return measured_peak()
   kind = devices[0].device_kind
   return next((n * len(devices) for name, _, n in KINDS if name in kind), None)
-
-
-def measured_peak(size: int = 1024, repeats: int = 5) -> float:
-  """Measures the FLOP/s of a square fp32 product on the first local device.
-
-  Args:
-    size: rows and columns; large enough to keep all cores busy.
-    repeats: timed runs, of which the best counts.
-  """
-  device = jax.local_devices()[0]
-  matrix = jax.device_put(jnp.ones((size, size), jnp.float32), device)
-  product = jax.jit(jnp.matmul).lower(matrix, matrix).compile()
-  # Compiled ahead, so that no run pays for it. The best run counts, as other
-  # processes of the machine only add time.
-  best = float('inf')
-  for _ in range(repeats + 1):  # The first run warms up.
-    start = time.perf_counter()
-    product(matrix, matrix).block_until_ready()
-    best = min(best, time.perf_counter() - start)
-  return 2 * size**3 / best

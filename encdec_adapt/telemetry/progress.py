@@ -25,17 +25,15 @@ class Progress:
     self,
     total_steps: int,
     *,
-    first_step: int = 0,
     flops_per_step: float | None = None,
     peak: float | None = None,
     window: int = 20,
     clock: Callable[[], float] = time.monotonic,
   ):
-    """Starts the clock at `first_step` steps done.
+    """Starts without rates.
 
     Args:
       total_steps: number of steps of the whole job.
-      first_step: number of steps done already.
       flops_per_step: model FLOPs of one step over all devices.
       peak: peak FLOP/s of all devices together.
       window: number of steps over which rates are measured.
@@ -44,14 +42,21 @@ class Progress:
     self._total = total_steps
     self._flops, self._peak = flops_per_step, peak
     self._clock = clock
-    # (step, seconds, tokens since the start). The first step contains the
-    # compilation, so rates are those of a window that it leaves.
-    self._marks = collections.deque([(first_step, clock(), 0)], window + 1)
+    # (step, seconds, tokens): the end of each step of the window.
+    self._marks = collections.deque[tuple[int, float, int]]([], window + 1)
 
   def update(self, step: int, tokens: int) -> None:
     """Records that `step` steps are done, the last with `tokens` tokens."""
-    total = self._marks[-1][2] + tokens
+    total = tokens + (self._marks[-1][2] if self._marks else 0)
     self._marks.append((step, self._clock(), total))
+
+  def restart(self) -> None:
+    """Leaves out the steps until now, and the time of the next one.
+
+    A step that is compiled first says nothing about those that follow: the
+    device may run it while the host still returns from the compiler.
+    """
+    self._marks.clear()
 
   def pause(self) -> None:
     """Excludes the time since the last update (evaluation, a save)."""
@@ -61,7 +66,12 @@ class Progress:
       self._marks[index] = (step, seconds + pause, tokens)
 
   def rates(self) -> dict[str, float]:
-    """Returns `tokens_per_second`, and `mfu` where FLOPs and peak are known."""
+    """Returns `tokens_per_second`, and `mfu` where FLOPs and peak are known.
+
+    Empty until two steps have ended since the last `restart`.
+    """
+    if len(self._marks) < 2:
+      return {}
     rates = {'tokens_per_second': self._rate(2)}
     if self._flops and self._peak:
       rates['mfu'] = self._rate(0) * self._flops / self._peak
@@ -80,8 +90,9 @@ class Progress:
       f'step {step:>{width}}/{self._total}',
       f'loss {loss:.4f}',
       *(f'{name} {value:.4g}' for name, value in more.items()),
-      f'{rates["tokens_per_second"]:,.0f} tok/s',
     ]
+    if rates:
+      parts.append(f'{rates["tokens_per_second"]:,.0f} tok/s')
     if 'mfu' in rates:
       parts.append(f'{rates["mfu"]:.0%} of peak')
     if rate := self._rate(0):

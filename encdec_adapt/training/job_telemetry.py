@@ -75,7 +75,6 @@ class JobTelemetry(contextlib.AbstractContextManager):
     self._spent = collections.Counter[str]()  # Seconds of this start.
     self._meter = progress.Progress(
       end,
-      first_step=start or 0,
       flops_per_step=flops_per_step,
       peak=peak_flops.peak(jax.devices()),
     )
@@ -176,7 +175,8 @@ class JobTelemetry(contextlib.AbstractContextManager):
     self._meter.update(step, values['tokens'])
     times = self._split.take()
     self._spent.update(times)
-    times |= self._meter.rates() | _sampling_rates(times, values)
+    if rates := self._meter.rates():
+      times |= rates | _sampling_rates(times, values)
     self.over_budget = 0 < self._max_kl < values.get('kl', 0.0)
     self._write('train', step, values)
     self._write('time', step, times)
@@ -261,6 +261,10 @@ class JobTelemetry(contextlib.AbstractContextManager):
   def pause(self) -> None:
     """Excludes the time since the last step from the rates."""
     self._meter.pause()
+
+  def compiled(self) -> None:
+    """Excludes the step that was just compiled from the rates."""
+    self._meter.restart()
 
   def _write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
     if self._writer:

@@ -157,7 +157,7 @@ def _timed(
   )
   seconds = results.take_turns({'': call}, arguments.steps)['']
   middle, (peak, bandwidth) = statistics.median(seconds[1:]), ceilings()
-  limit = float(np.nanmax([work / peak, size / bandwidth]))
+  limit = float(np.fmax(work / peak, size / bandwidth))
   return {
     'ms': 1e3 * middle,
     'TFLOP/s': work / middle / 1e12,

@@ -44,7 +44,7 @@ def test_every_check_runs(tiny, tmp_path):
   )
   assert not [check for check in checks.values() if 'error' in check], checks
   (step,) = checks['step, chunked, 2 examples, 1 layers x 2']['rows']
-  assert step['examples'] == 2 and step['MFU'] > 0
+  assert step['examples'] == 2 and step['FLOP/s'] > 0
   assert checks['plan, chunked']['programs']['train']['memory']['peak'] > 0
 
 
