@@ -7,6 +7,7 @@ compiles the programs with the TPU's compiler (libtpu), or that of GPUs (extra
 cuda13), which need no devices, and reports memory, FLOPs, collectives and a
 roofline estimate per device. For GPUs (--topology=h100:64) without the compiler
 the same report comes from the analytic cost model.
+A plan that is shipped for the same configuration and chips is printed first.
 The exit status is 3 if a program does not fit into memory.
 
     python -m encdec_adapt.plan --config=... --topology=v5e:4x4 --search=6
@@ -19,6 +20,7 @@ the best six, and ranks those again.
 prints a table of plans that were written with --output.
 """
 
+from collections.abc import Mapping
 import dataclasses
 import time
 from typing import Any
@@ -119,14 +121,26 @@ def main(values: flags.FlagValues) -> int:
     return 0
   if values.search:
     return _search(settings, slices, values)
+  if stored := stored_plans.shipped(settings, slices):
+    versions = ', '.join(f'{k} {v}' for k, v in stored['versions'].items())
+    print(
+      f'Shipped plan of this configuration ({versions}); the plan of this'
+      ' command follows.'
+    )
+    _print(slices, stored['programs'])
   plans = program_plans.make(settings, slices, values.programs)
-  for name, plan in plans.items():
-    print(f'[{name}] {slices.name} x {slices.count}: {slices.devices} devices')
-    print(plan_report.text(plan))
+  _print(slices, plans)
   print(calibration.text(calibration.table()))
   results = {'digest': stored_plans.digest(settings), 'programs': plans}
   _write(values, slices, results)
   return 0 if all(p['fits'] for p in plans.values()) else DOES_NOT_FIT
+
+
+def _print(slices: chips.Slice, plans: Mapping[str, Any]) -> None:
+  """Prints plans by name of the program."""
+  for name, plan in plans.items():
+    print(f'[{name}] {slices.name} x {slices.count}: {slices.devices} devices')
+    print(plan_report.text(plan), flush=True)
 
 
 def _write(

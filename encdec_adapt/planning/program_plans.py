@@ -86,6 +86,8 @@ def plan(job: programs.Job, slices: chips.Slice) -> dict[str, Any]:
       f" this machine's memory, of which {disk.format_bytes(free)} are free."
       ' Stop other processes, or plan on another machine.'
     )
+  # Flushed: compiling takes minutes, and hours for many chips.
+  print(f'{subject} by {compiler} ..', flush=True)
   try:
     return plan_report.describe(job, slices, program) | notes
   except hlo.UnknownProgramError as error:

@@ -12,6 +12,7 @@ from typing import Any
 from ml_collections import config_flags
 
 from encdec_adapt import config as config_lib
+from encdec_adapt import configs
 from encdec_adapt.base import errors
 from encdec_adapt.files import atomic, paths
 from encdec_adapt.planning import chips
@@ -104,6 +105,26 @@ def read(folder: str) -> list[dict[str, Any]]:
       f'--table={folder} has no plans; write one there with --output.'
     )
   return plans
+
+
+def shipped(
+  settings: config_lib.Settings, hardware: chips.Slice
+) -> dict[str, Any] | None:
+  """Returns the plan in configs/plans of a configuration, None without any.
+
+  Args:
+    settings: the configuration, without 'auto'.
+    hardware: chips that it is planned for.
+  """
+  chosen = digest(settings), hardware.name, hardware.count
+  return next(
+    (
+      plan
+      for plan in read(configs.path('plans'))
+      if (plan['digest'], plan['topology'], plan['num_slices']) == chosen
+    ),
+    None,
+  )
 
 
 def markdown(plans: list[dict[str, Any]]) -> str:

@@ -2,11 +2,12 @@
 
 import json
 
+import jax
 import pytest
 
 from encdec_adapt import plan
 from encdec_adapt.base import errors
-from encdec_adapt.planning import calibration, chips
+from encdec_adapt.planning import calibration, chips, plan_report
 from tests import tiny
 from tests.planning import toy
 
@@ -43,6 +44,28 @@ def test_a_plan_of_gpus_is_written_and_tabulated(tmp_path, capsys):
   assert tiny.call(plan, f'--table={tmp_path}') == 0
   rows = [r for r in capsys.readouterr().out.splitlines() if 'h100:8' in r]
   assert len([row for row in rows if row.startswith('| `encoder=toy`')]) == 3
+
+
+def test_the_shipped_plan_comes_first_then_what_is_compiled(
+  monkeypatch, capsys
+):
+  def describe(*_):
+    printed.append(capsys.readouterr().out)
+    raise jax.errors.JaxRuntimeError('ends here')
+
+  printed = []
+  monkeypatch.setattr(chips, 'compiler', lambda kind: 'cudac 1')
+  monkeypatch.setattr(chips, 'devices_of', lambda where: jax.devices()[:1])
+  monkeypatch.setattr(plan_report, 'describe', describe)
+  row = 'configs/gemma2.py:size=2b_2b,objective=pairs,topology=h100:1'
+  for flags in ([f'--config={row}'], [*FLAGS[:-1], '--config.mesh.fsdp=1']):
+    with pytest.raises(errors.UserError, match='cudac 1 fails on program'):
+      tiny.call(plan, *flags, '--topology=h100:1')
+  subject = "program 'train', compiled for h100:1 x 1 by cudac 1 ..\n"
+  assert printed[0].endswith(subject) and printed[1] == subject
+  begin, train, *_ = printed[0].splitlines()
+  assert begin.startswith('Shipped plan of this configuration')
+  assert train == '[train] h100:1 x 1: 1 devices' and '[decode]' in printed[0]
 
 
 def test_a_reward_model_that_is_not_here_is_assumed(capsys):
