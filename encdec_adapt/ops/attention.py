@@ -34,6 +34,8 @@ DEFAULT_CHUNK = 256
 # Checkpoint name of the values that a rematerialisation policy keeps so that
 # attention is not run again: outputs, and the normalisers of kernels.
 SAVED = attention_shards.SAVED
+# GPUs by their major compute capability, as errors name them.
+_GENERATIONS = {9: 'Hopper (H100, H200)', 10: 'Blackwell (B200)'}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +101,6 @@ BACKENDS: dict[str, Backend] = {
     # Of float32 the kernels would make bfloat16, without a word.
     dtypes=frozenset({'bfloat16'}),
     platforms=frozenset({'gpu'}),
-    # Hopper, and Blackwell of data centers.
     head_dims={9: 256, 10: 256},
     extra='gpu',
     load=attention_tokamax.load,
@@ -158,7 +159,8 @@ def unsupported(
   if backend.head_dims is not None:
     limit = backend.head_dims.get(int(float(device.compute_capability)))
     if limit is None:
-      refused.append(f'{device.device_kind} GPUs')
+      kinds = ' and '.join(_GENERATIONS[n] for n in backend.head_dims)
+      refused.append(f'{device.device_kind} GPUs, as it is for {kinds}')
     elif head_dim > limit:
       refused.append(f'a head dimension of {head_dim} on {device.device_kind}')
   if backend.extra and importlib.util.find_spec(name) is None:
@@ -186,8 +188,8 @@ def check(
     able = [x for x in BACKENDS if not unsupported(x, *call, bias=bias)]
     raise errors.UserError(
       f'attention backend {name!r} cannot honour {"; ".join(refused)}.'
-      f' Backends that can: {", ".join(sorted(able)) or "none"}'
-      ' (config.compute.attention).'
+      ' Set config.compute.attention to one that can:'
+      f' {", ".join(sorted(able)) or "none"}.'
     )
 
 

@@ -87,7 +87,7 @@ def test_a_policy_saves_what_attention_makes(remat, saved, capsys):
 @pytest.mark.parametrize(
   'capability, head_dim, refused',
   [
-    ('8.0', 64, 'a GPU of its kind GPUs'),
+    ('8.0', 64, r'a GPU of its kind GPUs, as it is for Hopper \(H100'),
     ('9.0', 512, 'a head dimension of 512 on a GPU of its kind'),
     ('10.0', 512, 'a head dimension of 512 on a GPU of its kind'),
     ('12.0', 64, 'a GPU of its kind GPUs'),
