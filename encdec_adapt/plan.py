@@ -57,6 +57,13 @@ define_flags = command.define(
     ' completions by a reward model.',
     default=['train'],
   ),
+  command.integer(
+    'examples',
+    'Examples of a packed row, equally long: attention on GPUs leaves out keys'
+    ' of the others.',
+    default=1,
+    lower_bound=1,
+  ),
   command.number(
     'hbm_gib', 'Memory budget of a device in GiB; 0: all of it.', default=0.0
   ),
@@ -128,7 +135,7 @@ def main(values: flags.FlagValues) -> int:
       ' command follows.'
     )
     _print(slices, stored['programs'])
-  plans = program_plans.make(settings, slices, values.programs)
+  plans = program_plans.make(settings, slices, values.programs, values.examples)
   _print(slices, plans)
   print(calibration.text(calibration.table()))
   results = {'digest': stored_plans.digest(settings), 'programs': plans}

@@ -30,8 +30,11 @@ HIDDEN = 0.5
 # keys' and values'.
 _FORWARD = 'attention'
 _BACKWARD = {'attention_dq': 1.5, 'attention_dkv': 2.0}
-# The same of `ops.attention_gradients`, which is no kernel.
+# The same of `ops.attention_gradients`, which is no kernel, and its share of
+# the peak, by which a step of 2B-2B takes what it took on an H200 with packed
+# rows (`calibration.json`); elementwise work of narrow layers is a part of it.
 _PRODUCTS_BACKWARD = 2.5
+_GRADIENT_EFFICIENCY = 0.2
 _FP32 = 4
 
 
@@ -104,13 +107,14 @@ def describe(
   temporary = sum(parts.values())
   peak = temporary + sum((*arguments.values(), *sizes.beside.values()))
   kernels = _kernels(work, hardware)
-  products = job.flops() + step_estimate.recomputed(work)
+  products, gradients = job.flops() + step_estimate.recomputed(work), 0.0
   if kernels:
     # The formula counts scores as products; kernels have them in their rows.
     products -= _scores(work)
-    products += _score_gradients(work)
-  products /= work.busy
-  compute = products / hardware.chip.flops / PRODUCT_EFFICIENCY
+    gradients = _score_gradients(work)
+  speed = work.busy * hardware.chip.flops
+  compute = products / speed / PRODUCT_EFFICIENCY
+  compute += gradients / speed / _GRADIENT_EFFICIENCY
   traffic, weights = _traffic(work, hardware)
   collectives = sum(row['seconds'] for row in traffic)
   computing = compute + sum(row['seconds'] for row in kernels)
@@ -132,7 +136,7 @@ def describe(
     **roofline.describe(
       job,
       hardware,
-      products=products,
+      products=(products + gradients) / work.busy,
       kernels=kernels,
       traffic=traffic,
       compute=compute,

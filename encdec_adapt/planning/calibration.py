@@ -1,7 +1,9 @@
-"""Errors of estimates against published training speeds; must not import jax.
+"""Errors of estimates against measured training speeds; must not import jax.
 
-calibration.json in this folder lists decoder-only training of published
-speed: `name`; `config` of the same job in this repository; `topology`; the
+calibration.json in this folder lists decoder-only training of published speed,
+and steps of a pair that were measured here: `name`; `config` of the same job in
+this repository, with `changes` to its keys and the `examples` of a row, if they
+are stated; `topology`; the
 `source` that states its model FLOPs utilisation; that, `published`, with causal
 attention counted half; and the `estimated` one, `by` which estimator, with the
 `gib` of the plan. `estimated` is null where nothing fits. MaxText's page for
@@ -28,9 +30,9 @@ def table() -> list[Row]:
 
 def text(rows: list[Row]) -> str:
   """Returns a line of text for every row."""
-  lines = ['such estimates for runs whose MFU was published:']
+  lines = ['such estimates for runs whose MFU was measured:']
   for row in rows:
-    begin = f'  {row["name"]:<26}{row["published"]:>6.1%} published,'
+    begin = f'  {row["name"]:<26}{row["published"]:>6.1%} measured,'
     if row['estimated'] is None:  # Out of memory in the compiler.
       lines.append(f'{begin} does not fit here')
       continue

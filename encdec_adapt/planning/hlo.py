@@ -91,7 +91,7 @@ class Collective:
   kind: str
   bytes: float
   groups: str
-  times: int
+  times: float
   overlapped: bool
   computation: str
 
@@ -111,7 +111,7 @@ class Kernel:
   name: str
   operands: tuple[tuple[int, ...], ...]
   results: int
-  times: int
+  times: float
   computation: str
 
 
@@ -132,7 +132,7 @@ class Step:
   op: Instruction
   types: Mapping[str, str]
   computation: str
-  times: int
+  times: float
   flops: float
   kernel: Kernel | None = None
 
@@ -169,15 +169,20 @@ class UnknownProgramError(ValueError):
   """The text has a form that this module does not understand."""
 
 
-def totals(text: str) -> Totals:
+def totals(text: str, share: float = 1.0) -> Totals:
   """Reads a module's text (`compiled.as_text()`).
+
+  Args:
+    text: the text.
+    share: share of a conditional's runs that take its largest branch; the
+      others take the smallest. Which of them runs depends on data.
 
   Raises:
     UnknownProgramError: a loop's trip count cannot be found, a fusion has a
       loop, call or condition, or there is no entry computation.
   """
   computations, entry = parse(text)
-  walk = _Walk(computations, Totals(computations=computations))
+  walk = _Walk(computations, Totals(computations=computations), share)
   walk.add_computation(entry, 1)
   return walk.totals
 
@@ -253,8 +258,9 @@ class _Walk:
 
   computations: Mapping[str, list[Instruction]]
   totals: Totals
+  share: float
 
-  def add_computation(self, name: str, times: int) -> None:
+  def add_computation(self, name: str, times: float) -> None:
     """Adds a computation that runs `times` times."""
     types = {op.name: op.type for op in self.computations[name]}
     for op in self.computations[name]:
@@ -267,8 +273,10 @@ class _Walk:
       self.add_computation(op.attribute('body'), times * trips)
       return
     if op.opcode == 'conditional':
-      # The largest branch counts: which of them runs depends on data.
-      self.add_computation(max(_branches(op), key=self._work), times)
+      branches = sorted(_branches(op), key=self._work)
+      self.add_computation(branches[-1], times * self.share)
+      if self.share < 1:
+        self.add_computation(branches[0], times * (1 - self.share))
     if op.opcode == 'call':
       self.add_computation(op.attribute('to_apply'), times)
     flops, kernels = self.totals.flops, len(self.totals.kernels)
@@ -291,7 +299,7 @@ class _Walk:
   def _work(self, name: str) -> tuple[float, ...]:
     """Returns the work of a computation, to compare it with others."""
     totals = Totals()
-    _Walk(self.computations, totals).add_computation(name, 1)
+    _Walk(self.computations, totals, self.share).add_computation(name, 1)
     kernels = sum(x.times for x in totals.kernels)
     sent = sum(x.bytes * x.times for x in totals.collectives.values())
     # Branches without products differ in the bytes that they write alone.

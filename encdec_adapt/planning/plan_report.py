@@ -68,7 +68,7 @@ def describe(
     unknown = ('flops', 'collectives', 'kernels', 'roofline', 'mfu')
     estimates = {'fits': False, 'memory': memory, **dict.fromkeys(unknown)}
   else:
-    totals = hlo.totals(compiled.as_text())
+    totals = hlo.totals(compiled.as_text(), 1 / job.examples)
     memory = _memory(compiled, program, hardware.chip.hbm_bytes)
     estimates = {
       'fits': memory['peak'] <= memory['budget'],
@@ -166,6 +166,8 @@ def _timed(
 
   def row(call: hlo.Kernel) -> roofline.Row:
     flops = kernels.flops([call], attentions)
+    if hardware.chip.kind == 'gpu':
+      flops /= job.examples
     head_dim = kernels.head_dim(call)
     return roofline.kernel_row(call.name, call.times, flops, hardware, head_dim)
 

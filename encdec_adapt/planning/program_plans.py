@@ -29,7 +29,10 @@ _COMPILER_BYTES = 4 * 2**30
 
 
 def make(
-  settings: config_lib.Settings, slices: chips.Slice, names: list[str]
+  settings: config_lib.Settings,
+  slices: chips.Slice,
+  names: list[str],
+  examples: int = 1,
 ) -> dict[str, dict[str, Any]]:
   """Returns plans of the named programs; see `plan_report.describe`.
 
@@ -39,7 +42,7 @@ def make(
   """
   mesh, plans = make_mesh(settings, slices), {}
   for name in names:
-    job = programs.Job.of(name, settings, mesh)
+    job = programs.Job.of(name, settings, mesh, examples)
     job, plans[name] = choose_and_plan(job, slices)
     if not plans[name]['fits']:
       plans[name] |= plan_search.remedies(job, plans[name], slices)

@@ -60,6 +60,7 @@ class Job:
     optimizer: section `optimizer`.
     train: section `train`.
     init: section `init`.
+    examples: examples of a row; on GPUs attention leaves out the others' keys.
   """
 
   name: str
@@ -73,19 +74,25 @@ class Job:
   optimizer: optimizers.OptimizerConfig
   train: train_section.TrainConfig
   init: init_section.InitConfig
+  examples: int = 1
 
   @classmethod
   def of(
-    cls, name: str, settings: config_lib.Settings, mesh: Mesh | AbstractMesh
+    cls,
+    name: str,
+    settings: config_lib.Settings,
+    mesh: Mesh | AbstractMesh,
+    examples: int = 1,
   ) -> 'Job':
     """Returns a program of a configuration on a mesh.
 
     Raises:
       UserError: the configuration has no such program.
     """
-    # Fields behind the first two have the names of the settings.
-    sections = [field.name for field in dataclasses.fields(cls)[2:]]
-    job = cls(name, mesh, **{s: getattr(settings, s) for s in sections})
+    # Fields between have the names of the settings.
+    sections = [field.name for field in dataclasses.fields(cls)[2:-1]]
+    values = {name: getattr(settings, name) for name in sections}
+    job = cls(name, mesh, **values, examples=examples)
     if name == 'sample' and not job.loss.samples:
       raise errors.UserError(
         f'--programs={name}: the loss {job.loss.name} samples no completions;'

@@ -53,7 +53,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     _fit(chosen, slices)
   else:
     for row, where in zip(chosen, slices, strict=True):
-      found = program_plans.make(_settings(row), where, ['train'])['train']
+      plans = program_plans.make(
+        _settings(row), where, ['train'], row.get('examples', 1)
+      )
+      found = plans['train']
       print(f'[{row["name"]}]\n{plan_report.text(found)}', flush=True)
       row['estimated'], row['by'] = found['mfu'], found['source']
       row['gib'] = found['memory']['peak'] / 2**30
@@ -63,7 +66,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _settings(row) -> config_lib.Settings:
-  values = command.parse(plan.define_flags, [f'--config={row["config"]}'])
+  changes = row.get('changes', {}).items()
+  flags = [
+    f'--config={row["config"]}',
+    *(f'--config.{k}={v}' for k, v in changes),
+  ]
+  values = command.parse(plan.define_flags, flags)
   return config_lib.load(values.config, sources=False)
 
 
@@ -78,11 +86,12 @@ def _fit(rows, slices) -> None:
   for column, (row, where) in enumerate(zip(rows, slices, strict=True)):
     settings = _settings(row).on('gpu')
     mesh = mesh_lib.make_mesh(settings.mesh, chips.devices_of(where))
-    job = programs.Job.of('train', settings, mesh)
+    examples = row.get('examples', 1)
+    job = programs.Job.of('train', settings, mesh, examples)
     program = job.program()
     lowered = program.lower(mesh)
     with jax.set_mesh(mesh):
-      totals = hlo.totals(lowered.compile().as_text())
+      totals = hlo.totals(lowered.compile().as_text(), 1 / examples)
     for index, pair in enumerate(shares):
       roofline.GPU_PRODUCTS, roofline.GPU_MEMORY = pair
       work = plan_report.work(totals, job, where, program)

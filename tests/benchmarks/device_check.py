@@ -186,7 +186,7 @@ class _Run:
 
   def plan(self, chip: str, backend: str, layers: int, batch: int) -> None:
     """Plans a step."""
-    flags = [*PLAN, f'--topology={chip}:1']
+    flags = [*PLAN, f'--topology={chip}:1', f'--examples={EXAMPLES[0]}']
     flags += [f'--config.compute.attention={backend}']
     flags += [f'--config.train.batch_size={batch}']
     for side in ('encoder', 'decoder'):

@@ -140,6 +140,8 @@ def test_the_largest_branch_counts(branches):
   )
   text = text.replace('ENTRY', '%nothing (t: f32[]) -> f32[] {\n}\n\nENTRY')
   assert hlo.totals(text).flops == 2 * 256 * 512 * 512
+  # Nothing is the smallest branch.
+  assert hlo.totals(text, 0.25).flops == 256 * 512 * 512 / 2
 
 
 @pytest.mark.parametrize('first', [True, False])
