@@ -24,7 +24,7 @@ from typing import Any
 from tests.benchmarks import results, training_step
 
 # Nearly all memory for one process.
-_ENVIRONMENT = {
+ENVIRONMENT = {
   'XLA_PYTHON_CLIENT_MEM_FRACTION': '0.95',
   'PYTORCH_CUDA_ALLOC_CONF': 'expandable_segments:True',
 }
@@ -117,12 +117,9 @@ def _measure(
   ):
     flags.append(f'--{name}={getattr(arguments, name)}')
   worker = training_step.Worker(
-    implementation, arguments.dtype, flags, _ENVIRONMENT
+    implementation, arguments.dtype, flags, ENVIRONMENT
   )
-  try:
-    first, *steps = (worker.step() for _ in range(1 + arguments.steps))
-  finally:
-    worker.close()
+  first, *steps = training_step.measured(worker, arguments.steps)
   model = training_step.make_parser().parse_args(flags)
   seconds = results.median(steps, 'seconds')
   return {

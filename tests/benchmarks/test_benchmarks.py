@@ -1,5 +1,7 @@
 """The benchmarks run at small sizes, and their claims hold."""
 
+import json
+
 import pytest
 
 from tests.benchmarks import (
@@ -8,6 +10,7 @@ from tests.benchmarks import (
   gpu_generation,
   gpu_kernels,
   gpu_step,
+  gpu_tuning,
   gradient_sums,
   lm_eval_requests,
   post_training,
@@ -24,6 +27,8 @@ TINY = (
   + ['--encoder_length=32', '--decoder_length=16', '--dtype=float32']
   + ['--platform=cpu', '--remat=full', '--backends=chunked']
 )
+
+_SIZES = ('--layers', '--mlp', '--heads', '--kv', '--head_dim', '--vocab')
 
 
 def test_vocabulary_loss():
@@ -135,6 +140,34 @@ def test_gpu_step(monkeypatch):
   assert ours['loss'] == pytest.approx(theirs['loss'], rel=0.2)
   assert (packed['attention'], packed['examples']) == ('chunked', 3)
   assert packed['batch'] == 2 and packed['FLOP/s'] > 0 and packed['loss'] > 3
+
+
+@pytest.mark.parity
+def test_gpu_tuning(monkeypatch, tmp_path):
+  for name in ('transformers', 'peft'):
+    pytest.importorskip(name)
+  monkeypatch.setenv('XLA_FLAGS', '')  # One device.
+  sizes = [flag for flag in TINY if flag.startswith(_SIZES)]
+  flags = ['--dtype=float32', '--attention=chunked', '--remat=full']
+  flags += ['--peer', '--peer_device=cpu', '--shapes=2x32+16', '--steps=1']
+  flags += ['--prompts=2', '--samples=2', '--tokens=8', '--prompt_tokens=16']
+  flags += ['--bases', 'bfloat16', 'nf4', '--policies', 'rloo']
+  output = tmp_path / 'numbers.json'
+  rows = gpu_tuning.main(
+    [*sizes, '--width=64', '--mlp_width=64', '--head_dim=64', *flags]
+    + ['--microbatches=2', f'--output={output}']
+  )['rows']
+  peer, *ours, policy = rows
+  assert json.loads(output.read_text())['rows'][-1] == policy
+  assert [row['job'] for row in ours] == [
+    f'LoRA, {base}' for base in ('bfloat16', 'nf4')
+  ]
+  assert {row['trained'] for row in ours} == {peer['trained']}
+  for row in ours:
+    assert row['loss'] == pytest.approx(peer['loss'], rel=0.2)
+    assert row['ratio'] > 0 < row['peak GiB']
+  tokens = policy['sampled tokens/s'] * policy['sample s']
+  assert tokens == pytest.approx(2 * 2 * 8) and policy['update s'] > 0
 
 
 def test_gpu_kernels():

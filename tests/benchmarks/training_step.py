@@ -9,8 +9,8 @@ machine affects both. Ratios are ours over the peer's. Needs
 
 The model is a T5Gemma, or with `--block=t5` a T5 1.1. `--pair=2b_2b` names a
 shipped pair instead of sizes, and `--examples` is the number of examples in a
-row. The default sizes are for a CPU; `gpu_step` runs
-the same workers on a GPU.
+row. `--lora` has options of `config.train.lora`, against PEFT. The default
+sizes are for a CPU; `gpu_step` and `gpu_tuning` run the same workers on a GPU.
 """
 
 import argparse
@@ -50,6 +50,8 @@ MODEL = {
   'examples': 1,
   'optimizer': 'adamw',
   'steps': 7,
+  'lora': '',
+  'microbatches': 1,
   'moment_dtype': 'float32',
   'scan_unroll': 1,
   'remat': 'none',
@@ -119,40 +121,47 @@ def make_pair(arguments: argparse.Namespace) -> Any:
   return configs.encoder_decoder(stack, stack)
 
 
-def make_ours(arguments: argparse.Namespace) -> tuple[Run, int, str]:
-  """Makes our step, as `train.py` runs it.
-
-  Returns:
-    Function that runs a step, the number of parameters, and `compute.remat`.
-  """
+def place(arguments: argparse.Namespace) -> Any:
+  """Returns the `training.state.Placement` of our model or its adapters."""
   import jax
 
   from encdec_adapt.models import execution
-  from encdec_adapt.objectives import framing, supervised
   from encdec_adapt.sharding import mesh, rules
-  from encdec_adapt.training import (
-    optimizers,
-    phases,
-    remat_choice,
-    schedules,
-    setup,
-    step,
-    train_section,
-    workload,
-  )
-  from encdec_adapt.training.losses import cross_entropy
+  from encdec_adapt.training import setup, train_section
 
   names = ('remat', 'attention', 'attention_chunk', 'scan_unroll')
   compute = execution.ComputeConfig(
     dtype=arguments.dtypes[0],
     **{name: getattr(arguments, name) for name in names},
   ).on(jax.default_backend())
-  where = setup.place_model(
-    make_pair(arguments),
+  pair = make_pair(arguments)
+  return setup.place_model(
+    pair,
     compute,
     mesh.make_mesh(mesh.MeshConfig()),
     rules.RULES['fsdp'],
+    train_section.TrainConfig(lora=arguments.lora).adapters(pair),
   )
+
+
+def make_job(
+  where: Any, loss: Any, arguments: argparse.Namespace, **options: Any
+) -> Any:
+  """Returns the `training.phases.Phases` of our job, as `train.py` makes it.
+
+  Args:
+    where: the placement.
+    loss: the loss.
+    arguments: flags of the optimizer and the batch.
+    **options: further arguments of `Phases`.
+  """
+  from encdec_adapt.training import (
+    optimizers,
+    phases,
+    schedules,
+    train_section,
+  )
+
   optimizer = optimizers.OptimizerConfig(
     arguments.optimizer,
     schedules.ScheduleConfig('constant', LEARNING_RATE, 0, 1000),
@@ -160,26 +169,71 @@ def make_ours(arguments: argparse.Namespace) -> tuple[Run, int, str]:
     moment_dtype=arguments.moment_dtype,
     second_moment_dtype=arguments.moment_dtype,
   )
+  config = train_section.TrainConfig(
+    batch_size=arguments.batch_size, microbatches=arguments.microbatches
+  )
+  return phases.Phases(where, loss, optimizer, config, **options)
+
+
+def _draw_base(where: Any) -> Any:
+  """Returns a random frozen base; no second copy of it is in memory."""
+  import jax
+
+  from encdec_adapt.training import state
+
+  base, dtype = {}, where.model.compute.dtype
+  for path in where.adapters.frozen:
+    shape = where.model.table[path].shape
+
+    def draw(path=path, shape=shape):
+      kernel = 0.02 * jax.random.normal(jax.random.key(0), shape, dtype)
+      return where.adapters.freeze(path, kernel, dtype)
+
+    base[path] = jax.jit(draw)()
+  return state.unflatten(base)
+
+
+def make_ours(arguments: argparse.Namespace) -> tuple[Run, int, str]:
+  """Makes our step, as `train.py` runs it.
+
+  Returns:
+    Function that runs a step, the number of parameters that train, and
+    `compute.remat`.
+  """
+  import jax
+
+  from encdec_adapt.models import execution
+  from encdec_adapt.objectives import framing, supervised
+  from encdec_adapt.training import remat_choice, step, train_section, workload
+  from encdec_adapt.training.losses import cross_entropy
+
+  where = place(arguments)
   loss = cross_entropy.CrossEntropy(chunk=arguments.loss_chunk)
-  config = train_section.TrainConfig(batch_size=arguments.batch_size)
-  job = phases.Phases(where, loss, optimizer, config)
-  params = where.place(where.model.init, jax.random.key(0))
+  job = make_job(where, loss, arguments)
+  base = _draw_base(where) if where.adapters else {}
+  init = (where.adapters or where.model).init
+  params = where.place(init, jax.random.key(0))
   current = job.create(params)
   batch = step.place_batch(make_batch(arguments), where)
-  policy = compute.remat
+  policy = where.model.compute.remat
   if policy == execution.AUTO:
     lengths = framing.Lengths(
       arguments.encoder_length, arguments.decoder_length
     )
+    config = train_section.TrainConfig(
+      batch_size=arguments.batch_size, microbatches=arguments.microbatches
+    )
     sizes, maker = (lengths, 1), supervised.Supervised
+    loaded = current, batch, {}, base
     choice = remat_choice.for_job(
-      lambda x: job.with_remat(x).make_step().lower(current, batch, {}, {}),
+      lambda x: job.with_remat(x).make_step().lower(current, batch, {}, base),
       workload.of_step(where, loss, config, sizes, (), maker),
-      (current, batch, {}, {}),
-      (current, batch),
+      loaded,
+      loaded,
       (),
       functools.partial(print, file=sys.stderr),
     )
+    del loaded  # Donated.
     policy = choice.policy
     job = job.with_remat(policy, choice.program)
   train = job.make_step()
@@ -189,7 +243,7 @@ def make_ours(arguments: argparse.Namespace) -> tuple[Run, int, str]:
 
   def run() -> float:
     nonlocal current
-    current, metrics = train(current, batch, {}, {})
+    current, metrics = train(current, batch, {}, base)
     return float(metrics['loss'])
 
   return run, count, policy
@@ -211,20 +265,25 @@ def make_transformers(arguments: argparse.Namespace) -> tuple[Run, int]:
     model = transformers.AutoModelForSeq2SeqLM.from_config(
       transformers.AutoConfig.for_model(**raw),
       attn_implementation=arguments.peer_attention,
+      # A frozen base in the compute dtype, as ours.
+      dtype=arguments.dtypes[0] if arguments.lora else 'float32',
     )
     if arguments.block == 't5':
       # transformers 5 ties the head of every T5 that is built from a config.
       head = model.get_input_embeddings().weight.detach().clone()
       model.lm_head.weight = torch.nn.Parameter(head)
+  if arguments.lora:
+    model = _with_peft(model, arguments.lora)
   model.train()
   if arguments.peer_checkpointing:
     model.gradient_checkpointing_enable({'use_reentrant': False})
   options = {'lr': LEARNING_RATE, 'weight_decay': 0.0}
+  trained = [p for p in model.parameters() if p.requires_grad]
   if arguments.optimizer == 'adamw':
     options |= {'betas': (0.9, 0.95), 'fused': True}
-    optimizer = torch.optim.AdamW(model.parameters(), **options)
+    optimizer = torch.optim.AdamW(trained, **options)
   else:
-    optimizer = torch.optim.Adafactor(model.parameters(), **options)
+    optimizer = torch.optim.Adafactor(trained, **options)
   batch = {
     name: torch.from_numpy(value).long().to(device)
     for name, value in make_batch(arguments).items()
@@ -242,12 +301,29 @@ def make_transformers(arguments: argparse.Namespace) -> tuple[Run, int]:
         use_cache=False,
       ).loss
     loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
+    torch.nn.utils.clip_grad_norm_(trained, CLIP_NORM)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return float(loss)
 
-  return run, sum(p.numel() for p in model.parameters())
+  return run, sum(p.numel() for p in trained)
+
+
+def _with_peft(model: Any, lora: str) -> Any:
+  """Returns the model with adapters of PEFT on all projections."""
+  import peft
+
+  from encdec_adapt.models import adapters
+
+  options = adapters.parse(lora)
+  return peft.get_peft_model(
+    model,
+    peft.LoraConfig(
+      r=options.rank,
+      lora_alpha=options.numerator,
+      target_modules=[f'{x}_proj' for x in (*'qkvo', 'gate', 'up', 'down')],
+    ),
+  )
 
 
 def _work(arguments: argparse.Namespace) -> None:
@@ -263,17 +339,21 @@ def _work(arguments: argparse.Namespace) -> None:
   else:
     run, parameters = make_transformers(arguments)
     peak = policy = None
-  for _ in sys.stdin:
+
+  def measure() -> dict[str, Any]:
     start = time.perf_counter()
     loss = run()
-    answer = {
-      'seconds': time.perf_counter() - start,
-      'loss': loss,
-      'peak_mib': _peak_mib(),
-      'parameters': parameters,
-      'peak_flops': peak,
-      'remat': policy,
-    }
+    seconds = time.perf_counter() - start
+    answer = {'seconds': seconds, 'loss': loss, 'parameters': parameters}
+    return answer | {'peak_flops': peak, 'remat': policy}
+
+  answer_steps(measure)
+
+
+def answer_steps(measure: Callable[[], dict[str, Any]]) -> None:
+  """Answers each line of standard input by a measured step and the memory."""
+  for _ in sys.stdin:
+    answer = measure() | {'peak_mib': _peak_mib()}
     print(json.dumps(answer), flush=True)
 
 
@@ -305,9 +385,10 @@ class Worker:
     dtype: str,
     flags: Sequence[str],
     environment: Mapping[str, str] | None = None,
+    module: str = 'training_step',
   ):
-    """Starts the process."""
-    command = [sys.executable, '-m', 'tests.benchmarks.training_step', *flags]
+    """Starts the process, of a module in this folder."""
+    command = [sys.executable, '-m', f'tests.benchmarks.{module}', *flags]
     command += [f'--worker={implementation}', '--dtypes', dtype]
     self._process = subprocess.Popen(
       command,
@@ -330,6 +411,18 @@ class Worker:
     """Ends the process."""
     self._process.stdin.close()
     self._process.wait()
+
+
+def measured(worker: Worker, steps: int) -> list[dict[str, float]]:
+  """Returns the measurements of a first step and of `steps` more.
+
+  Raises:
+    WorkerError: it does not fit, or cannot be run.
+  """
+  try:
+    return [worker.step() for _ in range(1 + steps)]
+  finally:
+    worker.close()
 
 
 def tokens_of(arguments: argparse.Namespace) -> int:
