@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any] | None:
     peer_device='cuda',
     dtype='bfloat16',
     attention='tokamax',
-    remat='dots',
+    remat='auto',
     steps=5,
     prompts=8,
     samples=8,
@@ -98,6 +98,7 @@ def _tune(
   simple, formula = _step_flops(settings)
   return {
     'job': f'LoRA, {base}',
+    'remat': first['remat'],
     'rows': shape,
     'tokens/s': training_step.tokens_of(settings) / seconds,
     'step s': seconds,
@@ -167,9 +168,9 @@ def _work(arguments: argparse.Namespace, model: argparse.Namespace) -> None:
   import numpy as np
 
   from encdec_adapt.data.records import record_sets
-  from encdec_adapt.objectives import framing
+  from encdec_adapt.objectives import framing, supervised
   from encdec_adapt.tokenizers import special_ids, vocabulary_pair
-  from encdec_adapt.training import rollouts, step, train_section
+  from encdec_adapt.training import rollouts, setup, step, train_section
   from encdec_adapt.training.losses import policy
 
   options = f'samples={arguments.samples},tokens={arguments.tokens}'
@@ -190,8 +191,6 @@ def _work(arguments: argparse.Namespace, model: argparse.Namespace) -> None:
   }
   state = job.create(params)
   del params  # Donated.
-  train = job.make_step()
-
   # No completion ends: the id is beyond the vocabulary that is sampled from.
   vocabulary = vocabulary_pair.open_vocabulary('bytes')
   side = special_ids.SideIds(pad=0, eos=vocabulary.size, bos=2)
@@ -208,6 +207,21 @@ def _work(arguments: argparse.Namespace, model: argparse.Namespace) -> None:
   )
   pairs = [framing.Pair(prompt, nothing) for prompt in prompts]
   rewards = rng.random((arguments.prompts, arguments.samples), np.float32)
+  model.batch_size = arguments.prompts
+  lengths = records.spec.lengths
+  batch = setup.abstract_batch(
+    where,
+    loss,
+    supervised.Supervised,
+    lengths,
+    arguments.prompts,
+    axes,
+    teacher=False,
+  )
+  sizes = lengths, arguments.samples
+  train = training_step.by_memory(
+    job, loss, model, sizes, state, batch, references, {}
+  ).make_step()
 
   def measure() -> dict[str, Any]:
     nonlocal state

@@ -175,6 +175,48 @@ def make_job(
   return phases.Phases(where, loss, optimizer, config, **options)
 
 
+def by_memory(
+  job: Any, loss: Any, arguments: argparse.Namespace, sizes: Any, *loaded: Any
+) -> Any:
+  """Returns the phases with the policy that memory decides, if none is stated.
+
+  Args:
+    job: the phases.
+    loss: the loss.
+    arguments: flags of the batch.
+    sizes: tokens and answers of a row.
+    *loaded: state, batch, references and base.
+  """
+  import jax
+
+  from encdec_adapt.models import execution
+  from encdec_adapt.objectives import supervised
+  from encdec_adapt.training import remat_choice, train_section, workload
+
+  where = job.placement
+  if where.model.compute.remat != execution.AUTO:
+    return job
+  shapes = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
+    loaded,
+  )
+  config = train_section.TrainConfig(
+    batch_size=arguments.batch_size, microbatches=arguments.microbatches
+  )
+  references = [where.model.config] * len(loaded[2])
+  choice = remat_choice.for_job(
+    lambda x: job.with_remat(x).make_step().lower(*shapes),
+    workload.of_step(
+      where, loss, config, sizes, references, supervised.Supervised
+    ),
+    shapes,
+    loaded,
+    (),
+    functools.partial(print, file=sys.stderr),
+  )
+  return job.with_remat(choice.policy, choice.program)
+
+
 def _draw_base(where: Any) -> Any:
   """Returns a random frozen base; no second copy of it is in memory."""
   import jax
@@ -202,9 +244,8 @@ def make_ours(arguments: argparse.Namespace) -> tuple[Run, int, str]:
   """
   import jax
 
-  from encdec_adapt.models import execution
-  from encdec_adapt.objectives import framing, supervised
-  from encdec_adapt.training import remat_choice, step, train_section, workload
+  from encdec_adapt.objectives import framing
+  from encdec_adapt.training import step
   from encdec_adapt.training.losses import cross_entropy
 
   where = place(arguments)
@@ -215,27 +256,8 @@ def make_ours(arguments: argparse.Namespace) -> tuple[Run, int, str]:
   params = where.place(init, jax.random.key(0))
   current = job.create(params)
   batch = step.place_batch(make_batch(arguments), where)
-  policy = where.model.compute.remat
-  if policy == execution.AUTO:
-    lengths = framing.Lengths(
-      arguments.encoder_length, arguments.decoder_length
-    )
-    config = train_section.TrainConfig(
-      batch_size=arguments.batch_size, microbatches=arguments.microbatches
-    )
-    sizes, maker = (lengths, 1), supervised.Supervised
-    loaded = current, batch, {}, base
-    choice = remat_choice.for_job(
-      lambda x: job.with_remat(x).make_step().lower(current, batch, {}, base),
-      workload.of_step(where, loss, config, sizes, (), maker),
-      loaded,
-      loaded,
-      (),
-      functools.partial(print, file=sys.stderr),
-    )
-    del loaded  # Donated.
-    policy = choice.policy
-    job = job.with_remat(policy, choice.program)
+  lengths = framing.Lengths(arguments.encoder_length, arguments.decoder_length)
+  job = by_memory(job, loss, arguments, (lengths, 1), current, batch, {}, base)
   train = job.make_step()
 
   count = sum(leaf.size for leaf in jax.tree.leaves(params))
@@ -246,7 +268,7 @@ def make_ours(arguments: argparse.Namespace) -> tuple[Run, int, str]:
     current, metrics = train(current, batch, {}, base)
     return float(metrics['loss'])
 
-  return run, count, policy
+  return run, count, job.placement.model.compute.remat
 
 
 def make_transformers(arguments: argparse.Namespace) -> tuple[Run, int]:
