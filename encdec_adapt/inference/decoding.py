@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from encdec_adapt.inference import lengths, quantization
 from encdec_adapt.inference import sampling as sampling_lib
-from encdec_adapt.models import base_model, build
+from encdec_adapt.models import base_model, build, layers
 from encdec_adapt.models import kv_cache as caches
 from encdec_adapt.ops import kernel_forms, partition
 from encdec_adapt.sharding import compiler
@@ -379,6 +379,9 @@ def prepare(
     int8: whether to keep kernels as 8-bit integers.
     mesh: mesh of the parameters.
     rules: rules by which the result is sharded.
+
+  Returns:
+    Parameters of `build.unroll(model)`, as `merge_kernels` returns them.
   """
   params = quantization.merge(params, model.table)
   params = quantization.cast(params, model.table, model.compute.dtype)
@@ -391,7 +394,44 @@ def prepare(
   params = traverse_util.unflatten_dict(flat, sep='/')
   if int8:
     params = quantization.quantize(params, model.table)
-  return build.unroll_params(model, params)
+  params = build.unroll_params(model, params)
+  with partition.use(mesh, rules.as_dict()):
+    return merge_kernels(model, params)
+
+
+def merge_kernels(
+  model: build.Model, params: base_model.Params
+) -> base_model.Params:
+  """Merges kernels of the decoder that multiply the same states.
+
+  A step of decoding then has fewer products. Those of queries stay separate
+  where the partition in use shards their heads otherwise than key heads.
+
+  Args:
+    model: the model.
+    params: its unrolled parameters, nested.
+
+  Returns:
+    The parameters, with kernels of `layers.merge` by their joined names.
+  """
+  active = partition.active()
+  alike = active.mesh_axes('heads') == active.mesh_axes('kv_heads')
+  attention = 'query_key_value' if alike else 'key_value'
+  last = {'attention/value': attention}
+  last |= dict.fromkeys(('mlp/up', 'shared/up'), 'gate_up')
+  groups = {'kv_heads': model.config.decoder.kv_heads}
+  groups['mlp'] = active.size('mlp')
+  flat = traverse_util.flatten_dict(params['decoder'], sep='/')
+  for path in [*flat]:
+    name = last.get('/'.join(path.split('/')[-2:]))
+    module = path.rpartition('/')[0]
+    names = [f'{module}/{x}' for x in name.split('_')] if name else []
+    # A feed-forward may have no gate.
+    if names and flat.keys() >= {*names}:
+      kernels = [flat.pop(x) for x in names]
+      count = groups[layers.MERGED[name][1]]
+      flat[f'{module}/{name}'] = layers.merge(name, kernels, count)
+  return {**params, 'decoder': traverse_util.unflatten_dict(flat, sep='/')}
 
 
 def with_adapters(
@@ -410,7 +450,8 @@ def with_adapters(
   new = build.unroll_params(model, adapters)
   for path, leaf in traverse_util.flatten_dict(new, sep='/').items():
     if isinstance(leaf, kernel_forms.Adapted):
-      flat[path] = leaf.replace(kernel=flat[path])
+      # None for a merged kernel, to whose product the adapter adds.
+      flat[path] = leaf.replace(kernel=flat.get(path))
     elif leaf is not None:
       flat[path] = leaf
   return traverse_util.unflatten_dict(flat, sep='/')

@@ -30,6 +30,9 @@ _AXES = {
   'output': ('heads', 'head_dim', 'embed'),
 }
 
+# Kernels of `layers.merge`.
+_MERGED, _KEYS_VALUES = 'query_key_value', 'key_value'
+
 
 def project_keys_values(
   config: model_config.StackConfig,
@@ -44,24 +47,46 @@ def project_keys_values(
       keys and values: 'key' [E, K, H], 'key_bias' [K, H], 'key_norm' [H], ..
     source: normalised states.
   """
-  key = _project(params, 'key', source)
-  # Before the rotation, as in transformers; the scale differs by dimension, so
-  # that the order matters.
-  if config.qk_norm:
-    key = layers.norm(config, key, params['key_norm'])
-  value = _project(params, 'value', source)
+  if _MERGED in params:
+    # The product with queries' kernels would not be read.
+    params = {**params, _KEYS_VALUES: params[_MERGED][:, :, -2:]}
+  key, value = _project(params, source, *_KEYS_VALUES.split('_'))
+  return _keys_values(config, params, key, value)
+
+
+def _keys_values(
+  config: model_config.StackConfig,
+  params: Mapping[str, Any],
+  key: Float[Array, 'B S K H'],
+  value: Float[Array, 'B S K H'],
+) -> caches.KeyValues:
+  """Normalises keys where the stack does, and shards both."""
+  key = _norm(config, params, 'key_norm', key)
   # The single token of a decoding step does not divide.
-  length = 'kv_length' if source.shape[1] > 1 else None
+  length = 'kv_length' if key.shape[1] > 1 else None
   key, value = (
     partition.shard(x, 'batch', length, 'kv_heads', None) for x in (key, value)
   )
   return caches.KeyValues(key=key, value=value)
 
 
-def _project(params: Mapping[str, Any], name: str, x: jax.Array) -> jax.Array:
-  """Projects `x` by a kernel, and adds its bias if there is any."""
-  bias = params.get(f'{name}_bias')
-  return layers.project(x, params[name], bias, axes=_AXES[name])
+def _project(
+  params: Mapping[str, Any], x: jax.Array, *names: str
+) -> list[jax.Array]:
+  """Projects `x` by kernels, and adds any biases."""
+  return layers.project_all(x, params, {name: _AXES[name] for name in names})
+
+
+def _norm(
+  config: model_config.StackConfig,
+  params: Mapping[str, Any],
+  name: str,
+  x: Float[Array, 'B L N H'],
+) -> Float[Array, 'B L N H']:
+  """Normalises queries or keys where the stack does."""
+  # Before the rotation, as in transformers; the scale differs by dimension, so
+  # that the order matters.
+  return layers.norm(config, x, params[name]) if config.qk_norm else x
 
 
 class _Attention(nn.Module):
@@ -78,7 +103,12 @@ class _Attention(nn.Module):
   source_width: int
 
   def setup(self):
-    """Declares kernels, biases and gains of norms, as `self.weights`."""
+    # A dict like the layer's parameters: `project_keys_values` takes both, so
+    # that a prompt's encoding is projected without a module.
+    self.weights = layers.parameters(self, self._declare)
+
+  def _declare(self) -> dict[str, Any]:
+    """Declares kernels, biases and gains of norms."""
     cfg = self.config
     of_source = (self.source_width, cfg.kv_heads, cfg.head_dim)
     # A product contracts the first dimensions of a kernel, and its bias has the
@@ -98,7 +128,7 @@ class _Attention(nn.Module):
       init = layers.kernel_init(
         axes, dims[:contracted], dims[contracted:], scale=scale
       )
-      weights[name] = layers.declare(self, name, init, shape)
+      weights[name] = self.param(name, init, shape, jnp.float32)
       if name in biased[cfg.attention_bias]:
         init = layers.bias_init(*axes[contracted:])
         weights[f'{name}_bias'] = self.param(
@@ -108,16 +138,7 @@ class _Attention(nn.Module):
       for name in ('query_norm', 'key_norm'):
         init = layers.gain_init(cfg, 'head_dim')
         weights[name] = self.param(name, init, (cfg.head_dim,))
-    # A dict like the layer's parameters: `project_keys_values` takes both, so
-    # that a prompt's encoding is projected without a module.
-    self.weights = weights
-
-  def queries(self, x: Float[Array, 'B T D']) -> Float[Array, 'B T N H']:
-    """Projects queries, before rotation."""
-    q = _project(self.weights, 'query', x)
-    if self.config.qk_norm:
-      q = layers.norm(self.config, q, self.weights['query_norm'])
-    return q
+    return weights
 
   def attend(
     self,
@@ -131,7 +152,7 @@ class _Attention(nn.Module):
     """Attends over the source and projects the result to the width.
 
     Args:
-      q: queries.
+      q: queries; with a cache copies of that of a token, which attends once.
       source: keys and values.
       mask: mask of the queries over the source.
       cached: whether the source comes from a cache.
@@ -141,7 +162,7 @@ class _Attention(nn.Module):
     # By heads, not head_dim: scores then need no sum over devices.
     q = partition.shard(q, 'batch', 'length', 'act_heads', None)
     out = attention.attention(
-      q,
+      q[:, :1] if cached else q,
       source.key,
       source.value,
       mask,
@@ -150,9 +171,10 @@ class _Attention(nn.Module):
       bias=bias,
       backend=compute.cached_attention if cached else compute.attention,
       chunk=compute.attention_chunk,
-    )  # [B, T, N, H]
+    )
+    out = jnp.broadcast_to(out, q.shape)  # [B, T, N, H]
     out = partition.shard(out, 'batch', 'length', 'act_heads', None)
-    return _project(self.weights, 'output', out)
+    return _project(self.weights, out, 'output')[0]
 
 
 class SelfAttention(_Attention):
@@ -168,7 +190,7 @@ class SelfAttention(_Attention):
   def __call__(
     self,
     x: Float[Array, 'B L D'],
-    rotation: tuple[Float[Array, 'B L 1 J'], Float[Array, 'B L 1 J']] | None,
+    rotation: tuple[Float[Array, 'B #L 1 J'], Float[Array, 'B #L 1 J']] | None,
     mask: masks.MaskSpec,
     cached: caches.KeyValues | None,
     slot: Int[Array, 'B'] | None,
@@ -178,7 +200,7 @@ class SelfAttention(_Attention):
     """Attends over `x`, or over a cache after writing `x` to it.
 
     Args:
-      x: normalised states; L is 1 with a cache.
+      x: normalised states; with a cache copies of those of a token.
       rotation: cosines and sines of the positions (`rope.angles`); None in a
         stack with relative positions.
       mask: mask over the keys of `x`, or over the cache's entries.
@@ -192,8 +214,16 @@ class SelfAttention(_Attention):
       The output, and keys and values: the cache with `x` in it, or those of
       `x` [B, L, K, H] without a cache.
     """
-    q = self.queries(x)
-    entries = project_keys_values(self.config, self.weights, x)
+    groups = [_MERGED] if _MERGED in self.weights else ['query', _KEYS_VALUES]
+    q, *entries = [
+      y
+      for names in groups
+      for y in _project(self.weights, x, *names.split('_'))
+    ]
+    q = _norm(self.config, self.weights, 'query_norm', q)
+    if cached is not None:
+      entries = [y[:, :1] for y in entries]
+    entries = _keys_values(self.config, self.weights, *entries)
     if rotation is not None:
       q = rope.rotate(q, *rotation)
       entries = entries.replace(key=rope.rotate(entries.key, *rotation))
@@ -230,4 +260,6 @@ class CrossAttention(_Attention):
       source = caches.transposed(cached)
     else:
       source = project_keys_values(self.config, self.weights, encoded)
-    return self.attend(self.queries(x), source, mask, cached=cached is not None)
+    (q,) = _project(self.weights, x, 'query')
+    q = _norm(self.config, self.weights, 'query_norm', q)
+    return self.attend(q, source, mask, cached=cached is not None)

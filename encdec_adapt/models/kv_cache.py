@@ -166,19 +166,21 @@ def write(
 ) -> KeyValues:
   """Writes a token's keys and values [B, 1, K, H] at each row's slot."""
 
-  @jax.vmap
-  def write_rows(row: jax.Array, x: jax.Array, i: jax.Array) -> jax.Array:
-    # Mapped over rows, because each is at a position, and so a slot, of its
-    # request.
+  def write_rows(rows: jax.Array, x: jax.Array, i: jax.Array) -> jax.Array:
+    if len(i) > 1:
+      # Mapped over rows, because each is at a position, and so a slot, of its
+      # request.
+      return jax.vmap(write_row)(rows, x, i)
+    if not products.on_cpu():
+      # Mapped over one row, XLA:GPU would select the values in a kernel first.
+      return write_row(rows[0], x[0], i[0])[None]
+    # By heads: XLA:CPU turns a scatter of one index into an update that it
+    # fuses with each reader, and copies the cache for all but one of them.
+    heads = jnp.arange(rows.shape[1])
+    return rows.at[0, heads, i].set(x[0, :, 0], mode='promise_in_bounds')
+
+  def write_row(row: jax.Array, x: jax.Array, i: jax.Array) -> jax.Array:
     return jax.lax.dynamic_update_slice_in_dim(row, x, i, axis=1)
-
-  if products.on_cpu() and len(slot) == 1:
-
-    def write_rows(rows: jax.Array, x: jax.Array, i: jax.Array) -> jax.Array:
-      # By heads: XLA:CPU turns a scatter of one index into an update that it
-      # fuses with each reader, and copies the cache for all but one of them.
-      heads = jnp.arange(rows.shape[1])
-      return rows.at[0, heads, i].set(x[0, :, 0], mode='promise_in_bounds')
 
   return jax.tree.map(
     lambda old, x: write_rows(old, x.swapaxes(1, 2).astype(old.dtype), slot),

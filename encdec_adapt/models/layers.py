@@ -12,9 +12,10 @@ sqrt(H), with variance 1 / (D H).
 Imports no attention and nothing that is made of layers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 import itertools
 import math
+import types
 from typing import Any
 
 from flax import linen as nn
@@ -31,6 +32,16 @@ from encdec_adapt.ops import (
   partition,
   products,
   relative_bias,
+)
+
+# Logical axes of kernels that `merge` makes of several, by their names.
+_BY_KV_HEADS = ('embed', 'kv_heads', None, None)
+MERGED: Mapping[str, tuple[str | None, ...]] = types.MappingProxyType(
+  {
+    'query_key_value': _BY_KV_HEADS,
+    'key_value': _BY_KV_HEADS,
+    'gate_up': ('embed', 'mlp', None, None),
+  }
 )
 
 
@@ -193,6 +204,19 @@ def declare_bias(
   return relative_bias.RelativeBias(table, distance)
 
 
+def parameters(
+  module: nn.Module, declare: Callable[[], dict[str, Any]]
+) -> Mapping[str, Any]:
+  """Returns the parameters of a module by name, declared if it is initialised.
+
+  Otherwise they are those that it is applied with, in any form: merged
+  kernels, `Quantized` or `Adapted`.
+  """
+  if module.is_initializing():
+    return declare()
+  return module.variables['params']
+
+
 def declare(
   module: nn.Module,
   name: str,
@@ -239,6 +263,7 @@ def project(
   bias: Float[Array, '*J'] | None = None,
   *,
   axes: Sequence[str],
+  product: Float[Array, 'B L *J'] | None = None,
 ) -> Float[Array, 'B L *J']:
   """Projects states by a kernel and adds a bias, rounding once.
 
@@ -259,9 +284,11 @@ def project(
 
   Args:
     x: states; the dimensions after the first two are contracted.
-    kernel: [*I, *J], an array or a kernel of `ops.kernel_forms`.
+    kernel: [*I, *J], an array or a kernel of `ops.kernel_forms`; None, or
+      an adapter of None, with `product`.
     bias: added to the product; None for none.
     axes: logical axes of the kernel.
+    product: the product, where `project_all` has computed it.
 
   Returns:
     The projected states in the dtype of `x`.
@@ -269,7 +296,9 @@ def project(
   adapter = kernel if isinstance(kernel, kernel_forms.Adapted) else None
   kernel = adapter.kernel if adapter else kernel
   accumulate = None if bias is None and adapter is None else jnp.float32
-  y = _multiply(x, kernel, axes, accumulate)
+  y = product
+  if kernel is not None:
+    y = _multiply(x, kernel, axes, accumulate)
   if adapter:
     contracted = x.ndim - 2
     a_axes, b_axes = (*axes[:contracted], 'rank'), ('rank', *axes[contracted:])
@@ -281,8 +310,74 @@ def project(
   return y.astype(x.dtype)
 
 
+def project_all(
+  x: Float[Array, 'B L *I'],
+  params: Mapping[str, Any],
+  axes: Mapping[str, Sequence[str]],
+) -> list[jax.Array]:
+  """Projects states by several kernels and adds their biases; see `project`.
+
+  Args:
+    x: states.
+    params: kernels by name, or those of `merge` by their joined names, and
+      adapters beside them; biases as 'NAME_bias'.
+    axes: logical axes of each kernel [*I, *J] by its name.
+
+  Returns:
+    The projected states [B, L, *J] by each kernel.
+  """
+  merged, computed = '_'.join(axes), [None] * len(axes)
+  if merged in MERGED and merged in params:
+    is_sum = any(x in params or f'{x}_bias' in params for x in axes)
+    accumulate = jnp.float32 if is_sum else None
+    y = _multiply(x, params[merged], MERGED[merged], accumulate)
+    # [B, L, groups, parts, width]; only the first kernel has several parts.
+    last = y.shape[3] - len(axes) + 1
+    parts = jnp.split(y, [*range(last, y.shape[3])], axis=3)
+    shapes = ((-1, y.shape[4])[: len(x) - 1] for x in axes.values())
+    computed = [
+      part.reshape(*x.shape[:2], *shape)
+      for part, shape in zip(parts, shapes, strict=True)
+    ]
+  return [
+    project(
+      x, params.get(name), params.get(f'{name}_bias'), axes=a, product=product
+    )
+    for (name, a), product in zip(axes.items(), computed, strict=True)
+  ]
+
+
+def merge(name: str, kernels: Sequence[Any], groups: int) -> Any:
+  """Makes a kernel of several that multiply the same states.
+
+  Groups of outputs follow each other, each with its part of every kernel: if
+  groups are sharded, a device has the parts of its heads and features, and
+  `project_all` cuts the product without exchanging any.
+
+  Args:
+    name: key of `MERGED`.
+    kernels: arrays [D, *J], or `Quantized`; the first may have more heads.
+    groups: groups of outputs: key heads, or shards of features.
+
+  Returns:
+    [D, groups, parts, width], an array or `Quantized`.
+  """
+
+  def join(*arrays: jax.Array) -> jax.Array:
+    rows = len(arrays[-1])
+    width = arrays[-1].size // (rows * groups)
+    y = jnp.concatenate(
+      [x.reshape(rows, groups, -1, width) for x in arrays], axis=2
+    )
+    inputs, *outputs = MERGED[name]
+    # A scale has no inputs.
+    return partition.shard(y, inputs if rows > 1 else None, *outputs)
+
+  return jax.tree.map(join, *kernels)
+
+
 def _multiply(
-  x: jax.Array, kernel: Any, axes: Sequence[str], accumulate: Any
+  x: jax.Array, kernel: Any, axes: Sequence[str | None], accumulate: Any
 ) -> jax.Array:
   """Multiplies states [B, L, *I] by a kernel [*I, *J] without an adapter.
 
@@ -323,22 +418,26 @@ class MLP(nn.Module):
 
   @nn.compact
   def __call__(self, x: Float[Array, 'B L D']) -> Float[Array, 'B L D']:
+    inward, outward = ('embed', 'mlp'), ('mlp', 'embed')
+    names = ('gate', 'up') if self.config.mlp_gated else ('up',)
+    axes = dict.fromkeys(names, inward)
+    weights = parameters(self, lambda: self._declare(axes | {'down': outward}))
+    *gate, up = project_all(x.astype(self.dtype), weights, axes)
     activation = activations.ACTIVATIONS[self.config.activation]
-    if self.config.mlp_gated:
-      hidden = activation(self._project('gate', x, 'embed', 'mlp'))
-      hidden = hidden * self._project('up', x, 'embed', 'mlp')
-    else:
-      hidden = activation(self._project('up', x, 'embed', 'mlp'))
+    hidden = activation(gate[0]) * up if gate else activation(up)
     hidden = partition.shard(hidden, 'batch', 'length', 'act_mlp')
-    return self._project('down', hidden, 'mlp', 'embed')
+    return project_all(hidden.astype(self.dtype), weights, {'down': outward})[0]
 
-  def _project(self, name: str, x: jax.Array, *axes: str) -> jax.Array:
-    """Projects x [B, L, I] by a kernel [I, J], and adds any bias [J]."""
+  def _declare(self, axes: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    """Declares kernels [I, J] with these axes, and any biases [J]."""
     sizes = {'embed': self.config.width, 'mlp': self.mlp_width}
-    shape = tuple(sizes[axis] for axis in axes)
-    kernel = declare(self, name, kernel_init(axes, 0, 1), shape)
-    bias = None
-    if self.config.mlp_bias:
-      init = bias_init(axes[1])
-      bias = self.param(f'{name}_bias', init, shape[1:], jnp.float32)
-    return project(x.astype(self.dtype), kernel, bias, axes=axes)
+    weights = {}
+    for name, (inputs, outputs) in axes.items():
+      init = kernel_init((inputs, outputs), 0, 1)
+      shape = sizes[inputs], sizes[outputs]
+      weights[name] = self.param(name, init, shape, jnp.float32)
+      if self.config.mlp_bias:
+        weights[f'{name}_bias'] = self.param(
+          f'{name}_bias', bias_init(outputs), shape[1:], jnp.float32
+        )
+    return weights

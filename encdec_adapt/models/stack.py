@@ -19,7 +19,7 @@ from encdec_adapt.models import (
   model_config,
 )
 from encdec_adapt.models import kv_cache as caches
-from encdec_adapt.ops import masks, rope
+from encdec_adapt.ops import masks, products, rope
 
 Tokens = Int[Array, 'B L']
 
@@ -97,9 +97,10 @@ class Stack(nn.Module):
       The states after the final norm, and the cache; without a cache, keys and
       values by layer, [B, L, K, H], if they are collected.
     """
-    cfg = self.config
+    cfg, copies = self.config, 1
     if cached is not None:
       encoder_segments = cached.encoder_segments
+      copies = products.copies(len(tokens))
     # Angles and masks depend on the kind of a layer only: computed once, before
     # the scan, which would compute them again for every repeat. Sorted,
     # because the order of a set of strings changes from process to process,
@@ -130,13 +131,15 @@ class Stack(nn.Module):
       cross_mask=None
       if cfg.cross_width is None
       else masks.cross(segments, encoder_segments),
-      real=segments > 0 if cfg.experts else None,
+      real=jnp.repeat(segments > 0, copies, axis=1) if cfg.experts else None,
       dropout=dropout,
       collect=collect,
     )
 
     embedder = layers.Embedder(cfg, self.compute.dtype, name='embedder')
     x = layers.dropout(embedder(tokens), dropout)
+    if copies > 1:
+      x = jnp.repeat(x, copies, axis=1)
     if cfg.has_head:
       # Declares the table only: losses read it from the parameters, as most of
       # them never hold the logits of all positions.
@@ -152,6 +155,8 @@ class Stack(nn.Module):
         x, context, _entry(entries, name), _entry(cross_entries, name)
       )
     x = layers.RMSNorm(cfg, name='final_norm')(x)
+    if copies > 1:
+      x = x[:, :1]
     if cfg.scaled_head and not (cfg.classes or cfg.embedding):
       # Here, as losses multiply the states by the head in several ways. Labels
       # and vectors have heads of their own.

@@ -24,11 +24,27 @@ from jaxtyping import Array, Float
 from encdec_adapt.ops import partition
 
 _Product = Callable[[jax.Array, jax.Array], jax.Array]
+# Least rows, by platform, that a step of decoding multiplies by a weight.
+LEAST_ROWS = {'gpu': 8}
 
 
 def on_cpu() -> bool:
   """Whether the program runs on CPUs: on their mesh, or on none."""
   return partition.active().platform in (None, 'cpu')
+
+
+def copies(rows: int) -> int:
+  """Returns copies of each of a step's rows that should be multiplied.
+
+  XLA:GPU multiplies a row or two without matrix units, in more kernels: some
+  write products as large as the weight, or convert a table to float32.
+
+  Args:
+    rows: rows of all devices.
+  """
+  active = partition.active()
+  least = LEAST_ROWS.get(active.platform, 1)
+  return -(-least // (rows // active.size('batch')))
 
 
 def matmul(
@@ -47,7 +63,12 @@ def logits(
   if on_cpu() and 1 < rows <= _FEW:
     flat = _few_by_transposed(hidden.reshape(rows, -1), table)
     return flat.reshape(*hidden.shape[:2], -1)
-  return jnp.einsum('BTD,VD->BTV', hidden, table, **_FLOAT32)
+  # A token of each row is a step of decoding.
+  length = hidden.shape[1]
+  if length == 1 and (count := copies(rows)) > 1:
+    hidden = jnp.repeat(hidden, count, axis=1)
+  y = jnp.einsum('BTD,VD->BTV', hidden, table, **_FLOAT32)
+  return y[:, :length]
 
 
 def scores(

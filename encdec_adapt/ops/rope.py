@@ -117,8 +117,8 @@ def angles(
 
 def rotate(
   x: Float[Array, 'B L N H'],
-  cos: Float[Array, 'B L 1 J'],
-  sin: Float[Array, 'B L 1 J'],
+  cos: Float[Array, 'B #L 1 J'],
+  sin: Float[Array, 'B #L 1 J'],
 ) -> Float[Array, 'B L N H']:
   """Rotates each half-split pair of `x` by the angles of its position."""
   first, second = jnp.split(x, 2, axis=-1)  # each [B, L, N, J]

@@ -21,7 +21,7 @@ from encdec_adapt.conversion import initial_state
 from encdec_adapt.data import data_section
 from encdec_adapt.evaluation.measures import perplexity
 from encdec_adapt.inference import decoding, rewards
-from encdec_adapt.models import build, execution, model_config
+from encdec_adapt.models import build, execution, layers, model_config
 from encdec_adapt.models import forward_flops as formula
 from encdec_adapt.models import kv_cache as caches
 from encdec_adapt.objectives import framing
@@ -426,7 +426,14 @@ def _decode(job: Job) -> program_shapes.Program:
     dtype=job.compute.dtype,
     adapters=None,
   )
-  params = placed.abstract_params()
+  with partition.use(mesh, rules.as_dict()):
+    merge = functools.partial(decoding.merge_kernels, model)
+    params = jax.eval_shape(merge, placed.abstract_params())
+  params_axes = {
+    path: layers.MERGED.get(path.rpartition('/')[2], names)
+    for path, names in state_lib.flatten(placed.axes(params)).items()
+  }
+  params_axes = state_lib.unflatten(params_axes)
   sizes = job.rows, lengths.decoder, positions.get('encoder', 0)
   state = jax.eval_shape(functools.partial(decoding.start, model, *sizes))
   # Apart from the state, since a step writes a single entry of the caches (see
@@ -440,7 +447,7 @@ def _decode(job: Job) -> program_shapes.Program:
       return decoding.advance(model, params, state, eos)
 
   axes = {
-    'parameters': placed.axes(params),
+    'parameters': params_axes,
     'batch': jax.tree.map(lambda leaf: (None,) * leaf.ndim, state),
     'caches': caches.axes(cache),
   }
@@ -454,7 +461,7 @@ def _decode(job: Job) -> program_shapes.Program:
   return program_shapes.Program(
     jitted,
     {
-      'parameters': params,
+      'parameters': _sharded(job, params, params_axes),
       'batch': _sharded(job, state, axes['batch']),
       'caches': _sharded(job, cache, axes['caches']),
     },
