@@ -40,7 +40,7 @@ MERGED: Mapping[str, tuple[str | None, ...]] = types.MappingProxyType(
   {
     'query_key_value': _BY_KV_HEADS,
     'key_value': _BY_KV_HEADS,
-    'gate_up': ('embed', 'mlp', None, None),
+    'gate_up': ('embed', 'mlp'),
   }
 )
 
@@ -331,14 +331,14 @@ def project_all(
     is_sum = any(x in params or f'{x}_bias' in params for x in axes)
     accumulate = jnp.float32 if is_sum else None
     y = _multiply(x, params[merged], MERGED[merged], accumulate)
-    # [B, L, groups, parts, width]; only the first kernel has several parts.
-    last = y.shape[3] - len(axes) + 1
-    parts = jnp.split(y, [*range(last, y.shape[3])], axis=3)
-    shapes = ((-1, y.shape[4])[: len(x) - 1] for x in axes.values())
-    computed = [
-      part.reshape(*x.shape[:2], *shape)
-      for part, shape in zip(parts, shapes, strict=True)
-    ]
+    outputs, unit = (-1, y.shape[-1]), 1  # [B, L, K, G + 2, H]
+    if y.ndim == 3:
+      y = y.reshape(*x.shape[:2], partition.active().size('mlp'), -1)
+      outputs, unit = (-1,), y.shape[3] // len(axes)
+    # Only the first kernel may have more units than one.
+    start = y.shape[3] - unit * (len(axes) - 1)
+    parts = jnp.split(y, [*range(start, y.shape[3], unit)], axis=3)
+    computed = [part.reshape(*x.shape[:2], *outputs) for part in parts]
   return [
     project(
       x, params.get(name), params.get(f'{name}_bias'), axes=a, product=product
@@ -360,7 +360,7 @@ def merge(name: str, kernels: Sequence[Any], groups: int) -> Any:
     groups: groups of outputs: key heads, or shards of features.
 
   Returns:
-    [D, groups, parts, width], an array or `Quantized`.
+    [D, K, parts, H], or [D, J] of features, an array or `Quantized`.
   """
 
   def join(*arrays: jax.Array) -> jax.Array:
@@ -370,6 +370,8 @@ def merge(name: str, kernels: Sequence[Any], groups: int) -> Any:
       [x.reshape(rows, groups, -1, width) for x in arrays], axis=2
     )
     inputs, *outputs = MERGED[name]
+    # A TPU would copy a matrix with dimensions as small as the number of parts.
+    y = y.reshape(rows, -1) if len(outputs) == 1 else y
     # A scale has no inputs.
     return partition.shard(y, inputs if rows > 1 else None, *outputs)
 
