@@ -96,6 +96,29 @@ def sum_over_rows(
   return _matmul_alone(_transposed_copy(x), y)
 
 
+def add_to_rows(
+  x: Float[Array, 'B *J'], shared: Float[Array, '#B *J']
+) -> Float[Array, 'B *J']:
+  """Adds the same values to each row of a batch, or to each row its own."""
+  if not on_cpu() or shared.shape[0] == x.shape[0]:
+    return x + shared
+
+  @jax.custom_vjp
+  def on_cpus(x, shared):
+    return x + shared
+
+  def backward(_, cotangent):
+    # A product by ones: XLA:CPU sums over the first dimension at a tenth of
+    # its speed, and would compute the cotangent once more for it.
+    cotangent = jax.lax.optimization_barrier(cotangent)
+    rows = cotangent.shape[0]
+    total = jnp.ones((1, rows), x.dtype) @ cotangent.reshape(rows, -1)
+    return cotangent, total.reshape(shared.shape)
+
+  on_cpus.defvjp(lambda x, shared: (x + shared, None), backward)
+  return on_cpus(x, shared)
+
+
 def _transposed_copy(x: jax.Array) -> jax.Array:
   """Transposes matrices [*B, R, I]; the result has a row-major layout."""
   # By the reshape: JAX lowers a transpose alone to a view.

@@ -110,3 +110,16 @@ def test_only_cpus_have_products_of_their_own(monkeypatch):
   assert dtypes() == {'float32'}
   monkeypatch.setattr(products, 'on_cpu', lambda: False)
   assert dtypes() == {'bfloat16'}
+
+
+@pytest.mark.parametrize('rows', [1, 3])
+def test_the_gradient_of_what_rows_share_is_summed_over_them(rows):
+  x, cotangent = (draw((3, 2, 5, 4), seed, 'float32') for seed in (0, 1))
+  shared = draw((rows, 2, 5, 4), 2, 'float32')
+  out, backward = jax.vjp(products.add_to_rows, x, shared)
+  plain, expected = jax.vjp(jnp.add, x, shared)
+  np.testing.assert_array_equal(out, plain)
+  for ours, theirs in zip(
+    backward(cotangent), expected(cotangent), strict=True
+  ):
+    np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-6)
