@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from encdec_adapt.planning import chips
+from tests import tiny
 from tests.benchmarks import (
   exchange,
   generation,
@@ -13,6 +15,7 @@ from tests.benchmarks import (
   gpu_tuning,
   gradient_sums,
   lm_eval_requests,
+  one_card,
   post_training,
   records,
   serving,
@@ -168,6 +171,15 @@ def test_gpu_tuning(monkeypatch, tmp_path):
     assert row['ratio'] > 0 < row['peak GiB']
   tokens = policy['sampled tokens/s'] * policy['sample s']
   assert tokens == pytest.approx(2 * 2 * 8) and policy['update s'] > 0
+
+
+def test_one_card(monkeypatch):
+  monkeypatch.chdir(tiny.ROOT)
+  monkeypatch.setattr(chips, 'compiler', lambda kind: None)
+  flags = ['--pair=s_s', '--jobs', 'decoding', '2B-2B, base nf4']
+  table = one_card.main([*flags, '--cards', 'h100:1', 'l4:1']).splitlines()
+  assert table[0] == '| job | 80 GB, H100 | 24 GB, L4 |' and len(table) == 4
+  assert table[2].count('`dots`') == 2 and table[3].count(' GiB, ~') == 2
 
 
 def test_gpu_kernels():
