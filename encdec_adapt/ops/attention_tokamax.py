@@ -26,6 +26,7 @@ from jaxtyping import Array, Bool, Float, Int
 from encdec_adapt.ops import (
   attention_gradients,
   attention_shards,
+  attention_tiles,
   masks,
   partition,
 )
@@ -131,7 +132,7 @@ def attend(
     causal = spec.aligned and spec.kind == 'causal'
     call = _Call(op, causal, scale, softcap, device)
     first, last, sees = key_ranges(spec)
-    out = _flash(q, k, v, first[:, None], last[:, None], call)
+    out = _flash(q, k, v, spec, first[:, None], last[:, None], call)
     return jnp.where(sees[:, :, None, None], out, 0)
 
   return attention_shards.run(local, q, k, v, spec)
@@ -161,13 +162,13 @@ def key_ranges(
   return jnp.where(sees, first, near), jnp.where(sees, last, near + 1), sees
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _flash(q, k, v, first, last, call: _Call):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
+def _flash(q, k, v, spec, first, last, call: _Call):
   """Attention [B, T, N, H]; ranges of keys are [B, 1, T]."""
-  return _forward(q, k, v, first, last, call)[0]
+  return _forward(q, k, v, spec, first, last, call)[0]
 
 
-def _forward(q, k, v, first, last, call):
+def _forward(q, k, v, spec, first, last, call):
   bound = call.bind(q, k, v, first, last)
   with call.choices():
     results = call.op(*bound.args, **bound.kwargs)
@@ -176,26 +177,27 @@ def _forward(q, k, v, first, last, call):
   out, sums = jax.tree.map(
     lambda x: checkpoint_name(x, attention_shards.SAVED), results
   )
-  return out, (q, k, v, first, last, out, sums)
+  return out, (q, k, v, spec, first, last, out, sums)
 
 
 def _backward(call, saved, d_out):
-  *arrays, out, sums = saved
-  if arrays[0].shape[-1] > KERNEL_HEAD_DIM:
-    q, k, v, first, last = arrays
+  q, k, v, spec, *ranges, out, sums = saved
+  if q.shape[-1] > KERNEL_HEAD_DIM:
     maxima, totals = sums
-    d_q, d_k, d_v = attention_gradients.gradients(
-      *(q, k, v, first[:, 0], last[:, 0], out),
-      *(maxima + jnp.log(totals), d_out),
-      scale=call.scale,
-      softcap=call.softcap,
+    log_sums = jnp.moveaxis(maxima + jnp.log(totals), 1, 2)
+    tiling = attention_tiles.Tiling(
+      attention_gradients.SIZE, call.scale, call.softcap
     )
-    return d_q, d_k, d_v, None, None
-  bound = call.bind(*arrays)
+    work = tiling.work_of_ranges(*(x[:, 0] for x in ranges), k.shape[1])
+    *d_qkv, _ = attention_gradients.gradients(
+      q, k, v, spec, None, out, log_sums, d_out, tiling, work
+    )
+    return *d_qkv, None, None, None
+  bound = call.bind(q, k, v, *ranges)
   options = bound.kwargs | {'return_residuals': False}
   with call.choices():
     gradients = call.op.vjp(sums, out, d_out, *bound.args, **options)
-  return *(gradients[name] for name in 'qkv'), None, None
+  return *(gradients[name] for name in 'qkv'), None, None, None
 
 
 _flash.defvjp(_forward, _backward)

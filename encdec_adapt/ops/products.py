@@ -75,14 +75,34 @@ def scores(
   q: Float[Array, 'B K Q H'], k: Float[Array, 'B S K H']
 ) -> Float[Array, 'B K Q S']:
   """Multiplies each query by all keys of its head."""
-  return _on_platform(_scores, _scores_gradients, q, k)
+  return _on_platform(_scores, scores_gradients, q, k)
 
 
 def weighted_values(
   weights: Float[Array, 'B K Q S'], v: Float[Array, 'B S K H']
 ) -> Float[Array, 'B K Q H']:
   """Sums the values of each head by the weights of a query."""
-  return _on_platform(_weighted_values, _values_gradients, weights, v)
+  return _on_platform(_weighted_values, values_gradients, weights, v)
+
+
+def scores_gradients(
+  q: Float[Array, 'B K Q H'],
+  k: Float[Array, 'B S K H'],
+  cotangent: Float[Array, 'B K Q S'],
+) -> tuple[Float[Array, 'B K Q H'], Float[Array, 'B S K H']]:
+  """Returns the gradients of the operands of `scores`, in float32."""
+  dk = sum_over_rows(cotangent, q)  # [B, K, S, H]
+  return _weighted_values(cotangent, k), dk.swapaxes(1, 2)
+
+
+def values_gradients(
+  weights: Float[Array, 'B K Q S'],
+  v: Float[Array, 'B S K H'],
+  cotangent: Float[Array, 'B K Q H'],
+) -> tuple[Float[Array, 'B K Q S'], Float[Array, 'B S K H']]:
+  """Returns the gradients of the operands of `weighted_values`, in float32."""
+  dv = sum_over_rows(weights, cotangent)  # [B, K, S, H]
+  return _scores(cotangent, v), dv.swapaxes(1, 2)
 
 
 def sum_over_rows(
@@ -154,16 +174,6 @@ def _scores(q, k):
 def _matmul_gradients(x, y, cotangent):
   dx = jnp.einsum('RJ,IJ->RI', cotangent, y, **_FLOAT32)
   return dx, sum_over_rows(x, cotangent)
-
-
-def _scores_gradients(q, k, cotangent):
-  dk = sum_over_rows(cotangent, q)  # [B, K, S, H]
-  return _weighted_values(cotangent, k), dk.swapaxes(1, 2)
-
-
-def _values_gradients(weights, v, cotangent):
-  dv = sum_over_rows(weights, cotangent)  # [B, K, S, H]
-  return _scores(cotangent, v), dv.swapaxes(1, 2)
 
 
 def _on_platform(

@@ -7,6 +7,7 @@ queries by all keys exists in chunked attention.
 
 import dataclasses
 import math
+from typing import Any
 
 import flax.struct
 import jax
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from encdec_adapt.base import option_strings
-from encdec_adapt.ops import masks
+from encdec_adapt.ops import masks, products
 
 KINDS = ('rotary', 'relative', 'relative_each')
 
@@ -77,7 +78,8 @@ class RelativeBias:
     distance: as in `Positions`.
   """
 
-  table: Float[Array, 'N buckets']
+  # Any: tree maps put specs and rows' gradients in the place of the array.
+  table: Any
   distance: int = flax.struct.field(pytree_node=False)
 
 
@@ -159,8 +161,14 @@ def scores(
   size = queries + keys
   slot = jnp.arange(size)
   ahead = jnp.where(slot < keys, slot, slot - size)
-  ring = read(ahead - spec.first_query).T  # [N, T + S]
-  heads = ring.shape[0]
-  copies = jnp.broadcast_to(ring[:, None], (heads, queries, size))
-  rows = copies.reshape(heads, -1)[:, : queries * (size - 1)]
-  return rows.reshape(heads, queries, size - 1)[None, ..., :keys]
+  rings = read(ahead - spec.first_query).T  # [N, T + S]
+
+  def of_head(ring):
+    rows = jnp.broadcast_to(ring, (queries, size)).reshape(-1)
+    rows = rows[: queries * (size - 1)].reshape(queries, size - 1)
+    return rows[:, :keys]
+
+  # XLA:CPU would merge these indices into the softmax, whose exponentials then
+  # are not computed by vector instructions; it merges nothing into a loop.
+  each = jax.lax.map if products.on_cpu() else jax.vmap
+  return each(of_head, rings)[None]

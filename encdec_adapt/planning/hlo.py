@@ -3,7 +3,9 @@
 XLA's `cost_analysis` counts the body of a loop once and omits kernels. This
 module counts every instruction as often as it runs: bodies of loops are
 multiplied by their trip count, which follows from the condition and the
-counter's increment. Products are counted by their shapes, inside fusions too.
+counter's increment. For a count that depends on data it is the largest, which
+the loop's name states. Products are counted by their shapes, inside fusions
+too.
 Of time, a TPU's compiler states `estimated_cycles` of a fusion; that of a GPU
 states nothing, so `timeline` follows the schedule of its instructions.
 
@@ -431,8 +433,14 @@ def _trip_count(
   Raises:
     UnknownProgramError: it is another kind of loop.
   """
-  stated = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes)
-  if stated:
+  known, largest = (
+    re.search(pattern, loop.attributes)
+    for pattern in (
+      r'"known_trip_count":\{"n":"(\d+)"\}',
+      r'at_most_(\d+)_turns/while"',  # A scope of `ops.attention_tiles`.
+    )
+  )
+  if stated := known or largest:
     return int(stated[1])
   condition = {op.name: op for op in computations[loop.attribute('condition')]}
   for test in condition.values():

@@ -177,6 +177,7 @@ def ranked(job: programs.Job, hardware: chips.Slice) -> list[Candidate]:
     UserError: no candidate fits.
   """
   planner, size = _Planner(job, hardware), job.train.batch_size
+  most = step_estimate.DOUBT * hardware.chip.hbm_bytes
   candidates = []
   for mesh in meshes(job, hardware):
     shards = mesh['mesh.replica'] * mesh['mesh.fsdp']
@@ -185,7 +186,7 @@ def ranked(job: programs.Job, hardware: chips.Slice) -> list[Candidate]:
     for remat, count in itertools.product(execution.REMAT_POLICIES, counts):
       batch = {'train.batch_size': size, 'train.microbatches': count}
       candidate = planner.plan({**mesh, 'compute.remat': remat, **batch})
-      if candidate.plan['memory']['peak'] <= step_estimate.DOUBT * hardware.chip.hbm_bytes:
+      if candidate.plan['memory']['peak'] <= most:
         candidates.append(candidate)
   if planner.least == float('inf'):
     raise errors.UserError(

@@ -4,10 +4,13 @@ By rules over shapes: nothing is compiled. `remat_choice` ranks policies by
 them, and the planner programs.
 """
 
+import math
+
 from encdec_adapt.models import forward_flops, parameters
 from encdec_adapt.ops import (
   attention,
   attention_gradients,
+  attention_tiles,
   attention_tokamax,
 )
 from encdec_adapt.training import workload
@@ -138,20 +141,20 @@ def _working(
     width += work.by_length * key_value_width(work, stack_pass)
   copies = 2 if work.trains else 1
   states, scores = copies * tokens * width * work.item, 0.0
-  backend = attention.BACKENDS[compute.attention]
-  # The single query of a cache runs no kernels (`cached_attention`).
-  if not backend.kernels or length == 1:
-    queries = length
-    if backend.takes_chunk:
-      queries = min(compute.attention_chunk, queries)
-    keys = max(stack_pass.keys, stack_pass.source_length)
-    pairs = tokens / length * queries * keys
-    scores = copies * pairs * stack.heads / work.by_tensor * _FP32
+  backend, size = attention.BACKENDS[compute.attention], 0
+  keys = max(stack_pass.keys, stack_pass.source_length)
+  if backend.takes_chunk and length > compute.attention_chunk:
+    size = compute.attention_chunk
   elif stack_pass.trained and by_products(work, stack_pass):
-    keys = max(stack_pass.keys, stack_pass.source_length)
-    block = attention_gradients.block(length, keys) * keys
-    # Scores and their gradients, in float32 and in the dtype of products.
-    scores = block * stack.heads / work.by_tensor * 3 * (_FP32 + work.item)
+    size = attention_gradients.SIZE
+  if size:
+    # Scores and their gradients, in float32 and in the dtype of products, of a
+    # block of a row's queries and a tile of its keys.
+    pairs = math.prod(attention_tiles.even(x, size) for x in (length, keys))
+    scores = pairs * stack.heads / work.by_tensor * 3 * (_FP32 + work.item)
+  # The single query of a cache runs no kernels (`cached_attention`).
+  elif not backend.kernels or length == 1:
+    scores = copies * tokens * keys * stack.heads / work.by_tensor * _FP32
   return states, scores
 
 

@@ -3,6 +3,7 @@
 from concurrent import futures
 import contextlib
 import importlib.util
+import math
 import multiprocessing
 
 import jax
@@ -13,6 +14,7 @@ import pytest
 from encdec_adapt.ops import (
   attention,
   attention_gradients,
+  attention_tiles,
   attention_tokamax,
   partition,
 )
@@ -39,7 +41,6 @@ CASES = [
 # Of the other masks and lengths one head dimension each: the kernels differ in
 # whether they are causal, and not in the ranges that they are given.
 CASES += [
-  ('h100', 256, 'causal window', LONG),
   ('h100', 256, 'full centered window', SQUARE),
   ('h100', 128, 'full', (1000, 1000)),
   ('h100', 256, 'cross', SHORT),
@@ -67,23 +68,42 @@ def test_kernels_compile_forward_and_backward(
   program = work.result()
   if program is None:
     pytest.skip('needs jax[cuda13]')
-  text, temporary = program
+  check(*program, head_dim, lengths)
+
+
+@pytest.mark.parametrize('loop', ['while', 'cond'])
+def test_no_loop_copies_the_sums_of_a_row(loop, workers):
+  case = 'h100', 256, 'causal window', LONG
+  program = workers['h100'].submit(compiled, *case, loop).result()
+  if program is None:
+    pytest.skip('needs jax[cuda13]')
+  check(*program, 256, LONG)
+  scores, sums = attention_gradients.SIZE**2 * HEADS, LONG[0] * HEADS * 256
+  assert not attention_cases.large_copies(program[0], sums)
+  # Masks select the scores of a pair, which are smaller.
+  assert scores < sums and attention_cases.large_copies(program[0], scores)
+
+
+def check(text, temporary, head_dim, lengths):
+  """Checks the kernels of a program and its memory."""
   by_kernels = head_dim <= attention_tokamax.KERNEL_HEAD_DIM
   calls = 3 if by_kernels else 1
   assert text.count('custom_call_target="mosaic_gpu_v2"') == calls
   queries, keys = lengths
   arrays = ROWS * HEADS * head_dim * 2 * (queries + keys)
   # No mask of [queries, keys] lies in memory, not even as bytes, and scores
-  # would be larger; or a block of scores and their gradients, in both dtypes.
+  # would be larger; or scores of a pair and their gradients, in both dtypes,
+  # and sums of a row in float32.
   beside = ROWS * queries * keys / 2
   if not by_kernels:
-    block = min(attention_gradients.QUERIES, queries) * keys
-    beside = HEADS * block * 3 * (4 + 2)
+    sizes = (min(attention_gradients.SIZE, length) for length in lengths)
+    beside = HEADS * math.prod(sizes) * 3 * (4 + 2) + 2 * arrays / ROWS
   assert temporary < 2 * arrays + beside
 
 
-def compiled(chip, head_dim, name, lengths):
+def compiled(chip, head_dim, name, lengths, loop=attention_tiles.LOOP):
   """Text and temporary bytes of an attention with its gradients, or None."""
+  attention_tiles.LOOP = loop
   devices = chips.devices_of(chips.parse(f'{chip}:1'))
   if devices[0].platform != 'gpu':
     return None

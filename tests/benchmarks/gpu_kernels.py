@@ -9,19 +9,32 @@ number, so kernels that skip other examples' keys may pass the roofline),
 three passes for training; bytes are those of the arguments, results
 and cotangents, once. The roofline is the longer of FLOPs at the device's
 dense bf16 peak and bytes at its memory's bandwidth.
+
+Attention that XLA computes, whole or its gradients, is measured with each loop
+of `ops.attention_tiles`. 'turns' are those of a loop over all rows, 'with work'
+those that compute: with `while` XLA:GPU waits on the host for each turn and
+once more a row, with `cond` for each turn.
 """
 
 from collections.abc import Callable, Sequence
 import functools
 import statistics
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from encdec_adapt.models import forward_flops
-from encdec_adapt.ops import attention, masks, vocabulary_loss
+from encdec_adapt.ops import (
+  attention,
+  attention_gradients,
+  attention_tiles,
+  attention_tokamax,
+  masks,
+  vocabulary_loss,
+)
 from encdec_adapt.planning import chips
 from encdec_adapt.telemetry import peak_flops
 from tests.benchmarks import results
@@ -42,6 +55,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     loss_chunk=1024,
     steps=10,
     backends=['tokamax', 'chunked'],
+    loops=['while', 'cond'],
     examples=[1, 8],
     dtype='bfloat16',
   ).parse_args(argv)
@@ -49,7 +63,12 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
   for examples in arguments.examples:
     for backend in arguments.backends:
       for mask, spec in make_masks(arguments, examples).items():
-        rows += _attention(backend, mask, spec, examples, arguments)
+        size = _tile(backend, arguments.head_dim)
+        for loop in arguments.loops if size else ['']:
+          turns = _turns(spec, size, loop)
+          with mock.patch.object(attention_tiles, 'LOOP', loop):
+            attentions = _attention(backend, mask, spec, examples, arguments)
+          rows += [row | turns for row in attentions]
   rows.append(_loss(arguments))
   return results.report('gpu_kernels', rows, arguments)
 
@@ -73,6 +92,25 @@ def make_masks(arguments, examples: int) -> dict[str, masks.MaskSpec]:
     'full exclusive window': masks.bidirectional(**tokens, **window),
     'cross': masks.cross(segments, segments),
   }
+
+
+def _tile(backend: str, head_dim: int) -> int:
+  """Returns the size of tiles; 0 for a backend of kernels alone."""
+  by_xla = head_dim > attention_tokamax.KERNEL_HEAD_DIM
+  gradients = attention_gradients.SIZE if by_xla else 0
+  return {'chunked': attention.DEFAULT_CHUNK, 'tokamax': gradients}.get(
+    backend, 0
+  )
+
+
+def _turns(spec: masks.MaskSpec, size: int, loop: str) -> dict[str, Any]:
+  """Returns the turns of a loop over the pairs of tiles of all rows."""
+  if not size:
+    return {}
+  work = attention_tiles.Tiling(size, 1.0, None).work(spec)
+  count = int(jnp.sum(work))
+  turns = count if loop == 'while' else work.size
+  return {'loop': loop, 'turns': turns, 'with work': count}
 
 
 def _attention(backend, mask, spec, examples, arguments):

@@ -189,7 +189,7 @@ def test_gpu_kernels():
     + ['--dtype=float32', '--backends', 'chunked', '--examples', '2']
   )
   *attentions, loss = content['rows']
-  assert len(attentions) == 10 and loss['kernel'] == 'vocabulary loss'
+  assert len(attentions) == 20 and loss['kernel'] == 'vocabulary loss'
   assert all(row['TFLOP/s'] > 0 for row in content['rows'])
 
 

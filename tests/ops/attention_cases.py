@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import re
 
 from hypothesis import strategies as st
 import jax
@@ -10,6 +11,7 @@ from jax.sharding import AxisType
 import numpy as np
 
 from encdec_adapt.ops import attention_reference, masks
+from encdec_adapt.planning import hlo
 
 MASKS = (
   'causal',
@@ -39,6 +41,18 @@ def packed(length, rows=2):
     segments[row, first : first + second] = 2
     positions[row, :first] = np.arange(first)
     positions[row, first : first + second] = np.arange(second)
+  return jnp.asarray(segments), jnp.asarray(positions)
+
+
+def of_sizes(rows, length):
+  """Segments and positions of examples of these sizes in each row."""
+  segments, positions = np.zeros((2, len(rows), length), np.int32)
+  for row, sizes in enumerate(rows):
+    start = 0
+    for number, size in enumerate(sizes, 1):
+      slots = np.arange(start, min(start + size, length))
+      segments[row, slots], positions[row, slots] = number, slots - start
+      start += size
   return jnp.asarray(segments), jnp.asarray(positions)
 
 
@@ -93,12 +107,14 @@ def qkv(queries, keys, *, rows=2, heads=(4, 2), head_dim=32, dtype=jnp.float32):
   )
 
 
-def results(attend, cases, softcap=5.0, context=contextlib.nullcontext):
-  """Output, and gradients of a loss that weighs every query, of every case.
+def compiled(attend, softcap=5.0, context=contextlib.nullcontext):
+  """Jitted function of cases, name -> ((q, k, v, ..), mask).
+
+  It returns the output, and gradients of a loss that weighs every query, of
+  every case.
 
   Args:
     attend: attention.
-    cases: name -> ((q, k, v, ..), mask).
     softcap: cap of the scores.
     context: makes the context in which all cases are traced, as one program.
   """
@@ -118,7 +134,44 @@ def results(attend, cases, softcap=5.0, context=contextlib.nullcontext):
     with context():
       return {name: one(*case) for name, case in cases.items()}
 
-  return run(cases)
+  return run
+
+
+def results(attend, cases, softcap=5.0, context=contextlib.nullcontext):
+  """The results of `compiled` for these cases."""
+  return compiled(attend, softcap, context)(cases)
+
+
+def large_copies(text, size):
+  """Copies and selects inside loops, of arrays [.., ..] of at least a size."""
+  computations, _ = hlo.parse(text)
+  called = {
+    name: {x for op in ops for x in re.findall(r'%([\w.\-]+)', op.attributes)}
+    for name, ops in computations.items()
+  }
+  inside, bodies = (
+    set(),
+    {
+      op.attribute('body')
+      for ops in computations.values()
+      for op in ops
+      if op.opcode == 'while'
+    },
+  )
+  while bodies:
+    name = bodies.pop()
+    inside.add(name)
+    bodies |= (called[name] & set(computations)) - inside
+  return [
+    op
+    for name in inside
+    for op in computations[name]
+    if op.opcode in ('copy', 'copy-start', 'select', 'conditional')
+    if any(
+      dtype == 'f32' and np.prod(shape) >= size
+      for dtype, shape in hlo.arrays(op.type)
+    )
+  ]
 
 
 def assert_same(got, expected, tolerance):

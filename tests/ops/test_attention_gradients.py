@@ -1,4 +1,4 @@
-"""Gradients by blocks of queries against those of the reference attention."""
+"""Gradients by tiles against those of the reference attention."""
 
 import functools
 
@@ -10,104 +10,144 @@ import pytest
 from encdec_adapt.ops import (
   attention_gradients,
   attention_reference,
+  attention_tiles,
   attention_tokamax,
+  masks,
 )
+from encdec_adapt.planning import hlo
 from tests.ops import attention_cases
 
-MASKS = [*attention_cases.MASKS, 'prefix', 'prefix window', 'cross']
+MASKS = [*attention_cases.MASKS[:4], 'prefix', 'prefix window', 'cross']
+LENGTH, KEYS, SIZE = 77, 83, 16  # No tile divides the lengths.
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
-def _attend(q, k, v, spec, scale, softcap, queries):
-  return _forward(q, k, v, spec, scale, softcap, queries)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _attend(q, k, v, spec, tiling):
+  return _forward(q, k, v, spec, tiling)[0]
 
 
-def _forward(q, k, v, spec, scale, softcap, queries):
-  del queries
-  options = {'scale': scale, 'softcap': softcap}
+def _forward(q, k, v, spec, tiling):
+  options = {'scale': tiling.scale, 'softcap': tiling.softcap}
   out = attention_reference.attend(q, k, v, spec, **options)
   keys = jnp.repeat(k, q.shape[2] // k.shape[2], 2)
-  scores = scale * jnp.einsum('btnh,bsnh->bnts', q, keys)
-  if softcap is not None:
-    scores = softcap * jnp.tanh(scores / softcap)
+  scores = tiling.scale * jnp.einsum('btnh,bsnh->btns', q, keys)
+  if tiling.softcap is not None:
+    scores = tiling.softcap * jnp.tanh(scores / tiling.softcap)
   first, last, _ = attention_tokamax.key_ranges(spec)
   index = jnp.arange(k.shape[1])
   sees = (first[..., None] <= index) & (index < last[..., None])
-  sums = jax.nn.logsumexp(scores, -1, where=sees[:, None])
-  return out, (q, k, v, spec, first, last, out, sums)
+  sums = jax.nn.logsumexp(scores, -1, where=sees[:, :, None])
+  work = tiling.work_of_ranges(first, last, k.shape[1])
+  return out, (q, k, v, spec, out, sums, work)
 
 
-def _backward(scale, softcap, queries, saved, d_out):
-  q, k, v, spec, *others = saved
-  gradients = attention_gradients.gradients(
-    *(q, k, v, *others, d_out),
-    scale=scale,
-    softcap=softcap,
-    queries=queries,
+def _backward(tiling, saved, d_out):
+  q, k, v, spec, out, sums, work = saved
+  *gradients, _ = attention_gradients.gradients(
+    q, k, v, spec, None, out, sums, d_out, tiling, work
   )
-  return *gradients, jax.tree.map(lambda _: None, spec)
+  return *gradients, None
 
 
 _attend.defvjp(_forward, _backward)
 
 
-def _attention(queries):
-  """Attention whose gradients are by blocks of so many queries."""
+def _attention(size):
+  """Attention whose gradients are by tiles of so many queries and keys."""
 
   def attend(q, k, v, spec, *, scale, softcap):
-    sees = attention_tokamax.key_ranges(spec)[2]
-    out = _attend(q, k, v, spec, scale, softcap, queries)
-    return jnp.where(sees[..., None, None], out, 0)
+    tiling = attention_tiles.Tiling(size, scale, softcap)
+    return _attend(q, k, v, spec, tiling)
 
   return attend
 
 
-@pytest.mark.parametrize('softcap', [None, 5.0])
-@pytest.mark.parametrize('queries', [8, 75, 128])
-def test_equals_the_reference(softcap, queries):
-  cases = {}
-  for name in MASKS:
-    spec = attention_cases.spec_of(name, 75)
-    sizes = spec.q_segments.shape[1], spec.kv_segments.shape[1]
-    cases[name] = attention_cases.qkv(*sizes), spec
-  blind = attention_cases.blind_cross()
-  cases['blind cross'] = attention_cases.qkv(100, 200), blind
+def _rows(examples):
+  """Tokens of two rows of so many examples (0: random ones), and of memory."""
+  rng = np.random.default_rng(0)
 
-  attend = _attention(queries)
-  expected = attention_cases.results(attention_reference.attend, cases, softcap)
-  got = attention_cases.results(attend, cases, softcap)
-  attention_cases.assert_same(got, expected, 5e-5)
+  def tokens(length):
+    sizes = [length // (examples or 1)] * examples
+    rows = [sizes or rng.integers(1, 20, size) for size in (5, 9)]
+    return attention_cases.of_sizes(rows, length)
+
+  return tokens(LENGTH), tokens(KEYS)[0]
 
 
-def test_keys_that_no_query_of_a_block_sees_are_not_read():
+@pytest.mark.parametrize(
+  'head_dim, softcap, loop',
+  [
+    (64, None, 'while'),
+    (128, 5.0, 'cond'),
+    (256, 5.0, 'while'),
+    (256, None, 'cond'),
+  ],
+)
+def test_equals_the_reference(head_dim, softcap, loop, monkeypatch):
+  monkeypatch.setattr(attention_tiles, 'LOOP', loop)
+  got, expected = (
+    attention_cases.compiled(attend, softcap)
+    for attend in (_attention(SIZE), attention_reference.attend)
+  )
+  sizes = {name: KEYS if name == 'cross' else LENGTH for name in MASKS}
+  for examples in 1, 8, 0:
+    tokens, memory = _rows(examples)
+    cases = {
+      name: (
+        attention_cases.qkv(LENGTH, keys, head_dim=head_dim),
+        attention_cases.make_spec(name, tokens, memory, window=17),
+      )
+      for name, keys in sizes.items()
+    }
+    attention_cases.assert_same(got(cases), expected(cases), 5e-5)
+
+
+def test_queries_that_see_no_key():
+  arrays, spec = attention_cases.qkv(100, 200), attention_cases.blind_cross()
+  attention_cases.assert_like_reference(_attention(SIZE), *arrays, spec)
+
+
+@pytest.mark.parametrize('loop', ['while', 'cond'])
+def test_keys_that_no_query_of_a_block_sees_are_not_read(loop, monkeypatch):
   """They may be anything, NaN too."""
+  monkeypatch.setattr(attention_tiles, 'LOOP', loop)
   q, k, v = attention_cases.qkv(64, 64)
-  first = jnp.broadcast_to(jnp.arange(64) // 16 * 16, (2, 64))
+  segments = jnp.broadcast_to(1 + jnp.arange(64) // 16, (2, 64))
   k = k.at[:, 16:32].set(np.nan)
-  d_q, d_k, _ = attention_gradients.gradients(
-    *(q, k, v, first, first + 16, q, jnp.zeros((2, 4, 64)), q),
-    scale=1.0,
-    softcap=None,
-    queries=16,
+  spec, tiling = masks.cross(segments, segments), _tiling(16)
+  d_q, d_k, *_ = attention_gradients.gradients(
+    *(q, k, v, spec, None, q, jnp.zeros((2, 64, 4)), q),
+    *(tiling, tiling.work(spec)),
   )
   for gradient in d_q, d_k:
     finite = np.isfinite(gradient).all((0, 2, 3))
     assert finite[:16].all() and finite[32:].all()
 
 
-def test_blocks_of_many_keys_are_small(monkeypatch):
-  assert attention_gradients.block(4096, 4096) == 1024
-  assert attention_gradients.block(100_000, 24_576) == 256
-  assert attention_gradients.block(100_000, 2**20) == 128
-  monkeypatch.setattr(attention_gradients, 'QUERIES', 16)
-  assert attention_gradients.block(10, 40) == 10
-  # Several blocks, the last padded, of more keys than queries.
-  q, k, v = attention_cases.qkv(70, 200)
-  spec = attention_cases.masks.cross(
-    jnp.ones((2, 70), jnp.int32), jnp.ones((2, 200), jnp.int32)
-  )
+def _tiling(size):
+  return attention_tiles.Tiling(size, 1.0, None)
 
-  attention_cases.assert_like_reference(_attention(None), q, k, v, spec)
+
+@pytest.mark.parametrize('loop', ['while', 'cond'])
+def test_no_loop_copies_the_sums_of_a_row(loop, monkeypatch):
+  monkeypatch.setattr(attention_tiles, 'LOOP', loop)
+  attend, cases = (
+    _attention(32),
+    {
+      'causal': (
+        attention_cases.qkv(128, 128),
+        attention_cases.spec_of('causal', 128),
+      )
+    },
+  )
+  lowered = attention_cases.compiled(attend, 5.0).lower(cases)
+  text = lowered.compile().as_text()
+  assert attention_cases.large_copies(text, 128 * 2 * 32) == []
+  # The measure sees smaller ones.
+  assert attention_cases.large_copies(text, 1)
+  # Plans count all pairs: two products of the forward pass, one for its sums
+  # above, and five.
+  assert hlo.totals(text).flops == 8 * (2 * 4 * 128 * 128) * 2 * 32
 
 
 def test_gradients_of_bfloat16_are_rounded_once():

@@ -59,7 +59,7 @@ def test_equals_the_reference(name):
 
 
 def test_gradients_of_wide_heads_equal_the_reference(monkeypatch):
-  monkeypatch.setattr(attention_gradients, 'PAIRS', 16 * 75)
+  monkeypatch.setattr(attention_gradients, 'SIZE', 16)
   spec = spec_of('causal window', 75)
   arrays = qkv(75, 75, head_dim=tokamax.KERNEL_HEAD_DIM + 32)
   assert_like_reference(tokamax_reference.attend(), *arrays, spec)

@@ -1,0 +1,244 @@
+"""Attention without kernels, by blocks of queries and tiles of keys.
+
+A row's queries are cut into blocks and its keys into tiles. Only the pairs of a
+block and a tile in which a query sees a key are computed: keys of other
+examples of a packed row, later keys and those outside of a window are left out
+where they fill a tile. The scores of a single pair are in memory at a time.
+
+`attention_chunked` and `attention_gradients` are made of this module, which
+imports neither. They run inside `attention_shards.run`: over sharded rows a
+loop would gather them.
+"""
+
+from collections.abc import Callable, Iterable
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from encdec_adapt.ops import activations, masks, products, relative_bias
+
+# How the pairs of a row are looped over. 'while' takes as many turns as there
+# are pairs with work, a number that depends on data: XLA:GPU reads the
+# condition on the host once a turn, and once more a row. 'cond' takes a turn
+# for every pair, and those without work return their parts of the sums as they
+# are: XLA:GPU reads each predicate on the host likewise. So 'while' waits less
+# wherever more than one pair of a row has no work: 5 times a row where 'cond'
+# waits 16 times, for 8 examples of 512 tokens in tiles of 1024.
+# `tests.benchmarks.gpu_kernels` measures both.
+LOOP = 'while'
+# Below every score, and far enough from the largest fp32 number that
+# differences stay finite.
+_HIDDEN = -1e30
+# Maximum of no scores: above hidden ones, so that their exponentials are 0.
+LOWEST = _HIDDEN / 2
+_OF_QUERIES = 'q_segments', 'q_positions'
+_OF_KEYS = 'kv_segments', 'kv_positions', 'kv_prefix'
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+  """Attention whose scores are computed pair by pair.
+
+  Letters besides the package's: Q = G * queries of a block, W keys of a tile.
+
+  Attributes:
+    size: most queries of a block, and most keys of a tile.
+    scale: factor of the scores, applied before the soft-cap.
+    softcap: positive cap of the scores; None for no cap.
+  """
+
+  size: int
+  scale: float
+  softcap: float | None
+
+  def blocks(
+    self, x: Float[Array, 'B T N H'], kv_heads: int
+  ) -> Float[Array, 'B blocks K Q H']:
+    """Cuts an array of queries."""
+    x = split(x, self.size)
+    x = x.reshape(*x.shape[:3], kv_heads, -1, x.shape[4])
+    x = x.transpose(0, 1, 3, 4, 2, 5)
+    return x.reshape(*x.shape[:3], -1, x.shape[5])
+
+  def join_blocks(
+    self, x: Float[Array, 'B blocks K Q H'], length: int, heads: int
+  ) -> Float[Array, 'B T N H']:
+    """Returns the array [.., T = length, N = heads, ..] that `blocks` cut."""
+    x = x.reshape(*x.shape[:3], heads // x.shape[2], -1, x.shape[4])
+    x = x.transpose(0, 1, 4, 2, 3, 5)
+    return x.reshape(x.shape[0], -1, heads, x.shape[5])[:, :length]
+
+  def tiles(self, x: Float[Array, 'B S K H']) -> Float[Array, 'B tiles K W H']:
+    """Cuts an array of keys."""
+    return split(x, self.size).swapaxes(2, 3)
+
+  def join_tiles(
+    self, x: Float[Array, 'B tiles K W H'], length: int
+  ) -> Float[Array, 'B S K H']:
+    """Returns the array [.., S = length, ..] that `tiles` cut."""
+    x = x.swapaxes(2, 3)
+    return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :length]
+
+  def work(self, spec: masks.MaskSpec) -> Bool[Array, 'B blocks tiles']:
+    """Returns the pairs in which a query sees a key."""
+
+    def of_block(arrays):
+      visible = masks.dense_mask(spec.replace(**arrays))
+      return jnp.any(split(jnp.any(visible, 1), self.size), 2)  # [B, tiles]
+
+    # Block by block: XLA:CPU reduces a mask that is in memory.
+    blocks = jax.tree.map(
+      lambda x: jnp.moveaxis(x, 1, 0), _split(spec, _OF_QUERIES, self.size)
+    )
+    return jnp.moveaxis(jax.lax.map(of_block, blocks), 0, 1)
+
+  def work_of_ranges(
+    self, first: Int[Array, 'B T'], last: Int[Array, 'B T'], keys: int
+  ) -> Bool[Array, 'B blocks tiles']:
+    """Returns the same of queries that see the keys from `first` to `last`."""
+    width = even(keys, self.size)
+    start = jnp.arange(0, keys, width)
+    sees = (first[..., None] < start + width) & (start < last[..., None])
+    return jnp.any(split(sees, self.size), 2)
+
+  def accumulate(
+    self,
+    add: Callable[..., Any],
+    finish: Callable[..., Any],
+    blocks: Any,
+    tiles: Any,
+    sums: tuple[Any, Any, Any],
+    spec: masks.MaskSpec,
+    work: Bool[Array, 'B blocks tiles'],
+  ) -> Any:
+    """Sums over the pairs with work, of one row after the other.
+
+    A turn updates its parts of the sums in place; under `vmap` it would select
+    the whole sums of all rows.
+
+    Args:
+      add: returns the sums of the block, of the tile and of the row with a pair
+        added. Its arguments are the arrays of the block and of the tile
+        [1, ..], the mask of the pair, dense [1, size, W] and as data, and the
+        sums.
+      finish: makes a row's results of its sums.
+      blocks: arrays [B, blocks, ..].
+      tiles: arrays [B, tiles, ..].
+      sums: what a row's sums start from: [blocks, ..], [tiles, ..] and [..].
+      spec: the mask.
+      work: the pairs to add.
+
+    Returns:
+      The results of all rows.
+    """
+    rows, per_query, per_key = work.shape
+    pairs = per_query * per_key
+    # Of all rows: a turn slices the arrays of its pair, and no row is copied.
+    blocks, tiles = jax.tree.map(
+      lambda x: x.reshape(-1, *x.shape[2:]),
+      (
+        (blocks, _split(spec, _OF_QUERIES, self.size)),
+        (tiles, _split(spec, _OF_KEYS, self.size)),
+      ),
+    )
+
+    def row(arrays):
+      row, work = arrays
+      order = jnp.argsort(~work, stable=True)
+
+      def turn(n, sums):
+        pair = order[n] if LOOP == 'while' else n
+        i, j = jax.lax.div(pair, per_key), jax.lax.rem(pair, per_key)
+
+        def added(sums):
+          block, q_mask = _take(blocks, row * per_query + i)
+          tile, kv_mask = _take(tiles, row * per_key + j)
+          mask = self._mask(spec, q_mask | kv_mask, i, j)
+          return add(block, tile, *mask, sums)
+
+        parts = _take(sums[0], i), _take(sums[1], j), sums[2]
+        if LOOP == 'while':
+          parts = added(parts)
+        else:
+          parts = jax.lax.cond(work[pair], added, lambda x: x, parts)
+        return _put(sums[0], parts[0], i), _put(sums[1], parts[1], j), parts[2]
+
+      turns = jnp.sum(work) if LOOP == 'while' else pairs
+      # The name states the most turns to `planning.hlo`.
+      with jax.named_scope(f'at_most_{pairs}_turns'):
+        return finish(*jax.lax.fori_loop(0, turns, turn, sums))
+
+    return jax.lax.map(row, (jnp.arange(rows), work.reshape(rows, pairs)))
+
+  def _mask(self, spec, arrays, block, tile):
+    """Returns the mask of a pair, dense and as data."""
+    keys = spec.kv_segments.shape[1]
+    size, width = (arrays[x].shape[1] for x in ('q_segments', 'kv_segments'))
+    part = spec.replace(aligned=False, memory=0, **arrays)
+    if spec.first_query is not None:
+      part = part.replace(offset=spec.first_query + block * size - tile * width)
+    visible = masks.dense_mask(part)
+    if spec.memory:
+      is_memory = tile * width + jnp.arange(width) >= keys - spec.memory
+      anywhere = part.replace(kind='full', window=None)
+      visible |= is_memory & masks.dense_mask(anywhere)
+    return visible, part
+
+  def scores(
+    self,
+    q: Float[Array, '1 K Q H'],
+    k: Float[Array, '1 W K H'],
+    visible: Bool[Array, '1 size W'],
+    part: masks.MaskSpec,
+    bias: relative_bias.RelativeBias | None,
+  ) -> tuple[Float[Array, '1 K Q W'], Any]:
+    """Returns the scores of a pair, and their derivative by the products."""
+    _, size, width = visible.shape
+    scores, slope = products.scores(q, k) * self.scale, 1.0
+    if self.softcap is not None:
+      scores = activations.softcap(scores, self.softcap)
+      slope = 1 - (scores / self.softcap) ** 2
+    by_head = scores.reshape(-1, size, width)  # [N, size, W]
+    if bias is not None:
+      by_head += relative_bias.scores(bias, part, size, width)[0]
+    return jnp.where(visible, by_head, _HIDDEN).reshape(scores.shape), slope
+
+
+def even(length: int, most: int) -> int:
+  """Returns the size of equal parts of a length, of at most `most` each."""
+  return -(-length // -(-length // most))
+
+
+def split(x: Array, most: int) -> Array:
+  """Splits [B, L, ..] into equal parts [B, parts, size, ..], padded with zeros.
+
+  Padding has segment 0, so it sees nothing and is not seen.
+  """
+  size = even(x.shape[1], most)
+  x = masks.pad_length(x, size)
+  return x.reshape(x.shape[0], -1, size, *x.shape[2:])
+
+
+def _split(spec: masks.MaskSpec, names: Iterable[str], most: int) -> Any:
+  """Splits some arrays of a mask."""
+  arrays = {name: getattr(spec, name) for name in names}
+  return jax.tree.map(lambda x: split(x, most), arrays)
+
+
+def _take(arrays: Any, index: jax.Array) -> Any:
+  """Returns the part [1, ..] of arrays [parts, ..]."""
+  return jax.tree.map(
+    lambda x: jax.lax.dynamic_slice_in_dim(x, index, 1), arrays
+  )
+
+
+def _put(arrays: Any, parts: Any, index: jax.Array) -> Any:
+  """Replaces the part of arrays."""
+  return jax.tree.map(
+    lambda x, part: jax.lax.dynamic_update_slice_in_dim(x, part, index, 0),
+    arrays,
+    parts,
+  )
