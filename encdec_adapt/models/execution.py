@@ -91,7 +91,7 @@ class ComputeConfig:
     one_of=tuple(attention.BACKENDS),
   )
   attention_chunk: int = keys.key(
-    256, 'Queries whose scores are in memory at once (chunked).', at_least=1
+    256, 'Queries and keys whose scores exist at once (chunked).', at_least=1
   )
   scan_unroll: int = keys.key(
     1, 'Layers of the scan that are unrolled at a time.', at_least=1

@@ -4,7 +4,10 @@ A backend declares its limits as data (`Backend`). `attention` derives the
 needs of a call from its arguments and refuses a backend that does not support
 all of them. To add a kernel, write `attend(q, k, v, spec, *, scale, softcap)`
 in a new module and add a `Backend` to `BACKENDS`; the tests run over all
-backends. Those that are not kernels take a bias, or None, after `spec`.
+backends. Those that are not kernels take a bias, or None, after `spec`. All
+name the results that rematerialisation keeps (`SAVED`), inside their derivative
+rule if they have one: a name of the output alone would have the backward pass
+compute the softmax's sums again.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,7 +17,6 @@ import importlib.util
 from typing import Any
 
 import jax
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from encdec_adapt.base import errors, packages
@@ -49,9 +51,8 @@ class Backend:
     attend: the function, with the signature in the module docstring.
     takes_chunk: whether `attend` has the argument `chunk`.
     kernels: whether it consists of custom kernels. Such a backend calls
-      `attention_shards.run` itself on every mesh, names the results that
-      rematerialisation keeps (`SAVED`), and is not used for the few queries
-      of a decoding step.
+      `attention_shards.run` itself on every mesh, and is not used for the few
+      queries of a decoding step.
     memory: keys that have no position (`MaskSpec.memory`).
     prefix: masks of kind 'prefix'.
     unaligned: masks in which positions are not indices (`MaskSpec.aligned`).
@@ -235,16 +236,13 @@ def attention(
   )
   with jax.named_scope(f'attention_{backend}'):
     if chosen.kernels:
-      # It names its output itself, inside its derivative rule: a name out here
-      # would save the output and still run the kernel again for its sums.
       return attend(q, k, v, spec)
-    if partition.active().size('length') > 1:
-      # Otherwise XLA would run each chunk on the shard that holds its queries
-      # while the other shards wait.
-      by_head = partition.active().spec('act_heads', None)
-      out = attention_shards.run(
-        attend, q, k, v, spec, operands=(bias,), operand_specs=(by_head,)
-      )
-    else:
-      out = attend(q, k, v, spec, bias)
-    return checkpoint_name(out, SAVED)
+    is_split = chosen.takes_chunk and q.shape[1] > chunk
+    if not is_split and partition.active().size('length') == 1:
+      return attend(q, k, v, spec, bias)
+    # Otherwise XLA would run each chunk on the shard that holds its queries
+    # while the other shards wait, and gather the rows that chunks loop over.
+    by_head = partition.active().spec('act_heads', None)
+    return attention_shards.run(
+      attend, q, k, v, spec, operands=(bias,), operand_specs=(by_head,)
+    )

@@ -1,14 +1,27 @@
-"""Attention by chunks of queries: memory linear in the length.
+"""Attention by chunks of queries and keys: memory linear in the length.
 
-Pure XLA, for every platform. Only a single chunk's scores exist at a time; the
-backward pass recomputes them (`jax.checkpoint`).
+Pure XLA, for every platform. Only the scores of a chunk of queries and a chunk
+of keys exist at a time, and chunks of keys that no query of a chunk sees are
+left out, forward and backward. The forward pass is that of flash attention
+(arXiv:2205.14135, algorithm 1), the backward pass computes the scores again.
 """
 
+import functools
+
 import jax
+from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from encdec_adapt.ops import attention_reference, masks, relative_bias
+from encdec_adapt.ops import (
+  attention_gradients,
+  attention_reference,
+  attention_shards,
+  attention_tiles,
+  masks,
+  products,
+  relative_bias,
+)
 
 
 def attend(
@@ -22,7 +35,7 @@ def attend(
   softcap: float | None,
   chunk: int,
 ) -> Float[Array, 'B T N H']:
-  """Computes attention in chunks of queries; see `attention.attention`.
+  """Computes attention in chunks; see `attention.attention`.
 
   At most `chunk` queries run as in the reference, which saves the scores for
   the backward pass.
@@ -31,38 +44,60 @@ def attend(
     return attention_reference.attend(
       q, k, v, spec, bias, scale=scale, softcap=softcap
     )
-  dtype = q.dtype
-  # The gradients of keys and values are summed over the chunks in the dtype of
-  # the arrays that the loop closes over, so these are fp32. The products inside
-  # run in the compute dtype.
-  k32, v32 = k.astype(jnp.float32), v.astype(jnp.float32)
+  tiling = attention_tiles.Tiling(chunk, scale, softcap)
+  return _attend(q, k, v, spec, bias, tiling)
 
-  @jax.checkpoint
-  def attend_chunk(chunk_arrays):
-    """Computes attention [B, chunk, N, H] of a chunk of queries to all keys."""
-    q_chunk, q_segments, q_positions, offset = chunk_arrays
-    return attention_reference.attend(
-      q_chunk,
-      k32.astype(dtype),
-      v32.astype(dtype),
-      spec.replace(
-        q_segments=q_segments, q_positions=q_positions, offset=offset
-      ),
-      bias,
-      scale=scale,
-      softcap=softcap,
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _attend(q, k, v, spec, bias, tiling: attention_tiles.Tiling):
+  """Attention [B, T, N, H]."""
+  return _forward(q, k, v, spec, bias, tiling)[0]
+
+
+def _forward(q, k, v, spec, bias, tiling):
+  def add(block, tile, visible, part, sums):
+    """Adds the values of a tile, weighted as far as the maxima are known."""
+    (out, peak, total), *others = sums
+    k, v = (x.swapaxes(1, 2) for x in tile)
+    scores, _ = tiling.scores(block, k, visible, part, bias)
+    top = jnp.maximum(peak, jnp.max(scores, -1, keepdims=True))
+    weights, shrink = jnp.exp(scores - top), jnp.exp(peak - top)
+    more = products.weighted_values(weights.astype(v.dtype), v)
+    total = shrink * total + jnp.sum(weights, -1, keepdims=True)
+    return (shrink * out + more, top, total), *others
+
+  def finish(sums, *_):
+    out, peak, total = sums
+    total = jnp.where(total == 0, 1, total)
+    return (out / total).astype(q.dtype), peak + jnp.log(total)
+
+  blocks = tiling.blocks(q, k.shape[2])
+  zeros = jnp.zeros(blocks.shape[1:], jnp.float32)
+  zero = zeros[..., :1]
+  sums = (zeros, zero + attention_tiles.LOWEST, zero), (), ()
+  tiles = tiling.tiles(k), tiling.tiles(v)
+  work = tiling.work(spec)
+  results = tiling.accumulate(add, finish, blocks, tiles, sums, spec, work)
+  # Named here, where a policy can save both: a name of the output alone would
+  # have the backward pass compute the softmax's sums again.
+  out, log_sums = (
+    checkpoint_name(
+      tiling.join_blocks(x, *q.shape[1:3]), attention_shards.SAVED
     )
-
-  chunks = jax.tree.map(
-    lambda x: split_queries(x, chunk), (q, spec.q_segments, spec.q_positions)
+    for x in results
   )
-  offsets = None
-  if bias is not None and spec.first_query is not None:
-    offsets = spec.first_query + chunk * jnp.arange(len(chunks[0]))
-  # [chunks, B, chunk, N, H]
-  out = jax.lax.map(attend_chunk, (*chunks, offsets))
-  out = jnp.moveaxis(out, 0, 1).reshape(q.shape[0], -1, *q.shape[2:])
-  return out[:, : q.shape[1]]
+  return out, (q, k, v, spec, bias, out, log_sums[..., 0], work)
+
+
+def _backward(tiling, saved, d_out):
+  *saved, work = saved
+  d_q, d_k, d_v, d_bias = attention_gradients.gradients(
+    *saved, d_out, tiling, work
+  )
+  return d_q, d_k, d_v, None, d_bias
+
+
+_attend.defvjp(_forward, _backward)
 
 
 def split_queries(x: jax.Array, chunk: int) -> jax.Array:

@@ -5,10 +5,17 @@ chunked backend, and right for the few queries of a decoding step.
 """
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from encdec_adapt.ops import activations, masks, products, relative_bias
+from encdec_adapt.ops import (
+  activations,
+  attention_shards,
+  masks,
+  products,
+  relative_bias,
+)
 
 # Below every score, and far enough from the largest fp32 number that
 # `scores - peak` stays finite.
@@ -46,7 +53,7 @@ def attend(
   weights = masked_softmax(by_head, visible).astype(v.dtype)
   out = products.weighted_values(weights.reshape(scores.shape), v)
   out = out.astype(q.dtype).reshape(batch, heads, queries, head_dim)
-  return out.swapaxes(1, 2)
+  return checkpoint_name(out.swapaxes(1, 2), attention_shards.SAVED)
 
 
 @jax.custom_vjp
