@@ -71,29 +71,22 @@ def _forward(q, k, v, spec, bias, tiling):
     total = jnp.where(total == 0, 1, total)
     return (out / total).astype(q.dtype), peak + jnp.log(total)
 
-  blocks = tiling.blocks(q, k.shape[2])
+  blocks, *tiles = (tiling.cut(x, k.shape[2]) for x in (q, k, v))
   zeros = jnp.zeros(blocks.shape[1:], jnp.float32)
   zero = zeros[..., :1]
   sums = (zeros, zero + attention_tiles.LOWEST, zero), (), ()
-  tiles = tiling.tiles(k), tiling.tiles(v)
-  work = tiling.work(spec)
-  results = tiling.accumulate(add, finish, blocks, tiles, sums, spec, work)
+  results = tiling.accumulate(add, finish, blocks, tiles, sums, spec)
   # Named here, where a policy can save both: a name of the output alone would
   # have the backward pass compute the softmax's sums again.
   out, log_sums = (
-    checkpoint_name(
-      tiling.join_blocks(x, *q.shape[1:3]), attention_shards.SAVED
-    )
+    checkpoint_name(tiling.join(x, *q.shape[1:3]), attention_shards.SAVED)
     for x in results
   )
-  return out, (q, k, v, spec, bias, out, log_sums[..., 0], work)
+  return out, (q, k, v, spec, bias, out, log_sums[..., 0])
 
 
 def _backward(tiling, saved, d_out):
-  *saved, work = saved
-  d_q, d_k, d_v, d_bias = attention_gradients.gradients(
-    *saved, d_out, tiling, work
-  )
+  d_q, d_k, d_v, d_bias = attention_gradients.gradients(*saved, d_out, tiling)
   return d_q, d_k, d_v, None, d_bias
 
 

@@ -8,7 +8,7 @@ of the block and of the tile in place.
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from encdec_adapt.ops import (
   attention_tiles,
@@ -31,7 +31,6 @@ def gradients(
   log_sums: Float[Array, 'B T N'],
   d_out: Float[Array, 'B T N H'],
   tiling: attention_tiles.Tiling,
-  work: Bool[Array, 'B blocks tiles'],
 ) -> tuple[
   Float[Array, 'B T N H'],
   Float[Array, 'B S K H'],
@@ -50,7 +49,6 @@ def gradients(
     log_sums: logarithm of the sum of the exponentials of a query's scores.
     d_out: gradient of the output.
     tiling: blocks, tiles and scores.
-    work: pairs of a block and a tile in which a query sees a key.
   """
   (_, length, heads, _), (_, keys, kv_heads, _) = q.shape, k.shape
 
@@ -66,11 +64,8 @@ def gradients(
     )
     d_scores = weights * (d_weights - delta)
     if bias is not None:
-      size, width = visible.shape[1:]
-      _, pull = jax.vjp(
-        lambda bias: relative_bias.scores(bias, part, size, width), bias
-      )
-      (more,) = pull(d_scores.reshape(1, heads, size, width))
+      _, pull = jax.vjp(lambda x: relative_bias.scores(x, part), bias)
+      (more,) = pull(d_scores.reshape(1, heads, *visible.shape[1:]))
       d_bias = jax.tree.map(jnp.add, d_bias, more)
     more_q, more_k = products.scores_gradients(
       q, k, (d_scores * slope).astype(q.dtype)
@@ -85,10 +80,10 @@ def gradients(
 
   delta = jnp.sum(out.astype(jnp.float32) * d_out, -1)
   blocks = [
-    tiling.blocks(x, kv_heads)
+    tiling.cut(x, kv_heads)
     for x in (q, d_out, delta[..., None], log_sums[..., None])
   ]
-  tiles = tiling.tiles(k), tiling.tiles(v)
+  tiles = [tiling.cut(x, kv_heads) for x in (k, v)]
   _, count, *shape = tiles[0].shape
   sums = (
     jnp.zeros(blocks[0].shape[1:], jnp.float32),
@@ -97,11 +92,11 @@ def gradients(
     jax.tree.map(jnp.zeros_like, bias),
   )
   d_q, d_k, d_v, d_bias = tiling.accumulate(
-    add, finish, blocks, tiles, sums, spec, work
+    add, finish, blocks, tiles, sums, spec
   )
   return (
-    tiling.join_blocks(d_q, length, heads),
-    tiling.join_tiles(d_k, keys),
-    tiling.join_tiles(d_v, keys),
+    tiling.join(d_q, length, heads),
+    tiling.join(d_k, keys, kv_heads),
+    tiling.join(d_v, keys, kv_heads),
     jax.tree.map(lambda x: jnp.sum(x, 0), d_bias),
   )

@@ -48,7 +48,7 @@ def attend(
   # Queries are a separate dimension again: the mask broadcasts over heads.
   by_head = scores.reshape(batch, heads, queries, -1)  # [B, N, T, S]
   if bias is not None:
-    values = relative_bias.scores(bias, spec, *by_head.shape[2:])
+    values = relative_bias.scores(bias, spec)
     by_head = products.add_to_rows(by_head, values)
   weights = masked_softmax(by_head, visible).astype(v.dtype)
   out = products.weighted_values(weights.reshape(scores.shape), v)

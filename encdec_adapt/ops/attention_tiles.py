@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from encdec_adapt.ops import activations, masks, products, relative_bias
 
@@ -54,33 +54,22 @@ class Tiling:
   scale: float
   softcap: float | None
 
-  def blocks(
-    self, x: Float[Array, 'B T N H'], kv_heads: int
-  ) -> Float[Array, 'B blocks K Q H']:
-    """Cuts an array of queries."""
+  def cut(
+    self, x: Float[Array, 'B L N H'], kv_heads: int
+  ) -> Float[Array, 'B parts K Q H']:
+    """Cuts an array of queries into blocks, or of keys into tiles."""
     x = split(x, self.size)
     x = x.reshape(*x.shape[:3], kv_heads, -1, x.shape[4])
     x = x.transpose(0, 1, 3, 4, 2, 5)
     return x.reshape(*x.shape[:3], -1, x.shape[5])
 
-  def join_blocks(
-    self, x: Float[Array, 'B blocks K Q H'], length: int, heads: int
-  ) -> Float[Array, 'B T N H']:
-    """Returns the array [.., T = length, N = heads, ..] that `blocks` cut."""
+  def join(
+    self, x: Float[Array, 'B parts K Q H'], length: int, heads: int
+  ) -> Float[Array, 'B L N H']:
+    """Returns the array [.., L = length, N = heads, ..] that `cut` has cut."""
     x = x.reshape(*x.shape[:3], heads // x.shape[2], -1, x.shape[4])
     x = x.transpose(0, 1, 4, 2, 3, 5)
     return x.reshape(x.shape[0], -1, heads, x.shape[5])[:, :length]
-
-  def tiles(self, x: Float[Array, 'B S K H']) -> Float[Array, 'B tiles K W H']:
-    """Cuts an array of keys."""
-    return split(x, self.size).swapaxes(2, 3)
-
-  def join_tiles(
-    self, x: Float[Array, 'B tiles K W H'], length: int
-  ) -> Float[Array, 'B S K H']:
-    """Returns the array [.., S = length, ..] that `tiles` cut."""
-    x = x.swapaxes(2, 3)
-    return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :length]
 
   def work(self, spec: masks.MaskSpec) -> Bool[Array, 'B blocks tiles']:
     """Returns the pairs in which a query sees a key."""
@@ -89,20 +78,11 @@ class Tiling:
       visible = masks.dense_mask(spec.replace(**arrays))
       return jnp.any(split(jnp.any(visible, 1), self.size), 2)  # [B, tiles]
 
-    # Block by block: XLA:CPU reduces a mask that is in memory.
+    # Block by block, as compilers may store a mask before they reduce it.
     blocks = jax.tree.map(
       lambda x: jnp.moveaxis(x, 1, 0), _split(spec, _OF_QUERIES, self.size)
     )
     return jnp.moveaxis(jax.lax.map(of_block, blocks), 0, 1)
-
-  def work_of_ranges(
-    self, first: Int[Array, 'B T'], last: Int[Array, 'B T'], keys: int
-  ) -> Bool[Array, 'B blocks tiles']:
-    """Returns the same of queries that see the keys from `first` to `last`."""
-    width = even(keys, self.size)
-    start = jnp.arange(0, keys, width)
-    sees = (first[..., None] < start + width) & (start < last[..., None])
-    return jnp.any(split(sees, self.size), 2)
 
   def accumulate(
     self,
@@ -112,7 +92,6 @@ class Tiling:
     tiles: Any,
     sums: tuple[Any, Any, Any],
     spec: masks.MaskSpec,
-    work: Bool[Array, 'B blocks tiles'],
   ) -> Any:
     """Sums over the pairs with work, of one row after the other.
 
@@ -129,11 +108,11 @@ class Tiling:
       tiles: arrays [B, tiles, ..].
       sums: what a row's sums start from: [blocks, ..], [tiles, ..] and [..].
       spec: the mask.
-      work: the pairs to add.
 
     Returns:
       The results of all rows.
     """
+    work = self.work(spec)
     rows, per_query, per_key = work.shape
     pairs = per_query * per_key
     # Of all rows: a turn slices the arrays of its pair, and no row is copied.
@@ -196,14 +175,13 @@ class Tiling:
     bias: relative_bias.RelativeBias | None,
   ) -> tuple[Float[Array, '1 K Q W'], Any]:
     """Returns the scores of a pair, and their derivative by the products."""
-    _, size, width = visible.shape
     scores, slope = products.scores(q, k) * self.scale, 1.0
     if self.softcap is not None:
       scores = activations.softcap(scores, self.softcap)
       slope = 1 - (scores / self.softcap) ** 2
-    by_head = scores.reshape(-1, size, width)  # [N, size, W]
+    by_head = scores.reshape(-1, *visible.shape[1:])  # [N, size, W]
     if bias is not None:
-      by_head += relative_bias.scores(bias, part, size, width)[0]
+      by_head += relative_bias.scores(bias, part)[0]
     return jnp.where(visible, by_head, _HIDDEN).reshape(scores.shape), slope
 
 

@@ -188,9 +188,8 @@ def _backward(call, saved, d_out):
     tiling = attention_tiles.Tiling(
       attention_gradients.SIZE, call.scale, call.softcap
     )
-    work = tiling.work_of_ranges(*(x[:, 0] for x in ranges), k.shape[1])
     *d_qkv, _ = attention_gradients.gradients(
-      q, k, v, spec, None, out, log_sums, d_out, tiling, work
+      q, k, v, spec, None, out, log_sums, d_out, tiling
     )
     return *d_qkv, None, None, None
   bound = call.bind(q, k, v, *ranges)

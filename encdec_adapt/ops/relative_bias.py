@@ -121,7 +121,7 @@ def bucket(
 
 
 def scores(
-  bias: RelativeBias, spec: masks.MaskSpec, queries: int, keys: int
+  bias: RelativeBias, spec: masks.MaskSpec
 ) -> Float[Array, '#B N T S']:
   """Computes what is added to the scores of self-attention.
 
@@ -132,8 +132,6 @@ def scores(
   Args:
     bias: the table.
     spec: the mask; bidirectional buckets are those of kind 'full'.
-    queries: number of queries T.
-    keys: number of keys S.
   """
 
   def read(ahead: Int[Array, '*L']) -> Float[Array, '*L N']:
@@ -158,6 +156,7 @@ def scores(
   # Values of the T + S - 1 distances in a ring: that of key s from query t is
   # at (s - t) modulo its size. Copies of the ring in a row, cut into rows
   # shorter by one, move by one from query to query.
+  queries, keys = spec.q_segments.shape[1], spec.kv_segments.shape[1]
   size = queries + keys
   slot = jnp.arange(size)
   ahead = jnp.where(slot < keys, slot, slot - size)

@@ -433,15 +433,13 @@ def _trip_count(
   Raises:
     UnknownProgramError: it is another kind of loop.
   """
-  known, largest = (
-    re.search(pattern, loop.attributes)
-    for pattern in (
-      r'"known_trip_count":\{"n":"(\d+)"\}',
-      r'at_most_(\d+)_turns/while"',  # A scope of `ops.attention_tiles`.
-    )
+  # The name is a scope of `ops.attention_tiles`.
+  stated = re.search(
+    r'"known_trip_count":\{"n":"(\d+)"\}|at_most_(\d+)_turns/while"',
+    loop.attributes,
   )
-  if stated := known or largest:
-    return int(stated[1])
+  if stated:
+    return int(stated[1] or stated[2])
   condition = {op.name: op for op in computations[loop.attribute('condition')]}
   for test in condition.values():
     # The counter and its bound may be in either order.

@@ -96,11 +96,10 @@ def make_masks(arguments, examples: int) -> dict[str, masks.MaskSpec]:
 
 def _tile(backend: str, head_dim: int) -> int:
   """Returns the size of tiles; 0 for a backend of kernels alone."""
+  if backend == 'chunked':
+    return attention.DEFAULT_CHUNK
   by_xla = head_dim > attention_tokamax.KERNEL_HEAD_DIM
-  gradients = attention_gradients.SIZE if by_xla else 0
-  return {'chunked': attention.DEFAULT_CHUNK, 'tokamax': gradients}.get(
-    backend, 0
-  )
+  return attention_gradients.SIZE if backend == 'tokamax' and by_xla else 0
 
 
 def _turns(spec: masks.MaskSpec, size: int, loop: str) -> dict[str, Any]:

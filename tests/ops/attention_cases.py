@@ -167,10 +167,7 @@ def large_copies(text, size):
     for name in inside
     for op in computations[name]
     if op.opcode in ('copy', 'copy-start', 'select', 'conditional')
-    if any(
-      dtype == 'f32' and np.prod(shape) >= size
-      for dtype, shape in hlo.arrays(op.type)
-    )
+    if any(np.prod(shape) >= size for _, shape in hlo.arrays(op.type))
   ]
 
 

@@ -37,14 +37,13 @@ def _forward(q, k, v, spec, tiling):
   index = jnp.arange(k.shape[1])
   sees = (first[..., None] <= index) & (index < last[..., None])
   sums = jax.nn.logsumexp(scores, -1, where=sees[:, :, None])
-  work = tiling.work_of_ranges(first, last, k.shape[1])
-  return out, (q, k, v, spec, out, sums, work)
+  return out, (q, k, v, spec, out, sums)
 
 
 def _backward(tiling, saved, d_out):
-  q, k, v, spec, out, sums, work = saved
+  q, k, v, spec, out, sums = saved
   *gradients, _ = attention_gradients.gradients(
-    q, k, v, spec, None, out, sums, d_out, tiling, work
+    q, k, v, spec, None, out, sums, d_out, tiling
   )
   return *gradients, None
 
@@ -114,18 +113,14 @@ def test_keys_that_no_query_of_a_block_sees_are_not_read(loop, monkeypatch):
   q, k, v = attention_cases.qkv(64, 64)
   segments = jnp.broadcast_to(1 + jnp.arange(64) // 16, (2, 64))
   k = k.at[:, 16:32].set(np.nan)
-  spec, tiling = masks.cross(segments, segments), _tiling(16)
+  spec = masks.cross(segments, segments)
+  tiling = attention_tiles.Tiling(16, 1.0, None)
   d_q, d_k, *_ = attention_gradients.gradients(
-    *(q, k, v, spec, None, q, jnp.zeros((2, 64, 4)), q),
-    *(tiling, tiling.work(spec)),
+    q, k, v, spec, None, q, jnp.zeros((2, 64, 4)), q, tiling
   )
   for gradient in d_q, d_k:
     finite = np.isfinite(gradient).all((0, 2, 3))
     assert finite[:16].all() and finite[32:].all()
-
-
-def _tiling(size):
-  return attention_tiles.Tiling(size, 1.0, None)
 
 
 @pytest.mark.parametrize('loop', ['while', 'cond'])

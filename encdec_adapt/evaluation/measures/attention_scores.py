@@ -74,7 +74,7 @@ def received(
     visible = masks.dense_mask(part)[:, None]  # [B, 1, T, S]
     scores = scores.reshape(batch, heads, -1, keys)
     if bias is not None:
-      scores += relative_bias.scores(bias, part, *scores.shape[2:])
+      scores += relative_bias.scores(bias, part)
     shares = attention_reference.masked_softmax(scores, visible)
     # xlogy is 0 at the shares of hidden keys; 0 log 0 would be NaN.
     nats = -jnp.sum(jax.scipy.special.xlogy(shares, shares), axis=-1)
