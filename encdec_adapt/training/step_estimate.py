@@ -108,20 +108,23 @@ def _saved(work: workload.Workload, stack_pass: workload.StackPass) -> float:
   mlp = stack.mlp_width / work.by_tensor
   # Every policy saves the layer's input; the others add the outputs that
   # `models.execution.REMAT_POLICIES` names.
-  width = stack.width
-  if remat == 'attention':
+  width, products = stack.width, 0.0
+  if remat != 'full':
     width += attentions * heads
-  elif remat in ('narrow_dots', 'dots', 'none'):
-    # Queries, keys, values, the attention's output, and both products with
-    # weights that return to the model's width.
-    width += attentions * (2 * heads + keys_values + stack.width) + stack.width
+  if remat in ('narrow_dots', 'dots', 'none'):
+    # Queries, keys, values, and the products with weights that return to the
+    # model's width.
+    products = attentions * (heads + keys_values + stack.width) + stack.width
   if remat in ('dots', 'none'):
-    width += (1 + stack.mlp_gated) * mlp
+    products += (1 + stack.mlp_gated) * mlp
   if remat == 'none':
     width += 4 * stack.width + keys_values * work.by_length + mlp
   # Row statistics of the softmax, which 'full' computes again.
   statistics = 0 if remat == 'full' else attentions * stack.heads * _FP32
-  return float(width * work.item + statistics)
+  size = work.item
+  if work.adapters and remat != 'none':
+    size = 2 * _FP32  # The product with the kernel, and that with B.
+  return float(width * work.item + products * size + statistics)
 
 
 def _working(

@@ -2,14 +2,13 @@
 
     python -m tests.benchmarks.one_card [--cards h200:1] [--jobs RLOO]
 
-plans 2B-2B and 9B-9B on each of `--cards`, for jobs whose names contain one of
-`--jobs`, with the first remat policy of `POLICIES` that fits. Numbers are
-those of the compiled program, or, marked by ~, of the cost model: without the
-GPUs' compiler, and where it finds that no policy fits.
+plans jobs whose names contain one of `--jobs` on each of `--cards`, with the
+first remat policy of `POLICIES` that fits. Numbers are those of the compiled
+program, or, marked by ~, of the cost model: without the GPUs' compiler, and
+where it finds that no policy fits.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 from encdec_adapt import config as config_lib
 from encdec_adapt import plan
@@ -22,103 +21,69 @@ from encdec_adapt.planning import (
 )
 from tests.benchmarks import results
 
-# The fastest first.
-POLICIES = 'dots', 'narrow_dots', 'attention', 'full'
-# Memory that a program may use in GiB, where `planning.chips` has no such card.
-CARDS = {'l4:1': 0, 'a100:1': 36, 'h100:1': 0, 'h200:1': 0}
-NAMES = {'l4:1': '24 GB, L4', 'a100:1': '40 GB, A100', 'h100:1': '80 GB, H100'}
-NAMES['h200:1'] = '141 GB, H200'
-_TUNING = {
-  'data.objective': 'pairs',
-  'init.mode': 'checkpoint',
-  'data.encoder_length': 1024,
-  'data.decoder_length': 256,
-  'train.batch_size': 8,
-  'loss.distillation': 0.0,
+POLICIES = 'dots', 'narrow_dots', 'attention', 'full'  # The fastest first.
+CARDS = {
+  'l4:1': '24 GB, L4',
+  'a100:1': '40 GB, A100',
+  'h100:1': '80 GB, H100',
+  'h200:1': '141 GB, H200',
 }
-_FULL = {'optimizer.kind': 'adafactor', 'compute.dtype': 'bfloat16'}
-_POLICY = _TUNING | {'loss.kind': 'rloo', 'train.rewards': 'answers'}
-_LORA = 'rank=16,alpha=32'
-# Name, pair, program, changes to configs/gemma2.py, and examples of a row.
-JOBS = [
-  (
-    'all parameters, Adafactor, 4 rows of 4096 + 4096',
-    *('2b_2b', 'train'),
-    _FULL | {'train.batch_size': 4, 'loss.distillation': 0.0},
-    8,
+# Memory of a program in GiB, where `planning.chips` has a larger card.
+_GIB = {'a100:1': 36}
+_FULL = 'optimizer.kind=adafactor compute.dtype=bfloat16'
+# Argument of configs/gemma2.py, and changes to its keys.
+JOBS = {
+  'all parameters, 4 rows of 4096 + 4096': (
+    f'size=2b_2b {_FULL} train.batch_size=4 loss.distillation=0'
   ),
-  (
-    'all parameters, Adafactor, 8 rows of 1024 + 256',
-    *('2b_2b', 'train', _FULL | _TUNING, 1),
+  'all parameters, 8 rows of 1024 + 256': f'size=2b_2b,objective=pairs {_FULL}',
+  'adaptation with a teacher, AdamW, a row of 4096 + 4096': (
+    'size=2b_2b train.batch_size=1'
   ),
-  (
-    'adaptation with a teacher, AdamW, a row of 4096 + 4096',
-    *('2b_2b', 'train', {'train.batch_size': 1}, 1),
-  ),
-  *(
-    (
-      f'LoRA of {pair.replace("_", "-").upper()}, base {base or "bfloat16"},'
-      ' 8 rows of 1024 + 256',
-      *(pair, 'train'),
-      _TUNING | {'train.lora': _LORA + f',base={base}' * bool(base)},
-      1,
+  **{
+    f'LoRA, {pair}, base {base or "bfloat16"}, 8 rows of 1024 + 256': (
+      f'size={pair},objective=pairs,lora=16'
+      f' train.lora=rank=16,alpha=32,base={base}'
     )
     for pair in ('2b_2b', '9b_9b')
     for base in ('', 'int8', 'nf4')
+  },
+  'RLOO, update by 8 x 8 samples of 256': f'size=2b_2b,objective=rloo {_FULL}',
+  'decoding, 8 rows of 1024 + 256, a token of each': (
+    'size=2b_2b,objective=pairs train.eval_batch_size=8'
   ),
-  (
-    'RLOO, Adafactor, update of 8 x 8 samples of 256',
-    *('2b_2b', 'train', _FULL | _POLICY, 1),
-  ),
-  (
-    'RLOO of adapters, base bfloat16, the same',
-    *('2b_2b', 'train', _POLICY | {'train.lora': _LORA}, 1),
-  ),
-  (
-    'decoding, 8 rows of 1024 + 256, a token of each',
-    *('2b_2b', 'decode', _TUNING | {'train.eval_batch_size': 8}, 1),
-  ),
-]
+}
 
 
-def main(argv: Sequence[str] | None = None) -> str:
-  """Prints the table, and returns it."""
-  arguments = results.parser(
-    __doc__, cards=[*CARDS], jobs=[''], pair=''
-  ).parse_args(argv)
-  jobs = [job for job in JOBS if any(part in job[0] for part in arguments.jobs)]
-  lines = ['| job |' + ''.join(f' {NAMES[card]} |' for card in arguments.cards)]
-  lines.append('|---|' + '---|' * len(arguments.cards))
-  for name, pair, *job in jobs:
-    cells = [
-      _cell(arguments.pair or pair, card, *job) for card in arguments.cards
-    ]
-    lines.append(f'| {name} | {" | ".join(cells)} |')
-    print(lines[-1], flush=True)
-  table = '\n'.join(lines)
-  print(f'\n{table}')
-  return table
+def main(argv: Sequence[str] | None = None) -> list[str]:
+  """Prints the table, and returns its lines."""
+  parser = results.parser(__doc__, cards=[*CARDS], jobs=[''])
+  arguments = parser.parse_args(argv)
+  cards = arguments.cards
+  lines = [f'| job | {" | ".join(CARDS[x] for x in cards)} |']
+  lines.append('|---|' + '---|' * len(cards))
+  for name, text in JOBS.items():
+    if any(part in name for part in arguments.jobs):
+      cells = [_cell(name, *text.split(), card=card) for card in cards]
+      lines.append(f'| {name} | {" | ".join(cells)} |')
+  print('\n'.join(lines))
+  return lines
 
 
-def _cell(
-  pair: str, card: str, program: str, changes: dict[str, Any], examples: int
-) -> str:
-  """Returns memory, time and policy of the first policy that fits."""
-  slices = chips.parse(card, hbm_gib=CARDS[card])
+def _cell(name: str, argument: str, *changes: str, card: str) -> str:
+  """Returns memory, time and policy of a job with the first that fits."""
+  slices = chips.parse(card, hbm_gib=_GIB.get(card, 0))
   is_hopper = card.startswith(('h100', 'h200'))
-  changes = {
-    'compute.attention': 'tokamax' if is_hopper else 'chunked',
-    'train.microbatches': 1,
-    **changes,
-  }
-  found = None
-  for policy in POLICIES if program == 'train' else POLICIES[-1:]:
-    flags = [f'--config=configs/gemma2.py:size={pair}']
-    options = changes | {'compute.remat': policy}
-    flags += [f'--config.{key}={value}' for key, value in options.items()]
+  program = 'decode' if 'decoding' in name else 'train'
+  defaults = ['train.batch_size=8', 'train.microbatches=1']
+  defaults.append(f'compute.attention={"tokamax" if is_hopper else "chunked"}')
+  for policy in POLICIES:
+    flags = [*defaults, *changes, f'compute.remat={policy}']
+    flags = [f'--config=gemma2:{argument}', *(f'--config.{x}' for x in flags)]
     values = command.parse(plan.define_flags, flags)
     settings = config_lib.load(values.config, sources=False).on('gpu')
     mesh = program_plans.make_mesh(settings, slices)
+    examples = 8 if '4 rows' in name else 1  # As measured.
     job = programs.Job.of(program, settings, mesh, examples)
     sizes = analytic_estimate.Arguments.of(job, job.program())
     found = analytic_estimate.describe(job, slices, sizes)
@@ -127,10 +92,10 @@ def _cell(
     if found['fits']:
       break
   about = '~' * (found['source'] == 'shapes')
-  gib = found['memory']['peak'] / 2**30
+  gib = f'{about}{found["memory"]["peak"] / 2**30:.0f} GiB'
   if not found['fits']:
-    return f'no: {about}{gib:.0f} GiB'
-  cell = f'{about}{gib:.1f} GiB, {about}{found["roofline"]["step_s"]:.3g} s'
+    return f'no: {gib}'
+  cell = f'{gib}, {about}{found["roofline"]["step_s"]:.3g} s'
   return cell + f', `{policy}`' * (program == 'train')
 
 

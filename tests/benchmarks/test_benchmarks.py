@@ -151,14 +151,13 @@ def test_gpu_tuning(monkeypatch, tmp_path):
     pytest.importorskip(name)
   monkeypatch.setenv('XLA_FLAGS', '')  # One device.
   sizes = [flag for flag in TINY if flag.startswith(_SIZES)]
-  flags = ['--dtype=float32', '--attention=chunked', '--remat=full']
-  flags += ['--peer', '--peer_device=cpu', '--shapes=2x32+16', '--steps=1']
-  flags += ['--prompts=2', '--samples=2', '--tokens=8', '--prompt_tokens=16']
-  flags += ['--bases', 'bfloat16', 'nf4', '--policies', 'rloo']
+  sizes += ['--width=64', '--mlp_width=64', '--head_dim=64', '--pair=']
   output = tmp_path / 'numbers.json'
   rows = gpu_tuning.main(
-    [*sizes, '--width=64', '--mlp_width=64', '--head_dim=64', *flags]
-    + ['--microbatches=2', f'--output={output}']
+    [*sizes, '--dtype=float32', '--attention=chunked', '--remat=full', '--peer']
+    + ['--peer_device=cpu', '--shapes=2x32+16', '--bases', 'bfloat16', 'nf4']
+    + ['--policies=rloo', '--prompts=4', '--samples=2', '--tokens=8']
+    + ['--prompt_tokens=16', f'--output={output}']
   )['rows']
   peer, *ours, policy = rows
   assert json.loads(output.read_text())['rows'][-1] == policy
@@ -169,17 +168,17 @@ def test_gpu_tuning(monkeypatch, tmp_path):
   for row in ours:
     assert row['loss'] == pytest.approx(peer['loss'], rel=0.2)
     assert row['ratio'] > 0 < row['peak GiB']
-  tokens = policy['sampled tokens/s'] * policy['sample s']
-  assert tokens == pytest.approx(2 * 2 * 8) and policy['update s'] > 0
+  tokens = policy['sampled tokens/s'] * policy['sampling s']
+  assert tokens == pytest.approx(4 * 2 * 8) and policy['update s'] > 0
 
 
 def test_one_card(monkeypatch):
   monkeypatch.chdir(tiny.ROOT)
   monkeypatch.setattr(chips, 'compiler', lambda kind: None)
-  flags = ['--pair=s_s', '--jobs', 'decoding', '2B-2B, base nf4']
-  table = one_card.main([*flags, '--cards', 'h100:1', 'l4:1']).splitlines()
-  assert table[0] == '| job | 80 GB, H100 | 24 GB, L4 |' and len(table) == 4
-  assert table[2].count('`dots`') == 2 and table[3].count(' GiB, ~') == 2
+  flags = ['--jobs', 'decoding', '2b_2b, base nf4', '--cards', 'l4:1', 'h100:1']
+  header, _, tuning, decoding = one_card.main(flags)
+  assert header == '| job | 24 GB, L4 | 80 GB, H100 |'
+  assert tuning.endswith('`dots` |') and decoding.count(' GiB, ~') == 2
 
 
 def test_gpu_kernels():
