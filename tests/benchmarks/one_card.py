@@ -5,8 +5,8 @@
 plans jobs whose names contain one of `--jobs` on each of `--cards`, with the
 first remat policy of `POLICIES` that fits. Numbers are those of the compiled
 program, or, marked by ~, of the cost model: without the GPUs' compiler, and
-where it finds that no policy fits. Its times, short by half for rows as short as
-these, are left out.
+where it finds that no policy fits. Its times, half of the compiled ones for
+such short rows, are left out.
 """
 
 from collections.abc import Sequence
