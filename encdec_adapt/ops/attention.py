@@ -220,7 +220,7 @@ def attention(
     softcap: positive cap of the scores; None for no cap.
     bias: added to the scores after the scale; None for none.
     backend: a key of `BACKENDS`.
-    chunk: queries per chunk, at least 1; only chunked backends use it.
+    chunk: queries and keys per chunk, at least 1; for chunked backends.
 
   Returns:
     Weighted sums of the values [B, T, N, H] in the dtype of `q`.

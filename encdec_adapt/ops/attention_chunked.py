@@ -76,13 +76,14 @@ def _forward(q, k, v, spec, bias, tiling):
   zero = zeros[..., :1]
   sums = (zeros, zero + attention_tiles.LOWEST, zero), (), ()
   results = tiling.accumulate(add, finish, blocks, tiles, sums, spec)
+  out, log_sums = (tiling.join(x, *q.shape[1:3]) for x in results)
   # Named here, where a policy can save both: a name of the output alone would
   # have the backward pass compute the softmax's sums again.
   out, log_sums = (
-    checkpoint_name(tiling.join(x, *q.shape[1:3]), attention_shards.SAVED)
-    for x in results
+    checkpoint_name(x, attention_shards.SAVED)
+    for x in (out, log_sums[..., 0])  # A last dimension of 1 may be padded.
   )
-  return out, (q, k, v, spec, bias, out, log_sums[..., 0])
+  return out, (q, k, v, spec, bias, out, log_sums)
 
 
 def _backward(tiling, saved, d_out):

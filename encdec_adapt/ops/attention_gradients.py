@@ -10,12 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from encdec_adapt.ops import (
-  attention_tiles,
-  masks,
-  products,
-  relative_bias,
-)
+from encdec_adapt.ops import attention_tiles, masks, products, relative_bias
 
 # Of a block and of a tile, where kernels compute the forward pass.
 SIZE = 1024

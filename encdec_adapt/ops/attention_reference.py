@@ -1,7 +1,7 @@
 """Attention as its definition: all scores at once.
 
-Memory grows with T x S. It is the reference of the tests, the inside of the
-chunked backend, and right for the few queries of a decoding step.
+Memory grows with T x S. It is the reference of the tests, and right for few
+queries: those of a decoding step, or of no more than a chunk.
 """
 
 import jax
