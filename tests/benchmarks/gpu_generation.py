@@ -5,11 +5,15 @@
 The 2B-2B pair in bf16 with random weights and prompts of `--prompt` tokens. A
 decoding step reads the decoder's weights and every row's caches: `of bandwidth`
 is the time that these bytes take at the chip's memory bandwidth over the time
-of a step. `MFU` of a prefill counts the encoder and the keys and values of the
+of a step. `kernels a step` counts kernels and copies on the GPU in a profile.
+`MFU` of a prefill counts the encoder and the keys and values of the
 encoding by `models.forward_flops`. `--int8` keeps kernels as 8-bit integers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+import functools
+import pathlib
+import tempfile
 import time
 from typing import Any
 
@@ -24,6 +28,8 @@ from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import rules as rules_lib
 from encdec_adapt.training import setup
 from tests.benchmarks import gpu_kernels, results
+
+_PROFILED = 8  # Steps.
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
@@ -91,6 +97,7 @@ def _measure(
   step = (time.perf_counter() - start) / arguments.steps
   leaves = jax.tree.leaves((engine.params['decoder'], state.cache))
   moved = sum(leaf.nbytes for leaf in leaves)
+  kernels = _kernels(functools.partial(decode, state, _PROFILED))
   del state
   start = time.perf_counter()
   prefill()
@@ -103,9 +110,26 @@ def _measure(
     'tokens/s': rows / step,
     'GB read': moved / 1e9,
     'of bandwidth': moved / bandwidth / step,
+    'kernels a step': kernels / _PROFILED,
     'prefill ms': 1000 * reading,
     'prefill MFU': rows * flops / reading / peak,
   }
+
+
+def _kernels(run: Callable[[], Any]) -> int:
+  """Returns how many kernels and copies a call runs on GPUs."""
+  with tempfile.TemporaryDirectory() as folder:
+    with jax.profiler.trace(folder):
+      run()
+    (path,) = pathlib.Path(folder).rglob('*.xplane.pb')
+    profile = jax.profiler.ProfileData.from_file(str(path))
+    return sum(
+      len(list(line.events))
+      for plane in profile.planes
+      if plane.name.startswith('/device:GPU')
+      for line in plane.lines
+      if line.name.startswith('Stream')
+    )
 
 
 if __name__ == '__main__':

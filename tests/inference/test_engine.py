@@ -150,7 +150,7 @@ def test_rows_beyond_the_vocabulary_are_not_generated():
 def test_requests_of_adapters_are_those_of_merged_models():
   """Of two adapters over one base, in turns."""
   loaded = _loaded('encoder_decoder')
-  options = adapters_lib.parse('rank=2,full=decoder/norms')
+  options = adapters_lib.parse('rank=2,full=decoder/norms+decoder/key')
   adapters = adapters_lib.Adapters(loaded.config, options)
   flat = traverse_util.flatten_dict(loaded.params, sep='/')
   nest = functools.partial(traverse_util.unflatten_dict, sep='/')
