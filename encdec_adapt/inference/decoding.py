@@ -416,11 +416,10 @@ def merge_kernels(
   """
   active = partition.active()
   alike = active.mesh_axes('heads') == active.mesh_axes('kv_heads')
-  attention = 'query_key_value' if alike else 'key_value'
-  last = {'attention/value': attention}
-  last |= dict.fromkeys(('mlp/up', 'shared/up'), 'gate_up')
-  groups = {'kv_heads': model.config.decoder.kv_heads}
-  groups['mlp'] = active.size('mlp')
+  last = dict.fromkeys(('mlp/up', 'shared/up'), 'gate_up')
+  last['attention/value'] = 'query_key_value' if alike else 'key_value'
+  heads = model.config.decoder.kv_heads
+  groups = {'kv_heads': heads, 'mlp': active.size('mlp')}
   flat = traverse_util.flatten_dict(params['decoder'], sep='/')
   for path in [*flat]:
     name = last.get('/'.join(path.split('/')[-2:]))

@@ -11,6 +11,7 @@ Imports neither blocks nor stacks, which are made of these modules.
 """
 
 from collections.abc import Mapping
+import itertools
 from typing import Any
 
 from flax import linen as nn
@@ -54,12 +55,7 @@ def project_keys_values(
   return _keys_values(config, params, key, value)
 
 
-def _keys_values(
-  config: model_config.StackConfig,
-  params: Mapping[str, Any],
-  key: Float[Array, 'B S K H'],
-  value: Float[Array, 'B S K H'],
-) -> caches.KeyValues:
+def _keys_values(config, params, key, value) -> caches.KeyValues:
   """Normalises keys where the stack does, and shards both."""
   key = _norm(config, params, 'key_norm', key)
   # The single token of a decoding step does not divide.
@@ -70,19 +66,12 @@ def _keys_values(
   return caches.KeyValues(key=key, value=value)
 
 
-def _project(
-  params: Mapping[str, Any], x: jax.Array, *names: str
-) -> list[jax.Array]:
+def _project(params, x: jax.Array, *names: str) -> list[jax.Array]:
   """Projects `x` by kernels, and adds any biases."""
   return layers.project_all(x, params, {name: _AXES[name] for name in names})
 
 
-def _norm(
-  config: model_config.StackConfig,
-  params: Mapping[str, Any],
-  name: str,
-  x: Float[Array, 'B L N H'],
-) -> Float[Array, 'B L N H']:
+def _norm(config, params, name: str, x: jax.Array) -> jax.Array:
   """Normalises queries or keys where the stack does."""
   # Before the rotation, as in transformers; the scale differs by dimension, so
   # that the order matters.
@@ -215,11 +204,8 @@ class SelfAttention(_Attention):
       `x` [B, L, K, H] without a cache.
     """
     groups = [_MERGED] if _MERGED in self.weights else ['query', _KEYS_VALUES]
-    q, *entries = [
-      y
-      for names in groups
-      for y in _project(self.weights, x, *names.split('_'))
-    ]
+    projected = [_project(self.weights, x, *name.split('_')) for name in groups]
+    q, *entries = itertools.chain(*projected)
     q = _norm(self.config, self.weights, 'query_norm', q)
     if cached is not None:
       entries = [y[:, :1] for y in entries]

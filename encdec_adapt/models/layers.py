@@ -15,7 +15,6 @@ Imports no attention and nothing that is made of layers.
 from collections.abc import Callable, Mapping, Sequence
 import itertools
 import math
-import types
 from typing import Any
 
 from flax import linen as nn
@@ -35,14 +34,12 @@ from encdec_adapt.ops import (
 )
 
 # Logical axes of kernels that `merge` makes of several, by their names.
-_BY_KV_HEADS = ('embed', 'kv_heads', None, None)
-MERGED: Mapping[str, tuple[str | None, ...]] = types.MappingProxyType(
-  {
-    'query_key_value': _BY_KV_HEADS,
-    'key_value': _BY_KV_HEADS,
-    'gate_up': ('embed', 'mlp'),
-  }
-)
+MERGED: dict[str, tuple[str | None, ...]] = {
+  **dict.fromkeys(
+    ('query_key_value', 'key_value'), ('embed', 'kv_heads', None, None)
+  ),
+  'gate_up': ('embed', 'mlp'),
+}
 
 
 def kernel_init(

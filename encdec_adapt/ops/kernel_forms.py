@@ -66,7 +66,8 @@ class Adapted:
   """A kernel W [*I, *J] with an adapter: W + scale * A B.
 
   Attributes:
-    kernel: W, an array or `Quantized`.
+    kernel: W, an array or `Quantized`; None where it is part of a merged
+      kernel (`models.layers.merge`).
     a: A [*I, R].
     b: B [R, *J].
     key: random key of the dropout of A's input; None for no dropout.

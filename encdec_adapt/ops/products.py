@@ -43,8 +43,8 @@ def copies(rows: int) -> int:
     rows: rows of all devices.
   """
   active = partition.active()
-  least = LEAST_ROWS.get(active.platform, 1)
-  return -(-least // (rows // active.size('batch')))
+  on_device = max(1, rows // active.size('batch'))
+  return -(-LEAST_ROWS.get(active.platform, 1) // on_device)
 
 
 def matmul(

@@ -429,11 +429,12 @@ def _decode(job: Job) -> program_shapes.Program:
   with partition.use(mesh, rules.as_dict()):
     merge = functools.partial(decoding.merge_kernels, model)
     params = jax.eval_shape(merge, placed.abstract_params())
-  params_axes = {
-    path: layers.MERGED.get(path.rpartition('/')[2], names)
-    for path, names in state_lib.flatten(placed.axes(params)).items()
-  }
-  params_axes = state_lib.unflatten(params_axes)
+  params_axes = state_lib.unflatten(
+    {
+      path: layers.MERGED.get(path.rpartition('/')[2], names)
+      for path, names in state_lib.flatten(placed.axes(params)).items()
+    }
+  )
   sizes = job.rows, lengths.decoder, positions.get('encoder', 0)
   state = jax.eval_shape(functools.partial(decoding.start, model, *sizes))
   # Apart from the state, since a step writes a single entry of the caches (see

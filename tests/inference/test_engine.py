@@ -22,6 +22,7 @@ from encdec_adapt.inference import (
 from encdec_adapt.inference import engine as engine_lib
 from encdec_adapt.models import adapters as adapters_lib
 from encdec_adapt.models import model_config
+from encdec_adapt.ops import products
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import rules as rules_lib
 from tests import toy_models
@@ -144,6 +145,63 @@ def test_rows_beyond_the_vocabulary_are_not_generated():
       np.testing.assert_array_equal(got.tokens, want[:, :size].argmax(axis=1))
     want = np.take_along_axis(want, got.tokens[:, None], axis=1)[:, 0]
     np.testing.assert_allclose(got.log_probs, want, atol=5e-5)
+
+
+def _pair(**changes):
+  fields = dict(vocab_size=23, vocab_multiple=8, window=3, tied_head=False)
+  stack = toy_models.stack(**fields | changes)
+  return model_config.encoder_decoder(stack, stack)
+
+
+QWEN = dict(attention_bias='qkv', qk_norm=True, mlp_bias=True)
+EXPERTS = dict(experts=4, experts_per_token=2, shared_expert_width=8)
+# Model, shards of the tensor axis, rules, whether kernels are integers, and
+# rows that are computed, as on GPUs.
+PREPARED = {
+  'pair': (_pair(), 1, {}, False, 1),
+  'biases and norms': (_pair(**QWEN), 1, {}, False, 1),
+  't5': (_pair(**toy_models.T5), 1, {}, False, 3),
+  'merged': (CONFIGS['merged'], 1, {}, False, 5),
+  'experts': (_pair(**EXPERTS), 1, {}, False, 5),
+  'int8': (_pair(), 1, {}, True, 1),
+  'sharded alike': (_pair(kv_heads=4), 4, {}, False, 1),
+  'sharded apart': (_pair(kv_heads=1), 2, {'kv_heads': ()}, False, 5),
+}
+
+
+@pytest.mark.sharded
+@pytest.mark.parametrize('case', PREPARED)
+def test_merged_kernels_give_the_uncached_log_probs(case, monkeypatch):
+  config, tensor, changes, int8, least_rows = PREPARED[case]
+  monkeypatch.setitem(products.LEAST_ROWS, 'cpu', least_rows)
+  loaded = toy_models.load(config, scale=0.4)
+  made = engine_lib.Engine(
+    loaded.model,
+    loaded.params,
+    IDS,
+    rows=2,
+    mesh=mesh_lib.make_mesh(
+      mesh_lib.MeshConfig(fsdp=1, tensor=tensor), jax.devices()[:tensor]
+    ),
+    rules=dataclasses.replace(rules_lib.RULES['fsdp'], **changes),
+    int8=int8,
+  )
+  attention = made.params['decoder']['tail']['layer_0']['attention']
+  assert ('query' in attention) == bool(changes)
+  [(_, found)] = made.run([engine_lib.Request(PROMPTS[0], 10)])
+  if int8:
+    rounded = quantization.rounded(loaded.params, loaded.model.table)
+    loaded = dataclasses.replace(loaded, params=rounded)
+  logits = _logits(case, PROMPTS[0], found.tokens, loaded)
+  want = np.asarray(jax.nn.log_softmax(logits))
+  np.testing.assert_array_equal(found.tokens, want.argmax(axis=1))
+  want = np.take_along_axis(want, found.tokens[:, None], axis=1)[:, 0]
+  np.testing.assert_allclose(found.log_probs, want, atol=5e-5)
+  # A device has the parts of a product of its heads and features.
+  arguments = made._decode_arguments(made._state, engine_lib.UNLIMITED)
+  program = made.programs.get(decoding.decode, *arguments, vocab_size=23)
+  layers = [x for x in program.as_text().splitlines() if '/layer_' in x]
+  assert layers and not [x for x in layers if 'collective-permute' in x]
 
 
 @pytest.mark.long
