@@ -5,28 +5,12 @@ Imports no modules of layers: rematerialisation names values by `ops`.
 
 from collections.abc import Callable, Mapping
 import dataclasses
-import math
 
 from jax import checkpoint_policies as policies
 
 from encdec_adapt.base import keys
-from encdec_adapt.ops import attention, experts
+from encdec_adapt.ops import attention, experts, products
 from encdec_adapt.telemetry import environment
-
-
-def _narrow(prim, *avals, **params) -> bool:
-  """Matches products with weights that at most double the width."""
-  # Batch dimensions are those of attention's scores, which grow with the
-  # square of the length.
-  if not policies.dots_with_no_batch_dims_saveable(prim, *avals, **params):
-    return False
-  x, kernel = avals[:2]
-  (over, _), _ = params['dimension_numbers']
-  # Kernels may have more than two dimensions (heads, head_dim): their size says
-  # how wide the result is.
-  width = math.prod(x.shape[axis] for axis in over)
-  return kernel.size <= 2 * width * width
-
 
 # Values of each block that are saved for the backward pass, with its input.
 #   none: everything; no rematerialisation.
@@ -39,14 +23,11 @@ def _narrow(prim, *avals, **params) -> bool:
 REMAT_POLICIES: dict[str, Callable[..., bool] | None] = {
   'none': None,
   'full': policies.nothing_saveable,
-  'dots': policies.save_from_both_policies(
-    # Experts' products are ragged, which the policy of products does not know:
-    # they are saved by name.
-    policies.dots_with_no_batch_dims_saveable,
-    policies.save_only_these_names(experts.PRODUCT, attention.SAVED),
+  'dots': policies.save_only_these_names(
+    products.WIDE, products.NARROW, experts.PRODUCT, attention.SAVED
   ),
-  'narrow_dots': policies.save_from_both_policies(
-    _narrow, policies.save_only_these_names(attention.SAVED)
+  'narrow_dots': policies.save_only_these_names(
+    products.NARROW, attention.SAVED
   ),
   'attention': policies.save_only_these_names(attention.SAVED),
 }

@@ -19,6 +19,7 @@ from typing import Any
 
 from flax import linen as nn
 import jax
+from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -304,7 +305,12 @@ def project(
     y = y + adapter.scale * update
   if bias is not None:
     y = y + bias.astype(x.dtype).astype(jnp.float32)
-  return y.astype(x.dtype)
+  # Rounded, and so half as large: policies save no product before it, of which
+  # there are two with an adapter, and that of integers is inside of another
+  # checkpoint.
+  is_wide = math.prod(y.shape[2:]) > 2 * math.prod(x.shape[2:])
+  name = products.WIDE if is_wide else products.NARROW
+  return checkpoint_name(y.astype(x.dtype), name)
 
 
 def project_all(

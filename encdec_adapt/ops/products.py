@@ -24,6 +24,9 @@ from jaxtyping import Array, Float
 from encdec_adapt.ops import partition
 
 _Product = Callable[[jax.Array, jax.Array], jax.Array]
+# Names of projected states for rematerialisation policies: of those more than
+# twice as wide as the states, and of others.
+WIDE, NARROW = 'wide_product', 'narrow_product'
 # Least rows, by platform, that a step of decoding multiplies by a weight.
 LEAST_ROWS = {'gpu': 8}
 

@@ -176,8 +176,9 @@ def totals(text: str, share: float = 1.0) -> Totals:
 
   Args:
     text: the text.
-    share: share of a conditional's runs that take its largest branch; the
-      others take the smallest. Which of them runs depends on data.
+    share: share of the keys of a row that are of a query's example. Loops over
+      pairs of a block and a tile (`ops.attention_tiles`) take as many turns
+      less, but one for each block.
 
   Raises:
     UnknownProgramError: a loop's trip count cannot be found, a fusion has a
@@ -271,14 +272,14 @@ class _Walk:
   def _add_instruction(self, computation, op, types, times) -> None:
     if op.opcode == 'while':
       # The condition compares scalars, which is left out.
-      trips = _trip_count(self.computations, op)
+      trips, depends_on_data = _trip_count(self.computations, op)
+      if depends_on_data:
+        trips = max(trips * self.share, math.sqrt(trips))
       self.add_computation(op.attribute('body'), times * trips)
       return
     if op.opcode == 'conditional':
-      branches = sorted(_branches(op), key=self._work)
-      self.add_computation(branches[-1], times * self.share)
-      if self.share < 1:
-        self.add_computation(branches[0], times * (1 - self.share))
+      # The largest branch counts: which of them runs depends on data.
+      self.add_computation(max(_branches(op), key=self._work), times)
     if op.opcode == 'call':
       self.add_computation(op.attribute('to_apply'), times)
     flops, kernels = self.totals.flops, len(self.totals.kernels)
@@ -424,11 +425,14 @@ def _groups(attributes: str) -> str:
 
 def _trip_count(
   computations: Mapping[str, list[Instruction]], loop: Instruction
-) -> int:
+) -> tuple[int, bool]:
   """Returns how often a loop runs that counts up from zero to a constant.
 
   XLA writes a scan like that. Loops of collective matmuls are unrolled: their
   counter is increased by the number of unrolled iterations.
+
+  Returns:
+    The number, and whether it is the largest of those that data decide.
 
   Raises:
     UnknownProgramError: it is another kind of loop.
@@ -439,7 +443,7 @@ def _trip_count(
     loop.attributes,
   )
   if stated:
-    return int(stated[1] or stated[2])
+    return int(stated[1] or stated[2]), not stated[1]
   condition = {op.name: op for op in computations[loop.attribute('condition')]}
   for test in condition.values():
     # The counter and its bound may be in either order.
@@ -450,7 +454,7 @@ def _trip_count(
       if len(bounds) == len(indices) == 1:
         body = {op.name: op for op in computations[loop.attribute('body')]}
         # Rounded up: the loop runs while the counter is below its bound.
-        return -(-bounds[0] // _increment(body, int(indices[0])))
+        return -(-bounds[0] // _increment(body, int(indices[0]))), False
   raise UnknownProgramError(
     f'the trip count of loop {loop.name} is not a constant'
   )

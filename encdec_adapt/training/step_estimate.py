@@ -108,23 +108,20 @@ def _saved(work: workload.Workload, stack_pass: workload.StackPass) -> float:
   mlp = stack.mlp_width / work.by_tensor
   # Every policy saves the layer's input; the others add the outputs that
   # `models.execution.REMAT_POLICIES` names.
-  width, products = stack.width, 0.0
+  width = stack.width
   if remat != 'full':
     width += attentions * heads
   if remat in ('narrow_dots', 'dots', 'none'):
     # Queries, keys, values, and the products with weights that return to the
     # model's width.
-    products = attentions * (heads + keys_values + stack.width) + stack.width
+    width += attentions * (heads + keys_values + stack.width) + stack.width
   if remat in ('dots', 'none'):
-    products += (1 + stack.mlp_gated) * mlp
+    width += (1 + stack.mlp_gated) * mlp
   if remat == 'none':
     width += 4 * stack.width + keys_values * work.by_length + mlp
   # Row statistics of the softmax, which 'full' computes again.
   statistics = 0 if remat == 'full' else attentions * stack.heads * _FP32
-  size = work.item
-  if work.adapters and remat != 'none':
-    size = 2 * _FP32  # The product with the kernel, and that with B.
-  return float(width * work.item + products * size + statistics)
+  return float(width * work.item + statistics)
 
 
 def _working(

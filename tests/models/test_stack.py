@@ -12,7 +12,7 @@ from encdec_adapt.models import (
   layers_index,
   model_config,
 )
-from encdec_adapt.ops import attention
+from encdec_adapt.ops import attention, kernel_forms, products
 from tests import toy_models
 
 FIVE_TO_ONE = ('local',) * 5 + ('global',)
@@ -123,9 +123,27 @@ def test_policies_save_what_they_say(
     lambda p: model.decode(p, ids, ids, ids).sum(), params
   )
   saved = capsys.readouterr().out
-  assert ('f32[8,40] output of dot_general' in saved) == wide
-  assert ('f32[8,16] output of dot_general' in saved) == narrow
+  assert (products.WIDE in saved) == wide
+  assert (products.NARROW in saved) == narrow
   assert (attention.SAVED in saved) == attends
+
+
+@pytest.mark.parametrize('remat', ['dots', 'narrow_dots'])
+def test_policies_save_the_rounded_product_of_an_adapter(remat, capsys):
+  kernel = kernel_forms.Adapted(
+    *(jnp.ones(shape, jnp.bfloat16) for shape in ((16, 8), (16, 2), (2, 8)))
+  )
+
+  def loss(x):
+    return jnp.sum(jnp.sin(layers.project(x, kernel, axes=('embed', 'mlp'))))
+
+  policy = execution.REMAT_POLICIES[remat]
+  jax.ad_checkpoint.print_saved_residuals(
+    jax.checkpoint(loss, policy=policy), jnp.ones((2, 4, 16), jnp.bfloat16)
+  )
+  saved = capsys.readouterr().out
+  assert f"bf16[2,4,8] named '{products.NARROW}'" in saved
+  assert 'output of' not in saved
 
 
 def test_bfloat16_is_near_float32(gradients):
