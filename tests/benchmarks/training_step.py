@@ -43,7 +43,7 @@ SIZES = {
 MODEL = {
   **SIZES,
   'pair': '',
-  'block': 'gemma2',  # Or t5.
+  'block': 'gemma2',  # Or t5; or uncapped: global layers without soft-caps.
   'batch_size': 8,
   'encoder_length': 256,
   'decoder_length': 256,
@@ -117,6 +117,9 @@ def make_pair(arguments: argparse.Namespace) -> Any:
   if arguments.block == 't5':
     sizes['kv_heads'] = sizes['heads']
     return presets.t5('t5_1.1_small', **sizes)
+  if arguments.block == 'uncapped':
+    sizes |= {'attention_softcap': None, 'final_softcap': None}
+    sizes['pattern'] = ('global',)
   stack = configs.StackConfig(**sizes, query_scale=float(arguments.head_dim))
   return configs.encoder_decoder(stack, stack)
 
