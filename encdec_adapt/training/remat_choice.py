@@ -25,8 +25,9 @@ from encdec_adapt.training import step_estimate, workload
 
 FREE = 0.1  # Share of the memory that a step leaves free, for fragments.
 LAST = 'full'  # No policy needs less memory.
-# XLA so names what it computes again by itself, where memory is short.
-_BY_XLA = re.compile(r'%[\w.-]*\.remat[\w.]* = ')
+# XLA so names what it computes again by itself, where memory is short. It
+# always makes several broadcasts of a constant, named `.rematerialized`.
+_BY_XLA = re.compile(r'%[\w.-]*\.remat(?:_\w+)?(?:\.\d+)* = ')
 # Shares of a GPU that JAX takes by default, and with the variable that is named
 # in the message.
 _DEFAULT_SHARE, _LARGEST_SHARE = 0.75, 0.95

@@ -77,9 +77,16 @@ def test_a_resumed_job_keeps_the_choice_on_the_same_devices():
     assert kept == {'dtype': 'bfloat16'}
 
 
-def test_work_that_xla_repeats_is_recognised():
-  text = '%fusion.2.remat.1 = bf16[8]{0} fusion(%p), metadata={op_name="x"}'
-  assert remat_choice.repeats_work(text)
-  # JAX's own is in the names of operations.
-  text = '%fusion.2 = f32[] fusion(), metadata={op_name="checkpoint/remat"}'
-  assert not remat_choice.repeats_work(text)
+@pytest.mark.parametrize(
+  'name, repeats',
+  [
+    # Of a step compiled for a GPU with too little memory, and with enough.
+    ('loop_add_convert_fusion.2.remat', True),
+    ('gte.remat.4', True),
+    ('loop_broadcast_fusion.49.rematerialized.7', False),
+    ('rematted_computation.closed_call.1', False),
+  ],
+)
+def test_work_that_xla_repeats_is_recognised(name, repeats):
+  text = f'  %{name} = f32[8]{{0}} fusion(), metadata={{op_name="a/remat"}}'
+  assert remat_choice.repeats_work(text) == repeats
