@@ -173,7 +173,7 @@ SHIPPED = {
     fsdp=1,
     save_every=100,
     microbatches=32,
-    remat='narrow_dots',
+    remat='full',
     optimizer='adafactor',
   ),
   'size=2b_2b,objective=pairs,lora=16,topology=l4:1': ChipSettings(
@@ -188,7 +188,7 @@ SHIPPED = {
     save_every=100,
     microbatches=16,
     rules='whole_slice',
-    remat='full',
+    remat='dots',
   ),
   'size=9b_9b,topology=h100:64': ChipSettings(
     replica=1, fsdp=64, save_every=100, microbatches=8, remat='dots'
