@@ -156,7 +156,7 @@ def train(
   # From here on neither has a value that depends on the devices ('auto'), but
   # `compute.remat`, which is chosen when all else is in memory.
   settings = settings.on(
-    platform, saved and remat_choice.kept(saved, fingerprint)
+    platform, saved and remat_choice.earlier_compute(saved, fingerprint)
   )
   setup.check_stacks(settings.compute, model, mesh.devices.flat[0])
   config = config.copy_and_resolve_references()
@@ -253,7 +253,6 @@ def train(
     'config': config.to_dict(),
     'environment': environment.report(),
     'fingerprint': fingerprint,
-    'remat': saved and saved.get('remat'),  # The choice of 'auto', as text.
     'vocabularies': data.vocabularies.describe(),
     'order': order,
   }
@@ -291,6 +290,8 @@ def train(
   meta['references'] = digests
   if start is not None:
     resume_checks.check_same_references(saved, meta)
+  if saved and saved['config']['compute']['remat'] == config.compute.remat:
+    meta['remat'] = saved.get('remat')  # The choice of 'auto', as text.
   if config.compute.remat == execution.AUTO:
     batch = setup.abstract_batch(
       placement,
@@ -318,6 +319,7 @@ def train(
     phases = phases.with_remat(choice.policy, choice.program)
     config.compute.remat = choice.policy
     meta |= {'config': config.to_dict(), 'remat': choice.describe()}
+    del choice  # A step that does not fit takes memory as long as it is loaded.
   if distributed.is_lead():
     run_artifacts.write_config(workdir, config, meta['environment'], made_by)
 

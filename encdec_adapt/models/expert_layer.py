@@ -10,11 +10,12 @@ from typing import Any
 
 from flax import linen as nn
 import jax
+from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from encdec_adapt.models import layers, model_config
-from encdec_adapt.ops import activations, experts, partition
+from encdec_adapt.ops import activations, experts, partition, products
 
 COLLECTION = 'routing'
 
@@ -71,7 +72,8 @@ class Experts(nn.Module):
     shape = (self.config.width, self.config.experts)
     kernel = self.param('router', init, shape, jnp.float32)
     x = x.astype(jnp.float32)
-    return jnp.einsum('BLD,DX->BLX', x, kernel, precision='highest')
+    y = jnp.einsum('BLD,DX->BLX', x, kernel, precision='highest')
+    return checkpoint_name(y, products.NARROW)
 
   def _kernels(self, name: str, *axes: str) -> jax.Array:
     """Kernels [X, I, J] of all experts."""
@@ -90,7 +92,7 @@ class Experts(nn.Module):
       init = layers.kernel_init(('embed', 'router'), 0, 1)
       kernel = self.param('shared_gate', init, (cfg.width, 1), jnp.float32)
       gate = jnp.einsum('BLD,DJ->BLJ', x, kernel.astype(self.dtype))
-      y = y * jax.nn.sigmoid(gate)
+      y = y * jax.nn.sigmoid(checkpoint_name(gate, products.NARROW))
     return y
 
 

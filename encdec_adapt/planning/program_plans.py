@@ -1,6 +1,7 @@
 """Plans of the programs of a job on chips that are elsewhere."""
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -132,10 +133,12 @@ def choose_and_plan(
   def trial(policy: str) -> remat_choice.Trial:
     compute = dataclasses.replace(job.compute, remat=policy)
     jobs[policy] = dataclasses.replace(job, compute=compute)
-    made = plans[policy] = plan(jobs[policy], slices)
-    memory = made['memory']
+    result = plans[policy] = plan(jobs[policy], slices)
+    memory = result['memory']
+    # Without times the compiler ran out of memory.
+    peak = memory['peak'] if result['roofline'] else math.inf
     repeats = memory.get('repeats', False)
-    return remat_choice.Trial(policy, memory['peak'], made, repeats)
+    return remat_choice.Trial(policy, peak, result, repeats)
 
   estimates = remat_choice.estimates(job.work, held, trained, kind)
   memory = float(slices.chip.hbm_bytes)
@@ -144,10 +147,10 @@ def choose_and_plan(
     trial(choice.policy)
   policies = {
     name: {
-      'bytes': made['memory']['peak'],
-      'seconds': made['roofline'] and made['roofline']['step_s'],
+      'bytes': result['memory']['peak'],
+      'seconds': result['roofline'] and result['roofline']['step_s'],
     }
-    for name, made in plans.items()
+    for name, result in plans.items()
   }
   chosen = choice.policy
   return jobs[chosen], plans[chosen] | {'policies': policies}

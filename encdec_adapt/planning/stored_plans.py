@@ -113,7 +113,7 @@ def shipped(
   """Returns the plan in configs/plans of a configuration, None without any.
 
   Args:
-    settings: the configuration, without 'auto'.
+    settings: the configuration for the chips.
     hardware: chips that it is planned for.
   """
   chosen = digest(settings), hardware.name, hardware.count

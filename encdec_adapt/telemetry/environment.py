@@ -216,8 +216,8 @@ def memory_high_water() -> dict[str, int]:
 def memory_limit_and_use() -> tuple[int | None, int]:
   """Returns bytes that JAX may use of a device of this process, and does use.
 
-  Of its devices the smallest limit and the largest use; the limit is None
-  where a device does not tell it, as a CPU.
+  The smallest limit and the largest use over its devices; the limit is None if
+  a device, such as a CPU, reports none.
   """
   stats = [device.memory_stats() or {} for device in jax.local_devices()]
   limits = [s.get('bytes_limit') for s in stats]

@@ -2,7 +2,8 @@
 
 A policy that saves more values repeats less work and needs more memory. The
 estimate (`step_estimate`) ranks the policies and the compiler decides: at most
-two steps are compiled, and the chosen one runs.
+two steps are compiled to choose, and the chosen one runs. If neither fits,
+`full` is compiled when it first runs.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,8 +26,8 @@ from encdec_adapt.training import step_estimate, workload
 
 FREE = 0.1  # Share of the memory that a step leaves free, for fragments.
 LAST = 'full'  # No policy needs less memory.
-# XLA so names what it computes again by itself, where memory is short. It
-# always makes several broadcasts of a constant, named `.rematerialized`.
+# XLA appends `.remat` to instructions that it rematerialises where memory is
+# short, and always `.rematerialized` to copies of broadcasts.
 _BY_XLA = re.compile(r'%[\w.-]*\.remat(?:_\w+)?(?:\.\d+)* = ')
 # Shares of a GPU that JAX takes by default, and with the variable that is named
 # in the message.
@@ -41,9 +42,8 @@ class Trial:
     policy: name of the policy.
     bytes: memory that the step and what the job holds beside it take on a
       device; inf if the compiler ran out of memory.
-    program: the compiled step, or its plan; None if the compiler ran out of
-      memory.
-    repeats: whether XLA computes values again by itself, for lack of memory.
+    program: the compiled step, or its plan.
+    repeats: whether XLA rematerialises by itself, for lack of memory.
   """
 
   policy: str
@@ -52,8 +52,15 @@ class Trial:
   repeats: bool = False
 
   def fits(self, limit: float) -> bool:
-    """Returns whether the step is worth its memory."""
+    """Returns whether the step fits and XLA rematerialises nothing."""
     return self.bytes <= limit and not self.repeats
+
+  def describe(self) -> str:
+    """Returns its memory as text."""
+    if math.isinf(self.bytes):
+      return 'more than the compiler has'
+    repeats = ', in which XLA rematerialises' * self.repeats
+    return f'{disk.format_bytes(self.bytes)} compiled{repeats}'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,15 +99,13 @@ class Choice:
       sizes[name] = f'{disk.format_bytes(size)} by the estimate'
       if name == self.policy:
         break
-    for trial in self.trials:
-      size = 'more than the compiler has'
-      if trial.program is not None:
-        size = f'{disk.format_bytes(trial.bytes)} compiled'
-      repeats = ', in which XLA computes values again' * trial.repeats
-      sizes[trial.policy] = size + repeats
+    sizes |= {trial.policy: trial.describe() for trial in self.trials}
+    reason = 'the fastest that fits into'
+    if self.policy == LAST:
+      reason = 'which needs the least memory, as no other fits into'
     limit = disk.format_bytes((1 - FREE) * self.memory)
     return (
-      f'compute.remat is {self.policy!r}, the fastest that fits into {limit},'
+      f'compute.remat is {self.policy!r}, {reason} {limit},'
       f' {1 - FREE:.0%} of the memory of a device: '
       + ', '.join(f'{name!r} needs {size}' for name, size in sizes.items())
     )
@@ -147,12 +152,12 @@ def choose(
     fit = (name for name in names if ratio * estimates[name] <= limit)
     return next(fit, LAST)
 
-  # What the estimate may be wrong about is worth compiling.
+  # Estimates may be too high by `DOUBT`.
   trials = [compile_step(fastest(order, 1 / step_estimate.DOUBT))]
   first = trials[0]
   if first.policy != LAST and not first.fits(limit):
     needed = first.bytes if math.isfinite(first.bytes) else limit
-    # Steps in which XLA repeats work need more than they take.
+    # Steps in which XLA rematerialises need more than they take.
     ratio = max(needed, limit) / estimates[first.policy]
     slower = order[order.index(first.policy) + 1 :]
     trials.append(compile_step(fastest(slower, ratio)))
@@ -162,7 +167,7 @@ def choose(
   return Choice(policy, memory, estimates, trials)
 
 
-def compiled(
+def compile_trial(
   policy: str, lower: Callable[[str], jax.stages.Lowered], beside: float
 ) -> Trial:
   """Compiles the step of a policy.
@@ -175,9 +180,10 @@ def compiled(
   try:
     program = lower(policy).compile()
   except jax.errors.JaxRuntimeError as error:
+    # The size in the message may be that of temporary arrays alone.
     if not compiler.ran_out_of_memory(str(error)):
       raise
-    return Trial(policy, compiler.needed_bytes(str(error)) or math.inf)
+    return Trial(policy, math.inf)
   size = compiler.device_bytes(program)
   repeats = repeats_work(program.as_text())
   return Trial(policy, beside + size, program, repeats)
@@ -188,7 +194,7 @@ def repeats_work(text: str) -> bool:
   return bool(_BY_XLA.search(text))
 
 
-def kept(
+def earlier_compute(
   saved: Mapping[str, Any], fingerprint: Mapping[str, Any]
 ) -> dict[str, Any]:
   """Returns `config.compute` of a checkpoint, for the job that resumes it.
@@ -215,7 +221,7 @@ def for_job(
 ) -> Choice:
   """Chooses the policy of a job, whose devices are here.
 
-  What counts is the step of the last phase, in which most trains, and what the
+  Counts the step of the last phase, which trains most, and the arrays that the
   job holds beside its arguments. Caches of a sampler and of an evaluation are
   free again before the next step, and so is what a save copies. Every process
   calls it together.
@@ -240,7 +246,8 @@ def for_job(
       ' the least memory.'
     )
   size = layout_report.device_bytes
-  beside = max(0.0, used - size(loaded)) + size(frozen)
+  # Negative where a reference has the arrays of the base: a step counts both.
+  beside = used - size(loaded) + size(frozen)
   limits, besides = zip(
     *distributed.gather('memory', (limit, beside)), strict=True
   )
@@ -250,7 +257,7 @@ def for_job(
   def compile_step(policy: str) -> Trial:
     policy = distributed.from_lead(lambda: policy, 'remat')
     log(f'compiling the step with compute.remat={policy!r}')
-    trial = compiled(policy, lower, beside)
+    trial = compile_trial(policy, lower, beside)
     sizes, repeats = zip(
       *distributed.gather('remat', (trial.bytes, trial.repeats)), strict=True
     )

@@ -3,10 +3,10 @@
     python -m tests.benchmarks.one_card [--cards h200:1] [--jobs RLOO]
 
 plans jobs whose names contain one of `--jobs` on each of `--cards`, with the
-first remat policy of `POLICIES` that fits. Numbers are those of the compiled
-program, or, marked by ~, of the cost model: without the GPUs' compiler, and
-where it finds that no policy fits. Its times, half of the compiled ones for
-such short rows, are left out.
+policy that a job would choose there (`compute.remat=auto`). Numbers are those
+of the compiled program, or, marked by ~, of the cost model, without the GPUs'
+compiler. Its times, half of the compiled ones for such short rows, are left
+out.
 """
 
 from collections.abc import Sequence
@@ -14,15 +14,9 @@ from collections.abc import Sequence
 from encdec_adapt import config as config_lib
 from encdec_adapt import plan
 from encdec_adapt.cli import command
-from encdec_adapt.planning import (
-  analytic_estimate,
-  chips,
-  program_plans,
-  programs,
-)
+from encdec_adapt.planning import chips, program_plans, programs
 from tests.benchmarks import results
 
-POLICIES = 'dots', 'narrow_dots', 'attention', 'full'  # The fastest first.
 CARDS = {
   'l4:1': '24 GB, L4',
   'a100:1': '40 GB, A100',
@@ -43,10 +37,10 @@ JOBS = {
   ),
   **{
     f'LoRA, {pair}, base {base or "bfloat16"}, 8 rows of 1024 + 256': (
-      f'size={pair},objective=pairs,lora=16'
+      f'size={pair.lower().replace("-", "_")},objective=pairs,lora=16'
       f' train.lora=rank=16,alpha=32,base={base}'
     )
-    for pair in ('2b_2b', '9b_9b')
+    for pair in ('2B-2B', '9B-9B')
     for base in ('', 'int8', 'nf4')
   },
   'RLOO, update by 8 x 8 samples of 256': f'size=2b_2b,objective=rloo {_FULL}',
@@ -78,27 +72,21 @@ def _cell(name: str, argument: str, *changes: str, card: str) -> str:
   program = 'decode' if 'decoding' in name else 'train'
   defaults = ['train.batch_size=8', 'train.microbatches=1']
   defaults.append(f'compute.attention={"tokamax" if is_hopper else "chunked"}')
-  for policy in POLICIES:
-    flags = [*defaults, *changes, f'compute.remat={policy}']
-    flags = [f'--config=gemma2:{argument}', *(f'--config.{x}' for x in flags)]
-    values = command.parse(plan.define_flags, flags)
-    settings = config_lib.load(values.config, sources=False).on('gpu')
-    mesh = program_plans.make_mesh(settings, slices)
-    examples = 8 if '4 rows' in name else 1  # As measured.
-    job = programs.Job.of(program, settings, mesh, examples)
-    sizes = analytic_estimate.Arguments.of(job, job.program())
-    found = analytic_estimate.describe(job, slices, sizes)
-    if found['fits']:
-      found = program_plans.plan(job, slices)
-    if found['fits']:
-      break
-  gib = f'{found["memory"]["peak"] / 2**30:.0f} GiB'
-  if not found['fits']:
+  flags = [*defaults, *changes, 'compute.remat=auto']
+  flags = [f'--config=gemma2:{argument}', *(f'--config.{x}' for x in flags)]
+  values = command.parse(plan.define_flags, flags)
+  settings = config_lib.load(values.config, sources=False).on('gpu')
+  mesh = program_plans.make_mesh(settings, slices)
+  examples = 8 if '4 rows' in name else 1  # As measured.
+  job = programs.Job.of(program, settings, mesh, examples)
+  job, estimate = program_plans.choose_and_plan(job, slices)
+  gib = f'{estimate["memory"]["peak"] / 2**30:.0f} GiB'
+  if not estimate['fits']:
     return f'no: ~{gib}'
   cell = f'~{gib}'
-  if found['source'] == 'compiled':
-    cell = f'{gib}, {found["roofline"]["step_s"]:.3g} s'
-  return cell + f', `{policy}`' * (program == 'train')
+  if estimate['source'] == 'compiled':
+    cell = f'{gib}, {estimate["roofline"]["step_s"]:.3g} s'
+  return cell + f', `{job.compute.remat}`' * job.trains
 
 
 if __name__ == '__main__':

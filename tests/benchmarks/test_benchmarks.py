@@ -175,7 +175,7 @@ def test_gpu_tuning(monkeypatch, tmp_path):
 def test_one_card(monkeypatch):
   monkeypatch.chdir(tiny.ROOT)
   monkeypatch.setattr(chips, 'compiler', lambda kind: None)
-  flags = ['--jobs', 'decoding', '2b_2b, base nf4', '--cards', 'l4:1', 'h100:1']
+  flags = ['--jobs', 'decoding', '2B-2B, base nf4', '--cards', 'l4:1', 'h100:1']
   header, _, tuning, decoding = one_card.main(flags)
   assert header == '| job | 24 GB, L4 | 80 GB, H100 |'
   assert tuning.endswith('`dots` |') and decoding.count(' ~') == 2

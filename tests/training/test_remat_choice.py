@@ -2,6 +2,7 @@
 
 import math
 
+import jax
 import pytest
 
 from encdec_adapt.training import remat_choice
@@ -71,10 +72,12 @@ def test_a_resumed_job_keeps_the_choice_on_the_same_devices():
   fingerprint = {'device_kind': 'a GPU', 'mesh': {'fsdp': 8}, 'cores': 2}
   compute = {'dtype': 'bfloat16', 'remat': 'dots'}
   saved = {'config': {'compute': compute}, 'fingerprint': fingerprint}
-  assert remat_choice.kept(saved, fingerprint | {'cores': 4}) == compute
+  assert (
+    remat_choice.earlier_compute(saved, fingerprint | {'cores': 4}) == compute
+  )
   for change in ({'device_kind': 'another'}, {'mesh': {'fsdp': 4}}):
-    kept = remat_choice.kept(saved, fingerprint | change)
-    assert kept == {'dtype': 'bfloat16'}
+    earlier = remat_choice.earlier_compute(saved, fingerprint | change)
+    assert earlier == {'dtype': 'bfloat16'}
 
 
 @pytest.mark.parametrize(
@@ -90,3 +93,22 @@ def test_a_resumed_job_keeps_the_choice_on_the_same_devices():
 def test_work_that_xla_repeats_is_recognised(name, repeats):
   text = f'  %{name} = f32[8]{{0}} fusion(), metadata={{op_name="a/remat"}}'
   assert remat_choice.repeats_work(text) == repeats
+
+
+@pytest.mark.parametrize(
+  'message',
+  [
+    'RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 18.5G of'
+    ' 15.7G hbm',
+    # Of temporary arrays alone: less than the memory of the device.
+    'RESOURCE_EXHAUSTED: total memory required for HLO temporaries (17.86G)'
+    ' exceeds available HBM',
+    'RESOURCE_EXHAUSTED: Out of memory while trying to allocate 64 bytes.',
+  ],
+)
+def test_a_compiler_that_ran_out_of_memory_has_no_step_that_fits(message):
+  def lower(_):
+    raise jax.errors.JaxRuntimeError(message)
+
+  trial = remat_choice.compile_trial('dots', lower, 2.0**30)
+  assert not trial.fits(2.0**40) and trial.program is None
