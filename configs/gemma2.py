@@ -163,7 +163,7 @@ SHIPPED = {
     optimizer='adafactor',
   ),
   'size=2b_2b,topology=h200:1': ChipSettings(
-    replica=1, fsdp=1, save_every=10, microbatches=512, remat='narrow_dots'
+    replica=1, fsdp=1, save_every=10, microbatches=512, remat='full'
   ),
   'size=2b_2b,topology=h200:8': ChipSettings(
     replica=1, fsdp=8, save_every=50, microbatches=16, remat='dots'

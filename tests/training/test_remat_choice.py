@@ -48,7 +48,7 @@ def test_two_steps_are_compiled_at_most(memory, compiled, repeating, policy):
   assert choice.policy == policy
   program = f'program of {policy}' if policy in compiled else None
   assert choice.program == program
-  assert choice.describe().startswith(f"compute.remat is '{policy}', the")
+  assert choice.describe().startswith(f"compute.remat is '{policy}', ")
 
 
 @pytest.mark.parametrize('needed, fits', [(41.0, False), (39.0, True)])
