@@ -27,7 +27,7 @@ from encdec_adapt.ops import activations, masks, products, relative_bias
 # are: XLA:GPU reads each predicate on the host likewise. So 'while' waits less
 # wherever more than one pair of a row has no work: 5 times a row where 'cond'
 # waits 16 times, for 8 examples of 512 tokens in tiles of 1024.
-# `tests.benchmarks.gpu_kernels` measures both.
+# `tests.benchmarks.gpu_kernels` measures both; the slower one on a card goes.
 LOOP = 'while'
 # Below every score, and far enough from the largest fp32 number that
 # differences stay finite.
