@@ -138,7 +138,9 @@ _ACTIVE: contextvars.ContextVar[Partition] = contextvars.ContextVar(
 
 
 @contextlib.contextmanager
-def use(mesh: Mesh, rules: Mapping[str, MeshAxes]) -> Iterator[Partition]:
+def use(
+  mesh: Mesh | AbstractMesh, rules: Mapping[str, MeshAxes]
+) -> Iterator[Partition]:
   """Makes `mesh` and `rules` active for code traced inside the context.
 
   Enter it inside the jitted function: jit caches by arguments and does not
