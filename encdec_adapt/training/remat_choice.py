@@ -205,8 +205,9 @@ def earlier_compute(
     saved: `meta` of the checkpoint.
     fingerprint: fingerprint of this start.
   """
-  before = saved['fingerprint']
-  same = all(before[k] == fingerprint[k] for k in ('device_kind', 'mesh'))
+  # That of `convert` has no fingerprint, and is refused by the caller.
+  before = saved.get('fingerprint', {})
+  same = all(before.get(k) == fingerprint[k] for k in ('device_kind', 'mesh'))
   compute = saved['config']['compute']
   return {k: v for k, v in compute.items() if same or k != 'remat'}
 
