@@ -409,7 +409,7 @@ def merge_kernels(
 
   Args:
     model: the model.
-    params: its unrolled parameters, nested.
+    params: unrolled parameters of the model, nested.
 
   Returns:
     The parameters, with kernels of `layers.merge` by their joined names.

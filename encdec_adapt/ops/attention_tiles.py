@@ -125,10 +125,12 @@ class Tiling:
     )
 
     def row(arrays):
+      """Returns the results of a row, by its index and work [pairs]."""
       row, work = arrays
       order = jnp.argsort(~work, stable=True)
 
       def turn(n, sums):
+        """Adds a pair to the sums of the row."""
         pair = order[n] if LOOP == 'while' else n
         i, j = jax.lax.div(pair, per_key), jax.lax.rem(pair, per_key)
 
