@@ -143,7 +143,7 @@ SHIPPED = {
     replica=1, fsdp=8, tensor=4, save_every=100, microbatches=4
   ),
   'size=9b_2b,objective=rloo,topology=v5p:2x2x4': ChipSettings(
-    replica=1, fsdp=16, save_every=100, microbatches=2, remat='dots'
+    replica=1, fsdp=16, save_every=100, microbatches=1, remat='dots'
   ),
   'size=2b_2b,topology=h100:8': ChipSettings(
     replica=1, fsdp=8, save_every=50, microbatches=32, remat='dots'

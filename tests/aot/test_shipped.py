@@ -113,10 +113,10 @@ def test_a_shipped_plan_fits(path):
   assert memory['peak'] <= memory['budget'] == where.chip.hbm_bytes
   assert not train['replicated']
   if written['topology'] == 'v5p:2x2x4':
-    # XLA sums all gradients whole there, which takes 6 to 10.4 % of a step.
+    # XLA sums all gradients whole there, which takes 5 to 10 % of a step.
     rows = train['collectives']
     exposed = [x['exposed'] for x in rows if x['kind'] == 'all-reduce']
-    assert sum(exposed) < 0.11 * train['roofline']['step_s']
+    assert sum(exposed) < 0.1 * train['roofline']['step_s']
     return
   # Few gradients are summed whole: kernels of attention of which a chip has no
   # multiple of 16 rows, most of them in 9B among 64 chips.
