@@ -19,10 +19,10 @@ def _as_gpu(self, platform, earlier=None):
   return _on(self, 'gpu', earlier)
 
 
-def stand_in(limit, setattr=setattr):
-  """CPUs have `limit()` bytes of memory; `compute.remat` is chosen by it."""
+def stand_in(limit, setattr=setattr, use=lambda: 0):
+  """CPUs have `limit()` bytes, `use()` taken; `compute.remat` follows."""
   setattr(execution.ComputeConfig, 'on', _as_gpu)
-  setattr(environment, 'memory_limit_and_use', lambda: (limit(), 0))
+  setattr(environment, 'memory_limit_and_use', lambda: (limit(), use()))
 
 
 def _of_process():

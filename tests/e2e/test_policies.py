@@ -1,5 +1,6 @@
 """Policies from the command line: rewards rise, budgets and errors end jobs."""
 
+import gc
 import json
 import shutil
 
@@ -9,9 +10,9 @@ import pytest
 from encdec_adapt import train as train_lib
 from encdec_adapt.checkpoints import manager
 from encdec_adapt.conversion import model_on_disk
-from encdec_adapt.telemetry import metrics
-from encdec_adapt.training import policy_batches
-from tests import tiny
+from encdec_adapt.telemetry import metrics, profiling
+from encdec_adapt.training import policy_batches, remat_choice
+from tests import accelerator, tiny
 from tests.e2e import folders
 
 REWARD = """
@@ -117,6 +118,39 @@ def test_a_policy_learns_from_a_reward_of_the_user(
   group = [x['advantage'] for x in lines[8:12]]
   assert sum(group) == pytest.approx(0, abs=1e-6)
   assert 'The name of number' in lines[0]['prompt']
+
+
+@pytest.mark.long
+@pytest.mark.e2e
+def test_an_update_finds_in_memory_what_was_counted(
+  tmp_path, flags, monkeypatch
+):
+  # The choice of `compute.remat` counts no caches: none last until the update.
+  def in_use():
+    gc.collect()
+    shards = [s for x in jax.live_arrays() for s in x.addressable_shards]
+    here = [s.data for s in shards if s.device == jax.devices()[0]]
+    return sum({x.unsafe_buffer_pointer(): x.nbytes for x in here}.values())
+
+  counted, found = [], []
+  estimates, begin = remat_choice.estimates, profiling.Profiler.begin_step
+
+  def estimated(work, held, *rest):
+    counted.append(held)
+    return estimates(work, held, *rest)
+
+  def began(*args):
+    found.append(in_use())
+    return begin(*args)
+
+  accelerator.stand_in(lambda: 2**30, monkeypatch.setattr, in_use)
+  monkeypatch.setattr(remat_choice, 'estimates', estimated)
+  monkeypatch.setattr(profiling.Profiler, 'begin_step', began)
+  more = '--config.train.steps=4', '--config.train.evaluators=loss=2'
+  assert tiny.call(train_lib, *flags, *more, f'--workdir={tmp_path}/run') == 0
+  assert len(found) == 4 and len(counted) == 1
+  # Metrics of the step before and keys are a few bytes more.
+  assert max(found) < 1.005 * counted[0]
 
 
 @pytest.mark.long
