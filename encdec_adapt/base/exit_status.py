@@ -58,9 +58,8 @@ def guard(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _has_reader(output: TextIO) -> bool:
-  """Returns whether the pipe of an output, if it is one, has a reader."""
   poll = select.poll()
-  poll.register(output.fileno(), 0)  # Reports errors alone.
+  poll.register(output.fileno(), 0)  # Polls for errors only.
   return not poll.poll(0)
 
 

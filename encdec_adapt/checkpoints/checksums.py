@@ -106,7 +106,6 @@ def problems(folder: paths_lib.Path) -> list[str]:
 
 
 def _compare(current: _Entry | None, recorded: _Entry) -> str | None:
-  """Returns how a file differs from its manifest entry; None if equal."""
   if current is None:
     return 'is missing'
   if current['bytes'] != recorded['bytes']:
@@ -147,7 +146,6 @@ def _map(function: Callable, paths: Iterable[str]) -> dict[str, Any]:
 
 
 def _entry(path: paths_lib.Path, digest: str, *, sync: bool) -> _Entry:
-  """Reads a file for its size and checksum."""
   if digest == _CRC:
     size = paths_lib.size(path)
     return {'bytes': size, 'digest': paths_lib.file_crc32c(path)}

@@ -420,7 +420,6 @@ class Checkpoints(contextlib.AbstractContextManager):
     )
 
   def _join(self) -> None:
-    """Waits for the background thread and raises its error."""
     pending, self._pending = self._pending, None
     if pending is not None:
       pending.result()
@@ -462,7 +461,7 @@ class Checkpoints(contextlib.AbstractContextManager):
         step_folders.delete(self.folder, step)
 
   def _newest_verified(self) -> int | None:
-    """Returns the newest undamaged step; moves the ones above it aside."""
+    """Returns the newest undamaged step; moves damaged newer ones aside."""
     for step in reversed(self.all_steps()):
       checkpoint = self.at(step)
       if checksums.has_manifest(checkpoint.path):
@@ -476,7 +475,6 @@ class Checkpoints(contextlib.AbstractContextManager):
 
 
 def _hide_logged_errors() -> None:
-  """Hides tracebacks of errors that Orbax raises as well."""
   for name in ('absl', 'asyncio'):
     logging.getLogger(name).addFilter(_is_no_error)
   warnings.filterwarnings('ignore', 'coroutine .* was never awaited')
@@ -540,13 +538,12 @@ def _read_losses(
 
 
 def _by_loss(losses: Mapping[int, float | None]) -> list[int]:
-  """Returns the steps that have a loss: the lowest first, then the earliest."""
+  """Returns the steps with a loss, by ascending loss and then step."""
   ranked = [step for step, loss in losses.items() if loss is not None]
   return sorted(ranked, key=lambda step: (losses[step], step))
 
 
 def _best_first(folder: paths.Path, steps: Sequence[int]) -> list[int]:
-  """Returns the steps that have a loss as `_by_loss`, then the others."""
   ranked = _by_loss(_read_losses(folder, steps))
   return ranked + [step for step in steps if step not in ranked]
 
@@ -554,7 +551,7 @@ def _best_first(folder: paths.Path, steps: Sequence[int]) -> list[int]:
 def _open_first(
   name: _Path, path: _Path, order: Callable[[paths.Path, Any], Iterable[int]]
 ) -> Checkpoint:
-  """Opens the first undamaged step in an order that process 0 determines."""
+  """Opens the first undamaged step in the order that process 0 determines."""
   folder = step_folders.locate(path)
 
   def choose() -> int | None:
@@ -577,7 +574,6 @@ def _open_first(
 
 
 def _complete_if_readable(checkpoint: Checkpoint) -> list[str]:
-  """Writes the missing manifest of a step, or returns why it is unusable."""
   try:
     checkpoint.read_through()
   except Exception as error:  # Orbax has no exception type for damage.

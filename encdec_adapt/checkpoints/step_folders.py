@@ -30,7 +30,6 @@ def steps(folder: paths.Path) -> list[int]:
 
 
 def _numbered(folder: paths.Path) -> Iterator[paths.Path]:
-  """Yields the folders that are named like steps."""
   if folder.is_dir():
     for path in folder.iterdir():
       if path.name.isdecimal() and path.is_dir():
@@ -38,8 +37,7 @@ def _numbered(folder: paths.Path) -> Iterator[paths.Path]:
 
 
 def _is_committed(path: paths.Path) -> bool:
-  """Returns whether a step is committed; on file systems, by its name."""
-  # Orbax commits by a rename on file systems, so that the name is the mark.
+  # On file systems Orbax commits with a rename, so the name is the mark.
   return not paths.is_bucket(path) or (path / COMMITTED).exists()
 
 
@@ -141,7 +139,7 @@ def warn(text: str) -> None:
 
 
 def _move(path: paths.Path, prefix: str) -> paths.Path:
-  """Moves step 12 to `prefix-00000012`, numbered if that is taken."""
+  """Moves step 12 to `prefix-00000012`, or a numbered variant if taken."""
   name = f'{prefix}-{int(path.name):08d}'
   target = path.with_name(name)
   number = 1

@@ -60,7 +60,6 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint | None:
 
 
 def _from_orbax(path: paths.Path) -> Checkpoint | None:
-  """Opens arrays of Orbax; None if they are not a state of t5x."""
   folder = orbax_folder.OrbaxFolder(path)
   full_names, state = _split({name: name for name in folder.arrays})
 
@@ -73,7 +72,6 @@ def _from_orbax(path: paths.Path) -> Checkpoint | None:
 
 
 def _from_tree(folder: paths.Path) -> Checkpoint | None:
-  """Opens the arrays of a tree in msgpack; None if it is not of t5x."""
   file = folder / _FILE
   content = file.read_bytes()
   if content.startswith(b'model_checkpoint_path'):
@@ -89,7 +87,7 @@ def _from_tree(folder: paths.Path) -> Checkpoint | None:
       is_leaf=lambda _, value: 'kvstore' in value,
     )
     leaves, state = _split(leaves)
-    # All are opened, and then all are read, at the same time.
+    # Opens all arrays, and then reads all, concurrently.
     stores = {name: _open(folder, leaf) for name, leaf in leaves.items()}
   except Exception as error:  # msgpack has no common exception type.
     raise _damaged(file, error) from error
@@ -110,7 +108,6 @@ def _from_tree(folder: paths.Path) -> Checkpoint | None:
 
 
 def _split(leaves: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-  """Splits the leaves of a tree in parameters and the names of others."""
   leaves = {name.removeprefix('optimizer/'): x for name, x in leaves.items()}
   parameters = {
     name.removeprefix(_PARAMETERS): leaf
@@ -139,8 +136,7 @@ def _open(folder: paths.Path, leaf: Any) -> ts.TensorStore | ts.Future:
 
 
 def _dtype(dtype: np.dtype) -> np.dtype:
-  """Returns the dtype of an array from that of its stored bits."""
-  # Version 2 stored bfloat16 so, before TensorStore had it.
+  # Version 2 stored bfloat16 as uint16, before TensorStore had the type.
   return np.dtype(ml_dtypes.bfloat16 if dtype == np.uint16 else dtype)
 
 

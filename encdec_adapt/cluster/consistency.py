@@ -65,7 +65,6 @@ def describe_differences(processes: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _shorten(items: Sequence[str], limit: int, separator: str = ', ') -> str:
-  """Joins at most `limit` items and counts the rest."""
   more = len(items) - limit
   shown = separator.join(items[:limit])
   return f'{shown} and {more} more' if more > 0 else shown

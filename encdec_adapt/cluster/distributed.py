@@ -148,7 +148,7 @@ def _detect(timeout: float) -> tuple[str, int, int]:
   Raises:
     AbsentError: the slice does not answer, or its first machine has no
       address yet.
-    UserError: these are not the machines of a TPU slice.
+    UserError: these machines form no TPU slice.
   """
   try:
     arguments = clusters.ClusterEnv.auto_detect_unset_distributed_params(
@@ -175,9 +175,9 @@ def _connect(
 ) -> None:
   """Starts the service on process 0 and registers this process with it.
 
-  `jax.distributed.initialize` does the same, but gives the service an hour
-  for registration: it must be shorter than the clients' for the service to
-  name the missing processes.
+  `jax.distributed.initialize` gives the service an hour for registration. The
+  service names the missing processes only if its timeout is shorter than the
+  clients'.
   """
   state, seconds = jax_distributed.global_state, max(1, int(timeout))
   if process == 0:
@@ -245,8 +245,8 @@ def _wait_for_coordinator(host: str, port: int, timeout: float) -> None:
 def _silence(host: str, port: int) -> str:
   """Returns the reason that process 0 does not answer; '' if it does.
 
-  gRPC greets every connection. Without reading that, a stopped process would
-  seem alive, as its kernel still accepts connections.
+  Reads gRPC's greeting: the kernel of a stopped process still accepts
+  connections.
   """
   try:
     with socket.create_connection((host.strip('[]'), port), _ANSWER) as link:
@@ -364,7 +364,6 @@ def gather(name: str, value: Any) -> list[Any]:
 
 
 def _post(name: str, value: Any) -> str:
-  """Posts values of all processes; returns the folder of their keys."""
   folder, state = _next_key(name), jax_distributed.global_state
   key = f'{folder}/{state.process_id}'
   state.client.key_value_set(key, json.dumps(value))
@@ -374,7 +373,6 @@ def _post(name: str, value: Any) -> str:
 
 
 def _posted(folder: str) -> list[Any]:
-  """Returns the values in a folder, in the order of processes."""
   client = jax_distributed.global_state.client
   # Numbers, because keys are sorted as text: 10 before 2.
   entries = sorted(
@@ -437,7 +435,7 @@ def fail_together() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _naming_delays() -> Iterator[None]:
-  """Tells a backend's timeout, on which to start again, from a bug."""
+  """Raises AbsentError (restartable) for a backend's timeout."""
   try:
     yield
   except jax.errors.JaxRuntimeError as error:
@@ -454,7 +452,6 @@ def _naming_delays() -> Iterator[None]:
 
 
 def _publish_failure(error: BaseException) -> None:
-  """Publishes the error of this process, and waits for the others to end."""
   state, status = jax_distributed.global_state, exit_status.status(error)
   text = str(error)
   if isinstance(error, SystemExit):
@@ -477,7 +474,6 @@ def _publish_failure(error: BaseException) -> None:
 
 
 def _end_with_failed_peer() -> None:
-  """Ends this process when another publishes a failure; a thread."""
   client = jax_distributed.global_state.client
   while not _ending.wait(_POLL):
     with contextlib.suppress(jax.errors.JaxRuntimeError):  # No such key.
@@ -489,7 +485,6 @@ def _end_with_failed_peer() -> None:
 
 
 def _leave_together(client: Any) -> None:
-  """Waits until all processes have read the failure."""
   try:
     client.wait_at_barrier(_FAILURE, _END_TIMEOUT * 1000)
     # jax aborts the others as soon as the service of process 0 is gone.
@@ -499,7 +494,6 @@ def _leave_together(client: Any) -> None:
 
 
 def _exit_at_once(status: int) -> None:
-  """Ends this process without jax's shutdown."""
   sys.stdout.flush()
   sys.stderr.flush()
   os._exit(status)
@@ -507,7 +501,6 @@ def _exit_at_once(status: int) -> None:
 
 @contextlib.contextmanager
 def _waiting(name: str, timeout: float) -> Iterator[None]:
-  """Notes a synchronisation point, and names it where the wait fails."""
   global _last_barrier
   _last_barrier = f'waiting at {name!r}'
   try:
@@ -522,7 +515,7 @@ def _waiting(name: str, timeout: float) -> Iterator[None]:
 
 
 def _next_key(name: str) -> str:
-  """Returns a new key, the same in all processes."""
+  """Returns a new key, the same on all processes."""
   global _count
   _count += 1
   return f'encdec_adapt/{_count}/{name}'

@@ -47,7 +47,6 @@ def keep_freed(parameters: int = 0) -> None:
 
 
 def _set(parameter: int, value: int) -> None:
-  """Sets a parameter of glibc's malloc; does nothing for other C libraries."""
   if sys.platform == 'linux':
     mallopt = getattr(ctypes.CDLL(None), 'mallopt', None)
     if mallopt is not None:

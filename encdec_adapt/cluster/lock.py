@@ -61,8 +61,8 @@ def hold(
 def _hold_folder(folder: str | os.PathLike[str]) -> Iterator[None]:
   """Locks a local folder without waiting; see `hold`.
 
-  The lock file stays when the lock is released: removing it would let two
-  jobs lock two files of the same name.
+  The lock file stays after release: if it were removed, two jobs could lock
+  two files of the same name.
   """
   path = disk.require_writable(folder) / FILE
   with contextlib.ExitStack() as stack:
@@ -130,7 +130,7 @@ class BucketLock:
       )
 
   def _wait_until_free(self) -> bytes:
-    """Returns the generation to replace: of no lock, or of a dead job's."""
+    """Returns the generation to replace: no lock's, or a dead job's."""
     # Clocks of machines differ, so the time in the lock is not compared: only a
     # change of the object shows that its owner is alive.
     seen, since = None, 0.0
@@ -155,7 +155,6 @@ class BucketLock:
       time.sleep(min(_POLL, self._beat))
 
   def _write(self, generation: bytes) -> bool:
-    """Writes the lock; returns False if another job was faster."""
     body = json.dumps({**self._owner, 'heartbeat': time.time()}).encode()
     stamp = self._store.write(FILE, body, if_equal=generation).result(
       self._beat
@@ -164,7 +163,6 @@ class BucketLock:
     return bool(stamp.generation)
 
   def _keep(self) -> None:
-    """Renews the lock until it is released or lost; a thread."""
     last = time.monotonic()
     while not self._stop.wait(self._beat):
       try:
@@ -180,10 +178,9 @@ class BucketLock:
           return
 
   def _is_written(self) -> bool:
-    """Returns whether this job's write succeeded and only its answer was lost.
+    """Returns whether this job's write succeeded and only the answer was lost.
 
-    A second try of such a write is refused: it finds the generation of the
-    first.
+    A retry of such a write is refused, as it meets the first try's generation.
     """
     entry = self._store.read(FILE).result(self._beat)
     if _parse(entry.value).get('id') != self._owner['id']:
@@ -209,7 +206,6 @@ def _in_use(folder: paths.Path, content: bytes) -> InUseError:
 
 
 def _describe_self() -> dict[str, Any]:
-  """Returns the content of a lock."""
   return {
     'pid': os.getpid(),
     'host': socket.gethostname(),
@@ -226,7 +222,6 @@ def _name(content: bytes) -> str:
 
 
 def _parse(content: bytes) -> dict[str, Any]:
-  """Reads the content of a lock; without an owner if it is damaged."""
   with contextlib.suppress(ValueError, TypeError):
     return _UNKNOWN | json.loads(content)
   return _UNKNOWN

@@ -34,7 +34,6 @@ def end_with_parent() -> None:
     os._exit(1)  # It died before the line above.
 
   def end_after_parent() -> None:
-    """Waits for the parent's end, on systems without prctl."""
     connection.wait([parent.sentinel])
     os._exit(1)
 

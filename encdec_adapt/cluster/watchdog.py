@@ -122,7 +122,6 @@ class Watchdog:
         return
 
   def _report(self, head: str) -> None:
-    """Prints a report and writes it."""
     with tempfile.TemporaryFile() as file:
       faulthandler.dump_traceback(file, all_threads=True)
       file.seek(0)

@@ -138,7 +138,6 @@ class Log:
 
 
 def _record(line: bytes) -> Any:
-  """Parses a line; None if it is not JSON."""
   try:
     return json.loads(line)
   except ValueError:
@@ -173,7 +172,6 @@ def _part(path: paths.Path, number: int) -> paths.Path:
 
 
 def _parts(path: paths.Path) -> list[paths.Path]:
-  """Lists the objects of a file in order; a local file is a single part."""
   parts = [path] if path.exists() else []
   if paths.is_bucket(path):
     # Zero-padded numbers sort as text.

@@ -98,7 +98,6 @@ def read(path: paths.AnyPath, nbytes: int | None = None) -> bytes:
 
 
 def _decoders(path: str) -> Callable[[], Any] | None:
-  """Returns the maker of decoders of a file's format, None for plain files."""
   if path.endswith('.gz'):
     return functools.partial(zlib.decompressobj, wbits=31)
   if not path.endswith('.zst'):

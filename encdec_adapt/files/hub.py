@@ -172,7 +172,6 @@ def push(folder: pathlib.Path, repo: str, *, public: bool) -> str:
 
 
 def _client() -> Any:
-  """Imports the client, which is installed for the Hub only."""
   packages.require(f'{SCHEME}ORG/NAME', 'hub', 'huggingface_hub')
   import huggingface_hub
 
@@ -180,7 +179,7 @@ def _client() -> Any:
 
 
 def _parse(address: str) -> Any:
-  """Parses an address: `type`, `id`, `revision`, `path_in_repo`."""
+  """Returns `type`, `id`, `revision` and `path_in_repo` of an address."""
   client = _client()
   try:
     uri = client.parse_hf_uri(address.rstrip('/'))
@@ -197,7 +196,6 @@ def _parse(address: str) -> Any:
 
 @contextlib.contextmanager
 def _as_user_errors(uri: Any) -> Iterator[None]:
-  """Raises the errors of requests with the command to run."""
   import httpx2
 
   client_errors = _client().errors
@@ -208,11 +206,11 @@ def _as_user_errors(uri: Any) -> Iterator[None]:
     httpx2.HTTPError,
     client_errors.RevisionResolutionError,
   ) as error:
-    # An error of the disk has a number; those of the client have none.
+    # Disk errors have an errno; the client's errors have none.
     if getattr(error, 'errno', None) is not None:
       raise
-    # Without an answer the client looks into its cache, and raises that it has
-    # nothing there.
+    # Without an answer the client falls back to its cache, and raises that the
+    # cache lacks the file.
     cause = error
     if not isinstance(error, httpx2.HTTPError):
       cause = error.__cause__ or error
@@ -220,7 +218,6 @@ def _as_user_errors(uri: Any) -> Iterator[None]:
 
 
 def _user_error(uri: Any, error: Exception) -> errors.UserError:
-  """Describes an error of the client."""
   import httpx2
 
   client = _client()

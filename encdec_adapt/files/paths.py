@@ -342,7 +342,6 @@ def matching(pattern: str) -> dict[str, dict[str, Any]]:
 
 
 def _described(info: dict[str, Any]) -> dict[str, Any]:
-  """Converts the metadata of gcsfs to an entry of `objects`."""
   digest = base64.b64decode(info['crc32c']).hex()
   return {'bytes': int(info['size']), 'digest': digest}
 
@@ -390,7 +389,6 @@ def key_value_store(folder: Path) -> Any:
 
 
 def _each(names, function) -> None:
-  """Calls the function with every name, in several threads."""
   with futures.ThreadPoolExecutor(_THREADS) as pool:
     list(pool.map(function, names))  # The list raises the threads' errors.
 
@@ -404,17 +402,16 @@ def _connect() -> None:
   epath.gpath._is_tf_installed.cache_clear()
   from fsspec import config
 
-  # They print tracebacks of failures, which they also raise.
+  # These libraries log tracebacks of failures that they also raise.
   for name in ('gcsfs', 'google.auth._default'):
     logging.getLogger(name).setLevel(logging.CRITICAL)
-  # Other hosts write too, which a cached listing would hide.
+  # A cached listing would hide what other hosts write.
   for name in ('gs', 'gcs'):
     config.conf.setdefault(name, {})['use_listings_cache'] = False
 
 
 @functools.cache
 def _gcs() -> Any:
-  """Returns the file system that etils uses too."""
   import fsspec
 
   _connect()
@@ -423,14 +420,14 @@ def _gcs() -> Any:
 
 @functools.cache
 def _reach(bucket: str) -> None:
-  """Checks once that a bucket is there and may be read.
+  """Checks once that a bucket exists and can be read.
 
   Raises:
-    UserError: it is not, or refuses.
-    AbsentError: it does not answer, which may be temporary.
+    UserError: the bucket does not exist or refuses access.
+    AbsentError: the bucket does not answer, which may be temporary.
   """
   try:
-    # Looking up an object would not tell its absence from that of the bucket.
+    # A lookup of an object cannot tell a missing object from a missing bucket.
     with _as_os_errors(epath.Path(SCHEME + bucket)):
       _gcs().call('GET', 'b/{}/o', bucket, maxResults=1, json_out=True)
   except ConnectionError as error:
@@ -450,13 +447,10 @@ def _reach(bucket: str) -> None:
 
 @contextlib.contextmanager
 def _as_os_errors(path: AnyPath) -> Iterator[None]:
-  """Raises the many error types of gcsfs and its parts as OSError.
-
-  A failure that another try may not have is a ConnectionError.
-  """
+  """Raises gcsfs' errors as OSError, temporary ones as ConnectionError."""
   try:
     yield
-  # The errors of requests are OSErrors, too.
+  # The errors of `requests` are OSErrors as well.
   except (FileNotFoundError, errors.UserError):
     raise
   except Exception as error:
@@ -467,14 +461,13 @@ def _as_os_errors(path: AnyPath) -> Iterator[None]:
 
 
 def _is_temporary(error: Exception) -> bool:
-  """Returns whether a request failed for a reason that may pass."""
   from gcsfs import retry
 
-  # gcsfs tries again with credentials that were refused, too: a token may have
-  # expired. Here its tries are over.
+  # gcsfs also retries refused credentials, as a token may have expired; here
+  # its retries are exhausted.
   if str(getattr(error, 'code', '')) == '401':
     return False
-  # Of google.auth's errors, which know it themselves.
+  # Errors of google.auth state whether a retry may help.
   if not getattr(error, 'retryable', True):
     return False
   return retry.is_retriable(error)

@@ -97,7 +97,6 @@ def make_mesh(
 
 
 def _arranged(sizes: tuple[int, ...], devices: Sequence[jax.Device]):
-  """Returns the devices in the shape of the mesh."""
   if devices[0].platform != 'tpu':
     return np.array(devices).reshape(sizes)
   slices = len({getattr(d, 'slice_index', 0) for d in devices})

@@ -184,7 +184,6 @@ def _cpu() -> str:
 
 
 def _cpu_fields() -> dict[str, str]:
-  """Returns Linux's description of the first core; {} on other systems."""
   try:
     text = pathlib.Path('/proc/cpuinfo').read_text(encoding='utf-8')
   except OSError:

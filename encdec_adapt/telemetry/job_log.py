@@ -58,7 +58,6 @@ class JobLog(contextlib.redirect_stdout):
     return getattr(self._terminal, name)
 
   def _record(self, *lines: str) -> None:
-    """Appends lines with date and time."""
     now = datetime.datetime.now().astimezone().isoformat(' ', 'seconds')
     text = ''.join(f'{now} {line.rstrip()}\n' for line in lines)
     with disk.writing(self._path):

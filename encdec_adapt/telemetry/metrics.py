@@ -119,11 +119,10 @@ class MetricWriter(contextlib.AbstractContextManager):
     self._tell(lambda t: t.close())
 
   def _tell(self, call: Callable[[Any], None]) -> None:
-    """Calls with every tracker, and leaves out those that fail."""
     for name, tracker in list(self._trackers.items()):
       try:
         call(tracker)
-      except Exception as error:  # Of any kind: the job goes on.
+      except Exception as error:  # Any error: the job continues.
         del self._trackers[name]
         print(
           f'Warning: the tracker {name} failed and is left out'
@@ -150,7 +149,6 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def _records(log: append_log.Log) -> Iterator[dict[str, Any]]:
-  """Yields the records of a log; warns of lines that are none."""
   for record, line in log.lines:
     if isinstance(record, dict) and {'kind', 'step'} <= record.keys():
       yield record
@@ -160,17 +158,15 @@ def _records(log: append_log.Log) -> Iterator[dict[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-  """Converts numbers of numpy and jax to Python's."""
   return value.item() if hasattr(value, 'item') else value
 
 
 def _encode(value: Any) -> Any:
-  """Writes a number that is not finite as its name."""
+  """Replaces a non-finite number with its name."""
   if isinstance(value, float) and not math.isfinite(value):
     return json.dumps(value)
   return value
 
 
 def _decode(value: Any) -> Any:
-  """Undoes `_encode`."""
   return float(value) if value in _NON_FINITE else value

@@ -101,7 +101,6 @@ class Profiler(contextlib.AbstractContextManager):
       )
 
   def _start(self, step: int, steps: int) -> None:
-    """Starts a trace of this number of steps."""
     with self._warned(), contextlib.ExitStack() as staged:
       folder = staged.enter_context(paths.staged(self._folder))
       jax.profiler.start_trace(str(folder))
@@ -109,7 +108,6 @@ class Profiler(contextlib.AbstractContextManager):
       self._staged, self._until = staged.pop_all(), step + steps
 
   def _stop(self) -> bool:
-    """Writes the trace; returns whether that succeeded."""
     # Before the write, so that a failure does not leave a trace to be ended.
     self._until = None
     with self._warned():
@@ -120,7 +118,6 @@ class Profiler(contextlib.AbstractContextManager):
 
   @contextlib.contextmanager
   def _warned(self) -> Iterator[None]:
-    """Prints an exception as a warning instead of raising it."""
     try:
       yield
     except Exception as error:

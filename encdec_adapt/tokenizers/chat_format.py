@@ -242,7 +242,6 @@ class _Part(NamedTuple):
 def _parts(
   messages: list[tuple[str, str]], template: Template, open_turn: bool
 ) -> Iterator[_Part]:
-  """Yields the special tokens and texts of a conversation."""
   for role, content in messages:
     by_assistant = role == 'assistant'
     yield from _header(role, template)
@@ -288,10 +287,10 @@ def check_messages(messages: Messages) -> None:
 
 
 def _turns(messages: Messages, template: Template) -> list[tuple[str, str]]:
-  """Returns roles and texts as the template arranges them.
+  """Returns roles and texts in the template's arrangement.
 
   Raises:
-    UserError: no user's message follows the system's.
+    UserError: no user message follows the system message.
   """
   result = [
     (m['role'], m['content'].strip() if template.strips else m['content'])
@@ -309,7 +308,7 @@ def _turns(messages: Messages, template: Template) -> list[tuple[str, str]]:
 
 
 def _ends(boundaries: np.ndarray) -> np.ndarray:
-  """Returns how many characters begin before the end of each token, [n]."""
+  """Returns how many characters begin before each token's end, [n]."""
   # A token that ends inside of a character ends in that after the last
   # boundary.
   characters = np.maximum.accumulate(np.maximum(boundaries, 0))

@@ -111,15 +111,14 @@ class SentencePieceVocabulary(vocabulary.Vocabulary):
     )
 
   def _extra_ids(self, stated: int) -> int:
-    """Returns the number of sentinels that follow the pieces."""
     size = self._model.get_piece_size()
     pieces = map(self._model.id_to_piece, range(size))
-    # Those of mT5's file are all that it has, whatever the class adds.
+    # mT5's file has all its sentinels, whatever the class adds.
     names = {piece.lstrip(_SPACE) for piece in pieces}
     return 0 if '<extra_id_0>' in names else stated
 
   def _byte_ids(self) -> list[int]:
-    """Returns the ids of the bytes 0 to 255; empty if the model lacks them."""
+    """Returns the ids of bytes 0 to 255; empty if the model lacks them."""
     ids = [self._model.piece_to_id(f'<0x{byte:02X}>') for byte in range(256)]
     return [] if self._model.unk_id() in ids else ids
 
@@ -144,7 +143,7 @@ class SentencePieceVocabulary(vocabulary.Vocabulary):
     return ids
 
   def _encode_lines(self, text: str) -> list[int]:
-    """Encodes a text without the character U+2581."""
+    """Encodes a text without U+2581, the model's mark of a space."""
     if not self._by_line:
       return self._model.encode(text)
     # A run of newlines may be a single piece, so it stays together.
@@ -159,12 +158,12 @@ class SentencePieceVocabulary(vocabulary.Vocabulary):
       self._prefix + text if ids else '', [self._bytes_of(i) for i in ids]
     )
     if self._prefix:
-      # The space before the text is none of its characters.
+      # The prepended space is no character of the text.
       bounds[1:] -= bounds[1:] > 0
     return ids, bounds
 
   def _encode_with_surfaces(self, text: str) -> tuple[list[int], list[int]]:
-    """Does the same for T5's: its pieces differ from the text."""
+    """Encodes with a T5 model, whose pieces differ from the text."""
     # The name in earlier releases; `begin` counts characters there, else bytes.
     old = getattr(self._model, 'encode_as_immutable_proto', None)
     pieces = (old or self._model.encode_as_proto)(text).pieces
@@ -185,7 +184,7 @@ class SentencePieceVocabulary(vocabulary.Vocabulary):
 
   def _decode(self, ids, *, start):
     text = self._model.decode(ids)
-    # The model drops a space at the start of any ids.
+    # The model drops a space at the start of every decoded sequence.
     if self._is_t5 and not start and self._piece(ids[0]).startswith(_SPACE):
       return f' {text}'
     return text.removeprefix(self._prefix) if start else text
@@ -204,13 +203,11 @@ def _load(data: bytes, path: str) -> sentencepiece.SentencePieceProcessor:
 
 
 def _puts_prefix(model: sentencepiece.SentencePieceProcessor) -> bool:
-  """Returns whether the model puts a space before every text."""
   # Decoding drops the space at the start, and the second text keeps its space.
   return model.decode(2 * model.encode('x')) == 'x x'
 
 
 def _text_matches_specials(model: sentencepiece.SentencePieceProcessor) -> bool:
-  """Returns whether the name of a special piece matches in a text."""
   return any(
     vocabulary.SPECIAL.fullmatch(model.id_to_piece(i))
     and not _is_special(model, i)
@@ -234,9 +231,9 @@ def _plain(data: bytes, extra: int = 0, *, prefix: bool = False) -> bytes:
   """Returns the model with special pieces that never match.
 
   Args:
-    data: the file.
-    extra: number of T5's sentinels that follow the pieces.
-    prefix: whether the model still puts a space before texts.
+    data: serialized model.
+    extra: number of T5's sentinels after the pieces.
+    prefix: whether the model still prepends a space to texts.
   """
   proto = read_proto(data)
   for i in reversed(range(extra)):
@@ -252,11 +249,6 @@ def _plain(data: bytes, extra: int = 0, *, prefix: bool = False) -> bytes:
 def _roles(
   model: sentencepiece.SentencePieceProcessor, path: str
 ) -> dict[str, int]:
-  """Returns the ids of special pieces by role.
-
-  Raises:
-    UserError: there is no EOS or no BOS, and the model is not T5's.
-  """
   roles = {
     'eos': model.eos_id(),
     'bos': model.bos_id(),

@@ -110,19 +110,17 @@ class TokenizerJson(vocabulary.Vocabulary):
     self._check_specials()
 
   def _head_for_continuing(self) -> list[int]:
-    """Returns the ids of a letter if a text's start is decoded differently."""
-    # Llama 2's decoder drops the space at the start of any ids; ids that follow
-    # others are decoded after a letter, so that theirs is not dropped.
+    # Llama 2's decoder drops the space at the start of every sequence. Ids that
+    # continue a text are decoded after a letter to keep theirs.
     letter = self._encode('x')
     twice = self._tokenizer.decode(2 * letter, skip_special_tokens=False)
     return [] if twice == 'xx' else letter
 
   def _check_specials(self) -> None:
-    """Refuses a tokenizer that matches a special token in a text."""
     # `encode_special_tokens` does not keep a text from matching a special token
     # that is a piece of the model as well.
     specials = {i: n for n, i in self.specials.items() if i < self.stored_size}
-    if self.ids.ends_with_eos:  # T5's has no piece for '<', which is unknown.
+    if self.ids.ends_with_eos:  # T5 encodes '<' as unknown.
       specials.pop(self.unk, None)
     for name in specials.values():
       if not specials.keys().isdisjoint(self.encode(name).tolist()):
@@ -153,11 +151,10 @@ class TokenizerJson(vocabulary.Vocabulary):
 
 
 def _load(content: dict[str, Any]) -> tokenizers.Tokenizer:
-  """Makes the tokenizer without framing, truncation and padding."""
   for step in ('post_processor', 'truncation', 'padding'):
     content[step] = None
   tokenizer = tokenizers.Tokenizer.from_str(json.dumps(content))
-  tokenizer.encode_special_tokens = True  # As their characters.
+  tokenizer.encode_special_tokens = True  # By characters.
   return tokenizer
 
 
@@ -166,7 +163,7 @@ def _edges(content: Mapping[str, Any]) -> tuple[list[int], list[int]]:
   step = content.get('post_processor') or {}
   head, tail = [], []
   for part in step.get('processors', [step]):
-    if 'cls' in part:  # Those of BERT and RoBERTa.
+    if 'cls' in part:  # BERT and RoBERTa.
       head, tail = [part['cls'][1]], [part['sep'][1]]
     side = head
     for item in part.get('single', ()):
@@ -183,30 +180,31 @@ def _rename_pieces(
 ) -> None:
   """Renames special pieces of a Unigram model, which match in text otherwise.
 
-  T5's have the best score. No piece has a space, which is written U+2581.
+  T5's special pieces have the best score. The new names start with a space,
+  which no piece contains (it is written U+2581).
   """
   model = content['model']
   model['vocab'] = [
     [f' {name}' if name in specials else name, score]
     for name, score in model['vocab']
   ]
-  # Each would get an id of its own, as no piece has its name.
+  # Each would get a new id, as no piece has its name any more.
   content['added_tokens'] = [
     token for token in content['added_tokens'] if not token['special']
   ]
 
 
 def _named(files: list[paths.Path]) -> dict[str, str | int]:
-  """Returns role -> special token, or its id, that the files name."""
+  """Returns the special token or its id by role, as the files state it."""
   named: dict[str, str | int] = {}
   for file in files:
     content = atomic.read_json(file)
     for role in vocabulary.ROLES:
       if file.name == _MODEL_CONFIG:
         value = content.get(f'{role}_token_id')
-        # Several ids that end a text: documents end with the first.
+        # If several ids end a text, documents end with the first.
         value = value[0] if isinstance(value, list) and value else value
-        if type(value) is int and value < 0:  # Old Llamas' -1 for none.
+        if type(value) is int and value < 0:  # -1 in old Llamas.
           value = None
       else:
         value = content.get(f'{role}_token')
@@ -231,7 +229,7 @@ def _roles(
     specials: ids of special tokens.
     siblings: files that `named` was read from.
     path: path of the tokenizer, for errors.
-    tail: ids that the tokenizer puts behind every text.
+    tail: ids that the tokenizer appends to every text.
 
   Raises:
     UserError: a named token is not special, or there is no EOS or BOS.

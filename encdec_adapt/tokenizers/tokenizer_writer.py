@@ -171,7 +171,7 @@ def _symbols(proto: Any, vocab: vocabulary.Vocabulary) -> list[str]:
     for piece in proto.pieces
     if piece.type == piece.USER_DEFINED
     and piece.piece not in vocab.specials
-    and ' ' not in piece.piece  # SentencePiece looks for it after U+2581.
+    and ' ' not in piece.piece  # Matched after U+2581.
   ]
   is_bpe = proto.trainer_spec.model_type != proto.trainer_spec.UNIGRAM
   if symbols and is_bpe and proto.normalizer_spec.add_dummy_prefix:
@@ -187,7 +187,7 @@ def _symbols(proto: Any, vocab: vocabulary.Vocabulary) -> list[str]:
 def _refuse(
   vocab: vocabulary.Vocabulary, ours: list[int], theirs: list[int]
 ) -> None:
-  # They differ somewhere, perhaps in length alone.
+  # The ids differ, perhaps only in length.
   pairs = enumerate(itertools.zip_longest(ours, theirs))
   at = next(i for i, (our, their) in pairs if our != their)
   shown = [
@@ -204,7 +204,6 @@ def _refuse(
 
 
 def _convert(vocab: vocabulary.Vocabulary) -> tokenizers.Tokenizer:
-  """Builds the `tokenizers` form of a vocabulary, without added tokens."""
   if isinstance(vocab, byte_vocabulary.ByteVocabulary):
     tokenizer = _bpe({vocab.piece(i): i for i in range(vocab.stored_size)}, [])
     tokenizer.decoder = decoders.Sequence(
@@ -246,7 +245,7 @@ def _from_sentencepiece(
   """Converts a SentencePiece model.
 
   Returns:
-    The tokenizer, and the names of the symbols that always match as a whole.
+    The tokenizer, and the names of symbols that always match as a whole.
   """
   proto = sentencepiece_vocabulary.read_proto(vocab.files[0].read_bytes())
   # T5's sentinels may follow the pieces.
@@ -259,7 +258,7 @@ def _from_sentencepiece(
   symbols = _symbols(proto, vocab)
   if proto.trainer_spec.model_type == proto.trainer_spec.UNIGRAM:
     alphabet = set(''.join(scores))
-    # As SentencePiece scores a symbol: better than any path through pieces.
+    # SentencePiece scores a symbol better than any path through pieces.
     scores |= {name: 0.1 * len(name.encode()) - 0.1 for name in symbols}
     symbols = []
     tokenizer = tokenizers.Tokenizer(
@@ -350,10 +349,6 @@ def _merges(scores: Mapping[str, float]) -> list[tuple[str, str]]:
 
 
 def _config(vocab: vocabulary.Vocabulary) -> dict[str, Any]:
-  """Returns the content of a new tokenizer_config.json.
-
-  It has the chat template that fits the vocabulary's special tokens.
-  """
   family = chat_format.find_template(vocab)
   roles = {role: getattr(vocab, role) for role in vocabulary.ROLES}
   further: dict[str, Any] = {}
@@ -382,7 +377,7 @@ def _add_tokens(folder: pathlib.Path, tokens: Mapping[str, int]) -> bool:
   """Writes added tokens into the files of a folder.
 
   Returns:
-    False, with no file changed, where a file gives the tokens other ids.
+    False, with no file changed, if a file gives the tokens other ids.
   """
   tokenizer = tokenizers.Tokenizer.from_file(str(folder / JSON))
   tokenizer.add_special_tokens(
@@ -410,13 +405,12 @@ def _add_tokens(folder: pathlib.Path, tokens: Mapping[str, int]) -> bool:
 
 
 def _add_pieces(path: pathlib.Path, tokens: Mapping[str, int]) -> bool:
-  """Appends pieces to a SentencePiece model unless its ids end elsewhere."""
   proto = sentencepiece_vocabulary.read_proto(path.read_bytes())
   if len(proto.pieces) != min(tokens.values()):
     return False
   for name in tokens:
     piece = proto.pieces.add(piece=name, score=0.0)
-    # As special tokens are in Gemma's files.
+    # Gemma's files have special tokens as this type.
     piece.type = piece.USER_DEFINED
   proto.trainer_spec.vocab_size = len(proto.pieces)
   path.write_bytes(proto.SerializeToString())

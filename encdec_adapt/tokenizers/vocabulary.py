@@ -221,8 +221,7 @@ class Vocabulary(abc.ABC):
     return start
 
   def _add(self, sentinels: int) -> None:
-    """Adds sentinels, and mode tokens if there are none, at the end."""
-    # A second group would have the names of the first.
+    # A second group would repeat the names of the first.
     if self._original_size < self.size:
       raise errors.UserError(
         f'vocabulary {self.path!r} has {self.size - self._original_size} added'
@@ -238,11 +237,9 @@ class Vocabulary(abc.ABC):
     self.size = ids.stop
 
   def _find_sentinels(self) -> tuple[list[int], dict[str, int]]:
-    """Finds sentinels and modes by name."""
     return _sentinels_and_modes(self.specials)
 
   def _take(self, added: range) -> None:
-    """Registers added ids as sentinels and modes."""
     modes = {i: _ADDED.fullmatch(self._names[i])[2] for i in added}
     self.sentinels = [*self.sentinels, *(i for i in added if not modes[i])]
     self.mode_ids |= {mode: i for i, mode in modes.items() if mode}
@@ -385,7 +382,7 @@ class Vocabulary(abc.ABC):
     return self.decode(ids, show_special=show_special, start=start)
 
   def _loss(self) -> str:
-    """Describes the changes that encoding makes to a text.
+    """Describes how encoding changes a text.
 
     Raises:
       UserError: encoding changes more than Unicode normalisation does.
@@ -417,7 +414,7 @@ class Vocabulary(abc.ABC):
   def _encode_with_boundaries(
     self, text: str
   ) -> tuple[Sequence[int], Sequence[int]]:
-    """Does the same as `encode_with_boundaries`."""
+    """See `encode_with_boundaries`."""
 
   @abc.abstractmethod
   def _decode(self, ids: list[int], *, start: bool) -> str:
@@ -454,7 +451,6 @@ def _require_utf8(text: str) -> None:
 def _sentinels_and_modes(
   specials: Mapping[str, int],
 ) -> tuple[list[int], dict[str, int]]:
-  """Finds sentinels and modes by the module's table."""
   sentinels, modes = (
     [specials[name] for name in names if name in specials]
     for names in (_GEMMA_SENTINELS, _GEMMA_MODES)
@@ -472,7 +468,6 @@ def _sentinels_and_modes(
 
 
 def _numbered(names: re.Pattern[str], specials: Mapping[str, int]) -> list[int]:
-  """Returns the ids of numbered names, in the order of numbers."""
   found = {
     int(match[1]): i
     for name, i in specials.items()

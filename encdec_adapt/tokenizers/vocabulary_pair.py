@@ -94,7 +94,6 @@ def exists(path: str) -> bool:
 
 
 def _at(path: str | os.PathLike[str]) -> paths.Path:
-  """Returns the path of a vocabulary; downloads that of an address."""
   if not hub.is_address(path):
     return paths.at(path)
   folder, _, name = os.fspath(path).rpartition('/')
@@ -165,7 +164,6 @@ def check_size(
 
 
 def _may_be_read(vocab: vocabulary.Vocabulary, token: int) -> bool:
-  """Returns whether text, framing, an objective or a chat has the token."""
   name = vocab.piece(token)
   if not name:  # A gap between ids.
     return False

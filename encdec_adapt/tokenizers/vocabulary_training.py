@@ -65,7 +65,6 @@ def train_vocabulary(
 def _train(
   texts: Iterable[str], path: paths.Path, size: int, max_bytes: int, chat: str
 ) -> bytes:
-  """Returns the trained model; `path` is for messages."""
   lines = list(_training_lines(texts, max_bytes))
   if not lines:
     raise errors.UserError(
@@ -101,7 +100,7 @@ def _train(
       **ids,
     )
   except RuntimeError as error:
-    # The lines before the last are the library's source and its condition.
+    # Lines before the last quote the library's source and condition.
     reason = str(error).strip().splitlines()[-1]
     raise errors.UserError(
       f'vocabulary size {size} does not suit the text ({len(lines)} lines):'
@@ -111,7 +110,6 @@ def _train(
 
 
 def _training_lines(texts: Iterable[str], max_bytes: int) -> Iterator[str]:
-  """Yields lines of the documents, within the bounds of bytes."""
   budget = max_bytes
   for text in texts:
     # No document dominates: a book would fill the vocabulary with its names.
