@@ -132,11 +132,6 @@ def raw_from_model(
 def _raw_from_decoder(
   stack: model_config.StackConfig, family: families.Family
 ) -> dict[str, Any]:
-  """Returns the config.json of a decoder-only model, or reward model.
-
-  Raises:
-    UserError: no model of the family has this stack.
-  """
   if stack.role != 'causal':
     raise errors.UserError(f'its attention is causal, and not {stack.role}.')
   if stack.classes != 1:
@@ -149,17 +144,12 @@ def _raw_from_decoder(
 def _raw_from_embedder(
   stack: model_config.StackConfig, family: families.Family
 ) -> dict[str, Any]:
-  """Returns the config.json of the class that computes an embedder's states.
-
-  Raises:
-    UserError: no model of the family has this stack.
-  """
   sizes = stack.embedding.sizes(stack.width)
   plain = dataclasses.replace(
     stack, embedding=None, tied_head=True, role='causal'
   )
   pair = PAIRS['t5gemma2']
-  # `AutoModel` gives the class no other `eoi_token` than this.
+  # `AutoModel` fixes the `eoi_token` of this class.
   if (
     family is pair.family
     and stack.eoi_token == model_config.EOI_TOKEN
@@ -167,7 +157,7 @@ def _raw_from_embedder(
   ):
     plain = dataclasses.replace(plain, eoi_token=None)
     part = families.raw_from_stack(plain, family)
-    # The config of a pair, which this class has not, would set the rate.
+    # A pair's config would set the rate; this class has none.
     part |= {'model_type': pair.part_types['encoder'], 'dropout_rate': 0.0}
     return {
       'model_type': ENCODER_TYPE,
@@ -179,7 +169,7 @@ def _raw_from_embedder(
   raw = _raw_from_decoder(plain, family)
   name = family.architecture.removesuffix('ForCausalLM')
   if stack.role != 'causal':
-    # The distance that local layers do not reach; the class halves its field.
+    # First distance beyond a local layer's reach; the class halves its field.
     window = stack.window + (stack.window_rule == 'inclusive')
     if stack.window_rule == 'centered':
       window = (stack.window + 1) / 2
@@ -250,11 +240,6 @@ def pair_of(
 def _raw_from_pair(
   config: model_config.EncoderDecoderConfig, pair: Pair
 ) -> dict[str, Any]:
-  """Returns the config.json of an encoder-decoder.
-
-  Raises:
-    UserError: no model of the family has this config.
-  """
   raw: dict[str, Any] = {
     'model_type': pair.model_type,
     'architectures': [pair.architecture],
@@ -314,14 +299,13 @@ def _raw_from_pair(
 
 
 def _paths(pair: Pair) -> dict[str, tuple[str, ...]]:
-  """Returns stack -> keys that lead to its fields in a config.json."""
+  """Returns the keys that lead to each stack's fields in config.json."""
   return {'encoder': pair.encoder_path, 'decoder': ('decoder',)}
 
 
 def _part(
   raw: families.Raw, path: tuple[str, ...], file: str
 ) -> dict[str, Any]:
-  """Returns the object at a path of keys."""
   for key in path:
     raw = raw.get(key)
     if not isinstance(raw, Mapping):
@@ -442,8 +426,8 @@ def _native_from_raw(
   """Returns the model that a config.json of our native layout describes.
 
   Raises:
-    UserError: a key is unknown (written by another version), or has a value
-      that no model has.
+    UserError: a key is unknown (another version wrote it), or a value is
+      invalid.
   """
   try:
     section, _ = keys.complete(raw['model'], model_section.defaults(), 'model.')
@@ -462,7 +446,6 @@ def _native_from_raw(
 def _pair_from_raw(
   raw: families.Raw, pair: Pair, file: str
 ) -> model_config.EncoderDecoderConfig:
-  """Returns the encoder-decoder that a config.json describes."""
   parts = {name: _part(raw, path, file) for name, path in _paths(pair).items()}
   # transformers takes these from the top and ignores them in the parts.
   shared = {'tie_word_embeddings': raw.get('tie_word_embeddings', True)}

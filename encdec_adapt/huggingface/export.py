@@ -99,21 +99,20 @@ def _plan(
   params: Mapping[str, Any],
   dtype: np.dtype | None,
 ) -> list[tensor_writer.PlannedTensor]:
-  """Returns all tensors to write, grouped by stored parameter."""
   leaves = layer_leaves.leaves_of(config)
 
   def plan(weight: weights.Weight) -> tensor_writer.PlannedTensor:
     leaf = leaves[weight.leaf]
     stored = params[leaf.path]
     tensor_dtype = np.dtype(dtype or stored.dtype)
-    # Layer and expert, where a parameter is stacked: only that part is fetched.
+    # Fetches only this layer and expert of a stacked parameter.
     index = tuple(i for i in (leaf.index, weight.part) if i is not None)
 
     def make() -> np.ndarray:
       ours = np.asarray(stored[index] if index else stored)
       with np.errstate(over='ignore'):  # check_finite names the value.
         tensor = weight.to_theirs(ours).astype(tensor_dtype, copy=False)
-      # Before the check, which would copy a transposed array by itself, slower.
+      # Reordered first: the check would copy a transposed array more slowly.
       tensor = transposed_copy.in_order(tensor)
       tensor_folder.check_finite(
         weight.leaf, tensor, f'the {tensor_dtype} form of the parameters'
@@ -124,9 +123,8 @@ def _plan(
       weight.name, weight.their_shape, tensor_dtype, make
     )
 
-  # `params` may hold layers stacked in a single array, of which a checkpoint
-  # keeps only the last read in memory: in another order it would be read again
-  # for every layer.
+  # `params` may stack layers in one array, and a checkpoint caches only the
+  # last array that was read: another order would read it once per layer.
   order = sorted(
     weights.weights(config, layout).values(),
     key=lambda weight: leaves[weight.leaf].path,

@@ -97,7 +97,7 @@ def _alternating(period: int) -> Callable[[Raw], list[str]]:
   """Returns `Family.layer_types` with every `period`-th layer full."""
 
   def kinds(raw: Raw) -> list[str]:
-    # The field is that of Gemma 3 before transformers 5.
+    # Gemma 3 has this field before transformers 5.
     every = raw.get('sliding_window_pattern') or period
     return [_SLIDING] * (every - 1) + [_FULL]
 
@@ -105,17 +105,14 @@ def _alternating(period: int) -> Callable[[Raw], list[str]]:
 
 
 def _mistral_kinds(raw: Raw) -> list[str]:
-  """Every layer is sliding if there is a window."""
   return [_FULL if raw.get('sliding_window') is None else _SLIDING]
 
 
 def _all_or_none(raw: Raw) -> list[str]:
-  """Every layer is sliding if the window is used."""
   return _mistral_kinds(raw) if raw['use_sliding_window'] else [_FULL]
 
 
 def _qwen_kinds(raw: Raw) -> list[str]:
-  """Layers from `max_window_layers` on are sliding if the window is used."""
   if _all_or_none(raw) == [_FULL]:
     return [_FULL]
   layers = raw['num_hidden_layers']
@@ -124,7 +121,7 @@ def _qwen_kinds(raw: Raw) -> list[str]:
 
 
 def _qwen2_moe_kinds(raw: Raw) -> list[str]:
-  """Empty with a window: versions differ in which layers it applies to."""
+  """Empty with a window: versions differ in the layers it applies to."""
   return [] if raw['use_sliding_window'] else [_FULL]
 
 
@@ -394,7 +391,6 @@ def _activation(raw: Raw, family: Family, file: str) -> str:
 
 
 def _dense_layers(raw: Raw, file: str) -> int:
-  """Returns the number of leading layers without experts."""
   dense = sorted(raw['mlp_only_layers'] or [])
   if raw['decoder_sparse_step'] != 1 or dense != list(range(len(dense))):
     raise errors.UserError(
@@ -408,7 +404,6 @@ def _dense_layers(raw: Raw, file: str) -> int:
 def _pattern(
   raw: Raw, family: Family, file: str
 ) -> tuple[model_config.LayerKind, ...]:
-  """Returns the shortest pattern that gives the kinds of all layers."""
   layers = raw['num_hidden_layers']
   named = raw.get('layer_types')
   if named is None:

@@ -121,7 +121,6 @@ class FlaxModel:
     return arrays
 
   def _part(self, leaf: str, stored: Mapping[str, str]) -> _Part:
-    """Finds the array of a leaf and checks its shape."""
     choices = self._choices(leaf)
     name, index = next(
       ((stored[name], i) for name, i in choices if name in stored),
@@ -144,12 +143,10 @@ class FlaxModel:
     return name, index
 
   def _choices(self, leaf: str) -> list[_Part]:
-    """Returns the arrays that may hold a leaf."""
     start, choices = _their_names(leaf, self.config)
     return [(start + name, index) for name, index in choices]
 
   def _fits(self, leaf: str, name: str, index: int | None) -> bool:
-    """Returns whether an array has the shape of a leaf."""
     shape = self._arrays[name][0]
     part = shape if index is None else shape[1:]
     ours = self._leaves[leaf].shape
@@ -168,11 +165,9 @@ class FlaxModel:
     return part == ours or (kind in ('gate', 'up') and part == swapped)
 
   def _tokens(self, table: str) -> int:
-    """Returns the number of tokens in an embedding table."""
     return self.config.stacks[table.split('/')[0]].vocab_size
 
   def _ours(self, leaf: str, stored: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Returns our leaf from their array."""
     (name, index), shape = self._parts[leaf], self._leaves[leaf].shape
     array = stored[name] if index is None else stored[name][index]
     tensor_folder.check_finite(name, array, self._folder)
@@ -219,7 +214,6 @@ def released_model(arrays: Arrays, folder: str) -> model_config.ModelConfig:
 def _size(
   shapes: Mapping[str, tuple[int, ...]], start: str, folder: str
 ) -> str:
-  """Returns the released size of the stack with this prefix in its names."""
   pattern = re.compile(rf'{start}layer_\d+/mlp/linear')
   kernels = [shapes[name] for name in shapes if pattern.fullmatch(name)]
   for size, stack in presets.STACKS.items():
@@ -238,7 +232,7 @@ def _size(
 def _their_names(
   leaf: str, config: model_config.ModelConfig
 ) -> tuple[str, tuple[_Part, ...]]:
-  """Returns the prefix of their name, and the candidates for its remainder."""
+  """Returns a stored name's prefix, and candidates for its remainder."""
   stack, _, inner = leaf.partition('/')
   start = f'{stack}/' if len(config.stacks) > 1 else ''
   if inner.startswith('layers/'):

@@ -130,13 +130,7 @@ class ModelFolder:
     return arrays
 
   def _read(self, leaf: str, index: tuple[slice, ...], out: np.ndarray) -> None:
-    """Reads part of a leaf.
-
-    Args:
-      leaf: leaf name.
-      index: range of each dimension.
-      out: array of the extents of `index`, to be filled.
-    """
+    """Reads a range `index` of a leaf into `out`, which has its extents."""
     matches = self._matches[leaf]
     if matches[0][0].part is None:
       self._read_weight(*matches[0], index, out)
@@ -151,7 +145,7 @@ class ModelFolder:
     index: tuple[slice, ...],
     out: np.ndarray,
   ) -> None:
-    """Reads part of a weight; all of its copies must be equal."""
+    """Reads part of a weight, whose stored copies must be equal."""
     part, *copies = (
       weight.to_ours(self.tensors.read(piece.tensor, piece.index))[index]
       for piece in pieces
@@ -159,7 +153,7 @@ class ModelFolder:
     transposed_copy.copy(part, out[: len(part)])
     out[len(part) :] = 0  # Rows that pad a table for sharding are never read.
     first, *duplicates = pieces
-    # After the copy, which is in row-major order; a stored kernel is not.
+    # Checks the copy: it is row-major, unlike a stored kernel.
     tensor_folder.check_finite(first.tensor, out, self._file(first))
     for piece, copy in zip(duplicates, copies, strict=True):
       if part.dtype != copy.dtype or not np.array_equal(part, copy):
@@ -176,7 +170,6 @@ class ModelFolder:
 def _ties_head(
   tensors: tensor_folder.TensorFolder, layout: weights.Layout
 ) -> bool:
-  """Returns whether no other head than the table is stored."""
   table = f'{layout.embedder["decoder"]}weight'
   names = [table, *(x for x, name in layout.copies.items() if name == table)]
   stored = [x for x in names if x in tensors.tensors]
@@ -190,7 +183,7 @@ def _match(
   layout: weights.Layout,
   tensors: tensor_folder.TensorFolder,
 ) -> tuple[_Matches, dict[str, str]]:
-  """Matches tensors with leaves; returns also unused tensors with reasons."""
+  """Matches tensors with leaves; also returns unused tensors with reasons."""
   present = _pieces(config, layout, tensors)
   required = weights.weights(config, layout)
   missing = [name for name in required if name not in present]
@@ -214,7 +207,7 @@ def _match(
     for piece in pieces[1:]:
       unused[piece.tensor] = f'a copy of {pieces[0].tensor}'
   matches: _Matches = {}
-  for canonical, weight in required.items():  # Experts in their order.
+  for canonical, weight in required.items():  # In the order of experts.
     matches.setdefault(weight.leaf, []).append((weight, present[canonical]))
   return matches, unused
 
@@ -222,7 +215,6 @@ def _match(
 def _require_fits(
   weight: weights.Weight, piece: _Piece, info: tensor_folder.TensorInfo
 ) -> None:
-  """Raises an error for another shape, or for integers."""
   if piece.shape != weight.their_shape:
     per_expert = ' per expert' if piece.index else ''
     raise errors.UserError(
@@ -243,7 +235,7 @@ def _pieces(
   layout: weights.Layout,
   tensors: tensor_folder.TensorFolder,
 ) -> dict[str, list[_Piece]]:
-  """Returns the stored pieces by canonical tensor name, copies last."""
+  """Returns stored pieces by canonical tensor name, copies last."""
   pieces: dict[str, list[_Piece]] = {}
   for name, info in tensors.tensors.items():
     indices = layout.pieces(layout.canonical(name), info.shape)

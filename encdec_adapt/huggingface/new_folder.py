@@ -74,7 +74,6 @@ def new_folder(path: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
 
 @contextlib.contextmanager
 def _write_errors(path: paths.Path) -> Iterator[None]:
-  """Turns errors of the file system into a UserError that names `path`."""
   try:
     yield
   except OSError as error:
@@ -84,7 +83,6 @@ def _write_errors(path: paths.Path) -> Iterator[None]:
 
 
 def _commit(draft: pathlib.Path, path: paths.Path) -> None:
-  """Moves or uploads the draft to `path`."""
   if paths.is_bucket(path):
     paths.upload(draft, path, MARKER)
     (path / UNFINISHED).unlink()
@@ -128,5 +126,4 @@ def require_free(path: str | os.PathLike[str]) -> None:
 
 
 def _is_unfinished(path: paths.Path) -> bool:
-  """Returns whether `path` is an unfinished upload in a bucket."""
   return (path / UNFINISHED).exists() and not (path / MARKER).exists()

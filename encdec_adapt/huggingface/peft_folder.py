@@ -187,14 +187,14 @@ def _with_one_rank(
     tensors: tensors by their names in memory.
 
   Returns:
-    The rank, and the tensors; those of another rank than `config` states get
-    other shapes than they should have.
+    The rank, and the tensors. A tensor whose rank differs from the one that
+    `config` states gets a wrong shape, which `read` refuses.
   """
 
   def value(name: str, key: str, patterns: str) -> float:
     module = name.partition('.lora_')[0]
     entries = (config.get(patterns) or {}).items()
-    # As peft.utils.other.get_pattern_key: the first that matches.
+    # The first match wins, as in peft.utils.other.get_pattern_key.
     matches = (x for k, x in entries if re.match(rf'(.*\.)?({k})$', module))
     return next(matches, config[key])
 
@@ -215,7 +215,6 @@ def _with_one_rank(
 def _weights(
   model: model_config.ModelConfig, layout: weights.Layout
 ) -> Iterator[tuple[weights.Weight, layer_leaves.Leaf]]:
-  """Yields every tensor of a model that is a whole leaf."""
   leaves = layer_leaves.leaves_of(model)
   for weight in weights.weights(model, layout).values():
     if weight.part is None:
@@ -225,7 +224,6 @@ def _weights(
 def _slots(
   adapters: adapters_lib.Adapters, layout: weights.Layout
 ) -> dict[str, _Slot]:
-  """Returns the name of every tensor, without `_PREFIX`, and its place."""
   slots = {}
   for weight, leaf in _weights(adapters.model, layout):
     name = layout.in_memory(weight.name)
@@ -263,7 +261,6 @@ def _targets(
   layout: weights.Layout,
   folder: paths.Path,
 ) -> tuple[set[str], set[str]]:
-  """Returns names in `targets` and in `full` that match the tensors."""
   leaves = {weight.name: leaf.path for weight, leaf in _weights(model, layout)}
   targets, full, is_tied = set(), set(), model.decoder.tied_head
   for name in tensors:

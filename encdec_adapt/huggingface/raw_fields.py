@@ -16,7 +16,6 @@ _LARGEST = 2**31 - 1  # Limit of every size: array libraries use 32-bit sizes.
 
 
 def _integer(low: int, high: int = _LARGEST) -> _Rule:
-  """Returns the rule of integers in a range."""
   return (
     # Not isinstance: true and false are integers in Python.
     lambda value: type(value) is int and low <= value <= high,
@@ -25,12 +24,10 @@ def _integer(low: int, high: int = _LARGEST) -> _Rule:
 
 
 def _instance(kind: type, description: str) -> _Rule:
-  """Returns the rule of values of a type."""
   return (lambda value: isinstance(value, kind), description)
 
 
 def _list_of(kind: type, name: str) -> _Rule:
-  """Returns the rule of lists with items of a single type."""
   return (
     lambda value: isinstance(value, list) and {*map(type, value)} <= {kind},
     f'a list of {name}',

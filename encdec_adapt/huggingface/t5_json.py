@@ -144,7 +144,6 @@ def raw_from_model(
 
 
 def _raw(config: model_config.ModelConfig, kind: str) -> dict[str, Any]:
-  """Returns the config.json of a class that resembles the model most."""
   pair, decoder = config.architecture.encodes_prompt, config.decoder
   stack = config.encoder if pair else decoder
   feed_forwards = {ours: theirs for theirs, ours in _FEED_FORWARDS.items()}

@@ -161,7 +161,6 @@ def check_finite(
 
 @contextlib.contextmanager
 def _named_errors(file: paths.Path):
-  """Turns errors of the package and the file system into UserErrors."""
   try:
     yield
   except OSError as error:
@@ -174,7 +173,6 @@ def _named_errors(file: paths.Path):
 
 
 def _headers(file: paths.Path) -> dict[str, TensorInfo]:
-  """Reads and checks the header of a file."""
   with _named_errors(file), contextlib.ExitStack() as stack:
     local, offset = file, None
     if paths.is_bucket(file):
@@ -223,21 +221,19 @@ def _sparse_copy(
 def _read_range(
   info: TensorInfo, index: tuple[int, slice] | None
 ) -> np.ndarray:
-  """Reads a tensor of a file in a bucket; see `TensorFolder.read`."""
   shape = info.shape if index is None else info.shape[1:]
   nbytes = math.prod(shape) * info.dtype.itemsize
   offset = info.offset + (index[0] * nbytes if index else 0)
-  # The byte range of a tensor without elements would be no valid request.
+  # An empty byte range is no valid request.
   data = paths.read_range(info.file, offset, nbytes) if nbytes else b''
   array = np.frombuffer(data, info.dtype).reshape(shape)
   return array if index is None else array[index[1]]
 
 
 def _tensors(folder: paths.Path, single: str) -> dict[str, TensorInfo]:
-  """Reads the headers of the file, or of all shards, of a folder."""
   has_single, has_index = ((folder / x).exists() for x in (single, INDEX))
   if has_single and has_index:
-    # Either may be the rest of an interrupted or repeated download.
+    # Either may be left over from an interrupted or repeated download.
     raise errors.UserError(
       f'{folder} has both {single} and {INDEX}. Remove the one that does not'
       ' belong to this model.'
@@ -267,7 +263,6 @@ def read_index(folder: paths.Path) -> dict[str, str]:
 
 
 def _open_shards(folder: paths.Path) -> dict[str, TensorInfo]:
-  """Reads the headers of all shards; the index must agree with them."""
   index = folder / INDEX
   weight_map = read_index(folder)
   tensors: dict[str, TensorInfo] = {}
@@ -292,7 +287,6 @@ def _open_shards(folder: paths.Path) -> dict[str, TensorInfo]:
 
 
 def _no_weights(folder: paths.Path) -> errors.UserError:
-  """Returns the error for a folder with neither a single file nor an index."""
   files = folder.iterdir() if folder.is_dir() else ()
   pickled = sorted(file.name for file in files if file.suffix in _PICKLED)
   hint = ''

@@ -90,7 +90,6 @@ def write_tensors(
 
 
 def _shards(plan: Sequence[PlannedTensor]) -> dict[str, list[PlannedTensor]]:
-  """Returns file name -> its tensors."""
   groups: list[list[PlannedTensor]] = [[]]
   room = SHARD_BYTES
   for tensor in plan:
@@ -113,7 +112,6 @@ def _save(
   arrays: Mapping[str, np.ndarray],
   bucket: paths.Path | None,
 ) -> None:
-  """Writes a file with the permissions of the umask; moves it to the bucket."""
   try:
     file.touch(exist_ok=False)
     mode = file.stat().st_mode

@@ -196,7 +196,7 @@ def image_ids(raw: families.Raw) -> dict[str, int]:
 
 
 def _encoder(raw: families.Raw) -> families.Raw:
-  """Returns the object with `text_config`, `vision_config` and image ids.
+  """Returns an object with `text_config`, `vision_config` and image ids.
 
   Raises:
     UserError: a T5Gemma 2 config.json has no encoder.

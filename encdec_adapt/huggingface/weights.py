@@ -42,8 +42,8 @@ def _layer(norms: Mapping[str, str], **attentions: str) -> dict[str, str]:
   """Returns the table of a layer.
 
   Args:
-    norms: our norm -> their norm.
-    **attentions: our attention module -> their module.
+    norms: our norm -> stored norm.
+    **attentions: our attention module -> stored module.
   """
   table = {f'{ours}/scale': f'{norm}.weight' for ours, norm in norms.items()}
   for ours, theirs in attentions.items():
@@ -191,7 +191,6 @@ class Layout:
 
 
 def _fused(layer: Mapping[str, str]) -> Mapping[str, tuple[str, ...]]:
-  """Returns `Layout.fused` of a layer with experts."""
   return {
     'mlp.experts.gate_up_proj': (layer['experts/gate'], layer['experts/up']),
     'mlp.experts.down_proj': (layer['experts/down'],),
@@ -254,7 +253,6 @@ _T5_BIAS = 'layer.0.SelfAttention.relative_attention_bias.weight'
 
 
 def _t5_layer(*, gated: bool, crosses: bool) -> dict[str, str]:
-  """Returns the table of a layer of T5, in which parts are numbered."""
   attention = {x: x[0] for x in ('query', 'key', 'value', 'output')}
   mlp = {'gate': 'wi_0', 'up': 'wi_1'} if gated else {'up': 'wi'}
   # Ours and their part, its norm and its kernels.
@@ -410,7 +408,6 @@ def _weights(
   leaf: str,
   shape: tuple[int, ...],
 ) -> Iterator[Weight]:
-  """Yields the tensors that hold a leaf."""
   stack, part, *inner = leaf.split('/')
   rows = None
   if inner == ['table']:

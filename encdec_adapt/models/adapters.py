@@ -263,7 +263,7 @@ class Adapters:
   def _block(self, path: str) -> tuple[int, int]:
     """Returns the axis of a kernel's blocks, from the end, and their size."""
     info = self._base_table[path]
-    # Of these axes fsdp divides none.
+    # fsdp shards none of these axes.
     axis = next(i for i, x in enumerate(info.axes) if x in ('head_dim', 'mlp'))
     size = math.gcd(kernel_forms.BLOCK, info.shape[axis])
     if size % 2 and self.options.base == 'nf4':
@@ -276,11 +276,11 @@ class Adapters:
   def _matches(
     self, option: str, string: str, names: Mapping[str, frozenset[str]]
   ) -> set[str]:
-    """Returns the paths that names of parts match.
+    """Returns the paths that match names of parts.
 
     Args:
       option: 'targets' or 'full'.
-      string: names divided by '+'; 'decoder/mlp' has to match both parts.
+      string: names divided by '+'; 'decoder/mlp' must match both parts.
       names: path of every parameter to the names of its parts.
 
     Raises:
@@ -311,7 +311,7 @@ def name_of(path: str) -> str:
 
 def _names(path: str) -> frozenset[str]:
   """Returns the names that match a parameter: of stack, part and projection."""
-  # A relative position bias of a stack is in no module.
+  # A stack's relative position bias lies in no module.
   stack, *_, leaf = path.split('/')
   module = path.split('/')[-2]
   names = {stack, leaf, _PARTS.get(module, module)}
@@ -323,7 +323,6 @@ def _names(path: str) -> frozenset[str]:
 
 
 def _is_projection(path: str, info: parameters.ParamInfo) -> bool:
-  """Whether `layers.project` multiplies by a parameter."""
   name = path.rpartition('/')[2]
   return name in _PROJECTIONS and 'experts' not in info.axes
 

@@ -203,8 +203,7 @@ class Architecture:
       stack: [batch[f'{side}_{x}'] for x in ('tokens', 'segments', 'positions')]
       for stack, side in sides.items()
     }
-    # Only rows of pairs have inputs, so that `prefix` is not an option of
-    # others.
+    # Only rows of pairs have inputs, and so the option `prefix`.
     if sides['decoder'] == 'teacher':
       options['prefix'] = self.prefix(batch)
     return self.states(model, params, fields, **options)
@@ -390,14 +389,14 @@ def inputs_of(batch: Batch) -> Int[Array, 'B R']:
 
 
 def _flat(batch: Batch) -> dict[str, Array]:
-  """Returns a batch with a row for each answer of a group."""
+  """Returns a batch with one row for each answer of a group."""
   return {name: x.reshape(-1, x.shape[-1]) for name, x in batch.items()}
 
 
 def _with_last_target(batch: Batch) -> dict[str, Array]:
-  """Returns the decoder's fields with the last target, which it then reads.
+  """Returns the decoder's fields extended by the last target.
 
-  Decoder inputs are the targets shifted right, so that they lack the last one.
+  Decoder inputs are the targets shifted right, so they lack the last one.
   """
   tokens, segments = batch['decoder_tokens'], batch['decoder_segments']
   shifted = batch['targets'][:, :-1], segments[:, :-1]

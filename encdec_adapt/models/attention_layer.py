@@ -56,9 +56,8 @@ def project_keys_values(
 
 
 def _keys_values(config, params, key, value) -> caches.KeyValues:
-  """Normalises keys where the stack does, and shards both."""
   key = _norm(config, params, 'key_norm', key)
-  # The single token of a decoding step does not divide.
+  # The single token of a decoding step cannot be sharded.
   length = 'kv_length' if key.shape[1] > 1 else None
   key, value = (
     partition.shard(x, 'batch', length, 'kv_heads', None) for x in (key, value)
@@ -67,14 +66,12 @@ def _keys_values(config, params, key, value) -> caches.KeyValues:
 
 
 def _project(params, x: jax.Array, *names: str) -> list[jax.Array]:
-  """Projects `x` by kernels, and adds any biases."""
   return layers.project_all(x, params, {name: _AXES[name] for name in names})
 
 
 def _norm(config, params, name: str, x: jax.Array) -> jax.Array:
-  """Normalises queries or keys where the stack does."""
-  # Before the rotation, as in transformers; the scale differs by dimension, so
-  # that the order matters.
+  # Before the rotation, as in transformers: gains differ by dimension, so the
+  # order matters.
   return layers.norm(config, x, params[name]) if config.qk_norm else x
 
 
@@ -97,7 +94,6 @@ class _Attention(nn.Module):
     self.weights = layers.parameters(self, self._declare)
 
   def _declare(self) -> dict[str, Any]:
-    """Declares kernels, biases and gains of norms."""
     cfg = self.config
     of_source = (self.source_width, cfg.kv_heads, cfg.head_dim)
     # A product contracts the first dimensions of a kernel, and its bias has the

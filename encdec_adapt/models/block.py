@@ -97,7 +97,6 @@ class Block(nn.Module):
       return layers.RMSNorm(cfg, name=name)(x)
 
     def add(x, update, post_norm):
-      """Adds an update, with its post-norm, to the residual stream."""
       if cfg.post_norms:
         update = norm(post_norm, update)
       # After the post-norm, which would cancel the factor 1 / (1 - rate).

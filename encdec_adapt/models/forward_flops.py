@@ -124,7 +124,7 @@ def generation(
 
 
 def _without_states(stack: configs.StackConfig, length: int) -> int:
-  """Returns a prompt's FLOPs of the last layer but its keys and values."""
+  """Returns a prompt's FLOPs of the last layer, without its keys and values."""
   heads = stack.heads * stack.head_dim
   weights = 2 * heads + _feed_forward(stack, stack.layers - 1)
   pairs = _pairs(stack, length, layer_windows(stack)[-1:], length)
@@ -202,7 +202,7 @@ def _pairs(
   windows: Sequence[int | None],
   inputs: int,
 ) -> int:
-  """Returns the pairs of positions that layers of these windows compute."""
+  """Returns the query-key pairs that layers with these windows compute."""
   return sum(
     layers
     * visible_pairs(

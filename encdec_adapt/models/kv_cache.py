@@ -122,7 +122,7 @@ def empty(
 
   def make_self(prefix: str, _: int | None) -> KeyValues:
     kind = layers_index.block_kind(config, prefix)
-    # After the ring, where no position's slot can be.
+    # Behind the ring, out of reach of every position's slot.
     memory = source if config.cross_merged and config.reads_encoder(kind) else 0
     return zeros(slots(config, kind, length) + memory)
 
@@ -168,8 +168,7 @@ def write(
 
   def write_rows(rows: jax.Array, x: jax.Array, i: jax.Array) -> jax.Array:
     if len(i) > 1:
-      # Mapped over rows, because each is at a position, and so a slot, of its
-      # request.
+      # Each row has its own position, and so its own slot.
       return jax.vmap(write_row)(rows, x, i)
     if not products.on_cpu():
       # Mapped over one row, XLA:GPU would select the values in a kernel first.
@@ -229,8 +228,8 @@ def insert(
     kind = layers_index.block_kind(config, prefix)
     count = slots(config, kind, cache.length)
     if prompt is not None:
-      # Gathered by slot, not scattered by position: of a prompt longer than the
-      # ring several positions have the same slot, and the newest must win.
+      # Gathered by slot, not scattered by position: in a prompt longer than the
+      # ring several positions share a slot, and the newest must win.
       positions = slot_positions(lengths - 1, count)[:, :, None, None]
       new = jax.tree.map(
         # A slot without a position gets any entry; masks hide it.
@@ -274,7 +273,6 @@ def resize(
   """
 
   def fit(x: jax.Array, size: int, axis: int = 2) -> jax.Array:
-    """Cuts or pads an axis at its end."""
     padding = [(0, 0, 0)] * x.ndim
     padding[axis] = (0, size - x.shape[axis], 0)
     return jax.lax.pad(x, jnp.zeros((), x.dtype), padding)

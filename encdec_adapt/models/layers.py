@@ -390,7 +390,8 @@ def _multiply(
     x: states.
     kernel: an array of any dtype, or `Quantized`.
     axes: logical axes of the kernel.
-    accumulate: dtype of the result; None for that of `x`. On CPUs float32.
+    accumulate: dtype of the result; None for the dtype of `x`. On CPUs
+      products are float32.
   """
   if isinstance(kernel, kernel_forms.Quantized):
     # Otherwise the dense kernels of all layers would be kept for the backward
@@ -434,7 +435,6 @@ class MLP(nn.Module):
     return project_all(hidden.astype(self.dtype), weights, {'down': outward})[0]
 
   def _declare(self, axes: Mapping[str, Sequence[str]]) -> dict[str, Any]:
-    """Declares kernels [I, J] with these axes, and any biases [J]."""
     sizes = {'embed': self.config.width, 'mlp': self.mlp_width}
     weights = {}
     for name, (inputs, outputs) in axes.items():

@@ -205,7 +205,6 @@ def count_by_stack(config: model_config.ModelConfig) -> dict[str, StackCount]:
 
 
 def _has_table(config: model_config.ModelConfig, stack_name: str) -> bool:
-  """Whether a stack has an embedding table, not that of the other stack."""
   return stack_name == 'decoder' or not config.shared_table
 
 
@@ -230,7 +229,6 @@ def _init_values(
 def _init_stack(
   config: model_config.StackConfig, rng: jax.Array
 ) -> dict[str, Any]:
-  """Initialises the parameters of a stack, boxed with their logical axes."""
   # No parameter depends on the length, so that a token suffices.
   ids = jnp.zeros((1, 1), jnp.int32)
   encoded = encoder_segments = None

@@ -52,7 +52,7 @@ def _gemma3(*sizes, **fields):
 
 
 def _plain(*sizes, **fields):
-  """Returns a stack with norms before attention and feed-forward only."""
+  """Returns a stack with norms only before attention and feed-forward."""
   plain = dict(
     pattern=('global',),
     attention_softcap=None,
@@ -148,7 +148,7 @@ STACKS: Mapping[str, configs.StackConfig] = types.MappingProxyType(
 def _t5(
   layers, width, mlp_width, heads, *, head_dim=64, decoder_layers=0, **fields
 ):
-  """Returns a T5 1.1; the decoder has as many layers if none are given."""
+  """Returns a T5 1.1; `decoder_layers` is 0 if both stacks have `layers`."""
   sizes = width, mlp_width, heads, heads, head_dim
   t5 = dict(
     vocab_size=32128,
@@ -299,7 +299,6 @@ def t5gemma2(pair: str, **changes: Any) -> configs.EncoderDecoderConfig:
 def _pair(
   pair: str, sizes: Mapping[str, configs.StackConfig], changes: dict[str, Any]
 ) -> list[configs.StackConfig]:
-  """Returns the two stacks that a pair names."""
   # Not split at '_', which names such as 'toy_small' contain.
   for encoder in sizes:
     decoder = pair.removeprefix(f'{encoder}_')

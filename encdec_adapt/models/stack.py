@@ -169,7 +169,6 @@ class Stack(nn.Module):
     return x, caches.shard(cached)
 
   def _groups(self) -> dict[str, nn.Module]:
-    """Returns modules of leading layers, scanned pattern and tail, if any."""
     cfg, compute = self.config, self.compute
     sparse = cfg.experts > 0
     groups = {}
@@ -188,8 +187,8 @@ class Stack(nn.Module):
         in_axes=(nn.broadcast, 0, 0),
         unroll=unroll,
         metadata_params={nn.PARTITION_NAME: 'layers'},
-        # The check of broadcast variables, of which blocks have none, would
-        # trace the body once more.
+        # Blocks have no broadcast variables, and the check for them would trace
+        # the body once more.
         check_constancy_invariants=False,
       )
       # The loop keeps forward and backward pass apart, unless all of it is
@@ -213,7 +212,6 @@ def _rotation(
   positions: jax.Array,
   dtype,
 ) -> tuple[jax.Array, jax.Array] | None:
-  """Returns cosines and sines of the positions for layers of this kind."""
   if config.relative:
     return None
   theta, scaling = config.rope_theta, rope.Scaling.parse(config.rope_scaling)
@@ -233,9 +231,9 @@ def _self_mask(
   encoder_segments: jax.Array | None,
   prefix: jax.Array | None,
 ) -> masks.MaskSpec:
-  """Makes the mask of self-attention in layers of this kind.
+  """Returns the mask of self-attention in layers of this kind.
 
-  In merged attention the encoder's keys follow the others.
+  In merged attention the encoder's keys follow the decoder's.
   """
   make = masks.causal
   if config.role == 'bidirectional':
@@ -259,7 +257,7 @@ def _self_mask(
     positions,
     window=config.window if kind == 'local' else None,
     keys=keys,
-    # Slots of a ring are in no order of positions.
+    # A ring's slots are not in the order of positions.
     aligned=cached is None,
   )
   if config.cross_merged and config.reads_encoder(kind):

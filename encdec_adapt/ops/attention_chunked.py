@@ -50,13 +50,13 @@ def attend(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
 def _attend(q, k, v, spec, bias, tiling: attention_tiles.Tiling):
-  """Attention [B, T, N, H]."""
+  """Returns the attention's output [B, T, N, H]."""
   return _forward(q, k, v, spec, bias, tiling)[0]
 
 
 def _forward(q, k, v, spec, bias, tiling):
   def add(block, tile, visible, part, sums):
-    """Adds the values of a tile, weighted as far as the maxima are known."""
+    """Adds a tile's values, scaled with the maxima of the tiles so far."""
     (out, peak, total), *others = sums
     k, v = (x.swapaxes(1, 2) for x in tile)
     scores, _ = tiling.scores(block, k, visible, part, bias)
@@ -77,8 +77,8 @@ def _forward(q, k, v, spec, bias, tiling):
   sums = (zeros, zero + attention_tiles.LOWEST, zero), (), ()
   results = tiling.accumulate(add, finish, blocks, tiles, sums, spec)
   out, log_sums = (tiling.join(x, *q.shape[1:3]) for x in results)
-  # Named here, where a policy can save both: a name of the output alone would
-  # have the backward pass compute the softmax's sums again.
+  # Names both, so that a policy can save both: with only the output saved, the
+  # backward pass would recompute the softmax's sums.
   out, log_sums = (
     checkpoint_name(x, attention_shards.SAVED)
     for x in (out, log_sums[..., 0])  # A last dimension of 1 may be padded.

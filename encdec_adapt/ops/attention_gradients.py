@@ -48,7 +48,6 @@ def gradients(
   (_, length, heads, _), (_, keys, kv_heads, _) = q.shape, k.shape
 
   def add(block, tile, visible, part, sums):
-    """Adds the gradients of a pair."""
     q, d_out, delta, log_sums = block
     k, v = (x.swapaxes(1, 2) for x in tile)
     d_q, d_kv, d_bias = sums

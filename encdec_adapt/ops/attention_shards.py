@@ -83,7 +83,6 @@ def run(
   reach = halo(spec, k.shape[1], shards)
 
   def on_shard(q, k, v, spec, *operands):
-    """Attends from a device's queries to the keys that they may see."""
     if shards > 1:
       k, v, spec = _gather_keys(k, v, spec, active, reach)
     return attend(q, k, v, spec, *operands)
@@ -106,7 +105,6 @@ def run(
 
 
 def _gather_keys(k, v, spec, active, reach: tuple[int, int] | None):
-  """Returns the keys and values a device's queries may see, and their mask."""
   axes = active.mesh_axes('length')
   if reach is None:
     gather = functools.partial(
@@ -141,9 +139,9 @@ def _with_halo(
   size, (past, future) = x.shape[1], reach
 
   def receive(distance: int, part: jax.Array) -> jax.Array:
-    """Receives a part from the shard `distance` behind (ahead if negative)."""
-    # A pair that is left out delivers zeros; a ring would deliver the tokens
-    # of the other end.
+    """Receives a part from `distance` shards behind (ahead if negative)."""
+    # A shard without a sender gets zeros; a ring would deliver the other end's
+    # tokens.
     pairs = [
       (i, i + distance) for i in range(count) if 0 <= i + distance < count
     ]

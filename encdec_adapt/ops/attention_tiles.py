@@ -125,12 +125,10 @@ class Tiling:
     )
 
     def row(arrays):
-      """Returns the results of a row, by its index and work [pairs]."""
       row, work = arrays
       order = jnp.argsort(~work, stable=True)
 
       def turn(n, sums):
-        """Adds a pair to the sums of the row."""
         pair = order[n] if LOOP == 'while' else n
         i, j = jax.lax.div(pair, per_key), jax.lax.rem(pair, per_key)
 
@@ -203,20 +201,18 @@ def split(x: Array, most: int) -> Array:
 
 
 def _split(spec: masks.MaskSpec, names: Iterable[str], most: int) -> Any:
-  """Splits some arrays of a mask."""
   arrays = {name: getattr(spec, name) for name in names}
   return jax.tree.map(lambda x: split(x, most), arrays)
 
 
 def _take(arrays: Any, index: jax.Array) -> Any:
-  """Returns the part [1, ..] of arrays [parts, ..]."""
+  """Takes one part, [1, ..], of arrays [parts, ..]."""
   return jax.tree.map(
     lambda x: jax.lax.dynamic_slice_in_dim(x, index, 1), arrays
   )
 
 
 def _put(arrays: Any, parts: Any, index: jax.Array) -> Any:
-  """Replaces the part of arrays."""
   return jax.tree.map(
     lambda x, part: jax.lax.dynamic_update_slice_in_dim(x, part, index, 0),
     arrays,

@@ -23,7 +23,7 @@ DIVERGENCES = ('forward', 'reverse', 'js')
 
 
 def _static(default: Any) -> Any:
-  """Declares a keyword field that is no array."""
+  """Declares a keyword field that is static under `jit`."""
   return flax.struct.field(pytree_node=False, default=default, kw_only=True)
 
 
@@ -147,7 +147,7 @@ class Distribution:
       }
       if weights is None:
         return values, None
-      # Of temperature^2 a factor cancels: scores are divided by the
+      # One factor of temperature^2 cancels, as scores are divided by the
       # temperature.
       scale = self.share * temperature * weights.astype(jnp.float32)
       dlogits = scale[:, None] * gradient

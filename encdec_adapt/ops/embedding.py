@@ -69,7 +69,7 @@ def _take(
 
   Args:
     table: [rows of the piece, D].
-    index: [B, L] rows of the piece, anything where not `is_local`.
+    index: [B, L] rows of the piece, arbitrary where not `is_local`.
     is_local: [B, L] whether the piece has the token's row.
     exists: [B, L] whether any piece has it.
 
@@ -130,7 +130,6 @@ class _Lookup:
     return jax.lax.psum(x, self.vocab_only) if self.vocab_only else x
 
   def _in_piece(self, table: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Looks up any tokens in this device's piece."""
     first = 0
     if self.vocab:
       first = jax.lax.axis_index(self.vocab) * table.shape[0]
@@ -189,9 +188,9 @@ class _Lookup:
 
 
 def _parts(table: jax.Array, shards: int) -> int:
-  """Returns the number of parts, of columns, in which a table is gathered.
+  """Returns the number of column parts in which a table is gathered.
 
-  The fewest that keep a part of all shards together below 128 MiB.
+  The smallest number that keeps one part of all shards below 128 MiB.
   """
   size, width = shards * table.size * table.dtype.itemsize, table.shape[1]
   fits = (

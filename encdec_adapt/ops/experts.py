@@ -155,7 +155,7 @@ def _on_device(
 ):
   """Computes `feed_forward` for a device's tokens and experts.
 
-  `tokens` and `owners` are the mesh axes over which tokens and experts differ.
+  `tokens` and `owners` are the mesh axes that split tokens and experts.
   """
   # Declared explicitly: the derivative of `_permute` cannot infer it.
   x, chosen, shares = (_vary(a, owners) for a in (x, chosen, shares))
@@ -193,13 +193,11 @@ def _on_device(
 
 
 def _vary(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-  """Marks an array as varying over more mesh axes (`jax.lax.pcast`)."""
   return jax.lax.pcast(x, axes, to='varying') if axes else x
 
 
 @jax.custom_vjp
 def _permute(x: jax.Array, order: jax.Array, inverse: jax.Array) -> jax.Array:
-  """Reorders rows; `inverse` is the inverse of `order`."""
   # A custom derivative, because that of indexing is a scatter-add, which has an
   # undefined order on GPUs; that of a permutation is a permutation.
   del inverse

@@ -163,7 +163,6 @@ def quantize_nf4(kernel: Array, axis: int, block: int) -> Quantized:
 
 
 def _normal_float(codes: UInt8[Array, '*K']) -> Float[Array, '*K']:
-  """Looks up codes of 4 bits."""
   # Selected bit by bit: on TPUs a gather of each value would be slow.
   values = [*map(jnp.float32, _NORMAL_FLOATS)]
   for bit in range(4):

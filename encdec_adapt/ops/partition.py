@@ -124,7 +124,6 @@ class Partition:
 
 
 def _spec(axes: Iterable[MeshAxes]) -> PartitionSpec:
-  """Returns the PartitionSpec of the mesh axes of every dimension."""
   return PartitionSpec(
     *(a if len(a) > 1 else a[0] if a else None for a in axes)
   )

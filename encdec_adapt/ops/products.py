@@ -143,8 +143,8 @@ def add_to_rows(
 
 
 def _transposed_copy(x: jax.Array) -> jax.Array:
-  """Transposes matrices [*B, R, I]; the result has a row-major layout."""
-  # By the reshape: JAX lowers a transpose alone to a view.
+  """Transposes matrices [*B, R, I] into row-major memory."""
+  # The reshape forces a copy: JAX lowers a transpose alone to a view.
   *batch, rows, columns = x.shape
   return jnp.moveaxis(x[..., None, :], -1, -3).reshape(*batch, columns, rows)
 
@@ -182,7 +182,7 @@ def _matmul_gradients(x, y, cotangent):
 def _on_platform(
   product: _Product, gradients: Callable, x: jax.Array, y: jax.Array
 ) -> jax.Array:
-  """Computes a product, on CPUs with these gradients (of x, y, cotangent)."""
+  """Computes a product, on CPUs with `gradients` (of x, y, cotangent)."""
   if not on_cpu():
     return product(x, y)
 

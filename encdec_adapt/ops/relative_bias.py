@@ -135,10 +135,10 @@ def scores(
   """
 
   def read(ahead: Int[Array, '*L']) -> Float[Array, '*L N']:
-    """Reads the values of distances, by a product.
+    """Looks up the values of distances as a product.
 
-    The gradient of indexing adds in no fixed order on GPUs, so that a resumed
-    run would differ.
+    On GPUs the gradient of indexing adds in no fixed order, so a resumed run
+    would differ.
     """
     buckets = bias.table.shape[1]
     numbers = bucket(

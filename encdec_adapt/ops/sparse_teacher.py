@@ -74,9 +74,9 @@ def choose(
 def _drawn(
   probabilities: Float[Array, 'B V'], uniform: Float[Array, 'B K']
 ) -> tuple[Int[Array, 'B K'], Float[Array, 'B K']]:
-  """Returns ascending ids of draws, and at the first of each its number."""
+  """Returns ascending ids, and each id's count of draws at its first place."""
   cumulative = jnp.cumsum(probabilities, axis=1)
-  # Of their own sum, which rounding keeps from being 1.
+  # Scaled with the last sum, which rounding keeps from being 1.
   points = jnp.sort(uniform, axis=1) * cumulative[:, -1:]
   ids = jax.vmap(lambda a, b: jnp.searchsorted(a, b, side='right'))(
     cumulative, points

@@ -107,7 +107,6 @@ def cross_entropy(
   forward = functools.partial(run, with_gradients=True)
 
   def backward(gradients, cotangents):
-    """Scales the stored gradients by the cotangent of `total`."""
     scaled = (
       (cotangents.total * gradient).astype(array.dtype)
       for gradient, array in zip(
@@ -206,7 +205,6 @@ def token_log_probs(
     return compute(*arrays), arrays
 
   def backward(arrays, cotangents):
-    """Computes the logits again, chunk by chunk."""
     hidden, table, targets = arrays
     weights = -(cotangents[0] if entropy else cotangents)
     arrays = hidden, table, weights, targets, None
@@ -269,7 +267,6 @@ def _sweep(
   data_counts = share > 0 or z_loss > 0
 
   def step(columns, tokens, tables):
-    """Computes the terms of a chunk from its logits, and the teacher's."""
     x, y, w, *teacher_tokens = tokens
     w = w if with_gradients else None
     logits = vocabulary_parallel.product(x, tables[0])  # [rows, v]
@@ -372,7 +369,7 @@ def terms(
       'z_loss': z_term,
       'correct': (sums[1] >= largest).astype(jnp.float32),
     }
-    if entropy:  # Never beside a teacher, whose parts would be the last.
+    if entropy:  # Never with a teacher: its parts would be last.
       values['entropy'] = jnp.log(sums[0]) - sums[-1] / sums[0]
     if weights is None:
       return values, None

@@ -213,12 +213,10 @@ def sweep(
 def _sweep_device(
   step, layout, vocab_size, chunk, with_gradients, tokens, tables
 ):
-  """Sweeps a device's tokens and columns, inside `shard_map`."""
   batch, length = tokens[0].shape[:2]
   columns = _local_columns(tables[0].shape[0], vocab_size, layout)
 
   def chunk_step(dtable, piece):
-    """Computes values and `dhidden` of a chunk; adds to `dtable`."""
     gathered = [layout.gather(x) for x in piece]
     rows, dlogits = step(columns, gathered, tables)
     rows = jax.tree.map(layout.local_rows, rows)
@@ -249,7 +247,6 @@ def _sweep_device(
 
 
 def _local_columns(count: int, vocab_size: int, layout: _Layout) -> Columns:
-  """Describes the `count` columns of this device."""
   ids = jnp.arange(count, dtype=jnp.int32)
   if layout.vocab:
     ids += jax.lax.axis_index(layout.vocab) * count
@@ -270,6 +267,5 @@ def _split(x: jax.Array, chunk: int) -> jax.Array:
 
 
 def _join(x: jax.Array, batch: int, length: int) -> jax.Array:
-  """Inverse of `_split`."""
   x = x.reshape(-1, *x.shape[2:])[: batch * length]
   return x.reshape(batch, length, *x.shape[1:])
