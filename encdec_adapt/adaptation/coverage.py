@@ -134,7 +134,6 @@ class Coverage:
     return '\n'.join(lines)
 
   def _counts(self) -> str:
-    """Formats the number of parameters that are filled in each way."""
     counts = self.parameters()
     return (
       f'adaptation: {sum(counts.values()):,} parameters, of which '
@@ -183,14 +182,14 @@ def by_reason(reasons: Mapping[str, str]) -> list[str]:
 def _columns(
   header: tuple[str, str, str], rows: Iterable[tuple[str, tuple[int, ...], str]]
 ) -> list[str]:
-  """Formats rows (leaf, shape, text), joining those of consecutive layers."""
+  """Formats rows (leaf, shape, text); consecutive layers share a line."""
   groups: dict[tuple[str, str, str], list[int]] = {}
   for leaf, shape, text in rows:
     layer = layer_leaves.layer_of(leaf)
     if layer is not None:
       leaf = layer_leaves.with_layer(leaf, '*')
-      # Without the number of the source's layer, which `changes` states where
-      # it is another, the lines of all layers are equal.
+      # Lines of all layers are equal without the number of the source's layer,
+      # which `changes` states where it differs.
       text = layer_leaves.with_layer(text, '*')
     group = groups.setdefault((leaf, str(list(shape)), text), [])
     if layer is not None:

@@ -250,7 +250,7 @@ def _copies_cross(
   cross_attention: CrossAttention,
   post_norm_gain: PostNormGain,
 ) -> bool:
-  """Decides whether cross-attention is copied from self-attention.
+  """Returns whether cross-attention is copied from self-attention.
 
   Raises:
     UserError: an option has no effect on this model, or cannot be met.
@@ -273,8 +273,8 @@ def _copies_cross(
       f'post_norm_gain={post_norm_gain!r} needs a decoder with norms after'
       " cross-attention, and this one has none; leave it at 'one'."
     )
-  # Then keys and values of self- and cross-attention have the same shapes; all
-  # other kernels of cross-attention are as wide as the decoder anyway.
+  # With equal widths, keys and values of self- and cross-attention have the
+  # same shapes; cross-attention's other kernels have the decoder's width.
   fits = target.encoder.width == decoder.width
   if cross_attention == 'copy' and not fits:
     raise errors.UserError(
@@ -296,16 +296,11 @@ def _copies_cross(
 def _fill_of(
   name: str, side: _Side, copies_cross: bool, post_norm: coverage_lib.Fill
 ) -> coverage_lib.Fill:
-  """Applies the copy rule of one target leaf.
-
-  Raises:
-    UserError: the source has no such leaf.
-  """
   parts = name.split('/')
   if not copies_cross and 'cross_attention' in parts:
     return coverage_lib.Fill('fresh')
-  # The gains of self-attention's post-norm fit its outputs, not those of fresh
-  # kernels. The pre-norm is copied anyway, for it normalises the same states.
+  # Self-attention's post-norm gains fit its outputs, not those of fresh
+  # kernels. The pre-norm is copied anyway: it normalises the same states.
   if not copies_cross and 'post_cross_norm' in parts:
     return post_norm
   # Cross-attention and its norms are copied from those of self-attention.
@@ -313,8 +308,7 @@ def _fill_of(
   leaf, note = '/'.join([side.source_stack, *source_parts]), ''
   if (layer := layer_leaves.layer_of(name)) is not None:
     leaf = layer_leaves.with_layer(leaf, str(side.layers[layer]))
-  # Leaves that the source computes from its table instead of storing them, or
-  # stores with its decoder.
+  # The source may compute a leaf from its table, or store it with its decoder.
   if leaf == side.head and leaf not in side.leaves:
     leaf, note = side.table, 'the source ties its head to it'
   elif source_parts[0] == 'embedder':
@@ -334,16 +328,11 @@ def _fill_of(
 def _transforms(
   name: str, leaf: layer_leaves.Leaf, side: _Side, fill: coverage_lib.Fill
 ) -> tuple[transforms_lib.Transform, ...]:
-  """Returns the transforms from a leaf of the source to a leaf of the target.
-
-  Raises:
-    UserError: no transform reconciles the shapes.
-  """
   shape, source_shape = leaf.shape, side.leaves[fill.leaf].shape
   target, source = side.target, side.config
   if fill.leaf.endswith('/table') and shape[-1:] == source_shape[-1:]:
     transforms = _table_transforms(name, side, source_shape[0])
-    # After the table has been extended: the token may be a new one.
+    # After the table's extension: the token may be new.
     if name.endswith('/eoi'):
       scale = math.sqrt(source.width) if source.scale_embeddings else 1.0
       transforms += (transforms_lib.TakeRow(target.eoi_token, scale),)
@@ -378,11 +367,6 @@ def _transforms(
 def _table_transforms(
   name: str, side: _Side, source_rows: int
 ) -> tuple[transforms_lib.Transform, ...]:
-  """Returns the transforms that fit a table's rows to those of the target.
-
-  Raises:
-    UserError: the target's vocabulary is smaller than the source's.
-  """
   target, source = side.target, side.config
   if target.vocab_size < source.vocab_size:
     raise errors.UserError(
@@ -407,8 +391,8 @@ def _unused(
   """Maps each leaf of a source that fills nothing to the reason.
 
   Raises:
-    UserError: there is no reason, so the target would compute another function
-      than its source.
+    UserError: a leaf has no reason, so the target would compute another
+      function than its source.
   """
   used = {fill.leaf for fill in filled.values() if fill.source == side.source}
   encodes, reasons = side.stack == 'encoder', {}

@@ -144,7 +144,7 @@ def _search(
   beams: int,
   vocab_size: int,
 ) -> Beams:
-  """Searches for prefilled prompts; returns the best of each, n = 1.
+  """Searches for prefilled prompts; returns the best hypothesis of each, n = 1.
 
   Args:
     model: a model from `build.unroll`.
@@ -161,13 +161,12 @@ def _search(
     functools.partial(_advance, model, params, eos, penalty, vocab_size),
     _start(state, real, beams),
   )
-  # The finished ones are in descending order of their scores. There is at least
-  # 1: a hypothesis at its limit is finished.
+  # Finished hypotheses are sorted by descending score. There is at least one: a
+  # hypothesis at its limit is finished.
   return jax.tree.map(lambda x: x[:, :1], loop.finished)
 
 
 def _start(state: decoding.State, real: Bool[Array, 'b'], beams: int) -> _Loop:
-  """Returns the state of a search before its first token."""
   batch, length = state.tokens.shape
   rows = jnp.repeat(jnp.arange(batch), beams)
   empty = Beams(
@@ -181,7 +180,7 @@ def _start(state: decoding.State, real: Bool[Array, 'b'], beams: int) -> _Loop:
     step=jnp.zeros((), jnp.int32),
     last=state.last[rows],
     cache=caches.take_rows(state.cache, rows),
-    # The beams of a prompt are equal at first. Only the first counts, or all
+    # A prompt's beams are equal at first. Only the first counts; otherwise all
     # would be extended by the same token.
     open=empty._replace(scores=empty.scores.at[:, 0].set(0.0)),
     finished=empty,
@@ -199,26 +198,25 @@ def _advance(
   vocab_size: int,
   loop: _Loop,
 ) -> _Loop:
-  """Extends every open hypothesis by a token."""
   batch, beams, _ = loop.open.tokens.shape
-  # In the loop: outside of it, kernels in the dtype of the computation would be
-  # in memory beside their integers.
+  # Inside the loop: outside it, dense kernels would be in memory beside their
+  # integers.
   weights = quantization.dequantize(params, model.compute.dtype)
   hidden, cache = model.decode_step(weights, loop.last, loop.cache)
   logits = model.logits(weights, hidden[:, None])[:, 0]
   log_probs = jax.nn.log_softmax(logits).reshape(batch, beams, -1)
   source, extended = _extend(loop, log_probs, eos, vocab_size)
-  # Ended ones are taken only where nothing else is left: at the limit all have
-  # ended, and their scores stay below those of any open hypothesis.
+  # Ended hypotheses are taken only if nothing else remains: at the limit all
+  # have ended, and their scores stay below those of any open hypothesis.
   scores = extended.scores + jnp.where(extended.ended, _NEVER, 0.0)
   _, chosen = sampling.top_k(scores, beams)
   still_open = extended._replace(scores=scores).take(chosen)
   length = (loop.step + 1).astype(jnp.float32) ** penalty
   finished = _finish(loop, extended, length)
-  # The likeliest open hypothesis may still win while it beats the worst of the
-  # finished ones, or while fewer than n have finished: free slots score
-  # `_NEVER`. As in transformers, it is divided by the present length, although
-  # its score may rise with its length.
+  # The likeliest open hypothesis may still win while it beats the worst
+  # finished one, or while fewer than n have finished: free slots score
+  # `_NEVER`. As in transformers, its score is divided by the present length,
+  # although it may rise with its length.
   worst = jnp.where(
     finished.ended, finished.scores.min(axis=1, keepdims=True), _NEVER
   )
@@ -244,12 +242,12 @@ def _extend(
   eos: Int[Array, 'k'],
   vocab_size: int,
 ) -> tuple[Int[Array, 'b m'], Beams]:
-  """Returns the likeliest hypotheses with a token more, and their origins."""
+  """Returns origins in `loop.open`, and the likeliest one-token extensions."""
   batch, beams, size = log_probs.shape
   kept = sampling.keep_vocabulary(log_probs, vocab_size)
   total = (kept + loop.open.scores[:, :, None]).reshape(batch, -1)
-  # At most `len(eos)` extensions of each of n hypotheses end, so at least n of
-  # these stay open. Transformers takes at least 2 n.
+  # At most `len(eos)` extensions of each of n hypotheses end, so at least n
+  # stay open. transformers takes at least 2 n.
   scores, indices = sampling.top_k(total, max(2, 1 + len(eos)) * beams)
   source, tokens = indices // size, indices % size  # [b, m]
   token_log_probs = jnp.take_along_axis(
@@ -266,12 +264,11 @@ def _extend(
 
 
 def _finish(loop: _Loop, extended: Beams, length: Float[Array, '']) -> Beams:
-  """Adds those among the n likeliest that have ended to the finished ones."""
   beams = loop.finished.ended.shape[1]
-  # Only the n likeliest, as in transformers: the remaining candidates stand in
-  # for those that end, and may not finish themselves.
+  # Only the n likeliest, as in transformers: the other candidates replace
+  # hypotheses that end, and may not finish themselves.
   eligible = extended.ended & (jnp.arange(extended.ended.shape[1]) < beams)
-  # A finished search stays as it was when it finished, while others go on.
+  # A finished search keeps its result while others continue.
   excluded = ~eligible | ~loop.improving[:, None]
   ended = extended._replace(
     scores=extended.scores / length + jnp.where(excluded, _NEVER, 0.0),

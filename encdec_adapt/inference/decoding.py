@@ -179,7 +179,7 @@ def _replicate(state: State) -> State:
   """Gives a state the sharding that every program takes and returns.
 
   Every process reads the fields beside the cache, which are small. A sharding
-  chosen by XLA could differ from that which the next program was compiled for.
+  chosen by XLA could differ from the one that the next program expects.
   """
   fields = jax.tree.map(
     lambda x: partition.shard(x, *[None] * x.ndim), state._replace(cache=None)

@@ -203,12 +203,11 @@ class Engine:
     self.sizes = tuple(sizes)
 
   def _use(self, adapters: str) -> None:
-    """Chooses parameters and programs, while no row is in use."""
+    """Chooses parameters and programs; no row may be in use."""
     self._adapters = adapters
     self.params, self.programs = self._variants[adapters]
 
   def _next_group(self) -> int:
-    """Returns how many requests are read next: of one run of adapters."""
     first = itertools.islice(self._queue, self.group)
     same = itertools.takewhile(
       lambda queued: queued[1].adapters == self._adapters, first
@@ -363,14 +362,13 @@ class Engine:
     log_probs: np.ndarray,
     has_ended: bool,
   ) -> Completion | None:
-    """Returns the completion of a row that has ended, None for others."""
     if not (has_ended or request.stop):
       return None
     completion = self.complete(tokens, log_probs[: len(tokens)])
     if not any(stop in completion.text for stop in request.stop):
       return completion if has_ended else None
-    # The first token that completes a stop string is the last. Each prefix is
-    # decoded again: tokens decoded together may differ from their pieces.
+    # The first token that completes a stop string is the last. Decodes each
+    # prefix again: tokens decoded together may differ from their pieces.
     count, text = next(
       (n, text)
       for n in range(1, len(tokens) + 1)
@@ -443,7 +441,6 @@ class Engine:
     return count
 
   def _warm_up(self) -> int:
-    """Compiles the programs of the parameters in use."""
     # A set: all sizes share a program of `stop`.
     get, programs, futures = self.programs.get, set(), []
     # XLA compiles without Python's lock, so threads use all cores.
@@ -470,11 +467,9 @@ class Engine:
     return len(programs) + len([future.result() for future in futures])
 
   def _start(self, size: lengths.Size, rows: int) -> decoding.State:
-    """Makes a state without requests."""
     return self.programs.run(decoding.start, rows=rows, **size._asdict())
 
   def _stop(self, row: int) -> None:
-    """Ends a row on the devices."""
     ended = self.programs.run(decoding.stop, self._state.ended, np.int32(row))
     self._state = self._state._replace(ended=ended)
 
@@ -488,7 +483,7 @@ class Engine:
       least: smallest size to return.
 
     Raises:
-      UserError: none of the `sizes` holds them.
+      UserError: no size in `sizes` holds the requests.
     """
     positions = [
       self._architecture.positions(len(request.tokens), request.max_tokens)
@@ -512,7 +507,6 @@ class Engine:
     return fits[0]
 
   def _fill(self) -> None:
-    """Puts queued prompts into free rows, a group at a time."""
     free = [row for row, active in enumerate(self._active) if active is None]
     is_used = len(free) < self.rows
     if self._queue and not is_used:
@@ -551,17 +545,16 @@ class Engine:
         decoding.resize, self._state, **size._asdict()
       )
     elif size != current:
-      # Its memory is freed before the next state is made.
+      # Frees its memory before the next state is made.
       self._state = None
       self._state = self._start(size, self.rows)
-    # [B, V] is large: only made for the first request with a penalty.
+    # [B, V] is large: made for the first request with a penalty only.
     penalised = any(r.sampling.repetition_penalty != 1 for r in requests)
     if penalised and self._state.seen is None:
       self._state = self.programs.run(decoding.track_seen, self._state)
 
   def _decode_arguments(self, state: decoding.State, steps: int) -> tuple:
-    """Returns the arguments of `decoding.decode`."""
-    # Rows that are free when the next group is read; all at the end.
+    # The next group is read when this many rows are free; all at the end.
     wake = self._next_group() or self.rows
     eos = np.array(self.ids.eos, np.int32)
     return self.params, state, eos, np.int32(wake), np.int32(steps)

@@ -82,7 +82,6 @@ def state_sizes(
   """
 
   def part(limit: int, share: int) -> int:
-    """Returns a share of a limit, rounded up to the shortest bucket."""
     tokens = max(limit // share, min(limit, _SHORTEST_STATE))
     return -(-tokens // _SHORTEST) * _SHORTEST
 

@@ -110,8 +110,8 @@ def score(
   def sort_key(i: int) -> tuple[int, ...]:
     context, continuation = pairs[i]
     # Similar lengths share a batch, which saves padding, and so do equal
-    # contexts, which the encoder then reads once. All processes have to make
-    # the same batches: hashes of integers do not depend on the process.
+    # contexts, which the encoder then reads once. All processes must make the
+    # same batches: hashes of integers do not depend on the process.
     return -len(context), hash(tuple(context)), -len(continuation)
 
   order = sorted(range(len(pairs)), key=sort_key)
@@ -131,10 +131,10 @@ def _frame(
   targets, counts = lengths.pad([pair.continuation for pair in pairs], rows)
   fill = [0] * (rows - len(pairs))
   framed = [model.architecture.frame(*pair, bos) for pair in pairs]
-  # Without an encoder all rows share the context without tokens.
+  # Without an encoder all rows share an empty context.
   numbers: dict[tuple[int, ...], int] = {}
   owners = [numbers.setdefault(row.source, len(numbers)) for row in framed]
-  # Each number of contexts is a shape to compile: powers of two are few.
+  # Powers of two limit the shapes to compile.
   count = 1 << (len(numbers) - 1).bit_length()
   count = min(rows, -(-count // shards) * shards)
   return Batch(
@@ -155,17 +155,17 @@ def _score(
   params: base_model.Params,
   batch: Batch,
 ) -> tuple[Float[Array, 'B'], Bool[Array, 'B']]:
-  """Returns the log-probability of each continuation, and whether greedy."""
+  """Returns each continuation's log-probability, and whether it is greedy."""
   with partition.use(mesh, rules.as_dict()):
     positions, segments = lengths.frame(batch.encoder, batch.encoder_counts)
     source = model.architecture.source(
       model, params, (batch.encoder, segments, positions)
     )
-    # States are copied to the rows of a context after the encoder, not tokens
-    # before it.
+    # Copies states, not tokens, to the rows of a context: the encoder reads
+    # each context once.
     inputs = [x[batch.contexts] for x in source]
-    # The decoder's position that predicts the first token: the last one of the
-    # context, or BOS.
+    # The decoder's position that predicts the first token: the context's last
+    # token, or BOS.
     first = jnp.maximum(batch.prefix_counts - 1, 0)
     positions, segments = lengths.frame(batch.decoder, first + batch.counts)
     _, prefix = lengths.frame(batch.decoder, batch.prefix_counts)

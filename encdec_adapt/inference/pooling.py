@@ -87,7 +87,6 @@ def _pool(
   tokens: Int[Array, 'B S'],
   counts: Int[Array, 'B'],
 ) -> Float[Array, 'B E']:
-  """Encodes padded rows and pools their states."""
   with partition.use(mesh, rules.as_dict()):
     positions, real = lengths.frame(tokens, counts)
     states = model.architecture.encode(model, params, (tokens, real, positions))

@@ -123,7 +123,6 @@ def _score(
   params: base_model.Params,
   batch: architecture.Batch,
 ) -> Float[Array, 'B']:
-  """Returns the reward of each row."""
   with partition.use(mesh, rules.as_dict()):
     states = model.architecture.read_answers(model, params, batch)
     rewards = layers.rewards(model.head(params), states)

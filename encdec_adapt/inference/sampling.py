@@ -246,8 +246,8 @@ def choose(logits: jax.Array, counts: jax.Array, options: Options) -> jax.Array:
   """
 
   def draw_rows() -> jax.Array:
-    # Folded in by the row's count, not split step by step: the draws of a row
-    # then do not depend on when it began or how many steps others took.
+    # Folds in the row's count instead of splitting keys step by step: a row's
+    # draws then do not depend on when it began or how many steps others took.
     keys = jax.vmap(lambda seed, i: jax.random.fold_in(jax.random.key(seed), i))
     return draw(logits, keys(options.seed, counts), options)
 
@@ -284,8 +284,8 @@ def _search(
   """Returns logit and id of the last token of a filtered set, [..., 1] each.
 
   Args:
-    find_last: finds them among a number of the likeliest tokens, and whether
-      these are enough to hold it.
+    find_last: finds both among a number of likeliest tokens, and whether this
+      number is large enough.
     size: tokens of the vocabulary.
   """
   *last, is_enough = find_last(min(size, _CANDIDATES))
@@ -299,7 +299,7 @@ def _search(
 def _keep_until(
   logits: jax.Array, value: jax.Array, token: jax.Array
 ) -> jax.Array:
-  """Sets logits [..., V] below the last token that is kept to -inf.
+  """Sets logits [..., V] below the last token of the set to -inf.
 
   Args:
     logits: [..., V].

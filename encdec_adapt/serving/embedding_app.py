@@ -61,7 +61,6 @@ class EmbeddingService:
     """Does nothing: there is no thread to end."""
 
   async def _embed(self, request: requests.Request) -> responses.Response:
-    """Embeds the texts of a request."""
     try:
       if self.draining:
         raise protocol.ApiError(503, 'the server is stopping.')
@@ -79,15 +78,10 @@ class EmbeddingService:
       return responses.JSONResponse(self._body(texts, vectors, fields))
     except protocol.ApiError as error:
       return http_app.refusal(error)
-    except errors.UserError as error:  # A text that has no tokens.
+    except errors.UserError as error:  # A text without tokens.
       return http_app.refusal(protocol.ApiError(400, str(error), 'input'))
 
   def _parse(self, fields: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
-    """Returns the texts of a request, and its fields.
-
-    Raises:
-      ApiError: a field is missing, unknown or wrong.
-    """
     texts = fields.get('input')
     texts = [texts] if isinstance(texts, str) else texts
     allowed = {
@@ -103,7 +97,7 @@ class EmbeddingService:
       raise _must_be('input', 'a text or texts', fields.get('input'))
     for name in fields.keys() - {'input', *_HARMLESS}:
       value, values = fields[name], allowed.get(name, ())
-      # By type, too: 4.0 and true equal integers.
+      # Compares types too: 4.0 and true equal integers.
       if not any(type(x) is type(value) and x == value for x in values):
         choices = ', '.join(map(str, values)) or 'left out'
         raise _must_be(name, choices, value)
@@ -112,7 +106,6 @@ class EmbeddingService:
   def _body(
     self, texts: list[str], vectors: np.ndarray, fields: Mapping[str, Any]
   ) -> dict[str, Any]:
-    """Returns the body of a response."""
     size = fields.get('dimensions', self._sizes[0])
     vectors = vectors[:, :size].astype('<f4')
     vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
@@ -129,18 +122,15 @@ class EmbeddingService:
     return {**head, 'data': data, 'usage': usage}
 
   async def _models(self, _: requests.Request) -> responses.Response:
-    """Lists the model."""
     model = {'id': self._name, 'object': 'model'}
     return responses.JSONResponse({'object': 'list', 'data': [model]})
 
   async def _health(self, _: requests.Request) -> responses.Response:
-    """Reports health."""
     status = 'stopping' if self.draining else 'ok'
     body = {'status': status, 'model': self._name}
     return responses.JSONResponse(body, 503 if self.draining else 200)
 
 
 def _must_be(name: str, values: str, value: Any) -> protocol.ApiError:
-  """Returns the error for a field."""
   message = f'{name} must be {values}, not {json.dumps(value)[:80]}.'
   return protocol.ApiError(400, message, name)

@@ -104,11 +104,10 @@ class EngineThread:
       self.engine.cancel(job.number)
 
   def _run(self) -> None:
-    """Handles queued calls and steps the engine in a loop."""
     while True:
       try:
-        # Waits for calls only while nothing runs: otherwise it takes those that
-        # wait already, so that new requests fill free rows at the next step.
+        # Waits for calls only while nothing runs; otherwise takes the queued
+        # calls, so that new requests fill free rows at the next step.
         while not (self._running and self._calls.empty()):
           call = self._calls.get()
           if call is None:

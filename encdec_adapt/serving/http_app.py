@@ -100,11 +100,10 @@ class Service:
     )
 
   async def _complete(self, request: requests.Request) -> responses.Response:
-    """Answers a completion or a chat."""
     try:
       call = await self._parse(request)
       events = self._events(call, request)
-      # Before the response begins: until then an error can have its status.
+      # Before the response begins: later errors have no status of their own.
       first = await anext(events)
       name = call.request.adapters or self._served.name
       replies = protocol.Replies(call, name)
@@ -119,7 +118,6 @@ class Service:
       return refusal(error)
 
   async def _parse(self, request: requests.Request) -> protocol.Call:
-    """Reads and parses a request."""
     if self.draining:
       raise protocol.ApiError(503, 'the server is stopping.')
     content = await read_body(request)
@@ -144,8 +142,8 @@ class Service:
         client left.
     """
     served, thread = self._served, self.thread
-    # Open requests, not the engine's load: its thread has not taken those of
-    # this moment from their queue yet.
+    # Counts open requests, not the engine's load: its thread may not have taken
+    # the latest from their queue yet.
     if len(thread.jobs) >= thread.engine.rows + served.max_queue:
       raise protocol.ApiError(
         429, f'{served.max_queue} requests are waiting; try again later.'
@@ -194,7 +192,6 @@ class Service:
     events: AsyncIterator[Any],
     replies: protocol.Replies,
   ) -> AsyncIterator[str]:
-    """Yields the lines of a stream of events."""
     status, is_first = _GONE, True
     text = text_stream.TextStream(
       self._served.opened.decoder,
@@ -222,13 +219,11 @@ class Service:
     yield 'data: [DONE]\n\n'
 
   async def _models(self, _: requests.Request) -> responses.Response:
-    """Lists the model and its adapters."""
     common = {'object': 'model', 'created': self._began}
     data = [{'id': name, **common} for name in self._served.prompts]
     return responses.JSONResponse({'object': 'list', 'data': data})
 
   async def _health(self, _: requests.Request) -> responses.Response:
-    """Reports health, and name and step of the checkpoint."""
     status = 'stopping' if self.draining else 'ok'
     status = 'failed' if self.thread.failed else status
     body = {'status': status, 'model': self._served.name, 'chat': self._chat}
@@ -236,7 +231,6 @@ class Service:
     return responses.JSONResponse(body, 200 if status == 'ok' else 503)
 
   async def _metrics(self, _: requests.Request) -> responses.Response:
-    """Writes the metrics as Prometheus reads them."""
     active, waiting = self.thread.engine.load
     lines = []
     for name, label, counts in (
@@ -254,7 +248,6 @@ class Service:
     return responses.PlainTextResponse('\n'.join(lines) + '\n')
 
   async def _show_page(self, _: requests.Request) -> responses.Response:
-    """Sends the page to try the model."""
     return responses.HTMLResponse(self._page)
 
 

@@ -45,7 +45,6 @@ class Guard:
     await app(scope, receive, send)
 
   def _fault(self, scope: types.Scope) -> str | None:
-    """Returns the reason to refuse a request, None for others."""
     headers = datastructures.Headers(scope=scope)
     host = headers.get('host', '').lower()
     if self._names and 'host' in headers and not self._names.fullmatch(host):
@@ -71,5 +70,5 @@ class Guard:
 def _is_loopback(host: str) -> bool:
   try:
     return ipaddress.ip_address(host).is_loopback
-  except ValueError:  # A name.
+  except ValueError:  # A host name.
     return host.lower() == 'localhost'

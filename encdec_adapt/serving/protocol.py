@@ -71,7 +71,7 @@ class Call:
 
 
 def _is_id(value: Any) -> bool:
-  # Not isinstance: true and false are integers to it.
+  # Not isinstance: bool is a subclass of int.
   return type(value) is int and 0 <= value <= _LARGEST
 
 
@@ -80,7 +80,6 @@ def _is_text(value: Any) -> bool:
 
 
 def _are(check: Callable[[Any], bool], limit: int) -> Callable[[Any], bool]:
-  """Returns a check of lists of 1 to `limit` items."""
   return lambda value: (
     isinstance(value, list)
     and 0 < len(value) <= limit
@@ -206,7 +205,7 @@ def parse_object(content: bytes) -> dict[str, Any]:
 
 
 def _read_fields(content: bytes, field: str) -> dict[str, Any]:
-  """Returns the fields of a body that are not null, each checked."""
+  """Returns the checked fields of a body that are not null."""
   fields = parse_object(content)
   if field not in fields:
     raise ApiError(400, f'{field} is missing; it is required.', field)
@@ -217,7 +216,7 @@ def _read_fields(content: bytes, field: str) -> dict[str, Any]:
       check, requirement = _FIELDS[name]
       fault = None if check(value) else f'it must be {requirement}'
     elif name in _NEUTRAL:
-      # By type, too: 0 equals False in Python.
+      # Compares types too: 0 equals False in Python.
       only = _NEUTRAL[name]
       same = value == only and isinstance(value, bool) == isinstance(only, bool)
       fault = None if same else f'only {json.dumps(only)} is supported'
@@ -235,7 +234,7 @@ def _encode(
   prompts: prompt_encoding.PromptEncoder,
   run_prefix: bool,
 ) -> np.ndarray:
-  """Returns the token ids of the prompt, framed, int32 [n]."""
+  """Returns the framed token ids of the prompt, int32 [n]."""
   try:
     if field == 'messages' or isinstance(prompt, str):
       return prompts.encode(prompt)
@@ -249,7 +248,7 @@ def _encode(
 
 
 def _sampling(fields: Mapping[str, Any]) -> sampling_lib.SamplingConfig:
-  """Returns the sampling options; temperature 1 by default, as OpenAI's."""
+  """Returns the sampling options; the default temperature is OpenAI's, 1."""
   temperature = fields.get('temperature', 1.0)
   drawn = sampling_lib.SamplingConfig(
     temperature or 1.0,

@@ -283,7 +283,7 @@ def _sampling_rates(
     name: sum(times[f'seconds/{part}'] for part in group)
     for name, group in parts.items()
   }
-  # Without rewards, the time of theirs is 0.
+  # Without rewards their time is 0.
   return {
     f'sampled_tokens_per_second/{name}': values['sampled_tokens'] / value
     for name, value in seconds.items()

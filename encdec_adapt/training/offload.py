@@ -84,11 +84,11 @@ def update(
 
 
 def _by_layer(run: Update, gradients, group, parameters, placement):
-  """Updates stacks with equal numbers of layers, a layer at a time."""
+  """Updates stacks with equal numbers of layers, one layer at a time."""
   count = next(iter(parameters.values())).shape[0]
   arrays, structure = jax.tree.flatten(group)
-  # Moments by their index; the scalars between them are counts, which have no
-  # layer axis and stay in device memory. Axis 0, the layers, is not sharded.
+  # Moments by index. The scalars between them are counts, which have no layer
+  # axis and stay in device memory. Axis 0, the layers, is not sharded.
   shardings = {
     i: NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
     for i, sharding in enumerate(jax.tree.leaves(placement.shardings(group)))
@@ -111,8 +111,8 @@ def _by_layer(run: Update, gradients, group, parameters, placement):
     )
     leaves = jax.tree.leaves(state)
     for i, sharding in shardings.items():
-      # Copied back within the iteration: of the state, device memory holds
-      # that of the layer in progress only.
+      # Copied back within the iteration, so that device memory holds the state
+      # of a single layer.
       leaves[i] = jax.device_put(leaves[i], memory.on_host(sharding))
     return parameters, leaves
 
@@ -128,13 +128,12 @@ def _pick(values: optimizers.Parameters, paths: Iterable[str]):
 
 
 def _is_flat(node: Any) -> bool:
-  # The state of an optimizer has dictionaries only for values by path: its
-  # other nodes are dataclasses and named tuples.
+  # An optimizer's state has dictionaries only for values by path: other nodes
+  # are dataclasses and named tuples.
   return isinstance(node, dict)
 
 
 def _only(group: optimizers.GroupState, paths: list[str]):
-  """Returns the state of some of a group's parameters, with its counts."""
   return jax.tree.map(
     lambda node: _pick(node, paths) if _is_flat(node) else node,
     group,
@@ -143,8 +142,6 @@ def _only(group: optimizers.GroupState, paths: list[str]):
 
 
 def _merged(parts: list[optimizers.GroupState]) -> optimizers.GroupState:
-  """Merges the states of disjoint sets of parameters."""
-
   def merge(*nodes):
     # Counts are equal in all parts.
     if not _is_flat(nodes[0]):

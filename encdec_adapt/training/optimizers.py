@@ -210,7 +210,7 @@ def _second_moments_in(
     return cast(adam.init(parameters), dtype)
 
   def update(gradients, state, parameters):
-    # The direction is made of the float32 moments, before they are rounded.
+    # The direction uses the float32 moments, before they are rounded.
     directions, state = adam.update(
       gradients, cast(state, jnp.float32), parameters
     )

@@ -265,7 +265,6 @@ class Phases:
     )
 
   def _parameters(self, params: Any, step: int | None) -> dict[str, Any]:
-    """Returns the parameters (or shapes) of the groups that train, by name."""
     flat = state_lib.flatten(params)
     return {
       name: {path: flat[path] for path in paths}

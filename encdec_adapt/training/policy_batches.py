@@ -97,7 +97,7 @@ class _Batch(NamedTuple):
 
 
 def _no_phase(step: int, name: str) -> contextlib.AbstractContextManager:
-  """A phase of an evaluation, which is a phase itself."""
+  """Times no phase: an evaluation is a phase itself."""
   del step, name
   return contextlib.nullcontext()
 
@@ -221,7 +221,6 @@ class PolicyBatches:
   def _sample(
     self, records, rows, step, params, spent=_no_phase, greedy=False
   ) -> _Batch:
-    """Samples and scores completions of rows."""
     pairs = read_pairs(records, rows)
     with spent(step, 'sample'):
       samples = self._sampler(params, pairs, rows, step, greedy=greedy)
@@ -238,7 +237,6 @@ class PolicyBatches:
   def _completions(
     self, pair: framing.Pair, samples: rollouts.Samples, prompt: int
   ) -> Completions:
-    """Returns the completions of a prompt as rewards read them."""
     sides = self._data.vocabularies.sides
     decode = self._data.vocabularies.decoder.decode_generated
     count = samples.counts.shape[1]
@@ -282,7 +280,6 @@ class PolicyBatches:
     return fields
 
   def _write(self, step: int, split: str, batch: _Batch) -> None:
-    """Appends the completions of the first prompts."""
     if self._log is None:
       return
     rewards = batch.rewards[batch.exists[:_SHOWN]]

@@ -284,7 +284,6 @@ def for_job(
 
 
 def _advice(device: jax.Device, limit: float) -> str:
-  """Returns how a GPU would give a job more of its memory; '' if it cannot."""
   names = 'XLA_PYTHON_CLIENT_MEM_FRACTION', 'XLA_CLIENT_MEM_FRACTION'
   if device.platform != 'gpu' or any(name in os.environ for name in names):
     return ''

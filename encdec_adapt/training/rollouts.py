@@ -184,7 +184,6 @@ class Sampler:
   def _configs(
     self, rows: Sequence[int], step: int, greedy: bool
   ) -> list[sampling_lib.SamplingConfig]:
-    """Returns the options of every completion."""
     drawn = functools.partial(
       sampling_lib.SamplingConfig,
       temperature=self.options.temperature,
@@ -202,7 +201,7 @@ class Sampler:
 
 
 def _require_memory(options, start, steps) -> None:
-  """Checks that a device holds the caches, and what is computed from them.
+  """Checks that a device holds the caches and the programs' temporary arrays.
 
   Args:
     options: options of sampling.
@@ -210,7 +209,7 @@ def _require_memory(options, start, steps) -> None:
     steps: the compiled programs that update them.
 
   Raises:
-    UserError: it does not.
+    UserError: the device has too little free memory.
   """
   needed = start.memory_analysis().output_size_in_bytes
   needed += max(x.memory_analysis().temp_size_in_bytes for x in steps)

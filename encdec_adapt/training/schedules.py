@@ -86,8 +86,8 @@ def make_schedule(config: ScheduleConfig) -> Schedule:
     elif config.kind == 'linear':
       shape = 1.0 - progress
     elif config.kind == 'rsqrt':
-      # Independent of the job's length, so no share is left for its end: a job
-      # that is made longer has had the right rates so far.
+      # Independent of the job's length, so no share is reserved for its end: an
+      # extended job has had the right rates so far.
       flat = config.rsqrt_steps
       return jnp.sqrt(flat / jnp.maximum(step, flat))
     else:

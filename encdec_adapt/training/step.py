@@ -67,8 +67,8 @@ def make_train_step(
     microbatches = 1
 
   def step(state, batch, references, base):
-    # Inside of the traced function: constraints look the mesh up when they are
-    # traced, which is at the first call.
+    # Inside the traced function: constraints look up the mesh when they are
+    # traced, at the first call.
     with partition.use(placement.mesh, placement.rules.as_dict()):
       flat = state_lib.flatten(state.params)
       trained = {p: flat[p] for paths in trainable.values() for p in paths}
@@ -76,8 +76,8 @@ def make_train_step(
       divisors = loss.divisors(batch)
 
       def objective(trained, part, key):
-        # Divided by those of the whole batch: gradients of microbatches of
-        # unequal weight then add up to that of the batch.
+        # Divided by the whole batch's divisors: then gradients of microbatches
+        # of unequal weight add up to the batch's gradient.
         params = state_lib.unflatten({**frozen, **trained})
         masks = base_model.Dropout(dropout, key) if dropout else None
         # Models fold in the numbers of their stacks.
@@ -88,8 +88,8 @@ def make_train_step(
 
       keys = None
       if state.dropout_key is not None:
-        # The key of the state never changes, so a resumed job draws the masks
-        # of an uninterrupted job.
+        # The state's key never changes, so a resumed job draws the same masks
+        # as an uninterrupted one.
         key = jax.random.fold_in(state.dropout_key, state.step)
         keys = jax.random.split(key, microbatches)
       shardings = {path: placement.parameters[path] for path in trained}
@@ -124,7 +124,7 @@ def make_train_step(
 
 
 def _clip(gradients, largest):
-  """Clips gradients to a global norm; returns them and the norm before."""
+  """Clips gradients to a global norm; also returns their norm before."""
   norm = optax.global_norm(gradients)
   if largest:
     # The floor keeps gradients of zero at zero.
@@ -134,20 +134,19 @@ def _clip(gradients, largest):
 
 
 def _tokens(batch):
-  """Counts tokens and positions of encoder and decoder."""
   sides = ('encoder_segments', 'decoder_segments')
   segments = [batch[side] for side in sides if side in batch]
   return sum(jnp.sum(x > 0) for x in segments), sum(x.size for x in segments)
 
 
 def _accumulate(objective, trained, batch, keys, microbatches, shardings, axes):
-  """Sums gradients and losses over microbatches, in fp32.
+  """Sums gradients and losses over microbatches, in float32.
 
-  `keys` is an array with a random key for each, or None.
+  `keys` is an array with a random key for each microbatch, or None.
 
-  Needs memory for a single microbatch and sum of gradients. The sum is sharded
-  like the parameters: gradients of a microbatch are reduced to those shards
-  before they are added.
+  Memory holds one microbatch and one sum of gradients. The sum is sharded like
+  the parameters: gradients of a microbatch are reduced to those shards before
+  they are added.
   """
   grad = jax.grad(objective, has_aux=True)
   if microbatches == 1:
@@ -159,7 +158,7 @@ def _accumulate(objective, trained, batch, keys, microbatches, shardings, axes):
   def add(total, part_and_key):
     part, key = part_and_key
     names = placement_lib.batch_axes(part, axes)
-    # Constrained again: the rows may lose their sharding in the split.
+    # Constrained again, as the split may lose the rows' sharding.
     part = {k: partition.shard(v, *names[k]) for k, v in part.items()}
     result = place(*grad(trained, part, key))
     return place(*jax.tree.map(jnp.add, total, result)), None
@@ -167,7 +166,7 @@ def _accumulate(objective, trained, batch, keys, microbatches, shardings, axes):
   split = functools.partial(partition.split_rows, parts=microbatches)
   parts = {name: split(value) for name, value in batch.items()}, keys
   first = jax.tree.map(lambda x: x[0], parts)
-  # From zeros, not from the first microbatch, which would put the forward and
+  # Starts from zeros: starting from the first microbatch would put forward and
   # backward pass into the program twice.
   zeros = jax.tree.map(
     lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(grad, trained, *first)
@@ -176,16 +175,16 @@ def _accumulate(objective, trained, batch, keys, microbatches, shardings, axes):
 
 
 def _apply(state, flat, gradients, norm, trainable, optimizer, placement):
-  """Updates every trainable group, or nothing if the gradient is not finite."""
-  # A norm over all devices: it is not finite if any gradient is not, and all
-  # processes take the same decision.
+  """Updates every trainable group, or none if a gradient is not finite."""
+  # The norm is global: it is not finite if any gradient is not, and all
+  # processes decide alike.
   finite = jnp.isfinite(norm)
   rates, groups, params = {}, {}, dict(flat)
 
   def update(gradients, group, old):
-    # The choice is part of the update: state that is offloaded is in device
-    # memory only here. It keeps the old count, too, so that a skipped update
-    # takes no step of the warm-up.
+    # The choice is part of the update, because offloaded state is in device
+    # memory only here. The count stays too, so a skipped update takes no step
+    # of the warm-up.
     new = optimizer.update(gradients, group, old, state.step)
     return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, (old, group))
 
@@ -243,8 +242,8 @@ def place_batch(
 
   def read_shard(name, index):
     rows, *columns = index
-    # The slice of an axis that is not split has no start. The process's rows
-    # are those of its shards only, so the shard number becomes their index.
+    # The slice of an unsplit axis has no start. The process's rows are those of
+    # its shards only, so the shard number becomes their index.
     start = shards.indices.index((rows.start or 0) // sizes[name]) * sizes[name]
     return batch[name][(slice(start, start + sizes[name]), *columns)]
 

@@ -132,7 +132,7 @@ def _working(
   """Returns bytes of a layer while it runs; doubled for its gradients.
 
   Returns:
-    Those of states, and those of a chunk's scores, 0 with kernels.
+    Bytes of states, and of a chunk's scores (0 with kernels).
   """
   compute, stack = work.compute, stack_pass.stack
   tokens, length = work.tokens(stack_pass), stack_pass.length
@@ -150,7 +150,7 @@ def _working(
   elif stack_pass.trained and by_products(work, stack_pass):
     size = attention_gradients.SIZE
   if size:
-    # Scores and their gradients, in float32 and in the dtype of products, of a
+    # Scores and their gradients, in float32 and in the products' dtype, of a
     # block of a row's queries and a tile of its keys.
     pairs = math.prod(attention_tiles.even(x, size) for x in (length, keys))
     scores = pairs * stack.heads / work.by_tensor * 3 * (_FP32 + work.item)
@@ -173,15 +173,15 @@ def _loss(work: workload.Workload) -> float:
   """
   logits = logits_pass(work)
   stack, tokens = logits.stack, work.tokens(logits)
-  if stack.classes == 1:  # It has no logits.
+  if stack.classes == 1:  # A reward model has no logits.
     return 0.0
   if stack.embedding:
     texts = work.rows * work.texts
     # Compiled programs hold one matrix for each size of vectors in training.
     sizes = stack.embedding.sizes(stack.width) if work.trains else [0]
     return texts * texts / work.by_rows * len(sizes) * _FP32
-  # A device that holds a part of the table computes the logits of all devices
-  # that share the table.
+  # A device with a part of the table computes the logits of all devices that
+  # share the table.
   rows = min(work.chunk, tokens)
   rows *= work.partition.devices(work.exchange)
   columns = stack.table_rows / work.partition.size('vocab')
@@ -194,7 +194,6 @@ def _loss(work: workload.Workload) -> float:
 
 
 def _trains_table(work: workload.Workload) -> bool:
-  """Whether the table of the logits has a gradient."""
   adapters = work.adapters
   return not adapters or any('/table' in path for path in adapters.table)
 
