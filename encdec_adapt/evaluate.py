@@ -233,14 +233,14 @@ def _check_flags(values: flags.FlagValues) -> list[list[str]]:
   """Checks flags that need no model.
 
   Returns:
-    The paths of the models of every arm, often a single one.
+    The paths of the models of every arm, often a single path.
 
   Raises:
-    UserError: a flag is missing, or flags do not go together.
+    UserError: a flag is missing, or flags contradict each other.
   """
   command.require(values, 'checkpoint', 'output')
-  # A slash at the end, as of a completed path, would make another run of it in
-  # the store.
+  # A trailing slash, as of a completed path, would make another run in the
+  # store.
   arms = [
     [path.rstrip('/') for path in arm.split(',')] for arm in values.checkpoint
   ]
@@ -256,7 +256,7 @@ def _check_flags(values: flags.FlagValues) -> list[list[str]]:
       f'--checkpoint names arms of {" and ".join(map(str, sorted(sizes)))}'
       ' runs; they are compared run by run, so give as many runs of each.'
     )
-  # Of two models a rank correlation is 1 or -1, whatever they score.
+  # With two models a rank correlation is 1 or -1, whatever the scores.
   if values.correlate and (len(arms) < 3 or values.correlate.count(',') != 1):
     raise errors.UserError(
       f'--correlate={values.correlate} must be TASK,TASK, and needs at least 3'
@@ -273,11 +273,6 @@ def _check_flags(values: flags.FlagValues) -> list[list[str]]:
 def _evaluations(
   values: flags.FlagValues, plan: task_groups.Plan
 ) -> list[Evaluation]:
-  """Returns the evaluations that the flags describe, tasks among them.
-
-  Raises:
-    UserError: a flag is wrong, or there is nothing to do.
-  """
   evaluations: list[Evaluation] = []
   if values.attention:
     command.require(values, 'records')
@@ -329,7 +324,6 @@ def _evaluations(
 
 
 def _lengths(value: str) -> tuple[int, int]:
-  """Parses --cost."""
   cost = option_strings.Part('--cost', value)
   lengths = [
     part.read(int, 'a number of tokens, as in 128,32.', lambda n: n > 0)
@@ -483,7 +477,7 @@ def _prompts(
   evaluations: Sequence[Evaluation],
   models: Mapping[str, model_on_disk.StoredModel],
 ) -> dict[str, dict[str, str]]:
-  """Returns the prompts of models, by name of the task, where they differ."""
+  """Returns models' prompts by task name, only where they differ."""
   prompts, kinds = {}, text_pairs.Pairs
   if values.run_prefix:
     kinds |= task_groups.Task | retrieval_scores.RetrievalEvaluation
@@ -510,7 +504,6 @@ def _notes(
   arms: Mapping[str, Sequence[str]],
   scores: score_tables.Scores,
 ) -> list[str]:
-  """Returns the sentences below the tables."""
   notes = [
     'Values with 95 % intervals, and paired tests on the same examples (BLEU'
     ' and chrF: on scores of single sentences, not of the whole set); p is not'
@@ -565,7 +558,6 @@ def _correlation(
 
 
 def _coefficient(correlation: comparisons.Correlation) -> str:
-  """Formats a correlation."""
   return (
     f'{correlation.value:.2f} over {correlation.arms} models'
     f'{" (too few for more than a description)" * correlation.is_descriptive}'

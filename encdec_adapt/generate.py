@@ -186,11 +186,6 @@ def read_prompts(
 def _check_best_of(
   values: flags.FlagValues, generation: text_generation.Options
 ) -> None:
-  """Checks the flags of a choice among continuations.
-
-  Raises:
-    UserError: flags do not go together.
-  """
   if bool(values.best_of) != bool(values.reward):
     raise errors.UserError(
       f'--best_of is {values.best_of}, --reward {values.reward!r}; give both or'
@@ -206,11 +201,6 @@ def _check_best_of(
 def _open_rewards(
   values: flags.FlagValues,
 ) -> completion_rewards.Rewards | None:
-  """Opens the rewards of --reward; None without the flag.
-
-  Raises:
-    UserError: see `completion_rewards.Rewards`.
-  """
   if not values.reward:
     return None
 
@@ -273,7 +263,6 @@ def _best(
 
 
 def _fields(output: engine.Completion | np.ndarray | Result) -> Result:
-  """Returns the fields of a completion or an embedding."""
   if isinstance(output, dict):
     return output
   if not isinstance(output, engine.Completion):
@@ -350,7 +339,6 @@ class _Results:
     self._progress(len(self.lines) - skipped, len(self._texts) - skipped)
 
   def _print(self, index: int) -> None:
-    """Prints a prompt and its result."""
     print(f'--- prompt {index + 1} of {len(self._texts)}\n{self._texts[index]}')
     print(_describe(self.lines[index]), flush=True)
 
@@ -367,7 +355,6 @@ class _Results:
 
 
 def _describe(result: Result) -> str:
-  """Describes a result for the screen."""
   if 'embedding' in result:
     numbers = ' '.join(f'{x:.4f}' for x in result['embedding'][:6])
     return f'--- embedding ({len(result["embedding"])} numbers)\n{numbers} ..'

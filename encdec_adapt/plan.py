@@ -144,7 +144,6 @@ def main(values: flags.FlagValues) -> int:
 
 
 def _print(slices: chips.Slice, plans: Mapping[str, Any]) -> None:
-  """Prints plans by name of the program."""
   for name, plan in plans.items():
     print(f'[{name}] {slices.name} x {slices.count}: {slices.devices} devices')
     print(plan_report.text(plan), flush=True)
@@ -153,10 +152,9 @@ def _print(slices: chips.Slice, plans: Mapping[str, Any]) -> None:
 def _write(
   values: flags.FlagValues, slices: chips.Slice, results: dict[str, Any]
 ) -> None:
-  """Writes a report with its request and the calibration, to --output."""
   if values.output:
     request = stored_plans.request(values['config'], slices)
-    # With the errors of past estimates, by which a stored plan is judged.
+    # With the errors of past estimates, to judge a stored plan by.
     content = {**request, **results, 'calibration': calibration.table()}
     atomic.write_json(values.output, content)
 
@@ -186,7 +184,7 @@ def _search(
     start = time.monotonic()
     try:
       plan = program_plans.plan(candidate.job, slices)
-    # The compiler may fail on a mesh and take the next.
+    # If the compiler fails on a mesh, the search continues.
     except errors.UserError as error:
       result = f'no plan ({program_plans.first_line(error)})'
     else:

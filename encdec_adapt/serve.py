@@ -178,7 +178,6 @@ def main(values: flags.FlagValues) -> int:
 def _state_sizes(
   limits: protocol.Limits, reads_encoder: bool
 ) -> list[lengths.Size]:
-  """Returns the sizes that the engine's state may have."""
   generated = limits.max_tokens
   # The longest prompt leaves fewer positions to generate.
   if limits.context is not None:
@@ -192,8 +191,8 @@ def _require_memory(engine: engine_lib.Engine) -> None:
   """Refuses state sizes that the memory does not hold.
 
   Raises:
-    UserError: the two largest, which exist together when the state grows, need
-      more than is free.
+    UserError: the two largest sizes, which exist together when the state grows,
+      need more than the free memory.
   """
   nbytes, free = engine.state_bytes(), environment.memory_free()
   if free is not None and sum(sorted(nbytes)[-2:]) > free:

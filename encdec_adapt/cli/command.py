@@ -326,8 +326,6 @@ def run_subcommand(
 
 
 def _run(start: Callable[[Sequence[str]], int]) -> None:
-  """Runs a main on the arguments and exits with its status."""
-
   def run(argv: Sequence[str]) -> int:
     logging.set_verbosity(logging.WARNING)  # Orbax logs much at INFO.
     # Into a file or pipe Python writes 8 KB at once: hours of a job's lines.
@@ -365,7 +363,7 @@ def require(values: flags.FlagValues, *names: str) -> None:
 
 @contextlib.contextmanager
 def _argv(arguments: Sequence[str]):
-  """Sets sys.argv, in which config_flags looks for overrides."""
+  """Sets sys.argv, which config_flags searches for overrides."""
   saved = sys.argv
   sys.argv = list(arguments)
   try:
@@ -375,7 +373,6 @@ def _argv(arguments: Sequence[str]):
 
 
 def _user_error_within(error: BaseException) -> BaseException | None:
-  """Returns the user error that a configuration file raised, or None."""
   # config_flags raises an error of the same type with a traceback as its text,
   # which absl wraps; the context of the former is the file's.
   while error is not None and not isinstance(error, errors.UserError):
@@ -384,7 +381,6 @@ def _user_error_within(error: BaseException) -> BaseException | None:
 
 
 def _explain(error: Exception, arguments: Sequence[str]) -> str:
-  """Describes an error in a flag, its value or a configuration key."""
   text = str(error)
   frames = re.findall(r'File "(.*)", line (\d+), in', text)
   if frames:  # The configuration file was running.
@@ -411,7 +407,7 @@ def _explain(error: Exception, arguments: Sequence[str]) -> str:
 
 
 def _configuration_line(error: Exception) -> str:
-  """Returns 'FILE:LINE: ' where a configuration file was running, or ''."""
+  """Returns 'FILE:LINE: ' of the running configuration file, or ''."""
   frames = traceback.extract_tb(error.__traceback__)
   ours = [x for x in frames if not _LIBRARIES.search(x.filename)]
   file, line = ours[-1].filename, ours[-1].lineno
@@ -420,5 +416,4 @@ def _configuration_line(error: Exception) -> str:
 
 
 def _last_line(error: Exception) -> str:
-  """Returns the cause, the last line of a config_flags error."""
   return str(error).strip().splitlines()[-1].strip()

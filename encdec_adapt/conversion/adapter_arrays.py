@@ -86,9 +86,9 @@ def folder_digest(folder: paths.Path) -> str:
 
 
 def _content_hash(file: paths.Path) -> str:
-  """Returns the hash of a file, which is read again only if it has changed.
+  """Returns the hash of a file, cached by path, size and times.
 
-  The user's cache has a file with the hash, named by path, size and times.
+  The cache is a file in the user's cache folder.
   """
   version = paths.version(file)
   if not paths.is_bucket(file):

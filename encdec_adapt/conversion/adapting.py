@@ -117,11 +117,6 @@ def _target(
   decoder: model_config.StackConfig,
   values: flags.FlagValues,
 ) -> model_config.EncoderDecoderConfig:
-  """Returns the config of the model that the flags describe.
-
-  Raises:
-    UserError: there is no such model, or it is not in --target's family.
-  """
   overrides = traverse_util.flatten_dict(values.model.to_dict(), sep='.')
   overrides = {k: v for k, v in overrides.items() if v is not None}
   options = {}
@@ -144,7 +139,7 @@ def _report_two_tokenizers(
   """Notes that the stacks have different tokenizers.
 
   Raises:
-    UserError: they share a table.
+    UserError: the stacks share a table.
   """
   paths = ' and '.join(str(source.path) for source in sources)
   difference = f'{paths} have different tokenizers'
@@ -164,16 +159,15 @@ def _arrays(
   decoder: model_on_disk.StoredModel,
   seed: int,
 ) -> dict[str, lazy_array.LazyArray]:
-  """Returns every array of the target, computed when it is read."""
-  # The same mapping for both stacks of a single source: that of a run caches
-  # the group of arrays that it restored last.
+  # Both stacks of a single source share the mapping: a run's caches the group
+  # of arrays that it restored last.
   arrays = encoder.arrays()
   rng = jax.random.key(seed)
   trees = {
     'encoder_source': arrays,
     'decoder_source': arrays if decoder is encoder else decoder.arrays(),
-    # Per path, and not all by `parameters.init`: only the fresh ones are drawn,
-    # with the values that a random model of this seed would have.
+    # Draws only the fresh parameters, by path, with the values that a random
+    # model of this seed would have.
     recipes.FRESH: {
       path: _lazy(info, parameters.init_one, target, rng, path)
       for path, info in parameters.parameter_table(target).items()
@@ -189,7 +183,6 @@ def _arrays(
 def _lazy(
   info: parameters.ParamInfo, make: Callable[..., Any], *args: Any
 ) -> lazy_array.LazyArray:
-  """Returns the array `make(*args)`, computed when it is read."""
   dtype = np.dtype(info.dtype)
   # Computed whole even for a part: checkpoints are written by whole arrays.
   return lazy_array.LazyArray(

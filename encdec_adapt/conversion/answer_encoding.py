@@ -104,8 +104,7 @@ def score_texts(
       if isinstance(prompt, str):
         messages = [{'role': 'user', 'content': prompt}]
       content = [*messages, {'role': 'assistant', 'content': answer}]
-    # Of a conversation every turn of the assistant is an example. Nothing is
-    # drawn.
+    # Every assistant turn of a conversation is an example; nothing is drawn.
     documents = [(repr(answer), json.dumps(content))]
     *_, pair = make.examples(documents, np.random.default_rng)
     return pair if end else pair._replace(targets=pair.targets[:-1])

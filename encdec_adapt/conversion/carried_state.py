@@ -89,7 +89,7 @@ def read(
   )
 
   def carry(group: optimizers.GroupState) -> optimizers.GroupState:
-    """Carries moments, which are dicts by path; counts stay as they are."""
+    """Carries moments, which are dicts by path; counts stay unchanged."""
     return jax.tree.map(
       lambda shapes, moments: (
         {path: made[path].carry(moments, x) for path, x in shapes.items()}
@@ -109,7 +109,6 @@ def read(
 def _abstract(
   placement: state_lib.Placement, job: phases.Phases
 ) -> dict[str, Any]:
-  """Returns shapes and shardings of the source's step and optimizer state."""
   optimizer = optimizers.Optimizer(job.optimizer.config, placement.model.table)
   params = state_lib.flatten(placement.abstract_params())
   shape = jax.eval_shape(optimizer.init, params)

@@ -189,7 +189,7 @@ def _transformers_logits(
   stored: model_on_disk.StoredModel,
   tokens: Mapping[str, np.ndarray],
 ) -> np.ndarray:
-  """Computes the same in torch, by the class that config.json names.
+  """Computes the same in torch, with the class that config.json names.
 
   Prints what else was compared, see `_compare_texts`.
 
@@ -244,14 +244,14 @@ def _compare_texts(
 
   Args:
     ours: the model whose vocabularies frame texts.
-    folder: the exported folder, of whose parameters both continuations are.
+    folder: the exported folder, whose parameters make both continuations.
     model: the folder in torch.
 
   Returns:
-    What was compared, for users.
+    A description of the comparison, for users.
 
   Raises:
-    UserError: ids differ; names the text and both.
+    UserError: ids differ; names the text and both lists of ids.
   """
   import torch
   import transformers
@@ -262,10 +262,10 @@ def _compare_texts(
   reader, writer = opened.sides[ours.prompt_side], opened.decoder
   tokenizer = transformers.AutoTokenizer.from_pretrained(folder.path)
   is_unigram = type(tokenizer.backend_tokenizer.model).__name__ == 'Unigram'
-  prompt, rows = [], []  # Verb, text, ids by ours and by transformers.
+  prompt, rows = [], []  # Verb, text, our ids, transformers' ids.
   for text in ('', *tokenizer_writer.TEXTS):
     prompt = reader.encode(text).tolist()
-    # Qwen's frames no text, where ours begins with BOS.
+    # Qwen's frames no text; ours begins with BOS.
     if tokenizer('').input_ids or reader.ids.ends_with_eos:
       prompt = reader.ids.frame(prompt, ours.framing_side)
     rows.append(('encodes', text, prompt, tokenizer(text).input_ids))

@@ -71,7 +71,6 @@ def export_folder(values: flags.FlagValues, _: list[str]) -> int:
 def _export(
   values: flags.FlagValues, stored: model_on_disk.StoredModel
 ) -> None:
-  """Writes the folder of an opened model; see `export_folder`."""
   if values.layout == 'peft':
     peft_exchange.export_adapters(values, stored)
     return
@@ -81,7 +80,7 @@ def _export(
     stored = model_on_disk.embedding_model(stored, values.embedding)
   native = _is_native(stored, values.layout)
   folders = pretrained_files.folders(stored.path)
-  # The tokenizer below is written from these files: damage is found first.
+  # The tokenizer below needs these files: reports damage first.
   pretrained_files.check(folders)
   opened = source_vocabularies.open_if_suitable(stored.vocabularies)
   vision, image_notes = _vision(values.vision, stored.model, folders, native)
@@ -101,8 +100,8 @@ def _export(
   dtype = np.dtype(values.dtype) if values.dtype else None
   dtypes = {dtype or array.dtype for array in arrays.values()}
   name = ' and '.join(sorted(map(str, dtypes)))
-  # The tokenizer is written and compared outside of the output, so that a
-  # difference is refused while nothing of the output exists.
+  # Writes and compares the tokenizer outside the output, so that a difference
+  # is refused before any of the output exists.
   with tempfile.TemporaryDirectory() as scratch:
     tokenizers = pathlib.Path(scratch)
     notes = [
@@ -155,7 +154,6 @@ def _embedding_files(
   files: Mapping[str, Any],
   reader: vocabulary.Vocabulary | None,
 ) -> dict[str, Any]:
-  """Returns further files of an embedding model, and its tokenizer.json."""
   further = embedding_files.files(
     stored.model.decoder,
     arrays,
@@ -187,7 +185,7 @@ def push_folder(values: flags.FlagValues, operands: list[str]) -> int:
 
 
 def _is_native(stored: model_on_disk.StoredModel, layout: str) -> bool:
-  """Returns whether the native layout is written; prints the choice.
+  """Returns whether to write the native layout; prints the choice.
 
   Raises:
     UserError: --layout=transformers, but transformers has no class for it.
@@ -217,19 +215,19 @@ def _vision(
   folders: pretrained_files.Folders,
   native: bool,
 ) -> tuple[vision_lib.Vision | None, list[str]]:
-  """Opens the vision part of a T5Gemma 2; None where there is none.
+  """Opens the vision part of a T5Gemma 2; None for models without one.
 
   Args:
     folder: value of --vision.
     model: the model.
     folders: pretrained folders of its stacks.
-    native: whether the native layout is written, which has no such part.
+    native: whether the native layout, which has no vision part, is written.
 
   Returns:
     The part, and notes for users who give images to the model.
 
   Raises:
-    UserError: it does not fit the model.
+    UserError: the part does not fit the model.
   """
   # Only T5Gemma 2, the family with a vision part, has the token.
   if native or model.decoder.eoi_token is None:
@@ -268,7 +266,6 @@ def _vision(
 
 
 def _window_note(model: model_config.ModelConfig, *, native: bool) -> str:
-  """Returns a note if other software uses another encoder window, or ''."""
   encoder = model.stacks.get('encoder')
   # T5Gemma 2 (merged attention) fixes its rule; only that of T5Gemma differs
   # between implementations.

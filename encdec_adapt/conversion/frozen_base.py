@@ -123,5 +123,5 @@ def reopen(
 
 
 def _are_alike(a: adapters_lib.Adapters, b: adapters_lib.Adapters) -> bool:
-  """Returns whether adapters of a have the meaning that b gives them."""
+  """Returns whether adapters of a have the same meaning under b."""
   return a.table == b.table and a.options.scale == b.options.scale

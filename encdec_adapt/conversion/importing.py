@@ -104,13 +104,13 @@ def _open_flax(
   checkpoint: t5x_checkpoint.Checkpoint | None,
   values: flags.FlagValues,
 ) -> model_on_disk.StoredModel:
-  """Opens a model as its authors' Flax code, or t5x, saves it.
+  """Opens a model in the layout of its authors' Flax code, or of t5x.
 
   Reads no arrays but the relative position biases of t5x.
 
   Raises:
-    UserError: it is damaged, it is not the model of --model, or it has no
-      such window.
+    UserError: the model is damaged, differs from --model, or has no such
+      window.
   """
   folder = checkpoint or orbax_folder.OrbaxFolder(path)
   arrays, reader, name = folder.arrays, folder.read, str(path)

@@ -46,12 +46,11 @@ def inherit(
 
 
 def _inherited(text: str, source: str, workdir: str) -> str:
-  """Returns `config.data.objective` with what it inherits."""
   objectives = objective_names.parse(text)
   file = paths.at(workdir) / config_lib.RUN_CONFIG
   saved = atomic.read_json(file) if workdir and file.exists() else {}
   if saved.get('init', {}).get('encoder') == source:
-    # A job that is resumed: its source may be gone.
+    # A resumed job: its source may be gone.
     framings = [
       prompt_framing.of_objectives([objective], encodes_prompt=False)
       for objective in objective_names.parse(saved['data']['objective'])
@@ -65,8 +64,8 @@ def _inherited(text: str, source: str, workdir: str) -> str:
 
 
 def _framing(source: str) -> prompt_framing.PromptFraming:
-  """Reads the framing of a source; that of plain texts if it is missing."""
-  if hub.is_address(source):  # Without the weights.
+  """Reads the framing of a source; a source without one reads plain texts."""
+  if hub.is_address(source):  # Without weights.
     path = hub.fetch(source, [tensor_folder.CONFIG])
   else:
     path, _ = model_on_disk.resolve(source)
@@ -85,7 +84,7 @@ def _inheriting(
   framing: prompt_framing.PromptFraming,
   source: str,
 ) -> str:
-  """Returns the text of an objective with what it inherits, and prints that.
+  """Returns an objective's text with inherited options, and prints these.
 
   Raises:
     UserError: see `inherit`.
@@ -114,7 +113,7 @@ def _inheriting(
       and (any(texts) or name in options)
       and options.get(name, '') not in texts
     ):
-      # Stated by the objective, or conversations, which have no prefix.
+      # Set by the objective, or conversations, which have no prefix.
       print(
         f'objective {objective}: {name} {options.get(name, "")!r}, where'
         f' {source} was trained on {framing.describe()}'

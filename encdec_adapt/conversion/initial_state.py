@@ -82,7 +82,6 @@ class Sources:
 
   @property
   def _stack(self) -> str:
-    """The source's stack that fills a model of a single stack."""
     target = self.placement.model.config
     return weight_plan.stack_for(target, self.models[0].model)
 
@@ -456,7 +455,7 @@ def _check_reads(
     title: description of the frozen model for errors.
 
   Raises:
-    UserError: it has another vocabulary, or fewer positions than the rows.
+    UserError: the vocabularies differ, or rows are longer than its positions.
   """
   for side, stack in source.model.stacks.items():
     # A stack that the model lacks is compared with its only vocabulary.
@@ -471,17 +470,6 @@ def _check_reads(
 
 
 def _check_positions(source, kind, lengths, title) -> None:
-  """Checks that a model has positions for rows.
-
-  Args:
-    source: the model.
-    kind: architecture that reads the rows.
-    lengths: tokens of a row's prompt and answer.
-    title: description of the model for errors.
-
-  Raises:
-    UserError: it has fewer.
-  """
   positions = kind.positions(lengths.encoder, lengths.decoder)
   for side, limit in pretrained_files.stack_positions(source).items():
     if positions.get(side, 0) > limit:
@@ -510,7 +498,7 @@ def place_reference(
 def _open(
   path: str, target: model_config.ModelConfig
 ) -> model_on_disk.StoredModel:
-  """Opens a source or teacher; pads its tables as those of the model."""
+  """Opens a source or teacher, with its tables padded as the target's."""
   multiple = target.decoder.vocab_multiple
   return model_on_disk.open_model(path, vocab_multiple=multiple)
 
@@ -523,7 +511,7 @@ def _check_same_model(
   Prints settings in which the two differ.
 
   Raises:
-    UserError: the shape of a parameter differs.
+    UserError: a parameter's shape differs.
   """
   tables = placement.model.table, parameters.parameter_table(source.model)
   ours, theirs = ({p: i.shape for p, i in table.items()} for table in tables)

@@ -223,7 +223,7 @@ class LoadedModel:
   def _encode(
     self, texts: Sequence[str], options: text_generation.Options, generated: int
   ) -> tuple[prompt_encoding.PromptEncoder, list[np.ndarray]]:
-    """Encodes texts, which `generated` tokens follow, and returns how."""
+    """Encodes texts before `generated` tokens; also returns the encoder."""
     # Its characters would be the texts.
     if isinstance(texts, str):
       raise errors.UserError(f'{texts!r:.60} is a text; give a list of texts.')
@@ -250,7 +250,6 @@ class LoadedModel:
 
   @functools.cached_property
   def _decode(self) -> Callable[[np.ndarray], str] | None:
-    """Turns generated tokens into text; None without a tokenizer."""
     opened = self.stored and self.stored.open_vocabularies()
     return opened.decoder.decode_generated if opened else None
 
@@ -418,7 +417,7 @@ def _options(
     names: the options that have an effect on it.
 
   Raises:
-    UserError: an argument is not one of them, or has a wrong value.
+    UserError: an argument has no effect, or a wrong value.
   """
   for name in values:
     if name not in names:
@@ -525,14 +524,13 @@ def read(
 
 
 def _one_device() -> Mesh:
-  """Returns a mesh of this process's first device."""
   return mesh_lib.make_mesh(
     mesh_lib.MeshConfig(), devices=jax.local_devices()[:1]
   )
 
 
 def _tokens(tokens: Any, size: int, side: str) -> jax.Array:
-  """Checks token ids [B, L]; the values of a traced array are not checked."""
+  """Checks token ids [B, L], except the values of traced arrays."""
   # NumPy keeps the caller's dtype for the message; jnp.asarray would make
   # float32 of float64.
   if not isinstance(tokens, jax.Array):

@@ -327,7 +327,6 @@ def view_for(
 
 
 def _view(stored: StoredModel, model: model_config.ModelConfig) -> StoredModel:
-  """Returns a stored model as a part of it; see `parameters.paths_in`."""
   paths = parameters.paths_in(stored.model, model)
 
   def arrays() -> dict[str, lazy_array.LazyArray]:
@@ -386,7 +385,6 @@ def resolve(name: str | os.PathLike[str]) -> tuple[paths_lib.Path, int | None]:
 
 
 def _download(address: str) -> paths_lib.Path:
-  """Downloads a model from the Hub: no copies of it in other formats."""
   folder = hub.fetch(address, _FILES)
   shards = {tensor_folder.SINGLE}
   if (folder / tensor_folder.INDEX).exists():

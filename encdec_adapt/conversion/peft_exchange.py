@@ -150,7 +150,7 @@ def _layout(model: model_config.ModelConfig) -> weights.Layout:
   """Returns the names of a model's tensors in transformers.
 
   Raises:
-    UserError: transformers has no class for it, or it is T5 or its kin.
+    UserError: transformers has no class for the model, or it is a T5 variant.
   """
   raw, _ = config_json.raw_from_model(model)
   if (kind := raw['model_type']) in t5_json.TYPES:

@@ -146,7 +146,6 @@ def base_models(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def _base_model(folder: paths.Path) -> dict[str, Any]:
-  """Describes the model of a Hugging Face folder, or of files kept from it."""
   if (folder / _BASE).is_file():
     return atomic.read_json(folder / _BASE)
   address = _CACHED.search(str(folder))
@@ -206,7 +205,6 @@ def reads_images(sources: Folders) -> bool:
 
 
 def _stored_json(sources: Folders, name: str) -> dict[str, Any]:
-  """Reads a stored file of the decoder; empty if there is none."""
   if 'decoder' in sources and (sources['decoder'] / name).is_file():
     return atomic.read_json(sources['decoder'] / name)
   return {}
@@ -240,7 +238,6 @@ def config_fields(
 
 
 def _ids(vocabulary: Any) -> dict[str, int | None]:
-  """Returns the framing ids of a vocabulary under their names in a config."""
   return {
     f'{role}_token_id': getattr(vocabulary, role)
     for role in ('bos', 'eos', 'pad')

@@ -173,7 +173,6 @@ class PromptEncoder:
     return self._writer.decode_generated(ids, show_special=True)
 
   def _read(self, text: str) -> list[int]:
-    """Encodes a text, and the sentinels in it if they are read as tokens."""
     names = '|'.join(map(re.escape, self._sentinels))
     ids: list[int] = []
     for part in re.split(f'({names})', text) if names else [text]:

@@ -98,7 +98,6 @@ def _open(
 ) -> tuple[
   model_on_disk.StoredModel, record_sets.RecordSet, special_ids.SideIds
 ]:
-  """Opens the teacher and the training records, with their special ids."""
   data, loss = settings.data, _loss(settings)
   loss.check(settings.model, data.objectives)
   source = initial_state.open_reference(
@@ -114,7 +113,6 @@ def _open(
 
 
 def _loss(settings: config_lib.Settings) -> distillation.Distillation:
-  """Returns the loss of a student with a teacher that is not stored."""
   return distillation.Distillation().for_objectives(settings.data.objectives)
 
 
@@ -124,7 +122,6 @@ def _make(
   spec: stored_teacher.TeacherSpec,
   folder: paths.Path,
 ) -> None:
-  """Makes the shards that are missing, and the manifest."""
   local = record_copy.local_folder(folder)
   if (folder / stored_teacher.MANIFEST).exists():
     found, shards = stored_teacher.read_manifest(folder)
@@ -175,7 +172,6 @@ def _write_shards(
   folder: pathlib.Path,
   shards: _Ranges,
 ) -> dict[record_writing.ShardKey, dict[str, Any]]:
-  """Makes shards, given their rows; returns their entries in the manifest."""
   source, records, special = _open(settings)
   mesh = setup.make_mesh(settings.mesh, settings.compute.compile_cache)
   placed = setup.place_model(
@@ -189,7 +185,6 @@ def _write_shards(
   teacher_row = setup.reads_teacher_row(lengths, source.model)
 
   def encoded(start: int, stop: int) -> Iterator[bytes]:
-    """Yields the records of rows."""
     for first in range(start, stop, spec.rows):
       numbers = np.arange(first, first + spec.rows)
       numbers[numbers >= stop] = row_order.FILLER

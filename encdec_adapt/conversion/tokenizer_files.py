@@ -89,7 +89,6 @@ def write(
 
 
 def _fingerprint(files: Mapping[str, paths.Path]) -> str:
-  """Returns the fingerprint of the vocabulary of files in a folder."""
   file = next(iter(files.values()), None)
   return (
     vocabulary_pair.open_vocabulary(file.parent).fingerprint if file else ''
@@ -99,7 +98,6 @@ def _fingerprint(files: Mapping[str, paths.Path]) -> str:
 def _sample_texts(
   stored: model_on_disk.StoredModel, opened: vocabulary_pair.Opened, side: str
 ) -> Iterator[str]:
-  """Yields texts to compare: fixed ones, and those of the run's records."""
   yield from tokenizer_writer.TEXTS
   if stored.checkpoint is None:
     return
@@ -112,7 +110,7 @@ def _sample_texts(
   # Rows of an encoder-only model have their text in the inputs.
   reads = side == 'encoder' or spec.objectives[0].feeds == 'encoder'
   if any(getattr(spec, name) != fingerprints[name] for name in fingerprints):
-    return  # The records were made again, for another run.
+    return  # The records were remade for another run.
   for row in records.read(range(min(_RECORDS, len(records)))):
     for pair in row:
       ids = pair.inputs if reads else pair.targets

@@ -141,7 +141,6 @@ def write(
 def _reporting(
   arrays: Mapping[str, lazy_array.LazyArray], total: int, verb: str
 ) -> dict[str, lazy_array.LazyArray]:
-  """Returns the arrays; reading prints the number of bytes read so far."""
   report, nbytes = progress.ByteProgress(verb), 0
 
   def read(array: lazy_array.LazyArray, index: tuple[slice, ...]) -> np.ndarray:
@@ -158,7 +157,6 @@ def _reporting(
 
 
 def _save(folder: pathlib.Path, params: Any, meta: dict[str, Any]) -> None:
-  """Saves the checkpoint of step 0."""
   streaming.register()
   try:
     with manager.Checkpoints(folder) as checkpoints:
@@ -171,7 +169,6 @@ def _save(folder: pathlib.Path, params: Any, meta: dict[str, Any]) -> None:
 
 
 def _config(contents: Contents, opened: vocabulary_pair.Opened | None) -> Any:
-  """Returns the default configuration with the model and vocabularies."""
   config = config_lib.defaults()
   config_lib.set_model(config.model, contents.model)
   if contents.base:
@@ -197,8 +194,8 @@ def _config(contents: Contents, opened: vocabulary_pair.Opened | None) -> Any:
   elif contents.framing and not (head.classes or head.embedding):
     data.objective, data.source = contents.framing.objective(), ''
     data.encoder_length = data.decoder_length = _LENGTH
-  # Rows of the tables are tokens of the sources: a new vocabulary would give
-  # them other meanings.
+  # Rows of the tables are tokens of the sources: a new vocabulary would
+  # change their meaning.
   data.train_vocabulary = False
   if opened:
     keys = {'decoder': 'vocabulary', 'encoder': 'encoder_vocabulary'}
@@ -215,8 +212,7 @@ def _open_vocabularies(contents: Contents) -> vocabulary_pair.Opened | None:
   """Opens the vocabularies and checks that the model has a row for each token.
 
   Raises:
-    UserError: a vocabulary is damaged, or has more tokens than the table has
-      rows.
+    UserError: a vocabulary is damaged, or larger than the table.
   """
   if contents.choice is None:
     print(
@@ -238,7 +234,6 @@ def _open_vocabularies(contents: Contents) -> vocabulary_pair.Opened | None:
 def _distinct(
   opened: vocabulary_pair.Opened,
 ) -> dict[str, vocabulary.Vocabulary]:
-  """Returns the vocabularies by side, only the decoder's if they are equal."""
   return opened.sides if opened.differ else {'decoder': opened.decoder}
 
 

@@ -160,7 +160,6 @@ def _scores(work: workload.Workload) -> float:
 
 
 def _score_gradients(work: workload.Workload) -> float:
-  """Returns FLOPs of gradients of attentions that are not by kernels."""
   scores = sum(
     p.flops(forward_flops.scores)
     for p in work.trained
@@ -172,9 +171,9 @@ def _score_gradients(work: workload.Workload) -> float:
 def _kernels(
   work: workload.Workload, hardware: chips.Slice
 ) -> list[roofline.Row]:
-  """Returns kernels by name on a device; none if the attention has none.
+  """Returns attention kernels on a device by name; empty without kernels.
 
-  FLOPs are of pairs that see each other, which is less than whole blocks.
+  FLOPs count visible query-key pairs, fewer than those of whole blocks.
   """
   # Decoding runs no kernels (`ComputeConfig.cached_attention`).
   if work.compute.attention != 'tokamax' or work.decodes:
@@ -192,7 +191,7 @@ def _kernels(
       work.parts * sum(map(_calls, passes)),
       sum(p.flops(forward_flops.scores) for p in passes) * share * rows,
       hardware,
-      # Stacks have equal ones, as far as they are shipped.
+      # All shipped stacks of a model have the same head_dim.
       passes[0].stack.head_dim,
     )
     for name, (share, passes) in runs.items()
@@ -201,7 +200,6 @@ def _kernels(
 
 
 def _calls(stack_pass: workload.StackPass) -> int:
-  """Returns the number of attentions of a stack."""
   stack = stack_pass.stack
   # Merged attention reads source and targets in a single call.
   cross = stack_pass.source_length and not stack.cross_merged
@@ -213,8 +211,8 @@ def _exchanged_keys(
 ) -> float:
   """Returns elements of keys and values that the shards of a row exchange.
 
-  They are gathered forward, and twice more if a backward pass follows. A window
-  gathers only its reach (`ops.attention_shards`). A cache is not moved.
+  They are gathered once forward, and twice more if a backward pass follows. A
+  window gathers only its reach (`ops.attention_shards`). Caches do not move.
   """
   if work.by_length == 1:
     return 0.0
@@ -240,9 +238,8 @@ def _exchanges(work: workload.Workload):
   logits = step_estimate.logits_pass(work)
   states = work.tokens(logits) * logits.stack.width
   states *= shares.devices(work.exchange)
-  # Every product with heads or feed-forwards that returns to the model's width
-  # leaves a part of each sum on every device: those of self-attention,
-  # cross-attention and feed-forward.
+  # Every output projection (of self-attention, cross-attention and
+  # feed-forward) leaves partial sums on every device.
   sums = sum(
     work.tokens(p)
     * p.stack.width
@@ -265,8 +262,8 @@ def _exchanges(work: workload.Workload):
   counts = parameters.count_by_stack(work.models[0]).values()
   tables = sum(c.embedding + c.head for c in counts) * _FP32
   size = sum(c.other + c.cross for c in counts) / work.by_tensor * _FP32
-  # Gradients are summed over the axes that split tokens: those that shard the
-  # parameter scatter the sum, the others need it whole.
+  # Gradients are summed over the axes that split tokens: axes that shard the
+  # parameter scatter the sum, the others need all of it.
   copies = shares.only(partition.TOKENS, ['embed'])
   tables_of = shares.only(partition.TOKENS, ['vocab'])
   tables /= shares.size('vocab')

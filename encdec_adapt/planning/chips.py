@@ -281,11 +281,10 @@ def devices_of(hardware: Slice) -> Sequence[jax.Device]:
 
 
 def _gpus(hardware: Slice, software: str) -> Sequence[jax.Device]:
-  """Returns abstract GPUs, in hosts of `Chip.host_chips`."""
   # Here, not at the top: this imports JAX's plugins.
   from jax.experimental import topologies
 
-  # A plan of a program read from a cache would lack its kernels' resources.
+  # A program read from a cache would lack its kernels' resources.
   jax.config.update('jax_enable_compilation_cache', False)
   (count,) = hardware.extents
   hosts = -(-count // hardware.chip.host_chips)

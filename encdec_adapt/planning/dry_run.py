@@ -81,7 +81,6 @@ def describe(settings: config_lib.Settings) -> str:
 
 
 def _missing(key: str, path: str) -> str:
-  """Returns that a model is not given or does not exist; '' if it exists."""
   if not path:
     return f'config.{key} is not given'
   exists = model_on_disk.resolve(path)[0].exists()

@@ -229,7 +229,6 @@ def _instruction(name: str, text: str, is_root: bool) -> Instruction:
 
 
 def _closing(text: str, start: int) -> int:
-  """Returns the index of the parenthesis that closes the one at `start`."""
   depth = 0
   for index in range(start, len(text)):
     depth += {'(': 1, ')': -1}.get(text[index], 0)
@@ -278,7 +277,7 @@ class _Walk:
       self.add_computation(op.attribute('body'), times * trips)
       return
     if op.opcode == 'conditional':
-      # The largest branch counts: which of them runs depends on data.
+      # Counts the largest branch: data decide which one runs.
       self.add_computation(max(_branches(op), key=self._work), times)
     if op.opcode == 'call':
       self.add_computation(op.attribute('to_apply'), times)
@@ -300,17 +299,15 @@ class _Walk:
     self.totals.schedule.append(step)
 
   def _work(self, name: str) -> tuple[float, ...]:
-    """Returns the work of a computation, to compare it with others."""
     totals = Totals()
     _Walk(self.computations, totals, self.share).add_computation(name, 1)
     kernels = sum(x.times for x in totals.kernels)
     sent = sum(x.bytes * x.times for x in totals.collectives.values())
-    # Branches without products differ in the bytes that they write alone.
+    # Branches without products differ only in the bytes they write.
     made = sum(sum(sizes(x.op.type)) * x.times for x in totals.schedule)
     return totals.flops, kernels, sent, totals.cycles.total(), made
 
   def _add_kernel(self, computation, op, types, times) -> bool:
-    """Adds a kernel; returns whether the instruction calls one."""
     target = op.opcode == 'custom-call' and _KERNEL.search(op.attributes)
     if target:
       operands = tuple(arrays(types[o])[0][1] for o in op.operands)
@@ -320,9 +317,9 @@ class _Walk:
     return bool(target)
 
   def _add_fused(self, computation: str, name: str, times: int) -> None:
-    """Adds the work of the fusion `name` in `computation`.
+    """Adds the work of the fusion `name` in `computation`, without cycles.
 
-    Their cycles are those of the fusion, which are added with it.
+    Cycles of the whole fusion are added with the fusion.
     """
     types = {op.name: op.type for op in self.computations[name]}
     is_scatter = name.startswith(_REDUCE_SCATTER)
@@ -336,7 +333,7 @@ class _Walk:
       if op.opcode == 'fusion':
         self._add_fused(computation, op.attribute('calls'), times)
       elif op.opcode in ('while', 'conditional', 'call'):
-        # Their work would silently be missing from the totals.
+        # The totals would silently miss their work.
         raise UnknownProgramError(f'{name} has a {op.opcode} in it')
 
   def _add_collective(
@@ -376,7 +373,6 @@ class _Walk:
 
 
 def _kernel_name(op: Instruction, target: str) -> str:
-  """Returns the name of a kernel, which is the same in every layer."""
   if target == 'tpu_custom_call':
     # XLA numbers the calls.
     return op.name.rstrip('0123456789').rstrip('.')
@@ -384,13 +380,12 @@ def _kernel_name(op: Instruction, target: str) -> str:
   path = re.search(r'op_name="([^"]*)"', op.attributes)
   name = path[1].split('/')[-2] if path else op.name
   if name in ('anonymous', 'batched_body'):
-    # tokamax names no gradients on Hopper: of queries, or of keys and values.
+    # tokamax does not name gradients on Hopper: queries, or keys and values.
     name = 'attention_dq' if len(arrays(op.type)) == 1 else 'attention_dkv'
   return name
 
 
 def _branches(op: Instruction) -> list[str]:
-  """Returns the computations of a conditional."""
   # A conditional on a predicate names its two branches, others list them.
   branches = re.findall(
     r'%([\w.\-]+)', op.attribute('branch_computations') or ''
@@ -404,7 +399,7 @@ def _groups(attributes: str) -> str:
   """Returns the text of the replica groups, or of a permutation's pairs.
 
   Raises:
-    UnknownProgramError: they are written in an unknown form.
+    UnknownProgramError: the text has an unknown form.
   """
   # `Instruction.attribute` would stop at the first brace of nested ones.
   stated = re.search(r'(?:replica_groups|source_target_pairs)=(.*)', attributes)
@@ -426,16 +421,16 @@ def _groups(attributes: str) -> str:
 def _trip_count(
   computations: Mapping[str, list[Instruction]], loop: Instruction
 ) -> tuple[int, bool]:
-  """Returns how often a loop runs that counts up from zero to a constant.
+  """Returns the trip count of a loop that counts from zero to a constant.
 
-  XLA writes a scan like that. Loops of collective matmuls are unrolled: their
-  counter is increased by the number of unrolled iterations.
+  XLA writes scans in this form. It unrolls loops of collective matmuls: their
+  counter grows by the number of unrolled iterations.
 
   Returns:
-    The number, and whether it is the largest of those that data decide.
+    The count, and whether it is the upper bound of a data-dependent count.
 
   Raises:
-    UnknownProgramError: it is another kind of loop.
+    UnknownProgramError: the loop has another form.
   """
   # The name is a scope of `ops.attention_tiles`.
   stated = re.search(
@@ -474,11 +469,11 @@ def _increment(body: Mapping[str, Instruction], index: int) -> int:
     index: index of the integer in the tuple that the loop carries.
 
   Raises:
-    UnknownProgramError: it adds no positive constant.
+    UnknownProgramError: the body does not add a positive constant.
   """
 
   def value(name: str) -> int:
-    """Value of a scalar, if the counter's was 0."""
+    """Returns the value of a scalar if the counter starts at 0."""
     # An unrolled loop may add to its counter several times, with copies in
     # between, so the sum is followed back to the value at the body's start.
     op = body[name]

@@ -36,7 +36,6 @@ def explained(config_flag) -> Iterator[None]:
 
 
 def _advice(message: str, config_flag) -> str:
-  """Returns the error and the command that plans these devices."""
   hardware, note = chips.slice_of(jax.devices()), ''
   # The limit of JAX's allocator is below the chip's memory; on GPUs
   # XLA_PYTHON_CLIENT_MEM_FRACTION sets it.

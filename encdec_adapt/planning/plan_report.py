@@ -88,7 +88,6 @@ def describe(
 def _compile(
   lowered: jax.stages.Lowered, mesh: jax.sharding.Mesh
 ) -> tuple[jax.stages.Compiled, list[dict[str, Any]]]:
-  """Returns the compiled program and the resources of a GPU's kernels."""
   variable = 'MOSAIC_GPU_DUMP_TO'
   with tempfile.TemporaryDirectory() as folder, jax.set_mesh(mesh):
     # Mosaic then writes what `ptxas` says of each kernel.
@@ -102,7 +101,6 @@ def _compile(
 
 
 def _resources(name: str, text: str) -> dict[str, Any]:
-  """Returns registers and spilled bytes of a kernel, from `ptxas -v`."""
   counts = [
     int(re.search(pattern, text)[1])
     for pattern in (r'Used (\d+) registers', r'(\d+) bytes spill stores')
@@ -113,7 +111,7 @@ def _resources(name: str, text: str) -> dict[str, Any]:
 def _memory(
   compiled: jax.stages.Compiled, program: program_shapes.Program, budget: float
 ) -> dict[str, Any]:
-  """Returns bytes on one device; `parts` divide the temporary ones."""
+  """Returns bytes on one device; `parts` divide the temporary bytes."""
   analysis = compiled.memory_analysis()
   # Results that reuse the memory of donated arguments are counted with these.
   results = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
@@ -160,7 +158,6 @@ def work(
 def _timed(
   totals: hlo.Totals, job: programs.Job, hardware: chips.Slice
 ) -> tuple[list[roofline.Row], float, list[roofline.Row]]:
-  """Returns kernels by name, seconds of other work, and collectives."""
   shards = job.rules.on(job.mesh).size('length')
   attentions = kernels.attentions(job.models, job.lengths, shards)
 
@@ -232,7 +229,6 @@ def text(plan: Mapping[str, Any]) -> str:
 
 
 def _times(plan: Mapping[str, Any]) -> list[str]:
-  """Returns lines of FLOPs, kernels, collectives and seconds."""
   work, times = plan['flops'], plan['roofline']
   lines = [
     f'FLOPs per device: {work["products"]:.4g} in products,'

@@ -145,8 +145,8 @@ class _Planner:
 def _changed(job: programs.Job, changes: Mapping[str, Any]) -> programs.Job:
   """Returns the job with other values of configuration keys.
 
-  The keys of a section change at once: each alone may be refused, as another
-  batch is that does not divide into the old number of microbatches.
+  All keys of a section change at once: a single change may be refused, such as
+  a batch size that the old number of microbatches does not divide.
   """
   sections: dict[str, dict[str, Any]] = {}
   for key, value in changes.items():
@@ -204,13 +204,13 @@ def ranked(job: programs.Job, hardware: chips.Slice) -> list[Candidate]:
 
 
 def _fastest(candidates: Iterable[Candidate]) -> list[Candidate]:
-  """Returns the candidates, the fastest first, of equals the smallest."""
+  """Sorts candidates by speed, and equally fast ones by memory."""
   remaining = sorted(candidates, key=lambda candidate: -candidate.rate)
   ordered: list[Candidate] = []
   while remaining:
     least = (1 - _EQUAL) * remaining[0].rate
     count = sum(candidate.rate >= least for candidate in remaining)
-    # What one needs less of the memory is room for an estimate that is wrong.
+    # Less memory leaves room for errors of the estimate.
     equals = sorted(remaining[:count], key=lambda c: c.plan['memory']['peak'])
     ordered, remaining = ordered + equals, remaining[count:]
   return ordered
@@ -259,7 +259,7 @@ def remedies(
 def _fitting(
   planner: _Planner, changes: Mapping[str, Any]
 ) -> Iterator[Candidate]:
-  """Yields candidates that fit, with the fewest microbatches, or most rows."""
+  """Yields candidates that fit, with the fewest microbatches or most rows."""
   train = planner.job.train
   for mesh in meshes(planner.job, planner.hardware):
     shards = mesh['mesh.replica'] * mesh['mesh.fsdp']
@@ -290,11 +290,10 @@ def _fitting(
       if candidate:
         yield candidate
       elif policy is policies[0]:
-        break  # The others need more.
+        break  # Other policies need more memory.
 
 
 def _divisors(rows: int) -> list[int]:
-  """Returns the powers of two that divide the rows, and the rows."""
   powers = [2**n for n in range(rows.bit_length()) if rows % 2**n == 0]
   return sorted({*powers, rows})
 
@@ -355,7 +354,6 @@ def _meshes(
 
 
 def _divides(job: programs.Job, sizes: tuple[int, ...], rules: str) -> bool:
-  """Returns whether the model's parameters divide over a mesh."""
   table = parameters.parameter_table(job.model)
   # Abstract, as most of the meshes are refused here.
   mesh = AbstractMesh(sizes, mesh_lib.AXES)

@@ -135,7 +135,7 @@ def choose_and_plan(
     jobs[policy] = dataclasses.replace(job, compute=compute)
     result = plans[policy] = plan(jobs[policy], slices)
     memory = result['memory']
-    # Without times the compiler ran out of memory.
+    # No times: the compiler ran out of memory.
     peak = memory['peak'] if result['roofline'] else math.inf
     repeats = memory.get('repeats', False)
     return remat_choice.Trial(policy, peak, result, repeats)

@@ -312,7 +312,6 @@ class Job:
 
 
 def _train(job: Job) -> program_shapes.Program:
-  """Returns a training step that updates every parameter."""
   phases = phases_lib.Phases(
     job.placed_model, _bound_loss(job), job.optimizer, job.train, job.axes
   )
@@ -338,7 +337,6 @@ def _train(job: Job) -> program_shapes.Program:
 
 
 def _trees_beside(job: Job, state: state_lib.TrainState) -> dict[str, Any]:
-  """Returns trees that a step reads in addition to its parameters."""
   placed = job.placed_references.items()
   references = {name: p.abstract_params() for name, p in placed}
   if job.placed_model.adapters is None:
@@ -364,14 +362,12 @@ def _reads_start(job: Job) -> bool:
 
 
 def _bound_loss(job: Job) -> losses.loss.Loss:
-  """Returns the loss with its reference models."""
   placed = job.placed_references.items()
   models = {name: reference.model for name, reference in placed}
   return dataclasses.replace(job.loss, models=models)
 
 
 def _axes(job: Job, arguments: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns the logical axes of a program's arguments by part."""
   # An optimizer's moments have the axes of their parameters.
   trained = dict.fromkeys(('parameters', 'optimizer'), job.placed_model)
   placements = job.placed_references | trained
@@ -386,7 +382,6 @@ def _axes(job: Job, arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _evaluate(job: Job) -> program_shapes.Program:
-  """Returns the loss of a held-out batch, as computed inside a job."""
   model = job.placed_model
   # The optimizer's state, and references that only training reads, stay in
   # memory while a job evaluates.
@@ -411,9 +406,9 @@ def _evaluate(job: Job) -> program_shapes.Program:
 def _decode(job: Job) -> program_shapes.Program:
   """Returns a step of the inference engine, with caches for whole rows.
 
-  It has the rows of an evaluation batch, or the completions of a policy's
-  batch, and parameters in the compute dtype. While a job samples, those that it
-  trains are in memory too, with its optimizer's state and references.
+  It decodes the rows of an evaluation batch, or the completions of a policy's
+  batch, with parameters in the compute dtype. While a job samples, its trained
+  parameters, optimizer state and references are in memory too.
   """
   mesh, lengths, rules = job.mesh, job.lengths, job.program_rules
   positions = job.model.architecture.positions(lengths.encoder, 0)
@@ -474,7 +469,6 @@ def _decode(job: Job) -> program_shapes.Program:
 
 
 def _state(job: Job) -> dict[str, Any]:
-  """Returns the trees that a job holds between its steps."""
   phases = phases_lib.Phases(
     job.placed_model, job.loss, job.optimizer, job.train
   )
@@ -484,9 +478,9 @@ def _state(job: Job) -> dict[str, Any]:
 
 
 def _reward(job: Job) -> program_shapes.Program:
-  """Returns the scores of a batch of completions by the largest reward model.
+  """Returns the largest reward model's scores of a batch of completions.
 
-  Every device is given the whole batch.
+  Every device scores the whole batch.
   """
   name, shapes, beside = job.rewards.largest, _fields(job), _state(job)
   placed = job.rewards.placed[name]
@@ -512,7 +506,6 @@ PROGRAMS: Mapping[str, Callable[[Job], program_shapes.Program]] = {
 
 
 def _sharded(job: Job, shapes: Any, axes: Any) -> Any:
-  """Returns shapes with the shardings of their logical axes."""
   return jax.tree.map(
     lambda leaf, sharding: jax.ShapeDtypeStruct(
       leaf.shape, leaf.dtype, sharding=sharding
@@ -523,7 +516,6 @@ def _sharded(job: Job, shapes: Any, axes: Any) -> Any:
 
 
 def _batch(job: Job) -> dict[str, jax.ShapeDtypeStruct]:
-  """Returns the fields of a batch, sharded."""
   maker, teacher = job.data.objectives[0].maker, job.reads_teacher_row
   if job.trains:
     sizes = job.lengths, job.rows
@@ -535,7 +527,6 @@ def _batch(job: Job) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def _fields(job: Job) -> dict[str, jax.ShapeDtypeStruct]:
-  """Returns the fields of a batch; see `objectives.framing`."""
   maker, teacher = job.data.objectives[0].maker, job.reads_teacher_row
   both_sides = setup.PADDING
   if job.name == 'reward':

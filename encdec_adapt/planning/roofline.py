@@ -241,7 +241,7 @@ class Network:
       for name, index in zip(self.mesh.axis_names, indices, strict=True)
       if (index[:, 0] != index[:, 1]).any()
     ]
-    # All pairs send at a time, so the slowest decides.
+    # All pairs send at once, so the slowest decides.
     rates = [self._bandwidth(pair) for pair in pairs if pair[0] != pair[1]]
     seconds = size / min(rates) if rates else 0.0
     return '+'.join(moved) or 'one device', size, seconds
@@ -265,7 +265,7 @@ class Network:
     count = len(group)
     if count == 1:
       return 0.0, 0.0
-    # A ring passes on every part but the device's. An all-reduce is a
+    # In a ring a device sends every part but one. An all-reduce is a
     # reduce-scatter and an all-gather.
     sent = size * (count - 1) / count * (2 if kind == 'all-reduce' else 1)
     return sent, sent / self._bandwidth(group)
@@ -279,7 +279,7 @@ class Network:
       nodes = collections.Counter(d.id // chip.host_chips for d in members)
       if len(nodes) == 1:
         return chip.link_bandwidth
-      # All members of a node take in parts, and pass them on inside of it.
+      # All members of a node receive parts, and share them within it.
       shared = min(nodes.values()) * chip.network_bandwidth
       return min(shared, chip.link_bandwidth)
     coordinates = np.array([d.coords for d in members])
@@ -287,11 +287,11 @@ class Network:
     for axis, extent in enumerate(self.hardware.extents):
       positions = np.unique(coordinates[:, axis])
       if len(positions) > 1:
-        # Devices in between belong to other groups, which share the links.
+        # Devices in between belong to other groups and share the links.
         spacing = int(np.diff(positions).max())
         # Links close a ring around the torus only from some extent on, and for
-        # a group that goes all around. The ends of a line send in a single
-        # direction, which limits all of it to half.
+        # a group that spans the torus. The ends of a line send in one direction
+        # only, which halves the bandwidth of all.
         closed = extent >= chip.wraps_at and extent % 4 == 0
         ring = closed and len(positions) * spacing == extent
         total += chip.link_bandwidth * (1.0 if ring else 0.5) / spacing

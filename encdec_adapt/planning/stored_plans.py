@@ -62,7 +62,6 @@ def digest(settings: config_lib.Settings) -> str:
 
 
 def _changes(section: Any) -> Any:
-  """Returns the fields of a dataclass that differ from their defaults."""
   if not dataclasses.is_dataclass(section):
     return section
   return {
@@ -147,7 +146,6 @@ def markdown(plans: list[dict[str, Any]]) -> str:
 
 
 def _cells(plan: Mapping[str, Any]) -> list[str]:
-  """Returns memory, seconds of a step, MFU, seconds of compiling."""
   memory, times = plan['memory'], plan['roofline'] or {}
 
   def cell(value: float | None, form: str) -> str:

@@ -64,7 +64,6 @@ def simulate(
 
 
 def _seconds(step: hlo.Step, computations, chip) -> float:
-  """Returns the seconds of all runs of an operation."""
   memory = step.times * moved_bytes(step.op, step.types, computations)
   memory /= chip.hbm_bandwidth * roofline.GPU_MEMORY
   return max(memory, step.flops / chip.flops / roofline.GPU_PRODUCTS)
@@ -127,7 +126,6 @@ def _read(op: hlo.Instruction, name: str, types: Mapping[str, str]) -> float:
 
 
 def _written(op: hlo.Instruction, types: Mapping[str, str]) -> float:
-  """Returns the bytes that an operation writes."""
   return sum(
     hlo.sizes(types[op.operands[1]] if op.opcode == _UPDATE else op.type)
   )
