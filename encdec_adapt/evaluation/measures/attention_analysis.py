@@ -75,7 +75,7 @@ def intercept(
   numbers = layer_numbers(model)
 
   def attend(run, args, kwargs, context):
-    # No module but `attention_layer`'s has this method.
+    # Only modules of `attention_layer` have this method.
     if context.method_name != 'attend':
       return run(*args, **kwargs)
     (q, source, mask), (*path, name) = args, context.module.path
@@ -98,7 +98,6 @@ def intercept(
 
 
 def _inputs_side(kind: architectures.Architecture, batch: _Batch) -> str:
-  """Returns the side of a batch that holds the inputs of a model."""
   return kind.sides('encoder_tokens' in batch)[kind.prompt_stack]
 
 
@@ -303,7 +302,7 @@ def _mask_token(stored: model_on_disk.StoredModel) -> int:
 def _make_run(
   model: build.Model, placement: state_lib.Placement, layers: Sequence[int]
 ) -> Callable[[Any, _Batch], dict[str, jax.Array]]:
-  """Returns a function of parameters and a batch that measures every row."""
+  """Returns a function (parameters, batch) that measures every row."""
 
   def run(params: Any, batch: _Batch) -> dict[str, jax.Array]:
     with partition.use(placement.mesh, placement.rules.as_dict()):
@@ -328,7 +327,6 @@ def _summarize(
   by_row: Mapping[str, np.ndarray],
   groups_of: Callable[[np.ndarray], Sequence[str]],
 ) -> list[results_store.Score]:
-  """Returns the scores of measurements by row, given the rows' groups."""
   parts, masked = by_row['parts'], by_row['masked'] > 0
   inputs = (parts > PARTS.index('bos')) & (parts < _OWN)
   intact = inputs & ~masked
@@ -402,7 +400,6 @@ def _by_part(
   by_row: Mapping[str, np.ndarray],
   groups: Sequence[str],
 ) -> list[results_store.Score]:
-  """Returns shares of attention, and mass on inputs and entropy by head."""
   score = functools.partial(results_store.mean_score, TASK, groups=groups)
   shares, entropy = by_row['shares'], by_row['entropy']
   # Cross-attention has no keys of the decoder, so no share of them.
@@ -433,7 +430,6 @@ def _by_part(
 def _ablations(
   layers: Sequence[int], sums: np.ndarray, groups: Sequence[str]
 ) -> list[results_store.Score]:
-  """Returns the growth of the loss without each layer's cross-attention."""
   if not len(sums):  # A decoder-only model.
     return []
   # The rows' linearised losses: their differences have means and intervals.

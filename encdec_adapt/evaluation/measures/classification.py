@@ -74,7 +74,7 @@ def _confusion(
   params: base_model.Params,
   batch: losses.loss.Batch,
 ) -> jax.Array:
-  """Counts the labels of a batch by right and predicted label, [K, K]."""
+  """Counts the labels of a batch by true and predicted label, [K, K]."""
   model = placement.model
   size = model.config.decoder.classes
   with partition.use(placement.mesh, placement.rules.as_dict()):

@@ -192,7 +192,6 @@ class Rewards:
     return ordered, {'timeouts': timeouts} if self._runs_programs else {}
 
   def _run(self, prompts, completions, fields) -> list[float]:
-    """Runs programs with their tests."""
     del prompts
     programs = []
     for completion, known in zip(completions, fields, strict=True):
@@ -244,12 +243,12 @@ def _open_model(
   models: list[base_model.Params],
   path: str,
 ) -> Model:
-  """Opens a reward model, whose parameters are read when it is first called.
+  """Opens a reward model, which reads its parameters on the first call.
 
-  Its digest is added to `digests`, its shapes to `models`.
+  Adds its digest to `digests` and its shapes to `models`.
 
   Raises:
-    UserError: it is not a reward model, or cannot read the rows.
+    UserError: the model is no reward model, or cannot read the rows.
   """
   prompt = settings.data.encoder_length
   lengths = framing.Lengths(prompt, settings.loss.rollouts.tokens)
@@ -332,7 +331,6 @@ def is_right(completion: str, target: str) -> bool:
 
 
 def _answers(prompts, completions, fields) -> list[float]:
-  """Compares completions with the targets."""
   del prompts
   return [
     float(is_right(completion, known['target']))
@@ -344,7 +342,7 @@ def _load(value: option_strings.Part) -> Function:
   """Loads FUNCTION of a Python file, from FILE#FUNCTION.
 
   Raises:
-    UserError: there is no such file or function, or the file fails.
+    UserError: the file or function does not exist, or the file fails.
   """
   path, name = value.partition('#')
   # Python finds a module by its name when it is defined (dataclasses) and when
@@ -355,9 +353,9 @@ def _load(value: option_strings.Part) -> Function:
     module = importlib.util.module_from_spec(spec)
     sys.modules[title] = module
     spec.loader.exec_module(module)
-    # A TypeError if it cannot be called.
+    # TypeError if it is not callable.
     return functools.partial(getattr(module, name.text))
-  except (Exception, SystemExit) as error:  # Any: the file is the user's.
+  except (Exception, SystemExit) as error:  # Any error: the file is the user's.
     raise value.error(
       'must be FILE.py#FUNCTION of a Python file that can be run'
       f' ({type(error).__name__}: {error})'
@@ -374,7 +372,7 @@ def _call(title: str, function: Function, groups: Groups) -> list[float]:
   values, problem = _try(function, examples)
   if not problem:
     return values
-  # Once more, one at a time, to name the example.
+  # Calls again, one at a time, to name the example.
   failures = ((x, _try(function, [x])[1]) for x in examples)
   failures = ((x, alone) for x, alone in failures if alone)
   (prompt, completion, _), problem = next(failures, (examples[0], problem))
@@ -388,7 +386,7 @@ def _call(title: str, function: Function, groups: Groups) -> list[float]:
 def _try(
   function: Function, examples: Sequence[tuple[str, str, dict[str, Any]]]
 ) -> tuple[list[float], str]:
-  """Calls a function; returns its values, and what is wrong with them or ''."""
+  """Calls a function; returns its values, and their fault or ''."""
   if not examples:  # More processes than prompts.
     return [], ''
   try:

@@ -126,6 +126,5 @@ class HeldOutEvaluation:
 
 @functools.cache
 def _evaluator(placement: state_lib.Placement) -> perplexity.Evaluator:
-  """Returns an evaluator, which models of equal shape share."""
   # Compared models are often of the same shape: the cache saves a compilation.
   return perplexity.Evaluator(placement, losses.cross_entropy.CrossEntropy())

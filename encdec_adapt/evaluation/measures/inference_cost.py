@@ -147,7 +147,7 @@ class CostEvaluation:
   def _measure(
     self, model: model_in_memory.LoadedModel, rows: int, repeats: int
   ) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """Returns seconds of each repeat and bytes, of both programs on a batch."""
+    """Returns both programs' seconds of each repeat, and their bytes."""
     # No token is -1, so that no row ends before it has `generated` tokens.
     ids = engine_lib.SpecialIds(bos=0, eos=(-1,), pad=0)
     engine = model.engine(rows=rows, ids=ids, int8=self.int8)
@@ -179,8 +179,8 @@ class CostEvaluation:
 
 def _timed(times: list[float], program: Callable[..., Any], *args: Any) -> Any:
   """Runs a program and appends its time in seconds."""
-  # Dispatch is asynchronous: neither the making of the arguments may count nor
-  # the computation be missed.
+  # Dispatch is asynchronous: the time excludes making the arguments, and
+  # includes all of the computation.
   jax.block_until_ready(args)
   start = time.perf_counter()
   result = jax.block_until_ready(program(*args))
@@ -189,7 +189,6 @@ def _timed(times: list[float], program: Callable[..., Any], *args: Any) -> Any:
 
 
 def _memory(program: jax.stages.Compiled) -> float:
-  """Returns the bytes that a program needs on a device."""
   sizes = program.memory_analysis()
   return float(
     sizes.argument_size_in_bytes

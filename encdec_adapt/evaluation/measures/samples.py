@@ -119,5 +119,4 @@ class Sampler:
     return samples
 
   def _text(self, side: str, tokens: np.ndarray) -> str:
-    """Decodes tokens of a side."""
     return self._sides[side].decode_generated(tokens, show_special=True)

@@ -99,10 +99,9 @@ def choose(
 
 
 def _has_mecab() -> bool:
-  """Returns whether sacreBLEU's tokenizer and its dictionary are installed."""
   import sacrebleu
 
-  with contextlib.suppress(Exception):  # Of any kind, as MeCab's is.
+  with contextlib.suppress(Exception):  # MeCab raises any type.
     sacrebleu.BLEU(tokenize='ja-mecab')
     return True
   return False
@@ -176,7 +175,7 @@ def _normal(text: str) -> list[str]:
 
 
 def _f1(text: str, reference: str) -> float:
-  """Returns the F1 of the words; two texts without words have 1."""
+  """Returns the F1 of the words; 1 if neither text has words."""
   words, expected = _normal(text), _normal(reference)
   if not words or not expected:
     return float(words == expected)

@@ -250,7 +250,7 @@ def result(collected: Collected, claim: pages.Claim) -> Result:
 def _runs(
   collected: Collected, claim: pages.Claim, index: int
 ) -> list[Run | None]:
-  """Returns a run of every arm of a claim, of the seed with this index."""
+  """Returns each arm's run with the seed of this index."""
   runs = []
   for name in claim.contrast:
     seeds = collected.study.seeds_of(name)
@@ -262,7 +262,6 @@ def _runs(
 def _difference(
   empty: Result, evaluation: Evaluation, complete: Sequence[Sequence[Run]]
 ) -> Result:
-  """Returns the effect of a contrast of a metric."""
   metric = empty.claim.metric
   arms = [
     [reported(run, metric, evaluation) for run in runs]
@@ -280,7 +279,7 @@ def _crossing(
   evaluation: Evaluation,
   complete: Sequence[Sequence[Run]],
 ) -> Result:
-  """Returns the tokens to the loss of another arm, over its tokens."""
+  """Returns the tokens to another arm's loss, relative to that arm's tokens."""
   tokens, divisors, ends, bounds = [], [], [], []
   for source, run in complete:
     if not has_common_rows(collected, run, evaluation):
@@ -351,6 +350,5 @@ def differences(
 
 
 def _maker(run: Run) -> str:
-  """Returns the command that has made a model, with its sources."""
   made_by = run.summary.get('made_by', {'command': 'train'})
   return ' '.join([made_by['command'], *made_by.get('sources', ())])

@@ -117,7 +117,6 @@ def write_readme(
 def _readme_row(
   report: Mapping[str, Any], cells: Mapping[str, str]
 ) -> dict[str, str]:
-  """Returns the row of a claim in the table of all studies."""
   setting = f'{report["study"]}, {report["size"]}; {cells["contrast"]}'
   for unit in ('seeds', 'groups'):
     setting += f'; {cells[unit]} {unit}' * bool(cells[unit])

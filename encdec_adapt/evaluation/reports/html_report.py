@@ -137,7 +137,6 @@ def save(folder: paths.Path, report: Report, text: str) -> None:
 
 
 def _finite(value: Any) -> Any:
-  """Replaces numbers that are not finite by None."""
   if isinstance(value, Mapping):
     return {key: _finite(item) for key, item in value.items()}
   if isinstance(value, (list, tuple)):

@@ -68,8 +68,8 @@ def _subplots(
   Yields:
     The figure, and its panels [rows, columns].
   """
-  # Without pyplot, which may need a display, and whose backend is that of a
-  # caller's notebook.
+  # Not pyplot, which may need a display and shares its backend with a caller's
+  # notebook.
   from matplotlib import figure as figure_lib
   from matplotlib import style
 
@@ -81,12 +81,11 @@ def _subplots(
 
 
 def _set_log(axis: Any, values: Sequence[float]) -> None:
-  """Gives an axis of a panel a logarithmic scale with few ticks."""
   from matplotlib import ticker
 
   axis.axes.set(**{f'{axis.axis_name}scale': 'log'})
   ratio = max(values) / min(values)
-  if ratio < 10:  # Powers of ten would be no tick, or one.
+  if ratio < 10:  # Else at most one power of ten.
     axis.set_major_locator(ticker.MaxNLocator(4))
   else:
     subs = (1.0, 2.0, 5.0) if ratio < 100 else (1.0,)

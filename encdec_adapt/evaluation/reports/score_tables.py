@@ -68,7 +68,6 @@ def score_rows(scores: Scores, prompts: Prompts) -> list[Row]:
 
 
 def _prompts(prompts: Prompts, task: str, models: Iterable[str]) -> Row:
-  """Returns the column of prompts that differ; none where no task has any."""
   texts = prompts.get(task, {})
   cell = '; '.join(f'{x}: {texts[x]}' for x in models if x in texts)
   return {'prompts': cell or '-'} if prompts else {}
@@ -234,7 +233,6 @@ def _p_value(p: float) -> str:
 
 
 def _value(score: results_store.Score) -> str:
-  """Formats a value with its interval."""
   if score.metric.endswith('_p'):  # P-values of MEAP's measures.
     return _p_value(score.value)
   if abs(score.value) >= 1000:

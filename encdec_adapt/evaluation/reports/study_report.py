@@ -156,7 +156,6 @@ class _Page:
     return html_report.page(self._study.title, self.notes, sections)
 
   def _notes(self) -> Iterator[str]:
-    """Yields the paragraphs of `notes`."""
     study, took = self._study, progress.format_seconds(self._collected.seconds)
     date = self._collected.date
     yield f'Size {study.size}, {date}, {took}: {self._collected.command}'
@@ -194,7 +193,6 @@ class _Page:
     return [*texts, *self._collected.notes]
 
   def _inputs(self, evaluation: Evaluation) -> str:
-    """Says what models lose with the inputs of other examples; or ''."""
     losses = {}
     for name in self._study.measured(evaluation):
       own, other = (
@@ -212,7 +210,6 @@ class _Page:
     )
 
   def _best(self) -> Iterator[str]:
-    """Names the best arm of every sweep, and the mean of best classifiers."""
     accuracies = {}
     for name, arms in self._study.best_of.items():
       evaluation = self._study.evaluation_of(pages.LOSS, arms)
@@ -237,7 +234,6 @@ class _Page:
   def _reported(
     self, model: str, metric: str, evaluation: Evaluation
   ) -> list[results_store.Score]:
-    """Returns a metric of every seed of a model that has it."""
     scores = (
       claim_results.reported(run, metric, evaluation)
       for run in self._collected.of(model)
@@ -252,7 +248,7 @@ class _Page:
 
   @functools.cached_property
   def _costs(self) -> tuple[dict[str, dict[str, float]], int]:
-    """The measured cost of every model, and the generated tokens."""
+    """Returns the measured cost of every model, and the generated tokens."""
     # Seeds have one shape: the first with a measurement stands for all.
     runs = {x.model: x for x in self._collected.runs[::-1] if x.generated}
     costs = score_tables.costs(
@@ -265,12 +261,10 @@ class _Page:
     return costs, max((run.generated for run in runs.values()), default=0)
 
   def _draw(self, file: str, name: str, *args: Any, **options: Any) -> str:
-    """Draws a figure into a file, and embeds it."""
     path = self._folder / f'{file}.png'
     return html_report.figure(path, name, *args, **options)
 
   def _claims(self) -> str:
-    """Renders claims: a figure, a table, and what is not controlled."""
     drawn, rows, details = [], [], ''
     for i, x in enumerate(self.results, 1):
       cells = claim_tables.row(x)
@@ -292,7 +286,6 @@ class _Page:
     return html_report.wide(image) + html_report.table(rows) + details
 
   def _training(self, models: Iterable[str]) -> list[dict[str, Any]]:
-    """Returns the size of models and their means over seeds of costs."""
     prompt, generated = self._collected.request
     request = f'FLOPs of a request of {prompt} + {generated}'
     rows = []
@@ -330,7 +323,6 @@ class _Page:
     return rows
 
   def _link(self, run: Run) -> str:
-    """Returns a link to the folder of a run, or its name for a bucket."""
     text = 'run' if run.seed is None else str(run.seed)
     if paths.is_bucket(self._root) or paths.is_bucket(run.folder):
       return html.escape(run.folder)
@@ -338,7 +330,6 @@ class _Page:
     return f'<a href="{link}">{text}</a>'
 
   def _curves(self) -> str:
-    """Draws the loss against tokens and FLOPs, on rows of each evaluation."""
     text, axes = '', {'target_tokens': 'target tokens'}
     axes['flops'] = 'training FLOPs, with sources and teacher'
     for evaluation in self._study.evaluations:
@@ -377,7 +368,6 @@ class _Page:
   def _target_loss(
     self, model: str, run: Run, evaluation: Evaluation
   ) -> float | None:
-    """Returns the mean loss of a model on the rows of a curve."""
     losses = [
       claim_results.target_loss(source, run, evaluation)
       for source in self._collected.of(model)
@@ -398,7 +388,6 @@ class _Page:
     return marks
 
   def _quality(self) -> str:
-    """Draws the first metric of evaluations against the cost of inference."""
     costs, generated = self._costs
     costs = {
       x: inference_cost.per_query(y, generated) for x, y in costs.items()
@@ -420,7 +409,6 @@ class _Page:
     return text
 
   def _scatter(self) -> str:
-    """Draws scores of models, and of models made from them, against losses."""
     groups: dict[Any, dict[str, list[tuple[float, float]]]] = {}
     sizes = {run.model: run.size for run in self._collected.runs}
     scored = [
@@ -467,7 +455,6 @@ class _Page:
     return html_report.figures(images)
 
   def _start(self, run: Run) -> Run | None:
-    """Returns the run that another one starts from; None without one."""
     names = pages.placeholders(run.values.get('init.encoder', ''))
     sources = (
       x
@@ -477,7 +464,6 @@ class _Page:
     return next(sources, None)
 
   def _needles(self) -> str:
-    """Draws heat maps of needles, of the first seed of every model."""
     scores = {
       name: [x for y in self._collected.of(name)[0].scores.values() for x in y]
       for name in self._models
@@ -489,7 +475,6 @@ class _Page:
     return html_report.wide(image)
 
   def _scores(self, evaluation: Evaluation) -> str:
-    """Renders an evaluation: means over seeds, with their range."""
     scores = {
       run.model: run.scores[evaluation.name]
       for run in self._collected.runs
@@ -507,7 +492,6 @@ class _Page:
 
 
 def _rate(name: str, losses: Mapping[str, float]) -> str:
-  """Says which learning rate was chosen, and whether it is at an edge."""
   finite = {k: x for k, x in losses.items() if x and math.isfinite(x)}
   best = min(finite, key=finite.get)
   listed = ', '.join(f'{k}: {numbers.loss(x)}' for k, x in losses.items())
@@ -524,7 +508,6 @@ def _rate(name: str, losses: Mapping[str, float]) -> str:
 
 
 def _sample(sample: Mapping[str, Any]) -> str:
-  """Renders a prompt, its continuation and the scores of the latter."""
   fields = ('log_prob', 'tokens', 'reward')
   scores = ', '.join(f'{x} {sample[x]:.4g}' for x in fields if x in sample)
   return (

@@ -183,12 +183,10 @@ def correlations(
 
 
 def _is_grouped(score: results_store.Score) -> bool:
-  """Returns whether examples of a score depend on each other."""
   return len(set(score.groups)) < len(score.groups)
 
 
 def _is_binary(score: results_store.Score) -> bool:
-  """Returns whether a score is a share of examples."""
   # BLEU is not a mean over examples, and may be 0 in all of them.
   is_share = score.stderr is not None or score.n == 1
   return is_share and set(score.scores) <= {0.0, 1.0}

@@ -140,7 +140,6 @@ def development(score: results_store.Score, rows: int) -> results_store.Score:
 def _subset(
   score: results_store.Score, rows: Sequence[int]
 ) -> results_store.Score:
-  """Returns a score on some of its examples."""
   return results_store.ratio_score(
     score.task,
     score.metric,

@@ -110,10 +110,9 @@ def table(
 
 
 def _row(name: str, line: Mapping[str, Any] | None) -> dict[str, str] | None:
-  """Returns a prediction of a model as a row of the table."""
   return line and {
     'task': line['task'],
-    # The end of an input is next to its answer.
+    # Shows the end, which is next to the answer.
     'input': line['input'][-_LONGEST:],
     'references': ' | '.join(line['references'])[:_LONGEST],
     'model': name,
@@ -127,7 +126,6 @@ def _path(
   model: results_store.Model,
   options: results_store.Options,
 ) -> paths.Path:
-  """Returns the file of a model's predictions in an evaluation."""
   digest = results_store.digest([dataclasses.asdict(model), options])
   name = os.path.basename(os.path.normpath(model.run))
   return paths.at(folder) / FOLDER / f'{name}-{digest}.jsonl'

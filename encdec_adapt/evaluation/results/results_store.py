@@ -218,7 +218,6 @@ class Store:
     self._log.flush()
 
   def _put(self, model: Model, options: str, score: Score) -> None:
-    """Replaces a score; the newest results of a model come last."""
     key = model, options
     # Inserted again, as readers of `entries` take the last one and a dict keeps
     # the position of the first insertion.
@@ -237,12 +236,12 @@ def text_digest(text: str) -> str:
 
 
 def _text(value: Any) -> str:
-  """Returns a JSON value as text that is equal for equal values."""
+  """Returns a JSON value as text, the same for equal values."""
   return json.dumps(value, sort_keys=True)
 
 
 def _number(value: float | None) -> float | int | None:
-  """Rounds a number to seven digits for the file; None if not finite."""
+  """Rounds a number to seven digits; None if it is not finite."""
   if value is None or not math.isfinite(value):
     return None
   # Models compute in float32 or less, which has seven digits.
@@ -259,7 +258,7 @@ def _parse(fields: Any, line: str) -> tuple[Model, str, Score]:
     line: file and number of the line, for messages.
 
   Raises:
-    UserError: the record is not a result; names the line.
+    UserError: the record is no result; names the line.
   """
   # JSON has no NaN: `_number` writes null.
   number = lambda x: math.nan if x is None else float(x)  # noqa: E731

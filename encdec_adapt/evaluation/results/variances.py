@@ -155,6 +155,5 @@ def write(
 
 
 def _read(path: str | os.PathLike[str]) -> dict[str, dict[str, Any]]:
-  """Returns the content of the file, empty if it is missing."""
   file = paths.at(path)
   return atomic.read_json(file) if file.exists() else {}

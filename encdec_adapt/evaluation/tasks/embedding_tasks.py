@@ -143,7 +143,7 @@ def _columns(
   """Returns the values of fields, row by row.
 
   Raises:
-    UserError: a row lacks a field, or it is of another kind.
+    UserError: a row lacks a field, or a value has another kind.
   """
   rows = prompted_task.read_rows(path)
   for line, row in rows:
@@ -159,8 +159,8 @@ def _read_search(folder: str) -> EmbeddingEvaluation:
   """Reads a folder of queries, documents and their relevances.
 
   Raises:
-    UserError: a file cannot be read, lacks a field, names an id that is not
-      there, has no relevant document, or has one with the query's id.
+    UserError: a file cannot be read, lacks a field, names an unknown id, has no
+      relevant document, or judges the document with the query's id.
   """
   names, kinds = ['_id', 'text'], [str, str]
   corpus = paths.join(folder, 'corpus.jsonl')
@@ -230,7 +230,6 @@ def _search(
 
 
 def _similarity(vectors: Vectors, scores: np.ndarray) -> Metrics:
-  """Returns the rank correlation of cosines with scores."""
   # scipy, a dependency of jax, is imported late as in `results`.
   from scipy import stats
 
@@ -241,7 +240,6 @@ def _similarity(vectors: Vectors, scores: np.ndarray) -> Metrics:
 
 
 def _clustering(vectors: Vectors, labels: np.ndarray) -> Metrics:
-  """Returns the V-measure of as many clusters as there are labels."""
   from scipy.cluster import vq
 
   def cluster(seed: int) -> tuple[float, np.ndarray]:

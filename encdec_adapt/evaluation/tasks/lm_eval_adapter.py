@@ -159,7 +159,7 @@ class Adapter(lm_eval_model.TemplateLM):
   ) -> log_likelihoods.Pair:
     """Keeps the last tokens of a context that is too long.
 
-    The continuation gets the opening of targets, see `special_ids.SideIds`.
+    The continuation starts as targets do, see `special_ids.SideIds`.
     """
     continuation = [*self._writer.ids.opening, *continuation]
     room = self.max_length
@@ -169,7 +169,6 @@ class Adapter(lm_eval_model.TemplateLM):
     return log_likelihoods.Pair(list(context)[-room:], continuation)
 
   def _prompt(self, tokens: Sequence[int], generated: int) -> Sequence[int]:
-    """Keeps the last tokens of a prompt that is too long to be continued."""
     room = self.max_length - (generated if self.backend == 'causal' else 0)
     if room < 1:
       raise errors.UserError(
@@ -264,7 +263,7 @@ class Adapter(lm_eval_model.TemplateLM):
 
 
 def _read_options(options: dict[str, Any]) -> dict[str, Any]:
-  """Reads lm-eval's options of generation.
+  """Reads lm-eval's generation options.
 
   Raises:
     UserError: an option is not supported.
@@ -285,9 +284,9 @@ def _read_options(options: dict[str, Any]) -> dict[str, Any]:
   }
   penalty = options.pop('repetition_penalty', 1.0)
   if not (is_sampled and chosen['temperature']):
-    # As in transformers, options of sampling say nothing about greedy decoding.
+    # As in transformers, sampling options do not affect greedy decoding.
     chosen = {}
-  # An option that is dropped silently would give other numbers than published.
+  # A silently dropped option would give other numbers than published.
   if options.pop('num_beams', 1) != 1 or options:
     raise errors.UserError(
       f'generation options {sorted(options) or ["num_beams"]} of a task are not'

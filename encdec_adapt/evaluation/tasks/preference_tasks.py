@@ -103,7 +103,6 @@ class PreferenceEvaluation:
     shapes = [model.config, *(x.config for x in loss.models.values())]
 
     def batches() -> Iterator[framing.Batch]:
-      """Yields this process's rows, padded to a few lengths."""
       where = model.where
       local = placement_lib.row_shards(where.mesh, where.rules).rows(rows)
       teacher = setup.reads_teacher_row(row, *shapes)
@@ -113,7 +112,7 @@ class PreferenceEvaluation:
         sizes = zip(*(x.positions(row) for x in chunk), strict=True)
         size = framing.Lengths(*(lengths.bucket(max(n)) for n in sizes))
         frame = preferences.Preferences.frame
-        parts = [chunk[i : i + 1] for i in local]  # Empty after the last.
+        parts = [chunk[i : i + 1] for i in local]  # Empty after the last batch.
         yield framing.stack_rows(
           [frame(x, size, ids, teacher=teacher) for x in parts]
         )
@@ -132,7 +131,6 @@ class PreferenceEvaluation:
   def _examples(
     self, stored: model_on_disk.StoredModel
   ) -> tuple[list[list[Any]], list[preferences.Preference]]:
-    """Returns the preferences that a model has room for, and their tokens."""
     prompts = [content[2] for _, content in self.documents if content]
     maker = answer_encoding.maker(stored, 'preferences', prompts)
     maker.locate = self.source.locate
@@ -153,7 +151,6 @@ class PreferenceEvaluation:
 def _open_loss(
   model: model_in_memory.LoadedModel, longest: framing.Lengths
 ) -> tuple[comparison.Comparison, dict[str, Any]]:
-  """Returns the loss that scores answers, and parameters of its references."""
   stored = model.stored
   if stored.checkpoint:
     run = config_lib.load_run(str(stored.path))
@@ -173,7 +170,6 @@ def _open_loss(
 def _prediction(
   task: str, prompt: answer_encoding.Prompt, *fields: Any
 ) -> predictions.Prediction:
-  """Returns a prediction; a conversation becomes a text."""
   if not isinstance(prompt, str):
     prompt = '\n\n'.join(f'{x["role"]}: {x["content"]}' for x in prompt)
   return predictions.Prediction(task, prompt, *fields)

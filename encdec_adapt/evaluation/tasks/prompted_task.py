@@ -158,7 +158,6 @@ def read(
 def _render(
   template: prompt_source.Template, row: dict[str, Any], line: str
 ) -> Question | None:
-  """Renders a row; None if the template gives no question."""
   pair = template.render(row, line)
   choices = template.render_choices(row)
   if not pair or pair[1] not in choices or len(choices) < 2:

@@ -120,7 +120,6 @@ class RetrievalEvaluation:
   def _prompts(
     self, stored: model_on_disk.StoredModel
   ) -> tuple[list[retrieval_tasks.Example], list[list[int]]]:
-    """Returns the examples, and the prompt of each, framed."""
     reader = stored.require_vocabularies().sides[stored.prompt_side]
     prefix = prompt_encoding.task_prefix(stored, self.prefix)
     head = reader.encode(prefix)
@@ -140,7 +139,6 @@ def _scores(
   answers: Sequence[str],
   log_probs: Iterable[float],
 ) -> list[predictions.Result]:
-  """Compares answers with the codes, and likelihoods of the choices."""
   by_task: dict[str, list[tuple[float, ...]]] = {
     kind: [] for kind in retrieval_tasks.FACTS
   }
@@ -220,7 +218,6 @@ def grids(
 
 
 def _cell(score: results_store.Score) -> str:
-  """Returns length, depth or position of a score; '' if it is over all."""
   kind, _, cell = score.task.partition('/')
   # Tasks with templates have names with a slash, too.
   return cell if kind in retrieval_tasks.FACTS else ''

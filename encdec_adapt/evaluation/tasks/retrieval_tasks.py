@@ -146,8 +146,8 @@ class Retrieval:
     if kind == 'chain':
       values = [*(f'that of the {thing}' for thing in things[1:3]), *codes]
     elif kind == 'values':
-      # Wrong choices are orders of the same codes: a model that knows the codes
-      # and not their things has to guess.
+      # Wrong choices permute the same codes: a model that knows the codes, but
+      # not their things, has to guess.
       count, orders = 3, ((0, 1, 2), (1, 2, 0), (2, 0, 1), (1, 0, 2))
       choices = [_list([codes[i] for i in order]) for order in orders]
     facts = [
@@ -245,14 +245,14 @@ def _documents(
   facts: Sequence[np.ndarray],
   position: int,
 ) -> np.ndarray:
-  """Makes documents of equal length, each of which ends with a fact.
+  """Makes documents of equal length that each end with a fact.
 
   Args:
     reader: the vocabulary.
     text: tokens [n]; every document has a piece of them.
     length: tokens of all documents, more if the facts need them.
     facts: tokens of each fact, the gold document's first.
-    position: position of the gold document, counted from 1.
+    position: 1-based position of the gold document.
   """
   size = length // len(facts)
   pieces = np.resize(text, (len(facts), size))
@@ -269,7 +269,7 @@ def _documents(
 def _question(things: Sequence[str]) -> str:
   """Returns a question, and its answer up to the codes.
 
-  Models that were only pretrained continue it as tuned models do.
+  Pretrained models continue it as tuned models do.
   """
   verb, noun = ('is', 'code') if len(things) == 1 else ('are', 'codes')
   subject = f'the {noun} of {_list([f"the {thing}" for thing in things])}'

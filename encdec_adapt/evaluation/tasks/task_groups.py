@@ -47,7 +47,6 @@ class Member:
 
 
 def _accuracies(tasks: str) -> list[Member]:
-  """Returns tasks scored by accuracy, without examples in the context."""
   return [Member(task, 0, 'acc') for task in tasks.split()]
 
 
@@ -207,7 +206,6 @@ class Task:
       adapter.stop()
 
   def _run_lm_eval(self, adapter: Any) -> list[predictions.Result]:
-    """Runs a task of lm-eval."""
     import datasets
     import lm_eval
     from lm_eval import tasks as lm_eval_tasks
@@ -358,7 +356,6 @@ def plan(
 def _predictions(
   results: Mapping[str, Any],
 ) -> Iterator[predictions.Prediction]:
-  """Yields the generated answers in lm-eval's results."""
   for task, samples in results['samples'].items():
     # Other tasks compare likelihoods.
     if results['configs'][task]['output_type'] != 'generate_until':
@@ -385,12 +382,10 @@ def _predictions(
 
 
 def _metric_name(metric: str, filter_name: str) -> str:
-  """Returns METRIC,FILTER; METRIC without a filter."""
   return metric if filter_name == 'none' else f'{metric},{filter_name}'
 
 
 def _scores(results: Mapping[str, Any]) -> Iterator[results_store.Score]:
-  """Yields the scores in lm-eval's results."""
   by_task = {**results['results'], **results.get('groups', {})}
   for task, values in by_task.items():
     samples = results.get('samples', {}).get(task, [])
@@ -427,7 +422,6 @@ def _scores(results: Mapping[str, Any]) -> Iterator[results_store.Score]:
 
 
 def _hub_tasks() -> frozenset[str]:
-  """Returns the names of all tasks, groups and tags of lm-eval."""
   from lm_eval import tasks as lm_eval_tasks
 
   print('reading the list of tasks of lm-eval', flush=True)
