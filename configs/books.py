@@ -61,7 +61,6 @@ class BookSource(file_sources.TextSource):
   def _documents(
     self, unit: file_sources.Unit
   ) -> Iterator[document_source.Entry]:
-    """Yields the passages of a book."""
     passages = textwrap.wrap(self._read(unit), _LONGEST, break_on_hyphens=False)
     for i, passage in enumerate(passages):
       document = json.dumps([[passage], _label(unit.id)], ensure_ascii=False)
@@ -69,5 +68,4 @@ class BookSource(file_sources.TextSource):
 
 
 def _label(name: str) -> str:
-  """Returns the label of a book, given the name of its file."""
   return os.path.splitext(name)[0]

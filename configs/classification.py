@@ -117,7 +117,6 @@ def get_study(arg=None):
 
 
 def _arm(args, task, changes, point):
-  """A run of a task at a learning rate, a batch size and a dropout."""
   rate, batch, dropout = point
   return pages.Arm(
     f'{task}_{rate:g}_{batch:g}_{dropout:g}',

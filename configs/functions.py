@@ -55,7 +55,6 @@ class FunctionSource(python_source.PythonSource):
 
 
 def _pairs(source: str) -> Iterator[tuple[str, str]]:
-  """Yields the cuts of the functions of a module."""
   for node in ast.walk(parse(source)):
     if not isinstance(node, FUNCTIONS):
       continue
@@ -119,7 +118,6 @@ def is_valid(prompt: str, completion: str) -> bool:
 
 
 def _known(function: ast.AST, start: int) -> set[str]:
-  """Returns names of a function: arguments, bound ones, those of the prompt."""
   names = {*dir(builtins), function.name}
   for node in ast.walk(function):
     if isinstance(node, ast.arg):
@@ -137,7 +135,7 @@ def _known(function: ast.AST, start: int) -> set[str]:
 
 
 def _parse_function(text: str) -> ast.AST | None:
-  """Returns the only function of a text; None if it is anything else."""
+  """Returns the only function of a text; None for any other text."""
   body = parse(text).body
   if len(body) != 1 or not isinstance(body[0], FUNCTIONS):
     return None

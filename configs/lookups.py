@@ -60,17 +60,17 @@ class LookupSource(python_source.PythonSource):
 
 
 def _pair(table: list[tuple[str, str]], row: int) -> str:
-  """Returns the JSON of a table with a question, and the answer."""
+  """Returns (JSON of a table with a question, answer)."""
   lines = ''.join(f'{name}: {text}\n' for name, text in table)
   name, text = table[row]
   return json.dumps([f'{lines}What is {name}?\n', text], ensure_ascii=False)
 
 
 def _described(source: str) -> Iterator[tuple[str, str]]:
-  """Yields names in a module and the beginnings of their docstrings."""
+  """Yields names in a module, and the first lines of their docstrings."""
   try:
     with warnings.catch_warnings():
-      warnings.simplefilter('ignore')  # About invalid escapes in strings.
+      warnings.simplefilter('ignore')  # Warnings of invalid escapes in strings.
       tree = ast.parse(source)
   except SyntaxError:  # lib2to3 and others carry Python 2 on purpose.
     return

@@ -65,7 +65,6 @@ class PackageSource(python_source.PythonSource):
   def _examples(
     self, example_id: str, text: str, label: str
   ) -> Iterator[document_source.Entry]:
-    """Yields the examples of a piece."""
     document = json.dumps([[text], label], ensure_ascii=False)
     yield example_id, functools.partial(str, document)
 

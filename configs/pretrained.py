@@ -96,7 +96,7 @@ def set_adapters(config, rank):
 
 
 def _model(args):
-  """The model that is trained, its steps of warm-up, its vocabularies."""
+  """Returns the trained model, its warm-up steps and its vocabularies."""
   if args['source']:
     opened = open_model(args['source'])
     return opened.model, 0, opened.vocabularies

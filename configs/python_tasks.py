@@ -116,7 +116,6 @@ def main(values: flags.FlagValues) -> int:
 
 
 def _write(path: paths.Path, rows: list[dict[str, Any]]) -> None:
-  """Writes examples, a line of JSON each."""
   lines = ''.join(json.dumps(row) + '\n' for row in rows)
   path.write_text(lines, encoding='utf-8')
   print(f'{path}: {len(rows)} examples')
@@ -140,7 +139,7 @@ def _continuations(
     others = [
       pieces[i][2] for i in rng.choice(len(pieces), _PIECES, replace=False)
     ]
-    # Pieces of equal length differ in what they say alone.
+    # Pieces of equal length differ only in content.
     wrong = [x for x in others if x != right]
     length = min(len(x) for x in [right, *wrong[:3]])
     choices = [x[:length] for x in [right, *wrong[:3]]]
@@ -156,7 +155,6 @@ def _continuations(
 def _next_words(
   texts: Mapping[str, str], rng: np.random.Generator
 ) -> Iterator[dict[str, Any]]:
-  """Yields a context and the word after it."""
   for group, text in texts.items():
     words = [m for m in _WORD.finditer(text) if m.start() >= _CONTEXT]
     for i in sorted(rng.permutation(len(words))[:_PER_TEXT]):
@@ -173,7 +171,7 @@ def _docstrings(
     for context, sentence in _sentences(text):
       cut = sentence.find(' ', len(sentence) // 2)
       if cut > 0:
-        # What ends a generation is not generated.
+        # The end of a generation is not part of it.
         yield {
           'input': context + sentence[:cut],
           'target': sentence[cut:].rstrip('.').strip(),
@@ -181,7 +179,6 @@ def _docstrings(
 
 
 def _sentences(text: str) -> list[tuple[str, str]]:
-  """Returns some sentences of a text with the text before them."""
   found = [
     (text[m.start() - _CONTEXT : m.start()], ' ' + m[0].lstrip())
     for m in _SENTENCE.finditer(text, _CONTEXT)

@@ -159,7 +159,7 @@ def get_config(arg=None):
 
 
 def _set_causal(config, size, run):
-  """Causal language model on rows of 256 tokens: pretraining, or more of it."""
+  """Causal language model on rows of 256 tokens, new or continued."""
   config.model.kind = 'decoder_only'
   config.data.folder = f'{size.root}/records/causal_lm'
   config.data.objective = 'causal_lm'
@@ -201,7 +201,7 @@ def _set_pair(config, size, run):
 
 
 def _tuned(name, run):
-  """Fine-tuning of a run on look-ups: the loss is on answers alone."""
+  """Fine-tunes a run on look-ups, with the loss on answers only."""
   size, source = _size(name), get_config(f'size={name},run={run}')
   config = config_lib.defaults()
   config.model.update(source.model)
@@ -317,12 +317,11 @@ _CLAIMS = {
 
 
 def _runs(size):
-  """Names of the runs that a size trains."""
   return COMPARED if size.rate_steps else ('adapted', 'scratch', 'unbalanced')
 
 
 def _arm(name, run):
-  """An arm, and the imported decoders that its configuration reads."""
+  """Returns an arm, and the imported decoders that its configuration reads."""
   starts = {}
   if run != 'decoder_only_continued':
     starts['teacher.checkpoint'] = 'decoder_only'
@@ -339,7 +338,7 @@ def _arm(name, run):
 
 
 def _commands(size):
-  """Imports of shipped decoders; what the adapted model writes, its export."""
+  """Imports decoders; generates with the adapted model, and exports it."""
   for run in ('decoder_only',) if size.rate_steps else FOLDERS:
     yield pages.Command(
       run,

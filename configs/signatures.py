@@ -79,7 +79,6 @@ def main(values: flags.FlagValues) -> int:
 
 
 def _pairs(module: str, source: str) -> Iterator[tuple[str, str]]:
-  """Yields signatures of a module with the first paragraphs about them."""
   tree = functions.parse(source)
   prefix = module.removesuffix('.py').removesuffix('/__init__')
   nodes = [(prefix.replace('/', '.'), tree)]

@@ -76,7 +76,6 @@ def add_environment(add: typing.Callable) -> None:
 
 
 def _assignment(text: str) -> str:
-  """Checks the value of --env."""
   if not re.fullmatch('[A-Za-z_][A-Za-z0-9_]*=.*', text, re.DOTALL):
     raise LaunchError(
       f'--env={text} must be NAME=VALUE, such as --env TPU_STDERR_LOG_LEVEL=0.'

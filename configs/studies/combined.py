@@ -29,13 +29,11 @@ def study(name, title, size, studies, **fields):
 
 
 def _renamed(study):
-  """Returns a page with its own name before the names on it."""
   names = [x.name for x in (*study.arms, *study.commands, *study.rates)]
   names = {x: f'{study.name}.{x}' for x in names}
   braces = {old: f'{{{new}}}' for old, new in names.items()}
 
   def rename(item):
-    """Renames what an arm, command, rate or evaluation refers to."""
     fields = {'name': f'{study.name}.{item.name}'}
     for key in {'arm', 'rate', 'records'} & vars(item).keys():
       fields[key] = names.get(getattr(item, key), '')

@@ -74,7 +74,6 @@ def get_study(arg=None):
 
 
 def _convert(size, name):
-  """Returns the arm of a conversion."""
   like, source = CONVERSIONS[name]
   arm = cells.cell(size, like)
   changes = {'init.mode': 'checkpoint', 'init.optimizer': 'source'}

@@ -77,7 +77,6 @@ def _rate(rate: float) -> Mapping[str, Any]:
 
 
 def _embedder(size, name):
-  """Returns the embedding model that a model is tuned to be."""
   parts = '+'.join(map(str, PARTS))
   causal = name == 'causal'
   return pages.Arm(

@@ -79,7 +79,6 @@ def _name(options):
 
 
 def _pretrained(size, name, objective):
-  """Returns a decoder from random weights."""
   steps = size.steps(384, gpu=240, pod=40_000)
   changes = {'data.objective': objective, **shared.rsqrt(steps)}
   changes |= POD if size.name == 'pod' else {}
@@ -89,7 +88,6 @@ def _pretrained(size, name, objective):
 
 
 def _tuned(size, name, budget, layout=''):
-  """Returns a model after tuning, with copies in a layout if any."""
   kind = name[: name.index('tuned')] + 'tuned'
   arm = pages.Arm('base', size.config())
   if kind == 'pair_tuned':

@@ -273,7 +273,6 @@ def main(values: flags.FlagValues) -> int:
 
 
 def _source():
-  """Returns the source of functions; its path depends on the folder."""
   return f'functions:{configs.path("decoders/held_out.txt")}'
 
 
@@ -286,7 +285,6 @@ def _prompts(split, vocabulary):
 
 
 def _sample(model, prompts, count, temperature):
-  """Returns `count` completions of each prompt."""
   options = text_generation.Options(
     max_tokens=TOKENS, temperature=temperature, batch_size=128
   )
@@ -305,12 +303,11 @@ def _passes(prompt, completion):
 
 
 def _passing(prompts, groups):
-  """Returns whether the first completion of each prompt passes."""
   return [_passes(p, x[0]) for p, x in zip(prompts, groups, strict=True)]
 
 
 def _collect(folder, path, size):
-  """Writes the passing samples of a tuned model, and a pair of each prompt."""
+  """Writes a tuned model's passing samples, and a pair for each prompt."""
   model = encdec_adapt.load(path)
   prompts = _prompts('train', model.tokenizer)[: size.prompts]
   pairs, passing = [], []
@@ -380,7 +377,7 @@ def _measure(folder, path, tuned_path, args, size):
 
 
 def _write_table(folder, measures, size):
-  """Writes what every run is worth, and its price; means over seeds."""
+  """Writes each run's metrics and price, as means over seeds."""
   rows, rates = [], {}
   read = [atomic.read_json(paths.at(x) / 'measures.json') for x in measures]
   for i, name in enumerate(RUNS):
@@ -388,7 +385,7 @@ def _write_table(folder, measures, size):
     is_judge = name == 'pair_reward'
     row = {'run': f'best of {SAMPLES} by {name}' if is_judge else name}
     for metric in ('greedy', 'sampled'):
-      # Means over seeds, of each prompt: intervals are of the prompts.
+      # Averages seeds by prompt: intervals are over prompts.
       values = np.mean([x[metric] for x in seeds], axis=0).tolist()
       score = results_store.mean_score(name, metric, values)
       low, high = comparisons.interval(score)

@@ -241,7 +241,6 @@ def get_config(arg=None):
 
 
 def _model(size, sides):
-  """Returns a pair, or a decoder where no encoder is named."""
   stacks = [stack(size, name) for name in sides if name]
   if sides[0]:
     return model_config.encoder_decoder(*stacks)
@@ -272,7 +271,6 @@ def set_source(data, size):
 
 
 def _set_text(config, size):
-  """Sets the text and how records are made of it."""
   data = config.data
   set_source(data, size)
   data.max_bytes = 1_000_000 * (size.name == 'smoke')
@@ -281,7 +279,6 @@ def _set_text(config, size):
 
 
 def _set_job(config, size):
-  """Sets how a job runs on a CPU or a single GPU."""
   if size.name == 'gpu':
     config.compute.remat = 'none'
   else:
@@ -349,7 +346,6 @@ def study(name, title, size, arms, sources=('base',), commands=(), **fields):
 
 
 def _trained(size, source):
-  """Returns the arm that trains a decoder to adapt at gpu."""
   return pages.Arm(
     source,
     size.config(source),

@@ -60,7 +60,6 @@ def get_study(arg=None):
 
 
 def _pretrained(size, name):
-  """Returns a model before tuning."""
   kind, objective, source, share, rate = MODELS[name]
   is_pair = kind == 'encoder_decoder'
   steps = size.steps(400, gpu=240, pod=24_000)
@@ -83,7 +82,6 @@ def _pretrained(size, name):
 
 
 def _labelled(size, arm):
-  """Returns a classifier."""
   is_causal = MODELS[arm.name][0] == 'decoder_only'
   kind = 'decoder_only' if is_causal else 'encoder_only'
   rate = f'rate_{"causal" if is_causal else "masked"}_labels'
@@ -91,7 +89,6 @@ def _labelled(size, arm):
 
 
 def _decoder(size):
-  """Returns the decoder of a stack's shape."""
   return 'base' if size.name == 'pod' else 'tiny'
 
 
@@ -131,7 +128,6 @@ LATE = shared.claim(
 
 
 def _claims(size):
-  """Returns the claims; their differences are those that labels can show."""
   accuracy = {'metric': METRICS[0], 'direction': 'greater', 'smallest': 0.07}
   accuracy['reason'] = 'what the pieces of the packages can show'
   if size.books:

@@ -107,7 +107,6 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 
 def _check(options: argparse.Namespace) -> None:
-  """Refuses values that xpk or the cloud would refuse later."""
   given = vars(options)
   for flag in ('name', 'cluster'):
     if flag in given:
@@ -130,7 +129,6 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _xpk(options: argparse.Namespace, *arguments: str) -> list[str]:
-  """Returns a command of xpk on the cluster."""
   return [
     'xpk',
     *arguments,
@@ -141,7 +139,6 @@ def _xpk(options: argparse.Namespace, *arguments: str) -> list[str]:
 
 
 def _command(options: argparse.Namespace) -> list[str]:
-  """Returns the command of a verb."""
   if options.verb == 'create':
     tier = {
       'spot': '--spot',
@@ -192,7 +189,6 @@ def _command(options: argparse.Namespace) -> list[str]:
 
 
 def _signal(options: argparse.Namespace, shell: commands.Shell) -> int:
-  """Sends the signal of a verb to the process in every pod, at once."""
   listing = [
     *('kubectl', 'get', 'pods', '--output=name'),
     f'--selector=xpk.google.com/workload={options.name}',
@@ -219,7 +215,6 @@ def _signal(options: argparse.Namespace, shell: commands.Shell) -> int:
 
 
 def _act(options: argparse.Namespace, shell: commands.Shell) -> int:
-  """Runs the command of a verb."""
   if options.verb in _SIGNALS:
     return _signal(options, shell)
   if options.verb == 'image':

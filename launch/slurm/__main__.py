@@ -115,7 +115,6 @@ def _add_request(verb: argparse.ArgumentParser, gpus: int) -> None:
 
 
 def _check(options: argparse.Namespace) -> None:
-  """Refuses values that would fail after submission."""
   commands.check_least(
     options, 1, 'nodes', 'processes_per_node', 'notice_seconds'
   )
@@ -157,14 +156,13 @@ def _folder(options: argparse.Namespace) -> pathlib.Path:
 
 
 def _step_flags(options: argparse.Namespace) -> list[str]:
-  """Returns flags of srun, which starts the processes."""
   names = [assignment.partition('=')[0] for assignment in options.env]
   values = {
-    # srun takes this from the job no more since SLURM 22.05.
+    # Since SLURM 22.05 srun no longer takes this from the job.
     'cpus-per-task': options.cpus_per_process,
     'container-image': options.container_image,
     'container-mounts': options.container_mounts,
-    # Of variables that the image has too, pyxis would keep the image's.
+    # pyxis would keep the image's value of a variable that both set.
     'container-env': ','.join(names) if options.container_image else '',
   }
   return [f'--{name}={value}' for name, value in values.items() if value]
@@ -209,7 +207,6 @@ def train(options: argparse.Namespace) -> list[str]:
 
 
 def _follow(options: argparse.Namespace, shell: commands.Shell) -> int:
-  """Prints the log of the latest submission, from its beginning on."""
   folder = commands.ROOT / _folder(options)
   logs = folder.glob('*.log')
   latest = max(logs, key=lambda log: log.stat().st_mtime, default=None)
@@ -230,7 +227,7 @@ def _act(options: argparse.Namespace, shell: commands.Shell) -> int:
   if options.verb == 'delete':
     return shell.run(['scancel', '--me', f'--name={options.name}'])
   if options.verb in _SIGNALS:
-    # To the processes of running jobs, and not to the batch script.
+    # Signals the processes of running jobs, not the batch script.
     signal = f'--signal={_SIGNALS[options.verb]}'
     mine = ['scancel', '--me', f'--name={options.name}', '--state=RUNNING']
     return shell.run([*mine, signal])
@@ -238,7 +235,7 @@ def _act(options: argparse.Namespace, shell: commands.Shell) -> int:
     return _follow(options, shell)
   if options.verb == 'train':
     commands.check_shared_workdir(options.training, 'the machines')
-    if options.gpus_per_node:  # Else --sbatch_flag may request GPUs.
+    if options.gpus_per_node:  # Otherwise --sbatch_flag may request GPUs.
       commands.check_topology(
         options.training,
         '',

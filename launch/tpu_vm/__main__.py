@@ -137,7 +137,6 @@ def _add_restarts(verb: argparse.ArgumentParser) -> None:
 
 
 def _resource(options: argparse.Namespace) -> resource_lib.Resource:
-  """Returns the resource that the flags describe."""
   names = {field.name for field in dataclasses.fields(resource_lib.Resource)}
   given = vars(options)
   return resource_lib.Resource(**{k: given[k] for k in names & given.keys()})
@@ -167,7 +166,6 @@ def _act(options: argparse.Namespace, shell: commands.Shell) -> int:
 
 
 def _check_records(options: argparse.Namespace) -> None:
-  """Refuses a folder of records that no worker will have."""
   folder = commands.flag_values(options.training).get('config.data.folder', '')
   there = posixpath.normpath(folder) == _RECORDS
   flag = 'data_disk' if options.data_disk else 'records'

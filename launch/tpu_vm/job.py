@@ -284,7 +284,6 @@ class Job:
     )
 
   def _rehearse(self, arguments: list[str]) -> int:
-    """Prints the commands of `train`."""
     self.bring_up()
     self.set_up()
     self.on_workers(*self._run(arguments))
@@ -347,7 +346,6 @@ class Job:
       time.sleep(self.poll_seconds)
 
   def _watch(self, process: subprocess.Popen) -> None:
-    """Waits until the command has ended or its machines are gone."""
     while True:
       try:
         process.wait(self.poll_seconds)
@@ -363,7 +361,6 @@ class Job:
         return
 
   def _show(self, lines: typing.Iterable[str], statuses: dict) -> None:
-    """Prints and logs the lines of all workers; collects their statuses."""
     path = commands.ROOT / self.folder / 'log.txt'
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, 'a', encoding='utf-8') as log:
@@ -391,12 +388,10 @@ class Job:
 
 
 def _worker(*arguments: str) -> str:
-  """Returns a command line of worker.sh, without empty arguments."""
   return shlex.join(['bash', 'worker.sh', *filter(None, arguments)])
 
 
 def _count(statuses: typing.Mapping[str, int]) -> str:
-  """Describes how many workers ended with which status."""
   if not statuses:
     return 'no worker reported a status'
   counts = collections.Counter(statuses.values())
