@@ -197,7 +197,6 @@ class DataConfig:
         objective.check_vocabularies()
 
   def _check_sources(self) -> None:
-    """Checks that every objective has a source, and every source is read."""
     objective_kinds = {objective.documents for objective in self.objectives}
     source_kinds = set()
     for source, _ in mixtures.parse(self.source):

@@ -199,7 +199,7 @@ def evaluation_batches(
     rows = [step * batch_size + slot for slot in slots]
     rows = [row if row < count else row_order.FILLER for row in rows]
     batch = frame_rows(record_set, rows, lengths, teacher, prefix_offset)
-    if spec.pack:  # For every segment that a row may have.
+    if spec.pack:  # One entry per possible segment.
       size = lengths.decoder or lengths.encoder
       batch['row'] = np.repeat(batch['row'][:, None], size, axis=1)
     return batch
@@ -262,7 +262,6 @@ def frame_rows(
 def _prefetched(
   make: Callable[[int], framing.Batch], batches: int, prefetch: int
 ) -> grain.DatasetIterator:
-  """Iterates over make(0), make(1), .. with `prefetch` of them made ahead."""
   # One thread: framing holds the interpreter's lock, so more do not help.
   options = grain.ReadOptions(
     num_threads=min(prefetch, 1), prefetch_buffer_size=prefetch

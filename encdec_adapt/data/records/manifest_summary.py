@@ -112,14 +112,12 @@ def check_targets(manifest: Mapping[str, Any], rule: str) -> None:
 
 
 def _loss(manifest: Mapping[str, Any], name: str) -> str:
-  """Describes a loss, with its first example if the manifest has it."""
   text = f'{manifest["totals"][name]:,} {_LOSSES[name]}'
   first = manifest.get('first_losses', {}).get(name)
   return f'{text} (first {first})' if first else text
 
 
 def _hidden(part: Mapping[str, Any]) -> list[str]:
-  """Compares the hidden tokens of a part with the shares of its objective."""
   requested = objective_names.parse_one(part['objective']).hidden_shares
   windows = sum(part.get(f'{noise}: windows', 0) for noise in requested)
   lines = []

@@ -103,7 +103,6 @@ def file_hash(path: str | os.PathLike) -> str:
 def _copy(
   folder: paths.Path, target: pathlib.Path, name: str, entry: Mapping[str, Any]
 ) -> None:
-  """Copies a shard and its .json file, and verifies the shard."""
   path = target / name
   path.parent.mkdir(parents=True, exist_ok=True)
   # A killed copy leaves this name, which nothing reads.
@@ -129,7 +128,6 @@ def _copy(
 
 @contextlib.contextmanager
 def _locked(target: pathlib.Path):
-  """Locks the copy against other processes of this machine."""
   # `flock`, as the kernel releases it however a process ends.
   with open(target.with_name(f'{target.name}.lock'), 'ab') as file:
     fcntl.flock(file, fcntl.LOCK_EX)

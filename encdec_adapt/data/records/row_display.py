@@ -52,7 +52,6 @@ def _example(
   opened: vocabulary_pair.Opened,
   colour: bool,
 ) -> list[str]:
-  """Returns the lines of an example: a line for every field of tokens."""
   names = ', '.join(example.documents) or 'unknown'
   lines = [f' segment {segment}, of {names}']
   # Targets come last, after the fields that the model reads.
@@ -86,7 +85,6 @@ def _text(
   weights: np.ndarray | None,
   colour: bool,
 ) -> str:
-  """Decodes tokens and marks special tokens and those of weight 0."""
   special = set(vocabulary.specials.values())
   kinds = [
     (token in special, weights is not None and not weights[i])

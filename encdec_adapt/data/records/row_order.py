@@ -256,10 +256,10 @@ class Order:
     self.total = None if repeat else self._end()
 
   def _end(self) -> int:
-    """Returns the first position that would read a row past its stream."""
+    """Returns the first position that would read past the end of a stream."""
     phases = zip([*self._starts[1:], np.inf], self._phases, strict=True)
     for next_start, phase in phases:
-      # A turn of which rows are missing is left out.
+      # Leaves out a turn with missing rows.
       end = min(
         phase.first(i, (stream.rows - phase.ahead[i]) // phase.size)
         for i, stream in enumerate(self._streams)
@@ -299,7 +299,6 @@ class Order:
 def _mixture_rates(
   record_set: record_sets.RecordSet,
 ) -> Sequence[row_rates.Phase]:
-  """Returns the rates that a SeqIO mixture gives to a record set, or ()."""
   rates = [part['rate'] for part in record_set.parts]
   if all(rate is None for rate in rates):
     return ()

@@ -110,7 +110,6 @@ def parse(text: str) -> tuple[Phase, ...]:
 
 
 def _phase(step: int, setting: option_strings.Part) -> Phase:
-  """Reads the rates from a step on."""
   unit, _ = setting.partition(':')
   options, rates = {}, []
   for field in setting.options(r'\s*,\s*'):
