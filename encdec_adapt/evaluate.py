@@ -403,14 +403,8 @@ def _report(
 ) -> None:
   """Prints the tables and writes the report.
 
-  Args:
-    values: the flags of the command.
-    plan: the tasks.
-    evaluations: all evaluations.
-    models: the models by path.
-    arms: paths of the models of every arm.
-    results: scores by path of a model.
-    answers: predictions of each evaluation by path of a model.
+  `models`, `results` and each evaluation's `answers` are by model path; `arms`
+  has the model paths of every arm.
   """
   names = score_tables.short_names(list(models))
   named_arms = {}
@@ -477,7 +471,6 @@ def _prompts(
   evaluations: Sequence[Evaluation],
   models: Mapping[str, model_on_disk.StoredModel],
 ) -> dict[str, dict[str, str]]:
-  """Returns models' prompts by task name, only where they differ."""
   prompts, kinds = {}, text_pairs.Pairs
   if values.run_prefix:
     kinds |= task_groups.Task | retrieval_scores.RetrievalEvaluation
@@ -536,13 +529,9 @@ def _correlation(
   arms: Mapping[str, Sequence[str]],
   scores: score_tables.Scores,
 ) -> str:
-  """Describes the rank correlation of --correlate.
+  """Describes the rank correlation of --correlate, `spec`.
 
-  Args:
-    spec: value of the flag.
-    sizes: size class of each model: layers and widths of the stacks.
-    arms: models of every arm, by its name.
-    scores: scores by name of the model.
+  `sizes` has the layers and widths of each model, `arms` each arm's models.
   """
   names = spec.split(',')
   columns = [score_tables.column(scores, name) for name in names]

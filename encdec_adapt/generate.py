@@ -231,13 +231,9 @@ def _best(
 ) -> Iterator[tuple[int, Result]]:
   """Draws continuations of prompts, and yields the fields of the best.
 
-  Args:
-    rewards: the rewards.
-    complete: continues token ids by their index, which decides the seed.
-    prompts: all prompts.
-    pending: token ids of prompts by index.
-    count: continuations of a prompt.
-    rows: prompts at a time.
+  `complete` continues token ids by their index, which decides the seed;
+  `pending` has the token ids of prompts by index. Draws `count` continuations
+  of a prompt, for `rows` prompts at a time.
   """
   indices = list(pending)
   for chunk in (indices[i : i + rows] for i in range(0, len(indices), rows)):

@@ -162,7 +162,6 @@ def _write(
 def _search(
   settings: config_lib.Settings, slices: chips.Slice, values: flags.FlagValues
 ) -> int:
-  """Ranks candidates with the cost model, plans the first, ranks again."""
   # Any mesh will do, since each candidate replaces it.
   mesh = mesh_lib.make_mesh(
     mesh_lib.MeshConfig(replica=slices.count), chips.devices_of(slices)

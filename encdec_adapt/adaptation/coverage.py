@@ -182,7 +182,6 @@ def by_reason(reasons: Mapping[str, str]) -> list[str]:
 def _columns(
   header: tuple[str, str, str], rows: Iterable[tuple[str, tuple[int, ...], str]]
 ) -> list[str]:
-  """Formats rows (leaf, shape, text); consecutive layers share a line."""
   groups: dict[tuple[str, str, str], list[int]] = {}
   for leaf, shape, text in rows:
     layer = layer_leaves.layer_of(leaf)
@@ -203,7 +202,6 @@ def _columns(
 
 
 def _ranges(numbers: list[int]) -> str:
-  """Formats sorted layer numbers: [0, 1, 2, 5] -> '0-2,5'."""
   runs: list[list[int]] = []
   for number in numbers:
     if runs and number == runs[-1][1] + 1:

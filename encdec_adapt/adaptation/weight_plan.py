@@ -230,11 +230,7 @@ def _shapes(
 
 
 def _check_positions(side: _Side) -> None:
-  """Refuses a relative bias of other distances.
-
-  Raises:
-    UserError: only one of source and target has buckets for keys ahead.
-  """
+  """Refuses a relative bias whose buckets would mean other distances."""
   roles = side.config.role, side.target.role
   if side.config.relative and len({x == 'bidirectional' for x in roles}) == 2:
     raise errors.UserError(

@@ -134,7 +134,6 @@ def _read(path: paths_lib.Path, reader: Callable[[paths_lib.Path], Any]) -> Any:
 
 
 def _to_list(paths: Iterable[str]) -> list[str]:
-  """Filters out the manifest and temporary files of interrupted writes."""
   # `paths_lib.write` appends to the manifest's name for its temporary file.
   return [path for path in paths if not path.startswith(FILE)]
 

@@ -411,7 +411,6 @@ class Checkpoints(contextlib.AbstractContextManager):
     )
 
   def _not_saved(self, step: int, why: object) -> Exception:
-    """Returns the error of a failed save, and disables further saves."""
     self._failed = True
     if full := disk.full_disk(why):
       return disk.cannot_write(self.folder, full)
@@ -528,7 +527,6 @@ def open_step(path: _Path, step: int) -> Checkpoint:
 def _read_losses(
   folder: paths.Path, steps: Iterable[int]
 ) -> dict[int, float | None]:
-  """Reads the losses of steps; omits steps that cannot be read now."""
   losses = {}
   for step in steps:
     # The step may be damaged, or a running job may be deleting it.
@@ -538,7 +536,6 @@ def _read_losses(
 
 
 def _by_loss(losses: Mapping[int, float | None]) -> list[int]:
-  """Returns the steps with a loss, by ascending loss and then step."""
   ranked = [step for step, loss in losses.items() if loss is not None]
   return sorted(ranked, key=lambda step: (losses[step], step))
 

@@ -139,7 +139,6 @@ def warn(text: str) -> None:
 
 
 def _move(path: paths.Path, prefix: str) -> paths.Path:
-  """Moves step 12 to `prefix-00000012`, or a numbered variant if taken."""
   name = f'{prefix}-{int(path.name):08d}'
   target = path.with_name(name)
   number = 1

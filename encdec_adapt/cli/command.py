@@ -363,7 +363,6 @@ def require(values: flags.FlagValues, *names: str) -> None:
 
 @contextlib.contextmanager
 def _argv(arguments: Sequence[str]):
-  """Sets sys.argv, which config_flags searches for overrides."""
   saved = sys.argv
   sys.argv = list(arguments)
   try:
@@ -407,7 +406,6 @@ def _explain(error: Exception, arguments: Sequence[str]) -> str:
 
 
 def _configuration_line(error: Exception) -> str:
-  """Returns 'FILE:LINE: ' of the running configuration file, or ''."""
   frames = traceback.extract_tb(error.__traceback__)
   ours = [x for x in frames if not _LIBRARIES.search(x.filename)]
   file, line = ours[-1].filename, ours[-1].lineno

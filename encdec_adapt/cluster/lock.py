@@ -130,7 +130,6 @@ class BucketLock:
       )
 
   def _wait_until_free(self) -> bytes:
-    """Returns the generation to replace: no lock's, or a dead job's."""
     # Clocks of machines differ, so the time in the lock is not compared: only a
     # change of the object shows that its owner is alive.
     seen, since = None, 0.0

@@ -89,7 +89,6 @@ def read(
   )
 
   def carry(group: optimizers.GroupState) -> optimizers.GroupState:
-    """Carries moments, which are dicts by path; counts stay unchanged."""
     return jax.tree.map(
       lambda shapes, moments: (
         {path: made[path].carry(moments, x) for path, x in shapes.items()}

@@ -177,7 +177,6 @@ def verify(
 def _logits(
   stored: model_on_disk.StoredModel, tokens: Mapping[str, np.ndarray]
 ) -> np.ndarray:
-  """Computes the logits [B, T, V] of tokens by stack."""
   model = model_in_memory.read(stored)
   # By default TPUs and GPUs round the inputs of float32 products.
   with jax.default_matmul_precision('highest'):

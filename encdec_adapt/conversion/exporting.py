@@ -217,12 +217,6 @@ def _vision(
 ) -> tuple[vision_lib.Vision | None, list[str]]:
   """Opens the vision part of a T5Gemma 2; None for models without one.
 
-  Args:
-    folder: value of --vision.
-    model: the model.
-    folders: pretrained folders of its stacks.
-    native: whether the native layout, which has no vision part, is written.
-
   Returns:
     The part, and notes for users who give images to the model.
 

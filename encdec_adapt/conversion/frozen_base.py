@@ -123,5 +123,4 @@ def reopen(
 
 
 def _are_alike(a: adapters_lib.Adapters, b: adapters_lib.Adapters) -> bool:
-  """Returns whether adapters of a have the same meaning under b."""
   return a.table == b.table and a.options.scale == b.options.scale

@@ -64,7 +64,6 @@ def _inherited(text: str, source: str, workdir: str) -> str:
 
 
 def _framing(source: str) -> prompt_framing.PromptFraming:
-  """Reads the framing of a source; a source without one reads plain texts."""
   if hub.is_address(source):  # Without weights.
     path = hub.fetch(source, [tensor_folder.CONFIG])
   else:

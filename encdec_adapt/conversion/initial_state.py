@@ -447,13 +447,6 @@ def _check_reads(
 ) -> None:
   """Checks that a frozen model can read the rows of a job.
 
-  Args:
-    source: the frozen model.
-    model: the trained model.
-    choice: the vocabularies of the job.
-    lengths: tokens that an encoder and a decoder read.
-    title: description of the frozen model for errors.
-
   Raises:
     UserError: the vocabularies differ, or rows are longer than its positions.
   """
@@ -498,7 +491,6 @@ def place_reference(
 def _open(
   path: str, target: model_config.ModelConfig
 ) -> model_on_disk.StoredModel:
-  """Opens a source or teacher, with its tables padded as the target's."""
   multiple = target.decoder.vocab_multiple
   return model_on_disk.open_model(path, vocab_multiple=multiple)
 
@@ -532,10 +524,7 @@ def _check_vocabulary(
 ) -> None:
   """Checks that a source or teacher was trained with the job's vocabulary.
 
-  Args:
-    source: the source of a stack or of the model.
-    choice: the vocabularies of the job.
-    side: the stack that is made from it, 'encoder' or 'decoder'.
+  `side` is the stack that it fills, 'encoder' or 'decoder'.
 
   Raises:
     UserError: the token ids mean different text.

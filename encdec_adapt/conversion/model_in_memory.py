@@ -223,7 +223,6 @@ class LoadedModel:
   def _encode(
     self, texts: Sequence[str], options: text_generation.Options, generated: int
   ) -> tuple[prompt_encoding.PromptEncoder, list[np.ndarray]]:
-    """Encodes texts before `generated` tokens; also returns the encoder."""
     # Its characters would be the texts.
     if isinstance(texts, str):
       raise errors.UserError(f'{texts!r:.60} is a text; give a list of texts.')

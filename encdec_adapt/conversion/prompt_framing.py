@@ -60,7 +60,6 @@ class PromptFraming:
 
   @property
   def _text_prefixes(self) -> tuple[str, ...]:
-    """Prefixes of prompts that are texts; empty if all are conversations."""
     return self.prefixes or (() if self.chats else ('',))
 
 

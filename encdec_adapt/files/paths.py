@@ -395,7 +395,6 @@ def _each(names, function) -> None:
 
 @functools.cache
 def _connect() -> None:
-  """Makes etils reach buckets through gcsfs, without cached listings."""
   packages.require(f'a {SCHEME} path', 'gcs', 'gcsfs')
   # etils prefers TensorFlow where it is installed, and caches whether it is.
   os.environ['EPATH_USE_TF'] = 'false'

@@ -299,7 +299,6 @@ def _raw_from_pair(
 
 
 def _paths(pair: Pair) -> dict[str, tuple[str, ...]]:
-  """Returns the keys that lead to each stack's fields in config.json."""
   return {'encoder': pair.encoder_path, 'decoder': ('decoder',)}
 
 

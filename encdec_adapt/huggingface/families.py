@@ -94,8 +94,6 @@ class Family:
 
 
 def _alternating(period: int) -> Callable[[Raw], list[str]]:
-  """Returns `Family.layer_types` with every `period`-th layer full."""
-
   def kinds(raw: Raw) -> list[str]:
     # Gemma 3 has this field before transformers 5.
     every = raw.get('sliding_window_pattern') or period

@@ -183,7 +183,6 @@ def _match(
   layout: weights.Layout,
   tensors: tensor_folder.TensorFolder,
 ) -> tuple[_Matches, dict[str, str]]:
-  """Matches tensors with leaves; also returns unused tensors with reasons."""
   present = _pieces(config, layout, tensors)
   required = weights.weights(config, layout)
   missing = [name for name in required if name not in present]

@@ -39,12 +39,7 @@ _KERNELS = frozenset(
 
 
 def _layer(norms: Mapping[str, str], **attentions: str) -> dict[str, str]:
-  """Returns the table of a layer.
-
-  Args:
-    norms: our norm -> stored norm.
-    **attentions: our attention module -> stored module.
-  """
+  """Returns a layer's table from maps of our norms and attentions to theirs."""
   table = {f'{ours}/scale': f'{norm}.weight' for ours, norm in norms.items()}
   for ours, theirs in attentions.items():
     table |= {f'{ours}/{k}': f'{theirs}.{v}' for k, v in _ATTENTION.items()}

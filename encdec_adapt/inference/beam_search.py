@@ -146,15 +146,8 @@ def _search(
 ) -> Beams:
   """Searches for prefilled prompts; returns the best hypothesis of each, n = 1.
 
-  Args:
-    model: a model from `build.unroll`.
-    params: its parameters, as the engine prepares them.
-    state: the engine's state with a row per prompt.
-    eos: tokens that end a hypothesis.
-    penalty: length penalty.
-    real: whether a row has a prompt.
-    beams: beams per prompt, n.
-    vocab_size: tokens that may be generated.
+  `model` comes from `build.unroll`, `params` and `state` from the engine;
+  `real` marks rows with a prompt.
   """
   loop = jax.lax.while_loop(
     lambda loop: jnp.any((loop.step < state.limit) & loop.improving),

@@ -476,15 +476,7 @@ class Engine:
   def _size(
     self, requests: Sequence[Request], least: lengths.Size = lengths.NOTHING
   ) -> lengths.Size:
-    """Returns the size of a state for requests.
-
-    Args:
-      requests: the requests.
-      least: smallest size to return.
-
-    Raises:
-      UserError: no size in `sizes` holds the requests.
-    """
+    """Returns the smallest size, at least `least`, that holds the requests."""
     positions = [
       self._architecture.positions(len(request.tokens), request.max_tokens)
       for request in requests
@@ -527,12 +519,7 @@ class Engine:
       is_used = True
 
   def _fit(self, requests: Sequence[Request], is_used: bool) -> None:
-    """Gives the state the size that these requests need.
-
-    Args:
-      requests: all requests in progress.
-      is_used: whether the state has rows of some of them.
-    """
+    """Resizes the state for all requests in progress."""
     current = lengths.NOTHING
     if self._state is not None:
       current = lengths.Size(self._state.cache.length, self._state.cache.source)

@@ -127,7 +127,6 @@ def score(
 def _frame(
   model: build.Model, pairs: Sequence[Pair], rows: int, shards: int, bos: int
 ) -> Batch:
-  """Pads pairs to a batch, and the number of contexts to a power of two."""
   targets, counts = lengths.pad([pair.continuation for pair in pairs], rows)
   fill = [0] * (rows - len(pairs))
   framed = [model.architecture.frame(*pair, bos) for pair in pairs]

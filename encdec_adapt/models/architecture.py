@@ -389,7 +389,6 @@ def inputs_of(batch: Batch) -> Int[Array, 'B R']:
 
 
 def _flat(batch: Batch) -> dict[str, Array]:
-  """Returns a batch with one row for each answer of a group."""
   return {name: x.reshape(-1, x.shape[-1]) for name, x in batch.items()}
 
 

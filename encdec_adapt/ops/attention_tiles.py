@@ -153,7 +153,6 @@ class Tiling:
     return jax.lax.map(row, (jnp.arange(rows), work.reshape(rows, pairs)))
 
   def _mask(self, spec, arrays, block, tile):
-    """Returns the mask of a pair, dense and as data."""
     keys = spec.kv_segments.shape[1]
     size, width = (arrays[x].shape[1] for x in ('q_segments', 'kv_segments'))
     part = spec.replace(aligned=False, memory=0, **arrays)

@@ -23,7 +23,6 @@ DIVERGENCES = ('forward', 'reverse', 'js')
 
 
 def _static(default: Any) -> Any:
-  """Declares a keyword field that is static under `jit`."""
   return flax.struct.field(pytree_node=False, default=default, kw_only=True)
 
 

@@ -473,7 +473,6 @@ def _increment(body: Mapping[str, Instruction], index: int) -> int:
   """
 
   def value(name: str) -> int:
-    """Returns the value of a scalar if the counter starts at 0."""
     # An unrolled loop may add to its counter several times, with copies in
     # between, so the sum is followed back to the value at the body's start.
     op = body[name]

@@ -111,7 +111,6 @@ def _resources(name: str, text: str) -> dict[str, Any]:
 def _memory(
   compiled: jax.stages.Compiled, program: program_shapes.Program, budget: float
 ) -> dict[str, Any]:
-  """Returns bytes on one device; `parts` divide the temporary bytes."""
   analysis = compiled.memory_analysis()
   # Results that reuse the memory of donated arguments are counted with these.
   results = analysis.output_size_in_bytes - analysis.alias_size_in_bytes

@@ -318,7 +318,6 @@ def meshes(
 def _meshes(
   job: programs.Job, hardware: chips.Slice
 ) -> Iterator[tuple[tuple[int, ...], str]]:
-  """Yields sizes of the mesh axes, and the name of the rules."""
   lengths = [job.lengths.encoder, job.lengths.decoder]
   lengths.append(job.lengths.teacher * job.reads_teacher_row)
   tables = [2**n for n in range(rules_lib.VOCABULARY_GROUP.bit_length())]

@@ -300,7 +300,6 @@ class Network:
 
 
 def _as_sets(groups: Iterable[Sequence[int]]) -> frozenset[frozenset[int]]:
-  """Returns groups of devices without their order; drops empty groups."""
   return frozenset(frozenset(group) for group in groups if len(group))
 
 

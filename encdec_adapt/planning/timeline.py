@@ -118,7 +118,6 @@ def _reads(name: str, body, types: Mapping[str, str]) -> Iterator[float]:
 
 
 def _read(op: hlo.Instruction, name: str, types: Mapping[str, str]) -> float:
-  """Returns the bytes that an operation reads of an operand."""
   if name == op.operands[0] and op.opcode == _UPDATE:
     return 0.0
   whole = name != op.operands[0] or op.opcode not in _SLICES

@@ -205,7 +205,6 @@ def parse_object(content: bytes) -> dict[str, Any]:
 
 
 def _read_fields(content: bytes, field: str) -> dict[str, Any]:
-  """Returns the checked fields of a body that are not null."""
   fields = parse_object(content)
   if field not in fields:
     raise ApiError(400, f'{field} is missing; it is required.', field)

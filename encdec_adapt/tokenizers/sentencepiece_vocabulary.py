@@ -118,7 +118,6 @@ class SentencePieceVocabulary(vocabulary.Vocabulary):
     return 0 if '<extra_id_0>' in names else stated
 
   def _byte_ids(self) -> list[int]:
-    """Returns the ids of bytes 0 to 255; empty if the model lacks them."""
     ids = [self._model.piece_to_id(f'<0x{byte:02X}>') for byte in range(256)]
     return [] if self._model.unk_id() in ids else ids
 

@@ -222,14 +222,7 @@ def _roles(
   path: str,
   tail: list[int],
 ) -> dict[str, int]:
-  """Returns the ids by role.
-
-  Args:
-    named: see `_named`.
-    specials: ids of special tokens.
-    siblings: files that `named` was read from.
-    path: path of the tokenizer, for errors.
-    tail: ids that the tokenizer appends to every text.
+  """Returns the ids by role; the tokenizer appends `tail` to every text.
 
   Raises:
     UserError: a named token is not special, or there is no EOS or BOS.

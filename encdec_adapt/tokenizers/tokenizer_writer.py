@@ -165,7 +165,6 @@ def check_convertible(vocab: vocabulary.Vocabulary) -> None:
 
 
 def _symbols(proto: Any, vocab: vocabulary.Vocabulary) -> list[str]:
-  """Returns the names of a model's symbols that always match as a whole."""
   symbols = [
     piece.piece
     for piece in proto.pieces
@@ -310,7 +309,6 @@ def _from_sentencepiece(
 
 
 def _pretokenize_as_t5(tokenizer: tokenizers.Tokenizer) -> None:
-  """Splits texts at spaces, which are merged, before any other step."""
   steps = [
     tokenizers.pre_tokenizers.WhitespaceSplit(),
     tokenizers.pre_tokenizers.Metaspace(_SPACE, 'always', split=True),

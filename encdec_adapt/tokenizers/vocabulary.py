@@ -477,7 +477,6 @@ def _numbered(names: re.Pattern[str], specials: Mapping[str, int]) -> list[int]:
 
 
 def _original_size(names: Mapping[int, str], size: int) -> int:
-  """Returns the size without sentinels and modes that an export added."""
   while _ADDED.fullmatch(names.get(size - 1, '')):
     size -= 1
   return size

@@ -274,7 +274,6 @@ class JobTelemetry(contextlib.AbstractContextManager):
 def _sampling_rates(
   times: Mapping[str, float], values: Mapping[str, float]
 ) -> dict[str, float]:
-  """Returns sampled tokens per second of each phase of a policy's step."""
   if 'sampled_tokens' not in values:
     return {}
   parts = {'update': ('dispatch', 'compile', 'device')}

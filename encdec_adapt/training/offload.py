@@ -84,7 +84,6 @@ def update(
 
 
 def _by_layer(run: Update, gradients, group, parameters, placement):
-  """Updates stacks with equal numbers of layers, one layer at a time."""
   count = next(iter(parameters.values())).shape[0]
   arrays, structure = jax.tree.flatten(group)
   # Moments by index. The scalars between them are counts, which have no layer

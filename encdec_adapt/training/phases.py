@@ -272,7 +272,6 @@ class Phases:
     }
 
   def _shardings(self, shape: optimizers.GroupState) -> optimizers.GroupState:
-    """Returns the shardings of a group's optimizer state between updates."""
     shardings = self.placement.shardings(shape)
     if not self.optimizer.config.offload:
       return shardings

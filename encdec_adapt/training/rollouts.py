@@ -203,13 +203,7 @@ class Sampler:
 def _require_memory(options, start, steps) -> None:
   """Checks that a device holds the caches and the programs' temporary arrays.
 
-  Args:
-    options: options of sampling.
-    start: the compiled program that makes the caches.
-    steps: the compiled programs that update them.
-
-  Raises:
-    UserError: the device has too little free memory.
+  `start` makes the caches, and `steps` update them.
   """
   needed = start.memory_analysis().output_size_in_bytes
   needed += max(x.memory_analysis().temp_size_in_bytes for x in steps)

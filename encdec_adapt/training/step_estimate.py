@@ -73,7 +73,6 @@ def gradients(work: workload.Workload) -> int:
 
 
 def _gathered_at_once(work: workload.Workload) -> float:
-  """Returns bytes of gathered weights that a GPU holds at a time."""
   weights = gathered_weights(work) * (work.partition.size('embed') > 1)
   if work.trains:  # All layers, forward and backward.
     layers = sum(p.stack.layers for p in work.passes) + sum(

@@ -256,7 +256,6 @@ class Order:
     self.total = None if repeat else self._end()
 
   def _end(self) -> int:
-    """Returns the first position that would read past the end of a stream."""
     phases = zip([*self._starts[1:], np.inf], self._phases, strict=True)
     for next_start, phase in phases:
       # Leaves out a turn with missing rows.

@@ -302,8 +302,6 @@ def _mask_token(stored: model_on_disk.StoredModel) -> int:
 def _make_run(
   model: build.Model, placement: state_lib.Placement, layers: Sequence[int]
 ) -> Callable[[Any, _Batch], dict[str, jax.Array]]:
-  """Returns a function (parameters, batch) that measures every row."""
-
   def run(params: Any, batch: _Batch) -> dict[str, jax.Array]:
     with partition.use(placement.mesh, placement.rules.as_dict()):
       measured = measure(model, params, batch)

@@ -339,11 +339,7 @@ def _answers(prompts, completions, fields) -> list[float]:
 
 
 def _load(value: option_strings.Part) -> Function:
-  """Loads FUNCTION of a Python file, from FILE#FUNCTION.
-
-  Raises:
-    UserError: the file or function does not exist, or the file fails.
-  """
+  """Loads FUNCTION of a Python file, from FILE#FUNCTION."""
   path, name = value.partition('#')
   # Python finds a module by its name when it is defined (dataclasses) and when
   # its functions are pickled; two files may be loaded.

@@ -178,7 +178,6 @@ class CostEvaluation:
 
 
 def _timed(times: list[float], program: Callable[..., Any], *args: Any) -> Any:
-  """Runs a program and appends its time in seconds."""
   # Dispatch is asynchronous: the time excludes making the arguments, and
   # includes all of the computation.
   jax.block_until_ready(args)

@@ -108,7 +108,6 @@ def _has_mecab() -> bool:
 
 
 def _words(text: str) -> list[str]:
-  """Returns the words of a text of any script, in lower case."""
   import regex
 
   return regex.findall(_WORD, text.lower())

@@ -250,7 +250,6 @@ def result(collected: Collected, claim: pages.Claim) -> Result:
 def _runs(
   collected: Collected, claim: pages.Claim, index: int
 ) -> list[Run | None]:
-  """Returns each arm's run with the seed of this index."""
   runs = []
   for name in claim.contrast:
     seeds = collected.study.seeds_of(name)

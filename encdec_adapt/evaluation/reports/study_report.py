@@ -350,7 +350,6 @@ class _Page:
   def _losses(
     self, evaluation: Evaluation
   ) -> tuple[dict[str, list[Mapping[str, Any]]], dict[str, float]]:
-    """Returns curves on rows of an evaluation, and losses of other models."""
     measured = self._study.measured(evaluation)
     runs = {x: self._collected.of(x) for x in self._models if x in measured}
     has_rows = functools.partial(
@@ -376,7 +375,6 @@ class _Page:
     return statistics.fmean(losses) if losses else None
 
   def _marks(self, evaluation: Evaluation) -> list[tuple[str, float]]:
-    """Returns the crossings of an evaluation: model, and loss of another."""
     marks = []
     for x in self.results:
       source, *models = x.claim.contrast

@@ -80,7 +80,6 @@ def upper_bound(
 def _after_start(
   tokens: Sequence[float], losses: Sequence[float]
 ) -> list[tuple[float, float]]:
-  """Returns tokens and losses without step 0, which has no logarithm."""
   return [x for x in zip(tokens, losses, strict=True) if x[0] > 0]
 
 

@@ -241,7 +241,6 @@ def _text(value: Any) -> str:
 
 
 def _number(value: float | None) -> float | int | None:
-  """Rounds a number to seven digits; None if it is not finite."""
   if value is None or not math.isfinite(value):
     return None
   # Models compute in float32 or less, which has seven digits.
@@ -251,15 +250,7 @@ def _number(value: float | None) -> float | int | None:
 
 
 def _parse(fields: Any, line: str) -> tuple[Model, str, Score]:
-  """Parses the record of a line.
-
-  Args:
-    fields: the record.
-    line: file and number of the line, for messages.
-
-  Raises:
-    UserError: the record is no result; names the line.
-  """
+  """Parses a record; errors name `line`, its file and number."""
   # JSON has no NaN: `_number` writes null.
   number = lambda x: math.nan if x is None else float(x)  # noqa: E731
   try:

@@ -140,11 +140,6 @@ def read(spec: str) -> EmbeddingEvaluation:
 def _columns(
   path: str, names: Sequence[str], kinds: Sequence[Any]
 ) -> list[list[Any]]:
-  """Returns the values of fields, row by row.
-
-  Raises:
-    UserError: a row lacks a field, or a value has another kind.
-  """
   rows = prompted_task.read_rows(path)
   for line, row in rows:
     for name, kind in zip(names, kinds, strict=True):

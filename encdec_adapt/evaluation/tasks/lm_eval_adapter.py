@@ -263,11 +263,6 @@ class Adapter(lm_eval_model.TemplateLM):
 
 
 def _read_options(options: dict[str, Any]) -> dict[str, Any]:
-  """Reads lm-eval's generation options.
-
-  Raises:
-    UserError: an option is not supported.
-  """
   options = dict(options)
   until = options.pop('until', [])
   stop = [until] if isinstance(until, str) else until

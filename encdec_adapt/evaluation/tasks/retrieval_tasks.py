@@ -128,14 +128,7 @@ class Retrieval:
     text: np.ndarray,
     rng: np.random.Generator,
   ) -> Example:
-    """Makes an example of a task.
-
-    Args:
-      task: name of the task.
-      reader: vocabulary of the model's prompts.
-      text: tokens of the text, which begins at a random position.
-      rng: draws the facts.
-    """
+    """Makes an example in `text`, tokens from a random position."""
     kind, *arguments = task.split('/')
     things = rng.permutation(_THINGS).tolist()
     # No two codes share a part, or `rouge1` would reward a wrong code. Every
@@ -277,5 +270,4 @@ def _question(things: Sequence[str]) -> str:
 
 
 def _list(texts: Sequence[str]) -> str:
-  """Returns 'a', 'a and b', 'a, b and c'."""
   return ' and '.join(filter(None, [', '.join(texts[:-1]), texts[-1]]))

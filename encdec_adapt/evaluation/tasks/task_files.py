@@ -56,8 +56,6 @@ def read_folder(folder: str, limit: int | None = None) -> dict[str, Any]:
 
 
 def _read_yaml(file: str) -> dict[str, Any]:
-  """Reads a YAML file; functions and other tagged values stay text."""
-
   # A new class, as constructors are added to a class: those of SafeLoader would
   # change for all code that reads YAML.
   class Loader(yaml.SafeLoader):
@@ -116,13 +114,9 @@ def _check_lm_eval(file: str) -> dict[str, Any]:
 def _check_fields(
   name: str, template: Any, line: str, row: Mapping[str, Any]
 ) -> None:
-  """Checks that a row has the fields that a template uses.
+  """Checks that a row has the fields that a Jinja template uses.
 
-  Args:
-    name: file and name of the template, for messages.
-    template: a Jinja template; numbers, lists and functions pass.
-    line: file and line of the row, for messages.
-    row: the row.
+  A number, list or function as `template` passes.
   """
   if not isinstance(template, str) or template.startswith('!'):
     return
