@@ -171,7 +171,10 @@ class Sources:
     return self.placement.place(fill, rng, *params)
 
   def check_optimizer(self, phases: phases_lib.Phases) -> None:
-    """Checks that the optimizer can go on, if it is to; see `carried_state`."""
+    """Checks that the optimizer state can be carried over, if requested.
+
+    See `carried_state`.
+    """
     if self.init.optimizer == 'source':
       carried_state.check(*self._carried, phases)
 

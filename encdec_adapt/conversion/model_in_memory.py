@@ -202,8 +202,7 @@ class LoadedModel:
     """Embeds queries or documents, as the run has read them in training.
 
     Args:
-      texts: the texts; of a longer one than the model has positions, the first
-        tokens are read.
+      texts: the texts; longer texts are truncated to the model's context.
       role: 'query' or 'document'.
       rows: texts at a time.
     """

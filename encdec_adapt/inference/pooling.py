@@ -62,7 +62,7 @@ def embed(
     )
   if not model.architecture.has_encoder:
     raise errors.UserError(
-      'a decoder-only model has no encoder, whose states embeddings are; use an'
+      'decoder-only models have no encoder states to pool; use an'
       ' encoder-decoder or an encoder-only model.'
     )
   # By length: the texts of a batch are padded to its longest. The longest come

@@ -3,11 +3,11 @@
 XLA's `cost_analysis` counts the body of a loop once and omits kernels. This
 module counts every instruction as often as it runs: bodies of loops are
 multiplied by their trip count, which follows from the condition and the
-counter's increment. For a count that depends on data it is the largest, which
-the loop's name states. Products are counted by their shapes, inside fusions
-too.
-Of time, a TPU's compiler states `estimated_cycles` of a fusion; that of a GPU
-states nothing, so `timeline` follows the schedule of its instructions.
+counter's increment. A data-dependent count is the largest, which the loop's
+name states; in a data-dependent conditional the largest branch counts. Products
+are counted by their shapes, inside fusions too. XLA:TPU reports
+`estimated_cycles` per fusion; XLA:GPU reports none, so `timeline` follows the
+schedule of its instructions.
 
 On TPUs, a collective that overlaps with products is split into several fusions
 with the same channel, and is counted once; a reduce-scatter is a fusion of an

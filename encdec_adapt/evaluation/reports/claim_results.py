@@ -169,9 +169,8 @@ def reported(
 ) -> results_store.Score | None:
   """Returns a score on the examples of reports; None without one.
 
-  A score that is not finite, of a run that has diverged, is none, and neither
-  is one of all held-out rows, such as `macro_f1`, where rates were chosen on a
-  development part of them.
+  Returns None for diverged runs, and for scores over all held-out rows, such as
+  `macro_f1`, if rates were chosen on a development part of these rows.
   """
   score = run.score(metric, evaluation)
   if score is None or not math.isfinite(score.value):

@@ -106,9 +106,8 @@ def draw_claims(
 
   Args:
     rows: label and outcome, then effect, lower and upper bound (None without an
-      interval) in units of the smallest difference that matters, above 0 in the
-      claimed direction; for 'no better' what is worse, for 'equal' what is more
-      is above 0.
+      interval) in units of the smallest difference that matters; positive: in
+      the claimed direction, worse for 'no better', more for 'equal'.
     path: path of the PNG.
   """
   with _subplots(path, size=(9, 1.2 + 0.55 * len(rows))) as (_, ((axes,),)):
