@@ -42,7 +42,7 @@ def guard(function: Callable[..., Any], *arguments: Any) -> Any:
     return function(*arguments)
   except BrokenPipeError:
     if _has_reader(sys.stdout):
-      raise  # Of another pipe.
+      raise  # Another pipe broke.
     # Python flushes the output once more at exit.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(CLOSED_OUTPUT)

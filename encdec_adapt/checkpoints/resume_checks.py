@@ -7,7 +7,7 @@ from encdec_adapt.base import errors, keys
 from encdec_adapt.telemetry import environment
 
 Report = Callable[[str], None]  # Prints a paragraph.
-# What a reward model is in messages, before its path.
+# Precedes a reward model's path in messages.
 REWARD_MODEL = 'reward model'
 # With these a job on one H200 resumed bit for bit (tests/benchmarks/README.md).
 # Without the first, sums over atomic additions differ from run to run; without

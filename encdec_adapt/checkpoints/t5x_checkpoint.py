@@ -127,7 +127,7 @@ def _open(folder: paths.Path, leaf: Any) -> ts.TensorStore | ts.Future:
     return ts.array(leaf)
   if isinstance(leaf, str):
     leaf = {'path': leaf.removeprefix(_PLACEHOLDER)}
-  # Beside `kvstore` before TensorStore 0.1.14.
+  # Outside `kvstore` before TensorStore 0.1.14.
   path = leaf.get('kvstore', {}).get('path') or leaf['path']
   path = paths.join(folder, path.rstrip('/')) + '/'
   local = {'driver': 'file', 'path': path}

@@ -405,7 +405,7 @@ def require_same(name: str, facts: Mapping[str, Any]) -> None:
       }
     )
 
-  # Of process 0 for all: on a pod, each would read the facts of all.
+  # Process 0 compares for all: on a pod, each would read the facts of all.
   if difference := from_lead(compare, name):
     raise errors.UserError(difference)
 

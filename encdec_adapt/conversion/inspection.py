@@ -27,7 +27,7 @@ def transformers_class(stored: model_on_disk.StoredModel) -> str | None:
     raw, _ = config_json.raw_from_model(stored.model)
   except errors.UserError:
     return None
-  # Of equal classes, such as T5's and mT5's, that of the source.
+  # Equal classes, such as T5's and mT5's, are told apart by the source.
   sources = pretrained_files.folders(stored.path)
   raw = config_json.with_fields(raw, pretrained_files.config_fields(sources))
   return raw['architectures'][0]

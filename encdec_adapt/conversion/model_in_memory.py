@@ -432,7 +432,7 @@ def read_as_trained(stored: model_on_disk.StoredModel) -> LoadedModel:
   Args:
     stored: the opened model; that of a folder computes in fp32.
   """
-  # That of the run, so that scores agree with those taken in training; a
+  # The run's dtype, so that scores agree with scores taken in training; a
   # folder's config.json states a dtype of storage.
   dtype = 'float32'
   mesh = inference_mesh(stored.model)

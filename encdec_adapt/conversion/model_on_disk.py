@@ -51,7 +51,7 @@ TOKENIZERS = (
   *(f'{DECODER_TOKENIZER}/{name}' for name in vocabulary_pair.FILES),
 )
 CARD = 'README.md'
-# What is read of a model on the Hub besides its weights.
+# Files of a model on the Hub besides its weights.
 _FILES = (
   CARD,
   tensor_folder.CONFIG,

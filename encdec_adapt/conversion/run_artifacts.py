@@ -97,7 +97,7 @@ def write_summary(
     **hyperparameters,
   }
   line = ''
-  if losses:  # Of a job with evaluators.
+  if losses:  # A job with evaluators.
     first, last = losses[0]['loss'], losses[-1]['loss']
     entries |= {'eval_loss_at_step_0': first, 'eval_loss': last}
     line = f' held-out loss {first:.4f} -> {last:.4f},'

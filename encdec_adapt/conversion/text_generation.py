@@ -130,7 +130,7 @@ class Options:
       self.top_p,
       self.min_p,
       self.repetition_penalty,
-      # Of the index: draws depend neither on the batch nor on a restart.
+      # By index: draws depend neither on the batch nor on a restart.
       sampling_lib.seed_of(self.seed, index),
     )
 

@@ -86,7 +86,7 @@ def full_disk(error: object) -> OSError | None:
 
 def cannot_write(path: paths.AnyPath, error: OSError) -> errors.UserError:
   """Returns the user error for an `OSError` from writing `path`."""
-  # Of a bucket, see `paths`: a launcher is to start the job again.
+  # From a bucket, see `paths`: a launcher restarts the job.
   if isinstance(error, ConnectionError):
     return errors.AbsentError(f'{path} cannot be written now ({error}).')
   if error.errno in _FULL:

@@ -237,7 +237,7 @@ PAIR_T5GEMMA2 = Layout(
     for name in ('weight', 'eoi_embedding')
   },
 )
-# Of an embedding model; the names that the class converts, as in a pair.
+# Embedding models; the class converts these names, as in a pair.
 ENCODER_T5GEMMA2 = Layout(
   layer=T5GEMMA,
   stacks={'decoder': ''},

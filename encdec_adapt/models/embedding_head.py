@@ -106,7 +106,7 @@ def pool(
     pooling: one of `POOLINGS`.
   """
   mask = segments[:, None] == jnp.arange(1, texts + 1)[:, None]  # [B, M, L]
-  number = jnp.cumsum(mask, axis=-1)  # Of the text's tokens, from 1.
+  number = jnp.cumsum(mask, axis=-1)  # Numbers the text's tokens from 1.
   count = number[..., -1:]
   weights = mask / jnp.maximum(count, 1)
   if pooling != 'mean':

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 
 from encdec_adapt.ops import attention_tiles, masks, products, relative_bias
 
-# Of a block and of a tile, where kernels compute the forward pass.
+# Size of a block and of a tile, if kernels compute the forward pass.
 SIZE = 1024
 
 

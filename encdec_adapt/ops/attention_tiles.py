@@ -115,7 +115,7 @@ class Tiling:
     work = self.work(spec)
     rows, per_query, per_key = work.shape
     pairs = per_query * per_key
-    # Of all rows: a turn slices the arrays of its pair, and no row is copied.
+    # Holds all rows: a turn slices its pair's arrays, and copies no row.
     blocks, tiles = jax.tree.map(
       lambda x: x.reshape(-1, *x.shape[2:]),
       (

@@ -234,7 +234,7 @@ class StoredTeacher(Distribution):
     ids, probabilities = tokens
     size = len(columns.ids)
     local = ids - columns.ids[0]
-    # Those of other devices' columns are dropped; a negative index would count
+    # Drops ids of other devices' columns; a negative index would count
     # from the end.
     local = jnp.where(local < 0, size, local)
     rows = jnp.arange(len(ids))[:, None]

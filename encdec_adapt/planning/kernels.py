@@ -22,7 +22,7 @@ from encdec_adapt.planning import hlo
 # backward pass is a single kernel, which includes the queries' gradient.
 _PRODUCTS = {'fwd': 2, 'dq': 3, 'dkv': 4}
 _FUSED_PRODUCTS = 5
-# Of tokamax's kernels, by a part of their names.
+# Products of tokamax's kernels, by a part of their names.
 _GPU_PRODUCTS = {'flash_attention_sm': 2, 'attention_dq': 3, 'attention_dkv': 4}
 _GPU_PRODUCTS |= {'sm100_dq': 3, 'sm100_dkv': 4}
 _GPU_BLOCK = 128

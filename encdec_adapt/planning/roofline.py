@@ -29,8 +29,8 @@ KERNEL_EFFICIENCY = 0.5
 # fitted to published runs by `tests.benchmarks.calibration --fit`.
 GPU_PRODUCTS = 0.72
 GPU_MEMORY = 0.8
-# Those of tokamax's kernels forward and backward, by head dimension: its
-# authors' timings of rows of 4096 on H100 (tokamax 0.0.17,
+# Shares that tokamax's kernels reach, forward and backward, by head dimension,
+# from its authors' timings of rows of 4096 on H100 (tokamax 0.0.17,
 # data/autotuning/nvidia_h100_80gb_hbm3), causal and full ones averaged. No
 # kernel computes gradients of 256 (`ops.attention_gradients`).
 _GPU_KERNELS = {64: (0.47, 0.46), 128: (0.63, 0.63), 256: (0.65,)}

@@ -97,7 +97,7 @@ def moved_bytes(
       result = body[result.operands[0]]
     written += _written(result, types)
   parameters = [inner for inner in body.values() if inner.opcode == 'parameter']
-  # What several operations read comes from memory once.
+  # An array that several operations read is loaded from memory once.
   return written + sum(
     min(
       sum(hlo.sizes(parameter.type)),

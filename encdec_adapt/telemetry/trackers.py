@@ -27,7 +27,7 @@ from encdec_adapt.files import append_log, atomic, paths
 
 KEY = 'config.train.trackers'
 EVENTS = 'tensorboard'  # Folder of event files.
-RUN_ID = 'wandb.json'  # Of Weights & Biases, for resumed jobs.
+RUN_ID = 'wandb.json'  # For resumed jobs in Weights & Biases.
 
 Config = Mapping[str, Any]
 Rows = Sequence[Mapping[str, Any]]

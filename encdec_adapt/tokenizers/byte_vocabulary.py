@@ -28,7 +28,7 @@ from encdec_adapt.files import paths
 from encdec_adapt.tokenizers import vocabulary
 
 NAME, BYT5 = 'bytes', 'byt5'
-BYT5_CLASS = 'ByT5Tokenizer'  # Of transformers.
+BYT5_CLASS = 'ByT5Tokenizer'  # In transformers.
 _BYT5_SPECIALS = ('<pad>', '</s>', '<unk>')
 _BYT5_EXTRA, _BYT5_SENTINELS = 125, 100
 _SPECIALS = ('<pad>', '<eos>', '<bos>', '<mask>') + tuple(

@@ -67,7 +67,7 @@ class SentencePieceVocabulary(vocabulary.Vocabulary):
     config = paths.at(path).parent / CONFIG
     stated = atomic.read_json(config) if config.is_file() else {}
     roles = _roles(self._model, name)
-    # Of the file, not of `_plain`, so that it does not depend on the release of
+    # Hashes the file, not `_plain`'s result, which depends on the release of
     # protobuf.
     digest, files = hashlib.sha256(data).hexdigest(), [paths.at(path)]
     self._is_t5 = 'extra_ids' in stated or (

@@ -205,7 +205,7 @@ def earlier_compute(
     saved: `meta` of the checkpoint.
     fingerprint: fingerprint of this start.
   """
-  # That of `convert` has no fingerprint, and is refused by the caller.
+  # `convert` saves no fingerprint; the caller refuses its checkpoints.
   before = saved.get('fingerprint', {})
   same = all(before.get(k) == fingerprint[k] for k in ('device_kind', 'mesh'))
   compute = saved['config']['compute']

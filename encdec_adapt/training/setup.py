@@ -452,7 +452,7 @@ def describe_batch(
     if field in rows:
       side = field.partition('_')[0]
       if side == 'targets':
-        # Those of an encoder-only model stand where it reads the tokens.
+        # An encoder-only model's targets stand where it reads the tokens.
         side = 'decoder' if 'decoder_tokens' in rows else 'encoder'
       # Rows are packed: segment 1 is the first of several examples.
       mask = rows[f'{side}_segments'][0] == 1

@@ -144,7 +144,7 @@ class Interleaving:
     time = (turn + 0.5) / self._shares[stream]
     earlier = self._turns_until(time)
     # Turns at exactly this time: the next float is the first time after them.
-    # Of these, those of streams with smaller numbers come first.
+    # Among equal times, streams with smaller numbers come first.
     equal = self._turns_until(np.nextafter(time, np.inf)) - earlier
     return int(earlier.sum() + equal[:stream].sum())
 

@@ -33,7 +33,7 @@ from encdec_adapt.models import forward_flops, parameters, presets
 from encdec_adapt.telemetry import environment
 
 TASK = 'cost'
-REPEATS = 20  # Of a latency; quartiles are its spread.
+REPEATS = 20  # Per latency; quartiles give its spread.
 _BATCH_REPEATS = 5  # The median ignores two that something else slowed down.
 _WARM_UP = 2  # Repeats that do not count: caches and clocks settle.
 # Share of the processors that other processes may take; more is reported.
@@ -292,7 +292,7 @@ def pareto_front(points: Sequence[tuple[Spread, Spread]]) -> list[int]:
     (cost, quality), (other_cost, other_quality) = points[i], points[j]
     if not (is_ranked(cost, other_cost) and is_ranked(quality, other_quality)):
       return False
-    # Of equal points the first stands for all.
+    # The first of equal points stands for all.
     differs = points[i] != points[j] or i < j
     return (
       differs and cost[1] <= other_cost[1] and quality[1] >= other_quality[1]

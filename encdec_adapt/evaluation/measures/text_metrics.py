@@ -89,7 +89,7 @@ def choose(
   try:
     sacrebleu.BLEU(tokenize=bleu)
     _ROUGE_TOKENIZERS.index(rouge)
-  except Exception as error:  # Of any kind: some need packages or a download.
+  except Exception as error:  # Any error: some need packages or a download.
     raise errors.UserError(
       f'--tokenizers={names} must be BLEU,ROUGE, one of'
       f' {", ".join(sacrebleu.BLEU.TOKENIZERS)}, and one of'

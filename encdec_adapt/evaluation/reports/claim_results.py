@@ -103,7 +103,7 @@ class Result:
     """Verdict, effect and bounds, as `report_figures.draw_claims` has them."""
     claim, scale = self.claim, math.log if self.is_crossing else float
     sign = -1 if claim.direction == 'less' else 1
-    if claim.direction == 'no better':  # What is worse is to the right.
+    if claim.direction == 'no better':  # Worse is to the right.
       metric = claim.metric.rpartition('/')[2]
       sign = 1 if score_tables.lower_is_better(metric) else -1
     scaled = (

@@ -90,7 +90,7 @@ def write_readme(
       report = atomic.read_json(file_of_report)
       results[name] = {
         'rows': [_readme_row(report, cells) for cells in report['claims']],
-        'effects': report.get('effects', []),  # Of earlier versions none.
+        'effects': report.get('effects', []),  # Earlier versions have none.
       }
   found = {name: results[name] for name in folders if name in results}
   silent = [name for name, result in found.items() if not result['rows']]

@@ -21,7 +21,7 @@ _OF_VERDICTS = {
   verdicts.REPRODUCED: _COLOURS[0],
   verdicts.CONTRADICTED: _COLOURS[1],
 }  # Others are grey.
-# Of curves, and of points; models at their end have '--'.
+# Styles of curves and points; models at their end have '--'.
 _LINES = {'-': 'o', ':': 's', '-.': '^'}
 _STYLE = {
   'font.size': 10,
@@ -35,7 +35,7 @@ _STYLE = {
   'legend.frameon': False,
 }
 _CELL = {'ha': 'center', 'va': 'center', 'fontsize': 8}
-_SIZE = 6.5, 4.5  # Of a panel, in inches.
+_SIZE = 6.5, 4.5  # Size of a panel, in inches.
 
 Styles = Mapping[str, Mapping[str, str]]
 

@@ -19,7 +19,7 @@ from encdec_adapt.data.sources import document_source
 from encdec_adapt.evaluation.results import crossed_intervals, results_store
 
 MOST_ROWS = 32  # Rows of a group in the report of a study.
-# Of the arms of a contrast.
+# Signs of a contrast's arms.
 SIGNS = {1: (1,), 2: (-1, 1), 4: (-1, 1, 1, -1)}
 
 Arm = Sequence[results_store.Score]

@@ -42,7 +42,7 @@ class Prediction:
   scores: dict[str, float]
 
 
-# What an evaluation returns: its scores, and the answers that they are of.
+# An evaluation returns scores, and the answers that were scored.
 Result = results_store.Score | Prediction
 
 

@@ -70,7 +70,7 @@ def estimate(
     crossed_intervals.mean_squares(*contrasts.sums(pair))
     for pair in itertools.combinations(arms, 2)
   ]
-  # Of k arms, the mean over all pairs is twice the mean square of the
+  # With k arms, the mean over all pairs is twice the mean square of the
   # interaction with arms, which has k - 1 times the freedom of a pair.
   freedoms = tuple(x * (len(arms) - 1) for x in pairs[0].freedoms)
   seeds, groups = pairs[0].seeds, pairs[0].groups

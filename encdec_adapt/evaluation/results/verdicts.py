@@ -113,7 +113,7 @@ def planned_power(
     groups: number of groups of examples, at least 2.
     level: level of the interval.
   """
-  # Of effects in the claimed direction; a loss is turned with its direction.
+  # Effects in the claimed direction; a loss is negated with its direction.
   direction = 'greater' if direction == 'less' else direction
   seed, group, residual = components.seed, components.group, components.residual
   rng = np.random.default_rng(0)  # The same draws for every effect.

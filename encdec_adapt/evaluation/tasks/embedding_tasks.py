@@ -39,7 +39,7 @@ from encdec_adapt.files import paths
 from encdec_adapt.telemetry import progress
 
 _DEPTH = 10  # Documents that a query finds.
-_RESTARTS = 10  # Of k-means; the clusters of least distances count.
+_RESTARTS = 10  # Of k-means; the clusters with the least distances count.
 
 # Types of fields, and their names in errors.
 _NUMBER, _LABEL = (int, float), (int, float, str)

@@ -33,7 +33,7 @@ from encdec_adapt.telemetry import progress
 from encdec_adapt.training import setup
 from encdec_adapt.training.losses import comparison, preference, reward
 
-# Of a model that learnt no preferences: mean log-probabilities.
+# For models without preference training: mean log-probabilities.
 _PLAIN = 'simpo:beta=1,gamma=0'
 
 
