@@ -421,7 +421,6 @@ def check_kind(
 
 
 def _check_model(settings: Settings, vocabulary: str) -> None:
-  """Checks objective, vocabularies and initialisation against the model."""
   data, model, init = settings.data, settings.model, settings.init
   # The first stands for all: objectives of a mixture have the same row fields.
   check_kind(model, data.objectives[0])
@@ -474,7 +473,6 @@ def _check_model(settings: Settings, vocabulary: str) -> None:
 
 
 def _check_carried(settings: Settings) -> None:
-  """Checks that the source's optimizer state can go on."""
   schedule, train = settings.optimizer.schedule.kind, settings.train
   for key, value, needed in (
     ('optimizer.schedule', schedule, ('rsqrt', 'constant')),
@@ -491,7 +489,6 @@ def _check_carried(settings: Settings) -> None:
 
 
 def _check_sources(settings: Settings, sources: bool) -> None:
-  """Checks the loss, and that sources and teacher are given if needed."""
   init, teacher = settings.init, settings.teacher.checkpoint
   loss = settings.loss
   # Here and not when the section is made: a dry run plans a job before its
@@ -545,7 +542,7 @@ def _check_sources(settings: Settings, sources: bool) -> None:
       f' {rollout_options.LABEL}, and the newest save may be over that budget;'
       ' set it to at least 2.'
     )
-  # Most likely config.loss.distillation was forgotten.
+  # Most likely config.loss.distillation is missing.
   if teacher and not (loss.references or settings.teacher.stored):
     raise errors.UserError(
       f'config.teacher.checkpoint is {teacher!r} but the loss is {loss.name},'

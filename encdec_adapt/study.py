@@ -112,7 +112,6 @@ def main(values: flags.FlagValues) -> int:
 
 
 def _load(values: flags.FlagValues) -> pages.Study:
-  """Loads the study of the flags; its pages get --root and --fresh, too."""
   study = load(values.study)
   if values.root:
     study = dataclasses.replace(study, root=values.root)
@@ -130,7 +129,6 @@ def _load(values: flags.FlagValues) -> pages.Study:
 
 
 def _pages(states: stage_states.States) -> dict[str, pages.Study]:
-  """Returns the pages of a study of studies by the names of their stages."""
   found = {}
   for stage in states.stages.values():
     if stage.module == 'study':
@@ -143,20 +141,18 @@ def _pages(states: stage_states.States) -> dict[str, pages.Study]:
 def _describe(
   study: pages.Study, states: stage_states.States, values: flags.FlagValues
 ) -> str:
-  """Describes what a study will take, of a study of studies page by page."""
   found, parts, notes = _pages(states), {}, []
   if not found:
     return study_plan.describe(study, states, _flags(values))
   for name, page in found.items():
     try:
       parts[name] = page, stage_states.States(page, stages.resolve(page))
-    except errors.UserError as error:  # It may read models of another page.
+    except errors.UserError as error:  # It may need models of another page.
       notes.append(f'{name} is not planned: {error}')
   return '\n'.join([study_plan.describe_pages(parts), *notes])
 
 
 def _flags(values: flags.FlagValues) -> list[str]:
-  """Returns the flags that name the study and its folder."""
   root = [f'--root={values.root}'] * bool(values.root)
   return [f'--study={values.study}', *root]
 
@@ -164,7 +160,6 @@ def _flags(values: flags.FlagValues) -> list[str]:
 def _report(
   study: pages.Study, states: stage_states.States, values: flags.FlagValues
 ) -> None:
-  """Writes the report, and of a study of studies the table of all claims."""
   line = shlex.join(_flags(values))
   study_results.write(study, states, f'python -m encdec_adapt.study {line}')
   if study.readme:
@@ -208,7 +203,6 @@ def load(spec: str) -> pages.Study:
 def _run(
   study: pages.Study, states: stage_states.States, values: flags.FlagValues
 ) -> int:
-  """Runs stages, in this process or in workers; writes the report."""
   jobs = _jobs(states, values)
   run = functools.partial(run_stage, jobs=values.jobs)
   if not values.worker:
@@ -238,16 +232,15 @@ def _run(
 
 
 def _jobs(states: stage_states.States, values: flags.FlagValues) -> int:
-  """Returns the number of workers; of a study of studies one."""
-  # Its pages run one after the other, each with workers of its own, so that no
-  # two train a model that they have in common.
+  """Returns the number of workers (1 for a study of studies)."""
+  # Its pages run one after the other, each with its own workers, so that no
+  # two pages train a model that they share.
   if any(stage.module == 'study' for stage in states.stages.values()):
     return 1
   return values.jobs or workers.default_jobs()
 
 
 def _cores(states: stage_states.States, values: flags.FlagValues) -> int:
-  """Returns the number of cores of a worker."""
   return len(workers.cores()) // _jobs(states, values)
 
 
@@ -285,10 +278,6 @@ def run_stage(
 def _is_trained(stage: stages.Stage, flag: str) -> bool:
   """Returns whether a job of `launch` has trained the model of a stage.
 
-  Args:
-    stage: a training stage.
-    flag: --workdir=FOLDER, in which it was trained.
-
   Raises:
     UserError: the job had another configuration, as before a page's change.
   """
@@ -317,12 +306,10 @@ def _is_trained(stage: stages.Stage, flag: str) -> bool:
 
 
 def _portable(value: object) -> object:
-  """Returns a value without the folder of shipped files on this machine."""
   return value.rpartition('configs/')[2] if isinstance(value, str) else value
 
 
 def _call(module: str, arguments: Sequence[str]) -> int:
-  """Runs a command in this process; returns its exit status."""
   if module == 'convert':
     commands = _module(module).COMMANDS
     return command.run_subcommand('', commands, arguments)
@@ -330,12 +317,10 @@ def _call(module: str, arguments: Sequence[str]) -> int:
 
 
 def _parse(module: str, arguments: Sequence[str]) -> flags.FlagValues:
-  """Parses the arguments of a stage; the configuration file is loaded."""
   return command.parse(_module(module).define_flags, arguments)
 
 
 def _module(name: str) -> types.ModuleType:
-  """Imports the module of a command."""
   # Late: a study without a command need not load its dependencies.
   return importlib.import_module(f'encdec_adapt.{name}')
 
@@ -343,7 +328,6 @@ def _module(name: str) -> types.ModuleType:
 def _choose_rate(
   rate: pages.Rate, arguments: Sequence[str]
 ) -> tuple[int, float | None]:
-  """Runs an arm at every learning rate, and at further ones at an edge."""
   *arguments, workdir = arguments
   workdir = workdir.removeprefix('--workdir=')
   waiting, extra, losses = list(rate.values), rate.extra, {}
@@ -371,7 +355,6 @@ def _choose_rate(
 def _loss_at(
   value: float, workdir: str, arguments: Sequence[str]
 ) -> tuple[int, float]:
-  """Returns exit status and held-out loss of a run at a learning rate."""
   folder = paths.join(workdir, f'{value:g}')
   summary, status = paths.at(folder) / compute_cost.SUMMARY, 0
   flags = f'--config.optimizer.learning_rate={value:g}', f'--workdir={folder}'
@@ -386,7 +369,6 @@ def _loss_at(
 
 
 def _listing(states: stage_states.States, cores: int, as_json: bool) -> str:
-  """Lists the stages: status, what they read, and their command."""
   here, rows = {**environment.versions(), 'cores': cores}, []
   for stage in states.stages.values():
     values, state = states.values(stage), states.state(stage)
@@ -407,7 +389,6 @@ def _listing(states: stage_states.States, cores: int, as_json: bool) -> str:
 
 
 def _line(row: Mapping[str, object]) -> str:
-  """Describes a stage in two lines."""
   reads = f', reads {", ".join(row["reads"])}' if row['reads'] else ''
   other = f' ({"; ".join(row["made_in"])})' if row['made_in'] else ''
   return f'{row["name"]}: {row["status"]}{other}{reads}\n  {row["command"]}'

@@ -305,7 +305,7 @@ def train(
     work = workload.of_step(
       placement, loss, settings.train, sizes, shapes, objective.maker
     )
-    # Of the last phase, in which most trains.
+    # The last phase, which trains the most parameters.
     abstract = phases.abstract()
     others = batch, reference_params, base_params
     choice = remat_choice.for_job(
@@ -377,7 +377,6 @@ def train(
   evaluating = False
 
   def evaluate(step, params, last=False):
-    """Runs the evaluators that are due; ranks the held-out metrics."""
     nonlocal evaluating
     if not settings.train.intervals:
       return None
@@ -389,7 +388,6 @@ def train(
       return loss.rank(values[loss.selects])
 
   def save(step, rank=None):
-    """Saves the state; `rank` is that of its held-out metric."""
     watchdog.beat(step, 'save')
     with telemetry.spent('save'):
       telemetry.flush()
@@ -397,8 +395,8 @@ def train(
       checkpoints.save(step, state, data=cost.as_dict(), meta=meta, loss=rank)
 
   def save_before_error(kind, error, traceback):
-    """Saves the step after which a reward could not be computed."""
-    # An evaluation that failed is repeated from the save before.
+    # Saves the step whose reward failed; a failed evaluation is repeated from
+    # the previous save.
     if isinstance(error, completion_rewards.RewardError) and not evaluating:
       checkpoints.wait()
       if step not in (0, *checkpoints.all_steps()):
@@ -498,7 +496,7 @@ def train(
       evaluate(step, state.params, last=True)
     watchdog.beat(step, 'save')
     checkpoints.wait()
-    # Of the policy of the step before, as its KL was measured.
+    # The measured KL is that of the previous step's policy.
     within = checkpoints.discard(step - 1) if telemetry.over_budget else None
 
   # -- End ---------------------------------------------------------------------

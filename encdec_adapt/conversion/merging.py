@@ -80,11 +80,6 @@ def merge_models(values: flags.FlagValues, operands: list[str]) -> int:
 
 
 def _last(run: str, count: int) -> list[str]:
-  """Returns the names of the last steps of a run, RUN@STEP.
-
-  Raises:
-    UserError: the run has fewer checkpoints.
-  """
   steps = step_folders.steps(step_folders.locate(run))
   if len(steps) < count:
     raise errors.UserError(
@@ -96,11 +91,11 @@ def _last(run: str, count: int) -> list[str]:
 
 
 def _weights(values: flags.FlagValues, operands: Sequence[str]) -> list[float]:
-  """Parses --weights; equal weights where none are given.
+  """Parses --weights; the default is equal weights.
 
   Raises:
-    UserError: they are not as many numbers as models, they do not sum to 1
-      without --start, or the models or weights do not suit --slerp.
+    UserError: the weights do not match the models in number, do not sum to 1
+      without --start, or do not suit --slerp.
   """
   count = len(operands)
   if values.slerp and not (values.start and count == 2):
@@ -119,7 +114,7 @@ def _weights(values: flags.FlagValues, operands: Sequence[str]) -> list[float]:
   string = option_strings.Part('--weights', values.weights)
   weights = [part.read(float, 'a number') for part in string.divide(',')]
   total, form = sum(weights), ''
-  # Comparisons are written such that nan is refused.
+  # These comparisons refuse nan.
   if values.slerp:
     right, form = min(weights) >= 0 and 0 < total < math.inf, ', none negative'
   elif values.start:
@@ -134,11 +129,6 @@ def _weights(values: flags.FlagValues, operands: Sequence[str]) -> list[float]:
 
 
 def _require_same_model(first: _Stored, model: _Stored) -> None:
-  """Checks that two models have the same parameters and vocabularies.
-
-  Raises:
-    UserError: names the settings, and the parameters that differ in shape.
-  """
   differences = model_config.differences(first.model, model.model)
   # `differences` leaves padding out; averaged arrays must share it too.
   if not differences and model.model != first.model:
@@ -175,10 +165,7 @@ def _merged(
 ) -> dict[str, lazy_array.LazyArray]:
   """Returns every merged parameter, computed when it is read.
 
-  Args:
-    models: the models; with `spherical` two and their start.
-    weights: weight of each model.
-    spherical: whether to interpolate task vectors by SLERP.
+  With `spherical`, `models` are two models and their start.
   """
   sources: list[Mapping[str, lazy_array.LazyArray]]
   sources = [model.arrays() for model in models]

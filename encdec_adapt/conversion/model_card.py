@@ -168,7 +168,6 @@ def write(
 def _snippet(
   stored: model_on_disk.StoredModel, native: bool, tokenizers: Collection[str]
 ) -> str:
-  """Returns the code that generates text."""
   folder = 'folder' + ', trust_remote_code=True' * native
   name = inspection.transformers_class(stored)
   subfolder = model_on_disk.DECODER_TOKENIZER
@@ -195,7 +194,6 @@ def _metadata(
   languages: Sequence[str],
   evaluation: str | None,
 ) -> dict[str, Any]:
-  """Returns the fields that the Hub reads, without those that are empty."""
   config, summary = (
     _read(stored.path / file) if stored.checkpoint else {}
     for file in (config_lib.RUN_CONFIG, compute_cost.SUMMARY)
@@ -219,7 +217,7 @@ def _metadata(
   fields['datasets'] = _DATASET.findall(source)
   scores = _evaluation(stored, evaluation) if evaluation else {}
   loss = summary.get('eval_loss', math.nan)
-  # Of the last step; YAML has numbers that JSON and the Hub have not.
+  # Of the last step; JSON and the Hub lack YAML's non-finite numbers.
   if math.isfinite(loss) and summary['steps'] == stored.step:
     scores = {f'held-out {_sources(source)}': {'loss': loss}, **scores}
   results = [
@@ -239,11 +237,7 @@ def _metadata(
 def _evaluation(
   stored: model_on_disk.StoredModel, folder: str
 ) -> dict[str, dict[str, float]]:
-  """Reads the results of a model: task -> metric -> value.
-
-  Raises:
-    UserError: there are none in the folder.
-  """
+  """Returns the results of a model: task -> metric -> value."""
   file = paths_lib.at(folder) / 'results.jsonl'
   records = text_lines.read_json(str(file)) if file.exists() else {}
   scores: dict[str, dict[str, float]] = {}
@@ -267,7 +261,6 @@ def _sources(source: str) -> str:
 
 
 def _shape(model: model_config.ModelConfig) -> Iterator[str]:
-  """Yields the lines of a table with a column for each stack."""
   yield '| | ' + ' | '.join(model.stacks) + ' |'
   yield '|---|' + '---|' * len(model.stacks)
   for name in _SIZES:
@@ -283,11 +276,7 @@ def _history(
 ) -> Iterator[str]:
   """Yields lines on how a run and its ancestors were made, newest first.
 
-  Args:
-    name: name of the run or folder.
-    path: where it is.
-    step: step of the checkpoint, None for a folder.
-    descendants: absolute paths of the runs whose ancestor it is.
+  `step` is None for a folder; `descendants` are absolute paths of runs.
   """
   lineage = (*descendants, paths_lib.absolute(path))
   if step is None:
@@ -327,7 +316,7 @@ def _history(
     if hub.is_address(name):  # Its history is not downloaded.
       continue
     source, source_step = model_on_disk.resolve(name)
-    # A descendant was written in the place of its ancestor, which is gone.
+    # A descendant has replaced its ancestor, which is gone.
     if paths_lib.absolute(source) in lineage:
       continue
     # Sources that are finished runs and still exist.
@@ -350,7 +339,6 @@ def _training(
   step: int,
   sources: Iterable[str],
 ) -> Iterator[str]:
-  """Yields lines on the training of a run."""
   init, data = config['init'], config['data']
   if init['mode'] != 'random':
     yield f'- Started by `{init["mode"]}` from {_names(sources)}.'
@@ -364,7 +352,7 @@ def _training(
     f' a peak rate of {config["optimizer"]["learning_rate"]:g}.'
   )
   yield f'- Data: `{_sources(data["source"]) or "records"}`.'
-  # Of any loss: its keys that were set, and the model that it reads.
+  # Keys of the loss that were set, and the model that it reads.
   default = config_lib.defaults().loss.to_dict()
   changes = [
     f'{name} {value:g}' if isinstance(value, float) else f'{name} {value}'
@@ -394,5 +382,4 @@ def _training(
 
 
 def _read(path: paths_lib.Path) -> dict[str, Any]:
-  """Reads a JSON file of a run; empty if it is missing."""
   return atomic.read_json(path) if path.exists() else {}

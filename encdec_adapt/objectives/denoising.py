@@ -134,7 +134,6 @@ def parse_mixture(text: str) -> tuple[Denoiser, ...]:
 
 
 def _denoiser(part: option_strings.Part, weight: float) -> Denoiser:
-  """Reads a denoiser of a mixture."""
   mode, *settings = part.divide(':')
 
   def density(share: option_strings.Part) -> float:
@@ -262,7 +261,7 @@ class Denoising(windows.WindowMaker):
     """Plans the windows of a denoiser.
 
     Raises:
-      UserError: inputs that fill the encoder have targets that do not fit.
+      UserError: targets do not fit for inputs that fill the encoder.
     """
     plan = self._longest(denoiser.sizes, denoiser)
     if denoiser.kind != 'spans':
@@ -326,7 +325,6 @@ class Denoising(windows.WindowMaker):
     return pair
 
   def _sentinels_of(self, spans: int) -> np.ndarray:
-    """Returns the ids that stand for the spans of a window, in order."""
     if self._policy == 'single':
       return np.full(spans, self._sentinels[0])
     if spans <= len(self._sentinels):  # A view, which most windows need.
@@ -356,7 +354,6 @@ def most_spans(mixture: Sequence[Denoiser], lengths: framing.Lengths) -> int:
 
 @functools.cache
 def _window_of_inputs(denoiser: Denoiser, lengths: framing.Lengths) -> int:
-  """Returns the longest window of which framed inputs fit the encoder."""
   # Visible tokens alone fill the encoder at encoder / (1 - density): twice that
   # is beyond every window that fits, with room for rounding.
   return bisect.bisect_left(
@@ -485,7 +482,6 @@ def insert(
 
 
 def _preset(mixture: str, predicts: str, **preset: Any) -> example_maker.Name:
-  """Returns the entry of a named mixture."""
   preset |= {'mixture': parse_mixture(mixture)}
   return example_maker.Name(Denoising, predicts, preset)
 

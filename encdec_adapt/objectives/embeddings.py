@@ -145,8 +145,8 @@ class Embed(example_maker.ExampleMaker):
     """Returns the example of a document; None if it is dropped.
 
     Raises:
-      UserError: a text is empty or no text, or there are not as many scores or
-        vectors as texts, or vectors of another size.
+      UserError: a text is empty or not a text, or the numbers of scores,
+        vectors and texts, or the vectors' sizes, differ.
     """
     for i, text in enumerate(texts):
       if not isinstance(text, str) or not text.strip():
@@ -241,18 +241,13 @@ def _numbers(
 ) -> np.ndarray | None:
   """Returns the numbers of a field, float32; None without the field.
 
-  Args:
-    name: name of the field, for errors.
-    values: numbers of the field, perhaps nested lists; None without the field.
-    shape: shape that they must have.
-
   Raises:
-    UserError: they are not numbers of this shape that are finite in float16.
+    UserError: the values are not numbers of this shape, finite in float16.
   """
   if values is None:
     return None
   try:
-    # As records hold them: a larger number would be infinite.
+    # The records' dtype: larger numbers would be infinite.
     with np.errstate(over='ignore'):
       array = np.array(values, np.float16).astype(np.float32)
   except (TypeError, ValueError):  # Lists of unequal lengths, or texts.

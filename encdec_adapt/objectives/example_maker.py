@@ -417,7 +417,7 @@ class Objective:
       changes += ('options keep the space at their end',)
     if self.options.get('shortest'):
       changes += ('documents shorter than the option shortest are windows',)
-    # Of held-out rows (`objective_names.for_evaluation`).
+    # Held-out rows (`objective_names.for_evaluation`).
     if self.options.get('concatenate') is False:
       changes += ('held-out windows do not cross documents',)
     return changes

@@ -211,13 +211,7 @@ def frame_row(
 def _padding(
   sizes: Mapping[str, int], aligned: str, framing: special_ids.Framing
 ) -> Batch:
-  """Returns a row of padding.
-
-  Args:
-    sizes: positions of each side of the row.
-    aligned: the side that targets and weights are aligned with.
-    framing: special ids.
-  """
+  """Returns a row of padding; targets and weights align with side `aligned`."""
   length, pad = sizes[aligned], framing.decoder.pad
   row = {
     'targets': np.full(length, pad, np.int32),
@@ -236,7 +230,6 @@ def _padding(
 def _write_segment(
   row: Batch, side: str, start: int, segment: int, tokens: np.ndarray
 ) -> None:
-  """Writes a framed segment of `side` at `start`."""
   stop = start + len(tokens)
   length = len(row[f'{side}_tokens'])
   if stop > length:
@@ -280,7 +273,7 @@ def on_all_tokens(batch: Batch, pad: int) -> Batch:
 
 
 def _following(segments: np.ndarray) -> np.ndarray:
-  """Returns the segment of the position after each, 0 at the end of a row."""
+  """Returns the segment of the next position, 0 at the end of a row."""
   following = np.roll(segments, -1, axis=1)
   following[:, -1] = 0  # `roll` wraps around.
   return following

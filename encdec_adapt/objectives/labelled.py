@@ -100,7 +100,6 @@ class Classify(example_maker.ExampleMaker):
   def _fitting(
     self, parts: list[np.ndarray], labels: list[int]
   ) -> framing.Pair | None:
-    """Returns the pair of an example; None if it is dropped."""
     counts = np.array([len(part) for part in parts])
     if not counts.all():
       raise errors.UserError('it has a text or a word without tokens')
@@ -119,7 +118,7 @@ class Classify(example_maker.ExampleMaker):
     return framing.Pair(tokens, targets, weights=weights)
 
   def _cut_positions(self, positions: np.ndarray, size: int) -> np.ndarray:
-    """Returns the positions of labels when the tokens are cut to a size."""
+    """Returns the positions of labels after tokens are cut to a size."""
     return np.minimum(positions, size - 1)
 
 

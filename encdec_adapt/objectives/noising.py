@@ -151,11 +151,11 @@ class Noising(windows.WindowMaker):
     return window
 
   def _count(self, size: int) -> int:
-    """Returns the hidden tokens of a window: its share, at least 1."""
+    """Returns a window's number of hidden tokens: its share, at least 1."""
     return max(round(size * self._share), 1)
 
   def _hide(self, size: int) -> int:
-    """Returns the number of hidden tokens of a window, and counts them."""
+    """Returns a window's number of hidden tokens, and adds it to the counts."""
     # Planning asks `_count` for sizes of windows that are never made.
     count = self._count(size)
     self.count_hidden(self.name, size, count)
@@ -325,7 +325,7 @@ class Infilling(Noising):
   def _infill(self, window: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """Hides a share of the tokens.
 
-    Spans are drawn until they hide the share; the last span is cut to it. They
+    Draws spans until they hide the share, and cuts the last span to it. Spans
     lie in random order between the visible tokens.
     """
     count = self._hide(len(window))
@@ -470,7 +470,6 @@ class Meap(NextToken):
     return framing.Pair(np.zeros(0, np.int32), window, decoder_inputs=inputs)
 
   def _read(self, tokens: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Returns tokens with masks in the place of some."""
     masked = self._masked(len(tokens), rng)
     self.count_hidden(self.name, len(tokens), int(masked.sum()))
     return np.where(masked, np.int32(self._mask), tokens)

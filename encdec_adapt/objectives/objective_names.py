@@ -92,7 +92,6 @@ def for_evaluation(
 
 
 def _trim(text: str) -> str:
-  """Removes spaces around an objective, unless they end a verbatim option."""
   name, _, options = text.strip().partition(':')
   # A text in quotes that has a comma ends in a quote: no space to keep.
   key = options.rpartition(',')[2].partition('=')[0]
@@ -101,11 +100,6 @@ def _trim(text: str) -> str:
 
 
 def _parse_objective(text: str) -> example_maker.Objective:
-  """Parses a trimmed objective.
-
-  Raises:
-    UserError: the name or an option is not known, or a value has a wrong type.
-  """
   part = option_strings.Part(_LABEL, text)
   head = part.partition(':')[0]
   name = head.text
@@ -114,7 +108,7 @@ def _parse_objective(text: str) -> example_maker.Objective:
     raise head.error(f'must be one of {", ".join(NAMES)}{hint}')
   maker, options = NAMES[name].maker, dict(NAMES[name].preset)
   entries = list(filter(None, part.options()))
-  if NAMES[name].parse:  # Of what stands before the options.
+  if NAMES[name].parse:  # Text before the options.
     options |= NAMES[name].parse(entries.pop(0).text if entries else '')
   for entry in entries:
     key, value = entry.partition('=')

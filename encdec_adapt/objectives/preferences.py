@@ -31,7 +31,7 @@ import numpy as np
 from encdec_adapt.base import errors
 from encdec_adapt.objectives import example_maker, framing, supervised
 
-_LARGEST_MARGIN = 65504  # Of float16, as it is stored.
+_LARGEST_MARGIN = 65504  # The largest float16: margins are stored so.
 
 
 class Preference(NamedTuple):
@@ -120,7 +120,7 @@ class Preferences(supervised.Supervised):
     """Returns the example of a document; None if it is dropped.
 
     Raises:
-      UserError: names the document, and what is wrong with it.
+      UserError: the document is invalid; names it and the fault.
     """
     if not content:
       self.counts['ties'] += 1
@@ -158,7 +158,6 @@ class Preferences(supervised.Supervised):
       return example
 
   def _content(self, name: str, prompt: str | list, answer: str) -> list:
-    """Returns a pair of texts, as `Supervised` reads it."""
     if not isinstance(prompt, str):
       raise self._error(
         name, 'its prompt is a conversation; use the objective chat_preferences'

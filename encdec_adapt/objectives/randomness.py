@@ -20,7 +20,7 @@ def digest(*parts: object) -> int:
 
 
 def _joined(parts: Iterable[object]) -> bytes:
-  """Returns the parts, each after its length."""
+  """Joins the parts, each after its length."""
   # `surrogatepass`: names of files may have bytes that are not UTF-8.
   encoded = [str(part).encode('utf-8', 'surrogatepass') for part in parts]
   return b''.join(len(part).to_bytes(8, 'little') + part for part in encoded)

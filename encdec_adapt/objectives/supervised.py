@@ -63,14 +63,13 @@ from encdec_adapt.objectives import example_maker, framing, noising
 from encdec_adapt.tokenizers import chat_format
 from encdec_adapt.tokenizers import vocabulary as vocabulary_lib
 
-_MEAP_SHARE = 0.1  # Of the tokens of the copy.
+_MEAP_SHARE = 0.1  # Share of the copy's tokens.
 _MEAP_LEAST = 50  # Targets without EOS; shorter ones have no copy.
 TOO_LONG = ('drop', 'truncate')
 MEAP = ('separate', 'concat', 'inputs')
 
 
 def _choice(name: str, values: Sequence[str]) -> example_maker.Option:
-  """Returns an option with a few values."""
   # `index` raises the ValueError of a text that is not among them.
   return example_maker.Option(
     lambda text: values[values.index(text)], f'{name}={"|".join(values)}'
@@ -206,7 +205,7 @@ class Supervised(example_maker.ExampleMaker):
 
     Args:
       name: id of its document.
-      *answers: its answers, one but for preferences.
+      *answers: one answer, or two of a preference.
     """
     for pair, text in answers:
       decoded = _normal(self._vocabulary.decode(pair.targets))
@@ -221,7 +220,6 @@ class Supervised(example_maker.ExampleMaker):
         return
 
   def _pairs(self, name: str, content: list) -> Iterator[Answer]:
-    """Yields the pairs of a document."""
     inputs, targets, *fields = content
     # The prefix is encoded with the inputs: tokens may span the border.
     encode, special = self._vocabulary.encode, self._vocabulary.ids
@@ -241,8 +239,8 @@ class Supervised(example_maker.ExampleMaker):
 
     Args:
       pair: pair without the separator.
-      room: most tokens of inputs, and of the prefix with its separator; None
-        for all.
+      room: largest number of tokens of the inputs, and of the prefix with its
+        separator; None for no limit.
     """
     # Inputs are cut before the separator: without it a decoder-only model could
     # not tell where they end.
@@ -255,7 +253,6 @@ class Supervised(example_maker.ExampleMaker):
   def _fitting(
     self, name: str, unseparated: framing.Pair
   ) -> framing.Pair | None:
-    """Returns a pair of a document that fits a row; None if it is dropped."""
     # `positions` counts the longer of inputs and prefix, with the separator.
     pair = self._separated(unseparated)
     encoder, decoder = pair.positions(self.lengths)
@@ -286,7 +283,6 @@ class Supervised(example_maker.ExampleMaker):
   def _with_copy(
     self, pair: framing.Pair, generator: Callable[[], np.random.Generator]
   ) -> Iterator[framing.Pair]:
-    """Yields a pair, and MEAP's copy beside or inside it."""
     if not self._meap:
       yield pair
       return
@@ -409,12 +405,11 @@ class Chat(Supervised):
 
 
 def _normal(text: str) -> str:
-  """Returns a text as vocabularies may change it without a loss."""
+  """Returns a text after the changes that vocabularies may make losslessly."""
   return ' '.join(unicodedata.normalize('NFKC', text).split())
 
 
 def _fields(fields: Mapping[str, Any] | None = None) -> str | None:
-  """Returns the further fields of a document as a pair keeps them."""
   return None if fields is None else json.dumps(fields, ensure_ascii=False)
 
 
@@ -443,7 +438,7 @@ def _encode(
 
   Returns:
     The ids, int32 [n]; and per turn the index of its first token, and the index
-    after the token that ends it.
+    after its closing token.
   """
   encoded = chat_format.encode(messages, vocabulary)
   # The mask of the assistant's tokens changes at the bounds of its turns, which

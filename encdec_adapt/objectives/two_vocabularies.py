@@ -150,7 +150,7 @@ class TextSplit(example_maker.ExampleMaker):
     Args:
       document: the document.
       start: first token of the window.
-      size: number of tokens, at most.
+      size: largest number of tokens.
       ends: whether the document ends with this many tokens.
       cut: function from tokens of a window to tokens of its first part.
     """
@@ -165,14 +165,14 @@ class TextSplit(example_maker.ExampleMaker):
       )
       if share >= 1:
         return window
-      # By the share that fits, as lengths in the other vocabulary grow about
-      # with the tokens, but by at least a token. A window of a single token
-      # has no inputs and fits, so that this ends.
+      # Shrinks by the share that fits, as lengths in the other vocabulary are
+      # about proportional, and by at least one token. A window of one token
+      # has no inputs and fits, so this terminates.
       size = max(min(int(size * share), window.stop - start - 1), 1)
       ends = False
 
   def _window(self, document, start, size, ends, cut) -> _Window:
-    """Returns the window of up to `size` tokens, whether it fits or not."""
+    """Returns the window of up to `size` tokens, even if it does not fit."""
     stop = start + size
     # A character of more tokens than the window is cut: a window must advance.
     if not ends and document.nearest[stop] > start:

@@ -131,7 +131,7 @@ class WindowMaker(example_maker.ExampleMaker):
     return all(min(plan.inner, plan.last) >= 1 for plan in plans)
 
   def _shortest(self) -> framing.Lengths:
-    """Returns the next longer row lengths that a window fits."""
+    """Returns the next larger row lengths that a window fits."""
     # By trial, as the classes plan too differently for a formula. This changes
     # `lengths`, as it is called only by an `__init__` that then fails.
     encoder, decoder = self.lengths.encoder, self.lengths.decoder
@@ -158,7 +158,7 @@ class WindowMaker(example_maker.ExampleMaker):
 
     Args:
       sizes: function from a window's size to the largest numbers of inputs and
-        of targets (without EOS), neither of which decreases.
+        of targets (without EOS); both are non-decreasing.
       task: see `WindowPlan`.
     """
     encoder, decoder = self.lengths.encoder, self.lengths.decoder
@@ -282,7 +282,7 @@ class WindowMaker(example_maker.ExampleMaker):
     return rng, self.draw_plan(rng)
 
   def _from_stream(self, documents, generator) -> Iterator[framing.Pair]:
-    """Cuts windows from concatenated documents, each of which ends in EOS."""
+    """Cuts windows from concatenated documents, which each end with EOS."""
     documents = iter(documents)
     # Read ahead by a document: no window, and no draw, follows the last token.
     following = next(documents, None)
@@ -300,12 +300,12 @@ class WindowMaker(example_maker.ExampleMaker):
         spans.append((name, len(tokens) + 1))
         size += len(tokens) + 1
         following = next(documents, None)
-      # Not for the windows of a long document: each would copy the rest of it.
+      # Skipped for windows of a long document: each would copy the rest of it.
       if len(chunks) > 1:
         buffer = np.concatenate(chunks)
       window, buffer = buffer[: plan.inner], buffer[plan.inner :]
       is_last = following is None and not len(buffer)
-      # Of several chunks, some document begins in the window.
+      # With several chunks, a document begins in the window.
       if is_last and len(chunks) == 1 and len(window) < self.shortest:
         self.counts['short_windows'] += 1
         return

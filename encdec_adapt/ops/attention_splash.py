@@ -114,14 +114,8 @@ def _blocks_per_part(blocks: int, block_bytes: int) -> int:
 def _kernel(spec, q, k, blocks, softcap, shards, interpret):
   """Makes the kernel of all heads, forward and backward.
 
-  Args:
-    spec: the mask, padded to whole blocks.
-    q: queries, padded likewise.
-    k: keys, padded likewise.
-    blocks: queries and keys of a block.
-    softcap: cap of the scores.
-    shards: number of shards of the heads and of the length.
-    interpret: run the kernel as ordinary operations.
+  Mask, queries and keys are padded to whole blocks. `blocks` has the queries
+  and keys of a block, `shards` the shards of heads and of the length.
 
   Returns:
     The kernel, and the number of shards of its mask along the queries.
@@ -170,7 +164,7 @@ def _kernel(spec, q, k, blocks, softcap, shards, interpret):
 
 
 def _sees_all(spec: masks.MaskSpec, queries: int, keys: int) -> bool:
-  """Returns whether every query sees every key, segments aside."""
+  """Returns whether every query sees every key, apart from segments."""
   farthest = max(queries, keys) - 1
   return all(side is None or side >= farthest for side in spec.reach)
 
@@ -178,7 +172,6 @@ def _sees_all(spec: masks.MaskSpec, queries: int, keys: int) -> bool:
 def _mask(
   reach: tuple[int | None, int | None], shape: tuple[int, int], offset: int
 ) -> kernel_masks.Mask:
-  """Returns a mask of the kernel library, by index."""
   if reach == (None, None):
     return kernel_masks.FullMask(shape)
   if reach == (None, 0):

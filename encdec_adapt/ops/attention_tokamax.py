@@ -164,7 +164,7 @@ def key_ranges(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
 def _flash(q, k, v, spec, first, last, call: _Call):
-  """Attention [B, T, N, H]; ranges of keys are [B, 1, T]."""
+  """Returns the output [B, T, N, H]; ranges of keys are [B, 1, T]."""
   return _forward(q, k, v, spec, first, last, call)[0]
 
 

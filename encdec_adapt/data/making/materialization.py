@@ -190,7 +190,6 @@ def _missing_shards(
   choice: vocabulary_pair.Choice,
   options: Mapping[str, Any],
 ) -> list[shard_jobs.ShardJob]:
-  """Describes the missing shards of record sets."""
   jobs = [
     shard_jobs.ShardJob(
       str(build.shard_folder), build.spec, choice, build.parts, key, **options
@@ -201,7 +200,7 @@ def _missing_shards(
   ]
   if not jobs:
     return []
-  # Here and not in the workers, each of which would go through all sources.
+  # Here, not in the workers: each would go through all sources.
   left_out: Mapping[str, frozenset[str]] = {}
   if any(build.spec.deduplicate for build in builds):
     # Held-out rows may have fewer sources than training rows.
@@ -224,12 +223,9 @@ def _missing_shards(
 def _open_set(
   spec: record_sets.RecordSpec, folder: paths.Path, elsewhere: bool
 ) -> _Build:
-  """Finds the finished shards of a set, and removes unfinished shards.
+  """Finds the finished shards of a set, and removes unfinished ones.
 
-  Args:
-    spec: spec with fingerprints.
-    folder: folder of the set.
-    elsewhere: whether other machines make the shards.
+  `elsewhere` says that other machines make the shards.
 
   Raises:
     UserError: the folder has a finished set of another spec.
@@ -294,7 +290,6 @@ def _check_dropped(
   spec: record_sets.RecordSpec,
   entries: Mapping[record_writing.ShardKey, Mapping[str, Any]],
 ) -> None:
-  """Raises UserError if a set is empty as its objective drops all examples."""
   # Every pass drops the same examples; the error is to count each once.
   shards = [entry for key, entry in entries.items() if not key.pass_index]
   dropped = sum(entry.get('dropped', 0) for entry in shards)
@@ -370,7 +365,7 @@ def is_untrained(data: data_section.DataConfig) -> bool:
   if vocabulary_pair.exists(path):
     return False
   if not data.train_vocabulary:
-    # Of a job that starts from a model, mostly: its folder has no tokenizer.
+    # Mostly a job that starts from a model whose folder has no tokenizer.
     raise errors.UserError(
       f'the vocabulary {path} does not exist, and config.data.train_vocabulary'
       " is False; set config.data.vocabulary to the model's tokenizer.json or"
@@ -428,7 +423,7 @@ def contamination_report(data: data_section.DataConfig, evaluation: str) -> str:
     UserError: a source is missing or has no text.
   """
   draw = shard_jobs.make_draw(data.train, 0)
-  # Of a weight below 1 each pass draws other documents: all of them.
+  # Each pass draws other documents if a weight is below 1: takes all.
   training = (
     part.source.plain(document)
     for part in all_sources(data.train)

@@ -102,8 +102,8 @@ def _pack_best_fit(costs: np.ndarray, capacity: np.ndarray) -> list[list[int]]:
   """Packs pairs from the largest to the smallest, each where it fits best.
 
   Open rows are indexed by their free positions of the side with more demand,
-  and under each number sorted by those of the other side. Searching all rows
-  for each pair would take a time quadratic in the number of rows.
+  and within each number sorted by those of the other side. Searching all rows
+  for each pair would take time quadratic in the number of rows.
 
   Args:
     costs: positions of the pairs, [n, 2].

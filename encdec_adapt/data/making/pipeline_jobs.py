@@ -60,11 +60,6 @@ def run_jobs(
 
 
 def _entries(group: shard_jobs.ShardGroup) -> list[dict[str, Any]]:
-  """Reads the manifest entries of a group's shards.
-
-  Raises:
-    UserError: a shard is not there.
-  """
   entries = []
   for job in group.jobs:
     entry = record_writing.finished_shard(job.folder, job.spec, job.key)

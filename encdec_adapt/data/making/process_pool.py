@@ -102,7 +102,7 @@ def run_in_subprocess(function: Callable[..., Any], *args: Any) -> None:
 
 @contextlib.contextmanager
 def _main_hidden(function: Callable[..., Any]) -> Iterator[None]:
-  """Keeps processes that are started meanwhile from importing the main module.
+  """Keeps processes started in this context from importing the main module.
 
   Args:
     function: function that they call.
@@ -120,7 +120,6 @@ def _main_hidden(function: Callable[..., Any]) -> Iterator[None]:
 def _call(
   sender: connection.Connection, function: Callable[..., Any], *args: Any
 ) -> None:
-  """Calls the function; sends errors that the parent is to raise."""
   parent_death.end_with_parent()  # An orphan would hold the records' locks.
   try:
     sys.exit(function(*args))

@@ -82,8 +82,8 @@ def estimate(data: data_section.DataConfig) -> dict[str, Any]:
 def _small_shards(spec: record_sets.RecordSpec) -> dict[str, tuple[int, int]]:
   """Returns the number of shards of each source, and how many are made.
 
-  All of them are, as they will be packed, unless the source has more than 4
-  MiB; then the first one, with 4 MiB at most or a single document.
+  All shards are made, as they will be packed, unless the source has more than 4
+  MiB; then only the first, with at most 4 MiB or a single document.
   """
   shards, draw = {}, shard_jobs.make_draw(spec, 0)
   for part in materialization.all_sources(spec):
@@ -97,7 +97,6 @@ def _small_shards(spec: record_sets.RecordSpec) -> dict[str, tuple[int, int]]:
 
 
 def _is_large(documents: Iterable[document_source.Document]) -> bool:
-  """Returns whether there are documents beyond the first 4 MiB of text."""
   size = 0
   for document in documents:
     if size > _MOST_BYTES:

@@ -277,7 +277,7 @@ def write_shards(group: ShardGroup) -> list[dict[str, Any]]:
     Their entries in the manifest.
   """
   folder = group.jobs[0].folder
-  # Beside the records, which need space anyway: the system's temporary folder
+  # Next to the records, which need space anyway: the system's temporary folder
   # may be small, or in memory.
   cache_folder = None if paths.is_bucket(folder) else folder
   if cache_folder:

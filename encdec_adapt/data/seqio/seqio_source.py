@@ -81,7 +81,6 @@ class SeqioSource(document_source.Source):
       yield from itertools.islice(self._file(file), turn, None, len(readers))
 
   def _file(self, index: int) -> Iterator[document_source.Entry]:
-    """Yields the examples of a file of the task."""
     # Neither shuffled nor trimmed: names have positions in the file, and
     # objectives cut documents to the lengths of the rows.
     dataset = self._task.get_dataset(
@@ -101,7 +100,6 @@ class SeqioSource(document_source.Source):
       yield name.replace('::', ':_:'), functools.partial(self._read, row)
 
   def _read(self, row: dict[str, Any]) -> str:
-    """Returns the text of an example, or the JSON of a pair."""
     if self.divisible:
       # Tasks of language modelling have the text as their targets.
       return self._feature(row, 'text' if 'text' in row else 'targets')
@@ -130,24 +128,18 @@ class SeqioSource(document_source.Source):
     yield self._num_files
     yield self._task.num_input_examples(self._split)
     # A task has no version or checksum. A few examples show most changes of its
-    # preprocessors, which reading all would find at the price of a pass.
+    # preprocessors; reading all would cost a pass.
     for name, read_text in itertools.islice(self.entries(), 16):
       yield name
       yield read_text()
 
 
 def _parse(name: str) -> tuple[str, str]:
-  """Returns the task and the split of a source's name."""
   _, task, *split = name.split(':')
   return task, split[0] if split else 'train'
 
 
 def _get(name: str) -> Any:
-  """Returns a registered task or mixture.
-
-  Raises:
-    UserError: names the nearest ones.
-  """
   names = [*seqio.TaskRegistry.names(), *seqio.MixtureRegistry.names()]
   if name not in names:
     near = difflib.get_close_matches(name, names, 3) or sorted(names)[:3]

@@ -344,8 +344,8 @@ def _flatten(pairs: Sequence[framing.Pair]) -> list[np.ndarray]:
   """Returns pairs as arrays for TensorFlow, in the order of `_FLAT_TYPES`.
 
   Returns:
-    The tokens of all pairs and the length of each, for every field, and the
-    ids of their documents.
+    For every field the tokens of all pairs and the length of each, and the ids
+    of their documents.
   """
   columns = []
   for field, dtype in _FIELDS.items():
@@ -362,7 +362,6 @@ def _flatten(pairs: Sequence[framing.Pair]) -> list[np.ndarray]:
 
 
 def _rows_from_flat(flat: Sequence[tf.Tensor]) -> dict[str, Any]:
-  """Returns the fields of a dataset, a row for every pair, from `_flatten`."""
   # TensorFlow knows the types of a Python function's arrays, not their ranks.
   *columns, ids = [tf.ensure_shape(column, [None]) for column in flat]
   result = {'documents': ids}
@@ -444,7 +443,6 @@ def register() -> None:
 def _python_text(
   split: str, shuffle_files: bool, seed: int | None = None
 ) -> tf.data.Dataset:
-  """Returns the documents of a split of the source `python`, in order."""
   del shuffle_files, seed  # The order of the source is that of hashes.
   part = mixtures.Part(text_sources.open_source('python'), 1.0)
   draw = mixtures.Draw(split, eval_fraction=0.04, seed=0)

@@ -101,7 +101,6 @@ def report(
 
 
 def _run_hashes(words: Sequence[str], size: int) -> Iterator[int]:
-  """Yields the hash of every run of `size` words; nothing for size 0."""
   # A document without words would otherwise match every training document.
   if size:
     for i in range(len(words) - size + 1):

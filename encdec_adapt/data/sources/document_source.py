@@ -123,7 +123,7 @@ class Source(abc.ABC):
 
   @abc.abstractmethod
   def _content(self) -> Iterator[object]:
-    """Yields the values that the fingerprint is computed from."""
+    """Yields the values that determine the fingerprint."""
 
   def in_split(
     self, document_id: str, split: str, eval_fraction: float, seed: int
@@ -240,8 +240,8 @@ class Source(abc.ABC):
   def _cut(self, text: str, room: int) -> str:
     """Returns the paragraphs of a text within a number of bytes.
 
-    Without any, its lines, else its words, else its characters, if they are as
-    long as a piece of `Pieces`; '' for shorter texts.
+    If no paragraph fits, returns its lines, else words, else characters, if
+    they are as long as a piece of `Pieces`; '' for shorter texts.
     """
     text = text.encode('utf-8')[: max(room, 0)].decode('utf-8', 'ignore')
     ends = r'.*\n\s*\n|.{4000,}\n|.{4000,}\s|.{4000,}'
@@ -269,7 +269,6 @@ def register(kind: str) -> Callable[[type[Source]], type[Source]]:
 
 
 def _texts(content: object) -> Iterator[str]:
-  """Yields the texts of a pair, of messages, or of lists of words."""
   if isinstance(content, str):
     yield content
   elif isinstance(content, dict):

@@ -118,7 +118,6 @@ class FileSource(document_source.Source):
       yield from self._documents(unit)
 
   def _units(self, shard_index: int, num_shards: int) -> Iterator[Unit]:
-    """Yields the units that begin in the shard's range, within the cap."""
     total = sum(self._sizes.values())
     cap = min(total, self.max_bytes or total)
     start, stop = (
@@ -165,7 +164,6 @@ class FileSource(document_source.Source):
     yield unit.id, functools.partial(self._read_within, unit)
 
   def _read_within(self, unit: Unit) -> str:
-    """Returns the text of a document within the cap."""
     text = self._read(unit)
     return text if unit.room is None else self._cut(text, unit.room)
 
@@ -176,7 +174,6 @@ class FileSource(document_source.Source):
     return document_source.decode(unit.data, self.name, location)
 
   def _line_location(self, path: str, offset: int) -> str:
-    """Returns a file and the number of its line at an offset."""
     if self.skips_bad:  # No message is printed, so no line is counted.
       return path
     line, remaining = 1, offset
@@ -283,12 +280,10 @@ def _paragraphs(
 
 
 def _encodable(path: str) -> str:
-  """Returns a path with escapes for bytes that are not UTF-8."""
   return os.fsencode(path).decode('utf-8', 'backslashreplace')
 
 
 def _fixed_folder(pattern: str) -> str:
-  """Returns the folder of a glob before its first wildcard."""
   # Ids are relative to it, so that they survive a move of the files.
   folder = os.path.dirname(pattern)
   while glob.has_magic(folder):
@@ -297,7 +292,6 @@ def _fixed_folder(pattern: str) -> str:
 
 
 def _sample(path: str) -> str:
-  """Returns a digest of a file's size, beginning, middle and end."""
   size = os.path.getsize(path)
   digest = hashlib.blake2b(str(size).encode(), digest_size=16)
   with open(path, 'rb') as file:

@@ -172,7 +172,6 @@ class Part:
         self.source.counts = counts  # Each document counts once.
 
   def _uniform(self, draw: Draw, document_id: str) -> float:
-    """Returns a document's number in [0, 1), which depends on the pass."""
     # Not on the weight: a larger weight adds documents to those of a smaller.
     name = configs.portable(self.source.name)
     key = draw.seed, draw.pass_index, name, document_id

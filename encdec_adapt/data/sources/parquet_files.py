@@ -72,7 +72,6 @@ def check_schemas(files: Sequence[str], columns: Sequence[str] | None) -> None:
 
 
 def _schema(path: str, columns: Sequence[str] | None) -> dict[str, str]:
-  """Returns the types of a file's columns, or of those that are read."""
   with _opened(path, columns) as file:
     # Some writers have offsets of 64 bits, which makes no other rows.
     return {
@@ -84,7 +83,6 @@ def _schema(path: str, columns: Sequence[str] | None) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _opened(path: str, columns: Sequence[str] | None) -> Iterator[Any]:
-  """Opens a file, and checks that it has the columns."""
   packages.require(path, 'data', 'pyarrow')
   from pyarrow import parquet
 

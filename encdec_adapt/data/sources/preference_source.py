@@ -50,7 +50,7 @@ class PreferenceSource(row_sources.NamedFieldSource):
     try:
       return super()._read(unit)
     except errors.UserError:
-      raise  # It names the line already.
+      raise  # The error names the line.
     except ValueError as error:
       location = self._line_location(unit.path, unit.offset)
       raise errors.UserError(
@@ -102,11 +102,6 @@ def _messages(content: object) -> list[dict[str, str]]:
 
 
 def _message(entry: Any) -> dict[str, str]:
-  """Returns a message with `role` and `content`.
-
-  Raises:
-    ValueError: it has no known role, or no text.
-  """
   entry = entry if isinstance(entry, dict) else {'content': entry}
   role = entry.get('role', entry.get('from'))
   content = entry.get('content', entry.get('value'))
@@ -119,11 +114,6 @@ def _message(entry: Any) -> dict[str, str]:
 
 
 def _answer(content: Any) -> str:
-  """Returns the text of an answer: a text, or a message of the assistant.
-
-  Raises:
-    ValueError: it is of another role, or several messages.
-  """
   if isinstance(content, str):
     return content
   messages = _messages(content if isinstance(content, list) else [content])
@@ -140,7 +130,7 @@ def _parted(
   """Returns the common beginning of two dialogues, and their last turns.
 
   Raises:
-    ValueError: they part before their last turns, which are the assistant's.
+    ValueError: they differ before their last turns, which are the assistant's.
   """
   prompt = chosen[:-1]
   if not prompt or prompt != rejected[:-1]:

@@ -90,7 +90,6 @@ def _environment() -> Any:
 def _render_parts(
   environment: Any, jinja: str, row: dict[str, Any]
 ) -> list[str]:
-  """Renders a template and returns the parts that its '|||' divide."""
   template = environment.from_string(jinja.replace(_BETWEEN, _MARK))
   return [part.strip() for part in template.render(row).split(_MARK)]
 

@@ -84,7 +84,6 @@ class PythonSource(document_source.Source):
     self.divisible = self.divisible and self._held_out is None
 
   def _read_list(self, path: str) -> frozenset[str]:
-    """Returns the topics and modules with a content digest in a file."""
     try:
       digests = set(paths.at(path).read_text().split())
     except OSError as error:
@@ -155,7 +154,6 @@ class PythonSource(document_source.Source):
 
 
 def _python(path: pathlib.Path) -> str:
-  """Reads a module, '' if it is not UTF-8 (a few declare another coding)."""
   try:
     text = path.read_text('utf-8')
   except UnicodeDecodeError:
@@ -164,7 +162,6 @@ def _python(path: pathlib.Path) -> str:
 
 
 def _docstrings(source: str) -> str:
-  """Returns a module's docstrings under their names, like `pydoc`'s pages."""
   parts = []
 
   def visit(node, name=''):

@@ -121,7 +121,7 @@ class FieldSource(RowSource):
     """Returns a field of a row.
 
     Raises:
-      UserError: the row is not a JSON object, or the field is missing or of
+      UserError: the row is no JSON object, or the field is missing or has
         another type; names the file and the line.
     """
     value = row.get(field) if isinstance(row, dict) else None
@@ -166,7 +166,6 @@ class ExampleSource(FieldSource):
   """
 
   def _further(self, value: Callable[..., Any]) -> list[dict[str, Any]]:
-    """Returns the object of the further fields; [] without any."""
     names = self._columns[self.field_counts[0] :]
     return [{name: value(name, ANY) for name in names}] if names else []
 

@@ -53,7 +53,6 @@ def import_quietly(name: str) -> ModuleType:
 
 @contextlib.contextmanager
 def _captured_stderr() -> Iterator[None]:
-  """Captures stderr of C++ code too, and prints it after an exception."""
   # Python's buffer would otherwise be written into the file, and be lost.
   sys.stderr.flush()
   # C++ writes to descriptor 2 itself: replacing `sys.stderr` has no effect.

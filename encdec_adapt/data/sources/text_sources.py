@@ -165,7 +165,6 @@ def import_modules(modules: str) -> None:
 
 
 def _find(name: str, modules: str) -> type[document_source.Source]:
-  """Returns the class of a source other than a SeqIO task."""
   kinds = document_source.KINDS
   kind, _, details = name.partition(':')
   if kind not in kinds:

@@ -77,7 +77,6 @@ class TfdsSource(document_source.Source):
     return self._read(tfds.even_splits(self._split, num_shards)[shard_index])
 
   def _read(self, split: Any) -> Iterator[document_source.Entry]:
-    """Yields the entries of a split, named by file and index in the file."""
     import tensorflow_datasets as tfds
 
     # Ordered reading: index i is the same example on every machine.

@@ -134,7 +134,6 @@ class FLOPs:
 
 
 def _steps(text: str, available: float, step: float) -> int:
-  """Returns the whole number of steps that is nearest to a budget."""
   exact = available / step
   steps = round(exact)
   if exact < 1 or abs(steps - exact) > TOLERANCE * exact:
@@ -218,7 +217,6 @@ def _factor(model: Model, field: str, count: Count, target: int) -> float:
 def _scaled(
   model: Model, field: str, factor: float, multiple: int = 1
 ) -> Model:
-  """Returns a model with a field of all stacks scaled, at least `multiple`."""
   stacks = {}
   for name, stack in model.stacks.items():
     size = round(factor * getattr(stack, field) / multiple)

@@ -21,8 +21,8 @@ from encdec_adapt.planning import chips
 # counts for a chip, as in `launch/commands.py`.
 _TPUS = {'v4': ('v4', 2), 'v5e': ('v5litepod', 1)}
 _TPUS |= {'v5p': ('v5p', 2), 'v6e': ('v6e', 1)}
-_TIME = '--time=24:00:00'  # Of a start; the next one resumes.
-_MOST_LETTERS = 30  # Of a job's name.
+_TIME = '--time=24:00:00'  # Per start; the next one resumes.
+_MOST_LETTERS = 30  # In a job's name.
 
 
 def commands(
@@ -67,12 +67,11 @@ def job_name(stage: stages.Stage) -> str:
 
 
 def _job(hardware: chips.Slice) -> list[str]:
-  """Returns launcher, verb and request of a job on all chips."""
   if hardware.chip.kind == 'gpu':
     gpus = min(hardware.chips, hardware.chip.host_chips)
     request = f'--nodes={hardware.chips // gpus}', f'--gpus_per_node={gpus}'
     return ['launch.slurm', 'train', *request, _TIME]
-  if hardware.chip.name == 'tpu7x':  # It has no queued resources.
+  if hardware.chip.name == 'tpu7x':  # No queued resources.
     request = '--cluster=CLUSTER', '--zone=ZONE', '--image=IMAGE:TAG'
     accelerator = hardware.name.replace(':', '-')
     return ['launch.gke', 'train', *request, f'--accelerator={accelerator}']

@@ -237,9 +237,8 @@ class Study:
       is_free = names.count(name) == 1 and name not in RESERVED
       if not (is_free and _NAME.fullmatch(name)):
         raise self.error(
-          f'the name {name!r} must be of one arm, command, rate or evaluation'
-          f' alone, of letters, digits, points, - and _, and none of'
-          f' {", ".join(RESERVED)}'
+          f'the name {name!r} is given twice or invalid; names must be unique,'
+          f' match {_NAME.pattern} and be none of {", ".join(RESERVED)}'
         )
     for seeds in (self.seeds, *map(self.seeds_of, names)):
       if len({*seeds}) < len(seeds):
@@ -334,7 +333,6 @@ class Study:
     text: str,
     among: Sequence[Arm | Command] | None = None,
   ) -> None:
-    """Refuses names that are not of an arm, or a command where allowed."""
     among = (*self.arms, *self.commands) if among is None else among
     valid = [x.name for x in among]
     for name in names:
@@ -345,7 +343,6 @@ class Study:
         )
 
   def _check_claims(self) -> None:
-    """Refuses claims about what is not there."""
     primary = [x for x in self.claims if x.primary]
     if len(primary) > MOST_PRIMARY:
       raise self.error(

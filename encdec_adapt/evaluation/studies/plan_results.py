@@ -1,4 +1,4 @@
-"""What a plan has measured, which the folder of a study keeps in JSON files."""
+"""JSON cache of measured step times, in the folder of a study."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -220,7 +220,6 @@ class States:
         self._discard(stage)
 
   def _discard(self, stage: stages.Stage) -> None:
-    """Removes what a stage has made here, so that it runs again."""
     name = self._own(stage)
     # Another worker may have begun with the same: it has discarded this one.
     with contextlib.suppress(lock.InUseError):
@@ -230,7 +229,6 @@ class States:
           paths.remove(self.root / name)
 
   def _own(self, stage: stages.Stage) -> str:
-    """Returns the name of a stage's folder in this study."""
     state = _read(self._place(self.root, stage.name))
     if state is None or state.identity == stage.identity:
       return stage.name
@@ -242,7 +240,6 @@ class States:
   def _finished_elsewhere(
     self, stage: stages.Stage
   ) -> tuple[paths.Path, str] | None:
-    """Returns root and folder of an equal stage that is finished, if any."""
     state = _read(self._place(self.root, self._own(stage)))
     if not self._shared or (state and state.status == FINISHED):
       return None
@@ -262,7 +259,6 @@ class States:
     return None
 
   def _add_to_index(self, stage: stages.Stage) -> None:
-    """Adds a finished stage to the index of all studies."""
     entry = {'identity': stage.identity, 'name': stage.name}
     entry |= {'root': str(self.root), 'folder': self._own(stage)}
     while True:
@@ -278,7 +274,7 @@ class States:
 
 @contextlib.contextmanager
 def _timed(state: State, place: paths.Path) -> Iterator[None]:
-  """Adds up the time of a state, on disk too, so that a kill loses none."""
+  """Adds up the time of a state, also on disk, so that a kill loses none."""
   before, start, stop = state.seconds, time.monotonic(), threading.Event()
 
   def write() -> None:
@@ -301,7 +297,6 @@ def _timed(state: State, place: paths.Path) -> Iterator[None]:
 
 
 def _read(place: paths.Path) -> State | None:
-  """Reads a state; None if there is none."""
   if not (place / _STATE).exists():
     return None
   return State(**atomic.read_json(place / _STATE))

@@ -91,7 +91,7 @@ def resolve(study: pages.Study) -> dict[str, Stage]:
         resolver.stage(arm.name, seed)
   for evaluation in study.evaluations:
     resolver.evaluate(evaluation)
-  # Those that nothing has read so far.
+  # Commands that no stage has read.
   for item in study.commands:
     for seed in item.seeds or (None,):
       resolver.stage(item.name, seed)
@@ -114,7 +114,7 @@ class _Resolver:
     }
     self._entered: list[str] = []
     self._configs: dict[str, _Config] = {}
-    # Of large texts it takes seconds; the text may change between studies.
+    # Takes seconds for large texts, which may change between studies.
     self._fingerprint = functools.cache(materialization.source_fingerprint)
     self._vocabularies = functools.cache(lambda x: x.open().fingerprints)
 
@@ -166,7 +166,6 @@ class _Resolver:
   def _evaluation_flops(
     self, evaluation: pages.Evaluation, model: str
   ) -> float:
-    """Returns the FLOPs of the held-out loss; 0 of other evaluations."""
     arm = self._items[model]
     if not (evaluation.records and isinstance(arm, pages.Arm)):
       return 0.0
@@ -206,7 +205,6 @@ class _Resolver:
       crossings.check_schedule(arm.name, values.optimizer.schedule)
 
   def _command(self, item: pages.Command, name: str, seed: int | None) -> Stage:
-    """Returns the stage of a command."""
     arguments, reads = self._filled(item.arguments, seed, item.name, name)
     reads += [self.stage(x, seed).name for x in item.after]
     reads = tuple(dict.fromkeys(reads))
@@ -230,7 +228,7 @@ class _Resolver:
   def _filled(
     self, texts, seed: int | None, own: str = '', name: str = ''
   ) -> tuple[list[str], list[str]]:
-    """Returns texts with names of stages in braces, and these names."""
+    """Returns texts with stage names in braces, and the names."""
     values, reads = {own: f'{{{name}}}', 'seed': str(seed)}, []
     for text in texts:
       for x in pages.placeholders(text):
@@ -248,7 +246,6 @@ class _Resolver:
     return [pages.fill(text, values) for text in texts], reads
 
   def _arm(self, arm: pages.Arm, name: str, seed: int) -> Stage:
-    """Returns the training stage of an arm with a seed."""
     rate = self.stage(arm.rate, None).name if arm.rate else ''
     steps = None
     if arm.budget is not None:
@@ -256,7 +253,6 @@ class _Resolver:
     return self._train(arm, name, seed, seed, steps, rate)
 
   def _rate(self, rate: pages.Rate) -> Stage:
-    """Returns the stage of a choice of rates."""
     arm = self._items[rate.arm]
     reader = self.study.seeds_of(arm.name)[0]
     stage = self._train(arm, rate.name, rate.seed, reader, rate.steps, '')
@@ -287,13 +283,8 @@ class _Resolver:
   ) -> Stage:
     """Returns a training stage.
 
-    Args:
-      arm: the arm.
-      name: name of the stage.
-      seed: seed of the run.
-      reader: seed of the arms that it reads.
-      steps: number of steps; None for that of the configuration.
-      rate: choice of the learning rate, or ''.
+    `reader` is the seed of the arms that it reads; `steps` is None for the
+    configuration's steps; `rate` is a choice of the learning rate, or ''.
     """
     settings, config = self._config(arm)
     records = self._records(arm, reader)
@@ -329,7 +320,6 @@ class _Resolver:
     )
 
   def _config(self, arm: pages.Arm) -> _Config:
-    """Returns the configuration of an arm, validated and as it is."""
     if arm.name in self._configs:
       return self._configs[arm.name]
     flags = _flags(
@@ -343,7 +333,6 @@ class _Resolver:
     return self._configs[arm.name]
 
   def _records(self, arm: pages.Arm, seed: int | None = None) -> Stage:
-    """Returns the stage that makes the records of an arm with a seed."""
     settings, _ = self._config(arm)
     texts = {
       key: text
@@ -359,7 +348,7 @@ class _Resolver:
       if stage.identity == identity:
         return stage
     name = 'records' if 'records' not in self.stages else f'records_{arm.name}'
-    if name in self.stages:  # Of another seed.
+    if name in self.stages:  # Records of another seed.
       name = f'records_{self.study.stage_of(arm.name, seed)}'
     changes = {**arm.changes, **dict(zip(texts, starts, strict=True))}
     changes['data.folder'] = f'{{{name}}}'
@@ -377,7 +366,6 @@ class _Resolver:
   def _spec_content(
     self, data: data_section.DataConfig, spec: record_sets.RecordSpec
   ) -> dict[str, Any]:
-    """Returns a spec with fingerprints of its text and vocabularies."""
     choice = data.vocabularies
     if pages.placeholders(f'{choice.decoder} {choice.encoder}'):
       # Made by a stage.
@@ -400,12 +388,11 @@ class _Resolver:
     }
 
   def _steps(self, arm: pages.Arm, step: budgets.Step, seed: int) -> int:
-    """Returns the number of steps of an arm's budget."""
     if isinstance(arm.budget, int):
       return arm.budget
     _, reads = self._filled(arm.starts_texts, seed)
     spent = {}
-    # Of all that the run starts from and learns from, each once.
+    # Counts each stage that the run starts or learns from once.
     while reads:
       stage = self.stages[reads.pop()]
       spent[stage.name] = stage.flops
@@ -421,7 +408,6 @@ class _Resolver:
   def _step(
     self, arm: pages.Arm, settings: config_lib.Settings
   ) -> budgets.Step:
-    """Returns what a training step spends, with the teacher."""
     names = settings.loss.references
     reference = self._reference(arm, settings) if names else None
     return budgets.Step.of(settings, [reference] * len(names))
@@ -429,7 +415,6 @@ class _Resolver:
   def _reference(
     self, arm: pages.Arm, settings: config_lib.Settings
   ) -> model_config.ModelConfig:
-    """Returns the shape of an arm's teacher; assumed unless it is an arm."""
     source = self._items.get(arm.starts.get('teacher.checkpoint'))
     if isinstance(source, pages.Arm):
       return self._config(source)[0].model
@@ -444,23 +429,21 @@ class _Resolver:
 
 
 def _flags(config: str, changes: Mapping[str, Any]) -> list[str]:
-  """Returns the flags of a configuration."""
   return [f'--config={config}'] + [
     f'--config.{key}={value}' for key, value in changes.items()
   ]
 
 
 def _changed(values: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns the values of keys that are not the defaults.
+  """Returns the values of keys that differ from the defaults.
 
-  A key that a later version adds leaves identities as they are.
+  Keys added by later versions leave identities unchanged.
   """
   defaults = environment.flat(config_lib.defaults().to_dict())
   return {k: v for k, v in values.items() if v != defaults[k]}
 
 
 def _imported_flops(arguments) -> float:
-  """Returns the FLOPs that the summary of an imported model states."""
   for text in arguments:
     source = text.removeprefix('--source=')
     if source == text or source.startswith(hub.SCHEME):

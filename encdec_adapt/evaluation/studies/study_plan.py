@@ -160,7 +160,6 @@ def _costs(
   chosen: Iterable[stages.Stage],
   steps: Mapping[str, Mapping[str, float]],
 ) -> Costs:
-  """Returns what stages of a study take, given the steps of their shapes."""
   total = Costs()
   for stage in chosen:
     # Choices and arms are training; other stages have their expected times.
@@ -180,12 +179,10 @@ def _costs(
 
 
 def _runs(stage: stages.Stage) -> int:
-  """Returns the number of runs of a training stage."""
   return len(stage.rate.values) if stage.rate else 1
 
 
 def _hours(stage: stages.Stage, step: Mapping[str, float] | None) -> float:
-  """Returns the hours of a training stage; 0 without its step."""
   seconds = step['seconds'] if step else 0.0
   return _runs(stage) * stage.settings.train.steps * seconds / 3600
 
@@ -198,11 +195,7 @@ def _models(
 ) -> list[dict[str, Any]]:
   """Returns a row for each model: sums of its training stages.
 
-  Args:
-    study: the study.
-    passes: how often stages read their text.
-    trained: the training stages.
-    steps: time and memory of a step by the digest of its shape.
+  `steps` has time and memory of a step by the digest of its shape.
   """
   rows: dict[str, dict[str, Any]] = {}
   for stage in trained:
@@ -227,7 +220,6 @@ def _models(
 
 
 def _claims(study: pages.Study) -> list[str]:
-  """Returns a line for each claim with its planned power."""
   lines = []
   for claim in study.claims:
     level = claim_results.level(claim, study)
@@ -251,7 +243,6 @@ def _claims(study: pages.Study) -> list[str]:
 
 
 def _shape(study: pages.Study, stage: stages.Stage) -> str:
-  """Returns a digest of what a step's time depends on."""
   values = {k: v for k, v in stage.values.items() if k.startswith(_SHAPE)}
   text = json.dumps(values, sort_keys=True, default=str) + study.topology
   return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
@@ -262,7 +253,6 @@ def _steps(
   states: stage_states.States,
   trained: Sequence[stages.Stage],
 ) -> Mapping[str, Mapping[str, float]]:
-  """Returns time and memory of a step of each shape."""
   shapes = {_shape(study, x): _without_paths(x.settings) for x in trained}
   function = plan if study.topology else measure
   where = study.topology or study.platform
@@ -270,7 +260,6 @@ def _steps(
 
 
 def _without_paths(settings: config_lib.Settings) -> config_lib.Settings:
-  """Returns settings without the teacher's path; its shape is assumed."""
   teacher = dataclasses.replace(settings.teacher, checkpoint='')
   return dataclasses.replace(settings, teacher=teacher)
 
@@ -319,7 +308,7 @@ def plan(
     mesh = program_plans.make_mesh(settings, hardware)
     job = programs.Job.of('train', settings, mesh)
     _, estimate = program_plans.choose_and_plan(job, hardware)
-    # None of a program that no memory holds.
+    # No roofline if the program fits no memory.
     return estimate['roofline'] and {
       'seconds': estimate['roofline']['step_s'],
       'bytes': estimate['memory']['peak'],
@@ -366,8 +355,7 @@ def _time(
 
 
 def _zeros(shape: jax.ShapeDtypeStruct) -> jax.Array:
-  """Returns an array of zeros with the shape's sharding."""
   if jnp.issubdtype(shape.dtype, jax.dtypes.prng_key):
-    key = jax.random.key(0)  # Of dropout: a single one.
+    key = jax.random.key(0)  # Dropout has a single key.
     return jax.random.split(key, shape.shape) if shape.shape else key
   return jax.device_put(jnp.zeros(shape.shape, shape.dtype), shape.sharding)

@@ -71,7 +71,6 @@ def _finite(
   model: str,
   metric: str,
 ) -> list[results_store.Score]:
-  """Returns a metric of every seed of a model that has a finite one."""
   finite = []
   for stage in states.stages.values():
     if (stage.evaluation, stage.model) == (evaluation.name, model):
@@ -146,7 +145,6 @@ def collect(
 def _request(
   study: pages.Study, states: stage_states.States
 ) -> tuple[int, int]:
-  """Returns the tokens of prompt and answer of the study's rows."""
   lengths = [
     stage.settings.data.train.lengths
     for stage in states.stages.values()
@@ -161,7 +159,6 @@ def _request(
 
 
 def _text(states: stage_states.States) -> dict[str, Any]:
-  """Returns facts about the first held-out records that were evaluated."""
   for stage in states.stages.values():
     entries = scores(states, stage) if stage.evaluation else []
     for options, score in entries:
@@ -176,7 +173,6 @@ def _text(states: stage_states.States) -> dict[str, Any]:
 
 
 def _notes(started: Mapping[str, stage_states.State]) -> list[str]:
-  """Returns sentences on what has failed, or was made elsewhere."""
   here, notes = environment.versions(), []
   elsewhere: dict[str, list[str]] = {}
   cores = collections.Counter()
@@ -199,7 +195,6 @@ def _notes(started: Mapping[str, stage_states.State]) -> list[str]:
 
 
 def _file(states: stage_states.States, name: str, file: str):
-  """Returns a file of a stage that is finished, else None."""
   stage = states.stages.get(name)
   if stage and states.status(stage) == stage_states.FINISHED:
     return states.folder(stage) / file
@@ -233,7 +228,6 @@ def training_summary(folder: paths.Path) -> dict[str, Any]:
 def _run(
   states: stage_states.States, model: stages.Stage, request: tuple[int, int]
 ) -> collected.Run:
-  """Returns the results of a model."""
   folder = states.folder(model)
   by_evaluation, generated = {}, 0
   for stage in states.stages.values():
@@ -268,12 +262,11 @@ def _values(
   stage: stages.Stage,
   config: model_config.ModelConfig,
 ) -> dict[str, Any]:
-  """Returns the keys that a model has been made by (`collected.Run`)."""
   values = dict(stage.values)
   if values:
     rate = str(values[_RATE])
     values[_RATE] = pages.fill(rate, states.values(stage))
-  else:  # Of an imported or merged model only the shape says anything.
+  else:  # Imported and merged models have only a shape.
     saved = config_lib.saved(str(states.folder(stage))).to_dict()
     values = environment.flat({'model': saved['model']})
   unused = {f'model.{x}.' for x in ('encoder', 'decoder')}
@@ -284,7 +277,6 @@ def _values(
 def _counts(
   config: model_config.ModelConfig, request: tuple[int, int]
 ) -> dict[str, float]:
-  """Returns parameters and inference FLOPs (`collected.Run`)."""
   stacks = parameters.count_by_stack(config).values()
   tables = sum(x.embedding + x.head for x in stacks)
   total = parameters.count(config)
@@ -299,7 +291,6 @@ def _counts(
 def _curve(
   folder: paths.Path, summary: Mapping[str, Any]
 ) -> dict[str, list[float]]:
-  """Returns the evaluations in training (`collected.Run`)."""
   is_trained = (folder / metrics.FILE).exists()
   lines = metrics.read_metrics(folder) if is_trained else []
   # The loss of a policy is not one of held-out targets.

@@ -155,7 +155,6 @@ def count(
 
 
 def _of_records(stage: stages.Stage, folder: str) -> float | None:
-  """Returns the passes of a run over finished records; see `check`."""
   manifest = _manifest(folder)
   passes = manifest and count(
     stage.settings, manifest['parts'], len(manifest['passes'])
@@ -170,12 +169,10 @@ def _of_records(stage: stages.Stage, folder: str) -> float | None:
 
 
 def _records(states: stage_states.States, stage: stages.Stage) -> stages.Stage:
-  """Returns the stage of a run's records."""
   read = (states.stages[name] for name in stage.reads)
   (records,) = (x for x in read if x.module == 'materialize')
   return records
 
 
 def _manifest(folder) -> dict[str, Any] | None:
-  """Returns the manifest of training records; None if they are unfinished."""
   return record_sets.read_manifest(paths.join(str(folder), 'train'))

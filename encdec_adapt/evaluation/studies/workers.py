@@ -92,7 +92,7 @@ def _take(
   run: Run,
   only: bool,
 ) -> bool:
-  """Runs a stage, unless another worker does; returns whether it has ended."""
+  """Runs a stage unless another worker does; returns whether it has ended."""
   if study.platform and stage.module not in WITHOUT_DEVICES:
     if jax.default_backend() != study.platform:
       raise errors.UserError(
@@ -114,7 +114,7 @@ def _take(
         status, state.rate = run(stage, arguments)
         state.error = f'exit status {status}' if status else ''
       except errors.AbsentError:
-        raise  # The input is right: the same command goes on.
+        raise  # The input is right: the same command resumes.
       except Exception as error:  # A failure is a result.
         if not isinstance(error, errors.UserError):
           traceback.print_exc()
@@ -220,7 +220,6 @@ def _set_cores(numbers: Sequence[int]) -> None:
 
 
 def _gpus() -> list[str]:
-  """Returns the NVIDIA GPUs that a worker may use, without opening them."""
   # jax would reserve their memory in this process, which needs none.
   visible = os.environ.get('CUDA_VISIBLE_DEVICES')
   if os.environ.get('JAX_PLATFORMS', 'cuda').startswith('cpu'):

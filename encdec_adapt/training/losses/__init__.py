@@ -1,4 +1,4 @@
-"""Losses, each in a module that is found by the class in it.
+"""Losses: one module each, discovered automatically.
 
 A loss is a frozen dataclass, a subclass of `loss.Loss`. Its keys (`keys.key`)
 are keys of `config.loss`; several losses may share a key by inheritance. To add
@@ -83,7 +83,6 @@ def from_section(
 
 
 def _check_kind(candidate: loss.Loss) -> None:
-  """Refuses a `kind` that is the name of no loss."""
   names = [*itertools.chain(*(x.forms for x in CLASSES))]
   name = candidate.kind_name
   if name not in names:
@@ -96,7 +95,7 @@ def _check_unread(values: Mapping[str, Any], section: type[loss.Loss]) -> None:
   """Refuses keys that the loss of `kind` does not read.
 
   Raises:
-    UserError: such a key is not its default.
+    UserError: such a key differs from its default.
   """
   for other in CLASSES:
     for name, default in keys.defaults(other).items():

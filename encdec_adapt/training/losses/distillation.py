@@ -1,13 +1,13 @@
 """Distillation from a teacher's distribution.
 
-The whole distribution of a model (Gemma 2 report, section 3; on samples of the
-student and with other divergences GKD, arXiv:2306.13649), or a few stored
-probabilities of each target (`data/records/stored_teacher.py`).
+The teacher gives a model's whole distribution (Gemma 2 report, section 3; on
+the student's samples and with other divergences GKD, arXiv:2306.13649), or a
+few stored probabilities of each target (`data/records/stored_teacher.py`).
 
-Of span corruption (UL2) a causal decoder reads the text before spans were
-hidden, and predicts every target that is text where the text has it. At
-sentinels, which no text has, the teacher's distribution is the sentinel alone
-(T5Gemma 2, arXiv:2512.14856: one-hot at special tokens).
+For span corruption (UL2), a causal teacher reads the uncorrupted text, and
+predicts each target at its position in this text. Sentinels are not in the
+text: their teacher distribution is one-hot (T5Gemma 2, arXiv:2512.14856:
+one-hot at special tokens).
 """
 
 from collections.abc import Mapping
@@ -185,11 +185,6 @@ class Distillation(cross_entropy.CrossEntropy):
       self._check_samples()
 
   def _check_windows(self, objectives: loss.Objectives) -> None:
-    """Checks the options beside spans that are targets.
-
-    Raises:
-      UserError: they do not suit these.
-    """
     is_text = all(objective.documents == 'text' for objective in objectives)
     reverse = self.options.divergence == 'reverse'
     if reverse or self.samples or self.on_inputs or not is_text:
@@ -202,11 +197,6 @@ class Distillation(cross_entropy.CrossEntropy):
       )
 
   def _check_samples(self) -> None:
-    """Checks the options beside sampled targets.
-
-    Raises:
-      UserError: they do not suit these.
-    """
     if 0 < self.distillation < 1:
       raise errors.UserError(
         f'config.loss.distillation is {self.distillation} and {loss.KIND}'

@@ -211,7 +211,7 @@ class InfoNce(loss.Loss):
       values = self._compare(outputs, part, batch)
       total += jnp.sum(values[0])
       for role in (embeddings.QUERY, embeddings.POSITIVE):
-        # Of the mean over pairs, times the queries, as it is divided later.
+        # The mean over pairs times the queries, as it is divided later.
         squares = _squared_products(part * (roles == role)[..., None])
         total += form.spread_out * squares / (count - 1)
     if form.scores:
@@ -289,7 +289,6 @@ class InfoNce(loss.Loss):
     )
 
   def _divergence(self, outputs: loss.Outputs, batch: loss.Batch) -> Array:
-    """Returns the sum of KL divergences to the softmax of given scores."""
     x, owners = outputs.hidden, batch['owners']
     in_example = (owners[:, None] == owners[..., None]) & (
       batch['roles'] >= embeddings.POSITIVE
@@ -306,7 +305,7 @@ class InfoNce(loss.Loss):
 
 
 def _squared_products(x: Float[Array, 'B M E']) -> Float[Array, '']:
-  """Returns the sum of the squared products of two different vectors."""
+  """Sums squared products over ordered pairs of different vectors."""
   # By the matrix [E, E], which has the squared norm of all products.
   product = jnp.einsum('BMD,BME->DE', x, x, precision=embedding_head.EXACT)
   norms = jnp.sum(jnp.square(x), axis=-1)

@@ -38,7 +38,7 @@ _EPSILON = 1e-4  # Added to the deviation of a group, as in TRL.
 
 
 class Tokens(NamedTuple):
-  """What is known of the tokens of completions, [P, G, T] each.
+  """Per-token tensors of a policy loss, [P, G, T] each.
 
   Attributes:
     log_probs: log pi, which has the gradient.
@@ -347,5 +347,5 @@ class Policy(loss.Loss):
 
 
 def _counts(weights: Float[Array, 'P G T']) -> Array:
-  """Returns which completions count, [P, G]."""
+  """Returns whether each completion counts, [P, G]."""
   return jnp.any(weights > 0, axis=-1)

@@ -42,7 +42,7 @@ class Rollouts:
 
   @property
   def penalty(self) -> float:
-    """What a completion that is cut short loses of its reward."""
+    """Reward penalty for truncated completions."""
     if self.cut in ('keep', 'mask'):
       return 0.0
     try:
