@@ -199,7 +199,7 @@ def run(values: flags.FlagValues) -> dict[str, list[results_store.Score]]:
         evaluation.check(stored)
       if values.pairs or values.run_prefix:
         prompt_encoding.print_prefix(stored, values.prefix)
-    # Rounded kernels make another model, of which no score is reused.
+    # Rounded kernels make another model, whose scores are not reused.
     suffix = '-int8' if values.int8 else ''
     identities = {
       path: results_store.Model(path, x.step, x.fingerprint + suffix)
@@ -377,7 +377,7 @@ def evaluate(
     scores = [x for x in results if isinstance(x, results_store.Score)]
     # After each: an interrupted command loses a single evaluation.
     if store:
-      # First: stored scores are those of an evaluation that is complete.
+      # First: stored scores mark a complete evaluation.
       predictions.write(values.output, model, options[i], results)
       store.add(model, options[i], scores)
     duration = progress.format_seconds(time.monotonic() - start)

@@ -239,7 +239,7 @@ def _best(
   for chunk in (indices[i : i + rows] for i in range(0, len(indices), rows)):
     ids = {i * count + k: pending[i] for i in chunk for k in range(count)}
     drawn = dict(complete(ids))
-    # A group for each: fields are those of all completions of a group.
+    # One group for each: a group's fields are for all its completions.
     groups = [
       policy_batches.Completions(
         str(prompts[number // count]),
@@ -321,7 +321,7 @@ class _Results:
       return
     if self._log is None:
       self.lines[index] = result
-      # Results come as they end: one waits for those of earlier prompts.
+      # Results come as they end: each waits for those of earlier prompts.
       while self._printed in self.lines:
         self._print(self._printed)
         self._printed += 1

@@ -96,7 +96,7 @@ def main(values: flags.FlagValues) -> int:
   """Runs the command."""
   command.require(values, 'checkpoint')
   packages.require('serving', 'serve', 'starlette', 'uvicorn')
-  # After the check: its imports are those of the extra `serve`.
+  # After the check: it imports the packages of the extra `serve`.
   from encdec_adapt.serving import http_app
 
   # Before the parameters are read, which takes minutes for large models.

@@ -299,7 +299,7 @@ def _fill_of(
   # kernels. The pre-norm is copied anyway: it normalises the same states.
   if not copies_cross and 'post_cross_norm' in parts:
     return post_norm
-  # Cross-attention and its norms are copied from those of self-attention.
+  # Cross-attention and its norms are copied from self-attention.
   source_parts = [block.CROSS.get(part, part) for part in parts[1:]]
   leaf, note = '/'.join([side.source_stack, *source_parts]), ''
   if (layer := layer_leaves.layer_of(name)) is not None:

@@ -347,7 +347,7 @@ class Checkpoints(contextlib.AbstractContextManager):
     """
     self.wait()
     step = distributed.from_lead(self._newest_verified, 'checkpoints-latest')
-    # Orbax remembers steps, and would refuse to save those moved aside.
+    # Orbax remembers steps, and would refuse to save steps moved aside.
     self._orbax.reload()
     return step
 

@@ -63,7 +63,7 @@ def check_same_rows(
     UserError: the rows differ, or passes were added before the position.
   """
   saved_passes, passes = len(saved['records']), len(now['records'])
-  # Passes may be appended: only those of the checkpoint must be the same.
+  # Passes may be appended: only the checkpoint's must be the same.
   same = {**now, 'records': now['records'][:saved_passes]}
   for key, name in (('records', 'config.data'), ('seed', 'config.seed')):
     if saved[key] != same[key]:

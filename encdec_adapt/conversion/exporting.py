@@ -261,7 +261,7 @@ def _vision(
 
 def _window_note(model: model_config.ModelConfig, *, native: bool) -> str:
   encoder = model.stacks.get('encoder')
-  # T5Gemma 2 (merged attention) fixes its rule; only that of T5Gemma differs
+  # T5Gemma 2 (merged attention) fixes its rule; only T5Gemma's differs
   # between implementations.
   if native or encoder is None or model.decoder.cross_merged:
     return ''

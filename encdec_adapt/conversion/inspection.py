@@ -90,7 +90,7 @@ def _config(stored: model_on_disk.StoredModel) -> Iterator[str]:
     values = [getattr(stack, field.name) for stack in stacks.values()]
     rows.append((field.name, *map(_text, values)))
   for field in dataclasses.fields(stored.model):
-    # A model's fields are its stacks, listed above, and those of the pair.
+    # A model's fields are its stacks, listed above, and the pair's.
     if field.name not in stacks:
       rows.append((field.name, str(getattr(stored.model, field.name))))
   width = max(len(row[0]) for row in rows)

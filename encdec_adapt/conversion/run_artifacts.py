@@ -45,7 +45,7 @@ def write_initial(
   path.unlink(missing_ok=True)
   if sources.coverage:
     atomic.write_json(path, sources.coverage.to_json())
-  # Copies, so that an export needs no source: those may be moved or deleted.
+  # Copies, so that an export needs no source, which may be moved or deleted.
   pretrained_files.keep(workdir, sources.pretrained_folders)
   work_directory.keep_vocabularies(workdir, opened)
 

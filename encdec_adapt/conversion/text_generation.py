@@ -97,7 +97,7 @@ class Options:
 
   def __post_init__(self):
     keys.check(self, '--')
-    # SamplingConfig refuses values out of range, and those without effect.
+    # SamplingConfig refuses values that are out of range or without effect.
     sampling = self.sampling(0)
     if self.beams > 1 and (
       sampling.temperature or sampling.repetition_penalty != 1

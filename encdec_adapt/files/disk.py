@@ -114,7 +114,7 @@ def require_space(
   """
   if paths.is_bucket(folder):
     return
-  # The file system of a folder that is yet to be made is that of its parents.
+  # A folder that is yet to be made will be on its parents' file system.
   existing = pathlib.Path(folder).absolute()
   while not existing.exists():
     existing = existing.parent

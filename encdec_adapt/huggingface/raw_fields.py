@@ -95,7 +95,7 @@ def check(raw: Mapping[str, Any], file: str) -> None:
   Raises:
     UserError: names the field, its value and the valid values.
   """
-  # First: the other fields are those of the original, and would all pass.
+  # First: the other fields are the original's, and would all pass.
   if raw.get('quantization_config'):
     raise errors.UserError(
       f'{file} has a quantization_config, and quantised weights are not'

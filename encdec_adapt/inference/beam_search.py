@@ -200,7 +200,7 @@ def _advance(
   log_probs = jax.nn.log_softmax(logits).reshape(batch, beams, -1)
   source, extended = _extend(loop, log_probs, eos, vocab_size)
   # Ended hypotheses are taken only if nothing else remains: at the limit all
-  # have ended, and their scores stay below those of any open hypothesis.
+  # have ended, and their scores stay below any open hypothesis's.
   scores = extended.scores + jnp.where(extended.ended, _NEVER, 0.0)
   _, chosen = sampling.top_k(scores, beams)
   still_open = extended._replace(scores=scores).take(chosen)

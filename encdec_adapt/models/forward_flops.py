@@ -80,7 +80,7 @@ def decoding(model: configs.ModelConfig, encoder: int, decoder: int) -> int:
   # Cross-attention sees all of the source at every step, but its keys and
   # values were projected before: no source in `stack_forward`.
   seen += cross_layers(stack) * encoder
-  # The scores of a row of a single token are replaced by those of the cache.
+  # Replaces the scores of a single-token row by those of the cache.
   weights = stack_forward(stack, 1) - scores(stack, 1)
   total = weights + 4 * stack.heads * stack.head_dim * seen
   return total + vocabulary(stack.width, stack.vocab_size, 1)

@@ -198,8 +198,8 @@ def _vary(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
 @jax.custom_vjp
 def _permute(x: jax.Array, order: jax.Array, inverse: jax.Array) -> jax.Array:
-  # A custom derivative, because that of indexing is a scatter-add, which has an
-  # undefined order on GPUs; that of a permutation is a permutation.
+  # A custom derivative: the derivative of indexing is a scatter-add, with an
+  # undefined order on GPUs; a permutation's derivative is a permutation.
   del inverse
   return x.at[order].get(unique_indices=True, mode='promise_in_bounds')
 

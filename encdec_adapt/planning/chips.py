@@ -242,7 +242,7 @@ def devices_of(hardware: Slice) -> Sequence[jax.Device]:
     return _gpus(hardware, software)
   if hardware.chip.kind == 'gpu':
     if jax.config.jax_num_cpu_devices < hardware.devices:
-      # JAX refuses the option once it has devices. Then those must do, as in
+      # JAX refuses the option once it has devices. Then these are used, as in
       # tests, which have eight.
       with contextlib.suppress(RuntimeError):
         jax.config.update('jax_num_cpu_devices', hardware.devices)

@@ -57,7 +57,7 @@ def text(chip: str, software: str) -> str:
   device, (major, minor), *values = _TARGETS[chip]
   pairs = zip(_FIELDS, values, strict=True)
   fields = ' '.join(f'{field}: {value}' for field, value in pairs)
-  # Instructions such as Hopper's wgmma are those of sm_90a, not of sm_90.
+  # Instructions such as Hopper's wgmma need sm_90a, not sm_90.
   extension = ' feature_extension: ACCELERATED_FEATURES' if major >= 9 else ''
   cuda, dnn = next(v for name, v in _RUNTIMES.items() if name in software)
   return (

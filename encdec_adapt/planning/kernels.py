@@ -223,7 +223,7 @@ def _gpu_flops(
   query, key = [shape for shape in call.operands if len(shape) >= 3][:2]
   queries, heads, head_dim = query[-3:]
   blocks = {'query_block': _GPU_BLOCK, 'key_block': _GPU_BLOCK}
-  # Attentions of the same lengths are averaged, as those of TPUs are.
+  # Averages attentions of the same lengths, as on TPUs.
   pairs = [
     dataclasses.replace(a, **blocks).pairs()
     for a in attentions

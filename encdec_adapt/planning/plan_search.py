@@ -25,7 +25,7 @@ from encdec_adapt.training import step_estimate
 
 # Rows at a time of a device, or of devices that share a row.
 _ROWS = (1, 2, 4, 8)
-# Candidates whose rates differ by less are equals: estimates are no better.
+# Candidates within this share are equals: estimates are no more accurate.
 _EQUAL = 0.02
 _SHARDS = (1, 2, 4, 8)  # Shards of heads, or of the length.
 # Least tokens in a shard of the length: a block of the attention kernels.

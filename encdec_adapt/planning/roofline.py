@@ -185,7 +185,7 @@ class Network:
     self.mesh, self.hardware = mesh, hardware
     self.devices = list(mesh.devices.flat)
     slices = [getattr(device, 'slice_index', 0) for device in self.devices]
-    # A compiled program is that of a single slice, and numbers its devices
+    # A compiled program is for a single slice, and numbers its devices
     # from 0. Data that leaves it moves among `peers`, a device of every slice.
     self.slice = np.flatnonzero(np.equal(slices, slices[0]))
     self.peers = np.unique(slices, return_index=True)[1]

@@ -91,7 +91,7 @@ class MetricWriter(contextlib.AbstractContextManager):
     plain = {name: _plain(value) for name, value in values.items()}
     encoded = {name: _encode(value) for name, value in plain.items()}
     record = {'kind': kind, 'step': step, **encoded}
-    # Trackers have numbers only, and show those that are not finite.
+    # Trackers take numbers only, and show non-finite ones.
     scalars = {
       f'{kind}/{name}': float(value)
       for name, value in plain.items()

@@ -134,7 +134,7 @@ class TimeLeft:
     now = self._clock()
     if self._first is None and count >= self._at_once:
       self._first = count, now
-    # Units in work at the same time end together: a rate is that of a round.
+    # Concurrent units end together, so the rate is per round.
     first, start = self._first or (count, now)
     if count == total or count - first < self._at_once or now <= start:
       return ''

@@ -44,7 +44,7 @@ class ByteVocabulary(vocabulary.Vocabulary):
   def __init__(self, *, added_sentinels: int = 0):
     """Makes the vocabulary; see `vocabulary.Vocabulary`."""
     specials = {name: 256 + i for i, name in enumerate(_SPECIALS)}
-    # The first four names, without brackets, are those of `vocabulary.ROLES`.
+    # The first four names, without brackets, are `vocabulary.ROLES`.
     roles = {name[1:-1]: specials[name] for name in _SPECIALS[:4]}
     super().__init__(
       NAME,
@@ -103,7 +103,7 @@ class ByT5Vocabulary(vocabulary.Vocabulary):
 
   @property
   def sentinel_names(self):
-    # `piece` names those that are bytes of text as well by their bytes.
+    # `piece` names bytes of text by their bytes.
     count = _BYT5_SENTINELS  # Added ones follow.
     names = {f'<extra_id_{n}>': self.sentinels[n] for n in range(count)}
     return names | {self.piece(i): i for i in self.sentinels[count:]}

@@ -264,7 +264,7 @@ class Choice:
     decoder = open_vocabulary(
       self.decoder, added_sentinels=self.added_sentinels
     )
-    # The same object, so that added sentinels are those of both sides.
+    # The same object, so that both sides get the added sentinels.
     if self.encoder in ('', self.decoder):
       return Opened(decoder, decoder)
     return Opened(decoder, open_vocabulary(self.encoder))

@@ -226,7 +226,7 @@ class JobTelemetry(contextlib.AbstractContextManager):
       UserError: no save of such a policy is within the budget.
     """
     if self.over_budget:
-      # The KL is that of the policy before the last update.
+      # The KL is of the policy before the last update.
       problem = (
         f'the KL to the reference at step {step - 1} is above the largest that'
         f' {rollout_options.LABEL} allows ({self._max_kl})'

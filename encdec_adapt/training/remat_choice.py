@@ -180,7 +180,7 @@ def compile_trial(
   try:
     program = lower(policy).compile()
   except jax.errors.JaxRuntimeError as error:
-    # The size in the message may be that of temporary arrays alone.
+    # The message may state the size of temporary arrays only.
     if not compiler.ran_out_of_memory(str(error)):
       raise
     return Trial(policy, math.inf)

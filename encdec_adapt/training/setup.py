@@ -206,7 +206,7 @@ def place_model(
   try:
     placement.parameters  # noqa: B018  Checks divisibility.
     placement.abstract_base()
-    # The base's, too, whose vocabulary no adapter may have.
+    # The base's too: no adapter may have its vocabulary.
     dataclasses.replace(placement, adapters=None).parameters  # noqa: B018
   except ValueError as error:
     raise errors.UserError(

@@ -12,7 +12,7 @@ from encdec_adapt.models import model_config
 from encdec_adapt.telemetry import trackers
 from encdec_adapt.training.losses import rollout_options
 
-# All other names of evaluators are those of tasks, or folders of them.
+# All other names of evaluators name tasks, or folders of tasks.
 LOSS, SAMPLES = 'loss', 'samples'
 
 

@@ -116,7 +116,7 @@ def _copy(
       f'record shard {folder / name} cannot be copied to {target} ({error});'
       ' if it is missing, materialise the records again.'
     ) from error
-  # The bucket's own checksum says only that the object is what was uploaded.
+  # The bucket's checksum covers the uploaded object, not the original file.
   if problem := damage(draft, entry):
     raise errors.UserError(
       f'record shard {folder / name} {problem}; remove {folder}/manifest.json'

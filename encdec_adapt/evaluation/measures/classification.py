@@ -39,7 +39,7 @@ def scores(
     batches: this process's rows of every batch.
   """
   count = jax.jit(_confusion, static_argnums=0)
-  # Counts of a batch fit int32; those of a whole set of tokens may not.
+  # Counts of a batch fit int32; counts of a whole set of tokens may not.
   table = np.zeros(2 * [placement.model.config.decoder.classes], np.int64)
   for batch in batches:
     fields = {name: x for name, x in batch.items() if name != 'row'}

@@ -54,7 +54,7 @@ class HeldOutEvaluation:
     """
     spec = self.record_set.spec
     config_lib.check_kind(stored.model, spec.objectives[0])
-    # Here the loss is that of single rows, whatever loss a run had.
+    # Scores cross-entropy of single rows, whatever loss a run had.
     losses.cross_entropy.CrossEntropy().check(stored.model, spec.objectives)
     opened = stored.require_vocabularies()
     # Records hold token ids: with another vocabulary they are another text, and
@@ -106,7 +106,7 @@ class HeldOutEvaluation:
       return _evaluator(placement)(model.params, counted)
 
     result = measure()
-    # Rows without targets are not among those of the ratios.
+    # Ratios leave out rows without targets.
     tokens, n = result.weight, result.ratios.shape[2]
     groups = record_set.groups(result.rows)
     scores = result.scores(TASK, groups)

@@ -112,7 +112,7 @@ class CostEvaluation:
     config, prompt, generated = model.config, self.prompt, self.generated
     prefill, decode = forward_flops.generation(config, prompt, generated)
     paper = presets.with_paper_widths(config)
-    # Latency is that of a prompt alone, but every device has to get a row.
+    # Latency is of a single prompt, but every device needs a row.
     began, foreign = time.monotonic(), environment.foreign_processor_seconds()
     single, _ = self._measure(model, model.rows(1), REPEATS)
     load = math.nan

@@ -17,7 +17,7 @@ from encdec_adapt.evaluation.results import results_store
 Curve = list[tuple[float, float, float]]
 
 _BINS = (0.5, 0.6, 0.7, 0.8, 0.9)  # Lower ends of the bins of confidence.
-# Sign of the chosen answer's length minus that of the rejected one -> metric.
+# Sign of the chosen minus the rejected answer's length -> metric.
 _LENGTHS = {-1: 'shorter', 0: 'equal', 1: 'longer'}
 
 

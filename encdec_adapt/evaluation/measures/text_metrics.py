@@ -158,7 +158,7 @@ def score(
   # The first references of all examples, the second, ..; None where an example
   # has fewer, which sacreBLEU leaves out.
   columns = list(itertools.zip_longest(*references))
-  # The published numbers are those of corpora, which are not means of sentences
+  # Published numbers are of corpora, which are not means of sentences
   # and so have no standard error.
   bleu = sacrebleu.BLEU(tokenize=tokenizers[0])
   for name, metric in (('bleu', bleu), ('chrf', chrf)):

@@ -26,7 +26,7 @@ COLUMNS += ('task', 'metric', 'value')
 # Lines of a README between which the table of all claims stands.
 BEGIN, END = '<!-- claims -->', '<!-- end of claims -->'
 FIGURE = 'verdicts.png'
-# The rows of the table and what the figure shows, by study.
+# Rows of the table and contents of the figure, by study.
 RESULTS = 'results.json'
 
 

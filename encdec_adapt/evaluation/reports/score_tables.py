@@ -17,10 +17,10 @@ from encdec_adapt.evaluation.results import number_format as numbers
 
 Row = Mapping[str, str]
 Scores = results_store.Scores
-# Task -> model -> its prompts, of tasks whose prompts differ between models.
+# Task -> model -> its prompts, for tasks with prompts that differ by model.
 Prompts = Mapping[str, Mapping[str, str]]
 
-# Metrics of which lower values are better.
+# Lower values of these metrics are better.
 LOWER = ('loss', 'perplexity', 'word_perplexity', 'byte_perplexity')
 LOWER += ('bits_per_byte', 'ter', 'brier')
 # With more models than this, each is compared with the first only: pairs grow

@@ -116,7 +116,7 @@ def mean_squares(
   ratio = sums.mean(axis=0).sum() / weights.sum()
   cells = (sums - ratio * weights) / weights.mean()
   by_seed, by_group = (cells.mean(axis=i, keepdims=True) for i in (1, 0))
-  # The mean of all cells is 0, as the ratio is that of the totals.
+  # The mean of all cells is 0, as the ratio is of the totals.
   residual = cells - by_seed - by_group
   # A single seed, or group, has deviations of 0 and no degree of freedom.
   return MeanSquares(

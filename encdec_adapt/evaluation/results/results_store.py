@@ -108,7 +108,7 @@ def ratio_score(
   # Linear in the examples, so that intervals and tests of means apply.
   scores = value + (numerators - value * weights) / weights.mean()
   stderr = float(scores.std(ddof=1)) / n**0.5 if n > 1 else None
-  # Weights of 1 are those of a mean.
+  # Weights of 1 make a mean.
   denominators = () if (weights == 1).all() else tuple(weights.tolist())
   scores = tuple(scores.tolist())
   return Score(

@@ -180,7 +180,7 @@ def rouge1_recall(text: str, reference: str) -> float:
 
 def without_cells(scores: results_store.Scores) -> results_store.Scores:
   """Leaves out the scores of single lengths, depths and positions."""
-  # Comparisons of some 20 examples each would bury those of all.
+  # Comparisons of some 20 examples each would bury the overall ones.
   return {
     name: [score for score in model_scores if not _cell(score)]
     for name, model_scores in scores.items()

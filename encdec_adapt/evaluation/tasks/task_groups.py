@@ -273,7 +273,7 @@ class Plan:
       keys = [(member.task, member.metric) for member in members]
       values = [by_name[key] for key in keys if key in by_name]
       if values:
-        # A mean of other tasks must not pass for that of the paper.
+        # A mean of other tasks must not pass for the paper's.
         of = '' if len(values) == len(members) else f' of {len(values)}'
         yield results_store.Score(
           group, f'mean{of}', statistics.fmean(values), None, len(values)
