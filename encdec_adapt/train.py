@@ -166,7 +166,7 @@ def train(
     model, settings.compute, mesh, settings.rules, settings.adapters
   )
   objective = settings.data.objectives[0]
-  # Tokens and answers of a training row; held-out rows have those of records.
+  # Tokens and answers of a training row; held-out rows have the records'.
   sizes = settings.loss.row_shape(lengths, objective.answers)
   references = initial_state.open_references(
     settings.loss,

@@ -179,7 +179,7 @@ def _merged(
         * np.asarray(arrays[path].read_part(index), np.float32)
         for weight, arrays in zip(weights, sources, strict=True)
       )
-    # Whole, as the angle is that of whole matrices.
+    # Whole, as the angle is between whole matrices.
     a, b, start = (np.asarray(arrays[path], np.float32) for arrays in sources)
     layers = 'layers' in table[path].axes
     return slerp(start, a - start, b - start, weights[:2], layers)[index]

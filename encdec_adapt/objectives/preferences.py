@@ -96,7 +96,7 @@ class Preferences(supervised.Supervised):
 
   @classmethod
   def revisions(cls, options):
-    # Not those of `chat`.
+    # Not the notes of `chat`.
     return ('answers leave a position of their row for BOS',)
 
   def __init__(self, name, lengths, vocabulary, *encoder, **options):

@@ -342,7 +342,7 @@ def open_sets(
   """
   sets = set_folders(data).values()
   for _, folder in sets:
-    # First: of fingerprints an error cannot say what differs.
+    # First: errors about fingerprints cannot say what differs.
     if manifest := record_sets.read_manifest(folder):
       record_sets.check_framing(folder, manifest, opened.sides)
   train, evaluation = (

@@ -172,7 +172,7 @@ class Part:
         self.source.counts = counts  # Each document counts once.
 
   def _uniform(self, draw: Draw, document_id: str) -> float:
-    # Not on the weight: a larger weight adds documents to those of a smaller.
+    # Independent of the weight: a larger one adds documents.
     name = configs.portable(self.source.name)
     key = draw.seed, draw.pass_index, name, document_id
     return randomness.digest('draw', *key) / 2**128

@@ -231,7 +231,7 @@ class Distillation(cross_entropy.CrossEntropy):
       return batch
     names = 'tokens', 'segments', 'positions'
     row = {f'teacher_{name}': batch[f'window_{name}'] for name in names}
-    # Where it predicts nothing, `sentinels` hides what it says.
+    # `sentinels` hides its output where it predicts nothing.
     index = jnp.maximum(batch['window_index'], 0)
     return {**batch, **row, 'teacher_index': index}
 

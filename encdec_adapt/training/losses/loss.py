@@ -321,7 +321,7 @@ class Loss:
       chunk=self.chunk,
       entropy=entropy,
     )
-    # Selected, as padding may have infinite values, whose gradient is NaN.
+    # Selected, as the gradient of padding's infinite values is NaN.
     counted = batch['weights'] > 0
     return jax.tree.map(
       lambda x: jnp.where(counted, x.reshape(shape), 0.0), results
