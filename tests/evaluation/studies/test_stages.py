@@ -289,7 +289,7 @@ def _claim(**fields):
     ({'claims': (_claim(direction='less '),)}, 'one of greater, less, equal'),
     ({'claims': (_claim(smallest=0.0),)}, 'smallest=0.0'),
     ({'claims': (_claim(primary=True),) * 6}, '6 claims are primary'),
-    ({'arms': (pages.Arm('hf', 'base'),)}, "name 'hf' must be of one"),
+    ({'arms': (pages.Arm('hf', 'base'),)}, "name 'hf' is given twice"),
     (
       {'arms': (pages.Arm('a', 'base', starts={'init.encoder': 'b'}),)},
       "a starts from 'b', which is not among a, hf",
