@@ -364,6 +364,7 @@ def gather(name: str, value: Any) -> list[Any]:
 
 
 def _post(name: str, value: Any) -> str:
+  """Posts values, on all processes together; returns the keys' folder."""
   folder, state = _next_key(name), jax_distributed.global_state
   key = f'{folder}/{state.process_id}'
   state.client.key_value_set(key, json.dumps(value))
