@@ -384,7 +384,7 @@ def evaluate(
     text = ', '.join(f'{x.task} {x.metric} {x.value:.4g}' for x in scores[:4])
     log(
       f'{path} [{number}/{len(missing)}] {name} ({duration}):'
-      f' {text}{" .." * (len(scores) > 4)}',
+      f' {text}{" .." if len(scores) > 4 else ""}',
       flush=True,
     )
   if not store:
@@ -547,10 +547,10 @@ def _correlation(
 
 
 def _coefficient(correlation: comparisons.Correlation) -> str:
-  return (
-    f'{correlation.value:.2f} over {correlation.arms} models'
-    f'{" (too few for more than a description)" * correlation.is_descriptive}'
-  )
+  text = f'{correlation.value:.2f} over {correlation.arms} models'
+  if correlation.is_descriptive:
+    text += ' (too few for more than a description)'
+  return text
 
 
 if __name__ == '__main__':

@@ -105,7 +105,9 @@ class Coverage:
       unused = self.unused.get(source, {})
       line = f'{source}: {len(self.used(source))} leaves used, {len(unused)}'
       reasons = by_reason(unused) + by_reason(self.outside.get(source, {}))
-      lines.append(f'{line} unused' + f': {"; ".join(reasons)}' * bool(reasons))
+      lines.append(
+        f'{line} unused' + (f': {"; ".join(reasons)}' if reasons else '')
+      )
     if self.changes:
       lines.append(f'differs from its source: {"; ".join(self.changes)}')
     lines.append('coverage.json in the work directory has every weight')
@@ -174,7 +176,7 @@ def by_reason(reasons: Mapping[str, str]) -> list[str]:
     names.setdefault(reason, []).append(name)
   # A vision tower has hundreds of tensors: a name and their number suffice.
   return [
-    f'{first}{f" and {len(more)} more" * bool(more)} ({reason})'
+    f'{first}{f" and {len(more)} more" if more else ""} ({reason})'
     for reason, (first, *more) in names.items()
   ]
 

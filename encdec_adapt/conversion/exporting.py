@@ -109,8 +109,8 @@ def _export(
       *tokenizer_files.write(tokenizers, stored, opened, side),
       *image_notes,
       cache_note,
-      f'it reads {stored.framing.describe()}.' * bool(stored.framing),
-      _REWARD_NOTE * (stored.model.decoder.classes == 1),
+      f'it reads {stored.framing.describe()}.' if stored.framing else '',
+      _REWARD_NOTE if stored.model.decoder.classes == 1 else '',
     ]
     notes = list(filter(None, notes))
     for note in notes:

@@ -63,7 +63,7 @@ def export_adapters(
     for file, content in files.items():
       (draft / file).write_bytes(content)
   labels = stored.model.decoder.classes
-  opened = f' (as a classifier of num_labels={labels})' * bool(labels)
+  opened = f' (as a classifier of num_labels={labels})' if labels else ''
   print(
     f'{values.output}: adapters; PEFT loads them over an export of {base}'
     f'{opened}'

@@ -180,7 +180,7 @@ def _raw_from_embedder(
       )
     raw['sliding_window'] = 2 * (int(window) - 1)
     raw['use_bidirectional_attention'] = True
-  name += 'Text' * (name == 'Gemma3') + 'Model'
+  name += ('Text' if name == 'Gemma3' else '') + 'Model'
   return {**raw, 'architectures': [name], 'matryoshka_dimensions': list(sizes)}
 
 
@@ -414,7 +414,7 @@ def model_from_raw(
     supported = [*families.FAMILIES, 'gemma3', *PAIRS, *t5_json.TYPES]
     raise errors.UserError(
       f'{file} has model_type {kind!r}; supported are {", ".join(supported)}'
-      f' and {NATIVE_TYPE}.{f" {reason}; give a T5." * bool(reason)}'
+      f' and {NATIVE_TYPE}.{f" {reason}; give a T5." if reason else ""}'
     )
   return _pair_from_raw(raw, PAIRS[kind], file), PAIRS[kind].layout
 

@@ -80,7 +80,9 @@ class Family:
     """Class of transformers for sequences with a label."""
     name = self.architecture.removesuffix('ForCausalLM')
     # Gemma 3's shorter name is the class that reads images.
-    return f'{name}{"Text" * (name == "Gemma3")}ForSequenceClassification'
+    return (
+      f'{name}{"Text" if name == "Gemma3" else ""}ForSequenceClassification'
+    )
 
   @property
   def defaults(self) -> Raw:

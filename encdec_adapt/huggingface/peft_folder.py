@@ -265,7 +265,7 @@ def _targets(
   targets, full, is_tied = set(), set(), model.decoder.tied_head
   for name in tensors:
     suffix = next(filter(name.endswith, _SUFFIXES), '')
-    module = name.removesuffix(suffix) + '.weight' * bool(suffix)
+    module = name.removesuffix(suffix) + ('.weight' if suffix else '')
     if module not in leaves or leaves[module].split('/')[1] == 'embedder':
       cause = 'belongs to no module of the base that can have adapters here;'
       cause += ' the adapters are of another model'

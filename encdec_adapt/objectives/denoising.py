@@ -95,8 +95,10 @@ class Denoiser:
   def label(self) -> str:
     """The setting as a mixture names it, without the weight."""
     setting = self.kind if self.kind != 'spans' else f'{self.mean:g}'
-    share = f':{self.density:g}' * bool(self.density)
-    return f'{self.mode or "-"}:{setting}{share}' + ':normal' * self.normal
+    share = f':{self.density:g}' if self.density else ''
+    return f'{self.mode or "-"}:{setting}{share}' + (
+      ':normal' if self.normal else ''
+    )
 
   def counts(self, length: int) -> tuple[int, int]:
     """Returns hidden tokens and spans of a window, at least one of each."""

@@ -137,7 +137,8 @@ class Tag(Classify):
     # Word by word, as tokens must not cross words; the space is that of the
     # text, which many vocabularies have in the token of the word.
     encoded = [
-      self._encode(' ' * bool(i) + str(word)) for i, word in enumerate(words)
+      self._encode((' ' if i else '') + str(word))
+      for i, word in enumerate(words)
     ]
     return encoded, [self._number(value) for value in label]
 

@@ -194,7 +194,7 @@ class Teacher(Distribution):
 
   @property
   def tokens(self):
-    return [self.hidden] + [self.one_hot] * (self.one_hot is not None)
+    return [self.hidden] + ([self.one_hot] if self.one_hot is not None else [])
 
   def tables(self, rows):
     # Padded like the student's to be sharded alike. Rows beyond the vocabulary

@@ -373,7 +373,7 @@ def text(
     hardware: chips of the job.
     price: price of a chip for an hour; 0 leaves out the cost of the job.
   """
-  cost = f' {"cost":>9}' * bool(price)
+  cost = f' {"cost":>9}' if price else ''
   lines = [f'{"rows/s":>9} {"MFU":>6} {"GiB":>6} {"hours":>7}{cost}  flags']
   for candidate in _fastest(candidates):
     plan, hours = candidate.plan, candidate.hours or 0.0

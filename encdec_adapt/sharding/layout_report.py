@@ -127,7 +127,7 @@ def text(rows: Iterable[Row]) -> str:
   width = max((len(row.name) for row in rows), default=0)
   lines, sums = [], {}
   for row in rows:
-    host = ' on the host' * row.host
+    host = ' on the host' if row.host else ''
     lines.append(
       f'{row.name:<{width}}  {row.dtype:<9}{row.dimensions:<66}'
       f'{row.bytes / 2**20:>12,.3f} MiB{host}'

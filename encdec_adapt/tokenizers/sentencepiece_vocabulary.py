@@ -83,8 +83,8 @@ class SentencePieceVocabulary(vocabulary.Vocabulary):
       self._model = _load(_plain(data, extra, prefix=True), name)
     else:
       edges = (
-        [roles['bos']] * bool(stated.get('add_bos_token', True)),
-        [roles['eos']] * bool(stated.get('add_eos_token')),
+        [roles['bos']] if stated.get('add_bos_token', True) else [],
+        [roles['eos']] if stated.get('add_eos_token') else [],
       )
       # The prefix is put by this class instead, which can leave it out of a
       # part.

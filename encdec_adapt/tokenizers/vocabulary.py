@@ -278,8 +278,8 @@ class Vocabulary(abc.ABC):
     """
     # repr keeps names with newlines apart.
     names = '\n'.join(repr(self._piece(i)) for i in range(self._original_size))
-    names += '\nends with EOS' * self.ids.ends_with_eos
-    names += f'\nopens with {self.ids.opening}' * bool(self.ids.opening)
+    names += '\nends with EOS' if self.ids.ends_with_eos else ''
+    names += f'\nopens with {self.ids.opening}' if self.ids.opening else ''
     return hashlib.sha256(names.encode('utf-8', 'replace')).hexdigest()
 
   @functools.cached_property

@@ -152,7 +152,7 @@ def check_size(
     raise errors.UserError(
       f"the vocabulary {path} has {size} tokens{added} and the {side}'s table"
       f' {rows} rows, none for {piece(used)!r} ({used}); give the vocabulary of'
-      ' this model' + f', or set {key}={size}' * bool(key) + '.'
+      ' this model' + (f', or set {key}={size}' if key else '') + '.'
     )
   if not surplus:
     return ''

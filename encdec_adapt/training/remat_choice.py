@@ -59,7 +59,7 @@ class Trial:
     """Returns its memory as text."""
     if math.isinf(self.bytes):
       return 'more than the compiler has'
-    repeats = ', in which XLA rematerialises' * self.repeats
+    repeats = ', in which XLA rematerialises' if self.repeats else ''
     return f'{disk.format_bytes(self.bytes)} compiled{repeats}'
 
 

@@ -56,7 +56,7 @@ def describe(manifest: Mapping[str, Any]) -> str:
   for unit in ('documents', 'passages'):
     parts = [part for part in manifest['parts'] if unit in part]
     numbers = {part['source']: part[unit] // passes for part in parts}
-    counts += [f'{sum(numbers.values()):,} {unit}'] * bool(numbers)
+    counts += [f'{sum(numbers.values()):,} {unit}'] if numbers else []
   counts += [
     f'{totals["rows"]:,} rows in {passes} passes',
     f'{totals["pairs"]:,} examples',

@@ -206,7 +206,7 @@ class Source(abc.ABC):
     """
     parts = [self.max_bytes, *self._content()]
     # Earlier versions left out the document that exceeds the cap.
-    parts += ['cut'] * (self.max_bytes > 0 and self.divisible)
+    parts += ['cut'] if self.max_bytes > 0 and self.divisible else []
     return f'{randomness.digest(configs.portable(self.name), *parts):032x}'
 
   def _every(

@@ -121,7 +121,9 @@ class Part:
   def fingerprint(self, draw: Draw) -> str:
     """Returns the fingerprint of the source and of what is held out."""
     # Earlier versions held out few documents as a whole.
-    return self.source.fingerprint() + ' in passages' * self.has_few(draw)
+    return self.source.fingerprint() + (
+      ' in passages' if self.has_few(draw) else ''
+    )
 
   def counts(self, draw: Draw, shard_index: int) -> Mapping[str, int]:
     """Returns `Source.counts` of a shard."""

@@ -115,8 +115,8 @@ class Result:
   @property
   def over(self) -> str:
     """Seeds and groups, as text."""
-    groups = f', {self.groups} groups' * bool(self.groups)
-    return f'{self.seeds} seed{"s" * (self.seeds != 1)}{groups}'
+    groups = f', {self.groups} groups' if self.groups else ''
+    return f'{self.seeds} seed{"s" if self.seeds != 1 else ""}{groups}'
 
   @property
   def outcome(self) -> str:
@@ -243,7 +243,9 @@ def result(collected: Collected, claim: pages.Claim) -> Result:
     *(scale(bound) for bound in (claim.smallest, x.low, x.high)),
     lower_is_better=score_tables.lower_is_better(metric.rpartition('/')[2]),
   )
-  return dataclasses.replace(x, verdict=verdict, note='low power' * is_low)
+  return dataclasses.replace(
+    x, verdict=verdict, note='low power' if is_low else ''
+  )
 
 
 def _runs(

@@ -119,8 +119,8 @@ def _readme_row(
 ) -> dict[str, str]:
   setting = f'{report["study"]}, {report["size"]}; {cells["contrast"]}'
   for unit in ('seeds', 'groups'):
-    setting += f'; {cells[unit]} {unit}' * bool(cells[unit])
-  interval = f' ({cells["interval"]})' * bool(cells['interval'])
+    setting += f'; {cells[unit]} {unit}' if cells[unit] else ''
+  interval = f' ({cells["interval"]})' if cells['interval'] else ''
   return {
     **{name: cells[name] for name in ('claim', 'source', 'their numbers')},
     'our setting': setting,

@@ -182,8 +182,8 @@ def draw_curves(
       y, style = [*map(statistics.fmean, losses)], model_styles[model]
       means[model] = x, y
       ends.append(y[-1])
-      label = f'{model}  {y[-1]:.3f}' + f' ({len(seeds)} seeds)' * (
-        len(seeds) > 1
+      label = f'{model}  {y[-1]:.3f}' + (
+        f' ({len(seeds)} seeds)' if len(seeds) > 1 else ''
       )
       axes.plot(x, y, **style, linewidth=2, label=label)
       band = [*map(min, losses)], [*map(max, losses)]

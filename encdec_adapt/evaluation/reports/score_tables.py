@@ -225,7 +225,7 @@ def left_out(
     (held_out.TASK, x) for x in ('exact_match', held_out.TARGET_TOKENS)
   )
   values = [x.value for y in scores for x in y if (x.task, x.metric) == exact]
-  return [tokens] + [exact] * (max(values, default=0) < _NO_MATCH)
+  return [tokens] + ([exact] if max(values, default=0) < _NO_MATCH else [])
 
 
 def _p_value(p: float) -> str:

@@ -99,7 +99,7 @@ class EmbeddingEvaluation:
       parts = [x[:, :size] for x in vectors.values()]
       parts = [x / np.linalg.norm(x, axis=1, keepdims=True) for x in parts]
       for metric, value in self.measure(*parts).items():
-        metric += f'/{size}' * bool(i)
+        metric += f'/{size}' if i else ''
         if isinstance(value, list):
           score = results_store.mean_score(
             self.name, metric, value, self.groups

@@ -223,7 +223,7 @@ class Layer(nn.Module):
     reads = stack['cross_width'] and stack['cross_layers'] in ('all', self.kind)
     self.merged = reads and stack['cross_merged']
     self.crosses = reads and not self.merged
-    for part in ['attention', 'mlp'] + ['cross'] * bool(self.crosses):
+    for part in ['attention', 'mlp'] + (['cross'] if self.crosses else []):
       setattr(self, f'pre_{part}_norm', Norm(stack))
       if stack['post_norms']:
         setattr(self, f'post_{part}_norm', Norm(stack))

@@ -109,7 +109,7 @@ class InfoNce(loss.Loss):
   @property
   def references(self) -> tuple[str, ...]:
     """The teacher, if its vectors are learnt."""
-    return ('teacher',) * (self.form.teacher > 0)
+    return ('teacher',) if self.form.teacher > 0 else ()
 
   @property
   def source_fields(self) -> Mapping[str, bool]:

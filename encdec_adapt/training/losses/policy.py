@@ -231,7 +231,7 @@ class Policy(loss.Loss):
   def references(self) -> tuple[str, ...]:
     """The reference model, if the loss or the budget of KL reads it."""
     is_read = self.form.beta > 0 or self.rollouts.max_kl > 0
-    return (_REFERENCE,) * is_read
+    return (_REFERENCE,) if is_read else ()
 
   def check(
     self, model: model_config.ModelConfig, objectives: loss.Objectives

@@ -214,7 +214,7 @@ class Preference(comparison.Comparison):
   @property
   def references(self) -> tuple[str, ...]:
     """The reference model, if scores are relative to it."""
-    return (_REFERENCE,) * self.form.reads_reference
+    return (_REFERENCE,) if self.form.reads_reference else ()
 
   @property
   def held_out_references(self) -> tuple[str, ...]:
