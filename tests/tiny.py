@@ -180,13 +180,14 @@ def target_tokens(folder: pathlib.Path, rows: int | None = None) -> int:
 
 def assert_same_params(workdir: pathlib.Path, reference: pathlib.Path) -> None:
   """The newest checkpoints of two runs hold the same parameters, to the bit."""
-  found, wanted = _params(workdir), _params(reference)
+  found, wanted = read_params(workdir), read_params(reference)
   assert found.keys() == wanted.keys()
   for path, value in wanted.items():
     np.testing.assert_array_equal(found[path], value, path)
 
 
-def _params(workdir: pathlib.Path) -> dict[str, np.ndarray]:
+def read_params(workdir: pathlib.Path) -> dict[str, np.ndarray]:
+  """Reads the parameters of a run's newest checkpoint by their paths."""
   found = manager.open_latest(workdir)
   abstract = {
     tuple(path.split('/')): jax.ShapeDtypeStruct(*info)

@@ -1,0 +1,252 @@
+"""A tiny job of every kind of training and of every kind of option.
+
+    python -m tests.golden.jobs FOLDER [NAME ..]
+
+trains each for 50 steps in FOLDER, once in one go and once resumed after 25,
+and prints a line for each: losses of the last step and a digest of the
+parameters of both. The lines of two commits that should train alike are equal
+on one machine. `saved/NAME.json` is the config.json of such a run, of the
+version before.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import pathlib
+
+import numpy as np
+
+from encdec_adapt import materialize, train
+from encdec_adapt.telemetry import metrics
+from tests import tiny
+
+STEPS, HALF = 50, 25
+SMALL = 'configs/decoders/small'
+SFT = f'sft:source={SMALL}'
+REWARD = """
+def vowels(prompts, completions, fields):
+  return [sum(c in 'aeiou' for c in x) / (1 + len(x)) for x in completions]
+"""
+PREFERENCES = (
+  'data.source=preferences:preferences.jsonl#prompt,chosen,rejected,margin=by',
+  'data.objective=preferences:separator=":"',
+)
+PAIRS = ('data.source=pairs:pairs.jsonl#q,a',)
+POLICY = (*PAIRS, 'train.rollouts=samples=4,tokens=8,temperature=0.9')
+TEXT = (
+  *(f'model.{side}.{k}={v}' for side in ('encoder', 'decoder')
+    for k, v in tiny.STACK.items() if k != 'pattern'),
+  "model.encoder.pattern=('local',)",
+  "model.decoder.pattern=('local',)",
+  'model.vocab_multiple=8',
+  'data.source=text:text.txt#lines',
+  'data.vocabulary=vocabulary.model',
+)  # fmt: skip
+# Name: configuration, and changed keys.
+JOBS = {
+  'mixture_with_rates': (
+    'base',
+    *TEXT,
+    'data.objective=prefix_lm | span_corruption',
+    'data.rates=tokens:1,0; 30=tokens:1,3',
+    'checkpoint.every=20%',
+    'model.kind=encoder_decoder',
+    'train.evaluators=loss=10%,samples=50%',
+  ),
+  't5_positions': (
+    'base',
+    *TEXT,
+    'data.objective=span_corruption',
+    'model.kind=encoder_decoder',
+    'model.encoder.positions=relative:8,32',
+    'model.decoder.positions=relative:8,32',
+    'model.encoder.attention_softcap=0',
+    'model.decoder.attention_softcap=0',
+    'optimizer.kind=adafactor',
+    'optimizer.schedule=rsqrt',
+  ),
+  'llama3_rope': (
+    'base',
+    *TEXT,
+    'data.objective=causal_lm',
+    'data.encoder_length=0',
+    'model.kind=decoder_only',
+    'model.decoder.rope_scaling=llama3:8,1,4,16',
+    'train.cross_attention_warmup=0',
+  ),
+  'labels': (
+    f'classification:source={SMALL}',
+    'data.source=labels:labels.jsonl#first,second,label',
+    'data.objective=classify:labels=absent|present',
+    'data.decoder_length=0',
+  ),
+  'distillation_by_share': (
+    'sft:source=pair',
+    *PAIRS,
+    'loss.distillation=0.3',
+    f'teacher.checkpoint={SMALL}',
+  ),
+  'stored_teacher': (
+    'sft:source=pair', *PAIRS, 'data.objective=pairs', 'loss.kind=distill'
+  ),
+  'stored_teacher_of_spans': (
+    'sft:source=pair',
+    'data.source=text:text.txt#lines',
+    'data.objective=t5gemma2',
+    'loss.kind=distill',
+  ),
+  'distillation_on_policy': (
+    SFT,
+    *PAIRS,
+    'loss.kind=distill:divergence=reverse,on_policy=0.45',
+    'train.rollouts=tokens=8,temperature=0.9,top_k=20',
+    f'teacher.checkpoint={SMALL}',
+  ),
+  'dpo_and_cross_entropy': (
+    SFT,
+    *PREFERENCES,
+    'loss.kind=dpo:beta=0.2,smoothing=0.1 + cross_entropy@0.3',
+  ),
+  'ipo_by_means': (SFT, *PREFERENCES, 'loss.kind=ipo:log_probs=mean'),
+  'orpo': (SFT, *PREFERENCES, 'loss.kind=orpo:lambda=0.4'),
+  'reward': (SFT, *PREFERENCES, 'loss.kind=reward'),
+  'rloo_with_a_judge': (
+    SFT,
+    *POLICY,
+    'loss.kind=rloo:beta=0.1',
+    'train.rewards=model:reward@0.5 + python:mine.py#vowels',
+  ),
+  'grpo_with_options': (
+    'sft:source=pair',
+    *POLICY,
+    'loss.kind=grpo:beta=0.1,clip=0.3,divisor=constant,deviation=none,kl=k3',
+    'train.rollouts=samples=4,tokens=8,cut=0.5,max_kl=50',
+    'train.rewards=python:mine.py#vowels',
+  ),
+  'infonce_with_a_learnt_temperature': (
+    'embeddings:source=pair,head=projections=24+16;dimensions=8',
+    'data.source=embed:embed.jsonl#q,p,n',
+    'data.objective=embed:texts=6,query=find: ',
+    'loss.kind=infonce:temperature=0.1,learn_temperature=1',
+    'data.decoder_length=0',
+    'train.microbatches=2',
+  ),
+  'lora_over_int8': (
+    'sft:source=pair', *PAIRS, 'train.lora=rank=2,alpha=8,base=int8,dropout=0.1'
+  ),
+  'lora_over_nf4': (
+    'sft:source=pair',
+    *PAIRS,
+    'train.lora=rank=2,targets=attention+mlp,'
+    'full=cross_attention+norms,base=nf4',
+  ),
+}  # fmt: skip
+COMMON = (
+  'data.encoder_length=32',
+  'data.decoder_length=32',
+  'data.eval_fraction=0.2',
+  'data.shards=1',
+  'data.workers=1',
+  'data.passes=20',
+  'compute.dtype=float32',
+  'train.batch_size=8',
+  'train.eval_batch_size=8',
+  'train.evaluators=loss=25',
+  'checkpoint.every=25',
+  'checkpoint.keep_best=False',
+  'optimizer.learning_rate=1e-3',
+  'optimizer.schedule=constant',
+  'optimizer.warmup_steps=0',
+)
+
+
+def write_files(folder: pathlib.Path) -> None:
+  """Writes the texts, rewards and models that the jobs read."""
+  numbers = range(120)
+  rows = {
+    'pairs': [
+      {'q': f'The name of number {i} is', 'a': f' value_{i}'} for i in numbers
+    ],
+    'preferences': [
+      {
+        'prompt': f'The name of number {i} is',
+        'chosen': f' value_{i}' * (1 + i % 3),
+        'rejected': f' other {i}' * (1 + i % 2),
+        'by': 0.5,
+      }
+      for i in numbers
+    ],
+    'labels': [
+      {
+        'first': f'{i} red',
+        'second': 'x',
+        'label': ('absent', 'present')[i % 2],
+      }
+      for i in numbers
+    ],
+    'embed': [
+      {'q': f'one {i}', 'p': f'{i} one', 'n': [f'two {i}']} for i in numbers
+    ],
+  }
+  for name, lines in rows.items():
+    file = folder / f'{name}.jsonl'
+    file.write_text('\n'.join(map(json.dumps, lines)))
+  (folder / 'mine.py').write_text(REWARD)
+  (folder / 'text.txt').write_text('\n'.join(tiny.text(150)))
+  assert tiny.convert('adapt', f'--encoder={SMALL}', '--output=pair') == 0
+
+
+def flags(name: str) -> list[str]:
+  """Returns the flags of a job."""
+  config, *changes = JOBS[name]
+  values = dict(x.split('=', 1) for x in (*COMMON, *changes))
+  values = {'data.folder': f'records/{name}'} | values
+  return [
+    f'--config={config}',
+    *(f'--config.{k}={v}' for k, v in values.items()),
+  ]
+
+
+def run(name: str) -> dict[str, object]:
+  """Trains a job twice; returns its last losses and digests."""
+  digests, options = {}, flags(name)
+  if name.startswith('stored'):
+    store = f'--teacher={SMALL}', '--teacher_tokens=7'
+    assert tiny.call(materialize, *options, *store) == 0
+    folder = f'stored:records/{name}/teacher-counts-7'
+    options.append(f'--config.teacher.checkpoint={folder}')
+  for workdir, ends in ((name, [STEPS]), (f'{name}.resumed', [HALF, STEPS])):
+    for end in ends:
+      job = f'--workdir={workdir}', f'--config.train.steps={end}'
+      assert tiny.call(train, *options, *job) == 0
+    digests[workdir] = digest(pathlib.Path(workdir))
+  lines = metrics.read_metrics(name)
+  losses = {x['kind']: x['loss'] for x in lines if 'loss' in x}
+  return {'name': name, 'losses': losses, 'params': [*digests.values()]}
+
+
+def digest(workdir: pathlib.Path) -> str:
+  """Returns a digest of the parameters of a run."""
+  params = sorted(tiny.read_params(workdir).items())
+  content = hashlib.sha256()
+  for path, value in params:
+    content.update(path.encode() + np.ascontiguousarray(value).tobytes())
+  return content.hexdigest()[:16]
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__)
+  parser.add_argument('folder', type=pathlib.Path)
+  parser.add_argument('names', nargs='*', default=[*JOBS])
+  arguments = parser.parse_args()
+  arguments.folder.mkdir(parents=True)
+  os.chdir(arguments.folder)
+  pathlib.Path('configs').symlink_to(tiny.ROOT / 'configs')
+  write_files(pathlib.Path())
+  for name in arguments.names:
+    print(json.dumps(run(name)), flush=True)
+
+
+if __name__ == '__main__':
+  main()
