@@ -24,7 +24,7 @@ if typing.TYPE_CHECKING:
 
   from encdec_adapt.conversion import model_in_memory
 
-__version__ = '0.1.0'
+__version__ = '0.2.0'
 
 
 def load(

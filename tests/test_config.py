@@ -384,6 +384,11 @@ def test_a_saved_run_of_an_earlier_version(tmp_path, capsys, monkeypatch):
   file.write_text(json.dumps(saved))
   with pytest.raises(errors.UserError, match='train.unknown, which'):
     config_lib.load_run(str(tmp_path))
+  del saved['train']['unknown']
+  saved['data']['objective'] = 'prefix_lm | mass'
+  file.write_text(json.dumps(saved))
+  with pytest.raises(errors.UserError, match='mass.* 0.1.0 is the last'):
+    config_lib.load_run(str(tmp_path))
 
 
 def test_vocabularies_are_where_the_configuration_says():

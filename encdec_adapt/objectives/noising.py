@@ -11,7 +11,6 @@ T5 (arXiv:1910.10683, section 3.3; t5/data/preprocessors.py), noise by token:
 | (0.15)             | a sentinel; their number is fixed  | sentinel, tokens   |
 | mask_tokens (0.15) | each hidden token is M             | the window         |
 | drop_tokens (0.15) | without the hidden tokens          | the hidden tokens  |
-| deshuffle          | the window's tokens, permuted      | the window         |
 | replace_tokens     | hidden tokens are random ones      | the window         |
 | (0.15)             |                                    |                    |
 
@@ -32,12 +31,6 @@ Others:
 
 | name               | inputs                             | targets            |
 |--------------------|------------------------------------|--------------------|
-| mass (0.5)         | a span, each of its tokens M       | the span           |
-|                    | (BART's section 4, after           |                    |
-|                    | arXiv:1905.02450)                  |                    |
-| permuted_lm (1/6)  | each hidden token is another       | sentinel and token,|
-|                    | sentinel (BART's section 4, after  | in random order    |
-|                    | arXiv:1906.08237)                  |                    |
 | bert (0.15)        | 80% of the chosen tokens are M, 10%| the window, with   |
 |                    | random, 10% kept (arXiv:1810.04805)| weight on the      |
 |                    |                                    | chosen tokens      |
@@ -215,16 +208,6 @@ class DropTokens(Noising):
     return framing.Pair(window[~hidden], window[hidden])
 
 
-class Deshuffle(Noising):
-  """Predicts the window from its tokens in random order."""
-
-  options = windows.OPTIONS
-  needs_mask = False
-
-  def split(self, window, plan, rng):
-    return framing.Pair(rng.permutation(window), window)
-
-
 class ReplaceTokens(Noising):
   """Replaces hidden tokens by random tokens of text; predicts the window."""
 
@@ -277,41 +260,6 @@ class IidDenoising(Noising):
       denoising.insert(window[~hidden], starts - hidden_before, sentinels),
       denoising.insert(window[hidden], hidden_before, sentinels),
     )
-
-
-class PermutedLM(IidDenoising):
-  """Predicts hidden tokens in random order, each after its sentinel."""
-
-  default_share = 1 / 6
-
-  def _targets(self, window):
-    return 2 * self._count(window)
-
-  def split(self, window, plan, rng):
-    hidden = np.flatnonzero(self._hidden(len(window), rng))
-    sentinels = np.array(self._vocabulary.sentinels[: len(hidden)], np.int32)
-    inputs = window.copy()
-    inputs[hidden] = sentinels
-    order = rng.permutation(len(hidden))
-    # The sentinel tells the position of the token that it precedes.
-    targets = np.stack([sentinels[order], window[hidden][order]], axis=1)
-    return framing.Pair(inputs, targets.reshape(-1))
-
-
-class Mass(Noising):
-  """Masks a span; predicts it."""
-
-  default_share = 0.5
-
-  def _targets(self, window):
-    return self._count(window)
-
-  def split(self, window, plan, rng):
-    size = self._hide(len(window))
-    start = int(rng.integers(len(window) - size + 1))
-    inputs = window.copy()
-    inputs[start : start + size] = self._mask
-    return framing.Pair(inputs, window[start : start + size])
 
 
 class Infilling(Noising):
@@ -554,7 +502,6 @@ OBJECTIVES = {
   'iid_denoising': _Name(IidDenoising, 'hidden tokens, 15%'),
   'mask_tokens': _Name(MaskTokens, 'the text from 85% of its tokens'),
   'drop_tokens': _Name(DropTokens, 'the dropped tokens, 15%'),
-  'deshuffle': _Name(Deshuffle, 'the text from its shuffled tokens'),
   'replace_tokens': _Name(ReplaceTokens, 'the text, 15% of it replaced'),
   'bart_masking': _Name(MaskTokens, 'the text from 85% of its tokens'),
   'bart_deletion': _Name(DeleteTokens, 'the text without 15% of its tokens'),
@@ -566,7 +513,5 @@ OBJECTIVES = {
   ),
   'bart_rotation': _Name(Rotate, 'the text from its rotation'),
   'bart': _Name(Bart, 'permutation and infilling'),
-  'mass': _Name(Mass, 'one masked half'),
-  'permuted_lm': _Name(PermutedLM, 'a sixth, in random order'),
   'bert': _Name(Bert, 'masked tokens in place, 15%'),
 }

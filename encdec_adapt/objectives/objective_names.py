@@ -37,6 +37,8 @@ NAMES: Mapping[str, example_maker.Name] = {
   for name, entry in getattr(module, 'OBJECTIVES', {}).items()
 }
 _LABEL = 'config.data.objective'
+# Last version of the package with each objective that was removed.
+_REMOVED = dict.fromkeys(('deshuffle', 'mass', 'permuted_lm'), '0.1.0')
 
 
 @functools.cache
@@ -103,6 +105,11 @@ def _parse_objective(text: str) -> example_maker.Objective:
   part = option_strings.Part(_LABEL, text)
   head = part.partition(':')[0]
   name = head.text
+  if name in _REMOVED:
+    raise head.error(
+      f'was removed; encdec_adapt {_REMOVED[name]} is the last version that'
+      ' reads its records and runs'
+    )
   if name not in NAMES:
     hint = errors.nearest(name, NAMES)
     raise head.error(f'must be one of {", ".join(NAMES)}{hint}')

@@ -172,7 +172,8 @@ def read_manifest(folder: str | os.PathLike) -> dict[str, Any] | None:
   """Returns the manifest of a finished record set, None if there is none.
 
   Raises:
-    UserError: it cannot be parsed, or has another format.
+    UserError: it cannot be parsed, has another format, or has an objective
+      that was removed.
   """
   path = paths.at(folder) / MANIFEST
   try:
@@ -189,6 +190,7 @@ def read_manifest(folder: str | os.PathLike) -> dict[str, Any] | None:
       f'{path} has format {manifest["format"]!r}, this version reads {FORMAT};'
       ' materialise the records again into an empty folder'
     )
+  objective_names.parse(manifest['spec']['objective'])
   return manifest
 
 

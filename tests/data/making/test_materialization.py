@@ -458,7 +458,7 @@ def test_rows_and_contamination_are_shown(text, tmp_path, capsys):
     'data.folder': tmp_path / 'records',
     'data.vocabulary': text / 'vocabulary.model',
     'data.source': f'text:{text}/*.txt + text:{tmp_path}/copies/*.txt',
-    'data.objective': 'mass:shortest=40',
+    'data.objective': 'mask_tokens:share=0.5,shortest=40',
     'data.encoder_length': 48,
     'data.decoder_length': 48,
     'data.shards': 1,

@@ -230,6 +230,10 @@ def test_unusable_record_sets_are_refused(tmp_path):
   path.write_text(json.dumps({**manifest, 'format': 99}))
   with pytest.raises(errors.UserError, match='format 99'):
     record_sets.RecordSet.open(tmp_path)
+  removed = manifest | {'spec': manifest['spec'] | {'objective': 'deshuffle'}}
+  path.write_text(json.dumps(removed))
+  with pytest.raises(errors.UserError, match='deshuffle.* 0.1.0 is the last'):
+    record_sets.RecordSet.open(tmp_path)
   path.write_text(path.read_text()[:-20])
   with pytest.raises(errors.UserError, match='is not a manifest'):
     record_sets.RecordSet.open(tmp_path)
