@@ -1,8 +1,6 @@
 r"""Converts models between Hugging Face folders and our checkpoints.
 
     python -m encdec_adapt.convert import --source=HF_DIR --output=CKPT
-    python -m encdec_adapt.convert import --source=T5X_DIR \
-      --model=config.json --output=CKPT
     python -m encdec_adapt.convert adapt --encoder=SRC [--decoder=SRC] \
       [--target=t5gemma2] [--model.encoder.kv_heads=8] --output=CKPT
     python -m encdec_adapt.convert export --checkpoint=CKPT --output=HF_DIR
@@ -104,12 +102,11 @@ def verify(values: flags.FlagValues, operands: list[str]) -> int:
 
 COMMANDS = {
   'import': command.Subcommand(
-    'Hugging Face folder, Flax or t5x arrays -> Orbax checkpoint',
+    'Hugging Face folder or Flax arrays -> Orbax checkpoint',
     command.define(
       command.string(
         'source',
-        'Hugging Face folder, Flax folder of the authors, t5x checkpoint of one'
-        ' step, or PEFT folder.',
+        'Hugging Face folder, Flax folder of the authors, or PEFT folder.',
       ),
       _OUTPUT,
       command.string(
@@ -119,9 +116,8 @@ COMMANDS = {
       ),
       command.string(
         'model',
-        'For a Flax folder or a t5x checkpoint: the path of a config.json,'
-        ' which t5x needs; the tokenizer in its folder is taken along. Default:'
-        ' the released model of the shapes.',
+        'For a Flax folder: the path of a config.json. Default: the released'
+        ' model of the shapes.',
       ),
       _WINDOW,
       _MULTIPLE,

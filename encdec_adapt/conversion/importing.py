@@ -4,13 +4,11 @@ Bad input is refused before anything is written, and the work directory
 appears whole or not at all (`work_directory`).
 """
 
-import dataclasses
-
 from absl import flags
 
 from encdec_adapt.adaptation import coverage as coverage_lib
 from encdec_adapt.base import errors
-from encdec_adapt.checkpoints import orbax_folder, t5x_checkpoint
+from encdec_adapt.checkpoints import orbax_folder
 from encdec_adapt.cli import command
 from encdec_adapt.conversion import (
   model_on_disk,
@@ -23,7 +21,6 @@ from encdec_adapt.huggingface import (
   config_json,
   flax_folder,
   new_folder,
-  t5x_model,
   tensor_folder,
 )
 from encdec_adapt.models import model_config
@@ -59,29 +56,20 @@ def import_folder(values: flags.FlagValues, _: list[str]) -> int:
   has_config = (path / tensor_folder.CONFIG).exists()
   # With a config.json it is a Hugging Face folder or a run, whatever else it
   # has.
-  checkpoint = None if has_config else t5x_checkpoint.open_checkpoint(path)
-  is_flax = checkpoint is not None
-  is_flax |= not has_config and orbax_folder.is_orbax_folder(path)
   # The authors' Flax folders have no Hugging Face files to carry along.
   files: pretrained_files.Folders = {}
-  if is_flax:
-    source = _open_flax(path, checkpoint, values)
-    if checkpoint and paths.at(values.model).name == tensor_folder.CONFIG:
-      folder = paths.at(values.model).parent
-      files = {'decoder': folder}
-      if source.vocabularies is None:
-        choice = model_on_disk.vocabularies_in(folder)
-        source = dataclasses.replace(source, vocabularies=choice)
+  if not has_config and orbax_folder.is_orbax_folder(path):
+    source = _open_flax(path, values)
   else:
     if not model_on_disk.is_folder(path):
       raise errors.UserError(
         f'--source={path} is a work directory already; import reads Hugging'
-        ' Face folders, the Flax folders of the authors, and t5x checkpoints.'
+        ' Face folders, and the Flax folders of the authors.'
       )
     if values.model:
       raise errors.UserError(
-        f'--model={values.model} is for folders of Flax and t5x arrays; {path}'
-        ' has a config.json of its own.'
+        f'--model={values.model} is for folders of Flax arrays; {path} has a'
+        ' config.json of its own.'
       )
     source = open_model(values.source, values)
     model_on_disk.require_head(source)
@@ -100,45 +88,29 @@ def import_folder(values: flags.FlagValues, _: list[str]) -> int:
 
 
 def _open_flax(
-  path: paths.Path,
-  checkpoint: t5x_checkpoint.Checkpoint | None,
-  values: flags.FlagValues,
+  path: paths.Path, values: flags.FlagValues
 ) -> model_on_disk.StoredModel:
-  """Opens a model in the layout of its authors' Flax code, or of t5x.
-
-  Reads no arrays but the relative position biases of t5x.
+  """Opens a model as its authors' Flax code saves it; reads no arrays.
 
   Raises:
     UserError: the model is damaged, differs from --model, or has no such
       window.
   """
-  folder = checkpoint or orbax_folder.OrbaxFolder(path)
-  arrays, reader, name = folder.arrays, folder.read, str(path)
-  model = None
+  folder, name = orbax_folder.OrbaxFolder(path), str(path)
   if values.model:
     raw = atomic.read_json(values.model)
     model = config_json.model_from_raw(raw, values.model)[0]
-  elif not checkpoint:
+  else:
     # Such a folder has arrays only; shapes tell the released models apart.
-    model = flax_folder.released_model(arrays, name)
-  if checkpoint:
-    if model is None:
-      raise errors.UserError(
-        f'{path} is a t5x checkpoint, which does not show its activation: give'
-        ' its config.json, as transformers or this project writes it, with'
-        ' --model=FILE.'
-      )
-    model = t5x_model.completed(model, arrays, reader, name)
+    model = flax_folder.released_model(folder.arrays, name)
   model = model_on_disk.with_window(model, values.encoder_window, name)
   model = model_config.with_vocab_multiple(model, values.vocab_multiple)
-  layout = t5x_model.T5xModel if checkpoint else flax_folder.FlaxModel
-  source = layout(arrays, reader, model, name)
-  state = checkpoint.state if checkpoint else ()
+  source = flax_folder.FlaxModel(folder.arrays, folder.read, model, name)
   return model_on_disk.StoredModel(
     path,
     model,
     model_on_disk.vocabularies_in(path),
     source.arrays,
-    unused=source.unused | dict.fromkeys(state, 'optimizer state'),
+    unused=source.unused,
     name=values.source,
   )

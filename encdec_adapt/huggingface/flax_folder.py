@@ -121,7 +121,8 @@ class FlaxModel:
     return arrays
 
   def _part(self, leaf: str, stored: Mapping[str, str]) -> _Part:
-    choices = self._choices(leaf)
+    start, candidates = _their_names(leaf, self.config)
+    choices = [(start + name, index) for name, index in candidates]
     name, index = next(
       ((stored[name], i) for name, i in choices if name in stored),
       (None, None),
@@ -141,10 +142,6 @@ class FlaxModel:
         f' the model {list(ours)}. Give the right config with --model.'
       )
     return name, index
-
-  def _choices(self, leaf: str) -> list[_Part]:
-    start, choices = _their_names(leaf, self.config)
-    return [(start + name, index) for name, index in choices]
 
   def _fits(self, leaf: str, name: str, index: int | None) -> bool:
     shape = self._arrays[name][0]
