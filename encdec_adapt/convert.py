@@ -7,7 +7,7 @@ r"""Converts models between Hugging Face folders and our checkpoints.
     python -m encdec_adapt.convert inspect PATH
     python -m encdec_adapt.convert diff A B
     python -m encdec_adapt.convert merge A B ... [--weights=0.7,0.3] \
-      [--last=3] [--start=C [--slerp]] --output=CKPT
+      [--last=3] [--start=C] --output=CKPT
     python -m encdec_adapt.convert merge-lora --checkpoint=CKPT --output=CKPT
     python -m encdec_adapt.convert verify A B [--rows=4 --length=64] \
       [--with=transformers]
@@ -240,12 +240,6 @@ COMMANDS = {
         'start',
         'The model that A, B .. were trained from: it is added to the weighted'
         ' sum of the differences from it.',
-      ),
-      command.boolean(
-        'slerp',
-        'Interpolate the differences of A and B from --start on a sphere (WARP)'
-        ' and not linearly, each layer of each parameter by itself.',
-        default=False,
       ),
       _OUTPUT,
     ),

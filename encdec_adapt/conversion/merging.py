@@ -1,8 +1,7 @@
 """`convert merge`: several models of one shape -> a work directory at step 0.
 
 Models are averaged, or their task vectors (their differences from the model
-that they were trained from) are added to that model: linearly, or by spherical
-interpolation (SLERP) as in WARP (arXiv:2406.16768).
+that they were trained from) are added to that model.
 
 The work directory appears whole or not at all (`work_directory`).
 """
@@ -27,9 +26,6 @@ from encdec_adapt.files import lazy_array
 from encdec_adapt.huggingface import new_folder
 from encdec_adapt.models import model_config, parameters
 
-# Sine of the angle below which task vectors count as parallel: SLERP and a
-# linear average then differ by less than float32 can tell.
-_PARALLEL = 1e-4
 # Other models differ in every parameter: a few show the reason.
 _DIFFERENCES_SHOWN = 5
 
@@ -58,8 +54,7 @@ def merge_models(values: flags.FlagValues, operands: list[str]) -> int:
   ]
   for model in models[1:]:
     _require_same_model(first, model)
-  method = 'merge --slerp' if values.slerp else 'merge'
-  made_by = {'command': method, 'sources': sources, 'weights': weights}
+  made_by = {'command': 'merge', 'sources': sources, 'weights': weights}
   if values.start:
     made_by['start'] = values.start
   contents = work_directory.Contents(
@@ -74,7 +69,7 @@ def merge_models(values: flags.FlagValues, operands: list[str]) -> int:
     # The sum of weighted task vectors and the start is an average in which the
     # start has the remaining weight.
     weights = [*weights, 1 - sum(weights)]
-  merged = _merged(models, weights, values.slerp)
+  merged = _merged(models, weights)
   work_directory.write(values.output, contents, merged, verb='averaged')
   return 0
 
@@ -94,16 +89,10 @@ def _weights(values: flags.FlagValues, operands: Sequence[str]) -> list[float]:
   """Parses --weights; the default is equal weights.
 
   Raises:
-    UserError: the weights do not match the models in number, do not sum to 1
-      without --start, or do not suit --slerp.
+    UserError: the weights do not match the models in number, or do not sum to
+      1 without --start.
   """
   count = len(operands)
-  if values.slerp and not (values.start and count == 2):
-    raise errors.UserError(
-      f'--slerp of {count} models with --start={values.start or ""}: it'
-      ' interpolates the task vectors of two models; give two, and as --start'
-      ' the model that both were trained from.'
-    )
   if count < 2 and not values.start:
     raise errors.UserError(
       f'merge of {operands[0]} alone; give another model, --last=N for the last'
@@ -115,9 +104,7 @@ def _weights(values: flags.FlagValues, operands: Sequence[str]) -> list[float]:
   weights = [part.read(float, 'a number') for part in string.divide(',')]
   total, form = sum(weights), ''
   # These comparisons refuse nan.
-  if values.slerp:
-    right, form = min(weights) >= 0 and 0 < total < math.inf, ', none negative'
-  elif values.start:
+  if values.start:
     right = math.isfinite(total)
   else:  # The tolerance allows for rounded thirds.
     right, form = abs(total - 1) < 1e-6, ', that sum to 1'
@@ -161,28 +148,18 @@ def _require_same_model(first: _Stored, model: _Stored) -> None:
 
 
 def _merged(
-  models: Sequence[_Stored], weights: Sequence[float], spherical: bool
+  models: Sequence[_Stored], weights: Sequence[float]
 ) -> dict[str, lazy_array.LazyArray]:
-  """Returns every merged parameter, computed when it is read.
-
-  With `spherical`, `models` are two models and their start.
-  """
+  """Returns every merged parameter, computed when it is read."""
   sources: list[Mapping[str, lazy_array.LazyArray]]
   sources = [model.arrays() for model in models]
-  table = parameters.parameter_table(models[0].model)
 
   def read(path: str, index: tuple[slice, ...]) -> np.ndarray:
-    if not spherical:
-      # In float32 whatever the sources have: a bfloat16 sum would lose bits.
-      return sum(
-        np.float32(weight)
-        * np.asarray(arrays[path].read_part(index), np.float32)
-        for weight, arrays in zip(weights, sources, strict=True)
-      )
-    # Whole, as the angle is between whole matrices.
-    a, b, start = (np.asarray(arrays[path], np.float32) for arrays in sources)
-    layers = 'layers' in table[path].axes
-    return slerp(start, a - start, b - start, weights[:2], layers)[index]
+    # In float32 whatever the sources have: a bfloat16 sum would lose bits.
+    return sum(
+      np.float32(weight) * np.asarray(arrays[path].read_part(index), np.float32)
+      for weight, arrays in zip(weights, sources, strict=True)
+    )
 
   return {
     path: lazy_array.LazyArray(
@@ -190,49 +167,3 @@ def _merged(
     )
     for path, array in sources[0].items()
   }
-
-
-def slerp(
-  start: np.ndarray,
-  a: np.ndarray,
-  b: np.ndarray,
-  weights: Sequence[float],
-  layers: bool = False,
-) -> np.ndarray:
-  """Adds the spherical interpolation of two task vectors to their start.
-
-  start + s * (sin((1 - t) o) a + sin(t o) b) / sin(o), where o is the angle
-  between a and b, s the sum of the weights and t the share of b's weight
-  (WARP, arXiv:2406.16768, section 3.2; with s below 1 also its interpolation
-  towards the start). Where a or b is zero, or they are parallel, linear.
-
-  Args:
-    start: parameter of the start, float32.
-    a: task vector of the first model.
-    b: task vector of the second.
-    weights: weight of each, not negative, of a positive sum.
-    layers: whether the first axis is that of the layers, each of which has an
-      angle of its own.
-  """
-  axes = tuple(range(int(layers), a.ndim))
-
-  def dot(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    return np.sum(x * y, axes, np.float64, keepdims=True)
-
-  norms = np.sqrt(dot(a, a) * dot(b, b))
-  # 1, as of parallel vectors, where the angle is not defined.
-  cosine = np.divide(dot(a, b), norms, np.ones_like(norms), where=norms > 0)
-  sine = np.sqrt(np.maximum(1 - cosine**2, 0))
-  linear, angle = sine < _PARALLEL, np.arccos(np.clip(cosine, -1, 1))
-  total = sum(weights)
-  scales = (
-    np.where(
-      linear,
-      weight,
-      total * np.sin(weight / total * angle) / np.where(linear, 1, sine),
-    ).astype(np.float32)
-    for weight in weights
-  )
-  return start + sum(
-    scale * vector for scale, vector in zip(scales, (a, b), strict=True)
-  )

@@ -123,8 +123,6 @@ def test_tensors_that_are_no_weights_are_named(gemma, tmp_path, capsys):
     (['merge', '{gemma}', '{wide}', '--output={tmp}/x'],
      r'width is 16 and 24; .*down is \[2, 32, 16\] and \[2, 32, 24\]; 8 more'),
     (['merge', '{gemma}', '--output={tmp}/x'], 'gemma alone; give another'),
-    (['merge', '{gemma}', '{gemma}', '--slerp', '--output={tmp}/x'],
-     '--slerp of 2 models with --start=:'),
     (['merge', '{gemma}', '{gemma}', '--weights=1,1', '--output={tmp}/x'],
      'must be 2 numbers'),
     (['merge', '{gemma}', '{gemma}', '--weights=a,b', '--output={tmp}/x'],

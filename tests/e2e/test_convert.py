@@ -17,7 +17,7 @@ from encdec_adapt import config as config_lib
 from encdec_adapt import train
 from encdec_adapt.base import errors
 from encdec_adapt.checkpoints import manager
-from encdec_adapt.conversion import merging, pretrained_files
+from encdec_adapt.conversion import pretrained_files
 from encdec_adapt.models import model_config
 from encdec_adapt.tokenizers import vocabulary_training
 from tests import tiny
@@ -322,7 +322,6 @@ def test_merge_takes_the_last_steps_and_a_start(folder, adapted, trained):
   for name, flags, share in (
     ('mean', ['--last=2'], 1.0),
     ('near_start', ['--last=1', start_flag, '--weights=0.2'], 0.2),
-    ('sphere', ['--last=2', start_flag, '--weights=0.1,0.1', '--slerp'], 0.2),
   ):
     output = folder / name
     assert convert_('merge', trained, *flags, f'--output={output}') == 0
@@ -330,31 +329,9 @@ def test_merge_takes_the_last_steps_and_a_start(folder, adapted, trained):
       last = steps[-1:] if name == 'near_start' else steps
       mean = sum(step[path] for step in last) / len(last)
       expected = start[path] + share * (mean - start[path])
-      if name == 'sphere':
-        # No shorter than the linear average.
-        lengths = [np.linalg.norm(x - start[path]) for x in (array, expected)]
-        assert lengths[0] >= lengths[1] * (1 - 1e-5)
-      else:
-        np.testing.assert_allclose(array, expected, atol=1e-6, err_msg=path)
+      np.testing.assert_allclose(array, expected, atol=1e-6, err_msg=path)
   with pytest.raises(errors.UserError, match='of the steps 1, 2'):
     convert_('merge', trained, '--last=3', f'--output={folder}/three')
-
-
-def test_slerp_of_literal_vectors():
-  start = np.float32([[1, 1], [2, 2], [3, 3], [4, 4]])
-  a = np.float32([[2, 0], [2, 0], [0, 0], [2, 0]])
-  b = np.float32([[0, 2], [4, 0], [0, 2], [-2, 0]])
-  # By layer: at a right angle, parallel, a zero vector, and opposite.
-  merged = merging.slerp(start, a, b, (0.5, 0.5), layers=True)
-  half = np.sqrt(2)  # 2 * sin(45 degrees)
-  np.testing.assert_allclose(
-    merged - start, [[half, half], [3, 0], [0, 1], [0, 0]], atol=1e-6
-  )
-  # A third of the angle, and half of the way from the start.
-  merged = merging.slerp(start[0], a[0], b[0], (1 / 3, 1 / 6))
-  np.testing.assert_allclose(
-    merged - start[0], [np.cos(np.pi / 6), np.sin(np.pi / 6)], atol=1e-6
-  )
 
 
 def test_models_with_other_vocabularies_are_not_combined(
