@@ -18,6 +18,7 @@ CORE = [
   'etils[epath]>=1.15',
   'flax>=0.12.8',
   'grain>=0.2.18',
+  'huggingface-hub>=2.4,<3',
   'jax>=0.10.2,<0.13',
   'jaxtyping>=0.3',
   'jinja2>=3.1',
@@ -64,8 +65,6 @@ PEER = [
 EVAL = ['lm-eval>=0.4.13,<0.5', 'rouge-score>=0.1.2', 'sacrebleu>=2.4']
 # Converts exported T5Gemma folders; tests/parity compares its scores.
 CTRANSLATE2 = ['ctranslate2>=4.8']
-# hf:// addresses and `convert push`.
-HUB = ['huggingface-hub>=2.4,<3']
 # The HTTP server; httpx is for its tests.
 SERVE = ['starlette>=0.47', 'uvicorn>=0.34']
 # Attention kernels for Hopper and Blackwell. Exact, because `ops` imports parts
@@ -86,7 +85,6 @@ TEST = [
   *DATA,
   *EVAL,
   *GCS,
-  *HUB,
   *SERVE,
   *WANDB,
 ]
@@ -115,6 +113,7 @@ setuptools.setup(
   package_data={
     'encdec_adapt': ['py.typed'],
     'encdec_adapt.configs': ['README.md', 'decoders/**', 'studies/**'],
+    'encdec_adapt.conversion': ['model_card.jinja'],
     'encdec_adapt.planning': ['calibration.json'],
     'encdec_adapt.serving': ['page.html'],
   },
@@ -130,7 +129,6 @@ setuptools.setup(
     'ctranslate2': CTRANSLATE2,
     'serve': SERVE,
     'gcs': GCS,
-    'hub': HUB,
     'beam': BEAM,
     'cuda12': ['jax[cuda12]'],
     'cuda13': ['jax[cuda13]'],

@@ -5,10 +5,11 @@ Reads the JSON files that runs leave; opens no model besides the exported one.
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 import math
+import pathlib
 import re
 from typing import Any
 
-import yaml
+import huggingface_hub
 
 from encdec_adapt import config as config_lib
 from encdec_adapt.base import errors
@@ -21,7 +22,7 @@ from encdec_adapt.conversion import (
 from encdec_adapt.files import atomic, hub, text_lines
 from encdec_adapt.files import paths as paths_lib
 from encdec_adapt.huggingface import torch_export
-from encdec_adapt.models import model_config, parameters
+from encdec_adapt.models import parameters
 from encdec_adapt.telemetry import compute_cost
 
 # Fields of a stack in the card's table: its sizes, without masks and norms.
@@ -32,84 +33,8 @@ _SIZES = (
 _DATASET = re.compile(r'hf://datasets/([\w.-]+/[\w.-]+)')
 # Addresses, and folders of local files.
 _LOCATION = re.compile(r'(hf://\S+)|[^\s:+@#,|]*/')
-_CARD = """---
-{metadata}---
-# {name}
-
-A model with {count:,} parameters ({kind}), exported in {dtype} by encdec_adapt.
-
-{shape}
-
-## What was done
-
-{history}
-
-{notes}## Use
-
-{snippet}With encdec_adapt:
-
-```python
-import encdec_adapt
-
-model = encdec_adapt.load('.')
-```
-
-{layout}## Upload
-
-From this folder; only you can read the model, unless `--public` is added:
-
-```
-python -m encdec_adapt.convert push . --repo=ORG/NAME
-```
-
-## License
-
-Weights that were made from others are under the terms of those others. The
-metadata state them as far as the README.md of the base models does.
-"""
-_NATIVE = """The folder is in the layout of encdec_adapt, for models of any
-families: config.json has `model_type` `encdec_adapt` and, as `model`, the keys
-of `config.model`; the tensors are named `<stack>.layers.<number>.<part>`,
-kernels are stored as [in, out] with heads apart ([D, N, H] of a query,
-[N, H, D] of an output), and token tables without padding rows.
-
-"""
-# Runs in the folder, as a test does it.
-_SNIPPET = """With transformers, here or by the name on the Hub:
-
-```python
-from transformers import AutoTokenizer, {name}{encoding}
-
-folder = '.'  # Or ORG/NAME.
-model = {name}.from_pretrained({folder})
-tokenizer = AutoTokenizer.from_pretrained({folder})
-{decoder}{inputs}
-tokens = model.generate(
-  inputs.input_ids, attention_mask=inputs.attention_mask, max_new_tokens=32
-)
-print({prefix}tokenizer.decode(tokens[0], skip_special_tokens=True))
-```
-
-"""
+_TEMPLATE = pathlib.Path(__file__).with_name('model_card.jinja')
 _PROMPT = 'The quick brown fox'
-_INPUTS = "inputs = tokenizer({prompt}, return_tensors='pt')"
-_TURN = """inputs = tokenizer.apply_chat_template(
-  [{{'role': 'user', 'content': {prompt}}}],
-  add_generation_prompt=True,
-  return_dict=True,
-  return_tensors='pt',
-)"""
-# As in training, where tokens do not span the border to the separator.
-_SEPARATED = """text = tokenizer({prompt})
-separator = tokenizer({separator}, add_special_tokens=False)
-names = 'input_ids', 'attention_mask'
-inputs = BatchEncoding(
-  {{name: [text[name] + separator[name]] for name in names}}, tensor_type='pt'
-)"""
-_DECODER = """decoder_tokenizer = AutoTokenizer.from_pretrained(
-  {}, subfolder='{}'
-)
-"""
 
 
 def write(
@@ -144,94 +69,84 @@ def write(
   library = 'transformers' if has_class else 'encdec_adapt'
   if model.decoder.embedding:
     library = 'sentence-transformers'
-  lines = ''.join(f'- {note}\n' for note in notes)
-  metadata = {
-    'library_name': library,
-    'tags': ['encdec_adapt'],
-    **_metadata(stored, languages, evaluation),
-  }
-  return _CARD.format(
-    # YAML, as the Hub reads it.
-    metadata=yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True),
-    name=model_on_disk.title(stored.name),
-    count=parameters.count(model),
-    kind=model.architecture.name,
-    dtype=dtype,
-    shape='\n'.join(_shape(model)),
-    history='\n'.join(_history(stored.name, stored.path, stored.step)),
-    notes=f'## Notes\n\n{lines}\n' * bool(lines),
-    snippet=_snippet(stored, native, tokenizers) if generates else '',
-    layout=_NATIVE * native,
-  )
-
-
-def _snippet(
-  stored: model_on_disk.StoredModel, native: bool, tokenizers: Collection[str]
-) -> str:
-  folder = 'folder' + ', trust_remote_code=True' * native
-  name = inspection.transformers_class(stored)
-  subfolder = model_on_disk.DECODER_TOKENIZER
-  is_separate = any(x.startswith(f'{subfolder}/') for x in tokenizers)
-  framing = stored.framing
+  framing, subfolder = stored.framing, model_on_disk.DECODER_TOKENIZER
   prompt = repr(''.join(framing.prefixes[:1]) + _PROMPT)
   if native:
     prompt = f'model.config.prompt({_PROMPT!r})'
-  form = _SEPARATED if framing.separator else _INPUTS
   if framing.chats:
-    form, prompt = _TURN, repr(_PROMPT)
-  return _SNIPPET.format(
-    name='AutoModelForSeq2SeqLM' if native else name,
-    folder=folder,
-    decoder=_DECODER.format(folder, subfolder) * is_separate,
-    prefix='decoder_' * is_separate,
-    encoding=', BatchEncoding' * (form is _SEPARATED),
-    inputs=form.format(prompt=prompt, separator=repr(framing.separator)),
+    prompt = repr(_PROMPT)
+  is_separate = any(x.startswith(f'{subfolder}/') for x in tokenizers)
+  card = huggingface_hub.ModelCard.from_template(
+    _metadata(stored, library, languages, evaluation),
+    template_path=_TEMPLATE,
+    name=model_on_disk.title(stored.name),
+    count=f'{parameters.count(model):,}',
+    kind=model.architecture.name,
+    dtype=dtype,
+    stacks=model.stacks,
+    sizes=_SIZES,
+    history='\n'.join(_history(stored.name, stored.path, stored.step)),
+    notes=notes,
+    has_sample=generates,
+    native=native,
+    model_class=(
+      'AutoModelForSeq2SeqLM'
+      if native
+      else inspection.transformers_class(stored)
+    ),
+    folder='folder' + ', trust_remote_code=True' * native,
+    subfolder=subfolder if is_separate else '',
+    prompt=prompt,
+    chats=framing.chats,
+    separator=framing.separator and repr(framing.separator),
   )
+  return f'{card}\n'
 
 
 def _metadata(
   stored: model_on_disk.StoredModel,
+  library: str,
   languages: Sequence[str],
   evaluation: str | None,
-) -> dict[str, Any]:
+) -> huggingface_hub.ModelCardData:
   config, summary = (
     _read(stored.path / file) if stored.checkpoint else {}
     for file in (config_lib.RUN_CONFIG, compute_cost.SUMMARY)
   )
-  fields: dict[str, Any] = {}
+  terms: dict[str, str] = {}
   bases = pretrained_files.base_models(stored.path)
   # The license is 'other' where it has a name.
   licenses = [x.get('license_name', x.get('license')) for x in bases]
   if len(set(licenses)) == 1:
-    fields = {k: v for k, v in bases[0].items() if k.startswith('license')}
+    terms = {k: v for k, v in bases[0].items() if k.startswith('license')}
   elif licenses:
-    terms = [
+    names = [
       f'{license or "unknown"} ({base["name"]})'
       for license, base in zip(licenses, bases, strict=True)
     ]
-    fields = {'license': 'other', 'license_name': ' and '.join(terms)}
+    terms = {'license': 'other', 'license_name': ' and '.join(names)}
   stated = [x for base in bases for x in base.get('languages', ())]
-  fields['language'] = [*dict.fromkeys(languages or stated)]
-  fields['base_model'] = [base['name'] for base in bases if base['on_hub']]
   source = config.get('data', {}).get('source', '')
-  fields['datasets'] = _DATASET.findall(source)
   scores = _evaluation(stored, evaluation) if evaluation else {}
   loss = summary.get('eval_loss', math.nan)
   # Of the last step; JSON and the Hub lack YAML's non-finite numbers.
   if math.isfinite(loss) and summary['steps'] == stored.step:
     scores = {f'held-out {_sources(source)}': {'loss': loss}, **scores}
   results = [
-    {
-      'task': {'type': 'text-generation'},
-      'dataset': {'name': task, 'type': task},
-      'metrics': [{'type': k, 'value': v} for k, v in metrics.items()],
-    }
+    huggingface_hub.EvalResult('text-generation', task, task, metric, value)
     for task, metrics in scores.items()
+    for metric, value in metrics.items()
   ]
-  if results:
-    name = model_on_disk.title(stored.name)
-    fields['model-index'] = [{'name': name, 'results': results}]
-  return {name: value for name, value in fields.items() if value}
+  return huggingface_hub.ModelCardData(
+    library_name=library,
+    tags=['encdec_adapt'],
+    **terms,
+    language=[*dict.fromkeys(languages or stated)] or None,
+    base_model=[base['name'] for base in bases if base['on_hub']] or None,
+    datasets=_DATASET.findall(source) or None,
+    model_name=model_on_disk.title(stored.name) if results else None,
+    eval_results=results or None,
+  )
 
 
 def _evaluation(
@@ -258,14 +173,6 @@ def _evaluation(
 def _sources(source: str) -> str:
   """Returns `config.data.source` without the locations of local files."""
   return _LOCATION.sub(lambda match: match[1] or '', source)
-
-
-def _shape(model: model_config.ModelConfig) -> Iterator[str]:
-  yield '| | ' + ' | '.join(model.stacks) + ' |'
-  yield '|---|' + '---|' * len(model.stacks)
-  for name in _SIZES:
-    values = [str(getattr(stack, name)) for stack in model.stacks.values()]
-    yield f'| {name} | ' + ' | '.join(values) + ' |'
 
 
 def _history(

@@ -15,7 +15,9 @@ import pathlib
 import re
 from typing import Any
 
-from encdec_adapt.base import errors, packages
+import huggingface_hub
+
+from encdec_adapt.base import errors
 
 SCHEME = 'hf://'
 _COMMIT = re.compile(r'@[0-9a-f]{40}\b')
@@ -68,10 +70,8 @@ def commit_of(address: str) -> str:
   """Pins a repository's address; a process reads one commit of a branch."""
   uri = _parse(address)
   with _as_user_errors(uri):
-    revision = (
-      _client()
-      .HfApi()
-      .resolve_revision(uri.id, repo_type=uri.type, revision=uri.revision)
+    revision = huggingface_hub.HfApi().resolve_revision(
+      uri.id, repo_type=uri.type, revision=uri.revision
     )
   return f'{address.partition("@")[0]}@{revision.resolved}'
 
@@ -94,11 +94,11 @@ def fetch(
   Raises:
     UserError: see `pinned`.
   """
-  uri, client = _parse(pinned(address)), _client()
+  uri = _parse(pinned(address))
   prefix = f'{uri.path_in_repo}/' if uri.path_in_repo else ''
   snapshot = {'repo_type': uri.type, 'revision': uri.revision}
   download = functools.partial(
-    client.snapshot_download,
+    huggingface_hub.snapshot_download,
     uri.id,
     allow_patterns=[prefix + pattern for pattern in patterns],
     ignore_patterns=list(ignored),
@@ -108,11 +108,11 @@ def fetch(
     try:
       # Raises where the cache does not know the files of this commit: it would
       # take a part of them for all.
-      client.get_cached_repo_tree(uri.id, **snapshot)
+      huggingface_hub.get_cached_repo_tree(uri.id, **snapshot)
       folder = download(local_files_only=True)
     except (
-      client.errors.CachedRepoTreeNotFoundError,
-      client.errors.LocalEntryNotFoundError,
+      huggingface_hub.errors.CachedRepoTreeNotFoundError,
+      huggingface_hub.errors.LocalEntryNotFoundError,
     ):
       folder = download()
   return pathlib.Path(folder, uri.path_in_repo)
@@ -150,7 +150,7 @@ def push(folder: pathlib.Path, repo: str, *, public: bool) -> str:
   Raises:
     UserError: it exists with the other visibility, or the Hub refuses.
   """
-  uri, api = _parse(f'{SCHEME}{repo}'), _client().HfApi()
+  uri, api = _parse(f'{SCHEME}{repo}'), huggingface_hub.HfApi()
   if uri.id != repo:
     raise errors.UserError(f'--repo={repo} must be ORG/NAME.')
   with _as_user_errors(uri):
@@ -171,21 +171,13 @@ def push(folder: pathlib.Path, repo: str, *, public: bool) -> str:
   return str(url)
 
 
-def _client() -> Any:
-  packages.require(f'{SCHEME}ORG/NAME', 'hub', 'huggingface_hub')
-  import huggingface_hub
-
-  return huggingface_hub
-
-
 def _parse(address: str) -> Any:
   """Returns `type`, `id`, `revision` and `path_in_repo` of an address."""
-  client = _client()
   try:
-    uri = client.parse_hf_uri(address.rstrip('/'))
+    uri = huggingface_hub.parse_hf_uri(address.rstrip('/'))
     if uri.type not in ('model', 'dataset'):
-      raise client.errors.HfUriError(address, f'It is a {uri.type}.')
-  except client.errors.HfUriError as error:
+      raise huggingface_hub.errors.HfUriError(address, f'It is a {uri.type}.')
+  except huggingface_hub.errors.HfUriError as error:
     raise errors.UserError(
       f'{address} is not a model on the Hub ({error.msg}); give'
       f' {SCHEME}ORG/NAME, {SCHEME}ORG/NAME@REVISION, or of a data set'
@@ -198,13 +190,12 @@ def _parse(address: str) -> Any:
 def _as_user_errors(uri: Any) -> Iterator[None]:
   import httpx2
 
-  client_errors = _client().errors
   try:
     yield
   except (
     OSError,
     httpx2.HTTPError,
-    client_errors.RevisionResolutionError,
+    huggingface_hub.errors.RevisionResolutionError,
   ) as error:
     # Disk errors have an errno; the client's errors have none.
     if getattr(error, 'errno', None) is not None:
@@ -220,11 +211,10 @@ def _as_user_errors(uri: Any) -> Iterator[None]:
 def _user_error(uri: Any, error: Exception) -> errors.UserError:
   import httpx2
 
-  client = _client()
   name = f'datasets/{uri.id}' if uri.type == 'dataset' else uri.id
-  page = f'{client.constants.ENDPOINT}/{name}'
+  page = f'{huggingface_hub.constants.ENDPOINT}/{name}'
   status = getattr(getattr(error, 'response', None), 'status_code', None)
-  if isinstance(error, client.errors.RevisionNotFoundError):
+  if isinstance(error, huggingface_hub.errors.RevisionNotFoundError):
     remedy = (
       f'has no revision {uri.revision}; `git ls-remote {page}` lists them.'
     )
@@ -240,12 +230,12 @@ def _user_error(uri: Any, error: Exception) -> errors.UserError:
       httpx2.ConnectError,
       httpx2.TimeoutException,
       ConnectionError,
-      client.errors.LocalEntryNotFoundError,
+      huggingface_hub.errors.LocalEntryNotFoundError,
     ),
   ):
     remedy = (
-      f'cannot be reached, and {client.constants.HF_HUB_CACHE} does not have'
-      f' it. Where there is a network, run `hf download {uri.id}'
+      f'cannot be reached, and {huggingface_hub.constants.HF_HUB_CACHE} has no'
+      f' copy. Where there is a network, run `hf download {uri.id}'
       f' --repo-type={uri.type}`, and copy that folder; or unset HF_HUB_OFFLINE'
       ' if it is set.'
     )
