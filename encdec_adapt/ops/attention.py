@@ -50,13 +50,12 @@ class Backend:
   Attributes:
     attend: the function, with the signature in the module docstring.
     takes_chunk: whether `attend` has the argument `chunk`.
-    kernels: whether it consists of custom kernels. Such a backend calls
-      `attention_shards.run` itself on every mesh, and is not used for the few
-      queries of a decoding step.
-    memory: keys that have no position (`MaskSpec.memory`).
+    kernels: whether it consists of custom kernels. These mask by index: they
+      take no keys without a position (`MaskSpec.memory`), no masks in which
+      positions are not indices (`MaskSpec.aligned`) and no relative position
+      bias. Such a backend calls `attention_shards.run` itself on every mesh,
+      and is not used for the few queries of a decoding step.
     prefix: masks of kind 'prefix'.
-    unaligned: masks in which positions are not indices (`MaskSpec.aligned`).
-    bias: a relative position bias.
     dtypes: supported dtypes of q, k and v, by name.
     platforms: platforms that it runs on.
     head_dims: largest head dimension by major compute capability of the GPUs
@@ -69,10 +68,7 @@ class Backend:
   attend: Callable[..., jax.Array]
   takes_chunk: bool = False
   kernels: bool = False
-  memory: bool = True
   prefix: bool = True
-  unaligned: bool = True
-  bias: bool = True
   dtypes: frozenset[str] = frozenset({'float32', 'bfloat16', 'float16'})
   platforms: frozenset[str] = PLATFORMS
   head_dims: Mapping[int, int] | None = None
@@ -86,20 +82,14 @@ BACKENDS: dict[str, Backend] = {
   'splash': Backend(
     attention_splash.attend,
     kernels=True,
-    memory=False,
     prefix=False,
-    unaligned=False,
-    bias=False,
     dtypes=frozenset({'float32', 'bfloat16'}),
     platforms=frozenset({'tpu'}),
   ),
   'tokamax': Backend(
     attention_tokamax.attend,
     kernels=True,
-    memory=False,
-    unaligned=False,
-    bias=False,
-    # The kernels would silently round float32 to bfloat16.
+    # Of float32 the kernels would make bfloat16, without a word.
     dtypes=frozenset({'bfloat16'}),
     platforms=frozenset({'gpu'}),
     head_dims={9: 256, 10: 256},
@@ -138,13 +128,13 @@ def unsupported(
   backend = BACKENDS[name]
   checks = {
     f'{spec.memory} keys without a position': (
-      not spec.memory or backend.memory
+      not spec.memory or not backend.kernels
     ),
     'a bidirectional prefix': spec.kind != 'prefix' or backend.prefix,
     'positions that are not indices': (
-      not spec.needs_positions or spec.aligned or backend.unaligned
+      not spec.needs_positions or spec.aligned or not backend.kernels
     ),
-    'a relative position bias': not bias or backend.bias,
+    'a relative position bias': not bias or not backend.kernels,
     f'dtype {dtype}': dtype in backend.dtypes,
   }
   refused = [feature for feature, honoured in checks.items() if not honoured]

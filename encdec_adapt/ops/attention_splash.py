@@ -64,7 +64,7 @@ def attend(
   heads, lengths = active.size('act_heads'), active.size('length')
   block_q, block_kv = block(-(-queries // lengths)), block(-(-keys // lengths))
   whole_q, whole_kv = block_q * lengths, block_kv * lengths
-  spec = spec.replace(
+  padded = spec.replace(
     q_segments=masks.pad_length(spec.q_segments, whole_q),
     kv_segments=masks.pad_length(spec.kv_segments, whole_kv),
     # Not read by the kernels, which mask by index.
@@ -75,17 +75,17 @@ def attend(
   q = masks.pad_length((q * scale).astype(q.dtype), whole_q)
   k, v = masks.pad_length(k, whole_kv), masks.pad_length(v, whole_kv)
   kernel, q_shards = _kernel(
-    spec, q, k, (block_q, block_kv), softcap, (heads, lengths), interpret
+    padded, q, k, (block_q, block_kv), softcap, (heads, lengths), interpret
   )
   kernel_spec = None
   if active.mesh is not None:
     axes = active.spec('act_heads', 'length' if q_shards > 1 else None)
     kernel_spec = kernel.manual_sharding_spec(NamedSharding(active.mesh, axes))
-  local = functools.partial(_rows, aligned=spec.aligned, block_kv=block_kv)
+  local = functools.partial(_rows, block_kv=block_kv)
   out = attention_shards.run(
-    local, q, k, v, spec, operands=[kernel], operand_specs=[kernel_spec]
+    local, q, k, v, padded, operands=[kernel], operand_specs=[kernel_spec]
   )
-  return out[:, :queries].astype(q.dtype)
+  return masks.zero_unseeing(out[:, :queries].astype(q.dtype), spec)
 
 
 def block(length: int) -> int:
@@ -179,14 +179,10 @@ def _mask(
   return kernel_masks.LocalMask(shape, reach, offset)
 
 
-def _rows(q, k, v, spec, kernel, *, aligned, block_kv):
+def _rows(q, k, v, spec, kernel, *, block_kv):
   """Runs the kernel, which takes [N, T, H], on each row of [B, T, N, H]."""
   k, v = masks.pad_length(k, block_kv), masks.pad_length(v, block_kv)
   kv_segments = masks.pad_length(spec.kv_segments, block_kv)
-  seen = spec.q_segments > 0  # [B, T] whether a query sees any key.
-  if not aligned:  # Otherwise it sees itself.
-    same = spec.q_segments[:, :, None] == kv_segments[:, None, :]
-    seen &= jnp.any(same, axis=-1)
   # The kernels compare segments without an exception for 0.
   q_segments = jnp.where(spec.q_segments > 0, spec.q_segments, _NO_QUERY)
   kv_segments = jnp.where(kv_segments > 0, kv_segments, _NO_KEY)
@@ -195,6 +191,4 @@ def _rows(q, k, v, spec, kernel, *, aligned, block_kv):
     segments = kernels.SegmentIds(q_segments, kv_segments)
     return kernel(*(x.swapaxes(0, 1) for x in (q, k, v)), segments)
 
-  out = jax.vmap(row)(q, k, v, q_segments, kv_segments).swapaxes(1, 2)
-  # The kernels give the mean of all values where a query sees no key.
-  return jnp.where(seen[:, :, None, None], out, 0)
+  return jax.vmap(row)(q, k, v, q_segments, kv_segments).swapaxes(1, 2)

@@ -21,7 +21,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import backend
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from encdec_adapt.ops import (
   attention_gradients,
@@ -131,16 +131,16 @@ def attend(
     # Not aligned where keys are gathered: they have other indices than queries.
     causal = spec.aligned and spec.kind == 'causal'
     call = _Call(op, causal, scale, softcap, device)
-    first, last, sees = key_ranges(spec)
-    out = _flash(q, k, v, spec, first[:, None], last[:, None], call)
-    return jnp.where(sees[:, :, None, None], out, 0)
+    first, last = key_ranges(spec)
+    return _flash(q, k, v, spec, first[:, None], last[:, None], call)
 
-  return attention_shards.run(local, q, k, v, spec)
+  out = attention_shards.run(local, q, k, v, spec)
+  return masks.zero_unseeing(out, spec)
 
 
 def key_ranges(
   spec: masks.MaskSpec,
-) -> tuple[Int[Array, 'B T'], Int[Array, 'B T'], Bool[Array, 'B T']]:
+) -> tuple[Int[Array, 'B T'], Int[Array, 'B T']]:
   """Returns the keys that each query sees as a range of indices.
 
   Args:
@@ -148,9 +148,9 @@ def key_ranges(
       shards; or a full one without a window.
 
   Returns:
-    The first key, the key after the last, and whether the query sees any. A
-    query that sees none has the range of a single key, near it: the kernels
-    are not made for ranges without keys.
+    The first key, and the key after the last. A query that sees none has the
+    range of a single key, near it: the kernels are not made for ranges without
+    keys.
   """
   visible = masks.dense_mask(spec)  # Only inside the fused reductions.
   queries, keys = visible.shape[1:]
@@ -159,7 +159,7 @@ def key_ranges(
   last = jnp.max(jnp.where(visible, index + 1, 0), axis=-1)
   sees = last > 0
   near = jnp.minimum(jnp.arange(queries, dtype=jnp.int32), keys - 1)
-  return jnp.where(sees, first, near), jnp.where(sees, last, near + 1), sees
+  return jnp.where(sees, first, near), jnp.where(sees, last, near + 1)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6,))

@@ -12,7 +12,7 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 WINDOW_RULES = ('exclusive', 'inclusive', 'centered')
 
@@ -209,3 +209,18 @@ def dense_mask(spec: MaskSpec) -> Bool[Array, 'B T S']:
     keys = spec.kv_segments.shape[1]
     near |= jnp.arange(keys) >= keys - spec.memory
   return visible & near
+
+
+def zero_unseeing(
+  x: Float[Array, 'B T N H'], spec: MaskSpec
+) -> Float[Array, 'B T N H']:
+  """Sets the outputs of queries that see no key to 0, as kernels do not.
+
+  Args:
+    x: outputs of attention.
+    spec: a mask that is aligned, or a full one without a window.
+  """
+  sees = spec.q_segments > 0  # [B, T]
+  if not spec.aligned:  # Otherwise a query sees itself.
+    sees &= jnp.any(dense_mask(spec), axis=-1)
+  return jnp.where(sees[:, :, None, None], x, 0)

@@ -33,7 +33,7 @@ def _forward(q, k, v, spec, tiling):
   scores = tiling.scale * jnp.einsum('btnh,bsnh->btns', q, keys)
   if tiling.softcap is not None:
     scores = tiling.softcap * jnp.tanh(scores / tiling.softcap)
-  first, last, _ = attention_tokamax.key_ranges(spec)
+  first, last = attention_tokamax.key_ranges(spec)
   index = jnp.arange(k.shape[1])
   sees = (first[..., None] <= index) & (index < last[..., None])
   sums = jax.nn.logsumexp(scores, -1, where=sees[:, :, None])
