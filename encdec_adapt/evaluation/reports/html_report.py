@@ -62,15 +62,7 @@ def write_evaluation(report: Report, folder: str | os.PathLike[str]) -> None:
   sections = {name: table(rows) for name, rows in report['tables'].items()}
   styles = report_figures.styles(list(report['per_query']))
   with paths.staged(folder) as stage:
-    if report['needles']:
-      sections['Needles'] = wide(
-        figure(
-          stage / 'needles.png',
-          'needles by depth and length',
-          report_figures.draw_needles,
-          report['needles'],
-        )
-      )
+    sections['Needles'] = needles(stage, report['needles'])
     sections['Calibration'] = figures(
       figure(
         stage / f'calibration_{task}.png',
@@ -100,6 +92,14 @@ def write_evaluation(report: Report, folder: str | os.PathLike[str]) -> None:
       )
     sections['Environment'] = facts(report['environment'])
     save(stage, report, page(report['title'], report['notes'], sections))
+
+
+def needles(folder: paths.Path, grids: Mapping[str, Any]) -> str:
+  """Draws the heat maps of needles (`report_figures`); '' for none."""
+  name, draw = 'needles by depth and length', report_figures.draw_needles
+  if not grids:
+    return ''
+  return wide(figure(folder / 'needles.png', name, draw, grids))
 
 
 def cost_figures(
@@ -149,7 +149,7 @@ def _finite(value: Any) -> Any:
 def page(title: str, notes: Iterable[str], sections: Mapping[str, str]) -> str:
   """Renders a page of paragraphs and sections; empty ones are left out."""
   title = html.escape(title)
-  intro = ''.join(f'<p>{html.escape(text)}</p>\n' for text in notes)
+  intro = ''.join(map(paragraph, notes))
   body = ''.join(f'<h2>{k}</h2>\n{v}\n' for k, v in sections.items() if v)
   return (
     '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
@@ -157,6 +157,11 @@ def page(title: str, notes: Iterable[str], sections: Mapping[str, str]) -> str:
     f'<title>{title}</title>\n<style>{_CSS}</style></head>\n<body><main>\n'
     f'<h1>{title}</h1>\n{intro}{body}</main></body></html>\n'
   )
+
+
+def paragraph(text: str) -> str:
+  """Renders a paragraph of plain text."""
+  return f'<p>{html.escape(text)}</p>\n'
 
 
 def figure(

@@ -345,7 +345,7 @@ class _Page:
           )
           for axis, label in axes.items()
         )
-    return text and f'{text}<p>{_CURVES}</p>'
+    return text and text + html_report.paragraph(_CURVES)
 
   def _losses(
     self, evaluation: Evaluation
@@ -466,11 +466,7 @@ class _Page:
       name: [x for y in self._collected.of(name)[0].scores.values() for x in y]
       for name in self._models
     }
-    if not (grids := retrieval_scores.grids(scores)):
-      return ''
-    draw = report_figures.draw_needles
-    image = self._draw('needles', 'needles by depth and length', draw, grids)
-    return html_report.wide(image)
+    return html_report.needles(self._folder, retrieval_scores.grids(scores))
 
   def _scores(self, evaluation: Evaluation) -> str:
     scores = {
@@ -510,5 +506,6 @@ def _sample(sample: Mapping[str, Any]) -> str:
   scores = ', '.join(f'{x} {sample[x]:.4g}' for x in fields if x in sample)
   return (
     f'<pre><span>{html.escape(sample["prompt"])}</span>'
-    f'{html.escape(sample["continuation"])}</pre>\n<p>{scores}</p>\n'
+    f'{html.escape(sample["continuation"])}</pre>\n'
+    + html_report.paragraph(scores)
   )
