@@ -26,7 +26,6 @@ import types
 
 from absl import flags
 
-from encdec_adapt import config as config_lib
 from encdec_adapt import configs
 from encdec_adapt.base import errors
 from encdec_adapt.cli import command
@@ -41,8 +40,7 @@ from encdec_adapt.evaluation.studies import (
   text_passes,
   workers,
 )
-from encdec_adapt.files import atomic, disk, hub, paths
-from encdec_adapt.models import execution
+from encdec_adapt.files import atomic, disk, paths
 from encdec_adapt.telemetry import compute_cost, environment
 
 define_flags = command.define(
@@ -143,7 +141,7 @@ def _describe(
 ) -> str:
   found, parts, notes = _pages(states), {}, []
   if not found:
-    return study_plan.describe(study, states, _flags(values))
+    return study_plan.describe(study, states)
   for name, page in found.items():
     try:
       parts[name] = page, stage_states.States(page, stages.resolve(page))
@@ -270,43 +268,7 @@ def run_stage(
     text_passes.check(stage, arguments)
   if stage.rate:
     return _choose_rate(stage.rate, arguments)
-  if stage.settings and _is_trained(stage, arguments[-1]):
-    return 0, None
   return _call(stage.module, arguments), None
-
-
-def _is_trained(stage: stages.Stage, flag: str) -> bool:
-  """Returns whether a job of `launch` has trained the model of a stage.
-
-  Raises:
-    UserError: the job had another configuration, as before a page's change.
-  """
-  folder = paths.at(flag.removeprefix('--workdir='))
-  if not (folder / compute_cost.SUMMARY).exists():
-    return False
-  saved = environment.flat(atomic.read_json(folder / config_lib.RUN_CONFIG))
-  # Names in braces stand for paths, a run has the commits of addresses and the
-  # choices of its devices, and earlier versions have fewer keys.
-  keys = [
-    key
-    for key, value in stage.values.items()
-    if key in saved and value != execution.AUTO
-    if '{' not in str(value) and hub.SCHEME not in str(value)
-  ]
-  before, now = (
-    {key: _portable(values[key]) for key in keys}
-    for values in (saved, stage.values)
-  )
-  if lines := environment.difference(before, now):
-    raise errors.UserError(
-      f'{folder} has a run of another configuration than stage {stage.name}'
-      f' ({"; ".join(lines)}); move the folder away and run the stage.'
-    )
-  return True
-
-
-def _portable(value: object) -> object:
-  return value.rpartition('configs/')[2] if isinstance(value, str) else value
 
 
 def _call(module: str, arguments: Sequence[str]) -> int:

@@ -117,7 +117,7 @@ def main(
   try:
     options = parse(own)
     if hasattr(options, 'training'):
-      getattr(options, 'check', check_training)(training)
+      check_training(training)
       options.training = training
     elif training:
       raise LaunchError(
@@ -205,18 +205,6 @@ def check_training(arguments: list[str]) -> None:
     raise LaunchError(
       f'--config={flags["config"]} after --: {config} is not a file of this'
       ' repository, which is what the machines get; put it under configs/.'
-    )
-
-
-def check_study(arguments: list[str]) -> None:
-  """Refuses flags of encdec_adapt.study without a page of this repository."""
-  study = flag_values(arguments).get('study', '')
-  page = study.partition(':')[0]
-  files = [page, f'configs/{page}.py', f'configs/studies/{page}.py']
-  if not page or not any((ROOT / file).is_file() for file in files):
-    raise LaunchError(
-      f'--study={study} after --: give a page of this repository, as in'
-      ' `-- --study=configs/quickstart.py:size=full`.'
     )
 
 

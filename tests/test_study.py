@@ -7,7 +7,6 @@ import types
 
 import pytest
 
-from encdec_adapt import config as config_lib
 from encdec_adapt import study, train
 from encdec_adapt.base import errors
 from encdec_adapt.cli import command
@@ -345,38 +344,6 @@ def test_pages_run_again_and_get_the_flags(tmp_path, monkeypatch):
   assert tiny.call(study, *flags) == 1
   assert [name for name, _ in ran[2:]] == ['run']
   assert tiny.call(study, *flags, '--plan') == 0
-
-
-def test_a_model_of_a_job_on_other_machines_is_not_trained_again(
-  tmp_path, monkeypatch
-):
-  monkeypatch.chdir(tmp_path)
-  (tmp_path / 'page.py').write_text(_PAGE)
-  (tmp_path / 'lines.txt').write_text('a line\n' * 40)
-  page = dataclasses.replace(study.load('page.py'), root=str(tmp_path / 'x'))
-  states = stage_states.States(page, stages.resolve(page))
-  monkeypatch.setattr(text_passes, 'check', lambda *_: None)
-  monkeypatch.setattr(train, 'main', lambda _: 7)
-  run = states.stages['run']
-  arguments = [pages.fill(x, states.values(run)) for x in run.arguments]
-  assert study.run_stage(run, arguments) == (7, None)
-  states.folder(run).mkdir(parents=True)
-  (states.folder(run) / compute_cost.SUMMARY).write_text('{}')
-  values = command.parse(train.define_flags, arguments)
-  config_lib.save(values.config, values.workdir, {'command': 'train'})
-  assert study.run_stage(run, arguments) == (0, None)
-  # The choice of its devices, and shipped files of an installed package.
-  values.config.compute.remat = 'none'
-  shipped = {**run.values, 'data.vocabulary': 'configs/decoders/base'}
-  run = dataclasses.replace(run, values=shipped)
-  values.config.data.vocabulary = '/opt/configs/decoders/base'
-  config_lib.save(values.config, values.workdir)
-  assert study.run_stage(run, arguments) == (0, None)
-  # The page was changed after the job.
-  values.config.train.batch_size += 1
-  config_lib.save(values.config, values.workdir)
-  with pytest.raises(errors.UserError, match=r'stage run \(train.batch_size: '):
-    study.run_stage(run, arguments)
 
 
 def test_a_worker_without_the_gpu_of_a_page_is_refused(tmp_path, monkeypatch):

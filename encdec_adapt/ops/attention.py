@@ -89,7 +89,7 @@ BACKENDS: dict[str, Backend] = {
   'tokamax': Backend(
     attention_tokamax.attend,
     kernels=True,
-    # Of float32 the kernels would make bfloat16, without a word.
+    # The kernels would silently round float32 to bfloat16.
     dtypes=frozenset({'bfloat16'}),
     platforms=frozenset({'gpu'}),
     head_dims={9: 256, 10: 256},

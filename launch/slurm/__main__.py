@@ -8,8 +8,6 @@
     --config.teacher.checkpoint=/shared/GEMMA2 \\
     --config.data.vocabulary=/shared/GEMMA2 \\
     --config.data.source='jsonl:/shared/data/*.jsonl'
-  python3 -m launch.slurm study --name=quick --workers=4 --gpus_per_node=1 \\
-    --time=8:00:00 -- --study=configs/quickstart.py:size=full
   python3 -m launch.slurm status --name=pair
   python3 -m launch.slurm delete --name=pair
 
@@ -32,7 +30,6 @@ from launch import commands
 
 _VERBS = {
   'train': 'submit a job',
-  'study': 'submit an array of workers that share the stages of a study',
   'status': 'print the state of the job',
   'logs': "follow the output of the job's latest submission",
   'stop': 'make the job save and exit (SLURM requeues it)',
@@ -49,28 +46,19 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     verb = commands.add_verb(verbs, name, what)
     verb.add_argument('--name', required=True, help='name of the job')
     if name == 'train':
-      verb.add_argument(
-        '--nodes', type=int, required=True, help='number of machines'
-      )
-      _add_request(verb, gpus=8)
-    if name == 'study':
-      verb.add_argument(
-        '--workers', type=int, required=True, help='number of workers'
-      )
-      verb.set_defaults(nodes=1, check=commands.check_study)
-      _add_request(verb, gpus=1)
+      _add_request(verb)
   options = parser.parse_args(argv)
   commands.check_name('name', options.name)
-  if options.verb in ('train', 'study'):
+  if options.verb == 'train':
     _check(options)
     options.training = []
   return options
 
 
-def _add_request(verb: argparse.ArgumentParser, gpus: int) -> None:
+def _add_request(verb: argparse.ArgumentParser) -> None:
   add = verb.add_argument
-  text = f'0 for none; default: {gpus}'
-  add('--gpus_per_node', type=int, default=gpus, help=text)
+  add('--nodes', type=int, required=True, help='number of machines')
+  add('--gpus_per_node', type=int, default=8, help='0 for none; default: 8')
   add(
     '--processes_per_node',
     type=int,
@@ -119,13 +107,6 @@ def _check(options: argparse.Namespace) -> None:
     options, 1, 'nodes', 'processes_per_node', 'notice_seconds'
   )
   commands.check_least(options, 0, 'retries')
-  if options.verb == 'study':
-    commands.check_least(options, 1, 'workers')
-    if options.processes_per_node > 1:
-      raise commands.LaunchError(
-        f'--processes_per_node={options.processes_per_node}: a worker is one'
-        ' process; give more --workers.'
-      )
   gpus, processes = options.gpus_per_node, options.processes_per_node
   if gpus < 0 or (gpus and gpus % processes):
     raise commands.LaunchError(
@@ -183,7 +164,6 @@ def train(options: argparse.Namespace) -> list[str]:
     *(['env', *options.env] if options.env else []),
     'sbatch',
     f'--job-name={options.name}',
-    *([f'--array=0-{options.workers - 1}'] if 'workers' in options else []),
     f'--nodes={options.nodes}',
     f'--ntasks-per-node={options.processes_per_node}',
     *gpus,
@@ -233,16 +213,15 @@ def _act(options: argparse.Namespace, shell: commands.Shell) -> int:
     return shell.run([*mine, signal])
   if options.verb == 'logs':
     return _follow(options, shell)
-  if options.verb == 'train':
-    commands.check_shared_workdir(options.training, 'the machines')
-    if options.gpus_per_node:  # Otherwise --sbatch_flag may request GPUs.
-      commands.check_topology(
-        options.training,
-        '',
-        options.nodes * options.gpus_per_node,
-        1,
-        f'--nodes={options.nodes} --gpus_per_node={options.gpus_per_node}',
-      )
+  commands.check_shared_workdir(options.training, 'the machines')
+  if options.gpus_per_node:  # Otherwise --sbatch_flag may request GPUs.
+    commands.check_topology(
+      options.training,
+      '',
+      options.nodes * options.gpus_per_node,
+      1,
+      f'--nodes={options.nodes} --gpus_per_node={options.gpus_per_node}',
+    )
   shell.require(['mkdir', '-p', str(_folder(options))])
   shell.require(train(options))
   return 0

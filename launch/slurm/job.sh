@@ -3,7 +3,7 @@
 # task, and is requeued after a preemption. In the root of the repository:
 #
 #   sbatch [flags] launch/slurm/job.sh PYTHON RETRIES NOTICE FOLDER \
-#     [flags of srun] -- [flags of train, or in an array of study]
+#     [flags of srun] -- [flags of train]
 #
 # The coordinator is the first machine of the allocation; its port depends on
 # the job's number, so that two jobs on a machine do not collide.
@@ -34,19 +34,13 @@ port=$((20000 + SLURM_JOB_ID % 10000))
 printf 'launch: job %s, start %s, %s processes, coordinator %s:%s\n' \
   "$SLURM_JOB_ID" "${SLURM_RESTART_COUNT:-0}" "$SLURM_NTASKS" "$host" "$port"
 
-# An array is of the workers of a study, which share its stages.
-program=(-m encdec_adapt.study --jobs=1 "$@")
-task='exec "$@"' # Expanded by each task.
-if [ -z "${SLURM_ARRAY_TASK_ID:-}" ]; then
-  program=(-m encdec_adapt.train --coordinator="$host:$port" "$@")
-  # shellcheck disable=SC2016 # Likewise.
-  task+=' --processes="$SLURM_NTASKS" --process="$SLURM_PROCID"'
-fi
+# shellcheck disable=SC2016 # Expanded by each task.
+task='exec "$@" --processes="$SLURM_NTASKS" --process="$SLURM_PROCID"'
 
 # After one task has ended, the others have $notice seconds to save.
 srun --label --unbuffered --wait="$notice" --kill-on-bad-exit=0 \
   ${step_flags[@]+"${step_flags[@]}"} bash -c "$task" \
-  task "$python" "${program[@]}" &
+  task "$python" -m encdec_adapt.train --coordinator="$host:$port" "$@" &
 step=$!
 # A signal to this shell interrupts `wait`, not the step.
 wait "$step"
@@ -57,10 +51,6 @@ while kill -0 "$step" 2>/dev/null; do
 done
 printf 'launch: ended with status %s\n' "$status"
 
-# A stage that failed is a result of a study.
-if [ "$status" = 1 ] && [ -n "${SLURM_ARRAY_TASK_ID:-}" ]; then
-  exit 1
-fi
 case "$status" in
   0 | 2 | 3)
     rm -f "$failures"

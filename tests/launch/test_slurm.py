@@ -26,19 +26,6 @@ def test_dry_run_prints_what_is_run(cloud):
   assert cloud.calls() == [shlex.split(command)]
 
 
-def test_a_study_is_an_array_of_workers(cloud):
-  flags = ('--name=quick', '--time=8:00:00', '--python=/bin/sh')
-  page = ('--', '--study=configs/quickstart.py:size=full')
-  cloud.launch('slurm', 'study', *flags, '--workers=4', *page)
-  (call,) = cloud.calls()
-  assert {'--array=0-3', '--nodes=1', '--gpus-per-node=1'} < set(call)
-  assert call[-1] == page[1]
-  done = cloud.launch(
-    'slurm', 'study', *flags, '--workers=1', '--', '--study=no.py', status=2
-  )
-  assert '--study=no.py after --: give a page' in done.stderr
-
-
 def test_processes_run_in_a_container(cloud):
   flags = ('--name=pair', '--nodes=2', '--time=60', '--cpus_per_process=12')
   flags += ('--memory=200G', '--container_image=host#p/encdec_adapt:1')
@@ -128,14 +115,6 @@ def test_processes_get_the_memory_that_plans_assume(run_job, given, memory):
   assert '-m encdec_adapt.train --coordinator=node7:20007 --x=1\n' in output
   # After one process has saved and ended, the others have as long.
   assert ' --wait=300 ' in output and ' --mpi=none bash ' in output
-
-
-def test_a_worker_of_an_array_runs_a_study(run_job):
-  output = run_job(0, SLURM_ARRAY_TASK_ID='1')
-  assert '-m encdec_adapt.study --jobs=1 --x=1\n' in output
-  assert '--process' not in output
-  # The job does not fail with a stage.
-  assert 'requeue' not in run_job(1, SLURM_ARRAY_TASK_ID='1')
 
 
 @pytest.mark.parametrize(

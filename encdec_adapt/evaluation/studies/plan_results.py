@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from encdec_adapt.cluster import lock
 from encdec_adapt.data.making import process_pool
 from encdec_adapt.evaluation.studies import stage_states
 from encdec_adapt.files import atomic, paths
@@ -27,20 +26,14 @@ def find(
     *args: further arguments.
 
   Returns:
-    The results by key, without those that could not be measured, or that
-    another process is measuring.
+    The results by key, without those that could not be measured.
   """
   path = states.root / name
   known = atomic.read_json(path) if path.exists() else {}
   if missing := {key: job for key, job in jobs.items() if key not in known}:
-    try:
-      # Workers that start together measure once.
-      with lock.hold(states.root / 'stages'):
-        # A process of its own: this one keeps no memory of the devices, and
-        # does not import TensorFlow.
-        process_pool.run_in_subprocess(measure, str(path), missing, *args)
-    except lock.InUseError:
-      print('another process measures for the plan')
+    # A process of its own: this one keeps no memory of the devices, and does
+    # not import TensorFlow.
+    process_pool.run_in_subprocess(measure, str(path), missing, *args)
     known = atomic.read_json(path) if path.exists() else {}
   return {key: known[key] for key in jobs if key in known}
 

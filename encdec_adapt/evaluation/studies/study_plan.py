@@ -1,7 +1,7 @@
 """What a study will take: tokens, FLOPs, hours, memory, passes, planned power.
 
 Hours are of a step of each shape, which the folder of the study keeps: measured
-here, or planned for the topology of a study that runs elsewhere.
+here, or planned for the topology of the study.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,7 +18,6 @@ from encdec_adapt import config as config_lib
 from encdec_adapt.evaluation.reports import claim_results, score_tables
 from encdec_adapt.evaluation.results import number_format as numbers
 from encdec_adapt.evaluation.studies import (
-  launch_commands,
   pages,
   plan_results,
   stage_states,
@@ -40,19 +39,15 @@ _SHAPE += ('data.encoder_length', 'data.decoder_length', 'optimizer.kind')
 _SHAPE += ('teacher.',)
 
 
-def describe(
-  study: pages.Study, states: stage_states.States, flags: Sequence[str]
-) -> str:
+def describe(study: pages.Study, states: stage_states.States) -> str:
   """Describes what a study will take; measures steps that are not known yet.
 
   Args:
     study: the study.
     states: states of its stages.
-    flags: flags of its command.
 
   Returns:
-    Lines of text: a table of the models, then the sums, then claims; of a study
-    that runs elsewhere also the commands of its stages.
+    Lines of text: a table of the models, then the sums, then claims.
   """
   trained = [x for x in states.stages.values() if x.module == 'train']
   steps = _steps(study, states, trained)
@@ -73,11 +68,8 @@ def describe(
   if study.topology:
     count = chips.parse(study.topology).chips
     lines.append(
-      f'planned on {study.topology}, {count} chips; memory is of a chip. The'
-      ' stages, each after those that it reads (--stage=NAME enters a model'
-      ' whose job has ended):'
+      f'planned on {study.topology}, {count} chips; memory is of a chip'
     )
-    lines += launch_commands.commands(study, states, flags)
   return '\n'.join(lines)
 
 

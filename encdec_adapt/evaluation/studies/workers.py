@@ -1,8 +1,8 @@
 """Workers of a study: each takes stages that can run until none is left.
 
-Workers are processes that were given the same command on one folder, on one
-machine or on several. The lock of a stage is freed when its worker dies; the
-next worker that takes the stage resumes it.
+Workers are processes of one machine that were given the same command on one
+folder. The lock of a stage is freed when its worker dies; the next worker that
+takes the stage resumes it.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ from encdec_adapt.telemetry import environment, progress
 # Seconds between two looks at stages that other workers run.
 _POLL = 2.0
 # Commands without a model on a device.
-WITHOUT_DEVICES = ('materialize', 'convert')
+_WITHOUT_DEVICES = ('materialize', 'convert')
 # Runs a stage with its arguments; returns an exit status, and the rate that a
 # choice of rates has found.
 Run = Callable[[stages.Stage, Sequence[str]], tuple[int, float | None]]
@@ -93,7 +93,7 @@ def _take(
   only: bool,
 ) -> bool:
   """Runs a stage unless another worker does; returns whether it has ended."""
-  if study.platform and stage.module not in WITHOUT_DEVICES:
+  if study.platform and stage.module not in _WITHOUT_DEVICES:
     if jax.default_backend() != study.platform:
       raise errors.UserError(
         f'stage {stage.name} of study {study.name} needs a {study.platform},'

@@ -1,7 +1,6 @@
-"""Plans: power by variances of other studies; chips and launch commands."""
+"""Plans: power by variances of other studies, hours, passes, memory."""
 
 import json
-import shlex
 import types
 
 import numpy as np
@@ -14,19 +13,13 @@ from encdec_adapt.cli import command
 from encdec_adapt.data.sources import document_source
 from encdec_adapt.evaluation.results import results_store
 from encdec_adapt.evaluation.studies import (
-  launch_commands,
   pages,
-  plan_results,
   stage_states,
   stages,
   study_plan,
   study_results,
 )
 from encdec_adapt.telemetry import environment
-from launch import commands
-from launch.gke import __main__ as gke
-from launch.slurm import __main__ as slurm
-from launch.tpu_vm import __main__ as tpu_vm
 from tests import tiny
 
 GROUPS = [f'm{i}' for i in range(90)]
@@ -93,7 +86,7 @@ def test_a_page_is_planned_by_variances_of_others(tmp_path, monkeypatch):
     'text/held_out/loss': pytest.approx(2 * 0.01**2, rel=0.5),
     'answers/held_out/loss': pytest.approx(2 * 0.5**2, rel=0.5),
   }
-  (line,) = study_plan.describe(*encoder, ()).splitlines()[1:]
+  (line,) = study_plan.describe(*encoder).splitlines()[1:]
   assert line.endswith(
     'no entry of held_out/loss in variances.json: no planned power'
   )
@@ -104,77 +97,33 @@ def test_a_page_is_planned_by_variances_of_others(tmp_path, monkeypatch):
   assert merged['text/held_out/loss'].keys() == {'encoder', 'wang'}
   assert merged['answers/held_out/loss'] == written['answers/held_out/loss']
   for measured in encoder, wang:
-    (line,) = study_plan.describe(*measured, ()).splitlines()[1:]
+    (line,) = study_plan.describe(*measured).splitlines()[1:]
     assert '80 % power for "reproduced" at an effect of 0.0' in line
   # Nor is a page of other pages' models planned by these, and it adds nothing.
   other = _measured('correlation', {'encoder.answers': 0.5})
-  assert 'no planned power' in study_plan.describe(*other, ())
+  assert 'no planned power' in study_plan.describe(*other)
   with pytest.raises(errors.UserError, match='correlation: no evaluation of'):
     study_results.write_variances(*other)
 
 
-_LAUNCHERS = {
-  'launch.gke': gke,
-  'launch.slurm': slurm,
-  'launch.tpu_vm': tpu_vm,
-}
-
-
-@pytest.fixture(params=['h100:64', 'v5p:4x4x4', 'tpu7x:4x4x4'])
-def pod(request, tmp_path, monkeypatch):
-  """A page at pod, on local text; the flags of its command."""
+def test_steps_and_passes_at_pod_are_planned(tmp_path, monkeypatch):
   (tmp_path / 'lines.txt').write_text('a line of text\n' * 400)
   monkeypatch.chdir(tiny.ROOT)
-  text = f'text="text:{tmp_path}/lines.txt#lines"'
-  text += f',vocabulary=configs/decoders/base,topology={request.param}'
-  flag = f'initialisation:size=pod,{text}'
-  page = study.load(flag)
-  arms = tuple(x for x in page.arms if x.name == 'copied')
+  page = study.load(
+    f'initialisation:size=pod,text="text:{tmp_path}/lines.txt#lines",'
+    'vocabulary=configs/decoders/base,topology=h100:64'
+  )
   page = pages.Study(
-    *(page.name, page.title, page.size, arms),
-    evaluations=(pages.Evaluation('text', records='copied'),),
+    *(page.name, page.title, page.size),
+    tuple(x for x in page.arms if x.name == 'copied'),
     commands=page.commands,
     root=str(tmp_path / 'run'),
     topology=page.topology,
   )
-  return page, [f'--study={flag}', f'--root={page.root}']
-
-
-def test_every_stage_at_pod_is_a_command_of_launch(pod, monkeypatch):
-  page, flags = pod
-  monkeypatch.setattr(plan_results, 'find', lambda *_: {})
   states = stage_states.States(page, stages.resolve(page))
-  text = study_plan.describe(page, states, flags)
-  lines = text.partition('has ended):\n')[2].splitlines()
-  assert len(lines) == len(states.stages) == 5
-  for line in lines:
-    module, *arguments = shlex.split(line.replace('CLUSTER', 'c'))[2:]
-    if module == 'encdec_adapt.study':
-      study._parse('study', arguments)
-      continue
-    launcher = _LAUNCHERS[module]
-    arguments.insert(1, '--dry_run')
-    assert commands.main(launcher._parse, launcher._act, arguments) == 0, line
-
-
-def test_jobs_of_stages_have_different_names():
-  evaluation = 'objectives_text_objectives'
-  names = [
-    launch_commands.job_name(
-      stages.Stage(name, 'train', (), (), f'{i}0123456789')
-    )
-    for i, name in enumerate(('pair', f'{evaluation}.pair', f'{evaluation}.ul'))
-  ]
-  assert names[0] == 'pair' and len(set(names)) == 3
-  for name in names:
-    commands.check_name('name', name)
-
-
-@pytest.mark.parametrize('pod', ['h100:64'], indirect=True)
-def test_steps_and_passes_at_pod_are_planned(pod):
-  page, flags = pod
-  states = stage_states.States(page, stages.resolve(page))
-  row = study_plan.describe(page, states, flags).splitlines()[1].split()
+  lines = study_plan.describe(page, states).splitlines()
+  assert lines[-1] == 'planned on h100:64, 64 chips; memory is of a chip'
+  row = lines[1].split()
   assert row[0] == 'copied' and float(row[-1]) > 1
   (stage,) = (x for x in states.stages.values() if x.module == 'train')
   train = stage.settings.train
