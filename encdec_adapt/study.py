@@ -6,9 +6,9 @@ The function `get_study(arg)` of a configuration file returns a page
 (`evaluation/studies/pages.py`): arms, evaluations and claims. Every stage is a
 command, printed before it runs. Finished stages are skipped, also if another
 study ran them, and an interrupted stage resumes when the command is given
-again. Any number of processes with the same command share the stages; --jobs
-starts several on this machine. A stage that fails is named, what does not
-depend on it goes on, and --stage=NAME runs it again.
+again. --jobs=N starts N processes on this machine, which share the stages. A
+stage that fails is named, what does not depend on it goes on, and --stage=NAME
+runs it again.
 """
 
 from collections.abc import Mapping, Sequence
