@@ -149,4 +149,7 @@ def test_convert_and_calibration(wheel, gemma, tmp_path):
   flags = [f'--source={gemma}', f'--output={output}']
   _run(wheel, tmp_path / 'empty', code, 'import', *flags)
   assert model_on_disk.open_model(output).step == 0
+  flags = [f'--checkpoint={output}', f'--output={tmp_path}/folder']
+  _run(wheel, tmp_path / 'empty', code, 'export', *flags)
+  assert 'exported in' in (tmp_path / 'folder' / 'README.md').read_text()
   assert not os.listdir(tmp_path / 'empty')
