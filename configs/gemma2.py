@@ -267,7 +267,7 @@ def recipe(pair, objective):
   config.train.steps = 10_000
   balanced = pair.encoder.width == pair.decoder.width
   config.train.cross_attention_warmup = 0 if balanced else 1000
-  config.train.evaluators = 'loss=1000'
+  config.evaluation.loss = 1000
   config.train.eval_batch_size = 64
   config.optimizer.learning_rate = 1e-4
   config.optimizer.warmup_steps = 100

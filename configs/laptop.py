@@ -54,12 +54,12 @@ def get_config(arg=None):
     config.train.batch_size = 8
     config.train.steps = 1000
     config.optimizer.learning_rate = 3e-3
-  config.train.evaluators = 'loss=20%'
+  config.evaluation.loss = 0.2
   if task == 'pairs':
     config.data.objective = 'pairs'
     config.data.encoder_length = config.data.decoder_length = 64
     config.train.steps = 1000
-    config.train.evaluators = 'loss=20%,samples=20%'
+    config.evaluation.loss = config.evaluation.samples = 0.2
     config.checkpoint.keep_best = True
   config.compute.scan_unroll = config.model.decoder.layers
   config.data.max_bytes = MAX_BYTES
@@ -67,7 +67,7 @@ def get_config(arg=None):
   # Importing TensorFlow costs a worker more than it saves on so little text.
   config.data.shards = config.data.workers = 1
   config.train.log_every = 50
-  config.checkpoint.every = '20%'
+  config.checkpoint.every = 0.2
   config.optimizer.warmup_steps = 40
   config.optimizer.weight_decay = 0.01
   return config

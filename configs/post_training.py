@@ -62,7 +62,7 @@ def get_config(arg=None, **values):
   config.optimizer.learning_rate = rate
   config.train.batch_size = prompts
   config.data.passes = 1
-  config.train.evaluators = 'loss=100'
+  config.evaluation.loss, config.evaluation.samples = 100, 0
   config.checkpoint.every = 100
   if recipe in ('reward', 'dpo'):
     chat = 'chat_' * (args['format'] == 'chat')

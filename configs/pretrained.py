@@ -61,7 +61,7 @@ def get_config(arg=None, **values):
     config.data.decoder_length = 2048
   config.train.steps = 10_000
   config.train.cross_attention_warmup = warmup
-  config.train.evaluators = 'loss=1000'
+  config.evaluation.loss = 1000
   config.checkpoint.every = 1000
   config.optimizer.learning_rate = 1e-4
   return config
@@ -82,7 +82,7 @@ def get_stack_config(source):
   config.data.encoder_length, config.data.decoder_length = 512, 0
   config.data.passes = 3
   config.train.steps = 0
-  config.train.evaluators = 'loss=100'
+  config.evaluation.loss = 100
   config.checkpoint.every = 100
   config.checkpoint.keep_best = True
   return config

@@ -153,7 +153,7 @@ def get_config(arg=None):
     _set_pair(config, size, run)
   steps = config.train.steps
   config.optimizer.warmup_steps = min(config.optimizer.warmup_steps, steps // 4)
-  config.train.evaluators = f'loss={max(steps // size.evaluations, 1)}'
+  config.evaluation.loss = max(steps // size.evaluations, 1)
   config.checkpoint.every = max(steps // 2, 1)
   return config
 
@@ -219,7 +219,7 @@ def _tuned(name, run):
   train.batch_size = train.eval_batch_size = 16
   train.log_every = 20
   # The evaluations before the first step and after the last suffice.
-  train.evaluators = 'loss=1000'
+  config.evaluation.loss, config.evaluation.samples = 1000, 0
   config.checkpoint.every = 1000
   config.optimizer.learning_rate = 2e-3
   config.compute.dtype = 'float32'

@@ -20,8 +20,8 @@ every example once and `config.train.steps` is 0, so that the job ends with its
 records: `--config.data.passes=3` are three epochs, which the learning rate's
 warm-up and decay follow. Every save is evaluated, and the checkpoint with the
 lowest held-out loss is kept and used (`config.checkpoint.keep_best`); every
-evaluation prints the model's answers to two held-out examples (`samples` in
-`config.train.evaluators`).
+evaluation prints the model's answers to two held-out examples
+(`config.evaluation.samples`).
 """
 
 from encdec_adapt import config as config_lib
@@ -47,7 +47,7 @@ def set_tuning(config, form='pairs', meap=''):
   config.data.encoder_length, config.data.decoder_length = 1024, 256
   config.data.passes = 3
   config.train.steps = 0
-  config.train.evaluators = 'loss=200,samples=200'
+  config.evaluation.loss = config.evaluation.samples = 200
   config.checkpoint.every = 200
   config.checkpoint.keep_best = True
   config.optimizer.learning_rate = 1e-4

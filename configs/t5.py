@@ -83,7 +83,7 @@ def get_config(arg=None):
   data.shards = 256
   config.train.batch_size = 2**20 // data.encoder_length
   config.train.steps = 1_000_000
-  config.train.evaluators = 'loss=1000'
+  config.evaluation.loss = 1000
   config.train.eval_batch_size = 64
   config.checkpoint.every = 1000
   config.loss.z_loss = 1e-4

@@ -13,10 +13,9 @@ import functools
 from typing import Any
 
 import ml_collections
-from ml_collections import config_dict
 
 from encdec_adapt.adaptation import init_section
-from encdec_adapt.base import errors, keys, option_strings
+from encdec_adapt.base import errors, keys, option_strings, saved_keys
 from encdec_adapt.checkpoints import checkpoint_section
 from encdec_adapt.cluster import distributed
 from encdec_adapt.data import data_section
@@ -30,6 +29,7 @@ from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import rules as rules_lib
 from encdec_adapt.telemetry import environment
 from encdec_adapt.training import (
+  evaluation_section,
   losses,
   optimizers,
   schedules,
@@ -59,6 +59,7 @@ class Settings:
   loss: losses.loss.Loss
   optimizer: optimizers.OptimizerConfig
   train: train_section.TrainConfig
+  evaluation: evaluation_section.EvaluationConfig
   checkpoint: checkpoint_section.CheckpointConfig
   mesh: mesh_lib.MeshConfig
 
@@ -123,6 +124,7 @@ _SECTIONS = {
   'loss': losses.CLASSES,
   'optimizer': (optimizers.OptimizerConfig, schedules.ScheduleConfig),
   'train': (train_section.TrainConfig,),
+  'evaluation': (evaluation_section.EvaluationConfig,),
   'checkpoint': (checkpoint_section.CheckpointConfig,),
   'mesh': (mesh_lib.MeshConfig,),
 }
@@ -133,10 +135,6 @@ def defaults() -> ml_collections.ConfigDict:
   values = {**keys.defaults(_Root), 'model': model_section.defaults()}
   for name, parts in _SECTIONS.items():
     values[name] = {k: v for p in parts for k, v in keys.defaults(p).items()}
-  # A number of steps, or the text of a share: a ConfigDict keeps other types.
-  every = values['checkpoint']['every']
-  reference = config_dict.FieldReference(every, field_type=object)
-  values['checkpoint']['every'] = reference
   # ml_collections names the nearest key where a mistyped one is assigned.
   return ml_collections.ConfigDict(values).lock()
 
@@ -383,7 +381,7 @@ def saved(workdir: str) -> ml_collections.ConfigDict:
       ' job is needed; make one with `convert import`.'
     )
   content.pop(_MADE_BY, None)
-  config = ml_collections.ConfigDict(content)
+  config = ml_collections.ConfigDict(saved_keys.current(content))
   for side, key in (('decoder', ''), ('encoder', 'encoder_')):
     copy = paths.at(workdir) / VOCABULARIES / side
     if copy.exists():
@@ -426,12 +424,12 @@ def _check_model(settings: Settings, vocabulary: str) -> None:
   check_kind(model, data.objectives[0])
   architecture, feeds = model.architecture, data.objectives[0].feeds
   answers = feeds == 'pair' and architecture.generates
-  if train_section.SAMPLES in settings.train.intervals and not answers:
+  if settings.evaluation.samples and not answers:
     raise errors.UserError(
-      f'config.train.evaluators is {settings.train.evaluators!r} with objective'
-      f' {data.objective!r}, whose rows have no inputs for the model to answer,'
-      ' or with a reward model, which answers nothing; leave samples out, or'
-      ' train a language model on pairs of inputs and targets.'
+      f'config.evaluation.samples is {settings.evaluation.samples:g} with'
+      f' objective {data.objective!r}, whose rows have no inputs for the model'
+      ' to answer, or with a reward model, which answers nothing; set it to 0,'
+      ' or train a language model on pairs of inputs and targets.'
     )
   path = data.encoder_vocabulary
   # Equal paths are a single vocabulary, which any model can have.
@@ -510,11 +508,11 @@ def _check_sources(settings: Settings, sources: bool) -> None:
         " config.loss.kind='rloo'."
       )
   best, patience = settings.checkpoint.keep_best, settings.train.patience
-  if not settings.train.evaluators and (best or patience):
+  if not settings.evaluation.loss and (best or patience):
     raise errors.UserError(
-      f"config.train.evaluators is '', and config.checkpoint.keep_best={best}"
-      f' or config.train.patience={patience} compares evaluations; name'
-      " evaluators, as in 'loss=100', or set the other keys to False and 0."
+      f'config.evaluation.loss is 0, and config.checkpoint.keep_best={best} or'
+      f' config.train.patience={patience} compares evaluations; set it to a'
+      ' number of steps, or the other keys to False and 0.'
     )
   if sources and loss.reads_rewards and not settings.train.rewards:
     raise errors.UserError(

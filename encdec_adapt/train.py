@@ -378,7 +378,7 @@ def train(
 
   def evaluate(step, params, last=False):
     nonlocal evaluating
-    if not settings.train.intervals:
+    if not settings.evaluation.loss:
       return None
     evaluating = True
     with telemetry.spent('evaluate'):

@@ -15,7 +15,7 @@ from encdec_adapt.configs import gemma2, t5
 from encdec_adapt.models import model_config, presets
 from encdec_adapt.planning import chips
 from encdec_adapt.telemetry import environment
-from encdec_adapt.training import schedules
+from encdec_adapt.training import evaluation_section, schedules
 from tests.tokenizers import t5_files
 
 BASE = '--config=configs/base.py'
@@ -227,17 +227,25 @@ def test_any_model_is_said_by_a_configuration(merged):
     (['model.decoder.pattern[0]=3'], r'model.decoder.pattern\[0\]'),
     (['train.steps=-1'], 'train.steps is -1; it must be at least 0'),
     (['train.steps=0', 'data.repeat=True'], 'train.steps is 0.*never end'),
-    (['train.evaluators=loss=1,samples=1'], "'causal_lm', .*no inputs"),
-    (['train.evaluators=loss=1,tasks'], 'must be NAME=STEPS'),
-    (['train.evaluators=loss=1,loss=2'], 'must be NAME=STEPS'),
-    (['train.evaluators=samples=2'], 'must have loss=STEPS'),
-    (['train.evaluators=', 'train.patience=2'], 'evaluators is .*patience=2'),
-    (['train.evaluators=', 'checkpoint.keep_best=True'], 'keep_best=True'),
+    (['evaluation.samples=50'], "'causal_lm', .*no inputs"),
+    (
+      ['evaluation.tasks=a'],
+      r"tasks is \('a',\) and .*tasks_every 0; set both",
+    ),
+    (['evaluation.tasks_every=50'], 'set both or neither'),
+    (['evaluation.tasks=a,b'], r"write \"\('a', 'b'\)\""),
+    (['evaluation.tasks='], 'no name may be empty'),
+    (['evaluation.loss=0', 'evaluation.samples=2'], 'samples is 2 .*loss 0'),
+    (['evaluation.loss=0', 'train.patience=2'], 'loss is 0, .*patience=2'),
+    (['evaluation.loss=0', 'checkpoint.keep_best=True'], 'keep_best=True'),
+    (['train.trackers=wnadb'], "trackers has 'wnadb'.*did you mean 'wandb'"),
+    (['train.trackers=a,b'], r"write \"\('a', 'b'\)\""),
     (['data.eval_pack=True', 'data.development_rows=8'], 'development_rows=8'),
-    (['train.evaluators=loss=2,a=3'], "'loss=2,a=3'; .* must be multiples"),
-    (['train.evaluators=loss=5%,a=10'], 'must be multiples of those, or all'),
-    (['checkpoint.every=0'], "every is '0'; .* must be a number of steps"),
-    (['checkpoint.every=ten%'], "'ten' at column 1 must be .*share of them"),
+    (['evaluation.loss=2', 'evaluation.samples=3'], 'must be a multiple'),
+    (['evaluation.loss=.05', 'evaluation.samples=9'], 'must be a multiple'),
+    (['evaluation.loss=2.5'], 'loss is 2.5; it must be 0, a share'),
+    (['checkpoint.every=0'], 'every is 0.0; it must be above 0'),
+    (['checkpoint.every=ten'], 'every=ten: .*could not convert'),
     (['train.dropout=1'], 'train.dropout is 1.0; it must be below 1'),
     (['train.dropout=-0.1'], 'train.dropout is -0.1; .*at least 0'),
     (['loss.kind=orpo', 'train.dropout=0.1'], 'is 0.1 .* the loss preference '),
@@ -308,20 +316,18 @@ def test_auto_follows_the_devices_and_the_job_that_is_resumed(
 
 
 def test_shares_of_the_steps_follow_the_flags():
-  shares = '--config.train.evaluators=loss=5%,samples=10%,tasks=100%'
-  flags = [BASE, shares, '--config.checkpoint.every=10%', PREFIX_LM]
-  flags += ['--config.data.encoder_length=8']
+  shares = 'loss=0.05', 'samples=.1', 'tasks=a', 'tasks=b/', 'tasks_every=.97'
+  flags = [BASE, *(f'--config.evaluation.{x}' for x in shares), PREFIX_LM]
+  flags += ['--config.data.encoder_length=8', '--config.checkpoint.every=0.1']
   kind = '--config.model.kind=encoder_decoder'
   settings = _load(*flags, kind, '--config.train.steps=130')
   # Multiples of the loss's, and none behind the last step.
-  assert settings.train.intervals == {'loss': 6, 'samples': 12, 'tasks': 126}
+  intervals = settings.evaluation.intervals
+  assert intervals(130) == {'loss': 6, 'samples': 12, 'a': 126, 'b/': 126}
   assert settings.checkpoint.interval(130) == 13
-  records = _load(*flags, kind, '--config.train.steps=0').until_end(0, 1600)
-  assert records.train.intervals == {'loss': 5, 'samples': 10, 'tasks': 100}
-  mixed = dataclasses.replace(
-    records.train, evaluators='loss=8,samples=10%', steps=150
-  )
-  assert mixed.intervals == {'loss': 8, 'samples': 8}
+  assert intervals(100) == {'loss': 5, 'samples': 10, 'a': 95, 'b/': 95}
+  mixed = evaluation_section.EvaluationConfig(loss=8.0, samples=0.1)
+  assert mixed.intervals(150) == {'loss': 8, 'samples': 8}
 
 
 @pytest.mark.parametrize(

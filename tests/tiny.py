@@ -156,7 +156,7 @@ def flags(folder: pathlib.Path, objective: str) -> list[str]:
     'train.batch_size': 8,
     'train.steps': 12,
     'train.log_every': 1,
-    'train.evaluators': 'loss=4',
+    'evaluation.loss': 4,
     'train.eval_batch_size': 8,
     'optimizer.warmup_steps': 2,
     'checkpoint.every': 3,

@@ -87,7 +87,7 @@ def _convert(size, name):
     keys = 'data.encoder_length', 'data.decoder_length'
     changes |= dict.fromkeys(keys, row // 2) | {'train.batch_size': batch}
     changes['data.objective'] = 'ul2r'
-  changes = {**arm.changes, **changes, 'train.evaluators': 'loss=5%'}
+  changes = {**arm.changes, **changes, 'evaluation.loss': 0.05}
   return dataclasses.replace(
     arm,
     name=name,

@@ -97,8 +97,8 @@ def get_config(arg=None):
   shared.set_source(data, study_size)
   data.repeat, data.eval_rows = True, size.eval_rows
   data.development_rows = 0 if study_size.name == 'smoke' else 64
-  train.batch_size, train.evaluators = size.batch, 'loss=20%'
-  config.checkpoint.every = '20%' if study_size.name == 'gpu' else '50%'
+  train.batch_size, config.evaluation.loss = size.batch, 0.2
+  config.checkpoint.every = 0.2 if study_size.name == 'gpu' else 0.5
   config.optimizer.learning_rate = size.rates[len(size.rates) // 2]
   if study_size.name == 'pod':
     shared.spread(config, study_size, '2b_2b')

@@ -165,7 +165,7 @@ def get_config(arg=None):
     config.train.rewards = arm.reward + judge
   config.train.steps = math.ceil(arm.share * size.steps)
   config.train.log_every = 5
-  config.train.evaluators = 'loss=1000'
+  config.evaluation.loss, config.evaluation.samples = 1000, 0
   config.checkpoint.every, config.checkpoint.keep_best = 1000, False
   config.optimizer.learning_rate = arm.rate
   config.optimizer.schedule = 'constant'

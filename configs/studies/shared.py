@@ -284,8 +284,8 @@ def _set_job(config, size):
   else:
     config.compute.dtype, config.compute.scan_unroll = 'float32', 4
   config.train.log_every = 20
-  config.train.evaluators = 'loss=10%'
-  config.checkpoint.every = '20%' if size.name == 'gpu' else '50%'
+  config.evaluation.loss = 0.1
+  config.checkpoint.every = 0.2 if size.name == 'gpu' else 0.5
 
 
 def spread(config, size, name):

@@ -13,7 +13,7 @@ import operator
 import textwrap
 from typing import Any
 
-from encdec_adapt.base import errors
+from encdec_adapt.base import errors, intervals
 
 _META = 'config_key'
 # Keys of earlier versions by their full name, such as 'train.steps' -> the name
@@ -35,6 +35,7 @@ class Key:
     name: name of the key where it differs from the field's.
     none: value that stands for None in a configuration, since values there
       keep their type; None where the field cannot be None.
+    interval: whether the value is an interval of steps (`base.intervals`).
   """
 
   doc: str
@@ -45,12 +46,21 @@ class Key:
   one_of: tuple[Any, ...] | None = None
   name: str = ''
   none: Any = None
+  interval: bool = False
 
   def problem(self, value: Any) -> str:
     """Returns the error in a value, or '' if it is right."""
     # nan would pass the comparisons below, and inf has no use in any key.
     if isinstance(value, float) and not math.isfinite(value):
       return 'it must be a finite number'
+    # A flag of a tuple takes one name each time that it is given.
+    if isinstance(value, tuple) and not all(
+      name and ',' not in name for name in value if isinstance(name, str)
+    ):
+      names = [x for name in value for x in name.split(',') if x]
+      return f'no name may be empty or contain a comma; write "{tuple(names)}"'
+    if self.interval and (text := intervals.problem(value)):
+      return text
     if self.one_of is not None and value not in self.one_of:
       return f'it must be one of {", ".join(map(str, self.one_of))}'
     for words, bound, holds in (

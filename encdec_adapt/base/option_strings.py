@@ -149,24 +149,6 @@ class Part:
     raise self.error(f'must be {form}')
 
 
-def steps(part: Part, total: int, multiple: int = 1) -> int:
-  """Reads a number of steps: '100', or '10%' of all steps.
-
-  Args:
-    part: the number or the share.
-    total: steps of the job; 0 while they are open.
-    multiple: a share is rounded down to a multiple of this, but above 0.
-
-  Raises:
-    UserError: it is neither.
-  """
-  form = 'a number of steps, or a share of them up to 100%'
-  if not part.text.endswith('%'):
-    return part.read(int, form, lambda n: n > 0)
-  share = part.partition('%')[0].read(float, form, lambda n: 0 < n <= 100)
-  return max(1, int(share * total / 100) // multiple) * multiple
-
-
 def quote(text: str) -> str:
   """Returns a text for a string of options, in quotes where it would divide."""
   divides = re.search(r'[",;#]|^\s|\s[+|]\s|\s$|@[\d.]+$', text)

@@ -4,17 +4,19 @@ import collections
 from collections.abc import Iterable, Sequence
 import dataclasses
 
-from encdec_adapt.base import keys, option_strings
+from encdec_adapt.base import intervals, keys
 
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointConfig:
   """Keys of `config.checkpoint`."""
 
-  every: int | str = keys.key(
-    100,
-    "Steps between checkpoints, or a share of the job's steps such as '10%';"
-    ' the last step is always saved.',
+  every: float = keys.key(
+    100.0,
+    "Steps between checkpoints, or below 1 a share of the job's steps; the last"
+    ' step is always saved.',
+    above=0,
+    interval=True,
   )
   keep: int = keys.key(2, 'Newest checkpoints that are kept.', at_least=1)
   keep_every: int = keys.key(
@@ -34,12 +36,10 @@ class CheckpointConfig:
 
   def __post_init__(self):
     keys.check(self, 'config.checkpoint.')
-    self.interval(0)  # Checks it.
 
   def interval(self, steps: int) -> int:
     """Returns the steps between checkpoints of a job of so many steps."""
-    part = option_strings.Part('config.checkpoint.every', str(self.every))
-    return option_strings.steps(part, steps)
+    return intervals.steps(self.every, steps)
 
   def retired(self, steps: Sequence[int], best: int | None) -> list[int]:
     """Returns the steps that are deleted, in ascending order.

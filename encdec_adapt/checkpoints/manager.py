@@ -41,7 +41,7 @@ import warnings
 import jax
 import orbax.checkpoint as ocp
 
-from encdec_adapt.base import errors
+from encdec_adapt.base import errors, saved_keys
 from encdec_adapt.checkpoints import (
   checkpoint_section,
   checksums,
@@ -92,8 +92,11 @@ class Checkpoint:
     return self.folder / str(self.step)
 
   def read_meta(self) -> dict[str, Any]:
-    """Returns the `meta` given to `save`."""
-    return self._read_json(_META)
+    """Returns the `meta` given to `save`, its `config` in today's keys."""
+    meta = self._read_json(_META)
+    if 'config' in meta:
+      meta['config'] = saved_keys.current(meta['config'])
+    return meta
 
   def read_data(self) -> dict[str, Any]:
     """Returns the `data` given to `save`."""

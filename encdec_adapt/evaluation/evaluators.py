@@ -1,4 +1,4 @@
-"""Evaluators during training, by name and interval (`config.train.evaluators`).
+"""Evaluators during training, by name and interval (`config.evaluation`).
 
 `loss` runs whenever another evaluator does, and its record is written last: the
 evaluation of a step is complete if and only if the metrics have its loss, and a
@@ -26,10 +26,10 @@ from encdec_adapt.evaluation.tasks import task_groups
 from encdec_adapt.files import paths
 from encdec_adapt.models import base_model
 from encdec_adapt.training import (
+  evaluation_section,
   job_telemetry,
   policy_batches,
   setup,
-  train_section,
 )
 from encdec_adapt.training import state as state_lib
 
@@ -44,12 +44,10 @@ def read_tasks(settings: config_lib.Settings) -> dict[str, task_groups.Plan]:
     UserError: a task does not exist, or its files are wrong.
   """
   plans = {}
-  for name in settings.train.intervals:
-    if name in (train_section.LOSS, train_section.SAMPLES):
-      continue
+  for name in settings.evaluation.tasks:
     if not settings.model.architecture.generates:
       raise errors.UserError(
-        f'config.train.evaluators has {name}, and the model predicts no next'
+        f'config.evaluation.tasks has {name}, and the model predicts no next'
         ' tokens, which tasks need; leave it out.'
       )
     # A plan per evaluator, as each has an interval.
@@ -86,7 +84,7 @@ class Evaluators:
       telemetry: gets the scores.
       policy: continues the held-out prompts of a policy.
     """
-    self._intervals = settings.train.intervals
+    self._intervals = settings.evaluation.intervals(settings.train.steps)
     self._batch_size = settings.train.eval_batch_size
     self._telemetry, self._policy = telemetry, policy
     loss, names = settings.loss, settings.loss.held_out_references
@@ -106,7 +104,7 @@ class Evaluators:
     # off, or of steps that training repeats from an earlier checkpoint.
     evaluated = telemetry.evaluated
     self._sampler = None
-    if train_section.SAMPLES in self._intervals:
+    if evaluation_section.SAMPLES in self._intervals:
       self._sampler = samples.Sampler(workdir, data, evaluated)
     self._store = None
     if distributed.is_lead():
@@ -166,13 +164,13 @@ class Evaluators:
       ]
       values |= {score.metric: score.value for score in rewards}
       losses += rewards
-    scores = {train_section.LOSS: losses}
+    scores = {evaluation_section.LOSS: losses}
     for name, every in self._intervals.items():
-      if name == train_section.LOSS or not (last or step % every == 0):
+      if name == evaluation_section.LOSS or not (last or step % every == 0):
         continue
       beat()
       loaded = self._load(params=params)
-      if name == train_section.SAMPLES:
+      if name == evaluation_section.SAMPLES:
         self._telemetry.show(name, step, self._sampler(step, loaded))
         continue
       task_scores = [
@@ -193,7 +191,7 @@ class Evaluators:
         ]
         self._store.add(model, {'evaluator': name}, means)
     # The loss comes last: by its record the evaluation counts as complete.
-    del scores[train_section.LOSS]
+    del scores[evaluation_section.LOSS]
     named = {
       f'{score.task}/{score.metric}': score.value
       for results in scores.values()

@@ -22,7 +22,7 @@ from tensorboard.compat.proto import event_pb2, summary_pb2
 from tensorboard.plugins.text import summary_v2
 from tensorboard.summary.writer import record_writer
 
-from encdec_adapt.base import errors, option_strings, packages
+from encdec_adapt.base import errors, packages
 from encdec_adapt.files import append_log, atomic, paths
 
 KEY = 'config.train.trackers'
@@ -155,25 +155,28 @@ class WeightsAndBiases:
 TRACKERS = {'tensorboard': TensorBoard, 'wandb': WeightsAndBiases}
 
 
-def parse(text: str) -> list[str]:
-  """Returns the names in the value of `KEY`; none in ''.
+def check_names(names: Sequence[str]) -> None:
+  """Refuses names that are not in `TRACKERS`.
 
   Raises:
     UserError: a name is unknown.
   """
-  parts = option_strings.Part(KEY, text).divide(',') if text else []
-  form = f'one of {", ".join(TRACKERS)}'
-  return [part.strip().read(str, form, TRACKERS.get) for part in parts]
+  for name in names:
+    if name not in TRACKERS:
+      raise errors.UserError(
+        f'{KEY} has {name!r}; it must be one of {", ".join(TRACKERS)}'
+        f'{errors.nearest(name, TRACKERS)}.'
+      )
 
 
-def check(text: str) -> None:
+def check(names: Sequence[str]) -> None:
   """Checks packages and credentials, before long work.
 
   Args:
-    text: value of `KEY`.
+    names: names in `TRACKERS`.
 
   Raises:
     UserError: a package is not installed, or a tracker has no credentials.
   """
-  for name in parse(text):
+  for name in names:
     TRACKERS[name].check()

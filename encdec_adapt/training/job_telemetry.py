@@ -86,7 +86,7 @@ class JobTelemetry(contextlib.AbstractContextManager):
         workdir,
         -1 if start is None else start,
         loss.selects,
-        trackers.parse(train.trackers),
+        train.trackers,
         config,
       )
       lost = self._writer.dropped

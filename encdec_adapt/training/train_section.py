@@ -58,20 +58,10 @@ class TrainConfig:
     " configs/lora.md. '': all parameters train.",
   )
   log_every: int = keys.key(10, 'Steps between printed lines.', at_least=1)
-  evaluators: str = keys.key(
-    'loss=50',
-    'Evaluators, and the steps between two runs of each:'
-    " 'loss=100,samples=500,tasks/=1000', or a share of the job's steps:"
-    " 'loss=5%,samples=10%'. `loss` is of the held-out rows,"
-    ' `samples` are answers to two of them; others are local tasks (a folder)'
-    ' or tasks by name (encdec_adapt/evaluation/README.md). All run at step 0'
-    ' and at the last step; steps are multiples of those of `loss`. Scores go'
-    " to WORKDIR/results.jsonl and to trackers. '': nothing is evaluated.",
-  )
-  trackers: str = keys.key(
-    'tensorboard',
-    "Trackers that show configuration, metrics, scores and samples: '', or"
-    " names, as in 'tensorboard,wandb' (encdec_adapt/evaluation/README.md).",
+  trackers: tuple[str, ...] = keys.key(
+    ('tensorboard',),
+    'Trackers that show configuration, metrics, scores and samples:'
+    " 'tensorboard', 'wandb' (encdec_adapt/evaluation/README.md); () for none.",
   )
   patience: int = keys.key(
     0,
@@ -119,10 +109,9 @@ class TrainConfig:
 
   def __post_init__(self):
     keys.check(self, 'config.train.')
-    self.intervals  # noqa: B018  Checks them.
     self.sampling  # noqa: B018  Checks them.
     adapters = adapters_lib.parse(self.lora)
-    trackers.parse(self.trackers)
+    trackers.check_names(self.trackers)
     if self.batch_size % self.microbatches:
       raise errors.UserError(
         f'config.train.batch_size ({self.batch_size}) does not divide into'
@@ -164,46 +153,3 @@ class TrainConfig:
       rollout_options.LABEL, self.rollouts, keys.defaults(section)
     )
     return keys.make(section, values)
-
-  @property
-  def intervals(self) -> dict[str, int]:
-    """Steps between two runs of each evaluator, by its name.
-
-    Shares are of `steps`, and mean nothing while these are open.
-    """
-    if not self.evaluators:
-      return {}
-    parts: dict[str, option_strings.Part] = {}
-    label = 'config.train.evaluators'
-    for part in option_strings.Part(label, self.evaluators).divide(','):
-      entry = part.strip()
-      # The last mark, as the names of folders contain it too.
-      name, _, number = entry.text.rpartition('=')
-      if not name or not number or name in parts:
-        raise entry.error(
-          "must be NAME=STEPS, each name once, as in 'loss=100,samples=500'"
-          " or 'loss=5%'."
-        )
-      start = entry.stop - len(number)
-      parts[name] = dataclasses.replace(entry, start=start)
-    # Evaluations are due at the steps of the held-out loss only, so the others
-    # could not run between them: shares are rounded to multiples.
-    loss = parts.get(LOSS)
-    every = option_strings.steps(loss, self.steps) if loss else 1
-    intervals = {
-      name: option_strings.steps(part, self.steps, every)
-      for name, part in parts.items()
-    }
-    # Numbers of steps are no multiples of a share whatever the job's steps are.
-    numbers = [name for name in parts if not parts[name].text.endswith('%')]
-    if (
-      not loss
-      or any(intervals[name] % every for name in numbers)
-      or (numbers and LOSS not in numbers)
-    ):
-      raise errors.UserError(
-        f'config.train.evaluators is {self.evaluators!r}; it must have'
-        f' {LOSS}=STEPS, and the steps of the others must be multiples of'
-        ' those, or all of them shares.'
-      )
-    return intervals

@@ -9,7 +9,6 @@ from encdec_adapt.evaluation.tasks import text_pairs
 from encdec_adapt.objectives import denoising
 from encdec_adapt.ops import rope
 from encdec_adapt.planning import chips
-from encdec_adapt.training import train_section
 
 
 def test_dividers_in_quotes_do_not_divide():
@@ -22,10 +21,6 @@ def test_dividers_in_quotes_do_not_divide():
   assert [part.text for part in second.divide(',')] == ['d', 'e"']
   values = option_strings.key_values('x', 'a="1,2",b=3,', {'a': '', 'b': 0})
   assert values == {'a': '1,2', 'b': 3}
-
-
-def _evaluators(text):
-  return train_section.TrainConfig(evaluators=text)
 
 
 def _key_values(text):
@@ -42,9 +37,6 @@ def _key_values(text):
     (row_rates.parse, 'rows:1,1; 9=rows:1,x', 'x', 'must be a rate'),
     (row_rates.parse, 'rows:1; 9=rows:1; 8=rows:2', '8', 'must be STEP='),
     (row_rates.parse, 'rows:1, cap=0', '0', 'must be above 0'),
-    (_evaluators, 'loss=2, tasks', 'tasks', 'must be NAME=STEPS'),
-    (_evaluators, 'loss=2,tasks=2.5', '2.5', 'must be a number of steps'),
-    (_evaluators, 'loss=0%', '0', 'or a share of them up to 100%'),
     (_key_values, 'size=9b,slices=two', 'two', 'must be of type int'),
     (_key_values, 'size=9b,slice=2', 'slice=2', 'must be KEY=VALUE of size=2b'),
     (rope.Scaling.parse, 'llama3:8,1,-4,9', '-4', 'must be a number above 0'),

@@ -53,7 +53,7 @@ def test_a_decoder_learns_labels_and_stops_early(file, tmp_path, request):
     'data.objective=classify:labels=absent|present',
     'data.passes=20',
     'optimizer.learning_rate=2e-3',
-    'train.evaluators=loss=15',
+    'evaluation.loss=15',
     'train.patience=2',
   ]
   done = _train(source, file, tmp_path / 'run', *flags)

@@ -389,7 +389,7 @@ def test_records_that_end_between_evaluations_or_saves(
     # Of 96 rows 32 were read in 4 steps: what is left are 2 steps.
     '--config.train.batch_size=32',
     '--config.train.steps=10',
-    f'--config.train.evaluators=loss={eval_every}',
+    f'--config.evaluation.loss={eval_every}',
     f'--config.checkpoint.every={save_every}',
   ]
   assert _continue(folder, copied, *flags) == 0
@@ -409,7 +409,7 @@ def test_records_that_end_between_evaluations_or_saves(
 @pytest.mark.long
 def test_steps_of_0_end_with_the_records(folder, decoder, tmp_path):
   flags = tiny.flags(folder, 'causal_lm')
-  flags += ['--config.train.batch_size=32', '--config.checkpoint.every=67%']
+  flags += ['--config.train.batch_size=32', '--config.checkpoint.every=0.67']
   closed, open_end = tmp_path / 'closed', tmp_path / 'open'
   assert _train(*flags, '--config.train.steps=3', f'--workdir={closed}') == 0
   flags = [*flags, '--config.train.steps=0', f'--workdir={open_end}']

@@ -54,7 +54,7 @@ def run(tmp_path_factory, request):
       '--config.train.microbatches=4',
       '--config.train.eval_batch_size=8',
       f'--config.train.steps={steps}',
-      '--config.train.evaluators=loss=20',
+      '--config.evaluation.loss=20',
       '--config.checkpoint.every=20',
       '--config.compute.remat=none',
       '--config.compute.dtype=float32',

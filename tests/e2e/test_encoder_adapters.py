@@ -41,7 +41,7 @@ def _train(kind, source, workdir, lora, steps, **values):
   flags += [data.format(workdir.parent / 'rows.jsonl')]
   flags += [f'data.{key}={value}' for key, value in values.items()]
   flags += [f'data.folder={workdir.parent / kind}', f'train.lora={lora}']
-  flags += [f'train.steps={steps}', 'train.evaluators=loss=2']
+  flags += [f'train.steps={steps}', 'evaluation.loss=2']
   flags += ['train.batch_size=8', 'train.eval_batch_size=8']
   flags += ['train.log_every=1', 'checkpoint.every=2']
   flags += ['checkpoint.keep_best=False', 'compute.dtype=float32']

@@ -26,7 +26,7 @@ def flags(tmp_path_factory):
     '--config.data.eval_fraction=0.2',
     '--config.data.workers=1',
     '--config.train.steps=6',
-    '--config.train.evaluators=loss=6',
+    '--config.evaluation.loss=6',
   ]
 
 

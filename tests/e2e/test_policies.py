@@ -53,7 +53,8 @@ def flags(tmp_path_factory):
     '--config.train.eval_batch_size=8',
     '--config.train.log_every=5',
     '--config.train.steps=15',
-    '--config.train.evaluators=loss=15',
+    '--config.evaluation.loss=15',
+    '--config.evaluation.samples=0',
     '--config.checkpoint.every=5',
     '--config.checkpoint.keep_best=False',
     '--config.optimizer.schedule=constant',
@@ -146,7 +147,7 @@ def test_an_update_finds_in_memory_what_was_counted(
   accelerator.stand_in(lambda: 2**30, monkeypatch.setattr, in_use)
   monkeypatch.setattr(remat_choice, 'estimates', estimated)
   monkeypatch.setattr(profiling.Profiler, 'begin_step', began)
-  more = '--config.train.steps=4', '--config.train.evaluators=loss=2'
+  more = '--config.train.steps=4', '--config.evaluation.loss=2'
   assert tiny.call(train_lib, *flags, *more, f'--workdir={tmp_path}/run') == 0
   assert len(found) == 4 and len(counted) == 1
   # Metrics of the step before and keys are a few bytes more.

@@ -226,7 +226,8 @@ def test_a_tuned_run_answers_its_prompts_behind_the_prefix(
     f'--config.data.source=pairs:{file}#input,target',
     *folders.small_rows(tmp_path / 'records'),
     '--config.train.steps=2',
-    '--config.train.evaluators=loss=2',
+    '--config.evaluation.loss=2',
+    '--config.evaluation.samples=0',
     '--config.compute.dtype=float32',
   )
   assert tiny.call(materialize, *flags) == 0

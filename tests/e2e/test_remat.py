@@ -28,7 +28,7 @@ def test_a_job_chooses_stores_and_keeps_its_policy(
   pairs, tmp_path, monkeypatch, capfd
 ):
   # Of the last of two phases, which is compiled before the first step.
-  flags = [*pairs, '--config.train.steps=6', '--config.train.evaluators=']
+  flags = [*pairs, '--config.train.steps=6', '--config.evaluation.loss=0']
   flags += ['--config.train.cross_attention_warmup=3']
   flags += ['--config.optimizer.schedule=constant']
   plain = [*flags, '--config.compute.remat=none']

@@ -51,7 +51,8 @@ def test_a_reward_model_trains_scores_and_chooses(tmp_path):
     '--config.data.eval_fraction=0.2',
     '--config.data.workers=1',
     '--config.train.batch_size=8',
-    '--config.train.evaluators=loss=12',
+    '--config.evaluation.loss=12',
+    '--config.evaluation.samples=0',
     '--config.train.steps=12',
     '--config.optimizer.schedule=constant',
     '--config.optimizer.warmup_steps=0',
@@ -121,7 +122,8 @@ def test_a_reward_model_trains_scores_and_chooses(tmp_path):
     '--config.train.batch_size=8',
     '--config.train.steps=2',
     '--config.train.log_every=1',
-    '--config.train.evaluators=loss=2',
+    '--config.evaluation.loss=2',
+    '--config.evaluation.samples=0',
     '--config.optimizer.warmup_steps=0',
   )
   assert done.returncode == 0, done.stdout + done.stderr

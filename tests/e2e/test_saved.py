@@ -34,6 +34,13 @@ def test_a_study_is_opened_resumed_and_exported(
   pathlib.Path('configs').symlink_to(tiny.ROOT / 'configs')
   with zipfile.ZipFile(archive) as file:
     file.extractall()
+  # As the user changes a page for this version.
+  page = pathlib.Path('study.py')
+  page.write_text(
+    page.read_text().replace(
+      "train.evaluators': 'loss=2'", "evaluation.loss': 2"
+    )
+  )
   results = pathlib.Path('saved/loss_run/results.jsonl')
   before = results.read_text()
 

@@ -34,7 +34,8 @@ JOB = (
   '--config.train.batch_size=8',
   '--config.train.eval_batch_size=8',
   '--config.train.steps=2',
-  '--config.train.evaluators=loss=2',
+  '--config.evaluation.loss=2',
+  '--config.evaluation.samples=0',
   '--config.checkpoint.every=2',
 )
 

@@ -76,7 +76,7 @@ def _flags(folder, **changes):
     'train.batch_size': 8,
     'train.steps': 4,
     'train.log_every': 1,
-    'train.evaluators': 'loss=2',
+    'evaluation.loss': 2,
     'train.eval_batch_size': 8,
     'train.cross_attention_warmup': 0,
     'checkpoint.every': 2,

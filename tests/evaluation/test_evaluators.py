@@ -43,10 +43,10 @@ def folder(tmp_path_factory):
   return folder
 
 
-def _flags(folder, workdir, evaluators):
+def _flags(folder, workdir, *evaluation):
   return [
     *tiny.flags(folder, 'prefix_lm'),
-    f'--config.train.evaluators={evaluators}',
+    *(f'--config.evaluation.{flag}' for flag in evaluation),
     '--config.train.steps=4',
     '--config.checkpoint.every=2',
     f'--workdir={workdir}',
@@ -60,7 +60,8 @@ def _lines(path):
 @pytest.mark.long
 @pytest.mark.e2e
 def test_tasks_run_during_training_and_again_after_a_kill(folder, tmp_path):
-  job = _flags(folder, tmp_path / 'run', f'loss=2,{folder}/tasks=4')
+  flags = 'loss=2', f'tasks={folder}/tasks', 'tasks_every=4'
+  job = _flags(folder, tmp_path / 'run', *flags)
   # Of the four held-out groups, of two rows each, the development part has one.
   job.append('--config.data.development_rows=4')
   run = tmp_path / 'run'
@@ -93,7 +94,7 @@ def test_tasks_run_during_training_and_again_after_a_kill(folder, tmp_path):
 
 @pytest.mark.e2e
 def test_nothing_is_evaluated_without_evaluators(folder, tmp_path):
-  assert tiny.call(train, *_flags(folder, tmp_path / 'run', '')) == 0
+  assert tiny.call(train, *_flags(folder, tmp_path / 'run', 'loss=0')) == 0
   kinds = {record['kind'] for record in metrics.read_metrics(tmp_path / 'run')}
   assert 'train' in kinds and not kinds & {'eval', 'scores'}
   assert not _lines(tmp_path / 'run' / results_store.FILE)
@@ -107,5 +108,6 @@ def test_a_wrong_task_is_refused_before_any_work(folder, tmp_path):
   path.write_text(path.read_text() + '{"text": "a dog"}\n')
   run = tmp_path / 'run'
   with pytest.raises(errors.UserError, match=r"line 14 has no field 'answer'"):
-    tiny.call(train, *_flags(folder, run, f'loss=2,{broken}=2'))
+    flags = 'loss=2', f'tasks={broken}', 'tasks_every=2'
+    tiny.call(train, *_flags(folder, run, *flags))
   assert not (run / metrics.FILE).exists()

@@ -23,6 +23,7 @@ import pytest
 from encdec_adapt import config as config_lib
 from encdec_adapt import study as study_lib
 from encdec_adapt import train
+from encdec_adapt.base import saved_keys
 from encdec_adapt.cli import command
 from encdec_adapt.configs import gemma2, t5
 from encdec_adapt.evaluation.studies import stages
@@ -87,7 +88,7 @@ def read_configuration(spec: str) -> config_lib.Settings:
 
 def read_saved(name: str) -> config_lib.Settings:
   """The settings of a saved run, without the models that it read."""
-  content = json.loads(SAVED[name].read_text())
+  content = saved_keys.current(json.loads(SAVED[name].read_text()))
   content.pop('made_by', None)
   content['teacher']['checkpoint'] = ''
   return config_lib.load(ml_collections.ConfigDict(content), sources=False)
@@ -123,11 +124,9 @@ def describe(settings: config_lib.Settings) -> dict:
 
 def due(settings: config_lib.Settings, total: int) -> list:
   """Steps between evaluators and saves of a job of so many steps."""
-  train = dataclasses.replace(
-    settings.train, steps=total, cross_attention_warmup=0
-  )
+  intervals = settings.evaluation.intervals(total)
   saves = settings.checkpoint.interval(total)
-  return [dict(sorted(train.intervals.items())), saves]
+  return [dict(sorted(intervals.items())), saves]
 
 
 def job_of(settings: config_lib.Settings, name: str = 'train') -> programs.Job:

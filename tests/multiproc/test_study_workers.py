@@ -21,7 +21,7 @@ CHANGES = {
   'data.decoder_length': 16, 'data.shards': 1, 'data.workers': 1,
   'data.eval_fraction': 0.1, 'data.repeat': True, 'compute.dtype': 'float32',
   'train.batch_size': 8, 'train.steps': 200, 'train.log_every': 1,
-  'train.evaluators': 'loss=100', 'checkpoint.every': 40,
+  'evaluation.loss': 100, 'checkpoint.every': 40,
 }
 CHANGES |= {
   f'model.{side}.{key}': value

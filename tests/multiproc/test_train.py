@@ -35,7 +35,8 @@ def flags(folder):
     f'--config.train.batch_size={BATCH}',
     '--config.train.microbatches=2',
     '--config.train.dropout=0.1',
-    f'--config.train.evaluators=loss={STEPS // 2},samples={STEPS // 2}',
+    f'--config.evaluation.loss={STEPS // 2}',
+    f'--config.evaluation.samples={STEPS // 2}',
     f'--config.checkpoint.every={STEPS}',
     # A job of fewer steps takes the same ones.
     '--config.optimizer.schedule=constant',

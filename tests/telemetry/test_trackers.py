@@ -39,7 +39,7 @@ def test_tensorboard_reads_the_events(tmp_path):
 
 def test_a_resumed_job_continues_its_run(account, tmp_path):
   account.setenv('WANDB_MODE', 'offline')
-  trackers.check('wandb')
+  trackers.check(['wandb'])
   for first in (0, 1):
     with metrics.MetricWriter(
       tmp_path, first, tracked=['wandb'], config={'seed': 7 + first}
@@ -83,10 +83,10 @@ def test_a_tracker_that_fails_is_left_out(tmp_path, monkeypatch, capsys):
 
 def test_trackers_are_checked_before_work(account):
   with pytest.raises(errors.UserError, match='wnadb.*one of tensorboard, wan'):
-    trackers.parse('tensorboard,wnadb')
+    trackers.check_names(['tensorboard', 'wnadb'])
   with pytest.raises(errors.UserError, match='no credentials.*WANDB_MODE'):
-    trackers.check('tensorboard,wandb')
+    trackers.check(['tensorboard', 'wandb'])
   account.setitem(sys.modules, 'wandb', None)
   with pytest.raises(errors.UserError, match=r'pip install .*\[wandb\]'):
-    trackers.check('wandb')
-  trackers.check('')
+    trackers.check(['wandb'])
+  trackers.check([])

@@ -183,7 +183,7 @@ def test_the_loss_decides_the_head_of_the_model():
       {'data__objective': 'pairs', 'data__source': 'pairs:x#a,b'},
       '0 labels and the model 1',
     ),
-    ({'train__evaluators': 'loss=10,samples=10'}, 'answers nothing'),
+    ({'evaluation__samples': 50.0}, 'answers nothing'),
     (
       {'model__kind': 'encoder_decoder', 'init__mode': 'adapt'},
       'make the pair first',

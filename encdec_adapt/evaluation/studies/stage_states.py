@@ -34,6 +34,9 @@ STOPPED = (exit_status.RESTART, exit_status.HANG, exit_status.INTERRUPTED)
 _STATE = 'stage.json'
 _STUDY = 'study.json'
 _INDEX = 'stages.jsonl'
+# Of identities: 2 since options are sections of their own. An identity of an
+# earlier format says nothing, so a stage is taken by its name.
+_FORMAT = 2
 _BEAT = 5.0  # Seconds between two writes of the time that a stage has taken.
 
 
@@ -51,6 +54,7 @@ class State:
     error: why it failed, or ''.
     rate: learning rate that a choice of rates found.
     environment: versions and hardware of the last start.
+    format: number of the rules by which `identity` was made.
   """
 
   name: str
@@ -62,6 +66,7 @@ class State:
   error: str = ''
   rate: float | None = None
   environment: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  format: int = _FORMAT
 
   def difference(self, here: Mapping[str, Any]) -> list[str]:
     """Returns a line for each version, or the cores, that differ here."""
@@ -230,7 +235,8 @@ class States:
 
   def _own(self, stage: stages.Stage) -> str:
     state = _read(self._place(self.root, stage.name))
-    if state is None or state.identity == stage.identity:
+    earlier = state is not None and state.format < _FORMAT
+    if state is None or earlier or state.identity == stage.identity:
       return stage.name
     return f'{stage.name}-{stage.identity[:8]}'
 
@@ -299,4 +305,4 @@ def _timed(state: State, place: paths.Path) -> Iterator[None]:
 def _read(place: paths.Path) -> State | None:
   if not (place / _STATE).exists():
     return None
-  return State(**atomic.read_json(place / _STATE))
+  return State(**({'format': 1} | atomic.read_json(place / _STATE)))

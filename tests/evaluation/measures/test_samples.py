@@ -29,7 +29,8 @@ def folder(tmp_path_factory):
 def _train(folder, workdir, *flags):
   given = [
     *tiny.flags(folder, 'prefix_lm'),
-    '--config.train.evaluators=loss=2,samples=2',
+    '--config.evaluation.loss=2',
+    '--config.evaluation.samples=2',
     '--config.checkpoint.every=2',
     '--config.optimizer.learning_rate=0.03',
     *(f'--config.{flag}' for flag in flags),
