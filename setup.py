@@ -35,21 +35,21 @@ CORE = [
 ]
 # What reports are drawn with.
 REPORT = ['matplotlib>=3.9']
-# Making records: SeqIO brings TensorFlow, 2 GB with what that brings. TFDS
-# imports importlib_resources without requiring it. Parquet files are read by
-# pyarrow, which TFDS brings too, and .zst files by zstandard.
-DATA = [
+# Reading text for records: parquet and .zst files.
+DATA = ['pyarrow>=15', 'zstandard>=0.22']
+# SeqIO's tasks and TFDS as text, and tasks of our objectives: SeqIO brings
+# TensorFlow, 2 GB with what that brings. TFDS imports importlib_resources
+# without requiring it.
+SEQIO = [
   'importlib_resources>=6.0',
-  'pyarrow>=15',
   'seqio>=0.0.20',
   'tensorflow-datasets>=4.9.9',
-  'zstandard>=0.22',
 ]
 # Buckets: gs:// paths. It brings what Orbax asks of them, too.
 GCS = ['gcsfs>=2026.9']
 # Records made on Apache Beam (launch/beam.md); `gcp` is for Dataflow. It needs
 # protobuf 6, and sentencepiece 0.2.3 is made for 7.
-BEAM = ['apache-beam[gcp]>=2.77', 'sentencepiece<0.2.3', *GCS, *DATA]
+BEAM = ['apache-beam[gcp]>=2.77', 'sentencepiece<0.2.3', *GCS, *DATA, *SEQIO]
 # Parity and benchmarks against Hugging Face; a CPU build is enough. The backend
 # of lm-eval for transformers imports accelerate. TRL exactly, because its
 # losses are computed by methods that are not public.
@@ -85,6 +85,7 @@ TEST = [
   *DATA,
   *EVAL,
   *GCS,
+  *SEQIO,
   *SERVE,
   *WANDB,
 ]
@@ -123,6 +124,7 @@ setuptools.setup(
   install_requires=CORE + REPORT,
   extras_require={
     'data': DATA,
+    'seqio': SEQIO,
     'test': TEST,
     'peer': PEER,
     'eval': EVAL,

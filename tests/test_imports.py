@@ -1,4 +1,4 @@
-"""Imports go one way, and TensorFlow stays out of training processes."""
+"""Imports go one way, and text and training do without TensorFlow."""
 
 import ast
 import json
@@ -175,6 +175,33 @@ def test_configurations_are_read_before_jax_looks_for_devices():
   names += ['configs/presets.py:encoder=llama3.2_1b,decoder=qwen3_0.6b']
   done = tiny.run_code(code, *names)
   assert done.returncode == 0, done.stderr
+
+
+def test_text_needs_neither_tensorflow_nor_seqio(tmp_path):
+  # A module that is None cannot be imported.
+  text, lines = (f'{tmp_path}/a.{end}' for end in ('txt', 'jsonl'))
+  code = (
+    'import sys\n'
+    "for name in ('tensorflow', 'seqio', 'tensorflow_datasets'):\n"
+    '  sys.modules[name] = None\n'
+    'from encdec_adapt import materialize\n'
+    'from encdec_adapt.cli import command\n'
+    'values = command.parse(materialize.define_flags, sys.argv[1:])\n'
+    'print(materialize.main(values))\n'
+  )
+  pathlib.Path(text).write_text('\n'.join(tiny.text(200)))
+  rows = [json.dumps({'text': text}) for text in tiny.text(200, seed=1)]
+  pathlib.Path(lines).write_text('\n'.join(rows))
+  done = tiny.run_code(
+    code,
+    '--config=laptop',
+    f'--workdir={tmp_path}/run',
+    f'--config.data.source=text:{text}#lines + jsonl:{lines}',
+    '--config.data.vocabulary=bytes',
+  )
+  assert done.returncode == 0, done.stdout + done.stderr
+  assert done.stdout.splitlines()[-1] == '0'
+  assert (tmp_path / 'run' / 'records' / 'train' / 'manifest.json').exists()
 
 
 def test_training_imports_neither_tensorflow_nor_seqio(tmp_path):

@@ -6,5 +6,6 @@ on Apache Beam (`pipeline_jobs`); packing of examples into rows (`packing`) and
 tokens shared by passes (`token_cache`).
 
 Builds on `data/records`, `data/sources` and `objectives`; `data/records` must
-not import it. TensorFlow, SeqIO and Beam are imported when shards are made.
+not import it. TensorFlow and SeqIO are imported where a source `tfds:` or
+`seqio:` is opened, Beam where a pipeline is run.
 """

@@ -5,9 +5,6 @@ reads its share of a source (`data/sources/document_source.py`), and the key of
 every random draw names what is drawn (`objectives/randomness.py`), so the bytes
 of a shard depend neither on the number of workers nor on restarts. Only shards
 that are missing or damaged are made.
-
-`shard_jobs.read_examples` imports SeqIO (so TensorFlow) when a shard is made; a
-process that only opens records never does.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,7 +26,7 @@ from encdec_adapt.data.records import (
   record_writing,
   row_rates,
 )
-from encdec_adapt.data.sources import contamination, mixtures, tensorflow_import
+from encdec_adapt.data.sources import contamination, mixtures
 from encdec_adapt.files import paths
 from encdec_adapt.objectives import objective_names
 from encdec_adapt.telemetry import progress
@@ -385,16 +382,16 @@ def open_vocabularies(data: data_section.DataConfig) -> vocabulary_pair.Opened:
   """
   choice = data.vocabularies
   if is_untrained(data):
+    # Opened first: sources are refused before the line below is printed.
+    documents = mixtures.interleaved_documents(
+      all_sources(data.train), shard_jobs.make_draw(data.train, 0)
+    )
     path = paths.at(choice.decoder)
     # Trained vocabularies have mode tokens: only sentinels are added later.
     size = data.table_sizes['decoder'] - choice.added_sentinels
     _print(
       f'vocabulary: {path} does not exist, so a new one of {size:,} ids is'
       ' trained; if it should exist, stop and correct config.data.vocabulary.'
-    )
-    spec = data.train
-    documents = mixtures.interleaved_documents(
-      all_sources(spec), shard_jobs.make_draw(spec, 0)
     )
     vocabulary_training.train_vocabulary(
       (document.text for document in documents),
@@ -443,11 +440,8 @@ def materialize(
     beam: see `materialize_sets`.
 
   Raises:
-    UserError: bad input, see `materialize_sets`; the extra `data` is missing.
+    UserError: bad input, see `materialize_sets` and `open_vocabularies`.
   """
-  # Before a vocabulary is trained. Only the workers of Beam import TensorFlow.
-  if beam is None and is_missing(data):
-    tensorflow_import.require()
   opened = open_vocabularies(data)
   # By path: both sides have the same vocabulary where only one is named.
   for vocabulary in {x.path: x for x in opened.sides.values()}.values():

@@ -6,7 +6,7 @@ folder of the set, which is a bucket unless the pipeline runs on this machine;
 the shards' entries are read from there, so that no result has to come back.
 
 Apache Beam is imported when a pipeline is run: `pip install
-'encdec_adapt[beam]'`. TensorFlow and SeqIO are imported by its workers only.
+'encdec_adapt[beam]'`.
 """
 
 from collections.abc import Iterator, Sequence

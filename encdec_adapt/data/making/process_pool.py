@@ -1,7 +1,8 @@
 """Runs functions in fresh processes.
 
 `run_jobs` distributes jobs over worker processes; `run_in_subprocess` makes a
-single call, which keeps TensorFlow out of this process.
+single call, whose memory and imports (TensorFlow, for sources `tfds:` and
+`seqio:`) end with its process.
 
 Neither runs the main module again, so that a script or a notebook that uses
 the package needs no `if __name__ == '__main__'`.

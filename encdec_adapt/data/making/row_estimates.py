@@ -27,8 +27,8 @@ _DIVISOR = 4
 def estimate(data: data_section.DataConfig) -> dict[str, Any]:
   """Estimates the rows of training records from a part of their text.
 
-  Imports TensorFlow. A vocabulary that is to be trained is trained, and
-  discarded with the rows. Documents that are left out as duplicates count.
+  A vocabulary that is to be trained is trained, and discarded with the rows.
+  Documents that are left out as duplicates count.
 
   Args:
     data: section with paths; its text exists.

@@ -4,8 +4,8 @@ A job describes a shard. Passes over the same documents, and objectives that
 read the same source, form a group, which a single process makes so that their
 text is tokenised once.
 
-`read_examples` imports SeqIO (so TensorFlow), in the process that makes a
-shard.
+TensorFlow is imported only in a process that reads a source `tfds:` or
+`seqio:`.
 """
 
 import collections
@@ -20,7 +20,7 @@ import numpy as np
 
 from encdec_adapt.data.making import packing, token_cache
 from encdec_adapt.data.records import record_sets, record_writing
-from encdec_adapt.data.sources import mixtures, tensorflow_import
+from encdec_adapt.data.sources import mixtures
 from encdec_adapt.files import paths
 from encdec_adapt.objectives import (
   example_maker,
@@ -176,14 +176,9 @@ def make_maker(
 
 
 def read_examples(job: ShardJob) -> Iterable[Example]:
-  """Yields the examples of a shard from SeqIO; imports TensorFlow."""
-  tasks = tensorflow_import.import_quietly(
-    'encdec_adapt.data.seqio.seqio_tasks'
-  )
-  # TensorFlow's modules have millions of objects, which every full garbage
-  # collection would go through again (a third of the time on short documents),
-  # and so it would through the pairs that wait to be packed (a fifth).
-  gc.freeze()
+  """Yields the examples of a shard."""
+  # Full collections would go through the pairs that wait to be packed again and
+  # again: a twentieth of the time on short documents.
   gc.set_threshold(100_000)
   spec, opened = job.spec, job.choice.open()
   objective = objective_names.parse_one(job.part.objective)
@@ -218,7 +213,7 @@ def read_examples(job: ShardJob) -> Iterable[Example]:
 
   def documents() -> Iterator[tuple[str, str | np.ndarray]]:
     unit = 'passages' if part.is_cut(draw) else 'documents'
-    for document in tasks.documents(part, draw, shard, spec.shards):
+    for document in part.documents(draw, shard, spec.shards):
       job.counts[unit] += 1
       content = content_of(document.text)
       if len(content):

@@ -18,15 +18,14 @@ text: the source `python` in bytes, with sentinels.
 Data sources have any number of virtual shards, each of which reads its share of
 a source (`data/sources/document_source.py`). An example depends only on the
 seed, the pass, the source and its id, so a shard always has the same examples,
-on every machine and in every run. Records are made from `documents`, which
-fetches many documents at a time from TensorFlow, because fetching them
-separately costs a multiple of reading them.
+on every machine and in every run. Records (`data/making/shard_jobs.py`) are
+made from the same documents by the same objectives, without this module.
 
 This module imports SeqIO and TensorFlow (about ten seconds, 800 MB). It is
-imported only where records are made, never in a process that trains from them.
+imported for sources `seqio:..`, and by users of the tasks.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 import functools
 import itertools
 import re
@@ -37,7 +36,7 @@ import seqio
 import tensorflow as tf
 
 from encdec_adapt.base import errors
-from encdec_adapt.data.sources import document_source, mixtures, text_sources
+from encdec_adapt.data.sources import mixtures, text_sources
 from encdec_adapt.objectives import (
   example_maker,
   framing,
@@ -140,16 +139,11 @@ class SeqioVocabulary(seqio.Vocabulary):
 
 
 class DocumentSource(seqio.DataSource):
-  """Documents of a source in a split and a pass: scalars 'id' and 'text'.
-
-  Attributes:
-    failure: exception that ended the reading, else None.
-  """
+  """Documents of a source in a split and a pass: scalars 'id' and 'text'."""
 
   def __init__(self, part: mixtures.Part, draw: mixtures.Draw):
     # SeqIO finds a cache by the task's name, which does not have the pass.
     super().__init__(splits=(draw.split,), caching_permitted=False)
-    self.failure: Exception | None = None
     self._part = part
     self._draw = draw
 
@@ -178,63 +172,22 @@ class DocumentSource(seqio.DataSource):
       raise ValueError(
         f'{self._part.source.name!r} is read in order: shuffle=False'
       )
-    return self.batches(shard_info).unbatch()
-
-  def batches(
-    self, shard_info: seqio.ShardInfo | None, *, raises: bool = True
-  ) -> tf.data.Dataset:
-    """Returns batches of the documents of a shard: 'id' and 'text', [n].
-
-    Args:
-      shard_info: number of the shard and of all; None for all documents.
-      raises: whether the dataset raises the reader's exception, which
-        TensorFlow logs with two tracebacks, or ends where it is raised, for
-        callers that check `failure`.
-    """
     shard = (shard_info.index, shard_info.num_shards) if shard_info else ()
 
     def read():
-      try:
-        stream = self._part.documents(self._draw, *shard)
-        while batch := list(itertools.islice(stream, _DOCUMENTS_AT_ONCE)):
-          # Bytes, as TensorFlow drops NUL from the end of a str.
-          yield {
-            'id': [document.id.encode('utf-8') for document in batch],
-            'text': [document.text.encode('utf-8') for document in batch],
-          }
-      except Exception as error:
-        self.failure = error
-        if raises:
-          raise
+      stream = self._part.documents(self._draw, *shard)
+      # Fetching them one by one would cost a multiple of reading them.
+      while batch := list(itertools.islice(stream, _DOCUMENTS_AT_ONCE)):
+        # Bytes, as TensorFlow drops NUL from the end of a str.
+        yield {
+          'id': [document.id.encode('utf-8') for document in batch],
+          'text': [document.text.encode('utf-8') for document in batch],
+        }
 
     strings = tf.TensorSpec([None], tf.string)
     return tf.data.Dataset.from_generator(
       read, output_signature={'id': strings, 'text': strings}
-    )
-
-
-def documents(
-  part: mixtures.Part, draw: mixtures.Draw, shard_index: int, num_shards: int
-) -> Iterator[document_source.Document]:
-  """Yields the documents of a virtual shard, always in the same order.
-
-  Args:
-    part: source and weight.
-    draw: split, seed and pass.
-    shard_index: number of the shard, in [0, num_shards).
-    num_shards: number of shards.
-
-  Raises:
-    UserError: the source is missing or has no text.
-  """
-  source = DocumentSource(part, draw)
-  shard = seqio.ShardInfo(shard_index, num_shards)
-  for batch in source.batches(shard, raises=False).as_numpy_iterator():
-    for name, text in zip(batch['id'], batch['text'], strict=True):
-      yield document_source.Document(name.decode(), text.decode())
-  # Raised here, it is the exception itself, not an error of TensorFlow's.
-  if source.failure is not None:
-    raise source.failure
+    ).unbatch()
 
 
 def features(ours: vocabulary_lib.Vocabulary) -> dict[str, seqio.Feature]:
@@ -446,7 +399,7 @@ def _python_text(
   del shuffle_files, seed  # The order of the source is that of hashes.
   part = mixtures.Part(text_sources.open_source('python'), 1.0)
   draw = mixtures.Draw(split, eval_fraction=0.04, seed=0)
-  return DocumentSource(part, draw).batches(None).unbatch()
+  return DocumentSource(part, draw).get_dataset(split)
 
 
 register()

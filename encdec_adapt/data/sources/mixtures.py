@@ -244,12 +244,11 @@ def open_parts(
       source = text_sources.open_source(name, max_bytes, seqio_modules)
       opened.append((source, weight, None))
       continue
+    seqio_source = tensorflow_import.import_module(
+      'encdec_adapt.data.seqio.seqio_source', f'source {name!r}'
+    )
     # These register the task or the mixture.
     text_sources.import_modules(seqio_modules)
-    # Imported only here: it takes ten seconds and 800 MB.
-    seqio_source = tensorflow_import.import_quietly(
-      'encdec_adapt.data.seqio.seqio_source'
-    )
     for task, rate in seqio_source.rates(name).items():
       source = seqio_source.SeqioSource(task, max_bytes, pairs=pairs)
       opened.append((source, weight, rate))

@@ -41,16 +41,15 @@ class TfdsSource(document_source.Source):
       )
     dataset, self._split, self._field = match.groups(default='text')
     dataset = option_strings.Part('the source', dataset).text
-    tensorflow_import.require(f'source {self.name!r}')
-    # Not at the top, as it imports TensorFlow.
-    import tensorflow_datasets as tfds
-
+    self._tfds = tensorflow_import.import_module(
+      'tensorflow_datasets', f'source {self.name!r}'
+    )
     try:
       # A version's folder needs no code of its dataset, which may be a user's.
       if os.path.isdir(dataset):
-        self._builder = tfds.builder_from_directory(dataset)
+        self._builder = self._tfds.builder_from_directory(dataset)
       else:
-        self._builder = tfds.builder(dataset)
+        self._builder = self._tfds.builder(dataset)
       self._examples = self._builder.info.splits[self._split].num_examples
     except Exception as error:  # TFDS has no common class of errors.
       raise errors.UserError(
@@ -67,26 +66,23 @@ class TfdsSource(document_source.Source):
     self, shard_index: int = 0, num_shards: int = 1
   ) -> Iterator[document_source.Entry]:
     """Yields the examples of a shard: a slice of the split, if not capped."""
-    import tensorflow_datasets as tfds
-
     if self.max_bytes:
       return self._every(self._read(self._split), shard_index, num_shards)
     if shard_index >= self._examples:
       return iter(())  # TFDS refuses an empty slice.
     # Files outside of a slice are not opened.
-    return self._read(tfds.even_splits(self._split, num_shards)[shard_index])
+    splits = self._tfds.even_splits(self._split, num_shards)
+    return self._read(splits[shard_index])
 
   def _read(self, split: Any) -> Iterator[document_source.Entry]:
-    import tensorflow_datasets as tfds
-
     # Ordered reading: index i is the same example on every machine.
-    config = tfds.ReadConfig(
+    config = self._tfds.ReadConfig(
       shuffle_seed=0, interleave_cycle_length=1, add_tfds_id=True
     )
     rows = self._builder.as_dataset(
       split=split, shuffle_files=False, read_config=config
     )
-    for row in tfds.as_numpy(rows):
+    for row in self._tfds.as_numpy(rows):
       name = row['tfds_id'].decode().replace('::', ':_:')
       arguments = row[self._field], self.name, name
       yield name, functools.partial(document_source.decode, *arguments)

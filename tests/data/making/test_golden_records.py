@@ -9,6 +9,7 @@ import contextlib
 from importlib import metadata
 import json
 import pathlib
+import sys
 import tempfile
 
 import numpy as np
@@ -26,7 +27,6 @@ FIELDS = dict(
   objective='prefix_lm_uniform',
   encoder_length=24,
   decoder_length=24,
-  passes=2,
   shards=2,
   seed=1,
   sentinels='recycle',
@@ -124,11 +124,15 @@ def write_sources(folder: pathlib.Path) -> None:
   parquet.write_table(table, folder / 'rows.parquet', row_group_size=25)
 
 
-def make(sources: pathlib.Path, folder: pathlib.Path, workers: int) -> None:
+def make(
+  sources: pathlib.Path, folder: pathlib.Path, workers: int, passes: int = 2
+) -> None:
   """Makes the records of all cases below a folder."""
   sets = [
     (
-      record_sets.RecordSpec(source, split, **FIELDS | changes),
+      record_sets.RecordSpec(
+        source, split, **FIELDS | changes | {'passes': passes}
+      ),
       folder / name / split,
     )
     for name, (source, changes) in CASES.items()
@@ -179,14 +183,17 @@ def sources(tmp_path_factory):
 
 @pytest.fixture(
   scope='module',
-  params=[
-    1,
-    pytest.param(2, marks=[pytest.mark.multiproc, pytest.mark.long]),
-  ],
+  params=[1, pytest.param(2, marks=[pytest.mark.multiproc, pytest.mark.long])],
 )
 def records(sources, tmp_path_factory, request):
   folder = tmp_path_factory.mktemp('records')
-  make(sources, folder, request.param)
+  with pytest.MonkeyPatch.context() as patch:
+    # Not even one that is installed is imported.
+    for name in ('seqio', 'tensorflow', 'tensorflow_datasets'):
+      patch.setitem(sys.modules, name, None)
+    # Passes that are made one by one tokenise the text again.
+    for passes in range(3 - request.param, 3):
+      make(sources, folder, request.param, passes)
   return folder
 
 
