@@ -64,7 +64,7 @@ def get_config(arg=None):
   config.compute.scan_unroll = config.model.decoder.layers
   config.data.max_bytes = MAX_BYTES
   config.data.repeat = config.data.eval_pack = True
-  # Importing TensorFlow costs a worker more than it saves on so little text.
+  # A second process takes longer to start than it saves on so little text.
   config.data.shards = config.data.workers = 1
   config.train.log_every = 50
   config.checkpoint.every = 0.2

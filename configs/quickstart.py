@@ -138,7 +138,7 @@ def get_config(arg=None):
   config.compute.compile_cache = f'{size.root}/compiled'
   config.data.source = f'python:{DECODERS}/held_out.txt'
   config.data.max_bytes = size.max_bytes
-  # Importing TensorFlow costs a worker more than it saves on so little text.
+  # A second process takes longer to start than it saves on so little text.
   config.data.workers = 1
   config.data.vocabulary = f'{DECODERS}/base'
   config.data.shards = 2

@@ -259,7 +259,7 @@ def run_stage(
     UserError: the stage fails on bad input.
   """
   if stage.module == 'materialize':
-    # TensorFlow stays out of this process.
+    # TensorFlow, for sources `tfds:` and `seqio:`, stays out of this process.
     process_pool.run_in_subprocess(_call, stage.module, arguments)
     return 0, None
   if stage.module == 'study':

@@ -3,16 +3,15 @@
 # Linux x86-64. TPU VMs, the container and GPU clusters use it:
 #
 #   bash launch/install.sh --platform=cpu|tpu|gpu-cuda13|gpu-cuda12
-#     [--python=3.12] [--without_data] [--dry_run]
+#     [--python=3.12] [--seqio] [--dry_run]
 #
 # The locks have jax 0.12 for Python 3.12 and 3.13, and jax 0.10 for 3.11.
 # gpu-cuda13 is for 3.12 and 3.13; gpu-cuda12, for drivers older than 580, for
-# 3.11. --without_data leaves out TensorFlow and what else makes records:
-# machines that train from records do with a third of the disk. Needs uv, or a
-# python3 with pip, which installs uv into a folder next to .venv. uv installs
-# the first of these versions if it is missing; where it cannot, another one
-# that is installed serves, unless --python names a version. Does nothing if
-# .venv is up to date.
+# 3.11. --seqio adds SeqIO, TFDS and TensorFlow, for records of `seqio:` and
+# `tfds:` sources. Needs uv, or a python3 with pip, which installs uv into a
+# folder next to .venv. uv installs the first of these versions if it is missing;
+# where it cannot, another one that is installed serves, unless --python names a
+# version. Does nothing if .venv is up to date.
 
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -20,16 +19,16 @@ source launch/environment.sh
 
 UV_VERSION=0.13.8
 
-platform='' version='' dry_run=0 data=1
+platform='' version='' dry_run=0 seqio=0
 for flag in "$@"; do
   case "$flag" in
     -h | --help)
-      sed -n '2,17s/^# \{0,1\}//p' launch/install.sh
+      sed -n '2,16s/^# \{0,1\}//p' launch/install.sh
       exit
       ;;
     --platform=*) platform=${flag#*=} ;;
     --python=*) version=${flag#*=} ;;
-    --without_data) data=0 ;;
+    --seqio) seqio=1 ;;
     --dry_run) dry_run=1 ;;
     *) fail "unknown flag $flag; see --help" ;;
   esac
@@ -78,7 +77,7 @@ if [ "$dry_run" = 0 ] && [ "$machine" != Linux-x86_64 ]; then
 fi
 # Checksum of all that the environment depends on.
 key=$(cat launch/locks/*.txt launch/locks/*/*.txt setup.py \
-  <(printf '%s %s %s %s\n' "$platform" "$version" "$data" "$PWD") | cksum)
+  <(printf '%s %s %s %s\n' "$platform" "$version" "$seqio" "$PWD") | cksum)
 stamp=$VENV/installed-from-lock
 if [ "$dry_run" = 0 ] && [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$key" ]; then
   printf '%s is up to date with the locks of %s\n' "$VENV" "$platform"
@@ -105,8 +104,8 @@ if [ "$made" = 3.11 ]; then
   folder+=/python3.11
 fi
 locks=("$folder/$platform.txt")
-if [ "$data" = 1 ]; then
-  locks+=("$folder/data.txt")
+if [ "$seqio" = 1 ]; then
+  locks+=("$folder/seqio.txt")
 fi
 attempt uv pip install --quiet --python "$VENV/bin/python" \
   "${locks[@]/#/--requirement=}"

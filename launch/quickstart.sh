@@ -34,7 +34,7 @@ case "$size" in
   *) fail "--size=$size: choose default or full" ;;
 esac
 
-prepare_environment data
+prepare_environment ''
 command=("$VENV/bin/python" -m encdec_adapt.study
   "--study=configs/quickstart.py:size=$size" ${flags[@]+"${flags[@]}"})
 show "${command[@]}"

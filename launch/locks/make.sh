@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Writes lock files: the versions of an environment in which the tests pass,
-# plus the packages of each platform. data.txt has the extra `data`, with the
-# versions that all of them allow.
+# plus the packages of each platform and the extra `data`. seqio.txt has the
+# extra `seqio`, with the versions that all of them allow.
 #
 #   bash launch/locks/make.sh [--tested=.venv/bin/python]
 #
@@ -60,7 +60,7 @@ PYTHON_CODE
 compile() {
   uv pip compile --quiet --no-header --no-annotate --no-emit-index-url \
     --no-emit-find-links --python-version "${versions%% *}" --python-platform "$PLATFORM" \
-    --constraint "$1" --extra gcs setup.py "${@:2}"
+    --constraint "$1" --extra gcs --extra data setup.py "${@:2}"
 }
 
 # Writes a lock file from lines of versions.
@@ -78,7 +78,7 @@ write() {
 }
 
 # The extra decides versions that platforms share, so it is resolved first.
-compile "$folder/tested.txt" --extra data >"$folder/full.txt"
+compile "$folder/tested.txt" --extra seqio >"$folder/full.txt"
 jax=$("$tested" -c 'import jax; print(jax.__version__)')
 for platform in $platforms; do
   extra='' flags=()
@@ -97,4 +97,4 @@ for platform in $platforms; do
   done
   write "$platform" "$extra" <"$folder/$platform.txt"
 done
-grep -vxFf "$folder/cpu.txt" "$folder/full.txt" | write data
+grep -vxFf "$folder/cpu.txt" "$folder/full.txt" | write seqio

@@ -90,9 +90,9 @@ setup() {
   attempt mkdir -p "$SOURCE"
   attempt rm -rf "$SOURCE/encdec_adapt" "$SOURCE/configs" "$SOURCE/launch"
   attempt tar -xzf "$ARCHIVE" -C "$SOURCE"
-  attempt bash "$SOURCE/launch/install.sh" --platform=tpu --without_data
+  attempt bash "$SOURCE/launch/install.sh" --platform=tpu
   if [ "$dry_run" = 1 ]; then
-    bash launch/install.sh --platform=tpu --without_data --dry_run
+    bash launch/install.sh --platform=tpu --dry_run
   fi
   case "$records" in
     '') ;;

@@ -65,19 +65,19 @@ def test_lock_files_satisfy_setup_and_differ_by_platform_only(folder, cuda):
     requirements.Requirement(line)
     for node in setup.body
     if isinstance(node, ast.Assign)
-    and node.targets[0].id in ('CORE', 'DATA', 'REPORT')
+    and node.targets[0].id in ('CORE', 'DATA', 'REPORT', 'SEQIO')
     for line in ast.literal_eval(node.value)
   ]
-  cpu, tpu, gpu, data = (
+  cpu, tpu, gpu, seqio = (
     _locked(LAUNCH / 'locks' / folder / name)
-    for name in ('cpu', 'tpu', f'gpu-cuda{cuda}', 'data')
+    for name in ('cpu', 'tpu', f'gpu-cuda{cuda}', 'seqio')
   )
-  assert 'tensorflow' in data and not data.keys() & (cpu | tpu).keys()
-  assert data | gpu == gpu | data  # tokamax needs some of them, too.
+  assert 'tensorflow' in seqio and not seqio.keys() & (cpu | tpu).keys()
+  assert seqio | gpu == gpu | seqio  # tokamax needs some of them, too.
   for locked in (cpu, tpu, gpu):
     for one in wanted:
       name = one.name.lower().replace('_', '-')
-      versions = locked | data
+      versions = locked | seqio
       assert name in versions, f'{name}: run launch/locks/make.sh again'
       assert versions[name] in one.specifier, name
   assert cpu.items() <= tpu.items() and cpu.items() <= gpu.items()

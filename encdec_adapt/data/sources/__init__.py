@@ -2,5 +2,5 @@
 
 A source is a class that is registered under a kind
 (`document_source.register`). No module here imports SeqIO; TensorFlow is
-imported when a TFDS source is opened.
+imported when a source `tfds:` or `seqio:` is opened.
 """

@@ -56,8 +56,9 @@ registers under a new kind (`document_source.register`). It is named in
 `config.data.seqio_modules`, and imported where a source of a kind that is not
 known yet is opened, in worker processes too.
 
-This module imports neither TensorFlow nor SeqIO nor jax; opening a source
-`tfds:..` imports `tensorflow_datasets` (and with it TensorFlow).
+This module imports neither TensorFlow nor SeqIO nor jax. Opening a source
+`tfds:..` or `seqio:..` imports TensorFlow, and needs the extra `seqio`; parquet
+and .zst files need the extra `data`.
 """
 
 import importlib

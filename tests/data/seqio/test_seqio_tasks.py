@@ -2,14 +2,18 @@
 
 import functools
 import itertools
+import re
+import shlex
 
 import numpy as np
 import pytest
 
+from encdec_adapt import materialize
 from encdec_adapt.base import errors
 from encdec_adapt.data.sources import mixtures, text_sources
 from encdec_adapt.objectives import objective_names
 from encdec_adapt.tokenizers import vocabulary_pair
+from tests import tiny
 from tests.data.making import test_shard_jobs
 
 seqio = pytest.importorskip('seqio')
@@ -153,27 +157,30 @@ def test_seqio_vocabulary_has_our_ids(vocabulary):
   )
 
 
-def _write_tfds(folder, texts):
-  """A prepared TFDS dataset, as `tfds build` leaves it."""
+def _write_tfds(folder, name, rows):
+  """A prepared TFDS dataset of texts, as `tfds build` leaves it."""
   tfds = pytest.importorskip('tensorflow_datasets')
-  features = tfds.features.FeaturesDict({'body': tfds.features.Text()})
+  folder.mkdir(parents=True, exist_ok=True)
+  features = tfds.features.FeaturesDict(
+    {field: tfds.features.Text() for field in rows[0]}
+  )
   identity = tfds.core.dataset_info.DatasetIdentity(
-    name='tiny',
+    name=name,
     version=tfds.core.Version('1.0.0'),
     data_dir=str(folder),
-    module_name='tiny',
+    module_name=name,
   )
   info = tfds.core.DatasetInfo(builder=identity, features=features)
   writer = tfds.core.SequentialWriter(info, 3)
   writer.initialize_splits(['train'])
-  writer.add_examples({'train': [{'body': text} for text in texts]})
+  writer.add_examples({'train': rows})
   writer.close_all()
   features.save_config(folder)
 
 
 def test_tfds_is_a_source(vocabulary, tmp_path):
   texts = [f'\ufefftext number {i} \u2581' for i in range(7)]
-  _write_tfds(tmp_path, texts)
+  _write_tfds(tmp_path, 'tiny', [{'body': text} for text in texts])
   name = f'tfds:{tmp_path}:train:body'
   source = text_sources.open_source(name)
   documents = list(source.documents())
@@ -206,3 +213,31 @@ def test_errors_of_reading_reach_users_of_a_task(tmp_path):
   documents = seqio_tasks.DocumentSource(part, _draw(eval_fraction=0.0))
   with pytest.raises(tf.errors.OpError, match='line 2, has no field'):
     list(documents.get_dataset())
+
+
+@pytest.mark.long
+def test_the_example_of_the_page_runs(tmp_path, monkeypatch, capsys):
+  page = tiny.ROOT / 'encdec_adapt' / 'data' / 'seqio' / 'README.md'
+  blocks = re.findall(r'```(\w*)\n(.*?)```', page.read_text(), re.DOTALL)
+  *module, program = (text for kind, text in blocks if kind == 'python')
+  commands = [text.replace('\\\n', '') for kind, text in blocks if not kind]
+  rows = [{'title': text[:40], 'body': text} for text in tiny.text(12)]
+  _write_tfds(tmp_path / 'tfds' / 'tales' / '1.0.0', 'tales', rows)
+  (tmp_path / 'tales.py').write_text('\n'.join(module))
+  monkeypatch.chdir(tmp_path)
+  monkeypatch.syspath_prepend(tmp_path)
+  small = ['--config.data.workers=1', '--config.data.shards=1']
+  small += ['--config.data.eval_fraction=0.3']
+  for command in commands:
+    python, _, name, *flags = shlex.split(command)
+    assert (python, name) == ('python', 'encdec_adapt.materialize')
+    assert tiny.call(materialize, *flags, *small) == 0
+  exec(program, {})
+  shown = capsys.readouterr().out
+  for name in ('prefix_lm of seqio:tales_title', 'ul2 of seqio:tales_body'):
+    assert name in shown
+  # Inputs of PrefixLM and, with UL2's mode token, inputs of UL2.
+  assert {line[:3] == '[S]' for line in shown.splitlines()[-8:]} == {
+    True,
+    False,
+  }
