@@ -6,9 +6,9 @@ teacher's row; the ratio is to `rows`. Tokens are those a row can hold (S + T)
 per second of processor time.
 
 Making: Python's own text through tokenising, objective and packing in one
-process, TensorFlow's import left out, as whole documents and as paragraphs;
-the ratio is to the tokenizer alone on the same texts. `SeqIO live` is the same
-task read as a SeqIO user reads it, one example at a time and unpacked.
+process, as whole documents and as paragraphs; the ratio is to the tokenizer
+alone on the same texts. `SeqIO live` is the same task read as a SeqIO user
+reads it, one example at a time and unpacked.
 
 Packing: fill of both sides of the made rows, from their manifest; processor
 time of packing their pairs again; and the rows as a share of those that packing
@@ -171,27 +171,24 @@ def _make_records(
       pairs.append(example.pair)
       yield example
 
-  def make(max_bytes, name):
-    spec = record_sets.RecordSpec(
-      source=f'jsonl:{file}',
-      split='train',
-      objective=objective,
-      encoder_length=lengths.encoder,
-      decoder_length=lengths.decoder,
-      sentinels='recycle',
-      shards=1,
-      max_bytes=max_bytes,
-    )
-    pairs.clear()
-    materialization.materialize_sets(
-      [(spec, folder / f'{objective}-{length}-{name}')],
+  spec = record_sets.RecordSpec(
+    source=f'jsonl:{file}',
+    split='train',
+    objective=objective,
+    encoder_length=lengths.encoder,
+    decoder_length=lengths.decoder,
+    sentinels='recycle',
+    shards=1,
+  )
+  records = folder / f'{objective}-{length}'
+  row = _measure(
+    f'{objective}, {length} documents',
+    tokens,
+    lambda: materialization.materialize_sets(
+      [(spec, records)],
       vocabulary_pair.Choice(vocabulary.path),
       reader=read,
-    )
-
-  make(20_000, 'warm')  # Imports TensorFlow.
-  row = _measure(
-    f'{objective}, {length} documents', tokens, lambda: make(0, 'records')
+    ),
   )
   start = time.process_time()
   packed = sum(1 for _ in packing.pack_pairs(pairs, lengths))
@@ -199,7 +196,7 @@ def _make_records(
   in_order = test_packing.count_in_order(
     [(len(pair.inputs), len(pair.targets)) for pair in pairs], lengths
   )
-  manifest = record_sets.read_manifest(folder / f'{objective}-{length}-records')
+  manifest = record_sets.read_manifest(records)
   return row | {
     'encoder fill': manifest['fill']['encoder'],
     'decoder fill': manifest['fill']['decoder'],

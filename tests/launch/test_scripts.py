@@ -106,8 +106,12 @@ def test_bad_flags_of_install(cloud, flags, message):
 def test_the_lock_is_that_of_the_python(cloud):
   for version, folder in (('3.13', ''), ('3.11', 'python3.11/')):
     flags = ['--platform=tpu', f'--python={version}', '--dry_run']
+    locks = f' --requirement=launch/locks/{folder}tpu.txt'
     done = cloud.bash('launch/install.sh', *flags)
-    assert f'--requirement=launch/locks/{folder}tpu.txt ' in done.stdout
+    assert f'{locks}\n' in done.stdout
+    locks += f' --requirement=launch/locks/{folder}seqio.txt'
+    done = cloud.bash('launch/install.sh', *flags, '--seqio')
+    assert f'{locks}\n' in done.stdout
 
 
 def test_device_packs_kernels_and_names_a_missing_gpu(cloud):
