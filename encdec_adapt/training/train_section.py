@@ -12,9 +12,6 @@ from encdec_adapt.models import model_config
 from encdec_adapt.telemetry import trackers
 from encdec_adapt.training.losses import rollout_options
 
-# All other names of evaluators name tasks, or folders of tasks.
-LOSS, SAMPLES = 'loss', 'samples'
-
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
