@@ -286,9 +286,11 @@ def recipe(pair, objective):
 
 def spread(config, size, objective, topology, slices, lora=0):
   """Sets what depends on the chips, from the row of `SHIPPED`."""
-  name = f'size={size}' + f',objective={objective}' * (objective != 'prefixlm')
-  name += f',lora={lora}' * bool(lora)
-  name += f',topology={topology}' + f',slices={slices}' * (slices != 1)
+  name = f'size={size}' + (
+    f',objective={objective}' if objective != 'prefixlm' else ''
+  )
+  name += f',lora={lora}' if lora else ''
+  name += f',topology={topology}' + (f',slices={slices}' if slices != 1 else '')
   if name not in SHIPPED:
     known = '; '.join(SHIPPED)
     raise errors.UserError(

@@ -65,7 +65,7 @@ def get_config(arg=None, **values):
   config.evaluation.loss, config.evaluation.samples = 100, 0
   config.checkpoint.every = 100
   if recipe in ('reward', 'dpo'):
-    chat = 'chat_' * (args['format'] == 'chat')
+    chat = 'chat_' if args['format'] == 'chat' else ''
     config.data.objective = f'{chat}preferences'
   elif recipe == 'rloo':
     config.train.rollouts = 'samples=8,max_kl=15'

@@ -43,7 +43,7 @@ def get_config(arg=None, **values):
 
 def set_tuning(config, form='pairs', meap=''):
   """Changes a configuration of a model on disk into its fine-tuning."""
-  config.data.objective = form + f':meap={meap}' * bool(meap)
+  config.data.objective = form + (f':meap={meap}' if meap else '')
   config.data.encoder_length, config.data.decoder_length = 1024, 256
   config.data.passes = 3
   config.train.steps = 0

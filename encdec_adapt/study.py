@@ -115,7 +115,7 @@ def _load(values: flags.FlagValues) -> pages.Study:
     study = dataclasses.replace(study, root=values.root)
 
   def with_flags(page):
-    added = ['--fresh'] * bool(values.fresh)
+    added = ['--fresh'] if values.fresh else []
     if values.root and not any(x.startswith('--root=') for x in page.arguments):
       added.append(f'--root={{{page.name}}}')
     return dataclasses.replace(page, arguments=(*page.arguments, *added))
@@ -151,7 +151,7 @@ def _describe(
 
 
 def _flags(values: flags.FlagValues) -> list[str]:
-  root = [f'--root={values.root}'] * bool(values.root)
+  root = [f'--root={values.root}'] if values.root else []
   return [f'--study={values.study}', *root]
 
 
@@ -214,7 +214,7 @@ def _run(
   print(_describe(study, states, values), flush=True)
   if jobs > 1:
     arguments = [*_flags(values), '--worker']
-    arguments += ['--fresh'] * bool(values.fresh)
+    arguments += ['--fresh'] if values.fresh else []
     status = max(workers.start(arguments, jobs))
   else:
     status = workers.work(study, states, run)
@@ -263,7 +263,7 @@ def run_stage(
     process_pool.run_in_subprocess(_call, stage.module, arguments)
     return 0, None
   if stage.module == 'study':
-    arguments = [*arguments, *[f'--jobs={jobs}'] * bool(jobs)]
+    arguments = [*arguments, *([f'--jobs={jobs}'] if jobs else [])]
   if stage.settings:
     text_passes.check(stage, arguments)
   if stage.rate:

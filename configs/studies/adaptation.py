@@ -63,7 +63,7 @@ def get_study(arg=None):
     evaluations=evaluations[: 1 + size.large],
     # At pod the unbalanced pair has the larger encoder.
     claims=CLAIMS
-    + (SMALLER,) * (size.name != 'pod')
+    + ((SMALLER,) if size.name != 'pod' else ())
     + TUNED_CLAIMS * size.large,
     note=shared.note(__doc__),
   )

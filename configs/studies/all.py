@@ -66,5 +66,5 @@ def get_study(arg=None):
 def _page(name, argument, folder='studies/', after=(), root=''):
   """Returns the stage of a page; `root` is its folder, whatever --root is."""
   file = configs.path(f'{folder}{name}.py')
-  flags = [f'--study={file}:{argument}'] + [f'--root={root}'] * bool(root)
+  flags = [f'--study={file}:{argument}'] + ([f'--root={root}'] if root else [])
   return pages.Command(name, 'study', tuple(flags), after, seconds=3600)

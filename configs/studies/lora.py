@@ -64,7 +64,7 @@ def get_study(arg=None):
 
 def _tuned(size, arm, task, rank, changes):
   """Returns an arm after tuning on a task, with adapters above rank 0."""
-  name = f'{arm.name}_{task}' + f'_rank{rank}' * bool(rank)
+  name = f'{arm.name}_{task}' + (f'_rank{rank}' if rank else '')
   if rank:
     changes = {'train.lora': f'rank={rank},alpha=32', **changes}
   tuned = shared.tuned(size, arm, f'rate_{name}', **changes)

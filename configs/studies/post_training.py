@@ -134,7 +134,7 @@ def get_config(arg=None):
   if arm.recipe == 'sft':
     config = sft.get_config(source=source)
   else:
-    teacher = f'{root}/decoder_tuned' * (arm.recipe == 'distill')
+    teacher = f'{root}/decoder_tuned' if arm.recipe == 'distill' else ''
     config = post_training.get_config(
       recipe=arm.recipe, source=source, teacher=teacher
     )
@@ -161,7 +161,7 @@ def get_config(arg=None):
   if arm.reward:
     config.train.batch_size = size.batch
     config.train.rollouts = f'samples={SAMPLES},tokens={TOKENS},cut=1'
-    judge = f'{root}/pair_reward' * (arm.reward == 'model:')
+    judge = f'{root}/pair_reward' if arm.reward == 'model:' else ''
     config.train.rewards = arm.reward + judge
   config.train.steps = math.ceil(arm.share * size.steps)
   config.train.log_every = 5
@@ -222,7 +222,7 @@ def get_study(arg=None):
     )
     for run in RUNS
   ]
-  suffixes = [f'_seed{seed}' * bool(seed) for seed in seeds]
+  suffixes = [f'_seed{seed}' if seed else '' for seed in seeds]
   table = (f'--measures={{measure_{r}{x}}}' for r in RUNS for x in suffixes)
   return pages.Study(
     name='post_training',

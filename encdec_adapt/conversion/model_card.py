@@ -94,7 +94,7 @@ def write(
       if native
       else inspection.transformers_class(stored)
     ),
-    folder='folder' + ', trust_remote_code=True' * native,
+    folder='folder' + (', trust_remote_code=True' if native else ''),
     subfolder=subfolder if is_separate else '',
     prompt=prompt,
     chats=framing.chats,
@@ -200,7 +200,7 @@ def _history(
     yield (
       f'- Made by `encdec_adapt.convert {made_by["command"]}` of'
       f' {_names([x for x in sources if x != start])}'
-      + f', weighted {weights}' * bool(weights)
+      + (f', weighted {weights}' if weights else '')
       + (f', as differences from {_names([start])}' if start else '')
       + '.'
     )
@@ -252,7 +252,7 @@ def _training(
   # 0 where the records decided the length: then only the step is known.
   steps = config['train']['steps']
   yield (
-    f'- Trained to step {step}{f" of {steps}" * bool(steps)}, with'
+    f'- Trained to step {step}{f" of {steps}" if steps else ""}, with'
     f' {config["train"]["batch_size"]} rows a step, objective'
     f' `{data["objective"]}`, {data["encoder_length"]} +'
     f' {data["decoder_length"]} tokens a row, {config["optimizer"]["kind"]} at'

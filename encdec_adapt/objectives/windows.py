@@ -385,7 +385,7 @@ class UniformPrefixLM(PrefixLM):
   @classmethod
   def revisions(cls, options):
     change = 'two windows that fill a row share the draw of their splits'
-    return (change,) * ('concatenate' in options)
+    return (change,) if 'concatenate' in options else ()
 
   def _make_plans(self):
     if self.concatenate:

@@ -434,7 +434,7 @@ class _Page:
         (sizes[name], name, *pair) for name, x in points.items() for pair in x
       )
       title = 'Spearman: ' + ', '.join(
-        f'{label} {x.value:.2f}{" (descriptive)" * x.is_descriptive}'
+        f'{label} {x.value:.2f}{" (descriptive)" if x.is_descriptive else ""}'
         for label, x in (('pooled', pooled), ('within sizes', within))
         if x
       )

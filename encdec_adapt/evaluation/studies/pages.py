@@ -262,7 +262,7 @@ class Study:
       if not evaluation.metrics:
         raise self.error(f'evaluation {evaluation.name} names no metric')
       self._require(evaluation.models, f'evaluation {evaluation.name} is of')
-      records = [evaluation.records] * bool(evaluation.records)
+      records = [evaluation.records] if evaluation.records else []
       text = f'evaluation {evaluation.name} reads records of'
       self._require(records, text, self.arms)
     for name, arms in self.best_of.items():

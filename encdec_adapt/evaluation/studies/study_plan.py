@@ -95,7 +95,7 @@ def describe_pages(
         'page': name,
         'stages': str(costs.stages),
         'FLOPs': f'{costs.flops:.3g}',
-        'hours': f'{costs.hours:.2f}{"+" * costs.unknown}',
+        'hours': f'{costs.hours:.2f}{"+" if costs.unknown else ""}',
       }
     )
   return f'{score_tables.text(rows)}\n{total.line}'
@@ -138,7 +138,7 @@ class Costs:
       f' ({self.evaluated:.2g} of them for held-out losses),'
       f' {self.hours:.2f} hours'
     )
-    line += ' and more, as steps are not measured' * self.unknown
+    line += ' and more, as steps are not measured' if self.unknown else ''
     if self.further_flops:
       line += (
         f'; up to {self.further_flops:.3g} FLOPs and {self.further_hours:.2f}'
@@ -207,7 +207,7 @@ def _models(
     if step:
       row['ms/step'] = f'{1000 * step["seconds"]:.0f}'
       row['memory'] = disk.format_bytes(step['bytes'])
-      row['memory'] += ', does not fit' * (not step.get('fits', True))
+      row['memory'] += '' if step.get('fits', True) else ', does not fit'
   return list(rows.values())
 
 

@@ -107,7 +107,7 @@ def _take(
     with states.start(stage, line, again=only) as state:
       if state is None:
         return True
-      resumed = f', start {state.starts}' * (state.starts > 1)
+      resumed = f', start {state.starts}' if state.starts > 1 else ''
       print(f'\n[{stage.name}{resumed}]\n$ {line}', flush=True)
       state.environment = environment.report()
       try:
