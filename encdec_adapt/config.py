@@ -339,7 +339,9 @@ def pinned(
     return {
       key: hub.pinned(value, saved.get(key, ''))
       for key, value in environment.flat(config.to_dict()).items()
-      if hub.SCHEME in str(value) and key.startswith(section)
+      if isinstance(value, str)
+      and hub.SCHEME in value
+      and key.startswith(section)
     }
 
   # Process 0 for all: a branch may move between two requests.
@@ -381,7 +383,7 @@ def saved(workdir: str) -> ml_collections.ConfigDict:
       ' job is needed; make one with `convert import`.'
     )
   content.pop(_MADE_BY, None)
-  config = ml_collections.ConfigDict(saved_keys.current(content))
+  config = ml_collections.ConfigDict(saved_keys.translate(content))
   for side, key in (('decoder', ''), ('encoder', 'encoder_')):
     copy = paths.at(workdir) / VOCABULARIES / side
     if copy.exists():

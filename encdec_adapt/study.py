@@ -204,6 +204,7 @@ def _run(
   jobs = _jobs(states, values)
   run = functools.partial(run_stage, jobs=values.jobs)
   if not values.worker:
+    states.adopt()
     states.reopen([values.stage] if values.stage else states.stages)
   if values.worker or values.stage:
     return workers.work(study, states, run, values.stage)

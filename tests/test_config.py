@@ -9,7 +9,7 @@ import pytest
 
 from encdec_adapt import config as config_lib
 from encdec_adapt import configs, train
-from encdec_adapt.base import errors, keys
+from encdec_adapt.base import errors
 from encdec_adapt.cli import command
 from encdec_adapt.configs import gemma2, t5
 from encdec_adapt.models import model_config, presets
@@ -234,8 +234,10 @@ def test_any_model_is_said_by_a_configuration(merged):
     ),
     (['evaluation.tasks_every=50'], 'set both or neither'),
     (['evaluation.tasks=a,b'], r"write \"\('a', 'b'\)\""),
-    (['evaluation.tasks='], 'no name may be empty'),
-    (['evaluation.loss=0', 'evaluation.samples=2'], 'samples is 2 .*loss 0'),
+    (['evaluation.tasks='], 'names are texts, not empty'),
+    (['evaluation.tasks=7'], r"7,\); names are texts.*write \"\('7',\)"),
+    (['evaluation.tasks=loss', 'evaluation.tasks_every=50'], 'is no task'),
+    (['evaluation.loss=0', 'evaluation.samples=2'], 'loss 0, .*samples to 0'),
     (['evaluation.loss=0', 'train.patience=2'], 'loss is 0, .*patience=2'),
     (['evaluation.loss=0', 'checkpoint.keep_best=True'], 'keep_best=True'),
     (['train.trackers=wnadb'], "trackers has 'wnadb'.*did you mean 'wandb'"),
@@ -244,7 +246,7 @@ def test_any_model_is_said_by_a_configuration(merged):
     (['evaluation.loss=2', 'evaluation.samples=3'], 'must be a multiple'),
     (['evaluation.loss=.05', 'evaluation.samples=9'], 'must be a multiple'),
     (['evaluation.loss=2.5'], 'loss is 2.5; it must be 0, a share'),
-    (['checkpoint.every=0'], 'every is 0.0; it must be above 0'),
+    (['checkpoint.every=0'], 'every is 0.0; it must be a share of the steps'),
     (['checkpoint.every=ten'], 'every=ten: .*could not convert'),
     (['train.dropout=1'], 'train.dropout is 1.0; it must be below 1'),
     (['train.dropout=-0.1'], 'train.dropout is -0.1; .*at least 0'),
@@ -371,15 +373,15 @@ def test_a_saved_run_is_read_back(tmp_path):
     config_lib.load_run(str(tmp_path / 'nothing'))
 
 
-def test_a_saved_run_of_an_earlier_version(tmp_path, capsys, monkeypatch):
+def test_a_saved_run_of_an_earlier_version(tmp_path, capsys):
   config = config_lib.defaults()
-  config.train.steps = 7
+  config.evaluation.loss, config.evaluation.samples = 20, 0.5
   saved = config.to_dict()
   del saved['data']['pack'], saved['loss'], saved['model']['encoder']['layers']
-  saved['train']['updates'] = saved['train'].pop('steps')
+  del saved['evaluation']
+  saved['train']['evaluators'] = 'loss=20,samples=50%'
   file = tmp_path / config_lib.RUN_CONFIG
   file.write_text(json.dumps(saved))
-  monkeypatch.setattr(keys, 'RENAMED', {'train.updates': 'steps'})
   settings = config_lib.load(config, str(tmp_path))
   capsys.readouterr()
   assert config_lib.load_run(str(tmp_path)) == settings

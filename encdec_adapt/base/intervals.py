@@ -6,15 +6,19 @@ a number of steps. This module must not import anything of the package.
 
 import math
 
-PROBLEM = (
-  'it must be 0, a share of the steps below 1, or a whole number of them'
-)
 
+def problem(value: float, above: float | None = None) -> str:
+  """Returns the error in an interval, or '' if it is right.
 
-def problem(value: float) -> str:
-  """Returns the error in an interval, or '' if it is right."""
-  is_share = 0 <= value < 1
-  return '' if is_share or value == math.floor(value) > 0 else PROBLEM
+  Args:
+    value: the interval, a finite number.
+    above: 0 where it cannot be off, else None.
+  """
+  lowest = 0 if above is None else 1
+  if 0 < value < 1 or value == math.floor(value) >= lowest:
+    return ''
+  off = '0, ' if above is None else ''
+  return f'it must be {off}a share of the steps below 1, or a number of steps'
 
 
 def steps(value: float, total: int, multiple: int = 1) -> int:

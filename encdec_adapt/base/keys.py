@@ -16,9 +16,6 @@ from typing import Any
 from encdec_adapt.base import errors, intervals
 
 _META = 'config_key'
-# Keys of earlier versions by their full name, such as 'train.steps' -> the name
-# in their section now. Saved configurations keep the names that they had.
-RENAMED: Mapping[str, str] = {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,11 +52,14 @@ class Key:
       return 'it must be a finite number'
     # A flag of a tuple takes one name each time that it is given.
     if isinstance(value, tuple) and not all(
-      name and ',' not in name for name in value if isinstance(name, str)
+      isinstance(name, str) and name and ',' not in name for name in value
     ):
-      names = [x for name in value for x in name.split(',') if x]
-      return f'no name may be empty or contain a comma; write "{tuple(names)}"'
-    if self.interval and (text := intervals.problem(value)):
+      names = [x for name in value for x in str(name).split(',') if x]
+      return (
+        'names are texts, not empty and without a comma; write'
+        f' "{tuple(names)}"'
+      )
+    if self.interval and (text := intervals.problem(value, self.above)):
       return text
     if self.one_of is not None and value not in self.one_of:
       return f'it must be one of {", ".join(map(str, self.one_of))}'
@@ -153,8 +153,7 @@ def complete(
   """Returns a saved configuration with the keys of this version.
 
   Args:
-    saved: sections and values by key name; the names may be earlier ones, and
-      keys may be missing.
+    saved: sections and values by key name; keys may be missing.
     defaults: every section and key with its default.
     prefix: full name of the section with a point, such as 'train.'.
 
@@ -165,8 +164,6 @@ def complete(
     UserError: a key is unknown.
   """
   values, added = dict(defaults), []
-  # Renamed first: an earlier name is not unknown.
-  saved = {RENAMED.get(prefix + name, name): saved[name] for name in saved}
   if unknown := sorted(saved.keys() - defaults.keys()):
     names = (f'{prefix}{x}{errors.nearest(x, defaults)}' for x in unknown)
     raise errors.UserError(

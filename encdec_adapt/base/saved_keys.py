@@ -5,63 +5,67 @@ saved is read, never for flags, and no saved file is rewritten.
 """
 
 from collections.abc import Mapping
+import functools
+import math
 from typing import Any
-
-from encdec_adapt.base import errors
 
 Section = dict[str, Any]
 
 
-def current(config: Mapping[str, Any]) -> Section:
+def translate(config: Mapping[str, Any]) -> Section:
   """Returns a saved configuration in the keys and values of this version.
 
   Args:
     config: sections and values, as saved by this version or the one before.
 
-  Raises:
-    UserError: this version has no such configuration.
+  Returns:
+    Sections and values; lists, which JSON has in the place of tuples, are
+    tuples.
   """
-  config = dict(config)
-  if 'train' in config:
-    train = config['train'] = dict(config['train'])
-    if 'evaluators' in train:
-      text, steps = train.pop('evaluators'), train.get('steps', 0)
-      config['evaluation'] = _evaluation(text, steps)
-    if isinstance(train.get('trackers'), str):
-      names = train['trackers'].split(',')
-      train['trackers'] = [x.strip() for x in names if x.strip()]
-  if 'checkpoint' in config:
-    checkpoint = config['checkpoint'] = dict(config['checkpoint'])
-    if 'every' in checkpoint:
-      steps = config.get('train', {}).get('steps', 0)
-      checkpoint['every'] = _interval(str(checkpoint['every']), steps)
+  config = dict(_with_tuples(config))
+  train, checkpoint = config.get('train', {}), config.get('checkpoint', {})
+  if 'evaluators' in train:
+    config['evaluation'] = _evaluation(train.pop('evaluators'))
+  if isinstance(train.get('trackers'), str):
+    names = map(str.strip, train['trackers'].split(','))
+    train['trackers'] = tuple(filter(None, names))
+  if 'every' in checkpoint:
+    checkpoint['every'] = _interval(str(checkpoint['every']))
   return config
 
 
-def _evaluation(text: str, steps: int) -> Section:
+def _with_tuples(value: Any) -> Any:
+  if isinstance(value, Mapping):
+    return {key: _with_tuples(x) for key, x in value.items()}
+  return tuple(value) if isinstance(value, list) else value
+
+
+def _evaluation(text: str) -> Section:
   """Returns section `evaluation`: 'loss=100,samples=5%,tasks/=1000' before."""
-  section: Section = {'loss': 0.0, 'samples': 0.0, 'tasks': []}
-  every = set()
+  section: Section = {'loss': 0.0, 'samples': 0.0}
+  tasks: dict[str, float] = {}
   for entry in filter(None, text.split(',')):
     # The last mark, as the names of folders contain it too.
     name, _, number = entry.strip().rpartition('=')
-    if name in ('loss', 'samples'):
-      section[name] = _interval(number, steps)
-    else:
-      section['tasks'].append(name)
-      every.add(_interval(number, steps))
-  if len(every) > 1:
-    raise errors.UserError(
-      f'the saved configuration has config.train.evaluators={text!r}, tasks of'
-      ' several intervals; this version has one, config.evaluation.tasks_every.'
-      ' Continue with version 0.1.0, or start another job from its model.'
+    values = section if name in section else tasks
+    values[name] = _interval(number)
+  every = min(tasks.values(), default=0.0)
+  if len({*tasks.values()}) > 1:
+    _print_once(
+      f'note: config.train.evaluators was {text!r}, with tasks of several'
+      f' intervals; all have config.evaluation.tasks_every={every:g} now'
     )
-  return section | {'tasks_every': max(every, default=0.0)}
+  return section | {'tasks': tuple(tasks), 'tasks_every': every}
 
 
-def _interval(text: str, steps: int) -> float:
-  """Returns the interval of '100', or of '10%' of so many steps."""
+def _interval(text: str) -> float:
+  """Returns the interval of '100', or of '10%', a share of the steps."""
   if not text.endswith('%'):
     return float(text)
-  share = float(text[:-1]) / 100
-  return share if share < 1 else float(steps)
+  # Below 1, from which on it is a number of steps: 100 % of them.
+  return min(float(text[:-1]) / 100, math.nextafter(1, 0))
+
+
+@functools.cache  # A job may open a run as its source and as its teacher.
+def _print_once(line: str) -> None:
+  print(line)

@@ -95,7 +95,7 @@ class Checkpoint:
     """Returns the `meta` given to `save`, its `config` in today's keys."""
     meta = self._read_json(_META)
     if 'config' in meta:
-      meta['config'] = saved_keys.current(meta['config'])
+      meta['config'] = saved_keys.translate(meta['config'])
     return meta
 
   def read_data(self) -> dict[str, Any]:

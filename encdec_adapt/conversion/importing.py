@@ -54,10 +54,10 @@ def import_folder(values: flags.FlagValues, _: list[str]) -> int:
       ' has not; leave it out.'
     )
   has_config = (path / tensor_folder.CONFIG).exists()
-  # With a config.json it is a Hugging Face folder or a run, whatever else it
-  # has.
   # The authors' Flax folders have no Hugging Face files to carry along.
   files: pretrained_files.Folders = {}
+  # With a config.json it is a Hugging Face folder or a run, whatever else it
+  # has.
   if not has_config and orbax_folder.is_orbax_folder(path):
     source = _open_flax(path, values)
   else:

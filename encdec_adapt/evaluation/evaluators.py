@@ -48,9 +48,9 @@ def read_tasks(settings: config_lib.Settings) -> dict[str, task_groups.Plan]:
     if not settings.model.architecture.generates:
       raise errors.UserError(
         f'config.evaluation.tasks has {name}, and the model predicts no next'
-        ' tokens, which tasks need; leave it out.'
+        ' tokens, which tasks need; set tasks to () and tasks_every to 0.'
       )
-    # A plan per evaluator, as each has an interval.
+    # A plan per name, under which its scores are shown.
     is_folder = paths.at(name).is_dir()
     plans[name] = task_groups.plan(*([], name) if is_folder else ([name],))
   return plans

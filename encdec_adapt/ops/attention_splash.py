@@ -85,7 +85,7 @@ def attend(
   out = attention_shards.run(
     local, q, k, v, padded, operands=[kernel], operand_specs=[kernel_spec]
   )
-  return masks.zero_unseeing(out[:, :queries].astype(q.dtype), spec)
+  return masks.zero_queries_without_keys(out[:, :queries].astype(q.dtype), spec)
 
 
 def block(length: int) -> int:

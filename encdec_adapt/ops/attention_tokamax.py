@@ -135,7 +135,7 @@ def attend(
     return _flash(q, k, v, spec, first[:, None], last[:, None], call)
 
   out = attention_shards.run(local, q, k, v, spec)
-  return masks.zero_unseeing(out, spec)
+  return masks.zero_queries_without_keys(out, spec)
 
 
 def key_ranges(

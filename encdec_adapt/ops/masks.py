@@ -211,14 +211,17 @@ def dense_mask(spec: MaskSpec) -> Bool[Array, 'B T S']:
   return visible & near
 
 
-def zero_unseeing(
+def zero_queries_without_keys(
   x: Float[Array, 'B T N H'], spec: MaskSpec
 ) -> Float[Array, 'B T N H']:
-  """Sets the outputs of queries that see no key to 0, as kernels do not.
+  """Sets outputs of queries that see no key to 0; kernels leave them undefined.
 
   Args:
     x: outputs of attention.
     spec: a mask that is aligned, or a full one without a window.
+
+  Returns:
+    The outputs, [B, T, N, H].
   """
   sees = spec.q_segments > 0  # [B, T]
   if not spec.aligned:  # Otherwise a query sees itself.

@@ -10,10 +10,7 @@ LOSS, SAMPLES = 'loss', 'samples'
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationConfig:
-  """Keys of `config.evaluation`.
-
-  Every evaluator runs at step 0 and at the last step, too.
-  """
+  """Keys of `config.evaluation`."""
 
   loss: float = keys.key(
     50.0,
@@ -46,16 +43,23 @@ class EvaluationConfig:
         f' config.evaluation.tasks_every {self.tasks_every:g}; set both or'
         ' neither.'
       )
+    names = (LOSS, SAMPLES, *self.tasks)
+    if repeated := [x for x in self.tasks if names.count(x) > 1]:
+      raise errors.UserError(
+        f'config.evaluation.tasks is {self.tasks!r}, and {repeated[0]!r} is'
+        f' there twice or is no task; a folder of that name is ./{repeated[0]}.'
+      )
     for key in ('samples', 'tasks_every'):
       value = getattr(self, key)
       # Other evaluators run at steps of the loss only: shares are rounded to
       # multiples of its interval.
-      if (
-        value
-        and not self.loss
-        or value >= 1
-        and (self.loss < 1 or value % self.loss)
-      ):
+      if value and not self.loss:
+        raise errors.UserError(
+          f'config.evaluation.{key} is {value:g} and config.evaluation.loss 0,'
+          f' so that nothing is evaluated; set {key} to 0 (and tasks to ()), or'
+          ' loss to a number of steps.'
+        )
+      if value >= 1 and (self.loss < 1 or value % self.loss):
         raise errors.UserError(
           f'config.evaluation.{key} is {value:g} and config.evaluation.loss'
           f' {self.loss:g}; it must be a multiple of the latter, or a share'
@@ -71,11 +75,10 @@ class EvaluationConfig:
     if not self.loss:
       return {}
     every = intervals.steps(self.loss, steps)
-    shares = {SAMPLES: self.samples} | dict.fromkeys(
-      self.tasks, self.tasks_every
-    )
+    values = {SAMPLES: self.samples}
+    values |= dict.fromkeys(self.tasks, self.tasks_every)
     return {LOSS: every} | {
-      name: intervals.steps(share, steps, every)
-      for name, share in shares.items()
-      if share
+      name: intervals.steps(value, steps, every)
+      for name, value in values.items()
+      if value
     }

@@ -2,40 +2,49 @@
 
 import pytest
 
-from encdec_adapt.base import errors, saved_keys
+from encdec_adapt.base import saved_keys
+from encdec_adapt.training import evaluation_section
 
 
 def test_strings_become_values():
   saved = {
-    'train': {
-      'steps': 40,
-      'evaluators': 'loss=5%,samples=10,tasks/=100%',
-      'trackers': 'tensorboard, wandb',
-    },
+    'train': {'steps': 40, 'evaluators': '', 'trackers': 'tensorboard, wandb'},
     'checkpoint': {'every': '20%', 'keep': 2},
+    'model': {'decoder': {'pattern': ['local', 'global']}},
   }
   before = repr(saved)
-  assert saved_keys.current(saved) == {
-    'train': {'steps': 40, 'trackers': ['tensorboard', 'wandb']},
+  today = {
+    'train': {'steps': 40, 'trackers': ('tensorboard', 'wandb')},
     'evaluation': {
-      'loss': 0.05,
-      'samples': 10.0,
-      'tasks': ['tasks/'],
-      'tasks_every': 40.0,
+      'loss': 0.0,
+      'samples': 0.0,
+      'tasks': (),
+      'tasks_every': 0.0,
     },
     'checkpoint': {'every': 0.2, 'keep': 2},
+    'model': {'decoder': {'pattern': ('local', 'global')}},
   }
+  assert saved_keys.translate(saved) == today
   assert repr(saved) == before
-  # Today's are left as they are.
-  today = saved_keys.current(saved)
-  assert saved_keys.current(today) == today
-  nothing = {'train': {'evaluators': '', 'trackers': ''}}
-  current = saved_keys.current(nothing)
-  assert current['train'] == {'trackers': []}
-  assert current['evaluation']['loss'] == 0 == current['evaluation']['samples']
+  assert saved_keys.translate(today) == today
 
 
-def test_tasks_of_several_intervals_need_the_version_before():
-  saved = {'train': {'evaluators': 'loss=1,a=2,b=3', 'steps': 9}}
-  with pytest.raises(errors.UserError, match='several intervals.*0.1.0'):
-    saved_keys.current(saved)
+@pytest.mark.parametrize(
+  'evaluators, intervals',
+  [
+    ('loss=100,samples=500,tasks/=1000', {'samples': 500, 'tasks/': 1000}),
+    ('loss=5%,samples=100%,a=10%', {'loss': 50, 'samples': 1000, 'a': 100}),
+    ('loss=100, samples=10%', {'samples': 100}),
+    # All tasks have the smallest interval.
+    ('loss=100,a=300,b=200', {'a': 200, 'b': 200}),
+  ],
+)
+def test_evaluators_become_intervals(evaluators, intervals, capsys):
+  saved_keys._print_once.cache_clear()
+  saved = {'train': {'evaluators': evaluators}}
+  section = saved_keys.translate(saved)['evaluation']
+  evaluation = evaluation_section.EvaluationConfig(**section)
+  assert evaluation.intervals(1000) == {'loss': 100} | intervals
+  assert ('several intervals' in capsys.readouterr().out) == (
+    'b=' in evaluators
+  )

@@ -8,6 +8,7 @@ in a folder with study.py, lines.txt and a link to configs. Locks, reports,
 TensorBoard's files and the state of the stage `loss_run` were removed then.
 """
 
+import json
 import pathlib
 import zipfile
 
@@ -17,7 +18,7 @@ import pytest
 from encdec_adapt import study, train
 from encdec_adapt.conversion import model_on_disk
 from encdec_adapt.data.records import record_sets
-from encdec_adapt.evaluation.studies import pages, stages
+from encdec_adapt.evaluation.studies import pages, stage_states, stages
 from encdec_adapt.telemetry import metrics
 from tests import tiny
 from tests.e2e import folders
@@ -34,7 +35,7 @@ def test_a_study_is_opened_resumed_and_exported(
   pathlib.Path('configs').symlink_to(tiny.ROOT / 'configs')
   with zipfile.ZipFile(archive) as file:
     file.extractall()
-  # As the user changes a page for this version.
+  # As a user changes a page for this version.
   page = pathlib.Path('study.py')
   page.write_text(
     page.read_text().replace(
@@ -48,6 +49,24 @@ def test_a_study_is_opened_resumed_and_exported(
   assert tiny.call(study, '--study=study.py', '--worker') == 0
   out = capsys.readouterr().out
   assert '[run]' not in out and '0 evaluations, 1 done before' in out
+
+  # Another study reads the stages that this one had finished.
+  state = pathlib.Path('saved/stages/run/stage.json')
+  other = page.read_text().replace("='saved'", "='second'")
+  pathlib.Path('second.py').write_text(other)
+  assert tiny.call(study, '--study=second.py', '--worker') == 0
+  assert '[' not in capsys.readouterr().out  # Nothing ran.
+  # A run of another configuration is not that stage.
+  third = other.replace('second', 'third').replace(
+    "rmup_steps': 2", "rmup_steps': 1"
+  )
+  pathlib.Path('third.py').write_text(third)
+  page = study.load('third.py')
+  states = stage_states.States(page, stages.resolve(page))
+  assert states.missing(states.stages['loss_run']) == ['run']
+  assert 'format' not in json.loads(state.read_text())
+  assert tiny.call(study, '--study=study.py') == 0
+  assert json.loads(state.read_text())['format'] == 2
   assert results.read_text() == before
   assert len(record_sets.RecordSet.open('saved/records/train'))
 

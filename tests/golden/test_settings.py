@@ -88,7 +88,7 @@ def read_configuration(spec: str) -> config_lib.Settings:
 
 def read_saved(name: str) -> config_lib.Settings:
   """The settings of a saved run, without the models that it read."""
-  content = saved_keys.current(json.loads(SAVED[name].read_text()))
+  content = saved_keys.translate(json.loads(SAVED[name].read_text()))
   content.pop('made_by', None)
   content['teacher']['checkpoint'] = ''
   return config_lib.load(ml_collections.ConfigDict(content), sources=False)

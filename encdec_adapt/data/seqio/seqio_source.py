@@ -17,7 +17,7 @@ within a file.
 
 This module imports SeqIO and TensorFlow, and is imported when such a source is
 opened. The modules of `config.data.seqio_modules`, which register the task, are
-imported first.
+imported before the task is looked up.
 """
 
 from collections.abc import Iterator

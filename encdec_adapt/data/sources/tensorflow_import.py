@@ -23,8 +23,8 @@ def import_module(name: str, purpose: str) -> ModuleType:
   """
   modules = 'seqio', 'tensorflow', 'tensorflow_datasets'
   packages.require(purpose, 'seqio', *modules)
-  # TensorFlow reads it once, when it is loaded. Only errors concern readers of
-  # text, not missing GPUs.
+  # TensorFlow reads it once, when it is loaded. Level 3 hides errors, too, as
+  # which it logs missing GPUs.
   os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')
   import tensorflow as tf
 

@@ -31,8 +31,7 @@ def find(
   path = states.root / name
   known = atomic.read_json(path) if path.exists() else {}
   if missing := {key: job for key, job in jobs.items() if key not in known}:
-    # A process of its own: this one keeps no memory of the devices, and does
-    # not import TensorFlow.
+    # A process of its own: this one keeps no memory of the devices.
     process_pool.run_in_subprocess(measure, str(path), missing, *args)
     known = atomic.read_json(path) if path.exists() else {}
   return {key: known[key] for key in jobs if key in known}

@@ -14,16 +14,20 @@ A stage that another study has finished is read where it is.
 from collections.abc import Iterable, Iterator, Mapping
 import contextlib
 import dataclasses
+import itertools
 import json
 import threading
 import time
 from typing import Any
 
+from encdec_adapt import config as config_lib
+from encdec_adapt import configs
 from encdec_adapt.base import errors, exit_status
 from encdec_adapt.cluster import lock
 from encdec_adapt.evaluation.reports import html_report
 from encdec_adapt.evaluation.studies import pages, stages
-from encdec_adapt.files import append_log, atomic, paths
+from encdec_adapt.files import append_log, atomic, hub, paths
+from encdec_adapt.models import execution
 from encdec_adapt.telemetry import environment
 
 # A stage that others made in a different one is named in the report.
@@ -34,8 +38,9 @@ STOPPED = (exit_status.RESTART, exit_status.HANG, exit_status.INTERRUPTED)
 _STATE = 'stage.json'
 _STUDY = 'study.json'
 _INDEX = 'stages.jsonl'
-# Of identities: 2 since options are sections of their own. An identity of an
-# earlier format says nothing, so a stage is taken by its name.
+# Version of the rules that make identities. Format 2 hashes the keys of
+# `config.evaluation`. Identities of format 1 cannot be compared: a stage of the
+# study is taken by its name, one of another study by its configuration too.
 _FORMAT = 2
 _BEAT = 5.0  # Seconds between two writes of the time that a stage has taken.
 
@@ -186,12 +191,28 @@ class States:
         return
       state.starts += 1
       state = dataclasses.replace(
-        state, status=RUNNING, error='', command=command
+        self._adopted(state, stage), status=RUNNING, error='', command=command
       )
       with _timed(state, place):
         yield state
       if state.status == FINISHED:
         self._add_to_index(stage)
+
+  def adopt(self) -> None:
+    """Gives the stages of an earlier format today's identity."""
+    for stage in self.stages.values():
+      place = self._place(self.root, self._own(stage))
+      with contextlib.suppress(lock.InUseError):
+        state = _read(place)
+        if state and state.format < _FORMAT:
+          with lock.hold(place):
+            state = self._adopted(state, stage)
+            atomic.write_json(place / _STATE, dataclasses.asdict(state))
+            if state.status == FINISHED:
+              self._add_to_index(stage)
+
+  def _adopted(self, state: State, stage: stages.Stage) -> State:
+    return dataclasses.replace(state, identity=stage.identity, format=_FORMAT)
 
   def reopen(self, names: Iterable[str]) -> None:
     """Lets pages that have ended run again, which resume their own stages.
@@ -234,11 +255,23 @@ class States:
           paths.remove(self.root / name)
 
   def _own(self, stage: stages.Stage) -> str:
-    state = _read(self._place(self.root, stage.name))
-    earlier = state is not None and state.format < _FORMAT
-    if state is None or earlier or state.identity == stage.identity:
-      return stage.name
+    folder, state = stage.name, _read(self._place(self.root, stage.name))
+    if state and state.format < _FORMAT:
+      # After a change of the page its last version has another folder.
+      for entry in self._indexed(f'"name": "{stage.name}"'):
+        if entry['root'] == str(self.root):
+          folder = entry['folder']
+      state = _read(self._place(self.root, folder))
+    is_earlier = state is not None and state.format < _FORMAT
+    if state is None or is_earlier or state.identity == stage.identity:
+      return folder
     return f'{stage.name}-{stage.identity[:8]}'
+
+  def _indexed(self, text: str) -> Iterator[dict[str, str]]:
+    for line in append_log.read(self._index / _INDEX).splitlines():
+      # Parsing every line would take seconds.
+      if text.encode() in line:
+        yield json.loads(line)
 
   def _place(self, root: paths.Path, folder: str) -> paths.Path:
     return root / 'stages' / folder
@@ -249,20 +282,40 @@ class States:
     state = _read(self._place(self.root, self._own(stage)))
     if not self._shared or (state and state.status == FINISHED):
       return None
-    for line in append_log.read(self._index / _INDEX).splitlines():
-      # Parsing every line would take seconds.
-      if stage.identity.encode() in line:
-        entry = json.loads(line)
-        root, folder = paths.at(entry['root']), entry['folder']
-        state = _read(self._place(root, folder))
-        # It may have been removed since.
-        if (
-          state
-          and (state.identity, state.status) == (stage.identity, FINISHED)
-          and (root / folder).exists()
+    for entry in itertools.chain(
+      self._indexed(stage.identity), self._indexed(f'"name": "{stage.name}"')
+    ):
+      root, folder = paths.at(entry['root']), entry['folder']
+      state = _read(self._place(root, folder))
+      # It may have been removed since.
+      if state and state.status == FINISHED and (root / folder).exists():
+        if state.identity == stage.identity or (
+          state.format < _FORMAT and self._is_alike(stage, root, folder)
         ):
           return root, folder
     return None
+
+  def _is_alike(
+    self, stage: stages.Stage, root: paths.Path, folder: str
+  ) -> bool:
+    if stage.module != 'train' or not all(
+      self.folder(self.stages[name]).parent == root for name in stage.reads
+    ):
+      return False
+    saved = environment.flat(config_lib.saved(str(root / folder)).to_dict())
+    # Names in braces stand for paths, and a run has the commits of addresses
+    # and the choices of its devices.
+    keys = [
+      key
+      for key, value in stage.values.items()
+      if key in saved and value != execution.AUTO
+      if '{' not in str(value) and hub.SCHEME not in str(value)
+    ]
+    saved, values = (
+      {key: configs.portable(str(x[key])) for key in keys}
+      for x in (saved, stage.values)
+    )
+    return not environment.difference(saved, values)
 
   def _add_to_index(self, stage: stages.Stage) -> None:
     entry = {'identity': stage.identity, 'name': stage.name}
