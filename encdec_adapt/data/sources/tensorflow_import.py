@@ -18,6 +18,9 @@ def import_module(name: str, purpose: str) -> ModuleType:
     name: name of the module.
     purpose: the source that needs it, the subject of the error.
 
+  Returns:
+    The module.
+
   Raises:
     UserError: TensorFlow, SeqIO or TFDS is not installed.
   """

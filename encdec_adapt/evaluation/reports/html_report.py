@@ -95,7 +95,15 @@ def write_evaluation(report: Report, folder: str | os.PathLike[str]) -> None:
 
 
 def needles(folder: paths.Path, grids: Mapping[str, Any]) -> str:
-  """Draws the heat maps of needles (`report_figures`); '' for none."""
+  """Draws the heat maps of needles.
+
+  Args:
+    folder: folder of the report, which gets the image.
+    grids: see `report_figures.draw_needles`.
+
+  Returns:
+    HTML; '' without grids.
+  """
   name, draw = 'needles by depth and length', report_figures.draw_needles
   if not grids:
     return ''
@@ -160,7 +168,7 @@ def page(title: str, notes: Iterable[str], sections: Mapping[str, str]) -> str:
 
 
 def paragraph(text: str) -> str:
-  """Renders a paragraph of plain text."""
+  """Returns a paragraph of plain text as HTML."""
   return f'<p>{html.escape(text)}</p>\n'
 
 
