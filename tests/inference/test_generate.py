@@ -236,7 +236,7 @@ def test_embeddings_are_of_the_encoder(run_folder, tmp_path):
   flags = [f'--checkpoint={run_folder}', _prompts(tmp_path)]
   flags += [f'--output={output}', '--batch_size=2']
   if run_folder.name.startswith('decoder_only'):
-    with pytest.raises(errors.UserError, match='has no encoder'):
+    with pytest.raises(errors.UserError, match='have no encoder'):
       _run(*flags, '--embed=mean')
     return
   loaded = encdec_adapt.load(run_folder)
