@@ -33,6 +33,7 @@ class Key:
     none: value that stands for None in a configuration, since values there
       keep their type; None where the field cannot be None.
     interval: whether the value is an interval of steps (`base.intervals`).
+    names: whether the value is a tuple of names.
   """
 
   doc: str
@@ -44,6 +45,7 @@ class Key:
   name: str = ''
   none: Any = None
   interval: bool = False
+  names: bool = False
 
   def problem(self, value: Any) -> str:
     """Returns the error in a value, or '' if it is right."""
@@ -51,14 +53,9 @@ class Key:
     if isinstance(value, float) and not math.isfinite(value):
       return 'it must be a finite number'
     # A flag of a tuple takes one name each time that it is given.
-    if isinstance(value, tuple) and not all(
-      isinstance(name, str) and name and ',' not in name for name in value
-    ):
-      names = [x for name in value for x in str(name).split(',') if x]
-      return (
-        'names are texts, not empty and without a comma; write'
-        f' "{tuple(names)}"'
-      )
+    if self.names and not all(name and ',' not in name for name in value):
+      names = [x for name in value for x in name.split(',') if x]
+      return f'no name may be empty or contain a comma; write "{tuple(names)}"'
     if self.interval and (text := intervals.problem(value, self.above)):
       return text
     if self.one_of is not None and value not in self.one_of:
@@ -142,6 +139,8 @@ def make(section: type, values: Mapping[str, Any], **fields: Any) -> Any:
     # Sections are hashable; a configuration that was read from JSON has lists.
     if isinstance(value, list):
       value = tuple(value)
+    if info.names:  # A flag makes a number of a name such as 2024.
+      value = tuple(map(str, value))
     unset = info.none is not None and value == info.none
     fields[field] = None if unset else value
   return section(**fields)

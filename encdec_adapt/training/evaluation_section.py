@@ -30,6 +30,7 @@ class EvaluationConfig:
     (),
     'Local tasks (a folder), or tasks by name'
     ' (encdec_adapt/evaluation/README.md).',
+    names=True,
   )
   tasks_every: float = keys.key(
     0.0, 'Steps between runs of the tasks, as for `samples`.', interval=True

@@ -59,6 +59,7 @@ class TrainConfig:
     ('tensorboard',),
     'Trackers that show configuration, metrics, scores and samples:'
     " 'tensorboard', 'wandb' (encdec_adapt/evaluation/README.md); () for none.",
+    names=True,
   )
   patience: int = keys.key(
     0,
