@@ -193,7 +193,7 @@ def load(
   # A configuration of this version is complete, as it starts from `defaults`.
   values, added = keys.complete(saved, standard)
   if added and distributed.is_lead():
-    _print_once(
+    saved_keys.print_once(
       f'the configuration in {workdir} was saved by an earlier version; keys'
       f' that it lacks take their defaults: {", ".join(added)}'
     )
@@ -262,11 +262,6 @@ def load(
       ' number of epochs.'
     )
   return settings
-
-
-@functools.cache  # A job may open a run as its source and as its teacher.
-def _print_once(line: str) -> None:
-  print(line)
 
 
 def set_model(

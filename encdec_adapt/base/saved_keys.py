@@ -51,7 +51,7 @@ def _evaluation(text: str) -> Section:
     values[name] = _interval(number)
   every = min(tasks.values(), default=0.0)
   if len({*tasks.values()}) > 1:
-    _print_once(
+    print_once(
       f'note: config.train.evaluators was {text!r}, with tasks of several'
       f' intervals; all have config.evaluation.tasks_every={every:g} now'
     )
@@ -67,5 +67,6 @@ def _interval(text: str) -> float:
 
 
 @functools.cache  # A job may open a run as its source and as its teacher.
-def _print_once(line: str) -> None:
+def print_once(line: str) -> None:
+  """Prints a line, once in a process."""
   print(line)

@@ -40,7 +40,7 @@ def test_strings_become_values():
   ],
 )
 def test_evaluators_become_intervals(evaluators, intervals, capsys):
-  saved_keys._print_once.cache_clear()
+  saved_keys.print_once.cache_clear()
   saved = {'train': {'evaluators': evaluators}}
   section = saved_keys.translate(saved)['evaluation']
   evaluation = evaluation_section.EvaluationConfig(**section)
