@@ -139,27 +139,40 @@ def defaults() -> ml_collections.ConfigDict:
   return ml_collections.ConfigDict(values).lock()
 
 
-def page(config: Mapping[str, Any] | None = None) -> str:
+def page(config: Mapping[str, Any] | None = None, *, full: bool = True) -> str:
   """Returns every key as `config.key = value` below its documentation.
 
   Args:
     config: values of all keys; the defaults if None.
+    full: whether to list the keys of sections that are off, too.
   """
   values = defaults().to_dict() if config is None else config
   model = values['model']
   blocks = [
     keys.page(_Root, values, 'config.'),
-    keys.page(model_section.ModelSection, model, 'config.model.'),
+    keys.page(model_section.ModelSection, model, 'config.model.', full=full),
     keys.page(
-      model_config.StackConfig, model['encoder'], 'config.model.encoder.'
+      model_config.StackConfig,
+      model['encoder'],
+      'config.model.encoder.',
+      full=full,
     ),
     # The documentation of these keys is that of the encoder's.
-    [f'config.model.decoder.{k} = {v!r}' for k, v in model['decoder'].items()],
+    [
+      line
+      for line in keys.page(
+        model_config.StackConfig,
+        model['decoder'],
+        'config.model.decoder.',
+        full=full,
+      )
+      if not line.startswith('#')
+    ],
   ]
   for name, parts in _SECTIONS.items():
     lines, remainder = [], dict(values[name])
     for part in parts:
-      lines += keys.page(part, remainder, f'config.{name}.')
+      lines += keys.page(part, remainder, f'config.{name}.', full=full)
       # Losses share keys, which are listed once.
       for key in keys.defaults(part):
         remainder.pop(key, None)

@@ -66,7 +66,10 @@ from encdec_adapt.training import step as step_lib
 define_flags = command.define(
   command.define_config,
   command.string('workdir', 'Work directory of the job.'),
-  command.boolean('print_config', 'Print the configuration and exit.'),
+  command.boolean_or_all(
+    'print_config',
+    'Print the configuration and exit; =all with sections that are off.',
+  ),
   command.boolean('dry_run', 'Print shapes, memory and adaptation; exit.'),
   command.boolean('allow_code', 'Run programs that the model generates.'),
   command.define_processes,
@@ -77,7 +80,8 @@ def main(values: flags.FlagValues) -> int:
   """Runs the command; returns the exit status."""
   command.require(values, 'config')
   if values.print_config:
-    print(config_lib.page(values.config.to_dict()))
+    full = values.print_config == 'all'
+    print(config_lib.page(values.config.to_dict(), full=full))
     return 0
   with profiling.listening(), command.processes(values):
     if values.dry_run:

@@ -1,9 +1,9 @@
 """Configuration keys: each is stated once, as a field of a frozen dataclass.
 
 A section of the configuration is a frozen dataclass. Its fields are made by
-`key`, with default, documentation and bounds. The section lives next to its
-user; `encdec_adapt.config` assembles all of them. This module must not import
-anything of the package but user errors.
+`key`, with default, documentation and bounds, or by `section`: a section within
+it. The section lives next to its user; `encdec_adapt.config` assembles all of
+them. This module must not import anything of the package but user errors.
 """
 
 from collections.abc import Iterator, Mapping
@@ -84,11 +84,57 @@ def key(default: Any, doc: str, **bounds: Any) -> Any:
   )
 
 
+@dataclasses.dataclass(frozen=True)
+class Section:
+  """A section within a section of the configuration.
+
+  Attributes:
+    type: its dataclass, all of whose fields have defaults.
+    switch: its key whose default value turns it off: its other keys then have
+      their defaults. '' for a section that is always in force.
+  """
+
+  type: type
+  switch: str = ''
+
+  def is_off(self, values: Mapping[str, Any]) -> bool:
+    """Returns whether the section is off.
+
+    Args:
+      values: value of every key of the section.
+    """
+    return (
+      bool(self.switch)
+      and values[self.switch] == defaults(self.type)[self.switch]
+    )
+
+
+def section(type_: type, switch: str = '') -> Any:
+  """Declares a dataclass field that is a section of keys.
+
+  Args:
+    type_: dataclass of the section.
+    switch: see `Section`.
+  """
+  return dataclasses.field(
+    default_factory=type_, metadata={_META: Section(type_, switch)}
+  )
+
+
 def keys_of(section: Any) -> Iterator[tuple[str, str, Key, Any]]:
   """Yields (key name, field name, Key, default) of a section's dataclass."""
   for field in dataclasses.fields(section):
-    if info := field.metadata.get(_META):
+    info = field.metadata.get(_META)
+    if isinstance(info, Key):
       yield info.name or field.name, field.name, info, field.default
+
+
+def sections_of(section: Any) -> Iterator[tuple[str, Section]]:
+  """Yields (name, Section) of the sections within a section's dataclass."""
+  for field in dataclasses.fields(section):
+    info = field.metadata.get(_META)
+    if isinstance(info, Section):
+      yield field.name, info
 
 
 def check(section: Any, prefix: str) -> None:
@@ -99,28 +145,41 @@ def check(section: Any, prefix: str) -> None:
     prefix: text before the key in messages, such as 'config.train.'.
 
   Raises:
-    UserError: names the key, its value and the bound.
+    UserError: names the key, its value and the bound; or an option is set of a
+      section that is off.
   """
   for name, field, info, _ in keys_of(section):
     value = getattr(section, field)
     if value is not None and (problem := info.problem(value)):
       raise errors.UserError(f'{prefix}{name} is {value!r}; {problem}.')
+  for name, info in sections_of(section):
+    values = values_of(getattr(section, name))
+    if info.is_off(values):
+      inner, switch = f'{prefix}{name}.', info.switch
+      reason = f'{inner}{switch} is {values[switch]!r}'
+      require_defaults(info.type, values, inner, reason)
 
 
 def defaults(section: type) -> dict[str, Any]:
   """Returns the default values of a section, by key name."""
-  return {
+  values = {
     name: info.none if default is None else default
     for name, _, info, default in keys_of(section)
   }
+  inner = {name: defaults(info.type) for name, info in sections_of(section)}
+  return values | inner
 
 
 def values_of(section: Any) -> dict[str, Any]:
   """Returns the values of a section instance, by key name."""
-  return {
+  values = {
     name: info.none if (value := getattr(section, field)) is None else value
     for name, field, info, _ in keys_of(section)
   }
+  inner = {
+    name: values_of(getattr(section, name)) for name, _ in sections_of(section)
+  }
+  return values | inner
 
 
 def make(section: type, values: Mapping[str, Any], **fields: Any) -> Any:
@@ -134,6 +193,8 @@ def make(section: type, values: Mapping[str, Any], **fields: Any) -> Any:
   Raises:
     UserError: a value is out of bounds.
   """
+  for name, info in sections_of(section):
+    fields[name] = make(info.type, values[name])
   for name, field, info, _ in keys_of(section):
     value = values[name]
     # Sections are hashable; a configuration that was read from JSON has lists.
@@ -144,6 +205,29 @@ def make(section: type, values: Mapping[str, Any], **fields: Any) -> Any:
     unset = info.none is not None and value == info.none
     fields[field] = None if unset else value
   return section(**fields)
+
+
+def require_defaults(
+  section: type, values: Mapping[str, Any], prefix: str, reason: str
+) -> None:
+  """Refuses options of a section that is not in force.
+
+  Args:
+    section: frozen dataclass.
+    values: value of every key, by key name.
+    prefix: text before the key in messages, such as 'config.loss.dpo.'.
+    reason: why the section is not read, as a clause.
+
+  Raises:
+    UserError: an option differs from its default.
+  """
+  for name, default in defaults(section).items():
+    value = values[name]
+    if (tuple(value) if isinstance(value, list) else value) != default:
+      raise errors.UserError(
+        f'{prefix}{name} is {value!r}, which is not read: {reason}; leave it at'
+        f' {default!r}, or choose what reads it.'
+      )
 
 
 def complete(
@@ -180,13 +264,17 @@ def complete(
   return values, added
 
 
-def page(section: type, values: Mapping[str, Any], prefix: str) -> list[str]:
+def page(
+  section: type, values: Mapping[str, Any], prefix: str, *, full: bool = True
+) -> list[str]:
   """Lists the keys of a section with their documentation.
 
   Args:
     section: frozen dataclass.
     values: value of every key, by key name.
     prefix: text before the key, such as 'config.train.'.
+    full: whether to list all keys of sections that are off; else their switch
+      alone.
 
   Returns:
     For each key its documentation as comment lines, then `prefix.key = value`.
@@ -200,4 +288,9 @@ def page(section: type, values: Mapping[str, Any], prefix: str) -> list[str]:
         text += f' One of {", ".join(map(str, info.one_of))}.'
       lines += [f'# {line}' for line in textwrap.wrap(text, 76)]
       lines.append(f'{prefix}{name} = {values[name]!r}')
+  for name, info in sections_of(section):
+    inner = values.get(name, {})
+    if inner and info.is_off(inner) and not full:
+      inner = {info.switch: inner[info.switch]}
+    lines += page(info.type, inner, f'{prefix}{name}.', full=full)
   return lines

@@ -77,6 +77,23 @@ def flag(
   return define_flag
 
 
+class _AllFlag(flags.BooleanFlag):
+  """A boolean flag that takes 'all', too; its value is a text then."""
+
+  def _parse(self, value):
+    return value if value == 'all' else super()._parse(value)
+
+
+def boolean_or_all(name: str, text: str) -> DefineFlags:
+  """Returns a function that defines a flag `--name` or `--name=all`."""
+
+  def define_flag(values: flags.FlagValues) -> None:
+    flags.DEFINE_flag(_AllFlag(name, False, text), values)
+    setattr(values[name], _AGREES, True)
+
+  return define_flag
+
+
 string = functools.partial(flag, 'string')
 boolean = functools.partial(flag, 'bool')
 integer = functools.partial(flag, 'integer')
