@@ -38,7 +38,7 @@ def get_config(arg=None):
     head = args['head'] or 'pooling=mean'
     config.model.embedding = head.replace(';', ',')
   config.data.objective = 'embed:too_long=truncate'
-  config.loss.kind = 'infonce:temperature=0.05'
+  config.loss.kind = 'infonce'
   config.train.batch_size = 64
   pretrained.set_adapters(config, args['lora'])
   return config

@@ -248,7 +248,7 @@ def recipe(pair, objective):
   if objective == 'prefixlm':
     config.data.objective = 'prefix_lm'
     length = 4096
-    config.loss.distillation = 1.0
+    config.loss.kind = 'distill'
   elif objective == 'ul2':
     config.data.objective = 'ul2'
     length = 8192

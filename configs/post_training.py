@@ -24,18 +24,26 @@ from encdec_adapt import config as config_lib
 from encdec_adapt.base import errors
 from encdec_adapt.configs import sft
 
-# Recipe -> loss, learning rate, prompts of a step.
+# Recipe -> keys of the loss, learning rate, prompts of a step.
 RECIPES = {
   # InstructGPT, arXiv:2203.02155, appendix C: 9e-6, batches of 64.
-  'reward': ('reward', 9e-6, 64),
+  'reward': ({'kind': 'reward'}, 9e-6, 64),
   # DPO, appendix B: 1e-6, batches of 64, beta 0.1.
-  'dpo': ('dpo:beta=0.1', 1e-6, 64),
+  'dpo': ({'kind': 'dpo'}, 1e-6, 64),
   # TRL 1.16: 1e-6, KL 0.05.
-  'rloo': ('rloo:beta=0.05', 1e-6, 32),
+  'rloo': ({'kind': 'rloo'}, 1e-6, 32),
   # DeepSeekMath, section 4.2: 1e-6; DAPO: divisor token, no KL.
-  'grpo': ('grpo:divisor=token', 1e-6, 32),
+  'grpo': ({'kind': 'grpo', 'grpo.divisor': 'token'}, 1e-6, 32),
   # GKD: reverse KL on samples of the student alone; the rate is ours.
-  'distill': ('distill:divergence=reverse,on_policy=1', 1e-5, 32),
+  'distill': (
+    {
+      'kind': 'distill',
+      'distill.divergence': 'reverse',
+      'distill.on_policy': 1.0,
+    },
+    1e-5,
+    32,
+  ),
 }
 
 
@@ -57,7 +65,7 @@ def get_config(arg=None, **values):
     )
   config = sft.get_config(source=args['source'], format=args['format'])
   loss, rate, prompts = RECIPES[recipe]
-  config.loss.kind = loss
+  config.loss.update_from_flattened_dict(loss)
   config.teacher.checkpoint = args['teacher']
   config.optimizer.learning_rate = rate
   config.train.batch_size = prompts

@@ -7,7 +7,7 @@
 adapts decoder-only models into an encoder-decoder, of the family `target`
 (t5gemma or t5gemma2) where one is given, whose sides keep their models'
 tokenizers. `teacher=MODEL` distills from a model of the decoder's vocabulary
-alone (config.loss.distillation=1), as the paper does from the decoder's source.
+alone (config.loss.kind='distill'), as the paper does from the decoder's source.
 With `source=MODEL` in the place of `encoder` and `decoder`, the same model is
 trained on. Each is a Hugging Face folder or a work directory; their configs are
 read here, so that config.model is theirs. The text has no default:
@@ -46,7 +46,8 @@ def get_config(arg=None, **values):
   config.init.encoder = args['encoder'] or args['source']
   config.init.decoder = args['decoder']
   config.teacher.checkpoint = args['teacher']
-  config.loss.distillation = float(bool(args['teacher']))
+  if args['teacher']:
+    config.loss.kind = 'distill'
   # The default is Python's own text, which nobody's models are trained on.
   config.data.source = ''
   config.data.train_vocabulary = False

@@ -186,7 +186,7 @@ def _set_pair(config, size, run):
   config.data.objective = 'prefix_lm'
   config.data.encoder_length = config.data.decoder_length = 128
   config.teacher.checkpoint = f'{size.root}/decoder_only'
-  config.loss.distillation = 0.5
+  config.loss.kind, config.loss.distill.share = 'distill', 0.5
   config.train.steps = size.adapt_steps
   config.optimizer.learning_rate = 2e-3
   if run == 'adapted':

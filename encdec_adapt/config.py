@@ -28,15 +28,13 @@ from encdec_adapt.objectives import example_maker
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import rules as rules_lib
 from encdec_adapt.telemetry import environment
-from encdec_adapt.training import (
+from encdec_adapt.training import losses, optimizers, recipes, schedules
+from encdec_adapt.training.recipes import recipe as recipe_lib
+from encdec_adapt.training.sections import (
   evaluation_section,
-  losses,
-  optimizers,
-  schedules,
   teacher_section,
   train_section,
 )
-from encdec_adapt.training.losses import rollout_options
 
 RUN_CONFIG = 'config.json'
 _MADE_BY = 'made_by'  # In it beside the sections: the command of the run.
@@ -56,7 +54,7 @@ class Settings:
   init: init_section.InitConfig
   data: data_section.DataConfig
   teacher: teacher_section.TeacherConfig
-  loss: losses.loss.Loss
+  recipe: recipe_lib.Recipe
   optimizer: optimizers.OptimizerConfig
   train: train_section.TrainConfig
   evaluation: evaluation_section.EvaluationConfig
@@ -113,15 +111,13 @@ class _Root:
   seed: int = keys.key(0, 'Seed of initialisation and of the order of rows.')
 
 
-# The dataclasses that hold the keys of a section. Losses are several, of which
-# a configuration uses a single class; the keys of optimizer and schedule stand
-# together.
+# The dataclasses that hold the keys of a section; those of optimizer and
+# schedule stand together. `losses` has the keys of section `loss`.
 _SECTIONS = {
   'compute': (execution.ComputeConfig,),
   'init': (init_section.InitConfig,),
   'data': (data_section.DataConfig,),
   'teacher': (teacher_section.TeacherConfig,),
-  'loss': losses.CLASSES,
   'optimizer': (optimizers.OptimizerConfig, schedules.ScheduleConfig),
   'train': (train_section.TrainConfig,),
   'evaluation': (evaluation_section.EvaluationConfig,),
@@ -132,7 +128,11 @@ _SECTIONS = {
 
 def defaults() -> ml_collections.ConfigDict:
   """Returns every key with its default value; other keys are refused."""
-  values = {**keys.defaults(_Root), 'model': model_section.defaults()}
+  values = {
+    **keys.defaults(_Root),
+    'model': model_section.defaults(),
+    'loss': losses.defaults(),
+  }
   for name, parts in _SECTIONS.items():
     values[name] = {k: v for p in parts for k, v in keys.defaults(p).items()}
   # ml_collections names the nearest key where a mistyped one is assigned.
@@ -170,13 +170,15 @@ def page(config: Mapping[str, Any] | None = None, *, full: bool = True) -> str:
     ],
   ]
   for name, parts in _SECTIONS.items():
-    lines, remainder = [], dict(values[name])
-    for part in parts:
-      lines += keys.page(part, remainder, f'config.{name}.', full=full)
-      # Losses share keys, which are listed once.
-      for key in keys.defaults(part):
-        remainder.pop(key, None)
-    blocks.append(lines)
+    if name == 'optimizer':  # Beside the teacher, which losses read.
+      blocks.append(losses.page(values['loss'], full=full))
+    blocks.append(
+      [
+        line
+        for part in parts
+        for line in keys.page(part, values[name], f'config.{name}.', full=full)
+      ]
+    )
   return '\n\n'.join('\n'.join(block) for block in blocks)
 
 
@@ -217,38 +219,27 @@ def load(
     for name, parts in _SECTIONS.items()
     if name != 'data' and len(parts) == 1
   }
+  loss, options = (
+    losses.class_of(values['loss']),
+    losses.options(values['loss']),
+  )
+  recipe_class = recipes.class_of(loss)
   data = keys.make(
     data_section.DataConfig,
     values['data'],
     table_sizes={name: s.vocab_size for name, s in model.stacks.items()},
+    samples=recipe_class.reads_prompts(options),
   )
-  # The labels of the records and no key decide on the head of a classifier. A
-  # model of another kind is left as it is: `check_kind` refuses it.
-  objective = data.objectives[0]
-  if objective.labels and objective.rows in model.architecture.rows:
-    count = len(objective.labels)
-    stack = dataclasses.replace(model.decoder, classes=count)
-    model = model_config.DecoderOnlyConfig(stack)
-  loss, init = losses.from_section(values['loss'], model), sections['init']
-  model = loss.shape(model)
-  if loss.samples:
-    # Never packed: a row is a prompt.
-    data = dataclasses.replace(data, pack=False, samples=True)
-    sampling = sections['train'].sampling
-    if not sampling.tokens:
-      sampling = dataclasses.replace(sampling, tokens=data.decoder_length)
-    loss = dataclasses.replace(loss, rollouts=sampling)
-  if loss.joins_rows:
-    loss = dataclasses.replace(loss, parts=sections['train'].microbatches)
-  # A change of `init` is a change of the reference: resuming refuses it.
-  if loss.starts_from_reference and loss.references:
-    if init.mode == 'checkpoint' and not sections['teacher'].checkpoint:
-      sections['teacher'] = dataclasses.replace(
-        sections['teacher'], checkpoint=init.encoder
-      )
-  loss = loss.for_objectives(data.objectives)
-  if sections['teacher'].stored:
-    loss = loss.with_stored_teacher(sections['teacher'].stored)
+  check_rows(model, data.objectives[0])
+  recipe = recipe_class.of(
+    recipe_lib.Sections(
+      loss,
+      options,
+      model,
+      data,
+      **{x: sections[x] for x in ('init', 'teacher', 'train', 'checkpoint')},
+    )
+  )
   schedule = keys.make(
     schedules.ScheduleConfig,
     values['optimizer'],
@@ -256,12 +247,12 @@ def load(
   )
   settings = Settings(
     seed=values['seed'],
-    model=model,
+    model=recipe.model,
     data=data.in_workdir(workdir),
     optimizer=keys.make(
       optimizers.OptimizerConfig, values['optimizer'], schedule=schedule
     ),
-    loss=loss,
+    recipe=recipe,
     **sections,
   )
   # As the user wrote it: the settings have a path below the work directory.
@@ -399,15 +390,15 @@ def saved(workdir: str) -> ml_collections.ConfigDict:
   return config
 
 
-def check_kind(
+def check_rows(
   model: model_config.ModelConfig, objective: example_maker.Objective
 ) -> None:
-  """Checks that a model reads the rows of an objective.
+  """Checks that a model reads the rows of an objective, whatever its head.
 
   Raises:
     UserError: names the kinds of models that do.
   """
-  labels, architecture = objective.labels, model.architecture
+  architecture = model.architecture
   if objective.rows not in architecture.rows:
     kinds = architectures.BY_NAME.values()
     kinds = [kind for kind in kinds if objective.rows in kind.rows]
@@ -418,6 +409,18 @@ def check_kind(
       ' change config.data.objective or'
       ' config.model.kind (the table of objectives is in configs/README.md).'
     )
+
+
+def check_kind(
+  model: model_config.ModelConfig, objective: example_maker.Objective
+) -> None:
+  """Checks that a model reads the rows of an objective, and has its labels.
+
+  Raises:
+    UserError: names the kinds of models that do.
+  """
+  check_rows(model, objective)
+  labels = objective.labels
   # Also where there are none: a classifier cannot predict tokens. A reward
   # model, of a single output, scores the answers that others compare.
   rewards = objective.answers > 1 and model.decoder.classes == 1
@@ -473,8 +476,8 @@ def _check_model(settings: Settings, vocabulary: str) -> None:
   if init.mode in ('adapt', 'embeddings') and model.decoder.classes:
     raise errors.UserError(
       f'config.init.mode is {init.mode!r} and config.loss.kind'
-      f' {settings.loss.kind!r}; make the pair first (`convert adapt`), and'
-      " start the reward model from it: config.init.mode='checkpoint'."
+      f' {settings.recipe.loss.name!r}; make the pair first (`convert adapt`),'
+      " and start the reward model from it: config.init.mode='checkpoint'."
     )
   if init.optimizer == 'source':
     _check_carried(settings)
@@ -498,7 +501,7 @@ def _check_carried(settings: Settings) -> None:
 
 def _check_sources(settings: Settings, sources: bool) -> None:
   init, teacher = settings.init, settings.teacher.checkpoint
-  loss = settings.loss
+  recipe, loss = settings.recipe, settings.recipe.loss
   # Here and not when the section is made: a dry run plans a job before its
   # sources exist.
   if sources:
@@ -510,8 +513,8 @@ def _check_sources(settings: Settings, sources: bool) -> None:
     )
   for key in ('rollouts', 'rewards'):
     value = getattr(settings.train, key)
-    reads = loss.samples if key == 'rollouts' else loss.reads_rewards
-    if value and not reads:
+    read = recipe.sampling if key == 'rollouts' else recipe.rewards
+    if value and read is None:
       raise errors.UserError(
         f'config.train.{key} is {value!r} but the loss is {loss.name}, which'
         ' does not read it; empty it, or choose a loss that does, such as'
@@ -524,46 +527,35 @@ def _check_sources(settings: Settings, sources: bool) -> None:
       f' config.train.patience={patience} compares evaluations; set it to a'
       ' number of steps, or the other keys to False and 0.'
     )
-  if sources and loss.reads_rewards and not settings.train.rewards:
+  if sources and recipe.rewards == '':
     raise errors.UserError(
-      f'config.train.rewards is empty with config.loss.kind={loss.kind!r}; name'
+      f'config.train.rewards is empty with config.loss.kind={loss.name!r}; name'
       " the rewards of completions, as in 'answers' or 'python:FILE#FUNCTION'."
     )
-  for key in ('batch_size', 'eval_batch_size') if loss.joins_rows else ():
-    if getattr(settings.train, key) < 2:
-      raise errors.UserError(
-        f'config.train.{key} is 1 and the loss is {loss.name}, which compares'
-        ' the rows of a batch with each other; set it to at least 2.'
-      )
   train, adapters = settings.train, settings.adapters
   dropout = train.dropout or (adapters and adapters.options.dropout)
   # Runs of earlier versions, which may have it, are opened without sources.
-  if sources and dropout and not loss.allows_dropout:
+  if sources and dropout and not recipe.allows_dropout:
     raise errors.UserError(
       f'config.train.dropout is {train.dropout} and config.train.lora'
       f' {train.lora!r}, but masks of dropout would change log-probabilities or'
       f' scores that the loss {loss.name} compares; set it to 0 in both.'
     )
-  if settings.train.sampling.max_kl and settings.checkpoint.keep < 2:
-    raise errors.UserError(
-      f'config.checkpoint.keep is {settings.checkpoint.keep} with max_kl in'
-      f' {rollout_options.LABEL}, and the newest save may be over that budget;'
-      ' set it to at least 2.'
-    )
-  # Most likely config.loss.distillation is missing.
-  if teacher and not (loss.references or settings.teacher.stored):
+  # Most likely config.loss.kind='distill' is missing.
+  stored = recipe.rows.stored_teacher
+  if teacher and not (stored if settings.teacher.stored else recipe.frozen):
     raise errors.UserError(
       f'config.teacher.checkpoint is {teacher!r} but the loss is {loss.name},'
-      ' which reads no other model; empty it, or choose a loss that does, such'
-      " as config.loss.distillation above 0 or config.loss.kind='dpo'."
+      ' which reads no such model; empty it, or choose a loss that does, such'
+      " as config.loss.kind='distill' (the only one that reads stored"
+      " probabilities) or 'dpo'."
     )
-  if sources and loss.references and not teacher:
-    raise errors.UserError(
-      f'the loss is {loss.name} but config.teacher.checkpoint is empty'
-      f' (config.init.mode is {init.mode!r}); give the work directory or'
-      ' Hugging Face folder of a model of kind'
-      f' {architectures.names(loss.accepts)}, or choose a loss that reads no'
-      ' other model (config.loss).'
-    )
-  loss.check(settings.model, settings.data.objectives)
-  settings.data.check_fields(loss.source_fields, loss.kind)
+  for declared in recipe.frozen.values() if sources else ():
+    if not declared.path:
+      raise errors.UserError(
+        f'the loss is {loss.name} but config.teacher.checkpoint is empty'
+        f' (config.init.mode is {init.mode!r}); give the work directory or'
+        ' Hugging Face folder of a model of kind'
+        f' {architectures.names(declared.accepts)}, or choose a loss that reads'
+        ' no other model (config.loss.kind).'
+      )

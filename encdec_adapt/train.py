@@ -14,7 +14,6 @@ and `training/step.py`.
 
 from collections.abc import Mapping
 import contextlib
-import dataclasses
 import functools
 import time
 
@@ -62,6 +61,8 @@ from encdec_adapt.training import (
 )
 from encdec_adapt.training import phases as phases_lib
 from encdec_adapt.training import step as step_lib
+from encdec_adapt.training.losses import loss as loss_lib
+from encdec_adapt.training.metrics import held_out_metrics
 
 define_flags = command.define(
   command.define_config,
@@ -136,7 +137,7 @@ def train(
       losses with which the job ends.
   """
   log = print if distributed.is_lead() else lambda *_: None
-  steps, model = settings.train.steps, settings.model
+  steps, model, recipe = settings.train.steps, settings.model, settings.recipe
   lengths = settings.data.train.lengths
 
   # -- Models ------------------------------------------------------------------
@@ -169,24 +170,20 @@ def train(
   placement = setup.place_model(
     model, settings.compute, mesh, settings.rules, settings.adapters
   )
-  objective = settings.data.objectives[0]
-  # Tokens and answers of a training row; held-out rows have the records'.
-  sizes = settings.loss.row_shape(lengths, objective.answers)
   references = initial_state.open_references(
-    settings.loss,
-    settings.teacher,
+    recipe.frozen,
+    settings.teacher.dtype,
     placement,
     settings.compute,
     settings.data.vocabularies,
-    sizes[0],
+    recipe.rows.lengths,
   )
   # Opened only: parameters are read below, when other inputs are checked.
   frozen = {name: r.placement.model for name, r in references.items()}
-  loss = dataclasses.replace(settings.loss, models=frozen)
-  settings = dataclasses.replace(settings, loss=loss)
   rewards = completion_rewards.open_rewards(settings, placement)
-  axes = objective.maker.axes | loss.axes
-  make_phases = functools.partial(phases_lib.Phases, placement, loss, axes=axes)
+  make_phases = functools.partial(
+    phases_lib.Phases, placement, recipe, models=frozen
+  )
   phases = make_phases(settings.optimizer, settings.train)
 
   # -- Checkpoint to start from ------------------------------------------------
@@ -199,8 +196,8 @@ def train(
       settings.init, settings.compute, placement
     )
     sources.check_files(settings.data.vocabularies)
-    if loss.samples:
-      sources.check_positions(sizes[0])
+    if recipe.sampling:
+      sources.check_positions(recipe.rows.lengths)
     sources.check_optimizer(phases)
     base = sources.base
   else:
@@ -226,7 +223,7 @@ def train(
   shapes = [reference.config for reference in frozen.values()]
   teacher_row = setup.reads_teacher_row(lengths, model, *shapes)
   stored = None
-  if folder := settings.teacher.stored:
+  if folder := recipe.rows.stored_teacher:
     stored = stored_teacher.StoredTeacher(folder, data.train)
   batches = setup.training_batches(
     data.train,
@@ -299,16 +296,11 @@ def train(
   if config.compute.remat == execution.AUTO:
     batch = setup.abstract_batch(
       placement,
-      loss,
-      objective.maker,
-      sizes[0],
+      recipe.rows,
       settings.train.batch_size,
-      axes,
       teacher=teacher_row,
     )
-    work = workload.of_step(
-      placement, loss, settings.train, sizes, shapes, objective.maker
-    )
+    work = workload.of_step(placement, recipe, settings.train, shapes)
     # The last phase, which trains the most parameters.
     abstract = phases.abstract()
     others = batch, reference_params, base_params
@@ -333,13 +325,11 @@ def train(
   every = settings.checkpoint.interval(steps)
   end = resume_checks.report_end(batches.remaining, first, steps, log)
   batch_size = settings.train.batch_size
-  flops = setup.job_flops(
-    loss, model, *sizes, batch_size, shapes, frozen=base is not None
-  )
+  flops = setup.job_flops(recipe, batch_size, shapes, frozen=base is not None)
   telemetry = job_telemetry.JobTelemetry(
     workdir,
     settings.train,
-    loss,
+    recipe.metrics,
     config.to_dict(),
     start,
     end,
@@ -358,13 +348,20 @@ def train(
     writing=lambda step: watchdog.beat(step, 'profile'),
   )
   policy = completion_rewards.make_batches(
-    workdir, settings, placement, data, rewards, telemetry, watchdog
+    workdir,
+    settings,
+    placement,
+    data,
+    rewards,
+    telemetry,
+    watchdog,
+    teacher_row,
   )
   sampled = policy
-  if loss.samples and not policy:
+  if recipe.sampling and not policy:
     spent = functools.partial(telemetry.phase, watchdog)
     sampled = on_policy.OnPolicyBatches(
-      placement, loss, data, spent, settings.train, settings.seed, teacher_row
+      placement, recipe, data, spent, settings.train, settings.seed, teacher_row
     )
   evaluators = evaluators_lib.Evaluators(
     workdir,
@@ -372,7 +369,7 @@ def train(
     settings,
     tasks,
     placement,
-    reference_params,
+    {x: loss_lib.Frozen(frozen[x], p) for x, p in reference_params.items()},
     data,
     telemetry,
     policy,
@@ -389,7 +386,8 @@ def train(
       beat = functools.partial(watchdog.beat, step, 'evaluate')
       values = evaluators(step, attach(params), beat=beat, last=last)
       evaluating = False
-      return loss.rank(values[loss.selects])
+      metrics = recipe.metrics
+      return held_out_metrics.rank(metrics, values[metrics.selects])
 
   def save(step, rank=None):
     watchdog.beat(step, 'save')
@@ -440,7 +438,11 @@ def train(
         rows = next(batches)
       if step == first:
         data.train.check_framing(rows, data.vocabularies.decoder)
-        log(setup.describe_batch(rows, data.vocabularies, objective.labels))
+        log(
+          setup.describe_batch(
+            rows, data.vocabularies, settings.data.objectives[0].labels
+          )
+        )
         if distributed.is_lead():
           run_artifacts.remove_summary(workdir)  # A shorter job left it.
       row_numbers = rows.pop('row')
@@ -448,7 +450,7 @@ def train(
       # Completions of the rows' prompts; of a policy with their rewards.
       measured = {}
       if not sampled:
-        rows = loss.frame(rows, data.vocabularies.decoder.ids)
+        rows = recipe.rows.frame(rows, data.vocabularies.decoder.ids)
       else:
         order, position = batches.order, cost.rows
         rows, measured = sampled(step, attach(state.params), order, position)
@@ -457,7 +459,7 @@ def train(
       # Update. Dispatch is asynchronous: the host continues meanwhile.
       profiler.begin_step(step)
       with telemetry.spent('compile' if compiling else 'dispatch'):
-        batch = step_lib.place_batch(rows, placement, axes)
+        batch = step_lib.place_batch(rows, placement, recipe.rows.axes)
         arguments = state, batch, reference_params, base_params
         if compiling:
           train_step = phases.make_step(step)

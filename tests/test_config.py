@@ -15,7 +15,8 @@ from encdec_adapt.configs import gemma2, t5
 from encdec_adapt.models import model_config, presets
 from encdec_adapt.planning import chips
 from encdec_adapt.telemetry import environment
-from encdec_adapt.training import evaluation_section, schedules
+from encdec_adapt.training import schedules
+from encdec_adapt.training.sections import evaluation_section
 from tests.tokenizers import t5_files
 
 BASE = '--config=configs/base.py'
@@ -23,7 +24,11 @@ SOURCE = ('--config.init.encoder=a', '--config.data.source=python')
 TEACHER = (*SOURCE, '--config.teacher.checkpoint=b')
 PREFIX_LM = '--config.data.objective=prefix_lm'
 LORA = ('loss.kind=rloo', 'train.lora=rank=2,dropout=0.1')
-LORA += ('init.mode=checkpoint', 'init.encoder=a')
+LORA += ('init.mode=checkpoint', 'init.encoder=a', 'data.encoder_length=8')
+LORA += ('data.objective=pairs', 'data.source=pairs:x#q,a')
+PREFERENCES = ('data.objective=preferences', 'data.encoder_length=8')
+PREFERENCES += ('data.source=preferences:x#p,c,r',)
+DISTILL = ('loss.kind=distill', 'data.encoder_length=8')
 # A pair of two vocabularies.
 PAIR = (
   'model.kind=encoder_decoder',
@@ -50,9 +55,10 @@ def test_training_starts_from_the_reference_that_is_not_named():
   flags += ('data.objective=preferences', 'data.encoder_length=8')
   flags += ('data.source=preferences:x#p,c,r', 'model.kind=decoder_only')
   load = lambda *more: _load(BASE, *(f'--config.{x}' for x in (*flags, *more)))  # noqa: E731
-  assert load().teacher.checkpoint == 'a'
-  assert load('teacher.checkpoint=b').teacher.checkpoint == 'b'
-  assert load('loss.kind=simpo').teacher.checkpoint == ''
+  assert load().recipe.frozen['teacher'].path == 'a'
+  named = load('teacher.checkpoint=b').recipe.frozen['teacher']
+  assert (named.path, named.is_start) == ('b', False)
+  assert load('loss.kind=simpo').recipe.frozen == {}
   assert not load().data.train.pack and load().data.pack
 
 
@@ -123,7 +129,9 @@ SHIPPED += [f't5.py:{x}' for x in t5.SHIPPED]
 def test_a_shipped_recipe_divides_over_its_chips(arg):
   is_pair = 'objective=pairs' in arg or 'objective=rloo' in arg
   source = 'pairs:README.md' if is_pair else 'python'
-  flags = f'--config.data.source={source}', '--config.loss.distillation=0'
+  flags = [f'--config.data.source={source}']
+  if 'objective=rloo' not in arg:
+    flags.append('--config.loss.kind=cross_entropy')
   flags += SOURCE[:1] * arg.startswith('gemma2')
   settings = _load(f'--config=configs/{arg}', *flags)
   assert settings.data.samples == ('objective=rloo' in arg)
@@ -250,8 +258,11 @@ def test_any_model_is_said_by_a_configuration(merged):
     (['checkpoint.every=ten'], 'every=ten: .*could not convert'),
     (['train.dropout=1'], 'train.dropout is 1.0; it must be below 1'),
     (['train.dropout=-0.1'], 'train.dropout is -0.1; .*at least 0'),
-    (['loss.kind=orpo', 'train.dropout=0.1'], 'is 0.1 .* the loss preference '),
-    ([*LORA, 'train.rewards=answers'], "lora 'rank=2,dr.* the loss policy com"),
+    (
+      ['loss.kind=orpo', *PREFERENCES, 'train.dropout=0.1'],
+      'is 0.1 .* the loss orpo ',
+    ),
+    ([*LORA, 'train.rewards=answers'], "lora 'rank=2,dr.* the loss rloo com"),
     (['optimizer.eps=0'], 'optimizer.eps is 0.0; .*above 0'),
     (['optimizer.kind=adam'], "'adam'.*adamw"),
     (['optimizer.learning_rate=nan'], 'learning_rate is nan.*finite'),
@@ -273,11 +284,21 @@ def test_any_model_is_said_by_a_configuration(merged):
       "init.post_norm_gain is 'zero', .*mode 'embeddings' .*set it to 'one'",
     ),
     (['teacher.checkpoint=a'], "teacher.checkpoint is 'a'"),
-    (['loss.distillation=1'], 'teacher.checkpoint is empty'),
-    (['loss.kind=dpo'], "empty .config.init.mode is 'random'"),
+    ([*DISTILL, PREFIX_LM[9:]], 'teacher.checkpoint is empty'),
+    (['loss.kind=dpo', *PREFERENCES], "empty .config.init.mode is 'random'"),
     (['loss.kind=dpo', 'teacher.checkpoint=a'], 'no two answers to compare'),
-    (['loss.kind=orpo', 'teacher.checkpoint=a'], 'which reads no other model'),
-    (['loss.distillation=1', 'teacher.checkpoint=a'], "'causal_lm'; .*prefix_"),
+    (
+      ['loss.kind=orpo', *PREFERENCES, 'teacher.checkpoint=a'],
+      'which reads no such model',
+    ),
+    (['loss.kind=dpp'], "is 'dpp'; .*dpo"),
+    (['loss.dpo.beta=1'], "loss.dpo.beta is 1.0, .*kind is 'cross_entropy'"),
+    (['loss.kind=dpo', 'loss.z_loss=1'], "loss.z_loss is 1.0, .*kind is 'dpo'"),
+    (
+      ['loss.kind=ipo', *PREFERENCES, 'loss.ipo.beta=0'],
+      'ipo.beta is 0.0; .*above',
+    ),
+    (['loss.kind=distill', 'teacher.checkpoint=a'], "'causal_lm'; .*prefix_"),
     (['train.cross_attention_warmup=100'], 'none of the 100 steps'),
     (['train.microbatches=3'], 'batch_size .16. .*microbatches .3.'),
     (['data.source='], 'data.source is empty.*text:GLOB'),

@@ -86,7 +86,7 @@ def _embedder(size, name):
       'model.kind': 'decoder_only' if causal else 'encoder_only',
       'model.embedding': f'pooling=mean,dimensions={parts}',
       'init.mode': 'adapt',
-      'loss.kind': 'infonce:temperature=0.05',
+      'loss.kind': 'infonce',
       'data.objective': 'embed:too_long=truncate,texts=16',
       'data.encoder_length': 256,
       'data.decoder_length': 0,

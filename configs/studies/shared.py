@@ -300,7 +300,7 @@ def _pod(size, sides):
   name = '9b_9b' if 'tiny' in sides else '9b_2b' if unbalanced else '2b_2b'
   config = gemma2.recipe(presets.t5gemma(name, vocab_multiple=128), 'prefixlm')
   spread(config, size, name)
-  config.init.mode, config.loss.distillation = 'random', 0.0
+  config.init.mode, config.loss.kind = 'random', 'cross_entropy'
   config.train.cross_attention_warmup = 0
   config.data.source = size.text
   config.data.vocabulary = size.vocabulary or f'hf://{_RELEASED["base"]}'
@@ -372,7 +372,8 @@ def pair(size, name, steps, sides=('base', 'base'), taught=True, **fields):
   if sides[1] != sides[0]:
     starts['init.decoder'] = sides[1]
   if taught:
-    changes['loss.distillation'] = 1.0 if size.name == 'pod' else 0.5
+    share = 1.0 if size.name == 'pod' else 0.5
+    changes |= {'loss.kind': 'distill', 'loss.distill.share': share}
     starts['teacher.checkpoint'] = sides[1]
   config, budget = size.config(sides[1], sides[0]), steps
   # Others have as many rows, with fewer targets.

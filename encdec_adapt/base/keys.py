@@ -34,6 +34,8 @@ class Key:
       keep their type; None where the field cannot be None.
     interval: whether the value is an interval of steps (`base.intervals`).
     names: whether the value is a tuple of names.
+    shared: whether the key belongs to the section as a whole, where the
+      dataclass is one of several choices with options of their own.
   """
 
   doc: str
@@ -46,6 +48,7 @@ class Key:
   none: Any = None
   interval: bool = False
   names: bool = False
+  shared: bool = False
 
   def problem(self, value: Any) -> str:
     """Returns the error in a value, or '' if it is right."""
@@ -129,6 +132,11 @@ def keys_of(section: Any) -> Iterator[tuple[str, str, Key, Any]]:
       yield info.name or field.name, field.name, info, field.default
 
 
+def shared(section: type) -> list[str]:
+  """Returns the names of the keys that are `shared`."""
+  return [name for name, _, info, _ in keys_of(section) if info.shared]
+
+
 def sections_of(section: Any) -> Iterator[tuple[str, Section]]:
   """Yields (name, Section) of the sections within a section's dataclass."""
   for field in dataclasses.fields(section):
@@ -137,12 +145,13 @@ def sections_of(section: Any) -> Iterator[tuple[str, Section]]:
       yield field.name, info
 
 
-def check(section: Any, prefix: str) -> None:
+def check(section: Any, prefix: str, options: str = '') -> None:
   """Checks every key of a section instance against its bounds.
 
   Args:
     section: frozen dataclass instance.
     prefix: text before the key in messages, such as 'config.train.'.
+    options: further text before keys that are not `shared`, such as 'dpo.'.
 
   Raises:
     UserError: names the key, its value and the bound; or an option is set of a
@@ -151,13 +160,14 @@ def check(section: Any, prefix: str) -> None:
   for name, field, info, _ in keys_of(section):
     value = getattr(section, field)
     if value is not None and (problem := info.problem(value)):
-      raise errors.UserError(f'{prefix}{name} is {value!r}; {problem}.')
+      inner = '' if info.shared else options
+      raise errors.UserError(f'{prefix}{inner}{name} is {value!r}; {problem}.')
   for name, info in sections_of(section):
     values = values_of(getattr(section, name))
     if info.is_off(values):
       inner, switch = f'{prefix}{name}.', info.switch
       reason = f'{inner}{switch} is {values[switch]!r}'
-      require_defaults(info.type, values, inner, reason)
+      require_defaults(values, defaults(info.type), inner, reason)
 
 
 def defaults(section: type) -> dict[str, Any]:
@@ -208,20 +218,23 @@ def make(section: type, values: Mapping[str, Any], **fields: Any) -> Any:
 
 
 def require_defaults(
-  section: type, values: Mapping[str, Any], prefix: str, reason: str
+  values: Mapping[str, Any],
+  standard: Mapping[str, Any],
+  prefix: str,
+  reason: str,
 ) -> None:
-  """Refuses options of a section that is not in force.
+  """Refuses options that are not read.
 
   Args:
-    section: frozen dataclass.
     values: value of every key, by key name.
+    standard: the default of each option.
     prefix: text before the key in messages, such as 'config.loss.dpo.'.
-    reason: why the section is not read, as a clause.
+    reason: why they are not read, as a clause.
 
   Raises:
     UserError: an option differs from its default.
   """
-  for name, default in defaults(section).items():
+  for name, default in standard.items():
     value = values[name]
     if (tuple(value) if isinstance(value, list) else value) != default:
       raise errors.UserError(

@@ -29,6 +29,8 @@ def translate(config: Mapping[str, Any]) -> Section:
   if isinstance(train.get('trackers'), str):
     names = map(str.strip, train['trackers'].split(','))
     train['trackers'] = tuple(filter(None, names))
+  if loss := config.get('loss'):
+    config['loss'] = _loss(loss)
   if 'every' in checkpoint:
     checkpoint['every'] = _interval(str(checkpoint['every']))
   return config
@@ -56,6 +58,37 @@ def _evaluation(text: str) -> Section:
       f' intervals; all have config.evaluation.tasks_every={every:g} now'
     )
   return section | {'tasks': tuple(tasks), 'tasks_every': every}
+
+
+def _loss(section: Section) -> Section:
+  """Returns section `loss`: kind='dpo:beta=0.2 + cross_entropy@0.3' before."""
+  if 'distillation' not in section:
+    return section
+  text, *shares = section.pop('kind').split(' + ')
+  share, temperature = section.pop('distillation'), section.pop('temperature')
+  kind, _, pairs = text.partition(':')
+  options: Section = {}
+  for pair in filter(None, pairs.split(',')):
+    key, _, value = pair.partition('=')
+    options[key] = _number(value)
+  for entry in shares:  # Of cross-entropy.
+    options['cross_entropy'] = float(entry.partition('@')[2] or 1)
+  if not kind:
+    kind = 'distill' if share else 'cross_entropy'
+  if kind == 'distill':
+    options |= {'share': share or 1.0, 'temperature': temperature}
+  if 'lambda' in options:
+    options['weight'] = options.pop('lambda')
+  if 'learn_temperature' in options:
+    options['learn_temperature'] = bool(options['learn_temperature'])
+  return section | {'kind': kind} | ({kind: options} if options else {})
+
+
+def _number(text: str) -> float | str:
+  try:
+    return float(text)
+  except ValueError:
+    return text
 
 
 def _interval(text: str) -> float:

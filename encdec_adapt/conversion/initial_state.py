@@ -37,10 +37,11 @@ from encdec_adapt.objectives import framing
 from encdec_adapt.sharding import placement as placement_lib
 from encdec_adapt.telemetry import compute_cost
 from encdec_adapt.tokenizers import vocabulary_pair
-from encdec_adapt.training import losses, setup, teacher_section
 from encdec_adapt.training import phases as phases_lib
+from encdec_adapt.training import setup
 from encdec_adapt.training import state as state_lib
-from encdec_adapt.training.losses import rollout_options
+from encdec_adapt.training.recipes import recipe
+from encdec_adapt.training.sections import rollout_options
 
 
 @dataclasses.dataclass(frozen=True)
@@ -327,50 +328,56 @@ def shares_base(
 
 
 def open_references(
-  loss: losses.loss.Loss,
-  config: teacher_section.TeacherConfig,
+  frozen: Mapping[str, recipe.FrozenModel],
+  dtype: str,
   placement: state_lib.Placement,
   compute: execution.ComputeConfig,
   choice: vocabulary_pair.Choice,
   lengths: framing.Lengths,
 ) -> dict[str, Reference]:
-  """Opens the reference models of a loss by their names; most have none.
+  """Opens the frozen models of a recipe by their names; most have none.
 
   Args:
-    loss: the loss.
-    config: section `teacher` of the configuration.
+    frozen: the models that the recipe declares.
+    dtype: `config.teacher.dtype`.
     placement: the trained model and its mesh.
-    compute: section `compute`.
+    compute: section `compute` of the configuration.
     choice: the vocabularies of the job.
     lengths: tokens of a row.
 
   Raises:
     UserError: see `open_reference`.
   """
-  if not loss.references:
-    return {}
-  model = placement.model.config
-  source = open_reference(loss, config, model, choice, lengths)
-  placed = place_reference(source.model, config, placement, compute)
-  # `config.teacher` names a single model, which is every reference of the loss.
-  return dict.fromkeys(loss.references, Reference(source, placed))
+  sources = {
+    name: open_reference(declared, placement.model.config, choice, lengths)
+    for name, declared in frozen.items()
+  }
+  return {
+    name: Reference(x, place_reference(x.model, dtype, placement, compute))
+    for name, x in sources.items()
+  }
 
 
 def open_reference(
-  loss: losses.loss.Loss,
-  config: teacher_section.TeacherConfig,
+  declared: recipe.FrozenModel,
   model: model_config.ModelConfig,
   choice: vocabulary_pair.Choice,
   lengths: framing.Lengths,
 ) -> model_on_disk.StoredModel:
-  """Opens the model that `config.teacher` names.
+  """Opens a frozen model.
+
+  Args:
+    declared: the model that the recipe declares.
+    model: shape of the trained model.
+    choice: the vocabularies of the job.
+    lengths: tokens of a row.
 
   Raises:
-    UserError: the loss does not accept its architecture, or it has another
+    UserError: the recipe does not accept its architecture, or it has another
       vocabulary or fewer positions than rows have; or sentinels of a text that
       a teacher reads without them are bytes of it.
   """
-  if loss.reads_windows and vocabulary_pair.exists(choice.decoder):
+  if declared.reads_windows and vocabulary_pair.exists(choice.decoder):
     vocabulary = choice.open().decoder
     if {*vocabulary.sentinels} & {*vocabulary.text_ids.tolist()}:
       raise errors.UserError(
@@ -378,13 +385,13 @@ def open_reference(
         f' those of the vocabulary {choice.decoder} are bytes that text has,'
         ' too; distil prefix_lm or pairs (config.data.objective).'
       )
-  source = _open(config.checkpoint, model)
+  source = _open(declared.path, model)
   kind = source.model.architecture
-  if kind not in loss.accepts:
+  if kind not in declared.accepts:
     raise errors.UserError(
-      f'config.teacher.checkpoint is {config.checkpoint!r}, a model of kind'
+      f'config.teacher.checkpoint is {declared.path!r}, a model of kind'
       f' {kind.name} with {source.model.decoder.outputs:,} outputs; the loss'
-      f' {loss.name} reads models of kind {architecture.names(loss.accepts)}.'
+      f' reads models of kind {architecture.names(declared.accepts)}.'
     )
   _check_reads(source, model, choice, lengths, 'teacher')
   return source
@@ -429,8 +436,7 @@ def place_reward_model(
   compute: execution.ComputeConfig,
 ) -> state_lib.Placement:
   """Places a reward model on the mesh of the job."""
-  config = teacher_section.TeacherConfig()
-  return place_reference(model, config, placement, scoring_compute(compute))
+  return place_reference(model, '', placement, scoring_compute(compute))
 
 
 def scoring_compute(
@@ -480,15 +486,22 @@ def _check_positions(source, kind, lengths, title) -> None:
 
 def place_reference(
   model: model_config.ModelConfig,
-  config: teacher_section.TeacherConfig,
+  dtype: str,
   placement: state_lib.Placement,
   compute: execution.ComputeConfig,
 ) -> state_lib.Placement:
-  """Places a reference model on the mesh of the job."""
+  """Places a frozen model on the mesh of the job.
+
+  Args:
+    model: its shape.
+    dtype: dtype of its parameters; '' for that of `compute`.
+    placement: the trained model and its mesh.
+    compute: section `compute` of the configuration.
+  """
   placed = setup.place_model(model, compute, placement.mesh, placement.rules)
   # No small updates are added to these parameters, as to those in training,
   # which are float32.
-  return dataclasses.replace(placed, dtype=config.dtype or compute.dtype)
+  return dataclasses.replace(placed, dtype=dtype or compute.dtype)
 
 
 def _open(

@@ -12,7 +12,7 @@ from typing import Any
 import huggingface_hub
 
 from encdec_adapt import config as config_lib
-from encdec_adapt.base import errors
+from encdec_adapt.base import errors, saved_keys
 from encdec_adapt.conversion import (
   inspection,
   model_on_disk,
@@ -23,7 +23,7 @@ from encdec_adapt.files import atomic, hub, text_lines
 from encdec_adapt.files import paths as paths_lib
 from encdec_adapt.huggingface import torch_export
 from encdec_adapt.models import parameters
-from encdec_adapt.telemetry import compute_cost
+from encdec_adapt.telemetry import compute_cost, environment
 
 # Fields of a stack in the card's table: its sizes, without masks and norms.
 _SIZES = (
@@ -205,7 +205,7 @@ def _history(
       + '.'
     )
   else:
-    config = _read(path / config_lib.RUN_CONFIG)
+    config = saved_keys.translate(_read(path / config_lib.RUN_CONFIG))
     init = config['init']
     sources = [path for path in (init['encoder'], init['decoder']) if path]
     yield from _training(config, summary, step, sources)
@@ -260,10 +260,10 @@ def _training(
   )
   yield f'- Data: `{_sources(data["source"]) or "records"}`.'
   # Keys of the loss that were set, and the model that it reads.
-  default = config_lib.defaults().loss.to_dict()
+  default = environment.flat(config_lib.defaults().loss.to_dict())
   changes = [
     f'{name} {value:g}' if isinstance(value, float) else f'{name} {value}'
-    for name, value in config['loss'].items()
+    for name, value in environment.flat(config['loss']).items()
     # The chunk changes memory only.
     if name != 'chunk' and value != default.get(name)
   ]

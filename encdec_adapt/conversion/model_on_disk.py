@@ -40,6 +40,7 @@ from encdec_adapt.models import embedding_head, model_config, parameters
 from encdec_adapt.objectives import example_maker
 from encdec_adapt.tokenizers import vocabulary_pair
 from encdec_adapt.training import state as state_lib
+from encdec_adapt.training.metrics import held_out_metrics
 
 WINDOWS = ('exclusive', 'inclusive')  # Rules of an encoder's local layers.
 # Subfolder with the tokenizer of the decoder, if it is not the encoder's, which
@@ -493,7 +494,9 @@ def open_checkpoint(
     if rank is not None:
       # Checkpoints store ranks, of which lower is better; `rank` applied twice
       # is the value.
-      text = f', {settings.loss.describe(settings.loss.rank(rank))}'
+      metrics = settings.recipe.metrics
+      value = held_out_metrics.rank(metrics, rank)
+      text = f', {held_out_metrics.describe(metrics, value)}'
     _report_step(f'{path}: step {checkpoint.step}{text}')
   return checkpoint
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from encdec_adapt import config as config_lib
-from encdec_adapt.base import errors
+from encdec_adapt.base import errors, keys
 from encdec_adapt.cluster import lock
 from encdec_adapt.conversion import initial_state, model_on_disk
 from encdec_adapt.data.making import materialization, process_pool
@@ -37,7 +37,11 @@ from encdec_adapt.tokenizers import special_ids
 from encdec_adapt.training import setup
 from encdec_adapt.training import state as state_lib
 from encdec_adapt.training import step as step_lib
-from encdec_adapt.training.losses import distillation
+from encdec_adapt.training.losses import distillation as distillation_loss
+from encdec_adapt.training.losses import loss as loss_lib
+from encdec_adapt.training.recipes import distillation_recipe
+from encdec_adapt.training.recipes import recipe as recipe_lib
+from encdec_adapt.training.sections import teacher_section
 
 _Ranges = Mapping[record_writing.ShardKey, tuple[int, int]]
 
@@ -57,16 +61,16 @@ def store(
     UserError: the teacher cannot predict the targets or has another
       vocabulary, the folder has another stored teacher, or the disk is full.
   """
-  teacher = dataclasses.replace(settings.teacher, checkpoint=checkpoint)
+  recipe = _recipe(settings, checkpoint)
   mesh = setup.make_mesh(settings.mesh, settings.compute.compile_cache)
   device = mesh.devices.flat[0]
-  settings = dataclasses.replace(settings, teacher=teacher).on(device.platform)
+  settings = settings.on(device.platform)
   compute, rows = settings.compute, settings.train.eval_batch_size
   # The only batches here.
   train = dataclasses.replace(settings.train, batch_size=rows, microbatches=1)
   lengths = settings.data.train.lengths
   setup.check_batches(train, lengths, mesh, settings.rules)
-  source, records, _ = _open(settings)
+  source, records, _ = _open(settings, recipe)
   size = source.model.decoder.outputs
   if tokens > size:
     raise errors.UserError(
@@ -82,27 +86,45 @@ def store(
     size,
     settings.data.seed,
     rows,
-    f'{device.device_kind} {dict(mesh.shape)} {compute.dtype} {teacher.dtype}',
+    f'{device.device_kind} {dict(mesh.shape)} {compute.dtype}'
+    f' {settings.teacher.dtype}',
   )
   folder = paths.at(settings.data.folder) / f'teacher-{form}-{tokens}'
   with lock.hold(folder):
-    _make(settings, records, spec, folder)
+    _make(settings, recipe, records, spec, folder)
   print(
     f'{folder}: train with --config.loss.kind=distill'
     f' --config.teacher.checkpoint=stored:{folder}'
   )
 
 
+def _recipe(
+  settings: config_lib.Settings, checkpoint: str
+) -> distillation_recipe.Distillation:
+  """Returns the distillation that the teacher is stored for."""
+  loss = distillation_loss.Distillation
+  return distillation_recipe.Distillation.of(
+    recipe_lib.Sections(
+      loss,
+      keys.defaults(loss),
+      settings.model,
+      settings.data,
+      settings.init,
+      teacher_section.TeacherConfig(checkpoint, settings.teacher.dtype),
+      settings.train,
+      settings.checkpoint,
+    )
+  )
+
+
 def _open(
-  settings: config_lib.Settings,
+  settings: config_lib.Settings, recipe: distillation_recipe.Distillation
 ) -> tuple[
   model_on_disk.StoredModel, record_sets.RecordSet, special_ids.SideIds
 ]:
-  data, loss = settings.data, _loss(settings)
-  loss.check(settings.model, data.objectives)
+  data = settings.data
   source = initial_state.open_reference(
-    loss,
-    settings.teacher,
+    recipe.frozen[loss_lib.TEACHER],
     settings.model,
     data.vocabularies,
     data.train.lengths,
@@ -112,12 +134,9 @@ def _open(
   return source, records, opened.decoder.ids
 
 
-def _loss(settings: config_lib.Settings) -> distillation.Distillation:
-  return distillation.Distillation().for_objectives(settings.data.objectives)
-
-
 def _make(
   settings: config_lib.Settings,
+  recipe: distillation_recipe.Distillation,
   records: record_sets.RecordSet,
   spec: stored_teacher.TeacherSpec,
   folder: paths.Path,
@@ -151,7 +170,7 @@ def _make(
   workers = settings.data.workers if jax.default_backend() == 'cpu' else 1
   groups = [missing[i::workers] for i in range(workers)]
   jobs = [{key: ranges[key] for key in group} for group in groups if group]
-  write = functools.partial(_write_shards, settings, spec, local)
+  write = functools.partial(_write_shards, settings, recipe, spec, local)
   for _, made in process_pool.run_jobs(write, jobs, workers):
     entries |= made
   shards = {
@@ -168,19 +187,20 @@ def _make(
 
 def _write_shards(
   settings: config_lib.Settings,
+  recipe: distillation_recipe.Distillation,
   spec: stored_teacher.TeacherSpec,
   folder: pathlib.Path,
   shards: _Ranges,
 ) -> dict[record_writing.ShardKey, dict[str, Any]]:
-  source, records, special = _open(settings)
+  source, records, special = _open(settings, recipe)
   mesh = setup.make_mesh(settings.mesh, settings.compute.compile_cache)
   placed = setup.place_model(
     source.model, settings.compute, mesh, settings.rules
   )
   dtype = settings.teacher.dtype or settings.compute.dtype
   placed = dataclasses.replace(placed, dtype=dtype)
-  loss = _loss(settings)
-  params, choose = source.read(placed), _program(placed, spec, loss)
+  params = source.read(placed)
+  choose = _program(placed, spec, recipe.loss)
   lengths, entries = records.spec.lengths, {}
   teacher_row = setup.reads_teacher_row(lengths, source.model)
 
@@ -190,7 +210,7 @@ def _write_shards(
       numbers[numbers >= stop] = row_order.FILLER
       batch = loader.frame_rows(records, numbers, lengths, teacher_row)
       numbers = batch.pop('row')
-      batch = loss.frame(batch, special)
+      batch = recipe.rows.frame(batch, special)
       arrays = choose(params, numbers, step_lib.place_batch(batch, placed))
       ids, weights = map(np.asarray, arrays)
       for i in np.flatnonzero(numbers >= 0):
@@ -209,14 +229,14 @@ def _write_shards(
 def _program(
   placed: state_lib.Placement,
   spec: stored_teacher.TeacherSpec,
-  loss: distillation.Distillation,
+  loss: distillation_loss.Distillation,
 ) -> Callable[..., tuple[jax.Array, jax.Array]]:
   """Returns the jitted (params, row numbers [B], batch) -> ids, weights."""
   model, stack = placed.model, placed.model.config.decoder
 
   def run(params, rows, batch):
     with partition.use(placed.mesh, placed.rules.as_dict()):
-      read = loss.reference_batch(batch)
+      read = loss.teacher_batch(batch)
       hidden = model.architecture.predict(model, params, read)
       key, shape = jax.random.key(spec.seed), (hidden.shape[1], spec.tokens)
       keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(rows)

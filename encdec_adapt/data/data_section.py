@@ -288,7 +288,8 @@ class DataConfig:
       split='train',
       objective=self.objective,
       passes=self.passes,
-      pack=self.pack and self.objectives[0].answers == 1,
+      # Prompts are never packed.
+      pack=self.pack and not self.samples and self.objectives[0].answers == 1,
       max_rows=0,
     )
 

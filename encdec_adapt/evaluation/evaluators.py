@@ -25,13 +25,10 @@ from encdec_adapt.evaluation.results import results_store
 from encdec_adapt.evaluation.tasks import task_groups
 from encdec_adapt.files import paths
 from encdec_adapt.models import base_model
-from encdec_adapt.training import (
-  evaluation_section,
-  job_telemetry,
-  policy_batches,
-  setup,
-)
+from encdec_adapt.training import job_telemetry, policy_batches, setup
 from encdec_adapt.training import state as state_lib
+from encdec_adapt.training.losses import loss as loss_lib
+from encdec_adapt.training.sections import evaluation_section
 
 
 def read_tasks(settings: config_lib.Settings) -> dict[str, task_groups.Plan]:
@@ -66,7 +63,7 @@ class Evaluators:
     settings: config_lib.Settings,
     tasks: Mapping[str, task_groups.Plan],
     placement: state_lib.Placement,
-    references: Mapping[str, base_model.Params],
+    references: Mapping[str, loss_lib.Frozen],
     data: setup.Data,
     telemetry: job_telemetry.JobTelemetry,
     policy: policy_batches.PolicyBatches | None = None,
@@ -79,7 +76,7 @@ class Evaluators:
       settings: the validated configuration.
       tasks: result of `read_tasks`.
       placement: the model and the placement of its parameters.
-      references: parameters of the reference models.
+      references: the frozen models of the job, by name.
       data: vocabularies and held-out rows.
       telemetry: gets the scores.
       policy: continues the held-out prompts of a policy.
@@ -87,18 +84,20 @@ class Evaluators:
     self._intervals = settings.evaluation.intervals(settings.train.steps)
     self._batch_size = settings.train.eval_batch_size
     self._telemetry, self._policy = telemetry, policy
-    loss, names = settings.loss, settings.loss.held_out_references
-    # A loss may train with references that its held-out metrics do not read.
-    self._references = {name: references[name] for name in names}
+    metrics = settings.recipe.metrics
+    # A loss may train with models that its held-out metrics do not read.
+    read = {name: references[name] for name in metrics.references}
+    self._references = {name: x.params for name, x in read.items()}
     axes = settings.data.objectives[0].maker.axes
-    self._evaluator = perplexity.Evaluator(placement, loss, axes)
-    models = [settings.model, *(loss.models[name].config for name in names)]
+    models = {name: x.model for name, x in read.items()}
+    self._evaluator = perplexity.Evaluator(placement, metrics, axes, models)
+    shapes = [settings.model, *(x.config for x in models.values())]
     self._batches = functools.partial(
       setup.evaluation_batches,
       data.evaluation,
       self._batch_size,
       placement,
-      teacher=setup.reads_teacher_row(data.train.spec.lengths, *models),
+      teacher=setup.reads_teacher_row(data.train.spec.lengths, *shapes),
     )
     # Results and samples of later steps are of an evaluation that a kill cut
     # off, or of steps that training repeats from an earlier checkpoint.

@@ -35,13 +35,20 @@ def describe(settings: config_lib.Settings) -> str:
   """
   mesh = setup.make_mesh(settings.mesh)
   settings = settings.on(mesh.devices.flat[0].platform)
-  job = programs.Job.of('train', settings, mesh)
+  missing = {
+    name: problem
+    for name, declared in settings.recipe.frozen.items()
+    if (problem := _missing('teacher.checkpoint', declared.path))
+  }
+  frozen = {
+    # Without a path a shape is assumed, where opening it would fail.
+    name: dataclasses.replace(declared, path='')
+    if name in missing
+    else declared
+    for name, declared in settings.recipe.frozen.items()
+  }
+  job = programs.Job.of('train', settings, mesh, frozen=frozen)
   setup.check_batches(job.train, job.lengths, job.mesh, job.rules)
-  missing = _missing('teacher.checkpoint', job.teacher.checkpoint)
-  if missing:
-    # Without a path the job assumes a shape, where opening it would fail.
-    unknown = dataclasses.replace(job.teacher, checkpoint='')
-    job = dataclasses.replace(job, teacher=unknown)
   program = job.program()
   rows = [row for row in program.rows() if row.part == 'parameters']
   lines = [layout_report.text(rows)]
@@ -62,12 +69,11 @@ def describe(settings: config_lib.Settings) -> str:
   )
   for name, size in {**sizes, 'together': sum(sizes.values())}.items():
     lines.append(f'  {name:<16} {disk.format_bytes(size)}')
-  if missing and 'teacher' in sizes:
-    same = job.references['teacher'] == job.model
+  for name in missing.keys() & sizes.keys():
+    same = job.references[name] == job.model
     shape = 'the model' if same else 'the decoder'
-    lines.append(f"  {missing}: a teacher of {shape}'s shape is counted")
-  missing = job.rewards.missing
-  lines += [f'  {x}' for x in reward_models.missing_text(missing)]
+    lines.append(f"  {missing[name]}: a {name} of {shape}'s shape is counted")
+  lines += [f'  {x}' for x in reward_models.missing_text(job.rewards.missing)]
   lengths = job.lengths
   lines += [
     '  without activations; for those of the compiled program run python -m'

@@ -160,9 +160,6 @@ def _changed(job: programs.Job, changes: Mapping[str, Any]) -> programs.Job:
     )
   for section, values in sections.items():
     changed[section] = dataclasses.replace(getattr(job, section), **values)
-  if job.loss.joins_rows and 'train' in changed:
-    parts = changed['train'].microbatches
-    changed['loss'] = dataclasses.replace(job.loss, parts=parts)
   return dataclasses.replace(job, **changed)
 
 

@@ -15,7 +15,6 @@ from jax import numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from encdec_adapt import config as config_lib
-from encdec_adapt.adaptation import init_section
 from encdec_adapt.base import errors
 from encdec_adapt.conversion import initial_state
 from encdec_adapt.data import data_section
@@ -30,17 +29,16 @@ from encdec_adapt.planning import program_shapes, reward_models
 from encdec_adapt.sharding import compiler, placement
 from encdec_adapt.sharding import rules as rules_lib
 from encdec_adapt.training import (
-  losses,
   optimizers,
   rollouts,
   setup,
   step_estimate,
-  teacher_section,
-  train_section,
   workload,
 )
 from encdec_adapt.training import phases as phases_lib
 from encdec_adapt.training import state as state_lib
+from encdec_adapt.training.recipes import recipe as recipe_lib
+from encdec_adapt.training.sections import train_section
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,11 +53,11 @@ class Job:
     model: shape of the trained model.
     compute: section `compute` of the configuration; the others likewise.
     data: section `data`.
-    teacher: section `teacher`.
-    loss: section `loss`.
+    recipe: the kind of training.
+    frozen: the frozen models that the job holds, by name.
+    frozen_dtype: `config.teacher.dtype`.
     optimizer: section `optimizer`.
     train: section `train`.
-    init: section `init`.
     examples: examples of a row; on GPUs attention leaves out the others' keys.
   """
 
@@ -69,11 +67,11 @@ class Job:
   model: model_config.ModelConfig
   compute: execution.ComputeConfig
   data: data_section.DataConfig
-  teacher: teacher_section.TeacherConfig
-  loss: losses.loss.Loss
+  recipe: recipe_lib.Recipe
+  frozen: Mapping[str, recipe_lib.FrozenModel]
+  frozen_dtype: str
   optimizer: optimizers.OptimizerConfig
   train: train_section.TrainConfig
-  init: init_section.InitConfig
   examples: int = 1
 
   @classmethod
@@ -83,20 +81,39 @@ class Job:
     settings: config_lib.Settings,
     mesh: Mesh | AbstractMesh,
     examples: int = 1,
+    frozen: Mapping[str, recipe_lib.FrozenModel] | None = None,
   ) -> 'Job':
     """Returns a program of a configuration on a mesh.
+
+    Args:
+      name: name of the program.
+      settings: the configuration, for the devices of the mesh.
+      mesh: the mesh.
+      examples: examples of a row.
+      frozen: the frozen models; None for those of the recipe.
 
     Raises:
       UserError: the configuration has no such program.
     """
-    # Fields between have the names of the settings.
-    sections = [field.name for field in dataclasses.fields(cls)[2:-1]]
-    values = {name: getattr(settings, name) for name in sections}
-    job = cls(name, mesh, **values, examples=examples)
-    if name == 'sample' and not job.loss.samples:
+    recipe = settings.recipe
+    job = cls(
+      name,
+      mesh,
+      settings.rules,
+      settings.model,
+      settings.compute,
+      settings.data,
+      recipe,
+      recipe.frozen if frozen is None else frozen,
+      settings.teacher.dtype,
+      settings.optimizer,
+      settings.train,
+      examples,
+    )
+    if name == 'sample' and not recipe.sampling:
       raise errors.UserError(
-        f'--programs={name}: the loss {job.loss.name} samples no completions;'
-        ' leave it out.'
+        f'--programs={name}: the loss {recipe.loss.name} samples no'
+        ' completions; leave it out.'
       )
     if name == 'decode' and not job.model.architecture.generates:
       raise errors.UserError(
@@ -108,7 +125,7 @@ class Job:
     if not job.rewards.placed:
       raise errors.UserError(
         f'--programs={name}: config.train.rewards={job.train.rewards!r} has no'
-        f' reward model, or the loss {job.loss.name} reads no rewards; name'
+        f' reward model, or the loss {recipe.loss.name} reads no rewards; name'
         ' model:CHECKPOINT, or leave it out.'
       )
     compute = initial_state.scoring_compute(job.compute)
@@ -139,8 +156,8 @@ class Job:
   def rows(self) -> int:
     """Rows of a batch on all devices."""
     if self.name == 'sample':
-      _, samples = self.loss.row_shape(self.data.train.lengths, 1)
-      rows = self.loss.sampled_rows(self.train.batch_size) * samples
+      sampling = self.recipe.sampling
+      rows = sampling.rows(self.train.batch_size) * sampling.samples
       # Filled up to a multiple of the shards, as when the job samples.
       shards = self.rules.on(self.mesh).size('batch')
       return -(-rows // shards) * shards
@@ -151,32 +168,32 @@ class Job:
   @property
   def axes(self) -> placement.BatchAxes:
     """Logical axes of batch fields, see `placement.batch_axes`."""
-    axes = self.data.objectives[0].maker.axes
-    return axes | self.loss.axes if self.trains else axes
+    if self.trains:
+      return self.recipe.rows.axes
+    return self.data.objectives[0].maker.axes
 
   @property
   def lengths(self) -> framing.Lengths:
     """Tokens of a row; of decoding, its positions."""
     lengths = self.data.train.lengths
     if self.trains:
-      return self.loss.row_shape(lengths, 1)[0]
+      return self.recipe.rows.lengths
     if self.name == 'reward':
       # The decoder reads BOS, too.
-      return framing.Lengths(lengths.encoder, self.loss.rollouts.tokens + 1)
+      return framing.Lengths(lengths.encoder, self.recipe.sampling.tokens + 1)
     if not self.decodes:
       return lengths
     sampled = self.name == 'sample'
-    tokens = self.loss.rollouts.tokens if sampled else lengths.decoder
+    tokens = self.recipe.sampling.tokens if sampled else lengths.decoder
     positions = self.model.architecture.positions(lengths.encoder, tokens)
     return framing.Lengths(lengths.encoder, positions['decoder'])
 
   @property
   def answers(self) -> int:
     """Answers of a row."""
-    answers = self.data.objectives[0].answers
     if self.trains or self.name == 'reward':
-      return self.loss.row_shape(self.lengths, answers)[1]
-    return answers
+      return self.recipe.rows.answers
+    return self.data.objectives[0].answers
 
   @property
   def models(self) -> tuple[model_config.ModelConfig, ...]:
@@ -190,27 +207,24 @@ class Job:
     """Names of the references that the program reads."""
     if self.decodes:
       return ()
-    loss = self.loss
-    return loss.references if self.trains else loss.held_out_references
+    recipe = self.recipe
+    return (recipe.loss if self.trains else recipe.metrics).references
 
   @functools.cached_property
   def references(self) -> dict[str, model_config.ModelConfig]:
     """Shapes of the frozen models that the job holds, by name.
 
     Raises:
-      UserError: the loss cannot read the model of `config.teacher`.
+      UserError: the recipe cannot read the model of `config.teacher`.
     """
-    if not self.loss.references:
-      return {}
-    model = self.loss.assumed_reference(self.model)
-    if self.teacher.checkpoint:
-      vocabularies = self.data.vocabularies
-      # References read training rows, also while a job samples.
-      lengths, _ = self.loss.row_shape(self.data.train.lengths, 1)
-      model = initial_state.open_reference(
-        self.loss, self.teacher, self.model, vocabularies, lengths
-      ).model
-    return dict.fromkeys(self.loss.references, model)
+    # They read training rows, also while a job samples.
+    read = self.data.vocabularies, self.recipe.rows.lengths
+    return {
+      name: initial_state.open_reference(declared, self.model, *read).model
+      if declared.path
+      else declared.assumed
+      for name, declared in self.frozen.items()
+    }
 
   @functools.cached_property
   def rewards(self) -> reward_models.RewardModels:
@@ -219,26 +233,21 @@ class Job:
     Raises:
       UserError: see `reward_models.place`.
     """
-    if not self.loss.reads_rewards:
+    if self.recipe.rewards is None:
       return reward_models.RewardModels({}, [])
     return reward_models.place(
-      self.train.rewards,
+      self.recipe.rewards,
       self.placed_model,
       self.compute,
       self.data.vocabularies,
-      self.loss.row_shape(self.data.train.lengths, 1)[0],
+      self.recipe.rows.lengths,
     )
 
   @functools.cached_property
   def work(self) -> workload.Workload:
     """Work of the program, which its estimates follow from."""
     work = workload.of_step(
-      self.placed_model,
-      self.loss,
-      self.train,
-      (self.lengths, self.answers),
-      self.models[1:],
-      self.data.objectives[0].maker,
+      self.placed_model, self.recipe, self.train, self.models[1:]
     )
     if self.trains:
       return work
@@ -247,7 +256,9 @@ class Job:
       partition=self.program_rules.on(self.mesh),
       models=self.models,
       compute=self.compute,
+      lengths=self.lengths,
       rows=self.rows,
+      answers=self.answers,
       trains=False,
       decodes=self.decodes,
       parts=1,
@@ -276,7 +287,7 @@ class Job:
     """The frozen models on the mesh, by name."""
     return {
       name: initial_state.place_reference(
-        model, self.teacher, self.placed_model, self.compute
+        model, self.frozen_dtype, self.placed_model, self.compute
       )
       for name, model in self.references.items()
     }
@@ -285,10 +296,9 @@ class Job:
     """Returns FLOPs on all devices by `models.forward_flops`."""
     lengths, answers = self.lengths, self.answers
     if self.trains:
-      model, *references = self.models
-      sizes = lengths, answers, self.rows
       frozen = self.placed_model.adapters is not None
-      return setup.step_flops(self.loss, model, *sizes, references, frozen)
+      references = self.models[1:]
+      return setup.step_flops(self.recipe, self.rows, references, frozen)
     sizes = lengths.encoder, lengths.decoder
     if self.decodes:
       row = formula.decoding(self.model, *sizes)
@@ -312,9 +322,7 @@ class Job:
 
 
 def _train(job: Job) -> program_shapes.Program:
-  phases = phases_lib.Phases(
-    job.placed_model, _bound_loss(job), job.optimizer, job.train, job.axes
-  )
+  phases = _phases(job)
   state = phases.abstract()
   read = _trees_beside(job, state)
   arguments = {'parameters': state.params, **read, 'batch': _batch(job)}
@@ -341,30 +349,27 @@ def _trees_beside(job: Job, state: state_lib.TrainState) -> dict[str, Any]:
   references = {name: p.abstract_params() for name, p in placed}
   if job.placed_model.adapters is None:
     return {'optimizer': state.groups, **references}
-  if _reads_start(job):  # The base, with no adapters or a few more.
-    references = {
-      name: tree
-      for name, tree in references.items()
-      if not initial_state.shares_base(
-        job.placed_references[name], job.placed_model
-      )
-    }
+  references = {
+    name: tree
+    for name, tree in references.items()
+    # The start is the base, with no adapters or a few more.
+    if not job.frozen[name].is_start
+    or not initial_state.shares_base(
+      job.placed_references[name], job.placed_model
+    )
+  }
   base = job.placed_model.abstract_base()
   return {'optimizer': state.groups, 'base': base, **references}
 
 
-def _reads_start(job: Job) -> bool:
-  """Returns whether references are the model that training starts from."""
-  checkpoint = job.teacher.checkpoint
-  if not checkpoint:
-    return job.loss.starts_from_reference
-  return checkpoint == job.init.encoder
+def _phases(job: Job) -> phases_lib.Phases:
+  return phases_lib.Phases(
+    job.placed_model, job.recipe, job.optimizer, job.train, _models(job)
+  )
 
 
-def _bound_loss(job: Job) -> losses.loss.Loss:
-  placed = job.placed_references.items()
-  models = {name: reference.model for name, reference in placed}
-  return dataclasses.replace(job.loss, models=models)
+def _models(job: Job) -> dict[str, build.Model]:
+  return {name: placed.model for name, placed in job.placed_references.items()}
 
 
 def _axes(job: Job, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -385,13 +390,14 @@ def _evaluate(job: Job) -> program_shapes.Program:
   model = job.placed_model
   # The optimizer's state, and references that only training reads, stay in
   # memory while a job evaluates.
-  phases = phases_lib.Phases(model, job.loss, job.optimizer, job.train)
-  beside = _trees_beside(job, phases.abstract()) | job.rewards.trees()
+  beside = _trees_beside(job, _phases(job).abstract()) | job.rewards.trees()
   names = job.read_names
   arguments = {'parameters': model.abstract_params(), 'batch': _batch(job)}
   arguments |= {x: beside.pop(x) for x in ('base', *names) if x in beside}
   return program_shapes.Program(
-    perplexity.Evaluator(model, _bound_loss(job), job.axes).sums,
+    perplexity.Evaluator(
+      model, job.recipe.metrics, job.axes, _models(job)
+    ).sums,
     arguments,
     lambda a: (
       model.attach(a.get('base', {}), a['parameters']),
@@ -469,10 +475,7 @@ def _decode(job: Job) -> program_shapes.Program:
 
 
 def _state(job: Job) -> dict[str, Any]:
-  phases = phases_lib.Phases(
-    job.placed_model, job.loss, job.optimizer, job.train
-  )
-  state = phases.abstract()
+  state = _phases(job).abstract()
   trees = {'trained parameters': state.params, **_trees_beside(job, state)}
   return trees | job.rewards.trees()
 
@@ -516,11 +519,12 @@ def _sharded(job: Job, shapes: Any, axes: Any) -> Any:
 
 
 def _batch(job: Job) -> dict[str, jax.ShapeDtypeStruct]:
-  maker, teacher = job.data.objectives[0].maker, job.reads_teacher_row
   if job.trains:
-    sizes = job.lengths, job.rows
     return setup.abstract_batch(
-      job.placed_model, job.loss, maker, *sizes, job.axes, teacher=teacher
+      job.placed_model,
+      job.recipe.rows,
+      job.rows,
+      teacher=job.reads_teacher_row,
     )
   shapes = _fields(job)
   return _sharded(job, shapes, placement.batch_axes(shapes, job.axes))

@@ -20,7 +20,7 @@ from encdec_adapt.telemetry import environment
 
 _GIB = 2**30
 # Sections of a configuration that its programs follow from.
-_SECTIONS = 'model', 'compute', 'teacher', 'loss', 'optimizer', 'train', 'mesh'
+_SECTIONS = 'model', 'compute', 'teacher', 'optimizer', 'train', 'mesh'
 
 
 def request(config_flag, hardware: chips.Slice) -> dict[str, Any]:
@@ -49,6 +49,7 @@ def digest(settings: config_lib.Settings) -> str:
   no parameter has, are left out, so that a new key or axis changes none.
   """
   sections = {name: _changes(getattr(settings, name)) for name in _SECTIONS}
+  sections['loss'] = _changes(settings.recipe.loss)
   data = settings.data
   rules = settings.rules.as_dict().items()
   sections['rules'] = {

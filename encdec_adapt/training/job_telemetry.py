@@ -28,8 +28,9 @@ from encdec_adapt.telemetry import (
   timing,
   trackers,
 )
-from encdec_adapt.training import guards, losses, train_section
-from encdec_adapt.training.losses import rollout_options
+from encdec_adapt.training import guards
+from encdec_adapt.training.metrics import held_out_metrics
+from encdec_adapt.training.sections import rollout_options, train_section
 
 
 class JobTelemetry(contextlib.AbstractContextManager):
@@ -46,7 +47,7 @@ class JobTelemetry(contextlib.AbstractContextManager):
     self,
     workdir: str | os.PathLike[str],
     train: train_section.TrainConfig,
-    loss: losses.loss.Loss,
+    selected: held_out_metrics.HeldOut,
     config: Mapping[str, Any],
     start: int | None,
     end: int,
@@ -59,7 +60,7 @@ class JobTelemetry(contextlib.AbstractContextManager):
     Args:
       workdir: work directory of the job.
       train: section `train` of the configuration.
-      loss: the loss, which says which evaluations are better.
+      selected: the held-out metrics, one of which is selected.
       config: the configuration, for trackers.
       start: the restored step; None where the job begins.
       end: step at which the job ends.
@@ -85,7 +86,7 @@ class JobTelemetry(contextlib.AbstractContextManager):
       self._writer = metrics.MetricWriter(
         workdir,
         -1 if start is None else start,
-        loss.selects,
+        selected.selects,
         train.trackers,
         config,
       )
@@ -101,7 +102,7 @@ class JobTelemetry(contextlib.AbstractContextManager):
         lambda: list(self._writer.evaluations.items()), 'state'
       )
     )
-    self._patience, self._loss = train.patience, loss
+    self._patience, self._held_out = train.patience, selected
     self._max_kl, self.over_budget = train.sampling.max_kl, False
 
   def __exit__(self, *exception) -> None:
@@ -116,7 +117,8 @@ class JobTelemetry(contextlib.AbstractContextManager):
   @property
   def stagnates(self) -> bool:
     """Whether none of the last `patience` evaluations was the best so far."""
-    ranks = [self._loss.rank(value) for value in self._evaluations.values()]
+    values = self._evaluations.values()
+    ranks = [held_out_metrics.rank(self._held_out, value) for value in values]
     recent = ranks[-self._patience :]
     return 0 < self._patience < len(ranks) and not (
       min(recent) < min(ranks[: -self._patience])
@@ -195,9 +197,10 @@ class JobTelemetry(contextlib.AbstractContextManager):
 
   def record_evaluation(self, step: int, values: Mapping[str, float]) -> None:
     """Writes held-out metrics and prints the selected metric."""
-    value = values[self._loss.selects]
-    self._log(f'step {step}: {self._loss.describe(value)} {self._loss.unit}')
-    curves = {name: values[name] for name in self._loss.curves}
+    value = values[self._held_out.selects]
+    text = held_out_metrics.describe(self._held_out, value)
+    self._log(f'step {step}: {text} {self._held_out.unit}')
+    curves = {name: values[name] for name in self._held_out.curves}
     tokens = {'target_tokens': self.cost.target_tokens}
     self._write('eval', step, curves | tokens)
     self._evaluations[step] = value
@@ -241,9 +244,9 @@ class JobTelemetry(contextlib.AbstractContextManager):
         f' the save of step {within}'
       )
     if self.stagnates:
-      better = 'higher' if self._loss.highest else 'lower'
+      better = 'higher' if self._held_out.highest else 'lower'
       return (
-        f'no {better} held-out {self._loss.selects} in {self._patience}'
+        f'no {better} held-out {self._held_out.selects} in {self._patience}'
         f' evaluations: the job ends at step {step} of {steps}'
       )
     if step < steps:

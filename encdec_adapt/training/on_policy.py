@@ -7,29 +7,24 @@ batch. Samples are data, through which no gradient passes.
 
 from collections.abc import Callable
 import contextlib
-import dataclasses
 
 from encdec_adapt.data.records import row_order
 from encdec_adapt.models import base_model
 from encdec_adapt.objectives import framing
 from encdec_adapt.sharding import placement as placement_lib
-from encdec_adapt.training import (
-  losses,
-  policy_batches,
-  rollouts,
-  setup,
-  train_section,
-)
+from encdec_adapt.training import policy_batches, rollouts, setup
 from encdec_adapt.training import state as state_lib
+from encdec_adapt.training.recipes import recipe as recipe_lib
+from encdec_adapt.training.sections import train_section
 
 
 class OnPolicyBatches:
-  """Samples and frames the batches of a loss that replaces targets."""
+  """Samples and frames batches in which completions replace targets."""
 
   def __init__(
     self,
     placement: state_lib.Placement,
-    loss: losses.loss.Loss,
+    recipe: recipe_lib.Recipe,
     data: setup.Data,
     spent: Callable[[int, str], contextlib.AbstractContextManager],
     train: train_section.TrainConfig,
@@ -40,17 +35,17 @@ class OnPolicyBatches:
 
     Args:
       placement: the student, and its mesh.
-      loss: the loss, with its options of sampling.
+      recipe: the kind of training, with its sampling.
       data: vocabularies and records.
       spent: context of a phase of a step: 'sample'.
       train: section `train` of the configuration.
       seed: seed of the job.
       teacher: whether to make the teacher's fields.
     """
-    self._loss, self._data, self._spent = loss, data, spent
+    self._rows, self._data, self._spent = recipe.rows, data, spent
     self._batch_size, self._teacher = train.batch_size, teacher
     shards = placement_lib.row_shards(placement.mesh, placement.rules)
-    self._count = loss.sampled_rows(train.batch_size)
+    self._count = recipe.sampling.rows(train.batch_size)
     # Prompts have to divide over the mesh, too.
     self._filler = [None] * (-self._count % shards.total)
     self._local = shards.rows(train.batch_size)
@@ -58,7 +53,7 @@ class OnPolicyBatches:
       placement,
       data.train,
       data.vocabularies.decoder,
-      dataclasses.replace(loss.rollouts, samples=1),
+      recipe.sampling,
       seed,
     )
 
@@ -94,12 +89,11 @@ class OnPolicyBatches:
     chosen = [i for i, pair in enumerate(pairs[:count]) if pair is not None]
     for i in chosen:
       pairs[i] = pairs[i]._replace(targets=samples.completion(i, 0))
-    lengths, _ = self._loss.row_shape(records.spec.lengths, 1)
     rows = framing.stack_rows(
       [
         framing.frame_row(
           [pairs[i]] if pairs[i] else [],
-          lengths,
+          self._rows.lengths,
           records.framing,
           teacher=self._teacher,
         )
@@ -113,4 +107,4 @@ class OnPolicyBatches:
       'length': float(drawn / divisor),
       'cut_short': float((~samples.ended[chosen]).sum() / divisor),
     }
-    return self._loss.frame(rows, records.framing.decoder), metrics
+    return self._rows.frame(rows, records.framing.decoder), metrics

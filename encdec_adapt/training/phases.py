@@ -22,12 +22,14 @@ import numpy as np
 
 from encdec_adapt.base import errors
 from encdec_adapt.models import adapters as adapters_lib
-from encdec_adapt.models import block
+from encdec_adapt.models import block, build
 from encdec_adapt.sharding import memory
 from encdec_adapt.sharding import placement as placement_lib
-from encdec_adapt.training import losses, optimizers, train_section
+from encdec_adapt.training import optimizers
 from encdec_adapt.training import state as state_lib
 from encdec_adapt.training import step as step_lib
+from encdec_adapt.training.recipes import recipe as recipe_lib
+from encdec_adapt.training.sections import train_section
 
 _COUNTERS = ('step', 'skipped', 'skipped_in_row')  # Fields of the state.
 _CROSS = re.compile(rf'.*/({"|".join(block.CROSS)})/.*')
@@ -101,19 +103,20 @@ class Phases:
   def __init__(
     self,
     placement: state_lib.Placement,
-    loss: losses.loss.Loss,
+    recipe: recipe_lib.Recipe,
     optimizer: optimizers.OptimizerConfig,
     train: train_section.TrainConfig,
-    axes: placement_lib.BatchAxes = types.MappingProxyType({}),
+    models: Mapping[str, build.Model] = types.MappingProxyType({}),
   ):
     """Assigns parameters to groups; nothing is compiled yet.
 
     Args:
       placement: the trained model and its mesh.
-      loss: the loss, with its reference models.
+      recipe: the kind of training.
       optimizer: section `optimizer` of the configuration.
       train: section `train`.
-      axes: logical axes of batch fields, see `placement.batch_axes`.
+      models: the frozen models that the loss reads, by name; no step is made
+        without them.
 
     Raises:
       UserError: see `warmup_groups`.
@@ -126,7 +129,7 @@ class Phases:
       if placement.adapters
       else warmup_groups(table, train.cross_attention_warmup)
     )
-    self._loss, self._axes = loss, axes
+    self._recipe, self._models = recipe, models
     self._last_step = None  # The compiled step of the last phase, if it is.
     self._microbatches, self._dropout = train.microbatches, train.dropout
     # The masks of adapters are drawn from the same key.
@@ -255,13 +258,13 @@ class Phases:
       return self._last_step
     return step_lib.make_train_step(
       self.placement,
-      self._loss,
+      self._recipe,
+      self._models,
       self.optimizer,
       self.trainable(step),
       self.abstract(step),
       self._microbatches,
       self._dropout,
-      self._axes,
     )
 
   def _parameters(self, params: Any, step: int | None) -> dict[str, Any]:

@@ -23,9 +23,10 @@ from encdec_adapt.data.records import record_sets, row_order
 from encdec_adapt.files import append_log, paths
 from encdec_adapt.models import base_model
 from encdec_adapt.objectives import framing
-from encdec_adapt.training import rollouts, setup, train_section
+from encdec_adapt.training import rollouts, setup
 from encdec_adapt.training import state as state_lib
-from encdec_adapt.training.losses import policy
+from encdec_adapt.training.recipes import policy_recipe
+from encdec_adapt.training.sections import train_section
 
 FILE = 'rollouts.jsonl'
 _SHOWN = 2  # Prompts of a batch whose completions are written.
@@ -109,7 +110,7 @@ class PolicyBatches:
     self,
     workdir: str | os.PathLike[str],
     placement: state_lib.Placement,
-    loss: policy.Policy,
+    recipe: policy_recipe.Policies,
     data: setup.Data,
     score: Score,
     weights: Mapping[str, float],
@@ -126,7 +127,7 @@ class PolicyBatches:
     Args:
       workdir: work directory of the job.
       placement: the model in training, and its mesh.
-      loss: the loss.
+      recipe: the kind of training.
       data: vocabularies and records.
       score: computes the rewards of completions.
       weights: weight of each part of the reward.
@@ -137,13 +138,14 @@ class PolicyBatches:
       start: step that the job starts from.
       evaluated: the last step that was evaluated, None for none.
     """
-    self._loss, self._data = loss, data
+    self._recipe, self._data = recipe, data
+    self._cut = train.sampling
     self._score, self._weights = score, weights
     self._sampler = rollouts.Sampler(
       placement,
       data.train,
       data.vocabularies.decoder,
-      loss.rollouts,
+      recipe.sampling,
       seed,
     )
     self._spent, self._teacher = spent, teacher
@@ -230,7 +232,7 @@ class PolicyBatches:
       values, counts = self._score(groups)
     total = sum(self._weights[name] * x for name, x in values.items())
     rewards = np.zeros(samples.counts.shape, np.float32)
-    penalty = self._loss.rollouts.penalty * ~samples.ended[exists]
+    penalty = self._cut.penalty * ~samples.ended[exists]
     rewards[exists] = total - penalty
     return _Batch(rows, exists, groups, samples, values, counts, rewards)
 
@@ -257,7 +259,7 @@ class PolicyBatches:
 
   def _frame(self, batch: _Batch) -> framing.Batch:
     """Returns this process's rows of the batch."""
-    masks, samples = self._loss.rollouts.cut == 'mask', batch.samples
+    masks, samples = self._cut.cut == 'mask', batch.samples
     framed = [[[]] * samples.counts.shape[1] for _ in batch.rows]
     for i, group in zip(batch.exists, batch.groups, strict=True):
       framed[i] = [
@@ -269,9 +271,8 @@ class PolicyBatches:
         ]
         for tokens, ended in zip(group.tokens, samples.ended[i], strict=True)
       ]
-    fields = self._loss.make_batch(
+    fields = self._recipe.rows.of_groups(
       [framed[i] for i in self._local],
-      self._data.train.spec.lengths,
       self._data.train.framing,
       teacher=self._teacher,
     )
@@ -284,7 +285,7 @@ class PolicyBatches:
       return
     rewards = batch.rewards[batch.exists[:_SHOWN]]
     advantages = np.asarray(
-      self._loss.form.advantages(rewards, np.zeros_like(rewards))
+      self._recipe.loss.advantages(rewards, np.zeros_like(rewards))
     )
     for i, group in enumerate(batch.groups[:_SHOWN]):
       row = batch.exists[i]

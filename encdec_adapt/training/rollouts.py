@@ -28,7 +28,8 @@ from encdec_adapt.sharding import rules as rules_lib
 from encdec_adapt.telemetry import environment
 from encdec_adapt.tokenizers import chat_format, vocabulary
 from encdec_adapt.training import state as state_lib
-from encdec_adapt.training.losses import rollout_options
+from encdec_adapt.training.recipes import recipe
+from encdec_adapt.training.sections import rollout_options
 
 
 class Samples(NamedTuple):
@@ -75,7 +76,7 @@ class Sampler:
     placement: state_lib.Placement,
     records: record_sets.RecordSet,
     decoder: vocabulary.Vocabulary,
-    options: rollout_options.Rollouts,
+    options: recipe.Sampling,
     seed: int,
   ):
     """Prepares the sampler; programs are compiled when they are first called.

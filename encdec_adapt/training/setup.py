@@ -21,7 +21,7 @@ from encdec_adapt.data.making import materialization, process_pool
 from encdec_adapt.data.records import loader, manifest_summary, record_sets
 from encdec_adapt.models import adapters as adapters_lib
 from encdec_adapt.models import build, execution, forward_flops, model_config
-from encdec_adapt.objectives import example_maker, framing
+from encdec_adapt.objectives import framing
 from encdec_adapt.ops import attention, masks
 from encdec_adapt.ops import partition as partition_lib
 from encdec_adapt.sharding import mesh as mesh_lib
@@ -34,9 +34,10 @@ from encdec_adapt.tokenizers import (
   tokenizer_writer,
   vocabulary_pair,
 )
-from encdec_adapt.training import losses, train_section
 from encdec_adapt.training import phases as phases_lib
 from encdec_adapt.training import state as state_lib
+from encdec_adapt.training.recipes import recipe as recipe_lib
+from encdec_adapt.training.sections import train_section
 
 # Ids of a row without pairs, which has all fields, and no ids beside those of
 # padding: no vocabulary has to be opened.
@@ -217,10 +218,7 @@ def place_model(
 
 
 def step_flops(
-  loss: losses.loss.Loss,
-  model: model_config.ModelConfig,
-  lengths: framing.Lengths,
-  answers: int,
+  recipe: recipe_lib.Recipe,
   rows: int,
   references: Iterable[model_config.ModelConfig] = (),
   frozen: bool = False,
@@ -228,43 +226,38 @@ def step_flops(
   """Returns the model FLOPs of a training step on all devices.
 
   Args:
-    loss: the loss.
-    model: the trained model.
-    lengths: tokens of a training row (`losses.loss.Loss.row_shape`).
-    answers: answers of a row.
+    recipe: the kind of training.
     rows: rows of the batch.
     references: models that add a forward pass each.
     frozen: whether adapters train, and the model's kernels have no gradients.
   """
-  sizes = lengths.encoder, lengths.decoder, lengths.teacher, answers
+  row, lengths = recipe.rows, recipe.rows.lengths
+  sizes = lengths.encoder, lengths.decoder, lengths.teacher, row.answers
 
   def forward(config: model_config.ModelConfig) -> int:
-    return forward_flops.forward(config, *sizes, logits=loss.logits(lengths))
+    return forward_flops.forward(config, *sizes, logits=row.logits)
 
   # No gradient reaches a reference: it has no backward pass.
   # Without the gradients of kernels the backward pass costs as much as the
   # forward pass; the products of adapters are not counted.
   passes = 2 if frozen else forward_flops.TRAINING
-  total = passes * forward(model)
+  total = passes * forward(recipe.model)
   return float((total + sum(map(forward, references))) * rows)
 
 
 def job_flops(
-  loss: losses.loss.Loss,
-  model: model_config.ModelConfig,
-  lengths: framing.Lengths,
-  answers: int,
+  recipe: recipe_lib.Recipe,
   rows: int,
   references: Iterable[model_config.ModelConfig] = (),
   frozen: bool = False,
 ) -> float:
   """Returns `step_flops`, and the FLOPs of what is sampled for the step."""
-  total = step_flops(loss, model, lengths, answers, rows, references, frozen)
-  if loss.samples:
+  total = step_flops(recipe, rows, references, frozen)
+  if sampling := recipe.sampling:
     # Scoring completions by reward models is counted nowhere.
-    sizes = lengths.encoder, loss.rollouts.tokens
-    prefill, decode = forward_flops.generation(model, *sizes)
-    total += loss.sampled_rows(rows) * (prefill + answers * decode)
+    sizes = recipe.rows.lengths.encoder, sampling.tokens
+    prefill, decode = forward_flops.generation(recipe.model, *sizes)
+    total += sampling.rows(rows) * (prefill + sampling.samples * decode)
   return total
 
 
@@ -382,11 +375,8 @@ def training_batches(
 
 def abstract_batch(
   placement: state_lib.Placement,
-  loss: losses.loss.Loss,
-  maker: type[example_maker.ExampleMaker],
-  lengths: framing.Lengths,
-  rows: int,
-  axes: placement_lib.BatchAxes,
+  rows: recipe_lib.Rows,
+  batch_size: int,
   *,
   teacher: bool,
 ) -> dict[str, jax.ShapeDtypeStruct]:
@@ -394,19 +384,15 @@ def abstract_batch(
 
   Args:
     placement: the trained model and its mesh.
-    loss: the loss.
-    maker: class that makes the rows.
-    lengths: tokens of a training row.
-    rows: rows of the batch.
-    axes: logical axes of batch fields, see `placement.batch_axes`.
+    rows: the rows of the recipe.
+    batch_size: rows of the batch.
     teacher: whether it has the teacher's fields.
   """
-  fields = loss.pad_batch(maker, lengths, PADDING, teacher=teacher)
   shapes = {
-    name: jax.ShapeDtypeStruct((rows, *value.shape[1:]), value.dtype)
-    for name, value in fields.items()
+    name: jax.ShapeDtypeStruct((batch_size, *value.shape[1:]), value.dtype)
+    for name, value in rows.padding(PADDING, teacher=teacher).items()
   }
-  axes = placement_lib.batch_axes(shapes, axes)
+  axes = placement_lib.batch_axes(shapes, rows.axes)
   shardings = placement_lib.shardings(
     shapes, axes, placement.mesh, placement.rules
   )

@@ -1,7 +1,7 @@
 """The jitted training step: microbatches, clipping, guarded update.
 
-`phases` decides which parameters it trains, and `losses` computes the loss:
-the step itself knows neither architectures nor objectives.
+`phases` decides which parameters it trains, and `losses` computes the loss: the
+step itself knows neither architectures nor objectives.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,12 +14,14 @@ import jax.numpy as jnp
 from jaxtyping import Array
 import optax
 
-from encdec_adapt.models import base_model
+from encdec_adapt.models import base_model, build
 from encdec_adapt.ops import partition
 from encdec_adapt.sharding import compiler
 from encdec_adapt.sharding import placement as placement_lib
-from encdec_adapt.training import losses, offload, optimizers
+from encdec_adapt.training import offload, optimizers
 from encdec_adapt.training import state as state_lib
+from encdec_adapt.training.losses import loss as loss_lib
+from encdec_adapt.training.recipes import recipe as recipe_lib
 
 Batch = Mapping[str, Array]
 Metrics = dict[str, Array]
@@ -29,32 +31,32 @@ StepFunction = Callable[..., tuple[state_lib.TrainState, Metrics]]
 
 def make_train_step(
   placement: state_lib.Placement,
-  loss: losses.loss.Loss,
+  recipe: recipe_lib.Recipe,
+  models: Mapping[str, build.Model],
   optimizer: optimizers.Optimizer,
   trainable: state_lib.Groups,
   abstract: state_lib.TrainState,
   microbatches: int = 1,
   dropout: float = 0.0,
-  axes: placement_lib.BatchAxes = types.MappingProxyType({}),
 ) -> StepFunction:
   """Builds `step(state, batch, references, base) -> (state, metrics)`.
 
-  `references` are the parameters of the loss's reference models, by name, and
-  `base` those of the frozen base of adapters, {} without.
+  `references` are the parameters of the frozen models, by name, and `base`
+  those of the frozen base of adapters, {} without.
   The step is jitted for the groups that train: gradients are computed for
   their parameters only. The state is donated. The divisors of the loss are
   those of the whole global batch, over microbatches and hosts.
 
   Args:
     placement: model, mesh and rules of the trained model.
-    loss: the loss, with its reference models.
+    recipe: the kind of training.
+    models: the frozen models that the loss reads, by name.
     optimizer: the optimizer of every group.
     trainable: paths of the groups that train.
     abstract: shapes and shardings of the state in this phase.
     microbatches: parts in which the gradient of a batch is accumulated.
     dropout: rate of dropout; above 0 the state has a key, from which the masks
       of every step and microbatch are drawn.
-    axes: logical axes of batch fields, see `placement.batch_axes`.
 
   Returns:
     The jitted function. Metrics are scalars, fp32 but for counts, which are
@@ -62,9 +64,10 @@ def make_train_step(
     `padding` (share of the positions), `gradient_norm` (before clipping),
     `learning_rate/<group>`, `skipped` and `skipped_in_row`.
   """
-
-  if loss.joins_rows:  # It divides the batch itself.
-    microbatches = 1
+  loss, axes = recipe.loss, recipe.rows.axes
+  options = {}
+  if recipe.rows.compared:  # The loss divides the batch itself.
+    options, microbatches = {'parts': microbatches}, 1
 
   def step(state, batch, references, base):
     # Inside the traced function: constraints look up the mesh when they are
@@ -73,7 +76,11 @@ def make_train_step(
       flat = state_lib.flatten(state.params)
       trained = {p: flat[p] for paths in trainable.values() for p in paths}
       frozen = {p: leaf for p, leaf in flat.items() if p not in trained}
-      divisors = loss.divisors(batch)
+      divisors = loss_lib.divisors_of(loss, batch)
+      read = {
+        name: loss_lib.Frozen(models[name], references[name])
+        for name in loss.references
+      }
 
       def objective(trained, part, key):
         # Divided by the whole batch's divisors: then gradients of microbatches
@@ -83,7 +90,9 @@ def make_train_step(
         # Models fold in the numbers of their stacks.
         key = None if key is None else jax.random.fold_in(key, _ADAPTERS)
         params = placement.attach(base, params, key)
-        terms = loss.sums(placement.model, params, part, references, masks)
+        terms = loss_lib.sums(
+          loss, placement.model, params, part, read, masks, **options
+        )
         return loss.objective(terms, divisors), terms
 
       keys = None
@@ -108,7 +117,11 @@ def make_train_step(
       'skipped': new_state.skipped,
       'skipped_in_row': new_state.skipped_in_row,
     }
-    return new_state, {**loss.averages(terms, divisors), **progress, **rates}
+    return new_state, {
+      **loss_lib.averages(loss, terms, divisors),
+      **progress,
+      **rates,
+    }
 
   # Explicit shardings: the output state is the next input, and must be neither
   # resharded nor cause a recompilation. Batches, references and base (None)

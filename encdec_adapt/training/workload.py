@@ -8,10 +8,11 @@ import jax.numpy as jnp
 
 from encdec_adapt.models import adapters as adapters_lib
 from encdec_adapt.models import execution, model_config
-from encdec_adapt.objectives import example_maker, framing
+from encdec_adapt.objectives import framing
 from encdec_adapt.ops import partition
-from encdec_adapt.training import losses, train_section
 from encdec_adapt.training import state as state_lib
+from encdec_adapt.training.recipes import recipe as recipe_lib
+from encdec_adapt.training.sections import train_section
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,35 +160,30 @@ class Workload:
 
 def of_step(
   placement: state_lib.Placement,
-  loss: losses.loss.Loss,
+  recipe: recipe_lib.Recipe,
   train: train_section.TrainConfig,
-  sizes: tuple[framing.Lengths, int],
   references: Iterable[model_config.ModelConfig],
-  maker: type[example_maker.ExampleMaker],
 ) -> Workload:
   """Returns the work of a training step.
 
   Args:
     placement: the trained model and its mesh.
-    loss: the loss.
+    recipe: the kind of training.
     train: section `train` of the configuration.
-    sizes: tokens and answers of a training row (`loss.row_shape`).
     references: shapes of the frozen models that it reads.
-    maker: class that makes the rows.
   """
-  model = placement.model
-  lengths, answers = sizes
+  model, rows = placement.model, recipe.rows
   return Workload(
     partition=placement.rules.on(placement.mesh),
     models=(model.config, *references),
     compute=model.compute,
-    lengths=lengths,
+    lengths=rows.lengths,
     rows=train.batch_size,
-    answers=answers,
-    chunk=loss.chunk,
+    answers=rows.answers,
+    chunk=recipe.loss.chunk,
     trains=True,
     parts=train.microbatches,
-    caches=loss.joins_rows and train.microbatches > 1,
-    texts=maker.texts if model.config.decoder.embedding else 0,
+    caches=rows.compared and train.microbatches > 1,
+    texts=rows.maker.texts if model.config.decoder.embedding else 0,
     adapters=placement.adapters,
   )

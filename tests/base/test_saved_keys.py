@@ -3,7 +3,7 @@
 import pytest
 
 from encdec_adapt.base import saved_keys
-from encdec_adapt.training import evaluation_section
+from encdec_adapt.training.sections import evaluation_section
 
 
 def test_strings_become_values():

@@ -49,7 +49,10 @@ ATTEMPTS = (26, 4), (26, 1), (12, 1), (4, 1)
 SIZES = ['--width=2304', '--mlp_width=9216', '--heads=8', '--kv_heads=4']
 SIZES += ['--head_dim=256', '--vocab_size=256000']
 # The same step as a configuration.
-PLAN = ['--config=configs/gemma2.py:size=2b_2b', '--config.loss.distillation=0']
+PLAN = [
+  '--config=configs/gemma2.py:size=2b_2b',
+  '--config.loss.kind=cross_entropy',
+]
 PLAN += ['--config.loss.chunk=1024', '--config.compute.attention_chunk=256']
 PLAN += ['--config.compute.remat=attention']
 PLAN += ['--config.optimizer.kind=adafactor']

@@ -15,7 +15,6 @@ part. Other flags are those of `training_step`, as are the workers.
 
 import argparse
 from collections.abc import Sequence
-import dataclasses
 import re
 import time
 from typing import Any
@@ -71,9 +70,7 @@ def _tune(
     model: flags of `training_step`.
   """
   from encdec_adapt.models import parameters
-  from encdec_adapt.objectives import framing
   from encdec_adapt.training import setup
-  from encdec_adapt.training.losses import cross_entropy
 
   rows, source, target = map(int, re.split(r'[x+]', shape))
   lora = 'rank=16,alpha=32' + f',base={base}' * (base in ('int8', 'nf4'))
@@ -83,16 +80,15 @@ def _tune(
   first, *steps = training_step.measured(
     training_step.Worker(side, arguments.dtype, flags, gpu_step.ENVIRONMENT), 5
   )
-  pair = training_step.make_pair(training_step.make_parser().parse_args(flags))
+  parsed = training_step.make_parser().parse_args(flags)
+  pair = training_step.make_pair(parsed)
   counts = parameters.count_by_stack(pair)
   # The decoder's table is its head; lookups multiply nothing.
   decoder = counts['decoder']
   products = target * (decoder.other + decoder.cross + decoder.embedding)
   products += source * counts['encoder'].other
-  lengths = framing.Lengths(source, target)
-  flops = setup.step_flops(
-    cross_entropy.CrossEntropy(), pair, lengths, 1, rows, frozen=True
-  )
+  recipe = training_step.make_recipe(pair, parsed)
+  flops = setup.step_flops(recipe, rows, frozen=True)
   seconds = results.median(steps, 'seconds')
   rate = seconds * (first['peak_flops'] or float('nan'))
   return {
@@ -143,19 +139,28 @@ def _work(arguments: argparse.Namespace, model: argparse.Namespace) -> None:
   from encdec_adapt.data.records import record_sets
   from encdec_adapt.objectives import framing, supervised
   from encdec_adapt.tokenizers import special_ids, vocabulary_pair
-  from encdec_adapt.training import rollouts, setup, step, train_section
-  from encdec_adapt.training.losses import policy
+  from encdec_adapt.training import rollouts, setup, step
+  from encdec_adapt.training.metrics import token_metrics
+  from encdec_adapt.training.recipes import policy_recipe
+  from encdec_adapt.training.recipes import recipe as recipe_lib
+  from tests.training import conftest
 
-  options = f'samples={arguments.samples},tokens={arguments.tokens}'
-  sampling = train_section.TrainConfig(rollouts=options).sampling
+  sampling = recipe_lib.Sampling(arguments.samples, arguments.tokens, 1.0)
   where = training_step.place(model)
-  loss = policy.Policy(kind=arguments.policy, rollouts=sampling)
-  references = loss.references
-  loss = dataclasses.replace(
-    loss, models=dict.fromkeys(references, where.model)
+  loss = conftest.make_loss(arguments.policy)
+  rows = policy_recipe.CompletionRows(
+    supervised.Supervised,
+    framing.Lengths(arguments.prompt_tokens, arguments.tokens),
+    arguments.samples,
+    arguments.tokens,
+    policy_recipe.AXES,
   )
-  axes = framing.GROUP_AXES | loss.axes
-  job = training_step.make_job(where, loss, model, axes=axes)
+  recipe = policy_recipe.Policies(
+    loss, token_metrics.Completions(), where.model.config, rows
+  )
+  references = loss.references
+  models = dict.fromkeys(references, where.model)
+  job = training_step.make_job(where, recipe, model, models=models)
   params = where.place(where.model.init, jax.random.key(0))
   dtype = where.model.compute.dtype
   frozen = jax.tree.map(lambda x: jax.numpy.array(x, dtype), params)
@@ -177,14 +182,10 @@ def _work(arguments: argparse.Namespace, model: argparse.Namespace) -> None:
   prompts = rng.integers(5, vocabulary.size, shape, np.int32)
   pairs = [framing.Pair(prompt, np.zeros(0, np.int32)) for prompt in prompts]
   rewards = rng.random((count, arguments.samples), np.float32)
-  model.batch_size, lengths = count, records.spec.lengths
-  maker = supervised.Supervised
-  batch = setup.abstract_batch(
-    where, loss, maker, lengths, count, axes, teacher=False
-  )
-  sizes = lengths, arguments.samples
+  model.batch_size = count
+  batch = setup.abstract_batch(where, rows, count, teacher=False)
   train = training_step.by_memory(
-    job, loss, model, sizes, state, batch, references, {}
+    job, recipe, model, state, batch, references, {}
   ).make_step()
 
   def measure() -> dict[str, Any]:
@@ -199,11 +200,9 @@ def _work(arguments: argparse.Namespace, model: argparse.Namespace) -> None:
       ]
       for i, pair in enumerate(pairs)
     ]
-    batch = loss.make_batch(
-      groups, records.spec.lengths, records.framing, teacher=False
-    )
+    batch = rows.of_groups(groups, records.framing, teacher=False)
     batch |= {'rewards': rewards, 'sampler_log_probs': samples.log_probs}
-    placed = step.place_batch(batch, where, axes)
+    placed = step.place_batch(batch, where, rows.axes)
     state, metrics = train(state, placed, references, {})
     jax.block_until_ready((state, metrics))
     times = {'sampling': middle - start, 'update': time.perf_counter() - middle}

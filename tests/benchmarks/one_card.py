@@ -29,7 +29,7 @@ _FULL = 'optimizer.kind=adafactor compute.dtype=bfloat16'
 # Argument of configs/gemma2.py, and changes to its keys.
 JOBS = {
   'all parameters, 4 rows of 4096 + 4096': (
-    f'size=2b_2b {_FULL} train.batch_size=4 loss.distillation=0'
+    f'size=2b_2b {_FULL} train.batch_size=4 loss.kind=cross_entropy'
   ),
   'all parameters, 8 rows of 1024 + 256': f'size=2b_2b,objective=pairs {_FULL}',
   'adaptation with a teacher, AdamW, a row of 4096 + 4096': (

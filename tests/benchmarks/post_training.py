@@ -9,7 +9,6 @@ for DPO, or the number of tokens. Ratios are times as fast as TRL. Needs
 """
 
 from collections.abc import Callable, Sequence
-import dataclasses
 import functools
 import pathlib
 import tempfile
@@ -22,15 +21,10 @@ import encdec_adapt
 from encdec_adapt.data.records import record_sets
 from encdec_adapt.huggingface import config_json
 from encdec_adapt.models import model_config as configs
-from encdec_adapt.objectives import framing, preferences
+from encdec_adapt.objectives import framing, preferences, supervised
 from encdec_adapt.tokenizers import vocabulary_pair
-from encdec_adapt.training import (
-  optimizers,
-  rollouts,
-  schedules,
-  train_section,
-)
-from encdec_adapt.training.losses import policy, preference
+from encdec_adapt.training import optimizers, rollouts, schedules
+from encdec_adapt.training.recipes import policy_recipe, recipe
 from tests import gemma_ids
 from tests.benchmarks import generation, results
 from tests.training import conftest
@@ -161,15 +155,14 @@ class _Ours:
     self._model, self._params = loaded.model, jax.device_get(loaded.params)
     empty = np.zeros(0, np.int32)
     self._pairs = [framing.Pair(prompt, empty) for prompt in prompts]
-    options = f'samples={arguments.samples},tokens={arguments.tokens}'
-    self._sampling = train_section.TrainConfig(rollouts=options).sampling
+    self._sampling = recipe.Sampling(arguments.samples, arguments.tokens, 1.0)
     records = record_sets.RecordSet.__new__(record_sets.RecordSet)
     records.framing = gemma_ids.FRAMING
     records.spec = record_sets.RecordSpec(
       '', 'train', 'pairs', arguments.prompt_tokens, arguments.tokens
     )
     self._lengths = records.spec.lengths
-    self._trainer = self._start(preference.Preference(kind='dpo'))
+    self._trainer = self._start(conftest.make_loss('dpo'))
     self._sampler = rollouts.Sampler(
       self._trainer.where,
       records,
@@ -182,12 +175,11 @@ class _Ours:
     """Starts a job; its model then samples."""
     schedule = schedules.ScheduleConfig('constant', RATE, 0, 1000)
     trainer = conftest.Trainer(
-      loss=dataclasses.replace(
-        loss, models=dict.fromkeys(loss.references, self._model)
-      ),
+      loss=loss,
+      models=dict.fromkeys(loss.references, self._model),
       optimizer=optimizers.OptimizerConfig('adamw', schedule),
       model=self._model,
-      axes=framing.GROUP_AXES | loss.axes,
+      axes=policy_recipe.AXES,
     )
     place = functools.partial(trainer.where.place, lambda x: x, self._params)
     self._state = trainer.init(place())
@@ -225,8 +217,14 @@ class _Ours:
 
   def grpo(self, rewards: np.ndarray) -> Callable[[], float]:
     """Returns a step of GRPO with rewards [P, G]."""
-    loss = policy.Policy(kind=GRPO, rollouts=self._sampling)
-    trainer = self._start(loss)
+    trainer = self._start(conftest.make_loss(GRPO))
+    rows = policy_recipe.CompletionRows(
+      supervised.Supervised,
+      self._lengths,
+      self._sampling.samples,
+      self._sampling.tokens,
+      policy_recipe.AXES,
+    )
 
     def run() -> float:
       samples = self._sample()
@@ -237,9 +235,7 @@ class _Ours:
         ]
         for i, pair in enumerate(self._pairs)
       ]
-      batch = loss.make_batch(
-        groups, self._lengths, gemma_ids.FRAMING, teacher=True
-      )
+      batch = rows.of_groups(groups, gemma_ids.FRAMING, teacher=True)
       batch |= {'rewards': rewards, 'sampler_log_probs': samples.log_probs}
       return self._update(trainer, batch)
 

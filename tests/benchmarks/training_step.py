@@ -130,7 +130,8 @@ def place(arguments: argparse.Namespace) -> Any:
 
   from encdec_adapt.models import execution
   from encdec_adapt.sharding import mesh, rules
-  from encdec_adapt.training import setup, train_section
+  from encdec_adapt.training import setup
+  from encdec_adapt.training.sections import train_section
 
   names = ('remat', 'attention', 'attention_chunk', 'scan_unroll')
   compute = execution.ComputeConfig(
@@ -148,22 +149,18 @@ def place(arguments: argparse.Namespace) -> Any:
 
 
 def make_job(
-  where: Any, loss: Any, arguments: argparse.Namespace, **options: Any
+  where: Any, recipe: Any, arguments: argparse.Namespace, **options: Any
 ) -> Any:
   """Returns the `training.phases.Phases` of our job, as `train.py` makes it.
 
   Args:
     where: the placement.
-    loss: the loss.
+    recipe: the recipe.
     arguments: flags of the optimizer and the batch.
     **options: further arguments of `Phases`.
   """
-  from encdec_adapt.training import (
-    optimizers,
-    phases,
-    schedules,
-    train_section,
-  )
+  from encdec_adapt.training import optimizers, phases, schedules
+  from encdec_adapt.training.sections import train_section
 
   optimizer = optimizers.OptimizerConfig(
     arguments.optimizer,
@@ -175,26 +172,47 @@ def make_job(
   config = train_section.TrainConfig(
     batch_size=arguments.batch_size, microbatches=arguments.microbatches
   )
-  return phases.Phases(where, loss, optimizer, config, **options)
+  return phases.Phases(where, recipe, optimizer, config, **options)
+
+
+def make_recipe(model: Any, arguments: argparse.Namespace) -> Any:
+  """Returns the recipe of cross-entropy over pairs, a `recipes.recipe.Recipe`.
+
+  Args:
+    model: configuration of the model.
+    arguments: flags of the batch.
+  """
+  from encdec_adapt.objectives import framing, supervised
+  from encdec_adapt.training.losses import cross_entropy
+  from encdec_adapt.training.metrics import token_metrics
+  from encdec_adapt.training.recipes import recipe
+
+  target = arguments.decoder_length
+  lengths = framing.Lengths(arguments.encoder_length, target)
+  return recipe.Recipe(
+    cross_entropy.CrossEntropy(chunk=arguments.loss_chunk),
+    token_metrics.TargetTokens(),
+    model,
+    recipe.Rows(supervised.Supervised, lengths, 1, target, {}),
+  )
 
 
 def by_memory(
-  job: Any, loss: Any, arguments: argparse.Namespace, sizes: Any, *loaded: Any
+  job: Any, recipe: Any, arguments: argparse.Namespace, *loaded: Any
 ) -> Any:
   """Returns the phases with the policy that memory decides, if none is stated.
 
   Args:
     job: the phases.
-    loss: the loss.
+    recipe: the recipe.
     arguments: flags of the batch.
-    sizes: tokens and answers of a row.
     *loaded: state, batch, references and base.
   """
   import jax
 
   from encdec_adapt.models import execution
-  from encdec_adapt.objectives import supervised
-  from encdec_adapt.training import remat_choice, train_section, workload
+  from encdec_adapt.training import remat_choice, workload
+  from encdec_adapt.training.sections import train_section
 
   where = job.placement
   if where.model.compute.remat != execution.AUTO:
@@ -209,9 +227,7 @@ def by_memory(
   references = [where.model.config] * len(loaded[2])
   choice = remat_choice.for_job(
     lambda x: job.with_remat(x).make_step().lower(*shapes),
-    workload.of_step(
-      where, loss, config, sizes, references, supervised.Supervised
-    ),
+    workload.of_step(where, recipe, config, references),
     shapes,
     loaded,
     (),
@@ -247,20 +263,17 @@ def make_ours(arguments: argparse.Namespace) -> tuple[Run, int, str]:
   """
   import jax
 
-  from encdec_adapt.objectives import framing
   from encdec_adapt.training import step
-  from encdec_adapt.training.losses import cross_entropy
 
   where = place(arguments)
-  loss = cross_entropy.CrossEntropy(chunk=arguments.loss_chunk)
-  job = make_job(where, loss, arguments)
+  recipe = make_recipe(where.model.config, arguments)
+  job = make_job(where, recipe, arguments)
   base = _draw_base(where) if where.adapters else {}
   init = (where.adapters or where.model).init
   params = where.place(init, jax.random.key(0))
   current = job.create(params)
   batch = step.place_batch(make_batch(arguments), where)
-  lengths = framing.Lengths(arguments.encoder_length, arguments.decoder_length)
-  job = by_memory(job, loss, arguments, (lengths, 1), current, batch, {}, base)
+  job = by_memory(job, recipe, arguments, current, batch, {}, base)
   train = job.make_step()
 
   count = sum(leaf.size for leaf in jax.tree.leaves(params))

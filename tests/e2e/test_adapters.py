@@ -306,7 +306,7 @@ def test_the_reference_of_preferences_is_the_start(tmp_path):
     return _train(
       [
         f'--config=configs/sft.py:source={source},lora=2',
-        '--config.loss.kind=dpo:beta=0.1',
+        '--config.loss.kind=dpo',
         '--config.data.objective=preferences',
         f'--config.data.source=preferences:{file}#prompt,chosen,rejected',
         *folders.small_rows(tmp_path / 'records'),

@@ -50,7 +50,8 @@ def adapting(pairs, decoder):
     '--config.init.mode=adapt',
     f'--config.init.encoder={decoder}',
     f'--config.teacher.checkpoint={decoder}',
-    '--config.loss.distillation=0.5',
+    '--config.loss.kind=distill',
+    '--config.loss.distill.share=0.5',
     '--config.train.steps=4',
     '--config.train.cross_attention_warmup=3',
   ]
@@ -303,7 +304,8 @@ def test_dry_run_counts_a_teacher_and_plans_the_adaptation(
   flags = [
     '--config.init.mode=adapt',
     f'--config.init.encoder={decoder}',
-    '--config.loss.distillation=0.5',
+    '--config.loss.kind=distill',
+    '--config.loss.distill.share=0.5',
   ]
   teacher = '--config.teacher.checkpoint='
   for checkpoint in (decoder, adapted):

@@ -43,7 +43,6 @@ def test_dry_run_counts_the_parameters_of_a_released_pair(capsys):
 
 _DPO = (
   '--config.loss.kind=dpo',
-  '--config.loss.distillation=0',
   '--config.data.objective=preferences',
   '--config.data.source=preferences:x#p,c,r',
 )
@@ -52,7 +51,7 @@ _DPO = (
 @pytest.mark.parametrize(
   'given, problem, shape, loss',
   [
-    ('', 'is not given', 'decoder', ['--config.loss.distillation=0.5']),
+    ('', 'is not given', 'decoder', ['--config.loss.kind=distill']),
     ('', 'is not given', 'model', _DPO),
     ('runs/nobody', 'does not exist', 'model', _DPO),
   ],
@@ -83,7 +82,6 @@ def test_dry_run_counts_a_reward_model_that_is_not_there(capsys):
     '--config=configs/quickstart.py:size=smoke,run=unbalanced',
     '--config.train.batch_size=64',
     '--config.loss.kind=rloo',
-    '--config.loss.distillation=0',
     '--config.train.rewards=model:runs/nobody',
     '--config.data.objective=pairs',
     '--config.data.source=pairs:x#a,b',

@@ -23,7 +23,8 @@ KINDS = {
     'embeddings:source={},head=projections=24+16',
     'data.source=embed:{}#query,text',
     'data.objective=embed:texts=6,query=find ',
-    'loss.kind=infonce:temperature=0.05,learn_temperature=1',
+    'loss.kind=infonce',
+    'loss.infonce.learn_temperature=True',
   ),
   'classifier': (
     'classification:source={}',

@@ -37,7 +37,8 @@ def test_a_resumed_job_reads_the_commits_of_its_start(
     *pairs,
     *(f'--config.{key}={ADDRESS}' for key in keys),
     '--config.init.mode=adapt',
-    '--config.loss.distillation=0.5',
+    '--config.loss.kind=distill',
+    '--config.loss.distill.share=0.5',
     '--config.train.steps=2',
   ]
   run = tmp_path / 'run'

@@ -23,7 +23,9 @@ def job(tmp_path_factory):
   teacher = folders.make_folder(folder / 'gemma', folders.GEMMA, vocabulary)
   return folder, [
     *flags,
-    '--config.loss.kind=distill:divergence=reverse,on_policy=0.45',
+    '--config.loss.kind=distill',
+    '--config.loss.distill.divergence=reverse',
+    '--config.loss.distill.on_policy=0.45',
     '--config.train.rollouts=tokens=8,temperature=0.9',
     f'--config.teacher.checkpoint={teacher}',
     '--config.checkpoint.every=2',
@@ -86,9 +88,9 @@ def test_sampled_targets_and_exact_resume(job, monkeypatch):
   [
     (['train.rollouts=samples=4'], 'samples is 4, which .* does not read'),
     (['train.rollouts=cut=mask'], "cut is 'mask'"),
-    (['loss.distillation=0.5'], 'own samples teaches a student nothing'),
-    (['teacher.checkpoint=stored:x'], 'leave out on_policy'),
-    (['loss.kind=distill'], 'which does not read it'),
+    (['loss.distill.share=0.5'], 'own samples teaches a student nothing'),
+    (['teacher.checkpoint=stored:x'], 'has another .*on_policy'),
+    (['loss.distill.on_policy=0'], 'which does not read it'),
   ],
 )
 def test_what_is_refused(flags, words, job):

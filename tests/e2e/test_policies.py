@@ -40,7 +40,8 @@ def flags(tmp_path_factory):
   file.write_text('\n'.join(map(json.dumps, lines)))
   return [
     f'--config=configs/sft.py:source={tiny.ROOT}/configs/decoders/small',
-    '--config.loss.kind=rloo:beta=0.01',
+    '--config.loss.kind=rloo',
+    '--config.loss.rloo.beta=0.01',
     f'--config.data.source=pairs:{file}#q,a,kind',
     f'--config.data.folder={folder}/records',
     '--config.data.encoder_length=16',
@@ -244,7 +245,10 @@ def test_completions_longer_than_the_model_are_refused(tmp_path, flags, kind):
       ['train.rewards=code', '--allow_code'],
       "reads the field 'tests'; rows of",
     ),
-    (['loss.kind='], 'config.train.rollouts is .*, which does not read it'),
+    (
+      ['loss.kind=cross_entropy'],
+      'config.train.rollouts is .*, which does not read it',
+    ),
     (
       ['train.rollouts=max_kl=1', 'checkpoint.keep=1'],
       'config.checkpoint.keep is 1 with max_kl',

@@ -58,7 +58,9 @@ def test_the_commands_of_the_page_are_understood(models, monkeypatch):
   for module, arguments in _commands():
     if module == 'train':
       values = command.parse(train.define_flags, arguments)
-      recipes.add(config_lib.load(values.config, sources=False).loss.kind)
+      recipes.add(
+        config_lib.load(values.config, sources=False).recipe.loss.name
+      )
     elif module == 'convert':
       verb, *flags = arguments
       flags = [x for x in flags if x.startswith('--')]

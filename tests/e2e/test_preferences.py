@@ -37,7 +37,8 @@ def test_preferences_train_a_decoder(tmp_path):
   source = f'{tiny.ROOT}/configs/decoders/small'
   flags = [
     f'--config=configs/sft.py:source={source}',
-    '--config.loss.kind=dpo:beta=0.1 + cross_entropy@0.2',
+    '--config.loss.kind=dpo',
+    '--config.loss.dpo.cross_entropy=0.2',
     '--config.data.objective=preferences:separator=":"',
     f'--config.data.source=preferences:{file}#prompt,chosen,rejected,label=label',
     *folders.small_rows(tmp_path / 'records'),

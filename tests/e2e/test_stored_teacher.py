@@ -118,9 +118,9 @@ def test_training_from_all_stored_tokens_equals_online(records):
 def test_what_is_refused(records, tmp_path, monkeypatch):
   folder, options, _ = records
   for flags, words in (
-    (['--config.loss.kind=distill:divergence=js'], 'set divergence=forward'),
-    (['--config.loss.temperature=2'], 'temperature=2.0 and on_inputs'),
-    (['--config.loss.kind='], 'the loss is cross_entropy; only'),
+    (['--config.loss.distill.divergence=js'], 'has another divergence'),
+    (['--config.loss.distill.temperature=2'], 'has another temperature'),
+    (['--config.loss.kind=cross_entropy'], 'reads no such model'),
     ([], 'no stored teacher in'),
   ):
     with pytest.raises(errors.UserError, match=words):

@@ -94,7 +94,11 @@ def trained(folder):
   """A run of four steps with a teacher."""
   workdir = folder / 'pair'
   # The teacher is the decoder's source, and reads its vocabulary.
-  teacher = {'teacher.checkpoint': folder / 'qwen', 'loss.distillation': 0.5}
+  teacher = {
+    'teacher.checkpoint': folder / 'qwen',
+    'loss.kind': 'distill',
+    'loss.distill.share': 0.5,
+  }
   # In a process of its own, which TensorFlow never enters.
   done = tiny.run('train', *_flags(folder, **teacher), f'--workdir={workdir}')
   assert done.returncode == 0, done.stdout + done.stderr
@@ -106,7 +110,7 @@ def test_a_teacher_reads_the_decoders_vocabulary(folder):
   chosen = f'{config},teacher={folder}/qwen'
   values = command.parse(train.define_flags, [chosen, *flags]).config
   assert values.teacher.checkpoint == f'{folder}/qwen'
-  assert values.loss.distillation == 1
+  assert values.loss.kind == 'distill'
   with pytest.raises(errors.UserError, match='teacher .*need one vocabulary'):
     tiny.call(train, f'{config},teacher={folder}/llama', *flags, '--dry_run')
 

@@ -30,7 +30,7 @@ from encdec_adapt.evaluation.studies import stages
 from encdec_adapt.planning import programs
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import placement
-from encdec_adapt.training import phases, schedules, teacher_section
+from encdec_adapt.training import losses, phases, schedules
 from tests import tiny
 from tests.golden import jobs
 
@@ -130,17 +130,19 @@ def due(settings: config_lib.Settings, total: int) -> list:
 
 
 def job_of(settings: config_lib.Settings, name: str = 'train') -> programs.Job:
-  # Of the shape that the loss assumes, as the teacher's files are not here.
-  teacher = teacher_section.TeacherConfig()
-  settings = dataclasses.replace(settings, teacher=teacher)
+  # Of the shape that the recipe assumes, as the teacher's files are not here.
+  frozen = {
+    name: dataclasses.replace(model, path='')
+    for name, model in settings.recipe.frozen.items()
+  }
   mesh = mesh_lib.make_mesh(mesh_lib.MeshConfig(), jax.devices()[:1])
-  return programs.Job.of(name, settings, mesh)
+  return programs.Job.of(name, settings, mesh, frozen=frozen)
 
 
 def shapes(settings: config_lib.Settings) -> dict:
   """Arguments of a job's programs, and the groups that train."""
   settings = settings.on('cpu')
-  names = 'train', 'eval', *['sample'] * settings.loss.samples
+  names = 'train', 'eval', *['sample'] * (settings.recipe.sampling is not None)
   result = {}
   for name in names:
     arguments = job_of(settings, name).program().arguments
@@ -150,7 +152,7 @@ def shapes(settings: config_lib.Settings) -> dict:
     )
   job = job_of(settings)
   groups = phases.Phases(
-    job.placed_model, job.loss, job.optimizer, job.train
+    job.placed_model, job.recipe, job.optimizer, job.train
   ).groups
   result['groups'] = [dataclasses.asdict(group) for group in groups]
   result['frozen'] = sorted(job.references)
@@ -161,7 +163,7 @@ def values(settings: config_lib.Settings) -> dict:
   """Values of the loss on a batch of two rows, and the gradient's norm."""
   train = dataclasses.replace(settings.train, batch_size=2, microbatches=1)
   job = job_of(dataclasses.replace(settings, train=train))
-  loss, placed = programs._bound_loss(job), job.placed_model
+  loss, metrics, placed = job.recipe.loss, job.recipe.metrics, job.placed_model
   arguments = job.program().arguments
   params, base, *frozen = (
     random_tree(tree, seed)
@@ -170,31 +172,32 @@ def values(settings: config_lib.Settings) -> dict:
       + [x.abstract_params() for x in job.placed_references.values()]
     )
   )
-  references = dict(zip(job.references, frozen, strict=True))
+  models = [x.model for x in job.placed_references.values()]
+  references = {
+    name: losses.loss.Frozen(*pair)
+    for name, *pair in zip(job.references, models, frozen, strict=True)
+  }
   batch = fill(arguments['batch'], settings.model)
+
+  divisors = losses.loss.divisors_of(loss, batch)
 
   def objective(params):
     attached = placed.attach(base, params)
-    terms = loss.sums(placed.model, attached, batch, references)
-    return loss.objective(terms, loss.divisors(batch)), terms
+    terms = losses.loss.sums(loss, placed.model, attached, batch, references)
+    return loss.objective(terms, divisors), terms
 
   (total, terms), grads = jax.value_and_grad(objective, has_aux=True)(params)
   squares = [jnp.sum(jnp.square(x)) for x in jax.tree.leaves(grads)]
   held_out = fill(
     job_of(settings, 'eval').program().arguments['batch'], settings.model
   )
-  names = loss.held_out_references
-  ratios = loss.row_ratios(
-    placed.model,
-    placed.attach(base, params),
-    held_out,
-    {name: references[name] for name in names},
+  ratios = metrics.ratios(
+    placed.model, placed.attach(base, params), held_out, references
   )
-  divisors = loss.divisors(batch)
   numbers = {'objective': total, 'gradient': math.sqrt(sum(squares))}
   numbers |= {f'term {x}': value for x, value in terms.items()}
   numbers |= {f'divisor {x}': value for x, value in divisors.items()}
-  for name, ratio in zip(loss.held_out, ratios, strict=True):
+  for name, ratio in zip(metrics.names, ratios, strict=True):
     numbers[f'held-out {name}'] = jnp.sum(ratio[0]) / jnp.sum(ratio[1])
   return {name: float(value) for name, value in numbers.items()}
 

@@ -18,7 +18,7 @@ from encdec_adapt.ops import kernel_forms, partition
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import rules as rules_lib
 from encdec_adapt.training import state as state_lib
-from encdec_adapt.training.losses import cross_entropy
+from encdec_adapt.training.losses import cross_entropy, loss
 from tests import tiny, toy_models
 
 STACK = toy_models.stack(
@@ -109,7 +109,9 @@ def densify(adapters, base, trained):
 def run(model, merge, base, trained, batch):
   """Loss and gradients of what trains."""
   return jax.value_and_grad(
-    lambda trained: LOSS.sums(model, merge(base, trained), batch)['loss']
+    lambda trained: loss.sums(LOSS, model, merge(base, trained), batch, {})[
+      'loss'
+    ]
   )(trained)
 
 

@@ -7,12 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from encdec_adapt import config as config_lib
 from encdec_adapt.models import build, execution, model_config, stack
 from encdec_adapt.models import forward_flops as flops
 from encdec_adapt.objectives import framing
 from encdec_adapt.ops import masks
 from encdec_adapt.training import setup
-from encdec_adapt.training.losses import cross_entropy
+from encdec_adapt.training.losses import loss
 from tests import gemma_ids, toy_models
 
 
@@ -135,18 +136,24 @@ def test_logits_of_inputs_are_those_that_xla_counts():
   lengths = framing.Lengths(24, 8)
   row = framing.frame_row([], lengths, gemma_ids.FRAMING, teacher=True)
 
-  def costs(loss):
-    batch = loss.frame(framing.stack_rows([row]), gemma_ids.FRAMING.decoder)
-    step = jax.jit(
-      jax.grad(lambda params, batch: loss.sums(model, params, batch)['loss'])
-    )
-    compiled = step.lower(params, batch).compile()
-    stated = setup.step_flops(loss, model.config, lengths, 1, 1)
+  def costs(on_inputs):
+    config = config_lib.defaults()
+    config_lib.set_model(config.model, model.config)
+    config.data.objective, config.data.source = 'pairs', ''
+    config.data.encoder_length, config.data.decoder_length = 24, 8
+    config.loss.on_inputs = on_inputs
+    recipe = config_lib.load(config, sources=False).recipe
+    rows = framing.stack_rows([row])
+    batch = recipe.rows.frame(rows, gemma_ids.FRAMING.decoder)
+
+    def total(params, batch):
+      return loss.sums(recipe.loss, model, params, batch, {})['loss']
+
+    compiled = jax.jit(jax.grad(total)).lower(params, batch).compile()
+    stated = setup.step_flops(recipe, 1)
     return stated, compiled.cost_analysis()['flops']
 
-  targets, everywhere = (
-    costs(cross_entropy.CrossEntropy(on_inputs=x)) for x in (False, True)
-  )
+  targets, everywhere = (costs(on_inputs) for on_inputs in (False, True))
   # 24 positions more; XLA also counts the softmax.
   assert everywhere[0] - targets[0] == 3 * 2 * 24 * 256 * 512
   assert everywhere[1] - targets[1] == pytest.approx(

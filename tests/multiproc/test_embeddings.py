@@ -7,7 +7,7 @@ import pytest
 from encdec_adapt.models import build
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import placement
-from encdec_adapt.training.losses import infonce
+from encdec_adapt.training.recipes import embedding_recipe
 from tests import tiny, toy_models
 from tests.training import conftest, test_infonce
 
@@ -35,10 +35,9 @@ distributed.barrier('the end')
 
 def train(mesh):
   """Trains on the rows that this process holds; returns losses and params."""
-  loss = infonce.InfoNce(
-    kind=f'{test_infonce.ALL},learn_temperature=1', parts=PARTS
-  )
-  model = build.build(loss.shape(test_infonce.MODEL.config))
+  loss = conftest.make_loss(f'{test_infonce.ALL},learn_temperature=True')
+  config = embedding_recipe.with_temperature(test_infonce.MODEL.config, loss)
+  model = build.build(config)
   trainer = conftest.Trainer(
     mesh,
     loss=loss,

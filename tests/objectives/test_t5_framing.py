@@ -15,8 +15,7 @@ from encdec_adapt.conversion import (
 from encdec_adapt.evaluation.measures import held_out
 from encdec_adapt.objectives import framing, objective_names
 from encdec_adapt.tokenizers import special_ids, vocabulary_pair
-from encdec_adapt.training import teacher_section
-from encdec_adapt.training.losses import distillation
+from encdec_adapt.training.recipes import recipe
 from tests import gemma_ids, toy_models
 from tests.objectives import objective_cases
 
@@ -202,11 +201,10 @@ def test_bad_vocabularies_are_refused():
   evaluation = held_out.HeldOutEvaluation(records)
   with pytest.raises(errors.UserError, match='frame inputs as `p EOS`, and'):
     evaluation.check(stored)
-  loss = distillation.Distillation(reads_windows=True)
+  declared = recipe.FrozenModel('teacher', (), stored.model, reads_windows=True)
   with pytest.raises(errors.UserError, match='vocabulary byt5 are bytes'):
     initial_state.open_reference(
-      loss,
-      teacher_section.TeacherConfig('teacher'),
+      declared,
       stored.model,
       vocabulary_pair.Choice('byt5'),
       LENGTHS,

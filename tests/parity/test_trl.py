@@ -14,15 +14,13 @@ import numpy as np
 import pytest
 
 import encdec_adapt
+from encdec_adapt.training.losses import loss as loss_lib
 from encdec_adapt.training.losses import (
-  distillation,
   policy,
-  preference,
   reward,
 )
-from encdec_adapt.training.losses import loss as loss_lib
 from tests import toy_models
-from tests.training import preference_cases, test_policy
+from tests.training import conftest, preference_cases, test_policy
 
 _REASON = 'equality with TRL needs pip install -e .[peer]'
 torch = pytest.importorskip('torch', reason=_REASON)
@@ -169,38 +167,40 @@ def _outputs(logits):
   return loss_lib.Outputs(states, jnp.eye(V), STACK)
 
 
+_READERS = {'teacher': lambda batch: _outputs(REFERENCE)}
+
+
 def _our_preference(kind, logits):
-  loss = preference.Preference(kind=kind)
-  references = {name: _outputs(REFERENCE) for name in loss.references}
+  loss = conftest.make_loss(kind)
   batch = {'targets': jnp.array(TARGETS), 'weights': jnp.array(WEIGHTS)}
-  terms = loss.terms(_outputs(logits), references, batch)
-  return loss.objective(terms, loss.divisors(batch))
+  terms = loss.terms(_outputs(logits), _READERS, batch)
+  return conftest.value(loss, terms, batch)
 
 
 def _our_policy(kind, logits):
   """The loss of given old log-probabilities and advantages."""
-  loss, weights = policy.Policy(kind=kind), jnp.array(WEIGHTS)
+  loss, weights = conftest.make_loss(kind), jnp.array(WEIGHTS)
   ids = jnp.array(TARGETS)[..., None]
   log_probs = [
     jnp.take_along_axis(jax.nn.log_softmax(x), ids, -1)[..., 0]
     for x in (logits, OLD, REFERENCE)
   ]
-  importance = jnp.array(IMPORTANCE) if loss.form.truncate else weights
+  importance = jnp.array(IMPORTANCE) if loss.truncate else weights
   tokens = policy.Tokens(*log_probs, importance, weights)
-  losses = loss.form.loss(jnp.array(ADVANTAGES), tokens)
-  return losses.sum() / loss.weight({'weights': weights})
+  losses = loss.completion_loss(jnp.array(ADVANTAGES), tokens)
+  return losses.sum() / loss.divisors({'weights': weights})['mean']
 
 
 def _our_distillation(kind, logits, temperature=1.0):
   """The divergence; its gradient is that of the loss."""
-  loss = distillation.Distillation(kind=kind, temperature=temperature)
+  mark = ',' if ':' in kind else ':'
+  loss = conftest.make_loss(f'{kind}{mark}temperature={temperature}')
   batch = {'targets': TARGETS, 'weights': WEIGHTS}
   batch = {name: jnp.array(x.reshape(2 * P, T)) for name, x in batch.items()}
-  references = {'teacher': _outputs(REFERENCE)}
-  terms = loss.terms(_outputs(logits), references, batch)
+  terms = loss.terms(_outputs(logits), _READERS, batch)
   # The loss is multiplied by the square, and of forward KL it lacks the entropy
   # of the teacher.
-  objective = loss.objective(terms, loss.divisors(batch)) / temperature**2
+  objective = conftest.value(loss, terms, batch) / temperature**2
   value = terms['distillation'] / WEIGHTS.sum()
   return jax.lax.stop_gradient(value - objective) + objective
 
@@ -227,7 +227,7 @@ _SIMPO = dict(beta=2.0, simpo_gamma=1.0)
   'kind, theirs, options',
   [
     ('dpo:beta=0.3', _dpo, dict(sigmoid=1, beta=0.3)),
-    ('dpo + cross_entropy@0.5', _dpo, dict(sigmoid=1, sft=0.5)),
+    ('dpo:cross_entropy=0.5', _dpo, dict(sigmoid=1, sft=0.5)),
     (
       'dpo:beta=0.3,smoothing=0.2',
       _of_ratios,
@@ -239,12 +239,12 @@ _SIMPO = dict(beta=2.0, simpo_gamma=1.0)
     ('ipo:beta=0.3', _of_ratios, dict(loss_type='ipo', beta=0.3)),
     ('simpo', _without_reference, dict(cpo_alpha=0, **_SIMPO)),
     (
-      'simpo + cross_entropy@0.3',
+      'simpo:cross_entropy=0.3',
       _without_reference,
       dict(cpo_alpha=0.3, **_SIMPO),
     ),
     (
-      'orpo:lambda=0.4',
+      'orpo:weight=0.4',
       _without_reference,
       dict(kind=orpo.ORPOTrainer, beta=0.4),
     ),
@@ -282,13 +282,13 @@ def test_losses_and_gradients(kind, theirs, options):
 
 @pytest.mark.parametrize('scale', [0, 1])
 def test_reward_models(scale):
-  loss, margins = reward.Reward(kind='reward'), scale * MARGINS
+  loss, margins = reward.Reward(), scale * MARGINS
   batch = {'weights': jnp.array(WEIGHTS), 'margins': jnp.array(margins)}
 
   def ours(rewards):
     states = rewards.reshape(-1, 1, 1)
     outputs = loss_lib.Outputs(states, jnp.ones((8, 1)), STACK)
-    return loss.objective(loss.terms(outputs, {}, batch), loss.divisors(batch))
+    return conftest.value(loss, loss.terms(outputs, {}, batch), batch)
 
   def theirs(rewards):
     args = types.SimpleNamespace(center_rewards_coefficient=None)
@@ -332,10 +332,10 @@ def test_ten_steps(kind, beta, saved, tmp_path):
   _, folder, ours = saved('gemma2')
   name, rate, options = kind.partition(':')[0], 3e-3, {}
   if name == 'dpo':
-    loss = preference_cases.make_loss(kind, ours.model)
+    loss = conftest.make_loss(kind)
     batch = preference_cases.make_batch(4)
   else:
-    loss = test_policy._loss(kind, ours.model)
+    loss = test_policy._loss(kind)
     batch = test_policy._batch(4)
     options = {'temperature': 0.7, 'num_generations': 3}
     options['max_completion_length'] = test_policy.TOKENS
@@ -355,8 +355,8 @@ def test_ten_steps(kind, beta, saved, tmp_path):
   @jax.jit
   @jax.value_and_grad
   def objective(params):
-    terms = loss.sums(ours.model, params, arrays, references)
-    return loss.objective(terms, loss.divisors(arrays))
+    terms = conftest.sums(loss, ours.model, params, arrays, references)
+    return conftest.value(loss, terms, arrays)
 
   params, values, expected = ours.params, [], []
   for _ in range(10):

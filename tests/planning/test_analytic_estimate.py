@@ -12,7 +12,6 @@ from encdec_adapt.ops import attention_tokamax
 from encdec_adapt.planning import (
   chips,
   hlo,
-  plan_search,
   program_shapes,
   programs,
   roofline,
@@ -234,11 +233,6 @@ def test_an_embedding_model_is_compared_with_all_texts():
   # A layer and the loss, which run in turn, share memory.
   layers, half = (x['activations'] + x['loss'] for x in (whole, halves))
   assert half == layers / 2
-  # A search divides the loss as the batch, whatever the job had.
-  job = toy.job(**fields, train__microbatches=4)
-  for candidate in plan_search.ranked(job, toy.where()):
-    loss, train = candidate.job.loss, candidate.job.train
-    assert loss.parts == train.microbatches
 
 
 def _network(where=toy.where(), **sizes):

@@ -72,7 +72,7 @@ def test_a_reward_model_that_is_not_here_is_assumed(capsys):
   policy = {x.replace('__', '.'): value for x, value in toy.POLICY.items()}
   flags = [f'--config.{key}={value}' for key, value in policy.items()]
   flags += ['--config.data.objective=pairs', '--programs=train,reward']
-  flags += ['--config.loss.distillation=0']
+  flags += ['--config.loss.kind=rloo']
   assert tiny.call(plan, *FLAGS, *flags) == 0
   printed = capsys.readouterr().out
   text = "nowhere/judge does not exist: a reward model of the policy's shape"

@@ -29,7 +29,8 @@ def flags(folder):
   return tiny.make_records(folder, 8 * STEPS, pack=False) + [
     f'--config.train.steps={STEPS}',
     '--config.train.microbatches=2',
-    '--config.loss.kind=grpo:truncate=2',
+    '--config.loss.kind=grpo',
+    '--config.loss.grpo.truncate=2',
     '--config.train.rollouts=samples=4,tokens=8,cut=mask',
     f'--config.train.rewards=answers + python:{folder}/reward.py#share@2',
     '--config.checkpoint.every=2',

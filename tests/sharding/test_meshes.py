@@ -19,6 +19,7 @@ from encdec_adapt.sharding import placement
 from encdec_adapt.sharding import rules as rules_lib
 from encdec_adapt.training import state as state_lib
 from encdec_adapt.training.losses import cross_entropy
+from encdec_adapt.training.losses import loss as loss_lib
 from tests import toy_models
 
 pytestmark = pytest.mark.sharded
@@ -98,7 +99,7 @@ def _make_batch():
 def _run(model, params, batch):
   """The loss and its gradients."""
   return jax.value_and_grad(
-    lambda params: LOSS.sums(model, params, batch)['loss']
+    lambda params: loss_lib.sums(LOSS, model, params, batch, {})['loss']
   )(params)
 
 

@@ -5,14 +5,18 @@ import types
 import jax
 import numpy as np
 
+from encdec_adapt.base import keys
 from encdec_adapt.models import build, model_config
-from encdec_adapt.objectives import framing
+from encdec_adapt.objectives import framing, objective_names
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import rules as rules_lib
-from encdec_adapt.training import optimizers, phases, schedules, train_section
+from encdec_adapt.training import losses, optimizers, phases, schedules
 from encdec_adapt.training import state as state_lib
 from encdec_adapt.training import step as step_lib
 from encdec_adapt.training.losses import cross_entropy
+from encdec_adapt.training.metrics import token_metrics
+from encdec_adapt.training.recipes import recipe
+from encdec_adapt.training.sections import train_section
 from tests import gemma_ids, toy_models
 
 VOCAB = 60
@@ -25,6 +29,46 @@ MODEL = build.build(PAIR)
 # method that nothing refers to.
 INIT = MODEL.init
 SOURCE = model_config.DecoderOnlyConfig(STACK)
+
+
+def make_loss(text, **fields):
+  """The loss NAME or NAME:KEY=VALUE,.., with small chunks."""
+  name, _, options = text.partition(':')
+  section = losses.BY_NAME[name]
+  values = keys.defaults(section)
+  for entry in filter(None, options.split(',')):
+    key, value = entry.split('=')
+    kind = type(values[key])
+    values[key] = value == 'True' if kind is bool else kind(value)
+  return keys.make(section, values | {'chunk': 16}, **fields)
+
+
+def make_recipe(loss, model=PAIR, axes=types.MappingProxyType({})):
+  """A recipe of a loss, for rows of pairs unless `axes` says otherwise."""
+  rows = recipe.Rows(
+    objective_names.parse_one('pairs').maker,
+    LENGTHS,
+    1,
+    LENGTHS.decoder,
+    dict(axes),
+    compared=loss.name == 'infonce',
+  )
+  return recipe.Recipe(loss, token_metrics.TargetTokens(), model, rows)
+
+
+def sums(loss, model, params, batch, frozen=None, **options):
+  """Terms of a batch; `frozen` has the parameters of the same model."""
+  models = {
+    name: x if isinstance(x, tuple) else (model, x)
+    for name, x in (frozen or {}).items()
+  }
+  models = {name: losses.loss.Frozen(*x) for name, x in models.items()}
+  return losses.loss.sums(loss, model, params, batch, models, **options)
+
+
+def value(loss, terms, batch):
+  """The loss of a step, of its terms."""
+  return loss.objective(terms, losses.loss.divisors_of(loss, batch))
 
 
 def make_batch(rows: int, seed: int = 0, teacher: bool = False):
@@ -63,6 +107,7 @@ class Trainer:
     model=MODEL,
     axes=types.MappingProxyType({}),
     lora='',
+    models=types.MappingProxyType({}),
   ):
     mesh = mesh or mesh_lib.MeshConfig(fsdp=1)
     count = int(np.prod([getattr(mesh, a) for a in mesh_lib.AXES]))
@@ -83,7 +128,7 @@ class Trainer:
     self.loss = loss or cross_entropy.CrossEntropy(z_loss=1e-3, chunk=16)
     self.phases = phases.Phases(
       self.where,
-      self.loss,
+      make_recipe(self.loss, model.config, axes),
       optimizer
       or optimizers.OptimizerConfig(
         'adamw',
@@ -94,7 +139,7 @@ class Trainer:
         weight_decay=0.1,
       ),
       train,
-      axes,
+      models,
     )
     self.axes = axes
     self.functions = {}

@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from encdec_adapt.objectives import framing, preferences
-from encdec_adapt.training.losses import preference
 from tests import gemma_ids
 from tests.training import conftest
 
@@ -33,12 +32,6 @@ def make_batch(rows, filler=0, seed=0):
   )
 
 
-def make_loss(kind, model, **options):
-  loss = preference.Preference(kind=kind, chunk=16, **options)
-  models = dict.fromkeys(loss.references if model else (), model)
-  return preference.Preference(kind=kind, chunk=16, models=models, **options)
-
-
 def dense_log_probs(model, params, batch):
   """Log-probabilities [P, 2, T], 0 at padding, by materialised logits."""
   hidden = model.architecture.predict(model, params, batch)
@@ -61,7 +54,7 @@ def dense_loss(kind, log_probs, reference, lengths):
     return -jnp.log1p(jnp.exp(-x))
 
   return {
-    'dpo:beta=0.3,smoothing=0.2 + cross_entropy@0.5': jnp.mean(
+    'dpo:beta=0.3,smoothing=0.2,cross_entropy=0.5': jnp.mean(
       -0.8 * log_sigmoid(0.3 * h) - 0.2 * log_sigmoid(-0.3 * h)
     )
     + 0.5 * share,
@@ -77,17 +70,17 @@ def dense_loss(kind, log_probs, reference, lengths):
     'simpo:gamma=0.5': -jnp.mean(
       log_sigmoid(2 * (mean[:, 0] - mean[:, 1]) - 0.5)
     ),
-    'orpo:lambda=0.4': share
+    'orpo:weight=0.4': share
     - 0.4 * jnp.mean(log_sigmoid(odds[:, 0] - odds[:, 1])),
   }[kind]
 
 
 KINDS = (
-  'dpo:beta=0.3,smoothing=0.2 + cross_entropy@0.5',
+  'dpo:beta=0.3,smoothing=0.2,cross_entropy=0.5',
   'robust:smoothing=0.2',
   'hinge',
   'ipo',
   'ipo:log_probs=mean',
   'simpo:gamma=0.5',
-  'orpo:lambda=0.4',
+  'orpo:weight=0.4',
 )

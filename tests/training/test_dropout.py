@@ -16,8 +16,9 @@ from encdec_adapt.models import base_model, build, model_config, parameters
 from encdec_adapt.ops import partition
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import rules as rules_lib
-from encdec_adapt.training import losses
+from encdec_adapt.training import recipes
 from encdec_adapt.training.losses import cross_entropy, distillation, infonce
+from tests.training import conftest
 from tests.training.conftest import INIT, MODEL, STACK, Trainer, make_batch
 from tests.training.test_infonce import MODEL as EMBEDDER
 from tests.training.test_infonce import _batch as _texts
@@ -99,7 +100,8 @@ def test_steps_and_microbatches_draw_their_own(params):
   @jax.jit
   def loss(part, key):
     dropout = base_model.Dropout(RATE, key)
-    return trainer.loss.sums(MODEL, params, part, dropout=dropout)['loss']
+    terms = conftest.sums(trainer.loss, MODEL, params, part, dropout=dropout)
+    return terms['loss']
 
   parts = [{name: x[i::2] for name, x in batch.items()} for i in range(2)]
   seen = []
@@ -118,22 +120,22 @@ def test_steps_and_microbatches_draw_their_own(params):
 @pytest.mark.parametrize(
   'loss, model, batch',
   [
-    (distillation.Distillation(distillation=0.5), MODEL, make_batch(8)),
-    (infonce.InfoNce(kind='infonce:teacher=1'), EMBEDDER, _texts(2)),
+    (distillation.Distillation(share=0.5), MODEL, make_batch(8)),
+    (infonce.InfoNce(teacher=1.0), EMBEDDER, _texts(2)),
   ],
   ids=['distillation', 'infonce'],
 )
 def test_a_student_has_dropout_and_its_teacher_none(loss, model, batch):
-  loss = dataclasses.replace(loss, models={'teacher': model})
   student, frozen = (jax.jit(model.init)(jax.random.key(i)) for i in range(2))
   dropout = base_model.Dropout(RATE, jax.random.key(2))
 
   def compute(batch):
     predict = functools.partial(loss.predict, model, batch=batch)
     outputs = [predict(student, dropout=x) for x in (None, dropout)]
-    references = {'teacher': predict(frozen)}
-    terms = [loss.terms(x, references, batch) for x in outputs]
-    sums = loss.sums(model, student, batch, {'teacher': frozen}, dropout)
+    readers = {'teacher': functools.partial(loss.predict, model, frozen)}
+    terms = [loss.terms(x, readers, batch) for x in outputs]
+    teacher = {'teacher': frozen}
+    sums = conftest.sums(loss, model, student, batch, teacher, dropout=dropout)
     return [x.hidden for x in outputs], (*terms, sums)
 
   (plain, drawn), (without, expected, sums) = jax.jit(compute)(batch)
@@ -146,8 +148,12 @@ def test_a_student_has_dropout_and_its_teacher_none(loss, model, batch):
 
 
 def test_losses_that_compare_answers_refuse_dropout():
-  refusing = {x.name for x in losses.CLASSES if not x.allows_dropout}
-  assert refusing == {'policy', 'preference', 'reward'}
+  refusing = {
+    base.__name__
+    for base, recipe in recipes.BY_LOSS.items()
+    if not recipe.allows_dropout
+  }
+  assert refusing == {'Policy', 'Preference', 'Reward'}
 
 
 DECODER = build.build(model_config.DecoderOnlyConfig(STACK))
@@ -165,8 +171,8 @@ def _gradient(mesh=mesh_lib.MeshConfig(fsdp=1), **compute):
   def loss(params, batch, key):
     dropout = base_model.Dropout(RATE, key)
     with partition.use(mesh, rules):
-      terms = LOSS.sums(model, params, batch, dropout=dropout)
-    return terms['loss'] / LOSS.weight(batch)
+      terms = conftest.sums(LOSS, model, params, batch, dropout=dropout)
+    return conftest.value(LOSS, terms, batch)
 
   params = jax.jit(DECODER.init)(jax.random.key(0))
   batch = _batch(teacher=True)

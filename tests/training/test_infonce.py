@@ -16,12 +16,12 @@ from encdec_adapt.models import build, embedding_head, model_config
 from encdec_adapt.objectives import embeddings, framing, objective_names
 from encdec_adapt.ops import kernel_forms
 from encdec_adapt.sharding import mesh as mesh_lib
-from encdec_adapt.training import losses
 from encdec_adapt.training.losses import infonce
 from encdec_adapt.training.losses import loss as loss_lib
+from encdec_adapt.training.metrics import query_metrics
+from encdec_adapt.training.recipes import embedding_recipe
 from tests import gemma_ids, toy_models
 from tests.training import conftest
-from tests.training.test_losses import _section
 
 HEAD = embedding_head.EmbeddingHead(
   projections=embedding_head.Widths('32+24'),
@@ -87,9 +87,8 @@ def test_literal_values():
   outputs = _outputs(vectors, _plain(2))
 
   def value(kind, batch=batch):
-    terms = infonce.InfoNce(kind=f'infonce:temperature=0.5{kind}').terms(
-      outputs, {}, batch
-    )
+    loss = conftest.make_loss(f'infonce:temperature=0.5{kind}')
+    terms = loss.terms(outputs, {}, batch)
     return float(terms['loss']), float(terms['accuracy'])
 
   # q0: products .6 (its positive), .8 (its negative), 0; q1: 1, .8 and .6.
@@ -136,7 +135,7 @@ def test_parts_of_vectors_are_compared_too():
       dimensions=embedding_head.Widths('1')
     ),
   )
-  loss = infonce.InfoNce(kind='infonce:temperature=1')
+  loss = infonce.InfoNce(temperature=1.0)
   terms = loss.terms(_outputs(vectors, stack), {}, batch)
   whole = np.log(np.exp(1) + np.exp(-0.28)) - 1
   # The first numbers, normalised, are all 1: two equal documents.
@@ -157,10 +156,10 @@ def test_pooling_by_segment():
     assert pooled[0].tolist() == expected
 
 
-def _gradient(loss, params, batch):
+def _gradient(loss, params, batch, parts=1):
   def objective(params):
-    terms = loss.sums(MODEL, params, batch)
-    return loss.objective(terms, loss.divisors(batch))
+    terms = conftest.sums(loss, MODEL, params, batch, parts=parts)
+    return conftest.value(loss, terms, batch)
 
   return jax.jit(jax.value_and_grad(objective))(params)
 
@@ -168,19 +167,18 @@ def _gradient(loss, params, batch):
 def test_parts_of_a_batch_equal_the_batch():
   params = toy_models.params(MODEL.config, scale=0.3)
   batch = jax.tree.map(jnp.asarray, _batch(8))
-  loss = infonce.InfoNce(kind=ALL)
+  loss = conftest.make_loss(ALL)
   value, gradients = _gradient(loss, params, batch)
-  parted = dataclasses.replace(loss, parts=4)
   temporary = [
-    jax.jit(lambda p, x=x: _gradient(x, p, batch))
+    jax.jit(lambda p, x=x: _gradient(loss, p, batch, x))
     .lower(params)
     .compile()
     .memory_analysis()
     .temp_size_in_bytes
-    for x in (loss, parted)
+    for x in (1, 4)
   ]
   assert temporary[1] < temporary[0] / 2
-  again, others = _gradient(parted, params, batch)
+  again, others = _gradient(loss, params, batch, 4)
   assert float(again) == pytest.approx(float(value), rel=1e-6)
   scale = max(float(abs(x).max()) for x in jax.tree.leaves(gradients))
   jax.tree.map(
@@ -193,7 +191,7 @@ def test_parts_of_a_batch_equal_the_batch():
 def test_packed_texts_have_the_vectors_of_texts_alone():
   params = toy_models.params(MODEL.config, scale=0.3)
   batch = jax.tree.map(jnp.asarray, _batch(3, filler=0))
-  loss = infonce.InfoNce(kind='infonce')
+  loss = infonce.InfoNce()
   packed = jax.jit(lambda p, b: loss.predict(MODEL, p, b).hidden)(params, batch)
   norms = np.linalg.norm(packed, axis=-1)
   np.testing.assert_allclose(norms, batch['roles'] > 0, atol=1e-6)
@@ -213,8 +211,9 @@ def test_packed_texts_have_the_vectors_of_texts_alone():
 @pytest.mark.sharded
 @pytest.mark.parametrize('microbatches', [1, 2])
 def test_sharded_steps_equal_one_device(microbatches):
-  loss = infonce.InfoNce(kind=f'{ALL},learn_temperature=1', parts=microbatches)
-  model = build.build(loss.shape(MODEL.config))
+  loss = conftest.make_loss(f'{ALL},learn_temperature=True')
+  config = embedding_recipe.with_temperature(MODEL.config, loss)
+  model = build.build(config)
   batch = _batch(16)
   results = []
   for mesh in (
@@ -242,11 +241,13 @@ def test_sharded_steps_equal_one_device(microbatches):
 
 @pytest.mark.long
 def test_training_finds_positives_and_a_teacher_is_learnt():
-  loss = infonce.InfoNce(kind='infonce:temperature=0.1')
+  loss = infonce.InfoNce(temperature=0.1)
   trainer = conftest.Trainer(loss=loss, model=MODEL, axes=AXES, rate=3e-2)
   state = trainer.init(trainer.where.place(MODEL.init, jax.random.key(0)))
   batch = _batch(8)
-  evaluator = perplexity.Evaluator(trainer.where, loss, AXES)
+  evaluator = perplexity.Evaluator(
+    trainer.where, query_metrics.Queries(loss), AXES
+  )
   first = evaluator(state.params, [batch])
   for _ in range(15):
     state, metrics = trainer.step(state, batch)
@@ -255,13 +256,14 @@ def test_training_finds_positives_and_a_teacher_is_learnt():
   assert last.weight == 14 == metrics['weight']
   assert last.values['loss'] < first.values['loss'] / 2
   teacher = jax.tree.map(jnp.copy, state.params)
-  distils = infonce.InfoNce(kind='infonce:teacher=1', models={'teacher': MODEL})
+  distils = infonce.InfoNce(teacher=1.0)
   arrays = jax.tree.map(jnp.asarray, batch)
-  references = {'teacher': teacher}
-  plain = infonce.InfoNce(kind='infonce')
+  plain = infonce.InfoNce()
   for params, least in ((teacher, 0), (MODEL.init(jax.random.key(1)), 5)):
     values = [
-      float(x.sums(MODEL, params, arrays, references)['loss'])
+      float(
+        conftest.sums(x, MODEL, params, arrays, {'teacher': teacher})['loss']
+      )
       for x in (distils, plain)
     ]
     assert values[0] - values[1] >= least - 1e-4
@@ -270,7 +272,7 @@ def test_training_finds_positives_and_a_teacher_is_learnt():
 
 @pytest.mark.long
 def test_adapters_start_at_the_loss_of_their_base_and_learn():
-  loss = infonce.InfoNce(kind='infonce:temperature=0.1', parts=2)
+  loss = infonce.InfoNce(temperature=0.1)
   trainer = conftest.Trainer(
     loss=loss, model=MODEL, axes=AXES, microbatches=2, lora='rank=4,base=int8'
   )
@@ -281,7 +283,8 @@ def test_adapters_start_at_the_loss_of_their_base_and_learn():
   batch = _batch(8)
   head = {path: params[path] for path in adapters.full}  # Trains whole.
   dense = {path: kernel_forms.dense(x) for path, x in base.items()} | head
-  terms = dataclasses.replace(loss, parts=1).sums(
+  terms = conftest.sums(
+    loss,
     MODEL,
     traverse_util.unflatten_dict(dense, sep='/'),
     jax.tree.map(jnp.asarray, batch),
@@ -309,10 +312,10 @@ def test_parts_of_a_batch_have_masks_of_their_own():
   trained = traverse_util.unflatten_dict(trained, sep='/')
   # Rows of different parts with the same texts.
   batch = {k: jnp.asarray(x)[jnp.zeros(2, int)] for k, x in _batch(2).items()}
-  loss = infonce.InfoNce(kind='infonce', parts=2)
+  loss = infonce.InfoNce()
   for key, equal in ((None, True), (jax.random.key(2), False)):
     params = adapters.attach(base, trained, key)
-    first, second = loss.predict(MODEL, params, batch).hidden
+    first, second = loss.predict(MODEL, params, batch, parts=2).hidden
     assert np.allclose(first, second, atol=1e-5) == equal
 
 
@@ -333,14 +336,15 @@ def test_the_configuration_decides_head_and_parts():
   settings = config_lib.load(
     _config(
       train__microbatches=4,
-      loss__kind='infonce:learn_temperature=1,temperature=0.1',
+      loss__infonce__learn_temperature=True,
+      loss__infonce__temperature=0.1,
       model__embedding='pooling=last,projections=64+32,dimensions=16+8',
     ),
     sources=False,
   )
   head = settings.model.decoder.embedding
   assert (head.sizes(128), head.temperature) == ((32, 16, 8), 0.1)
-  assert settings.loss.parts == 4 and not settings.loss.references
+  assert settings.recipe.rows.compared and not settings.recipe.frozen
   assert objective_names.parse_one('embed:query=a b ').prompts == {
     'document': '',
     'query': 'a b ',
@@ -357,15 +361,15 @@ def test_the_configuration_decides_head_and_parts():
     ({'model__embedding': 'pooling=max'}, 'must be one of mean, last, first'),
     ({'model__embedding': ''}, 'only_?.* with config.model.embedding'),
     ({'model__kind': 'encoder_decoder'}, "init.mode='adapt'"),
-    ({'loss__kind': 'infonce:vectors=1'}, 'vectors=0; to be .* the 128'),
+    ({'loss__infonce__vectors': 1.0}, 'vectors=0; to be .* the 128'),
     (
       {
-        'loss__kind': 'infonce:vectors=1',
+        'loss__infonce__vectors': 1.0,
         'data__objective': 'embed:vectors=64',
       },
       'vectors=64; to be .* the 128',
     ),
-    ({'loss__kind': 'infonce:scores=1'}, "'embed:x#q,p' lacks scores=FIELD"),
+    ({'loss__infonce__scores': 1.0}, "'embed:x#q,p' lacks scores=FIELD"),
     ({'data__source': 'embed:x#q,p,scores=s'}, 'has scores=FIELD; give'),
     (
       {
@@ -374,8 +378,8 @@ def test_the_configuration_decides_head_and_parts():
       },
       'has vectors=FIELD; give vectors a weight',
     ),
-    ({'loss__kind': 'infonce:temperature=0'}, 'temperature is 0.0'),
-    ({'loss__kind': ''}, 'rows have several answers or texts'),
+    ({'loss__infonce__temperature': 0.0}, 'temperature is 0.0'),
+    ({'loss__kind': 'cross_entropy'}, 'rows have several answers or texts'),
     (
       {
         'data__objective': 'causal_lm',
@@ -397,15 +401,16 @@ def test_bad_input_is_refused(changes, message):
 def test_vectors_of_a_teacher_have_the_models_size():
   plain = dataclasses.replace(STACK, embedding=embedding_head.EmbeddingHead())
   teacher = build.build(model_config.DecoderOnlyConfig(plain))
-  section = _section(kind='infonce:teacher=1')
-  loss = losses.from_section(section, MODEL.config)
+  settings = config_lib.load(_config(loss__infonce__teacher=1.0), sources=False)
+  loss = settings.recipe.loss
   assert loss.references == ('teacher',)
-  assert teacher.architecture in loss.accepts
+  assert teacher.architecture in settings.recipe.frozen['teacher'].accepts
   batch = jax.tree.map(jnp.asarray, _batch(2))
-  loss = dataclasses.replace(loss, models={'teacher': teacher})
   with pytest.raises(errors.UserError, match="16 numbers and the model's 24"):
     jax.eval_shape(
-      lambda a, b: loss.sums(MODEL, a, batch, {'teacher': b}),
+      lambda a, b: conftest.sums(
+        loss, MODEL, a, batch, {'teacher': (teacher, b)}
+      ),
       toy_models.params(MODEL.config),
       toy_models.params(teacher.config),
     )

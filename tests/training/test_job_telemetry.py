@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from encdec_adapt.telemetry import compute_cost, progress
-from encdec_adapt.training import job_telemetry, train_section
-from encdec_adapt.training.losses import cross_entropy
+from encdec_adapt.training import job_telemetry
+from encdec_adapt.training.metrics import token_metrics
+from encdec_adapt.training.sections import train_section
 from tests.telemetry.conftest import clock  # noqa: F401  A fixture.
 
 
@@ -29,7 +30,7 @@ def test_no_rate_before_the_second_step_of_a_program(
   telemetry = job_telemetry.JobTelemetry(
     str(tmp_path),
     train_section.TrainConfig(log_every=1),
-    cross_entropy.CrossEntropy(),
+    token_metrics.TargetTokens(),
     {},
     start,
     first + 4,

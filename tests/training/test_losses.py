@@ -1,55 +1,22 @@
-"""Losses: how a job gets its loss, and teachers of any kind."""
+"""Distillation: teachers of any kind, and what they cannot predict."""
 
 import dataclasses
-import pathlib
+import functools
 
 import jax
 from jax import numpy as jnp
 import numpy as np
 import pytest
 
-from encdec_adapt.base import errors, keys
+from encdec_adapt import config as config_lib
+from encdec_adapt.base import errors
 from encdec_adapt.models import architecture, build, model_config
-from encdec_adapt.objectives import framing, objective_names
+from encdec_adapt.objectives import framing
 from encdec_adapt.training import losses
-from encdec_adapt.training.losses import cross_entropy, distillation
+from encdec_adapt.training.losses import cross_entropy
 from tests import gemma_ids, toy_models
 from tests.ops import dense_loss
 from tests.training import conftest
-
-
-def test_the_modules_of_the_package_are_the_losses():
-  folder = pathlib.Path(losses.__file__).parent
-  modules = {path.stem for path in folder.glob('*.py')}
-  bases = {'__init__', 'loss', 'comparison', 'rollout_options'}
-  assert {entry.name for entry in losses.CLASSES} == modules - bases
-
-
-def _section(**changes):
-  defaults = {}
-  for entry in losses.CLASSES:
-    defaults |= keys.defaults(entry)
-  return defaults | changes
-
-
-def _classifier(role='bidirectional'):
-  stack = dataclasses.replace(conftest.STACK, role=role, classes=3)
-  return model_config.DecoderOnlyConfig(stack)
-
-
-def test_the_keys_and_the_model_choose_the_loss():
-  pair, share = conftest.PAIR, {'distillation': 0.5}
-  for model, changes, name in (
-    (pair, {}, 'cross_entropy'),
-    (pair, share, 'distillation'),
-    (pair, {'kind': 'distill'}, 'distillation'),
-    (_classifier(), {}, 'label_loss'),
-  ):
-    assert losses.from_section(_section(**changes), model).name == name
-  with pytest.raises(errors.UserError, match='distillation and label_loss'):
-    losses.from_section(_section(**share), _classifier())
-  with pytest.raises(errors.UserError, match='temperature is 0'):
-    losses.from_section(_section(temperature=0.0), pair)
 
 
 def _of_kind(kind):
@@ -60,49 +27,49 @@ def _of_kind(kind):
 
 
 @pytest.mark.parametrize(
-  'kind', distillation.Distillation().accepts, ids=lambda kind: kind.name
+  'kind', architecture.GENERATING, ids=lambda kind: kind.name
 )
 def test_a_teacher_of_every_kind_predicts_the_targets(kind):
   teacher = build.build(_of_kind(kind))
   params = toy_models.params(teacher.config)
   student = build.build(conftest.PAIR)
   own = toy_models.params(conftest.PAIR, 2)
-  options = {'distillation': 0.5, 'chunk': 16, 'models': {'teacher': teacher}}
-  distilled = distillation.Distillation(**options)
+  distilled = conftest.make_loss('distill:share=0.5')
   plain = cross_entropy.CrossEntropy(chunk=16)
   batch = jax.tree.map(jnp.asarray, conftest.make_batch(4, teacher=True))
-  sums = jax.jit(distilled.sums, static_argnums=0)
-  same = sums(teacher, params, batch, {'teacher': params})
+
+  def sums(loss, model, params, *frozen):
+    models = {'teacher': (teacher, *frozen)} if frozen else {}
+    return conftest.sums(loss, model, params, batch, models)
+
+  sums = jax.jit(sums, static_argnums=(0, 1))
+  same = sums(distilled, teacher, params, params)
   # A model learns nothing from itself.
   assert float(same['distillation']) == pytest.approx(0, abs=1e-3)
-  found = sums(student, own, batch, {'teacher': params})
-  alone = jax.jit(plain.sums, static_argnums=0)(student, own, batch)
+  found = sums(distilled, student, own, params)
+  alone = sums(plain, student, own)
   assert float(found['cross_entropy']) == pytest.approx(
     float(alone['cross_entropy']), rel=1e-5
   )
   assert float(found['distillation']) > 0.1
 
 
-def test_distill_by_name_is_the_whole_loss():
-  pair = _section(kind='distill:divergence=js,beta=0.1')
-  loss = losses.from_section(pair, conftest.PAIR)
-  assert loss.options == distillation.Options('js', 0.1)
+def test_distillation_is_the_whole_loss_by_default():
+  loss = conftest.make_loss('distill:divergence=js,beta=0.1')
   model, params = build.build(conftest.PAIR), toy_models.params(conftest.PAIR)
-  loss = dataclasses.replace(loss, models={'teacher': model}, chunk=16)
   batch = jax.tree.map(jnp.asarray, conftest.make_batch(4))
-  teacher = toy_models.params(conftest.PAIR, 2)
-  terms = jax.jit(loss.sums, static_argnums=0)(
-    model, params, batch, {'teacher': teacher}
+  teacher = {'teacher': toy_models.params(conftest.PAIR, 2)}
+  terms = jax.jit(conftest.sums, static_argnums=(0, 1))(
+    loss, model, params, batch, teacher
   )
   assert float(terms['loss']) == float(terms['distillation']) > 0.1
-  for kind, words in (
-    ('distil', "did you mean 'distill'"),
-    ('distill:beta=0.1', 'the divergence is forward; leave it out'),
-    ('distill:beta=1,divergence=js', 'beta is 1.0; it must be below 1'),
-    ('distill + cross_entropy@0.1', 'cannot be added to distill'),
+  for options, words in (
+    ('beta=0.1', 'the divergence is forward; leave it'),
+    ('beta=1,divergence=js', 'distill.beta is 1.0; it must be below 1'),
+    ('temperature=0', 'distill.temperature is 0.0'),
   ):
     with pytest.raises(errors.UserError, match=words):
-      losses.from_section(_section(kind=kind), conftest.PAIR)
+      conftest.make_loss(f'distill:{options}')
 
 
 @pytest.mark.slow
@@ -111,21 +78,17 @@ def test_distillation_of_a_pair_equals_dense_logits(divergence):
   """The teacher is a decoder that reads inputs and targets in a row."""
   teacher, student = build.build(conftest.SOURCE), conftest.MODEL
   frozen = toy_models.params(conftest.SOURCE)
-  loss = distillation.Distillation(
-    kind=f'distill:divergence={divergence}',
-    chunk=16,
-    models={'teacher': teacher},
-  )
+  loss = conftest.make_loss(f'distill:divergence={divergence}')
   batch = jax.tree.map(jnp.asarray, conftest.make_batch(4, teacher=True))
 
   def actual(params):
-    terms = loss.sums(student, params, batch, {'teacher': frozen})
-    return loss.objective(terms, loss.divisors(batch))
+    models = {'teacher': (teacher, frozen)}
+    terms = conftest.sums(loss, student, params, batch, models)
+    return conftest.value(loss, terms, batch)
 
   def expected(params):
-    models = {'teacher': (teacher, frozen), 'student': (student, params)}
-    outputs = {k: loss.predict(*x, batch) for k, x in models.items()}
-    hidden, table, stack = outputs['student']
+    hidden, table, stack = loss.predict(student, params, batch)
+    readers = {'teacher': functools.partial(loss.predict, teacher, frozen)}
     sums = dense_loss.cross_entropy(
       hidden,
       table,
@@ -133,7 +96,7 @@ def test_distillation_of_a_pair_equals_dense_logits(divergence):
       batch['weights'],
       vocab_size=stack.outputs,
       softcap=stack.final_softcap,
-      teacher=loss.teacher(outputs, batch),
+      teacher=loss._teacher(readers, batch),
     )
     return sums.total / sums.weight
 
@@ -157,21 +120,17 @@ def test_spans_are_learnt_from_the_text_and_sentinels_as_they_are():
   inputs, targets = [R, 11, 12, A, 14, B], [A, 13, B, 15, 16, gemma_ids.EOS]
   text = [gemma_ids.BOS, 11, 12, 13, 14, 15, 16, gemma_ids.EOS]
   pair = framing.Pair(*(np.array(x, np.int32) for x in (inputs, targets)))
-  (objective,) = objective_names.parse('t5gemma2')
-  loss = distillation.Distillation(kind='distill', chunk=16)
-  loss = loss.for_objectives((objective,))
-  loss.check(conftest.PAIR, (objective,))
-  assert loss.accepts == (architecture.CAUSAL_DECODER,)
+  recipe = _recipe('t5gemma2', {'loss.chunk': 16})
+  loss, declared = recipe.loss, recipe.frozen['teacher']
+  assert declared.accepts == (architecture.CAUSAL_DECODER,)
   teacher, student = build.build(conftest.SOURCE), conftest.MODEL
-  loss = dataclasses.replace(loss, models={'teacher': teacher})
   frozen = toy_models.params(conftest.SOURCE)
   own = toy_models.params(conftest.PAIR, 2)
   row = framing.frame_row([pair], conftest.LENGTHS, gemma_ids.FRAMING)
-  rows = loss.frame(framing.stack_rows([row]), ids)
+  rows = recipe.rows.frame(framing.stack_rows([row]), ids)
   batch = jax.tree.map(jnp.asarray, rows)
-  terms = jax.jit(loss.sums, static_argnums=0)(
-    student, own, batch, {'teacher': frozen}
-  )
+  models = {'teacher': losses.loss.Frozen(teacher, frozen)}
+  terms = losses.loss.sums(loss, student, own, batch, models)
 
   tokens = jnp.array([text])
   fields = jnp.ones_like(tokens), jnp.arange(len(text))[None]
@@ -188,29 +147,40 @@ def test_spans_are_learnt_from_the_text_and_sentinels_as_they_are():
   assert float(terms['loss']) == pytest.approx(float(expected), rel=1e-5)
 
 
-def test_masked_inputs_are_no_targets():
-  loss = losses.from_section(_section(on_inputs=True), conftest.SOURCE)
-  with pytest.raises(errors.UserError, match='leave out on_inputs'):
-    objectives = objective_names.parse('pairs | meap_prefix_lm')
-    loss.check(conftest.SOURCE, objectives)
+def _recipe(objective, changes):
+  """The recipe of distillation of a pair, or of a causal decoder."""
+  config = config_lib.defaults()
+  config.loss.kind, config.data.objective = 'distill', objective
+  config.model.kind = 'encoder_decoder'
+  config.data.source, config.data.encoder_length = '', 64
+  config.update_from_flattened_dict(changes)
+  return config_lib.load(config, sources=False).recipe
+
+
+ON_INPUTS = {'loss.on_inputs': True, 'model.kind': 'decoder_only'}
 
 
 @pytest.mark.parametrize(
-  'objective, options, words',
+  'objective, changes, words',
   [
-    ('ul2', {'kind': 'distill:divergence=reverse'}, 'set divergence=forward'),
-    ('ul2', {'kind': 'distill:on_policy=0.5'}, 'leave out on_policy'),
-    ('pairs | ul2', {'kind': 'distill'}, 'mix it with objectives of texts'),
-    ('bart', {'kind': 'distill'}, 'a teacher predicts the targets of'),
-    ('meap_prefix_lm', {'kind': 'distill'}, 'without masks'),
+    (
+      'ul2',
+      {'loss.distill.divergence': 'reverse'},
+      'set divergence to forward',
+    ),
+    ('ul2', {'loss.distill.on_policy': 0.5}, 'leave out on_policy'),
+    ('pairs | ul2', {}, 'mix it with objectives of texts'),
+    ('bart', {}, 'a teacher predicts the targets of'),
+    ('meap_prefix_lm', {}, 'without masks'),
+    ('preferences', {}, 'rows have several answers'),
+    ('pairs | meap_prefix_lm', ON_INPUTS, 'leave out on_inputs'),
   ],
 )
-def test_teachers_that_cannot_predict_are_refused(objective, options, words):
-  loss = distillation.Distillation(**options)
+def test_teachers_that_cannot_predict_are_refused(objective, changes, words):
   with pytest.raises(errors.UserError, match=words):
-    loss.check(conftest.PAIR, objective_names.parse(objective))
+    _recipe(objective, changes)
 
 
 def test_inputs_are_learnt_from_causal_teachers_alone():
-  accepts = distillation.Distillation(on_inputs=True).accepts
-  assert accepts == (architecture.CAUSAL_DECODER,)
+  declared = _recipe('pairs', ON_INPUTS).frozen['teacher']
+  assert declared.accepts == (architecture.CAUSAL_DECODER,)

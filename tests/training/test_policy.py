@@ -7,13 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from encdec_adapt import config as config_lib
 from encdec_adapt.base import errors
 from encdec_adapt.objectives import framing, objective_names
-from encdec_adapt.training import losses, train_section
-from encdec_adapt.training.losses import policy, rollout_options
+from encdec_adapt.training.losses import policy
+from encdec_adapt.training.recipes import policy_recipe
+from encdec_adapt.training.sections import train_section
 from tests import gemma_ids, toy_models
 from tests.training import conftest
-from tests.training.test_losses import _section
 from tests.training.test_preference import POLICY, REFERENCE
 
 # Log-probabilities of the policy that has sampled, beside those of
@@ -37,16 +38,13 @@ def _tokens(old=OLD, importance=1.0):
   return policy.Tokens(policy_, old, reference, ones, weights)
 
 
-def _form(kind):
-  return policy.Policy(kind=kind).form
-
-
 def _value(kind, tokens):
-  form = _form(kind)
-  losses_ = form.loss(jnp.asarray(ADVANTAGES.reshape(2, 2)), tokens)
+  loss = conftest.make_loss(kind)
+  advantages = jnp.asarray(ADVANTAGES.reshape(2, 2))
+  losses = loss.completion_loss(advantages, tokens)
   # Completions of at most 8 tokens.
   weights = jnp.pad(tokens.weights, [(0, 0), (0, 0), (0, 3)])
-  return float(losses_.sum() / form.divisor(weights))
+  return float(losses.sum() / loss.divisors({'weights': weights})['mean'])
 
 
 @pytest.mark.parametrize(
@@ -75,7 +73,9 @@ def test_importance_weighs_tokens():
   gradients = [
     jax.grad(
       lambda x, t: (
-        _form('rloo').loss(jnp.ones((2, 2)), t._replace(log_probs=x)).sum()
+        conftest.make_loss('rloo')
+        .completion_loss(jnp.ones((2, 2)), t._replace(log_probs=x))
+        .sum()
       )
     )(tokens.log_probs, tokens)
     for tokens in (equal, equal._replace(importance=2 * equal.importance))
@@ -90,21 +90,23 @@ def test_advantages():
   # Minus the mean of the others; the KL costs 0.05 each.
   expected = [[0.9 - 1 / 3, -1.9 / 3, -1.9 / 3, 1 - 0.9 / 3], [0.0] * 4]
   np.testing.assert_allclose(
-    _form('rloo').advantages(rewards, kl), expected, atol=1e-6
+    conftest.make_loss('rloo').advantages(rewards, kl), expected, atol=1e-6
   )
   deviation = np.std([1, 0, 0, 1], ddof=1) + 1e-4
   centred = np.array([[0.5, -0.5, -0.5, 0.5], [0.0] * 4])
   np.testing.assert_allclose(
-    _form('grpo').advantages(rewards, kl), centred / deviation, atol=1e-6
+    conftest.make_loss('grpo').advantages(rewards, kl),
+    centred / deviation,
+    atol=1e-6,
   )
-  plain = _form('grpo:deviation=none').advantages(rewards, kl)
+  loss = conftest.make_loss('grpo:deviation=none')
+  plain = loss.advantages(rewards, kl)
   np.testing.assert_allclose(plain, centred, atol=1e-6)
 
 
 # -- On a model ----------------------------------------------------------------
 
 TOKENS = 6
-ROLLOUTS = rollout_options.Rollouts(samples=3, tokens=TOKENS, temperature=0.7)
 KINDS = (
   'rloo:beta=0.1',
   'rloo:beta=0',
@@ -114,11 +116,17 @@ KINDS = (
 )
 
 
-def _loss(kind, model=conftest.MODEL, **options):
-  rollouts = dataclasses.replace(ROLLOUTS, **options)
-  loss = policy.Policy(kind=kind, chunk=16, rollouts=rollouts)
-  models = dict.fromkeys(loss.references, model)
-  return dataclasses.replace(loss, models=models)
+ROWS = policy_recipe.CompletionRows(
+  objective_names.parse_one('pairs').maker,
+  dataclasses.replace(conftest.LENGTHS, decoder=TOKENS),
+  3,
+  TOKENS,
+  policy_recipe.AXES,
+)
+
+
+def _loss(kind):
+  return conftest.make_loss(kind, temperature=0.7)
 
 
 def _batch(rows, filler=0, seed=0, cut=()):
@@ -138,9 +146,7 @@ def _batch(rows, filler=0, seed=0, cut=()):
       group.append([framing.Pair(prompt, completion, weights=weights)])
     groups.append(group)
   groups += [[[], [], []]] * filler
-  batch = _loss('rloo').make_batch(
-    groups, conftest.LENGTHS, gemma_ids.FRAMING, teacher=True
-  )
+  batch = ROWS.of_groups(groups, gemma_ids.FRAMING, teacher=True)
   batch['rewards'] = rng.random((rows, 3), np.float32)
   batch['rewards'][rows - filler :] = 0
   # The sampler is a little off.
@@ -205,8 +211,8 @@ def test_losses_and_gradients_equal_dense_formulas(kind, params):
   references = {name: frozen for name in loss.references}
 
   def actual(params):
-    terms = loss.sums(conftest.MODEL, params, batch, references)
-    return loss.objective(terms, loss.divisors(batch))
+    terms = conftest.sums(loss, conftest.MODEL, params, batch, references)
+    return conftest.value(loss, terms, batch)
 
   value, gradients = jax.jit(jax.value_and_grad(actual))(policy_params)
   # Without the filler: a group of equal rewards has no deviation.
@@ -228,36 +234,22 @@ def test_losses_and_gradients_equal_dense_formulas(kind, params):
 
 
 @pytest.mark.parametrize(
-  'kind, message',
-  [
-    ('rlo', "'rlo' at column 1 must be one of .*did you mean 'rloo'"),
-    ('rloo@0.5', 'without a weight'),
-    ('rloo:divisor=token', 'must be KEY=VALUE of beta'),
-    ('grpo:divisor=row', 'divisor is .row.; it must be one of sequence'),
-    ('grpo + cross_entropy@0.2', "'cross_entropy' at column 8 must be left"),
-  ],
-)
-def test_wrong_kinds_are_refused(kind, message):
-  with pytest.raises(errors.UserError, match=message):
-    losses.from_section(_section(kind=kind), conftest.PAIR)
-
-
-@pytest.mark.parametrize(
   'rollouts, objective, message',
   [
     ('samples=1', 'pairs', 'samples is 1 with .*at least 2'),
     ('top_k=20', 'pairs', 'top_k and top_p are not read'),
     ('', 'preferences', 'no prompt with a single answer'),
-    ('', 'causal_lm', 'no prompt with a single answer'),
+    ('', 'prefix_lm', 'no prompt with a single answer'),
     ('', 'pairs:meap=separate', 'without masks'),
   ],
 )
 def test_what_does_not_suit_policies_is_refused(rollouts, objective, message):
-  train = train_section.TrainConfig(rollouts=rollouts)
-  loss = losses.from_section(_section(kind='rloo'), conftest.PAIR)
-  loss = dataclasses.replace(loss, rollouts=train.sampling)
+  config = config_lib.defaults()
+  config.loss.kind, config.train.rollouts = 'rloo', rollouts
+  config.data.objective, config.data.source = objective, ''
+  config.data.encoder_length = config.data.decoder_length = 8
   with pytest.raises(errors.UserError, match=message):
-    loss.check(conftest.PAIR, objective_names.parse(objective))
+    config_lib.load(config, sources=False)
 
 
 @pytest.mark.parametrize(
@@ -277,4 +269,5 @@ def test_a_reference_is_read_where_it_is_needed():
   assert _loss('rloo').references == ('teacher',)
   assert not _loss('rloo:beta=0').references
   assert not _loss('grpo').references
-  assert _loss('grpo', max_kl=3.0).references == ('teacher',)
+  loss = conftest.make_loss('grpo', measures_kl=True)
+  assert loss.references == ('teacher',)

@@ -1,5 +1,6 @@
 """Completions of a batch: their metrics, and the rows that the loss reads."""
 
+import dataclasses
 import types
 
 import numpy as np
@@ -7,8 +8,9 @@ import pytest
 
 from encdec_adapt.objectives import framing
 from encdec_adapt.training import policy_batches, rollouts
-from encdec_adapt.training.losses import policy, rollout_options
+from encdec_adapt.training.sections import rollout_options
 from tests import gemma_ids
+from tests.training import test_policy
 
 PAIR = framing.Pair(np.zeros(0, np.int32), np.zeros(0, np.int32))
 
@@ -54,10 +56,11 @@ def test_metrics_are_of_the_prompts_that_exist():
 @pytest.mark.parametrize('cut, last', [('keep', 1), ('mask', 0)])
 def test_tokens_count_up_to_the_end_and_masked_completions_not(cut, last):
   sampling = rollout_options.Rollouts(samples=2, tokens=4, cut=cut)
-  spec = types.SimpleNamespace(lengths=framing.Lengths(4, 4))
-  records = types.SimpleNamespace(spec=spec, framing=gemma_ids.FRAMING)
+  records = types.SimpleNamespace(framing=gemma_ids.FRAMING)
+  rows = dataclasses.replace(test_policy.ROWS, lengths=framing.Lengths(4, 4))
   batches = types.SimpleNamespace(
-    _loss=policy.Policy(kind='rloo', rollouts=sampling),
+    _recipe=types.SimpleNamespace(rows=rows),
+    _cut=sampling,
     _local=range(4),
     _data=types.SimpleNamespace(train=records),
     _teacher=False,

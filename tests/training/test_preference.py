@@ -1,24 +1,22 @@
 """Preference losses: TRL's values, dense gradients, microbatches and meshes."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from encdec_adapt.base import errors
 from encdec_adapt.evaluation.measures import perplexity
 from encdec_adapt.models import (
   architecture,
   build,
   model_config,
 )
-from encdec_adapt.objectives import objective_names
-from encdec_adapt.training import losses
+from encdec_adapt.training.metrics import comparison_metrics, held_out_metrics
 from tests import toy_models
 from tests.training import conftest, preference_cases
-from tests.training.test_losses import _section
 
 # Log-probabilities of policy and reference, a row for each answer: chosen and
 # rejected of a first example are rows 0 and 2. Lengths are 5, 3, 2 and 4.
@@ -51,13 +49,13 @@ def _sums(text):
   ],
 )
 def test_values_are_those_of_trl(kind, value):
-  form = preference_cases.make_loss(kind, None).form
+  loss = conftest.make_loss(kind)
   sums = [_sums(text) for text in (POLICY, REFERENCE)]
-  if form.log_probs == 'mean':
+  if loss.log_probs == 'mean':
     sums = [x / LENGTHS for x in sums]
-  scores = form.scores(*map(jnp.asarray, sums))
-  margins = scores[:, 0] - scores[:, 1]
-  assert float(form.loss(margins).mean()) == pytest.approx(value, rel=1e-6)
+  scores = loss.scores(*map(jnp.asarray, sums))
+  losses = loss.margin_loss(scores[:, 0] - scores[:, 1])
+  assert float(losses.mean()) == pytest.approx(value, rel=1e-6)
 
 
 @pytest.fixture(scope='module')
@@ -72,13 +70,13 @@ def models():
 def test_losses_and_gradients_equal_dense_formulas(kind, models):
   model, (params, frozen), batch = models
   batch = jax.tree.map(jnp.asarray, batch)
-  loss = preference_cases.make_loss(kind, model)
+  loss = conftest.make_loss(kind)
   references = {name: frozen for name in loss.references}
   dense_batch = {name: x[:6] for name, x in batch.items()}
 
   def actual(params):
-    terms = loss.sums(model, params, batch, references)
-    return loss.objective(terms, loss.divisors(batch))
+    terms = conftest.sums(loss, model, params, batch, references)
+    return conftest.value(loss, terms, batch)
 
   def expected(params):
     log_probs, reference = (
@@ -138,12 +136,17 @@ def test_a_group_reads_its_prompt_once(kind):
 @pytest.mark.long
 def test_training_raises_held_out_accuracy(models):
   model, _, _ = models
-  loss = preference_cases.make_loss('dpo', model)
-  trainer = conftest.Trainer(loss=loss, axes=preference_cases.AXES)
+  loss, axes, frozen = (
+    conftest.make_loss('dpo'),
+    preference_cases.AXES,
+    {'teacher': model},
+  )
+  trainer = conftest.Trainer(loss=loss, axes=axes, models=frozen)
   state = trainer.init()
   references = {'teacher': jax.tree.map(jnp.copy, state.params)}
   batch = preference_cases.make_batch(8, filler=1)
-  evaluator = perplexity.Evaluator(trainer.where, loss, preference_cases.AXES)
+  likelihoods = comparison_metrics.Likelihoods(loss)
+  evaluator = perplexity.Evaluator(trainer.where, likelihoods, axes, frozen)
   results = [evaluator(state.params, [batch], references)]
   for _ in range(8):
     state, metrics = trainer.step(state, batch, references)
@@ -153,52 +156,17 @@ def test_training_raises_held_out_accuracy(models):
   assert first['loss'] == pytest.approx(np.log(2), rel=1e-5)
   assert (first['accuracy'], results[0].weight) == (0.5, 7)
   assert last['accuracy'] > 0.8 and last['loss'] < first['loss']
-  assert loss.rank(last['accuracy']) < loss.rank(first['accuracy'])
+  rank = functools.partial(held_out_metrics.rank, likelihoods)
+  assert rank(last['accuracy']) < rank(first['accuracy'])
   assert set(metrics) >= {'chosen', 'rejected', 'cross_entropy'}
 
 
-@pytest.mark.parametrize(
-  'changes, message',
-  [
-    ({'kind': 'dpp'}, "'dpp' at column 1 must be one of .*dpo, .*did you mean"),
-    ({'kind': 'dpo@0.5'}, 'without a weight'),
-    (
-      {'kind': 'dpo:gamma=1'},
-      "'gamma=1' at column 5 must be KEY=VALUE of beta",
-    ),
-    ({'kind': 'simpo:smoothing=0.1'}, 'of beta=2.0, gamma=1.0'),
-    ({'kind': 'dpo:beta=-1'}, 'beta is -1.0; it must be above 0'),
-    ({'kind': 'robust:smoothing=0.5'}, 'smoothing is 0.5; it must be below'),
-    ({'kind': 'ipo:log_probs=both'}, 'one of sum, mean'),
-    ({'kind': 'orpo + cross_entropy@0.1'}, 'orpo, which has it'),
-    ({'kind': 'dpo + distillation@0.1'}, 'must be cross_entropy@SHARE'),
-    ({'kind': 'dpo', 'z_loss': 0.1}, 'config.loss.z_loss is 0.1, which'),
-    ({'kind': 'dpo', 'distillation': 0.1}, 'distillation and preference'),
-  ],
-)
-def test_wrong_keys_are_refused(changes, message):
-  with pytest.raises(errors.UserError, match=message):
-    losses.from_section(_section(**changes), conftest.PAIR)
-
-
 def test_orpo_has_a_gradient_of_answers_that_are_certain():
-  form = losses.from_section(_section(kind='orpo'), conftest.PAIR).form
+  loss = conftest.make_loss('orpo')
 
-  def loss(log_probs):
-    return form.loss(form.scores(log_probs, 0.0) - form.scores(-1.0, 0.0))
+  def compute(log_probs):
+    margin = loss.scores(log_probs, 0.0) - loss.scores(-1.0, 0.0)
+    return loss.margin_loss(margin)
 
-  value, gradient = jax.value_and_grad(loss)(jnp.float32(0))
+  value, gradient = jax.value_and_grad(compute)(jnp.float32(0))
   assert np.isfinite(value) and np.isfinite(gradient)
-
-
-def test_losses_and_objectives_go_together():
-  loss = losses.from_section(_section(kind='dpo'), conftest.PAIR)
-  loss.check(conftest.PAIR, objective_names.parse('preferences'))
-  with pytest.raises(errors.UserError, match='no two answers to compare'):
-    loss.check(conftest.PAIR, objective_names.parse('pairs'))
-  plain = losses.from_section(_section(), conftest.PAIR)
-  with pytest.raises(errors.UserError, match='whose rows have several answers'):
-    plain.check(conftest.PAIR, objective_names.parse('chat_preferences'))
-  assert loss.references == ('teacher',)
-  reference_free = losses.from_section(_section(kind='orpo'), conftest.PAIR)
-  assert not reference_free.references

@@ -11,14 +11,13 @@ from encdec_adapt import config as config_lib
 from encdec_adapt.base import errors
 from encdec_adapt.evaluation.measures import perplexity, preference_scores
 from encdec_adapt.models import build, model_config
-from encdec_adapt.training import losses
 from encdec_adapt.training.losses import loss as loss_lib
 from encdec_adapt.training.losses import reward
+from encdec_adapt.training.metrics import comparison_metrics
 from tests import gemma_ids, toy_models
 from tests.training import conftest, preference_cases
-from tests.training.test_losses import _section
 
-LOSS = reward.Reward(kind='reward')
+LOSS = reward.Reward()
 MODEL = build.build(model_config.reward_model(conftest.PAIR))
 INIT = MODEL.init  # Held, so that it is compiled once.
 
@@ -78,8 +77,8 @@ def test_gradients_equal_those_of_rows_of_each_answer():
   arrays = jax.tree.map(jnp.asarray, batch)
 
   def actual(params):
-    terms = LOSS.sums(MODEL, params, arrays)
-    return LOSS.objective(terms, LOSS.divisors(arrays))
+    terms = conftest.sums(LOSS, MODEL, params, arrays)
+    return conftest.value(LOSS, terms, arrays)
 
   def expected(params):
     rewards = _dense_rewards(params, answers, prompts)
@@ -102,7 +101,9 @@ def test_training_raises_held_out_accuracy():
   trainer = conftest.Trainer(loss=LOSS, model=MODEL, axes=preference_cases.AXES)
   state = trainer.init(trainer.where.place(INIT, jax.random.key(0)))
   batch = _batch(8, filler=1)
-  evaluator = perplexity.Evaluator(trainer.where, LOSS, preference_cases.AXES)
+  evaluator = perplexity.Evaluator(
+    trainer.where, comparison_metrics.Comparisons(LOSS), preference_cases.AXES
+  )
   first = evaluator(state.params, [batch]).values
   for _ in range(12):
     state, _ = trainer.step(state, batch)
@@ -147,20 +148,6 @@ def test_calibration_and_lengths_of_literal_margins():
   assert not preference_scores.scores('t', plain)
 
 
-@pytest.mark.parametrize(
-  'kind, message',
-  [
-    ('reward:margin=1', "'margin=1' at column 8 must be KEY=VALUE"),
-    ('reward@0.5', 'must be a name without a weight'),
-    ('reward + cross_entropy@0.1', 'must be left out'),
-    ('rewards', 'one of .*reward.*did you mean'),
-  ],
-)
-def test_wrong_kinds_are_refused(kind, message):
-  with pytest.raises(errors.UserError, match=message):
-    losses.from_section(_section(kind=kind), conftest.PAIR)
-
-
 def _config(**changes):
   config = config_lib.defaults()
   config.loss.kind = 'reward'
@@ -181,7 +168,7 @@ def test_the_loss_decides_the_head_of_the_model():
     ({'model__kind': 'encoder_only'}, 'reads a prompt and an answer'),
     (
       {'data__objective': 'pairs', 'data__source': 'pairs:x#a,b'},
-      '0 labels and the model 1',
+      'no two answers to compare',
     ),
     ({'evaluation__samples': 50.0}, 'answers nothing'),
     (

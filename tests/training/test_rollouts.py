@@ -17,7 +17,7 @@ from encdec_adapt.telemetry import environment
 from encdec_adapt.tokenizers import chat_format, vocabulary_pair
 from encdec_adapt.training import rollouts
 from encdec_adapt.training import state as state_lib
-from encdec_adapt.training.losses import rollout_options
+from encdec_adapt.training.recipes import recipe
 from tests import tiny, toy_models
 
 STACK = toy_models.stack(vocab_size=tiny.VOCAB, vocab_multiple=8)
@@ -43,7 +43,7 @@ def _sample(records, kind, mesh, step=0, rows=ROWS, **options):
     mesh_lib.make_mesh(mesh, jax.devices()[:count]),
     rules_lib.RULES['fsdp'],
   )
-  config = rollout_options.Rollouts(
+  config = recipe.Sampling(
     samples=SAMPLES, tokens=TOKENS, temperature=TEMPERATURE
   )
   sampler = rollouts.Sampler(placement, record_set, vocabulary, config, 5)

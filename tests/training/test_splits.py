@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 from encdec_adapt.sharding import mesh as mesh_lib
-from encdec_adapt.training.losses import distillation, policy
+from encdec_adapt.training.recipes import policy_recipe
 from tests import toy_models
 from tests.training import conftest, preference_cases, test_policy, test_reward
 
 pytestmark = pytest.mark.sharded
 
-DEFAULT = ('dpo + cross_entropy@0.3', 'reward', 'grpo:beta=0.1')
+DEFAULT = ('dpo:cross_entropy=0.3', 'reward', 'grpo:beta=0.1')
 NIGHTLY = (  # Each compiles three programs.
   *preference_cases.KINDS,
   *(kind for kind in test_policy.KINDS if kind not in DEFAULT),
@@ -34,15 +34,13 @@ def _case(kind):
   if name == 'reward':
     batches = functools.partial(test_reward._batch, **filled)
     return test_reward.LOSS, preference_cases.AXES, batches
-  if name in policy.FORMS:
+  if name in ('rloo', 'grpo'):
     loss, cut = test_policy._loss(kind), {(1, 1)}
     batches = functools.partial(test_policy._batch, **filled, cut=cut)
-    return loss, loss.axes, batches
+    return loss, policy_recipe.AXES, batches
+  loss = conftest.make_loss(kind)
   if name == 'distill':
-    models = {'teacher': conftest.MODEL}
-    loss = distillation.Distillation(kind=kind, chunk=16, models=models)
     return loss, {}, functools.partial(conftest.make_batch, 16)
-  loss = preference_cases.make_loss(kind, conftest.MODEL)
   batches = functools.partial(preference_cases.make_batch, **filled)
   return loss, preference_cases.AXES, batches
 
@@ -52,7 +50,12 @@ def _trained(kind, mesh, microbatches):
   loss, axes, batches = _case(kind)
   made = test_reward if kind == 'reward' else conftest
   trainer = conftest.Trainer(
-    mesh, loss=loss, model=made.MODEL, axes=axes, microbatches=microbatches
+    mesh,
+    loss=loss,
+    model=made.MODEL,
+    axes=axes,
+    microbatches=microbatches,
+    models={'teacher': conftest.MODEL},
   )
   state = trainer.init(trainer.where.place(made.INIT, jax.random.key(0)))
   frozen = toy_models.params(conftest.PAIR, 1)

@@ -11,6 +11,7 @@ from encdec_adapt.training import optimizers, schedules
 from encdec_adapt.training import state as state_lib
 from encdec_adapt.training import step as step_lib
 from encdec_adapt.training.losses import distillation
+from tests.training import conftest
 from tests.training.conftest import PAIR, SOURCE, Trainer, host, make_batch
 
 
@@ -169,8 +170,8 @@ def test_clip_norm_is_that_of_the_moving_parameters(frozen, full):
   batch = jax.tree.map(jnp.asarray, batch)
 
   def loss(flat):
-    terms = frozen.loss.sums(model, state_lib.unflatten(flat), batch)
-    return terms['loss'] / frozen.loss.weight(batch)
+    terms = conftest.sums(frozen.loss, model, state_lib.unflatten(flat), batch)
+    return conftest.value(frozen.loss, terms, batch)
 
   gradients = jax.jit(jax.grad(loss))(params)
   squares = {p: float((g**2).sum()) for p, g in gradients.items()}
@@ -205,15 +206,13 @@ def test_a_teacher_held_in_bfloat16_is_one_of_rounded_parameters():
   teacher, model = build.build(SOURCE), build.build(PAIR)
   batch = jax.tree.map(jnp.asarray, make_batch(4, teacher=True))
   params = model.init(jax.random.key(0))
-  loss = distillation.Distillation(
-    distillation=1.0, chunk=16, models={'teacher': teacher}
-  )
+  loss = distillation.Distillation(chunk=16)
   held = jax.tree.map(
     lambda x: x.astype(jnp.bfloat16), teacher.init(jax.random.key(1))
   )
   rounded = jax.tree.map(lambda x: x.astype(jnp.float32), held)
   sums = [
-    loss.sums(model, params, batch, {'teacher': source})
+    conftest.sums(loss, model, params, batch, {'teacher': (teacher, source)})
     for source in (held, rounded)
   ]
   rounded, exact = sums
@@ -227,11 +226,12 @@ def test_a_teacher_held_in_bfloat16_is_one_of_rounded_parameters():
 def test_distillation_on_a_mesh_equals_one_device():
   teacher = build.build(SOURCE)
   params = {'teacher': teacher.init(jax.random.key(1))}
-  loss = distillation.Distillation(
-    distillation=0.5, z_loss=1e-3, chunk=16, models={'teacher': teacher}
-  )
+  loss = distillation.Distillation(share=0.5, z_loss=1e-3, chunk=16)
+  models = {'teacher': teacher}
   batch = make_batch(16, teacher=True)
-  one = _updates(Trainer(loss=loss), [batch], params)
+  one = _updates(Trainer(loss=loss, models=models), [batch], params)
   mesh = mesh_lib.MeshConfig(replica=2, fsdp=2, tensor=2)
-  many = _updates(Trainer(mesh, loss=loss, microbatches=2), [batch], params)
+  many = _updates(
+    Trainer(mesh, loss=loss, microbatches=2, models=models), [batch], params
+  )
   _assert_close(many, one)

@@ -31,9 +31,10 @@ from encdec_adapt.objectives import noising
 from encdec_adapt.ops import partition
 from encdec_adapt.sharding import placement as placement_lib
 from encdec_adapt.telemetry import progress
-from encdec_adapt.training import losses, setup
+from encdec_adapt.training import setup
 from encdec_adapt.training import state as state_lib
 from encdec_adapt.training import step as step_lib
+from encdec_adapt.training.metrics import token_metrics
 
 TASK = 'attention'
 MASKED_SHARE = 0.15  # As in MEAP's pretraining.
@@ -233,9 +234,9 @@ def ablated_loss(
     batch: fields of `objectives.framing`.
     layer: layer that does not read the encoder; -1 for none.
   """
-  loss = losses.cross_entropy.CrossEntropy()
+  metrics = token_metrics.TargetTokens()
   with intercept(model, None, layer):
-    return loss.row_ratios(model, params, batch)[0]
+    return metrics.ratios(model, params, batch, {})[0]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,9 +16,9 @@ from encdec_adapt.evaluation.results import results_store
 from encdec_adapt.models import base_model
 from encdec_adapt.ops import partition
 from encdec_adapt.sharding import placement as placement_lib
-from encdec_adapt.training import losses
 from encdec_adapt.training import state as state_lib
 from encdec_adapt.training import step as step_lib
+from encdec_adapt.training.losses import loss
 
 
 def scores(
@@ -72,7 +72,7 @@ def f1(table: Int[np.ndarray, 'K K']) -> tuple[float, float]:
 def _confusion(
   placement: state_lib.Placement,
   params: base_model.Params,
-  batch: losses.loss.Batch,
+  batch: loss.Batch,
 ) -> jax.Array:
   """Counts the labels of a batch by true and predicted label, [K, K]."""
   model = placement.model

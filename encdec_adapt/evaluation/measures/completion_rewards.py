@@ -224,14 +224,14 @@ def open_rewards(
   Raises:
     UserError: see `Rewards`.
   """
-  if not settings.loss.reads_rewards:
+  if settings.recipe.rewards is None:
     return None
   digests: dict[str, str] = {}
   models: list[base_model.Params] = []
   open_model = functools.partial(
     _open_model, settings, placement, digests, models
   )
-  opened = Rewards(settings.train.rewards, open_model)
+  opened = Rewards(settings.recipe.rewards, open_model)
   opened.digests, opened.models = digests, models
   return opened
 
@@ -251,7 +251,7 @@ def _open_model(
     UserError: the model is no reward model, or cannot read the rows.
   """
   prompt = settings.data.encoder_length
-  lengths = framing.Lengths(prompt, settings.loss.rollouts.tokens)
+  lengths = framing.Lengths(prompt, settings.recipe.sampling.tokens)
   opened = initial_state.open_reward_model(
     path, placement, settings.compute, settings.data.vocabularies, lengths
   )
@@ -285,32 +285,31 @@ def make_batches(
   rewards: Rewards | None,
   telemetry: job_telemetry.JobTelemetry,
   watch: watchdog.Watchdog,
+  teacher: bool,
 ) -> policy_batches.PolicyBatches | None:
   """Makes the batches of a policy; None without rewards.
 
   Args:
     workdir: work directory of the job.
-    settings: the validated configuration, with the loss's reference models.
+    settings: the validated configuration.
     placement: the model in training, and its mesh.
     data: vocabularies and records.
     rewards: the opened rewards.
     telemetry: telemetry of the job, which begins.
     watch: watchdog of the job.
+    teacher: whether to make the teacher's fields.
   """
-  loss = settings.loss
-  models = [settings.model, *(model.config for model in loss.models.values())]
-  lengths = data.train.spec.lengths
   return rewards and policy_batches.PolicyBatches(
     workdir,
     placement,
-    loss,
+    settings.recipe,
     data,
     rewards,
     rewards.weights,
     functools.partial(telemetry.phase, watch),
     settings.train,
     seed=settings.seed,
-    teacher=setup.reads_teacher_row(lengths, *models),
+    teacher=teacher,
     start=telemetry.start,
     evaluated=telemetry.evaluated,
   )

@@ -15,13 +15,14 @@ import numpy as np
 
 from encdec_adapt.base import errors
 from encdec_adapt.evaluation.results import results_store
-from encdec_adapt.models import base_model
+from encdec_adapt.models import base_model, build
 from encdec_adapt.ops import partition
 from encdec_adapt.sharding import compiler
 from encdec_adapt.sharding import placement as placement_lib
-from encdec_adapt.training import losses
 from encdec_adapt.training import state as state_lib
 from encdec_adapt.training import step as step_lib
+from encdec_adapt.training.losses import loss
+from encdec_adapt.training.metrics import held_out_metrics
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Result:
   Attributes:
     metrics: names of the metrics.
     ratios: numerator and denominator of each metric by row, or by text of a
-      packed row; see `losses.loss.Loss.row_ratios`.
+      packed row; see `metrics.held_out_metrics.HeldOut.ratios`.
     rows: numbers of the rows in their record set, of a packed row one for each
       of its texts; empty for other rows.
   """
@@ -78,21 +79,26 @@ class Evaluator:
   def __init__(
     self,
     placement: state_lib.Placement,
-    loss: losses.loss.Loss,
+    metrics: held_out_metrics.HeldOut,
     axes: placement_lib.BatchAxes = types.MappingProxyType({}),
+    models: Mapping[str, build.Model] = types.MappingProxyType({}),
   ):
     """Defines the evaluation.
 
     Args:
       placement: the model and the placement of its parameters.
-      loss: has the held-out metrics.
+      metrics: the held-out metrics.
       axes: logical axes of batch fields, see `placement.batch_axes`.
+      models: the frozen models that the metrics read, by name.
     """
-    self._placement, self._loss, self._axes = placement, loss, axes
+    self._placement, self._metrics, self._axes = placement, metrics, axes
 
     def sums(params, batch, references) -> jax.Array:
       with partition.use(placement.mesh, placement.rules.as_dict()):
-        return loss.row_ratios(placement.model, params, batch, references)
+        frozen = {
+          name: loss.Frozen(models[name], x) for name, x in references.items()
+        }
+        return metrics.ratios(placement.model, params, batch, frozen)
 
     # Public, as `planning` compiles it without arrays.
     self.sums = jax.jit(
@@ -120,12 +126,12 @@ class Evaluator:
       params: parameters of the model.
       batches: this process's rows of every batch, with their numbers in the
         field `row` if they are of records; filler rows have weight 0.
-      references: parameters of `held_out_references` of the loss.
+      references: parameters of the frozen models, by name.
 
     Raises:
       UserError: the batches have no target tokens.
     """
-    metrics = self._loss.held_out
+    metrics = self._metrics.names
     # float64, to which concatenation promotes the others: sums over many rows
     # would lose digits in float32.
     chunks = [np.zeros((len(metrics), 2, 0), np.float64)]

@@ -49,19 +49,16 @@ class Step:
       settings: the configuration.
       references: shapes of the frozen models that the loss reads.
     """
-    train, loss, data = settings.train, settings.loss, settings.data
-    sizes = loss.row_shape(data.train.lengths, data.objectives[0].answers)
-    lengths, answers = sizes
+    rows, batch_size = settings.recipe.rows, settings.train.batch_size
     flops = setup.job_flops(
-      loss,
-      settings.model,
-      *sizes,
-      train.batch_size,
+      settings.recipe,
+      batch_size,
       references,
       settings.adapters is not None,
     )
-    row_tokens = answers * (lengths.decoder or lengths.encoder)
-    return cls(train.batch_size * row_tokens, flops)
+    lengths = rows.lengths
+    row_tokens = rows.answers * (lengths.decoder or lengths.encoder)
+    return cls(batch_size * row_tokens, flops)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,7 +26,7 @@ from encdec_adapt.data.records import record_sets
 from encdec_adapt.evaluation.results import crossings
 from encdec_adapt.evaluation.studies import budgets, pages
 from encdec_adapt.files import atomic, hub, paths
-from encdec_adapt.models import forward_flops, model_config
+from encdec_adapt.models import forward_flops
 from encdec_adapt.telemetry import compute_cost, environment
 from encdec_adapt.tokenizers import vocabulary_pair
 
@@ -408,17 +408,11 @@ class _Resolver:
   def _step(
     self, arm: pages.Arm, settings: config_lib.Settings
   ) -> budgets.Step:
-    names = settings.loss.references
-    reference = self._reference(arm, settings) if names else None
-    return budgets.Step.of(settings, [reference] * len(names))
-
-  def _reference(
-    self, arm: pages.Arm, settings: config_lib.Settings
-  ) -> model_config.ModelConfig:
     source = self._items.get(arm.starts.get('teacher.checkpoint'))
-    if isinstance(source, pages.Arm):
-      return self._config(source)[0].model
-    return settings.loss.assumed_reference(settings.model)
+    models = [x.assumed for x in settings.recipe.frozen.values()]
+    if models and isinstance(source, pages.Arm):
+      models = [self._config(source)[0].model]
+    return budgets.Step.of(settings, models)
 
   def _identity(self, content: Mapping[str, Any], name: str) -> str:
     """Returns the digest of a content, with identities for names in braces."""

@@ -31,10 +31,11 @@ from encdec_adapt.objectives import framing, preferences
 from encdec_adapt.sharding import placement as placement_lib
 from encdec_adapt.telemetry import progress
 from encdec_adapt.training import setup
-from encdec_adapt.training.losses import comparison, preference, reward
+from encdec_adapt.training.losses import preference, reward
+from encdec_adapt.training.metrics import comparison_metrics
 
 # For models without preference training: mean log-probabilities.
-_PLAIN = 'simpo:beta=1,gamma=0'
+_PLAIN = preference.Simpo(beta=1.0, gamma=0.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,10 +98,12 @@ class PreferenceEvaluation:
     # Rows of any length have the same positions.
     row = framing.Lengths(1, 1, ids.encoder.frame_size)
     longest = map(max, zip(*(x.positions(row) for x in examples), strict=True))
-    loss, references = _open_loss(model, framing.Lengths(*longest))
+    metrics, references = _open_metrics(model, framing.Lengths(*longest))
     axes = preferences.Preferences.axes
-    evaluator = perplexity.Evaluator(model.where, loss, axes)
-    shapes = [model.config, *(x.config for x in loss.models.values())]
+    models = {name: x.placement.model for name, x in references.items()}
+    evaluator = perplexity.Evaluator(model.where, metrics, axes, models)
+    shapes = [model.config, *(x.config for x in models.values())]
+    frozen, _ = initial_state.read_references(references)
 
     def batches() -> Iterator[framing.Batch]:
       where = model.where
@@ -117,7 +120,7 @@ class PreferenceEvaluation:
           [frame(x, size, ids, teacher=teacher) for x in parts]
         )
 
-    result = evaluator(model.params, batches(), references)
+    result = evaluator(model.params, batches(), frozen)
     scores = result.scores(self.name)
     scores += preference_scores.scores(self.name, result)
     values = dict(zip(result.metrics, result.ratios[:, 0], strict=True))
@@ -148,23 +151,25 @@ class PreferenceEvaluation:
     return [contents[x.documents[0]] for x in examples], examples
 
 
-def _open_loss(
+def _open_metrics(
   model: model_in_memory.LoadedModel, longest: framing.Lengths
-) -> tuple[comparison.Comparison, dict[str, Any]]:
+) -> tuple[comparison_metrics.Comparisons, dict[str, initial_state.Reference]]:
+  """Returns the metrics of a model's run, and the frozen models they read."""
   stored = model.stored
   if stored.checkpoint:
     run = config_lib.load_run(str(stored.path))
-    if isinstance(run.loss, comparison.Comparison):
-      compute, choice = model.model.compute, stored.vocabularies
-      opened = initial_state.open_references(
-        run.loss, run.teacher, model.where, compute, choice, longest
+    if isinstance(run.recipe.metrics, comparison_metrics.Comparisons):
+      return run.recipe.metrics, initial_state.open_references(
+        run.recipe.frozen,
+        run.teacher.dtype,
+        model.where,
+        model.model.compute,
+        stored.vocabularies,
+        longest,
       )
-      models = {name: x.placement.model for name, x in opened.items()}
-      params, _ = initial_state.read_references(opened)
-      return dataclasses.replace(run.loss, models=models), params
   if stored.model.decoder.classes:
-    return reward.Reward(kind='reward'), {}
-  return preference.Preference(kind=_PLAIN), {}
+    return comparison_metrics.Comparisons(reward.Reward()), {}
+  return comparison_metrics.Likelihoods(_PLAIN), {}
 
 
 def _prediction(

@@ -1,4 +1,4 @@
-"""The contrastive loss of embedding models (`kind='infonce'`).
+"""The contrastive loss of embedding models.
 
 For a query q with the positive p, at the temperature t, over the documents d
 (positives and negatives) of the whole batch, on all devices,
@@ -31,8 +31,7 @@ has masks of its own; vectors of the teacher and of held-out texts have none.
 
 from collections.abc import Mapping
 import dataclasses
-import functools
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from flax import traverse_util
 import jax
@@ -40,33 +39,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from encdec_adapt.base import errors, keys
-from encdec_adapt.models import architecture as architectures
-from encdec_adapt.models import embedding_head, model_config
+from encdec_adapt.models import embedding_head
 from encdec_adapt.objectives import embeddings
 from encdec_adapt.ops import kernel_forms, partition
 from encdec_adapt.training.losses import loss
 
 # Below every logit, and finite: infinities are NaN in gradients.
 _HIDDEN = -1e30
-# Fields of `embed:` sources that have a weight of their name.
-_FIELDS = ('scores', 'vectors')
 _LOWEST = 0.01  # Temperature that a learnt one does not fall below, as in CLIP.
-
-
-@dataclasses.dataclass(frozen=True)
-class Form:
-  """Options of the loss."""
-
-  temperature: float = keys.key(0.05, 'Of the similarities.', above=0)
-  learn_temperature: int = keys.key(0, 'Train it.', one_of=(0, 1))
-  hardness: float = keys.key(0.0, 'Weighting of negatives.', at_least=0)
-  spread_out: float = keys.key(0.0, 'Weight of the regulariser.', at_least=0)
-  scores: float = keys.key(0.0, 'Weight of given scores.', at_least=0)
-  vectors: float = keys.key(0.0, 'Weight of given vectors.', at_least=0)
-  teacher: float = keys.key(0.0, "Weight of the teacher's.", at_least=0)
-
-  def __post_init__(self):
-    keys.check(self, f'{loss.KIND}: ')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,92 +54,53 @@ class InfoNce(loss.Loss):
   """The loss; see the module's docstring.
 
   Metrics are means over queries: `loss`, and `accuracy`, whether no document of
-  the batch is nearer than the positive. Held-out rows are compared with those
-  of their batch (`config.train.eval_batch_size`), by whole vectors.
-
-  Attributes:
-    parts: parts of a training batch of which activations are in memory.
+  the batch is nearer than the positive.
   """
 
   name: ClassVar[str] = 'infonce'
-  forms: ClassVar[Mapping[str, type]] = {'infonce': Form}
-  joins_rows: ClassVar[bool] = True
   metrics: ClassVar[Mapping[str, str]] = {
     **loss.Loss.metrics,
     'accuracy': 'mean',
   }
-  held_out: ClassVar[tuple[str, ...]] = ('loss', 'accuracy')
-  unit: ClassVar[str] = 'per query'
 
-  parts: int = 1
-
-  def __post_init__(self):
-    super().__post_init__()
-    if self.kind_name in self.forms:
-      self.form  # noqa: B018  Checks the string.
-
-  @functools.cached_property
-  def form(self) -> Form:
-    """The options in `kind`."""
-    form, shares = self.kind_parts
-    for part, _ in shares:
-      raise part.error('must be an option of infonce, or be left out')
-    return form
+  temperature: float = keys.key(
+    0.05, 'Temperature of the similarities.', above=0
+  )
+  learn_temperature: bool = keys.key(
+    False, 'Whether the temperature is trained, from the value above on.'
+  )
+  hardness: float = keys.key(
+    0.0, 'Weighting of negatives by their similarity.', at_least=0
+  )
+  spread_out: float = keys.key(
+    0.0, 'Weight of the global orthogonal regulariser.', at_least=0
+  )
+  scores: float = keys.key(
+    0.0, "Weight of the divergence from the rows' scores.", at_least=0
+  )
+  vectors: float = keys.key(
+    0.0, "Weight of the distance to the rows' vectors.", at_least=0
+  )
+  teacher: float = keys.key(
+    0.0, "Weight of the distance to the teacher's vectors.", at_least=0
+  )
 
   @property
   def references(self) -> tuple[str, ...]:
     """The teacher, if its vectors are learnt."""
-    return ('teacher',) if self.form.teacher > 0 else ()
+    return (loss.TEACHER,) if self.teacher > 0 else ()
 
-  @property
-  def source_fields(self) -> Mapping[str, bool]:
-    """Scores and vectors, if they have weights."""
-    return {name: getattr(self.form, name) > 0 for name in _FIELDS}
+  def predict(self, model, params, batch, routing=None, dropout=None, parts=1):
+    """Computes the vectors of texts, [B, M, E].
 
-  @property
-  def accepts(self) -> tuple[architectures.Architecture, ...]:
-    """Embedding models."""
-    roles = 'causal', 'bidirectional'
-    return tuple(architectures.of_stack(x, embeds=True) for x in roles)
-
-  def shape(self, model: model_config.ModelConfig) -> model_config.ModelConfig:
-    """Returns the model with a temperature among its parameters, if learnt."""
-    head, form = model.decoder.embedding, self.form
-    if head is None or not form.learn_temperature:
-      return model
-    head = dataclasses.replace(head, temperature=form.temperature)
-    stack = dataclasses.replace(model.decoder, embedding=head)
-    return model_config.DecoderOnlyConfig(stack)
-
-  def check(
-    self, model: model_config.ModelConfig, objectives: loss.Objectives
-  ) -> None:
-    """Checks that rows have texts to embed, and vectors if they are learnt.
-
-    Raises:
-      UserError: they have not, or vectors of another size than the model's.
+    Args:
+      model: see `loss.Loss.predict`.
+      params: likewise.
+      batch: likewise.
+      routing: likewise.
+      dropout: likewise.
+      parts: parts of the batch of which activations are in memory.
     """
-    texts = f'config.loss.kind is {self.kind!r} and config.data.objective'
-    texts += f' {" | ".join(map(str, objectives))!r}'
-    if any(objective.rows != 'texts' for objective in objectives):
-      raise errors.UserError(
-        f"{texts}, which has no texts to embed; choose 'embed'."
-      )
-    size = model.decoder.embedding.sizes(model.decoder.width)[0]
-    vectors = {objective.maker.vectors for objective in objectives}
-    if self.form.vectors and vectors != {size}:
-      raise errors.UserError(
-        f'{texts} has vectors={max(vectors)}; to be learnt they must have the'
-        f" {size} numbers of the model's, by its projections"
-        f' ({embedding_head.LABEL}).'
-      )
-
-  def logits(self, lengths: Any) -> int:
-    """Returns 0: an embedding model has no logits."""
-    return 0
-
-  def predict(self, model, params, batch, routing=None, dropout=None):
-    """Computes the vectors of texts, [B, M, E], in `parts`."""
     names = ('tokens', 'segments', 'positions')
     fields = [batch[f'encoder_{name}'] for name in names]
     head = model.config.decoder.embedding
@@ -187,13 +128,13 @@ class InfoNce(loss.Loss):
       return embedding_head.project(head, tree['decoder'], pooled), routes
 
     key = dropout.key if dropout else jax.random.key(0)
-    if self.parts == 1:
+    if parts == 1:
       vectors, collected = embed(fields, key)
     else:
-      parts = [partition.split_rows(x, self.parts) for x in fields]
+      split = [partition.split_rows(x, parts) for x in fields]
       vectors, collected = jax.lax.map(
         lambda part: jax.checkpoint(embed)(*part),
-        (parts, jax.random.split(key, self.parts), jnp.arange(self.parts)),
+        (split, jax.random.split(key, parts), jnp.arange(parts)),
       )
       vectors = partition.join_rows(vectors)
     if routing is not None:
@@ -201,25 +142,26 @@ class InfoNce(loss.Loss):
     temperature = params['decoder'].get('embedding', {}).get('log_temperature')
     return loss.Outputs(vectors, temperature, model.config.decoder)
 
-  def terms(self, outputs, references, batch):
+  def terms(self, outputs, frozen, batch):
     """Computes the sums of the loss and its metrics; see `loss.Loss.terms`."""
-    form, stack, vectors = self.form, outputs.config, outputs.hidden
+    stack, vectors = outputs.config, outputs.hidden
     weights, roles = batch['weights'], batch['roles']
     count, total = jnp.maximum(jnp.sum(weights), 2), 0.0
     for size in reversed(stack.embedding.sizes(stack.width)):
       part = embedding_head.normalised(vectors[..., :size])
-      values = self._compare(outputs, part, batch)
+      values = self.compare(outputs, part, batch)
       total += jnp.sum(values[0])
       for role in (embeddings.QUERY, embeddings.POSITIVE):
         # The mean over pairs times the queries, as it is divided later.
         squares = _squared_products(part * (roles == role)[..., None])
-        total += form.spread_out * squares / (count - 1)
-    if form.scores:
-      total += form.scores * self._divergence(outputs, batch)
-    for weight, targets in (
-      (form.vectors, embedding_head.normalised(batch['vectors'])),
-      (form.teacher, references['teacher'].hidden if references else vectors),
-    ):
+        total += self.spread_out * squares / (count - 1)
+    if self.scores:
+      total += self.scores * self._divergence(outputs, batch)
+    given = [(self.vectors, embedding_head.normalised(batch['vectors']))]
+    if self.teacher:
+      teacher = frozen[loss.TEACHER](batch)
+      given.append((self.teacher, teacher.hidden))
+    for weight, targets in given:
       if weight and targets.shape != vectors.shape:
         raise errors.UserError(
           f'the vectors of config.teacher.checkpoint have {targets.shape[-1]}'
@@ -233,21 +175,12 @@ class InfoNce(loss.Loss):
         )
     return {'loss': total, 'accuracy': jnp.sum(values[1])}
 
-  def row_ratios(self, model, params, batch, references=None):
-    """Computes held-out metrics row by row; see `loss.Loss.row_ratios`."""
-    batch_loss = dataclasses.replace(self, parts=1)
-    outputs = batch_loss.predict(model, params, batch)
-    values = self._compare(outputs, outputs.hidden, batch)
-    weight = jnp.sum(batch['weights'], axis=1)
-    ratios = [[jnp.sum(value, axis=1), weight] for value in values]
-    return jnp.stack([jnp.stack(ratio) for ratio in ratios])
-
   def _logits(self, outputs: loss.Outputs, similarity: Array) -> Array:
     if outputs.table is None:
-      return similarity / self.form.temperature
+      return similarity / self.temperature
     return similarity / jnp.maximum(jnp.exp(outputs.table[0]), _LOWEST)
 
-  def _compare(
+  def compare(
     self, outputs: loss.Outputs, vectors: Float[Array, 'B M E'], batch
   ) -> tuple[Float[Array, 'B M'], Float[Array, 'B M']]:
     """Returns InfoNCE of every query, and whether its positive is nearest.
@@ -279,7 +212,7 @@ class InfoNce(loss.Loss):
     positive_logit = jnp.sum(jnp.where(positive, logits, 0), axis=1)
     nearest = positive_logit >= jnp.max(logits, axis=1)
     hard = in_example & (roles == embeddings.NEGATIVE)
-    logits += self.form.hardness * jnp.where(
+    logits += self.hardness * jnp.where(
       hard, jax.lax.stop_gradient(similarity), 0
     )
     losses = jax.nn.logsumexp(logits, axis=1) - positive_logit

@@ -1,21 +1,13 @@
-"""Reward models: a scalar head, trained on preferences (`kind='reward'`)."""
+"""The loss of reward models, which are trained on preferences."""
 
-from collections.abc import Mapping
 import dataclasses
 from typing import Any, ClassVar
 
 import jax
 from jaxtyping import Array, Float
 
-from encdec_adapt.base import errors
-from encdec_adapt.models import architecture as architectures
-from encdec_adapt.models import base_model, build, layers, model_config
+from encdec_adapt.models import base_model, build, layers
 from encdec_adapt.training.losses import comparison, loss
-
-
-@dataclasses.dataclass(frozen=True)
-class Form:
-  """Options of the loss, which has none."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,27 +21,6 @@ class Reward(comparison.Comparison):
   """
 
   name: ClassVar[str] = 'reward'
-  forms: ClassVar[Mapping[str, type]] = {'reward': Form}
-
-  def __post_init__(self):
-    super().__post_init__()
-    if self.kind_name in self.forms:
-      for part, _ in self.kind_parts[1]:
-        raise part.error('must be left out: a reward model predicts no tokens')
-
-  def shape(self, model: model_config.ModelConfig) -> model_config.ModelConfig:
-    """Returns the model with a scalar head.
-
-    Raises:
-      UserError: it is encoder-only.
-    """
-    if model.architecture not in architectures.GENERATING:
-      raise errors.UserError(
-        f'config.loss.kind is {self.kind!r} and config.model.kind'
-        f' {model.architecture.name}; a reward model reads a prompt and an'
-        f' answer, as {architectures.names(architectures.GENERATING)} do.'
-      )
-    return model_config.reward_model(model)
 
   def predict(
     self,
@@ -66,7 +37,7 @@ class Reward(comparison.Comparison):
   def compare(
     self,
     outputs: loss.Outputs,
-    references: Mapping[str, loss.Outputs],
+    frozen: loss.Readers,
     batch: loss.Batch,
   ) -> tuple[Float[Array, 'P 2'], comparison.Values]:
     """Computes scores and losses; see `comparison.Comparison`."""

@@ -15,12 +15,12 @@ from encdec_adapt.objectives import framing
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import rules as rules_lib
 from encdec_adapt.training import state as state_lib
-from encdec_adapt.training.losses import cross_entropy
+from encdec_adapt.training.metrics import token_metrics
 from tests import gemma_ids, toy_models
 
 STACK = toy_models.stack(layers=1, vocab_size=19, vocab_multiple=8)
 CONFIGS = toy_models.pair_and_decoder(STACK)
-LOSS = cross_entropy.CrossEntropy(chunk=8)
+METRICS = token_metrics.TargetTokens(8)
 LENGTHS = framing.Lengths(encoder=8, decoder=6)
 
 
@@ -48,7 +48,7 @@ def _evaluator(kind, devices=1):
   where = state_lib.Placement(
     _loaded(kind).model, mesh, rules_lib.RULES['fsdp']
   )
-  return perplexity.Evaluator(where, LOSS), where
+  return perplexity.Evaluator(where, METRICS), where
 
 
 def _frame(pairs, lengths):
@@ -131,7 +131,7 @@ def test_texts_of_a_packed_row_are_scored_by_document(tmp_path):
 def test_scores_are_the_linearised_ratio():
   weight = [2.0, 3.0]
   ratios = [[[4, 9], weight], [[1, 2], weight], [[0, 1], [1, 1]]]
-  result = perplexity.Result(LOSS.held_out, np.array(ratios))
+  result = perplexity.Result(METRICS.names, np.array(ratios))
   loss, accuracy, exact = result.scores('held_out')
   assert loss.value == result.values['loss'] == pytest.approx(13 / 5)
   # 13 / 5 plus the residuals 4 - 2 * 13 / 5 and 9 - 3 * 13 / 5 over 5 / 2.

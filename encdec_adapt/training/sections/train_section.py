@@ -10,7 +10,7 @@ from encdec_adapt.base import errors, keys, option_strings
 from encdec_adapt.models import adapters as adapters_lib
 from encdec_adapt.models import model_config
 from encdec_adapt.telemetry import trackers
-from encdec_adapt.training.losses import rollout_options
+from encdec_adapt.training.sections import rollout_options
 
 
 @dataclasses.dataclass(frozen=True)

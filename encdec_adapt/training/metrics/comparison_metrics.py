@@ -1,0 +1,90 @@
+"""Held-out metrics of losses that compare the two answers of a row."""
+
+from collections.abc import Mapping
+import dataclasses
+import functools
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from encdec_adapt.models import build
+from encdec_adapt.training.losses import comparison, loss
+from encdec_adapt.training.metrics import held_out_metrics
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparisons(held_out_metrics.HeldOut):
+  """Means over examples, of the margin of the chosen answer's score.
+
+  `accuracy` is the share of margins above 0 (0 counts half), `brier` the mean
+  of (1 - sigmoid(margin))^2, and `length_difference` the tokens of the chosen
+  answer minus those of the rejected one. `loss` has no share of cross-entropy.
+
+  Attributes:
+    loss: the loss, which gives scores.
+  """
+
+  names: ClassVar[tuple[str, ...]] = (
+    'loss',
+    'accuracy',
+    'brier',
+    'margin',
+    'length_difference',
+  )
+  curves: ClassVar[tuple[str, ...]] = ('loss', 'accuracy', 'brier')
+  selects: ClassVar[str] = 'accuracy'
+  highest: ClassVar[bool] = True
+  unit: ClassVar[str] = 'of preferences'
+
+  loss: comparison.Comparison
+
+  @property
+  def references(self) -> tuple[str, ...]:
+    """Those of the loss: scores are relative to them."""
+    return self.loss.references
+
+  def ratios(
+    self,
+    model: build.Model,
+    params: loss.Params,
+    batch: loss.Batch,
+    frozen: Mapping[str, loss.Frozen],
+  ) -> Float[Array, 'm 2 P']:
+    """Computes the metrics row by row; see `HeldOut.ratios`."""
+    outputs = self.loss.predict(model, params, batch)
+    readers = {
+      name: functools.partial(self.loss.predict, *x)
+      for name, x in frozen.items()
+    }
+    scores, values = self.loss.compare(outputs, readers, batch)
+    margins = scores[:, 0] - scores[:, 1]
+    lengths = jnp.sum(batch['weights'], axis=-1)  # [P, 2]
+    values |= {
+      'accuracy': comparison.accuracy(margins),
+      'brier': jnp.square(jax.nn.sigmoid(-margins)),
+      'margin': margins,
+      'length_difference': lengths[:, 0] - lengths[:, 1],
+    }
+    # Most metrics are means over examples.
+    count = comparison.exist(batch).astype(jnp.float32)
+    ratios = [
+      [
+        jnp.where(count > 0, values[name], 0.0),
+        lengths[:, 0] if name == 'cross_entropy' else count,
+      ]
+      for name in self.names
+    ]
+    return jnp.stack([jnp.stack(ratio) for ratio in ratios])
+
+
+@dataclasses.dataclass(frozen=True)
+class Likelihoods(Comparisons):
+  """Metrics of losses of log-probabilities, with those of chosen answers.
+
+  `cross_entropy` of the chosen answers is a mean over their tokens.
+  """
+
+  names: ClassVar[tuple[str, ...]] = (*Comparisons.names, 'cross_entropy')
+  curves: ClassVar[tuple[str, ...]] = (*Comparisons.curves, 'cross_entropy')

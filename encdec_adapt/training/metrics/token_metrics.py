@@ -1,0 +1,89 @@
+"""Held-out metrics over target tokens: cross-entropy, accuracy, exact rows."""
+
+from collections.abc import Mapping
+import dataclasses
+import functools
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from encdec_adapt.models import build
+from encdec_adapt.ops import vocabulary_loss
+from encdec_adapt.training.losses import loss
+from encdec_adapt.training.metrics import held_out_metrics
+
+
+@dataclasses.dataclass(frozen=True)
+class TargetTokens(held_out_metrics.HeldOut):
+  """Cross-entropy to the data in nats, and greedy decoding, per target token.
+
+  `accuracy` is the weight of targets with the largest logit over the weight of
+  all; `exact_match` is whether greedy decoding gives all targets of a row.
+
+  Attributes:
+    chunk: tokens of a device whose logits are in memory at a time.
+  """
+
+  names: ClassVar[tuple[str, ...]] = ('loss', 'accuracy', 'exact_match')
+  curves: ClassVar[tuple[str, ...]] = ('loss', 'accuracy')
+  unit: ClassVar[str] = 'per target token'
+
+  chunk: int = 1024
+
+  def ratios(
+    self,
+    model: build.Model,
+    params: loss.Params,
+    batch: loss.Batch,
+    frozen: Mapping[str, loss.Frozen],
+  ) -> Float[Array, 'm 2 n']:
+    """Computes the metrics row by row; see `HeldOut.ratios`."""
+    del frozen
+    hidden = model.architecture.predict(model, params, batch)
+    decoder = model.config.decoder
+    nats, correct = vocabulary_loss.per_token(
+      hidden,
+      model.head(params),
+      batch['targets'],
+      vocab_size=decoder.outputs,
+      softcap=decoder.final_softcap,
+      chunk=self.chunk,
+    )
+    weights = batch['weights']  # [B, T]
+    # Selected, not only multiplied: padding may have infinite cross-entropy,
+    # and 0 times infinity is NaN.
+    ignored = weights == 0
+    nats = jnp.where(ignored, 0.0, weights * nats)
+    wrong = (correct <= 0) & ~ignored
+    terms = jnp.stack([nats, weights, weights * correct, wrong])  # [4, B, T]
+    if jnp.ndim(batch.get('row', 0)) < 2:
+      terms = jnp.sum(terms, axis=2)
+    else:
+      size = weights.shape[1]
+      sums = functools.partial(jax.ops.segment_sum, num_segments=size)
+      numbers = batch.get('decoder_segments', batch.get('encoder_segments')) - 1
+      terms = jax.vmap(jax.vmap(sums), (0, None))(terms, numbers)
+    nats, weight, correct, wrong = terms.reshape(4, -1)
+    exact = (wrong == 0).astype(jnp.float32)
+    ratios = [nats, weight, correct, weight, exact, jnp.ones_like(exact)]
+    return jnp.stack(ratios).reshape(3, 2, -1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Completions(TargetTokens):
+  """Metrics of policies: those of the given targets, and greedy rewards.
+
+  `reward`, the mean of greedy completions, and `sampled_reward` come from
+  `training.policy_batches`.
+  """
+
+  curves: ClassVar[tuple[str, ...]] = (
+    *TargetTokens.curves,
+    'reward',
+    'sampled_reward',
+  )
+  selects: ClassVar[str] = 'reward'
+  highest: ClassVar[bool] = True
+  unit: ClassVar[str] = 'of greedy completions'

@@ -1,0 +1,25 @@
+"""Classification: cross-entropy to the labels of the data."""
+
+import dataclasses
+
+from encdec_adapt.models import model_config
+from encdec_adapt.training.metrics import token_metrics
+from encdec_adapt.training.recipes import recipe
+
+
+@dataclasses.dataclass(frozen=True)
+class Classification(recipe.Recipe):
+  """Trains a classifier: every labelled token is a target."""
+
+  @classmethod
+  def of(cls, sections: recipe.Sections) -> 'Classification':
+    """Makes the recipe; the data decides on the head's labels."""
+    objective, model = sections.objectives[0], sections.model
+    # A model of another kind is left as it is: `config.check_kind` refuses it.
+    if objective.rows in model.architecture.rows:
+      classes = len(objective.labels)
+      stack = dataclasses.replace(model.decoder, classes=classes)
+      model = model_config.DecoderOnlyConfig(stack)
+    made = sections.make_loss()
+    metrics = token_metrics.TargetTokens(made.chunk)
+    return cls(made, metrics, model, recipe.rows_of(sections))

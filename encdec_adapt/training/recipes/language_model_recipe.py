@@ -1,0 +1,78 @@
+"""Language modelling: cross-entropy to the targets of an objective."""
+
+from collections.abc import Mapping
+import dataclasses
+from typing import Any, ClassVar
+
+from encdec_adapt.base import errors
+from encdec_adapt.objectives import framing
+from encdec_adapt.tokenizers import special_ids
+from encdec_adapt.training.losses import cross_entropy, loss
+from encdec_adapt.training.metrics import token_metrics
+from encdec_adapt.training.recipes import classifier_recipe, recipe
+
+
+@dataclasses.dataclass(frozen=True)
+class LanguageModelling(recipe.Recipe):
+  """Trains a model of tokens, with any objective of single targets."""
+
+  losses: ClassVar[type[loss.Loss]] = cross_entropy.CrossEntropy
+
+  @classmethod
+  def of(cls, sections: recipe.Sections) -> recipe.Recipe:
+    """Makes the recipe; that of classification for objectives with labels."""
+    if sections.objectives[0].labels:
+      return classifier_recipe.Classification.of(sections)
+    made = sections.make_loss()
+    check_targets(sections, made)
+    metrics = token_metrics.TargetTokens(made.chunk)
+    rows = recipe.rows_of(sections, **on_inputs(sections, made))
+    return cls(made, metrics, sections.model, rows)
+
+
+def check_targets(
+  sections: recipe.Sections, made: cross_entropy.CrossEntropy
+) -> None:
+  """Checks the rows, and whether the model can predict their inputs.
+
+  Raises:
+    UserError: rows have several answers or texts; or `on_inputs` is set, and
+      the model reads the inputs before it predicts, or they have masks.
+  """
+  objectives = sections.objectives
+  if any(x.answers > 1 or x.rows == 'texts' for x in objectives):
+    raise errors.UserError(
+      f'{sections.chosen}, whose rows have several answers or texts; choose a'
+      ' loss that compares them (config.loss.kind), or another objective.'
+    )
+  # The objectives of a mixture all feed the same fields.
+  kind, feeds = sections.model.architecture, objectives[0].feeds
+  if made.on_inputs and not (kind.predicts_inputs and feeds == 'pair'):
+    raise errors.UserError(
+      f'config.loss.on_inputs is set with config.model.kind {kind.name} and'
+      f' objective {" | ".join(map(str, objectives))!r}; only a causal'
+      ' decoder (decoder_only) on pairs can predict the inputs: others read'
+      ' them before.'
+    )
+  if made.on_inputs and any(x.masks_inputs for x in objectives):
+    raise errors.UserError(
+      'config.loss.on_inputs is set with objective'
+      f' {" | ".join(map(str, objectives))!r}, of which inputs are masks that'
+      ' the model would learn to predict; leave out on_inputs, or the masks.'
+    )
+
+
+def on_inputs(
+  sections: recipe.Sections, made: cross_entropy.CrossEntropy
+) -> Mapping[str, Any]:
+  """Returns the fields of rows whose inputs are targets, too, if they are."""
+  if not made.on_inputs:
+    return {}
+  logits = sections.data.train.lengths.teacher
+  return {'frame': _with_targets_of_inputs, 'logits': logits}
+
+
+def _with_targets_of_inputs(
+  rows: framing.Batch, ids: special_ids.SideIds
+) -> framing.Batch:
+  return framing.on_all_tokens(rows, ids.pad)

@@ -1,0 +1,128 @@
+"""Policies: completions that the model samples, with rewards."""
+
+from collections.abc import Mapping, Sequence
+import dataclasses
+from typing import Any, ClassVar
+
+import numpy as np
+
+from encdec_adapt.base import errors
+from encdec_adapt.objectives import framing
+from encdec_adapt.tokenizers import special_ids
+from encdec_adapt.training.losses import loss, policy
+from encdec_adapt.training.metrics import token_metrics
+from encdec_adapt.training.recipes import preference_recipe, recipe
+from encdec_adapt.training.sections import rollout_options
+
+AXES = framing.GROUP_AXES | {
+  'rewards': ('batch', None),
+  'sampler_log_probs': ('batch', None, 'length'),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class CompletionRows(recipe.Rows):
+  """Rows of a prompt with a group of sampled completions."""
+
+  def of_groups(
+    self,
+    groups: Sequence[Sequence[Sequence[framing.Pair]]],
+    ids: special_ids.Framing,
+    *,
+    teacher: bool,
+  ) -> framing.Batch:
+    """Frames completions, with rewards and log-probabilities of 0.
+
+    Args:
+      groups: for each completion of each prompt, its pair alone; no pair frames
+        a row of padding.
+      ids: special ids.
+      teacher: whether to make the teacher's fields.
+    """
+    rows = [
+      framing.frame_group(x, self.lengths, ids, teacher=teacher) for x in groups
+    ]
+    batch = framing.stack_rows(rows)
+    zeros = np.zeros_like(batch['weights'])
+    return batch | {'rewards': zeros[..., 0], 'sampler_log_probs': zeros}
+
+  def padding(
+    self, ids: special_ids.Framing, *, teacher: bool
+  ) -> framing.Batch:
+    return self.of_groups([[[]] * self.answers], ids, teacher=teacher)
+
+
+@dataclasses.dataclass(frozen=True)
+class Policies(recipe.Recipe):
+  """Trains a policy on the rewards of its completions."""
+
+  losses: ClassVar[type[loss.Loss]] = policy.Policy
+  allows_dropout: ClassVar[bool] = False
+
+  @classmethod
+  def reads_prompts(cls, options: Mapping[str, Any]) -> bool:
+    """Returns True: every row is a prompt."""
+    del options
+    return True
+
+  @classmethod
+  def of(cls, sections: recipe.Sections) -> 'Policies':
+    """Makes the recipe; see `recipe.Recipe.of`."""
+    _check(sections)
+    data = sections.data
+    options = sections.train.sampling
+    tokens = options.tokens or data.decoder_length
+    made = sections.make_loss(
+      temperature=options.temperature, measures_kl=options.max_kl > 0
+    )
+    objective, lengths = sections.objectives[0], data.train.lengths
+    return cls(
+      made,
+      token_metrics.Completions(made.chunk),
+      sections.model,
+      CompletionRows(
+        objective.maker,
+        dataclasses.replace(lengths, decoder=tokens),
+        options.samples,
+        tokens,
+        objective.maker.axes | AXES,
+      ),
+      {name: preference_recipe.reference(sections) for name in made.references},
+      recipe.Sampling(options.samples, tokens, options.temperature),
+      sections.train.rewards,
+    )
+
+
+def _check(sections: recipe.Sections) -> None:
+  """Checks the options of sampling, and that rows have a prompt.
+
+  Raises:
+    UserError: they do not suit a policy.
+  """
+  options, label = sections.train.sampling, rollout_options.LABEL
+  if options.samples < 2:
+    raise errors.UserError(
+      f'{label}: samples is {options.samples} with {loss.KIND}'
+      f' {sections.loss.name!r}, which compares the completions of a prompt;'
+      ' set it to at least 2.'
+    )
+  if options.filters:
+    raise errors.UserError(
+      f'{label}: top_k and top_p are not read with {loss.KIND}'
+      f' {sections.loss.name!r}: log-probabilities would not be those of the'
+      ' distribution that was sampled from; leave them out.'
+    )
+  if any(
+    x.feeds != 'pair' or x.answers > 1 or x.masks_inputs
+    for x in sections.objectives
+  ):
+    raise errors.UserError(
+      f'{sections.chosen}, whose rows have no prompt with a single answer, or'
+      ' have masks (meap); choose the objective pairs or chat, without masks.'
+    )
+  if options.max_kl and sections.checkpoint.keep < 2:
+    raise errors.UserError(
+      f'config.checkpoint.keep is {sections.checkpoint.keep} with max_kl in'
+      f' {label}, and the newest save may be over that budget; set it to at'
+      ' least 2.'
+    )

@@ -1,0 +1,41 @@
+"""Preferences: log-probabilities of a chosen and a rejected answer."""
+
+import dataclasses
+from typing import ClassVar
+
+from encdec_adapt.models import architecture as architectures
+from encdec_adapt.training.losses import loss, preference
+from encdec_adapt.training.metrics import comparison_metrics
+from encdec_adapt.training.recipes import recipe
+
+
+@dataclasses.dataclass(frozen=True)
+class Preferences(recipe.Recipe):
+  """Trains a model on pairs of answers, by any loss of `preference`."""
+
+  losses: ClassVar[type[loss.Loss]] = preference.Preference
+  allows_dropout: ClassVar[bool] = False
+
+  @classmethod
+  def of(cls, sections: recipe.Sections) -> 'Preferences':
+    """Makes the recipe; see `recipe.Recipe.of`."""
+    recipe.require_comparisons(sections)
+    made = sections.make_loss()
+    return cls(
+      made,
+      comparison_metrics.Likelihoods(made),
+      sections.model,
+      recipe.rows_of(sections),
+      {name: reference(sections) for name in made.references},
+    )
+
+
+def reference(sections: recipe.Sections) -> recipe.FrozenModel:
+  """Returns the reference, by default the model that training starts from."""
+  path = sections.start()
+  return recipe.FrozenModel(
+    path,
+    architectures.GENERATING,
+    sections.model,
+    is_start=path in ('', sections.init.encoder),
+  )

@@ -1,0 +1,248 @@
+"""What a kind of training consists of: the base of recipes.
+
+A recipe opens no file. `training.start` opens what it declares, `train` runs
+it, `planner` counts it, and the evaluators read its metrics.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+import math
+from typing import Any, ClassVar
+
+from encdec_adapt.adaptation import init_section
+from encdec_adapt.base import errors, keys
+from encdec_adapt.checkpoints import checkpoint_section
+from encdec_adapt.data import data_section
+from encdec_adapt.models import architecture as architectures
+from encdec_adapt.models import model_config
+from encdec_adapt.objectives import example_maker, framing
+from encdec_adapt.tokenizers import special_ids
+from encdec_adapt.training.losses import loss as loss_lib
+from encdec_adapt.training.metrics import held_out_metrics
+from encdec_adapt.training.sections import teacher_section, train_section
+
+Frame = Callable[[framing.Batch, special_ids.SideIds], framing.Batch]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sections:
+  """Sections of a configuration from which a recipe follows.
+
+  Attributes:
+    loss: class of the loss that `config.loss.kind` names.
+    options: value of every key of that class.
+    model: section `model`; the others likewise.
+    data: section `data`.
+    init: section `init`.
+    teacher: section `teacher`.
+    train: section `train`.
+    checkpoint: section `checkpoint`.
+  """
+
+  loss: type[loss_lib.Loss]
+  options: Mapping[str, Any]
+  model: model_config.ModelConfig
+  data: data_section.DataConfig
+  init: init_section.InitConfig
+  teacher: teacher_section.TeacherConfig
+  train: train_section.TrainConfig
+  checkpoint: checkpoint_section.CheckpointConfig
+
+  def make_loss(self, **fields: Any) -> Any:
+    """Makes the loss of the configuration.
+
+    Args:
+      **fields: values of the fields that are not keys.
+    """
+    return keys.make(self.loss, self.options, **fields)
+
+  @property
+  def objectives(self) -> Sequence[example_maker.Objective]:
+    """The objectives of the training rows."""
+    return self.data.objectives
+
+  @property
+  def chosen(self) -> str:
+    """Loss and objective, as the first words of a message."""
+    texts = ' | '.join(map(str, self.objectives))
+    return (
+      f'{loss_lib.KIND} is {self.loss.name!r} and config.data.objective'
+      f' {texts!r}'
+    )
+
+  def start(self) -> str:
+    """Returns the path of a reference, by default the start of training."""
+    if self.teacher.checkpoint or self.init.mode != 'checkpoint':
+      return self.teacher.checkpoint
+    return self.init.encoder
+
+
+@dataclasses.dataclass(frozen=True)
+class FrozenModel:
+  """A frozen model that a loss reads.
+
+  Attributes:
+    path: a run, a folder or an address; '' for a model that is not named.
+    accepts: architectures that it may have.
+    assumed: its shape in a plan, while it is not named.
+    is_start: whether it is the model that training starts from.
+    reads_windows: whether it reads the text that spans were cut out of.
+  """
+
+  path: str
+  accepts: Sequence[architectures.Architecture]
+  assumed: model_config.ModelConfig
+  is_start: bool = False
+  reads_windows: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+  """Completions that the model samples while it is trained.
+
+  Attributes:
+    samples: completions of a prompt.
+    tokens: most tokens of a completion, its end included.
+    temperature: divisor of the logits.
+    top_k: likeliest tokens to draw from; 0: all.
+    top_p: their probability.
+    share: share of the rows of a batch whose prompts are continued.
+  """
+
+  samples: int
+  tokens: int
+  temperature: float
+  top_k: int = 0
+  top_p: float = 1.0
+  share: float = 1.0
+
+  def rows(self, batch_size: int) -> int:
+    """Returns the rows of a batch whose prompts are continued."""
+    return math.ceil(self.share * batch_size)
+
+
+def _unchanged(rows: framing.Batch, ids: special_ids.SideIds) -> framing.Batch:
+  del ids
+  return rows
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+  """Rows that a step trains on.
+
+  Attributes:
+    maker: class that makes the rows of the records.
+    lengths: tokens of a row.
+    answers: answers of a row.
+    logits: positions of a row of which logits are computed.
+    axes: logical axes of batch fields, see `placement.batch_axes`.
+    frame: changes a batch of the records on the host, given the special ids of
+      the decoder's vocabulary.
+    compared: whether the rows of a batch are compared with each other, so that
+      the loss divides the batch into microbatches itself.
+    stored_teacher: folder of the stored teacher whose probabilities the rows
+      have; '' for none.
+  """
+
+  maker: type[example_maker.ExampleMaker]
+  lengths: framing.Lengths
+  answers: int
+  logits: int
+  axes: Mapping[str, tuple[str | None, ...]]
+  frame: Frame = _unchanged
+  compared: bool = False
+  stored_teacher: str = ''
+
+  def padding(
+    self, ids: special_ids.Framing, *, teacher: bool
+  ) -> framing.Batch:
+    """Returns a batch of a row of padding, for the shapes of the fields.
+
+    Args:
+      ids: special ids.
+      teacher: whether to make the teacher's fields.
+    """
+    row = self.maker.frame((), self.lengths, ids, teacher=teacher)
+    return self.frame(framing.stack_rows([row]), ids.decoder)
+
+
+def rows_of(sections: Sections, **fields: Any) -> Rows:
+  """Returns the rows of the records of a configuration.
+
+  Args:
+    sections: sections of the configuration.
+    **fields: fields of `Rows` that differ from those of the records.
+  """
+  objective, lengths = sections.objectives[0], sections.data.train.lengths
+  values = {
+    'maker': objective.maker,
+    'lengths': lengths,
+    'answers': objective.answers,
+    'logits': lengths.decoder or lengths.encoder,
+    'axes': objective.maker.axes,
+  }
+  return Rows(**{**values, **fields})
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+  """Base of the recipes; a recipe is complete when it is made.
+
+  Attributes:
+    losses: base class of the losses that it trains with.
+    allows_dropout: whether the trained model may have dropout; not where its
+      log-probabilities or scores of answers are compared.
+    loss: the loss.
+    metrics: the held-out metrics.
+    model: the trained model, with its head.
+    rows: the rows of a step.
+    frozen: the frozen models that loss and metrics read, by name.
+    sampling: sampling of completions; None where none are sampled.
+    rewards: `config.train.rewards` of completions; None where none are read.
+  """
+
+  losses: ClassVar[type[loss_lib.Loss]]
+  allows_dropout: ClassVar[bool] = True
+
+  loss: loss_lib.Loss
+  metrics: held_out_metrics.HeldOut
+  model: model_config.ModelConfig
+  rows: Rows
+  frozen: Mapping[str, FrozenModel] = dataclasses.field(default_factory=dict)
+  sampling: Sampling | None = None
+  rewards: str | None = None
+
+  @classmethod
+  def reads_prompts(cls, options: Mapping[str, Any]) -> bool:
+    """Returns whether a row is a single prompt that the model continues.
+
+    Args:
+      options: value of every key of the loss.
+    """
+    del options
+    return False
+
+  @classmethod
+  def of(cls, sections: Sections) -> 'Recipe':
+    """Makes the recipe of a configuration.
+
+    Args:
+      sections: sections of the configuration.
+
+    Raises:
+      UserError: loss, model and objective do not suit each other.
+    """
+    raise NotImplementedError
+
+
+def require_comparisons(sections: Sections) -> None:
+  """Checks that rows have two answers.
+
+  Raises:
+    UserError: they have not.
+  """
+  if any(objective.answers != 2 for objective in sections.objectives):
+    raise errors.UserError(
+      f'{sections.chosen}, whose rows have no two answers to compare; choose'
+      ' the objective preferences or chat_preferences.'
+    )

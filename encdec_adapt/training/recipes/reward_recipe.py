@@ -1,0 +1,38 @@
+"""Reward models: a scalar head, trained on preferences."""
+
+import dataclasses
+from typing import ClassVar
+
+from encdec_adapt.base import errors
+from encdec_adapt.models import architecture as architectures
+from encdec_adapt.models import model_config
+from encdec_adapt.training.losses import loss, reward
+from encdec_adapt.training.metrics import comparison_metrics
+from encdec_adapt.training.recipes import recipe
+
+
+@dataclasses.dataclass(frozen=True)
+class RewardModel(recipe.Recipe):
+  """Trains a model with a head of a single output."""
+
+  losses: ClassVar[type[loss.Loss]] = reward.Reward
+  allows_dropout: ClassVar[bool] = False
+
+  @classmethod
+  def of(cls, sections: recipe.Sections) -> 'RewardModel':
+    """Makes the recipe; see `recipe.Recipe.of`."""
+    kind = sections.model.architecture
+    if kind not in architectures.GENERATING:
+      raise errors.UserError(
+        f'{loss.KIND} is {reward.Reward.name!r} and config.model.kind'
+        f' {kind.name}; a reward model reads a prompt and an answer, as'
+        f' {architectures.names(architectures.GENERATING)} do.'
+      )
+    recipe.require_comparisons(sections)
+    made = sections.make_loss()
+    return cls(
+      made,
+      comparison_metrics.Comparisons(made),
+      model_config.reward_model(sections.model),
+      recipe.rows_of(sections),
+    )
