@@ -398,10 +398,10 @@ def check_rows(
   Raises:
     UserError: names the kinds of models that do.
   """
-  architecture = model.architecture
-  if objective.rows not in architecture.rows:
+  content, architecture = objective.rows.content, model.architecture
+  if content not in architecture.rows:
     kinds = architectures.BY_NAME.values()
-    kinds = [kind for kind in kinds if objective.rows in kind.rows]
+    kinds = [kind for kind in kinds if content in kind.rows]
     raise errors.UserError(
       f'objective {objective.text!r} feeds models of kind'
       f' {architectures.names(kinds) or _EMBEDDING}, and the model is'
@@ -420,10 +420,10 @@ def check_kind(
     UserError: names the kinds of models that do.
   """
   check_rows(model, objective)
-  labels = objective.labels
+  labels = objective.options.get('labels', ())
   # Also where there are none: a classifier cannot predict tokens. A reward
   # model, of a single output, scores the answers that others compare.
-  rewards = objective.answers > 1 and model.decoder.classes == 1
+  rewards = objective.rows.answers > 1 and model.decoder.classes == 1
   if len(labels) != model.decoder.classes and not rewards:
     raise errors.UserError(
       f'objective {objective.text!r} has {len(labels)} labels and the model'
@@ -435,8 +435,8 @@ def _check_model(settings: Settings, vocabulary: str) -> None:
   data, model, init = settings.data, settings.model, settings.init
   # The first stands for all: objectives of a mixture have the same row fields.
   check_kind(model, data.objectives[0])
-  architecture, feeds = model.architecture, data.objectives[0].feeds
-  answers = feeds == 'pair' and architecture.generates
+  architecture, content = model.architecture, data.objectives[0].rows.content
+  answers = content == 'pair' and architecture.generates
   if settings.evaluation.samples and not answers:
     raise errors.UserError(
       f'config.evaluation.samples is {settings.evaluation.samples:g} with'

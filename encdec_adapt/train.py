@@ -438,11 +438,9 @@ def train(
         rows = next(batches)
       if step == first:
         data.train.check_framing(rows, data.vocabularies.decoder)
-        log(
-          setup.describe_batch(
-            rows, data.vocabularies, settings.data.objectives[0].labels
-          )
-        )
+        objective = settings.data.objectives[0]
+        labels = objective.options.get('labels', ())
+        log(setup.describe_batch(rows, data.vocabularies, labels))
         if distributed.is_lead():
           run_artifacts.remove_summary(workdir)  # A shorter job left it.
       row_numbers = rows.pop('row')

@@ -37,7 +37,7 @@ from encdec_adapt.huggingface import (
 )
 from encdec_adapt.models import adapters as adapters_lib
 from encdec_adapt.models import embedding_head, model_config, parameters
-from encdec_adapt.objectives import example_maker
+from encdec_adapt.objectives import embeddings, example_maker
 from encdec_adapt.tokenizers import vocabulary_pair
 from encdec_adapt.training import state as state_lib
 from encdec_adapt.training.metrics import held_out_metrics
@@ -198,11 +198,13 @@ class StoredModel:
   @property
   def prompts(self) -> Mapping[str, str]:
     """Text before queries and documents of an embedding model, by role."""
+    # Objectives of a run have rows of the same kind; a folder has none.
+    options = self.objectives[0].options if self.objectives else {}
+    prompts = embeddings.prompts(options)
     file = self.path / embedding_files.PROMPTS
-    empty = {'query': '', 'document': ''}
     if file.exists():  # An exported folder.
-      return empty | atomic.read_json(file).get('prompts', {})
-    return next((x.prompts for x in self.objectives if x.prompts), empty)
+      prompts |= atomic.read_json(file).get('prompts', {})
+    return prompts
 
   def read(self, placement: state_lib.Placement) -> Any:
     """Reads the parameters: nested, sharded, in the dtype of the placement.

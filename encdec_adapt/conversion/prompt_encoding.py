@@ -17,6 +17,7 @@ import numpy as np
 from encdec_adapt.base import errors
 from encdec_adapt.cluster import distributed
 from encdec_adapt.conversion import model_on_disk
+from encdec_adapt.objectives import denoising
 from encdec_adapt.tokenizers import chat_format
 from encdec_adapt.tokenizers import vocabulary as vocabulary_lib
 
@@ -191,7 +192,9 @@ def _mode_id(
   Raises:
     UserError: the model was not trained with the mode; lists its modes.
   """
-  modes = {name for x in stored.objectives for name in x.modes}
+  modes = {
+    name for x in stored.objectives for name in denoising.modes(x.options)
+  }
   # A folder says nothing about its training: its vocabulary decides.
   if not stored.objectives:
     modes = set(reader.mode_ids)

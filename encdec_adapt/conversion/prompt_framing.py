@@ -73,12 +73,16 @@ def of_objectives(
     encodes_prompt: whether its model reads prompts in an encoder, which reads
       no separator.
   """
-  prefixes = [x.prefix for x in objectives if x.prefix is not None]
-  separators = [x.separator for x in objectives if x.separator]
+  prefixes = [
+    x.options.get('prefix', '')
+    for x in objectives
+    if 'prefix' in x.maker.options
+  ]
+  separators = [x.options.get('separator', '') for x in objectives]
   return PromptFraming(
     tuple(dict.fromkeys(prefixes)),
-    '' if encodes_prompt else next(iter(separators), ''),
-    any(x.ends_turns for x in objectives),
+    '' if encodes_prompt else next(filter(None, separators), ''),
+    any(x.rows.ends_turns for x in objectives),
   )
 
 

@@ -208,7 +208,7 @@ def _write_shards(
     for first in range(start, stop, spec.rows):
       numbers = np.arange(first, first + spec.rows)
       numbers[numbers >= stop] = row_order.FILLER
-      batch = loader.frame_rows(records, numbers, lengths, teacher_row)
+      batch = loader.read_batch(records, numbers, lengths, teacher_row)
       numbers = batch.pop('row')
       batch = recipe.rows.frame(batch, special)
       arrays = choose(params, numbers, step_lib.place_batch(batch, placed))

@@ -108,7 +108,7 @@ def _sample_texts(
   records = record_sets.RecordSet.open(folder)
   spec, fingerprints = records.spec, opened.fingerprints
   # Rows of an encoder-only model have their text in the inputs.
-  reads = side == 'encoder' or spec.objectives[0].feeds == 'encoder'
+  reads = side == 'encoder' or spec.objectives[0].rows.sides == ('encoder',)
   if any(getattr(spec, name) != fingerprints[name] for name in fingerprints):
     return  # The records were remade for another run.
   for row in records.read(range(min(_RECORDS, len(records)))):

@@ -197,7 +197,9 @@ class DataConfig:
         objective.check_vocabularies()
 
   def _check_sources(self) -> None:
-    objective_kinds = {objective.documents for objective in self.objectives}
+    objective_kinds = {
+      objective.maker.documents for objective in self.objectives
+    }
     source_kinds = set()
     for source, _ in mixtures.parse(self.source):
       kinds = text_sources.document_kinds(source, self.seqio_modules)
@@ -246,7 +248,7 @@ class DataConfig:
       UserError: names the key, with values for the objective.
     """
     if not self.source:
-      forms = text_sources.forms(self.objectives[0].documents)
+      forms = text_sources.forms(self.objectives[0].maker.documents)
       raise errors.UserError(
         'config.data.source is empty, and this configuration has no text of its'
         f' own; set it to {" or ".join(forms)} (see configs/README.md).'
@@ -274,7 +276,9 @@ class DataConfig:
     """Vocabularies of the two stacks."""
     # The decoder's embedding table serves all objectives of a run.
     added = max(
-      objective.added_sentinels(self.sentinels, self.train.lengths)
+      denoising.added_sentinels(
+        objective.options, self.sentinels, self.train.lengths
+      )
       for objective in self.objectives
     )
     return vocabulary_pair.Choice(
@@ -289,7 +293,7 @@ class DataConfig:
       objective=self.objective,
       passes=self.passes,
       # Prompts are never packed.
-      pack=self.pack and not self.samples and self.objectives[0].answers == 1,
+      pack=self.pack and not self.samples and self.objectives[0].rows.packs,
       max_rows=0,
     )
 
@@ -302,7 +306,7 @@ class DataConfig:
       split='eval',
       objective=self.objectives[0].text,
       passes=1,
-      pack=self.eval_pack and self.objectives[0].documents == 'text',
+      pack=self.eval_pack and self.objectives[0].maker.documents == 'text',
       max_rows=self.eval_rows,
     )
 

@@ -88,7 +88,7 @@ class Evaluators:
     # A loss may train with models that its held-out metrics do not read.
     read = {name: references[name] for name in metrics.references}
     self._references = {name: x.params for name, x in read.items()}
-    axes = settings.data.objectives[0].maker.axes
+    axes = settings.data.objectives[0].rows.axes
     models = {name: x.model for name, x in read.items()}
     self._evaluator = perplexity.Evaluator(placement, metrics, axes, models)
     shapes = [settings.model, *(x.config for x in models.values())]

@@ -54,7 +54,7 @@ Pure numpy; this module imports neither TensorFlow nor SeqIO nor jax.
 """
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import dataclasses
 import functools
 import math
@@ -68,6 +68,8 @@ from encdec_adapt.tokenizers import vocabulary as vocabulary_lib
 
 _FEW = 1000  # Up to this many, a permutation is faster than a choice.
 _FEW_SPANS = 12  # Up to this many, slices are faster than masks.
+# Count of the spans that share their sentinel with another of their window.
+SHARED_SPANS = 'shared_sentinel_spans'
 POLICIES = ('unique', 'recycle', 'extend_vocabulary', 'single', 'limit_segment')
 
 
@@ -168,8 +170,7 @@ class Denoising(windows.WindowMaker):
   """A mixture of denoisers: every window draws a denoiser by the weights."""
 
   draws = True
-  distills = True
-  hides_spans = True
+  teacher_reads = 'text'
   one_vocabulary = 'a sentinel stands for the same span on both sides'
 
   @classmethod
@@ -181,17 +182,6 @@ class Denoising(windows.WindowMaker):
       denoiser.label: (denoiser.weight / total, denoiser.density or None)
       for denoiser in mixture
     }
-
-  @classmethod
-  def modes(cls, options):
-    used = {denoiser.mode for denoiser in options['mixture']}
-    return tuple(mode for mode in vocabulary_lib.MODES if mode in used)
-
-  @classmethod
-  def added_sentinels(cls, options, policy, lengths):
-    if policy != 'extend_vocabulary':
-      return 0
-    return most_spans(options['mixture'], lengths)
 
   @classmethod
   def build(
@@ -225,9 +215,6 @@ class Denoising(windows.WindowMaker):
     """
     self._mixture = tuple(mixture)
     self._policy = policy
-    # Upper bounds of the denoisers' shares of a uniform draw; a list, as
-    # `bisect` in plain numbers is faster than a search in an array.
-    self._bounds = np.cumsum([x.weight for x in mixture]).tolist()
     # Arrays, to be concatenated with a window without a conversion for each.
     self._modes = {
       mode: np.array([i], np.int32) for mode, i in vocabulary.mode_ids.items()
@@ -265,7 +252,7 @@ class Denoising(windows.WindowMaker):
     Raises:
       UserError: targets do not fit for inputs that fill the encoder.
     """
-    plan = self._longest(denoiser.sizes, denoiser)
+    plan = self._longest(denoiser.sizes, denoiser, denoiser.weight)
     if denoiser.kind != 'spans':
       return plan
     # Targets that do not fit would shorten the windows, which would leave part
@@ -273,7 +260,7 @@ class Denoising(windows.WindowMaker):
     by_inputs = _window_of_inputs(denoiser, self.lengths)
     targets = denoiser.sizes(by_inputs)[1]
     shorter = denoiser.sizes(plan.inner + 1)[0]
-    self.require_targets(targets, shorter, f'the denoiser {denoiser.label}')
+    self._require_targets(targets, shorter, f'the denoiser {denoiser.label}')
     if self._policy != 'limit_segment':
       return plan
 
@@ -283,7 +270,8 @@ class Denoising(windows.WindowMaker):
     # Spans never decrease with the window, so that a bisection finds the first
     # window with too many; its index in this range is the size before it.
     longest = bisect.bisect_left(range(1, plan.inner + 1), True, key=exceeds)
-    return windows.WindowPlan(longest, min(longest, plan.last), denoiser)
+    last = min(longest, plan.last)
+    return windows.WindowPlan(longest, last, denoiser, denoiser.weight)
 
   def _check_sentinels(self, vocabulary: vocabulary_lib.Vocabulary) -> None:
     spans = most_spans(self._mixture, self.lengths)
@@ -295,13 +283,6 @@ class Denoising(windows.WindowMaker):
         f' (config.data.sentinels: {", ".join(POLICIES[1:])}), shorten'
         ' config.data.encoder_length, or set config.data.add_sentinels'
       )
-
-  def draw_plan(self, rng):
-    # No draw without a choice: records depend on the number of draws.
-    if len(self.plans) == 1:
-      return self.plans[0]
-    point = rng.random() * self._bounds[-1]
-    return self.plans[bisect.bisect_right(self._bounds, point)]
 
   def split(self, window, plan, rng):
     denoiser = plan.task
@@ -323,7 +304,8 @@ class Denoising(windows.WindowMaker):
         self._sentinels_of(spans),
         mode,
       )
-    self.count_hidden(denoiser.label, len(window), noise)
+    self._count_hidden(denoiser.label, len(window), noise)
+    self.counts[SHARED_SPANS] += self._shared_spans(pair)
     return pair
 
   def _sentinels_of(self, spans: int) -> np.ndarray:
@@ -333,7 +315,8 @@ class Denoising(windows.WindowMaker):
       return self._sentinels[:spans]
     return np.resize(self._sentinels, spans)
 
-  def shared_spans(self, pair):
+  def _shared_spans(self, pair: framing.Pair) -> int:
+    """Returns the number of spans that share their sentinel with another."""
     if self._policy not in ('recycle', 'single'):
       return 0
     if self._policy == 'recycle' and len(pair.targets) <= len(self._sentinels):
@@ -342,6 +325,31 @@ class Denoising(windows.WindowMaker):
     candidates = pair.targets[pair.targets < len(self._is_sentinel)]
     counts = np.bincount(candidates[self._is_sentinel[candidates]])
     return int(counts[counts > 1].sum())
+
+
+def modes(options: Mapping[str, Any]) -> tuple[str, ...]:
+  """Returns the mode tokens that inputs of an objective begin with, in order.
+
+  Args:
+    options: options of any objective.
+  """
+  names = {denoiser.mode for denoiser in options.get('mixture', ())}
+  return tuple(mode for mode in vocabulary_lib.MODES if mode in names)
+
+
+def added_sentinels(
+  options: Mapping[str, Any], policy: str, lengths: framing.Lengths
+) -> int:
+  """Returns the new sentinels that 'extend_vocabulary' needs, else 0.
+
+  Args:
+    options: options of any objective.
+    policy: one of `POLICIES`.
+    lengths: row lengths.
+  """
+  if policy != 'extend_vocabulary' or 'mixture' not in options:
+    return 0
+  return most_spans(options['mixture'], lengths)
 
 
 def most_spans(mixture: Sequence[Denoiser], lengths: framing.Lengths) -> int:
@@ -362,7 +370,7 @@ def _window_of_inputs(denoiser: Denoiser, lengths: framing.Lengths) -> int:
     range(1, 1 + int(2 * lengths.encoder / (1 - denoiser.density))),
     True,
     key=lambda window: (
-      denoiser.sizes(window)[0] + lengths.frame > lengths.encoder
+      denoiser.sizes(window)[0] + lengths.edges > lengths.encoder
     ),
   )
 

@@ -28,8 +28,7 @@ neither TensorFlow nor SeqIO nor jax.
 """
 
 import collections
-from collections.abc import Sequence
-import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
 import functools
 from typing import Any, NamedTuple
 import zlib
@@ -37,9 +36,17 @@ import zlib
 import numpy as np
 
 from encdec_adapt.base import errors
-from encdec_adapt.objectives import example_maker, framing, supervised
+from encdec_adapt.objectives import (
+  example_maker,
+  framing,
+  row_fields,
+  supervised,
+)
+from encdec_adapt.tokenizers import special_ids
 
 NONE, QUERY, POSITIVE, NEGATIVE = range(4)
+_MOST_TEXTS = 8  # Of a row, unless the option sets it.
+_ROLES = 'query', 'document'
 
 
 class Texts(NamedTuple):
@@ -65,79 +72,92 @@ class Texts(NamedTuple):
     return len(self.targets)
 
   def positions(self, lengths: framing.Lengths) -> tuple[int, int]:
-    """Returns framed positions, and texts; see `Embed.capacity`."""
+    """Returns framed positions, and texts; see `RowFields.capacity`."""
     count = len(self.targets)
-    return len(self.inputs) + lengths.frame * count, count
+    return len(self.inputs) + lengths.edges * count, count
+
+
+_STORED = (
+  row_fields.INPUTS,
+  row_fields.StoredField('targets', 'integers'),
+  row_fields.StoredField('scores', 'floats'),
+  row_fields.StoredField('vectors', 'floats'),
+)
+_AXES = dict.fromkeys(
+  ('roles', 'owners', 'weights', 'keys', 'relevance'), ('batch', None)
+) | {'vectors': ('batch', None, None)}
 
 
 class Embed(example_maker.ExampleMaker):
-  """Queries with positives and negatives; see the module's docstring.
-
-  Attributes:
-    texts: most texts of a row.
-    vectors: size of the given vectors; 0 without.
-  """
+  """Queries with positives and negatives; see the module's docstring."""
 
   options = {
     name: example_maker.Option(int, f'{name}=N')
     for name in ('texts', 'vectors')
   } | {
     'too_long': supervised.Supervised.options['too_long'],
-    'query': supervised.text_option('query'),
-    'document': supervised.text_option('document'),
+    **{name: supervised.text_option(name) for name in _ROLES},
   }
-  texts, vectors = 8, 0
   reads = 'text'
   documents = 'embed'
-  feeds = 'encoder'
-  rows = 'texts'
   one_vocabulary = 'it has no decoder'
-  fields = (
-    example_maker.RowField('inputs', side='encoder'),
-    example_maker.RowField('targets', 'count'),
-    example_maker.RowField('scores', 'float32'),
-    example_maker.RowField('vectors', 'float32'),
-  )
-  example = Texts
-  axes = dict.fromkeys(
-    ('roles', 'owners', 'weights', 'keys', 'relevance'), ('batch', None)
-  ) | {'vectors': ('batch', None, None)}
 
   def __init__(
     self,
-    name,
-    lengths,
-    vocabulary,
+    name: str,
+    lengths: framing.Lengths,
+    vocabulary: Any,
     *,
-    too_long='drop',
-    query='',
-    document='',
-    **_,
+    texts: int = _MOST_TEXTS,
+    vectors: int = 0,
+    too_long: str = 'drop',
+    query: str = '',
+    document: str = '',
   ):
-    """Takes the options; those of the class are bound (`with_options`)."""
+    """Checks the options.
+
+    Args:
+      name: name of the objective, for errors.
+      lengths: row lengths that every example has to fit.
+      vocabulary: vocabulary of the texts.
+      texts: most texts of a row.
+      vectors: size of the given vectors; 0 without.
+      too_long: 'drop' examples that are longer than a row, or 'truncate' them.
+      query: text before queries.
+      document: text before positives and negatives.
+
+    Raises:
+      UserError: an example does not fit, or vectors have no size.
+    """
     super().__init__(name, lengths)
-    if self.texts < 2 or self.vectors < 0:
+    if texts < 2 or vectors < 0:
       raise errors.UserError(
-        f'objective {name!r} has texts={self.texts} and vectors={self.vectors};'
+        f'objective {name!r} has texts={texts} and vectors={vectors};'
         ' an example has at least 2 texts, and a vector no size below 0.'
       )
+    self._texts, self._vectors = texts, vectors
     self._encode, self._truncates = vocabulary.encode, too_long == 'truncate'
     self._prefixes = query, document
     names = 'dropped', 'truncated', 'negatives_left_out'
     self.counts = collections.Counter(dict.fromkeys(names, 0))
 
   @classmethod
-  def with_options(cls, options):
-    """Returns the class with `texts` and `vectors`, the shapes of rows."""
-    names = 'texts', 'vectors'
-    return _bound(cls, *(options.get(x, getattr(cls, x)) for x in names))
+  def rows(cls, options):
+    texts = options.get('texts', _MOST_TEXTS)
+    return row_fields.RowFields(
+      'texts',
+      ('encoder',),
+      _STORED,
+      Texts,
+      functools.partial(_frame, texts, options.get('vectors', 0)),
+      _check,
+      _AXES,
+      texts=texts,
+    )
 
-  @classmethod
-  def capacity(cls, lengths):
-    return dataclasses.replace(lengths, decoder=cls.texts)
-
-  def examples(self, documents, generator):
-    return self.parsed_examples(documents, self._example)
+  def examples(self, documents, generator, policy=example_maker.POLICY):
+    for name, example in self._parsed(documents, policy, self._example):
+      yield example._replace(documents=(name,))
 
   def _example(
     self, texts: list[Any], scores: Any, vectors: Any
@@ -153,15 +173,15 @@ class Embed(example_maker.ExampleMaker):
         role = ('query', 'positive', 'negative')[min(i, 2)]
         raise errors.UserError(f'its {role} is {text!r:.60}, and has no text')
     scores = _numbers('scores', scores, (len(texts) - 1,))
-    if vectors is not None or self.vectors:
-      vectors = _numbers('vectors', vectors or [], (len(texts), self.vectors))
-    self.counts['negatives_left_out'] += max(0, len(texts) - self.texts)
+    if vectors is not None or self._vectors:
+      vectors = _numbers('vectors', vectors or [], (len(texts), self._vectors))
+    self.counts['negatives_left_out'] += max(0, len(texts) - self._texts)
     tokens = [
       self._encode(self._prefixes[i > 0] + text)
-      for i, text in enumerate(texts[: self.texts])
+      for i, text in enumerate(texts[: self._texts])
     ]
     count = len(tokens)
-    room = self.lengths.encoder - self.lengths.frame * count
+    room = self.lengths.encoder - self.lengths.edges * count
     if sum(map(len, tokens)) > room:
       self.counts['truncated' if self._truncates else 'dropped'] += 1
       if not self._truncates or room < count:
@@ -177,63 +197,74 @@ class Embed(example_maker.ExampleMaker):
       None if vectors is None else vectors[:count].reshape(-1),
     )
 
-  @classmethod
-  def frame(cls, examples, lengths, ids, *, teacher=False):
-    """Frames a row; see the module's docstring and `framing.frame_row`."""
-    del teacher
-    sizes = dict.fromkeys(('segments', 'positions', 'tokens'), lengths.encoder)
-    row = {f'encoder_{x}': np.zeros(n, np.int32) for x, n in sizes.items()}
-    row['encoder_tokens'] += ids.encoder.pad
-    row |= {name: np.zeros(cls.texts, np.int32) for name in cls.axes}
-    row |= {
-      x: np.zeros(cls.texts, np.float32) for x in ('weights', 'relevance')
-    }
-    row['vectors'] = np.zeros((cls.texts, cls.vectors), np.float32)
-    start = slot = 0
-    for example in examples:
-      query, count = slot, len(example.targets)
-      of_example = slice(query, query + count)
-      row['weights'][query], row['owners'][of_example] = 1, query
-      row['roles'][of_example] = np.minimum(np.arange(count) + 1, NEGATIVE)
-      if example.scores is not None:
-        weights = np.exp(example.scores - example.scores.max())
-        row['relevance'][query + 1 : query + count] = weights / weights.sum()
-      if example.vectors is not None:
-        row['vectors'][of_example] = example.vectors.reshape(count, -1)
-      ends = np.cumsum(example.targets)[:-1]
-      for slot, tokens in enumerate(np.split(example.inputs, ends), query):
-        framed = ids.encoder.frame(tokens, 'encoder')
-        stop = start + len(framed)
-        row['encoder_tokens'][start:stop] = framed
-        row['encoder_segments'][start:stop] = slot + 1
-        row['encoder_positions'][start:stop] = np.arange(stop - start)
-        # 31 bits, as fields are int32.
-        row['keys'][slot] = zlib.crc32(tokens.astype('<i4').tobytes()) >> 1
-        start = stop
-      slot += 1
-    return row
 
-  @classmethod
-  def check(cls, rows, ids, **options):
-    """Checks that every text starts with BOS, or ends with EOS (T5's).
+def prompts(options: Mapping[str, Any]) -> dict[str, str]:
+  """Returns the texts before queries and documents, by role.
 
-    Raises:
-      ValueError: one does not.
-    """
-    first = (rows['encoder_positions'] == 0) & (rows['encoder_segments'] > 0)
-    rule, token, at = 'start with BOS', ids.encoder.bos, first
-    if ids.encoder.ends_with_eos:
-      rule, token = 'end with EOS', ids.encoder.eos
-      # Where the next text, or padding, has position 0.
-      at = np.roll(rows['encoder_positions'] == 0, -1, axis=-1)
-      at &= rows['encoder_segments'] > 0
-    if (rows['encoder_tokens'][at] != token).any():
-      raise ValueError(f'batch framing: a text does not {rule}')
+  Args:
+    options: options of `embed`.
+  """
+  return {role: options.get(role, '') for role in _ROLES}
 
 
-@functools.cache
-def _bound(maker: type[Embed], texts: int, vectors: int) -> type[Embed]:
-  return type('Embed', (maker,), {'texts': texts, 'vectors': vectors})
+def _frame(
+  most: int,
+  size: int,
+  examples: Iterable[Texts],
+  lengths: framing.Lengths,
+  ids: special_ids.Framing,
+  *,
+  teacher: bool = False,
+) -> framing.Batch:
+  """Frames a row of at most `most` texts, with vectors of a size."""
+  del teacher
+  sizes = dict.fromkeys(('segments', 'positions', 'tokens'), lengths.encoder)
+  row = {f'encoder_{x}': np.zeros(n, np.int32) for x, n in sizes.items()}
+  row['encoder_tokens'] += ids.encoder.pad
+  row |= {name: np.zeros(most, np.int32) for name in _AXES}
+  row |= {x: np.zeros(most, np.float32) for x in ('weights', 'relevance')}
+  row['vectors'] = np.zeros((most, size), np.float32)
+  start = slot = 0
+  for example in examples:
+    query, count = slot, len(example.targets)
+    of_example = slice(query, query + count)
+    row['weights'][query], row['owners'][of_example] = 1, query
+    row['roles'][of_example] = np.minimum(np.arange(count) + 1, NEGATIVE)
+    if example.scores is not None:
+      weights = np.exp(example.scores - example.scores.max())
+      row['relevance'][query + 1 : query + count] = weights / weights.sum()
+    if example.vectors is not None:
+      row['vectors'][of_example] = example.vectors.reshape(count, -1)
+    ends = np.cumsum(example.targets)[:-1]
+    for slot, tokens in enumerate(np.split(example.inputs, ends), query):
+      framed = ids.encoder.frame(tokens, 'encoder')
+      stop = start + len(framed)
+      row['encoder_tokens'][start:stop] = framed
+      row['encoder_segments'][start:stop] = slot + 1
+      row['encoder_positions'][start:stop] = np.arange(stop - start)
+      # 31 bits, as fields are int32.
+      row['keys'][slot] = zlib.crc32(tokens.astype('<i4').tobytes()) >> 1
+      start = stop
+    slot += 1
+  return row
+
+
+def _check(rows: framing.Batch, ids: special_ids.Framing, **rules: Any) -> None:
+  """Checks that every text starts with BOS, or ends with EOS (T5's).
+
+  Raises:
+    ValueError: one does not.
+  """
+  del rules  # Those of targets.
+  first = (rows['encoder_positions'] == 0) & (rows['encoder_segments'] > 0)
+  rule, token, at = 'start with BOS', ids.encoder.bos, first
+  if ids.encoder.ends_with_eos:
+    rule, token = 'end with EOS', ids.encoder.eos
+    # Where the next text, or padding, has position 0.
+    at = np.roll(rows['encoder_positions'] == 0, -1, axis=-1)
+    at &= rows['encoder_segments'] > 0
+  if (rows['encoder_tokens'][at] != token).any():
+    raise ValueError(f'batch framing: a text does not {rule}')
 
 
 def _numbers(

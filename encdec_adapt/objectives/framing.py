@@ -125,7 +125,7 @@ class Pair(NamedTuple):
     # The longer prefix, so that a packed row also fits the teacher's S + T.
     inputs = max(len(self.inputs), len(self.teacher_inputs))
     return (
-      inputs + lengths.frame if lengths.encoder else 0,
+      inputs + lengths.edges if lengths.encoder else 0,
       len(self.targets) if lengths.decoder else 0,
     )
 
@@ -137,12 +137,12 @@ class Lengths:
   Attributes:
     encoder: S, or 0 for a causal language model.
     decoder: T, or 0 for an encoder-only model.
-    frame: ids around the inputs of a pair (`special_ids.SideIds.frame_size`).
+    edges: number of ids around inputs (`special_ids.SideIds.edges`).
   """
 
   encoder: int
   decoder: int
-  frame: int = 1
+  edges: int = 1
 
   @property
   def teacher(self) -> int:

@@ -17,11 +17,18 @@ Pure numpy; this module imports neither TensorFlow nor SeqIO nor jax.
 
 import collections
 from collections.abc import Sequence
+import functools
+from typing import Any
 
 import numpy as np
 
 from encdec_adapt.base import errors
-from encdec_adapt.objectives import example_maker, framing, supervised
+from encdec_adapt.objectives import (
+  example_maker,
+  framing,
+  row_fields,
+  supervised,
+)
 from encdec_adapt.tokenizers import vocabulary as vocabulary_lib
 
 
@@ -37,8 +44,17 @@ class Classify(example_maker.ExampleMaker):
   }
   reads = 'text'
   documents = 'labels'
-  feeds = 'encoder'
   one_vocabulary = 'it has no decoder'
+
+  @classmethod
+  def rows(cls, options):
+    names = options.get('labels', ())
+    field = row_fields.StoredField('targets', 'integers', 'labels', names)
+    stored = tuple(
+      field if x.name == field.name else x for x in row_fields.PAIR_FIELDS
+    )
+    check = functools.partial(framing.check_framing, labelled=True)
+    return row_fields.RowFields('labels', ('encoder',), stored, check=check)
 
   def __init__(
     self,
@@ -59,7 +75,7 @@ class Classify(example_maker.ExampleMaker):
       too_long: 'drop' examples that are longer than a row, or 'truncate' them.
 
     Raises:
-      UserError: there are fewer than two labels, or the lengths do not suit.
+      UserError: there are fewer than two labels.
     """
     super().__init__(name, lengths)
     if len(set(labels)) < max(2, len(labels)):
@@ -72,10 +88,9 @@ class Classify(example_maker.ExampleMaker):
     self._encode = vocabulary.encode
     self.counts = collections.Counter(dropped=0, truncated=0)
 
-  def examples(self, documents, generator):
-    return self.parsed_examples(
-      documents, lambda *parts: self._fitting(*self._parts(*parts))
-    )
+  def examples(self, documents, generator, policy=example_maker.POLICY):
+    for name, pair in self._parsed(documents, policy, self._pair):
+      yield pair._replace(documents=(name,))
 
   def _parts(self, texts, label) -> tuple[list[np.ndarray], list[int]]:
     """Returns the tokens of each labelled part, and the numbers of labels."""
@@ -97,14 +112,18 @@ class Classify(example_maker.ExampleMaker):
     # The last token, as a causal stack has read the text only there.
     return np.cumsum(lengths) - 1
 
-  def _fitting(
-    self, parts: list[np.ndarray], labels: list[int]
-  ) -> framing.Pair | None:
+  def _pair(self, texts: list, label: Any) -> framing.Pair | None:
+    """Returns the example of a document; None if it is dropped.
+
+    Raises:
+      UserError: the document is bad.
+    """
+    parts, labels = self._parts(texts, label)
     counts = np.array([len(part) for part in parts])
     if not counts.all():
       raise errors.UserError('it has a text or a word without tokens')
     tokens, positions = np.concatenate(parts), self._label_positions(counts)
-    longest = self.lengths.encoder - self.lengths.frame
+    longest = self.lengths.encoder - self.lengths.edges
     if len(tokens) > longest:
       self.counts['truncated' if self._truncates else 'dropped'] += 1
       if not self._truncates:

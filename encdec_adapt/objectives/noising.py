@@ -64,7 +64,13 @@ from typing import Any
 import numpy as np
 
 from encdec_adapt.base import errors
-from encdec_adapt.objectives import denoising, example_maker, framing, windows
+from encdec_adapt.objectives import (
+  denoising,
+  example_maker,
+  framing,
+  row_fields,
+  windows,
+)
 from encdec_adapt.tokenizers import vocabulary as vocabulary_lib
 
 _POISSON = 3.0  # Mean length of BART's spans.
@@ -83,25 +89,24 @@ def _span(text: str) -> int:
   return int(text)
 
 
-SHARE = example_maker.Option(_share, 'share=NUMBER between 0 and 1')
+SHARE = 0.15  # Share of hidden tokens where no option or name sets it.
+_SHARE_OPTION = example_maker.Option(_share, 'share=NUMBER between 0 and 1')
 
 
 class Noising(windows.WindowMaker):
   """An objective that noises whole windows.
 
   Attributes:
-    default_share: share of hidden tokens unless the option sets it.
     needs_mask: whether the vocabulary must have a mask token.
   """
 
   draws = True
-  options = {**windows.OPTIONS, 'share': SHARE}
-  default_share = 0.15
+  options = {**windows.OPTIONS, 'share': _SHARE_OPTION}
   needs_mask = True
 
   @classmethod
   def hidden_shares(cls, text, options):
-    return {text: (1.0, options.get('share', cls.default_share))}
+    return {text: (1.0, options.get('share', SHARE))}
 
   def __init__(
     self,
@@ -109,7 +114,7 @@ class Noising(windows.WindowMaker):
     lengths: framing.Lengths,
     vocabulary: vocabulary_lib.Vocabulary,
     *,
-    share: float | None = None,
+    share: float = SHARE,
     **options: Any,
   ):
     """Plans the windows.
@@ -125,7 +130,7 @@ class Noising(windows.WindowMaker):
       UserError: the lengths do not suit the objective, or the vocabulary has no
         mask token.
     """
-    self._share = self.default_share if share is None else share
+    self._share = share
     self._vocabulary = vocabulary
     if self.needs_mask:
       self._mask = mask_token(name, vocabulary)
@@ -134,9 +139,9 @@ class Noising(windows.WindowMaker):
   def _make_plans(self):
     plan = self._longest(lambda window: (window, self._targets(window)))
     # Without this, targets that do not fit would shorten the windows silently.
-    if self.feeds == 'pair':
-      targets = self._targets(self.lengths.encoder - self.lengths.frame)
-      self.require_targets(targets, plan.inner + 1, 'it')
+    if self.lengths.encoder and self.lengths.decoder:
+      targets = self._targets(self.lengths.encoder - self.lengths.edges)
+      self._require_targets(targets, plan.inner + 1, 'it')
     return (plan,)
 
   def _targets(self, window: int) -> int:
@@ -151,7 +156,7 @@ class Noising(windows.WindowMaker):
     """Returns a window's number of hidden tokens, and adds it to the counts."""
     # Planning asks `_count` for sizes of windows that are never made.
     count = self._count(size)
-    self.count_hidden(self.name, size, count)
+    self._count_hidden(self.name, size, count)
     return count
 
   def _hidden(self, size: int, rng: np.random.Generator) -> np.ndarray:
@@ -265,8 +270,6 @@ class IidDenoising(Noising):
 class Infilling(Noising):
   """Replaces each span of Poisson length by a mask; predicts the window."""
 
-  default_share = 0.3
-
   def split(self, window, plan, rng):
     return framing.Pair(self._infill(window, rng), window)
 
@@ -347,9 +350,11 @@ class Rotate(Noising):
 class Bert(Noising):
   """Masked language modelling for encoder-only models."""
 
-  feeds = 'encoder'
-  adds_eos = False
   one_vocabulary = 'it has no decoder'
+
+  @classmethod
+  def rows(cls, options):
+    return row_fields.ENCODED
 
   def split(self, window, plan, rng):
     chosen = np.flatnonzero(self._hidden(len(window), rng))
@@ -372,17 +377,16 @@ class NextToken(Noising):
     plain: the same objective without masks.
   """
 
-  feeds = 'decoder'
   plain = 'causal_lm'
   one_vocabulary = windows.CausalLM.one_vocabulary
 
   @classmethod
-  def masks_inputs(cls, options):
-    return True
+  def rows(cls, options):
+    return row_fields.TEXT
 
   @classmethod
-  def evaluation_text(cls, text, options):
-    entries = ['concatenate'] * options.get('concatenate', False)
+  def without_masks(cls, text, options):
+    entries = ['concatenate'] if options.get('concatenate') else []
     if shortest := options.get('shortest'):
       entries.append(f'shortest={shortest}')
     return ':'.join(filter(None, [cls.plain, ','.join(entries)]))
@@ -419,7 +423,7 @@ class Meap(NextToken):
 
   def _read(self, tokens: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     masked = self._masked(len(tokens), rng)
-    self.count_hidden(self.name, len(tokens), int(masked.sum()))
+    self._count_hidden(self.name, len(tokens), int(masked.sum()))
     return np.where(masked, np.int32(self._mask), tokens)
 
   def _masked(self, size: int, rng: np.random.Generator) -> np.ndarray:
@@ -446,10 +450,13 @@ class Meap(NextToken):
 class MeapPrefixLM(Meap):
   """PrefixLM from inputs of which a share is masked."""
 
-  feeds = 'pair'
   plain = 'prefix_lm'
   one_vocabulary = 'a masked share is one of the tokens that both sides read'
   _make_plans = windows.PrefixLM._make_plans
+
+  @classmethod
+  def rows(cls, options):
+    return row_fields.PAIRS
 
   @classmethod
   def revisions(cls, options):
@@ -460,28 +467,6 @@ class MeapPrefixLM(Meap):
     return framing.Pair(self._read(window[:middle], rng), window[middle:])
 
 
-class SharedMeap(NextToken):
-  """Next-token prediction; inputs are masked when rows are framed."""
-
-  draws = False
-  split = windows.CausalLM.split
-
-  @classmethod
-  def shared_mask_share(cls, options):
-    return options.get('share', cls.default_share)
-
-  def __init__(self, name, lengths, vocabulary, **options):
-    """Checks that the vocabulary has a mask token; see `Noising`."""
-    super().__init__(name, lengths, vocabulary, **options)
-    # Framing finds the mask in the description of the vocabulary
-    # (`RecordSet.mask`), where no sentinel stands in for it.
-    if vocabulary.mask is None:
-      raise errors.UserError(
-        f'objective {name!r}: the vocabulary {vocabulary.path!r} has no mask'
-        ' token; use meap, which takes a sentinel instead'
-      )
-
-
 def random_text(
   vocabulary: vocabulary_lib.Vocabulary, count: int, rng: np.random.Generator
 ) -> np.ndarray:
@@ -489,13 +474,9 @@ def random_text(
   return rng.choice(vocabulary.text_ids, count)
 
 
-_Name = example_maker.Name
+_Name, _BART = example_maker.Name, {'share': 0.3}
 OBJECTIVES = {
   'meap': _Name(Meap, 'next token, 15% of what is read masked (MEAP)'),
-  'meap_shared': _Name(
-    SharedMeap,
-    "the same, with one pattern of masks for a whole batch (MEAP's code)",
-  ),
   'meap_prefix_lm': _Name(
     MeapPrefixLM, 'second half from the first, 15% of it masked'
   ),
@@ -506,12 +487,12 @@ OBJECTIVES = {
   'bart_masking': _Name(MaskTokens, 'the text from 85% of its tokens'),
   'bart_deletion': _Name(DeleteTokens, 'the text without 15% of its tokens'),
   'bart_infilling': _Name(
-    Infilling, 'the text from spans of one mask each, 30%'
+    Infilling, 'the text from spans of one mask each, 30%', _BART
   ),
   'bart_permutation': _Name(
     PermuteSentences, 'the text from its shuffled sentences'
   ),
   'bart_rotation': _Name(Rotate, 'the text from its rotation'),
-  'bart': _Name(Bart, 'permutation and infilling'),
+  'bart': _Name(Bart, 'permutation and infilling', _BART),
   'bert': _Name(Bert, 'masked tokens in place, 15%'),
 }

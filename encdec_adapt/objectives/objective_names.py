@@ -23,12 +23,11 @@ This module imports neither TensorFlow nor SeqIO nor jax.
 """
 
 from collections.abc import Mapping
-import dataclasses
 import functools
 
 from encdec_adapt import objectives
 from encdec_adapt.base import discovery, errors, option_strings
-from encdec_adapt.objectives import example_maker
+from encdec_adapt.objectives import example_maker, shared_noise
 
 NAMES: Mapping[str, example_maker.Name] = {
   name: entry
@@ -46,23 +45,23 @@ def parse(text: str) -> tuple[example_maker.Objective, ...]:
   """Parses `config.data.objective`: an objective or several.
 
   Raises:
-    UserError: an objective is not known or is named twice, they fill different
-      sides or have different fields, or one of several masks whole batches.
+    UserError: an objective is not known or is named twice, their rows have
+      different fields, or one of several masks whole batches.
   """
   # A bar alone does not divide: the options of `classify` are divided by bars.
   divided = option_strings.Part(_LABEL, text).divide(r' \| ')
   parts = [_trim(part.text) for part in divided]
   result = tuple(map(_parse_objective, parts))
   # A batch has rows of several objectives, so they must have the same arrays.
-  rows = {(part.feeds, part.maker.fields) for part in result}
+  rows = {(part.rows.content, part.rows.stored) for part in result}
   if len(set(parts)) < len(parts) or len(rows) > 1:
-    sides = {str(part): part.feeds for part in result}
+    contents = {str(part): part.rows.content for part in result}
     raise errors.UserError(
       f'config.data.objective is {text!r}; several objectives must differ and'
-      f' fill the same sides of a row, but these fill {sides}'
+      f' have rows of the same fields, but these have rows of {contents}'
     )
   # The pattern of a step would mask rows of the other objectives, too.
-  if len(result) > 1 and any(part.shared_mask_share for part in result):
+  if len(result) > 1 and any(map(shared_noise.share_of, result)):
     raise errors.UserError(
       f'config.data.objective is {text!r}; meap_shared masks the rows of a'
       ' whole step and stands alone; use meap'
@@ -84,13 +83,13 @@ def for_evaluation(
 ) -> example_maker.Objective:
   """Returns the objective that makes its held-out rows, of a document each."""
   maker, options = objective.maker, objective.options
-  held_out = parse_one(maker.evaluation_text(objective.text, options))
-  if not held_out.concatenate:
+  held_out = parse_one(maker.without_masks(objective.text, options))
+  if not held_out.options.get('concatenate'):
     return held_out
   # Errors of held-out losses are estimated over documents, so that no row may
   # be of two.
   options = {**held_out.options, 'concatenate': False}
-  return dataclasses.replace(held_out, options=options)
+  return example_maker.Objective(held_out.text, held_out.maker, options)
 
 
 def _trim(text: str) -> str:

@@ -23,14 +23,22 @@ Pure numpy; this module imports neither TensorFlow nor SeqIO nor jax.
 """
 
 import collections
-import json
-from typing import NamedTuple
+from collections.abc import Sequence
+import dataclasses
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from encdec_adapt.base import errors
-from encdec_adapt.objectives import example_maker, framing, supervised
+from encdec_adapt.objectives import (
+  example_maker,
+  framing,
+  row_fields,
+  supervised,
+)
+from encdec_adapt.tokenizers import special_ids
 
+_ANSWERS = 2
 _LARGEST_MARGIN = 65504  # The largest float16: margins are stored so.
 
 
@@ -75,6 +83,50 @@ class Preference(NamedTuple):
     return encoder, decoder + 1  # BOS and all targets.
 
 
+def _frame(
+  examples: Sequence[Preference],
+  lengths: framing.Lengths,
+  ids: special_ids.Framing,
+  *,
+  teacher: bool = False,
+) -> framing.Batch:
+  """Frames a row; see `framing.frame_row` and the module's docstring."""
+  answers = [[x.pairs[i] for x in examples] for i in range(_ANSWERS)]
+  margins = np.zeros(_ANSWERS, np.float32)
+  if examples and examples[0].margin is not None:
+    margins[:1] = examples[0].margin
+  row = framing.frame_group(answers, lengths, ids, teacher=teacher)
+  return row | {'margins': margins}
+
+
+def _check(rows: framing.Batch, ids: special_ids.Framing, **rules: Any) -> None:
+  """Checks the rows of each answer; see `framing.check_framing`."""
+  for answer in range(_ANSWERS):
+    fields = {
+      name: value[:, answer] if name in _AXES else value
+      for name, value in rows.items()
+    }
+    framing.check_framing(fields, ids, **rules)
+
+
+_AXES = framing.GROUP_AXES | {'margins': ('batch', None)}
+ROWS = row_fields.RowFields(
+  stored=(
+    row_fields.INPUTS,
+    row_fields.StoredField('targets'),
+    row_fields.StoredField('rejected'),
+    row_fields.StoredField('prefix'),
+    row_fields.StoredField('margin', 'floats'),
+  ),
+  example=Preference,
+  frame=_frame,
+  check=_check,
+  axes=_AXES,
+  answers=_ANSWERS,
+  packs=False,
+)
+
+
 class Preferences(supervised.Supervised):
   """Prompts with answers of texts; see the module's docstring."""
 
@@ -83,16 +135,10 @@ class Preferences(supervised.Supervised):
     for name in ('prefix', 'separator')
   }
   documents = 'preferences'
-  fields = (
-    example_maker.RowField('inputs', side='encoder'),
-    example_maker.RowField('targets'),
-    example_maker.RowField('rejected'),
-    example_maker.RowField('prefix'),
-    example_maker.RowField('margin', 'float32'),
-  )
-  example = Preference
-  answers = 2
-  axes = framing.GROUP_AXES | {'margins': ('batch', None)}
+
+  @classmethod
+  def rows(cls, options):
+    return ROWS
 
   @classmethod
   def revisions(cls, options):
@@ -104,39 +150,33 @@ class Preferences(supervised.Supervised):
     super().__init__(name, lengths, vocabulary, *encoder, **options)
     self.counts = collections.Counter(dropped=0, ties=0)
 
-  def examples(self, documents, generator):
-    for name, content in documents:
-      try:
-        example = self._example(name, json.loads(content))
-      except errors.UserError:
-        if not self.skips_bad:
-          raise
-        self.counts['bad_documents'] += 1
-        continue
-      if example is not None:
-        yield example._replace(documents=(name,))
+  def examples(self, documents, generator, policy=example_maker.POLICY):
+    for name, parsed in self._parsed(documents, policy, self._example):
+      example, answers = parsed
+      self._count_losses(name, policy, *answers)
+      yield example._replace(documents=(name,))
 
-  def _example(self, name: str, content: list) -> Preference | None:
-    """Returns the example of a document; None if it is dropped.
+  def _example(
+    self, *content: Any
+  ) -> tuple[Preference, list[supervised.Answer]] | None:
+    """Returns the example of a document, and its answers; None if dropped.
 
     Raises:
-      UserError: the document is invalid; names it and the fault.
+      UserError: the document is invalid; names the fault.
     """
     if not content:
       self.counts['ties'] += 1
       return None
-    *answers, prompt, margin = content
-    pairs = [
-      [*self._pairs(name, self._content(name, prompt, x))][-1] for x in answers
-    ]
-    chosen, rejected = (self._separated(pair) for pair, _ in pairs)
-    if not all(answer.strip() for answer in answers):
-      raise self._error(name, 'an answer is empty')
+    *texts, prompt, margin = content
+    answers = [self._pairs(*self._content(prompt, x))[-1] for x in texts]
+    chosen, rejected = (self._separated(pair) for pair, _ in answers)
+    if not all(text.strip() for text in texts):
+      raise errors.UserError('an answer is empty')
     if np.array_equal(chosen.targets, rejected.targets):
-      raise self._error(name, 'its answers have the same tokens')
+      raise errors.UserError('its answers have the same tokens')
     if margin is not None and not abs(margin) <= _LARGEST_MARGIN:
-      raise self._error(
-        name, f'its margin is {margin}; it must be at most {_LARGEST_MARGIN}'
+      raise errors.UserError(
+        f'its margin is {margin}; it must be at most {_LARGEST_MARGIN}'
       )
     example = Preference(
       chosen.inputs,
@@ -154,41 +194,14 @@ class Preferences(supervised.Supervised):
     ):
       self.counts['shared_headers'] += 1
     else:
-      self._count_losses(name, *pairs)
-      return example
+      return example, answers
 
-  def _content(self, name: str, prompt: str | list, answer: str) -> list:
+  def _content(self, prompt: str | list, answer: str) -> list:
     if not isinstance(prompt, str):
-      raise self._error(
-        name, 'its prompt is a conversation; use the objective chat_preferences'
+      raise errors.UserError(
+        'its prompt is a conversation; use the objective chat_preferences'
       )
     return [prompt, answer]
-
-  def _error(self, name: str, problem: str) -> errors.UserError:
-    return errors.UserError(
-      f'preference {self.locate(name)}: {problem}. Correct it, or set'
-      " config.data.bad_documents='skip' to leave such documents out."
-    )
-
-  @classmethod
-  def frame(cls, examples, lengths, ids, *, teacher=False):
-    """Frames a row; see `framing.frame_row` and the module's docstring."""
-    pairs = [[x.pairs[i] for x in examples] for i in range(cls.answers)]
-    margins = np.zeros(cls.answers, np.float32)
-    if examples and examples[0].margin is not None:
-      margins[:1] = examples[0].margin
-    row = framing.frame_group(pairs, lengths, ids, teacher=teacher)
-    return row | {'margins': margins}
-
-  @classmethod
-  def check(cls, rows, ids, **options):
-    """Checks the rows of each answer; see `framing.check_framing`."""
-    for answer in range(cls.answers):
-      fields = {
-        name: value[:, answer] if name in cls.axes else value
-        for name, value in rows.items()
-      }
-      framing.check_framing(fields, ids, **options)
 
 
 class ChatPreferences(Preferences, supervised.Chat):
@@ -196,7 +209,11 @@ class ChatPreferences(Preferences, supervised.Chat):
 
   options = {'separator': supervised.Chat.options['separator']}
 
-  def _content(self, name, prompt, answer):
+  @classmethod
+  def rows(cls, options):
+    return dataclasses.replace(ROWS, ends_turns=True)
+
+  def _content(self, prompt, answer):
     if isinstance(prompt, str):
       prompt = [{'role': 'user', 'content': prompt}]
     return [*prompt, {'role': 'assistant', 'content': answer}]

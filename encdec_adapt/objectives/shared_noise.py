@@ -5,16 +5,42 @@ same masked positions, and the patterns recur after 51 steps. They depend on the
 step alone, so they are applied when rows are framed (`data/records/loader.py`);
 the records are those of `causal_lm`.
 
-This module needs numpy alone: neither TensorFlow nor jax.
+This module imports neither TensorFlow nor SeqIO nor jax.
 """
 
 import random
 
 import numpy as np
 
-from encdec_adapt.objectives import framing
+from encdec_adapt.base import errors
+from encdec_adapt.objectives import example_maker, framing, noising, windows
 
 _SEED, _PATTERNS = 50, 51  # Both from the published code.
+
+
+class SharedMeap(noising.NextToken):
+  """Next-token prediction; inputs are masked when rows are framed."""
+
+  draws = False
+  split = windows.CausalLM.split
+
+  def __init__(self, name, lengths, vocabulary, **options):
+    """Checks that the vocabulary has a mask token; see `noising.Noising`."""
+    super().__init__(name, lengths, vocabulary, **options)
+    # Framing finds the mask in the description of the vocabulary
+    # (`RecordSet.mask`), where no sentinel stands in for it.
+    if vocabulary.mask is None:
+      raise errors.UserError(
+        f'objective {name!r}: the vocabulary {vocabulary.path!r} has no mask'
+        ' token; use meap, which takes a sentinel instead'
+      )
+
+
+def share_of(objective: example_maker.Objective) -> float:
+  """Returns the share of inputs that a common pattern masks, else 0."""
+  if objective.maker is not SharedMeap:
+    return 0.0
+  return objective.options.get('share', noising.SHARE)
 
 
 def positions(step: int, length: int, share: float) -> np.ndarray:
@@ -43,3 +69,11 @@ def apply(
   real = rows['decoder_segments'][:, masked] > 0
   tokens[:, masked] = np.where(real, mask, tokens[:, masked])
   return rows | {'decoder_tokens': tokens}
+
+
+OBJECTIVES = {
+  'meap_shared': example_maker.Name(
+    SharedMeap,
+    "next token, with one pattern of masks for a whole batch (MEAP's code)",
+  ),
+}

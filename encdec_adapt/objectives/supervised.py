@@ -59,7 +59,12 @@ import unicodedata
 import numpy as np
 
 from encdec_adapt.base import errors, option_strings
-from encdec_adapt.objectives import example_maker, framing, noising
+from encdec_adapt.objectives import (
+  example_maker,
+  framing,
+  noising,
+  row_fields,
+)
 from encdec_adapt.tokenizers import chat_format
 from encdec_adapt.tokenizers import vocabulary as vocabulary_lib
 
@@ -69,10 +74,14 @@ TOO_LONG = ('drop', 'truncate')
 MEAP = ('separate', 'concat', 'inputs')
 
 
-def _choice(name: str, values: Sequence[str]) -> example_maker.Option:
+def _choice(
+  name: str, values: Sequence[str], **fields: Any
+) -> example_maker.Option:
   # `index` raises the ValueError of a text that is not among them.
   return example_maker.Option(
-    lambda text: values[values.index(text)], f'{name}={"|".join(values)}'
+    lambda text: values[values.index(text)],
+    f'{name}={"|".join(values)}',
+    **fields,
   )
 
 
@@ -96,21 +105,22 @@ class Supervised(example_maker.ExampleMaker):
 
   options = {
     'too_long': _choice('too_long', TOO_LONG),
-    'meap': _choice('meap', MEAP),
+    'meap': _choice(
+      'meap',
+      MEAP,
+      one_vocabulary='a masked copy repeats inputs and targets in the tokens of'
+      ' one',
+    ),
     'prefix': text_option('prefix'),
     'separator': text_option('separator'),
   }
   reads = 'text'
   documents = 'pairs'
-  distills = True
+  teacher_reads = 'inputs'
   one_vocabulary = ''
 
   @classmethod
-  def masks_inputs(cls, options):
-    return bool(options.get('meap'))
-
-  @classmethod
-  def evaluation_text(cls, text, options):
+  def without_masks(cls, text, options):
     if not options.get('meap'):
       return text
     name, _, entries = text.partition(':')
@@ -120,12 +130,6 @@ class Supervised(example_maker.ExampleMaker):
       if not entry.text.startswith('meap=')
     ]
     return ':'.join(filter(None, [name, ','.join(plain)]))
-
-  @classmethod
-  def require_one_vocabulary(cls, options):
-    if options.get('meap'):
-      return 'a masked copy repeats inputs and targets in the tokens of one'
-    return super().require_one_vocabulary(options)
 
   @classmethod
   def build(
@@ -163,7 +167,6 @@ class Supervised(example_maker.ExampleMaker):
         vocabulary lacks special tokens.
     """
     super().__init__(name, lengths)
-    self.draws = bool(meap)
     self.counts = collections.Counter(dropped=0, truncated=0)
     self._truncates = too_long == 'truncate'
     self._meap = meap
@@ -172,7 +175,7 @@ class Supervised(example_maker.ExampleMaker):
     self._encoder_vocabulary = encoder_vocabulary
     self._separator = vocabulary.encode(separator)
     # An input that is cut should keep a token.
-    least = len(self._separator) + lengths.frame + 1
+    least = len(self._separator) + lengths.edges + 1
     if separator and least > lengths.encoder:
       raise errors.UserError(
         f'objective {name!r}: its separator has {len(self._separator)} tokens,'
@@ -182,29 +185,25 @@ class Supervised(example_maker.ExampleMaker):
     if meap:
       self._mask = noising.mask_token(name, vocabulary)
 
-  def examples(self, documents, generator):
-    for name, content in documents:
-      try:
-        pairs = list(self._pairs(name, json.loads(content)))
-      except errors.UserError:
-        if not self.skips_bad:
-          raise
-        self.counts['bad_documents'] += 1
-        continue
+  def examples(self, documents, generator, policy=example_maker.POLICY):
+    for name, pairs in self._parsed(documents, policy, self._pairs):
       for i, (pair, text) in enumerate(pairs):
         draw = functools.partial(generator, f'{name}#{i}')
         for example in self._with_copy(pair, draw):
-          fitting = self._fitting(name, example)
+          fitting = self._fitting(name, example, policy)
           # A copy that was cut may have lost its masked tokens.
           if fitting and (fitting.weights is None or fitting.weights.any()):
-            self._count_losses(name, (pair, text))
+            self._count_losses(name, policy, (pair, text))
             yield fitting._replace(documents=(name,))
 
-  def _count_losses(self, name: str, *answers: Answer) -> None:
+  def _count_losses(
+    self, name: str, policy: example_maker.DocumentPolicy, *answers: Answer
+  ) -> None:
     """Counts an example with a target that is empty or loses text.
 
     Args:
       name: id of its document.
+      policy: names the file and line of the document.
       *answers: one answer, or two of a preference.
     """
     for pair, text in answers:
@@ -216,11 +215,15 @@ class Supervised(example_maker.ExampleMaker):
         # Long texts are shown from where they begin to differ.
         start = max(0, len(os.path.commonprefix([text, decoded])) - 40)
         texts = f'{text[start:]!r:.80} becomes {decoded[start:]!r:.80}'
-        self.first_losses.setdefault(loss, f'{self.locate(name)}: {texts}')
+        self.first_losses.setdefault(loss, f'{policy.locate(name)}: {texts}')
         return
 
-  def _pairs(self, name: str, content: list) -> Iterator[Answer]:
-    inputs, targets, *fields = content
+  def _pairs(self, inputs: Any, targets: Any, *fields: Any) -> list[Answer]:
+    """Returns the pairs of a document, with the texts of their targets.
+
+    Raises:
+      UserError: the document is bad.
+    """
     # The prefix is encoded with the inputs: tokens may span the border.
     encode, special = self._vocabulary.encode, self._vocabulary.ids
     ids = encode(self._prefix + inputs)
@@ -230,7 +233,7 @@ class Supervised(example_maker.ExampleMaker):
     if self._encoder_vocabulary:
       ids = self._encoder_vocabulary.encode(self._prefix + inputs)
       pair = pair._replace(inputs=ids, prefix=pair.inputs)
-    yield pair, targets
+    return [(pair, targets)]
 
   def _separated(
     self, pair: framing.Pair, room: int | None = None
@@ -251,16 +254,19 @@ class Supervised(example_maker.ExampleMaker):
     return pair._replace(inputs=pair.inputs[:room], prefix=prefix)
 
   def _fitting(
-    self, name: str, unseparated: framing.Pair
+    self,
+    name: str,
+    unseparated: framing.Pair,
+    policy: example_maker.DocumentPolicy,
   ) -> framing.Pair | None:
     # `positions` counts the longer of inputs and prefix, with the separator.
     pair = self._separated(unseparated)
     encoder, decoder = pair.positions(self.lengths)
     if encoder <= self.lengths.encoder and decoder <= self.lengths.decoder:
       return pair
-    if self.refuses_long and encoder > self.lengths.encoder:
+    if policy.refuses_long and encoder > self.lengths.encoder:
       raise errors.UserError(
-        f'example {self.locate(name)}: its prompt has {encoder} tokens with'
+        f'example {policy.locate(name)}: its prompt has {encoder} tokens with'
         f' BOS, and config.data.encoder_length is {self.lengths.encoder}; raise'
         ' it, or leave such examples out with the option too_long=drop of'
         f' config.data.objective={self.name!r}.'
@@ -270,7 +276,7 @@ class Supervised(example_maker.ExampleMaker):
       return None
     self.counts['truncated'] += 1
     targets = slice(self.lengths.decoder)
-    room = self.lengths.encoder - self.lengths.frame
+    room = self.lengths.encoder - self.lengths.edges
     pair = self._separated(unseparated, room)
     return pair._replace(
       **{
@@ -366,7 +372,10 @@ class Chat(Supervised):
 
   options = {k: x for k, x in Supervised.options.items() if k != 'prefix'}
   documents = 'chat'
-  ends_turns = True
+
+  @classmethod
+  def rows(cls, options):
+    return row_fields.RowFields(ends_turns=True)
 
   @classmethod
   def revisions(cls, options):
@@ -379,29 +388,25 @@ class Chat(Supervised):
     for side in (vocabulary, *encoder):
       chat_format.template_of(side)
 
-  def _pairs(self, name, content):
-    messages, fields = content, ()
+  def _pairs(self, *content):
+    messages, fields = [*content], ()
+    # Further fields follow a list of messages.
     if content and isinstance(content[0], list):
       messages, *fields = content
-    try:
-      _check_answers(messages)
-      ids, turns = _encode(messages, self._vocabulary)
+    _check_answers(messages)
+    ids, turns = _encode(messages, self._vocabulary)
+    pairs = [
+      framing.Pair(ids[:i], ids[i:stop], fields=_fields(*fields))
+      for i, stop in turns
+    ]
+    if self._encoder_vocabulary:
+      ids, turns = _encode(messages, self._encoder_vocabulary)
       pairs = [
-        framing.Pair(ids[:i], ids[i:stop], fields=_fields(*fields))
-        for i, stop in turns
+        pair._replace(inputs=ids[:i], prefix=pair.inputs)
+        for pair, (i, _) in zip(pairs, turns, strict=True)
       ]
-      if self._encoder_vocabulary:
-        ids, turns = _encode(messages, self._encoder_vocabulary)
-        pairs = [
-          pair._replace(inputs=ids[:i], prefix=pair.inputs)
-          for pair, (i, _) in zip(pairs, turns, strict=True)
-        ]
-    except errors.UserError as error:
-      raise errors.UserError(
-        f'conversation {self.locate(name)}: {error}'
-      ) from error
     texts = [x['content'] for x in messages if x['role'] == 'assistant']
-    yield from zip(pairs, texts, strict=True)
+    return list(zip(pairs, texts, strict=True))
 
 
 def _normal(text: str) -> str:

@@ -61,34 +61,29 @@ class _Window(NamedTuple):
 
 
 class TextSplit(example_maker.ExampleMaker):
-  """A PrefixLM objective over two vocabularies.
-
-  Attributes:
-    plans: plans of the wrapped objective.
-  """
+  """Makes the examples of a PrefixLM objective over two vocabularies."""
 
   reads = 'text'
 
   def __init__(
     self,
-    objective: Any,
+    maker: Any,
     encoder: vocabulary_lib.Vocabulary,
     decoder: vocabulary_lib.Vocabulary,
   ):
     """Wraps a maker.
 
     Args:
-      objective: maker of a PrefixLM objective for the decoder's vocabulary,
-        which does not concatenate.
+      maker: `windows.PrefixLM` for the decoder's vocabulary, which does not
+        concatenate; `windows` imports this module.
       encoder: vocabulary of the encoder.
       decoder: vocabulary of the decoder.
     """
-    super().__init__(objective.name, objective.lengths)
-    self._objective = objective
+    super().__init__(maker.name, maker.lengths)
+    self._maker = maker
     self._encoder, self._decoder = encoder, decoder
-    self.draws, self.plans = objective.draws, objective.plans
 
-  def examples(self, documents, generator):
+  def examples(self, documents, generator, policy=example_maker.POLICY):
     for name, text in documents:
       for pair in self.pairs(
         text, lambda i, name=name: generator(f'{name}#{i}')
@@ -110,12 +105,12 @@ class TextSplit(example_maker.ExampleMaker):
     document = self._read(text)
     start = 0
     for i in itertools.count():
-      rng = generator(i) if self.draws else None
-      plan = self._objective.draw_plan(rng)
-      cut = self._objective.draw_cut(rng)
+      rng = generator(i) if self._maker.draws else None
+      plan = self._maker.draw_plan(rng)
+      cut = self._maker.draw_cut(rng)
       remaining = len(document.tokens) - start
       ends = remaining <= plan.last
-      if ends and i and remaining < self._objective.shortest:
+      if ends and i and remaining < self._maker.shortest:
         self.counts['short_windows'] += 1
         return
       # A token is left for the last window, which needs room for EOS.
@@ -125,8 +120,8 @@ class TextSplit(example_maker.ExampleMaker):
       pair = framing.Pair(
         window.inputs, targets, document.tokens[window.prefix]
       )
-      has_eos = window.ends or self._objective.inner_eos
-      yield self._objective.with_eos(pair) if has_eos else pair
+      has_eos = window.ends or self._maker.inner_eos
+      yield self._maker.with_eos(pair) if has_eos else pair
       if window.ends:
         return
       start = window.stop  # Windows that had to be shortened end earlier.
@@ -157,8 +152,8 @@ class TextSplit(example_maker.ExampleMaker):
     while True:
       window = self._window(document, start, size, ends, cut)
       inputs = max(len(window.inputs), _size(window.prefix))
-      encoder = inputs + self.lengths.frame
-      eos = max(int(ends), self._objective.inner_eos)
+      encoder = inputs + self.lengths.edges
+      eos = max(int(ends), self._maker.inner_eos)
       decoder = _size(window.predicted) + eos
       share = min(
         self.lengths.encoder / encoder, self.lengths.decoder / decoder
@@ -179,7 +174,7 @@ class TextSplit(example_maker.ExampleMaker):
       stop = int(document.nearest[stop])
     middle = max(start, int(document.nearest[start + cut(stop - start)]))
     prefix, predicted = slice(start, middle), slice(middle, stop)
-    if self._objective.reverse:
+    if self._maker.reverse:
       prefix, predicted = predicted, prefix
     first, end = document.characters[[prefix.start, prefix.stop]]
     # Part of a character has no text that the encoder could read, and a pair

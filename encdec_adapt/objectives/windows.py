@@ -40,7 +40,12 @@ from typing import Any
 import numpy as np
 
 from encdec_adapt.base import errors
-from encdec_adapt.objectives import example_maker, framing, two_vocabularies
+from encdec_adapt.objectives import (
+  example_maker,
+  framing,
+  row_fields,
+  two_vocabularies,
+)
 from encdec_adapt.tokenizers import vocabulary as vocabulary_lib
 
 
@@ -53,7 +58,12 @@ def _tokens(text: str) -> int:
 # The first joins the documents of a shard before windows are cut; the second
 # drops shorter ends of documents.
 OPTIONS = {
-  'concatenate': example_maker.Option(lambda _: True, 'concatenate'),
+  'concatenate': example_maker.Option(
+    lambda _: True,
+    'concatenate',
+    # Two vocabularies are split in text, which concatenated ids do not have.
+    one_vocabulary='concatenated documents are cut in the tokens of one',
+  ),
   'shortest': example_maker.Option(_tokens, 'shortest=TOKENS'),
 }
 
@@ -67,18 +77,23 @@ class WindowPlan:
     last: largest size of a document's last window; its targets get EOS.
     task: denoiser of the window, for mixtures of denoisers; whether its split
       complements that of the preceding window, for uniform splits; else None.
+    weight: relative frequency of the plan.
   """
 
   inner: int
   last: int
   task: Any = None
+  weight: float = 1.0
 
 
 class WindowMaker(example_maker.ExampleMaker):
   """Cuts documents into windows and makes a pair of each.
 
+  Targets of a document's last window end in EOS if a decoder predicts them.
+
   Attributes:
-    adds_eos: whether the targets of a document's last window end in EOS.
+    draws: whether anything is random.
+    concatenate: whether windows cross documents.
     inner_eos: ids around the targets of all windows: EOS and the opening if the
       vocabulary frames as T5's, else 0.
     shortest: last windows of fewer tokens, after others, are dropped.
@@ -86,8 +101,7 @@ class WindowMaker(example_maker.ExampleMaker):
   """
 
   options = OPTIONS
-  adds_eos = True
-  plans: Sequence[WindowPlan]
+  draws = False
 
   def __init__(
     self,
@@ -114,11 +128,14 @@ class WindowMaker(example_maker.ExampleMaker):
     self.concatenate = concatenate
     self.shortest = shortest
     ids = vocabulary.ids
-    is_framed = self.feeds == 'pair' and self.adds_eos and ids.ends_with_eos
+    is_framed = lengths.encoder and lengths.decoder and ids.ends_with_eos
     self.inner_eos = ids.frame_size if is_framed else 0
     self._opening = np.array(ids.opening if is_framed else (), np.int32)
     self._eos = np.array([ids.eos], np.int32)
     self.plans = self._make_plans()
+    # Upper bounds of the plans' shares of a uniform draw; a list, as `bisect`
+    # in plain numbers is faster than a search in an array.
+    self._bounds = np.cumsum([x.weight for x in self.plans]).tolist()
     if not self._have_windows(self.plans):
       shortest = self._shortest()
       raise errors.UserError(
@@ -141,7 +158,7 @@ class WindowMaker(example_maker.ExampleMaker):
       # A single side if that suffices, before both: the error is to ask for
       # the least change.
       for sides in ((longer[0], decoder), (encoder, longer[1]), longer):
-        self.lengths = framing.Lengths(*sides, self.lengths.frame)
+        self.lengths = framing.Lengths(*sides, self.lengths.edges)
         with contextlib.suppress(errors.UserError):  # Targets do not fit yet.
           if self._have_windows(self._make_plans()):
             return self.lengths
@@ -152,7 +169,10 @@ class WindowMaker(example_maker.ExampleMaker):
     """Returns `plans`."""
 
   def _longest(
-    self, sizes: Callable[[int], tuple[int, int]], task: Any = None
+    self,
+    sizes: Callable[[int], tuple[int, int]],
+    task: Any = None,
+    weight: float = 1.0,
   ) -> WindowPlan:
     """Returns the plan of the longest windows that fit a row.
 
@@ -160,12 +180,13 @@ class WindowMaker(example_maker.ExampleMaker):
       sizes: function from a window's size to the largest numbers of inputs and
         of targets (without EOS); both are non-decreasing.
       task: see `WindowPlan`.
+      weight: see `WindowPlan`.
     """
     encoder, decoder = self.lengths.encoder, self.lengths.decoder
 
     def exceeds(window: int, eos: int) -> bool:
       inputs, targets = sizes(window)
-      inputs += self.lengths.frame
+      inputs += self.lengths.edges
       # A side of length 0 is not filled, and limits nothing.
       return 0 < encoder < inputs or 0 < decoder < targets + eos
 
@@ -177,11 +198,11 @@ class WindowMaker(example_maker.ExampleMaker):
       bisect.bisect_left(
         sizes_to_try, True, key=functools.partial(exceeds, eos=eos)
       )
-      for eos in (self.inner_eos, max(self.inner_eos, int(self.adds_eos)))
+      for eos in (self.inner_eos, max(self.inner_eos, int(decoder > 0)))
     )
-    return WindowPlan(inner, last, task)
+    return WindowPlan(inner, last, task, weight)
 
-  def require_targets(self, targets: int, shorter: int, cause: str) -> None:
+  def _require_targets(self, targets: int, shorter: int, cause: str) -> None:
     """Refuses lengths at which inputs that fill the encoder are not used.
 
     Args:
@@ -203,9 +224,12 @@ class WindowMaker(example_maker.ExampleMaker):
       )
 
   def draw_plan(self, rng: np.random.Generator | None) -> WindowPlan:
-    """Draws the plan of a document's next window."""
-    (plan,) = self.plans
-    return plan
+    """Draws the plan of a document's next window, by the weights."""
+    # No draw without a choice: records depend on the number of draws.
+    if len(self.plans) == 1:
+      return self.plans[0]
+    point = rng.random() * self._bounds[-1]
+    return self.plans[bisect.bisect_right(self._bounds, point)]
 
   @abc.abstractmethod
   def split(
@@ -213,7 +237,7 @@ class WindowMaker(example_maker.ExampleMaker):
   ) -> framing.Pair:
     """Returns the pair of a planned window [w], without EOS."""
 
-  def examples(self, documents, generator):
+  def examples(self, documents, generator, policy=example_maker.POLICY):
     if self.concatenate:
       yield from self._from_stream(documents, generator)
       return
@@ -248,7 +272,7 @@ class WindowMaker(example_maker.ExampleMaker):
       # A token is left for the last window, which needs room for EOS.
       size = len(remaining) if ends else min(plan.inner, len(remaining) - 1)
       pair = self.split(remaining[:size], plan, rng)
-      has_eos = self.inner_eos or (ends and self.adds_eos)
+      has_eos = self.inner_eos or (ends and self.lengths.decoder)
       yield self.with_eos(pair) if has_eos else pair
       if ends:
         return
@@ -273,6 +297,12 @@ class WindowMaker(example_maker.ExampleMaker):
       decoder_inputs=decoder_inputs,
       weights=weights,
     )
+
+  def _count_hidden(self, noise: str, tokens: int, hidden: int) -> None:
+    """Counts a window of a noise, its tokens, and those that were hidden."""
+    self.counts[f'{noise}: windows'] += 1
+    self.counts[f'{noise}: tokens'] += tokens
+    self.counts[f'{noise}: hidden'] += hidden
 
   def _draw_in_stream(
     self, index: int, generator: example_maker.Generator
@@ -325,8 +355,11 @@ class WindowMaker(example_maker.ExampleMaker):
 class CausalLM(WindowMaker):
   """Predicts the whole window."""
 
-  feeds = 'decoder'
   one_vocabulary = 'it has no inputs for an encoder'
+
+  @classmethod
+  def rows(cls, options):
+    return row_fields.TEXT
 
   def _make_plans(self):
     return (self._longest(lambda window: (0, window)),)
@@ -343,7 +376,7 @@ class PrefixLM(WindowMaker):
   """
 
   one_vocabulary = ''
-  distills = True
+  teacher_reads = 'inputs'
   reverse = False
 
   @classmethod
@@ -391,9 +424,10 @@ class UniformPrefixLM(PrefixLM):
     if self.concatenate:
       # T5's targets have an EOS each, and perhaps an opening.
       decoder = self.lengths.decoder - 2 * self.inner_eos
-      window = min(self.lengths.encoder - 2 * self.lengths.frame, decoder)
+      window = min(self.lengths.encoder - 2 * self.lengths.edges, decoder)
       # A window of a single token has no complement.
-      return (WindowPlan(*2 * [window if window > 1 else 0]),)
+      size = window if window > 1 else 0
+      return (WindowPlan(size, size),)
     # Inputs have at most window - 1 tokens; the row has room for another BOS.
     return (self._longest(lambda window: (window, max(window - 1, 1))),)
 
@@ -403,7 +437,7 @@ class UniformPrefixLM(PrefixLM):
   def _draw_in_stream(self, index, generator):
     # The generator of the even window, so that both draw the same split.
     rng, plan = super()._draw_in_stream(index - index % 2, generator)
-    return rng, dataclasses.replace(plan, task=bool(index % 2))
+    return rng, WindowPlan(plan.inner, plan.last, bool(index % 2))
 
   def split(self, window, plan, rng):
     if not plan.task:
@@ -422,7 +456,7 @@ class ReversePrefixLM(PrefixLM):
   """
 
   draws = True
-  distills = False
+  teacher_reads = ''
   reverse = True
 
   def _make_plans(self):

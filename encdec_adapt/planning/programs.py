@@ -170,7 +170,7 @@ class Job:
     """Logical axes of batch fields, see `placement.batch_axes`."""
     if self.trains:
       return self.recipe.rows.axes
-    return self.data.objectives[0].maker.axes
+    return self.data.objectives[0].rows.axes
 
   @property
   def lengths(self) -> framing.Lengths:
@@ -193,7 +193,7 @@ class Job:
     """Answers of a row."""
     if self.trains or self.name == 'reward':
       return self.recipe.rows.answers
-    return self.data.objectives[0].answers
+    return self.data.objectives[0].rows.answers
 
   @property
   def models(self) -> tuple[model_config.ModelConfig, ...]:
@@ -531,14 +531,14 @@ def _batch(job: Job) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def _fields(job: Job) -> dict[str, jax.ShapeDtypeStruct]:
-  maker, teacher = job.data.objectives[0].maker, job.reads_teacher_row
+  layout, teacher = job.data.objectives[0].rows, job.reads_teacher_row
   both_sides = setup.PADDING
   if job.name == 'reward':
     group = [[]] * job.answers
     row = framing.frame_group(group, job.lengths, both_sides, teacher=teacher)
     rows = framing.stack_rows([row])
   else:
-    row = maker.frame((), job.lengths, both_sides, teacher=teacher)
+    row = layout.frame((), job.lengths, both_sides, teacher=teacher)
     rows = framing.stack_rows([row])
   return {
     name: jax.ShapeDtypeStruct((job.rows, *value.shape[1:]), value.dtype)

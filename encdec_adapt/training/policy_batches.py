@@ -248,7 +248,7 @@ class PolicyBatches:
       sides[self._sampler.prompt_side].decode_generated(
         self._sampler.prompt(pair),
         show_special=any(
-          x.ends_turns for x in self._data.train.spec.objectives
+          x.rows.ends_turns for x in self._data.train.spec.objectives
         ),
       ),
       fields_of(pair) | {'target': decode(pair.targets)},

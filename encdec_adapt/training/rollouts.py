@@ -98,7 +98,7 @@ class Sampler:
     self._bos = np.int32(framing_ids.decoder.bos)
     ends = [framing_ids.decoder.eos]
     # An answer of a chat is over when the turn is, before EOS.
-    if any(x.ends_turns for x in records.spec.objectives):
+    if any(x.rows.ends_turns for x in records.spec.objectives):
       ends.append(chat_format.end_of_turn(decoder))
     self._ends = np.array(ends, np.int32)
     self._vocab_size = decoder.size

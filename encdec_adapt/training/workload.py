@@ -184,6 +184,6 @@ def of_step(
     trains=True,
     parts=train.microbatches,
     caches=rows.compared and train.microbatches > 1,
-    texts=rows.maker.texts if model.config.decoder.embedding else 0,
+    texts=rows.fields.texts,
     adapters=placement.adapters,
   )

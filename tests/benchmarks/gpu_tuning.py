@@ -137,7 +137,7 @@ def _work(arguments: argparse.Namespace, model: argparse.Namespace) -> None:
   import numpy as np
 
   from encdec_adapt.data.records import record_sets
-  from encdec_adapt.objectives import framing, supervised
+  from encdec_adapt.objectives import framing, row_fields
   from encdec_adapt.tokenizers import special_ids, vocabulary_pair
   from encdec_adapt.training import rollouts, setup, step
   from encdec_adapt.training.metrics import token_metrics
@@ -149,7 +149,7 @@ def _work(arguments: argparse.Namespace, model: argparse.Namespace) -> None:
   where = training_step.place(model)
   loss = conftest.make_loss(arguments.policy)
   rows = policy_recipe.CompletionRows(
-    supervised.Supervised,
+    row_fields.PAIRS,
     framing.Lengths(arguments.prompt_tokens, arguments.tokens),
     arguments.samples,
     arguments.tokens,

@@ -21,7 +21,7 @@ import encdec_adapt
 from encdec_adapt.data.records import record_sets
 from encdec_adapt.huggingface import config_json
 from encdec_adapt.models import model_config as configs
-from encdec_adapt.objectives import framing, preferences, supervised
+from encdec_adapt.objectives import framing, preferences, row_fields
 from encdec_adapt.tokenizers import vocabulary_pair
 from encdec_adapt.training import optimizers, rollouts, schedules
 from encdec_adapt.training.recipes import policy_recipe, recipe
@@ -196,7 +196,7 @@ class _Ours:
   ) -> Callable[[], float]:
     """Returns a step of DPO on prompts [P, S] and answers [P, 2, T]."""
     rows = [
-      preferences.Preferences.frame(
+      preferences.ROWS.frame(
         [preferences.Preference(prompt, *pair)],
         self._lengths,
         gemma_ids.FRAMING,
@@ -219,7 +219,7 @@ class _Ours:
     """Returns a step of GRPO with rewards [P, G]."""
     trainer = self._start(conftest.make_loss(GRPO))
     rows = policy_recipe.CompletionRows(
-      supervised.Supervised,
+      row_fields.PAIRS,
       self._lengths,
       self._sampling.samples,
       self._sampling.tokens,

@@ -182,7 +182,7 @@ def make_recipe(model: Any, arguments: argparse.Namespace) -> Any:
     model: configuration of the model.
     arguments: flags of the batch.
   """
-  from encdec_adapt.objectives import framing, supervised
+  from encdec_adapt.objectives import framing, row_fields
   from encdec_adapt.training.losses import cross_entropy
   from encdec_adapt.training.metrics import token_metrics
   from encdec_adapt.training.recipes import recipe
@@ -193,7 +193,7 @@ def make_recipe(model: Any, arguments: argparse.Namespace) -> Any:
     cross_entropy.CrossEntropy(chunk=arguments.loss_chunk),
     token_metrics.TargetTokens(),
     model,
-    recipe.Rows(supervised.Supervised, lengths, 1, target, {}),
+    recipe.Rows(row_fields.PAIRS, lengths, 1, target, {}),
   )
 
 

@@ -59,7 +59,7 @@ def test_sampled_targets_and_exact_resume(job, monkeypatch):
   records = record_sets.RecordSet.open(folder / 'prefix_lm' / 'train')
   differ = []
   for rows, numbers in batches[:4]:
-    records.spec.objectives[0].maker.check(rows, records.framing)
+    records.spec.objectives[0].rows.check(rows, records.framing)
     for i, (pair,) in enumerate(records.read(numbers)):
       count = int(rows['weights'][i].sum())
       targets = rows['targets'][i, :count]

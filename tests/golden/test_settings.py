@@ -117,12 +117,12 @@ def describe(settings: config_lib.Settings) -> dict:
     'kind': settings.model.architecture.name,
     'records': digest({x: dataclasses.asdict(s) for x, s in specs.items()}),
     'rates': [f'{rate(step, step):.6g}' for step in points],
-    'due': {str(total): due(settings, total) for total in TOTALS},
+    'due': {str(total): step_intervals(settings, total) for total in TOTALS},
     'programs': digest(shapes(settings)),
   }
 
 
-def due(settings: config_lib.Settings, total: int) -> list:
+def step_intervals(settings: config_lib.Settings, total: int) -> list:
   """Steps between evaluators and saves of a job of so many steps."""
   intervals = settings.evaluation.intervals(total)
   saves = settings.checkpoint.interval(total)
@@ -163,7 +163,8 @@ def values(settings: config_lib.Settings) -> dict:
   """Values of the loss on a batch of two rows, and the gradient's norm."""
   train = dataclasses.replace(settings.train, batch_size=2, microbatches=1)
   job = job_of(dataclasses.replace(settings, train=train))
-  loss, metrics, placed = job.recipe.loss, job.recipe.metrics, job.placed_model
+  loss, metrics = job.recipe.loss, job.recipe.metrics
+  device_model = job.placed_model
   arguments = job.program().arguments
   params, base, *frozen = (
     random_tree(tree, seed)
@@ -182,8 +183,10 @@ def values(settings: config_lib.Settings) -> dict:
   divisors = losses.loss.divisors_of(loss, batch)
 
   def objective(params):
-    attached = placed.attach(base, params)
-    terms = losses.loss.sums(loss, placed.model, attached, batch, references)
+    model_params = device_model.attach(base, params)
+    terms = losses.loss.sums(
+      loss, device_model.model, model_params, batch, references
+    )
     return loss.objective(terms, divisors), terms
 
   (total, terms), grads = jax.value_and_grad(objective, has_aux=True)(params)
@@ -192,7 +195,10 @@ def values(settings: config_lib.Settings) -> dict:
     job_of(settings, 'eval').program().arguments['batch'], settings.model
   )
   ratios = metrics.ratios(
-    placed.model, placed.attach(base, params), held_out, references
+    device_model.model,
+    device_model.attach(base, params),
+    held_out,
+    references,
   )
   numbers = {'objective': total, 'gradient': math.sqrt(sum(squares))}
   numbers |= {f'term {x}': value for x, value in terms.items()}

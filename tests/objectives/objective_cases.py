@@ -41,8 +41,8 @@ def make(name, encoder, decoder, *, sentinels=96, **options):
 
 def make_fitting(name, length=48, **options):
   """Makes an objective for rows with the sides that it fills."""
-  feeds = objective_names.parse_one(name).feeds
-  lengths = [length * (feeds in (x, 'pair')) for x in ('encoder', 'decoder')]
+  sides = objective_names.parse_one(name).rows.sides
+  lengths = [length * (x in sides) for x in ('encoder', 'decoder')]
   return make(name, *lengths, **options)
 
 

@@ -196,7 +196,7 @@ def test_shared_sentinels_are_counted(policy, used, shared):
   pair = objective.split(window, objective.plans[0], np.random.default_rng(0))
   for part in pair.parts:
     assert [i for i in part.tolist() if i < TEXT] == used
-  assert objective.shared_spans(pair) == shared
+  assert objective.counts['shared_sentinel_spans'] == shared
 
 
 def test_limit_segment_ends_windows_before_sentinels_run_out():
@@ -211,12 +211,9 @@ def test_limit_segment_ends_windows_before_sentinels_run_out():
 
 def test_extend_vocabulary_uses_new_sentinels_only():
   name, lengths = 'denoise:-:3:0.5', framing.Lengths(40, 40)
-  needed = objective_names.parse_one(name).added_sentinels(
-    'extend_vocabulary', lengths
-  )
-  assert (
-    objective_names.parse_one(name).added_sentinels('recycle', lengths) == 0
-  )
+  options = objective_names.parse_one(name).options
+  needed = denoising.added_sentinels(options, 'extend_vocabulary', lengths)
+  assert denoising.added_sentinels(options, 'recycle', lengths) == 0
   objective = cases.make(
     name, 40, 40, sentinels=3 + needed, sentinel_policy='extend_vocabulary'
   )

@@ -10,7 +10,7 @@ from encdec_adapt.base import errors
 from encdec_adapt.data.making import packing
 from encdec_adapt.data.records import row_codec
 from encdec_adapt.data.sources import text_sources
-from encdec_adapt.objectives import framing, objective_names
+from encdec_adapt.objectives import example_maker, framing, objective_names
 from tests import gemma_ids
 
 # A token for every character.
@@ -24,9 +24,10 @@ def _make(name, length=16):
   return objective, objective.make(framing.Lengths(length, 0), LETTERS)
 
 
-def _examples(maker, *contents):
+def _examples(maker, *contents, **policy):
   documents = [(f'd{i}', json.dumps(x)) for i, x in enumerate(contents)]
-  return list(maker.examples(documents, None))
+  policy = example_maker.DocumentPolicy(**policy)
+  return list(maker.examples(documents, None, policy))
 
 
 def test_a_line_is_a_query_with_texts_and_what_a_teacher_says(tmp_path):
@@ -62,12 +63,12 @@ def test_rows_hold_texts_of_several_examples():
     [['e', 'f'], [0.0], None],
   )
   lengths = framing.Lengths(32, 0)
-  rows = list(packing.pack_pairs(examples, objective.maker.capacity(lengths)))
+  rows = list(packing.pack_pairs(examples, objective.rows.capacity(lengths)))
   assert [len(row) for row in rows] == [2, 1]  # Six texts fit, seven do not.
   row = row_codec.decode_row(
-    row_codec.encode_row(rows[0], objective.maker), objective.maker
+    row_codec.encode_row(rows[0], objective.rows), objective.rows
   )
-  fields = objective.maker.frame(row, lengths, gemma_ids.FRAMING)
+  fields = objective.rows.frame(row, lengths, gemma_ids.FRAMING)
   text = [2, *b'q:a', 2, *b'd:b', 2, *b'd:c', 2, *b'q:a', 2, *b'd:x']
   assert fields['encoder_tokens'].tolist() == text + [0] * 12
   segments = [n for n in (1, 2, 3, 4, 5) for _ in range(4)] + [0] * 12
@@ -81,10 +82,10 @@ def test_rows_hold_texts_of_several_examples():
   relevance = [0, 0.8807971, 0.1192029, 0, 1, 0]
   np.testing.assert_allclose(fields['relevance'], relevance, rtol=1e-6)
   batch = framing.stack_rows([fields])
-  objective.maker.check(batch, gemma_ids.FRAMING)
+  objective.rows.check(batch, gemma_ids.FRAMING)
   batch['encoder_tokens'][0, 4] = 7
   with pytest.raises(ValueError, match='does not start with BOS'):
-    objective.maker.check(batch, gemma_ids.FRAMING)
+    objective.rows.check(batch, gemma_ids.FRAMING)
 
 
 def test_long_examples_and_many_negatives():
@@ -99,7 +100,7 @@ def test_long_examples_and_many_negatives():
   (example,) = _examples(few, [['a', 'b', 'c', 'd'], [3, 2, 1], vectors])
   assert few.counts['negatives_left_out'] == 1
   lengths = framing.Lengths(16, 0)
-  row = objective.maker.frame([example], lengths, gemma_ids.FRAMING)
+  row = objective.rows.frame([example], lengths, gemma_ids.FRAMING)
   assert row['vectors'].tolist() == [[1, 0], [0, 1], [1, 1]]
 
 
@@ -129,5 +130,5 @@ def test_bad_examples_are_named(name, content, message):
   _, maker = _make(name)
   with pytest.raises(errors.UserError, match=f'example d0: its? .*{message}'):
     _examples(maker, content)
-  maker.skips_bad = True
-  assert not _examples(maker, content) and maker.counts['bad_documents'] == 1
+  assert not _examples(maker, content, skips_bad=True)
+  assert maker.counts['bad_documents'] == 1

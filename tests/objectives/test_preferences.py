@@ -11,7 +11,12 @@ import pytest
 from encdec_adapt.base import errors
 from encdec_adapt.data.records import row_codec, row_display
 from encdec_adapt.models import build, model_config
-from encdec_adapt.objectives import framing, objective_names
+from encdec_adapt.objectives import (
+  example_maker,
+  framing,
+  objective_names,
+  preferences,
+)
 from encdec_adapt.sharding import mesh, placement, rules
 from encdec_adapt.tokenizers import vocabulary_pair
 from encdec_adapt.training import state, step
@@ -34,7 +39,7 @@ def _ids(text, end=True):
 
 
 def test_texts_end_with_eos_and_keep_their_margin():
-  maker, (first, second) = _make(
+  _, (first, second) = _make(
     'preferences', ['yes', 'no', 'why', 1.5], ['a', 'b', 'c', None]
   )
   assert first.inputs.tolist() == _ids('why', end=False)
@@ -44,8 +49,8 @@ def test_texts_end_with_eos_and_keep_their_margin():
   # BOS and the longer answer with its end; the tokens of both.
   assert first.positions(LENGTHS) == (4, 5) and first.target_tokens == 4 + 3
   for example in (first, second):
-    record = row_codec.encode_row([example], type(maker))
-    (same,) = row_codec.decode_row(record, type(maker))
+    record = row_codec.encode_row([example], preferences.ROWS)
+    (same,) = row_codec.decode_row(record, preferences.ROWS)
     assert str(same) == str(example)
 
 
@@ -110,33 +115,34 @@ def test_bad_documents_are_named_or_counted(name, document, message):
   with pytest.raises(errors.UserError, match=message):
     _make(name, document)
   maker = objective_names.parse_one(name).make(LENGTHS, BYTES)
-  maker.skips_bad = True
-  assert not [*maker.examples([('a', json.dumps(document))], None)]
+  policy = example_maker.DocumentPolicy(skips_bad=True)
+  assert not [*maker.examples([('a', json.dumps(document))], None, policy)]
   assert maker.counts['bad_documents'] == 1
 
 
 def _framed(count):
-  maker, examples = _make(
+  _, examples = _make(
     'preferences', ['b', 'ab', 'why', 1.5], ['a', 'abc', '', None]
   )
   rows = [[example] for example in examples] * (count // 2)
-  return maker, framing.stack_rows(
-    [maker.frame(row, LENGTHS, gemma_ids.FRAMING, teacher=True) for row in rows]
+  frame = preferences.ROWS.frame
+  return framing.stack_rows(
+    [frame(row, LENGTHS, gemma_ids.FRAMING, teacher=True) for row in rows]
   )
 
 
 def test_a_prompt_is_framed_once_and_answers_by_the_rules_of_pairs():
-  maker, rows = _framed(2)
+  rows = _framed(2)
   assert rows['encoder_tokens'].shape == (2, 8)
   assert rows['decoder_tokens'].shape == (2, 2, 5)
   assert rows['teacher_tokens'].shape == (2, 2, 13)
   assert rows['weights'].sum(axis=2).tolist() == [[2, 3], [2, 4]]
   assert rows['margins'].tolist() == [[1.5, 0], [0, 0]]
-  maker.check(rows, gemma_ids.FRAMING)
+  preferences.ROWS.check(rows, gemma_ids.FRAMING)
   rows['decoder_tokens'][1, 1, 2] += 1
   with pytest.raises(ValueError, match='shifted right" does not hold at row 1'):
-    maker.check(rows, gemma_ids.FRAMING)
-  filler = maker.frame([], LENGTHS, gemma_ids.FRAMING)
+    preferences.ROWS.check(rows, gemma_ids.FRAMING)
+  filler = preferences.ROWS.frame([], LENGTHS, gemma_ids.FRAMING)
   assert filler['targets'].shape == (2, 5) and not filler['weights'].any()
 
 
@@ -153,11 +159,12 @@ def test_two_answers_are_shown():
 
 
 def test_two_answers_are_placed_and_split_into_microbatches():
-  maker, rows = _framed(16)
+  rows = _framed(16)
   devices = mesh.make_mesh(mesh.MeshConfig())
   model = build.build(model_config.DecoderOnlyConfig(toy_models.stack()))
   where = state.Placement(model, devices, rules.RULES['fsdp'])
-  placed = step.place_batch(rows, where, maker.axes)
+  axes = preferences.ROWS.axes
+  placed = step.place_batch(rows, where, axes)
   assert placed['targets'].sharding.spec[1] is None
 
   def loss(params, part, key):
@@ -168,6 +175,12 @@ def test_two_answers_are_placed_and_split_into_microbatches():
   shardings = {'x': placement.replicated(devices)}
   with jax.set_mesh(devices):
     gradients, sums = step._accumulate(
-      loss, {'x': jnp.ones(())}, placed, None, 2, shardings, maker.axes
+      loss,
+      {'x': jnp.ones(())},
+      placed,
+      None,
+      2,
+      shardings,
+      preferences.ROWS.axes,
     )
   assert float(gradients['x']) == float(sums['weight']) == 8 * np.sum([5, 6])

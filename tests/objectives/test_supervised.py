@@ -9,7 +9,12 @@ import pytest
 import tokenizers
 
 from encdec_adapt.base import errors
-from encdec_adapt.objectives import framing, objective_names, supervised
+from encdec_adapt.objectives import (
+  example_maker,
+  framing,
+  objective_names,
+  supervised,
+)
 from encdec_adapt.tokenizers import chat_format, special_ids, vocabulary_pair
 from tests import gemma_ids, tiny_tokenizers
 from tests.tokenizers import t5_files
@@ -30,11 +35,10 @@ def _make(vocabulary, name, encoder=64, decoder=96):
   )
 
 
-def _examples(objective, *contents):
+def _examples(maker, *contents, policy=example_maker.DocumentPolicy()):
   documents = [(str(i), json.dumps(x)) for i, x in enumerate(contents)]
-  return list(
-    objective.examples(documents, lambda name: np.random.default_rng(0))
-  )
+  generator = lambda name: np.random.default_rng(0)  # noqa: E731
+  return list(maker.examples(documents, generator, policy))
 
 
 def test_pairs_with_a_prefix(vocabulary):
@@ -97,14 +101,13 @@ def test_long_examples_follow_a_named_rule_and_are_counted(
 
 def test_a_long_prompt_is_refused_where_prompts_are_continued(vocabulary):
   objective = _make(vocabulary, 'pairs', 8, 6)
-  objective.refuses_long = True
-  objective.locate = 'a.jsonl:{}'.format
+  policy = example_maker.DocumentPolicy('a.jsonl:{}'.format, refuses_long=True)
   # An answer is only what rewards compare with.
-  assert not _examples(objective, ['x', '\u00e9' * 5])
+  assert not _examples(objective, ['x', '\u00e9' * 5], policy=policy)
   assert objective.counts['dropped'] == 1
   words = 'a.jsonl:0: its prompt has 11 .*_length is 8; .*too_long=drop of'
   with pytest.raises(errors.UserError, match=words):
-    _examples(objective, ['\u00e9' * 5, 'y'])
+    _examples(objective, ['\u00e9' * 5, 'y'], policy=policy)
 
 
 CHAT = [
@@ -287,7 +290,7 @@ def test_held_out_rows_have_no_masks(text, plain):
 @pytest.mark.parametrize(
   'messages, words',
   [
-    (CHAT[:4], '^conversation line 0: it ends with the user'),
+    (CHAT[:4], '^example line 0: it ends with the user'),
     (CHAT[:2], 'it has no turn of the assistant'),
     (CHAT[2:3], 'it begins with the assistant'),
     ([{'role': 'user'}], 'message 1 of the conversation'),
@@ -297,9 +300,9 @@ def test_conversations_without_an_answer_are_refused(
   vocabulary, messages, words
 ):
   objective = _make(vocabulary, 'chat', 256)
-  objective.locate = 'line {}'.format
+  policy = example_maker.DocumentPolicy('line {}'.format)
   with pytest.raises(errors.UserError, match=words):
-    _examples(objective, messages)
+    _examples(objective, messages, policy=policy)
 
 
 INPUTS = np.arange(100, 105, dtype=np.int32)

@@ -132,13 +132,13 @@ def test_texts_that_are_embedded_end_with_eos():
   objective = objective_names.parse_one('embed')
   maker = objective.make(framing.Lengths(16, 0), BYT5)
   (texts,) = maker.examples([('a', '[["ab", "c"], null, null]')], None)
-  row = maker.frame([texts], framing.Lengths(16, 0), FRAMING)
+  row = objective.rows.frame([texts], framing.Lengths(16, 0), FRAMING)
   assert row['encoder_tokens'].tolist()[:6] == [100, 101, EOS, 102, EOS, 0]
   rows = framing.stack_rows([row])
-  maker.check(rows, FRAMING)
+  objective.rows.check(rows, FRAMING)
   rows['encoder_tokens'][0, 2] = 5
   with pytest.raises(ValueError, match='does not end with EOS'):
-    maker.check(rows, FRAMING)
+    objective.rows.check(rows, FRAMING)
 
 
 def test_prompts_are_framed_as_records_are():

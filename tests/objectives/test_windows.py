@@ -194,7 +194,7 @@ def test_nothing_is_lost_and_every_pair_fits(name, sizes, concatenate, seed):
     assert total >= len(every) + ends
   else:
     assert sorted(text) == sorted(every)
-  if not objective.concatenate and objective.adds_eos:
+  if not objective.concatenate and objective.lengths.decoder:
     assert ends == len(sizes)
   documents_seen = [name for pair in made for name in pair.documents]
   assert list(dict.fromkeys(documents_seen)) == [
@@ -295,18 +295,19 @@ def test_held_out_rows_never_cross_documents(name):
   assert [x.documents for x in made] == [('a',), ('b',), ('c',)]
 
 
+def _shares(name):
+  objective = objective_names.parse_one(name)
+  return objective.maker.hidden_shares(name, objective.options)
+
+
 @pytest.mark.parametrize(
   'name',
-  [
-    n
-    for n in objective_names.NAMES
-    if n != 'denoise' and objective_names.parse_one(n).hidden_shares
-  ],
+  [n for n in objective_names.NAMES if n != 'denoise' and _shares(n)],
 )
 def test_what_is_hidden_is_counted_and_is_what_is_asked(name):
   objective = cases.make_fitting(name, 200, sentinel_policy='recycle')
   cases.pairs(objective, np.arange(500, 1000).repeat(100))
-  asked = objective_names.parse_one(name).hidden_shares
+  asked = _shares(name)
   counts = [
     [objective.counts[f'{noise}: {what}'] for noise in asked]
     for what in ('windows', 'tokens', 'hidden')
@@ -339,4 +340,4 @@ def test_what_is_hidden_is_counted_and_is_what_is_asked(name):
 def test_texts_of_options_are_verbatim_or_in_quotes(text, names, separators):
   parsed = objective_names.parse(text)
   assert [part.text for part in parsed] == names
-  assert [part.separator for part in parsed] == separators
+  assert [x.options.get('separator', '') for x in parsed] == separators

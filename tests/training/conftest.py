@@ -7,7 +7,7 @@ import numpy as np
 
 from encdec_adapt.base import keys
 from encdec_adapt.models import build, model_config
-from encdec_adapt.objectives import framing, objective_names
+from encdec_adapt.objectives import framing, row_fields
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import rules as rules_lib
 from encdec_adapt.training import losses, optimizers, phases, schedules
@@ -46,7 +46,7 @@ def make_loss(text, **fields):
 def make_recipe(loss, model=PAIR, axes=types.MappingProxyType({})):
   """A recipe of a loss, for rows of pairs unless `axes` says otherwise."""
   rows = recipe.Rows(
-    objective_names.parse_one('pairs').maker,
+    row_fields.PAIRS,
     LENGTHS,
     1,
     LENGTHS.decoder,

@@ -8,7 +8,7 @@ from encdec_adapt.objectives import framing, preferences
 from tests import gemma_ids
 from tests.training import conftest
 
-AXES = preferences.Preferences.axes
+AXES = preferences.ROWS.axes
 
 
 def make_batch(rows, filler=0, seed=0):
@@ -23,7 +23,7 @@ def make_batch(rows, filler=0, seed=0):
     [preferences.Preference(tokens(1, 9), tokens(2, 8), tokens(2, 8))]
     for _ in range(rows - filler)
   ] + [[]] * filler
-  frame = preferences.Preferences.frame
+  frame = preferences.ROWS.frame
   return framing.stack_rows(
     [
       frame(row, conftest.LENGTHS, gemma_ids.FRAMING, teacher=True)

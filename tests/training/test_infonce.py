@@ -32,7 +32,8 @@ STACK = dataclasses.replace(
 )
 MODEL = build.build(model_config.DecoderOnlyConfig(STACK))
 LENGTHS = framing.Lengths(24, 0)
-AXES = embeddings.Embed.axes
+FIELDS = objective_names.parse_one('embed:texts=6,vectors=24').rows
+AXES = FIELDS.axes
 ALL = 'infonce:temperature=0.2,hardness=2,spread_out=0.5,scores=0.3,vectors=0.7'
 
 
@@ -40,7 +41,6 @@ def _batch(rows, seed=0, filler=1):
   """Packed rows of examples with 0 to 2 negatives; the last rows are filler."""
   rng = np.random.default_rng(seed)
   framed = []
-  maker = objective_names.parse_one('embed:texts=6,vectors=24').maker
   for row in range(rows):
     examples = []
     for negatives in () if row >= rows - filler else (row % 3, 0):
@@ -53,7 +53,7 @@ def _batch(rows, seed=0, filler=1):
           rng.normal(size=24 * len(counts)).astype(np.float32),
         )
       )
-    framed.append(maker.frame(examples, LENGTHS, gemma_ids.FRAMING))
+    framed.append(FIELDS.frame(examples, LENGTHS, gemma_ids.FRAMING))
   return framing.stack_rows(framed)
 
 
@@ -345,10 +345,8 @@ def test_the_configuration_decides_head_and_parts():
   head = settings.model.decoder.embedding
   assert (head.sizes(128), head.temperature) == ((32, 16, 8), 0.1)
   assert settings.recipe.rows.compared and not settings.recipe.frozen
-  assert objective_names.parse_one('embed:query=a b ').prompts == {
-    'document': '',
-    'query': 'a b ',
-  }
+  options = objective_names.parse_one('embed:query=a b ').options
+  assert embeddings.prompts(options) == {'document': '', 'query': 'a b '}
 
 
 @pytest.mark.parametrize(

@@ -68,21 +68,20 @@ def trainers():
 
 def _rows(name, kind):
   """A batch of packed rows of an objective on repetitive text."""
-  objective = objective_cases.make_fitting(
-    name, LENGTH, sentinel_policy='recycle'
-  )
+  objective = objective_names.parse_one(name)
+  maker = objective_cases.make_fitting(name, LENGTH, sentinel_policy='recycle')
   tokens = np.resize(np.arange(500, 508, dtype=np.int32), 900)
-  pairs = objective_cases.pairs(objective, tokens)
-  rows = list(packing.pack_pairs(pairs, objective.lengths))[:ROWS]
+  pairs = objective_cases.pairs(maker, tokens)
+  rows = list(packing.pack_pairs(pairs, maker.lengths))[:ROWS]
   rows += [[]] * (ROWS - len(rows))
   reads_pairs = kind in ('decoder_only', 'prefix_decoder')
   framed = framing.stack_rows(
     [
       framing.frame_row(
         row,
-        objective.lengths,
+        maker.lengths,
         gemma_ids.FRAMING,
-        teacher=reads_pairs and objective.feeds == 'pair',
+        teacher=reads_pairs and objective.rows.content == 'pair',
       )
       for row in rows
     ]
@@ -90,10 +89,8 @@ def _rows(name, kind):
   framing.check_framing(
     framed,
     gemma_ids.FRAMING,
-    mask=objective_cases.MASK
-    if objective_names.parse_one(name).masks_inputs
-    else None,
-    eos_inside=objective.concatenate,
+    mask=objective_cases.MASK if objective.masks_inputs else None,
+    eos_inside=maker.concatenate,
   )
   return framed
 

@@ -9,7 +9,7 @@ import pytest
 
 from encdec_adapt import config as config_lib
 from encdec_adapt.base import errors
-from encdec_adapt.objectives import framing, objective_names
+from encdec_adapt.objectives import framing, row_fields
 from encdec_adapt.training.losses import policy
 from encdec_adapt.training.recipes import policy_recipe
 from encdec_adapt.training.sections import train_section
@@ -117,7 +117,7 @@ KINDS = (
 
 
 ROWS = policy_recipe.CompletionRows(
-  objective_names.parse_one('pairs').maker,
+  row_fields.PAIRS,
   dataclasses.replace(conftest.LENGTHS, decoder=TOKENS),
   3,
   TOKENS,

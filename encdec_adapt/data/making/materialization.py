@@ -187,15 +187,13 @@ def _missing_shards(
   choice: vocabulary_pair.Choice,
   options: Mapping[str, Any],
 ) -> list[shard_jobs.ShardJob]:
-  jobs = [
-    shard_jobs.ShardJob(
-      str(build.shard_folder), build.spec, choice, build.parts, key, **options
-    )
+  missing = [
+    (build, key)
     for build in builds
     for key, entry in build.entries.items()
     if entry is None
   ]
-  if not jobs:
+  if not missing:
     return []
   # Here, not in the workers: each would go through all sources.
   left_out: Mapping[str, frozenset[str]] = {}
@@ -209,11 +207,20 @@ def _missing_shards(
     )
   cut = {
     spec: mixtures.cut_sources(all_sources(spec), shard_jobs.make_draw(spec, 0))
-    for spec in dict.fromkeys(job.spec for job in jobs)
+    for spec in dict.fromkeys(build.spec for build, _ in missing)
   }
   return [
-    dataclasses.replace(job, left_out=left_out, cut=cut[job.spec])
-    for job in jobs
+    shard_jobs.ShardJob(
+      str(build.shard_folder),
+      build.spec,
+      choice,
+      build.parts,
+      key,
+      left_out=left_out,
+      cut=cut[build.spec],
+      **options,
+    )
+    for build, key in missing
   ]
 
 

@@ -14,7 +14,7 @@ import dataclasses
 import gc
 import heapq
 import os
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from encdec_adapt.data.records import record_sets, record_writing
 from encdec_adapt.data.sources import mixtures
 from encdec_adapt.files import paths
 from encdec_adapt.objectives import (
+  denoising,
   example_maker,
   framing,
   objective_names,
@@ -30,16 +31,10 @@ from encdec_adapt.objectives import (
 )
 from encdec_adapt.tokenizers import vocabulary_pair
 
-
-class Example(NamedTuple):
-  """An (inputs, targets) pair and its number of spans that share a sentinel."""
-
-  pair: framing.Pair
-  shared_spans: int
-
-
 # Yields the examples of a shard; importable, as processes pass it by its name.
-Reader = Callable[['ShardJob'], Iterable[Example]]
+# Its arguments are the job and the tokens of documents that another job of the
+# group has read, if any.
+Reader = Callable[['ShardJob', token_cache.TokenCache | None], Iterable[Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +52,6 @@ class ShardJob:
       the objective has the option too_long.
     left_out: name of a source -> ids of documents that are not read.
     cut: names of the sources of which pieces are held out; None: unknown.
-    tokens: tokens of documents that another job of the group has read.
     counts: documents, and examples that were dropped or cut, filled in by
       `reader`.
     first_losses: see `example_maker.ExampleMaker`; filled in likewise.
@@ -74,7 +68,6 @@ class ShardJob:
     default_factory=dict
   )
   cut: frozenset[str] | None = None
-  tokens: token_cache.TokenCache | None = None
   counts: collections.Counter[str] = dataclasses.field(
     default_factory=collections.Counter
   )
@@ -135,7 +128,7 @@ def open_sources(
   Raises:
     UserError: a source is missing or has no text.
   """
-  documents = objective.documents
+  documents = objective.maker.documents
   return mixtures.open_parts(
     mixtures.having(spec.source, documents, spec.seqio_modules),
     max_bytes=spec.max_bytes,
@@ -175,8 +168,10 @@ def make_maker(
   )
 
 
-def read_examples(job: ShardJob) -> Iterable[Example]:
-  """Yields the examples of a shard."""
+def read_examples(
+  job: ShardJob, tokens: token_cache.TokenCache | None
+) -> Iterable[Any]:
+  """Yields the examples of a shard; see `Reader`."""
   # Full collections would go through the pairs that wait to be packed again and
   # again: a twentieth of the time on short documents.
   gc.set_threshold(100_000)
@@ -185,15 +180,17 @@ def read_examples(job: ShardJob) -> Iterable[Example]:
   if spec.split == 'eval':
     objective = objective_names.for_evaluation(objective)
   maker = make_maker(spec, objective, opened)
-  maker.skips_bad = spec.bad_documents == 'skip'
-  maker.refuses_long = job.refuse_long and 'too_long' not in objective.options
   draw = make_draw(spec, job.key.pass_index)
   (part,) = (
     part
     for part in open_sources(spec, objective, job.left_out, job.cut)
     if part.source.name == job.part.source
   )
-  maker.locate = part.source.locate
+  policy = example_maker.DocumentPolicy(
+    part.source.locate,
+    skips_bad=spec.bad_documents == 'skip',
+    refuses_long=job.refuse_long and 'too_long' not in objective.options,
+  )
   keyed = randomness.Keyed(spec.seed, job.key.pass_index, job.part.source)
   shard = job.key.shard
 
@@ -207,9 +204,9 @@ def read_examples(job: ShardJob) -> Iterable[Example]:
   def content_of(text: str) -> str | np.ndarray:
     if maker.reads == 'text':
       return text
-    if job.tokens is None:
+    if tokens is None:
       return opened.decoder.encode(text)
-    return job.tokens.encode(text, opened.decoder.encode)
+    return tokens.encode(text, opened.decoder.encode)
 
   def documents() -> Iterator[tuple[str, str | np.ndarray]]:
     unit = 'passages' if part.is_cut(draw) else 'documents'
@@ -221,28 +218,29 @@ def read_examples(job: ShardJob) -> Iterable[Example]:
       else:  # T5's vocabularies have no tokens for spaces alone.
         job.counts['bad_documents'] += 1
 
-  for pair in maker.examples(documents(), generator):
-    yield Example(pair, maker.shared_spans(pair))
+  yield from maker.examples(documents(), generator, policy)
   # The source and the maker count while they are read: complete only now.
   job.counts.update(part.counts(draw, shard))
   job.counts.update(maker.counts)
   job.first_losses.update(maker.first_losses)
 
 
-def write_shard(job: ShardJob) -> dict[str, Any]:
-  """Makes a shard and returns its entry in the manifest."""
+def write_shard(
+  job: ShardJob, folder: str, tokens: token_cache.TokenCache | None
+) -> dict[str, Any]:
+  """Makes a shard in a folder and returns its entry in the manifest."""
   spec = job.spec
-  counts = collections.Counter(examples=0, shared_sentinel_spans=0)
+  # Every shard has both counts.
+  counts = {'examples': 0, denoising.SHARED_SPANS: 0}
 
-  def pairs():
-    for example in job.reader(job):
+  def examples():
+    for example in job.reader(job, tokens):
       counts['examples'] += 1
-      counts['shared_sentinel_spans'] += example.shared_spans
-      yield example.pair
+      yield example
 
   pack = packing.pack_pairs if spec.pack else packing.single_pairs
   objective = objective_names.parse_one(job.part.objective)
-  rows = pack(pairs(), objective.maker.capacity(spec.lengths))
+  rows = pack(examples(), objective.rows.capacity(spec.lengths))
   if spec.max_rows:
     # Differences of rounded bounds: the shares of the shards differ by at most
     # a row and sum to max_rows, without knowledge of each other.
@@ -256,11 +254,11 @@ def write_shard(job: ShardJob) -> dict[str, Any]:
       spec.seed, job.key.pass_index, job.part.source, purpose
     )
     rows = sample_rows(rows, stop - first, rng)
-  with record_writing.ShardWriter(job.folder, spec, job.key) as writer:
+  with record_writing.ShardWriter(folder, spec, job.key) as writer:
     for row in rows:
       writer.write(row)
-    # Both counts are final here only: rows are made while they are written.
-    return writer.finish(**counts, **job.counts, first_losses=job.first_losses)
+    # Counts are final here only: rows are made while they are written.
+    return writer.finish(**counts | job.counts, first_losses=job.first_losses)
 
 
 def write_shards(group: ShardGroup) -> list[dict[str, Any]]:
@@ -286,9 +284,7 @@ def write_shards(group: ShardGroup) -> list[dict[str, Any]]:
       entry = record_writing.finished_shard(job.folder, job.spec, job.key)
       if entry is None:
         with paths.staged(job.folder) as staging:
-          entry = write_shard(
-            dataclasses.replace(job, folder=str(staging), tokens=tokens)
-          )
+          entry = write_shard(job, str(staging), tokens)
       entries.append(entry)
   return entries
 

@@ -102,14 +102,14 @@ class Loader:
     slots = range(batch_size) if local is None else local
     # Parsing refuses a mixture with shared masks, so the first objective
     # speaks for all rows.
-    share = record_set.spec.objectives[0].shared_mask_share
+    share = shared_noise.share_of(record_set.spec.objectives[0])
 
     # A function of the step alone: prefetched batches that a job never
     # consumed leave no trace in the state that it saves.
     def make(step: int) -> framing.Batch:
       first = position + step * batch_size
       rows = [order.row(first + slot) for slot in slots]
-      batch = frame_rows(record_set, rows, lengths, teacher)
+      batch = read_batch(record_set, rows, lengths, teacher)
       if stored:
         batch |= stored.fields(rows, lengths.decoder)
       if not share:
@@ -198,7 +198,7 @@ def evaluation_batches(
   def make(step: int) -> framing.Batch:
     rows = [step * batch_size + slot for slot in slots]
     rows = [row if row < count else row_order.FILLER for row in rows]
-    batch = frame_rows(record_set, rows, lengths, teacher, prefix_offset)
+    batch = read_batch(record_set, rows, lengths, teacher, prefix_offset)
     if spec.pack:  # One entry per possible segment.
       size = lengths.decoder or lengths.encoder
       batch['row'] = np.repeat(batch['row'][:, None], size, axis=1)
@@ -222,7 +222,7 @@ def _read(
   ]
 
 
-def frame_rows(
+def read_batch(
   record_set: record_sets.RecordSet,
   rows: Sequence[int],
   lengths: framing.Lengths,
@@ -244,9 +244,9 @@ def frame_rows(
   # All rows in a single call: ArrayRecord reads its shards in parallel.
   numbers = [row for row in rows if row != row_order.FILLER]
   content = iter(_read(record_set, numbers, prefix_offset))
-  # Objectives of a set declare the same fields (`objective_names.parse`), and
-  # so the first can frame the rows of all.
-  frame = record_set.spec.objectives[0].maker.frame
+  # Objectives of a set have the same stored fields (`objective_names.parse`),
+  # so that the first frames the rows of all.
+  frame = record_set.spec.objectives[0].rows.frame
   framed = [
     frame(
       [] if row == row_order.FILLER else next(content),

@@ -118,7 +118,8 @@ def _loss(manifest: Mapping[str, Any], name: str) -> str:
 
 
 def _hidden(part: Mapping[str, Any]) -> list[str]:
-  requested = objective_names.parse_one(part['objective']).hidden_shares
+  objective = objective_names.parse_one(part['objective'])
+  requested = objective.maker.hidden_shares(objective.text, objective.options)
   windows = sum(part.get(f'{noise}: windows', 0) for noise in requested)
   lines = []
   for noise, (share, hidden) in requested.items():

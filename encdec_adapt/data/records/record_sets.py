@@ -301,12 +301,14 @@ class RecordSet:
     masked = [x.text for x in objectives if x.masks_inputs]
     # A batch has rows of all objectives, which a row does not name: each rule
     # is as lenient as the most lenient of them needs.
-    objectives[0].maker.check(
+    objectives[0].rows.check(
       rows,
       self.framing,
       mask=noising.mask_token(masked[0], decoder) if masked else None,
-      eos_inside=any(x.eos_inside for x in objectives),
-      labelled=bool(objectives[0].labels),
+      # The EOS of some vocabularies ends a turn, and inputs have several.
+      eos_inside=any(
+        x.options.get('concatenate') or x.rows.ends_turns for x in objectives
+      ),
     )
 
   def read(self, indices: Sequence[int]) -> list[list[framing.Pair]]:
@@ -315,8 +317,8 @@ class RecordSet:
       return []
     # `__getitems__` reads the shards in parallel, indexing row by row.
     records = self._source.__getitems__([self._rows[int(i)] for i in indices])
-    maker = self.spec.objectives[0].maker
-    return [row_codec.decode_row(record, maker) for record in records]
+    layout = self.spec.objectives[0].rows
+    return [row_codec.decode_row(record, layout) for record in records]
 
   def groups(self, indices: Sequence[int]) -> list[str]:
     """Returns the group of documents that each example is of.

@@ -106,8 +106,8 @@ class ShardWriter(contextlib.AbstractContextManager):
     Raises:
       UserError: the disk is full or fails.
     """
-    maker = self._spec.objectives[0].maker
-    self.write_bytes(row_codec.encode_row(pairs, maker))
+    layout = self._spec.objectives[0].rows
+    self.write_bytes(row_codec.encode_row(pairs, layout))
     self._counts.update(pairs=len(pairs))
     for pair in pairs:
       encoder, _ = pair.positions(self._spec.lengths)
@@ -234,7 +234,7 @@ def write_manifest(
   for counts in parts_totals:
     # Unlike `+`, `update` keeps counts of 0, which readers look up.
     totals.update(counts)
-  rows, answers = max(totals['rows'], 1), spec.objectives[0].answers
+  rows, answers = max(totals['rows'], 1), spec.objectives[0].rows.answers
   manifest = {
     'format': record_sets.FORMAT,
     'python': platform.python_version(),

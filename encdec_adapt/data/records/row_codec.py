@@ -1,4 +1,4 @@
-"""Serialisation of a row of examples by the declared fields of its objective.
+"""Serialisation of a row of examples by the stored fields of its kind.
 
 Little-endian: four uint32 (bytes per token: 2, or 4 if some id needs it;
 number of examples; bit mask of the declared fields that the examples have;
@@ -16,18 +16,17 @@ from typing import Any
 
 import numpy as np
 
-from encdec_adapt.objectives import example_maker
+from encdec_adapt.objectives import row_fields
 
-Maker = type[example_maker.ExampleMaker]
 _START = 16  # Bytes before the lengths: four uint32.
 
 
-def encode_row(examples: Sequence[Any], maker: Maker) -> bytes:
+def encode_row(examples: Sequence[Any], rows: row_fields.RowFields) -> bytes:
   """Serialises a row in the format of the module's docstring.
 
   Args:
     examples: examples of the row.
-    maker: class of their maker, which declares the fields.
+    rows: the kind of the row.
 
   Raises:
     ValueError: the examples do not have the same fields.
@@ -35,7 +34,7 @@ def encode_row(examples: Sequence[Any], maker: Maker) -> bytes:
   # A single mask of fields and a rectangle of lengths describe the row, so its
   # examples must agree in their optional fields.
   present = [
-    [field for field in maker.fields if getattr(x, field.name) is not None]
+    [field for field in rows.stored if getattr(x, field.name) is not None]
     for x in examples
   ]
   fields = present[0] if present else []
@@ -52,7 +51,7 @@ def encode_row(examples: Sequence[Any], maker: Maker) -> bytes:
   width = 2 if tokens.max(initial=0) <= np.iinfo(np.uint16).max else 4
   documents = json.dumps([x.documents for x in examples], ensure_ascii=False)
   ids = documents.encode('utf-8')
-  mask = sum(1 << maker.fields.index(field) for field in fields)
+  mask = sum(1 << rows.stored.index(field) for field in fields)
   header = [width, len(examples), mask, len(ids), *map(len, arrays)]
   return (
     np.array(header, '<u4').tobytes()
@@ -62,19 +61,19 @@ def encode_row(examples: Sequence[Any], maker: Maker) -> bytes:
 
 
 def _to_integers(
-  values: np.ndarray | str, field: example_maker.RowField
+  values: np.ndarray | str, field: row_fields.StoredField
 ) -> np.ndarray:
-  if field.dtype == 'json':
+  if field.form == 'json':
     return np.frombuffer(values.encode('utf-8'), np.uint8)
-  if field.dtype == 'float32':
+  if field.form == 'floats':
     # Bits of 16 leave the width of the tokens at 2 bytes; weights of the
     # objectives, 0 and 1, are exact in float16.
     return np.asarray(values, np.float16).view(np.uint16)
   return values
 
 
-def decode_row(record: bytes, maker: Maker) -> list[Any]:
-  """Parses a row written by `encode_row`; returns `maker.example`s.
+def decode_row(record: bytes, rows: row_fields.RowFields) -> list[Any]:
+  """Parses a row written by `encode_row`; returns `rows.example`s.
 
   Raises:
     ValueError: the bytes are not a row.
@@ -82,10 +81,10 @@ def decode_row(record: bytes, maker: Maker) -> list[Any]:
   # A truncated header is padded with a width of 0, which is refused below.
   header = np.frombuffer(record[:_START].ljust(_START, b'\0'), '<u4')
   width, count, mask, ids = header.tolist()
-  fields = [field for i, field in enumerate(maker.fields) if mask >> i & 1]
+  fields = [field for i, field in enumerate(rows.stored) if mask >> i & 1]
   start = _START + 4 * count * len(fields)
-  # A bit beyond the declared fields is of another objective.
-  if width not in (2, 4) or mask >> len(maker.fields) or len(record) < start:
+  # A bit beyond the declared fields is of another kind of rows.
+  if width not in (2, 4) or mask >> len(rows.stored) or len(record) < start:
     raise ValueError(f'{len(record)} bytes are not a row of tokens')
   sizes = np.frombuffer(record, '<u4', count * len(fields), offset=_START)
   stop = start + width * int(sizes.sum())
@@ -94,7 +93,7 @@ def decode_row(record: bytes, maker: Maker) -> list[Any]:
   tokens = np.frombuffer(record[start:stop], f'<u{width}').astype(np.int32)
   arrays = iter(np.split(tokens, np.cumsum(sizes)[:-1]) if count else ())
   return [
-    maker.example(
+    rows.example(
       **{field.name: _from_integers(next(arrays), field) for field in fields},
       documents=tuple(documents),
     )
@@ -103,10 +102,10 @@ def decode_row(record: bytes, maker: Maker) -> list[Any]:
 
 
 def _from_integers(
-  values: np.ndarray, field: example_maker.RowField
+  values: np.ndarray, field: row_fields.StoredField
 ) -> np.ndarray | str:
-  if field.dtype == 'json':
+  if field.form == 'json':
     return values.astype(np.uint8).tobytes().decode('utf-8')
-  if field.dtype == 'float32':
+  if field.form == 'floats':
     return values.astype(np.uint16).view(np.float16).astype(np.float32)
   return values

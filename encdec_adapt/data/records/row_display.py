@@ -1,9 +1,10 @@
 """Rows of records as text, for people to read.
 
-Each example of a row is shown with the ids of its documents and its fields as
-the model reads them. Colours of a terminal: cyan for special tokens (sentinels,
-modes, masks), dim for targets of weight 0; without colours special tokens
-have their names, and targets of weight 0 are in braces.
+Each example of a row is shown with the ids of its documents and its stored
+fields (`row_fields.StoredField`) as the model reads them. In a terminal's
+colours special tokens (sentinels, modes, masks) are cyan and targets of weight
+0 dim; without colours special tokens have their names, and targets of weight 0
+are in braces.
 
 This module imports neither TensorFlow nor SeqIO nor jax.
 """
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from encdec_adapt.data.records import record_sets
-from encdec_adapt.objectives import example_maker
+from encdec_adapt.objectives import row_fields
 from encdec_adapt.tokenizers import vocabulary as vocabulary_lib
 from encdec_adapt.tokenizers import vocabulary_pair
 
@@ -37,45 +38,45 @@ def describe(
     rows: numbers of the rows.
     colour: whether to use colours of a terminal.
   """
-  lines, objective = [], record_set.spec.objectives[0]
+  lines, stored = [], record_set.spec.objectives[0].rows.stored
   for number, row in zip(rows, record_set.read(rows), strict=True):
     lines.append(f'row {number}: {len(row)} examples')
-    for segment, pair in enumerate(row, start=1):
-      lines += _example(segment, pair, objective, opened, colour)
+    for segment, example in enumerate(row, start=1):
+      lines += _example(segment, example, stored, opened, colour)
   return '\n'.join(lines)
 
 
 def _example(
   segment: int,
   example: Any,
-  objective: example_maker.Objective,
+  stored: Sequence[row_fields.StoredField],
   opened: vocabulary_pair.Opened,
   colour: bool,
 ) -> list[str]:
   names = ', '.join(example.documents) or 'unknown'
   lines = [f' segment {segment}, of {names}']
+  # An example may be of a class without weights.
+  weights = getattr(example, 'weights', None)
   # Targets come last, after the fields that the model reads.
-  for field in sorted(
-    objective.maker.fields, key=lambda f: f.name == 'targets'
-  ):
-    ids = getattr(example, field.name)
-    if field.dtype == 'json' and ids:
-      lines.append(f'  {field.name:<8}{"":>6}  {ids}')
-    if ids is None or not len(ids) or field.dtype != 'int32':
+  for field in sorted(stored, key=lambda f: f.name == 'targets'):
+    value, title = getattr(example, field.name), field.title or field.name
+    if value is None or not len(value):
       continue
-    weights = None
-    if field.name == 'targets':
-      # An objective may have examples of a class without weights.
-      weights = getattr(example, 'weights', None)
-      if objective.labels:
-        # Numbers at other tokens are padding and not the label 0.
-        labels = [objective.labels[i] for i in ids[weights > 0]]
-        lines.append(f'  labels  {len(labels):>6}  {" ".join(labels)}')
-        continue
-    text = _text(ids, opened.sides[field.side], weights, colour)
-    # A model reads `decoder_inputs` in place of the targets.
-    name = {'decoder_inputs': 'reads'}.get(field.name, field.name)
-    lines.append(f'  {name:<8}{len(ids):>6}  {text}')
+    count, is_target = len(value), field.name == 'targets'
+    if field.form == 'json':
+      count, text = '', value
+    elif field.names:
+      # Targets without weight are padding and have no name.
+      if is_target and weights is not None:
+        value = value[weights > 0]
+      count, text = len(value), ' '.join(field.names[i] for i in value)
+    elif field.form == 'tokens':
+      text = _text(
+        value, opened.sides[field.side], weights if is_target else None, colour
+      )
+    else:
+      continue
+    lines.append(f'  {title:<8}{count:>6}  {text}')
   return lines
 
 
@@ -100,7 +101,8 @@ def _text(
       ids[start:stop], show_special=True, start=start == 0
     ).replace('\n', '\\n')
     if colour and (is_special or unweighted):
-      style = _SPECIAL * is_special + _UNWEIGHTED * unweighted
+      style = _SPECIAL if is_special else ''
+      style += _UNWEIGHTED if unweighted else ''
       text = f'{style}{text}{_RESET}'
     elif unweighted:
       text = f'{{{text}}}'

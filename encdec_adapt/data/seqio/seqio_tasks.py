@@ -231,7 +231,7 @@ def make_pairs(
     of the documents.
   """
   parsed = objective_names.parse_one(objective)
-  if parsed.documents != 'text' or not sequence_length:
+  if parsed.maker.documents != 'text' or not sequence_length:
     raise errors.UserError(
       f'make_pairs with objective {objective!r} and sequence_length'
       f' {sequence_length}: it takes objectives of text, and needs the lengths'

@@ -56,7 +56,9 @@ class HeldOutEvaluation:
     spec = self.record_set.spec
     config_lib.check_kind(stored.model, spec.objectives[0])
     # Cross-entropy of single rows, whatever loss a run had.
-    if any(x.answers > 1 or x.rows == 'texts' for x in spec.objectives):
+    if any(
+      x.rows.answers > 1 or x.rows.content == 'texts' for x in spec.objectives
+    ):
       raise errors.UserError(
         f'the records {self.record_set.folder} have several answers or texts in'
         ' a row, and the held-out loss is over single targets; leave them out.'

@@ -47,13 +47,14 @@ class Sampler:
     held_out, self._sides = data.evaluation, data.vocabularies.sides
     self._rows = held_out.read(range(min(_COUNT, len(held_out))))
     # The inputs of the rows begin with it; a printed prompt shows its end.
-    prefix = held_out.spec.objectives[0].prefix
+    objective = held_out.spec.objectives[0]
+    prefix = objective.options.get('prefix')
     if prefix and distributed.is_lead():
       print(f'samples: prompts begin with {prefix!r}')
     self._max_tokens, framing = held_out.spec.decoder_length, held_out.framing
     ends = [framing.decoder.eos]
     # An answer of a chat is over when the turn is, before EOS.
-    if held_out.spec.objectives[0].ends_turns:
+    if objective.rows.ends_turns:
       ends.append(chat_format.end_of_turn(self._sides['decoder']))
     self._ids = engine.SpecialIds(
       framing.decoder.bos,

@@ -27,7 +27,7 @@ from encdec_adapt.evaluation.results import predictions, results_store
 from encdec_adapt.evaluation.tasks import prompted_task
 from encdec_adapt.files import paths
 from encdec_adapt.inference import lengths, rewards
-from encdec_adapt.objectives import framing, preferences
+from encdec_adapt.objectives import example_maker, framing, preferences
 from encdec_adapt.sharding import placement as placement_lib
 from encdec_adapt.telemetry import progress
 from encdec_adapt.training import setup
@@ -99,7 +99,7 @@ class PreferenceEvaluation:
     row = framing.Lengths(1, 1, ids.encoder.frame_size)
     longest = map(max, zip(*(x.positions(row) for x in examples), strict=True))
     metrics, references = _open_metrics(model, framing.Lengths(*longest))
-    axes = preferences.Preferences.axes
+    axes = preferences.ROWS.axes
     models = {name: x.placement.model for name, x in references.items()}
     evaluator = perplexity.Evaluator(model.where, metrics, axes, models)
     shapes = [model.config, *(x.config for x in models.values())]
@@ -114,7 +114,7 @@ class PreferenceEvaluation:
         chunk = examples[start : start + rows]
         sizes = zip(*(x.positions(row) for x in chunk), strict=True)
         size = framing.Lengths(*(lengths.bucket(max(n)) for n in sizes))
-        frame = preferences.Preferences.frame
+        frame = preferences.ROWS.frame
         parts = [chunk[i : i + 1] for i in local]  # Empty after the last batch.
         yield framing.stack_rows(
           [frame(x, size, ids, teacher=teacher) for x in parts]
@@ -136,10 +136,10 @@ class PreferenceEvaluation:
   ) -> tuple[list[list[Any]], list[preferences.Preference]]:
     prompts = [content[2] for _, content in self.documents if content]
     maker = answer_encoding.maker(stored, 'preferences', prompts)
-    maker.locate = self.source.locate
+    policy = example_maker.DocumentPolicy(self.source.locate)
     # Text of the documents, in which examples are found by their id.
     texts = ((name, json.dumps(content)) for name, content in self.documents)
-    examples = list(maker.examples(texts, None))
+    examples = list(maker.examples(texts, None, policy))
     sizes = [x.positions(maker.lengths) for x in examples]
     kept = answer_encoding.fits(stored, sizes)
     examples = [x for x, fits in zip(examples, kept, strict=True) if fits]

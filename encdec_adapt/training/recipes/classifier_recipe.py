@@ -16,8 +16,8 @@ class Classification(recipe.Recipe):
     """Makes the recipe; the data decides on the head's labels."""
     objective, model = sections.objectives[0], sections.model
     # A model of another kind is left as it is: `config.check_kind` refuses it.
-    if objective.rows in model.architecture.rows:
-      classes = len(objective.labels)
+    if objective.rows.content in model.architecture.rows:
+      classes = len(objective.options['labels'])
       stack = dataclasses.replace(model.decoder, classes=classes)
       model = model_config.DecoderOnlyConfig(stack)
     made = sections.make_loss()

@@ -47,7 +47,9 @@ class Distillation(recipe.Recipe):
   def of(cls, sections: recipe.Sections) -> 'Distillation':
     """Makes the recipe; see `recipe.Recipe.of`."""
     stored = sections.teacher.stored
-    hides_spans = any(x.maker.hides_spans for x in sections.objectives)
+    hides_spans = any(
+      x.maker.teacher_reads == 'text' for x in sections.objectives
+    )
     made = sections.make_loss(
       is_stored=bool(stored), reads_windows=hides_spans and not stored
     )
@@ -64,7 +66,7 @@ class Distillation(recipe.Recipe):
       lengths = dataclasses.replace(lengths, decoder=longest)
       logits = lengths.teacher if made.on_inputs else longest
       fields |= {'lengths': lengths, 'logits': logits}
-    axes = sections.objectives[0].maker.axes | framing.STORED_AXES
+    axes = sections.objectives[0].rows.axes | framing.STORED_AXES
     base = recipe.rows_of(sections, axes=axes, stored_teacher=stored, **fields)
     frozen = {} if stored else {loss.TEACHER: _teacher(sections, made)}
     return cls(
@@ -98,7 +100,7 @@ def _check_teacher(
   sections: recipe.Sections, made: distillation_loss.Distillation
 ) -> None:
   objectives = sections.objectives
-  if not all(x.maker.distills and not x.masks_inputs for x in objectives):
+  if not all(x.maker.teacher_reads and not x.masks_inputs for x in objectives):
     raise errors.UserError(
       f'{sections.chosen}; a teacher predicts the targets of prefix_lm, pairs,'
       ' chat and span corruption (ul2) only, without masks.'
@@ -119,7 +121,7 @@ def _check_teacher(
 def _check_windows(
   sections: recipe.Sections, made: distillation_loss.Distillation
 ) -> None:
-  is_text = all(x.documents == 'text' for x in sections.objectives)
+  is_text = all(x.maker.documents == 'text' for x in sections.objectives)
   reverse = made.divergence == 'reverse'
   if reverse or made.on_policy or made.on_inputs or not is_text:
     raise errors.UserError(

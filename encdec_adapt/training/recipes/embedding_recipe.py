@@ -60,7 +60,7 @@ def _check(sections: recipe.Sections, made: infonce.InfoNce) -> None:
       batch has a single row.
   """
   objectives, train = sections.objectives, sections.train
-  if any(objective.rows != 'texts' for objective in objectives):
+  if any(objective.rows.content != 'texts' for objective in objectives):
     raise errors.UserError(
       f"{sections.chosen}, which has no texts to embed; choose 'embed'."
     )
@@ -71,7 +71,7 @@ def _check(sections: recipe.Sections, made: infonce.InfoNce) -> None:
       ' it, as in pooling=mean.'
     )
   size = head.sizes(sections.model.decoder.width)[0]
-  vectors = {objective.maker.vectors for objective in objectives}
+  vectors = {x.options.get('vectors', 0) for x in objectives}
   if made.vectors and vectors != {size}:
     raise errors.UserError(
       f'{sections.chosen} has vectors={max(vectors)}; to be learnt they must'

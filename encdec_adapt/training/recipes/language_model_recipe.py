@@ -21,7 +21,7 @@ class LanguageModelling(recipe.Recipe):
   @classmethod
   def of(cls, sections: recipe.Sections) -> recipe.Recipe:
     """Makes the recipe; that of classification for objectives with labels."""
-    if sections.objectives[0].labels:
+    if 'labels' in sections.objectives[0].options:
       return classifier_recipe.Classification.of(sections)
     made = sections.make_loss()
     check_targets(sections, made)
@@ -40,14 +40,14 @@ def check_targets(
       the model reads the inputs before it predicts, or they have masks.
   """
   objectives = sections.objectives
-  if any(x.answers > 1 or x.rows == 'texts' for x in objectives):
+  if any(x.rows.answers > 1 or x.rows.content == 'texts' for x in objectives):
     raise errors.UserError(
       f'{sections.chosen}, whose rows have several answers or texts; choose a'
       ' loss that compares them (config.loss.kind), or another objective.'
     )
   # The objectives of a mixture all feed the same fields.
-  kind, feeds = sections.model.architecture, objectives[0].feeds
-  if made.on_inputs and not (kind.predicts_inputs and feeds == 'pair'):
+  kind, content = sections.model.architecture, objectives[0].rows.content
+  if made.on_inputs and not (kind.predicts_inputs and content == 'pair'):
     raise errors.UserError(
       f'config.loss.on_inputs is set with config.model.kind {kind.name} and'
       f' objective {" | ".join(map(str, objectives))!r}; only a causal'

@@ -81,11 +81,11 @@ class Policies(recipe.Recipe):
       token_metrics.Completions(made.chunk),
       sections.model,
       CompletionRows(
-        objective.maker,
+        objective.rows,
         dataclasses.replace(lengths, decoder=tokens),
         options.samples,
         tokens,
-        objective.maker.axes | AXES,
+        objective.rows.axes | AXES,
       ),
       {name: preference_recipe.reference(sections) for name in made.references},
       recipe.Sampling(options.samples, tokens, options.temperature),
@@ -113,7 +113,7 @@ def _check(sections: recipe.Sections) -> None:
       ' distribution that was sampled from; leave them out.'
     )
   if any(
-    x.feeds != 'pair' or x.answers > 1 or x.masks_inputs
+    x.rows.content != 'pair' or x.rows.answers > 1 or x.masks_inputs
     for x in sections.objectives
   ):
     raise errors.UserError(

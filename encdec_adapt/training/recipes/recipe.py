@@ -15,7 +15,7 @@ from encdec_adapt.checkpoints import checkpoint_section
 from encdec_adapt.data import data_section
 from encdec_adapt.models import architecture as architectures
 from encdec_adapt.models import model_config
-from encdec_adapt.objectives import example_maker, framing
+from encdec_adapt.objectives import example_maker, framing, row_fields
 from encdec_adapt.tokenizers import special_ids
 from encdec_adapt.training.losses import loss as loss_lib
 from encdec_adapt.training.metrics import held_out_metrics
@@ -131,7 +131,7 @@ class Rows:
   """Rows that a step trains on.
 
   Attributes:
-    maker: class that makes the rows of the records.
+    fields: fields of the rows of the records.
     lengths: tokens of a row.
     answers: answers of a row.
     logits: positions of a row of which logits are computed.
@@ -144,7 +144,7 @@ class Rows:
       have; '' for none.
   """
 
-  maker: type[example_maker.ExampleMaker]
+  fields: row_fields.RowFields
   lengths: framing.Lengths
   answers: int
   logits: int
@@ -162,7 +162,7 @@ class Rows:
       ids: special ids.
       teacher: whether to make the teacher's fields.
     """
-    row = self.maker.frame((), self.lengths, ids, teacher=teacher)
+    row = self.fields.frame((), self.lengths, ids, teacher=teacher)
     return self.frame(framing.stack_rows([row]), ids.decoder)
 
 
@@ -175,11 +175,11 @@ def rows_of(sections: Sections, **fields: Any) -> Rows:
   """
   objective, lengths = sections.objectives[0], sections.data.train.lengths
   values = {
-    'maker': objective.maker,
+    'fields': objective.rows,
     'lengths': lengths,
-    'answers': objective.answers,
+    'answers': objective.rows.answers,
     'logits': lengths.decoder or lengths.encoder,
-    'axes': objective.maker.axes,
+    'axes': objective.rows.axes,
   }
   return Rows(**{**values, **fields})
 
@@ -241,7 +241,7 @@ def require_comparisons(sections: Sections) -> None:
   Raises:
     UserError: they have not.
   """
-  if any(objective.answers != 2 for objective in sections.objectives):
+  if any(objective.rows.answers != 2 for objective in sections.objectives):
     raise errors.UserError(
       f'{sections.chosen}, whose rows have no two answers to compare; choose'
       ' the objective preferences or chat_preferences.'

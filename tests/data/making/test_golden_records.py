@@ -22,6 +22,7 @@ from encdec_adapt.objectives import randomness
 from encdec_adapt.tokenizers import vocabulary_pair
 from tests import tiny
 
+LONG = [pytest.mark.multiproc, pytest.mark.long]
 TABLE = pathlib.Path(__file__).parent / 'golden_records.json'
 FIELDS = dict(
   objective='prefix_lm_uniform',
@@ -183,7 +184,8 @@ def sources(tmp_path_factory):
 
 @pytest.fixture(
   scope='module',
-  params=[1, pytest.param(2, marks=[pytest.mark.multiproc, pytest.mark.long])],
+  # Workers, and the passes of each call: an added pass tokenises again.
+  params=[(1, [2]), pytest.param((2, [1, 2]), marks=LONG)],
 )
 def records(sources, tmp_path_factory, request):
   folder = tmp_path_factory.mktemp('records')
@@ -191,9 +193,9 @@ def records(sources, tmp_path_factory, request):
     # Not even one that is installed is imported.
     for name in ('seqio', 'tensorflow', 'tensorflow_datasets'):
       patch.setitem(sys.modules, name, None)
-    # Passes that are made one by one tokenise the text again.
-    for passes in range(3 - request.param, 3):
-      make(sources, folder, request.param, passes)
+    workers, calls = request.param
+    for passes in calls:
+      make(sources, folder, workers, passes)
   return folder
 
 

@@ -16,7 +16,7 @@ from encdec_adapt import materialize
 from encdec_adapt.base import errors
 from encdec_adapt.cli import command
 from encdec_adapt.cluster import lock
-from encdec_adapt.data.making import materialization, shard_jobs
+from encdec_adapt.data.making import materialization
 from encdec_adapt.data.records import loader, manifest_summary, record_sets
 from encdec_adapt.objectives import framing, randomness
 from encdec_adapt.tokenizers import vocabulary_pair, vocabulary_training
@@ -54,7 +54,7 @@ def make_spec(text, **changes):
   return record_sets.RecordSpec(**{**fields, **changes})
 
 
-def fake_examples(job):
+def fake_examples(job, tokens):
   """Examples of a known number.
 
   Document i of 40 is in shard i modulo the shards and gives four pairs; it
@@ -75,7 +75,8 @@ def fake_examples(job):
       m, n = rng.integers(0, 12), rng.integers(1, 12)
       tokens = rng.integers(5, 600, m + n).astype(np.int32)
       tokens[0] = 10 + document
-      yield shard_jobs.Example(framing.Pair(tokens[:m], tokens[m:]), 1)
+      job.counts['shared_sentinel_spans'] += 1
+      yield framing.Pair(tokens[:m], tokens[m:])
 
 
 def make(text, folder, workers=1, spec=None, read=fake_examples, **changes):
@@ -188,7 +189,7 @@ def test_max_rows_keeps_rows_from_all_over(text, tmp_path, monkeypatch):
   assert first[:6] == sorted(first[:6])
 
 
-def no_examples(job):
+def no_examples(job, tokens):
   return iter(())
 
 
@@ -196,7 +197,7 @@ def test_refusals_write_nothing(text, tmp_path):
   with pytest.raises(errors.UserError, match="no rows for split 'train'"):
     make(text, tmp_path / 'empty', read=no_examples)
   counts = dict(dropped=4, short_windows=5)
-  dropping = lambda job: job.counts.update(counts) or ()  # noqa: E731
+  dropping = lambda job, _: job.counts.update(counts) or ()  # noqa: E731
   words = 'all 12 examples .* row .*_length=24 .*_length=16.* too_long=truncate'
   with pytest.raises(errors.UserError, match=words):
     make(text, tmp_path / 'long', read=dropping)

@@ -38,7 +38,7 @@ def read(source, objective, shard=0, shards=1, choice=CHOICE, **changes):
     key=record_writing.ShardKey(0, 0, shard),
     reader=shard_jobs.read_examples,
   )
-  yield from (example.pair for example in shard_jobs.read_examples(job))
+  yield from shard_jobs.read_examples(job, None)
 
 
 def key(pair):

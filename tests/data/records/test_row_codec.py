@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 
 from encdec_adapt.data.records import row_codec
-from encdec_adapt.objectives import framing, windows
+from encdec_adapt.objectives import framing, row_fields
 
 
 def _ints(*values):
   return np.array(values, np.int32)
 
 
-MAKER = windows.PrefixLM
+ROWS = row_fields.PAIRS
 ROW = [framing.Pair(_ints(101), _ints(1, 5))]
 
 
@@ -22,13 +22,13 @@ def test_the_bytes_of_a_row_are_as_documented():
   ]
   u4 = lambda *values: b''.join(v.to_bytes(4, 'little') for v in values)  # noqa: E731
   ids = '[["a", "\u00e9"], []]'.encode()
-  assert row_codec.encode_row(row, MAKER) == (
+  assert row_codec.encode_row(row, ROWS) == (
     u4(2, 2, 0b11, len(ids), 1, 2, 0, 1)
     + b'\x02\x01\x03\x00\x04\x00\x05\x00'
     + ids
   )
   row[0].targets[0] = 65536
-  assert row_codec.encode_row(row, MAKER) == (
+  assert row_codec.encode_row(row, ROWS) == (
     u4(4, 2, 0b11, len(ids), 1, 2, 0, 1, 258, 65536, 4, 5) + ids
   )
 
@@ -36,7 +36,7 @@ def test_the_bytes_of_a_row_are_as_documented():
 @pytest.mark.parametrize('cut', [0, 3, 9, -1])
 def test_bytes_that_are_no_row_are_refused(cut):
   with pytest.raises(ValueError, match='are not a row'):
-    row_codec.decode_row(row_codec.encode_row(ROW, MAKER)[:cut], MAKER)
+    row_codec.decode_row(row_codec.encode_row(ROW, ROWS)[:cut], ROWS)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_bytes_that_are_no_row_are_refused(cut):
   ],
 )
 def test_rows_come_back(row):
-  found = row_codec.decode_row(row_codec.encode_row(row, MAKER), MAKER)
+  found = row_codec.decode_row(row_codec.encode_row(row, ROWS), ROWS)
   for pair, other in zip(found, row, strict=True):
     assert pair.documents == other.documents
     for field, same in zip(pair[:-1], other[:-1], strict=True):
@@ -73,4 +73,4 @@ def test_rows_come_back(row):
 
 def test_pairs_of_a_row_have_the_same_fields():
   with pytest.raises(ValueError, match='other fields'):
-    row_codec.encode_row([ROW[0], ROW[0]._replace(prefix=_ints(1))], MAKER)
+    row_codec.encode_row([ROW[0], ROW[0]._replace(prefix=_ints(1))], ROWS)

@@ -57,7 +57,7 @@ def test_examples_are_those_of_records(vocabulary, tmp_path, name):
   lengths = {
     feature: 24
     for feature, side in sides.items()
-    if objective.feeds in ('pair', side)
+    if side in objective.rows.sides
   }
   rows = task.get_dataset(lengths, 'train', shuffle=False).as_numpy_iterator()
   pairs = test_shard_jobs.read(
@@ -69,7 +69,7 @@ def test_examples_are_those_of_records(vocabulary, tmp_path, name):
   )
   keys = list(map(_key, rows)), list(map(test_shard_jobs.key, pairs))
   # Windows over several documents are numbered in a batch, or in a shard.
-  if not objective.concatenate:
+  if not objective.options.get('concatenate'):
     assert keys[0] == keys[1]
   assert keys[0] and keys[1]
 

@@ -76,7 +76,7 @@ def test_a_classifier_of_books_is_configured_by_a_glob(folder):
   source = configs.path('decoders/small')
   config = classification.get_config(f'source={source},books={folder}/*.txt')
   (objective,) = config_lib.load(config, str(folder)).data.objectives
-  assert objective.labels == ('emma', 'ivanhoe')
+  assert objective.options['labels'] == ('emma', 'ivanhoe')
   assert config.data.source == f'books:{folder}/*.txt'
 
 
