@@ -219,7 +219,8 @@ def get_config(arg=None):
   if args['lora']:
     config.init.mode = 'checkpoint'
     config.train.cross_attention_warmup = 0  # Adapters train at once.
-    config.train.lora = f'rank={args["lora"]},alpha=32,base=nf4'
+    config.train.lora.rank, config.train.lora.alpha = args['lora'], 32.0
+    config.train.lora.base = 'nf4'
     config.optimizer.learning_rate = 1e-3  # As in configs/sft.py.
   if args['topology'] or args['slices'] != 1:
     spread(config, **args)

@@ -92,7 +92,7 @@ def get_stack_config(source):
 def set_adapters(config, rank):
   """Trains adapters of a rank over the frozen model; of rank 0 all of it."""
   if rank:
-    config.train.lora = f'rank={rank},alpha=32'
+    config.train.lora.rank, config.train.lora.alpha = rank, 32.0
     config.optimizer.learning_rate *= 10
 
 

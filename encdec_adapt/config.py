@@ -64,7 +64,7 @@ class Settings:
   @functools.cached_property
   def adapters(self) -> adapters_lib.Adapters | None:
     """Adapters of `config.train.lora`; None where the model itself trains."""
-    return self.train.adapters(self.model)
+    return adapters_lib.make(self.model, self.train.lora)
 
   @property
   def rules(self) -> rules_lib.Rules:
@@ -468,10 +468,10 @@ def _check_model(settings: Settings, vocabulary: str) -> None:
     )
   if settings.adapters and init.mode != 'checkpoint':
     raise errors.UserError(
-      f'config.train.lora is {settings.train.lora!r} with config.init.mode'
-      f' {init.mode!r}; adapters need a base on disk. Make the model first'
-      ' (`convert adapt` or `convert import`), and set config.init.mode to'
-      " 'checkpoint' and config.init.encoder to it."
+      f'config.train.lora.rank is {settings.train.lora.rank} with'
+      f' config.init.mode {init.mode!r}; adapters need a base on disk. Make the'
+      ' model first (`convert adapt` or `convert import`), and set'
+      " config.init.mode to 'checkpoint' and config.init.encoder to it."
     )
   if init.mode in ('adapt', 'embeddings') and model.decoder.classes:
     raise errors.UserError(
@@ -489,7 +489,7 @@ def _check_carried(settings: Settings) -> None:
     ('optimizer.schedule', schedule, ('rsqrt', 'constant')),
     ('train.cross_attention_warmup', train.cross_attention_warmup, (0,)),
     ('init.decoder', settings.init.decoder, ('',)),
-    ('train.lora', train.lora, ('',)),
+    ('train.lora.rank', train.lora.rank, (0,)),
   ):
     if value not in needed:
       raise errors.UserError(
@@ -532,14 +532,15 @@ def _check_sources(settings: Settings, sources: bool) -> None:
       f'config.train.rewards is empty with config.loss.kind={loss.name!r}; name'
       " the rewards of completions, as in 'answers' or 'python:FILE#FUNCTION'."
     )
-  train, adapters = settings.train, settings.adapters
-  dropout = train.dropout or (adapters and adapters.options.dropout)
+  train = settings.train
+  dropout = train.dropout or train.lora.dropout
   # Runs of earlier versions, which may have it, are opened without sources.
   if sources and dropout and not recipe.allows_dropout:
     raise errors.UserError(
-      f'config.train.dropout is {train.dropout} and config.train.lora'
-      f' {train.lora!r}, but masks of dropout would change log-probabilities or'
-      f' scores that the loss {loss.name} compares; set it to 0 in both.'
+      f'config.train.dropout is {train.dropout} and config.train.lora.dropout'
+      f' {train.lora.dropout}, but masks of dropout would change'
+      f' log-probabilities or scores that the loss {loss.name} compares; set it'
+      ' to 0 in both.'
     )
   # Most likely config.loss.kind='distill' is missing.
   stored = recipe.rows.stored_teacher

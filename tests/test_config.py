@@ -23,7 +23,7 @@ BASE = '--config=configs/base.py'
 SOURCE = ('--config.init.encoder=a', '--config.data.source=python')
 TEACHER = (*SOURCE, '--config.teacher.checkpoint=b')
 PREFIX_LM = '--config.data.objective=prefix_lm'
-LORA = ('loss.kind=rloo', 'train.lora=rank=2,dropout=0.1')
+LORA = ('loss.kind=rloo', 'train.lora.rank=2', 'train.lora.dropout=0.1')
 LORA += ('init.mode=checkpoint', 'init.encoder=a', 'data.encoder_length=8')
 LORA += ('data.objective=pairs', 'data.source=pairs:x#q,a')
 PREFERENCES = ('data.objective=preferences', 'data.encoder_length=8')
@@ -262,7 +262,9 @@ def test_any_model_is_said_by_a_configuration(merged):
       ['loss.kind=orpo', *PREFERENCES, 'train.dropout=0.1'],
       'is 0.1 .* the loss orpo ',
     ),
-    ([*LORA, 'train.rewards=answers'], "lora 'rank=2,dr.* the loss rloo com"),
+    ([*LORA, 'train.rewards=answers'], 'lora.dropout 0.1, .* the loss rloo'),
+    (['train.lora.alpha=8'], 'lora.alpha is 8.0, .*lora.rank is 0'),
+    (['train.lora.targets=mlp,up'], r"write \"\('mlp', 'up'\)\""),
     (['optimizer.eps=0'], 'optimizer.eps is 0.0; .*above 0'),
     (['optimizer.kind=adam'], "'adam'.*adamw"),
     (['optimizer.learning_rate=nan'], 'learning_rate is nan.*finite'),

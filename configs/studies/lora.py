@@ -66,7 +66,7 @@ def _tuned(size, arm, task, rank, changes):
   """Returns an arm after tuning on a task, with adapters above rank 0."""
   name = f'{arm.name}_{task}' + (f'_rank{rank}' if rank else '')
   if rank:
-    changes = {'train.lora': f'rank={rank},alpha=32', **changes}
+    changes = {'train.lora.rank': rank, 'train.lora.alpha': 32.0, **changes}
   tuned = shared.tuned(size, arm, f'rate_{name}', **changes)
   return dataclasses.replace(tuned, name=name, seeds=None)
 

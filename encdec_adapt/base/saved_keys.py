@@ -9,6 +9,8 @@ import functools
 import math
 from typing import Any
 
+from encdec_adapt.base import option_strings
+
 Section = dict[str, Any]
 
 
@@ -31,6 +33,8 @@ def translate(config: Mapping[str, Any]) -> Section:
     train['trackers'] = tuple(filter(None, names))
   if loss := config.get('loss'):
     config['loss'] = _loss(loss)
+  if isinstance(train.get('lora'), str):
+    train['lora'] = _lora(train['lora'])
   if 'every' in checkpoint:
     checkpoint['every'] = _interval(str(checkpoint['every']))
   return config
@@ -89,6 +93,16 @@ def _number(text: str) -> float | str:
     return float(text)
   except ValueError:
     return text
+
+
+def _lora(text: str) -> Section:
+  """Returns section `train.lora`: 'rank=16,targets=attention+mlp' before."""
+  defaults = {'rank': 16 if text else 0, 'alpha': 0.0, 'targets': ''}
+  defaults |= {'full': '', 'dropout': 0.0, 'rslora': 0, 'base': ''}
+  section = option_strings.key_values('config.train.lora', text, defaults)
+  for name in ('targets', 'full'):
+    section[name] = tuple(filter(None, section[name].split('+')))
+  return section | {'rslora': bool(section['rslora'])}
 
 
 def _interval(text: str) -> float:

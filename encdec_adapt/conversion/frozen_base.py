@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from encdec_adapt.base import errors
+from encdec_adapt.base import errors, keys
 from encdec_adapt.conversion import model_on_disk
 from encdec_adapt.models import adapters as adapters_lib
 from encdec_adapt.training import state as state_lib
@@ -85,8 +85,8 @@ def open_base(
   """
   if source.adapters and not _are_alike(source.adapters, placement.adapters):
     raise errors.UserError(
-      f'{adapters_lib.LABEL} is {placement.adapters.options.text}, and the'
-      f' adapters {source.name} are {source.adapters.options.text}; give their'
+      f'{adapters_lib.LABEL} is {placement.adapters.options}, and the'
+      f' adapters {source.name} are {source.adapters.options}; give their'
       ' options, or start from what `convert merge-lora` makes of them.'
     )
   target = placement.model.config
@@ -109,12 +109,15 @@ def reopen(
       meaning in steps from here on.
   """
   ours, target = placement.adapters, placement.model.config
-  options = adapters_lib.parse(saved['config']['train']['lora'])
+  # Keys that the checkpoint's version did not have take their defaults.
+  defaults = keys.defaults(adapters_lib.Options)
+  values = defaults | saved['config']['train']['lora']
+  options = keys.make(adapters_lib.Options, values)
   theirs = adapters_lib.Adapters(ours.model, options)
   if not _are_alike(theirs, ours) or options.base != ours.options.base:
     raise errors.UserError(
-      f'{adapters_lib.LABEL} is {ours.options.text}, and the checkpoint was'
-      f' trained with {options.text}; set it back, or start in another'
+      f'{adapters_lib.LABEL} is {ours.options}, and the checkpoint was'
+      f' trained with {options}; set it back, or start in another'
       ' --workdir.'
     )
   return FrozenBase(

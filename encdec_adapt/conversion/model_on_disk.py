@@ -408,7 +408,7 @@ def _open_run(path: paths_lib.Path, step: int | None) -> StoredModel:
   checkpoint = open_checkpoint(path, settings, step)
   choice = settings.data.vocabularies
   opened = open_vocabularies(checkpoint, choice)
-  adapters = settings.train.adapters(settings.model)
+  adapters = settings.adapters
   table = parameters.parameter_table(settings.model)
   if adapters:
     table = adapters.table

@@ -98,7 +98,7 @@ def import_adapters(values: flags.FlagValues, path: paths.Path) -> None:
     {'command': 'import', 'sources': [base.name], 'adapters': str(path)},
     pretrained_files.folders(base.path),
     base.vocabularies,
-    lora=adapters.options.text,
+    lora=adapters.options,
     base={'name': base.full_name, 'digest': base.digest},
     run=None if is_stated else base.run,
     framing=prompt_framing.in_file(file) if is_stated else base.framing,

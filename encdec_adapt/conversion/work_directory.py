@@ -15,7 +15,7 @@ import numpy as np
 
 from encdec_adapt import config as config_lib
 from encdec_adapt.adaptation import coverage as coverage_lib
-from encdec_adapt.base import errors
+from encdec_adapt.base import errors, keys
 from encdec_adapt.checkpoints import manager, step_folders, streaming
 from encdec_adapt.conversion import (
   model_on_disk,
@@ -26,6 +26,7 @@ from encdec_adapt.conversion import (
 from encdec_adapt.data import data_section
 from encdec_adapt.files import atomic, disk, lazy_array, paths
 from encdec_adapt.huggingface import new_folder
+from encdec_adapt.models import adapters as adapters_lib
 from encdec_adapt.models import model_config, parameters
 from encdec_adapt.telemetry import compute_cost, environment, progress
 from encdec_adapt.tokenizers import vocabulary, vocabulary_pair
@@ -50,7 +51,7 @@ class Contents:
     coverage: coverage report of an adaptation.
     can_extend: whether the command has flags for larger tables,
       `--model.SIDE.vocab_size`.
-    lora: `config.train.lora` of adapters, which are then the parameters.
+    lora: options of adapters; above rank 0 these are the parameters.
     base: name and digest of their base.
     run: work directory of the run that trained the model, by whose objective
       and loss a model with a head is known: labels, prompts, a temperature.
@@ -63,7 +64,7 @@ class Contents:
   choice: vocabulary_pair.Choice | None = None
   coverage: coverage_lib.Coverage | None = None
   can_extend: bool = False
-  lora: str = ''
+  lora: adapters_lib.Options = adapters_lib.Options()
   base: Mapping[str, str] | None = None
   run: paths.Path | None = None
   framing: prompt_framing.PromptFraming = prompt_framing.PromptFraming()
@@ -172,7 +173,7 @@ def _config(contents: Contents, opened: vocabulary_pair.Opened | None) -> Any:
   config = config_lib.defaults()
   config_lib.set_model(config.model, contents.model)
   if contents.base:
-    config.train.lora = contents.lora
+    config.train.lora.update(keys.values_of(contents.lora))
     config.init.mode, config.init.encoder = 'checkpoint', contents.base['name']
   data, head = config.data, contents.model.decoder
   if contents.model.architecture.encodes_prompt:
@@ -198,12 +199,12 @@ def _config(contents: Contents, opened: vocabulary_pair.Opened | None) -> Any:
   # change their meaning.
   data.train_vocabulary = False
   if opened:
-    keys = {'decoder': 'vocabulary', 'encoder': 'encoder_vocabulary'}
+    names = {'decoder': 'vocabulary', 'encoder': 'encoder_vocabulary'}
     for side, vocab in _distinct(opened).items():
       # Relative to the work directory, so that it can be moved.
       copy = f'{data_section.WORKDIR}/{config_lib.VOCABULARIES}/{side}'
       # 'bytes' has no files and stays as it is.
-      data[keys[side]] = copy if vocab.files else contents.choice.path(side)
+      data[names[side]] = copy if vocab.files else contents.choice.path(side)
     data.add_sentinels = contents.choice.added_sentinels
   return config
 

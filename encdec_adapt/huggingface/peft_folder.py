@@ -95,7 +95,7 @@ def files(
     'r': options.rank,
     'lora_alpha': options.numerator,
     'lora_dropout': options.dropout,
-    'use_rslora': bool(options.rslora),
+    'use_rslora': options.rslora,
     'target_modules': sorted(modules[False]),
     'modules_to_save': sorted(modules[True]) or None,
     'inference_mode': True,
@@ -149,10 +149,10 @@ def read(
   options = adapters_lib.Options(
     rank,
     config['lora_alpha'] * (rank / config['r']) ** power,
-    '+'.join(sorted(targets)),
-    '+'.join(sorted(full)),
+    tuple(sorted(targets)),
+    tuple(sorted(full)),
     config.get('lora_dropout') or 0.0,
-    int(config.get('use_rslora') or 0),
+    bool(config.get('use_rslora')),
   )
   adapters = adapters_lib.Adapters(model, options)
   arrays: dict[str, np.ndarray] = {}

@@ -15,7 +15,7 @@ from flax import traverse_util
 import jax
 import jax.numpy as jnp
 
-from encdec_adapt.base import errors, keys, option_strings
+from encdec_adapt.base import errors, keys
 from encdec_adapt.models import block, layers_index, model_config, parameters
 from encdec_adapt.ops import kernel_forms
 
@@ -31,25 +31,47 @@ _PARTS = {'embedder': 'embeddings', 'shared': 'mlp', 'embedding': 'head'}
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-  """Options of `config.train.lora`."""
+  """Keys of `config.train.lora`."""
 
-  rank: int = keys.key(16, 'Columns of A and rows of B.', at_least=1)
-  alpha: float = keys.key(0.0, '0 stands for twice the rank.', at_least=0)
-  targets: str = keys.key('', 'Projections with adapters; all if empty.')
-  full: str = keys.key('', 'Parameters that train whole.')
-  dropout: float = keys.key(0.0, "Dropout of A's input.", at_least=0, below=1)
-  rslora: int = keys.key(0, 'Scale of arXiv:2312.03732.', one_of=(0, 1))
-  base: str = keys.key('', 'Frozen projections as integers.', one_of=BASES)
+  rank: int = keys.key(
+    0,
+    'Columns of A and rows of B in low-rank adapters over a frozen model'
+    ' (configs/lora.md); 0: all parameters train.',
+    at_least=0,
+  )
+  alpha: float = keys.key(
+    0.0, 'The update is alpha / rank A B; 0: twice the rank.', at_least=0
+  )
+  targets: tuple[str, ...] = keys.key(
+    (),
+    "Projections with adapters, such as \"('attention','mlp')\"; () for all.",
+    names=True,
+  )
+  full: tuple[str, ...] = keys.key(
+    (),
+    'Parameters that train whole, such as "(\'norms\',)".',
+    names=True,
+  )
+  dropout: float = keys.key(
+    0.0, 'Dropout of the inputs of A in training.', at_least=0, below=1
+  )
+  rslora: bool = keys.key(
+    False, 'Scale the update by alpha / sqrt(rank) (arXiv:2312.03732).'
+  )
+  base: str = keys.key(
+    '',
+    "Frozen projections are held in 8 bits by 'int8', in 4 by 'nf4'; '' for"
+    ' the compute dtype.',
+    one_of=BASES,
+  )
 
   def __post_init__(self):
-    keys.check(self, f'{LABEL}: ')
+    keys.check(self, f'{LABEL}.')
 
-  @property
-  def text(self) -> str:
-    """`config.train.lora`: the rank, and what differs from its default."""
-    defaults = keys.defaults(Options) | {'rank': None}
-    values = keys.values_of(self).items()
-    return ','.join(f'{k}={v}' for k, v in values if v != defaults[k])
+  def __str__(self) -> str:
+    defaults, values = keys.defaults(Options), keys.values_of(self)
+    changes = {k: v for k, v in values.items() if v != defaults[k]}
+    return ', '.join(f'{k} {v!r}' for k, v in changes.items())
 
   @property
   def numerator(self) -> float:
@@ -61,18 +83,6 @@ class Options:
     """Factor of A B: alpha / rank, or with `rslora` alpha / sqrt(rank)."""
     divisor = self.rank**0.5 if self.rslora else self.rank
     return self.numerator / divisor
-
-
-def parse(string: str) -> Options | None:
-  """Reads `config.train.lora`; None for ''.
-
-  Raises:
-    UserError: an option is unknown or out of bounds.
-  """
-  if not string:
-    return None
-  values = option_strings.key_values(LABEL, string, keys.defaults(Options))
-  return keys.make(Options, values)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,14 +105,13 @@ class Adapters:
       sides = math.prod(shape[start:middle]), math.prod(shape[middle:])
       if rank > min(sides):
         raise errors.UserError(
-          f'{LABEL}: rank is {rank}, and {path} is {sides[0]} x {sides[1]};'
+          f'{LABEL}.rank is {rank}, and {path} is {sides[0]} x {sides[1]};'
           f' lower it to at most {min(sides)}, or choose other targets.'
         )
     if not self.kernels:
       raise errors.UserError(
-        f'{LABEL}: full={self.options.full} has every target, so that nothing'
-        ' is adapted; name less, or tune all parameters without this key (and'
-        ' without a quantised base).'
+        f'{LABEL}.full is {self.options.full} and has every target, so that'
+        ' nothing is adapted; name less, or tune all parameters with rank 0.'
       )
     for path in self.quantized:
       self._block(path)
@@ -111,7 +120,7 @@ class Adapters:
   def full(self) -> tuple[str, ...]:
     """Paths of the parameters that train whole."""
     names = {path: _names(path) for path in self._base_table}
-    paths = self._matches('full', self.options.full, names)
+    paths = self._matches('full', names)
     # Such a head is fresh at first, so that it cannot stay as it is.
     if self.model.decoder.classes or self.model.decoder.embedding:
       paths |= {path for path in names if 'head' in names[path]}
@@ -126,7 +135,7 @@ class Adapters:
       if _is_projection(path, info) or _is_table(path)
     }
     if self.options.targets:
-      paths = self._matches('targets', self.options.targets, names)
+      paths = self._matches('targets', names)
     else:
       paths = {path for path in names if not _is_table(path)}
     return tuple(sorted(paths - {*self.full}))
@@ -247,7 +256,7 @@ class Adapters:
   def description(self) -> str:
     """What trains, for users."""
     count = sum(math.prod(info.shape) for info in self.table.values())
-    return f'{count:,} parameters train, by {self.options.text}'
+    return f'{count:,} parameters train; adapters of {self.options}'
 
   @property
   def _base_table(self) -> Mapping[str, parameters.ParamInfo]:
@@ -268,26 +277,27 @@ class Adapters:
     size = math.gcd(kernel_forms.BLOCK, info.shape[axis])
     if size % 2 and self.options.base == 'nf4':
       raise errors.UserError(
-        f'{LABEL}: base is nf4, which stores pairs of values, and {path} has'
-        f' {info.axes[axis]} {info.shape[axis]}; choose base=int8.'
+        f"{LABEL}.base is 'nf4', which stores pairs of values, and {path} has"
+        f" {info.axes[axis]} {info.shape[axis]}; set it to 'int8'."
       )
     return axis - len(info.axes), size
 
   def _matches(
-    self, option: str, string: str, names: Mapping[str, frozenset[str]]
+    self, option: str, names: Mapping[str, frozenset[str]]
   ) -> set[str]:
-    """Returns the paths that match names of parts.
+    """Returns the paths that match the names of an option.
+
+    A name such as 'decoder/mlp' must match both parts.
 
     Args:
       option: 'targets' or 'full'.
-      string: names divided by '+'; 'decoder/mlp' must match both parts.
       names: path of every parameter to the names of its parts.
 
     Raises:
       UserError: a name matches nothing.
     """
     matches = set()
-    for name in string.split('+') if string else ():
+    for name in getattr(self.options, option):
       parts = {*name.split('/')}
       paths = {path for path in names if parts <= names[path]}
       if option == 'targets' and 'embeddings' not in parts:
@@ -296,11 +306,20 @@ class Adapters:
         choices = sorted(frozenset().union(*names.values()))
         unknown = next((x for x in name.split('/') if x not in choices), name)
         raise errors.UserError(
-          f'{LABEL}: {option} has {name!r}, which matches nothing of the model'
+          f'{LABEL}.{option} has {name!r}, which matches nothing of the model'
           f'{errors.nearest(unknown, choices)}; it has {", ".join(choices)}.'
         )
       matches |= paths
     return matches
+
+
+def make(model: model_config.ModelConfig, options: Options) -> Adapters | None:
+  """Returns the adapters of a model; None for rank 0.
+
+  Raises:
+    UserError: the options do not suit the model.
+  """
+  return Adapters(model, options) if options.rank else None
 
 
 def name_of(path: str) -> str:

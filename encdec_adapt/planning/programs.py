@@ -20,6 +20,7 @@ from encdec_adapt.conversion import initial_state
 from encdec_adapt.data import data_section
 from encdec_adapt.evaluation.measures import perplexity
 from encdec_adapt.inference import decoding, rewards
+from encdec_adapt.models import adapters as adapters_lib
 from encdec_adapt.models import build, execution, layers, model_config
 from encdec_adapt.models import forward_flops as formula
 from encdec_adapt.models import kv_cache as caches
@@ -277,7 +278,7 @@ class Job:
     Raises:
       UserError: a parameter does not divide over the mesh.
     """
-    adapters = self.train.adapters(self.model)
+    adapters = adapters_lib.make(self.model, self.train.lora)
     return setup.place_model(
       self.model, self.compute, self.mesh, self.rules, adapters
     )

@@ -55,7 +55,7 @@ def digest(settings: config_lib.Settings) -> str:
   sections['rules'] = {
     axis: divided
     for axis, divided in rules
-    if divided and (axis != 'rank' or settings.train.lora)
+    if divided and (axis != 'rank' or settings.train.lora.rank)
   }
   sections['data'] = [_changes(data.train.lengths), data.objective]
   text = json.dumps(sections, sort_keys=True, default=str)
@@ -68,8 +68,14 @@ def _changes(section: Any) -> Any:
   return {
     field.name: _changes(value)
     for field in dataclasses.fields(section)
-    if (value := getattr(section, field.name)) != field.default
+    if (value := getattr(section, field.name)) != _default(field)
   }
+
+
+def _default(field: dataclasses.Field) -> Any:
+  if field.default_factory is dataclasses.MISSING:
+    return field.default
+  return field.default_factory()
 
 
 def flags(requested: Mapping[str, Any], names: Iterable[str]) -> list[str]:

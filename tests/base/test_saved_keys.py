@@ -8,13 +8,30 @@ from encdec_adapt.training.sections import evaluation_section
 
 def test_strings_become_values():
   saved = {
-    'train': {'steps': 40, 'evaluators': '', 'trackers': 'tensorboard, wandb'},
+    'train': {
+      'steps': 40,
+      'evaluators': '',
+      'trackers': 'tensorboard, wandb',
+      'lora': 'alpha=8,targets=attention+mlp,rslora=1',
+    },
     'checkpoint': {'every': '20%', 'keep': 2},
     'model': {'decoder': {'pattern': ['local', 'global']}},
   }
   before = repr(saved)
   today = {
-    'train': {'steps': 40, 'trackers': ('tensorboard', 'wandb')},
+    'train': {
+      'steps': 40,
+      'trackers': ('tensorboard', 'wandb'),
+      'lora': {
+        'rank': 16,
+        'alpha': 8.0,
+        'targets': ('attention', 'mlp'),
+        'full': (),
+        'dropout': 0.0,
+        'rslora': True,
+        'base': '',
+      },
+    },
     'evaluation': {
       'loss': 0.0,
       'samples': 0.0,

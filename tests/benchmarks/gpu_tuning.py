@@ -73,8 +73,9 @@ def _tune(
   from encdec_adapt.training import setup
 
   rows, source, target = map(int, re.split(r'[x+]', shape))
-  lora = 'rank=16,alpha=32' + f',base={base}' * (base in ('int8', 'nf4'))
-  flags = [*model, f'--lora={lora}', f'--batch_size={rows}']
+  flags = [*model, '--lora_rank=16', f'--batch_size={rows}']
+  if base in ('int8', 'nf4'):
+    flags.append(f'--lora_base={base}')
   flags += [f'--encoder_length={source}', f'--decoder_length={target}']
   side = 'transformers' if base == 'PEFT' else 'ours'
   first, *steps = training_step.measured(

@@ -38,7 +38,7 @@ JOBS = {
   **{
     f'LoRA, {pair}, base {base or "bfloat16"}, 8 rows of 1024 + 256': (
       f'size={pair.lower().replace("-", "_")},objective=pairs,lora=16'
-      f' train.lora=rank=16,alpha=32,base={base}'
+      f' train.lora.base={base}'
     )
     for pair in ('2B-2B', '9B-9B')
     for base in ('', 'int8', 'nf4')

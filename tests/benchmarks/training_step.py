@@ -9,8 +9,9 @@ machine affects both. Ratios are ours over the peer's. Needs
 
 The model is a T5Gemma, or with `--block=t5` a T5 1.1. `--pair=2b_2b` names a
 shipped pair instead of sizes, and `--examples` is the number of examples in a
-row. `--lora` has options of `config.train.lora`, against PEFT. The default
-sizes are for a CPU; `gpu_step` and `gpu_tuning` run the same workers on a GPU.
+row. `--lora_rank` and `--lora_base` are keys of `config.train.lora`, against
+PEFT. The default sizes are for a CPU; `gpu_step` and `gpu_tuning` run the same
+workers on a GPU.
 """
 
 import argparse
@@ -50,7 +51,8 @@ MODEL = {
   'examples': 1,
   'optimizer': 'adamw',
   'steps': 7,
-  'lora': '',
+  'lora_rank': 0,
+  'lora_base': '',
   'microbatches': 1,
   'moment_dtype': 'float32',
   'scan_unroll': 1,
@@ -128,10 +130,9 @@ def place(arguments: argparse.Namespace) -> Any:
   """Returns the `training.state.Placement` of our model or its adapters."""
   import jax
 
-  from encdec_adapt.models import execution
+  from encdec_adapt.models import adapters, execution
   from encdec_adapt.sharding import mesh, rules
   from encdec_adapt.training import setup
-  from encdec_adapt.training.sections import train_section
 
   names = ('remat', 'attention', 'attention_chunk', 'scan_unroll')
   compute = execution.ComputeConfig(
@@ -144,8 +145,14 @@ def place(arguments: argparse.Namespace) -> Any:
     compute,
     mesh.make_mesh(mesh.MeshConfig()),
     rules.RULES['fsdp'],
-    train_section.TrainConfig(lora=arguments.lora).adapters(pair),
+    adapters.make(pair, _lora(arguments)),
   )
+
+
+def _lora(arguments: argparse.Namespace) -> Any:
+  from encdec_adapt.models import adapters
+
+  return adapters.Options(arguments.lora_rank, base=arguments.lora_base)
 
 
 def make_job(
@@ -304,14 +311,14 @@ def make_transformers(arguments: argparse.Namespace) -> tuple[Run, int]:
       transformers.AutoConfig.for_model(**raw),
       attn_implementation=arguments.peer_attention,
       # A frozen base in the compute dtype, as ours.
-      dtype=arguments.dtypes[0] if arguments.lora else 'float32',
+      dtype=arguments.dtypes[0] if arguments.lora_rank else 'float32',
     )
     if arguments.block == 't5':
       # transformers 5 ties the head of every T5 that is built from a config.
       head = model.get_input_embeddings().weight.detach().clone()
       model.lm_head.weight = torch.nn.Parameter(head)
-  if arguments.lora:
-    model = _with_peft(model, arguments.lora)
+  if arguments.lora_rank:
+    model = _with_peft(model, _lora(arguments))
   model.train()
   if arguments.peer_checkpointing:
     model.gradient_checkpointing_enable({'use_reentrant': False})
@@ -347,13 +354,10 @@ def make_transformers(arguments: argparse.Namespace) -> tuple[Run, int]:
   return run, sum(p.numel() for p in trained)
 
 
-def _with_peft(model: Any, lora: str) -> Any:
+def _with_peft(model: Any, options: Any) -> Any:
   """Returns the model with adapters of PEFT on all projections."""
   import peft
 
-  from encdec_adapt.models import adapters
-
-  options = adapters.parse(lora)
   return peft.get_peft_model(
     model,
     peft.LoraConfig(

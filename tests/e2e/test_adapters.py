@@ -19,13 +19,15 @@ from tests import tiny
 from tests.e2e import folders
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
-LORA = 'rank=2,alpha=8,full=cross_attention+norms,dropout=0.1'
+LORA = {'rank': 2, 'alpha': 8, 'dropout': 0.1}
+LORA |= {'full': ('cross_attention', 'norms')}
 
 
 def _flags(pairs, base, lora=LORA, **values):
   values = {'init.mode': 'checkpoint', 'init.encoder': base} | values
-  values = {'train.lora': lora, 'optimizer.learning_rate': 1e-2} | values
+  values = {'optimizer.learning_rate': 1e-2} | values
   values = {'optimizer.schedule': 'constant'} | values
+  values = {f'train.lora.{k}': v for k, v in lora.items()} | values
   return [*pairs, *(f'--config.{k}={v}' for k, v in values.items())]
 
 
@@ -102,9 +104,10 @@ def test_resuming_is_exact_and_refuses_a_changed_base(
   for name in (folder / 'decoder', f'{base}@7'):
     change('name', str(name))
     assert encdec_adapt.load(part).stored.base.path == base
-  for old, new in (('alpha=8', 'alpha=4'), ('=0.1', '=0.1,base=int8')):
-    changed = _flags(pairs, base, LORA.replace(old, new))
-    with pytest.raises(errors.UserError, match=f'{new}.* trained with rank=2'):
+  for option, value in (('alpha', 4.0), ('base', 'int8')):
+    changed = _flags(pairs, base, LORA | {option: value})
+    words = f'{option} {value!r}.* trained with rank 2'
+    with pytest.raises(errors.UserError, match=words):
       _train(changed, part, '--config.train.steps=14')
   change('digest', '0' * 16)
   with pytest.raises(errors.UserError, match='is another model now'):
@@ -188,7 +191,8 @@ def test_loaded_adapters_train_further_over_the_same_base(
   meta = manager.open_latest(further).read_meta()
   assert meta['base'] == manager.open_latest(tuned).read_meta()['base']
   with pytest.raises(errors.UserError, match='give their'):
-    _train(_flags(pairs, tuned, 'rank=3,alpha=8'), folder / 'refused')
+    lora = {'rank': 3, 'alpha': 8}
+    _train(_flags(pairs, tuned, lora), folder / 'refused')
 
 
 def test_a_server_reads_several_runs_over_one_base(
@@ -271,8 +275,7 @@ def test_a_server_reads_prompts_as_each_run_did(
 def test_a_quantised_base_is_close_to_the_base(
   folder, pairs, base, tuned, kind
 ):
-  lora = f'{LORA},base={kind}'
-  run = _train(_flags(pairs, base, lora), folder / kind)
+  run = _train(_flags(pairs, base, LORA | {'base': kind}), folder / kind)
   losses, plain = _losses(run), _losses(tuned)
   assert losses[0] == pytest.approx(plain[0], abs=0.05)
   assert losses[0] != plain[0]
@@ -282,9 +285,9 @@ def test_a_quantised_base_is_close_to_the_base(
 @pytest.mark.parametrize(
   'values, words',
   [
-    ({'train.cross_attention_warmup': 2}, 'trains adapters'),
+    ({'train.cross_attention_warmup': 2}, 'adapters train'),
     ({'init.mode': 'adapt'}, 'need a base on disk'),
-    ({'train.lora': 'rank=99'}, 'at most 8'),
+    ({'train.lora.rank': 99}, 'at most 8'),
   ],
 )
 def test_refusals(pairs, base, tmp_path, values, words):

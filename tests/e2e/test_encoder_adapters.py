@@ -17,7 +17,7 @@ from tests import tiny
 from tests.e2e import folders
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
-LORA = 'rank=2,alpha=8'
+LORA = {'rank': 2, 'alpha': 8}
 KINDS = {
   'embedding': (
     'embeddings:source={},head=projections=24+16',
@@ -41,7 +41,8 @@ def _train(kind, source, workdir, lora, steps, **values):
   values = {'encoder_length': 32, 'eval_fraction': 0.2, 'workers': 1} | values
   flags += [data.format(workdir.parent / 'rows.jsonl')]
   flags += [f'data.{key}={value}' for key, value in values.items()]
-  flags += [f'data.folder={workdir.parent / kind}', f'train.lora={lora}']
+  flags += [f'data.folder={workdir.parent / kind}']
+  flags += [f'train.lora.{key}={value}' for key, value in lora.items()]
   flags += [f'train.steps={steps}', 'evaluation.loss=2']
   flags += ['train.batch_size=8', 'train.eval_batch_size=8']
   flags += ['train.log_every=1', 'checkpoint.every=2']
@@ -121,8 +122,8 @@ def tuned(case):
 
 
 def test_the_start_is_that_of_the_whole_model(case, tuned):
-  whole = _run(case, 'whole', '', 1)
-  quantized = _run(case, 'int8', f'{LORA},base=int8', 1)
+  whole = _run(case, 'whole', {}, 1)
+  quantized = _run(case, 'int8', LORA | {'base': 'int8'}, 1)
   for split in ('train', 'eval'):
     loss = _first(whole, split)
     assert _first(tuned, split) == pytest.approx(loss, abs=1e-6)

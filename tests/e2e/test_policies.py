@@ -159,7 +159,8 @@ def test_an_update_finds_in_memory_what_was_counted(
 @pytest.mark.e2e
 def test_adapters_are_a_policy_over_their_base(tmp_path, flags):
   workdir = tmp_path / 'run'
-  adapters = '--config.train.lora=rank=4,base=int8', '--config.train.steps=5'
+  lora = '--config.train.lora.rank=4', '--config.train.lora.base=int8'
+  adapters = *lora, '--config.train.steps=5'
   more = (
     '--config.optimizer.learning_rate=1e-2',
     '--config.compute.dtype=float32',

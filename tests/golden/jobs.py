@@ -149,13 +149,20 @@ JOBS = {
     'train.microbatches=2',
   ),
   'lora_over_int8': (
-    'sft:source=pair', *PAIRS, 'train.lora=rank=2,alpha=8,base=int8,dropout=0.1'
+    'sft:source=pair',
+    *PAIRS,
+    'train.lora.rank=2',
+    'train.lora.alpha=8',
+    'train.lora.base=int8',
+    'train.lora.dropout=0.1',
   ),
   'lora_over_nf4': (
     'sft:source=pair',
     *PAIRS,
-    'train.lora=rank=2,targets=attention+mlp,'
-    'full=cross_attention+norms,base=nf4',
+    'train.lora.rank=2',
+    "train.lora.targets=('attention','mlp')",
+    "train.lora.full=('cross_attention','norms')",
+    'train.lora.base=nf4',
   ),
 }  # fmt: skip
 COMMON = (

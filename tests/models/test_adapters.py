@@ -36,6 +36,7 @@ EXPERTS = dataclasses.replace(
 )
 T5 = toy_models.stack(**toy_models.T5)
 PAIR = model_config.encoder_decoder(STACK, STACK)
+PARTS, NORMS = ('attention', 'cross_attention', 'mlp'), ('norms',)
 MODELS = {
   # A scanned repeat and a tail, biases, tables.
   'pair': model_config.encoder_decoder(
@@ -53,8 +54,8 @@ LOSS = cross_entropy.CrossEntropy(z_loss=1e-2, chunk=8)
 ROWS, LENGTHS = 4, {'encoder': 16, 'decoder': 8}
 
 
-def make(lora, model=PAIR):
-  return adapters_lib.Adapters(model, adapters_lib.parse(lora))
+def make(model=PAIR, **lora):
+  return adapters_lib.make(model, adapters_lib.Options(**lora))
 
 
 def make_batch(model):
@@ -119,14 +120,20 @@ def run(model, merge, base, trained, batch):
 @pytest.mark.parametrize(
   'name, lora',
   [
-    ('pair', 'rank=2,alpha=3,targets=attention+cross_attention+mlp+embeddings'),
-    ('merged', 'rank=3,alpha=6,targets=decoder,full=norms,base=nf4'),
-    ('experts', 'rank=2,alpha=1,base=int8,full=experts/router'),
-    ('t5', 'rank=2,alpha=1,full=relative_bias'),
+    ('pair', dict(rank=2, alpha=3.0, targets=(*PARTS, 'embeddings'))),
+    (
+      'merged',
+      dict(rank=3, alpha=6.0, targets=('decoder',), full=NORMS, base='nf4'),
+    ),
+    (
+      'experts',
+      dict(rank=2, alpha=1.0, base='int8', full=('experts/router',)),
+    ),
+    ('t5', dict(rank=2, alpha=1.0, full=('relative_bias',))),
   ],
 )
 def test_loss_and_gradients_equal_a_dense_sum(name, lora):
-  adapters = make(lora, MODELS[name])
+  adapters = make(MODELS[name], **lora)
   base, trained = make_trees(adapters)
   batch = make_batch(adapters.model)
   # Rematerialised layers, of which the reference has none.
@@ -159,8 +166,7 @@ def test_loss_and_gradients_equal_a_dense_sum(name, lora):
   ids=['fsdp-sequence-tensor', 'whole_slice'],
 )
 def test_meshes_equal_one_device(mesh, rules):
-  lora = 'rank=2,targets=attention+cross_attention+mlp,base=nf4,full=norms'
-  adapters = make(lora)
+  adapters = make(rank=2, targets=PARTS, base='nf4', full=NORMS)
   base, trained = make_trees(adapters)
   batch, model = make_batch(adapters.model), build.build(adapters.model)
   step = jax.jit(run, static_argnums=(0, 1))
@@ -193,7 +199,7 @@ def test_meshes_equal_one_device(mesh, rules):
 
 
 def test_new_adapters_change_nothing_and_are_drawn_as_in_peft():
-  adapters = make('rank=4,targets=decoder/attention/output+embeddings')
+  adapters = make(rank=4, targets=('decoder/attention/output', 'embeddings'))
   base, _ = make_trees(adapters)
   trained = adapters.init(jax.random.key(0))
   flat = state_lib.flatten(trained)
@@ -275,7 +281,7 @@ def test_logits_of_a_random_pair_move_by_a_measured_error(pair, base, error):
 
   def logits(base, dtype):
     model = build.build(config, execution.ComputeConfig(dtype, 'none'))
-    adapters = make(f'rank=1,base={base}', config)
+    adapters = make(config, rank=1, base=base)
     frozen = {p: adapters.freeze(p, flat[p], dtype) for p in adapters.frozen}
     params = state_lib.unflatten(frozen)
     memory = model.encode(params, *rows[0]), rows[0][1]
@@ -291,18 +297,16 @@ def test_logits_of_a_random_pair_move_by_a_measured_error(pair, base, error):
 @pytest.mark.parametrize(
   'lora, words',
   [
-    ('rank=2,targets=atention', "did you mean 'attention'"),
-    ('targets=encoder/cross_attention', 'matches nothing'),
-    ('rank=20', 'at most 16'),
-    ('rank=2,full=encoder+decoder,base=int8', 'nothing is adapted'),
-    ('rank=2,base=fp4', 'int8, nf4'),
-    ('ranks=2', "did you mean 'rank'"),
-    ('rank=0', 'at least 1'),
+    ({'targets': ('atention',)}, "targets has .*did you mean 'attention'"),
+    ({'targets': ('encoder/cross_attention',)}, 'matches nothing'),
+    ({'rank': 20}, 'lora.rank is 20, .* at most 16'),
+    ({'full': ('encoder', 'decoder'), 'base': 'int8'}, 'nothing is adapted'),
+    ({'base': 'fp4'}, 'int8, nf4'),
   ],
 )
 def test_refusals(lora, words):
   with pytest.raises(errors.UserError, match=words):
-    assert make(lora).table
+    assert make(**{'rank': 2} | lora).table
 
 
 @pytest.mark.long

@@ -12,7 +12,8 @@ from tests.e2e import folders
 pytestmark = [pytest.mark.multiproc, pytest.mark.resume, pytest.mark.long]
 
 STEPS = 8
-LORA = 'rank=2,full=cross_attention+norms,dropout=0.1,base=int8'
+LORA = {'rank': 2, 'full': ('cross_attention', 'norms')}
+LORA |= {'dropout': 0.1, 'base': 'int8'}
 
 
 @pytest.fixture(scope='module')
@@ -32,7 +33,7 @@ def flags(folder):
   return records + [
     '--config.init.mode=checkpoint',
     f'--config.init.encoder={base}',
-    f'--config.train.lora={LORA}',
+    *(f'--config.train.lora.{k}={v}' for k, v in LORA.items()),
     f'--config.train.steps={STEPS}',
     '--config.train.microbatches=2',
     '--config.optimizer.learning_rate=1e-2',

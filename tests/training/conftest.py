@@ -6,6 +6,7 @@ import jax
 import numpy as np
 
 from encdec_adapt.base import keys
+from encdec_adapt.models import adapters as adapters_lib
 from encdec_adapt.models import build, model_config
 from encdec_adapt.objectives import framing, row_fields
 from encdec_adapt.sharding import mesh as mesh_lib
@@ -106,7 +107,7 @@ class Trainer:
     optimizer=None,
     model=MODEL,
     axes=types.MappingProxyType({}),
-    lora='',
+    lora=adapters_lib.Options(),
     models=types.MappingProxyType({}),
   ):
     mesh = mesh or mesh_lib.MeshConfig(fsdp=1)
@@ -122,7 +123,7 @@ class Trainer:
       model,
       self.mesh,
       rules_lib.RULES['fsdp'],
-      adapters=train.adapters(model.config),
+      adapters=adapters_lib.make(model.config, lora),
     )
     self.base = {}
     self.loss = loss or cross_entropy.CrossEntropy(z_loss=1e-3, chunk=16)

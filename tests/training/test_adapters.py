@@ -2,6 +2,7 @@
 
 import pytest
 
+from encdec_adapt.models import adapters as adapters_lib
 from encdec_adapt.models import build, execution, model_config
 from encdec_adapt.training import step as step_lib
 from tests import toy_models
@@ -16,9 +17,9 @@ MODEL = build.build(
 )
 
 
-def _compile(lora):
+def _compile(**lora):
   """Compiles a step from shapes."""
-  trainer = Trainer(model=MODEL, lora=lora)
+  trainer = Trainer(model=MODEL, lora=adapters_lib.Options(**lora))
   batch = step_lib.place_batch(make_batch(4), trainer.where)
   base = trainer.where.abstract_base()
   arguments = trainer.phases.abstract(), batch, {}, base
@@ -30,7 +31,7 @@ def _compile(lora):
   'base, share', [('', 0.55), ('int8', 0.2), ('nf4', 0.17)]
 )
 def test_memory_and_flops_are_a_share_of_full_tunings(base, share):
-  full, tuned = _compile(''), _compile(f'rank=4,base={base}')
+  full, tuned = _compile(), _compile(rank=4, base=base)
   sizes, flops = [], []
   for program in (full, tuned):
     stats = program.memory_analysis()

@@ -273,8 +273,9 @@ def test_training_finds_positives_and_a_teacher_is_learnt():
 @pytest.mark.long
 def test_adapters_start_at_the_loss_of_their_base_and_learn():
   loss = infonce.InfoNce(temperature=0.1)
+  lora = adapters_lib.Options(rank=4, base='int8')
   trainer = conftest.Trainer(
-    loss=loss, model=MODEL, axes=AXES, microbatches=2, lora='rank=4,base=int8'
+    loss=loss, model=MODEL, axes=AXES, microbatches=2, lora=lora
   )
   adapters = trainer.where.adapters
   params = traverse_util.flatten_dict(MODEL.init(jax.random.key(0)), sep='/')

@@ -7,8 +7,7 @@ import dataclasses
 import functools
 
 from encdec_adapt.base import errors, keys, option_strings
-from encdec_adapt.models import adapters as adapters_lib
-from encdec_adapt.models import model_config
+from encdec_adapt.models import adapters
 from encdec_adapt.telemetry import trackers
 from encdec_adapt.training.sections import rollout_options
 
@@ -47,12 +46,6 @@ class TrainConfig:
     'First steps in which only cross-attention trains; the paper uses 1000'
     ' for unbalanced pairs and 0 for balanced ones.',
     at_least=0,
-  )
-  lora: str = keys.key(
-    '',
-    'Adapters over a frozen model, as in'
-    " 'rank=16,alpha=32,targets=attention+mlp,dropout=0,full=norms,base=int8':"
-    " configs/lora.md. '': all parameters train.",
   )
   log_every: int = keys.key(10, 'Steps between printed lines.', at_least=1)
   trackers: tuple[str, ...] = keys.key(
@@ -105,10 +98,11 @@ class TrainConfig:
     0, 'Steps to trace; SIGUSR1 traces the next 3.', at_least=0
   )
 
+  lora: adapters.Options = keys.section(adapters.Options, switch='rank')
+
   def __post_init__(self):
     keys.check(self, 'config.train.')
     self.sampling  # noqa: B018  Checks them.
-    adapters = adapters_lib.parse(self.lora)
     trackers.check_names(self.trackers)
     if self.batch_size % self.microbatches:
       raise errors.UserError(
@@ -116,12 +110,12 @@ class TrainConfig:
         f' config.train.microbatches ({self.microbatches}); change one of'
         ' them.'
       )
-    if adapters and self.cross_attention_warmup:
+    if self.lora.rank and self.cross_attention_warmup:
       raise errors.UserError(
         'config.train.cross_attention_warmup is'
-        f' {self.cross_attention_warmup}, and config.train.lora trains adapters'
-        f' of {adapters.targets or "all projections"} (whole:'
-        f' {adapters.full or "nothing"}) from the first step on; set it to 0.'
+        f' {self.cross_attention_warmup} and config.train.lora.rank'
+        f' {self.lora.rank}: adapters train from the first step on; set one of'
+        ' them to 0.'
       )
     # Steps of 0 are open: they follow from the records, which are not made yet.
     if 0 < self.steps <= self.cross_attention_warmup:
@@ -131,17 +125,6 @@ class TrainConfig:
         f' {self.steps} steps to the other parameters; lower it or raise'
         ' config.train.steps.'
       )
-
-  def adapters(
-    self, model: model_config.ModelConfig
-  ) -> adapters_lib.Adapters | None:
-    """Returns the adapters of a model; None where the model itself trains.
-
-    Raises:
-      UserError: the options do not suit the model.
-    """
-    options = adapters_lib.parse(self.lora)
-    return adapters_lib.Adapters(model, options) if options else None
 
   @functools.cached_property
   def sampling(self) -> rollout_options.Rollouts:

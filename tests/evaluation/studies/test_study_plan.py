@@ -146,8 +146,8 @@ def test_steps_of_other_adapters_and_optimizers_are_others():
     stage = stages.Stage('a', 'train', (), (), '', values=values)
     return study_plan._shape(page, stage)
 
-  same = [shape(train__steps=n, train__lora='rank=2') for n in (1, 2)]
-  shapes = {*same, shape(train__lora='rank=32'), shape(train__lora='')}
+  same = [shape(train__steps=n, train__lora__rank=2) for n in (1, 2)]
+  shapes = {*same, shape(train__lora__rank=32), shape(train__lora__rank=0)}
   shapes |= {shape(optimizer__kind=x) for x in ('adamw', 'adafactor')}
   assert len(shapes) == 5
 
