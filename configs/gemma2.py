@@ -280,7 +280,7 @@ def recipe(pair, objective):
     config.train.batch_size, config.train.steps = 128, 1000
     config.train.cross_attention_warmup = 0
   if objective == 'rloo':
-    config.loss.kind, config.train.rewards = 'rloo', 'answers'
+    config.loss.kind, config.train.rewards.answers = 'rloo', 1.0
     config.train.batch_size, config.optimizer.learning_rate = 64, 1e-6
   return config
 

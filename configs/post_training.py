@@ -76,7 +76,7 @@ def get_config(arg=None, **values):
     chat = 'chat_' if args['format'] == 'chat' else ''
     config.data.objective = f'{chat}preferences'
   elif recipe == 'rloo':
-    config.train.rollouts = 'samples=8,max_kl=15'
+    config.train.rollouts.max_kl = 15.0
   elif recipe == 'grpo':
-    config.train.rollouts = 'samples=8,cut=mask'
+    config.train.rollouts.cut = 'mask'
   return config

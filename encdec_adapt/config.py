@@ -328,19 +328,23 @@ def pinned(
     UserError: an address cannot be resolved, see `hub.pinned`.
   """
 
-  def addresses() -> dict[str, str]:
+  def pin(value, before):
+    if isinstance(value, str):
+      return hub.pinned(value, before or '')
+    return tuple(hub.pinned(x, ' '.join(before)) for x in value)
+
+  def addresses() -> dict[str, Any]:
     file = paths.at(workdir) / RUN_CONFIG
-    saved = environment.flat(atomic.read_json(file) if file.exists() else {})
+    saved = atomic.read_json(file) if file.exists() else {}
+    saved = environment.flat(saved_keys.translate(saved))
     folder = config.data.folder or paths.join(workdir, 'records')
     if hub.SCHEME in config.data.source:
       manifest = record_sets.read_manifest(paths.join(folder, 'train'))
       saved |= {'data.source': manifest['spec']['source']} if manifest else {}
     return {
-      key: hub.pinned(value, saved.get(key, ''))
+      key: pin(value, saved.get(key, ()))
       for key, value in environment.flat(config.to_dict()).items()
-      if isinstance(value, str)
-      and hub.SCHEME in value
-      and key.startswith(section)
+      if hub.SCHEME in str(value) and key.startswith(section)
     }
 
   # Process 0 for all: a branch may move between two requests.
@@ -511,14 +515,17 @@ def _check_sources(settings: Settings, sources: bool) -> None:
       f'config.init.mode is {init.mode!r} but config.init.encoder is empty;'
       ' give the work directory or Hugging Face folder of the source.'
     )
-  for key in ('rollouts', 'rewards'):
-    value = getattr(settings.train, key)
-    read = recipe.sampling if key == 'rollouts' else recipe.rewards
-    if value and read is None:
-      raise errors.UserError(
-        f'config.train.{key} is {value!r} but the loss is {loss.name}, which'
-        ' does not read it; empty it, or choose a loss that does, such as'
-        " config.loss.kind='rloo'."
+  for key, read in (
+    ('rollouts', recipe.sampling),
+    ('rewards', recipe.rewards),
+  ):
+    section = getattr(settings.train, key)
+    if read is None:
+      keys.require_defaults(
+        keys.values_of(section),
+        keys.defaults(type(section)),
+        f'config.train.{key}.',
+        f'the loss is {loss.name}',
       )
   best, patience = settings.checkpoint.keep_best, settings.train.patience
   if not settings.evaluation.loss and (best or patience):
@@ -527,10 +534,11 @@ def _check_sources(settings: Settings, sources: bool) -> None:
       f' config.train.patience={patience} compares evaluations; set it to a'
       ' number of steps, or the other keys to False and 0.'
     )
-  if sources and recipe.rewards == '':
+  if sources and recipe.rewards is not None and not recipe.rewards.weights:
     raise errors.UserError(
-      f'config.train.rewards is empty with config.loss.kind={loss.name!r}; name'
-      " the rewards of completions, as in 'answers' or 'python:FILE#FUNCTION'."
+      'config.train.rewards has no reward with config.loss.kind='
+      f'{loss.name!r}; set config.train.rewards.answers to 1, or name'
+      ' config.train.rewards.functions or .models.'
     )
   train = settings.train
   dropout = train.dropout or train.lora.dropout

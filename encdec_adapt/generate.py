@@ -38,7 +38,7 @@ from typing import Any
 from absl import flags
 import numpy as np
 
-from encdec_adapt.base import errors
+from encdec_adapt.base import errors, option_strings
 from encdec_adapt.cli import command
 from encdec_adapt.cluster import distributed
 from encdec_adapt.conversion import (
@@ -56,6 +56,7 @@ from encdec_adapt.objectives import framing
 from encdec_adapt.telemetry import progress
 from encdec_adapt.tokenizers import chat_format
 from encdec_adapt.training import policy_batches
+from encdec_adapt.training.sections import rewards_section
 
 # Fields of a prompt's line of JSON.
 Result = dict[str, Any]
@@ -91,9 +92,9 @@ define_flags = command.define(
   ),
   command.string(
     'reward',
-    'Rewards by which --best_of chooses, as in config.train.rewards:'
-    ' model:CHECKPOINT, python:FILE#FUNCTION (fields are `prompt` and `ended`),'
-    ' with weights.',
+    'Rewards by which --best_of chooses, with weights, as in'
+    " 'model:CHECKPOINT + python:FILE#FUNCTION@0.5' (fields are `prompt` and"
+    ' `ended`).',
   ),
   command.string(
     'output', 'File of JSON lines to write the results to.', agrees=False
@@ -217,7 +218,30 @@ def _open_rewards(
     )
 
   return completion_rewards.Rewards(
-    values.reward, open_model, '--reward', has_rows=False
+    _parse_rewards(values.reward), open_model, '--reward'
+  )
+
+
+def _parse_rewards(text: str) -> rewards_section.RewardsConfig:
+  """Parses 'model:CHECKPOINT@WEIGHT + python:FILE#FUNCTION'."""
+  rewards: dict[str, list[tuple[str, float]]] = {'model': [], 'python': []}
+  for part, weight in option_strings.things('--reward', text, r' \+ '):
+    kind, value = part.partition(':')
+    if kind.text not in rewards or not value:
+      raise part.error(
+        'must be model:CHECKPOINT or python:FILE#FUNCTION: a prompt has no'
+        ' answer or tests to compare with'
+      )
+    rewards[kind.text].append((value.text, 1.0 if weight is None else weight))
+  (models, model_weights), (functions, function_weights) = (
+    tuple(zip(*entries, strict=True)) or ((), ())
+    for entries in rewards.values()
+  )
+  return rewards_section.RewardsConfig(
+    models=models,
+    model_weights=model_weights,
+    functions=functions,
+    function_weights=function_weights,
   )
 
 

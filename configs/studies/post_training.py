@@ -40,6 +40,7 @@ from encdec_adapt.telemetry import compute_cost
 MODELS = {'pair': 'adapted', 'decoder': 'decoder_only'}
 TOKENS = 48  # Most tokens of a prompt, and of a continuation.
 SAMPLES = 8
+MODEL = 'model'
 # Measures of the price, and how they are shown.
 _PRICES = dict.fromkeys(('kl', 'tokens', 'distinct', 'one_line'), '.2f')
 _PRICES |= dict.fromkeys(('FLOPs', 'with sources'), '.1e')
@@ -53,8 +54,8 @@ class Arm:
     recipe: name of a recipe in `post_training.RECIPES`, or sft.
     share: steps, over those of the size.
     rate: learning rate.
-    reward: rewards of a policy (`config.train.rewards`); 'model:' is the
-      reward model of the same seed.
+    reward: reward of a policy: FILE#FUNCTION, or MODEL, the reward model of the
+      same seed.
   """
 
   recipe: str
@@ -63,7 +64,7 @@ class Arm:
   reward: str = ''
 
 
-_VALID = f'python:{configs.path("functions.py")}#valid'
+_VALID = f'{configs.path("functions.py")}#valid'
 ARMS = {
   'tuned': Arm('sft', 1.0, 1e-3),
   # As many FLOPs as a policy.
@@ -72,7 +73,7 @@ ARMS = {
   'dpo': Arm('dpo', 1.0, 1e-4),
   'reward': Arm('reward', 1.0, 3e-4),
   'rloo': Arm('rloo', rate=1e-3, reward=_VALID),
-  'rloo_model': Arm('rloo', rate=1e-3, reward='model:'),
+  'rloo_model': Arm('rloo', rate=1e-3, reward=MODEL),
   'rloo_line': Arm(
     'rloo', rate=1e-3, reward=_VALID.replace('valid', 'one_line')
   ),
@@ -160,9 +161,13 @@ def get_config(arg=None):
     config.data.eval_rows = config.train.eval_batch_size
   if arm.reward:
     config.train.batch_size = size.batch
-    config.train.rollouts = f'samples={SAMPLES},tokens={TOKENS},cut=1'
-    judge = f'{root}/pair_reward' if arm.reward == 'model:' else ''
-    config.train.rewards = arm.reward + judge
+    rollouts, rewards = config.train.rollouts, config.train.rewards
+    rollouts.samples, rollouts.tokens = SAMPLES, TOKENS
+    rollouts.cut, rollouts.cut_penalty, rollouts.max_kl = 'penalty', 1.0, 0.0
+    if arm.reward == MODEL:
+      rewards.models = (f'{root}/pair_reward',)
+    else:
+      rewards.functions = (arm.reward,)
   config.train.steps = math.ceil(arm.share * size.steps)
   config.train.log_every = 5
   config.evaluation.loss, config.evaluation.samples = 1000, 0
@@ -193,8 +198,8 @@ def _arm(run, arg):
     starts['data.source'] = text
   if ARMS[arm].recipe == 'distill':
     starts['teacher.checkpoint'] = 'decoder_tuned'
-  if ARMS[arm].reward == 'model:':
-    starts['train.rewards'] = 'model:{pair_reward}'
+  if ARMS[arm].reward == MODEL:
+    starts['train.rewards.models'] = 'pair_reward'
   return pages.Arm(run, f'studies/post_training:{arg},run={run}', starts=starts)
 
 

@@ -36,6 +36,7 @@ class Key:
     names: whether the value is a tuple of names.
     shared: whether the key belongs to the section as a whole, where the
       dataclass is one of several choices with options of their own.
+    weights: whether the value is a tuple of weights.
   """
 
   doc: str
@@ -49,6 +50,7 @@ class Key:
   interval: bool = False
   names: bool = False
   shared: bool = False
+  weights: bool = False
 
   def problem(self, value: Any) -> str:
     """Returns the error in a value, or '' if it is right."""
@@ -59,6 +61,8 @@ class Key:
     if self.names and not all(name and ',' not in name for name in value):
       names = [x for name in value for x in name.split(',') if x]
       return f'no name may be empty or contain a comma; write "{tuple(names)}"'
+    if self.weights and not all(0 < weight < math.inf for weight in value):
+      return 'weights must be above 0'
     if self.interval and (text := intervals.problem(value, self.above)):
       return text
     if self.one_of is not None and value not in self.one_of:
@@ -212,6 +216,8 @@ def make(section: type, values: Mapping[str, Any], **fields: Any) -> Any:
       value = tuple(value)
     if info.names:  # A flag makes a number of a name such as 2024.
       value = tuple(map(str, value))
+    if info.weights:
+      value = tuple(map(float, value))
     unset = info.none is not None and value == info.none
     fields[field] = None if unset else value
   return section(**fields)

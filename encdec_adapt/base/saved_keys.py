@@ -35,6 +35,10 @@ def translate(config: Mapping[str, Any]) -> Section:
     config['loss'] = _loss(loss)
   if isinstance(train.get('lora'), str):
     train['lora'] = _lora(train['lora'])
+  if isinstance(train.get('rollouts'), str):
+    train['rollouts'] = _rollouts(train['rollouts'])
+  if isinstance(train.get('rewards'), str):
+    train['rewards'] = _rewards(train['rewards'])
   if 'every' in checkpoint:
     checkpoint['every'] = _interval(str(checkpoint['every']))
   return config
@@ -103,6 +107,32 @@ def _lora(text: str) -> Section:
   for name in ('targets', 'full'):
     section[name] = tuple(filter(None, section[name].split('+')))
   return section | {'rslora': bool(section['rslora'])}
+
+
+def _rollouts(text: str) -> Section:
+  """Returns section `train.rollouts`: 'samples=8,cut=0.5' before."""
+  defaults = {'samples': 8, 'tokens': 0, 'temperature': 1.0, 'top_k': 0}
+  defaults |= {'top_p': 1.0, 'cut': 'keep', 'max_kl': 0.0}
+  section = option_strings.key_values('config.train.rollouts', text, defaults)
+  penalty = 0.0
+  if section['cut'] not in ('keep', 'mask'):
+    section['cut'], penalty = 'penalty', float(section['cut'])
+  return section | {'cut_penalty': penalty}
+
+
+def _rewards(text: str) -> Section:
+  """Returns section `train.rewards`: 'answers + model:runs/rm@0.5' before."""
+  section: Section = {'answers': 0.0, 'code': 0.0}
+  names: dict[str, dict[str, float]] = {'model': {}, 'python': {}}
+  parts = option_strings.things('config.train.rewards', text, r' \+ ')
+  for part, weight in parts if text else ():
+    kind, value = part.partition(':')
+    weights = names[kind.text] if value else section
+    weights[value.text or part.text] = 1.0 if weight is None else weight
+  for key, weights in zip(('model', 'function'), names.values(), strict=True):
+    section[f'{key}s'] = tuple(weights)
+    section[f'{key}_weights'] = tuple(weights.values())
+  return section
 
 
 def _interval(text: str) -> float:

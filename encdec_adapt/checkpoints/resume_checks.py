@@ -108,7 +108,7 @@ def check_same_references(
       keys = 'config.teacher.checkpoint (or config.init.encoder and'
       keys += ' config.teacher.dtype)'
       if name.startswith(REWARD_MODEL):
-        keys = 'config.train.rewards, perhaps to model:RUN@STEP,'
+        keys = 'config.train.rewards.models, perhaps to RUN@STEP,'
       raise errors.UserError(
         f'the checkpoint was trained with another {name}: its parameters had'
         f' the digest {digest[:12]}, now {now["references"][name][:12]}. Set'

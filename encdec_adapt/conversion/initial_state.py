@@ -480,7 +480,7 @@ def _check_positions(source, kind, lengths, title) -> None:
         ' (max_position_embeddings of its config.json), and has to read'
         f' {positions[side]}: lower config.data.encoder_length'
         f' ({lengths.encoder}), decoder_length or tokens of'
-        f' {rollout_options.LABEL} ({lengths.decoder}).'
+        f' {rollout_options.LABEL}.tokens ({lengths.decoder}).'
       )
 
 

@@ -125,9 +125,9 @@ class Job:
       return job
     if not job.rewards.placed:
       raise errors.UserError(
-        f'--programs={name}: config.train.rewards={job.train.rewards!r} has no'
-        f' reward model, or the loss {recipe.loss.name} reads no rewards; name'
-        ' model:CHECKPOINT, or leave it out.'
+        f'--programs={name}: config.train.rewards.models is'
+        f' {job.train.rewards.models!r}, or the loss {recipe.loss.name} reads'
+        ' no rewards; name a checkpoint there, or leave out the program.'
       )
     compute = initial_state.scoring_compute(job.compute)
     return dataclasses.replace(job, compute=compute)
@@ -237,7 +237,7 @@ class Job:
     if self.recipe.rewards is None:
       return reward_models.RewardModels({}, [])
     return reward_models.place(
-      self.recipe.rewards,
+      self.recipe.rewards.models,
       self.placed_model,
       self.compute,
       self.data.vocabularies,

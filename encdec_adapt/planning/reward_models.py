@@ -4,12 +4,11 @@ A model that does not exist here is assumed to have the policy's shape with a
 scalar head. Like `programs`, this module reads no weights.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 import dataclasses
 from typing import Any
 
 from encdec_adapt.conversion import initial_state, model_on_disk
-from encdec_adapt.evaluation.measures import completion_rewards
 from encdec_adapt.models import execution, model_config, parameters
 from encdec_adapt.objectives import framing
 from encdec_adapt.tokenizers import vocabulary_pair
@@ -41,7 +40,7 @@ class RewardModels:
 
 
 def place(
-  text: str,
+  paths: Sequence[str],
   policy: state_lib.Placement,
   compute: execution.ComputeConfig,
   choice: vocabulary_pair.Choice,
@@ -50,7 +49,7 @@ def place(
   """Places the reward models of a job as training does.
 
   Args:
-    text: value of `config.train.rewards`.
+    paths: `config.train.rewards.models`.
     policy: the trained model and its mesh.
     compute: section `compute` of the configuration.
     choice: the vocabularies of the job.
@@ -60,7 +59,7 @@ def place(
     UserError: an existing model is not a reward model, or cannot read the rows.
   """
   placed, missing = {}, []
-  for i, path in enumerate(completion_rewards.model_paths(text), 1):
+  for i, path in enumerate(paths, 1):
     if model_on_disk.resolve(path)[0].exists():
       reward = initial_state.open_reward_model(
         path, policy, compute, choice, lengths

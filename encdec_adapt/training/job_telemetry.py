@@ -40,7 +40,7 @@ class JobTelemetry(contextlib.AbstractContextManager):
     cost: running totals of the job, as saved in checkpoints.
     start: step that the job starts from.
     over_budget: whether the policy of the last step had a larger KL than
-      `config.train.rollouts` allows.
+      `config.train.rollouts.max_kl` allows.
   """
 
   def __init__(
@@ -103,7 +103,7 @@ class JobTelemetry(contextlib.AbstractContextManager):
       )
     )
     self._patience, self._held_out = train.patience, selected
-    self._max_kl, self.over_budget = train.sampling.max_kl, False
+    self._max_kl, self.over_budget = train.rollouts.max_kl, False
 
   def __exit__(self, *exception) -> None:
     if self._writer:
@@ -232,7 +232,7 @@ class JobTelemetry(contextlib.AbstractContextManager):
       # The KL is of the policy before the last update.
       problem = (
         f'the KL to the reference at step {step - 1} is above the largest that'
-        f' {rollout_options.LABEL} allows ({self._max_kl})'
+        f' {rollout_options.LABEL}.max_kl allows ({self._max_kl})'
       )
       if within is None:
         raise errors.UserError(

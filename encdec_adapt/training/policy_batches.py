@@ -139,7 +139,7 @@ class PolicyBatches:
       evaluated: the last step that was evaluated, None for none.
     """
     self._recipe, self._data = recipe, data
-    self._cut = train.sampling
+    self._cut = train.rollouts
     self._score, self._weights = score, weights
     self._sampler = rollouts.Sampler(
       placement,
@@ -232,7 +232,7 @@ class PolicyBatches:
       values, counts = self._score(groups)
     total = sum(self._weights[name] * x for name, x in values.items())
     rewards = np.zeros(samples.counts.shape, np.float32)
-    penalty = self._cut.penalty * ~samples.ended[exists]
+    penalty = self._cut.cut_penalty * ~samples.ended[exists]
     rewards[exists] = total - penalty
     return _Batch(rows, exists, groups, samples, values, counts, rewards)
 

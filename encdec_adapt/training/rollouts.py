@@ -211,7 +211,7 @@ def _require_memory(options, start, steps) -> None:
   free = environment.memory_free()
   if free is not None and needed > free:
     raise errors.UserError(
-      f'{rollout_options.LABEL}: tokens is {options.tokens}, and caches of a'
+      f'{rollout_options.LABEL}.tokens is {options.tokens}, and caches of a'
       f' step of them need {disk.format_bytes(needed)} of a device, of which'
       f' {disk.format_bytes(free)} are free; lower tokens, samples or'
       ' config.train.batch_size.'

@@ -91,7 +91,7 @@ def check_batches(
     ('train.eval_batch_size', train.eval_batch_size, batch),
     ('data.encoder_length', lengths.encoder, length),
     ('data.decoder_length', lengths.decoder, length),
-    ('train.rollouts: tokens', train.sampling.tokens, length),
+    ('train.rollouts.tokens', train.rollouts.tokens, length),
   ):
     if size % shards:
       parts = microbatches if key == 'train.batch_size' else ''

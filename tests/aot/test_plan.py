@@ -115,9 +115,10 @@ def test_evaluation_and_kernels_of_sharded_lengths_are_counted(tmp_path):
 @pytest.mark.aot
 @pytest.mark.long
 def test_the_scoring_of_a_reward_model_is_compiled(tmp_path):
-  flags = ['--config.loss.kind=rloo', '--config.train.rewards=model:nowhere']
+  flags = ['--config.loss.kind=rloo', '--config.train.rewards.models=nowhere']
   flags += ['--config.data.objective=pairs', '--config.data.encoder_length=256']
-  flags += ['--config.train.rollouts=samples=2,tokens=127']
+  flags += ['--config.train.rollouts.samples=2']
+  flags += ['--config.train.rollouts.tokens=127']
   flags += ['--config.data.source=']
   (plan,) = make(tmp_path, *flags, '--programs=reward').values()
   memory, layer = plan['memory'], 2 * 256 * (2 * 512 + 2 * 256) + 6 * 256 * 512

@@ -82,7 +82,7 @@ def test_dry_run_counts_a_reward_model_that_is_not_there(capsys):
     '--config=configs/quickstart.py:size=smoke,run=unbalanced',
     '--config.train.batch_size=64',
     '--config.loss.kind=rloo',
-    '--config.train.rewards=model:runs/nobody',
+    '--config.train.rewards.models=runs/nobody',
     '--config.data.objective=pairs',
     '--config.data.source=pairs:x#a,b',
   ]

@@ -63,6 +63,9 @@ def test_a_resumed_job_reads_the_commits_of_its_start(
       section, field = name.split('.')
       wanted = moved if name == key else hub.pinned
       assert commits[section][field] == wanted
+  config.train.rewards.models = (ADDRESS, str(gemma))
+  models = config_lib.pinned(config, run).train.rewards.models
+  assert models == (moved, str(gemma))
 
 
 def test_a_model_of_the_hub_is_read_where_a_folder_is(

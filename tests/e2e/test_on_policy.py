@@ -26,7 +26,8 @@ def job(tmp_path_factory):
     '--config.loss.kind=distill',
     '--config.loss.distill.divergence=reverse',
     '--config.loss.distill.on_policy=0.45',
-    '--config.train.rollouts=tokens=8,temperature=0.9',
+    '--config.train.rollouts.tokens=8',
+    '--config.train.rollouts.temperature=0.9',
     f'--config.teacher.checkpoint={teacher}',
     '--config.checkpoint.every=2',
     f'--config.compute.compile_cache={folder}/compiled',
@@ -86,11 +87,14 @@ def test_sampled_targets_and_exact_resume(job, monkeypatch):
 @pytest.mark.parametrize(
   'flags, words',
   [
-    (['train.rollouts=samples=4'], 'samples is 4, which .* does not read'),
-    (['train.rollouts=cut=mask'], "cut is 'mask'"),
+    (['train.rollouts.samples=4'], 'samples is 4, which .* does not read'),
+    (['train.rollouts.cut=mask'], "cut is 'mask'"),
     (['loss.distill.share=0.5'], 'own samples teaches a student nothing'),
     (['teacher.checkpoint=stored:x'], 'has another .*on_policy'),
-    (['loss.distill.on_policy=0'], 'which does not read it'),
+    (
+      ['loss.distill.on_policy=0'],
+      'rollouts.tokens is 8, which is not read',
+    ),
   ],
 )
 def test_what_is_refused(flags, words, job):

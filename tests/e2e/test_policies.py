@@ -48,8 +48,9 @@ def flags(tmp_path_factory):
     '--config.data.decoder_length=16',
     '--config.data.eval_fraction=0.2',
     '--config.data.workers=1',
-    f'--config.train.rewards=python:{folder}/mine.py#vowels',
-    '--config.train.rollouts=samples=4,tokens=8',
+    f'--config.train.rewards.functions={folder}/mine.py#vowels',
+    '--config.train.rollouts.samples=4',
+    '--config.train.rollouts.tokens=8',
     '--config.train.batch_size=8',
     '--config.train.eval_batch_size=8',
     '--config.train.log_every=5',
@@ -185,7 +186,7 @@ def test_a_budget_of_kl_ends_the_job(tmp_path, flags, keep_best):
   run = tmp_path / 'run'
   flags = [
     *flags,
-    '--config.train.rollouts=samples=4,tokens=8,max_kl=0.1',
+    '--config.train.rollouts.max_kl=0.1',
     '--config.checkpoint.every=1',
     f'--config.checkpoint.keep_best={keep_best}',
     '--config.optimizer.learning_rate=1e-4',
@@ -215,7 +216,7 @@ def test_a_budget_that_the_start_is_over_is_refused(tmp_path, flags):
   flags = [
     *flags,
     f'--config.teacher.checkpoint={reference}',
-    '--config.train.rollouts=samples=4,tokens=8,max_kl=0.1',
+    '--config.train.rollouts.max_kl=0.1',
     f'--workdir={tmp_path}/run',
   ]
   with pytest.raises(ValueError, match=r'at step 0 is above .*\(0.1\)'):
@@ -231,30 +232,29 @@ def test_completions_longer_than_the_model_are_refused(tmp_path, flags, kind):
   file.write_text(file.read_text().replace('{', limit, 1))
   flags = [f'--config=configs/sft.py:source={tmp_path}/small', *flags[1:]]
   flags += [f'--config.loss.kind={kind}', f'--workdir={tmp_path}/run']
-  message = 'small has 64 positions .* read 65: .*rollouts .49.'
+  message = 'small has 64 positions .* read 65: .*rollouts.tokens .49.'
   with pytest.raises(ValueError, match=message):
-    tiny.call(train_lib, *flags, '--config.train.rollouts=tokens=49')
+    tiny.call(train_lib, *flags, '--config.train.rollouts.tokens=49')
 
 
 @pytest.mark.e2e
 @pytest.mark.parametrize(
   'changes, message',
   [
-    (['train.rewards='], 'config.train.rewards is empty'),
-    (['train.rewards=code'], 'give --allow_code'),
+    (['train.rewards.code=1'], 'give --allow_code'),
     (
-      ['train.rewards=code', '--allow_code'],
+      ['train.rewards.code=1', '--allow_code'],
       "reads the field 'tests'; rows of",
     ),
     (
-      ['loss.kind=cross_entropy'],
-      'config.train.rollouts is .*, which does not read it',
+      ['loss.kind=cross_entropy', 'loss.rloo.beta=0.05'],
+      'train.rollouts.samples is 4, which is not read',
     ),
     (
-      ['train.rollouts=max_kl=1', 'checkpoint.keep=1'],
-      'config.checkpoint.keep is 1 with max_kl',
+      ['train.rollouts.max_kl=1', 'checkpoint.keep=1'],
+      'config.checkpoint.keep is 1 with config.train.rollouts.max_kl',
     ),
-    (['train.rollouts=tokens=6,samples=1'], 'samples is 1'),
+    (['train.rollouts.samples=1'], 'samples is 1'),
   ],
 )
 def test_bad_input(tmp_path, flags, capsys, changes, message):

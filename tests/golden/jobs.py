@@ -33,7 +33,12 @@ PREFERENCES = (
   'data.objective=preferences:separator=":"',
 )
 PAIRS = ('data.source=pairs:pairs.jsonl#q,a',)
-POLICY = (*PAIRS, 'train.rollouts=samples=4,tokens=8,temperature=0.9')
+POLICY = (
+  *PAIRS,
+  'train.rollouts.samples=4',
+  'train.rollouts.tokens=8',
+  'train.rewards.functions=mine.py#vowels',
+)
 TEXT = (
   *(f'model.{side}.{k}={v}' for side in ('encoder', 'decoder')
     for k, v in tiny.STACK.items() if k != 'pattern'),
@@ -104,7 +109,9 @@ JOBS = {
     'loss.kind=distill',
     'loss.distill.divergence=reverse',
     'loss.distill.on_policy=0.45',
-    'train.rollouts=tokens=8,temperature=0.9,top_k=20',
+    'train.rollouts.tokens=8',
+    'train.rollouts.temperature=0.9',
+    'train.rollouts.top_k=20',
     f'teacher.checkpoint={SMALL}',
   ),
   'dpo_and_cross_entropy': (
@@ -125,7 +132,9 @@ JOBS = {
     *POLICY,
     'loss.kind=rloo',
     'loss.rloo.beta=0.1',
-    'train.rewards=model:reward@0.5 + python:mine.py#vowels',
+    'train.rollouts.temperature=0.9',
+    'train.rewards.models=reward',
+    'train.rewards.model_weights=0.5',
   ),
   'grpo_with_options': (
     'sft:source=pair',
@@ -135,8 +144,9 @@ JOBS = {
     'loss.grpo.clip=0.3',
     'loss.grpo.divisor=constant',
     'loss.grpo.deviation=none',
-    'train.rollouts=samples=4,tokens=8,cut=0.5,max_kl=50',
-    'train.rewards=python:mine.py#vowels',
+    'train.rollouts.cut=penalty',
+    'train.rollouts.cut_penalty=0.5',
+    'train.rollouts.max_kl=50',
   ),
   'infonce_with_a_learnt_temperature': (
     'embeddings:source=pair,head=projections=24+16;dimensions=8',

@@ -100,8 +100,8 @@ def test_a_policy_holds_its_reward_model():
   assert shapes['decoder_tokens'] == (toy.ROWS, 4, 16 + 1)
   assert shapes['encoder_tokens'] == (toy.ROWS, toy.LENGTH)
   assert jobs['reward'].rewards.missing == ['nowhere/judge']
-  with pytest.raises(errors.UserError, match="'answers' has no reward model"):
-    toy.job('reward', **toy.POLICY | {'train__rewards': 'answers'})
+  with pytest.raises(errors.UserError, match=r'rewards.models is \(\), or'):
+    toy.job('reward', **toy.POLICY | {'train__rewards__models': ()})
 
 
 def test_both_answers_of_a_preference_are_counted():

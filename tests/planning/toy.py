@@ -40,16 +40,16 @@ def job(name='train', **changes):
   config.compute.dtype = 'bfloat16'
   config.compute.remat = 'full'
   for key, value in changes.items():
-    section, _, field = key.partition('__')
-    config[section][field] = value
+    config.update_from_flattened_dict({key.replace('__', '.'): value})
   settings = config_lib.load(config, sources=False)
   mesh = mesh_lib.make_mesh(settings.mesh, jax.devices()[:8])
   return programs.Job.of(name, settings, mesh)
 
 
 # Sampling needs a policy, and scoring its reward model, which is not there.
-POLICY = {'loss__kind': 'rloo', 'train__rollouts': 'samples=4,tokens=16'}
-POLICY |= {'train__rewards': 'answers + model:nowhere/judge@0.5'}
+POLICY = {'loss__kind': 'rloo', 'train__rollouts__samples': 4}
+POLICY |= {'train__rollouts__tokens': 16}
+POLICY |= {'train__rewards__models': ('nowhere/judge',)}
 
 
 def program_job(name):

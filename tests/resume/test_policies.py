@@ -31,8 +31,12 @@ def flags(folder):
     '--config.train.microbatches=2',
     '--config.loss.kind=grpo',
     '--config.loss.grpo.truncate=2',
-    '--config.train.rollouts=samples=4,tokens=8,cut=mask',
-    f'--config.train.rewards=answers + python:{folder}/reward.py#share@2',
+    '--config.train.rollouts.samples=4',
+    '--config.train.rollouts.tokens=8',
+    '--config.train.rollouts.cut=mask',
+    '--config.train.rewards.answers=1',
+    f'--config.train.rewards.functions={folder}/reward.py#share',
+    '--config.train.rewards.function_weights=2',
     '--config.checkpoint.every=2',
     '--config.checkpoint.keep_best=True',
     f'--config.compute.compile_cache={folder}/compiled',
@@ -90,7 +94,7 @@ def test_a_reward_that_fails_saves_the_step_before(folder, flags):
     [
       *own,
       '--config.checkpoint.every=100',
-      f'--config.train.rewards=python:{folder}/failing.py#fail',
+      f'--config.train.rewards.functions={folder}/failing.py#fail',
     ],
     workdir,
   )

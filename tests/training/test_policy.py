@@ -12,7 +12,7 @@ from encdec_adapt.base import errors
 from encdec_adapt.objectives import framing, row_fields
 from encdec_adapt.training.losses import policy
 from encdec_adapt.training.recipes import policy_recipe
-from encdec_adapt.training.sections import train_section
+from encdec_adapt.training.sections import rollout_options
 from tests import gemma_ids, toy_models
 from tests.training import conftest
 from tests.training.test_preference import POLICY, REFERENCE
@@ -236,16 +236,17 @@ def test_losses_and_gradients_equal_dense_formulas(kind, params):
 @pytest.mark.parametrize(
   'rollouts, objective, message',
   [
-    ('samples=1', 'pairs', 'samples is 1 with .*at least 2'),
-    ('top_k=20', 'pairs', 'top_k and top_p are not read'),
-    ('', 'preferences', 'no prompt with a single answer'),
-    ('', 'prefix_lm', 'no prompt with a single answer'),
-    ('', 'pairs:meap=separate', 'without masks'),
+    ({'samples': 1}, 'pairs', 'samples is 1 with .*at least 2'),
+    ({'top_k': 20}, 'pairs', 'top_k and top_p are not read'),
+    ({}, 'preferences', 'no prompt with a single answer'),
+    ({}, 'prefix_lm', 'no prompt with a single answer'),
+    ({}, 'pairs:meap=separate', 'without masks'),
   ],
 )
 def test_what_does_not_suit_policies_is_refused(rollouts, objective, message):
   config = config_lib.defaults()
-  config.loss.kind, config.train.rollouts = 'rloo', rollouts
+  config.loss.kind = 'rloo'
+  config.train.rollouts.update(rollouts)
   config.data.objective, config.data.source = objective, ''
   config.data.encoder_length = config.data.decoder_length = 8
   with pytest.raises(errors.UserError, match=message):
@@ -255,14 +256,15 @@ def test_what_does_not_suit_policies_is_refused(rollouts, objective, message):
 @pytest.mark.parametrize(
   'rollouts, message',
   [
-    ('sample=2', "did you mean 'samples'"),
-    ('temperature=0', 'temperature is 0.0; it must be above 0'),
-    ('cut=-1', 'cut is .-1.; it must be keep, mask, or a penalty'),
+    ({'temperature': 0.0}, 'temperature is 0.0; it must be above 0'),
+    ({'cut': 'drop'}, "cut is 'drop'; it must be one of keep, mask, penalty"),
+    ({'cut': 'penalty'}, 'cut_penalty 0.0; set both'),
+    ({'cut_penalty': 0.5}, "cut is 'keep' and .*cut_penalty 0.5; set both"),
   ],
 )
 def test_wrong_options_of_sampling_are_refused(rollouts, message):
   with pytest.raises(errors.UserError, match=message):
-    train_section.TrainConfig(rollouts=rollouts)
+    rollout_options.Rollouts(**rollouts)
 
 
 def test_a_reference_is_read_where_it_is_needed():

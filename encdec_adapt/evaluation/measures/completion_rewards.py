@@ -1,15 +1,15 @@
-r"""Rewards of completions, by the names in `config.train.rewards`.
+r"""Rewards of completions, by the keys of `config.train.rewards`.
 
-| name                   | reward of a completion                             |
-|------------------------|----------------------------------------------------|
-| `answers`              | 1 if its last number (without commas, currency and |
-|                        | full stop) equals that of the target, after `####` |
-|                        | where that has it; without a number in the target, |
-|                        | if the texts are equal but for spaces around them  |
-| `code`                 | 1 if it runs, followed by the field `tests` of its |
-|                        | row (a text, or a list of lines), to the end       |
-| `python:FILE#FUNCTION` | what the function returns                          |
-| `model:CHECKPOINT`     | the output of a reward model                       |
+| key         | reward of a completion                                        |
+|-------------|---------------------------------------------------------------|
+| `answers`   | 1 if its last number (without commas, currency and full stop) |
+|             | equals that of the target, after `####` where that has it; if |
+|             | the target has no number, 1 if the texts are equal but for    |
+|             | spaces around them                                            |
+| `code`      | 1 if it runs, followed by the field `tests` of its row (a     |
+|             | text, or a list of lines), to the end                         |
+| `functions` | the result of the function                                    |
+| `models`    | the output of the reward model                                |
 
 Rows hold tokens, so a target is the text that the vocabulary makes of them;
 `config.data.lossy_targets` is about targets that lose some.
@@ -40,7 +40,7 @@ from jaxtyping import Float
 import numpy as np
 
 from encdec_adapt import config as config_lib
-from encdec_adapt.base import errors, option_strings
+from encdec_adapt.base import errors
 from encdec_adapt.checkpoints import resume_checks
 from encdec_adapt.cluster import code_limits, distributed, watchdog
 from encdec_adapt.conversion import initial_state
@@ -51,8 +51,8 @@ from encdec_adapt.objectives import framing
 from encdec_adapt.tokenizers import special_ids
 from encdec_adapt.training import job_telemetry, policy_batches, setup
 from encdec_adapt.training import state as state_lib
+from encdec_adapt.training.sections import rewards_section
 
-LABEL = 'config.train.rewards'
 _TESTS = 'tests'  # Field of the tests of a program.
 _CURRENCY = re.compile('[$€£¥]')
 _NUMBER = re.compile(r'(?:(?<!\w)-)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)')
@@ -78,57 +78,37 @@ class Rewards:
 
   def __init__(
     self,
-    text: str,
+    config: rewards_section.RewardsConfig,
     open_model: Callable[[str], Model],
-    label: str = LABEL,
-    *,
-    has_rows: bool = True,
+    label: str = rewards_section.LABEL,
   ):
     """Opens the rewards.
 
     Args:
-      text: value of `config.train.rewards`.
+      config: the rewards.
       open_model: opens a reward model; returns its scores of groups.
-      label: name of the text in messages.
-      has_rows: whether prompts come with the answers and tests of a row.
+      label: name of the rewards in messages.
 
     Raises:
-      UserError: there is no such reward, file or function, or programs may not
-        run.
+      UserError: there is no such file or function, or programs may not run.
     """
-    self.weights: dict[str, float] = {}
+    self.weights = config.weights
     self.digests: dict[str, str] = {}
     self.models: list[base_model.Params] = []
     self._ids: special_ids.Framing | None = None
     self._functions: dict[str, Function] = {}
-    self._models: dict[str, Model] = {}
-    self._label, self._runs_programs = label, False
+    self._label, self._runs_programs = label, config.code > 0
     self._programs = 0  # That timed out.
-    for part, weight in option_strings.things(label, text, r' \+ '):
-      kind, value = part.partition(':')
-      # The name of a function, or the last one of a path.
-      name = re.split('[/#]', part.text.rstrip('/'))[-1]
-      if name in self.weights:
-        raise part.error('must have another name than the other rewards')
-      self.weights[name] = 1.0 if weight is None else weight
-      if part.text in ('answers', 'code') and not has_rows:
-        raise part.error(
-          'compares with the answer or tests of a row, which a prompt has not;'
-          ' choose python:FILE#FUNCTION or model:CHECKPOINT'
-        )
-      if part.text == 'answers':
-        self._functions[name] = _answers
-      elif part.text == 'code':
-        code_limits.require_allowed()
-        self._functions[name], self._runs_programs = self._run, True
-      elif kind.text == 'python' and value:
-        self._functions[name] = _load(value)
-      elif kind.text == 'model' and value:
-        self._models[name] = open_model(value.text)
-      else:
-        raise part.error(
-          'must be answers, code, python:FILE#FUNCTION or model:CHECKPOINT'
-        )
+    if config.answers:
+      self._functions['answers'] = _answers
+    if config.code:
+      code_limits.require_allowed()
+      self._functions['code'] = self._run
+    for text in config.functions:
+      self._functions[rewards_section.name_of(text)] = _load(text, label)
+    self._models = {
+      rewards_section.name_of(path): open_model(path) for path in config.models
+    }
 
   def check(self, records: record_sets.RecordSet) -> None:
     """Checks that rows have the fields that rewards read; keeps special ids.
@@ -143,7 +123,7 @@ class Rewards:
     fields = policy_batches.fields_of(records.read([0])[0][0])
     if self._runs_programs and _TESTS not in fields:
       raise errors.UserError(
-        f'{LABEL} has code, which reads the field {_TESTS!r}; rows of'
+        f'{self._label}.code is set and reads the field {_TESTS!r}; rows of'
         f' config.data.source={records.spec.source!r} have'
         f' {", ".join(fields) or "no further fields"}. Name it behind the'
         ' answer, as in pairs:GLOB#PROMPT,ANSWER,tests.'
@@ -203,13 +183,6 @@ class Rewards:
       results = list(pool.map(code_limits.run, programs))
     self._programs += results.count(None)
     return [float(bool(result)) for result in results]
-
-
-def model_paths(text: str) -> list[str]:
-  """Returns the paths of the reward models in `config.train.rewards`."""
-  parts = option_strings.things(LABEL, text, r' \+ ')
-  pairs = [part.partition(':') for part, _ in parts]
-  return [path.text for kind, path in pairs if kind.text == 'model' and path]
 
 
 def open_rewards(
@@ -337,23 +310,23 @@ def _answers(prompts, completions, fields) -> list[float]:
   ]
 
 
-def _load(value: option_strings.Part) -> Function:
+def _load(text: str, label: str) -> Function:
   """Loads FUNCTION of a Python file, from FILE#FUNCTION."""
-  path, name = value.partition('#')
+  path, _, name = text.rpartition('#')
   # Python finds a module by its name when it is defined (dataclasses) and when
   # its functions are pickled; two files may be loaded.
-  title = f'rewards_{zlib.crc32(path.text.encode()):x}'
+  title = f'rewards_{zlib.crc32(path.encode()):x}'
   try:
-    spec = importlib.util.spec_from_file_location(title, path.text)
+    spec = importlib.util.spec_from_file_location(title, path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[title] = module
     spec.loader.exec_module(module)
     # TypeError if it is not callable.
-    return functools.partial(getattr(module, name.text))
+    return functools.partial(getattr(module, name))
   except (Exception, SystemExit) as error:  # Any error: the file is the user's.
-    raise value.error(
-      'must be FILE.py#FUNCTION of a Python file that can be run'
-      f' ({type(error).__name__}: {error})'
+    raise errors.UserError(
+      f'{label} has the function {text!r}; it must be FILE.py#FUNCTION of a'
+      f' Python file that can be run ({type(error).__name__}: {error}).'
     ) from error
 
 

@@ -143,12 +143,12 @@ def _sampling(
       f' {made.on_policy}: cross-entropy to its own samples teaches a student'
       ' nothing; leave share at 1.'
     )
-  options = sections.train.sampling
+  options = sections.train.rollouts
   for name in ('samples', 'cut', 'max_kl'):
     value = getattr(options, name)
     if value != getattr(rollout_options.Rollouts(), name):
       raise errors.UserError(
-        f'{rollout_options.LABEL}: {name} is {value!r}, which {loss.KIND}'
+        f'{rollout_options.LABEL}.{name} is {value!r}, which {loss.KIND}'
         f' {made.name!r} does not read: a row has a single completion, which'
         ' counts as it is; leave it out.'
       )

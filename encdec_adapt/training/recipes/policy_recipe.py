@@ -70,7 +70,7 @@ class Policies(recipe.Recipe):
     """Makes the recipe; see `recipe.Recipe.of`."""
     _check(sections)
     data = sections.data
-    options = sections.train.sampling
+    options = sections.train.rollouts
     tokens = options.tokens or data.decoder_length
     made = sections.make_loss(
       temperature=options.temperature, measures_kl=options.max_kl > 0
@@ -99,16 +99,16 @@ def _check(sections: recipe.Sections) -> None:
   Raises:
     UserError: they do not suit a policy.
   """
-  options, label = sections.train.sampling, rollout_options.LABEL
+  options, label = sections.train.rollouts, rollout_options.LABEL
   if options.samples < 2:
     raise errors.UserError(
-      f'{label}: samples is {options.samples} with {loss.KIND}'
+      f'{label}.samples is {options.samples} with {loss.KIND}'
       f' {sections.loss.name!r}, which compares the completions of a prompt;'
       ' set it to at least 2.'
     )
   if options.filters:
     raise errors.UserError(
-      f'{label}: top_k and top_p are not read with {loss.KIND}'
+      f'{label}.top_k and top_p are not read with {loss.KIND}'
       f' {sections.loss.name!r}: log-probabilities would not be those of the'
       ' distribution that was sampled from; leave them out.'
     )
@@ -122,7 +122,7 @@ def _check(sections: recipe.Sections) -> None:
     )
   if options.max_kl and sections.checkpoint.keep < 2:
     raise errors.UserError(
-      f'config.checkpoint.keep is {sections.checkpoint.keep} with max_kl in'
-      f' {label}, and the newest save may be over that budget; set it to at'
-      ' least 2.'
+      f'config.checkpoint.keep is {sections.checkpoint.keep} with'
+      f' {label}.max_kl, and the newest save may be over that budget; set it to'
+      ' at least 2.'
     )

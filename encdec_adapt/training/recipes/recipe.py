@@ -19,7 +19,11 @@ from encdec_adapt.objectives import example_maker, framing, row_fields
 from encdec_adapt.tokenizers import special_ids
 from encdec_adapt.training.losses import loss as loss_lib
 from encdec_adapt.training.metrics import held_out_metrics
-from encdec_adapt.training.sections import teacher_section, train_section
+from encdec_adapt.training.sections import (
+  rewards_section,
+  teacher_section,
+  train_section,
+)
 
 Frame = Callable[[framing.Batch, special_ids.SideIds], framing.Batch]
 
@@ -210,7 +214,7 @@ class Recipe:
   rows: Rows
   frozen: Mapping[str, FrozenModel] = dataclasses.field(default_factory=dict)
   sampling: Sampling | None = None
-  rewards: str | None = None
+  rewards: rewards_section.RewardsConfig | None = None
 
   @classmethod
   def reads_prompts(cls, options: Mapping[str, Any]) -> bool:

@@ -1,7 +1,6 @@
-"""Options of sampling, which losses of sampled completions read too."""
+"""The configuration section `train.rollouts`, which losses read, too."""
 
 import dataclasses
-import math
 
 from encdec_adapt.base import errors, keys
 
@@ -10,48 +9,60 @@ LABEL = 'config.train.rollouts'
 
 @dataclasses.dataclass(frozen=True)
 class Rollouts:
-  """Options of `config.train.rollouts`: how completions are sampled."""
+  """Keys of `config.train.rollouts`: how completions are sampled."""
 
-  samples: int = keys.key(8, 'Completions of each prompt.', at_least=1)
+  samples: int = keys.key(
+    8, 'Policies: completions of each prompt.', at_least=1
+  )
   tokens: int = keys.key(
     0,
-    'Most tokens of a completion, its end included; 0: config.data'
-    '.decoder_length.',
+    'Policies, and distillation with on_policy: most tokens of a completion,'
+    ' its end included; 0: config.data.decoder_length.',
     at_least=0,
   )
-  temperature: float = keys.key(1.0, 'Divisor of the logits.', above=0)
-  top_k: int = keys.key(0, 'Likeliest tokens to draw from; 0: all.', at_least=0)
-  top_p: float = keys.key(1.0, 'Their probability.', above=0, at_most=1)
+  temperature: float = keys.key(
+    1.0,
+    'Divisor of the logits, in policies also of those in the loss.',
+    above=0,
+  )
+  top_k: int = keys.key(
+    0,
+    'Distillation with on_policy: likeliest tokens to draw from; 0: all.',
+    at_least=0,
+  )
+  top_p: float = keys.key(
+    1.0,
+    'Distillation with on_policy: probability of the likeliest tokens to draw'
+    ' from.',
+    above=0,
+    at_most=1,
+  )
   cut: str = keys.key(
     'keep',
-    "Completions that do not end: 'keep', 'mask', or a penalty, which is"
-    ' subtracted from the reward.',
+    "Policies: 'keep' counts completions that do not end as they are, 'mask'"
+    " leaves them out of the loss, 'penalty' subtracts cut_penalty from their"
+    ' reward.',
+    one_of=('keep', 'mask', 'penalty'),
+  )
+  cut_penalty: float = keys.key(
+    0.0, "Above 0 with cut='penalty', else 0.", at_least=0
   )
   max_kl: float = keys.key(
-    0.0, 'KL to the reference at which the job ends; 0: none.', at_least=0
+    0.0,
+    'Policies: KL to the reference at which the job ends; 0: never.',
+    at_least=0,
   )
 
   def __post_init__(self):
-    keys.check(self, f'{LABEL}: ')
-    self.penalty  # noqa: B018  Checks `cut`.
+    keys.check(self, f'{LABEL}.')
+    if (self.cut == 'penalty') != (self.cut_penalty > 0):
+      raise errors.UserError(
+        f'{LABEL}.cut is {self.cut!r} and {LABEL}.cut_penalty'
+        f" {self.cut_penalty}; set both, cut to 'penalty' and cut_penalty above"
+        ' 0, or neither.'
+      )
 
   @property
   def filters(self) -> bool:
     """Whether tokens are drawn from a part of the vocabulary."""
     return self.top_k > 0 or self.top_p < 1
-
-  @property
-  def penalty(self) -> float:
-    """Reward penalty for truncated completions."""
-    if self.cut in ('keep', 'mask'):
-      return 0.0
-    try:
-      value = float(self.cut)
-    except ValueError:
-      value = math.nan
-    if not 0 < value < math.inf:
-      raise errors.UserError(
-        f'{LABEL}: cut is {self.cut!r}; it must be keep, mask, or a penalty'
-        ' above 0.'
-      )
-    return value

@@ -4,12 +4,11 @@ Plans and evaluations read it without the loop, so it imports nothing of that.
 """
 
 import dataclasses
-import functools
 
-from encdec_adapt.base import errors, keys, option_strings
+from encdec_adapt.base import errors, keys
 from encdec_adapt.models import adapters
 from encdec_adapt.telemetry import trackers
-from encdec_adapt.training.sections import rollout_options
+from encdec_adapt.training.sections import rewards_section, rollout_options
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,24 +61,6 @@ class TrainConfig:
     at_least=0,
   )
   eval_batch_size: int = keys.key(16, 'Rows of an evaluation step.', at_least=1)
-  rollouts: str = keys.key(
-    '',
-    'Policies, and distillation with on_policy: sampling, as in'
-    " 'samples=8,tokens=64,temperature=1,cut=keep,max_kl=0': completions of a"
-    ' prompt; most tokens of one (0: data.decoder_length); the'
-    ' divisor of the logits, also of those in the loss; completions that do'
-    " not end ('keep', 'mask' leaves them out of the loss, a number is"
-    ' subtracted from their reward); and the KL at which the'
-    ' job ends (0: never); `top_k` and `top_p` are for distillation alone.'
-    " '': these defaults.",
-  )
-  rewards: str = keys.key(
-    '',
-    "Policies: rewards of completions, as in 'answers + model:runs/rm@0.5':"
-    ' `answers` (the last number equals that of the target), `code` (passes'
-    ' the tests of its row, with --allow_code), `model:CHECKPOINT` (a reward'
-    ' model), `python:FILE#FUNCTION` (of prompts, completions and fields).',
-  )
   max_skipped: int = keys.key(
     10, 'Non-finite updates in a row before the job stops.', at_least=1
   )
@@ -99,10 +80,13 @@ class TrainConfig:
   )
 
   lora: adapters.Options = keys.section(adapters.Options, switch='rank')
+  rollouts: rollout_options.Rollouts = keys.section(rollout_options.Rollouts)
+  rewards: rewards_section.RewardsConfig = keys.section(
+    rewards_section.RewardsConfig
+  )
 
   def __post_init__(self):
     keys.check(self, 'config.train.')
-    self.sampling  # noqa: B018  Checks them.
     trackers.check_names(self.trackers)
     if self.batch_size % self.microbatches:
       raise errors.UserError(
@@ -125,12 +109,3 @@ class TrainConfig:
         f' {self.steps} steps to the other parameters; lower it or raise'
         ' config.train.steps.'
       )
-
-  @functools.cached_property
-  def sampling(self) -> rollout_options.Rollouts:
-    """The options in `rollouts`."""
-    section = rollout_options.Rollouts
-    values = option_strings.key_values(
-      rollout_options.LABEL, self.rollouts, keys.defaults(section)
-    )
-    return keys.make(section, values)

@@ -10,6 +10,7 @@ from encdec_adapt.cluster import code_limits, distributed
 from encdec_adapt.evaluation.measures import completion_rewards as rewards
 from encdec_adapt.objectives import framing
 from encdec_adapt.training import policy_batches
+from encdec_adapt.training.sections import rewards_section
 
 PAIR = framing.Pair(np.zeros(0, np.int32), np.zeros(0, np.int32))
 
@@ -19,8 +20,9 @@ def _group(texts, target='', prompt='a question', **fields):
   return policy_batches.Completions(prompt, known, texts, PAIR, [])
 
 
-def _make(text):
-  return rewards.Rewards(text, None)
+def _make(*functions, **options):
+  config = rewards_section.RewardsConfig(functions=functions, **options)
+  return rewards.Rewards(config, None)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +50,8 @@ def test_parts_have_weights_and_shapes(tmp_path):
     '  assert prompts == ["a question"] * 4\n'
     '  return [len(x) + f["more"] for x, f in zip(completions, fields)]\n'
   )
-  scores = _make(f'answers@2 + python:{tmp_path}/mine.py#length@0.5')
+  function = f'{tmp_path}/mine.py#length'
+  scores = _make(function, answers=2.0, function_weights=(0.5,))
   groups = [
     _group(['1', '22'], '22', more=10),
     _group(['333', '22'], '333', more=0),
@@ -61,7 +64,7 @@ def test_parts_have_weights_and_shapes(tmp_path):
 
 
 def test_processes_score_their_shares(monkeypatch):
-  scores = _make('answers')
+  scores = _make(answers=1.0)
   groups = [_group([str(i), '1'], '1') for i in range(3)]
   expected, _ = scores(groups)
   shares, sizes = [], []
@@ -82,11 +85,11 @@ def test_processes_score_their_shares(monkeypatch):
 
 def test_programs_run_with_the_tests_of_their_row(monkeypatch):
   with pytest.raises(errors.UserError, match='--allow_code'):
-    _make('code')
+    _make(code=1.0)
   run = functools.partial(code_limits.run, seconds=2)
   monkeypatch.setattr(code_limits, 'run', run)
   with code_limits.allowed(True):
-    values, counts = _make('code')(
+    values, counts = _make(code=1.0)(
       [
         _group(
           ['def f():\n  return 2', 'def f():\n  return 3'],
@@ -115,7 +118,7 @@ def test_a_failing_function_names_the_example(tmp_path, body, problem):
   (tmp_path / 'mine.py').write_text(
     f'def f(p, c, fields):\n  {body}\n  return [0.0] * len(c)\n'
   )
-  scores = _make(f'python:{tmp_path}/mine.py#f')
+  scores = _make(f'{tmp_path}/mine.py#f')
   groups = [_group(['good', 'fine']), _group(['bad', 'good'], prompt='the 2nd')]
   with pytest.raises(rewards.RewardError, match=problem) as error:
     scores(groups)
@@ -124,28 +127,24 @@ def test_a_failing_function_names_the_example(tmp_path, body, problem):
 
 
 @pytest.mark.parametrize(
-  'text, message',
+  'texts, options, message',
   [
-    ('answer', 'must be answers, code, python:FILE#FUNCTION or model'),
-    ('answers + answers', 'must have another name'),
-    ('answers@0', 'must be above 0'),
-    ('python:/no/such.py#f', 'FileNotFoundError'),
-    ('python:', 'must be answers'),
-    ('python:{}/exits.py#f', 'SystemExit: 0'),
-    ('python:{}/value.py#f', 'TypeError: the first argument must be callable'),
+    (['a.py#answers'], {'answers': 1.0}, 'have the same name'),
+    (['a.py#f'], {'models': ('runs/f',)}, 'have the same name'),
+    (['a.py#f'], {'function_weights': (1.0, 2.0)}, 'a weight for each'),
+    ([], {'model_weights': (1.0,)}, 'a weight for each'),
+    (['a.py#f'], {'function_weights': (0.0,)}, 'must be above 0'),
+    (['/no/such.py#f'], {}, 'FileNotFoundError'),
+    (['a.py'], {}, 'must be FILE.py#FUNCTION'),
+    (['{}/exits.py#f'], {}, 'SystemExit: 0'),
+    (['{}/value.py#f'], {}, 'TypeError: the first argument must be callable'),
   ],
 )
-def test_unknown_rewards_are_refused(tmp_path, text, message):
+def test_wrong_rewards_are_refused(tmp_path, texts, options, message):
   (tmp_path / 'exits.py').write_text('raise SystemExit(0)')
   (tmp_path / 'value.py').write_text('f = 3')
   with pytest.raises(errors.UserError, match=message):
-    _make(text.format(tmp_path))
-
-
-@pytest.mark.parametrize('text', ['answers', 'code@0.5'])
-def test_a_prompt_alone_has_no_answer_to_compare_with(text):
-  with pytest.raises(errors.UserError, match='--reward.*prompt has not'):
-    rewards.Rewards(text, None, '--reward', has_rows=False)
+    _make(*(text.format(tmp_path) for text in texts), **options)
 
 
 def test_a_file_may_define_dataclasses(tmp_path):
@@ -154,7 +153,7 @@ def test_a_file_may_define_dataclasses(tmp_path):
     '@dataclasses.dataclass\nclass Score:\n  value: float\n'
     'def f(p, c, fields):\n  return [Score(2.0).value] * len(c)\n'
   )
-  values, _ = _make(f'python:{tmp_path}/mine.py#f')([_group(['a'])])
+  values, _ = _make(f'{tmp_path}/mine.py#f')([_group(['a'])])
   np.testing.assert_array_equal(values['f'], [[2.0]])
 
 
@@ -162,5 +161,5 @@ def test_a_function_named_code_runs_no_programs(tmp_path):
   (tmp_path / 'mine.py').write_text(
     'def code(p, c, fields):\n  return [0.0] * len(c)\n'
   )
-  _, counts = _make(f'python:{tmp_path}/mine.py#code')([_group(['a', 'b'])])
+  _, counts = _make(f'{tmp_path}/mine.py#code')([_group(['a', 'b'])])
   assert counts == {}
