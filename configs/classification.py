@@ -46,7 +46,7 @@ def get_config(arg=None):
   config.data.objective = 'classify:labels=no|yes'
   if args['books']:
     config.data.source = f'books:{option_strings.quote(args["books"])}'
-    config.data.seqio_modules = 'encdec_adapt.configs.books'
+    config.data.seqio_modules = ('encdec_adapt.configs.books',)
     labels = '|'.join(books.BookSource(config.data.source).labels)
     config.data.objective = f'classify:labels={json.dumps(labels)}'
     config.data.eval_fraction, config.data.eval_rows = 0.2, 0

@@ -1,7 +1,7 @@
 """The source `functions`: beginnings of functions, and how they go on.
 
     config.data.source = 'functions:configs/decoders/held_out.txt'
-    config.data.seqio_modules = 'encdec_adapt.configs.functions'
+    config.data.seqio_modules = ('encdec_adapt.configs.functions',)
 
 A function of Python's library is cut before a statement, of its body or inside
 of one; the answer is the rest, of at least two lines and at most 120

@@ -1,7 +1,7 @@
 """The source `lookups`: questions on tables of names and their descriptions.
 
     config.data.source = 'lookups'
-    config.data.seqio_modules = 'encdec_adapt.configs.lookups'
+    config.data.seqio_modules = ('encdec_adapt.configs.lookups',)
 
 A table has four names of classes and functions of the standard library, each
 with the beginning of its docstring, 180 to 240 characters up to the end of a

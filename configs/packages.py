@@ -1,7 +1,7 @@
 """The sources `packages` and `package_prompts`: pieces of docstrings of Python.
 
     config.data.source = 'packages'
-    config.data.seqio_modules = 'encdec_adapt.configs.packages'
+    config.data.seqio_modules = ('encdec_adapt.configs.packages',)
 
 Every 240 characters of the docstrings of a module are an example for
 `classify`, labelled with the package that the module is in, one of eight; and,

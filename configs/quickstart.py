@@ -210,7 +210,7 @@ def _tuned(name, run):
   data, train = config.data, config.train
   data.vocabulary, data.train_vocabulary = source.data.vocabulary, False
   data.source = 'lookups'
-  data.seqio_modules = 'encdec_adapt.configs.lookups'
+  data.seqio_modules = ('encdec_adapt.configs.lookups',)
   data.folder = f'{size.root}/records/lookups'
   data.encoder_length, data.decoder_length = 384, 128
   data.max_bytes = size.max_bytes

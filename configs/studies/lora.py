@@ -24,7 +24,7 @@ _SOURCES = {
   # Characters of a beginning and its rest are at most 150 and 120.
   'functions': {
     'data.source': f'functions:{configs.path("decoders/held_out.txt")}',
-    'data.seqio_modules': 'encdec_adapt.configs.functions',
+    'data.seqio_modules': ('encdec_adapt.configs.functions',),
     'data.encoder_length': 64,
     'data.decoder_length': 64,
   },

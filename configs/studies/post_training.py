@@ -148,7 +148,7 @@ def get_config(arg=None):
     config.data.eval_fraction, config.data.eval_rows = 0.2, 0
   else:
     config.data.source, config.data.eval_rows = _source(), size.held_out
-    config.data.seqio_modules = 'encdec_adapt.configs.functions'
+    config.data.seqio_modules = ('encdec_adapt.configs.functions',)
   config.data.encoder_length, config.data.decoder_length = TOKENS, TOKENS + 1
   # Few samples pass, and a pass over the library takes seconds.
   config.data.passes = 8 if _sampled(args['arm']) else 2

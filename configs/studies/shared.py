@@ -88,7 +88,7 @@ _WANG = model_config.StackConfig(
 TUNING = {
   'init.mode': 'checkpoint',
   'data.source': 'lookups',
-  'data.seqio_modules': 'encdec_adapt.configs.lookups',
+  'data.seqio_modules': ('encdec_adapt.configs.lookups',),
   'data.objective': 'pairs',
   'data.encoder_length': 384,
   'data.decoder_length': 128,
@@ -449,7 +449,7 @@ def labelled(size, arm, rate, kind='encoder_only', books='', decoder='base'):
     **TUNING,
     'model.kind': kind,
     'data.source': source,
-    'data.seqio_modules': f'encdec_adapt.configs.{module}',
+    'data.seqio_modules': (f'encdec_adapt.configs.{module}',),
     'data.objective': f'classify:labels={labels},too_long=truncate',
     'data.encoder_length': 128,
     'data.decoder_length': 0,
@@ -466,9 +466,11 @@ def labelled(size, arm, rate, kind='encoder_only', books='', decoder='base'):
 
 def prompted(arm):
   """Returns a tuned arm that reads prompts about packages, too."""
-  modules = (f'encdec_adapt.configs.{name}' for name in ('lookups', 'packages'))
+  names = 'lookups', 'packages'
   changes = {'data.source': 'package_prompts + lookups'}
-  changes['data.seqio_modules'] = ','.join(modules)
+  changes['data.seqio_modules'] = tuple(
+    f'encdec_adapt.configs.{name}' for name in names
+  )
   return dataclasses.replace(arm, changes={**arm.changes, **changes})
 
 

@@ -26,6 +26,7 @@ def translate(config: Mapping[str, Any]) -> Section:
   """
   config = dict(_with_tuples(config))
   train, checkpoint = config.get('train', {}), config.get('checkpoint', {})
+  data = config.get('data', {})
   if 'evaluators' in train:
     config['evaluation'] = _evaluation(train.pop('evaluators'))
   if isinstance(train.get('trackers'), str):
@@ -39,6 +40,9 @@ def translate(config: Mapping[str, Any]) -> Section:
     train['rollouts'] = _rollouts(train['rollouts'])
   if isinstance(train.get('rewards'), str):
     train['rewards'] = _rewards(train['rewards'])
+  if isinstance(data.get('seqio_modules'), str):
+    names = data['seqio_modules'].split(',')
+    data['seqio_modules'] = tuple(filter(None, names))
   if 'every' in checkpoint:
     checkpoint['every'] = _interval(str(checkpoint['every']))
   return config

@@ -48,10 +48,11 @@ class DataConfig:
     " 'python@2 + jsonl:/data/*.jsonl@0.25'. '' in configurations that leave it"
     ' to you: no records can be made.',
   )
-  seqio_modules: str = keys.key(
-    '',
+  seqio_modules: tuple[str, ...] = keys.key(
+    (),
     'Modules to import, which register sources (`document_source.register`) or'
-    ' SeqIO tasks; separated by commas.',
+    ' SeqIO tasks.',
+    names=True,
   )
   bad_documents: str = keys.key(
     'fail',
@@ -314,7 +315,7 @@ class DataConfig:
     return record_sets.RecordSpec(
       source=self.source,
       max_bytes=self.max_bytes,
-      seqio_modules=self.seqio_modules,
+      seqio_modules=','.join(self.seqio_modules),
       bad_documents=self.bad_documents,
       deduplicate=self.deduplicate,
       encoder_length=self.encoder_length,

@@ -16,6 +16,7 @@ def test_strings_become_values():
       'rollouts': 'samples=4,cut=0.5',
       'rewards': 'python:mine.py#f@2 + answers + model:runs/a@3@0.5',
     },
+    'data': {'seqio_modules': 'tasks,more.tasks'},
     'checkpoint': {'every': '20%', 'keep': 2},
     'model': {'decoder': {'pattern': ['local', 'global']}},
   }
@@ -58,6 +59,7 @@ def test_strings_become_values():
       'tasks': (),
       'tasks_every': 0.0,
     },
+    'data': {'seqio_modules': ('tasks', 'more.tasks')},
     'checkpoint': {'every': 0.2, 'keep': 2},
     'model': {'decoder': {'pattern': ('local', 'global')}},
   }

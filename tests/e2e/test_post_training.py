@@ -102,7 +102,7 @@ def test_functions_of_held_out_modules_are_held_out(monkeypatch):
   monkeypatch.chdir(tiny.ROOT)
   name = 'functions:configs/decoders/held_out.txt'
   module = 'encdec_adapt.configs.functions'
-  source = text_sources.open_source(name, 0, module)
+  source = text_sources.open_source(name, 0, (module,))
   splits = [
     [json.loads(x.text) for x in source.documents(keep)]
     for keep in (

@@ -130,9 +130,9 @@ def open_sources(
   """
   documents = objective.maker.documents
   return mixtures.open_parts(
-    mixtures.having(spec.source, documents, spec.seqio_modules),
+    mixtures.having(spec.source, documents, spec.modules),
     max_bytes=spec.max_bytes,
-    seqio_modules=spec.seqio_modules,
+    seqio_modules=spec.modules,
     pairs=documents == 'pairs',
     skip_bad=spec.bad_documents == 'skip',
     left_out=left_out or {},

@@ -76,7 +76,7 @@ class RecordSpec:
     sentinels: policy for windows with more spans than sentinels
       (`objectives/denoising.py`).
     eval_fraction: share of the documents held out for 'eval', 0 to 1.
-    seqio_modules: modules that register sources and SeqIO tasks.
+    seqio_modules: modules that register sources and SeqIO tasks, with commas.
     bad_documents: 'fail', or 'skip' to leave out unreadable documents.
     deduplicate: whether documents that repeat an earlier text are left out.
     max_bytes: bytes used of each source (`document_source.Source`); 0 for all.
@@ -116,6 +116,11 @@ class RecordSpec:
     lengths = self.encoder_length, self.decoder_length
     return framing.Lengths(*lengths, 1 + self.opening)
 
+  @property
+  def modules(self) -> tuple[str, ...]:
+    """Names of the modules in `seqio_modules`."""
+    return tuple(filter(None, self.seqio_modules.split(',')))
+
   @functools.cached_property
   def objectives(self) -> tuple[example_maker.Objective, ...]:
     """The objectives of the rows, those of held-out rows without masks."""
@@ -130,7 +135,7 @@ class RecordSpec:
     revisions = {f'objective {x.text!r}': x.revisions for x in self.objectives}
     for source, _ in mixtures.parse(self.source):
       revisions[f'source {source!r}'] = text_sources.revisions(
-        source, self.seqio_modules
+        source, self.modules
       )
     return {name: changes for name, changes in revisions.items() if changes}
 

@@ -198,7 +198,7 @@ def parse(text: str) -> list[tuple[str, float]]:
   return list(weights.items())
 
 
-def having(text: str, kind: str, seqio_modules: str = '') -> str:
+def having(text: str, kind: str, seqio_modules: tuple[str, ...] = ()) -> str:
   """Returns the sources of a mixture with documents of a kind.
 
   Args:
@@ -217,7 +217,7 @@ def open_parts(
   text: str,
   *,
   max_bytes: int = 0,
-  seqio_modules: str = '',
+  seqio_modules: tuple[str, ...] = (),
   pairs: bool = False,
   skip_bad: bool = False,
   left_out: Mapping[str, frozenset[str]] = types.MappingProxyType({}),
@@ -228,8 +228,7 @@ def open_parts(
   Args:
     text: sources and weights, see the module's docstring.
     max_bytes: bytes of text used of each source; 0 for all.
-    seqio_modules: modules that register sources and SeqIO tasks, separated by
-      commas.
+    seqio_modules: modules that register sources and SeqIO tasks.
     pairs: whether SeqIO tasks give pairs of texts.
     skip_bad: whether documents that cannot be read are left out.
     left_out: name of a source -> ids of documents that are not drawn.

@@ -92,14 +92,14 @@ _SEQIO_REVISIONS = ('ids of examples have the task, the split and the file',)
 
 
 def open_source(
-  name: str, max_bytes: int = 0, modules: str = ''
+  name: str, max_bytes: int = 0, modules: tuple[str, ...] = ()
 ) -> document_source.Source:
   """Opens a source by its name (table in the module's docstring).
 
   Args:
     name: name of the source.
     max_bytes: cap, see `document_source.Source`; 0 for none.
-    modules: the user's modules that register sources, separated by commas.
+    modules: the user's modules that register sources.
 
   Raises:
     UserError: the name has no known form, or the source cannot be opened.
@@ -107,7 +107,7 @@ def open_source(
   return _find(name, modules)(name, max_bytes)
 
 
-def document_kinds(name: str, modules: str = '') -> frozenset[str]:
+def document_kinds(name: str, modules: tuple[str, ...] = ()) -> frozenset[str]:
   """Returns the kinds of documents that a source has, see `document_source`.
 
   Raises:
@@ -118,7 +118,9 @@ def document_kinds(name: str, modules: str = '') -> frozenset[str]:
   return frozenset((_find(name, modules).document_kind,))
 
 
-def named_fields(name: str, modules: str = '') -> frozenset[str] | None:
+def named_fields(
+  name: str, modules: tuple[str, ...] = ()
+) -> frozenset[str] | None:
   """Returns the names of a source's fields, as `scores` of `scores=FIELD`.
 
   Returns:
@@ -140,23 +142,23 @@ def forms(kind: str) -> list[str]:
   return [source.form for source in sources if source.document_kind == kind]
 
 
-def revisions(name: str, modules: str = '') -> tuple[str, ...]:
+def revisions(name: str, modules: tuple[str, ...] = ()) -> tuple[str, ...]:
   """Returns the changes to the documents of a source since record format 7."""
   if name.startswith(SEQIO):
     return _SEQIO_REVISIONS
   return _find(name, modules).revisions
 
 
-def import_modules(modules: str) -> None:
+def import_modules(modules: tuple[str, ...]) -> None:
   """Imports the user's modules that register sources or SeqIO tasks.
 
   Args:
-    modules: `config.data.seqio_modules`, names separated by commas.
+    modules: `config.data.seqio_modules`.
 
   Raises:
     UserError: a module cannot be imported.
   """
-  for module in filter(None, modules.split(',')):
+  for module in modules:
     try:
       importlib.import_module(module)
     except ImportError as error:
@@ -165,7 +167,7 @@ def import_modules(modules: str) -> None:
       ) from error
 
 
-def _find(name: str, modules: str) -> type[document_source.Source]:
+def _find(name: str, modules: tuple[str, ...]) -> type[document_source.Source]:
   kinds = document_source.KINDS
   kind, _, details = name.partition(':')
   if kind not in kinds:

@@ -58,7 +58,9 @@ def modules(tmp_path_factory):
 
 
 def _open(name, pairs=True):
-  return mixtures.open_parts(name, seqio_modules='foreign_tasks', pairs=pairs)
+  return mixtures.open_parts(
+    name, seqio_modules=('foreign_tasks',), pairs=pairs
+  )
 
 
 def test_a_task_gives_pairs_or_text():
@@ -102,7 +104,7 @@ def test_shards_read_the_files_of_a_task(tmp_path):
 
 def test_features_that_are_not_encoded_are_read_as_they_are():
   (part,) = mixtures.open_parts(
-    'seqio:foreign_raw', seqio_modules='foreign_tasks', skip_bad=True
+    'seqio:foreign_raw', seqio_modules=('foreign_tasks',), skip_bad=True
   )
   assert [doc.text for doc in part.source.documents()] == ['one', 'three']
   assert part.source.counts['bad_documents'] == 1
@@ -143,7 +145,7 @@ def test_names_that_are_not_registered_are_refused(name, words):
 
 def test_modules_and_features_that_are_missing_are_named():
   with pytest.raises(errors.UserError, match="'no_such_module' cannot be"):
-    mixtures.open_parts('seqio:foreign_mix', seqio_modules='no_such_module')
+    mixtures.open_parts('seqio:foreign_mix', seqio_modules=('no_such_module',))
   seqio.TaskRegistry.add(
     'foreign_bare',
     source=seqio.FunctionDataSource(

@@ -12,7 +12,7 @@ from encdec_adapt.data.sources import text_sources
 from encdec_adapt.objectives import framing, objective_names
 from tests.objectives import objective_cases
 
-MODULE = 'encdec_adapt.configs.books'
+MODULE = ('encdec_adapt.configs.books',)
 
 
 @pytest.fixture(scope='module')

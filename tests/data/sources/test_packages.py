@@ -8,7 +8,7 @@ from encdec_adapt import configs
 from encdec_adapt.configs import packages
 from encdec_adapt.data.sources import document_source, text_sources
 
-MODULE = 'encdec_adapt.configs.packages'
+MODULE = ('encdec_adapt.configs.packages',)
 
 
 @pytest.fixture(scope='module')

@@ -9,7 +9,7 @@ from encdec_adapt.base import errors
 from encdec_adapt.data.making import process_pool
 from encdec_adapt.data.sources import mixtures, text_sources
 
-MODULE = 'encdec_adapt.configs.lookups'
+MODULE = ('encdec_adapt.configs.lookups',)
 
 
 def first_document(name):
@@ -32,7 +32,7 @@ def test_a_source_that_no_module_registers_is_refused():
   with pytest.raises(errors.UserError, match='forms are .*text:GLOB.*modules'):
     text_sources.open_source('ledgers', 0, MODULE)
   with pytest.raises(errors.UserError, match="'no_such' cannot be imported"):
-    text_sources.open_source('ledgers', 0, 'no_such')
+    text_sources.open_source('ledgers', 0, ('no_such',))
 
 
 def test_the_answer_stands_in_the_table_behind_the_name_that_is_asked():
