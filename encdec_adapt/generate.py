@@ -26,6 +26,7 @@ of all that were drawn; or `embedding`, a list of floats. The same command again
 resumes a file that is not complete.
 """
 
+import collections
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import dataclasses
 import functools
@@ -224,25 +225,18 @@ def _open_rewards(
 
 def _parse_rewards(text: str) -> rewards_section.RewardsConfig:
   """Parses 'model:CHECKPOINT@WEIGHT + python:FILE#FUNCTION'."""
-  rewards: dict[str, list[tuple[str, float]]] = {'model': [], 'python': []}
+  names = {'model': 'model', 'python': 'function'}
+  fields: dict[str, tuple[Any, ...]] = collections.defaultdict(tuple)
   for part, weight in option_strings.things('--reward', text, r' \+ '):
     kind, value = part.partition(':')
-    if kind.text not in rewards or not value:
+    if kind.text not in names or not value:
       raise part.error(
         'must be model:CHECKPOINT or python:FILE#FUNCTION: a prompt has no'
         ' answer or tests to compare with'
       )
-    rewards[kind.text].append((value.text, 1.0 if weight is None else weight))
-  (models, model_weights), (functions, function_weights) = (
-    tuple(zip(*entries, strict=True)) or ((), ())
-    for entries in rewards.values()
-  )
-  return rewards_section.RewardsConfig(
-    models=models,
-    model_weights=model_weights,
-    functions=functions,
-    function_weights=function_weights,
-  )
+    fields[f'{names[kind.text]}s'] += (value.text,)
+    fields[f'{names[kind.text]}_weights'] += (weight or 1.0,)
+  return rewards_section.RewardsConfig(**fields)
 
 
 def _best(

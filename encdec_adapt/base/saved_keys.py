@@ -132,7 +132,7 @@ def _rewards(text: str) -> Section:
   for part, weight in parts if text else ():
     kind, value = part.partition(':')
     weights = names[kind.text] if value else section
-    weights[value.text or part.text] = 1.0 if weight is None else weight
+    weights[value.text or part.text] = weight or 1.0
   for key, weights in zip(('model', 'function'), names.values(), strict=True):
     section[f'{key}s'] = tuple(weights)
     section[f'{key}_weights'] = tuple(weights.values())

@@ -109,10 +109,7 @@ def reopen(
       meaning in steps from here on.
   """
   ours, target = placement.adapters, placement.model.config
-  # Keys that the checkpoint's version did not have take their defaults.
-  defaults = keys.defaults(adapters_lib.Options)
-  values = defaults | saved['config']['train']['lora']
-  options = keys.make(adapters_lib.Options, values)
+  options = keys.make(adapters_lib.Options, saved['config']['train']['lora'])
   theirs = adapters_lib.Adapters(ours.model, options)
   if not _are_alike(theirs, ours) or options.base != ours.options.base:
     raise errors.UserError(

@@ -2,57 +2,21 @@
 
 import pytest
 
+from encdec_adapt import config as config_lib
 from encdec_adapt.base import saved_keys
 from encdec_adapt.training.sections import evaluation_section
 
 
 def test_strings_become_values():
   saved = {
-    'train': {
-      'steps': 40,
-      'evaluators': '',
-      'trackers': 'tensorboard, wandb',
-      'lora': 'alpha=8,targets=attention+mlp,rslora=1',
-      'rollouts': 'samples=4,cut=0.5',
-      'rewards': 'python:mine.py#f@2 + answers + model:runs/a@3@0.5',
-    },
+    'train': {'steps': 40, 'evaluators': '', 'trackers': 'tensorboard, wandb'},
     'data': {'seqio_modules': 'tasks,more.tasks'},
     'checkpoint': {'every': '20%', 'keep': 2},
     'model': {'decoder': {'pattern': ['local', 'global']}},
   }
   before = repr(saved)
   today = {
-    'train': {
-      'steps': 40,
-      'trackers': ('tensorboard', 'wandb'),
-      'lora': {
-        'rank': 16,
-        'alpha': 8.0,
-        'targets': ('attention', 'mlp'),
-        'full': (),
-        'dropout': 0.0,
-        'rslora': True,
-        'base': '',
-      },
-      'rollouts': {
-        'samples': 4,
-        'tokens': 0,
-        'temperature': 1.0,
-        'top_k': 0,
-        'top_p': 1.0,
-        'cut': 'penalty',
-        'cut_penalty': 0.5,
-        'max_kl': 0.0,
-      },
-      'rewards': {
-        'answers': 1.0,
-        'code': 0.0,
-        'models': ('runs/a@3',),
-        'model_weights': (0.5,),
-        'functions': ('mine.py#f',),
-        'function_weights': (2.0,),
-      },
-    },
+    'train': {'steps': 40, 'trackers': ('tensorboard', 'wandb')},
     'evaluation': {
       'loss': 0.0,
       'samples': 0.0,
@@ -66,6 +30,33 @@ def test_strings_become_values():
   assert saved_keys.translate(saved) == today
   assert repr(saved) == before
   assert saved_keys.translate(today) == today
+
+
+@pytest.mark.parametrize(
+  'key, text, values',
+  [
+    ('lora', '', {}),
+    ('lora', 'alpha=8', {'rank': 16, 'alpha': 8.0}),
+    ('lora', 'rank=2,full=norms+mlp', {'rank': 2, 'full': ('norms', 'mlp')}),
+    ('rollouts', 'samples=4,cut=mask', {'samples': 4, 'cut': 'mask'}),
+    ('rollouts', 'cut=0.5', {'cut': 'penalty', 'cut_penalty': 0.5}),
+    ('rewards', '', {}),
+    ('rewards', 'code@2 + answers', {'code': 2.0, 'answers': 1.0}),
+    (
+      'rewards',
+      'model:a@3@0.5 + python:"b + c.py#f"',
+      {
+        'models': ('a@3',),
+        'model_weights': (0.5,),
+        'functions': ('b + c.py#f',),
+        'function_weights': (1.0,),
+      },
+    ),
+  ],
+)
+def test_strings_become_whole_sections(key, text, values):
+  section = saved_keys.translate({'train': {key: text}})['train'][key]
+  assert section == config_lib.defaults().train[key].to_dict() | values
 
 
 @pytest.mark.parametrize(

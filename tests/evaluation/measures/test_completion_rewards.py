@@ -5,6 +5,7 @@ import functools
 import numpy as np
 import pytest
 
+from encdec_adapt import generate
 from encdec_adapt.base import errors
 from encdec_adapt.cluster import code_limits, distributed
 from encdec_adapt.evaluation.measures import completion_rewards as rewards
@@ -145,6 +146,12 @@ def test_wrong_rewards_are_refused(tmp_path, texts, options, message):
   (tmp_path / 'value.py').write_text('f = 3')
   with pytest.raises(errors.UserError, match=message):
     _make(*(text.format(tmp_path) for text in texts), **options)
+
+
+@pytest.mark.parametrize('text', ['answers', 'code@0.5', 'python:'])
+def test_a_prompt_alone_has_no_answer_to_compare_with(text):
+  with pytest.raises(errors.UserError, match='--reward.*a prompt has no'):
+    generate._parse_rewards(text)
 
 
 def test_a_file_may_define_dataclasses(tmp_path):
