@@ -13,6 +13,7 @@ from encdec_adapt.base import errors
 from encdec_adapt.cli import command
 from encdec_adapt.configs import gemma2, t5
 from encdec_adapt.models import model_config, presets
+from encdec_adapt.ops import rope
 from encdec_adapt.planning import chips
 from encdec_adapt.telemetry import environment
 from encdec_adapt.training import schedules
@@ -188,7 +189,7 @@ def test_an_override_of_any_leaf():
 OTHERS = dict(
   attention_softcap=None,
   final_softcap=None,
-  rope_scaling='llama3:8,1,4,8192',
+  rope_scaling=rope.Scaling('llama3'),
   norm_gain='direct',
   qk_norm=True,
   activation='silu',
@@ -269,7 +270,9 @@ def test_any_model_is_said_by_a_configuration(merged):
     (['optimizer.eps=0'], 'optimizer.eps is 0.0; .*above 0'),
     (['optimizer.kind=adam'], "'adam'.*adamw"),
     (['optimizer.learning_rate=nan'], 'learning_rate is nan.*finite'),
-    (['model.decoder.rope_scaling=linear:-inf'], "scaling is 'linear:-inf'"),
+    (['model.decoder.rope_scaling.factor=-inf'], 'scaling.factor is -inf; .*'),
+    (['model.decoder.rope_scaling.low=2'], "low is 2.0 with .*kind 'none'"),
+    (['model.decoder.positions.buckets=8'], "buckets is 8, .* is 'rotary'"),
     (['model.decoder.kv_heads=3'], 'model.decoder: heads .4.'),
     (['model.kind=encoder_decoder'], 'feeds models of kind decoder_only'),
     (['init.encoder=a'], "init.encoder is 'a'"),

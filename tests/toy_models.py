@@ -16,6 +16,7 @@ from encdec_adapt.models import (
   parameters,
   presets,
 )
+from encdec_adapt.ops import relative_bias
 from tests import tiny_tokenizers
 
 GEMMA_SIZE = 512  # Above the ids of `save`'s vocabulary.
@@ -28,12 +29,16 @@ def stack(**changes):
   return model_config.StackConfig(**fields | changes)
 
 
+def positions(kind):
+  return relative_bias.Positions(kind, buckets=8, distance=10)
+
+
 # Fields of T5's block, in place of those of `stack`.
 _T5 = vars(presets.T5['t5_small'].decoder)
 _SAME = 'pattern query_scale attention_softcap final_softcap norm_gain'
 _SAME += ' post_norms scale_embeddings activation mlp_gated scaled_head'
 T5 = {key: _T5[key] for key in _SAME.split()}
-T5 |= {'kv_heads': 4, 'positions': 'relative:8,10'}
+T5 |= {'kv_heads': 4, 'positions': positions('relative')}
 
 
 def params(config, seed=0, scale=0.5):

@@ -10,7 +10,7 @@ CELLS = 'cd_flm', 'nd_plm', 'ed_plm', 'cd_mlm', 'nd_mlm', 'ed_mlm'
 # Arms with the learning rate of their architecture.
 FIRST = {'cd': 'cd_flm', 'nd': 'nd_mlm', 'ed': 'ed_mlm'}
 # The block of T5 1.1, of which models have as many parameters but for norms.
-T5_BLOCK = {'positions': 'relative:32,128', 'pattern': ('global',)}
+T5_BLOCK = {'positions.kind': 'relative', 'pattern': ('global',)}
 T5_BLOCK |= {'attention_softcap': 0.0, 'final_softcap': 0.0, 'query_scale': 1.0}
 T5_BLOCK |= {'post_norms': False, 'scale_embeddings': False}
 T5_BLOCK['norm_gain'] = 'direct'

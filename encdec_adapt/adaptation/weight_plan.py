@@ -234,8 +234,8 @@ def _check_positions(side: _Side) -> None:
   roles = side.config.role, side.target.role
   if side.config.relative and len({x == 'bidirectional' for x in roles}) == 2:
     raise errors.UserError(
-      f'{side.source} is {roles[0]} with positions'
-      f' {side.config.positions!r}, and the {side.stack} of the target is'
+      f'{side.source} is {roles[0]} with positions.kind'
+      f' {side.config.positions.kind!r}, and the {side.stack} of the target is'
       f' {roles[1]}: the buckets of its bias would mean other distances. Choose'
       ' a source with rotary positions.'
     )

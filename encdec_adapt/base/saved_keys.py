@@ -25,6 +25,8 @@ def translate(config: Mapping[str, Any]) -> Section:
     tuples.
   """
   config = dict(_with_tuples(config))
+  if 'model' in config:
+    config['model'] = model(config['model'])
   train, checkpoint = config.get('train', {}), config.get('checkpoint', {})
   data = config.get('data', {})
   if 'evaluators' in train:
@@ -46,6 +48,39 @@ def translate(config: Mapping[str, Any]) -> Section:
   if 'every' in checkpoint:
     checkpoint['every'] = _interval(str(checkpoint['every']))
   return config
+
+
+def model(section: Mapping[str, Any]) -> Section:
+  """Returns section `model` in the keys and values of this version.
+
+  Args:
+    section: the section of a run, or of the config.json of a native folder.
+  """
+  section = dict(_with_tuples(section))
+  for side in section.keys() & {'encoder', 'decoder'}:
+    stack = section[side]
+    for name, read in (('positions', _positions), ('rope_scaling', _scaling)):
+      if isinstance(stack.get(name), str):
+        stack[name] = read(stack[name])
+  return section
+
+
+def _positions(text: str) -> Section:
+  """Returns section `positions`: 'rotary' or 'relative:32,128' before."""
+  kind, _, numbers = text.partition(':')
+  buckets, distance = map(int, (numbers or '32,128').split(','))
+  return {'kind': kind, 'buckets': buckets, 'distance': distance}
+
+
+def _scaling(text: str) -> Section:
+  """Returns section `rope_scaling`: 'llama3:8,1,4,8192' before."""
+  kind, _, numbers = text.partition(':')
+  values = map(float, filter(None, numbers.split(',')))
+  section = {'factor': 8.0, 'low': 1.0, 'high': 4.0, 'original_length': 8192.0}
+  # 'linear' has the first alone, 'none' has none.
+  section |= dict(zip(section, values, strict=False))
+  length = int(section['original_length'])
+  return {**section, 'kind': kind, 'original_length': length}
 
 
 def _with_tuples(value: Any) -> Any:

@@ -7,11 +7,13 @@ from collections import Counter
 from collections.abc import Iterator
 import dataclasses
 
+from flax import traverse_util
+
 from encdec_adapt.base import errors
 from encdec_adapt.conversion import model_on_disk, pretrained_files
 from encdec_adapt.files import disk, paths
 from encdec_adapt.huggingface import config_json, torch_export
-from encdec_adapt.models import model_config, parameters
+from encdec_adapt.models import parameters
 
 
 def describe(stored: model_on_disk.StoredModel) -> str:
@@ -86,9 +88,12 @@ def _sizes(stored: model_on_disk.StoredModel) -> Iterator[str]:
 def _config(stored: model_on_disk.StoredModel) -> Iterator[str]:
   stacks = stored.model.stacks
   rows = [('config', *stacks)]
-  for field in dataclasses.fields(model_config.StackConfig):
-    values = [getattr(stack, field.name) for stack in stacks.values()]
-    rows.append((field.name, *map(_text, values)))
+  fields = [
+    traverse_util.flatten_dict(dataclasses.asdict(stack), sep='.')
+    for stack in stacks.values()
+  ]
+  for name in dict.fromkeys(x for values in fields for x in values):
+    rows.append((name, *(_text(values.get(name)) for values in fields)))
   for field in dataclasses.fields(stored.model):
     # A model's fields are its stacks, listed above, and the pair's.
     if field.name not in stacks:

@@ -5,7 +5,7 @@ import copy
 import dataclasses
 from typing import Any
 
-from encdec_adapt.base import errors, keys
+from encdec_adapt.base import errors, keys, saved_keys
 from encdec_adapt.huggingface import (
   families,
   raw_fields,
@@ -429,7 +429,9 @@ def _native_from_raw(
       invalid.
   """
   try:
-    section, _ = keys.complete(raw['model'], model_section.defaults(), 'model.')
+    section, _ = keys.complete(
+      saved_keys.model(raw['model']), model_section.defaults(), 'model.'
+    )
     model = model_section.model_from_section(section)
     decoder = dataclasses.replace(model.decoder, classes=raw['classes'])
     return dataclasses.replace(model, decoder=decoder)

@@ -15,8 +15,8 @@ _Rope = Mapping[str, Any]
 # Our number of a scaling (`rope.NUMBERS`) -> their field.
 NAMES = {
   'factor': 'factor',
-  'low_factor': 'low_freq_factor',
-  'high_factor': 'high_freq_factor',
+  'low': 'low_freq_factor',
+  'high': 'high_freq_factor',
   'original_length': 'original_max_position_embeddings',
 }
 
@@ -48,11 +48,12 @@ def fields_from_raw(
     raise errors.UserError(
       f'{file} scales its rotary embedding by {kind!r} without {missing[0]!r}.'
     )
+  numbers = {ours: float(full[NAMES[ours]]) for ours in rope.NUMBERS[kind]}
+  if 'original_length' in numbers:
+    numbers['original_length'] = int(numbers['original_length'])
   fields: dict[str, Any] = {
     'rope_theta': float(full.get('rope_theta', raw['rope_theta'])),
-    'rope_scaling': str(
-      rope.Scaling(kind, tuple(float(full[name]) for name in names))
-    ),
+    'rope_scaling': rope.Scaling(kind, **numbers),
   }
   local = {'rope_theta': raw['rope_theta'], **local} if local else full
   # A file may list equal fields for both kinds, scaled or not: then our local
@@ -93,14 +94,11 @@ def raw_from_stack(
   stack: model_config.StackConfig, *, local_theta: bool
 ) -> dict[str, Any]:
   """Returns `rope_parameters` of a stack, as transformers 5 spells them."""
-  scaling = rope.Scaling.parse(stack.rope_scaling)
+  scaling = stack.rope_scaling
   kind = 'default' if scaling.kind == 'none' else scaling.kind
   full = {'rope_type': kind, 'rope_theta': stack.rope_theta}
-  for name, value in zip(
-    rope.NUMBERS[scaling.kind], scaling.numbers, strict=True
-  ):
-    # Their class takes a length that is an integer only.
-    full[NAMES[name]] = int(value) if name == 'original_length' else value
+  for name in rope.NUMBERS[scaling.kind]:
+    full[NAMES[name]] = getattr(scaling, name)
   if not local_theta:
     return full
   local = full

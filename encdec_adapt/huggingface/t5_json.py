@@ -12,6 +12,7 @@ from typing import Any
 from encdec_adapt.base import errors
 from encdec_adapt.huggingface import class_defaults, raw_fields, weights
 from encdec_adapt.models import model_config
+from encdec_adapt.ops import relative_bias
 
 # `model_type` -> prefix of the names of its classes.
 TYPES: Mapping[str, str] = {'t5': 'T5', 'mt5': 'MT5', 'umt5': 'UMT5'}
@@ -79,17 +80,18 @@ def model_from_raw(
       f' are {", ".join(_FEED_FORWARDS)}.'
     )
   activation, gated = _FEED_FORWARDS[raw['feed_forward_proj']]
-  positions = 'relative_each' if kind == 'umt5' else 'relative'
-  buckets = raw['relative_attention_num_buckets']
-  distance = raw['relative_attention_max_distance']
   fields |= {
     'norm_eps': float(raw['layer_norm_epsilon']),
     'kv_heads': raw['num_heads'],
     'activation': activation,
     'mlp_gated': gated,
-    'positions': f'{positions}:{buckets},{distance}',
   }
   try:
+    fields['positions'] = relative_bias.Positions(
+      'relative_each' if kind == 'umt5' else 'relative',
+      raw['relative_attention_num_buckets'],
+      raw['relative_attention_max_distance'],
+    )
     encoder = model_config.StackConfig(**fields)
     if raw.get('architectures') == [f'{TYPES[kind]}EncoderModel']:
       stack = dataclasses.replace(encoder, role='bidirectional')

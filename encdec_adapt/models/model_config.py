@@ -96,23 +96,13 @@ class StackConfig:
   final_softcap: float | None = keys.key(
     30.0, 'Soft-cap of logits; 0 for none.', above=0, none=0.0
   )
-  positions: str = keys.key(
-    'rotary',
-    "Positions in self-attention: 'rotary'; or a bias of the scores by buckets"
-    " of distances, 'relative:32,128' (32 buckets, the last from distance 128),"
-    " one table for all layers (T5), or 'relative_each:32,128', a table for"
-    " each (UMT5). A relative stack has T5's initial values.",
+  positions: relative_bias.Positions = keys.section(
+    relative_bias.Positions, switch='kind'
   )
   rope_theta: float = keys.key(
     10000.0, 'Base of the rotary embedding.', above=0
   )
-  rope_scaling: str = keys.key(
-    'none',
-    "Scaling of RoPE frequencies: 'none'; 'linear:FACTOR' divides all by the"
-    " factor; 'llama3:FACTOR,LOW,HIGH,LENGTH' divides those with wavelengths"
-    ' above LENGTH / LOW, where LENGTH is the training length in tokens, and'
-    ' keeps those below LENGTH / HIGH.',
-  )
+  rope_scaling: rope.Scaling = keys.section(rope.Scaling, switch='kind')
   local_rope_theta: float | None = keys.key(
     None,
     'RoPE base of local layers, which is never scaled; 0: as global layers.',
@@ -194,18 +184,12 @@ class StackConfig:
         f'heads ({self.heads}) is not a multiple of kv_heads'
         f' ({self.kv_heads}); choose kv_heads that divides heads.'
       )
-    positions = str(relative_bias.Positions.parse(self.positions))
-    object.__setattr__(self, 'positions', positions)
     if self.relative:
       self._check_relative()
     elif self.head_dim % 2:
       raise errors.UserError(
         f'head_dim is {self.head_dim}; rotary embedding needs an even one.'
       )
-    # Spelled in a normal form, so that stacks of equal scaling are equal. A
-    # frozen dataclass has no other way to change a field.
-    scaling = str(rope.Scaling.parse(self.rope_scaling))
-    object.__setattr__(self, 'rope_scaling', scaling)
     if self.eoi_token is not None and not (
       0 <= self.eoi_token < self.vocab_size
     ):
@@ -229,22 +213,24 @@ class StackConfig:
     self._check_experts()
 
   def _check_relative(self) -> None:
+    kind = self.positions.kind
+    default, values = keys.defaults(type(self)), keys.values_of(self)
     for name in _OF_ROTARY:
-      if (value := getattr(self, name)) != getattr(type(self), name):
+      if values[name] != default[name]:
         raise errors.UserError(
-          f'{name} is {value} with positions {self.positions!r}, which rotate'
-          " nothing; leave its default, or set positions to 'rotary'."
+          f'{name} is {values[name]} with positions.kind {kind!r}, which'
+          ' rotates nothing; leave its default, or set positions.kind to'
+          " 'rotary'."
         )
     if self.attention_softcap is not None:
       raise errors.UserError(
-        f'attention_softcap is {self.attention_softcap} with positions'
-        f' {self.positions!r}; set it to 0, as the bias is added to scores'
-        ' without a cap.'
+        f'attention_softcap is {self.attention_softcap} with positions.kind'
+        f' {kind!r}; set it to 0, as the bias is added to scores without a cap.'
       )
     if self.cross_merged:
       raise errors.UserError(
-        f'positions is {self.positions!r}, and merged attention has keys'
-        ' without a position; set cross_merged to False.'
+        f'positions.kind is {kind!r}, and merged attention has keys without a'
+        ' position; set cross_merged to False.'
       )
 
   def _check_experts(self) -> None:
@@ -285,8 +271,7 @@ class StackConfig:
   @property
   def relative(self) -> relative_bias.Positions | None:
     """The buckets of a relative position bias, None for rotary positions."""
-    positions = relative_bias.Positions.parse(self.positions)
-    return positions if positions.buckets else None
+    return None if self.positions.kind == 'rotary' else self.positions
 
   @property
   def lead(self) -> tuple[LayerKind, ...]:

@@ -76,8 +76,9 @@ class ModelSection:
 
 def defaults() -> dict[str, Any]:
   """Returns the default values of the section, stacks included."""
-  decoder = keys.defaults(model_config.StackConfig)
-  encoder = {k: v for k, v in decoder.items() if k not in OF_HEAD}
+  # A ConfigDict would make one section of a dictionary that both share.
+  encoder, decoder = (keys.defaults(model_config.StackConfig) for _ in range(2))
+  encoder = {k: v for k, v in encoder.items() if k not in OF_HEAD}
   stacks = {'encoder': encoder, 'decoder': decoder}
   return {**keys.defaults(ModelSection), **stacks}
 

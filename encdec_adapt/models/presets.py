@@ -18,6 +18,7 @@ from typing import Any
 
 from encdec_adapt.base import errors
 from encdec_adapt.models import model_config as configs
+from encdec_adapt.ops import relative_bias, rope
 
 GEMMA2_VOCABULARY = 256000
 
@@ -75,7 +76,7 @@ def _llama3(*sizes, factor, **fields):
     vocab_size=128256,
     norm_eps=1e-5,
     rope_theta=5e5,
-    rope_scaling=f'llama3:{factor},1,4,8192',
+    rope_scaling=rope.Scaling('llama3', float(factor)),
     **fields,
   )
 
@@ -108,7 +109,9 @@ _GEMMA2: Mapping[str, configs.StackConfig] = types.MappingProxyType(
   }
 )
 # In transformers the larger ones have 64 rows more than tokens in use.
-_LARGE_GEMMA3 = dict(vocab_size=262208, window=1024, rope_scaling='linear:8')
+_LARGE_GEMMA3 = dict(
+  vocab_size=262208, window=1024, rope_scaling=rope.Scaling('linear')
+)
 _GEMMA3: Mapping[str, configs.StackConfig] = types.MappingProxyType(
   {
     '270m': _gemma3(18, 640, 2048, 4, 1),
@@ -153,7 +156,7 @@ def _t5(
   t5 = dict(
     vocab_size=32128,
     query_scale=1.0,
-    positions='relative:32,128',
+    positions=relative_bias.Positions('relative'),
     tied_head=False,
     activation='gelu_tanh',
   )
@@ -179,7 +182,9 @@ _LIKE_1_1 = {
   't5_1.1': {},
   'flan_t5': {},
   'mt5': dict(vocab_size=250112),
-  'umt5': dict(vocab_size=256384, positions='relative_each:32,128'),
+  'umt5': dict(
+    vocab_size=256384, positions=relative_bias.Positions('relative_each')
+  ),
 }
 _UL2 = _t5(32, 4096, 16384, 16, head_dim=256, activation='silu')
 # T5 (arXiv:1910.10683) and its release 1.1, flan-T5 (2210.11416), mT5

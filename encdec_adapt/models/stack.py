@@ -214,7 +214,7 @@ def _rotation(
 ) -> tuple[jax.Array, jax.Array] | None:
   if config.relative:
     return None
-  theta, scaling = config.rope_theta, rope.Scaling.parse(config.rope_scaling)
+  theta, scaling = config.rope_theta, config.rope_scaling
   # Gemma 3 scales global layers only: distances in a local layer stay below
   # its window, however long the text.
   if kind == 'local' and config.local_rope_theta is not None:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from encdec_adapt.base import option_strings
+from encdec_adapt.base import errors, keys
 from encdec_adapt.ops import masks, products
 
 KINDS = ('rotary', 'relative', 'relative_each')
@@ -22,51 +22,34 @@ KINDS = ('rotary', 'relative', 'relative_each')
 
 @dataclasses.dataclass(frozen=True)
 class Positions:
-  """How self-attention knows positions.
+  """Positions in self-attention; keys of `config.model.encoder.positions`."""
 
-  As a text it is 'rotary', 'relative:32,128' (a table for the stack, which all
-  layers add) or 'relative_each:32,128' (a table for each layer).
+  kind: str = keys.key(
+    'rotary',
+    "Positions in self-attention: 'rotary'; or a bias of the scores by buckets"
+    " of distances, 'relative', one table for all layers (T5), or"
+    " 'relative_each', a table for each (UMT5). A relative stack has T5's"
+    ' initial values.',
+    one_of=KINDS,
+  )
+  buckets: int = keys.key(
+    32,
+    'Buckets of distances, even; a bidirectional stack has half of them for'
+    ' keys ahead.',
+    at_least=4,
+  )
+  distance: int = keys.key(
+    128, 'Distance from which on all are in the last bucket.', at_least=1
+  )
 
-  Attributes:
-    kind: one of `KINDS`.
-    buckets: buckets of distances; a bidirectional stack has half of them for
-      keys ahead.
-    distance: distance from which on all are in the last bucket.
-  """
-
-  kind: str = 'rotary'
-  buckets: int = 0
-  distance: int = 0
-
-  @classmethod
-  def parse(cls, text: str) -> 'Positions':
-    """Parses the text.
-
-    Raises:
-      UserError: it is not one of the forms above, the buckets are odd or fewer
-        than 4, or more than half of them are up to the distance.
-    """
-    positions = option_strings.Part('positions', text)
-    kind = positions.partition(':')[0].text
-    numbers = tuple(
-      option.read(int, 'a number above 0', lambda n: n > 0)
-      for option in positions.options()
-    )
-    fits = kind in KINDS and len(numbers) == (0 if kind == 'rotary' else 2)
-    if fits and numbers:
-      buckets, distance = numbers
-      fits = buckets >= 4 and not buckets % 2 and distance > buckets // 2
-    if not fits:
-      raise positions.error(
-        "must be 'rotary', 'relative:BUCKETS,DISTANCE' or"
-        " 'relative_each:BUCKETS,DISTANCE', such as 32,128: an even number from"
-        ' 4, and a distance above half of it.'
+  def __post_init__(self):
+    keys.check(self, 'positions.')
+    if self.buckets % 2 or self.distance <= self.buckets // 2:
+      raise errors.UserError(
+        f'positions.buckets is {self.buckets} and positions.distance'
+        f' {self.distance}; the buckets must be even, and the distance above'
+        ' half of them.'
       )
-    return cls(kind, *numbers)
-
-  def __str__(self) -> str:
-    numbers = f':{self.buckets},{self.distance}' if self.buckets else ''
-    return f'{self.kind}{numbers}'
 
 
 @flax.struct.dataclass

@@ -10,63 +10,54 @@ import math
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from encdec_adapt.base import option_strings
+from encdec_adapt.base import errors, keys
 
-# The numbers of each kind of scaling, in the order of `Scaling.numbers`.
+# Kind of scaling -> its numbers, by key.
 NUMBERS = {
   'none': (),
   'linear': ('factor',),
-  'llama3': ('factor', 'low_factor', 'high_factor', 'original_length'),
+  'llama3': ('factor', 'low', 'high', 'original_length'),
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class Scaling:
-  """How frequencies are changed for rows longer than those trained on.
+  """Change of frequencies for rows longer than those trained on.
 
-  'linear' divides all by the factor. 'llama3' (Llama 3.1's) divides those with
-  a wavelength above original_length / low_factor, keeps those below
-  original_length / high_factor, and blends in between; the original length is
-  that of the training rows. As a text a scaling is its kind and its numbers:
-  'none', 'linear:8' or 'llama3:32,1,4,8192'.
-
-  Attributes:
-    kind: 'none', 'linear' or 'llama3'.
-    numbers: numbers of the kind, as `NUMBERS` names them.
+  The fields are the keys of `config.model.encoder.rope_scaling`.
   """
 
-  kind: str = 'none'
-  numbers: tuple[float, ...] = ()
+  kind: str = keys.key(
+    'none',
+    "Scaling of RoPE frequencies: 'none'; 'linear' divides all by the factor;"
+    " 'llama3' (Llama 3.1) divides those with wavelengths above"
+    ' original_length / low, keeps those below original_length / high, and'
+    ' blends in between.',
+    one_of=tuple(NUMBERS),
+  )
+  factor: float = keys.key(8.0, 'Divisor of the frequencies.', above=0)
+  low: float = keys.key(1.0, 'Llama 3.1: low factor, below high.', above=0)
+  high: float = keys.key(4.0, 'Llama 3.1: high factor.', above=0)
+  original_length: int = keys.key(
+    8192, 'Llama 3.1: length of the training rows in tokens.', at_least=1
+  )
 
-  @classmethod
-  def parse(cls, text: str) -> 'Scaling':
-    """Parses the text of a scaling.
-
-    Raises:
-      UserError: the kind is unknown, there are too few or too many numbers, a
-        number is not positive and finite, or the low factor is not below the
-        high factor.
-    """
-    scaling = option_strings.Part('rope_scaling', text)
-    kind = scaling.partition(':')[0].text
-    numbers = tuple(
-      option.read(float, 'a number above 0', lambda n: 0 < n < math.inf)
-      for option in scaling.options()
-    )
-    if (
-      kind not in NUMBERS
-      or len(numbers) != len(NUMBERS[kind])
-      or (kind == 'llama3' and numbers[1] >= numbers[2])
-    ):
-      raise scaling.error(
-        "must be 'none', 'linear:FACTOR' or 'llama3:FACTOR,LOW,HIGH,LENGTH',"
-        ' with LOW below HIGH.'
+  def __post_init__(self):
+    keys.check(self, 'rope_scaling.')
+    unread = keys.defaults(type(self))
+    for name in ('kind', *NUMBERS[self.kind]):
+      del unread[name]
+    for name, default in unread.items():
+      if (value := getattr(self, name)) != default:
+        raise errors.UserError(
+          f'rope_scaling.{name} is {value!r} with rope_scaling.kind'
+          f' {self.kind!r}, which does not read it; leave it at {default!r}.'
+        )
+    if self.low >= self.high:
+      raise errors.UserError(
+        f'rope_scaling.low is {self.low} and rope_scaling.high {self.high};'
+        ' low must be below high.'
       )
-    return cls(kind, numbers)
-
-  def __str__(self) -> str:
-    numbers = [repr(number).removesuffix('.0') for number in self.numbers]
-    return f'{self.kind}:{",".join(numbers)}' if numbers else self.kind
 
 
 def frequencies(
@@ -77,14 +68,13 @@ def frequencies(
   frequency = theta**-exponent
   if scaling.kind == 'none':
     return frequency
-  factor, *bounds = scaling.numbers
-  slow = frequency / factor
+  slow = frequency / scaling.factor
   if scaling.kind == 'linear':
     return slow
-  low, high, length = bounds
   # Periods in the original length, which the two factors are bounds of.
-  periods = length * frequency / (2 * math.pi)
-  blend = jnp.clip((periods - low) / (high - low), 0.0, 1.0)
+  periods = scaling.original_length * frequency / (2 * math.pi)
+  width = scaling.high - scaling.low
+  blend = jnp.clip((periods - scaling.low) / width, 0.0, 1.0)
   return (1 - blend) * slow + blend * frequency
 
 

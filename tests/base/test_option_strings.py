@@ -7,7 +7,6 @@ from encdec_adapt.data.records import row_rates
 from encdec_adapt.data.sources import mixtures, text_sources
 from encdec_adapt.evaluation.tasks import text_pairs
 from encdec_adapt.objectives import denoising
-from encdec_adapt.ops import rope
 from encdec_adapt.planning import chips
 
 
@@ -39,7 +38,6 @@ def _key_values(text):
     (row_rates.parse, 'rows:1, cap=0', '0', 'must be above 0'),
     (_key_values, 'size=9b,slices=two', 'two', 'must be of type int'),
     (_key_values, 'size=9b,slice=2', 'slice=2', 'must be KEY=VALUE of size=2b'),
-    (rope.Scaling.parse, 'llama3:8,1,-4,9', '-4', 'must be a number above 0'),
     (chips.parse, 'v5e:4x0', '0', 'must be at least 1 chip'),
     (chips.parse, 'v5e:4x4x4', '4x4x4', r'must have 2 dimension\(s\)'),
     (chips.parse, 'v9:4x4', 'v9', 'must be one of v4'),

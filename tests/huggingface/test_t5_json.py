@@ -5,6 +5,7 @@ import pytest
 from encdec_adapt.base import errors
 from encdec_adapt.huggingface import config_json
 from encdec_adapt.models import model_config, presets
+from encdec_adapt.ops import relative_bias
 
 SIZES = dict(
   vocab_size=100, d_model=32, d_kv=8, d_ff=64, num_layers=3, num_heads=4
@@ -23,8 +24,9 @@ def test_defaults():
   assert decoder.tied_head and decoder.scaled_head
   assert not encoder.scaled_head
   assert (encoder.activation, encoder.mlp_gated) == ('relu', False)
-  assert encoder.positions == decoder.positions == 'relative:32,128'
-  assert read('umt5').decoder.positions == 'relative_each:32,128'
+  assert encoder.positions == decoder.positions
+  assert decoder.positions == relative_bias.Positions('relative', 32, 128)
+  assert read('umt5').decoder.positions.kind == 'relative_each'
   decoder = read('mt5', tie_word_embeddings=True).decoder
   assert (decoder.activation, decoder.mlp_gated) == ('gelu_tanh', True)
   assert not decoder.scaled_head  # Its class never scales.
@@ -73,7 +75,7 @@ def test_a_decoder_starts_with_the_bos_of_its_vocabulary():
     ('switch_transformers', {}, "'switch_transformers'.* drop tokens"),
     ('t5', {'d_kv': None}, 'here has d_kv = None'),
     ('t5', {'feed_forward_proj': 'gated-tanh'}, 'feed_forward_proj'),
-    ('t5', {'relative_attention_num_buckets': 7}, "positions is 'relative:7"),
+    ('t5', {'relative_attention_num_buckets': 7}, 'positions.buckets is 7'),
   ],
 )
 def test_refusals(kind, fields, message):

@@ -7,6 +7,7 @@ import pytest
 
 from encdec_adapt.models import build, layers_index, model_config
 from encdec_adapt.models import kv_cache as caches
+from encdec_adapt.ops import rope
 from tests import toy_models
 
 LLAMA = dict(
@@ -16,18 +17,21 @@ LLAMA = dict(
   attention_bias='qkvo',
   mlp_bias=True,
   scale_embeddings=False,
-  rope_scaling='llama3:8,1,4,16',
+  rope_scaling=rope.Scaling('llama3', original_length=16),
   attention_softcap=None,
 )
 GEMMA3 = dict(
   pattern=('local', 'local', 'global'),
   qk_norm=True,
   rope_theta=1000.0,
-  rope_scaling='linear:4',
+  rope_scaling=rope.Scaling('linear', 4.0),
   local_rope_theta=100.0,
   attention_softcap=None,
 )
-EACH = {'positions': 'relative_each:8,10', 'pattern': ('local', 'global')}
+EACH = {
+  'positions': toy_models.positions('relative_each'),
+  'pattern': ('local', 'global'),
+}
 # Fields of both stacks, and options of the pair; None for a decoder alone.
 CASES = {
   'gemma2': ({'layers': 5}, None),

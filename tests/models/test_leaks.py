@@ -78,11 +78,13 @@ def test_packed_equals_unpacked(pair, pack):
   np.testing.assert_allclose(packed[:, 3:8], unpacked[:, :5], atol=2e-5)
 
 
-@pytest.mark.parametrize('positions', ['relative:8,10', 'relative_each:8,10'])
+@pytest.mark.parametrize('kind', ['relative', 'relative_each'])
 def test_packed_equals_unpacked_with_relative_positions(
-  positions, small_stack, redraw, run, pack
+  kind, small_stack, redraw, run, pack
 ):
-  stack = small_stack(**{**toy_models.T5, 'positions': positions})
+  stack = small_stack(
+    **{**toy_models.T5, 'positions': toy_models.positions(kind)}
+  )
   config = model_config.encoder_decoder(stack, stack, shared_table=True)
   # Several chunks of queries, and segments that reach all buckets.
   compute = execution.ComputeConfig('float32', 'none', attention_chunk=8)

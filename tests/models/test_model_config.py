@@ -3,18 +3,16 @@
 import pytest
 
 from encdec_adapt.base import errors
+from encdec_adapt.ops import relative_bias, rope
 from tests import toy_models
 
 EXPERTS = dict(experts=4, experts_per_token=2)
+LINEAR = rope.Scaling('linear')
 
 
 @pytest.mark.parametrize(
   'changes, message',
   [
-    ({'rope_scaling': 'linear:0'}, "rope_scaling is 'linear:0'"),
-    ({'rope_scaling': 'linear'}, "rope_scaling is 'linear'"),
-    ({'rope_scaling': 'yarn:8'}, 'column 1 must be .*llama3:FACTOR'),
-    ({'rope_scaling': 'llama3:8,4,4,64'}, 'LOW below HIGH'),
     ({'eoi_token': 53}, 'eoi_token is 53.*below vocab_size, 53'),
     ({'cross_merged': True, 'cross_width': 8}, 'must be the'),
     ({'norm_topk': True}, 'norm_topk is True'),
@@ -27,11 +25,34 @@ EXPERTS = dict(experts=4, experts_per_token=2)
     ({**toy_models.T5, 'attention_softcap': 5.0}, 'attention_softcap is 5'),
     ({**toy_models.T5, 'cross_merged': True}, 'set cross_merged to False'),
     ({**toy_models.T5, 'rope_theta': 5e5}, 'rope_theta is 500000'),
-    ({**toy_models.T5, 'rope_scaling': 'linear:2'}, 'rope_scaling is linear'),
-    ({**toy_models.T5, 'positions': 'relative:9,8'}, "is 'relative:9,8'"),
+    ({**toy_models.T5, 'rope_scaling': LINEAR}, 'rope_scaling is .*linear'),
     ({'head_dim': 5}, 'head_dim is 5'),
   ],
 )
 def test_fields_that_cannot_be(changes, message, small_stack):
   with pytest.raises(errors.UserError, match=message):
     small_stack(**changes)
+
+
+@pytest.mark.parametrize(
+  'section, values, message',
+  [
+    (rope.Scaling, {'kind': 'yarn'}, "kind is 'yarn'; .*one of none, linear"),
+    (rope.Scaling, {'kind': 'linear', 'factor': 0.0}, 'scaling.factor is 0.0'),
+    (rope.Scaling, {'kind': 'linear', 'low': 2.0}, 'scaling.low is 2.0 with'),
+    (rope.Scaling, {'kind': 'llama3', 'low': 4.0}, 'low must be below high'),
+    (
+      relative_bias.Positions,
+      {'kind': 'relative', 'buckets': 9},
+      'buckets is 9',
+    ),
+    (
+      relative_bias.Positions,
+      {'kind': 'relative', 'distance': 16},
+      'distance 16',
+    ),
+  ],
+)
+def test_options_that_cannot_be(section, values, message):
+  with pytest.raises(errors.UserError, match=message):
+    section(**values)

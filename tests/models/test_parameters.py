@@ -42,17 +42,19 @@ def test_distributions(small_stack):
   assert norms and all((leaf == 0).all() for leaf in norms)
 
 
-@pytest.mark.parametrize('positions', ['relative:8,10', 'relative_each:8,10'])
-def test_distributions_of_t5(positions, small_stack):
+@pytest.mark.parametrize('kind', ['relative', 'relative_each'])
+def test_distributions_of_t5(kind, small_stack):
   fields = dict(layers=5, width=64, mlp_width=256, vocab_size=1024)
-  fields |= dict(heads=32, kv_heads=32, tied_head=False, positions=positions)
+  fields |= dict(
+    heads=32, kv_heads=32, tied_head=False, positions=toy_models.positions(kind)
+  )
   stack = small_stack(**{**toy_models.T5, **fields})
   model = build.build(model_config.DecoderOnlyConfig(stack))
   params = traverse_util.flatten_dict(
     jax.jit(model.init)(jax.random.key(1)), sep='/'
   )
   layer = 'decoder/blocks/layer_0'
-  bias = {'relative:8,10': 'decoder'}.get(positions, f'{layer}/attention')
+  bias = {'relative': 'decoder'}.get(kind, f'{layer}/attention')
   expected = {
     'decoder/embedder/table': 1.0,
     'decoder/head/table': 64**-0.5,

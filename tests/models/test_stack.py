@@ -25,7 +25,7 @@ FIVE_TO_ONE = ('local',) * 5 + ('global',)
     {'layers': 8, 'pattern': FIVE_TO_ONE},
     {'layers': 1},
     dict(experts=4, experts_per_token=2, dense_layers=1),
-    {**toy_models.T5, 'positions': 'relative_each:8,10'},
+    {**toy_models.T5, 'positions': toy_models.positions('relative_each')},
     None,
   ],
   ids=['5', '8', '1', 'experts', 't5', 'pair'],

@@ -123,11 +123,11 @@ def test_rope_is_half_split_with_falling_frequencies():
 
 
 def test_scaled_frequencies():
-  linear = rope.frequencies(4, 100.0, rope.Scaling.parse('linear:4'))
+  linear = rope.frequencies(4, 100.0, rope.Scaling('linear', 4.0))
   np.testing.assert_allclose(linear, [0.25, 0.025], rtol=1e-6)
-  # Frequencies 1, 0.1, 0.01 and 0.001; a row of 100 pi holds 50, 5, 0.5 and
-  # 0.05 periods of them. Between 1 and 9 periods they are blended: 5 is half.
-  scaling = rope.Scaling.parse(f'llama3:8,1,9,{100 * np.pi}')
+  # Frequencies 1, 0.1, 0.01 and 0.001; a row of 314 tokens, about 100 pi, holds
+  # 50, 5, 0.5 and 0.05 periods. Between 1 and 9 they are blended: 5 is half.
+  scaling = rope.Scaling('llama3', 8.0, 1.0, 9.0, 314)
   np.testing.assert_allclose(
     rope.frequencies(8, 1e4, scaling),
     [1.0, 0.1 * (0.5 + 0.5 / 8), 0.01 / 8, 0.001 / 8],

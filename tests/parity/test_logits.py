@@ -7,6 +7,7 @@ import pytest
 
 import encdec_adapt
 from encdec_adapt.models import build, parameters
+from encdec_adapt.ops import rope
 from tests.parity import tiny_models
 
 pytestmark = pytest.mark.parity
@@ -53,7 +54,7 @@ def test_bfloat16_is_no_worse_than_theirs(name, tmp_path):
     ('gemma2', 'decoder', {'attention_softcap': None}),
     ('gemma2', 'decoder', {'final_softcap': None}),
     ('gemma2', 'decoder', {'rope_theta': 11000.0}),
-    ('gemma3', 'decoder', {'rope_scaling': 'none'}),
+    ('gemma3', 'decoder', {'rope_scaling': rope.Scaling()}),
     ('gemma3', 'decoder', {'local_rope_theta': 110.0}),
     ('mixtral', 'decoder', {'norm_topk': False}),
     ('mixtral', 'decoder', {'experts_per_token': 3}),

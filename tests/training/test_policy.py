@@ -239,7 +239,7 @@ def test_losses_and_gradients_equal_dense_formulas(kind, params):
     ({'samples': 1}, 'pairs', 'samples is 1 with .*at least 2'),
     ({'top_k': 20}, 'pairs', 'top_k and top_p are not read'),
     ({}, 'preferences', 'no prompt with a single answer'),
-    ({}, 'prefix_lm', 'no prompt with a single answer'),
+    ({}, 'causal_lm', 'no prompt with a single answer'),
     ({}, 'pairs:meap=separate', 'without masks'),
   ],
 )
@@ -248,7 +248,8 @@ def test_what_does_not_suit_policies_is_refused(rollouts, objective, message):
   config.loss.kind = 'rloo'
   config.train.rollouts.update(rollouts)
   config.data.objective, config.data.source = objective, ''
-  config.data.encoder_length = config.data.decoder_length = 8
+  config.data.decoder_length = 8
+  config.data.encoder_length = 8 * (objective != 'causal_lm')
   with pytest.raises(errors.UserError, match=message):
     config_lib.load(config, sources=False)
 

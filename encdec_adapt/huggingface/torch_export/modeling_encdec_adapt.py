@@ -50,19 +50,17 @@ def rotation(stack, kind, positions):
   theta, scaling = stack['rope_theta'], stack['rope_scaling']
   # The base of local layers is never scaled (Gemma 3).
   if kind == 'local' and stack['local_rope_theta']:
-    theta, scaling = stack['local_rope_theta'], 'none'
+    theta, scaling = stack['local_rope_theta'], {'kind': 'none'}
   steps = torch.arange(0, stack['head_dim'], 2, device=positions.device)
   frequency = theta ** -(steps.float() / stack['head_dim'])
-  rule, _, numbers = scaling.partition(':')
-  if rule != 'none':
-    factor, *bounds = map(float, numbers.split(','))
+  if scaling['kind'] != 'none':
     share = 0.0
-    if rule == 'llama3':
-      low, high, length = bounds
+    if scaling['kind'] == 'llama3':
+      low, high = scaling['low'], scaling['high']
       # Periods in the length that the model was trained on.
-      periods = length * frequency / (2 * math.pi)
+      periods = scaling['original_length'] * frequency / (2 * math.pi)
       share = ((periods - low) / (high - low)).clamp(0, 1)
-    frequency = (1 - share) * frequency / factor + share * frequency
+    frequency = (1 - share) * frequency / scaling['factor'] + share * frequency
   angle = (positions[:, None].float() * frequency)[:, None]
   return angle.cos(), angle.sin()
 
