@@ -20,7 +20,7 @@ from encdec_adapt import config as config_lib
 from encdec_adapt.base import errors
 from encdec_adapt.conversion import model_on_disk, source_vocabularies
 from encdec_adapt.huggingface import config_json
-from encdec_adapt.models import model_config
+from encdec_adapt.models import heads, model_config
 
 _MULTIPLE = 128  # Rows of the tables, to divide over a mesh.
 
@@ -76,8 +76,11 @@ def get_stack_config(source):
   """
   config = get_config(source=source)
   opened = open_model(source)
-  stack, choice = opened.model.stacks[opened.prompt_side], opened.vocabularies
-  config_lib.set_model(config.model, model_config.DecoderOnlyConfig(stack))
+  # Only a head of embeddings stays; another task has other labels.
+  head, choice = opened.model.decoder.head, opened.vocabularies
+  head = head if isinstance(head, heads.Embedding) else heads.Tokens()
+  model = model_config.prompt_model(opened.model, head)
+  config_lib.set_model(config.model, model)
   if choice and choice.encoder:
     config.data.vocabulary, config.data.encoder_vocabulary = choice.encoder, ''
   config.data.encoder_length, config.data.decoder_length = 512, 0

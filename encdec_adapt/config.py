@@ -23,7 +23,7 @@ from encdec_adapt.data.records import record_sets
 from encdec_adapt.files import atomic, hub, paths
 from encdec_adapt.models import adapters as adapters_lib
 from encdec_adapt.models import architecture as architectures
-from encdec_adapt.models import execution, model_config, model_section
+from encdec_adapt.models import execution, heads, model_config, model_section
 from encdec_adapt.objectives import example_maker
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import rules as rules_lib
@@ -41,7 +41,12 @@ _MADE_BY = 'made_by'  # In it beside the sections: the command of the run.
 # In a work directory: copies of the run's vocabularies, a folder for each side,
 # so that the directory can be moved without the files that it was trained with.
 VOCABULARIES = 'vocabulary'
-_EMBEDDING = 'encoder_only or decoder_only with config.model.embedding'
+# Models that read rows which only some heads read.
+_READERS = {
+  'labels': ' and '.join(heads.Labels.models),
+  'texts': ' or '.join(heads.Embedding.models)
+  + ' with config.model.head.kind=embedding',
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,10 +206,6 @@ def load(
     UserError: names the key, its value and the allowed values.
   """
   saved, standard = config.to_dict(), defaults().to_dict()
-  # An encoder has no head, but files may give both stacks equal keys.
-  for key, value in model_section.OF_HEAD.items():
-    if key in saved.get('model', {}).get('encoder', {}):
-      standard['model']['encoder'][key] = value
   # A configuration of this version is complete, as it starts from `defaults`.
   values, added = keys.complete(saved, standard)
   if added and distributed.is_lead():
@@ -212,7 +213,12 @@ def load(
       f'the configuration in {workdir} was saved by an earlier version; keys'
       f' that it lacks take their defaults: {", ".join(added)}'
     )
-  model = model_section.model_from_section(values['model'])
+  # Objective and loss decide on the head of labels or of a reward, which the
+  # configuration of a saved model states.
+  head = keys.make(model_section.HeadSection, values['model']['head'])
+  model = model_section.model_from_section(
+    {**values['model'], 'head': keys.values_of(head.before_training())}
+  )
   # The sections that need nothing but their keys; the others follow.
   sections = {
     name: keys.make(parts[0], values[name])
@@ -230,7 +236,9 @@ def load(
     table_sizes={name: s.vocab_size for name, s in model.stacks.items()},
     samples=recipe_class.reads_prompts(options),
   )
-  check_rows(model, data.objectives[0])
+  # The recipe adds the head that reads labels.
+  if data.objectives[0].rows.content != 'labels':
+    check_rows(model, data.objectives[0])
   recipe = recipe_class.of(
     recipe_lib.Sections(
       loss,
@@ -240,6 +248,7 @@ def load(
       **{x: sections[x] for x in ('init', 'teacher', 'train', 'checkpoint')},
     )
   )
+  head.check(recipe.model.decoder.head)
   schedule = keys.make(
     schedules.ScheduleConfig,
     values['optimizer'],
@@ -273,6 +282,16 @@ def set_model(
 ) -> None:
   """Sets the keys of `config.model` to those of a model."""
   section.update(model_section.section_from_model(model))
+  # Of the loss of a job.
+  section.head.temperature = 0.0
+
+
+def with_head(config: ml_collections.ConfigDict) -> ml_collections.ConfigDict:
+  """Returns a configuration that states the head of its model."""
+  head = load(config, sources=False).model.decoder.head
+  config = config.copy_and_resolve_references()
+  config.model.head.update(keys.values_of(model_section.HeadSection.of(head)))
+  return config
 
 
 def parse_arg(arg: str | None, **defaults: Any) -> dict[str, Any]:
@@ -408,7 +427,8 @@ def check_rows(
     kinds = [kind for kind in kinds if content in kind.rows]
     raise errors.UserError(
       f'objective {objective.text!r} feeds models of kind'
-      f' {architectures.names(kinds) or _EMBEDDING}, and the model is'
+      f' {_READERS.get(content) or architectures.names(kinds)}, and the'
+      f' model is'
       f' {architecture.name};'
       ' change config.data.objective or'
       ' config.model.kind (the table of objectives is in configs/README.md).'
@@ -424,14 +444,16 @@ def check_kind(
     UserError: names the kinds of models that do.
   """
   check_rows(model, objective)
-  labels = objective.options.get('labels', ())
-  # Also where there are none: a classifier cannot predict tokens. A reward
-  # model, of a single output, scores the answers that others compare.
-  rewards = objective.rows.answers > 1 and model.decoder.classes == 1
-  if len(labels) != model.decoder.classes and not rewards:
+  labels, outputs = objective.options.get('labels', ()), model.decoder.outputs
+  if labels and len(labels) != outputs:
     raise errors.UserError(
       f'objective {objective.text!r} has {len(labels)} labels and the model'
-      f' {model.decoder.classes}; use records of the same labels.'
+      f' {outputs}; use records of the same labels.'
+    )
+  if outputs == 1 and objective.rows.answers < 2:
+    raise errors.UserError(
+      f'objective {objective.text!r} has no answers to compare, which a reward'
+      ' model scores; use records of preferences.'
     )
 
 
@@ -477,11 +499,14 @@ def _check_model(settings: Settings, vocabulary: str) -> None:
       ' model first (`convert adapt` or `convert import`), and set'
       " config.init.mode to 'checkpoint' and config.init.encoder to it."
     )
-  if init.mode in ('adapt', 'embeddings') and model.decoder.classes:
+  head = model.decoder.head
+  if init.mode in ('adapt', 'embeddings') and (
+    head.kind in ('labels', 'reward')
+  ):
     raise errors.UserError(
-      f'config.init.mode is {init.mode!r} and config.loss.kind'
-      f' {settings.recipe.loss.name!r}; make the pair first (`convert adapt`),'
-      " and start the reward model from it: config.init.mode='checkpoint'."
+      f'config.init.mode is {init.mode!r} and the model has a head of'
+      f' {head.kind}; make the pair first (`convert adapt`), and start from it:'
+      " config.init.mode='checkpoint'."
     )
   if init.optimizer == 'source':
     _check_carried(settings)

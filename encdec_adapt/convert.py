@@ -137,11 +137,17 @@ COMMANDS = {
         'Dtype of the tensors. Default: as stored, which is that of the import'
         ' and float32 after training, adapt and merge.',
       ),
-      command.string(
+      command.choice(
         'embedding',
+        ['mean', 'last', 'first'],
         'Write the stack that reads prompts alone, as an embedding model with'
-        " these options of config.model.embedding, such as 'pooling=mean'.",
-        default='',
+        ' this config.model.head.pooling.',
+      ),
+      command.flag(
+        'multi_integer',
+        'dimensions',
+        'With --embedding: sizes of leading parts that are vectors too; may be'
+        ' repeated.',
       ),
       command.string(
         'vision',

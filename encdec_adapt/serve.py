@@ -105,7 +105,7 @@ def main(values: flags.FlagValues) -> int:
   stored = model_on_disk.open_model(values.checkpoint)
   model_on_disk.require_head(stored)
   opened = stored.require_vocabularies()
-  if stored.model.decoder.embedding:
+  if stored.model.decoder.head.sizes(stored.model.decoder.width):
     if values.adapters:
       raise errors.UserError(
         f'--adapters is {",".join(values.adapters)}, and an embedding model is'

@@ -271,6 +271,12 @@ def test_any_model_is_said_by_a_configuration(merged):
     (['optimizer.kind=adam'], "'adam'.*adamw"),
     (['optimizer.learning_rate=nan'], 'learning_rate is nan.*finite'),
     (['model.decoder.rope_scaling.factor=-inf'], 'scaling.factor is -inf; .*'),
+    (['model.head.pooling=last'], "pooling is 'last', .*kind is 'tokens'"),
+    (
+      ['model.head.kind=labels', 'model.head.labels=2'],
+      "kind is 'labels', and .* give the model 'tokens'",
+    ),
+    (['model.head.kind=reward'], "'reward', and .* give the model 'tokens'"),
     (['model.decoder.rope_scaling.low=2'], "low is 2.0 with .*kind 'none'"),
     (['model.decoder.positions.buckets=8'], "buckets is 8, .* is 'rotary'"),
     (['model.decoder.kv_heads=3'], 'model.decoder: heads .4.'),

@@ -11,6 +11,7 @@ from encdec_adapt.conversion import model_in_memory
 from encdec_adapt.huggingface import export
 from encdec_adapt.models import (
   build,
+  heads,
   layer_leaves,
   model_config,
   parameters,
@@ -36,9 +37,11 @@ def positions(kind):
 # Fields of T5's block, in place of those of `stack`.
 _T5 = vars(presets.T5['t5_small'].decoder)
 _SAME = 'pattern query_scale attention_softcap final_softcap norm_gain'
-_SAME += ' post_norms scale_embeddings activation mlp_gated scaled_head'
+_SAME += ' post_norms scale_embeddings activation mlp_gated'
 T5 = {key: _T5[key] for key in _SAME.split()}
 T5 |= {'kv_heads': 4, 'positions': positions('relative')}
+T5 |= {'head': heads.Tokens(scaled=True)}
+UNTIED = heads.Tokens(tied=False)
 
 
 def params(config, seed=0, scale=0.5):

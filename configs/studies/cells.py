@@ -63,7 +63,7 @@ def t5_cell(size, arm):
     for side in ('encoder', 'decoder')
     for key, value in T5_BLOCK.items()
   }
-  block |= {'model.shared_table': True, 'model.decoder.tied_head': False}
+  block |= {'model.shared_table': True, 'model.head.tied': False}
   if size.name == 'pod':  # Other kernels take no bias.
     block['compute.attention'] = 'chunked'
   changes = {**arm.changes, **block}

@@ -77,14 +77,14 @@ def _rate(rate: float) -> Mapping[str, Any]:
 
 
 def _embedder(size, name):
-  parts = '+'.join(map(str, PARTS))
   causal = name == 'causal'
   return pages.Arm(
     f'{name}_tuned',
     size.config(),
     {
       'model.kind': 'decoder_only' if causal else 'encoder_only',
-      'model.embedding': f'pooling=mean,dimensions={parts}',
+      'model.head.kind': 'embedding',
+      'model.head.dimensions': tuple(PARTS),
       'init.mode': 'adapt',
       'loss.kind': 'infonce',
       'data.objective': 'embed:too_long=truncate,texts=16',

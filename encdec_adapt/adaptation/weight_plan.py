@@ -418,13 +418,13 @@ def _unused(
       reasons[name] = 'an encoder has no head'
     elif encodes and side.shared_table and parts[0] == 'embedder':
       reasons[name] = "the encoder reads the decoder's table"
-    elif name == side.head and side.target.embedding:
-      reasons[name] = 'an embedding model predicts no tokens'
+    elif name == side.head and not side.target.head.predicts_tokens:
+      reasons[name] = f'a head of {side.target.head.kind} predicts no tokens'
     elif name == side.head:
       raise errors.UserError(
         f'{side.source} has a head of its own, and the target ties its head to'
         ' its embedding table, which would predict something else. Set'
-        f' {side.stack}.tied_head to False.'
+        ' head.tied to False.'
       )
     else:
       raise side.misfit(

@@ -13,6 +13,18 @@ from encdec_adapt.base import option_strings
 
 Section = dict[str, Any]
 
+# The defaults of section `model.head`.
+_HEAD = {
+  'kind': 'tokens',
+  'tied': True,
+  'scaled': False,
+  'labels': 0,
+  'pooling': 'mean',
+  'projections': (),
+  'dimensions': (),
+  'temperature': 0.0,
+}
+
 
 def translate(config: Mapping[str, Any]) -> Section:
   """Returns a saved configuration in the keys and values of this version.
@@ -26,7 +38,7 @@ def translate(config: Mapping[str, Any]) -> Section:
   """
   config = dict(_with_tuples(config))
   if 'model' in config:
-    config['model'] = model(config['model'])
+    config['model'] = model(config['model'], _head_of_job(config))
   train, checkpoint = config.get('train', {}), config.get('checkpoint', {})
   data = config.get('data', {})
   if 'evaluators' in train:
@@ -50,19 +62,75 @@ def translate(config: Mapping[str, Any]) -> Section:
   return config
 
 
-def model(section: Mapping[str, Any]) -> Section:
+def model(section: Mapping[str, Any], options: Mapping[str, Any]) -> Section:
   """Returns section `model` in the keys and values of this version.
 
   Args:
-    section: the section of a run, or of the config.json of a native folder.
+    section: the section of a run, or of a native folder.
+    options: options of the head that stood elsewhere before.
   """
   section = dict(_with_tuples(section))
+  if 'head' not in section:
+    decoder = section.get('decoder', {})
+    section['head'] = _head(section.pop('embedding', ''), decoder)
+    if options.get('kind') == 'labels':
+      section['head'] = dict(_HEAD)
+    if options.get('kind') == 'reward':
+      section['head']['scaled'] = False
+    section['head'] |= options
+    for side in section.keys() & {'encoder', 'decoder'}:
+      section[side].pop('tied_head', None)
+      section[side].pop('scaled_head', None)
   for side in section.keys() & {'encoder', 'decoder'}:
     stack = section[side]
     for name, read in (('positions', _positions), ('rope_scaling', _scaling)):
       if isinstance(stack.get(name), str):
         stack[name] = read(stack[name])
   return section
+
+
+def native_model(content: Mapping[str, Any]) -> Section:
+  """Returns section `model` of the config.json of a native folder.
+
+  Args:
+    content: the file. It had the number of labels beside the section before, 1
+      for a reward model, 0 for other models than classifiers.
+  """
+  labels = content.get('classes', 0)
+  head = {'kind': 'labels', 'labels': labels} if labels > 1 else {}
+  return model(content['model'], {'kind': 'reward'} if labels == 1 else head)
+
+
+def _head(options: str, decoder: Section) -> Section:
+  """Returns section `head`: 'pooling=mean,projections=24+16' before."""
+  if not options:
+    tied, scaled = decoder.get('tied_head', True), decoder.get('scaled_head')
+    return {**_HEAD, 'tied': tied, 'scaled': bool(scaled)}
+  pairs = dict(item.split('=') for item in options.split(','))
+  widths = {
+    name: tuple(map(int, filter(None, pairs.get(name, '').split('+'))))
+    for name in ('projections', 'dimensions')
+  }
+  pooling = pairs.get('pooling', 'mean')
+  return {**_HEAD, **widths, 'kind': 'embedding', 'pooling': pooling}
+
+
+def _head_of_job(config: Section) -> Section:
+  """Returns the options of the head that loss or objective decided before."""
+  loss = config.get('loss', {}).get('kind', '')
+  objectives = config.get('data', {}).get('objective', '')
+  objective = option_strings.Part('', objectives).divide(r' \| ')[0]
+  for option in objective.options():
+    name, value = option.partition('=')
+    if name.text == 'labels':
+      return {'kind': 'labels', 'labels': len(value.text.split('|'))}
+  if loss == 'reward':
+    return {'kind': 'reward'}
+  if loss.startswith('infonce:'):
+    options = dict(x.split('=') for x in loss.partition(':')[2].split(','))
+    if options.get('learn_temperature') == '1':
+      return {'temperature': float(options.get('temperature', 0.05))}
+  return {}
 
 
 def _positions(text: str) -> Section:

@@ -35,7 +35,7 @@ from encdec_adapt.huggingface import (
   torch_export,
 )
 from encdec_adapt.huggingface import vision as vision_lib
-from encdec_adapt.models import model_config, parameters
+from encdec_adapt.models import heads, model_config, parameters
 from encdec_adapt.telemetry import progress
 from encdec_adapt.tokenizers import chat_format, tokenizer_writer, vocabulary
 
@@ -68,16 +68,29 @@ def export_folder(values: flags.FlagValues, _: list[str]) -> int:
     print(f'{path}: its job has deleted step {max(deleted)}; choosing again')
 
 
+def _embedding(values: flags.FlagValues) -> heads.Embedding | None:
+  if values.embedding:
+    dimensions = tuple(values.dimensions or ())
+    return heads.Embedding(values.embedding, dimensions=dimensions)
+  if values.dimensions:
+    raise errors.UserError(
+      f'--dimensions is {values.dimensions} without --embedding; give both, or'
+      ' leave it out.'
+    )
+  return None
+
+
 def _export(
   values: flags.FlagValues, stored: model_on_disk.StoredModel
 ) -> None:
   if values.layout == 'peft':
     peft_exchange.export_adapters(values, stored)
     return
-  embeds = values.embedding or stored.model.decoder.embedding
   side = stored.prompt_side
+  head, stack = _embedding(values), stored.model.decoder
+  embeds = head or stack.head.sizes(stack.width)
   if embeds:
-    stored = model_on_disk.embedding_model(stored, values.embedding)
+    stored = model_on_disk.embedding_model(stored, head)
   native = _is_native(stored, values.layout)
   folders = pretrained_files.folders(stored.path)
   # The tokenizer below needs these files: reports damage first.
@@ -110,7 +123,7 @@ def _export(
       *image_notes,
       cache_note,
       f'it reads {stored.framing.describe()}.' if stored.framing else '',
-      _REWARD_NOTE if stored.model.decoder.classes == 1 else '',
+      _REWARD_NOTE if stored.model.decoder.outputs == 1 else '',
     ]
     notes = list(filter(None, notes))
     for note in notes:

@@ -67,7 +67,7 @@ def write(
   has_class = not (native and torch_export.problem(model))
   generates = has_class and tokenizers and model.architecture.generates
   library = 'transformers' if has_class else 'encdec_adapt'
-  if model.decoder.embedding:
+  if model.decoder.head.sizes(model.decoder.width):
     library = 'sentence-transformers'
   framing, subfolder = stored.framing, model_on_disk.DECODER_TOKENIZER
   prompt = repr(''.join(framing.prefixes[:1]) + _PROMPT)

@@ -31,8 +31,8 @@ from encdec_adapt.inference import log_likelihoods
 from encdec_adapt.inference import pooling as pooling_lib
 from encdec_adapt.models import (
   build,
-  embedding_head,
   execution,
+  heads,
   model_config,
   parameters,
 )
@@ -184,10 +184,9 @@ class LoadedModel:
 
     Its states are pooled by their mean. A prefix decoder reads as an encoder.
     """
-    if self.config.decoder.embedding:
+    if isinstance(self.config.decoder.head, heads.Embedding):
       return self
-    head = embedding_head.EmbeddingHead()
-    config = model_config.prompt_model(self.config, embedding=head)
+    config = model_config.prompt_model(self.config, heads.Embedding())
     paths = parameters.paths_in(self.config, config)
     flat = state_lib.flatten(self.params)
     params = {path: flat[source] for path, source in paths.items()}

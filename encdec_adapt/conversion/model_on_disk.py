@@ -36,7 +36,7 @@ from encdec_adapt.huggingface import (
   vision,
 )
 from encdec_adapt.models import adapters as adapters_lib
-from encdec_adapt.models import embedding_head, model_config, parameters
+from encdec_adapt.models import heads, model_config, parameters
 from encdec_adapt.objectives import embeddings, example_maker
 from encdec_adapt.tokenizers import vocabulary_pair
 from encdec_adapt.training import state as state_lib
@@ -285,31 +285,27 @@ def open_model(
   return dataclasses.replace(stored, model=model, name=name)
 
 
-def embedding_model(stored: StoredModel, options: str) -> StoredModel:
+def embedding_model(
+  stored: StoredModel, head: heads.Embedding | None = None
+) -> StoredModel:
   """Returns an embedding model, or the one in another model, without reading.
 
   Args:
     stored: the model.
-    options: `config.model.embedding` of the stack of another model that reads
-      prompts; '' for the head of an embedding model.
+    head: head of the stack of another model that reads prompts; None for that
+      of an embedding model.
 
   Raises:
-    UserError: options of an embedding model, or projections, which would be
-      random.
+    UserError: there is a head, and the model is an embedding model.
   """
-  head = stored.model.decoder.embedding
-  if options:
-    new = embedding_head.parse(options)
-    if head or new.projections:
-      raise errors.UserError(
-        f'--embedding={options} is for a model without a head, and makes one'
-        ' without projections, which have to be trained'
-        ' (config.model.embedding); leave it out.'
-      )
-    head = new
+  if head and isinstance(stored.model.decoder.head, heads.Embedding):
+    raise errors.UserError(
+      f'--embedding={head.pooling} is for a model without a head of embeddings,'
+      f' and {stored.path} has one (config.model.head); leave it out.'
+    )
   # The temperature is for training alone.
-  head = dataclasses.replace(head, temperature=None)
-  return _view(stored, model_config.prompt_model(stored.model, embedding=head))
+  head = head or dataclasses.replace(stored.model.decoder.head, temperature=0.0)
+  return _view(stored, model_config.prompt_model(stored.model, head))
 
 
 def view_for(
@@ -622,8 +618,9 @@ def require_head(stored: StoredModel) -> None:
     UserError: it is a folder of `sentence_transformers`, of which only the
       stack is read.
   """
-  is_run, head = stored.checkpoint, stored.model.decoder.embedding
-  if not (is_run or head) and (stored.path / embedding_files.MODULES).exists():
+  # Its own head of embeddings would be read.
+  has_head = stored.checkpoint or not stored.model.decoder.head.predicts_tokens
+  if not has_head and (stored.path / embedding_files.MODULES).exists():
     raise errors.UserError(
       f'{stored.path} has the {embedding_files.MODULES} of'
       ' sentence_transformers: such folders are written only, and pooling and'

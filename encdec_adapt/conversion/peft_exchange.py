@@ -49,7 +49,14 @@ def export_adapters(
       f' would compute with: {"; ".join(differing)}; merge the adapters'
       ' (`convert merge-lora`) and export that model.'
     )
-  for name in ('dtype', 'vision', 'embedding', 'language', 'evaluation'):
+  for name in (
+    'dtype',
+    'vision',
+    'embedding',
+    'dimensions',
+    'language',
+    'evaluation',
+  ):
     if value := values[name].value:
       raise errors.UserError(
         f'--{name}={value} is for whole models, and --layout=peft writes'
@@ -62,8 +69,9 @@ def export_adapters(
   with new_folder.new_folder(values.output) as draft:
     for file, content in files.items():
       (draft / file).write_bytes(content)
-  labels = stored.model.decoder.classes
-  opened = f' (as a classifier of num_labels={labels})' if labels else ''
+  head, labels = stored.model.decoder.head, stored.model.decoder.outputs
+  has_labels = labels and not head.predicts_tokens
+  opened = f' (as a classifier of num_labels={labels})' if has_labels else ''
   print(
     f'{values.output}: adapters; PEFT loads them over an export of {base}'
     f'{opened}'
@@ -91,8 +99,8 @@ def import_adapters(values: flags.FlagValues, path: paths.Path) -> None:
   adapters, arrays = peft_folder.read(path, base.model, _layout(base.model))
   # Prompts of the adapters where the folder states them, as ours do, else of
   # the base; labels of a head are known by the base's run alone.
-  file, decoder = path / prompt_framing.PEFT, base.model.decoder
-  is_stated = file.exists() and not (decoder.classes or decoder.embedding)
+  file = path / prompt_framing.PEFT
+  is_stated = file.exists() and base.model.decoder.head.predicts_tokens
   contents = work_directory.Contents(
     base.model,
     {'command': 'import', 'sources': [base.name], 'adapters': str(path)},

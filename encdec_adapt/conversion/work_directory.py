@@ -175,7 +175,7 @@ def _config(contents: Contents, opened: vocabulary_pair.Opened | None) -> Any:
   if contents.base:
     config.train.lora.update(keys.values_of(contents.lora))
     config.init.mode, config.init.encoder = 'checkpoint', contents.base['name']
-  data, head = config.data, contents.model.decoder
+  data, head = config.data, contents.model.decoder.head
   if contents.model.architecture.encodes_prompt:
     data.objective = 'prefix_lm'
     data.encoder_length = data.decoder_length = _LENGTH
@@ -185,14 +185,14 @@ def _config(contents: Contents, opened: vocabulary_pair.Opened | None) -> Any:
   if contents.run:  # The model reads prompts as its run did.
     saved = config_lib.saved(str(contents.run))
     data.update(saved.data)
-    if head.classes or head.embedding:
+    if not head.predicts_tokens:
       config.loss.update(saved.loss)
       config.teacher.update(saved.teacher)
     else:  # A job that starts from here learns from single answers.
       name, colon, options = data.objective.partition(':')
       if name in _SINGLE:
         data.objective, data.source = _SINGLE[name] + colon + options, ''
-  elif contents.framing and not (head.classes or head.embedding):
+  elif contents.framing and head.predicts_tokens:
     data.objective, data.source = contents.framing.objective(), ''
     data.encoder_length = data.decoder_length = _LENGTH
   # Rows of the tables are tokens of the sources: a new vocabulary would

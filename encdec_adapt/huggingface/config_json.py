@@ -13,7 +13,7 @@ from encdec_adapt.huggingface import (
   torch_export,
   weights,
 )
-from encdec_adapt.models import model_config, model_section
+from encdec_adapt.models import heads, model_config, model_section
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,25 +101,24 @@ def raw_from_model(
       for every family.
   """
   is_pair = config.architecture.encodes_prompt
+  kind = config.decoder.head.kind
+  if kind not in (('tokens',) if is_pair else _MAKERS):
+    raise errors.UserError(
+      f'transformers has no class for this model, whose head is of kind {kind}.'
+    )
   if config.decoder.relative:
-    head = config.decoder.embedding
-    plain = dataclasses.replace(config.decoder, embedding=None)
-    plain = dataclasses.replace(config, decoder=plain)
+    sizes = config.decoder.head.sizes(config.decoder.width)
+    if not sizes:
+      return t5_json.raw_from_model(config)
+    plain = model_config.with_head(config, heads.Tokens())
     raw, layout = t5_json.raw_from_model(plain)
-    if head:
-      raw['matryoshka_dimensions'] = list(head.sizes(config.decoder.width))
-    return raw, layout
-  make = (
-    _raw_from_decoder
-    if is_pair or not config.decoder.embedding
-    else (_raw_from_embedder)
-  )
+    return {**raw, 'matryoshka_dimensions': list(sizes)}, layout
   reasons = []
   for family in (PAIRS if is_pair else families.FAMILIES).values():
     try:
       if is_pair:
         return _raw_from_pair(config, family), family.layout
-      raw = make(config.decoder, family)
+      raw = _MAKERS[kind](config.decoder, family)
       is_encoder = raw['model_type'] == ENCODER_TYPE
       return raw, weights.ENCODER_T5GEMMA2 if is_encoder else family.layout
     except errors.UserError as error:
@@ -134,20 +133,23 @@ def _raw_from_decoder(
 ) -> dict[str, Any]:
   if stack.role != 'causal':
     raise errors.UserError(f'its attention is causal, and not {stack.role}.')
-  if stack.classes != 1:
-    raw = families.raw_from_stack(stack, family)
-    return {**raw, 'architectures': [family.architecture]}
-  raw = families.raw_from_stack(dataclasses.replace(stack, classes=0), family)
+  raw = families.raw_from_stack(stack, family)
+  return {**raw, 'architectures': [family.architecture]}
+
+
+def _raw_from_reward_model(
+  stack: model_config.StackConfig, family: families.Family
+) -> dict[str, Any]:
+  plain = dataclasses.replace(stack, head=heads.Tokens(stack.head.tied))
+  raw = _raw_from_decoder(plain, family)
   return {**raw, 'architectures': [family.classifier], **_ONE_LABEL}
 
 
 def _raw_from_embedder(
   stack: model_config.StackConfig, family: families.Family
 ) -> dict[str, Any]:
-  sizes = stack.embedding.sizes(stack.width)
-  plain = dataclasses.replace(
-    stack, embedding=None, tied_head=True, role='causal'
-  )
+  sizes = stack.head.sizes(stack.width)
+  plain = dataclasses.replace(stack, head=heads.Tokens(), role='causal')
   pair = PAIRS['t5gemma2']
   # `AutoModel` fixes the `eoi_token` of this class.
   if (
@@ -184,16 +186,21 @@ def _raw_from_embedder(
   return {**raw, 'architectures': [name], 'matryoshka_dimensions': list(sizes)}
 
 
+# By the kind of head.
+_MAKERS = {
+  'tokens': _raw_from_decoder,
+  'reward': _raw_from_reward_model,
+  'embedding': _raw_from_embedder,
+}
+
+
 def native_from_model(config: model_config.ModelConfig) -> dict[str, Any]:
   """Returns the config.json of our native layout, which fits every model."""
   section = model_section.section_from_model(config)
-  # Not a key of `config.model`: a job takes the number from its labels.
-  classes = {'classes': config.decoder.classes}
   code = {} if torch_export.problem(config) else torch_export.fields(config)
-  if head := config.decoder.embedding:
-    sizes = head.sizes(config.decoder.width)
+  if sizes := config.decoder.head.sizes(config.decoder.width):
     code = {**code, 'matryoshka_dimensions': list(sizes)}
-  return {'model_type': NATIVE_TYPE, 'model': section, **classes, **code}
+  return {'model_type': NATIVE_TYPE, 'model': section, **code}
 
 
 def pair_of(
@@ -244,7 +251,7 @@ def _raw_from_pair(
     'model_type': pair.model_type,
     'architectures': [pair.architecture],
     'is_encoder_decoder': True,
-    'tie_word_embeddings': config.decoder.tied_head,
+    'tie_word_embeddings': config.decoder.head.tied,
     'vocab_size': config.decoder.vocab_size,
   }
   # The family has decoder-only stacks. Fields that a pair adds are written
@@ -254,7 +261,7 @@ def _raw_from_pair(
     'cross_width': None,
     'cross_merged': False,
     'eoi_token': None,
-    'tied_head': True,
+    'head': heads.Tokens(),
   }
   for name, stack in config.stacks.items():
     # The constructors in transformers demand this, although head_dim is given.
@@ -429,12 +436,9 @@ def _native_from_raw(
       invalid.
   """
   try:
-    section, _ = keys.complete(
-      saved_keys.model(raw['model']), model_section.defaults(), 'model.'
-    )
-    model = model_section.model_from_section(section)
-    decoder = dataclasses.replace(model.decoder, classes=raw['classes'])
-    return dataclasses.replace(model, decoder=decoder)
+    section = saved_keys.native_model(raw)
+    section, _ = keys.complete(section, model_section.defaults(), 'model.')
+    return model_section.model_from_section(section)
   except errors.UserError as error:
     raise errors.UserError(f'{file}: {error}') from error
   except (KeyError, TypeError, AttributeError, ValueError) as error:

@@ -37,7 +37,7 @@ def files(
     prompts: text before queries and documents.
     room: most tokens of a text; None for the limit of config.json.
   """
-  head, content = stack.embedding, {}
+  head, content = stack.head, {}
   width = stack.width
   pooling = {f'pooling_mode_{x}': False for x in _POOLING.values()}
   pooling |= {f'pooling_mode_{_POOLING[head.pooling]}': True}

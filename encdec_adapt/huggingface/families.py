@@ -17,7 +17,7 @@ from encdec_adapt.huggingface import (
   rotary_fields,
   weights,
 )
-from encdec_adapt.models import model_config
+from encdec_adapt.models import heads, model_config
 
 Raw = Mapping[str, Any]
 
@@ -30,7 +30,6 @@ _COMMON = {
   'num_key_value_heads': 'kv_heads',
   'head_dim': 'head_dim',
   'rms_norm_eps': 'norm_eps',
-  'tie_word_embeddings': 'tied_head',
 }
 # Follow from the other sizes; old files of Llama lack both.
 _OPTIONAL = ('num_key_value_heads', 'head_dim')
@@ -275,6 +274,7 @@ def stack_from_raw(
   for ours in _FLOATS & fields.keys():  # JSON writes 30.0 as 30 too.
     if fields[ours] is not None:
       fields[ours] = float(fields[ours])
+  fields['head'] = heads.Tokens(raw['tie_word_embeddings'])
   fields['activation'] = _activation(raw, family, file)
   # An absent `bias_field` has the default of its class by now.
   has_bias = family.bias_field is None or raw.get(family.bias_field)
@@ -315,6 +315,7 @@ def raw_from_stack(
     theirs: getattr(stack, ours)
     for theirs, ours in {**_COMMON, **family.fields}.items()
   }
+  raw['tie_word_embeddings'] = stack.head.tied
   raw['model_type'] = family.model_type
   activations = {ours: theirs for theirs, ours in _ACTIVATIONS.items()}
   raw[family.activation] = activations.get(stack.activation, stack.activation)

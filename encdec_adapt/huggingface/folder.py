@@ -90,8 +90,8 @@ class ModelFolder:
     self.tensors = tensor_folder.TensorFolder(folder)
     if layout.head_by_value:
       tied = _ties_head(self.tensors, layout)
-      decoder = dataclasses.replace(config.decoder, tied_head=tied)
-      config = dataclasses.replace(config, decoder=decoder)
+      head = dataclasses.replace(config.decoder.head, tied=tied)
+      config = model_config.with_head(config, head)
     self.config = config
     self._matches, self.unused = _match(config, layout, self.tensors)
 

@@ -23,6 +23,13 @@ from encdec_adapt.models import layer_leaves, model_config
 
 CONFIG, WEIGHTS = 'adapter_config.json', 'adapter_model.safetensors'
 _PREFIX = 'base_model.model.'
+# `task_type` by the kind of the head.
+_TASKS = {
+  'tokens': 'CAUSAL_LM',
+  'labels': 'SEQ_CLS',
+  'reward': 'SEQ_CLS',
+  'embedding': 'CAUSAL_LM',
+}
 _SUFFIXES = {
   '.lora_A.weight': adapters_lib.A,
   '.lora_B.weight': adapters_lib.B,
@@ -83,11 +90,9 @@ def files(
     tensors[_PREFIX + name] = np.ascontiguousarray(slot.to_theirs(ours))
     module = name.rpartition('.')[0].removesuffix('.lora_A')
     modules[slot.path in adapters.full].add(module.removesuffix('.lora_B'))
-  task = 'CAUSAL_LM'
+  task = _TASKS[adapters.model.decoder.head.kind]
   if adapters.model.architecture.encodes_prompt:
     task = 'SEQ_2_SEQ_LM'
-  elif adapters.model.decoder.classes:
-    task = 'SEQ_CLS'
   config = {
     'peft_type': 'LORA',
     'task_type': task,
@@ -262,7 +267,7 @@ def _targets(
   folder: paths.Path,
 ) -> tuple[set[str], set[str]]:
   leaves = {weight.name: leaf.path for weight, leaf in _weights(model, layout)}
-  targets, full, is_tied = set(), set(), model.decoder.tied_head
+  targets, full, is_tied = set(), set(), not model.decoder.head.module
   for name in tensors:
     suffix = next(filter(name.endswith, _SUFFIXES), '')
     module = name.removesuffix(suffix) + ('.weight' if suffix else '')

@@ -11,7 +11,7 @@ from typing import Any
 
 from encdec_adapt.base import errors
 from encdec_adapt.huggingface import class_defaults, raw_fields, weights
-from encdec_adapt.models import model_config
+from encdec_adapt.models import heads, model_config
 from encdec_adapt.ops import relative_bias
 
 # `model_type` -> prefix of the names of its classes.
@@ -101,10 +101,11 @@ def model_from_raw(
     decoder = dataclasses.replace(
       encoder,
       layers=raw.get('num_decoder_layers') or encoder.layers,
-      tied_head=tied,
       # Absent in files of version 4, where tied heads are scaled. The class of
       # mT5 has no scale, whatever its files say.
-      scaled_head=kind != 'mt5' and raw.get('scale_decoder_outputs', tied),
+      head=heads.Tokens(
+        tied, kind != 'mt5' and raw.get('scale_decoder_outputs', tied)
+      ),
     )
   except errors.UserError as error:
     raise errors.UserError(f'{file}: {error}') from error
@@ -163,8 +164,8 @@ def _raw(config: model_config.ModelConfig, kind: str) -> dict[str, Any]:
     **raw,
     'architectures': [f'{TYPES[kind]}ForConditionalGeneration'],
     'num_decoder_layers': decoder.layers,
-    'tie_word_embeddings': decoder.tied_head,
-    'scale_decoder_outputs': decoder.scaled_head,
+    'tie_word_embeddings': decoder.head.tied,
+    'scale_decoder_outputs': decoder.head.scaled,
   }
 
 

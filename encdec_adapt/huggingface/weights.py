@@ -391,7 +391,7 @@ def copies(
     layout: tensor names.
   """
   # The native layout stores every leaf once; a tied head is not a leaf.
-  if layout.native or not config.decoder.tied_head:
+  if layout.native or config.decoder.head.module:
     return layout.copies
   table = f'{layout.embedder["decoder"]}weight'
   return {**layout.copies, layout.head: table}
@@ -425,7 +425,8 @@ def _weights(
   elif part == 'relative_bias':
     name = layout.bias and f'{layout.stacks[stack]}{layout.bias}'
   elif part == 'head':
-    name = _SCORE if config.stacks[stack].classes else layout.head
+    plain = config.stacks[stack].head.predicts_tokens
+    name = layout.head if plain else _SCORE
   elif stack in layout.embedder:
     theirs = 'eoi_embedding' if inner == ['eoi'] else 'weight'
     name = f'{layout.embedder[stack]}{theirs}'

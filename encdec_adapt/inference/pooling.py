@@ -14,11 +14,11 @@ import numpy as np
 
 from encdec_adapt.base import errors
 from encdec_adapt.inference import lengths
-from encdec_adapt.models import base_model, build, embedding_head
+from encdec_adapt.models import base_model, build, embedding_head, heads
 from encdec_adapt.ops import partition
 from encdec_adapt.sharding import rules as rules_lib
 
-POOLINGS = embedding_head.POOLINGS
+POOLINGS = heads.POOLINGS
 
 
 def embed(
@@ -49,12 +49,13 @@ def embed(
   Raises:
     UserError: the model has no encoder, or there is no such pooling.
   """
-  head = model.config.decoder.embedding
-  pooling = pooling or (head.pooling if head else 'mean')
-  if head and head.pooling != pooling:
+  head = model.config.decoder.head
+  trained = head.pooling if isinstance(head, heads.Embedding) else ''
+  pooling = pooling or trained or 'mean'
+  if trained and trained != pooling:
     raise errors.UserError(
       f'pooling is {pooling!r}, and the embedding model pools by'
-      f' {head.pooling!r}; leave it out.'
+      f' {trained!r}; leave it out.'
     )
   if pooling not in POOLINGS:
     raise errors.UserError(
@@ -91,6 +92,6 @@ def _pool(
     positions, real = lengths.frame(tokens, counts)
     states = model.architecture.encode(model, params, (tokens, real, positions))
     pooled = embedding_head.pool(states, real, 1, pooling)[:, 0]
-    if head := model.config.decoder.embedding:
+    if isinstance(head := model.config.decoder.head, heads.Embedding):
       pooled = embedding_head.project(head, params['decoder'], pooled)
     return partition.shard(pooled, None, None)  # Every process reads it.

@@ -91,7 +91,7 @@ def require_reward_model(
   Raises:
     UserError: names the model.
   """
-  if config.decoder.classes != 1:
+  if config.decoder.outputs != 1:
     raise errors.UserError(
       f'{name} is not a reward model: its head has {config.decoder.outputs:,}'
       " outputs, not 1; give a run of config.loss.kind='reward', or a folder"

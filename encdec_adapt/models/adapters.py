@@ -122,7 +122,7 @@ class Adapters:
     names = {path: _names(path) for path in self._base_table}
     paths = self._matches('full', names)
     # Such a head is fresh at first, so that it cannot stay as it is.
-    if self.model.decoder.classes or self.model.decoder.embedding:
+    if not self.model.decoder.head.predicts_tokens:
       paths |= {path for path in names if 'head' in names[path]}
     return tuple(sorted(paths))
 

@@ -13,11 +13,9 @@ of types. Each stack reads the fields of a side of a batch
 | prefix decoder  | decoder | teacher                  | decoder        |
 | encoder         | decoder | encoder                  |                |
 
-The teacher's row holds the inputs of a pair and then its targets. A classifier
-or an embedding model reads the sides of an encoder, for every role of its
-stack. A reward model is a
-decoder with a head of a single output, read from the state that has read a
-whole answer; it reads pairs as its kind does, and generates nothing.
+The teacher's row holds the inputs of a pair and then its targets. A single
+stack whose head reads whole texts (`heads`) reads the sides of an encoder
+(`reader`), for every role of its stack.
 
 A batch may have a group of G completions for each of P prompts: fields of
 decoder, teacher and targets are then [P, G, L]. An encoder reads each prompt
@@ -69,7 +67,7 @@ class Architecture:
       continuations.
     predicts_inputs: whether it can learn the inputs of a pair too.
     rows: contents of rows that it can be trained on: sides that an objective
-      fills ('pair', 'decoder', 'encoder'), 'labels' or 'texts'.
+      fills ('pair', 'decoder', 'encoder'), or those of a `reader`.
     sides_of_pairs: stack -> side that it reads in batches of pairs.
     sides_of_texts: the same in batches without inputs.
   """
@@ -267,13 +265,13 @@ class PrefixDecoder(Architecture):
 
 @dataclasses.dataclass(frozen=True)
 class Encoder(Architecture):
-  """A bidirectional stack that predicts masked tokens; every classifier."""
+  """A bidirectional stack that predicts masked tokens, or a `reader`."""
 
   name: str = 'encoder_only'
   role: str = 'bidirectional'
   has_encoder: bool = True
   generates: bool = False
-  rows: tuple[str, ...] = ('encoder', 'labels')
+  rows: tuple[str, ...] = ('encoder',)
   sides_of_pairs: ClassVar[Mapping[str, str]] = {'decoder': 'encoder'}
   sides_of_texts: ClassVar[Mapping[str, str]] = sides_of_pairs
 
@@ -333,7 +331,7 @@ CAUSAL_DECODER = Architecture(
   'decoder_only',
   'causal',
   predicts_inputs=True,
-  rows=('pair', 'decoder', 'labels'),
+  rows=('pair', 'decoder'),
 )
 PREFIX_DECODER = PrefixDecoder()
 ENCODER = Encoder()
@@ -343,29 +341,19 @@ BY_NAME = {kind.name: kind for kind in (*_SINGLE_STACK, ENCODER_DECODER)}
 GENERATING = tuple(kind for kind in BY_NAME.values() if kind.generates)
 
 
-def of_stack(
-  role: str, classes: int = 0, *, embeds: bool = False
-) -> Architecture:
-  """Returns the architecture of a model of a single stack.
+def of_stack(role: str) -> Architecture:
+  """Returns the architecture of a single stack with a role."""
+  return next(kind for kind in _SINGLE_STACK if kind.role == role)
+
+
+def reader(stack: Architecture, rows: str) -> Architecture:
+  """Returns the architecture of a single stack that reads whole texts.
 
   Args:
-    role: self-attention of the stack.
-    classes: number of labels of a classifier, 1 for a reward model, 0 for a
-      language model.
-    embeds: whether it is an embedding model.
+    stack: architecture of the stack, whose name it keeps.
+    rows: contents of rows that it can be trained on.
   """
-  # A classifier reads whole texts; its name says which stack it started from.
-  kind = next(kind for kind in _SINGLE_STACK if kind.role == role)
-  if embeds:
-    return dataclasses.replace(ENCODER, name=kind.name, rows=('texts',))
-  if classes > 1:
-    return dataclasses.replace(ENCODER, name=kind.name, rows=kind.rows)
-  return rewarding(kind) if classes else kind
-
-
-def rewarding(kind: Architecture) -> Architecture:
-  """Returns the architecture of a reward model of a kind."""
-  return dataclasses.replace(kind, generates=False, rows=('pair',))
+  return dataclasses.replace(ENCODER, name=stack.name, rows=(rows,))
 
 
 def names(kinds: Sequence[Architecture]) -> str:

@@ -74,7 +74,7 @@ class BaseModel:
 
   def head(self, params: Params) -> Float[Array, 'V D']:
     """Returns the output table, padding rows included."""
-    module = 'head' if self.config.decoder.has_head else 'embedder'
+    module = self.config.decoder.head.module or 'embedder'
     return kernel_forms.dense(params['decoder'][module]['table'])
 
   def logits(

@@ -155,16 +155,20 @@ class EmbeddingHead(nn.Module):
 
   @nn.compact
   def __call__(self) -> None:
-    head, axes = self.config.embedding, ('embed', 'mlp')
+    head, axes = self.config.head, ('embed', 'mlp')
     widths = (self.config.width, *head.projections)
     for i, shape in enumerate(itertools.pairwise(widths)):
       init = kernel_init(axes[:: -1 if i % 2 else 1], 0, 1)
       self.param(f'projection_{i}', init, shape, jnp.float32)
-    if head.temperature is not None:
+    if head.temperature:
       # Its logarithm, so that every value is a temperature.
       value = nn.initializers.constant(math.log(head.temperature))
       init = nn.with_logical_partitioning(value, ('reward',))  # Not divided.
       self.param('log_temperature', init, (1,), jnp.float32)
+
+
+# By `heads.Head.module`.
+HEADS = {'head': Head, 'embedding': EmbeddingHead}
 
 
 def make_table(

@@ -11,7 +11,7 @@ from flax import traverse_util
 
 from encdec_adapt.base import errors, keys
 from encdec_adapt.models import architecture as architectures
-from encdec_adapt.models import embedding_head
+from encdec_adapt.models import heads as heads_lib
 from encdec_adapt.ops import relative_bias, rope
 
 LayerKind = Literal['local', 'global']
@@ -55,9 +55,7 @@ class StackConfig:
       'centered', W keys around the query (T5Gemma 2).
     eoi_token: token with a separate embedding that is not scaled (T5Gemma 2's
       end of image), or None.
-    classes: number of labels of a classifier, which are the rows of its head
-      in place of the tokens; 1 for a reward model; 0 for a language model.
-    embedding: head of an embedding model, in place of a head of tokens.
+    head: what the states are read for; `heads.Head()` in an encoder.
   """
 
   # `presets` gives the first six fields by position.
@@ -144,12 +142,7 @@ class StackConfig:
     True, 'Multiply embeddings by sqrt(width) (Gemma).'
   )
   eoi_token: int | None = None
-  classes: int = 0
-  embedding: embedding_head.EmbeddingHead | None = None
-  tied_head: bool = keys.key(True, 'Logits use the embedding table.')
-  scaled_head: bool = keys.key(
-    False, 'Multiply states by 1 / sqrt(width) before the head (T5).'
-  )
+  head: heads_lib.Head = heads_lib.Tokens()
   experts: int = keys.key(
     0,
     'Feed-forwards of a layer of which each token takes some; 0 for one that'
@@ -208,8 +201,7 @@ class StackConfig:
         f" decoder's, {self.width}; set cross_merged to False, or choose an"
         ' encoder of that width.'
       )
-    if self.embedding:
-      self.embedding.sizes(self.width)  # Checks them.
+    self.head.sizes(self.width)  # Checks them.
     self._check_experts()
 
   def _check_relative(self) -> None:
@@ -307,14 +299,8 @@ class StackConfig:
 
   @property
   def outputs(self) -> int:
-    """Number of logits: labels of a classifier, else tokens."""
-    return 0 if self.embedding else self.classes or self.vocab_size
-
-  @property
-  def has_head(self) -> bool:
-    """Whether the head has a separate table."""
-    # Labels are not tokens, so that a classifier's head cannot be tied.
-    return bool(self.classes) or not (self.tied_head or self.embedding)
+    """Number of logits of a state."""
+    return self.head.outputs(self.vocab_size)
 
   def layer_kind(self, layer: int) -> LayerKind:
     """Kind of layer number `layer`, from 0."""
@@ -332,10 +318,9 @@ class DecoderOnlyConfig:
   """A single stack: a causal or prefix decoder, or an encoder-only model.
 
   The three differ only in the role of the stack, so that each may start from
-  the weights of another. An encoder-only model is a bidirectional stack with
-  an output table that predicts masked tokens. A classifier is a stack of any
-  role with a head of a row for each label, a reward model a decoder with a head
-  of a single row.
+  the weights of another. An encoder-only model is a bidirectional stack whose
+  head predicts masked tokens; other heads make classifiers, reward models and
+  embedding models of stacks.
   """
 
   decoder: StackConfig
@@ -348,9 +333,8 @@ class DecoderOnlyConfig:
   @property
   def architecture(self) -> architectures.Architecture:
     """The kind of the model."""
-    stack = self.decoder
-    embeds = stack.embedding is not None
-    return architectures.of_stack(stack.role, stack.classes, embeds=embeds)
+    stack = architectures.of_stack(self.decoder.role)
+    return self.decoder.head.architecture(stack)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -393,8 +377,7 @@ class EncoderDecoderConfig:
   @property
   def architecture(self) -> architectures.Architecture:
     """The kind of the model."""
-    kind = architectures.ENCODER_DECODER
-    return architectures.rewarding(kind) if self.decoder.classes else kind
+    return self.decoder.head.architecture(architectures.ENCODER_DECODER)
 
 
 ModelConfig = DecoderOnlyConfig | EncoderDecoderConfig
@@ -422,9 +405,7 @@ def encoder_decoder(
     encoder=dataclasses.replace(
       encoder,
       role='causal' if causal_encoder else 'bidirectional',
-      # Tied means without a head's table, which an encoder has no use for.
-      tied_head=True,
-      scaled_head=False,
+      head=heads_lib.Head(),
     ),
     decoder=dataclasses.replace(
       decoder, role='causal', cross_width=encoder.width, **cross
@@ -468,37 +449,38 @@ def without_cross_attention(decoder: StackConfig) -> DecoderOnlyConfig:
   return DecoderOnlyConfig(stack)
 
 
-def reward_model(config: ModelConfig) -> ModelConfig:
-  """Returns a model with a head of a single output, which no soft-cap bounds.
-
-  Args:
-    config: a language model, or a reward model.
-  """
-  decoder = dataclasses.replace(config.decoder, classes=1, final_softcap=None)
-  return dataclasses.replace(config, decoder=decoder)
-
-
-def prompt_model(
-  config: ModelConfig,
-  *,
-  classes: int = 0,
-  embedding: embedding_head.EmbeddingHead | None = None,
-) -> DecoderOnlyConfig:
-  """Returns the stack that reads prompts as a model with another head.
+def with_head(config: ModelConfig, head: heads_lib.Head) -> ModelConfig:
+  """Returns a model with another head.
 
   Args:
     config: the model.
-    classes: labels of a classifier; 0 for other models.
-    embedding: head of an embedding model; None for other models.
+    head: the head. That of a reward has no soft-cap.
   """
+  fields: dict[str, Any] = {'head': head}
+  if isinstance(head, heads_lib.Reward):
+    fields['final_softcap'] = None
+  decoder = dataclasses.replace(config.decoder, **fields)
+  return dataclasses.replace(config, decoder=decoder)
+
+
+def reward_model(config: ModelConfig) -> ModelConfig:
+  """Returns a model with a head of a reward."""
+  head = config.decoder.head
+  if not isinstance(head, heads_lib.Reward):
+    head = heads_lib.Reward(tied=not head.module)
+  return with_head(config, head)
+
+
+def prompt_model(
+  config: ModelConfig, head: heads_lib.Head
+) -> DecoderOnlyConfig:
+  """Returns the stack that reads prompts as a model with another head."""
   stack = config.stacks[config.architecture.prompt_stack]
   role = stack.role
-  if embedding and role == 'prefix':
+  if isinstance(head, heads_lib.Embedding) and role == 'prefix':
     # A prompt is all prefix, which is read from both sides.
     role = 'bidirectional'
-  return DecoderOnlyConfig(
-    dataclasses.replace(stack, role=role, classes=classes, embedding=embedding)
-  )
+  return DecoderOnlyConfig(dataclasses.replace(stack, role=role, head=head))
 
 
 def with_head_of(config: ModelConfig, target: ModelConfig) -> ModelConfig:
@@ -510,15 +492,19 @@ def with_head_of(config: ModelConfig, target: ModelConfig) -> ModelConfig:
       an encoder-only model are the stack that reads prompts; all others have
       every stack.
   """
-  classes, embedding = target.decoder.classes, target.decoder.embedding
-  if classes == 1:
+  head = target.decoder.head
+  if isinstance(head, heads_lib.Reward):
     return reward_model(config)
   if not target.architecture.is_encoder:
     return config
-  if embedding and (trained := config.decoder.embedding):
-    # Trained projections are not replaced by others.
-    embedding = dataclasses.replace(embedding, projections=trained.projections)
-  return prompt_model(config, classes=classes, embedding=embedding)
+  source = config.stacks[config.architecture.prompt_stack].head
+  if isinstance(source, type(head)):
+    if isinstance(head, heads_lib.Tokens):
+      head = source
+    elif isinstance(head, heads_lib.Embedding):
+      # Trained projections are not replaced by others.
+      head = dataclasses.replace(head, projections=source.projections)
+  return prompt_model(config, head)
 
 
 def with_vocab_multiple(config: ModelConfig, multiple: int) -> ModelConfig:

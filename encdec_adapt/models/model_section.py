@@ -10,11 +10,96 @@ from typing import Any
 
 from encdec_adapt.base import errors, keys
 from encdec_adapt.models import architecture as architectures
-from encdec_adapt.models import embedding_head, model_config
+from encdec_adapt.models import heads, model_config
 from encdec_adapt.ops import masks
 
-# Keys of a stack with a head, and their values in an encoder, which has none.
-OF_HEAD = {'tied_head': True, 'scaled_head': False}
+_HEAD = 'config.model.head.'
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadSection:
+  """Keys of `config.model.head`: the options of each kind (`heads`)."""
+
+  kind: str = keys.key(
+    'tokens',
+    "What the model computes of its states: 'tokens'; 'labels' (a classifier),"
+    " which a labelled objective sets; 'reward', which the loss of this name"
+    " sets; or 'embedding', the vector of a text, of a single stack.",
+    one_of=tuple(heads.BY_KIND),
+  )
+  tied: bool = keys.key(True, 'tokens: the embedding table gives the logits.')
+  scaled: bool = keys.key(
+    False, 'tokens: multiply states by 1 / sqrt(width) before (T5).'
+  )
+  labels: int = keys.key(
+    0, 'labels: their number, that of the objective.', at_least=0
+  )
+  pooling: str = keys.key(
+    'mean', 'embedding: states of a text.', one_of=heads.POOLINGS
+  )
+  projections: tuple[int, ...] = keys.key(
+    (), 'embedding: widths after the pooled states, such as (3072, 768).'
+  )
+  dimensions: tuple[int, ...] = keys.key(
+    (), 'embedding: leading parts that are vectors too, such as (256, 128).'
+  )
+  temperature: float = keys.key(
+    0.0,
+    'embedding: initial value of a temperature that is a parameter, which the'
+    ' loss sets; 0 for none.',
+    at_least=0,
+  )
+
+  def __post_init__(self):
+    keys.check(self, _HEAD)
+    values, defaults = keys.values_of(self), keys.defaults(type(self))
+    for name in ('kind', *_options(self.kind)):
+      values[name] = defaults[name]
+    reason = f'{_HEAD}kind is {self.kind!r}'
+    keys.require_defaults(type(self), values, _HEAD, reason)
+
+  def check(self, head: heads.Head) -> None:
+    """Checks that loss and objective of a job give its model this head.
+
+    Args:
+      head: head of the model. Tokens, the default, may have become another.
+
+    Raises:
+      UserError: an option differs.
+    """
+    if self.kind == 'tokens':
+      return
+    stated, values = keys.values_of(self), keys.values_of(self.of(head))
+    for name, default in keys.defaults(type(self)).items():
+      if stated[name] not in (default, values[name]):
+        raise errors.UserError(
+          f'{_HEAD}{name} is {stated[name]!r}, and config.loss and'
+          f' config.data.objective give the model {values[name]!r}; leave it at'
+          f' {default!r}, or change them.'
+        )
+
+  def before_training(self) -> 'HeadSection':
+    """Returns the head to which loss and objective make their changes."""
+    if self.kind in ('labels', 'reward'):
+      return HeadSection(tied=self.tied)
+    return dataclasses.replace(self, temperature=0.0)
+
+  @classmethod
+  def of(cls, head: heads.Head) -> 'HeadSection':
+    """Returns the section that describes a head."""
+    options = {name: getattr(head, name) for name in _options(head.kind)}
+    return cls(kind=head.kind, **options)
+
+  @property
+  def head(self) -> heads.Head:
+    """The head that the section describes."""
+    options = {name: getattr(self, name) for name in _options(self.kind)}
+    return heads.BY_KIND[self.kind](**options)
+
+
+def _options(kind: str) -> list[str]:
+  fields = dataclasses.fields(heads.BY_KIND[kind])
+  return [field.name for field in fields if field.init]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,18 +142,14 @@ class ModelSection:
     at_least=0,
     none=-1,
   )
-  embedding: str = keys.key(
-    '',
-    "A single stack that embeds texts: 'pooling=mean,projections=3072+768,"
-    "dimensions=256+128' (mean, last or first; widths after the pooled states;"
-    " leading parts that are vectors too). '': it predicts tokens.",
-  )
   vocab_multiple: int = keys.key(
     128,
     'Embedding tables are padded to a multiple of this many rows, so that'
     ' they divide over the mesh; padding rows never get probability.',
     at_least=1,
   )
+
+  head: HeadSection = keys.section(HeadSection)
 
   def __post_init__(self):
     keys.check(self, 'config.model.')
@@ -77,9 +158,10 @@ class ModelSection:
 def defaults() -> dict[str, Any]:
   """Returns the default values of the section, stacks included."""
   # A ConfigDict would make one section of a dictionary that both share.
-  encoder, decoder = (keys.defaults(model_config.StackConfig) for _ in range(2))
-  encoder = {k: v for k, v in encoder.items() if k not in OF_HEAD}
-  stacks = {'encoder': encoder, 'decoder': decoder}
+  stacks = {
+    side: keys.defaults(model_config.StackConfig)
+    for side in ('encoder', 'decoder')
+  }
   return {**keys.defaults(ModelSection), **stacks}
 
 
@@ -94,14 +176,12 @@ def model_from_section(values: Mapping[str, Any]) -> model_config.ModelConfig:
   """
   section = keys.make(ModelSection, values)
   architecture = architectures.BY_NAME[section.kind]
-  if section.embedding and section.kind in (
-    'encoder_decoder',
-    'prefix_decoder',
-  ):
+  head = section.head.head
+  if section.kind not in head.models:
     raise errors.UserError(
-      f'{embedding_head.LABEL} is {section.embedding!r} with config.model.kind'
-      f' {section.kind}; set the kind to encoder_only or decoder_only, which'
-      " config.init.mode='adapt' starts from a stack of a pair."
+      f'config.model.head.kind is {head.kind!r} with config.model.kind'
+      f' {section.kind}; set the latter to {" or ".join(head.models)}. A single'
+      " stack starts from one of a pair by config.init.mode='adapt'."
     )
   common = dict(
     vocab_multiple=section.vocab_multiple,
@@ -113,15 +193,13 @@ def model_from_section(values: Mapping[str, Any]) -> model_config.ModelConfig:
   rule = {'window_rule': section.window_rule}
   if not architecture.encodes_prompt:
     common |= rule if architecture.has_encoder else {}
-    head = embedding_head.parse(section.embedding)
-    values = values['decoder']
-    decoder = _stack('decoder', values, embedding=head, **common)
-    return model_config.DecoderOnlyConfig(decoder)
-  decoder = _stack('decoder', values['decoder'], **common)
-  keys_of_encoder = {**OF_HEAD, **values['encoder']}
-  encoder = _stack('encoder', keys_of_encoder, **rule, **common)
+    decoder = _stack('decoder', values['decoder'], head=head, **common)
+    model = model_config.DecoderOnlyConfig(decoder)
+    return model_config.with_head(model, head)
+  decoder = _stack('decoder', values['decoder'], head=head, **common)
+  encoder = _stack('encoder', values['encoder'], **rule, **common)
   try:
-    return model_config.encoder_decoder(
+    pair = model_config.encoder_decoder(
       encoder,
       decoder,
       causal_encoder=section.causal_encoder,
@@ -129,6 +207,7 @@ def model_from_section(values: Mapping[str, Any]) -> model_config.ModelConfig:
       cross_merged=section.cross_merged,
       cross_layers=section.cross_layers,
     )
+    return model_config.with_head(pair, head)
   except errors.UserError as error:
     raise errors.UserError(f'config.model: {error}') from error
 
@@ -157,12 +236,8 @@ def section_from_model(model: model_config.ModelConfig) -> dict[str, Any]:
     shared_table=pair and model.shared_table,
     window_rule=encoder.window_rule,
     eoi_token=decoder.eoi_token,
-    embedding=embedding_head.spell(decoder.embedding),
+    head=HeadSection.of(decoder.head),
     vocab_multiple=decoder.vocab_multiple,
   )
   stacks = {side: keys.values_of(stack) for side, stack in model.stacks.items()}
-  # No key of an encoder, which has no head (`defaults`).
-  if pair:
-    for key in OF_HEAD:
-      del stacks['encoder'][key]
   return {**keys.values_of(section), **stacks}

@@ -148,7 +148,7 @@ def paths_in(
   table, paths = parameter_table(source), {}
   for path in parameter_table(model):
     part, name = path.split('/')[1], path.replace('decoder', side, 1)
-    if part == 'head' and model.decoder.classes != source.decoder.classes:
+    if part == 'head' and model.decoder.head != source.decoder.head:
       continue
     # A table that both stacks share is stored with the decoder.
     if part == 'embedder' and name not in table:

@@ -17,10 +17,12 @@ import types
 from typing import Any
 
 from encdec_adapt.base import errors
+from encdec_adapt.models import heads
 from encdec_adapt.models import model_config as configs
 from encdec_adapt.ops import relative_bias, rope
 
 GEMMA2_VOCABULARY = 256000
+UNTIED = heads.Tokens(tied=False)
 
 
 # Sizes are, in every function here: layers, width, mlp width, heads, key/value
@@ -67,7 +69,7 @@ def _plain(*sizes, **fields):
 
 
 def _llama2(*sizes):
-  return _plain(*sizes, vocab_size=32000, norm_eps=1e-5, tied_head=False)
+  return _plain(*sizes, vocab_size=32000, norm_eps=1e-5, head=UNTIED)
 
 
 def _llama3(*sizes, factor, **fields):
@@ -131,19 +133,17 @@ STACKS: Mapping[str, configs.StackConfig] = types.MappingProxyType(
     'llama2_70b': _llama2(80, 8192, 28672, 64, 8, 128),
     'llama3.2_1b': _llama3(16, 2048, 8192, 32, 8, 64, factor=32),
     'llama3.2_3b': _llama3(28, 3072, 8192, 24, 8, 128, factor=32),
-    'llama3.1_8b': _llama3(
-      32, 4096, 14336, 32, 8, 128, factor=8, tied_head=False
-    ),
+    'llama3.1_8b': _llama3(32, 4096, 14336, 32, 8, 128, factor=8, head=UNTIED),
     'qwen2.5_0.5b': _qwen25(24, 896, 4864, 14, 2, 64),
     'qwen2.5_1.5b': _qwen25(28, 1536, 8960, 12, 2, 128),
     'qwen2.5_3b': _qwen25(36, 2048, 11008, 16, 2, 128),
     'qwen2.5_7b': _qwen25(
-      28, 3584, 18944, 28, 4, 128, vocab_size=152064, tied_head=False
+      28, 3584, 18944, 28, 4, 128, vocab_size=152064, head=UNTIED
     ),
     'qwen3_0.6b': _qwen3(28, 1024, 3072, 16, 8, 128),
     'qwen3_1.7b': _qwen3(28, 2048, 6144, 16, 8, 128),
     'qwen3_4b': _qwen3(36, 2560, 9728, 32, 8, 128),
-    'qwen3_8b': _qwen3(36, 4096, 12288, 32, 8, 128, tied_head=False),
+    'qwen3_8b': _qwen3(36, 4096, 12288, 32, 8, 128, head=UNTIED),
   }
 )
 
@@ -157,7 +157,7 @@ def _t5(
     vocab_size=32128,
     query_scale=1.0,
     positions=relative_bias.Positions('relative'),
-    tied_head=False,
+    head=UNTIED,
     activation='gelu_tanh',
   )
   encoder, decoder = (
@@ -175,7 +175,7 @@ _SIZES = {
   'xxl': (24, 4096, 10240, 64),
 }
 _FIRST = dict(
-  activation='relu', mlp_gated=False, tied_head=True, scaled_head=True
+  activation='relu', mlp_gated=False, head=heads.Tokens(scaled=True)
 )
 _BIG = dict(head_dim=128, **_FIRST)
 _LIKE_1_1 = {

@@ -15,6 +15,7 @@ from encdec_adapt.models import (
   block,
   execution,
   expert_layer,
+  heads,
   layers,
   model_config,
 )
@@ -140,12 +141,10 @@ class Stack(nn.Module):
     x = layers.dropout(embedder(tokens), dropout)
     if copies > 1:
       x = jnp.repeat(x, copies, axis=1)
-    if cfg.has_head:
-      # Declares the table only: losses read it from the parameters, as most of
-      # them never hold the logits of all positions.
-      layers.Head(cfg, name='head')()
-    if cfg.embedding:
-      layers.EmbeddingHead(cfg, name='embedding')()
+    if name := cfg.head.module:
+      # Declares the parameters only: losses read them, as most of them never
+      # hold the logits of all positions.
+      layers.HEADS[name](cfg, name=name)()
 
     entries = None if cached is None else cached.layers
     cross_entries = None if cached is None else cached.cross
@@ -157,9 +156,8 @@ class Stack(nn.Module):
     x = layers.RMSNorm(cfg, name='final_norm')(x)
     if copies > 1:
       x = x[:, :1]
-    if cfg.scaled_head and not (cfg.classes or cfg.embedding):
-      # Here, as losses multiply the states by the head in several ways. Labels
-      # and vectors have heads of their own.
+    if isinstance(cfg.head, heads.Tokens) and cfg.head.scaled:
+      # Here, as losses multiply the states by the head in several ways.
       x = x * jnp.asarray(cfg.width**-0.5, x.dtype)
     if cached is None:
       return x, updated

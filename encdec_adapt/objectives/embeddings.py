@@ -5,7 +5,7 @@
 | embed | a query, a positive and, if any,    | to find the positive by the    |
 |       | negatives                           | query's vector                 |
 
-An embedding model (`config.model.embedding`) reads every text by itself: BOS
+An embedding model (`config.model.head`) reads every text by itself: BOS
 and the text, behind the prefix of its role (`query`, `document`). A row holds
 several texts, each a segment, of one or several examples; `texts` (8) is the
 most of a row. Of an example with more negatives the first are kept, and one

@@ -46,7 +46,7 @@ class EmbeddingService:
     self._model, self._name, self._rows = model, name, rows
     self.draining, self.jobs, self._lock = False, [], asyncio.Lock()
     stack = model.config.decoder
-    self._sizes = stack.embedding.sizes(stack.width)
+    self._sizes = stack.head.sizes(stack.width)
     self.thread = self  # Requests are computed one after the other.
     self.app = applications.Starlette(
       routes=[

@@ -172,13 +172,13 @@ def _loss(work: workload.Workload) -> float:
   """
   logits = logits_pass(work)
   stack, tokens = logits.stack, work.tokens(logits)
-  if stack.classes == 1:  # A reward model has no logits.
+  if stack.outputs == 1:  # A reward model has no logits.
     return 0.0
-  if stack.embedding:
+  if sizes := stack.head.sizes(stack.width):
     texts = work.rows * work.texts
     # Compiled programs hold one matrix for each size of vectors in training.
-    sizes = stack.embedding.sizes(stack.width) if work.trains else [0]
-    return texts * texts / work.by_rows * len(sizes) * _FP32
+    count = len(sizes) if work.trains else 1
+    return texts * texts / work.by_rows * count * _FP32
   # A device with a part of the table computes the logits of all devices that
   # share the table.
   rows = min(work.chunk, tokens)

@@ -248,7 +248,7 @@ def test_padding_rows_are_added_and_dropped():
 
 
 def test_an_untied_head_is_the_sources_or_its_extended_table():
-  untied = dataclasses.replace(STACK, tied_head=False)
+  untied = dataclasses.replace(STACK, head=toy_models.UNTIED)
   given, target = _make(untied), model_config.encoder_decoder
   got, _ = _adapt(target(untied, untied), given)
   np.testing.assert_array_equal(
@@ -262,7 +262,7 @@ def test_an_untied_head_is_the_sources_or_its_extended_table():
 
 
 def test_new_tokens_are_the_mean():
-  stack = dataclasses.replace(STACK, tied_head=False, vocab_multiple=8)
+  stack = dataclasses.replace(STACK, head=toy_models.UNTIED, vocab_multiple=8)
   given = _make(stack)  # 16 rows, 5 of them padding.
   more = dataclasses.replace(stack, vocab_size=18)
   target = model_config.encoder_decoder(more, more)
@@ -479,7 +479,7 @@ MISFITS = [
     {'pair.cross_merged': True, 'plan.post_norm_gain': 'zero'},
     'weights of its own',
   ),
-  ({'source.tied_head': False}, 'tied_head to False'),
+  ({'source.head': toy_models.UNTIED}, 'head.tied to False'),
   (
     {f'all.{key}': value for key, value in toy_models.T5.items()},
     'would mean other distances',

@@ -3,8 +3,12 @@
 import pytest
 
 from encdec_adapt import config as config_lib
-from encdec_adapt.base import saved_keys
+from encdec_adapt.base import keys, saved_keys
+from encdec_adapt.models import model_section
+from encdec_adapt.ops import rope
 from encdec_adapt.training.sections import evaluation_section
+
+HEAD = keys.defaults(model_section.HeadSection)
 
 
 def test_strings_become_values():
@@ -12,7 +16,15 @@ def test_strings_become_values():
     'train': {'steps': 40, 'evaluators': '', 'trackers': 'tensorboard, wandb'},
     'data': {'seqio_modules': 'tasks,more.tasks'},
     'checkpoint': {'every': '20%', 'keep': 2},
-    'model': {'decoder': {'pattern': ['local', 'global']}},
+    'model': {
+      'embedding': 'pooling=last,projections=24+16',
+      'decoder': {
+        'pattern': ['local', 'global'],
+        'positions': 'relative:8,32',
+        'rope_scaling': 'linear:4',
+        'tied_head': True,
+      },
+    },
   }
   before = repr(saved)
   today = {
@@ -25,7 +37,23 @@ def test_strings_become_values():
     },
     'data': {'seqio_modules': ('tasks', 'more.tasks')},
     'checkpoint': {'every': 0.2, 'keep': 2},
-    'model': {'decoder': {'pattern': ('local', 'global')}},
+    'model': {
+      'head': {
+        **HEAD,
+        'kind': 'embedding',
+        'pooling': 'last',
+        'projections': (24, 16),
+      },
+      'decoder': {
+        'pattern': ('local', 'global'),
+        'positions': {'kind': 'relative', 'buckets': 8, 'distance': 32},
+        'rope_scaling': {
+          **keys.defaults(rope.Scaling),
+          'kind': 'linear',
+          'factor': 4.0,
+        },
+      },
+    },
   }
   assert saved_keys.translate(saved) == today
   assert repr(saved) == before
@@ -57,6 +85,29 @@ def test_strings_become_values():
 def test_strings_become_whole_sections(key, text, values):
   section = saved_keys.translate({'train': {key: text}})['train'][key]
   assert section == config_lib.defaults().train[key].to_dict() | values
+
+
+@pytest.mark.parametrize(
+  'loss, objective, head',
+  [
+    ('', 'prefix_lm', {'scaled': True, 'tied': False}),
+    ('', 'classify:labels="a, b|c",x=1', {'kind': 'labels', 'labels': 2}),
+    ('reward', 'preferences', {'kind': 'reward', 'tied': False}),
+  ],
+)
+def test_the_head_that_a_job_decided(loss, objective, head):
+  decoder = {'tied_head': False, 'scaled_head': True}
+  saved = {
+    'loss': {'kind': loss},
+    'data': {'objective': objective},
+    'model': {'embedding': '', 'decoder': decoder},
+  }
+  section = saved_keys.translate(saved)['model']
+  assert section == {'head': HEAD | head, 'decoder': {}}
+  # A folder had the number of labels beside its section.
+  labels = 1 if loss else head.get('labels', 0)
+  folder = {'model': saved['model'], 'classes': labels}
+  assert saved_keys.native_model(folder) == section
 
 
 @pytest.mark.parametrize(

@@ -71,9 +71,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
   from encdec_adapt.models import model_config as configs
 
   sizes = {name: getattr(arguments, name) for name in SIZES}
-  stack = configs.StackConfig(
-    **sizes, query_scale=float(arguments.head_dim), tied_head=True
-  )
+  stack = configs.StackConfig(**sizes, query_scale=float(arguments.head_dim))
   raw, _ = config_json.raw_from_model(configs.encoder_decoder(stack, stack))
   torch.manual_seed(0)
   theirs = transformers.AutoModelForSeq2SeqLM.from_config(

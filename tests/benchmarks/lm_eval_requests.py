@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
 
   sizes = {name: getattr(arguments, name) for name in generation.SIZES}
   stack = configs.StackConfig(
-    **sizes, query_scale=float(arguments.head_dim), tied_head=True, window=4096
+    **sizes, query_scale=float(arguments.head_dim), window=4096
   )
   raw, _ = config_json.raw_from_model(configs.encoder_decoder(stack, stack))
   torch.manual_seed(0)

@@ -62,7 +62,6 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
       **sizes,
       vocab_size=toy_models.GEMMA_SIZE,
       query_scale=float(arguments.head_dim),
-      tied_head=True,
     )
     loaded = toy_models.save(
       folder / 'model', configs.encoder_decoder(side, side), scale=0.1

@@ -17,7 +17,7 @@ from encdec_adapt.evaluation.results import results_store
 from encdec_adapt.files import paths
 from encdec_adapt.huggingface import export as exporter
 from encdec_adapt.models import model_config, parameters
-from tests import tiny
+from tests import tiny, toy_models
 
 # The model of `tiny.flags`.
 GEMMA = {**tiny.STACK, 'query_scale': 32.0}
@@ -32,7 +32,7 @@ LLAMA = {
   'attention_softcap': None,
   'final_softcap': None,
   'activation': 'silu',
-  'tied_head': False,
+  'head': toy_models.UNTIED,
 }
 # Tables padded otherwise are summed in another order.
 ROUNDED = '--tolerance=1e-5'

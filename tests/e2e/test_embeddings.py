@@ -35,13 +35,14 @@ def run(tmp_path_factory, request):
     (folder / f'{name}.jsonl').write_text('\n'.join(lines))
   source = request.config.rootpath / 'configs' / 'decoders' / 'small'
   pair = folders.adapt(folder / 'pair', f'--encoder={source}')
-  head = 'head=projections=64+32;dimensions=16'
   files = ' + '.join(f'embed:{folder}/{x}.jsonl#q,p,n' for x in 'ab')
 
   def train(steps):
     return tiny.run(
       'train',
-      f'--config=configs/embeddings.py:source={pair},{head}',
+      f'--config=configs/embeddings.py:source={pair}',
+      '--config.model.head.projections=(64,32)',
+      '--config.model.head.dimensions=(16,)',
       f'--workdir={folder}/run',
       f'--config.data.source={files}',
       '--config.data.objective=embed:texts=6,query=find: ',

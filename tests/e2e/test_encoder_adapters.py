@@ -20,7 +20,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.long]
 LORA = {'rank': 2, 'alpha': 8}
 KINDS = {
   'embedding': (
-    'embeddings:source={},head=projections=24+16',
+    'embeddings:source={}',
+    'model.head.projections=(24,16)',
     'data.source=embed:{}#query,text',
     'data.objective=embed:texts=6,query=find ',
     'loss.kind=infonce',
@@ -68,7 +69,7 @@ def _first(workdir, split):
 def _outputs(model):
   """Returns vectors of texts, or logits."""
   loaded = encdec_adapt.load(model)
-  if loaded.config.decoder.embedding:
+  if loaded.config.decoder.head.kind == 'embedding':
     return loaded.embed(TEXTS)
   return loaded.logits([[2, 5, 6, 7]])
 

@@ -130,7 +130,7 @@ def test_a_folder_of_transformers_is_tuned_on_a_mesh(kind, pairs, tmp_path):
   tuned = job(
     f'sft.py:source={folder}', (32, 16), tmp_path / 'run', pairs, *MESH
   )
-  assert not encdec_adapt.load(tuned).config.decoder.tied_head
+  assert not encdec_adapt.load(tuned).config.decoder.head.tied
   assert_transformers_agrees(tuned, tmp_path)
   # Records are framed as transformers' users frame inputs and labels.
   rows = record_sets.RecordSet.open(tuned / 'records' / 'train')

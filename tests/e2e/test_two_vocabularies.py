@@ -12,6 +12,7 @@ from encdec_adapt.base import errors
 from encdec_adapt.checkpoints import manager
 from encdec_adapt.cli import command
 from encdec_adapt.data.records import record_sets
+from encdec_adapt.models import heads
 from encdec_adapt.tokenizers import vocabulary_pair
 from tests import tiny, tiny_tokenizers
 from tests.e2e import folders
@@ -31,7 +32,7 @@ SOURCES = {
       'kv_heads': 1,
       'vocab_size': 400,
       'qk_norm': True,
-      'tied_head': True,
+      'head': heads.Tokens(),
     },
     *('qwen', 380),
   ),
@@ -207,9 +208,7 @@ def test_a_converted_pair_keeps_both_tokenizers(
     copy = copied / file.relative_to(exported)
     assert copy.read_bytes() == file.read_bytes()
   # Its encoder alone has one of them.
-  embeds = folders.export(
-    moved, tmp_path / 'encoder', '--embedding=pooling=mean'
-  )
+  embeds = folders.export(moved, tmp_path / 'encoder', '--embedding=mean')
   assert not (embeds / 'decoder_tokenizer').exists()
   own = encdec_adapt.load(embeds).stored.open_vocabularies()
   text = 'the quick brown'

@@ -154,7 +154,9 @@ JOBS = {
     'train.rollouts.max_kl=50',
   ),
   'infonce_with_a_learnt_temperature': (
-    'embeddings:source=pair,head=projections=24+16;dimensions=8',
+    'embeddings:source=pair',
+    'model.head.projections=(24,16)',
+    'model.head.dimensions=(8,)',
     'data.source=embed:embed.jsonl#q,p,n',
     'data.objective=embed:texts=6,query=find: ',
     'loss.kind=infonce',

@@ -57,7 +57,8 @@ CONFIGURATIONS = (
   f'post_training:recipe=distill,{SOURCE},teacher={jobs.SMALL}',
   f'classification:{SOURCE}',
   f'embeddings:{SOURCE}',
-  f'embeddings:{SOURCE},head=pooling=mean;projections=24+16;dimensions=8,lora=4',
+  f'embeddings:{SOURCE},lora=4 --config.model.head.projections=(24,16)'
+  ' --config.model.head.dimensions=(8,)',
   *(f'presets:objective={x}' for x in ('prefixlm', 'ul2')),
   'presets:encoder=toy',
   'presets:objective=ul2,encoder=llama3.2_1b,decoder=qwen3_0.6b',
@@ -81,8 +82,8 @@ def in_the_repository(monkeypatch):
 
 
 def read_configuration(spec: str) -> config_lib.Settings:
-  """The settings of FILE:ARG of configs/."""
-  values = command.parse(train.define_flags, [f'--config={spec}'])
+  """The settings of FILE:ARG of configs/, with flags behind it."""
+  values = command.parse(train.define_flags, f'--config={spec}'.split())
   return config_lib.load(values.config, sources=False)
 
 
@@ -233,7 +234,7 @@ def fill(fields, model):
     elif name.endswith(('positions', 'index')):
       value = np.broadcast_to(np.arange(field.shape[-1]), field.shape)
     elif jnp.issubdtype(field.dtype, jnp.integer):
-      top = max(2, min(model.decoder.classes or 2**31, 200))
+      top = max(2, min(model.decoder.head.outputs(2**31) or 2**31, 200))
       value = rng.integers(0, top, field.shape)
     else:
       value = rng.uniform(0.1, 1.0, field.shape)

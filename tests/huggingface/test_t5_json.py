@@ -4,7 +4,7 @@ import pytest
 
 from encdec_adapt.base import errors
 from encdec_adapt.huggingface import config_json
-from encdec_adapt.models import model_config, presets
+from encdec_adapt.models import heads, model_config, presets
 from encdec_adapt.ops import relative_bias
 
 SIZES = dict(
@@ -21,15 +21,15 @@ def test_defaults():
   model = read('t5')
   encoder, decoder = model.encoder, model.decoder
   assert model.shared_table and decoder.layers == 3
-  assert decoder.tied_head and decoder.scaled_head
-  assert not encoder.scaled_head
+  assert decoder.head.tied and decoder.head.scaled
+  assert encoder.head == heads.Head()
   assert (encoder.activation, encoder.mlp_gated) == ('relu', False)
   assert encoder.positions == decoder.positions
   assert decoder.positions == relative_bias.Positions('relative', 32, 128)
   assert read('umt5').decoder.positions.kind == 'relative_each'
   decoder = read('mt5', tie_word_embeddings=True).decoder
   assert (decoder.activation, decoder.mlp_gated) == ('gelu_tanh', True)
-  assert not decoder.scaled_head  # Its class never scales.
+  assert not decoder.head.scaled  # Its class never scales.
 
 
 @pytest.mark.parametrize('scaled', [None, False, True])
@@ -37,8 +37,8 @@ def test_defaults():
 def test_scaling_and_tying_are_told_apart(tied, scaled):
   fields = {} if scaled is None else {'scale_decoder_outputs': scaled}
   model = read('t5', tie_word_embeddings=tied, **fields)
-  assert model.decoder.tied_head == tied
-  assert model.decoder.scaled_head == (tied if scaled is None else scaled)
+  assert model.decoder.head.tied == tied
+  assert model.decoder.head.scaled == (tied if scaled is None else scaled)
   raw, _ = config_json.raw_from_model(model)
   assert raw['tie_word_embeddings'] == tied
   assert config_json.model_from_raw(raw)[0] == model

@@ -30,7 +30,7 @@ from tests import toy_models
 # Scanned blocks and a tail; windows shorter than what is generated; random
 # models with a tied head repeat themselves.
 STACK = toy_models.stack(
-  layers=3, vocab_size=23, vocab_multiple=8, window=3, tied_head=False
+  layers=3, vocab_size=23, vocab_multiple=8, window=3, head=toy_models.UNTIED
 )
 CONFIGS = {
   **toy_models.pair_and_decoder(STACK),
@@ -148,7 +148,9 @@ def test_rows_beyond_the_vocabulary_are_not_generated():
 
 
 def _pair(**changes):
-  fields = dict(vocab_size=23, vocab_multiple=8, window=3, tied_head=False)
+  fields = dict(
+    vocab_size=23, vocab_multiple=8, window=3, head=toy_models.UNTIED
+  )
   stack = toy_models.stack(**fields | changes)
   return model_config.encoder_decoder(stack, stack)
 
@@ -380,7 +382,7 @@ def _maps():
 @pytest.mark.parametrize('kind', KINDS)
 def test_mixed_requests_compile_nothing_after_the_warm_up(kind):
   longest, most = 100, 40
-  stack = toy_models.stack(layers=1, vocab_size=24, tied_head=False)
+  stack = toy_models.stack(layers=1, vocab_size=24, head=toy_models.UNTIED)
   loaded = toy_models.load(toy_models.pair_and_decoder(stack)[kind])
   sizes = lengths.state_sizes(longest, most, reads_encoder=kind == KINDS[0])
   made = loaded.engine(ids=IDS, steps=4, sizes=sizes)

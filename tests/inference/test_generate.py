@@ -50,7 +50,7 @@ def run_folder(request, tmp_path_factory):
       head_dim=8,
       vocab_size=size + 5,  # more ids than pieces
     )
-  config.model.decoder.tied_head = False
+  config.model.head.tied = False
   config.compute.dtype = 'float32'
   settings = config_lib.load(config, str(workdir))
   config_lib.save(config, str(workdir))

@@ -1,6 +1,5 @@
 """Rewards of completions: the state read, groups, shapes and refusals."""
 
-import dataclasses
 import json
 
 import jax
@@ -11,7 +10,7 @@ import pytest
 from encdec_adapt.base import errors
 from encdec_adapt.conversion import initial_state
 from encdec_adapt.inference import rewards
-from encdec_adapt.models import architecture, build, model_config
+from encdec_adapt.models import architecture, build, heads, model_config
 from encdec_adapt.objectives import framing
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import rules
@@ -96,8 +95,7 @@ def test_a_mesh_gives_the_same_rewards(model):
 
 def test_a_language_model_is_refused(model):
   config = model[0].config
-  decoder = dataclasses.replace(config.decoder, classes=0)
-  config = dataclasses.replace(config, decoder=decoder)
+  config = model_config.with_head(config, heads.Tokens())
   with pytest.raises(errors.UserError, match='not a reward model: .* 60 out'):
     _score((build.build(config), model[1]))
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from encdec_adapt.models import architecture, build, model_config
+from encdec_adapt.models import architecture, build, heads, model_config
 from encdec_adapt.objectives import framing
 from tests import gemma_ids, toy_models
 
@@ -16,12 +16,12 @@ LENGTHS = framing.Lengths(6, 5)
 KINDS = architecture.BY_NAME
 
 
-def _config(kind, classes=0):
+def _config(kind, head=heads.Tokens()):
   if kind == 'encoder_decoder':
     return model_config.encoder_decoder(STACK, STACK)
   role = KINDS[kind].role
   return model_config.DecoderOnlyConfig(
-    dataclasses.replace(STACK, role=role, classes=classes)
+    dataclasses.replace(STACK, role=role, head=head)
   )
 
 
@@ -42,7 +42,7 @@ def _batch(lengths=LENGTHS):
     (_config('decoder_only'), LENGTHS, {'teacher'}),
     (_config('prefix_decoder'), LENGTHS, {'teacher'}),
     (_config('encoder_only'), LENGTHS, {'encoder'}),
-    (_config('decoder_only', classes=3), LENGTHS, {'encoder'}),
+    (_config('decoder_only', heads.Labels(3)), LENGTHS, {'encoder'}),
     (_config('decoder_only'), framing.Lengths(0, 5), {'decoder'}),
   ],
 )
@@ -68,6 +68,6 @@ def test_a_kind_is_known_by_its_name(kind):
 
 
 def test_a_classifier_keeps_the_name_of_its_stack():
-  kind = _config('decoder_only', classes=3).architecture
+  kind = _config('decoder_only', heads.Labels(3)).architecture
   assert kind.name == 'decoder_only' and kind.has_encoder
   assert not kind.generates

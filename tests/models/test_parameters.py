@@ -46,7 +46,10 @@ def test_distributions(small_stack):
 def test_distributions_of_t5(kind, small_stack):
   fields = dict(layers=5, width=64, mlp_width=256, vocab_size=1024)
   fields |= dict(
-    heads=32, kv_heads=32, tied_head=False, positions=toy_models.positions(kind)
+    heads=32,
+    kv_heads=32,
+    head=toy_models.UNTIED,
+    positions=toy_models.positions(kind),
   )
   stack = small_stack(**{**toy_models.T5, **fields})
   model = build.build(model_config.DecoderOnlyConfig(stack))

@@ -70,7 +70,7 @@ def test_an_end_that_is_padding_is_read(saved, tmp_path):
 def test_pairs_are_written_in_our_layout(tmp_path):
   pair = model_config.encoder_decoder(toy_models.stack(), toy_models.stack())
   config = model_config.reward_model(pair)
-  with pytest.raises(Exception, match='classes is 1'):
+  with pytest.raises(Exception, match='head is of kind reward'):
     config_json.raw_from_model(config)
   raw = config_json.native_from_model(config)
   assert 'auto_map' not in raw

@@ -1,6 +1,5 @@
 """Exported embedding models: `AutoModel` and `sentence_transformers` agree."""
 
-import dataclasses
 import json
 
 import jax.numpy as jnp
@@ -9,7 +8,7 @@ import pytest
 
 import encdec_adapt
 from encdec_adapt import serve
-from encdec_adapt.models import embedding_head, model_config
+from encdec_adapt.models import heads, model_config
 from tests import tiny, toy_models
 from tests.parity import test_vision, tiny_models
 from tests.parity.test_torch_export import _stack
@@ -20,21 +19,19 @@ sentence_transformers = pytest.importorskip('sentence_transformers')
 
 TEXTS = ['The quick brown fox', 'jumps', 'over the lazy dog, ' * 6]
 SIZE = {'vocab_size': toy_models.GEMMA_SIZE}
-MEAN = embedding_head.EmbeddingHead(
-  'mean', embedding_head.Widths('96+24'), embedding_head.Widths('16+8')
-)
-LAST = embedding_head.EmbeddingHead('last')
-FIRST = embedding_head.EmbeddingHead('first', embedding_head.Widths('20'))
+MEAN = heads.Embedding('mean', (96, 24), (16, 8))
+LAST = heads.Embedding('last')
+FIRST = heads.Embedding('first', (20,))
 
 
 def _encoder(name, head, **fields):
-  return _stack(name, role='bidirectional', embedding=head, **SIZE, **fields)
+  return _stack(name, role='bidirectional', head=head, **SIZE, **fields)
 
 
 MODELS = {
   'Gemma3TextModel': _encoder('gemma3', MEAN),
-  'Gemma2Model': _stack('gemma2', embedding=LAST, **SIZE),
-  'LlamaModel': _stack('llama3', embedding=MEAN, tied_head=True, **SIZE),
+  'Gemma2Model': _stack('gemma2', head=LAST, **SIZE),
+  'LlamaModel': _stack('llama3', head=MEAN, **SIZE),
   # Code in the folder: another window, and the encoder of a T5Gemma 2.
   'EncDecAdaptModel': _encoder('gemma2', FIRST, window_rule='inclusive'),
   'EncDecAdaptModel of T5Gemma 2': _encoder(
@@ -59,7 +56,7 @@ def test_vectors_are_equal(name, tmp_path):
   assert tiny.convert('export', checkpoint, f'--output={output}') == 0
   raw = json.loads((output / 'config.json').read_text())
   assert raw['architectures'] == [name.split()[0]]
-  sizes = config.decoder.embedding.sizes(config.decoder.width)
+  sizes = config.decoder.head.sizes(config.decoder.width)
   assert raw['matryoshka_dimensions'] == list(sizes)
   _, info = transformers.AutoModel.from_pretrained(
     output, trust_remote_code=True, output_loading_info=True
@@ -97,13 +94,13 @@ def test_the_encoder_of_a_pair_alone(tmp_path):
   ours = toy_models.save(tmp_path / 'pair', pair, native=True, scale=0.3)
   output = tmp_path / 'exported'
   flags = f'--checkpoint={tmp_path}/pair', f'--output={output}'
-  assert tiny.convert('export', *flags, '--embedding=pooling=mean') == 0
+  assert tiny.convert('export', *flags, '--embedding=mean') == 0
   vectors = ours.embed(TEXTS)
   vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
   np.testing.assert_allclose(_vectors(output, TEXTS), vectors, atol=1e-5)
   again = f'--output={tmp_path}/again'
-  with pytest.raises(encdec_adapt.UserError, match='have to be trained'):
-    tiny.convert('export', flags[0], again, '--embedding=projections=8')
+  with pytest.raises(encdec_adapt.UserError, match='without --embedding'):
+    tiny.convert('export', flags[0], again, '--dimensions=8')
 
 
 @pytest.mark.long
@@ -117,7 +114,7 @@ def test_the_encoder_of_a_t5gemma2_is_of_its_own_class(reads_images, tmp_path):
   if reads_images:
     test_vision.save('gemma3_images', tmp_path / 'donor')
     flags.append(f'--vision={tmp_path}/donor')
-  assert tiny.convert('export', *flags, '--embedding=pooling=mean') == 0
+  assert tiny.convert('export', *flags, '--embedding=mean') == 0
   model, info = transformers.AutoModel.from_pretrained(
     output, output_loading_info=True
   )
@@ -140,7 +137,6 @@ def test_the_encoder_of_a_t5gemma2_is_of_its_own_class(reads_images, tmp_path):
 
 def test_a_head_is_part_of_the_models_differences():
   plain = model_config.DecoderOnlyConfig(MODELS['Gemma2Model'])
-  stack = dataclasses.replace(plain.decoder, embedding=None)
-  other = model_config.DecoderOnlyConfig(stack)
-  assert any('embedding' in x for x in model_config.differences(plain, other))
+  other = model_config.with_head(plain, heads.Tokens())
+  assert any('head.kind' in x for x in model_config.differences(plain, other))
   assert not model_config.differences(plain, plain)

@@ -54,7 +54,7 @@ def test_vectors_of_sentence_transformers(tmp_path):
   case = tiny_models.Case('T5EncoderModel', lambda: settings, '')
   tiny_models.make(case).save_pretrained(folder)
   flags = f'--checkpoint={folder}', f'--output={output}'
-  assert tiny.convert('export', *flags, '--embedding=pooling=mean') == 0
+  assert tiny.convert('export', *flags, '--embedding=mean') == 0
   raw = json.loads((output / tensor_folder.CONFIG).read_text())
   assert raw['matryoshka_dimensions'] == [32]
   with pytest.raises(errors.UserError, match='T5EncoderModel .* not logits'):
@@ -187,5 +187,5 @@ def test_counts_of_the_classes(size):
     model = kind(kind.config_class(**fields))
   decoder = config.decoder
   # transformers 5 ties the head of every model that is built from a config.
-  head = 0 if decoder.tied_head else decoder.vocab_size * decoder.width
+  head = 0 if decoder.head.tied else decoder.vocab_size * decoder.width
   assert parameters.count(config) == model.num_parameters() + head

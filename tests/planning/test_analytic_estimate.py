@@ -196,7 +196,8 @@ def test_microbatches_trade_activations_for_gradients():
 def test_an_embedding_model_is_compared_with_all_texts():
   fields = {
     'model__kind': 'encoder_only',
-    'model__embedding': 'pooling=mean,dimensions=16+8',
+    'model__head__kind': 'embedding',
+    'model__head__dimensions': (16, 8),
     'loss__kind': 'infonce',
     'data__objective': 'embed:texts=4',
     'data__source': 'embed:x#q,p',

@@ -10,7 +10,7 @@ pytest.importorskip('starlette', reason='needs pip install -e .[serve]')
 pytest.importorskip('uvicorn', reason='needs pip install -e .[serve]')
 testclient = pytest.importorskip('starlette.testclient')
 
-from encdec_adapt.models import embedding_head, model_config  # noqa: E402
+from encdec_adapt.models import heads, model_config  # noqa: E402
 from encdec_adapt.serving import embedding_app  # noqa: E402
 from tests import toy_models  # noqa: E402
 
@@ -19,8 +19,8 @@ URL, TEXTS = '/v1/embeddings', ['The quick', 'two cats and a dog', 'x']
 
 @pytest.fixture(scope='module')
 def model(tmp_path_factory):
-  head = embedding_head.parse('pooling=last,projections=12,dimensions=4')
-  stack = toy_models.stack(vocab_size=toy_models.GEMMA_SIZE, embedding=head)
+  head = heads.Embedding('last', (12,), (4,))
+  stack = toy_models.stack(vocab_size=toy_models.GEMMA_SIZE, head=head)
   config = model_config.DecoderOnlyConfig(stack)
   folder = tmp_path_factory.mktemp('models') / 'embedder'
   return toy_models.save(folder, config, native=True)

@@ -12,7 +12,7 @@ from encdec_adapt import config as config_lib
 from encdec_adapt.base import errors
 from encdec_adapt.evaluation.measures import perplexity
 from encdec_adapt.models import adapters as adapters_lib
-from encdec_adapt.models import build, embedding_head, model_config
+from encdec_adapt.models import build, embedding_head, heads, model_config
 from encdec_adapt.objectives import embeddings, framing, objective_names
 from encdec_adapt.ops import kernel_forms
 from encdec_adapt.sharding import mesh as mesh_lib
@@ -23,13 +23,8 @@ from encdec_adapt.training.recipes import embedding_recipe
 from tests import gemma_ids, toy_models
 from tests.training import conftest
 
-HEAD = embedding_head.EmbeddingHead(
-  projections=embedding_head.Widths('32+24'),
-  dimensions=embedding_head.Widths('8'),
-)
-STACK = dataclasses.replace(
-  conftest.STACK, role='bidirectional', embedding=HEAD
-)
+HEAD = heads.Embedding(projections=(32, 24), dimensions=(8,))
+STACK = dataclasses.replace(conftest.STACK, role='bidirectional', head=HEAD)
 MODEL = build.build(model_config.DecoderOnlyConfig(STACK))
 LENGTHS = framing.Lengths(24, 0)
 FIELDS = objective_names.parse_one('embed:texts=6,vectors=24').rows
@@ -71,9 +66,7 @@ def _fields(roles, owners, keys):
 
 def _plain(size):
   """A stack without projections, of which vectors have a size."""
-  return dataclasses.replace(
-    STACK, width=size, embedding=embedding_head.EmbeddingHead()
-  )
+  return dataclasses.replace(STACK, width=size, head=heads.Embedding())
 
 
 def test_literal_values():
@@ -131,9 +124,7 @@ def test_parts_of_vectors_are_compared_too():
   batch = _fields([[1, 2]] * 2, [[0, 0]] * 2, [[1, 2], [3, 4]])
   stack = dataclasses.replace(
     _plain(2),
-    embedding=embedding_head.EmbeddingHead(
-      dimensions=embedding_head.Widths('1')
-    ),
+    head=heads.Embedding(dimensions=(1,)),
   )
   loss = infonce.InfoNce(temperature=1.0)
   terms = loss.terms(_outputs(vectors, stack), {}, batch)
@@ -324,7 +315,7 @@ def _config(**changes):
   config = config_lib.defaults()
   config.loss.kind = 'infonce'
   config.model.kind = 'encoder_only'
-  config.model.embedding = 'pooling=mean'
+  config.model.head.kind = 'embedding'
   config.data.objective = 'embed'
   config.data.source = 'embed:x#q,p'
   config.data.encoder_length, config.data.decoder_length = 16, 0
@@ -339,11 +330,13 @@ def test_the_configuration_decides_head_and_parts():
       train__microbatches=4,
       loss__infonce__learn_temperature=True,
       loss__infonce__temperature=0.1,
-      model__embedding='pooling=last,projections=64+32,dimensions=16+8',
+      model__head__pooling='last',
+      model__head__projections=(64, 32),
+      model__head__dimensions=(16, 8),
     ),
     sources=False,
   )
-  head = settings.model.decoder.embedding
+  head = settings.model.decoder.head
   assert (head.sizes(128), head.temperature) == ((32, 16, 8), 0.1)
   assert settings.recipe.rows.compared and not settings.recipe.frozen
   options = objective_names.parse_one('embed:query=a b ').options
@@ -355,10 +348,10 @@ def test_the_configuration_decides_head_and_parts():
   [
     ({'train__batch_size': 1}, 'train.batch_size is 1 .*at least 2'),
     ({'train__eval_batch_size': 1}, 'train.eval_batch_size is 1'),
-    ({'model__embedding': 'dimensions=128'}, 'a vector has 128 numbers'),
-    ({'model__embedding': 'dimensions=x'}, 'must be of type Widths'),
-    ({'model__embedding': 'pooling=max'}, 'must be one of mean, last, first'),
-    ({'model__embedding': ''}, 'only_?.* with config.model.embedding'),
+    ({'model__head__dimensions': (128,)}, 'a vector has 128 numbers'),
+    ({'model__head__projections': (0,)}, r'projections is \(0,\)'),
+    ({'model__head__pooling': 'max'}, 'must be one of mean, last, first'),
+    ({'model__head__kind': 'tokens'}, 'only_?.* with config.model.head.kind'),
     ({'model__kind': 'encoder_decoder'}, "init.mode='adapt'"),
     ({'loss__infonce__vectors': 1.0}, 'vectors=0; to be .* the 128'),
     (
@@ -384,7 +377,7 @@ def test_the_configuration_decides_head_and_parts():
         'data__objective': 'causal_lm',
         'data__source': 'python',
         'model__kind': 'decoder_only',
-        'model__embedding': '',
+        'model__head__kind': 'tokens',
         'data__encoder_length': 0,
         'data__decoder_length': 16,
       },
@@ -398,7 +391,7 @@ def test_bad_input_is_refused(changes, message):
 
 
 def test_vectors_of_a_teacher_have_the_models_size():
-  plain = dataclasses.replace(STACK, embedding=embedding_head.EmbeddingHead())
+  plain = dataclasses.replace(STACK, head=heads.Embedding())
   teacher = build.build(model_config.DecoderOnlyConfig(plain))
   settings = config_lib.load(_config(loss__infonce__teacher=1.0), sources=False)
   loss = settings.recipe.loss

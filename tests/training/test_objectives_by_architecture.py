@@ -17,7 +17,7 @@ from encdec_adapt.data.making import packing
 from encdec_adapt.models import (
   architecture,
   build,
-  embedding_head,
+  heads,
   model_config,
 )
 from encdec_adapt.objectives import framing, objective_names
@@ -40,17 +40,15 @@ MODELS = {
 }
 CLASSIFIERS = MODELS | {
   kind: model_config.DecoderOnlyConfig(
-    dataclasses.replace(STACK, role=role, classes=2)
+    dataclasses.replace(STACK, role=ROLES[kind], head=heads.Labels(2))
   )
-  for kind, role in ROLES.items()
+  for kind in heads.Labels.models
 }
 EMBEDDERS = MODELS | {
   kind: model_config.DecoderOnlyConfig(
-    dataclasses.replace(
-      STACK, role=ROLES[kind], embedding=embedding_head.EmbeddingHead()
-    )
+    dataclasses.replace(STACK, role=ROLES[kind], head=heads.Embedding())
   )
-  for kind in ('decoder_only', 'encoder_only')
+  for kind in heads.Embedding.models
 }
 NAMES = [name for name in objective_names.NAMES if name != 'denoise']
 TEXT = [n for n in NAMES if objective_names.NAMES[n].maker.documents == 'text']

@@ -161,9 +161,13 @@ def _config(**changes):
 
 def test_the_loss_decides_the_head_of_the_model():
   settings = config_lib.load(_config(), sources=False)
-  assert settings.model.decoder.classes == 1
+  assert settings.model.decoder.outputs == 1
   assert settings.model.decoder.final_softcap is None
   assert not settings.model.architecture.generates
+  # A saved run states it.
+  stated = config_lib.with_head(_config())
+  assert stated.model.head.kind == 'reward'
+  assert config_lib.load(stated, sources=False).model == settings.model
   for changes, message in (
     ({'model__kind': 'encoder_only'}, 'reads a prompt and an answer'),
     (

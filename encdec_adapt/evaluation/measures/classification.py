@@ -40,7 +40,7 @@ def scores(
   """
   count = jax.jit(_confusion, static_argnums=0)
   # Counts of a batch fit int32; counts of a whole set of tokens may not.
-  table = np.zeros(2 * [placement.model.config.decoder.classes], np.int64)
+  table = np.zeros(2 * [placement.model.config.decoder.outputs], np.int64)
   for batch in batches:
     fields = {name: x for name, x in batch.items() if name != 'row'}
     fields = step_lib.place_batch(fields, placement)
@@ -76,7 +76,7 @@ def _confusion(
 ) -> jax.Array:
   """Counts the labels of a batch by true and predicted label, [K, K]."""
   model = placement.model
-  size = model.config.decoder.classes
+  size = model.config.decoder.outputs
   with partition.use(placement.mesh, placement.rules.as_dict()):
     hidden = model.architecture.predict(model, params, batch)
     label = jnp.argmax(model.logits(params, hidden), axis=-1)

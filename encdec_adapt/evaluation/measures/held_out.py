@@ -15,6 +15,7 @@ from encdec_adapt.conversion import model_in_memory, model_on_disk
 from encdec_adapt.data.records import record_sets
 from encdec_adapt.evaluation.measures import classification, perplexity
 from encdec_adapt.evaluation.results import results_store
+from encdec_adapt.models import heads
 from encdec_adapt.telemetry import progress
 from encdec_adapt.training import setup
 from encdec_adapt.training import state as state_lib
@@ -118,7 +119,7 @@ class HeldOutEvaluation:
     groups = record_set.groups(result.rows)
     scores = result.scores(TASK, groups)
     scores.append(results_store.Score(TASK, TARGET_TOKENS, tokens, None, n))
-    if model.config.decoder.classes:
+    if isinstance(model.config.decoder.head, heads.Labels):
       batches = setup.evaluation_batches(record_set, rows, placement)
       scores += classification.scores(TASK, placement, model.params, batches)
     # Packed rows hold several pairs, which have no single prefix to exchange.

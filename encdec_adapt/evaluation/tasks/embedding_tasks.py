@@ -95,7 +95,7 @@ class EmbeddingEvaluation:
       report(len(vectors), len(self.texts))
       vectors[role] = embedder.embed_texts(texts, role, rows)
     stack, scores = embedder.config.decoder, []
-    for i, size in enumerate(stack.embedding.sizes(stack.width)):
+    for i, size in enumerate(stack.head.sizes(stack.width)):
       parts = [x[:, :size] for x in vectors.values()]
       parts = [x / np.linalg.norm(x, axis=1, keepdims=True) for x in parts]
       for metric, value in self.measure(*parts).items():

@@ -65,7 +65,7 @@ class PreferenceEvaluation:
         vocabularies or too few positions, or a preference is wrong.
     """
     kind = stored.model.architecture
-    if stored.model.decoder.classes != 1 and not kind.generates:
+    if stored.model.decoder.outputs != 1 and not kind.generates:
       raise errors.UserError(
         f'{stored.path} is a model of kind {kind.name} that predicts no'
         ' answers; leave it out, or leave out --preferences.'
@@ -167,7 +167,7 @@ def _open_metrics(
         stored.vocabularies,
         longest,
       )
-  if stored.model.decoder.classes:
+  if not stored.model.decoder.head.predicts_tokens:
     return comparison_metrics.Comparisons(reward.Reward()), {}
   return comparison_metrics.Likelihoods(_PLAIN), {}
 

@@ -8,7 +8,7 @@ holds names and file contents only.
 import pathlib
 from typing import Any
 
-from encdec_adapt.models import model_config
+from encdec_adapt.models import heads, model_config
 
 _CONFIGURATION = 'configuration_encdec_adapt'
 _MODELING = 'modeling_encdec_adapt'
@@ -31,22 +31,35 @@ _EMBEDDER = {
 }
 
 
+_SCALED = [heads.Tokens(tied, scaled=True) for tied in (True, False)]
+# By the kinds of model and head that the code computes.
+_CODE = {('encoder_decoder', 'tokens'): FIELDS} | {
+  (kind, 'embedding'): _EMBEDDER for kind in heads.Embedding.models
+}
+
+
+def _kinds(model: model_config.ModelConfig) -> tuple[str, str]:
+  return model.architecture.name, model.decoder.head.kind
+
+
 def fields(model: model_config.ModelConfig) -> dict[str, Any]:
   """Returns fields of config.json by which `transformers` finds the code."""
-  return FIELDS if model.architecture.encodes_prompt else _EMBEDDER
+  return _CODE[_kinds(model)]
 
 
 def problem(model: model_config.ModelConfig) -> str:
   """Returns why the code cannot compute a model, '' if it can."""
-  if not (model.architecture.encodes_prompt or model.decoder.embedding):
-    kind = model.architecture.name
-    return f'it has pairs and embedding models only, and this model is {kind}'
-  if model.decoder.classes:
-    return 'it has language models only, and this one is a reward model'
+  if _kinds(model) not in _CODE:
+    kind, head = _kinds(model)
+    return (
+      'it has pairs that predict tokens and embedding models only, and this'
+      f' model is {kind} with a head of {head}'
+    )
   for name, stack in model.stacks.items():
     if stack.experts:
       return f'it has no experts, and the {name} has {stack.experts} in a layer'
-    if stack.relative or not stack.mlp_gated or stack.scaled_head:
+    is_scaled = model.decoder.head in _SCALED
+    if stack.relative or not stack.mlp_gated or is_scaled:
       return f"it has no parts of T5's block, and the {name} has some"
   return ''
 

@@ -289,7 +289,7 @@ class Stack(nn.Module):
     self._embedder = [embedder or self.embedder]
     self.layers = nn.ModuleList(Layer(stack, i) for i in range(stack['layers']))
     self.final_norm = Norm(stack)
-    if not stack['tied_head']:
+    if not stack['tied']:
       self.head = Table(stack)
 
   def forward(
@@ -342,9 +342,9 @@ class EncDecAdaptForConditionalGeneration(
     # The fields that each stack has by its role in the pair.
     decoder = {k: model[k] for k in ('cross_merged', 'cross_layers')}
     decoder |= {'cross_width': model['encoder']['width']}
-    decoder |= {'window_rule': 'causal'}
+    decoder |= {'window_rule': 'causal', 'tied': model['head']['tied']}
     rule = 'causal' if model['causal_encoder'] else model['window_rule']
-    encoder = {'cross_width': None, 'window_rule': rule, 'tied_head': True}
+    encoder = {'cross_width': None, 'window_rule': rule, 'tied': True}
     decoder, encoder = model['decoder'] | decoder, model['encoder'] | encoder
     self.decoder = Stack(decoder, model['eoi_token'])
     embedder = self.decoder.embedder if model['shared_table'] else None
@@ -403,7 +403,7 @@ class EncDecAdaptForConditionalGeneration(
     inputs = decoder_input_ids, decoder_attention_mask
     hidden = self.decoder(*inputs, memory, cache)[0]
     decoder = self.decoder.stack
-    head = self.decoder.embedder if decoder['tied_head'] else self.decoder.head
+    head = self.decoder.embedder if decoder['tied'] else self.decoder.head
     logits = functional.linear(hidden, head.table).float()
     logits = softcap(logits, decoder['final_softcap'])
     loss = None
@@ -427,7 +427,7 @@ class EncDecAdaptModel(transformers.PreTrainedModel):
     model = config.model
     causal = model['kind'] == 'decoder_only'
     rule = 'causal' if causal else model['window_rule']
-    role = {'cross_width': None, 'window_rule': rule, 'tied_head': True}
+    role = {'cross_width': None, 'window_rule': rule, 'tied': True}
     self.decoder = Stack(model['decoder'] | role, model['eoi_token'])
     self.post_init()
 

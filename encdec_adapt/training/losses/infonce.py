@@ -103,7 +103,7 @@ class InfoNce(loss.Loss):
     """
     names = ('tokens', 'segments', 'positions')
     fields = [batch[f'encoder_{name}'] for name in names]
-    head = model.config.decoder.embedding
+    head = model.config.decoder.head
 
     def embed(fields, key, index=None):
       fields = [partition.shard(x, 'batch', 'length') for x in fields]
@@ -147,7 +147,7 @@ class InfoNce(loss.Loss):
     stack, vectors = outputs.config, outputs.hidden
     weights, roles = batch['weights'], batch['roles']
     count, total = jnp.maximum(jnp.sum(weights), 2), 0.0
-    for size in reversed(stack.embedding.sizes(stack.width)):
+    for size in reversed(stack.head.sizes(stack.width)):
       part = embedding_head.normalised(vectors[..., :size])
       values = self.compare(outputs, part, batch)
       total += jnp.sum(values[0])
@@ -166,7 +166,7 @@ class InfoNce(loss.Loss):
         raise errors.UserError(
           f'the vectors of config.teacher.checkpoint have {targets.shape[-1]}'
           f" numbers and the model's {vectors.shape[-1]}; change"
-          f' its projections ({embedding_head.LABEL}).'
+          ' its projections (config.model.head).'
         )
       if weight:
         distances = jnp.sum(jnp.square(vectors - targets), axis=-1) / 2

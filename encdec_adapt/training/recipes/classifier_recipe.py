@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from encdec_adapt.models import model_config
+from encdec_adapt.models import heads, model_config
 from encdec_adapt.training.metrics import token_metrics
 from encdec_adapt.training.recipes import recipe
 
@@ -16,10 +16,9 @@ class Classification(recipe.Recipe):
     """Makes the recipe; the data decides on the head's labels."""
     objective, model = sections.objectives[0], sections.model
     # A model of another kind is left as it is: `config.check_kind` refuses it.
-    if objective.rows.content in model.architecture.rows:
-      classes = len(objective.options['labels'])
-      stack = dataclasses.replace(model.decoder, classes=classes)
-      model = model_config.DecoderOnlyConfig(stack)
+    if model.architecture.name in heads.Labels.models:
+      labels = len(objective.options['labels'])
+      model = model_config.with_head(model, heads.Labels(labels))
     made = sections.make_loss()
     metrics = token_metrics.TargetTokens(made.chunk)
     return cls(made, metrics, model, recipe.rows_of(sections))

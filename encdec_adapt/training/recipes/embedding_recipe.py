@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from encdec_adapt.base import errors
 from encdec_adapt.models import architecture as architectures
-from encdec_adapt.models import embedding_head, model_config
+from encdec_adapt.models import heads, model_config
 from encdec_adapt.training.losses import infonce, loss
 from encdec_adapt.training.metrics import query_metrics
 from encdec_adapt.training.recipes import recipe
@@ -26,8 +26,8 @@ class Embeddings(recipe.Recipe):
     made = sections.make_loss()
     _check(sections, made)
     model = with_temperature(sections.model, made)
-    roles = 'causal', 'bidirectional'
-    accepts = tuple(architectures.of_stack(x, embeds=True) for x in roles)
+    stacks = architectures.CAUSAL_DECODER, architectures.ENCODER
+    accepts = tuple(heads.Embedding().architecture(x) for x in stacks)
     path = sections.teacher.checkpoint
     start = path == sections.init.encoder != ''
     teacher = recipe.FrozenModel(path, accepts, model, is_start=start)
@@ -46,10 +46,8 @@ def with_temperature(
   """Returns the model with a temperature among its parameters, if learnt."""
   if not made.learn_temperature:
     return model
-  head = model.decoder.embedding
-  head = dataclasses.replace(head, temperature=made.temperature)
-  stack = dataclasses.replace(model.decoder, embedding=head)
-  return model_config.DecoderOnlyConfig(stack)
+  head = dataclasses.replace(model.decoder.head, temperature=made.temperature)
+  return model_config.with_head(model, head)
 
 
 def _check(sections: recipe.Sections, made: infonce.InfoNce) -> None:
@@ -64,19 +62,14 @@ def _check(sections: recipe.Sections, made: infonce.InfoNce) -> None:
     raise errors.UserError(
       f"{sections.chosen}, which has no texts to embed; choose 'embed'."
     )
-  head = sections.model.decoder.embedding
-  if head is None:
-    raise errors.UserError(
-      f'{loss.KIND} is {made.name!r} and {embedding_head.LABEL} is empty; set'
-      ' it, as in pooling=mean.'
-    )
-  size = head.sizes(sections.model.decoder.width)[0]
+  decoder = sections.model.decoder
+  size, *_ = decoder.head.sizes(decoder.width)
   vectors = {x.options.get('vectors', 0) for x in objectives}
   if made.vectors and vectors != {size}:
     raise errors.UserError(
       f'{sections.chosen} has vectors={max(vectors)}; to be learnt they must'
       f" have the {size} numbers of the model's, by its projections"
-      f' ({embedding_head.LABEL}).'
+      ' (config.model.head).'
     )
   for key in ('batch_size', 'eval_batch_size'):
     if getattr(train, key) < 2:

@@ -1,0 +1,211 @@
+"""Heads: what the states of a stack are read for.
+
+| head        | `config.model.head.kind` | parameters               | reads   |
+|-------------|--------------------------|--------------------------|---------|
+| `Tokens`    | tokens                   | `head/table` if not tied | its own |
+| `Labels`    | labels                   | `head/table`             | texts   |
+| `Reward`    | reward                   | `head/table`             | pairs   |
+| `Embedding` | embedding                | `embedding/..`           | texts   |
+
+A head is a field of the decoder's stack and answers all questions about itself.
+The encoder of a pair has the base, `Head`: no parameters and no outputs. A
+model of a single stack that reads whole texts reads them as an encoder,
+whatever the attention of its stack.
+
+Data only: `layers` declares the parameters, `embedding_head` computes vectors.
+"""
+
+import dataclasses
+from typing import ClassVar
+
+from encdec_adapt.base import errors
+from encdec_adapt.models import architecture as architectures
+
+POOLINGS = ('mean', 'last', 'first')
+_SECTION = 'config.model.head'
+
+
+@dataclasses.dataclass(frozen=True)
+class Head:
+  """Base of all heads, and the absent head of an encoder.
+
+  Attributes:
+    kind: `config.model.head.kind`; '' for no head.
+    module: module of its parameters in the stack; '' for none.
+    models: values of `config.model.kind` that may have it.
+  """
+
+  kind: str = dataclasses.field(default='', init=False)
+  module: ClassVar[str] = ''
+  models: ClassVar[tuple[str, ...]] = ()
+
+  @property
+  def predicts_tokens(self) -> bool:
+    """Whether its outputs are tokens."""
+    return False
+
+  def outputs(self, vocab_size: int) -> int:
+    """Returns the number of logits of a state."""
+    del vocab_size
+    return 0
+
+  def sizes(self, width: int) -> tuple[int, ...]:
+    """Returns the size of a text's vector and those of its parts, if any.
+
+    Args:
+      width: width D of the stack.
+    """
+    del width
+    return ()
+
+  def architecture(
+    self, stack: architectures.Architecture
+  ) -> architectures.Architecture:
+    """Returns how a model reads rows, given how its stacks do."""
+    return stack
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokens(Head):
+  """Logits of tokens.
+
+  Attributes:
+    tied: whether the embedding table is the output table.
+    scaled: whether states are multiplied by 1 / sqrt(width) before (T5).
+  """
+
+  kind: str = dataclasses.field(default='tokens', init=False)
+  models: ClassVar[tuple[str, ...]] = tuple(architectures.BY_NAME)
+
+  tied: bool = True
+  scaled: bool = False
+
+  @property
+  def module(self) -> str:
+    """The module of a separate table."""
+    return '' if self.tied else 'head'
+
+  @property
+  def predicts_tokens(self) -> bool:
+    """True."""
+    return True
+
+  def outputs(self, vocab_size: int) -> int:
+    """Returns the size of the vocabulary."""
+    return vocab_size
+
+
+@dataclasses.dataclass(frozen=True)
+class Labels(Head):
+  """Logits of the labels of a classifier."""
+
+  kind: str = dataclasses.field(default='labels', init=False)
+  module: ClassVar[str] = 'head'
+  models: ClassVar[tuple[str, ...]] = ('decoder_only', 'encoder_only')
+
+  labels: int = 2
+
+  def __post_init__(self):
+    if self.labels < 2:
+      raise errors.UserError(
+        f'{_SECTION}.labels is {self.labels}; a classifier has at least 2.'
+      )
+
+  def outputs(self, vocab_size: int) -> int:
+    """Returns the number of labels."""
+    del vocab_size
+    return self.labels
+
+  def architecture(
+    self, stack: architectures.Architecture
+  ) -> architectures.Architecture:
+    """Returns the architecture of an encoder that reads labelled texts."""
+    return architectures.reader(stack, 'labels')
+
+
+@dataclasses.dataclass(frozen=True)
+class Reward(Head):
+  """A single output, the score of an answer, without a soft-cap.
+
+  Attributes:
+    tied: `Tokens.tied` of the language model that it was made from, which
+      Hugging Face folders state.
+  """
+
+  kind: str = dataclasses.field(default='reward', init=False)
+  module: ClassVar[str] = 'head'
+  models: ClassVar[tuple[str, ...]] = tuple(
+    x.name for x in architectures.GENERATING
+  )
+
+  tied: bool = True
+
+  def outputs(self, vocab_size: int) -> int:
+    """Returns 1."""
+    del vocab_size
+    return 1
+
+  def architecture(
+    self, stack: architectures.Architecture
+  ) -> architectures.Architecture:
+    """Returns the architecture without generation, for pairs alone."""
+    return dataclasses.replace(stack, generates=False, rows=('pair',))
+
+
+@dataclasses.dataclass(frozen=True)
+class Embedding(Head):
+  """The vector of a text: pooled states, projected and normalised.
+
+  Attributes:
+    pooling: one of `POOLINGS`.
+    projections: widths after the pooled states.
+    dimensions: sizes of leading parts that are vectors, too (Matryoshka).
+    temperature: initial value of a temperature that is a parameter; 0 if the
+      model has none.
+  """
+
+  kind: str = dataclasses.field(default='embedding', init=False)
+  module: ClassVar[str] = 'embedding'
+  models: ClassVar[tuple[str, ...]] = ('decoder_only', 'encoder_only')
+
+  pooling: str = 'mean'
+  projections: tuple[int, ...] = ()
+  dimensions: tuple[int, ...] = ()
+  temperature: float = 0.0
+
+  def __post_init__(self):
+    for name in ('projections', 'dimensions'):
+      sizes = getattr(self, name)
+      if not all(isinstance(x, int) and x > 0 for x in sizes):
+        raise errors.UserError(
+          f'{_SECTION}.{name} is {sizes}; it must be a tuple of integers above'
+          ' 0, such as (3072, 768).'
+        )
+
+  def sizes(self, width: int) -> tuple[int, ...]:
+    """Returns the size E of a vector, and those of its parts.
+
+    Args:
+      width: width D of the stack.
+
+    Raises:
+      UserError: a part is not smaller than the vector.
+    """
+    size = (width, *self.projections)[-1]
+    if max(self.dimensions, default=0) >= size:
+      raise errors.UserError(
+        f'{_SECTION}.dimensions is {self.dimensions}, and a vector has {size}'
+        ' numbers; leave out parts that are not smaller.'
+      )
+    return (size, *self.dimensions)
+
+  def architecture(
+    self, stack: architectures.Architecture
+  ) -> architectures.Architecture:
+    """Returns the architecture of an encoder that reads texts."""
+    return architectures.reader(stack, 'texts')
+
+
+BY_KIND: dict[str, type[Head]] = {
+  head().kind: head for head in (Tokens, Labels, Reward, Embedding)
+}
