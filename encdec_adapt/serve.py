@@ -137,11 +137,12 @@ def main(values: flags.FlagValues) -> int:
   if chat_format.find_template(opened.decoder):
     ends = *ids.eos, chat_format.end_of_turn(opened.decoder)
     ids = dataclasses.replace(ids, eos=tuple(dict.fromkeys(ends)))
+  encodes_prompt = stored.model.architecture.encodes_prompt
   limits = protocol.Limits(
     values.max_prompt or min(longest or _MAX_PROMPT, _MAX_PROMPT),
     values.max_tokens,
     # A decoder that reads prompts itself holds both in its positions.
-    None if stored.model.architecture.encodes_prompt else longest,
+    None if encodes_prompt else longest,
   )
   engine = loaded.engine(
     rows=loaded.rows(values.batch_size),
@@ -149,7 +150,7 @@ def main(values: flags.FlagValues) -> int:
     ids=ids,
     steps=STEPS,
     adapters=adapters,
-    sizes=_state_sizes(limits, stored.model.architecture.encodes_prompt),
+    sizes=_state_sizes(limits, encodes_prompt),
   )
   _require_memory(engine)
   if values.warm_up:

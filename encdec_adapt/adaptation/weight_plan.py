@@ -155,12 +155,11 @@ def make_plan(
     'encoder': encoder_source,
     'decoder': decoder_source or encoder_source,
   }
-  pair = target.architecture.encodes_prompt
-  shared_table = pair and target.shared_table
+  shared_table = target.shared_table
   sides = {}
   for name, stack in target.stacks.items():
     source = sources[name]
-    source_stack = stack_for(target, source)
+    source_stack = model_config.source_stack(target, source)
     sides[name] = _Side(
       name,
       stack,
@@ -206,15 +205,6 @@ def make_plan(
     changes=tuple(changes),
     padding=parameters.padding(target),
   )
-
-
-def stack_for(
-  target: model_config.ModelConfig, source: model_config.ModelConfig
-) -> str:
-  """Returns the name of the source's stack that fills a stack of the target."""
-  if not target.architecture.is_encoder:
-    return 'decoder'
-  return source.architecture.prompt_stack
 
 
 def all_but_embeddings(target: model_config.EncoderDecoderConfig) -> list[str]:

@@ -272,7 +272,8 @@ def _compare_texts(
     options = {'max_new_tokens': _CONTINUED, 'do_sample': False, 'num_beams': 1}
     with torch.no_grad():
       theirs = model.generate(torch.tensor([prompt]), **options)[0].tolist()
-    start = [writer.bos] if ours.model.architecture.encodes_prompt else prompt
+    # A decoder that reads prompts itself continues from their last token.
+    start = ours.model.architecture.frame(prompt, [0], writer.bos).tokens
     loaded = dataclasses.replace(model_in_memory.read(folder), stored=ours)
     request = engine_lib.Request(np.array(prompt, np.int32), _CONTINUED)
     with jax.default_matmul_precision('highest'):

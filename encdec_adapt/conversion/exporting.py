@@ -252,7 +252,7 @@ def _vision(
       f' initialises at random, {", ".join(vision_lib.MISSING)}. `export'
       ' --vision=FOLDER` takes them from another model.'
     ]
-  part.require_fits(model.stacks[model.architecture.prompt_stack])
+  part.require_fits(model.prompt_reader)
   name = f'`{model_on_disk.title(folder)}`' if folder else 'the imported model'
   notes = [f'its vision part, {len(part.names)} tensors, is that of {name}.']
   if not part.processors:

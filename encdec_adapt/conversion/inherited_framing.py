@@ -13,6 +13,7 @@ from encdec_adapt.cluster import distributed
 from encdec_adapt.conversion import model_on_disk, prompt_framing
 from encdec_adapt.files import atomic, hub, paths
 from encdec_adapt.huggingface import tensor_folder
+from encdec_adapt.models import architecture as architectures
 from encdec_adapt.objectives import example_maker, objective_names
 
 
@@ -52,7 +53,7 @@ def _inherited(text: str, source: str, workdir: str) -> str:
   if saved.get('init', {}).get('encoder') == source:
     # A resumed job: its source may be gone.
     framings = [
-      prompt_framing.of_objectives([objective], encodes_prompt=False)
+      prompt_framing.of_objectives([objective], architectures.CAUSAL_DECODER)
       for objective in objective_names.parse(saved['data']['objective'])
     ]
   else:
@@ -72,9 +73,8 @@ def _framing(source: str) -> prompt_framing.PromptFraming:
   if not file.exists() or model_on_disk.is_folder(path):
     return prompt_framing.in_file(file)
   run = config_lib.load_run(str(path))
-  encodes_prompt = run.model.architecture.encodes_prompt
   return prompt_framing.of_objectives(
-    run.data.objectives, encodes_prompt=encodes_prompt
+    run.data.objectives, run.model.architecture
   )
 
 

@@ -84,7 +84,7 @@ class Sources:
   @property
   def _stack(self) -> str:
     target = self.placement.model.config
-    return weight_plan.stack_for(target, self.models[0].model)
+    return model_config.source_stack(target, self.models[0].model)
 
   def costs(
     self, references: Iterable['Reference'], log: Callable[[str], None]

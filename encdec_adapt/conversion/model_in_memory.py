@@ -48,7 +48,6 @@ _RULES = 'fsdp'
 _GENERATION = tuple(x.name for x in dataclasses.fields(text_generation.Options))
 # Options of texts that are only read, and not continued.
 _READING = ('prefix', 'mode', 'max_prompt', 'batch_size')
-_NO_ENCODER = 'a decoder-only model has no encoder.'
 
 
 class Score(NamedTuple):
@@ -256,8 +255,7 @@ class LoadedModel:
     Raises:
       UserError: the model is decoder-only, or see `_framed`.
     """
-    if not self.config.architecture.has_encoder:
-      raise errors.UserError(_NO_ENCODER)
+    self.config.architecture.require_encoder()
     fields = self._framed(tokens, mask, self.config.architecture.prompt_stack)
     return _encode(self.model, self.params, fields)
 
@@ -286,7 +284,7 @@ class LoadedModel:
       inputs['encoder'] = encoder_tokens, encoder_mask
     if inputs.keys() != self.config.stacks.keys():
       raise errors.UserError(
-        _NO_ENCODER
+        'a decoder-only model has no encoder.'
         if 'encoder' in inputs
         else 'an encoder-decoder needs encoder_tokens and decoder_tokens.'
       )

@@ -178,8 +178,7 @@ class StoredModel:
   @property
   def framing_side(self) -> str:
     """Side that frames texts as that stack reads them; see `SideIds.edges`."""
-    # An encoder-only model or a classifier is the stack 'decoder'.
-    return 'encoder' if self.model.architecture.has_encoder else 'decoder'
+    return self.model.architecture.framing_side
 
   @functools.cached_property
   def framing(self) -> prompt_framing.PromptFraming:
@@ -190,9 +189,8 @@ class StoredModel:
     """
     if not self.objectives:
       return prompt_framing.in_file(self.path / tensor_folder.CONFIG)
-    encodes_prompt = self.model.architecture.encodes_prompt
     return prompt_framing.of_objectives(
-      self.objectives, encodes_prompt=encodes_prompt
+      self.objectives, self.model.architecture
     )
 
   @property

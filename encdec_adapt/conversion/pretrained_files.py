@@ -263,18 +263,18 @@ def prompt_room(
   """
   fields = config_fields(folders(stored.path))
   # A pair made from a single folder has its fields under 'decoder' only.
-  has_encoder = stored.model.architecture.encodes_prompt
-  side = 'encoder' if has_encoder and 'encoder' in fields else 'decoder'
-  limit = fields[side].get('max_position_embeddings')
-  if limit is None or has_encoder:
-    return limit
-  if limit - generated < 2:
+  side = stored.prompt_side
+  limit = fields.get(side, fields['decoder']).get('max_position_embeddings')
+  if limit is None:
+    return None
+  room = limit - stored.model.architecture.positions(0, generated)[side]
+  if room < 2:
     raise errors.UserError(
       f'{generated} generated tokens leave no room for a prompt in the {limit}'
       f' positions of {stored.path} (max_position_embeddings of its'
       ' config.json); lower --max_tokens, or leave out --retrieval.'
     )
-  return limit - generated
+  return room
 
 
 def stack_positions(stored: model_on_disk.StoredModel) -> dict[str, float]:

@@ -11,6 +11,7 @@ import json
 from typing import Any
 
 from encdec_adapt.files import atomic, paths
+from encdec_adapt.models import architecture as architectures
 from encdec_adapt.objectives import example_maker
 
 _FIELD, _ENTRY = 'task_specific_params', 'encdec_adapt'
@@ -64,14 +65,14 @@ class PromptFraming:
 
 
 def of_objectives(
-  objectives: Sequence[example_maker.Objective], *, encodes_prompt: bool
+  objectives: Sequence[example_maker.Objective],
+  architecture: architectures.Architecture,
 ) -> PromptFraming:
   """Returns the framing of the prompts of a run.
 
   Args:
     objectives: the objectives that the run was trained with.
-    encodes_prompt: whether its model reads prompts in an encoder, which reads
-      no separator.
+    architecture: that of its model. An encoder reads no separator.
   """
   prefixes = [
     x.options.get('prefix', '')
@@ -81,7 +82,9 @@ def of_objectives(
   separators = [x.options.get('separator', '') for x in objectives]
   return PromptFraming(
     tuple(dict.fromkeys(prefixes)),
-    '' if encodes_prompt else next(filter(None, separators), ''),
+    ''
+    if architecture.encodes_prompt
+    else next(filter(None, separators), ''),
     any(x.rows.ends_turns for x in objectives),
   )
 

@@ -12,7 +12,6 @@ import itertools
 from typing import Any
 
 from encdec_adapt import config as config_lib
-from encdec_adapt.base import errors
 from encdec_adapt.cluster import distributed
 from encdec_adapt.conversion import model_in_memory, model_on_disk
 from encdec_adapt.evaluation.measures import (
@@ -42,11 +41,10 @@ def read_tasks(settings: config_lib.Settings) -> dict[str, task_groups.Plan]:
   """
   plans = {}
   for name in settings.evaluation.tasks:
-    if not settings.model.architecture.generates:
-      raise errors.UserError(
-        f'config.evaluation.tasks has {name}, and the model predicts no next'
-        ' tokens, which tasks need; set tasks to () and tasks_every to 0.'
-      )
+    settings.model.architecture.require_generation(
+      f'config.evaluation.tasks has {name}, and the model',
+      'set tasks to () and tasks_every to 0',
+    )
     # A plan per name, under which its scores are shown.
     is_folder = paths.at(name).is_dir()
     plans[name] = task_groups.plan(*([], name) if is_folder else ([name],))

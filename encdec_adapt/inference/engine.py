@@ -155,11 +155,7 @@ class Engine:
     Raises:
       UserError: the model predicts no next tokens, or `rows` does not divide.
     """
-    if not model.architecture.generates:
-      raise errors.UserError(
-        'a model that predicts no next tokens (encoder-only, or with a head for'
-        ' labels or rewards) generates no text; use a language model.'
-      )
+    model.architecture.require_generation('the model', 'use a language model')
     # A step has a single token per row, which does not divide over a sequence
     # axis.
     rules = dataclasses.replace(rules, length=())
@@ -194,8 +190,7 @@ class Engine:
     rows_of_table = model.config.decoder.vocab_size
     self.vocab_size = min(ids.vocab_size or rows_of_table, rows_of_table)
     self._architecture = model.architecture
-    prompt_stack = model.config.stacks[model.architecture.prompt_stack]
-    self._prompt_size = prompt_stack.vocab_size
+    self._prompt_size = model.config.prompt_reader.vocab_size
     self._queue: collections.deque[tuple[int, Request]] = collections.deque()
     self._active: list[_Active | None] = [None] * rows
     self._state: decoding.State | None = None

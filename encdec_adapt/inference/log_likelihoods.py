@@ -94,11 +94,7 @@ def score(
   Raises:
     UserError: the model predicts no next tokens, or a side is empty.
   """
-  if not model.architecture.generates:
-    raise errors.UserError(
-      'a model that predicts no next tokens (encoder-only, or with a head for'
-      ' labels or rewards) scores no continuations; use a language model.'
-    )
+  model.architecture.require_generation('the model', 'use a language model')
   for pair in pairs:
     if not len(pair.context) or not len(pair.continuation):
       raise errors.UserError(

@@ -61,11 +61,7 @@ def embed(
     raise errors.UserError(
       f'pooling is {pooling!r}; it must be {" or ".join(POOLINGS)}.'
     )
-  if not model.architecture.has_encoder:
-    raise errors.UserError(
-      'decoder-only models have no encoder states to pool; use an'
-      ' encoder-decoder or an encoder-only model.'
-    )
+  model.architecture.require_encoder()
   # By length: the texts of a batch are padded to its longest. The longest come
   # first, so that a batch that does not fit into memory fails at once.
   order = sorted(range(len(texts)), key=lambda i: -len(texts[i]))

@@ -32,6 +32,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 import numpy as np
 
+from encdec_adapt.base import errors
+
 Batch = Mapping[str, Array]
 Tokens = Int[Array, 'B L']
 Fields = Sequence[Array]  # Tokens, segments and positions of a stack.
@@ -92,6 +94,40 @@ class Architecture:
   def is_encoder(self) -> bool:
     """Whether its only stack reads whole texts."""
     return self.has_encoder and not self.encodes_prompt
+
+  def require_generation(self, model: str, remedy: str) -> None:
+    """Refuses a model that predicts no next tokens.
+
+    Args:
+      model: name of the model, the subject of the message.
+      remedy: a sentence's end that tells what to do.
+
+    Raises:
+      UserError: it is encoder-only, or its head predicts no tokens.
+    """
+    if not self.generates:
+      raise errors.UserError(
+        f'{model} predicts no next tokens (it is encoder-only, or has a head'
+        f' for labels, rewards or embeddings) and generates no text; {remedy}.'
+      )
+
+  def require_encoder(self) -> None:
+    """Refuses a decoder-only model.
+
+    Raises:
+      UserError: it is decoder-only.
+    """
+    if not self.has_encoder:
+      raise errors.UserError(
+        'decoder-only models have no encoder, whose states are read here; use'
+        ' an encoder-decoder or an encoder-only model.'
+      )
+
+  @property
+  def framing_side(self) -> str:
+    """Side whose framing a prompt has; see `special_ids.SideIds.edges`."""
+    # A single stack that reads whole texts is the stack 'decoder'.
+    return 'encoder' if self.has_encoder else 'decoder'
 
   def sides(self, has_inputs: bool) -> Mapping[str, str]:
     """Returns the side of a batch that each stack reads, by stack.

@@ -32,21 +32,17 @@ class Head:
   Attributes:
     kind: `config.model.head.kind`; '' for no head.
     module: module of its parameters in the stack; '' for none.
+    predicts_tokens: whether its outputs are tokens.
     models: values of `config.model.kind` that may have it.
   """
 
   kind: str = dataclasses.field(default='', init=False)
   module: ClassVar[str] = ''
+  predicts_tokens: ClassVar[bool] = False
   models: ClassVar[tuple[str, ...]] = ()
-
-  @property
-  def predicts_tokens(self) -> bool:
-    """Whether its outputs are tokens."""
-    return False
 
   def outputs(self, vocab_size: int) -> int:
     """Returns the number of logits of a state."""
-    del vocab_size
     return 0
 
   def sizes(self, width: int) -> tuple[int, ...]:
@@ -55,7 +51,6 @@ class Head:
     Args:
       width: width D of the stack.
     """
-    del width
     return ()
 
   def architecture(
@@ -75,6 +70,7 @@ class Tokens(Head):
   """
 
   kind: str = dataclasses.field(default='tokens', init=False)
+  predicts_tokens: ClassVar[bool] = True
   models: ClassVar[tuple[str, ...]] = tuple(architectures.BY_NAME)
 
   tied: bool = True
@@ -84,11 +80,6 @@ class Tokens(Head):
   def module(self) -> str:
     """The module of a separate table."""
     return '' if self.tied else 'head'
-
-  @property
-  def predicts_tokens(self) -> bool:
-    """True."""
-    return True
 
   def outputs(self, vocab_size: int) -> int:
     """Returns the size of the vocabulary."""
@@ -113,7 +104,6 @@ class Labels(Head):
 
   def outputs(self, vocab_size: int) -> int:
     """Returns the number of labels."""
-    del vocab_size
     return self.labels
 
   def architecture(
@@ -142,7 +132,6 @@ class Reward(Head):
 
   def outputs(self, vocab_size: int) -> int:
     """Returns 1."""
-    del vocab_size
     return 1
 
   def architecture(

@@ -5,7 +5,7 @@ differ in every field. Imports no modules of layers, which read these configs.
 """
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from flax import traverse_util
 
@@ -324,11 +324,18 @@ class DecoderOnlyConfig:
   """
 
   decoder: StackConfig
+  # No second stack shares it.
+  shared_table: ClassVar[bool] = False
 
   @property
   def stacks(self) -> dict[str, StackConfig]:
     """Stacks by their name in the parameter tree."""
     return {'decoder': self.decoder}
+
+  @property
+  def prompt_reader(self) -> StackConfig:
+    """The stack that reads prompts."""
+    return self.decoder
 
   @property
   def architecture(self) -> architectures.Architecture:
@@ -373,6 +380,11 @@ class EncoderDecoderConfig:
   def stacks(self) -> dict[str, StackConfig]:
     """Stacks by their name in the parameter tree."""
     return {'encoder': self.encoder, 'decoder': self.decoder}
+
+  @property
+  def prompt_reader(self) -> StackConfig:
+    """The stack that reads prompts."""
+    return self.encoder
 
   @property
   def architecture(self) -> architectures.Architecture:
@@ -475,7 +487,7 @@ def prompt_model(
   config: ModelConfig, head: heads_lib.Head
 ) -> DecoderOnlyConfig:
   """Returns the stack that reads prompts as a model with another head."""
-  stack = config.stacks[config.architecture.prompt_stack]
+  stack = config.prompt_reader
   role = stack.role
   if isinstance(head, heads_lib.Embedding) and role == 'prefix':
     # A prompt is all prefix, which is read from both sides.
@@ -497,7 +509,7 @@ def with_head_of(config: ModelConfig, target: ModelConfig) -> ModelConfig:
     return reward_model(config)
   if not target.architecture.is_encoder:
     return config
-  source = config.stacks[config.architecture.prompt_stack].head
+  source = config.prompt_reader.head
   if isinstance(source, type(head)):
     if isinstance(head, heads_lib.Tokens):
       head = source
@@ -505,6 +517,13 @@ def with_head_of(config: ModelConfig, target: ModelConfig) -> ModelConfig:
       # Trained projections are not replaced by others.
       head = dataclasses.replace(head, projections=source.projections)
   return prompt_model(config, head)
+
+
+def source_stack(target: ModelConfig, source: ModelConfig) -> str:
+  """Returns the name of the source's stack that fills a stack of the target."""
+  if not target.architecture.is_encoder:
+    return 'decoder'
+  return source.architecture.prompt_stack
 
 
 def with_vocab_multiple(config: ModelConfig, multiple: int) -> ModelConfig:

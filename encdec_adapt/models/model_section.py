@@ -233,7 +233,7 @@ def section_from_model(model: model_config.ModelConfig) -> dict[str, Any]:
     causal_encoder=pair and encoder.role == 'causal',
     cross_merged=decoder.cross_merged,
     cross_layers=decoder.cross_layers,
-    shared_table=pair and model.shared_table,
+    shared_table=model.shared_table,
     window_rule=encoder.window_rule,
     eoi_token=decoder.eoi_token,
     head=HeadSection.of(decoder.head),

@@ -58,13 +58,13 @@ class StackCount:
   """Number of parameters of a stack, without padding rows of tables.
 
   Attributes:
-    embedding: parameters of the embedding table and of single-token vectors.
+    embeddings: parameters of the embedding table and of single-token vectors.
     head: parameters of the head, 0 where it is tied.
     cross: parameters of cross-attention and its norms.
     other: all other parameters.
   """
 
-  embedding: int = 0
+  embeddings: int = 0
   head: int = 0
   cross: int = 0
   other: int = 0
@@ -195,7 +195,7 @@ def count_by_stack(config: model_config.ModelConfig) -> dict[str, StackCount]:
     stack_name, *parts = path.split('/')
     size = math.prod(info.shape) - unused.get(path, 0)
     if parts[0] in ('embedder', 'head'):
-      part = 'head' if parts[0] == 'head' else 'embedding'
+      part = 'head' if parts[0] == 'head' else 'embeddings'
     elif block.CROSS.keys() & set(parts):
       part = 'cross'
     else:

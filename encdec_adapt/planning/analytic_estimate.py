@@ -260,7 +260,7 @@ def _exchanges(work: workload.Workload):
   if work.adapters:  # Their gradients are small.
     return
   counts = parameters.count_by_stack(work.models[0]).values()
-  tables = sum(c.embedding + c.head for c in counts) * _FP32
+  tables = sum(c.embeddings + c.head for c in counts) * _FP32
   size = sum(c.other + c.cross for c in counts) / work.by_tensor * _FP32
   # Gradients are summed over the axes that split tokens: axes that shard the
   # parameter scatter the sum, the others need all of it.

@@ -54,7 +54,7 @@ def describe(settings: config_lib.Settings) -> str:
   lines = [layout_report.text(rows)]
   for name, part in parameters.count_by_stack(job.model).items():
     lines.append(
-      f'{name}: {part.total:,} parameters ({part.embedding:,} embedding,'
+      f'{name}: {part.total:,} parameters ({part.embeddings:,} embeddings,'
       f' {part.cross:,} cross-attention)'
     )
   count = parameters.count(job.model)

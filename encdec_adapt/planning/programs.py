@@ -116,10 +116,9 @@ class Job:
         f'--programs={name}: the loss {recipe.loss.name} samples no'
         ' completions; leave it out.'
       )
-    if name == 'decode' and not job.model.architecture.generates:
-      raise errors.UserError(
-        f'--programs={name}: config.model is of kind'
-        f' {job.model.architecture.name} and generates no text; leave it out.'
+    if name == 'decode':
+      job.model.architecture.require_generation(
+        f'--programs={name}: the model', 'leave it out'
       )
     if name != 'reward':
       return job

@@ -86,7 +86,7 @@ def _tune(
   counts = parameters.count_by_stack(pair)
   # The decoder's table is its head; lookups multiply nothing.
   decoder = counts['decoder']
-  products = target * (decoder.other + decoder.cross + decoder.embedding)
+  products = target * (decoder.other + decoder.cross + decoder.embeddings)
   products += source * counts['encoder'].other
   recipe = training_step.make_recipe(pair, parsed)
   flops = setup.step_flops(recipe, rows, frozen=True)

@@ -81,7 +81,7 @@ def test_padding_rows_are_not_counted():
   config = presets.decoder_only('toy', vocab_size=100, vocab_multiple=64)
   padded = parameters.parameter_table(config)['decoder/embedder/table']
   assert padded.shape == (128, 128)
-  assert parameters.count_by_stack(config)['decoder'].embedding == 100 * 128
+  assert parameters.count_by_stack(config)['decoder'].embeddings == 100 * 128
 
 
 def test_pairs_of_sizes_with_underscores():

@@ -22,7 +22,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from encdec_adapt.base import errors
 from encdec_adapt.conversion import model_in_memory, model_on_disk
 from encdec_adapt.evaluation.results import number_format as numbers
 from encdec_adapt.evaluation.results import results_store
@@ -82,11 +81,9 @@ class CostEvaluation:
     Raises:
       UserError: it cannot.
     """
-    if not stored.model.architecture.generates:
-      raise errors.UserError(
-        f'{stored.path} predicts no next tokens and generates nothing; give'
-        ' --cost= to measure no cost.'
-      )
+    stored.model.architecture.require_generation(
+      str(stored.path), 'give --cost= to measure no cost'
+    )
 
   def scores(
     self, model: model_in_memory.LoadedModel, rows: int, report: Any = None
@@ -151,10 +148,11 @@ class CostEvaluation:
     # No token is -1, so that no row ends before it has `generated` tokens.
     ids = engine_lib.SpecialIds(bos=0, eos=(-1,), pad=0)
     engine = model.engine(rows=rows, ids=ids, int8=self.int8)
-    prompt_stack = model.config.stacks[model.config.architecture.prompt_stack]
     # Time does not depend on the tokens, so any will do.
     tokens = np.random.default_rng(0).integers(
-      prompt_stack.vocab_size, size=(rows, self.prompt), dtype=np.int32
+      model.config.prompt_reader.vocab_size,
+      size=(rows, self.prompt),
+      dtype=np.int32,
     )
     requests = [engine_lib.Request(row, self.generated) for row in tokens]
     arguments = engine.prefill_arguments(requests, rows)

@@ -278,7 +278,7 @@ def _counts(
   config: model_config.ModelConfig, request: tuple[int, int]
 ) -> dict[str, float]:
   stacks = parameters.count_by_stack(config).values()
-  tables = sum(x.embedding + x.head for x in stacks)
+  tables = sum(x.embeddings + x.head for x in stacks)
   total = parameters.count(config)
   counts = {'parameters': total, 'without tables': total - tables}
   if config.architecture.generates:

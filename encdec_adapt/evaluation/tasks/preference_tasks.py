@@ -65,7 +65,7 @@ class PreferenceEvaluation:
         vocabularies or too few positions, or a preference is wrong.
     """
     kind = stored.model.architecture
-    if stored.model.decoder.outputs != 1 and not kind.generates:
+    if 'pair' not in kind.rows:
       raise errors.UserError(
         f'{stored.path} is a model of kind {kind.name} that predicts no'
         ' answers; leave it out, or leave out --preferences.'
