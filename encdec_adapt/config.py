@@ -427,10 +427,8 @@ def check_rows(
     kinds = [kind for kind in kinds if content in kind.rows]
     raise errors.UserError(
       f'objective {objective.text!r} feeds models of kind'
-      f' {_READERS.get(content) or architectures.names(kinds)}, and the'
-      f' model is'
-      f' {architecture.name};'
-      ' change config.data.objective or'
+      f' {_READERS.get(content) or architectures.names(kinds)}, and the model is'
+      f' {architecture.name}; change config.data.objective or'
       ' config.model.kind (the table of objectives is in configs/README.md).'
     )
 
@@ -500,9 +498,8 @@ def _check_model(settings: Settings, vocabulary: str) -> None:
       " config.init.mode to 'checkpoint' and config.init.encoder to it."
     )
   head = model.decoder.head
-  if init.mode in ('adapt', 'embeddings') and (
-    head.kind in ('labels', 'reward')
-  ):
+  is_fresh = head.kind in ('labels', 'reward')
+  if init.mode in ('adapt', 'embeddings') and is_fresh:
     raise errors.UserError(
       f'config.init.mode is {init.mode!r} and the model has a head of'
       f' {head.kind}; make the pair first (`convert adapt`), and start from it:'

@@ -82,9 +82,7 @@ def of_objectives(
   separators = [x.options.get('separator', '') for x in objectives]
   return PromptFraming(
     tuple(dict.fromkeys(prefixes)),
-    ''
-    if architecture.encodes_prompt
-    else next(filter(None, separators), ''),
+    '' if architecture.encodes_prompt else next(filter(None, separators), ''),
     any(x.rows.ends_turns for x in objectives),
   )
 
