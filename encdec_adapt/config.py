@@ -427,8 +427,8 @@ def check_rows(
     kinds = [kind for kind in kinds if content in kind.rows]
     raise errors.UserError(
       f'objective {objective.text!r} feeds models of kind'
-      f' {_READERS.get(content) or architectures.names(kinds)}, and the model is'
-      f' {architecture.name}; change config.data.objective or'
+      f' {_READERS.get(content) or architectures.names(kinds)}, and the model'
+      f' is {architecture.name}; change config.data.objective or'
       ' config.model.kind (the table of objectives is in configs/README.md).'
     )
 

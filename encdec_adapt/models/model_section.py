@@ -56,7 +56,7 @@ class HeadSection:
     for name in ('kind', *_options(self.kind)):
       values[name] = defaults[name]
     reason = f'{_HEAD}kind is {self.kind!r}'
-    keys.require_defaults(type(self), values, _HEAD, reason)
+    keys.require_defaults(values, defaults, _HEAD, reason)
 
   def check(self, head: heads.Head) -> None:
     """Checks that loss and objective of a job give its model this head.

@@ -293,7 +293,7 @@ def test_adapters_start_at_the_loss_of_their_base_and_learn():
 
 
 def test_parts_of_a_batch_have_masks_of_their_own():
-  options = adapters_lib.parse('rank=4,alpha=8,dropout=0.5')
+  options = adapters_lib.Options(4, alpha=8.0, dropout=0.5)
   adapters = adapters_lib.Adapters(MODEL.config, options)
   base = MODEL.init(jax.random.key(0))
   flat = traverse_util.flatten_dict(base, sep='/')

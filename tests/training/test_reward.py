@@ -169,7 +169,7 @@ def test_the_loss_decides_the_head_of_the_model():
   assert stated.model.head.kind == 'reward'
   assert config_lib.load(stated, sources=False).model == settings.model
   for changes, message in (
-    ({'model__kind': 'encoder_only'}, 'reads a prompt and an answer'),
+    ({'model__kind': 'encoder_only'}, 'feeds models of kind decoder_only'),
     (
       {'data__objective': 'pairs', 'data__source': 'pairs:x#a,b'},
       'no two answers to compare',

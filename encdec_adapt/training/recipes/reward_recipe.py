@@ -3,8 +3,6 @@
 import dataclasses
 from typing import ClassVar
 
-from encdec_adapt.base import errors
-from encdec_adapt.models import architecture as architectures
 from encdec_adapt.models import model_config
 from encdec_adapt.training.losses import loss, reward
 from encdec_adapt.training.metrics import comparison_metrics
@@ -21,13 +19,6 @@ class RewardModel(recipe.Recipe):
   @classmethod
   def of(cls, sections: recipe.Sections) -> 'RewardModel':
     """Makes the recipe; see `recipe.Recipe.of`."""
-    kind = sections.model.architecture
-    if kind not in architectures.GENERATING:
-      raise errors.UserError(
-        f'{loss.KIND} is {reward.Reward.name!r} and config.model.kind'
-        f' {kind.name}; a reward model reads a prompt and an answer, as'
-        f' {architectures.names(architectures.GENERATING)} do.'
-      )
     recipe.require_comparisons(sections)
     made = sections.make_loss()
     return cls(
