@@ -88,26 +88,6 @@ class Settings:
     compute = self.compute.on(platform, earlier)
     return dataclasses.replace(self, compute=compute)
 
-  def until_end(self, step: int, rows: int) -> 'Settings':
-    """Returns the settings with the number of steps that the records last for.
-
-    Args:
-      step: step that the job is at.
-      rows: rows that it has not read yet.
-
-    Raises:
-      UserError: the job is shorter than a warm-up.
-    """
-    # Rounded up: the last batch may be filled with rows of weight 0.
-    steps = step - (-rows // self.train.batch_size)
-    # The schedule holds the number too, since a decay ends at the last step.
-    schedule = dataclasses.replace(self.optimizer.schedule, total_steps=steps)
-    return dataclasses.replace(
-      self,
-      train=dataclasses.replace(self.train, steps=steps),
-      optimizer=dataclasses.replace(self.optimizer, schedule=schedule),
-    )
-
 
 @dataclasses.dataclass(frozen=True)
 class _Root:
@@ -249,11 +229,8 @@ def load(
     )
   )
   head.check(recipe.model.decoder.head)
-  schedule = keys.make(
-    schedules.ScheduleConfig,
-    values['optimizer'],
-    total_steps=sections['train'].steps,
-  )
+  schedule = keys.make(schedules.ScheduleConfig, values['optimizer'])
+  schedule.warmup(sections['train'].steps)  # Raises if the job is shorter.
   settings = Settings(
     seed=values['seed'],
     model=recipe.model,
@@ -284,6 +261,15 @@ def set_model(
   section.update(model_section.section_from_model(model))
   # Of the loss of a job.
   section.head.temperature = 0.0
+
+
+def with_compute(
+  config: ml_collections.ConfigDict, compute: execution.ComputeConfig
+) -> ml_collections.ConfigDict:
+  """Returns a configuration with the values of `compute` for devices."""
+  config = config.copy_and_resolve_references()
+  config.compute.update(dtype=compute.dtype, remat=compute.remat)
+  return config
 
 
 def with_head(config: ml_collections.ConfigDict) -> ml_collections.ConfigDict:

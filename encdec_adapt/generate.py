@@ -49,14 +49,13 @@ from encdec_adapt.conversion import (
   prompt_encoding,
   text_generation,
 )
-from encdec_adapt.evaluation.measures import completion_rewards
 from encdec_adapt.files import append_log, disk, paths, text_lines
 from encdec_adapt.inference import engine, pooling
 from encdec_adapt.inference import rewards as scores
 from encdec_adapt.objectives import framing
 from encdec_adapt.telemetry import progress
 from encdec_adapt.tokenizers import chat_format
-from encdec_adapt.training import policy_batches
+from encdec_adapt.training.jobs import completion_rewards
 from encdec_adapt.training.sections import rewards_section
 
 # Fields of a prompt's line of JSON.
@@ -259,7 +258,7 @@ def _best(
     drawn = dict(complete(ids))
     # One group for each: a group's fields are for all its completions.
     groups = [
-      policy_batches.Completions(
+      completion_rewards.Completions(
         str(prompts[number // count]),
         {'prompt': prompts[number // count], 'ended': drawn[number].ended},
         [drawn[number].text],

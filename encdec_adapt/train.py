@@ -6,15 +6,13 @@ r"""Trains a model: a whole job, from configuration to last checkpoint.
 A job that ended early resumes when the same command is given again.
 
 `train` reads from top to bottom: models, checkpoint to start from, data, state,
-loop objects, steps, end. Mesh, models and data, which other commands build too,
-are in `training/setup.py`; models on disk that a job starts from are opened by
-`conversion/initial_state.py`; the loss and the update are in `training/losses/`
-and `training/step.py`.
+loop objects, steps, end. A recipe (`training/recipes/`) declares what a kind of
+training reads and measures, `training/jobs/` opens it, and the update is in
+`training/step.py`.
 """
 
 from collections.abc import Mapping
 import contextlib
-import functools
 import time
 
 from absl import flags
@@ -33,36 +31,24 @@ from encdec_adapt.cluster import (
   preemption,
 )
 from encdec_adapt.cluster import watchdog as watchdog_lib
-from encdec_adapt.conversion import (
-  frozen_base,
-  inherited_framing,
-  initial_state,
-  run_artifacts,
-)
-from encdec_adapt.data.records import row_rates, stored_teacher
+from encdec_adapt.conversion import inherited_framing, run_artifacts
 from encdec_adapt.evaluation import evaluators as evaluators_lib
-from encdec_adapt.evaluation.measures import completion_rewards
+from encdec_adapt.evaluation.results import results_store
 from encdec_adapt.files import paths
 from encdec_adapt.models import execution, parameters
 from encdec_adapt.planning import dry_run, out_of_memory
-from encdec_adapt.telemetry import (
-  compute_cost,
-  environment,
-  job_log,
-  profiling,
-  trackers,
-)
-from encdec_adapt.training import (
-  job_telemetry,
-  on_policy,
-  remat_choice,
-  setup,
-  workload,
-)
+from encdec_adapt.telemetry import environment, job_log, profiling
+from encdec_adapt.training import job_telemetry, remat_choice, setup
 from encdec_adapt.training import phases as phases_lib
 from encdec_adapt.training import step as step_lib
-from encdec_adapt.training.losses import loss as loss_lib
-from encdec_adapt.training.metrics import held_out_metrics
+from encdec_adapt.training.jobs import (
+  completion_rewards,
+  frozen_models,
+  open_batches,
+  origin,
+)
+from encdec_adapt.training.jobs import resolved as resolved_lib
+from encdec_adapt.training.jobs import trained as trained_lib
 
 define_flags = command.define(
   command.define_config,
@@ -137,276 +123,167 @@ def train(
       losses with which the job ends.
   """
   log = print if distributed.is_lead() else lambda *_: None
-  steps, model, recipe = settings.train.steps, settings.model, settings.recipe
-  lengths = settings.data.train.lengths
+  recipe, section = settings.recipe, settings.train
 
   # -- Models ------------------------------------------------------------------
 
   mesh = setup.make_mesh(settings.mesh, settings.compute.compile_cache)
-  platform = mesh.devices.flat[0].platform
-  if platform == 'cpu':
-    host_memory.keep_freed(parameters.count(model))
-  setup.check_attention(settings.compute.attention, platform)
-  setup.check_batches(settings.train, lengths, mesh, settings.rules)
-  setup.check_vocabularies(settings.data)
+  device, rules = mesh.devices.flat[0], settings.rules
+  if device.platform == 'cpu':
+    host_memory.keep_freed(parameters.count(recipe.model))
+  setup.check_job(section, settings.data, settings.compute, mesh, rules)
   tasks = evaluators_lib.read_tasks(settings)
-  if distributed.is_lead():
-    trackers.check(settings.train.trackers)
   checkpoints = manager.Checkpoints(
     paths.join(workdir, manager.FOLDER), settings.checkpoint
   )
   start = checkpoints.latest()  # A step, or None for a new job.
   saved = None if start is None else checkpoints.at(start).read_meta()
   fingerprint = environment.fingerprint() | {'mesh': dict(mesh.shape)}
-  # From here on neither has a value that depends on the devices ('auto'), but
-  # `compute.remat`, which is chosen when all else is in memory.
-  settings = settings.on(
-    platform, saved and remat_choice.earlier_compute(saved, fingerprint)
+  # No value depends on the devices ('auto') from here on but `remat`, which is
+  # chosen when all else is in memory.
+  compute = settings.compute.on(
+    device.platform, saved and remat_choice.earlier_compute(saved, fingerprint)
   )
-  setup.check_stacks(settings.compute, model, mesh.devices.flat[0])
-  config = config.copy_and_resolve_references()
-  config.compute.dtype = settings.compute.dtype
-  config.compute.remat = settings.compute.remat
+  setup.check_stacks(compute, recipe.model, device)
   placement = setup.place_model(
-    model, settings.compute, mesh, settings.rules, settings.adapters
-  )
-  references = initial_state.open_references(
-    recipe.frozen,
-    settings.teacher.dtype,
-    placement,
-    settings.compute,
-    settings.data.vocabularies,
-    recipe.rows.lengths,
+    recipe.model, compute, mesh, rules, settings.adapters
   )
   # Opened only: parameters are read below, when other inputs are checked.
-  frozen = {name: r.placement.model for name, r in references.items()}
-  rewards = completion_rewards.open_rewards(settings, placement)
-  make_phases = functools.partial(
-    phases_lib.Phases, placement, recipe, models=frozen
+  frozen = frozen_models.open_frozen(settings, compute, placement)
+  phases = phases_lib.Phases(
+    placement, recipe, settings.optimizer, section, frozen.models
   )
-  phases = make_phases(settings.optimizer, settings.train)
 
   # -- Checkpoint to start from ------------------------------------------------
 
-  setup.require_space(checkpoints, phases, settings.checkpoint, steps)
+  setup.require_space(checkpoints, phases, settings.checkpoint, section.steps)
+  config = config_lib.with_compute(config, compute)
   if start is None:
     checkpoints.check_not_lost()
-    cost = compute_cost.Cost()
-    sources = initial_state.open_sources(
-      settings.init, settings.compute, placement
-    )
-    sources.check_files(settings.data.vocabularies)
-    if recipe.sampling:
-      sources.check_positions(recipe.rows.lengths)
-    sources.check_optimizer(phases)
-    base = sources.base
+    source = origin.FromSources(settings, compute, phases, log)
   else:
-    checkpoint = checkpoints.at(start)
-    resume_checks.check_config(saved, config.to_dict(), log)
-    checkpoint.require_same(phases.abstract_saved(start))
-    base = None
-    if placement.adapters:
-      moved = settings.init.encoder
-      base = frozen_base.reopen(saved, moved, placement)
-    cost = compute_cost.Cost(**checkpoint.read_data())
+    source = origin.FromCheckpoint(
+      settings, checkpoints.at(start), saved, config.to_dict(), phases, log
+    )
 
   # -- Data --------------------------------------------------------------------
 
   data = setup.open_data(settings.data)
   order = {'records': data.train.digests, 'seed': settings.seed}
-  if start is not None:
-    resume_checks.check_same_rows(
-      saved['order'], order, cost.rows_of_parts, data.train.ranges
-    )
-  if rewards:
-    rewards.check(data.train)
-  shapes = [reference.config for reference in frozen.values()]
-  teacher_row = setup.reads_teacher_row(lengths, model, *shapes)
-  stored = None
-  if folder := recipe.rows.stored_teacher:
-    stored = stored_teacher.StoredTeacher(folder, data.train)
-  batches = setup.training_batches(
-    data.train,
-    settings.train.batch_size,
-    placement,
-    position=cost.rows,
-    consumed=cost.rows_of_parts or None,
-    first_step=start or 0,
-    seed=settings.seed,
-    repeat=settings.data.repeat,
-    rates=row_rates.parse(settings.data.rates),
-    teacher=teacher_row,
-    stored=stored,
+  source.check_rows(order, data.train.ranges)
+  frozen.check(data.train)
+  shapes = [model.config for model in frozen.models.values()]
+  teacher = setup.reads_teacher_row(
+    settings.data.train.lengths, recipe.model, *shapes
   )
-  if not steps:  # The records are the length of the job.
-    settings = settings.until_end(start or 0, batches.total - cost.rows)
-    steps = settings.train.steps
-    phases = make_phases(settings.optimizer, settings.train)
-    setup.require_space(checkpoints, phases, settings.checkpoint, steps)
+  loader, stored = open_batches.open_loader(
+    settings, data, placement, source.cost, start or 0, teacher=teacher
+  )
+  step = first = start or 0
+  resolved = resolved_lib.Resolved.of(
+    settings, compute, section.steps or first + loader.remaining
+  )
+  if not section.steps:  # The records are the length of the job.
+    setup.require_space(
+      checkpoints, phases, settings.checkpoint, resolved.steps
+    )
   log(
-    f'{type(model).__name__}: {parameters.count(model):,} parameters on'
-    f' {dict(mesh.shape)}; {len(data.train):,} training rows, {steps:,} steps'
+    f'{type(recipe.model).__name__}: {parameters.count(recipe.model):,}'
+    f' parameters on {dict(mesh.shape)}; {len(data.train):,} training rows,'
+    f' {resolved.steps:,} steps'
   )
 
   # -- State -------------------------------------------------------------------
 
+  # The first step donates the buffers of the state: another reference to the
+  # parameters would keep them in memory twice.
+  base = source.read_base()
+  state, costs = source.begin(
+    workdir, data.vocabularies, frozen.references.values(), fingerprint
+  )
+  params, digests = frozen.read(source.base, base)
+  source.check_references(digests | stored)
+  trained = trained_lib.Trained(phases, resolved.schedule, base, params)
+  chosen = source.chosen_remat(compute.remat)  # By 'auto', as text.
+  if compute.remat == execution.AUTO:
+    trained, chosen = trained.with_remat(
+      recipe, section, state, frozen.unread, teacher=teacher, log=log
+    )
+    config = config_lib.with_compute(config, trained.compute)
   meta = {  # Saved with every state.
     'config': config.to_dict(),
     'environment': environment.report(),
     'fingerprint': fingerprint,
     'vocabularies': data.vocabularies.describe(),
     'order': order,
+    'sources': costs,
+    'references': digests | stored,
+    'remat': chosen,
+    **source.describe_base(),
   }
-  base_params = {}  # Frozen: no part of the state, nor of checkpoints.
-  if base:
-    meta['base'] = base.describe()
-    distributed.require_same('base', {'init.encoder': meta['base']['digest']})
-    base_params = base.read()
-    log(f'{placement.adapters.description}; the base {meta["base"]["name"]}')
-  attach = functools.partial(placement.attach, base_params)
-  # The first step donates the buffers of the state: another reference to the
-  # parameters would keep them in memory twice.
-  if start is None:
-    meta['sources'] = sources.costs(references.values(), log)
-    state = sources.start(phases, settings.seed)
-    if sources.models and sources.coverage:
-      log(sources.coverage.summary())
-    if distributed.is_lead():
-      run_artifacts.write_initial(workdir, sources, data.vocabularies)
-  else:
-    meta['sources'] = saved['sources']
-    resume_checks.report_environment(saved, meta, log)
-    state = checkpoint.restore(phases.abstract_saved(start))
-    log(f'resuming at step {start}')
-  reference_params, digests = initial_state.read_references(
-    references, base, base_params
-  )
-  if stored:
-    digests['teacher'] = stored.digest
-    # Each process may have a disk of its own.
-    facts = {'teacher.stored': stored.digest}
-    distributed.require_same('stored teacher', facts)
-  if rewards:
-    digests |= rewards.digests
-  meta['references'] = digests
-  if start is not None:
-    resume_checks.check_same_references(saved, meta)
-  if saved and saved['config']['compute']['remat'] == config.compute.remat:
-    meta['remat'] = saved.get('remat')  # The choice of 'auto', as text.
-  if config.compute.remat == execution.AUTO:
-    batch = setup.abstract_batch(
-      placement,
-      recipe.rows,
-      settings.train.batch_size,
-      teacher=teacher_row,
-    )
-    work = workload.of_step(placement, recipe, settings.train, shapes)
-    # The last phase, which trains the most parameters.
-    abstract = phases.abstract()
-    others = batch, reference_params, base_params
-    choice = remat_choice.for_job(
-      lambda x: phases.with_remat(x).make_step().lower(abstract, *others),
-      work,
-      (abstract, *others),
-      (state, *others[1:]),
-      rewards.models if rewards else [],
-      log,
-    )
-    phases = phases.with_remat(choice.policy, choice.program)
-    config.compute.remat = choice.policy
-    meta |= {'config': config.to_dict(), 'remat': choice.describe()}
-    del choice  # A step that does not fit takes memory as long as it is loaded.
   if distributed.is_lead():
     run_artifacts.write_config(workdir, config, meta['environment'], made_by)
 
   # -- Loop objects ------------------------------------------------------------
 
-  step = first = start or 0
-  every = settings.checkpoint.interval(steps)
-  end = resume_checks.report_end(batches.remaining, first, steps, log)
-  batch_size = settings.train.batch_size
-  flops = setup.job_flops(recipe, batch_size, shapes, frozen=base is not None)
+  end = resume_checks.report_end(loader.remaining, first, resolved.steps, log)
+  flops = setup.job_flops(
+    recipe, section.batch_size, shapes, frozen=source.base is not None
+  )
   telemetry = job_telemetry.JobTelemetry(
     workdir,
-    settings.train,
+    section,
     recipe.metrics,
-    config.to_dict(),
+    meta['config'],
     start,
     end,
-    cost,
+    source.cost,
     flops,
     log,
   )
   watchdog = watchdog_lib.Watchdog(
-    workdir, jax.process_index(), settings.train.hang_seconds
+    workdir, jax.process_index(), section.hang_seconds
   )
   profiler = profiling.Profiler(
     workdir,
     jax.process_index() if jax.process_count() > 1 else None,
-    settings.train.profile_from,
-    settings.train.profile_steps,
+    section.profile_from,
+    section.profile_steps,
     writing=lambda step: watchdog.beat(step, 'profile'),
   )
-  policy = completion_rewards.make_batches(
-    workdir,
+  batches = open_batches.open_batches(
     settings,
     placement,
     data,
-    rewards,
+    frozen.rewards,
+    loader,
     telemetry,
     watchdog,
-    teacher_row,
+    workdir,
+    log,
+    teacher=teacher,
   )
-  sampled = policy
-  if recipe.sampling and not policy:
-    spent = functools.partial(telemetry.phase, watchdog)
-    sampled = on_policy.OnPolicyBatches(
-      placement, recipe, data, spent, settings.train, settings.seed, teacher_row
-    )
   evaluators = evaluators_lib.Evaluators(
     workdir,
-    config.to_dict(),
     settings,
+    resolved,
+    results_store.digest(meta['config']),
     tasks,
-    placement,
-    {x: loss_lib.Frozen(frozen[x], p) for x, p in reference_params.items()},
+    trained,
     data,
     telemetry,
-    policy,
+    watchdog,
+    batches,
   )
 
-  evaluating = False
-
-  def evaluate(step, params, last=False):
-    nonlocal evaluating
-    if not settings.evaluation.loss:
-      return None
-    evaluating = True
-    with telemetry.spent('evaluate'):
-      beat = functools.partial(watchdog.beat, step, 'evaluate')
-      values = evaluators(step, attach(params), beat=beat, last=last)
-      evaluating = False
-      metrics = recipe.metrics
-      return held_out_metrics.rank(metrics, values[metrics.selects])
-
-  def save(step, rank=None):
-    watchdog.beat(step, 'save')
-    with telemetry.spent('save'):
-      telemetry.flush()
-      cost.rows_of_parts = batches.order.consumed(cost.rows).tolist()
-      checkpoints.save(step, state, data=cost.as_dict(), meta=meta, loss=rank)
-
-  def save_before_error(kind, error, traceback):
-    # Saves the step whose reward failed; a failed evaluation is repeated from
-    # the previous save.
-    if isinstance(error, completion_rewards.RewardError) and not evaluating:
-      checkpoints.wait()
-      if step not in (0, *checkpoints.all_steps()):
-        save(step)
+  def save(step, state, rank=None):
+    with telemetry.phase(watchdog, step, 'save'):
+      totals = telemetry.saved(loader.order)
+      checkpoints.save(step, state, data=totals, meta=meta, loss=rank)
 
   # -- Steps -------------------------------------------------------------------
 
-  stopping = False
+  stopping = last = False
   with contextlib.ExitStack() as stack:
     # On exit these close in reverse order: the checkpoints first, which
     # completes the last save even after an exception, unless another process
@@ -416,13 +293,12 @@ def train(
       stack.enter_context(resource)
     # Completing a save may take longer than the step that the watchdog sees.
     stack.callback(lambda: watchdog.beat(step, 'save'))
-    stack.push(save_before_error)
 
     if start is None:
-      evaluate(step, state.params)
+      evaluators.run(step, state)
     while (
-      step < steps
-      and batches.remaining != 0
+      step < resolved.steps
+      and loader.remaining != 0
       and not (stopping or telemetry.stagnates or telemetry.over_budget)
     ):
       step_start = time.perf_counter()
@@ -431,50 +307,40 @@ def train(
       compiling = step == first or phases.begins(step)
       if compiling:
         state = phases.thaw(state, step)
+        train_step = trained.make_step(step)
 
-      # Batch: this process's rows.
+      # Batch: this process's rows, and what the model samples for them.
       watchdog.beat(step, 'compile' if compiling else 'step')
-      with telemetry.spent('data'):
-        rows = next(batches)
-      if step == first:
-        data.train.check_framing(rows, data.vocabularies.decoder)
-        objective = settings.data.objectives[0]
-        labels = objective.options.get('labels', ())
-        log(setup.describe_batch(rows, data.vocabularies, labels))
-        if distributed.is_lead():
-          run_artifacts.remove_summary(workdir)  # A shorter job left it.
-      row_numbers = rows.pop('row')
-
-      # Completions of the rows' prompts; of a policy with their rewards.
-      measured = {}
-      if not sampled:
-        rows = recipe.rows.frame(rows, data.vocabularies.decoder.ids)
-      else:
-        order, position = batches.order, cost.rows
-        rows, measured = sampled(step, attach(state.params), order, position)
+      try:
+        rows, numbers, sampled = batches.next(step, trained.params(state))
+      except completion_rewards.RewardError:
+        # Saves the step whose reward failed.
+        checkpoints.wait()
+        if step not in (0, *checkpoints.all_steps()):
+          save(step, state)
+        raise
+      if sampled:
         watchdog.beat(step, 'compile' if compiling else 'step')
+      if step == first and distributed.is_lead():
+        run_artifacts.remove_summary(workdir)  # A shorter job left it.
 
       # Update. Dispatch is asynchronous: the host continues meanwhile.
       profiler.begin_step(step)
       with telemetry.spent('compile' if compiling else 'dispatch'):
         batch = step_lib.place_batch(rows, placement, recipe.rows.axes)
-        arguments = state, batch, reference_params, base_params
-        if compiling:
-          train_step = phases.make_step(step)
-        state, metrics = train_step(*arguments)
+        state, metrics = train_step(state, batch)
       if compiling:
         telemetry.compiled()
       profiler.end_step(step, metrics)
       step += 1
       # Reads the metrics of the previous step; these are read one step later.
-      metrics |= measured
-      telemetry.dispatched(step, metrics, row_numbers, batches.position)
+      telemetry.dispatched(step, metrics | sampled, numbers, loader.position)
 
       # Evaluation and checkpoint. All processes take the same decisions.
       stopping = stop.reached(step)
-      last = step == steps or batches.remaining == 0
+      last = step == resolved.steps or loader.remaining == 0
       thawing = phases.begins(step)
-      saving = last or thawing or step % every == 0
+      saving = last or thawing or step % resolved.save_every == 0
       evaluating = last or evaluators.is_due(step)
       evaluating |= saving and settings.checkpoint.keep_best
       saving |= stopping  # At once: a preemption leaves no time to evaluate.
@@ -482,22 +348,21 @@ def train(
       if evaluating or saving or compiling or sampled:
         telemetry.read()
       if not compiling:
-        cost.seconds += time.perf_counter() - step_start
+        telemetry.count(time.perf_counter() - step_start)
       if telemetry.over_budget:
         break
-      rank = evaluate(step, state.params, last) if evaluating else None
+      rank = evaluators.run(step, state, last) if evaluating else None
       if saving or telemetry.stagnates:
-        save(step, rank)
+        save(step, state, rank)
       if evaluating or saving:
         telemetry.pause()
       if thawing:
         # Thawing may run out of memory: complete the save first.
         checkpoints.wait()
 
-    done = stopping or telemetry.over_budget
-    if not done and telemetry.evaluated != step:
+    if not (stopping or telemetry.over_budget) and telemetry.evaluated != step:
       # `steps` was lowered to a saved step.
-      evaluate(step, state.params, last=True)
+      evaluators.run(step, state, last=True)
     watchdog.beat(step, 'save')
     checkpoints.wait()
     # The measured KL is that of the previous step's policy.
@@ -505,18 +370,21 @@ def train(
 
   # -- End ---------------------------------------------------------------------
 
-  batches.close()
+  loader.close()
   if stopping and not (last or telemetry.over_budget):
     log(f'asked to stop: saved step {step}, exiting with {exit_status.RESTART}')
     return exit_status.RESTART
-  if note := telemetry.describe_end(step, steps, within):
+  if note := telemetry.describe_end(step, resolved.steps, within):
     log(note)
   if distributed.is_lead():
     rate, seed = settings.optimizer.schedule.peak, settings.seed
-    hyperparameters = {'learning_rate': rate, 'seed': seed}
-    used = step if within is None else within
     run_artifacts.write_summary(
-      workdir, model, hyperparameters, used, cost, meta['sources']
+      workdir,
+      recipe.model,
+      {'learning_rate': rate, 'seed': seed},
+      step if within is None else within,
+      source.cost,
+      costs,
     )
   # No process exits before process 0 has committed the last checkpoint.
   distributed.barrier('the end')

@@ -35,6 +35,7 @@ LEVELS = (
   {'training'},
   {'config'},
   {'conversion'},
+  {'training.jobs'},
   {'evaluation.results', 'evaluation.studies.pages', 'serving'},
   {'evaluation.measures'},
   {'evaluation.tasks'},

@@ -13,9 +13,9 @@ from typing import Any
 import ml_collections
 
 from encdec_adapt import config as config_lib
+from encdec_adapt.adaptation import coverage as coverage_lib
 from encdec_adapt.base import errors
 from encdec_adapt.conversion import (
-  initial_state,
   pretrained_files,
   work_directory,
 )
@@ -29,24 +29,26 @@ ENVIRONMENT = 'environment.json'
 
 def write_initial(
   workdir: str | os.PathLike[str],
-  sources: initial_state.Sources,
+  coverage: coverage_lib.Coverage | None,
+  folders: pretrained_files.Folders,
   opened: vocabulary_pair.Opened,
 ) -> None:
   """Writes the artifacts of step 0, replacing those of an earlier start.
 
   Args:
     workdir: work directory of the job.
-    sources: source models of the job's parameters.
+    coverage: how an adaptation fills every weight; None for other starts.
+    folders: folders of the sources' files that an export carries along.
     opened: vocabularies of the job.
   """
   remove_summary(workdir)
   path = paths.at(workdir) / work_directory.COVERAGE
   # An earlier start may have adapted a model where this one begins at random.
   path.unlink(missing_ok=True)
-  if sources.coverage:
-    atomic.write_json(path, sources.coverage.to_json())
+  if coverage:
+    atomic.write_json(path, coverage.to_json())
   # Copies, so that an export needs no source, which may be moved or deleted.
-  pretrained_files.keep(workdir, sources.pretrained_folders)
+  pretrained_files.keep(workdir, folders)
   work_directory.keep_vocabularies(workdir, opened)
 
 

@@ -5,14 +5,13 @@ evaluation of a step is complete if and only if the metrics have its loss, and a
 restart drops the results of later steps.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 import dataclasses
 import functools
 import itertools
-from typing import Any
 
 from encdec_adapt import config as config_lib
-from encdec_adapt.cluster import distributed
+from encdec_adapt.cluster import distributed, watchdog
 from encdec_adapt.conversion import model_in_memory, model_on_disk
 from encdec_adapt.evaluation.measures import (
   held_out,
@@ -24,9 +23,12 @@ from encdec_adapt.evaluation.results import results_store
 from encdec_adapt.evaluation.tasks import task_groups
 from encdec_adapt.files import paths
 from encdec_adapt.models import base_model
-from encdec_adapt.training import job_telemetry, policy_batches, setup
+from encdec_adapt.training import job_telemetry, setup
 from encdec_adapt.training import state as state_lib
-from encdec_adapt.training.losses import loss as loss_lib
+from encdec_adapt.training.jobs import record_batches
+from encdec_adapt.training.jobs import resolved as resolved_lib
+from encdec_adapt.training.jobs import trained as trained_lib
+from encdec_adapt.training.metrics import held_out_metrics
 from encdec_adapt.training.sections import evaluation_section
 
 
@@ -57,40 +59,42 @@ class Evaluators:
   def __init__(
     self,
     workdir: str,
-    config: Mapping[str, Any],
     settings: config_lib.Settings,
+    resolved: resolved_lib.Resolved,
+    fingerprint: str,
     tasks: Mapping[str, task_groups.Plan],
-    placement: state_lib.Placement,
-    references: Mapping[str, loss_lib.Frozen],
+    trained: trained_lib.Trained,
     data: setup.Data,
     telemetry: job_telemetry.JobTelemetry,
-    policy: policy_batches.PolicyBatches | None = None,
+    watch: watchdog.Watchdog,
+    batches: record_batches.RecordBatches,
   ):
     """Opens the results and drops those later than the last evaluation.
 
     Args:
       workdir: work directory of the job; gets `results.jsonl`.
-      config: the configuration; its digest is the fingerprint in the results.
       settings: the validated configuration.
+      resolved: values of the job beside them.
+      fingerprint: digest of the configuration, in the results.
       tasks: result of `read_tasks`.
-      placement: the model and the placement of its parameters.
-      references: the frozen models of the job, by name.
+      trained: the model in training, with the frozen models.
       data: vocabularies and held-out rows.
       telemetry: gets the scores.
-      policy: continues the held-out prompts of a policy.
+      watch: watchdog of the job.
+      batches: continues the held-out prompts of a policy.
     """
-    self._intervals = settings.evaluation.intervals(settings.train.steps)
+    self._trained, self._watch, self._batches = trained, watch, batches
+    self._intervals = resolved.evaluate_every
     self._batch_size = settings.train.eval_batch_size
-    self._telemetry, self._policy = telemetry, policy
-    metrics = settings.recipe.metrics
+    self._telemetry, placement = telemetry, trained.phases.placement
+    metrics = self._metrics = settings.recipe.metrics
     # A loss may train with models that its held-out metrics do not read.
-    read = {name: references[name] for name in metrics.references}
-    self._references = {name: x.params for name, x in read.items()}
+    models = {name: trained.phases.models[name] for name in metrics.references}
+    self._references = {name: trained.frozen[name] for name in models}
     axes = settings.data.objectives[0].rows.axes
-    models = {name: x.model for name, x in read.items()}
     self._evaluator = perplexity.Evaluator(placement, metrics, axes, models)
     shapes = [settings.model, *(x.config for x in models.values())]
-    self._batches = functools.partial(
+    self._held_out = functools.partial(
       setup.evaluation_batches,
       data.evaluation,
       self._batch_size,
@@ -107,12 +111,11 @@ class Evaluators:
     if distributed.is_lead():
       last_step = -1 if evaluated is None else evaluated
       self._store = results_store.Store(workdir, last_step)
-    fingerprint = results_store.digest(config)
     self._model = results_store.Model(workdir, None, fingerprint)
     self._tasks = tasks
     # Kernels do not pay for the prompts of a few rows, and `evaluate` computes
     # the saved model with 'chunked', too.
-    compute = dataclasses.replace(settings.compute, attention='chunked')
+    compute = dataclasses.replace(resolved.compute, attention='chunked')
     self._load = functools.partial(
       model_in_memory.LoadedModel,
       model=dataclasses.replace(placement.model, compute=compute),
@@ -130,37 +133,41 @@ class Evaluators:
     """Returns whether any evaluator runs at a step."""
     return any(step % every == 0 for every in self._intervals.values())
 
-  def __call__(
-    self,
-    step: int,
-    params: base_model.Params,
-    *,
-    beat: Callable[[], None],
-    last: bool = False,
-  ) -> dict[str, float]:
+  def run(
+    self, step: int, state: state_lib.TrainState, last: bool = False
+  ) -> float | None:
     """Runs the evaluators that are due, and `loss`.
 
     Args:
-      step: step of the parameters.
-      params: parameters of the model.
-      beat: called before each evaluator, for the watchdog.
+      step: step of the state.
+      state: state of the job.
       last: runs all of them.
 
     Returns:
-      The held-out metrics of the loss, and those of a policy's prompts.
+      Rank of the metric that is selected, the lowest for its best value; None
+      if nothing is evaluated.
     """
+    if not self._intervals:
+      return None
+    with self._telemetry.spent('evaluate'):
+      values = self._run(step, self._trained.params(state), last)
+    return held_out_metrics.rank(self._metrics, values[self._metrics.selects])
+
+  def _run(
+    self, step: int, params: base_model.Params, last: bool
+  ) -> dict[str, float]:
     # Each evaluator may take longer than the watchdog waits for a step.
+    beat = functools.partial(self._watch.beat, step, 'evaluate')
     beat()
-    result = self._evaluator(params, self._batches(), self._references)
+    result = self._evaluator(params, self._held_out(), self._references)
     task, values = held_out.TASK, result.values
     losses = result.scores(task) + preference_scores.scores(task, result)
-    if self._policy:
-      rewards = [
-        results_store.mean_score(task, name, scores)
-        for name, scores in self._policy.evaluate(step, params, beat).items()
-      ]
-      values |= {score.metric: score.value for score in rewards}
-      losses += rewards
+    rewards = [
+      results_store.mean_score(task, name, scores)
+      for name, scores in self._batches.evaluate(step, params, beat).items()
+    ]
+    values |= {score.metric: score.value for score in rewards}
+    losses += rewards
     scores = {evaluation_section.LOSS: losses}
     for name, every in self._intervals.items():
       if name == evaluation_section.LOSS or not (last or step % every == 0):

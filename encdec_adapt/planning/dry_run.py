@@ -7,12 +7,13 @@ import dataclasses
 
 from encdec_adapt import config as config_lib
 from encdec_adapt.adaptation import init_section
-from encdec_adapt.conversion import initial_state, model_on_disk
+from encdec_adapt.conversion import model_on_disk
 from encdec_adapt.files import disk
 from encdec_adapt.models import parameters
 from encdec_adapt.planning import program_shapes, programs, reward_models
 from encdec_adapt.sharding import layout_report
 from encdec_adapt.training import setup
+from encdec_adapt.training.jobs import job_models
 
 
 def describe(settings: config_lib.Settings) -> str:
@@ -104,7 +105,7 @@ def _describe_sources(init: init_section.InitConfig, job: programs.Job) -> str:
   )
   if missing:
     return f'sources: {missing}'
-  sources = initial_state.open_sources(init, job.compute, job.placed_model)
+  sources = job_models.open_sources(init, job.compute, job.placed_model)
   if sources.coverage:
     return sources.coverage.table()
   return f'{init.mode} of: {sources.models[0].name}'

@@ -16,7 +16,6 @@ from jax.sharding import AbstractMesh, Mesh
 
 from encdec_adapt import config as config_lib
 from encdec_adapt.base import errors
-from encdec_adapt.conversion import initial_state
 from encdec_adapt.data import data_section
 from encdec_adapt.evaluation.measures import perplexity
 from encdec_adapt.inference import decoding, rewards
@@ -32,12 +31,14 @@ from encdec_adapt.sharding import rules as rules_lib
 from encdec_adapt.training import (
   optimizers,
   rollouts,
+  schedules,
   setup,
   step_estimate,
   workload,
 )
 from encdec_adapt.training import phases as phases_lib
 from encdec_adapt.training import state as state_lib
+from encdec_adapt.training.jobs import job_models
 from encdec_adapt.training.recipes import recipe as recipe_lib
 from encdec_adapt.training.sections import train_section
 
@@ -128,7 +129,7 @@ class Job:
         f' {job.train.rewards.models!r}, or the loss {recipe.loss.name} reads'
         ' no rewards; name a checkpoint there, or leave out the program.'
       )
-    compute = initial_state.scoring_compute(job.compute)
+    compute = job_models.scoring_compute(job.compute)
     return dataclasses.replace(job, compute=compute)
 
   @property
@@ -220,7 +221,7 @@ class Job:
     # They read training rows, also while a job samples.
     read = self.data.vocabularies, self.recipe.rows.lengths
     return {
-      name: initial_state.open_reference(declared, self.model, *read).model
+      name: job_models.open_reference(declared, self.model, *read).model
       if declared.path
       else declared.assumed
       for name, declared in self.frozen.items()
@@ -286,7 +287,7 @@ class Job:
   def placed_references(self) -> dict[str, state_lib.Placement]:
     """The frozen models on the mesh, by name."""
     return {
-      name: initial_state.place_reference(
+      name: job_models.place_reference(
         model, self.frozen_dtype, self.placed_model, self.compute
       )
       for name, model in self.references.items()
@@ -327,7 +328,9 @@ def _train(job: Job) -> program_shapes.Program:
   read = _trees_beside(job, state)
   arguments = {'parameters': state.params, **read, 'batch': _batch(job)}
   return program_shapes.Program(
-    phases.make_step(),
+    phases.make_step(
+      schedules.make_schedule(job.optimizer.schedule, job.train.steps)
+    ),
     arguments,
     lambda a: (
       state.replace(params=a['parameters'], groups=a['optimizer']),
@@ -354,9 +357,7 @@ def _trees_beside(job: Job, state: state_lib.TrainState) -> dict[str, Any]:
     for name, tree in references.items()
     # The start is the base, with no adapters or a few more.
     if not job.frozen[name].is_start
-    or not initial_state.shares_base(
-      job.placed_references[name], job.placed_model
-    )
+    or not job_models.shares_base(job.placed_references[name], job.placed_model)
   }
   base = job.placed_model.abstract_base()
   return {'optimizer': state.groups, 'base': base, **references}

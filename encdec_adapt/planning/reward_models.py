@@ -8,11 +8,12 @@ from collections.abc import Iterable, Sequence
 import dataclasses
 from typing import Any
 
-from encdec_adapt.conversion import initial_state, model_on_disk
+from encdec_adapt.conversion import model_on_disk
 from encdec_adapt.models import execution, model_config, parameters
 from encdec_adapt.objectives import framing
 from encdec_adapt.tokenizers import vocabulary_pair
 from encdec_adapt.training import state as state_lib
+from encdec_adapt.training.jobs import job_models
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,13 +62,13 @@ def place(
   placed, missing = {}, []
   for i, path in enumerate(paths, 1):
     if model_on_disk.resolve(path)[0].exists():
-      reward = initial_state.open_reward_model(
+      reward = job_models.open_reward_model(
         path, policy, compute, choice, lengths
       ).placement
     else:
       missing.append(path)
       model = model_config.reward_model(policy.model.config)
-      reward = initial_state.place_reward_model(model, policy, compute)
+      reward = job_models.place_reward_model(model, policy, compute)
     placed[f'reward model {i}'] = reward
   return RewardModels(placed, missing)
 

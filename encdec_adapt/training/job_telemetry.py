@@ -19,6 +19,7 @@ import numpy as np
 
 from encdec_adapt.base import errors
 from encdec_adapt.cluster import distributed, watchdog
+from encdec_adapt.data.records import row_order
 from encdec_adapt.telemetry import (
   compute_cost,
   environment,
@@ -256,10 +257,20 @@ class JobTelemetry(contextlib.AbstractContextManager):
       )
     return ''
 
-  def flush(self) -> None:
-    """Flushes the metrics, so that no checkpoint is ahead of its records."""
-    if self._writer:
+  def count(self, seconds: float) -> None:
+    """Counts the seconds of a step that was not compiled."""
+    self.cost.seconds += seconds
+
+  def saved(self, order: row_order.Order) -> dict[str, Any]:
+    """Returns the totals to be saved, after the metrics up to them.
+
+    Args:
+      order: the order of the rows.
+    """
+    if self._writer:  # No checkpoint is ahead of its records.
       self._writer.flush()
+    self.cost.rows_of_parts = order.consumed(self.cost.rows).tolist()
+    return self.cost.as_dict()
 
   def pause(self) -> None:
     """Excludes the time since the last step from the rates."""

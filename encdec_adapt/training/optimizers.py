@@ -11,7 +11,7 @@ from typing import Any
 
 import flax.struct
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float
 import optax
 
 from encdec_adapt.base import errors, keys
@@ -135,7 +135,6 @@ class Optimizer:
     self._scaled = self._kernels | {
       path for path in table if 'buckets' in table[path].axes
     }
-    self._schedule = schedules.make_schedule(config.schedule)
     if config.kind == 'adamw':
       self._transform = _second_moments_in(
         optax.scale_by_adam(
@@ -159,7 +158,7 @@ class Optimizer:
     gradients: Parameters,
     state: GroupState,
     values: Parameters,
-    step: Int[Array, ''],
+    rate: Float[Array, ''],
   ) -> tuple[Parameters, GroupState]:
     """Updates parameters and state.
 
@@ -167,12 +166,11 @@ class Optimizer:
       gradients: path to gradient, already clipped.
       state: the group's state.
       values: path to parameter.
-      step: the job's step from 0; decides the decay of the learning rate.
+      rate: learning rate.
 
     Returns:
       New parameters and new state.
     """
-    rate = self.learning_rate(state, step)
     directions, inner = self._transform.update(gradients, state.inner, values)
 
     new = {}
@@ -188,10 +186,6 @@ class Optimizer:
       move = rate * (direction + decay * parameter)
       new[path] = (parameter - move).astype(parameter.dtype)
     return new, GroupState(count=state.count + 1, inner=inner)
-
-  def learning_rate(self, state: GroupState, step: Int[Array, '']) -> Array:
-    """Returns the learning rate of the group's next update."""
-    return self._schedule(step, state.count)
 
 
 def _second_moments_in(

@@ -25,7 +25,7 @@ from encdec_adapt.models import adapters as adapters_lib
 from encdec_adapt.models import block, build
 from encdec_adapt.sharding import memory
 from encdec_adapt.sharding import placement as placement_lib
-from encdec_adapt.training import optimizers
+from encdec_adapt.training import optimizers, schedules
 from encdec_adapt.training import state as state_lib
 from encdec_adapt.training import step as step_lib
 from encdec_adapt.training.recipes import recipe as recipe_lib
@@ -98,6 +98,7 @@ class Phases:
     placement: the trained model and its mesh.
     optimizer: the optimizer of every group.
     groups: all groups, in the order in which they start.
+    models: the frozen models that the loss reads, by name.
   """
 
   def __init__(
@@ -129,7 +130,7 @@ class Phases:
       if placement.adapters
       else warmup_groups(table, train.cross_attention_warmup)
     )
-    self._recipe, self._models = recipe, models
+    self._recipe, self.models = recipe, models
     self._last_step = None  # The compiled step of the last phase, if it is.
     self._microbatches, self._dropout = train.microbatches, train.dropout
     # The masks of adapters are drawn from the same key.
@@ -249,18 +250,25 @@ class Phases:
     """
     return self.abstract(max(step - 1, 0))
 
-  def make_step(self, step: int | None = None) -> step_lib.StepFunction:
+  def make_step(
+    self, schedule: schedules.Schedule, step: int | None = None
+  ) -> step_lib.StepFunction:
     """Builds the jitted training step of a step's phase; by default the last.
 
     It compiles when it is first called.
+
+    Args:
+      schedule: learning rate of a group, by the step and its count.
+      step: a step of the phase.
     """
     if self._last_step and self.trainable(step) == self.trainable():
       return self._last_step
     return step_lib.make_train_step(
       self.placement,
       self._recipe,
-      self._models,
+      self.models,
       self.optimizer,
+      schedule,
       self.trainable(step),
       self.abstract(step),
       self._microbatches,

@@ -20,12 +20,7 @@ Schedule = Callable[[Int[Array, ''], Int[Array, '']], Float[Array, '']]
 
 @dataclasses.dataclass(frozen=True)
 class ScheduleConfig:
-  """Keys of `config.optimizer` that are the learning rate over a job.
-
-  Attributes:
-    total_steps: steps of the job; 0 while its records decide it and are not
-      made yet.
-  """
+  """Keys of `config.optimizer` that are the learning rate over a job."""
 
   kind: str = keys.key(
     'cosine',
@@ -45,7 +40,6 @@ class ScheduleConfig:
     at_least=0,
     none=-1,
   )
-  total_steps: int = 100
   end_fraction: float = keys.key(
     0.1, 'Share of the peak at the last step.', at_least=0, at_most=1
   )
@@ -55,32 +49,47 @@ class ScheduleConfig:
 
   def __post_init__(self):
     keys.check(self, 'config.optimizer.')
-    if 0 < self.total_steps < self.warmup:
+
+  def warmup(self, total_steps: int) -> int:
+    """Returns the steps of the warm-up.
+
+    Args:
+      total_steps: steps of the job; 0 while its records decide them and are not
+        made yet.
+
+    Raises:
+      UserError: the job is shorter.
+    """
+    if self.warmup_steps is None:
+      return total_steps // 20
+    if 0 < total_steps < self.warmup_steps:
       raise errors.UserError(
         f'config.optimizer.warmup_steps is {self.warmup_steps}; it must be at'
-        f' most config.train.steps, {self.total_steps}.'
+        f' most config.train.steps, {total_steps}.'
       )
-
-  @property
-  def warmup(self) -> int:
-    """Steps of the warm-up."""
-    if self.warmup_steps is None:
-      return self.total_steps // 20
     return self.warmup_steps
 
 
-def make_schedule(config: ScheduleConfig) -> Schedule:
+def make_schedule(config: ScheduleConfig, total_steps: int) -> Schedule:
   """Builds `(step, count) -> learning rate`.
 
   `step` is the job's step from 0, `count` the number of updates that the
   group of parameters has had. The first update of a group uses
   peak / warmup, not 0.
+
+  Args:
+    config: the learning rate.
+    total_steps: steps of the job.
+
+  Raises:
+    UserError: the job is shorter than the warm-up.
   """
+  warmup_steps = config.warmup(total_steps)
   # At least 1: all steps may be warm-up, and `total_steps` may be open (0).
-  span = max(config.total_steps - config.warmup, 1)
+  span = max(total_steps - warmup_steps, 1)
 
   def decay(step):
-    progress = jnp.clip((step - config.warmup) / span, 0.0, 1.0)
+    progress = jnp.clip((step - warmup_steps) / span, 0.0, 1.0)
     if config.kind == 'cosine':
       shape = 0.5 * (1.0 + jnp.cos(jnp.pi * progress))
     elif config.kind == 'linear':
@@ -95,7 +104,7 @@ def make_schedule(config: ScheduleConfig) -> Schedule:
     return config.end_fraction + (1.0 - config.end_fraction) * shape
 
   def schedule(step, count):
-    warmup = jnp.minimum((count + 1) / max(config.warmup, 1), 1.0)
+    warmup = jnp.minimum((count + 1) / max(warmup_steps, 1), 1.0)
     return jnp.float32(config.peak * warmup * decay(step))
 
   return schedule

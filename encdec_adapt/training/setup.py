@@ -1,7 +1,7 @@
 """Builds mesh, models and data for training and the other commands.
 
 Functions take the sections of the configuration that they need, and import
-nothing of `config`. Other models on disk are read by `conversion.initial_state`
+nothing of `config`. Other models on disk are read by `training.jobs.job_models`
 only.
 """
 
@@ -27,7 +27,7 @@ from encdec_adapt.ops import partition as partition_lib
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import placement as placement_lib
 from encdec_adapt.sharding import rules as rules_lib
-from encdec_adapt.telemetry import environment
+from encdec_adapt.telemetry import environment, trackers
 from encdec_adapt.tokenizers import (
   chat_format,
   special_ids,
@@ -62,6 +62,33 @@ def make_mesh(config: mesh_lib.MeshConfig, cache: str = '') -> Mesh:
     return mesh_lib.make_mesh(config)
   except ValueError as error:
     raise errors.UserError(str(error)) from error
+
+
+def check_job(
+  train: train_section.TrainConfig,
+  data: data_section.DataConfig,
+  compute: execution.ComputeConfig,
+  mesh: Mesh,
+  rules: rules_lib.Rules,
+) -> None:
+  """Checks a job against its devices, before any long work.
+
+  Args:
+    train: section `train` of the configuration.
+    data: section `data`.
+    compute: section `compute`.
+    mesh: the device mesh.
+    rules: meaning of logical axes on it.
+
+  Raises:
+    UserError: the devices cannot run the attention backend, batches do not
+      divide over the mesh, a vocabulary does not do, or a tracker is missing.
+  """
+  check_attention(compute.attention, mesh.devices.flat[0].platform)
+  check_batches(train, data.train.lengths, mesh, rules)
+  check_vocabularies(data)
+  if distributed.is_lead():
+    trackers.check(train.trackers)
 
 
 def check_batches(

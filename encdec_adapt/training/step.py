@@ -18,7 +18,7 @@ from encdec_adapt.models import base_model, build
 from encdec_adapt.ops import partition
 from encdec_adapt.sharding import compiler
 from encdec_adapt.sharding import placement as placement_lib
-from encdec_adapt.training import offload, optimizers
+from encdec_adapt.training import offload, optimizers, schedules
 from encdec_adapt.training import state as state_lib
 from encdec_adapt.training.losses import loss as loss_lib
 from encdec_adapt.training.recipes import recipe as recipe_lib
@@ -34,6 +34,7 @@ def make_train_step(
   recipe: recipe_lib.Recipe,
   models: Mapping[str, build.Model],
   optimizer: optimizers.Optimizer,
+  schedule: schedules.Schedule,
   trainable: state_lib.Groups,
   abstract: state_lib.TrainState,
   microbatches: int = 1,
@@ -52,6 +53,7 @@ def make_train_step(
     recipe: the kind of training.
     models: the frozen models that the loss reads, by name.
     optimizer: the optimizer of every group.
+    schedule: learning rate of a group, by the step and its count.
     trainable: paths of the groups that train.
     abstract: shapes and shardings of the state in this phase.
     microbatches: parts in which the gradient of a batch is accumulated.
@@ -107,7 +109,14 @@ def make_train_step(
       )
       gradients, norm = _clip(gradients, optimizer.config.clip_norm)
       new_state, rates = _apply(
-        state, flat, gradients, norm, trainable, optimizer, placement
+        state,
+        flat,
+        gradients,
+        norm,
+        trainable,
+        optimizer,
+        schedule,
+        placement,
       )
     tokens, positions = _tokens(batch)
     progress = {
@@ -187,33 +196,36 @@ def _accumulate(objective, trained, batch, keys, microbatches, shardings, axes):
   return jax.lax.scan(add, place(*zeros), parts)[0]
 
 
-def _apply(state, flat, gradients, norm, trainable, optimizer, placement):
+def _apply(
+  state, flat, gradients, norm, trainable, optimizer, schedule, placement
+):
   """Updates every trainable group, or none if a gradient is not finite."""
   # The norm is global: it is not finite if any gradient is not, and all
   # processes decide alike.
   finite = jnp.isfinite(norm)
   rates, groups, params = {}, {}, dict(flat)
 
-  def update(gradients, group, old):
+  def update(rate, gradients, group, old):
     # The choice is part of the update, because offloaded state is in device
     # memory only here. The count stays too, so a skipped update takes no step
     # of the warm-up.
-    new = optimizer.update(gradients, group, old, state.step)
+    new = optimizer.update(gradients, group, old, rate)
     return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, (old, group))
 
   for name, paths in trainable.items():
     group = state.groups[name]
-    rates[f'learning_rate/{name}'] = optimizer.learning_rate(group, state.step)
+    rate = rates[f'learning_rate/{name}'] = schedule(state.step, group.count)
     arguments = (
       {path: gradients[path] for path in paths},
       group,
       {path: flat[path] for path in paths},
     )
+    run = functools.partial(update, rate)
     if optimizer.config.offload:
       kind = optimizer.config.kind
-      new, groups[name] = offload.update(update, *arguments, kind, placement)
+      new, groups[name] = offload.update(run, *arguments, kind, placement)
     else:
-      new, groups[name] = update(*arguments)
+      new, groups[name] = run(*arguments)
     params.update(new)
   bad = jnp.where(finite, 0, 1).astype(jnp.int32)
   new_state = state.replace(

@@ -187,7 +187,7 @@ def _work(arguments: argparse.Namespace, model: argparse.Namespace) -> None:
   batch = setup.abstract_batch(where, rows, count, teacher=False)
   train = training_step.by_memory(
     job, recipe, model, state, batch, references, {}
-  ).make_step()
+  ).make_step(training_step.schedule())
 
   def measure() -> dict[str, Any]:
     nonlocal state

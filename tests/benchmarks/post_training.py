@@ -173,7 +173,7 @@ class _Ours:
 
   def _start(self, loss: Any) -> conftest.Trainer:
     """Starts a job; its model then samples."""
-    schedule = schedules.ScheduleConfig('constant', RATE, 0, 1000)
+    schedule = schedules.ScheduleConfig('constant', RATE, 0)
     trainer = conftest.Trainer(
       loss=loss,
       models=dict.fromkeys(loss.references, self._model),

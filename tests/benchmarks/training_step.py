@@ -155,6 +155,14 @@ def _lora(arguments: argparse.Namespace) -> Any:
   return adapters.Options(arguments.lora_rank, base=arguments.lora_base)
 
 
+def schedule() -> Any:
+  """Returns the learning rate of a job, which is constant."""
+  from encdec_adapt.training import schedules
+
+  config = schedules.ScheduleConfig('constant', LEARNING_RATE, 0)
+  return schedules.make_schedule(config, 1000)
+
+
 def make_job(
   where: Any, recipe: Any, arguments: argparse.Namespace, **options: Any
 ) -> Any:
@@ -171,7 +179,7 @@ def make_job(
 
   optimizer = optimizers.OptimizerConfig(
     arguments.optimizer,
-    schedules.ScheduleConfig('constant', LEARNING_RATE, 0, 1000),
+    schedules.ScheduleConfig('constant', LEARNING_RATE, 0),
     clip_norm=CLIP_NORM,
     moment_dtype=arguments.moment_dtype,
     second_moment_dtype=arguments.moment_dtype,
@@ -233,7 +241,7 @@ def by_memory(
   )
   references = [where.model.config] * len(loaded[2])
   choice = remat_choice.for_job(
-    lambda x: job.with_remat(x).make_step().lower(*shapes),
+    lambda x: job.with_remat(x).make_step(schedule()).lower(*shapes),
     workload.of_step(where, recipe, config, references),
     shapes,
     loaded,
@@ -281,7 +289,7 @@ def make_ours(arguments: argparse.Namespace) -> tuple[Run, int, str]:
   current = job.create(params)
   batch = step.place_batch(make_batch(arguments), where)
   job = by_memory(job, recipe, arguments, current, batch, {}, base)
-  train = job.make_step()
+  train = job.make_step(schedule())
 
   count = sum(leaf.size for leaf in jax.tree.leaves(params))
   del params  # Donated.

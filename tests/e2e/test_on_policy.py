@@ -7,7 +7,7 @@ from encdec_adapt import train
 from encdec_adapt.base import errors
 from encdec_adapt.data.records import record_sets
 from encdec_adapt.telemetry import metrics
-from encdec_adapt.training import on_policy
+from encdec_adapt.training.jobs import on_policy
 from tests import tiny
 from tests.e2e import folders
 
@@ -47,14 +47,14 @@ def _steps(workdir):
 @pytest.mark.long
 def test_sampled_targets_and_exact_resume(job, monkeypatch):
   folder, _ = job
-  batches, call = [], on_policy.OnPolicyBatches.__call__
+  batches, call = [], on_policy.OnPolicyBatches.next
 
-  def recorded(self, step, params, order, position):
-    rows, values = call(self, step, params, order, position)
-    batches.append((rows, [order.row(position + i) for i in range(8)]))
-    return rows, values
+  def recorded(self, step, params):
+    rows, numbers, values = call(self, step, params)
+    batches.append((rows, numbers))
+    return rows, numbers, values
 
-  monkeypatch.setattr(on_policy.OnPolicyBatches, '__call__', recorded)
+  monkeypatch.setattr(on_policy.OnPolicyBatches, 'next', recorded)
   for name, steps in (('whole', 4), ('resumed', 2), ('resumed', 4)):
     assert _train(job, name, f'--config.train.steps={steps}') == 0
   records = record_sets.RecordSet.open(folder / 'prefix_lm' / 'train')

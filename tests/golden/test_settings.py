@@ -111,8 +111,8 @@ def describe(settings: config_lib.Settings) -> dict:
   """Returns what a configuration decides, without names of classes."""
   data, steps = settings.data, settings.train.steps
   schedule = settings.optimizer.schedule
-  rate = schedules.make_schedule(schedule)
-  points = 0, 1, schedule.warmup, steps // 2, max(steps - 1, 0)
+  rate = schedules.make_schedule(schedule, steps)
+  points = 0, 1, schedule.warmup(steps), steps // 2, max(steps - 1, 0)
   specs = {x: getattr(data, x) for x in ('train', 'evaluation')}
   return {
     'kind': settings.model.architecture.name,

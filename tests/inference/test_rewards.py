@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from encdec_adapt.base import errors
-from encdec_adapt.conversion import initial_state
 from encdec_adapt.inference import rewards
 from encdec_adapt.models import architecture, build, heads, model_config
 from encdec_adapt.objectives import framing
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import rules
+from encdec_adapt.training.jobs import job_models
 from tests import gemma_ids, toy_models
 
 BOS, EOS = 2, 1
@@ -110,7 +110,7 @@ def test_reward_models_of_other_vocabularies_or_lengths_are_refused(tmp_path):
 
   def opened(lengths=framing.Lengths(8, 8), model=trained, path=folder):
     compute = model.model.compute
-    return initial_state.open_reward_model(
+    return job_models.open_reward_model(
       str(path), model.where, compute, choice, lengths
     )
 

@@ -7,14 +7,11 @@ import numpy as np
 import pytest
 
 from encdec_adapt.base import errors
-from encdec_adapt.conversion import (
-  initial_state,
-  prompt_encoding,
-  prompt_framing,
-)
+from encdec_adapt.conversion import prompt_encoding, prompt_framing
 from encdec_adapt.evaluation.measures import held_out
 from encdec_adapt.objectives import framing, objective_names
 from encdec_adapt.tokenizers import special_ids, vocabulary_pair
+from encdec_adapt.training.jobs import job_models
 from encdec_adapt.training.recipes import recipe
 from tests import gemma_ids, toy_models
 from tests.objectives import objective_cases
@@ -203,7 +200,7 @@ def test_bad_vocabularies_are_refused():
     evaluation.check(stored)
   declared = recipe.FrozenModel('teacher', (), stored.model, reads_windows=True)
   with pytest.raises(errors.UserError, match='vocabulary byt5 are bytes'):
-    initial_state.open_reference(
+    job_models.open_reference(
       declared,
       stored.model,
       vocabulary_pair.Choice('byt5'),

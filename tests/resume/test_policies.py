@@ -5,7 +5,7 @@ import signal
 import pytest
 
 from encdec_adapt.telemetry import metrics
-from encdec_adapt.training import policy_batches
+from encdec_adapt.training.jobs import policy_batches
 from tests import tiny
 
 pytestmark = [pytest.mark.resume, pytest.mark.multiproc, pytest.mark.long]

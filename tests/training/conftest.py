@@ -133,7 +133,7 @@ class Trainer:
       optimizer
       or optimizers.OptimizerConfig(
         'adamw',
-        schedules.ScheduleConfig('constant', rate, 2, 100),
+        schedules.ScheduleConfig('constant', rate, 2),
         # Updates that are smooth in the gradient: with a small epsilon the
         # first is its sign, which rounding decides where it is nearly 0.
         eps=1e-3,
@@ -141,6 +141,9 @@ class Trainer:
       ),
       train,
       models,
+    )
+    self.schedule = schedules.make_schedule(
+      self.phases.optimizer.config.schedule, 100
     )
     self.axes = axes
     self.functions = {}
@@ -157,7 +160,7 @@ class Trainer:
     state = self.phases.thaw(state, number)
     names = tuple(state.groups)
     if names not in self.functions:
-      self.functions[names] = self.phases.make_step(number)
+      self.functions[names] = self.phases.make_step(self.schedule, number)
     return self.functions[names](
       state,
       step_lib.place_batch(batch, self.where, self.axes),

@@ -23,7 +23,7 @@ def _compile(**lora):
   batch = step_lib.place_batch(make_batch(4), trainer.where)
   base = trainer.where.abstract_base()
   arguments = trainer.phases.abstract(), batch, {}, base
-  return trainer.phases.make_step().lower(*arguments).compile()
+  return trainer.phases.make_step(trainer.schedule).lower(*arguments).compile()
 
 
 @pytest.mark.long

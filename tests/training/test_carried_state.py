@@ -79,7 +79,8 @@ def test_moments_follow_their_weights(saved, target):
   group, theirs = state.groups['all'], source.groups['all']
   assert state.step == group.count == group.inner.count == STEP
   # rsqrt goes on: 10,000 flat steps, then sqrt(10,000 / 40,000).
-  rate = job.phases.optimizer.learning_rate(group, state.step)
+  schedule = job.phases.optimizer.config.schedule
+  rate = schedules.make_schedule(schedule, 100)(state.step, group.count)
   assert float(rate) == pytest.approx(0.05)
   names = ('mu', 'nu') if kind == 'adamw' else ('v_row', 'v_col', 'v')
   for name in names:

@@ -12,7 +12,7 @@ from encdec_adapt.training import optimizers, schedules
 from tests.training.conftest import Trainer, host, make_batch
 
 MESH = mesh_lib.MeshConfig(replica=2, fsdp=4)
-SCHEDULE = schedules.ScheduleConfig('constant', 1e-2, 2, 100)
+SCHEDULE = schedules.ScheduleConfig('constant', 1e-2, 2)
 
 
 def _trainer(kind, **changes):

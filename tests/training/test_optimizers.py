@@ -12,7 +12,7 @@ from encdec_adapt.models import parameters as parameters_lib
 from encdec_adapt.training import optimizers, schedules
 
 RATE, DECAY = 0.5, 0.1
-SCHEDULE = schedules.ScheduleConfig('constant', RATE, 2, 10)
+SCHEDULE = schedules.ScheduleConfig('constant', RATE, 2)
 TABLE = 'decoder/embedder/table'
 STACKED = 'decoder/blocks/layer_0/mlp/up'
 STACKED_SCALE = 'decoder/blocks/layer_0/pre_mlp_norm/scale'
@@ -48,9 +48,11 @@ def _run(kind, parameters, steps, **changes):
   now = {path: jnp.asarray(value) for path, value in parameters.items()}
   state = optimizer.init(now)
   after = []
+  schedule = schedules.make_schedule(SCHEDULE, 10)
   for step, gradients in enumerate(steps):
     gradients = {path: jnp.asarray(g) for path, g in gradients.items()}
-    now, state = optimizer.update(gradients, state, now, jnp.int32(step))
+    rate = schedule(jnp.int32(step), state.count)
+    now, state = optimizer.update(gradients, state, now, rate)
     after.append({path: np.asarray(value) for path, value in now.items()})
   return after, state
 

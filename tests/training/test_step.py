@@ -96,7 +96,7 @@ def test_batch_of_weight_zero_moves_nothing_without_weight_decay():
   batch['weights'][:] = 0.0
   trainer = Trainer(
     optimizer=optimizers.OptimizerConfig(
-      'adamw', schedules.ScheduleConfig('constant', 1e-2, 0, 10)
+      'adamw', schedules.ScheduleConfig('constant', 1e-2, 0)
     )
   )
   before = host(trainer.init().params)

@@ -17,7 +17,6 @@ from encdec_adapt.base import errors, option_strings
 from encdec_adapt.cluster import distributed
 from encdec_adapt.conversion import (
   answer_encoding,
-  initial_state,
   model_in_memory,
   model_on_disk,
 )
@@ -31,6 +30,7 @@ from encdec_adapt.objectives import example_maker, framing, preferences
 from encdec_adapt.sharding import placement as placement_lib
 from encdec_adapt.telemetry import progress
 from encdec_adapt.training import setup
+from encdec_adapt.training.jobs import job_models
 from encdec_adapt.training.losses import preference, reward
 from encdec_adapt.training.metrics import comparison_metrics
 
@@ -103,7 +103,7 @@ class PreferenceEvaluation:
     models = {name: x.placement.model for name, x in references.items()}
     evaluator = perplexity.Evaluator(model.where, metrics, axes, models)
     shapes = [model.config, *(x.config for x in models.values())]
-    frozen, _ = initial_state.read_references(references)
+    frozen, _ = job_models.read_references(references)
 
     def batches() -> Iterator[framing.Batch]:
       where = model.where
@@ -153,13 +153,13 @@ class PreferenceEvaluation:
 
 def _open_metrics(
   model: model_in_memory.LoadedModel, longest: framing.Lengths
-) -> tuple[comparison_metrics.Comparisons, dict[str, initial_state.Reference]]:
+) -> tuple[comparison_metrics.Comparisons, dict[str, job_models.Reference]]:
   """Returns the metrics of a model's run, and the frozen models they read."""
   stored = model.stored
   if stored.checkpoint:
     run = config_lib.load_run(str(stored.path))
     if isinstance(run.recipe.metrics, comparison_metrics.Comparisons):
-      return run.recipe.metrics, initial_state.open_references(
+      return run.recipe.metrics, job_models.open_references(
         run.recipe.frozen,
         run.teacher.dtype,
         model.where,

@@ -101,11 +101,22 @@ class TrainConfig:
         f' {self.lora.rank}: adapters train from the first step on; set one of'
         ' them to 0.'
       )
-    # Steps of 0 are open: they follow from the records, which are not made yet.
-    if 0 < self.steps <= self.cross_attention_warmup:
+    self.check_steps(self.steps)
+
+  def check_steps(self, steps: int) -> None:
+    """Checks that a number of steps is longer than the warm-up of a phase.
+
+    Args:
+      steps: steps of the job; 0 while its records decide them and are not made
+        yet.
+
+    Raises:
+      UserError: it is not.
+    """
+    if 0 < steps <= self.cross_attention_warmup:
       raise errors.UserError(
         'config.train.cross_attention_warmup'
         f' ({self.cross_attention_warmup}) leaves none of the'
-        f' {self.steps} steps to the other parameters; lower it or raise'
+        f' {steps} steps to the other parameters; lower it or raise'
         ' config.train.steps.'
       )

@@ -8,9 +8,8 @@ import pytest
 from encdec_adapt import generate
 from encdec_adapt.base import errors
 from encdec_adapt.cluster import code_limits, distributed
-from encdec_adapt.evaluation.measures import completion_rewards as rewards
 from encdec_adapt.objectives import framing
-from encdec_adapt.training import policy_batches
+from encdec_adapt.training.jobs import completion_rewards as rewards
 from encdec_adapt.training.sections import rewards_section
 
 PAIR = framing.Pair(np.zeros(0, np.int32), np.zeros(0, np.int32))
@@ -18,12 +17,12 @@ PAIR = framing.Pair(np.zeros(0, np.int32), np.zeros(0, np.int32))
 
 def _group(texts, target='', prompt='a question', **fields):
   known = {'target': target, **fields}
-  return policy_batches.Completions(prompt, known, texts, PAIR, [])
+  return rewards.Completions(prompt, known, texts, PAIR, [])
 
 
 def _make(*functions, **options):
   config = rewards_section.RewardsConfig(functions=functions, **options)
-  return rewards.Rewards(config, None)
+  return rewards.Rewards(config, lambda path: None)
 
 
 @pytest.mark.parametrize(

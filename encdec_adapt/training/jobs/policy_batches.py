@@ -9,53 +9,25 @@ name. The advantage is of the rewards alone: a KL in the reward (rloo) is
 computed with the update.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 import contextlib
-import json
+import functools
 import os
 from typing import Any, NamedTuple
 
-from jaxtyping import Float
 import numpy as np
 
 from encdec_adapt.cluster import distributed
-from encdec_adapt.data.records import record_sets, row_order
+from encdec_adapt.data.records import row_order
 from encdec_adapt.files import append_log, paths
 from encdec_adapt.models import base_model
 from encdec_adapt.objectives import framing
-from encdec_adapt.training import rollouts, setup
-from encdec_adapt.training import state as state_lib
-from encdec_adapt.training.recipes import policy_recipe
+from encdec_adapt.training import rollouts
+from encdec_adapt.training.jobs import completion_rewards, record_batches
 from encdec_adapt.training.sections import train_section
 
 FILE = 'rollouts.jsonl'
 _SHOWN = 2  # Prompts of a batch whose completions are written.
-
-
-class Completions(NamedTuple):
-  """Completions of a prompt, as rewards read them.
-
-  Attributes:
-    prompt: text of the prompt; of a conversation with special tokens by name.
-    fields: further fields of the row, and `target`, its given answer.
-    texts: the completions without their ends.
-    pair: tokens of the prompt in both vocabularies, and the given answer.
-    tokens: tokens of each completion, with its end unless it is cut short.
-  """
-
-  prompt: str
-  fields: Mapping[str, Any]
-  texts: list[str]
-  pair: framing.Pair
-  tokens: list[np.ndarray]
-
-
-# Completions of each prompt -> values of each part of the reward by its name,
-# and counts to be logged. Every process calls it with the same completions.
-Score = Callable[
-  [Sequence[Completions]],
-  tuple[dict[str, Float[np.ndarray, 'n G']], dict[str, int]],
-]
 
 
 class _Batch(NamedTuple):
@@ -73,7 +45,7 @@ class _Batch(NamedTuple):
 
   rows: Sequence[int]
   exists: list[int]
-  groups: list[Completions]
+  groups: list[completion_rewards.Completions]
   samples: rollouts.Samples
   values: dict[str, np.ndarray]
   counts: dict[str, int]
@@ -97,96 +69,62 @@ class _Batch(NamedTuple):
     return {k: float(x) for k, x in values.items()} | self.counts
 
 
-def _no_phase(step: int, name: str) -> contextlib.AbstractContextManager:
+def _no_phase(name: str) -> contextlib.AbstractContextManager:
   """Times no phase: an evaluation is a phase itself."""
-  del step, name
+  del name
   return contextlib.nullcontext()
 
 
-class PolicyBatches:
-  """Samples, scores and frames the batches of a policy loss."""
+class PolicyBatches(record_batches.SampledBatches):
+  """Batches of completions with their rewards."""
 
   def __init__(
     self,
+    *arguments,
     workdir: str | os.PathLike[str],
-    placement: state_lib.Placement,
-    recipe: policy_recipe.Policies,
-    data: setup.Data,
-    score: Score,
-    weights: Mapping[str, float],
-    spent: Callable[[int, str], contextlib.AbstractContextManager],
+    rewards: completion_rewards.Rewards,
     train: train_section.TrainConfig,
-    *,
-    seed: int,
-    teacher: bool,
-    start: int,
-    evaluated: int | None,
+    **options: Any,
   ):
     """Opens `rollouts.jsonl`, without completions of steps that are repeated.
 
     Args:
+      *arguments: those of `record_batches.RecordBatches`.
       workdir: work directory of the job.
-      placement: the model in training, and its mesh.
-      recipe: the kind of training.
-      data: vocabularies and records.
-      score: computes the rewards of completions.
-      weights: weight of each part of the reward.
-      spent: context of a phase of a step: 'sample' or 'reward'.
+      rewards: the opened rewards.
       train: section `train` of the configuration.
-      seed: seed of the job.
-      teacher: whether to make the teacher's fields.
-      start: step that the job starts from.
-      evaluated: the last step that was evaluated, None for none.
+      **options: those of `record_batches.SampledBatches`.
     """
-    self._recipe, self._data = recipe, data
-    self._cut = train.rollouts
-    self._score, self._weights = score, weights
-    self._sampler = rollouts.Sampler(
-      placement,
-      data.train,
-      data.vocabularies.decoder,
-      recipe.sampling,
-      seed,
-    )
-    self._spent, self._teacher = spent, teacher
-    self._log_every, self._batch_size = train.log_every, train.batch_size
-    self._local = setup.local_rows(train.batch_size, placement)
-    self._log = None
+    super().__init__(*arguments, train=train, **options)
+    self._rewards, self._cut = rewards, train.rollouts
+    self._log_every, self._file = train.log_every, None
     if distributed.is_lead():
-      last = {'train': start, 'eval': -1 if evaluated is None else evaluated}
-      self._log = append_log.Log(paths.at(workdir) / FILE)
-      self._log.keep(
+      evaluated = self._telemetry.evaluated
+      last = {
+        'train': self._telemetry.start,
+        'eval': -1 if evaluated is None else evaluated,
+      }
+      self._file = append_log.Log(paths.at(workdir) / FILE)
+      self._file.keep(
         line
-        for line, _ in self._log.lines
+        for line, _ in self._file.lines
         if line and line['step'] <= last[line['split']]
       )
 
-  def __call__(
-    self,
-    step: int,
-    params: base_model.Params,
-    order: row_order.Order,
-    position: int,
-  ) -> tuple[framing.Batch, dict[str, float]]:
-    """Makes the batch of a step; every process calls it together.
-
-    Args:
-      step: step of the parameters, from 0.
-      params: parameters of the policy.
-      order: order of the rows.
-      position: position of the first row of the batch in it.
-
-    Returns:
-      This process's rows of the batch, and metrics of all completions.
+  def next(
+    self, step: int, params: base_model.Params
+  ) -> tuple[framing.Batch, np.ndarray, dict[str, float]]:
+    """Makes the batch of a step; see `record_batches.RecordBatches.next`.
 
     Raises:
       RewardError: a reward could not be computed.
     """
-    rows = [order.row(position + i) for i in range(self._batch_size)]
-    batch = self._sample(self._data.train, rows, step, params, self._spent)
+    local, rows = self._read_numbers()
+    phase = functools.partial(self._telemetry.phase, self._watch, step)
+    batch = self._sample(self._data.train, rows, step, params, phase)
     if (step + 1) % self._log_every == 0:
       self._write(step + 1, 'train', batch)
-    return self._frame(batch), batch.metrics()
+    return self._frame(batch), local, batch.metrics()
 
   def evaluate(
     self, step: int, params: base_model.Params, beat: Callable[[], None]
@@ -221,16 +159,16 @@ class PolicyBatches:
     }
 
   def _sample(
-    self, records, rows, step, params, spent=_no_phase, greedy=False
+    self, records, rows, step, params, phase=_no_phase, greedy=False
   ) -> _Batch:
-    pairs = read_pairs(records, rows)
-    with spent(step, 'sample'):
+    pairs = record_batches.read_pairs(records, rows)
+    with phase('sample'):
       samples = self._sampler(params, pairs, rows, step, greedy=greedy)
     exists = [i for i, pair in enumerate(pairs) if pair is not None]
     groups = [self._completions(pairs[i], samples, i) for i in exists]
-    with spent(step, 'reward'):
-      values, counts = self._score(groups)
-    total = sum(self._weights[name] * x for name, x in values.items())
+    with phase('reward'):
+      values, counts = self._rewards(groups)
+    total = sum(self._rewards.weights[name] * x for name, x in values.items())
     rewards = np.zeros(samples.counts.shape, np.float32)
     penalty = self._cut.cut_penalty * ~samples.ended[exists]
     rewards[exists] = total - penalty
@@ -238,20 +176,20 @@ class PolicyBatches:
 
   def _completions(
     self, pair: framing.Pair, samples: rollouts.Samples, prompt: int
-  ) -> Completions:
+  ) -> completion_rewards.Completions:
     sides = self._data.vocabularies.sides
     decode = self._data.vocabularies.decoder.decode_generated
     count = samples.counts.shape[1]
     tokens = [samples.completion(prompt, i) for i in range(count)]
     ends = samples.ended[prompt]
-    return Completions(
+    return completion_rewards.Completions(
       sides[self._sampler.prompt_side].decode_generated(
         self._sampler.prompt(pair),
         show_special=any(
           x.rows.ends_turns for x in self._data.train.spec.objectives
         ),
       ),
-      fields_of(pair) | {'target': decode(pair.targets)},
+      completion_rewards.fields_of(pair) | {'target': decode(pair.targets)},
       [decode(x[: len(x) - i]) for x, i in zip(tokens, ends, strict=True)],
       pair,
       tokens,
@@ -281,7 +219,7 @@ class PolicyBatches:
     return fields
 
   def _write(self, step: int, split: str, batch: _Batch) -> None:
-    if self._log is None:
+    if self._file is None:
       return
     rewards = batch.rewards[batch.exists[:_SHOWN]]
     advantages = np.asarray(
@@ -289,7 +227,7 @@ class PolicyBatches:
     )
     for i, group in enumerate(batch.groups[:_SHOWN]):
       row = batch.exists[i]
-      self._log.write(
+      self._file.write(
         *(
           {
             'step': step,
@@ -307,17 +245,4 @@ class PolicyBatches:
           for j, text in enumerate(group.texts)
         )
       )
-    self._log.flush()
-
-
-def fields_of(pair: framing.Pair) -> dict[str, Any]:
-  """Returns the further fields of a pair."""
-  return json.loads(pair.fields) if pair.fields else {}
-
-
-def read_pairs(
-  records: record_sets.RecordSet, rows: Sequence[int]
-) -> list[framing.Pair | None]:
-  """Reads rows of a single pair; None for those that fill the batch."""
-  content = iter(records.read([row for row in rows if row != row_order.FILLER]))
-  return [None if row == row_order.FILLER else next(content)[0] for row in rows]
+    self._file.flush()

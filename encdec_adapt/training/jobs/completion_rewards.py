@@ -20,20 +20,20 @@ fields that `config.data.source` names behind the answer or the messages, and
 `target`, the answer of the row. It should be a function of its arguments: a
 job that is resumed calls it again. Programs run under the limits of
 `cluster.code_limits`, which are no sandbox.
-
-Of `evaluation`, nothing is imported.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import concurrent.futures
+import dataclasses
 import decimal
 import functools
 import importlib.util
+import json
 import math
 import os
 import re
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 import zlib
 
 from jaxtyping import Float
@@ -41,23 +41,40 @@ import numpy as np
 
 from encdec_adapt import config as config_lib
 from encdec_adapt.base import errors
-from encdec_adapt.checkpoints import resume_checks
-from encdec_adapt.cluster import code_limits, distributed, watchdog
-from encdec_adapt.conversion import initial_state
+from encdec_adapt.cluster import code_limits, distributed
 from encdec_adapt.data.records import record_sets
 from encdec_adapt.inference import rewards as reward_scores
-from encdec_adapt.models import base_model
+from encdec_adapt.models import base_model, execution
 from encdec_adapt.objectives import framing
 from encdec_adapt.tokenizers import special_ids
-from encdec_adapt.training import job_telemetry, policy_batches, setup
 from encdec_adapt.training import state as state_lib
+from encdec_adapt.training.jobs import job_models
 from encdec_adapt.training.sections import rewards_section
 
 _TESTS = 'tests'  # Field of the tests of a program.
 _CURRENCY = re.compile('[$€£¥]')
 _NUMBER = re.compile(r'(?:(?<!\w)-)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)')
 
-Groups = Sequence[policy_batches.Completions]
+
+class Completions(NamedTuple):
+  """Completions of a prompt, as rewards read them.
+
+  Attributes:
+    prompt: text of the prompt; of a conversation with special tokens by name.
+    fields: further fields of the row, and `target`, its given answer.
+    texts: the completions without their ends.
+    pair: tokens of the prompt in both vocabularies, and the given answer.
+    tokens: tokens of each completion, with its end unless it is cut short.
+  """
+
+  prompt: str
+  fields: Mapping[str, Any]
+  texts: list[str]
+  pair: framing.Pair
+  tokens: list[np.ndarray]
+
+
+Groups = Sequence[Completions]
 Model = Callable[[Groups, special_ids.Framing], Float[np.ndarray, 'n G']]
 # Prompts, completions and fields -> rewards.
 Function = Callable[[list[str], list[str], list[dict[str, Any]]], list[float]]
@@ -72,8 +89,7 @@ class Rewards:
 
   Attributes:
     weights: weight of each part of the reward, by its name.
-    digests: digest of each reward model of a job, by what it is in messages.
-    models: shapes of the parameters of reward models.
+    models: the reward models, by their paths.
   """
 
   def __init__(
@@ -93,8 +109,6 @@ class Rewards:
       UserError: there is no such file or function, or programs may not run.
     """
     self.weights = config.weights
-    self.digests: dict[str, str] = {}
-    self.models: list[base_model.Params] = []
     self._ids: special_ids.Framing | None = None
     self._functions: dict[str, Function] = {}
     self._label, self._runs_programs = label, config.code > 0
@@ -106,9 +120,7 @@ class Rewards:
       self._functions['code'] = self._run
     for text in config.functions:
       self._functions[rewards_section.name_of(text)] = _load(text, label)
-    self._models = {
-      rewards_section.name_of(path): open_model(path) for path in config.models
-    }
+    self.models = {path: open_model(path) for path in config.models}
 
   def check(self, records: record_sets.RecordSet) -> None:
     """Checks that rows have the fields that rewards read; keeps special ids.
@@ -120,7 +132,7 @@ class Rewards:
       UserError: a field is missing.
     """
     self._ids = records.framing
-    fields = policy_batches.fields_of(records.read([0])[0][0])
+    fields = fields_of(records.read([0])[0][0])
     if self._runs_programs and _TESTS not in fields:
       raise errors.UserError(
         f'{self._label}.code is set and reads the field {_TESTS!r}; rows of'
@@ -165,7 +177,8 @@ class Rewards:
       for name, scores in values.items():
         share = results[name][i::processes]
         share[:] = np.reshape(scores, share.shape)
-    for name, model in self._models.items():
+    for path, model in self.models.items():
+      name = rewards_section.name_of(path)
       results[name] = model(groups, self._ids)
     timeouts = sum(count for _, count, _ in shares)
     ordered = {name: results[name] for name in self.weights}
@@ -185,107 +198,71 @@ class Rewards:
     return [float(bool(result)) for result in results]
 
 
+@dataclasses.dataclass(frozen=True)
+class RewardModel:
+  """A reward model of a job, which reads its parameters on the first call.
+
+  Attributes:
+    reference: the opened model.
+    rows: prompts of a batch.
+    lengths: most tokens of a prompt, and of a completion.
+  """
+
+  reference: job_models.Reference
+  rows: int
+  lengths: framing.Lengths
+
+  @functools.cached_property
+  def _params(self) -> base_model.Params:
+    return self.reference.read()
+
+  def __call__(
+    self, groups: Groups, ids: special_ids.Framing
+  ) -> Float[np.ndarray, 'n G']:
+    """Scores groups of completions."""
+    placement = self.reference.placement
+    return reward_scores.score(
+      placement.model,
+      self._params,
+      [[g.pair._replace(targets=x) for x in g.tokens] for g in groups],
+      mesh=placement.mesh,
+      rules=placement.rules,
+      rows=self.rows,
+      ids=ids,
+      # The decoder reads BOS, too.
+      lengths=framing.Lengths(self.lengths.encoder, self.lengths.decoder + 1),
+    )
+
+
 def open_rewards(
-  settings: config_lib.Settings, placement: state_lib.Placement
+  settings: config_lib.Settings,
+  compute: execution.ComputeConfig,
+  placement: state_lib.Placement,
 ) -> Rewards | None:
-  """Opens the rewards of a job; None if its loss reads none.
+  """Opens the rewards of a job; None if its recipe reads none.
 
   Args:
     settings: the validated configuration.
+    compute: its section `compute`, for the devices.
     placement: the trained model and its mesh.
 
   Raises:
     UserError: see `Rewards`.
   """
-  if settings.recipe.rewards is None:
+  recipe = settings.recipe
+  if recipe.rewards is None:
     return None
-  digests: dict[str, str] = {}
-  models: list[base_model.Params] = []
-  open_model = functools.partial(
-    _open_model, settings, placement, digests, models
+  lengths = framing.Lengths(
+    settings.data.encoder_length, recipe.sampling.tokens
   )
-  opened = Rewards(settings.recipe.rewards, open_model)
-  opened.digests, opened.models = digests, models
-  return opened
 
-
-def _open_model(
-  settings: config_lib.Settings,
-  placement: state_lib.Placement,
-  digests: dict[str, str],
-  models: list[base_model.Params],
-  path: str,
-) -> Model:
-  """Opens a reward model, which reads its parameters on the first call.
-
-  Adds its digest to `digests` and its shapes to `models`.
-
-  Raises:
-    UserError: the model is no reward model, or cannot read the rows.
-  """
-  prompt = settings.data.encoder_length
-  lengths = framing.Lengths(prompt, settings.recipe.sampling.tokens)
-  opened = initial_state.open_reward_model(
-    path, placement, settings.compute, settings.data.vocabularies, lengths
-  )
-  digests[f'{resume_checks.REWARD_MODEL} {path}'] = opened.source.digest
-  models.append(opened.placement.abstract_params())
-  read = functools.cache(opened.read)
-
-  def score(
-    groups: Groups, ids: special_ids.Framing
-  ) -> Float[np.ndarray, 'n G']:
-    return reward_scores.score(
-      opened.placement.model,
-      read(),
-      [[g.pair._replace(targets=x) for x in g.tokens] for g in groups],
-      mesh=placement.mesh,
-      rules=placement.rules,
-      rows=settings.train.batch_size,
-      ids=ids,
-      # The decoder reads BOS, too.
-      lengths=framing.Lengths(prompt, lengths.decoder + 1),
+  def open_model(path: str) -> RewardModel:
+    reference = job_models.open_reward_model(
+      path, placement, compute, settings.data.vocabularies, lengths
     )
+    return RewardModel(reference, settings.train.batch_size, lengths)
 
-  return score
-
-
-def make_batches(
-  workdir: str,
-  settings: config_lib.Settings,
-  placement: state_lib.Placement,
-  data: setup.Data,
-  rewards: Rewards | None,
-  telemetry: job_telemetry.JobTelemetry,
-  watch: watchdog.Watchdog,
-  teacher: bool,
-) -> policy_batches.PolicyBatches | None:
-  """Makes the batches of a policy; None without rewards.
-
-  Args:
-    workdir: work directory of the job.
-    settings: the validated configuration.
-    placement: the model in training, and its mesh.
-    data: vocabularies and records.
-    rewards: the opened rewards.
-    telemetry: telemetry of the job, which begins.
-    watch: watchdog of the job.
-    teacher: whether to make the teacher's fields.
-  """
-  return rewards and policy_batches.PolicyBatches(
-    workdir,
-    placement,
-    settings.recipe,
-    data,
-    rewards,
-    rewards.weights,
-    functools.partial(telemetry.phase, watch),
-    settings.train,
-    seed=settings.seed,
-    teacher=teacher,
-    start=telemetry.start,
-    evaluated=telemetry.evaluated,
-  )
+  return Rewards(recipe.rewards, open_model)
 
 
 def last_number(text: str) -> decimal.Decimal | None:
@@ -366,3 +343,8 @@ def _try(
     return [], f'returns {len(values)} values for {len(examples)} completions,'
   wrong = [x for x in values if not math.isfinite(x)]
   return values, f'returns {wrong[0]}' if wrong else ''
+
+
+def fields_of(pair: framing.Pair) -> dict[str, Any]:
+  """Returns the further fields of a pair."""
+  return json.loads(pair.fields) if pair.fields else {}

@@ -20,7 +20,7 @@ import numpy as np
 from encdec_adapt import config as config_lib
 from encdec_adapt.base import errors, keys
 from encdec_adapt.cluster import lock
-from encdec_adapt.conversion import initial_state, model_on_disk
+from encdec_adapt.conversion import model_on_disk
 from encdec_adapt.data.making import materialization, process_pool
 from encdec_adapt.data.records import (
   loader,
@@ -37,6 +37,7 @@ from encdec_adapt.tokenizers import special_ids
 from encdec_adapt.training import setup
 from encdec_adapt.training import state as state_lib
 from encdec_adapt.training import step as step_lib
+from encdec_adapt.training.jobs import job_models
 from encdec_adapt.training.losses import distillation as distillation_loss
 from encdec_adapt.training.losses import loss as loss_lib
 from encdec_adapt.training.recipes import distillation_recipe
@@ -123,7 +124,7 @@ def _open(
   model_on_disk.StoredModel, record_sets.RecordSet, special_ids.SideIds
 ]:
   data = settings.data
-  source = initial_state.open_reference(
+  source = job_models.open_reference(
     recipe.frozen[loss_lib.TEACHER],
     settings.model,
     data.vocabularies,

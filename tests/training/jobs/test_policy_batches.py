@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from encdec_adapt.objectives import framing
-from encdec_adapt.training import policy_batches, rollouts
+from encdec_adapt.training import rollouts
+from encdec_adapt.training.jobs import completion_rewards, policy_batches
 from encdec_adapt.training.sections import rollout_options
 from tests import gemma_ids
 from tests.training import test_policy
@@ -16,7 +17,7 @@ PAIR = framing.Pair(np.zeros(0, np.int32), np.zeros(0, np.int32))
 
 
 def _group(*tokens):
-  return policy_batches.Completions(
+  return completion_rewards.Completions(
     'a', {}, [''] * len(tokens), PAIR, [np.array(x, np.int32) for x in tokens]
   )
 

@@ -1,0 +1,87 @@
+"""Frozen models of a job and its rewards, as its recipe declares them."""
+
+from collections.abc import Mapping
+import dataclasses
+from typing import Any
+
+from encdec_adapt import config as config_lib
+from encdec_adapt.checkpoints import resume_checks
+from encdec_adapt.conversion import frozen_base
+from encdec_adapt.data.records import record_sets
+from encdec_adapt.models import base_model, build, execution
+from encdec_adapt.training import state as state_lib
+from encdec_adapt.training.jobs import completion_rewards, job_models
+
+
+@dataclasses.dataclass(frozen=True)
+class FrozenModels:
+  """Frozen models of a job and its rewards, of which no weight is read yet.
+
+  Attributes:
+    references: the models of the recipe, by name.
+    rewards: rewards of completions; None where the recipe reads none.
+  """
+
+  references: Mapping[str, job_models.Reference]
+  rewards: completion_rewards.Rewards | None
+
+  @property
+  def models(self) -> dict[str, build.Model]:
+    """The models that loss and metrics read, by name."""
+    return {name: x.placement.model for name, x in self.references.items()}
+
+  def check(self, records: record_sets.RecordSet) -> None:
+    """Checks that rows have what rewards read; see `Rewards.check`."""
+    if self.rewards:
+      self.rewards.check(records)
+
+  @property
+  def unread(self) -> list[Any]:
+    """Shapes of parameters of reward models, which are read when they score."""
+    models = self.rewards.models.values() if self.rewards else ()
+    return [x.reference.placement.abstract_params() for x in models]
+
+  def read(
+    self, base: frozen_base.FrozenBase | None, base_params: base_model.Params
+  ) -> tuple[dict[str, base_model.Params], dict[str, str]]:
+    """Reads the parameters; returns them by name, and all digests.
+
+    Args:
+      base: the base of a job that trains adapters; a model that is the base is
+        made of the same arrays.
+      base_params: its parameters.
+    """
+    params, digests = job_models.read_references(
+      self.references, base, base_params
+    )
+    for path, model in self.rewards.models.items() if self.rewards else ():
+      name = f'{resume_checks.REWARD_MODEL} {path}'
+      digests[name] = model.reference.source.digest
+    return params, digests
+
+
+def open_frozen(
+  settings: config_lib.Settings,
+  compute: execution.ComputeConfig,
+  placement: state_lib.Placement,
+) -> FrozenModels:
+  """Opens the frozen models and rewards of a job.
+
+  Args:
+    settings: the validated configuration.
+    compute: its section `compute`, for the devices.
+    placement: the trained model and its mesh.
+
+  Raises:
+    UserError: see `open_reference` and `completion_rewards.Rewards`.
+  """
+  references = job_models.open_references(
+    settings.recipe.frozen,
+    settings.teacher.dtype,
+    placement,
+    compute,
+    settings.data.vocabularies,
+    settings.recipe.rows.lengths,
+  )
+  rewards = completion_rewards.open_rewards(settings, compute, placement)
+  return FrozenModels(references, rewards)

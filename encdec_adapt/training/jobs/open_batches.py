@@ -1,0 +1,109 @@
+"""Opens the rows and batches of a job, by what its recipe declares."""
+
+from collections.abc import Callable
+import os
+
+from encdec_adapt import config as config_lib
+from encdec_adapt.cluster import distributed, watchdog
+from encdec_adapt.data.records import loader as loader_lib
+from encdec_adapt.data.records import row_rates, stored_teacher
+from encdec_adapt.telemetry import compute_cost
+from encdec_adapt.training import job_telemetry, setup
+from encdec_adapt.training import state as state_lib
+from encdec_adapt.training.jobs import (
+  completion_rewards,
+  on_policy,
+  policy_batches,
+  record_batches,
+)
+
+
+def open_loader(
+  settings: config_lib.Settings,
+  data: setup.Data,
+  placement: state_lib.Placement,
+  cost: compute_cost.Cost,
+  step: int,
+  *,
+  teacher: bool,
+) -> tuple[loader_lib.Loader, dict[str, str]]:
+  """Opens the training rows of this process.
+
+  Args:
+    settings: the validated configuration.
+    data: vocabularies and records.
+    placement: the trained model and its mesh.
+    cost: totals of the job, with its position in the rows.
+    step: step that the job starts from.
+    teacher: whether batches have the teacher's fields.
+
+  Returns:
+    The rows, and the digest of the stored teacher, if they have one.
+  """
+  stored, digests = None, {}
+  if folder := settings.recipe.rows.stored_teacher:
+    stored = stored_teacher.StoredTeacher(folder, data.train)
+    digests['teacher'] = stored.digest
+    # Each process may have a disk of its own.
+    distributed.require_same(
+      'stored teacher', {'teacher.stored': stored.digest}
+    )
+  loader = setup.training_batches(
+    data.train,
+    settings.train.batch_size,
+    placement,
+    position=cost.rows,
+    consumed=cost.rows_of_parts or None,
+    first_step=step,
+    seed=settings.seed,
+    repeat=settings.data.repeat,
+    rates=row_rates.parse(settings.data.rates),
+    teacher=teacher,
+    stored=stored,
+  )
+  return loader, digests
+
+
+def open_batches(
+  settings: config_lib.Settings,
+  placement: state_lib.Placement,
+  data: setup.Data,
+  rewards: completion_rewards.Rewards | None,
+  loader: loader_lib.Loader,
+  telemetry: job_telemetry.JobTelemetry,
+  watch: watchdog.Watchdog,
+  workdir: str | os.PathLike[str],
+  log: Callable[[str], None],
+  *,
+  teacher: bool,
+) -> record_batches.RecordBatches:
+  """Opens the batches of a job.
+
+  Args:
+    settings: the validated configuration.
+    placement: the model in training, and its mesh.
+    data: vocabularies and records.
+    rewards: the opened rewards; None where the recipe reads none.
+    loader: the rows of this process.
+    telemetry: telemetry of the job.
+    watch: watchdog of the job.
+    workdir: work directory of the job.
+    log: prints a line on process 0.
+    teacher: whether batches have the teacher's fields.
+  """
+  recipe = settings.recipe
+  arguments = recipe, data, loader, telemetry, log
+  if not recipe.sampling:
+    return record_batches.RecordBatches(*arguments)
+  options = {
+    'placement': placement,
+    'train': settings.train,
+    'seed': settings.seed,
+    'teacher': teacher,
+    'watch': watch,
+  }
+  if rewards is None:
+    return on_policy.OnPolicyBatches(*arguments, **options)
+  return policy_batches.PolicyBatches(
+    *arguments, workdir=workdir, rewards=rewards, **options
+  )

@@ -1,0 +1,184 @@
+"""Where a job starts: from its sources, or from a checkpoint of its own."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from encdec_adapt import config as config_lib
+from encdec_adapt.checkpoints import manager, resume_checks
+from encdec_adapt.cluster import distributed
+from encdec_adapt.conversion import frozen_base, run_artifacts
+from encdec_adapt.models import base_model, execution
+from encdec_adapt.telemetry import compute_cost
+from encdec_adapt.tokenizers import vocabulary_pair
+from encdec_adapt.training import phases as phases_lib
+from encdec_adapt.training import state as state_lib
+from encdec_adapt.training.jobs import job_models
+
+
+class Origin:
+  """Base of both; opened, but no weight is read yet.
+
+  Attributes:
+    cost: totals of the job up to the start.
+    base: the frozen base of a job that trains adapters; None for other jobs.
+  """
+
+  cost: compute_cost.Cost
+  base: frozen_base.FrozenBase | None
+
+  def read_base(self) -> base_model.Params:
+    """Reads the frozen base; {} without adapters."""
+    if not self.base:
+      return {}
+    described, adapters = self.base.describe(), self.base.placement.adapters
+    distributed.require_same('base', {'init.encoder': described['digest']})
+    params = self.base.read()
+    if distributed.is_lead():
+      print(f'{adapters.description}; the base {described["name"]}')
+    return params
+
+  def describe_base(self) -> dict[str, Any]:
+    """Returns what is saved about the base, if there is one."""
+    return {'base': self.base.describe()} if self.base else {}
+
+
+class FromSources(Origin):
+  """A job that begins at step 0."""
+
+  def __init__(
+    self,
+    settings: config_lib.Settings,
+    compute: execution.ComputeConfig,
+    phases: phases_lib.Phases,
+    log: Callable[[str], None],
+  ):
+    """Opens the sources and checks them.
+
+    Args:
+      settings: the validated configuration.
+      compute: its section `compute`, for the devices.
+      phases: the phases of the job.
+      log: prints a line on process 0.
+
+    Raises:
+      UserError: see `open_sources`, and the checks of `Sources`.
+    """
+    self.cost, self._log = compute_cost.Cost(), log
+    self._seed, self._phases = settings.seed, phases
+    self._sources = job_models.open_sources(
+      settings.init, compute, phases.placement
+    )
+    self._sources.check_files(settings.data.vocabularies)
+    if settings.recipe.sampling:
+      self._sources.check_positions(settings.recipe.rows.lengths)
+    self._sources.check_optimizer(phases)
+    self.base = self._sources.base
+
+  def check_rows(self, order: Mapping[str, Any], ranges: Any) -> None:
+    """Checks nothing: no row was read before."""
+
+  def check_references(self, digests: Mapping[str, str]) -> None:
+    """Checks nothing: no model was read before."""
+
+  def chosen_remat(self, policy: str) -> str | None:
+    """Returns None: nothing was chosen before."""
+
+  def begin(
+    self,
+    workdir: str,
+    opened: vocabulary_pair.Opened,
+    references: Iterable[job_models.Reference],
+    fingerprint: Mapping[str, Any],
+  ) -> tuple[state_lib.TrainState, dict[str, Any]]:
+    """Makes the state before the first step, and writes the first artifacts.
+
+    Args:
+      workdir: work directory of the job.
+      opened: vocabularies of the job.
+      references: the frozen models.
+      fingerprint: fingerprint of this start.
+
+    Returns:
+      The state, whose buffers the first step donates, and the costs of the
+      models that the job starts from or reads.
+    """
+    del fingerprint
+    costs = self._sources.costs(references, self._log)
+    state = self._sources.start(self._phases, self._seed)
+    if self._sources.models and self._sources.coverage:
+      self._log(self._sources.coverage.summary())
+    if distributed.is_lead():
+      run_artifacts.write_initial(
+        workdir,
+        self._sources.coverage,
+        self._sources.pretrained_folders,
+        opened,
+      )
+    return state, costs
+
+
+class FromCheckpoint(Origin):
+  """A job that is resumed."""
+
+  def __init__(
+    self,
+    settings: config_lib.Settings,
+    checkpoint: manager.Checkpoint,
+    saved: Mapping[str, Any],
+    config: Mapping[str, Any],
+    phases: phases_lib.Phases,
+    log: Callable[[str], None],
+  ):
+    """Opens the checkpoint and checks that the job can resume from it.
+
+    Args:
+      settings: the validated configuration.
+      checkpoint: the checkpoint.
+      saved: its metadata.
+      config: the configuration.
+      phases: the phases of the job.
+      log: prints a line on process 0.
+
+    Raises:
+      UserError: the state or the base of adapters has changed.
+    """
+    resume_checks.check_config(saved, config, log)
+    self._checkpoint, self._log = checkpoint, log
+    self._saved, self._shapes = saved, phases.abstract_saved(checkpoint.step)
+    checkpoint.require_same(self._shapes)
+    self.base = None
+    if phases.placement.adapters:
+      moved = settings.init.encoder
+      self.base = frozen_base.reopen(saved, moved, phases.placement)
+    self.cost = compute_cost.Cost(**checkpoint.read_data())
+
+  def check_rows(self, order: Mapping[str, Any], ranges: Any) -> None:
+    """Checks that the position is one in the same rows."""
+    consumed = self.cost.rows_of_parts
+    saved = self._saved['order']
+    resume_checks.check_same_rows(saved, order, consumed, ranges)
+
+  def check_references(self, digests: Mapping[str, str]) -> None:
+    """Checks that frozen models are those that training began with."""
+    now = {'references': digests}
+    resume_checks.check_same_references(self._saved, now)
+
+  def chosen_remat(self, policy: str) -> str | None:
+    """Returns the choice of 'auto' as text, if the job keeps its policy."""
+    same = self._saved['config']['compute']['remat'] == policy
+    return self._saved.get('remat') if same else None
+
+  def begin(
+    self,
+    workdir: str,
+    opened: vocabulary_pair.Opened,
+    references: Iterable[job_models.Reference],
+    fingerprint: Mapping[str, Any],
+  ) -> tuple[state_lib.TrainState, dict[str, Any]]:
+    """Restores the state; see `FromSources.begin`."""
+    del workdir, opened, references
+    now = {'fingerprint': fingerprint}
+    resume_checks.report_environment(self._saved, now, self._log)
+    state = self._checkpoint.restore(self._shapes)
+    self._log(f'resuming at step {self._checkpoint.step}')
+    return state, self._saved['sources']

@@ -1,0 +1,135 @@
+"""Batches of a job: the rows that its recipe trains on, and what they cost.
+
+`RecordBatches` are those of the records. Subclasses put completions of the
+model in the place of targets (`on_policy`), or score them (`policy_batches`).
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from encdec_adapt.cluster import watchdog
+from encdec_adapt.data.records import loader as loader_lib
+from encdec_adapt.data.records import record_sets, row_order
+from encdec_adapt.models import base_model
+from encdec_adapt.objectives import framing
+from encdec_adapt.training import job_telemetry, rollouts, setup
+from encdec_adapt.training import state as state_lib
+from encdec_adapt.training.recipes import recipe as recipe_lib
+from encdec_adapt.training.sections import train_section
+
+
+class RecordBatches:
+  """Batches of the records, as a recipe changes them."""
+
+  def __init__(
+    self,
+    recipe: recipe_lib.Recipe,
+    data: setup.Data,
+    loader: loader_lib.Loader,
+    telemetry: job_telemetry.JobTelemetry,
+    log: Callable[[str], None],
+  ):
+    """Prepares the batches.
+
+    Args:
+      recipe: the kind of training.
+      data: vocabularies and records.
+      loader: the rows of this process.
+      telemetry: counts the time.
+      log: prints a line on process 0; shows the first example.
+    """
+    self._recipe, self._data, self._loader = recipe, data, loader
+    self._telemetry, self._log, self._shown = telemetry, log, False
+
+  def next(
+    self, step: int, params: base_model.Params
+  ) -> tuple[framing.Batch, np.ndarray, dict[str, float]]:
+    """Makes the batch of a step; every process calls it together.
+
+    Args:
+      step: step of the parameters, from 0.
+      params: parameters of the model.
+
+    Returns:
+      This process's rows of the batch, their record rows, and metrics of what
+      was sampled for them.
+    """
+    del step, params
+    rows = self._read()
+    numbers = rows.pop('row')
+    ids = self._data.vocabularies.decoder.ids
+    return self._recipe.rows.frame(rows, ids), numbers, {}
+
+  def evaluate(
+    self, step: int, params: base_model.Params, beat: Callable[[], None]
+  ) -> dict[str, list[float]]:
+    """Returns scores of completions of the held-out prompts; here none.
+
+    Args:
+      step: step of the parameters.
+      params: parameters of the model.
+      beat: called before each batch of prompts, for the watchdog.
+    """
+    del step, params, beat
+    return {}
+
+  def _read(self) -> framing.Batch:
+    with self._telemetry.spent('data'):
+      rows = next(self._loader)
+    if not self._shown:
+      self._data.train.check_framing(rows, self._data.vocabularies.decoder)
+      objective = self._data.train.spec.objectives[0]
+      labels = objective.options.get('labels', ())
+      self._log(setup.describe_batch(rows, self._data.vocabularies, labels))
+      self._shown = True
+    return rows
+
+
+class SampledBatches(RecordBatches):
+  """Base of batches with completions that the model samples."""
+
+  def __init__(
+    self,
+    *arguments,
+    placement: state_lib.Placement,
+    train: train_section.TrainConfig,
+    seed: int,
+    teacher: bool,
+    watch: watchdog.Watchdog,
+  ):
+    """Prepares the sampler.
+
+    Args:
+      *arguments: those of `RecordBatches`.
+      placement: the model in training, and its mesh.
+      train: section `train` of the configuration.
+      seed: seed of the job.
+      teacher: whether to make the teacher's fields.
+      watch: watchdog of the job.
+    """
+    super().__init__(*arguments)
+    self._watch, self._teacher = watch, teacher
+    self._batch_size = train.batch_size
+    self._local = setup.local_rows(train.batch_size, placement)
+    self._sampler = rollouts.Sampler(
+      placement,
+      self._data.train,
+      self._data.vocabularies.decoder,
+      self._recipe.sampling,
+      seed,
+    )
+
+  def _read_numbers(self) -> tuple[np.ndarray, list[int]]:
+    """Reads a batch; returns record rows of this process, and of all."""
+    first, order = self._loader.position, self._loader.order
+    local = self._read()['row']
+    return local, [order.row(first + i) for i in range(self._batch_size)]
+
+
+def read_pairs(
+  records: record_sets.RecordSet, rows: Sequence[int]
+) -> list[framing.Pair | None]:
+  """Reads rows of a single pair; None for those that fill the batch."""
+  content = iter(records.read([row for row in rows if row != row_order.FILLER]))
+  return [None if row == row_order.FILLER else next(content)[0] for row in rows]
