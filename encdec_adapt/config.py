@@ -133,6 +133,11 @@ def page(config: Mapping[str, Any] | None = None, *, full: bool = True) -> str:
   """
   values = defaults().to_dict() if config is None else config
   model = values['model']
+  if not full:
+    read = recipes.class_of(losses.class_of(values['loss'])).sections
+    unread = {'rollouts', 'rewards'} - {*read}
+    train = {k: v for k, v in values['train'].items() if k not in unread}
+    values = {**values, 'train': train}
   blocks = [
     keys.page(_Root, values, 'config.'),
     keys.page(model_section.ModelSection, model, 'config.model.', full=full),

@@ -23,6 +23,10 @@ def test_print_config_shows_what_flags_have_changed(capsys):
   assert re.search(r"^config.data.objective = 'ul2'$", shown, re.MULTILINE)
   assert re.search(r"^config.init.encoder = 'a'$", shown, re.MULTILINE)
   assert re.search(r'^config.mesh.fsdp = 8$', shown, re.MULTILINE)
+  assert 'config.loss.dpo' not in shown and 'rollouts.' not in shown
+  assert _train(*GEMMA, '--print_config=all') == 0
+  shown = capsys.readouterr().out
+  assert 'config.loss.dpo.beta' in shown and 'rollouts.samples' in shown
 
 
 def test_dry_run_counts_the_parameters_of_a_released_pair(capsys):

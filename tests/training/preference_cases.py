@@ -63,6 +63,7 @@ def dense_loss(kind, log_probs, reference, lengths):
     )
     / 0.6,
     'hinge': jnp.mean(jnp.maximum(1 - 0.1 * h, 0)),
+    'squared_hinge': jnp.mean(jnp.maximum(1 - 0.1 * h, 0) ** 2),
     'ipo': jnp.mean((h - 5) ** 2),
     'ipo:log_probs=mean': jnp.mean(
       (per_token[:, 0] - per_token[:, 1] - 5) ** 2
@@ -79,6 +80,7 @@ KINDS = (
   'dpo:beta=0.3,smoothing=0.2,cross_entropy=0.5',
   'robust:smoothing=0.2',
   'hinge',
+  'squared_hinge',
   'ipo',
   'ipo:log_probs=mean',
   'simpo:gamma=0.5',

@@ -37,6 +37,7 @@ class Distillation(recipe.Recipe):
   """Trains a student on the distribution of a teacher."""
 
   losses: ClassVar[type[loss.Loss]] = distillation_loss.Distillation
+  sections: ClassVar[tuple[str, ...]] = ('rollouts',)
 
   @classmethod
   def reads_prompts(cls, options: Mapping[str, Any]) -> bool:

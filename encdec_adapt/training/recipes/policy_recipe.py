@@ -57,6 +57,7 @@ class Policies(recipe.Recipe):
   """Trains a policy on the rewards of its completions."""
 
   losses: ClassVar[type[loss.Loss]] = policy.Policy
+  sections: ClassVar[tuple[str, ...]] = ('rollouts', 'rewards')
   allows_dropout: ClassVar[bool] = False
 
   @classmethod

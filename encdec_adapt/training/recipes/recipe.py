@@ -194,6 +194,8 @@ class Recipe:
 
   Attributes:
     losses: base class of the losses that it trains with.
+    sections: sections of `config.train` that it reads, and no other recipe
+      does.
     allows_dropout: whether the trained model may have dropout; not where its
       log-probabilities or scores of answers are compared.
     loss: the loss.
@@ -206,6 +208,7 @@ class Recipe:
   """
 
   losses: ClassVar[type[loss_lib.Loss]]
+  sections: ClassVar[tuple[str, ...]] = ()
   allows_dropout: ClassVar[bool] = True
 
   loss: loss_lib.Loss
