@@ -33,7 +33,6 @@ from encdec_adapt.cluster import (
 from encdec_adapt.cluster import watchdog as watchdog_lib
 from encdec_adapt.conversion import inherited_framing, run_artifacts
 from encdec_adapt.evaluation import evaluators as evaluators_lib
-from encdec_adapt.evaluation.results import results_store
 from encdec_adapt.files import paths
 from encdec_adapt.models import execution, parameters
 from encdec_adapt.planning import dry_run, out_of_memory
@@ -47,6 +46,7 @@ from encdec_adapt.training.jobs import (
   open_batches,
   origin,
 )
+from encdec_adapt.training.jobs import job as job_lib
 from encdec_adapt.training.jobs import resolved as resolved_lib
 from encdec_adapt.training.jobs import trained as trained_lib
 
@@ -123,15 +123,17 @@ def train(
       losses with which the job ends.
   """
   log = print if distributed.is_lead() else lambda *_: None
-  recipe, section = settings.recipe, settings.train
+  recipe = settings.recipe
 
   # -- Models ------------------------------------------------------------------
 
   mesh = setup.make_mesh(settings.mesh, settings.compute.compile_cache)
-  device, rules = mesh.devices.flat[0], settings.rules
+  device = mesh.devices.flat[0]
   if device.platform == 'cpu':
     host_memory.keep_freed(parameters.count(recipe.model))
-  setup.check_job(section, settings.data, settings.compute, mesh, rules)
+  setup.check_job(
+    settings.train, settings.data, settings.compute, mesh, settings.rules
+  )
   tasks = evaluators_lib.read_tasks(settings)
   checkpoints = manager.Checkpoints(
     paths.join(workdir, manager.FOLDER), settings.checkpoint
@@ -146,17 +148,18 @@ def train(
   )
   setup.check_stacks(compute, recipe.model, device)
   placement = setup.place_model(
-    recipe.model, compute, mesh, rules, settings.adapters
+    recipe.model, compute, mesh, settings.rules, settings.adapters
   )
   # Opened only: parameters are read below, when other inputs are checked.
   frozen = frozen_models.open_frozen(settings, compute, placement)
   phases = phases_lib.Phases(
-    placement, recipe, settings.optimizer, section, frozen.models
+    placement, recipe, settings.optimizer, settings.train, frozen.models
   )
 
   # -- Checkpoint to start from ------------------------------------------------
 
-  setup.require_space(checkpoints, phases, settings.checkpoint, section.steps)
+  steps = settings.train.steps
+  setup.require_space(checkpoints, phases, settings.checkpoint, steps)
   config = config_lib.with_compute(config, compute)
   if start is None:
     checkpoints.check_not_lost()
@@ -172,25 +175,26 @@ def train(
   order = {'records': data.train.digests, 'seed': settings.seed}
   source.check_rows(order, data.train.ranges)
   frozen.check(data.train)
-  shapes = [model.config for model in frozen.models.values()]
-  teacher = setup.reads_teacher_row(
-    settings.data.train.lengths, recipe.model, *shapes
-  )
-  loader, stored = open_batches.open_loader(
-    settings, data, placement, source.cost, start or 0, teacher=teacher
-  )
   step = first = start or 0
-  resolved = resolved_lib.Resolved.of(
-    settings, compute, section.steps or first + loader.remaining
+  loader, stored = open_batches.open_loader(
+    settings,
+    data,
+    placement,
+    source.cost,
+    first,
+    teacher=job_lib.reads_teacher_row(settings, frozen),
   )
-  if not section.steps:  # The records are the length of the job.
-    setup.require_space(
-      checkpoints, phases, settings.checkpoint, resolved.steps
-    )
+  if not steps:  # The records are the length of the job.
+    steps = first + loader.remaining
+    setup.require_space(checkpoints, phases, settings.checkpoint, steps)
+  resolved = resolved_lib.Resolved.of(settings, compute, steps)
+  job = job_lib.Job(
+    workdir, settings, resolved, phases, frozen, data, loader, log
+  )
   log(
     f'{type(recipe.model).__name__}: {parameters.count(recipe.model):,}'
     f' parameters on {dict(mesh.shape)}; {len(data.train):,} training rows,'
-    f' {resolved.steps:,} steps'
+    f' {steps:,} steps'
   )
 
   # -- State -------------------------------------------------------------------
@@ -206,9 +210,7 @@ def train(
   trained = trained_lib.Trained(phases, resolved.schedule, base, params)
   chosen = source.chosen_remat(compute.remat)  # By 'auto', as text.
   if compute.remat == execution.AUTO:
-    trained, chosen = trained.with_remat(
-      recipe, section, state, frozen.unread, teacher=teacher, log=log
-    )
+    trained, chosen = trained.with_remat(job, state)
     config = config_lib.with_compute(config, trained.compute)
   meta = {  # Saved with every state.
     'config': config.to_dict(),
@@ -226,54 +228,30 @@ def train(
 
   # -- Loop objects ------------------------------------------------------------
 
-  end = resume_checks.report_end(loader.remaining, first, resolved.steps, log)
-  flops = setup.job_flops(
-    recipe, section.batch_size, shapes, frozen=source.base is not None
-  )
   telemetry = job_telemetry.JobTelemetry(
     workdir,
-    section,
+    settings.train,
     recipe.metrics,
     meta['config'],
     start,
-    end,
+    resume_checks.report_end(loader.remaining, first, steps, log),
     source.cost,
-    flops,
+    job.flops(),
     log,
   )
   watchdog = watchdog_lib.Watchdog(
-    workdir, jax.process_index(), section.hang_seconds
+    workdir, jax.process_index(), settings.train.hang_seconds
   )
   profiler = profiling.Profiler(
     workdir,
     jax.process_index() if jax.process_count() > 1 else None,
-    section.profile_from,
-    section.profile_steps,
+    settings.train.profile_from,
+    settings.train.profile_steps,
     writing=lambda step: watchdog.beat(step, 'profile'),
   )
-  batches = open_batches.open_batches(
-    settings,
-    placement,
-    data,
-    frozen.rewards,
-    loader,
-    telemetry,
-    watchdog,
-    workdir,
-    log,
-    teacher=teacher,
-  )
+  batches = open_batches.open_batches(job, telemetry, watchdog)
   evaluators = evaluators_lib.Evaluators(
-    workdir,
-    settings,
-    resolved,
-    results_store.digest(meta['config']),
-    tasks,
-    trained,
-    data,
-    telemetry,
-    watchdog,
-    batches,
+    job, meta['config'], tasks, trained, telemetry, watchdog, batches
   )
 
   def save(step, state, rank=None):
@@ -297,7 +275,7 @@ def train(
     if start is None:
       evaluators.run(step, state)
     while (
-      step < resolved.steps
+      step < steps
       and loader.remaining != 0
       and not (stopping or telemetry.stagnates or telemetry.over_budget)
     ):
@@ -338,7 +316,7 @@ def train(
 
       # Evaluation and checkpoint. All processes take the same decisions.
       stopping = stop.reached(step)
-      last = step == resolved.steps or loader.remaining == 0
+      last = step == steps or loader.remaining == 0
       thawing = phases.begins(step)
       saving = last or thawing or step % resolved.save_every == 0
       evaluating = last or evaluators.is_due(step)
@@ -374,18 +352,11 @@ def train(
   if stopping and not (last or telemetry.over_budget):
     log(f'asked to stop: saved step {step}, exiting with {exit_status.RESTART}')
     return exit_status.RESTART
-  if note := telemetry.describe_end(step, resolved.steps, within):
+  if note := telemetry.describe_end(step, steps, within):
     log(note)
   if distributed.is_lead():
-    rate, seed = settings.optimizer.schedule.peak, settings.seed
-    run_artifacts.write_summary(
-      workdir,
-      recipe.model,
-      {'learning_rate': rate, 'seed': seed},
-      step if within is None else within,
-      source.cost,
-      costs,
-    )
+    used = step if within is None else within
+    run_artifacts.write_summary(workdir, settings, used, source.cost, costs)
   # No process exits before process 0 has committed the last checkpoint.
   distributed.barrier('the end')
   return 0

@@ -20,7 +20,7 @@ from encdec_adapt.conversion import (
   work_directory,
 )
 from encdec_adapt.files import atomic, disk, paths
-from encdec_adapt.models import model_config, parameters
+from encdec_adapt.models import parameters
 from encdec_adapt.telemetry import compute_cost, environment, metrics
 from encdec_adapt.tokenizers import vocabulary_pair
 
@@ -72,8 +72,7 @@ def remove_summary(workdir: str | os.PathLike[str]) -> None:
 
 def write_summary(
   workdir: str | os.PathLike[str],
-  model: model_config.ModelConfig,
-  hyperparameters: Mapping[str, Any],
+  settings: config_lib.Settings,
   step: int,
   cost: compute_cost.Cost,
   sources: Mapping[str, Any],
@@ -82,8 +81,7 @@ def write_summary(
 
   Args:
     workdir: work directory of the job.
-    model: the trained model.
-    hyperparameters: further entries, by name.
+    settings: the validated configuration.
     step: the step by which the run is used.
     cost: totals of the job.
     sources: result of `compute_cost.read_sources` when the job started.
@@ -96,9 +94,10 @@ def write_summary(
   records = metrics.read_metrics(workdir)
   losses = [r for r in records if r['kind'] == 'eval' and r['step'] <= step]
   entries = {
-    'parameters': parameters.count(model),
+    'parameters': parameters.count(settings.model),
     'steps': step,
-    **hyperparameters,
+    'learning_rate': settings.optimizer.schedule.peak,
+    'seed': settings.seed,
   }
   line = ''
   if losses:  # A job with evaluators.

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import dataclasses
 import functools
 import itertools
+from typing import Any
 
 from encdec_adapt import config as config_lib
 from encdec_adapt.cluster import distributed, watchdog
@@ -25,8 +26,8 @@ from encdec_adapt.files import paths
 from encdec_adapt.models import base_model
 from encdec_adapt.training import job_telemetry, setup
 from encdec_adapt.training import state as state_lib
+from encdec_adapt.training.jobs import job as job_lib
 from encdec_adapt.training.jobs import record_batches
-from encdec_adapt.training.jobs import resolved as resolved_lib
 from encdec_adapt.training.jobs import trained as trained_lib
 from encdec_adapt.training.metrics import held_out_metrics
 from encdec_adapt.training.sections import evaluation_section
@@ -58,13 +59,10 @@ class Evaluators:
 
   def __init__(
     self,
-    workdir: str,
-    settings: config_lib.Settings,
-    resolved: resolved_lib.Resolved,
-    fingerprint: str,
+    job: job_lib.Job,
+    config: Mapping[str, Any],
     tasks: Mapping[str, task_groups.Plan],
     trained: trained_lib.Trained,
-    data: setup.Data,
     telemetry: job_telemetry.JobTelemetry,
     watch: watchdog.Watchdog,
     batches: record_batches.RecordBatches,
@@ -72,19 +70,17 @@ class Evaluators:
     """Opens the results and drops those later than the last evaluation.
 
     Args:
-      workdir: work directory of the job; gets `results.jsonl`.
-      settings: the validated configuration.
-      resolved: values of the job beside them.
-      fingerprint: digest of the configuration, in the results.
+      job: the job, whose work directory gets `results.jsonl`.
+      config: the configuration; its digest is the fingerprint in the results.
       tasks: result of `read_tasks`.
       trained: the model in training, with the frozen models.
-      data: vocabularies and held-out rows.
       telemetry: gets the scores.
       watch: watchdog of the job.
       batches: continues the held-out prompts of a policy.
     """
+    settings, data, workdir = job.settings, job.data, job.workdir
     self._trained, self._watch, self._batches = trained, watch, batches
-    self._intervals = resolved.evaluate_every
+    self._intervals = job.resolved.evaluate_every
     self._batch_size = settings.train.eval_batch_size
     self._telemetry, placement = telemetry, trained.phases.placement
     metrics = self._metrics = settings.recipe.metrics
@@ -111,11 +107,12 @@ class Evaluators:
     if distributed.is_lead():
       last_step = -1 if evaluated is None else evaluated
       self._store = results_store.Store(workdir, last_step)
+    fingerprint = results_store.digest(config)
     self._model = results_store.Model(workdir, None, fingerprint)
     self._tasks = tasks
     # Kernels do not pay for the prompts of a few rows, and `evaluate` computes
     # the saved model with 'chunked', too.
-    compute = dataclasses.replace(resolved.compute, attention='chunked')
+    compute = dataclasses.replace(job.resolved.compute, attention='chunked')
     self._load = functools.partial(
       model_in_memory.LoadedModel,
       model=dataclasses.replace(placement.model, compute=compute),

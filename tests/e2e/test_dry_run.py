@@ -47,6 +47,7 @@ def test_dry_run_counts_the_parameters_of_a_released_pair(capsys):
 
 _DPO = (
   '--config.loss.kind=dpo',
+  '--config.loss.distill.share=1',
   '--config.data.objective=preferences',
   '--config.data.source=preferences:x#p,c,r',
 )
@@ -86,6 +87,7 @@ def test_dry_run_counts_a_reward_model_that_is_not_there(capsys):
     '--config=configs/quickstart.py:size=smoke,run=unbalanced',
     '--config.train.batch_size=64',
     '--config.loss.kind=rloo',
+    '--config.loss.distill.share=1',
     '--config.train.rewards.models=runs/nobody',
     '--config.data.objective=pairs',
     '--config.data.source=pairs:x#a,b',

@@ -8,7 +8,12 @@ from encdec_adapt import config as config_lib
 from encdec_adapt.checkpoints import resume_checks
 from encdec_adapt.conversion import frozen_base
 from encdec_adapt.data.records import record_sets
-from encdec_adapt.models import base_model, build, execution
+from encdec_adapt.models import (
+  base_model,
+  build,
+  execution,
+  model_config,
+)
 from encdec_adapt.training import state as state_lib
 from encdec_adapt.training.jobs import completion_rewards, job_models
 
@@ -34,6 +39,11 @@ class FrozenModels:
     """Checks that rows have what rewards read; see `Rewards.check`."""
     if self.rewards:
       self.rewards.check(records)
+
+  @property
+  def shapes(self) -> list[model_config.ModelConfig]:
+    """Shapes of the models of the recipe."""
+    return [model.config for model in self.models.values()]
 
   @property
   def unread(self) -> list[Any]:

@@ -7,21 +7,29 @@ batch. Samples are data, through which no gradient passes.
 
 import numpy as np
 
+from encdec_adapt.cluster import watchdog
 from encdec_adapt.data.records import row_order
 from encdec_adapt.models import base_model
 from encdec_adapt.objectives import framing
 from encdec_adapt.sharding import placement as placement_lib
+from encdec_adapt.training import job_telemetry
+from encdec_adapt.training.jobs import job as job_lib
 from encdec_adapt.training.jobs import record_batches
 
 
 class OnPolicyBatches(record_batches.SampledBatches):
   """Batches in which completions replace targets."""
 
-  def __init__(self, *arguments, **options):
+  def __init__(
+    self,
+    job: job_lib.Job,
+    telemetry: job_telemetry.JobTelemetry,
+    watch: watchdog.Watchdog,
+  ):
     """Prepares the sampler; see `record_batches.SampledBatches`."""
-    super().__init__(*arguments, **options)
-    placement = options['placement']
-    shards = placement_lib.row_shards(placement.mesh, placement.rules)
+    super().__init__(job, telemetry, watch)
+    mesh, rules = job.placement.mesh, job.placement.rules
+    shards = placement_lib.row_shards(mesh, rules)
     self._count = self._recipe.sampling.rows(self._batch_size)
     # Prompts have to divide over the mesh, too.
     self._filler = [None] * (-self._count % shards.total)

@@ -1,8 +1,5 @@
 """Opens the rows and batches of a job, by what its recipe declares."""
 
-from collections.abc import Callable
-import os
-
 from encdec_adapt import config as config_lib
 from encdec_adapt.cluster import distributed, watchdog
 from encdec_adapt.data.records import loader as loader_lib
@@ -10,8 +7,8 @@ from encdec_adapt.data.records import row_rates, stored_teacher
 from encdec_adapt.telemetry import compute_cost
 from encdec_adapt.training import job_telemetry, setup
 from encdec_adapt.training import state as state_lib
+from encdec_adapt.training.jobs import job as job_lib
 from encdec_adapt.training.jobs import (
-  completion_rewards,
   on_policy,
   policy_batches,
   record_batches,
@@ -65,45 +62,19 @@ def open_loader(
 
 
 def open_batches(
-  settings: config_lib.Settings,
-  placement: state_lib.Placement,
-  data: setup.Data,
-  rewards: completion_rewards.Rewards | None,
-  loader: loader_lib.Loader,
+  job: job_lib.Job,
   telemetry: job_telemetry.JobTelemetry,
   watch: watchdog.Watchdog,
-  workdir: str | os.PathLike[str],
-  log: Callable[[str], None],
-  *,
-  teacher: bool,
 ) -> record_batches.RecordBatches:
   """Opens the batches of a job.
 
   Args:
-    settings: the validated configuration.
-    placement: the model in training, and its mesh.
-    data: vocabularies and records.
-    rewards: the opened rewards; None where the recipe reads none.
-    loader: the rows of this process.
+    job: the job.
     telemetry: telemetry of the job.
     watch: watchdog of the job.
-    workdir: work directory of the job.
-    log: prints a line on process 0.
-    teacher: whether batches have the teacher's fields.
   """
-  recipe = settings.recipe
-  arguments = recipe, data, loader, telemetry, log
-  if not recipe.sampling:
-    return record_batches.RecordBatches(*arguments)
-  options = {
-    'placement': placement,
-    'train': settings.train,
-    'seed': settings.seed,
-    'teacher': teacher,
-    'watch': watch,
-  }
-  if rewards is None:
-    return on_policy.OnPolicyBatches(*arguments, **options)
-  return policy_batches.PolicyBatches(
-    *arguments, workdir=workdir, rewards=rewards, **options
-  )
+  if not job.recipe.sampling:
+    return record_batches.RecordBatches(job, telemetry)
+  if job.frozen.rewards is None:
+    return on_policy.OnPolicyBatches(job, telemetry, watch)
+  return policy_batches.PolicyBatches(job, telemetry, watch)

@@ -12,19 +12,18 @@ computed with the update.
 from collections.abc import Callable, Sequence
 import contextlib
 import functools
-import os
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from encdec_adapt.cluster import distributed
+from encdec_adapt.cluster import distributed, watchdog
 from encdec_adapt.data.records import row_order
 from encdec_adapt.files import append_log, paths
 from encdec_adapt.models import base_model
 from encdec_adapt.objectives import framing
-from encdec_adapt.training import rollouts
+from encdec_adapt.training import job_telemetry, rollouts
 from encdec_adapt.training.jobs import completion_rewards, record_batches
-from encdec_adapt.training.sections import train_section
+from encdec_adapt.training.jobs import job as job_lib
 
 FILE = 'rollouts.jsonl'
 _SHOWN = 2  # Prompts of a batch whose completions are written.
@@ -80,23 +79,20 @@ class PolicyBatches(record_batches.SampledBatches):
 
   def __init__(
     self,
-    *arguments,
-    workdir: str | os.PathLike[str],
-    rewards: completion_rewards.Rewards,
-    train: train_section.TrainConfig,
-    **options: Any,
+    job: job_lib.Job,
+    telemetry: job_telemetry.JobTelemetry,
+    watch: watchdog.Watchdog,
   ):
     """Opens `rollouts.jsonl`, without completions of steps that are repeated.
 
     Args:
-      *arguments: those of `record_batches.RecordBatches`.
-      workdir: work directory of the job.
-      rewards: the opened rewards.
-      train: section `train` of the configuration.
-      **options: those of `record_batches.SampledBatches`.
+      job: the job.
+      telemetry: counts the time.
+      watch: watchdog of the job.
     """
-    super().__init__(*arguments, train=train, **options)
-    self._rewards, self._cut = rewards, train.rollouts
+    super().__init__(job, telemetry, watch)
+    train = job.settings.train
+    self._rewards, self._cut = job.frozen.rewards, train.rollouts
     self._log_every, self._file = train.log_every, None
     if distributed.is_lead():
       evaluated = self._telemetry.evaluated
@@ -104,7 +100,7 @@ class PolicyBatches(record_batches.SampledBatches):
         'train': self._telemetry.start,
         'eval': -1 if evaluated is None else evaluated,
       }
-      self._file = append_log.Log(paths.at(workdir) / FILE)
+      self._file = append_log.Log(paths.at(job.workdir) / FILE)
       self._file.keep(
         line
         for line, _ in self._file.lines

@@ -9,38 +9,25 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from encdec_adapt.cluster import watchdog
-from encdec_adapt.data.records import loader as loader_lib
 from encdec_adapt.data.records import record_sets, row_order
 from encdec_adapt.models import base_model
 from encdec_adapt.objectives import framing
 from encdec_adapt.training import job_telemetry, rollouts, setup
-from encdec_adapt.training import state as state_lib
-from encdec_adapt.training.recipes import recipe as recipe_lib
-from encdec_adapt.training.sections import train_section
+from encdec_adapt.training.jobs import job as job_lib
 
 
 class RecordBatches:
   """Batches of the records, as a recipe changes them."""
 
-  def __init__(
-    self,
-    recipe: recipe_lib.Recipe,
-    data: setup.Data,
-    loader: loader_lib.Loader,
-    telemetry: job_telemetry.JobTelemetry,
-    log: Callable[[str], None],
-  ):
+  def __init__(self, job: job_lib.Job, telemetry: job_telemetry.JobTelemetry):
     """Prepares the batches.
 
     Args:
-      recipe: the kind of training.
-      data: vocabularies and records.
-      loader: the rows of this process.
+      job: the job.
       telemetry: counts the time.
-      log: prints a line on process 0; shows the first example.
     """
-    self._recipe, self._data, self._loader = recipe, data, loader
-    self._telemetry, self._log, self._shown = telemetry, log, False
+    self._recipe, self._data, self._loader = job.recipe, job.data, job.loader
+    self._telemetry, self._log, self._shown = telemetry, job.log, False
 
   def next(
     self, step: int, params: base_model.Params
@@ -91,33 +78,27 @@ class SampledBatches(RecordBatches):
 
   def __init__(
     self,
-    *arguments,
-    placement: state_lib.Placement,
-    train: train_section.TrainConfig,
-    seed: int,
-    teacher: bool,
+    job: job_lib.Job,
+    telemetry: job_telemetry.JobTelemetry,
     watch: watchdog.Watchdog,
   ):
     """Prepares the sampler.
 
     Args:
-      *arguments: those of `RecordBatches`.
-      placement: the model in training, and its mesh.
-      train: section `train` of the configuration.
-      seed: seed of the job.
-      teacher: whether to make the teacher's fields.
+      job: the job.
+      telemetry: counts the time.
       watch: watchdog of the job.
     """
-    super().__init__(*arguments)
-    self._watch, self._teacher = watch, teacher
-    self._batch_size = train.batch_size
-    self._local = setup.local_rows(train.batch_size, placement)
+    super().__init__(job, telemetry)
+    self._watch, self._teacher = watch, job.reads_teacher_row
+    self._batch_size = job.settings.train.batch_size
+    self._local = setup.local_rows(self._batch_size, job.placement)
     self._sampler = rollouts.Sampler(
-      placement,
+      job.placement,
       self._data.train,
       self._data.vocabularies.decoder,
       self._recipe.sampling,
-      seed,
+      job.settings.seed,
     )
 
   def _read_numbers(self) -> tuple[np.ndarray, list[int]]:

@@ -6,15 +6,13 @@ both, so that a job handles states and batches only.
 
 from collections.abc import Callable, Mapping
 import dataclasses
-from typing import Any
 
 from encdec_adapt.models import base_model, execution
 from encdec_adapt.training import phases as phases_lib
 from encdec_adapt.training import remat_choice, schedules, setup, workload
 from encdec_adapt.training import state as state_lib
 from encdec_adapt.training import step as step_lib
-from encdec_adapt.training.recipes import recipe as recipe_lib
-from encdec_adapt.training.sections import train_section
+from encdec_adapt.training.jobs import job as job_lib
 
 Step = Callable[
   [state_lib.TrainState, step_lib.Batch],
@@ -53,45 +51,36 @@ class Trained:
     return lambda state, batch: compiled(state, batch, self.frozen, self.base)
 
   def with_remat(
-    self,
-    recipe: recipe_lib.Recipe,
-    train: train_section.TrainConfig,
-    state: state_lib.TrainState,
-    beside: Any,
-    *,
-    teacher: bool,
-    log: Callable[[str], None],
+    self, job: job_lib.Job, state: state_lib.TrainState
   ) -> tuple['Trained', str]:
     """Chooses `compute.remat` by the memory of the devices.
 
     Args:
-      recipe: the kind of training.
-      train: section `train` of the configuration.
+      job: the job.
       state: the state, which is in memory.
-      beside: shapes of parameters that are still to be read.
-      teacher: whether batches have the teacher's fields.
-      log: prints a line on process 0.
 
     Returns:
       The model in training with the policy, and the choice as text.
     """
-    phases = self.phases
+    phases, recipe, train = self.phases, job.recipe, job.settings.train
     # The last phase, which trains the most parameters.
     abstract, others = phases.abstract(), (self.frozen, self.base)
     batch = setup.abstract_batch(
-      phases.placement, recipe.rows, train.batch_size, teacher=teacher
+      phases.placement,
+      recipe.rows,
+      train.batch_size,
+      teacher=job.reads_teacher_row,
     )
     arguments = abstract, batch, *others
-    shapes = [x.config for x in phases.models.values()]
     choice = remat_choice.for_job(
       lambda policy: (
         phases.with_remat(policy).make_step(self.schedule).lower(*arguments)
       ),
-      workload.of_step(phases.placement, recipe, train, shapes),
+      workload.of_step(phases.placement, recipe, train, job.frozen.shapes),
       arguments,
       (state, *others),
-      beside,
-      log,
+      job.frozen.unread,
+      job.log,
     )
     phases = phases.with_remat(choice.policy, choice.program)
     # The choice also holds the other compiled step, whose memory is needed.

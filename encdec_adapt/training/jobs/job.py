@@ -1,0 +1,69 @@
+"""A job whose inputs are open: what batches, evaluators and steps share."""
+
+from collections.abc import Callable
+import dataclasses
+
+from encdec_adapt import config as config_lib
+from encdec_adapt.data.records import loader as loader_lib
+from encdec_adapt.training import phases as phases_lib
+from encdec_adapt.training import setup
+from encdec_adapt.training import state as state_lib
+from encdec_adapt.training.jobs import frozen_models, resolved
+from encdec_adapt.training.recipes import recipe as recipe_lib
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+  """A training job; no parameter is read yet.
+
+  Attributes:
+    workdir: work directory of the job.
+    settings: the validated configuration.
+    resolved: values of the job beside it.
+    phases: groups of parameters that train, and their placement.
+    frozen: the frozen models, and rewards.
+    data: vocabularies and records.
+    loader: training rows of this process.
+    log: prints a line on process 0.
+  """
+
+  workdir: str
+  settings: config_lib.Settings
+  resolved: resolved.Resolved
+  phases: phases_lib.Phases
+  frozen: frozen_models.FrozenModels
+  data: setup.Data
+  loader: loader_lib.Loader
+  log: Callable[[str], None]
+
+  @property
+  def recipe(self) -> recipe_lib.Recipe:
+    """The kind of training."""
+    return self.settings.recipe
+
+  @property
+  def placement(self) -> state_lib.Placement:
+    """The trained model and its mesh."""
+    return self.phases.placement
+
+  @property
+  def reads_teacher_row(self) -> bool:
+    """Whether batches have the teacher's fields."""
+    return reads_teacher_row(self.settings, self.frozen)
+
+  def flops(self) -> float:
+    """Returns the model FLOPs of a step, and of what is sampled for it."""
+    return setup.job_flops(
+      self.recipe,
+      self.settings.train.batch_size,
+      self.frozen.shapes,
+      frozen=self.placement.adapters is not None,
+    )
+
+
+def reads_teacher_row(
+  settings: config_lib.Settings, frozen: frozen_models.FrozenModels
+) -> bool:
+  """Returns whether batches have the teacher's fields, which a model reads."""
+  shapes = (settings.model, *frozen.shapes)
+  return setup.reads_teacher_row(settings.data.train.lengths, *shapes)
