@@ -134,10 +134,14 @@ def page(config: Mapping[str, Any] | None = None, *, full: bool = True) -> str:
   values = defaults().to_dict() if config is None else config
   model = values['model']
   if not full:
-    read = recipes.class_of(losses.class_of(values['loss'])).sections
-    unread = {'rollouts', 'rewards'} - {*read}
-    train = {k: v for k, v in values['train'].items() if k not in unread}
+    recipe = recipes.class_of(losses.class_of(values['loss']))
+    is_read = {
+      'rollouts': recipe.reads_prompts(losses.options(values['loss'])),
+      'rewards': recipe.reads_rewards,
+    }
+    train = {k: v for k, v in values['train'].items() if is_read.get(k, True)}
     values = {**values, 'train': train}
+    model = {**model, 'head': model_section.head_in_force(model['head'])}
   blocks = [
     keys.page(_Root, values, 'config.'),
     keys.page(model_section.ModelSection, model, 'config.model.', full=full),
@@ -191,6 +195,14 @@ def load(
     UserError: names the key, its value and the allowed values.
   """
   saved, standard = config.to_dict(), defaults().to_dict()
+  # Options of other losses are off, whatever version has saved the section.
+  section = saved.get('loss', {})
+  off = {
+    name: options
+    for name, options in standard['loss'].items()
+    if isinstance(options, dict) and name != section.get('kind')
+  }
+  saved['loss'] = off | section
   # A configuration of this version is complete, as it starts from `defaults`.
   values, added = keys.complete(saved, standard)
   if added and distributed.is_lead():
@@ -210,10 +222,8 @@ def load(
     for name, parts in _SECTIONS.items()
     if name != 'data' and len(parts) == 1
   }
-  loss, options = (
-    losses.class_of(values['loss']),
-    losses.options(values['loss']),
-  )
+  loss = losses.class_of(values['loss'])
+  options = losses.options(values['loss'])
   recipe_class = recipes.class_of(loss)
   data = keys.make(
     data_section.DataConfig,
@@ -568,16 +578,16 @@ def _check_sources(settings: Settings, sources: bool) -> None:
   if teacher and not (stored if settings.teacher.stored else recipe.frozen):
     raise errors.UserError(
       f'config.teacher.checkpoint is {teacher!r} but the loss is {loss.name},'
-      ' which reads no such model; empty it, or choose a loss that does, such'
-      " as config.loss.kind='distill' (the only one that reads stored"
-      " probabilities) or 'dpo'."
+      ' which reads no such model; empty it, or choose a loss that does: of'
+      " stored probabilities config.loss.kind='distill' alone, of models also"
+      " 'dpo' and others."
     )
-  for declared in recipe.frozen.values() if sources else ():
-    if not declared.path:
+  for frozen in recipe.frozen.values() if sources else ():
+    if not frozen.path:
       raise errors.UserError(
         f'the loss is {loss.name} but config.teacher.checkpoint is empty'
         f' (config.init.mode is {init.mode!r}); give the work directory or'
         ' Hugging Face folder of a model of kind'
-        f' {architectures.names(declared.accepts)}, or choose a loss that reads'
+        f' {architectures.names(frozen.accepts)}, or choose a loss that reads'
         ' no other model (config.loss.kind).'
       )

@@ -233,7 +233,9 @@ def _parse_rewards(text: str) -> rewards_section.RewardsConfig:
         'must be model:CHECKPOINT or python:FILE#FUNCTION: a prompt has no'
         ' answer or tests to compare with'
       )
-    fields[f'{names[kind.text]}s'] += (value.text,)
+    # Quotes may be around the file of a function alone.
+    text = '#'.join(x.text for x in value.divide('#'))
+    fields[f'{names[kind.text]}s'] += (text,)
     fields[f'{names[kind.text]}_weights'] += (weight or 1.0,)
   return rewards_section.RewardsConfig(**fields)
 

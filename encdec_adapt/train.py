@@ -91,6 +91,8 @@ def run(
   """Validates the configuration, locks the work directory, and trains."""
   config = config_lib.pinned(config, workdir)
   config = inherited_framing.inherit(config, workdir)
+  # Saved with its head, so that a model is opened without its loss.
+  config = config_lib.with_head(config)
   settings, made_by = config_lib.load(config, workdir), made_by or {}
   with contextlib.ExitStack() as stack:
     if distributed.is_lead():
@@ -221,7 +223,7 @@ def train(
     'sources': costs,
     'references': digests | stored,
     'remat': chosen,
-    **source.describe_base(),
+    **source.described_base,
   }
   if distributed.is_lead():
     run_artifacts.write_config(workdir, config, meta['environment'], made_by)

@@ -127,7 +127,8 @@ def _head_of_job(config: Section) -> Section:
   if loss == 'reward':
     return {'kind': 'reward'}
   if loss.startswith('infonce:'):
-    options = dict(x.split('=') for x in loss.partition(':')[2].split(','))
+    pairs = filter(None, loss.partition(':')[2].split(','))
+    options = dict(x.split('=') for x in pairs)
     if options.get('learn_temperature') == '1':
       return {'temperature': float(options.get('temperature', 0.05))}
   return {}
@@ -179,9 +180,10 @@ def _loss(section: Section) -> Section:
   """Returns section `loss`: kind='dpo:beta=0.2 + cross_entropy@0.3' before."""
   if 'distillation' not in section:
     return section
-  text, *shares = section.pop('kind').split(' + ')
-  share, temperature = section.pop('distillation'), section.pop('temperature')
-  kind, _, pairs = text.partition(':')
+  text, *shares = section.pop('kind', '').split(' + ')
+  share = section.pop('distillation')
+  temperature = section.pop('temperature', 1.0)
+  kind, _, pairs = text.strip().partition(':')
   options: Section = {}
   for pair in filter(None, pairs.split(',')):
     key, _, value = pair.partition('=')
@@ -235,7 +237,9 @@ def _rewards(text: str) -> Section:
   for part, weight in parts if text else ():
     kind, value = part.partition(':')
     weights = names[kind.text] if value else section
-    weights[value.text or part.text] = weight or 1.0
+    # Quotes may be around the file of a function alone.
+    entry = '#'.join(x.text for x in value.divide('#')) if value else part.text
+    weights[entry] = weight or 1.0
   for key, weights in zip(('model', 'function'), names.values(), strict=True):
     section[f'{key}s'] = tuple(weights)
     section[f'{key}_weights'] = tuple(weights.values())

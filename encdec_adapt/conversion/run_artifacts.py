@@ -59,8 +59,6 @@ def write_config(
   made_by: Mapping[str, str],
 ) -> None:
   """Writes configuration, environment and command of the last start."""
-  # So that the model is opened without its loss and its objective.
-  config = config_lib.with_head(config)
   config_lib.save(config, str(workdir), made_by)
   atomic.write_json(paths.join(workdir, ENVIRONMENT), environment)
 

@@ -1,4 +1,4 @@
-"""Heads: what the states of a stack are read for.
+"""Heads: the outputs that a model computes from the states of its stack.
 
 | head        | `config.model.head.kind` | parameters               | reads   |
 |-------------|--------------------------|--------------------------|---------|
@@ -7,7 +7,8 @@
 | `Reward`    | reward                   | `head/table`             | pairs   |
 | `Embedding` | embedding                | `embedding/..`           | texts   |
 
-A head is a field of the decoder's stack and answers all questions about itself.
+A head is a field of the decoder's stack, and knows its parameters, outputs and
+architecture.
 The encoder of a pair has the base, `Head`: no parameters and no outputs. A
 model of a single stack that reads whole texts reads them as an encoder,
 whatever the attention of its stack.

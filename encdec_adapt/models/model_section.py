@@ -97,6 +97,16 @@ class HeadSection:
     return heads.BY_KIND[self.kind](**options)
 
 
+def head_in_force(values: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns the keys of section `head` that its kind reads.
+
+  Args:
+    values: value of every key of the section.
+  """
+  names = 'kind', *_options(values['kind'])
+  return {name: values[name] for name in names}
+
+
 def _options(kind: str) -> list[str]:
   fields = dataclasses.fields(heads.BY_KIND[kind])
   return [field.name for field in fields if field.init]

@@ -1,7 +1,7 @@
 """Kinds of rows: their fields on disk and in a batch, declared once.
 
-A `RowFields` value is all that reading, framing, placing, planning and showing
-rows know of a kind of rows. `row_codec` stores `stored`, `row_display` shows
+Reading, framing, placement, plans and displays know a kind of rows by its
+`RowFields` alone. `row_codec` stores `stored`, `row_display` shows
 them, `frame` makes the fields of a batch, and `axes` are their logical axes.
 
 | rows          | declared in   | an example is                             |
@@ -92,7 +92,7 @@ class RowFields:
   ends_turns: bool = False
 
   def capacity(self, lengths: framing.Lengths) -> framing.Lengths:
-    """Returns the most that the `positions` of a row's examples may sum to."""
+    """Returns the largest sums of the `positions` of a row's examples."""
     if not self.texts:
       return lengths
     return dataclasses.replace(lengths, decoder=self.texts)

@@ -3,8 +3,6 @@
 This module compiles nothing and must not read weights or data.
 """
 
-import dataclasses
-
 from encdec_adapt import config as config_lib
 from encdec_adapt.adaptation import init_section
 from encdec_adapt.conversion import model_on_disk
@@ -41,12 +39,10 @@ def describe(settings: config_lib.Settings) -> str:
     for name, declared in settings.recipe.frozen.items()
     if (problem := _missing('teacher.checkpoint', declared.path))
   }
+  # Without a path a shape is assumed, where opening it would fail.
   frozen = {
-    # Without a path a shape is assumed, where opening it would fail.
-    name: dataclasses.replace(declared, path='')
-    if name in missing
-    else declared
-    for name, declared in settings.recipe.frozen.items()
+    name: model.without_path() if name in missing else model
+    for name, model in settings.recipe.frozen.items()
   }
   job = programs.Job.of('train', settings, mesh, frozen=frozen)
   setup.check_batches(job.train, job.lengths, job.mesh, job.rules)

@@ -221,10 +221,10 @@ class Job:
     # They read training rows, also while a job samples.
     read = self.data.vocabularies, self.recipe.rows.lengths
     return {
-      name: job_models.open_reference(declared, self.model, *read).model
-      if declared.path
-      else declared.assumed
-      for name, declared in self.frozen.items()
+      name: job_models.open_frozen_model(frozen_model, self.model, *read).model
+      if frozen_model.path
+      else frozen_model.assumed
+      for name, frozen_model in self.frozen.items()
     }
 
   @functools.cached_property
@@ -287,7 +287,7 @@ class Job:
   def placed_references(self) -> dict[str, state_lib.Placement]:
     """The frozen models on the mesh, by name."""
     return {
-      name: job_models.place_reference(
+      name: job_models.place_frozen_model(
         model, self.frozen_dtype, self.placed_model, self.compute
       )
       for name, model in self.references.items()

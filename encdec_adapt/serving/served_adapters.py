@@ -47,7 +47,8 @@ def open_runs(
     if not stored.adapters or stored.base.digest != base.digest:
       raise errors.UserError(
         f'--adapters has {run}, which is not a run of adapters over'
-        f' {base.path}; give runs with config.train.lora that have that base.'
+        f' {base.path}; give runs with config.train.lora.rank above 0 that have'
+        ' that base.'
       )
   return opened
 

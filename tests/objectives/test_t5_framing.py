@@ -200,7 +200,7 @@ def test_bad_vocabularies_are_refused():
     evaluation.check(stored)
   declared = recipe.FrozenModel('teacher', (), stored.model, reads_windows=True)
   with pytest.raises(errors.UserError, match='vocabulary byt5 are bytes'):
-    job_models.open_reference(
+    job_models.open_frozen_model(
       declared,
       stored.model,
       vocabulary_pair.Choice('byt5'),

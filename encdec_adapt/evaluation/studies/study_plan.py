@@ -245,15 +245,19 @@ def _steps(
   states: stage_states.States,
   trained: Sequence[stages.Stage],
 ) -> Mapping[str, Mapping[str, float]]:
-  shapes = {_shape(study, x): _without_paths(x.settings) for x in trained}
+  shapes = {_shape(study, x): x.settings for x in trained}
   function = plan if study.topology else measure
   where = study.topology or study.platform
   return plan_results.find(states, _STEPS, shapes, function, where)
 
 
-def _without_paths(settings: config_lib.Settings) -> config_lib.Settings:
-  teacher = dataclasses.replace(settings.teacher, checkpoint='')
-  return dataclasses.replace(settings, teacher=teacher)
+def _job(
+  settings: config_lib.Settings, mesh: jax.sharding.Mesh
+) -> programs.Job:
+  """Returns a training step whose frozen models are not made yet."""
+  frozen = settings.recipe.frozen.items()
+  assumed = {name: model.without_path() for name, model in frozen}
+  return programs.Job.of('train', settings, mesh, frozen=assumed)
 
 
 def measure(
@@ -298,7 +302,7 @@ def plan(
   def planned(settings):
     settings = settings.on(hardware.chip.kind)
     mesh = program_plans.make_mesh(settings, hardware)
-    job = programs.Job.of('train', settings, mesh)
+    job = _job(settings, mesh)
     _, estimate = program_plans.choose_and_plan(job, hardware)
     # No roofline if the program fits no memory.
     return estimate['roofline'] and {
@@ -314,7 +318,7 @@ def _time(
   settings: config_lib.Settings, mesh: jax.sharding.Mesh
 ) -> dict[str, Any]:
   """Compiles a training step and runs it on zeros."""
-  job = programs.Job.of('train', settings, mesh)
+  job = _job(settings, mesh)
   program = job.program()
   with jax.set_mesh(mesh):
     shapes = program.call(program.arguments)

@@ -103,7 +103,7 @@ class PreferenceEvaluation:
     models = {name: x.placement.model for name, x in references.items()}
     evaluator = perplexity.Evaluator(model.where, metrics, axes, models)
     shapes = [model.config, *(x.config for x in models.values())]
-    frozen, _ = job_models.read_references(references)
+    frozen, _ = job_models.read_frozen(references)
 
     def batches() -> Iterator[framing.Batch]:
       where = model.where
@@ -153,13 +153,13 @@ class PreferenceEvaluation:
 
 def _open_metrics(
   model: model_in_memory.LoadedModel, longest: framing.Lengths
-) -> tuple[comparison_metrics.Comparisons, dict[str, job_models.Reference]]:
+) -> tuple[comparison_metrics.Comparisons, dict[str, job_models.OpenedModel]]:
   """Returns the metrics of a model's run, and the frozen models they read."""
   stored = model.stored
   if stored.checkpoint:
     run = config_lib.load_run(str(stored.path))
     if isinstance(run.recipe.metrics, comparison_metrics.Comparisons):
-      return run.recipe.metrics, job_models.open_references(
+      return run.recipe.metrics, job_models.open_frozen(
         run.recipe.frozen,
         run.teacher.dtype,
         model.where,

@@ -208,7 +208,7 @@ class RewardModel:
     lengths: most tokens of a prompt, and of a completion.
   """
 
-  reference: job_models.Reference
+  reference: job_models.OpenedModel
   rows: int
   lengths: framing.Lengths
 

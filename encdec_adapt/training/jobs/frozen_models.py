@@ -27,7 +27,7 @@ class FrozenModels:
     rewards: rewards of completions; None where the recipe reads none.
   """
 
-  references: Mapping[str, job_models.Reference]
+  references: Mapping[str, job_models.OpenedModel]
   rewards: completion_rewards.Rewards | None
 
   @property
@@ -61,9 +61,7 @@ class FrozenModels:
         made of the same arrays.
       base_params: its parameters.
     """
-    params, digests = job_models.read_references(
-      self.references, base, base_params
-    )
+    params, digests = job_models.read_frozen(self.references, base, base_params)
     for path, model in self.rewards.models.items() if self.rewards else ():
       name = f'{resume_checks.REWARD_MODEL} {path}'
       digests[name] = model.reference.source.digest
@@ -85,7 +83,7 @@ def open_frozen(
   Raises:
     UserError: see `open_reference` and `completion_rewards.Rewards`.
   """
-  references = job_models.open_references(
+  references = job_models.open_frozen(
     settings.recipe.frozen,
     settings.teacher.dtype,
     placement,

@@ -87,7 +87,7 @@ class Sources:
     return model_config.source_stack(target, self.models[0].model)
 
   def costs(
-    self, references: Iterable['Reference'], log: Callable[[str], None]
+    self, references: Iterable['OpenedModel'], log: Callable[[str], None]
   ) -> dict[str, Any]:
     """Returns the costs of the sources and of reference models.
 
@@ -249,7 +249,7 @@ def open_sources(
 
 
 @dataclasses.dataclass(frozen=True)
-class Reference:
+class OpenedModel:
   """A frozen model that a loss reads.
 
   Attributes:
@@ -285,8 +285,8 @@ class Reference:
     return hashlib.sha256(json.dumps(text, sort_keys=True).encode()).hexdigest()
 
 
-def read_references(
-  references: Mapping[str, Reference],
+def read_frozen(
+  references: Mapping[str, OpenedModel],
   frozen: frozen_base.FrozenBase | None = None,
   base: base_model.Params | None = None,
 ) -> tuple[dict[str, base_model.Params], dict[str, str]]:
@@ -299,7 +299,7 @@ def read_references(
     base: parameters of that base, as `FrozenBase.read` returns them.
   """
 
-  def read(reference: Reference) -> base_model.Params:
+  def read(reference: OpenedModel) -> base_model.Params:
     shares = frozen and shares_base(reference.placement, frozen.placement)
     if shares and frozen.shares(reference.source):
       start = frozen.start(reference.source)
@@ -327,14 +327,14 @@ def shares_base(
   return same and jnp.dtype(reference.dtype) == dtype
 
 
-def open_references(
+def open_frozen(
   frozen: Mapping[str, recipe.FrozenModel],
   dtype: str,
   placement: state_lib.Placement,
   compute: execution.ComputeConfig,
   choice: vocabulary_pair.Choice,
   lengths: framing.Lengths,
-) -> dict[str, Reference]:
+) -> dict[str, OpenedModel]:
   """Opens the frozen models of a recipe by their names; most have none.
 
   Args:
@@ -346,20 +346,22 @@ def open_references(
     lengths: tokens of a row.
 
   Raises:
-    UserError: see `open_reference`.
+    UserError: see `open_frozen_model`.
   """
   sources = {
-    name: open_reference(declared, placement.model.config, choice, lengths)
-    for name, declared in frozen.items()
+    name: open_frozen_model(
+      frozen_model, placement.model.config, choice, lengths
+    )
+    for name, frozen_model in frozen.items()
   }
   return {
-    name: Reference(x, place_reference(x.model, dtype, placement, compute))
+    name: OpenedModel(x, place_frozen_model(x.model, dtype, placement, compute))
     for name, x in sources.items()
   }
 
 
-def open_reference(
-  declared: recipe.FrozenModel,
+def open_frozen_model(
+  frozen_model: recipe.FrozenModel,
   model: model_config.ModelConfig,
   choice: vocabulary_pair.Choice,
   lengths: framing.Lengths,
@@ -367,7 +369,7 @@ def open_reference(
   """Opens a frozen model.
 
   Args:
-    declared: the model that the recipe declares.
+    frozen_model: the model that the recipe declares.
     model: shape of the trained model.
     choice: the vocabularies of the job.
     lengths: tokens of a row.
@@ -377,7 +379,7 @@ def open_reference(
       vocabulary or fewer positions than rows have; or sentinels of a text that
       a teacher reads without them are bytes of it.
   """
-  if declared.reads_windows and vocabulary_pair.exists(choice.decoder):
+  if frozen_model.reads_windows and vocabulary_pair.exists(choice.decoder):
     vocabulary = choice.open().decoder
     if {*vocabulary.sentinels} & {*vocabulary.text_ids.tolist()}:
       raise errors.UserError(
@@ -385,13 +387,13 @@ def open_reference(
         f' those of the vocabulary {choice.decoder} are bytes that text has,'
         ' too; distil prefix_lm or pairs (config.data.objective).'
       )
-  source = _open(declared.path, model)
+  source = _open(frozen_model.path, model)
   kind = source.model.architecture
-  if kind not in declared.accepts:
+  if kind not in frozen_model.accepts:
     raise errors.UserError(
-      f'config.teacher.checkpoint is {declared.path!r}, a model of kind'
+      f'config.teacher.checkpoint is {frozen_model.path!r}, a model of kind'
       f' {kind.name} with {source.model.decoder.outputs:,} outputs; the loss'
-      f' reads models of kind {architecture.names(declared.accepts)}.'
+      f' reads models of kind {architecture.names(frozen_model.accepts)}.'
     )
   _check_reads(source, model, choice, lengths, 'teacher')
   return source
@@ -403,10 +405,10 @@ def open_reward_model(
   compute: execution.ComputeConfig,
   choice: vocabulary_pair.Choice,
   lengths: framing.Lengths,
-) -> Reference:
+) -> OpenedModel:
   """Opens a reward model that scores the trained model's completions.
 
-  Its parameters (`Reference.read`) are for `inference.rewards.score`.
+  Its parameters (`OpenedModel.read`) are for `inference.rewards.score`.
 
   Args:
     path: a run or a folder.
@@ -427,7 +429,7 @@ def open_reward_model(
   read = framing.Lengths(lengths.encoder, decoder)
   _check_reads(source, model, choice, read, 'reward model')
   placed = place_reward_model(source.model, placement, compute)
-  return Reference(source, placed)
+  return OpenedModel(source, placed)
 
 
 def place_reward_model(
@@ -436,7 +438,7 @@ def place_reward_model(
   compute: execution.ComputeConfig,
 ) -> state_lib.Placement:
   """Places a reward model on the mesh of the job."""
-  return place_reference(model, '', placement, scoring_compute(compute))
+  return place_frozen_model(model, '', placement, scoring_compute(compute))
 
 
 def scoring_compute(
@@ -484,7 +486,7 @@ def _check_positions(source, kind, lengths, title) -> None:
       )
 
 
-def place_reference(
+def place_frozen_model(
   model: model_config.ModelConfig,
   dtype: str,
   placement: state_lib.Placement,

@@ -1,6 +1,7 @@
 """Where a job starts: from its sources, or from a checkpoint of its own."""
 
 from collections.abc import Callable, Iterable, Mapping
+import functools
 from typing import Any
 
 from encdec_adapt import config as config_lib
@@ -16,7 +17,7 @@ from encdec_adapt.training.jobs import job_models
 
 
 class Origin:
-  """Base of both; opened, but no weight is read yet.
+  """Base of both starts: opened, with no weight read yet.
 
   Attributes:
     cost: totals of the job up to the start.
@@ -30,15 +31,17 @@ class Origin:
     """Reads the frozen base; {} without adapters."""
     if not self.base:
       return {}
-    described, adapters = self.base.describe(), self.base.placement.adapters
-    distributed.require_same('base', {'init.encoder': described['digest']})
+    description = self.described_base['base']
+    distributed.require_same('base', {'init.encoder': description['digest']})
     params = self.base.read()
     if distributed.is_lead():
-      print(f'{adapters.description}; the base {described["name"]}')
+      adapters = self.base.placement.adapters
+      print(f'{adapters.description}; the base {description["name"]}')
     return params
 
-  def describe_base(self) -> dict[str, Any]:
-    """Returns what is saved about the base, if there is one."""
+  @functools.cached_property
+  def described_base(self) -> dict[str, Any]:
+    """Description of the base for `meta`; {} without adapters."""
     return {'base': self.base.describe()} if self.base else {}
 
 
@@ -87,7 +90,7 @@ class FromSources(Origin):
     self,
     workdir: str,
     opened: vocabulary_pair.Opened,
-    references: Iterable[job_models.Reference],
+    references: Iterable[job_models.OpenedModel],
     fingerprint: Mapping[str, Any],
   ) -> tuple[state_lib.TrainState, dict[str, Any]]:
     """Makes the state before the first step, and writes the first artifacts.
@@ -172,7 +175,7 @@ class FromCheckpoint(Origin):
     self,
     workdir: str,
     opened: vocabulary_pair.Opened,
-    references: Iterable[job_models.Reference],
+    references: Iterable[job_models.OpenedModel],
     fingerprint: Mapping[str, Any],
   ) -> tuple[state_lib.TrainState, dict[str, Any]]:
     """Restores the state; see `FromSources.begin`."""

@@ -1,4 +1,4 @@
-"""What follows from devices and records, and no configuration states."""
+"""Values that follow from devices and records, not from the configuration."""
 
 from collections.abc import Mapping
 import dataclasses
@@ -10,7 +10,7 @@ from encdec_adapt.training import schedules
 
 @dataclasses.dataclass(frozen=True)
 class Resolved:
-  """Values of a job beside its settings; made once, by `train` and by `plan`.
+  """Values of a job beside its settings; `train` makes them once.
 
   Attributes:
     compute: section `compute` for the devices; of 'auto' only `remat` may be
@@ -39,7 +39,7 @@ class Resolved:
     Args:
       settings: the validated configuration.
       compute: its section `compute`, for the devices.
-      steps: steps of the job; 0 while its records decide them and are not here.
+      steps: steps of the job.
 
     Raises:
       UserError: the job is shorter than a warm-up.

@@ -124,7 +124,7 @@ def _open(
   model_on_disk.StoredModel, record_sets.RecordSet, special_ids.SideIds
 ]:
   data = settings.data
-  source = job_models.open_reference(
+  source = job_models.open_frozen_model(
     recipe.frozen[loss_lib.TEACHER],
     settings.model,
     data.vocabularies,

@@ -22,6 +22,7 @@ Losses import `models`, `objectives` and `ops`, and no step, phase or optimizer.
 
 from collections.abc import Mapping
 import sys
+import textwrap
 from typing import Any
 
 from encdec_adapt.base import discovery, errors, keys
@@ -53,7 +54,8 @@ def defaults() -> dict[str, Any]:
 
 def page(values: Mapping[str, Any], *, full: bool = True) -> list[str]:
   """Lists the keys of `config.loss`; see `keys.page`."""
-  lines = [f'# The loss: {", ".join(BY_NAME)}.']
+  lines = textwrap.wrap(f'The loss: {", ".join(BY_NAME)}.', 76)
+  lines = [f'# {line}' for line in lines]
   lines += [f'{loss.KIND} = {values["kind"]!r}']
   shared = {k: v for k, v in values.items() if not isinstance(v, Mapping)}
   for section in BY_NAME.values():
@@ -83,11 +85,8 @@ def class_of(values: Mapping[str, Any]) -> type[loss.Loss]:
       f'{loss.KIND} is {kind!r}; it must be one of'
       f' {", ".join(BY_NAME)}{errors.nearest(kind, BY_NAME)}.'
     )
-  chosen, reason, standard = (
-    BY_NAME[kind],
-    f'{loss.KIND} is {kind!r}',
-    defaults(),
-  )
+  chosen, standard = BY_NAME[kind], defaults()
+  reason = f'{loss.KIND} is {kind!r}'
   read = {*keys.shared(chosen)}
   for name, section in BY_NAME.items():
     if name != kind and name in values:

@@ -157,11 +157,11 @@ class InfoNce(loss.Loss):
         total += self.spread_out * squares / (count - 1)
     if self.scores:
       total += self.scores * self._divergence(outputs, batch)
-    given = [(self.vectors, embedding_head.normalised(batch['vectors']))]
+    weighted = [(self.vectors, embedding_head.normalised(batch['vectors']))]
     if self.teacher:
       teacher = frozen[loss.TEACHER](batch)
-      given.append((self.teacher, teacher.hidden))
-    for weight, targets in given:
+      weighted.append((self.teacher, teacher.hidden))
+    for weight, targets in weighted:
       if weight and targets.shape != vectors.shape:
         raise errors.UserError(
           f'the vectors of config.teacher.checkpoint have {targets.shape[-1]}'

@@ -44,6 +44,6 @@ class Reward(comparison.Comparison):
     rewards = layers.rewards(outputs.table, outputs.hidden[:, 0])
     rewards = rewards.reshape(-1, 2)
     # The rejected answer's margin is 0.
-    needed = rewards - batch['margins']
-    losses = -jax.nn.log_sigmoid(needed[:, 0] - needed[:, 1])
+    scores = rewards - batch['margins']
+    losses = -jax.nn.log_sigmoid(scores[:, 0] - scores[:, 1])
     return rewards, {'loss': losses}

@@ -16,8 +16,8 @@ class HeldOut:
 
   Attributes:
     names: names of the metrics, in the order of `ratios`.
-    curves: metrics in the records of a run, `loss` among them; those that are
-      no `names` come from completions (`training.policy_batches`).
+    curves: metrics that a run records, `loss` among them; those not in `names`
+      are computed from completions (`training.jobs.policy_batches`).
     selects: the metric that `keep_best` and `patience` follow.
     highest: whether its highest value is the best; else the lowest.
     unit: its unit in printed lines.

@@ -76,7 +76,7 @@ class Completions(TargetTokens):
   """Metrics of policies: those of the given targets, and greedy rewards.
 
   `reward`, the mean of greedy completions, and `sampled_reward` come from
-  `training.policy_batches`.
+  `training.jobs.policy_batches`.
   """
 
   curves: ClassVar[tuple[str, ...]] = (

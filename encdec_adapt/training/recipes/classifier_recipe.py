@@ -13,12 +13,12 @@ class Classification(recipe.Recipe):
 
   @classmethod
   def of(cls, sections: recipe.Sections) -> 'Classification':
-    """Makes the recipe; the data decides on the head's labels."""
+    """Makes the recipe; the labels of the data are those of the head."""
     objective, model = sections.objectives[0], sections.model
     # A model of another kind is left as it is: `config.check_kind` refuses it.
     if model.architecture.name in heads.Labels.models:
       labels = len(objective.options['labels'])
       model = model_config.with_head(model, heads.Labels(labels))
-    made = sections.make_loss()
-    metrics = token_metrics.TargetTokens(made.chunk)
-    return cls(made, metrics, model, recipe.rows_of(sections))
+    loss = sections.make_loss()
+    metrics = token_metrics.TargetTokens(loss.chunk)
+    return cls(loss, metrics, model, recipe.rows_of(sections))

@@ -11,7 +11,7 @@ from encdec_adapt.models import model_config
 from encdec_adapt.objectives import framing
 from encdec_adapt.tokenizers import special_ids
 from encdec_adapt.training.losses import distillation as distillation_loss
-from encdec_adapt.training.losses import loss
+from encdec_adapt.training.losses import loss as loss_lib
 from encdec_adapt.training.metrics import token_metrics
 from encdec_adapt.training.recipes import language_model_recipe, recipe
 from encdec_adapt.training.sections import rollout_options
@@ -36,8 +36,7 @@ class Rows(recipe.Rows):
 class Distillation(recipe.Recipe):
   """Trains a student on the distribution of a teacher."""
 
-  losses: ClassVar[type[loss.Loss]] = distillation_loss.Distillation
-  sections: ClassVar[tuple[str, ...]] = ('rollouts',)
+  losses: ClassVar[type[loss_lib.Loss]] = distillation_loss.Distillation
 
   @classmethod
   def reads_prompts(cls, options: Mapping[str, Any]) -> bool:
@@ -51,41 +50,43 @@ class Distillation(recipe.Recipe):
     hides_spans = any(
       x.maker.teacher_reads == 'text' for x in sections.objectives
     )
-    made = sections.make_loss(
+    loss = sections.make_loss(
       is_stored=bool(stored), reads_windows=hides_spans and not stored
     )
-    language_model_recipe.check_targets(sections, made)
-    _check_teacher(sections, made)
-    fields = dict(language_model_recipe.on_inputs(sections, made))
-    if made.reads_windows:
-      _check_windows(sections, made)
+    language_model_recipe.check_targets(sections, loss)
+    _check_teacher(sections, loss)
+    fields = dict(language_model_recipe.on_inputs(sections, loss))
+    if loss.reads_windows:
+      _check_windows(sections, loss)
       fields['frame'] = framing.with_windows
     lengths, sampling = sections.data.train.lengths, None
-    if made.on_policy:
-      sampling = _sampling(sections, made)
+    if loss.on_policy:
+      sampling = _sampling(sections, loss)
       longest = max(lengths.decoder, sampling.tokens)
       lengths = dataclasses.replace(lengths, decoder=longest)
-      logits = lengths.teacher if made.on_inputs else longest
+      logits = lengths.teacher if loss.on_inputs else longest
       fields |= {'lengths': lengths, 'logits': logits}
     axes = sections.objectives[0].rows.axes | framing.STORED_AXES
-    base = recipe.rows_of(sections, axes=axes, stored_teacher=stored, **fields)
-    frozen = {} if stored else {loss.TEACHER: _teacher(sections, made)}
+    rows = recipe.rows_of(
+      sections, Rows, axes=axes, stored_teacher=stored, **fields
+    )
+    frozen = {} if stored else {loss_lib.TEACHER: _teacher(sections, loss)}
     return cls(
-      made,
-      token_metrics.TargetTokens(made.chunk),
+      loss,
+      token_metrics.TargetTokens(loss.chunk),
       sections.model,
-      Rows(**{x.name: getattr(base, x.name) for x in dataclasses.fields(base)}),
+      rows,
       frozen,
       sampling,
     )
 
 
 def _teacher(
-  sections: recipe.Sections, made: distillation_loss.Distillation
+  sections: recipe.Sections, loss: distillation_loss.Distillation
 ) -> recipe.FrozenModel:
   accepts = architectures.GENERATING
   # The others read the inputs, or later text, before they predict.
-  if made.on_inputs or made.reads_windows:
+  if loss.on_inputs or loss.reads_windows:
     accepts = (architectures.CAUSAL_DECODER,)
   return recipe.FrozenModel(
     sections.teacher.checkpoint,
@@ -93,12 +94,12 @@ def _teacher(
     # The usual teacher of an adapted pair is the decoder that it began as.
     model_config.without_cross_attention(sections.model.decoder),
     is_start=sections.teacher.checkpoint == sections.init.encoder != '',
-    reads_windows=made.reads_windows,
+    reads_windows=loss.reads_windows,
   )
 
 
 def _check_teacher(
-  sections: recipe.Sections, made: distillation_loss.Distillation
+  sections: recipe.Sections, loss: distillation_loss.Distillation
 ) -> None:
   objectives = sections.objectives
   if not all(x.maker.teacher_reads and not x.masks_inputs for x in objectives):
@@ -109,39 +110,39 @@ def _check_teacher(
   # The options of the loss that a stored teacher serves are the defaults.
   standard = distillation_loss.Distillation()
   names = 'temperature', 'divergence', 'beta', 'on_policy', 'on_inputs'
-  changed = [x for x in names if getattr(made, x) != getattr(standard, x)]
-  if made.is_stored and changed:
+  changed = [x for x in names if getattr(loss, x) != getattr(standard, x)]
+  if loss.is_stored and changed:
     raise errors.UserError(
       f'config.teacher.checkpoint is {sections.teacher.checkpoint!r}, with'
       ' probabilities of the targets of its records at temperature 1, and'
-      f' {loss.SECTION}distill has another {", ".join(changed)}; leave it out,'
+      f' config.loss has another {", ".join(changed)}; leave it at its default,'
       ' or name a model.'
     )
 
 
 def _check_windows(
-  sections: recipe.Sections, made: distillation_loss.Distillation
+  sections: recipe.Sections, loss: distillation_loss.Distillation
 ) -> None:
   is_text = all(x.maker.documents == 'text' for x in sections.objectives)
-  reverse = made.divergence == 'reverse'
-  if reverse or made.on_policy or made.on_inputs or not is_text:
+  reverse = loss.divergence == 'reverse'
+  if reverse or loss.on_policy or loss.on_inputs or not is_text:
     raise errors.UserError(
       f'{sections.chosen}: the teacher reads the text before spans were hidden,'
-      f' and divergence is {made.divergence}, on_policy {made.on_policy:g} and'
-      f' config.loss.on_inputs {made.on_inputs}; set divergence to forward or'
+      f' and divergence is {loss.divergence}, on_policy {loss.on_policy:g} and'
+      f' config.loss.on_inputs {loss.on_inputs}; set divergence to forward or'
       ' js, leave out on_policy and on_inputs, and mix it with objectives of'
       ' texts only.'
     )
 
 
 def _sampling(
-  sections: recipe.Sections, made: distillation_loss.Distillation
+  sections: recipe.Sections, loss: distillation_loss.Distillation
 ) -> recipe.Sampling:
   """Returns the sampling of a completion for a share of the rows."""
-  if made.share < 1:
+  if loss.share < 1:
     raise errors.UserError(
-      f'{loss.SECTION}distill.share is {made.share} and on_policy'
-      f' {made.on_policy}: cross-entropy to its own samples teaches a student'
+      f'{loss_lib.SECTION}distill.share is {loss.share} and on_policy'
+      f' {loss.on_policy}: cross-entropy to its own samples teaches a student'
       ' nothing; leave share at 1.'
     )
   options = sections.train.rollouts
@@ -149,8 +150,8 @@ def _sampling(
     value = getattr(options, name)
     if value != getattr(rollout_options.Rollouts(), name):
       raise errors.UserError(
-        f'{rollout_options.LABEL}.{name} is {value!r}, which {loss.KIND}'
-        f' {made.name!r} does not read: a row has a single completion, which'
+        f'{rollout_options.LABEL}.{name} is {value!r}, which {loss_lib.KIND}'
+        f' {loss.name!r} does not read: a row has a single completion, which'
         ' counts as it is; leave it out.'
       )
   return recipe.Sampling(
@@ -159,5 +160,5 @@ def _sampling(
     options.temperature,
     options.top_k,
     options.top_p,
-    made.on_policy,
+    loss.on_policy,
   )

@@ -6,7 +6,8 @@ from typing import ClassVar
 from encdec_adapt.base import errors
 from encdec_adapt.models import architecture as architectures
 from encdec_adapt.models import heads, model_config
-from encdec_adapt.training.losses import infonce, loss
+from encdec_adapt.training.losses import infonce
+from encdec_adapt.training.losses import loss as loss_lib
 from encdec_adapt.training.metrics import query_metrics
 from encdec_adapt.training.recipes import recipe
 
@@ -18,44 +19,44 @@ _FIELDS = ('scores', 'vectors')
 class Embeddings(recipe.Recipe):
   """Trains an embedding model on queries, positives and negatives."""
 
-  losses: ClassVar[type[loss.Loss]] = infonce.InfoNce
+  losses: ClassVar[type[loss_lib.Loss]] = infonce.InfoNce
 
   @classmethod
   def of(cls, sections: recipe.Sections) -> 'Embeddings':
     """Makes the recipe; see `recipe.Recipe.of`."""
-    made = sections.make_loss()
-    _check(sections, made)
-    model = with_temperature(sections.model, made)
+    loss = sections.make_loss()
+    _check(sections, loss)
+    model = with_temperature(sections.model, loss)
     stacks = architectures.CAUSAL_DECODER, architectures.ENCODER
     accepts = tuple(heads.Embedding().architecture(x) for x in stacks)
     path = sections.teacher.checkpoint
     start = path == sections.init.encoder != ''
     teacher = recipe.FrozenModel(path, accepts, model, is_start=start)
     return cls(
-      made,
-      query_metrics.Queries(made),
+      loss,
+      query_metrics.Queries(loss),
       model,
       recipe.rows_of(sections, logits=0, compared=True),
-      {name: teacher for name in made.references},
+      {name: teacher for name in loss.references},
     )
 
 
 def with_temperature(
-  model: model_config.ModelConfig, made: infonce.InfoNce
+  model: model_config.ModelConfig, loss: infonce.InfoNce
 ) -> model_config.ModelConfig:
   """Returns the model with a temperature among its parameters, if learnt."""
-  if not made.learn_temperature:
+  if not loss.learn_temperature:
     return model
-  head = dataclasses.replace(model.decoder.head, temperature=made.temperature)
+  head = dataclasses.replace(model.decoder.head, temperature=loss.temperature)
   return model_config.with_head(model, head)
 
 
-def _check(sections: recipe.Sections, made: infonce.InfoNce) -> None:
+def _check(sections: recipe.Sections, loss: infonce.InfoNce) -> None:
   """Checks that rows have texts to embed, and the fields that are learnt.
 
   Raises:
-    UserError: they have not, or vectors of another size than the model's; or a
-      batch has a single row.
+    UserError: rows have no texts, vectors are of another size than the model's,
+      or a batch has one row.
   """
   objectives, train = sections.objectives, sections.train
   if any(objective.rows.content != 'texts' for objective in objectives):
@@ -65,7 +66,7 @@ def _check(sections: recipe.Sections, made: infonce.InfoNce) -> None:
   decoder = sections.model.decoder
   size, *_ = decoder.head.sizes(decoder.width)
   vectors = {x.options.get('vectors', 0) for x in objectives}
-  if made.vectors and vectors != {size}:
+  if loss.vectors and vectors != {size}:
     raise errors.UserError(
       f'{sections.chosen} has vectors={max(vectors)}; to be learnt they must'
       f" have the {size} numbers of the model's, by its projections"
@@ -74,8 +75,8 @@ def _check(sections: recipe.Sections, made: infonce.InfoNce) -> None:
   for key in ('batch_size', 'eval_batch_size'):
     if getattr(train, key) < 2:
       raise errors.UserError(
-        f'config.train.{key} is 1 and {loss.KIND} is {made.name!r}, which'
+        f'config.train.{key} is 1 and {loss_lib.KIND} is {loss.name!r}, which'
         ' compares the rows of a batch with each other; set it to at least 2.'
       )
-  read = {name: getattr(made, name) > 0 for name in _FIELDS}
-  sections.data.check_fields(read, made.name)
+  read = {name: getattr(loss, name) > 0 for name in _FIELDS}
+  sections.data.check_fields(read, loss.name)

@@ -7,7 +7,8 @@ from typing import Any, ClassVar
 from encdec_adapt.base import errors
 from encdec_adapt.objectives import framing
 from encdec_adapt.tokenizers import special_ids
-from encdec_adapt.training.losses import cross_entropy, loss
+from encdec_adapt.training.losses import cross_entropy
+from encdec_adapt.training.losses import loss as loss_lib
 from encdec_adapt.training.metrics import token_metrics
 from encdec_adapt.training.recipes import classifier_recipe, recipe
 
@@ -16,22 +17,22 @@ from encdec_adapt.training.recipes import classifier_recipe, recipe
 class LanguageModelling(recipe.Recipe):
   """Trains a model of tokens, with any objective of single targets."""
 
-  losses: ClassVar[type[loss.Loss]] = cross_entropy.CrossEntropy
+  losses: ClassVar[type[loss_lib.Loss]] = cross_entropy.CrossEntropy
 
   @classmethod
   def of(cls, sections: recipe.Sections) -> recipe.Recipe:
     """Makes the recipe; that of classification for objectives with labels."""
     if 'labels' in sections.objectives[0].options:
       return classifier_recipe.Classification.of(sections)
-    made = sections.make_loss()
-    check_targets(sections, made)
-    metrics = token_metrics.TargetTokens(made.chunk)
-    rows = recipe.rows_of(sections, **on_inputs(sections, made))
-    return cls(made, metrics, sections.model, rows)
+    loss = sections.make_loss()
+    check_targets(sections, loss)
+    metrics = token_metrics.TargetTokens(loss.chunk)
+    rows = recipe.rows_of(sections, **on_inputs(sections, loss))
+    return cls(loss, metrics, sections.model, rows)
 
 
 def check_targets(
-  sections: recipe.Sections, made: cross_entropy.CrossEntropy
+  sections: recipe.Sections, loss: cross_entropy.CrossEntropy
 ) -> None:
   """Checks the rows, and whether the model can predict their inputs.
 
@@ -47,14 +48,14 @@ def check_targets(
     )
   # The objectives of a mixture all feed the same fields.
   kind, content = sections.model.architecture, objectives[0].rows.content
-  if made.on_inputs and not (kind.predicts_inputs and content == 'pair'):
+  if loss.on_inputs and not (kind.predicts_inputs and content == 'pair'):
     raise errors.UserError(
       f'config.loss.on_inputs is set with config.model.kind {kind.name} and'
       f' objective {" | ".join(map(str, objectives))!r}; only a causal'
       ' decoder (decoder_only) on pairs can predict the inputs: others read'
       ' them before.'
     )
-  if made.on_inputs and any(x.masks_inputs for x in objectives):
+  if loss.on_inputs and any(x.masks_inputs for x in objectives):
     raise errors.UserError(
       'config.loss.on_inputs is set with objective'
       f' {" | ".join(map(str, objectives))!r}, of which inputs are masks that'
@@ -63,10 +64,10 @@ def check_targets(
 
 
 def on_inputs(
-  sections: recipe.Sections, made: cross_entropy.CrossEntropy
+  sections: recipe.Sections, loss: cross_entropy.CrossEntropy
 ) -> Mapping[str, Any]:
   """Returns the fields of rows whose inputs are targets, too, if they are."""
-  if not made.on_inputs:
+  if not loss.on_inputs:
     return {}
   logits = sections.data.train.lengths.teacher
   return {'frame': _with_targets_of_inputs, 'logits': logits}

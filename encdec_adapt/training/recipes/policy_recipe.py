@@ -9,7 +9,8 @@ import numpy as np
 from encdec_adapt.base import errors
 from encdec_adapt.objectives import framing
 from encdec_adapt.tokenizers import special_ids
-from encdec_adapt.training.losses import loss, policy
+from encdec_adapt.training.losses import loss as loss_lib
+from encdec_adapt.training.losses import policy
 from encdec_adapt.training.metrics import token_metrics
 from encdec_adapt.training.recipes import preference_recipe, recipe
 from encdec_adapt.training.sections import rollout_options
@@ -56,8 +57,8 @@ class CompletionRows(recipe.Rows):
 class Policies(recipe.Recipe):
   """Trains a policy on the rewards of its completions."""
 
-  losses: ClassVar[type[loss.Loss]] = policy.Policy
-  sections: ClassVar[tuple[str, ...]] = ('rollouts', 'rewards')
+  losses: ClassVar[type[loss_lib.Loss]] = policy.Policy
+  reads_rewards: ClassVar[bool] = True
   allows_dropout: ClassVar[bool] = False
 
   @classmethod
@@ -73,13 +74,13 @@ class Policies(recipe.Recipe):
     data = sections.data
     options = sections.train.rollouts
     tokens = options.tokens or data.decoder_length
-    made = sections.make_loss(
+    loss = sections.make_loss(
       temperature=options.temperature, measures_kl=options.max_kl > 0
     )
     objective, lengths = sections.objectives[0], data.train.lengths
     return cls(
-      made,
-      token_metrics.Completions(made.chunk),
+      loss,
+      token_metrics.Completions(loss.chunk),
       sections.model,
       CompletionRows(
         objective.rows,
@@ -88,7 +89,7 @@ class Policies(recipe.Recipe):
         tokens,
         objective.rows.axes | AXES,
       ),
-      {name: preference_recipe.reference(sections) for name in made.references},
+      {name: preference_recipe.reference(sections) for name in loss.references},
       recipe.Sampling(options.samples, tokens, options.temperature),
       sections.train.rewards,
     )
@@ -103,13 +104,13 @@ def _check(sections: recipe.Sections) -> None:
   options, label = sections.train.rollouts, rollout_options.LABEL
   if options.samples < 2:
     raise errors.UserError(
-      f'{label}.samples is {options.samples} with {loss.KIND}'
+      f'{label}.samples is {options.samples} with {loss_lib.KIND}'
       f' {sections.loss.name!r}, which compares the completions of a prompt;'
       ' set it to at least 2.'
     )
   if options.filters:
     raise errors.UserError(
-      f'{label}.top_k and top_p are not read with {loss.KIND}'
+      f'{label}.top_k and top_p are not read with {loss_lib.KIND}'
       f' {sections.loss.name!r}: log-probabilities would not be those of the'
       ' distribution that was sampled from; leave them out.'
     )

@@ -4,7 +4,8 @@ import dataclasses
 from typing import ClassVar
 
 from encdec_adapt.models import architecture as architectures
-from encdec_adapt.training.losses import loss, preference
+from encdec_adapt.training.losses import loss as loss_lib
+from encdec_adapt.training.losses import preference
 from encdec_adapt.training.metrics import comparison_metrics
 from encdec_adapt.training.recipes import recipe
 
@@ -13,20 +14,20 @@ from encdec_adapt.training.recipes import recipe
 class Preferences(recipe.Recipe):
   """Trains a model on pairs of answers, by any loss of `preference`."""
 
-  losses: ClassVar[type[loss.Loss]] = preference.Preference
+  losses: ClassVar[type[loss_lib.Loss]] = preference.Preference
   allows_dropout: ClassVar[bool] = False
 
   @classmethod
   def of(cls, sections: recipe.Sections) -> 'Preferences':
     """Makes the recipe; see `recipe.Recipe.of`."""
     recipe.require_comparisons(sections)
-    made = sections.make_loss()
+    loss = sections.make_loss()
     return cls(
-      made,
-      comparison_metrics.Likelihoods(made),
+      loss,
+      comparison_metrics.Likelihoods(loss),
       sections.model,
       recipe.rows_of(sections),
-      {name: reference(sections) for name in made.references},
+      {name: reference(sections) for name in loss.references},
     )
 
 

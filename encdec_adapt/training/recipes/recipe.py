@@ -1,7 +1,7 @@
 """What a kind of training consists of: the base of recipes.
 
-A recipe opens no file. `training.start` opens what it declares, `train` runs
-it, `planner` counts it, and the evaluators read its metrics.
+A recipe opens no file: `training.jobs` opens what it declares, `train` runs it,
+`planning` counts it, and evaluators read its metrics.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -99,6 +99,10 @@ class FrozenModel:
   is_start: bool = False
   reads_windows: bool = False
 
+  def without_path(self) -> 'FrozenModel':
+    """Returns the model with its shape assumed, as a plan needs no files."""
+    return dataclasses.replace(self, path='')
+
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
@@ -170,11 +174,12 @@ class Rows:
     return self.frame(framing.stack_rows([row]), ids.decoder)
 
 
-def rows_of(sections: Sections, **fields: Any) -> Rows:
+def rows_of(sections: Sections, rows: type[Rows] = Rows, **fields: Any) -> Rows:
   """Returns the rows of the records of a configuration.
 
   Args:
     sections: sections of the configuration.
+    rows: class of the rows.
     **fields: fields of `Rows` that differ from those of the records.
   """
   objective, lengths = sections.objectives[0], sections.data.train.lengths
@@ -185,7 +190,7 @@ def rows_of(sections: Sections, **fields: Any) -> Rows:
     'logits': lengths.decoder or lengths.encoder,
     'axes': objective.rows.axes,
   }
-  return Rows(**{**values, **fields})
+  return rows(**{**values, **fields})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,8 +199,7 @@ class Recipe:
 
   Attributes:
     losses: base class of the losses that it trains with.
-    sections: sections of `config.train` that it reads, and no other recipe
-      does.
+    reads_rewards: whether it reads `config.train.rewards`.
     allows_dropout: whether the trained model may have dropout; not where its
       log-probabilities or scores of answers are compared.
     loss: the loss.
@@ -208,7 +212,7 @@ class Recipe:
   """
 
   losses: ClassVar[type[loss_lib.Loss]]
-  sections: ClassVar[tuple[str, ...]] = ()
+  reads_rewards: ClassVar[bool] = False
   allows_dropout: ClassVar[bool] = True
 
   loss: loss_lib.Loss
@@ -246,7 +250,7 @@ def require_comparisons(sections: Sections) -> None:
   """Checks that rows have two answers.
 
   Raises:
-    UserError: they have not.
+    UserError: a row has another number of answers.
   """
   if any(objective.rows.answers != 2 for objective in sections.objectives):
     raise errors.UserError(

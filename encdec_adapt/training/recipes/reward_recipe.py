@@ -4,7 +4,8 @@ import dataclasses
 from typing import ClassVar
 
 from encdec_adapt.models import model_config
-from encdec_adapt.training.losses import loss, reward
+from encdec_adapt.training.losses import loss as loss_lib
+from encdec_adapt.training.losses import reward
 from encdec_adapt.training.metrics import comparison_metrics
 from encdec_adapt.training.recipes import recipe
 
@@ -13,17 +14,17 @@ from encdec_adapt.training.recipes import recipe
 class RewardModel(recipe.Recipe):
   """Trains a model with a head of a single output."""
 
-  losses: ClassVar[type[loss.Loss]] = reward.Reward
+  losses: ClassVar[type[loss_lib.Loss]] = reward.Reward
   allows_dropout: ClassVar[bool] = False
 
   @classmethod
   def of(cls, sections: recipe.Sections) -> 'RewardModel':
     """Makes the recipe; see `recipe.Recipe.of`."""
     recipe.require_comparisons(sections)
-    made = sections.make_loss()
+    loss = sections.make_loss()
     return cls(
-      made,
-      comparison_metrics.Comparisons(made),
+      loss,
+      comparison_metrics.Comparisons(loss),
       model_config.reward_model(sections.model),
       recipe.rows_of(sections),
     )

@@ -1,6 +1,6 @@
 """The configuration section `train.rewards`: rewards of completions.
 
-`evaluation.measures.completion_rewards` computes them.
+`training.jobs.completion_rewards` computes them.
 """
 
 import dataclasses

@@ -168,13 +168,23 @@ def test_further_rates_are_a_bound_beside_the_costs():
   assert 'up to 20 FLOPs and 2.00 hours more' in costs.line
 
 
-def test_a_step_with_dropout_is_measured(tmp_path):
+@pytest.mark.parametrize(
+  'loss, rows',
+  [
+    ('cross_entropy', ('objective=causal_lm', 'encoder_length=0')),
+    # Its teacher is an arm that is not trained yet.
+    ('distill', ('objective=prefix_lm', 'encoder_length=16')),
+  ],
+)
+def test_steps_with_dropout_and_of_teachers_are_measured(tmp_path, loss, rows):
   changes = {f'decoder.{k}': x for k, x in tiny.STACK.items() if k != 'pattern'}
   flags = [f'--config.model.{key}={x}' for key, x in changes.items()]
   flags += ['--config.model.kind=decoder_only', '--config.train.dropout=0.1']
-  flags += ['--config.data.objective=causal_lm', '--config.train.batch_size=8']
-  flags += ['--config.data.vocabulary=bytes', '--config.data.decoder_length=16']
-  flags += ['--config.data.encoder_length=0']
+  flags += ['--config.train.batch_size=8', '--config.data.vocabulary=bytes']
+  flags += [f'--config.data.{x}' for x in ('decoder_length=16', *rows)]
+  if loss == 'distill':
+    flags += ['--config.loss.kind=distill']
+    flags += ['--config.teacher.checkpoint={decoder_s0}']
   values = command.parse(command.define_config, ['--config=base', *flags])
   settings = config_lib.load(values.config, str(tmp_path))
   study_plan.measure(str(tmp_path / 'steps.json'), {'shape': settings}, '')
