@@ -94,7 +94,7 @@ def test_t5_configs_are_the_presets(size, objective, lengths):
   assert settings.data.objective == objective
   assert settings.train.batch_size * lengths[0] == 2**20
   assert (optimizer.kind, optimizer.clip_norm) == ('adafactor', 0)
-  rate = schedules.make_schedule(optimizer.schedule)
+  rate = schedules.make_schedule(optimizer.schedule, settings.train.steps)
   assert rate(0, 0) == rate(9999, 9999) == pytest.approx(0.01)
   assert rate(10**6, 10**6) == pytest.approx(1e-3)
 
