@@ -15,7 +15,12 @@ from encdec_adapt.checkpoints import checkpoint_section
 from encdec_adapt.data import data_section
 from encdec_adapt.models import architecture as architectures
 from encdec_adapt.models import model_config
-from encdec_adapt.objectives import example_maker, framing, row_fields
+from encdec_adapt.objectives import (
+  example_maker,
+  framing,
+  preferences,
+  row_fields,
+)
 from encdec_adapt.tokenizers import special_ids
 from encdec_adapt.training.losses import loss as loss_lib
 from encdec_adapt.training.metrics import held_out_metrics
@@ -247,12 +252,13 @@ class Recipe:
 
 
 def require_comparisons(sections: Sections) -> None:
-  """Checks that rows have two answers.
+  """Checks that rows are preferences.
 
   Raises:
-    UserError: a row has another number of answers.
+    UserError: they are not.
   """
-  if any(objective.rows.answers != 2 for objective in sections.objectives):
+  examples = {objective.rows.example for objective in sections.objectives}
+  if examples != {preferences.Preference}:
     raise errors.UserError(
       f'{sections.chosen}, whose rows have no two answers to compare; choose'
       ' the objective preferences or chat_preferences.'
