@@ -28,14 +28,13 @@ from encdec_adapt.files import atomic, disk, lazy_array, paths
 from encdec_adapt.huggingface import new_folder
 from encdec_adapt.models import adapters as adapters_lib
 from encdec_adapt.models import model_config, parameters
+from encdec_adapt.objectives import objective_names
 from encdec_adapt.telemetry import compute_cost, environment, progress
 from encdec_adapt.tokenizers import vocabulary, vocabulary_pair
 from encdec_adapt.training import state as state_lib
 
 COVERAGE = 'coverage.json'
 _LENGTH = 256  # Default tokens of each side in the configuration.
-# Objectives that read a prompt as these, of two answers, do.
-_SINGLE = {'preferences': 'pairs', 'chat_preferences': 'chat'}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,9 +188,12 @@ def _config(contents: Contents, opened: vocabulary_pair.Opened | None) -> Any:
       config.loss.update(saved.loss)
       config.teacher.update(saved.teacher)
     else:  # A job that starts from here learns from single answers.
-      name, colon, options = data.objective.partition(':')
-      if name in _SINGLE:
-        data.objective, data.source = _SINGLE[name] + colon + options, ''
+      objectives = objective_names.parse(data.objective)
+      if objectives[0].rows.answers > 1:
+        framing = prompt_framing.of_objectives(
+          objectives, contents.model.architecture
+        )
+        data.objective, data.source = framing.objective(), ''
   elif contents.framing and head.predicts_tokens:
     data.objective, data.source = contents.framing.objective(), ''
     data.encoder_length = data.decoder_length = _LENGTH
