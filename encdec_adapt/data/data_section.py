@@ -207,13 +207,13 @@ class DataConfig:
       # A SeqIO task has text and pairs, whichever an objective reads.
       source_kinds |= objective_kinds & kinds or kinds
     if source_kinds != objective_kinds:
+      forms = [x for k in objective_kinds for x in text_sources.forms(k)]
       raise errors.UserError(
         f'config.data.source is {self.source!r}, which has'
         f' {" and ".join(sorted(source_kinds))}, but config.data.objective'
         f' {self.objective!r} is made of'
-        f' {" and ".join(sorted(objective_kinds))}; change one of them (pairs,'
-        ' chat and preferences have sources of the same names, chat_preferences'
-        ' preferences:.., classify and tag labels:..).'
+        f' {" and ".join(sorted(objective_kinds))}; change one of them: sources'
+        f' of {" and ".join(sorted(objective_kinds))} are {", ".join(forms)}.'
       )
 
   def check_fields(self, fields: Mapping[str, bool], loss: str) -> None:
