@@ -54,7 +54,7 @@ This module imports neither TensorFlow nor SeqIO nor jax.
 
 from collections.abc import Mapping, Sequence
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -409,6 +409,18 @@ def check_framing(
         f'batch framing: "{rule}" does not hold at row {row}, position'
         f' {position}'
       )
+
+
+def check_group(
+  batch: Mapping[str, np.ndarray], framing: special_ids.Framing, **rules: Any
+) -> None:
+  """Checks every answer of the rows of `frame_group`; see `check_framing`."""
+  for answer in range(batch['targets'].shape[1]):
+    fields = {
+      name: value[:, answer] if name in GROUP_AXES else value
+      for name, value in batch.items()
+    }
+    check_framing(fields, framing, **rules)
 
 
 def _decoder_rules(

@@ -99,16 +99,6 @@ def _frame(
   return row | {'margins': margins}
 
 
-def _check(rows: framing.Batch, ids: special_ids.Framing, **rules: Any) -> None:
-  """Checks the rows of each answer; see `framing.check_framing`."""
-  for answer in range(_ANSWERS):
-    fields = {
-      name: value[:, answer] if name in _AXES else value
-      for name, value in rows.items()
-    }
-    framing.check_framing(fields, ids, **rules)
-
-
 _AXES = framing.GROUP_AXES | {'margins': ('batch', None)}
 ROWS = row_fields.RowFields(
   stored=(
@@ -120,7 +110,7 @@ ROWS = row_fields.RowFields(
   ),
   example=Preference,
   frame=_frame,
-  check=_check,
+  check=framing.check_group,
   axes=_AXES,
   answers=_ANSWERS,
   packs=False,
