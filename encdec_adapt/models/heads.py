@@ -32,7 +32,7 @@ class Head:
 
   Attributes:
     kind: `config.model.head.kind`; '' for no head.
-    module: module of its parameters in the stack; '' for none.
+    module: module of its output table in the stack; '' for none.
     predicts_tokens: whether its outputs are tokens.
     models: values of `config.model.kind` that may have it.
   """
@@ -41,6 +41,11 @@ class Head:
   module: ClassVar[str] = ''
   predicts_tokens: ClassVar[bool] = False
   models: ClassVar[tuple[str, ...]] = ()
+
+  @property
+  def modules(self) -> tuple[str, ...]:
+    """The modules of its parameters in the stack."""
+    return (self.module,) if self.module else ()
 
   def outputs(self, vocab_size: int) -> int:
     """Returns the number of logits of a state."""

@@ -141,7 +141,7 @@ class Stack(nn.Module):
     x = layers.dropout(embedder(tokens), dropout)
     if copies > 1:
       x = jnp.repeat(x, copies, axis=1)
-    if name := cfg.head.module:
+    for name in cfg.head.modules:
       # Declares the parameters only: losses read them, as most of them never
       # hold the logits of all positions.
       layers.HEADS[name](cfg, name=name)()
