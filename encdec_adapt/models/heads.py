@@ -65,6 +65,14 @@ class Head:
     """Returns how a model reads rows, given how its stacks do."""
     return stack
 
+  def replaces(self, source: 'Head') -> 'Head':
+    """Returns the head that a generating model has in place of its own.
+
+    Args:
+      source: its own head, which most heads leave as it is.
+    """
+    return source
+
 
 @dataclasses.dataclass(frozen=True)
 class Tokens(Head):
@@ -139,6 +147,12 @@ class Reward(Head):
   def outputs(self, vocab_size: int) -> int:
     """Returns 1."""
     return 1
+
+  def replaces(self, source: Head) -> Head:
+    """Returns a head that knows whether that of the tokens was tied."""
+    if isinstance(source, Reward):
+      return source
+    return Reward(tied=not source.module)
 
   def architecture(
     self, stack: architectures.Architecture

@@ -477,10 +477,7 @@ def with_head(config: ModelConfig, head: heads_lib.Head) -> ModelConfig:
 
 def reward_model(config: ModelConfig) -> ModelConfig:
   """Returns a model with a head of a reward."""
-  head = config.decoder.head
-  if not isinstance(head, heads_lib.Reward):
-    head = heads_lib.Reward(tied=not head.module)
-  return with_head(config, head)
+  return with_head(config, heads_lib.Reward().replaces(config.decoder.head))
 
 
 def prompt_model(
@@ -505,10 +502,8 @@ def with_head_of(config: ModelConfig, target: ModelConfig) -> ModelConfig:
       every stack.
   """
   head = target.decoder.head
-  if isinstance(head, heads_lib.Reward):
-    return reward_model(config)
   if not target.architecture.is_encoder:
-    return config
+    return with_head(config, head.replaces(config.decoder.head))
   source = config.prompt_reader.head
   if isinstance(source, type(head)):
     if isinstance(head, heads_lib.Tokens):
