@@ -499,8 +499,7 @@ def _check_model(settings: Settings, vocabulary: str) -> None:
       " config.init.mode to 'checkpoint' and config.init.encoder to it."
     )
   head = model.decoder.head
-  is_fresh = head.kind in ('labels', 'reward')
-  if init.mode in ('adapt', 'embeddings') and is_fresh:
+  if init.mode in ('adapt', 'embeddings') and head.fresh:
     raise errors.UserError(
       f'config.init.mode is {init.mode!r} and the model has a head of'
       f' {head.kind}; make the pair first (`convert adapt`), and start from it:'

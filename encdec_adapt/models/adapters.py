@@ -121,9 +121,9 @@ class Adapters:
     """Paths of the parameters that train whole."""
     names = {path: _names(path) for path in self._base_table}
     paths = self._matches('full', names)
-    # Such a head is fresh at first, so that it cannot stay as it is.
-    if not self.model.decoder.head.predicts_tokens:
-      paths |= {path for path in names if 'head' in names[path]}
+    # A fresh head cannot stay as it is.
+    fresh = self.model.decoder.head.fresh
+    paths |= {path for path in names if path.split('/')[1] in fresh}
     return tuple(sorted(paths))
 
   @functools.cached_property

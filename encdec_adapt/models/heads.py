@@ -33,12 +33,14 @@ class Head:
   Attributes:
     kind: `config.model.head.kind`; '' for no head.
     module: module of its output table in the stack; '' for none.
+    fresh: modules that a model of tokens lacks, which training begins with.
     predicts_tokens: whether its outputs are tokens.
     models: values of `config.model.kind` that may have it.
   """
 
   kind: str = dataclasses.field(default='', init=False)
   module: ClassVar[str] = ''
+  fresh: ClassVar[tuple[str, ...]] = ()
   predicts_tokens: ClassVar[bool] = False
   models: ClassVar[tuple[str, ...]] = ()
 
@@ -106,6 +108,7 @@ class Labels(Head):
 
   kind: str = dataclasses.field(default='labels', init=False)
   module: ClassVar[str] = 'head'
+  fresh: ClassVar[tuple[str, ...]] = ('head',)
   models: ClassVar[tuple[str, ...]] = ('decoder_only', 'encoder_only')
 
   labels: int = 2
@@ -138,6 +141,7 @@ class Reward(Head):
 
   kind: str = dataclasses.field(default='reward', init=False)
   module: ClassVar[str] = 'head'
+  fresh: ClassVar[tuple[str, ...]] = ('head',)
   models: ClassVar[tuple[str, ...]] = tuple(
     x.name for x in architectures.GENERATING
   )

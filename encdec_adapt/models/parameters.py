@@ -145,10 +145,12 @@ def paths_in(
   side = 'decoder'
   if not model.architecture.encodes_prompt:
     side = source.architecture.prompt_stack
+  heads = model.decoder.head, source.decoder.head
+  fresh = {module for head in heads for module in head.fresh}
   table, paths = parameter_table(source), {}
   for path in parameter_table(model):
     part, name = path.split('/')[1], path.replace('decoder', side, 1)
-    if part == 'head' and model.decoder.head != source.decoder.head:
+    if part in fresh and heads[0] != heads[1]:
       continue
     # A table that both stacks share is stored with the decoder.
     if part == 'embedder' and name not in table:
