@@ -408,7 +408,8 @@ def _weights(
   if inner == ['table']:
     # Our tables may be padded for sharding; the padding is not exported.
     sizes = config.stacks[stack]
-    rows = sizes.outputs if part == 'head' else sizes.vocab_size
+    known = {'embedder': sizes.vocab_size, 'head': sizes.outputs}
+    rows = known.get(part)
   if layout.native:
     yield Weight(leaf.replace('/', '.'), leaf, shape, rows, native=True)
     return
