@@ -298,7 +298,7 @@ def test_any_model_is_said_by_a_configuration(merged):
     (['teacher.checkpoint=a'], "teacher.checkpoint is 'a'"),
     ([*DISTILL, PREFIX_LM[9:]], 'teacher.checkpoint is empty'),
     (['loss.kind=dpo', *PREFERENCES], "empty .config.init.mode is 'random'"),
-    (['loss.kind=dpo', 'teacher.checkpoint=a'], 'no two answers to compare'),
+    (['loss.kind=dpo', 'teacher.checkpoint=a'], 'rows are not preferences'),
     (
       ['loss.kind=orpo', *PREFERENCES, 'teacher.checkpoint=a'],
       'which reads no such model',

@@ -153,7 +153,7 @@ def test_losses_that_compare_answers_refuse_dropout():
     for base, recipe in recipes.BY_LOSS.items()
     if not recipe.allows_dropout
   }
-  assert refusing == {'Policy', 'Preference', 'Reward'}
+  assert refusing >= {'Policy', 'Preference', 'Reward'}
 
 
 DECODER = build.build(model_config.DecoderOnlyConfig(STACK))

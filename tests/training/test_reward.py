@@ -172,7 +172,7 @@ def test_the_loss_decides_the_head_of_the_model():
     ({'model__kind': 'encoder_only'}, 'feeds models of kind decoder_only'),
     (
       {'data__objective': 'pairs', 'data__source': 'pairs:x#a,b'},
-      'no two answers to compare',
+      'rows are not preferences',
     ),
     ({'evaluation__samples': 50.0}, 'answers nothing'),
     (

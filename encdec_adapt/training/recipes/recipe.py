@@ -260,6 +260,6 @@ def require_comparisons(sections: Sections) -> None:
   examples = {objective.rows.example for objective in sections.objectives}
   if examples != {preferences.Preference}:
     raise errors.UserError(
-      f'{sections.chosen}, whose rows have no two answers to compare; choose'
+      f'{sections.chosen}, whose rows are not preferences; choose'
       ' the objective preferences or chat_preferences.'
     )
