@@ -114,9 +114,9 @@ setuptools.setup(
   package_data={
     'encdec_adapt': ['py.typed'],
     'encdec_adapt.configs': ['README.md', 'decoders/**', 'studies/**'],
-    'encdec_adapt.conversion': ['model_card.jinja'],
-    'encdec_adapt.planning': ['calibration.json'],
-    'encdec_adapt.serving': ['page.html'],
+    'encdec_adapt.exchange': ['model_card.jinja'],
+    'encdec_adapt.planner': ['calibration.json'],
+    'encdec_adapt.server': ['page.html'],
   },
   entry_points={
     'console_scripts': ['encdec-adapt = encdec_adapt.cli.console:main'],

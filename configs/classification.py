@@ -36,7 +36,7 @@ import random
 from encdec_adapt import config as config_lib
 from encdec_adapt.base import errors, option_strings
 from encdec_adapt.configs import books, pretrained
-from encdec_adapt.evaluation.studies import pages
+from encdec_adapt.lab import pages
 
 
 def get_config(arg=None):

@@ -18,9 +18,9 @@ steps: arXiv 2504.06225).
 
 from encdec_adapt import config as config_lib
 from encdec_adapt.base import errors
-from encdec_adapt.conversion import model_on_disk, source_vocabularies
 from encdec_adapt.huggingface import config_json
 from encdec_adapt.models import heads, model_config
+from encdec_adapt.stored import model_on_disk, source_vocabularies
 
 _MULTIPLE = 128  # Rows of the tables, to divide over a mesh.
 

@@ -27,7 +27,7 @@ from encdec_adapt import config as config_lib
 from encdec_adapt import configs
 from encdec_adapt.base import errors
 from encdec_adapt.configs import sft
-from encdec_adapt.evaluation.studies import pages
+from encdec_adapt.lab import pages
 from encdec_adapt.models import model_config
 
 RUNS = {

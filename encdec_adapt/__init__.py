@@ -22,7 +22,7 @@ if typing.TYPE_CHECKING:
   from jax.typing import DTypeLike
   import ml_collections
 
-  from encdec_adapt.conversion import model_in_memory
+  from encdec_adapt.generation import model_in_memory
 
 __version__ = '0.2.0'
 
@@ -34,8 +34,8 @@ def load(
   mesh: 'Mesh | None' = None,
   encoder_window: str | None = None,
 ) -> 'model_in_memory.LoadedModel':
-  """Loads a model; see `encdec_adapt.conversion.model_in_memory.load`."""
-  from encdec_adapt.conversion import model_in_memory
+  """Loads a model; see `encdec_adapt.generation.model_in_memory.load`."""
+  from encdec_adapt.generation import model_in_memory
 
   return model_in_memory.load(
     path, dtype=dtype, mesh=mesh, encoder_window=encoder_window
@@ -99,7 +99,7 @@ def adapt_checkpoint(
     The output.
 
   Raises:
-    UserError: see `conversion.adapting.adapt_models`.
+    UserError: see `exchange.adapting.adapt_models`.
   """
   from encdec_adapt import convert
   from encdec_adapt.cli import command

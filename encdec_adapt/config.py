@@ -4,7 +4,7 @@ Every key is stated once, as a field of the frozen dataclass of its section,
 which lives next to its user. This module assembles the sections: `defaults`
 makes the ConfigDict that experiments start from, `load` turns a ConfigDict
 into validated `Settings`, and `page` prints every key with its documentation.
-It opens no model and no records; `conversion` and the commands are above it.
+It opens no model and no records; `stored` and the commands are above it.
 """
 
 from collections.abc import Mapping

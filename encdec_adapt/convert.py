@@ -18,22 +18,22 @@ Hub, or work directories of runs, of which RUN@STEP names a step. CKPT is a
 work directory as training leaves it, with a checkpoint of step 0.
 """
 
-# Flags and printed results only: the work is done in `conversion`.
+# Flags and printed results only: the work is done in `exchange`.
 
 from absl import flags
 
 from encdec_adapt.cli import command
-from encdec_adapt.conversion import (
+from encdec_adapt.exchange import (
   adapting,
   compare,
   exporting,
   importing,
   inspection,
   merging,
-  model_on_disk,
   peft_exchange,
 )
 from encdec_adapt.models import model_config
+from encdec_adapt.stored import model_on_disk
 
 # Flags that several subcommands define.
 _OUTPUT = command.string(

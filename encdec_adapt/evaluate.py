@@ -24,12 +24,6 @@ from absl import flags
 from encdec_adapt.base import errors, option_strings
 from encdec_adapt.cli import command
 from encdec_adapt.cluster import distributed, lock
-from encdec_adapt.conversion import (
-  model_in_memory,
-  model_on_disk,
-  prompt_encoding,
-  text_generation,
-)
 from encdec_adapt.data.records import record_sets
 from encdec_adapt.evaluation.measures import (
   attention_analysis,
@@ -37,7 +31,6 @@ from encdec_adapt.evaluation.measures import (
   inference_cost,
   preference_scores,
 )
-from encdec_adapt.evaluation.reports import html_report, score_tables
 from encdec_adapt.evaluation.results import (
   comparisons,
   predictions,
@@ -52,7 +45,14 @@ from encdec_adapt.evaluation.tasks import (
   text_pairs,
 )
 from encdec_adapt.files import paths
+from encdec_adapt.generation import (
+  model_in_memory,
+  prompt_encoding,
+  text_generation,
+)
 from encdec_adapt.inference import quantization
+from encdec_adapt.lab import html_report, score_tables
+from encdec_adapt.stored import model_on_disk
 from encdec_adapt.telemetry import environment, progress
 
 define_flags = command.define(

@@ -42,17 +42,17 @@ import numpy as np
 from encdec_adapt.base import errors, option_strings
 from encdec_adapt.cli import command
 from encdec_adapt.cluster import distributed
-from encdec_adapt.conversion import (
+from encdec_adapt.files import append_log, disk, paths, text_lines
+from encdec_adapt.generation import (
   answer_encoding,
   model_in_memory,
-  model_on_disk,
   prompt_encoding,
   text_generation,
 )
-from encdec_adapt.files import append_log, disk, paths, text_lines
 from encdec_adapt.inference import engine, pooling
 from encdec_adapt.inference import rewards as scores
 from encdec_adapt.objectives import framing
+from encdec_adapt.stored import model_on_disk
 from encdec_adapt.telemetry import progress
 from encdec_adapt.tokenizers import chat_format
 from encdec_adapt.training.jobs import completion_rewards

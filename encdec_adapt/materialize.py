@@ -21,10 +21,10 @@ from absl import flags
 from encdec_adapt import config as config_lib
 from encdec_adapt.base import errors
 from encdec_adapt.cli import command
-from encdec_adapt.conversion import inherited_framing
 from encdec_adapt.data.making import materialization
 from encdec_adapt.data.records import row_display
 from encdec_adapt.ops import sparse_teacher
+from encdec_adapt.stored import inherited_framing
 from encdec_adapt.training.jobs import teacher_storing
 
 define_flags = command.define(

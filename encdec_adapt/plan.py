@@ -31,7 +31,7 @@ from encdec_adapt import config as config_lib
 from encdec_adapt.base import errors
 from encdec_adapt.cli import command
 from encdec_adapt.files import atomic, disk
-from encdec_adapt.planning import (
+from encdec_adapt.planner import (
   calibration,
   chips,
   plan_report,

@@ -19,17 +19,16 @@ from absl import flags
 
 from encdec_adapt.base import errors, packages
 from encdec_adapt.cli import command
-from encdec_adapt.conversion import (
+from encdec_adapt.files import disk
+from encdec_adapt.generation import (
   model_in_memory,
-  model_on_disk,
-  pretrained_files,
   prompt_encoding,
   text_generation,
 )
-from encdec_adapt.files import disk
 from encdec_adapt.inference import engine as engine_lib
 from encdec_adapt.inference import lengths
-from encdec_adapt.serving import protocol, served_adapters
+from encdec_adapt.server import protocol, served_adapters
+from encdec_adapt.stored import model_on_disk, pretrained_files
 from encdec_adapt.telemetry import environment
 from encdec_adapt.tokenizers import chat_format
 
@@ -97,7 +96,7 @@ def main(values: flags.FlagValues) -> int:
   command.require(values, 'checkpoint')
   packages.require('serving', 'serve', 'starlette', 'uvicorn')
   # After the check: it imports the packages of the extra `serve`.
-  from encdec_adapt.serving import http_app
+  from encdec_adapt.server import http_app
 
   # Before the parameters are read, which takes minutes for large models.
   if not http_app.is_free(values.host, values.port):
@@ -117,7 +116,7 @@ def main(values: flags.FlagValues) -> int:
           f'--{name} is for models that generate, and {stored.name} embeds;'
           ' leave it out.'
         )
-    from encdec_adapt.serving import embedding_app
+    from encdec_adapt.server import embedding_app
 
     loaded = model_in_memory.read_as_trained(stored)
     rows = loaded.rows(values.batch_size)

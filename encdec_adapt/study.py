@@ -3,7 +3,7 @@
     python -m encdec_adapt.study --study=quickstart:size=default
 
 The function `get_study(arg)` of a configuration file returns a page
-(`evaluation/studies/pages.py`): arms, evaluations and claims. Every stage is a
+(`lab/pages.py`): arms, evaluations and claims. Every stage is a
 command, printed before it runs. Finished stages are skipped, also if another
 study ran them, and an interrupted stage resumes when the command is given
 again. --jobs=N starts N processes on this machine, which share the stages. A
@@ -30,8 +30,9 @@ from encdec_adapt import configs
 from encdec_adapt.base import errors
 from encdec_adapt.cli import command
 from encdec_adapt.data.making import process_pool
-from encdec_adapt.evaluation.reports import claim_tables
-from encdec_adapt.evaluation.studies import (
+from encdec_adapt.files import atomic, disk, paths
+from encdec_adapt.lab import (
+  claim_tables,
   pages,
   stage_states,
   stages,
@@ -40,7 +41,6 @@ from encdec_adapt.evaluation.studies import (
   text_passes,
   workers,
 )
-from encdec_adapt.files import atomic, disk, paths
 from encdec_adapt.telemetry import compute_cost, environment
 
 define_flags = command.define(

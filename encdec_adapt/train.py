@@ -31,11 +31,11 @@ from encdec_adapt.cluster import (
   preemption,
 )
 from encdec_adapt.cluster import watchdog as watchdog_lib
-from encdec_adapt.conversion import inherited_framing, run_artifacts
 from encdec_adapt.evaluation import evaluators as evaluators_lib
 from encdec_adapt.files import paths
 from encdec_adapt.models import execution, parameters
-from encdec_adapt.planning import dry_run, out_of_memory
+from encdec_adapt.planner import dry_run, out_of_memory
+from encdec_adapt.stored import inherited_framing, run_artifacts
 from encdec_adapt.telemetry import environment, job_log, profiling
 from encdec_adapt.training import job_telemetry, remat_choice, setup
 from encdec_adapt.training import phases as phases_lib

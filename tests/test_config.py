@@ -14,7 +14,7 @@ from encdec_adapt.cli import command
 from encdec_adapt.configs import gemma2, t5
 from encdec_adapt.models import model_config, presets
 from encdec_adapt.ops import rope
-from encdec_adapt.planning import chips
+from encdec_adapt.planner import chips
 from encdec_adapt.telemetry import environment
 from encdec_adapt.training import schedules
 from encdec_adapt.training.sections import evaluation_section

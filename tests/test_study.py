@@ -10,7 +10,8 @@ import pytest
 from encdec_adapt import study, train
 from encdec_adapt.base import errors
 from encdec_adapt.cli import command
-from encdec_adapt.evaluation.studies import (
+from encdec_adapt.files import paths
+from encdec_adapt.lab import (
   pages,
   plan_results,
   stage_states,
@@ -18,7 +19,6 @@ from encdec_adapt.evaluation.studies import (
   study_results,
   text_passes,
 )
-from encdec_adapt.files import paths
 from encdec_adapt.telemetry import compute_cost, environment
 from tests import tiny
 
@@ -127,7 +127,7 @@ def test_a_study_that_fails_is_named_with_its_line(tmp_path, content, problem):
 
 
 _PAGE = """
-from encdec_adapt.evaluation.studies import pages
+from encdec_adapt.lab import pages
 
 def get_study(arg):
   changes = {'data.source': 'text:lines.txt#lines', 'data.vocabulary': 'bytes'}
@@ -280,7 +280,7 @@ def test_a_plan_warns_of_text_that_is_read_too_often(tmp_path, monkeypatch):
 
 
 _ALL = """
-from encdec_adapt.evaluation.studies import pages
+from encdec_adapt.lab import pages
 
 def get_study(arg):
   names = 'page.py', 'page.py:wrong'
@@ -362,7 +362,7 @@ def test_what_another_version_has_made_is_named_and_run_again(tmp_path, capsys):
   page, root = tmp_path / 'page.py', tmp_path / 'study'
   source = tiny.ROOT / 'configs' / 'decoders' / 'small'
   page.write_text(f"""
-from encdec_adapt.evaluation.studies import pages
+from encdec_adapt.lab import pages
 def get_study(arg=None):
   flags = 'import', '--source={source}', '--output={{imported}}'
   command = pages.Command('imported', 'convert', flags)

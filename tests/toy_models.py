@@ -7,7 +7,7 @@ from jax import numpy as jnp
 import numpy as np
 
 import encdec_adapt
-from encdec_adapt.conversion import model_in_memory
+from encdec_adapt.generation import model_in_memory
 from encdec_adapt.huggingface import export
 from encdec_adapt.models import (
   build,

@@ -17,7 +17,7 @@ distills all of the loss, `cpu` half; `cpu` takes three hours.
 import dataclasses
 
 from encdec_adapt.configs.studies import shared
-from encdec_adapt.evaluation.studies import budgets
+from encdec_adapt.lab import budgets
 
 
 def get_study(arg=None):

@@ -14,7 +14,7 @@ their lines (results.json).
 from encdec_adapt import configs
 from encdec_adapt.configs import quickstart
 from encdec_adapt.configs.studies import shared
-from encdec_adapt.evaluation.studies import pages
+from encdec_adapt.lab import pages
 
 # Those that read the models of others follow them.
 PAGES = (

@@ -24,7 +24,7 @@ so that parameters or FLOPs agree.
 
 from encdec_adapt import configs
 from encdec_adapt.configs.studies import matched, shared
-from encdec_adapt.evaluation.studies import budgets, pages
+from encdec_adapt.lab import budgets, pages
 from encdec_adapt.models import forward_flops
 
 # Arms of equal FLOPs as others (all else: tokens), and with others' rates.

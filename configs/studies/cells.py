@@ -3,7 +3,7 @@
 import dataclasses
 
 from encdec_adapt.configs.studies import shared
-from encdec_adapt.evaluation.studies import pages
+from encdec_adapt.lab import pages
 
 KINDS = {'cd': 'decoder_only', 'nd': 'prefix_decoder', 'ed': ''}
 CELLS = 'cd_flm', 'nd_plm', 'ed_plm', 'cd_mlm', 'nd_mlm', 'ed_mlm'

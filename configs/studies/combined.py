@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 
-from encdec_adapt.evaluation.studies import pages
+from encdec_adapt.lab import pages
 
 
 def study(name, title, size, studies, **fields):

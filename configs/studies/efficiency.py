@@ -13,7 +13,7 @@ no error.
 """
 
 from encdec_adapt.configs.studies import combined, correlation, shared
-from encdec_adapt.evaluation.studies import pages
+from encdec_adapt.lab import pages
 
 
 def get_study(arg=None):

@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from encdec_adapt.configs.studies import shared
-from encdec_adapt.evaluation.studies import pages
+from encdec_adapt.lab import pages
 
 SIGNATURES = pages.Command(
   'signatures', 'configs.signatures', ('--output={signatures}',)

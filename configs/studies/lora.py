@@ -17,7 +17,7 @@ import dataclasses
 
 from encdec_adapt import configs
 from encdec_adapt.configs.studies import shared
-from encdec_adapt.evaluation.studies import pages
+from encdec_adapt.lab import pages
 
 _SOURCES = {
   'lookups': {},

@@ -12,7 +12,7 @@ import functools
 from encdec_adapt import config as config_lib
 from encdec_adapt.configs import quickstart
 from encdec_adapt.configs.studies import shared
-from encdec_adapt.evaluation.studies import budgets
+from encdec_adapt.lab import budgets
 from encdec_adapt.models import model_config
 from encdec_adapt.objectives import framing
 

@@ -17,7 +17,7 @@ learning rate. `cpu` takes an hour on two cores.
 import dataclasses
 
 from encdec_adapt.configs.studies import shared
-from encdec_adapt.evaluation.studies import budgets, pages
+from encdec_adapt.lab import budgets, pages
 
 # At gpu; the first is MEAP's own.
 OPTIONS = ('', ':share=0.05', ':share=0.1', ':share=0.2', ':span=5', ':span=50')

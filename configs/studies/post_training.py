@@ -28,12 +28,11 @@ from encdec_adapt import configs
 from encdec_adapt.base import errors, option_strings
 from encdec_adapt.cli import command
 from encdec_adapt.configs import functions, post_training, sft
-from encdec_adapt.conversion import answer_encoding, text_generation
-from encdec_adapt.evaluation.reports import score_tables
 from encdec_adapt.evaluation.results import comparisons, results_store
-from encdec_adapt.evaluation.studies import pages
 from encdec_adapt.files import atomic, paths
+from encdec_adapt.generation import answer_encoding, text_generation
 from encdec_adapt.inference import log_likelihoods
+from encdec_adapt.lab import pages, score_tables
 from encdec_adapt.telemetry import compute_cost
 
 # Model -> the run that it starts from, below the folder of the models.

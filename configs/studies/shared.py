@@ -36,8 +36,8 @@ from encdec_adapt.base import errors
 from encdec_adapt.cli import command
 from encdec_adapt.configs import books as book_source
 from encdec_adapt.configs import gemma2, packages, quickstart
-from encdec_adapt.evaluation.studies import budgets, pages
 from encdec_adapt.files import atomic, paths
+from encdec_adapt.lab import budgets, pages
 from encdec_adapt.models import model_config, presets
 from encdec_adapt.telemetry import compute_cost
 from encdec_adapt.tokenizers import vocabulary_pair

@@ -18,7 +18,7 @@ is on the mixture. `cpu` takes an hour on two cores.
 import dataclasses
 
 from encdec_adapt.configs.studies import shared
-from encdec_adapt.evaluation.studies import pages
+from encdec_adapt.lab import pages
 
 
 def get_study(arg=None):

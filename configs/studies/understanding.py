@@ -18,7 +18,7 @@ What goes on has a new optimizer. `pod` has Gemma 2's shape, and 100B tokens.
 """
 
 from encdec_adapt.configs.studies import shared
-from encdec_adapt.evaluation.studies import pages
+from encdec_adapt.lab import pages
 
 # Model -> kind, objective, what it starts from, its share of the steps, and the
 # arm whose learning rate it has.

@@ -22,7 +22,7 @@ cores.
 
 from encdec_adapt import configs
 from encdec_adapt.configs.studies import cells, shared
-from encdec_adapt.evaluation.studies import pages
+from encdec_adapt.lab import pages
 
 # Tasks of documents that the decoders' training held out.
 HELD_OUT = f'--source=python:{configs.path("decoders/held_out.txt")}'

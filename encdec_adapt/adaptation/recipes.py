@@ -2,7 +2,7 @@
 
 A recipe carries out the decisions of `weight_plan` for a stored array. The
 same recipe fills the array inside a traced function, from whole trees on
-devices, and array by array from lazily read sources (`conversion`), where host
+devices, and array by array from lazily read sources (`stored`), where host
 memory has to stay small.
 """
 

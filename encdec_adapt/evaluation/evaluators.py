@@ -13,7 +13,6 @@ from typing import Any
 
 from encdec_adapt import config as config_lib
 from encdec_adapt.cluster import distributed, watchdog
-from encdec_adapt.conversion import model_in_memory, model_on_disk
 from encdec_adapt.evaluation.measures import (
   held_out,
   perplexity,
@@ -23,7 +22,9 @@ from encdec_adapt.evaluation.measures import (
 from encdec_adapt.evaluation.results import results_store
 from encdec_adapt.evaluation.tasks import task_groups
 from encdec_adapt.files import paths
+from encdec_adapt.generation import model_in_memory
 from encdec_adapt.models import base_model
+from encdec_adapt.stored import model_on_disk
 from encdec_adapt.training import job_telemetry, setup
 from encdec_adapt.training import state as state_lib
 from encdec_adapt.training.jobs import job as job_lib

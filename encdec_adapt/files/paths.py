@@ -20,7 +20,7 @@ differ in kind:
 - the store has checksums of its objects (`checkpoints.checksums`), and a step
   is committed by its marker and not by its name (`checkpoints.step_folders`);
 - a new folder is drafted on a local disk and uploaded (`huggingface.new_folder`
-  with `export` and `conversion.work_directory`); only disks have a limit
+  with `export` and `stored.work_directory`); only disks have a limit
   (`disk`);
 - records, headers of weights and a cache of tokens need local files
   (`data.records.record_copy`, `huggingface.tensor_folder`,

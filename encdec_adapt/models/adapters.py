@@ -2,7 +2,7 @@
 
 Which parameters of a model train and which are frozen; the table of the
 trained ones; and the tree of parameters that a model is applied with, in which
-`ops.kernel_forms` take the place of kernels. The base is read by `conversion`.
+`ops.kernel_forms` take the place of kernels. The base is read by `stored`.
 """
 
 from collections.abc import Mapping

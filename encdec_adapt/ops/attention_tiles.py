@@ -146,7 +146,7 @@ class Tiling:
         return _put(sums[0], parts[0], i), _put(sums[1], parts[1], j), parts[2]
 
       turns = jnp.sum(work) if LOOP == 'while' else pairs
-      # The name states the most turns to `planning.hlo`.
+      # The name states the most turns to `planner.hlo`.
       with jax.named_scope(f'at_most_{pairs}_turns'):
         return finish(*jax.lax.fori_loop(0, turns, turn, sums))
 

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, Mesh
 _TPU = {
   # MiB from which XLA replaces a gather and its product with a loop of
   # permutations and partial products ("collective matmul"). Off, because
-  # plans estimate those loops to be slower; see planning/README.md.
+  # plans estimate those loops to be slower; see planner/README.md.
   'xla_jf_spmd_threshold_for_windowed_einsum_mib': '1000000'
 }
 # Without these, the compiler of v6e runs gathers one after another between the

@@ -1,6 +1,6 @@
 """Peak FLOP/s of devices, which utilisation (MFU) is measured against.
 
-This module must not import `planning`, which reads the table.
+This module must not import `planner`, which reads the table.
 """
 
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import jax
 
 # A substring of `device_kind`, of which the first match counts; the name of the
-# chip in `planning.chips` if its figures apply; dense bf16 FLOP/s from the
+# chip in `planner.chips` if its figures apply; dense bf16 FLOP/s from the
 # vendor's data sheet.
 KINDS = (
   ('TPU7x', 'tpu7x', 2307e12 / 2),  # A device is half of a chip.

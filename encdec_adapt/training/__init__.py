@@ -2,5 +2,5 @@
 
 A loss is a module in `losses`. Objectives and framing are in `objectives`,
 records in `data`, checkpoints in `checkpoints`. Imports nothing of `config`,
-`conversion`, `evaluation`, `planning` or the commands.
+`stored`, `evaluation`, `planner` or the commands.
 """

@@ -18,7 +18,7 @@ from encdec_adapt.ops import (
   attention_tokamax,
   partition,
 )
-from encdec_adapt.planning import chips
+from encdec_adapt.planner import chips
 from encdec_adapt.sharding import rules
 from tests.ops import attention_cases
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from encdec_adapt.planning import chips
+from encdec_adapt.planner import chips
 from tests import tiny
 
 LAYERS, ROWS, LENGTH, CHIPS = 2, 16, 512, 8

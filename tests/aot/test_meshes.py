@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from encdec_adapt.configs import gemma2
-from encdec_adapt.planning import chips
+from encdec_adapt.planner import chips
 from encdec_adapt.sharding import mesh as mesh_lib
-from tests.planning import toy
+from tests.planner import toy
 
 pytestmark = [pytest.mark.aot, toy.needs_libtpu]
 

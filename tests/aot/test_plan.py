@@ -5,10 +5,10 @@ import json
 import pytest
 
 from encdec_adapt import plan
-from encdec_adapt.planning import chips
+from encdec_adapt.planner import chips
 from encdec_adapt.sharding import compiler
 from tests import tiny
-from tests.planning import toy
+from tests.planner import toy
 
 LAYERS, ROWS, LENGTH = 2, 8, 1024
 STACK = dict(layers=LAYERS, width=256, mlp_width=512, heads=4, kv_heads=2)

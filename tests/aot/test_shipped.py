@@ -9,7 +9,7 @@ from encdec_adapt import config as config_lib
 from encdec_adapt import plan
 from encdec_adapt.cli import command
 from encdec_adapt.configs import gemma2, t5
-from encdec_adapt.planning import (
+from encdec_adapt.planner import (
   analytic_estimate,
   calibration,
   chips,
@@ -20,7 +20,7 @@ from encdec_adapt.planning import (
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.training import remat_choice, step_estimate
 from tests import tiny
-from tests.planning import toy
+from tests.planner import toy
 
 FOLDER = tiny.ROOT / 'configs' / 'plans'
 PATHS = sorted(FOLDER.glob('*.json'))
@@ -135,7 +135,7 @@ def test_no_stored_plan_is_of_an_earlier_configuration():
 
 
 def test_the_readme_has_the_tables():
-  readme = (tiny.ROOT / 'encdec_adapt/planning/README.md').read_text()
+  readme = (tiny.ROOT / 'encdec_adapt/planner/README.md').read_text()
   assert stored_plans.markdown(stored_plans.read(str(FOLDER))) in readme
   assert calibration.text(calibration.table()) in readme
 

@@ -7,7 +7,7 @@ from encdec_adapt.data.records import row_rates
 from encdec_adapt.data.sources import mixtures, text_sources
 from encdec_adapt.evaluation.tasks import text_pairs
 from encdec_adapt.objectives import denoising
-from encdec_adapt.planning import chips
+from encdec_adapt.planner import chips
 
 
 def test_dividers_in_quotes_do_not_divide():

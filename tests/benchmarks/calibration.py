@@ -3,7 +3,7 @@
     python -m tests.benchmarks.calibration [--runs H100 'Llama 2 70B'] [--fit]
 
 compiles `configs/published.py` for the chips of each run and writes the
-estimates into `encdec_adapt/planning/calibration.json`, whose errors every
+estimates into `encdec_adapt/planner/calibration.json`, whose errors every
 plan prints. --fit prints the shares of a GPU's peaks that fit all of the runs
 (`roofline.GPU_PRODUCTS` and `GPU_MEMORY`), and writes the estimates of each
 with the shares that fit the other runs (`left_out`).
@@ -19,7 +19,7 @@ import numpy as np
 from encdec_adapt import config as config_lib
 from encdec_adapt import plan
 from encdec_adapt.cli import command
-from encdec_adapt.planning import (
+from encdec_adapt.planner import (
   calibration,
   chips,
   hlo,
@@ -32,7 +32,7 @@ from encdec_adapt.sharding import mesh as mesh_lib
 from tests import tiny
 from tests.benchmarks import results
 
-_FILE = tiny.ROOT / 'encdec_adapt/planning/calibration.json'
+_FILE = tiny.ROOT / 'encdec_adapt/planner/calibration.json'
 
 
 def main(argv: Sequence[str] | None = None) -> None:

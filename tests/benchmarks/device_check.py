@@ -34,7 +34,7 @@ from typing import Any
 import jax
 
 from encdec_adapt.files import atomic
-from encdec_adapt.planning import chips
+from encdec_adapt.planner import chips
 from encdec_adapt.telemetry import environment
 from tests.benchmarks import results
 
@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
   if device['platform'] == 'gpu' and chip != (device['chip'] or ''):
     raise SystemExit(
       f'--chip={chip}: this machine has {device["device_kind"]}, which is'
-      f' {device["chip"] or "not in planning.chips"}. Leave out --chip.'
+      f' {device["chip"] or "not in planner.chips"}. Leave out --chip.'
     )
   with tempfile.TemporaryDirectory() as folder:
     run = _Run({'device': device, 'checks': {}}, arguments.output, folder)

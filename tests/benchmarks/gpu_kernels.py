@@ -35,7 +35,7 @@ from encdec_adapt.ops import (
   masks,
   vocabulary_loss,
 )
-from encdec_adapt.planning import chips
+from encdec_adapt.planner import chips
 from encdec_adapt.telemetry import peak_flops
 from tests.benchmarks import results
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from encdec_adapt.ops import partition
-from encdec_adapt.planning import chips, hlo, roofline
+from encdec_adapt.planner import chips, hlo, roofline
 from encdec_adapt.sharding import compiler
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import rules as rules_lib

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from encdec_adapt import config as config_lib
 from encdec_adapt import plan
 from encdec_adapt.cli import command
-from encdec_adapt.planning import chips, program_plans, programs
+from encdec_adapt.planner import chips, program_plans, programs
 from tests.benchmarks import results
 
 CARDS = {
@@ -23,7 +23,7 @@ CARDS = {
   'h100:1': '80 GB, H100',
   'h200:1': '141 GB, H200',
 }
-# Memory of a program in GiB, where `planning.chips` has a larger card.
+# Memory of a program in GiB, where `planner.chips` has a larger card.
 _GIB = {'a100:1': 36}
 _FULL = 'optimizer.kind=adafactor compute.dtype=bfloat16'
 # Argument of configs/gemma2.py, and changes to its keys.

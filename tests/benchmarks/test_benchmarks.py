@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from encdec_adapt.planning import chips
+from encdec_adapt.planner import chips
 from tests import tiny
 from tests.benchmarks import (
   exchange,
@@ -21,7 +21,7 @@ from tests.benchmarks import (
   serving,
   vocabulary_loss,
 )
-from tests.planning import toy
+from tests.planner import toy
 
 pytestmark = pytest.mark.slow  # Nightly.
 TINY = (

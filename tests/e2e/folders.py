@@ -12,11 +12,11 @@ import jax
 import numpy as np
 
 from encdec_adapt import evaluate as evaluate_lib
-from encdec_adapt.conversion import model_on_disk
 from encdec_adapt.evaluation.results import results_store
 from encdec_adapt.files import paths
 from encdec_adapt.huggingface import export as exporter
 from encdec_adapt.models import model_config, parameters
+from encdec_adapt.stored import model_on_disk
 from tests import tiny, toy_models
 
 # The model of `tiny.flags`.

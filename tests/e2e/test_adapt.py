@@ -14,7 +14,7 @@ from safetensors import numpy as safetensors
 from encdec_adapt import train
 from encdec_adapt.adaptation import recipes, weight_plan
 from encdec_adapt.base import errors
-from encdec_adapt.conversion import model_on_disk
+from encdec_adapt.stored import model_on_disk
 from encdec_adapt.tokenizers import vocabulary_training
 from tests import tiny
 from tests.e2e import folders

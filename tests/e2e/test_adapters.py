@@ -11,9 +11,9 @@ import encdec_adapt
 from encdec_adapt import serve, train
 from encdec_adapt.base import errors
 from encdec_adapt.checkpoints import checksums, manager
-from encdec_adapt.conversion import model_on_disk, prompt_framing
 from encdec_adapt.inference import engine as engine_lib
-from encdec_adapt.serving import served_adapters
+from encdec_adapt.server import served_adapters
+from encdec_adapt.stored import model_on_disk, prompt_framing
 from encdec_adapt.telemetry import metrics
 from tests import tiny
 from tests.e2e import folders
@@ -233,7 +233,7 @@ def test_a_server_reads_prompts_as_each_run_did(
   pytest.importorskip('uvicorn', reason='needs pip install -e .[serve]')
   from starlette import testclient
 
-  from encdec_adapt.serving import http_app
+  from encdec_adapt.server import http_app
 
   # A run of the same adapters, of pairs behind a task prefix.
   asking = shutil.copytree(tuned, tmp_path / 'asking')

@@ -15,9 +15,9 @@ from encdec_adapt import config as config_lib
 from encdec_adapt import train
 from encdec_adapt.base import errors
 from encdec_adapt.checkpoints import manager
-from encdec_adapt.conversion import pretrained_files
 from encdec_adapt.data.records import record_sets, row_order
 from encdec_adapt.models import model_config, parameters
+from encdec_adapt.stored import pretrained_files
 from encdec_adapt.telemetry import metrics
 from encdec_adapt.tokenizers import vocabulary_pair
 from encdec_adapt.training import setup

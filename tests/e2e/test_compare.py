@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from encdec_adapt.conversion import model_on_disk
 from encdec_adapt.models import parameters
+from encdec_adapt.stored import model_on_disk
 from tests import tiny
 
 pytestmark = pytest.mark.e2e

@@ -17,8 +17,8 @@ from encdec_adapt import config as config_lib
 from encdec_adapt import train
 from encdec_adapt.base import errors
 from encdec_adapt.checkpoints import manager
-from encdec_adapt.conversion import pretrained_files
 from encdec_adapt.models import model_config
+from encdec_adapt.stored import pretrained_files
 from encdec_adapt.tokenizers import vocabulary_training
 from tests import tiny
 from tests.e2e import folders

@@ -11,7 +11,7 @@ import encdec_adapt
 from encdec_adapt import train
 from encdec_adapt.base import errors
 from encdec_adapt.checkpoints import manager
-from encdec_adapt.conversion import model_on_disk
+from encdec_adapt.stored import model_on_disk
 from encdec_adapt.telemetry import metrics
 from tests import tiny
 from tests.e2e import folders

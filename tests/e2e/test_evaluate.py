@@ -7,9 +7,9 @@ import pytest
 
 from encdec_adapt import evaluate
 from encdec_adapt.base import errors
-from encdec_adapt.conversion import model_in_memory
 from encdec_adapt.evaluation.results import predictions, results_store
 from encdec_adapt.evaluation.tasks import task_groups
+from encdec_adapt.generation import model_in_memory
 from tests import tiny
 
 pytestmark = pytest.mark.e2e

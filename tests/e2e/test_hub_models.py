@@ -8,8 +8,8 @@ from encdec_adapt import config as config_lib
 from encdec_adapt import train
 from encdec_adapt.base import errors
 from encdec_adapt.cli import command
-from encdec_adapt.conversion import model_on_disk
 from encdec_adapt.files import hub as hub_lib
+from encdec_adapt.stored import model_on_disk
 from tests import fake_hub, tiny
 from tests.e2e import folders
 

@@ -9,7 +9,7 @@ import pytest
 
 from encdec_adapt import train as train_lib
 from encdec_adapt.checkpoints import manager
-from encdec_adapt.conversion import model_on_disk
+from encdec_adapt.stored import model_on_disk
 from encdec_adapt.telemetry import metrics, profiling
 from encdec_adapt.training import remat_choice
 from encdec_adapt.training.jobs import policy_batches

@@ -14,7 +14,7 @@ from encdec_adapt.cli import command
 from encdec_adapt.configs import functions, post_training
 from encdec_adapt.configs.studies import post_training as post_training_page
 from encdec_adapt.data.sources import text_sources
-from encdec_adapt.evaluation.studies import pages, stages
+from encdec_adapt.lab import pages, stages
 from tests import tiny
 
 pytestmark = pytest.mark.e2e

@@ -10,12 +10,9 @@ from encdec_adapt import config as config_lib
 from encdec_adapt import evaluate, materialize, train
 from encdec_adapt.base import errors
 from encdec_adapt.cli import command
-from encdec_adapt.conversion import (
-  inherited_framing,
-  model_on_disk,
-  prompt_encoding,
-)
+from encdec_adapt.generation import prompt_encoding
 from encdec_adapt.objectives import objective_names
+from encdec_adapt.stored import inherited_framing, model_on_disk
 from encdec_adapt.tokenizers import vocabulary_training
 from tests import tiny
 from tests.e2e import folders

@@ -7,7 +7,7 @@ import pytest
 
 import encdec_adapt
 from encdec_adapt import evaluate, generate
-from encdec_adapt.conversion import answer_encoding
+from encdec_adapt.generation import answer_encoding
 from tests import tiny
 from tests.e2e import folders
 

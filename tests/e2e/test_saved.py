@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 from encdec_adapt import study, train
-from encdec_adapt.conversion import model_on_disk
 from encdec_adapt.data.records import record_sets
-from encdec_adapt.evaluation.studies import pages, stage_states, stages
+from encdec_adapt.lab import pages, stage_states, stages
+from encdec_adapt.stored import model_on_disk
 from encdec_adapt.telemetry import metrics
 from tests import tiny
 from tests.e2e import folders

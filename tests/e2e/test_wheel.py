@@ -9,7 +9,7 @@ import pytest
 
 import encdec_adapt
 from encdec_adapt.cli import console
-from encdec_adapt.conversion import model_on_disk
+from encdec_adapt.stored import model_on_disk
 from tests import tiny
 
 pytestmark = pytest.mark.e2e
@@ -140,7 +140,7 @@ def test_convert_and_calibration(wheel, gemma, tmp_path):
     'import sys\n'
     'from encdec_adapt import convert\n'
     'from encdec_adapt.cli import command\n'
-    'from encdec_adapt.planning import calibration\n'
+    'from encdec_adapt.planner import calibration\n'
     'assert calibration.table()\n'
     'run = command.run_subcommand\n'
     "sys.exit(run('', convert.COMMANDS, sys.argv[1:]))\n"

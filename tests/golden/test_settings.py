@@ -26,8 +26,8 @@ from encdec_adapt import train
 from encdec_adapt.base import saved_keys
 from encdec_adapt.cli import command
 from encdec_adapt.configs import gemma2, t5
-from encdec_adapt.evaluation.studies import stages
-from encdec_adapt.planning import programs
+from encdec_adapt.lab import stages
+from encdec_adapt.planner import programs
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import placement
 from encdec_adapt.training import losses, phases, schedules

@@ -14,9 +14,9 @@ import orbax.checkpoint as ocp
 import pytest
 
 from encdec_adapt.base import errors
-from encdec_adapt.conversion import model_on_disk
 from encdec_adapt.huggingface import config_json, flax_folder
 from encdec_adapt.models import layer_leaves, model_config, parameters, presets
+from encdec_adapt.stored import model_on_disk
 from tests import tiny, toy_models
 
 SHAPE = dict(layers=3, width=8, mlp_width=12, head_dim=6, vocab_size=20)

@@ -13,11 +13,8 @@ from encdec_adapt import config as config_lib
 from encdec_adapt import generate
 from encdec_adapt.base import errors
 from encdec_adapt.checkpoints import manager
-from encdec_adapt.conversion import (
-  model_on_disk,
-  pretrained_files,
-  prompt_encoding,
-)
+from encdec_adapt.generation import prompt_encoding
+from encdec_adapt.stored import model_on_disk, pretrained_files
 from encdec_adapt.tokenizers import vocabulary_training
 from tests import tiny, toy_models
 

@@ -11,7 +11,7 @@ from tests import tiny
 pytestmark = [pytest.mark.multiproc, pytest.mark.slow]
 
 _PAGE = """
-from encdec_adapt.evaluation.studies import pages
+from encdec_adapt.lab import pages
 
 STACK = dict(layers=1, width=16, mlp_width=32, heads=2, kv_heads=1, head_dim=8)
 STACK |= dict(vocab_size=512, window=8)

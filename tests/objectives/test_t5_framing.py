@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from encdec_adapt.base import errors
-from encdec_adapt.conversion import prompt_encoding, prompt_framing
 from encdec_adapt.evaluation.measures import held_out
+from encdec_adapt.generation import prompt_encoding
 from encdec_adapt.objectives import framing, objective_names
+from encdec_adapt.stored import prompt_framing
 from encdec_adapt.tokenizers import special_ids, vocabulary_pair
 from encdec_adapt.training.jobs import job_models
 from encdec_adapt.training.recipes import recipe

@@ -11,7 +11,7 @@ from jax.sharding import AxisType
 import numpy as np
 
 from encdec_adapt.ops import attention_reference, masks
-from encdec_adapt.planning import hlo
+from encdec_adapt.planner import hlo
 
 MASKS = (
   'causal',

@@ -14,7 +14,7 @@ from encdec_adapt.ops import (
   attention_tokamax,
   masks,
 )
-from encdec_adapt.planning import hlo
+from encdec_adapt.planner import hlo
 from tests.ops import attention_cases
 
 MASKS = [*attention_cases.MASKS[:4], 'prefix', 'prefix window', 'cross']

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from encdec_adapt.ops import partition, vocabulary_loss
-from encdec_adapt.planning import chips
+from encdec_adapt.planner import chips
 from tests.ops import dense_loss
 from tests.ops import test_vocabulary_loss as cases
-from tests.planning import toy
+from tests.planner import toy
 
 
 def dense(hidden, table, targets, *, vocab_size, softcap, chunk, entropy):

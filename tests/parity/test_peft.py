@@ -8,7 +8,7 @@ import pytest
 
 import encdec_adapt
 from encdec_adapt.base import errors
-from encdec_adapt.conversion import model_on_disk
+from encdec_adapt.stored import model_on_disk
 from tests import tiny
 from tests.parity import tiny_models
 

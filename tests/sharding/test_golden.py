@@ -18,7 +18,7 @@ import pytest
 
 from encdec_adapt import config as config_lib
 from encdec_adapt.configs import gemma2
-from encdec_adapt.planning import programs
+from encdec_adapt.planner import programs
 from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.sharding import placement
 

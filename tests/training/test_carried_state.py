@@ -10,8 +10,8 @@ import pytest
 from encdec_adapt.adaptation import weight_plan
 from encdec_adapt.base import errors
 from encdec_adapt.checkpoints import manager
-from encdec_adapt.conversion import carried_state, model_on_disk
 from encdec_adapt.models import build, model_config
+from encdec_adapt.stored import carried_state, model_on_disk
 from encdec_adapt.training import optimizers, schedules
 from tests import toy_models
 from tests.training import conftest

@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from encdec_adapt.training import remat_choice
-from tests.planning import toy
+from tests.planner import toy
 
 ESTIMATES = {'dots': 100.0, 'none': 120.0, 'narrow_dots': 80.0}
 ESTIMATES |= {'attention': 60.0, 'full': 40.0}

@@ -19,17 +19,18 @@ from jax import numpy as jnp
 import numpy as np
 
 from encdec_adapt.base import errors
-from encdec_adapt.conversion import model_in_memory, model_on_disk
 from encdec_adapt.evaluation.measures import (
   attention_scores,
   held_out,
 )
 from encdec_adapt.evaluation.results import comparisons, results_store
+from encdec_adapt.generation import model_in_memory
 from encdec_adapt.models import architecture as architectures
 from encdec_adapt.models import build, layers_index, model_config
 from encdec_adapt.objectives import noising
 from encdec_adapt.ops import partition
 from encdec_adapt.sharding import placement as placement_lib
+from encdec_adapt.stored import model_on_disk
 from encdec_adapt.telemetry import progress
 from encdec_adapt.training import setup
 from encdec_adapt.training import state as state_lib

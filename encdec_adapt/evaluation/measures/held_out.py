@@ -11,11 +11,12 @@ import functools
 
 from encdec_adapt import config as config_lib
 from encdec_adapt.base import errors
-from encdec_adapt.conversion import model_in_memory, model_on_disk
 from encdec_adapt.data.records import record_sets
 from encdec_adapt.evaluation.measures import classification, perplexity
 from encdec_adapt.evaluation.results import results_store
+from encdec_adapt.generation import model_in_memory
 from encdec_adapt.models import heads
+from encdec_adapt.stored import model_on_disk
 from encdec_adapt.telemetry import progress
 from encdec_adapt.training import setup
 from encdec_adapt.training import state as state_lib

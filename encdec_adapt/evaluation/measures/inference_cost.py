@@ -22,13 +22,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from encdec_adapt.conversion import model_in_memory, model_on_disk
 from encdec_adapt.evaluation.results import number_format as numbers
 from encdec_adapt.evaluation.results import results_store
 from encdec_adapt.files import disk
+from encdec_adapt.generation import model_in_memory
 from encdec_adapt.inference import decoding
 from encdec_adapt.inference import engine as engine_lib
 from encdec_adapt.models import forward_flops, parameters, presets
+from encdec_adapt.stored import model_on_disk
 from encdec_adapt.telemetry import environment
 
 TASK = 'cost'

@@ -100,7 +100,7 @@ class Evaluator:
         }
         return metrics.ratios(placement.model, params, batch, frozen)
 
-    # Public, as `planning` compiles it without arrays.
+    # Public, as `planner` compiles it without arrays.
     self.sums = jax.jit(
       sums,
       # Every process needs the ratios of all rows.

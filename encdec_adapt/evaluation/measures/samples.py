@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from encdec_adapt.cluster import distributed
-from encdec_adapt.conversion import model_in_memory
 from encdec_adapt.files import append_log, paths
+from encdec_adapt.generation import model_in_memory
 from encdec_adapt.inference import engine
 from encdec_adapt.tokenizers import chat_format
 from encdec_adapt.training import setup

@@ -28,14 +28,11 @@ from typing import Any
 import numpy as np
 
 from encdec_adapt.base import errors, option_strings
-from encdec_adapt.conversion import (
-  model_in_memory,
-  model_on_disk,
-  pretrained_files,
-)
 from encdec_adapt.evaluation.results import results_store
 from encdec_adapt.evaluation.tasks import prompted_task, task_groups
 from encdec_adapt.files import paths
+from encdec_adapt.generation import model_in_memory
+from encdec_adapt.stored import model_on_disk, pretrained_files
 from encdec_adapt.telemetry import progress
 
 _DEPTH = 10  # Documents that a query finds.

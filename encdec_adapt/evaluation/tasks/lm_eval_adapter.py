@@ -30,8 +30,9 @@ import numpy as np
 
 from encdec_adapt.base import errors
 from encdec_adapt.cluster import distributed
-from encdec_adapt.conversion import model_in_memory, pretrained_files
+from encdec_adapt.generation import model_in_memory
 from encdec_adapt.inference import engine, log_likelihoods, sampling
+from encdec_adapt.stored import pretrained_files
 from encdec_adapt.telemetry import progress
 
 # Tokens of a window in rolling likelihoods, and most tokens of its context.

@@ -15,19 +15,16 @@ from typing import Any
 from encdec_adapt import config as config_lib
 from encdec_adapt.base import errors, option_strings
 from encdec_adapt.cluster import distributed
-from encdec_adapt.conversion import (
-  answer_encoding,
-  model_in_memory,
-  model_on_disk,
-)
 from encdec_adapt.data.sources import preference_source
 from encdec_adapt.evaluation.measures import perplexity, preference_scores
 from encdec_adapt.evaluation.results import predictions, results_store
 from encdec_adapt.evaluation.tasks import prompted_task
 from encdec_adapt.files import paths
+from encdec_adapt.generation import answer_encoding, model_in_memory
 from encdec_adapt.inference import lengths, rewards
 from encdec_adapt.objectives import example_maker, framing, preferences
 from encdec_adapt.sharding import placement as placement_lib
+from encdec_adapt.stored import model_on_disk
 from encdec_adapt.telemetry import progress
 from encdec_adapt.training import setup
 from encdec_adapt.training.jobs import job_models

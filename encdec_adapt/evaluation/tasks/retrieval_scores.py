@@ -15,16 +15,12 @@ import statistics
 import numpy as np
 
 from encdec_adapt.base import errors
-from encdec_adapt.conversion import (
-  model_in_memory,
-  model_on_disk,
-  pretrained_files,
-  prompt_encoding,
-)
 from encdec_adapt.evaluation.results import predictions, results_store
 from encdec_adapt.evaluation.tasks import retrieval_tasks
+from encdec_adapt.generation import model_in_memory, prompt_encoding
 from encdec_adapt.inference import engine as engine_lib
 from encdec_adapt.inference import log_likelihoods
+from encdec_adapt.stored import model_on_disk, pretrained_files
 from encdec_adapt.telemetry import progress
 
 NAME = 'retrieval'

@@ -17,14 +17,11 @@ from typing import Any
 
 from encdec_adapt.base import errors, packages
 from encdec_adapt.cluster import code_limits, distributed
-from encdec_adapt.conversion import (
-  model_in_memory,
-  model_on_disk,
-  prompt_encoding,
-)
 from encdec_adapt.evaluation.results import predictions, results_store
 from encdec_adapt.evaluation.tasks import prompted_task, task_files
 from encdec_adapt.files import paths
+from encdec_adapt.generation import model_in_memory, prompt_encoding
+from encdec_adapt.stored import model_on_disk
 from encdec_adapt.telemetry import progress
 
 # Field of an example: the group of documents that it is of.

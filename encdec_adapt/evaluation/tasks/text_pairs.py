@@ -8,16 +8,12 @@ import dataclasses
 from typing import Any
 
 from encdec_adapt.base import errors, option_strings
-from encdec_adapt.conversion import (
-  model_in_memory,
-  model_on_disk,
-  pretrained_files,
-  text_generation,
-)
 from encdec_adapt.evaluation.measures import text_metrics
 from encdec_adapt.evaluation.results import predictions, results_store
 from encdec_adapt.evaluation.tasks import prompted_task
 from encdec_adapt.files import paths
+from encdec_adapt.generation import model_in_memory, text_generation
+from encdec_adapt.stored import model_on_disk, pretrained_files
 from encdec_adapt.telemetry import progress
 
 # Options of generation that decide the scores.

@@ -6,7 +6,6 @@ from typing import Any
 
 from encdec_adapt import config as config_lib
 from encdec_adapt.checkpoints import resume_checks
-from encdec_adapt.conversion import frozen_base
 from encdec_adapt.data.records import record_sets
 from encdec_adapt.models import (
   base_model,
@@ -14,6 +13,7 @@ from encdec_adapt.models import (
   execution,
   model_config,
 )
+from encdec_adapt.stored import frozen_base
 from encdec_adapt.training import state as state_lib
 from encdec_adapt.training.jobs import completion_rewards, job_models
 

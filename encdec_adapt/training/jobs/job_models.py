@@ -18,13 +18,6 @@ from encdec_adapt.adaptation import coverage as coverage_lib
 from encdec_adapt.adaptation import init_section, recipes, weight_plan
 from encdec_adapt.base import errors
 from encdec_adapt.cluster import distributed
-from encdec_adapt.conversion import (
-  carried_state,
-  frozen_base,
-  model_on_disk,
-  pretrained_files,
-  source_vocabularies,
-)
 from encdec_adapt.inference import rewards
 from encdec_adapt.models import (
   architecture,
@@ -35,6 +28,13 @@ from encdec_adapt.models import (
 )
 from encdec_adapt.objectives import framing
 from encdec_adapt.sharding import placement as placement_lib
+from encdec_adapt.stored import (
+  carried_state,
+  frozen_base,
+  model_on_disk,
+  pretrained_files,
+  source_vocabularies,
+)
 from encdec_adapt.telemetry import compute_cost
 from encdec_adapt.tokenizers import vocabulary_pair
 from encdec_adapt.training import phases as phases_lib

@@ -7,8 +7,8 @@ from typing import Any
 from encdec_adapt import config as config_lib
 from encdec_adapt.checkpoints import manager, resume_checks
 from encdec_adapt.cluster import distributed
-from encdec_adapt.conversion import frozen_base, run_artifacts
 from encdec_adapt.models import base_model, execution
+from encdec_adapt.stored import frozen_base, run_artifacts
 from encdec_adapt.telemetry import compute_cost
 from encdec_adapt.tokenizers import vocabulary_pair
 from encdec_adapt.training import phases as phases_lib

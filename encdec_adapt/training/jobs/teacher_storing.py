@@ -20,7 +20,6 @@ import numpy as np
 from encdec_adapt import config as config_lib
 from encdec_adapt.base import errors, keys
 from encdec_adapt.cluster import lock
-from encdec_adapt.conversion import model_on_disk
 from encdec_adapt.data.making import materialization, process_pool
 from encdec_adapt.data.records import (
   loader,
@@ -33,6 +32,7 @@ from encdec_adapt.data.records import (
 from encdec_adapt.files import atomic, disk, paths
 from encdec_adapt.ops import partition, sparse_teacher
 from encdec_adapt.sharding import compiler, placement
+from encdec_adapt.stored import model_on_disk
 from encdec_adapt.tokenizers import special_ids
 from encdec_adapt.training import setup
 from encdec_adapt.training import state as state_lib

@@ -1,7 +1,7 @@
 """What a kind of training consists of: the base of recipes.
 
 A recipe opens no file: `training.jobs` opens what it declares, `train` runs it,
-`planning` counts it, and evaluators read its metrics.
+`planner` counts it, and evaluators read its metrics.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 from encdec_adapt.base import errors
-from encdec_adapt.conversion import model_in_memory
 from encdec_adapt.data.records import record_sets
 from encdec_adapt.evaluation.measures import (
   attention_analysis,
   attention_scores,
 )
-from encdec_adapt.evaluation.reports import report_figures
 from encdec_adapt.evaluation.results import contrasts
+from encdec_adapt.generation import model_in_memory
+from encdec_adapt.lab import report_figures
 from encdec_adapt.models import build, model_config
 from encdec_adapt.objectives import framing
 from encdec_adapt.ops import activations, masks

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from encdec_adapt.evaluation.measures import inference_cost
-from encdec_adapt.evaluation.reports import score_tables
 from encdec_adapt.evaluation.results import results_store
 from encdec_adapt.inference import decoding
 from encdec_adapt.inference import engine as engine_lib
+from encdec_adapt.lab import score_tables
 from encdec_adapt.models import forward_flops
-from encdec_adapt.planning import hlo
+from encdec_adapt.planner import hlo
 from tests import toy_models
 
 CONFIGS = toy_models.pair_and_decoder(toy_models.stack(layers=2, vocab_size=19))

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from encdec_adapt.base import errors
-from encdec_adapt.conversion import prompt_encoding
 from encdec_adapt.evaluation.results import predictions
 from encdec_adapt.evaluation.tasks import preference_tasks
+from encdec_adapt.generation import prompt_encoding
 from encdec_adapt.inference import log_likelihoods
 from encdec_adapt.models import model_config
 from tests import toy_models

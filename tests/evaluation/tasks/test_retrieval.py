@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from encdec_adapt.base import errors
-from encdec_adapt.conversion import pretrained_files
-from encdec_adapt.evaluation.reports import html_report
 from encdec_adapt.evaluation.results import results_store
 from encdec_adapt.evaluation.tasks import retrieval_scores, retrieval_tasks
 from encdec_adapt.inference import log_likelihoods
+from encdec_adapt.lab import html_report
+from encdec_adapt.stored import pretrained_files
 from encdec_adapt.tokenizers import vocabulary_pair
 
 BYTES = vocabulary_pair.open_vocabulary('bytes')

@@ -11,11 +11,11 @@ import pytest
 
 from encdec_adapt.base import errors
 from encdec_adapt.cluster import code_limits
-from encdec_adapt.conversion import pretrained_files
 from encdec_adapt.evaluation.results import results_store
 from encdec_adapt.evaluation.tasks import task_groups as tasks
 from encdec_adapt.inference import log_likelihoods
 from encdec_adapt.objectives import objective_names
+from encdec_adapt.stored import pretrained_files
 
 _REASON = "needs lm-eval: pip install -e '.[eval]'"
 instance = pytest.importorskip('lm_eval.api.instance', reason=_REASON)

@@ -5,10 +5,10 @@ import json
 
 import pytest
 
-from encdec_adapt.conversion import model_on_disk
 from encdec_adapt.evaluation.tasks import text_pairs
 from encdec_adapt.files import paths
 from encdec_adapt.models import model_config
+from encdec_adapt.stored import model_on_disk
 from encdec_adapt.tokenizers import vocabulary_pair
 from tests import toy_models
 from tests.tokenizers import t5_files

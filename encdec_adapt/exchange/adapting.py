@@ -1,0 +1,190 @@
+"""`convert adapt`: decoder-only models -> an encoder-decoder at step 0.
+
+The adaptation is planned from configs alone. Each array of the new model is
+then computed when it is written, so that host memory grows with the largest
+array only. The copy rules are in `adaptation`; this module imports no part of
+training beyond the format of its checkpoints.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from absl import flags
+from flax import traverse_util
+import jax
+import ml_collections
+from ml_collections import config_dict, config_flags
+import numpy as np
+
+from encdec_adapt.adaptation import coverage as coverage_lib
+from encdec_adapt.adaptation import recipes, weight_plan
+from encdec_adapt.base import errors
+from encdec_adapt.cli import command
+from encdec_adapt.exchange import importing
+from encdec_adapt.files import lazy_array
+from encdec_adapt.huggingface import config_json, new_folder
+from encdec_adapt.models import model_config, model_section, parameters
+from encdec_adapt.stored import (
+  model_on_disk,
+  pretrained_files,
+  source_vocabularies,
+  work_directory,
+)
+
+
+def define_model(values: flags.FlagValues) -> None:
+  """Defines --model.KEY=VALUE for the keys of config.model, unset."""
+  keys = traverse_util.flatten_dict(model_section.defaults(), sep='.')
+  # Adaptation makes encoder-decoders only, so that there is no kind to choose.
+  del keys['kind']
+  # Typed placeholders and not defaults: only the given keys may override the
+  # shapes of the sources.
+  unset = {k: config_dict.placeholder(type(v)) for k, v in keys.items()}
+  config_flags.DEFINE_config_dict(
+    'model',
+    ml_collections.ConfigDict(traverse_util.unflatten_dict(unset, sep='.')),
+    'Keys of config.model (configs/README.md) in which the new model differs'
+    ' from its sources, such as --model.encoder.kv_heads=8 (each head is'
+    ' repeated), --model.decoder.vocab_size=256100 (a new token gets the mean'
+    ' embedding) or --model.shared_table.',
+    flag_values=values,
+  )
+  values['model'].default_as_str = 'as in the sources'  # For --help.
+
+
+def adapt_models(values: flags.FlagValues, _: list[str]) -> int:
+  """Runs `convert adapt`: makes an encoder-decoder of decoder-only models.
+
+  Raises:
+    UserError: the output exists, a source is damaged or not decoder-only, or
+      the flags describe a model that the sources cannot fill.
+  """
+  command.require(values, 'encoder', *(() if values.dry_run else ('output',)))
+  if not values.dry_run:
+    # First: opening the sources reads the headers of all their tensors.
+    new_folder.require_free(values.output)
+  names = [values.encoder] + ([values.decoder] if values.decoder else [])
+  sources = [importing.open_model(name, values) for name in names]
+  for source in sources:
+    model_on_disk.require_decoder_only(source)
+  encoder, decoder = sources[0], sources[-1]
+  target = _target(encoder.model.decoder, decoder.model.decoder, values)
+  coverage = weight_plan.make_plan(
+    target,
+    encoder.model,
+    decoder.model,
+    cross_attention=values.cross_attention,
+    post_norm_gain=values.post_norm_gain,
+  )
+  # make_plan sees configs only; these tensors are known from the files.
+  coverage = model_on_disk.with_outside(coverage, encoder, decoder)
+  choice = source_vocabularies.vocabularies_of_pair(encoder, decoder)
+  if choice is not None and choice.encoder:
+    _report_two_tokenizers(sources, shared=target.shared_table)
+  print(coverage.table() if values.dry_run else coverage.summary())
+  # Keys and values read the encoder's width, so that the decoder's
+  # self-attention cannot be copied into cross-attention.
+  if target.encoder.width != target.decoder.width:
+    print(
+      'the pair is unbalanced: its cross-attention is fresh. Warm it up alone,'
+      ' with --config.train.cross_attention_warmup=1000 (arXiv 2504.06225) or'
+      ' about 5 % of the steps.'
+    )
+  if values.dry_run:
+    print(
+      f'{parameters.count(target):,} parameters; no weights were read, nothing'
+      ' was written'
+    )
+    return 0
+  # A source of both stacks is named once.
+  names = list(dict.fromkeys(source.name for source in sources))
+  contents = work_directory.Contents(
+    target,
+    {'command': 'adapt', 'sources': names},
+    pretrained_files.folders_of_pair(encoder.path, decoder.path),
+    choice,
+    coverage,
+    can_extend=True,
+    framing=encoder.framing,
+  )
+  arrays = _arrays(target, coverage, encoder, decoder, values.seed)
+  work_directory.write(values.output, contents, arrays, verb='made')
+  return 0
+
+
+def _target(
+  encoder: model_config.StackConfig,
+  decoder: model_config.StackConfig,
+  values: flags.FlagValues,
+) -> model_config.EncoderDecoderConfig:
+  overrides = traverse_util.flatten_dict(values.model.to_dict(), sep='.')
+  overrides = {k: v for k, v in overrides.items() if v is not None}
+  options = {}
+  # pair_of checks that the token is below vocab_size; the default, 256000, may
+  # lie beyond the table of a small model.
+  if values.target == 't5gemma2' and 'eoi_token' in overrides:
+    options['eoi_token'] = overrides['eoi_token']
+  pair = config_json.pair_of(encoder, decoder, values.target or '', **options)
+  section = ml_collections.ConfigDict(model_section.section_from_model(pair))
+  section.update_from_flattened_dict(overrides)
+  target = model_section.model_from_section(section.to_dict())
+  if values.target:
+    config_json.raw_from_model(target)  # Raises if it left the family.
+  return target
+
+
+def _report_two_tokenizers(
+  sources: list[model_on_disk.StoredModel], *, shared: bool
+) -> None:
+  """Notes that the stacks have different tokenizers.
+
+  Raises:
+    UserError: the stacks share a table.
+  """
+  paths = ' and '.join(str(source.path) for source in sources)
+  difference = f'{paths} have different tokenizers'
+  if shared:
+    raise errors.UserError(
+      f'{difference}: in a table that both stacks share (--model.shared_table,'
+      ' --target=t5gemma2) an id would mean other text to each. Choose sources'
+      ' with one vocabulary, or a table for each stack.'
+    )
+  print(f'note: {difference}; the two sides of an example are tokenised apart.')
+
+
+def _arrays(
+  target: model_config.EncoderDecoderConfig,
+  coverage: coverage_lib.Coverage,
+  encoder: model_on_disk.StoredModel,
+  decoder: model_on_disk.StoredModel,
+  seed: int,
+) -> dict[str, lazy_array.LazyArray]:
+  # Both stacks of a single source share the mapping: a run's caches the group
+  # of arrays that it restored last.
+  arrays = encoder.arrays()
+  rng = jax.random.key(seed)
+  trees = {
+    'encoder_source': arrays,
+    'decoder_source': arrays if decoder is encoder else decoder.arrays(),
+    # Draws only the fresh parameters, by path, with the values that a random
+    # model of this seed would have.
+    recipes.FRESH: {
+      path: _lazy(info, parameters.init_one, target, rng, path)
+      for path, info in parameters.parameter_table(target).items()
+    },
+  }
+  models = {'encoder_source': encoder.model, 'decoder_source': decoder.model}
+  return {
+    path: _lazy(recipe.info, recipe.make, trees, np)
+    for path, recipe in recipes.make_recipes(target, coverage, models).items()
+  }
+
+
+def _lazy(
+  info: parameters.ParamInfo, make: Callable[..., Any], *args: Any
+) -> lazy_array.LazyArray:
+  dtype = np.dtype(info.dtype)
+  # Computed whole even for a part: checkpoints are written by whole arrays.
+  return lazy_array.LazyArray(
+    tuple(info.shape), dtype, lambda index: np.asarray(make(*args))[index]
+  )

@@ -1,0 +1,288 @@
+"""The model card (README.md) of an exported folder: metadata, shape, history.
+
+Reads the JSON files that runs leave; opens no model besides the exported one.
+"""
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+import math
+import pathlib
+import re
+from typing import Any
+
+import huggingface_hub
+
+from encdec_adapt import config as config_lib
+from encdec_adapt.base import errors, saved_keys
+from encdec_adapt.exchange import inspection
+from encdec_adapt.files import atomic, hub, text_lines
+from encdec_adapt.files import paths as paths_lib
+from encdec_adapt.huggingface import torch_export
+from encdec_adapt.models import parameters
+from encdec_adapt.stored import model_on_disk, pretrained_files, work_directory
+from encdec_adapt.telemetry import compute_cost, environment
+
+# Fields of a stack in the card's table: its sizes, without masks and norms.
+_SIZES = (
+  *('layers', 'width', 'mlp_width', 'heads', 'kv_heads', 'head_dim'),
+  *('experts', 'vocab_size'),
+)
+_DATASET = re.compile(r'hf://datasets/([\w.-]+/[\w.-]+)')
+# Addresses, and folders of local files.
+_LOCATION = re.compile(r'(hf://\S+)|[^\s:+@#,|]*/')
+_TEMPLATE = pathlib.Path(__file__).with_name('model_card.jinja')
+_PROMPT = 'The quick brown fox'
+
+
+def write(
+  stored: model_on_disk.StoredModel,
+  *,
+  native: bool,
+  dtype: str,
+  notes: Sequence[str],
+  tokenizers: Collection[str],
+  languages: Sequence[str],
+  evaluation: str | None,
+) -> str:
+  """Returns the model card of an exported model.
+
+  Args:
+    stored: the exported checkpoint or folder.
+    native: whether it is written in the native layout.
+    dtype: dtypes of the exported tensors.
+    notes: notes that the command printed.
+    tokenizers: names of the exported tokenizer files.
+    languages: codes such as 'en'; without any, those of the base models.
+    evaluation: output folder of `evaluate` whose results of this model go into
+      the metadata; None for none.
+
+  Raises:
+    UserError: a file of the run is damaged, or the evaluation has no results of
+      this model.
+  """
+  model = stored.model
+  has_class = not (native and torch_export.problem(model))
+  generates = has_class and tokenizers and model.architecture.generates
+  library = 'transformers' if has_class else 'encdec_adapt'
+  if model.decoder.head.sizes(model.decoder.width):
+    library = 'sentence-transformers'
+  framing, subfolder = stored.framing, model_on_disk.DECODER_TOKENIZER
+  prompt = repr(''.join(framing.prefixes[:1]) + _PROMPT)
+  if native:
+    prompt = f'model.config.prompt({_PROMPT!r})'
+  if framing.chats:
+    prompt = repr(_PROMPT)
+  is_separate = any(x.startswith(f'{subfolder}/') for x in tokenizers)
+  card = huggingface_hub.ModelCard.from_template(
+    _metadata(stored, library, languages, evaluation),
+    template_path=_TEMPLATE,
+    name=model_on_disk.title(stored.name),
+    count=f'{parameters.count(model):,}',
+    kind=model.architecture.name,
+    dtype=dtype,
+    stacks=model.stacks,
+    sizes=_SIZES,
+    history='\n'.join(_history(stored.name, stored.path, stored.step)),
+    notes=notes,
+    has_sample=generates,
+    native=native,
+    model_class=(
+      'AutoModelForSeq2SeqLM'
+      if native
+      else inspection.transformers_class(stored)
+    ),
+    folder='folder' + (', trust_remote_code=True' if native else ''),
+    subfolder=subfolder if is_separate else '',
+    prompt=prompt,
+    chats=framing.chats,
+    separator=framing.separator and repr(framing.separator),
+  )
+  return f'{card}\n'
+
+
+def _metadata(
+  stored: model_on_disk.StoredModel,
+  library: str,
+  languages: Sequence[str],
+  evaluation: str | None,
+) -> huggingface_hub.ModelCardData:
+  config, summary = (
+    _read(stored.path / file) if stored.checkpoint else {}
+    for file in (config_lib.RUN_CONFIG, compute_cost.SUMMARY)
+  )
+  terms: dict[str, str] = {}
+  bases = pretrained_files.base_models(stored.path)
+  # The license is 'other' where it has a name.
+  licenses = [x.get('license_name', x.get('license')) for x in bases]
+  if len(set(licenses)) == 1:
+    terms = {k: v for k, v in bases[0].items() if k.startswith('license')}
+  elif licenses:
+    names = [
+      f'{license or "unknown"} ({base["name"]})'
+      for license, base in zip(licenses, bases, strict=True)
+    ]
+    terms = {'license': 'other', 'license_name': ' and '.join(names)}
+  stated = [x for base in bases for x in base.get('languages', ())]
+  source = config.get('data', {}).get('source', '')
+  scores = _evaluation(stored, evaluation) if evaluation else {}
+  loss = summary.get('eval_loss', math.nan)
+  # Of the last step; JSON and the Hub lack YAML's non-finite numbers.
+  if math.isfinite(loss) and summary['steps'] == stored.step:
+    scores = {f'held-out {_sources(source)}': {'loss': loss}, **scores}
+  results = [
+    huggingface_hub.EvalResult('text-generation', task, task, metric, value)
+    for task, metrics in scores.items()
+    for metric, value in metrics.items()
+  ]
+  return huggingface_hub.ModelCardData(
+    library_name=library,
+    tags=['encdec_adapt'],
+    **terms,
+    language=[*dict.fromkeys(languages or stated)] or None,
+    base_model=[base['name'] for base in bases if base['on_hub']] or None,
+    datasets=_DATASET.findall(source) or None,
+    model_name=model_on_disk.title(stored.name) if results else None,
+    eval_results=results or None,
+  )
+
+
+def _evaluation(
+  stored: model_on_disk.StoredModel, folder: str
+) -> dict[str, dict[str, float]]:
+  """Returns the results of a model: task -> metric -> value."""
+  file = paths_lib.at(folder) / 'results.jsonl'
+  records = text_lines.read_json(str(file)) if file.exists() else {}
+  scores: dict[str, dict[str, float]] = {}
+  for record in records.values():
+    # Later lines replace earlier ones; a value that is not finite is null.
+    is_ours = record['fingerprint'] == stored.fingerprint
+    if is_ours and record['value'] is not None:
+      task = scores.setdefault(record['task'], {})
+      task[record['metric']] = record['value']
+  if not scores:
+    raise errors.UserError(
+      f'--evaluation={folder} has no results of {stored.name} as it is now; run'
+      f' `evaluate --checkpoint={stored.name} --output={folder}`.'
+    )
+  return scores
+
+
+def _sources(source: str) -> str:
+  """Returns `config.data.source` without the locations of local files."""
+  return _LOCATION.sub(lambda match: match[1] or '', source)
+
+
+def _history(
+  name: str,
+  path: paths_lib.Path,
+  step: int | None,
+  descendants: Sequence[paths_lib.Path] = (),
+) -> Iterator[str]:
+  """Yields lines on how a run and its ancestors were made, newest first.
+
+  `step` is None for a folder; `descendants` are absolute paths of runs.
+  """
+  lineage = (*descendants, paths_lib.absolute(path))
+  if step is None:
+    yield f'- A copy of {_names([name])}.'
+    return
+  summary = _read(path / compute_cost.SUMMARY)
+  coverage = _read(path / work_directory.COVERAGE)
+  # Only `convert` writes 'made_by'. A run that was killed has no summary, but
+  # always a configuration.
+  if made_by := summary.get('made_by'):
+    sources = made_by['sources']
+    weights = ', '.join(f'{weight:g}' for weight in made_by.get('weights', ()))
+    start = made_by.get('start')
+    yield (
+      f'- Made by `encdec_adapt.convert {made_by["command"]}` of'
+      f' {_names([x for x in sources if x != start])}'
+      + (f', weighted {weights}' if weights else '')
+      + (f', as differences from {_names([start])}' if start else '')
+      + '.'
+    )
+  else:
+    config = saved_keys.translate(_read(path / config_lib.RUN_CONFIG))
+    init = config['init']
+    sources = [path for path in (init['encoder'], init['decoder']) if path]
+    yield from _training(config, summary, step, sources)
+  # Counts only: the file has an entry for every parameter.
+  if coverage:
+    counts = coverage['parameters']
+    yield (
+      '- Adapted: '
+      + ', '.join(f'{n:,} parameters {how}' for how, n in counts.items() if n)
+      + '.'
+    )
+    for change in coverage['changes']:
+      yield f'  - Differs from its source: {change}.'
+  for name in dict.fromkeys(sources):
+    if hub.is_address(name):  # Its history is not downloaded.
+      continue
+    source, source_step = model_on_disk.resolve(name)
+    # A descendant has replaced its ancestor, which is gone.
+    if paths_lib.absolute(source) in lineage:
+      continue
+    # Sources that are finished runs and still exist.
+    if source_summary := _read(source / compute_cost.SUMMARY):
+      yield f'- {_names([name])}:'
+      if source_step is None:
+        source_step = source_summary['steps']
+      for line in _history(name, source, source_step, lineage):
+        yield f'  {line}'  # Indented: Markdown nests the list of an ancestor.
+
+
+def _names(paths: Iterable[str]) -> str:
+  """Names folders without their locations: a card may become public."""
+  return ' and '.join(f'`{model_on_disk.title(path)}`' for path in paths)
+
+
+def _training(
+  config: dict[str, Any],
+  summary: dict[str, Any],
+  step: int,
+  sources: Iterable[str],
+) -> Iterator[str]:
+  init, data = config['init'], config['data']
+  if init['mode'] != 'random':
+    yield f'- Started by `{init["mode"]}` from {_names(sources)}.'
+  # 0 where the records decided the length: then only the step is known.
+  steps = config['train']['steps']
+  yield (
+    f'- Trained to step {step}{f" of {steps}" if steps else ""}, with'
+    f' {config["train"]["batch_size"]} rows a step, objective'
+    f' `{data["objective"]}`, {data["encoder_length"]} +'
+    f' {data["decoder_length"]} tokens a row, {config["optimizer"]["kind"]} at'
+    f' a peak rate of {config["optimizer"]["learning_rate"]:g}.'
+  )
+  yield f'- Data: `{_sources(data["source"]) or "records"}`.'
+  # Keys of the loss that were set, and the model that it reads.
+  default = environment.flat(config_lib.defaults().loss.to_dict())
+  changes = [
+    f'{name} {value:g}' if isinstance(value, float) else f'{name} {value}'
+    for name, value in environment.flat(config['loss']).items()
+    # The chunk changes memory only.
+    if name != 'chunk' and value != default.get(name)
+  ]
+  line = f'- Loss: {", ".join(changes) or "cross-entropy to the data"}'
+  if teacher := config['teacher']['checkpoint']:
+    line += f', which reads {_names([teacher])}'
+  yield f'{line}.'
+  if summary:
+    compares = 'preferences' in data['objective']
+    unit = 'preference' if compares else 'target token'
+    if 'eval_loss' in summary:
+      yield (
+        f'- Held-out loss {summary["eval_loss_at_step_0"]:.4f} at step 0,'
+        f' {summary["eval_loss"]:.4f} at step {summary["steps"]}, in nats per'
+        f' {unit}.'
+      )
+    yield (
+      f'- Trained on {summary["target_tokens"]:,.0f} target tokens of'
+      f' {summary["total_tokens"]:,.0f} tokens, {summary["flops"]:.3g} model'
+      ' FLOPs; with all that it was made from'
+      f' {summary["inclusive"]["target_tokens"]:,.0f} target tokens.'
+    )
+
+
+def _read(path: paths_lib.Path) -> dict[str, Any]:
+  return atomic.read_json(path) if path.exists() else {}

@@ -1,0 +1,1 @@
+"""Models in memory: they encode prompts and chats, and generate text."""

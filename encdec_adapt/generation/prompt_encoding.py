@@ -1,0 +1,207 @@
+"""Prompts as token ids, as a run's model read them in training.
+
+The text before all inputs (the task prefix of `pairs`) and after the inputs of
+a decoder-only model (the separator) are `StoredModel.framing`; the objectives
+of a run state the mode tokens that inputs begin with (UL2). `generate`,
+`serve`, `evaluate` and Python callers encode prompts here; conversations are
+encoded by `tokenizers.chat_format` and framed here.
+"""
+
+from collections.abc import Sequence
+import re
+import shlex
+import sys
+
+import numpy as np
+
+from encdec_adapt.base import errors
+from encdec_adapt.cluster import distributed
+from encdec_adapt.objectives import denoising
+from encdec_adapt.stored import model_on_disk
+from encdec_adapt.tokenizers import chat_format
+from encdec_adapt.tokenizers import vocabulary as vocabulary_lib
+
+
+def task_prefix(
+  stored: model_on_disk.StoredModel, prefix: str | None = None
+) -> str:
+  """Returns the text before every prompt of a model.
+
+  Args:
+    stored: the model.
+    prefix: the text that a user wants, '' for none; None for the model's.
+
+  Raises:
+    UserError: the model has several prefixes and none is chosen; lists them.
+  """
+  if prefix is not None:
+    return prefix
+  prefixes = stored.framing.prefixes
+  if len(prefixes) > 1:
+    # Quoted for a shell: a prefix mostly ends in a space.
+    flags = ', '.join(f'--prefix={shlex.quote(text)}' for text in prefixes)
+    raise errors.UserError(
+      f'{stored.path} was trained with {len(prefixes)} task prefixes; choose'
+      f" one: {flags} (in Python prefix=TEXT; '' for none)."
+    )
+  return prefixes[0] if prefixes else ''
+
+
+def print_prefix(stored: model_on_disk.StoredModel, prefix: str | None) -> None:
+  """Prints the prefix of a model's prompts, if there is one, on process 0.
+
+  Args:
+    stored: the model.
+    prefix: see `task_prefix`.
+  """
+  if (prefix := task_prefix(stored, prefix)) and distributed.is_lead():
+    # On standard error: the standard output of commands has their results.
+    print(f'{stored.path}: prompts begin with {prefix!r}', file=sys.stderr)
+
+
+class PromptEncoder:
+  """Encodes the prompts of a model.
+
+  Attributes:
+    prefix: text before every prompt; '' for none.
+    reader: vocabulary of the stack that reads prompts.
+  """
+
+  def __init__(
+    self,
+    stored: model_on_disk.StoredModel,
+    *,
+    prefix: str | None = None,
+    mode: str = '',
+    sentinels: bool = False,
+  ):
+    """Opens the vocabularies.
+
+    Args:
+      stored: the model.
+      prefix: see `task_prefix`.
+      mode: mode token of UL2 that prompts begin with; '' for none.
+      sentinels: whether names of sentinels in a text are read as tokens, and
+        shown in answers.
+
+    Raises:
+      UserError: the model has no vocabularies, several prefixes, or was not
+        trained with such a mode; or its vocabulary lacks sentinels.
+    """
+    opened = stored.require_vocabularies()
+    self.reader = opened.sides[stored.prompt_side]
+    self.prefix = task_prefix(stored, prefix)
+    self._writer = opened.decoder
+    self._separator = self._writer.encode(stored.framing.separator)
+    self._edges = self.reader.ids.edges(stored.framing_side)
+    self._head, self._tail = self._edges
+    if mode:  # As `objectives.denoising` puts it before the inputs.
+      self._head = [*self._head, _mode_id(stored, self.reader, mode)]
+    self._sentinels: dict[str, int] = {}
+    if sentinels:
+      self._sentinels = self.reader.sentinel_names
+      if not self._sentinels:
+        raise errors.UserError(
+          f'--sentinels: the vocabulary {self.reader.path} has no sentinels;'
+          ' leave it out.'
+        )
+
+  def encode(
+    self, prompt: str | chat_format.Messages, room: int | None = None
+  ) -> np.ndarray:
+    """Encodes a prompt: mode, prefix, text and separator, framed.
+
+    Args:
+      prompt: a text, or a conversation, which has no prefix.
+      room: most tokens; a longer prompt keeps those before the text, and its
+        last ones. None for all.
+
+    Raises:
+      UserError: the prompt cannot be encoded, or the prefix leaves no room.
+    """
+    if not isinstance(prompt, str):
+      turns = chat_format.encode(prompt, self.reader, open_turn=True)
+      return self.frame(turns.ids, room)
+    # Together, as in training: tokens may span the border.
+    ids = self._read(self.prefix + prompt)
+    start = len(self._read(self.prefix)) if self.prefix else 0
+    return self.frame(ids, room, start=start)
+
+  def frame(
+    self,
+    ids: Sequence[int] | np.ndarray,
+    room: int | None = None,
+    *,
+    start: int = 0,
+  ) -> np.ndarray:
+    """Returns ids between BOS and mode, and separator and EOS, int32 [n].
+
+    A decoder reads BOS, an encoder BOS or EOS (`special_ids.SideIds.edges`).
+
+    Args:
+      ids: encoded prompt, without framing.
+      room: most tokens, see `encode`.
+      start: number of the first ids that a cut leaves, such as a prefix.
+
+    Raises:
+      UserError: the ids that a cut leaves fill the room.
+    """
+    ids = *self._head, *ids, *self._separator, *self._tail
+    prompt = np.array(ids, np.int32)
+    if room is None or len(prompt) <= room:
+      return prompt
+    start += len(self._head)
+    if start >= room:
+      raise errors.UserError(
+        f'a prompt begins with {start} tokens ({self.prefix!r} among them) and'
+        f' has room for {room}; raise --max_prompt.'
+      )
+    # The last tokens: a continuation depends most on the text before it.
+    return np.concatenate([prompt[:start], prompt[start - room :]])
+
+  def unframed(self, ids: Sequence[int]) -> Sequence[int]:
+    """Returns ids without the BOS or EOS that `frame` puts, if they have it."""
+    # A decoder's ids may end with EOS: of a text before the one to continue.
+    head, tail = self._edges
+    ids = ids[len(head) :] if [*ids[: len(head)]] == head else ids
+    return ids[:-1] if [*ids[-1:]] == tail else ids
+
+  def answer_text(self, tokens: np.ndarray) -> str:
+    """Decodes generated tokens with the names of sentinels."""
+    names = set(self._writer.sentinels)
+    hidden = set(self._writer.specials.values()) - names
+    ids = [i for i in tokens if i not in hidden]
+    return self._writer.decode_generated(ids, show_special=True)
+
+  def _read(self, text: str) -> list[int]:
+    names = '|'.join(map(re.escape, self._sentinels))
+    ids: list[int] = []
+    for part in re.split(f'({names})', text) if names else [text]:
+      sentinel = self._sentinels.get(part)
+      ids.extend(self.reader.encode(part) if sentinel is None else [sentinel])
+    return ids
+
+
+def _mode_id(
+  stored: model_on_disk.StoredModel,
+  reader: vocabulary_lib.Vocabulary,
+  mode: str,
+) -> int:
+  """Returns the id of a mode token.
+
+  Raises:
+    UserError: the model was not trained with the mode; lists its modes.
+  """
+  modes = {
+    name for x in stored.objectives for name in denoising.modes(x.options)
+  }
+  # A folder says nothing about its training: its vocabulary decides.
+  if not stored.objectives:
+    modes = set(reader.mode_ids)
+  if mode not in modes:
+    raise errors.UserError(
+      f'--mode={mode} is not a mode of {stored.path}, which has'
+      f' {", ".join(sorted(modes)) or "none"}; give one of them, or leave it'
+      ' out.'
+    )
+  return reader.mode_ids[mode]

@@ -1,0 +1,350 @@
+"""The results of a study's claims: effects with intervals, and verdicts.
+
+An effect is of the seeds that all arms of the claim have, and a claim has a
+verdict once no seed is missing. A model without seeds, such as an imported one,
+is compared with every seed of the other arm. No model is read here.
+"""
+
+from collections.abc import Iterable, Sequence
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+
+from encdec_adapt import configs
+from encdec_adapt.base import errors
+from encdec_adapt.evaluation.results import (
+  contrasts,
+  crossed_intervals,
+  results_store,
+)
+from encdec_adapt.evaluation.results import number_format as numbers
+from encdec_adapt.lab import collected as collected_lib
+from encdec_adapt.lab import crossings, pages, score_tables, variances, verdicts
+
+Collected = collected_lib.Collected
+Run = collected_lib.Run
+Evaluation = pages.Evaluation
+
+# In the place of a verdict: claims that are not primary, or lack seeds.
+NO_VERDICT = 'no verdict'
+_LEVEL = 0.95
+_NOT_COMPARED = ('data.folder', 'seed')  # Keys that say nothing about an arm.
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+  """The result of a claim.
+
+  Attributes:
+    claim: the claim.
+    level: level of the interval, 0 to 1.
+    seeds: seeds that the effect is of.
+    groups: groups of documents, or examples; 0 for a metric without them.
+    effective: effective number of groups (`crossed_intervals.Interval`).
+    effect: the effect, a ratio of tokens for crossings; None without one.
+    low: lower bound of its interval; None with a single seed.
+    high: upper bound.
+    verdict: the verdict, or ''.
+    note: why there is no effect, interval or verdict, or what limits it; or ''.
+  """
+
+  claim: pages.Claim
+  level: float
+  seeds: int = 0
+  groups: int = 0
+  effective: float = 0.0
+  effect: float | None = None
+  low: float | None = None
+  high: float | None = None
+  verdict: str = ''
+  note: str = ''
+
+  @property
+  def is_crossing(self) -> bool:
+    """Whether the effect is a ratio of tokens."""
+    return self.claim.metric == pages.CROSSING
+
+  @property
+  def contrast(self) -> str:
+    """The metric and the contrast, as text."""
+    names, text = self.claim.contrast, '{1} - {0}'
+    if self.is_crossing:
+      text = 'tokens of {1} to the loss of {0}, over its tokens'
+    elif len(names) == 4:
+      text = '({1} - {0}) - ({3} - {2})'
+    return f'{self.claim.metric}: {text.format(*names)}'
+
+  @property
+  def effect_text(self) -> str:
+    """The effect, as text."""
+    return '' if self.effect is None else self._text(self.effect)
+
+  @property
+  def interval(self) -> str:
+    """The interval, as text; '' without one."""
+    if self.low is None:
+      return ''
+    return f'{self._text(self.low)} to {self._text(self.high)}'
+
+  def _text(self, value: float) -> str:
+    # Two digits of the smallest difference that matters.
+    unit = self.claim.smallest - self.is_crossing
+    digits = max(0, 1 - math.floor(math.log10(unit)))
+    return f'{value:{"" if self.is_crossing else "+"}.{digits}f}'
+
+  @property
+  def drawn(self) -> tuple[str | float | None, ...]:
+    """Verdict, effect and bounds, as `report_figures.draw_claims` has them."""
+    claim, scale = self.claim, math.log if self.is_crossing else float
+    sign = -1 if claim.direction == 'less' else 1
+    if claim.direction == 'no better':  # Worse is to the right.
+      metric = claim.metric.rpartition('/')[2]
+      sign = 1 if score_tables.lower_is_better(metric) else -1
+    scaled = (
+      None if x is None else sign * scale(x) / scale(claim.smallest)
+      for x in (self.effect, self.low, self.high)
+    )
+    return self.verdict or NO_VERDICT, *scaled
+
+  @property
+  def over(self) -> str:
+    """Seeds and groups, as text."""
+    groups = f', {self.groups} groups' if self.groups else ''
+    return f'{self.seeds} seed{"s" if self.seeds != 1 else ""}{groups}'
+
+  @property
+  def outcome(self) -> str:
+    """Verdict and note, as text."""
+    return ': '.join(filter(None, (self.verdict, self.note)))
+
+  @property
+  def sentence(self) -> str:
+    """The result, as a sentence."""
+    outcome = self.outcome[:1].upper() + self.outcome[1:].rstrip('.')
+    text = f'{self.claim.sentence} {outcome}.'
+    if self.effect is None:
+      return text
+    level = f' ({100 * self.level:.4g} % interval {self.interval})'
+    size = self.effect_text + level * bool(self.interval)
+    return f'{text} {self.contrast}: {size}, of {self.over}.'
+
+
+def level(claim: pages.Claim, study: pages.Study) -> float:
+  """Returns the level of the interval of a claim."""
+  primary = sum(x.primary for x in study.claims)
+  return verdicts.level(primary) if claim.primary else _LEVEL
+
+
+def planned_power(
+  claim: pages.Claim, study: pages.Study
+) -> verdicts.Power | None:
+  """Returns the planned power of a claim.
+
+  Returns:
+    None for a single seed, and for a metric without variances of other studies.
+  """
+  seeds = max(len(study.seeds_of(name)) for name in claim.contrast)
+  metric = pages.LOSS if claim.metric == pages.CROSSING else claim.metric
+  page, name = study.origin(study.evaluation_of(metric, claim.contrast))
+  planned = variances.planned(
+    configs.path('studies/variances.json'),
+    f'{name}/{claim.metric}',
+    page,
+    len(claim.contrast),
+  )
+  if planned is None or seeds < 2:
+    return None
+  layout = planned, seeds, planned.groups, level(claim, study)
+  return verdicts.planned_power(claim.direction, claim.smallest, *layout)
+
+
+def reported(
+  run: Run, metric: str, evaluation: Evaluation
+) -> results_store.Score | None:
+  """Returns a score on the examples of reports; None without one.
+
+  Returns None for diverged runs, and for scores over all held-out rows, such as
+  `macro_f1`, if rates were chosen on a development part of these rows.
+  """
+  score = run.score(metric, evaluation)
+  if score is None or not math.isfinite(score.value):
+    return None
+  if not score.scores and run.values.get('data.development_rows'):
+    scores = run.scores[evaluation.name]
+    if any(x.groups for x in scores if x.task == score.task):
+      return None
+  return contrasts.reported(score)
+
+
+def interval(
+  arms: Sequence[Sequence[results_store.Score]], confidence: float = _LEVEL
+) -> crossed_intervals.Interval:
+  """Returns the interval of an arm, or of a contrast of arms.
+
+  A metric that single examples do not have has one over seeds alone.
+
+  Raises:
+    UserError: the arms were measured on other examples.
+  """
+  if all(score.scores for arm in arms for score in arm):
+    return contrasts.interval(arms, confidence)
+  values = np.array([[score.value for score in arm] for arm in arms])
+  sums = contrasts.SIGNS[len(arms)] @ values
+  return crossed_intervals.interval(sums[:, None], np.ones(1), confidence)
+
+
+def result(collected: Collected, claim: pages.Claim) -> Result:
+  """Returns the result of a claim."""
+  study = collected.study
+  empty = Result(claim, level(claim, study))
+  if claim.withdrawn:
+    return dataclasses.replace(empty, note=f'withdrawn: {claim.withdrawn}')
+  metric = pages.LOSS if empty.is_crossing else claim.metric
+  evaluation = study.evaluation_of(metric, claim.contrast)
+  planned = max(len(study.seeds_of(name)) for name in claim.contrast)
+  planned = max(planned, 1) if evaluation.all_seeds else 1
+  layout = [_runs(collected, claim, i) for i in range(planned)]
+  complete = [
+    runs
+    for runs in layout
+    if all(run and reported(run, metric, evaluation) for run in runs)
+  ]
+  note = ''
+  if len(complete) < planned:
+    note = f'{len(complete)} of {planned} seeds are there'
+  if not complete:
+    return dataclasses.replace(empty, note=note)
+  try:
+    if empty.is_crossing:
+      x = _crossing(collected, empty, evaluation, complete)
+    else:
+      x = _difference(empty, evaluation, complete)
+  except errors.UserError as error:
+    return dataclasses.replace(empty, note=str(error))
+  if x.effect is None:
+    return x
+  if x.seeds == 1:
+    # Groups alone would give an interval that leaves out the seeds.
+    note = note or 'a single seed: no interval over seeds and no verdict'
+    return dataclasses.replace(x, low=None, high=None, note=note)
+  if note or not claim.primary:
+    return dataclasses.replace(x, note=note or 'not primary: no verdict')
+  power = planned_power(claim, study)
+  is_low = power is not None and power.reproduced < verdicts.ENOUGH
+  scale = math.log if x.is_crossing else float
+  verdict = verdicts.verdict(
+    claim.direction,
+    *(scale(bound) for bound in (claim.smallest, x.low, x.high)),
+    lower_is_better=score_tables.lower_is_better(metric.rpartition('/')[2]),
+  )
+  return dataclasses.replace(
+    x, verdict=verdict, note='low power' if is_low else ''
+  )
+
+
+def _runs(
+  collected: Collected, claim: pages.Claim, index: int
+) -> list[Run | None]:
+  runs = []
+  for name in claim.contrast:
+    seeds = collected.study.seeds_of(name)
+    seed = seeds[index] if len(seeds) > 1 else (*seeds, None)[0]
+    runs.append(next((x for x in collected.of(name) if x.seed == seed), None))
+  return runs
+
+
+def _difference(
+  empty: Result, evaluation: Evaluation, complete: Sequence[Sequence[Run]]
+) -> Result:
+  metric = empty.claim.metric
+  arms = [
+    [reported(run, metric, evaluation) for run in runs]
+    for runs in zip(*complete, strict=True)
+  ]
+  x = interval(arms, empty.level)
+  groups = (x.groups, x.effective_groups) if arms[0][0].scores else (0, 0.0)
+  values = x.seeds, *groups, x.effect, x.low, x.high
+  return Result(empty.claim, empty.level, *values)
+
+
+def _crossing(
+  collected: Collected,
+  empty: Result,
+  evaluation: Evaluation,
+  complete: Sequence[Sequence[Run]],
+) -> Result:
+  """Returns the tokens to another arm's loss, relative to that arm's tokens."""
+  tokens, divisors, ends, bounds = [], [], [], []
+  for source, run in complete:
+    if not has_common_rows(collected, run, evaluation):
+      note = f'the curve of {run.model} is on other rows than its evaluation'
+      return dataclasses.replace(empty, note=note)
+    counts, losses = run.curve['target_tokens'], run.curve['loss']
+    loss = target_loss(source, run, evaluation)
+    tokens.append(crossings.crossing(counts, losses, loss))
+    bounds.append(crossings.upper_bound(counts, losses, loss))
+    divisors.append(source.summary['target_tokens'])
+    ends.append(counts[-1])
+  seeds, x = len(complete), crossings.log_ratio(tokens, divisors, empty.level)
+  if x is None:
+    note = f'not reached in {numbers.count(min(ends))} target tokens'
+    if all(map(any, zip(tokens, bounds, strict=True))):
+      most = max(filter(None, bounds))
+      note = f'reached in at most {numbers.count(most)} target tokens, at the'
+      note += ' first evaluation'
+    return dataclasses.replace(empty, seeds=seeds, note=note)
+  values = map(math.exp, (x.effect, x.low, x.high))
+  return Result(empty.claim, empty.level, seeds, 0, 0.0, *values)
+
+
+def has_common_rows(
+  collected: Collected, run: Run, evaluation: Evaluation
+) -> bool:
+  """Returns whether a run's curve is on the rows of an evaluation.
+
+  Other objectives have other held-out rows.
+  """
+  arms = collected.of(evaluation.records)[:1]
+  folders = [arm.values['data.folder'] for arm in arms]
+  return bool(run.curve['step']) and [run.values['data.folder']] == folders
+
+
+def target_loss(source: Run, run: Run, evaluation: Evaluation) -> float:
+  """Returns the loss of a model on the rows of another one's curve.
+
+  Args:
+    source: the model, with the loss of the evaluation.
+    run: run with a curve on rows of the evaluation.
+    evaluation: the evaluation.
+  """
+  score = source.score(pages.LOSS, evaluation)
+  rows = run.values['data.development_rows']
+  return contrasts.development(score, rows).value if rows else score.value
+
+
+def differences(
+  collected: Collected, models: Iterable[str]
+) -> list[dict[str, Any]]:
+  """Returns the keys in which models differ, with their values.
+
+  Keys are those that all of them have; the first row says by what a model was
+  made where one was not trained.
+  """
+  runs = [collected.of(name)[:1] for name in dict.fromkeys(models)]
+  values = {
+    run.model: {'made by': _maker(run), **run.values}
+    for (run,) in filter(None, runs)
+  }
+  rows = [
+    {'key': key, **{name: x[key] for name, x in values.items()}}
+    for key in dict.fromkeys(key for x in values.values() for key in x)
+    if key not in _NOT_COMPARED and all(key in x for x in values.values())
+  ]
+  return [row for row in rows if len({*map(str, [*row.values()][1:])}) > 1]
+
+
+def _maker(run: Run) -> str:
+  made_by = run.summary.get('made_by', {'command': 'train'})
+  return ' '.join([made_by['command'], *made_by.get('sources', ())])

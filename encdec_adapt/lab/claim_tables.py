@@ -1,0 +1,173 @@
+"""Tables of claims and numbers: rows of a page, Markdown, CSV.
+
+No model is read here.
+"""
+
+from collections.abc import Mapping, Sequence
+import csv
+import io
+import math
+import os
+import pathlib
+from typing import Any
+
+from encdec_adapt.base import errors
+from encdec_adapt.files import atomic, paths
+from encdec_adapt.lab import (
+  claim_results,
+  html_report,
+  report_figures,
+  score_tables,
+)
+from encdec_adapt.lab import collected as collected_lib
+
+COLUMNS = ('study', 'arm', 'seed', 'step', 'tokens', 'FLOPs')
+COLUMNS += ('task', 'metric', 'value')
+# Lines of a README between which the table of all claims stands.
+BEGIN, END = '<!-- claims -->', '<!-- end of claims -->'
+FIGURE = 'verdicts.png'
+# Rows of the table and contents of the figure, by study.
+RESULTS = 'results.json'
+
+
+def row(result: claim_results.Result) -> dict[str, str]:
+  """Returns the result of a claim as a row of a table."""
+  claim = result.claim
+  return {
+    'claim': claim.sentence,
+    'effect': result.effect_text,
+    'interval': result.interval,
+    'seeds': str(result.seeds or ''),
+    'groups': str(result.groups or ''),
+    'verdict': result.outcome,
+    'contrast': result.contrast,
+    'level': f'{100 * result.level:.4g} %' if result.interval else '',
+    'smallest that matters': f'{claim.smallest:g}: {claim.reason}',
+    'their numbers': claim.paper,
+    'source': claim.source,
+  }
+
+
+def markdown(rows: Sequence[Mapping[str, str]]) -> str:
+  """Renders rows with the same keys as a table; '' for none."""
+  if not rows:
+    return ''
+  lines = [list(rows[0]), ['---'] * len(rows[0])]
+  lines += [[x.replace('|', r'\|') for x in cells.values()] for cells in rows]
+  return ''.join(f'| {" | ".join(line)} |\n' for line in lines)
+
+
+def write_readme(
+  path: str | os.PathLike[str], folders: Mapping[str, str | os.PathLike[str]]
+) -> None:
+  """Writes the table of the claims of all studies into a README.
+
+  Studies without a report have the lines of the one that was read last
+  (`RESULTS`, beside the README, keeps them), so that pages may run on several
+  machines; those never run, and those without claims, are named after the
+  table. `FIGURE` has the claims with a verdict, the strongest first.
+
+  Args:
+    path: file with the lines `BEGIN` and `END`, between which it stands.
+    folders: folders of studies by their names, in the order of the table.
+
+  Raises:
+    UserError: the file has no such lines.
+  """
+  file = paths.at(path)
+  head, begin, body = file.read_text(encoding='utf-8').partition(BEGIN)
+  _, end, tail = body.partition(END)
+  if not (begin and end):
+    raise errors.UserError(
+      f'{path} has no lines {BEGIN} and {END}, between which the table of'
+      ' claims is written; add them.'
+    )
+  kept = file.parent / RESULTS
+  results = atomic.read_json(kept) if kept.exists() else {}
+  for name, folder in folders.items():
+    file_of_report = paths.at(folder) / html_report.JSON
+    if file_of_report.exists():
+      report = atomic.read_json(file_of_report)
+      results[name] = {
+        'rows': [_readme_row(report, cells) for cells in report['claims']],
+        'effects': report.get('effects', []),  # Earlier versions have none.
+      }
+  found = {name: results[name] for name in folders if name in results}
+  silent = [name for name, result in found.items() if not result['rows']]
+  missing = [name for name in folders if name not in found]
+  note = ''.join(
+    f'\n{label}: {", ".join(names)}.\n'
+    for label, names in (('Without claims', silent), ('Not run', missing))
+    if names
+  )
+  table = markdown([row for result in found.values() for row in result['rows']])
+  paths.write(file, f'{head}{BEGIN}\n{table}{note}{END}{tail}'.encode())
+  atomic.write_json(kept, found)
+  effects = [
+    (f'{name}: {sentence}', verdict, *numbers)
+    for name, result in found.items()
+    for sentence, verdict, *numbers in result['effects']
+    if verdict != claim_results.NO_VERDICT
+  ]
+  if effects:
+    effects.sort(key=lambda row: -abs(row[2]))
+    report_figures.draw_claims(effects, path=pathlib.Path(path).parent / FIGURE)
+
+
+def _readme_row(
+  report: Mapping[str, Any], cells: Mapping[str, str]
+) -> dict[str, str]:
+  setting = f'{report["study"]}, {report["size"]}; {cells["contrast"]}'
+  for unit in ('seeds', 'groups'):
+    setting += f'; {cells[unit]} {unit}' if cells[unit] else ''
+  interval = f' ({cells["interval"]})' if cells['interval'] else ''
+  return {
+    **{name: cells[name] for name in ('claim', 'source', 'their numbers')},
+    'our setting': setting,
+    'effect and interval': cells['effect'] + interval,
+    'verdict': cells['verdict'],
+    'command': f'`{report["command"]}`',
+    'hours': f'{report["seconds"] / 3600:.1f}',
+  }
+
+
+def numbers_csv(collected: collected_lib.Collected) -> str:
+  """Renders all numbers of a study as a tidy table.
+
+  Tokens are those in the loss, FLOPs those of training with all sources. A task
+  has the name of its evaluation; `development` is of the evaluations in
+  training.
+  """
+  text = io.StringIO()
+  lines = csv.writer(text, lineterminator='\n')
+  lines.writerow(COLUMNS)
+
+  def write(run, step, tokens, flops, task, metric, value):
+    seed = '' if run.seed is None else run.seed
+    spent = step, f'{tokens:.0f}', f'{flops:.6g}'
+    cells = *spent, task, metric, f'{value:.7g}'
+    lines.writerow((collected.study.name, run.model, seed, *cells))
+
+  without = {
+    x.name: score_tables.left_out(
+      run.scores.get(x.name, ()) for run in collected.runs
+    )
+    for x in collected.study.evaluations
+  }
+  for run in collected.runs:
+    curve, end = run.curve, run.summary
+    columns = [curve[x] for x in ('step', 'target_tokens', 'flops', 'loss')]
+    for *spent, loss in zip(*columns, strict=True):
+      write(run, *spent, 'development', 'loss', loss)
+    spent = end['steps'], end['target_tokens'], end['inclusive']['flops']
+    for evaluation in collected.study.evaluations:
+      for score in run.scores.get(evaluation.name, ()):
+        if (score.task, score.metric) in without[evaluation.name]:
+          continue
+        name = f'{score.task}/{score.metric}'
+        if math.isfinite(score.value):  # Diverged runs are in the table.
+          score = claim_results.reported(run, name, evaluation)
+        if score:
+          task = f'{evaluation.name}/{score.task}'
+          write(run, *spent, task, score.metric, score.value)
+  return text.getvalue()

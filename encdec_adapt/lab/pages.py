@@ -1,0 +1,386 @@
+"""A study as data: arms, claims, evaluations and further commands.
+
+The function `get_study(arg)` of a configuration file returns a `Study`;
+`encdec_adapt.study` runs it. This module imports nothing of the package but
+`base`, so that a page is read quickly.
+
+An arm is a training stage for each seed, an evaluation a stage for each model;
+records, made once for arms of equal data, are stages too. `{NAME}` in an
+argument stands for the folder of the arm or command NAME (with the same seed,
+or its only one), which the stage then reads; its own name stands for its
+output, and `{root}` for the folder of the study.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+import dataclasses
+import re
+from typing import Any
+
+from encdec_adapt.base import errors
+
+DIRECTIONS = ('greater', 'less', 'equal', 'no better')
+# Claims with a verdict: more would need wider intervals.
+MOST_PRIMARY = 5
+# Metric of claims on the target tokens after which the second arm has the loss
+# of the first, as a ratio to the first arm's tokens.
+CROSSING = 'crossing/loss'
+LOSS = 'held_out/loss'
+_NAME = re.compile(r'\w[\w.-]*')
+_PLACEHOLDER = re.compile(r'\{(\w[\w.-]*)\}')
+# Placeholders that do not name an arm or command.
+RESERVED = ('root', 'seed', 'workdir')
+
+
+def placeholders(text: str) -> list[str]:
+  """Returns the names in braces in a text, but for the reserved ones."""
+  return [x for x in _PLACEHOLDER.findall(text) if x not in RESERVED]
+
+
+def fill(text: str, values: Mapping[str, str]) -> str:
+  """Replaces the names in braces that have a value."""
+  return _PLACEHOLDER.sub(lambda m: values.get(m[1], m[0]), text)
+
+
+def _mapping() -> Any:
+  return dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Claim:
+  """A sentence that the study tests.
+
+  Attributes:
+    sentence: the claim.
+    source: paper and table that it is from.
+    paper: the paper's numbers, as text; printed and not compared.
+    contrast: names of arms: (a, b) for b - a, (a, b, c, d) for (b - a) -
+      (d - c).
+    metric: 'TASK/METRIC', a metric of an evaluation of these arms; or
+      `CROSSING`, whose effect and smallest difference are ratios of tokens.
+    direction: claimed direction of the contrast: 'greater', 'less', 'equal'
+      or 'no better'.
+    smallest: smallest difference that matters, above 0; a ratio above 1.
+    reason: why a smaller difference does not matter.
+    primary: whether it gets a verdict; at most 5 of a study.
+    paired: whether the arms must read equal rows under equal seeds.
+    withdrawn: why the claim has no effect and no verdict in reports until its
+      page is repaired; '' for claims that stand.
+  """
+
+  sentence: str
+  source: str
+  paper: str
+  contrast: tuple[str, ...]
+  metric: str
+  direction: str
+  smallest: float
+  reason: str
+  primary: bool = False
+  paired: bool = False
+  withdrawn: str = ''
+
+
+@dataclasses.dataclass(frozen=True)
+class Arm:
+  """A training run, repeated for each seed.
+
+  Attributes:
+    name: name of the arm, unique in its study.
+    config: value of --config: FILE[:ARG], or NAME[:ARG] of a shipped file.
+    changes: values of configuration keys, such as {'train.dropout': 0.1}.
+    starts: what configuration keys read: the name of an arm or command, such
+      as {'init.encoder': 'source'}, or text with such names, such as
+      {'data.source': 'pairs:{samples}/pairs.jsonl#prompt,chosen'}.
+    budget: length of training: a number of steps, or a budget of
+      `lab.budgets`; None for `train.steps` of the configuration.
+    rate: name of the `Rate` that chooses the learning rate; '' for that of the
+      configuration.
+    seeds: seeds, where they are not those of the study.
+  """
+
+  name: str
+  config: str
+  changes: Mapping[str, Any] = _mapping()
+  starts: Mapping[str, str] = _mapping()
+  budget: Any = None
+  rate: str = ''
+  seeds: tuple[int, ...] | None = None
+
+  @property
+  def starts_texts(self) -> list[str]:
+    """Values of `starts` with the names in braces."""
+    return [x if '{' in x else f'{{{x}}}' for x in self.starts.values()]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rate:
+  """A choice of the learning rate by short runs of an arm.
+
+  The run of the lowest finite held-out loss wins. While that is the lowest or
+  the highest rate, up to `extra` further ones are tried beyond it.
+
+  Attributes:
+    name: name of the stage.
+    arm: arm of the short runs.
+    values: learning rates, ascending by one factor.
+    steps: steps of a run.
+    seed: seed of the runs.
+    extra: most further rates at an edge.
+  """
+
+  name: str
+  arm: str
+  values: tuple[float, ...]
+  steps: int
+  seed: int = 1000
+  extra: int = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+  """A command of a study besides training and evaluation.
+
+  Attributes:
+    name: name of the stage and of its folder; unique in its study.
+    module: command that it runs, such as 'convert' or 'generate'.
+    arguments: arguments of the command, with `{NAME}` of what it reads and of
+      its own output, and `{seed}`.
+    after: further arms and commands that it reads.
+    seeds: seeds of its stages; () for a single stage.
+    seconds: expected time on two cores.
+  """
+
+  name: str
+  module: str
+  arguments: tuple[str, ...]
+  after: tuple[str, ...] = ()
+  seeds: tuple[int, ...] = ()
+  seconds: float = 60.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+  """An `evaluate` stage for each model.
+
+  Attributes:
+    name: name of the evaluation; the stage of a model is NAME_MODEL.
+    arguments: flags of `evaluate` besides --checkpoint and --output; those of
+      cost are --cost= unless they are given.
+    metrics: 'TASK/METRIC' that it measures, as claims name them.
+    records: arm of the held-out records; '' for none.
+    models: arms and commands that are evaluated; () for all arms.
+    all_seeds: whether every seed of a model is evaluated, or the first alone.
+    seconds: expected time for a model on two cores.
+  """
+
+  name: str
+  arguments: tuple[str, ...] = ()
+  metrics: tuple[str, ...] = (LOSS,)
+  records: str = ''
+  models: tuple[str, ...] = ()
+  all_seeds: bool = True
+  seconds: float = 10.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Study:
+  """A page: what is trained, how it is measured, and what it should show.
+
+  Attributes:
+    name: name of the study.
+    title: title of the report.
+    size: name of the study's size.
+    arms: the arms, in the order of the report.
+    seeds: seeds of every arm.
+    claims: what is tested.
+    evaluations: how the arms are measured.
+    commands: further stages, such as imports, merges and exports.
+    rates: choices of learning rates.
+    root: folder or bucket address; '' for runs/studies/NAME_SIZE.
+    platform: 'gpu' or 'tpu' if models need such devices, '' for any.
+    topology: chips, such as h100:64, that its steps are planned on in the place
+      of being measured here; '' for none.
+    readme: README in which the report of a study of studies writes the table of
+      the claims of all its pages; '' for none.
+    best_of: maps a name in the report to arms; the one with the lowest
+      held-out loss is shown under that name.
+    samples: command that writes continuations for the report, samples.jsonl in
+      its folder; '' for none.
+    note: paragraphs at the head of the report, with an empty line between: what
+      arms are, and what is not controlled; '' for none.
+    table: command that writes a table of its own for the report, `rows` of the
+      file table.json in its folder; '' for none.
+  """
+
+  name: str
+  title: str
+  size: str
+  arms: tuple[Arm, ...]
+  seeds: tuple[int, ...] = (0,)
+  claims: tuple[Claim, ...] = ()
+  evaluations: tuple[Evaluation, ...] = ()
+  commands: tuple[Command, ...] = ()
+  rates: tuple[Rate, ...] = ()
+  root: str = ''
+  platform: str = ''
+  topology: str = ''
+  readme: str = ''
+  best_of: Mapping[str, tuple[str, ...]] = _mapping()
+  samples: str = ''
+  note: str = ''
+  table: str = ''
+
+  def __post_init__(self):
+    names = [x.name for x in (*self.commands, *self.rates, *self.arms)]
+    names += [x.name for x in self.evaluations]
+    for name in names:
+      is_free = names.count(name) == 1 and name not in RESERVED
+      if not (is_free and _NAME.fullmatch(name)):
+        raise self.error(
+          f'the name {name!r} is given twice or invalid; names must be unique,'
+          f' match {_NAME.pattern} and be none of {", ".join(RESERVED)}'
+        )
+    for seeds in (self.seeds, *map(self.seeds_of, names)):
+      if len({*seeds}) < len(seeds):
+        raise self.error(
+          f'the seeds {seeds} name one twice, and its run would count as two'
+        )
+    rates = {x.name for x in self.rates}
+    for arm in self.arms:
+      for text in arm.starts_texts:
+        self._require(placeholders(text), f'arm {arm.name} starts from')
+      if arm.rate and arm.rate not in rates:
+        raise self.error(
+          f'arm {arm.name} has the learning rate of {arm.rate!r}, which is not'
+          f' among the rates{errors.nearest(arm.rate, rates)}'
+        )
+    for rate in self.rates:
+      self._require([rate.arm], f'rate {rate.name} trains', self.arms)
+    for command in self.commands:
+      self._require(command.after, f'command {command.name} reads')
+    for evaluation in self.evaluations:
+      if not evaluation.metrics:
+        raise self.error(f'evaluation {evaluation.name} names no metric')
+      self._require(evaluation.models, f'evaluation {evaluation.name} is of')
+      records = [evaluation.records] if evaluation.records else []
+      text = f'evaluation {evaluation.name} reads records of'
+      self._require(records, text, self.arms)
+    for name, arms in self.best_of.items():
+      self._require(arms, f'{name} is the best of', self.arms)
+    self._check_claims()
+
+  def error(self, text: str) -> errors.UserError:
+    """Returns an error that names the study."""
+    return errors.UserError(f'study {self.name}: {text}.')
+
+  @property
+  def folder(self) -> str:
+    """Folder of the study."""
+    return self.root or f'runs/studies/{self.name}_{self.size}'
+
+  def seeds_of(self, name: str) -> tuple[int, ...]:
+    """Returns the seeds of an arm or command; () for one without."""
+    for arm in self.arms:
+      if arm.name == name:
+        return self.seeds if arm.seeds is None else arm.seeds
+    return next((x.seeds for x in self.commands if x.name == name), ())
+
+  def measured(self, evaluation: Evaluation) -> tuple[str, ...]:
+    """Returns the models of an evaluation."""
+    return evaluation.models or tuple(arm.name for arm in self.arms)
+
+  def origin(self, evaluation: Evaluation) -> tuple[str, str]:
+    """Returns the page that has made an evaluation, and its name there.
+
+    On a page of the models of other pages the name is PAGE.NAME.
+    """
+    page, _, name = evaluation.name.rpartition('.')
+    return page or self.name, name
+
+  def evaluation_of(
+    self, metric: str, models: Iterable[str]
+  ) -> Evaluation | None:
+    """Returns the first evaluation that has a metric of all of the models."""
+    for evaluation in self.evaluations:
+      is_complete = {*models} <= {*self.measured(evaluation)}
+      if is_complete and metric in evaluation.metrics:
+        return evaluation
+    return None
+
+  def stage_of(self, name: str, seed: int | None) -> str:
+    """Returns the name of the stage of an arm or command that is read.
+
+    Args:
+      name: name of an arm, a command or a rate.
+      seed: seed of the reader; None if it has none, and reads the first seed.
+
+    Raises:
+      UserError: the arm has several seeds, and not this one.
+    """
+    seeds = self.seeds_of(name)
+    if seed not in seeds:
+      if len(seeds) > 1 and seed is not None:
+        raise self.error(
+          f'{name} has the seeds {seeds}, and what reads it has {seed}; give'
+          ' both the same seeds'
+        )
+      seed = seeds[0] if seeds else None
+    return f'{name}_seed{seed}' if seed else name
+
+  def _require(
+    self,
+    names: Sequence[str],
+    text: str,
+    among: Sequence[Arm | Command] | None = None,
+  ) -> None:
+    among = (*self.arms, *self.commands) if among is None else among
+    valid = [x.name for x in among]
+    for name in names:
+      if name not in valid:
+        raise self.error(
+          f'{text} {name!r}, which is not among'
+          f' {", ".join(valid)}{errors.nearest(name, valid)}'
+        )
+
+  def _check_claims(self) -> None:
+    primary = [x for x in self.claims if x.primary]
+    if len(primary) > MOST_PRIMARY:
+      raise self.error(
+        f'{len(primary)} claims are primary, and at most {MOST_PRIMARY} may be;'
+        ' mark those that the study is made for'
+      )
+    for claim in self.claims:
+      text = f'the claim {claim.sentence!r}'
+      if len(claim.contrast) not in (2, 4):
+        raise self.error(f'{text} has to compare two or four arms')
+      is_crossing = claim.metric == CROSSING
+      if is_crossing and len(claim.contrast) != 2:
+        raise self.error(f'{text} has a crossing, which is of two arms')
+      least = float(is_crossing)
+      if claim.direction not in DIRECTIONS or not claim.smallest > least:
+        raise self.error(
+          f'{text} has direction {claim.direction!r}, which must be one of'
+          f' {", ".join(DIRECTIONS)}, and smallest={claim.smallest}, which must'
+          f' be above {least:g}'
+        )
+      self._require(claim.contrast, f'{text} names')
+      metric = LOSS if is_crossing else claim.metric
+      if not self.evaluation_of(metric, claim.contrast):
+        metrics = [
+          name
+          for x in self.evaluations
+          for name in x.metrics
+          if self.evaluation_of(name, claim.contrast)
+        ]
+        raise self.error(
+          f'{text} names the metric {claim.metric!r}, and the evaluations of'
+          f' its arms have {", ".join(metrics) or "none"}'
+          f'{errors.nearest(claim.metric, metrics)}'
+        )
+      # A single model is compared with every seed of the other arm.
+      counts = {len(self.seeds_of(name)) for name in claim.contrast} - {0, 1}
+      if len(counts) > 1:
+        raise self.error(
+          f'{text} compares arms of {sorted(counts)} seeds; give them equally'
+          ' many'
+        )

@@ -1,0 +1,360 @@
+"""States of the stages of a study, in its folder, which workers share.
+
+    ROOT/NAME                          what a stage has made
+    ROOT/stages/NAME/stage.json        its state; job.lock while it runs
+    ROOT/stages/study.json             name of the study
+    runs/studies/stages.jsonl          identity, root and folder of every
+                                       finished stage, of all studies
+
+A stage has the folder of its name. Where that holds a stage of another
+identity, as after a change of the page, the beginning of the identity is added.
+A stage that another study has finished is read where it is.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+import contextlib
+import dataclasses
+import itertools
+import json
+import threading
+import time
+from typing import Any
+
+from encdec_adapt import config as config_lib
+from encdec_adapt import configs
+from encdec_adapt.base import errors, exit_status
+from encdec_adapt.cluster import lock
+from encdec_adapt.files import append_log, atomic, hub, paths
+from encdec_adapt.lab import html_report, pages, stages
+from encdec_adapt.models import execution
+from encdec_adapt.telemetry import environment
+
+# A stage that others made in a different one is named in the report.
+ENVIRONMENT = ('encdec_adapt', 'jax', 'python', 'cores')
+FINISHED, FAILED, RUNNING = 'finished', 'failed', 'running'
+# Statuses of a job that saved, or could not reach another: it resumes.
+STOPPED = (exit_status.RESTART, exit_status.HANG, exit_status.INTERRUPTED)
+_STATE = 'stage.json'
+_STUDY = 'study.json'
+_INDEX = 'stages.jsonl'
+# Version of the rules that make identities. Format 2 hashes the keys of
+# `config.evaluation`. Identities of format 1 cannot be compared: a stage of the
+# study is taken by its name, one of another study by its configuration too.
+_FORMAT = 2
+_BEAT = 5.0  # Seconds between two writes of the time that a stage has taken.
+
+
+@dataclasses.dataclass
+class State:
+  """State of a stage.
+
+  Attributes:
+    name: name of the stage.
+    identity: identity of the stage that the folder holds.
+    status: 'running', 'finished' or 'failed'.
+    command: command line of the last start.
+    seconds: time of all starts.
+    starts: number of starts.
+    error: why it failed, or ''.
+    rate: learning rate that a choice of rates found.
+    environment: versions and hardware of the last start.
+    format: number of the rules by which `identity` was made.
+  """
+
+  name: str
+  identity: str
+  status: str = RUNNING
+  command: str = ''
+  seconds: float = 0.0
+  starts: int = 0
+  error: str = ''
+  rate: float | None = None
+  environment: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  format: int = _FORMAT
+
+  def difference(self, here: Mapping[str, Any]) -> list[str]:
+    """Returns a line for each version, or the cores, that differ here."""
+    made_in = {key: self.environment.get(key) for key in ENVIRONMENT}
+    return environment.difference(
+      made_in, {key: here.get(key) for key in ENVIRONMENT}
+    )
+
+
+class States:
+  """The stages of a study and where they are.
+
+  Attributes:
+    root: folder of the study.
+    stages: the stages by name.
+  """
+
+  def __init__(
+    self,
+    study: pages.Study,
+    resolved: Mapping[str, stages.Stage],
+    shared: bool = True,
+  ):
+    """Stores the stages.
+
+    Args:
+      study: the study.
+      resolved: its stages by name.
+      shared: whether stages that other studies have finished are read.
+
+    Raises:
+      UserError: the folder has stages of a study of an earlier version, or of
+        another study.
+    """
+    self.root, self.stages = paths.at(study.folder), resolved
+    self._shared, parent = shared, self.root.parent
+    self._index = parent if parent.name == 'studies' else parent / 'studies'
+    if (self.root / 'study.json').exists():
+      raise errors.UserError(
+        f'{self.root} holds stages of an earlier version of encdec_adapt,'
+        ' which identified them by the text of the page. Give --root another'
+        ' folder, or remove this one.'
+      )
+    self._study, self._name = study.name, self.root / 'stages' / _STUDY
+    for file in (self._name, self.root / html_report.JSON):
+      name = atomic.read_json(file)['study'] if file.exists() else study.name
+      if name != study.name:
+        raise errors.UserError(
+          f'{self.root} has the results of the study {name}, and this is'
+          f' {study.name}; give --root another folder.'
+        )
+
+  def folder(self, stage: stages.Stage) -> paths.Path:
+    """Returns the folder of what a stage has made, or will make."""
+    root, name = self._finished_elsewhere(stage) or (self.root, None)
+    return root / (name or self._own(stage))
+
+  def state(self, stage: stages.Stage) -> State | None:
+    """Returns the state of a stage; None if it has not been started."""
+    state = _read(self._place(self.root, self._own(stage)))
+    if state is None or state.status != FINISHED:
+      if place := self._finished_elsewhere(stage):
+        return _read(self._place(*place))
+    return state
+
+  def status(self, stage: stages.Stage) -> str:
+    """Returns the status of a stage; '' if it has not been started."""
+    state = self.state(stage)
+    return state.status if state else ''
+
+  def missing(self, stage: stages.Stage) -> list[str]:
+    """Returns the stages that a stage reads and that are not finished."""
+    return [x for x in stage.reads if self.status(self.stages[x]) != FINISHED]
+
+  def failed(self, stage: stages.Stage) -> bool:
+    """Returns whether a stage has failed, or reads one that has."""
+    return self.status(stage) == FAILED or any(
+      self.failed(self.stages[x]) for x in self.missing(stage)
+    )
+
+  def values(self, stage: stages.Stage) -> dict[str, str]:
+    """Returns what names in braces stand for in the arguments of a stage."""
+    values = {'root': str(self.root), stage.name: str(self.folder(stage))}
+    for name in stage.reads:
+      read = self.stages[name]
+      values[name] = str(self.folder(read))
+      if read.rate:
+        state = self.state(read)
+        values[name] = f'{state.rate:g}' if state and state.rate else 'RATE'
+    return values
+
+  @contextlib.contextmanager
+  def start(
+    self, stage: stages.Stage, command: str, again: bool = False
+  ) -> Iterator[State | None]:
+    """Locks a stage that is to run, and keeps its state.
+
+    Args:
+      stage: the stage.
+      command: its command line.
+      again: whether to run it though it has failed.
+
+    Yields:
+      The state, whose status the caller sets; None if the stage has ended
+      meanwhile.
+
+    Raises:
+      InUseError: another worker runs it.
+    """
+    place = self._place(self.root, self._own(stage))
+    if not self._name.exists():
+      atomic.write_json(self._name, {'study': self._study})
+    with lock.hold(place):
+      state = self.state(stage) or State(stage.name, stage.identity)
+      if state.status == FINISHED or (state.status == FAILED and not again):
+        yield None
+        return
+      state.starts += 1
+      state = dataclasses.replace(
+        self._adopted(state, stage), status=RUNNING, error='', command=command
+      )
+      with _timed(state, place):
+        yield state
+      if state.status == FINISHED:
+        self._add_to_index(stage)
+
+  def adopt(self) -> None:
+    """Gives the stages of an earlier format today's identity."""
+    for stage in self.stages.values():
+      place = self._place(self.root, self._own(stage))
+      with contextlib.suppress(lock.InUseError):
+        state = _read(place)
+        if state and state.format < _FORMAT:
+          with lock.hold(place):
+            state = self._adopted(state, stage)
+            atomic.write_json(place / _STATE, dataclasses.asdict(state))
+            if state.status == FINISHED:
+              self._add_to_index(stage)
+
+  def _adopted(self, state: State, stage: stages.Stage) -> State:
+    return dataclasses.replace(state, identity=stage.identity, format=_FORMAT)
+
+  def reopen(self, names: Iterable[str]) -> None:
+    """Lets pages that have ended run again, which resume their own stages.
+
+    A page is identified by its name, not by what stands on it.
+
+    Args:
+      names: names of stages; those that are not pages are left as they are.
+    """
+    for name in names:
+      stage = self.stages[name]
+      place = self._place(self.root, self._own(stage))
+      if stage.module == 'study' and (state := _read(place)):
+        with contextlib.suppress(lock.InUseError), lock.hold(place):
+          state.status = RUNNING
+          atomic.write_json(place / _STATE, dataclasses.asdict(state))
+
+  def discard_others(self, cores: int) -> None:
+    """Removes what other versions, or other numbers of cores, have made.
+
+    Stages that read such stages are removed, too.
+
+    Args:
+      cores: number of cores of a worker.
+    """
+    here, removed = {**environment.versions(), 'cores': cores}, set()
+    for name, stage in self.stages.items():
+      state = _read(self._place(self.root, self._own(stage)))
+      if removed & {*stage.reads} or (state and state.difference(here)):
+        removed.add(name)
+        self._discard(stage)
+
+  def _discard(self, stage: stages.Stage) -> None:
+    name = self._own(stage)
+    # Another worker may have begun with the same: it has discarded this one.
+    with contextlib.suppress(lock.InUseError):
+      with lock.hold(self._place(self.root, name)):
+        (self._place(self.root, name) / _STATE).unlink(missing_ok=True)
+        if (self.root / name).exists():
+          paths.remove(self.root / name)
+
+  def _own(self, stage: stages.Stage) -> str:
+    folder, state = stage.name, _read(self._place(self.root, stage.name))
+    if state and state.format < _FORMAT:
+      # After a change of the page its last version has another folder.
+      for entry in self._indexed(f'"name": "{stage.name}"'):
+        if entry['root'] == str(self.root):
+          folder = entry['folder']
+      state = _read(self._place(self.root, folder))
+    is_earlier = state is not None and state.format < _FORMAT
+    if state is None or is_earlier or state.identity == stage.identity:
+      return folder
+    return f'{stage.name}-{stage.identity[:8]}'
+
+  def _indexed(self, text: str) -> Iterator[dict[str, str]]:
+    for line in append_log.read(self._index / _INDEX).splitlines():
+      # Parsing every line would take seconds.
+      if text.encode() in line:
+        yield json.loads(line)
+
+  def _place(self, root: paths.Path, folder: str) -> paths.Path:
+    return root / 'stages' / folder
+
+  def _finished_elsewhere(
+    self, stage: stages.Stage
+  ) -> tuple[paths.Path, str] | None:
+    state = _read(self._place(self.root, self._own(stage)))
+    if not self._shared or (state and state.status == FINISHED):
+      return None
+    for entry in itertools.chain(
+      self._indexed(stage.identity), self._indexed(f'"name": "{stage.name}"')
+    ):
+      root, folder = paths.at(entry['root']), entry['folder']
+      state = _read(self._place(root, folder))
+      # It may have been removed since.
+      if state and state.status == FINISHED and (root / folder).exists():
+        if state.identity == stage.identity or (
+          state.format < _FORMAT and self._is_alike(stage, root, folder)
+        ):
+          return root, folder
+    return None
+
+  def _is_alike(
+    self, stage: stages.Stage, root: paths.Path, folder: str
+  ) -> bool:
+    if stage.module != 'train' or not all(
+      self.folder(self.stages[name]).parent == root for name in stage.reads
+    ):
+      return False
+    saved = environment.flat(config_lib.saved(str(root / folder)).to_dict())
+    # Names in braces stand for paths, and a run has the commits of addresses
+    # and the choices of its devices.
+    keys = [
+      key
+      for key, value in stage.values.items()
+      if key in saved and value != execution.AUTO
+      if '{' not in str(value) and hub.SCHEME not in str(value)
+    ]
+    saved, values = (
+      {key: configs.portable(str(x[key])) for key in keys}
+      for x in (saved, stage.values)
+    )
+    return not environment.difference(saved, values)
+
+  def _add_to_index(self, stage: stages.Stage) -> None:
+    entry = {'identity': stage.identity, 'name': stage.name}
+    entry |= {'root': str(self.root), 'folder': self._own(stage)}
+    while True:
+      with contextlib.suppress(lock.InUseError):
+        # Two writers of a bucket's object would replace each other's lines.
+        with lock.hold(self._index):
+          log = append_log.append(self._index / _INDEX)
+          log.write((json.dumps(entry) + '\n').encode())
+          log.close()
+          return
+      time.sleep(0.1)
+
+
+@contextlib.contextmanager
+def _timed(state: State, place: paths.Path) -> Iterator[None]:
+  """Adds up the time of a state, also on disk, so that a kill loses none."""
+  before, start, stop = state.seconds, time.monotonic(), threading.Event()
+
+  def write() -> None:
+    state.seconds = before + time.monotonic() - start
+    atomic.write_json(place / _STATE, dataclasses.asdict(state))
+
+  def beat() -> None:
+    while not stop.wait(_BEAT):
+      write()
+
+  write()
+  thread = threading.Thread(target=beat, daemon=True)
+  thread.start()
+  try:
+    yield
+  finally:
+    stop.set()
+    thread.join()
+    write()
+
+
+def _read(place: paths.Path) -> State | None:
+  if not (place / _STATE).exists():
+    return None
+  return State(**({'format': 1} | atomic.read_json(place / _STATE)))

@@ -1,0 +1,447 @@
+"""From a page to its stages, each identified by its content.
+
+The identity of a stage is a digest of its resolved configuration (of training
+and of records) or of its arguments, in which the identities of the stages that
+it reads stand for their folders. The text of a page, names, and keys without
+effect on results do not change it. Records are identified by their specs,
+with fingerprints of text and vocabularies.
+"""
+
+from collections.abc import Mapping
+import dataclasses
+import functools
+import hashlib
+import json
+from typing import Any
+
+import ml_collections
+
+from encdec_adapt import config as config_lib
+from encdec_adapt import configs
+from encdec_adapt.base import errors
+from encdec_adapt.cli import command
+from encdec_adapt.data import data_section
+from encdec_adapt.data.making import materialization
+from encdec_adapt.data.records import record_sets
+from encdec_adapt.files import atomic, hub, paths
+from encdec_adapt.lab import budgets, crossings, pages
+from encdec_adapt.models import forward_flops
+from encdec_adapt.telemetry import compute_cost, environment
+from encdec_adapt.tokenizers import vocabulary_pair
+
+# Keys that decide where a job writes and how fast it is, not its result.
+NO_EFFECT = ('compute.compile_cache', 'data.workers', 'train.trackers')
+_RATE = 'optimizer.learning_rate'
+_Config = tuple[config_lib.Settings, ml_collections.ConfigDict]
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+  """A command with what it reads.
+
+  Attributes:
+    name: name of the stage, and of its folder unless that has another stage.
+    module: command that it runs.
+    arguments: arguments, with names of stages in braces for their folders (for
+      the rate that it chose, of a choice of rates).
+    reads: names of the stages that it reads.
+    identity: digest of its content.
+    model: name of the arm or command on the page, '' for records; of an
+      evaluation the model's.
+    seed: seed of the model; None without one.
+    evaluation: name of the evaluation, '' for other stages.
+    rate: the choice of rates that this is; None for other stages.
+    settings: configuration of training, or of records; None for others.
+    values: resolved configuration of training by key.
+    flops: FLOPs of training on all devices, or that an imported model's
+      summary states.
+    seconds: expected time on two cores, 0 where it is to be measured.
+  """
+
+  name: str
+  module: str
+  arguments: tuple[str, ...]
+  reads: tuple[str, ...]
+  identity: str
+  model: str = ''
+  seed: int | None = None
+  evaluation: str = ''
+  rate: pages.Rate | None = None
+  settings: config_lib.Settings | None = None
+  values: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  flops: float = 0.0
+  seconds: float = 0.0
+
+
+def resolve(study: pages.Study) -> dict[str, Stage]:
+  """Returns the stages by name; each follows those that it reads.
+
+  Raises:
+    UserError: a configuration is wrong, arms read each other, a name has no
+      stage with the seed, arms of a paired claim read other rows, or a claim
+      of tokens to a loss is of a schedule that decays to the last step.
+  """
+  resolver = _Resolver(study)
+  # The first seed of all arms first, so that an early report has every arm.
+  counts = [len(study.seeds_of(arm.name)) for arm in study.arms]
+  for position in range(max(counts, default=0)):
+    for arm in study.arms:
+      for seed in study.seeds_of(arm.name)[position : position + 1]:
+        resolver.stage(arm.name, seed)
+  for evaluation in study.evaluations:
+    resolver.evaluate(evaluation)
+  # Commands that no stage has read.
+  for item in study.commands:
+    for seed in item.seeds or (None,):
+      resolver.stage(item.name, seed)
+  for claim in study.claims:
+    if claim.paired:
+      resolver.check_paired(claim)
+    if claim.metric == pages.CROSSING:
+      resolver.check_schedule(claim)
+  return resolver.stages
+
+
+class _Resolver:
+  """Makes the stages of a study, those that others read first."""
+
+  def __init__(self, study: pages.Study):
+    self.study = study
+    self.stages: dict[str, Stage] = {}
+    self._items = {
+      x.name: x for x in (*study.arms, *study.commands, *study.rates)
+    }
+    self._entered: list[str] = []
+    self._configs: dict[str, _Config] = {}
+    # Takes seconds for large texts, which may change between studies.
+    self._fingerprint = functools.cache(materialization.source_fingerprint)
+    self._vocabularies = functools.cache(lambda x: x.open().fingerprints)
+
+  def stage(self, name: str, seed: int | None) -> Stage:
+    """Returns the stage of an arm, a command or a rate."""
+    key = self.study.stage_of(name, seed)
+    if key in self._entered:
+      chain = ' reads '.join([*self._entered, key])
+      raise self.study.error(f'stages read each other in a circle: {chain}')
+    if key not in self.stages:
+      self._entered.append(key)
+      item = self._items[name]
+      if isinstance(item, pages.Arm):
+        stage = self._arm(item, key, seed)
+      elif isinstance(item, pages.Rate):
+        stage = self._rate(item)
+      else:
+        # One without seeds is equal for all readers.
+        stage = self._command(item, key, seed if item.seeds else None)
+      self._entered.pop()
+      self.stages[key] = stage
+    return self.stages[key]
+
+  def evaluate(self, evaluation: pages.Evaluation) -> None:
+    """Adds the stages of an evaluation."""
+    flags = list(evaluation.arguments)
+    if not any(flag.startswith('--cost') for flag in flags):
+      flags.append('--cost=')
+    if evaluation.records:
+      records = self._records(self._items[evaluation.records])
+      flags.append(f'--records={{{records.name}}}/eval')
+    for model in evaluation.models or [arm.name for arm in self.study.arms]:
+      seeds = self.study.seeds_of(model) or (None,)
+      for seed in seeds if evaluation.all_seeds else seeds[:1]:
+        name = f'{evaluation.name}_{self.study.stage_of(model, seed)}'
+        item = pages.Command(
+          name,
+          'evaluate',
+          (*flags, f'--checkpoint={{{model}}}', f'--output={{{name}}}'),
+          seconds=evaluation.seconds,
+        )
+        self.stages[name] = dataclasses.replace(
+          self._command(item, name, seed),
+          model=model,
+          evaluation=evaluation.name,
+          flops=self._evaluation_flops(evaluation, model),
+        )
+
+  def _evaluation_flops(
+    self, evaluation: pages.Evaluation, model: str
+  ) -> float:
+    arm = self._items[model]
+    if not (evaluation.records and isinstance(arm, pages.Arm)):
+      return 0.0
+    settings, _ = self._config(self._items[evaluation.records])
+    lengths, data = settings.data.evaluation.lengths, settings.data
+    sizes = lengths.encoder, lengths.decoder, lengths.teacher
+    shape = self._config(arm)[0].model
+    return float(data.eval_rows * forward_flops.forward(shape, *sizes))
+
+  def check_paired(self, claim: pages.Claim) -> None:
+    """Refuses a paired claim of arms that read different rows."""
+    rows = set()
+    for name in claim.contrast:
+      if isinstance(arm := self._items[name], pages.Arm):
+        settings, _ = self._config(arm)
+        rows.add(
+          (
+            self._records(arm).name,
+            settings.train.batch_size,
+            settings.data.rates,
+            self.study.seeds_of(name),
+          )
+        )
+    if len(rows) > 1:
+      raise self.study.error(
+        f'the claim {claim.sentence!r} is paired, but its arms'
+        f' {", ".join(claim.contrast)} read different rows: records, batch'
+        f' size, rates and seeds are {sorted(rows)}; make them equal, or leave'
+        ' out paired'
+      )
+
+  def check_schedule(self, claim: pages.Claim) -> None:
+    """Refuses a claim of a curve that does not show shorter runs."""
+    arm = self._items[claim.contrast[1]]
+    if isinstance(arm, pages.Arm):
+      _, values = self._config(arm)
+      crossings.check_schedule(arm.name, values.optimizer.schedule)
+
+  def _command(self, item: pages.Command, name: str, seed: int | None) -> Stage:
+    arguments, reads = self._filled(item.arguments, seed, item.name, name)
+    reads += [self.stage(x, seed).name for x in item.after]
+    reads = tuple(dict.fromkeys(reads))
+    content = {
+      'module': item.module,
+      'arguments': arguments,
+      'after': sorted(self.stages[x].identity for x in reads),
+    }
+    return Stage(
+      name,
+      item.module,
+      tuple(arguments),
+      reads,
+      self._identity(content, name),
+      model=item.name,
+      seed=seed,
+      flops=_imported_flops(arguments),
+      seconds=item.seconds,
+    )
+
+  def _filled(
+    self, texts, seed: int | None, own: str = '', name: str = ''
+  ) -> tuple[list[str], list[str]]:
+    """Returns texts with stage names in braces, and the names."""
+    values, reads = {own: f'{{{name}}}', 'seed': str(seed)}, []
+    for text in texts:
+      for x in pages.placeholders(text):
+        if x not in (own, *self.stages) and x not in self._items:
+          known = [*self._items, *self.stages]
+          raise self.study.error(
+            f'{text!r} names {x!r}, which is not an arm or command'
+            f'{errors.nearest(x, known)}'
+          )
+        if x != own:
+          # Records have no item on the page.
+          stage = self.stage(x, seed) if x in self._items else self.stages[x]
+          values[x] = f'{{{stage.name}}}'
+          reads.append(stage.name)
+    return [pages.fill(text, values) for text in texts], reads
+
+  def _arm(self, arm: pages.Arm, name: str, seed: int) -> Stage:
+    rate = self.stage(arm.rate, None).name if arm.rate else ''
+    steps = None
+    if arm.budget is not None:
+      steps = self._steps(arm, self._step(arm, self._config(arm)[0]), seed)
+    return self._train(arm, name, seed, seed, steps, rate)
+
+  def _rate(self, rate: pages.Rate) -> Stage:
+    arm = self._items[rate.arm]
+    reader = self.study.seeds_of(arm.name)[0]
+    stage = self._train(arm, rate.name, rate.seed, reader, rate.steps, '')
+    values = _changed(stage.values)
+    values.pop(_RATE, None)
+    content = {'rates': rate.values, 'extra': rate.extra, 'config': values}
+    arguments = [
+      x for x in stage.arguments if not x.startswith(f'--config.{_RATE}=')
+    ]
+    return dataclasses.replace(
+      stage,
+      arguments=tuple(arguments),
+      identity=self._identity(content, rate.name),
+      model=rate.name,
+      seed=None,
+      rate=rate,
+      flops=stage.flops * len(rate.values),
+    )
+
+  def _train(
+    self,
+    arm: pages.Arm,
+    name: str,
+    seed: int,
+    reader: int,
+    steps: int | None,
+    rate: str,
+  ) -> Stage:
+    """Returns a training stage.
+
+    `reader` is the seed of the arms that it reads; `steps` is None for the
+    configuration's steps; `rate` is a choice of the learning rate, or ''.
+    """
+    settings, config = self._config(arm)
+    records = self._records(arm, reader)
+    starts, reads = self._filled(arm.starts_texts, reader)
+    changes = dict(zip(arm.starts, starts, strict=True))
+    changes |= {'seed': seed, 'data.folder': f'{{{records.name}}}'}
+    if steps is not None:
+      changes['train.steps'] = steps
+      settings = dataclasses.replace(
+        settings, train=dataclasses.replace(settings.train, steps=steps)
+      )
+    if rate:
+      changes[_RATE] = f'{{{rate}}}'
+    values = environment.flat(config.to_dict()) | changes
+    values = {k: v for k, v in values.items() if k not in NO_EFFECT}
+    if not config.compute.compile_cache:
+      changes['compute.compile_cache'] = '{root}/compiled'
+    reads = dict.fromkeys([*reads, records.name, *([rate] if rate else [])])
+    return Stage(
+      name,
+      'train',
+      (
+        *_flags(arm.config, {**arm.changes, **changes}),
+        f'--workdir={{{name}}}',
+      ),
+      tuple(reads),
+      self._identity({'module': 'train', 'config': _changed(values)}, name),
+      model=arm.name,
+      seed=seed,
+      settings=dataclasses.replace(settings, seed=seed),
+      values=values,
+      flops=self._step(arm, settings).flops * settings.train.steps,
+    )
+
+  def _config(self, arm: pages.Arm) -> _Config:
+    if arm.name in self._configs:
+      return self._configs[arm.name]
+    flags = _flags(
+      arm.config,
+      {**arm.changes, **dict(zip(arm.starts, arm.starts_texts, strict=True))},
+    )
+    values = command.parse(command.define_config, flags)
+    # Paths in braces are there when the stage runs.
+    settings = config_lib.load(values.config, '{workdir}')
+    self._configs[arm.name] = settings, values.config
+    return self._configs[arm.name]
+
+  def _records(self, arm: pages.Arm, seed: int | None = None) -> Stage:
+    settings, _ = self._config(arm)
+    texts = {
+      key: text
+      for key, text in zip(arm.starts, arm.starts_texts, strict=True)
+      if key.startswith('data.')
+    }
+    starts, reads = self._filled(texts.values(), seed)
+    specs = settings.data.train, settings.data.evaluation
+    records = [self._spec_content(settings.data, spec) for spec in specs]
+    content = {'records': records, 'reads': starts}
+    identity = self._identity(content, '')
+    for stage in self.stages.values():
+      if stage.identity == identity:
+        return stage
+    name = 'records' if 'records' not in self.stages else f'records_{arm.name}'
+    if name in self.stages:  # Records of another seed.
+      name = f'records_{self.study.stage_of(arm.name, seed)}'
+    changes = {**arm.changes, **dict(zip(texts, starts, strict=True))}
+    changes['data.folder'] = f'{{{name}}}'
+    self.stages[name] = Stage(
+      name,
+      'materialize',
+      tuple(_flags(arm.config, changes)),
+      tuple(reads),
+      identity,
+      settings=settings,
+      seconds=60.0,
+    )
+    return self.stages[name]
+
+  def _spec_content(
+    self, data: data_section.DataConfig, spec: record_sets.RecordSpec
+  ) -> dict[str, Any]:
+    choice = data.vocabularies
+    if pages.placeholders(f'{choice.decoder} {choice.encoder}'):
+      # Made by a stage.
+      fields = {
+        'vocabulary': choice.decoder,
+        'encoder_vocabulary': choice.encoder,
+      }
+    elif vocabulary_pair.exists(choice.decoder):
+      fields = self._vocabularies(choice)
+    else:
+      fields = {'vocabulary': f'trained: {data.table_sizes} {data.chat_format}'}
+    # Text that a stage writes is identified by the stage, which its name has.
+    if not pages.placeholders(spec.source):
+      fields['source_fingerprint'] = self._fingerprint(spec)
+    return {
+      field.name: value
+      for field in dataclasses.fields(spec)
+      if (value := fields.get(field.name, getattr(spec, field.name)))
+      != field.default
+    }
+
+  def _steps(self, arm: pages.Arm, step: budgets.Step, seed: int) -> int:
+    if isinstance(arm.budget, int):
+      return arm.budget
+    _, reads = self._filled(arm.starts_texts, seed)
+    spent = {}
+    # Counts each stage that the run starts or learns from once.
+    while reads:
+      stage = self.stages[reads.pop()]
+      spent[stage.name] = stage.flops
+      reads += [x for x in stage.reads if x not in spent and x != stage.name]
+    try:
+      if isinstance(arm.budget, budgets.Tokens):
+        arm.budget.check(self._config(arm)[0])
+      return arm.budget.steps(step, sum(spent.values()))
+    except errors.UserError as error:
+      text = str(error).rstrip('.')
+      raise self.study.error(f'arm {arm.name}: {text}') from error
+
+  def _step(
+    self, arm: pages.Arm, settings: config_lib.Settings
+  ) -> budgets.Step:
+    source = self._items.get(arm.starts.get('teacher.checkpoint'))
+    models = [x.assumed for x in settings.recipe.frozen.values()]
+    if models and isinstance(source, pages.Arm):
+      models = [self._config(source)[0].model]
+    return budgets.Step.of(settings, models)
+
+  def _identity(self, content: Mapping[str, Any], name: str) -> str:
+    """Returns the digest of a content, with identities for names in braces."""
+    values = {key: stage.identity for key, stage in self.stages.items()}
+    text = configs.portable(json.dumps(content, sort_keys=True, default=str))
+    text = pages.fill(text, {**values, name: 'output', 'root': 'root'})
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _flags(config: str, changes: Mapping[str, Any]) -> list[str]:
+  return [f'--config={config}'] + [
+    f'--config.{key}={value}' for key, value in changes.items()
+  ]
+
+
+def _changed(values: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns the values of keys that differ from the defaults.
+
+  Keys added by later versions leave identities unchanged.
+  """
+  defaults = environment.flat(config_lib.defaults().to_dict())
+  return {k: v for k, v in values.items() if v != defaults[k]}
+
+
+def _imported_flops(arguments) -> float:
+  for text in arguments:
+    source = text.removeprefix('--source=')
+    if source == text or source.startswith(hub.SCHEME):
+      continue
+    if (paths.at(source) / compute_cost.SUMMARY).exists():
+      summary = atomic.read_json(paths.at(source) / compute_cost.SUMMARY)
+      return summary['inclusive']['flops']
+  return 0.0

@@ -1,0 +1,511 @@
+"""The report of a study: `report.html`, `report.md`, `numbers.csv`, figures.
+
+Sentences, figures and verdicts are made from the claims of the page and from
+what was collected (`collected.Collected`, which documents its content).
+`report.json` has `study`, `title`, `size`, `date`, `command`, `seconds`,
+`claims` (rows of `claim_tables.row`) and `findings`. No model is read here.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+import functools
+import html
+import math
+import os
+import pathlib
+import statistics
+from typing import Any
+
+from encdec_adapt.evaluation.measures import held_out, inference_cost
+from encdec_adapt.evaluation.results import comparisons, results_store
+from encdec_adapt.evaluation.results import number_format as numbers
+from encdec_adapt.evaluation.tasks import retrieval_scores
+from encdec_adapt.files import paths
+from encdec_adapt.lab import (
+  claim_results,
+  claim_tables,
+  html_report,
+  pages,
+  report_figures,
+  score_tables,
+)
+from encdec_adapt.lab import collected as collected_lib
+from encdec_adapt.telemetry import progress
+
+Collected = collected_lib.Collected
+Evaluation = pages.Evaluation
+Run = collected_lib.Run
+
+_CURVES = (
+  'Loss on the held-out rows that jobs evaluate on, of the development part'
+  ' where there is one: the mean of the seeds and their range. A star is where'
+  ' a model has the loss of another; ratios of tokens are among the claims.'
+)
+_SEEDS = (
+  'Seeds draw parameters and the order of rows. Intervals are over seeds and'
+  ' groups of held-out documents, of at most 32 rows each, and conditional on'
+  ' one pretrained decoder and on one draw of masks and splits.'
+)
+_LEVELS = (
+  'Primary claims have intervals of level 1 - .05/k, for k of them, and'
+  ' verdicts; other claims have 95 % intervals and no verdict.'
+)
+_RATES = (
+  'Every third group is the development part. Learning rates are chosen there,'
+  ' with a seed of their own. Not every model has one of its own: arms that'
+  ' differ in objective, teacher, initialisation of cross-attention or warm-up,'
+  ' or in the model that tuning starts from, may share one.'
+)
+
+
+def write(collected: Collected, root: str | os.PathLike[str]) -> list[str]:
+  """Writes the report; files of an earlier one are replaced.
+
+  Args:
+    collected: runs, scores and stages of the study; unfinished ones are blank.
+    root: folder of the files.
+
+  Returns:
+    A sentence for each claim, then the findings.
+  """
+  study = collected.study
+  with paths.staged(root) as folder:
+    page = _Page(collected, folder, root)
+    rows = [*map(claim_tables.row, page.results)]
+    report = {
+      'study': study.name,
+      'title': study.title,
+      'size': study.size,
+      'date': collected.date,
+      'command': collected.command,
+      'seconds': collected.seconds,
+      'claims': rows,
+      'effects': [
+        (x.claim.sentence, *x.drawn)
+        for x in page.results
+        if x.effect is not None
+      ],
+      'findings': page.findings,
+    }
+    html_report.save(folder, report, page.render())
+    notes = ''.join(f'{note}\n\n' for note in page.notes)
+    text = f'# {study.title}\n\n{notes}{claim_tables.markdown(rows)}'
+    text += ''.join(f'\n- {finding}' for finding in page.findings) + '\n'
+    (folder / 'report.md').write_text(text, encoding='utf-8')
+    text = claim_tables.numbers_csv(collected)
+    (folder / 'numbers.csv').write_text(text, encoding='utf-8')
+  return [*(x.sentence for x in page.results), *page.findings]
+
+
+class _Page:
+  """The sections of a page.
+
+  Attributes:
+    results: results of the claims.
+    notes: paragraphs that say how the numbers are to be read.
+  """
+
+  def __init__(
+    self,
+    collected: Collected,
+    folder: pathlib.Path,
+    root: str | os.PathLike[str],
+  ):
+    """Stores what is collected, and the folder of figures and of the page."""
+    self._collected, self._folder, self._root = collected, folder, root
+    self._study, self._models = collected.study, collected.models
+    self._styles = report_figures.styles(self._models)
+    self.results = [
+      claim_results.result(collected, x) for x in self._study.claims
+    ]
+    self.notes = [*self._notes()]
+
+  def render(self) -> str:
+    """Draws the figures and returns the page."""
+    collected = self._collected
+    costs = [
+      {'model': name, **inference_cost.describe(x)}
+      for name, x in self._costs[0].items()
+    ]
+    names = 'name', 'status', 'starts', 'command'
+    stages = [
+      {name: x[name] for name in names}
+      | {'took': progress.format_seconds(x['seconds'])}
+      for x in collected.stages
+    ]
+    sections = {
+      'Claims': self._claims(),
+      'Findings': html_report.items(self.findings),
+      'Measures': html_report.table(collected.table),
+      'Loss': self._curves(),
+      'Quality against cost': self._quality(),
+      'Before and after': self._scatter(),
+      'Needles': self._needles(),
+      'Scores': ''.join(map(self._scores, self._study.evaluations)),
+      'Differences between models': html_report.table(
+        claim_results.differences(collected, self._models)
+      ),
+      'Training': html_report.table(self._training(self._models)),
+      'Inference': html_report.table(costs),
+      'Continuations': ''.join(map(_sample, collected.samples)),
+      'Commands': html_report.folded(
+        f'{len(stages)} stages', html_report.table(stages)
+      ),
+      'Text': html_report.facts(collected.text),
+      'Environment': html_report.facts(collected.environment),
+    }
+    return html_report.page(self._study.title, self.notes, sections)
+
+  def _notes(self) -> Iterator[str]:
+    study, took = self._study, progress.format_seconds(self._collected.seconds)
+    date = self._collected.date
+    yield f'Size {study.size}, {date}, {took}: {self._collected.command}'
+    yield from filter(None, study.note.split('\n\n'))
+    yield _SEEDS
+    groups = dict.fromkeys(
+      f'{x.claim.metric} of {x.groups} (effective number {x.effective:.1f})'
+      for x in self.results
+      if x.groups
+    )
+    if groups:
+      python = self._collected.text.get('python', 'unknown')
+      yield f'Groups: {", ".join(groups)}; text of Python {python}.'
+    if any(x.claim.primary for x in self.results):
+      yield _LEVELS
+    if self._collected.rates:
+      yield _RATES
+
+  @functools.cached_property
+  def findings(self) -> list[str]:
+    """Sentences on sweeps, diverged models, costs and stages."""
+    texts = [_rate(*x) for x in self._collected.rates.items()]
+    texts += self._best()
+    texts += filter(None, map(self._inputs, self._study.evaluations))
+    texts += [
+      f'{run.model} (seed {run.seed}) has a {metric} that is not finite, and is'
+      ' left out.'
+      for evaluation in self._study.evaluations
+      for metric in evaluation.metrics
+      for run in self._collected.runs
+      if (score := run.score(metric, evaluation))
+      and not math.isfinite(score.value)
+    ]
+    texts += inference_cost.notes(*self._costs)
+    return [*texts, *self._collected.notes]
+
+  def _inputs(self, evaluation: Evaluation) -> str:
+    losses = {}
+    for name in self._study.measured(evaluation):
+      own, other = (
+        self._mean(name, f'{held_out.TASK}/{metric}', evaluation)
+        for metric in ('loss', held_out.SHUFFLED)
+      )
+      if own is not None and other is not None:
+        losses[name] = other - own
+    listed = ', '.join(
+      f'{name} {losses[name]:.3f}' for name in sorted(losses, key=losses.get)
+    )
+    return listed and (
+      f'{evaluation.name}: with the inputs of other examples the loss is higher'
+      f' by {listed}; a model that loses little hardly reads its inputs.'
+    )
+
+  def _best(self) -> Iterator[str]:
+    accuracies = {}
+    for name, arms in self._study.best_of.items():
+      evaluation = self._study.evaluation_of(pages.LOSS, arms)
+      means = {
+        x: self._mean(x, pages.LOSS, evaluation) for x in arms if evaluation
+      }
+      losses = {arm: x for arm, x in means.items() if x is not None}
+      if losses:
+        best = min(losses, key=losses.get)
+        yield (
+          f'{name} is {best}: of {len(losses)} it has the lowest held-out loss,'
+          f' {numbers.loss(losses[best])}.'
+        )
+        if self._mean(best, 'held_out/macro_f1', evaluation) is not None:
+          metric = 'held_out/accuracy'
+          accuracies[name] = self._mean(best, metric, evaluation)
+    if accuracies:
+      listed = ', '.join(f'{x} {y:.3f}' for x, y in accuracies.items())
+      mean = statistics.fmean(accuracies.values())
+      yield f'The held-out accuracies are {listed}; their mean is {mean:.3f}.'
+
+  def _reported(
+    self, model: str, metric: str, evaluation: Evaluation
+  ) -> list[results_store.Score]:
+    scores = (
+      claim_results.reported(run, metric, evaluation)
+      for run in self._collected.of(model)
+    )
+    return [score for score in scores if score]
+
+  def _mean(
+    self, model: str, metric: str, evaluation: Evaluation
+  ) -> float | None:
+    scores = self._reported(model, metric, evaluation)
+    return statistics.fmean(x.value for x in scores) if scores else None
+
+  @functools.cached_property
+  def _costs(self) -> tuple[dict[str, dict[str, float]], int]:
+    """Returns the measured cost of every model, and the generated tokens."""
+    # Seeds have one shape: the first with a measurement stands for all.
+    runs = {x.model: x for x in self._collected.runs[::-1] if x.generated}
+    costs = score_tables.costs(
+      {
+        name: [score for x in runs[name].scores.values() for score in x]
+        for name in self._models
+        if name in runs
+      }
+    )
+    return costs, max((run.generated for run in runs.values()), default=0)
+
+  def _draw(self, file: str, name: str, *args: Any, **options: Any) -> str:
+    path = self._folder / f'{file}.png'
+    return html_report.figure(path, name, *args, **options)
+
+  def _claims(self) -> str:
+    drawn, rows, details = [], [], ''
+    for i, x in enumerate(self.results, 1):
+      cells = claim_tables.row(x)
+      # On one line.
+      interval = cells['interval'].replace(' ', '\u00a0')
+      rows.append({'': i, **cells, 'interval': interval})
+      if x.effect is not None:
+        drawn.append((f'{i}. {x.claim.sentence}', *x.drawn))
+      names = dict.fromkeys(x.claim.contrast)
+      details += html_report.folded(
+        f'{i}. What differs between {", ".join(names)}, and what they cost',
+        html_report.table(claim_results.differences(self._collected, names))
+        + html_report.table(self._training(names)),
+      )
+    image = ''
+    if drawn:
+      draw = report_figures.draw_claims
+      image = self._draw('claims', 'effects of the claims', draw, drawn)
+    return html_report.wide(image) + html_report.table(rows) + details
+
+  def _training(self, models: Iterable[str]) -> list[dict[str, Any]]:
+    prompt, generated = self._collected.request
+    request = f'FLOPs of a request of {prompt} + {generated}'
+    rows = []
+    for name in models:
+      if not (runs := self._collected.of(name)):
+        continue
+      rates = dict.fromkeys(run.summary.get('learning_rate') for run in runs)
+      counts = {
+        'parameters': lambda x: x.counts['parameters'],
+        'without tables': lambda x: x.counts['without tables'],
+        'steps': lambda x: x.summary['steps'],
+        'tokens read': lambda x: x.summary['total_tokens'],
+        'in the loss': lambda x: x.summary['target_tokens'],
+      }
+      flops = {
+        'FLOPs': lambda x: x.summary['flops'],
+        'with sources and teacher': lambda x: x.summary['inclusive']['flops'],
+        request: lambda x: x.counts.get('FLOPs', math.nan),
+        'published convention': (
+          lambda x: x.counts.get('FLOPs, published', math.nan)
+        ),
+      }
+      mean = lambda f, runs=runs: statistics.fmean(map(f, runs))  # noqa: E731
+      seconds = mean(lambda x: x.summary['seconds'])
+      rows.append(
+        {
+          'model': name,
+          'runs': html_report.Markup(' '.join(map(self._link, runs))),
+          **{label: numbers.count(mean(f)) for label, f in counts.items()},
+          'learning rate': ', '.join(f'{x:g}' for x in rates if x),
+          **{label: f'{mean(f):.3g}' for label, f in flops.items()},
+          'time': progress.format_seconds(seconds),
+        }
+      )
+    return rows
+
+  def _link(self, run: Run) -> str:
+    text = 'run' if run.seed is None else str(run.seed)
+    if paths.is_bucket(self._root) or paths.is_bucket(run.folder):
+      return html.escape(run.folder)
+    link = html.escape(os.path.relpath(run.folder, self._root))
+    return f'<a href="{link}">{text}</a>'
+
+  def _curves(self) -> str:
+    text, axes = '', {'target_tokens': 'target tokens'}
+    axes['flops'] = 'training FLOPs, with sources and teacher'
+    for evaluation in self._study.evaluations:
+      curves, finals = self._losses(evaluation)
+      if curves:
+        marks = self._marks(evaluation)
+        text += html_report.figures(
+          self._draw(
+            f'{evaluation.name}_{axis}',
+            f'{evaluation.name}: loss against {label}',
+            report_figures.draw_curves,
+            *(curves, finals, marks, axis, label, self._styles),
+          )
+          for axis, label in axes.items()
+        )
+    return text and text + html_report.paragraph(_CURVES)
+
+  def _losses(
+    self, evaluation: Evaluation
+  ) -> tuple[dict[str, list[Mapping[str, Any]]], dict[str, float]]:
+    measured = self._study.measured(evaluation)
+    runs = {x: self._collected.of(x) for x in self._models if x in measured}
+    has_rows = functools.partial(
+      claim_results.has_common_rows, self._collected, evaluation=evaluation
+    )
+    drawn = {name: [*filter(has_rows, x)] for name, x in runs.items()}
+    curves = {name: [x.curve for x in y] for name, y in drawn.items() if y}
+    finals = {}
+    if curves:
+      (first, *_) = drawn[next(iter(curves))]
+      for name in runs.keys() - curves.keys():
+        finals[name] = self._target_loss(name, first, evaluation)
+    return curves, {x: y for x, y in sorted(finals.items()) if y is not None}
+
+  def _target_loss(
+    self, model: str, run: Run, evaluation: Evaluation
+  ) -> float | None:
+    losses = [
+      claim_results.target_loss(source, run, evaluation)
+      for source in self._collected.of(model)
+      if claim_results.reported(source, pages.LOSS, evaluation)
+    ]
+    return statistics.fmean(losses) if losses else None
+
+  def _marks(self, evaluation: Evaluation) -> list[tuple[str, float]]:
+    marks = []
+    for x in self.results:
+      source, *models = x.claim.contrast
+      measured = self._study.evaluation_of(pages.LOSS, x.claim.contrast)
+      if x.is_crossing and x.effect is not None and measured == evaluation:
+        run = self._collected.of(models[0])[0]
+        loss = self._target_loss(source, run, evaluation)
+        marks.append((models[0], loss))
+    return marks
+
+  def _quality(self) -> str:
+    costs, generated = self._costs
+    costs = {
+      x: inference_cost.per_query(y, generated) for x, y in costs.items()
+    }
+    text = ''
+    for evaluation in self._study.evaluations:
+      metric, quality = evaluation.metrics[0], {}
+      for name in costs:
+        if scores := self._reported(name, metric, evaluation):
+          x = claim_results.interval([scores])
+          low, high = (x.low, x.high) if x.seeds > 1 else (x.effect, x.effect)
+          quality[name] = low, x.effect, high
+      if len(quality) > 1 and not metric.startswith(inference_cost.TASK):
+        lower = score_tables.lower_is_better(metric.rpartition('/')[2])
+        label = f'{evaluation.name}: {metric}'
+        text += html_report.cost_figures(
+          self._folder, label, quality, costs, self._styles, lower
+        )
+    return text
+
+  def _scatter(self) -> str:
+    groups: dict[Any, dict[str, list[tuple[float, float]]]] = {}
+    sizes = {run.model: run.size for run in self._collected.runs}
+    scored = [
+      (run, f'{evaluation.name}: {metric}', metric, score)
+      for run in self._collected.runs
+      for evaluation in self._study.evaluations
+      for metric in evaluation.metrics
+      if (score := claim_results.reported(run, metric, evaluation))
+      and score.task != inference_cost.TASK
+    ]
+    for run, y_label, metric, y in scored:
+      start = self._start(run)
+      for source, x_label, loss, x in scored:
+        is_pair = source is start or (source is run and metric != loss)
+        if is_pair and loss == pages.LOSS:
+          # Scores of other examples are not compared.
+          key = x_label, y_label, x.groups, x.weights, y.groups, y.weights
+          points = groups.setdefault(key, {}).setdefault(source.model, [])
+          points.append((x.value, y.value))
+    images = []
+    for (*labels, _, _, _, _), points in groups.items():
+      if len(points) < 3:
+        continue
+      pooled, within = comparisons.correlations(
+        (sizes[name], name, *pair) for name, x in points.items() for pair in x
+      )
+      title = 'Spearman: ' + ', '.join(
+        f'{label} {x.value:.2f}{" (descriptive)" if x.is_descriptive else ""}'
+        for label, x in (('pooled', pooled), ('within sizes', within))
+        if x
+      )
+      means = {
+        name: [(x,) * 3 for x in map(statistics.fmean, zip(*y, strict=True))]
+        for name, y in points.items()
+      }
+      images.append(
+        self._draw(
+          f'scatter_{len(images)}',
+          ' and '.join(labels),
+          report_figures.draw_points,
+          *(means, labels, self._styles, title),
+        )
+      )
+    return html_report.figures(images)
+
+  def _start(self, run: Run) -> Run | None:
+    names = pages.placeholders(run.values.get('init.encoder', ''))
+    sources = (
+      x
+      for x in self._collected.runs
+      if self._study.stage_of(x.model, x.seed) in names
+    )
+    return next(sources, None)
+
+  def _needles(self) -> str:
+    scores = {
+      name: [x for y in self._collected.of(name)[0].scores.values() for x in y]
+      for name in self._models
+    }
+    return html_report.needles(self._folder, retrieval_scores.grids(scores))
+
+  def _scores(self, evaluation: Evaluation) -> str:
+    scores = {
+      run.model: run.scores[evaluation.name]
+      for run in self._collected.runs
+      if evaluation.name in run.scores
+    }
+    scores = retrieval_scores.without_cells(scores)
+    rows = []
+    for name in scores:
+      rows.append({evaluation.name: name})
+      for task, metric in score_tables.by_metric(scores):
+        metric = f'{task}/{metric}'
+        values = [x.value for x in self._reported(name, metric, evaluation)]
+        rows[-1][metric] = numbers.values(values) if values else ''
+    return html_report.table(rows) if rows and len(rows[0]) > 1 else ''
+
+
+def _rate(name: str, losses: Mapping[str, float]) -> str:
+  finite = {k: x for k, x in losses.items() if x and math.isfinite(x)}
+  best = min(finite, key=finite.get)
+  listed = ', '.join(f'{k}: {numbers.loss(x)}' for k, x in losses.items())
+  text = (
+    f'{name}: the best learning rate is {best} (losses on development rows:'
+    f' {listed})'
+  )
+  tried = sorted(losses, key=float)
+  edges = {tried[0]: ('smallest', 'smaller'), tried[-1]: ('largest', 'larger')}
+  if best in edges and len(tried) > 1:
+    edge, beyond = edges[best]
+    text += f', the {edge} tried: a {beyond} one may be better'
+  return f'{text}.'
+
+
+def _sample(sample: Mapping[str, Any]) -> str:
+  fields = ('log_prob', 'tokens', 'reward')
+  scores = ', '.join(f'{x} {sample[x]:.4g}' for x in fields if x in sample)
+  return (
+    f'<pre><span>{html.escape(sample["prompt"])}</span>'
+    f'{html.escape(sample["continuation"])}</pre>\n'
+    + html_report.paragraph(scores)
+  )

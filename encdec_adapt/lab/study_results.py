@@ -1,0 +1,312 @@
+"""Collects what the stages of a study have measured, and writes its report."""
+
+import collections
+from collections.abc import Mapping
+import dataclasses
+import datetime
+import math
+from typing import Any
+
+from encdec_adapt import config as config_lib
+from encdec_adapt import configs
+from encdec_adapt.data.records import record_sets
+from encdec_adapt.evaluation.measures import held_out, inference_cost
+from encdec_adapt.evaluation.results import results_store
+from encdec_adapt.files import append_log, atomic, paths
+from encdec_adapt.lab import (
+  collected,
+  pages,
+  stage_states,
+  stages,
+  study_report,
+  variances,
+)
+from encdec_adapt.models import forward_flops, model_config, parameters
+from encdec_adapt.telemetry import compute_cost, environment, metrics, progress
+
+_RATE = 'optimizer.learning_rate'
+
+
+def scores(
+  states: stage_states.States, stage: stages.Stage
+) -> list[tuple[results_store.Options, results_store.Score]]:
+  """Returns the scores of an evaluation with their options; the last are new.
+
+  Args:
+    states: states of the stages.
+    stage: a stage of an evaluation, of a single model; finished or not.
+  """
+  if states.status(stage) != stage_states.FINISHED:
+    return []
+  with results_store.Store(states.folder(stage)) as store:
+    return store.entries()
+
+
+def write_variances(study: pages.Study, states: stage_states.States) -> str:
+  """Writes the variances of a study's results; returns the path of the file.
+
+  Raises:
+    UserError: no evaluation has two arms of two seeds that are finished.
+  """
+  arms = {}
+  for evaluation in study.evaluations:
+    page, name = study.origin(evaluation)
+    if page != study.name:
+      continue  # That page writes its own.
+    for metric in evaluation.metrics:
+      runs = [
+        _finite(states, evaluation, model, metric)
+        for model in study.measured(evaluation)
+      ]
+      complete = [x for x in runs if len(x) == max(map(len, runs)) > 1]
+      if len(complete) > 1:
+        arms[f'{name}/{metric}'] = complete
+  if not arms:
+    raise study.error(
+      'no evaluation of its own arms has two of them, of two seeds each, that'
+      ' are finished; run it first'
+    )
+  path = configs.path('studies/variances.json')
+  variances.write(path, study.name, arms)
+  return path
+
+
+def _finite(
+  states: stage_states.States,
+  evaluation: pages.Evaluation,
+  model: str,
+  metric: str,
+) -> list[results_store.Score]:
+  finite = []
+  for stage in states.stages.values():
+    if (stage.evaluation, stage.model) == (evaluation.name, model):
+      matches = [
+        score
+        for _, score in scores(states, stage)
+        if f'{score.task}/{score.metric}' == metric
+      ]
+      finite += [x for x in matches[-1:] if math.isfinite(x.value)]
+  return finite
+
+
+def write(
+  study: pages.Study, states: stage_states.States, command: str
+) -> None:
+  """Writes the report of what is there, and prints its sentences.
+
+  Args:
+    study: the study.
+    states: states of its stages.
+    command: command that runs it.
+  """
+  content = collect(study, states, command)
+  for sentence in study_report.write(content, states.root):
+    print(f'- {sentence}')
+  total = progress.format_seconds(content.seconds)
+  print(f'\n{total} in all; report: {states.root / "report.html"}')
+
+
+def collect(
+  study: pages.Study, states: stage_states.States, command: str
+) -> collected.Collected:
+  """Reads what the finished stages have made; see `write`."""
+  items = {x.name: i for i, x in enumerate((*study.commands, *study.arms))}
+  arms = {arm.name for arm in study.arms}
+  evaluated = {x.model for x in states.stages.values() if x.evaluation}
+  request = _request(study, states)
+  models = [
+    stage
+    for stage in states.stages.values()
+    if stage.model in arms | evaluated and not (stage.evaluation or stage.rate)
+    if states.status(stage) == stage_states.FINISHED
+  ]
+  models.sort(key=lambda x: (items[x.model], x.seed or 0))
+  started = {n: s for n, x in states.stages.items() if (s := states.state(x))}
+  root = states.root
+  return collected.Collected(
+    study,
+    command,
+    datetime.date.today().isoformat(),
+    [_run(states, stage, request) for stage in models],
+    [
+      dataclasses.asdict(state)
+      | {'model': stage.model, 'own': states.folder(stage).parent == root}
+      for name, state in started.items()
+      if (stage := states.stages[name])
+    ],
+    notes=_notes(started),
+    rates={
+      name: atomic.read_json(path)['losses']
+      for name, stage in states.stages.items()
+      if stage.rate and (path := _file(states, name, 'rates.json'))
+    },
+    request=request,
+    samples=_samples(study, states),
+    table=_table(study, states) or (),
+    text=_text(states),
+    environment=environment.report(),
+  )
+
+
+def _request(
+  study: pages.Study, states: stage_states.States
+) -> tuple[int, int]:
+  lengths = [
+    stage.settings.data.train.lengths
+    for stage in states.stages.values()
+    if stage.module == 'train'
+  ]
+  # Rows of a decoder without inputs have the tokens of both.
+  pairs = [x for x in lengths if x.encoder and x.decoder]
+  if pairs:
+    return pairs[0].encoder, pairs[0].decoder
+  row = lengths[0].decoder or lengths[0].encoder if lengths else 2
+  return row - row // 2, row // 2
+
+
+def _text(states: stage_states.States) -> dict[str, Any]:
+  for stage in states.stages.values():
+    entries = scores(states, stage) if stage.evaluation else []
+    for options, score in entries:
+      if score.task == held_out.TASK:
+        folder = options['records']
+        return {
+          'held-out records': folder,
+          'python': states.state(stage).environment['python'],
+          **dataclasses.asdict(record_sets.RecordSet.open(folder).spec),
+        }
+  return {}
+
+
+def _notes(started: Mapping[str, stage_states.State]) -> list[str]:
+  here, notes = environment.versions(), []
+  elsewhere: dict[str, list[str]] = {}
+  cores = collections.Counter()
+  for name, state in started.items():
+    if state.status == stage_states.FAILED:
+      error = ' '.join(state.error.split()).rstrip('.')
+      notes.append(f'{name} has failed: {error}.')
+      continue
+    # Workers may have fewer cores than the process that writes the report.
+    made_with = state.environment.get('cores')
+    cores[made_with] += 1
+    if lines := state.difference({**here, 'cores': made_with}):
+      elsewhere.setdefault('; '.join(lines), []).append(name)
+  for lines, names in elsewhere.items():
+    notes.append(f'made by another version ({lines}): {", ".join(names)}.')
+  if len(cores) > 1:
+    counts = ', '.join(f'{n} with {x}' for x, n in cores.items())
+    notes.append(f'Stages were made with different numbers of cores: {counts}.')
+  return notes
+
+
+def _file(states: stage_states.States, name: str, file: str):
+  stage = states.stages.get(name)
+  if stage and states.status(stage) == stage_states.FINISHED:
+    return states.folder(stage) / file
+  return None
+
+
+def _samples(study, states) -> list[dict[str, str]]:
+  path = _file(states, study.samples, 'samples.jsonl')
+  return [x for x, _ in append_log.Log(path).lines] if path else []
+
+
+def _table(study, states) -> list[dict[str, Any]] | None:
+  path = _file(states, study.table, 'table.json')
+  return atomic.read_json(path)['rows'] if path else None
+
+
+def training_summary(folder: paths.Path) -> dict[str, Any]:
+  """Returns the summary of a run, with the training of an imported model."""
+  summary = atomic.read_json(folder / compute_cost.SUMMARY)
+  made_by = summary.get('made_by', {'command': 'train'})
+  if made_by['command'] != 'import':
+    return summary
+  # The decoders in configs/decoders are shipped with their summaries.
+  path = paths.at(made_by['sources'][0]) / compute_cost.SUMMARY
+  training = atomic.read_json(path) if path.exists() else {}
+  # `inclusive` of the import counts the training as that of its source.
+  kept = {name: summary[name] for name in ('made_by', 'inclusive')}
+  return {**summary, **training, **kept}
+
+
+def _run(
+  states: stage_states.States, model: stages.Stage, request: tuple[int, int]
+) -> collected.Run:
+  folder = states.folder(model)
+  by_evaluation, generated = {}, 0
+  for stage in states.stages.values():
+    is_of_model = (stage.model, stage.seed) == (model.model, model.seed)
+    if stage.evaluation and is_of_model:
+      entries = scores(states, stage)
+      by_evaluation[stage.evaluation] = [score for _, score in entries]
+      lengths = [
+        options['generated']
+        for options, score in entries
+        if score.task == inference_cost.TASK
+      ]
+      generated = max([generated, *lengths])
+  summary = training_summary(folder)
+  config = config_lib.load_run(str(folder)).model
+  return collected.Run(
+    model.model,
+    model.seed,
+    str(folder),
+    _values(states, model, config),
+    summary,
+    _counts(config, request),
+    '+'.join(f'{x.layers}x{x.width}' for x in config.stacks.values()),
+    _curve(folder, summary),
+    by_evaluation,
+    generated,
+  )
+
+
+def _values(
+  states: stage_states.States,
+  stage: stages.Stage,
+  config: model_config.ModelConfig,
+) -> dict[str, Any]:
+  values = dict(stage.values)
+  if values:
+    rate = str(values[_RATE])
+    values[_RATE] = pages.fill(rate, states.values(stage))
+  else:  # Imported and merged models have only a shape.
+    saved = config_lib.saved(str(states.folder(stage))).to_dict()
+    values = environment.flat({'model': saved['model']})
+  unused = {f'model.{x}.' for x in ('encoder', 'decoder')}
+  unused -= {f'model.{x}.' for x in config.stacks}
+  return {k: x for k, x in values.items() if not k.startswith(tuple(unused))}
+
+
+def _counts(
+  config: model_config.ModelConfig, request: tuple[int, int]
+) -> dict[str, float]:
+  stacks = parameters.count_by_stack(config).values()
+  tables = sum(x.embeddings + x.head for x in stacks)
+  total = parameters.count(config)
+  counts = {'parameters': total, 'without tables': total - tables}
+  if config.architecture.generates:
+    counts['FLOPs'] = sum(forward_flops.generation(config, *request))
+    published = forward_flops.published(config, *request)
+    counts['FLOPs, published'] = published
+  return counts
+
+
+def _curve(
+  folder: paths.Path, summary: Mapping[str, Any]
+) -> dict[str, list[float]]:
+  is_trained = (folder / metrics.FILE).exists()
+  lines = metrics.read_metrics(folder) if is_trained else []
+  # The loss of a policy is not one of held-out targets.
+  evals = [x for x in lines if x['kind'] == 'eval' and 'loss' in x]
+  curve = {
+    name: [line[name] for line in evals]
+    for name in ('step', 'target_tokens', 'loss')
+  }
+  if evals:
+    sources = summary['inclusive']['flops'] - summary['flops']
+    step = summary['flops'] / max(summary['steps'], 1)
+    curve['flops'] = [sources + step * line['step'] for line in evals]
+  return {'flops': [], **curve}

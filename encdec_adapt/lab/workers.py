@@ -1,0 +1,230 @@
+"""Workers of a study: each takes stages that can run until none is left.
+
+Workers are processes of one machine that were given the same command on one
+folder. The lock of a stage is freed when its worker dies; the next worker that
+takes the stage resumes it.
+"""
+
+from collections.abc import Callable, Sequence
+import os
+import pathlib
+import shlex
+import subprocess
+import sys
+import threading
+import time
+import traceback
+
+import jax
+
+from encdec_adapt.base import errors
+from encdec_adapt.cluster import lock
+from encdec_adapt.lab import pages, stage_states, stages
+from encdec_adapt.telemetry import environment, progress
+
+# Seconds between two looks at stages that other workers run.
+_POLL = 2.0
+# Commands without a model on a device.
+_WITHOUT_DEVICES = ('materialize', 'convert')
+# Runs a stage with its arguments; returns an exit status, and the rate that a
+# choice of rates has found.
+Run = Callable[[stages.Stage, Sequence[str]], tuple[int, float | None]]
+
+
+class _StoppedError(Exception):
+  """A stage was interrupted; its exit status is the argument."""
+
+
+def work(
+  study: pages.Study, states: stage_states.States, run: Run, only: str = ''
+) -> int:
+  """Runs stages until none is left that can run.
+
+  A stage that fails is kept as failed; those that do not depend on it go on.
+
+  Args:
+    study: the study.
+    states: states of its stages.
+    run: runs a stage.
+    only: name of a single stage to run, though it may have failed before; ''
+      for all.
+
+  Returns:
+    0, 1 if a stage has failed, or the status of a stage that was interrupted.
+
+  Raises:
+    UserError: a stage needs devices that this worker lacks, or `only` reads
+      stages that are not finished.
+    InUseError: another worker runs `only`.
+  """
+  chosen = list(states.stages.values())
+  if only:
+    chosen = [states.stages[only]]
+    if missing := states.missing(chosen[0]):
+      raise errors.UserError(
+        f'--stage={only} reads {", ".join(missing)}, not finished yet; run'
+        ' these first, or the study without --stage.'
+      )
+  try:
+    while chosen:
+      waiting = []
+      for stage in chosen:
+        if only or not (
+          states.status(stage) == 'finished' or states.failed(stage)
+        ):
+          if states.missing(stage) or not _take(
+            study, states, stage, run, bool(only)
+          ):
+            waiting.append(stage)
+      if len(waiting) == len(chosen):
+        time.sleep(_POLL)
+      chosen = waiting
+  except _StoppedError as error:
+    return error.args[0]
+  ended = [states.stages[only]] if only else states.stages.values()
+  return int(any(map(states.failed, ended)))
+
+
+def _take(
+  study: pages.Study,
+  states: stage_states.States,
+  stage: stages.Stage,
+  run: Run,
+  only: bool,
+) -> bool:
+  """Runs a stage unless another worker does; returns whether it has ended."""
+  if study.platform and stage.module not in _WITHOUT_DEVICES:
+    if jax.default_backend() != study.platform:
+      raise errors.UserError(
+        f'stage {stage.name} of study {study.name} needs a {study.platform},'
+        f' and the devices of this worker are {jax.default_backend()}; start it'
+        f' where a {study.platform} is, or choose another size.'
+      )
+  values = states.values(stage)
+  arguments = [pages.fill(text, values) for text in stage.arguments]
+  line = command_line(stage.module, arguments)
+  try:
+    with states.start(stage, line, again=only) as state:
+      if state is None:
+        return True
+      resumed = f', start {state.starts}' if state.starts > 1 else ''
+      print(f'\n[{stage.name}{resumed}]\n$ {line}', flush=True)
+      state.environment = environment.report()
+      try:
+        status, state.rate = run(stage, arguments)
+        state.error = f'exit status {status}' if status else ''
+      except errors.AbsentError:
+        raise  # The input is right: the same command resumes.
+      except Exception as error:  # A failure is a result.
+        if not isinstance(error, errors.UserError):
+          traceback.print_exc()
+        status = 1
+        state.error = f'{type(error).__name__}: {error}'
+      if status in stage_states.STOPPED:
+        raise _StoppedError(status)
+      state.status = 'failed' if state.error else 'finished'
+  except lock.InUseError:
+    if only:
+      raise
+    return False
+  took = progress.format_seconds(state.seconds)
+  if state.error:
+    error = ' '.join(state.error.split())
+    print(f'[{stage.name}] failed after {took}: {error}', flush=True)
+  else:
+    print(f'[{stage.name}] took {took}', flush=True)
+  return True
+
+
+def command_line(module: str, arguments: Sequence[str]) -> str:
+  """Returns the command as it can be typed, with this interpreter."""
+  # Short and movable inside of the repository, such as .venv/bin/python.
+  python = os.path.relpath(sys.executable)
+  python = sys.executable if python.startswith('..') else python
+  return shlex.join([python, '-m', f'encdec_adapt.{module}', *arguments])
+
+
+def default_jobs() -> int:
+  """Returns a worker for each GPU, or else for two cores."""
+  return len(_gpus()) or max(len(cores()) // 2, 1)
+
+
+def start(arguments: Sequence[str], jobs: int) -> list[int]:
+  """Starts workers on this machine, which share its cores or GPUs.
+
+  Their output is printed with the number of the worker.
+
+  Args:
+    arguments: arguments of `encdec_adapt.study` for a worker.
+    jobs: number of workers.
+
+  Returns:
+    The exit status of each.
+
+  Raises:
+    UserError: there are fewer cores, or GPUs, than workers.
+  """
+  gpus, shared = _gpus(), cores()
+  if jobs > len(gpus or shared):
+    raise errors.UserError(
+      f'--jobs={jobs} workers cannot share {len(gpus)} GPUs and {len(shared)}'
+      ' cores; give at most one for each.'
+    )
+  workers, threads = [], []
+  try:
+    for i in range(jobs):
+      variables = dict(os.environ)
+      if gpus:
+        variables['CUDA_VISIBLE_DEVICES'] = ','.join(gpus[i::jobs])
+      # A child has the cores that this process has when it is started.
+      _set_cores(
+        shared[i * len(shared) // jobs : (i + 1) * len(shared) // jobs]
+      )
+      workers.append(
+        subprocess.Popen(
+          [sys.executable, '-m', 'encdec_adapt.study', *arguments],
+          env=variables,
+          stdout=subprocess.PIPE,
+          stderr=subprocess.STDOUT,
+          text=True,
+        )
+      )
+      thread = threading.Thread(target=_print_lines, args=(i, workers[-1]))
+      thread.start()
+      threads.append(thread)
+    _set_cores(shared)
+    return [worker.wait() for worker in workers]
+  finally:
+    _set_cores(shared)
+    for worker in workers:
+      worker.terminate()  # Training saves; it has no effect on a finished one.
+    for thread in threads:
+      thread.join()
+
+
+def _print_lines(number: int, worker: subprocess.Popen) -> None:
+  for line in worker.stdout:
+    print(f'[worker {number}] {line}', end='', flush=True)
+
+
+def cores() -> list[int]:
+  """Returns the cores that this process may use."""
+  if hasattr(os, 'sched_getaffinity'):  # Not on macOS.
+    return sorted(os.sched_getaffinity(0))
+  return list(range(os.cpu_count() or 1))
+
+
+def _set_cores(numbers: Sequence[int]) -> None:
+  if hasattr(os, 'sched_setaffinity'):
+    os.sched_setaffinity(0, numbers)
+
+
+def _gpus() -> list[str]:
+  # jax would reserve their memory in this process, which needs none.
+  visible = os.environ.get('CUDA_VISIBLE_DEVICES')
+  if os.environ.get('JAX_PLATFORMS', 'cuda').startswith('cpu'):
+    return []
+  if visible is not None:
+    return [x for x in visible.split(',') if x]
+  devices = pathlib.Path('/dev').glob('nvidia[0-9]*')
+  return [str(i) for i in range(len(list(devices)))]

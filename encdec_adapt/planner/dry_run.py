@@ -1,0 +1,107 @@
+"""`train --dry_run`: memory of a job's arguments, and its sources.
+
+This module compiles nothing and must not read weights or data.
+"""
+
+from encdec_adapt import config as config_lib
+from encdec_adapt.adaptation import init_section
+from encdec_adapt.files import disk
+from encdec_adapt.models import parameters
+from encdec_adapt.planner import program_shapes, programs, reward_models
+from encdec_adapt.sharding import layout_report
+from encdec_adapt.stored import model_on_disk
+from encdec_adapt.training import setup
+from encdec_adapt.training.jobs import job_models
+
+
+def describe(settings: config_lib.Settings) -> str:
+  """Describes a job without computing or reading any weight.
+
+  Sources that are not given, or do not exist yet, are left out. Such a teacher
+  is assumed to have the model's or the decoder's shape, as the loss says, such
+  a reward model the policy's; the text says so. Activations are not estimated:
+  they depend on the compiled program.
+
+  Args:
+    settings: loaded with or without sources.
+
+  Returns:
+    Lines of text.
+
+  Raises:
+    UserError: the job would be refused for its mesh, its batches, or an
+      existing source, teacher or reward model. Vocabularies are not compared.
+  """
+  mesh = setup.make_mesh(settings.mesh)
+  settings = settings.on(mesh.devices.flat[0].platform)
+  missing = {
+    name: problem
+    for name, declared in settings.recipe.frozen.items()
+    if (problem := _missing('teacher.checkpoint', declared.path))
+  }
+  # Without a path a shape is assumed, where opening it would fail.
+  frozen = {
+    name: model.without_path() if name in missing else model
+    for name, model in settings.recipe.frozen.items()
+  }
+  job = programs.Job.of('train', settings, mesh, frozen=frozen)
+  setup.check_batches(job.train, job.lengths, job.mesh, job.rules)
+  program = job.program()
+  rows = [row for row in program.rows() if row.part == 'parameters']
+  lines = [layout_report.text(rows)]
+  for name, part in parameters.count_by_stack(job.model).items():
+    lines.append(
+      f'{name}: {part.total:,} parameters ({part.embeddings:,} embeddings,'
+      f' {part.cross:,} cross-attention)'
+    )
+  count = parameters.count(job.model)
+  active = parameters.count_active(job.model)
+  experts = f', {active:,} of them for a token' if active < count else ''
+  lines += [
+    f'together: {count:,} parameters{experts}',
+    f'mesh {dict(job.mesh.shape)}; bytes per device:',
+  ]
+  sizes = program_shapes.tree_bytes(
+    {**program.arguments, **program.temporaries, **program.beside}
+  )
+  for name, size in {**sizes, 'together': sum(sizes.values())}.items():
+    lines.append(f'  {name:<16} {disk.format_bytes(size)}')
+  for name in missing.keys() & sizes.keys():
+    same = job.references[name] == job.model
+    shape = 'the model' if same else 'the decoder'
+    lines.append(f"  {missing[name]}: a {name} of {shape}'s shape is counted")
+  lines += [f'  {x}' for x in reward_models.missing_text(job.rewards.missing)]
+  lengths = job.lengths
+  lines += [
+    '  without activations; for those of the compiled program run python -m'
+    ' encdec_adapt.plan',
+    f'a step: {job.rows} rows of {lengths.encoder} + {lengths.decoder} tokens,'
+    f' {job.flops():.3g} model FLOPs',
+  ]
+  if settings.init.mode != 'random':
+    lines.append(_describe_sources(settings.init, job))
+  return '\n'.join(lines)
+
+
+def _missing(key: str, path: str) -> str:
+  if not path:
+    return f'config.{key} is not given'
+  exists = model_on_disk.resolve(path)[0].exists()
+  return '' if exists else f'{path} does not exist'
+
+
+def _describe_sources(init: init_section.InitConfig, job: programs.Job) -> str:
+  """Describes the source of every weight; reads configs only.
+
+  Raises:
+    UserError: an existing source does not fit.
+  """
+  missing = _missing('init.encoder', init.encoder) or (
+    init.decoder and _missing('init.decoder', init.decoder)
+  )
+  if missing:
+    return f'sources: {missing}'
+  sources = job_models.open_sources(init, job.compute, job.placed_model)
+  if sources.coverage:
+    return sources.coverage.table()
+  return f'{init.mode} of: {sources.models[0].name}'

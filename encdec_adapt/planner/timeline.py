@@ -1,0 +1,130 @@
+"""Time of a compiled GPU program, by a roofline over its schedule.
+
+An operation takes the longer of its bytes at the memory's rate and its FLOPs at
+that of products; a kernel has counts of its own. Collectives follow each other
+on the links. An asynchronous one is exposed for as long as its `-done` waits, a
+synchronous one altogether. Launches take no time. This module must not import
+jobs.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from encdec_adapt.planner import hlo, roofline
+
+_NO_WORK = {
+  'parameter', 'constant', 'tuple', 'get-tuple-element', 'bitcast',
+  'partition-id', 'replica-id', 'after-all',
+}  # fmt: skip
+# They read as much of their first operand as they return.
+_SLICES = {'slice', 'dynamic-slice', 'gather'}
+_UPDATE = 'dynamic-update-slice'  # Writes its second operand into its first.
+
+
+def simulate(
+  totals: hlo.Totals,
+  network: roofline.Network,
+  kernel_seconds: Callable[[hlo.Kernel], float],
+) -> tuple[float, list[roofline.Row]]:
+  """Returns seconds of work without kernels, and collectives with times.
+
+  Args:
+    totals: totals of the program.
+    network: links of its devices.
+    kernel_seconds: function that returns the seconds of all runs of a kernel.
+
+  Returns:
+    Seconds, and the rows that `roofline.collectives` describes.
+  """
+  # All runs of an instruction count at once, so that a loop is its body.
+  clock = work = link = 0.0
+  entries, pending = [], {}
+  for step in totals.schedule:
+    op, place = step.op, step.computation
+    collective = totals.collectives.get((place, op.name))
+    if collective:
+      axes, sent, seconds = network.cost(collective)
+      end = link = max(clock, link) + seconds * step.times
+      entry = [collective, axes, sent, seconds, 0.0]
+      entries.append(entry)
+      pending[place, op.name] = end, entry
+    waits = op.opcode.endswith('-done')
+    # A collective without a start is waited for at once.
+    key = place, op.operands[0] if waits else op.name
+    if waits or (collective and not op.opcode.endswith('-start')):
+      end, entry = pending.pop(key, (clock, None))
+      if entry:
+        entry[-1] = max(0.0, end - clock)
+        clock += entry[-1]
+    elif step.kernel:
+      clock += kernel_seconds(step.kernel)
+    elif not collective and op.opcode not in _NO_WORK:
+      seconds = _seconds(step, totals.computations, network.hardware.chip)
+      clock, work = clock + seconds, work + seconds
+  return work, roofline.rows_of(entries)
+
+
+def _seconds(step: hlo.Step, computations, chip) -> float:
+  memory = step.times * moved_bytes(step.op, step.types, computations)
+  memory /= chip.hbm_bandwidth * roofline.GPU_MEMORY
+  return max(memory, step.flops / chip.flops / roofline.GPU_PRODUCTS)
+
+
+def moved_bytes(
+  op: hlo.Instruction,
+  types: Mapping[str, str],
+  computations: Mapping[str, Sequence[hlo.Instruction]],
+) -> float:
+  """Returns bytes that an operation reads and writes in a run.
+
+  Args:
+    op: the operation, which may be a fusion.
+    types: types of the results of its computation, by name.
+    computations: instructions of each computation.
+  """
+  if not op.opcode.startswith('fusion'):
+    return sum(_read(op, name, types) for name in op.operands) + _written(
+      op, types
+    )
+  body = {inner.name: inner for inner in computations[op.attribute('calls')]}
+  types = {inner.name: inner.type for inner in body.values()}
+  root = next(inner for inner in body.values() if inner.is_root)
+  results = [root]
+  if root.opcode == 'tuple':
+    results = [body[name] for name in root.operands]
+  written = 0.0
+  for result in results:
+    while result.opcode == 'bitcast':
+      result = body[result.operands[0]]
+    written += _written(result, types)
+  parameters = [inner for inner in body.values() if inner.opcode == 'parameter']
+  # An array that several operations read is loaded from memory once.
+  return written + sum(
+    min(
+      sum(hlo.sizes(parameter.type)),
+      sum(_reads(parameter.name, body.values(), types)),
+    )
+    for parameter in parameters
+  )
+
+
+def _reads(name: str, body, types: Mapping[str, str]) -> Iterator[float]:
+  """Yields the bytes that each user of an array in a fusion reads of it."""
+  for inner in body:
+    if name in inner.operands:
+      if inner.opcode == 'bitcast':
+        yield from _reads(inner.name, body, types)
+      else:
+        yield _read(inner, name, types)
+
+
+def _read(op: hlo.Instruction, name: str, types: Mapping[str, str]) -> float:
+  if name == op.operands[0] and op.opcode == _UPDATE:
+    return 0.0
+  whole = name != op.operands[0] or op.opcode not in _SLICES
+  return sum(hlo.sizes(types[name] if whole else op.type))
+
+
+def _written(op: hlo.Instruction, types: Mapping[str, str]) -> float:
+  return sum(
+    hlo.sizes(types[op.operands[1]] if op.opcode == _UPDATE else op.type)
+  )

@@ -1,0 +1,371 @@
+"""The HTTP application: endpoints, time-outs, clients that leave, metrics.
+
+It is imported only where starlette and uvicorn are installed.
+"""
+
+import asyncio
+import collections
+from collections.abc import AsyncIterator, Mapping
+import contextlib
+import dataclasses
+import importlib.resources
+import json
+import os
+import socket
+import sys
+import time
+from typing import Any
+
+from starlette import applications, middleware, requests, responses, routing
+import uvicorn
+from uvicorn.protocols.http import h11_impl
+
+from encdec_adapt.base import errors
+from encdec_adapt.generation import prompt_encoding
+from encdec_adapt.inference import engine as engine_lib
+from encdec_adapt.server import engine_worker, origins, protocol, text_stream
+from encdec_adapt.tokenizers import chat_format, vocabulary_pair
+
+_MAX_BODY = 1 << 20  # Bytes.
+_BODY_SECONDS = 30  # Within which a body must arrive.
+_STREAM = 'text/event-stream'
+# Status in the metrics of a client that left, as in nginx; no client sees it.
+_GONE = 499
+
+
+@dataclasses.dataclass(frozen=True)
+class Served:
+  """Model, vocabularies and limits of a service.
+
+  Attributes:
+    name: name of the model.
+    step: step of the checkpoint; None for a folder.
+    opened: vocabularies.
+    prompts: encoders of the prompts of the model, which comes first, and of
+      its adapters, by name.
+    limits: limits of a request.
+    run_prefix: whether prompts of token ids get the task prefix, as texts do.
+    max_queue: most requests that wait for a row.
+    timeout: seconds that a request may take.
+    host: address to listen on.
+  """
+
+  name: str
+  step: int | None
+  opened: vocabulary_pair.Opened
+  prompts: Mapping[str, prompt_encoding.PromptEncoder]
+  limits: protocol.Limits
+  run_prefix: bool = False
+  max_queue: int = 64
+  timeout: float = 300.0
+  host: str = '127.0.0.1'
+
+
+class Service:
+  """The endpoints.
+
+  Attributes:
+    app: the ASGI application.
+    draining: whether new requests are refused.
+  """
+
+  def __init__(self, engine: engine_lib.Engine, served: Served):
+    """Starts the engine's thread.
+
+    Args:
+      engine: the engine, which can decode.
+      served: the model's name, vocabularies and limits.
+    """
+    self.thread, self.draining = engine_worker.EngineThread(engine), False
+    self._served, self._began = served, int(time.time())
+    sides = served.opened.sides.values()
+    self._chat = all(chat_format.find_template(side) for side in sides)
+    self._requests: collections.Counter[int] = collections.Counter()
+    self._tokens = collections.Counter(prompt=0, generated=0)
+    page = importlib.resources.files(__package__).joinpath('page.html')
+    self._page = page.read_text(encoding='utf-8')
+    self.app = applications.Starlette(
+      routes=[
+        routing.Route(path, endpoint, methods=[method])
+        for method, path, endpoint in (
+          ('POST', '/v1/completions', self._complete),
+          ('POST', '/v1/chat/completions', self._complete),
+          ('GET', '/v1/models', self._models),
+          ('GET', '/health', self._health),
+          ('GET', '/metrics', self._metrics),
+          ('GET', '/', self._show_page),
+        )
+      ],
+      middleware=[middleware.Middleware(origins.Guard, host=served.host)],
+    )
+
+  async def _complete(self, request: requests.Request) -> responses.Response:
+    try:
+      call = await self._parse(request)
+      events = self._events(call, request)
+      # Before the response begins: later errors have no status of their own.
+      first = await anext(events)
+      name = call.request.adapters or self._served.name
+      replies = protocol.Replies(call, name)
+      if call.stream:
+        lines = self._stream(call, first, events, replies)
+        return responses.StreamingResponse(lines, media_type=_STREAM)
+      await events.aclose()
+      self._requests[200] += 1
+      return responses.JSONResponse(replies.body(first))
+    except protocol.ApiError as error:
+      self._requests[error.status] += 1
+      return refusal(error)
+
+  async def _parse(self, request: requests.Request) -> protocol.Call:
+    if self.draining:
+      raise protocol.ApiError(503, 'the server is stopping.')
+    content = await read_body(request)
+    served, is_chat = self._served, 'chat' in request.url.path
+    if is_chat and not self._chat:
+      raise protocol.ApiError(400, 'the model has no chat format.')
+    return protocol.parse(
+      content,
+      is_chat=is_chat,
+      limits=served.limits,
+      prompts=served.prompts,
+      run_prefix=served.run_prefix,
+    )
+
+  async def _events(
+    self, call: protocol.Call, request: requests.Request
+  ) -> AsyncIterator[Any]:
+    """Yields new tokens, if the call streams, and the completion.
+
+    Raises:
+      ApiError: the queue is full, the time is over, the engine failed, or the
+        client left.
+    """
+    served, thread = self._served, self.thread
+    # Counts open requests, not the engine's load: its thread may not have taken
+    # the latest from their queue yet.
+    if len(thread.jobs) >= thread.engine.rows + served.max_queue:
+      raise protocol.ApiError(
+        429, f'{served.max_queue} requests are waiting; try again later.'
+      )
+    end = time.monotonic() + served.timeout
+    job = thread.submit(call.request, wants_tokens=call.stream)
+    # While a client does not read, this generator is not resumed and the time
+    # limit below is not checked; a timer frees the row all the same.
+    timer = job.loop.call_later(served.timeout, thread.release, job)
+    # Both have a value before `finally` cancels them.
+    new = gone = asyncio.ensure_future(_disconnected(request))
+    event = None
+    try:
+      while not isinstance(event, engine_lib.Completion):
+        new = asyncio.ensure_future(job.events.get())
+        await asyncio.wait(
+          {new, gone},
+          timeout=max(0, end - time.monotonic()),
+          return_when=asyncio.FIRST_COMPLETED,
+        )
+        if not new.done():
+          if gone.done():
+            raise protocol.ApiError(_GONE, 'the client left.')
+          raise protocol.ApiError(
+            504, f'the request took more than {served.timeout:g} seconds.'
+          )
+        event = new.result()
+        if isinstance(event, errors.UserError):
+          raise protocol.ApiError(400, str(event))
+        if isinstance(event, Exception):
+          raise protocol.ApiError(500, 'the engine failed.')
+        if isinstance(event, engine_lib.Completion):
+          self._tokens['prompt'] += len(call.request.tokens)
+          self._tokens['generated'] += len(event.tokens)
+        yield event
+    finally:
+      timer.cancel()
+      new.cancel()
+      gone.cancel()
+      thread.release(job)
+
+  async def _stream(
+    self,
+    call: protocol.Call,
+    event: Any,
+    events: AsyncIterator[Any],
+    replies: protocol.Replies,
+  ) -> AsyncIterator[str]:
+    status, is_first = _GONE, True
+    text = text_stream.TextStream(
+      self._served.opened.decoder,
+      lambda tokens: self.thread.engine.complete(tokens, tokens * 0.0).text,
+      call.request.stop,
+    )
+    async with contextlib.aclosing(events):
+      try:
+        while not isinstance(event, engine_lib.Completion):
+          if (new := text.add(event)) or is_first:
+            yield _line(replies.chunk(new, first=is_first))
+            is_first = False
+          event = await anext(events)
+        new = text.send(event.text)
+        yield _line(replies.chunk(new, event.ended, first=is_first))
+        if call.include_usage:
+          yield _line(replies.usage(event))
+        status = 200
+      except protocol.ApiError as error:
+        # The response has begun with status 200; only an event can tell.
+        status = error.status
+        yield _line(error.body)
+      finally:
+        self._requests[status] += 1
+    yield 'data: [DONE]\n\n'
+
+  async def _models(self, _: requests.Request) -> responses.Response:
+    common = {'object': 'model', 'created': self._began}
+    data = [{'id': name, **common} for name in self._served.prompts]
+    return responses.JSONResponse({'object': 'list', 'data': data})
+
+  async def _health(self, _: requests.Request) -> responses.Response:
+    status = 'stopping' if self.draining else 'ok'
+    status = 'failed' if self.thread.failed else status
+    body = {'status': status, 'model': self._served.name, 'chat': self._chat}
+    body['step'] = self._served.step
+    return responses.JSONResponse(body, 200 if status == 'ok' else 503)
+
+  async def _metrics(self, _: requests.Request) -> responses.Response:
+    active, waiting = self.thread.engine.load
+    lines = []
+    for name, label, counts in (
+      ('requests_total', 'status', self._requests),
+      ('tokens_total', 'kind', self._tokens),
+    ):
+      lines.append(f'# TYPE encdec_adapt_{name} counter')
+      for key, count in sorted(counts.items()):
+        lines.append(f'encdec_adapt_{name}{{{label}="{key}"}} {count}')
+    gauges = {'rows': self.thread.engine.rows, 'rows_active': active}
+    gauges |= {'queue_length': waiting, 'requests_open': len(self.thread.jobs)}
+    for name, value in gauges.items():
+      lines.append(f'# TYPE encdec_adapt_{name} gauge')
+      lines.append(f'encdec_adapt_{name} {value}')
+    return responses.PlainTextResponse('\n'.join(lines) + '\n')
+
+  async def _show_page(self, _: requests.Request) -> responses.Response:
+    return responses.HTMLResponse(self._page)
+
+
+async def read_body(request: requests.Request) -> bytes:
+  """Returns the body of a request.
+
+  Raises:
+    ApiError: it is too long or too slow, or the client left.
+  """
+  content = b''
+  try:
+    async with asyncio.timeout(_BODY_SECONDS):
+      async for part in request.stream():
+        # Counted as it arrives: chunked bodies do not announce a length.
+        content += part
+        if len(content) > _MAX_BODY:
+          raise protocol.ApiError(413, f'the limit is {_MAX_BODY} bytes.')
+  except TimeoutError:
+    raise protocol.ApiError(
+      408, f'the body did not arrive within {_BODY_SECONDS} seconds.'
+    ) from None
+  except requests.ClientDisconnect:
+    raise protocol.ApiError(_GONE, 'the client left.') from None
+  return content
+
+
+def refusal(error: protocol.ApiError) -> responses.Response:
+  """Returns the response to a request that is refused."""
+  # Escaped: names of fields may be no valid Unicode.
+  body, kind = json.dumps(error.body), 'application/json'
+  # Bytes of the body that come later would be read as the next request.
+  headers = {'connection': 'close'} if error.status == 408 else None
+  return responses.Response(body, error.status, headers, kind)
+
+
+async def _disconnected(request: requests.Request) -> None:
+  """Returns when the client has left."""
+  while (await request.receive())['type'] != 'http.disconnect':
+    pass
+
+
+def _line(body: dict[str, Any]) -> str:
+  return f'data: {json.dumps(body)}\n\n'
+
+
+class _Protocol(h11_impl.H11Protocol):
+  """HTTP/1.1 with refusals that name the error."""
+
+  def send_400_response(self, msg: str) -> None:
+    """Refuses a request that is not HTTP, such as HTTP/1.1 without `Host`."""
+    # uvicorn calls this while it handles h11's exception.
+    super().send_400_response(f'{msg} {sys.exc_info()[1]}\n')
+
+
+class _Server(uvicorn.Server):
+  """Stops when a signal came and no request is in progress."""
+
+  service: Service
+
+  async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+    """Listens, and then prints the address."""
+    await super().startup(sockets)
+    host = self.config.host
+    host = f'[{host}]' if ':' in host else host  # IPv6.
+    address = f'http://{host}:{self.config.port}/'
+    print(f'{address} (Ctrl-C finishes what is in progress)')
+
+  def handle_exit(self, sig: int, frame: Any) -> None:
+    """Refuses new requests; a second signal ends the process."""
+    del sig, frame
+    if self.service.draining:
+      print('stopped: requests in progress are lost', file=sys.stderr)
+      # At once: an orderly end would answer 500, and Python would abort while
+      # the engine's thread computes.
+      os._exit(1)
+    self.service.draining = True
+    print('stopping: requests in progress are finished', file=sys.stderr)
+
+  async def on_tick(self, counter: int) -> bool:
+    """Returns whether to stop."""
+    drained = self.service.draining and not self.service.thread.jobs
+    failed = self.service.thread.failed is not None
+    return await super().on_tick(counter) or drained or failed
+
+
+def is_free(host: str, port: int) -> bool:
+  """Returns whether a port can be listened on; prints the error if not."""
+  # Checked before the model is read, which takes long; uvicorn binds after it.
+  family = socket.AF_INET6 if ':' in host else socket.AF_INET
+  try:
+    socket.create_server((host, port), family=family).close()
+  except OSError as error:
+    print(
+      f'Error: --host={host} --port={port} cannot be listened on ({error});'
+      ' choose another port, or end the program that uses it.',
+      file=sys.stderr,
+    )
+    return False
+  return True
+
+
+def run(service: Service, host: str, port: int) -> int:
+  """Serves until a signal or a failure of the engine.
+
+  Args:
+    service: the endpoints.
+    host: address to listen on.
+    port: port to listen on.
+
+  Returns:
+    The exit status: 1 if the engine failed or the port is not free; a second
+    signal ends the process with 1, too.
+  """
+  options = {'log_level': 'warning', 'lifespan': 'off', 'http': _Protocol}
+  options['timeout_graceful_shutdown'] = 10  # Seconds, of slow readers.
+  server = _Server(uvicorn.Config(service.app, host, port, **options))
+  server.service = service
+  with contextlib.suppress(SystemExit):  # Another program took the port.
+    server.run()
+  service.thread.close()
+  return int(service.thread.failed is not None or not server.started)

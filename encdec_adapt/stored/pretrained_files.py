@@ -1,0 +1,385 @@
+"""Hugging Face files of a run's source models, stored for a later export.
+
+A work directory stores their config.json, generation config and tokenizer
+files under hugging_face/decoder, and under hugging_face/encoder if the encoder
+came from another folder, each with base_model.json, what its README.md states
+for the model card; also the vision part of a T5Gemma 2 with its image
+processor. An export writes them into its folder. Parameters are not read here.
+"""
+
+from collections.abc import Mapping
+import dataclasses
+import math
+import os
+import re
+from typing import Any
+
+import yaml
+
+from encdec_adapt.base import errors
+from encdec_adapt.files import atomic, paths
+from encdec_adapt.huggingface import (
+  config_json,
+  t5_json,
+  tensor_folder,
+  vision,
+)
+from encdec_adapt.stored import model_on_disk
+from encdec_adapt.tokenizers import vocabulary_pair
+
+FOLDER = 'hugging_face'
+_BASE = 'base_model.json'
+_FRONT_MATTER = re.compile(r'\A---\n(.*?\n)---\n', re.DOTALL)
+# A folder in the cache of the Hub's client.
+_CACHED = re.compile(r'models--(.+?)--([^/]+)/snapshots/')
+_CARRIED = (tensor_folder.GENERATION, *model_on_disk.TOKENIZERS)
+# Fields of a generation config that name the software that wrote it.
+_STAMPS = ('transformers_version', '_from_model_config', '_commit_hash')
+# Fields that choose caches for a class and version of transformers; the
+# exported model may be of another class.
+_CACHES = ('cache_implementation', 'cache_config', 'compile_config')
+
+Folders = Mapping[str, paths.Path]
+
+
+def folders(path: str | os.PathLike[str]) -> Folders:
+  """Finds the folders with the pretrained files of a model.
+
+  Args:
+    path: a Hugging Face folder, or a work directory.
+
+  Returns:
+    Stack -> folder; empty for a model that was not made from others.
+  """
+  path = paths.at(path)
+  if model_on_disk.is_folder(path):
+    return {'decoder': path}
+  stored = {name: path / FOLDER / name for name in ('encoder', 'decoder')}
+  return {name: folder for name, folder in stored.items() if folder.is_dir()}
+
+
+def tokenizer_folders(path: str | os.PathLike[str]) -> Folders:
+  """Finds the folders with the tokenizer files of a model, as `folders`."""
+  sources = folders(path)
+  top = sources.get('decoder', paths.at(path))
+  separate = top / model_on_disk.DECODER_TOKENIZER
+  # The files of an exported pair: the encoder's are at the top.
+  if separate.is_dir():
+    return {'encoder': top, 'decoder': separate}
+  return sources
+
+
+def folders_of_pair(
+  encoder: str | os.PathLike[str], decoder: str | os.PathLike[str]
+) -> Folders:
+  """Finds the folders with the files of an adapted pair.
+
+  Args:
+    encoder: decoder-only source of the encoder.
+    decoder: decoder-only source of the decoder.
+  """
+  # Both are decoder-only: each has its files under 'decoder'.
+  inputs, targets = (folders(x).get('decoder') for x in (encoder, decoder))
+  pair = {'encoder': None if inputs == targets else inputs, 'decoder': targets}
+  return {name: path for name, path in pair.items() if path}
+
+
+def check(sources: Folders) -> None:
+  """Checks pretrained files before anything is written.
+
+  Args:
+    sources: see `folders`.
+
+  Raises:
+    UserError: a file is damaged; names it.
+  """
+  for path in sources.values():
+    for file in (path / name for name in _CARRIED):
+      if not file.is_file():
+        continue
+      if file.name.endswith('.json'):
+        atomic.read_json(file)
+      with file.open('rb') as content:
+        # A clone without Git LFS has text files that begin with 'version'
+        # instead of large files.
+        if content.read(7) in (b'', b'version'):
+          raise errors.UserError(
+            f'{file} is empty, or a pointer of Git LFS; copy the file itself'
+            ' again.'
+          )
+  vision_part(sources)
+
+
+def keep(workdir: str | os.PathLike[str], sources: Folders) -> None:
+  """Copies the files into a work directory, replacing earlier ones.
+
+  Args:
+    workdir: the work directory.
+    sources: see `folders`.
+  """
+  # All of them: a file that the new sources lack would describe another model.
+  paths.remove(paths.at(workdir) / FOLDER)
+  for name, path in sources.items():
+    folder = paths.at(workdir) / FOLDER / name
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in (tensor_folder.CONFIG, *_CARRIED):
+      if (path / file).is_file():
+        (folder / file).parent.mkdir(exist_ok=True)
+        paths.copy(path / file, folder / file)
+    atomic.write_json(folder / _BASE, _base_model(path))
+    if part := vision_part({name: path}):
+      vision.keep(part, folder)
+
+
+def base_models(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+  """Describes the models of other origin that a model was made from.
+
+  Args:
+    path: see `folders`.
+
+  Returns:
+    For each `name`, whether it is `on_hub`, and as far as its README.md states
+    them `license`, `license_name`, `license_link` and `languages`.
+  """
+  bases = map(_base_model, folders(path).values())
+  return [*{base['name']: base for base in bases}.values()]
+
+
+def _base_model(folder: paths.Path) -> dict[str, Any]:
+  if (folder / _BASE).is_file():
+    return atomic.read_json(folder / _BASE)
+  address = _CACHED.search(str(folder))
+  name = '/'.join(address.groups()) if address else model_on_disk.title(folder)
+  base = {'name': name, 'on_hub': address is not None}
+  if not (folder / model_on_disk.CARD).is_file():
+    return base
+  text = (folder / model_on_disk.CARD).read_text('utf-8', errors='replace')
+  matter = _FRONT_MATTER.match(text)
+  try:
+    fields = yaml.safe_load(matter[1]) if matter else {}
+  except yaml.YAMLError:  # A model card is not needed to load the model.
+    return base
+  if not isinstance(fields, dict):
+    return base
+  names = ('license', 'license_name', 'license_link')
+  base |= {key: fields[key] for key in names if fields.get(key)}
+  languages = fields.get('language') or []
+  if isinstance(languages, str):
+    languages = [languages]
+  return {**base, 'languages': languages}
+
+
+def vision_part(
+  sources: Folders, folder: str | None = None
+) -> vision.Vision | None:
+  """Opens the vision part of a T5Gemma 2; None if there is none.
+
+  Args:
+    sources: see `folders`.
+    folder: model to take it from instead; the ids of images stay
+      those of `sources`.
+
+  Raises:
+    UserError: it is incomplete, or `folder` has none.
+  """
+  if folder is None:
+    # A Gemma 3 may have a vision part too, but is adapted as a text model: only
+    # --vision takes it over.
+    has_part = reads_images(sources)
+    return vision.open_vision(sources['decoder']) if has_part else None
+  part = vision.open_vision(model_on_disk.resolve(folder)[0])
+  if part is None:
+    raise errors.UserError(
+      f'{folder} has no vision part: no tensor of a vision_tower. Give a'
+      ' folder of T5Gemma 2, or of a Gemma 3 that reads images.'
+    )
+  # The text model was trained with the ids of its source, not of `folder`.
+  ids = vision.image_ids(_stored_json(sources, tensor_folder.CONFIG))
+  return dataclasses.replace(part, fields={**part.fields, **ids})
+
+
+def reads_images(sources: Folders) -> bool:
+  """Returns whether the stored config.json is that of a T5Gemma 2."""
+  config = _stored_json(sources, tensor_folder.CONFIG)
+  return config.get('model_type') == vision.MODEL_TYPE
+
+
+def _stored_json(sources: Folders, name: str) -> dict[str, Any]:
+  if 'decoder' in sources and (sources['decoder'] / name).is_file():
+    return atomic.read_json(sources['decoder'] / name)
+  return {}
+
+
+def config_fields(
+  sources: Folders, opened: vocabulary_pair.Opened | None = None
+) -> dict[str, dict[str, Any]]:
+  """Collects the fields of config.json to carry over, by stack.
+
+  Args:
+    sources: see `folders`.
+    opened: vocabularies of the model; their ids are used if no config.json is
+      stored.
+
+  Raises:
+    UserError: a stored file is damaged.
+  """
+  fields = {'decoder': {}}
+  for name, vocabulary in opened.sides.items() if opened else ():
+    if name == 'decoder' or opened.differ:
+      fields[name] = _ids(vocabulary)
+  # Stored files replace the vocabulary's ids: they may list several EOS.
+  for name, path in sources.items():
+    raw = atomic.read_json(path / tensor_folder.CONFIG)
+    carried = config_json.carried_fields(raw)
+    # The folder of a pair has fields of both stacks. A decoder-only folder has
+    # its fields under 'decoder', also as the source of an encoder.
+    fields |= {name: carried['decoder']} if len(carried) == 1 else carried
+  return fields
+
+
+def _ids(vocabulary: Any) -> dict[str, int | None]:
+  return {
+    f'{role}_token_id': getattr(vocabulary, role)
+    for role in ('bos', 'eos', 'pad')
+  }
+
+
+def prompt_room(
+  stored: model_on_disk.StoredModel, generated: int = 0
+) -> int | None:
+  """Returns the most tokens of a prompt, by `max_position_embeddings`.
+
+  Args:
+    stored: the model.
+    generated: tokens that follow the prompt; a decoder-only model has to hold
+      them, too.
+
+  Returns:
+    None if the stored config.json states no limit.
+
+  Raises:
+    UserError: there is no room for BOS and a token, or a stored file is
+      damaged.
+  """
+  fields = config_fields(folders(stored.path))
+  # A pair made from a single folder has its fields under 'decoder' only.
+  side = stored.prompt_side
+  limit = fields.get(side, fields['decoder']).get('max_position_embeddings')
+  if limit is None:
+    return None
+  room = limit - stored.model.architecture.positions(0, generated)[side]
+  if room < 2:
+    raise errors.UserError(
+      f'{generated} generated tokens leave no room for a prompt in the {limit}'
+      f' positions of {stored.path} (max_position_embeddings of its'
+      ' config.json); lower --max_tokens, or leave out --retrieval.'
+    )
+  return room
+
+
+def stack_positions(stored: model_on_disk.StoredModel) -> dict[str, float]:
+  """Returns `max_position_embeddings` by stack, infinity if not stated.
+
+  Raises:
+    UserError: a stored file is damaged.
+  """
+  fields = config_fields(folders(stored.path))
+  stacks = {x: fields.get(x, fields['decoder']) for x in stored.model.stacks}
+  return {
+    name: part.get('max_position_embeddings') or math.inf
+    for name, part in stacks.items()
+  }
+
+
+def special_ids(
+  sources: Folders, opened: vocabulary_pair.Opened | None
+) -> dict[str, Any]:
+  """Finds the ids that frame a decoder's text.
+
+  A vocabulary has a single EOS; a model tuned for conversations ends its turns
+  with others, which its config.json or generation config lists.
+
+  Args:
+    sources: see `folders`.
+    opened: vocabularies of the model, if it has any.
+
+  Returns:
+    `bos` and `pad`, ids; `eos`, a tuple of ids; `vocab_size`, the tokens of
+    the vocabulary. Only those that are stated.
+
+  Raises:
+    UserError: a stored file is damaged.
+  """
+  fields = config_fields(sources)['decoder']
+  generation = _stored_json(sources, tensor_folder.GENERATION)
+  # The vocabulary first: the model was trained on texts that it framed.
+  framing = opened.decoder if opened else None
+
+  def tokens(stated: int | list[int] | None) -> list[int]:
+    # Old Llamas have -1 for none.
+    listed = stated if isinstance(stated, list) else [stated]
+    return [i for i in listed if i is not None and i >= 0]
+
+  # T5's files have no BOS.
+  fields['bos_token_id'] = fields.get(t5_json.START, fields.get('bos_token_id'))
+  ids: dict[str, Any] = {}
+  for role in ('bos', 'pad'):
+    key = f'{role}_token_id'
+    token = getattr(framing, role) if framing else fields.get(key)
+    if tokens(token):
+      ids[role] = token
+  ends = fields.get('eos_token_id'), generation.get('eos_token_id')
+  if framing:
+    ends = framing.eos, *ends
+  # All of them: generation must end at whichever the model emits.
+  if eos := tuple(dict.fromkeys(i for end in ends for i in tokens(end))):
+    ids['eos'] = eos
+  if framing:
+    ids['vocab_size'] = framing.size
+  return ids
+
+
+def generation_config(
+  sources: Folders,
+  fields: Mapping[str, Mapping[str, Any]],
+  opened: vocabulary_pair.Opened | None,
+  *,
+  is_pair: bool,
+  end_of_turn: int | None = None,
+) -> tuple[dict[str, Any], str]:
+  """Makes the content of an exported generation_config.json.
+
+  Args:
+    sources: see `folders`.
+    fields: see `config_fields`.
+    opened: vocabularies of the model, for ids that no stored file has.
+    is_pair: whether the model is an encoder-decoder; its decoder starts from
+      the token that its source names (T5), else from BOS.
+    end_of_turn: id that ends an answer of a model that was trained on
+      conversations; None for others.
+
+  Returns:
+    The content, and a note on stored fields that are left out, '' for none.
+  """
+  ids = {**(_ids(opened.decoder) if opened else {}), **fields['decoder']}
+  content = {key: ids[key] for key in config_json.TOKEN_IDS if key in ids}
+  stored = _stored_json(sources, tensor_folder.GENERATION)
+  content |= {k: stored[k] for k in stored if k not in (*_STAMPS, *_CACHES)}
+  # The files of decoder-only sources have no such field.
+  start = ids.get(t5_json.START, content.get('bos_token_id'))
+  if is_pair and start is not None:
+    content[t5_json.START] = start
+  if end_of_turn is not None:
+    # Added and not put in place of EOS, which still ends plain text.
+    ends = content.get('eos_token_id', [])
+    ends = ends if isinstance(ends, list) else [ends]
+    content['eos_token_id'] = [*dict.fromkeys([*ends, end_of_turn])]
+  dropped = [
+    f'{key} ({stored[key]!r})' for key in _CACHES if stored.get(key) is not None
+  ]
+  if not dropped:
+    return content, ''
+  return content, (
+    f'{tensor_folder.GENERATION} is written without {", ".join(dropped)}:'
+    ' transformers chooses caches by the class of the model.'
+  )

@@ -1,0 +1,215 @@
+"""The pages in configs/studies: they load, and cost what they may."""
+
+import dataclasses
+import json
+
+import pytest
+
+from encdec_adapt import configs, study
+from encdec_adapt.configs.studies import all as all_pages
+from encdec_adapt.configs.studies import shared
+from encdec_adapt.lab import (
+  claim_tables,
+  pages,
+  stage_states,
+  stages,
+  study_plan,
+)
+from tests import tiny
+
+SIZES = 'smoke', 'cpu', 'gpu', 'pod'
+FOLDER = configs.FOLDER / 'studies'
+NAMES = [name for name in all_pages.PAGES if (FOLDER / f'{name}.py').exists()]
+# Pages with arms that read rows of several objectives, or with those of other
+# pages.
+UNPAIRED = 'wang', 'objectives', 'meap', 'correlation', 'efficiency', 'all'
+# FLOPs of a page, and of one of its runs.
+MOST, MOST_RUN = 3.0e14, 6.5e12
+MORE = {'adaptation': (9.0e14, 4.0e13)}
+# Scratch at equal total FLOPs has the cost of its source, too.
+MOST_RUNS = {'adaptation': {'scratch_total': 9.0e13}}
+
+
+@pytest.fixture(autouse=True)
+def in_root(monkeypatch):
+  monkeypatch.chdir(tiny.ROOT)
+
+
+def _page(name, size='cpu'):
+  return study.load(f'configs/studies/{name}.py:size={size}')
+
+
+def _key(page, arm):
+  """Returns what identifies a run of an arm, whatever its names are."""
+  items = {x.name: x for x in (*page.arms, *page.commands)}
+  starts = []
+  for key, text in arm.starts.items():
+    reads = [items[x] for x in pages.placeholders(text) or [text]]
+    starts.append(
+      (
+        key,
+        *(
+          # Another page has the page before a name.
+          _key(page, x)
+          if isinstance(x, pages.Arm)
+          else x.module + x.name.rpartition('.')[2]
+          for x in reads
+        ),
+      )
+    )
+  changes = tuple(sorted(map(str, arm.changes.items())))
+  return arm.config, changes, tuple(starts), str(arm.budget)
+
+
+def _costs(page):
+  """Returns FLOPs of runs by what identifies them: arms, rates, evaluation."""
+  size, costs = shared.Size(page.size), {}
+  for arm in page.arms:
+    step, steps = shared.spent(size, arm)
+    for seed in page.seeds_of(arm.name):
+      costs[_key(page, arm), seed] = step * steps
+    for rate in page.rates:
+      if rate.arm == arm.name:
+        count = len(rate.values) * step * rate.steps
+        costs[_key(page, arm), rate.values] = count
+    # A bound: the step of a pair has its teacher's forward pass, too.
+    values = shared.settings(arm)
+    forward = step / values.train.batch_size / 3
+    for evaluation in page.evaluations:
+      models = evaluation.models or [x.name for x in page.arms]
+      if arm.name in models and evaluation.records:
+        for seed in page.seeds_of(arm.name):
+          records = evaluation.records.rpartition('.')[2]
+          key = _key(page, arm), seed, records
+          # Twice: also with the prefixes of other rows.
+          costs[key] = 2 * values.data.eval_rows * forward
+  return costs
+
+
+@pytest.mark.parametrize('size', SIZES)
+@pytest.mark.parametrize('name', NAMES)
+def test_pages_load_and_their_configurations_are_valid(name, size):
+  page = _page(name, size)
+  assert page.size == size
+  for arm in page.arms:
+    shared.settings(arm)
+
+
+@pytest.mark.parametrize('name', (*NAMES, 'all'))
+def test_a_page_is_short(name):
+  lines = (FOLDER / f'{name}.py').read_text().splitlines()
+  assert len(lines) <= 165  # 150, and a tenth.
+
+
+def test_tables_show_stored_results_and_what_is_withdrawn():
+  results = json.loads((FOLDER / claim_tables.RESULTS).read_text())
+  rows = [row for result in results.values() for row in result['rows']]
+  assert claim_tables.markdown(rows) in (FOLDER / 'README.md').read_text()
+  outcomes = {row['claim']: row['verdict'] for row in rows}
+  for name in {*results} - {'quickstart'}:
+    for claim in _page(name).claims:
+      reason = f'withdrawn: {claim.withdrawn}' * bool(claim.withdrawn)
+      assert reason in outcomes[claim.sentence]
+  # The README has some of the rows, with other words for the claims.
+  ends = [f'| {x["effect and interval"]} | {x["verdict"]} |' for x in rows]
+  text = (tiny.ROOT / 'README.md').read_text().partition('|---|---|---|\n')[2]
+  for line in text.partition('\n\n')[0].splitlines():
+    assert line.endswith(tuple(ends)), line
+
+
+def test_models_have_the_learning_rates_that_the_readme_says():
+  text = (FOLDER / 'README.md').read_text()
+  named = text.partition('a rate of its own on ')[2].partition(' alone')[0]
+  for name in NAMES:
+    arms = _page(name).arms
+    models = {str(dataclasses.replace(x, name='', budget=None)) for x in arms}
+    is_chosen = len({x.rate for x in arms}) == len(models)
+    assert is_chosen == (f'`{name}`' in named), name
+
+
+def test_costs_at_cpu():
+  total = {}
+  for name in NAMES:
+    page = _page(name)
+    if page.claims or page.arms:
+      costs = _costs(page)
+      new = {key: x for key, x in costs.items() if key not in total}
+      most, most_run = MORE.get(name, (MOST, MOST_RUN))
+      assert sum(new.values()) <= most, name
+      for arm in page.arms:
+        if (_key(page, arm), page.seeds_of(arm.name)[0]) not in new:
+          continue  # A run of another page.
+        flops = shared.flops(shared.Size('cpu'), arm)
+        limit = MOST_RUNS.get(name, {}).get(arm.name, most_run)
+        assert flops <= limit, (name, arm.name)
+      total |= costs
+  assert sum(total.values()) <= 3.6e15
+
+
+def test_scratch_costs_as_much_as_source_adaptation_and_teacher():
+  page, size = _page('adaptation'), shared.Size('cpu')
+  arms = {arm.name: arm for arm in page.arms}
+  # Of configs/decoders/base/summary.json.
+  total = 49_387_143_168_000 + shared.flops(size, arms['adapted'])
+  for name, flops in (
+    ('scratch_total', total),
+    ('continued_flops', total - 49_387_143_168_000),
+  ):
+    spent = shared.flops(size, arms[name])
+    assert spent == pytest.approx(flops, rel=0.01), name
+  steps = [
+    shared.spent(size, arms[name])[1]
+    for name in ('adapted', 'scratch', 'scratch_taught', 'continued')
+  ]
+  assert steps == 4 * [800]
+
+
+def test_pages_of_other_pages_have_their_names():
+  page = _page('efficiency')
+  arms = {arm.name: arm for arm in page.arms}
+  tuned = arms['tuning.prefix_tuned']
+  assert tuned.starts['init.encoder'] == 'tuning.base'
+  assert tuned.rate == 'tuning.rate_prefix_tuned'
+  assert arms['adaptation.adapted'].seeds == (0, 1, 2)
+  command = next(x for x in page.commands if x.name == 'objectives.merged')
+  assert command.arguments[1] == '{objectives.prefix_taught}'
+  assert command.arguments[-1] == '--output={objectives.merged}'
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', NAMES)
+def test_arms_of_paired_claims_read_equal_rows(name):
+  page = _page(name)
+  paired = [claim for claim in page.claims if claim.paired]
+  stages.resolve(page)  # Refuses others.
+  assert paired or name in UNPAIRED
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', NAMES)
+def test_steps_at_pod_fit_their_chips(name, tmp_path):
+  for i in range(9):  # Passages of several files have labels.
+    (tmp_path / f'{i}.txt').write_text('a line of text\n' * 400)
+  text = f'text="text:{tmp_path}/*.txt",vocabulary=configs/decoders/base'
+  page = dataclasses.replace(_page(name, f'pod,{text}'), root=str(tmp_path))
+  states = stage_states.States(page, stages.resolve(page))
+  lines = study_plan.describe(page, states, ()).splitlines()
+  assert not any('does not fit' in x or 'not measured' in x for x in lines)
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+def test_a_page_runs(tmp_path):
+  arguments = ['--study=configs/studies/t5gemma2.py:size=smoke']
+  assert tiny.call(study, *arguments, f'--root={tmp_path}') == 0
+  assert (tmp_path / 'report.html').exists()
+
+
+def test_identities_are_the_same_in_every_folder(tmp_path, monkeypatch):
+  def identities():
+    resolved = stages.resolve(study.load('architecture:size=smoke'))
+    return {name: stage.identity for name, stage in resolved.items()}
+
+  in_checkout = identities()
+  monkeypatch.chdir(tmp_path)
+  assert identities() == in_checkout

@@ -1,0 +1,396 @@
+"""A study's report: verdicts and sentences of made-up results; its files."""
+
+import csv
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from encdec_adapt.base import errors
+from encdec_adapt.data.sources import document_source
+from encdec_adapt.evaluation.results import results_store
+from encdec_adapt.files import paths
+from encdec_adapt.lab import (
+  claim_results,
+  claim_tables,
+  collected,
+  pages,
+  study_report,
+)
+
+NAMES = [f'm{i}' for i in range(90)]
+REPORTED = [x for x in NAMES if not document_source.is_development(x)]
+# 40 groups of the report, and the first two of the development part.
+GROUPS = REPORTED[:40] + [x for x in NAMES if x not in REPORTED][:2]
+SEEDS = 0, 1, 2
+
+
+def _claim(contrast, metric='held_out/loss', **fields):
+  values = dict(direction='less', smallest=0.02, reason='noise', primary=True)
+  values |= fields
+  return pages.Claim(
+    f'{contrast[-1]} is ahead.', 'a Fig. 2', '+2.6', contrast, metric, **values
+  )
+
+
+CLAIMS = (
+  _claim(('scratch', 'adapted')),
+  _claim(('source', 'adapted')),
+  _claim(('scratch', 'adapted'), pages.CROSSING, smallest=1.2),
+  _claim(('scratch', 'adapted', 'scratch', 'adapted'), primary=False),
+  _claim(('scratch', 'adapted'), 'tasks/acc', direction='greater'),
+)
+
+
+def _study(seeds=SEEDS, claims=CLAIMS):
+  arms = [pages.Arm(name, 'base') for name in ('scratch', 'adapted')]
+  source = pages.Command('source', 'convert', ('import',))
+  models = 'source', 'scratch', 'adapted'
+  measured = 'held_out/loss', 'tasks/acc'
+  evaluation = pages.Evaluation('loss', (), measured, 'scratch', models)
+  return pages.Study(
+    'adaptation',
+    'A study',
+    'cpu',
+    tuple(arms),
+    seeds,
+    claims,
+    (evaluation,),
+    (source,),
+    best_of={'best': ('scratch', 'adapted')},
+  )
+
+
+def _loss(level, seed):
+  """A loss with small differences between seeds, groups and rows."""
+  rng = np.random.default_rng(seed)
+  sums = 100 * (level + 0.002 * rng.normal(size=len(GROUPS)))
+  weights = np.full(len(GROUPS), 100.0)
+  return results_store.ratio_score('held_out', 'loss', sums, weights, GROUPS)
+
+
+def _run(model, level, seed, flops=2e12, curve=True, accuracy=0.5):
+  spent = dict(steps=100, target_tokens=4e5, total_tokens=8e5, seconds=60.0)
+  spent |= dict(flops=flops, learning_rate=1e-3, parameters=2_345_678)
+  # Falls by a nat for each factor of 10 of tokens, down to the level.
+  tokens = [0.0, 4e3, 4e4, 4e5]
+  steps = [0, 1, 10, 100]
+  lines = dict(step=steps, target_tokens=tokens)
+  lines['loss'] = [level + x for x in (5, 2, 1, 0)]
+  lines['flops'] = [1e12 + flops * step / 100 for step in steps]
+  cost = dict(prefill_flops=2e9 * level, decode_flops=1e9, prefill_ms=2.0)
+  cost |= dict(prefill_ms_low=1.9, prefill_ms_high=2.2, decode_ms=0.1)
+  cost |= dict(decode_ms_low=0.1, decode_ms_high=0.11, other_load=0.0)
+  cost |= dict(parameters=2e6, published_flops=2e9, paper_flops=2e9)
+  cost |= dict(prefill_tokens_per_second=1e3, decode_tokens_per_second=1e2)
+  cost |= dict(prefill_bytes=1e6, decode_bytes=2e6 * level)
+  draw = 10 * (seed or 0) + len(model)
+  scores = [
+    _loss(level, draw),
+    dataclasses.replace(
+      _loss(1.1 * level, draw), metric='loss_shuffled_prefix'
+    ),
+    results_store.Score('tasks', 'acc', accuracy, 0.1, 20),
+    results_store.Score('held_out', 'exact_match', 0.0, 0.0, 20),
+    results_store.Score('held_out', 'target_tokens', 4e3, None, 20),
+    results_store.Score('held_out', 'macro_f1', 0.5, None, 20),
+    results_store.Score('needle/64/0.5', 'choice', 0.25, 0.1, 8),
+    *(results_store.Score('cost', k, v, None, 1) for k, v in cost.items()),
+  ]
+  return collected.Run(
+    model,
+    seed,
+    f'runs/x/{model}',
+    {'data.folder': '{records}', 'init.mode': model, 'seed': seed or 0}
+    | {'data.development_rows': 2},
+    {**spent, 'inclusive': {**spent, 'flops': flops + 1e12}},
+    dict(
+      {'parameters': 2_345_678, 'without tables': 2e6, 'FLOPs': 3e9},
+      **{'FLOPs, published': 2e9},
+    ),
+    '4x128+4x128',
+    lines if curve else dict.fromkeys(lines, []),
+    {'loss': scores},
+    generated=32,
+  )
+
+
+def _collected(study, **fields):
+  """Adapted ends .5 below scratch, with small differences between seeds."""
+  noise = 0.0, 0.004, -0.004
+  runs = [_run('source', 2.7, None, curve=False, accuracy=0.4)]
+  runs += [_run('scratch', 3 + noise[x], x, flops=4e12) for x in study.seeds]
+  runs += [_run('adapted', 2.5 + noise[-x], x) for x in study.seeds]
+  stage = dict(name='adapted', model='adapted', status='finished', starts=2)
+  stage |= dict(command='python -m train --workdir=<runs>', seconds=7200.0)
+  # Made by another page: its hours have it.
+  other = {**stage, 'error': '', 'name': 'scratch', 'own': False}
+  values = dict(
+    command='python -m encdec_adapt.study --study=x',
+    date='2031-02-03',
+    runs=runs,
+    stages=[{**stage, 'error': '', 'own': True}, other],
+    rates={
+      'rate': {'0.001': 3.25, '0.003': 3.125, '0.009': float('nan')},
+      'edge': {'0.001': 3.25, '0.003': 3.125},
+    },
+    request=(128, 128),
+    samples=[{'prompt': 'def f', 'continuation': 'a < b', 'log_prob': -12.5}],
+    text={'python': '3.11.7'},
+  )
+  return collected.Collected(study, **values | fields)
+
+
+def _results(content):
+  return [claim_results.result(content, x) for x in content.study.claims]
+
+
+def test_claims_have_effects_and_verdicts():
+  ahead, source, tokens, gain, task = _results(_collected(_study()))
+  # Four primary claims.
+  assert ahead.level == pytest.approx(1 - 0.05 / 4) and gain.level == 0.95
+  assert (ahead.seeds, ahead.groups, ahead.verdict) == (3, 40, 'reproduced')
+  assert ahead.effective == pytest.approx(40)
+  assert ahead.effect == pytest.approx(-0.5, abs=0.002)
+  bounds = pytest.approx((-0.541, -0.459), abs=0.002)
+  assert (ahead.low, ahead.high) == bounds
+  assert ahead.effect_text == '-0.500'
+  # The source has no seeds: it is compared with each of the pair's.
+  assert source.effect == pytest.approx(-0.2, abs=0.002)
+  assert (source.seeds, source.verdict) == (3, 'reproduced')
+  # Half a nat of one for each factor of 10.
+  assert tokens.effect == pytest.approx(10**-0.5, abs=0.01)
+  assert (tokens.verdict, tokens.effect_text) == ('reproduced', '0.32')
+  # A contrast with itself, which is not primary.
+  assert (gain.effect_text, gain.outcome) == (
+    '+0.000',
+    'not primary: no verdict',
+  )
+  # The metric has no examples: over seeds alone, and equal here.
+  assert (task.over, task.verdict) == ('3 seeds', 'no difference')
+
+
+def test_a_single_seed_has_no_interval_and_no_verdict():
+  results = _results(_collected(_study((0,))))
+  for x in results:
+    assert (x.seeds, x.low, x.high, x.verdict) == (1, None, None, '')
+    assert x.note == 'a single seed: no interval over seeds and no verdict'
+  assert results[0].sentence == (
+    'adapted is ahead. A single seed: no interval over seeds and no verdict.'
+    ' held_out/loss: adapted - scratch: -0.500, of 1 seed, 40 groups.'
+  )
+
+
+def test_missing_seeds_have_no_verdict():
+  content = _collected(_study())
+  runs = [x for x in content.runs if (x.model, x.seed) != ('adapted', 2)]
+  (ahead, *_) = _results(dataclasses.replace(content, runs=runs))
+  assert (ahead.seeds, ahead.verdict) == (2, '')
+  assert ahead.note == '2 of 3 seeds are there'
+  # A diverged run, and none at all.
+  nan = results_store.Score('held_out', 'loss', float('nan'), None, 1)
+  runs = [
+    dataclasses.replace(x, scores={'loss': [nan]})
+    if x.model == 'adapted'
+    else x
+    for x in content.runs
+  ]
+  for finite in (runs, []):
+    (ahead, *_) = _results(dataclasses.replace(content, runs=finite))
+    assert (ahead.effect, ahead.note) == (None, '0 of 3 seeds are there')
+
+
+def test_a_curve_that_does_not_cross_has_no_ratio():
+  claims = (_claim(('adapted', 'scratch'), pages.CROSSING, smallest=1.2),)
+  content = _collected(_study(claims=claims))
+  (result,) = _results(content)
+  assert (result.effect, result.verdict) == (None, '')
+  assert result.note == 'not reached in 400 k target tokens'
+  # Reached before anything was measured: a bound, and no ratio.
+  early = dict(target_tokens=[0.0, 4e3], loss=[3.0, 2.9], step=[0, 1])
+  runs = [
+    dataclasses.replace(x, curve=early) if x.model == 'adapted' else x
+    for x in _collected(_study()).runs
+  ]
+  tokens = _results(_collected(_study(), runs=runs))[2]
+  assert (tokens.effect, tokens.low, tokens.verdict) == (None, None, '')
+  assert tokens.note == (
+    'reached in at most 4.00 k target tokens, at the first evaluation'
+  )
+  runs = [
+    dataclasses.replace(x, values={**x.values, 'data.folder': x.model})
+    for x in _collected(_study()).runs
+  ]
+  content = _collected(_study(), runs=runs)
+  assert _results(content)[2].note == (
+    'the curve of adapted is on other rows than its evaluation'
+  )
+
+
+def test_other_examples_are_not_compared():
+  content = _collected(_study())
+  score = _loss(3.0, 0)
+  other = dataclasses.replace(score, groups=score.groups[::-1])
+  runs = [
+    dataclasses.replace(x, scores={'loss': [other]})
+    if x.model == 'scratch'
+    else x
+    for x in content.runs
+  ]
+  (ahead, *_) = _results(dataclasses.replace(content, runs=runs))
+  assert ahead.effect is None and 'another version of Python' in ahead.note
+
+
+def test_keys_in_which_arms_differ():
+  content = _collected(_study())
+  assert claim_results.differences(content, ('scratch', 'adapted')) == [
+    {'key': 'init.mode', 'scratch': 'scratch', 'adapted': 'adapted'}
+  ]
+  # A model that was imported has its shape alone.
+  source = dataclasses.replace(
+    content.runs[0],
+    values={'model.kind': 'decoder_only'},
+    summary={'made_by': {'command': 'import', 'sources': ['decoders/base']}},
+  )
+  adapted = content.of('adapted')[0]
+  values = {**adapted.values, 'model.kind': 'encoder_decoder'}
+  adapted = dataclasses.replace(adapted, values=values)
+  content = dataclasses.replace(content, runs=[source, adapted])
+  rows = claim_results.differences(content, ('source', 'adapted'))
+  assert rows == [
+    {'key': 'made by', 'source': 'import decoders/base', 'adapted': 'train'},
+    {
+      **{'key': 'model.kind', 'source': 'decoder_only'},
+      'adapted': 'encoder_decoder',
+    },
+  ]
+
+
+@pytest.mark.parametrize(
+  'direction,side',
+  # What is better contradicts "no better": its side is what is worse.
+  [('less', 1), ('greater', -1), ('no better', -1), ('equal', -1)],
+)
+def test_a_claim_is_drawn_on_the_side_that_it_claims(direction, side):
+  claim = _claim(('scratch', 'adapted'), direction=direction)
+  result = claim_results.Result(claim, 0.95, effect=-0.5, low=-0.6, high=-0.4)
+  _, *drawn = result.drawn
+  assert drawn == pytest.approx([side * 25, side * 30, side * 20])
+
+
+def test_write(tmp_path, bucket):
+  content = _collected(_study())
+  sentences = study_report.write(content, tmp_path)
+  assert sentences[0].startswith(
+    'adapted is ahead. Reproduced. held_out/loss: adapted - scratch: -0.500'
+    ' (98.75 % interval -0.5'
+  )
+  assert (
+    'rate: the best learning rate is 0.003 (losses on development rows: 0.001:'
+    ' 3.250, 0.003: 3.125, 0.009: nan).'
+  ) in sentences
+  assert (
+    'best is adapted: of 2 it has the lowest held-out loss, 2.500.'
+  ) in sentences
+  assert (
+    'edge: the best learning rate is 0.003 (losses on development rows: 0.001:'
+    ' 3.250, 0.003: 3.125), the largest tried: a larger one may be better.'
+  ) in sentences
+  assert (
+    'loss: with the inputs of other examples the loss is higher by adapted'
+    ' 0.250, source 0.270, scratch 0.300; a model that loses little hardly'
+    ' reads its inputs.'
+  ) in sentences
+  page = (tmp_path / 'report.html').read_text()
+  text = (tmp_path / 'report.md').read_text()
+  for note in (study_report._SEEDS, study_report._LEVELS, '3.11.7', '40.0'):
+    assert note in page and note in text
+  for text in ('3.11.7', 'a &lt; b', '--workdir=&lt;runs&gt;', '2031-02-03'):
+    assert text in page
+  assert 'log_prob -12.5' in page and 'href="' in page
+  assert '2.35 M' in page and '<td>init.mode</td>' in page
+  assert 'http' not in page  # Nothing outside the page.
+  assert 'exact_match' not in page  # Language modelling.
+  for name in (
+    'claims',
+    'loss_target_tokens',
+    'loss_flops',
+    'needles',
+    'scatter_0',
+  ):
+    assert (tmp_path / f'{name}.png').read_bytes().startswith(b'\x89PNG')
+  report = json.loads((tmp_path / 'report.json').read_text())
+  assert report['findings'] == sentences[len(CLAIMS) :]
+  assert [x['verdict'] for x in report['claims']] == [
+    *('reproduced', 'reproduced', 'reproduced', 'not primary: no verdict'),
+    'no difference',
+  ]
+  with open(tmp_path / 'numbers.csv') as file:
+    rows = list(csv.DictReader(file))
+  assert tuple(rows[0]) == claim_tables.COLUMNS
+  adapted = [x for x in rows if (x['arm'], x['seed']) == ('adapted', '0')]
+  assert [x['value'] for x in adapted if x['task'] == 'development'] == [
+    *('7.5', '4.5', '3.5', '2.5')
+  ]
+  (loss,) = (
+    x for x in adapted if (x['task'], x['metric']) == ('loss/held_out', 'loss')
+  )
+  assert float(loss['value']) == pytest.approx(2.5, abs=0.002)
+  assert (loss['step'], loss['tokens'], loss['FLOPs']) == (
+    *('100', '400000', '3e+12'),
+  )
+  # Language modelling; and a score of all rows, of the development part too.
+  names = {x['metric'] for x in rows}
+  assert 'loss' in names and 'choice' in names
+  assert not names & {'exact_match', 'target_tokens', 'macro_f1'}
+  study_report.write(content, f'{bucket}/study')
+  assert paths.tree(paths.at(f'{bucket}/study')) == paths.tree(tmp_path)
+
+
+def test_nothing_is_finished(tmp_path):
+  content = _collected(_study(), runs=[], stages=[], rates={})
+  first, *_ = study_report.write(content, tmp_path)
+  assert first == 'adapted is ahead. 0 of 3 seeds are there.'
+
+
+def test_the_table_of_all_claims(tmp_path, monkeypatch):
+  withdrawn = dataclasses.replace(CLAIMS[0], withdrawn='rows are too long')
+  content = _collected(_study(claims=(*CLAIMS, withdrawn)))
+  study_report.write(content, tmp_path / 'a')
+  study_report.write(_collected(_study(claims=())), tmp_path / 'c')
+  readme = tmp_path / 'README.md'
+  readme.write_text(
+    '# Studies\n<!-- claims -->\nold\n<!-- end of claims -->\n.'
+  )
+  for _ in range(2):  # The same again.
+    folders = {'adaptation': tmp_path / 'a', 'wang': tmp_path / 'b'}
+    folders['correlation'] = tmp_path / 'c'
+    claim_tables.write_readme(readme, folders)
+    end = 'correlation.\n\nNot run: wang.\n<!-- end of claims -->\n.'
+    assert readme.read_text().endswith(f'|\n\nWithout claims: {end}')
+  first = readme.read_text().splitlines()[4]
+  start = (
+    '| adapted is ahead. | a Fig. 2 | +2.6 | adaptation, cpu; held_out/loss:'
+  )
+  start += ' adapted - scratch; 3 seeds; 40 groups | -0.500 (-0.5'
+  assert first.startswith(start)
+  end = '| reproduced | `python -m encdec_adapt.study --study=x` | 2.0 |'
+  assert first.endswith(end)
+  figure = tmp_path / 'verdicts.png'
+  assert figure.read_bytes().startswith(b'\x89PNG')
+  # On another machine, where none of these ran.
+  before = readme.read_text()
+  figure.unlink()
+  folders = {name: tmp_path / 'none' for name in folders}
+  claim_tables.write_readme(readme, folders)
+  assert readme.read_text() == before and figure.exists()
+  assert '|  | withdrawn: rows are too long | `python' in before
+  drawn = []  # All other claims with a verdict.
+  draw = lambda rows, path: drawn.extend(row[1] for row in rows)  # noqa: E731
+  monkeypatch.setattr(claim_tables.report_figures, 'draw_claims', draw)
+  claim_tables.write_readme(readme, folders)
+  assert drawn == ['reproduced'] * 3 + ['no difference']
+  readme.write_text('# Studies')
+  with pytest.raises(errors.UserError, match='has no lines <!-- claims -->'):
+    claim_tables.write_readme(readme, folders)

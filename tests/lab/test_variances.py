@@ -1,0 +1,78 @@
+"""Variances of earlier studies."""
+
+import json
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from encdec_adapt.data.sources import document_source
+from encdec_adapt.evaluation.results import results_store
+from encdec_adapt.lab import variances
+
+_is_development = document_source.is_development
+KNOWN = 0.02, 0.05, 0.03  # Deviations of an arm over seeds, groups and rest.
+
+
+def _arms(arms=3, seeds=40, groups=60):
+  """Scores of arms that share nothing but the groups' losses."""
+  rng = np.random.default_rng(0)
+  names = [name for i in range(999) if not _is_development(name := f'm{i}')]
+  names, weights = names[:groups], np.full(groups, 10.0)
+  shapes = (arms, seeds, 1), (arms, 1, groups), (arms, seeds, groups)
+  losses = 3 + rng.normal(0, 0.3, (1, 1, groups))
+  for deviation, shape in zip(KNOWN, shapes, strict=True):
+    losses = losses + rng.normal(0, deviation, shape)
+  return [
+    [
+      results_store.ratio_score('held_out', 'loss', 10 * x, weights, names)
+      for x in arm
+    ]
+    for arm in losses
+  ]
+
+
+def test_known_variances_are_found():
+  found = variances.estimate(_arms())
+  assert found.freedoms == (2 * 39, 2 * 59, 2 * 39 * 59)
+  # A difference of two arms has twice the variance of an arm.
+  want = [2 * x * x for x in KNOWN]
+  assert (found.seed, found.group, found.residual) == pytest.approx(
+    want, rel=0.3
+  )
+  assert found.residual == pytest.approx(want[2], rel=0.05)
+
+
+def test_a_file_of_studies(tmp_path):
+  path, arms = tmp_path / 'variances.json', _arms(2, 3, 30)
+  variances.write(path, 'encoder', {'held_out/loss': arms})
+  variances.write(path, 'wang', {'held_out/loss': _arms(2, 3, 30)})
+  variances.write(path, 'encoder', {'held_out/loss': arms})
+  content = json.loads(path.read_text())
+  assert [*content] == ['held_out/loss']
+  assert set(content['held_out/loss']) == {'encoder', 'wang'}
+  assert variances.planned(path, 'held_out/accuracy', 'meap') is None
+  # Never of the page that is planned.
+  (tmp_path / 'single.json').write_text(
+    json.dumps({'held_out/loss': {'wang': content['held_out/loss']['wang']}})
+  )
+  assert (
+    variances.planned(tmp_path / 'single.json', 'held_out/loss', 'wang') is None
+  )
+
+
+def test_few_degrees_of_freedom_have_upper_bounds(tmp_path):
+  path = tmp_path / 'variances.json'
+  fields = dict(seed=1.0, group=2.0, residual=0.0, freedoms=[2, 29, 58])
+  entry = {**fields, 'seeds': 3, 'groups': 30}
+  path.write_text(json.dumps({'held_out/loss': {'wang': entry}}))
+  found = variances.planned(path, 'held_out/loss', 'meap')
+  # In one of five studies a mean square of 2 degrees is below .223.
+  assert found.seed == pytest.approx(2 / stats.chi2.ppf(0.2, 2))
+  assert found.seed == pytest.approx(4.48, abs=0.01)
+  assert (found.group, found.residual) == (2, 0)
+  # Enough of them have none; a contrast of four arms has twice the variance.
+  entry['freedoms'] = [8, 29, 58]
+  path.write_text(json.dumps({'held_out/loss': {'wang': entry}}))
+  found = variances.planned(path, 'held_out/loss', 'meap', arms=4)
+  assert (found.seed, found.group) == (2, 4)

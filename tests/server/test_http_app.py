@@ -1,0 +1,426 @@
+"""The HTTP application on a toy model: answers, refusals, lost clients."""
+
+import asyncio
+import contextlib
+import json
+import socket
+import threading
+import time
+
+import numpy as np
+import pytest
+
+pytest.importorskip('starlette', reason='needs pip install -e .[serve]')
+pytest.importorskip('uvicorn', reason='needs pip install -e .[serve]')
+testclient = pytest.importorskip('starlette.testclient')
+
+from encdec_adapt.generation import prompt_encoding  # noqa: E402
+from encdec_adapt.inference import engine as engine_lib  # noqa: E402
+from encdec_adapt.server import http_app, origins, protocol, text_stream  # noqa: E402
+from encdec_adapt.tokenizers import byte_vocabulary  # noqa: E402
+from tests import tiny, toy_models  # noqa: E402
+
+PROMPTS = ['The quick', 'two cats and a dog', 'x']
+CHAT = {'messages': [{'role': 'user', 'content': 'hello'}]}
+COMPLETIONS, CHATS = '/v1/completions', '/v1/chat/completions'
+
+
+@pytest.fixture(scope='module')
+def loaded(tmp_path_factory):
+  """A T5Gemma of random weights, whose text has bytes of characters."""
+  stack = toy_models.stack(vocab_size=toy_models.GEMMA_SIZE)
+  config = toy_models.pair_and_decoder(stack)['encoder_decoder']
+  return toy_models.save(tmp_path_factory.mktemp('models') / 'pair', config)
+
+
+def _service(loaded, *, rows=2, adapters=(), **options):
+  made = loaded.engine(rows=rows, steps=4)
+  limits = protocol.Limits(max_prompt=40, max_tokens=4000)
+  opened = loaded.stored.open_vocabularies()
+  encoder = prompt_encoding.PromptEncoder(loaded.stored)
+  prompts = dict.fromkeys(('pair', *adapters), encoder)
+  served = http_app.Served('pair', 7, opened, prompts, limits, **options)
+  return http_app.Service(made, served)
+
+
+@pytest.fixture(scope='module')
+def service(loaded):
+  return _service(loaded)
+
+
+def _client(service):
+  return testclient.TestClient(service.app, 'http://localhost')
+
+
+@pytest.fixture(scope='module')
+def client(service):
+  with _client(service) as made:
+    yield made
+
+
+def _expected(loaded, prompt, **options):
+  vocabulary = loaded.stored.open_vocabularies().encoder
+  tokens = np.array([vocabulary.bos, *vocabulary.encode(prompt)])
+  request = engine_lib.Request(tokens, **options)
+  [(_, completion)] = loaded.engine(rows=2).run([request])
+  return completion
+
+
+def _events(answer):
+  lines = [line for line in answer.text.split('\n\n') if line]
+  assert lines.pop() == 'data: [DONE]'
+  return [json.loads(line.removeprefix('data: ')) for line in lines]
+
+
+def _metrics(client):
+  lines = client.get('/metrics').text.splitlines()
+  pairs = [line.rsplit(' ', 1) for line in lines if line[0] != '#']
+  return {name.removeprefix('encdec_adapt_'): int(n) for name, n in pairs}
+
+
+def _begin(service, body, receive, send):
+  """Begins a call of the application, without a server."""
+  content = json.dumps({'prompt': 'x', 'max_tokens': 4000, **body}).encode()
+  messages = [{'type': 'http.request', 'body': content}]
+
+  async def receive_all():
+    return messages.pop() if messages else await receive()
+
+  scope = {'type': 'http', 'method': 'POST', 'path': COMPLETIONS}
+  scope |= {'headers': [], 'query_string': b'', 'server': ('x', 80)}
+  return asyncio.ensure_future(service.app(scope, receive_all, send))
+
+
+def _wait(condition):
+  end = time.monotonic() + 60
+  while not condition():
+    assert time.monotonic() < end
+    time.sleep(0.02)
+
+
+@pytest.mark.parametrize('prompt', PROMPTS)
+def test_completions_are_the_engines(loaded, client, prompt):
+  want = _expected(loaded, prompt, max_tokens=30)
+  body = {'prompt': prompt, 'max_tokens': 30, 'temperature': 0, 'model': 'any'}
+  answer = client.post(COMPLETIONS, json=body)
+  assert answer.status_code == 200
+  [choice] = answer.json()['choices']
+  assert choice['text'] == want.text
+  assert choice['finish_reason'] == {'eos': 'stop'}.get(want.ended, want.ended)
+  assert answer.json()['usage']['completion_tokens'] == len(want.tokens)
+
+  body |= {'stream': True, 'stream_options': {'include_usage': True}}
+  *chunks, usage = _events(client.post(COMPLETIONS, json=body))
+  assert ''.join(c['choices'][0]['text'] for c in chunks) == want.text
+  assert usage['usage'] == answer.json()['usage']
+  assert len(chunks) > 1
+
+  if len(want.text) > 8:
+    stop = want.text[5:8]
+    body |= {'stop': [stop, 'never said']}
+    *chunks, _ = _events(client.post(COMPLETIONS, json=body))
+    text = ''.join(c['choices'][0]['text'] for c in chunks)
+    assert text == want.text[: want.text.index(stop)]
+    assert chunks[-1]['choices'][0]['finish_reason'] == 'stop'
+
+
+def test_texts_have_the_prefix_and_ids_where_it_is_wanted(loaded):
+  prompts = prompt_encoding.PromptEncoder(loaded.stored, prefix='Say: ')
+  encode = lambda text: prompts.reader.encode(text).tolist()  # noqa: E731
+  ids = encode('cats')
+  prefixed = [*encode('Say: '), *ids]
+  for prompt, run_prefix, want in (
+    ('cats', False, encode('Say: cats')),
+    (ids, False, ids),
+    (ids, True, prefixed),
+    ([prompts.reader.bos, *ids], True, prefixed),
+  ):
+    call = protocol.parse(
+      json.dumps({'prompt': prompt}).encode(),
+      is_chat=False,
+      limits=protocol.Limits(40, 40),
+      prompts={'pair': prompts},
+      run_prefix=run_prefix,
+    )
+    assert call.request.tokens.tolist() == [prompts.reader.bos, *want]
+
+
+def test_draws_are_of_the_seed(client):
+  body = {'prompt': 'The', 'max_tokens': 12, 'seed': 3, 'top_p': 0.9}
+  texts = [
+    client.post(COMPLETIONS, json=body | {'seed': seed}).json()['choices']
+    for seed in (3, 3, 4)
+  ]
+  assert texts[0] == texts[1] != texts[2]
+
+
+def test_chats(client):
+  body = {**CHAT, 'max_tokens': 9, 'temperature': 0}
+  answer = client.post(CHATS, json=body).json()
+  message = answer['choices'][0]['message']
+  assert message['role'] == 'assistant'
+  chunks = _events(client.post(CHATS, json=body | {'stream': True}))
+  deltas = [chunk['choices'][0]['delta'] for chunk in chunks]
+  assert deltas[0]['role'] == 'assistant'
+  assert ''.join(d['content'] for d in deltas) == message['content']
+
+
+@pytest.mark.parametrize(
+  'change, field',
+  [
+    ({'prompt': None}, 'prompt'),
+    ({'prompt': ''}, 'prompt'),
+    ({'prompt': ['a', 'b']}, 'prompt'),
+    ({'prompt': [5, 10**6]}, None),
+    ({'prompt': 'x ' * 400}, 'prompt'),
+    ({'prompt': '\ud800'}, 'prompt'),
+    ({'max_tokens': 0}, 'max_tokens'),
+    ({'max_tokens': True}, 'max_tokens'),
+    ({'max_tokens': 10**6}, 'max_tokens'),
+    ({'temperature': -1}, 'temperature'),
+    ({'temperature': '1'}, 'temperature'),
+    ({'temperature': 10**400}, 'temperature'),
+    ({'top_p': 2}, 'top_p'),
+    ({'top_k': 2**40}, 'top_k'),
+    ({'seed': -1}, 'seed'),
+    ({'stop': ['']}, 'stop'),
+    ({'n': 2}, 'n'),
+    ({'logprobs': 0}, 'logprobs'),
+    ({'presence_penalty': 1}, 'presence_penalty'),
+    ({'stream': 'yes'}, 'stream'),
+    ({'something': 1}, 'something'),
+    ({'\ud800': 1}, '\ud800'),
+    ({'stop': ['x'] * 17}, 'stop'),
+    ({'messages': []}, 'messages'),
+  ],
+)
+def test_malformed_requests_are_refused(client, change, field):
+  body = {'prompt': 'x', 'max_tokens': 2, **change}
+  answer = client.post(COMPLETIONS, content=json.dumps(body))
+  assert answer.status_code == 400
+  error = answer.json()['error']
+  assert error['type'] == 'invalid_request_error'
+  assert error['param'] == field
+  assert field is None or field in error['message']
+
+
+@pytest.mark.parametrize(
+  'content', [b'', b'{', b'[1]', b'\xff', b'{"prompt": NaN}', b'[' * 99999]
+)
+def test_bodies_that_are_no_json_object_are_refused(client, content):
+  assert client.post(COMPLETIONS, content=content).status_code == 400
+
+
+def test_conversations_are_checked(client):
+  messages = [{'role': 'robot', 'content': 'x'}]
+  answer = client.post(CHATS, json={'messages': messages})
+  assert answer.status_code == 400
+  assert 'message 1' in answer.json()['error']['message']
+
+
+def test_the_queue_is_bounded_and_requests_end_in_time(loaded):
+  service = _service(loaded, rows=1, max_queue=0, timeout=0.5)
+  with _client(service) as client:
+    body = {'prompt': 'x', 'max_tokens': 4000, 'temperature': 0}
+    service.thread.jobs.add(None)  # A request in progress.
+    answer = client.post(COMPLETIONS, json=body)
+    assert answer.status_code == 429
+    assert answer.json()['error']['type'] == 'rate_limit_error'
+    service.thread.jobs.clear()
+    answer = client.post(COMPLETIONS, json=body)
+    assert answer.status_code == 504
+    _wait(lambda: service.thread.engine.load == (0, 0))
+    assert _metrics(client)['requests_total{status="504"}'] == 1
+    service.draining = True
+    assert client.post(COMPLETIONS, json=body).status_code == 503
+    assert client.get('/health').status_code == 503
+
+
+def test_a_client_that_leaves_frees_its_row(loaded):
+  service = _service(loaded)
+
+  async def leave(stream):
+    """Leaves after the first text, or once the request is in progress."""
+    left = asyncio.Event()
+
+    async def receive():
+      await left.wait()
+      return {'type': 'http.disconnect'}
+
+    async def send(message):
+      if message.get('body') and stream:
+        left.set()
+
+    call = _begin(service, {'stream': stream}, receive, send)
+    if not stream:
+      while service.thread.engine.load[0] == 0:
+        await asyncio.sleep(0.02)
+      left.set()
+    with contextlib.suppress(OSError):
+      await asyncio.wait_for(call, 120)
+
+  for stream in (True, False):
+    asyncio.run(asyncio.wait_for(leave(stream), 120))
+    _wait(lambda: service.thread.engine.load == (0, 0))
+    assert not service.thread.jobs
+
+
+def test_a_client_that_does_not_read_frees_its_row_in_time(loaded):
+  service = _service(loaded, timeout=1.0)
+
+  async def stall():
+    """Reads nothing; looks at the jobs while the response is open."""
+    stalled = asyncio.Event()
+
+    async def send(message):
+      if message.get('body'):
+        stalled.set()
+        await asyncio.Event().wait()
+
+    call = _begin(service, {'stream': True}, asyncio.Event().wait, send)
+    await stalled.wait()
+    assert service.thread.jobs
+    while service.thread.jobs or service.thread.engine.load != (0, 0):
+      assert not call.done()
+      await asyncio.sleep(0.02)
+    call.cancel()
+
+  asyncio.run(asyncio.wait_for(stall(), 60))
+
+
+def test_a_request_names_its_adapters(loaded):
+  client = _client(_service(loaded, adapters=('tuned',)))
+  names = [x['id'] for x in client.get('/v1/models').json()['data']]
+  assert names == ['pair', 'tuned']
+  body = {'prompt': 'x', 'max_tokens': 1}
+  for model, status in (('pair', 200), ('tuned', 400), ('other', 404)):
+    answer = client.post(COMPLETIONS, json={**body, 'model': model})
+    assert answer.status_code == status, answer.text
+  assert 'of pair, tuned' in answer.json()['error']['message']
+  # The engine of this test has no adapters, and has been asked for them.
+  answer = client.post(COMPLETIONS, json={**body, 'model': 'tuned'})
+  assert "adapters 'tuned'" in answer.json()['error']['message']
+
+
+def test_models_health_and_metrics(client):
+  assert client.get('/v1/models').json()['data'][0]['id'] == 'pair'
+  health = client.get('/health').json()
+  assert health == {'status': 'ok', 'model': 'pair', 'step': 7, 'chat': True}
+  before = _metrics(client)
+  body = {'prompt': 'x', 'max_tokens': 1}
+  assert client.post(COMPLETIONS, json=body).status_code == 200
+  after = _metrics(client)
+  name = 'tokens_total{kind="generated"}'
+  assert after[name] == before[name] + 1
+  assert after['rows'] == 2
+  assert after['rows_active'] == after['queue_length'] == 0
+
+
+def test_a_failed_engine_answers(loaded):
+  service = _service(loaded)
+
+  def fail(*arguments):
+    raise RuntimeError('out of memory')
+
+  service.thread.engine.step = fail
+  with _client(service) as client:
+    for _ in range(2):
+      answer = client.post(COMPLETIONS, json={'prompt': 'x'})
+      assert answer.status_code == 500
+    assert client.get('/health').json()['status'] == 'failed'
+
+
+@pytest.mark.parametrize('size', [1, 3])
+def test_incomplete_characters_and_stop_strings_are_held_back(loaded, size):
+  vocabulary = loaded.stored.open_vocabularies().decoder
+
+  def decode(tokens):
+    return vocabulary.decode(tokens, start=False)
+
+  ids = vocabulary.encode('cats \U0001f9ed and é STOP more')
+  stream = text_stream.TextStream(vocabulary, decode, ('STOP',))
+  sent = ''
+  for i in range(0, len(ids), size):
+    sent += stream.add(ids[i : i + size])
+    assert 'cats \U0001f9ed and é '.startswith(sent)
+  assert sent + stream.send('cats \U0001f9ed and é ') == (
+    'cats \U0001f9ed and é '
+  )
+
+
+@pytest.mark.parametrize('name', ['bytes', 'byt5'])
+def test_bytes_are_sent_as_they_come(name):
+  vocabulary = {
+    'bytes': byte_vocabulary.ByteVocabulary,
+    'byt5': byte_vocabulary.ByT5Vocabulary,
+  }[name]()
+  stream = text_stream.TextStream(vocabulary, vocabulary.decode, ())
+  sent = [stream.add(vocabulary.encode('aé')[i : i + 1]) for i in range(3)]
+  assert sent == ['a', '', 'é']
+
+
+@pytest.mark.parametrize(
+  'address, headers, status',
+  [
+    ('127.0.0.1', {'host': 'localhost:8000'}, 200),
+    ('::1', {'host': '[::1]:8000'}, 200),
+    ('localhost', {'host': '127.0.0.1'}, 200),
+    ('127.0.0.1', {'host': 'site.example:8000'}, 403),
+    ('127.0.0.1', {'host': 'localhost.site.example'}, 403),
+    ('::1', {'host': ''}, 403),
+    ('0.0.0.0', {'host': 'name.example'}, 200),
+    ('127.0.0.1', {'origin': 'http://localhost'}, 200),
+    ('0.0.0.0', {'host': 'a:8000', 'origin': 'http://a:8000'}, 200),
+    ('0.0.0.0', {'host': 'a:8000', 'origin': 'http://a:8001'}, 403),
+    ('127.0.0.1', {'origin': 'http://site.example'}, 403),
+    ('127.0.0.1', {'origin': 'null'}, 403),
+    ('127.0.0.1', {'sec-fetch-site': 'same-origin'}, 200),
+    ('0.0.0.0', {'sec-fetch-site': 'cross-site'}, 403),
+  ],
+)
+def test_pages_of_other_sites_are_refused(address, headers, status):
+  async def answer(scope, receive, send):
+    await http_app.responses.Response('answer')(scope, receive, send)
+
+  guard = origins.Guard(answer, address)
+  client = testclient.TestClient(guard, 'http://localhost')
+  assert client.post('/', headers=headers).status_code == status
+  # Any page may have a link to this one.
+  is_refused = status == 403 and 'host' in headers and 'origin' not in headers
+  assert client.get('/', headers=headers).status_code == (
+    403 if is_refused and address != '0.0.0.0' else 200
+  )
+
+
+def test_requests_without_a_host_or_a_body(loaded, monkeypatch):
+  monkeypatch.setattr(http_app, '_BODY_SECONDS', 0.5)
+  service, port = _service(loaded), tiny.free_port()
+  arguments = service, '127.0.0.1', port
+  server = threading.Thread(target=http_app.run, args=arguments)
+  server.start()
+
+  def send(text):
+    """Returns the answer, up to the end of the connection."""
+    with socket.create_connection(arguments[1:], timeout=60) as connection:
+      connection.sendall(text.replace('\n', '\r\n').encode())
+      parts = iter(lambda: connection.recv(1 << 16), b'')
+      return b''.join(parts).decode()
+
+  def may_connect():
+    with contextlib.suppress(OSError):
+      return bool(socket.create_connection(arguments[1:]).close() or True)
+
+  try:
+    _wait(may_connect)
+    head = f'POST {COMPLETIONS} HTTP/1.1\nHost: localhost\n'
+    answer = send(f'{head}Content-Length: 100\n\n{{"prompt":')
+    assert answer.startswith('HTTP/1.1 408')
+    assert 'within 0.5 seconds' in answer
+    answer = send('GET /health HTTP/1.1\n\n')
+    assert answer.startswith('HTTP/1.1 400')
+    assert 'Missing mandatory Host: header' in answer
+    answer = send('GET /health HTTP/1.0\n\n')
+    assert answer.startswith('HTTP/1.1 200')
+  finally:
+    service.draining = True
+    server.join()
