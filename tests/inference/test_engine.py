@@ -210,7 +210,7 @@ def test_merged_kernels_give_the_uncached_log_probs(case, monkeypatch):
 def test_requests_of_adapters_are_those_of_merged_models():
   """Of two adapters over one base, in turns."""
   loaded = _loaded('encoder_decoder')
-  options = adapters_lib.parse('rank=2,full=decoder/norms+decoder/key')
+  options = adapters_lib.Options(rank=2, full=('decoder/norms', 'decoder/key'))
   adapters = adapters_lib.Adapters(loaded.config, options)
   flat = traverse_util.flatten_dict(loaded.params, sep='/')
   nest = functools.partial(traverse_util.unflatten_dict, sep='/')

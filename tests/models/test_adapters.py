@@ -325,7 +325,7 @@ def test_a_quantised_base_costs_little_loss(name):
   assert len(tokens) > 30
   losses = {}
   for base in ('', 'int8', 'nf4'):
-    adapters = make(f'rank=1,base={base}', loaded.config)
+    adapters = make(loaded.config, rank=1, base=base)
     params = state_lib.flatten(loaded.params)
     params = state_lib.unflatten(
       {p: adapters.freeze(p, params[p], 'bfloat16') for p in adapters.frozen}
