@@ -121,8 +121,9 @@ class Adapters:
     """Paths of the parameters that train whole."""
     names = {path: _names(path) for path in self._base_table}
     paths = self._matches('full', names)
-    # A fresh head cannot stay as it is.
-    fresh = self.model.decoder.head.fresh
+    # Training begins with these, so that they cannot stay as they are.
+    head = self.model.decoder.head
+    fresh = head.fresh if head.predicts_tokens else head.modules
     paths |= {path for path in names if path.split('/')[1] in fresh}
     return tuple(sorted(paths))
 

@@ -33,7 +33,8 @@ class Head:
   Attributes:
     kind: `config.model.head.kind`; '' for no head.
     module: module of its output table in the stack; '' for none.
-    fresh: modules that a model of tokens lacks, which training begins with.
+    fresh: modules that no other head's parameters fill; training starts them
+      anew.
     predicts_tokens: whether its outputs are tokens.
     models: values of `config.model.kind` that may have it.
   """
