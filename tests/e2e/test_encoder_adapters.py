@@ -21,8 +21,8 @@ LORA = {'rank': 2, 'alpha': 8}
 KINDS = {
   'embedding': (
     'embeddings:source={}',
-    'model.head.projections=(24,16)',
     'data.source=embed:{}#query,text',
+    'model.head.projections=(24,16)',
     'data.objective=embed:texts=6,query=find ',
     'loss.kind=infonce',
     'loss.infonce.learn_temperature=True',
