@@ -1,8 +1,8 @@
-"""Budgets of training in tokens or FLOPs, and models matched by their counts.
+"""Training budgets in tokens or FLOPs, and models matched in size or cost.
 
-FLOPs are those of `models.forward_flops`. A budget becomes a number of steps,
-and what these spend is within 1 % of the budget. `match` finds the width of a
-model that has as many parameters, or costs as many FLOPs, as another.
+FLOPs are counted by `models.forward_flops`. A budget becomes a number of steps
+with a cost within 1 % of the budget. `match` finds the feed-forward width at
+which a model has as many parameters, or costs as many FLOPs, as another.
 """
 
 from collections.abc import Callable, Iterable
@@ -17,7 +17,7 @@ from encdec_adapt.objectives import framing
 from encdec_adapt.training import setup
 
 TOLERANCE = 0.01  # Largest relative error of a budget or a match.
-# Objectives with rows full of target tokens until a document ends.
+# Objectives that fill rows with target tokens until a document ends.
 FULL_ROWS = 'causal_lm', 'full_lm', 'prefix_lm'
 
 Model = model_config.ModelConfig
@@ -26,12 +26,11 @@ Count = Callable[[Model], int]
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-  """What a training step spends, on all devices.
+  """Cost of a training step, on all devices.
 
   Attributes:
-    tokens: target tokens of rows that are full.
-    flops: FLOPs of the model, of the forward passes of its teacher, and of
-      sampling.
+    tokens: target tokens of full rows.
+    flops: FLOPs of the model, its teacher's forward passes, and sampling.
   """
 
   tokens: float
@@ -47,7 +46,7 @@ class Step:
 
     Args:
       settings: the configuration.
-      references: shapes of the frozen models that the loss reads.
+      references: shapes of the loss's frozen models.
     """
     rows, batch_size = settings.recipe.rows, settings.train.batch_size
     flops = setup.job_flops(
@@ -63,7 +62,7 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class Tokens:
-  """A budget of target tokens, of an objective with full rows.
+  """A budget of target tokens, for an objective with full rows.
 
   Attributes:
     count: target tokens of all steps.
@@ -76,7 +75,7 @@ class Tokens:
 
     Args:
       step: tokens and FLOPs of a step.
-      sources: FLOPs of the sources, which a budget of tokens ignores.
+      sources: FLOPs of the sources; ignored by a budget of tokens.
 
     Raises:
       UserError: the budget is below a step, or no whole number of steps spends
@@ -86,7 +85,7 @@ class Tokens:
     return _steps(f'{self.count:,.0f} target tokens', self.count, step.tokens)
 
   def check(self, settings: config_lib.Settings) -> None:
-    """Refuses objectives that leave a part of their rows empty.
+    """Rejects objectives with partly empty rows.
 
     Raises:
       UserError: names the objective and the remedy.
@@ -102,12 +101,12 @@ class Tokens:
 
 @dataclasses.dataclass(frozen=True)
 class FLOPs:
-  """A budget of training FLOPs, with those of teachers' forward passes.
+  """A budget of training FLOPs, teachers' forward passes included.
 
   Attributes:
     count: FLOPs of all steps.
-    sources: whether they include what the models cost that the run starts from
-      and learns from.
+    sources: whether the budget includes the cost of the initial models and
+      teachers.
   """
 
   count: float
@@ -151,19 +150,19 @@ def match(
   multiple: int = 8,
   layers: bool = False,
 ) -> Model:
-  """Returns a model with the feed-forward width that matches another model.
+  """Returns a model with its feed-forward width matched to another model.
 
   Args:
-    model: the model; its width F is replaced. Where its stacks have several,
-      they keep their ratio.
+    model: the model; its width F is replaced. Different widths of its stacks
+      keep their ratio.
     like: the model to match.
-    by: 'parameters', with tables; 'flops', those of training on a row with the
-      loss on its targets; or 'published', inference FLOPs of a row as the
-      T5Gemma paper counts them (`forward_flops.published`).
+    by: 'parameters', with tables; 'flops', training FLOPs of a row with the
+      loss on its targets; or 'published', inference FLOPs of a row as counted
+      in the T5Gemma paper (`forward_flops.published`).
     lengths: tokens of a row, for FLOPs.
     multiple: F is a multiple of this number.
-    layers: whether to replace the numbers of layers too, before F: by those
-      that match best with the model's F, in the ratio of its stacks.
+    layers: whether to first replace the numbers of layers with the best match
+      at the model's F, in the ratio of its stacks.
 
   Raises:
     UserError: no F matches within 1 %; names the nearest.
@@ -204,8 +203,8 @@ def match(
 
 def _factor(model: Model, field: str, count: Count, target: int) -> float:
   """Returns the factor of a field of all stacks at which a count is met."""
-  # Counts are linear in the width, and nearly so in the number of layers, which
-  # may see another share of local layers.
+  # Counts are linear in the width, and nearly so in the number of layers, where
+  # the share of local layers may change.
   base = count(model)
   slope = count(_scaled(model, field, 2)) - base
   return 1 + (target - base) / slope if slope else 1.0

@@ -1,6 +1,6 @@
 """The results of a study's claims: effects with intervals, and verdicts.
 
-An effect is of the seeds that all arms of the claim have, and a claim has a
+An effect is over the seeds common to all arms of the claim, and a claim gets a
 verdict once no seed is missing. A model without seeds, such as an imported one,
 is compared with every seed of the other arm. No model is read here.
 """
@@ -27,10 +27,10 @@ Collected = collected_lib.Collected
 Run = collected_lib.Run
 Evaluation = pages.Evaluation
 
-# In the place of a verdict: claims that are not primary, or lack seeds.
+# Shown instead of a verdict: claims that are not primary or lack seeds.
 NO_VERDICT = 'no verdict'
 _LEVEL = 0.95
-_NOT_COMPARED = ('data.folder', 'seed')  # Keys that say nothing about an arm.
+_NOT_COMPARED = ('data.folder', 'seed')  # Keys irrelevant to the arm.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,14 +40,14 @@ class Result:
   Attributes:
     claim: the claim.
     level: level of the interval, 0 to 1.
-    seeds: seeds that the effect is of.
+    seeds: seeds of the effect.
     groups: groups of documents, or examples; 0 for a metric without them.
     effective: effective number of groups (`crossed_intervals.Interval`).
     effect: the effect, a ratio of tokens for crossings; None without one.
     low: lower bound of its interval; None with a single seed.
     high: upper bound.
     verdict: the verdict, or ''.
-    note: why there is no effect, interval or verdict, or what limits it; or ''.
+    note: why an effect, interval or verdict is missing or limited; or ''.
   """
 
   claim: pages.Claim
@@ -89,17 +89,17 @@ class Result:
     return f'{self._text(self.low)} to {self._text(self.high)}'
 
   def _text(self, value: float) -> str:
-    # Two digits of the smallest difference that matters.
+    # Two digits of the smallest relevant difference.
     unit = self.claim.smallest - self.is_crossing
     digits = max(0, 1 - math.floor(math.log10(unit)))
     return f'{value:{"" if self.is_crossing else "+"}.{digits}f}'
 
   @property
   def drawn(self) -> tuple[str | float | None, ...]:
-    """Verdict, effect and bounds, as `report_figures.draw_claims` has them."""
+    """Verdict, effect and bounds, for `report_figures.draw_claims`."""
     claim, scale = self.claim, math.log if self.is_crossing else float
     sign = -1 if claim.direction == 'less' else 1
-    if claim.direction == 'no better':  # Worse is to the right.
+    if claim.direction == 'no better':  # Worse points right.
       metric = claim.metric.rpartition('/')[2]
       sign = 1 if score_tables.lower_is_better(metric) else -1
     scaled = (
@@ -143,7 +143,7 @@ def planned_power(
   """Returns the planned power of a claim.
 
   Returns:
-    None for a single seed, and for a metric without variances of other studies.
+    None with a single seed, or without variances of other studies.
   """
   seeds = max(len(study.seeds_of(name)) for name in claim.contrast)
   metric = pages.LOSS if claim.metric == pages.CROSSING else claim.metric
@@ -163,7 +163,7 @@ def planned_power(
 def reported(
   run: Run, metric: str, evaluation: Evaluation
 ) -> results_store.Score | None:
-  """Returns a score on the examples of reports; None without one.
+  """Returns a score on the examples of reports, or None.
 
   Returns None for diverged runs, and for scores over all held-out rows, such as
   `macro_f1`, if rates were chosen on a development part of these rows.
@@ -183,10 +183,10 @@ def interval(
 ) -> crossed_intervals.Interval:
   """Returns the interval of an arm, or of a contrast of arms.
 
-  A metric that single examples do not have has one over seeds alone.
+  For metrics without per-example values, the interval is over seeds only.
 
   Raises:
-    UserError: the arms were measured on other examples.
+    UserError: the arms were measured on different examples.
   """
   if all(score.scores for arm in arms for score in arm):
     return contrasts.interval(arms, confidence)
@@ -226,7 +226,7 @@ def result(collected: Collected, claim: pages.Claim) -> Result:
   if x.effect is None:
     return x
   if x.seeds == 1:
-    # Groups alone would give an interval that leaves out the seeds.
+    # An interval over groups alone would ignore the seeds.
     note = note or 'a single seed: no interval over seeds and no verdict'
     return dataclasses.replace(x, low=None, high=None, note=note)
   if note or not claim.primary:
@@ -304,7 +304,7 @@ def has_common_rows(
 ) -> bool:
   """Returns whether a run's curve is on the rows of an evaluation.
 
-  Other objectives have other held-out rows.
+  Different objectives have different held-out rows.
   """
   arms = collected.of(evaluation.records)[:1]
   folders = [arm.values['data.folder'] for arm in arms]
@@ -312,10 +312,10 @@ def has_common_rows(
 
 
 def target_loss(source: Run, run: Run, evaluation: Evaluation) -> float:
-  """Returns the loss of a model on the rows of another one's curve.
+  """Returns the loss of a model on the rows of another model's curve.
 
   Args:
-    source: the model, with the loss of the evaluation.
+    source: the model, with a loss in the evaluation.
     run: run with a curve on rows of the evaluation.
     evaluation: the evaluation.
   """
@@ -329,8 +329,8 @@ def differences(
 ) -> list[dict[str, Any]]:
   """Returns the keys in which models differ, with their values.
 
-  Keys are those that all of them have; the first row says by what a model was
-  made where one was not trained.
+  Only keys common to all models count; the first row names the origin of
+  models, if any was not trained.
   """
   runs = [collected.of(name)[:1] for name in dict.fromkeys(models)]
   values = {

@@ -23,7 +23,7 @@ from encdec_adapt.lab import collected as collected_lib
 
 COLUMNS = ('study', 'arm', 'seed', 'step', 'tokens', 'FLOPs')
 COLUMNS += ('task', 'metric', 'value')
-# Lines of a README between which the table of all claims stands.
+# Lines of a README around the table of all claims.
 BEGIN, END = '<!-- claims -->', '<!-- end of claims -->'
 FIGURE = 'verdicts.png'
 # Rows of the table and contents of the figure, by study.
@@ -60,16 +60,16 @@ def markdown(rows: Sequence[Mapping[str, str]]) -> str:
 def write_readme(
   path: str | os.PathLike[str], folders: Mapping[str, str | os.PathLike[str]]
 ) -> None:
-  """Writes the table of the claims of all studies into a README.
+  """Writes the table of all studies' claims into a README.
 
-  Studies without a report have the lines of the one that was read last
-  (`RESULTS`, beside the README, keeps them), so that pages may run on several
-  machines; those never run, and those without claims, are named after the
-  table. `FIGURE` has the claims with a verdict, the strongest first.
+  Studies without a report keep the lines of their last one (cached in
+  `RESULTS`, beside the README), so that pages may run on several machines;
+  studies never run, or without claims, are listed below the table. `FIGURE`
+  shows the claims with a verdict, strongest first.
 
   Args:
-    path: file with the lines `BEGIN` and `END`, between which it stands.
-    folders: folders of studies by their names, in the order of the table.
+    path: file with the lines `BEGIN` and `END` around the table.
+    folders: folders of studies by name, in the order of the table.
 
   Raises:
     UserError: the file has no such lines.
@@ -134,9 +134,8 @@ def _readme_row(
 def numbers_csv(collected: collected_lib.Collected) -> str:
   """Renders all numbers of a study as a tidy table.
 
-  Tokens are those in the loss, FLOPs those of training with all sources. A task
-  has the name of its evaluation; `development` is of the evaluations in
-  training.
+  Tokens are target tokens, FLOPs are for training with all sources. A task has
+  the name of its evaluation; `development` is the evaluation during training.
   """
   text = io.StringIO()
   lines = csv.writer(text, lineterminator='\n')

@@ -1,6 +1,6 @@
-"""What is collected of a study for its report; `study_results` fills it.
+"""Data of a study's report, filled by `study_results`.
 
-It imports `pages` and `results_store` alone.
+This module imports only `pages` and `results_store`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,27 +17,27 @@ def _mapping() -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-  """A model of a study, with a seed.
+  """A model of a study, for a seed.
 
   Attributes:
     model: name of the arm or command.
-    seed: seed of the run; None of a command without seeds.
+    seed: seed of the run; None for a command without seeds.
     folder: folder of the run or model.
-    values: resolved configuration by key, without that of stacks that it lacks;
-      of a model that is not trained the keys of the model alone.
+    values: resolved configuration by key, without missing stacks; for an
+      untrained model, only the keys of the model.
     summary: summary of the training (`telemetry.compute_cost`): `parameters`,
-      `made_by` of a model that is not trained, `steps`, `target_tokens` (in the
-      loss), `total_tokens` (read), `flops` with the teacher's, `seconds`, and
-      `inclusive`, the same with all sources. Of an imported model the numbers
-      of its training, where these are known.
-    counts: `parameters`, `without tables`, and of a model that generates the
+      `made_by` of an untrained model, `steps`, `target_tokens` (in the loss),
+      `total_tokens` (read), `flops` with the teacher's, `seconds`, and
+      `inclusive`, the same with all sources. For an imported model, the numbers
+      of its training, if known.
+    counts: `parameters`, `without tables`, and for a generative model the
       inference FLOPs of `Collected.request` in both conventions, `FLOPs` and
       `FLOPs, published`.
     size: layers and widths of its stacks.
-    curve: lists of equal length of the evaluations in training: `step`,
-      `target_tokens`, `flops` with those of all sources, and `loss`.
+    curve: lists of equal length over the evaluations in training: `step`,
+      `target_tokens`, `flops` with all sources, and `loss`.
     scores: scores by name of the evaluation.
-    generated: tokens of the answers of measured cost; 0 for none.
+    generated: tokens per answer in the cost measurement; 0 for none.
   """
 
   model: str
@@ -62,19 +62,19 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Collected:
-  """All that the report of a study is made of.
+  """Content of a study's report.
 
   Attributes:
     study: the page.
     command: command that runs the study.
     date: day of the report, as YYYY-MM-DD.
-    runs: models that are finished, in the order of the page, then by seed.
+    runs: finished models, in the order of the page, then by seed.
     stages: `name`, `model`, `status`, `command`, `seconds` over all starts,
-      `error` and `own` (whether it is in the study's folder, not in that of
-      another study) of every stage that was started.
-    notes: sentences on stages that failed, or that other versions made.
-    rates: held-out loss at each learning rate, by the name of the choice.
-    request: tokens of prompt and answer for which inference is counted.
+      `error` and `own` (whether it is in this study's folder, not in another
+      study's) of every started stage.
+    notes: sentences on stages that failed or ran with other versions.
+    rates: held-out loss at each learning rate, by the name of the sweep.
+    request: tokens of prompt and answer for inference FLOPs.
     samples: continuations: `prompt`, `continuation`, and further fields.
     table: rows of the table of the study.
     text: facts about the held-out records.
@@ -96,7 +96,7 @@ class Collected:
 
   @property
   def seconds(self) -> float:
-    """Time of the stages that the study itself has run."""
+    """Time of the study's own stages."""
     return sum(stage['seconds'] for stage in self.stages if stage['own'])
 
   @property

@@ -1,9 +1,9 @@
 """Crossings: tokens after which a loss curve reaches a given loss.
 
-Curves are of runs with a learning rate that ignores their length (the
-schedules `SCHEDULES`), or are made of runs that end at each length: under a
-decay to the last step, a loss halfway says little of training that long. The
-module imports of the package `base.errors` and `crossed_intervals` alone.
+Curves come from runs with a learning rate independent of their length (the
+schedules `SCHEDULES`), or from separate runs of each length: under a decay to
+the last step, an intermediate loss says little about a run of that length. From
+the package, this module imports only `base.errors` and `crossed_intervals`.
 """
 
 from collections.abc import Sequence
@@ -18,14 +18,14 @@ SCHEDULES = ('constant', 'rsqrt')
 
 
 def check_schedule(arm: str, schedule: str) -> None:
-  """Refuses a run with a curve that does not show shorter runs.
+  """Rejects a run with a schedule that depends on the training length.
 
   Args:
     arm: name of the arm.
     schedule: value of `config.optimizer.schedule`.
 
   Raises:
-    UserError: names the schedules that do.
+    UserError: names the accepted schedules.
   """
   if schedule not in SCHEDULES:
     raise errors.UserError(
@@ -48,7 +48,7 @@ def crossing(
     target: loss to reach.
 
   Returns:
-    None if the curve stays above, or has an `upper_bound` alone.
+    None if the curve stays above, or only has an `upper_bound`.
   """
   points = _after_start(tokens, losses)
   if upper_bound(tokens, losses, target) is not None:
@@ -63,7 +63,7 @@ def crossing(
 def upper_bound(
   tokens: Sequence[float], losses: Sequence[float], target: float
 ) -> float | None:
-  """Returns the tokens of the first evaluation, where the loss is reached.
+  """Returns the tokens of the first evaluation, if it reaches the loss.
 
   Args:
     tokens: tokens read at each evaluation, ascending.
@@ -71,7 +71,7 @@ def upper_bound(
     target: loss to reach.
 
   Returns:
-    None if the curve is above there.
+    None if the curve starts above the loss.
   """
   points = _after_start(tokens, losses)
   return points[0][0] if points and points[0][1] <= target else None
@@ -88,12 +88,12 @@ def log_ratio(
   divisors: Sequence[float | None],
   level: float = 0.95,
 ) -> crossed_intervals.Interval | None:
-  """Returns the logarithm of the ratio of tokens of two arms, over seeds.
+  """Returns the logarithm of two arms' token ratio, over seeds.
 
   Args:
     tokens: crossing of every seed of an arm; None without one.
-    divisors: those of the other arm, or tokens that they are compared with; 1
-      for the tokens themselves.
+    divisors: crossings of the other arm, or other reference tokens; 1 for the
+      tokens themselves.
     level: level of the interval.
 
   Returns:

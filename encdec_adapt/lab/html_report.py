@@ -2,12 +2,12 @@
 
 An evaluation's report is a dictionary with `title`, `notes` (sentences),
 `environment`, `quality` (label, and a number per model) and `per_query` (cost
-per model and axis: lower quartile, median, upper quartile) of the figure,
-`needles` of the heat maps (see `evaluation.tasks.retrieval_scores.grids`),
+per model and axis: lower quartile, median, upper quartile) for the figure,
+`needles` for the heat maps (see `evaluation.tasks.retrieval_scores.grids`),
 `calibration` (see `preference_scores.curves`), `attention` (see
-`attention_analysis.figures`), and `tables`: rows by section, see
-`lab.score_tables`. The module that writes this dictionary is not
-imported. A page refers to nothing outside it but folders of runs.
+`attention_analysis.figures`), and `tables`: rows by section (see
+`lab.score_tables`). This module does not import the writer of the dictionary. A
+page is self-contained, but for links to folders of runs.
 """
 
 import base64
@@ -49,14 +49,14 @@ summary { cursor: pointer; }
 
 
 class Markup(str):
-  """Text of a cell that is HTML already."""
+  """Text of a cell, already in HTML."""
 
 
 def write_evaluation(report: Report, folder: str | os.PathLike[str]) -> None:
-  """Writes the report of an evaluation; files of an earlier one are replaced.
+  """Writes the report of an evaluation and replaces files of an earlier one.
 
   Args:
-    report: the dictionary that the module's docstring documents.
+    report: the dictionary documented in the module docstring.
     folder: folder of `report.json`, `report.html` and the figures.
   """
   sections = {name: table(rows) for name, rows in report['tables'].items()}
@@ -98,7 +98,7 @@ def needles(folder: paths.Path, grids: Mapping[str, Any]) -> str:
   """Draws the heat maps of needles.
 
   Args:
-    folder: folder of the report, which gets the image.
+    folder: folder of the report and the image.
     grids: see `report_figures.draw_needles`.
 
   Returns:
@@ -118,7 +118,7 @@ def cost_figures(
   styles: report_figures.Styles,
   lower_is_better: bool = False,
 ) -> str:
-  """Draws quality against every axis of the costs (`report_figures`)."""
+  """Draws quality against every cost axis (`report_figures`)."""
   prefix = label.replace('/', '_').replace(': ', '_').replace(' ', '_')
   names = [name for name in quality if name in costs]
   return figures(
@@ -138,7 +138,7 @@ def cost_figures(
 
 def save(folder: paths.Path, report: Report, text: str) -> None:
   """Writes the JSON and the page of a report."""
-  # NaN and infinity, which Python writes by default, break strict readers.
+  # Python writes NaN and infinity by default; strict JSON parsers reject them.
   content = json.dumps(_finite(report), indent=1, allow_nan=False)
   (folder / JSON).write_text(content + '\n', encoding='utf-8')
   (folder / 'report.html').write_text(text, encoding='utf-8')
@@ -155,7 +155,7 @@ def _finite(value: Any) -> Any:
 
 
 def page(title: str, notes: Iterable[str], sections: Mapping[str, str]) -> str:
-  """Renders a page of paragraphs and sections; empty ones are left out."""
+  """Renders a page of paragraphs and sections, without empty ones."""
   title = html.escape(title)
   intro = ''.join(map(paragraph, notes))
   body = ''.join(f'<h2>{k}</h2>\n{v}\n' for k, v in sections.items() if v)
@@ -179,7 +179,7 @@ def figure(
   *args: Any,
   **options: Any,
 ) -> str:
-  """Draws a figure into a PNG and embeds it, so that the page is complete."""
+  """Draws a figure into a PNG and embeds it: the page is self-contained."""
   draw(*args, **options, path=path)
   data = base64.b64encode(path.read_bytes()).decode()
   name = html.escape(name)
@@ -187,13 +187,13 @@ def figure(
 
 
 def figures(images: Iterable[str]) -> str:
-  """Renders figures beside each other, as many as the screen is wide."""
+  """Renders figures side by side, as many as fit the screen."""
   text = '\n'.join(images)
   return text and f'<div class="figures">{text}</div>'
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-  """Renders rows with the same keys, which are the header; '' for none."""
+  """Renders rows with the same keys, under a header; '' for none."""
   if not rows:
     return ''
   lines = [('th', rows[0]), *(('td', row.values()) for row in rows)]
@@ -205,7 +205,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def wide(content: str) -> str:
-  """Renders content that scrolls on narrow screens."""
+  """Renders content with horizontal scrolling on narrow screens."""
   return f'<div class="wide">{content}</div>'
 
 
@@ -220,7 +220,7 @@ def items(texts: Sequence[str]) -> str:
 
 
 def folded(title: str, content: str) -> str:
-  """Renders content that a click shows; '' for none."""
+  """Renders collapsed content; '' for none."""
   title = html.escape(title)
   return content and (
     f'<details><summary>{title}</summary>\n{content}</details>\n'
@@ -228,6 +228,6 @@ def folded(title: str, content: str) -> str:
 
 
 def facts(values: Mapping[str, Any]) -> str:
-  """Renders names and values as JSON, folded."""
+  """Renders names and values as collapsed JSON."""
   text = html.escape(json.dumps(values, indent=1))
   return folded('all entries', f'<pre>{text}</pre>')

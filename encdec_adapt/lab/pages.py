@@ -1,14 +1,14 @@
 """A study as data: arms, claims, evaluations and further commands.
 
 The function `get_study(arg)` of a configuration file returns a `Study`;
-`encdec_adapt.study` runs it. This module imports nothing of the package but
-`base`, so that a page is read quickly.
+`encdec_adapt.study` runs it. This module imports only `base` from the package,
+to load pages fast.
 
-An arm is a training stage for each seed, an evaluation a stage for each model;
-records, made once for arms of equal data, are stages too. `{NAME}` in an
-argument stands for the folder of the arm or command NAME (with the same seed,
-or its only one), which the stage then reads; its own name stands for its
-output, and `{root}` for the folder of the study.
+An arm has a training stage per seed, an evaluation a stage per model; records,
+shared by arms with equal data, are stages too. `{NAME}` in an argument expands
+to the folder of the arm or command NAME (with the same seed, or its only one)
+and makes it an input of the stage; the stage's own name expands to its output,
+and `{root}` to the folder of the study.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,25 +19,25 @@ from typing import Any
 from encdec_adapt.base import errors
 
 DIRECTIONS = ('greater', 'less', 'equal', 'no better')
-# Claims with a verdict: more would need wider intervals.
+# Most claims with a verdict: more would widen the intervals.
 MOST_PRIMARY = 5
-# Metric of claims on the target tokens after which the second arm has the loss
-# of the first, as a ratio to the first arm's tokens.
+# Metric of crossings: target tokens at which the second arm reaches the first
+# arm's loss, as a ratio to the first arm's tokens.
 CROSSING = 'crossing/loss'
 LOSS = 'held_out/loss'
 _NAME = re.compile(r'\w[\w.-]*')
 _PLACEHOLDER = re.compile(r'\{(\w[\w.-]*)\}')
-# Placeholders that do not name an arm or command.
+# Placeholders other than names of arms and commands.
 RESERVED = ('root', 'seed', 'workdir')
 
 
 def placeholders(text: str) -> list[str]:
-  """Returns the names in braces in a text, but for the reserved ones."""
+  """Returns the names in braces in a text, without the reserved ones."""
   return [x for x in _PLACEHOLDER.findall(text) if x not in RESERVED]
 
 
 def fill(text: str, values: Mapping[str, str]) -> str:
-  """Replaces the names in braces that have a value."""
+  """Replaces names in braces with their values, where given."""
   return _PLACEHOLDER.sub(lambda m: values.get(m[1], m[0]), text)
 
 
@@ -47,24 +47,25 @@ def _mapping() -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Claim:
-  """A sentence that the study tests.
+  """A sentence tested by the study.
 
   Attributes:
     sentence: the claim.
-    source: paper and table that it is from.
-    paper: the paper's numbers, as text; printed and not compared.
+    source: its paper and table.
+    paper: the paper's numbers, as text; printed, not compared.
     contrast: names of arms: (a, b) for b - a, (a, b, c, d) for (b - a) -
       (d - c).
     metric: 'TASK/METRIC', a metric of an evaluation of these arms; or
-      `CROSSING`, whose effect and smallest difference are ratios of tokens.
+      `CROSSING`, with ratios of tokens as effect and smallest difference.
     direction: claimed direction of the contrast: 'greater', 'less', 'equal'
       or 'no better'.
-    smallest: smallest difference that matters, above 0; a ratio above 1.
+    smallest: smallest relevant difference, above 0; a ratio above 1 for
+      `CROSSING`.
     reason: why a smaller difference does not matter.
-    primary: whether it gets a verdict; at most 5 of a study.
-    paired: whether the arms must read equal rows under equal seeds.
-    withdrawn: why the claim has no effect and no verdict in reports until its
-      page is repaired; '' for claims that stand.
+    primary: whether the claim gets a verdict; at most 5 per study.
+    paired: whether arms with equal seeds must read equal rows.
+    withdrawn: why reports show no effect and no verdict until the page is
+      repaired; '' for valid claims.
   """
 
   sentence: str
@@ -88,14 +89,14 @@ class Arm:
     name: name of the arm, unique in its study.
     config: value of --config: FILE[:ARG], or NAME[:ARG] of a shipped file.
     changes: values of configuration keys, such as {'train.dropout': 0.1}.
-    starts: what configuration keys read: the name of an arm or command, such
-      as {'init.encoder': 'source'}, or text with such names, such as
+    starts: inputs by configuration key: the name of an arm or command, such as
+      {'init.encoder': 'source'}, or text with such names, such as
       {'data.source': 'pairs:{samples}/pairs.jsonl#prompt,chosen'}.
     budget: length of training: a number of steps, or a budget of
       `lab.budgets`; None for `train.steps` of the configuration.
-    rate: name of the `Rate` that chooses the learning rate; '' for that of the
-      configuration.
-    seeds: seeds, where they are not those of the study.
+    rate: name of the `Rate` that chooses the learning rate; '' for the
+      configuration's rate.
+    seeds: seeds, if they differ from the study's.
   """
 
   name: str
@@ -108,24 +109,24 @@ class Arm:
 
   @property
   def starts_texts(self) -> list[str]:
-    """Values of `starts` with the names in braces."""
+    """Values of `starts`, with names in braces."""
     return [x if '{' in x else f'{{{x}}}' for x in self.starts.values()]
 
 
 @dataclasses.dataclass(frozen=True)
 class Rate:
-  """A choice of the learning rate by short runs of an arm.
+  """A sweep of the learning rate with short runs of an arm.
 
-  The run of the lowest finite held-out loss wins. While that is the lowest or
-  the highest rate, up to `extra` further ones are tried beyond it.
+  The run with the lowest finite held-out loss wins. While the winner is the
+  lowest or highest rate, the sweep extends beyond it, by up to `extra` rates.
 
   Attributes:
     name: name of the stage.
     arm: arm of the short runs.
-    values: learning rates, ascending by one factor.
-    steps: steps of a run.
+    values: learning rates, ascending by a constant factor.
+    steps: steps per run.
     seed: seed of the runs.
-    extra: most further rates at an edge.
+    extra: maximum number of rates beyond an edge.
   """
 
   name: str
@@ -142,10 +143,10 @@ class Command:
 
   Attributes:
     name: name of the stage and of its folder; unique in its study.
-    module: command that it runs, such as 'convert' or 'generate'.
-    arguments: arguments of the command, with `{NAME}` of what it reads and of
-      its own output, and `{seed}`.
-    after: further arms and commands that it reads.
+    module: command to run, such as 'convert' or 'generate'.
+    arguments: arguments of the command, with `{NAME}` for its inputs and its
+      output, and `{seed}`.
+    after: further input arms and commands.
     seeds: seeds of its stages; () for a single stage.
     seconds: expected time on two cores.
   """
@@ -164,13 +165,13 @@ class Evaluation:
 
   Attributes:
     name: name of the evaluation; the stage of a model is NAME_MODEL.
-    arguments: flags of `evaluate` besides --checkpoint and --output; those of
-      cost are --cost= unless they are given.
-    metrics: 'TASK/METRIC' that it measures, as claims name them.
+    arguments: flags of `evaluate` besides --checkpoint and --output; --cost=
+      unless given.
+    metrics: measured 'TASK/METRIC', as named by claims.
     records: arm of the held-out records; '' for none.
-    models: arms and commands that are evaluated; () for all arms.
-    all_seeds: whether every seed of a model is evaluated, or the first alone.
-    seconds: expected time for a model on two cores.
+    models: arms and commands to evaluate; () for all arms.
+    all_seeds: whether to evaluate every seed of a model, or only the first.
+    seconds: expected time per model on two cores.
   """
 
   name: str
@@ -184,7 +185,7 @@ class Evaluation:
 
 @dataclasses.dataclass(frozen=True)
 class Study:
-  """A page: what is trained, how it is measured, and what it should show.
+  """A page: trained arms, their evaluations and the claims to test.
 
   Attributes:
     name: name of the study.
@@ -192,24 +193,24 @@ class Study:
     size: name of the study's size.
     arms: the arms, in the order of the report.
     seeds: seeds of every arm.
-    claims: what is tested.
-    evaluations: how the arms are measured.
+    claims: the claims.
+    evaluations: evaluations of the arms.
     commands: further stages, such as imports, merges and exports.
-    rates: choices of learning rates.
+    rates: sweeps of learning rates.
     root: folder or bucket address; '' for runs/studies/NAME_SIZE.
     platform: 'gpu' or 'tpu' if models need such devices, '' for any.
-    topology: chips, such as h100:64, that its steps are planned on in the place
-      of being measured here; '' for none.
-    readme: README in which the report of a study of studies writes the table of
-      the claims of all its pages; '' for none.
-    best_of: maps a name in the report to arms; the one with the lowest
-      held-out loss is shown under that name.
-    samples: command that writes continuations for the report, samples.jsonl in
-      its folder; '' for none.
-    note: paragraphs at the head of the report, with an empty line between: what
+    topology: chips, such as h100:64, for which steps are planned instead of
+      measured on this machine; '' for none.
+    readme: README into which the report of a study of studies writes the table
+      of all claims; '' for none.
+    best_of: maps a name in the report to arms; the report shows the arm with
+      the lowest held-out loss under this name.
+    samples: command with continuations for the report, in samples.jsonl in its
+      folder; '' for none.
+    note: paragraphs at the head of the report, separated by empty lines: what
       arms are, and what is not controlled; '' for none.
-    table: command that writes a table of its own for the report, `rows` of the
-      file table.json in its folder; '' for none.
+    table: command with its own table for the report, `rows` of table.json in
+      its folder; '' for none.
   """
 
   name: str
@@ -270,7 +271,7 @@ class Study:
     self._check_claims()
 
   def error(self, text: str) -> errors.UserError:
-    """Returns an error that names the study."""
+    """Returns an error with the name of the study."""
     return errors.UserError(f'study {self.name}: {text}.')
 
   @property
@@ -279,20 +280,20 @@ class Study:
     return self.root or f'runs/studies/{self.name}_{self.size}'
 
   def seeds_of(self, name: str) -> tuple[int, ...]:
-    """Returns the seeds of an arm or command; () for one without."""
+    """Returns the seeds of an arm or command; () without seeds."""
     for arm in self.arms:
       if arm.name == name:
         return self.seeds if arm.seeds is None else arm.seeds
     return next((x.seeds for x in self.commands if x.name == name), ())
 
   def measured(self, evaluation: Evaluation) -> tuple[str, ...]:
-    """Returns the models of an evaluation."""
+    """Returns the evaluated models."""
     return evaluation.models or tuple(arm.name for arm in self.arms)
 
   def origin(self, evaluation: Evaluation) -> tuple[str, str]:
-    """Returns the page that has made an evaluation, and its name there.
+    """Returns the page of an evaluation, and its name on that page.
 
-    On a page of the models of other pages the name is PAGE.NAME.
+    Evaluations of other pages' models are named PAGE.NAME.
     """
     page, _, name = evaluation.name.rpartition('.')
     return page or self.name, name
@@ -300,7 +301,7 @@ class Study:
   def evaluation_of(
     self, metric: str, models: Iterable[str]
   ) -> Evaluation | None:
-    """Returns the first evaluation that has a metric of all of the models."""
+    """Returns the first evaluation with the metric for all of the models."""
     for evaluation in self.evaluations:
       is_complete = {*models} <= {*self.measured(evaluation)}
       if is_complete and metric in evaluation.metrics:
@@ -308,14 +309,14 @@ class Study:
     return None
 
   def stage_of(self, name: str, seed: int | None) -> str:
-    """Returns the name of the stage of an arm or command that is read.
+    """Returns the stage name of an input arm or command.
 
     Args:
       name: name of an arm, a command or a rate.
-      seed: seed of the reader; None if it has none, and reads the first seed.
+      seed: seed of the reader; None without one, which reads the first seed.
 
     Raises:
-      UserError: the arm has several seeds, and not this one.
+      UserError: the arm has several seeds, but not this one.
     """
     seeds = self.seeds_of(name)
     if seed not in seeds:

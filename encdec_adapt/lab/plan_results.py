@@ -15,23 +15,23 @@ def find(
   measure: Callable[..., None],
   *args: Any,
 ) -> dict[str, Any]:
-  """Returns results from a file; those that it lacks are measured first.
+  """Returns results from a file; missing ones are measured first.
 
   Args:
     states: states of the stages of a study.
     name: name of the file.
-    jobs: inputs of the measurements, by the key of their result.
-    measure: function of the file's path, the missing jobs and `args`, which
+    jobs: inputs of the measurements, by result key.
+    measure: function of the file's path, the missing jobs and `args` that
       calls `add`; importable by name.
     *args: further arguments.
 
   Returns:
-    The results by key, without those that could not be measured.
+    The results by key; failed measurements are absent.
   """
   path = states.root / name
   known = atomic.read_json(path) if path.exists() else {}
   if missing := {key: job for key, job in jobs.items() if key not in known}:
-    # A process of its own: this one keeps no memory of the devices.
+    # A separate process: this one reserves no device memory.
     process_pool.run_in_subprocess(measure, str(path), missing, *args)
     known = atomic.read_json(path) if path.exists() else {}
   return {key: known[key] for key in jobs if key in known}
@@ -42,12 +42,12 @@ def add(
   jobs: Mapping[str, Any],
   measure: Callable[[Any], dict[str, Any] | None],
 ) -> None:
-  """Measures one job after the other, and adds each result to a file.
+  """Measures jobs in sequence, and adds each result to a file.
 
   Args:
     path: the file.
-    jobs: inputs of the measurements, by the key of their result.
-    measure: returns the result of a job, None if it has none.
+    jobs: inputs of the measurements, by result key.
+    measure: returns the result of a job, or None.
   """
   file = paths.at(path)
   results = atomic.read_json(file) if file.exists() else {}

@@ -1,7 +1,7 @@
 """Figures of a report, drawn with matplotlib, each a PNG.
 
 A model has the same style in all figures of a page (`styles`). matplotlib is
-imported when a figure is drawn: commands that draw nothing do not need it.
+imported only to draw a figure: commands without figures do not need it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ from typing import Any
 from encdec_adapt.evaluation.measures import inference_cost
 from encdec_adapt.lab import crossings, verdicts
 
-# Colours that colour-blind readers tell apart (Okabe and Ito, 2008).
+# Colour-blind safe palette (Okabe and Ito, 2008).
 _COLOURS = ('#0072b2', '#d55e00', '#009e73', '#cc79a7', '#e69f00', '#56b4e9')
 _OF_VERDICTS = {
   verdicts.REPRODUCED: _COLOURS[0],
@@ -58,7 +58,7 @@ def _subplots(
   shape: tuple[int, int] = (1, 1),
   size: tuple[float, float] = _SIZE,
 ) -> Iterator[tuple[Any, Any]]:
-  """Makes a figure in our style, and saves it at the end.
+  """Creates a figure in our style, and saves it on exit.
 
   Args:
     path: path of the PNG.
@@ -68,7 +68,7 @@ def _subplots(
   Yields:
     The figure, and its panels [rows, columns].
   """
-  # Not pyplot, which may need a display and shares its backend with a caller's
+  # Not pyplot: it may need a display, and shares its backend with a caller's
   # notebook.
   from matplotlib import figure as figure_lib
   from matplotlib import style
@@ -76,7 +76,7 @@ def _subplots(
   with style.context(_STYLE):
     figure = figure_lib.Figure(figsize=size, layout='constrained')
     yield figure, figure.subplots(*shape, squeeze=False)
-    # Without the version of matplotlib, so that equal figures are equal files.
+    # Without matplotlib's version: equal figures give equal files.
     figure.savefig(path, dpi=150, metadata={'Software': None})
 
 
@@ -102,12 +102,12 @@ def draw_claims(
   *,
   path: pathlib.Path,
 ) -> None:
-  """Draws the effects of claims with their intervals, a line for each.
+  """Draws the effects of claims with their intervals, one per line.
 
   Args:
     rows: label and outcome, then effect, lower and upper bound (None without an
-      interval) in units of the smallest difference that matters; positive: in
-      the claimed direction, worse for 'no better', more for 'equal'.
+      interval) in units of the smallest relevant difference; positive: in the
+      claimed direction, worse for 'no better', more for 'equal'.
     path: path of the PNG.
   """
   with _subplots(path, size=(9, 1.2 + 0.55 * len(rows))) as (_, ((axes,),)):
@@ -155,9 +155,9 @@ def draw_curves(
   Args:
     curves: curves of the seeds of every model (`collected.Run.curve`).
     finals: loss of models without a curve on these rows, as horizontal lines.
-    marks: model, and the loss of another one that its curve crosses.
-    axis: entry of the curves to draw against: 'target_tokens' or 'flops'.
-    axis_label: label of that axis.
+    marks: model, and another model's loss crossed by its curve.
+    axis: entry of the curves for the x axis: 'target_tokens' or 'flops'.
+    axis_label: label of the x axis.
     path: path of the PNG.
     model_styles: style of every model.
   """
@@ -216,16 +216,16 @@ def draw_points(
   lower_is_better: bool = False,
   path: pathlib.Path,
 ) -> None:
-  """Draws a number of every model against another one.
+  """Draws a scatter plot of two numbers per model.
 
   Args:
     points: both numbers of every model: lower bound, value, upper bound.
     labels: names of the numbers.
     model_styles: style of every model.
     title: title of the figure.
-    is_cost: whether the first is a cost: its axis is logarithmic, and the
-      Pareto front of the intervals is drawn.
-    lower_is_better: whether less of the second is better.
+    is_cost: whether the first is a cost, with a logarithmic axis and the Pareto
+      front of the intervals.
+    lower_is_better: whether lower values of the second are better.
     path: path of the PNG.
   """
   with _subplots(path) as (_, ((axes,),)):
@@ -254,7 +254,7 @@ def draw_points(
       # Models differ by factors, not by amounts.
       _set_log(axes.xaxis, [x for spread, _ in pairs for x in spread])
     if lower_is_better:
-      axes.invert_yaxis()  # The better is above in all figures.
+      axes.invert_yaxis()  # Better values on top in all figures.
 
 
 def draw_calibration(
@@ -262,10 +262,10 @@ def draw_calibration(
   *,
   path: pathlib.Path,
 ) -> None:
-  """Draws the accuracy of preferences by the confidence of every model.
+  """Draws each model's preference accuracy by its confidence.
 
   Args:
-    curves: for each model `preference_scores.Curve`; bars are 95 % intervals.
+    curves: `preference_scores.Curve` by model; bars are 95 % intervals.
     path: path of the PNG.
   """
   with _subplots(path) as (_, ((axes,),)):
@@ -299,7 +299,7 @@ def draw_needles(
     for column, (name, by_metric) in zip(axes.T, grids.items(), strict=True):
       for axis, metric in zip(column, metrics, strict=True):
         grid = by_metric[metric]
-        # In the order of the tasks, which is ascending.
+        # In task order, ascending.
         lengths, depths = (
           list(dict.fromkeys(cell.split('/')[i] for cell in grid))
           for i in (0, 1)
@@ -328,11 +328,11 @@ def draw_attention(
   *,
   path: pathlib.Path,
 ) -> None:
-  """Draws the attention analysis into a PNG, a line of panels for each model.
+  """Draws the attention analysis into a PNG, a row of panels per model.
 
   Left: shares of the attention by part of the keys. Middle: share on the inputs
-  by layer and head. Right: growth of the loss without the cross-attention of a
-  layer.
+  by layer and head. Right: increase of the loss without the cross-attention of
+  a layer.
 
   Args:
     models: result of `attention_analysis.figures`.

@@ -1,7 +1,7 @@
-"""Tables of scores: models beside each other, their comparisons, their cost.
+"""Tables of scores, comparisons and costs of models.
 
-A table is a list of rows, mappings from the same column names to text; `text`
-and `html_report` render it. Only scores come in: no model is read here.
+A table is a list of rows, mappings from the same column names to text, rendered
+by `text` and `html_report`. The inputs are scores: no model is read here.
 """
 
 from collections.abc import Container, Iterable, Mapping, Sequence
@@ -17,20 +17,20 @@ from encdec_adapt.evaluation.results import number_format as numbers
 
 Row = Mapping[str, str]
 Scores = results_store.Scores
-# Task -> model -> its prompts, for tasks with prompts that differ by model.
+# Task -> model -> prompts, for tasks with different prompts by model.
 Prompts = Mapping[str, Mapping[str, str]]
 
 # Lower values of these metrics are better.
 LOWER = ('loss', 'perplexity', 'word_perplexity', 'byte_perplexity')
 LOWER += ('bits_per_byte', 'ter', 'brier')
-# With more models than this, each is compared with the first only: pairs grow
-# with the square, and p-values are not corrected for their number.
+# With more models than this, each is compared only with the first: pairs grow
+# quadratically, and p-values are not corrected for their number.
 _ALL_PAIRS = 4
-_NO_MATCH = 0.01  # Share of exact rows that says nothing.
+_NO_MATCH = 0.01  # Share of exact rows without information.
 
 
 def short_names(runs: Sequence[str]) -> dict[str, str]:
-  """Returns the last folders of the paths of runs, if they all differ."""
+  """Returns the last path components of runs, if all differ."""
   full = [os.path.normpath(run) for run in runs]
   last = [os.path.basename(path) for path in full]
   names = last if len(set(last)) == len(set(full)) else full
@@ -38,7 +38,7 @@ def short_names(runs: Sequence[str]) -> dict[str, str]:
 
 
 def lower_is_better(metric: str) -> bool:
-  """Returns whether less of a metric is better."""
+  """Returns whether lower values of a metric are better."""
   return metric in LOWER or metric.startswith('loss')
 
 
@@ -47,7 +47,7 @@ def score_rows(scores: Scores, prompts: Prompts) -> list[Row]:
 
   Args:
     scores: scores of every model.
-    prompts: the prompts that differ; they get a column.
+    prompts: prompts that differ by model; shown in a column.
   """
   rows = []
   for (task, metric), by_model in by_metric(scores).items():
@@ -76,11 +76,11 @@ def _prompts(prompts: Prompts, task: str, models: Iterable[str]) -> Row:
 def comparison_rows(
   scores: Scores, arms: Mapping[str, Sequence[str]], prompts: Prompts
 ) -> list[Row]:
-  """Returns a row per pair of arms and metric of single examples.
+  """Returns a row per pair of arms and per-example metric.
 
   Args:
     scores: scores of every model.
-    arms: models of every arm, by its name.
+    arms: models by arm.
     prompts: see `score_rows`.
   """
   names, rows = list(arms), []
@@ -117,7 +117,7 @@ def comparison_rows(
 
 
 def cost_rows(scores: Scores) -> list[Row]:
-  """Returns a row per model with a measured cost."""
+  """Returns a row per model with measured cost."""
   return [
     {'model': name, **inference_cost.describe(values)}
     for name, values in costs(scores).items()
@@ -160,11 +160,11 @@ def column(scores: Scores, spec: str) -> list[float]:
 def quality(
   scores: Scores, requested: Container[str]
 ) -> tuple[str, dict[str, float]]:
-  """Returns the name of a measure of quality, and its value for every model.
+  """Returns the name of a quality measure, and its value for every model.
 
-  The measure is the mean over the requested tasks that all models have, each by
-  its first metric for which more is better; without such tasks, the negative of
-  the held-out loss.
+  The measure is the mean over the requested tasks common to all models, each
+  with its first higher-is-better metric; without such tasks, the negative
+  held-out loss.
   """
   tasks: dict[str, dict[str, results_store.Score]] = {}
   for (task, metric), by_model in by_metric(scores).items():
@@ -201,8 +201,8 @@ def by_metric(
 ) -> dict[tuple[str, str], dict[str, results_store.Score]]:
   """Groups scores by task and metric, then model.
 
-  Cost and attention by head, which have another table and a figure, are no part
-  of them, and neither is what is `left_out`.
+  Excludes costs, attention by head (shown in another table and a figure), and
+  `left_out` scores.
   """
   groups: dict[tuple[str, str], dict[str, results_store.Score]] = {}
   for name, model_scores in scores.items():
@@ -216,10 +216,10 @@ def by_metric(
 def left_out(
   scores: Iterable[Iterable[results_store.Score]],
 ) -> list[tuple[str, str]]:
-  """Returns task and metric of the scores of models that say nothing.
+  """Returns (task, metric) of scores without information.
 
-  They are counts of target tokens, and a held-out exact match that no model
-  has, as in language modelling.
+  These are counts of target tokens, and a held-out exact match near zero for
+  all models, as in language modelling.
   """
   exact, tokens = (
     (held_out.TASK, x) for x in ('exact_match', held_out.TARGET_TOKENS)

@@ -1,14 +1,14 @@
-"""States of the stages of a study, in its folder, which workers share.
+"""States of a study's stages, in its folder, shared by workers.
 
-    ROOT/NAME                          what a stage has made
+    ROOT/NAME                          output of a stage
     ROOT/stages/NAME/stage.json        its state; job.lock while it runs
     ROOT/stages/study.json             name of the study
     runs/studies/stages.jsonl          identity, root and folder of every
                                        finished stage, of all studies
 
-A stage has the folder of its name. Where that holds a stage of another
-identity, as after a change of the page, the beginning of the identity is added.
-A stage that another study has finished is read where it is.
+A stage has the folder of its name. If that folder holds a stage with another
+identity, as after a change of the page, a prefix of the identity is appended. A
+stage finished by another study is read in place.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -29,19 +29,19 @@ from encdec_adapt.lab import html_report, pages, stages
 from encdec_adapt.models import execution
 from encdec_adapt.telemetry import environment
 
-# A stage that others made in a different one is named in the report.
+# The report names stages run in a different environment.
 ENVIRONMENT = ('encdec_adapt', 'jax', 'python', 'cores')
 FINISHED, FAILED, RUNNING = 'finished', 'failed', 'running'
-# Statuses of a job that saved, or could not reach another: it resumes.
+# Exit statuses of jobs that saved, or a peer did not answer: they resume.
 STOPPED = (exit_status.RESTART, exit_status.HANG, exit_status.INTERRUPTED)
 _STATE = 'stage.json'
 _STUDY = 'study.json'
 _INDEX = 'stages.jsonl'
-# Version of the rules that make identities. Format 2 hashes the keys of
-# `config.evaluation`. Identities of format 1 cannot be compared: a stage of the
-# study is taken by its name, one of another study by its configuration too.
+# Version of the identity rules. Format 2 hashes the keys of
+# `config.evaluation`. Identities of format 1 cannot be compared: stages of this
+# study match by name, stages of other studies by configuration too.
 _FORMAT = 2
-_BEAT = 5.0  # Seconds between two writes of the time that a stage has taken.
+_BEAT = 5.0  # Seconds between two writes of a stage's elapsed time.
 
 
 @dataclasses.dataclass
@@ -50,15 +50,15 @@ class State:
 
   Attributes:
     name: name of the stage.
-    identity: identity of the stage that the folder holds.
+    identity: identity of the stage in the folder.
     status: 'running', 'finished' or 'failed'.
     command: command line of the last start.
-    seconds: time of all starts.
+    seconds: total time of all starts.
     starts: number of starts.
     error: why it failed, or ''.
-    rate: learning rate that a choice of rates found.
+    rate: learning rate chosen by a sweep.
     environment: versions and hardware of the last start.
-    format: number of the rules by which `identity` was made.
+    format: version of the rules of `identity`.
   """
 
   name: str
@@ -73,7 +73,7 @@ class State:
   format: int = _FORMAT
 
   def difference(self, here: Mapping[str, Any]) -> list[str]:
-    """Returns a line for each version, or the cores, that differ here."""
+    """Returns a line per difference of versions and cores from `here`."""
     made_in = {key: self.environment.get(key) for key in ENVIRONMENT}
     return environment.difference(
       made_in, {key: here.get(key) for key in ENVIRONMENT}
@@ -81,7 +81,7 @@ class State:
 
 
 class States:
-  """The stages of a study and where they are.
+  """The stages of a study and their folders.
 
   Attributes:
     root: folder of the study.
@@ -99,7 +99,7 @@ class States:
     Args:
       study: the study.
       resolved: its stages by name.
-      shared: whether stages that other studies have finished are read.
+      shared: whether to read stages finished by other studies.
 
     Raises:
       UserError: the folder has stages of a study of an earlier version, or of
@@ -124,12 +124,12 @@ class States:
         )
 
   def folder(self, stage: stages.Stage) -> paths.Path:
-    """Returns the folder of what a stage has made, or will make."""
+    """Returns the output folder of a stage."""
     root, name = self._finished_elsewhere(stage) or (self.root, None)
     return root / (name or self._own(stage))
 
   def state(self, stage: stages.Stage) -> State | None:
-    """Returns the state of a stage; None if it has not been started."""
+    """Returns the state of a stage; None if not started."""
     state = _read(self._place(self.root, self._own(stage)))
     if state is None or state.status != FINISHED:
       if place := self._finished_elsewhere(stage):
@@ -137,22 +137,22 @@ class States:
     return state
 
   def status(self, stage: stages.Stage) -> str:
-    """Returns the status of a stage; '' if it has not been started."""
+    """Returns the status of a stage; '' if not started."""
     state = self.state(stage)
     return state.status if state else ''
 
   def missing(self, stage: stages.Stage) -> list[str]:
-    """Returns the stages that a stage reads and that are not finished."""
+    """Returns the unfinished input stages of a stage."""
     return [x for x in stage.reads if self.status(self.stages[x]) != FINISHED]
 
   def failed(self, stage: stages.Stage) -> bool:
-    """Returns whether a stage has failed, or reads one that has."""
+    """Returns whether a stage or one of its inputs has failed."""
     return self.status(stage) == FAILED or any(
       self.failed(self.stages[x]) for x in self.missing(stage)
     )
 
   def values(self, stage: stages.Stage) -> dict[str, str]:
-    """Returns what names in braces stand for in the arguments of a stage."""
+    """Returns the values of names in braces in a stage's arguments."""
     values = {'root': str(self.root), stage.name: str(self.folder(stage))}
     for name in stage.reads:
       read = self.stages[name]
@@ -166,19 +166,19 @@ class States:
   def start(
     self, stage: stages.Stage, command: str, again: bool = False
   ) -> Iterator[State | None]:
-    """Locks a stage that is to run, and keeps its state.
+    """Locks a stage for a run, and saves its state.
 
     Args:
       stage: the stage.
       command: its command line.
-      again: whether to run it though it has failed.
+      again: whether to rerun a failed stage.
 
     Yields:
-      The state, whose status the caller sets; None if the stage has ended
+      The state, with the status left to the caller; None if the stage has ended
       meanwhile.
 
     Raises:
-      InUseError: another worker runs it.
+      InUseError: another worker runs the stage.
     """
     place = self._place(self.root, self._own(stage))
     if not self._name.exists():
@@ -198,7 +198,7 @@ class States:
         self._add_to_index(stage)
 
   def adopt(self) -> None:
-    """Gives the stages of an earlier format today's identity."""
+    """Updates stages of an earlier format to the current identity."""
     for stage in self.stages.values():
       place = self._place(self.root, self._own(stage))
       with contextlib.suppress(lock.InUseError):
@@ -214,12 +214,12 @@ class States:
     return dataclasses.replace(state, identity=stage.identity, format=_FORMAT)
 
   def reopen(self, names: Iterable[str]) -> None:
-    """Lets pages that have ended run again, which resume their own stages.
+    """Lets ended pages run again and resume their own stages.
 
-    A page is identified by its name, not by what stands on it.
+    A page is identified by its name, not its content.
 
     Args:
-      names: names of stages; those that are not pages are left as they are.
+      names: names of stages; stages other than pages are unchanged.
     """
     for name in names:
       stage = self.stages[name]
@@ -230,9 +230,9 @@ class States:
           atomic.write_json(place / _STATE, dataclasses.asdict(state))
 
   def discard_others(self, cores: int) -> None:
-    """Removes what other versions, or other numbers of cores, have made.
+    """Removes stages made with other versions or numbers of cores.
 
-    Stages that read such stages are removed, too.
+    Stages that read removed stages are removed, too.
 
     Args:
       cores: number of cores of a worker.
@@ -246,7 +246,7 @@ class States:
 
   def _discard(self, stage: stages.Stage) -> None:
     name = self._own(stage)
-    # Another worker may have begun with the same: it has discarded this one.
+    # Another worker may have started this stage: it has already discarded it.
     with contextlib.suppress(lock.InUseError):
       with lock.hold(self._place(self.root, name)):
         (self._place(self.root, name) / _STATE).unlink(missing_ok=True)
@@ -256,7 +256,7 @@ class States:
   def _own(self, stage: stages.Stage) -> str:
     folder, state = stage.name, _read(self._place(self.root, stage.name))
     if state and state.format < _FORMAT:
-      # After a change of the page its last version has another folder.
+      # After a change of the page, its last version has another folder.
       for entry in self._indexed(f'"name": "{stage.name}"'):
         if entry['root'] == str(self.root):
           folder = entry['folder']
@@ -286,7 +286,7 @@ class States:
     ):
       root, folder = paths.at(entry['root']), entry['folder']
       state = _read(self._place(root, folder))
-      # It may have been removed since.
+      # The folder may have been removed since.
       if state and state.status == FINISHED and (root / folder).exists():
         if state.identity == stage.identity or (
           state.format < _FORMAT and self._is_alike(stage, root, folder)
@@ -302,8 +302,8 @@ class States:
     ):
       return False
     saved = environment.flat(config_lib.saved(str(root / folder)).to_dict())
-    # Names in braces stand for paths, and a run has the commits of addresses
-    # and the choices of its devices.
+    # Names in braces are paths, and a saved run has resolved commits and
+    # device-dependent values.
     keys = [
       key
       for key, value in stage.values.items()
@@ -332,7 +332,7 @@ class States:
 
 @contextlib.contextmanager
 def _timed(state: State, place: paths.Path) -> Iterator[None]:
-  """Adds up the time of a state, also on disk, so that a kill loses none."""
+  """Accumulates the time of a state, also on disk, to survive a kill."""
   before, start, stop = state.seconds, time.monotonic(), threading.Event()
 
   def write() -> None:

@@ -1,10 +1,10 @@
-"""From a page to its stages, each identified by its content.
+"""Resolves a page into its stages, each identified by its content.
 
-The identity of a stage is a digest of its resolved configuration (of training
-and of records) or of its arguments, in which the identities of the stages that
-it reads stand for their folders. The text of a page, names, and keys without
-effect on results do not change it. Records are identified by their specs,
-with fingerprints of text and vocabularies.
+The identity of a stage is a digest of its resolved configuration (training and
+records) or of its arguments, with the identities of its input stages in place
+of their folders. The text of a page, names, and keys without effect on results
+do not change it. Records are identified by their specs, with fingerprints of
+text and vocabularies.
 """
 
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ from encdec_adapt.models import forward_flops
 from encdec_adapt.telemetry import compute_cost, environment
 from encdec_adapt.tokenizers import vocabulary_pair
 
-# Keys that decide where a job writes and how fast it is, not its result.
+# Keys of output paths and speed, without effect on results.
 NO_EFFECT = ('compute.compile_cache', 'data.workers', 'train.trackers')
 _RATE = 'optimizer.learning_rate'
 _Config = tuple[config_lib.Settings, ml_collections.ConfigDict]
@@ -37,25 +37,25 @@ _Config = tuple[config_lib.Settings, ml_collections.ConfigDict]
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-  """A command with what it reads.
+  """A command and its inputs.
 
   Attributes:
-    name: name of the stage, and of its folder unless that has another stage.
-    module: command that it runs.
-    arguments: arguments, with names of stages in braces for their folders (for
-      the rate that it chose, of a choice of rates).
-    reads: names of the stages that it reads.
-    identity: digest of its content.
-    model: name of the arm or command on the page, '' for records; of an
-      evaluation the model's.
+    name: name of the stage, and of its folder unless another stage has it.
+    module: command to run.
+    arguments: arguments, with stage names in braces for folders, or for the
+      chosen learning rate of a sweep.
+    reads: names of the input stages.
+    identity: digest of the content.
+    model: name of the arm or command on the page, '' for records; for an
+      evaluation, the evaluated model.
     seed: seed of the model; None without one.
     evaluation: name of the evaluation, '' for other stages.
-    rate: the choice of rates that this is; None for other stages.
-    settings: configuration of training, or of records; None for others.
+    rate: the learning-rate sweep; None for other stages.
+    settings: configuration of training or records; None for other stages.
     values: resolved configuration of training by key.
-    flops: FLOPs of training on all devices, or that an imported model's
-      summary states.
-    seconds: expected time on two cores, 0 where it is to be measured.
+    flops: FLOPs of training on all devices; for an imported model, those in
+      its summary.
+    seconds: expected time on two cores, 0 if it is to be measured.
   """
 
   name: str
@@ -74,15 +74,15 @@ class Stage:
 
 
 def resolve(study: pages.Study) -> dict[str, Stage]:
-  """Returns the stages by name; each follows those that it reads.
+  """Returns the stages by name, in topological order.
 
   Raises:
-    UserError: a configuration is wrong, arms read each other, a name has no
-      stage with the seed, arms of a paired claim read other rows, or a claim
-      of tokens to a loss is of a schedule that decays to the last step.
+    UserError: a configuration is invalid, arms read each other, a name has no
+      stage with the seed, arms of a paired claim read different rows, or a
+      claim of tokens to a loss has a schedule that decays to the last step.
   """
   resolver = _Resolver(study)
-  # The first seed of all arms first, so that an early report has every arm.
+  # Start with the first seed of every arm: an early report has all arms.
   counts = [len(study.seeds_of(arm.name)) for arm in study.arms]
   for position in range(max(counts, default=0)):
     for arm in study.arms:
@@ -90,7 +90,7 @@ def resolve(study: pages.Study) -> dict[str, Stage]:
         resolver.stage(arm.name, seed)
   for evaluation in study.evaluations:
     resolver.evaluate(evaluation)
-  # Commands that no stage has read.
+  # Commands not read by any stage.
   for item in study.commands:
     for seed in item.seeds or (None,):
       resolver.stage(item.name, seed)
@@ -103,7 +103,7 @@ def resolve(study: pages.Study) -> dict[str, Stage]:
 
 
 class _Resolver:
-  """Makes the stages of a study, those that others read first."""
+  """Builds the stages of a study, inputs first."""
 
   def __init__(self, study: pages.Study):
     self.study = study
@@ -131,7 +131,7 @@ class _Resolver:
       elif isinstance(item, pages.Rate):
         stage = self._rate(item)
       else:
-        # One without seeds is equal for all readers.
+        # Stages without seeds are the same for all readers.
         stage = self._command(item, key, seed if item.seeds else None)
       self._entered.pop()
       self.stages[key] = stage
@@ -175,7 +175,7 @@ class _Resolver:
     return float(data.eval_rows * forward_flops.forward(shape, *sizes))
 
   def check_paired(self, claim: pages.Claim) -> None:
-    """Refuses a paired claim of arms that read different rows."""
+    """Rejects a paired claim if its arms read different rows."""
     rows = set()
     for name in claim.contrast:
       if isinstance(arm := self._items[name], pages.Arm):
@@ -197,7 +197,7 @@ class _Resolver:
       )
 
   def check_schedule(self, claim: pages.Claim) -> None:
-    """Refuses a claim of a curve that does not show shorter runs."""
+    """Rejects a crossing if its schedule depends on the training length."""
     arm = self._items[claim.contrast[1]]
     if isinstance(arm, pages.Arm):
       _, values = self._config(arm)
@@ -282,8 +282,8 @@ class _Resolver:
   ) -> Stage:
     """Returns a training stage.
 
-    `reader` is the seed of the arms that it reads; `steps` is None for the
-    configuration's steps; `rate` is a choice of the learning rate, or ''.
+    `reader` is the seed for its input arms; `steps` is None for the
+    configuration's steps; `rate` is the stage of a learning-rate sweep, or ''.
     """
     settings, config = self._config(arm)
     records = self._records(arm, reader)
@@ -326,7 +326,7 @@ class _Resolver:
       {**arm.changes, **dict(zip(arm.starts, arm.starts_texts, strict=True))},
     )
     values = command.parse(command.define_config, flags)
-    # Paths in braces are there when the stage runs.
+    # Paths in braces exist once the stage runs.
     settings = config_lib.load(values.config, '{workdir}')
     self._configs[arm.name] = settings, values.config
     return self._configs[arm.name]
@@ -376,7 +376,7 @@ class _Resolver:
       fields = self._vocabularies(choice)
     else:
       fields = {'vocabulary': f'trained: {data.table_sizes} {data.chat_format}'}
-    # Text that a stage writes is identified by the stage, which its name has.
+    # Text written by a stage is identified by the stage in its name.
     if not pages.placeholders(spec.source):
       fields['source_fingerprint'] = self._fingerprint(spec)
     return {
@@ -391,7 +391,7 @@ class _Resolver:
       return arm.budget
     _, reads = self._filled(arm.starts_texts, seed)
     spent = {}
-    # Counts each stage that the run starts or learns from once.
+    # Count each source and teacher stage once.
     while reads:
       stage = self.stages[reads.pop()]
       spent[stage.name] = stage.flops
@@ -428,7 +428,7 @@ def _flags(config: str, changes: Mapping[str, Any]) -> list[str]:
 
 
 def _changed(values: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns the values of keys that differ from the defaults.
+  """Returns the non-default values.
 
   Keys added by later versions leave identities unchanged.
   """

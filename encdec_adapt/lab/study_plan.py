@@ -1,7 +1,7 @@
-"""What a study will take: tokens, FLOPs, hours, memory, passes, planned power.
+"""Cost of a study: tokens, FLOPs, hours, memory, passes, planned power.
 
-Hours are of a step of each shape, which the folder of the study keeps: measured
-here, or planned for the topology of the study.
+Hours follow from the step time of each shape, cached in the study's folder:
+measured on this machine, or planned for the topology of the study.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -33,7 +33,7 @@ from encdec_adapt.training import remat_choice, setup
 
 _STEPS = 'steps.json'
 _REPEATS = 3
-# Sections and keys that a step's time and memory depend on.
+# Sections and keys with an effect on a step's time and memory.
 _SHAPE = ('model.', 'compute.', 'loss.', 'mesh.', 'train.batch_size')
 _SHAPE += ('train.microbatches', 'train.dropout', 'train.lora')
 _SHAPE += ('data.encoder_length', 'data.decoder_length', 'optimizer.kind')
@@ -41,7 +41,7 @@ _SHAPE += ('teacher.',)
 
 
 def describe(study: pages.Study, states: stage_states.States) -> str:
-  """Describes what a study will take; measures steps that are not known yet.
+  """Describes the cost of a study; measures steps without a cached time.
 
   Args:
     study: the study.
@@ -77,7 +77,7 @@ def describe(study: pages.Study, states: stage_states.States) -> str:
 def describe_pages(
   parts: Mapping[str, tuple[pages.Study, stage_states.States]],
 ) -> str:
-  """Describes what pages will take; a stage of several counts for the first.
+  """Describes the cost of pages; a shared stage counts for the first page.
 
   Args:
     parts: each page and the states of its stages, by name.
@@ -104,16 +104,16 @@ def describe_pages(
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-  """What stages take.
+  """Cost of stages.
 
   Attributes:
     stages: number of stages.
     flops: FLOPs of training and held-out losses.
     evaluated: FLOPs of held-out losses alone.
-    hours: hours; without training steps that are not measured.
-    further_flops: most FLOPs of further learning rates, beyond an edge.
-    further_hours: most hours of these.
-    unknown: whether a step is not measured.
+    hours: hours, without unmeasured training steps.
+    further_flops: maximum FLOPs of learning rates beyond an edge of a sweep.
+    further_hours: maximum hours of these.
+    unknown: whether any step is unmeasured.
   """
 
   stages: int = 0
@@ -155,7 +155,7 @@ def _costs(
 ) -> Costs:
   total = Costs()
   for stage in chosen:
-    # Choices and arms are training; other stages have their expected times.
+    # Sweeps and arms train; other stages have their expected times.
     if stage.module != 'train':
       flops = stage.flops if stage.evaluation else 0.0
       total += Costs(1, flops, flops, stage.seconds / 3600)
@@ -186,9 +186,9 @@ def _models(
   trained: Sequence[stages.Stage],
   steps: Mapping[str, Mapping[str, float]],
 ) -> list[dict[str, Any]]:
-  """Returns a row for each model: sums of its training stages.
+  """Returns a row per model: sums over its training stages.
 
-  `steps` has time and memory of a step by the digest of its shape.
+  `steps` maps the digest of a shape to the time and memory of a step.
   """
   rows: dict[str, dict[str, Any]] = {}
   for stage in trained:
@@ -255,7 +255,7 @@ def _steps(
 def _job(
   settings: config_lib.Settings, mesh: jax.sharding.Mesh
 ) -> programs.Job:
-  """Returns a training step whose frozen models are not made yet."""
+  """Returns a training step, without its frozen models."""
   frozen = settings.recipe.frozen.items()
   assumed = {name: model.without_path() for name, model in frozen}
   return programs.Job.of('train', settings, mesh, frozen=assumed)
@@ -264,12 +264,12 @@ def _job(
 def measure(
   path: str, jobs: Mapping[str, config_lib.Settings], platform: str
 ) -> None:
-  """Adds time and memory of steps to a file, unless the devices are others.
+  """Adds time and memory of steps to a file, if the platform matches.
 
   Args:
     path: file of the measurements.
     jobs: configurations by the digest of their shape.
-    platform: platform that they need, '' for any.
+    platform: required platform, '' for any.
   """
   if platform and jax.default_backend() != platform:
     print(f'steps are not measured: the study needs a {platform}')
@@ -291,7 +291,7 @@ def measure(
 def plan(
   path: str, jobs: Mapping[str, config_lib.Settings], topology: str
 ) -> None:
-  """Adds time and memory of steps, as `encdec_adapt.plan` has them, to a file.
+  """Adds planned time and memory of steps (`encdec_adapt.plan`) to a file.
 
   Args:
     path: file of the steps.
@@ -305,7 +305,7 @@ def plan(
     mesh = program_plans.make_mesh(settings, hardware)
     job = _job(settings, mesh)
     _, estimate = program_plans.choose_and_plan(job, hardware)
-    # No roofline if the program fits no memory.
+    # No roofline if the program does not fit in memory.
     return estimate['roofline'] and {
       'seconds': estimate['roofline']['step_s'],
       'bytes': estimate['memory']['peak'],

@@ -1,9 +1,9 @@
 """The report of a study: `report.html`, `report.md`, `numbers.csv`, figures.
 
-Sentences, figures and verdicts are made from the claims of the page and from
-what was collected (`collected.Collected`, which documents its content).
-`report.json` has `study`, `title`, `size`, `date`, `command`, `seconds`,
-`claims` (rows of `claim_tables.row`) and `findings`. No model is read here.
+Sentences, figures and verdicts follow from the claims of the page and the
+collected results (`collected.Collected`). `report.json` has `study`, `title`,
+`size`, `date`, `command`, `seconds`, `claims` (rows of `claim_tables.row`) and
+`findings`. This module reads no model.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -58,7 +58,7 @@ _RATES = (
 
 
 def write(collected: Collected, root: str | os.PathLike[str]) -> list[str]:
-  """Writes the report; files of an earlier one are replaced.
+  """Writes the report and replaces the files of an earlier one.
 
   Args:
     collected: runs, scores and stages of the study; unfinished ones are blank.
@@ -101,7 +101,7 @@ class _Page:
 
   Attributes:
     results: results of the claims.
-    notes: paragraphs that say how the numbers are to be read.
+    notes: paragraphs on how to read the numbers.
   """
 
   def __init__(
@@ -110,7 +110,7 @@ class _Page:
     folder: pathlib.Path,
     root: str | os.PathLike[str],
   ):
-    """Stores what is collected, and the folder of figures and of the page."""
+    """Stores the results, and the folders of the figures and the page."""
     self._collected, self._folder, self._root = collected, folder, root
     self._study, self._models = collected.study, collected.models
     self._styles = report_figures.styles(self._models)
@@ -249,7 +249,7 @@ class _Page:
   @functools.cached_property
   def _costs(self) -> tuple[dict[str, dict[str, float]], int]:
     """Returns the measured cost of every model, and the generated tokens."""
-    # Seeds have one shape: the first with a measurement stands for all.
+    # Seeds share a shape: the first measurement stands for all.
     runs = {x.model: x for x in self._collected.runs[::-1] if x.generated}
     costs = score_tables.costs(
       {
@@ -422,7 +422,7 @@ class _Page:
       for source, x_label, loss, x in scored:
         is_pair = source is start or (source is run and metric != loss)
         if is_pair and loss == pages.LOSS:
-          # Scores of other examples are not compared.
+          # Scores on different examples are not compared.
           key = x_label, y_label, x.groups, x.weights, y.groups, y.weights
           points = groups.setdefault(key, {}).setdefault(source.model, [])
           points.append((x.value, y.value))

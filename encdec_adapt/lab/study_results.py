@@ -1,4 +1,4 @@
-"""Collects what the stages of a study have measured, and writes its report."""
+"""Collects the results of a study's stages, and writes its report."""
 
 import collections
 from collections.abc import Mapping
@@ -30,11 +30,11 @@ _RATE = 'optimizer.learning_rate'
 def scores(
   states: stage_states.States, stage: stages.Stage
 ) -> list[tuple[results_store.Options, results_store.Score]]:
-  """Returns the scores of an evaluation with their options; the last are new.
+  """Returns the scores of an evaluation with their options, newest last.
 
   Args:
     states: states of the stages.
-    stage: a stage of an evaluation, of a single model; finished or not.
+    stage: evaluation stage of a single model; finished or not.
   """
   if states.status(stage) != stage_states.FINISHED:
     return []
@@ -46,7 +46,7 @@ def write_variances(study: pages.Study, states: stage_states.States) -> str:
   """Writes the variances of a study's results; returns the path of the file.
 
   Raises:
-    UserError: no evaluation has two arms of two seeds that are finished.
+    UserError: no evaluation has two arms with two finished seeds.
   """
   arms = {}
   for evaluation in study.evaluations:
@@ -92,7 +92,7 @@ def _finite(
 def write(
   study: pages.Study, states: stage_states.States, command: str
 ) -> None:
-  """Writes the report of what is there, and prints its sentences.
+  """Writes the report of the available results, and prints its sentences.
 
   Args:
     study: the study.
@@ -109,7 +109,7 @@ def write(
 def collect(
   study: pages.Study, states: stage_states.States, command: str
 ) -> collected.Collected:
-  """Reads what the finished stages have made; see `write`."""
+  """Reads the results of finished stages; see `write`."""
   items = {x.name: i for i, x in enumerate((*study.commands, *study.arms))}
   arms = {arm.name for arm in study.arms}
   evaluated = {x.model for x in states.stages.values() if x.evaluation}
@@ -156,7 +156,7 @@ def _request(
     for stage in states.stages.values()
     if stage.module == 'train'
   ]
-  # Rows of a decoder without inputs have the tokens of both.
+  # Decoder rows without inputs hold the tokens of both.
   pairs = [x for x in lengths if x.encoder and x.decoder]
   if pairs:
     return pairs[0].encoder, pairs[0].decoder
@@ -187,7 +187,7 @@ def _notes(started: Mapping[str, stage_states.State]) -> list[str]:
       error = ' '.join(state.error.split()).rstrip('.')
       notes.append(f'{name} has failed: {error}.')
       continue
-    # Workers may have fewer cores than the process that writes the report.
+    # Workers may have fewer cores than the report's process.
     made_with = state.environment.get('cores')
     cores[made_with] += 1
     if lines := state.difference({**here, 'cores': made_with}):
@@ -226,7 +226,7 @@ def training_summary(folder: paths.Path) -> dict[str, Any]:
   # The decoders in configs/decoders are shipped with their summaries.
   path = paths.at(made_by['sources'][0]) / compute_cost.SUMMARY
   training = atomic.read_json(path) if path.exists() else {}
-  # `inclusive` of the import counts the training as that of its source.
+  # `inclusive` of an import counts the training as its source's.
   kept = {name: summary[name] for name in ('made_by', 'inclusive')}
   return {**summary, **training, **kept}
 
@@ -272,7 +272,7 @@ def _values(
   if values:
     rate = str(values[_RATE])
     values[_RATE] = pages.fill(rate, states.values(stage))
-  else:  # Imported and merged models have only a shape.
+  else:  # Imported and merged models only have a shape.
     saved = config_lib.saved(str(states.folder(stage))).to_dict()
     values = environment.flat({'model': saved['model']})
   unused = {f'model.{x}.' for x in ('encoder', 'decoder')}
@@ -299,7 +299,7 @@ def _curve(
 ) -> dict[str, list[float]]:
   is_trained = (folder / metrics.FILE).exists()
   lines = metrics.read_metrics(folder) if is_trained else []
-  # The loss of a policy is not one of held-out targets.
+  # A policy has no loss on held-out targets.
   evals = [x for x in lines if x['kind'] == 'eval' and 'loss' in x]
   curve = {
     name: [line[name] for line in evals]

@@ -1,4 +1,4 @@
-"""How often the runs of a study read their text."""
+"""Passes of a study's runs over their text."""
 
 import collections
 from collections.abc import Mapping, Sequence
@@ -15,13 +15,13 @@ from encdec_adapt.files import paths
 from encdec_adapt.lab import plan_results, stage_states, stages
 from encdec_adapt.telemetry import progress
 
-# A run that reads its text more often learns it by heart.
+# With more passes, a run memorises its text.
 MOST_PASSES = 4
 _ROWS = 'rows.json'
 
 
 def check(stage: stages.Stage, arguments: Sequence[str]) -> None:
-  """Refuses a run that reads its text more than 4 times.
+  """Rejects a run with more than 4 passes over its text.
 
   Args:
     stage: the training stage.
@@ -41,8 +41,8 @@ class Passes:
 
   Attributes:
     states: states of the stages.
-    estimates: estimates of records that have yet to be made, by the identity of
-      their stage.
+    estimates: estimates of records not built yet, by the identity of their
+      stage.
   """
 
   states: stage_states.States
@@ -52,7 +52,7 @@ class Passes:
   def of(
     cls, states: stage_states.States, trained: Sequence[stages.Stage]
   ) -> 'Passes':
-    """Estimates the rows of records that have yet to be made.
+    """Estimates the rows of records not built yet.
 
     Raises:
       UserError: the text or the vocabulary of records is missing.
@@ -61,13 +61,13 @@ class Passes:
     jobs = {
       key: stage.settings.data
       for key, stage in records.items()
-      # Text that another stage writes is not there yet.
+      # Text written by another stage may not exist yet.
       if not stage.reads and _manifest(states.folder(stage)) is None
     }
     return cls(states, plan_results.find(states, _ROWS, jobs, measure))
 
   def describe(self, stage: stages.Stage) -> str:
-    """Returns how often a run reads its text; '' if that is not known.
+    """Returns a run's passes over its text; '' if unknown.
 
     Raises:
       UserError: see `check`.
@@ -78,12 +78,12 @@ class Passes:
     return f'{passes:.2f}' if _manifest(folder) else f'about {passes:.2f}'
 
   def notes(self, trained: Sequence[stages.Stage]) -> list[str]:
-    """Returns lines on runs whose passes are too many, or not known."""
+    """Returns lines on runs with too many or unknown passes."""
     often, unknown = {}, {}
     for stage in trained:
       passes, _ = self._count(stage)
       if passes and passes > MOST_PASSES:
-        # Seeds of a model read alike.
+        # All seeds of a model have the same passes.
         often[stage.model] = (
           f'{stage.model} reads its text about {passes:.1f} times, and more'
           f' than {MOST_PASSES} are refused once the records are made'
@@ -98,7 +98,7 @@ class Passes:
     return lines
 
   def _count(self, stage: stages.Stage) -> tuple[float | None, str]:
-    """Returns the passes of a run, None if unknown, and its records' folder."""
+    """Returns a run's passes (None if unknown) and its records' folder."""
     records = _records(self.states, stage)
     folder = str(self.states.folder(records))
     passes = _of_records(stage, folder)
@@ -128,15 +128,15 @@ def measure(path: str, jobs: Mapping[str, data_section.DataConfig]) -> None:
 def count(
   settings: config_lib.Settings, parts: Sequence[Mapping[str, Any]], passes: int
 ) -> float | None:
-  """Returns the passes over the text that a run reads most.
+  """Returns the passes over a run's most repeated text.
 
   Args:
     settings: settings of the run.
     parts: parts of its records with their totals, as in a manifest.
-    passes: passes that the records have.
+    passes: passes in the records.
 
   Returns:
-    The passes; None of a run without steps.
+    The passes; None for a run without steps.
   """
   if not (steps := settings.train.steps):
     return None

@@ -1,14 +1,14 @@
-"""Variances of paired differences of earlier studies, for planned power.
+"""Variances of paired differences in earlier studies, for planned power.
 
-`configs/studies/variances.json` has for 'EVALUATION/TASK/METRIC' (losses of
-text and of answers differ in their variances) an entry of each study with it:
-variances over seeds, over groups of examples and of the residual, of
-differences of two arms that are paired over both, pooled over the arms, with
-degrees of freedom. `python -m encdec_adapt.study --study=PAGE --variances` adds
-those of the page's results. A page is never planned by its own results.
+`configs/studies/variances.json` maps 'EVALUATION/TASK/METRIC' (losses of text
+and of answers differ in their variances) to an entry per study: variances over
+seeds, over groups of examples and of the residual, for differences of two arms
+paired over both, pooled over the arms, with degrees of freedom.
+`python -m encdec_adapt.study --study=PAGE --variances` adds the entries of a
+page's results. A page is never planned with its own results.
 
-The module imports of the package `files`, `contrasts`, `crossed_intervals` and
-`results_store` alone.
+From the package, this module imports only `files`, `contrasts`,
+`crossed_intervals` and `results_store`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,9 +38,9 @@ class Components:
   Attributes:
     seed: variance over seeds.
     group: variance over groups of examples.
-    residual: variance of what neither explains.
+    residual: residual variance.
     freedoms: degrees of freedom of the three.
-    seeds: number of seeds that they were estimated from.
+    seeds: number of seeds of the estimate.
     groups: number of groups.
   """
 
@@ -57,13 +57,13 @@ def estimate(
 ) -> Components:
   """Estimates the variances from arms with the same examples.
 
-  They are of the examples that a report takes (`contrasts.reported`).
+  The estimate uses the examples of reports (`contrasts.reported`).
 
   Args:
-    arms: scores of at least two arms, of at least two seeds each.
+    arms: scores of at least two arms, with at least two seeds each.
 
   Raises:
-    UserError: the arms have other examples or numbers of seeds.
+    UserError: the arms differ in their examples or numbers of seeds.
   """
   arms = [[contrasts.reported(score) for score in arm] for arm in arms]
   pairs = [
@@ -71,7 +71,7 @@ def estimate(
     for pair in itertools.combinations(arms, 2)
   ]
   # With k arms, the mean over all pairs is twice the mean square of the
-  # interaction with arms, which has k - 1 times the freedom of a pair.
+  # interaction with arms, with k - 1 times the degrees of freedom of a pair.
   freedoms = tuple(x * (len(arms) - 1) for x in pairs[0].freedoms)
   seeds, groups = pairs[0].seeds, pairs[0].groups
   of_seeds, of_groups, residual = (
@@ -86,17 +86,17 @@ def estimate(
 def planned(
   path: str | os.PathLike[str], metric: str, study: str, arms: int = 2
 ) -> Components | None:
-  """Returns the variances that a study is planned with.
+  """Returns the variances for planning a study.
 
   Args:
     path: file of the variances.
     metric: 'EVALUATION/TASK/METRIC'.
-    study: name of the study that is planned, whose own entry does not count.
+    study: name of the planned study; its own entry is ignored.
     arms: arms of the contrast, 2 or 4.
 
   Returns:
-    Means over the other studies, by degrees of freedom; a variance of fewer
-    than 8 of them is the upper 80 % bound. None without an entry.
+    Means over the other studies, weighted by degrees of freedom; with fewer
+    than 8 degrees of freedom, the upper 80 % bound. None without an entry.
   """
   from scipy import stats
 
@@ -112,12 +112,12 @@ def planned(
   total = freedoms.sum(axis=0)
   # A difference of two differences has twice the variance.
   seed, group, residual = arms / 2 * (values * freedoms).sum(axis=0) / total
-  # The layout with the most groups: a plan knows no other.
+  # The layout with the most groups: the planned one is unknown.
   groups, seeds = max((x.groups, x.seeds) for x in entries)
   bounds = np.where(
     total < _FREEDOM, total / stats.chi2.ppf(1 - _BOUND, total), 1.0
   )
-  # The bounds are of mean squares, in which the residual has a share.
+  # Bounds apply to mean squares, which include the residual.
   return Components(
     float((groups * seed + residual) * bounds[0] - residual) / groups,
     float((seeds * group + residual) * bounds[1] - residual) / seeds,
@@ -136,11 +136,10 @@ def write(
   """Replaces the entries of a study.
 
   Args:
-    path: file of the variances; made if it is missing.
+    path: file of the variances; created if missing.
     study: name of the study.
-    arms: by 'EVALUATION/TASK/METRIC', the scores of its arms with the same
-      examples; see `estimate`. Metrics that single examples do not have get no
-      entry.
+    arms: 'EVALUATION/TASK/METRIC' -> scores of its arms with the same examples;
+      see `estimate`. Metrics without per-example values get no entry.
   """
   content = _read(path)
   for entries in content.values():

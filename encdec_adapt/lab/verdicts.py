@@ -1,7 +1,7 @@
 """Verdicts on the claims of a study, and their planned power.
 
-With m the smallest difference that matters and [l, u] the interval of the
-effect in the claimed direction:
+With m the smallest relevant difference and [l, u] the interval of the effect in
+the claimed direction:
 
 | claim        | reproduced        | contradicted       | no difference     |
 |--------------|-------------------|--------------------|-------------------|
@@ -9,9 +9,9 @@ effect in the claimed direction:
 | equality     | -m < l and u < m  | l >= m or u <= -m  |                   |
 | "no better"  | u < m             | l > 0 and u >= m   |                   |
 
-All else is undecided. Power decides what is run, and overrules no interval.
+All else is undecided. Power is for planning, and overrules no interval.
 
-Of the package the module imports `crossed_intervals` and `variances` alone.
+From the package, this module imports only `crossed_intervals` and `variances`.
 """
 
 import dataclasses
@@ -48,12 +48,12 @@ def verdict(
   """Returns the verdict on a claim.
 
   Args:
-    direction: direction of the claim, of `DIRECTIONS`: the effect is 'greater'
-      or 'less' than 0, 'equal' to it, or 'no better' than it.
-    smallest: smallest difference that matters, above 0.
+    direction: one of `DIRECTIONS`: the effect is 'greater' or 'less' than 0,
+      'equal' to it, or 'no better' than it.
+    smallest: smallest relevant difference, above 0.
     low: lower bound of the interval of the effect.
     high: upper bound of the interval.
-    lower_is_better: whether less of the metric is better, for 'no better'.
+    lower_is_better: whether lower values are better, for 'no better'.
 
   Returns:
     `REPRODUCED`, `CONTRADICTED`, `NO_DIFFERENCE` or `UNDECIDED`.
@@ -85,10 +85,10 @@ class Power:
     reproduced: probability of `REPRODUCED` at an effect of the smallest
       difference in the claimed direction; at 0 for 'equal' and 'no better'.
     no_difference: probability of `NO_DIFFERENCE` at an effect of 0; None for
-      claims that have no such verdict.
-    effect: effect in the claimed direction at which `REPRODUCED` has the
-      probability `ENOUGH`: for a difference the smallest, for 'equal' and 'no
-      better' the largest; None where no effect has it.
+      claims without this verdict.
+    effect: effect in the claimed direction at which `REPRODUCED` has
+      probability `ENOUGH`: the smallest for a difference, the largest for
+      'equal' and 'no better'; None without such an effect.
   """
 
   reproduced: float
@@ -107,14 +107,14 @@ def planned_power(
   """Computes the power of a claim from variances of earlier runs.
 
   Args:
-    direction: direction of the claim, of `DIRECTIONS`.
-    smallest: smallest difference that matters.
-    components: variances of paired differences, as `variances.planned` returns.
+    direction: direction of the claim, one of `DIRECTIONS`.
+    smallest: smallest relevant difference.
+    components: variances of paired differences, from `variances.planned`.
     seeds: number of seeds, at least 2.
     groups: number of groups of examples, at least 2.
     level: level of the interval.
   """
-  # Effects in the claimed direction; a loss is negated with its direction.
+  # Effects in the claimed direction; losses are negated with their direction.
   direction = 'greater' if direction == 'less' else direction
   seed, group, residual = components.seed, components.group, components.residual
   rng = np.random.default_rng(0)  # The same draws for every effect.
@@ -139,9 +139,9 @@ def planned_power(
     return verdicts.count(name) / _DRAWS
 
   is_difference = direction == 'greater'
-  # Twelve times the spread is beyond every interval that was drawn here.
+  # Twelve times the spread exceeds every interval drawn above.
   limit = smallest + 12 * (float(np.sqrt(true_variance)) + float(half.max()))
-  # The probability rises with the effect for a difference, and falls otherwise.
+  # The probability rises with the effect for a difference and falls otherwise.
   lower, upper = (0.0, limit) if direction != 'no better' else (-limit, limit)
   effect = None
   if share(REPRODUCED, upper if is_difference else lower) >= ENOUGH:

@@ -1,8 +1,8 @@
-"""Workers of a study: each takes stages that can run until none is left.
+"""Workers of a study: each runs ready stages until none is left.
 
-Workers are processes of one machine that were given the same command on one
-folder. The lock of a stage is freed when its worker dies; the next worker that
-takes the stage resumes it.
+Workers are processes on one machine with the same command and folder. The lock
+of a stage is released when its worker dies; the next worker of the stage
+resumes it.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,12 +22,12 @@ from encdec_adapt.cluster import lock
 from encdec_adapt.lab import pages, stage_states, stages
 from encdec_adapt.telemetry import environment, progress
 
-# Seconds between two looks at stages that other workers run.
+# Polling interval for stages of other workers, in seconds.
 _POLL = 2.0
 # Commands without a model on a device.
 _WITHOUT_DEVICES = ('materialize', 'convert')
-# Runs a stage with its arguments; returns an exit status, and the rate that a
-# choice of rates has found.
+# Runs a stage with its arguments; returns an exit status, and the rate chosen
+# by a sweep.
 Run = Callable[[stages.Stage, Sequence[str]], tuple[int, float | None]]
 
 
@@ -38,23 +38,22 @@ class _StoppedError(Exception):
 def work(
   study: pages.Study, states: stage_states.States, run: Run, only: str = ''
 ) -> int:
-  """Runs stages until none is left that can run.
+  """Runs stages until no ready stage is left.
 
-  A stage that fails is kept as failed; those that do not depend on it go on.
+  A failed stage is marked as failed; stages independent of it still run.
 
   Args:
     study: the study.
     states: states of its stages.
     run: runs a stage.
-    only: name of a single stage to run, though it may have failed before; ''
-      for all.
+    only: name of a single stage to run, even if it failed before; '' for all.
 
   Returns:
-    0, 1 if a stage has failed, or the status of a stage that was interrupted.
+    0, 1 if a stage has failed, or the status of an interrupted stage.
 
   Raises:
-    UserError: a stage needs devices that this worker lacks, or `only` reads
-      stages that are not finished.
+    UserError: a stage needs devices missing on this worker, or `only` reads
+      unfinished stages.
     InUseError: another worker runs `only`.
   """
   chosen = list(states.stages.values())
@@ -137,22 +136,22 @@ def _take(
 
 
 def command_line(module: str, arguments: Sequence[str]) -> str:
-  """Returns the command as it can be typed, with this interpreter."""
-  # Short and movable inside of the repository, such as .venv/bin/python.
+  """Returns the command line for a shell, with this interpreter."""
+  # Short and relative inside the repository, such as .venv/bin/python.
   python = os.path.relpath(sys.executable)
   python = sys.executable if python.startswith('..') else python
   return shlex.join([python, '-m', f'encdec_adapt.{module}', *arguments])
 
 
 def default_jobs() -> int:
-  """Returns a worker for each GPU, or else for two cores."""
+  """Returns the default number of workers: one per GPU, or per two cores."""
   return len(_gpus()) or max(len(cores()) // 2, 1)
 
 
 def start(arguments: Sequence[str], jobs: int) -> list[int]:
-  """Starts workers on this machine, which share its cores or GPUs.
+  """Starts workers on this machine, each with a share of its cores or GPUs.
 
-  Their output is printed with the number of the worker.
+  Output lines are prefixed with the number of the worker.
 
   Args:
     arguments: arguments of `encdec_adapt.study` for a worker.
@@ -176,7 +175,7 @@ def start(arguments: Sequence[str], jobs: int) -> list[int]:
       variables = dict(os.environ)
       if gpus:
         variables['CUDA_VISIBLE_DEVICES'] = ','.join(gpus[i::jobs])
-      # A child has the cores that this process has when it is started.
+      # A child inherits the CPU affinity of this process.
       _set_cores(
         shared[i * len(shared) // jobs : (i + 1) * len(shared) // jobs]
       )
@@ -197,7 +196,7 @@ def start(arguments: Sequence[str], jobs: int) -> list[int]:
   finally:
     _set_cores(shared)
     for worker in workers:
-      worker.terminate()  # Training saves; it has no effect on a finished one.
+      worker.terminate()  # Training saves; no effect if finished.
     for thread in threads:
       thread.join()
 
@@ -208,7 +207,7 @@ def _print_lines(number: int, worker: subprocess.Popen) -> None:
 
 
 def cores() -> list[int]:
-  """Returns the cores that this process may use."""
+  """Returns the cores available to this process."""
   if hasattr(os, 'sched_getaffinity'):  # Not on macOS.
     return sorted(os.sched_getaffinity(0))
   return list(range(os.cpu_count() or 1))
@@ -220,7 +219,7 @@ def _set_cores(numbers: Sequence[int]) -> None:
 
 
 def _gpus() -> list[str]:
-  # jax would reserve their memory in this process, which needs none.
+  # jax would reserve GPU memory in this process, which needs none.
   visible = os.environ.get('CUDA_VISIBLE_DEVICES')
   if os.environ.get('JAX_PLATFORMS', 'cuda').startswith('cpu'):
     return []
