@@ -1,7 +1,7 @@
 """Measurements of trained models.
 
-Folders, each of which imports only those before it: `results` (scores, their
-store and comparisons), `measures` (quantities of a model on given inputs) and
-`tasks` (questions with answers). The module `evaluators` runs measures and
-tasks during training.
+Folders, each importing only the previous ones: `results` (scores, their store
+and comparisons), `measures` (quantities of a model on given inputs) and `tasks`
+(questions with answers). The module `evaluators` runs measures and tasks during
+training.
 """

@@ -1,8 +1,8 @@
 """Evaluators during training, by name and interval (`config.evaluation`).
 
-`loss` runs whenever another evaluator does, and its record is written last: the
-evaluation of a step is complete if and only if the metrics have its loss, and a
-restart drops the results of later steps.
+`loss` runs with every other evaluator, and its record is written last: the
+evaluation of a step is complete if and only if the metrics contain its loss,
+and a restart drops the results of later steps.
 """
 
 from collections.abc import Mapping
@@ -41,7 +41,7 @@ def read_tasks(settings: config_lib.Settings) -> dict[str, task_groups.Plan]:
     settings: the validated configuration.
 
   Raises:
-    UserError: a task does not exist, or its files are wrong.
+    UserError: a task does not exist, or its files are invalid.
   """
   plans = {}
   for name in settings.evaluation.tasks:
@@ -49,7 +49,7 @@ def read_tasks(settings: config_lib.Settings) -> dict[str, task_groups.Plan]:
       f'config.evaluation.tasks has {name}, and the model',
       'set tasks to () and tasks_every to 0',
     )
-    # A plan per name, under which its scores are shown.
+    # A plan per name: scores are shown under this name.
     is_folder = paths.at(name).is_dir()
     plans[name] = task_groups.plan(*([], name) if is_folder else ([name],))
   return plans
@@ -68,14 +68,14 @@ class Evaluators:
     watch: watchdog.Watchdog,
     batches: record_batches.RecordBatches,
   ):
-    """Opens the results and drops those later than the last evaluation.
+    """Opens the results and drops any after the last evaluation.
 
     Args:
-      job: the job, whose work directory gets `results.jsonl`.
+      job: the job; its work directory gets `results.jsonl`.
       config: the configuration; its digest is the fingerprint in the results.
       tasks: result of `read_tasks`.
       trained: the model in training, with the frozen models.
-      telemetry: gets the scores.
+      telemetry: logs the scores.
       watch: watchdog of the job.
       batches: continues the held-out prompts of a policy.
     """
@@ -85,7 +85,7 @@ class Evaluators:
     self._batch_size = settings.train.eval_batch_size
     self._telemetry, placement = telemetry, trained.phases.placement
     metrics = self._metrics = settings.recipe.metrics
-    # A loss may train with models that its held-out metrics do not read.
+    # A loss may use frozen models not needed by its held-out metrics.
     models = {name: trained.phases.models[name] for name in metrics.references}
     self._references = {name: trained.frozen[name] for name in models}
     axes = settings.data.objectives[0].rows.axes
@@ -98,8 +98,8 @@ class Evaluators:
       placement,
       teacher=setup.reads_teacher_row(data.train.spec.lengths, *shapes),
     )
-    # Results and samples of later steps are of an evaluation that a kill cut
-    # off, or of steps that training repeats from an earlier checkpoint.
+    # Later results and samples come from an interrupted evaluation, or from
+    # steps repeated after an earlier checkpoint.
     evaluated = telemetry.evaluated
     self._sampler = None
     if evaluation_section.SAMPLES in self._intervals:
@@ -111,8 +111,8 @@ class Evaluators:
     fingerprint = results_store.digest(config)
     self._model = results_store.Model(workdir, None, fingerprint)
     self._tasks = tasks
-    # Kernels do not pay for the prompts of a few rows, and `evaluate` computes
-    # the saved model with 'chunked', too.
+    # Kernels do not pay off for a few prompt rows, and `evaluate` also uses
+    # 'chunked' for the saved model.
     compute = dataclasses.replace(job.resolved.compute, attention='chunked')
     self._load = functools.partial(
       model_in_memory.LoadedModel,
@@ -134,16 +134,16 @@ class Evaluators:
   def run(
     self, step: int, state: state_lib.TrainState, last: bool = False
   ) -> float | None:
-    """Runs the evaluators that are due, and `loss`.
+    """Runs the due evaluators, and `loss`.
 
     Args:
       step: step of the state.
       state: state of the job.
-      last: runs all of them.
+      last: whether to run all of them.
 
     Returns:
-      Rank of the metric that is selected, the lowest for its best value; None
-      if nothing is evaluated.
+      Rank of the selection metric, lower is better; None if nothing is
+      evaluated.
     """
     if not self._intervals:
       return None
@@ -154,7 +154,7 @@ class Evaluators:
   def _run(
     self, step: int, params: base_model.Params, last: bool
   ) -> dict[str, float]:
-    # Each evaluator may take longer than the watchdog waits for a step.
+    # Each evaluator may exceed the watchdog's timeout for a step.
     beat = functools.partial(self._watch.beat, step, 'evaluate')
     beat()
     result = self._evaluator(params, self._held_out(), self._references)
@@ -186,13 +186,13 @@ class Evaluators:
     if self._store:
       model = dataclasses.replace(self._model, step=step)
       for name, results in scores.items():
-        # Scores of single examples are for comparisons of trained models; of
-        # every step they would fill the file.
+        # Per-example scores are for comparisons of trained models; at every
+        # step, they would bloat the file.
         means = [
           dataclasses.replace(score, scores=(), weights=()) for score in results
         ]
         self._store.add(model, {'evaluator': name}, means)
-    # The loss comes last: by its record the evaluation counts as complete.
+    # The loss comes last: its record marks the evaluation as complete.
     del scores[evaluation_section.LOSS]
     named = {
       f'{score.task}/{score.metric}': score.value

@@ -1,5 +1,5 @@
 """Measures of a model: held-out loss, likelihoods, texts, attention, cost.
 
-Of the other rooms of `evaluation` only `results` is imported: tasks build on
-measures, not the reverse.
+From `evaluation`, this folder imports only `results`: tasks build on measures,
+not the reverse.
 """

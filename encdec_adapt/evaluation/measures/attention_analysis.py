@@ -1,11 +1,11 @@
-"""Attention of the predictions of held-out targets, by layer and head.
+"""Attention during predictions of held-out targets, by layer and head.
 
-An encoder-decoder is measured in its attention to the encoder's keys, a
-decoder-only model in its self-attention. The layers are not changed: flax's
-interceptors see queries, keys and mask of each, and hide keys of a layer. Rows
-are read in their original form, with a share of their inputs masked as MEAP
-does (arXiv:2502.07490), and with a layer's attention to the encoder dropped. Of
-the other rooms of `evaluation`, only `results` is imported.
+For an encoder-decoder, this measures attention to the encoder's keys; for a
+decoder-only model, self-attention. The layers are unchanged: Flax interceptors
+observe the queries, keys and mask of each, and hide keys of a layer. Rows are
+read unchanged, with a share of their inputs masked as in MEAP
+(arXiv:2502.07490), and with a layer's attention to the encoder ablated. From
+`evaluation`, this module imports only `results`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -39,19 +39,19 @@ from encdec_adapt.training.metrics import token_metrics
 
 TASK = 'attention'
 MASKED_SHARE = 0.15  # As in MEAP's pretraining.
-# Parts of the keys, by number; 0 is padding. BOS stands apart, as it receives
-# much attention whatever the text is.
+# Parts of the keys, by number; 0 is padding. BOS is separate: it receives much
+# attention for any text.
 PARTS = ('', 'bos', *(f'quarter_{i}' for i in range(1, 5)), 'own')
-_OWN = PARTS.index('own')  # Targets that the decoder has read.
+_OWN = PARTS.index('own')  # Targets already read by the decoder.
 _SEED = 2502_07490
 
 _Batch = Mapping[str, Any]
 
 
 def layer_numbers(model: build.Model) -> dict[str, int]:
-  """Returns numbers of the layers that are analysed, by their paths.
+  """Returns the numbers of the analysed layers by path.
 
-  In an unrolled encoder-decoder, only layers that read the encoder count.
+  In an unrolled encoder-decoder, only layers with cross-attention count.
   """
   stack, is_pair = model.config.decoder, model.architecture.encodes_prompt
   return {
@@ -64,20 +64,20 @@ def layer_numbers(model: build.Model) -> dict[str, int]:
 def intercept(
   model: build.Model, visit: Callable[..., Any] | None, ablated: Any = None
 ) -> Any:
-  """Returns a context that observes and changes the attention in a pass.
+  """Returns a context that observes and changes attention in a forward pass.
 
   Args:
     model: unrolled model, without rematerialisation: in a scan or a
-      rematerialised layer an interceptor sees tracers that must not leave it.
+      rematerialised layer, an interceptor would leak tracers.
     visit: called with the layer's number, queries, keys, mask and relative
       position bias; None to observe nothing.
-    ablated: number of the layer to which the encoder's keys are hidden, so
-      that cross-attention gives zeros; may be traced. None for none.
+    ablated: number of the layer with hidden encoder keys, where cross-attention
+      outputs zeros; may be traced. None for none.
   """
   numbers = layer_numbers(model)
 
   def attend(run, args, kwargs, context):
-    # Only modules of `attention_layer` have this method.
+    # Only `attention_layer` modules have this method.
     if context.method_name != 'attend':
       return run(*args, **kwargs)
     (q, source, mask), (*path, name) = args, context.module.path
@@ -90,8 +90,8 @@ def intercept(
     if visit:
       visit(layer, q, source.key, mask, kwargs.get('bias'))
     if ablated is not None:
-      # Hidden as padding, by data: `ablated` may be traced, so that a program
-      # is compiled once for all layers.
+      # Hidden as padding, in data: `ablated` may be traced, so one compiled
+      # program serves all layers.
       hidden = (jnp.arange(keys) >= keys - memory) & (layer == ablated)
       mask = mask.replace(kv_segments=jnp.where(hidden, 0, mask.kv_segments))
     return run(q, source, mask, **kwargs)
@@ -115,45 +115,44 @@ def annotate(
     config: the model.
     batch: fields of `objectives.framing` on the host.
     mask: the mask token.
-    eos: token that ends an encoder's inputs, which then have no BOS.
+    eos: end token of an encoder's inputs without BOS, or None.
 
   Returns:
     The batch and, for the tokens of the inputs' side, `parts` (indices into
     `PARTS`), `masked` (0 or 1), `noised` (tokens with masks), and `queries`,
-    the weight of each of the decoder's positions, not 0 if it predicts a
-    target.
+    the weight of each decoder position, nonzero if it predicts a target.
   """
   side = _inputs_side(config.architecture, batch)
   tokens, segments, positions = (
     np.asarray(batch[f'{side}_{x}'])
     for x in ('tokens', 'segments', 'positions')
   )
-  # The last batch may have fillers (-1).
+  # The last batch may have filler rows (-1).
   weights = np.where(batch['row'][:, None] >= 0, batch['weights'], 0)
   queries = np.float32(weights > 0)
   ends = side == 'encoder' and eos is not None
   frames = (segments > 0) & (tokens == eos if ends else positions == 0)
   inputs = (segments > 0) & ~frames
   if side == 'teacher':
-    # Inputs and targets stand in a row; `queries` moves to the positions of it.
+    # Inputs and targets share a row; map `queries` to its positions.
     is_input = architectures.inputs_of(jax.tree.map(jnp.asarray, batch))
     inputs &= np.asarray(is_input) > 0
     index, queries = batch['teacher_index'], np.zeros(tokens.shape, np.float32)
-    # `add.at`, as padding points to position 0 again and again: an assignment
+    # `add.at`, since padding repeatedly points to position 0: an assignment
     # could overwrite its weight with 0.
     np.add.at(queries, (np.arange(len(index))[:, None], index), weights > 0)
   parts = np.where(segments > 0, _OWN, 0)
   parts[frames] = PARTS.index('bos')
   masked = np.zeros_like(tokens)
   for row, columns in enumerate(map(np.flatnonzero, inputs)):
-    # Quarters are of each pair of a packed row, as positions restart with it;
-    # BOS has position 0.
+    # Quarters are per pair of a packed row, since positions restart; BOS has
+    # position 0.
     pair, number = segments[row, columns], positions[row, columns] - (not ends)
     quarter = 4 * number // np.bincount(pair)[pair]
     parts[row, columns] = PARTS.index('quarter_1') + quarter
     if len(columns):
-      # Seeded by the record, so that the masks of a row do not depend on the
-      # batch and are the same for all models. Fillers are -1, no seed.
+      # Seeded by record: the masks of a row are independent of the batch and
+      # equal for all models. Filler rows are -1, an invalid seed.
       rng = np.random.default_rng([_SEED, max(int(batch['row'][row]), 0)])
       count = max(int(len(columns) * MASKED_SHARE), 1)
       masked[row, rng.choice(columns, count, replace=False)] = 1
@@ -185,9 +184,9 @@ def measure(
 
   Returns:
     `shares` [B, layers, N, parts] of the attention, by part of the keys;
-    `entropy` [B, layers, N]; and `received` [B, S], the attention that each
-    token of the inputs' side receives, as mean over layers and heads. Layers
-    are those of `layer_numbers`.
+    `entropy` [B, layers, N]; and `received` [B, S], the attention received by
+    each token of the inputs' side, averaged over layers and heads. Layers are
+    in the order of `layer_numbers`.
   """
   side = _inputs_side(model.architecture, batch)
   if noised:
@@ -212,7 +211,7 @@ def measure(
     shares = jnp.einsum(
       'BNS,BSP->BNP', sums.by_key, jax.nn.one_hot(key_parts, len(PARTS))
     )
-    # Averaged over heads here, so that [B, layers, N, S] is never stacked.
+    # Averaged over heads here to avoid stacking [B, layers, N, S].
     received = sums.by_key[..., count:].mean(1)
     layer_sums.append((shares, sums.entropy, received))
 
@@ -227,13 +226,13 @@ def measure(
 def ablated_loss(
   model: build.Model, params: Any, batch: _Batch, layer: jax.Array | int
 ) -> jax.Array:
-  """Returns the cross-entropy and weight of every row without a layer, [2, B].
+  """Returns cross-entropy and weight per row with a layer ablated, [2, B].
 
   Args:
     model: unrolled encoder-decoder.
     params: parameters of the model.
     batch: fields of `objectives.framing`.
-    layer: layer that does not read the encoder; -1 for none.
+    layer: layer with hidden encoder keys; -1 for none.
   """
   metrics = token_metrics.TargetTokens()
   with intercept(model, None, layer):
@@ -242,7 +241,7 @@ def ablated_loss(
 
 @dataclasses.dataclass(frozen=True)
 class AttentionEvaluation(held_out.HeldOutEvaluation):
-  """Analyses the attention of models on some rows of records.
+  """Analyses the attention of models on a sample of records.
 
   Attributes:
     rows: number of rows, evenly spaced.
@@ -252,14 +251,14 @@ class AttentionEvaluation(held_out.HeldOutEvaluation):
   name = TASK
 
   def options(self) -> results_store.Options:
-    """Returns the inputs of the scores: the rows, and the share of masks."""
+    """Returns all inputs of the scores: the rows, and the share of masks."""
     return {**super().options(), TASK: ['spaced', self.rows, MASKED_SHARE]}
 
   def check(self, stored: model_on_disk.StoredModel) -> None:
     """Checks that a model can read the records and has a mask token.
 
     Raises:
-      UserError: the model cannot, or its vocabulary has no mask token.
+      UserError: it cannot, or its vocabulary has no mask token.
     """
     super().check(stored)
     _mask_token(stored)
@@ -308,12 +307,12 @@ def _make_run(
     with partition.use(placement.mesh, placement.rules.as_dict()):
       measured = measure(model, params, batch)
       noised = measure(model, params, batch, noised=True)['received']
-      # Returned as well, since here they hold the rows of all processes.
+      # Also returned: here they hold the rows of all processes.
       names = 'row', 'weights', 'parts', 'masked'
       measured |= {name: batch[name] for name in names}
       if model.architecture.encodes_prompt:
         losses_of = functools.partial(ablated_loss, model, params, batch)
-        # One pass at a time: `vmap` would hold the activations of all layers'.
+        # One pass at a time: `vmap` would hold activations for all ablations.
         measured['losses'] = jnp.moveaxis(
           jax.lax.map(losses_of, jnp.array([-1, *layers])), 2, 0
         )  # [B, 1 + layers, 2]
@@ -330,7 +329,7 @@ def _summarize(
   parts, masked = by_row['parts'], by_row['masked'] > 0
   inputs = (parts > PARTS.index('bos')) & (parts < _OWN)
   intact = inputs & ~masked
-  # MEAP's measures are means over either kind of position, NaN without any.
+  # MEAP's measures are means over each kind of position, NaN without any.
   counted = (by_row['weights'] > 0).any(1) & masked.any(1) & intact.any(1)
   if not counted.any():
     raise errors.UserError(
@@ -339,8 +338,8 @@ def _summarize(
     )
   by_row = {name: np.asarray(x)[counted] for name, x in by_row.items()}
   inputs, masked, intact = (x[counted] for x in (inputs, masked, intact))
-  # In units of an even share over the inputs, so that rows of different lengths
-  # have the same scale.
+  # Relative to a uniform share over the inputs, to put rows of different
+  # lengths on the same scale.
   size = inputs.sum(1, keepdims=True)
   plain, noised = (by_row[name] * size for name in ('received', 'noised'))
   groups = groups_of(by_row['row'])
@@ -358,16 +357,16 @@ def meap_scores(
 ) -> list[results_store.Score]:
   """Returns MEAP's measures (arXiv:2502.07490), with means over positions.
 
-  `score_decay` is (Att(X_N)[mask=1] - Att(X_M)[mask=1]) / Att(X_N)[mask=1] of
-  the means over the rows, `variance_increase` Var(Att(X_M)[mask=0]) -
-  Var(Att(X_N)[mask=0]), and the p-values are of differences by row.
+  `score_decay` is (Att(X_N)[mask=1] - Att(X_M)[mask=1]) / Att(X_N)[mask=1] with
+  means over the rows, `variance_increase` is Var(Att(X_M)[mask=0]) -
+  Var(Att(X_N)[mask=0]), and the p-values test differences by row.
 
   Args:
     plain: attention received in the original rows X_N, [B, S].
-    noised: attention received in the rows with masks X_M.
-    masked: bool [B, S], positions that are masked in X_M.
+    noised: attention received in the masked rows X_M.
+    masked: bool [B, S], masked positions of X_M.
     intact: the other positions of the inputs.
-    groups: group of documents of every row; empty where each is its own.
+    groups: document group of every row; empty if each is its own.
   """
   scores = []
   for metric, function, mask in (
@@ -383,7 +382,7 @@ def meap_scores(
       else (new - old, np.ones(len(old)))
     )
     score = results_store.ratio_score(TASK, metric, *by_row, groups)
-    # The denominator is the model's own: models differ in the mean over rows.
+    # The denominator differs by model: models differ in the mean over rows.
     scores.append(dataclasses.replace(score, weights=()))
     test = comparisons.compare(
       *([results_store.mean_score(TASK, metric, x, groups)] for x in (old, new))
@@ -413,7 +412,7 @@ def _by_part(
     for j, layer in enumerate(layers):
       name = f'layer_{layer:02}'
       scores.append(score(f'{name}/{metric}', values[:, j].mean(1)))
-      # Heads are drawn, not compared: no scores of single rows.
+      # Heads are plotted, not compared: no per-row scores.
       scores += [
         results_store.Score(
           TASK,
@@ -446,14 +445,14 @@ def _ablations(
 
 
 def figures(scores: results_store.Scores) -> dict[str, dict[str, Any]]:
-  """Returns the content of the figure, for every model that was analysed.
+  """Returns the content of the figure, for every analysed model.
 
   Args:
     scores: scores of every model.
 
   Returns:
     By model: `shares` by part, `layers` (numbers), `inputs` (a row per layer
-    of a number per head) and `ablation` (a number per layer; empty for a
+    with a number per head) and `ablation` (a number per layer; empty for a
     decoder-only model).
   """
   content = {}

@@ -1,8 +1,8 @@
 """Attention weights of a layer's queries and keys, summed by key.
 
-The weights are computed again by chunks of queries, with the mask, scale and
-soft-cap of the layer: no more than a chunk's scores are in memory at a time.
-The module imports nothing of the package but `ops`.
+The weights are recomputed in chunks of queries, with the mask, scale and
+soft-cap of the layer: only one chunk's scores are in memory at a time. From the
+package, this module imports only `ops`.
 """
 
 from typing import NamedTuple
@@ -24,7 +24,7 @@ class Received(NamedTuple):
   """Attention by head, averaged over queries.
 
   Attributes:
-    by_key: share of the attention that each key receives.
+    by_key: share of the attention received by each key.
     entropy: entropy of a query's attention, in nats.
   """
 
@@ -43,7 +43,7 @@ def received(
   bias: relative_bias.RelativeBias | None = None,
   chunk: int,
 ) -> Received:
-  """Sums the attention that keys receive.
+  """Sums the attention received by keys.
 
   Args:
     q: queries; head n reads key/value head n // (N/K).
@@ -60,14 +60,14 @@ def received(
 
   def add_chunk(sums, chunked):
     q_chunk, weight, segments, positions = chunked
-    # Query heads by the key head that they read: keys need no copies.
+    # Group query heads by key head: keys need no copies.
     grouped = q_chunk.reshape(batch, -1, kv_heads, heads // kv_heads, head_dim)
     scores = scale * jnp.einsum(
       'BTKGH,BSKH->BKGTS', grouped, k, preferred_element_type=jnp.float32
     )
     if softcap is not None:
       scores = activations.softcap(scores, softcap)
-    # The queries of a chunk have other indices than the keys.
+    # Queries of a chunk and keys have different indices.
     part = spec.replace(
       q_segments=segments, q_positions=positions, aligned=False
     )
@@ -76,9 +76,9 @@ def received(
     if bias is not None:
       scores += relative_bias.scores(bias, part)
     shares = attention_reference.masked_softmax(scores, visible)
-    # xlogy is 0 at the shares of hidden keys; 0 log 0 would be NaN.
+    # xlogy is 0 for masked keys; 0 log 0 would be NaN.
     nats = -jnp.sum(jax.scipy.special.xlogy(shares, shares), axis=-1)
-    # Padded queries add nothing: they see no key, and their weight is 0.
+    # Padded queries contribute nothing: no visible keys, and zero weight.
     return Received(
       sums.by_key + jnp.einsum('BNTS,BT->BNS', shares, weight),
       sums.entropy + jnp.einsum('BNT,BT->BN', nats, weight),

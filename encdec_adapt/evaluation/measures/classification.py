@@ -1,8 +1,8 @@
 """F1 of classifiers on held-out records.
 
-Loss and accuracy are those of `perplexity`: every labelled token is a target.
-F1 is not a mean over examples, so it has neither intervals nor paired tests. Of
-`evaluation`, only `results` is imported.
+Loss and accuracy come from `perplexity`: every labelled token is a target. F1
+is not a mean over examples, so it has neither intervals nor paired tests. From
+`evaluation`, this module imports only `results`.
 """
 
 from collections.abc import Iterable, Mapping
@@ -29,8 +29,8 @@ def scores(
 ) -> list[results_store.Score]:
   """Returns `macro_f1`, the mean over the labels, and `f1` without the first.
 
-  `f1` counts predictions and right labels other than the first label, which is
-  "no" or, for tags, "outside".
+  `f1` is micro-averaged over all labels but the first ("no" or, for tags,
+  "outside").
 
   Args:
     task: name of the task.
@@ -39,7 +39,7 @@ def scores(
     batches: this process's rows of every batch.
   """
   count = jax.jit(_confusion, static_argnums=0)
-  # Counts of a batch fit int32; counts of a whole set of tokens may not.
+  # Counts of a batch fit int32; counts of a whole record set may not.
   table = np.zeros(2 * [placement.model.config.decoder.outputs], np.int64)
   for batch in batches:
     fields = {name: x for name, x in batch.items() if name != 'row'}
@@ -54,13 +54,13 @@ def scores(
 
 
 def f1(table: Int[np.ndarray, 'K K']) -> tuple[float, float]:
-  """Computes F1 from the counts of (right label, predicted label).
+  """Computes F1 from the counts of (true label, predicted label).
 
   Returns:
-    The mean over labels that occur, and the F1 of all labels but the first
-    taken together.
+    The mean over occurring labels, and the micro-average over all labels but
+    the first.
   """
-  # F1 = 2 TP / (2 TP + FP + FN); a row and a column both count the TP.
+  # F1 = 2 TP / (2 TP + FP + FN); row and column sums both include the TP.
   right, totals = np.diag(table), table.sum(axis=0) + table.sum(axis=1)
   # A label that neither occurs nor is predicted would be 0 / 0.
   occurs = totals > 0
@@ -80,10 +80,10 @@ def _confusion(
   with partition.use(placement.mesh, placement.rules.as_dict()):
     hidden = model.architecture.predict(model, params, batch)
     label = jnp.argmax(model.logits(params, hidden), axis=-1)
-    # -1 is not a cell: tokens without weight are not counted.
+    # -1 is no cell: tokens without weight are not counted.
     cell = jnp.where(batch['weights'] > 0, batch['targets'] * size + label, -1)
     counts = jnp.sum(cell[..., None] == jnp.arange(size * size), axis=(0, 1))
-    # Every process adds the counts of all rows, not only of its shard.
+    # Replicated: every process gets the counts of all rows, not just its shard.
     return jax.lax.with_sharding_constraint(
       counts.reshape(size, size), placement_lib.replicated(placement.mesh)
     )

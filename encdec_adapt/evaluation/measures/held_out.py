@@ -1,9 +1,9 @@
 """Scores of a model on held-out records: loss per target token, exact rows.
 
 Every model is measured on the same target tokens, and again with the prefixes
-of other examples: where that is not clearly worse, an encoder-decoder does not
-use its encoder, and a decoder-only model hardly uses the prefix. Of the other
-rooms of `evaluation`, only `results` is imported.
+of other examples: if the loss is not clearly worse, an encoder-decoder ignores
+its encoder, and a decoder-only model hardly uses the prefix. From `evaluation`,
+this module imports only `results`.
 """
 
 import dataclasses
@@ -39,8 +39,8 @@ class HeldOutEvaluation:
   name = TASK
 
   def options(self) -> results_store.Options:
-    """Returns the inputs of the scores: the rows."""
-    # The folder alone does not do: records may be made again in it.
+    """Returns all inputs of the scores: the rows."""
+    # The folder alone is not enough: its records may be rebuilt.
     digests = ' '.join(self.record_set.digests)
     return {
       'records': str(self.record_set.folder),
@@ -51,13 +51,13 @@ class HeldOutEvaluation:
     """Checks that a model can read the records.
 
     Raises:
-      UserError: the objective is for another kind of model or has rows of
-        several answers, the model has no vocabularies, or the records were
-        made with others.
+      UserError: the objective does not suit the model or has rows with several
+        answers, the model has no vocabularies, or the records have different
+        vocabularies.
     """
     spec = self.record_set.spec
     config_lib.check_kind(stored.model, spec.objectives[0])
-    # Cross-entropy of single rows, whatever loss a run had.
+    # Cross-entropy of single rows, independent of the run's loss.
     if any(
       x.rows.answers > 1 or x.rows.content == 'texts' for x in spec.objectives
     ):
@@ -66,8 +66,8 @@ class HeldOutEvaluation:
         ' a row, and the held-out loss is over single targets; leave them out.'
       )
     opened = stored.require_vocabularies()
-    # Records hold token ids: with another vocabulary they are another text, and
-    # the loss would be wrong without a sign of it.
+    # Records hold token ids: another vocabulary would decode them to other
+    # text, and the loss would be silently wrong.
     prints = {'encoder': spec.encoder_vocabulary, 'decoder': spec.vocabulary}
     sides = {side: opened.sides[side] for side in stored.model.stacks}
     records = self.record_set
@@ -93,11 +93,10 @@ class HeldOutEvaluation:
 
     Returns:
       Metrics of the task `TASK`: `loss` in nats per target token, `accuracy`
-      (share of target tokens), `exact_match` (share of examples that greedy
-      decoding gives to the last token), `target_tokens`, and
-      `loss_shuffled_prefix`, which rows without inputs or with several pairs,
-      and a single row, do not have; of classifiers also
-      `classification.scores`.
+      (share of target tokens), `exact_match` (share of examples with all target
+      tokens right under greedy decoding), `target_tokens`, and
+      `loss_shuffled_prefix` (not for rows without inputs or with several pairs,
+      nor for a single row); for classifiers also `classification.scores`.
     """
     placement, record_set = model.where, self.record_set
     spec, count = record_set.spec, len(record_set)
@@ -107,15 +106,15 @@ class HeldOutEvaluation:
       batches = setup.evaluation_batches(
         record_set, rows, placement, teacher=teacher, **options
       )
-      # The evaluator requests batch i when it has dispatched those before it,
-      # so i batches are about done.
+      # The evaluator requests batch i after dispatching the previous ones, so
+      # about i batches are done.
       counted = (
         (report(i * rows, count), batch)[1] for i, batch in enumerate(batches)
       )
       return _evaluator(placement)(model.params, counted)
 
     result = measure()
-    # Ratios leave out rows without targets.
+    # Ratios exclude rows without targets.
     tokens, n = result.weight, result.ratios.shape[2]
     groups = record_set.groups(result.rows)
     scores = result.scores(TASK, groups)
@@ -123,10 +122,10 @@ class HeldOutEvaluation:
     if isinstance(model.config.decoder.head, heads.Labels):
       batches = setup.evaluation_batches(record_set, rows, placement)
       scores += classification.scores(TASK, placement, model.params, batches)
-    # Packed rows hold several pairs, which have no single prefix to exchange.
+    # Packed rows hold several pairs: no single prefix to swap.
     has_inputs = min(spec.lengths.encoder, spec.lengths.decoder) > 0
     if has_inputs and not spec.pack and count > 1:
-      # Half of the set away: neighbouring rows may be pieces of one document,
+      # Half a set away: neighbouring rows may be pieces of the same document,
       # and its prefix would help.
       loss, *_ = measure(prefix_offset=count // 2).scores(TASK, groups)
       scores.append(dataclasses.replace(loss, metric=SHUFFLED))
@@ -135,5 +134,5 @@ class HeldOutEvaluation:
 
 @functools.cache
 def _evaluator(placement: state_lib.Placement) -> perplexity.Evaluator:
-  # Compared models are often of the same shape: the cache saves a compilation.
+  # Compared models often have equal shapes: the cache saves a compilation.
   return perplexity.Evaluator(placement, token_metrics.TargetTokens())

@@ -1,13 +1,12 @@
 """Cost of generating with a model: FLOPs, latency, throughput, memory.
 
-Reading the prompt (prefill) and generating (decode) are counted and measured
-separately, by the two compiled programs of the inference engine. FLOPs are
-those of `models.forward_flops`: `generation`, and the published convention.
-Times are medians of repeats after compilation and warm-up; those of a single
-prompt have quartiles, and two models are ranked by a latency only if their
-ranges between quartiles do not overlap. Memory is that of the compiled program
-on a device: arguments, results and temporaries. Of the other rooms of
-`evaluation`, only `results` is imported.
+Prefill and decode are counted and measured separately, with the two compiled
+programs of the inference engine. FLOPs come from `models.forward_flops`:
+`generation`, and the published convention. Times are medians of repeats after
+compilation and warm-up; single-prompt times have quartiles, and latencies rank
+two models only if their interquartile ranges do not overlap. Memory is the
+compiled program's on a device: arguments, results and temporaries. From
+`evaluation`, this module imports only `results`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -34,14 +33,14 @@ from encdec_adapt.telemetry import environment
 
 TASK = 'cost'
 REPEATS = 20  # Per latency; quartiles give its spread.
-_BATCH_REPEATS = 5  # The median ignores two that something else slowed down.
-_WARM_UP = 2  # Repeats that do not count: caches and clocks settle.
-# Share of the processors that other processes may take; more is reported.
+_BATCH_REPEATS = 5  # The median ignores two slowed by other load.
+_WARM_UP = 2  # Uncounted repeats, for caches and clocks to settle.
+# Tolerated CPU share of other processes; a larger one is reported.
 _LOADED = 0.1
 LATENCY = 'ms at batch 1'  # Axis of a figure.
-_QUARTILES = ('_low', '', '_high')  # Ends of the names of metrics.
+_QUARTILES = ('_low', '', '_high')  # Suffixes of metric names.
 
-# Lower quartile, median and upper quartile; equal where a cost is exact.
+# Lower quartile, median and upper quartile; equal for exact costs.
 Spread = tuple[float, float, float]
 
 
@@ -50,11 +49,11 @@ class CostEvaluation:
   """Counts and measures the cost of a request.
 
   Attributes:
-    prompt: tokens of each prompt.
-    generated: tokens generated for each prompt.
-    batch_size: prompts of the batch for throughput, rounded up to divide over
-      a model's devices.
-    int8: whether to keep kernels as 8-bit integers.
+    prompt: tokens per prompt.
+    generated: generated tokens per prompt.
+    batch_size: prompts per batch for throughput, rounded up to divide over a
+      model's devices.
+    int8: whether to quantize kernels to int8.
   """
 
   prompt: int
@@ -64,7 +63,7 @@ class CostEvaluation:
   name = TASK
 
   def options(self) -> results_store.Options:
-    """Returns the inputs of the cost: lengths, batch, devices and formula."""
+    """Returns all inputs of the cost: lengths, batch, devices and formula."""
     device = jax.local_devices()[0]
     return {
       'prompt': self.prompt,
@@ -72,7 +71,7 @@ class CostEvaluation:
       'rows': self.batch_size,
       'devices': f'{jax.device_count()} {device.device_kind}',
       # Formula 1 counted all of the last layer of a decoder's prefill, and 2
-      # had no quartiles; costs that a store holds of them are computed again.
+      # had no quartiles; their stored costs are recomputed.
       'formula': 3,
     }
 
@@ -94,23 +93,23 @@ class CostEvaluation:
     Args:
       model: a model with a decoder.
       rows: prompts at a time; divides over the model's devices.
-      report: not called, as the measurement takes a moment.
+      report: not called, since the measurement is short.
 
     Returns:
       Metrics of the task `TASK`: `parameters`; `prefill_flops`, `decode_flops`
-      and `published_flops` of a prompt, and `paper_flops`: the same with the
+      and `published_flops` per prompt, and `paper_flops`: the same with the
       feed-forward widths of the T5Gemma paper; at batch 1 `prefill_ms`, and
-      `decode_ms` of a token, with their quartiles `.._low` and `.._high`;
-      `other_load`, the share of the processors that other processes took
-      meanwhile, NaN where it is unknown; with `rows` prompts
-      `prefill_tokens_per_second` and `decode_tokens_per_second`, and
-      `prefill_bytes` and `decode_bytes` of memory on a device.
+      `decode_ms` per token, with their quartiles `.._low` and `.._high`;
+      `other_load`, the CPU share of other processes meanwhile, NaN if unknown;
+      with `rows` prompts `prefill_tokens_per_second` and
+      `decode_tokens_per_second`, and `prefill_bytes` and `decode_bytes` of
+      memory on a device.
     """
     del report
     config, prompt, generated = model.config, self.prompt, self.generated
     prefill, decode = forward_flops.generation(config, prompt, generated)
     paper = presets.with_paper_widths(config)
-    # Latency is of a single prompt, but every device needs a row.
+    # Latency is for a single prompt, but every device needs a row.
     began, foreign = time.monotonic(), environment.foreign_processor_seconds()
     single, _ = self._measure(model, model.rows(1), REPEATS)
     load = math.nan
@@ -145,11 +144,11 @@ class CostEvaluation:
   def _measure(
     self, model: model_in_memory.LoadedModel, rows: int, repeats: int
   ) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """Returns both programs' seconds of each repeat, and their bytes."""
-    # No token is -1, so that no row ends before it has `generated` tokens.
+    """Returns both programs' seconds per repeat, and their bytes."""
+    # No token is -1, so no row ends before `generated` tokens.
     ids = engine_lib.SpecialIds(bos=0, eos=(-1,), pad=0)
     engine = model.engine(rows=rows, ids=ids, int8=self.int8)
-    # Time does not depend on the tokens, so any will do.
+    # Time is independent of the token values.
     tokens = np.random.default_rng(0).integers(
       model.config.prompt_reader.vocab_size,
       size=(rows, self.prompt),
@@ -158,8 +157,8 @@ class CostEvaluation:
     requests = [engine_lib.Request(row, self.generated) for row in tokens]
     arguments = engine.prefill_arguments(requests, rows)
     prefill = engine.programs.get(decoding.prefill, *arguments)
-    # `eos`, `wake` and `steps` of `decoding.decode`: it returns when all rows
-    # have their tokens.
+    # `eos`, `wake` and `steps` of `decoding.decode`: return once all rows have
+    # their tokens.
     steps = np.int32(engine_lib.UNLIMITED)
     ends = np.array([-1], np.int32), np.int32(rows), steps
     state = prefill(*arguments)
@@ -177,8 +176,8 @@ class CostEvaluation:
 
 
 def _timed(times: list[float], program: Callable[..., Any], *args: Any) -> Any:
-  # Dispatch is asynchronous: the time excludes making the arguments, and
-  # includes all of the computation.
+  # Dispatch is asynchronous: the time excludes building the arguments, and
+  # includes the whole computation.
   jax.block_until_ready(args)
   start = time.perf_counter()
   result = jax.block_until_ready(program(*args))
@@ -198,9 +197,9 @@ def _memory(program: jax.stages.Compiled) -> float:
 
 
 def per_query(values: Mapping[str, float], generated: int) -> dict[str, Spread]:
-  """Returns the cost of a prompt and its answer, by the axis of a figure.
+  """Returns the cost of a prompt and its answer, by figure axis.
 
-  Memory is of the batch for throughput.
+  Memory is for the throughput batch.
   """
   exact = {
     'FLOPs': values['prefill_flops'] + values['decode_flops'],
@@ -218,10 +217,10 @@ def per_query(values: Mapping[str, float], generated: int) -> dict[str, Spread]:
 def notes(
   costs: Mapping[str, Mapping[str, float]], generated: int
 ) -> list[str]:
-  """Returns sentences on latencies that do not rank models, and on load.
+  """Returns sentences on overlapping latencies and on other load.
 
   Args:
-    costs: metrics of every model by its name.
+    costs: metrics by model name.
     generated: tokens of an answer.
   """
   spreads = {x: per_query(v, generated)[LATENCY] for x, v in costs.items()}
@@ -236,7 +235,7 @@ def notes(
       f'Not ranked by latency, as the quartiles of {REPEATS} repeats overlap:'
       f' {"; ".join(pairs)}.'
     )
-  # A load that is unknown is NaN, which is above nothing.
+  # An unknown load is NaN: all comparisons are false.
   return sentences + [
     f'The machine was loaded while {name} was measured: other processes took'
     f' {values["other_load"]:.0%} of its processors; latencies are too long.'
@@ -276,12 +275,12 @@ def describe(values: Mapping[str, float]) -> dict[str, str]:
 
 
 def pareto_front(points: Sequence[tuple[Spread, Spread]]) -> list[int]:
-  """Returns the indices of points that no other dominates, by rising cost.
+  """Returns the indices of non-dominated points, by ascending cost.
 
   Args:
-    points: cost and quality of each model; less cost and more quality are
-      better. Different costs whose quartiles overlap are not ranked, nor are
-      different qualities whose intervals do, so that neither point dominates.
+    points: cost and quality of each model; lower cost and higher quality are
+      better. Different costs with overlapping quartiles are not ranked, nor are
+      different qualities with overlapping intervals: neither point dominates.
   """
 
   def is_ranked(a: Spread, b: Spread) -> bool:
@@ -291,7 +290,7 @@ def pareto_front(points: Sequence[tuple[Spread, Spread]]) -> list[int]:
     (cost, quality), (other_cost, other_quality) = points[i], points[j]
     if not (is_ranked(cost, other_cost) and is_ranked(quality, other_quality)):
       return False
-    # The first of equal points stands for all.
+    # The first of equal points represents all.
     differs = points[i] != points[j] or i < j
     return (
       differs and cost[1] <= other_cost[1] and quality[1] >= other_quality[1]

@@ -2,7 +2,8 @@
 
 Encoder-decoders and decoder-only models are measured on the same target tokens
 of the same batches of pairs (`models.architecture` feeds them); decoder-only
-models also on causal batches. Of `evaluation`, only `results` is imported.
+models also on causal batches. From `evaluation`, this module imports only
+`results`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,14 +28,14 @@ from encdec_adapt.training.metrics import held_out_metrics
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-  """Held-out metrics over every row that has targets.
+  """Held-out metrics over all rows with targets.
 
   Attributes:
     metrics: names of the metrics.
     ratios: numerator and denominator of each metric by row, or by text of a
       packed row; see `metrics.held_out_metrics.HeldOut.ratios`.
-    rows: numbers of the rows in their record set, of a packed row one for each
-      of its texts; empty for other rows.
+    rows: indices of the rows in their record set, repeated for each text of a
+      packed row; empty for rows without a record set.
   """
 
   metrics: tuple[str, ...]
@@ -47,7 +48,7 @@ class Result:
   def values(self) -> dict[str, float]:
     """The metrics: ratios of sums over the rows."""
     sums = self.ratios.sum(axis=2).tolist()
-    # Not the mean of the rows' ratios: long rows count by their tokens.
+    # Not the mean of per-row ratios: rows are weighted by tokens.
     return {
       name: numerator / denominator
       for name, (numerator, denominator) in zip(self.metrics, sums, strict=True)
@@ -65,7 +66,7 @@ class Result:
 
     Args:
       task: name of the task.
-      groups: group of each row; empty where each is its own.
+      groups: group of each row; empty if each is its own.
     """
     return [
       results_store.ratio_score(task, name, *rows, groups)
@@ -74,7 +75,7 @@ class Result:
 
 
 class Evaluator:
-  """Evaluates one model; compiles once per shape of batch."""
+  """Evaluates one model; compiles once per batch shape."""
 
   def __init__(
     self,
@@ -83,13 +84,13 @@ class Evaluator:
     axes: placement_lib.BatchAxes = types.MappingProxyType({}),
     models: Mapping[str, build.Model] = types.MappingProxyType({}),
   ):
-    """Defines the evaluation.
+    """Sets up the evaluation.
 
     Args:
       placement: the model and the placement of its parameters.
       metrics: the held-out metrics.
       axes: logical axes of batch fields, see `placement.batch_axes`.
-      models: the frozen models that the metrics read, by name.
+      models: frozen models of the metrics, by name.
     """
     self._placement, self._metrics, self._axes = placement, metrics, axes
 
@@ -100,7 +101,7 @@ class Evaluator:
         }
         return metrics.ratios(placement.model, params, batch, frozen)
 
-    # Public, as `planner` compiles it without arrays.
+    # Public: `planner` compiles it without arrays.
     self.sums = jax.jit(
       sums,
       # Every process needs the ratios of all rows.
@@ -119,35 +120,35 @@ class Evaluator:
   ) -> Result:
     """Evaluates parameters on a stream of batches.
 
-    Up to rounding, the result is independent of the batch size. Rows are in
-    the order of the batches; with several processes, of the devices.
+    Up to rounding, the result is independent of the batch size. Rows follow the
+    order of the batches; with several processes, of the devices.
 
     Args:
       params: parameters of the model.
-      batches: this process's rows of every batch, with their numbers in the
-        field `row` if they are of records; filler rows have weight 0.
+      batches: this process's rows of every batch, with record indices in the
+        field `row` if they are records; filler rows have weight 0.
       references: parameters of the frozen models, by name.
 
     Raises:
       UserError: the batches have no target tokens.
     """
     metrics = self._metrics.names
-    # float64, to which concatenation promotes the others: sums over many rows
-    # would lose digits in float32.
+    # float64 promotes the concatenation: float32 sums over many rows would
+    # lose precision.
     chunks = [np.zeros((len(metrics), 2, 0), np.float64)]
     rows = [np.zeros(0, np.int32)]
     for batch in batches:
       fields = step_lib.place_batch(batch, self._placement, self._axes)
-      # `row` says which records a batch holds; no model reads it.
+      # `row` has the record indices of a batch; models do not read it.
       if 'row' in fields:
         # Not copied here: that would wait for the devices.
         rows.append(self._replicate(fields['row']))
       chunks.append(self.sums(params, fields, references or {}))
-      # The copy waits for the devices. One batch late, it lets them compute
-      # while the host prepares the next batch.
+      # The copy blocks on the devices. Delayed by one batch, it overlaps their
+      # computation with the host's preparation of the next batch.
       chunks[-2] = np.asarray(chunks[-2])
     ratios = np.concatenate(chunks, axis=2)
-    # Rows that fill the last batch have no weight.
+    # Filler rows of the last batch have no weight.
     is_weighted = ratios[0, 1] != 0
     ratios, rows = ratios[..., is_weighted], np.hstack([*map(np.ravel, rows)])
     if not ratios.size:

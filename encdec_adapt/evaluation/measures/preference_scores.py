@@ -1,10 +1,10 @@
-"""Calibration and accuracy by length of models that compare answers.
+"""Calibration and accuracy by length of preference models.
 
-They follow from the held-out metrics of a comparison
-(`training.losses.comparison`). A margin gives the answer that a model prefers
-the probability sigmoid(|margin|), its confidence, as in the model of Bradley
-and Terry; the curve of calibration is the accuracy by confidence. Of
-`evaluation`, only `results` is imported.
+Both follow from the held-out metrics of a comparison
+(`training.losses.comparison`). As in the Bradley-Terry model, the confidence is
+the probability sigmoid(|margin|) of the preferred answer; the calibration curve
+is the accuracy by confidence. From `evaluation`, this module imports only
+`results`.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ _LENGTHS = {-1: 'shorter', 0: 'equal', 1: 'longer'}
 
 
 def scores(task: str, result: perplexity.Result) -> list[results_store.Score]:
-  """Returns the scores beside the held-out metrics; none of other losses.
+  """Returns scores derived from held-out metrics; none for other losses.
 
   Args:
     task: name of the task.
@@ -30,8 +30,8 @@ def scores(task: str, result: perplexity.Result) -> list[results_store.Score]:
 
   Returns:
     `accuracy_chosen_shorter`, `.._equal` and `.._longer`, by the tokens of the
-    chosen answer, and for bins of confidence from 0.5 on `accuracy_at_0.5` and
-    the mean `confidence_at_0.5`. A group without examples has no score.
+    chosen answer, and for bins of confidence from 0.5, `accuracy_at_0.5` and
+    the mean `confidence_at_0.5`. Groups without examples have no score.
   """
   if 'margin' not in result.metrics:
     return []
@@ -47,8 +47,8 @@ def scores(task: str, result: perplexity.Result) -> list[results_store.Score]:
   for i, low in enumerate(_BINS):
     groups.append((f'accuracy_at_{low}', right[bins == i]))
     groups.append((f'confidence_at_{low}', confidence[bins == i]))
-  # Without those of single examples: groups of two models are other examples,
-  # which no paired test compares.
+  # No per-example scores: groups of two models have different examples, not
+  # suitable for paired tests.
   return [
     dataclasses.replace(results_store.mean_score(task, name, values), scores=())
     for name, values in groups
@@ -57,14 +57,14 @@ def scores(task: str, result: perplexity.Result) -> list[results_store.Score]:
 
 
 def curves(scores: results_store.Scores) -> dict[str, dict[str, Curve]]:
-  """Returns the curves of calibration that `scores` has bins of.
+  """Returns the calibration curves of the bins in `scores`.
 
   Args:
     scores: scores by model.
 
   Returns:
-    By task and model, for each bin its mean confidence, accuracy, and the
-    accuracy's standard error.
+    By task and model, for each bin: mean confidence, accuracy, and standard
+    error of the accuracy.
   """
   by_task: dict[str, dict[str, Curve]] = {}
   for model, model_scores in scores.items():

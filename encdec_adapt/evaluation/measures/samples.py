@@ -1,9 +1,9 @@
 """Samples of a model in training: greedy answers to held-out inputs.
 
-They are printed and appended to `samples.jsonl`, a line per sample with `step`,
+Samples are printed and appended to `samples.jsonl`, one line each, with `step`,
 `row` (of the held-out records), `prompt`, `reference` and `output`: text with
-special tokens by name. A long prompt is cut to its end. The module imports
-nothing of `evaluation`.
+special tokens by name. Long prompts are truncated to their end. This module
+imports nothing from `evaluation`.
 """
 
 from typing import Any
@@ -18,22 +18,22 @@ from encdec_adapt.tokenizers import chat_format
 from encdec_adapt.training import setup
 
 FILE = 'samples.jsonl'
-_COUNT = 2  # Held-out rows that are continued, from the first.
-_LONGEST = 1000  # Characters of a prompt that are written.
-_SHOWN = 160  # Characters of a text that are printed.
+_COUNT = 2  # Number of continued held-out rows, from the first.
+_LONGEST = 1000  # Maximum characters of a written prompt.
+_SHOWN = 160  # Maximum characters of a printed text.
 
 
 class Sampler:
   """Continues the inputs of some held-out rows."""
 
   def __init__(self, workdir: str, data: setup.Data, evaluated: int | None):
-    """Reads the rows, and drops samples of steps that are repeated.
+    """Reads the rows, and drops samples of repeated steps.
 
     Args:
-      workdir: gets `samples.jsonl`.
-      data: vocabularies and held-out rows, of a single pair each.
-      evaluated: the last step that was evaluated, None for none; samples of
-        later steps are dropped.
+      workdir: folder of `samples.jsonl`.
+      data: vocabularies and held-out rows, with a single pair each.
+      evaluated: last evaluated step, or None; samples of later steps are
+        dropped.
     """
     if distributed.is_lead():
       last = -1 if evaluated is None else evaluated
@@ -43,17 +43,17 @@ class Sampler:
         for sample, _ in self._log.lines
         if sample and sample['step'] <= last
       )
-    # The first rows at every step, so that answers can be followed.
+    # The same rows at every step, so that answers can be compared.
     held_out, self._sides = data.evaluation, data.vocabularies.sides
     self._rows = held_out.read(range(min(_COUNT, len(held_out))))
-    # The inputs of the rows begin with it; a printed prompt shows its end.
+    # Inputs start with the prefix; a printed prompt only shows its end.
     objective = held_out.spec.objectives[0]
     prefix = objective.options.get('prefix')
     if prefix and distributed.is_lead():
       print(f'samples: prompts begin with {prefix!r}')
     self._max_tokens, framing = held_out.spec.decoder_length, held_out.framing
     ends = [framing.decoder.eos]
-    # An answer of a chat is over when the turn is, before EOS.
+    # A chat answer ends with its turn, before EOS.
     if objective.rows.ends_turns:
       ends.append(chat_format.end_of_turn(self._sides['decoder']))
     self._ids = engine.SpecialIds(
@@ -70,13 +70,13 @@ class Sampler:
 
     Args:
       step: step of the model.
-      loaded: the model, which reads pairs.
+      loaded: a model of pairs.
 
     Returns:
-      The lines that are appended; none but on process 0.
+      The appended lines; empty except on process 0.
     """
-    # A decoder-only model reads the inputs as a teacher does: they may be of
-    # another vocabulary than the encoder's.
+    # A decoder-only model reads the inputs like a teacher: their vocabulary may
+    # differ from the encoder's.
     side = loaded.stored.prompt_side
     pairs = [pair for pair, *_ in self._rows]
     inputs = [
@@ -88,7 +88,7 @@ class Sampler:
       engine.Request(np.array(frame(ids, side), np.int32), self._max_tokens)
       for ids in inputs
     ]
-    # The engine's copy of the parameters lives no longer than the samples.
+    # The engine's copy of the parameters is freed after sampling.
     outputs = dict(
       loaded.engine(
         rows=loaded.rows(len(self._rows)),
@@ -108,7 +108,7 @@ class Sampler:
       print(f'step {step}: sample {row + 1} of {len(self._rows)}')
       for name, text in sample.items():
         if len(text) > _SHOWN:
-          # The end of a prompt is next to its answer.
+          # Keep the end: it is next to the answer.
           is_prompt = name == 'prompt'
           text = (
             f'... {text[-_SHOWN:]}' if is_prompt else f'{text[:_SHOWN]} ...'

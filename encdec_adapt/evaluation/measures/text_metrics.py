@@ -1,17 +1,17 @@
 """Metrics of generated texts against references: ROUGE, BLEU, chrF, EM, F1.
 
-ROUGE is rouge-score's, BLEU and chrF sacreBLEU's (the extra `eval`), in its
-scale of 0 to 100; the others are from 0 to 1. Exact match and F1 are SQuAD's
-(Rajpurkar et al. 2016, evaluate-v1.1.py): without case, punctuation, articles
-and repeated spaces; the best over the references.
+ROUGE comes from rouge-score, BLEU and chrF from sacreBLEU (the extra `eval`)
+on its scale of 0 to 100; the others range from 0 to 1. Exact match and F1 are
+SQuAD's (Rajpurkar et al. 2016, evaluate-v1.1.py): without case, punctuation,
+articles and repeated spaces; the best over the references.
 
-`choose` finds the tokenizers of BLEU and ROUGE by the most frequent script of
-the references. A metric has the name of a tokenizer other than `13a` and
-`english`, as in `bleu/zh`:
+`choose` selects the tokenizers of BLEU and ROUGE by the most frequent script of
+the references. Tokenizers other than `13a` and `english` are part of the
+metric's name, as in `bleu/zh`:
 
 | of    | tokenizer  | references                                           |
 |-------|------------|------------------------------------------------------|
-| BLEU  | `13a`      | words with spaces, as of most scripts                |
+| BLEU  | `13a`      | words with spaces, as in most scripts                |
 |       | `zh`       | Han characters                                       |
 |       | `ja-mecab` | kana; `char` unless `sacrebleu[ja]` is installed     |
 |       | `char`     | Thai, Lao, Khmer, Burmese, Tibetan                   |
@@ -20,7 +20,7 @@ the references. A metric has the name of a tokenizer other than `13a` and
 |       | `unicode`  | all others: words of letters, marks and digits, and  |
 |       |            | single characters of scripts without spaces          |
 
-Of the other rooms of `evaluation`, only `results` is imported.
+From `evaluation`, this module imports only `results`.
 """
 
 import collections
@@ -47,8 +47,8 @@ _UNSPACED = {
 }
 _LETTER, _SCRIPTS = r'[\p{L}\p{M}\p{N}]', ''.join(_UNSPACED)
 _WORD = rf'(?V1)[[{_SCRIPTS}]&&{_LETTER}]\p{{M}}*|[{_LETTER}--[{_SCRIPTS}]]+'
-_KANA = 0.1  # Least kana of a Japanese text, for each Han character.
-_FOREIGN = 0.01  # Share of the words of an English text, at most.
+_KANA = 0.1  # Minimum kana per Han character in Japanese text.
+_FOREIGN = 0.01  # Maximum share of non-ASCII words in English text.
 
 
 def require_packages() -> None:
@@ -63,10 +63,10 @@ def choose(
 
   Args:
     references: texts per example.
-    names: BLEU,ROUGE; one that is empty is chosen by the script.
+    names: BLEU,ROUGE; empty names are chosen by script.
 
   Raises:
-    UserError: there is no such tokenizer, or sacreBLEU cannot open it.
+    UserError: a tokenizer does not exist, or sacreBLEU cannot open it.
   """
   import regex  # A dependency of sacreBLEU.
   import sacrebleu
@@ -119,7 +119,7 @@ def score(
   references: Sequence[Sequence[str]],
   tokenizers: tuple[str, str],
 ) -> list[results_store.Score]:
-  """Scores predictions by all metrics, BLEU and chrF from 0 to 100.
+  """Scores predictions with all metrics, BLEU and chrF from 0 to 100.
 
   Args:
     task: name of the task.
@@ -138,7 +138,7 @@ def score(
   words = types.SimpleNamespace(tokenize=_words) if rouge_name else None
   scorer = rouge_scorer.RougeScorer(_ROUGE, use_stemmer=True, tokenizer=words)
   chrf = sacrebleu.CHRF()
-  # Without it, the score of a sentence of fewer than four words is 0.
+  # Without it, sentences of fewer than four words score 0.
   bleu = sacrebleu.BLEU(tokenize=tokenizers[0], effective_order=True)
   values: dict[str, list[float]] = collections.defaultdict(list)
   for text, texts in zip(predictions, references, strict=True):
@@ -148,18 +148,18 @@ def score(
     is_exact = _normal(text) in map(_normal, texts)
     values['exact_match'].append(float(is_exact))
     values['f1'].append(max(_f1(text, x) for x in texts))
-    # Scores of sentences are for paired tests; the value is the corpus's.
+    # Sentence scores are for paired tests; the value is the corpus score.
     values['bleu'].append(bleu.sentence_score(text, list(texts)).score)
     values['chrf'].append(chrf.sentence_score(text, list(texts)).score)
   scores = {
     name: results_store.mean_score(task, name + suffixes.get(name, ''), column)
     for name, column in values.items()
   }
-  # The first references of all examples, the second, ..; None where an example
-  # has fewer, which sacreBLEU leaves out.
+  # The first references of all examples, the second, ..; None, ignored by
+  # sacreBLEU, for examples with fewer.
   columns = list(itertools.zip_longest(*references))
-  # Published numbers are of corpora, which are not means of sentences
-  # and so have no standard error.
+  # Published numbers are corpus scores, not means over sentences, and so
+  # have no standard error.
   bleu = sacrebleu.BLEU(tokenize=tokenizers[0])
   for name, metric in (('bleu', bleu), ('chrf', chrf)):
     value = metric.corpus_score(predictions, columns).score
@@ -168,7 +168,7 @@ def score(
 
 
 def _normal(text: str) -> list[str]:
-  """Returns the words that SQuAD's metrics compare."""
+  """Returns the words compared by SQuAD's metrics."""
   plain = text.lower().translate(_PUNCTUATION)
   return _ARTICLES.sub(' ', plain).split()
 

@@ -1,4 +1,4 @@
 """Scores, their store on disk, comparisons with intervals, formats of numbers.
 
-The room imports no other room of `evaluation`, and no code of models.
+This folder imports no other folder of `evaluation`, and no model code.
 """

@@ -1,12 +1,12 @@
 """Statistics of scores: intervals, paired tests, rank correlation.
 
-Scores of 0 and 1 have Wilson's interval (1927) and are compared by the exact
-form of McNemar's test (1947), with the interval of Agresti and Min (Statistics
-in Medicine 24, 2005) for a difference of paired proportions. Other scores have
-Student's t intervals and the paired t test. Where examples have groups, or an
-arm has several runs, intervals are over groups and runs (`crossed_intervals`).
-Nothing is corrected for the number of comparisons. Of the package the module
-imports only others of this room.
+Binary scores use Wilson's interval (1927) and the exact form of McNemar's test
+(1947), with the interval of Agresti and Min (Statistics in Medicine 24, 2005)
+for a difference of paired proportions. Other scores use Student's t intervals
+and the paired t test. If examples have groups, or an arm has several runs,
+intervals are over groups and runs (`crossed_intervals`). No correction for
+multiple comparisons. From the package, this module imports only other modules
+of this folder.
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,12 +23,12 @@ from encdec_adapt.evaluation.results import (
 )
 
 CONFIDENCE = 0.95
-# Models that a rank correlation needs before it is more than descriptive.
+# Minimum sizes, and arms, for a more than descriptive rank correlation.
 _SIZES = 4
 _ARMS = 6
 
 # scipy, a dependency of jax, is imported when a statistic is computed: the
-# import takes up to a second, which commands that print none should not pay.
+# import takes up to a second, too slow for commands without statistics.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Comparison:
     low: lower bound of its 95 % interval.
     high: upper bound of the interval.
     p: two-sided p-value of no difference.
-    units: what the interval is over, such as '3 runs and 42 groups'.
+    units: sampling units of the interval, such as '3 runs and 42 groups'.
     test: name of the test.
   """
 
@@ -58,7 +58,7 @@ def interval(score: results_store.Score) -> tuple[float, float] | None:
     x = contrasts.interval([[score]], CONFIDENCE)
     return (x.low, x.high) if x.groups > 1 else None
   if score.scores and _is_binary(score):
-    # Student's interval has no width where all answers are right, and leaves
+    # Student's interval has zero width if all answers are right, and may exceed
     # [0, 1]; Wilson's does neither.
     z, n = _z(), score.n
     middle = (score.value + z * z / (2 * n)) / (1 + z * z / n)
@@ -77,12 +77,12 @@ def compare(
   """Compares two arms on one metric.
 
   Args:
-    first: scores of the runs of an arm, often a single one.
+    first: scores of an arm's runs, often a single one.
     second: scores of as many runs of another arm.
 
   Returns:
-    None without paired scores: a single example of a single run, other
-    examples, or a metric that single examples do not have.
+    None without paired scores: a single example of a single run, different
+    examples, or a metric without per-example values.
   """
   scores = [*first, *second]
   if not all(
@@ -115,11 +115,11 @@ def _mcnemar(better: int, worse: int, n: int) -> Comparison:
   """
   from scipy import stats
 
-  # Examples that both models answer alike carry no evidence.
+  # Examples with equal answers carry no evidence.
   changed = better + worse
   p = float(stats.binomtest(better, changed).pvalue) if changed else 1.0
   # Agresti and Min: half an example more in each cell of the 2 x 2 table, so
-  # that equal answers have an interval of some width, too.
+  # equal answers also have an interval of nonzero width.
   middle = (better - worse) / (n + 2)
   variance = (changed + 1 - (better - worse) ** 2 / (n + 2)) / (n + 2) ** 2
   half = _z() * math.sqrt(variance)
@@ -150,16 +150,16 @@ def correlations(
   """Computes Spearman's rank correlation, pooled and within size.
 
   The T5Gemma paper (2504.06225) correlates pretraining and instruction tuning
-  in this way. Sizes correlate everything, so that a pooled correlation needs
-  arms of 4 sizes, and one within a size 6 arms, to be more than descriptive.
+  in this way. Size is a confounder: a pooled correlation needs arms of 4 sizes,
+  a correlation within a size 6 arms, to be more than descriptive.
 
   Args:
     points: size, arm, and two scores, of every run. Runs of an arm are
-      averaged: the arms are the unit.
+      averaged: arms are the units.
 
   Returns:
-    The correlation over all arms, and the mean of the correlations within each
-    size of at least 6 arms, without these of at least 3; None without these.
+    The correlation over all arms, and the mean of the correlations within sizes
+    with at least 6 arms, or else at least 3; None without such sizes.
   """
   from scipy import stats
 
@@ -187,7 +187,7 @@ def _is_grouped(score: results_store.Score) -> bool:
 
 
 def _is_binary(score: results_store.Score) -> bool:
-  # BLEU is not a mean over examples, and may be 0 in all of them.
+  # BLEU is not a mean over examples, and may be 0 for all of them.
   is_share = score.stderr is not None or score.n == 1
   return is_share and set(score.scores) <= {0.0, 1.0}
 

@@ -1,12 +1,12 @@
 """Contrasts of arms: differences of scores by seed and group of examples.
 
-An arm is the scores of its runs, a seed each, on one metric. A contrast is of
-two arms, the second minus the first, or of four, (second - first) - (fourth -
-third). Runs are differenced seed by seed; arms that read equal rows under equal
-seeds vary less in it.
+An arm is a list of scores of its runs, one per seed, on one metric. A contrast
+is over two arms, second - first, or four, (second - first) - (fourth - third).
+Runs are differenced by seed: this lowers the variance of arms with equal rows
+under equal seeds.
 
-The module imports of the package `base.errors`, `data.sources.document_source`,
-`crossed_intervals` and `results_store` alone.
+From the package, this module imports only `base.errors`,
+`data.sources.document_source`, `crossed_intervals` and `results_store`.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from encdec_adapt.base import errors
 from encdec_adapt.data.sources import document_source
 from encdec_adapt.evaluation.results import crossed_intervals, results_store
 
-MOST_ROWS = 32  # Rows of a group in the report of a study.
+MOST_ROWS = 32  # Maximum rows per group in the report of a study.
 # Signs of a contrast's arms.
 SIGNS = {1: (1,), 2: (-1, 1), 4: (-1, 1, 1, -1)}
 
@@ -35,19 +35,19 @@ def interval(
 def sums(
   arms: Sequence[Arm],
 ) -> tuple[Float[np.ndarray, 'seeds groups'], Float[np.ndarray, ' groups']]:
-  """Returns an arm (a single one), or a contrast of arms, by seed and group.
+  """Returns the sums of an arm, or of a contrast of arms, by seed and group.
 
   Args:
     arms: one, two or four arms.
 
   Returns:
     The numerators of the metric, or their differences, and its denominators,
-    summed over the examples of each group, in the order of their names. An
-    example without groups is its own.
+    summed over the examples of each group, in the order of group names. Without
+    groups, each example is its own group.
 
   Raises:
-    UserError: single examples have no such metric, the arms have other
-      examples, or not equal numbers of seeds.
+    UserError: the metric has no per-example values, or the arms have different
+      examples or numbers of seeds.
   """
   first, seeds = arms[0][0], len(arms[0])
   label = f'{first.task}/{first.metric}'
@@ -84,7 +84,7 @@ def sums(
 def same_examples(
   first: results_store.Score, second: results_store.Score
 ) -> bool:
-  """Returns whether two scores of a metric are of the same examples."""
+  """Returns whether two scores of a metric have the same examples."""
   return (
     len(first.scores) == len(second.scores)
     and first.groups == second.groups
@@ -93,10 +93,11 @@ def same_examples(
 
 
 def reported(score: results_store.Score) -> results_store.Score:
-  """Returns a score on the examples that the report of a study takes.
+  """Returns a score on the examples of a study's report.
 
-  They are those of groups outside the development part, and of a group at most
-  `MOST_ROWS`, evenly spaced. A score without groups is returned as it is.
+  The report excludes groups in the development part, and takes at most
+  `MOST_ROWS` examples per group, evenly spaced. A score without groups is
+  returned unchanged.
 
   Args:
     score: score on all held-out examples.
@@ -124,7 +125,7 @@ def reported(score: results_store.Score) -> results_store.Score:
 
 
 def development(score: results_store.Score, rows: int) -> results_store.Score:
-  """Returns a score on the rows that jobs evaluate on.
+  """Returns a score on the rows evaluated during training.
 
   Args:
     score: score on all held-out examples, with groups.
@@ -154,7 +155,7 @@ def _weights(score: results_store.Score) -> Float[np.ndarray, ' n']:
 
 
 def _numerators(score: results_store.Score) -> Float[np.ndarray, ' n']:
-  """Returns the numerators that a ratio's linearised scores are of."""
+  """Recovers the numerators from a ratio's linearised scores."""
   weights = _weights(score)
   residuals = np.subtract(score.scores, score.value) * weights.mean()
   return residuals + score.value * weights

@@ -1,16 +1,16 @@
 """Student's t intervals of a crossed layout of seeds and groups of examples.
 
-Every model (a seed) is measured on the same examples, which depend on each
-other within a group (of documents). A cell is the sum l of a seed's scores in a
-group, linearised: (l - r n) / mean(n) with the group's weight n, such as its
-tokens, and the ratio of the totals r, which is the effect. Of the two-way
-layout without repetitions (Scheffe, The Analysis of Variance, 1959, chapter 7)
-the mean has the variance (MS_seeds + MS_groups - MS_rest) / (seeds x groups)
-with Satterthwaite's degrees of freedom (Biometrics Bulletin 2, 1946). Where the
-larger of MS_seeds and MS_groups alone is more, it takes their place, with its
-own degrees of freedom. A bootstrap over both covers 77 to 95 % with 3 seeds.
+Every model (a seed) is measured on the same examples, dependent within a group
+(of documents). A cell is the sum l of a seed's scores in a group, linearised:
+(l - r n) / mean(n) with the group's weight n, such as its tokens, and the ratio
+of the totals r, the effect. In the two-way layout without repetitions (Scheffe,
+The Analysis of Variance, 1959, chapter 7), the mean has the variance (MS_seeds
++ MS_groups - MS_rest) / (seeds x groups) with Satterthwaite's degrees of
+freedom (Biometrics Bulletin 2, 1946). If the larger of MS_seeds and MS_groups
+exceeds this sum, it replaces it, with its own degrees of freedom. A bootstrap
+over both covers 77 to 95 % with 3 seeds.
 
-The module imports nothing of the package.
+This module imports nothing from the package.
 """
 
 from collections.abc import Sequence
@@ -22,19 +22,19 @@ from jaxtyping import Float
 import numpy as np
 
 # scipy, a dependency of jax, is imported when a statistic is computed: the
-# import takes up to a second, which commands that print none should not pay.
+# import takes up to a second, too slow for commands without statistics.
 
 
 @dataclasses.dataclass(frozen=True)
 class MeanSquares:
-  """Mean squares of a crossed layout; arrays of them are of many layouts.
+  """Mean squares of a crossed layout, or arrays over many layouts.
 
   Attributes:
     seeds: number of seeds.
     groups: number of groups.
-    of_seeds: mean square of the seeds, 0 for a single one.
-    of_groups: mean square of the groups, 0 for a single one.
-    residual: mean square of what neither explains, 0 if either is single.
+    of_seeds: mean square of the seeds, 0 for a single seed.
+    of_groups: mean square of the groups, 0 for a single group.
+    residual: residual mean square, 0 for a single seed or group.
   """
 
   seeds: int
@@ -75,7 +75,7 @@ class Interval:
   """An effect with its interval.
 
   Attributes:
-    effect: ratio of the total of the sums to that of the weights.
+    effect: ratio of the totals of sums and weights.
     low: lower bound; minus infinity with a single cell.
     high: upper bound.
     error: standard error.
@@ -83,8 +83,8 @@ class Interval:
     level: level of the interval, 0 to 1.
     seeds: number of seeds.
     groups: number of groups.
-    effective_groups: number of groups of equal weight whose mean would have the
-      variance of theirs: (sum of n)^2 / (sum of n^2).
+    effective_groups: number of equally weighted groups with the same variance
+      of the mean: (sum of n)^2 / (sum of n^2).
   """
 
   effect: float
@@ -116,9 +116,9 @@ def mean_squares(
   ratio = sums.mean(axis=0).sum() / weights.sum()
   cells = (sums - ratio * weights) / weights.mean()
   by_seed, by_group = (cells.mean(axis=i, keepdims=True) for i in (1, 0))
-  # The mean of all cells is 0, as the ratio is of the totals.
+  # The mean of all cells is 0, since r is the ratio of the totals.
   residual = cells - by_seed - by_group
-  # A single seed, or group, has deviations of 0 and no degree of freedom.
+  # A single seed or group has zero deviations and no degrees of freedom.
   return MeanSquares(
     seeds,
     groups,
@@ -137,8 +137,8 @@ def interval(
 
   Args:
     sums: scores, or their differences, of every seed summed over each group.
-      With a single seed the interval is over groups alone, and with a single
-      group over seeds alone.
+      With a single seed, the interval is over groups only; with a single group,
+      over seeds only.
     weights: weight of each group, such as its number of tokens.
     level: level of the interval, 0 to 1.
   """
@@ -164,7 +164,7 @@ def interval(
 
 
 def effective_number(weights: Sequence[float]) -> float:
-  """Returns the number of equal groups with the variance of these."""
+  """Returns the number of equally weighted groups with the same variance."""
   weights = np.asarray(weights, np.float64)
   return float(weights.sum() ** 2 / (weights**2).sum())
 

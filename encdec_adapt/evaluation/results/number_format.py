@@ -1,6 +1,6 @@
 """Formats of numbers in tables and findings: losses, means of seeds, counts.
 
-The module imports nothing of the package.
+This module imports nothing from the package.
 """
 
 from collections.abc import Sequence
@@ -8,12 +8,12 @@ import statistics
 
 
 def loss(value: float | None) -> str:
-  """Formats a loss in nats, or a dash for None."""
+  """Formats a loss in nats; a dash for None."""
   return '-' if value is None else f'{value:.3f}'
 
 
 def values(losses: Sequence[float]) -> str:
-  """Formats a loss, or the mean of the losses of several seeds with range."""
+  """Formats a loss, or the mean and range of several seeds' losses."""
   if len(losses) == 1:
     return loss(losses[0])
   return (
@@ -25,9 +25,9 @@ def values(losses: Sequence[float]) -> str:
 def count(value: float) -> str:
   """Formats a count with three digits, such as '1.23 M'."""
   for size, unit in ((1e9, ' G'), (1e6, ' M'), (1e3, ' k')):
-    # 999.5 k and more are '1.00 M'; rounded to three digits as thousands they
-    # would be '1.00e+03 k'.
+    # 999.5 k and more become '1.00 M'; as thousands, they would round to
+    # '1.00e+03 k'.
     if abs(value) >= size * 0.9995:
-      # '#' keeps trailing zeros ('1.00'), and the point of '123.'.
+      # '#' keeps trailing zeros ('1.00') and the point of '123.'.
       return f'{value / size:#.3g}'.rstrip('.') + unit
   return f'{value:.0f}'

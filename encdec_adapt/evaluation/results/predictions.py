@@ -1,10 +1,10 @@
-"""Predictions: the answers that a model generated in an evaluation.
+"""Predictions: a model's generated answers in an evaluation.
 
-`predictions/NAME-DIGEST.jsonl` beside the results has a line per example of an
-evaluation of a model: `run`, `step` and `fingerprint` of the model, `task`,
-`input`, `references`, `answer`, and `scores` by metric. The digest is that of
-the model and of the options that decide the answers. This module imports
-nothing of the package but `files`, `base.errors` and `results_store`.
+`predictions/NAME-DIGEST.jsonl` beside the results has a line per example:
+`run`, `step` and `fingerprint` of the model, `task`, `input`, `references`,
+`answer`, and `scores` by metric. The digest covers the model and the options of
+its answers. From the package, this module imports only `files`, `base.errors`
+and `results_store`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,8 +19,8 @@ from encdec_adapt.evaluation.results import results_store
 from encdec_adapt.files import append_log, paths
 
 FOLDER = 'predictions'
-_SHOWN = 20  # Predictions of an evaluation in a report.
-_LONGEST = 300  # Characters of a text in a report.
+_SHOWN = 20  # Maximum predictions per evaluation in a report.
+_LONGEST = 300  # Maximum characters of a text in a report.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Prediction:
 
   Attributes:
     task: name of the task.
-    input: text that the model read, without the task prefix.
+    input: input text of the model, without the task prefix.
     references: right answers.
     answer: generated text.
     scores: score of the answer by metric.
@@ -42,7 +42,7 @@ class Prediction:
   scores: dict[str, float]
 
 
-# An evaluation returns scores, and the answers that were scored.
+# An evaluation returns scores, and the scored answers.
 Result = results_store.Score | Prediction
 
 
@@ -75,10 +75,10 @@ def read(
   model: results_store.Model,
   options: results_store.Options,
 ) -> list[dict[str, Any]]:
-  """Returns the lines that `write` wrote; none where there is no file.
+  """Returns the lines written by `write`; empty without a file.
 
   Raises:
-    UserError: a line is of another run; names both.
+    UserError: a line belongs to another run; names both.
   """
   lines = []
   for line, origin in append_log.Log(_path(folder, model, options)).lines:
@@ -96,10 +96,10 @@ def read(
 def table(
   models: Mapping[str, Sequence[Sequence[Mapping[str, Any]]]],
 ) -> list[dict[str, str]]:
-  """Returns rows with the models' answers to an example below each other.
+  """Returns rows with the models' answers, grouped by example.
 
   Args:
-    models: lines of every evaluation, by name of the model.
+    models: lines of every evaluation, by model name.
   """
   rows = []
   for evaluation in zip(*models.values(), strict=True):
@@ -112,7 +112,7 @@ def table(
 def _row(name: str, line: Mapping[str, Any] | None) -> dict[str, str] | None:
   return line and {
     'task': line['task'],
-    # Shows the end, which is next to the answer.
+    # Show the end: it is next to the answer.
     'input': line['input'][-_LONGEST:],
     'references': ' | '.join(line['references'])[:_LONGEST],
     'model': name,

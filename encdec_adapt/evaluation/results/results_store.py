@@ -7,9 +7,9 @@
      "value": 0.62, "stderr": 0.02, "n": 500, "scores": [1, 0, ...]}
 
 `fingerprint` identifies the model, `options` are all inputs of its scores;
-`weights` and `groups` follow `scores` where the examples have them. A number
-that is not finite is null. Later lines replace earlier ones. This module
-imports nothing of the package but `files` and `base.errors`.
+`weights` and `groups` follow `scores` if the examples have them. Non-finite
+numbers are null. Later lines replace earlier ones. From the package, this
+module imports only `files` and `base.errors`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -39,18 +39,18 @@ class Score:
   Attributes:
     task: name of the task.
     metric: name of the metric, such as 'acc', 'rouge1' or 'loss'.
-    value: value over all examples; the mean of `scores` where the metric is
-      a mean over examples.
-    stderr: standard error of `value` over independent examples, None where it
-      is unknown.
+    value: value over all examples; the mean of `scores` if the metric is a mean
+      over examples.
+    stderr: standard error of `value` over independent examples, None if
+      unknown.
     n: number of examples.
-    scores: value of every example, in the order of the examples, for paired
-      tests; empty where single examples have no such metric. Of a ratio of
-      sums, its linearisation (`ratio_score`).
-    weights: denominator of every example, such as its target tokens; empty
-      where the metric is a mean.
-    groups: group of documents of every example (`document_source.group`), on
-      which errors depend together; empty where each example is its own.
+    scores: per-example values, in the order of the examples, for paired tests;
+      empty for metrics without per-example values; for a ratio of sums, its
+      linearisation (`ratio_score`).
+    weights: per-example denominators, such as target tokens; empty if the
+      metric is a mean.
+    groups: document group of every example (`document_source.group`), with
+      dependent errors within a group; empty if each example is its own.
   """
 
   task: str
@@ -74,12 +74,12 @@ def mean_score(
   Args:
     task: name of the task.
     metric: name of the metric.
-    scores: value of every example, at least one.
-    groups: group of every example; empty where each is its own.
+    scores: per-example values, at least one.
+    groups: group of every example; empty if each is its own.
   """
   scores = tuple(map(float, scores))
   n = len(scores)
-  # A single example says nothing about the spread of the population.
+  # A single example has no variance estimate.
   stderr = statistics.stdev(scores) / n**0.5 if n > 1 else None
   value, groups = statistics.fmean(scores), tuple(groups)
   return Score(task, metric, value, stderr, n, scores, groups=groups)
@@ -94,18 +94,18 @@ def ratio_score(
 ) -> Score:
   """Returns the score of a ratio of sums over examples, such as the loss.
 
-  It has a standard error by the delta method: the scores of the examples are
-  the ratio's linearisation, with the ratio as their mean.
+  The standard error uses the delta method: per-example scores are the ratio's
+  linearisation, with the ratio as their mean.
 
   Args:
     task: name of the task.
     metric: name of the metric.
     numerators: numerator of every example.
     weights: denominator of every example.
-    groups: group of every example; empty where each is its own.
+    groups: group of every example; empty if each is its own.
   """
   value, n = float(numerators.sum() / weights.sum()), len(numerators)
-  # Linear in the examples, so that intervals and tests of means apply.
+  # Linear in the examples: intervals and tests of means apply.
   scores = value + (numerators - value * weights) / weights.mean()
   stderr = float(scores.std(ddof=1)) / n**0.5 if n > 1 else None
   # Weights of 1 make a mean.
@@ -122,13 +122,12 @@ Scores = Mapping[str, Sequence[Score]]
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-  """A model that was evaluated.
+  """An evaluated model.
 
   Attributes:
-    run: path of the run or Hugging Face folder, as the user wrote it.
+    run: path of the run or Hugging Face folder, as given by the user.
     step: step of the checkpoint; None for a folder.
-    fingerprint: digest of its configuration, and of its files where they
-      exist.
+    fingerprint: digest of its configuration, and of its files if they exist.
   """
 
   run: str
@@ -137,7 +136,7 @@ class Model:
 
 
 class Store:
-  """Results of a folder; a single process may write them."""
+  """Results of a folder; only one process may write them."""
 
   def __init__(
     self, folder: str | os.PathLike[str], last_step: float = math.inf
@@ -145,7 +144,7 @@ class Store:
     """Reads the results and drops half-written evaluations.
 
     Args:
-      folder: gets `results.jsonl`; made if it is missing.
+      folder: folder of `results.jsonl`; created if missing.
       last_step: results of later steps are dropped, too.
 
     Raises:
@@ -154,16 +153,16 @@ class Store:
     self._log = append_log.Log(disk.require_writable(folder) / FILE)
     entries = [(_parse(*line), line[0]) for line in self._log.lines]
     if self._log.torn:
-      # Lines before the torn line may be of the same evaluation, which is then
-      # incomplete: `find` must not take it for finished. Where the torn line
-      # was the first of its evaluation, the evaluation before it is repeated.
+      # Lines before the torn line may belong to the same evaluation, then
+      # incomplete: `find` must not treat it as finished. If the torn line was
+      # the first of its evaluation, the previous evaluation is repeated.
       last = entries[-1][0][:2] if entries else None
       while entries and entries[-1][0][:2] == last:
         entries.pop()
     self._scores: dict[tuple[Model, str], dict[tuple[str, str], Score]] = {}
     records = []
     for (model, options, score), record in entries:
-      # A Hugging Face folder has no steps, so nothing of it is ever too late.
+      # A Hugging Face folder has no steps, so its results are never dropped.
       if (model.step or 0) <= last_step:
         records.append(record)
         self._put(model, options, score)
@@ -176,11 +175,11 @@ class Store:
     self._log.close()
 
   def find(self, model: Model, options: Options) -> list[Score]:
-    """Returns the scores of a model with these options; empty if none."""
+    """Returns a model's scores with these options; empty if none."""
     return list(self._scores.get((model, _text(options)), {}).values())
 
   def entries(self) -> list[tuple[Options, Score]]:
-    """Returns all scores with their options; the newest come last."""
+    """Returns all scores with their options, newest last."""
     return [
       (json.loads(options), score)
       for (_, options), scores in self._scores.items()
@@ -198,7 +197,7 @@ class Store:
       scores: all scores with these options.
 
     Raises:
-      UserError: the disk is full, or gone.
+      UserError: the disk is full or unavailable.
     """
     records = []
     for score in scores:
@@ -214,13 +213,13 @@ class Store:
       records.append(fields)
       self._put(model, _text(options), score)
     self._log.write(*records)
-    # In a bucket writes are buffered; hours of work must not wait there.
+    # Bucket writes are buffered: flush, to not risk hours of work.
     self._log.flush()
 
   def _put(self, model: Model, options: str, score: Score) -> None:
     key = model, options
-    # Inserted again, as readers of `entries` take the last one and a dict keeps
-    # the position of the first insertion.
+    # Reinserted: readers of `entries` take the last one, but a dict keeps the
+    # position of the first insertion.
     self._scores[key] = scores = self._scores.pop(key, {})
     scores[score.task, score.metric] = score
 
@@ -236,14 +235,14 @@ def text_digest(text: str) -> str:
 
 
 def _text(value: Any) -> str:
-  """Returns a JSON value as text, the same for equal values."""
+  """Returns a JSON value as canonical text."""
   return json.dumps(value, sort_keys=True)
 
 
 def _number(value: float | None) -> float | int | None:
   if value is None or not math.isfinite(value):
     return None
-  # Models compute in float32 or less, which has seven digits.
+  # Models compute in at most float32, with seven digits.
   value = float(f'{value:.7g}')
   # '1' instead of '1.0': most scores of single examples are 0 or 1.
   return int(value) if value.is_integer() else value

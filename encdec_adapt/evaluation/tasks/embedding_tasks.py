@@ -1,4 +1,4 @@
-"""Embeddings on local files: search, similarity of texts, clustering.
+"""Embedding tasks on local files: retrieval, text similarity, clustering.
 
 | file                         | metrics                                       |
 |------------------------------|-----------------------------------------------|
@@ -9,16 +9,15 @@
 | document_group of the        |                                               |
 | intervals), qrels/test.tsv   |                                               |
 | (query, document, relevance) |                                               |
-| FILE.jsonl#TEXT,TEXT,SCORE   | spearman, of the cosines with the scores      |
-| FILE.jsonl#TEXT,LABEL        | v_measure, of k-means with the labels         |
+| FILE.jsonl#TEXT,TEXT,SCORE   | spearman, cosine similarities and scores      |
+| FILE.jsonl#TEXT,LABEL        | v_measure, k-means clusters and labels        |
 
-Each is also of the leading parts of the vectors that an embedding model has
-(Matryoshka), as in `ndcg@10/128`. Other models are measured by the mean of the
-states that read a prompt. Queries and documents have the prefixes of the run;
-a text longer than the model's positions keeps its first tokens. As in BEIR's
-evaluation, a query does not find the document with its id, which is the query
-itself (ArguAna), so that ids of others must differ. Of the other rooms of
-`evaluation`, `results` is imported.
+Metrics are also computed for an embedding model's Matryoshka dimensions, as in
+`ndcg@10/128`. For other models, the states of their prompt-reading stack are
+mean-pooled. Queries and documents have the prefixes of the run; longer texts
+are truncated to the model's context. As in BEIR's evaluation, a query does not
+retrieve the document with its own id, which is the query itself (ArguAna), so
+other ids must differ. From `evaluation`, this module imports only `results`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -35,8 +34,8 @@ from encdec_adapt.generation import model_in_memory
 from encdec_adapt.stored import model_on_disk, pretrained_files
 from encdec_adapt.telemetry import progress
 
-_DEPTH = 10  # Documents that a query finds.
-_RESTARTS = 10  # Of k-means; the clusters with the least distances count.
+_DEPTH = 10  # Number of retrieved documents per query.
+_RESTARTS = 10  # Runs of k-means; the one with the least inertia counts.
 
 # Types of fields, and their names in errors.
 _NUMBER, _LABEL = (int, float), (int, float, str)
@@ -57,8 +56,8 @@ class EmbeddingEvaluation:
     name: name of the task.
     texts: the texts by role, 'query' or 'document'.
     measure: computes metrics from the vectors of each role.
-    content: all that was read.
-    groups: group of documents of every query; empty where each is its own.
+    content: all content of the file.
+    groups: document group of every query; empty if each is its own.
   """
 
   name: str
@@ -68,7 +67,7 @@ class EmbeddingEvaluation:
   groups: Sequence[str] = ()
 
   def options(self) -> results_store.Options:
-    """Returns the inputs of the scores."""
+    """Returns all inputs of the scores."""
     content = results_store.digest(self.content)
     return {'embeddings': self.name, 'content': content}
 
@@ -80,7 +79,7 @@ class EmbeddingEvaluation:
   def scores(
     self, model: model_in_memory.LoadedModel, rows: int, report: progress.Report
   ) -> list[results_store.Score]:
-    """Embeds the texts and measures the vectors.
+    """Embeds the texts and computes metrics of the vectors.
 
     Args:
       model: the model.
@@ -182,9 +181,9 @@ def _read_search(folder: str) -> EmbeddingEvaluation:
       ) from error
   if not relevant:
     raise errors.UserError(f'{path} has no relevant documents.')
-  # Other queries have nothing to find.
+  # Other queries have no relevant documents.
   texts = {'query': [queries[i] for i in relevant], 'document': texts}
-  # With the document that has the query's id; None for most.
+  # With the document of the query's id; None for most.
   judgements = [(x, numbers.get(ids[i])) for i, x in relevant.items()]
   for gains, same in judgements:
     if same in gains:
@@ -205,7 +204,7 @@ def _read_search(folder: str) -> EmbeddingEvaluation:
 def _search(
   queries: Vectors, documents: Vectors, judgements: Sequence[Judgement]
 ) -> Metrics:
-  """Returns metrics of every query; gains are relevances, as in trec_eval."""
+  """Returns metrics per query; gains are relevances, as in trec_eval."""
   rows = []
   discounts = 1 / np.log2(np.arange(_DEPTH) + 2)
   for query, (relevant, same) in zip(queries, judgements, strict=True):
@@ -248,11 +247,11 @@ def _clustering(vectors: Vectors, labels: np.ndarray) -> Metrics:
 def v_measure(labels: np.ndarray, clusters: np.ndarray) -> float:
   """Returns the harmonic mean of homogeneity and completeness.
 
-  It is 2 I / (H(labels) + H(clusters)) (Rosenberg and Hirschberg 2007).
+  Equals 2 I / (H(labels) + H(clusters)) (Rosenberg and Hirschberg 2007).
 
   Args:
-    labels: number of each example's label, from 0.
-    clusters: number of its cluster, from 0.
+    labels: label index of each example, from 0.
+    clusters: cluster index of each example, from 0.
   """
   table = np.zeros((labels.max() + 1, clusters.max() + 1))
   np.add.at(table, (labels, clusters), 1 / len(labels))

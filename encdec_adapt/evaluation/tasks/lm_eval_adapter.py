@@ -1,24 +1,24 @@
 """Our models in lm-eval (EleutherAI's harness, the extra `eval`).
 
-`loglikelihood` follows the rules of lm-eval's Hugging Face backend, so that the
-numbers are comparable. An encoder-decoder gets the context, after BOS, in its
-encoder and the continuation, encoded separately, in its decoder, which starts
-from BOS; spaces at the end of the context are moved to the continuation, EOS is
-not scored, and an empty context is BOS alone. A decoder-only model gets both
-together, after BOS. A context that is too long keeps its last tokens: as many
-as the model's config.json allows (`max_position_embeddings`), where theirs
-gives any encoder-decoder 2,048. A continuation that is longer than that is an
-error.
+`loglikelihood` follows the rules of lm-eval's Hugging Face backend, for
+comparable numbers. The encoder of an encoder-decoder reads the context, after
+BOS; its decoder starts from BOS and reads the continuation, encoded separately.
+Trailing spaces of the context move to the continuation, EOS is not scored, and
+an empty context is BOS alone. A decoder-only model reads both together, after
+BOS. Longer contexts keep their last tokens, up to the model's limit
+(`max_position_embeddings` of config.json; lm-eval gives any encoder-decoder
+2,048). A longer continuation is an error.
 
-It differs on purpose where that backend does not suit encoder-decoders:
- - rolling likelihood: the encoder reads the tokens before those that the
-   decoder scores, as in PrefixLM (theirs gives the encoder BOS alone), and
-   every token is scored once, BOS not;
+The adapter differs on purpose where that backend does not suit
+encoder-decoders:
+ - rolling likelihood: the encoder reads the tokens before the scored window, as
+   in PrefixLM (theirs gives the encoder BOS alone), and every token but BOS is
+   scored once;
  - generation: `max_gen_toks` counts generated tokens only; theirs counts the
    context, too.
 
-Process 0 runs lm-eval, which sees a single rank; the others `follow` it. Only
-this module imports lm-eval's model interface, when a task is run.
+Process 0 runs lm-eval, with a single rank; the others `follow` it. Only this
+module imports lm-eval's model interface, when a task is run.
 """
 
 from collections.abc import Sequence
@@ -35,13 +35,13 @@ from encdec_adapt.inference import engine, log_likelihoods, sampling
 from encdec_adapt.stored import pretrained_files
 from encdec_adapt.telemetry import progress
 
-# Tokens of a window in rolling likelihoods, and most tokens of its context.
+# Tokens of a rolling-likelihood window, and maximum tokens of its context.
 WINDOW = 1024
 _MAX_TOKENS = 256  # As in lm-eval.
 
 
 class Adapter(lm_eval_model.TemplateLM):
-  """A model of this package with the interface of lm-eval; see the module."""
+  """A model with lm-eval's interface; see the module docstring."""
 
   def __init__(
     self,
@@ -57,7 +57,7 @@ class Adapter(lm_eval_model.TemplateLM):
       loaded: a model with a decoder.
       batch_size: rows at a time.
       report: progress callback (requests done, all requests).
-      prefix: text before every context; whole texts are scored without it.
+      prefix: text before every context, except in rolling likelihoods.
 
     Raises:
       UserError: the model has no tokenizer.
@@ -86,14 +86,14 @@ class Adapter(lm_eval_model.TemplateLM):
 
   @property
   def prefix_token_id(self) -> int:
-    """BOS, or T5's EOS: the context of a text without context."""
+    """BOS, or T5's EOS: the context for texts without one."""
     return self._framed([])[0]
 
   def tok_encode(
     self, string: str, add_special_tokens: bool | None = None, **_: Any
   ) -> list[int]:
     """Encodes a context, framed, or a continuation without framing."""
-    # int: the requests travel to the other processes as JSON.
+    # int: requests are sent to the other processes as JSON.
     if add_special_tokens is False:
       return [int(i) for i in self._writer.encode(string)]
     return self._framed(self._reader.encode(self._prefix + string))
@@ -109,11 +109,11 @@ class Adapter(lm_eval_model.TemplateLM):
 
     Args:
       pairs: the texts.
-      separator: text between context and choice that a decoder-only model
-        reads; None for the separator of the run.
+      separator: text between context and choice for decoder-only models; None
+        for the separator of the run.
 
     Returns:
-      Log-likelihood of each choice, and whether greedy decoding gives it.
+      Log-likelihood of each choice, and whether greedy decoding yields it.
     """
     if separator is None:
       separator = self._loaded.stored.framing.separator
@@ -123,8 +123,8 @@ class Adapter(lm_eval_model.TemplateLM):
         for i, pair in enumerate(pairs)
       ]
       return self.loglikelihood(requests, disable_tqdm=True)
-    # As in training, where the separator is encoded for itself: lm-eval would
-    # encode it together with the choice.
+    # As in training, the separator is encoded separately; lm-eval would encode
+    # it with the choice.
     between = self.tok_encode(separator, add_special_tokens=False)
     requests = [
       (
@@ -158,9 +158,9 @@ class Adapter(lm_eval_model.TemplateLM):
   def _truncated(
     self, context: Sequence[int], continuation: Sequence[int]
   ) -> log_likelihoods.Pair:
-    """Keeps the last tokens of a context that is too long.
+    """Truncates a context to its last tokens.
 
-    The continuation starts as targets do, see `special_ids.SideIds`.
+    The continuation starts like targets, see `special_ids.SideIds`.
     """
     continuation = [*self._writer.ids.opening, *continuation]
     room = self.max_length
@@ -190,7 +190,7 @@ class Adapter(lm_eval_model.TemplateLM):
       for start in range(0, len(tokens), size):
         context = tokens[max(0, start - size) : start]
         if self._reader is not self._writer:
-          # Another vocabulary may need more tokens for the same text.
+          # The encoder's vocabulary may need more tokens for the same text.
           decoded = self._writer.decode(context, start=False)
           context = self._reader.encode(decoded)[-size:].tolist()
         context = self._framed(context)
@@ -236,7 +236,7 @@ class Adapter(lm_eval_model.TemplateLM):
       return None
     run = self._run_score if kind == 'score' else self._run_generate
     results: list[Any] = [None] * len(work)
-    # Results come in the order of batches, not of requests.
+    # Results arrive in batch order, not request order.
     for count, (i, result) in enumerate(run(work), 1):
       results[i] = result
       self._report(count, len(work))
@@ -255,7 +255,7 @@ class Adapter(lm_eval_model.TemplateLM):
     for i, (tokens, options) in enumerate(work):
       limit, stop = options['max_tokens'], tuple(options['stop'])
       prompt = np.array(self._prompt(tokens, limit), np.int32)
-      # A seed per request: its text does not depend on the batch.
+      # A seed per request: samples are independent of the batch.
       seed = sampling.seed_of(0, i)
       config = sampling.SamplingConfig(**options['sampling'], seed=seed)
       requests.append(engine.Request(prompt, limit, config, stop))
@@ -280,9 +280,9 @@ def _read_options(options: dict[str, Any]) -> dict[str, Any]:
   }
   penalty = options.pop('repetition_penalty', 1.0)
   if not (is_sampled and chosen['temperature']):
-    # As in transformers, sampling options do not affect greedy decoding.
+    # As in transformers, greedy decoding ignores sampling options.
     chosen = {}
-  # A silently dropped option would give other numbers than published.
+  # Silently dropping an option would change published numbers.
   if options.pop('num_beams', 1) != 1 or options:
     raise errors.UserError(
       f'generation options {sorted(options) or ["num_beams"]} of a task are not'

@@ -1,10 +1,10 @@
-"""Preferences and rewards: how models rank answers that others have written.
+"""Preferences and rewards: models' rankings of given answers.
 
-A model prefers the answer of the higher score: that of its run's loss
-(`training.losses`), which for a reward model is the reward, and for a policy
-with a reference beta * (log pi - log reference); a model that learnt no
-preferences scores by the mean log-probability of an answer's tokens. Of the
-other rooms of `evaluation`, `measures` and `results` are imported.
+A model prefers the answer with the higher score. The run's loss defines the
+score (`training.losses`): the reward for a reward model, beta * (log pi - log
+reference) for a policy with a reference. Models without preference training
+score answers with the mean log-probability of their tokens. From `evaluation`,
+this module imports `measures` and `results`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -58,8 +58,8 @@ class PreferenceEvaluation:
     """Checks that a model can read the preferences.
 
     Raises:
-      UserError: it predicts no text and is not a reward model, has no
-        vocabularies or too few positions, or a preference is wrong.
+      UserError: the model predicts no text and is not a reward model, has no
+        vocabularies or too few positions, or a preference is invalid.
     """
     kind = stored.model.architecture
     if 'pair' not in kind.rows:
@@ -86,9 +86,9 @@ class PreferenceEvaluation:
       report: progress callback (preferences done, all preferences).
 
     Returns:
-      The held-out metrics of the model's loss, among them `accuracy` (equal
-      scores count half) and `brier`, those of `preference_scores.scores`, and
-      a prediction of each preference: the answer that the model prefers.
+      The held-out metrics of the model's loss, with `accuracy` (ties count
+      half) and `brier`; `preference_scores.scores`; and a prediction per
+      preference: the model's preferred answer.
     """
     contents, examples = self._examples(model.stored)
     ids = model.stored.require_vocabularies().framing
@@ -134,7 +134,7 @@ class PreferenceEvaluation:
     prompts = [content[2] for _, content in self.documents if content]
     maker = answer_encoding.maker(stored, 'preferences', prompts)
     policy = example_maker.DocumentPolicy(self.source.locate)
-    # Text of the documents, in which examples are found by their id.
+    # Text of the documents, indexed by example id.
     texts = ((name, json.dumps(content)) for name, content in self.documents)
     examples = list(maker.examples(texts, None, policy))
     sizes = [x.positions(maker.lengths) for x in examples]
@@ -151,7 +151,7 @@ class PreferenceEvaluation:
 def _open_metrics(
   model: model_in_memory.LoadedModel, longest: framing.Lengths
 ) -> tuple[comparison_metrics.Comparisons, dict[str, job_models.OpenedModel]]:
-  """Returns the metrics of a model's run, and the frozen models they read."""
+  """Returns the metrics of a model's run, and their frozen models."""
   stored = model.stored
   if stored.checkpoint:
     run = config_lib.load_run(str(stored.path))
@@ -180,14 +180,14 @@ def _prediction(
 def read_preferences(
   spec: str, limit: int | None = None
 ) -> PreferenceEvaluation:
-  """Reads GLOB#FIELDS, as the source `preferences:` does.
+  """Reads GLOB#FIELDS, like the source `preferences:`.
 
   Args:
     spec: files and fields, see `data.sources.preference_source`.
-    limit: most preferences to read.
+    limit: maximum number of preferences to read.
 
   Raises:
-    UserError: a file is missing or a line is wrong; names it.
+    UserError: a file is missing or a line is invalid; names it.
   """
   source = preference_source.PreferenceSource(f'preferences:{spec}')
   documents = [(x.id, json.loads(x.text)) for x in source.documents()]
@@ -200,7 +200,7 @@ class RewardEvaluation:
 
   Attributes:
     name: name of the task.
-    rows: prompt, completion, and whether it has an end.
+    rows: prompt, completion, and whether the completion has an end token.
   """
 
   name: str
@@ -218,7 +218,7 @@ class RewardEvaluation:
   def scores(
     self, model: model_in_memory.LoadedModel, rows: int, report: progress.Report
   ) -> list[predictions.Result]:
-    """Returns the mean `reward`, and that of each completion."""
+    """Returns the mean `reward`, and the reward of each completion."""
     report(0, len(self.rows))
     prompts, completions, ended = zip(*self.rows, strict=True)
     groups = zip(completions), zip(ended)  # A completion for each prompt.
@@ -234,12 +234,13 @@ class RewardEvaluation:
 def read_completions(spec: str, limit: int | None = None) -> RewardEvaluation:
   """Reads FILE.jsonl[#PROMPT,COMPLETION], by default prompt and completion.
 
-  The fields of a file that `generate` wrote are prompt and continuation; one
-  that `ended` by its length is scored at its last token, without an end.
+  Files written by `generate` have the fields prompt and continuation; a
+  truncated completion (`ended` is 'length') is scored at its last token,
+  without an end token.
 
   Raises:
     UserError: the file cannot be read, or a line lacks a field or has a
-      completion without a token; names the line.
+      completion without tokens; names the line.
   """
   file, fields = option_strings.Part('--rewards', spec).partition('#')
   names = fields.text.split(',') if fields else ['prompt', 'completion']
@@ -251,7 +252,7 @@ def read_completions(spec: str, limit: int | None = None) -> RewardEvaluation:
   for line, row in prompted_task.read_rows(file.text)[:limit]:
     prompt, completion = map(row.get, names)
     ended = row.get('ended') != 'length'
-    # The end of an empty one is scored; cut short, it has no token.
+    # An empty completion is scored at its end token; truncated, it has none.
     is_scored = isinstance(completion, str) and (completion or ended)
     if not isinstance(prompt, str | list) or not is_scored:
       raise errors.UserError(

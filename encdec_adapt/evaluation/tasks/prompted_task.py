@@ -1,24 +1,23 @@
-"""Rank classification with prompt templates, as T0 was evaluated.
+"""Rank classification with prompt templates, as in T0's evaluation.
 
 A task is a YAML file:
 
     task: cb
     data: val.jsonl                       # beside this file
-    templates: super_glue__cb.yaml        # as promptsource writes them
-    row:                                  # optional: fields that templates use
+    templates: super_glue__cb.yaml        # in promptsource's format
+    row:                                  # optional: fields for the templates
       label: "{{ ['entailment', 'contradiction', 'neutral'].index(label) }}"
     separator: " "                        # optional: between context and choice
 
-Every row is rendered by every template that has answer choices and states the
-task of the data set (`original_task`); the answer is the choice with the
-largest log-likelihood (Sanh et al. 2022, section 4; Wang et al. 2022, section
-3.3). A template gives an accuracy; their median and mean are the scores of the
-task.
+Every row is rendered with all templates of the data set's original task
+(`original_task`) with answer choices; the answer is the choice with the largest
+log-likelihood (Sanh et al. 2022, section 4; Wang et al. 2022, section 3.3).
+Each template yields an accuracy; the task's scores are their median and mean.
 
 A decoder-only model reads the context, the separator and the choice; only the
-choice is scored. The separator is that of the task, or else that which the run
-was tuned with. Without any, context and choice are encoded together, as lm-eval
-does. Of `evaluation`, only `results` is imported.
+choice is scored. The separator is the task's, or else the separator of the
+run's fine-tuning. Without either, context and choice are encoded together, as
+in lm-eval. From `evaluation`, this module imports only `results`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -56,11 +55,11 @@ class Question:
 
 @dataclasses.dataclass(frozen=True)
 class PromptedTask:
-  """A task with prompt templates, its rows and templates read.
+  """A task with prompt templates.
 
   Attributes:
     name: name of the task.
-    questions: questions of every template by its name.
+    questions: questions by template name.
     separator: text between context and choice for decoder-only models; None
       for the separator of the run.
   """
@@ -86,7 +85,7 @@ class PromptedTask:
       accuracies.append(results_store.mean_score(name, 'acc', is_right))
     yield from accuracies
     means = [score.value for score in accuracies]
-    # Templates may leave out rows; the task has the examples of the fullest.
+    # Templates may skip rows; `n` is that of the template with the most.
     n = max(score.n for score in accuracies)
     # No standard error: all templates render the same rows.
     for metric, mean in (
@@ -111,7 +110,7 @@ def read(
   Args:
     file: path of the task's file; paths in it are relative to its folder.
     config: its content.
-    limit: most rows to read.
+    limit: maximum number of rows to read.
 
   Raises:
     UserError: a field is unknown or missing, or a row cannot be rendered;
@@ -125,12 +124,12 @@ def read(
     )
   folder = paths.at(file).parent
   templates = prompt_source.read_templates(str(folder / config['templates']))
-  # As published: no prompts of other tasks, such as inverted ones, and none
-  # without choices to rank.
+  # As published: skip prompts of other tasks, such as inverted ones, and
+  # prompts without choices to rank.
   templates = [x for x in templates if x.choices and x.original]
   rows = read_rows(str(folder / config['data']))[:limit]
   # Native, since a template may index with a rendered field: label is 1, not
-  # '1'. Strict, as a misspelt field would render as nothing.
+  # '1'. Strict, since a misspelt field would render as an empty string.
   environment = nativetypes.NativeEnvironment(undefined=jinja2.StrictUndefined)
   questions: dict[str, list[Question]] = {}
   for template in templates:
@@ -141,7 +140,7 @@ def read(
           for name, text in config.get('row', {}).items()
         }
         question = _render(template, {**row, **fields}, line)
-      except Exception as error:  # Templates are a user's code.
+      except Exception as error:  # Templates are user code.
         raise errors.UserError(
           f'{line}: the template {template.name!r} of {file} cannot be'
           f' rendered ({error}); its fields are {sorted(row)}.'

@@ -1,9 +1,9 @@
 """Scores of models on retrieval tasks, by generation and by likelihood.
 
-`found` is the share of the codes that the greedy answer contains, `rouge1` the
+`found` is the share of the codes contained in the greedy answer, `rouge1` the
 share of their words (ROUGE-1 recall; a code has three), and `choice` whether
-the right answer is likelier than three others. Of the other rooms of
-`evaluation`, `measures` and `results` are imported.
+the right answer is likelier than three others. From `evaluation`, this module
+imports `measures` and `results`.
 """
 
 import collections
@@ -25,8 +25,8 @@ from encdec_adapt.telemetry import progress
 
 NAME = 'retrieval'
 METRICS = ('found', 'rouge1', 'choice')
-# Most tokens of an answer: the longest, three codes, has 33 characters, each of
-# which is a token of a byte vocabulary.
+# Maximum tokens of an answer: the longest, three codes, has 33 characters, each
+# a token in a byte vocabulary.
 _ANSWER_TOKENS = 48
 
 
@@ -44,19 +44,19 @@ class RetrievalEvaluation:
   name = NAME
 
   def options(self) -> results_store.Options:
-    """Returns the inputs of the scores."""
+    """Returns all inputs of the scores."""
     prefix = {} if self.prefix == '' else {'prefix': self.prefix}
     return {**self.retrieval.options(), **prefix}
 
   def check(self, stored: model_on_disk.StoredModel) -> None:
-    """Checks lengths against the needles and the positions of a model.
+    """Checks lengths against the needles and a model's positions.
 
     Raises:
       UserError: the model has no vocabularies, a haystack is shorter than its
-        needles, or a prompt longer than the positions that config.json states.
+        needles, or a prompt longer than the positions in config.json.
     """
-    # Examples are made in full: the length of a prompt depends on the model's
-    # vocabulary, and documents may be longer than the flag says.
+    # Builds all examples: the length of a prompt depends on the model's
+    # vocabulary, and documents may be longer than the flag's value.
     examples, prompts = self._prompts(stored)
     longest, task = max(
       (len(prompt), example.task)
@@ -79,7 +79,7 @@ class RetrievalEvaluation:
     Args:
       model: the model.
       rows: prompts at a time; divides over the model's devices.
-      report: progress callback (answers and choices done, all of them).
+      report: progress callback (answers and choices done, total).
 
     Returns:
       `METRICS` of every kind of task over all its cells (`needle`), then of
@@ -162,11 +162,11 @@ def _scores(
 
 
 def rouge1_recall(text: str, reference: str) -> float:
-  """Returns the share of a reference's words that a text has.
+  """Returns the share of a reference's words present in a text.
 
-  It equals rouge-score's `rouge1` recall without stemming.
+  Equals rouge-score's `rouge1` recall without stemming.
   """
-  # rouge-score is in the extra `eval`, which these tasks do not need.
+  # rouge-score is in the extra `eval`, not needed by these tasks.
   words, expected = (
     collections.Counter(re.findall('[a-z0-9]+', x.lower()))
     for x in (text, reference)
@@ -175,7 +175,7 @@ def rouge1_recall(text: str, reference: str) -> float:
 
 
 def without_cells(scores: results_store.Scores) -> results_store.Scores:
-  """Leaves out the scores of single lengths, depths and positions."""
+  """Drops the scores of single lengths, depths and positions."""
   # Comparisons of some 20 examples each would bury the overall ones.
   return {
     name: [score for score in model_scores if not _cell(score)]
@@ -184,7 +184,7 @@ def without_cells(scores: results_store.Scores) -> results_store.Scores:
 
 
 def rows(scores: results_store.Scores) -> list[dict[str, str]]:
-  """Returns a table with a row per cell: `METRICS` of each model."""
+  """Returns a row per cell: `METRICS` of each model."""
   cells: dict[str, dict[str, list[str]]] = {}
   for name, model_scores in scores.items():
     for score in filter(_cell, model_scores):
@@ -203,7 +203,7 @@ def rows(scores: results_store.Scores) -> list[dict[str, str]]:
 def grids(
   scores: results_store.Scores,
 ) -> dict[str, dict[str, dict[str, float]]]:
-  """Returns values of needles: model -> metric -> 'LENGTH/DEPTH' -> value."""
+  """Returns needle scores: model -> metric -> 'LENGTH/DEPTH' -> value."""
   models: dict[str, dict[str, dict[str, float]]] = {}
   for name, model_scores in scores.items():
     for score in model_scores:

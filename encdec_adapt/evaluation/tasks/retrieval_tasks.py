@@ -1,7 +1,7 @@
 """Retrieval tasks made from any text: needles, documents, several needles.
 
-A fact gives a thing a code, `The code of the anchor is 48-17-93.`, and stands
-in text (the haystack) of a given number of tokens. The tasks:
+A fact assigns a code to a thing, `The code of the anchor is 48-17-93.`, and is
+inserted into text (the haystack) of a given number of tokens. The tasks:
 
 | name            | the context, and the question                             |
 |-----------------|-----------------------------------------------------------|
@@ -13,9 +13,9 @@ in text (the haystack) of a given number of tokens. The tasks:
 
 Needle in a haystack, the positions of the gold document and multi-needle
 reasoning are the retrieval tests of MEAP (arXiv:2502.07490). The same text,
-lengths and vocabulary give the same examples. Every example has facts that no
-other example has, so that the scores of a task are independent, as intervals
-and tests assume. Of `evaluation`, only `results` is imported.
+lengths and vocabulary give the same examples. Each example has its own facts,
+so the scores of a task are independent, as intervals and tests assume. From
+`evaluation`, this module imports only `results`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -37,11 +37,11 @@ POSITIONS = {10: (1, 5, 10), 20: (1, 5, 10, 15, 20)}
 FACTS = {'needle': 1, 'chain': 5, 'values': 5}
 FACTS |= {f'documents_{count}': count for count in POSITIONS}
 _EXAMPLES = 20  # Examples of a task by default.
-# Most characters of the text: examples differ by where they begin in it, and
-# more would only take longer to encode.
+# Maximum characters of the text: examples differ in their start position, and
+# more text would only take longer to encode.
 _CHARACTERS = 1 << 20
 _FACT = ' The code of the {} is {}.\n'
-# Enough for the 20 facts of the largest task, each about another thing.
+# Enough for the 20 facts of the largest task, each about a different thing.
 _THINGS = (
   'anchor basket bridge bottle candle carpet castle circle clock cloud'
   ' engine feather flower garden hammer harbor island kettle ladder lantern'
@@ -58,7 +58,7 @@ class Example:
     task: name of the task, with length and depth or position.
     context: token ids of the context [n], without BOS.
     question: text after the context, up to the answer.
-    codes: texts that the answer must contain.
+    codes: texts required in the answer.
     choices: answers to choose from, the right answer first.
   """
 
@@ -76,7 +76,7 @@ class Retrieval:
   Attributes:
     text: text of the haystacks.
     lengths: numbers of tokens of the haystacks.
-    count: number of examples of a task.
+    count: number of examples per task.
     seed: seed of the facts, and of the positions in the text.
   """
 
@@ -86,7 +86,7 @@ class Retrieval:
   seed: int = 0
 
   def options(self) -> results_store.Options:
-    """Returns the inputs of the scores."""
+    """Returns all inputs of the scores."""
     return {
       'retrieval': results_store.text_digest(self.text),
       'lengths': list(self.lengths),
@@ -114,8 +114,8 @@ class Retrieval:
     text = reader.encode(self.text)
     for task in self.tasks():
       for number in range(self.count):
-        # By name and number, so that more examples or other lengths leave the
-        # first ones unchanged. Python's `hash` of a string differs by process.
+        # Seeded by name and number: more examples or other lengths leave
+        # examples unchanged. Python's `hash` of a string differs by process.
         seed = self.seed, zlib.crc32(task.encode()), number
         rng = np.random.default_rng(seed)
         start = int(rng.integers(len(text)))
@@ -128,19 +128,19 @@ class Retrieval:
     text: np.ndarray,
     rng: np.random.Generator,
   ) -> Example:
-    """Makes an example in `text`, tokens from a random position."""
+    """Builds an example in `text`, tokens from a random position."""
     kind, *arguments = task.split('/')
     things = rng.permutation(_THINGS).tolist()
-    # No two codes share a part, or `rouge1` would reward a wrong code. Every
-    # part has two digits, so that choices have the same length.
+    # Codes share no parts: `rouge1` would reward a wrong code. All parts have
+    # two digits, so choices have equal length.
     parts = (10 + rng.permutation(90)).reshape(-1, 3).tolist()
     codes = ['-'.join(map(str, part)) for part in parts]
     values, count, choices = codes, 1, codes[:4]
     if kind == 'chain':
       values = [*(f'that of the {thing}' for thing in things[1:3]), *codes]
     elif kind == 'values':
-      # Wrong choices permute the same codes: a model that knows the codes, but
-      # not their things, has to guess.
+      # Wrong choices permute the same codes: knowing the codes without their
+      # things is not enough.
       count, orders = 3, ((0, 1, 2), (1, 2, 0), (2, 0, 1), (1, 0, 2))
       choices = [_list([codes[i] for i in order]) for order in orders]
     facts = [
@@ -152,12 +152,12 @@ class Retrieval:
       context = _documents(reader, text, length, facts, position)
     else:
       depths = [float(arguments[1])] if kind == 'needle' else DEPTHS
-      # Links of a chain do not stand in its order.
+      # Links of a chain are not in order.
       facts = [facts[i] for i in rng.permutation(len(facts))]
       ends = reader.sentence_ends
       context = hide(text, ends, int(arguments[0]), facts, depths)
     question = _question(things[:count])
-    # The question ends without a space, so each choice begins with it.
+    # The question ends without a space, so each choice starts with one.
     choices = [f' {choice}' for choice in choices]
     return Example(task, context, question, codes[:count], choices)
 
@@ -168,10 +168,10 @@ def read(source: str, lengths: str, limit: int | None = None) -> Retrieval:
   Args:
     source: name of a text source, see `data.sources.text_sources`.
     lengths: numbers of tokens: N,N.
-    limit: examples of a task.
+    limit: examples per task.
 
   Raises:
-    UserError: there is no text, or a length is not a number.
+    UserError: the text is missing, or a length is not a number.
   """
   tokens = {
     part.read(int, 'a number of tokens, as in 256,512.', lambda n: n > 0)
@@ -200,11 +200,11 @@ def hide(
   needles: Sequence[np.ndarray],
   depths: Sequence[float],
 ) -> np.ndarray:
-  """Puts needles into text, at the ends of nearby sentences.
+  """Inserts needles into text, at nearby ends of sentences.
 
   Args:
-    text: tokens [n], which are repeated if they do not suffice.
-    ends: whether a token ends a sentence, by its id.
+    text: tokens [n], repeated if too short.
+    ends: whether a token ends a sentence, by token id.
     length: number of tokens of the result.
     needles: tokens of each needle.
     depths: relative position of each needle, from 0 to 1, ascending.
@@ -226,7 +226,7 @@ def hide(
     index = round(depth * room)
     near = int(between[np.abs(between - index).argmin()])
     # Some vocabularies and texts have few ends of sentences; the depth must
-    # stay about true.
+    # remain approximately right.
     indices.append(near if abs(near - index) <= length // 10 else index)
   return np.insert(haystack, np.repeat(indices, sizes), np.concatenate(needles))
 
@@ -238,12 +238,12 @@ def _documents(
   facts: Sequence[np.ndarray],
   position: int,
 ) -> np.ndarray:
-  """Makes documents of equal length that each end with a fact.
+  """Builds documents of equal length, each with a fact at its end.
 
   Args:
     reader: the vocabulary.
-    text: tokens [n]; every document has a piece of them.
-    length: tokens of all documents, more if the facts need them.
+    text: tokens [n]; each document has a piece of them.
+    length: total tokens of the documents, more if the facts need them.
     facts: tokens of each fact, the gold document's first.
     position: 1-based position of the gold document.
   """
@@ -262,7 +262,7 @@ def _documents(
 def _question(things: Sequence[str]) -> str:
   """Returns a question, and its answer up to the codes.
 
-  Pretrained models continue it as tuned models do.
+  Both pretrained and tuned models continue it.
   """
   verb, noun = ('is', 'code') if len(things) == 1 else ('are', 'codes')
   subject = f'the {noun} of {_list([f"the {thing}" for thing in things])}'

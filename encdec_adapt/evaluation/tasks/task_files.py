@@ -1,7 +1,7 @@
 """Reads and checks the tasks of a folder: YAML files and their JSONL.
 
-A task is in the format of lm-eval or has prompt templates (`prompted_task`).
-lm-eval is imported only for a task in its format.
+A task is in lm-eval's format or has prompt templates (`prompted_task`).
+lm-eval is imported only for tasks in its format.
 """
 
 from collections.abc import Mapping
@@ -23,21 +23,21 @@ def read_folder(folder: str, limit: int | None = None) -> dict[str, Any]:
 
   Args:
     folder: the folder.
-    limit: most rows of tasks with prompt templates.
+    limit: maximum number of rows for tasks with prompt templates.
 
   Returns:
     Name -> a `PromptedTask`, or the content of a file in lm-eval's format with
     absolute paths.
 
   Raises:
-    UserError: the folder has no task, or a file is wrong; names the file and
+    UserError: the folder has no task, or a file is invalid; names the file and
       the line.
   """
   tasks: dict[str, Any] = {}
   for file in map(str, sorted(paths.at(folder).glob('*.yaml'))):
     content = _read_yaml(file)
     if 'task' not in content:
-      continue  # Prompt templates, or a file that tasks include.
+      continue  # Prompt templates, or a file included by tasks.
     name = content['task']
     if not isinstance(name, str):
       raise errors.UserError(f'{file}: task is {name!r}; it must be a name.')
@@ -56,12 +56,12 @@ def read_folder(folder: str, limit: int | None = None) -> dict[str, Any]:
 
 
 def _read_yaml(file: str) -> dict[str, Any]:
-  # A new class, as constructors are added to a class: those of SafeLoader would
-  # change for all code that reads YAML.
+  # Subclass, since constructors are class state: changing SafeLoader would
+  # affect all YAML readers.
   class Loader(yaml.SafeLoader):
-    """Takes any tag."""
+    """Accepts any tag."""
 
-  # lm-eval's loader would import the functions of files that are not tasks.
+  # lm-eval's loader would import functions even for files without tasks.
   Loader.add_multi_constructor(
     '!', lambda loader, suffix, node: f'!{suffix} {getattr(node, "value", "")}'
   )
@@ -78,14 +78,14 @@ def _check_lm_eval(file: str) -> dict[str, Any]:
   """Checks a task in lm-eval's format and makes its paths absolute."""
   from lm_eval.tasks import _yaml_loader
 
-  # It resolves included files and named functions; lm-eval has no public
-  # function that does.
+  # Private: lm-eval has no public function to resolve included files and
+  # named functions.
   content = _yaml_loader.load_yaml(file)
   required = ('dataset_path', 'doc_to_text', 'doc_to_target', 'dataset_kwargs')
   missing = [name for name in required if name not in content]
   files = (content.get('dataset_kwargs') or {}).get('data_files')
   files = {'test': files} if isinstance(files, str) else files
-  # Rows are checked before a model is read, so they must be here already.
+  # Rows are checked before a model is read, so the files must exist now.
   is_local = isinstance(files, dict) and content.get('dataset_path') == 'json'
   if missing or not is_local or {str} != {*map(type, files.values())}:
     raise errors.UserError(
@@ -93,7 +93,7 @@ def _check_lm_eval(file: str) -> dict[str, Any]:
       ' local task has `dataset_path: json`, `dataset_kwargs: {data_files:'
       ' {test: FILE.jsonl}}`, doc_to_text and doc_to_target.'
     )
-  # lm-eval reads them from the current folder otherwise.
+  # Otherwise, lm-eval resolves them against the current folder.
   folder = paths.at(file).parent
   files = {split: str(folder / name) for split, name in files.items()}
   tested = content.get('test_split') or content.get('validation_split')
@@ -114,9 +114,9 @@ def _check_lm_eval(file: str) -> dict[str, Any]:
 def _check_fields(
   name: str, template: Any, line: str, row: Mapping[str, Any]
 ) -> None:
-  """Checks that a row has the fields that a Jinja template uses.
+  """Checks that a row has the fields of a Jinja template.
 
-  A number, list or function as `template` passes.
+  Accepts any number, list or function as `template`.
   """
   if not isinstance(template, str) or template.startswith('!'):
     return

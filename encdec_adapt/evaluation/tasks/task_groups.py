@@ -1,9 +1,9 @@
 """Tasks and named groups of tasks, with their shots and metrics.
 
-A task is a YAML file in a folder of local tasks (`task_files`), or a task of
-lm-eval with data from the Hugging Face hub. Local tasks come before lm-eval's
-of the same name. lm-eval and `datasets` are imported when a task is planned or
-run, since training with other evaluators must not need them.
+A task is a YAML file in a folder of local tasks (`task_files`), or an lm-eval
+task with data from the Hugging Face Hub. Local tasks override lm-eval tasks of
+the same name. lm-eval and `datasets` are imported only to plan or run a task:
+training with other evaluators must not need them.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,7 +24,7 @@ from encdec_adapt.generation import model_in_memory, prompt_encoding
 from encdec_adapt.stored import model_on_disk
 from encdec_adapt.telemetry import progress
 
-# Field of an example: the group of documents that it is of.
+# Field of an example: its document group.
 GROUP = 'document_group'
 
 
@@ -34,8 +34,8 @@ class Member:
 
   Attributes:
     task: name of the task in lm-eval or in the folder of local tasks.
-    shots: examples in the context; None for the number of the task.
-    metric: the metric that counts, with lm-eval's filter after a comma.
+    shots: examples in the context; None for the task's default.
+    metric: main metric, with lm-eval's filter after a comma.
   """
 
   task: str
@@ -48,8 +48,8 @@ def _accuracies(tasks: str) -> list[Member]:
 
 
 GROUPS: Mapping[str, tuple[Member, ...]] = {
-  # Encoder-Decoder Gemma (arXiv:2504.06225), section 4 and Table 3. Where the
-  # table has no number of shots, None takes that of the task.
+  # Encoder-Decoder Gemma (arXiv:2504.06225), section 4 and Table 3. None where
+  # the table has no number of shots: the task's default.
   'pt': (
     *_accuracies(
       'boolq social_iqa piqa arc_easy truthfulqa_mc2 gpqa_main_zeroshot'
@@ -103,8 +103,8 @@ GROUPS: Mapping[str, tuple[Member, ...]] = {
     ).split()
   ),
 }
-# Tasks of lm-eval that run generated programs. They are refused by name, before
-# a model is read: lm-eval itself refuses them when the evaluation begins.
+# lm-eval tasks that run generated programs. Rejected by name before a model is
+# read: lm-eval rejects them only when the evaluation starts.
 _RUN_CODE = frozenset({'humaneval', 'mbpp'})
 _ADD_FOLDER = (
   'put a task file of that name and its JSONL into a folder and give it as'
@@ -114,14 +114,14 @@ _ADD_FOLDER = (
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-  """Evaluates models on a task that was checked.
+  """Evaluates models on a checked task.
 
   Attributes:
     name: name of the task.
-    content: content of its file; None for tasks of the hub, and a
-      `PromptedTask` for those with templates.
-    shots: examples in the context; None for the number of the task.
-    limit: most examples.
+    content: content of its file; None for hub tasks, a `PromptedTask` for tasks
+      with templates.
+    shots: examples in the context; None for the task's default.
+    limit: maximum number of examples.
     allow_code: whether generated programs may run.
     prefix: text before every context; None for the run's task prefix.
   """
@@ -135,21 +135,21 @@ class Task:
 
   @property
   def has_templates(self) -> bool:
-    """Whether it has templates, which read the separator of a run."""
+    """Whether the task has templates, which use the run's separator."""
     return isinstance(self.content, prompted_task.PromptedTask)
 
   def options(self) -> results_store.Options:
-    """Returns the inputs of the scores."""
+    """Returns all inputs of the scores."""
     content, digest = self.content, hashlib.blake2b(digest_size=8)
     if self.has_templates:
       digest.update(repr(content).encode())
     elif content is not None:
-      # Functions go by their names: a repr holds an address of the process.
+      # Functions by name: a repr contains a memory address.
       named = lambda x: getattr(x, '__name__', type(x).__name__)  # noqa: E731
       digest.update(json.dumps(content, sort_keys=True, default=named).encode())
       for file in content['dataset_kwargs']['data_files'].values():
         digest.update(paths.at(file).read_bytes())
-        # The functions themselves may be in any of these.
+        # The functions may be defined in any of these.
         for code in sorted(paths.at(file).parent.glob('*.py')):
           digest.update(code.read_bytes())
     return {
@@ -157,7 +157,7 @@ class Task:
       'shots': self.shots,
       'limit': self.limit,
       'content': 'lm-eval' if content is None else digest.hexdigest(),
-      # Left out where there is none, as in results of earlier versions.
+      # Omitted if empty, as in results of earlier versions.
       **({} if self.prefix == '' else {'prefix': self.prefix}),
     }
 
@@ -177,7 +177,7 @@ class Task:
       report: progress callback (requests done, all requests).
 
     Returns:
-      Scores and generated answers on process 0, nothing on others.
+      Scores and generated answers on process 0, empty elsewhere.
 
     Raises:
       UserError: the data of the task cannot be read.
@@ -199,7 +199,7 @@ class Task:
           return list(task.score([log_prob for log_prob, _ in scored]))
         return self._run_lm_eval(adapter)
     finally:
-      # After an error, too: the other processes would wait in `follow`.
+      # Also after an error: the other processes would wait in `follow`.
       adapter.stop()
 
   def _run_lm_eval(self, adapter: Any) -> list[predictions.Result]:
@@ -207,16 +207,16 @@ class Task:
     import lm_eval
     from lm_eval import tasks as lm_eval_tasks
 
-    # Their output would break the progress lines of the command.
+    # Their output would break the command's progress lines.
     datasets.disable_progress_bars()
     logging.getLogger('lm_eval').setLevel(logging.ERROR)
     is_local = self.content is not None
-    # Indexing the tasks that lm-eval brings takes 14 s.
+    # Indexing lm-eval's built-in tasks takes 14 s.
     manager = lm_eval_tasks.TaskManager(include_defaults=not is_local)
     specs = [dict(self.content) if is_local else self.name]
     try:
       manager.load(specs)  # Reads the data.
-    # Scripts of data sets, templates and the hub raise errors of many kinds.
+    # Data set scripts, templates and the hub raise many types of errors.
     except Exception as error:
       subject = 'file or the data of the local' if is_local else 'data of'
       raise errors.UserError(
@@ -247,7 +247,7 @@ class Plan:
   Attributes:
     tasks: the tasks.
     groups: members of the requested groups, by name.
-    absent: tasks of the groups that neither the folder nor lm-eval has.
+    absent: tasks of the groups missing in both the folder and lm-eval.
   """
 
   tasks: Sequence[Task] = ()
@@ -263,14 +263,14 @@ class Plan:
 
     Args:
       scores: scores of the tasks. If some are absent, the name of the mean
-        states the number of those present.
+        states the number of present tasks.
     """
     by_name = {(score.task, score.metric): score.value for score in scores}
     for group, members in self.groups.items():
       keys = [(member.task, member.metric) for member in members]
       values = [by_name[key] for key in keys if key in by_name]
       if values:
-        # A mean of other tasks must not pass for the paper's.
+        # A mean over other tasks must not be mistaken for the paper's.
         of = '' if len(values) == len(members) else f' of {len(values)}'
         yield results_store.Score(
           group, f'mean{of}', statistics.fmean(values), None, len(values)
@@ -291,14 +291,14 @@ def plan(
   Args:
     names: names of tasks and groups; empty for all tasks of the folder.
     folder: folder of local tasks, or None.
-    shots: examples in the context; None for the number of the group or task.
-    limit: most examples of a task.
+    shots: examples in the context; None for the default of the group or task.
+    limit: maximum number of examples per task.
     allow_code: whether generated programs may run.
     prefix: text before every context; None for the run's task prefix.
 
   Raises:
     UserError: lm-eval is not installed, a task does not exist or runs programs
-      that are not allowed, or a file of a local task is wrong; names the file
+      without `allow_code`, or a file of a local task is invalid; names the file
       and the line.
   """
   packages.require('--tasks', 'eval', 'lm_eval')
@@ -309,8 +309,8 @@ def plan(
     for name in names or sorted(local)
     for member in GROUPS.get(name, (Member(name, None, ''),))
   ]
-  # lm-eval has no tasks with templates, only others of the same names. Its list
-  # takes seconds to read, so it is read only for tasks that are not local.
+  # lm-eval has no tasks with templates, only others of the same names. Its
+  # index takes seconds to load, so it is loaded only for non-local tasks.
   hub = {x.task for x in members if x.metric != 'median'} - local.keys()
   hub = hub & _hub_tasks() if hub else set()
   present = [
@@ -320,8 +320,8 @@ def plan(
     or (member.metric != 'median' and member.task in hub)
   ]
   absent = sorted({x.task for x in members if x not in present})
-  # Groups are evaluated without the tasks that they lack; a task that is named
-  # alone is a mistake if it is missing.
+  # Groups are evaluated without their missing tasks; a missing task requested
+  # by name is an error.
   if absent and not (groups and present):
     raise errors.UserError(
       f'there is no task {", ".join(map(repr, absent))}; {_ADD_FOLDER}.'
@@ -341,7 +341,7 @@ def plan(
         ' leave out --shots, or the task.'
       )
     task = Task(member.task, content, count, limit, allow_code, prefix)
-    # A task of two groups runs once.
+    # A task in two groups runs once.
     if tasks.setdefault(member.task, task).shots != count:
       raise errors.UserError(
         f'the groups ask for {member.task} with different numbers of shots;'
@@ -360,7 +360,7 @@ def _predictions(
     examples: dict[int, predictions.Prediction] = {}
     for sample in samples:
       target = sample['target']
-      # Every filter of the answers has a sample: one example, more scores.
+      # Each answer filter yields a sample: one example, several scores.
       example = examples.setdefault(
         sample['doc_id'],
         predictions.Prediction(
@@ -392,7 +392,7 @@ def _scores(results: Mapping[str, Any]) -> Iterator[results_store.Score]:
       is_number = isinstance(value, int | float)
       if not (filter_name and is_number) or metric.endswith('_stderr'):
         continue
-      # In the order of the examples, which paired tests need.
+      # In the order of the examples, for paired tests.
       rows = sorted(
         (s for s in samples if s.get('filter', 'none') == filter_name),
         key=lambda sample: sample['doc_id'],
@@ -401,8 +401,8 @@ def _scores(results: Mapping[str, Any]) -> Iterator[results_store.Score]:
         row[metric] for row in rows if isinstance(row.get(metric), int | float)
       ]
       name = _metric_name(metric, filter_name)
-      # Samples of a perplexity are log-likelihoods: they have another mean than
-      # the metric, and no error of it follows from them.
+      # Samples of a perplexity are log-likelihoods: their mean differs from the
+      # metric, and gives no standard error for it.
       if scores and math.isclose(
         statistics.fmean(scores), value, rel_tol=1e-6, abs_tol=1e-6
       ):
@@ -411,7 +411,7 @@ def _scores(results: Mapping[str, Any]) -> Iterator[results_store.Score]:
         groups = groups if is_grouped else ()
         yield results_store.mean_score(task, name, scores, groups)
         continue
-      # Groups of lm-eval have no samples, only their tasks have.
+      # lm-eval groups have no samples, only their tasks do.
       counts = results.get('n-samples', {})
       parts = results.get('group_subtasks', {}).get(task) or [task]
       n = sum(counts.get(x, {}).get('effective', 0) for x in parts)

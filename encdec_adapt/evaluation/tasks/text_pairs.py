@@ -1,6 +1,6 @@
 """Text to text: a model's answers to the inputs of pairs, and their metrics.
 
-Of the other rooms of `evaluation`, `measures` and `results` are imported.
+From `evaluation`, this module imports `measures` and `results`.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from encdec_adapt.generation import model_in_memory, text_generation
 from encdec_adapt.stored import model_on_disk, pretrained_files
 from encdec_adapt.telemetry import progress
 
-# Options of generation that decide the scores.
+# Generation options with an effect on scores.
 OPTIONS = ('max_tokens', 'beams', 'length_penalty', 'prefix')
 
 
@@ -26,8 +26,8 @@ class Pairs:
 
   Attributes:
     name: name of the task.
-    inputs: texts that the model reads.
-    targets: references of each text, at least one.
+    inputs: input texts of the model.
+    targets: references for each text, at least one.
     generation: options of the answers.
     tokenizers: tokenizers of BLEU and ROUGE.
   """
@@ -39,7 +39,7 @@ class Pairs:
   tokenizers: tuple[str, str]
 
   def options(self) -> results_store.Options:
-    """Returns the inputs of the scores."""
+    """Returns all inputs of the scores."""
     return {
       'pairs': self.name,
       'content': results_store.digest([self.inputs, self.targets]),
@@ -64,7 +64,7 @@ class Pairs:
       report: progress callback (answers done, all answers).
     """
     stored, longest = model.stored, self.generation.max_tokens
-    # A prompt that is too long keeps its last tokens, as lm-eval cuts contexts.
+    # Long prompts keep their last tokens, as in lm-eval.
     room = pretrained_files.prompt_room(stored, longest)
     options = dataclasses.replace(
       self.generation, max_prompt=room, batch_size=rows
@@ -78,8 +78,8 @@ class Pairs:
     for count, (i, completion) in enumerate(completions, 1):
       answers[i] = completion.text.strip()
       report(count, len(prompts))
-    # References as they are in the file: models of all vocabularies, whatever
-    # these lose, are compared with the same ones.
+    # References as in the file: models are compared on the same references,
+    # even if their vocabularies lose text.
     scores = text_metrics.score(
       self.name, answers, self.targets, self.tokenizers
     )
@@ -100,16 +100,16 @@ def read(
   Args:
     spec: path of a JSONL file, and the fields of the texts, by default input
       and target. A target may be a list of references.
-    limit: most pairs to read.
+    limit: maximum number of pairs to read.
     tokenizers: names for `text_metrics.choose`.
     **options: `OPTIONS` of the answers.
 
   Raises:
     UserError: the extra `eval` is not installed, the file cannot be read or has
-      no pairs, a line lacks a field (names the line), or there is no such
-      tokenizer.
+      no pairs, a line lacks a field (names the line), or a tokenizer does not
+      exist.
   """
-  # Before hours of generation, whose answers could not be scored.
+  # Fail before hours of generation without a scorer.
   text_metrics.require_packages()
   file, fields = option_strings.Part('--pairs', spec).partition('#')
   path, names = file.text, ['input', 'target']
