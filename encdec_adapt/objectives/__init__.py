@@ -1,8 +1,8 @@
-"""Objectives: what a model learns from a document, and how a row is framed.
+"""Training objectives: examples from documents, and framing of rows.
 
-An objective is a class of example makers in a module of its own, listed in the
-module's `OBJECTIVES` (`example_maker` has the base classes, `objective_names`
-reads `config.data.objective`). `framing` puts examples into rows.
+An objective is an example maker class, listed in `OBJECTIVES` of its module.
+`example_maker` has the base classes, `objective_names` parses
+`config.data.objective`, and `framing` makes rows from examples.
 
-No module here imports TensorFlow, SeqIO or jax.
+Modules here must not import TensorFlow, SeqIO or JAX.
 """

@@ -5,26 +5,25 @@
 | embed | a query, a positive and, if any,    | to find the positive by the    |
 |       | negatives                           | query's vector                 |
 
-An embedding model (`config.model.head`) reads every text by itself: BOS
-and the text, behind the prefix of its role (`query`, `document`). A row holds
-several texts, each a segment, of one or several examples; `texts` (8) is the
-most of a row. Of an example with more negatives the first are kept, and one
-that is longer than a row is dropped, or with `too_long=truncate` its longest
-texts are cut; the manifest counts all of these. Fields of a row of M texts,
-besides the encoder's tokens, [M]:
+An embedding model (`config.model.head`) reads every text by itself: BOS, the
+prefix of its role (`query`, `document`) and the text. A row holds up to `texts`
+(8) texts, one segment each, of one or more examples. Surplus negatives of an
+example are dropped. Examples longer than a row are dropped or, with
+`too_long=truncate`, their longest texts truncated. The manifest counts all of
+these. Fields of a row of M texts, besides the encoder's tokens, [M]:
 
 | field     | content                                                          |
 |-----------|------------------------------------------------------------------|
 | roles     | NONE, QUERY, POSITIVE (the text after its query) or NEGATIVE     |
 | owners    | index of the query of the text's example                         |
 | weights   | 1 for each query, else 0                                         |
-| keys      | checksum of its tokens: equal texts have equal ones              |
-| relevance | softmax of the teacher's scores over the positive and negatives  |
-|           | of the example; 0 without scores                                 |
+| keys      | checksum of the tokens, equal for equal texts                    |
+| relevance | softmax of the teacher's scores over the example's positive and  |
+|           | negatives; 0 without scores                                      |
 | vectors   | [M, E] the given vectors (`vectors=E`), else 0                   |
 
-Scores and vectors are stored in float16. Pure numpy; this module imports
-neither TensorFlow nor SeqIO nor jax.
+Scores and vectors are stored in float16. Pure NumPy; must not import
+TensorFlow, SeqIO or JAX.
 """
 
 import collections
@@ -45,7 +44,7 @@ from encdec_adapt.objectives import (
 from encdec_adapt.tokenizers import special_ids
 
 NONE, QUERY, POSITIVE, NEGATIVE = range(4)
-_MOST_TEXTS = 8  # Of a row, unless the option sets it.
+_MOST_TEXTS = 8  # Default maximum per row.
 _ROLES = 'query', 'document'
 
 
@@ -53,11 +52,11 @@ class Texts(NamedTuple):
   """A query, its positive and negatives.
 
   Attributes:
-    inputs: their tokens in this order, concatenated.
+    inputs: their tokens, concatenated in this order.
     targets: number of tokens of each.
-    scores: [texts - 1], of the positive and negatives; None without.
-    vectors: [texts * E], the vectors in a row; None without.
-    documents: id of the document.
+    scores: [texts - 1], of the positive and negatives, or None.
+    vectors: [texts * E], the concatenated vectors, or None.
+    documents: document id.
   """
 
   inputs: np.ndarray
@@ -68,11 +67,11 @@ class Texts(NamedTuple):
 
   @property
   def target_tokens(self) -> int:
-    """Number of texts, which the manifest counts as targets."""
+    """Number of texts, counted as targets in the manifest."""
     return len(self.targets)
 
   def positions(self, lengths: framing.Lengths) -> tuple[int, int]:
-    """Returns framed positions, and texts; see `RowFields.capacity`."""
+    """Returns the numbers of positions and texts; see `RowFields.capacity`."""
     count = len(self.targets)
     return len(self.inputs) + lengths.edges * count, count
 
@@ -118,16 +117,16 @@ class Embed(example_maker.ExampleMaker):
 
     Args:
       name: name of the objective, for errors.
-      lengths: row lengths that every example has to fit.
+      lengths: row lengths; every example must fit.
       vocabulary: vocabulary of the texts.
-      texts: most texts of a row.
+      texts: maximum number of texts per row.
       vectors: size of the given vectors; 0 without.
-      too_long: 'drop' examples that are longer than a row, or 'truncate' them.
-      query: text before queries.
-      document: text before positives and negatives.
+      too_long: whether to 'drop' or 'truncate' examples longer than a row.
+      query: prefix of queries.
+      document: prefix of positives and negatives.
 
     Raises:
-      UserError: an example does not fit, or vectors have no size.
+      UserError: `texts` is below 2, or `vectors` below 0.
     """
     super().__init__(name, lengths)
     if texts < 2 or vectors < 0:
@@ -199,7 +198,7 @@ class Embed(example_maker.ExampleMaker):
 
 
 def prompts(options: Mapping[str, Any]) -> dict[str, str]:
-  """Returns the texts before queries and documents, by role.
+  """Returns the prefixes of queries and documents, by role.
 
   Args:
     options: options of `embed`.
@@ -216,7 +215,7 @@ def _frame(
   *,
   teacher: bool = False,
 ) -> framing.Batch:
-  """Frames a row of at most `most` texts, with vectors of a size."""
+  """Frames a row of at most `most` texts, with vectors of size `size`."""
   del teacher
   sizes = dict.fromkeys(('segments', 'positions', 'tokens'), lengths.encoder)
   row = {f'encoder_{x}': np.zeros(n, np.int32) for x, n in sizes.items()}
@@ -253,9 +252,9 @@ def _check(rows: framing.Batch, ids: special_ids.Framing, **rules: Any) -> None:
   """Checks that every text starts with BOS, or ends with EOS (T5's).
 
   Raises:
-    ValueError: one does not.
+    ValueError: a text does not.
   """
-  del rules  # Those of targets.
+  del rules  # Rules of targets.
   first = (rows['encoder_positions'] == 0) & (rows['encoder_segments'] > 0)
   rule, token, at = 'start with BOS', ids.encoder.bos, first
   if ids.encoder.ends_with_eos:
@@ -270,7 +269,7 @@ def _check(rows: framing.Batch, ids: special_ids.Framing, **rules: Any) -> None:
 def _numbers(
   name: str, values: Sequence[Any] | None, shape: tuple[int, ...]
 ) -> np.ndarray | None:
-  """Returns the numbers of a field, float32; None without the field.
+  """Returns a field as float32; None without the field.
 
   Raises:
     UserError: the values are not numbers of this shape, finite in float16.

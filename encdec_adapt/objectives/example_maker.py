@@ -1,13 +1,13 @@
-"""Objectives: the examples made of a document.
+"""Base classes of objectives, which make examples from documents.
 
-An `Objective` is parsed from `config.data.objective` (`objective_names.parse`).
-It has the values of its options, the class of its maker and the kind of its
-rows (`row_fields`). `Objective.make` gives the maker of examples for rows of
-given lengths and a vocabulary: an `ExampleMaker` of `windows`, `denoising`,
-`noising`, `supervised`, `preferences`, `labelled` or `embeddings`. These
-modules list the names of their objectives in `OBJECTIVES`.
+`objective_names.parse` parses `config.data.objective` to an `Objective`, with
+its option values, maker class and kind of rows (`row_fields`).
+`Objective.make` returns the `ExampleMaker` for row lengths and a vocabulary,
+from `windows`, `denoising`, `noising`, `shared_noise`, `supervised`,
+`preferences`, `labelled` or `embeddings`. These modules list their objectives
+in `OBJECTIVES`.
 
-This module imports neither TensorFlow nor SeqIO nor jax.
+Must not import TensorFlow, SeqIO or JAX.
 """
 
 import abc
@@ -26,8 +26,8 @@ from encdec_adapt.objectives import framing, row_fields
 from encdec_adapt.tokenizers import vocabulary as vocabulary_lib
 
 Generator = Callable[[str], np.random.Generator]
-# Name of a noise in the counts -> its share of the windows, and the share of
-# hidden tokens; None if every window draws its share.
+# Name of a noise in the counts -> its share of the windows, and its share of
+# hidden tokens (None if drawn per window).
 HiddenShares = Mapping[str, tuple[float, float | None]]
 
 
@@ -36,11 +36,11 @@ class Option:
   """An option in the name of an objective.
 
   Attributes:
-    parse: parses its value; raises a ValueError.
+    parse: parses a value; raises a ValueError if invalid.
     form: spelling of the option, for errors.
-    verbatim: whether spaces around its value belong to it.
-    one_vocabulary: reason that both sides must share a vocabulary if it is set;
-      '' if they may differ.
+    verbatim: whether values keep surrounding spaces.
+    one_vocabulary: reason why the option requires a shared vocabulary; '' if
+      the sides may differ.
   """
 
   parse: Callable[[str], Any]
@@ -51,12 +51,12 @@ class Option:
 
 @dataclasses.dataclass(frozen=True)
 class DocumentPolicy:
-  """Treatment of documents that do not suit an objective.
+  """Treatment of invalid and overlong documents.
 
   Attributes:
     locate: returns the file and line of a document id, for errors.
-    skips_bad: whether documents that cannot be read are left out and counted.
-    refuses_long: whether inputs that are longer than a row are an error.
+    skips_bad: whether invalid documents are dropped and counted.
+    refuses_long: whether inputs longer than a row are an error.
   """
 
   locate: Callable[[str], str] = str
@@ -68,24 +68,24 @@ POLICY = DocumentPolicy()
 
 
 class ExampleMaker(abc.ABC):
-  """Makes examples of documents, for rows of given lengths.
+  """Makes examples from documents, for rows of given lengths.
 
   Attributes:
-    name: name as in a configuration, options included.
-    options: options that a name may have.
-    documents: kind of documents that it reads: 'text', 'pairs', 'chat',
-      'preferences', 'labels' or 'embed'.
-    reads: content of documents: 'tokens', or 'text' (JSON but for texts).
-    teacher_reads: content from which a teacher can predict the targets:
-      'inputs'; 'text', out of which spans were cut (`framing.with_windows`);
-      or '' for none.
-    one_vocabulary: reason that both sides must share a vocabulary; '' if they
+    name: name in the configuration, with options.
+    options: supported options by name.
+    documents: kind of documents read: 'text', 'pairs', 'chat', 'preferences',
+      'labels' or 'embed'.
+    reads: content of documents: 'tokens', or 'text' (JSON except for the kind
+      'text').
+    teacher_reads: content read by a teacher to predict the targets: 'inputs';
+      'text', the uncorrupted window (`framing.with_windows`); or '' for none.
+    one_vocabulary: reason why both sides must share a vocabulary; '' if they
       may differ.
-    lengths: row lengths that every example fits.
-    counts: dropped and cut examples, hidden tokens, and the like, which the
-      manifest states.
+    lengths: row lengths; every example fits.
+    counts: counts for the manifest, such as dropped and truncated examples and
+      hidden tokens.
     first_losses: description of the first example with a lossy or an empty
-      target, by the name of its count.
+      target, by name of the count.
   """
 
   options: Mapping[str, Option] = types.MappingProxyType({})
@@ -95,7 +95,7 @@ class ExampleMaker(abc.ABC):
   one_vocabulary = 'both sides read the tokens of one window'
 
   def __init__(self, name: str, lengths: framing.Lengths):
-    """Takes the name and the lengths, which `Objective.make` checks."""
+    """Initializes without checks; `Objective.make` checks the lengths."""
     self.name = name
     self.lengths = lengths
     self.counts: collections.Counter[str] = collections.Counter()
@@ -103,20 +103,20 @@ class ExampleMaker(abc.ABC):
 
   @classmethod
   def rows(cls, options: Mapping[str, Any]) -> row_fields.RowFields:
-    """Returns the kind of rows that hold its examples."""
+    """Returns the kind of rows of its examples."""
     return row_fields.PAIRS
 
   @classmethod
   def without_masks(cls, text: str, options: Mapping[str, Any]) -> str:
-    """Returns the same objective without masks in the text that is read.
+    """Returns the objective without MEAP's masks.
 
-    Held-out rows are made with it, so that held-out losses of MEAP and of plain
-    next-token prediction compare, as in its published code. `concatenate` in
-    it has no effect (`objective_names.for_evaluation`).
+    It makes the held-out rows, so that held-out losses of MEAP and plain
+    next-token prediction are comparable, as in MEAP's published code; its
+    option `concatenate` has no effect (`objective_names.for_evaluation`).
 
     Args:
       text: name and options of the objective.
-      options: values of the options.
+      options: option values.
     """
     return text
 
@@ -135,15 +135,15 @@ class ExampleMaker(abc.ABC):
     sentinel_policy: str,
     options: Mapping[str, Any],
   ) -> 'ExampleMaker':
-    """Makes the maker; see `Objective.make`."""
+    """Builds the maker; see `Objective.make`."""
     return cls(text, lengths, vocabulary, **options)
 
   @classmethod
   def revisions(cls, options: Mapping[str, Any]) -> tuple[str, ...]:
     """Returns the changes to the examples since record format 7, in order.
 
-    Their number is the revision of the objective; records of an earlier
-    revision are refused with the changes as the reason.
+    Their number is the objective's revision. Records of earlier revisions are
+    refused with an error that lists the changes.
 
     Args:
       options: options of the objective's name.
@@ -157,23 +157,21 @@ class ExampleMaker(abc.ABC):
     generator: Generator,
     policy: DocumentPolicy = POLICY,
   ) -> Iterator[Any]:
-    """Makes the examples of documents.
+    """Makes examples from documents.
 
     Args:
-      documents: (id, content) pairs of one virtual shard, in order; the
-        content is of the kind that the maker `reads`: tokens, int32 [n] with
-        n > 0, or text.
-      generator: returns the generator of a name, which draws everything about
-        an example: its document's id, '#' and its number there, or '#' and its
-        number in the shard if documents are concatenated. Not called if
-        nothing is drawn.
-      policy: treatment of documents that do not suit the objective.
+      documents: (id, content) pairs of one virtual shard, in order; the content
+        has the kind in `reads`: tokens, int32 [n] with n > 0, or text.
+      generator: returns the random generator of an example, by name: document
+        id, '#' and the example's index in it, or '#' and its index in the shard
+        if documents are concatenated. Not called if nothing is random.
+      policy: treatment of invalid and overlong documents.
 
     Yields:
-      Examples that fit the lengths, with the ids of their documents.
+      Examples that fit the lengths, with document ids.
 
     Raises:
-      UserError: a document is bad or too long, and the policy refuses it.
+      UserError: the policy refuses an invalid or overlong document.
     """
 
   def _parsed(
@@ -182,13 +180,13 @@ class ExampleMaker(abc.ABC):
     policy: DocumentPolicy,
     parse: Callable[..., Any],
   ) -> Iterator[tuple[str, Any]]:
-    """Yields the id of each document, a JSON list, and its parsed content.
+    """Yields the id and the parsed content of each document, a JSON list.
 
     Args:
       documents: see `examples`.
       policy: see `examples`.
-      parse: parses the parts of a list; returns None to drop the document, and
-        raises a UserError where it is bad.
+      parse: parses the items of the list; returns None to drop the document,
+        and raises a UserError if it is invalid.
 
     Raises:
       UserError: `parse` refuses a document, and `policy` does not skip it.
@@ -210,14 +208,14 @@ class ExampleMaker(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class Name:
-  """A name that a configuration gives to an objective.
+  """Entry of an objective name.
 
   Attributes:
     maker: class of its maker.
     predicts: description of the targets, for the table in configs/README.md.
-    preset: options that the name stands for.
-    parse: parses a text that stands before the options to options; None where
-      there is none.
+    preset: options implied by the name.
+    parse: parses the text before the options to options; None if names have
+      no such text.
   """
 
   maker: type[ExampleMaker]
@@ -231,9 +229,9 @@ class Objective:
   """An objective of a configuration.
 
   Attributes:
-    text: name and options of the objective, as the configuration has them.
+    text: name and options, as in the configuration.
     maker: class of its maker.
-    options: values of its options, and of those that its name stands for.
+    options: option values, including the preset of its name.
   """
 
   text: str
@@ -245,20 +243,20 @@ class Objective:
 
   @functools.cached_property
   def rows(self) -> row_fields.RowFields:
-    """The kind of its rows."""
+    """Kind of its rows."""
     return self.maker.rows(self.options)
 
   @property
   def masks_inputs(self) -> bool:
-    """Whether masks replace text that a model reads (MEAP)."""
+    """Whether the inputs have MEAP's masks."""
     return self.maker.without_masks(self.text, self.options) != self.text
 
   @property
   def revisions(self) -> tuple[str, ...]:
     """Changes to its examples; see `ExampleMaker.revisions`."""
     changes = self.maker.revisions(self.options)
-    # Parsing used to remove a space at the end, so that records of the same
-    # text may have been made without it.
+    # Earlier versions stripped a trailing space, so records with the same text
+    # may differ.
     if self.text != self.text.rstrip():
       changes += ('options keep the space at their end',)
     if self.options.get('shortest'):
@@ -269,7 +267,7 @@ class Objective:
     return changes
 
   def check_lengths(self, lengths: framing.Lengths) -> None:
-    """Checks that a row has the sides that the objective fills.
+    """Checks that exactly the sides used by the objective have a length.
 
     Raises:
       UserError: names the length to change.
@@ -290,17 +288,17 @@ class Objective:
       )
 
   def check_vocabularies(self) -> None:
-    """Refuses an objective that cannot have two vocabularies.
+    """Checks that the objective supports two vocabularies.
 
     Raises:
-      UserError: states the reason.
+      UserError: it does not; names the reason.
     """
     reasons = [
       option.one_vocabulary
       for name, option in self.maker.options.items()
       if self.options.get(name)
     ]
-    # Reasons of options come first: they can be left out.
+    # Options come first: the user can leave them out.
     if reason := next(filter(None, [*reasons, self.maker.one_vocabulary]), ''):
       raise errors.UserError(
         f'config.data.objective {self.text!r} needs one vocabulary for both'
@@ -317,13 +315,13 @@ class Objective:
     encoder_vocabulary: vocabulary_lib.Vocabulary | None = None,
     sentinel_policy: str = 'unique',
   ) -> ExampleMaker:
-    """Makes the maker of examples.
+    """Returns the example maker for row lengths and vocabularies.
 
     Args:
-      lengths: row lengths that every example has to fit.
-      vocabulary: vocabulary with EOS, and with sentinels, mode tokens or a mask
-        if the objective needs them; the decoder's if there are two.
-      encoder_vocabulary: vocabulary of the encoder if it is another one.
+      lengths: row lengths; every example must fit.
+      vocabulary: vocabulary with EOS and, if needed, sentinels, mode tokens or
+        a mask; the decoder's if there are two.
+      encoder_vocabulary: vocabulary of the encoder, if different.
       sentinel_policy: one of `denoising.POLICIES`.
 
     Raises:

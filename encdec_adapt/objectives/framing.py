@@ -1,55 +1,50 @@
-"""Framing: how rows of token ids become a batch.
+"""Framing: makes batch fields from rows of token ids.
 
-A record row holds pairs of token ids without framing. A pair has inputs
-p_0..p_m-1 and targets t_0..t_n-1, and optionally weights w_0..w_n-1 of the
-targets and decoder inputs r_0..r_n-1, which the decoder reads in place of the
-targets (MEAP's masks). The fields of a batch are, in the pair's segment,
+A record row holds unframed pairs: inputs p_0..p_m-1, targets t_0..t_n-1 and,
+optionally, target weights w_0..w_n-1 and decoder inputs r_0..r_n-1, which the
+decoder reads in place of the targets (MEAP's masks). Fields of a batch:
 
 | field            | content of the pair's segment                          |
 |------------------|--------------------------------------------------------|
-| encoder_tokens   | BOS p_0 .. p_m-1, or of a vocabulary that ends with    |
-|                  | EOS (T5's) p_0 .. p_m-1 EOS, behind its opening if it  |
-|                  | has one (the `<s>` of CodeT5)                          |
-| decoder_tokens   | BOS r_0 .. r_n-2, where r is t unless the pair has it  |
+| encoder_tokens   | BOS p_0 .. p_m-1; for vocabularies with EOS at the end |
+|                  | (T5's) p_0 .. p_m-1 EOS, after the opening, if any     |
+|                  | (CodeT5's `<s>`)                                       |
+| decoder_tokens   | BOS r_0 .. r_n-2; r is t by default                    |
 | targets          | t_0 .. t_n-1                                           |
 | weights          | w_0 .. w_n-1, or 1; 0 at padding                       |
 | *_segments       | 1, 2, .. by pair within the row; 0 at padding          |
 | *_positions      | 0, 1, .. restarting with each pair; 0 at padding       |
 | teacher_tokens   | BOS p_0 .. p_m-1 r_0 .. r_n-1, pairs contiguous; the   |
-|                  | prefix as the decoder's vocabulary has it              |
+|                  | prefix in the decoder's vocabulary                     |
 | teacher_index    | per target, the index in the teacher's row of the      |
-|                  | position that predicts it: t_0 is predicted by the     |
-|                  | last prefix token, t_j by t_j-1                        |
-| window_*         | the text of span corruption as a teacher reads it      |
-|                  | (`with_windows`): BOS and the window before any span   |
-|                  | was hidden, and the index of the position that         |
-|                  | predicts each target                                   |
+|                  | position predicting it: the last prefix token for t_0, |
+|                  | t_j-1 for t_j                                          |
+| window_*         | for a teacher of span corruption (`with_windows`): BOS |
+|                  | and the uncorrupted window, and per target the index   |
+|                  | of the position predicting it                          |
 | row              | index of the record row, -1 for a filler row           |
-| stored_*         | ids and probabilities of a stored teacher, k a target  |
+| stored_*         | k ids and probabilities per target of a stored teacher |
 
-So a pair takes m+1 encoder (m+2 behind an opening), n decoder and m+1+n teacher
-positions. Each side has BOS and padding of its vocabulary; EOS and the
-teacher's tokens are the decoder's. T5's decoders start with padding, which is
-its BOS, and the targets of its pairs begin with its opening and end with EOS
-unless they are cut. If the encoder has another
-vocabulary, the teacher's prefix has another length; the pair then takes as many
-encoder positions as the longer of the two prefixes, so that it also fits the
-teacher's row.
+A pair takes m+1 encoder (m+2 with an opening), n decoder and m+1+n teacher
+positions. Each side has the BOS and padding of its vocabulary; EOS and the
+teacher's tokens are the decoder's. T5's BOS is its padding; its targets begin
+with the opening, if any, and end with EOS unless truncated. With two
+vocabularies, a pair takes the encoder positions of the longer of its two
+prefixes, so that it also fits the teacher's row.
 
 | model           | reads                                                   |
 |-----------------|---------------------------------------------------------|
 | encoder-decoder | encoder_* and decoder_*                                 |
 | causal decoder  | decoder_* of pairs without inputs, else teacher_*       |
 | prefix decoder  | teacher_*, bidirectional over BOS p_0 .. p_m-1          |
-| encoder-only    | encoder_*: targets and weights have its length S, those |
-|                 | of token p_i at the position that reads it, and weight 0|
-|                 | at BOS or EOS. The decoder's length is 0                |
+| encoder-only    | encoder_*; targets and weights have length S, aligned   |
+|                 | with the tokens p_i, and weight 0 at BOS and EOS. The   |
+|                 | decoder's length is 0                                   |
 
-A decoder-only model reads rows of pairs through the teacher's fields, which
-gives it the same targets as the encoder-decoder; `on_all_tokens` makes it
-predict the inputs too.
+A decoder-only model reads pairs through the teacher's fields, with the same
+targets as the encoder-decoder; `on_all_tokens` adds the inputs to its targets.
 
-This module imports neither TensorFlow nor SeqIO nor jax.
+Must not import TensorFlow, SeqIO or JAX.
 """
 
 from collections.abc import Mapping, Sequence
@@ -61,8 +56,8 @@ import numpy as np
 from encdec_adapt.tokenizers import special_ids
 
 Batch = dict[str, np.ndarray]
-# Logical axes of the fields that rows of several answers to a prompt have for
-# each of them, [P, G, L]; the other fields are those of the prompt.
+# Logical axes of the per-answer fields of rows with several answers to a
+# prompt, [P, G, L]; the other fields belong to the prompt.
 GROUP_AXES = dict.fromkeys(
   ('targets', 'weights', 'teacher_index')
   + ('decoder_tokens', 'decoder_segments', 'decoder_positions')
@@ -84,12 +79,12 @@ class Pair(NamedTuple):
       model.
     targets: [n], in the decoder's vocabulary.
     prefix: inputs in the decoder's vocabulary; None if both sides share it.
-    decoder_inputs: [n], tokens that the decoder reads in place of the targets;
+    decoder_inputs: [n], tokens read by the decoder in place of the targets;
       None for the targets themselves.
     weights: float32 [n], weights of the targets in the loss; None for 1.
-    fields: further fields of the document, a JSON object, which no model reads;
-      None for none.
-    documents: ids of the documents that the tokens are from.
+    fields: further fields of the document as JSON, not read by models; None for
+      none.
+    documents: ids of the source documents.
   """
 
   inputs: np.ndarray
@@ -102,7 +97,7 @@ class Pair(NamedTuple):
 
   @property
   def teacher_inputs(self) -> np.ndarray:
-    """Inputs in the vocabulary of the teacher, which is the decoder's."""
+    """Inputs in the decoder's vocabulary, which the teacher shares."""
     return self.inputs if self.prefix is None else self.prefix
 
   @property
@@ -112,16 +107,16 @@ class Pair(NamedTuple):
 
   @property
   def read_tokens(self) -> np.ndarray:
-    """Tokens that the decoder reads in place of the targets, [n]."""
+    """Decoder inputs before the shift, [n]; the targets by default."""
     return self.targets if self.decoder_inputs is None else self.decoder_inputs
 
   @property
   def target_tokens(self) -> int:
-    """Number of targets, those of weight 0 included."""
+    """Number of targets, including targets of weight 0."""
     return len(self.targets)
 
   def positions(self, lengths: 'Lengths') -> tuple[int, int]:
-    """Returns encoder and decoder positions; 0 without the side."""
+    """Returns the numbers of encoder and decoder positions; 0 if absent."""
     # The longer prefix, so that a packed row also fits the teacher's S + T.
     inputs = max(len(self.inputs), len(self.teacher_inputs))
     return (
@@ -182,9 +177,9 @@ def frame_row(
     m, n = len(pair.teacher_inputs), len(pair.targets)
     if n == 0:
       raise ValueError(f'pair {segment} of the row has no targets')
-    # The last target predicts nothing, so that no decoder reads it. It is in
-    # the teacher's row, where `on_all_tokens` and `check_framing` look for
-    # every target behind its index.
+    # The last target predicts nothing, so no decoder reads it. The teacher's
+    # row has it: `on_all_tokens` and `check_framing` expect every target after
+    # its index.
     streams = {
       'encoder': [framing.encoder.frame(pair.inputs, 'encoder')],
       'decoder': [[framing.decoder.bos], pair.read_tokens[:-1]],
@@ -243,7 +238,7 @@ def _write_segment(
 
 
 def on_all_tokens(batch: Batch, pad: int) -> Batch:
-  """Makes a decoder-only model predict the inputs of pairs too.
+  """Adds the inputs of pairs to the targets of a decoder-only model.
 
   Args:
     batch: batch with the teacher's fields, [B, ...].
@@ -259,8 +254,7 @@ def on_all_tokens(batch: Batch, pad: int) -> Batch:
   follows = (segments > 0) & (segments == _following(segments))
   targets = np.where(follows, np.roll(tokens, -1, axis=1), pad)
   weights = follows.astype(np.float32)
-  # Targets are copied from the batch: the teacher's row has MEAP's masks in
-  # place of some.
+  # Copies the targets, as the teacher's row has MEAP's masks in place of some.
   rows, columns = np.nonzero(batch['decoder_segments'])
   indices = batch['teacher_index'][rows, columns]
   targets[rows, indices] = batch['targets'][rows, columns]
@@ -280,19 +274,19 @@ def _following(segments: np.ndarray) -> np.ndarray:
 
 
 def with_windows(batch: Batch, ids: special_ids.SideIds) -> Batch:
-  """Restores the text of pairs with spans of their inputs as targets.
+  """Restores the uncorrupted text of span corruption.
 
-  The text of a pair without sentinels is its inputs, then its targets.
+  The text of a pair without sentinels is its inputs followed by its targets.
 
   Args:
-    batch: batch of pairs of `denoising` or of a window cut in two, [B, ...].
-    ids: special ids of the vocabulary that both sides share.
+    batch: batch of pairs from `denoising` or of split windows, [B, ...].
+    ids: special ids of the shared vocabulary.
 
   Returns:
-    The batch with window_tokens, window_segments and window_positions, BOS and
-    text without sentinels and mode tokens, [B, S + T]; and window_index [B, T],
-    the position of the window that predicts a target, -1 for sentinels and
-    padding, which it does not have.
+    The batch with window_tokens, window_segments and window_positions
+    [B, S + T], BOS and the text without sentinels and mode tokens; and
+    window_index [B, T], the window position predicting each target, -1 for
+    sentinels and padding.
   """
   inputs, targets = batch['encoder_tokens'], batch['targets']
   targets_at = slice(inputs.shape[1], None)  # In concatenated arrays.
@@ -308,7 +302,7 @@ def with_windows(batch: Batch, ids: special_ids.SideIds) -> Batch:
     # Counted from the start of the segment.
     before = np.where(starts, count - is_sentinel, 0)
     span = count - np.maximum.accumulate(before, axis=1)
-    if side == 'decoder':  # Behind its sentinel, and behind the visible run.
+    if side == 'decoder':  # After its sentinel and the preceding visible run.
       span = np.maximum(span - 1, 0) + 0.5
     is_text = (segments > 0) & ~is_sentinel
     is_text &= ~np.isin(tokens, ids.modes + ids.opening)
@@ -349,13 +343,13 @@ def frame_group(
   """Frames a row of several answers to a prompt.
 
   Args:
-    answers: for each answer, its pair alone; no pair frames a row of padding.
+    answers: a list of one pair per answer; empty lists frame a row of padding.
     lengths: S and T.
     framing: special ids.
     teacher: whether to make the teacher_* fields.
 
   Returns:
-    Fields of `frame_row`, those of `GROUP_AXES` [G, L].
+    Fields of `frame_row`; fields in `GROUP_AXES` are [G, L].
   """
   rows = [frame_row(x, lengths, framing, teacher=teacher) for x in answers]
   fields = stack_rows(rows)
@@ -375,15 +369,14 @@ def check_framing(
   eos_inside: bool = False,
   labelled: bool = False,
 ) -> None:
-  """Checks that a batch obeys the tables in the module's docstring.
+  """Checks a batch against the tables in the module docstring.
 
   Args:
     batch: fields of the batch.
-    framing: special ids that frame its rows.
-    mask: token that the decoder may read in place of any target (MEAP), or
-      None.
-    eos_inside: whether inputs may hold EOS, of a document or a turn.
-    labelled: whether targets are numbers of labels.
+    framing: special ids of its rows.
+    mask: mask token, allowed in place of any target read (MEAP), or None.
+    eos_inside: whether inputs may contain the EOS of documents or turns.
+    labelled: whether targets are label indices.
 
   Raises:
     ValueError: names the broken rule, the row and the position.
@@ -394,8 +387,8 @@ def check_framing(
     'padding has weight 0': (batch[f'{side}_segments'] > 0) | (weights == 0)
   }
   ids = getattr(framing, side)
-  # Qwen pads with EOS, which is a target; the number of a label may equal the
-  # id of padding.
+  # Qwen pads with EOS, which is a target; a label index may equal the padding
+  # id.
   if ids.pad != ids.eos and not labelled:
     rules['padding is never a target'] = (weights == 0) | (targets != ids.pad)
   if side == 'decoder':
@@ -456,13 +449,13 @@ def _encoder_rules(
     return {'an encoder segment ends with its only EOS': ends}
   start = (batch['encoder_positions'] == 0) & (segments > 0)
   is_bos = tokens == ids.bos
-  # A document inside may end with EOS, which of Qwen is BOS.
+  # An inner document may end with EOS, which is also Qwen's BOS.
   is_inside = eos_inside and ids.eos == ids.bos
   starts = is_bos | ~start if is_inside else start == is_bos
   rules = {
     'an encoder segment starts with its only BOS': (segments == 0) | starts
   }
-  # BOS of Qwen is its EOS, with which every segment starts.
+  # Qwen's BOS, at the start of every segment, is its EOS.
   if ids.eos != ids.bos and not eos_inside:
     rules['the encoder reads no EOS'] = (segments == 0) | (tokens != ids.eos)
   return rules
@@ -475,8 +468,8 @@ def _teacher_rules(
   if 'teacher_index' not in batch:
     return {}
   weights, index = batch['weights'], batch['teacher_index']
-  # Only a wrong index can be the last of the row: clipped, it breaks the rule,
-  # which names its place, instead of failing here.
+  # Only a wrong index can be the last of the row. Clipped, it fails the rule,
+  # whose error has its position, and not this gather.
   following = np.minimum(index + 1, batch['teacher_tokens'].shape[-1] - 1)
   predicted = np.take_along_axis(batch['teacher_tokens'], following, axis=-1)
   masked = predicted == (-1 if mask is None else mask)

@@ -2,17 +2,16 @@
 
 | name     | reads                                | label                     |
 |----------|--------------------------------------|---------------------------|
-| classify | its texts, with a line break between | at the last token         |
-| tag      | words, a space before all but the    | of each word, at its      |
-|          | first                                | first token               |
+| classify | texts joined by line breaks          | at the last token         |
+| tag      | words joined by spaces               | per word, at its first    |
+|          |                                      | token                     |
 
-Both need their labels, in the order of their numbers: `classify:labels=no|yes`.
-They feed classifiers, models with a head of a row for each label: a stack that
-was pretrained as an encoder, or as a decoder (Encoder-Decoder Gemma,
-arXiv:2504.06225, section 4: a head on the last token). Targets are numbers of
-labels, aligned with the tokens that the model reads.
+Both need the label names, in index order: `classify:labels=no|yes`. They train
+classifiers, a pretrained encoder or decoder stack with one head row per label
+(Encoder-Decoder Gemma, arXiv:2504.06225, section 4: a head on the last token).
+Targets are label indices, aligned with the tokens read.
 
-Pure numpy; this module imports neither TensorFlow nor SeqIO nor jax.
+Pure NumPy; must not import TensorFlow, SeqIO or JAX.
 """
 
 import collections
@@ -33,7 +32,7 @@ from encdec_adapt.tokenizers import vocabulary as vocabulary_lib
 
 
 class Classify(example_maker.ExampleMaker):
-  """Texts with a common label; see the module's docstring."""
+  """One label for one or more texts; see the module's docstring."""
 
   options = {
     'labels': example_maker.Option(
@@ -69,10 +68,10 @@ class Classify(example_maker.ExampleMaker):
 
     Args:
       name: name of the objective, for errors.
-      lengths: row lengths that every example has to fit.
+      lengths: row lengths; every example must fit.
       vocabulary: vocabulary of the texts.
       labels: the labels, at least two.
-      too_long: 'drop' examples that are longer than a row, or 'truncate' them.
+      too_long: whether to 'drop' or 'truncate' examples longer than a row.
 
     Raises:
       UserError: there are fewer than two labels.
@@ -93,13 +92,13 @@ class Classify(example_maker.ExampleMaker):
       yield pair._replace(documents=(name,))
 
   def _parts(self, texts, label) -> tuple[list[np.ndarray], list[int]]:
-    """Returns the tokens of each labelled part, and the numbers of labels."""
+    """Returns the tokens of each labelled part, and the label indices."""
     if not all(isinstance(text, str) for text in texts):
       raise errors.UserError('its texts are lists of words; use `tag`')
     return [self._encode('\n'.join(texts))], [self._number(label)]
 
   def _number(self, label: str | int) -> int:
-    # Options are text, and JSON may have labels as numbers.
+    # Labels are strings in options, but may be numbers in JSON.
     if str(label) not in self._numbers:
       raise errors.UserError(
         f'its label {label!r} is none of {list(self._numbers)}, the labels of'
@@ -109,7 +108,7 @@ class Classify(example_maker.ExampleMaker):
 
   def _label_positions(self, lengths: np.ndarray) -> np.ndarray:
     """Returns the position of each part's label, given the parts' lengths."""
-    # The last token, as a causal stack has read the text only there.
+    # The last token, the only one from which a causal stack sees all the text.
     return np.cumsum(lengths) - 1
 
   def _pair(self, texts: list, label: Any) -> framing.Pair | None:
@@ -132,17 +131,17 @@ class Classify(example_maker.ExampleMaker):
       positions = self._cut_positions(positions, longest)
     targets = np.zeros(len(tokens), np.int32)
     weights = np.zeros(len(tokens), np.float32)
-    # A cut may have removed the last words, and their labels with them.
+    # Truncation may have removed the last words, and their labels with them.
     targets[positions], weights[positions] = labels[: len(positions)], 1
     return framing.Pair(tokens, targets, weights=weights)
 
   def _cut_positions(self, positions: np.ndarray, size: int) -> np.ndarray:
-    """Returns the positions of labels after tokens are cut to a size."""
+    """Returns the positions of labels after truncation to `size` tokens."""
     return np.minimum(positions, size - 1)
 
 
 class Tag(Classify):
-  """Words with labels; see the module's docstring."""
+  """One label per word; see the module's docstring."""
 
   def _parts(self, texts, label):
     words = texts[0]
@@ -153,8 +152,8 @@ class Tag(Classify):
         f'it has {len(words)} words and {len(label)} labels; give a label for'
         ' each word'
       )
-    # Word by word, as tokens must not cross words; the space is that of the
-    # text, which many vocabularies have in the token of the word.
+    # Word by word, as tokens must not cross words; with the preceding space,
+    # which many vocabularies have in the word's token.
     encoded = [
       self._encode((' ' if i else '') + str(word))
       for i, word in enumerate(words)

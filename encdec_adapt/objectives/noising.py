@@ -1,17 +1,17 @@
-"""Objectives that noise a window other than by spans with sentinels.
+"""Noising objectives other than span corruption: T5 by token, BART, BERT, MEAP.
 
-M is the mask token; the default share of hidden tokens is in brackets and is
-set by an option, as in `bart_masking:share=0.3`.
+M is the mask token. The default share of hidden tokens is in parentheses; the
+option `share` sets it, as in `bart_masking:share=0.3`.
 
 T5 (arXiv:1910.10683, section 3.3; t5/data/preprocessors.py), noise by token:
 
 | name               | inputs                             | targets            |
 |--------------------|------------------------------------|--------------------|
-| iid_denoising      | hidden tokens; adjacent ones share | per run its        |
-| (0.15)             | a sentinel; their number is fixed  | sentinel, tokens   |
+| iid_denoising      | a sentinel per run of hidden tokens| each sentinel, then|
+| (0.15)             | (a fixed number of tokens)         | its tokens         |
 | mask_tokens (0.15) | each hidden token is M             | the window         |
 | drop_tokens (0.15) | without the hidden tokens          | the hidden tokens  |
-| replace_tokens     | hidden tokens are random ones      | the window         |
+| replace_tokens     | random tokens replace hidden tokens| the window         |
 | (0.15)             |                                    |                    |
 
 BART (arXiv:1910.13461, section 2.2); targets are the window:
@@ -20,10 +20,10 @@ BART (arXiv:1910.13461, section 2.2); targets are the window:
 |--------------------|---------------------------------------------------------|
 | bart_masking (0.15)| hidden tokens are M                                     |
 | bart_deletion      | hidden tokens are deleted (0.15)                        |
-| bart_infilling     | each span of Poisson(3) tokens is an M; a span of none  |
-| (0.3)              | inserts an M                                            |
-| bart_permutation   | sentences in random order; a sentence ends after a token|
-|                    | that ends in . ! ? or a newline                         |
+| bart_infilling     | an M for each span of Poisson(3) tokens, empty spans    |
+| (0.3)              | included                                                |
+| bart_permutation   | sentences in random order; a token ending in . ! ? or a |
+|                    | newline ends a sentence                                 |
 | bart_rotation      | rotated to begin with a random token                    |
 | bart (0.3)         | the published mixture: permutation, then infilling      |
 
@@ -35,28 +35,26 @@ Others:
 |                    | random, 10% kept (arXiv:1810.04805)| weight on the      |
 |                    |                                    | chosen tokens      |
 
-`bert` feeds encoder-only models; the masks of every pass are others (RoBERTa's
-dynamic masking, arXiv:1907.11692), and the next-sentence task is left out, as
-there.
+`bert` trains encoder-only models, with new masks in every pass and without
+next-sentence prediction (RoBERTa, arXiv:1907.11692).
 
-Inputs of the longest windows fill the encoder; targets that do not fit the
-decoder then are an error, which names the lengths that would do.
+The longest windows fill the encoder with inputs. If their targets exceed the
+decoder's length, the error names lengths that fit.
 
-MEAP (arXiv:2502.07490) is next-token prediction over a window of which 15%
-are M where the model reads them; all targets have weight and are never masked:
+MEAP (arXiv:2502.07490) is next-token prediction with 15% of the inputs replaced
+by M; targets are never masked, and all have weight:
 
 | name               | masked tokens                                           |
 |--------------------|---------------------------------------------------------|
-| meap (0.15)        | floor(.15 n) of the n tokens of each window, and        |
-|                    | another with the remaining probability, in runs of      |
-|                    | `span` tokens (1; the paper tried 5 and 50); drawn for  |
-|                    | every window                                            |
-| meap_shared (0.15) | the same positions in all rows of a batch, as in its    |
+| meap (0.15)        | 0.15 n of the n tokens, stochastically rounded, in runs |
+|                    | of `span` tokens (1; the paper tried 5 and 50); drawn   |
+|                    | per window                                              |
+| meap_shared (0.15) | the same positions in all rows of a batch, as in the    |
 |                    | published code (`objectives/shared_noise.py`)           |
-| meap_prefix_lm     | as `meap`, of the first half of the window only, which  |
-| (0.15)             | are the inputs; targets are the second half             |
+| meap_prefix_lm     | as `meap`, in the first half of the window (the inputs);|
+| (0.15)             | targets are the second half                             |
 
-Pure numpy; this module imports neither TensorFlow nor SeqIO nor jax.
+Pure NumPy; must not import TensorFlow, SeqIO or JAX.
 """
 
 from typing import Any
@@ -94,7 +92,7 @@ _SHARE_OPTION = example_maker.Option(_share, 'share=NUMBER between 0 and 1')
 
 
 class Noising(windows.WindowMaker):
-  """An objective that noises whole windows.
+  """Base class of objectives that noise whole windows.
 
   Attributes:
     needs_mask: whether the vocabulary must have a mask token.
@@ -121,7 +119,7 @@ class Noising(windows.WindowMaker):
 
     Args:
       name: name of the objective, for errors.
-      lengths: row lengths that every pair has to fit.
+      lengths: row lengths; every pair must fit.
       vocabulary: vocabulary with a mask token, or sentinels.
       share: share of hidden tokens, in (0, 1).
       **options: see `windows.WindowMaker`.
@@ -138,23 +136,23 @@ class Noising(windows.WindowMaker):
 
   def _make_plans(self):
     plan = self._longest(lambda window: (window, self._targets(window)))
-    # Without this, targets that do not fit would shorten the windows silently.
+    # Otherwise, too many targets would silently shorten the windows.
     if self.lengths.encoder and self.lengths.decoder:
       targets = self._targets(self.lengths.encoder - self.lengths.edges)
       self._require_targets(targets, plan.inner + 1, 'it')
     return (plan,)
 
   def _targets(self, window: int) -> int:
-    """Returns the number of targets of a window, at most."""
+    """Returns the maximum number of targets of a window."""
     return window
 
   def _count(self, size: int) -> int:
-    """Returns a window's number of hidden tokens: its share, at least 1."""
+    """Returns the number of hidden tokens of a window, at least 1."""
     return max(round(size * self._share), 1)
 
   def _hide(self, size: int) -> int:
-    """Returns a window's number of hidden tokens, and adds it to the counts."""
-    # Planning asks `_count` for sizes of windows that are never made.
+    """Returns the number of hidden tokens of a window, and counts them."""
+    # Not in `_count`, which planning calls for windows that are never made.
     count = self._count(size)
     self._count_hidden(self.name, size, count)
     return count
@@ -167,7 +165,7 @@ class Noising(windows.WindowMaker):
 
 
 def mask_token(name: str, vocabulary: vocabulary_lib.Vocabulary) -> int:
-  """Returns the mask token: <mask>, or the last sentinel without one.
+  """Returns the mask token: <mask> or, without one, the last sentinel.
 
   Raises:
     UserError: the vocabulary has neither.
@@ -184,7 +182,7 @@ def mask_token(name: str, vocabulary: vocabulary_lib.Vocabulary) -> int:
 
 
 class MaskTokens(Noising):
-  """Replaces hidden tokens by the mask; predicts the window."""
+  """Replaces hidden tokens with the mask token; predicts the window."""
 
   def split(self, window, plan, rng):
     hidden = self._hidden(len(window), rng)
@@ -192,7 +190,7 @@ class MaskTokens(Noising):
 
 
 class DeleteTokens(Noising):
-  """Deletes hidden tokens without a trace; predicts the window."""
+  """Deletes hidden tokens; predicts the window."""
 
   needs_mask = False
 
@@ -201,7 +199,7 @@ class DeleteTokens(Noising):
 
 
 class DropTokens(Noising):
-  """Predicts the tokens that were dropped from the inputs."""
+  """Drops hidden tokens from the inputs; predicts the dropped tokens."""
 
   needs_mask = False
 
@@ -214,7 +212,7 @@ class DropTokens(Noising):
 
 
 class ReplaceTokens(Noising):
-  """Replaces hidden tokens by random tokens of text; predicts the window."""
+  """Replaces hidden tokens with random text tokens; predicts the window."""
 
   needs_mask = False
 
@@ -226,10 +224,10 @@ class ReplaceTokens(Noising):
 
 
 class IidDenoising(Noising):
-  """Hides tokens at independent positions; adjacent ones share a sentinel.
+  """Hides tokens at random positions, with one sentinel per run.
 
-  Their number is fixed, the share of the window, while T5 draws each token
-  independently: so the longest windows fill a row.
+  The number of hidden tokens is fixed, so that the longest windows fill a row;
+  T5 draws each token independently.
   """
 
   needs_mask = False
@@ -237,7 +235,7 @@ class IidDenoising(Noising):
 
   def _make_plans(self):
     (plan,) = super()._make_plans()
-    # As many sentinels as hidden tokens: these need not be adjacent.
+    # Worst case: no hidden tokens are adjacent, and each needs a sentinel.
     required = self._count(plan.inner)
     available = len(self._vocabulary.sentinels)
     if required > available:
@@ -250,7 +248,7 @@ class IidDenoising(Noising):
     return (plan,)
 
   def _targets(self, window):
-    # Every hidden token may need a sentinel, if visible tokens lie between.
+    # Worst case: as many runs as the visible tokens can separate.
     hidden = self._count(window)
     return hidden + min(hidden, window - hidden + 1)
 
@@ -259,7 +257,7 @@ class IidDenoising(Noising):
     starts = np.flatnonzero(np.diff(hidden, prepend=False) & hidden)
     stops = np.flatnonzero(np.diff(hidden, append=False) & hidden) + 1
     sentinels = np.array(self._vocabulary.sentinels[: len(starts)], np.int32)
-    # `insert` counts in the tokens that stay, of the window or of the targets.
+    # `insert` takes indices into the visible, or the hidden, tokens alone.
     hidden_before = np.cumsum(stops - starts) - (stops - starts)
     return framing.Pair(
       denoising.insert(window[~hidden], starts - hidden_before, sentinels),
@@ -268,16 +266,16 @@ class IidDenoising(Noising):
 
 
 class Infilling(Noising):
-  """Replaces each span of Poisson length by a mask; predicts the window."""
+  """Replaces spans of Poisson length with a mask each; predicts the window."""
 
   def split(self, window, plan, rng):
     return framing.Pair(self._infill(window, rng), window)
 
   def _infill(self, window: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Hides a share of the tokens.
+    """Replaces random spans with a mask each.
 
-    Draws spans until they hide the share, and cuts the last span to it. Spans
-    lie in random order between the visible tokens.
+    Draws spans until they cover the share of hidden tokens, truncates the last
+    span, and places spans in random order between the visible tokens.
     """
     count = self._hide(len(window))
     drawn = rng.poisson(_POISSON, count + 8)  # Nearly always more than enough.
@@ -286,18 +284,18 @@ class Infilling(Noising):
     last = int(np.searchsorted(np.cumsum(drawn), count))
     lengths = drawn[: last + 1]
     lengths[-1] -= lengths.sum() - count
-    # As many masks as fit in place of the hidden tokens, so that the inputs
-    # are never longer than the window: spans of no tokens give way.
+    # At most as many masks as hidden tokens, so that inputs are never longer
+    # than the window: drops surplus empty spans.
     empty = np.flatnonzero(lengths == 0)
     lengths = np.delete(lengths, empty[: max(len(lengths) - count, 0)])
-    # The last span was cut, and must not always be the last of the window.
+    # The truncated span must not always be the last.
     rng.shuffle(lengths)
-    # Visible tokens before each span, in order. Spans may touch: each is an M.
+    # Visible tokens before each span. Adjacent spans keep a mask each.
     visible_before = np.sort(
       rng.integers(len(window) - count + 1, size=len(lengths))
     )
     starts = visible_before + np.cumsum(lengths) - lengths
-    # `add.at` and not `+=`: a span of no tokens starts where the next starts.
+    # `add.at`, not `+=`: an empty span starts at the same index as the next.
     hidden = np.zeros(len(window) + 1, np.int64)
     np.add.at(hidden, starts, 1)
     np.add.at(hidden, starts + lengths, -1)
@@ -307,7 +305,7 @@ class Infilling(Noising):
 
 
 class PermuteSentences(Infilling):
-  """Puts sentences in random order; predicts the window."""
+  """Shuffles sentences; predicts the window."""
 
   options = windows.OPTIONS
   needs_mask = False
@@ -319,8 +317,8 @@ class PermuteSentences(Infilling):
     self, window: np.ndarray, rng: np.random.Generator
   ) -> np.ndarray:
     ends = np.flatnonzero(self._vocabulary.sentence_ends[window]) + 1
-    # Splitting at the end of the window too would add an empty sentence, and
-    # change the permutation that is drawn.
+    # A split at the end of the window would add an empty sentence and change
+    # the permutation.
     sentences = np.split(window, ends[ends < len(window)])
     order = rng.permutation(len(sentences))
     return np.concatenate([sentences[i] for i in order])
@@ -358,8 +356,7 @@ class Bert(Noising):
 
   def split(self, window, plan, rng):
     chosen = np.flatnonzero(self._hidden(len(window), rng))
-    # A single draw decides for each token between the three treatments, which
-    # exclude each other.
+    # One uniform draw per token selects mask, random or kept.
     uniform = rng.random(len(chosen))
     inputs = window.copy()
     inputs[chosen[uniform >= _KEPT]] = self._mask
@@ -371,7 +368,7 @@ class Bert(Noising):
 
 
 class NextToken(Noising):
-  """Next-token prediction from inputs of which a share is masked.
+  """Next-token prediction from partly masked inputs.
 
   Attributes:
     plain: the same objective without masks.
@@ -395,7 +392,7 @@ class NextToken(Noising):
 
 
 class Meap(NextToken):
-  """Next-token prediction from a window of which a share is masked."""
+  """Next-token prediction from a partly masked window."""
 
   options = {
     **Noising.options,
@@ -411,7 +408,7 @@ class Meap(NextToken):
 
     Args:
       *args: positional arguments of `Noising`.
-      span: tokens of a masked run, at least 1.
+      span: length of a masked run in tokens, at least 1.
       **options: keyword arguments of `Noising`.
     """
     super().__init__(*args, **options)
@@ -428,8 +425,8 @@ class Meap(NextToken):
 
   def _masked(self, size: int, rng: np.random.Generator) -> np.ndarray:
     """Draws masked tokens in runs of `span`, bool [size]; see the module."""
-    # Rounding down, as the published code does for rows of thousands of tokens,
-    # would mask far less of short windows.
+    # The published code rounds down, for rows of thousands of tokens; that
+    # would mask far fewer tokens of short windows.
     count, remainder = divmod(size * self._share, 1)
     count = int(count) + (rng.random() < remainder)
     runs = -(-count // self._span)
@@ -448,7 +445,7 @@ class Meap(NextToken):
 
 
 class MeapPrefixLM(Meap):
-  """PrefixLM from inputs of which a share is masked."""
+  """PrefixLM with partly masked inputs."""
 
   plain = 'prefix_lm'
   one_vocabulary = 'a masked share is one of the tokens that both sides read'
@@ -470,7 +467,7 @@ class MeapPrefixLM(Meap):
 def random_text(
   vocabulary: vocabulary_lib.Vocabulary, count: int, rng: np.random.Generator
 ) -> np.ndarray:
-  """Draws ids that are not special, int32 [count]."""
+  """Draws ids of text tokens (not special ids), int32 [count]."""
   return rng.choice(vocabulary.text_ids, count)
 
 

@@ -13,13 +13,12 @@ A name may have options after a colon, separated by commas:
     pairs:prefix="Question: ",separator="\n"
     classify:labels=no|yes
 
-A text is taken verbatim, spaces included, or is a JSON string in quotes, which
-may have commas and escapes. Several objectives that share the training rows
-(`data/records/row_order.py`) are separated by ' | ': `prefix_lm | ul2`.
-The names are those in `OBJECTIVES` of the modules of objectives; the modules'
-docstrings describe them and their options.
+A text value is verbatim, spaces included, or a JSON string in quotes, which may
+have commas and escapes. ' | ' separates several objectives, which share the
+training rows (`data/records/row_order.py`): `prefix_lm | ul2`. Each module
+lists its names in `OBJECTIVES`; its docstring describes them and their options.
 
-This module imports neither TensorFlow nor SeqIO nor jax.
+Must not import TensorFlow, SeqIO or JAX.
 """
 
 from collections.abc import Mapping
@@ -36,19 +35,19 @@ NAMES: Mapping[str, example_maker.Name] = {
   for name, entry in getattr(module, 'OBJECTIVES', {}).items()
 }
 _LABEL = 'config.data.objective'
-# Last version of the package with each objective that was removed.
+# Removed objective -> last version of the package with it.
 _REMOVED = dict.fromkeys(('deshuffle', 'mass', 'permuted_lm'), '0.1.0')
 
 
 @functools.cache
 def parse(text: str) -> tuple[example_maker.Objective, ...]:
-  """Parses `config.data.objective`: an objective or several.
+  """Parses `config.data.objective`, one or more objectives.
 
   Raises:
-    UserError: an objective is not known or is named twice, their rows have
-      different fields, or one of several masks whole batches.
+    UserError: an objective is unknown or named twice, their rows have different
+      fields, or one of several masks whole batches.
   """
-  # A bar alone does not divide: the options of `classify` are divided by bars.
+  # A bar without spaces separates the labels of `classify`.
   divided = option_strings.Part(_LABEL, text).divide(r' \| ')
   parts = [_trim(part.text) for part in divided]
   result = tuple(map(_parse_objective, parts))
@@ -73,7 +72,7 @@ def parse_one(text: str) -> example_maker.Objective:
   """Parses a single objective.
 
   Raises:
-    UserError: the name or an option is not known.
+    UserError: the name or an option is unknown.
   """
   return _parse_objective(_trim(text))
 
@@ -81,20 +80,20 @@ def parse_one(text: str) -> example_maker.Objective:
 def for_evaluation(
   objective: example_maker.Objective,
 ) -> example_maker.Objective:
-  """Returns the objective that makes its held-out rows, of a document each."""
+  """Returns the objective for held-out rows, of one document each."""
   maker, options = objective.maker, objective.options
   held_out = parse_one(maker.without_masks(objective.text, options))
   if not held_out.options.get('concatenate'):
     return held_out
-  # Errors of held-out losses are estimated over documents, so that no row may
-  # be of two.
+  # Standard errors of held-out losses are over documents, so no row may have
+  # two.
   options = {**held_out.options, 'concatenate': False}
   return example_maker.Objective(held_out.text, held_out.maker, options)
 
 
 def _trim(text: str) -> str:
   name, _, options = text.strip().partition(':')
-  # A text in quotes that has a comma ends in a quote: no space to keep.
+  # A quoted text with a comma ends in a quote: no space to keep.
   key = options.rpartition(',')[2].partition('=')[0]
   option = NAMES[name].maker.options.get(key) if name in NAMES else None
   return text.lstrip() if option and option.verbatim else text.strip()

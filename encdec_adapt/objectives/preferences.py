@@ -1,25 +1,24 @@
-"""Preferences: rows of a prompt and two answers, of which one is better.
+"""Preferences: rows of a prompt with a chosen and a rejected answer.
 
 | name             | inputs                              | answers             |
 |------------------|-------------------------------------|---------------------|
 | preferences      | a text                              | texts, EOS          |
-| chat_preferences | the conversation, or a text as the  | turns of the        |
-|                  | user's, with the assistant's header | assistant, with the |
-|                  |                                     | token that ends them|
+| chat_preferences | the conversation, or a text as a    | assistant turns,    |
+|                  | user turn, with assistant header    | with end token      |
 
-Both read sources `preferences:..`, with the options `prefix` and `separator` of
-`pairs`, and tokens as of `pairs` and `chat` (`objectives/supervised.py`). A row
-is a single example, since losses compare its answers: the fields of decoder,
-teacher and targets are [2, L], chosen answer first, and those of the encoder
-[S], as it reads the prompt once. An example of which prompt or answer is longer
-than a row is dropped and counted: n targets, end included, count n + 1, since
-the decoder of a reward model reads BOS and all of them, and both kinds of model
-learn and are compared on the same records. Dropped and counted are also ties,
-and conversations in which a token spans the assistant's header and an answer:
-the prompt then would not be that of both answers. The field `margins`, float32
-[2], has the record's margin for the chosen answer (0 without one), and 0.
+Both read `preferences:..` sources and tokenize like `pairs` and `chat`
+(`objectives/supervised.py`); `separator` (both) and `prefix` (`preferences`)
+are options as there. A row is a single example, since losses compare its
+answers: decoder, teacher and target fields are [2, L], chosen answer first, and
+encoder fields [S], as the encoder reads the prompt once. Examples with too long
+a prompt or answer are dropped and counted: n targets, end included, need n + 1
+positions, since the decoder of a reward model reads BOS and all targets, and
+policies and reward models share records. Ties are also dropped and counted, as
+are conversations with a token across the assistant's header and an answer,
+where the answers would not share a prompt. The field `margins`, float32 [2],
+has the margin of the chosen answer (0 if unknown), and 0.
 
-Pure numpy; this module imports neither TensorFlow nor SeqIO nor jax.
+Pure NumPy; must not import TensorFlow, SeqIO or JAX.
 """
 
 import collections
@@ -39,19 +38,19 @@ from encdec_adapt.objectives import (
 from encdec_adapt.tokenizers import special_ids
 
 _ANSWERS = 2
-_LARGEST_MARGIN = 65504  # The largest float16: margins are stored so.
+_LARGEST_MARGIN = 65504  # The largest float16, the stored dtype.
 
 
 class Preference(NamedTuple):
-  """A prompt, the answer that is chosen, and the answer that is rejected.
+  """A prompt with a chosen and a rejected answer.
 
   Attributes:
     inputs: [m], in the encoder's vocabulary.
-    targets: [n], the chosen answer with its end.
-    rejected: the rejected answer with its end.
+    targets: [n], the chosen answer with its end token.
+    rejected: the rejected answer with its end token.
     prefix: inputs in the decoder's vocabulary, see `framing.Pair`.
-    margin: [1], how much better the chosen answer is; None if it is unknown.
-    documents: id of the document.
+    margin: [1], margin of the chosen answer; None if unknown.
+    documents: document id.
   """
 
   inputs: np.ndarray
@@ -74,11 +73,11 @@ class Preference(NamedTuple):
 
   @property
   def target_tokens(self) -> int:
-    """Tokens of both answers."""
+    """Number of tokens of both answers."""
     return len(self.targets) + len(self.rejected)
 
   def positions(self, lengths: framing.Lengths) -> tuple[int, int]:
-    """Returns encoder positions, and decoder positions of the longer answer."""
+    """Returns the numbers of encoder and decoder positions (longer answer)."""
     encoder, decoder = max(pair.positions(lengths) for pair in self.pairs)
     return encoder, decoder + 1  # BOS and all targets.
 
@@ -90,7 +89,6 @@ def _frame(
   *,
   teacher: bool = False,
 ) -> framing.Batch:
-  """Frames a row; see `framing.frame_row` and the module's docstring."""
   answers = [[x.pairs[i] for x in examples] for i in range(_ANSWERS)]
   margins = np.zeros(_ANSWERS, np.float32)
   if examples and examples[0].margin is not None:
@@ -118,7 +116,7 @@ ROWS = row_fields.RowFields(
 
 
 class Preferences(supervised.Supervised):
-  """Prompts with answers of texts; see the module's docstring."""
+  """Prompts with two text answers; see the module's docstring."""
 
   options = {
     name: supervised.Supervised.options[name]
@@ -132,7 +130,7 @@ class Preferences(supervised.Supervised):
 
   @classmethod
   def revisions(cls, options):
-    # Not the notes of `chat`.
+    # Without the revisions of `chat`.
     return ('answers leave a position of their row for BOS',)
 
   def __init__(self, name, lengths, vocabulary, *encoder, **options):
@@ -152,7 +150,7 @@ class Preferences(supervised.Supervised):
     """Returns the example of a document, and its answers; None if dropped.
 
     Raises:
-      UserError: the document is invalid; names the fault.
+      UserError: the document is invalid.
     """
     if not content:
       self.counts['ties'] += 1

@@ -1,21 +1,20 @@
 """Kinds of rows: their fields on disk and in a batch, declared once.
 
-Reading, framing, placement, plans and displays know a kind of rows by its
-`RowFields` alone. `row_codec` stores `stored`, `row_display` shows
-them, `frame` makes the fields of a batch, and `axes` are their logical axes.
+Reading, framing, placement, plans and displays use only the `RowFields` of a
+kind. `row_codec` encodes the fields `stored`, `row_display` shows them, `frame`
+makes the fields of a batch, and `axes` has their logical axes.
 
 | rows          | declared in   | an example is                             |
 |---------------|---------------|-------------------------------------------|
 | `PAIRS`       | this module   | inputs and targets                        |
 | `TEXT`        | this module   | targets, without inputs                   |
 | `ENCODED`     | this module   | inputs with a target for each             |
-| conversations | `supervised`  | a prompt and a turn of the assistant      |
+| conversations | `supervised`  | a prompt and an assistant turn            |
 | labels        | `labelled`    | inputs with labels                        |
 | preferences   | `preferences` | a prompt and two answers                  |
-| texts         | `embeddings`  | a query and the texts that it is compared |
-|               |               | with                                      |
+| texts         | `embeddings`  | a query, a positive and negatives         |
 
-This module imports neither TensorFlow nor SeqIO nor jax.
+Must not import TensorFlow, SeqIO or JAX.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,15 +27,15 @@ Axes = Mapping[str, tuple[str | None, ...]]
 
 @dataclasses.dataclass(frozen=True)
 class StoredField:
-  """A field of an example that is stored in a row.
+  """A stored field of an example.
 
   Attributes:
-    name: attribute of the example, an array [n], a text or None.
+    name: attribute of the example, an array [n], a string or None.
     form: 'tokens' and 'integers' are int32, 'floats' are stored as float16,
-      and 'json' is a text.
-    title: name that the field is shown with; '' for its own.
-    names: names of integers, which are shown instead of them.
-    side: stack that reads tokens, so that they are of its vocabulary.
+      and 'json' is a string.
+    title: displayed name of the field; '' for `name`.
+    names: names of integers, displayed instead of them.
+    side: stack with the vocabulary of tokens.
   """
 
   name: str
@@ -63,20 +62,19 @@ class RowFields:
   """A kind of rows.
 
   Attributes:
-    content: content that a model reads, one of `Architecture.rows`.
-    sides: sides of a row that are filled.
+    content: content for a model, one of `Architecture.rows`.
+    sides: filled sides of a row.
     stored: fields of an example, in the order of the records.
     example: class of the examples, a NamedTuple with `stored` and `documents`,
-      and with `positions`, `target_tokens` and `teacher_inputs` as of
+      and with `positions`, `target_tokens` and `teacher_inputs` like
       `framing.Pair`.
     frame: frames the examples of a row; see `framing.frame_row`.
     check: checks framed rows; see `framing.check_framing`.
-    axes: logical axes of batch fields other than rows ('batch') of tokens
-      ('length').
-    answers: answers of a row; several are fields [P, G, T].
+    axes: logical axes of batch fields other than ('batch', 'length').
+    answers: number of answers per row; fields of several are [P, G, T].
     packs: whether a row may hold several examples.
-    texts: most texts of a row of texts to embed, else 0.
-    ends_turns: whether targets end with the token that ends a turn.
+    texts: maximum number of texts per row to embed, else 0.
+    ends_turns: whether targets end with the end-of-turn token.
   """
 
   content: str = 'pair'
@@ -92,7 +90,7 @@ class RowFields:
   ends_turns: bool = False
 
   def capacity(self, lengths: framing.Lengths) -> framing.Lengths:
-    """Returns the largest sums of the `positions` of a row's examples."""
+    """Returns the maximum sums of `positions` over a row's examples."""
     if not self.texts:
       return lengths
     return dataclasses.replace(lengths, decoder=self.texts)

@@ -1,11 +1,11 @@
-"""MEAP's masks as its published code draws them: a pattern for a whole batch.
+"""MEAP with one mask pattern per batch, as in its published code.
 
 Source: github.com/scitix/MEAP. All rows and microbatches of a step have the
-same masked positions, and the patterns recur after 51 steps. They depend on the
-step alone, so they are applied when rows are framed (`data/records/loader.py`);
+same masked positions, and patterns recur every 51 steps. They depend only on
+the step, and are applied when rows are framed (`data/records/loader.py`);
 the records are those of `causal_lm`.
 
-This module imports neither TensorFlow nor SeqIO nor jax.
+Must not import TensorFlow, SeqIO or JAX.
 """
 
 import random
@@ -27,8 +27,8 @@ class SharedMeap(noising.NextToken):
   def __init__(self, name, lengths, vocabulary, **options):
     """Checks that the vocabulary has a mask token; see `noising.Noising`."""
     super().__init__(name, lengths, vocabulary, **options)
-    # Framing finds the mask in the description of the vocabulary
-    # (`RecordSet.mask`), where no sentinel stands in for it.
+    # Framing takes the mask from `RecordSet.mask`, which has no sentinel as a
+    # substitute.
     if vocabulary.mask is None:
       raise errors.UserError(
         f'objective {name!r}: the vocabulary {vocabulary.path!r} has no mask'
@@ -37,7 +37,7 @@ class SharedMeap(noising.NextToken):
 
 
 def share_of(objective: example_maker.Objective) -> float:
-  """Returns the share of inputs that a common pattern masks, else 0."""
+  """Returns the share of inputs masked by a common pattern, else 0."""
   if objective.maker is not SharedMeap:
     return 0.0
   return objective.options.get('share', noising.SHARE)
@@ -49,13 +49,13 @@ def positions(step: int, length: int, share: float) -> np.ndarray:
   Args:
     step: global step, from 0.
     length: T, length of the row; its last position is never masked.
-    share: share of the row that is masked.
+    share: masked share of the row.
 
   Returns:
-    int [int(T * share)], in no order; equal to the published code's
+    int [int(T * share)], unordered; equal to the published code's
     `random.seed(50 + step % 51); random.sample(range(0, T - 1), int(T * P))`.
   """
-  # Python's generator and not NumPy's, as the patterns must be the published.
+  # Python's generator, not NumPy's, to reproduce the published patterns.
   draw = random.Random(_SEED + step % _PATTERNS)
   return np.array(draw.sample(range(length - 1), int(length * share)), int)
 
@@ -63,7 +63,7 @@ def positions(step: int, length: int, share: float) -> np.ndarray:
 def apply(
   rows: framing.Batch, step: int, share: float, mask: int
 ) -> framing.Batch:
-  """Masks the decoder's inputs at the positions of a step, but no padding."""
+  """Masks decoder inputs, except padding, at the positions of a step."""
   tokens = rows['decoder_tokens'].copy()
   masked = positions(step, tokens.shape[1], share)
   real = rows['decoder_segments'][:, masked] > 0

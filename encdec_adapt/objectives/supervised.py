@@ -1,51 +1,50 @@
-"""Supervised examples: pairs of texts, and conversations.
+"""Supervised fine-tuning: pairs of texts, and conversations.
 
 | name  | source  | inputs                              | targets             |
 |-------|---------|-------------------------------------|---------------------|
 | pairs | pairs:  | the first text                      | the second, EOS     |
-| chat  | chat:   | the conversation before a turn of   | the turn and its end|
-|       |         | the assistant, which it opens       | token               |
+| chat  | chat:   | the conversation before an assistant| the turn and its end|
+|       |         | turn, with assistant header         | token               |
 
-Every turn of the assistant is an example, so the loss is on its turns only.
-The format is that of the vocabulary (`tokenizers/chat_format.py`). A
-conversation is encoded as a whole and cut at its answers. So targets are those
-of `apply_chat_template`, and inputs the ids that `generate --chat` reads, save
-where a token spans the header and the answer (line breaks): it is the answer's.
+Every assistant turn is an example, so the loss is on these turns only. The
+vocabulary defines the chat format (`tokenizers/chat_format.py`). A conversation
+is encoded as a whole and cut at its answers: targets match
+`apply_chat_template`, and inputs match `generate --chat`, except for a token
+across header and answer (line breaks), which belongs to the answer.
 
-Further fields of a document (`row_sources`) are kept with its examples, unread
-by the model, for rewards of completions.
+Further fields of a document (`row_sources`) stay with its examples for reward
+functions; the model does not read them.
 
-Examples are never split; one that is longer than a row is dropped, or with the
-option `too_long=truncate` cut at the end of inputs and targets, and the
-manifest counts both. Where a job continues prompts, inputs that are too long
-are an error unless `too_long` is set. `prefix=TEXT` precedes all inputs of
-`pairs` ("summarize: " in T5). `separator=TEXT` stands between inputs and
-targets where a decoder-only model or a teacher reads both in one row; it
-belongs to the inputs there, so it has no weight. An encoder does not read it.
+Examples are never split: longer ones are dropped or, with the option
+`too_long=truncate`, truncated at the end of inputs and targets; the manifest
+counts both. In jobs that complete prompts, too long inputs are an error unless
+`too_long` is set. `prefix=TEXT` precedes all inputs of `pairs` ("summarize: "
+in T5). `separator=TEXT` separates inputs and targets in the rows of a
+decoder-only model or a teacher, as an input without weight; encoders do not
+read it.
 
-The manifest also counts targets that are empty, and those whose text the
-decoder's vocabulary loses: decoded, it differs by more than Unicode
-normalisation (NFKC) and spaces, mostly as T5's vocabularies lack characters.
+The manifest also counts empty targets and lossy targets. Decoded, a lossy
+target differs by more than Unicode normalisation (NFKC) and spaces, mostly
+because T5's vocabularies lack characters.
 
-With two vocabularies inputs are encoded in both, those of `chat` in the format
-of each, and answers and the token that ends them are the decoder's.
+With two vocabularies, inputs are encoded in both (for `chat` in the format of
+each), and answers and their end token in the decoder's.
 
-MEAP fine-tuning (arXiv:2502.07490) adds a copy in which 10% of the tokens are
-masked where the model reads them, if the targets have more than 50 tokens.
-Held-out records have no copies. The last layout is not of the paper, whose
-models are decoders:
+MEAP fine-tuning (arXiv:2502.07490) adds a copy with 10% of its tokens masked as
+the model reads them, if the targets have more than 50 tokens. Held-out records
+have no copies. The layout `inputs` is ours; the paper's models are decoders:
 
 | option        | layout                                                      |
 |---------------|-------------------------------------------------------------|
-| meap=separate | its published code: the copy is another example, with masks |
+| meap=separate | the published code: the copy is another example, with masks |
 |               | in its targets only; weights are 1 at masked tokens         |
 | meap=concat   | the paper: the copy (inputs and targets, both masked)       |
-|               | follows the targets in the same sequence, where that fits;  |
+|               | follows the targets in the same sequence, if it fits;       |
 |               | weights are 1 at targets and at masked tokens               |
 | meap=inputs   | the copy is another example with masks in its inputs only,  |
-|               | which an encoder reads; the loss is on all of its targets   |
+|               | for an encoder; the loss is on all of its targets           |
 
-Pure numpy; this module imports neither TensorFlow nor SeqIO nor jax.
+Pure NumPy; must not import TensorFlow, SeqIO or JAX.
 """
 
 import collections
@@ -68,8 +67,8 @@ from encdec_adapt.objectives import (
 from encdec_adapt.tokenizers import chat_format
 from encdec_adapt.tokenizers import vocabulary as vocabulary_lib
 
-_MEAP_SHARE = 0.1  # Share of the copy's tokens.
-_MEAP_LEAST = 50  # Targets without EOS; shorter ones have no copy.
+_MEAP_SHARE = 0.1  # Masked share of the copy's tokens.
+_MEAP_LEAST = 50  # Only longer targets, without EOS, have a copy.
 TOO_LONG = ('drop', 'truncate')
 MEAP = ('separate', 'concat', 'inputs')
 
@@ -77,7 +76,7 @@ MEAP = ('separate', 'concat', 'inputs')
 def _choice(
   name: str, values: Sequence[str], **fields: Any
 ) -> example_maker.Option:
-  # `index` raises the ValueError of a text that is not among them.
+  # `index` raises a ValueError for unknown values.
   return example_maker.Option(
     lambda text: values[values.index(text)],
     f'{name}={"|".join(values)}',
@@ -86,7 +85,7 @@ def _choice(
 
 
 def text_option(name: str) -> example_maker.Option:
-  """Returns an option with a text as its value."""
+  """Returns an option with text values."""
   return example_maker.Option(
     str,
     f'{name}=TEXT, a JSON string in quotes or without a comma',
@@ -154,9 +153,9 @@ class Supervised(example_maker.ExampleMaker):
 
     Args:
       name: name of the objective, for errors.
-      lengths: row lengths that every pair has to fit.
+      lengths: row lengths; every pair must fit.
       vocabulary: vocabulary of the decoder.
-      encoder_vocabulary: vocabulary of the encoder if it is another one.
+      encoder_vocabulary: vocabulary of the encoder, if different.
       too_long: rule for examples longer than a row, one of `TOO_LONG`.
       meap: layout of MEAP's copies, one of `MEAP`; '' for none.
       prefix: text before all inputs.
@@ -174,7 +173,7 @@ class Supervised(example_maker.ExampleMaker):
     self._vocabulary = vocabulary
     self._encoder_vocabulary = encoder_vocabulary
     self._separator = vocabulary.encode(separator)
-    # An input that is cut should keep a token.
+    # Truncated inputs should keep a token.
     least = len(self._separator) + lengths.edges + 1
     if separator and least > lengths.encoder:
       raise errors.UserError(
@@ -191,7 +190,7 @@ class Supervised(example_maker.ExampleMaker):
         draw = functools.partial(generator, f'{name}#{i}')
         for example in self._with_copy(pair, draw):
           fitting = self._fitting(name, example, policy)
-          # A copy that was cut may have lost its masked tokens.
+          # A truncated copy may have lost its masked tokens.
           if fitting and (fitting.weights is None or fitting.weights.any()):
             self._count_losses(name, policy, (pair, text))
             yield fitting._replace(documents=(name,))
@@ -199,11 +198,11 @@ class Supervised(example_maker.ExampleMaker):
   def _count_losses(
     self, name: str, policy: example_maker.DocumentPolicy, *answers: Answer
   ) -> None:
-    """Counts an example with a target that is empty or loses text.
+    """Counts an example with an empty or a lossy target.
 
     Args:
-      name: id of its document.
-      policy: names the file and line of the document.
+      name: document id.
+      policy: locates the document.
       *answers: one answer, or two of a preference.
     """
     for pair, text in answers:
@@ -212,7 +211,7 @@ class Supervised(example_maker.ExampleMaker):
       if not text or text != decoded:
         loss = 'lossy_targets' if text else 'empty_targets'
         self.counts[loss] += 1
-        # Long texts are shown from where they begin to differ.
+        # Shows long texts from their first difference on.
         start = max(0, len(os.path.commonprefix([text, decoded])) - 40)
         texts = f'{text[start:]!r:.80} becomes {decoded[start:]!r:.80}'
         self.first_losses.setdefault(loss, f'{policy.locate(name)}: {texts}')
@@ -224,7 +223,7 @@ class Supervised(example_maker.ExampleMaker):
     Raises:
       UserError: the document is bad.
     """
-    # The prefix is encoded with the inputs: tokens may span the border.
+    # The prefix is encoded with the inputs: tokens may span the boundary.
     encode, special = self._vocabulary.encode, self._vocabulary.ids
     ids = encode(self._prefix + inputs)
     answer = [*special.opening, *encode(targets).tolist(), special.eos]
@@ -242,11 +241,11 @@ class Supervised(example_maker.ExampleMaker):
 
     Args:
       pair: pair without the separator.
-      room: largest number of tokens of the inputs, and of the prefix with its
+      room: maximum number of tokens of the inputs, and of the prefix with
         separator; None for no limit.
     """
-    # Inputs are cut before the separator: without it a decoder-only model could
-    # not tell where they end.
+    # Truncates inputs but not the separator, which tells a decoder-only model
+    # where they end.
     cut = None if room is None else room - len(self._separator)
     prefix = pair.prefix
     if prefix is not None or len(self._separator):
@@ -297,8 +296,8 @@ class Supervised(example_maker.ExampleMaker):
       return generator().choice(size, count, replace=False)
 
     copies = meap_copies(pair, self._mask, self._meap, sample, self._separator)
-    # A pair and its copy in a single sequence may be too long. Where the pair
-    # alone is, it is dropped or truncated by its option, not counted here.
+    # A pair and its copy in one sequence may be too long. A pair too long by
+    # itself is dropped or truncated later, not counted here.
     longest = max(self.lengths.decoder, len(pair.targets))
     if len(copies[0].targets) > longest:
       self.counts['left without a masked copy'] += 1
@@ -323,13 +322,13 @@ def meap_copies(
     pair: a pair with EOS as its last target.
     mask: mask token.
     layout: one of `MEAP`, see the module's docstring.
-    sample: draws the masked positions, as `random.sample(range(n), k)` does;
+    sample: draws the masked positions, like `random.sample(range(n), k)`;
       called once, and not for pairs without a copy.
     separator: tokens between inputs and targets of the copy.
 
   Returns:
-    A pair or two, all with decoder inputs and weights, or with 'inputs' none:
-    pairs of a row must have the same fields.
+    One or two pairs. All have decoder inputs and weights (none do for the
+    layout 'inputs'), as pairs of a row must have the same fields.
   """
   inputs, targets = pair.parts
   has_copy = len(targets) - 1 > _MEAP_LEAST
@@ -368,7 +367,7 @@ def meap_copies(
 
 
 class Chat(Supervised):
-  """The assistant's turns of conversations."""
+  """Assistant turns of conversations."""
 
   options = {k: x for k, x in Supervised.options.items() if k != 'prefix'}
   documents = 'chat'
@@ -384,7 +383,7 @@ class Chat(Supervised):
   def __init__(self, name, lengths, vocabulary, *encoder, **options):
     """Finds the chat template of each vocabulary; see `Supervised`."""
     super().__init__(name, lengths, vocabulary, *encoder, **options)
-    # Refuses a vocabulary without a template before any text is read.
+    # Raises for a vocabulary without a template before any text is read.
     for side in (vocabulary, *encoder):
       chat_format.template_of(side)
 
@@ -410,7 +409,7 @@ class Chat(Supervised):
 
 
 def _normal(text: str) -> str:
-  """Returns a text after the changes that vocabularies may make losslessly."""
+  """Applies the changes of a text that count as lossless."""
   return ' '.join(unicodedata.normalize('NFKC', text).split())
 
 
@@ -419,7 +418,7 @@ def _fields(fields: Mapping[str, Any] | None = None) -> str | None:
 
 
 def _check_answers(messages: chat_format.Messages) -> None:
-  """Refuses a conversation that does not end with an answer to a user.
+  """Raises an error if a conversation does not end with an answer to a user.
 
   Raises:
     UserError: names the broken rule.
@@ -442,12 +441,10 @@ def _encode(
   """Encodes a conversation and locates the assistant's turns.
 
   Returns:
-    The ids, int32 [n]; and per turn the index of its first token, and the index
-    after its closing token.
+    The ids, int32 [n]; and (start, stop) of each turn with its closing token.
   """
   encoded = chat_format.encode(messages, vocabulary)
-  # The mask of the assistant's tokens changes at the bounds of its turns, which
-  # therefore come in pairs.
+  # The assistant mask changes at the start and the end of each turn.
   edges = np.diff(encoded.assistant, prepend=False, append=False)
   bounds = np.flatnonzero(edges).reshape(-1, 2)
   return encoded.ids, [(int(start), int(stop)) for start, stop in bounds]

@@ -1,18 +1,17 @@
 """PrefixLM for an encoder and a decoder with different vocabularies.
 
-A document is cut into windows, and each window is split, in tokens of the
-decoder's vocabulary; the text of the inputs (before the split, or after it in
-`reverse_prefix_lm`), not its ids, is then encoded with the encoder's
-vocabulary. So both sides read the same characters as with a shared vocabulary,
-and a teacher, which has the decoder's vocabulary, reads the prefix in the
-tokens that were split.
+Documents are cut into windows, and windows split, in tokens of the decoder's
+vocabulary; the text of the inputs (before the split, or after it in
+`reverse_prefix_lm`) is then encoded with the encoder's vocabulary. Both sides
+see the same characters as with a shared vocabulary, and a teacher, which has
+the decoder's vocabulary, reads the prefix in the split tokens.
 
-Windows and splits end at the end of a character: a split inside a character
-moves back, and a window that cannot (a character of more tokens than a row) has
-no inputs. A window that is too long for the encoder in the encoder's tokens, or
-for the decoder, is shortened until it fits both.
+Windows and splits end at character boundaries: a split inside a character moves
+back, and a window that cannot (a character with more tokens than a row) has no
+inputs. A window too long for the encoder, in its tokens, or for the decoder is
+shortened until it fits both.
 
-This module imports neither TensorFlow nor SeqIO nor jax.
+Must not import TensorFlow, SeqIO or JAX.
 """
 
 from collections.abc import Callable, Iterator
@@ -31,9 +30,9 @@ class _Document(NamedTuple):
   Attributes:
     text: text of the document.
     tokens: int32 [n].
-    characters: int32 [n + 1], characters before each token, -1 inside a
-      character.
-    nearest: int [n + 1], the last index up to this that ends a character.
+    characters: int32 [n + 1], number of characters before each token, -1
+      inside a character.
+    nearest: int [n + 1], the last character boundary up to each index.
   """
 
   text: str
@@ -43,14 +42,14 @@ class _Document(NamedTuple):
 
 
 class _Window(NamedTuple):
-  """A window in the tokens of a document.
+  """A window of a document, in token indices.
 
   Attributes:
-    prefix: tokens of the inputs.
-    predicted: tokens of the targets.
+    prefix: range of the inputs.
+    predicted: range of the targets.
     stop: end of the window.
     inputs: inputs in the encoder's tokens.
-    ends: whether the document ends with the window.
+    ends: whether it is the last window of the document.
   """
 
   prefix: slice
@@ -61,7 +60,7 @@ class _Window(NamedTuple):
 
 
 class TextSplit(example_maker.ExampleMaker):
-  """Makes the examples of a PrefixLM objective over two vocabularies."""
+  """Makes the examples of a PrefixLM objective with two vocabularies."""
 
   reads = 'text'
 
@@ -74,8 +73,8 @@ class TextSplit(example_maker.ExampleMaker):
     """Wraps a maker.
 
     Args:
-      maker: `windows.PrefixLM` for the decoder's vocabulary, which does not
-        concatenate; `windows` imports this module.
+      maker: `windows.PrefixLM` for the decoder's vocabulary, without
+        `concatenate` (untyped, as `windows` imports this module).
       encoder: vocabulary of the encoder.
       decoder: vocabulary of the decoder.
     """
@@ -93,7 +92,7 @@ class TextSplit(example_maker.ExampleMaker):
   def pairs(
     self, text: str, generator: Callable[[int], np.random.Generator]
   ) -> Iterator[framing.Pair]:
-    """Cuts a whole document into windows, in order, and pairs each.
+    """Cuts a document into windows, in order, and makes a pair of each.
 
     Args:
       text: text of the document.
@@ -113,7 +112,7 @@ class TextSplit(example_maker.ExampleMaker):
       if ends and i and remaining < self._maker.shortest:
         self.counts['short_windows'] += 1
         return
-      # A token is left for the last window, which needs room for EOS.
+      # Leaves a token for the last window, which needs room for EOS.
       size = remaining if ends else min(plan.inner, remaining - 1)
       window = self._fit(document, start, size, ends, cut)
       targets = document.tokens[window.predicted]
@@ -124,11 +123,11 @@ class TextSplit(example_maker.ExampleMaker):
       yield self._maker.with_eos(pair) if has_eos else pair
       if window.ends:
         return
-      start = window.stop  # Windows that had to be shortened end earlier.
+      start = window.stop  # Shortened windows end earlier.
 
   def _read(self, text: str) -> _Document:
     tokens, characters = self._decoder.encode_with_boundaries(text)
-    # Once for a document: each window then looks its bounds up.
+    # Computed once per document: windows look up their bounds.
     ends = np.where(characters >= 0, np.arange(len(characters)), 0)
     return _Document(text, tokens, characters, np.maximum.accumulate(ends))
 
@@ -145,9 +144,9 @@ class TextSplit(example_maker.ExampleMaker):
     Args:
       document: the document.
       start: first token of the window.
-      size: largest number of tokens.
-      ends: whether the document ends with this many tokens.
-      cut: function from tokens of a window to tokens of its first part.
+      size: maximum number of tokens.
+      ends: whether the document ends after `size` tokens.
+      cut: function from window size to first part's size.
     """
     while True:
       window = self._window(document, start, size, ends, cut)
@@ -160,16 +159,16 @@ class TextSplit(example_maker.ExampleMaker):
       )
       if share >= 1:
         return window
-      # Shrinks by the share that fits, as lengths in the other vocabulary are
-      # about proportional, and by at least one token. A window of one token
-      # has no inputs and fits, so this terminates.
+      # Shrinks to the share that fits, as lengths in both vocabularies are
+      # roughly proportional, and by at least one token. Terminates, as a window
+      # of one token has no inputs and fits.
       size = max(min(int(size * share), window.stop - start - 1), 1)
       ends = False
 
   def _window(self, document, start, size, ends, cut) -> _Window:
     """Returns the window of up to `size` tokens, even if it does not fit."""
     stop = start + size
-    # A character of more tokens than the window is cut: a window must advance.
+    # Splits a character with more tokens than the window, which must advance.
     if not ends and document.nearest[stop] > start:
       stop = int(document.nearest[stop])
     middle = max(start, int(document.nearest[start + cut(stop - start)]))
@@ -177,8 +176,8 @@ class TextSplit(example_maker.ExampleMaker):
     if self._maker.reverse:
       prefix, predicted = predicted, prefix
     first, end = document.characters[[prefix.start, prefix.stop]]
-    # Part of a character has no text that the encoder could read, and a pair
-    # needs targets: then all tokens are predicted from no inputs.
+    # Part of a character has no text for the encoder, and a pair needs targets:
+    # then all tokens are targets, without inputs.
     if first < 0 or end < 0 or not _size(predicted):
       prefix, predicted, first, end = (
         slice(start, start),

@@ -11,20 +11,20 @@
 
 `prefix_lm` splits in half, as T5Gemma does (arXiv:2504.06225). The uniform
 split is in [1, window), as in Wang et al. (arXiv:2204.05832). `full_lm` is
-their full language modeling. With `concatenate`, two successive uniform splits
-are complementary, which is their packing of two examples into a row
+their full language modeling. With `concatenate`, successive uniform splits are
+complementary, as in their packing of two examples into a row
 (`UniformPrefixLM`).
 
-A document is cut into windows that fit a row with the framing of
-`objectives/framing.py`, as long as the row allows. Targets end in EOS if and
-only if the document ends, or the vocabulary frames as T5's
+Documents are cut into the longest windows that fit a row framed by
+`objectives/framing.py`. Targets end in EOS only at the end of a document, or
+always if the vocabulary frames like T5's
 (`special_ids.SideIds.ends_with_eos`). With the option `concatenate`, the
-documents of a shard are joined first, each with an EOS at its end, and windows
-are cut from the result; held-out windows never cross documents. With
-`shortest=N`, a last window of fewer than N tokens that ends a longer document
-is dropped and counted; then no targets end in EOS.
+documents of a shard are joined, each followed by EOS, before windows are cut;
+held-out windows never cross documents. With `shortest=N`, the last window of a
+document is dropped and counted if it follows others and has fewer than N
+tokens; then no targets end in EOS.
 
-Pure numpy; this module imports neither TensorFlow nor SeqIO nor jax.
+Pure NumPy; must not import TensorFlow, SeqIO or JAX.
 """
 
 import abc
@@ -55,13 +55,13 @@ def _tokens(text: str) -> int:
   return int(text)
 
 
-# The first joins the documents of a shard before windows are cut; the second
-# drops shorter ends of documents.
+# `concatenate` joins the documents of a shard before windows are cut;
+# `shortest` drops shorter last windows of documents.
 OPTIONS = {
   'concatenate': example_maker.Option(
     lambda _: True,
     'concatenate',
-    # Two vocabularies are split in text, which concatenated ids do not have.
+    # Two vocabularies split text, and concatenated ids have none.
     one_vocabulary='concatenated documents are cut in the tokens of one',
   ),
   'shortest': example_maker.Option(_tokens, 'shortest=TOKENS'),
@@ -70,13 +70,13 @@ OPTIONS = {
 
 @dataclasses.dataclass(frozen=True)
 class WindowPlan:
-  """Decisions on a window before it is cut.
+  """Plan of a window.
 
   Attributes:
-    inner: largest size of a window that does not end its document, in tokens.
-    last: largest size of a document's last window; its targets get EOS.
-    task: denoiser of the window, for mixtures of denoisers; whether its split
-      complements that of the preceding window, for uniform splits; else None.
+    inner: maximum tokens of a window before the last of its document.
+    last: maximum tokens of a document's last window; its targets get EOS.
+    task: denoiser, for mixtures; whether the split complements the preceding
+      window's, for uniform splits; else None.
     weight: relative frequency of the plan.
   """
 
@@ -92,11 +92,11 @@ class WindowMaker(example_maker.ExampleMaker):
   Targets of a document's last window end in EOS if a decoder predicts them.
 
   Attributes:
-    draws: whether anything is random.
+    draws: whether examples are random.
     concatenate: whether windows cross documents.
-    inner_eos: ids around the targets of all windows: EOS and the opening if the
-      vocabulary frames as T5's, else 0.
-    shortest: last windows of fewer tokens, after others, are dropped.
+    inner_eos: number of ids around the targets of every window (EOS and
+      opening) if the vocabulary frames like T5's, else 0.
+    shortest: minimum tokens of a last window after others, else dropped.
     plans: possible plans of a window.
   """
 
@@ -116,10 +116,10 @@ class WindowMaker(example_maker.ExampleMaker):
 
     Args:
       name: name of the objective, for errors.
-      lengths: row lengths that every pair has to fit.
+      lengths: row lengths; every pair must fit.
       vocabulary: vocabulary of the tokens.
       concatenate: whether windows cross documents.
-      shortest: last windows of fewer tokens are dropped.
+      shortest: minimum tokens of a last window after others, else dropped.
 
     Raises:
       UserError: the lengths or the vocabulary do not suit the objective.
@@ -133,8 +133,8 @@ class WindowMaker(example_maker.ExampleMaker):
     self._opening = np.array(ids.opening if is_framed else (), np.int32)
     self._eos = np.array([ids.eos], np.int32)
     self.plans = self._make_plans()
-    # Upper bounds of the plans' shares of a uniform draw; a list, as `bisect`
-    # in plain numbers is faster than a search in an array.
+    # Cumulative weights, to draw plans; a list, as `bisect` is faster on plain
+    # numbers than on an array.
     self._bounds = np.cumsum([x.weight for x in self.plans]).tolist()
     if not self._have_windows(self.plans):
       shortest = self._shortest()
@@ -148,15 +148,15 @@ class WindowMaker(example_maker.ExampleMaker):
     return all(min(plan.inner, plan.last) >= 1 for plan in plans)
 
   def _shortest(self) -> framing.Lengths:
-    """Returns the next larger row lengths that a window fits."""
-    # By trial, as the classes plan too differently for a formula. This changes
-    # `lengths`, as it is called only by an `__init__` that then fails.
+    """Returns the next larger row lengths that fit a window."""
+    # By trial, as subclasses plan too differently for a formula. May overwrite
+    # `lengths`, since the caller, `__init__`, then raises.
     encoder, decoder = self.lengths.encoder, self.lengths.decoder
     for size in range(2, 100):
-      # A side that is not filled stays 0.
+      # An unused side stays 0.
       longer = encoder and max(encoder, size), decoder and max(decoder, size)
-      # A single side if that suffices, before both: the error is to ask for
-      # the least change.
+      # Tries single sides before both, so that the error asks for the smallest
+      # change.
       for sides in ((longer[0], decoder), (encoder, longer[1]), longer):
         self.lengths = framing.Lengths(*sides, self.lengths.edges)
         with contextlib.suppress(errors.UserError):  # Targets do not fit yet.
@@ -177,8 +177,8 @@ class WindowMaker(example_maker.ExampleMaker):
     """Returns the plan of the longest windows that fit a row.
 
     Args:
-      sizes: function from a window's size to the largest numbers of inputs and
-        of targets (without EOS); both are non-decreasing.
+      sizes: function from window size to the maximum numbers of inputs and
+        targets (without EOS), both non-decreasing.
       task: see `WindowPlan`.
       weight: see `WindowPlan`.
     """
@@ -187,12 +187,12 @@ class WindowMaker(example_maker.ExampleMaker):
     def exceeds(window: int, eos: int) -> bool:
       inputs, targets = sizes(window)
       inputs += self.lengths.edges
-      # A side of length 0 is not filled, and limits nothing.
+      # A side of length 0 is unused and no limit.
       return 0 < encoder < inputs or 0 < decoder < targets + eos
 
-    # Windows longer than four rows are not tried. As sizes never decrease, a
-    # bisection finds the first window that exceeds; its index in a range from 1
-    # is the size before it.
+    # Tries windows of up to four rows. Sizes never decrease: bisection finds
+    # the first window that exceeds the lengths; its index, in a range from 1,
+    # is the size before.
     sizes_to_try = range(1, 4 * (encoder + decoder) + 1)
     inner, last = (
       bisect.bisect_left(
@@ -203,15 +203,15 @@ class WindowMaker(example_maker.ExampleMaker):
     return WindowPlan(inner, last, task, weight)
 
   def _require_targets(self, targets: int, shorter: int, cause: str) -> None:
-    """Refuses lengths at which inputs that fill the encoder are not used.
+    """Raises an error if inputs that fill the encoder have too many targets.
 
     Args:
       targets: number of targets of a window that fills the encoder.
       shorter: encoder length at which the targets fit.
-      cause: subject of the error's sentence, which makes the targets.
+      cause: source of the targets, the subject of the error's sentence.
 
     Raises:
-      UserError: the targets do not fit; names the lengths that would do.
+      UserError: the targets do not fit; names lengths that do.
     """
     targets += self.inner_eos
     if targets > self.lengths.decoder:
@@ -224,8 +224,8 @@ class WindowMaker(example_maker.ExampleMaker):
       )
 
   def draw_plan(self, rng: np.random.Generator | None) -> WindowPlan:
-    """Draws the plan of a document's next window, by the weights."""
-    # No draw without a choice: records depend on the number of draws.
+    """Draws the plan of a document's next window by weight."""
+    # Does not draw for a single plan: records depend on the number of draws.
     if len(self.plans) == 1:
       return self.plans[0]
     point = rng.random() * self._bounds[-1]
@@ -250,7 +250,7 @@ class WindowMaker(example_maker.ExampleMaker):
   def pairs(
     self, tokens: np.ndarray, generator: Callable[[int], np.random.Generator]
   ) -> Iterator[framing.Pair]:
-    """Cuts a whole document into windows, in order, and pairs each.
+    """Cuts a document into windows, in order, and makes a pair of each.
 
     Args:
       tokens: int32 [n], n > 0.
@@ -261,15 +261,14 @@ class WindowMaker(example_maker.ExampleMaker):
     """
     remaining = tokens
     for i in itertools.count():
-      # A generator for each window, so that a window draws the same whatever
-      # number of draws the windows before it made.
+      # One generator per window, independent of the draws of earlier windows.
       rng = generator(i) if self.draws else None
       plan = self.draw_plan(rng)
       ends = len(remaining) <= plan.last
       if ends and i and len(remaining) < self.shortest:
         self.counts['short_windows'] += 1
         return
-      # A token is left for the last window, which needs room for EOS.
+      # Leaves a token for the last window, which needs room for EOS.
       size = len(remaining) if ends else min(plan.inner, len(remaining) - 1)
       pair = self.split(remaining[:size], plan, rng)
       has_eos = self.inner_eos or (ends and self.lengths.decoder)
@@ -279,15 +278,14 @@ class WindowMaker(example_maker.ExampleMaker):
       remaining = remaining[size:]
 
   def with_eos(self, pair: framing.Pair) -> framing.Pair:
-    """Ends targets, and the fields aligned with them, with EOS.
+    """Adds EOS and the vocabulary's opening to targets and aligned fields.
 
-    They also get the opening of the vocabulary. Targets of concatenated
-    documents may have an EOS at their end already.
+    Targets that already end in EOS (concatenated documents) get no second one.
     """
     head, tail = self._opening, self._eos
     tail = tail[int(pair.targets[-1] == tail[0]) :]
     decoder_inputs, weights = pair.decoder_inputs, pair.weights
-    # EOS is never masked: its place in the decoder's inputs holds EOS too.
+    # EOS is never masked, so decoder inputs get it too.
     if decoder_inputs is not None:
       decoder_inputs = np.concatenate([head, decoder_inputs, tail])
     if weights is not None:
@@ -299,7 +297,7 @@ class WindowMaker(example_maker.ExampleMaker):
     )
 
   def _count_hidden(self, noise: str, tokens: int, hidden: int) -> None:
-    """Counts a window of a noise, its tokens, and those that were hidden."""
+    """Counts a window, its tokens and its hidden tokens, by noise."""
     self.counts[f'{noise}: windows'] += 1
     self.counts[f'{noise}: tokens'] += tokens
     self.counts[f'{noise}: hidden'] += hidden
@@ -307,14 +305,14 @@ class WindowMaker(example_maker.ExampleMaker):
   def _draw_in_stream(
     self, index: int, generator: example_maker.Generator
   ) -> tuple[np.random.Generator | None, WindowPlan]:
-    """Draws the plan of a window of concatenated documents, by its number."""
+    """Draws the plan of the `index`-th window of concatenated documents."""
     rng = generator(f'#{index}') if self.draws else None
     return rng, self.draw_plan(rng)
 
   def _from_stream(self, documents, generator) -> Iterator[framing.Pair]:
-    """Cuts windows from concatenated documents, which each end with EOS."""
+    """Cuts windows from concatenated documents, each followed by EOS."""
     documents = iter(documents)
-    # Read ahead by a document: no window, and no draw, follows the last token.
+    # Reads one document ahead: no window is drawn after the last token.
     following = next(documents, None)
     buffer = np.zeros(0, np.int32)
     # (id, tokens in the buffer) of the documents in the buffer, in order.
@@ -330,7 +328,7 @@ class WindowMaker(example_maker.ExampleMaker):
         spans.append((name, len(tokens) + 1))
         size += len(tokens) + 1
         following = next(documents, None)
-      # Skipped for windows of a long document: each would copy the rest of it.
+      # Skipped inside a long document: each window would copy the rest of it.
       if len(chunks) > 1:
         buffer = np.concatenate(chunks)
       window, buffer = buffer[: plan.inner], buffer[plan.inner :]
@@ -372,7 +370,7 @@ class PrefixLM(WindowMaker):
   """Predicts the second half from the first half, which is never longer.
 
   Attributes:
-    reverse: whether the part before the split is the targets.
+    reverse: whether targets are the part before the split.
   """
 
   one_vocabulary = ''
@@ -392,9 +390,9 @@ class PrefixLM(WindowMaker):
     return (self._longest(lambda window: (window // 2, window - window // 2)),)
 
   def draw_cut(self, rng: np.random.Generator | None) -> Callable[[int], int]:
-    """Returns a drawn split: a function from window size to first part's size.
+    """Draws a split: returns a function from window size to first part's size.
 
-    A function, as `two_vocabularies` may shorten a window after the draw.
+    `two_vocabularies` may shorten a window after the draw.
     """
     return lambda size: size // 2
 
@@ -407,10 +405,10 @@ class PrefixLM(WindowMaker):
 class UniformPrefixLM(PrefixLM):
   """Predicts the text after a uniformly drawn split.
 
-  Of concatenated documents, windows have w = min(S - 2, T) tokens, and windows
-  2k and 2k + 1 share a draw i in [1, w): the first is split at i, the second at
-  w - i. Their inputs, with a BOS each, are w + 2 tokens and their targets w, so
-  that both fill a row (Wang et al., arXiv:2204.05832, section 3.2).
+  With `concatenate`, windows have w = min(S - 2, T) tokens, and windows 2k and
+  2k + 1 share a draw i in [1, w): the first is split at i, the second at w - i.
+  Together they have w + 2 inputs, with a BOS each, and w targets, and fill a
+  row (Wang et al., arXiv:2204.05832, section 3.2).
   """
 
   draws = True
@@ -435,7 +433,7 @@ class UniformPrefixLM(PrefixLM):
     return functools.partial(uniform_split, rng.random())
 
   def _draw_in_stream(self, index, generator):
-    # The generator of the even window, so that both draw the same split.
+    # Both windows draw from the generator of the even one.
     rng, plan = super()._draw_in_stream(index - index % 2, generator)
     return rng, WindowPlan(plan.inner, plan.last, bool(index % 2))
 
@@ -443,14 +441,13 @@ class UniformPrefixLM(PrefixLM):
     if not plan.task:
       return super().split(window, plan, rng)
     middle = plan.inner - uniform_split(rng.random(), plan.inner)
-    # Only the last window of a shard is shorter; then a single token is left as
-    # its target.
+    # The last window of a shard may be shorter, and keeps at least one target.
     middle = min(middle, len(window) - 1)
     return framing.Pair(window[:middle], window[middle:])
 
 
 class ReversePrefixLM(PrefixLM):
-  """Predicts the text before a uniformly drawn split from the text after it.
+  """Predicts the text before a uniform split from the text after it.
 
   Source: the objectives of t5/data/preprocessors.py.
   """
