@@ -1,6 +1,6 @@
-"""Model folders of Hugging Face: config.json and safetensors, in and out.
+"""Reads and writes Hugging Face model folders: config.json and safetensors.
 
-Imports `models`, nothing above it. Tensors are read and written lazily:
-readers return lazy arrays, writers call a function for each array, and the
-caller places arrays on devices. README.md has the supported families.
+Must import nothing above `models`. Tensors are lazy: readers return lazy
+arrays, writers call a function per array, and the caller places arrays on
+devices. README.md lists the supported families.
 """

@@ -1,10 +1,10 @@
-"""Defaults of each class of transformers for fields absent from config.json.
+"""Defaults of transformers classes for fields absent from config.json.
 
-Published files leave out fields that equal the default, and parts of composite
-files even sizes: the text of Gemma 3 4B has five fields. So the sizes of Gemma
-2 and 3 have defaults; other families must state theirs. Source: transformers
-5.23, `configuration_<family>.py`; a test in tests/parity compares every entry
-with the installed version. Fields that our models do not use are left out.
+Published files omit fields equal to the default, and parts of composite files
+even sizes: the text config of Gemma 3 4B has five fields. Hence Gemma 2 and 3
+have default sizes; other families must state theirs. Source: transformers 5.23,
+`configuration_<family>.py`; a test in tests/parity compares every entry with
+the installed version. Fields unused by our models are omitted.
 """
 
 from collections.abc import Mapping
@@ -38,7 +38,7 @@ _PLAIN = {
   'rope_theta': 10000.0,
 }
 _BIAS = {'attention_bias': False}
-# Files have a window even where it is not used (`use_sliding_window`).
+# Files have a window even if it is unused (`use_sliding_window`).
 _SLIDING = {**_PLAIN, 'use_sliding_window': False, 'sliding_window': 4096}
 _QWEN = {**_SLIDING, 'max_window_layers': 28}
 _QWEN_MOE = {

@@ -1,4 +1,4 @@
-"""Conversion of config.json files of whole models to our configs and back."""
+"""Converts whole models between config.json files and our configs."""
 
 from collections.abc import Mapping
 import copy
@@ -18,14 +18,14 @@ from encdec_adapt.models import heads, model_config, model_section
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-  """An encoder-decoder family that combines stacks of a decoder-only family.
+  """An encoder-decoder family with stacks of a decoder-only family.
 
   Attributes:
     model_type: `model_type` in its config.json.
-    architecture: class of transformers.
+    architecture: transformers class.
     family: family of both stacks.
     layout: tensor names.
-    encoder_path: keys that lead to the encoder's fields in its config.json.
+    encoder_path: key path of the encoder's fields in its config.json.
     part_types: stack -> `model_type` of its fields.
     merged: whether the decoder has merged attention and both stacks share one
       embedding table.
@@ -63,19 +63,18 @@ PAIRS: Mapping[str, Pair] = {
   )
 }
 
-# `model_type` of our native layout, for models that transformers has no class
-# for.
+# `model_type` of our native layout, for models without a transformers class.
 NATIVE_TYPE = 'encdec_adapt'
 # `model_type` of the encoder of a T5Gemma 2 alone.
 ENCODER_TYPE = 't5gemma2_encoder'
-# Our field in the config.json of a T5Gemma with another window rule in the
-# encoder than in its authors' code. transformers ignores it.
+# Our field, ignored by transformers, in the config.json of a T5Gemma with a
+# different window rule in the encoder than in its authors' code.
 WINDOW = 'encoder_window'
-# Fields of a sequence classifier with a single label, a reward model.
+# Fields of a reward model: a sequence classifier with a single label.
 _ONE_LABEL = {'id2label': {'0': 'LABEL_0'}, 'label2id': {'LABEL_0': 0}}
 TOKEN_IDS = ('bos_token_id', 'eos_token_id', 'pad_token_id')
-# Fields that an export carries over from the source's config.json, because our
-# model configs do not have them.
+# Fields absent from our model configs; an export carries them over from the
+# source's config.json.
 CARRIED = (
   *TOKEN_IDS,
   'max_position_embeddings',
@@ -88,17 +87,17 @@ CARRIED = (
 def raw_from_model(
   config: model_config.ModelConfig,
 ) -> tuple[dict[str, Any], weights.Layout]:
-  """Returns the config.json of a model that transformers has a class for.
+  """Returns the config.json of a model for its transformers class.
 
   Args:
-    config: model config. The first family that can express it is taken.
+    config: model config, written for the first family that supports it.
 
   Returns:
     The content in the spelling of transformers 5, and the tensor names.
 
   Raises:
-    UserError: no class of transformers can express the model; gives the reason
-      for every family.
+    UserError: no transformers class supports the model; lists the reason for
+      every family.
   """
   is_pair = config.architecture.encodes_prompt
   kind = config.decoder.head.kind
@@ -159,7 +158,7 @@ def _raw_from_embedder(
   ):
     plain = dataclasses.replace(plain, eoi_token=None)
     part = families.raw_from_stack(plain, family)
-    # A pair's config would set the rate; this class has none.
+    # A pair's config would set the rate; this class has no such field.
     part |= {'model_type': pair.part_types['encoder'], 'dropout_rate': 0.0}
     return {
       'model_type': ENCODER_TYPE,
@@ -171,7 +170,7 @@ def _raw_from_embedder(
   raw = _raw_from_decoder(plain, family)
   name = family.architecture.removesuffix('ForCausalLM')
   if stack.role != 'causal':
-    # First distance beyond a local layer's reach; the class halves its field.
+    # First distance outside the window; the class halves its field.
     window = stack.window + (stack.window_rule == 'inclusive')
     if stack.window_rule == 'centered':
       window = (stack.window + 1) / 2
@@ -186,7 +185,7 @@ def _raw_from_embedder(
   return {**raw, 'architectures': [name], 'matryoshka_dimensions': list(sizes)}
 
 
-# By the kind of head.
+# By kind of head.
 _MAKERS = {
   'tokens': _raw_from_decoder,
   'reward': _raw_from_reward_model,
@@ -195,7 +194,7 @@ _MAKERS = {
 
 
 def native_from_model(config: model_config.ModelConfig) -> dict[str, Any]:
-  """Returns the config.json of our native layout, which fits every model."""
+  """Returns the config.json of our native layout, which supports all models."""
   section = model_section.section_from_model(config)
   code = {} if torch_export.problem(config) else torch_export.fields(config)
   if sizes := config.decoder.head.sizes(config.decoder.width):
@@ -209,18 +208,18 @@ def pair_of(
   target: str = '',
   **options: Any,
 ) -> model_config.EncoderDecoderConfig:
-  """Returns an encoder-decoder that combines two decoder-only stacks.
+  """Combines two decoder-only stacks into an encoder-decoder.
 
   Args:
-    encoder: stack that becomes the encoder.
-    decoder: stack that becomes the decoder.
-    target: family of the result, one of `PAIRS`; '' for separate
-      cross-attention and tables, of stacks of any family.
+    encoder: stack of the encoder.
+    decoder: stack of the decoder.
+    target: family of the result, one of `PAIRS`; '' for stacks of any family
+      with separate cross-attention and tables.
     **options: passed to `model_config.encoder_decoder`, or to
-      `model_config.t5gemma2` for that target.
+      `model_config.t5gemma2` for a merged target.
 
   Raises:
-    UserError: unknown family, or the model cannot belong to it; has the reason.
+    UserError: the family is unknown, or does not support the model.
   """
   if not target:
     return model_config.encoder_decoder(encoder, decoder, **options)
@@ -232,7 +231,7 @@ def pair_of(
   make = model_config.t5gemma2 if pair.merged else model_config.encoder_decoder
   try:
     for stack in (encoder, decoder):
-      # First, so that the error names the field of the source's stack.
+      # Checked first, so that the error names a field of the source stack.
       families.raw_from_stack(stack, pair.family)
     model = make(encoder, decoder, **options)
     _raw_from_pair(model, pair)
@@ -254,8 +253,8 @@ def _raw_from_pair(
     'tie_word_embeddings': config.decoder.head.tied,
     'vocab_size': config.decoder.vocab_size,
   }
-  # The family has decoder-only stacks. Fields that a pair adds are written
-  # below and verified by the comparison at the end.
+  # The family's stacks are decoder-only. Fields added by a pair are written
+  # below, and verified by the comparison at the end.
   plain = {
     'role': 'causal',
     'cross_width': None,
@@ -264,7 +263,7 @@ def _raw_from_pair(
     'head': heads.Tokens(),
   }
   for name, stack in config.stacks.items():
-    # The constructors in transformers demand this, although head_dim is given.
+    # Required by transformers' constructors, although head_dim is given.
     if stack.width % stack.heads:
       raise errors.UserError(
         f'the width of its {name}, {stack.width}, is not a multiple of its'
@@ -288,8 +287,8 @@ def _raw_from_pair(
   rule = config.encoder.window_rule
   if rule == 'inclusive':
     raw[WINDOW] = rule
-  # Reading the file back finds every field that it cannot express, also fields
-  # that are added to our configs later.
+  # Reading back finds every unsupported field, including fields added to our
+  # configs later.
   back, _ = model_from_raw(raw, 'the exported config')
   stacks = {
     name: families.comparable(back.stacks[name], stack)
@@ -320,7 +319,7 @@ def _part(
 
 
 def carried_fields(raw: families.Raw) -> dict[str, dict[str, Any]]:
-  """Returns fields that an export carries over, such as token ids, by stack.
+  """Returns the fields to carry over to exports, such as token ids, by stack.
 
   Args:
     raw: parsed config.json of a supported model.
@@ -347,7 +346,7 @@ def carried_fields(raw: families.Raw) -> dict[str, dict[str, Any]]:
 def with_fields(
   raw: Mapping[str, Any], fields: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
-  """Returns a config.json with carried fields added.
+  """Adds carried fields to a config.json.
 
   Args:
     raw: result of `raw_from_model` or `native_from_model`.
@@ -367,11 +366,11 @@ def with_fields(
     ends = fields.get('eos_token_id')
     ends = ends if isinstance(ends, list) else [ends]
     if raw.keys() >= _ONE_LABEL.keys() and fields.get('pad_token_id') in ends:
-      # The class reads the last token that is not padding: where the end is
-      # padding it would be the one before. Without the id rows have no padding.
+      # The class scores the last token other than padding, which would precede
+      # an EOS equal to padding. Without the id, rows have no padding.
       fields['pad_token_id'] = None
     return fields
-  # transformers reads the ids for generation from the top of the file.
+  # transformers reads ids for generation from the top level.
   top = {k: decoder_fields[k] for k in TOKEN_IDS if k in decoder_fields}
   raw = {**top, **copy.deepcopy(raw)}
   for name, path in _paths(PAIRS[kind]).items():
@@ -383,7 +382,7 @@ def with_fields(
 def model_from_raw(
   raw: families.Raw, file: str = 'config.json'
 ) -> tuple[model_config.ModelConfig, weights.Layout]:
-  """Returns the model that a config.json describes, and its tensor names.
+  """Returns the model of a config.json, and its tensor names.
 
   The window rule of T5Gemma's encoder is 'exclusive', as in its authors' code,
   unless the file has our field `WINDOW`.
@@ -393,13 +392,12 @@ def model_from_raw(
     file: name of the file, for error messages.
 
   Raises:
-    UserError: unsupported family; or as `families.stack_from_raw`.
+    UserError: the family is unsupported; or see `families.stack_from_raw`.
   """
   raw_fields.check(raw, file)
   kind = raw.get('model_type')
   if kind == 'gemma3' and 'text_config' in raw:
-    # A multimodal file may tie at the top only; true is the default of its
-    # class.
+    # Multimodal files may tie at the top level only; the class default is true.
     tied = raw.get('tie_word_embeddings', True)
     raw = {'tie_word_embeddings': tied, **raw['text_config']}
     kind = 'gemma3_text'
@@ -429,11 +427,10 @@ def model_from_raw(
 def _native_from_raw(
   raw: Mapping[str, Any], file: str
 ) -> model_config.ModelConfig:
-  """Returns the model that a config.json of our native layout describes.
+  """Returns the model of a config.json in our native layout.
 
   Raises:
-    UserError: a key is unknown (another version wrote it), or a value is
-      invalid.
+    UserError: a key is unknown (from another version), or a value is invalid.
   """
   try:
     section = saved_keys.native_model(raw)
@@ -452,10 +449,10 @@ def _pair_from_raw(
   raw: families.Raw, pair: Pair, file: str
 ) -> model_config.EncoderDecoderConfig:
   parts = {name: _part(raw, path, file) for name, path in _paths(pair).items()}
-  # transformers takes these from the top and ignores them in the parts.
+  # transformers reads these at the top level and ignores them in the parts.
   shared = {'tie_word_embeddings': raw.get('tie_word_embeddings', True)}
   if pair.merged:
-    # null, or absent in both objects, is the default of the class.
+    # null, or absent in both objects, means the class default.
     eoi = raw.get('eoi_token_index', raw['encoder'].get('eoi_token_index'))
     shared['eoi_token_index'] = model_config.EOI_TOKEN if eoi is None else eoi
   stacks = {

@@ -1,8 +1,8 @@
-"""Files by which `sentence_transformers` loads an embedding model.
+"""Files for loading an embedding model with `sentence_transformers`.
 
-Beside config.json and weights, which its Transformer module reads: pooling,
-projections and normalisation as modules, each in a folder, and the prompts.
-Names and fields are those of sentence-transformers 6.2.
+Besides config.json and weights, read by its Transformer module: a folder each
+for the modules for pooling, projections and normalisation, and the prompts.
+Names and fields are from sentence-transformers 6.2.
 """
 
 from collections.abc import Mapping
@@ -33,9 +33,9 @@ def files(
 
   Args:
     stack: the stack.
-    params: path -> parameter; those of the projections are read.
-    prompts: text before queries and documents.
-    room: most tokens of a text; None for the limit of config.json.
+    params: path -> parameter, including the projections.
+    prompts: prefixes of queries and documents.
+    room: maximum tokens of a text; None for the limit of config.json.
   """
   head, content = stack.head, {}
   width = stack.width
@@ -61,8 +61,8 @@ def files(
   content[MODULES] = _json(modules)
   limit = {'max_seq_length': room} if room else {}
   content['sentence_bert_config.json'] = _json(limit)
-  # Before what other files or the class say: an image processor, for which the
-  # folder may have no files.
+  # Overrides other files and the class default, an image processor, for which
+  # the folder may have no files.
   content[_PROCESSOR] = _json({'processor_class': 'AutoTokenizer'})
   content[PROMPTS] = _json(
     {'prompts': dict(prompts), 'similarity_fn_name': 'cosine'}
@@ -71,7 +71,7 @@ def files(
 
 
 def framed(content: bytes, vocabulary: vocabulary_lib.Vocabulary) -> bytes:
-  """Returns a tokenizer.json that frames every text as an encoder's, alone."""
+  """Returns a tokenizer.json that frames each text as an encoder input."""
   tokenizer = tokenizers.Tokenizer.from_str(content.decode())
   tokenizer.post_processor = tokenizer_writer.template(vocabulary)
   return tokenizer.to_str(pretty=True).encode()

@@ -1,6 +1,6 @@
 """Writes a model as a Hugging Face folder.
 
-The layout is that of transformers, or our native layout (`weights.NATIVE`).
+Supports the layouts of transformers and our native layout (`weights.NATIVE`).
 """
 
 from collections.abc import Callable, Mapping
@@ -38,18 +38,18 @@ def write(
   vision: vision_lib.Vision | None = None,
   on_progress: Callable[[int, int], None] = lambda nbytes, total: None,
 ) -> paths.Path:
-  """Writes config.json, safetensors and further files: all or nothing.
+  """Writes config.json, safetensors and further files atomically.
 
   Args:
-    folder: folder that does not exist or is empty; may be in a bucket.
-    config: model; transformers must have a class for it, unless `native`.
-    params: parameter path -> array, or anything that can be indexed and then
-      converted by NumPy. One parameter is fetched at a time.
-    native: whether to write our native layout, which holds every model.
-    dtype: dtype of the tensors; None keeps that of each parameter.
+    folder: absent or empty folder; may be in a bucket.
+    config: model config; must have a transformers class unless `native`.
+    params: parameter path -> array, or an array-like that NumPy converts after
+      indexing. Parameters are fetched one at a time.
+    native: whether to write our native layout, which supports every model.
+    dtype: dtype of the tensors; None keeps the parameter dtypes.
     fields: further fields of config.json by stack, such as token ids; see
       `config_json.carried_fields`.
-    framing: fields of config.json that state how prompts are framed.
+    framing: fields of config.json for the framing of prompts.
     files: further files, name in the folder -> file to copy, or content.
     vision: vision part of a T5Gemma 2, written in its stored dtype.
     on_progress: called with the bytes written and in total.
@@ -67,7 +67,7 @@ def write(
     raw, layout = config_json.raw_from_model(config)
   raw = config_json.with_fields(raw, fields or {}) | dict(framing or {})
   plans = _plan(config, layout, params, dtype)
-  # Without the vision part, which keeps the dtypes that it is stored in.
+  # Without the vision part, which keeps its stored dtypes.
   common = folder_lib.common_dtype(plan.dtype for plan in plans)
   files = dict(files or {})
   if native and not torch_export.problem(config):
@@ -123,8 +123,8 @@ def _plan(
       weight.name, weight.their_shape, tensor_dtype, make
     )
 
-  # `params` may stack layers in one array, and a checkpoint caches only the
-  # last array that was read: another order would read it once per layer.
+  # By path: `params` may stack layers in one array, and a checkpoint caches
+  # only the last array read. Another order would read it once per layer.
   order = sorted(
     weights.weights(config, layout).values(),
     key=lambda weight: leaves[weight.leaf].path,

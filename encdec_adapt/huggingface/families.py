@@ -1,9 +1,9 @@
-"""Conversion of stacks in a Hugging Face config.json to our configs and back.
+"""Converts stacks between a Hugging Face config.json and our configs.
 
-A family is data: the correspondence of its fields and ours, and the fields that
-it fixes; `class_defaults` has the defaults of its class. Rotary and window
-fields are read in the spelling of transformers 4 and 5, and written in that of
-5. Source of names and rules: transformers 5.23, `configuration_<family>.py`.
+A family is data: a map of its fields to ours, and our fields that it fixes;
+`class_defaults` has the defaults of its class. Rotary and window fields are
+read in the spelling of transformers 4 and 5, and written in the spelling of 5.
+Source of names and rules: transformers 5.23, `configuration_<family>.py`.
 """
 
 from collections.abc import Callable, Mapping
@@ -31,7 +31,7 @@ _COMMON = {
   'head_dim': 'head_dim',
   'rms_norm_eps': 'norm_eps',
 }
-# Follow from the other sizes; old files of Llama lack both.
+# Derived from other sizes if absent, as in old Llama files.
 _OPTIONAL = ('num_key_value_heads', 'head_dim')
 _SLIDING, _FULL = 'sliding_attention', 'full_attention'
 _KINDS = {_SLIDING: 'local', _FULL: 'global'}
@@ -45,20 +45,20 @@ class Family:
 
   Attributes:
     model_type: `model_type` in its config.json.
-    architecture: class of transformers.
+    architecture: transformers class.
     layout: tensor names.
-    activation: field that names the activation.
-    gelu: our activation where that field is 'gelu'; None for an error.
-    bias: our `attention_bias` if its file sets `bias_field`.
-    bias_field: field that defines whether attention has biases; None if every
-      model of the family has `bias`.
-    windows_by_layer: whether a file may list which layers have a window; if
-      not, all layers or none have a window, by `layer_types`.
+    activation: field of the activation.
+    gelu: our activation if that field is 'gelu'; None for an error.
+    bias: our `attention_bias` if a file sets `bias_field`.
+    bias_field: field for biases in attention; None if every model of the family
+      has `bias`.
+    windows_by_layer: whether files may list the layers with a window; if not,
+      all or none have one, by `layer_types`.
     aliases: alternative spelling of a field -> spelling used here.
     fields: field of the file -> our field, in addition to the common ones.
-    fixed: our fields that are the same for every model of the family.
-    layer_types: returns the kinds of the layers if a file does not list them;
-      empty if it must.
+    fixed: our fields with the same value in every model of the family.
+    layer_types: returns the kinds of layers for files without a list; empty if
+      files must have one.
   """
 
   model_type: str
@@ -76,16 +76,16 @@ class Family:
 
   @property
   def classifier(self) -> str:
-    """Class of transformers for sequences with a label."""
+    """transformers class for sequence classification."""
     name = self.architecture.removesuffix('ForCausalLM')
-    # Gemma 3's shorter name is the class that reads images.
+    # Gemma 3's shorter name is a class for images.
     return (
       f'{name}{"Text" if name == "Gemma3" else ""}ForSequenceClassification'
     )
 
   @property
   def defaults(self) -> Raw:
-    """Defaults of its class for fields that a file leaves out."""
+    """Defaults of its class for absent fields."""
     return class_defaults.DEFAULTS[self.model_type]
 
   @property
@@ -96,7 +96,7 @@ class Family:
 
 def _alternating(period: int) -> Callable[[Raw], list[str]]:
   def kinds(raw: Raw) -> list[str]:
-    # Gemma 3 has this field before transformers 5.
+    # Field of Gemma 3 before transformers 5.
     every = raw.get('sliding_window_pattern') or period
     return [_SLIDING] * (every - 1) + [_FULL]
 
@@ -149,7 +149,7 @@ FAMILIES: Mapping[str, Family] = {
     Family(
       'gemma',
       'GemmaForCausalLM',
-      # The first files say gelu, and mean its approximation by tanh.
+      # The first files say gelu for its tanh approximation.
       gelu='gelu_tanh',
       windows_by_layer=False,
       fixed={**_NO_CAPS, 'post_norms': False},
@@ -168,7 +168,7 @@ FAMILIES: Mapping[str, Family] = {
       weights.DECODER_ONLY_GEMMA,
       activation='hidden_activation',
       fields=_GEMMA_FIELDS,
-      # The file has a soft-cap of scores that the model does not use.
+      # Files have an attention soft-cap unused by the model.
       fixed={'qk_norm': True, 'attention_softcap': None},
       layer_types=_alternating(6),
     ),
@@ -243,7 +243,7 @@ FAMILIES: Mapping[str, Family] = {
 def stack_from_raw(
   raw: Raw, family: Family, file: str
 ) -> model_config.StackConfig:
-  """Returns the stack that a config.json, or part of a config.json, describes.
+  """Returns the stack of a config.json or an object in one.
 
   Args:
     raw: parsed object.
@@ -251,8 +251,8 @@ def stack_from_raw(
     file: name of the file, for error messages.
 
   Raises:
-    UserError: a value that our models do not have, or fields that contradict
-      each other; names the file and its fields.
+    UserError: a field is missing or unsupported by our models, or fields are
+      inconsistent; names the file and fields.
   """
   spelled = {
     name: raw[alias] for alias, name in family.aliases.items() if alias in raw
@@ -267,7 +267,7 @@ def stack_from_raw(
     if raw.get(theirs) is not None:
       fields[ours] = raw[theirs]
     elif theirs in family.fields:
-      fields[ours] = None  # A cap that is off.
+      fields[ours] = None  # A disabled cap.
   fields.setdefault('kv_heads', fields['heads'])
   fields.setdefault('head_dim', fields['width'] // fields['heads'])
   fields.setdefault('query_scale', fields['head_dim'])
@@ -276,7 +276,7 @@ def stack_from_raw(
       fields[ours] = float(fields[ours])
   fields['head'] = heads.Tokens(raw['tie_word_embeddings'])
   fields['activation'] = _activation(raw, family, file)
-  # An absent `bias_field` has the default of its class by now.
+  # `raw` has the class default of an absent `bias_field`.
   has_bias = family.bias_field is None or raw.get(family.bias_field)
   fields['attention_bias'] = family.bias if has_bias else 'none'
   fields['mlp_bias'] = bool(raw.get('mlp_bias'))
@@ -306,7 +306,7 @@ def raw_from_stack(
 
   Args:
     stack: stack config.
-    family: family to express it in.
+    family: target family.
 
   Raises:
     UserError: no model of the family has this stack; names the field.
@@ -325,7 +325,7 @@ def raw_from_stack(
   raw['sliding_window'] = stack.window if local else None
   if 'use_sliding_window' in family.defaults:
     raw['use_sliding_window'] = local
-    # For older versions, which do not know layer_types.
+    # For older versions without layer_types.
     raw['max_window_layers'] = raw['layer_types'].count(_FULL)
   if family.bias_field is not None:
     raw[family.bias_field] = stack.attention_bias != 'none'
@@ -340,8 +340,8 @@ def raw_from_stack(
   raw['rope_parameters'] = rotary_fields.raw_from_stack(
     stack, local_theta=family.local_theta
   )
-  # Reading the fields back finds every field that the family cannot express,
-  # also fields that are added to our configs later.
+  # Reading back finds every field unsupported by the family, including fields
+  # added to our configs later.
   back = stack_from_raw(raw, family, 'the exported config')
   back = comparable(dataclasses.replace(back, role=stack.role), stack)
   for field in dataclasses.fields(stack):
@@ -357,10 +357,10 @@ def raw_from_stack(
 def comparable(
   stack: model_config.StackConfig, ours: model_config.StackConfig
 ) -> model_config.StackConfig:
-  """Copies the fields that a config.json does not have from our stack.
+  """Copies the fields absent from a config.json from our stack.
 
   Args:
-    stack: stack that was read from a config.json.
+    stack: stack read from a config.json.
     ours: stack that the config.json was written for.
   """
   return dataclasses.replace(
@@ -375,8 +375,8 @@ def comparable(
 def _activation(raw: Raw, family: Family, file: str) -> str:
   """Returns our activation.
 
-  Files of Gemma 1 may have two fields. Versions of transformers differ in which
-  they follow, so they must agree.
+  Gemma 1 files may have two fields. They must agree, as versions of
+  transformers differ in which they use.
   """
   values = {**_ACTIVATIONS, 'gelu': family.gelu}
   fields = {family.activation: values.get(raw[family.activation])}
@@ -436,7 +436,7 @@ def _pattern(
     raise errors.UserError(
       f'{file} has sliding_attention layers and no sliding_window.'
     )
-  # Shortest, because the model scans over periods: a longer pattern compiles
+  # Shortest period: the model scans over periods, so a longer pattern compiles
   # more layers, and equal models must have equal configs.
   period = next(p for p in range(1, layers + 1) if kinds[p:] == kinds[:-p])
   return tuple(kinds[:period])

@@ -1,9 +1,9 @@
-"""Gemma 2 and T5Gemma as their authors' Flax code stores them.
+"""Gemma 2 and T5Gemma in the layout of their authors' Flax code.
 
 Source of names and shapes: google-deepmind/gemma 3.3, `gm/nn/_modules.py` and
-`research/t5gemma/modules.py`. The sizes of a model can be seen in its arrays;
-windows, caps and scales come from a given config, or from the released model
-with these shapes.
+`research/t5gemma/modules.py`. Array shapes give a model's sizes; windows, caps
+and scales come from a given config, or from the released model with these
+shapes.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,7 +19,7 @@ from encdec_adapt.models import layer_leaves, model_config, parameters, presets
 Arrays = Mapping[str, tuple[tuple[int, ...], np.dtype]]
 Reader = Callable[[list[str]], Mapping[str, np.ndarray]]
 
-# Name of an array, and the index on its first axis or None for all of it.
+# Name of an array, and an index into its first axis or None for the whole.
 _Part = tuple[str, int | None]
 _NORMS = {
   'pre_attention_norm': 'pre_attention_norm',
@@ -30,16 +30,16 @@ _NORMS = {
   'post_mlp_norm': 'post_ffw_norm',
   'final_norm': 'final_norm',
 }
-# Our leaf -> candidates for their name, with the index if an array holds
-# several kernels. Their kernels have heads first. The second candidate is for
-# models with as many key/value heads as query heads.
+# Our leaf -> candidates for their name, with an index into arrays of several
+# kernels. Their kernels have heads first. The second candidate is for models
+# with as many key/value heads as query heads.
 _KERNELS = {
   'query': (('q_einsum/w', None), ('qkv_einsum/w', 0)),
   'key': (('kv_einsum/w', 0), ('qkv_einsum/w', 1)),
   'value': (('kv_einsum/w', 1), ('qkv_einsum/w', 2)),
   'output': (('attn_vec_einsum/w', None),),
 }
-# The same for all leaves of a layer, and outside the layers.
+# The same for all leaves, inside and outside the layers.
 _LEAVES = {
   f'{ours}/scale': ((f'{theirs}/scale', None),)
   for ours, theirs in _NORMS.items()
@@ -62,7 +62,7 @@ class FlaxModel:
 
   Attributes:
     config: model config.
-    unused: array, or rows of an array, outside the model -> reason.
+    unused: unused rows of an array -> reason.
   """
 
   def __init__(
@@ -77,8 +77,8 @@ class FlaxModel:
     Args:
       arrays: name -> stored shape and dtype.
       reader: reads arrays by name.
-      config: model config; its vocabulary may be smaller than the tables,
-        which the authors round up: further rows are left out.
+      config: model config; further rows of tables, which the authors round up,
+        are dropped.
       folder: name of the folder, for error messages.
 
     Raises:
@@ -101,7 +101,7 @@ class FlaxModel:
       )
 
   def arrays(self) -> dict[str, lazy_array.LazyArray]:
-    """Returns every parameter, unread, in the order of the parameter table."""
+    """Returns all parameters as lazy arrays, in parameter table order."""
     arrays = {}
     names_by_path = layer_leaves.stored_leaves(self._leaves)
     for path, info in parameters.parameter_table(self.config).items():
@@ -109,7 +109,7 @@ class FlaxModel:
       stacked = self._leaves[names[0]].index is not None
       dtype = self._arrays[self._parts[names[0]][0]][1]
 
-      # Defaults, because a closure would see the last values of the loop.
+      # Defaults bind the loop's current values.
       def read(index, names=names, stacked=stacked):
         layers = names[index[0]] if stacked else names
         inner = index[1:] if stacked else index
@@ -172,7 +172,8 @@ class FlaxModel:
     if kind == 'table':
       rows = self._tokens(leaf)
       return np.pad(array[:rows], [(0, shape[0] - rows), (0, 0)])
-    # The shape of a square kernel does not show its order: heads come first.
+    # Shapes do not show the axis order of square kernels: theirs have heads
+    # first.
     is_ours = array.shape == shape and kind not in _HEADS_FIRST
     return array if is_ours else array.swapaxes(0, 1)
 
@@ -180,7 +181,7 @@ class FlaxModel:
 def canonical(name: str) -> str:
   """Returns an array's name in the current module tree.
 
-  The first releases have the flat names of an older tree.
+  The first releases use the flat names of an older tree.
 
   Args:
     name: stored name.
@@ -190,14 +191,14 @@ def canonical(name: str) -> str:
 
 
 def released_model(arrays: Arrays, folder: str) -> model_config.ModelConfig:
-  """Returns the released model that the arrays belong to.
+  """Returns the config of the released model with these shapes.
 
   Args:
     arrays: name -> shape and dtype.
     folder: name of the folder, for error messages.
 
   Raises:
-    UserError: no released model has as many layers of these widths.
+    UserError: no released model has these numbers of layers and widths.
   """
   shapes = {canonical(name): shape for name, (shape, _) in arrays.items()}
   if any(name.startswith('encoder/') for name in shapes):

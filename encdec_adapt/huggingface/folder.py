@@ -18,20 +18,20 @@ from encdec_adapt.huggingface import (
 )
 from encdec_adapt.models import layer_leaves, model_config, parameters
 
-# Buffers, not weights: exports of old transformers versions have them.
+# Buffers, not weights, in exports of old transformers versions.
 _BUFFERS = ('.rotary_emb.inv_freq',)
 _FLOATS = ('bfloat16', 'float16', 'float32', 'float64')
-_THREADS = 4  # Layers read at a time: copying releases the interpreter's lock.
+_THREADS = 4  # Layers read at a time: copying releases the GIL.
 
 
 @dataclasses.dataclass(frozen=True)
 class _Piece:
-  """A tensor of a layout, as it is stored in a folder.
+  """A stored tensor of a layout, or its part of a fused tensor.
 
   Attributes:
     tensor: name of the stored tensor.
     shape: shape of the piece.
-    index: expert and its rows if the tensor holds all experts; else None.
+    index: expert and its rows in a tensor of all experts; else None.
   """
 
   tensor: str
@@ -39,15 +39,15 @@ class _Piece:
   index: tuple[int, slice] | None
 
 
-# Our leaf -> its weights, each with the pieces that store it: the first is
-# read, further pieces are copies, which must be equal.
+# Our leaf -> its weights, each with its stored pieces: the first, and copies,
+# which must be equal.
 _Matches = dict[str, list[tuple[weights.Weight, list[_Piece]]]]
 
 
 def common_dtype(dtypes: Iterable[np.dtype]) -> np.dtype:
-  """Returns a dtype that holds the values of all given dtypes exactly.
+  """Returns a dtype that represents all values of the given dtypes exactly.
 
-  NumPy has no such promotion for bfloat16 and float16.
+  NumPy does not promote bfloat16 and float16.
 
   Args:
     dtypes: float dtypes, at least one.
@@ -59,12 +59,12 @@ def common_dtype(dtypes: Iterable[np.dtype]) -> np.dtype:
 
 
 class ModelFolder:
-  """A folder after every tensor has been matched with the model.
+  """A folder with every tensor matched to the model.
 
   Attributes:
     config: model config.
     tensors: stored tensors.
-    unused: name of a tensor that the model does not use -> reason.
+    unused: name of an unused tensor -> reason.
   """
 
   def __init__(
@@ -74,11 +74,11 @@ class ModelFolder:
 
     Args:
       folder: folder with config.json and safetensors.
-      vocab_multiple: embedding tables get rows of zeros up to a multiple of
-        this; None adds none.
+      vocab_multiple: pads embedding tables with rows of zeros to a multiple;
+        None adds none.
 
     Raises:
-      UserError: the folder is damaged or its model not supported; a tensor is
+      UserError: the folder is damaged or its model unsupported; a tensor is
         missing, unexpected or of another shape than in the config.
     """
     folder = paths.at(folder)
@@ -96,7 +96,7 @@ class ModelFolder:
     self._matches, self.unused = _match(config, layout, self.tensors)
 
   def arrays(self) -> dict[str, lazy_array.LazyArray]:
-    """Returns every parameter, unread, in the order of the parameter table."""
+    """Returns all parameters as lazy arrays, in parameter table order."""
     leaves = layer_leaves.leaves_of(self.config)
     stored = layer_leaves.stored_leaves(leaves)
     arrays = {}
@@ -109,13 +109,13 @@ class ModelFolder:
       )
       is_stacked = leaves[names[0]].index is not None
 
-      # Defaults, because a closure would see the last values of the loop.
+      # Defaults bind the loop's current values.
       def read(
         index, names=names, is_stacked=is_stacked, info=info, dtype=dtype
       ):
         ranges = zip(index, info.shape, strict=True)
         extents = [len(range(*part.indices(size))) for part, size in ranges]
-        # Layers are read into their slice: stacking them would copy them again.
+        # Reads layers into their slice; stacking would copy them again.
         array = np.empty(extents, dtype)
         if not is_stacked:
           self._read(names[0], index, array)
@@ -123,14 +123,14 @@ class ModelFolder:
         with futures.ThreadPoolExecutor(_THREADS) as pool:
           inner = [index[1:]] * len(array)
           for _ in pool.map(self._read, names[index[0]], inner, array):
-            pass  # An error of a layer is raised here.
+            pass  # Raises errors of layers.
         return array
 
       arrays[path] = lazy_array.LazyArray(tuple(info.shape), dtype, read)
     return arrays
 
   def _read(self, leaf: str, index: tuple[slice, ...], out: np.ndarray) -> None:
-    """Reads a range `index` of a leaf into `out`, which has its extents."""
+    """Reads a range `index` of a leaf into `out`, of the same extents."""
     matches = self._matches[leaf]
     if matches[0][0].part is None:
       self._read_weight(*matches[0], index, out)
@@ -145,15 +145,15 @@ class ModelFolder:
     index: tuple[slice, ...],
     out: np.ndarray,
   ) -> None:
-    """Reads part of a weight, whose stored copies must be equal."""
+    """Reads part of a weight; its stored copies must be equal."""
     part, *copies = (
       weight.to_ours(self.tensors.read(piece.tensor, piece.index))[index]
       for piece in pieces
     )
     transposed_copy.copy(part, out[: len(part)])
-    out[len(part) :] = 0  # Rows that pad a table for sharding are never read.
+    out[len(part) :] = 0  # Rows that pad a table for sharding.
     first, *duplicates = pieces
-    # Checks the copy: it is row-major, unlike a stored kernel.
+    # Checks `out`, which is row-major, unlike a stored kernel.
     tensor_folder.check_finite(first.tensor, out, self._file(first))
     for piece, copy in zip(duplicates, copies, strict=True):
       if part.dtype != copy.dtype or not np.array_equal(part, copy):
@@ -243,7 +243,7 @@ def _pieces(
       if index is not None:
         shape = (index[1].stop - index[1].start, *shape[2:])
       pieces.setdefault(canonical, []).append(_Piece(name, shape, index))
-  # If the main tensor is absent, its copy is read instead.
+  # Without the main tensor, its copy is read.
   for copy, original in weights.copies(config, layout).items():
     if copy in pieces:
       pieces.setdefault(original, []).extend(pieces.pop(copy))
@@ -251,7 +251,7 @@ def _pieces(
 
 
 def _why_unused(name: str, layout: weights.Layout, file: paths.Path) -> str:
-  """Returns the reason why a tensor is unused; refuses unknown tensors."""
+  """Returns why a tensor is unused; raises an error for unknown tensors."""
   if name.endswith(_BUFFERS):
     return 'a buffer that is computed from the config'
   if name.startswith(layout.ignored):

@@ -12,13 +12,13 @@ import tempfile
 from encdec_adapt.base import errors
 from encdec_adapt.files import disk, paths
 
-# Every model folder has this file. In a bucket it is written last: a folder
-# without it is incomplete.
+# Present in every model folder, and written last in a bucket: a folder without
+# it is incomplete.
 MARKER = 'config.json'
-# Marks an unfinished upload in a bucket, until `MARKER` is written. A later
-# command may replace such a folder.
+# Marks an unfinished upload to a bucket until `MARKER` is written. Later
+# commands may replace such a folder.
 UNFINISHED = '.unfinished'
-# Errors of a rename if another process has filled the target meanwhile.
+# Errors of a rename to a target that another process has filled meanwhile.
 _TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
 
 
@@ -26,15 +26,15 @@ _TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
 def new_folder(path: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
   """Makes a folder under a temporary name and moves it to `path` at the end.
 
-  If the body raises, the draft is removed and `path` is as before. Only a
+  If the body raises, the draft is removed and `path` is unchanged. Only a
   killed process leaves its draft, `.NAME.XXXXXXXX.partial`, next to `path`.
 
-  The draft for a bucket is a local folder under $TMPDIR, uploaded with
-  checksums at the end, `MARKER` last. The body may upload large files to
-  `path` itself and remove them from the draft.
+  For a bucket, the draft is a local folder under $TMPDIR, uploaded with
+  checksums at the end, `MARKER` last. The body may upload large files to `path`
+  itself and remove them from the draft.
 
   Args:
-    path: folder that does not exist or is empty; its parents are made.
+    path: absent or empty folder; missing parents are made.
 
   Yields:
     The draft, a local folder.
@@ -46,15 +46,15 @@ def new_folder(path: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
   require_free(path)
   is_bucket = paths.is_bucket(path)
   above = pathlib.Path(tempfile.gettempdir()) if is_bucket else path.parent
-  # Innermost first, as they are removed again after an error.
+  # Innermost first, the order of removal after an error.
   parents = [] if is_bucket else [p for p in path.parents if not p.exists()]
   draft = above / f'.{path.name}.{secrets.token_hex(4)}.partial'
   is_complete = False
   try:
     disk.require_writable(path.parent)
     with _write_errors(path):
-      # Before the body, which may upload to `path`: after a kill the mark tells
-      # a later command that it may replace the folder.
+      # Marked before the body, which may upload to `path`, so that later
+      # commands may replace the folder if this process is killed.
       if is_bucket:
         paths.remove(path)  # An unfinished upload.
         paths.write(path / UNFINISHED, b'')
@@ -68,7 +68,7 @@ def new_folder(path: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
     with contextlib.suppress(OSError):
       if is_bucket and not is_complete:
         paths.remove(path)
-      for folder in parents:  # Fails, as it must, if it has the new folder.
+      for folder in parents:  # Fails, as intended, if the folder was made.
         folder.rmdir()
 
 
@@ -87,7 +87,7 @@ def _commit(draft: pathlib.Path, path: paths.Path) -> None:
     paths.upload(draft, path, MARKER)
     (path / UNFINISHED).unlink()
     return
-  # Contents before the name, so that a power cut leaves no partial folder.
+  # Syncs contents before the rename: a power cut leaves no partial folder.
   for entry in sorted(draft.rglob('*')):
     paths.sync(entry)
   paths.sync(draft)
@@ -104,15 +104,15 @@ def require_free(path: str | os.PathLike[str]) -> None:
     path: folder to be made.
 
   Raises:
-    UserError: `path` is a file, a folder that is not empty, a mount point, or
-      cannot be read.
+    UserError: `path` is a file, a non-empty folder, a mount point, or cannot be
+      read.
   """
   path = paths.at(path)
   with disk.writing(path):
     if not path.exists() or _is_unfinished(path):
       return
     if path.is_dir() and not any(path.iterdir()):
-      # A rename onto it fails, which would be found only at the end.
+      # A rename onto it would fail, but only at the end.
       if os.path.ismount(path):
         raise errors.UserError(
           f'{path} is a mount point, which a finished folder cannot replace.'

@@ -1,10 +1,10 @@
-"""Folders of adapters as PEFT writes and reads them.
+"""Reads and writes PEFT adapter folders.
 
-PEFT names tensors by the modules of a model in memory, and stores every layer
-apart: A [r, in] and B [out, r]. Parameters that train whole are its
-`modules_to_save`. Ours have one rank and one scale: with `rank_pattern` and
-`alpha_pattern` all get the largest rank, filled up with zeros, and B the
-quotient of the scales; layers that are not in `layers_to_transform` are zeros.
+PEFT names tensors by a model's modules in memory, and stores A [r, in] and
+B [out, r] per layer. Fully trained parameters are its `modules_to_save`. Our
+adapters have one rank and one scale: with `rank_pattern` or `alpha_pattern`,
+all are padded with zeros to the largest rank, and B is multiplied by the ratio
+of the scales. Layers missing from `layers_to_transform` are zeros.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -23,7 +23,7 @@ from encdec_adapt.models import layer_leaves, model_config
 
 CONFIG, WEIGHTS = 'adapter_config.json', 'adapter_model.safetensors'
 _PREFIX = 'base_model.model.'
-# `task_type` by the kind of the head.
+# Kind of head -> `task_type`.
 _TASKS = {
   'tokens': 'CAUSAL_LM',
   'labels': 'SEQ_CLS',
@@ -34,8 +34,8 @@ _SUFFIXES = {
   '.lora_A.weight': adapters_lib.A,
   '.lora_B.weight': adapters_lib.B,
 }
-# Options of PEFT that change the function, with the values that do not; of the
-# others any value is accepted.
+# PEFT options that change the function -> values that do not. Other options may
+# have any value.
 _NEUTRAL = {
   'peft_type': ('LORA',),
   'bias': ('none',),
@@ -49,14 +49,14 @@ _NEUTRAL = {
 
 
 class _Slot(NamedTuple):
-  """Our place of a tensor of PEFT.
+  """Our counterpart of a PEFT tensor.
 
   Attributes:
     path: path of our parameter.
-    index: layer in it; () where it has no axis of layers.
+    index: index of the layer; () without an axis of layers.
     shape: shape of the tensor.
-    to_theirs: returns the tensor, given a layer of ours.
-    to_ours: the reverse.
+    to_theirs: converts our layer to the tensor.
+    to_ours: the inverse.
   """
 
   path: str
@@ -72,19 +72,19 @@ def files(
   layout: weights.Layout,
   base: str,
 ) -> dict[str, bytes]:
-  """Returns the files of a folder that PEFT loads.
+  """Returns the files of a PEFT adapter folder, by name.
 
   Args:
     adapters: the adapters.
     arrays: path -> trained parameter.
     layout: names of the model's tensors.
-    base: name or path of the base for PEFT.
+    base: name or path of the base model for PEFT.
 
   Raises:
     UserError: PEFT would compute another function.
   """
   options, tensors = adapters.options, {}
-  modules = {True: set(), False: set()}  # By whether they train whole.
+  modules = {True: set(), False: set()}  # By whether they are fully trained.
   for name, slot in _slots(adapters, layout).items():
     ours = np.asarray(arrays[slot.path][slot.index])
     tensors[_PREFIX + name] = np.ascontiguousarray(slot.to_theirs(ours))
@@ -113,18 +113,19 @@ def files(
 def read(
   folder: paths.Path, model: model_config.ModelConfig, layout: weights.Layout
 ) -> tuple[adapters_lib.Adapters, dict[str, np.ndarray]]:
-  """Reads a folder that PEFT wrote.
+  """Reads a PEFT adapter folder.
 
   Args:
     folder: folder with `CONFIG` and `WEIGHTS`.
-    model: the base.
+    model: the base model.
     layout: names of its tensors.
 
   Returns:
-    The adapters, and path -> parameter in the dtype that is stored.
+    The adapters, and path -> parameter in the stored dtype.
 
   Raises:
-    UserError: it has options that we do not have, or is of another model.
+    UserError: an option is unsupported, `WEIGHTS` is missing or has values that
+      are not finite, or the adapters belong to another model.
   """
   config = atomic.read_json(folder / CONFIG)
   for name, neutral in _NEUTRAL.items():
@@ -185,15 +186,15 @@ def read(
 def _with_one_rank(
   config: Mapping[str, Any], tensors: Mapping[str, np.ndarray]
 ) -> tuple[int, dict[str, np.ndarray]]:
-  """Gives all adapters the largest rank, and B the quotient of the scales.
+  """Pads all adapters to the largest rank, and rescales B to one scale.
 
   Args:
     config: content of `CONFIG`.
-    tensors: tensors by their names in memory.
+    tensors: tensors by name in memory.
 
   Returns:
-    The rank, and the tensors. A tensor whose rank differs from the one that
-    `config` states gets a wrong shape, which `read` refuses.
+    The rank, and the tensors. A tensor with another rank than in `config` gets
+    a wrong shape, which `read` refuses.
   """
 
   def value(name: str, key: str, patterns: str) -> float:
@@ -233,7 +234,7 @@ def _slots(
   for weight, leaf in _weights(adapters.model, layout):
     name = layout.in_memory(weight.name)
     index = () if leaf.index is None else (leaf.index,)
-    # PEFT would change the embeddings, and not the head that is tied to them.
+    # PEFT would change the embeddings but not a tied head.
     if leaf.path.split('/')[1] == 'embedder':
       continue
     if leaf.path in adapters.full:

@@ -1,7 +1,7 @@
 """Validates types and ranges of the fields of a config.json.
 
-Files are untrusted: a width that is a string, or a million layers, is an error
-that names the field, raised before a model is built.
+Files are untrusted: a string as a width, or a million layers, is an error that
+names the field, raised before a model is built.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,7 +10,7 @@ from typing import Any
 
 from encdec_adapt.base import errors
 
-# Test of a value, and a description of valid ones.
+# Predicate, and a description of valid values.
 _Rule = tuple[Callable[[Any], bool], str]
 _LARGEST = 2**31 - 1  # Limit of every size: array libraries use 32-bit sizes.
 
@@ -89,13 +89,13 @@ def check(raw: Mapping[str, Any], file: str) -> None:
   """Raises an error for an invalid value; ignores unknown fields.
 
   Args:
-    raw: parsed config.json, or its part that describes a stack.
+    raw: parsed config.json, or its object for a stack.
     file: name of the file, for error messages.
 
   Raises:
     UserError: names the field, its value and the valid values.
   """
-  # First: the other fields are the original's, and would all pass.
+  # First, as the other fields equal the original model's and would all pass.
   if raw.get('quantization_config'):
     raise errors.UserError(
       f'{file} has a quantization_config, and quantised weights are not'
@@ -106,8 +106,8 @@ def check(raw: Mapping[str, Any], file: str) -> None:
   for field in _ROPE.split():
     rope, name = raw.get(field) or {}, f'{field} of {file}'
     by_kind = any(isinstance(value, Mapping) for value in rope.values())
-    # Fields by kind of layer must have those of full attention: a null, which
-    # this field may not have, stands for its absence.
+    # Fields by kind of layer must include full attention: its default here,
+    # null, is invalid.
     _check_fields({'full_attention': None, **rope} if by_kind else rope, name)
     for kind in _KINDS:
       _check_fields(rope.get(kind) or {}, f'{kind} in {name}')

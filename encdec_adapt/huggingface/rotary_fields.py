@@ -1,6 +1,6 @@
-"""Conversion of rotary fields of a config.json to our fields and back.
+"""Converts rotary fields between config.json and our configs.
 
-Read in the spelling of transformers 4 and 5, written in that of 5. Source:
+Reads the spelling of transformers 4 and 5, writes the spelling of 5. Source:
 transformers 5.23, `modeling_rope_utils.py`.
 """
 
@@ -12,7 +12,7 @@ from encdec_adapt.models import model_config
 from encdec_adapt.ops import rope
 
 _Rope = Mapping[str, Any]
-# Our number of a scaling (`rope.NUMBERS`) -> their field.
+# Our scaling parameter (`rope.NUMBERS`) -> their field.
 NAMES = {
   'factor': 'factor',
   'low': 'low_freq_factor',
@@ -32,8 +32,9 @@ def fields_from_raw(
     local_theta: whether local layers have a separate rotary base (Gemma 3).
 
   Raises:
-    UserError: a scaling that is not supported or lacks its fields; or a
-      scaling for all layers although local layers have a separate base.
+    UserError: a scaling is unsupported or lacks fields, or local layers have
+      one of their own; or fields are not by kind of layer although local layers
+      have a separate base.
   """
   full, local = _by_kind(raw, file, local_theta)
   kind = full.get('rope_type', full.get('type', 'default'))
@@ -56,8 +57,8 @@ def fields_from_raw(
     'rope_scaling': rope.Scaling(kind, **numbers),
   }
   local = {'rope_theta': raw['rope_theta'], **local} if local else full
-  # A file may list equal fields for both kinds, scaled or not: then our local
-  # layers follow the others.
+  # With equal fields for both kinds, scaled or not, our local layers follow the
+  # global ones.
   if local != full:
     if local.get('rope_type', 'default') != 'default':
       raise errors.UserError(
@@ -81,7 +82,7 @@ def _by_kind(
     sliding = parameters.get('sliding_attention') or {}
     return {**full, **parameters['full_attention']}, {**local, **sliding}
   if local_theta:
-    # Its class reads only fields by kind and ignores these silently.
+    # Its class reads only fields by kind and silently ignores these.
     raise errors.UserError(
       f'{file} has rope_parameters = {dict(parameters)!r}; those of'
       f' {raw.get("model_type", "this model")} are by kind of layer: give them'
@@ -93,7 +94,7 @@ def _by_kind(
 def raw_from_stack(
   stack: model_config.StackConfig, *, local_theta: bool
 ) -> dict[str, Any]:
-  """Returns `rope_parameters` of a stack, as transformers 5 spells them."""
+  """Returns `rope_parameters` of a stack in the spelling of transformers 5."""
   scaling = stack.rope_scaling
   kind = 'default' if scaling.kind == 'none' else scaling.kind
   full = {'rope_type': kind, 'rope_theta': stack.rope_theta}

@@ -1,8 +1,8 @@
-"""Conversion of config.json files of T5, mT5 and UMT5 to our configs and back.
+"""Converts between config.json files of T5, mT5 and UMT5 and our configs.
 
-Their files are flat: the stacks share all fields but the number of layers.
+Their files are flat: the stacks share all fields except the number of layers.
 Source of names and rules: transformers 5.24, `configuration_t5.py`. Version 5
-writes that every head is tied, so that the tensors decide (`folder`).
+writes every head as tied, so `folder` decides by the tensors.
 """
 
 from collections.abc import Mapping
@@ -16,14 +16,13 @@ from encdec_adapt.ops import relative_bias
 
 # `model_type` -> prefix of the names of its classes.
 TYPES: Mapping[str, str] = {'t5': 'T5', 'mt5': 'MT5', 'umt5': 'UMT5'}
-# Related classes with other attention or feed-forward.
+# Related classes with different attention or feed-forward.
 UNSUPPORTED: Mapping[str, str] = {
   'longt5': 'LongT5 and mLongT5 attend in blocks',
   'switch_transformers': 'Switch transformers drop tokens by capacity',
 }
 START = 'decoder_start_token_id'
-# Fields that an export carries over from the source, as our configs do not have
-# them.
+# Fields absent from our configs; an export carries them over from the source.
 CARRIED = ('model_type', START, 'dropout_rate', 'initializer_factor')
 _FIELDS = {
   'vocab_size': 'vocab_size',
@@ -43,14 +42,14 @@ _FIXED = {
   'post_norms': False,
   'scale_embeddings': False,
 }
-# `feed_forward_proj` -> our activation and whether there is a gate.
+# `feed_forward_proj` -> our activation, and whether it is gated.
 _FEED_FORWARDS = {
   'relu': ('relu', False),
   'silu': ('silu', False),
   'gelu_new': ('gelu_tanh', False),
   'gated-relu': ('relu', True),
   'gated-silu': ('silu', True),
-  # The classes take its approximation by tanh.
+  # The classes use the tanh approximation.
   'gated-gelu': ('gelu_tanh', True),
 }
 
@@ -58,10 +57,10 @@ _FEED_FORWARDS = {
 def model_from_raw(
   raw: Mapping[str, Any], file: str
 ) -> tuple[model_config.ModelConfig, weights.Layout]:
-  """Returns the model that a config.json describes, and its tensor names.
+  """Returns the model of a config.json, and its tensor names.
 
   Args:
-    raw: parsed file, with a `model_type` of `TYPES`.
+    raw: parsed file with a `model_type` in `TYPES`.
     file: name of the file, for error messages.
 
   Raises:
@@ -101,8 +100,8 @@ def model_from_raw(
     decoder = dataclasses.replace(
       encoder,
       layers=raw.get('num_decoder_layers') or encoder.layers,
-      # Absent in files of version 4, where tied heads are scaled. The class of
-      # mT5 has no scale, whatever its files say.
+      # Absent in files of version 4, which scales tied heads. mT5's class never
+      # scales, whatever its files say.
       head=heads.Tokens(
         tied, kind != 'mt5' and raw.get('scale_decoder_outputs', tied)
       ),
@@ -119,10 +118,10 @@ def raw_from_model(
   """Returns the config.json of a model with relative positions.
 
   Args:
-    config: model config. The first class that can express it is taken.
+    config: model config, written for the first class that supports it.
 
   Raises:
-    UserError: no class can; has the reasons.
+    UserError: no class does; lists the reasons.
   """
   reasons = []
   for kind in TYPES:
@@ -132,7 +131,7 @@ def raw_from_model(
     except errors.UserError as error:
       reasons.append(f'{kind}: {error}')
       continue
-    # The file has no window, which no layer uses.
+    # No layer uses the window, which the file lacks.
     stacks = {
       side: dataclasses.replace(stack, window=config.stacks[side].window)
       for side, stack in back.stacks.items()
@@ -175,20 +174,20 @@ def with_fields(
   """Returns a config.json with the fields of its source.
 
   Args:
-    raw: config.json by `raw_from_model`.
+    raw: result of `raw_from_model`.
     fields: carried fields of the source's decoder.
   """
   kind = fields.get('model_type')
   raw = {**fields, **raw}
   if kind in TYPES and kind != raw['model_type']:
-    # As the source if its class computes the same model: mT5 and T5 1.1 differ
-    # in names only.
+    # Keeps the source's class if it computes the same model: mT5 and T5 1.1
+    # differ only in name.
     name = raw['architectures'][0].removeprefix(TYPES[raw['model_type']])
     classes = [f'{TYPES[kind]}{name}']
     renamed = {**raw, 'model_type': kind, 'architectures': classes}
     if model_from_raw(renamed, '')[0] == model_from_raw(raw, '')[0]:
       raw = renamed
   if raw['is_encoder_decoder'] and raw.get(START) is None:
-    # Padding, unless the vocabulary that the model was trained with has a BOS.
+    # Padding, unless the vocabulary has a BOS.
     raw[START] = raw.get('bos_token_id', raw.get('pad_token_id', 0))
   return raw

@@ -1,9 +1,9 @@
 """Reads the tensors of a Hugging Face folder one at a time.
 
-The `safetensors` package parses and checks the files; this module finds them
-(`model.safetensors`, or the shards of `model.safetensors.index.json`), reads
-them in buckets too, and turns the package's errors into errors that name the
-file. Must not import JAX, so that listing a folder is quick.
+The `safetensors` package parses and checks the files. This module finds them
+(`model.safetensors`, or the shards of `model.safetensors.index.json`), supports
+buckets, and adds the file to the package's errors. Must not import JAX, so that
+listing a folder is quick.
 """
 
 import contextlib
@@ -33,8 +33,7 @@ _DTYPES = {
   **{f'U{bits}': np.dtype(f'uint{bits}') for bits in (8, 16, 32, 64)},
 }
 _PICKLED = ('.bin', '.pt', '.pth', '.ckpt', '.pkl')
-# Elements checked at a time for non-finite values: the intermediate arrays of a
-# block stay small, whatever the size of the tensor.
+# Elements per finiteness check, which bounds the size of intermediate arrays.
 _BLOCK = 1 << 20
 _BFLOAT16_EXPONENT = 0x7F80  # All ones: infinite or not a number.
 
@@ -45,10 +44,10 @@ class TensorInfo:
 
   Attributes:
     shape: () for a scalar.
-    dtype: NumPy dtype; bfloat16 is that of `ml_dtypes`.
-    file: safetensors file that holds the tensor.
-    offset: first byte of the data in a file in a bucket, which is read by
-      byte ranges; None for local files.
+    dtype: NumPy dtype; `ml_dtypes.bfloat16` for bfloat16.
+    file: safetensors file with the tensor.
+    offset: first byte of the data in a file in a bucket, for reads by byte
+      range; None for local files.
   """
 
   shape: tuple[int, ...]
@@ -74,9 +73,9 @@ class TensorFolder:
     """Opens a folder and checks the headers of its files; reads no data.
 
     Args:
-      folder: folder with `single`, or with `model.safetensors.index.json`
-        and the shards that it names.
-      single: name of the file of a folder without shards.
+      folder: folder with `single`, or with `model.safetensors.index.json` and
+        its shards.
+      single: file name in a folder without shards.
 
     Raises:
       UserError: the folder has no such files or only pickled weights; an
@@ -96,11 +95,11 @@ class TensorFolder:
 
     Args:
       name: tensor name.
-      index: index into the first axis and range of the second; only this part
-        is read. None reads the whole tensor.
+      index: index into the first axis and range of the second, to read only
+        this part; None reads the whole tensor.
 
     Returns:
-      An array in the dtype of the stored tensor.
+      An array in the stored dtype.
 
     Raises:
       UserError: the folder has no such tensor, or its file cannot be read.
@@ -120,7 +119,7 @@ class TensorFolder:
       return self._safe_open(info.file, 'mmap').get_slice(name)[index]
 
   def _safe_open(self, file: paths.Path, backend: str) -> safetensors.safe_open:
-    """Opens a file once per backend, because opening parses the header."""
+    """Opens a file once per backend, since opening parses the header."""
     key = (file, backend)
     if key not in self._opened:
       self._opened[key] = safetensors.safe_open(file, 'np', backend=backend)
@@ -199,10 +198,10 @@ def _headers(file: paths.Path) -> dict[str, TensorInfo]:
 def _sparse_copy(
   file: paths.Path, local: pathlib.Path
 ) -> tuple[pathlib.Path, int]:
-  """Copies the header of a file in a bucket, and its size but not its data.
+  """Makes a sparse local copy of a file in a bucket: header and size, no data.
 
-  The package checks the copy as it would check the file. A file starts with
-  the length of its header, 8 bytes, little-endian.
+  The package checks the copy like the file. A file starts with the length of
+  its header, 8 bytes, little-endian.
 
   Returns:
     The copy, and the offset of the first byte of data.
@@ -246,7 +245,7 @@ def _tensors(folder: paths.Path, single: str) -> dict[str, TensorInfo]:
 
 
 def read_index(folder: paths.Path) -> dict[str, str]:
-  """Reads which shard has each tensor, from the index.
+  """Reads the index: tensor name -> shard.
 
   Raises:
     UserError: the index is damaged.
@@ -273,8 +272,8 @@ def _open_shards(folder: paths.Path) -> dict[str, TensorInfo]:
         f' {folder}.'
       )
     tensors |= _headers(folder / shard)
-  # In both directions: shards of different models, or of different downloads,
-  # may each be intact.
+  # Compares both directions: intact shards may belong to different models or
+  # downloads.
   shards = {name: info.file.name for name, info in tensors.items()}
   wrong = sorted(dict(shards.items() ^ weight_map.items()))
   if wrong:

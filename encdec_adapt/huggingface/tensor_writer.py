@@ -1,7 +1,7 @@
 """Writes tensors as safetensors, shard by shard.
 
-The `safetensors` package writes the files. It needs all arrays of a file at
-once, so host memory grows with a shard, not with the model.
+The `safetensors` package needs all arrays of a file at once, so host memory is
+bounded by the size of a shard.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,7 +29,7 @@ class PlannedTensor:
   Attributes:
     name: tensor name.
     shape: () for a scalar.
-    dtype: dtype of the file, one that `tensor_folder` reads.
+    dtype: stored dtype, supported by `tensor_folder`.
     make: returns the array in this shape and dtype; called once.
   """
 
@@ -53,16 +53,15 @@ def write_tensors(
 ) -> None:
   """Writes tensors into a folder in the layout of `transformers`.
 
-  Writes a single file; or an index and shards, each of at most `SHARD_BYTES`
-  or a larger tensor. Arrays are made, and shards filled, in the order of
-  `tensors`. Call it inside `new_folder.new_folder`: if it fails, files are left
-  behind.
+  Writes a single file, or an index and shards of at most `SHARD_BYTES` or one
+  larger tensor. Makes arrays and fills shards in the order of `tensors`. Call
+  it inside `new_folder.new_folder`, since a failure leaves files behind.
 
   Args:
     folder: local folder without safetensors.
     tensors: tensors with distinct names.
-    bucket: folder in a bucket that every finished shard is moved to, so that
-      `folder` never holds two shards; None keeps all shards in `folder`.
+    bucket: folder in a bucket; finished shards are moved there, so that
+      `folder` never holds two. None keeps all shards in `folder`.
     on_progress: called with the bytes made so far and in total.
 
   Raises:
@@ -78,7 +77,7 @@ def write_tensors(
   for name, shard in shards.items():
     arrays = {}
     for tensor in shard:
-      # `save_file` writes the raw memory of an array and ignores its strides.
+      # `save_file` writes an array's raw memory and ignores strides.
       arrays[tensor.name] = transposed_copy.in_order(tensor.make())
       written += tensor.nbytes
       on_progress(written, total)
@@ -98,7 +97,7 @@ def _shards(plan: Sequence[PlannedTensor]) -> dict[str, list[PlannedTensor]]:
       room = SHARD_BYTES
     groups[-1].append(tensor)
     room -= tensor.nbytes
-  # transformers finds a single file by this name, and shards by the index.
+  # transformers looks for this file name, or else for the index.
   if len(groups) == 1:
     return {tensor_folder.SINGLE: groups[0]}
   return {
@@ -115,7 +114,7 @@ def _save(
   try:
     file.touch(exist_ok=False)
     mode = file.stat().st_mode
-    # `save_file` replaces the file by a new file for its owner only.
+    # `save_file` replaces the file with one readable by its owner only.
     safetensors_numpy.save_file(dict(arrays), file, _PYTORCH)
     file.chmod(mode)
     if bucket is not None:

@@ -1,9 +1,8 @@
-"""Vision part of a folder: carried from import to export unchanged.
+"""Carries the vision part of a folder from import to export unchanged.
 
-Our models read text. The vision tower and the projector of a T5Gemma 2 folder
-are kept, with its image processor files, so that the exported model reads
-images as before. Those of a Gemma 3 folder have the same form and can be given
-to a T5Gemma 2 that was adapted from it.
+Our models read text. The vision tower, projector and image processor files of a
+T5Gemma 2 folder are kept, so that the exported model reads images as before. A
+Gemma 3 folder has the same parts, for a T5Gemma 2 adapted from it.
 """
 
 from collections.abc import Mapping
@@ -20,16 +19,15 @@ from encdec_adapt.files import atomic, paths
 from encdec_adapt.huggingface import families, tensor_folder, tensor_writer
 from encdec_adapt.models import model_config
 
-# How transformers turns images into pixels: the first file (version 4), both,
-# or the second (version 5).
+# Image processor files: transformers 4 writes the first, version 5 the second;
+# folders may have both.
 PROCESSORS = ('preprocessor_config.json', 'processor_config.json')
-FOLDER = 'vision'  # Subfolder of a work directory that keeps the tensors.
-MODEL_TYPE = 't5gemma2'  # The encoder-decoder that has a vision part.
-# Start of the names in a T5Gemma 2; other models have other prefixes.
+FOLDER = 'vision'  # Subfolder of a work directory with the tensors.
+MODEL_TYPE = 't5gemma2'  # The encoder-decoder with a vision part.
+# Prefix of the names in a T5Gemma 2; other models have other prefixes.
 _START = 'model.encoder.'
 _NAME = re.compile(r'(?:^|\.)((?:vision_tower|multi_modal_projector)\..+)$')
-# Tensors of the encoder that transformers initialises if a T5Gemma 2 folder has
-# text only.
+# Encoder tensors that transformers initialises if a T5Gemma 2 folder has none.
 MISSING = ('vision_tower.*', 'multi_modal_projector.*')
 PROJECTION = 'multi_modal_projector.mm_input_projection_weight'
 _SHAPE_FIELDS = ('vision_config', 'mm_tokens_per_image')
@@ -38,7 +36,7 @@ _IMAGE_TOKEN = 256001  # Default of the T5Gemma 2 class.
 
 
 def is_vision(name: str) -> bool:
-  """Returns whether a tensor of this name belongs to a vision part."""
+  """Returns whether a tensor belongs to a vision part, by its name."""
   return _NAME.search(name) is not None
 
 
@@ -48,11 +46,11 @@ class Vision:
 
   Attributes:
     folder: folder of its config.json.
-    fields: fields of the encoder in a T5Gemma 2 config.json: `vision_config`
-      and others about images.
+    fields: image fields of the encoder in a T5Gemma 2 config.json, such as
+      `vision_config`.
     tensors: stored tensors.
     names: name in a T5Gemma 2 folder -> name in `tensors`.
-    processors: the files of `PROCESSORS` that the folder has, by name.
+    processors: name -> file, for `PROCESSORS` in the folder.
   """
 
   folder: paths.Path
@@ -63,14 +61,14 @@ class Vision:
 
   @property
   def image_token(self) -> int:
-    """Id of the placeholder token of an image patch."""
+    """Placeholder token id of image patches."""
     return self.fields.get('image_token_index', _IMAGE_TOKEN)
 
   def planned(self, start: str = _START) -> list[tensor_writer.PlannedTensor]:
-    """Returns its tensors, to be written bit for bit with T5Gemma 2 names.
+    """Plans the tensors, unchanged, under T5Gemma 2 names.
 
     Args:
-      start: start of the names; '' for those of the encoder alone.
+      start: prefix of the names; '' for an encoder alone.
     """
     plans = []
     for name, stored in self.names.items():
@@ -83,7 +81,7 @@ class Vision:
     return plans
 
   def require_fits(self, encoder: model_config.StackConfig) -> None:
-    """Raises an error if images are not projected to the encoder's width.
+    """Raises an error unless images are projected to the encoder's width.
 
     Raises:
       UserError: names both widths.
@@ -107,8 +105,7 @@ def open_vision(folder: str | os.PathLike[str]) -> Vision | None:
   """Opens the vision part of a folder; reads headers only.
 
   Args:
-    folder: folder of a T5Gemma 2 or a multimodal Gemma 3, or a folder that
-      `keep` wrote.
+    folder: folder of a T5Gemma 2 or a multimodal Gemma 3, or one from `keep`.
 
   Returns:
     The vision part, or None if the folder has none.
@@ -132,8 +129,8 @@ def open_vision(folder: str | os.PathLike[str]) -> Vision | None:
     return None
   raw = atomic.read_json(folder / tensor_folder.CONFIG)
   if raw.get('model_type') != MODEL_TYPE:
-    # A T5Gemma 2 is exported with the names that it had, others with those of
-    # transformers 5, which has no `vision_model.` as version 4 had.
+    # A T5Gemma 2 keeps its names; others get the names of transformers 5, which
+    # dropped version 4's `vision_model.`.
     stored = {k: v.replace('.vision_model.', '.', 1) for k, v in stored.items()}
   names = {_START + theirs: name for name, theirs in stored.items()}
   if len(names) < len(stored) or _START + PROJECTION not in names:
@@ -156,7 +153,7 @@ def keep(part: Vision, folder: paths.Path) -> None:
 
   Args:
     part: vision part.
-    folder: target, which has or will have the config.json of the part.
+    folder: target folder, with the config.json of the part now or later.
   """
   with paths.staged(folder / FOLDER) as target:
     tensor_writer.write_tensors(target, part.planned())
@@ -168,13 +165,13 @@ def with_vision(raw: Mapping[str, Any], part: Vision) -> dict[str, Any]:
   """Returns a config.json of T5Gemma 2 with the fields of a vision part.
 
   Args:
-    raw: result of `config_json.raw_from_model`, of a pair or its encoder.
-    part: vision part that is written into the same folder.
+    raw: result of `config_json.raw_from_model`, for a pair or its encoder.
+    part: vision part, written into the same folder.
   """
   if 'encoder' not in raw:
     return {**raw, **part.fields}
   encoder = {**raw['encoder'], **part.fields}
-  # transformers prefers the value at the top, which would be its default.
+  # transformers prefers the top-level value, even a default.
   top = {k: v for k, v in part.fields.items() if k == 'image_token_index'}
   return {**raw, **top, 'encoder': encoder}
 
@@ -182,7 +179,7 @@ def with_vision(raw: Mapping[str, Any], part: Vision) -> dict[str, Any]:
 def image_ids(raw: families.Raw) -> dict[str, int]:
   """Returns the token ids that frame an image in a T5Gemma 2.
 
-  Empty for other models: those of Gemma 3 lie above T5Gemma 2's vocabulary.
+  Empty for other models: Gemma 3's are beyond T5Gemma 2's vocabulary.
 
   Args:
     raw: parsed config.json.
@@ -190,13 +187,13 @@ def image_ids(raw: families.Raw) -> dict[str, int]:
   if raw.get('model_type') != MODEL_TYPE:
     return {}
   ids = dict(_encoder(raw))
-  if 'image_token_index' in raw:  # transformers prefers the outer value.
+  if 'image_token_index' in raw:  # transformers prefers the top-level value.
     ids['image_token_index'] = raw['image_token_index']
   return {key: ids[key] for key in _IDS if key in ids}
 
 
 def _encoder(raw: families.Raw) -> families.Raw:
-  """Returns an object with `text_config`, `vision_config` and image ids.
+  """Returns the object with `text_config`, `vision_config` and image ids.
 
   Raises:
     UserError: a T5Gemma 2 config.json has no encoder.

@@ -1,8 +1,8 @@
-"""Maps tensors of a Hugging Face folder to our parameters and back.
+"""Maps between tensors of a Hugging Face folder and our parameters.
 
-Each family has one table, used in both directions: our leaf within a layer ->
-their tensor name. Whether a model has a leaf (a bias, a norm) is decided by our
-parameter table alone.
+Each family has one table for both directions: our leaf within a layer -> their
+tensor name. Our parameter table alone decides whether a model has a leaf (a
+bias, a norm).
 """
 
 from collections.abc import Iterator, Mapping
@@ -29,24 +29,24 @@ _MLP = {
   for suffix, their_suffix in _SUFFIXES.items()
 }
 _SCORE = 'score.weight'  # The head of a sequence classifier.
-# Placeholder of the expert's number in tensor names.
+# Placeholder for the expert index in tensor names.
 _EXPERT = '{}'
-# Kernels with a single input dimension, the first. Output kernels have two
-# (heads, head_dim), all other leaves none.
+# Kernels with one input dimension, the first. Output kernels have two (heads,
+# head_dim), other leaves none.
 _KERNELS = frozenset(
   'query key value gate up down router shared_gate relative_bias'.split()
 )
 
 
 def _layer(norms: Mapping[str, str], **attentions: str) -> dict[str, str]:
-  """Returns a layer's table from maps of our norms and attentions to theirs."""
+  """Returns a layer's table, given our norms and attentions -> theirs."""
   table = {f'{ours}/scale': f'{norm}.weight' for ours, norm in norms.items()}
   for ours, theirs in attentions.items():
     table |= {f'{ours}/{k}': f'{theirs}.{v}' for k, v in _ATTENTION.items()}
   return table | _MLP
 
 
-# Trap: `post_attention_layernorm` is before the feed-forward in Llama and after
+# `post_attention_layernorm` is before the feed-forward in Llama, but after
 # attention in Gemma.
 LLAMA = _layer(
   {
@@ -55,7 +55,7 @@ LLAMA = _layer(
   },
   attention='self_attn',
 )
-# The names in files; in memory transformers 5 has the names of Qwen's router.
+# Names in files; in memory, transformers 5 uses Qwen's name of the router.
 MIXTRAL = LLAMA | {
   'experts/router': 'block_sparse_moe.gate.weight',
   'experts/gate': f'block_sparse_moe.experts.{_EXPERT}.w1.weight',
@@ -102,27 +102,26 @@ class Layout:
 
   Attributes:
     layer: table of a layer, our leaf -> their name.
-    encoder: table of an encoder's layer, if it differs.
+    encoder: table of an encoder layer, if different.
     stacks: our stack -> prefix of its tensor names.
     embedder: our stack with an embedding table -> prefix of the table's name.
     head: name of an untied head.
-    layers: prefix of a layer's number.
-    norm: name of the final norm in a stack.
-    bias: name of a stack's relative position bias in the stack.
-    head_by_value: whether a head is tied if no other one than the table is
-      stored, whatever config.json says.
-    ignored: beginnings of names of tensors that the class does not read.
+    layers: prefix of a layer's index.
+    norm: name of a stack's final norm, without prefix.
+    bias: name of a stack's relative position bias, without prefix.
+    head_by_value: whether a head is tied unless a tensor different from the
+      table is stored, whatever config.json says.
+    ignored: name prefixes of tensors unread by the class.
     aliases: alternative prefix of a name -> prefix used here.
     inner_aliases: alternative infix of a name -> infix used here.
-    modules: prefix used here -> prefix of the module in memory, if it differs.
-    copies: name of a tensor that some writers store a second time -> the name
-      under which its class stores it.
-    fused: suffix of a tensor that holds all experts, as transformers 5 has
-      them in memory and can save them -> suffixes of the tensors that are
-      concatenated in it for each expert.
-    native: whether this is our native layout, where names are those of our
-      leaves with '.' for '/', and tensors have our shapes; the tables are then
-      empty.
+    modules: prefix used here -> prefix of the module in memory, if different.
+    copies: name of a second copy of a tensor, from some writers -> name used by
+      its class.
+    fused: suffix of a tensor of all experts, the form of transformers 5 in
+      memory and in some files -> suffixes of the tensors concatenated in it per
+      expert.
+    native: whether this is our native layout, with empty tables, our shapes,
+      and names of our leaves with '.' for '/'.
   """
 
   layer: Mapping[str, str]
@@ -152,7 +151,7 @@ class Layout:
     return name
 
   def in_memory(self, name: str) -> str:
-    """Returns the name that a tensor has in a model of transformers."""
+    """Returns the name of a tensor in a transformers model in memory."""
     for prefix, module in self.modules.items():
       if name.startswith(prefix):
         return module + name.removeprefix(prefix)
@@ -161,17 +160,17 @@ class Layout:
   def pieces(
     self, name: str, shape: tuple[int, ...]
   ) -> Mapping[str, tuple[int, slice] | None]:
-    """Returns the tensors that a stored tensor holds.
+    """Returns the tensors in a stored tensor.
 
     Args:
-      name: name as `canonical` returns it.
+      name: canonical name.
       shape: stored shape.
 
     Returns:
-      Name -> number of the expert and its rows, or None for the whole tensor.
+      Name -> (expert, rows), or None for the whole tensor.
     """
     for end, parts in self.fused.items():
-      # Any other shape is left whole, and is refused as an unknown tensor.
+      # Other shapes stay whole, and are refused as unknown tensors.
       if name.endswith(end) and len(shape) == 3 and not shape[1] % len(parts):
         start, rows = name.removesuffix(end), shape[1] // len(parts)
         return {
@@ -223,7 +222,7 @@ PAIR_T5GEMMA = Layout(
   embedder={k: f'{v}embed_tokens.' for k, v in _PAIR.items()},
   head='lm_head.out_proj.weight',
 )
-# Both stacks share a table, which is stored with the encoder.
+# Both stacks share a table, stored with the encoder.
 PAIR_T5GEMMA2 = Layout(
   layer=T5GEMMA,
   stacks=_PAIR,
@@ -250,7 +249,7 @@ _T5_BIAS = 'layer.0.SelfAttention.relative_attention_bias.weight'
 def _t5_layer(*, gated: bool, crosses: bool) -> dict[str, str]:
   attention = {x: x[0] for x in ('query', 'key', 'value', 'output')}
   mlp = {'gate': 'wi_0', 'up': 'wi_1'} if gated else {'up': 'wi'}
-  # Ours and their part, its norm and its kernels.
+  # Our module, theirs, its norm and its kernels.
   parts = [
     ('attention', 'SelfAttention', 'pre_attention_norm', attention),
     ('cross_attention', 'EncDecAttention', 'pre_cross_norm', attention),
@@ -268,11 +267,11 @@ def _t5_layer(*, gated: bool, crosses: bool) -> dict[str, str]:
 
 @functools.cache
 def t5_layout(*, gated: bool, pair: bool) -> Layout:
-  """Returns the names of T5, mT5 and UMT5.
+  """Returns the tensor names of T5, mT5 and UMT5.
 
   Args:
     gated: whether feed-forwards are gated.
-    pair: whether it is an encoder-decoder; else it is the encoder of one.
+    pair: whether the model is an encoder-decoder, not an encoder alone.
   """
   encoder = _t5_layer(gated=gated, crosses=False)
   common = {
@@ -296,7 +295,7 @@ def t5_layout(*, gated: bool, pair: bool) -> Layout:
     encoder=encoder,
     stacks={'encoder': 'encoder.', 'decoder': 'decoder.'},
     head_by_value=True,
-    # Stored by the first files for cross-attention, which adds no bias.
+    # In the first files, for cross-attention, which has no bias.
     ignored=(f'{cross}relative_attention_bias.',),
     **common,
   )
@@ -307,17 +306,15 @@ NATIVE = Layout(layer={}, stacks={}, embedder={}, head='', native=True)
 
 @dataclasses.dataclass(frozen=True)
 class Weight:
-  """A tensor and the parameter, or part of a parameter, that it holds.
+  """A tensor, and its parameter or part of a parameter.
 
   Attributes:
     name: tensor name.
     leaf: name of our leaf (`models.layer_leaves`).
     shape: shape of our leaf, or of the part.
-    rows: for a token table, the number of rows that are tokens (our table may
-      have more); else None.
+    rows: number of rows of a table without padding; None for other leaves.
     native: whether the tensor has our leaf's shape.
-    part: for the tensor of an expert, its index on our leaf's first axis; None
-      for the whole leaf.
+    part: index of an expert on our leaf's first axis; None for the whole leaf.
   """
 
   name: str
@@ -339,7 +336,7 @@ class Weight:
     return math.prod(self.shape[inputs:]), math.prod(self.shape[:inputs])
 
   def to_ours(self, tensor: np.ndarray) -> np.ndarray:
-    """Returns our leaf as a view of the tensor; for a table, its tokens."""
+    """Returns our leaf as a view of the tensor; tables lack padding."""
     if self.rows is not None:
       return tensor
     return (tensor.T if self._inputs else tensor).reshape(self.shape)
@@ -354,9 +351,9 @@ class Weight:
 
   @property
   def _inputs(self) -> int:
-    """Number of leading dimensions that a product contracts; 0: a vector."""
+    """Number of leading, contracted dimensions; 0 for a vector."""
     name = self.leaf.rpartition('/')[2]
-    # A native tensor is stored as it is, like a vector.
+    # Native tensors are stored unchanged, like vectors.
     if self.native:
       return 0
     return 2 if name == 'output' else int(name in _KERNELS)
@@ -365,7 +362,7 @@ class Weight:
 def weights(
   config: model_config.ModelConfig, layout: Layout
 ) -> Mapping[str, Weight]:
-  """Returns every tensor of a model by name.
+  """Returns all tensors of a model by name.
 
   Args:
     config: model config.
@@ -384,13 +381,13 @@ def weights(
 def copies(
   config: model_config.ModelConfig, layout: Layout
 ) -> Mapping[str, str]:
-  """Returns name of a tensor that may be stored twice -> its main name.
+  """Returns the name of each possible copy of a tensor -> its main name.
 
   Args:
     config: model config. A tied head is a copy of the table.
     layout: tensor names.
   """
-  # The native layout stores every leaf once; a tied head is not a leaf.
+  # The native layout stores each leaf once; a tied head is not a leaf.
   if layout.native or config.decoder.head.module:
     return layout.copies
   table = f'{layout.embedder["decoder"]}weight'
@@ -413,7 +410,7 @@ def _weights(
   if layout.native:
     yield Weight(leaf.replace('/', '.'), leaf, shape, rows, native=True)
     return
-  if part == 'embedding':  # In files of modules (`embedding_files`).
+  if part == 'embedding':  # Stored in separate files (`embedding_files`).
     return
   name = None
   if part == 'layers':
