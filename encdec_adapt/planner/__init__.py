@@ -1,4 +1,4 @@
-"""Estimates of memory and time of programs on hardware that is not at hand.
+"""Memory and time estimates for programs on hardware elsewhere.
 
 The library does not import this folder; the commands and `lab` do.
 """

@@ -1,10 +1,10 @@
 """Analytic cost model: memory and time of a program from its shapes.
 
-Nothing is compiled. It plans GPU clusters, as their compiler may be missing,
-and ranks candidates before the best are compiled for TPUs. Bytes of parameters,
-optimizer, caches and batch are exact, since they follow from the shardings;
-memory inside the program, and all times, are estimates by the rules below. This
-module must not import `hlo` or `plan_report`, which read compiled programs.
+Nothing is compiled. The model plans for chips without an installed compiler and
+ranks search candidates before the best are compiled. Bytes of parameters,
+optimizer state, caches and batch are exact, computed from the shardings;
+temporary memory and all times are estimates. This module must not import `hlo`
+or `plan_report`, which read compiled programs.
 """
 
 import dataclasses
@@ -15,19 +15,19 @@ from encdec_adapt.ops import partition
 from encdec_adapt.planner import chips, program_shapes, programs, roofline
 from encdec_adapt.training import step_estimate, workload
 
-# Share of the peak that products of weights reach, elementwise work included,
-# and share of the collectives' time hidden by other work. Set by published
-# speeds of Llama 2 7B on 8 and on 128 H100; see `planner.calibration`.
+# Share of peak FLOP/s reached by weight matmuls, elementwise work included, and
+# share of collective time overlapped with other work. Fitted to published
+# speeds of Llama 2 7B on 8 and 128 H100; see `planner.calibration`.
 PRODUCT_EFFICIENCY = 0.68
 HIDDEN = 0.5
-# Kernels of `ops.attention_tokamax`, and their work in forward passes: products
-# for scores and values; for scores, their gradient and queries'; for those and
-# keys' and values'.
+# Kernels of `ops.attention_tokamax`, and their FLOPs relative to the forward
+# pass, which has 2 matmuls (scores, values). dq has 3 (scores, gradients of
+# scores and queries), dkv 4 (scores, gradients of scores, keys and values).
 _FORWARD = 'attention'
 _BACKWARD = {'attention_dq': 1.5, 'attention_dkv': 2.0}
-# The same of `ops.attention_gradients`, which is no kernel, and its share of
-# the peak, by which a step of 2B-2B takes what it took on an H200 with packed
-# rows (`calibration.json`); elementwise work of narrow layers is a part of it.
+# The same for `ops.attention_gradients`, which is not a kernel, and its share
+# of peak FLOP/s, fitted to a measured step of 2B-2B with packed rows on an H200
+# (`calibration.json`); it includes elementwise work of narrow layers.
 _PRODUCTS_BACKWARD = 2.5
 _GRADIENT_EFFICIENCY = 0.2
 _FP32 = 4
@@ -35,15 +35,14 @@ _FP32 = 4
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
-  """Sizes of a program's arguments on a device.
+  """Per-device sizes of a program's arguments.
 
   Attributes:
     bytes: bytes of the arguments by part; see `program_shapes.Program`.
-    beside: bytes that the job holds in memory and that are not arguments, by
-      part.
-    host: bytes copied from the host's memory and back.
-    moved: lower bound of the bytes of arguments that are read and written.
-    rows: rows of the batch on a device; below 1 if devices share a row.
+    beside: bytes of other arrays in the job's memory, by part.
+    host: bytes copied between host and device.
+    moved: lower bound on bytes of arguments read and written.
+    rows: batch rows per device; below 1 if devices share a row.
   """
 
   bytes: dict[str, float]
@@ -56,9 +55,10 @@ class Arguments:
   def of(
     cls, job: programs.Job, program: program_shapes.Program
   ) -> 'Arguments':
-    """Returns the arguments of a job's program.
+    """Computes the sizes for a job's program.
 
-    They do not depend on `compute.remat`, and on the batch only by its rows.
+    They are independent of `compute.remat`, and depend on the batch only
+    through its rows.
     """
     return cls(
       program_shapes.tree_bytes(program.arguments),
@@ -69,32 +69,32 @@ class Arguments:
     )
 
 
-# Arguments of programs that grow with the rows of a device.
+# Arguments that scale with the rows per device.
 _BY_ROWS = ('batch', 'caches')
 
 
 def describe(
   job: programs.Job, hardware: chips.Slice, sizes: Arguments
 ) -> dict[str, Any]:
-  """Returns the plan of a program, as `plan_report.describe` does.
+  """Returns the plan of a program in the format of `plan_report.describe`.
 
   Args:
-    job: the job, on a mesh of the devices, or of stand-ins.
-    hardware: chips that are planned for.
-    sizes: arguments of the job on this mesh, or on a mesh that shards
-      parameters alike, with any batch; computing them takes most of the time.
+    job: the job, on a mesh of the devices or stand-ins.
+    hardware: target chips.
+    sizes: argument sizes of the job, with any batch, on this mesh or one with
+      the same parameter sharding; computing them takes most of the time.
 
   Returns:
-    JSON in which `source` is 'shapes', `kernels` are counted by the pairs that
-    see each other, and `compile_s` and `trace_s` are None.
+    JSON with `source` 'shapes', FLOPs of `kernels` by visible query-key pairs,
+    and None for `compile_s` and `trace_s`.
   """
   work = job.work
-  # `search` computes `sizes` once for all batches, with the smallest one.
+  # `plan_search` computes `sizes` once, with the smallest batch.
   arguments = {
     name: size * (work.device_rows / sizes.rows if name in _BY_ROWS else 1)
     for name, size in sizes.bytes.items()
   }
-  # A step of decoding reads the caches.
+  # A decoding step reads the whole caches.
   more = arguments.get('caches', 0) - sizes.bytes.get('caches', 0)
   parts = step_estimate.parts(
     work, arguments.get('parameters', 0.0), hardware.chip.kind
@@ -104,7 +104,7 @@ def describe(
   kernels = _kernels(work, hardware)
   products, gradients = job.flops() + step_estimate.recomputed(work), 0.0
   if kernels:
-    # The formula counts scores as products; kernels have them in their rows.
+    # The formula counts attention as matmuls; here kernels compute it.
     products -= _scores(work)
     gradients = _score_gradients(work)
   speed = work.busy * hardware.chip.flops
@@ -114,7 +114,7 @@ def describe(
   collectives = sum(row['seconds'] for row in traffic)
   computing = compute + sum(row['seconds'] for row in kernels)
   for row in traffic:
-    # There must be as much other work as it hides.
+    # Overlap is bounded by the other work.
     hidden = min(HIDDEN, computing / collectives)
     row['exposed'] = (1 - hidden) * row['seconds']
   return {
@@ -145,7 +145,7 @@ def describe(
 
 
 def _scores(work: workload.Workload) -> float:
-  """Returns FLOPs of all attentions on all devices, by the formula."""
+  """Returns FLOPs of attention over all devices, by the formula."""
   runs = forward_flops.TRAINING + work.caches
   runs += work.compute.remat == 'full'
   return work.rows * sum(
@@ -166,15 +166,15 @@ def _score_gradients(work: workload.Workload) -> float:
 def _kernels(
   work: workload.Workload, hardware: chips.Slice
 ) -> list[roofline.Row]:
-  """Returns attention kernels on a device by name; empty without kernels.
+  """Returns per-device attention kernels; empty without kernels.
 
-  FLOPs count visible query-key pairs, fewer than those of whole blocks.
+  FLOPs count visible query-key pairs, not whole blocks.
   """
   # Decoding runs no kernels (`ComputeConfig.cached_attention`).
   if work.compute.attention != 'tokamax' or work.decodes:
     return []
-  # Only 'full' computes attention again for the backward pass: the other
-  # policies save its outputs.
+  # Only 'full' recomputes attention in the backward pass; the other policies
+  # save its outputs.
   repeated = work.trained * ((work.compute.remat == 'full') + work.caches)
   runs = {_FORWARD: (1.0, [*work.passes, *repeated])}
   backward = [p for p in work.trained if not step_estimate.by_products(work, p)]
@@ -186,7 +186,7 @@ def _kernels(
       work.parts * sum(map(_calls, passes)),
       sum(p.flops(forward_flops.scores) for p in passes) * share * rows,
       hardware,
-      # All shipped stacks of a model have the same head_dim.
+      # All stacks of a shipped model have the same head_dim.
       passes[0].stack.head_dim,
     )
     for name, (share, passes) in runs.items()
@@ -204,10 +204,11 @@ def _calls(stack_pass: workload.StackPass) -> int:
 def _exchanged_keys(
   work: workload.Workload, stack_pass: workload.StackPass
 ) -> float:
-  """Returns elements of keys and values that the shards of a row exchange.
+  """Returns elements of keys and values exchanged between sequence shards.
 
-  They are gathered once forward, and twice more if a backward pass follows. A
-  window gathers only its reach (`ops.attention_shards`). Caches do not move.
+  They are gathered once in the forward pass, and count twice more for a
+  backward pass. A window gathers only a halo (`ops.attention_shards`). Caches
+  do not move.
   """
   if work.by_length == 1:
     return 0.0
@@ -226,15 +227,15 @@ def _exchanged_keys(
 def _exchanges(work: workload.Workload):
   """Yields purpose, mesh axes, kind and bytes of a microbatch's collectives.
 
-  Bytes are those of the unsharded array.
+  Bytes count the unsharded array.
   """
   shares, item = work.partition, work.item
   embed, length = shares.mesh_axes('embed'), shares.mesh_axes('length')
   logits = step_estimate.logits_pass(work)
   states = work.tokens(logits) * logits.stack.width
   states *= shares.devices(work.exchange)
-  # Every output projection (of self-attention, cross-attention and
-  # feed-forward) leaves partial sums on every device.
+  # Output projections (self-attention, cross-attention, feed-forward) leave
+  # partial sums on every device.
   sums = sum(
     work.tokens(p)
     * p.stack.width
@@ -257,8 +258,8 @@ def _exchanges(work: workload.Workload):
   counts = parameters.count_by_stack(work.models[0]).values()
   tables = sum(c.embeddings + c.head for c in counts) * _FP32
   size = sum(c.other + c.cross for c in counts) / work.by_tensor * _FP32
-  # Gradients are summed over the axes that split tokens: axes that shard the
-  # parameter scatter the sum, the others need all of it.
+  # Gradients are summed over the token axes: a reduce-scatter over axes that
+  # also shard the parameter, an all-reduce over the others.
   copies = shares.only(partition.TOKENS, ['embed'])
   tables_of = shares.only(partition.TOKENS, ['vocab'])
   tables /= shares.size('vocab')
@@ -270,7 +271,7 @@ def _exchanges(work: workload.Workload):
 def _traffic(
   work: workload.Workload, hardware: chips.Slice
 ) -> tuple[list[roofline.Row], float]:
-  """Returns collectives with their bytes, and bytes of gathered weights."""
+  """Returns collectives, and bytes of gathered weights."""
   mesh = work.partition.mesh
   network, rows, weights = roofline.Network(mesh, hardware), [], 0.0
   for purpose, axes, kind, size in _exchanges(work):

@@ -1,14 +1,13 @@
 """Errors of estimates against measured training speeds; must not import jax.
 
-calibration.json in this folder lists decoder-only training of published speed,
-and steps of a pair that were measured here: `name`; `config` of the same job in
-this repository, with `changes` to its keys and the `examples` of a row, if they
-are stated; `topology`; the
-`source` that states its model FLOPs utilisation; that, `published`, with causal
-attention counted half; and the `estimated` one, `by` which estimator, with the
-`gib` of the plan. `estimated` is null where nothing fits. MaxText's page for
-v5e counts causal attention whole, which gives 61.1% for 16B and 66.9% for 32B;
-it is 6.4% and 3.3% of these models' FLOPs then.
+calibration.json in this folder lists decoder-only training runs with published
+speeds, and steps of a pair measured here. Fields: `name`; `config` of the same
+job in this repository, with optional `changes` to its keys and `examples` per
+row; `topology`; `source` of the model FLOPs utilisation; `published`, its value
+with causal attention counted half; `estimated`, the estimate, `by` an
+estimator, with `gib` of the plan; null if the job does not fit. MaxText's page
+for v5e counts causal attention in full, which gives 61.1% for 16B and 66.9% for
+32B; it is then 6.4% and 3.3% of these models' FLOPs.
 
     python -m tests.benchmarks.calibration
 
@@ -29,7 +28,7 @@ def table() -> list[Row]:
 
 
 def text(rows: list[Row]) -> str:
-  """Returns a line of text for every row."""
+  """Formats the rows, one per line."""
   lines = ['such estimates for runs whose MFU was measured:']
   for row in rows:
     begin = f'  {row["name"]:<26}{row["published"]:>6.1%} measured,'

@@ -1,11 +1,11 @@
-"""Accelerators that can be planned for, as specified by their vendors.
+"""Supported target accelerators, with vendor specifications.
 
 Compute, memory and interconnect of TPUs are from Google Cloud's pages "TPU v4",
-"TPU v5e", "TPU v5p", "TPU v6e" and "TPU7x (Ironwood)"; those of GPUs from
-NVIDIA's data sheets (dense, without sparsity; no NVLink on L4, so PCI Express
-joins its GPUs). Usable memory is what the TPU compiler allows a program; for
-GPUs nine tenths, which the launchers give JAX.
-This module must not import jobs or models.
+"TPU v5e", "TPU v5p", "TPU v6e" and "TPU7x (Ironwood)", of GPUs from NVIDIA's
+data sheets (dense, without sparsity; L4 has PCI Express instead of NVLink).
+Usable memory is the TPU compiler's limit per program; for GPUs nine tenths, the
+fraction that the launchers give JAX. This module must not import jobs or
+models.
 """
 
 from collections.abc import Sequence
@@ -27,31 +27,31 @@ _GIB = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-  """A kind of accelerator; all numbers are those of a single JAX device.
+  """A kind of accelerator; all numbers are per JAX device.
 
   Attributes:
     name: name in a topology, such as 'v5e'.
     kind: 'tpu' or 'gpu'.
-    flops: peak of dense bf16 products, FLOP/s.
-    hbm_bytes: memory that a program can use.
+    flops: peak dense bf16 FLOP/s.
+    hbm_bytes: memory available to a program.
     hbm_bandwidth: bytes/s.
-    link_bandwidth: bytes/s sent into a dimension of the torus, both ways
+    link_bandwidth: bytes/s sent along a torus dimension, both directions
       together (TPU), or to the other GPUs of a node (half of the NVLink
-      figure, which counts received bytes too).
+      figure, which includes received bytes).
     network_bandwidth: bytes/s of a device's share of the data-center network.
     clock: cycles/s of the compiler's estimates (TPU): peak FLOP/s over FLOPs
       per cycle of the matrix units.
-    dimensions: number of dimensions of the torus.
-    wraps_at: extent from which a dimension of the torus is a ring.
-    host_chips: chips of a host.
-    host_bandwidth: bytes/s to or from the host's memory: a direction of PCI
-      Express for GPUs; an assumption for TPUs, where none is specified.
-    devices_as: libtpu's name of the configuration in which a chip is a single
-      device, if that is not the default.
-    chip_devices: devices of a chip.
+    dimensions: number of torus dimensions.
+    wraps_at: minimum extent of a torus dimension with wraparound links.
+    host_chips: chips per host.
+    host_bandwidth: bytes/s to or from host memory: one direction of PCI Express
+      for GPUs; an assumption for TPUs, which specify none.
+    devices_as: libtpu's configuration name for a single device per chip, unless
+      that is the default.
+    chip_devices: devices per chip.
     cycle_share: ratio of published step times to the compiler's cycles,
-      without kernels and collectives, fitted by `planner.calibration`; 1 if
-      no speed was published.
+      without kernels and collectives, fitted with `planner.calibration`; 1
+      without a published speed.
   """
 
   name: str
@@ -71,8 +71,8 @@ class Chip:
   cycle_share: float = 1.0
 
 
-# In a cycle, each matrix unit of TPU v4, v5e and v5p does 2 * 128 * 128 FLOPs;
-# a chip has 8, 4 and 8 of them. v6e counts as 4 units of 2 * 256 * 256 (2 on
+# A matrix unit of TPU v4, v5e and v5p does 2 * 128 * 128 FLOPs per cycle; a
+# chip has 8, 4 and 8 of them. v6e counts as 4 units of 2 * 256 * 256 (2 on
 # paper, with two passes each). These reproduce the specified peaks.
 CHIPS = {
   chip.name: chip
@@ -113,8 +113,8 @@ CHIPS = {
 }  # fmt: skip
 
 
-# Slices on offer by dimensions of the torus; libtpu also takes others with even
-# extents. Source: Cloud TPU documentation, "TPU versions".
+# Available slices by number of torus dimensions; libtpu also accepts others
+# with even extents. Source: Cloud TPU documentation, "TPU versions".
 SHAPES = {
   2: '1x1, 2x2, 2x4, 4x4, 4x8, 8x8, 8x16 and 16x16',
   3: (
@@ -129,9 +129,9 @@ class Slice:
   """Slices of connected chips.
 
   Attributes:
-    chip: kind of the chips.
-    extents: chips along each dimension of the torus, or the number of GPUs.
-    count: number of slices, joined by the data-center network.
+    chip: the kind of chip.
+    extents: chips along each torus dimension, or the number of GPUs.
+    count: number of slices, connected by the data-center network.
   """
 
   chip: Chip
@@ -140,31 +140,31 @@ class Slice:
 
   @property
   def name(self) -> str:
-    """The topology, as on the command line."""
+    """The topology, in command-line form."""
     return f'{self.chip.name}:{"x".join(map(str, self.extents))}'
 
   @property
   def chips(self) -> int:
-    """Number of chips of all slices."""
+    """Number of chips in all slices."""
     return math.prod(self.extents) * self.count
 
   @property
   def devices(self) -> int:
-    """Number of devices of all slices."""
+    """Number of devices in all slices."""
     return self.chips * self.chip.chip_devices
 
 
 def parse(topology: str, slices: int = 1, hbm_gib: float = 0.0) -> Slice:
-  """Returns the chips of a topology such as v5e:4x4, v5p:8x8x8 or h100:64.
+  """Parses a topology such as v5e:4x4, v5p:8x8x8 or h100:64.
 
   Args:
-    topology: kind of the chips and their extents.
+    topology: chip and extents.
     slices: number of slices, at least 1.
-    hbm_gib: memory that a program may use, in GiB; 0 for all. A TPU's compiler
-      takes no more than its chip has.
+    hbm_gib: memory limit of a program, in GiB; 0 for the chip's. Capped at the
+      chip's memory on TPUs.
 
   Raises:
-    UserError: the chip is unknown, or its torus has other dimensions.
+    UserError: the chip is unknown, or the extents do not match it.
   """
   part = option_strings.Part('the topology', topology)
   name, dimensions = part.partition(':')
@@ -196,13 +196,13 @@ def parse(topology: str, slices: int = 1, hbm_gib: float = 0.0) -> Slice:
 
 
 def slice_of(devices: Sequence[jax.Device]) -> Slice | None:
-  """Returns the slices of a job's devices, or None for unknown devices.
+  """Returns the slices of a job's devices; None for unknown devices.
 
   Args:
     devices: all devices of the job.
   """
   kind = devices[0].device_kind
-  # The first match counts: 'TPU v5' is in the name of a 'TPU v5 lite' too.
+  # The first match counts: 'TPU v5 lite' contains 'TPU v5' too.
   names = (name for text, name, _ in peak_flops.KINDS if text in kind)
   chip = CHIPS.get(next(names, None))
   if chip is None:
@@ -210,15 +210,15 @@ def slice_of(devices: Sequence[jax.Device]) -> Slice | None:
   if not chip.dimensions:
     return Slice(chip, (len(devices),))
   count = len({device.slice_index for device in devices})
-  # JAX gives three coordinates on a torus of two dimensions as well, and a
-  # slice of a larger torus need not begin at 0.
+  # JAX reports three coordinates on a 2D torus as well, and a slice of a larger
+  # torus need not start at 0.
   axes = zip(*(device.coords for device in devices), strict=True)
   extents = [max(axis) - min(axis) + 1 for axis in axes]
   return Slice(chip, tuple(extents[: chip.dimensions]), count)
 
 
 def compiler(kind: str) -> str | None:
-  """Returns name and version of the installed compiler for 'tpu' or 'gpu'."""
+  """Returns name and version of the installed 'tpu' or 'gpu' compiler."""
   gpu = 'jax_cuda13_pjrt', 'jax_cuda12_pjrt'
   for name in ('libtpu',) if kind == 'tpu' else gpu:
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -227,23 +227,23 @@ def compiler(kind: str) -> str | None:
 
 
 def devices_of(hardware: Slice) -> Sequence[jax.Device]:
-  """Returns abstract devices, or stand-ins for GPUs without their compiler.
+  """Returns abstract devices, or CPU stand-ins for GPUs without a compiler.
 
-  Stand-ins are CPU devices. The first call must be that for most devices, and
-  come before anything else initialises JAX's backends.
+  The first call must be for the largest number of devices, before any other
+  initialisation of JAX's backends.
 
   Raises:
     UserError: libtpu is not installed, or does not support the slice.
   """
-  # Without it, JAX asks for the driver of the GPUs that it has a plugin for.
+  # Otherwise JAX asks for a GPU driver if a GPU plugin is installed.
   jax.config.update('jax_platforms', 'cpu')
   software = compiler(hardware.chip.kind)
   if hardware.chip.kind == 'gpu' and software:
     return _gpus(hardware, software)
   if hardware.chip.kind == 'gpu':
     if jax.config.jax_num_cpu_devices < hardware.devices:
-      # JAX refuses the option once it has devices. Then these are used, as in
-      # tests, which have eight.
+      # JAX rejects the option after initialisation; then the existing devices
+      # are used, as in tests (eight).
       with contextlib.suppress(RuntimeError):
         jax.config.update('jax_num_cpu_devices', hardware.devices)
     return np.array(jax.devices()[: hardware.devices])
@@ -252,18 +252,17 @@ def devices_of(hardware: Slice) -> Sequence[jax.Device]:
       'planning for a TPU needs its compiler, libtpu, which runs on any'
       f" machine: pip install 'jax[tpu]=={jax.__version__}'."
     )
-  # The compiler needs no TPU, so it may run beside another process that has
-  # loaded libtpu, and need not wait for a metadata server, which only the
-  # machines of a TPU have.
+  # The compiler needs no TPU: it may run alongside another process with libtpu,
+  # and need not wait for a metadata server, which only TPU VMs have.
   os.environ['ALLOW_MULTIPLE_LIBTPU_LOAD'] = '1'
   os.environ['TPU_SKIP_MDS_QUERY'] = '1'
-  # Here, not at the top: this loads libtpu, which reads the variables above.
+  # Imported late: this loads libtpu, which reads the variables above.
   from jax.experimental import topologies
 
   options = {}
   if hardware.chip.devices_as:
     options['chip_config_name'] = hardware.chip.devices_as
-  # libtpu 0.0.42 refuses a slice of a single chip without the host's bounds.
+  # libtpu 0.0.42 rejects a single-chip slice without the host's bounds.
   if set(hardware.extents) == {1}:
     options['chips_per_host_bounds'] = (1, 1, 1)
   try:
@@ -281,10 +280,10 @@ def devices_of(hardware: Slice) -> Sequence[jax.Device]:
 
 
 def _gpus(hardware: Slice, software: str) -> Sequence[jax.Device]:
-  # Here, not at the top: this imports JAX's plugins.
+  # Imported late: this imports JAX's plugins.
   from jax.experimental import topologies
 
-  # A program read from a cache would lack its kernels' resources.
+  # A cached program would lack the resource usage of its kernels.
   jax.config.update('jax_enable_compilation_cache', False)
   (count,) = hardware.extents
   hosts = -(-count // hardware.chip.host_chips)

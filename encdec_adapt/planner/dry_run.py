@@ -1,4 +1,4 @@
-"""`train --dry_run`: memory of a job's arguments, and its sources.
+"""`train --dry_run`: argument memory and weight sources of a job.
 
 This module compiles nothing and must not read weights or data.
 """
@@ -15,12 +15,12 @@ from encdec_adapt.training.jobs import job_models
 
 
 def describe(settings: config_lib.Settings) -> str:
-  """Describes a job without computing or reading any weight.
+  """Describes a job without computing or reading any weights.
 
-  Sources that are not given, or do not exist yet, are left out. Such a teacher
-  is assumed to have the model's or the decoder's shape, as the loss says, such
-  a reward model the policy's; the text says so. Activations are not estimated:
-  they depend on the compiled program.
+  Missing sources are left out. A missing teacher is assumed to have the shape
+  of the model or the decoder, depending on the loss; a missing reward model
+  that of the policy; the text says so. Activations are not estimated: they
+  depend on the compiled program.
 
   Args:
     settings: loaded with or without sources.
@@ -29,8 +29,8 @@ def describe(settings: config_lib.Settings) -> str:
     Lines of text.
 
   Raises:
-    UserError: the job would be refused for its mesh, its batches, or an
-      existing source, teacher or reward model. Vocabularies are not compared.
+    UserError: invalid mesh, batches, or existing source, teacher or reward
+      model. Vocabularies are not compared.
   """
   mesh = setup.make_mesh(settings.mesh)
   settings = settings.on(mesh.devices.flat[0].platform)
@@ -39,7 +39,7 @@ def describe(settings: config_lib.Settings) -> str:
     for name, declared in settings.recipe.frozen.items()
     if (problem := _missing('teacher.checkpoint', declared.path))
   }
-  # Without a path a shape is assumed, where opening it would fail.
+  # Without a path a shape is assumed; opening a missing path would fail.
   frozen = {
     name: model.without_path() if name in missing else model
     for name, model in settings.recipe.frozen.items()
@@ -94,7 +94,7 @@ def _describe_sources(init: init_section.InitConfig, job: programs.Job) -> str:
   """Describes the source of every weight; reads configs only.
 
   Raises:
-    UserError: an existing source does not fit.
+    UserError: an existing source does not match the model.
   """
   missing = _missing('init.encoder', init.encoder) or (
     init.decoder and _missing('init.decoder', init.decoder)

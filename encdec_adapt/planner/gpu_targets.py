@@ -1,4 +1,4 @@
-"""GPUs as XLA's compiler describes them, so that it needs none.
+"""GPU descriptions for XLA, to compile without a GPU.
 
 Fields are those of XLA's `GpuTargetConfigProto`. a100, h100, h200 and b200 are
 xla/backends/gpu/target_config/specs/{a100_sxm_80,h100_sxm,h200,b200}.txtpb of
@@ -20,7 +20,7 @@ _FIELDS = (
   ' shared_memory_per_block_optin l2_cache_size clock_rate_ghz'
   ' memory_bandwidth device_memory_size'
 ).split()
-# Name of the device, compute capability, and `_FIELDS`.
+# Device name, compute capability, and `_FIELDS`.
 _TARGETS = {
   'a100': (
     'NVIDIA A100-SXM4-80GB', (8, 0), 108, 64, 2048, 167936, 166912, 41943040,
@@ -43,7 +43,7 @@ _TARGETS = {
     300000000000, 24000000000,
   ),
 }  # fmt: skip
-# CUDA and cuDNN of the compiler's wheels.
+# CUDA and cuDNN versions of the compiler's wheels.
 _RUNTIMES = {'cuda13': ((13, 0), (9, 14)), 'cuda12': ((12, 8), (9, 7))}
 
 
@@ -52,7 +52,7 @@ def text(chip: str, software: str) -> str:
 
   Args:
     chip: name in `planner.chips`.
-    software: name of the compiler's package, such as 'jax_cuda13_pjrt'.
+    software: the compiler's package, such as 'jax_cuda13_pjrt'.
   """
   device, (major, minor), *values = _TARGETS[chip]
   pairs = zip(_FIELDS, values, strict=True)

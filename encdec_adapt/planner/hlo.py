@@ -1,18 +1,17 @@
-"""Totals of a compiled program, read from its optimised HLO text.
+"""Cost analysis of a compiled program from its optimised HLO text.
 
-XLA's `cost_analysis` counts the body of a loop once and omits kernels. This
-module counts every instruction as often as it runs: bodies of loops are
-multiplied by their trip count, which follows from the condition and the
-counter's increment. A data-dependent count is the largest, which the loop's
-name states; in a data-dependent conditional the largest branch counts. Products
-are counted by their shapes, inside fusions too. XLA:TPU reports
-`estimated_cycles` per fusion; XLA:GPU reports none, so `timeline` follows the
-schedule of its instructions.
+XLA's `cost_analysis` counts a loop body once and omits kernels. This module
+multiplies loop bodies by their trip count, derived from the condition and the
+counter's increment. For a data-dependent trip count it takes the upper bound in
+the loop's name, for a data-dependent conditional the largest branch. FLOPs of
+matmuls follow from their shapes, inside fusions too. XLA:TPU reports
+`estimated_cycles` per fusion; XLA:GPU reports none, so `timeline` simulates the
+instruction schedule.
 
-On TPUs, a collective that overlaps with products is split into several fusions
-with the same channel, and is counted once; a reduce-scatter is a fusion of an
-all-reduce and a slice. The text of a program for several slices is that of a
-single slice; data that crosses slices is sent to the host and received from it.
+XLA:TPU splits a collective overlapped with matmuls into several fusions with
+the same channel; these are counted once. A reduce-scatter is a fusion of an
+all-reduce and a slice. The HLO of a multi-slice program covers a single slice;
+data crosses slices with sends to the host and receives from it.
 
 This module reads text: it must not import jax, jobs or chips.
 """
@@ -25,8 +24,8 @@ import re
 
 import numpy as np
 
-# The dtypes are listed because a token, as in the result of `send`, is printed
-# like an array but has no bytes.
+# The dtypes are explicit: a token (as in the result of `send`) is printed like
+# an array but has no bytes.
 _ARRAY = re.compile(r'\b(pred|bf16|[suf]\d+\w*)\[([\d,]*)\]')
 _INSTRUCTION = re.compile(r'^\s+(ROOT )?%([\w.\-]+) = (.*)$')
 _COMPUTATION = re.compile(r'^(?:ENTRY )?%([\w.\-]+) \(')
@@ -43,8 +42,8 @@ _KERNEL = re.compile(
   r'custom_call_target="(tpu_custom_call|mosaic_gpu\w*|__gpu\$xla\.gpu\.triton)"'
 )
 SLICES = 'slices'
-# A `send` to the host belongs to a collective between slices only if this
-# attribute names the kind of the collective.
+# A `send` to the host belongs to a cross-slice collective only with this
+# attribute, the kind of the collective.
 _TRANSFER = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
 
 
@@ -58,7 +57,7 @@ class Instruction:
     opcode: name of the operation, such as 'fusion'.
     operands: names of the operands.
     attributes: text after the operands.
-    is_root: whether it is the result of the computation.
+    is_root: whether it is the root of the computation.
   """
 
   name: str
@@ -77,17 +76,16 @@ class Instruction:
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-  """A collective operation and how often it runs.
+  """A collective operation and its number of runs.
 
   Attributes:
     kind: 'all-gather', 'all-reduce', ...
-    bytes: bytes of the larger array on a device in a single run: an
-      all-gather's result, the operand of others (the part of a single slice if
-      it crosses slices).
-    groups: text of the replica groups, or `SLICES`: a device of every slice.
+    bytes: per-device bytes of the larger array in a single run: the result of
+      an all-gather, else the operand (a single slice's part across slices).
+    groups: text of the replica groups, or `SLICES`: one device per slice.
     times: number of runs.
     overlapped: whether the compiler overlaps it with other work.
-    computation: name of the computation that contains it.
+    computation: name of the enclosing computation.
   """
 
   kind: str
@@ -105,9 +103,9 @@ class Kernel:
   Attributes:
     name: name of the kernel.
     operands: shapes of the operands.
-    results: number of arrays that it returns.
+    results: number of returned arrays.
     times: number of runs.
-    computation: name of the computation that contains it.
+    computation: name of the enclosing computation.
   """
 
   name: str
@@ -119,16 +117,16 @@ class Kernel:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-  """An instruction of the schedule, outside of fusions.
+  """A scheduled instruction, outside of fusions.
 
   Attributes:
     op: the instruction.
-    types: types of the results of its computation, by name.
-    computation: name of the computation that contains it.
+    types: result types of its computation, by instruction name.
+    computation: name of the enclosing computation.
     times: number of runs.
-    flops: FLOPs of its products in all runs.
-    kernel: the kernel that it calls, also in a fusion with slices of its
-      operands; or None.
+    flops: FLOPs of its matmuls over all runs.
+    kernel: the kernel it calls, directly or in a fusion with slices of the
+      operands; None for other instructions.
   """
 
   op: Instruction
@@ -141,17 +139,16 @@ class Step:
 
 @dataclasses.dataclass
 class Totals:
-  """Work of a device in a single run of the program.
+  """Per-device work of a single run of the program.
 
   Attributes:
-    flops: FLOPs of products (2 per multiplication and addition), without
-      kernels.
-    cycles: the compiler's cycles of everything but kernels and collectives, by
-      computation; loop bodies as often as they run.
-    collectives: every collective once, one that is an instruction by its
-      computation and name.
-    kernels: every kernel call.
-    schedule: the instructions in their order; loop bodies once.
+    flops: FLOPs of matmuls (2 per multiply-add), without kernels.
+    cycles: the compiler's cycle estimates by computation, without kernels and
+      collectives; loop bodies are multiplied by their trip count.
+    collectives: collectives without duplicates; the key of an unfused one is
+      (computation, name).
+    kernels: all kernel calls.
+    schedule: the instructions in order; loop bodies appear once.
     computations: instructions by computation.
   """
 
@@ -168,21 +165,21 @@ class Totals:
 
 
 class UnknownProgramError(ValueError):
-  """The text has a form that this module does not understand."""
+  """The HLO text has an unsupported form."""
 
 
 def totals(text: str, share: float = 1.0) -> Totals:
-  """Reads a module's text (`compiled.as_text()`).
+  """Returns the totals of an HLO module.
 
   Args:
-    text: the text.
-    share: share of the keys of a row that are of a query's example. Loops over
-      pairs of a block and a tile (`ops.attention_tiles`) take as many turns
-      less, but one for each block.
+    text: HLO text (`compiled.as_text()`).
+    share: fraction of a row's keys in the same example as a query. It scales
+      the trip counts of loops over (block, tile) pairs
+      (`ops.attention_tiles`), down to one iteration per block.
 
   Raises:
-    UnknownProgramError: a loop's trip count cannot be found, a fusion has a
-      loop, call or condition, or there is no entry computation.
+    UnknownProgramError: a trip count is not found, a fusion contains a loop,
+      call or conditional, or there is no entry computation.
   """
   computations, entry = parse(text)
   walk = _Walk(computations, Totals(computations=computations), share)
@@ -191,7 +188,7 @@ def totals(text: str, share: float = 1.0) -> Totals:
 
 
 def parse(text: str) -> tuple[dict[str, list[Instruction]], str]:
-  """Returns computations by name, and the name of the entry.
+  """Parses HLO text into computations by name, and the entry's name.
 
   Raises:
     UnknownProgramError: there is no entry computation.
@@ -199,7 +196,7 @@ def parse(text: str) -> tuple[dict[str, list[Instruction]], str]:
   computations: dict[str, list[Instruction]] = {}
   entry, current = None, None
   for line in text.splitlines():
-    # XLA indents instructions, and nothing else that ends with a brace.
+    # Only instructions are indented; headers of computations end in a brace.
     if not line.startswith(' ') and line.endswith('{'):
       if header := _COMPUTATION.match(line):
         current = computations.setdefault(header[1], [])
@@ -215,14 +212,14 @@ def parse(text: str) -> tuple[dict[str, list[Instruction]], str]:
 
 def _instruction(name: str, text: str, is_root: bool) -> Instruction:
   """Parses `TYPE opcode(operands), attributes`."""
-  # A tuple's type has spaces between its elements; an array's type has none.
+  # Tuple types contain spaces, array types do not.
   end = _closing(text, 0) + 1 if text.startswith('(') else text.index(' ')
   kind, call = text[:end], text[end:].lstrip()
   start = call.index('(')
   stop = _closing(call, start)
   operands = tuple(re.findall(r'%([\w.\-]+)', call[start:stop]))
   opcode, attributes = call[:start], call[stop + 1 :]
-  # A constant has its value in the parentheses; trip counts are read from it.
+  # The parentheses of a constant hold its value, needed for trip counts.
   if opcode == 'constant':
     operands = (call[start + 1 : stop],)
   return Instruction(name, kind, opcode, operands, attributes, is_root)
@@ -238,7 +235,7 @@ def _closing(text: str, start: int) -> int:
 
 
 def arrays(kind: str) -> list[tuple[str, tuple[int, ...]]]:
-  """Returns dtype and shape of every array of a type."""
+  """Returns the dtype and shape of every array in a type."""
   return [
     (dtype, tuple(int(n) for n in dims.split(',') if n))
     for dtype, dims in _ARRAY.findall(kind)
@@ -246,17 +243,17 @@ def arrays(kind: str) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def sizes(kind: str) -> Iterator[float]:
-  """Yields the bytes of every array of a type."""
+  """Yields the bytes of every array in a type."""
   for dtype, shape in arrays(kind):
-    # The first number of a dtype is its bits, also in f8e4m3fn. Sizes are
-    # fractions, since two elements of s4 share a byte.
+    # The first number in a dtype is its bits, also in f8e4m3fn. Sizes are
+    # floats, since two s4 elements share a byte.
     bits = 8 if dtype == 'pred' else int(re.search(r'\d+', dtype)[0])
     yield bits / 8 * math.prod(shape)
 
 
 @dataclasses.dataclass
 class _Walk:
-  """Sums a module from its entry."""
+  """Accumulates totals from the entry computation down."""
 
   computations: Mapping[str, list[Instruction]]
   totals: Totals
@@ -270,14 +267,14 @@ class _Walk:
 
   def _add_instruction(self, computation, op, types, times) -> None:
     if op.opcode == 'while':
-      # The condition compares scalars, which is left out.
+      # The condition only compares scalars: not counted.
       trips, depends_on_data = _trip_count(self.computations, op)
       if depends_on_data:
         trips = max(trips * self.share, math.sqrt(trips))
       self.add_computation(op.attribute('body'), times * trips)
       return
     if op.opcode == 'conditional':
-      # Counts the largest branch: data decide which one runs.
+      # Counts the largest branch: the choice depends on data.
       self.add_computation(max(_branches(op), key=self._work), times)
     if op.opcode == 'call':
       self.add_computation(op.attribute('to_apply'), times)
@@ -287,8 +284,8 @@ class _Walk:
     if not self._add_kernel(
       computation, op, types, times
     ) and not self._add_collective(computation, op, types, times):
-      # Cycles are summed by computation, because a collective overlaps only
-      # with work of its computation (see `roofline.collectives`).
+      # Cycles are summed by computation: a collective overlaps only with work
+      # of its own computation (see `roofline.collectives`).
       estimate = re.search(r'"estimated_cycles":"(\d+)"', op.attributes)
       cycles = int(estimate[1]) if estimate else 0
       self.totals.cycles[computation] += cycles * times
@@ -303,7 +300,7 @@ class _Walk:
     _Walk(self.computations, totals, self.share).add_computation(name, 1)
     kernels = sum(x.times for x in totals.kernels)
     sent = sum(x.bytes * x.times for x in totals.collectives.values())
-    # Branches without products differ only in the bytes they write.
+    # Branches without matmuls differ only in the bytes they write.
     made = sum(sum(sizes(x.op.type)) * x.times for x in totals.schedule)
     return totals.flops, kernels, sent, totals.cycles.total(), made
 
@@ -317,16 +314,13 @@ class _Walk:
     return bool(target)
 
   def _add_fused(self, computation: str, name: str, times: int) -> None:
-    """Adds the work of the fusion `name` in `computation`, without cycles.
-
-    Cycles of the whole fusion are added with the fusion.
-    """
+    """Adds the work inside fusion `name`; its cycles are added separately."""
     types = {op.name: op.type for op in self.computations[name]}
     is_scatter = name.startswith(_REDUCE_SCATTER)
     for op in self.computations[name]:
       if is_scatter and op.opcode == 'all-reduce':
         op = dataclasses.replace(op, opcode='reduce-scatter')
-      # A reduce-scatter is a whole collective in a fusion, not a piece.
+      # A reduce-scatter fusion holds a whole collective, not a piece.
       self._add_collective(computation, op, types, times, not is_scatter)
       self._add_kernel(computation, op, types, times)
       self.totals.flops += product_flops(op, types) * times
@@ -339,24 +333,24 @@ class _Walk:
   def _add_collective(
     self, computation, op, types, times, is_piece=False
   ) -> bool:
-    """Adds a collective; returns whether the instruction belongs to one."""
+    """Adds a collective; returns whether the instruction is part of one."""
     is_start = op.opcode.endswith('-start')
     kind = op.opcode.removesuffix('-start')
     transfer = _TRANSFER.search(op.attributes) if kind == 'send' else None
     if transfer:
       kind = transfer[1].lower().replace('_', '-')
     if kind not in _COLLECTIVES:
-      # The second half, `-done`, waits for data that `-start` has counted.
+      # `-done` waits for data already counted at `-start`.
       return op.opcode.removesuffix('-done') in _COLLECTIVES
     operands = sum(sum(sizes(types.get(name, ''))) for name in op.operands)
     if kind == 'all-gather' and not transfer:
-      # A start returns its operands beside the gathered arrays.
+      # A start returns its operands along with the gathered arrays.
       size = sum(sizes(op.type)) - (operands if is_start else 0)
     else:
       size = operands
     groups = SLICES if transfer else _groups(op.attributes)
-    # Pieces of a collective are in the same computation and share a channel,
-    # but so may different collectives: kind, size and groups tell them apart.
+    # Pieces of a collective share a computation and a channel, but so may
+    # different collectives; kind, size and groups distinguish them.
     key = (computation, op.name)
     if is_piece:
       key = (computation, kind, size, groups, op.attribute('channel_id'))
@@ -376,17 +370,17 @@ def _kernel_name(op: Instruction, target: str) -> str:
   if target == 'tpu_custom_call':
     # XLA numbers the calls.
     return op.name.rstrip('0123456789').rstrip('.')
-  # On GPUs the path of the call names it: '.../NAME/pallas_call'.
+  # On GPUs the name is in the call's path: '.../NAME/pallas_call'.
   path = re.search(r'op_name="([^"]*)"', op.attributes)
   name = path[1].split('/')[-2] if path else op.name
   if name in ('anonymous', 'batched_body'):
-    # tokamax does not name gradients on Hopper: queries, or keys and values.
+    # tokamax leaves the gradient kernels (dq, dkv) unnamed on Hopper.
     name = 'attention_dq' if len(arrays(op.type)) == 1 else 'attention_dkv'
   return name
 
 
 def _branches(op: Instruction) -> list[str]:
-  # A conditional on a predicate names its two branches, others list them.
+  # A conditional on a predicate names its two branches; others list them.
   branches = re.findall(
     r'%([\w.\-]+)', op.attribute('branch_computations') or ''
   ) or re.findall(r'(?:true|false)_computation=%([\w.\-]+)', op.attributes)
@@ -396,12 +390,12 @@ def _branches(op: Instruction) -> list[str]:
 
 
 def _groups(attributes: str) -> str:
-  """Returns the text of the replica groups, or of a permutation's pairs.
+  """Returns the text of the replica groups or source-target pairs.
 
   Raises:
     UnknownProgramError: the text has an unknown form.
   """
-  # `Instruction.attribute` would stop at the first brace of nested ones.
+  # `Instruction.attribute` would stop at the first closing brace.
   stated = re.search(r'(?:replica_groups|source_target_pairs)=(.*)', attributes)
   if not stated:
     return ''
@@ -421,18 +415,18 @@ def _groups(attributes: str) -> str:
 def _trip_count(
   computations: Mapping[str, list[Instruction]], loop: Instruction
 ) -> tuple[int, bool]:
-  """Returns the trip count of a loop that counts from zero to a constant.
+  """Returns the trip count of a loop from zero to a constant.
 
-  XLA writes scans in this form. It unrolls loops of collective matmuls: their
-  counter grows by the number of unrolled iterations.
+  XLA emits scans in this form. It unrolls the loops of collective matmuls:
+  their counter grows by the number of unrolled iterations.
 
   Returns:
-    The count, and whether it is the upper bound of a data-dependent count.
+    The count, and whether it is an upper bound for a data-dependent one.
 
   Raises:
     UnknownProgramError: the loop has another form.
   """
-  # The name is a scope of `ops.attention_tiles`.
+  # `at_most_N_turns` is a name scope of `ops.attention_tiles`.
   stated = re.search(
     r'"known_trip_count":\{"n":"(\d+)"\}|at_most_(\d+)_turns/while"',
     loop.attributes,
@@ -441,7 +435,7 @@ def _trip_count(
     return int(stated[1] or stated[2]), not stated[1]
   condition = {op.name: op for op in computations[loop.attribute('condition')]}
   for test in condition.values():
-    # The counter and its bound may be in either order.
+    # The counter and its bound come in either order.
     if test.opcode == 'compare' and test.attribute('direction') in ('LT', 'GT'):
       operands = [condition[name] for name in test.operands]
       bounds = [n for n in map(_constant, operands) if n is not None]
@@ -462,19 +456,19 @@ def _constant(op: Instruction) -> int | None:
 
 
 def _increment(body: Mapping[str, Instruction], index: int) -> int:
-  """Returns the number by which a loop's body increases an integer.
+  """Returns the increment of a loop counter in one run of the body.
 
   Args:
     body: instructions of the body by name.
-    index: index of the integer in the tuple that the loop carries.
+    index: index of the counter in the loop's carry tuple.
 
   Raises:
     UnknownProgramError: the body does not add a positive constant.
   """
 
   def value(name: str) -> int:
-    # An unrolled loop may add to its counter several times, with copies in
-    # between, so the sum is followed back to the value at the body's start.
+    # An unrolled loop may increment its counter several times, with copies in
+    # between, so the sum is traced back to the value at the body's start.
     op = body[name]
     if op.opcode == 'add':
       return sum(map(value, op.operands))
@@ -494,9 +488,9 @@ def _increment(body: Mapping[str, Instruction], index: int) -> int:
 
 
 def product_flops(op: Instruction, types: Mapping[str, str]) -> float:
-  """Returns FLOPs of a dot, or of what XLA makes of it.
+  """Returns the FLOPs of a matmul: a dot, convolution or cuBLAS call.
 
-  Those are a convolution on TPUs, and a call of cuBLAS on GPUs.
+  XLA rewrites dots to convolutions on TPUs, and to cuBLAS calls on GPUs.
   """
   is_call = op.opcode == 'custom-call' and '"__cublas$' in op.attributes
   if op.opcode not in ('dot', 'convolution') and not is_call:
@@ -524,13 +518,13 @@ def product_flops(op: Instruction, types: Mapping[str, str]) -> float:
 
 
 def _valid_pairs(out: int, size: int, window: Mapping[str, str]) -> int:
-  """Returns pairs (output, kernel position) that read no padding.
+  """Counts (output, kernel position) pairs that read no padding.
 
-  XLA writes batch dimensions of a product as spatial ones, mostly padding.
+  XLA turns batch dimensions of a matmul into spatial ones, mostly padding.
   """
   stride = int(window.get('stride', 1))
   dilation = int(window.get('rhs_dilate', 1))
-  # `lhs_dilate` puts zeros between the elements, which need no work either.
+  # `lhs_dilate` inserts zeros between elements, which need no work either.
   spacing = int(window.get('lhs_dilate', 1))
   padding = int(window.get('pad', '0_0').split('_')[0])
   taps = np.arange(int(window['size']))[:, None] * dilation

@@ -1,6 +1,6 @@
-"""Answers out-of-memory errors with a planning command.
+"""Suggests a planning command for out-of-memory errors.
 
-This module must not import programs: the command that it prints plans them.
+This module must not import programs: the printed command plans them.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ _EXAMPLE = 'v5e:4x4'
 
 @contextlib.contextmanager
 def explained(config_flag) -> Iterator[None]:
-  """Turns out-of-memory errors into user errors that name a command.
+  """Turns out-of-memory errors into user errors with a planning command.
 
   Args:
     config_flag: flag of the job's configuration.
@@ -43,7 +43,7 @@ def _advice(message: str, config_flag) -> str:
   if hardware is None:
     hardware, limit = chips.parse(_EXAMPLE), None
     note = f' (with your chips in the place of {_EXAMPLE})'
-  # A job evaluates too: its held-out batches may be the ones that do not fit.
+  # Includes evaluation: its batches may be the ones that do not fit.
   request = stored_plans.request(config_flag, hardware)
   flags = stored_plans.flags(request, ['train', 'eval'])
   if limit:

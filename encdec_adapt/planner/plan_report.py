@@ -1,7 +1,7 @@
-"""Plans of compiled programs, as JSON; plans as text.
+"""Plans of compiled programs as JSON, and text of any plan.
 
 This module must not import `plan_search` or `analytic_estimate`. Plans of the
-latter have the same keys, so that `text` shows either.
+latter have the same keys, so `text` formats either.
 """
 
 from collections.abc import Mapping
@@ -32,22 +32,22 @@ from encdec_adapt.training import remat_choice
 def describe(
   job: programs.Job, hardware: chips.Slice, program: program_shapes.Program
 ) -> dict[str, Any]:
-  """Compiles a program and returns its costs on a device.
+  """Compiles a program and returns its per-device costs.
 
   Args:
     job: the job, on a mesh of these chips.
-    hardware: chips that are planned for.
+    hardware: target chips.
     program: the program of the job.
 
   Returns:
-    JSON with `source`, `fits`, `memory`, the parts that `roofline.describe`
-    returns, `resources` of a GPU's kernels, `trace_s` and `compile_s`. If the
-    compiler ran out of device memory, `fits` is false, the peak is that of the
-    compiler's message, and numbers of a compiled program are None.
+    JSON with `source`, `fits`, `memory`, the entries of `roofline.describe`,
+    `resources` of GPU kernels, `trace_s` and `compile_s`. If the compiler ran
+    out of device memory, `fits` is false, the peak comes from its message, and
+    numbers of a compiled program are None.
 
   Raises:
     JaxRuntimeError: the compiler fails for another reason.
-    UnknownProgramError: the compiled program is not understood.
+    UnknownProgramError: the compiled program has an unsupported form.
   """
   began = time.perf_counter()
   lowered = program.lower(job.mesh)
@@ -64,7 +64,7 @@ def describe(
       'arguments': program_shapes.tree_bytes(program.arguments),
       'beside': program_shapes.tree_bytes(program.beside),
     }
-    # It never fits, whatever the budget: there is no program to run.
+    # It does not fit, whatever the budget: there is no program to run.
     unknown = ('flops', 'collectives', 'kernels', 'roofline', 'mfu')
     estimates = {'fits': False, 'memory': memory, **dict.fromkeys(unknown)}
   else:
@@ -90,7 +90,7 @@ def _compile(
 ) -> tuple[jax.stages.Compiled, list[dict[str, Any]]]:
   variable = 'MOSAIC_GPU_DUMP_TO'
   with tempfile.TemporaryDirectory() as folder, jax.set_mesh(mesh):
-    # Mosaic then writes what `ptxas` says of each kernel.
+    # Makes Mosaic write the `ptxas` output of each kernel.
     os.environ[variable] = folder
     try:
       compiled = lowered.compile()
@@ -112,13 +112,13 @@ def _memory(
   compiled: jax.stages.Compiled, program: program_shapes.Program, budget: float
 ) -> dict[str, Any]:
   analysis = compiled.memory_analysis()
-  # Results that reuse the memory of donated arguments are counted with these.
+  # Results in donated memory are counted as arguments.
   results = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
   code = analysis.generated_code_size_in_bytes
   temporary = float(analysis.temp_size_in_bytes)
   parts = program_shapes.tree_bytes(program.temporaries)
-  # The compiler states a single number. It may be below the gradients' size,
-  # since XLA need not hold all of them at a time.
+  # The compiler reports a single number. It may be below the gradients' size,
+  # since XLA need not hold all of them at once.
   parts['activations'] = max(0.0, temporary - sum(parts.values()))
   beside = program_shapes.tree_bytes(program.beside)
   return {
@@ -140,7 +140,7 @@ def work(
   hardware: chips.Slice,
   program: program_shapes.Program,
 ) -> dict[str, Any]:
-  """Returns the parts of a plan that `roofline.describe` returns."""
+  """Returns the `roofline.describe` entries of a compiled program's plan."""
   rows, compute, traffic = _timed(totals, job, hardware)
   return roofline.describe(
     job,
@@ -185,7 +185,7 @@ def _timed(
 
 
 def text(plan: Mapping[str, Any]) -> str:
-  """Returns the plan of a program as text."""
+  """Formats the plan of a program as text."""
   memory = plan['memory']
   verdict = 'fits' if plan['fits'] else 'DOES NOT FIT'
   lines = [
@@ -206,7 +206,7 @@ def text(plan: Mapping[str, Any]) -> str:
   parts = {
     **memory['arguments'],
     **{f'{k} (beside)': v for k, v in memory['beside'].items()},
-    # A refused program has no such entries, an estimate from shapes only some.
+    # Absent if the compiler ran out of memory; partial in analytic plans.
     **{k: memory[k] for k in ('temporary', 'results', 'code') if k in memory},
     **{f'  {name}': size for name, size in memory.get('parts', {}).items()},
   }

@@ -1,10 +1,10 @@
-"""Search of meshes, rematerialisation and rows for given chips.
+"""Search over meshes, rematerialisation and microbatches for given chips.
 
-`ranked` compares how fast the chips could train, and `remedies` makes a given
-job fit; both keep the batch of a training step. Both rank by
-`analytic_estimate`; `encdec_adapt.plan --search` compiles the best and ranks
-them again. This module compiles nothing, and must
-not import `plan_report`.
+`ranked` ranks training configurations by speed, `remedies` finds changes that
+make a job fit; both keep the training batch size and rank with
+`analytic_estimate`. `encdec_adapt.plan --search` compiles the best candidates
+and ranks them again. This module compiles nothing, and must not import
+`plan_report`.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -23,17 +23,17 @@ from encdec_adapt.sharding import placement
 from encdec_adapt.sharding import rules as rules_lib
 from encdec_adapt.training import step_estimate
 
-# Rows at a time of a device, or of devices that share a row.
+# Rows per microbatch on a device, or on the devices that share a row.
 _ROWS = (1, 2, 4, 8)
-# Candidates within this share are equals: estimates are no more accurate.
+# Relative difference within which candidates tie, the accuracy of estimates.
 _EQUAL = 0.02
 _SHARDS = (1, 2, 4, 8)  # Shards of heads, or of the length.
-# Least tokens in a shard of the length: a block of the attention kernels.
+# Minimum tokens in a sequence shard: a block of the attention kernels.
 _SHORTEST = 512
-_REMEDIES = 3  # Most remedies that are named.
-# Changes of the optimizer that keep less state on the devices, tried in turn.
-# The last two are named together: offloading costs time, Adafactor is another
-# recipe, so neither is better for everyone.
+_REMEDIES = 3  # Maximum number of reported remedies.
+# Optimizer changes that reduce device state, tried in turn. The last two are
+# offered together: offloading costs time and Adafactor changes the training, so
+# neither is always better.
 _OPTIMIZERS = (
   ({},),
   ({'optimizer.moment_dtype': 'bfloat16'},),
@@ -50,12 +50,12 @@ _OPTIMIZERS = (
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-  """A way to run a program.
+  """A changed configuration of a program, with its plan.
 
   Attributes:
     job: the changed job, on its mesh.
-    flags: flags that change the configuration so.
-    plan: analytic plan, or the compiled one that replaces it.
+    flags: flags of the changes.
+    plan: analytic plan, or the compiled plan that replaces it.
   """
 
   job: programs.Job
@@ -70,7 +70,7 @@ class Candidate:
 
   @property
   def hours(self) -> float | None:
-    """Hours of the job's steps; None if steps or times are unknown."""
+    """Hours of the whole training run; None without times."""
     steps = self.job.train.steps
     return steps * self.job.rows / self.rate / 3600 if self.rate else None
 
@@ -79,14 +79,14 @@ class Candidate:
 class _Planner:
   """Plans a program with changed settings on the same devices.
 
-  Arguments are computed once for all meshes that shard parameters alike and
-  all optimizers that keep the same state, since that takes most of the time.
+  Argument sizes take most of the time, so they are cached by optimizer and
+  parameter sharding.
 
   Attributes:
     job: the job.
     hardware: chips of the job.
-    doubt: factor by which estimates of memory are multiplied.
-    least: bytes of the smallest plan so far.
+    doubt: safety factor of memory estimates.
+    least: peak bytes of the smallest plan so far.
   """
 
   job: programs.Job
@@ -98,10 +98,10 @@ class _Planner:
   )
 
   def plan(self, changes: Mapping[str, Any]) -> Candidate:
-    """Returns the candidate with changed configuration keys.
+    """Plans the job with changed configuration keys.
 
     Args:
-      changes: configuration key, as in 'train.batch_size', to value.
+      changes: values by configuration key, such as 'train.batch_size'.
     """
     job = _changed(self.job, changes)
     plan = analytic_estimate.describe(job, self.hardware, self._arguments(job))
@@ -113,14 +113,14 @@ class _Planner:
 
   def _arguments(self, job: programs.Job) -> analytic_estimate.Arguments:
     rules = job.rules
-    # Sizes of trained parameters follow from these axes alone. Other programs
-    # have arguments, such as caches, that other axes shard: the mesh counts.
+    # These axes alone determine the sizes of trained parameters. Arguments of
+    # other programs, such as caches, are sharded over other axes too.
     key = (job.optimizer, not job.trains and job.mesh) + tuple(
       tuple(job.mesh.shape[axis] for axis in axes)
       for axes in (rules.embed, rules.vocab, rules.heads)
     )
     if key not in self._sizes:
-      # Any batch that divides will do, since its size is scaled.
+      # Any divisible batch works, since its size is scaled.
       rows = rules.on(job.mesh).size('batch')
       changes = {'train.batch_size': rows, 'train.microbatches': 1}
       if not job.trains:
@@ -131,7 +131,7 @@ class _Planner:
     return self._sizes[key]
 
   def nothing_fits(self) -> str:
-    """Returns the message for a job that no candidate makes fit."""
+    """Returns the message for a job without fitting candidates."""
     chip, hardware = self.hardware.chip, self.hardware
     return (
       f'nothing fits into {hardware.name} x {hardware.count}: the least'
@@ -143,10 +143,10 @@ class _Planner:
 
 
 def _changed(job: programs.Job, changes: Mapping[str, Any]) -> programs.Job:
-  """Returns the job with other values of configuration keys.
+  """Returns the job with changed configuration keys.
 
-  All keys of a section change at once: a single change may be refused, such as
-  a batch size that the old number of microbatches does not divide.
+  All keys of a section change at once, since a single change may be invalid,
+  such as a batch size not divisible by the old number of microbatches.
   """
   sections: dict[str, dict[str, Any]] = {}
   for key, value in changes.items():
@@ -164,10 +164,10 @@ def _changed(job: programs.Job, changes: Mapping[str, Any]) -> programs.Job:
 
 
 def ranked(job: programs.Job, hardware: chips.Slice) -> list[Candidate]:
-  """Returns training candidates that may fit, the fastest first.
+  """Returns training candidates that may fit, fastest first.
 
   Args:
-    job: the training step, on any mesh of the devices or of stand-ins.
+    job: the training step, on any mesh of the devices or stand-ins.
     hardware: chips of the job.
 
   Raises:
@@ -178,7 +178,7 @@ def ranked(job: programs.Job, hardware: chips.Slice) -> list[Candidate]:
   candidates = []
   for mesh in meshes(job, hardware):
     shards = mesh['mesh.replica'] * mesh['mesh.fsdp']
-    # Rows that do not divide the batch would change it.
+    # Row counts must divide the batch size, which stays unchanged.
     counts = [size // (shards * n) for n in _ROWS if size % (shards * n) == 0]
     for remat, count in itertools.product(execution.REMAT_POLICIES, counts):
       batch = {'train.batch_size': size, 'train.microbatches': count}
@@ -201,13 +201,13 @@ def ranked(job: programs.Job, hardware: chips.Slice) -> list[Candidate]:
 
 
 def _fastest(candidates: Iterable[Candidate]) -> list[Candidate]:
-  """Sorts candidates by speed, and equally fast ones by memory."""
+  """Sorts candidates by speed, then ties by memory."""
   remaining = sorted(candidates, key=lambda candidate: -candidate.rate)
   ordered: list[Candidate] = []
   while remaining:
     least = (1 - _EQUAL) * remaining[0].rate
     count = sum(candidate.rate >= least for candidate in remaining)
-    # Less memory leaves room for errors of the estimate.
+    # Lower memory leaves room for estimation errors.
     equals = sorted(remaining[:count], key=lambda c: c.plan['memory']['peak'])
     ordered, remaining = ordered + equals, remaining[count:]
   return ordered
@@ -216,25 +216,24 @@ def _fastest(candidates: Iterable[Candidate]) -> list[Candidate]:
 def remedies(
   job: programs.Job, plan: Mapping[str, Any], hardware: chips.Slice
 ) -> dict[str, Any]:
-  """Returns flags with which a program fits the same chips.
+  """Returns flags that make a program fit the same chips.
 
-  A training step keeps its batch: first mesh, rematerialisation and
-  microbatches change, then the optimizer. Evaluation and decoding change the
-  mesh and the rows of a batch.
+  A training step keeps its batch size: mesh, rematerialisation and microbatches
+  change first, then the optimizer. Evaluation and decoding change the mesh and
+  the batch size.
 
   Args:
     job: the program that does not fit.
-    plan: plan of the program. If it was compiled, its memory scales the
-      estimates.
+    plan: plan of the program. Estimates are scaled up to its peak memory.
     hardware: chips of the job.
 
   Returns:
-    `remedies`, flags of up to three ways, the fastest first; and `advice` for
-    a job without any, else None.
+    `remedies`: up to three sets of flags, fastest first; `advice`: text if
+    there are none, else None.
   """
   estimate = _Planner(job, hardware).plan({}).plan['memory']['peak']
-  # The compiled plan is right: if the model's estimate for it is too low, so
-  # are those of its variants.
+  # Trusts the compiled plan: if the analytic estimate is too low for it, so are
+  # the estimates of its variants.
   doubt = max(1.0, plan['memory']['peak'] / estimate)
   planner = _Planner(job, hardware, doubt)
   for tier in _OPTIMIZERS if job.trains else _OPTIMIZERS[:1]:
@@ -245,7 +244,7 @@ def remedies(
         continue  # It has no first moments.
       fitting = _fastest(_fitting(planner, changes))
       remedies_of_changes.append(fitting[:_REMEDIES])
-    # The best of each change, then the second of each.
+    # The best candidate of each change, then the second best of each.
     mixed = itertools.chain(*itertools.zip_longest(*remedies_of_changes))
     flags = [' '.join(candidate.flags) for candidate in mixed if candidate]
     if flags:
@@ -256,7 +255,7 @@ def remedies(
 def _fitting(
   planner: _Planner, changes: Mapping[str, Any]
 ) -> Iterator[Candidate]:
-  """Yields candidates that fit, with the fewest microbatches or most rows."""
+  """Yields fitting candidates with the fewest microbatches or largest batch."""
   train = planner.job.train
   for mesh in meshes(planner.job, planner.hardware):
     shards = mesh['mesh.replica'] * mesh['mesh.fsdp']
@@ -268,7 +267,7 @@ def _fitting(
         {'train.batch_size': train.batch_size, 'train.microbatches': n}
         for n in _divisors(rows)
       ]
-      # 'full' first: no policy needs less memory.
+      # 'full' comes first: it needs the least memory.
       names = sorted(execution.REMAT_POLICIES, key='full'.__ne__)
       policies = [{'compute.remat': name} for name in names]
     else:
@@ -278,7 +277,7 @@ def _fitting(
       ]
       policies = [{}]
     for policy in policies:
-      # A generator: plans after the first that fits are not computed.
+      # Lazy: stops planning at the first fit.
       tried = (
         planner.plan({**mesh, **changes, **policy, **batch})
         for batch in batches
@@ -298,10 +297,9 @@ def _divisors(rows: int) -> list[int]:
 def meshes(
   job: programs.Job, hardware: chips.Slice
 ) -> Iterator[dict[str, Any]]:
-  """Yields configuration keys of the meshes that a model divides over.
+  """Yields configuration changes for meshes that the model divides over.
 
-  Evaluation batches that do not divide are enlarged; training batches are not
-  looked at.
+  Indivisible evaluation batches are enlarged; training batches are not checked.
   """
   keys = [f'mesh.{axis}' for axis in mesh_lib.AXES]
   for sizes, rules in _meshes(job, hardware):
@@ -320,7 +318,7 @@ def _meshes(
   tables = [2**n for n in range(rules_lib.VOCABULARY_GROUP.bit_length())]
   for tensor, sequence, fsdp in itertools.product(_SHARDS, _SHARDS, tables):
     replica, remainder = divmod(hardware.devices, tensor * sequence * fsdp)
-    # Only replicas lie across slices: the network between these is slow.
+    # Only replicas span slices: the network between slices is slow.
     if remainder or replica % hardware.count:
       continue
     sizes = replica, fsdp, sequence, tensor
@@ -331,15 +329,15 @@ def _meshes(
     if not _divides(job, sizes, 'fsdp'):
       continue
     if hardware.chip.kind == 'tpu' and replica == tensor == 1 and fsdp > 2:
-      # Shards as with `fsdp`, but for sums over a whole slice, which a TPU's
-      # compiler does not scatter (`ops.partition.sum_gradient_in_stages`).
+      # Shards like `fsdp`, but avoids gradient sums over a whole slice, which
+      # XLA:TPU does not scatter (`ops.partition.sum_gradient_in_stages`).
       yield (2, fsdp // 2, sequence, tensor), 'whole_slice'
       continue
     yield sizes, 'fsdp'
     if hardware.count > 1 or replica == 1:
       continue
-    # A larger fsdp would shard everything as 'fsdp_replica' does, unless there
-    # is none or the tables do not divide over it.
+    # 'fsdp_replica' is redundant if a larger fsdp axis exists and divides the
+    # embedding tables.
     shards = replica * fsdp
     covered = shards in tables and not any(
       stack.table_rows % (shards * tensor)
@@ -351,7 +349,7 @@ def _meshes(
 
 def _divides(job: programs.Job, sizes: tuple[int, ...], rules: str) -> bool:
   table = parameters.parameter_table(job.model)
-  # Abstract, as most of the meshes are refused here.
+  # Abstract, since most meshes are rejected here.
   mesh = AbstractMesh(sizes, mesh_lib.AXES)
   try:
     placement.parameter_shardings(table, mesh, rules_lib.RULES[rules])
@@ -363,12 +361,12 @@ def _divides(job: programs.Job, sizes: tuple[int, ...], rules: str) -> bool:
 def text(
   candidates: Iterable[Candidate], hardware: chips.Slice, price: float = 0.0
 ) -> str:
-  """Returns a table of candidates, the best first.
+  """Formats a table of candidates, best first.
 
   Args:
     candidates: candidates with times.
     hardware: chips of the job.
-    price: price of a chip for an hour; 0 leaves out the cost of the job.
+    price: price per chip-hour; 0 omits the cost.
   """
   cost = f' {"cost":>9}' if price else ''
   lines = [f'{"rows/s":>9} {"MFU":>6} {"GiB":>6} {"hours":>7}{cost}  flags']

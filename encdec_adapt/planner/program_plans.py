@@ -1,4 +1,4 @@
-"""Plans of the programs of a job on chips that are elsewhere."""
+"""Plans for the programs of a job on chips elsewhere."""
 
 import dataclasses
 import math
@@ -24,8 +24,8 @@ from encdec_adapt.sharding import mesh as mesh_lib
 from encdec_adapt.telemetry import environment
 from encdec_adapt.training import remat_choice, setup
 
-# Memory of this machine that compiling may take: the recipes for H100 and H200
-# took 1.6 GiB (largest resident size), with layers scanned.
+# Host memory for compilation: the recipes for H100 and H200 took 1.6 GiB
+# (maximum resident set size), with scanned layers.
 _COMPILER_BYTES = 4 * 2**30
 
 
@@ -35,10 +35,10 @@ def make(
   names: list[str],
   examples: int = 1,
 ) -> dict[str, dict[str, Any]]:
-  """Returns plans of the named programs; see `plan_report.describe`.
+  """Plans the named programs; see `plan_report.describe`.
 
   Raises:
-    UserError: the mesh or a batch does not divide, libtpu is missing, the
+    UserError: the mesh or a batch is not divisible, libtpu is missing, the
       topology does not exist, or the compiler fails.
   """
   mesh, plans = make_mesh(settings, slices), {}
@@ -51,10 +51,10 @@ def make(
 
 
 def make_mesh(settings: config_lib.Settings, slices: chips.Slice) -> Mesh:
-  """Returns the mesh of a job on abstract devices of the chips.
+  """Creates a job's mesh on abstract devices of the chips.
 
   Raises:
-    UserError: the mesh or a batch does not divide.
+    UserError: the mesh or a batch is not divisible.
   """
   try:
     mesh = mesh_lib.make_mesh(settings.mesh, chips.devices_of(slices))
@@ -66,15 +66,15 @@ def make_mesh(settings: config_lib.Settings, slices: chips.Slice) -> Mesh:
 
 
 def plan(job: programs.Job, slices: chips.Slice) -> dict[str, Any]:
-  """Returns the plan of a program, compiled where there is a compiler.
+  """Plans a program, compiled if a compiler is installed.
 
   Raises:
-    UserError: the compiler fails for another reason than memory, or the
-      compiled program is not understood.
+    UserError: the compiler fails for a reason other than memory, or the
+      compiled program has an unsupported form.
   """
   program = job.program()
   notes = {
-    # Listed, since a replicated array takes its full size on every device.
+    # Listed because a replicated array takes its full size on every device.
     'replicated': layout_report.replicated(program.rows()),
     'missing_rewards': job.rewards.missing,
   }
@@ -90,7 +90,7 @@ def plan(job: programs.Job, slices: chips.Slice) -> dict[str, Any]:
       f" this machine's memory, of which {disk.format_bytes(free)} are free."
       ' Stop other processes, or plan on another machine.'
     )
-  # Flushed: compiling takes minutes, and hours for many chips.
+  # Flushed: compilation takes minutes, or hours for many chips.
   print(f'{subject} by {compiler} ..', flush=True)
   try:
     return plan_report.describe(job, slices, program) | notes
@@ -114,11 +114,13 @@ def plan(job: programs.Job, slices: chips.Slice) -> dict[str, Any]:
 def choose_and_plan(
   job: programs.Job, slices: chips.Slice
 ) -> tuple[programs.Job, dict[str, Any]]:
-  """Returns a program, of a training step with a policy, and its plan.
+  """Plans a program, choosing the remat policy of a training step.
 
-  Where `compute.remat` is 'auto' the policy is that which a job would choose,
-  and the plan has `policies`: bytes and seconds on a device of each that was
-  planned.
+  If `compute.remat` is 'auto', the policy is chosen as in a training job, and
+  the plan has `policies`: per-device bytes and seconds of each planned policy.
+
+  Returns:
+    The job with its remat policy, and its plan.
 
   Raises:
     UserError: see `plan`.
@@ -157,8 +159,5 @@ def choose_and_plan(
 
 
 def first_line(error: Exception) -> str:
-  """Returns the first line of an error.
-
-  Compilers' errors go on with stack frames or parts of the program.
-  """
+  """Returns the first line of an error, without stack frames or HLO."""
   return str(error).strip().splitlines()[0]

@@ -1,6 +1,6 @@
-"""A jitted function and the shapes of its arguments, and their sizes.
+"""Jitted functions with abstract arguments, and the arguments' sizes.
 
-This module knows neither jobs nor chips.
+This module must not import jobs or chips.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,17 +15,17 @@ from encdec_adapt.sharding import layout_report
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-  """A jitted function and the shapes, with shardings, of its arguments.
+  """A jitted function with its abstract, sharded arguments.
 
   Attributes:
     function: the jitted function.
     arguments: trees of ShapeDtypeStruct by part: 'parameters', 'optimizer',
       'teacher', 'reward model 1', 'batch', 'caches'.
     call: returns the arguments in the function's order.
-    axes: trees of the arguments' logical axes by part, a tuple for each leaf.
-    donated: parts with memory that the results reuse.
-    temporaries: trees that live inside the program, by part: 'gradients'.
-    beside: trees that the job holds in memory and that are not arguments.
+    axes: trees of the arguments' logical axes by part, a tuple per leaf.
+    donated: parts with donated buffers.
+    temporaries: trees inside the program, by part: 'gradients'.
+    beside: other trees in the job's memory, which are not arguments.
   """
 
   function: Any
@@ -37,21 +37,21 @@ class Program:
   beside: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
   def lower(self, mesh: Mesh) -> jax.stages.Lowered:
-    """Traces the program for the platform of a mesh."""
-    # JAX lowers for 'gpu' only where a GPU is.
+    """Lowers the program for the platform of a mesh."""
+    # JAX lowers for 'gpu' only if a GPU is present.
     platform = mesh.devices.flat[0].platform.replace('gpu', 'cuda')
     with jax.set_mesh(mesh):
       traced = self.function.trace(*self.call(self.arguments))
       return traced.lower(lowering_platforms=(platform,))
 
   def rows(self) -> list[layout_report.Row]:
-    """Returns a row of the sharding report for every argument."""
+    """Returns the arguments' rows of the sharding report."""
     return layout_report.describe(self.arguments, self.axes)
 
   def host_bytes(self) -> float:
-    """Returns bytes that a device copies from and to its host's memory.
+    """Returns bytes copied between a device and its host.
 
-    Arguments in the host's memory are read; donated ones are written back.
+    Arguments in host memory are read; donated ones are also written back.
     """
     return sum(
       layout_report.device_bytes(tree, host=True) * (1 + (name in self.donated))
@@ -59,10 +59,10 @@ class Program:
     )
 
   def moved_bytes(self) -> float:
-    """Returns the least bytes of arguments that a device reads and writes.
+    """Returns a lower bound on argument bytes read and written per device.
 
-    All are read once, and donated parts are written; of caches a step writes a
-    single entry, which is not counted.
+    All arguments are read once and donated ones written, except caches: a step
+    writes only a single entry.
     """
     return sum(
       size * (1 + (name in self.donated and name != 'caches'))
@@ -71,6 +71,6 @@ class Program:
 
 
 def tree_bytes(trees: Mapping[str, Any]) -> dict[str, float]:
-  """Returns bytes of trees in a device's memory, by part that has any."""
+  """Returns per-device bytes of each tree in device memory, if any."""
   sizes = {k: layout_report.device_bytes(v) for k, v in trees.items()}
   return {name: size for name, size in sizes.items() if size}

@@ -1,8 +1,8 @@
-"""Programs of a job as shapes, which a plan compiles.
+"""Abstract programs of a job, for compilation by a plan.
 
-If no path of a teacher is given, it has the shape that the loss assumes: that
-of the decoder, for distillation. This module must not read weights or data, and
-must not import chips: it only knows a mesh.
+A teacher without a path has the shape that the loss assumes: the decoder's, for
+distillation. This module must not read weights or data, and must not import
+chips: it only knows a mesh.
 """
 
 from collections.abc import Callable, Mapping
@@ -49,18 +49,17 @@ class Job:
 
   Attributes:
     name: 'train', 'eval', 'decode', or for policies 'sample' and 'reward'.
-    mesh: mesh of the devices or of stand-ins; abstract where nothing is
-      compiled.
+    mesh: mesh of devices or stand-ins; abstract if nothing is compiled.
     rules: mesh axes of the logical axes.
-    model: shape of the trained model.
+    model: config of the trained model.
     compute: section `compute` of the configuration; the others likewise.
     data: section `data`.
-    recipe: the kind of training.
-    frozen: the frozen models that the job holds, by name.
+    recipe: the training recipe.
+    frozen: the job's frozen models, by name.
     frozen_dtype: `config.teacher.dtype`.
     optimizer: section `optimizer`.
     train: section `train`.
-    examples: examples of a row; on GPUs attention leaves out the others' keys.
+    examples: examples per row; attention on GPUs skips keys of the others.
   """
 
   name: str
@@ -85,14 +84,14 @@ class Job:
     examples: int = 1,
     frozen: Mapping[str, recipe_lib.FrozenModel] | None = None,
   ) -> 'Job':
-    """Returns a program of a configuration on a mesh.
+    """Creates a program of a configuration on a mesh.
 
     Args:
       name: name of the program.
-      settings: the configuration, for the devices of the mesh.
+      settings: the configuration, resolved for the mesh's devices.
       mesh: the mesh.
-      examples: examples of a row.
-      frozen: the frozen models; None for those of the recipe.
+      examples: examples per row.
+      frozen: the frozen models; defaults to the recipe's.
 
     Raises:
       UserError: the configuration has no such program.
@@ -139,27 +138,27 @@ class Job:
 
   @property
   def decodes(self) -> bool:
-    """Whether the program is a step of decoding."""
+    """Whether the program is a decoding step."""
     return self.name in ('decode', 'sample')
 
   @functools.cached_property
   def program_rules(self) -> rules_lib.Rules:
-    """Rules of the program; those of the job's state, but for sampling."""
+    """Sharding rules of the program."""
     if self.name == 'sample':
       return rollouts.sampling_rules(self.placed_model)
-    # A step has a single token per row, which no sequence axis divides, nor
-    # does it divide a completion and BOS.
+    # The sequence axis divides neither the single token of a decoding step nor
+    # a completion with BOS.
     if self.decodes or self.name == 'reward':
       return dataclasses.replace(self.rules, length=())
     return self.rules
 
   @property
   def rows(self) -> int:
-    """Rows of a batch on all devices."""
+    """Global batch size, in rows."""
     if self.name == 'sample':
       sampling = self.recipe.sampling
       rows = sampling.rows(self.train.batch_size) * sampling.samples
-      # Filled up to a multiple of the shards, as when the job samples.
+      # Padded to a multiple of the shards, as in sampling.
       shards = self.rules.on(self.mesh).size('batch')
       return -(-rows // shards) * shards
     if self.trains or self.name == 'reward':
@@ -175,12 +174,12 @@ class Job:
 
   @property
   def lengths(self) -> framing.Lengths:
-    """Tokens of a row; of decoding, its positions."""
+    """Tokens per row; for decoding, positions of the decoder."""
     lengths = self.data.train.lengths
     if self.trains:
       return self.recipe.rows.lengths
     if self.name == 'reward':
-      # The decoder reads BOS, too.
+      # The decoder also reads BOS.
       return framing.Lengths(lengths.encoder, self.recipe.sampling.tokens + 1)
     if not self.decodes:
       return lengths
@@ -191,21 +190,21 @@ class Job:
 
   @property
   def answers(self) -> int:
-    """Answers of a row."""
+    """Answers per row."""
     if self.trains or self.name == 'reward':
       return self.recipe.rows.answers
     return self.data.objectives[0].rows.answers
 
   @property
   def models(self) -> tuple[model_config.ModelConfig, ...]:
-    """The models that read a batch: the trained model, then references."""
+    """Configs of the models that read a batch, the trained model first."""
     if self.name == 'reward':
       return (self.rewards.placed[self.rewards.largest].model.config,)
     return (self.model, *(self.references[name] for name in self.read_names))
 
   @property
   def read_names(self) -> tuple[str, ...]:
-    """Names of the references that the program reads."""
+    """Names of the references read by the program."""
     if self.decodes:
       return ()
     recipe = self.recipe
@@ -213,12 +212,12 @@ class Job:
 
   @functools.cached_property
   def references(self) -> dict[str, model_config.ModelConfig]:
-    """Shapes of the frozen models that the job holds, by name.
+    """Configs of the job's frozen models, by name.
 
     Raises:
       UserError: the recipe cannot read the model of `config.teacher`.
     """
-    # They read training rows, also while a job samples.
+    # References read training rows, also while a job samples.
     read = self.data.vocabularies, self.recipe.rows.lengths
     return {
       name: job_models.open_frozen_model(frozen_model, self.model, *read).model
@@ -229,7 +228,7 @@ class Job:
 
   @functools.cached_property
   def rewards(self) -> reward_models.RewardModels:
-    """The reward models that the job holds.
+    """The job's reward models.
 
     Raises:
       UserError: see `reward_models.place`.
@@ -246,7 +245,7 @@ class Job:
 
   @functools.cached_property
   def work(self) -> workload.Workload:
-    """Work of the program, which its estimates follow from."""
+    """Workload of the program, for cost estimates."""
     work = workload.of_step(
       self.placed_model, self.recipe, self.train, self.models[1:]
     )
@@ -268,7 +267,7 @@ class Job:
 
   @property
   def reads_teacher_row(self) -> bool:
-    """Whether batches have the teacher's fields."""
+    """Whether batches include the teacher's fields."""
     return setup.reads_teacher_row(self.lengths, *self.models)
 
   @functools.cached_property
@@ -294,7 +293,7 @@ class Job:
     }
 
   def flops(self) -> float:
-    """Returns FLOPs on all devices by `models.forward_flops`."""
+    """Returns the model FLOPs over all devices (`models.forward_flops`)."""
     lengths, answers = self.lengths, self.answers
     if self.trains:
       frozen = self.placed_model.adapters is not None
@@ -304,7 +303,7 @@ class Job:
     if self.decodes:
       row = formula.decoding(self.model, *sizes)
     else:
-      # References too, which metrics of preferences read.
+      # Includes references: preference metrics read them.
       row = sum(
         formula.forward(model, *sizes, lengths.teacher, answers)
         for model in self.models
@@ -355,7 +354,7 @@ def _trees_beside(job: Job, state: state_lib.TrainState) -> dict[str, Any]:
   references = {
     name: tree
     for name, tree in references.items()
-    # The start is the base, with no adapters or a few more.
+    # The starting model is the base, possibly with adapters of its own.
     if not job.frozen[name].is_start
     or not job_models.shares_base(job.placed_references[name], job.placed_model)
   }
@@ -374,7 +373,7 @@ def _models(job: Job) -> dict[str, build.Model]:
 
 
 def _axes(job: Job, arguments: Mapping[str, Any]) -> dict[str, Any]:
-  # An optimizer's moments have the axes of their parameters.
+  # Optimizer moments share the axes of their parameters.
   trained = dict.fromkeys(('parameters', 'optimizer'), job.placed_model)
   placements = job.placed_references | trained
   return {
@@ -389,8 +388,8 @@ def _axes(job: Job, arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 def _evaluate(job: Job) -> program_shapes.Program:
   model = job.placed_model
-  # The optimizer's state, and references that only training reads, stay in
-  # memory while a job evaluates.
+  # The optimizer state and training-only references stay in memory during
+  # evaluation.
   beside = _trees_beside(job, _phases(job).abstract()) | job.rewards.trees()
   names = job.read_names
   arguments = {'parameters': model.abstract_params(), 'batch': _batch(job)}
@@ -411,11 +410,11 @@ def _evaluate(job: Job) -> program_shapes.Program:
 
 
 def _decode(job: Job) -> program_shapes.Program:
-  """Returns a step of the inference engine, with caches for whole rows.
+  """Returns a decoding step of the inference engine, with full-length caches.
 
-  It decodes the rows of an evaluation batch, or the completions of a policy's
-  batch, with parameters in the compute dtype. While a job samples, its trained
-  parameters, optimizer state and references are in memory too.
+  It decodes an evaluation batch, or the completions of a policy's batch, with
+  parameters in the compute dtype. During sampling the trained parameters,
+  optimizer state and references stay in memory.
   """
   mesh, lengths, rules = job.mesh, job.lengths, job.program_rules
   positions = job.model.architecture.positions(lengths.encoder, 0)
@@ -439,7 +438,7 @@ def _decode(job: Job) -> program_shapes.Program:
   )
   sizes = job.rows, lengths.decoder, positions.get('encoder', 0)
   state = jax.eval_shape(functools.partial(decoding.start, model, *sizes))
-  # Apart from the state, since a step writes a single entry of the caches (see
+  # Caches are a separate part: a step writes only one entry of them (see
   # `program_shapes.Program.moved_bytes`).
   state, cache = state._replace(cache=None), state.cache
   eos = jax.ShapeDtypeStruct((1,), jnp.int32)
@@ -454,7 +453,7 @@ def _decode(job: Job) -> program_shapes.Program:
     'batch': jax.tree.map(lambda leaf: (None,) * leaf.ndim, state),
     'caches': caches.axes(cache),
   }
-  # An encoder's parameters, which the step does not read, are in memory too.
+  # Keeps unused arguments: the encoder's parameters stay in memory.
   jitted = jax.jit(
     step,
     donate_argnums=(1, 2),
@@ -482,9 +481,9 @@ def _state(job: Job) -> dict[str, Any]:
 
 
 def _reward(job: Job) -> program_shapes.Program:
-  """Returns the largest reward model's scores of a batch of completions.
+  """Returns the scoring program of the largest reward model.
 
-  Every device scores the whole batch.
+  Every device scores the whole batch of completions.
   """
   name, shapes, beside = job.rewards.largest, _fields(job), _state(job)
   placed = job.rewards.placed[name]

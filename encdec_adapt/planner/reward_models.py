@@ -1,7 +1,7 @@
-"""Reward models that a job holds, as its programs are planned with them.
+"""Reward models of a job, as planned with its programs.
 
-A model that does not exist here is assumed to have the policy's shape with a
-scalar head. Like `programs`, this module reads no weights.
+A missing model is assumed to have the policy's shape with a scalar head. Like
+`programs`, this module reads no weights.
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,8 +21,8 @@ class RewardModels:
   """Reward models on the mesh of a job.
 
   Attributes:
-    placed: the models, by their names among the parts of a program.
-    missing: paths of those that do not exist here.
+    placed: the models, by name of their part in a program.
+    missing: paths of missing models.
   """
 
   placed: dict[str, state_lib.Placement]
@@ -36,7 +36,7 @@ class RewardModels:
     )
 
   def trees(self) -> dict[str, Any]:
-    """Returns their parameters as shapes, which stay in a job's memory."""
+    """Returns their abstract parameters, which stay in a job's memory."""
     return {name: x.abstract_params() for name, x in self.placed.items()}
 
 
@@ -47,14 +47,14 @@ def place(
   choice: vocabulary_pair.Choice,
   lengths: framing.Lengths,
 ) -> RewardModels:
-  """Places the reward models of a job as training does.
+  """Places the reward models of a job as in training.
 
   Args:
     paths: `config.train.rewards.models`.
     policy: the trained model and its mesh.
     compute: section `compute` of the configuration.
     choice: the vocabularies of the job.
-    lengths: most tokens of a prompt, BOS included, and of a completion.
+    lengths: maximum tokens of a prompt, BOS included, and of a completion.
 
   Raises:
     UserError: an existing model is not a reward model, or cannot read the rows.
@@ -74,7 +74,7 @@ def place(
 
 
 def missing_text(paths: Iterable[str]) -> list[str]:
-  """Returns a line for each reward model that does not exist."""
+  """Returns a line for each missing reward model."""
   return [
     f"{path} does not exist: a reward model of the policy's shape is counted"
     for path in paths

@@ -1,13 +1,12 @@
 """Roofline estimate of a step from its FLOPs, memory traffic and collectives.
 
-A TPU's compiler states cycles for everything but kernels and collectives, which
-are scaled by `chips.Chip.cycle_share`; `timeline` computes a GPU's time.
-Kernels are added by their FLOPs at a share of the peak, collectives by bytes
-over the links they cross. A collective that the TPU's compiler overlaps costs
-only what exceeds the other work of its computation; other collectives, and
-copies from and to the host's memory, cost all of their time. `calibration` has
-the errors of such estimates. This module must not import the analytic model,
-which uses it.
+XLA:TPU reports cycles for everything but kernels and collectives; they are
+scaled by `chips.Chip.cycle_share`. `timeline` computes the time on GPUs.
+Kernels take their FLOPs at a share of the peak, collectives their bytes over
+the bandwidth of the links. A collective overlapped by XLA:TPU costs only the
+excess over the other work of its computation; other collectives and host
+transfers are fully exposed. `calibration` lists the errors of such estimates.
+This module must not import the analytic model, which uses it.
 """
 
 import collections
@@ -22,17 +21,18 @@ import numpy as np
 
 from encdec_adapt.planner import chips, hlo, programs
 
-# Share of the peak that splash attention reaches on long rows with head
-# dimensions of 128 and 256: an assumption, not a measurement.
+# Share of peak FLOP/s of splash attention on long rows with head dimensions of
+# 128 and 256: an assumption, not a measurement.
 KERNEL_EFFICIENCY = 0.5
-# Shares of a GPU's peaks that products, and reads and writes of memory reach;
-# fitted to published runs by `tests.benchmarks.calibration --fit`.
+# Shares of a GPU's peak FLOP/s and memory bandwidth reached by matmuls and
+# memory traffic; fitted to published runs with
+# `tests.benchmarks.calibration --fit`.
 GPU_PRODUCTS = 0.72
 GPU_MEMORY = 0.8
-# Shares that tokamax's kernels reach, forward and backward, by head dimension,
-# from its authors' timings of rows of 4096 on H100 (tokamax 0.0.17,
-# data/autotuning/nvidia_h100_80gb_hbm3), causal and full ones averaged. No
-# kernel computes gradients of 256 (`ops.attention_gradients`).
+# Shares of peak FLOP/s of tokamax's kernels, forward and backward, by head
+# dimension. From its authors' timings of 4096-token rows on H100 (tokamax
+# 0.0.17, data/autotuning/nvidia_h100_80gb_hbm3), averaged over causal and full
+# attention. No kernel computes gradients for 256 (`ops.attention_gradients`).
 _GPU_KERNELS = {64: (0.47, 0.46), 128: (0.63, 0.63), 256: (0.65,)}
 Row = dict[str, Any]
 
@@ -47,29 +47,29 @@ def describe(
   moved: float,
   host: float,
 ) -> dict[str, Any]:
-  """Returns the parts of a plan that are about work and time.
+  """Returns the entries of a plan for work and time.
 
   Args:
     job: the program and its mesh.
     hardware: chips of the mesh.
-    products: FLOPs of products on a device, without kernels.
-    kernels: kernels with their `flops` and `seconds` on a device.
-    traffic: collectives with their `seconds`, and `exposed` seconds, which no
-      other work hides.
+    products: per-device FLOPs of matmuls, without kernels.
+    kernels: kernels with their per-device `flops` and `seconds`.
+    traffic: collectives with their `seconds`, and the `exposed` (not
+      overlapped) part of these.
     compute: seconds of everything but kernels and collectives.
-    moved: bytes of the arguments that a device reads and writes.
-    host: bytes copied from the host's memory and back; not hidden.
+    moved: bytes of arguments that a device reads and writes.
+    host: bytes copied between host and device; not overlapped.
 
   Returns:
-    JSON with `flops`, `collectives`, `kernels`, `roofline` (seconds by cause,
-    of which `memory_s` is a lower limit) and `mfu`.
+    JSON with `flops`, `collectives`, `kernels`, `roofline` (seconds by cause;
+    `memory_s` is a lower bound) and `mfu`.
   """
   chip, model = hardware.chip, job.flops() / job.mesh.size
   in_kernels = sum(row['seconds'] for row in kernels)
   exposed = sum(row['exposed'] for row in traffic)
   memory, copied = moved / chip.hbm_bandwidth, host / chip.host_bandwidth
-  # Arguments are read while the step computes, so the longer of both counts;
-  # copies from the host are not overlapped, hence added.
+  # Reads of arguments overlap with compute, so the longer counts; host
+  # transfers do not overlap and are added.
   step = max(compute + in_kernels + exposed, memory) + copied
   return {
     'flops': {
@@ -107,8 +107,8 @@ def kernel_row(
 def compute_seconds(
   totals: hlo.Totals, hardware: chips.Slice
 ) -> dict[str, float]:
-  """Returns seconds of each computation, without kernels and collectives."""
-  # The compiler's cycles are too many on most chips; see `Chip.cycle_share`.
+  """Returns seconds per computation, without kernels and collectives."""
+  # The compiler overestimates cycles on most chips; see `Chip.cycle_share`.
   clock = hardware.chip.clock / hardware.chip.cycle_share
   return {name: cycles / clock for name, cycles in totals.cycles.items()}
 
@@ -120,26 +120,25 @@ def collectives(
 
   Args:
     totals: totals of the program.
-    mesh: mesh that it was compiled for.
+    mesh: mesh of the compiled program.
     hardware: chips of the mesh.
     kernels: seconds of all kernels.
 
   Returns:
-    The longest first: `kind`; `axes`, joined by '+' (for a permutation those
-    along which data moves, 'slices' for data that leaves a slice); number of
-    runs in a step; bytes that a device sends; `seconds` at the bandwidth of
-    the links; and the part of these that is `exposed`: no other work hides it.
+    Rows, longest first: `kind`; `axes`, joined by '+' (for a permutation the
+    axes along which data moves; 'slices' across slices); `count`, runs per
+    step; `bytes` sent per device; `seconds` at link bandwidth; `exposed`
+    seconds, not overlapped with other work.
   """
   network = Network(mesh, hardware)
   busy = collections.Counter(compute_seconds(totals, hardware))
-  # The model has the kernels' seconds together; they are divided by their
-  # calls.
+  # Only the total of the kernels' seconds is known; calls share it equally.
   calls = sum(kernel.times for kernel in totals.kernels)
   for kernel in totals.kernels:
     busy[kernel.computation] += kernels * kernel.times / calls
   timed = [(c, *network.cost(c)) for c in totals.collectives.values()]
-  # Overlapped collectives of a computation compete for the same work, so its
-  # seconds hide an equal share of each of them.
+  # Overlapped collectives of a computation compete for the same work, which
+  # hides an equal share of each.
   overlapped = collections.Counter()
   for collective, _, _, seconds in timed:
     if collective.overlapped:
@@ -158,11 +157,11 @@ def collectives(
 def rows_of(
   entries: Iterable[tuple[hlo.Collective, str, float, float, float]],
 ) -> list[Row]:
-  """Returns collectives by kind and mesh axes, as `collectives` does.
+  """Aggregates collectives by kind and mesh axes, as in `collectives`.
 
   Args:
-    entries: each with its axes, bytes that a device sends and seconds of a
-      run, and exposed seconds of all runs.
+    entries: collective, axes, bytes sent per device and seconds of a single
+      run, exposed seconds of all runs.
   """
   rows: dict[tuple[str, str], Row] = {}
   for collective, axes, sent, seconds, exposed in entries:
@@ -179,14 +178,14 @@ def rows_of(
 
 
 class Network:
-  """Links that groups of devices communicate over, and their speed."""
+  """Links between groups of devices, and their bandwidth."""
 
   def __init__(self, mesh: Mesh, hardware: chips.Slice):
     self.mesh, self.hardware = mesh, hardware
     self.devices = list(mesh.devices.flat)
     slices = [getattr(device, 'slice_index', 0) for device in self.devices]
-    # A compiled program is for a single slice, and numbers its devices
-    # from 0. Data that leaves it moves among `peers`, a device of every slice.
+    # A compiled program covers a single slice and numbers its devices from 0.
+    # Data crosses slices among `peers`, one device per slice.
     self.slice = np.flatnonzero(np.equal(slices, slices[0]))
     self.peers = np.unique(slices, return_index=True)[1]
     numbers = {position: i for i, position in enumerate(self.slice)}
@@ -202,18 +201,18 @@ class Network:
         self.axes.setdefault(_as_sets(groups), '+'.join(axes))
 
   def _groups(self, axes: Sequence[str]) -> np.ndarray:
-    """Returns positions of the devices along mesh axes: [groups, size]."""
+    """Returns device positions along mesh axes: [groups, size]."""
     return _grouped(self.mesh.devices.shape, self.mesh.axis_names, axes)
 
   def cost(self, collective: hlo.Collective) -> tuple[str, float, float]:
-    """Returns axes, bytes that a device sends, and seconds of a single run.
+    """Returns axes, bytes sent per device, and seconds of a single run.
 
     Raises:
-      UnknownProgramError: the replica groups are written in an unknown form.
+      UnknownProgramError: the replica groups have an unknown form.
     """
     kind, size = collective.kind, collective.bytes
     if collective.groups == hlo.SLICES:
-      # The program states the operand, a single slice's part of the result.
+      # `size` is the operand: a single slice's part of the gathered array.
       parts = len(self.peers) if kind == 'all-gather' else 1
       return hlo.SLICES, *self._send(kind, size * parts, self.peers)
     ids = replica_groups(collective.groups, len(self.slice))
@@ -223,17 +222,17 @@ class Network:
     if count == 1:
       return 'one device', 0.0, 0.0
     axes = self.axes.get(_as_sets(ids), f'{count} devices')
-    # The first group stands for all, which are alike on a mesh.
+    # All groups are alike on a mesh, so the first one represents them.
     return axes, *self._send(kind, size, self.slice[ids[0]])
 
   def _permute(
     self, size: float, pairs: np.ndarray
   ) -> tuple[str, float, float]:
-    """Returns the cost of sending from the first of each pair to the second.
+    """Returns the cost of a collective permute.
 
     Args:
-      size: bytes that a device sends.
-      pairs: positions of the devices: [pairs, 2].
+      size: bytes sent per device.
+      pairs: positions of source and target devices: [pairs, 2].
     """
     indices = np.unravel_index(pairs, self.mesh.devices.shape)
     moved = [
@@ -241,7 +240,7 @@ class Network:
       for name, index in zip(self.mesh.axis_names, indices, strict=True)
       if (index[:, 0] != index[:, 1]).any()
     ]
-    # All pairs send at once, so the slowest decides.
+    # All pairs send at once: the slowest determines the time.
     rates = [self._bandwidth(pair) for pair in pairs if pair[0] != pair[1]]
     seconds = size / min(rates) if rates else 0.0
     return '+'.join(moved) or 'one device', size, seconds
@@ -249,7 +248,7 @@ class Network:
   def cost_along(
     self, axes: Sequence[str], kind: str, size: float
   ) -> tuple[float, float]:
-    """Returns bytes that a device sends over mesh axes, and seconds.
+    """Returns bytes sent per device over mesh axes, and seconds.
 
     Args:
       axes: names of mesh axes.
@@ -261,17 +260,17 @@ class Network:
   def _send(
     self, kind: str, size: float, group: Sequence[int]
   ) -> tuple[float, float]:
-    """Returns bytes that each device of a group sends, and seconds."""
+    """Returns bytes sent per device of a group, and seconds."""
     count = len(group)
     if count == 1:
       return 0.0, 0.0
-    # In a ring a device sends every part but one. An all-reduce is a
+    # In a ring each device sends all parts but one. An all-reduce is a
     # reduce-scatter and an all-gather.
     sent = size * (count - 1) / count * (2 if kind == 'all-reduce' else 1)
     return sent, sent / self._bandwidth(group)
 
   def _bandwidth(self, group: Sequence[int]) -> float:
-    """Returns bytes/s that each device of a group can send to the others."""
+    """Returns the send bandwidth of each device in a group, bytes/s."""
     chip, members = self.hardware.chip, [self.devices[i] for i in group]
     if len({getattr(d, 'slice_index', 0) for d in members}) > 1:
       return chip.network_bandwidth
@@ -279,7 +278,7 @@ class Network:
       nodes = collections.Counter(d.id // chip.host_chips for d in members)
       if len(nodes) == 1:
         return chip.link_bandwidth
-      # All members of a node receive parts, and share them within it.
+      # All members of a node receive parts, and exchange them over NVLink.
       shared = min(nodes.values()) * chip.network_bandwidth
       return min(shared, chip.link_bandwidth)
     coordinates = np.array([d.coords for d in members])
@@ -287,11 +286,11 @@ class Network:
     for axis, extent in enumerate(self.hardware.extents):
       positions = np.unique(coordinates[:, axis])
       if len(positions) > 1:
-        # Devices in between belong to other groups and share the links.
+        # Devices in between belong to other groups, which share the links.
         spacing = int(np.diff(positions).max())
-        # Links close a ring around the torus only from some extent on, and for
-        # a group that spans the torus. The ends of a line send in one direction
-        # only, which halves the bandwidth of all.
+        # Wraparound links exist only from some extent on, and close a ring only
+        # for a group that spans the torus. The ends of an open line send in one
+        # direction, which halves the bandwidth of all.
         closed = extent >= chip.wraps_at and extent % 4 == 0
         ring = closed and len(positions) * spacing == extent
         total += chip.link_bandwidth * (1.0 if ring else 0.5) / spacing
@@ -306,12 +305,12 @@ def _as_sets(groups: Iterable[Sequence[int]]) -> frozenset[frozenset[int]]:
 def _grouped(
   shape: Sequence[int], names: Sequence[str], chosen: Sequence[str]
 ) -> np.ndarray:
-  """Returns the numbers of the devices along some axes: [groups, size].
+  """Returns device indices grouped along axes: [groups, size].
 
   Args:
     shape: size of each axis.
     names: name of each axis.
-    chosen: axes along which the devices of a group lie, the outermost first.
+    chosen: axes of a group, outermost first.
   """
   inner = [list(names).index(name) for name in chosen]
   ids = np.arange(math.prod(shape)).reshape(shape)
@@ -320,12 +319,12 @@ def _grouped(
 
 
 def replica_groups(text: str, devices: int) -> np.ndarray:
-  """Returns the device numbers of every group: [groups, size].
+  """Parses replica groups into device indices: [groups, size].
 
   Args:
     text: `{{0,1},{2,3}}`, `[2,2]<=[4]`, `[2,2]<=[2,2]T(1,0)`,
       `mesh['a'=2,'b'=2] {'a'}` or `mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0))
-      {'a'}`; empty for a single group of all.
+      {'a'}`; empty for a single group of all devices.
     devices: number of devices.
 
   Raises:
@@ -340,7 +339,7 @@ def replica_groups(text: str, devices: int) -> np.ndarray:
     sizes = {n: int(s) for n, s in re.findall(r"'(\w+)'=(\d+)", text)}
     chosen = re.findall(r"'(\w+)'", text[text.index(']') :])
     groups = _grouped(tuple(sizes.values()), tuple(sizes), chosen)
-    # The devices in the order of the mesh, where that is not their own.
+    # The device order of the mesh, unless it is the identity.
     order = re.search(r'device_ids=\(\[([\d,]+)\]T\(([\d,]+)\)\)', text)
     if order:
       groups = _transposed(devices, *order.groups()).ravel()[groups]
@@ -353,12 +352,12 @@ def replica_groups(text: str, devices: int) -> np.ndarray:
 
 
 def _transposed(devices: int, dims: str, order: str | None) -> np.ndarray:
-  """Returns the numbers of devices in an array of `dims`, transposed.
+  """Returns the device indices as an array of shape `dims`, transposed.
 
   Args:
     devices: number of devices, the product of `dims`.
-    dims: shape before it is transposed, such as '4,2'.
-    order: permutation of its dimensions, such as '1,0'; None for none.
+    dims: shape before the transpose, such as '4,2'.
+    order: permutation of dimensions, such as '1,0'; None for none.
   """
   ids = np.arange(devices).reshape(_integers(dims))
   return ids.transpose(_integers(order)) if order else ids

@@ -1,6 +1,6 @@
-"""Plans as files: the flags, the versions and the result.
+"""Stored plans: flags, versions and results.
 
-This module must not import programs: it describes requests and results only.
+This module must not import programs: it only describes requests and results.
 """
 
 from collections.abc import Iterable, Mapping
@@ -19,12 +19,12 @@ from encdec_adapt.planner import chips
 from encdec_adapt.telemetry import environment
 
 _GIB = 2**30
-# Sections of a configuration that its programs follow from.
+# Configuration sections that determine the programs.
 _SECTIONS = 'model', 'compute', 'teacher', 'optimizer', 'train', 'mesh'
 
 
 def request(config_flag, hardware: chips.Slice) -> dict[str, Any]:
-  """Returns the flags of a configuration, the chips and the versions."""
+  """Returns the configuration's flags, the chips and the versions."""
   return {
     'config': config_flags.get_config_filename(config_flag),
     'overrides': config_flags.get_override_values(config_flag),
@@ -35,18 +35,18 @@ def request(config_flag, hardware: chips.Slice) -> dict[str, Any]:
 
 
 def versions(chip: chips.Chip) -> dict[str, str]:
-  """Returns the versions of jax and of a chip's compiler, if it has one."""
+  """Returns the versions of jax and of the chip's compiler, if installed."""
   compiler = chips.compiler(chip.kind)
   names = dict([compiler.split()]) if compiler else {}
   return {'jax': environment.versions()['jax']} | names
 
 
 def digest(settings: config_lib.Settings) -> str:
-  """Returns a checksum of the settings that a program follows from.
+  """Returns a checksum of the settings that determine a program.
 
-  A stored plan has it, so that a test tells when its configuration has changed
-  since. Values that equal the default, and axes that are not divided or that
-  no parameter has, are left out, so that a new key or axis changes none.
+  Stored plans contain it, so a test detects later changes to their
+  configuration. Default values, and axes that are unsharded or unused, are left
+  out, so new keys and axes change no digest.
   """
   sections = {name: _changes(getattr(settings, name)) for name in _SECTIONS}
   sections['loss'] = _changes(settings.recipe.loss)
@@ -79,7 +79,7 @@ def _default(field: dataclasses.Field) -> Any:
 
 
 def flags(requested: Mapping[str, Any], names: Iterable[str]) -> list[str]:
-  """Returns the flags of `encdec_adapt.plan` that repeat a request.
+  """Returns the flags of `encdec_adapt.plan` for a request.
 
   Args:
     requested: a `request`, or a stored plan, which contains its request.
@@ -95,11 +95,11 @@ def flags(requested: Mapping[str, Any], names: Iterable[str]) -> list[str]:
 
 
 def read(folder: str) -> list[dict[str, Any]]:
-  """Returns the plans that `--output` wrote into a folder, by file name.
+  """Reads the plans written to a folder with `--output`, in file name order.
 
   Args:
-    folder: local path or bucket URL. Other JSON files, such as candidates of
-      a search, are skipped.
+    folder: local path or bucket URL. Other JSON files, such as search
+      candidates, are skipped.
 
   Raises:
     UserError: there is no plan, or a file is not a JSON object.
@@ -116,11 +116,11 @@ def read(folder: str) -> list[dict[str, Any]]:
 def shipped(
   settings: config_lib.Settings, hardware: chips.Slice
 ) -> dict[str, Any] | None:
-  """Returns the plan in configs/plans of a configuration, None without any.
+  """Returns a configuration's plan in configs/plans, or None.
 
   Args:
     settings: the configuration for the chips.
-    hardware: chips that it is planned for.
+    hardware: target chips.
   """
   chosen = digest(settings), hardware.name, hardware.count
   return next(
@@ -134,7 +134,7 @@ def shipped(
 
 
 def markdown(plans: list[dict[str, Any]]) -> str:
-  """Returns a row for every program of every plan; '-' if unknown."""
+  """Formats a table, one row per program of each plan; '-' if unknown."""
   lines = [
     '| configuration | chips | memory per chip, GiB | step, s | MFU |'
     ' compiled, s |',

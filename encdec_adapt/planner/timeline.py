@@ -1,10 +1,9 @@
-"""Time of a compiled GPU program, by a roofline over its schedule.
+"""Time of a compiled GPU program: a roofline over its schedule.
 
-An operation takes the longer of its bytes at the memory's rate and its FLOPs at
-that of products; a kernel has counts of its own. Collectives follow each other
-on the links. An asynchronous one is exposed for as long as its `-done` waits, a
-synchronous one altogether. Launches take no time. This module must not import
-jobs.
+An operation takes the longer of its memory and matmul times; the caller times
+the kernels. Collectives run one after another on the links. An asynchronous
+collective is exposed while its `-done` waits, a synchronous one fully. Launches
+take no time. This module must not import jobs.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +14,7 @@ _NO_WORK = {
   'parameter', 'constant', 'tuple', 'get-tuple-element', 'bitcast',
   'partition-id', 'replica-id', 'after-all',
 }  # fmt: skip
-# They read as much of their first operand as they return.
+# These read only as much of their first operand as they return.
 _SLICES = {'slice', 'dynamic-slice', 'gather'}
 _UPDATE = 'dynamic-update-slice'  # Writes its second operand into its first.
 
@@ -25,17 +24,19 @@ def simulate(
   network: roofline.Network,
   kernel_seconds: Callable[[hlo.Kernel], float],
 ) -> tuple[float, list[roofline.Row]]:
-  """Returns seconds of work without kernels, and collectives with times.
+  """Simulates a program's schedule.
 
   Args:
     totals: totals of the program.
     network: links of its devices.
-    kernel_seconds: function that returns the seconds of all runs of a kernel.
+    kernel_seconds: returns the seconds of all runs of a kernel.
 
   Returns:
-    Seconds, and the rows that `roofline.collectives` describes.
+    Seconds of work without kernels and collectives, and rows of collectives as
+    in `roofline.collectives`.
   """
-  # All runs of an instruction count at once, so that a loop is its body.
+  # All runs of an instruction count at once: a loop is simulated as one pass
+  # over its body.
   clock = work = link = 0.0
   entries, pending = [], {}
   for step in totals.schedule:
@@ -48,7 +49,7 @@ def simulate(
       entries.append(entry)
       pending[place, op.name] = end, entry
     waits = op.opcode.endswith('-done')
-    # A collective without a start is waited for at once.
+    # A synchronous collective waits at once.
     key = place, op.operands[0] if waits else op.name
     if waits or (collective and not op.opcode.endswith('-start')):
       end, entry = pending.pop(key, (clock, None))
@@ -74,11 +75,11 @@ def moved_bytes(
   types: Mapping[str, str],
   computations: Mapping[str, Sequence[hlo.Instruction]],
 ) -> float:
-  """Returns bytes that an operation reads and writes in a run.
+  """Returns bytes read and written by an operation in a single run.
 
   Args:
-    op: the operation, which may be a fusion.
-    types: types of the results of its computation, by name.
+    op: the operation, possibly a fusion.
+    types: result types of its computation, by instruction name.
     computations: instructions of each computation.
   """
   if not op.opcode.startswith('fusion'):
@@ -97,7 +98,7 @@ def moved_bytes(
       result = body[result.operands[0]]
     written += _written(result, types)
   parameters = [inner for inner in body.values() if inner.opcode == 'parameter']
-  # An array that several operations read is loaded from memory once.
+  # An array read by several operations is loaded from memory once.
   return written + sum(
     min(
       sum(hlo.sizes(parameter.type)),
@@ -108,7 +109,7 @@ def moved_bytes(
 
 
 def _reads(name: str, body, types: Mapping[str, str]) -> Iterator[float]:
-  """Yields the bytes that each user of an array in a fusion reads of it."""
+  """Yields the bytes of an array read by each of its users in a fusion."""
   for inner in body:
     if name in inner.operands:
       if inner.opcode == 'bitcast':
