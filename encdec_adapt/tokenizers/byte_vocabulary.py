@@ -1,4 +1,4 @@
-"""Byte vocabularies: a token for every byte of UTF-8. Ours:
+"""Byte vocabularies: one token per UTF-8 byte. Ours:
 
 | ids        | tokens                                   |
 |------------|------------------------------------------|
@@ -15,9 +15,9 @@ ByT5's:
 | 259 .. 383 | <extra_id_0> .. of its tokenizer in transformers, which it  |
 |            | was not pretrained with                                     |
 
-ByT5's sentinels are the last 100 bytes, 258 downwards, as it was pretrained
-(arXiv:2105.13626, section 3.1). The first eleven occur in no text and are named
-<extra_id_0> to <extra_id_10>; the others occur in characters beyond ASCII.
+ByT5's sentinels are the last 100 bytes, 258 downwards, as in its pretraining
+(arXiv:2105.13626, section 3.1). The first eleven never occur in UTF-8 and are
+named <extra_id_0> to <extra_id_10>; the others occur in non-ASCII characters.
 
 This module imports neither TensorFlow nor SeqIO nor jax.
 """
@@ -44,7 +44,7 @@ class ByteVocabulary(vocabulary.Vocabulary):
   def __init__(self, *, added_sentinels: int = 0):
     """Makes the vocabulary; see `vocabulary.Vocabulary`."""
     specials = {name: 256 + i for i, name in enumerate(_SPECIALS)}
-    # The first four names, without brackets, are `vocabulary.ROLES`.
+    # The first four names, without brackets, are roles.
     roles = {name[1:-1]: specials[name] for name in _SPECIALS[:4]}
     super().__init__(
       NAME,
@@ -67,7 +67,7 @@ class ByteVocabulary(vocabulary.Vocabulary):
 
   def _decode(self, ids, *, start):
     del start
-    # A model may write bytes that are not UTF-8, so errors are replaced.
+    # A model may generate invalid UTF-8, so errors are replaced.
     return bytes(ids).decode('utf-8', 'replace')
 
 
@@ -94,7 +94,7 @@ class ByT5Vocabulary(vocabulary.Vocabulary):
       added_sentinels=added_sentinels,
       edges=((), (roles['eos'],)),
     )
-    # The bytes that no UTF-8 has are nothing but sentinels.
+    # Bytes that never occur in UTF-8 serve only as sentinels.
     self._names |= {
       i: name
       for name, i in self.sentinel_names.items()
@@ -103,8 +103,8 @@ class ByT5Vocabulary(vocabulary.Vocabulary):
 
   @property
   def sentinel_names(self):
-    # `piece` names bytes of text by their bytes.
-    count = _BYT5_SENTINELS  # Added ones follow.
+    # `piece` names bytes that occur in text by value, not as sentinels.
+    count = _BYT5_SENTINELS  # Added sentinels follow.
     names = {f'<extra_id_{n}>': self.sentinels[n] for n in range(count)}
     return names | {self.piece(i): i for i in self.sentinels[count:]}
 

@@ -1,4 +1,4 @@
-r"""Conversations as token ids, in the formats of Gemma, Llama 3 and Qwen.
+r"""Chat templates of Gemma, Llama 3 and Qwen: conversations as token ids.
 
 | family | a turn                                                           |
 |--------|------------------------------------------------------------------|
@@ -8,10 +8,10 @@ r"""Conversations as token ids, in the formats of Gemma, Llama 3 and Qwen.
 | llama3 | <|start_header_id|>ROLE<|end_header_id|>\n\nTEXT<|eot_id|>       |
 | chatml | <|im_start|>ROLE\nTEXT<|im_end|>\n (Qwen)                        |
 
-Text of Gemma (but the system's) and Llama is stripped, as by their templates.
-Special tokens are placed by id: a text that spells one out stays text. Nothing
-is added to the conversation (the templates of Llama 3.1 add a date, those of
-Qwen 2.5 a system message). BOS is framing and is not included.
+Text is stripped for Gemma (except system text) and Llama, as in their
+templates. Special tokens are inserted by id; spelled out in a text they stay
+text. Nothing is added to the conversation (Llama 3.1's template adds a date,
+Qwen 2.5's a system message). BOS is framing and is not included.
 
 This module imports neither TensorFlow nor SeqIO nor jax.
 """
@@ -36,8 +36,8 @@ class Turns(NamedTuple):
 
   Attributes:
     ids: int32 [n].
-    assistant: bool [n], True at the assistant's text and at the token that
-      ends its turn.
+    assistant: bool [n], True for the assistant's text and the token that ends
+      its turn.
   """
 
   ids: np.ndarray
@@ -46,17 +46,17 @@ class Turns(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Template:
-  """Format of a family's turns.
+  """Turn format of a model family.
 
   Attributes:
     family: name in the module's table.
     start: special tokens around the role; the second may be ''.
     end: special token after the text; it ends an answer.
-    before_text: text between the role (or second special token) and the text.
-    after_turn: text after the end.
+    before_text: separator between the header and the text.
+    after_turn: text after the end token.
     assistant: name of the assistant's role.
     strips: whether text is stripped.
-    system_apart: whether the system has a turn.
+    system_apart: whether the system message is a turn of its own.
   """
 
   family: str
@@ -93,7 +93,7 @@ _TEMPLATES = (
   ),
   Template('chatml', ('<|im_start|>', ''), '<|im_end|>'),
 )
-# By family; the first that fits a vocabulary is its format.
+# By family; a vocabulary uses the first matching template.
 TEMPLATES = {template.family: template for template in _TEMPLATES}
 
 
@@ -103,16 +103,16 @@ def markers() -> set[str]:
 
 
 def find_template(vocabulary: vocabulary_lib.Vocabulary) -> Template | None:
-  """Returns the template that fits a vocabulary's special tokens, if any."""
+  """Returns the template that matches a vocabulary's special tokens, if any."""
   names = vocabulary.specials.keys()
   return next((t for t in _TEMPLATES if names >= set(t.specials)), None)
 
 
 def template_of(vocabulary: vocabulary_lib.Vocabulary) -> Template:
-  """Returns the template that fits a vocabulary's special tokens.
+  """Returns the template that matches a vocabulary's special tokens.
 
   Raises:
-    UserError: it lacks the special tokens of every template.
+    UserError: no template matches.
   """
   if template := find_template(vocabulary):
     return template
@@ -132,10 +132,10 @@ def require(vocabulary: vocabulary_lib.Vocabulary, family: str) -> None:
 
   Args:
     vocabulary: the vocabulary.
-    family: family of `TEMPLATES`; '' for any vocabulary.
+    family: family of `TEMPLATES`; '' accepts any vocabulary.
 
   Raises:
-    UserError: it lacks them.
+    UserError: special tokens are missing.
   """
   lacks = set(TEMPLATES[family].specials if family else ()) - set(
     vocabulary.specials
@@ -150,7 +150,7 @@ def require(vocabulary: vocabulary_lib.Vocabulary, family: str) -> None:
 
 
 def jinja(template: Template) -> str:
-  """Returns a template as the Jinja source that `transformers` renders."""
+  """Returns a template as Jinja source for `transformers`."""
   first, second = map(json.dumps, template.start)
   # JSON strings are valid in Jinja, escaped newlines included.
   texts = template.before_text, template.end, template.after_turn
@@ -182,7 +182,7 @@ def jinja(template: Template) -> str:
 
 
 def end_of_turn(vocabulary: vocabulary_lib.Vocabulary) -> int:
-  """Returns the id that ends an answer.
+  """Returns the end-of-turn id, which ends an answer.
 
   Raises:
     UserError: see `template_of`.
@@ -202,7 +202,8 @@ def encode(
     messages: dictionaries with `role` (system, user or assistant) and
       `content`.
     vocabulary: determines the template.
-    open_turn: begin the assistant's turn at the end, for a model to continue.
+    open_turn: append the header of the assistant's turn, as a generation
+      prompt.
 
   Raises:
     UserError: the vocabulary has no template, or a message is malformed.
@@ -211,8 +212,8 @@ def encode(
   template = template_of(vocabulary)
   ids, masks = [], []
   parts = _parts(_turns(messages, template), template, open_turn)
-  # Texts between special tokens are encoded together, as `transformers` encodes
-  # a rendered template: tokens may span a role and its newline.
+  # Text between special tokens is encoded together, as `transformers` encodes a
+  # rendered template: a token may span a role and its newline.
   for is_special, group in itertools.groupby(parts, lambda p: p.is_special):
     group = list(group)
     if is_special:
@@ -221,8 +222,8 @@ def encode(
       continue
     text = ''.join(part.text for part in group)
     tokens, boundaries = vocabulary.encode_with_boundaries(text)
-    # The assistant's text ends its group. A token belongs to the assistant if
-    # any of its characters does.
+    # The assistant's text ends its group. A token counts as the assistant's if
+    # any of its characters is.
     answer = len(group[-1].text) if group[-1].by_assistant else 0
     ids.append(tokens)
     masks.append(_ends(boundaries) > len(text) - answer)
@@ -246,8 +247,8 @@ def _parts(
     by_assistant = role == 'assistant'
     yield from _header(role, template)
     yield _Part(content, False, by_assistant)
-    # The end of an answer is learned with it, the text after the end is not:
-    # decoding stops at the end.
+    # The end token is learned with the answer, the text after it is not:
+    # decoding stops at the end token.
     yield _Part(template.end, True, by_assistant)
     yield _Part(template.after_turn)
   if open_turn:
@@ -264,7 +265,7 @@ def _header(role: str, template: Template) -> Iterator[_Part]:
 
 
 def check_messages(messages: Messages) -> None:
-  """Refuses malformed conversations.
+  """Checks that a conversation is well-formed.
 
   Raises:
     UserError: there is no message, or a message is malformed.
@@ -287,7 +288,7 @@ def check_messages(messages: Messages) -> None:
 
 
 def _turns(messages: Messages, template: Template) -> list[tuple[str, str]]:
-  """Returns roles and texts in the template's arrangement.
+  """Returns (role, text) of each turn of the template.
 
   Raises:
     UserError: no user message follows the system message.
@@ -308,8 +309,7 @@ def _turns(messages: Messages, template: Template) -> list[tuple[str, str]]:
 
 
 def _ends(boundaries: np.ndarray) -> np.ndarray:
-  """Returns how many characters begin before each token's end, [n]."""
-  # A token that ends inside of a character ends in that after the last
-  # boundary.
+  """Returns the number of characters started before each token's end, [n]."""
+  # A token that ends inside a character counts the one after the last boundary.
   characters = np.maximum.accumulate(np.maximum(boundaries, 0))
   return characters[1:] + (boundaries[1:] < 0)

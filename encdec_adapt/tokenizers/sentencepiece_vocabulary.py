@@ -1,23 +1,22 @@
-"""SentencePiece models with any layout of ids: Gemma's, Llama 2's, ours.
+"""SentencePiece models with any id layout: Gemma's, Llama 2's, ours.
 
 Special tokens are the model's control and unknown pieces and, in Gemma's
-files, user-defined symbols with the names of special tokens, which would match
-in text. Decoding returns every text that UTF-8 can hold: models normalise
-nothing and encode unknown characters as bytes. Some cases need care:
+files, user-defined symbols with names of special tokens, which would match in
+text. Decoding is lossless for all of UTF-8: models do not normalise, and encode
+unknown characters as bytes. Special cases:
 
 - SentencePiece writes a space as U+2581 and would decode a U+2581 of the text
   as a space, so that character is encoded as its three bytes.
-- Texts are encoded line by line, unless a piece has a newline beside other
+- Texts are encoded line by line unless a piece mixes newlines with other
   characters: the ids are the same, three times as fast on long texts.
-- Some models put a space before every text (Llama 2, Mistral). So does this
-  class; decoding removes it at the start of a text, but not from ids that
-  follow others.
-- A model with <pad> and </s> and without BOS, or with `extra_ids` in
-  tokenizer_config.json beside it, is T5's, and encodes as it is: it merges
+- Some models prepend a space to every text (Llama 2, Mistral). So does this
+  class; decoding removes it at the start of a text, but not after other ids.
+- A model with <pad> and </s> and without BOS, or with `extra_ids` in the
+  folder's tokenizer_config.json, is T5's and encodes unchanged: it merges
   spaces, normalises, and may lack characters. Its sentinels are in the file
-  (mT5), or follow its pieces: `extra_ids`, else 100.
-- A text is framed as that file says (`add_bos_token`, `add_eos_token`), by
-  default with BOS before it, and T5's with EOS behind it.
+  (mT5), or follow its pieces: `extra_ids` of them, 100 by default.
+- tokenizer_config.json sets the framing (`add_bos_token`, `add_eos_token`); the
+  default is BOS before a text, for T5 EOS after it.
 
 This module imports neither TensorFlow nor SeqIO nor jax.
 """
@@ -34,9 +33,9 @@ from encdec_adapt.files import atomic, paths
 from encdec_adapt.tokenizers import vocabulary
 
 CONFIG = 'tokenizer_config.json'
-EXTRA_IDS = 100  # As T5's; the default of its tokenizer in transformers.
+EXTRA_IDS = 100  # The default of T5's tokenizer in transformers.
 _SPACE = '\u2581'
-# A newline beside another character; a line with the newlines after it.
+# A newline next to another character; a line with its trailing newlines.
 _MIXED_LINES = re.compile(r'\n[^\n]|[^\n]\n')
 _LINE = re.compile(r'[^\n]+\n*|\n+')
 
@@ -52,8 +51,8 @@ class SentencePieceVocabulary(vocabulary.Vocabulary):
       added_sentinels: see `vocabulary.Vocabulary`.
 
     Raises:
-      UserError: it is missing or damaged, has no EOS or BOS and is not T5's,
-        or loses text.
+      UserError: the file is missing or damaged, has no EOS or BOS and is not
+        T5's, or loses text.
     """
     name = str(path)
     try:
@@ -67,8 +66,7 @@ class SentencePieceVocabulary(vocabulary.Vocabulary):
     config = paths.at(path).parent / CONFIG
     stated = atomic.read_json(config) if config.is_file() else {}
     roles = _roles(self._model, name)
-    # Hashes the file, not `_plain`'s result, which depends on the release of
-    # protobuf.
+    # Hashes the file: the result of `_plain` depends on the protobuf version.
     digest, files = hashlib.sha256(data).hexdigest(), [paths.at(path)]
     self._is_t5 = 'extra_ids' in stated or (
       roles['bos'] == roles['pad'] != roles['eos']
@@ -76,7 +74,7 @@ class SentencePieceVocabulary(vocabulary.Vocabulary):
     self._prefix = ''
     edges = [], [roles['eos']]
     if self._is_t5:
-      # The tokenizer of transformers puts no BOS, whatever the model has.
+      # T5's tokenizer in transformers adds no BOS, even if the model has one.
       roles['bos'] = roles['pad']
       extra = self._extra_ids(stated.get('extra_ids', EXTRA_IDS))
       digest = vocabulary.digest_of(digest, extra)
@@ -86,8 +84,7 @@ class SentencePieceVocabulary(vocabulary.Vocabulary):
         [roles['bos']] if stated.get('add_bos_token', True) else [],
         [roles['eos']] if stated.get('add_eos_token') else [],
       )
-      # The prefix is put by this class instead, which can leave it out of a
-      # part.
+      # This class prepends the prefix instead, so it can omit it from parts.
       self._prefix = ' ' if _puts_prefix(self._model) else ''
       if self._prefix or _text_matches_specials(self._model):
         self._model = _load(_plain(data), name)
@@ -113,7 +110,7 @@ class SentencePieceVocabulary(vocabulary.Vocabulary):
   def _extra_ids(self, stated: int) -> int:
     size = self._model.get_piece_size()
     pieces = map(self._model.id_to_piece, range(size))
-    # mT5's file has all its sentinels, whatever the class adds.
+    # mT5's file already has all sentinels.
     names = {piece.lstrip(_SPACE) for piece in pieces}
     return 0 if '<extra_id_0>' in names else stated
 
@@ -132,8 +129,8 @@ class SentencePieceVocabulary(vocabulary.Vocabulary):
     text = self._prefix + text
     if _SPACE not in text or not self._bytes:
       return self._encode_lines(text)
-    # Without byte pieces nothing can stand for the character; `_loss` refuses
-    # such models.
+    # Without byte pieces the character has no encoding; `_loss` rejects such
+    # models.
     first, *parts = text.split(_SPACE)
     ids = self._encode_lines(first)
     for part in parts:
@@ -142,10 +139,10 @@ class SentencePieceVocabulary(vocabulary.Vocabulary):
     return ids
 
   def _encode_lines(self, text: str) -> list[int]:
-    """Encodes a text without U+2581, the model's mark of a space."""
+    """Encodes a text without U+2581, the model's space marker."""
     if not self._by_line:
       return self._model.encode(text)
-    # A run of newlines may be a single piece, so it stays together.
+    # Runs of newlines stay together: they may be a single piece.
     parts = map(self._model.encode, _LINE.findall(text))
     return list(itertools.chain.from_iterable(parts))
 
@@ -157,19 +154,19 @@ class SentencePieceVocabulary(vocabulary.Vocabulary):
       self._prefix + text if ids else '', [self._bytes_of(i) for i in ids]
     )
     if self._prefix:
-      # The prepended space is no character of the text.
+      # The prepended space is not part of the text.
       bounds[1:] -= bounds[1:] > 0
     return ids, bounds
 
   def _encode_with_surfaces(self, text: str) -> tuple[list[int], list[int]]:
     """Encodes with a T5 model, whose pieces differ from the text."""
-    # The name in earlier releases; `begin` counts characters there, else bytes.
+    # Name in earlier releases; `begin` counts characters there, else bytes.
     old = getattr(self._model, 'encode_as_immutable_proto', None)
     pieces = (old or self._model.encode_as_proto)(text).pieces
     ids, bounds, end = [x.id for x in pieces], [], 0
     for i, piece in enumerate(pieces):
       start, before = text.index(piece.surface, end), pieces[i - 1]
-      # The last byte of a character has all its text.
+      # The last byte of a character holds its whole surface.
       inside = i and self._model.is_byte(before.id) and not before.surface
       bounds.append(-1 if inside else start)
       end = start + len(piece.surface)
@@ -183,7 +180,7 @@ class SentencePieceVocabulary(vocabulary.Vocabulary):
 
   def _decode(self, ids, *, start):
     text = self._model.decode(ids)
-    # The model drops a space at the start of every decoded sequence.
+    # The model drops a leading space from every decoded sequence.
     if self._is_t5 and not start and self._piece(ids[0]).startswith(_SPACE):
       return f' {text}'
     return text.removeprefix(self._prefix) if start else text
@@ -202,7 +199,7 @@ def _load(data: bytes, path: str) -> sentencepiece.SentencePieceProcessor:
 
 
 def _puts_prefix(model: sentencepiece.SentencePieceProcessor) -> bool:
-  # Decoding drops the space at the start, and the second text keeps its space.
+  # Decoding drops the leading space; the second 'x' keeps its space.
   return model.decode(2 * model.encode('x')) == 'x x'
 
 
@@ -220,7 +217,7 @@ def _is_special(model: sentencepiece.SentencePieceProcessor, i: int) -> bool:
 
 def read_proto(data: bytes) -> Any:
   """Parses a SentencePiece file."""
-  # Here, because it imports protobuf, which most commands do not need.
+  # Imported late: most commands do not need protobuf.
   from sentencepiece import sentencepiece_model_pb2
 
   return sentencepiece_model_pb2.ModelProto.FromString(data)
@@ -232,7 +229,7 @@ def _plain(data: bytes, extra: int = 0, *, prefix: bool = False) -> bytes:
   Args:
     data: serialized model.
     extra: number of T5's sentinels after the pieces.
-    prefix: whether the model still prepends a space to texts.
+    prefix: whether to keep the model's prepended space.
   """
   proto = read_proto(data)
   for i in reversed(range(extra)):
@@ -264,6 +261,6 @@ def _roles(
       )
   if roles['pad'] < 0:
     roles['pad'] = roles['eos']  # Masked everywhere, so any id works.
-  # The unknown id stands for a piece that does not exist.
+  # `piece_to_id` returns the unknown id for missing pieces.
   mask = model.piece_to_id('<mask>')
   return roles if mask == model.unk_id() else {**roles, 'mask': mask}

@@ -13,13 +13,13 @@ class SideIds:
   """Special ids of a vocabulary; several roles may share an id.
 
   Attributes:
-    pad: fills rows; masked by weights and segments.
+    pad: padding; masked by weights and segments.
     eos: ends a document.
-    bos: starts a segment: the token that decoders start with.
-    sentinels: stand for hidden spans; known where the vocabulary is open.
+    bos: starts a segment: the decoder start token.
+    sentinels: mark masked spans; empty unless the vocabulary is open.
     modes: mode tokens of UL2; likewise.
-    ends_with_eos: whether an encoder reads inputs as `p EOS`, and targets of
-      pairs end with EOS unless they are cut, as T5's; else it reads `BOS p`.
+    ends_with_eos: T5's framing: an encoder reads `p EOS` instead of `BOS p`,
+      and targets of pairs end with EOS unless truncated.
     opening: ids before such inputs and targets: the `<s>` of CodeT5.
   """
 
@@ -33,17 +33,17 @@ class SideIds:
 
   @property
   def frame_size(self) -> int:
-    """Number of ids around the inputs that a stack reads."""
+    """Number of framing ids around an encoder's inputs."""
     return len(self.opening) + 1
 
   def edges(self, side: str) -> tuple[list[int], list[int]]:
-    """Returns the ids before and behind the inputs that a stack reads."""
+    """Returns the framing ids before and after a stack's inputs."""
     if self.ends_with_eos and side == 'encoder':
       return [*self.opening], [self.eos]
     return [self.bos], []
 
   def frame(self, inputs: Iterable[int], side: str) -> list[int]:
-    """Returns inputs as a stack reads them, m + `frame_size` ids.
+    """Returns framed inputs of a stack.
 
     Args:
       inputs: ids [m] without framing.
@@ -59,7 +59,7 @@ class Framing:
 
   Attributes:
     encoder: ids of the encoder's vocabulary.
-    decoder: ids of the decoder's vocabulary, which a teacher also reads.
+    decoder: ids of the decoder's vocabulary, shared by a teacher.
   """
 
   encoder: SideIds
@@ -67,12 +67,12 @@ class Framing:
 
   @classmethod
   def from_description(cls, described: Mapping[str, Any]) -> 'Framing':
-    """Parses a description by `vocabularies.Opened.describe`."""
+    """Parses a description from `vocabulary_pair.Opened.describe`."""
     roles = 'pad', 'eos', 'bos'
     sides = {
       side: SideIds(
         *(tokens['special_tokens'][role]['id'] for role in roles),
-        # Earlier descriptions have no such fields, nor such framing.
+        # Earlier descriptions lack these fields and this framing.
         ends_with_eos=tokens.get('ends_with_eos', False),
         opening=tuple(tokens.get('opening', ())),
       )

@@ -1,10 +1,10 @@
 """Vocabularies from Hugging Face's `tokenizer.json`, through `tokenizers`.
 
 The roles of special tokens are read from tokenizer_config.json,
-special_tokens_map.json and config.json beside the file, in this order. Roles
-that none of them names are found by the names of Gemma, Llama and Qwen:
+special_tokens_map.json and config.json in the same folder, in this order.
+Remaining roles are found by the names of Gemma, Llama and Qwen:
 
-| role | names, the first that exists                                         |
+| role | names, the first match                                               |
 |------|----------------------------------------------------------------------|
 | bos  | <bos>, <|begin_of_text|>, <s>; <|endoftext|> for Qwen, which has none |
 | eos  | <eos>, <|end_of_text|>, </s>, <|endoftext|>                           |
@@ -12,10 +12,10 @@ that none of them names are found by the names of Gemma, Llama and Qwen:
 | unk  | <unk>                                                                 |
 | mask | <mask>, [MASK]                                                        |
 
-A tokenizer without BOS that puts EOS behind every text is T5's, and BOS is
+A tokenizer without BOS that appends EOS to every text is T5's, and BOS is
 padding.
 
-No special token matches in a text, whatever the file declares.
+Special tokens never match in text, whatever the file declares.
 
 This module imports neither TensorFlow nor SeqIO nor jax.
 """
@@ -55,8 +55,8 @@ class TokenizerJson(vocabulary.Vocabulary):
       added_sentinels: see `vocabulary.Vocabulary`.
 
     Raises:
-      UserError: it or a file beside it is missing or damaged, has no EOS or
-        BOS, matches special tokens in text, or loses text.
+      UserError: it or another file of the folder is missing or damaged, has no
+        EOS or BOS, matches special tokens in text, or loses text.
     """
     path = paths.at(path)
     siblings = [path.parent / name for name in (*_CONFIGS, _MODEL_CONFIG)]
@@ -70,8 +70,8 @@ class TokenizerJson(vocabulary.Vocabulary):
         vocab = {token: i for i, (token, _) in enumerate(vocab)}
       ids = {**vocab, **{token['content']: token['id'] for token in added}}
       for token in added:
-        # A text matches added tokens that are not marked as special, and files
-        # mark only some of those that frame rows or turns.
+        # Added tokens not marked special match in text, and files mark only
+        # some of the tokens that frame rows or turns.
         token['special'] = bool(
           token.get('special')
           or vocabulary.SPECIAL.fullmatch(token['content'])
@@ -95,7 +95,7 @@ class TokenizerJson(vocabulary.Vocabulary):
     self._head = self._head_for_continuing()
     super().__init__(
       str(path),
-      # The roles too, for they may come from the files beside it.
+      # Includes the roles, which may come from other files of the folder.
       vocabulary.digest_of(
         hashlib.sha256(path.read_bytes()).hexdigest(),
         {role: roles.get(role) for role in vocabulary.ROLES},
@@ -110,15 +110,15 @@ class TokenizerJson(vocabulary.Vocabulary):
     self._check_specials()
 
   def _head_for_continuing(self) -> list[int]:
-    # Llama 2's decoder drops the space at the start of every sequence. Ids that
-    # continue a text are decoded after a letter to keep theirs.
+    # Llama 2's decoder drops the leading space of every sequence. Continuations
+    # are decoded after a letter to keep it.
     letter = self._encode('x')
     twice = self._tokenizer.decode(2 * letter, skip_special_tokens=False)
     return [] if twice == 'xx' else letter
 
   def _check_specials(self) -> None:
-    # `encode_special_tokens` does not keep a text from matching a special token
-    # that is a piece of the model as well.
+    # `encode_special_tokens` does not prevent text from matching special tokens
+    # that are also pieces of the model.
     specials = {i: n for n, i in self.specials.items() if i < self.stored_size}
     if self.ids.ends_with_eos:  # T5 encodes '<' as unknown.
       specials.pop(self.unk, None)
@@ -140,7 +140,7 @@ class TokenizerJson(vocabulary.Vocabulary):
     if not encoding.ids:
       return [], [0]
     starts, ends = np.array(encoding.offsets, np.int64).T
-    # Tokens that share a character have it in both their spans.
+    # Tokens that share a character both include it in their spans.
     between = np.where(ends[:-1] <= starts[1:], starts[1:], -1)
     return encoding.ids, [0, *between, len(text)]
 
@@ -159,7 +159,7 @@ def _load(content: dict[str, Any]) -> tokenizers.Tokenizer:
 
 
 def _edges(content: Mapping[str, Any]) -> tuple[list[int], list[int]]:
-  """Returns the ids that a tokenizer.json puts before and behind every text."""
+  """Returns the ids that a tokenizer.json adds before and after every text."""
   step = content.get('post_processor') or {}
   head, tail = [], []
   for part in step.get('processors', [step]):
@@ -178,31 +178,31 @@ def _edges(content: Mapping[str, Any]) -> tuple[list[int], list[int]]:
 def _rename_pieces(
   content: dict[str, Any], specials: Mapping[str, int]
 ) -> None:
-  """Renames special pieces of a Unigram model, which match in text otherwise.
+  """Renames special pieces of a Unigram model, so they never match in text.
 
   T5's special pieces have the best score. The new names start with a space,
-  which no piece contains (it is written U+2581).
+  which no piece contains (spaces are written U+2581).
   """
   model = content['model']
   model['vocab'] = [
     [f' {name}' if name in specials else name, score]
     for name, score in model['vocab']
   ]
-  # Each would get a new id, as no piece has its name any more.
+  # Each would get a new id: no piece has its name now.
   content['added_tokens'] = [
     token for token in content['added_tokens'] if not token['special']
   ]
 
 
 def _named(files: list[paths.Path]) -> dict[str, str | int]:
-  """Returns the special token or its id by role, as the files state it."""
+  """Reads special tokens (or their ids) by role from the files."""
   named: dict[str, str | int] = {}
   for file in files:
     content = atomic.read_json(file)
     for role in vocabulary.ROLES:
       if file.name == _MODEL_CONFIG:
         value = content.get(f'{role}_token_id')
-        # If several ids end a text, documents end with the first.
+        # Of several EOS ids, documents end with the first.
         value = value[0] if isinstance(value, list) and value else value
         if type(value) is int and value < 0:  # -1 in old Llamas.
           value = None
@@ -222,7 +222,7 @@ def _roles(
   path: str,
   tail: list[int],
 ) -> dict[str, int]:
-  """Returns the ids by role; the tokenizer appends `tail` to every text.
+  """Returns the ids by role, given the ids appended to every text (`tail`).
 
   Raises:
     UserError: a named token is not special, or there is no EOS or BOS.

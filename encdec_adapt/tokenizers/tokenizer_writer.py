@@ -1,28 +1,27 @@
-"""Writes a vocabulary as tokenizer files that other software loads.
+"""Exports a vocabulary as tokenizer files for other software.
 
 | vocabulary            | tokenizer.json                                      |
 |-----------------------|-----------------------------------------------------|
-| tokenizer.json        | the file as it is                                   |
+| tokenizer.json        | the file, unchanged                                 |
 | SentencePiece BPE     | BPE with byte fallback, merges ordered by score     |
 | SentencePiece unigram | Unigram with byte fallback                          |
 | T5's SentencePiece    | Unigram as in transformers' T5Tokenizer             |
 | bytes                 | BPE with byte fallback and no merges                |
 | ByT5's bytes          | none: tokenizer_config.json names ByT5Tokenizer     |
 
-No tokenizer.json reads texts as a SentencePiece BPE model with both a space
-before every text and user-defined symbols: `tokenizers` puts the space after
-every symbol too, or not before a text that begins with it. And T5's is read
-with T5's normalisation alone, which merges spaces and line breaks. Other models
-are refused, by `check_convertible` before training.
+No tokenizer.json is equivalent to a SentencePiece BPE model with both a space
+before every text and user-defined symbols: `tokenizers` also adds the space
+after every symbol, or omits it from texts that start with one. T5's models are
+converted only with T5's normalisation, which merges spaces and line breaks.
+`check_convertible` rejects other models before training.
 
-Two things differ from this package. `tokenizers` reads a U+2581 in a text as
-a space where the model is of SentencePiece. And a special token that is
-spelled out in a text becomes that token if the folder has a chat template,
-which needs that, or is T5's; otherwise tokenizer_config.json has
-`split_special_tokens`.
+The export differs from this package in two ways. `tokenizers` reads a U+2581 in
+a text as a space for SentencePiece models. A special token spelled out in a
+text becomes that token if the folder has a chat template, which requires it, or
+is T5's; otherwise tokenizer_config.json has `split_special_tokens`.
 
 tokenizer_config.json names PreTrainedTokenizerFast: transformers 4 and 5 then
-load tokenizer.json as it is, without `sentencepiece` or `protobuf`; model
+load tokenizer.json unchanged, without `sentencepiece` or `protobuf`; model
 classes such as GemmaTokenizer rebuild the tokenizer from parts of it.
 
 This module imports neither TensorFlow nor SeqIO nor jax.
@@ -52,32 +51,31 @@ from encdec_adapt.tokenizers import (
 JSON = tokenizer_json.FILE
 SENTENCEPIECE, T5 = 'tokenizer.model', 'spiece.model'
 CONFIG = sentencepiece_vocabulary.CONFIG
-# Compared for every vocabulary: runs of spaces, digits, line ends, characters
-# that small vocabularies spell in bytes.
+# Compared for every vocabulary: runs of spaces, digits, newlines, characters
+# that fall back to bytes in small vocabularies.
 TEXTS = (
   'The quick brown fox jumps over the lazy dog.',
   '  def f(x):\n\n    return {"a": 1234567890, "b": x ** 2}\n\t# end  ',
   'Caf\u00e9, na\u00efve \u2014 \u4f60\u597d, \u043c\u0438\u0440 \U0001f600!',
 )
 _SPACE = '\u2581'
-# Below every path through ordinary pieces, so that the name of a special
-# token, which Unigram has among its pieces, never matches in a text.
+# Below the score of any segmentation into ordinary pieces, so that names of
+# special tokens, which are pieces of the Unigram model, never match in text.
 _NEVER = -1e6
 
 
 def write(folder: pathlib.Path, vocab: vocabulary.Vocabulary) -> str:
-  """Completes the tokenizer files of a folder.
+  """Writes the missing tokenizer files of a folder.
 
-  Files that are there already, carried along from the folder that the model
-  came from, are kept; tokens that were added to the vocabulary are written
-  into them.
+  Existing files, copied from the model's source folder, are kept; tokens added
+  to the vocabulary are written into them.
 
   Args:
-    folder: local folder that exists, such as the draft of an export.
+    folder: existing local folder, such as a draft export.
     vocab: the vocabulary.
 
   Returns:
-    A sentence on tokens that were added to the vocabulary, '' without any.
+    A note on added tokens, '' without any.
 
   Raises:
     UserError: a file is damaged.
@@ -95,7 +93,7 @@ def write(folder: pathlib.Path, vocab: vocabulary.Vocabulary) -> str:
   if not (folder / CONFIG).exists():
     _write_json(folder / CONFIG, _config(vocab))
   if vocab.ids.ends_with_eos:
-    # The model's config.json may be of a class without the field.
+    # The model's config.json may belong to a class without the field.
     config = atomic.read_json(folder / CONFIG)
     _write_json(folder / CONFIG, {**config, vocabulary.START: vocab.bos})
   if not vocab.added:
@@ -118,20 +116,20 @@ def write(folder: pathlib.Path, vocab: vocabulary.Vocabulary) -> str:
 def check(
   folder: pathlib.Path, vocab: vocabulary.Vocabulary, texts: Iterable[str]
 ) -> None:
-  """Compares the ids of texts by the folder's tokenizer.json with ours.
+  """Checks that the folder's tokenizer.json encodes texts like the vocabulary.
 
-  Texts with a U+2581, and those with T5's special tokens spelled out, are
-  skipped; see the module's docstring. SentencePiece
-  adds unigram scores in float32, so rounding decides between segmentations of
-  equal score: unigram ids are compared line by line, whatever their order.
+  Texts with a U+2581, or with T5's special tokens spelled out, are skipped; see
+  the module's docstring. SentencePiece adds unigram scores in float32, so
+  rounding breaks ties between segmentations: unigram ids are compared line by
+  line, in any order.
 
   Args:
     folder: folder with a tokenizer.json.
-    vocab: the vocabulary that the folder was written for.
+    vocab: the folder's vocabulary.
     texts: texts to encode, without BOS.
 
   Raises:
-    UserError: names the first text and token that differ.
+    UserError: names the first differing text and token.
   """
   if not (folder / JSON).exists():  # ByT5 has none.
     return
@@ -149,16 +147,16 @@ def check(
 
 
 def check_convertible(vocab: vocabulary.Vocabulary) -> None:
-  """Refuses a vocabulary that no tokenizer.json can express.
+  """Checks that a vocabulary can be exported as a tokenizer.json.
 
   Raises:
-    UserError: it is such a vocabulary; see the module's docstring.
+    UserError: it cannot; see the module's docstring.
   """
   if isinstance(vocab, sentencepiece_vocabulary.SentencePieceVocabulary):
     data = vocab.files[0].read_bytes()
     _symbols(sentencepiece_vocabulary.read_proto(data), vocab)
     file = vocab.files[0].with_name(JSON)
-    if vocab.ids.ends_with_eos and not file.exists():  # Else it is exported.
+    if vocab.ids.ends_with_eos and not file.exists():  # Else it is copied.
       with tempfile.TemporaryDirectory() as name:
         write(pathlib.Path(name), vocab)
         check(pathlib.Path(name), vocab, TEXTS)
@@ -186,7 +184,7 @@ def _symbols(proto: Any, vocab: vocabulary.Vocabulary) -> list[str]:
 def _refuse(
   vocab: vocabulary.Vocabulary, ours: list[int], theirs: list[int]
 ) -> None:
-  # The ids differ, perhaps only in length.
+  # The ids differ, possibly only in length.
   pairs = enumerate(itertools.zip_longest(ours, theirs))
   at = next(i for i, (our, their) in pairs if our != their)
   shown = [
@@ -211,7 +209,7 @@ def _convert(vocab: vocabulary.Vocabulary) -> tokenizers.Tokenizer:
     symbols = []
   else:
     tokenizer, symbols = _from_sentencepiece(vocab)
-  # By id, because `tokenizers` numbers those that are not pieces in this order.
+  # By id: `tokenizers` numbers tokens that are not pieces in this order.
   tokenizer.add_special_tokens(
     [
       tokenizers.AddedToken(name, special=True, normalized=False)
@@ -219,7 +217,7 @@ def _convert(vocab: vocabulary.Vocabulary) -> tokenizers.Tokenizer:
       if i < vocab.stored_size
     ]
   )
-  # A symbol with spaces matches after normalisation, which writes U+2581.
+  # Symbols with spaces match after normalisation, which writes U+2581.
   tokenizer.add_tokens(
     [tokenizers.AddedToken(name, normalized=_SPACE in name) for name in symbols]
   )
@@ -228,7 +226,7 @@ def _convert(vocab: vocabulary.Vocabulary) -> tokenizers.Tokenizer:
 
 
 def template(vocab: vocabulary.Vocabulary) -> processors.TemplateProcessing:
-  """Returns the step that frames texts, and pairs of texts, as an encoder's."""
+  """Returns the post-processor that frames texts and pairs like an encoder."""
   head, tail = vocab.ids.edges('encoder')
   names = {vocab.piece(i): i for i in (*head, *tail)}
   single = ' '.join([*map(vocab.piece, head), '$A', *map(vocab.piece, tail)])
@@ -244,10 +242,10 @@ def _from_sentencepiece(
   """Converts a SentencePiece model.
 
   Returns:
-    The tokenizer, and the names of symbols that always match as a whole.
+    The tokenizer, and the symbols to match as added tokens.
   """
   proto = sentencepiece_vocabulary.read_proto(vocab.files[0].read_bytes())
-  # T5's sentinels may follow the pieces.
+  # Includes T5's sentinels after the pieces.
   ids = {vocab.piece(i): i for i in range(vocab.stored_size)}
   scores = {
     piece.piece: piece.score
@@ -257,7 +255,7 @@ def _from_sentencepiece(
   symbols = _symbols(proto, vocab)
   if proto.trainer_spec.model_type == proto.trainer_spec.UNIGRAM:
     alphabet = set(''.join(scores))
-    # SentencePiece scores a symbol better than any path through pieces.
+    # SentencePiece scores a symbol above any segmentation into pieces.
     scores |= {name: 0.1 * len(name.encode()) - 0.1 for name in symbols}
     symbols = []
     tokenizer = tokenizers.Tokenizer(
@@ -267,9 +265,9 @@ def _from_sentencepiece(
         byte_fallback=True,
       )
     )
-    # A character that no piece has scores even less than `_NEVER`, so a name
-    # with such a character would match. Nothing spans it: texts are split
-    # there, wherever it stands in a name.
+    # A character outside all pieces scores below `_NEVER`, so a name that
+    # contains it would match. Texts are split at such characters, wherever they
+    # occur in a name; no piece spans them.
     cuts = [
       (re.escape(name[: i + 1]), re.escape(name[i + 1 :]), re.escape(x))
       for name in sorted(ids.keys() - scores.keys())
@@ -286,8 +284,8 @@ def _from_sentencepiece(
       _pretokenize_as_t5(tokenizer)
   else:
     tokenizer = _bpe(ids, _merges(scores), unk_token=vocab.piece(vocab.unk))
-  # The steps have SentencePiece's order: normalise characters, put the prefix,
-  # escape spaces. Decoding goes back in the other direction.
+  # The steps follow SentencePiece: normalise characters, prepend the prefix,
+  # escape spaces. Decoding reverses them.
   spec = proto.normalizer_spec
   steps = []
   if not vocab.ids.ends_with_eos:
@@ -325,7 +323,7 @@ def _bpe(
     vocab=dict(ids),
     merges=merges,
     byte_fallback=True,
-    # SentencePiece too makes a single unknown token of a run of characters.
+    # SentencePiece also fuses unknown characters into a single token.
     fuse_unk=True,
     **options,
   )
@@ -333,10 +331,10 @@ def _bpe(
 
 
 def _merges(scores: Mapping[str, float]) -> list[tuple[str, str]]:
-  """Lists every way to join two pieces to a third, the best piece first.
+  """Returns all merges of two pieces into a third, by descending score.
 
-  SentencePiece joins the neighbours whose joint piece has the best score;
-  `tokenizers` those that come first in the list.
+  SentencePiece merges the neighbours with the best-scoring result;
+  `tokenizers` takes the first merge in the list.
   """
   return [
     (name[:at], name[at:])
@@ -361,8 +359,8 @@ def _config(vocab: vocabulary.Vocabulary) -> dict[str, Any]:
     **{f'{r}_token': vocab.piece(i) for r, i in roles.items() if i is not None},
     'clean_up_tokenization_spaces': False,
     'model_input_names': ['input_ids', 'attention_mask'],
-    # A rendered chat spells special tokens out, and so do T5's users; any other
-    # text is to be split.
+    # Rendered chats and T5's users spell out special tokens; in all other text
+    # they are split.
     'split_special_tokens': family is None and not vocab.ids.ends_with_eos,
     **further,
   }
@@ -375,13 +373,13 @@ def _add_tokens(folder: pathlib.Path, tokens: Mapping[str, int]) -> bool:
   """Writes added tokens into the files of a folder.
 
   Returns:
-    False, with no file changed, if a file gives the tokens other ids.
+    False, without changes, if a file would give the tokens other ids.
   """
   tokenizer = tokenizers.Tokenizer.from_file(str(folder / JSON))
   tokenizer.add_special_tokens(
     [tokenizers.AddedToken(name, normalized=False) for name in tokens]
   )
-  # `tokenizers` numbers new tokens itself, from the end of its vocabulary on.
+  # `tokenizers` numbers new tokens from the end of its own vocabulary.
   agree = all(tokenizer.token_to_id(name) == i for name, i in tokens.items())
   model = folder / T5
   if not model.exists():
@@ -395,7 +393,7 @@ def _add_tokens(folder: pathlib.Path, tokens: Mapping[str, int]) -> bool:
   tokenizer.save(str(folder / JSON))
   config = atomic.read_json(folder / CONFIG)
   if listed := config.get('added_tokens_decoder'):
-    # transformers' classes that rebuild the tokenizer read this list alone.
+    # transformers' classes that rebuild the tokenizer read only this list.
     for name, i in tokens.items():
       listed[str(i)] = {'content': name, 'normalized': False, 'special': True}
     _write_json(folder / CONFIG, config)
@@ -408,7 +406,7 @@ def _add_pieces(path: pathlib.Path, tokens: Mapping[str, int]) -> bool:
     return False
   for name in tokens:
     piece = proto.pieces.add(piece=name, score=0.0)
-    # Gemma's files have special tokens as this type.
+    # The type of special tokens in Gemma's files.
     piece.type = piece.USER_DEFINED
   proto.trainer_spec.vocab_size = len(proto.pieces)
   path.write_bytes(proto.SerializeToString())

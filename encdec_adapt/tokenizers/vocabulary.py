@@ -1,11 +1,10 @@
-"""The interface of all vocabularies, whatever files they come from.
+"""Common interface of all vocabularies, independent of file format.
 
-A text never becomes a special id: '<eos>' or '<unused3>' spelled out in a text
-is encoded as its characters. Encoding adds no framing, and decoding returns
-the encoded text. A tokenizer that loses more than Unicode normalisation does
-(unknown characters, spaces) is refused when it is opened, unless it frames as
-T5's do (`special_ids.SideIds.ends_with_eos`); a tokenizer that changes texts
-has a `note`.
+Text never becomes a special id: '<eos>' or '<unused3>' in a text is encoded as
+characters. Encoding adds no framing, and decoding returns the encoded text. A
+tokenizer that loses more than Unicode normalisation does (unknown characters,
+spaces) is rejected on opening, unless it frames rows like T5
+(`special_ids.SideIds.ends_with_eos`); one that changes text has a `note`.
 
 Special tokens are found by name. Sentinels and UL2's mode tokens are
 
@@ -18,15 +17,14 @@ Special tokens are found by name. Sentinels and UL2's mode tokens are
 | from the last id                 |              |                |
 | others (Llama 2, Qwen)           | none         | none           |
 
-and any vocabulary can be extended at its end by <sentinel_0> .., and by
-<mode_R>, <mode_S>, <mode_X> where it has no modes (`added_sentinels`). An
-export writes them into the tokenizer's files (`tokenizer_writer`), where they
-are found again. The papers do not say which ids Google used for sentinels and
-modes.
+and <sentinel_0> .. can be appended to any vocabulary, with <mode_R>, <mode_S>,
+<mode_X> if it has no modes (`added_sentinels`). An export writes them into the
+tokenizer's files (`tokenizer_writer`), where they are found again. The papers
+do not state Google's ids of sentinels and modes.
 
-Framing follows the ids that the tokenizer puts around every text, and
-`decoder_start_token_id` of the model's config.json beside it (an export writes
-it into tokenizer_config.json too):
+Framing follows the ids that the tokenizer adds around every text, and
+`decoder_start_token_id` of the model's config.json in the same folder (an
+export also writes it into tokenizer_config.json):
 
 | tokenizer puts        | start token | an encoder reads | decoders start with |
 |-----------------------|-------------|------------------|---------------------|
@@ -37,8 +35,8 @@ it into tokenizer_config.json too):
 |                       |             | BOS first        |                     |
 | EOS last, has no BOS  | not stated  | p EOS            | padding             |
 
-An EOS at the end is ignored where no start token is stated and there is a BOS:
-the model may be a decoder. Files that disagree are refused.
+A final EOS is ignored if there is a BOS and no start token is stated: the model
+may be a decoder. Inconsistent files are rejected.
 
 This module imports neither TensorFlow nor SeqIO nor jax.
 """
@@ -58,11 +56,11 @@ from encdec_adapt.files import atomic, paths
 from encdec_adapt.tokenizers import special_ids
 
 START = 'decoder_start_token_id'
-CONFIGS = ('tokenizer_config.json', 'config.json')  # Files that state it.
+CONFIGS = ('tokenizer_config.json', 'config.json')  # Files with that key.
 ROLES = ('pad', 'eos', 'bos', 'unk', 'mask')
 MODES = ('R', 'S', 'X')
-# Names that never match in a text, whatever the tokenizer's files declare:
-# Gemma's list them as ordinary symbols, so that a document could end itself.
+# Names that never match in text, whatever the tokenizer's files declare:
+# Gemma's files list them as ordinary symbols, so a document could end itself.
 SPECIAL = re.compile(
   r'<(pad|eos|bos|unk|mask|s|/s|2mass|unused\d+|start_of_turn|end_of_turn'
   r'|start_of_image|end_of_image|image_soft_token|sentinel_\d+|mode_[RSX])>'
@@ -76,18 +74,18 @@ _GEMMA_MODES = tuple(f'<unused{i}>' for i in range(96, 99))
 _T5 = re.compile(r'<extra_id_(\d+)>')
 _LLAMA = re.compile(r'<\|reserved_special_token_(\d+)\|>')
 
-# Text that has to be decoded exactly: spaces at both ends and in a row, a
-# newline, a character that is surely no token.
+# Text that must round-trip exactly: leading, trailing and repeated spaces, a
+# newline, a private-use character (never a token).
 _EXACT = '  x  y\n\tz\U000f1234  '
-# Text that Unicode normalisation may change, by the words of the note. Such
-# vocabularies are tolerated, because changed text still has its meaning.
+# Text that Unicode normalisation may change, by the wording of the note. Such
+# vocabularies are tolerated, because the text keeps its meaning.
 _CHANGEABLE = {
   'composes accents (Unicode NFC)': 'A\u030a',
   'replaces ligatures and the like (Unicode NFKC)': '\ufb01',
   'turns the character U+2581 into a space': 'x\u2581y',
 }
 
-# Text that T5's tokenizers lose, likewise.
+# Text that T5's tokenizers lose, by the wording of the note.
 _LOSABLE = {
   'merges spaces and drops line breaks': 'x  x\nx ',
   'leaves out characters that it lacks': 'x\U000f1234x',
@@ -95,26 +93,26 @@ _LOSABLE = {
 
 
 class DamagedError(errors.UserError):
-  """The file of a vocabulary is damaged, rather than unsuitable."""
+  """A vocabulary file is damaged, rather than unsuitable."""
 
 
 class Vocabulary(abc.ABC):
   """Text to token ids and back, without any framing (no BOS, no EOS).
 
   Attributes:
-    path: path that the vocabulary was opened from.
-    size: V, ids are below it, added ones included.
-    stored_size: size without ids that were added in memory.
-    fingerprint: hex digest of everything that the meaning of an id depends on.
-    ids: ids that frame rows; `pad`, `eos` and `bos` are the same ids.
-    unk: id of unknown characters; None if there is none.
-    mask: mask of masked language models; None if there is none.
+    path: path of the vocabulary, as opened.
+    size: V, vocabulary size, added tokens included.
+    stored_size: vocabulary size without tokens added in memory.
+    fingerprint: hex digest of everything that determines the meaning of ids.
+    ids: framing ids; `pad`, `eos` and `bos` are the same ids.
+    unk: id of unknown characters, or None.
+    mask: id of the MLM mask token, or None.
     specials: name -> id of every special token.
     sentinels: ids of the sentinels in order; may be empty.
     mode_ids: 'R', 'S' and 'X' -> ids of UL2's mode tokens; may be empty.
-    note: description of changes that encoding makes to a text; '' for none.
-    files: files that the vocabulary was read from.
-    is_of_bytes: whether every token that is not special is a byte.
+    note: description of changes to encoded text; '' for none.
+    files: source files of the vocabulary.
+    is_of_bytes: whether every ordinary token is a byte.
   """
 
   is_of_bytes = False
@@ -134,15 +132,15 @@ class Vocabulary(abc.ABC):
     """Initialises the attributes for a subclass.
 
     Args:
-      path: path that the vocabulary was opened from.
+      path: path of the vocabulary, as opened.
       digest: fingerprint without added sentinels.
       size: largest id on disk, plus 1.
       specials: name -> id of every special token.
       roles: ids by role, one of `ROLES`; `unk` and `mask` may be missing.
-      files: files that the vocabulary was read from.
-      added_sentinels: number of new sentinels at the end; mode tokens follow
-        them if the vocabulary has none.
-      edges: ids that the tokenizer puts before and behind every text.
+      files: source files of the vocabulary.
+      added_sentinels: number of appended sentinels, followed by mode tokens if
+        the vocabulary has none.
+      edges: ids that the tokenizer adds before and after every text.
 
     Raises:
       UserError: encoding loses text, or the files state different framings.
@@ -169,13 +167,13 @@ class Vocabulary(abc.ABC):
     if (self.bos, opening) != (roles['bos'], ()):
       digest = digest_of(digest, self.bos, opening)
     self.stored_size = self.size = size
-    # An export writes added tokens into the files, where they are read again.
+    # An export writes added tokens into the files, from where they are reread.
     self._original_size = _original_size(self._names, size)
     self.sentinels, self.mode_ids = self._find_sentinels()
     self._take(range(self._original_size, size))
     if added_sentinels:
       self._add(added_sentinels)
-      # Records with sentinels mean nothing to a model of other sentinels.
+      # Records with sentinels are valid only for models with the same ones.
       digest = hashlib.sha256(
         f'{digest} and {added_sentinels} sentinels'.encode()
       ).hexdigest()
@@ -192,12 +190,13 @@ class Vocabulary(abc.ABC):
     self.note = self._loss()
 
   def _stated_start(self, tail: Sequence[int]) -> int | None:
-    """Returns the token that decoders start with by files beside the tokenizer.
+    """Returns the decoder start token stated in the tokenizer's folder.
 
-    Adds the files to `files` if they decide: if `tail` is not empty.
+    Adds the files to `files` if they determine the framing: if `tail` is not
+    empty.
 
     Raises:
-      UserError: an id there is not that of the tokenizer; names file and key.
+      UserError: an id disagrees with the tokenizer; names file and key.
     """
     start, allowed = None, {START: {self.bos}}
     if tail:
@@ -221,7 +220,7 @@ class Vocabulary(abc.ABC):
     return start
 
   def _add(self, sentinels: int) -> None:
-    # A second group would repeat the names of the first.
+    # A second group would reuse the names of the first.
     if self._original_size < self.size:
       raise errors.UserError(
         f'vocabulary {self.path!r} has {self.size - self._original_size} added'
@@ -251,11 +250,11 @@ class Vocabulary(abc.ABC):
 
   @property
   def added(self) -> range:
-    """Ids that were added in memory and are in no file."""
+    """Ids added in memory only, not stored in a file."""
     return range(self.stored_size, self.size)
 
   def describe(self) -> dict[str, Any]:
-    """Returns the description in manifests and checkpoints, for JSON."""
+    """Returns the JSON description for manifests and checkpoints."""
     roles = {role: getattr(self, role) for role in ROLES}
     return {
       'fingerprint': self.fingerprint,
@@ -271,12 +270,12 @@ class Vocabulary(abc.ABC):
 
   @functools.cached_property
   def tokens_digest(self) -> str:
-    """Hash of all token names, which is equal if ids mean the same text.
+    """Hash of all token names, equal if ids mean the same text.
 
-    Unlike the fingerprint it does not depend on the kind of file, the roles
-    of special tokens, or added ids; it does on the framing.
+    Unlike the fingerprint, it is independent of the file format, the roles of
+    special tokens and added ids, but depends on the framing.
     """
-    # repr keeps names with newlines apart.
+    # repr disambiguates names with newlines.
     names = '\n'.join(repr(self._piece(i)) for i in range(self._original_size))
     names += '\nends with EOS' if self.ids.ends_with_eos else ''
     names += f'\nopens with {self.ids.opening}' if self.ids.opening else ''
@@ -284,20 +283,17 @@ class Vocabulary(abc.ABC):
 
   @functools.cached_property
   def text_ids(self) -> np.ndarray:
-    """Ids that text can have, int32: neither special nor gaps."""
+    """Ids of ordinary tokens, int32: neither special nor gaps."""
     special = set(self.specials.values())
     text = [i for i in range(self.size) if i not in special and self.piece(i)]
     return np.array(text, np.int32)
 
   @functools.cached_property
   def sentence_ends(self) -> np.ndarray:
-    """Whether a token's text ends a sentence, bool [size].
-
-    It does if it ends in '.', '!' or '?', or has a newline.
-    """
+    """Whether a token ends in '.', '!' or '?' or has a newline, bool [size]."""
     ends = np.zeros(self.size, bool)
     for i in self.text_ids.tolist():
-      # Not at a start, where some tokenizers drop a space.
+      # Not at the start of text, where some tokenizers drop a space.
       text = self.decode([i], start=False)
       ends[i] = text.endswith(('.', '!', '?')) or '\n' in text
     return ends
@@ -308,10 +304,10 @@ class Vocabulary(abc.ABC):
     return self._names.get(token) or self._piece(token)
 
   def encode(self, text: str) -> np.ndarray:
-    """Returns the token ids of `text`, int32 [n], never a special id.
+    """Returns the token ids of `text`, int32 [n], never special ids.
 
     Raises:
-      UserError: the text has a lone surrogate, which UTF-8 cannot hold.
+      UserError: the text has a lone surrogate, which is not valid in UTF-8.
     """
     _require_utf8(text)
     return np.array(self._encode(text), np.int32)
@@ -320,9 +316,8 @@ class Vocabulary(abc.ABC):
     """Encodes a text and locates its tokens.
 
     Returns:
-      The ids as by `encode`, int32 [n]; and int32 [n + 1]: the number of
-      characters of the text before each token and after the last token, -1 at
-      boundaries inside of a character.
+      The ids as in `encode`, int32 [n]; and character offsets of the token
+      boundaries, int32 [n + 1], -1 inside a character.
     """
     _require_utf8(text)
     ids, boundaries = self._encode_with_boundaries(text)
@@ -335,15 +330,15 @@ class Vocabulary(abc.ABC):
     show_special: bool = False,
     start: bool = True,
   ) -> str:
-    """Returns the text of token ids.
+    """Decodes token ids.
 
     Args:
       ids: int [n], each below `size`.
-      show_special: write special ids by their names, mode tokens as [R], [S]
+      show_special: write special ids as their names, mode tokens as [R], [S]
         and [X]; otherwise they are omitted.
-      start: whether the ids start a text; False if they follow other ids.
-        Some tokenizers put a space before every text (Llama 2), and decoding
-        removes it at the start.
+      start: whether the ids start a text; False if they follow other ids. Some
+        tokenizers prepend a space to every text (Llama 2), which decoding
+        removes at the start.
 
     Raises:
       ValueError: an id is not below `size`.
@@ -355,8 +350,8 @@ class Vocabulary(abc.ABC):
           f'token id {i} is not below the size {self.size} of {self.path!r}'
         )
     modes = {token: f'[{mode}]' for mode, token in self.mode_ids.items()}
-    # Runs of ordinary ids are decoded together: a character may span several,
-    # as bytes. Omitted special ids do not end a run.
+    # Runs of ordinary ids are decoded together, since a character may span
+    # several byte tokens. Omitted special ids do not end a run.
     parts, run = [], []
     for i in ids:
       if i not in self._names:
@@ -371,18 +366,18 @@ class Vocabulary(abc.ABC):
   def decode_generated(
     self, tokens: Sequence[int] | np.ndarray, *, show_special: bool = False
   ) -> str:
-    """Returns the text of tokens that a model generated after others.
+    """Decodes tokens generated after a prompt.
 
-    A model's table may have more rows than the vocabulary has tokens: ids
-    beyond them are padding.
+    Ids beyond the vocabulary, possible with a larger embedding table, are
+    padding.
     """
     ids = [i if i < self.size else self.pad for i in tokens]
-    # T5's targets are texts of their own, with the space of a start.
+    # T5's targets are separate texts, with a prepended space.
     start = self.ids.ends_with_eos
     return self.decode(ids, show_special=show_special, start=start)
 
   def _loss(self) -> str:
-    """Describes how encoding changes a text.
+    """Describes how encoding changes text.
 
     Raises:
       UserError: encoding changes more than Unicode normalisation does.
@@ -404,7 +399,7 @@ class Vocabulary(abc.ABC):
 
   @abc.abstractmethod
   def _piece(self, token: int) -> str:
-    """Returns the name of an id on disk; '' at a gap."""
+    """Returns the name of a stored id; '' at a gap."""
 
   @abc.abstractmethod
   def _encode(self, text: str) -> Sequence[int]:
@@ -418,18 +413,18 @@ class Vocabulary(abc.ABC):
 
   @abc.abstractmethod
   def _decode(self, ids: list[int], *, start: bool) -> str:
-    """Decodes at least one id; none is special."""
+    """Decodes one or more ordinary ids."""
 
 
 def boundaries_of_bytes(text: str, pieces: Sequence[bytes]) -> np.ndarray:
-  """Returns the boundaries of tokens; their bytes concatenate to the text.
+  """Returns the boundaries of tokens from their bytes.
 
   Args:
     text: encoded text.
-    pieces: bytes of each token, [n].
+    pieces: bytes of each token, [n], which concatenate to the text.
 
   Returns:
-    int32 [n + 1], as by `Vocabulary.encode_with_boundaries`.
+    int32 [n + 1], as in `Vocabulary.encode_with_boundaries`.
   """
   data = np.frombuffer(text.encode('utf-8'), np.uint8)
   starts = (data & 0xC0) != 0x80  # First bytes of characters.
@@ -455,8 +450,8 @@ def _sentinels_and_modes(
     [specials[name] for name in names if name in specials]
     for names in (_GEMMA_SENTINELS, _GEMMA_MODES)
   )
-  # All of them, or none: a tokenizer with a few unused tokens has them for
-  # another purpose, and ids would depend on their number.
+  # All or none: a tokenizer with only a few unused tokens has another use for
+  # them, and ids would depend on their number.
   if len(sentinels) == len(_GEMMA_SENTINELS) and len(modes) == len(MODES):
     return sentinels, dict(zip(MODES, modes, strict=True))
   if extra := _numbered(_T5, specials):
@@ -485,12 +480,12 @@ def _original_size(names: Mapping[int, str], size: int) -> int:
 def is_sentencepiece(start: bytes) -> bool:
   """Returns whether a tokenizer.model with this first byte is SentencePiece.
 
-  SentencePiece's starts with a piece, field 1 of its message; Llama 3's file
-  of this name is text.
+  A SentencePiece model starts with a piece, field 1 of its proto; Llama 3's
+  tokenizer.model is text.
   """
   return start[:1] == b'\n'
 
 
 def digest_of(*parts: Any) -> str:
-  """Returns the SHA-256 of JSON values in hex."""
+  """Returns the hex SHA-256 of JSON values."""
   return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

@@ -1,6 +1,6 @@
-"""Opens vocabularies: one for a model, or a separate one for the encoder.
+"""Opens vocabularies: one per model, or a separate one for the encoder.
 
-A vocabulary is named by a path, or 'bytes':
+A vocabulary is a path, or one of two names:
 
 | path                   | vocabulary                                         |
 |------------------------|----------------------------------------------------|
@@ -37,7 +37,7 @@ BYTES, BYT5 = byte_vocabulary.NAME, byte_vocabulary.BYT5
 SENTENCEPIECE, T5 = 'tokenizer.model', 'spiece.model'
 _CONFIG = sentencepiece_vocabulary.CONFIG
 TOKENIZER_JSON = tokenizer_json.FILE
-# Files of a tokenizer of transformers.
+# Tokenizer files of transformers.
 FILES = (
   TOKENIZER_JSON,
   SENTENCEPIECE,
@@ -59,11 +59,11 @@ def open_vocabulary(
 
   Args:
     path: see the module's table.
-    added_sentinels: number of new sentinels at its end; mode tokens follow
-      them if it has none.
+    added_sentinels: number of appended sentinels, followed by mode tokens if
+      the vocabulary has none.
 
   Raises:
-    UserError: there is no vocabulary, it is damaged, or it loses text.
+    UserError: the vocabulary is missing, damaged, or loses text.
   """
   if os.fspath(path) == BYTES:
     return byte_vocabulary.ByteVocabulary(added_sentinels=added_sentinels)
@@ -97,7 +97,7 @@ def _at(path: str | os.PathLike[str]) -> paths.Path:
   if not hub.is_address(path):
     return paths.at(path)
   folder, _, name = os.fspath(path).rpartition('/')
-  # Ids of roles are in a config.json as well.
+  # config.json also states ids of roles.
   files = (*FILES, 'config.json')
   if name in FILES:
     return hub.fetch(folder, files) / name
@@ -105,9 +105,9 @@ def _at(path: str | os.PathLike[str]) -> paths.Path:
 
 
 def file_in(folder: str | os.PathLike[str]) -> paths.Path | None:
-  """Returns the file of a folder that `open_vocabulary` opens, if any."""
-  # SentencePiece first: a tokenizer.json beside it may be a conversion, with
-  # other ids for some texts.
+  """Returns the vocabulary file of a folder for `open_vocabulary`, or None."""
+  # SentencePiece first: a tokenizer.json in the same folder may be a conversion
+  # with different ids for some texts.
   for name in (SENTENCEPIECE, T5):
     file = paths.at(folder) / name
     if file.is_file():
@@ -127,14 +127,14 @@ def file_in(folder: str | os.PathLike[str]) -> paths.Path | None:
 def check_size(
   vocab: vocabulary.Vocabulary, rows: int, side: str, *, key: str = ''
 ) -> str:
-  """Refuses a vocabulary with ids that a model has no embedding for.
+  """Checks that a model's embedding table covers a vocabulary.
 
-  Special tokens that neither framing, objectives nor chats use may lie beyond
-  the table, because no text becomes such a token; Gemma 3's image token does.
+  Special tokens unused by framing, objectives and chats may lie beyond the
+  table, since text never becomes such a token; Gemma 3's image token does.
 
   Args:
     vocab: vocabulary of the stack.
-    rows: number of tokens in the model's table.
+    rows: rows of the model's embedding table.
     side: name of the stack.
     key: configuration key or flag that sets `rows`; '' for none.
 
@@ -169,7 +169,7 @@ def _may_be_read(vocab: vocabulary.Vocabulary, token: int) -> bool:
     return False
   roles = {getattr(vocab, role) for role in vocabulary.ROLES}
   return (
-    # A text can become any token that is not special.
+    # Text can become any ordinary token.
     vocab.specials.get(name) != token
     or token in {*roles, *vocab.sentinels, *vocab.mode_ids.values()}
     or name in chat_format.markers()
@@ -200,12 +200,12 @@ class Opened:
 
   @property
   def framing(self) -> special_ids.Framing:
-    """Ids that frame rows."""
+    """Framing ids, by side."""
     return special_ids.Framing(self.encoder.ids, self.decoder.ids)
 
   @property
   def fingerprints(self) -> dict[str, Any]:
-    """Fields of a `records.RecordSpec` that the vocabularies decide."""
+    """Fields of a `records.RecordSpec` determined by the vocabularies."""
     return {
       'vocabulary': self.decoder.fingerprint,
       'encoder_vocabulary': self.encoder.fingerprint,
@@ -213,10 +213,10 @@ class Opened:
     }
 
   def check_tables(self, sizes: Mapping[str, int]) -> list[str]:
-    """Checks the vocabularies against a model's tables.
+    """Checks the vocabularies against a model's embedding tables.
 
     Args:
-      sizes: number of tokens of the model's table, by name of the stack.
+      sizes: rows of the model's table, by name of the stack.
 
     Returns:
       Notes, see `check_size`.
@@ -232,7 +232,7 @@ class Opened:
     return list(filter(None, notes))
 
   def describe(self) -> dict[str, Any]:
-    """Returns the description in manifests and checkpoints, for JSON."""
+    """Returns the JSON description for manifests and checkpoints."""
     return {side: v.describe() for side, v in self.sides.items()}
 
 
@@ -264,7 +264,7 @@ class Choice:
     decoder = open_vocabulary(
       self.decoder, added_sentinels=self.added_sentinels
     )
-    # The same object, so that both sides get the added sentinels.
+    # A shared object: both sides get the added sentinels.
     if self.encoder in ('', self.decoder):
       return Opened(decoder, decoder)
     return Opened(decoder, open_vocabulary(self.encoder))

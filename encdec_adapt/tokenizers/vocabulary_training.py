@@ -1,4 +1,4 @@
-"""Trains a SentencePiece BPE vocabulary in the layout of Gemma's ids.
+"""Trains a SentencePiece BPE vocabulary with Gemma's id layout.
 
 | piece                     | id                 |
 |---------------------------|--------------------|
@@ -8,7 +8,7 @@
 | runs of one to three \n   | 104 .. 106         |
 | <0x00> .. <0xFF>          | 107 .. 362         |
 
-The special tokens of a chat format follow <unused98>, and move later ids.
+The special tokens of a chat format follow <unused98> and shift later ids.
 
 This module imports neither TensorFlow nor SeqIO nor jax.
 """
@@ -26,7 +26,7 @@ from encdec_adapt.tokenizers import chat_format, sentencepiece_vocabulary
 _SPECIALS = ('<pad>', '<eos>', '<bos>', '<unk>')  # 0 to 3.
 _UNUSED = tuple(f'<unused{i}>' for i in range(99))
 _NEWLINES = ('\n', '\n\n', '\n\n\n')
-# Lines are cut here: SentencePiece skips lines of more than 4192 bytes.
+# Lines are split at this length: SentencePiece skips lines above 4192 bytes.
 _LINE_CHARACTERS = 1000
 
 
@@ -43,13 +43,12 @@ def train_vocabulary(
   The same texts give the same file.
 
   Args:
-    texts: documents; read until `max_bytes` is reached, of each document at
-      most a hundredth of that.
-    path: path of the model; its folder is made.
-    size: number of pieces, including the 363 special tokens, newlines and
-      bytes.
-    max_bytes: UTF-8 bytes of text to train on, which bounds the time.
-    chat: family of `chat_format.TEMPLATES` whose special tokens it gets.
+    texts: documents; read until `max_bytes` is reached, at most a hundredth of
+      that per document.
+    path: path of the model; its folder is created.
+    size: vocabulary size, including the 363 special tokens, newlines and bytes.
+    max_bytes: UTF-8 bytes of training text, which bounds the time.
+    chat: family of `chat_format.TEMPLATES`, to add its special tokens.
 
   Raises:
     UserError: there is no text, too little text for `size`, or the file cannot
@@ -79,28 +78,28 @@ def _train(
       sentence_iterator=iter(lines),
       model_writer=model,
       vocab_size=size,
-      # As Gemma's: `transformers` and `tokenizers` read a SentencePiece file as
-      # BPE whatever its type, and would encode a unigram model differently.
+      # As in Gemma: `transformers` and `tokenizers` read any SentencePiece file
+      # as BPE, and would encode a unigram model differently.
       model_type='bpe',
       control_symbols=['<mask>', *_UNUSED, *turns],
       user_defined_symbols=list(_NEWLINES),
-      # Nothing of a text may be lost: `Vocabulary` decodes texts exactly.
+      # Lossless: `Vocabulary` decodes texts exactly.
       byte_fallback=True,
       normalization_rule_name='identity',
       add_dummy_prefix=False,
       remove_extra_whitespaces=False,
-      # As Gemma's: indentation is a piece, and numbers are digits.
+      # As in Gemma: indentation is a piece, numbers are split into digits.
       allow_whitespace_only_pieces=True,
       split_digits=True,
       character_coverage=0.9999,
-      # Fixed, so that the file does not depend on the machine.
+      # Fixed: the file must not depend on the machine.
       num_threads=2,
       minloglevel=2,
       **names,
       **ids,
     )
   except RuntimeError as error:
-    # Lines before the last quote the library's source and condition.
+    # Earlier lines quote the library's source and condition.
     reason = str(error).strip().splitlines()[-1]
     raise errors.UserError(
       f'vocabulary size {size} does not suit the text ({len(lines)} lines):'
@@ -112,7 +111,7 @@ def _train(
 def _training_lines(texts: Iterable[str], max_bytes: int) -> Iterator[str]:
   budget = max_bytes
   for text in texts:
-    # No document dominates: a book would fill the vocabulary with its names.
+    # Limits each document: a book would fill the vocabulary with its names.
     share = max_bytes // 100 + 1
     for line in text.split('\n'):
       for start in range(0, len(line), _LINE_CHARACTERS):
@@ -122,6 +121,6 @@ def _training_lines(texts: Iterable[str], max_bytes: int) -> Iterator[str]:
         yield part
         size = len(part.encode('utf-8', 'replace'))
         share, budget = share - size, budget - size
-    # Before the next document is read: sources may be endless.
+    # Stops before reading the next document: sources may be infinite.
     if budget <= 0:
       return
