@@ -1,5 +1,5 @@
 """Text generation: the engine, its compiled programs, sampling, beam search.
 
-Embeddings of texts and kernels of 8 bits are here, too. Imports `models`,
-`sharding` and below; nothing of data or training.
+Also scores and embeds texts, and quantizes kernels to int8. Must not import
+data or training.
 """

@@ -1,12 +1,12 @@
-"""Beam search, as transformers' `generate` does it without early stopping.
+"""Beam search, equivalent to transformers' `generate` without early stopping.
 
-A hypothesis is compared by its log-probability divided by its number of
-generated tokens, EOS included, to the power of the length penalty. The search
-of a prompt ends when the likeliest open beam, at its present length, is below
-the worst of its finished hypotheses: a heuristic, as a longer hypothesis may
-still win with a penalty above 0.
+A hypothesis is scored by its log-probability divided by its number of generated
+tokens, EOS included, to the power of the length penalty. The search of a prompt
+ends when the likeliest open beam, at its present length, scores below the worst
+finished hypothesis: a heuristic, since a longer hypothesis may still win with a
+penalty above 0.
 
-Only the loop is here; prompts are read and rows sharded by the engine.
+This module holds only the loop; the engine prefills prompts and shards rows.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,8 +24,8 @@ from encdec_adapt.inference import engine as engine_lib
 from encdec_adapt.models import base_model, build
 from encdec_adapt.models import kv_cache as caches
 
-# Added to scores of hypotheses that do not count: below every score. The value
-# is that of transformers, as comparisons with it decide when a search ends.
+# Added to scores of excluded hypotheses, below every score. Same value as in
+# transformers: comparisons with it determine when a search ends.
 _NEVER = -1e9
 
 
@@ -35,9 +35,9 @@ class Beams(NamedTuple):
   Attributes:
     tokens: generated tokens, [b, n, T].
     log_probs: log-probabilities of the tokens, [b, n, T].
-    scores: of open ones the sum of the log-probabilities, of finished ones
-      divided by the penalty, [b, n].
-    ended: whether they are finished, [b, n].
+    scores: sum of the log-probabilities, divided by the length penalty for
+      finished hypotheses, [b, n].
+    ended: whether each is finished, [b, n].
     lengths: number of tokens, [b, n].
   """
 
@@ -48,7 +48,7 @@ class Beams(NamedTuple):
   lengths: Int[Array, 'b n']
 
   def take(self, indices: Int[Array, 'b m']) -> 'Beams':
-    """Returns the hypotheses at these indices of each prompt."""
+    """Gathers hypotheses of each prompt."""
     return Beams(
       *(
         jnp.take_along_axis(x, jnp.expand_dims(indices, range(2, x.ndim)), 1)
@@ -60,8 +60,8 @@ class Beams(NamedTuple):
 class _Loop(NamedTuple):
   """State of the search.
 
-  `improving` marks the prompts of unfinished searches, and `limit` is the most
-  tokens of their hypotheses, [b] each.
+  `improving` marks prompts with an unfinished search, `limit` is the maximum
+  number of generated tokens, [b] each.
   """
 
   step: jax.Array
@@ -81,21 +81,22 @@ def search(
   max_tokens: int,
   length_penalty: float = 1.0,
 ) -> Iterator[tuple[int, engine_lib.Completion]]:
-  """Finds the best continuation of each prompt.
+  """Finds the best completion of each prompt.
 
   Args:
-    engine: searches for rows / beams prompts at a time, at least 1 a shard.
-    prompts: token ids of each, BOS first.
+    engine: the engine; it searches rows / beams prompts at a time, at least 1
+      per shard.
+    prompts: token ids of each prompt, BOS first.
     beams: beams per prompt, at least 1.
-    max_tokens: most tokens to generate, EOS included.
-    length_penalty: power of the length; above 0 it favours long ones.
+    max_tokens: maximum tokens to generate, EOS included.
+    length_penalty: exponent of the length; above 0 favours long completions.
 
   Yields:
-    Index of a prompt and its continuation, as they end.
+    Index of a prompt and its completion, longest prompts first.
 
   Raises:
-    UserError: `beams` is below 1 or above half of the vocabulary, or a prompt
-      has tokens outside of it.
+    UserError: `beams` is below 1 or above half of the vocabulary size, or a
+      prompt has tokens outside the vocabulary.
   """
   if not 1 <= beams <= engine.vocab_size // 2:
     raise errors.UserError(
@@ -105,10 +106,10 @@ def search(
   for tokens in prompts:
     engine.require_tokens(tokens)
   shards = engine.shards
-  # A multiple of the shards, over which the rows of a cache divide.
+  # A multiple of the shards: cache rows are sharded.
   at_once = max(1, engine.rows // beams // shards) * shards
   requests = [engine_lib.Request(ids, max_tokens) for ids in prompts]
-  # Prompts of about equal length together: they are padded to the longest.
+  # Groups prompts of similar length: they are padded to the longest.
   order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
   for start in range(0, len(order), at_once):
     chosen = order[start : start + at_once]
@@ -144,7 +145,7 @@ def _search(
   beams: int,
   vocab_size: int,
 ) -> Beams:
-  """Searches for prefilled prompts; returns the best hypothesis of each, n = 1.
+  """Searches prefilled prompts; returns the best hypothesis of each, n = 1.
 
   `model` comes from `build.unroll`, `params` and `state` from the engine;
   `real` marks rows with a prompt.
@@ -154,8 +155,8 @@ def _search(
     functools.partial(_advance, model, params, eos, penalty, vocab_size),
     _start(state, real, beams),
   )
-  # Finished hypotheses are sorted by descending score. There is at least one: a
-  # hypothesis at its limit is finished.
+  # Finished hypotheses are sorted by descending score. At least one exists,
+  # since hypotheses finish at the limit.
   return jax.tree.map(lambda x: x[:, :1], loop.finished)
 
 
@@ -173,11 +174,11 @@ def _start(state: decoding.State, real: Bool[Array, 'b'], beams: int) -> _Loop:
     step=jnp.zeros((), jnp.int32),
     last=state.last[rows],
     cache=caches.take_rows(state.cache, rows),
-    # A prompt's beams are equal at first. Only the first counts; otherwise all
-    # would be extended by the same token.
+    # A prompt's beams start out equal. Only the first counts; otherwise all
+    # would be extended with the same token.
     open=empty._replace(scores=empty.scores.at[:, 0].set(0.0)),
     finished=empty,
-    # Rows that fill up the batch must not keep the loop running.
+    # Padding rows must not keep the loop running.
     improving=real,
     limit=state.limit,
   )
@@ -192,30 +193,30 @@ def _advance(
   loop: _Loop,
 ) -> _Loop:
   batch, beams, _ = loop.open.tokens.shape
-  # Inside the loop: outside it, dense kernels would be in memory beside their
-  # integers.
+  # Inside the loop, so dequantized kernels are not kept in memory along with
+  # the integers.
   weights = quantization.dequantize(params, model.compute.dtype)
   hidden, cache = model.decode_step(weights, loop.last, loop.cache)
   logits = model.logits(weights, hidden[:, None])[:, 0]
   log_probs = jax.nn.log_softmax(logits).reshape(batch, beams, -1)
   source, extended = _extend(loop, log_probs, eos, vocab_size)
-  # Ended hypotheses are taken only if nothing else remains: at the limit all
-  # have ended, and their scores stay below any open hypothesis's.
+  # Ended hypotheses are chosen only if nothing else remains, at the limit; they
+  # score below any open hypothesis.
   scores = extended.scores + jnp.where(extended.ended, _NEVER, 0.0)
   _, chosen = sampling.top_k(scores, beams)
   still_open = extended._replace(scores=scores).take(chosen)
   length = (loop.step + 1).astype(jnp.float32) ** penalty
   finished = _finish(loop, extended, length)
-  # The likeliest open hypothesis may still win while it beats the worst
-  # finished one, or while fewer than n have finished: free slots score
-  # `_NEVER`. As in transformers, its score is divided by the present length,
-  # although it may rise with its length.
+  # The likeliest open hypothesis may still win if it beats the worst finished
+  # one, or if fewer than n have finished: free slots score `_NEVER`. As in
+  # transformers, its score is divided by the present length, although it may
+  # rise with the length.
   worst = jnp.where(
     finished.ended, finished.scores.min(axis=1, keepdims=True), _NEVER
   )
   may_win = jnp.any(still_open.scores[:, :1] / length > worst, axis=1)
-  # Each hypothesis continues the cache of the one that it extends. Rows of
-  # different prompts never mix, so the encoder's entries stay in place.
+  # Each hypothesis takes over the cache of its origin. Rows of different
+  # prompts never mix, so the encoder's entries stay in place.
   origin = jnp.take_along_axis(source, chosen, axis=1)
   order = (jnp.arange(batch)[:, None] * beams + origin).reshape(-1)
   return _Loop(
@@ -235,12 +236,12 @@ def _extend(
   eos: Int[Array, 'k'],
   vocab_size: int,
 ) -> tuple[Int[Array, 'b m'], Beams]:
-  """Returns origins in `loop.open`, and the likeliest one-token extensions."""
+  """Returns the likeliest one-token extensions and their origins."""
   batch, beams, size = log_probs.shape
   kept = sampling.keep_vocabulary(log_probs, vocab_size)
   total = (kept + loop.open.scores[:, :, None]).reshape(batch, -1)
   # At most `len(eos)` extensions of each of n hypotheses end, so at least n
-  # stay open. transformers takes at least 2 n.
+  # stay open. The minimum of 2 n is transformers'.
   scores, indices = sampling.top_k(total, max(2, 1 + len(eos)) * beams)
   source, tokens = indices // size, indices % size  # [b, m]
   token_log_probs = jnp.take_along_axis(
@@ -259,9 +260,9 @@ def _extend(
 def _finish(loop: _Loop, extended: Beams, length: Float[Array, '']) -> Beams:
   beams = loop.finished.ended.shape[1]
   # Only the n likeliest, as in transformers: the other candidates replace
-  # hypotheses that end, and may not finish themselves.
+  # ended hypotheses and may not finish themselves.
   eligible = extended.ended & (jnp.arange(extended.ended.shape[1]) < beams)
-  # A finished search keeps its result while others continue.
+  # Finished searches keep their results while others continue.
   excluded = ~eligible | ~loop.improving[:, None]
   ended = extended._replace(
     scores=extended.scores / length + jnp.where(excluded, _NEVER, 0.0),

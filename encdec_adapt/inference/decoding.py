@@ -1,9 +1,8 @@
-"""Compiled programs of the inference engine, and the state that they share.
+"""Compiled programs of the inference engine, and their shared state.
 
 `prefill` reads prompts into rows of the state, `decode` generates tokens for
-all rows. Pure functions; `Programs` compiles them for a model on a mesh.
-
-Requests, rows and their reuse are the engine's: nothing here knows it.
+all rows. Both are pure functions; `Programs` compiles them for a model on a
+mesh. The engine manages requests and rows; this module must not import it.
 """
 
 import collections
@@ -27,10 +26,10 @@ from encdec_adapt.sharding import rules as rules_lib
 
 
 class State(NamedTuple):
-  """State of the batch on the devices; [B] each unless stated.
+  """On-device state of the batch.
 
-  `count` tokens of a row are in `tokens` and `log_probs` [B, length]. `seen`
-  [B, V] is None without repetition penalties.
+  The first `count` entries per row of `tokens` and `log_probs` are valid.
+  `seen` is None without repetition penalties.
   """
 
   cache: caches.Cache
@@ -45,10 +44,10 @@ class State(NamedTuple):
 
 
 class Group(NamedTuple):
-  """Prompts to put into rows; [r] each unless stated.
+  """A group of prompts to prefill.
 
-  Each prompt is read once, and put into r / b rows that follow each other.
-  `rows` beyond the batch are dropped: they fill up the group.
+  Each prompt is read once and inserted into r / b consecutive entries of
+  `rows`. Rows beyond the batch are dropped: they pad the group.
   """
 
   tokens: Int[Array, 'b S']
@@ -58,10 +57,10 @@ class Group(NamedTuple):
   options: sampling_lib.Options
 
 
-# A program takes hundreds of memory maps on a CPU, of which Linux allows a
-# process 65,530 (vm.max_map_count).
+# A CPU program takes hundreds of memory maps; Linux allows 65,530 per process
+# (vm.max_map_count).
 MOST_PROGRAMS = 64
-# Compiled programs of this process, the least recently used one first.
+# LRU cache of this process's compiled programs.
 _COMPILED: collections.OrderedDict[Hashable, jax.stages.Compiled] = (
   collections.OrderedDict()
 )
@@ -69,7 +68,7 @@ _COMPILED: collections.OrderedDict[Hashable, jax.stages.Compiled] = (
 
 @functools.lru_cache(maxsize=16)
 class Programs:
-  """The compiled programs of a model on a mesh; equal models share them."""
+  """Compiled programs of a model on a mesh, shared between equal models."""
 
   def __init__(
     self,
@@ -84,11 +83,11 @@ class Programs:
     Args:
       model: a model from `build.unroll`.
       mesh: the device mesh.
-      rules: meaning of logical axes on it.
-      shapes: `shapes_of` its parameters, of `prepare`; only a key of the
-        cache, as programs depend on them. None for programs without parameters.
-      variants: parameters of other shapes that are used in turn: as many times
-        `MOST_PROGRAMS` are kept.
+      rules: logical axis rules.
+      shapes: `shapes_of` the prepared parameters, part of the cache key; None
+        for programs without parameters.
+      variants: number of parameter shapes in use; the cache keeps
+        `MOST_PROGRAMS` programs for each.
     """
     self.model, self.mesh, self.rules = model, mesh, rules
     self._variants = variants
@@ -98,23 +97,21 @@ class Programs:
       self._shared = Programs(model, mesh, rules, None, variants)
 
   def run(self, fn: Callable[..., Any], *args: Any, **static: Any) -> Any:
-    """Calls a function of the model; arguments as `get`."""
+    """Runs a function of the model; arguments as in `get`."""
     return self.get(fn, *args, **static)(*args)
 
   def get(
     self, fn: Callable[..., Any], *args: Any, **static: Any
   ) -> jax.stages.Compiled:
-    """Returns the program of `fn` for arguments of these shapes.
-
-    It is compiled unless it is among the last that were used.
+    """Returns the program of `fn` for these shapes, compiled unless cached.
 
     Args:
-      fn: takes the model first.
-      *args: the other arguments, arrays or their shapes.
-      **static: arguments that are compiled in.
+      fn: function with the model as its first argument.
+      *args: the other arguments, concrete or abstract arrays.
+      **static: static arguments.
     """
-    # Without the parameters, the only dictionary: their shapes are in the key
-    # of `Programs`, and to hash their many leaves at every step is slow.
+    # Excludes parameters, the only dictionary: their shapes are in the key of
+    # `Programs`, and hashing their many leaves at every step is slow.
     arrays = [x for x in args if not isinstance(x, dict)]
     owner = self if len(arrays) < len(args) else self._shared
     key = owner, fn, tuple(static.items()), shapes_of(arrays)
@@ -122,8 +119,8 @@ class Programs:
       _COMPILED.move_to_end(key)
       return _COMPILED[key]
 
-    # A new function for each program: jax holds programs as long as their
-    # function, so dropping a program would free nothing otherwise.
+    # A new function per program: jax keeps programs alive with their function,
+    # so evicting a program would otherwise free nothing.
     @functools.wraps(fn)
     def run(*args):
       with partition.use(self.mesh, self.rules.as_dict()):
@@ -142,7 +139,7 @@ class Programs:
 
 
 def shapes_of(tree: Any) -> Hashable:
-  """Returns structure, shapes, dtypes and shardings of a tree of arrays."""
+  """Returns the structure, shapes, dtypes and shardings of a pytree."""
   leaves, structure = jax.tree.flatten(tree)
   return structure, *(
     (x.shape, x.dtype, getattr(x, 'sharding', None)) for x in leaves
@@ -150,20 +147,20 @@ def shapes_of(tree: Any) -> Hashable:
 
 
 def start(model: build.Model, rows: int, length: int, source: int) -> State:
-  """Makes the state of a batch without requests.
+  """Creates the state of an empty batch.
 
   Args:
     model: a model from `build.unroll`.
-    rows: rows of the batch.
-    length: positions of the decoder per row.
-    source: tokens of the encoder per row.
+    rows: batch size.
+    length: decoder positions per row.
+    source: encoder tokens per row.
   """
   integers = jnp.zeros(rows, jnp.int32)
   free = sampling_lib.stack([sampling_lib.SamplingConfig()] * rows)
   state = State(
     cache=model.init_cache(rows, length, source),
     last=integers,
-    # Rows without a request count as ended: `decode` does not wait for them.
+    # Free rows count as ended: `decode` does not wait for them.
     ended=jnp.ones(rows, bool),
     count=integers,
     limit=integers,
@@ -176,10 +173,10 @@ def start(model: build.Model, rows: int, length: int, source: int) -> State:
 
 
 def _replicate(state: State) -> State:
-  """Gives a state the sharding that every program takes and returns.
+  """Constrains a state to the common sharding of all programs.
 
-  Every process reads the fields beside the cache, which are small. A sharding
-  chosen by XLA could differ from the one that the next program expects.
+  Every process reads the fields other than the cache, which are small. A
+  sharding chosen by XLA could differ from the next program's.
   """
   fields = jax.tree.map(
     lambda x: partition.shard(x, *[None] * x.ndim), state._replace(cache=None)
@@ -188,7 +185,7 @@ def _replicate(state: State) -> State:
 
 
 def resize(model: build.Model, state: State, length: int, source: int) -> State:
-  """Gives the state other lengths, which its rows in use must fit."""
+  """Resizes the state; rows in use must fit."""
 
   def fit(x: jax.Array) -> jax.Array:
     x = x[:, :length]
@@ -203,7 +200,7 @@ def resize(model: build.Model, state: State, length: int, source: int) -> State:
 
 
 def track_seen(model: build.Model, state: State) -> State:
-  """Adds the tokens that each row has read, for repetition penalties."""
+  """Adds an empty `seen` to the state, for repetition penalties."""
   shape = len(state.last), model.config.decoder.vocab_size
   return _replicate(state._replace(seen=jnp.zeros(shape, bool)))
 
@@ -211,7 +208,7 @@ def track_seen(model: build.Model, state: State) -> State:
 def stop(
   model: build.Model, ended: Bool[Array, 'B'], row: Int[Array, '']
 ) -> Bool[Array, 'B']:
-  """Ends a row: returns the new `ended` of a state."""
+  """Ends a row and returns the new `ended` of the state."""
   del model
   return partition.shard(ended.at[row].set(True), None)
 
@@ -223,17 +220,17 @@ def prefill(
   group: Group,
   bos: Int[Array, ''] | int,
 ) -> State:
-  """Reads prompts and puts them into rows of the state.
+  """Prefills prompts into rows of the state.
 
-  The last token of a decoder-only prompt is read again by the first step of
-  `decode`, as an encoder-decoder's BOS is.
+  The first step of `decode` reads the last token of a decoder-only prompt, or
+  the BOS of an encoder-decoder.
 
   Args:
     model: a model from `build.unroll`.
-    params: its parameters, of `prepare`.
+    params: its parameters from `prepare`.
     state: the state.
     group: the prompts.
-    bos: first token of an encoder-decoder's decoder.
+    bos: decoder start token of an encoder-decoder.
   """
   params = quantization.dequantize(params, model.compute.dtype)
   positions, segments = lengths.frame(group.tokens, group.lengths)
@@ -251,7 +248,7 @@ def prefill(
 
   seen = state.seen
   if seen is not None:
-    # Padding marks no other token: `tokens` repeats the last one there.
+    # Padding marks no further token: it repeats the last one in `tokens`.
     count = len(tokens)
     group_seen = jnp.zeros((count, seen.shape[1]), bool)
     group_seen = group_seen.at[jnp.arange(count)[:, None], tokens].set(True)
@@ -281,18 +278,18 @@ def decode(
   tempered: bool = False,
   vocab_size: int | None = None,
 ) -> State:
-  """Generates tokens until rows are free.
+  """Generates tokens until enough rows are free.
 
   Args:
     model: a model from `build.unroll`.
-    params: its parameters, of `prepare`.
+    params: its parameters from `prepare`.
     state: the state.
     eos: tokens that end a row.
     wake: number of free rows at which to return.
-    steps: most tokens to generate per row.
-    tempered: whether log-probabilities of rows that are drawn are those after
-      the temperature, and not those of the model itself.
-    vocab_size: tokens of the vocabulary, see `engine.SpecialIds`.
+    steps: maximum tokens to generate per row.
+    tempered: whether to apply the temperature to the log-probabilities of
+      sampled rows.
+    vocab_size: vocabulary size, see `engine.SpecialIds`.
   """
 
   def may_generate(carry: tuple[jax.Array, State]) -> jax.Array:
@@ -321,15 +318,15 @@ def advance(
   tempered: bool = False,
   vocab_size: int | None = None,
 ) -> State:
-  """Generates a token per row; arguments as `decode`."""
+  """Generates one token per row; arguments as in `decode`."""
   rows = jnp.arange(len(state.last))
-  # Inside the loop, so that no kernels in the dtype of the computation are
-  # kept beside the integers.
+  # Inside the loop, so dequantized kernels are not kept in memory along with
+  # the integers.
   weights = quantization.dequantize(params, model.compute.dtype)
   hidden, cache = model.decode_step(weights, state.last, state.cache)
   logits = model.logits(weights, hidden[:, None])[:, 0]  # [B, V]
-  # A completion has the log-probabilities of the model itself, so the logits
-  # stay as they are beside the penalised ones, those of hidden rows included.
+  # Completions report the model's own log-probabilities, so the original
+  # logits are kept along with the penalised and masked ones.
   adjusted, seen, options = logits, state.seen, state.options
   if seen is not None:
     adjusted = sampling_lib.penalise(logits, seen, options.repetition_penalty)
@@ -341,8 +338,8 @@ def advance(
   log_probs = jnp.take_along_axis(
     jax.nn.log_softmax(logits), chosen[:, None], axis=1
   )[:, 0]
-  # Shapes are static: rows that have ended are computed, too. They write beyond
-  # the end, which is dropped.
+  # Shapes are static, so ended rows are computed too; they write out of bounds,
+  # which is dropped.
   going = ~state.ended
   slot = jnp.where(going, state.count, state.tokens.shape[1])
   if seen is not None:
@@ -371,23 +368,23 @@ def prepare(
   mesh: Mesh,
   rules: rules_lib.Rules,
 ) -> base_model.Params:
-  """Returns parameters of a model as its programs take them.
+  """Prepares a model's parameters for the programs.
 
   Args:
     model: the model.
-    params: parameters of the model, sharded by any rules.
-    int8: whether to keep kernels as 8-bit integers.
+    params: parameters of the model, with any sharding.
+    int8: whether to quantize kernels to int8.
     mesh: mesh of the parameters.
-    rules: rules by which the result is sharded.
+    rules: sharding rules of the result.
 
   Returns:
-    Parameters of `build.unroll(model)`, as `merge_kernels` returns them.
+    Parameters of `build.unroll(model)`, with merged kernels (`merge_kernels`).
   """
   params = quantization.merge(params, model.table)
   params = quantization.cast(params, model.table, model.compute.dtype)
   flat = traverse_util.flatten_dict(params, sep='/')
   with partition.use(mesh, rules.as_dict()):
-    # After the cast, so that no fp32 copy is exchanged between devices.
+    # After the cast, so no fp32 copy is sent between devices.
     flat = {
       p: partition.shard(x, *model.table[p].axes) for p, x in flat.items()
     }
@@ -402,17 +399,17 @@ def prepare(
 def merge_kernels(
   model: build.Model, params: base_model.Params
 ) -> base_model.Params:
-  """Merges kernels of the decoder that multiply the same states.
+  """Merges decoder kernels that share their input.
 
-  A step of decoding then has fewer products. Those of queries stay separate
-  where the partition in use shards their heads otherwise than key heads.
+  A decoding step then has fewer matmuls. Query kernels stay separate if the
+  active partition shards query and key heads differently.
 
   Args:
     model: the model.
     params: unrolled parameters of the model, nested.
 
   Returns:
-    The parameters, with kernels of `layers.merge` by their joined names.
+    The parameters, with merged kernels of `layers.merge` under joined names.
   """
   active = partition.active()
   alike = active.mesh_axes('heads') == active.mesh_axes('kv_heads')
@@ -436,26 +433,25 @@ def merge_kernels(
 def with_adapters(
   model: build.Model, params: base_model.Params, adapters: base_model.Params
 ) -> base_model.Params:
-  """Returns parameters of `prepare` with adapters; their arrays are shared.
+  """Adds adapters to prepared parameters; base arrays are shared.
 
   Args:
-    model: the model of the base.
-    params: what `prepare` returned for the base.
-    adapters: the parameters of the model, nested: `kernel_forms.Adapted`
-      without a kernel where there are adapters, arrays that trained whole, and
-      None for those of the base.
+    model: the base model.
+    params: parameters of the base from `prepare`.
+    adapters: nested parameters: `kernel_forms.Adapted` without a kernel for
+      adapters, arrays for fully trained parameters, None for the base's.
   """
   flat = traverse_util.flatten_dict(params, sep='/')
   new = build.unroll_params(model, adapters)
   for path, leaf in traverse_util.flatten_dict(new, sep='/').items():
     if isinstance(leaf, kernel_forms.Adapted):
-      # None for a merged kernel, to whose product the adapter adds.
+      # None for a merged kernel: the adapter adds to its output.
       flat[path] = leaf.replace(kernel=flat.get(path))
     elif leaf is not None:
       flat[path] = leaf
   return traverse_util.unflatten_dict(flat, sep='/')
 
 
-# Index of the state among the arguments that `Programs` passes. `resize` is not
-# here: its result has other shapes, which no donated buffer fits.
+# Index of the donated state among the arguments passed by `Programs`. `resize`
+# donates nothing: its result has other shapes.
 _STATES = {prefill: 1, decode: 1, track_seen: 0}

@@ -1,16 +1,16 @@
-"""Inference engine: a queue of prompts through a batch that stays full.
+"""Inference engine with continuous batching.
 
 Two compiled programs share a state on the devices. `prefill` reads a group of
-prompts (an encoder-decoder with its encoder; keys and values of
-cross-attention are computed here only) and puts them into free rows of the
-batch; `decode` generates tokens until enough rows are free for the next group.
-Shapes are static: prompts and caches are padded to a few lengths
-(`inference.lengths`), and a program is compiled per length; few of them are
-held (`decoding.Programs`). Rows end independently (EOS, number of tokens, stop
-string) and are refilled while the others continue.
+prompts (with the encoder of an encoder-decoder, which also computes the keys
+and values of cross-attention once) into free rows of the batch; `decode`
+generates tokens until enough rows are free for the next group. Shapes are
+static: prompts and caches are padded to a few lengths (`inference.lengths`),
+with one program compiled per length and a bounded cache of programs
+(`decoding.Programs`). Rows end independently (EOS, token limit, stop string)
+and are refilled while the others continue.
 
-Every process of a job runs the same calls on the same requests. The programs
-are in `decoding`; vocabularies and chats are unknown here.
+Every process of a job makes the same calls with the same requests. The programs
+are in `decoding`; tokenizers and chat templates are up to the caller.
 """
 
 import collections
@@ -32,22 +32,21 @@ from encdec_adapt.inference import sampling as sampling_lib
 from encdec_adapt.models import base_model, build
 from encdec_adapt.sharding import rules as rules_lib
 
-UNLIMITED = 1 << 30  # More tokens than there are.
+UNLIMITED = 1 << 30  # Above any number of tokens.
 
 Ended = Literal['eos', 'length', 'stop']
 
 
 @dataclasses.dataclass(frozen=True)
 class SpecialIds:
-  """Token ids that the engine needs.
+  """Special token ids of the engine.
 
   Attributes:
-    bos: first token of an encoder-decoder's decoder.
-    eos: tokens, any of which ends a row.
-    pad: fills rows up; it is never read.
-    vocab_size: tokens of the decoder's vocabulary. Later rows of a larger
-      table, which are tokens of the model only, are never generated. None
-      hides no rows.
+    bos: decoder start token of an encoder-decoder.
+    eos: tokens that end a row.
+    pad: padding token, never read.
+    vocab_size: size of the decoder's vocabulary; ids beyond it, in a larger
+      embedding table, are never generated. None allows all ids.
   """
 
   bos: int
@@ -58,14 +57,14 @@ class SpecialIds:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Request:
-  """A prompt and how to continue it.
+  """A prompt with its generation options.
 
   Attributes:
     tokens: token ids of the prompt, BOS first, int [n].
-    max_tokens: most tokens to generate, at least 1, EOS included.
-    sampling: how tokens are chosen.
-    stop: texts that end the continuation, which does not contain them.
-    adapters: name of adapters of the engine; '' for the model without.
+    max_tokens: maximum tokens to generate, at least 1, EOS included.
+    sampling: sampling options.
+    stop: strings that end the completion; not part of it.
+    adapters: name of the engine's adapters; '' for none.
   """
 
   tokens: Int[np.ndarray, 'n']
@@ -87,16 +86,16 @@ class Request:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Completion:
-  """A continuation.
+  """A generated completion.
 
   Attributes:
-    tokens: token ids [n], EOS included; with a stop string up to the token
+    tokens: token ids [n], EOS included; with a stop string, up to the token
       that completes it.
-    log_probs: natural log of the probability of each token [n] under the
-      model itself, before penalty, temperature and filters.
+    log_probs: log-probability of each token [n] under the model, before
+      repetition penalty, temperature and filters.
     ended: 'eos', 'length' (max_tokens) or 'stop'.
-    text: the text, without special tokens and stop string; None without a
-      function that decodes.
+    text: the text, without special tokens and stop string; None if the engine
+      has no `decode`.
   """
 
   tokens: Int[np.ndarray, 'n']
@@ -107,7 +106,7 @@ class Completion:
 
 @dataclasses.dataclass
 class _Active:
-  """A row in use: the request's number, and how many tokens were reported."""
+  """A row in use, with its number of reported tokens."""
 
   number: int
   request: Request
@@ -115,7 +114,7 @@ class _Active:
 
 
 class Engine:
-  """Continues prompts; see the module."""
+  """Generates completions of prompts; see the module."""
 
   def __init__(
     self,
@@ -132,32 +131,31 @@ class Engine:
     sizes: Sequence[lengths.Size] = (),
     adapters: Mapping[str, base_model.Params] = types.MappingProxyType({}),
   ):
-    """Prepares parameters; programs are compiled when they are first needed.
+    """Prepares parameters; programs are compiled on first use.
 
     Args:
       model: a model with a decoder.
-      params: its parameters, which are copied: kernels in the dtype of the
-        model's computation, layers of the decoder as separate arrays.
+      params: its parameters, copied with kernels in the compute dtype and
+        unrolled decoder layers.
       ids: special tokens.
-      rows: rows of the batch, at least 1.
-      decode: turns token ids into text; needed for stop strings.
+      rows: batch size, at least 1.
+      decode: decodes token ids; required for stop strings.
       mesh: mesh of the parameters.
-      rules: meaning of logical axes on it; rows must divide over 'batch'.
-      int8: whether to keep kernels as 8-bit integers.
-      steps: tokens after which stop strings are searched for and tokens are
-        reported.
-      sizes: sizes that the state may have (`lengths.state_sizes`). It grows as
-        the requests in progress need, shrinks when there are none, and longer
-        requests are refused. Without sizes it follows the requests.
-      adapters: parameters of `decoding.with_adapters` by name. Requests of
-        different ones wait for each other, in their order.
+      rules: logical axis rules; 'batch' must divide `rows`.
+      int8: whether to quantize kernels to int8.
+      steps: tokens between checks for stop strings and reports of tokens.
+      sizes: allowed state sizes (`lengths.state_sizes`). The state grows with
+        the requests in progress, shrinks when idle, and longer requests are
+        rejected. Without sizes it follows the requests.
+      adapters: parameters of `decoding.with_adapters` by name. Requests with
+        different adapters run one after another, in order.
 
     Raises:
-      UserError: the model predicts no next tokens, or `rows` does not divide.
+      UserError: the model predicts no next tokens, or `rows` is not divisible.
     """
     model.architecture.require_generation('the model', 'use a language model')
-    # A step has a single token per row, which does not divide over a sequence
-    # axis.
+    # A decoding step has a single token per row: nothing to shard over a
+    # sequence axis.
     rules = dataclasses.replace(rules, length=())
     self.shards = shards = rules.on(mesh).size('batch')
     if rows < 1 or rows % shards:
@@ -166,8 +164,8 @@ class Engine:
         f' a multiple of {shards}.'
       )
     self.ids, self.rows, self._decode, self._steps = ids, rows, decode, steps
-    # Prompts that are read together: few, so that a row is not free for long,
-    # and a multiple of the shards, over which they divide.
+    # Prompts per prefill: few, so rows do not stay free for long, and a
+    # multiple of the shards.
     self.group = max(shards, rows // 8 // shards * shards)
     params = decoding.prepare(model, params, int8=int8, mesh=mesh, rules=rules)
     variants = {'': params} | {
@@ -176,7 +174,7 @@ class Engine:
     }
     # Unrolled: a scan would copy each layer's cache for every token.
     unrolled = build.unroll(model)
-    # Made once: to hash the shapes of many parameters is slow.
+    # Computed once: hashing the shapes of many parameters is slow.
     shapes = {name: decoding.shapes_of(tree) for name, tree in variants.items()}
     count = len({*shapes.values()})
     self._variants = {
@@ -198,7 +196,7 @@ class Engine:
     self.sizes = tuple(sizes)
 
   def _use(self, adapters: str) -> None:
-    """Chooses parameters and programs; no row may be in use."""
+    """Switches adapters; no row may be in use."""
     self._adapters = adapters
     self.params, self.programs = self._variants[adapters]
 
@@ -216,18 +214,18 @@ class Engine:
 
   @property
   def load(self) -> tuple[int, int]:
-    """Numbers of requests in progress, and waiting."""
+    """Numbers of active and waiting requests."""
     return sum(row is not None for row in self._active), len(self._queue)
 
   def submit(self, request: Request) -> int:
     """Queues a request.
 
     Returns:
-      Its number, which counts from 0.
+      Its number, counted from 0.
 
     Raises:
-      UserError: it has stop strings and the engine cannot decode, or tokens
-        outside the vocabulary, or it is longer than the largest state.
+      UserError: it has stop strings but the engine no `decode`, unknown
+        adapters, tokens outside the vocabulary, or exceeds the largest state.
     """
     self.require_tokens(request.tokens)
     self._size([request])
@@ -245,13 +243,13 @@ class Engine:
     return number
 
   def require_tokens(self, tokens: Int[np.ndarray, 'n']) -> None:
-    """Refuses a prompt with tokens outside the vocabulary.
+    """Checks that a prompt's tokens are in the vocabulary.
 
     Raises:
-      UserError: there are such tokens.
+      UserError: a token is not.
     """
     lowest, highest = int(tokens.min()), int(tokens.max())
-    # A gather from the table would clamp them, and no error would come.
+    # A gather from the embedding table would clamp them silently.
     if lowest < 0 or highest >= self._prompt_size:
       raise errors.UserError(
         f'tokens of the prompt are {lowest} to {highest}; the vocabulary has'
@@ -259,7 +257,7 @@ class Engine:
       )
 
   def cancel(self, number: int) -> None:
-    """Drops a request; a row in progress is freed."""
+    """Cancels a request and frees its row."""
     self._queue = collections.deque(
       queued for queued in self._queue if queued[0] != number
     )
@@ -273,15 +271,15 @@ class Engine:
     requests: Iterable[Request],
     on_tokens: Callable[[int, np.ndarray], None] | None = None,
   ) -> Iterator[tuple[int, Completion]]:
-    """Continues prompts and yields them as they end.
+    """Generates completions and yields them, with the request's index.
 
-    The longest prompts come first, so that those of a group are about equally
-    long and caches shrink; results carry the index of their request.
+    Completions are yielded as they end. The longest prompts come first, so
+    prompts of a group have similar lengths and caches shrink.
 
     Args:
       requests: the prompts.
-      on_tokens: called with a request's index and its new tokens [n] whenever
-        some were generated.
+      on_tokens: called with a request's index and its newly generated tokens
+        [n].
 
     Raises:
       UserError: see `submit`.
@@ -299,7 +297,7 @@ class Engine:
     def report(number: int, tokens: np.ndarray) -> None:
       on_tokens(indices[number], tokens)
 
-    # Without a callback and stop strings, devices decode until a row ends.
+    # Without a callback or stop strings, devices decode until rows end.
     callback = None if on_tokens is None else report
     while self.busy:
       for number, completion in self.step(callback):
@@ -308,7 +306,7 @@ class Engine:
   def step(
     self, on_tokens: Callable[[int, np.ndarray], None] | None = None
   ) -> list[tuple[int, Completion]]:
-    """Fills free rows, decodes, and returns the requests that ended.
+    """Fills free rows, decodes, and returns finished completions by number.
 
     Args:
       on_tokens: called with a request's number and its new tokens.
@@ -326,7 +324,7 @@ class Engine:
       vocab_size=self.vocab_size,
     )
     state, completions = self._state, []
-    # A single transfer: each waits for the devices.
+    # A single transfer: each one blocks on the devices.
     ended, count, tokens, log_probs = jax.device_get(
       (state.ended, state.count, state.tokens, state.log_probs)
     )
@@ -345,7 +343,7 @@ class Engine:
       if completion is not None:
         completions.append((active.number, completion))
         self._active[row] = None
-        # Stop strings end a row on the host; the devices do not know of it yet.
+        # Stop strings end a row on the host only; also ends it on the devices.
         if not ended[row]:
           self._stop(row)
     return completions
@@ -362,8 +360,8 @@ class Engine:
     completion = self.complete(tokens, log_probs[: len(tokens)])
     if not any(stop in completion.text for stop in request.stop):
       return completion if has_ended else None
-    # The first token that completes a stop string is the last. Decodes each
-    # prefix again: tokens decoded together may differ from their pieces.
+    # The completion ends with the first token that completes a stop string.
+    # Decodes every prefix: tokens decoded together may differ from their parts.
     count, text = next(
       (n, text)
       for n in range(1, len(tokens) + 1)
@@ -379,10 +377,10 @@ class Engine:
   def complete(
     self, tokens: Int[np.ndarray, 'n'], log_probs: Float[np.ndarray, 'n']
   ) -> Completion:
-    """Returns the completion of tokens that end with EOS or at their limit."""
+    """Returns the completion of tokens that ended with EOS or at the limit."""
     is_eos = len(tokens) > 0 and int(tokens[-1]) in self.ids.eos
     text = self._decode and self._decode(tokens[: len(tokens) - is_eos])
-    # Copies: views would keep the arrays of all rows in memory.
+    # Copies: views would keep the whole batch in memory.
     ended: Ended = 'eos' if is_eos else 'length'
     return Completion(tokens.copy(), log_probs.copy(), ended, text)
 
@@ -397,9 +395,9 @@ class Engine:
 
     Args:
       requests: the prompts.
-      size: prompts of the group, which requests without a row fill up.
-      rows: rows of the state for the requests; by default the first ones.
-      state: the state; by default a fresh state of `size` rows.
+      size: prompts per group; it is padded with requests without a row.
+      rows: rows of the state for the requests; the first ones by default.
+      state: the state; a new state of `size` rows by default.
     """
     if state is None:
       state = self._start(self._size(requests), size)
@@ -420,7 +418,7 @@ class Engine:
     return self.params, state, group, np.int32(self.ids.bos)
 
   def state_bytes(self) -> list[int]:
-    """Returns the bytes on a device of a state of each of the `sizes`."""
+    """Returns the per-device bytes of the state for each of the `sizes`."""
     programs = [
       self.programs.get(decoding.start, rows=self.rows, **size._asdict())
       for size in self.sizes
@@ -428,7 +426,7 @@ class Engine:
     return [p.memory_analysis().output_size_in_bytes for p in programs]
 
   def warm_up(self) -> int:
-    """Compiles the programs for all `sizes`; returns their number."""
+    """Compiles the programs for all `sizes` and returns their number."""
     count = 0
     for adapters in self._variants:
       self._use(adapters)
@@ -436,9 +434,9 @@ class Engine:
     return count
 
   def _warm_up(self) -> int:
-    # A set: all sizes share a program of `stop`.
+    # A set: all sizes share the `stop` program.
     get, programs, futures = self.programs.get, set(), []
-    # XLA compiles without Python's lock, so threads use all cores.
+    # XLA compiles without holding the GIL, so threads use all cores.
     with concurrent.futures.ThreadPoolExecutor() as pool:
       for size in self.sizes:
         programs.add(get(decoding.start, rows=self.rows, **size._asdict()))
@@ -471,7 +469,7 @@ class Engine:
   def _size(
     self, requests: Sequence[Request], least: lengths.Size = lengths.NOTHING
   ) -> lengths.Size:
-    """Returns the smallest size, at least `least`, that holds the requests."""
+    """Returns the smallest size for the requests, at least `least`."""
     positions = [
       self._architecture.positions(len(request.tokens), request.max_tokens)
       for request in requests
@@ -483,7 +481,7 @@ class Engine:
     if not self.sizes:
       return size.bucket()
     size = lengths.Size(*map(max, size, least))
-    # Sizes ascend: the first is the smallest.
+    # Sizes are sorted in ascending order.
     fits = [candidate for candidate in self.sizes if candidate.holds(size)]
     if not fits:
       raise errors.UserError(
@@ -498,8 +496,8 @@ class Engine:
     is_used = len(free) < self.rows
     if self._queue and not is_used:
       self._use(self._queue[0][1].adapters)
-    # A full group, or all that may join these rows: a call of `prefill` costs
-    # the same for a group that is not full.
+    # Waits for a full group, or all remaining requests with these adapters:
+    # `prefill` costs the same for a partial group.
     while 0 < (count := self._next_group()) <= len(free):
       chosen = [self._queue.popleft() for _ in range(count)]
       rows, free = free[:count], free[count:]
@@ -514,12 +512,12 @@ class Engine:
       is_used = True
 
   def _fit(self, requests: Sequence[Request], is_used: bool) -> None:
-    """Resizes the state for all requests in progress."""
+    """Resizes the state to fit the active requests."""
     current = lengths.NOTHING
     if self._state is not None:
       current = lengths.Size(self._state.cache.length, self._state.cache.source)
-    # Among few sizes, rows in use only grow: shrinking would need programs that
-    # `warm_up` does not compile.
+    # With fixed sizes, a state in use only grows: `warm_up` compiles no
+    # programs for shrinking.
     grows = bool(self.sizes) and is_used
     size = self._size(requests, current if grows else lengths.NOTHING)
     if size != current and is_used:
@@ -527,16 +525,16 @@ class Engine:
         decoding.resize, self._state, **size._asdict()
       )
     elif size != current:
-      # Frees its memory before the next state is made.
+      # Frees the old state before allocating the new one.
       self._state = None
       self._state = self._start(size, self.rows)
-    # [B, V] is large: made for the first request with a penalty only.
+    # [B, V] is large: allocated for the first request with a penalty.
     penalised = any(r.sampling.repetition_penalty != 1 for r in requests)
     if penalised and self._state.seen is None:
       self._state = self.programs.run(decoding.track_seen, self._state)
 
   def _decode_arguments(self, state: decoding.State, steps: int) -> tuple:
-    # The next group is read when this many rows are free; all at the end.
+    # Decodes until this many rows are free for the next group, else all rows.
     wake = self._next_group() or self.rows
     eos = np.array(self.ids.eos, np.int32)
     return self.params, state, eos, np.int32(wake), np.int32(steps)

@@ -1,6 +1,6 @@
-"""Length buckets: rows are padded to few lengths, as each is compiled.
+"""Length buckets: padding to a few lengths limits compiled programs.
 
-Knows neither models nor the engine's state.
+This module must not import models or the engine.
 """
 
 from collections.abc import Sequence
@@ -15,10 +15,10 @@ _SHORTEST_STATE = 64  # A smaller state would save little.
 
 
 def bucket(length: int) -> int:
-  """Returns the least bucket that holds a length.
+  """Rounds a length up to a bucket.
 
-  Buckets are powers of two from 16 on, and three quarters of those from 64 on.
-  Above 32 tokens, padding is then less than half of the length.
+  Buckets are powers of two from 16, and three quarters of the powers from 64.
+  Above 32 tokens, padding is less than half of the length.
   """
   power = max(_SHORTEST, 1 << (length - 1).bit_length())
   between = power // 4 * 3
@@ -26,20 +26,20 @@ def bucket(length: int) -> int:
 
 
 def width(longest: int, capacity: int) -> int:
-  """Returns the width that prompts are padded to for a state.
+  """Returns the padded width of prompts for a state.
 
-  A bucket from a 32nd of the capacity on, or the capacity itself.
+  The width is a bucket, at least a 32nd of the capacity, or the capacity.
 
   Args:
     longest: tokens of the longest prompt.
-    capacity: tokens of a prompt that the state holds.
+    capacity: maximum prompt tokens of the state.
   """
-  # At least a 32nd, which bounds the number of widths and so of programs.
+  # The lower bound limits the number of widths, hence of programs.
   return min(bucket(max(longest, capacity // 32)), capacity)
 
 
 class Size(NamedTuple):
-  """Size of an engine's state: positions of a row.
+  """Size of an engine's state, per row.
 
   Attributes:
     length: positions of the decoder.
@@ -50,15 +50,15 @@ class Size(NamedTuple):
   source: int
 
   def holds(self, size: 'Size') -> bool:
-    """Returns whether both fields are at least those of another size."""
+    """Returns whether another size fits into this one."""
     return self.length >= size.length and self.source >= size.source
 
   def bucket(self) -> 'Size':
-    """Returns the least buckets that hold this size."""
+    """Rounds both fields up to buckets."""
     return Size(bucket(self.length), self.source and bucket(self.source))
 
   def widths(self) -> list[int]:
-    """Returns the widths of prompts, at most 12; see `width`."""
+    """Returns all padded prompt widths, at most 12; see `width`."""
     room = self.source or self.length
     return sorted({width(n + 1, room) for n in range(room)})
 
@@ -71,13 +71,13 @@ def state_sizes(
 ) -> list[Size]:
   """Returns at most four sizes of an engine's state, in ascending order.
 
-  They are for short texts, long answers to short prompts, a quarter of both
-  limits, and the limits. A decoder that reads prompts itself has their sum as
-  its only limit, and parts of it.
+  They fit short texts, long answers to short prompts, a quarter of both limits,
+  and both limits. Without an encoder, they are fractions of the sum of both
+  limits.
 
   Args:
-    prompt: most tokens of a prompt.
-    generated: most tokens to generate.
+    prompt: maximum prompt tokens.
+    generated: maximum generated tokens.
     reads_encoder: whether an encoder reads prompts.
   """
 
@@ -99,21 +99,21 @@ def pad(
   fill: int = 0,
   width: int | None = None,
 ) -> tuple[Int[np.ndarray, 'rows S'], Int[np.ndarray, 'rows']]:
-  """Pads token ids on the right to a bucket, and the batch by rows of padding.
+  """Right-pads token ids to a bucket, and the batch with rows of padding.
 
   Args:
-    texts: token ids, at most `rows` of them.
-    rows: rows of the batch.
-    fill: token of the padding.
+    texts: token ids of at most `rows` texts.
+    rows: batch size.
+    fill: padding token.
     width: length of the rows; a bucket by default.
 
   Returns:
-    Tokens, int32, and the number of each row's tokens, at least 1.
+    Tokens, int32, and the number of tokens per row, at least 1.
   """
   width = width or bucket(max(len(text) for text in texts))
   tokens = np.full((rows, width), fill, np.int32)
-  # Rows of padding count a token: a row without any has no last token to go on
-  # from, and no mean.
+  # Rows of padding count one token: an empty row would have no last token and
+  # no mean.
   counts = np.ones(rows, np.int32)
   for i, text in enumerate(texts):
     tokens[i, : len(text)], counts[i] = text, len(text)
@@ -123,6 +123,6 @@ def pad(
 def frame(
   tokens: Int[Array, 'B L'], counts: Int[Array, 'B']
 ) -> tuple[Int[Array, 'B L'], Int[Array, 'B L']]:
-  """Returns positions 0, 1, .. and segments: 1 up to a row's count, then 0."""
+  """Returns positions 0, 1, .. and segments: 1 for tokens, 0 for padding."""
   positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
   return positions, (positions < counts[:, None]).astype(jnp.int32)

@@ -1,11 +1,11 @@
 """Log-likelihoods of continuations, the base of all likelihood tasks.
 
 An encoder-decoder reads the context with its encoder and the continuation with
-its decoder, after BOS; a decoder-only model reads both, a prefix decoder the
-context from both sides. EOS is not scored. Requests are scored in the order of
-falling length, in batches that are padded to a few lengths
+its decoder, after BOS; a decoder-only model reads both, a prefix LM with
+bidirectional attention over the context. EOS is not scored. Requests are scored
+in descending order of length, in batches padded to a few lengths
 (`inference.lengths`); the encoder reads a context once for all its
-continuations in a batch. Neither engine nor cache is needed.
+continuations in a batch. Uses neither engine nor KV cache.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,8 +24,8 @@ from encdec_adapt.models import base_model, build
 from encdec_adapt.ops import attention_chunked, partition
 from encdec_adapt.sharding import rules as rules_lib
 
-# Continuation tokens with logits in memory at once, per row: 16 MiB with a
-# vocabulary of 256 k. All buckets of lengths are multiples of it.
+# Continuation tokens per row with logits in memory at once: 16 MiB for a
+# vocabulary of 256 k. All length buckets are multiples of it.
 _CHUNK = 16
 
 
@@ -40,8 +40,8 @@ class Scored(NamedTuple):
   """Score of a continuation.
 
   Attributes:
-    log_prob: sum of the natural log-probabilities of its tokens.
-    greedy: whether greedy decoding gives the continuation.
+    log_prob: sum of the tokens' log-probabilities.
+    greedy: whether greedy decoding yields the continuation.
   """
 
   log_prob: float
@@ -52,11 +52,11 @@ class Batch(NamedTuple):
   """A padded batch.
 
   Attributes:
-    encoder: tokens of the contexts, each once, where an encoder reads them.
+    encoder: encoder tokens: the distinct contexts.
     encoder_counts: number of tokens per context.
     contexts: index of each row's context.
-    decoder: tokens that the decoder reads.
-    prefix_counts: number of the decoder's tokens that are context.
+    decoder: decoder input tokens.
+    prefix_counts: number of context tokens in the decoder's input.
     targets: tokens of the continuations.
     counts: number of tokens per continuation.
   """
@@ -80,16 +80,16 @@ def score(
   rows: int,
   bos: int,
 ) -> Iterator[tuple[int, Scored]]:
-  """Scores continuations and yields them with their index, long ones first.
+  """Scores continuations and yields scores by index, longest contexts first.
 
   Args:
     model: a model with a decoder.
     params: parameters of the model.
     pairs: contexts and continuations, neither empty.
     mesh: mesh of the parameters.
-    rules: meaning of logical axes on it.
-    rows: pairs at a time; divides over the mesh.
-    bos: first token of an encoder-decoder's decoder.
+    rules: logical axis rules.
+    rows: batch size, divisible by the batch shards.
+    bos: decoder start token of an encoder-decoder.
 
   Raises:
     UserError: the model predicts no next tokens, or a side is empty.
@@ -105,9 +105,9 @@ def score(
 
   def sort_key(i: int) -> tuple[int, ...]:
     context, continuation = pairs[i]
-    # Similar lengths share a batch, which saves padding, and so do equal
-    # contexts, which the encoder then reads once. All processes must make the
-    # same batches: hashes of integers do not depend on the process.
+    # Batches similar lengths, to save padding, and equal contexts, which the
+    # encoder reads once. All processes must form the same batches: hashes of
+    # integers do not depend on the process.
     return -len(context), hash(tuple(context)), -len(continuation)
 
   order = sorted(range(len(pairs)), key=sort_key)
@@ -150,17 +150,15 @@ def _score(
   params: base_model.Params,
   batch: Batch,
 ) -> tuple[Float[Array, 'B'], Bool[Array, 'B']]:
-  """Returns each continuation's log-probability, and whether it is greedy."""
+  """Returns each continuation's log-probability and whether it is greedy."""
   with partition.use(mesh, rules.as_dict()):
     positions, segments = lengths.frame(batch.encoder, batch.encoder_counts)
     source = model.architecture.source(
       model, params, (batch.encoder, segments, positions)
     )
-    # Copies states, not tokens, to the rows of a context: the encoder reads
-    # each context once.
+    # Copies encoder states to the rows of a context, which is read only once.
     inputs = [x[batch.contexts] for x in source]
-    # The decoder's position that predicts the first token: the context's last
-    # token, or BOS.
+    # Position that predicts the first token: the context's last token, or BOS.
     first = jnp.maximum(batch.prefix_counts - 1, 0)
     positions, segments = lengths.frame(batch.decoder, first + batch.counts)
     _, prefix = lengths.frame(batch.decoder, batch.prefix_counts)
@@ -168,7 +166,7 @@ def _score(
       params, batch.decoder, segments, positions, *inputs, prefix=prefix
     )
     width = batch.targets.shape[1]
-    # Padded targets would reach beyond the row; `real` leaves them out.
+    # Padded targets would exceed the row; `real` masks them.
     indices = jnp.minimum(
       first[:, None] + jnp.arange(width), hidden.shape[1] - 1
     )
@@ -191,5 +189,5 @@ def _score(
     ]
     start = jnp.zeros(len(real), jnp.float32), jnp.ones(len(real), bool)
     (total, greedy), _ = jax.lax.scan(add_chunk, start, chunks)
-    # Replicated, as every process yields the scores of all rows.
+    # Replicated: every process yields the scores of all rows.
     return partition.shard(total, None), partition.shard(greedy, None)

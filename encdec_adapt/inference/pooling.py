@@ -1,7 +1,7 @@
-"""Embeddings of texts: vectors of an embedding model, or pooled states.
+"""Text embeddings: outputs of an embedding model, or pooled encoder states.
 
-The states are those of an encoder after its final norm. Needs neither the
-engine nor a cache: nothing is generated.
+States are pooled after the encoder's final norm. Uses neither engine nor KV
+cache.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,23 +31,23 @@ def embed(
   pooling: str | None,
   rows: int,
 ) -> Iterator[tuple[int, Float[np.ndarray, 'E']]]:
-  """Embeds texts, long ones first.
+  """Embeds texts, longest first.
 
   Args:
     model: an embedding model, an encoder-decoder or an encoder-only model.
     params: its parameters.
-    texts: token ids of each, BOS first.
+    texts: token ids of each text, BOS first.
     mesh: mesh of the parameters.
-    rules: meaning of logical axes on it.
-    pooling: one of `POOLINGS`; None for that of the embedding model, or else
-      'mean'.
-    rows: texts at a time.
+    rules: logical axis rules.
+    pooling: one of `POOLINGS`; None for the embedding model's, else 'mean'.
+    rows: batch size.
 
   Yields:
     Index of a text and its embedding, float32.
 
   Raises:
-    UserError: the model has no encoder, or there is no such pooling.
+    UserError: the model has no encoder, or the pooling is unknown or differs
+      from the embedding model's.
   """
   head = model.config.decoder.head
   trained = head.pooling if isinstance(head, heads.Embedding) else ''
@@ -62,15 +62,15 @@ def embed(
       f'pooling is {pooling!r}; it must be {" or ".join(POOLINGS)}.'
     )
   model.architecture.require_encoder()
-  # By length: the texts of a batch are padded to its longest. The longest come
-  # first, so that a batch that does not fit into memory fails at once.
+  # Sorted by length to reduce padding. The longest come first, so running out
+  # of memory fails early.
   order = sorted(range(len(texts)), key=lambda i: -len(texts[i]))
   for start in range(0, len(order), rows):
     chosen = order[start : start + rows]
     tokens, counts = lengths.pad([texts[i] for i in chosen], rows)
     states = _pool(model, mesh, rules, pooling, params, tokens, counts)
     states = jax.device_get(states)
-    # The last batch is filled up with rows of padding, which have no text.
+    # The last batch is padded with empty rows, which are dropped here.
     yield from zip(chosen, states, strict=False)
 
 

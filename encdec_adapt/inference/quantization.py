@@ -1,11 +1,11 @@
-"""Kernels for inference: in the dtype of the computation, or as integers.
+"""Inference kernels: cast to the compute dtype, or quantized to int8.
 
-An integer kernel has a scale for each output channel (each row of a table),
-the largest magnitude of the channel divided by 127. Products run in the dtype
-of the computation: integers save memory and its bandwidth only.
+An int8 kernel has one scale per output channel (row of a table): the channel's
+maximum magnitude divided by 127. Matmuls run in the compute dtype: int8 only
+saves memory and bandwidth.
 
-Finds kernels by the logical axes of the parameter table, so it depends on no
-model.
+Kernels are found by the logical axes of the parameter table, independently of
+the model.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,7 +25,7 @@ def _map_kernels(
   table: Table,
   fn: Callable[[jax.Array, tuple[int, ...]], Any],
 ) -> base_model.Params:
-  """Applies `fn(kernel, input axes)` to every kernel of nested parameters."""
+  """Applies `fn(kernel, input axes)` to every kernel in nested parameters."""
   flat = traverse_util.flatten_dict(params, sep='/')
   for path, leaf in flat.items():
     if inputs := table[path].inputs:
@@ -34,11 +34,11 @@ def _map_kernels(
 
 
 def merge(params: base_model.Params, table: Table) -> base_model.Params:
-  """Returns parameters in which every kernel is an array.
+  """Merges quantized or adapted kernels into dense arrays.
 
   Args:
-    params: parameters, nested; kernels may be quantised or have adapters.
-    table: path of every parameter to its logical axes.
+    params: nested parameters.
+    table: logical axes of every parameter, by path.
   """
   flat = traverse_util.flatten_dict(params, sep='/')
   return traverse_util.unflatten_dict(
@@ -53,23 +53,23 @@ def merge(params: base_model.Params, table: Table) -> base_model.Params:
 def cast(
   params: base_model.Params, table: Table, dtype: str
 ) -> base_model.Params:
-  """Converts kernels to a dtype; norms and biases stay as they are."""
+  """Casts kernels to a dtype; norms and biases are unchanged."""
   return _map_kernels(params, table, lambda kernel, _: kernel.astype(dtype))
 
 
 def quantize(params: base_model.Params, table: Table) -> base_model.Params:
-  """Replaces kernels by `Quantized` ones.
+  """Quantizes kernels to int8 (`kernel_forms.Quantized`).
 
   Args:
-    params: parameters, nested.
-    table: path of every parameter to its logical axes.
+    params: nested parameters.
+    table: logical axes of every parameter, by path.
   """
 
   return _map_kernels(params, table, kernel_forms.quantize_int8)
 
 
 def dequantize(params: base_model.Params, dtype: str) -> base_model.Params:
-  """Returns the parameters that `Quantized` kernels stand for."""
+  """Dequantizes `kernel_forms.Quantized` kernels to a dtype."""
 
   def restore(leaf: Any) -> Any:
     is_quantized = isinstance(leaf, kernel_forms.Quantized)
@@ -81,6 +81,6 @@ def dequantize(params: base_model.Params, dtype: str) -> base_model.Params:
 
 
 def rounded(params: base_model.Params, table: Table) -> base_model.Params:
-  """Returns fp32 parameters rounded as by integers, to measure the loss."""
-  # Under jit, so that no integers of the complete model are stored on the way.
+  """Returns fp32 parameters after int8 rounding, to measure the loss."""
+  # Under jit, so int8 kernels of the whole model are never stored.
   return jax.jit(lambda x: dequantize(quantize(x, table), 'float32'))(params)

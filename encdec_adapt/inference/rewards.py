@@ -1,7 +1,7 @@
 """Rewards of completions: the output of a reward model's head.
 
 The head reads the state of a completion's last token; an encoder reads the
-prompt once for all its completions. Neither engine nor cache is needed.
+prompt once for all its completions. Uses neither engine nor KV cache.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,28 +40,27 @@ def score(
   ids: special_ids.Framing,
   lengths: framing.Lengths | None = None,
 ) -> Float[np.ndarray, 'P G']:
-  """Computes the rewards of completions; every process calls it alike.
+  """Computes the rewards of completions; all processes must call it together.
 
   Args:
     model: a reward model.
     params: parameters of the model.
     groups: for each of P prompts, the prompt with each of G completions: inputs
-      without BOS, and targets with the token that ends them, or without it for
-      a completion that was cut short.
+      without BOS, and targets with their end token (without it if truncated).
     mesh: mesh of the parameters.
-    rules: meaning of logical axes on it.
-    rows: prompts at a time; divides over the mesh.
+    rules: logical axis rules.
+    rows: prompts per batch, divisible by the batch shards.
     ids: special ids that frame the rows.
-    lengths: lengths of all rows, so that a single program is compiled: those of
-      the longest prompt with BOS, and of the longest completion and BOS. By
-      default each batch is padded to one of a few lengths.
+    lengths: fixed row lengths, so only one program is compiled: maximum prompt
+      with BOS, maximum completion with BOS. By default each batch is padded to
+      one of a few lengths.
 
   Raises:
     UserError: the model is not a reward model.
     ValueError: an example is longer than `lengths`.
   """
   require_reward_model(model.config)
-  # Completions and BOS are mostly no multiple of a sequence axis.
+  # The length of a completion with BOS is rarely divisible by a sequence axis.
   rules = dataclasses.replace(rules, length=())
   teacher = 'teacher' in model.architecture.sides(True).values()
   rewards = []
@@ -69,7 +68,7 @@ def score(
     chunk = list(groups[start : start + rows])
     sizes = zip(*(size(x, ids) for group in chunk for x in group), strict=True)
     shape = framing.Lengths(*(lengths_lib.bucket(max(n)) for n in sizes))
-    # The last batch is filled up with rows of padding.
+    # The last batch is padded with empty rows.
     filled = [[[pair] for pair in group] for group in chunk]
     filled += [[[]] * len(chunk[0])] * (rows - len(chunk))
     batch = framing.stack_rows(
@@ -86,10 +85,10 @@ def score(
 def require_reward_model(
   config: model_config.ModelConfig, name: str = 'the model'
 ) -> None:
-  """Refuses a model without a reward head.
+  """Checks that a model has a reward head.
 
   Raises:
-    UserError: names the model.
+    UserError: it has none; names the model.
   """
   if config.decoder.outputs != 1:
     raise errors.UserError(
@@ -100,7 +99,7 @@ def require_reward_model(
 
 
 def size(pair: framing.Pair, ids: special_ids.Framing) -> tuple[int, int]:
-  """Returns the tokens of a prompt and of a completion, framed."""
+  """Returns the framed lengths of a prompt and its completion."""
   row = framing.Lengths(1, 1, ids.encoder.frame_size)
   encoder, decoder = pair.positions(row)
   return encoder, decoder + 1
@@ -108,7 +107,7 @@ def size(pair: framing.Pair, ids: special_ids.Framing) -> tuple[int, int]:
 
 @functools.cache
 def scorer(mesh: Mesh) -> Callable[..., Float[Array, 'B']]:
-  """Returns `_score`, jitted for a mesh."""
+  """Returns the jitted scoring function for a mesh."""
   return jax.jit(
     _score,
     static_argnums=(0, 1, 2),

@@ -1,9 +1,9 @@
-"""Chooses the next token from logits: greedy, or drawn from a filtered set.
+"""Next-token selection from logits: greedy or sampled.
 
-Pure functions of a step's logits, with options for each row. Ties go to the
-lower token id everywhere, so greedy, top-k and top-p agree with each other. The
-vocabulary is not sorted: the last token of a filtered set is searched for among
-the likeliest ones. Imports no model.
+Pure functions of a step's logits, with options per row. Ties go to the lower
+token id everywhere, so greedy, top-k and top-p agree. The vocabulary is not
+sorted: the last token of a filtered set is searched for among the likeliest
+tokens. This module must not import models.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,8 +16,8 @@ import numpy as np
 
 from encdec_adapt.base import errors
 
-# Tokens among which top-k and top-p search for their last one. Only flat
-# distributions need more, for which the vocabulary is sorted.
+# Candidates in which top-k and top-p search for their last token. Only flat
+# distributions need more; for them the vocabulary is sorted.
 _CANDIDATES = 1024
 
 
@@ -27,15 +27,15 @@ class SamplingConfig:
 
   Attributes:
     temperature: divisor of the logits; 0 is greedy.
-    top_k: draw among the k likeliest tokens; None for all.
-    top_p: draw among the smallest set of likeliest tokens with a probability
-      (after temperature and top-k) of at least p; None for all.
-    min_p: draw among tokens with at least this share of the likeliest token's
+    top_k: sample from the k likeliest tokens; None for all.
+    top_p: sample from the smallest set of likeliest tokens with total
+      probability (after temperature and top-k) at least p; None for all.
+    min_p: sample from tokens with at least this fraction of the maximum
       probability (after temperature); None for all.
-    repetition_penalty: divisor of positive logits, and factor of negative
-      ones, of tokens that the decoder has read (Keskar et al. 2019, section
-      4.1, as in transformers); 1 for none.
-    seed: decides the draws, in 0 .. 2^32 - 1.
+    repetition_penalty: divisor of positive and factor of negative logits of
+      tokens already read by the decoder (Keskar et al. 2019, section 4.1, as in
+      transformers); 1 for none.
+    seed: seed of the draws, in 0 .. 2^32 - 1.
   """
 
   temperature: float = 0.0
@@ -47,7 +47,7 @@ class SamplingConfig:
 
   def __post_init__(self):
     share = 'above 0 and at most 1, or left out'
-    # `<` with infinity also refuses NaN.
+    # `< inf` also rejects NaN.
     for name, is_right, words in (
       ('temperature', 0 <= self.temperature < np.inf, '0 (greedy) or positive'),
       ('top_k', self.top_k is None or self.top_k > 0, 'at least 1'),
@@ -68,9 +68,8 @@ class SamplingConfig:
 
 
 def seed_of(seed: int, *indices: int) -> int:
-  """Returns the seed of a request of a job, by the indices that number it."""
-  # A hash of all: with their sum, request 1 of seed 0 would draw like request
-  # 0 of seed 1.
+  """Derives the seed of a request from the job's seed and its indices."""
+  # Hashed, not summed: request 1 of seed 0 would draw like request 0 of seed 1.
   return int(np.random.SeedSequence([seed, *indices]).generate_state(1)[0])
 
 
@@ -78,15 +77,15 @@ class Options(NamedTuple):
   """Sampling options of a batch, [B] each; see `SamplingConfig`."""
 
   temperature: jax.Array
-  top_k: jax.Array  # The largest integer for all.
-  top_p: jax.Array  # 1 for all.
-  min_p: jax.Array  # 0 for all.
+  top_k: jax.Array  # Maximum int32: all tokens.
+  top_p: jax.Array  # 1: all tokens.
+  min_p: jax.Array  # 0: all tokens.
   repetition_penalty: jax.Array
   seed: jax.Array
 
 
 def stack(configs: Sequence[SamplingConfig]) -> Options:
-  """Returns the options of rows as arrays."""
+  """Stacks the options of rows into arrays."""
 
   def column(name: str, dtype: type, absent: float | None = None) -> np.ndarray:
     values = (getattr(config, name) for config in configs)
@@ -103,7 +102,7 @@ def stack(configs: Sequence[SamplingConfig]) -> Options:
 
 
 def keep_vocabulary(logits: jax.Array, vocab_size: int | None) -> jax.Array:
-  """Sets logits [..., V] of ids from `vocab_size` on to -inf; None for none."""
+  """Masks logits [..., V] of ids beyond `vocab_size` with -inf; None: none."""
   size = logits.shape[-1]
   if vocab_size is None or vocab_size >= size:
     return logits
@@ -137,9 +136,9 @@ def keep_top_p(logits: jax.Array, p: jax.Array | float) -> jax.Array:
   """Keeps the smallest set of likeliest tokens with probability >= p.
 
   Args:
-    logits: [..., V]; -inf for tokens that are excluded already.
-    p: in (0, 1], [...]; 1 keeps all. The likeliest token is always kept, and
-      lower ids win ties.
+    logits: [..., V]; -inf for masked tokens.
+    p: in (0, 1], [...]; 1 keeps all. The likeliest token is always kept; lower
+      ids win ties.
 
   Returns:
     [..., V], -inf outside the set.
@@ -151,7 +150,7 @@ def keep_top_p(logits: jax.Array, p: jax.Array | float) -> jax.Array:
   def find_last(count: int) -> tuple[jax.Array, ...]:
     values, ids = top_k(logits, count)
     reached = jnp.cumsum(jnp.take_along_axis(probabilities, ids, -1), axis=-1)
-    # A token stays while those ahead of it have not reached p.
+    # A token is kept if the likelier ones do not reach p.
     last = jnp.sum(reached[..., :-1] < p, axis=-1, keepdims=True)
     last_token = (jnp.take_along_axis(x, last, axis=-1) for x in (values, ids))
     return *last_token, jnp.all((reached[..., -1:] >= p) | (p >= 1))
@@ -170,8 +169,8 @@ def keep_min_p(logits: jax.Array, p: jax.Array | float) -> jax.Array:
   Returns:
     [..., V], -inf for the others.
   """
-  # Without a softmax: a ratio of probabilities is a difference of logits. For p
-  # of 0 the bound is minus infinity, which keeps all.
+  # No softmax: a ratio of probabilities is a difference of logits. p = 0 gives
+  # a bound of -inf, which keeps all.
   least = jnp.max(logits, axis=-1) + jnp.log(p)
   return jnp.where(logits >= least[..., None], logits, -jnp.inf)
 
@@ -179,11 +178,11 @@ def keep_min_p(logits: jax.Array, p: jax.Array | float) -> jax.Array:
 def penalise(
   logits: jax.Array, seen: jax.Array, penalty: jax.Array
 ) -> jax.Array:
-  """Makes tokens that were read less likely; see `SamplingConfig`.
+  """Applies the repetition penalty; see `SamplingConfig`.
 
   Args:
     logits: [B, V].
-    seen: whether the decoder has read a token, bool [B, V].
+    seen: whether the decoder has read each token, bool [B, V].
     penalty: repetition penalty [B].
   """
   penalty = penalty[:, None]
@@ -193,12 +192,12 @@ def penalise(
 
 
 def filter_logits(logits: jax.Array, options: Options) -> jax.Array:
-  """Returns the logits of the distribution to draw from, [B, V].
+  """Returns the logits of the sampling distribution, [B, V].
 
   Applies temperature, which must be above 0, then top-k, top-p and min-p.
   """
   logits = logits.astype(jnp.float32) / options.temperature[:, None]
-  # Filters that no row asks for cost nothing. Min-p needs no search.
+  # Unused filters are skipped. Min-p needs no search.
   for keep, option, is_used in (
     (keep_top_k, options.top_k, options.top_k < logits.shape[-1]),
     (keep_top_p, options.top_p, options.top_p < 1),
@@ -210,19 +209,19 @@ def filter_logits(logits: jax.Array, options: Options) -> jax.Array:
 
 
 def draw(logits: jax.Array, keys: jax.Array, options: Options) -> jax.Array:
-  """Draws the next token of each row; greedily at temperature 0.
+  """Samples the next token of each row; greedy at temperature 0.
 
   Args:
     logits: [B, V].
-    keys: PRNG keys [B], one per row, so that the draws of a row do not depend
-      on other rows of the batch.
+    keys: PRNG keys [B], one per row, so a row's draws do not depend on other
+      rows of the batch.
     options: sampling options [B].
 
   Returns:
     [B] int32.
   """
   is_greedy = options.temperature == 0
-  # Greedy rows are filtered and drawn with the others: no division by 0.
+  # Greedy rows are sampled with the others at temperature 1: no division by 0.
   positive = options._replace(
     temperature=jnp.where(is_greedy, 1, options.temperature)
   )
@@ -233,12 +232,12 @@ def draw(logits: jax.Array, keys: jax.Array, options: Options) -> jax.Array:
 
 
 def choose(logits: jax.Array, counts: jax.Array, options: Options) -> jax.Array:
-  """Chooses the next token of each row; draws cost nothing where none is drawn.
+  """Chooses the next token of each row; skips sampling if all are greedy.
 
   Args:
     logits: [B, V].
-    counts: tokens generated so far, which with its seed decide a row's draw,
-      [B].
+    counts: number of tokens generated so far, [B]; determines a row's draw
+      together with its seed.
     options: sampling options [B].
 
   Returns:
@@ -246,8 +245,8 @@ def choose(logits: jax.Array, counts: jax.Array, options: Options) -> jax.Array:
   """
 
   def draw_rows() -> jax.Array:
-    # Folds in the row's count instead of splitting keys step by step: a row's
-    # draws then do not depend on when it began or how many steps others took.
+    # Folds in the row's count instead of splitting keys, so a row's draws do
+    # not depend on when it started or on the steps of other rows.
     keys = jax.vmap(lambda seed, i: jax.random.fold_in(jax.random.key(seed), i))
     return draw(logits, keys(options.seed, counts), options)
 
@@ -260,11 +259,11 @@ def choose(logits: jax.Array, counts: jax.Array, options: Options) -> jax.Array:
 
 def choose_likeliest(logits: jax.Array) -> jax.Array:
   """Chooses the likeliest token of each row [B, V]; lower ids win ties."""
-  # Not argmax, whose pairs of value and index XLA:CPU compares one by one.
+  # Not argmax: XLA:CPU compares its (value, index) pairs one by one.
   last = logits.shape[-1] - 1
   peak = jnp.max(logits, axis=-1, keepdims=True)
   ids = jnp.arange(last + 1, dtype=jnp.int32)
-  # `last` where no logit equals the peak, which is NaN then.
+  # `last` if no logit equals the peak: the peak is NaN.
   return jnp.min(jnp.where(logits == peak, ids, last), axis=-1)
 
 
@@ -274,7 +273,7 @@ def top_k(logits: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
   Lower ids come first among equal ones.
   """
   logits = jnp.where(logits == 0, 0, logits)  # -0 would come after 0.
-  # XLA:CPU sorts the vocabulary where it can merge a slice into top_k.
+  # Without the barrier, XLA:CPU merges slices into top_k and sorts everything.
   return tuple(jax.lax.optimization_barrier(jax.lax.top_k(logits, k)))
 
 
@@ -284,9 +283,9 @@ def _search(
   """Returns logit and id of the last token of a filtered set, [..., 1] each.
 
   Args:
-    find_last: finds both among a number of likeliest tokens, and whether this
-      number is large enough.
-    size: tokens of the vocabulary.
+    find_last: finds both among the given number of likeliest tokens, and
+      whether that number is large enough.
+    size: vocabulary size.
   """
   *last, is_enough = find_last(min(size, _CANDIDATES))
   if size > _CANDIDATES:
@@ -299,7 +298,7 @@ def _search(
 def _keep_until(
   logits: jax.Array, value: jax.Array, token: jax.Array
 ) -> jax.Array:
-  """Sets logits [..., V] below the last token of the set to -inf.
+  """Masks logits below the last token of the set with -inf.
 
   Args:
     logits: [..., V].
