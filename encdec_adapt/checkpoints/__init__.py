@@ -1,7 +1,6 @@
-"""Checkpoints of training jobs, written by Orbax and verified by checksums.
+"""Checkpoints of training jobs, written with Orbax, verified by checksums.
 
-`manager` saves and restores steps and decides which are kept, `checksums`
-writes the manifest that a step is verified against, and `resume_checks`
-compares what a job resumes with. Only `manager`, `orbax_folder` and `streaming`
-import Orbax.
+`manager` saves, restores and retains steps, `checksums` writes the manifest for
+their verification, and `resume_checks` compares a resumed job with its
+checkpoint. Only `manager`, `orbax_folder` and `streaming` import Orbax.
 """

@@ -38,14 +38,14 @@ class CheckpointConfig:
     keys.check(self, 'config.checkpoint.')
 
   def interval(self, steps: int) -> int:
-    """Returns the steps between checkpoints of a job of so many steps."""
+    """Returns the save interval of a job with the given number of steps."""
     return intervals.steps(self.every, steps)
 
   def retired(self, steps: Sequence[int], best: int | None) -> list[int]:
-    """Returns the steps that are deleted, in ascending order.
+    """Returns the steps to delete, in ascending order.
 
     Args:
-      steps: steps that exist, ascending.
+      steps: existing steps, ascending.
       best: step with the lowest held-out loss, if it is kept.
     """
     return [
@@ -55,29 +55,29 @@ class CheckpointConfig:
     ]
 
   def peak_count(self, existing: Sequence[int], saves: Iterable[int]) -> int:
-    """Returns the largest number of steps that exist at the same time.
+    """Returns the maximum number of steps on disk at any time.
 
     Args:
-      existing: steps that exist, ascending.
-      saves: steps that the job saves, ascending; those that are not above
-        the existing ones are behind it.
+      existing: existing steps, ascending.
+      saves: steps at which the job saves, ascending; steps at or below the
+        newest existing one are ignored.
 
     Returns:
-      The count, including the step that is being written.
+      The count, including the step being written.
     """
     newest, permanent, old_best = collections.deque(existing), 0, False
     peak = len(newest)
     for step in saves:
       if not newest or step > newest[-1]:
         newest.append(step)
-        # Counted before the deletion: retired steps go only once the new step
-        # is complete, so that a kill never leaves fewer than `keep`.
+        # Counted before deletion: steps are deleted only once the new step is
+        # complete, so a kill never leaves fewer than `keep`.
         peak = max(peak, permanent + old_best + len(newest))
         while len(newest) > self.keep:
           is_permanent = self._is_permanent(newest.popleft())
           permanent += is_permanent
-          # Losses are unknown in advance: any step that retention would
-          # delete may be the best, and at most one is kept as such.
+          # Losses are unknown in advance: any step to be deleted may be the
+          # best, and at most one is kept as such.
           old_best |= self.keep_best and not is_permanent
     return peak
 

@@ -1,16 +1,16 @@
-"""Checksum manifests: size and checksum of every file of a folder.
+"""Checksum manifests: size and checksum of every file in a folder.
 
 The manifest is a file inside the folder. A folder with a manifest is complete
-and on disk, and a flipped byte, a truncation, a missing file and damage to the
-manifest itself are all found later. Files that were added later are ignored.
-A file that exists but cannot be read is an error, not damage, because its
-contents are unknown.
+and on disk; flipped bytes, truncations, missing files and damage to the
+manifest itself are detected later. Files added later are ignored. An existing
+file that cannot be read is an error, not damage, because its contents are
+unknown.
 
-On a file system, files are hashed as they are read back. In a bucket, where
-reading a checkpoint back would take as long as saving it, the manifest has the
-CRC32C that the store computed of every object it received and verifies when it
-sends it; one listing returns them all. A folder copied between the two is
-verified by the checksums that its manifest has.
+On a file system, files are read back and hashed. In a bucket, where reading a
+checkpoint back would take as long as saving it, the manifest holds the store's
+CRC32C of every object, computed on upload and verified on download; a single
+listing returns them all. A folder copied between the two is verified with the
+checksums in its manifest.
 """
 
 from collections.abc import Callable, Iterable
@@ -26,10 +26,10 @@ from encdec_adapt.files import paths as paths_lib
 
 FILE = 'checksums.json'
 _BLAKE, _CRC = 'blake2b-256', 'crc32c'
-_THREADS = 4  # Hashing releases the interpreter's lock.
+_THREADS = 4  # Hashing releases the GIL.
 
-# Raised for a file that does not exist, or is a folder now: damage. Every other
-# OSError may be transient (a mount, permissions), and must not condemn a step.
+# Raised for a missing file, or a folder in its place: damage. Any other OSError
+# may be transient (a mount, permissions) and must not mark a step as damaged.
 _ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
 _Entry = dict[str, int | str]
@@ -41,12 +41,12 @@ def has_manifest(folder: paths_lib.Path) -> bool:
 
 
 def write(folder: paths_lib.Path) -> None:
-  """Syncs every file of the folder and writes the manifest of their checksums.
+  """Syncs every file in the folder and writes their checksum manifest.
 
-  The manifest appears at once, after everything that it lists is on disk.
+  The manifest is written atomically, after all its files are on disk.
 
   Raises:
-    OSError: a file could not be read, or the manifest not be written.
+    OSError: a file cannot be read, or the manifest cannot be written.
   """
   if paths_lib.is_bucket(folder):
     objects = paths_lib.objects(folder)
@@ -55,12 +55,12 @@ def write(folder: paths_lib.Path) -> None:
     paths = _to_list(paths_lib.tree(folder))
     digest = _BLAKE
     entries = _map(lambda p: _entry(folder / p, digest, sync=True), paths)
-    # A file is on disk only once the entry in its folder is, too.
+    # A file is on disk only once its directory entry is.
     parents = {p for path in paths for p in pathlib.PurePosixPath(path).parents}
     for directory in {folder, *(folder / path for path in parents)}:
       paths_lib.sync(directory)
   body = {'digest': digest, 'files': entries}
-  # The digest of the body tells a damaged manifest from a damaged checkpoint.
+  # The digest of the body distinguishes a damaged manifest from damaged files.
   document = {'body': body, 'own_digest': _digest_of(body)}
   paths_lib.write(folder / FILE, json.dumps(document, indent=1).encode())
   paths_lib.sync(folder)
@@ -70,7 +70,7 @@ def problems(folder: paths_lib.Path) -> list[str]:
   """Compares a folder with its manifest.
 
   Returns:
-    One line for every file that differs; empty if the folder is unchanged.
+    One line per differing file; empty if the folder is unchanged.
 
   Raises:
     UserError: a file exists but cannot be read.
@@ -93,8 +93,8 @@ def problems(folder: paths_lib.Path) -> list[str]:
     except _ABSENT:
       return None
 
-  # A checkpoint copied from a file system into a bucket still has a BLAKE2b
-  # manifest, which the CRCs of a listing cannot verify: its files are read.
+  # A checkpoint copied from a file system into a bucket keeps its BLAKE2b
+  # manifest; the CRCs of a listing cannot verify it, so its files are read.
   if paths_lib.is_bucket(folder) and digest == _CRC:
     current = _read(folder, paths_lib.objects)
   else:
@@ -152,8 +152,8 @@ def _entry(path: paths_lib.Path, digest: str, *, sync: bool) -> _Entry:
     checksum = hashlib.file_digest(
       file, lambda: hashlib.blake2b(digest_size=32)
     ).hexdigest()
-    # Orbax does not sync its JSON files: without this a power cut could leave
-    # a manifest of files that never reached the disk.
+    # Orbax does not sync its JSON files: after a power cut, a manifest could
+    # list files that never reached the disk.
     if sync:
       os.fsync(file.fileno())
     return {'bytes': file.tell(), 'digest': checksum}

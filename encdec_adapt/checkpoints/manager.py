@@ -1,30 +1,29 @@
-"""Saves, verifies, keeps and restores checkpoints.
+"""Saves, verifies, retains and restores checkpoints.
 
-Only this module, `streaming` and `orbax_folder` import Orbax. A folder of
-checkpoints holds one folder per step, named by the number, with the items
-`state` (the pytree), `data` (the position in the data) and `meta` (config,
-versions, fingerprint), and a checksum manifest (`checksums`), because Orbax
-restores flipped bytes without complaint.
+Only this module, `streaming` and `orbax_folder` import Orbax. A checkpoint
+folder has one folder per step, named by the step number, with the items `state`
+(the pytree), `data` (the data position) and `meta` (config, versions,
+fingerprint), and a checksum manifest (`checksums`), because Orbax restores
+flipped bytes silently.
 
 A save copies the state to host memory and returns; a background thread waits
-for Orbax to commit, reads the metadata and an array back, syncs, writes the
-manifest, and only then deletes steps that retention no longer keeps. The next
-start may find:
+for Orbax to commit, reads the metadata and one array back, syncs, writes the
+manifest, and only then deletes steps outside the retention. The next start may
+find:
 - `<step>.orbax-checkpoint-tmp`, `deleting-*`, and in a bucket a step without
-  `commit_success.txt`: leftovers of a kill; removed.
-- a committed step without a manifest (killed between the two): Orbax commits,
-  by a rename or in a bucket by that object, once all is written. It is read
-  in full, array by array, and gets a manifest, or is moved aside.
-- a step that differs from its manifest: moved aside as
-  `damaged-<step>` with a warning, and the step before it is used. Orbax would
-  otherwise silently refuse to save that step again. If no undamaged step is
-  left, the user decides (`check_not_lost`).
-- a step with a manifest and a file that the disk does not return: an error,
-  and the step stays.
+  `commit_success.txt`: leftovers of a killed process; removed.
+- a committed step without a manifest (killed in between): Orbax commits last,
+  with a rename or in a bucket with that object. The step is read in full, array
+  by array, and gets a manifest, or is moved aside.
+- a step that differs from its manifest: moved aside to `damaged-<step>` with a
+  warning, and the previous step is used. Orbax would otherwise silently skip
+  saving that step again. If no undamaged step is left, the user decides
+  (`check_not_lost`).
+- a step with a manifest and an unreadable file: an error; the step stays.
 
 With several processes, process 0 writes manifests, renames and deletes, and
-broadcasts the result; every process calls every public method. The folder
-is on a mounted file system or in a bucket.
+broadcasts the result; every process calls every public method. The folder is on
+a mounted file system or in a bucket.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -54,12 +53,12 @@ from encdec_adapt.files import disk, paths
 
 FOLDER = step_folders.FOLDER  # Inside a work directory.
 
-_LOSS = 'held_out_loss'  # In `meta`, where a step was evaluated.
+_LOSS = 'held_out_loss'  # In `meta` of evaluated steps.
 _STATE, _DATA, _META = 'state', 'data', 'meta'
-# Another model differs in every leaf: a few show the reason.
+# A different model differs in every leaf: a few are enough.
 _DIFFERENCES_SHOWN = 5
-# Orbax measures a save by the system's clock, which may jump: its limit is a
-# century. The watchdog of the job ends a save that hangs.
+# Orbax times a save with the system clock, which may jump: the timeout is a
+# century. The job's watchdog ends a hanging save.
 _ASYNC = ocp.AsyncOptions(
   timeout_secs=100 * 365 * 86_400, create_directories_asynchronously=False
 )
@@ -74,12 +73,12 @@ class CheckpointError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-  """A step in a folder of checkpoints, for reading.
+  """A readable step in a checkpoint folder.
 
   All processes restore together; each may call the other methods alone.
 
   Attributes:
-    folder: folder of checkpoints.
+    folder: the checkpoint folder.
     step: number of the step.
   """
 
@@ -92,33 +91,33 @@ class Checkpoint:
     return self.folder / str(self.step)
 
   def read_meta(self) -> dict[str, Any]:
-    """Returns the `meta` given to `save`, its `config` in today's keys."""
+    """Returns the saved `meta`; its `config` is translated to current keys."""
     meta = self._read_json(_META)
     if 'config' in meta:
       meta['config'] = saved_keys.translate(meta['config'])
     return meta
 
   def read_data(self) -> dict[str, Any]:
-    """Returns the `data` given to `save`."""
+    """Returns the saved `data`."""
     return self._read_json(_DATA)
 
   def read_loss(self) -> float | None:
-    """Returns the finite `loss` given to `save`; None if there was none."""
+    """Returns the saved held-out loss, or None."""
     return self.read_meta().get(_LOSS)
 
   def _read_json(self, item: str) -> dict[str, Any]:
-    # Without a Checkpointer, because its `restore` waits for all processes.
+    # Not with a Checkpointer: its `restore` waits for all processes.
     return ocp.JsonCheckpointHandler().restore(self.path / item)
 
   def open_state(self) -> orbax_folder.OrbaxFolder:
-    """Opens the state, to read arrays of it by name.
+    """Opens the state, to read arrays by name.
 
-    Random keys appear as the integers they are stored as.
+    PRNG keys appear as their stored integers.
     """
     return orbax_folder.OrbaxFolder(self.path / _STATE)
 
   def require_same(self, abstract: Any, *, partial: bool = False) -> None:
-    """Checks that the stored state matches `abstract`; reads no array.
+    """Checks that the stored state matches `abstract`; reads no arrays.
 
     Args:
       abstract: see `restore`.
@@ -144,9 +143,8 @@ class Checkpoint:
     """Restores the state with the shardings of `abstract`.
 
     Args:
-      abstract: tree of the state with `jax.ShapeDtypeStruct` leaves; the mesh
-        may differ from that of the save. A leaf without a sharding
-        goes to the first local device.
+      abstract: pytree of `jax.ShapeDtypeStruct`; the mesh may differ from the
+        saved one. Leaves without a sharding go to the first local device.
       partial: `abstract` may lack leaves of the checkpoint, and floating
         dtypes may differ: values are cast.
 
@@ -154,11 +152,11 @@ class Checkpoint:
       The tree of `abstract` with arrays as leaves.
 
     Raises:
-      UserError: a leaf is missing or has another shape or dtype; found
-        before any array is read.
+      UserError: a leaf is missing or has another shape or dtype; raised before
+        any array is read.
     """
     abstract = jax.tree.map(state_leaves.with_sharding, abstract)
-    # Orbax's own errors name neither the leaf nor the config to use.
+    # Orbax's errors name neither the leaf nor the config to use.
     self.require_same(abstract, partial=partial)
     arguments = ocp.args.PyTreeRestore(
       item=abstract,
@@ -169,11 +167,11 @@ class Checkpoint:
       return checkpointer.restore(self.path / _STATE, args=arguments)
 
   def restore_params(self, abstract_params: Any) -> Any:
-    """Reads the parameters, or some of them, and nothing else of the state.
+    """Restores only the parameters, or a subset of them.
 
     Args:
-      abstract_params: a nested dict of `jax.ShapeDtypeStruct`; may lack
-        branches of the checkpoint's parameters. Floating dtypes are cast.
+      abstract_params: a nested dict of `jax.ShapeDtypeStruct`, possibly a
+        subset of the checkpoint's parameters. Floating dtypes are cast.
 
     Returns:
       The tree of `abstract_params` with arrays as leaves.
@@ -187,10 +185,10 @@ class Checkpoint:
     """Reads every item, array by array, and discards the values.
 
     Args:
-      most: arrays to read, the smallest first; None for all.
+      most: maximum number of arrays to read, smallest first; None for all.
 
     Raises:
-      Exception: an item cannot be read; Orbax has no exception type for that.
+      Exception: an item cannot be read; Orbax has no exception type for this.
     """
     self.read_data()
     self.read_meta()
@@ -203,17 +201,17 @@ class Checkpoint:
 class Checkpoints(contextlib.AbstractContextManager):
   """The checkpoints of a running job.
 
-  Opening it removes the leftovers of killed saves and deletions, so the
-  caller holds the lock of the work directory. Use as a context manager, or
-  call `close`. Nothing can be saved after a save that failed.
+  Opening removes the leftovers of killed saves and deletions, so the caller
+  must hold the lock of the work directory. Use as a context manager, or call
+  `close`. Nothing can be saved after a failed save.
   """
 
   def __init__(self, folder: _Path, config: _Config = _Config()):
     """Opens the folder; creates it if it does not exist.
 
     Args:
-      folder: folder of the checkpoints.
-      config: section `checkpoint`, which has the retention rules.
+      folder: the checkpoint folder.
+      config: section `checkpoint`, with the retention rules.
 
     Raises:
       UserError: the folder cannot be written, or Orbax cannot read its path.
@@ -224,19 +222,19 @@ class Checkpoints(contextlib.AbstractContextManager):
     if distributed.is_lead():
       disk.require_writable(self.folder)
       step_folders.clean(self.folder)
-    # Orbax lists the steps when it opens: the leftovers must be gone by then.
+    # Orbax lists the steps on opening: leftovers must be removed before.
     distributed.barrier('checkpoints-open')
     self._orbax = ocp.CheckpointManager(
       self.folder,
       item_handlers={
-        # Weights barely compress, and compression doubles the time of a save.
+        # Weights barely compress, and compression doubles the save time.
         _STATE: ocp.PyTreeCheckpointHandler(use_compression=False),
         _DATA: ocp.JsonCheckpointHandler(),
         _META: ocp.JsonCheckpointHandler(),
       },
       options=ocp.CheckpointManagerOptions(create=False, async_options=_ASYNC),
     )
-    # A single thread: saves are completed in their order.
+    # A single thread: saves complete in order.
     self._threads = futures.ThreadPoolExecutor(1, 'checkpoints')
     self._pending: futures.Future | None = None
     self._failed = False
@@ -244,8 +242,8 @@ class Checkpoints(contextlib.AbstractContextManager):
   def __exit__(self, kind, error, traceback) -> None:
     """Completes the last save, even if the body raised an exception.
 
-    After an exception, a failing save only prints a warning. If another process
-    is missing, the save cannot be completed and is not waited for.
+    After an exception, a failed save only prints a warning. If another process
+    is missing, the save cannot complete and is not awaited.
     """
     if error is None:
       self.close()
@@ -256,7 +254,7 @@ class Checkpoints(contextlib.AbstractContextManager):
         self.close()
       except Exception as save_error:  # The body raises its error.
         causes = error.__cause__, save_error.__cause__
-        if not all(map(disk.full_disk, causes)):  # One sentence is enough.
+        if not all(map(disk.full_disk, causes)):  # One report is enough.
           step_folders.warn(f'the last save failed too: {save_error}')
 
   def at(self, step: int) -> Checkpoint:
@@ -282,18 +280,18 @@ class Checkpoints(contextlib.AbstractContextManager):
     save, manifest included, and raises its error.
 
     Args:
-      step: higher than every step in the folder.
+      step: step number, above all steps in the folder.
       state: a pytree of jax arrays.
-      data: position in the data; JSON types.
+      data: data position; JSON types.
       meta: config, versions, fingerprint; JSON types.
-      loss: held-out loss of the state; None where it was not evaluated.
+      loss: held-out loss of the state; None if not evaluated.
 
     Raises:
-      CheckpointError: this save or the previous save failed.
+      CheckpointError: this save or the previous one failed.
       UserError: the disk is full.
     """
     self.wait()
-    # A loss that is not finite is not stored: it compares with no other.
+    # Non-finite losses are not stored: they cannot be compared.
     if loss is not None and math.isfinite(loss):
       meta = {**meta, _LOSS: loss}
     try:
@@ -305,7 +303,7 @@ class Checkpoints(contextlib.AbstractContextManager):
       started = self._orbax.save(step, args=ocp.args.Composite(**items))
     except Exception as error:
       raise self._not_saved(step, error) from error
-    # Orbax skips, without an error, a step that is not above its latest.
+    # Orbax silently skips a step at or below its latest.
     if not started:
       raise self._not_saved(
         step, f'the folder holds step {self._orbax.latest_step()} already'
@@ -316,14 +314,14 @@ class Checkpoints(contextlib.AbstractContextManager):
     """Waits until the last save is complete on every process.
 
     Raises:
-      CheckpointError: it failed.
+      CheckpointError: the save failed.
       UserError: the disk is full.
     """
     self._join()
     distributed.barrier('checkpoints-wait')
 
   def close(self) -> None:
-    """Waits for this process's part of the last save, then frees threads.
+    """Waits for this process's part of the last save, then stops threads.
 
     Raises:
       CheckpointError: the last save failed.
@@ -333,8 +331,7 @@ class Checkpoints(contextlib.AbstractContextManager):
       self._join()
     finally:
       self._threads.shutdown()
-      # Orbax would raise again the failure that was raised already, in place
-      # of the error that the job ends with.
+      # Orbax would raise the same failure again and mask the job's error.
       ignored = (Exception,) if self._failed else ()
       with contextlib.suppress(*ignored):
         self._orbax.close()
@@ -342,15 +339,15 @@ class Checkpoints(contextlib.AbstractContextManager):
   def latest(self) -> int | None:
     """Returns the newest undamaged step; None if there is none.
 
-    Damaged steps above it are moved aside, with a warning on standard error,
-    and can be saved again.
+    Newer damaged steps are moved aside, with a warning on standard error, and
+    can be saved again.
 
     Raises:
       UserError: a step cannot be read.
     """
     self.wait()
     step = distributed.from_lead(self._newest_verified, 'checkpoints-latest')
-    # Orbax remembers steps, and would refuse to save steps moved aside.
+    # Orbax caches the steps, and would skip saving steps moved aside.
     self._orbax.reload()
     return step
 
@@ -358,8 +355,8 @@ class Checkpoints(contextlib.AbstractContextManager):
     """Deletes the steps from `first` on; nothing can be saved afterwards.
 
     Returns:
-      The step by which the run is used from then on: the best with `keep_best`,
-      else the newest; None if no step is left.
+      The step that now represents the run: the best with `keep_best`, else the
+      newest; None if no step is left.
     """
     self.wait()
 
@@ -374,7 +371,7 @@ class Checkpoints(contextlib.AbstractContextManager):
     return distributed.from_lead(delete, 'checkpoints-discard')
 
   def check_not_lost(self) -> None:
-    """Refuses to start at step 0 if there are checkpoints, all damaged.
+    """Checks that no damaged steps were moved aside, before a start at step 0.
 
     Raises:
       UserError: names the steps moved aside, now or at an earlier start.
@@ -391,15 +388,15 @@ class Checkpoints(contextlib.AbstractContextManager):
       )
 
   def require_space(self, abstract_state: Any, saves: Iterable[int]) -> None:
-    """Checks that the disk can hold the checkpoints that the job will keep.
+    """Checks that the disk has space for the job's checkpoints.
 
-    The estimate is uncompressed: the largest number of checkpoints at any time,
-    including the new checkpoint, minus those already on disk.
+    The estimate is the uncompressed size of the peak number of checkpoints,
+    including the one being written, minus those already on disk.
 
     Args:
-      abstract_state: the largest state that is saved.
-      saves: steps at which the job saves, ascending; may include steps that
-        were saved already.
+      abstract_state: the largest saved state.
+      saves: steps at which the job saves, ascending; may include already saved
+        steps.
 
     Raises:
       UserError: there is too little free space.
@@ -427,7 +424,7 @@ class Checkpoints(contextlib.AbstractContextManager):
       pending.result()
 
   def _finalise(self, step: int) -> None:
-    """In the background: waits for the commit, then completes the save.
+    """Waits for the commit, then completes the save (background thread).
 
     Raises:
       CheckpointError: the save failed.
@@ -436,10 +433,10 @@ class Checkpoints(contextlib.AbstractContextManager):
     try:
       self._orbax.wait_until_finished()
       if distributed.is_lead():
-        # In a bucket a manifest would be written even for a missing folder.
+        # In a bucket, a manifest could be written for a missing folder.
         if not self.at(step).path.is_dir():
           raise FileNotFoundError(f'{self.at(step).path} is not there')
-        # Orbax has committed arrays that it could not read.
+        # Orbax may commit arrays that it cannot read back.
         self.at(step).read_through(1)
         checksums.write(self.at(step).path)
         self._delete_retired()
@@ -447,8 +444,8 @@ class Checkpoints(contextlib.AbstractContextManager):
       raise self._not_saved(step, error) from error
 
   def _delete_retired(self) -> None:
-    # A step without a manifest may be unreadable: if it counted towards
-    # `keep`, readable checkpoints would be deleted in its favour.
+    # A step without a manifest may be unreadable: if it counted towards `keep`,
+    # readable checkpoints would be deleted instead.
     complete = [
       step
       for step in self.all_steps()
@@ -459,11 +456,11 @@ class Checkpoints(contextlib.AbstractContextManager):
       losses = _read_losses(self.folder, complete)
     best = next(iter(_by_loss(losses)), None)
     for step in self._config.retired(complete, best):
-      if step in losses:  # A step that cannot be read now may be the best.
+      if step in losses:  # An unreadable step may be the best.
         step_folders.delete(self.folder, step)
 
   def _newest_verified(self) -> int | None:
-    """Returns the newest undamaged step; moves damaged newer ones aside."""
+    """Returns the newest undamaged step; moves newer damaged ones aside."""
     for step in reversed(self.all_steps()):
       checkpoint = self.at(step)
       if checksums.has_manifest(checkpoint.path):
@@ -480,7 +477,7 @@ def _hide_logged_errors() -> None:
   for name in ('absl', 'asyncio'):
     logging.getLogger(name).addFilter(_is_no_error)
   warnings.filterwarnings('ignore', 'coroutine .* was never awaited')
-  # TensorStore's writes end after the event loop of a save that has failed.
+  # TensorStore's writes outlive the event loop of a failed save.
   sys.unraisablehook = lambda error: (
     'Event loop is closed' in str(error.exc_value)
     or sys.__unraisablehook__(error)
@@ -492,13 +489,13 @@ def _is_no_error(record: logging.LogRecord) -> bool:
 
 
 def open_latest(path: _Path) -> Checkpoint:
-  """Finds the newest undamaged checkpoint of a run, which may be running.
+  """Opens the newest undamaged checkpoint of a run, which may be in progress.
 
-  Changes nothing there: damaged steps, and steps without a manifest yet, are
-  skipped with a warning.
+  Changes nothing: damaged steps, and steps without a manifest yet, are skipped
+  with a warning.
 
   Args:
-    path: a work directory, or its folder of checkpoints.
+    path: a work directory, or its checkpoint folder.
 
   Raises:
     UserError: there is no complete checkpoint.
@@ -507,9 +504,9 @@ def open_latest(path: _Path) -> Checkpoint:
 
 
 def open_best(path: _Path) -> Checkpoint:
-  """Finds the undamaged checkpoint of a run with the lowest held-out loss.
+  """Opens the undamaged checkpoint of a run with the lowest held-out loss.
 
-  Opens the newest if no checkpoint has a loss; otherwise as `open_latest`.
+  Without losses, opens the newest; otherwise like `open_latest`.
   """
   return _open_first(
     path, path, lambda folder, steps: _best_first(folder, steps[::-1])
@@ -517,10 +514,10 @@ def open_best(path: _Path) -> Checkpoint:
 
 
 def open_step(path: _Path, step: int) -> Checkpoint:
-  """Opens a step of a run, otherwise as `open_latest`.
+  """Opens a step of a run; otherwise like `open_latest`.
 
   Raises:
-    UserError: the run has not kept the step, or it is damaged.
+    UserError: the step is missing or damaged.
   """
   return _open_first(
     f'{path}@{step}', path, lambda _, steps: [step] if step in steps else []
@@ -551,13 +548,13 @@ def _best_first(folder: paths.Path, steps: Sequence[int]) -> list[int]:
 def _open_first(
   name: _Path, path: _Path, order: Callable[[paths.Path, Any], Iterable[int]]
 ) -> Checkpoint:
-  """Opens the first undamaged step in the order that process 0 determines."""
+  """Opens the first undamaged step, chosen by process 0."""
   folder = step_folders.locate(path)
 
   def choose() -> int | None:
     steps = step_folders.steps(folder)
     step = step_folders.first_undamaged(folder, order(folder, steps))
-    # A running job may delete all that were listed, having saved others.
+    # A running job may have deleted all listed steps and saved others.
     again = step is None and steps != step_folders.steps(folder)
     return choose() if again else step
 

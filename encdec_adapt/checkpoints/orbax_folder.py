@@ -1,6 +1,6 @@
-"""Reads arrays by name from a folder written by Orbax, ours or another's.
+"""Reads arrays by name from any Orbax checkpoint.
 
-With `manager` and `streaming` the only importer of Orbax.
+Only this module, `manager` and `streaming` import Orbax.
 """
 
 from collections.abc import Iterable
@@ -15,18 +15,18 @@ from encdec_adapt.checkpoints import state_leaves, step_folders
 from encdec_adapt.files import paths
 from encdec_adapt.sharding import placement
 
-# Files that mark a folder written by Orbax; `checkpoint` until 2024.
+# Marker files of an Orbax checkpoint; `checkpoint` until 2024.
 _MARKS = ('_METADATA', '_CHECKPOINT_METADATA', 'checkpoint')
-_ITEM = 'default'  # Subfolder in which CheckpointManager puts a single item.
+_ITEM = 'default'  # CheckpointManager's subfolder for a single item.
 
 
 def is_orbax_folder(path: str | os.PathLike[str]) -> bool:
-  """Returns whether Orbax wrote this folder."""
+  """Returns whether the folder is an Orbax checkpoint."""
   return any((paths.at(path) / name).exists() for name in _MARKS)
 
 
 class OrbaxFolder:
-  """Arrays of an Orbax folder by name; reads only the requested ones.
+  """Arrays of an Orbax checkpoint by name; reads only the requested ones.
 
   Attributes:
     path: path of the folder.
@@ -61,7 +61,7 @@ class OrbaxFolder:
       ) from error
 
   def read(self, names: Iterable[str]) -> dict[str, np.ndarray]:
-    """Reads some arrays in their stored dtypes; waits for no other process.
+    """Reads arrays in their stored dtypes, without synchronizing processes.
 
     Args:
       names: array names, keys of `arrays`.
@@ -70,16 +70,16 @@ class OrbaxFolder:
       UserError: the arrays cannot be read.
     """
     names = set(names)
-    # Orbax reads no leaf that has a placeholder; the 0 marks the others.
+    # Orbax skips leaves with a placeholder; 0 marks the leaves to read.
     item = [0 if name in names else ocp.PLACEHOLDER for name in self.arrays]
-    # As NumPy arrays: Orbax would else apply the stored shardings, and this
-    # process may lack their devices.
+    # As NumPy arrays: otherwise Orbax applies the stored shardings, whose
+    # devices this process may lack.
     restore_args = [ocp.RestoreArgs(restore_type=np.ndarray)] * len(item)
     arguments = ocp.args.PyTreeRestore(
       item=self._structure.unflatten(item),
       restore_args=self._structure.unflatten(restore_args),
     )
-    # By default Orbax ends a restore with a barrier of all processes.
+    # By default Orbax ends a restore with a barrier across all processes.
     process = jax.process_index()
     this_process = ocp.options.MultiprocessingOptions(
       primary_host=process, active_processes={process}

@@ -1,4 +1,4 @@
-"""Checks on resume: refuses changed data, reports a changed environment."""
+"""Checks on resume: rejects changed data, reports a changed environment."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -9,16 +9,16 @@ from encdec_adapt.telemetry import environment
 Report = Callable[[str], None]  # Prints a paragraph.
 # Precedes a reward model's path in messages.
 REWARD_MODEL = 'reward model'
-# With these a job on one H200 resumed bit for bit (tests/benchmarks/README.md).
-# Without the first, sums over atomic additions differ from run to run; without
-# the second, XLA chooses kernels by timing them.
+# With these flags a job on one H200 resumed bit for bit
+# (tests/benchmarks/README.md). Without the first, atomic additions make sums
+# differ between runs; without the second, XLA picks kernels by timing them.
 _EXACT = '--xla_gpu_deterministic_ops=true', '--xla_gpu_autotune_level=0'
 
 
 def check_config(
   saved: Mapping[str, Any], config: Mapping[str, Any], report: Report
 ) -> None:
-  """Checks that a training job wrote a checkpoint; reports changed keys.
+  """Checks that a training job wrote the checkpoint; reports changed keys.
 
   Args:
     saved: `meta` of the checkpoint.
@@ -26,7 +26,7 @@ def check_config(
     report: prints a paragraph.
 
   Raises:
-    UserError: `convert` wrote the checkpoint, so that it has no data order.
+    UserError: `convert` wrote the checkpoint, without a data order.
   """
   # Only a training job stores `order`; its absence identifies `convert`.
   if 'order' not in saved:
@@ -34,13 +34,13 @@ def check_config(
       'this --workdir was made by encdec_adapt.convert, not by a training job:'
       ' give it as config.init.encoder, and another --workdir.'
     )
-  # Keys that the checkpoint's version did not have cannot have changed.
+  # Keys unknown to the checkpoint's version cannot have changed.
   before, _ = keys.complete(saved['config'], config)
   changed = environment.difference(
     environment.flat({'config': before}), environment.flat({'config': config})
   )
-  # Reported, not refused: a longer schedule or another mesh is legitimate.
-  # Changes of the rows are refused by `check_same_rows`.
+  # Reported, not rejected: a longer schedule or another mesh is legitimate.
+  # `check_same_rows` rejects changed rows.
   if changed:
     report('the configuration has changed:\n  ' + '\n  '.join(changed))
 
@@ -51,19 +51,19 @@ def check_same_rows(
   consumed: Sequence[int],
   ranges: Sequence[Sequence[tuple[int, int]]],
 ) -> None:
-  """Checks that the saved position is a position in the same rows.
+  """Checks that the saved position refers to the same rows.
 
   Args:
-    saved: digests of the records and seed of their order in the checkpoint.
-    now: digests and seed of this start.
-    consumed: rows consumed of every part of a mixture, or of all together.
-    ranges: first row and end of every pass of every part, [pass][part].
+    saved: record digests and shuffle seed of the checkpoint.
+    now: record digests and shuffle seed of this start.
+    consumed: consumed rows of each part of a mixture, or in total.
+    ranges: (start, stop) rows of every pass and part, [pass][part].
 
   Raises:
-    UserError: the rows differ, or passes were added before the position.
+    UserError: the rows differ, or added passes precede the position.
   """
   saved_passes, passes = len(saved['records']), len(now['records'])
-  # Passes may be appended: only the checkpoint's must be the same.
+  # Passes may be appended: only the checkpoint's passes must match.
   same = {**now, 'records': now['records'][:saved_passes]}
   for key, name in (('records', 'config.data'), ('seed', 'config.seed')):
     if saved[key] != same[key]:
@@ -78,8 +78,8 @@ def check_same_rows(
   ]
   if len(consumed) == 1:
     rows = [sum(rows)]
-  # With config.data.repeat a job starts the passes again once they are read.
-  # Passes that are appended then would lie before its position.
+  # With config.data.repeat a job repeats all passes. Passes appended during a
+  # repetition would precede its position.
   for position, count in zip(consumed, rows, strict=False):
     if passes > saved_passes and position > count:
       raise errors.UserError(
@@ -93,7 +93,7 @@ def check_same_rows(
 def check_same_references(
   saved: Mapping[str, Any], now: Mapping[str, Any]
 ) -> None:
-  """Checks that reference models are those that training began with.
+  """Checks that the reference models are unchanged since training began.
 
   Args:
     saved: `meta` of the checkpoint.
@@ -103,7 +103,7 @@ def check_same_references(
     UserError: the parameters of a reference differ.
   """
   for name, digest in saved.get('references', {}).items():
-    # A folder's had no second part in earlier versions.
+    # In earlier versions a folder's digest lacked its second part.
     if not now['references'].get(name, digest).startswith(digest):
       keys = 'config.teacher.checkpoint (or config.init.encoder and'
       keys += ' config.teacher.dtype)'
@@ -119,7 +119,7 @@ def check_same_references(
 def report_environment(
   saved: Mapping[str, Any], now: Mapping[str, Any], report: Report
 ) -> None:
-  """Reports why the job may differ from the uninterrupted job.
+  """Reports why the job may deviate from an uninterrupted one.
 
   Args:
     saved: `meta` of the checkpoint.
@@ -143,12 +143,12 @@ def report_environment(
 def report_end(
   batches: int | None, step: int, steps: int, report: Report
 ) -> int:
-  """Reports the last step if the records run out before the job's last step.
+  """Reports the last step if the records run out early.
 
   Args:
     batches: remaining batches; None if the records repeat.
-    step: step that the job is at.
-    steps: step at which it is to end.
+    step: current step of the job.
+    steps: last step of the job.
     report: prints a paragraph.
 
   Returns:

@@ -1,4 +1,4 @@
-"""Leaves of a state by path, and comparison with a stored state.
+"""State leaves by path, and their comparison with a stored state.
 
 Independent of the storage format.
 """
@@ -17,22 +17,22 @@ Stored = Mapping[str, tuple[tuple[int, ...], np.dtype]]
 
 
 def total_bytes(abstract_state: Any) -> int:
-  """Returns the bytes of all arrays of a state, uncompressed."""
+  """Returns the uncompressed bytes of all arrays in a state."""
   leaves = jax.tree.leaves(jax.tree.map(stored_form, abstract_state))
   return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
 
 def differences(stored: Stored, abstract: Any, *, partial: bool) -> list[str]:
-  """Names the leaves of a stored state that do not fit another state.
+  """Lists the differences between a stored and an abstract state.
 
   Args:
     stored: shapes and dtypes of the stored arrays.
-    abstract: tree to be restored; leaves have a shape and a dtype.
-    partial: whether to ignore leaves that only the stored state has, and
-      differences between floating dtypes.
+    abstract: tree to restore; leaves have a shape and a dtype.
+    partial: whether to ignore additional stored leaves, and differences between
+      floating dtypes.
 
   Returns:
-    One line per leaf that does not fit, sorted by path.
+    One line per differing leaf, sorted by path.
   """
   leaves = {
     placement.path_string(path): stored_form(leaf)
@@ -44,8 +44,8 @@ def differences(stored: Stored, abstract: Any, *, partial: bool) -> list[str]:
       lines.append(f'{path} is not in the checkpoint')
       continue
     shape, dtype = stored[path]
-    # Orbax casts silently. Weights may be cast; the state of a job may not,
-    # because resuming is bit-identical to an uninterrupted job.
+    # Orbax casts silently. Weights may be cast, but not the state of a job:
+    # resuming is bit-identical to an uninterrupted job.
     may_cast = partial and all(
       jnp.issubdtype(d, np.floating) for d in (dtype, leaf.dtype)
     )
@@ -62,7 +62,7 @@ def differences(stored: Stored, abstract: Any, *, partial: bool) -> list[str]:
 
 
 def stored_form(leaf: Any) -> Any:
-  """Returns the leaf as it is stored: random keys as integers."""
+  """Returns the stored form of a leaf: PRNG keys become integers."""
   # A typed key has no NumPy dtype and no size in bytes.
   if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
     return jax.eval_shape(jax.random.key_data, leaf)
@@ -70,7 +70,7 @@ def stored_form(leaf: Any) -> Any:
 
 
 def with_sharding(leaf: Any) -> Any:
-  """Returns the leaf, on the first local device if it has no sharding."""
+  """Returns the leaf; a missing sharding becomes the first local device."""
   if getattr(leaf, 'sharding', None) is not None:
     return leaf
   sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])

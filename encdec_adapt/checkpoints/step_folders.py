@@ -1,8 +1,7 @@
-"""Layout of a checkpoint folder: naming, finding and renaming of steps.
+"""Layout of a checkpoint folder: names, lists and renames steps.
 
-There is one folder per step, named by the number. Any other name is not a
-step, and in a bucket neither is a folder without the object by which Orbax
-commits.
+There is one folder per step, named by the step number. Other names are not
+steps, nor, in a bucket, are folders without Orbax's commit object.
 """
 
 from collections.abc import Iterable, Iterator
@@ -17,15 +16,15 @@ FOLDER = 'checkpoints'  # Inside a work directory.
 
 _DELETING = 'deleting'
 _DAMAGED = 'damaged'
-# Leftovers of killed processes: partly written or partly deleted steps.
+# Leftovers of killed processes: partially written or deleted steps.
 _LEFTOVERS = ('*.orbax-checkpoint-tmp*', f'{_DELETING}-*')
-# Orbax writes it last, in a bucket; source: its path/atomicity.py.
+# Written last by Orbax in a bucket; source: its path/atomicity.py.
 COMMITTED = 'commit_success.txt'
 _MARKERS = (checksums.FILE, COMMITTED)
 
 
 def steps(folder: paths.Path) -> list[int]:
-  """Returns the steps in a folder, ascending; none if it does not exist."""
+  """Returns the committed steps in a folder, ascending; none if missing."""
   return sorted(int(p.name) for p in _numbered(folder) if _is_committed(p))
 
 
@@ -37,21 +36,21 @@ def _numbered(folder: paths.Path) -> Iterator[paths.Path]:
 
 
 def _is_committed(path: paths.Path) -> bool:
-  # On file systems Orbax commits with a rename, so the name is the mark.
+  # On file systems Orbax commits with a rename, so the name is enough.
   return not paths.is_bucket(path) or (path / COMMITTED).exists()
 
 
 def absolute(path: str | os.PathLike[str]) -> paths.Path:
-  """Returns the absolute path of a folder that Orbax writes or reads.
+  """Returns the absolute path of a folder for Orbax.
 
-  Every path of Orbax goes through here.
+  All paths passed to Orbax go through here.
 
   Raises:
-    UserError: Orbax could write checkpoints there, and not read them.
+    UserError: Orbax could write checkpoints there, but not read them.
   """
   path = paths.absolute(path)
-  # Orbax looks for the metadata of arrays by a glob of their whole path, and
-  # TensorStore takes no path that is not UTF-8 (surrogates in Python).
+  # Orbax finds array metadata by globbing the whole path, and TensorStore
+  # accepts only UTF-8 paths (no surrogates).
   bad = {x for x in str(path) if x in '[]*?\\' or '\ud800' <= x <= '\udfff'}
   if bad:
     raise errors.UserError(
@@ -62,10 +61,10 @@ def absolute(path: str | os.PathLike[str]) -> paths.Path:
 
 
 def locate(path: str | os.PathLike[str]) -> paths.Path:
-  """Resolves a user's path to a folder of checkpoints.
+  """Resolves a user's path to a checkpoint folder.
 
   Args:
-    path: a work directory, or a folder of checkpoints.
+    path: a work directory or a checkpoint folder.
 
   Raises:
     UserError: see `absolute`.
@@ -75,7 +74,7 @@ def locate(path: str | os.PathLike[str]) -> paths.Path:
 
 
 def first_undamaged(folder: paths.Path, steps: Iterable[int]) -> int | None:
-  """Returns the first step that agrees with its manifest; None if none does.
+  """Returns the first step that matches its manifest, or None.
 
   Damaged or unverified steps before it are skipped with a warning.
 
@@ -84,7 +83,7 @@ def first_undamaged(folder: paths.Path, steps: Iterable[int]) -> int | None:
   """
   for step in steps:
     path = folder / str(step)
-    # The job may be running and about to write it, so nothing is moved aside.
+    # Not moved aside: a running job may be about to write the manifest.
     problems = ['it has no checksum manifest (yet)']
     if checksums.has_manifest(path):
       problems = checksums.problems(path)
@@ -105,10 +104,10 @@ def clean(folder: paths.Path) -> None:
 
 
 def delete(folder: paths.Path, step: int) -> None:
-  """Deletes a step; a kill halfway leaves nothing that looks like a step."""
+  """Deletes a step; if killed halfway, no apparent step remains."""
   path = folder / str(step)
-  # A bucket has no renames: moving would copy every object. There the markers
-  # are removed first, which has the same effect.
+  # Buckets have no renames: moving would copy every object. Removing the
+  # markers first has the same effect.
   if not paths.is_bucket(folder):
     path = _move(path, _DELETING)
   paths.remove(path, _MARKERS)
@@ -129,7 +128,7 @@ def move_aside(folder: paths.Path, step: int, problems: list[str]) -> None:
 
 
 def damaged(folder: paths.Path) -> list[str]:
-  """Returns the names of damaged steps that were moved aside, in order."""
+  """Returns the sorted names of damaged steps moved aside."""
   return sorted(path.name for path in folder.glob(f'{_DAMAGED}-*'))
 
 

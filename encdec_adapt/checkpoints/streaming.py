@@ -1,8 +1,8 @@
-"""Streaming leaves into a checkpoint: arrays are computed as they are written.
+"""Streams lazily computed leaves into a checkpoint.
 
 Converting a model to a checkpoint then needs host memory for about two leaves:
-the leaf being written, and the next, which is computed meanwhile. With
-`manager` and `orbax_folder` the only importer of Orbax.
+the leaf being written, and the next one being computed. Only this module,
+`manager` and `orbax_folder` import Orbax.
 """
 
 import asyncio
@@ -17,12 +17,12 @@ from encdec_adapt.files import lazy_array
 
 
 def register() -> None:
-  """Registers a type handler with which Orbax saves a `LazyArray`."""
-  # Orbax copies host arrays by default, in case they change during the save.
-  # Lazy arrays do not.
+  """Registers an Orbax type handler for `LazyArray`."""
+  # Orbax copies host arrays by default, in case they change during the save;
+  # lazy arrays do not change.
   handler = _Handler(deepcopy_host_arrays=False)
   verbosity = logging.get_verbosity()
-  # Orbax warns that the type is stored as NumPy arrays are; that is intended.
+  # Orbax warns that the type is stored like NumPy arrays, as intended.
   logging.set_verbosity(logging.ERROR)
   try:
     ocp.type_handlers.register_type_handler(
@@ -33,27 +33,27 @@ def register() -> None:
 
 
 class _Handler(ocp.type_handlers.NumpyHandler):
-  """Writes leaves as NumPy arrays, each while the next is computed."""
+  """Writes leaves as NumPy arrays while the next one is computed."""
 
   async def serialize(self, values, infos, args=None):
-    """Returns a single future, which writes the leaves in sequence."""
+    """Returns a single future that writes the leaves in sequence."""
     args = args or [ocp.SaveArgs()] * len(values)
     return [_Writes(super().serialize, values, infos, args)]
 
 
 class _Writes:
-  """A future of all writes, which start at the first call of `result`."""
+  """A future of all writes, started by the first call of `result`."""
 
   def __init__(self, serialize: Callable, leaves: Sequence, infos, args):
     self._serialize = serialize
     self._pending = list(zip(leaves, infos, args, strict=True))
 
   def result(self, timeout: float | None = None) -> None:
-    """Computes and writes the leaves that are not written yet."""
+    """Computes and writes the pending leaves."""
     pending, self._pending = self._pending, []  # For later calls.
     with futures.ThreadPoolExecutor(1) as pool:
-      # A generator submits each leaf only when asked, so that at most one leaf
-      # is computed ahead of the writes.
+      # A generator submits leaves on demand, so at most one is computed ahead
+      # of the writes.
       computations = (pool.submit(np.asarray, leaf) for leaf, _, _ in pending)
       computation = next(computations, None)
       for _, info, arg in pending:
