@@ -1,6 +1,6 @@
 """Analytic cost model: memory and time of a program from its shapes.
 
-Nothing is compiled. The model plans for chips without an installed compiler and
+Nothing is compiled. The model plans for GPUs without an installed compiler and
 ranks search candidates before the best are compiled. Bytes of parameters,
 optimizer state, caches and batch are exact, computed from the shardings;
 temporary memory and all times are estimates. This module must not import `hlo`

@@ -50,8 +50,8 @@ class Chip:
       that is the default.
     chip_devices: devices per chip.
     cycle_share: ratio of published step times to the compiler's cycles,
-      without kernels and collectives, fitted with `planner.calibration`; 1
-      without a published speed.
+      without kernels and collectives, fitted to the runs of
+      `planner.calibration`; 1 without a published speed.
   """
 
   name: str

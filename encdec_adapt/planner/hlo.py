@@ -253,14 +253,12 @@ def sizes(kind: str) -> Iterator[float]:
 
 @dataclasses.dataclass
 class _Walk:
-  """Accumulates totals from the entry computation down."""
-
   computations: Mapping[str, list[Instruction]]
   totals: Totals
   share: float
 
   def add_computation(self, name: str, times: float) -> None:
-    """Adds a computation that runs `times` times."""
+    """Adds `times` runs of a computation."""
     types = {op.name: op.type for op in self.computations[name]}
     for op in self.computations[name]:
       self._add_instruction(name, op, types, times)

@@ -130,7 +130,7 @@ def attentions(
   """Returns the per-device attentions in one layer pattern of each stack.
 
   Args:
-    models: the models that read a batch.
+    models: configs of the program's models.
     lengths: tokens per row.
     shards: number of shards of the length.
   """

@@ -59,7 +59,7 @@ class Job:
     frozen_dtype: `config.teacher.dtype`.
     optimizer: section `optimizer`.
     train: section `train`.
-    examples: examples per row; attention on GPUs skips keys of the others.
+    examples: examples per row; GPU attention skips keys of other examples.
   """
 
   name: str
@@ -197,7 +197,7 @@ class Job:
 
   @property
   def models(self) -> tuple[model_config.ModelConfig, ...]:
-    """Configs of the models that read a batch, the trained model first."""
+    """Configs of the program's models: trained and references, or reward."""
     if self.name == 'reward':
       return (self.rewards.placed[self.rewards.largest].model.config,)
     return (self.model, *(self.references[name] for name in self.read_names))
