@@ -512,7 +512,6 @@ class Engine:
       is_used = True
 
   def _fit(self, requests: Sequence[Request], is_used: bool) -> None:
-    """Resizes the state to fit the active requests."""
     current = lengths.NOTHING
     if self._state is not None:
       current = lengths.Size(self._state.cache.length, self._state.cache.source)
