@@ -1,23 +1,24 @@
 """Losses: formulas, one module each, discovered automatically.
 
-A loss is a frozen dataclass, a subclass of `loss.Loss`, whose `name` is a value
-of `config.loss.kind`. Its keys (`keys.key`) are those of the section
-`config.loss.NAME`, and shared ones (`shared=True`) of `config.loss`. To add a
-loss over rows that another loss reads, write a module here with its class, and
-nothing else in the package: the recipe of its base class trains with it.
+A loss is a frozen dataclass, a subclass of `loss.Loss`; its `name` is a value
+of `config.loss.kind`. Its keys (`keys.key`) form the section
+`config.loss.NAME`; shared keys (`shared=True`) are in `config.loss`. To add a
+loss over existing rows, write one module here with its class; the recipe of
+its base class trains with it.
 
-- `references` names the frozen models that it reads;
-- `predict` computes the states of a model, by default as its architecture
-  reads the batch;
-- `terms` computes sums over the batch, `loss` with the gradient among them;
-- `metrics` names the divisor of each, and `divisors` computes these: by default
-  the weights of the targets;
-- `objective` combines terms of several divisors.
+- `references` names the frozen models it reads;
+- `predict` computes the hidden states of a model, by default with its
+  architecture;
+- `terms` computes sums over the batch, including `loss`, which is
+  differentiated;
+- `metrics` names the divisor of each term, and `divisors` computes them: by
+  default the total weight of the targets;
+- `objective` combines terms with different divisors.
 
 Terms are sums so that microbatches, hosts and rows of unequal weight add up to
 a large batch: the step divides them by the weight of the whole batch.
 
-Losses import `models`, `objectives` and `ops`, and no step, phase or optimizer.
+Losses import `models`, `objectives` and `ops`, but no step, phase or optimizer.
 """
 
 from collections.abc import Mapping
@@ -42,7 +43,7 @@ DEFAULT = cross_entropy.CrossEntropy.name
 
 
 def defaults() -> dict[str, Any]:
-  """Returns the default values of `config.loss`, with a section for options."""
+  """Returns the defaults of `config.loss`, with one section per loss."""
   shared: dict[str, Any] = {}
   sections: dict[str, dict[str, Any]] = {}
   for name, section in BY_NAME.items():
@@ -60,7 +61,7 @@ def page(values: Mapping[str, Any], *, full: bool = True) -> list[str]:
   shared = {k: v for k, v in values.items() if not isinstance(v, Mapping)}
   for section in BY_NAME.values():
     lines += keys.page(section, shared, loss.SECTION)
-    # Losses share these keys, which are listed once.
+    # List keys shared by several losses once.
     for key in keys.shared(section):
       shared.pop(key, None)
   for name, section in BY_NAME.items():
@@ -71,13 +72,13 @@ def page(values: Mapping[str, Any], *, full: bool = True) -> list[str]:
 
 
 def class_of(values: Mapping[str, Any]) -> type[loss.Loss]:
-  """Returns the class of the loss that `config.loss` chooses.
+  """Returns the class of the loss selected by `config.loss`.
 
   Args:
     values: value of every key of the section.
 
   Raises:
-    UserError: there is no such loss, or a key is set that it does not read.
+    UserError: the loss does not exist, or does not read a key that is set.
   """
   kind = values['kind']
   if kind not in BY_NAME:
@@ -98,5 +99,5 @@ def class_of(values: Mapping[str, Any]) -> type[loss.Loss]:
 
 
 def options(values: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns the value of every key of the loss that `config.loss` chooses."""
+  """Returns the value of every key of the loss selected by `config.loss`."""
   return {**values, **values.get(values['kind'], {})}

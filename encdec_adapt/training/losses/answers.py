@@ -1,4 +1,4 @@
-"""Log-probabilities of the tokens of answers, which several losses compare."""
+"""Per-token log-probabilities of answers, shared by several losses."""
 
 from typing import Any
 
@@ -17,17 +17,18 @@ def log_probs(
   temperature: float = 1.0,
   entropy: bool = False,
 ) -> Any:
-  """Computes the log-probability of every token of the answers of rows.
+  """Computes the log-probability of every answer token.
 
   Args:
     outputs: outputs of a model.
-    batch: fields of rows of G answers; targets and weights [P, G, T].
-    chunk: tokens whose logits are in memory at a time.
+    batch: rows of G answers; targets and weights [P, G, T].
+    chunk: tokens per chunk of logits.
     temperature: divisor of the logits, after the soft-cap.
     entropy: whether to return entropies too.
 
   Returns:
-    Float32 [P, G, T], 0 at tokens of weight 0; with `entropy` a pair.
+    Float32 [P, G, T], 0 at tokens of weight 0; with `entropy`, a pair of log
+    probabilities and entropies.
   """
   shape = batch['targets'].shape
   results = vocabulary_loss.token_log_probs(
@@ -40,7 +41,7 @@ def log_probs(
     chunk=chunk,
     entropy=entropy,
   )
-  # Selected, as the gradient of padding's infinite values is NaN.
+  # jnp.where, not a product: infinities at padding have NaN gradients.
   counted = batch['weights'] > 0
   return jax.tree.map(
     lambda x: jnp.where(counted, x.reshape(shape), 0.0), results

@@ -1,4 +1,4 @@
-"""The base of losses that compare the two answers of a row."""
+"""Base class of pairwise losses over the two answers of a row."""
 
 from collections.abc import Mapping
 import dataclasses
@@ -14,11 +14,11 @@ Values = dict[str, Float[Array, 'P']]
 
 @dataclasses.dataclass(frozen=True)
 class Comparison(loss.Loss):
-  """Base of the losses; a subclass gives the answers scores.
+  """Base class; subclasses score the answers.
 
-  Metrics are means over examples: `accuracy`, the share of examples with a
+  Metrics are means over examples: `accuracy`, the fraction of examples with a
   margin above 0 (a margin of 0 counts half), and the mean scores `chosen` and
-  `rejected`. The margin is the chosen answer's score minus the rejected one's.
+  `rejected`. The margin is the chosen minus the rejected score.
   """
 
   metrics: ClassVar[Mapping[str, str]] = loss.Loss.metrics | {
@@ -37,7 +37,7 @@ class Comparison(loss.Loss):
     frozen: loss.Readers,
     batch: loss.Batch,
   ) -> tuple[Float[Array, 'P 2'], Values]:
-    """Computes the scores of answers, and losses and metrics of examples.
+    """Computes the scores of answers, and losses and metrics per example.
 
     Args:
       outputs: outputs of the trained model.
@@ -45,7 +45,7 @@ class Comparison(loss.Loss):
       batch: fields of `objectives.framing`.
 
     Returns:
-      The scores, and `loss` and metrics of the class by name.
+      The scores, and a dictionary of `loss` and further metrics.
     """
     raise NotImplementedError
 
@@ -66,11 +66,11 @@ class Comparison(loss.Loss):
 
 
 def exist(batch: loss.Batch) -> Array:
-  """Returns which rows hold an example, [P]; the others are filler."""
+  """Returns a mask of the rows with an example, [P]; others are filler."""
   return jnp.any(batch['weights'] > 0, axis=(1, 2))
 
 
 def accuracy(margins: Float[Array, 'P']) -> Float[Array, 'P']:
-  """Returns 1 where the margin is above 0, and half where it is 0."""
-  # Policy and reference are equal at the start: no answer is preferred.
+  """Returns 1 where the margin is above 0, and 0.5 where it is 0."""
+  # Policy and reference are equal at the start, so all margins are 0.
   return (jnp.sign(margins) + 1) / 2

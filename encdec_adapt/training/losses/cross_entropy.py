@@ -1,6 +1,6 @@
 """Cross-entropy to the targets, the default loss.
 
-The kernels that compute it chunk by chunk are in `ops.vocabulary_loss`.
+`ops.vocabulary_loss` has the chunked kernels.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from encdec_adapt.training.losses import loss
 
 @dataclasses.dataclass(frozen=True)
 class CrossEntropy(loss.Loss):
-  """Cross-entropy to the data in nats, over a whole vocabulary or labels."""
+  """Cross-entropy to the data in nats, over the vocabulary or labels."""
 
   name: ClassVar[str] = 'cross_entropy'
   # `distillation` is the divergence from a teacher, 0 without it.
@@ -48,8 +48,8 @@ class CrossEntropy(loss.Loss):
     batch: loss.Batch,
   ) -> loss.Terms:
     """Computes the sums of the loss and its parts; see `loss.Loss.terms`."""
-    # A single pass for both distributions: chunk by chunk, so that the logits
-    # of neither are in memory whole.
+    # One chunked pass for both distributions: the full logits of neither are
+    # ever in memory.
     sums = vocabulary_loss.cross_entropy(
       outputs.hidden,
       outputs.table,
@@ -62,7 +62,7 @@ class CrossEntropy(loss.Loss):
       chunk=self.chunk,
       teacher=self._teacher(frozen, batch),
     )
-    # Always reported, so that the records of all runs have the same names.
+    # Always reported, so that all runs log the same metrics.
     return {
       'loss': sums.total,
       'cross_entropy': sums.cross_entropy,
@@ -72,5 +72,5 @@ class CrossEntropy(loss.Loss):
     }
 
   def _teacher(self, frozen: loss.Readers, batch: loss.Batch) -> Any:
-    """Returns the distribution to learn besides the targets, or None."""
+    """Returns the teacher's distribution, None without a teacher."""
     del frozen, batch

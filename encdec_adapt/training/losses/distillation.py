@@ -1,12 +1,12 @@
 """Distillation from a teacher's distribution.
 
-The teacher gives a model's whole distribution (Gemma 2 report, section 3; on
-the student's samples and with other divergences GKD, arXiv:2306.13649), or a
-few stored probabilities of each target (`data/records/stored_teacher.py`).
+The teacher is a model (Gemma 2 report, section 3; on student samples and with
+other divergences: GKD, arXiv:2306.13649), or the stored top probabilities of
+each target (`data/records/stored_teacher.py`).
 
 For span corruption (UL2), a causal teacher reads the uncorrupted text, and
-predicts each target at its position in this text. Sentinels are not in the
-text: their teacher distribution is one-hot (T5Gemma 2, arXiv:2512.14856:
+predicts each target at its position in this text. Sentinels do not occur in
+the text: their teacher distribution is one-hot (T5Gemma 2, arXiv:2512.14856:
 one-hot at special tokens).
 """
 
@@ -29,14 +29,13 @@ _JS = 'js'
 class Distillation(cross_entropy.CrossEntropy):
   """Divergence from a teacher, mixed with cross-entropy to the data.
 
-  Dropout is that of the student, in both terms; the teacher and the sampler of
-  the student's completions have none.
+  Dropout applies to the student in both terms, but not to the teacher or to
+  the sampling of completions.
 
   Attributes:
     is_stored: whether the teacher's probabilities are in the batch; else the
       teacher is a model.
-    reads_windows: whether the teacher reads the text that spans were cut out
-      of.
+    reads_windows: whether the teacher reads the uncorrupted text.
   """
 
   name: ClassVar[str] = 'distill'
@@ -85,17 +84,17 @@ class Distillation(cross_entropy.CrossEntropy):
     return () if self.is_stored else (loss.TEACHER,)
 
   def teacher_batch(self, batch: loss.Batch) -> loss.Batch:
-    """Returns a batch as the teacher reads it."""
+    """Returns the teacher's batch."""
     if not self.reads_windows:
       return batch
     names = 'tokens', 'segments', 'positions'
     row = {f'teacher_{name}': batch[f'window_{name}'] for name in names}
-    # `sentinels` hides its output where it predicts nothing.
+    # `sentinels` masks its output where the index is -1.
     index = jnp.maximum(batch['window_index'], 0)
     return {**batch, **row, 'teacher_index': index}
 
   def sentinels(self, batch: loss.Batch) -> Int[Array, 'B T'] | None:
-    """Returns targets that no teacher predicts, -1 at others; None for none."""
+    """Returns sentinel targets, -1 elsewhere; None without sentinels."""
     if not self.reads_windows:
       return None
     return jnp.where(batch['window_index'] < 0, batch['targets'], -1)
@@ -109,7 +108,7 @@ class Distillation(cross_entropy.CrossEntropy):
         batch[framing.STORED_PROBABILITIES],
         share=self.share,
       )
-    # The head is passed whole: its logits are made with the student's.
+    # Pass the head, not logits: they are computed with the student's, chunked.
     outputs = frozen[loss.TEACHER](self.teacher_batch(batch))
     return distillation_loss.Teacher(
       outputs.hidden,

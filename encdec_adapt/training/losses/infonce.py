@@ -1,32 +1,31 @@
-"""The contrastive loss of embedding models.
+"""Contrastive (InfoNCE) loss of embedding models.
 
-For a query q with the positive p, at the temperature t, over the documents d
-(positives and negatives) of the whole batch, on all devices,
+For a query q with positive p and temperature t, over the documents d
+(positives and negatives) of the global batch:
 
     -log exp(q.p / t) / (exp(q.p / t) + sum_d w_d exp(q.d / t))
 
 w_d is exp(hardness * stop_gradient(q.d)) for negatives of the query's own
-example and 1 for others (EmbeddingGemma, arXiv:2509.20354, section 2.2, which
-has other examples' positives in the sum; here their negatives are, too). False
-negatives are left out: documents that are equal to p, and positives of queries
-that are equal to q. The mean is over queries. Added to it are
+example, else 1 (EmbeddingGemma, arXiv:2509.20354, section 2.2; its sum has the
+positives of other examples, here their negatives too). False negatives are
+masked out: documents equal to p, and positives of queries equal to q. The loss
+is a mean over queries. Further terms:
 
-- `spread_out`: the mean of the squared products of two queries, and of two
-  positives (the global orthogonal regulariser, arXiv:1708.06320, in the form of
+- `spread_out`: mean squared dot product of pairs of queries and of pairs of
+  positives (global orthogonal regulariser, arXiv:1708.06320, in the form of
   EmbeddingGemma);
-- for every part of a vector that is a vector too (Matryoshka,
-  arXiv:2205.13147), both again for the part, normalised;
-- `scores`: the KL divergence from softmax(q.d / t) over the positive and
-  negatives of an example to the softmax of their `scores`;
-- `vectors`, `teacher`: half the squared distances of the texts' vectors to
-  given ones (`vectors=E` of the objective) and to those of the embedding model
+- Matryoshka (arXiv:2205.13147): both losses again for every prefix of the
+  vectors in the head's dimensions, normalised;
+- `scores`: KL divergence from softmax(q.d / t) over the positive and negatives
+  of an example to the softmax of their `scores`;
+- `vectors`, `teacher`: half the squared distance to the rows' vectors
+  (`vectors=E` of the objective) and to those of the embedding model
   `config.teacher.checkpoint`, summed over the texts of an example.
 
-Every text is compared with those of the whole batch, so microbatches are no
-parts of the loss: their vectors are computed in turn without keeping
-activations, which the backward pass computes again, microbatch by microbatch
-(gradient caching, arXiv:2101.06983). With dropout each text, query or document,
-has masks of its own; vectors of the teacher and of held-out texts have none.
+The loss compares texts across the global batch, so it is not a sum over
+microbatches: `predict` embeds them one after another, and the backward pass
+recomputes their activations (gradient caching, arXiv:2101.06983). Every text
+has its own dropout masks; the teacher and held-out texts have no dropout.
 """
 
 from collections.abc import Mapping
@@ -44,17 +43,17 @@ from encdec_adapt.objectives import embeddings
 from encdec_adapt.ops import kernel_forms, partition
 from encdec_adapt.training.losses import loss
 
-# Below every logit, and finite: infinities are NaN in gradients.
+# Below every logit, and finite: infinities have NaN gradients.
 _HIDDEN = -1e30
-_LOWEST = 0.01  # Temperature that a learnt one does not fall below, as in CLIP.
+_LOWEST = 0.01  # Lower bound of a learnt temperature, as in CLIP.
 
 
 @dataclasses.dataclass(frozen=True)
 class InfoNce(loss.Loss):
-  """The loss; see the module's docstring.
+  """InfoNCE; see the module's docstring.
 
-  Metrics are means over queries: `loss`, and `accuracy`, whether no document of
-  the batch is nearer than the positive.
+  Metrics are means over queries: `loss`, and `accuracy`, whether the positive
+  is the nearest document of the batch.
   """
 
   name: ClassVar[str] = 'infonce'
@@ -87,7 +86,7 @@ class InfoNce(loss.Loss):
 
   @property
   def references(self) -> tuple[str, ...]:
-    """The teacher, if its vectors are learnt."""
+    """The teacher, if the loss has a distance to its vectors."""
     return (loss.TEACHER,) if self.teacher > 0 else ()
 
   def predict(self, model, params, batch, routing=None, dropout=None, parts=1):
@@ -99,7 +98,7 @@ class InfoNce(loss.Loss):
       batch: likewise.
       routing: likewise.
       dropout: likewise.
-      parts: parts of the batch of which activations are in memory.
+      parts: microbatches that the batch is embedded in.
     """
     names = ('tokens', 'segments', 'positions')
     fields = [batch[f'encoder_{name}'] for name in names]
@@ -107,8 +106,8 @@ class InfoNce(loss.Loss):
 
     def embed(fields, key, index=None):
       fields = [partition.shard(x, 'batch', 'length') for x in fields]
-      # No change here, but gradients of each part then have these shardings.
-      # Kernels of `ops.kernel_forms` are frozen, and adapters small.
+      # A no-op forward; constrains the shardings of each part's gradients.
+      # `ops.kernel_forms` kernels are skipped: frozen, with small adapters.
       flat = traverse_util.flatten_dict(params, sep='/')
       flat |= {
         path: partition.shard(x, *model.table[path].axes)
@@ -152,7 +151,7 @@ class InfoNce(loss.Loss):
       values = self.compare(outputs, part, batch)
       total += jnp.sum(values[0])
       for role in (embeddings.QUERY, embeddings.POSITIVE):
-        # The mean over pairs times the queries, as it is divided later.
+        # Mean over pairs times queries: the step divides by the queries.
         squares = _squared_products(part * (roles == role)[..., None])
         total += self.spread_out * squares / (count - 1)
     if self.scores:
@@ -183,13 +182,13 @@ class InfoNce(loss.Loss):
   def compare(
     self, outputs: loss.Outputs, vectors: Float[Array, 'B M E'], batch
   ) -> tuple[Float[Array, 'B M'], Float[Array, 'B M']]:
-    """Returns InfoNCE of every query, and whether its positive is nearest.
+    """Returns InfoNCE per query, and whether its positive is nearest.
 
-    Both are 0 at texts that are no queries.
+    Both are 0 at texts other than queries.
     """
     rows, slots, _ = vectors.shape
     x = vectors.reshape(rows * slots, -1)
-    # Queries stay on their devices, and each device reads all documents.
+    # Queries stay sharded, documents are replicated.
     documents = partition.shard(x, None, None)
     x = partition.shard(x, 'batch', None)
     similarity = jnp.matmul(
@@ -239,7 +238,7 @@ class InfoNce(loss.Loss):
 
 def _squared_products(x: Float[Array, 'B M E']) -> Float[Array, '']:
   """Sums squared products over ordered pairs of different vectors."""
-  # By the matrix [E, E], which has the squared norm of all products.
+  # X X^T and X^T X have the same Frobenius norm; the latter is only [E, E].
   product = jnp.einsum('BMD,BME->DE', x, x, precision=embedding_head.EXACT)
   norms = jnp.sum(jnp.square(x), axis=-1)
   return jnp.sum(jnp.square(product)) - jnp.sum(jnp.square(norms))

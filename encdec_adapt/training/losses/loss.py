@@ -1,6 +1,6 @@
-"""The base class of losses, and what a step computes with any of them.
+"""Base class of losses, and the sums and metrics of a step.
 
-Imports no module of a loss.
+Imports no loss.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,7 +17,7 @@ from encdec_adapt.models import base_model, build, expert_layer, model_config
 
 SECTION = 'config.loss.'
 KIND = f'{SECTION}kind'
-TEACHER = 'teacher'  # The frozen model that `config.teacher` names.
+TEACHER = 'teacher'  # The frozen model of `config.teacher`.
 
 Batch = Mapping[str, Array]
 Params = base_model.Params
@@ -25,12 +25,12 @@ Terms = dict[str, Array]
 
 
 class Outputs(NamedTuple):
-  """Results of a model for a batch.
+  """Outputs of a model for a batch.
 
   Attributes:
-    hidden: states that predict the targets, [B, T, D].
+    hidden: hidden states before the head, [B, T, D].
     table: output table, [V, D].
-    config: shape of the stack that computed the states.
+    config: the stack of the hidden states.
   """
 
   hidden: Array
@@ -38,12 +38,12 @@ class Outputs(NamedTuple):
   config: model_config.StackConfig
 
 
-# Outputs of a frozen model for a batch, by its name.
+# Functions from a batch to the outputs of a frozen model, by name.
 Readers = Mapping[str, Callable[[Batch], Outputs]]
 
 
 class Frozen(NamedTuple):
-  """A frozen model that a loss reads.
+  """A frozen model of a loss.
 
   Attributes:
     model: the model, static in a compiled step.
@@ -56,16 +56,17 @@ class Frozen(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Loss:
-  """Base of the losses; its keys are those of every loss.
+  """Base class of losses, with the keys of every loss.
 
   Attributes:
-    name: value of `config.loss.kind`, and name of the section of its options.
+    name: value of `config.loss.kind`, and section of its options.
     references: names of the frozen models that the loss reads.
     metrics: metric of a step -> 'sum', or its divisor in `divisors`, such as
-      'mean'. A loss adds its terms to those here: `loss`, `weight` (target
-      tokens of all answers), and for models with experts `load_balance` (1 if
-      all experts get equally many tokens) and `router_z_loss`, both unweighted
-      means over layers and tokens of a microbatch.
+      'mean'. Subclasses add their terms to the common ones: `loss`, `weight`
+      (target tokens of all answers), and for models with experts
+      `load_balance` (1 if all experts get equally many tokens) and
+      `router_z_loss`, both unweighted means over layers and tokens of a
+      microbatch.
   """
 
   name: ClassVar[str]
@@ -104,20 +105,20 @@ class Loss:
   def predict(
     self, model: build.Model, params: Params, batch: Batch, **options: Any
   ) -> Outputs:
-    """Computes the states of a model that predict the targets.
+    """Computes the hidden states that predict the targets.
 
     Args:
       model: the trained model or a frozen one.
       params: its parameters.
-      batch: fields of `objectives.framing`; the answers of a group, [P, G, T],
-        are rows of the result, [P * G, T, D].
-      **options: of `architecture.Architecture.predict`.
+      batch: fields of `objectives.framing`; G answers per row, [P, G, T],
+        become rows of the result, [P * G, T, D].
+      **options: options of `architecture.Architecture.predict`.
     """
     hidden = model.architecture.predict(model, params, batch, **options)
     return Outputs(hidden, model.head(params), model.config.decoder)
 
   def divisors(self, batch: Batch) -> Terms:
-    """Returns the divisors that `metrics` names; 'mean' is that of the loss."""
+    """Returns the divisors named in `metrics`; 'mean' divides the loss."""
     return {'mean': jnp.sum(batch['weights'])}
 
   def terms(self, outputs: Outputs, frozen: Readers, batch: Batch) -> Terms:
@@ -125,22 +126,22 @@ class Loss:
 
     Args:
       outputs: outputs of the trained model.
-      frozen: for each of `references` the outputs for a batch.
+      frozen: function of each reference from a batch to its outputs.
       batch: fields of `objectives.framing`.
 
     Returns:
-      Metric -> sum over the batch; `loss` carries the gradient.
+      Metric -> sum over the batch; `loss` is differentiated.
     """
     raise NotImplementedError
 
   def objective(self, terms: Terms, divisors: Terms) -> Float[Array, '']:
-    """Returns the part of a step's loss that the sums of a microbatch make."""
+    """Returns the contribution of a microbatch's sums to a step's loss."""
     return terms['loss'] / divisors['mean']
 
 
 def divisors_of(loss: Loss, batch: Batch) -> Terms:
-  """Returns the divisors of a batch, 1 in place of 0."""
-  # A batch of weight zero has zero gradients; avoid 0 / 0.
+  """Returns the divisors of a batch, with 0 replaced by 1."""
+  # A batch of weight 0 has zero gradients; avoid 0 / 0.
   return jax.tree.map(
     lambda weight: jnp.where(weight > 0, weight, 1.0), loss.divisors(batch)
   )
@@ -155,20 +156,20 @@ def sums(
   dropout: base_model.Dropout | None = None,
   **options: Any,
 ) -> Terms:
-  """Computes the terms of a batch, its weight, and the losses of routers.
+  """Computes the terms of a batch, its weight, and the router losses.
 
   Args:
     loss: the loss.
     model: the trained model.
     params: its parameters.
     batch: fields of `objectives.framing`.
-    frozen: the frozen models that the loss reads, which no gradient reaches.
+    frozen: the frozen models that the loss reads, without gradients.
     dropout: dropout of the trained model; frozen models have none.
-    **options: further options of `predict`, of all models.
+    **options: further options of `predict`, for all models.
   """
   predict = functools.partial(loss.predict, **options)
-  # Stopped at their parameters: their states then need no backward pass and
-  # none of their activations are stored for it.
+  # stop_gradient on the parameters: no activations are stored for a backward
+  # pass of frozen models.
   readers = {
     name: functools.partial(predict, x.model, jax.lax.stop_gradient(x.params))
     for name, x in frozen.items()
@@ -176,12 +177,12 @@ def sums(
   routing = []
   outputs = predict(model, params, batch, routing=routing, dropout=dropout)
   terms = loss.terms(outputs, readers, batch)
-  # Target tokens also where the divisor counts examples: the cost of a run is
-  # counted by them.
+  # Target tokens even where the divisor counts examples: the cost of a run is
+  # computed from them.
   terms['weight'] = jnp.sum(batch['weights'])
   if not routing:
     return terms
-  # Router losses are means; scaled by the weight they add up like the sums.
+  # Router losses are means; scaled by the weight, they add up like sums.
   weight = loss.divisors(batch)['mean']
   routed = jax.tree.map(
     lambda mean: weight * mean, expert_layer.mean_losses(routing)
@@ -202,7 +203,7 @@ def averages(loss: Loss, terms: Terms, divisors: Terms) -> Terms:
     terms: sums over the whole batch.
     divisors: divisors of the whole batch.
   """
-  # Divided once, after all microbatches: their weights are unequal.
+  # Divide once, after all microbatches: their weights are unequal.
   means = {
     name: value
     if loss.metrics[name] == 'sum'

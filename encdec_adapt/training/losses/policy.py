@@ -1,20 +1,19 @@
-"""Losses of policies.
+"""Policy-gradient losses.
 
-A row is a prompt with a group of G completions that the policy has sampled, and
-their rewards (`training.rollouts`). A loss makes advantages of the rewards of a
-group, and a loss of each completion.
+A row is a prompt with G completions sampled from the policy, and their rewards
+(`training.rollouts`). A loss computes advantages from the rewards of a group,
+and a loss per completion.
 
 | name | reward             | advantage                    | ratio to the old  |
 |------|--------------------|------------------------------|-------------------|
-| rloo | R - beta * KL      | minus the mean of the others | of the completion |
-| grpo | R, KL in the loss  | minus the mean, over the     | of each token     |
+| rloo | R - beta * KL      | minus the mean of the others | per completion    |
+| grpo | R, KL in the loss  | minus the mean, over the     | per token         |
 |      |                    | deviation of the group       |                   |
 
-There is an update for each rollout, so that the old log-probabilities are the
-policy's own with the gradient stopped, and ratios are 1 with a gradient. All
-log-probabilities are of logits divided by the rollout's temperature, after the
-soft-cap. A completion of weight 0 (`cut='mask'`) counts in the mean and
-deviation of its group, and in nothing else.
+Each rollout is used for one update, so the old log-probabilities are the
+current ones with a stopped gradient, and ratios are 1 with a gradient. Logits
+are divided by the sampling temperature, after the soft-cap. A completion of
+weight 0 (`cut='mask'`) counts only in the mean and deviation of its group.
 """
 
 from collections.abc import Mapping
@@ -36,12 +35,13 @@ class Tokens(NamedTuple):
   """Per-token tensors of a policy loss, [P, G, T] each.
 
   Attributes:
-    log_probs: log pi, which has the gradient.
-    old: log pi of the policy that has sampled.
-    reference: log-probabilities of the reference; `log_probs` without the
-      gradient where none is read.
-    importance: weights of the tokens for the difference of sampler and trainer.
-    weights: 1 at tokens that count, else 0.
+    log_probs: log pi, with the gradient.
+    old: log pi of the sampling policy.
+    reference: log-probabilities of the reference; without a reference,
+      `log_probs` with a stopped gradient.
+    importance: importance weights that correct the mismatch between sampler
+      and trainer.
+    weights: 1 at counted tokens, else 0.
   """
 
   log_probs: Array
@@ -51,7 +51,7 @@ class Tokens(NamedTuple):
   weights: Array
 
   def sum(self, values: Array) -> Float[Array, 'P G']:
-    """Sums values over the tokens that count."""
+    """Sums values over counted tokens."""
     return jnp.sum(jnp.where(self.weights > 0, values, 0.0), axis=-1)
 
   @property
@@ -63,17 +63,17 @@ class Tokens(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Policy(loss.Loss):
-  """Base of the losses of groups of completions that the policy has sampled.
+  """Base class of losses over groups of sampled completions.
 
-  Metrics of steps: `kl` (mean over completions of the sum of log pi - log
-  reference; only with a reference), `entropy` of a token, and `gap`, the mean
-  absolute difference of the sampler's and the trainer's log-probability of a
-  token.
+  Metrics of a step: `kl` (mean over completions of the sum of log pi - log
+  reference; only with a reference), `entropy` per token, and `gap`, the mean
+  absolute difference between the sampler's and the trainer's log-probability
+  of a token.
 
   Attributes:
-    temperature: divisor of the logits, that of the rollouts.
-    measures_kl: whether the KL to the reference is measured even if the loss
-      has no term of it.
+    temperature: divisor of the logits, equal to that of the rollouts.
+    measures_kl: whether the KL to the reference is measured even without a KL
+      term in the loss.
   """
 
   metrics: ClassVar[Mapping[str, str]] = loss.Loss.metrics | {
@@ -97,7 +97,7 @@ class Policy(loss.Loss):
 
   @property
   def references(self) -> tuple[str, ...]:
-    """The reference model, if the loss or the budget of KL reads it."""
+    """The reference model, if the loss or the KL budget reads it."""
     return (loss.TEACHER,) if self.beta > 0 or self.measures_kl else ()
 
   def advantages(
@@ -109,7 +109,7 @@ class Policy(loss.Loss):
   def completion_loss(
     self, advantages: Float[Array, 'P G'], tokens: Tokens
   ) -> Float[Array, 'P G']:
-    """Returns the loss of each completion, before its divisor."""
+    """Returns the loss of each completion, before division."""
     raise NotImplementedError
 
   def clipped(
@@ -179,8 +179,8 @@ class Rloo(Policy):
     return (rewards - mean) * (group / (group - 1))
 
   def completion_loss(self, advantages, tokens):
-    # Weighted in the exponent: where the ratio is 1, its gradient is that of
-    # the weighted log-probabilities.
+    # Weights in the exponent: at ratio 1, the gradient is that of the weighted
+    # log-probabilities.
     change = tokens.importance * (tokens.log_probs - tokens.old)
     return self.clipped(jnp.exp(tokens.sum(change)), advantages)
 
@@ -189,12 +189,12 @@ class Rloo(Policy):
 class Grpo(Policy):
   """Group-relative policy optimisation (DeepSeekMath, arXiv:2402.03300).
 
-  A = (R - mean) / (deviation + 1e-4), of each token; plus beta times k3 =
-  exp(d) - d - 1 of d = log reference - log pi, or with `kl=k3_ratio` k3 times
-  the ratio (TRL 1.16). Divisor: 'sequence' is GRPO (mean over the tokens of
-  each completion), 'token' DAPO (arXiv:2503.14476), and 'constant' completions
-  times the most tokens of one, which with deviation=none is Dr. GRPO
-  (arXiv:2503.20783).
+  A = (R - mean) / (deviation + 1e-4), for each token. The loss adds beta * k3,
+  k3 = exp(d) - d - 1 with d = log reference - log pi; `kl=k3_ratio` multiplies
+  k3 by the ratio (TRL 1.16). Divisors: 'sequence' is GRPO (mean over the tokens
+  of each completion), 'token' is DAPO (arXiv:2503.14476), 'constant' is the
+  number of completions times the maximum length, which with deviation=none is
+  Dr. GRPO (arXiv:2503.20783).
   """
 
   name: ClassVar[str] = 'grpo'

@@ -1,9 +1,9 @@
-"""Losses of preferences.
+"""Preference losses.
 
-Each compares the answers of a row (`objectives.preferences`): it makes a score
-of each answer's log-probability, and a loss of the margin (`comparison`). An
-answer's log-probability is the sum over its tokens with their end, or the mean
-over them.
+A loss compares the two answers of a row (`objectives.preferences`): it computes
+a score from each answer's log-probability, and a loss from the margin
+(`comparison`). The log-probability of an answer is the sum or the mean over its
+tokens, including the end of sequence.
 
 | name                     | score of an answer              | reference model |
 |--------------------------|---------------------------------|-----------------|
@@ -11,8 +11,8 @@ over them.
 | simpo                    | beta * mean log pi              |                 |
 | orpo                     | log odds of exp(mean log pi)    |                 |
 
-The mean of the losses is over examples; a share of cross-entropy to the chosen
-answers is a mean over their tokens.
+Losses are averaged over examples; the optional cross-entropy to the chosen
+answers is averaged over their tokens.
 """
 
 from collections.abc import Mapping
@@ -29,10 +29,9 @@ from encdec_adapt.training.losses import answers, comparison, loss
 
 @dataclasses.dataclass(frozen=True)
 class Preference(comparison.Comparison):
-  """Base of the losses; see the module's docstring.
+  """Base class; see the module's docstring.
 
-  `cross_entropy` of the chosen answers is a metric, too: a mean over their
-  tokens.
+  The metric `cross_entropy` is the mean over tokens of the chosen answers.
 
   Attributes:
     log_probs: 'sum' or 'mean' over the tokens of an answer.
@@ -50,7 +49,7 @@ class Preference(comparison.Comparison):
   def scores(
     self, log_probs: Float[Array, 'P 2'], reference: Float[Array, 'P 2']
   ) -> Float[Array, 'P 2']:
-    """Returns the scores of answers; `reference` is 0 where none is read."""
+    """Returns the scores of answers; `reference` is 0 without a reference."""
     raise NotImplementedError
 
   def margin_loss(self, margins: Float[Array, 'P']) -> Float[Array, 'P']:
@@ -58,14 +57,14 @@ class Preference(comparison.Comparison):
     raise NotImplementedError
 
   def divisors(self, batch: loss.Batch) -> loss.Terms:
-    """Returns the number of examples, and of tokens of chosen answers."""
+    """Returns the numbers of examples and of tokens of chosen answers."""
     tokens = jnp.sum(batch['weights'][:, 0])
     return super().divisors(batch) | {'chosen': tokens}
 
   def objective(
     self, terms: loss.Terms, divisors: loss.Terms
   ) -> Float[Array, '']:
-    """Adds the share of cross-entropy, which has its own divisor."""
+    """Adds the weighted cross-entropy, which has its own divisor."""
     cross_entropy = terms['cross_entropy'] / divisors['chosen']
     share = self.cross_entropy * cross_entropy
     return super().objective(terms, divisors) + share
@@ -84,8 +83,8 @@ class Preference(comparison.Comparison):
       for x in (outputs, *references)
     ]  # [P, 2]
     divisor = counts if self.log_probs == 'mean' else 1.0
-    # A row without answers has a finite value, whose loss is not counted: the
-    # odds of an empty answer, which is certain, are infinite.
+    # Rows without answers get a finite value, and their loss is not counted:
+    # an empty answer has probability 1 and infinite odds.
     exist = comparison.exist(batch)[:, None]
     log_probs, *reference = [jnp.where(exist, x / divisor, -1.0) for x in sums]
     scores = self.scores(log_probs, *(reference or [jnp.zeros_like(log_probs)]))
@@ -95,7 +94,7 @@ class Preference(comparison.Comparison):
 
 @dataclasses.dataclass(frozen=True)
 class Scaled(Preference):
-  """Base of losses of log-ratios times a scale."""
+  """Base class of losses with scaled log-ratios."""
 
   references: ClassVar[tuple[str, ...]] = (loss.TEACHER,)
 
@@ -109,8 +108,8 @@ class Scaled(Preference):
 class Dpo(Scaled):
   """Direct preference optimisation (arXiv:2305.18290, equation 7).
 
-  -(1 - s) log sigmoid(m) - s log sigmoid(-m), where smoothing s is the share of
-  labels that are expected to be wrong (conservative DPO, Mitchell 2023).
+  -(1 - s) log sigmoid(m) - s log sigmoid(-m), where smoothing s is the expected
+  fraction of wrong labels (conservative DPO, Mitchell 2023).
   """
 
   name: ClassVar[str] = 'dpo'
@@ -145,7 +144,7 @@ class Robust(Dpo):
 
 @dataclasses.dataclass(frozen=True)
 class Hinge(Scaled):
-  """Hinge loss of log-ratios (RSO, arXiv:2309.06657): max(0, 1 - m)."""
+  """Hinge loss on log-ratios (RSO, arXiv:2309.06657): max(0, 1 - m)."""
 
   name: ClassVar[str] = 'hinge'
 
@@ -157,8 +156,8 @@ class Hinge(Scaled):
 class Ipo(Scaled):
   """Identity preference optimisation (arXiv:2310.12036, section 5).
 
-  (log-ratio of chosen - log-ratio of rejected - 1 / (2 beta))^2, of the sums of
-  the paper, or of means over tokens as in TRL.
+  (log-ratio of chosen - log-ratio of rejected - 1 / (2 beta))^2, with sums over
+  tokens as in the paper, or means as in TRL.
   """
 
   name: ClassVar[str] = 'ipo'
@@ -175,9 +174,9 @@ class Ipo(Scaled):
 
 @dataclasses.dataclass(frozen=True)
 class Simpo(Scaled):
-  """SimPO (arXiv:2405.14734, equation 6): -log sigmoid(m - gamma), of means.
+  """SimPO (arXiv:2405.14734, equation 6): -log sigmoid(m - gamma), with means.
 
-  The defaults are those of its authors for the base model of Llama 3 8B.
+  The defaults are the authors' for the base model of Llama 3 8B.
   """
 
   name: ClassVar[str] = 'simpo'
@@ -195,7 +194,7 @@ class Simpo(Scaled):
 class Orpo(Preference):
   """ORPO (arXiv:2403.07691): cross-entropy - weight * log sigmoid(m).
 
-  The score is log(p / (1 - p)) of p = exp(mean log-probability).
+  The score is log(p / (1 - p)) with p = exp(mean log-probability).
   """
 
   name: ClassVar[str] = 'orpo'
@@ -209,8 +208,8 @@ class Orpo(Preference):
   )
 
   def scores(self, log_probs, reference):
-    # expm1, as the probability of a short answer may be almost 1; at 1, as
-    # float32 rounds it, the gradient would be NaN.
+    # expm1 because the probability of a short answer may be close to 1; if
+    # float32 rounds it to 1, the gradient would be NaN.
     log_probs = jnp.minimum(log_probs, -1e-6)
     return log_probs - jnp.log(-jnp.expm1(log_probs))
 

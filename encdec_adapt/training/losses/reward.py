@@ -1,4 +1,4 @@
-"""The loss of reward models, which are trained on preferences."""
+"""Bradley-Terry loss of reward models on preferences."""
 
 import dataclasses
 from typing import Any, ClassVar
@@ -12,12 +12,12 @@ from encdec_adapt.training.losses import comparison, loss
 
 @dataclasses.dataclass(frozen=True)
 class Reward(comparison.Comparison):
-  """The loss of Bradley and Terry: -log sigmoid(chosen - rejected - margin).
+  """Bradley-Terry loss: -log sigmoid(chosen - rejected - margin).
 
-  The score of an answer is the head's output at the state that has read all of
-  it. The margin is that of the record, 0 where it has none (Llama 2,
-  arXiv:2307.09288, equation 2; without it arXiv:2203.02155, equation 1).
-  Metrics are of the scores without margins.
+  The score of an answer is the head's output after its last token. The margin
+  is a field of the record, by default 0 (Llama 2, arXiv:2307.09288, equation 2;
+  without it arXiv:2203.02155, equation 1). Metrics use the scores without
+  margins.
   """
 
   name: ClassVar[str] = 'reward'
@@ -29,7 +29,7 @@ class Reward(comparison.Comparison):
     batch: loss.Batch,
     **options: Any,
   ) -> loss.Outputs:
-    """Computes the states that have read the answers, [2 P, 1, D]."""
+    """Computes the state after the last token of each answer, [2 P, 1, D]."""
     states = model.architecture.read_answers(model, params, batch, **options)
     head = model.head(params)
     return loss.Outputs(states[:, None], head, model.config.decoder)

@@ -1,4 +1,4 @@
-"""The squared hinge of preferences: the example of a loss in CONTRIBUTING."""
+"""Squared hinge preference loss, the example of CONTRIBUTING."""
 
 import dataclasses
 from typing import ClassVar
@@ -11,7 +11,7 @@ from encdec_adapt.training.losses import preference
 
 @dataclasses.dataclass(frozen=True)
 class SquaredHinge(preference.Scaled):
-  """Squared hinge of log-ratios, max(0, 1 - m)^2 (GPO, arXiv:2402.05749)."""
+  """Squared hinge on log-ratios, max(0, 1 - m)^2 (GPO, arXiv:2402.05749)."""
 
   name: ClassVar[str] = 'squared_hinge'
 
