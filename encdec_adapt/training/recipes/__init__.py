@@ -1,19 +1,18 @@
-"""Recipes: one module for each kind of training, discovered automatically.
+"""Recipes: one module per kind of training, discovered automatically.
 
-A recipe says in one place which rows a kind of training reads, where its
-batches come from (records, or completions with rewards), the head of its model,
-which frozen models it reads, its loss and its held-out metrics. It has no loop
-over steps or rows: that is `train`'s. To add a kind of training, write a module
-here with its class, a subclass of `recipe.Recipe`:
+A recipe declares the rows of a kind of training, the source of its batches
+(records, or completions with rewards), the head of its model, its frozen
+models, its loss and its held-out metrics. The loop over steps is in `train`. To
+add a kind of training, write a module here with a subclass of `recipe.Recipe`:
 
-- `losses` is the base class of its losses (`training.losses`), whose names in
-  `config.loss.kind` choose it;
-- `of` makes it of the sections of a configuration, with all checks that need no
-  file;
-- `metrics` are its held-out metrics (`training.metrics`), one of which
-  `keep_best` and `patience` follow.
+- `losses` is the base class of its losses (`training.losses`); their names in
+  `config.loss.kind` select the recipe;
+- `of` makes it from the sections of a configuration, with all checks that need
+  no file;
+- `metrics` are its held-out metrics (`training.metrics`), including the metric
+  of `keep_best` and `patience`.
 
-Recipes lie below `config`, and import nothing that opens a model or records.
+Recipes do not import `config`, nor anything that opens a model or records.
 """
 
 from collections.abc import Mapping
@@ -35,5 +34,5 @@ BY_LOSS: Mapping[type[loss_lib.Loss], type[recipe.Recipe]] = {
 
 
 def class_of(loss: type[loss_lib.Loss]) -> type[recipe.Recipe]:
-  """Returns the class of the recipe that trains with a loss."""
+  """Returns the recipe class of a loss."""
   return next(BY_LOSS[base] for base in loss.__mro__ if base in BY_LOSS)

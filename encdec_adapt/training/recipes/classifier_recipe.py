@@ -13,9 +13,9 @@ class Classification(recipe.Recipe):
 
   @classmethod
   def of(cls, sections: recipe.Sections) -> 'Classification':
-    """Makes the recipe; the labels of the data are those of the head."""
+    """Makes the recipe; the head gets the labels of the data."""
     objective, model = sections.objectives[0], sections.model
-    # A model of another kind is left as it is: `config.check_kind` refuses it.
+    # `config.check_kind` rejects other models.
     if model.architecture.name in heads.Labels.models:
       labels = len(objective.options['labels'])
       model = model_config.with_head(model, heads.Labels(labels))

@@ -1,4 +1,4 @@
-"""Distillation: a teacher's distribution, online, stored, or on own samples."""
+"""Distillation from an online or stored teacher, or on student samples."""
 
 from collections.abc import Mapping
 import dataclasses
@@ -19,7 +19,7 @@ from encdec_adapt.training.sections import rollout_options
 
 @dataclasses.dataclass(frozen=True)
 class Rows(recipe.Rows):
-  """Rows with the teacher's stored probabilities, if it is stored."""
+  """Rows with the probabilities of a stored teacher, if any."""
 
   def padding(
     self, ids: special_ids.Framing, *, teacher: bool
@@ -34,7 +34,7 @@ class Rows(recipe.Rows):
 
 @dataclasses.dataclass(frozen=True)
 class Distillation(recipe.Recipe):
-  """Trains a student on the distribution of a teacher."""
+  """Trains a student on a teacher's distribution."""
 
   losses: ClassVar[type[loss_lib.Loss]] = distillation_loss.Distillation
 
@@ -85,13 +85,13 @@ def _teacher(
   sections: recipe.Sections, loss: distillation_loss.Distillation
 ) -> recipe.FrozenModel:
   accepts = architectures.GENERATING
-  # The others read the inputs, or later text, before they predict.
+  # Other architectures read the inputs, or later text, before they predict.
   if loss.on_inputs or loss.reads_windows:
     accepts = (architectures.CAUSAL_DECODER,)
   return recipe.FrozenModel(
     sections.teacher.checkpoint,
     accepts,
-    # The usual teacher of an adapted pair is the decoder that it began as.
+    # The usual teacher of an adapted pair is its source decoder.
     model_config.without_cross_attention(sections.model.decoder),
     is_start=sections.teacher.checkpoint == sections.init.encoder != '',
     reads_windows=loss.reads_windows,
@@ -107,7 +107,7 @@ def _check_teacher(
       f'{sections.chosen}; a teacher predicts the targets of prefix_lm, pairs,'
       ' chat and span corruption (ul2) only, without masks.'
     )
-  # The options of the loss that a stored teacher serves are the defaults.
+  # A stored teacher supports only the default options of the loss.
   standard = distillation_loss.Distillation()
   names = 'temperature', 'divergence', 'beta', 'on_policy', 'on_inputs'
   changed = [x for x in names if getattr(loss, x) != getattr(standard, x)]
@@ -138,7 +138,7 @@ def _check_windows(
 def _sampling(
   sections: recipe.Sections, loss: distillation_loss.Distillation
 ) -> recipe.Sampling:
-  """Returns the sampling of a completion for a share of the rows."""
+  """Returns sampling of one completion for a fraction of the rows."""
   if loss.share < 1:
     raise errors.UserError(
       f'{loss_lib.SECTION}distill.share is {loss.share} and on_policy'

@@ -1,4 +1,4 @@
-"""Embeddings: vectors of texts, compared within a batch."""
+"""Embeddings: text vectors trained with in-batch comparisons."""
 
 import dataclasses
 from typing import ClassVar
@@ -11,7 +11,7 @@ from encdec_adapt.training.losses import loss as loss_lib
 from encdec_adapt.training.metrics import query_metrics
 from encdec_adapt.training.recipes import recipe
 
-# Fields of `embed:` sources that have a weight of their name.
+# Fields of `embed:` sources with a loss weight of the same name.
 _FIELDS = ('scores', 'vectors')
 
 
@@ -44,7 +44,7 @@ class Embeddings(recipe.Recipe):
 def with_temperature(
   model: model_config.ModelConfig, loss: infonce.InfoNce
 ) -> model_config.ModelConfig:
-  """Returns the model with a temperature among its parameters, if learnt."""
+  """Returns the model with a temperature parameter, if it is learnt."""
   if not loss.learn_temperature:
     return model
   head = dataclasses.replace(model.decoder.head, temperature=loss.temperature)
@@ -52,11 +52,11 @@ def with_temperature(
 
 
 def _check(sections: recipe.Sections, loss: infonce.InfoNce) -> None:
-  """Checks that rows have texts to embed, and the fields that are learnt.
+  """Checks that rows have texts and the fields of the loss.
 
   Raises:
-    UserError: rows have no texts, vectors are of another size than the model's,
-      or a batch has one row.
+    UserError: rows have no texts, vector sizes differ from the model's, or a
+      batch has one row.
   """
   objectives, train = sections.objectives, sections.train
   if any(objective.rows.content != 'texts' for objective in objectives):

@@ -15,13 +15,13 @@ from encdec_adapt.training.recipes import classifier_recipe, recipe
 
 @dataclasses.dataclass(frozen=True)
 class LanguageModelling(recipe.Recipe):
-  """Trains a model of tokens, with any objective of single targets."""
+  """Trains a language model on any objective with a single target."""
 
   losses: ClassVar[type[loss_lib.Loss]] = cross_entropy.CrossEntropy
 
   @classmethod
   def of(cls, sections: recipe.Sections) -> recipe.Recipe:
-    """Makes the recipe; that of classification for objectives with labels."""
+    """Makes the recipe; a classification recipe for objectives with labels."""
     if 'labels' in sections.objectives[0].options:
       return classifier_recipe.Classification.of(sections)
     loss = sections.make_loss()
@@ -34,11 +34,11 @@ class LanguageModelling(recipe.Recipe):
 def check_targets(
   sections: recipe.Sections, loss: cross_entropy.CrossEntropy
 ) -> None:
-  """Checks the rows, and whether the model can predict their inputs.
+  """Checks that rows have single targets, and that `on_inputs` is possible.
 
   Raises:
-    UserError: rows have several answers or texts; or `on_inputs` is set, and
-      the model reads the inputs before it predicts, or they have masks.
+    UserError: rows have several answers or texts; or `on_inputs` is set, but
+      the model does not predict inputs, or inputs have masks.
   """
   objectives = sections.objectives
   if any(x.rows.answers > 1 or x.rows.content == 'texts' for x in objectives):
@@ -46,7 +46,7 @@ def check_targets(
       f'{sections.chosen}, whose rows have several answers or texts; choose a'
       ' loss that compares them (config.loss.kind), or another objective.'
     )
-  # The objectives of a mixture all feed the same fields.
+  # All objectives of a mixture have the same fields.
   kind, content = sections.model.architecture, objectives[0].rows.content
   if loss.on_inputs and not (kind.predicts_inputs and content == 'pair'):
     raise errors.UserError(
@@ -66,7 +66,7 @@ def check_targets(
 def on_inputs(
   sections: recipe.Sections, loss: cross_entropy.CrossEntropy
 ) -> Mapping[str, Any]:
-  """Returns the fields of rows whose inputs are targets, too, if they are."""
+  """Returns overrides of `Rows` for `on_inputs`; {} without it."""
   if not loss.on_inputs:
     return {}
   logits = sections.data.train.lengths.teacher

@@ -1,4 +1,4 @@
-"""Policies: completions that the model samples, with rewards."""
+"""Policies: sampled completions with rewards."""
 
 from collections.abc import Mapping, Sequence
 import dataclasses
@@ -23,7 +23,7 @@ AXES = framing.GROUP_AXES | {
 
 @dataclasses.dataclass(frozen=True)
 class CompletionRows(recipe.Rows):
-  """Rows of a prompt with a group of sampled completions."""
+  """Rows with a prompt and a group of sampled completions."""
 
   def of_groups(
     self,
@@ -32,13 +32,13 @@ class CompletionRows(recipe.Rows):
     *,
     teacher: bool,
   ) -> framing.Batch:
-    """Frames completions, with rewards and log-probabilities of 0.
+    """Frames completions, with rewards and log-probabilities set to 0.
 
     Args:
-      groups: for each completion of each prompt, its pair alone; no pair frames
-        a row of padding.
+      groups: a list with one pair for each completion of each prompt; an empty
+        list gives padding.
       ids: special ids.
-      teacher: whether to make the teacher's fields.
+      teacher: whether to include the teacher's fields.
     """
     rows = [
       framing.frame_group(x, self.lengths, ids, teacher=teacher) for x in groups
@@ -96,10 +96,10 @@ class Policies(recipe.Recipe):
 
 
 def _check(sections: recipe.Sections) -> None:
-  """Checks the options of sampling, and that rows have a prompt.
+  """Checks the sampling options, and that rows have a single prompt.
 
   Raises:
-    UserError: they do not suit a policy.
+    UserError: options or rows do not suit a policy.
   """
   options, label = sections.train.rollouts, rollout_options.LABEL
   if options.samples < 2:

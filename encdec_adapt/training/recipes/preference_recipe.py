@@ -1,4 +1,4 @@
-"""Preferences: log-probabilities of a chosen and a rejected answer."""
+"""Preferences: losses on log-probabilities of two answers."""
 
 import dataclasses
 from typing import ClassVar
@@ -12,7 +12,7 @@ from encdec_adapt.training.recipes import recipe
 
 @dataclasses.dataclass(frozen=True)
 class Preferences(recipe.Recipe):
-  """Trains a model on pairs of answers, by any loss of `preference`."""
+  """Trains a model on pairs of answers, with any loss of `preference`."""
 
   losses: ClassVar[type[loss_lib.Loss]] = preference.Preference
   allows_dropout: ClassVar[bool] = False
@@ -32,7 +32,7 @@ class Preferences(recipe.Recipe):
 
 
 def reference(sections: recipe.Sections) -> recipe.FrozenModel:
-  """Returns the reference, by default the model that training starts from."""
+  """Returns the reference model, by default the initial model."""
   path = sections.start()
   return recipe.FrozenModel(
     path,

@@ -1,7 +1,7 @@
-"""What a kind of training consists of: the base of recipes.
+"""Base class of recipes: loss, metrics, model, rows and frozen models.
 
-A recipe opens no file: `training.jobs` opens what it declares, `train` runs it,
-`planner` counts it, and evaluators read its metrics.
+A recipe opens no file: `training.jobs` opens its models and data, `train` runs
+it, `planner` estimates its cost, and evaluators read its metrics.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -35,12 +35,12 @@ Frame = Callable[[framing.Batch, special_ids.SideIds], framing.Batch]
 
 @dataclasses.dataclass(frozen=True)
 class Sections:
-  """Sections of a configuration from which a recipe follows.
+  """Configuration sections that determine a recipe.
 
   Attributes:
-    loss: class of the loss that `config.loss.kind` names.
+    loss: class of the loss selected by `config.loss.kind`.
     options: value of every key of that class.
-    model: section `model`; the others likewise.
+    model: section `model`.
     data: section `data`.
     init: section `init`.
     teacher: section `teacher`.
@@ -61,7 +61,7 @@ class Sections:
     """Makes the loss of the configuration.
 
     Args:
-      **fields: values of the fields that are not keys.
+      **fields: values of fields that are not keys.
     """
     return keys.make(self.loss, self.options, **fields)
 
@@ -72,7 +72,7 @@ class Sections:
 
   @property
   def chosen(self) -> str:
-    """Loss and objective, as the first words of a message."""
+    """Names loss and objective, as the start of an error message."""
     texts = ' | '.join(map(str, self.objectives))
     return (
       f'{loss_lib.KIND} is {self.loss.name!r} and config.data.objective'
@@ -80,7 +80,7 @@ class Sections:
     )
 
   def start(self) -> str:
-    """Returns the path of a reference, by default the start of training."""
+    """Returns the path of the reference, by default the initial model."""
     if self.teacher.checkpoint or self.init.mode != 'checkpoint':
       return self.teacher.checkpoint
     return self.init.encoder
@@ -88,14 +88,14 @@ class Sections:
 
 @dataclasses.dataclass(frozen=True)
 class FrozenModel:
-  """A frozen model that a loss reads.
+  """A frozen model of a loss.
 
   Attributes:
-    path: a run, a folder or an address; '' for a model that is not named.
-    accepts: architectures that it may have.
-    assumed: its shape in a plan, while it is not named.
-    is_start: whether it is the model that training starts from.
-    reads_windows: whether it reads the text that spans were cut out of.
+    path: a run, a folder or an address; '' if unspecified.
+    accepts: accepted architectures.
+    assumed: assumed shape, for plans without a path.
+    is_start: whether training starts from it.
+    reads_windows: whether it reads the uncorrupted text of span corruption.
   """
 
   path: str
@@ -105,21 +105,21 @@ class FrozenModel:
   reads_windows: bool = False
 
   def without_path(self) -> 'FrozenModel':
-    """Returns the model with its shape assumed, as a plan needs no files."""
+    """Returns the model without its path: plans use the assumed shape."""
     return dataclasses.replace(self, path='')
 
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-  """Completions that the model samples while it is trained.
+  """Options of sampling completions during training.
 
   Attributes:
-    samples: completions of a prompt.
-    tokens: most tokens of a completion, its end included.
+    samples: completions per prompt.
+    tokens: maximum tokens of a completion, including the end token.
     temperature: divisor of the logits.
-    top_k: likeliest tokens to draw from; 0: all.
-    top_p: their probability.
-    share: share of the rows of a batch whose prompts are continued.
+    top_k: number of most likely tokens to sample from; 0: all.
+    top_p: probability mass of nucleus sampling.
+    share: fraction of the rows of a batch with sampled completions.
   """
 
   samples: int
@@ -130,7 +130,7 @@ class Sampling:
   share: float = 1.0
 
   def rows(self, batch_size: int) -> int:
-    """Returns the rows of a batch whose prompts are continued."""
+    """Returns the number of rows of a batch with sampled completions."""
     return math.ceil(self.share * batch_size)
 
 
@@ -141,20 +141,20 @@ def _unchanged(rows: framing.Batch, ids: special_ids.SideIds) -> framing.Batch:
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-  """Rows that a step trains on.
+  """Training rows of a step.
 
   Attributes:
     fields: fields of the rows of the records.
     lengths: tokens of a row.
-    answers: answers of a row.
-    logits: positions of a row of which logits are computed.
+    answers: answers per row.
+    logits: positions of a row with logits.
     axes: logical axes of batch fields, see `placement.batch_axes`.
-    frame: changes a batch of the records on the host, given the special ids of
+    frame: transforms a batch of records on the host, given the special ids of
       the decoder's vocabulary.
-    compared: whether the rows of a batch are compared with each other, so that
-      the loss divides the batch into microbatches itself.
-    stored_teacher: folder of the stored teacher whose probabilities the rows
-      have; '' for none.
+    compared: whether the loss compares the rows of a batch, and so splits the
+      batch into microbatches itself.
+    stored_teacher: folder with stored teacher probabilities of the rows; ''
+      for none.
   """
 
   fields: row_fields.RowFields
@@ -169,23 +169,23 @@ class Rows:
   def padding(
     self, ids: special_ids.Framing, *, teacher: bool
   ) -> framing.Batch:
-    """Returns a batch of a row of padding, for the shapes of the fields.
+    """Returns a batch with one row of padding, for the shapes of the fields.
 
     Args:
       ids: special ids.
-      teacher: whether to make the teacher's fields.
+      teacher: whether to include the teacher's fields.
     """
     row = self.fields.frame((), self.lengths, ids, teacher=teacher)
     return self.frame(framing.stack_rows([row]), ids.decoder)
 
 
 def rows_of(sections: Sections, rows: type[Rows] = Rows, **fields: Any) -> Rows:
-  """Returns the rows of the records of a configuration.
+  """Returns the rows of a configuration's records.
 
   Args:
     sections: sections of the configuration.
     rows: class of the rows.
-    **fields: fields of `Rows` that differ from those of the records.
+    **fields: fields of `Rows` that override those of the records.
   """
   objective, lengths = sections.objectives[0], sections.data.train.lengths
   values = {
@@ -200,20 +200,20 @@ def rows_of(sections: Sections, rows: type[Rows] = Rows, **fields: Any) -> Rows:
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-  """Base of the recipes; a recipe is complete when it is made.
+  """Base class of recipes; immutable, with all checks done by `of`.
 
   Attributes:
-    losses: base class of the losses that it trains with.
+    losses: base class of its losses.
     reads_rewards: whether it reads `config.train.rewards`.
-    allows_dropout: whether the trained model may have dropout; not where its
-      log-probabilities or scores of answers are compared.
+    allows_dropout: whether the trained model may have dropout; False if the
+      loss compares log-probabilities or scores of answers.
     loss: the loss.
     metrics: the held-out metrics.
     model: the trained model, with its head.
     rows: the rows of a step.
-    frozen: the frozen models that loss and metrics read, by name.
-    sampling: sampling of completions; None where none are sampled.
-    rewards: `config.train.rewards` of completions; None where none are read.
+    frozen: frozen models of loss and metrics, by name.
+    sampling: options of sampling; None without sampling.
+    rewards: `config.train.rewards`; None without rewards.
   """
 
   losses: ClassVar[type[loss_lib.Loss]]
@@ -230,7 +230,7 @@ class Recipe:
 
   @classmethod
   def reads_prompts(cls, options: Mapping[str, Any]) -> bool:
-    """Returns whether a row is a single prompt that the model continues.
+    """Returns whether a row is a single prompt for sampling.
 
     Args:
       options: value of every key of the loss.
@@ -246,7 +246,7 @@ class Recipe:
       sections: sections of the configuration.
 
     Raises:
-      UserError: loss, model and objective do not suit each other.
+      UserError: loss, model and objective are incompatible.
     """
     raise NotImplementedError
 

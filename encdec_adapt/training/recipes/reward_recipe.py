@@ -12,7 +12,7 @@ from encdec_adapt.training.recipes import recipe
 
 @dataclasses.dataclass(frozen=True)
 class RewardModel(recipe.Recipe):
-  """Trains a model with a head of a single output."""
+  """Trains a model with a scalar head."""
 
   losses: ClassVar[type[loss_lib.Loss]] = reward.Reward
   allows_dropout: ClassVar[bool] = False
