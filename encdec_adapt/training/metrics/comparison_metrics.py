@@ -1,4 +1,4 @@
-"""Held-out metrics of losses that compare the two answers of a row."""
+"""Held-out metrics of pairwise losses over the two answers of a row."""
 
 from collections.abc import Mapping
 import dataclasses
@@ -16,14 +16,14 @@ from encdec_adapt.training.metrics import held_out_metrics
 
 @dataclasses.dataclass(frozen=True)
 class Comparisons(held_out_metrics.HeldOut):
-  """Means over examples, of the margin of the chosen answer's score.
+  """Margin metrics, averaged over examples.
 
-  `accuracy` is the share of margins above 0 (0 counts half), `brier` the mean
-  of (1 - sigmoid(margin))^2, and `length_difference` the tokens of the chosen
-  answer minus those of the rejected one. `loss` has no share of cross-entropy.
+  `accuracy` is the fraction of margins above 0 (0 counts half), `brier` the
+  mean of (1 - sigmoid(margin))^2, and `length_difference` the number of tokens
+  of the chosen minus the rejected answer. `loss` excludes the cross-entropy.
 
   Attributes:
-    loss: the loss, which gives scores.
+    loss: the loss, for its scores.
   """
 
   names: ClassVar[tuple[str, ...]] = (
@@ -42,7 +42,7 @@ class Comparisons(held_out_metrics.HeldOut):
 
   @property
   def references(self) -> tuple[str, ...]:
-    """Those of the loss: scores are relative to them."""
+    """The references of the loss, for its scores."""
     return self.loss.references
 
   def ratios(
@@ -81,9 +81,9 @@ class Comparisons(held_out_metrics.HeldOut):
 
 @dataclasses.dataclass(frozen=True)
 class Likelihoods(Comparisons):
-  """Metrics of losses of log-probabilities, with those of chosen answers.
+  """Metrics of log-probability losses, with cross-entropy to chosen answers.
 
-  `cross_entropy` of the chosen answers is a mean over their tokens.
+  `cross_entropy` is the mean over tokens of the chosen answers.
   """
 
   names: ClassVar[tuple[str, ...]] = (*Comparisons.names, 'cross_entropy')

@@ -1,4 +1,4 @@
-"""The base of held-out metrics."""
+"""Base class of held-out metrics."""
 
 from collections.abc import Mapping
 import dataclasses
@@ -12,16 +12,16 @@ from encdec_adapt.training.losses import loss
 
 @dataclasses.dataclass(frozen=True)
 class HeldOut:
-  """Held-out metrics of a kind of training.
+  """Held-out metrics of a recipe.
 
   Attributes:
     names: names of the metrics, in the order of `ratios`.
-    curves: metrics that a run records, `loss` among them; those not in `names`
-      are computed from completions (`training.jobs.policy_batches`).
-    selects: the metric that `keep_best` and `patience` follow.
-    highest: whether its highest value is the best; else the lowest.
+    curves: metrics recorded during training, including `loss`; metrics not in
+      `names` are computed from completions (`training.jobs.policy_batches`).
+    selects: the metric of `keep_best` and `patience`.
+    highest: whether higher values are better.
     unit: its unit in printed lines.
-    references: names of the frozen models that the metrics read.
+    references: names of frozen models of the metrics.
   """
 
   names: ClassVar[tuple[str, ...]]
@@ -43,22 +43,22 @@ class HeldOut:
     Args:
       model: the model.
       params: its parameters.
-      batch: fields of `objectives.framing`; where `row` is [B, K], each of the
-        K segments that a row may have is a row of the result.
+      batch: fields of `objectives.framing`; if `row` is [B, K], each of the K
+        segments per packed row is a row of the result.
       frozen: the models of `references`.
 
     Returns:
-      Numerator and denominator of every metric. A row whose first denominator
-      is 0 does not count.
+      Numerator and denominator of every metric. Rows with a first denominator
+      of 0 do not count.
     """
     raise NotImplementedError
 
 
 def rank(metrics: HeldOut, value: float) -> float:
-  """Returns a number that is lowest for the best value of `selects`."""
+  """Returns a sort key of a value of `selects`, lowest for the best."""
   return -value if metrics.highest else value
 
 
 def describe(metrics: HeldOut, value: float) -> str:
-  """Names a value of `selects` in printed lines."""
+  """Formats a value of `selects` for printing."""
   return f'held-out {metrics.selects} {value:.4f}'

@@ -14,14 +14,14 @@ from encdec_adapt.training.metrics import held_out_metrics
 
 @dataclasses.dataclass(frozen=True)
 class Queries(held_out_metrics.HeldOut):
-  """Means over queries, which are compared with the texts of their batch.
+  """In-batch metrics, averaged over queries.
 
-  The batch is that of `config.train.eval_batch_size`, and whole vectors are
-  compared: `loss` is InfoNCE alone, `accuracy` whether no document is nearer
-  than the positive.
+  Queries are compared with the documents of their batch of
+  `config.train.eval_batch_size` rows, with full-size vectors. `loss` is InfoNCE
+  alone, `accuracy` whether the positive is the nearest document.
 
   Attributes:
-    loss: the loss, which has the options of the similarities.
+    loss: the loss, with the options of the similarities.
   """
 
   names: ClassVar[tuple[str, ...]] = ('loss', 'accuracy')

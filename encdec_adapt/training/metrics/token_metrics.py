@@ -17,13 +17,13 @@ from encdec_adapt.training.metrics import held_out_metrics
 
 @dataclasses.dataclass(frozen=True)
 class TargetTokens(held_out_metrics.HeldOut):
-  """Cross-entropy to the data in nats, and greedy decoding, per target token.
+  """Cross-entropy in nats and argmax accuracy per target token.
 
-  `accuracy` is the weight of targets with the largest logit over the weight of
-  all; `exact_match` is whether greedy decoding gives all targets of a row.
+  `accuracy` is the weighted fraction of targets with the largest logit;
+  `exact_match` is whether greedy decoding gives all targets of a row.
 
   Attributes:
-    chunk: tokens of a device whose logits are in memory at a time.
+    chunk: tokens per chunk of logits on a device.
   """
 
   names: ClassVar[tuple[str, ...]] = ('loss', 'accuracy', 'exact_match')
@@ -52,8 +52,7 @@ class TargetTokens(held_out_metrics.HeldOut):
       chunk=self.chunk,
     )
     weights = batch['weights']  # [B, T]
-    # Selected, not only multiplied: padding may have infinite cross-entropy,
-    # and 0 times infinity is NaN.
+    # jnp.where: padding may have infinite cross-entropy, and 0 * inf is NaN.
     ignored = weights == 0
     nats = jnp.where(ignored, 0.0, weights * nats)
     wrong = (correct <= 0) & ~ignored
@@ -73,10 +72,10 @@ class TargetTokens(held_out_metrics.HeldOut):
 
 @dataclasses.dataclass(frozen=True)
 class Completions(TargetTokens):
-  """Metrics of policies: those of the given targets, and greedy rewards.
+  """Metrics of policies: token metrics of the data, and rewards.
 
-  `reward`, the mean of greedy completions, and `sampled_reward` come from
-  `training.jobs.policy_batches`.
+  `training.jobs.policy_batches` computes `reward`, the mean over greedy
+  completions, and `sampled_reward`.
   """
 
   curves: ClassVar[tuple[str, ...]] = (
