@@ -1,1 +1,1 @@
-"""Sections of the configuration that training, plans and recipes read."""
+"""Configuration sections of training, plans and recipes."""

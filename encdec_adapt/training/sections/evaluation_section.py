@@ -4,7 +4,7 @@ import dataclasses
 
 from encdec_adapt.base import errors, intervals, keys
 
-# All other names of evaluators are those of tasks, or folders of them.
+# All other evaluators are tasks, or folders of tasks.
 LOSS, SAMPLES = 'loss', 'samples'
 
 
@@ -52,7 +52,7 @@ class EvaluationConfig:
       )
     for key in ('samples', 'tasks_every'):
       value = getattr(self, key)
-      # Other evaluators run at steps of the loss only: shares are rounded to
+      # Others run only at evaluation steps of the loss: fractions are rounded to
       # multiples of its interval.
       if value and not self.loss:
         raise errors.UserError(
@@ -68,10 +68,10 @@ class EvaluationConfig:
         )
 
   def intervals(self, steps: int) -> dict[str, int]:
-    """Returns the steps between two runs of each evaluator, by its name.
+    """Returns the steps between two runs of each evaluator, by name.
 
     Args:
-      steps: steps of the job; shares mean nothing while these are open (0).
+      steps: steps of the job; fractions have no meaning while unknown (0).
     """
     if not self.loss:
       return {}

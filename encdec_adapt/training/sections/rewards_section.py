@@ -76,5 +76,5 @@ class RewardsConfig:
 
 
 def name_of(text: str) -> str:
-  """Returns the name of a reward: its function, or the last name of a path."""
+  """Returns the name of a reward: its function, or the last path component."""
   return re.split('[/#]', text.rstrip('/'))[-1]

@@ -1,4 +1,4 @@
-"""The configuration section `train.rollouts`, which losses read, too."""
+"""The configuration section `train.rollouts`, shared with recipes."""
 
 import dataclasses
 
@@ -64,5 +64,5 @@ class Rollouts:
 
   @property
   def filters(self) -> bool:
-    """Whether tokens are drawn from a part of the vocabulary."""
+    """Whether sampling uses top-k or top-p."""
     return self.top_k > 0 or self.top_p < 1

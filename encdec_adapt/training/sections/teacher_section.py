@@ -1,4 +1,4 @@
-"""The configuration section `teacher`: the frozen model that a loss reads."""
+"""The configuration section `teacher`: the frozen model of a loss."""
 
 import dataclasses
 
@@ -28,7 +28,7 @@ class TeacherConfig:
 
   @property
   def stored(self) -> str:
-    """Folder of a stored teacher; '' where the teacher is a model or none."""
+    """Folder of a stored teacher; '' for a model or no teacher."""
     prefix = 'stored:'
     is_stored = self.checkpoint.startswith(prefix)
     return self.checkpoint.removeprefix(prefix) if is_stored else ''

@@ -1,6 +1,6 @@
 """The configuration section `train`: the training loop.
 
-Plans and evaluations read it without the loop, so it imports nothing of that.
+Plans and evaluations also read it, so it does not import the loop.
 """
 
 import dataclasses
@@ -104,14 +104,13 @@ class TrainConfig:
     self.check_steps(self.steps)
 
   def check_steps(self, steps: int) -> None:
-    """Checks that a number of steps is longer than the warm-up of a phase.
+    """Checks that a job is longer than the warm-up of cross-attention.
 
     Args:
-      steps: steps of the job; 0 while its records decide them and are not made
-        yet.
+      steps: steps of the job; 0 (unknown) before its records exist.
 
     Raises:
-      UserError: it is not.
+      UserError: the job is too short.
     """
     if 0 < steps <= self.cross_attention_warmup:
       raise errors.UserError(
