@@ -1,4 +1,4 @@
-"""What a job opens of what its recipe declares: models, batches, rewards.
+"""Opens the models, batches and rewards of a job, as declared by its recipe.
 
-Imports `config` and stored models; recipes and the step import nothing of it.
+Imports `config` and stored models; recipes and the step do not import it.
 """

@@ -1,25 +1,24 @@
-r"""Rewards of completions, by the keys of `config.train.rewards`.
+r"""Rewards of completions, one per key of `config.train.rewards`.
 
 | key         | reward of a completion                                        |
 |-------------|---------------------------------------------------------------|
 | `answers`   | 1 if its last number (without commas, currency and full stop) |
-|             | equals that of the target, after `####` where that has it; if |
-|             | the target has no number, 1 if the texts are equal but for    |
-|             | spaces around them                                            |
-| `code`      | 1 if it runs, followed by the field `tests` of its row (a     |
-|             | text, or a list of lines), to the end                         |
+|             | equals the target's (after `####`, if present); for targets   |
+|             | without a number, 1 if the stripped texts are equal           |
+| `code`      | 1 if the completion followed by the field `tests` of its row  |
+|             | (a text, or a list of lines) runs to the end                  |
 | `functions` | the result of the function                                    |
 | `models`    | the output of the reward model                                |
 
-Rows hold tokens, so a target is the text that the vocabulary makes of them;
-`config.data.lossy_targets` is about targets that lose some.
+Rows hold tokens, so targets are decoded with the vocabulary; see
+`config.data.lossy_targets` for targets that do not round-trip.
 
-`FUNCTION(prompts, completions, fields)` gets lists with an entry for each
+`FUNCTION(prompts, completions, fields)` gets lists with one entry per
 completion, and returns a list of numbers. `fields` are dictionaries of the
-fields that `config.data.source` names behind the answer or the messages, and
-`target`, the answer of the row. It should be a function of its arguments: a
-job that is resumed calls it again. Programs run under the limits of
-`cluster.code_limits`, which are no sandbox.
+fields listed after the answer or the messages in `config.data.source`, and
+`target`, the row's answer. It should be deterministic: a resumed job calls it
+again. Programs run under the limits of `cluster.code_limits`, which is not a
+sandbox.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -57,14 +56,14 @@ _NUMBER = re.compile(r'(?:(?<!\w)-)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)')
 
 
 class Completions(NamedTuple):
-  """Completions of a prompt, as rewards read them.
+  """Completions of a prompt: the input of rewards.
 
   Attributes:
-    prompt: text of the prompt; of a conversation with special tokens by name.
-    fields: further fields of the row, and `target`, its given answer.
-    texts: the completions without their ends.
-    pair: tokens of the prompt in both vocabularies, and the given answer.
-    tokens: tokens of each completion, with its end unless it is cut short.
+    prompt: text of the prompt; conversations show special tokens by name.
+    fields: further fields of the row, and `target`, its answer.
+    texts: the completions without end tokens.
+    pair: tokens of the prompt in both vocabularies, and of the row's answer.
+    tokens: tokens of each completion, with its end token unless truncated.
   """
 
   prompt: str
@@ -81,15 +80,15 @@ Function = Callable[[list[str], list[str], list[dict[str, Any]]], list[float]]
 
 
 class RewardError(errors.UserError):
-  """A reward could not be computed; all processes raise it together."""
+  """A reward failed; raised on all processes together."""
 
 
 class Rewards:
   """The rewards of a job.
 
   Attributes:
-    weights: weight of each part of the reward, by its name.
-    models: the reward models, by their paths.
+    weights: weight of each part of the reward, by name.
+    models: the reward models, by path.
   """
 
   def __init__(
@@ -102,17 +101,17 @@ class Rewards:
 
     Args:
       config: the rewards.
-      open_model: opens a reward model; returns its scores of groups.
+      open_model: opens a reward model by path; returns its scoring function.
       label: name of the rewards in messages.
 
     Raises:
-      UserError: there is no such file or function, or programs may not run.
+      UserError: a file or function is missing, or running code is not allowed.
     """
     self.weights = config.weights
     self._ids: special_ids.Framing | None = None
     self._functions: dict[str, Function] = {}
     self._label, self._runs_programs = label, config.code > 0
-    self._programs = 0  # That timed out.
+    self._programs = 0  # Timed-out programs.
     if config.answers:
       self._functions['answers'] = _answers
     if config.code:
@@ -123,7 +122,7 @@ class Rewards:
     self.models = {path: open_model(path) for path in config.models}
 
   def check(self, records: record_sets.RecordSet) -> None:
-    """Checks that rows have the fields that rewards read; keeps special ids.
+    """Checks that rows have the fields of the rewards; stores special ids.
 
     Args:
       records: the rows with the prompts.
@@ -146,18 +145,17 @@ class Rewards:
   ) -> tuple[dict[str, Float[np.ndarray, 'n G']], dict[str, int]]:
     """Scores completions; every process calls it with the same groups.
 
-    Each process calls the functions for its share of the prompts.
+    Each process runs the functions on its share of the prompts.
 
     Args:
       groups: the completions of each prompt.
 
     Returns:
-      Values of each part by its name, and with programs `timeouts`, the number
-      of those that did not end in time.
+      Values of each part by name, and with `code` the number of `timeouts`.
 
     Raises:
-      RewardError: a function raises, or returns another number of values or a
-        value that is not finite; names the example.
+      RewardError: a function raises, or returns a wrong number of values or a
+        non-finite value; names the example.
     """
     processes, process = distributed.count_and_index()
     self._programs, values, error = 0, {}, ''
@@ -167,7 +165,7 @@ class Rewards:
         values[name] = _call(title, function, groups[process::processes])
     except RewardError as problem:
       error = str(problem)
-    # Gathered with errors: all raise, so that all save the step before.
+    # Errors are gathered too: all processes raise and save the step before.
     shares = distributed.gather('rewards', [values, self._programs, error])
     if failed := [error for _, _, error in shares if error]:
       raise RewardError(failed[0])
@@ -200,12 +198,12 @@ class Rewards:
 
 @dataclasses.dataclass(frozen=True)
 class RewardModel:
-  """A reward model of a job, which reads its parameters on the first call.
+  """A reward model of a job; reads its parameters on the first call.
 
   Attributes:
     reference: the opened model.
     rows: prompts of a batch.
-    lengths: most tokens of a prompt, and of a completion.
+    lengths: largest numbers of tokens of a prompt and a completion.
   """
 
   reference: job_models.OpenedModel
@@ -229,7 +227,7 @@ class RewardModel:
       rules=placement.rules,
       rows=self.rows,
       ids=ids,
-      # The decoder reads BOS, too.
+      # The decoder also reads BOS.
       lengths=framing.Lengths(self.lengths.encoder, self.lengths.decoder + 1),
     )
 
@@ -239,7 +237,7 @@ def open_rewards(
   compute: execution.ComputeConfig,
   placement: state_lib.Placement,
 ) -> Rewards | None:
-  """Opens the rewards of a job; None if its recipe reads none.
+  """Opens the rewards of a job; None if its recipe has none.
 
   Args:
     settings: the validated configuration.
@@ -266,13 +264,13 @@ def open_rewards(
 
 
 def last_number(text: str) -> decimal.Decimal | None:
-  """Returns the last number of a text, None without any."""
+  """Returns the last number of a text, None without numbers."""
   numbers = _NUMBER.findall(_CURRENCY.sub('', text))
   return decimal.Decimal(numbers[-1].replace(',', '')) if numbers else None
 
 
 def is_right(completion: str, target: str) -> bool:
-  """Returns whether a completion has the answer of a target; see `answers`."""
+  """Returns whether a completion matches a target; see `answers`."""
   wanted = last_number(target.rpartition('####')[2])
   if wanted is None:
     return completion.strip() == target.strip()
@@ -290,8 +288,7 @@ def _answers(prompts, completions, fields) -> list[float]:
 def _load(text: str, label: str) -> Function:
   """Loads FUNCTION of a Python file, from FILE#FUNCTION."""
   path, _, name = text.rpartition('#')
-  # Python finds a module by its name when it is defined (dataclasses) and when
-  # its functions are pickled; two files may be loaded.
+  # Dataclasses and pickle look modules up by name, so each file has its own.
   title = f'rewards_{zlib.crc32(path.encode()):x}'
   try:
     spec = importlib.util.spec_from_file_location(title, path)
@@ -308,7 +305,7 @@ def _load(text: str, label: str) -> Function:
 
 
 def _call(title: str, function: Function, groups: Groups) -> list[float]:
-  """Calls a reward for the completions of groups; returns its values.
+  """Returns the values of a reward function for all completions.
 
   Raises:
     RewardError: see `Rewards.__call__`.
@@ -317,7 +314,7 @@ def _call(title: str, function: Function, groups: Groups) -> list[float]:
   values, problem = _try(function, examples)
   if not problem:
     return values
-  # Calls again, one at a time, to name the example.
+  # Call again, one example at a time, to name the failing one.
   failures = ((x, _try(function, [x])[1]) for x in examples)
   failures = ((x, alone) for x, alone in failures if alone)
   (prompt, completion, _), problem = next(failures, (examples[0], problem))
@@ -331,7 +328,7 @@ def _call(title: str, function: Function, groups: Groups) -> list[float]:
 def _try(
   function: Function, examples: Sequence[tuple[str, str, dict[str, Any]]]
 ) -> tuple[list[float], str]:
-  """Calls a function; returns its values, and their fault or ''."""
+  """Calls a function; returns its values, and an error text or ''."""
   if not examples:  # More processes than prompts.
     return [], ''
   try:
@@ -346,5 +343,5 @@ def _try(
 
 
 def fields_of(pair: framing.Pair) -> dict[str, Any]:
-  """Returns the further fields of a pair."""
+  """Returns the further fields of a pair as a dictionary."""
   return json.loads(pair.fields) if pair.fields else {}

@@ -1,4 +1,4 @@
-"""Frozen models of a job and its rewards, as its recipe declares them."""
+"""Frozen models and rewards of a job, as declared by its recipe."""
 
 from collections.abc import Mapping
 import dataclasses
@@ -20,11 +20,11 @@ from encdec_adapt.training.jobs import completion_rewards, job_models
 
 @dataclasses.dataclass(frozen=True)
 class FrozenModels:
-  """Frozen models of a job and its rewards, of which no weight is read yet.
+  """Opened frozen models and rewards of a job, before reading weights.
 
   Attributes:
     references: the models of the recipe, by name.
-    rewards: rewards of completions; None where the recipe reads none.
+    rewards: rewards of completions; None without rewards.
   """
 
   references: Mapping[str, job_models.OpenedModel]
@@ -32,11 +32,11 @@ class FrozenModels:
 
   @property
   def models(self) -> dict[str, build.Model]:
-    """The models that loss and metrics read, by name."""
+    """Frozen models of loss and metrics, by name."""
     return {name: x.placement.model for name, x in self.references.items()}
 
   def check(self, records: record_sets.RecordSet) -> None:
-    """Checks that rows have what rewards read; see `Rewards.check`."""
+    """Checks that rows have the fields of the rewards; see `Rewards.check`."""
     if self.rewards:
       self.rewards.check(records)
 
@@ -47,7 +47,7 @@ class FrozenModels:
 
   @property
   def unread(self) -> list[Any]:
-    """Shapes of parameters of reward models, which are read when they score."""
+    """Parameter shapes of reward models, which are loaded at the first call."""
     models = self.rewards.models.values() if self.rewards else ()
     return [x.reference.placement.abstract_params() for x in models]
 
@@ -57,8 +57,7 @@ class FrozenModels:
     """Reads the parameters; returns them by name, and all digests.
 
     Args:
-      base: the base of a job that trains adapters; a model that is the base is
-        made of the same arrays.
+      base: frozen base of adapters; models equal to it share its arrays.
       base_params: its parameters.
     """
     params, digests = job_models.read_frozen(self.references, base, base_params)
@@ -81,7 +80,7 @@ def open_frozen(
     placement: the trained model and its mesh.
 
   Raises:
-    UserError: see `open_reference` and `completion_rewards.Rewards`.
+    UserError: see `job_models.open_frozen` and `completion_rewards.Rewards`.
   """
   references = job_models.open_frozen(
     settings.recipe.frozen,

@@ -1,4 +1,4 @@
-"""A job whose inputs are open: what batches, evaluators and steps share."""
+"""An opened training job, shared by batches, evaluators and steps."""
 
 from collections.abc import Callable
 import dataclasses
@@ -14,14 +14,14 @@ from encdec_adapt.training.recipes import recipe as recipe_lib
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-  """A training job; no parameter is read yet.
+  """A training job, before reading parameters.
 
   Attributes:
     workdir: work directory of the job.
     settings: the validated configuration.
-    resolved: values of the job beside it.
-    phases: groups of parameters that train, and their placement.
-    frozen: the frozen models, and rewards.
+    resolved: values derived from devices and records.
+    phases: trainable parameter groups and their placement.
+    frozen: frozen models and rewards.
     data: vocabularies and records.
     loader: training rows of this process.
     log: prints a line on process 0.
@@ -52,7 +52,7 @@ class Job:
     return reads_teacher_row(self.settings, self.frozen)
 
   def flops(self) -> float:
-    """Returns the model FLOPs of a step, and of what is sampled for it."""
+    """Returns the model FLOPs of a step, including sampling."""
     return setup.job_flops(
       self.recipe,
       self.settings.train.batch_size,
@@ -64,6 +64,6 @@ class Job:
 def reads_teacher_row(
   settings: config_lib.Settings, frozen: frozen_models.FrozenModels
 ) -> bool:
-  """Returns whether batches have the teacher's fields, which a model reads."""
+  """Returns whether a model reads the teacher's fields of batches."""
   shapes = (settings.model, *frozen.shapes)
   return setup.reads_teacher_row(settings.data.train.lengths, *shapes)

@@ -1,8 +1,8 @@
-"""Models on disk that a job reads: its sources, references and reward models.
+"""Stored models of a job: its sources, references and reward models.
 
 Opening reads configs and headers, checks them before any long work, and plans
-how every weight is filled; `read` then reads the weights. The evaluation and
-the commands are above this module.
+the initialisation of every weight; `read` then reads the weights. Imports no
+evaluation or command.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -46,17 +46,16 @@ from encdec_adapt.training.sections import rollout_options
 
 @dataclasses.dataclass(frozen=True)
 class Sources:
-  """The models that a job's parameters come from.
+  """Source models of a job's parameters.
 
   Attributes:
     init: section `init` of the configuration.
     compute: section `compute`.
     placement: the trained model and its mesh.
-    models: the opened sources, the encoder's first; a single entry if both
-      stacks come from it, none for random parameters.
-    coverage: how every weight is filled by an adaptation; None for other
-      modes.
-    base: the frozen base of a job that trains adapters; None for other jobs.
+    models: the opened sources, the encoder's first; one entry if both stacks
+      share it, none for random parameters.
+    coverage: origin of every weight of an adaptation; None for other modes.
+    base: frozen base of adapters; None without adapters.
   """
 
   init: init_section.InitConfig
@@ -68,12 +67,12 @@ class Sources:
 
   @property
   def pretrained_folders(self) -> pretrained_files.Folders:
-    """Folders of the sources' files that an export carries along."""
+    """Source folders with the files that an export copies."""
     if not self.models:
       return {}
     encoder, decoder = self.models[0].path, self.models[-1].path
     if not self.placement.model.architecture.encodes_prompt:
-      # The source may be a pair, which has the files of both stacks.
+      # The source may be a pair with files for both stacks.
       files = pretrained_files.folders(encoder)
       folder = files.get(self._stack, files.get('decoder'))
       return {'decoder': folder} if folder else {}
@@ -89,7 +88,7 @@ class Sources:
   def costs(
     self, references: Iterable['OpenedModel'], log: Callable[[str], None]
   ) -> dict[str, Any]:
-    """Returns the costs of the sources and of reference models.
+    """Returns the compute cost of the sources and the reference models.
 
     Args:
       references: the reference models.
@@ -102,20 +101,20 @@ class Sources:
     return costs
 
   def check_positions(self, lengths: framing.Lengths) -> None:
-    """Checks that a model that samples has positions for prompt and completion.
+    """Checks the context length of a sampled model.
 
     Args:
-      lengths: most tokens of them.
+      lengths: largest numbers of tokens of a prompt and a completion.
 
     Raises:
-      UserError: its source has fewer.
+      UserError: a source has fewer positions.
     """
     kind = self.placement.model.architecture
     for source in self.models:
       _check_positions(source, kind, lengths, 'source')
 
   def check_files(self, choice: vocabulary_pair.Choice) -> None:
-    """Checks the sources' tokenizers and the files that an export carries.
+    """Checks the sources' tokenizers and the files that an export copies.
 
     Args:
       choice: the vocabularies of the job.
@@ -127,8 +126,8 @@ class Sources:
     pretrained_files.check(self.pretrained_folders)
     if self.models:
       sources = {'encoder': self.models[0], 'decoder': self.models[-1]}
-      # Source and vocabulary are a key, so that a source of both stacks is
-      # checked, and noted, once. Reversed: the first stack names it in errors.
+      # Keyed by source and vocabulary, so that a shared source is checked and
+      # reported once. Reversed, so that errors name the first stack.
       sides = list(self.placement.model.config.stacks)
       if len(sides) == 1:
         sides = [self._stack]
@@ -140,7 +139,7 @@ class Sources:
         _check_vocabulary(sources[side], choice, side)
 
   def read(self, seed: int) -> base_model.Params:
-    """Reads or draws the parameters; no device holds more than its shards.
+    """Reads or initialises the parameters, sharded from the start.
 
     Args:
       seed: seed of the random parameters.
@@ -157,8 +156,8 @@ class Sources:
         model_on_disk.read_or_draw(arrays, self.placement, rng)
       )
     mesh, rules = self.placement.mesh, self.placement.rules
-    # Sharded over the job's mesh as models of their kind, so that no device
-    # holds a whole source while the target is made of them.
+    # Sources are sharded over the job's mesh, so that no device ever holds a
+    # whole source.
     params = [
       source.read(setup.place_model(source.model, self.compute, mesh, rules))
       for source in self.models
@@ -181,18 +180,18 @@ class Sources:
 
   @property
   def _carried(self) -> tuple[Any, ...]:
-    """The source of the optimizer's state, on the mesh, and the coverage."""
+    """Source of the optimizer state, its placement, and the coverage."""
     source, placement = self.models[0], self.placement
     mesh, rules = placement.mesh, placement.rules
     placed = setup.place_model(source.model, self.compute, mesh, rules)
     return source, placed, self.coverage
 
   def start(self, phases: phases_lib.Phases, seed: int) -> state_lib.TrainState:
-    """Makes the state before the first step.
+    """Creates the initial train state.
 
     Args:
       phases: the phases of the job.
-      seed: seed of random parameters and of dropout's masks.
+      seed: seed of random parameters and dropout masks.
     """
     if self.base:
       return phases.create(self.base.start(self.models[0], seed), seed)
@@ -207,10 +206,10 @@ def open_sources(
   compute: execution.ComputeConfig,
   placement: state_lib.Placement,
 ) -> Sources:
-  """Opens the sources of a job and plans how every weight is filled.
+  """Opens the sources of a job and plans the initialisation of every weight.
 
-  Reads configs and headers only. With init.mode 'checkpoint', prints how the
-  model's settings differ from its source's.
+  Reads configs and headers only. With init.mode 'checkpoint', prints the
+  settings that differ between the model and its source.
 
   Args:
     init: section `init` of the configuration.
@@ -234,8 +233,7 @@ def open_sources(
     if placement.model.architecture.encodes_prompt:
       for source in models:
         model_on_disk.require_decoder_only(source)
-    # 'embeddings' is the baseline of an adaptation: the same pair, in which
-    # only the tables are those of the sources.
+    # 'embeddings' is a baseline: the same pair with only the sources' tables.
     fresh = init.mode == 'embeddings'
     report = weight_plan.make_plan(
       target,
@@ -250,11 +248,11 @@ def open_sources(
 
 @dataclasses.dataclass(frozen=True)
 class OpenedModel:
-  """A frozen model that a loss reads.
+  """An opened frozen model.
 
   Attributes:
     source: the opened model.
-    placement: the model on the mesh of the job.
+    placement: the model on the job's mesh.
   """
 
   source: model_on_disk.StoredModel
@@ -265,10 +263,10 @@ class OpenedModel:
     return self.source.read(self.placement)
 
   def digest(self, params: base_model.Params) -> str:
-    """Returns a digest of the parameters that `read` returned.
+    """Returns a digest of the parameters returned by `read`.
 
-    It does not depend on files, which another host may have copied at another
-    time, nor on the mesh: sums of integers are exact in any order.
+    It is independent of the mesh, since integer sums are exact in any order,
+    and of the files, which may differ in time stamps between hosts.
     """
 
     def total(leaf: jax.Array) -> jax.Array:
@@ -290,13 +288,13 @@ def read_frozen(
   frozen: frozen_base.FrozenBase | None = None,
   base: base_model.Params | None = None,
 ) -> tuple[dict[str, base_model.Params], dict[str, str]]:
-  """Reads the parameters of references; returns them, and their digests.
+  """Reads the parameters of references; returns them and their digests.
 
   Args:
     references: the references by name.
-    frozen: the base of a job that trains adapters. A reference that is the
-      base, or adapters over it, is made of the same arrays.
-    base: parameters of that base, as `FrozenBase.read` returns them.
+    frozen: frozen base of adapters. It shares its arrays with references that
+      are the base, or adapters over it.
+    base: parameters of the base, as returned by `FrozenBase.read`.
   """
 
   def read(reference: OpenedModel) -> base_model.Params:
@@ -314,9 +312,9 @@ def read_frozen(
 def shares_base(
   reference: state_lib.Placement, placement: state_lib.Placement
 ) -> bool:
-  """Returns whether a reference can be made of a job's frozen base.
+  """Returns whether a reference can share the arrays of the frozen base.
 
-  It cannot if it is another model, or of another `config.teacher.dtype`.
+  Model and dtype (`config.teacher.dtype`) must be equal.
 
   Args:
     reference: placement of the reference.
@@ -335,10 +333,10 @@ def open_frozen(
   choice: vocabulary_pair.Choice,
   lengths: framing.Lengths,
 ) -> dict[str, OpenedModel]:
-  """Opens the frozen models of a recipe by their names; most have none.
+  """Opens the frozen models of a recipe, by name.
 
   Args:
-    frozen: the models that the recipe declares.
+    frozen: frozen models of the recipe.
     dtype: `config.teacher.dtype`.
     placement: the trained model and its mesh.
     compute: section `compute` of the configuration.
@@ -369,15 +367,15 @@ def open_frozen_model(
   """Opens a frozen model.
 
   Args:
-    frozen_model: the model that the recipe declares.
+    frozen_model: the model as declared by the recipe.
     model: shape of the trained model.
     choice: the vocabularies of the job.
     lengths: tokens of a row.
 
   Raises:
-    UserError: the recipe does not accept its architecture, or it has another
-      vocabulary or fewer positions than rows have; or sentinels of a text that
-      a teacher reads without them are bytes of it.
+    UserError: the recipe does not accept its architecture, its vocabulary
+      differs, it has too few positions, or a teacher of uncorrupted text has
+      sentinels that also encode text (bytes).
   """
   if frozen_model.reads_windows and vocabulary_pair.exists(choice.decoder):
     vocabulary = choice.open().decoder
@@ -406,16 +404,16 @@ def open_reward_model(
   choice: vocabulary_pair.Choice,
   lengths: framing.Lengths,
 ) -> OpenedModel:
-  """Opens a reward model that scores the trained model's completions.
+  """Opens a reward model for the trained model's completions.
 
-  Its parameters (`OpenedModel.read`) are for `inference.rewards.score`.
+  `inference.rewards.score` takes its parameters (`OpenedModel.read`).
 
   Args:
     path: a run or a folder.
     placement: the trained model and its mesh.
     compute: section `compute` of the configuration.
     choice: the vocabularies of the job.
-    lengths: most tokens of a prompt, BOS included, and of a completion.
+    lengths: largest numbers of tokens of a prompt (with BOS) and a completion.
 
   Raises:
     UserError: it is not a reward model, or it has another vocabulary or too few
@@ -424,7 +422,7 @@ def open_reward_model(
   model = placement.model.config
   source = _open(path, model)
   rewards.require_reward_model(source.model, path)
-  # The decoder of a pair reads BOS, too.
+  # The decoder of a pair also reads BOS.
   decoder = lengths.decoder + source.model.architecture.encodes_prompt
   read = framing.Lengths(lengths.encoder, decoder)
   _check_reads(source, model, choice, read, 'reward model')
@@ -445,7 +443,7 @@ def scoring_compute(
   compute: execution.ComputeConfig,
 ) -> execution.ComputeConfig:
   """Returns the section `compute` of reward models."""
-  # Kernels want lengths that are multiples of their blocks.
+  # Kernels need lengths that are multiples of their block size.
   return dataclasses.replace(compute, attention='chunked', remat='none')
 
 
@@ -456,13 +454,13 @@ def _check_reads(
   lengths: framing.Lengths,
   title: str,
 ) -> None:
-  """Checks that a frozen model can read the rows of a job.
+  """Checks the vocabularies and context length of a frozen model.
 
   Raises:
-    UserError: the vocabularies differ, or rows are longer than its positions.
+    UserError: the vocabularies differ, or rows exceed its context length.
   """
   for side, stack in source.model.stacks.items():
-    # A stack that the model lacks is compared with its only vocabulary.
+    # A stack missing in the trained model is compared with its decoder.
     size = model.stacks.get(side, model.decoder).vocab_size
     if stack.vocab_size != size:
       raise errors.UserError(
@@ -496,13 +494,12 @@ def place_frozen_model(
 
   Args:
     model: its shape.
-    dtype: dtype of its parameters; '' for that of `compute`.
+    dtype: dtype of its parameters; '' for the compute dtype.
     placement: the trained model and its mesh.
     compute: section `compute` of the configuration.
   """
   placed = setup.place_model(model, compute, placement.mesh, placement.rules)
-  # No small updates are added to these parameters, as to those in training,
-  # which are float32.
+  # Only trained parameters need float32, for small updates.
   return dataclasses.replace(placed, dtype=dtype or compute.dtype)
 
 
@@ -516,9 +513,7 @@ def _open(
 def _check_same_model(
   source: model_on_disk.StoredModel, placement: state_lib.Placement
 ) -> None:
-  """Checks that a checkpoint fits the model that continues it.
-
-  Prints settings in which the two differ.
+  """Checks that a checkpoint fits the model; prints settings that differ.
 
   Raises:
     UserError: a parameter's shape differs.
@@ -532,7 +527,7 @@ def _check_same_model(
       f' {"; ".join(differences) or "tables are padded differently"}. Set'
       ' config.model to that of the source.'
     )
-  # Settings without parameters, such as a window, may be changed on purpose.
+  # Settings without parameters, e.g. a window, may differ on purpose.
   if differences and distributed.is_lead():
     print('differs from its source: ' + '; '.join(differences))
 
@@ -542,10 +537,10 @@ def _check_vocabulary(
 ) -> None:
   """Checks that a source or teacher was trained with the job's vocabulary.
 
-  `side` is the stack that it fills, 'encoder' or 'decoder'.
+  `side` is its stack, 'encoder' or 'decoder'.
 
   Raises:
-    UserError: the token ids mean different text.
+    UserError: the token ids encode different text.
   """
   path = choice.path(side)
   if source.vocabularies is not None:

@@ -1,8 +1,7 @@
 """Batches of on-policy distillation (GKD, arXiv:2306.13649, algorithm 1).
 
-The first rows of a batch, whose order is shuffled, get a completion that the
-student samples in the place of their targets: their number is a share of the
-batch. Samples are data, through which no gradient passes.
+Completions sampled from the student replace the targets of the first rows of a
+batch (a fraction of it; rows are shuffled). No gradient flows through samples.
 """
 
 import numpy as np
@@ -31,13 +30,13 @@ class OnPolicyBatches(record_batches.SampledBatches):
     mesh, rules = job.placement.mesh, job.placement.rules
     shards = placement_lib.row_shards(mesh, rules)
     self._count = self._recipe.sampling.rows(self._batch_size)
-    # Prompts have to divide over the mesh, too.
+    # The number of prompts must divide over the mesh.
     self._filler = [None] * (-self._count % shards.total)
 
   def next(
     self, step: int, params: base_model.Params
   ) -> tuple[framing.Batch, np.ndarray, dict[str, float]]:
-    """Makes the batch of a step; see `record_batches.RecordBatches.next`."""
+    """Returns the batch of a step; see `record_batches.RecordBatches.next`."""
     local, numbers = self._read_numbers()
     records, count = self._data.train, self._count
     pairs = record_batches.read_pairs(records, numbers)
@@ -63,7 +62,7 @@ class OnPolicyBatches(record_batches.SampledBatches):
         for i in self._local
       ]
     )
-    # Some were drawn: rows of filler follow the last row of a job.
+    # Never empty: filler rows come only after the last row of a job.
     drawn, divisor = samples.counts[chosen].sum(), len(chosen)
     metrics = {
       'sampled_tokens': float(drawn),

@@ -1,4 +1,4 @@
-"""Opens the rows and batches of a job, by what its recipe declares."""
+"""Opens the rows and batches of a job, as declared by its recipe."""
 
 from encdec_adapt import config as config_lib
 from encdec_adapt.cluster import distributed, watchdog
@@ -30,18 +30,18 @@ def open_loader(
     settings: the validated configuration.
     data: vocabularies and records.
     placement: the trained model and its mesh.
-    cost: totals of the job, with its position in the rows.
-    step: step that the job starts from.
+    cost: totals of the job, including its position in the rows.
+    step: first step of this start.
     teacher: whether batches have the teacher's fields.
 
   Returns:
-    The rows, and the digest of the stored teacher, if they have one.
+    The loader, and the digest of the stored teacher, if any.
   """
   stored, digests = None, {}
   if folder := settings.recipe.rows.stored_teacher:
     stored = stored_teacher.StoredTeacher(folder, data.train)
     digests['teacher'] = stored.digest
-    # Each process may have a disk of its own.
+    # Processes may read different disks.
     distributed.require_same(
       'stored teacher', {'teacher.stored': stored.digest}
     )

@@ -1,4 +1,4 @@
-"""Where a job starts: from its sources, or from a checkpoint of its own."""
+"""Start of a job: from its sources, or resumed from its own checkpoint."""
 
 from collections.abc import Callable, Iterable, Mapping
 import functools
@@ -17,11 +17,11 @@ from encdec_adapt.training.jobs import job_models
 
 
 class Origin:
-  """Base of both starts: opened, with no weight read yet.
+  """Base class of starts; opening one reads no weights.
 
   Attributes:
     cost: totals of the job up to the start.
-    base: the frozen base of a job that trains adapters; None for other jobs.
+    base: frozen base of adapters; None without adapters.
   """
 
   cost: compute_cost.Cost
@@ -46,7 +46,7 @@ class Origin:
 
 
 class FromSources(Origin):
-  """A job that begins at step 0."""
+  """Start of a new job at step 0."""
 
   def __init__(
     self,
@@ -78,13 +78,13 @@ class FromSources(Origin):
     self.base = self._sources.base
 
   def check_rows(self, order: Mapping[str, Any], ranges: Any) -> None:
-    """Checks nothing: no row was read before."""
+    """Does nothing: no rows were consumed before."""
 
   def check_references(self, digests: Mapping[str, str]) -> None:
-    """Checks nothing: no model was read before."""
+    """Does nothing: no references were read before."""
 
   def chosen_remat(self, policy: str) -> str | None:
-    """Returns None: nothing was chosen before."""
+    """Returns None: no policy was chosen before."""
 
   def begin(
     self,
@@ -93,7 +93,7 @@ class FromSources(Origin):
     references: Iterable[job_models.OpenedModel],
     fingerprint: Mapping[str, Any],
   ) -> tuple[state_lib.TrainState, dict[str, Any]]:
-    """Makes the state before the first step, and writes the first artifacts.
+    """Creates the initial state and writes the initial run artifacts.
 
     Args:
       workdir: work directory of the job.
@@ -102,8 +102,8 @@ class FromSources(Origin):
       fingerprint: fingerprint of this start.
 
     Returns:
-      The state, whose buffers the first step donates, and the costs of the
-      models that the job starts from or reads.
+      The state, donated by the first step, and the costs of sources and
+      references.
     """
     del fingerprint
     costs = self._sources.costs(references, self._log)
@@ -121,7 +121,7 @@ class FromSources(Origin):
 
 
 class FromCheckpoint(Origin):
-  """A job that is resumed."""
+  """Start of a resumed job."""
 
   def __init__(
     self,
@@ -143,7 +143,7 @@ class FromCheckpoint(Origin):
       log: prints a line on process 0.
 
     Raises:
-      UserError: the state or the base of adapters has changed.
+      UserError: the configuration, the state or the base of adapters differs.
     """
     resume_checks.check_config(saved, config, log)
     self._checkpoint, self._log = checkpoint, log
@@ -156,18 +156,18 @@ class FromCheckpoint(Origin):
     self.cost = compute_cost.Cost(**checkpoint.read_data())
 
   def check_rows(self, order: Mapping[str, Any], ranges: Any) -> None:
-    """Checks that the position is one in the same rows."""
+    """Checks that the rows consumed so far are unchanged."""
     consumed = self.cost.rows_of_parts
     saved = self._saved['order']
     resume_checks.check_same_rows(saved, order, consumed, ranges)
 
   def check_references(self, digests: Mapping[str, str]) -> None:
-    """Checks that frozen models are those that training began with."""
+    """Checks that the frozen models are unchanged."""
     now = {'references': digests}
     resume_checks.check_same_references(self._saved, now)
 
   def chosen_remat(self, policy: str) -> str | None:
-    """Returns the choice of 'auto' as text, if the job keeps its policy."""
+    """Returns the saved text on the choice of 'auto', if the policy is kept."""
     same = self._saved['config']['compute']['remat'] == policy
     return self._saved.get('remat') if same else None
 

@@ -1,12 +1,11 @@
 """Batches of policy losses: sampled completions, their rewards, and metrics.
 
-`rollouts.jsonl` has the completions of the first prompts of a batch, at the
-steps that are printed, and of the first held-out prompts, at each evaluation: a
-line for each completion with `step`, `split`, `row` (of the records), `greedy`,
-`prompt`, `completion`, `ended`, `reward` (with weights and penalty), `rewards`
-(each part) and `advantage`. Prompts of conversations have special tokens by
-name. The advantage is of the rewards alone: a KL in the reward (rloo) is
-computed with the update.
+`rollouts.jsonl` has one line per completion of the first prompts of a batch, at
+logged steps, and of the first held-out prompts, at each evaluation: `step`,
+`split`, `row` (of the records), `greedy`, `prompt`, `completion`, `ended`,
+`reward` (with weights and penalty), `rewards` (each part) and `advantage`.
+Prompts of conversations show special tokens by name. The advantage excludes the
+KL in the reward (rloo), which is computed with the update.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,7 +25,7 @@ from encdec_adapt.training.jobs import completion_rewards, record_batches
 from encdec_adapt.training.jobs import job as job_lib
 
 FILE = 'rollouts.jsonl'
-_SHOWN = 2  # Prompts of a batch whose completions are written.
+_SHOWN = 2  # Prompts of a batch written to the file.
 
 
 class _Batch(NamedTuple):
@@ -34,11 +33,11 @@ class _Batch(NamedTuple):
 
   Attributes:
     rows: record row of each prompt.
-    exists: indices of the prompts that do not only fill the batch, [n].
-    groups: completions of these.
+    exists: indices of the prompts other than filler, [n].
+    groups: completions of these prompts.
     samples: all completions, [P, G].
     values: parts of the rewards, [n, G].
-    counts: counts to be logged.
+    counts: counts to log.
     rewards: the rewards with weights and penalty, [P, G].
   """
 
@@ -69,13 +68,13 @@ class _Batch(NamedTuple):
 
 
 def _no_phase(name: str) -> contextlib.AbstractContextManager:
-  """Times no phase: an evaluation is a phase itself."""
+  """Returns a null context: an evaluation is itself a timed phase."""
   del name
   return contextlib.nullcontext()
 
 
 class PolicyBatches(record_batches.SampledBatches):
-  """Batches of completions with their rewards."""
+  """Batches of sampled completions with their rewards."""
 
   def __init__(
     self,
@@ -83,7 +82,7 @@ class PolicyBatches(record_batches.SampledBatches):
     telemetry: job_telemetry.JobTelemetry,
     watch: watchdog.Watchdog,
   ):
-    """Opens `rollouts.jsonl`, without completions of steps that are repeated.
+    """Opens `rollouts.jsonl`, and drops completions of steps to be repeated.
 
     Args:
       job: the job.
@@ -110,7 +109,7 @@ class PolicyBatches(record_batches.SampledBatches):
   def next(
     self, step: int, params: base_model.Params
   ) -> tuple[framing.Batch, np.ndarray, dict[str, float]]:
-    """Makes the batch of a step; see `record_batches.RecordBatches.next`.
+    """Returns the batch of a step; see `record_batches.RecordBatches.next`.
 
     Raises:
       RewardError: a reward could not be computed.
@@ -125,7 +124,7 @@ class PolicyBatches(record_batches.SampledBatches):
   def evaluate(
     self, step: int, params: base_model.Params, beat: Callable[[], None]
   ) -> dict[str, list[float]]:
-    """Continues all held-out prompts; every process calls it together.
+    """Scores completions of all held-out prompts; all processes call it.
 
     Args:
       step: step of the parameters.
@@ -133,8 +132,8 @@ class PolicyBatches(record_batches.SampledBatches):
       beat: called before each batch of prompts, for the watchdog.
 
     Returns:
-      For each prompt `reward`, that of its greedy completion, and
-      `sampled_reward`, the mean of its other completions.
+      For each prompt, `reward` of its greedy completion, and `sampled_reward`,
+      the mean over its other completions.
 
     Raises:
       RewardError: a reward could not be computed.

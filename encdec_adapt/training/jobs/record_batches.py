@@ -1,7 +1,7 @@
-"""Batches of a job: the rows that its recipe trains on, and what they cost.
+"""Training batches of a job.
 
-`RecordBatches` are those of the records. Subclasses put completions of the
-model in the place of targets (`on_policy`), or score them (`policy_batches`).
+`RecordBatches` reads them from the records. Subclasses replace targets with
+sampled completions (`on_policy`), or add rewards (`policy_batches`).
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from encdec_adapt.training.jobs import job as job_lib
 
 
 class RecordBatches:
-  """Batches of the records, as a recipe changes them."""
+  """Batches of the records, framed by the recipe."""
 
   def __init__(self, job: job_lib.Job, telemetry: job_telemetry.JobTelemetry):
     """Prepares the batches.
@@ -32,15 +32,15 @@ class RecordBatches:
   def next(
     self, step: int, params: base_model.Params
   ) -> tuple[framing.Batch, np.ndarray, dict[str, float]]:
-    """Makes the batch of a step; every process calls it together.
+    """Returns the batch of a step; all processes call it together.
 
     Args:
       step: step of the parameters, from 0.
       params: parameters of the model.
 
     Returns:
-      This process's rows of the batch, their record rows, and metrics of what
-      was sampled for them.
+      This process's rows of the batch, their record rows, and metrics of the
+      sampled completions.
     """
     del step, params
     rows = self._read()
@@ -51,7 +51,7 @@ class RecordBatches:
   def evaluate(
     self, step: int, params: base_model.Params, beat: Callable[[], None]
   ) -> dict[str, list[float]]:
-    """Returns scores of completions of the held-out prompts; here none.
+    """Returns scores of completions of held-out prompts; none by default.
 
     Args:
       step: step of the parameters.
@@ -74,7 +74,7 @@ class RecordBatches:
 
 
 class SampledBatches(RecordBatches):
-  """Base of batches with completions that the model samples."""
+  """Base class of batches with sampled completions."""
 
   def __init__(
     self,
@@ -111,6 +111,6 @@ class SampledBatches(RecordBatches):
 def read_pairs(
   records: record_sets.RecordSet, rows: Sequence[int]
 ) -> list[framing.Pair | None]:
-  """Reads rows of a single pair; None for those that fill the batch."""
+  """Reads rows with a single pair each; None for filler rows."""
   content = iter(records.read([row for row in rows if row != row_order.FILLER]))
   return [None if row == row_order.FILLER else next(content)[0] for row in rows]

@@ -1,4 +1,4 @@
-"""Values that follow from devices and records, not from the configuration."""
+"""Values derived from devices and records, beside the configuration."""
 
 from collections.abc import Mapping
 import dataclasses
@@ -10,15 +10,15 @@ from encdec_adapt.training import schedules
 
 @dataclasses.dataclass(frozen=True)
 class Resolved:
-  """Values of a job beside its settings; `train` makes them once.
+  """Derived values of a job.
 
   Attributes:
-    compute: section `compute` for the devices; of 'auto' only `remat` may be
-      left, which memory decides.
+    compute: section `compute` for the devices; only `remat` may still be
+      'auto', until it is chosen by memory.
     steps: steps of the job.
-    schedule: learning rate of a group's update by the step and its count.
+    schedule: (step, group count) -> learning rate.
     save_every: steps between checkpoints.
-    evaluate_every: steps between runs of each evaluator, by its name.
+    evaluate_every: steps between runs of each evaluator, by name.
   """
 
   compute: execution.ComputeConfig
@@ -34,7 +34,7 @@ class Resolved:
     compute: execution.ComputeConfig,
     steps: int,
   ) -> 'Resolved':
-    """Returns the values of a job.
+    """Derives the values of a job.
 
     Args:
       settings: the validated configuration.
@@ -42,7 +42,7 @@ class Resolved:
       steps: steps of the job.
 
     Raises:
-      UserError: the job is shorter than a warm-up.
+      UserError: the job is too short for a warm-up.
     """
     settings.train.check_steps(steps)
     return cls(

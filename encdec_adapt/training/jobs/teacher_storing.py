@@ -1,9 +1,9 @@
 """`materialize --teacher`: stores a teacher's probabilities of all targets.
 
 The teacher reads the training rows in batches of `config.train.eval_batch_size`
-on `config.mesh`, shard by shard of the record set; draws are keyed by the seed
-and the number of a row. So the bytes of a shard depend neither on the number of
-workers nor on restarts, on the same kind of devices.
+on `config.mesh`, one shard of the record set at a time; random numbers depend
+only on the seed and the row number. On the same kind of devices, the bytes of a
+shard therefore depend neither on the number of workers nor on restarts.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -50,13 +50,13 @@ _Ranges = Mapping[record_writing.ShardKey, tuple[int, int]]
 def store(
   settings: config_lib.Settings, checkpoint: str, form: str, tokens: int
 ) -> None:
-  """Stores a teacher's probabilities for the training records that exist.
+  """Stores a teacher's probabilities for the existing training records.
 
   Args:
     settings: the configuration.
     checkpoint: the teacher, as in `config.teacher.checkpoint`.
     form: one of `sparse_teacher.FORMS`.
-    tokens: tokens of each target.
+    tokens: stored tokens per target.
 
   Raises:
     UserError: the teacher cannot predict the targets or has another
@@ -67,7 +67,7 @@ def store(
   device = mesh.devices.flat[0]
   settings = settings.on(device.platform)
   compute, rows = settings.compute, settings.train.eval_batch_size
-  # The only batches here.
+  # Batches have `eval_batch_size` rows.
   train = dataclasses.replace(settings.train, batch_size=rows, microbatches=1)
   lengths = settings.data.train.lengths
   setup.check_batches(train, lengths, mesh, settings.rules)
@@ -102,7 +102,7 @@ def store(
 def _recipe(
   settings: config_lib.Settings, checkpoint: str
 ) -> distillation_recipe.Distillation:
-  """Returns the distillation that the teacher is stored for."""
+  """Returns the distillation recipe with this teacher and default options."""
   loss = distillation_loss.Distillation
   return distillation_recipe.Distillation.of(
     recipe_lib.Sections(

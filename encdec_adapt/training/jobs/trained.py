@@ -1,7 +1,6 @@
-"""What a job trains: all parameters, groups of them, or adapters over a base.
+"""Binds a job's frozen base and frozen models to its training step.
 
-The step takes a frozen base and frozen models beside the state. `Trained` holds
-both, so that a job handles states and batches only.
+The training loop then handles only states and batches.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,9 +24,9 @@ class Trained:
   """The model in training.
 
   Attributes:
-    phases: groups of parameters, and their steps.
-    schedule: learning rate.
-    base: parameters of the frozen base of adapters; {} without adapters.
+    phases: parameter groups and their steps.
+    schedule: learning rate schedule.
+    base: parameters of the frozen base; {} without adapters.
     frozen: parameters of the frozen models, by name.
   """
 
@@ -42,7 +41,7 @@ class Trained:
     return self.phases.placement.model.compute
 
   def params(self, state: state_lib.TrainState) -> base_model.Params:
-    """Returns the parameters that the model is applied with."""
+    """Returns the parameters of the model, merged with the base."""
     return self.phases.placement.attach(self.base, state.params)
 
   def make_step(self, step: int) -> Step:
@@ -53,14 +52,14 @@ class Trained:
   def with_remat(
     self, job: job_lib.Job, state: state_lib.TrainState
   ) -> tuple['Trained', str]:
-    """Chooses `compute.remat` by the memory of the devices.
+    """Chooses `compute.remat` by device memory.
 
     Args:
       job: the job.
-      state: the state, which is in memory.
+      state: the state, already in memory.
 
     Returns:
-      The model in training with the policy, and the choice as text.
+      The model in training with the policy, and a description of the choice.
     """
     phases, recipe, train = self.phases, job.recipe, job.settings.train
     # The last phase, which trains the most parameters.
@@ -83,5 +82,5 @@ class Trained:
       job.log,
     )
     phases = phases.with_remat(choice.policy, choice.program)
-    # The choice also holds the other compiled step, whose memory is needed.
+    # Drop the choice: it also holds the other compiled step, and its memory.
     return dataclasses.replace(self, phases=phases), choice.describe()
