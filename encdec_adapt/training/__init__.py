@@ -1,6 +1,6 @@
 """Parts of the training loop: setup, state, step, losses, optimizers, phases.
 
-A loss is a module in `losses`. Objectives and framing are in `objectives`,
-records in `data`, checkpoints in `checkpoints`. Imports nothing of `config`,
-`stored`, `evaluation`, `planner` or the commands.
+Each loss is a module in `losses`. Objectives and framing are in `objectives`,
+records in `data`, checkpoints in `checkpoints`. Only `jobs` imports `config`
+and `stored`; nothing imports `evaluation`, `planner` or the commands.
 """

@@ -1,8 +1,8 @@
 """Stops a job after too many consecutive non-finite gradients.
 
-The step itself skips such an update (`training.step`); after too many in a row
-the guard ends the job and writes a file with the record rows of their batches.
-Imports `base` and `files` only.
+The step itself skips such updates (`training.step`); after too many in a row,
+the guard stops the job and writes the record rows of their batches to a file.
+Imports only `base` and `files`.
 """
 
 from collections import deque
@@ -18,12 +18,12 @@ class NonFiniteGuard:
   """Counts skipped updates and stops the job.
 
   Attributes:
-    limit: number of skipped updates in a row that ends the job.
+    limit: number of consecutive skipped updates that stops the job.
   """
 
   def __init__(self, workdir: str, limit: int):
     self.limit = limit
-    # Processes read different rows of a batch, so each has its file.
+    # One file per process: processes read different rows of a batch.
     self._path = paths.join(workdir, f'nonfinite-{jax.process_index()}.json')
     self._rows: deque[dict] = deque(maxlen=limit)
 
@@ -32,14 +32,14 @@ class NonFiniteGuard:
 
     Args:
       step: number of the step.
-      skipped_in_row: skipped updates in a row up to this step.
-      rows: record rows of this process in its batch.
+      skipped_in_row: consecutive skipped updates up to this step.
+      rows: this process's record rows in the batch of the step.
 
     Raises:
-      DivergedError: `limit` updates in a row were not finite.
+      DivergedError: `limit` consecutive updates were not finite.
     """
-    # A single bad batch is skipped and forgotten: only an unbroken series shows
-    # that the parameters or the learning rate are the cause.
+    # A single bad batch is tolerated: only an unbroken series points at the
+    # parameters or the learning rate.
     if not skipped_in_row:
       self._rows.clear()
       return

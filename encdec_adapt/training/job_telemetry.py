@@ -1,11 +1,10 @@
 """Telemetry of a training job: metrics, rates, time and cost.
 
-The loop hands over the metrics of a step as device arrays; they are read when
-the next step has been dispatched, so that reading them never waits on an idle
-device. Process 0 writes and prints; the others only count.
+Metrics of a step arrive as device arrays, and are read after the next step has
+been dispatched, so that the device is never idle meanwhile. Process 0 writes
+and prints; the others only count.
 
-Formats and files are those of `telemetry`; this module only calls it at the
-right moments of the loop.
+`telemetry` defines formats and files; this module calls it from the loop.
 """
 
 import collections
@@ -35,13 +34,13 @@ from encdec_adapt.training.sections import rollout_options, train_section
 
 
 class JobTelemetry(contextlib.AbstractContextManager):
-  """Context manager around the loop; closes the files of metrics at its end.
+  """Context manager around the loop; closes the metric files on exit.
 
   Attributes:
     cost: running totals of the job, as saved in checkpoints.
-    start: step that the job starts from.
-    over_budget: whether the policy of the last step had a larger KL than
-      `config.train.rollouts.max_kl` allows.
+    start: first step of this start.
+    over_budget: whether the KL of the last step exceeds
+      `config.train.rollouts.max_kl`.
   """
 
   def __init__(
@@ -56,15 +55,15 @@ class JobTelemetry(contextlib.AbstractContextManager):
     flops_per_step: float,
     log: Callable[[str], None],
   ):
-    """Opens the metrics, without the records beyond the restored step.
+    """Opens the metrics, and drops records after the restored step.
 
     Args:
       workdir: work directory of the job.
       train: section `train` of the configuration.
-      selected: the held-out metrics, one of which is selected.
+      selected: the held-out metrics.
       config: the configuration, for trackers.
-      start: the restored step; None where the job begins.
-      end: step at which the job ends.
+      start: the restored step; None for a new job.
+      end: last step of the job.
       cost: totals at that step.
       flops_per_step: model FLOPs of a step on all devices.
       log: prints a line on process 0.
@@ -96,8 +95,8 @@ class JobTelemetry(contextlib.AbstractContextManager):
         log(f'{len(lost):,} records of metrics are dropped')
       steps = [record for record in lost if record['kind'] == 'time']
       self._starts = timing.Starts(workdir, start or 0, steps)
-    # Step -> the metric that the loss selects; the same on all processes, as
-    # all decide on early stopping. A list: JSON would make the steps strings.
+    # Step -> selected metric; equal on all processes, for early stopping. Sent
+    # as a list, since JSON would turn the steps into strings.
     self._evaluations: dict[int, float] = dict(
       distributed.from_lead(
         lambda: list(self._writer.evaluations.items()), 'state'
@@ -112,12 +111,12 @@ class JobTelemetry(contextlib.AbstractContextManager):
 
   @property
   def evaluated(self) -> int | None:
-    """The last evaluated step; the same on all processes."""
+    """The last evaluated step, equal on all processes."""
     return next(reversed(self._evaluations), None)
 
   @property
   def stagnates(self) -> bool:
-    """Whether none of the last `patience` evaluations was the best so far."""
+    """Whether none of the last `patience` evaluations was a new best."""
     values = self._evaluations.values()
     ranks = [held_out_metrics.rank(self._held_out, value) for value in values]
     recent = ranks[-self._patience :]
@@ -126,14 +125,14 @@ class JobTelemetry(contextlib.AbstractContextManager):
     )
 
   def spent(self, on: str) -> contextlib.AbstractContextManager[None]:
-    """Counts the time in the context as spent on a part of `timing.PARTS`."""
+    """Attributes the time in the context to a part of `timing.PARTS`."""
     return self._split.spent(on)
 
   @contextlib.contextmanager
   def phase(
     self, watch: watchdog.Watchdog, step: int, name: str
   ) -> Iterator[None]:
-    """Counts the time in the context as a phase of a step, and limits it."""
+    """Times a phase of a step, and resets the watchdog for it."""
     watch.beat(step, name)
     with self.spent(name):
       yield
@@ -149,9 +148,9 @@ class JobTelemetry(contextlib.AbstractContextManager):
 
     Args:
       step: number of the dispatched step, from 1.
-      values: metrics of the step, most of them on the devices.
+      values: metrics of the step, mostly device arrays.
       rows: record rows of its batch.
-      position: rows of the data consumed, this step's included.
+      position: rows consumed so far, including this step.
     """
     self.read()
     self._unread = step, values, rows, position
@@ -159,16 +158,16 @@ class JobTelemetry(contextlib.AbstractContextManager):
   def read(self) -> None:
     """Reads, counts and writes the metrics of the last step, if unread.
 
-    A checkpoint's cost and metrics include its last step, so this is called
-    before each save and evaluation.
+    Called before each save and evaluation, because the cost and metrics of a
+    checkpoint include its last step.
 
     Raises:
-      UserError: too many updates in a row were not finite.
+      DivergedError: too many consecutive updates were not finite.
     """
     if self._unread is None:
       return
     (step, values, rows, position), self._unread = self._unread, None
-    # Blocks until the step has run: the host waits for the device here only.
+    # Blocks until the step has run: the only wait for the device.
     with self.spent('device'):
       values = {name: np.asarray(v).item() for name, v in values.items()}
     self.cost.rows = position
@@ -207,27 +206,26 @@ class JobTelemetry(contextlib.AbstractContextManager):
     self._evaluations[step] = value
 
   def record_scores(self, step: int, scores: Mapping[str, float]) -> None:
-    """Writes and prints scores of evaluators, by name."""
+    """Writes and prints the scores of evaluators."""
     shown = ', '.join(f'{name} {value:.4g}' for name, value in scores.items())
     self._log(f'step {step}: {shown}')
     self._write('scores', step, scores)
 
   def show(self, name: str, step: int, rows: trackers.Rows) -> None:
-    """Shows a table on the trackers; without rows nothing."""
+    """Sends a table to the trackers, if it has rows."""
     if self._writer and rows:
       self._writer.show(name, step, rows)
 
   def describe_end(self, step: int, steps: int, within: int | None) -> str:
-    """Describes why a job ends before its last step, '' if it does not.
+    """Returns why a job ends early; '' if it does not.
 
     Args:
       step: the last step.
       steps: steps of the job.
-      within: step by which the run of a policy that is over its budget of KL is
-        used, None without any.
+      within: saved step within the KL budget to use instead, None without one.
 
     Raises:
-      UserError: no save of such a policy is within the budget.
+      UserError: the KL is over budget and no save is within it.
     """
     if self.over_budget:
       # The KL is of the policy before the last update.
@@ -258,16 +256,16 @@ class JobTelemetry(contextlib.AbstractContextManager):
     return ''
 
   def count(self, seconds: float) -> None:
-    """Counts the seconds of a step that was not compiled."""
+    """Adds the seconds of a step without compilation to the cost."""
     self.cost.seconds += seconds
 
   def saved(self, order: row_order.Order) -> dict[str, Any]:
-    """Returns the totals to be saved, after the metrics up to them.
+    """Flushes the metrics and returns the totals to save.
 
     Args:
       order: the order of the rows.
     """
-    if self._writer:  # No checkpoint is ahead of its records.
+    if self._writer:  # Checkpoints must not be ahead of the metrics.
       self._writer.flush()
     self.cost.rows_of_parts = order.consumed(self.cost.rows).tolist()
     return self.cost.as_dict()
@@ -277,7 +275,7 @@ class JobTelemetry(contextlib.AbstractContextManager):
     self._meter.pause()
 
   def compiled(self) -> None:
-    """Excludes the step that was just compiled from the rates."""
+    """Excludes the step just compiled from the rates."""
     self._meter.restart()
 
   def _write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
@@ -296,7 +294,7 @@ def _sampling_rates(
     name: sum(times[f'seconds/{part}'] for part in group)
     for name, group in parts.items()
   }
-  # Without rewards their time is 0.
+  # The time of rewards may be 0.
   return {
     f'sampled_tokens_per_second/{name}': values['sampled_tokens'] / value
     for name, value in seconds.items()

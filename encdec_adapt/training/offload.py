@@ -1,13 +1,13 @@
-"""Updates with optimizer state that is offloaded to host memory.
+"""Updates with optimizer state offloaded to host memory.
 
 Copying the whole state at once would need device memory for all of it, because
 XLA starts such copies while activations are live. Adam's state is therefore
-copied layer by layer, in a scan over the stacked layers that starts after the
-backward pass. Parameters outside of stacks are copied whole, and so is
-Adafactor's state, which is small.
+copied layer by layer, in a scan over the stacked layers after the backward
+pass. State of unstacked parameters and the small state of Adafactor are copied
+at once.
 
-The optimizers themselves are in `optimizers`; this module knows only which of
-their arrays belong to stacked layers.
+The optimizers are in `optimizers`; this module only distinguishes arrays of
+stacked layers.
 """
 
 import collections
@@ -23,7 +23,7 @@ from encdec_adapt.sharding import memory
 from encdec_adapt.training import optimizers
 from encdec_adapt.training import state as state_lib
 
-# Gradients, state and parameters to new parameters and state.
+# (gradients, state, parameters) -> new parameters, new state.
 Update = Callable[
   [optimizers.Parameters, optimizers.GroupState, optimizers.Parameters],
   tuple[optimizers.Parameters, optimizers.GroupState],
@@ -41,7 +41,7 @@ def update(
   """Updates a group with state in host memory; call it under `jax.jit`.
 
   Args:
-    run: updates any of the group's parameters, or a layer of them.
+    run: updates any subset of the group's parameters, or a layer of it.
     gradients: path to gradient.
     group: optimizer state: arrays in host memory, counts on the devices.
     parameters: path to array.
@@ -49,16 +49,13 @@ def update(
     placement: mesh and rules.
 
   Returns:
-    The new parameters and the new state, which `jax.jit` places by its
-    `out_shardings`.
+    The new parameters and state, placed by the `out_shardings` of `jax.jit`.
   """
-  # By number of layers: encoder and decoder may differ in depth, and a scan
-  # has a single length.
+  # One scan per depth: encoder and decoder may differ in it.
   stacks = collections.defaultdict(list)
   unstacked = []
   for path, value in parameters.items():
-    # Adafactor's state has placeholders of shape [1], which a scan over layers
-    # cannot slice.
+    # A scan over layers cannot slice Adafactor's placeholders of shape [1].
     if kind == 'adamw' and layers_index.is_stacked(path):
       stacks[value.shape[0]].append(path)
     else:
@@ -86,8 +83,8 @@ def update(
 def _by_layer(run: Update, gradients, group, parameters, placement):
   count = next(iter(parameters.values())).shape[0]
   arrays, structure = jax.tree.flatten(group)
-  # Moments by index. The scalars between them are counts, which have no layer
-  # axis and stay in device memory. Axis 0, the layers, is not sharded.
+  # Leaf index -> sharding of a layer's moments. Scalars are counts and stay in
+  # device memory. Axis 0 (layers) is not sharded.
   shardings = {
     i: NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
     for i, sharding in enumerate(jax.tree.leaves(placement.shardings(group)))
@@ -101,8 +98,8 @@ def _by_layer(run: Update, gradients, group, parameters, placement):
       leaves[i] = jax.device_put(moments[i], memory.on_device(sharding))
     old = jax.tree.map(lambda x: x[index], parameters)
     new, state = run(gradient, structure.unflatten(leaves), old)
-    # Parameters are the carry because XLA updates a carry in place; as outputs
-    # of the scan they would be in memory twice.
+    # XLA updates the carry of a scan in place; as outputs, parameters would be
+    # in memory twice.
     parameters = jax.tree.map(
       lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y, index, 0),
       parameters,
@@ -110,14 +107,14 @@ def _by_layer(run: Update, gradients, group, parameters, placement):
     )
     leaves = jax.tree.leaves(state)
     for i, sharding in shardings.items():
-      # Copied back within the iteration, so that device memory holds the state
-      # of a single layer.
+      # Copy back within the iteration, so that device memory holds the state of
+      # one layer at a time.
       leaves[i] = jax.device_put(leaves[i], memory.on_host(sharding))
     return parameters, leaves
 
   layers = jnp.arange(count), gradients, {i: arrays[i] for i in shardings}
   parameters, leaves = jax.lax.scan(update_layer, parameters, layers)
-  # Every layer has counted this update, from the same count.
+  # Every layer has incremented the same count.
   leaves = [x if i in shardings else x[0] for i, x in enumerate(leaves)]
   return parameters, structure.unflatten(leaves)
 
@@ -127,8 +124,8 @@ def _pick(values: optimizers.Parameters, paths: Iterable[str]):
 
 
 def _is_flat(node: Any) -> bool:
-  # An optimizer's state has dictionaries only for values by path: other nodes
-  # are dataclasses and named tuples.
+  # Dictionaries in optimizer state are always keyed by path; other nodes are
+  # dataclasses and named tuples.
   return isinstance(node, dict)
 
 

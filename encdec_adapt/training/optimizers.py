@@ -1,8 +1,8 @@
 """AdamW and Adafactor as Optax transformations of one parameter group.
 
-A transformation here turns gradients into a direction; the learning rate
-and the weight decay are applied by `update`, so that all groups use the same
-schedule, each with its count. Knows neither phases nor the mesh.
+A transformation turns gradients into a direction; `Optimizer.update` applies
+learning rate and weight decay, so that all groups share a schedule, each with
+its own count. Independent of phases and mesh.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,17 +22,17 @@ Parameters = dict[str, Array]
 
 KINDS = ('adamw', 'adafactor')
 MOMENT_DTYPES = ('float32', 'bfloat16')
-# The largest change, relative to a value, that bfloat16 may round away: half
-# the last of its 8 bits.
+# Largest relative change that bfloat16 may round away: half a unit in the last
+# of its 8 bits.
 _BFLOAT16_STEP = 2**-8
 
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-  """Keys of `config.optimizer`, with those of its learning rate.
+  """Keys of `config.optimizer`.
 
   Attributes:
-    schedule: learning rate; its keys are in the same section.
+    schedule: learning rate schedule; its keys are in the same section.
   """
 
   kind: str = keys.key('adamw', "'adamw' or 'adafactor'.", one_of=KINDS)
@@ -91,7 +91,7 @@ class GroupState:
   """Optimizer state of a parameter group.
 
   Attributes:
-    count: updates that the group has had, int32 (an array, or its shape).
+    count: number of updates of the group, int32 (an array, or its shape).
     inner: Optax state; parameter paths as flat dictionary keys.
   """
 
@@ -102,19 +102,19 @@ class GroupState:
 def is_kernel(axes: Sequence[str]) -> bool:
   """Returns whether a parameter with these logical axes is a kernel.
 
-  Every kernel and token table leads from or to the model width, so it has that
-  axis and a second axis; a matrix of an adapter has a rank. Norm gains and
-  single token vectors lack the second, biases have either: all these get
-  neither weight decay nor Adafactor's parameter scale.
+  Kernels and token tables have the model width and a second axis; adapter
+  matrices have a rank. Norm gains and single token vectors lack the second
+  axis, biases one of the two: these get neither weight decay nor Adafactor's
+  parameter scale.
   """
-  # Not by the number of dimensions: biases of heads and stacked norm gains have
-  # two.
+  # The number of dimensions does not tell: biases of heads and stacked norm
+  # gains have two.
   axes = set(axes) - {'layers'}
   return bool(axes & {'embed', 'table_embed', 'rank'}) and len(axes) > 1
 
 
 class Optimizer:
-  """`init` and `update` of a group of parameters.
+  """Optimizer of a parameter group, with `init` and `update`.
 
   Attributes:
     config: the optimizer's configuration.
@@ -131,7 +131,7 @@ class Optimizer:
     """
     self.config = config
     self._kernels = {path for path in table if is_kernel(table[path].axes)}
-    # A relative position bias is as large as T5 draws it, and does not decay.
+    # Relative position biases keep T5's scale, and have no weight decay.
     self._scaled = self._kernels | {
       path for path in table if 'buckets' in table[path].axes
     }
@@ -143,12 +143,12 @@ class Optimizer:
         config.second_moment_dtype,
       )
     else:
-      # Only the factored moments: Optax's complete Adafactor would apply
-      # clipping and scale to a stack of layers as a single parameter.
+      # Only the factored moments: `optax.adafactor` would clip and scale a
+      # stack of layers as a single parameter.
       self._transform = optax.scale_by_factored_rms()
 
   def init(self, values: Parameters) -> GroupState:
-    """Makes a fresh state for these parameters (path to array)."""
+    """Returns a fresh state for parameters (path to array)."""
     return GroupState(
       count=jnp.zeros((), jnp.int32), inner=self._transform.init(values)
     )
@@ -182,7 +182,7 @@ class Optimizer:
         stacked = layers_index.is_stacked(path)
         scaled = path in self._scaled
         direction = _adafactor_scale(direction, parameter, stacked, scaled)
-      # Decoupled decay (AdamW): outside of the moments, times the rate.
+      # Decoupled decay (AdamW): not in the moments, times the learning rate.
       move = rate * (direction + decay * parameter)
       new[path] = (parameter - move).astype(parameter.dtype)
     return new, GroupState(count=state.count + 1, inner=inner)
@@ -191,9 +191,9 @@ class Optimizer:
 def _second_moments_in(
   adam: optax.GradientTransformation, dtype: str
 ) -> optax.GradientTransformation:
-  """Adam that keeps its second moments in a dtype, and updates in float32.
+  """Stores Adam's second moments in a dtype, but updates in float32.
 
-  `optax.scale_by_adam` has an argument for the dtype of the first moments only.
+  `optax.scale_by_adam` has a dtype argument only for the first moments.
   """
 
   def cast(state: optax.ScaleByAdamState, dtype) -> optax.ScaleByAdamState:
@@ -218,17 +218,16 @@ def _adafactor_scale(
 ) -> Array:
   """Applies Adafactor's clipping and relative step, layer by layer.
 
-  The direction's root mean square is clipped to 1 and, for kernels and relative
-  position biases, multiplied by that of the parameter, at least 1e-3 (Shazeer
-  and Stern 2018, algorithm 4). Norm gains may be stored as gain - 1 and biases
-  of projections begin at 0, so their root mean square is not a scale for their
-  step.
+  The RMS of the direction is clipped to 1 and, for kernels and relative
+  position biases, multiplied by the parameter's RMS, at least 1e-3 (Shazeer and
+  Stern 2018, algorithm 4). Norm gains may be stored as gain - 1 and projection
+  biases start at 0, so their RMS is no scale for their step.
 
   Args:
     direction: step direction.
     parameter: the parameter, of the same shape.
-    stacked: whether the first axis goes over the layers of a scan, which count
-      as separate parameters.
+    stacked: whether axis 0 is a stack of layers, treated as separate
+      parameters.
     scaled: whether the step is relative to the parameter.
   """
   axes = tuple(range(stacked, direction.ndim))

@@ -1,12 +1,12 @@
-"""Phases of a job: groups of parameters that train, and their compiled steps.
+"""Phases of a job: trainable parameter groups and their compiled steps.
 
-In unbalanced pairs only the fresh cross-attention trains for the first K steps
+In unbalanced pairs, only the fresh cross-attention trains for the first K steps
 (Encoder-Decoder Gemma: K = 1000; 0 for balanced pairs). A frozen group has no
-optimizer state and no gradients; when it thaws it starts with a fresh optimizer
-state, count and learning-rate warm-up. Thawing against a shared count would
-multiply its first updates.
+optimizer state and no gradients; when unfrozen, it starts with a fresh
+optimizer state, count and learning-rate warm-up. A shared count would multiply
+its first updates.
 
-The step itself is in `step`; this module decides what it updates.
+The step itself is in `step`; this module selects its trainable groups.
 """
 
 from collections.abc import Iterable, Mapping
@@ -37,7 +37,7 @@ _CROSS = re.compile(rf'.*/({"|".join(block.CROSS)})/.*')
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-  """Parameters that start to train at the same step.
+  """Parameters unfrozen at the same step.
 
   Attributes:
     name: key of the group's optimizer state.
@@ -51,23 +51,23 @@ class Group:
 
 
 def warmup_groups(paths: Iterable[str], warmup_steps: int) -> tuple[Group, ...]:
-  """Splits parameters into cross-attention, which warms up first, and others.
+  """Splits parameters into cross-attention and the rest, which starts later.
 
   Args:
     paths: paths of all parameters.
-    warmup_steps: first steps in which only cross-attention and its norms
-      train; 0 trains all parameters from the first step.
+    warmup_steps: number of first steps that train only cross-attention and its
+      norms; 0 trains all parameters from the first step.
 
   Returns:
-    One group, or two in the order in which they start.
+    One group, or two in the order of their start.
 
   Raises:
-    UserError: there is no cross-attention with separate weights to warm up.
+    UserError: the model has no cross-attention with separate weights.
   """
   paths = sorted(paths)
   if warmup_steps == 0:
     return (Group('all', 0, tuple(paths)),)
-  # Merged attention has no such paths: it uses the weights of self-attention.
+  # Merged attention has no such paths: it shares the self-attention weights.
   cross = tuple(path for path in paths if _CROSS.fullmatch(path))
   if not cross:
     raise errors.UserError(
@@ -82,7 +82,7 @@ def warmup_groups(paths: Iterable[str], warmup_steps: int) -> tuple[Group, ...]:
 
 
 def adapter_groups(adapters: adapters_lib.Adapters) -> tuple[Group, ...]:
-  """Returns the groups of adapters, and of parameters that train whole."""
+  """Returns the groups of adapter matrices and of fully trained parameters."""
   matrices = {*adapters.table} - {*adapters.full}
   groups = (
     Group('adapters', 0, tuple(sorted(matrices))),
@@ -92,13 +92,13 @@ def adapter_groups(adapters: adapters_lib.Adapters) -> tuple[Group, ...]:
 
 
 class Phases:
-  """The phases of a job: a phase ends where another group starts to train.
+  """The phases of a job: a new phase begins when a group is unfrozen.
 
   Attributes:
     placement: the trained model and its mesh.
     optimizer: the optimizer of every group.
-    groups: all groups, in the order in which they start.
-    models: the frozen models that the loss reads, by name.
+    groups: all groups, in the order of their start.
+    models: frozen models of the loss, by name.
   """
 
   def __init__(
@@ -109,21 +109,20 @@ class Phases:
     train: train_section.TrainConfig,
     models: Mapping[str, build.Model] = types.MappingProxyType({}),
   ):
-    """Assigns parameters to groups; nothing is compiled yet.
+    """Assigns parameters to groups; compiles nothing.
 
     Args:
       placement: the trained model and its mesh.
       recipe: the kind of training.
       optimizer: section `optimizer` of the configuration.
       train: section `train`.
-      models: the frozen models that the loss reads, by name; no step is made
-        without them.
+      models: frozen models of the loss, by name; required by `make_step`.
 
     Raises:
       UserError: see `warmup_groups`.
     """
     self.placement, table = placement, placement.table
-    # A single optimizer: groups differ in their counts only.
+    # A single optimizer: groups differ only in their counts.
     self.optimizer = optimizers.Optimizer(optimizer, table)
     self.groups = (
       adapter_groups(placement.adapters)
@@ -131,9 +130,9 @@ class Phases:
       else warmup_groups(table, train.cross_attention_warmup)
     )
     self._recipe, self.models = recipe, models
-    self._last_step = None  # The compiled step of the last phase, if it is.
+    self._last_step = None  # The last phase's step, if already compiled.
     self._microbatches, self._dropout = train.microbatches, train.dropout
-    # The masks of adapters are drawn from the same key.
+    # Adapter dropout uses the same key.
     adapters = placement.adapters
     self._draws = bool(train.dropout or adapters and adapters.options.dropout)
 
@@ -144,7 +143,7 @@ class Phases:
 
     Args:
       policy: name of the policy.
-      last_step: compiled step of the last phase; None to compile it.
+      last_step: compiled step of the last phase, if available.
     """
     phases = copy.copy(self)
     phases.placement = self.placement.with_remat(policy)
@@ -152,11 +151,11 @@ class Phases:
     return phases
 
   def begins(self, step: int) -> bool:
-    """Returns whether groups that were frozen start to train at this step."""
+    """Returns whether frozen groups are unfrozen at this step."""
     return any(0 < group.start == step for group in self.groups)
 
   def trainable(self, step: int | None = None) -> state_lib.Groups:
-    """Returns the paths of the groups that train at a step, by default all."""
+    """Returns the paths of the groups trained at a step, by default all."""
     return {
       group.name: group.paths
       for group in self.groups
@@ -171,19 +170,18 @@ class Phases:
     step: Any = None,
     groups: Mapping[str, optimizers.GroupState] = types.MappingProxyType({}),
   ) -> state_lib.TrainState:
-    """Makes the state before the first step, which donates the parameters.
+    """Creates the initial state; the first step donates the parameters.
 
-    Only the groups that train first have optimizer state.
+    Only groups of the first phase have optimizer state.
 
     Args:
       params: the parameters, sharded.
-      seed: seed of dropout's masks.
-      step: number of steps that the model has had before, an array; None for
-        0.
-      groups: optimizer state of groups; that of others is fresh.
+      seed: seed of dropout masks.
+      step: number of previous steps of the model, an array; None for 0.
+      groups: optimizer state of groups; other groups start fresh.
     """
     replicated = placement_lib.replicated(self.placement.mesh)
-    # An array for each counter: a buffer cannot be donated twice.
+    # One array per counter: a buffer cannot be donated twice.
     counters = {
       name: jax.device_put(np.zeros((), np.int32), replicated)
       for name in _COUNTERS
@@ -192,8 +190,8 @@ class Phases:
       counters['step'] = step
     state = state_lib.TrainState(params=params, groups=dict(groups), **counters)
     if self._draws:
-      # Under jit: a key has no NumPy form, which `device_put` could place on
-      # devices of other processes.
+      # Under jit: `device_put` can place only NumPy arrays on devices of other
+      # processes, and keys have no NumPy form.
       make = jax.jit(lambda: jax.random.key(seed), out_shardings=replicated)
       state = state.replace(dropout_key=make())
     return self.thaw(state, 0)
@@ -201,29 +199,29 @@ class Phases:
   def thaw(
     self, state: state_lib.TrainState, step: int
   ) -> state_lib.TrainState:
-    """Adds a fresh optimizer state for every group that starts at `step`."""
+    """Adds fresh optimizer state for groups unfrozen up to `step`."""
     groups, init = dict(state.groups), self.optimizer.init
     for name, part in self._parameters(state.params, step).items():
-      # A restored state has the groups that trained at its last step.
+      # A restored state has the groups of its last step.
       if name not in groups:
-        # Moments are made in their shards: no device ever holds them whole.
+        # Moments are created sharded: no device ever holds them whole.
         shardings = self._shardings(jax.eval_shape(init, part))
         groups[name] = jax.jit(init, out_shardings=shardings)(part)
     return state.replace(groups=groups)
 
   def abstract(self, step: int | None = None) -> state_lib.TrainState:
-    """Returns shapes and shardings of the state while these groups train.
+    """Returns shapes and shardings of the state at a step.
 
     Args:
-      step: the step whose groups have optimizer state; by default all have.
+      step: the step; by default all groups have optimizer state.
 
     Raises:
-      UserError: the optimizer's state is offloaded, but the devices cannot
-        read host memory.
+      UserError: the optimizer state is offloaded, but the devices cannot read
+        host memory.
     """
     params = self.placement.abstract_params()
     replicated = placement_lib.replicated(self.placement.mesh)
-    # The dtype of keys depends on jax's configured generator.
+    # The dtype of keys depends on the configured PRNG.
     scalar, key = (
       jax.ShapeDtypeStruct((), dtype, sharding=replicated)
       for dtype in (jnp.int32, jax.eval_shape(jax.random.key, 0).dtype)
@@ -246,19 +244,17 @@ class Phases:
   def abstract_saved(self, step: int) -> state_lib.TrainState:
     """Returns shapes and shardings of the state in the checkpoint of a step.
 
-    A group that starts at that step is thawed after the save.
+    Groups unfrozen at that step are added after the save.
     """
     return self.abstract(max(step - 1, 0))
 
   def make_step(
     self, schedule: schedules.Schedule, step: int | None = None
   ) -> step_lib.StepFunction:
-    """Builds the jitted training step of a step's phase; by default the last.
-
-    It compiles when it is first called.
+    """Returns the jitted training step of a phase, by default the last.
 
     Args:
-      schedule: learning rate of a group, by the step and its count.
+      schedule: (step, group count) -> learning rate.
       step: a step of the phase.
     """
     if self._last_step and self.trainable(step) == self.trainable():
@@ -292,8 +288,8 @@ class Phases:
       raise errors.UserError(
         f'config.optimizer.offload is True, but {error} Set it to False.'
       ) from error
-    # Counts stay on the devices: the learning rate depends on them, so they are
-    # read before the update copies the moments.
+    # Counts stay on the devices: the learning rate depends on them before the
+    # update copies the moments.
     return jax.tree.map(
       lambda leaf, sharding: (
         memory.on_host(sharding) if leaf.ndim else sharding

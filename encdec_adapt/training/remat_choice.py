@@ -1,9 +1,9 @@
-"""Chooses `compute.remat` by the memory of the devices.
+"""Chooses the fastest `compute.remat` policy that fits device memory.
 
-A policy that saves more values repeats less work and needs more memory. The
-estimate (`step_estimate`) ranks the policies and the compiler decides: at most
-two steps are compiled to choose, and the chosen one runs. If neither fits,
-`full` is compiled when it first runs.
+A policy that saves more values recomputes less and needs more memory. The
+estimate (`step_estimate`) ranks the policies, and at most two steps are
+compiled to measure their memory; the chosen one is reused. If neither fits,
+`full` is compiled at its first call.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,26 +24,25 @@ from encdec_adapt.telemetry import environment
 from encdec_adapt.training import state as state_lib
 from encdec_adapt.training import step_estimate, workload
 
-FREE = 0.1  # Share of the memory that a step leaves free, for fragments.
+FREE = 0.1  # Fraction of memory kept free, for fragmentation.
 LAST = 'full'  # No policy needs less memory.
-# XLA appends `.remat` to instructions that it rematerialises where memory is
-# short, and always `.rematerialized` to copies of broadcasts.
+# XLA appends `.remat` to instructions it rematerialises to save memory, and
+# `.rematerialized` to copies of broadcasts in any case.
 _BY_XLA = re.compile(r'%[\w.-]*\.remat(?:_\w+)?(?:\.\d+)* = ')
-# Shares of a GPU that JAX takes by default, and with the variable that is named
-# in the message.
+# Fractions of GPU memory: JAX's default, and the one advised in the message.
 _DEFAULT_SHARE, _LARGEST_SHARE = 0.75, 0.95
 
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-  """A policy whose step was compiled.
+  """A policy with its compiled step.
 
   Attributes:
     policy: name of the policy.
-    bytes: memory that the step and what the job holds beside it take on a
-      device; inf if the compiler ran out of memory.
+    bytes: device memory of the step and of the job's other arrays; inf if the
+      compiler ran out of memory.
     program: the compiled step, or its plan.
-    repeats: whether XLA rematerialises by itself, for lack of memory.
+    repeats: whether XLA itself rematerialises, for lack of memory.
   """
 
   policy: str
@@ -52,7 +51,7 @@ class Trial:
   repeats: bool = False
 
   def fits(self, limit: float) -> bool:
-    """Returns whether the step fits and XLA rematerialises nothing."""
+    """Returns whether the step fits without rematerialisation by XLA."""
     return self.bytes <= limit and not self.repeats
 
   def describe(self) -> str:
@@ -65,11 +64,11 @@ class Trial:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-  """The policy of a job's step.
+  """The chosen policy.
 
   Attributes:
     policy: name of the policy.
-    memory: memory of a device, of which a tenth is left free.
+    memory: memory of a device; the fraction `FREE` is kept free.
     estimates: estimated bytes by policy, the fastest first.
     trials: the compiled steps, at most two.
   """
@@ -81,20 +80,20 @@ class Choice:
 
   @property
   def fits(self) -> bool:
-    """Whether the step fits; not if that of `LAST` takes all of the memory."""
+    """Whether the step fits; `LAST` may use all of the memory."""
     last = self.trials[-1]
     return last.policy != LAST or last.bytes <= self.memory
 
   @property
   def program(self) -> Any:
-    """The compiled step; None if it is still to be compiled."""
+    """The compiled step; None if not compiled yet."""
     programs = {trial.policy: trial.program for trial in self.trials}
     return programs.get(self.policy)
 
   def describe(self) -> str:
-    """Returns the choice, its memory and why, as text."""
+    """Describes the choice, its memory and its reason."""
     sizes = {}
-    # The faster ones, which do not fit, and the chosen one.
+    # The chosen policy and the faster ones, which do not fit.
     for name, size in self.estimates.items():
       sizes[name] = f'{disk.format_bytes(size)} by the estimate'
       if name == self.policy:
@@ -114,13 +113,13 @@ class Choice:
 def estimates(
   work: workload.Workload, held: float, trained: float, platform: str
 ) -> dict[str, float]:
-  """Returns bytes of a step on a device by policy, the fastest first.
+  """Returns bytes of a step per device by policy, the fastest first.
 
-  Of policies that repeat the same FLOPs the smallest comes first.
+  Policies with equal recomputed FLOPs are sorted by size.
 
   Args:
     work: work of the step, with any policy.
-    held: bytes of its arguments, and of all that the job holds beside them.
+    held: bytes of its arguments and of the job's other arrays.
     trained: bytes of the trained parameters.
     platform: 'tpu' or 'gpu'.
   """
@@ -139,7 +138,7 @@ def choose(
   memory: float,
   compile_step: Callable[[str], Trial],
 ) -> Choice:
-  """Chooses the fastest policy whose step fits.
+  """Chooses the fastest policy that fits.
 
   Args:
     estimates: estimated bytes by policy, the fastest first.
@@ -152,17 +151,17 @@ def choose(
     fit = (name for name in names if ratio * estimates[name] <= limit)
     return next(fit, LAST)
 
-  # Estimates may be too high by `DOUBT`.
+  # Estimates may be too high by the factor `DOUBT`.
   trials = [compile_step(fastest(order, 1 / step_estimate.DOUBT))]
   first = trials[0]
   if first.policy != LAST and not first.fits(limit):
     needed = first.bytes if math.isfinite(first.bytes) else limit
-    # Steps in which XLA rematerialises need more than they take.
+    # Steps rematerialised by XLA would need more memory than they use.
     ratio = max(needed, limit) / estimates[first.policy]
     slower = order[order.index(first.policy) + 1 :]
     trials.append(compile_step(fastest(slower, ratio)))
   last = trials[-1]
-  # The last may take the tenth too: no other needs less.
+  # `LAST` may use the reserve too: no policy needs less.
   policy = last.policy if last.fits(limit) else LAST
   return Choice(policy, memory, estimates, trials)
 
@@ -175,12 +174,12 @@ def compile_trial(
   Args:
     policy: name of the policy.
     lower: traces the step with a policy.
-    beside: bytes that the job holds and that are no arguments of the step.
+    beside: bytes of the job's arrays other than arguments of the step.
   """
   try:
     program = lower(policy).compile()
   except jax.errors.JaxRuntimeError as error:
-    # The message may state the size of temporary arrays only.
+    # The message may give only the size of temporary arrays.
     if not compiler.ran_out_of_memory(str(error)):
       raise
     return Trial(policy, math.inf)
@@ -190,22 +189,22 @@ def compile_trial(
 
 
 def repeats_work(text: str) -> bool:
-  """Returns whether XLA repeats work in a compiled program by itself."""
+  """Returns whether XLA rematerialised instructions of a compiled program."""
   return bool(_BY_XLA.search(text))
 
 
 def earlier_compute(
   saved: Mapping[str, Any], fingerprint: Mapping[str, Any]
 ) -> dict[str, Any]:
-  """Returns `config.compute` of a checkpoint, for the job that resumes it.
+  """Returns `config.compute` of a checkpoint for resuming.
 
-  Without `remat` if it was chosen for other devices or another mesh.
+  Drops `remat` if it was chosen for other devices or another mesh.
 
   Args:
     saved: `meta` of the checkpoint.
     fingerprint: fingerprint of this start.
   """
-  # `convert` saves no fingerprint; the caller refuses its checkpoints.
+  # `convert` saves no fingerprint; the caller rejects its checkpoints.
   before = saved.get('fingerprint', {})
   same = all(before.get(k) == fingerprint[k] for k in ('device_kind', 'mesh'))
   compute = saved['config']['compute']
@@ -220,23 +219,22 @@ def for_job(
   frozen: Any,
   log: Callable[[str], None],
 ) -> Choice:
-  """Chooses the policy of a job, whose devices are here.
+  """Chooses the policy of a job on its devices; all processes call it together.
 
-  Counts the step of the last phase, which trains most, and the arrays that the
-  job holds beside its arguments. Caches of a sampler and of an evaluation are
-  free again before the next step, and so is what a save copies. Every process
-  calls it together.
+  Counts the step of the last phase, which trains the most parameters, and the
+  job's other arrays. Caches of sampling and evaluation and copies of a save
+  are freed before the next step and not counted.
 
   Args:
     lower: traces the step of the last phase with a policy.
     work: work of the step.
     arguments: state, batch, references and base, or their shapes.
-    loaded: those of them that are in memory.
-    frozen: shapes of parameters that are still to be read: of reward models.
+    loaded: those arguments that are already in memory.
+    frozen: shapes of parameters not loaded yet (reward models).
     log: prints a line.
 
   Raises:
-    UserError: no step fits, or the memory of the devices cannot be read.
+    UserError: no step fits, or the device memory is unknown.
   """
   device = work.partition.device
   limit, used = environment.memory_limit_and_use()
@@ -247,7 +245,7 @@ def for_job(
       ' the least memory.'
     )
   size = layout_report.device_bytes
-  # Negative where a reference has the arrays of the base: a step counts both.
+  # Negative if a reference shares arrays with the base: a step counts both.
   beside = used - size(loaded) + size(frozen)
   limits, besides = zip(
     *distributed.gather('memory', (limit, beside)), strict=True

@@ -1,12 +1,12 @@
-"""Rollouts: completions that a model samples while it is trained.
+"""Rollouts: completions sampled from the model during training.
 
-`Sampler` continues the prompts of a batch on the mesh of the job, with the
-programs of the inference engine and a copy of the parameters in the compute
-dtype (`sharding.rules.Rules.for_sampling`), never by way of the disk. Shapes
-are those of the job, so that nothing compiles after the first step. Completions
-are a function of the parameters, the seed and (step, row, sample): a job that
-is resumed samples those of an uninterrupted job. Every process makes the same
-calls and gets all completions.
+`Sampler` completes the prompts of a batch on the job's mesh, with the programs
+of the inference engine and an in-memory copy of the parameters in the compute
+dtype (sharded by `sharding.rules.Rules.for_sampling`). Shapes are fixed, so
+nothing compiles after the first step. Completions depend only on the
+parameters, the seed and (step, row, sample): a resumed job samples the same
+completions as an uninterrupted one. All processes make the same calls and get
+all completions.
 """
 
 from collections.abc import Sequence
@@ -36,11 +36,12 @@ class Samples(NamedTuple):
   """Completions of prompts, G of each, padded to T tokens.
 
   Attributes:
-    tokens: token ids, the end included.
+    tokens: token ids, including the end token.
     counts: number of tokens, at least 1.
-    log_probs: log-probability of each token under the distribution that it was
-      drawn from, without top-k and top-p.
-    ended: whether the last token is an end; else the completion is cut short.
+    log_probs: log-probability of each token at the sampling temperature,
+      without top-k and top-p.
+    ended: whether the last token is an end token; else the completion is
+      truncated.
   """
 
   tokens: Int[np.ndarray, 'P G T']
@@ -54,7 +55,7 @@ class Samples(NamedTuple):
 
 
 def sampling_rules(placement: state_lib.Placement) -> rules_lib.Rules:
-  """Returns the rules by which the copy of a model's parameters is sharded."""
+  """Returns the sharding rules of the sampler's copy of the parameters."""
   counts = [
     count
     for stack in placement.model.config.stacks.values()
@@ -64,11 +65,11 @@ def sampling_rules(placement: state_lib.Placement) -> rules_lib.Rules:
 
 
 class Sampler:
-  """Samples completions of the prompts of a batch; see the module.
+  """Samples completions of the prompts of a batch; see the module's docstring.
 
   Attributes:
     options: options of sampling.
-    prompt_side: the stack, and so the vocabulary, that reads prompts.
+    prompt_side: stack and vocabulary of the prompts.
   """
 
   def __init__(
@@ -79,11 +80,11 @@ class Sampler:
     options: recipe.Sampling,
     seed: int,
   ):
-    """Prepares the sampler; programs are compiled when they are first called.
+    """Prepares the sampler; programs are compiled at the first call.
 
     Args:
       placement: the model in training, and its mesh.
-      records: rows of a single pair each.
+      records: rows with a single pair each.
       decoder: vocabulary of the completions.
       options: options of sampling.
       seed: seed of the job.
@@ -97,16 +98,16 @@ class Sampler:
     self._prompt_ids = getattr(framing_ids, self.prompt_side)
     self._bos = np.int32(framing_ids.decoder.bos)
     ends = [framing_ids.decoder.eos]
-    # An answer of a chat is over when the turn is, before EOS.
+    # The answer of a chat ends with its turn, before EOS.
     if any(x.rows.ends_turns for x in records.spec.objectives):
       ends.append(chat_format.end_of_turn(decoder))
     self._ends = np.array(ends, np.int32)
     self._vocab_size = decoder.size
-    # Once for each program.
+    # Check memory once per program.
     self._require_memory = functools.cache(_require_memory)
 
   def prompt(self, pair: framing.Pair) -> Int[np.ndarray, 'm']:
-    """Returns the tokens of a pair's prompt in the vocabulary that reads it."""
+    """Returns a pair's prompt tokens in the vocabulary of `prompt_side`."""
     by_encoder = self.prompt_side == 'encoder'
     return pair.inputs if by_encoder else pair.teacher_inputs
 
@@ -123,14 +124,14 @@ class Sampler:
 
     Args:
       params: parameters of the model in training.
-      pairs: the pairs with the prompts, the same number at every call; None
-        for a row that only fills the batch.
-      rows: record row of each pair, which with the step decides its draws.
+      pairs: pairs with the prompts, the same number at every call; None for
+        filler rows.
+      rows: record row of each pair, which with the step seeds its samples.
       step: step of the parameters.
-      greedy: whether the first completion of each prompt is the greedy one.
+      greedy: whether to decode the first completion of each prompt greedily.
 
     Raises:
-      UserError: at the first call, the devices have too little memory.
+      UserError: the devices have too little memory (at the first call).
     """
     options = self.options
     count, longest = len(pairs) * options.samples, self._lengths.encoder
@@ -150,7 +151,7 @@ class Sampler:
       limit=np.full(count, options.tokens, np.int32),
       options=sampling_lib.stack(self._configs(rows, step, greedy)),
     )
-    # Freed when this call returns: the step needs the memory.
+    # Freed when this call returns, because the step needs the memory.
     params = decoding.prepare(
       self._model, params, int8=False, mesh=self._mesh, rules=self._rules
     )
@@ -194,7 +195,7 @@ class Sampler:
     return [
       sampling_lib.SamplingConfig()
       if greedy and not sample
-      # A filler row has number -1.
+      # Filler rows have number -1.
       else drawn(seed=sampling_lib.seed_of(self._seed, step, row + 1, sample))
       for row in rows
       for sample in range(self.options.samples)
@@ -202,10 +203,7 @@ class Sampler:
 
 
 def _require_memory(options, start, steps) -> None:
-  """Checks that a device holds the caches and the programs' temporary arrays.
-
-  `start` makes the caches, and `steps` update them.
-  """
+  """Checks the device memory for caches (`start`) and temporaries (`steps`)."""
   needed = start.memory_analysis().output_size_in_bytes
   needed += max(x.memory_analysis().temp_size_in_bytes for x in steps)
   free = environment.memory_free()

@@ -1,8 +1,8 @@
-"""Learning rates: a warm-up by a group's count times a decay by the job's step.
+"""Learning rate schedules: warm-up by group count, decay by job step.
 
-Keeping the two apart lets a group of parameters that thaws late (see
-`training.phases`) warm up by its count of updates while the decay goes by the
-job's step. Imports `base` only.
+With separate counters, a group unfrozen late (see `training.phases`) warms up
+over its own updates while the decay follows the job's step. Imports only
+`base`.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ Schedule = Callable[[Int[Array, ''], Int[Array, '']], Float[Array, '']]
 
 @dataclasses.dataclass(frozen=True)
 class ScheduleConfig:
-  """Keys of `config.optimizer` that are the learning rate over a job."""
+  """Learning rate keys of `config.optimizer`."""
 
   kind: str = keys.key(
     'cosine',
@@ -51,14 +51,13 @@ class ScheduleConfig:
     keys.check(self, 'config.optimizer.')
 
   def warmup(self, total_steps: int) -> int:
-    """Returns the steps of the warm-up.
+    """Returns the number of warm-up steps.
 
     Args:
-      total_steps: steps of the job; 0 while its records decide them and are not
-        made yet.
+      total_steps: steps of the job; 0 (unknown) before its records exist.
 
     Raises:
-      UserError: the job is shorter.
+      UserError: the job is shorter than its warm-up.
     """
     if self.warmup_steps is None:
       return total_steps // 20
@@ -73,19 +72,18 @@ class ScheduleConfig:
 def make_schedule(config: ScheduleConfig, total_steps: int) -> Schedule:
   """Builds `(step, count) -> learning rate`.
 
-  `step` is the job's step from 0, `count` the number of updates that the
-  group of parameters has had. The first update of a group uses
-  peak / warmup, not 0.
+  `step` is the job's step from 0, `count` the number of updates of the
+  parameter group. The first update of a group uses peak / warmup, not 0.
 
   Args:
-    config: the learning rate.
+    config: the schedule.
     total_steps: steps of the job.
 
   Raises:
     UserError: the job is shorter than the warm-up.
   """
   warmup_steps = config.warmup(total_steps)
-  # At least 1: all steps may be warm-up, and `total_steps` may be open (0).
+  # At least 1: all steps may be warm-up, and `total_steps` unknown (0).
   span = max(total_steps - warmup_steps, 1)
 
   def decay(step):
@@ -95,8 +93,8 @@ def make_schedule(config: ScheduleConfig, total_steps: int) -> Schedule:
     elif config.kind == 'linear':
       shape = 1.0 - progress
     elif config.kind == 'rsqrt':
-      # Independent of the job's length, so no share is reserved for its end: an
-      # extended job has had the right rates so far.
+      # Independent of the job's length and of `end_fraction`, so that a job can
+      # be extended.
       flat = config.rsqrt_steps
       return jnp.sqrt(flat / jnp.maximum(step, flat))
     else:

@@ -1,8 +1,7 @@
 """Builds mesh, models and data for training and the other commands.
 
-Functions take the sections of the configuration that they need, and import
-nothing of `config`. Other models on disk are read by `training.jobs.job_models`
-only.
+Functions take sections of the configuration; this module does not import
+`config`. Only `training.jobs.job_models` reads stored models.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -39,19 +38,19 @@ from encdec_adapt.training import state as state_lib
 from encdec_adapt.training.recipes import recipe as recipe_lib
 from encdec_adapt.training.sections import train_section
 
-# Ids of a row without pairs, which has all fields, and no ids beside those of
-# padding: no vocabulary has to be opened.
+# Special ids for rows of padding: only their shapes matter, so no vocabulary
+# needs to be opened.
 PADDING = special_ids.Framing(*[special_ids.SideIds(0, 0, 0)] * 2)
 
 # -- Mesh ----------------------------------------------------------------------
 
 
 def make_mesh(config: mesh_lib.MeshConfig, cache: str = '') -> Mesh:
-  """Enables the compile cache and makes the mesh over all devices.
+  """Enables the compile cache and builds the mesh over all devices.
 
   Args:
     config: sizes of the axes.
-    cache: folder of compiled programs, '' for none.
+    cache: folder of the compilation cache, '' for none.
 
   Raises:
     UserError: the sizes do not multiply to the number of devices.
@@ -82,7 +81,7 @@ def check_job(
 
   Raises:
     UserError: the devices cannot run the attention backend, batches do not
-      divide over the mesh, a vocabulary does not do, or a tracker is missing.
+      divide over the mesh, a vocabulary is unsuitable, or a tracker is missing.
   """
   check_attention(compute.attention, mesh.devices.flat[0].platform)
   check_batches(train, data.train.lengths, mesh, rules)
@@ -134,13 +133,13 @@ def require_space(
   config: checkpoint_section.CheckpointConfig,
   steps: int,
 ) -> None:
-  """Checks the disk for the checkpoints of a job.
+  """Checks the disk space for the checkpoints of a job.
 
   Args:
     checkpoints: the checkpoints of the job.
     phases: the phases of the job.
     config: section `checkpoint` of the configuration.
-    steps: steps of the job; 0, while they are open, for a single checkpoint.
+    steps: steps of the job; 0 (unknown) counts a single checkpoint.
 
   Raises:
     UserError: the disk has too little space.
@@ -155,7 +154,7 @@ def require_space(
 
 
 def check_attention(chosen: str, platform: str) -> None:
-  """Checks that devices can run an attention backend.
+  """Checks that the platform supports an attention backend.
 
   Args:
     chosen: `config.compute.attention`.
@@ -222,7 +221,7 @@ def place_model(
     compute: section `compute` of the configuration.
     mesh: the device mesh.
     rules: meaning of logical axes on it.
-    adapters: adapters that train over the model; None for the model itself.
+    adapters: adapters over the model, None for full training.
 
   Raises:
     UserError: a parameter does not divide over the mesh.
@@ -234,7 +233,7 @@ def place_model(
   try:
     placement.parameters  # noqa: B018  Checks divisibility.
     placement.abstract_base()
-    # The base's too: no adapter may have its vocabulary.
+    # Also check the base: no adapter may have its vocabulary axis.
     dataclasses.replace(placement, adapters=None).parameters  # noqa: B018
   except ValueError as error:
     raise errors.UserError(
@@ -255,8 +254,8 @@ def step_flops(
   Args:
     recipe: the kind of training.
     rows: rows of the batch.
-    references: models that add a forward pass each.
-    frozen: whether adapters train, and the model's kernels have no gradients.
+    references: frozen models, each with one forward pass.
+    frozen: whether only adapters train, without gradients of the kernels.
   """
   row, lengths = recipe.rows, recipe.rows.lengths
   sizes = lengths.encoder, lengths.decoder, lengths.teacher, row.answers
@@ -264,9 +263,8 @@ def step_flops(
   def forward(config: model_config.ModelConfig) -> int:
     return forward_flops.forward(config, *sizes, logits=row.logits)
 
-  # No gradient reaches a reference: it has no backward pass.
-  # Without the gradients of kernels the backward pass costs as much as the
-  # forward pass; the products of adapters are not counted.
+  # References have no backward pass. Without kernel gradients, the backward
+  # pass costs as much as the forward pass; adapters are not counted.
   passes = 2 if frozen else forward_flops.TRAINING
   total = passes * forward(recipe.model)
   return float((total + sum(map(forward, references))) * rows)
@@ -278,10 +276,10 @@ def job_flops(
   references: Iterable[model_config.ModelConfig] = (),
   frozen: bool = False,
 ) -> float:
-  """Returns `step_flops`, and the FLOPs of what is sampled for the step."""
+  """Returns the model FLOPs of a step, including sampling."""
   total = step_flops(recipe, rows, references, frozen)
   if sampling := recipe.sampling:
-    # Scoring completions by reward models is counted nowhere.
+    # Reward models are not counted.
     sizes = recipe.rows.lengths.encoder, sampling.tokens
     prefill, decode = forward_flops.generation(recipe.model, *sizes)
     total += sampling.rows(rows) * (prefill + sampling.samples * decode)
@@ -298,7 +296,7 @@ class Data:
   Attributes:
     vocabularies: the opened vocabularies of the two sides.
     train: rows to train on.
-    evaluation: held-out rows that the job is evaluated on.
+    evaluation: held-out rows for evaluation.
   """
 
   vocabularies: vocabulary_pair.Opened
@@ -309,7 +307,7 @@ class Data:
 def check_vocabularies(data: data_section.DataConfig) -> None:
   """Checks vocabularies against the model's tables, before any long work.
 
-  A vocabulary that is still to be trained gets the right size.
+  Untrained vocabularies are skipped: they will get the right size.
 
   Args:
     data: section `data` of the configuration.
@@ -324,21 +322,21 @@ def check_vocabularies(data: data_section.DataConfig) -> None:
     return
   opened = choice.open()
   chat_format.require(opened.decoder, data.chat_format)
-  # Each once: both sides may share a vocabulary.
+  # A set: both sides may share a vocabulary.
   for vocabulary in {*opened.sides.values()}:
     tokenizer_writer.check_convertible(vocabulary)
   notes = opened.check_tables(data.table_sizes)
-  # Making the records prints the same notes.
+  # Materialization prints the same notes.
   if distributed.is_lead() and not materialization.is_missing(data):
     for note in notes:
       print(f'note: {note}')
 
 
 def open_data(data: data_section.DataConfig) -> Data:
-  """Opens vocabularies and records; makes them first if they are missing.
+  """Opens vocabularies and records; materializes missing ones first.
 
-  They are made in a separate process, so that the training process never
-  imports TensorFlow, which sources `tfds:` and `seqio:` need.
+  Materialization runs in a separate process, so that the training process never
+  imports TensorFlow (sources `tfds:` and `seqio:`).
 
   Args:
     data: section `data` of the configuration.
@@ -354,14 +352,14 @@ def open_data(data: data_section.DataConfig) -> Data:
     process_pool.run_in_subprocess(materialization.materialize, data)
   # The other processes open the files of process 0.
   distributed.barrier('records', distributed.MAKE_TIMEOUT)
-  # Opened after the barrier: the vocabulary may have just been trained, too.
+  # After the barrier: the vocabulary may have just been trained.
   opened = data.vocabularies.open()
   train_set, eval_set = materialization.open_sets(data, opened)
-  if is_lead and not missing:  # Making them has printed it.
+  if is_lead and not missing:  # Materialization has printed it.
     for records in (eval_set, train_set):
       summary = manifest_summary.describe(records.manifest)
       print(f'{records.folder}: {summary}')
-  # A stale copy on a host would give it other rows, and no step would fail.
+  # A stale copy on one host would silently give it different rows.
   distributed.require_same(
     'data',
     {
@@ -378,11 +376,11 @@ def open_data(data: data_section.DataConfig) -> Data:
 def reads_teacher_row(
   lengths: framing.Lengths, *models: model_config.ModelConfig
 ) -> bool:
-  """Returns whether batches need the teacher's fields, which a model reads.
+  """Returns whether a model reads the teacher's fields of batches.
 
   Args:
     lengths: tokens of a row.
-    *models: the models that read the batches.
+    *models: the models of the job.
   """
   sides = [model.architecture.sides(lengths.encoder > 0) for model in models]
   return any('teacher' in stacks.values() for stacks in sides)
@@ -407,13 +405,13 @@ def abstract_batch(
   *,
   teacher: bool,
 ) -> dict[str, jax.ShapeDtypeStruct]:
-  """Returns shapes and shardings of the batch of a training step.
+  """Returns shapes and shardings of a training batch.
 
   Args:
     placement: the trained model and its mesh.
     rows: the rows of the recipe.
     batch_size: rows of the batch.
-    teacher: whether it has the teacher's fields.
+    teacher: whether to include the teacher's fields.
   """
   shapes = {
     name: jax.ShapeDtypeStruct((batch_size, *value.shape[1:]), value.dtype)
@@ -443,7 +441,7 @@ def evaluation_batches(
 
 
 def local_rows(batch_size: int, placement: state_lib.Placement) -> list[int]:
-  """Returns the rows of a global batch that this process holds."""
+  """Returns the indices of this process's rows in a global batch."""
   shards = placement_lib.row_shards(placement.mesh, placement.rules)
   return shards.rows(batch_size)
 
@@ -458,23 +456,23 @@ def describe_batch(
   Args:
     rows: the rows.
     opened: vocabularies of the tokens.
-    labels: names of the targets; without any they are tokens.
+    labels: names of the target labels; empty if targets are tokens.
   """
   lines = ['the first example read for the first batch:']
   for field in ('encoder_tokens', 'decoder_tokens', 'targets'):
     if field in rows:
       side = field.partition('_')[0]
       if side == 'targets':
-        # An encoder-only model's targets stand where it reads the tokens.
+        # Targets of encoder-only models align with the encoder's tokens.
         side = 'decoder' if 'decoder_tokens' in rows else 'encoder'
-      # Rows are packed: segment 1 is the first of several examples.
+      # Rows are packed: segment 1 is the first example.
       mask = rows[f'{side}_segments'][0] == 1
       if labels and field == 'targets':
-        # Positions without a weight have no label.
+        # Positions of weight 0 have no label.
         ids = rows[field][0][mask & (rows['weights'][0] > 0)]
         lines.append(f'  labels         {[labels[i] for i in ids]}')
         continue
-      # An example of several answers has a row for each.
+      # Several answers are several rows.
       answers = zip(*map(np.atleast_2d, (rows[field][0], mask)), strict=True)
       for row, selected in answers:
         tokens = row[selected]

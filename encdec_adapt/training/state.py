@@ -1,4 +1,4 @@
-"""Training state, a plain pytree, and the placement of its arrays on a mesh.
+"""Train state (a plain pytree) and the placement of its arrays on a mesh.
 
 Imports no losses, phases or steps.
 """
@@ -26,17 +26,17 @@ Groups = Mapping[str, Sequence[str]]
 
 @flax.struct.dataclass
 class TrainState:
-  """Everything that a step changes; leaves are arrays or their shapes.
+  """Train state; leaves are arrays or their shapes.
 
   Attributes:
-    step: number of steps so far, int32; a skipped update counts.
-    params: nested dictionary of parameters, fp32; with adapters of those that
-      train, which are never frozen later.
-    groups: optimizer state of every group that has thawed.
-    skipped: updates skipped so far because they were not finite, int32.
-    skipped_in_row: consecutive updates skipped up to now, int32.
-    dropout_key: random key of all masks of dropout; None in a job without, so
-      that it has no such leaf.
+    step: number of steps so far, including skipped updates, int32.
+    params: nested dictionary of parameters, float32; with adapters, only the
+      trained parameters.
+    groups: optimizer state of every unfrozen group.
+    skipped: number of updates skipped as non-finite, int32.
+    skipped_in_row: number of latest consecutive skipped updates, int32.
+    dropout_key: random key of all dropout masks; None without dropout, so that
+      the state has no such leaf.
   """
 
   step: Any
@@ -61,16 +61,13 @@ def unflatten(flat: Mapping[str, Any]) -> Any:
 class Placement:
   """A model with the mesh and sharding rules of its parameters and state.
 
-  Usually named `placement`.
-
   Attributes:
     model: the model.
-    mesh: the device mesh; an abstract one where nothing is computed.
+    mesh: the device mesh; abstract if nothing is computed.
     rules: meaning of logical axes on it.
-    dtype: dtype of the parameters; None for that of the parameter table,
-      float32, which training needs.
-    adapters: adapters that train over a frozen base; None where parameters of
-      the model itself do.
+    dtype: dtype of the parameters; None for the parameter table's (float32),
+      as required for training.
+    adapters: adapters over a frozen base; None for full training.
   """
 
   model: build.Model
@@ -87,12 +84,12 @@ class Placement:
 
   @property
   def table(self) -> Mapping[str, parameters.ParamInfo]:
-    """Path of every parameter of a state to its shape and logical axes."""
+    """Path of every trained parameter -> shape and logical axes."""
     return self.adapters.table if self.adapters else self.model.table
 
   @functools.cached_property
   def parameters(self) -> dict[str, NamedSharding]:
-    """Shardings of the parameters by their paths.
+    """Shardings of the parameters by path.
 
     Raises:
       ValueError: a parameter does not divide over the mesh.
@@ -100,7 +97,7 @@ class Placement:
     return placement.parameter_shardings(self.table, self.mesh, self.rules)
 
   def abstract_params(self) -> Any:
-    """Returns the shapes and shardings of the parameters, nested."""
+    """Returns a nested dictionary of parameter shapes and shardings."""
     shardings = self.parameters
     return unflatten(
       {
@@ -141,7 +138,7 @@ class Placement:
     )
 
   def attach(self, base: Any, params: Any, key: Any = None) -> Any:
-    """Returns the parameters that the model is applied with.
+    """Merges base and trained parameters into the model's parameters.
 
     Args:
       base: the frozen base; {} without adapters.
@@ -163,8 +160,7 @@ class Placement:
   def place(self, make: Callable[..., Any], *args) -> Any:
     """Runs `make(*args)` under `jax.jit` with sharded outputs.
 
-    `make` returns parameters, or a tree made from them. No replicated copy of
-    a parameter is ever made.
+    `make` returns parameters, or a tree made from them.
     """
     shardings = self.shardings(jax.eval_shape(make, *args))
     return jax.jit(make, out_shardings=shardings)(*args)

@@ -1,7 +1,7 @@
-"""The jitted training step: microbatches, clipping, guarded update.
+"""The jitted training step: gradient accumulation, clipping, guarded update.
 
-`phases` decides which parameters it trains, and `losses` computes the loss: the
-step itself knows neither architectures nor objectives.
+`phases` selects the trained parameters, and `losses` computes the loss: the
+step is independent of architectures and objectives.
 """
 
 from collections.abc import Callable, Mapping
@@ -42,38 +42,36 @@ def make_train_step(
 ) -> StepFunction:
   """Builds `step(state, batch, references, base) -> (state, metrics)`.
 
-  `references` are the parameters of the frozen models, by name, and `base`
-  those of the frozen base of adapters, {} without.
-  The step is jitted for the groups that train: gradients are computed for
-  their parameters only. The state is donated. The divisors of the loss are
-  those of the whole global batch, over microbatches and hosts.
+  `references` are the parameters of the frozen models, by name, and `base` the
+  parameters of the frozen base, {} without adapters. Gradients are computed
+  only for parameters of trainable groups. The state is donated. The loss is
+  divided by the divisors of the global batch, over microbatches and hosts.
 
   Args:
     placement: model, mesh and rules of the trained model.
     recipe: the kind of training.
-    models: the frozen models that the loss reads, by name.
+    models: frozen models of the loss, by name.
     optimizer: the optimizer of every group.
-    schedule: learning rate of a group, by the step and its count.
-    trainable: paths of the groups that train.
+    schedule: (step, group count) -> learning rate.
+    trainable: parameter paths of the trainable groups.
     abstract: shapes and shardings of the state in this phase.
-    microbatches: parts in which the gradient of a batch is accumulated.
-    dropout: rate of dropout; above 0 the state has a key, from which the masks
-      of every step and microbatch are drawn.
+    microbatches: number of gradient accumulation steps.
+    dropout: dropout rate; if above 0, the state has the key of the masks of
+      every step and microbatch.
 
   Returns:
-    The jitted function. Metrics are scalars, fp32 but for counts, which are
-    int32: those of the loss, `tokens` (of both sides, without padding),
-    `padding` (share of the positions), `gradient_norm` (before clipping),
+    The jitted function. Metrics are scalars, float32 except for int32 counts:
+    metrics of the loss, `tokens` (of both sides, without padding), `padding`
+    (fraction of the positions), `gradient_norm` (before clipping),
     `learning_rate/<group>`, `skipped` and `skipped_in_row`.
   """
   loss, axes = recipe.loss, recipe.rows.axes
   options = {}
-  if recipe.rows.compared:  # The loss divides the batch itself.
+  if recipe.rows.compared:  # The loss itself splits the batch.
     options, microbatches = {'parts': microbatches}, 1
 
   def step(state, batch, references, base):
-    # Inside the traced function: constraints look up the mesh when they are
-    # traced, at the first call.
+    # Inside the traced function: constraints look up the mesh while tracing.
     with partition.use(placement.mesh, placement.rules.as_dict()):
       flat = state_lib.flatten(state.params)
       trained = {p: flat[p] for paths in trainable.values() for p in paths}
@@ -85,11 +83,11 @@ def make_train_step(
       }
 
       def objective(trained, part, key):
-        # Divided by the whole batch's divisors: then gradients of microbatches
-        # of unequal weight add up to the batch's gradient.
+        # With divisors of the global batch, gradients of microbatches of
+        # unequal weight add up to the batch's gradient.
         params = state_lib.unflatten({**frozen, **trained})
         masks = base_model.Dropout(dropout, key) if dropout else None
-        # Models fold in the numbers of their stacks.
+        # Models fold in stack numbers, which are smaller.
         key = None if key is None else jax.random.fold_in(key, _ADAPTERS)
         params = placement.attach(base, params, key)
         terms = loss_lib.sums(
@@ -99,8 +97,8 @@ def make_train_step(
 
       keys = None
       if state.dropout_key is not None:
-        # The state's key never changes, so a resumed job draws the same masks
-        # as an uninterrupted one.
+        # The state's key is constant, so resumed and uninterrupted jobs draw
+        # the same masks.
         key = jax.random.fold_in(state.dropout_key, state.step)
         keys = jax.random.split(key, microbatches)
       shardings = {path: placement.parameters[path] for path in trained}
@@ -132,9 +130,9 @@ def make_train_step(
       **rates,
     }
 
-  # Explicit shardings: the output state is the next input, and must be neither
-  # resharded nor cause a recompilation. Batches, references and base (None)
-  # keep theirs. Metrics are replicated: every process reads them.
+  # Explicit shardings: the output state is the next input, and must not cause
+  # resharding or recompilation. Batches, references and base (None) keep
+  # theirs. Metrics are replicated because every process reads them.
   shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
   return jax.jit(
     step,
@@ -146,10 +144,10 @@ def make_train_step(
 
 
 def _clip(gradients, largest):
-  """Clips gradients to a global norm; also returns their norm before."""
+  """Clips gradients to a global norm; also returns the unclipped norm."""
   norm = optax.global_norm(gradients)
   if largest:
-    # The floor keeps gradients of zero at zero.
+    # The floor avoids 0 / 0 for zero gradients.
     scale = jnp.minimum(1.0, largest / jnp.maximum(norm, 1e-12))
     gradients = jax.tree.map(lambda g: g * scale, gradients)
   return gradients, norm
@@ -162,13 +160,12 @@ def _tokens(batch):
 
 
 def _accumulate(objective, trained, batch, keys, microbatches, shardings, axes):
-  """Sums gradients and losses over microbatches, in float32.
+  """Accumulates gradients and losses over microbatches, in float32.
 
-  `keys` is an array with a random key for each microbatch, or None.
+  `keys` is an array with one random key per microbatch, or None.
 
-  Memory holds one microbatch and one sum of gradients. The sum is sharded like
-  the parameters: gradients of a microbatch are reduced to those shards before
-  they are added.
+  The accumulator is sharded like the parameters: gradients of a microbatch are
+  reduce-scattered before they are added.
   """
   grad = jax.grad(objective, has_aux=True)
   if microbatches == 1:
@@ -180,7 +177,7 @@ def _accumulate(objective, trained, batch, keys, microbatches, shardings, axes):
   def add(total, part_and_key):
     part, key = part_and_key
     names = placement_lib.batch_axes(part, axes)
-    # Constrained again, as the split may lose the rows' sharding.
+    # The split may lose the sharding of the rows.
     part = {k: partition.shard(v, *names[k]) for k, v in part.items()}
     result = place(*grad(trained, part, key))
     return place(*jax.tree.map(jnp.add, total, result)), None
@@ -188,8 +185,8 @@ def _accumulate(objective, trained, batch, keys, microbatches, shardings, axes):
   split = functools.partial(partition.split_rows, parts=microbatches)
   parts = {name: split(value) for name, value in batch.items()}, keys
   first = jax.tree.map(lambda x: x[0], parts)
-  # Starts from zeros: starting from the first microbatch would put forward and
-  # backward pass into the program twice.
+  # Start from zeros: starting from the first microbatch would compile the
+  # forward and backward pass twice.
   zeros = jax.tree.map(
     lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(grad, trained, *first)
   )
@@ -199,16 +196,15 @@ def _accumulate(objective, trained, batch, keys, microbatches, shardings, axes):
 def _apply(
   state, flat, gradients, norm, trainable, optimizer, schedule, placement
 ):
-  """Updates every trainable group, or none if a gradient is not finite."""
-  # The norm is global: it is not finite if any gradient is not, and all
-  # processes decide alike.
+  """Updates all trainable groups, or none if a gradient is not finite."""
+  # The norm is global: it is non-finite if any gradient is, and equal on all
+  # processes.
   finite = jnp.isfinite(norm)
   rates, groups, params = {}, {}, dict(flat)
 
   def update(rate, gradients, group, old):
-    # The choice is part of the update, because offloaded state is in device
-    # memory only here. The count stays too, so a skipped update takes no step
-    # of the warm-up.
+    # Select inside the update: only here is offloaded state in device memory.
+    # The count is kept too, so a skipped update is no step of the warm-up.
     new = optimizer.update(gradients, group, old, rate)
     return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, (old, group))
 
@@ -243,11 +239,11 @@ def place_batch(
   placement: state_lib.Placement,
   axes: placement_lib.BatchAxes = types.MappingProxyType({}),
 ) -> dict[str, Array]:
-  """Makes global arrays of a process's rows, sharded over the mesh.
+  """Assembles global sharded arrays from each process's rows.
 
   Args:
-    batch: for every field the rows that this process's devices hold, in the
-      order of `placement.RowShards.rows`.
+    batch: rows of this process's devices for every field, in the order of
+      `placement.RowShards.rows`.
     placement: mesh and rules.
     axes: logical axes of batch fields, see `placement.batch_axes`.
 
@@ -267,8 +263,8 @@ def place_batch(
 
   def read_shard(name, index):
     rows, *columns = index
-    # The slice of an unsplit axis has no start. The process's rows are those of
-    # its shards only, so the shard number becomes their index.
+    # The slice of an unsharded axis has no start. `batch` has only the rows of
+    # this process's shards, so map the global start to a local one.
     start = shards.indices.index((rows.start or 0) // sizes[name]) * sizes[name]
     return batch[name][(slice(start, start + sizes[name]), *columns)]
 

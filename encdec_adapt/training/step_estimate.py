@@ -1,7 +1,7 @@
-"""Estimates of a program's memory, and of the work that remat repeats.
+"""Analytic estimates of a program's memory and of recomputation under remat.
 
-By rules over shapes: nothing is compiled. `remat_choice` ranks policies by
-them, and the planner programs.
+Nothing is compiled. `remat_choice` ranks policies with them, and the planner
+ranks programs.
 """
 
 import math
@@ -15,17 +15,17 @@ from encdec_adapt.ops import (
 )
 from encdec_adapt.training import workload
 
-# Memory of a TPU's training step that is not counted below (cast and gathered
-# weights, copies), as shares of the activations saved for the backward pass and
-# of the remainder. With these, peaks are 0.87 to 1.19 of those in
-# `configs/plans`.
+# Memory of a TPU training step not counted below (cast and gathered weights,
+# copies), as fractions of the activations saved for the backward pass and of
+# the remainder. Estimated peaks are then 0.87 to 1.19 times the compiled ones
+# in `configs/plans`.
 _UNCOUNTED_SAVED = 0.16
 _UNCOUNTED_REMAINDER = 1.0
-# Largest ratio of estimated memory to the limit that is worth compiling:
-# estimates for `configs/plans` are 0.87 to 1.19 of the compiled memory.
+# Largest ratio of estimated memory to the limit worth compiling, for errors as
+# above.
 DOUBT = 1.2
-# Weights that GPUs have gathered at a time: layers in training, a pattern of
-# two and the next; a share of all layers in decoding.
+# Weights gathered at a time on GPUs: in training, layers (a pattern of two and
+# the next two); in decoding, a fraction of all layers.
 _GATHERED_LAYERS = 4
 _GATHERED_SHARE = 0.4
 _FP32 = 4
@@ -34,7 +34,7 @@ _FP32 = 4
 def parts(
   work: workload.Workload, trained: float, platform: str
 ) -> dict[str, float]:
-  """Returns bytes that live inside a program only, by part.
+  """Returns bytes of a program's temporaries, by part.
 
   Args:
     work: the work of the program.
@@ -44,7 +44,7 @@ def parts(
   saved = sum(
     p.stack.layers * work.tokens(p) * _saved(work, p) for p in work.trained
   )
-  # Layers run in turn, so their unsaved activations share memory.
+  # Layers run sequentially, so their unsaved activations share memory.
   states, scores = max((_working(work, p) for p in work.passes), key=sum)
   working = states + scores
   name = 'logits' if work.decodes else 'loss'
@@ -54,10 +54,10 @@ def parts(
   if work.trains:
     parts['gradients'] = trained * gradients(work)
     if platform == 'gpu':
-      # The loss's chunk and a layer, which run in turn, share their memory.
+      # A chunk of the loss and a layer never run together and share memory.
       parts['activations'] -= min(working, parts['loss'])
       return parts
-    # Scores of a chunk live in its loop alone.
+    # Scores of a chunk live only within its loop.
     remainder = sum(parts.values()) - saved - scores
     parts['besides'] = _UNCOUNTED_SAVED * saved
     parts['besides'] += _UNCOUNTED_REMAINDER * remainder
@@ -65,21 +65,21 @@ def parts(
 
 
 def gradients(work: workload.Workload) -> int:
-  """Returns the number of trees of gradients that a training step holds.
+  """Returns the number of gradient trees in memory of a training step.
 
-  With microbatches these are the gradients of the current one and the sum.
+  With microbatches: the current gradients and the accumulator.
   """
   return 2 if work.parts > 1 else 1
 
 
 def _gathered_at_once(work: workload.Workload) -> float:
   weights = gathered_weights(work) * (work.partition.size('embed') > 1)
-  if work.trains:  # All layers, forward and backward.
+  if work.trains:  # Layers of the forward and backward pass.
     layers = sum(p.stack.layers for p in work.passes) + sum(
       p.stack.layers for p in work.trained
     )
     return weights * min(1.0, _GATHERED_LAYERS / layers)
-  # A decoding step gathers the table for its logits, too.
+  # A decoding step also gathers the table for its logits.
   stack = logits_pass(work).stack
   table = stack.table_rows * stack.width * work.item
   table *= work.partition.size('vocab') > 1
@@ -89,15 +89,15 @@ def _gathered_at_once(work: workload.Workload) -> float:
 def key_value_width(
   work: workload.Workload, stack_pass: workload.StackPass
 ) -> float:
-  """Returns elements of keys and values of a position on a device."""
+  """Returns elements of keys and values per position on a device."""
   stack = stack_pass.stack
   return 2.0 * stack.kv_heads * stack.head_dim / work.by_tensor
 
 
 def _saved(work: workload.Workload, stack_pass: workload.StackPass) -> float:
-  """Returns bytes that a layer saves of a token for its backward pass.
+  """Returns bytes per token that a layer saves for its backward pass.
 
-  Without rematerialisation these include keys and values of all shards of a
+  Without rematerialisation, they include keys and values of all shards of a
   row.
   """
   stack, remat = stack_pass.stack, work.compute.remat
@@ -105,14 +105,14 @@ def _saved(work: workload.Workload, stack_pass: workload.StackPass) -> float:
   keys_values = key_value_width(work, stack_pass)
   attentions = 1 + bool(stack_pass.source_length)
   mlp = stack.mlp_width / work.by_tensor
-  # Every policy saves the layer's input; the others add the outputs that
-  # `models.execution.REMAT_POLICIES` names.
+  # Every policy saves the layer's input; all but 'full' add the outputs named
+  # in `models.execution.REMAT_POLICIES`.
   width = stack.width
   if remat != 'full':
     width += attentions * heads
   if remat in ('narrow_dots', 'dots', 'none'):
-    # Queries, keys, values, and the products with weights that return to the
-    # model's width. Every answer has its own keys and values of the inputs.
+    # Queries, keys, values, and output projections back to the model width.
+    # Every answer has its own keys and values of the inputs.
     width += attentions * (heads + stack.width) + stack.width
     positions = stack_pass.length + stack_pass.source_length
     width += keys_values * positions / stack_pass.length
@@ -120,7 +120,7 @@ def _saved(work: workload.Workload, stack_pass: workload.StackPass) -> float:
     width += (1 + stack.mlp_gated) * mlp
   if remat == 'none':
     width += 4 * stack.width + keys_values * work.by_length + mlp
-  # Row statistics of the softmax, which 'full' computes again.
+  # Row statistics of the softmax, recomputed by 'full'.
   statistics = 0 if remat == 'full' else attentions * stack.heads * _FP32
   return float(width * work.item + statistics)
 
@@ -128,7 +128,7 @@ def _saved(work: workload.Workload, stack_pass: workload.StackPass) -> float:
 def _working(
   work: workload.Workload, stack_pass: workload.StackPass
 ) -> tuple[float, float]:
-  """Returns bytes of a layer while it runs; doubled for its gradients.
+  """Returns the working memory of a layer, with gradients in training.
 
   Returns:
     Bytes of states, and of a chunk's scores (0 with kernels).
@@ -149,26 +149,26 @@ def _working(
   elif stack_pass.trained and by_products(work, stack_pass):
     size = attention_gradients.SIZE
   if size:
-    # Scores and their gradients, in float32 and in the products' dtype, of a
-    # block of a row's queries and a tile of its keys.
+    # Scores and gradients of a block of queries and a tile of keys, in float32
+    # and in the compute dtype.
     pairs = math.prod(attention_tiles.even(x, size) for x in (length, keys))
     scores = pairs * stack.heads / work.by_tensor * 3 * (_FP32 + work.item)
-  # The single query of a cache runs no kernels (`cached_attention`).
+  # A single query over a cache uses no kernels (`cached_attention`).
   elif not backend.kernels or length == 1:
     scores = copies * tokens * keys * stack.heads / work.by_tensor * _FP32
   return states, scores
 
 
 def logits_pass(work: workload.Workload) -> workload.StackPass:
-  """Returns the pass with the states that logits are computed from."""
+  """Returns the pass whose states the logits are computed from."""
   decoder = work.models[0].decoder
   return next(p for p in work.passes if p.stack is decoder)
 
 
 def _loss(work: workload.Workload) -> float:
-  """Returns bytes of a chunk of logits and, in training, of gradients.
+  """Returns bytes of a chunk of logits and, in training, of its gradients.
 
-  Of an embedding model: of the similarities of a device's texts to all.
+  For embedding models: bytes of the similarities of a device's texts.
   """
   logits = logits_pass(work)
   stack, tokens = logits.stack, work.tokens(logits)
@@ -176,11 +176,11 @@ def _loss(work: workload.Workload) -> float:
     return 0.0
   if sizes := stack.head.sizes(stack.width):
     texts = work.rows * work.texts
-    # Compiled programs hold one matrix for each size of vectors in training.
+    # In training, one matrix per Matryoshka size.
     count = len(sizes) if work.trains else 1
     return texts * texts / work.by_rows * count * _FP32
-  # A device with a part of the table computes the logits of all devices that
-  # share the table.
+  # With a sharded table, a device computes its columns of the logits for all
+  # tokens of the devices that share the table.
   rows = min(work.chunk, tokens)
   rows *= work.partition.devices(work.exchange)
   columns = stack.table_rows / work.partition.size('vocab')
@@ -200,13 +200,13 @@ def _trains_table(work: workload.Workload) -> bool:
 def by_products(
   work: workload.Workload, stack_pass: workload.StackPass
 ) -> bool:
-  """Whether tokamax's attentions of a stack have gradients without kernels."""
+  """Returns whether tokamax's gradients of a stack run without kernels."""
   is_wide = stack_pass.stack.head_dim > attention_tokamax.KERNEL_HEAD_DIM
   return work.compute.attention == 'tokamax' and is_wide
 
 
 def recomputed(work: workload.Workload) -> float:
-  """Returns FLOPs on all devices that the backward pass repeats."""
+  """Returns FLOPs recomputed by the backward pass, on all devices."""
   remat, total = work.compute.remat, 0
   for stack_pass in work.trained:
     stack = stack_pass.stack
@@ -215,20 +215,20 @@ def recomputed(work: workload.Workload) -> float:
       total += stack_pass.flops(forward_flops.stack_forward)
     if remat == 'attention':
       total -= stack_pass.flops(forward_flops.scores)
-    if remat == 'narrow_dots':  # Both products that widen.
+    if remat == 'narrow_dots':  # Both products to the MLP width.
       length = stack_pass.answers * stack_pass.length
       total += 4 * stack.layers * length * stack.width * stack.mlp_width
   return float(total * work.rows)
 
 
 def gathered_weights(work: workload.Workload) -> float:
-  """Returns bytes of the weights that a device gathers for a microbatch."""
+  """Returns bytes of weights gathered by a device per microbatch."""
   stacks = parameters.count_by_stack(work.models[0])
-  if work.decodes:  # The encoder has run before.
+  if work.decodes:  # The encoder has already run.
     stacks = {'decoder': stacks['decoder']}
-  # Tables are not gathered: devices exchange hidden states instead.
+  # Tables stay sharded: devices exchange hidden states instead.
   total = sum(c.other + c.cross for c in stacks.values())
-  total *= 2 if work.trains else 1  # Once more for the backward pass.
+  total *= 2 if work.trains else 1  # Again for the backward pass.
   for model in work.references:
     counts = parameters.count_by_stack(model).values()
     total += sum(c.other + c.cross for c in counts)

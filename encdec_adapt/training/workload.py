@@ -1,4 +1,4 @@
-"""Work of a program of a job: passes of stacks over rows, shared by devices."""
+"""Work of a program: passes of stacks over rows, divided over devices."""
 
 from collections.abc import Callable, Iterable, Iterator
 import dataclasses
@@ -21,13 +21,12 @@ class StackPass:
 
   Attributes:
     stack: configuration of the stack.
-    length: positions of a row that it computes.
-    keys: positions that its self-attention may see; more than `length` if a
-      cache has the others.
-    inputs: positions of the inputs that it reads beside its row
-      (cross-attention) or first in it (a prefix decoder), or 0.
+    length: computed positions of a row.
+    keys: positions visible to self-attention; more than `length` with a cache.
+    inputs: positions of the inputs, read by cross-attention or as the prefix
+      of the row (prefix decoder); or 0.
     trained: whether a backward pass follows.
-    answers: rows that it computes for a row of the batch.
+    answers: computed rows per row of the batch.
   """
 
   stack: model_config.StackConfig
@@ -39,35 +38,34 @@ class StackPass:
 
   @property
   def source_length(self) -> int:
-    """Positions that its cross-attention reads, or 0."""
+    """Positions read by cross-attention, or 0."""
     return self.inputs * (self.stack.cross_width is not None)
 
   def flops(self, formula: Callable[..., int]) -> int:
-    """Returns FLOPs of a batch's row by a function of `forward_flops`."""
+    """Returns FLOPs per row of the batch with a `forward_flops` function."""
     row = formula(self.stack, self.length, source_length=self.inputs)
     return self.answers * row
 
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-  """Work of a single run of a program: the passes of its stacks.
+  """Work of one execution of a program: the passes of its stacks.
 
   Attributes:
     partition: partition of the program on its mesh.
-    models: shapes of the models that read a batch: that of the job, then the
-      frozen ones.
+    models: shapes of the models: the job's model, then the frozen ones.
     compute: section `compute` of the configuration.
-    lengths: tokens of a row; of decoding, its positions.
-    rows: rows of a batch on all devices.
-    answers: answers of a row.
-    chunk: tokens whose logits are computed at a time.
+    lengths: tokens of a row; for decoding, cache positions.
+    rows: rows of the global batch.
+    answers: answers per row.
+    chunk: tokens per chunk of logits.
     trains: whether it is a training step.
-    decodes: whether it is a step of decoding.
+    decodes: whether it is a decoding step.
     parts: number of microbatches.
-    caches: whether they are computed again for the gradients of a loss over
+    caches: whether microbatches are recomputed for the gradients of a loss over
       the whole batch (gradient caching, `training.losses.infonce`).
-    texts: texts of a row that an embedding model compares.
-    adapters: adapters that train over a frozen base; None where the model does.
+    texts: texts per row of an embedding model.
+    adapters: adapters over a frozen base; None for full training.
   """
 
   partition: partition.Partition
@@ -86,7 +84,7 @@ class Workload:
 
   @property
   def references(self) -> tuple[model_config.ModelConfig, ...]:
-    """Shapes of the frozen models that it reads."""
+    """Shapes of the frozen models."""
     return self.models[1:]
 
   @property
@@ -96,28 +94,28 @@ class Workload:
 
   @property
   def by_rows(self) -> int:
-    """Number of devices that share a batch by its rows."""
+    """Number of shards of the batch axis."""
     return self.partition.size('batch')
 
   @property
   def by_length(self) -> int:
-    """Number of devices that share a row."""
-    # Decoding computes a token of every row: there is no length to share.
+    """Number of shards of the length axis."""
+    # Decoding computes one token per row: there is no length to shard.
     return 1 if self.decodes else self.partition.size('length')
 
   @property
   def by_tensor(self) -> int:
-    """Number of devices that share heads and feed-forwards."""
+    """Number of shards of heads and feed-forward layers."""
     return self.partition.size('mlp')
 
   @property
   def exchange(self) -> tuple[str, ...]:
-    """Mesh axes with devices that share the table and not the tokens."""
+    """Mesh axes that shard both the table and the tokens."""
     return self.partition.common(partition.TOKENS, ['vocab'])
 
   @functools.cached_property
   def passes(self) -> tuple[StackPass, ...]:
-    """Passes of all stacks, those of references last."""
+    """Passes of all stacks, references last."""
     return tuple(self._passes())
 
   def _passes(self) -> Iterator[StackPass]:
@@ -131,7 +129,7 @@ class Workload:
       trained = self.trains and not i
       for name, side in model.architecture.sides(lengths.encoder > 0).items():
         stack, length = model.stacks[name], getattr(lengths, side)
-        # An encoder reads the prompt of several answers once.
+        # The encoder reads the prompt once for all answers.
         answers = 1 if side == 'encoder' else self.answers
         yield StackPass(
           stack, length, length, lengths.encoder, trained, answers
@@ -139,21 +137,21 @@ class Workload:
 
   @property
   def trained(self) -> list[StackPass]:
-    """Passes that a backward pass follows."""
+    """Passes with a backward pass."""
     return [p for p in self.passes if p.trained]
 
   @property
   def busy(self) -> int:
-    """Number of devices that share the work; others repeat it."""
+    """Number of devices with distinct work; others replicate it."""
     return self.by_rows * self.by_length * self.by_tensor
 
   @property
   def device_rows(self) -> float:
-    """Rows of the batch on a device."""
+    """Rows of the batch per device."""
     return self.rows / self.by_rows / self.by_length
 
   def tokens(self, stack_pass: StackPass) -> float:
-    """Returns the positions of a microbatch on a device."""
+    """Returns the positions of a microbatch per device."""
     rows = self.device_rows / self.parts * stack_pass.answers
     return rows * stack_pass.length
 
@@ -170,7 +168,7 @@ def of_step(
     placement: the trained model and its mesh.
     recipe: the kind of training.
     train: section `train` of the configuration.
-    references: shapes of the frozen models that it reads.
+    references: shapes of the frozen models.
   """
   model, rows = placement.model, recipe.rows
   return Workload(
