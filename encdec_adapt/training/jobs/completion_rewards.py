@@ -241,7 +241,7 @@ def open_rewards(
 
   Args:
     settings: the validated configuration.
-    compute: its section `compute`, for the devices.
+    compute: section `compute`, resolved for the devices.
     placement: the trained model and its mesh.
 
   Raises:

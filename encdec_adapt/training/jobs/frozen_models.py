@@ -57,7 +57,7 @@ class FrozenModels:
     """Reads the parameters; returns them by name, and all digests.
 
     Args:
-      base: frozen base of adapters; models equal to it share its arrays.
+      base: frozen base of adapters; models made from it share its arrays.
       base_params: its parameters.
     """
     params, digests = job_models.read_frozen(self.references, base, base_params)
@@ -76,7 +76,7 @@ def open_frozen(
 
   Args:
     settings: the validated configuration.
-    compute: its section `compute`, for the devices.
+    compute: section `compute`, resolved for the devices.
     placement: the trained model and its mesh.
 
   Raises:

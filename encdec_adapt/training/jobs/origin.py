@@ -59,7 +59,7 @@ class FromSources(Origin):
 
     Args:
       settings: the validated configuration.
-      compute: its section `compute`, for the devices.
+      compute: section `compute`, resolved for the devices.
       phases: the phases of the job.
       log: prints a line on process 0.
 
@@ -156,7 +156,7 @@ class FromCheckpoint(Origin):
     self.cost = compute_cost.Cost(**checkpoint.read_data())
 
   def check_rows(self, order: Mapping[str, Any], ranges: Any) -> None:
-    """Checks that the rows consumed so far are unchanged."""
+    """Checks that the saved position refers to the same rows."""
     consumed = self.cost.rows_of_parts
     saved = self._saved['order']
     resume_checks.check_same_rows(saved, order, consumed, ranges)

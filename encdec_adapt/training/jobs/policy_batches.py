@@ -86,7 +86,7 @@ class PolicyBatches(record_batches.SampledBatches):
 
     Args:
       job: the job.
-      telemetry: counts the time.
+      telemetry: telemetry of the job.
       watch: watchdog of the job.
     """
     super().__init__(job, telemetry, watch)

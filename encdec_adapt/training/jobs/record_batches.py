@@ -24,7 +24,7 @@ class RecordBatches:
 
     Args:
       job: the job.
-      telemetry: counts the time.
+      telemetry: telemetry of the job.
     """
     self._recipe, self._data, self._loader = job.recipe, job.data, job.loader
     self._telemetry, self._log, self._shown = telemetry, job.log, False
@@ -86,7 +86,7 @@ class SampledBatches(RecordBatches):
 
     Args:
       job: the job.
-      telemetry: counts the time.
+      telemetry: telemetry of the job.
       watch: watchdog of the job.
     """
     super().__init__(job, telemetry)

@@ -38,7 +38,7 @@ class Resolved:
 
     Args:
       settings: the validated configuration.
-      compute: its section `compute`, for the devices.
+      compute: section `compute`, resolved for the devices.
       steps: steps of the job.
 
     Raises:

@@ -37,7 +37,7 @@ class Trained:
 
   @property
   def compute(self) -> execution.ComputeConfig:
-    """Section `compute` of the configuration, for the devices."""
+    """Section `compute`, resolved for the devices."""
     return self.phases.placement.model.compute
 
   def params(self, state: state_lib.TrainState) -> base_model.Params:
