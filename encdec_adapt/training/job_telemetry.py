@@ -132,7 +132,7 @@ class JobTelemetry(contextlib.AbstractContextManager):
   def phase(
     self, watch: watchdog.Watchdog, step: int, name: str
   ) -> Iterator[None]:
-    """Times a phase of a step, and resets the watchdog for it."""
+    """Times a phase of a step, under the watchdog's limit for it."""
     watch.beat(step, name)
     with self.spent(name):
       yield

@@ -77,7 +77,7 @@ def check_job(
     data: section `data`.
     compute: section `compute`.
     mesh: the device mesh.
-    rules: meaning of logical axes on it.
+    rules: mapping of logical to mesh axes.
 
   Raises:
     UserError: the devices cannot run the attention backend, batches do not
@@ -102,7 +102,7 @@ def check_batches(
     train: section `train` of the configuration.
     lengths: tokens of a row.
     mesh: the device mesh.
-    rules: meaning of logical axes on it.
+    rules: mapping of logical to mesh axes.
 
   Raises:
     UserError: names the key, its value and the number of shards.
@@ -220,7 +220,7 @@ def place_model(
     model: the model's shape.
     compute: section `compute` of the configuration.
     mesh: the device mesh.
-    rules: meaning of logical axes on it.
+    rules: mapping of logical to mesh axes.
     adapters: adapters over the model, None for full training.
 
   Raises:

@@ -64,7 +64,7 @@ class Placement:
   Attributes:
     model: the model.
     mesh: the device mesh; abstract if nothing is computed.
-    rules: meaning of logical axes on it.
+    rules: mapping of logical to mesh axes.
     dtype: dtype of the parameters; None for the parameter table's (float32),
       as required for training.
     adapters: adapters over a frozen base; None for full training.

@@ -93,11 +93,11 @@ class InfoNce(loss.Loss):
     """Computes the vectors of texts, [B, M, E].
 
     Args:
-      model: see `loss.Loss.predict`.
-      params: likewise.
-      batch: likewise.
-      routing: likewise.
-      dropout: likewise.
+      model: the trained model or a frozen one.
+      params: its parameters.
+      batch: fields of `objectives.framing`.
+      routing: list for the router losses of the layers; None to skip them.
+      dropout: rate and key of dropout; None for none.
       parts: microbatches that the batch is embedded in.
     """
     names = ('tokens', 'segments', 'positions')

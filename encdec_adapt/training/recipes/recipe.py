@@ -200,7 +200,7 @@ def rows_of(sections: Sections, rows: type[Rows] = Rows, **fields: Any) -> Rows:
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-  """Base class of recipes; immutable, with all checks done by `of`.
+  """Base class of recipes; `of` makes a complete one from a configuration.
 
   Attributes:
     losses: base class of its losses.
@@ -255,7 +255,7 @@ def require_comparisons(sections: Sections) -> None:
   """Checks that rows are preferences.
 
   Raises:
-    UserError: they are not.
+    UserError: rows are not preferences.
   """
   examples = {objective.rows.example for objective in sections.objectives}
   if examples != {preferences.Preference}:

@@ -52,8 +52,8 @@ class EvaluationConfig:
       )
     for key in ('samples', 'tasks_every'):
       value = getattr(self, key)
-      # Others run only at evaluation steps of the loss: fractions are rounded to
-      # multiples of its interval.
+      # Others run only at evaluation steps of the loss: fractions are rounded
+      # to multiples of its interval.
       if value and not self.loss:
         raise errors.UserError(
           f'config.evaluation.{key} is {value:g} and config.evaluation.loss 0,'

@@ -64,7 +64,7 @@ class RewardsConfig:
 
   @functools.cached_property
   def weights(self) -> dict[str, float]:
-    """Weight of each reward that is on, by its name."""
+    """Weight of each enabled reward, by name."""
     weights = {'answers': self.answers, 'code': self.code}
     for texts, values in (
       (self.functions, self.function_weights),
