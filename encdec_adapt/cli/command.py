@@ -1,8 +1,8 @@
 """Flag parsing, subcommands and help, shared by every main.
 
-A main defines its flags in a function, so that importing it defines none and
-a study can run several mains in a process, parsed as from a shell. This module
-must not import jobs: it only knows their flags.
+Each main defines its flags in a function: importing a main defines no flags,
+and a study can parse and run several mains in one process. This module must not
+import jobs: it only knows their flags.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,9 +29,9 @@ from encdec_adapt.cluster import distributed, host_memory
 _BAD_FLAGS = (flags.Error, LookupError, AttributeError, TypeError, ValueError)
 _LIBRARIES = re.compile('/(absl|ml_collections)/')
 DefineFlags = Callable[[flags.FlagValues], None]
-# Kinds of flags by the type of their values.
+# Flag kind by value type.
 _KINDS = {bool: 'bool', int: 'integer', float: 'float', str: 'string'}
-_AGREES = 'agrees'  # Attribute of the flags that must agree.
+_AGREES = 'agrees'  # Flag attribute: whether processes must agree on it.
 _ARGUMENTS = 'arguments'  # Attribute of --config: all arguments of the command.
 
 
@@ -60,12 +60,12 @@ def flag(
   """Returns a function that defines a flag.
 
   Args:
-    kind: kind of the flag, such as 'string' for `flags.DEFINE_string`.
-    name: name of the flag.
-    *arguments: help text of the flag; for an enum, its allowed values first.
-    default: value of a flag that is not given.
-    **options: options of the kind, such as `lower_bound`; and `agrees`,
-      whether the processes of a job must have the same value (by default).
+    kind: flag kind, such as 'string' for `flags.DEFINE_string`.
+    name: flag name.
+    *arguments: help text, after the allowed values of an enum.
+    default: default value.
+    **options: options of the kind, such as `lower_bound`, and `agrees`: whether
+      all processes of a job must have the same value (default: True).
   """
   agrees = options.pop(_AGREES, True)
   define = getattr(flags, f'DEFINE_{kind}')
@@ -78,7 +78,7 @@ def flag(
 
 
 class _AllFlag(flags.BooleanFlag):
-  """A boolean flag that takes 'all', too; its value is a text then."""
+  """A boolean flag that also accepts the string 'all'."""
 
   def _parse(self, value):
     return value if value == 'all' else super()._parse(value)
@@ -129,7 +129,7 @@ def define(*definitions: DefineFlags) -> DefineFlags:
   return define_flags
 
 
-# Flags of a command that may run as several processes.
+# Flags of multi-process commands.
 define_processes = define(
   string('coordinator', 'host:port of process 0, or auto.', agrees=False),
   integer('processes', 'Number of processes.', agrees=False),
@@ -145,11 +145,11 @@ define_processes = define(
 
 @contextlib.contextmanager
 def processes(values: flags.FlagValues, **inputs: Any) -> Iterator[None]:
-  """Runs a job of a single or several processes, which fail together.
+  """Runs a job on one or several processes, which fail together.
 
   Args:
-    values: flags of the command, `define_processes` among them.
-    **inputs: values besides the flags that must be equal in every process.
+    values: flags of the command, including `define_processes`.
+    **inputs: further values that must be equal in every process.
   """
   with distributed.fail_together():
     distributed.initialize(
@@ -163,9 +163,9 @@ def processes(values: flags.FlagValues, **inputs: Any) -> Iterator[None]:
 
 
 def agreed(values: flags.FlagValues) -> dict[str, Any]:
-  """Returns the flags that are the same in every process, by name."""
-  # absl and ml_collections define more flags, which are not declared here:
-  # the latter has a flag for every key, and `config` below has its value.
+  """Returns the flags that must agree across processes, by name."""
+  # absl and ml_collections define further flags. ml_collections adds a flag per
+  # key, and `config` below contains its value.
   equal = [name for name in values if getattr(values[name], _AGREES, False)]
   agreed = {name: values[name].value for name in equal}
   if 'config' in agreed:
@@ -174,14 +174,14 @@ def agreed(values: flags.FlagValues) -> dict[str, Any]:
 
 
 def made_by(values: flags.FlagValues, name: str) -> dict[str, str]:
-  """Describes a command that was parsed, as a work directory keeps it.
+  """Returns the provenance of a parsed command, for the work directory.
 
   Args:
-    values: flags of the command; `define_config` has defined some.
-    name: name of the command, such as 'train'.
+    values: flags of the command, including `define_config`.
+    name: command name, such as 'train'.
 
   Returns:
-    The command line, and file and argument of the configuration.
+    The command line and the configuration's file and argument.
   """
   flag = values['config']
   file, _, argument = config_flags.get_config_filename(flag).partition(':')
@@ -197,7 +197,7 @@ class _ConfigParser(config_flags.config_flags.ConfigFileFlagParser):
   """Loads FILE[:ARG], or a shipped configuration by its name."""
 
   def parse(self, path: str) -> Any:
-    """Returns what `get_config` of the file returns."""
+    """Returns the result of the file's `get_config`."""
     return super().parse(configs.locate(path))
 
 
@@ -216,7 +216,7 @@ def define_config(values: flags.FlagValues) -> None:
 
 
 def parse(define: DefineFlags, argv: Sequence[str]) -> flags.FlagValues:
-  """Parses flags into values that are separate from absl's global ones.
+  """Parses flags into values separate from absl's global flags.
 
   Args:
     define: defines the flags.
@@ -237,7 +237,7 @@ def parse(define: DefineFlags, argv: Sequence[str]) -> flags.FlagValues:
 def parse_operands(
   define: DefineFlags, argv: Sequence[str]
 ) -> tuple[flags.FlagValues, list[str]]:
-  """Parses as `parse` does; also returns the arguments that are not flags."""
+  """Parses like `parse`; also returns the positional arguments."""
   values = flags.FlagValues()
   values.set_gnu_getopt(True)  # Flags may follow operands.
   arguments = [sys.argv[0], *argv]
@@ -279,7 +279,7 @@ def main(
     description: text for --help.
     define: defines the flags.
     run: takes the values of the flags; returns an exit status.
-    operands: whether `run` also takes the arguments that are not flags.
+    operands: whether `run` also takes the positional arguments.
   """
 
   def start(argv: Sequence[str]) -> int:
@@ -296,14 +296,14 @@ def main(
 
 
 def main_of(description: str, commands: Mapping[str, Subcommand]) -> None:
-  """Runs as `main` does; the first argument names a subcommand."""
+  """Runs like `main`; the first argument names a subcommand."""
   _run(lambda argv: run_subcommand(description, commands, argv))
 
 
 def run_subcommand(
   description: str, commands: Mapping[str, Subcommand], argv: Sequence[str]
 ) -> int:
-  """Runs the subcommand that the first argument names.
+  """Runs the subcommand named by the first argument.
 
   Args:
     description: text for --help.
@@ -314,7 +314,7 @@ def run_subcommand(
     The exit status.
 
   Raises:
-    UserError: no or an unknown subcommand; bad flags or operands.
+    UserError: missing or unknown subcommand, bad flags or operands.
   """
   name = argv[0] if argv else ''
   if name in ('-h', '--help', '--helpfull'):
@@ -345,23 +345,21 @@ def run_subcommand(
 def _run(start: Callable[[Sequence[str]], int]) -> None:
   def run(argv: Sequence[str]) -> int:
     logging.set_verbosity(logging.WARNING)  # Orbax logs much at INFO.
-    # Into a file or pipe Python writes 8 KB at once: hours of a job's lines.
+    # Python buffers 8 KB for files and pipes: hours of a job's output.
     if isinstance(sys.stdout, io.TextIOWrapper):
-      # A terminal may not have all characters of a text.
+      # A terminal's encoding may lack characters.
       sys.stdout.reconfigure(line_buffering=True, errors='backslashreplace')
     return exit_status.guard(start, argv[1:])
 
-  # absl and Grain's workers require that absl's global flags are parsed; ours
-  # are separate.
+  # absl and Grain's workers require parsed global flags; ours are separate.
   absl_app.run(run, flags_parser=lambda argv: flags.FLAGS(argv[:1]) + argv[1:])
 
 
 def arguments(options: Mapping[str, Any]) -> list[str]:
-  """Returns the arguments of a command for options by the names of its flags.
+  """Returns command-line arguments for options keyed by flag name.
 
   Args:
-    options: values; None for a flag that is not given, several for one that is
-      repeated.
+    options: values by flag name; None omits a flag, a list repeats it.
   """
   return [
     f'--{name}={item}'
@@ -372,7 +370,7 @@ def arguments(options: Mapping[str, Any]) -> list[str]:
 
 
 def require(values: flags.FlagValues, *names: str) -> None:
-  """Raises UserError for a flag that was not given."""
+  """Raises UserError if a flag is missing."""
   for name in names:
     if not values[name].value:
       raise errors.UserError(f'--{name} is missing; see --help.')
@@ -390,7 +388,8 @@ def _argv(arguments: Sequence[str]):
 
 def _user_error_within(error: BaseException) -> BaseException | None:
   # config_flags raises an error of the same type with a traceback as its text,
-  # which absl wraps; the context of the former is the file's.
+  # and absl wraps that error. The context of the inner one is the file's own
+  # error.
   while error is not None and not isinstance(error, errors.UserError):
     error = error.__context__
   return error and error.__context__
@@ -402,7 +401,7 @@ def _explain(error: Exception, arguments: Sequence[str]) -> str:
   if frames:  # The configuration file was running.
     file, line = frames[-1]
     position = f'at {file}:{line}'
-    # get_config was called with an argument that it does not take.
+    # get_config does not accept the argument.
     if file == config_flags.config_flags.__file__:
       position = 'with what follows the colon'
     return f'the configuration file failed {position}: {_last_line(error)}.'

@@ -1,7 +1,7 @@
 """The console script `encdec-adapt COMMAND [flags]`.
 
 `encdec-adapt train` is `python -m encdec_adapt.train`. This module must not
-import the commands: it runs the one that is named.
+import the commands: it runs the named one only.
 """
 
 from collections.abc import Sequence
@@ -12,13 +12,13 @@ import sys
 from encdec_adapt.base import errors, exit_status
 
 _PACKAGE = 'encdec_adapt'
-# In the order of a first job.
+# In the order of use.
 COMMANDS = ('materialize', 'train', 'evaluate', 'generate')
 COMMANDS += ('convert', 'serve', 'plan', 'study')
 
 
 def main() -> int:
-  """Runs the command that the first argument names; returns a status."""
+  """Runs the command named by the first argument; returns its exit status."""
   return exit_status.guard(_run, sys.argv[1:])
 
 
@@ -33,7 +33,7 @@ def _run(arguments: Sequence[str]) -> int:
     )
   elif name in COMMANDS:
     del sys.argv[1]
-    # As `python -m` does: worker processes import the main module by its name.
+    # Like `python -m`: worker processes import the main module by its name.
     runpy.run_module(f'{_PACKAGE}.{name}', run_name='__main__', alter_sys=True)
   else:
     raise errors.UserError(
