@@ -9,7 +9,7 @@ from jax import tree_util
 
 from encdec_adapt.sharding import memory, placement
 
-# Bytes from which an array that every device holds is reported.
+# Minimum bytes of replicated arrays to report.
 LARGE = 64 * 2**20
 
 
@@ -21,9 +21,9 @@ class Row:
     name: part of the arguments and path in it, such as 'parameters/a/b'.
     dimensions: 'embed 2304/fsdp, mlp 9216': logical name, size and mesh axes.
     dtype: dtype of the elements.
-    bytes: bytes of a device's shard.
-    replicated: every device of several holds the whole array.
-    host: the array is in the host's memory.
+    bytes: bytes per device.
+    replicated: whether each of several devices holds the whole array.
+    host: whether the array is in host memory.
   """
 
   name: str
@@ -35,16 +35,16 @@ class Row:
 
   @property
   def part(self) -> str:
-    """Part of the arguments that the array belongs to."""
+    """Part of the arguments: the first component of `name`."""
     return self.name.partition('/')[0]
 
 
 def device_bytes(tree: Any, *, host: bool = False) -> float:
-  """Returns bytes of a device's shards of a tree, abstract or not.
+  """Returns a tree's bytes per device; its leaves may be abstract.
 
   Args:
     tree: arrays, or shapes with shardings.
-    host: count shards in the host's memory instead of the device's.
+    host: count host memory instead of device memory.
   """
   return float(
     sum(
@@ -80,7 +80,7 @@ def describe(
         (split,) if isinstance(split, str) else split or ()
         for split in (*leaf.sharding.spec, *[None] * leaf.ndim)[: leaf.ndim]
       ]
-      # An axis of a single device in a spec does not split anything.
+      # Mesh axes of size 1 split nothing.
       used = {axis for split in spec for axis in split if mesh[axis] > 1}
       dimensions = [
         f'{name or "-"} {size}' + ('/' + '.'.join(split) if split else '')
@@ -100,7 +100,7 @@ def describe(
 
 
 def replicated(rows: Iterable[Row]) -> list[dict[str, Any]]:
-  """Returns arrays of at least `LARGE` bytes that every device holds whole.
+  """Returns fully replicated arrays of at least `LARGE` bytes.
 
   Returns:
     `name` and `bytes` of each.

@@ -1,7 +1,7 @@
-"""Memory kinds of arrays: the device's memory, or the host's.
+"""Memory kinds of arrays: device or host.
 
-The only module that queries memory kinds, which differ between backends and
-versions of JAX.
+No other module queries memory kinds, which differ between backends and JAX
+versions.
 """
 
 from jax.sharding import Mesh, NamedSharding
@@ -11,7 +11,7 @@ HOST = 'pinned_host'
 
 
 def check_host(mesh: Mesh) -> None:
-  """Raises an error if devices cannot read arrays in the host's memory.
+  """Checks that devices can read arrays in host memory.
 
   Raises:
     ValueError: the platform has no such memory.
@@ -26,12 +26,12 @@ def check_host(mesh: Mesh) -> None:
 
 
 def on_host(sharding: NamedSharding) -> NamedSharding:
-  """Returns the same sharding in the memory of the devices' hosts."""
+  """Returns the same sharding with host memory."""
   return sharding.with_memory_kind(HOST)
 
 
 def on_device(sharding: NamedSharding) -> NamedSharding:
-  """Returns the same sharding in the devices' memory."""
+  """Returns the same sharding with device memory."""
   # The kind is 'device' on accelerators and differs on CPUs.
   device = sharding.mesh.devices.flat[0]
   return sharding.with_memory_kind(device.default_memory().kind)

@@ -17,7 +17,7 @@ AXES = ('replica', 'fsdp', 'sequence', 'tensor')
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
-  """Keys of `config.mesh`: sizes of the mesh axes, and the sharding rules."""
+  """Keys of `config.mesh`: mesh axis sizes and sharding rules."""
 
   replica: int = keys.key(
     1, 'Copies of the parameters; their gradients are all-reduced.'
@@ -41,10 +41,10 @@ class MeshConfig:
     keys.check(self, 'config.mesh.')
 
   def sizes(self, devices: int) -> tuple[int, ...]:
-    """Returns the sizes of the four axes on this many devices.
+    """Returns the sizes of the four axes for a number of devices.
 
     Raises:
-      ValueError: the axes do not multiply to `devices`.
+      ValueError: the product of the axes is not `devices`.
     """
     sizes = [getattr(self, axis) for axis in AXES]
     described = ', '.join(f'{axis}={getattr(self, axis)}' for axis in AXES)
@@ -68,7 +68,7 @@ def in_groups(devices: int, largest: int) -> MeshConfig:
 
   Args:
     devices: number of devices, at least 1.
-    largest: most devices of a group, at least 1.
+    largest: maximum devices per group, at least 1.
   """
   fsdp = max(n for n in range(1, largest + 1) if devices % n == 0)
   return MeshConfig(replica=devices // fsdp, fsdp=fsdp)
@@ -79,15 +79,15 @@ def make_mesh(
 ) -> Mesh:
   """Builds the mesh over `devices` (default: all).
 
-  On a TPU a group of `fsdp` is a box of the torus, and `replica` is the only
-  axis that spans several slices, as the network between them is slow.
+  On TPU, an `fsdp` group is a box of the torus, and only `replica` spans
+  several slices, because the network between slices is slow.
 
   Axis types are Auto, which sharding constraints need; `jax.make_mesh`
   defaults to Explicit.
 
   Raises:
     ValueError: see `MeshConfig.sizes`; or `replica` is not a multiple of the
-      slices.
+      number of slices.
   """
   devices = jax.devices() if devices is None else devices
   sizes = config.sizes(len(devices))
@@ -101,8 +101,8 @@ def _arranged(sizes: tuple[int, ...], devices: Sequence[jax.Device]):
     return np.array(devices).reshape(sizes)
   slices = len({getattr(d, 'slice_index', 0) for d in devices})
   if slices == 1:
-    # An axis of the torus may be split between axes of the mesh; otherwise
-    # shapes such as fsdp=8, tensor=2 on 4x4 chips would be refused.
+    # Torus axes may be split between mesh axes; otherwise shapes such as
+    # fsdp=8, tensor=2 on 4x4 chips would be refused.
     return mesh_utils.create_device_mesh(
       sizes, devices, allow_split_physical_axes=True
     )

@@ -17,7 +17,7 @@ BatchAxes = Mapping[str, tuple[str | None, ...]]
 
 
 def replicated(mesh: Mesh | AbstractMesh) -> NamedSharding:
-  """Returns the sharding of a scalar."""
+  """Returns the fully replicated sharding."""
   return NamedSharding(mesh, PartitionSpec())
 
 
@@ -33,8 +33,8 @@ def parameter_shardings(
     rules: mesh axes of the logical axes.
 
   Raises:
-    ValueError: a dimension of a parameter does not divide, or the vocabulary
-      is split into too many parts.
+    ValueError: a parameter's dimension does not divide over the mesh, or the
+      vocabulary is split too often.
   """
   if any('vocab' in info.axes for info in table.values()):
     rules.check_vocabulary(mesh.shape)
@@ -46,12 +46,12 @@ def parameter_shardings(
 
 
 def axes_like_parameters(tree: Tree, table: Mapping[str, Any]) -> Tree:
-  """Returns logical axes of parameters, or of leaves made from them.
+  """Returns logical axes of parameters or of optimizer state.
 
-  A leaf below a parameter's path has the parameter's axes if it has its shape
-  (a moment), and the remaining axes if it lacks a dimension (Adafactor's
-  rows and columns; of two equal dimensions the first counts as missing). Any
-  other leaf (a count) has no names.
+  A leaf below a parameter's path gets the parameter's axes if the shapes are
+  equal (a moment), and the remaining axes if it lacks a dimension (Adafactor's
+  rows and columns; the first of two equal dimensions counts as missing). Other
+  leaves (counts) get no names.
 
   Args:
     tree: shaped leaves; parameter paths as keys, nested or joined with '/'.
@@ -62,8 +62,8 @@ def axes_like_parameters(tree: Tree, table: Mapping[str, Any]) -> Tree:
   """
 
   def name(path, leaf):
-    # The state of an optimizer nests the parameters below keys that it chooses,
-    # so every tail of the path is tried.
+    # Optimizers nest parameters below keys of their own, so every suffix of the
+    # path is tried.
     keys = path_string(path).split('/')
     tails = ('/'.join(keys[start:]) for start in range(len(keys)))
     info = next((table[tail] for tail in tails if tail in table), None)
@@ -117,7 +117,7 @@ def batch_axes(
 
   Args:
     batch: shaped fields.
-    declared: axes by field, where they are not rows and, if present, tokens.
+    declared: axes by field, for fields other than [rows] or [rows, tokens].
   """
   common = ('batch', 'length')
   return {
@@ -132,7 +132,7 @@ def batch_sharding(
   batch: Mapping[str, Any],
   declared: BatchAxes = types.MappingProxyType({}),
 ) -> dict[str, NamedSharding]:
-  """Returns shardings of a batch by the axes that `batch_axes` returns.
+  """Returns shardings of a batch, from its `batch_axes`.
 
   Raises:
     ValueError: the rows or the length of a field do not divide over the mesh.
@@ -142,11 +142,11 @@ def batch_sharding(
 
 @dataclasses.dataclass(frozen=True)
 class RowShards:
-  """Rows of every batch that the devices of a process hold.
+  """Shards of a batch's rows on the devices of a process.
 
   Processes hold the same rows if a `tensor` or `sequence` group spans them,
-  and the rows of a process need not be contiguous: both follow from the
-  order of the devices in the mesh.
+  and the rows of a process need not be contiguous: both follow from the device
+  order of the mesh.
 
   Attributes:
     total: number of shards of a batch's rows over the mesh.
@@ -157,7 +157,7 @@ class RowShards:
   indices: tuple[int, ...]
 
   def rows(self, batch_size: int) -> list[int]:
-    """Returns indices into a global batch that the process reads, ascending.
+    """Returns the process's rows of a global batch, ascending.
 
     Args:
       batch_size: rows of the global batch, a multiple of `total`.
@@ -166,10 +166,10 @@ class RowShards:
     return [i for s in self.indices for i in range(s * size, (s + 1) * size)]
 
   def shard_rows(self, count: int) -> int:
-    """Returns rows of a shard if this process read `count` for a batch.
+    """Returns the rows per shard, given the process's `count` rows of a batch.
 
     Raises:
-      ValueError: they do not divide over the shards of the process.
+      ValueError: `count` does not divide over the shards of the process.
     """
     size, remainder = divmod(count, len(self.indices))
     if remainder:
@@ -179,12 +179,12 @@ class RowShards:
     return size
 
 
-# Called for every batch, and the map of a large mesh takes long to build.
+# Called for every batch, and slow to build for a large mesh.
 @functools.cache
 def row_shards(
   mesh: Mesh, rules: rules_lib.Rules, process: int | None = None
 ) -> RowShards:
-  """Returns the rows of a batch that a process has to read.
+  """Returns the row shards of a process.
 
   Args:
     mesh: device mesh.

@@ -13,9 +13,9 @@ from jax.sharding import AbstractMesh, Mesh
 
 from encdec_adapt.ops import partition
 
-# Most devices with different tokens that may share a vocabulary table: each
-# reads the hidden states of all of them, which beyond this number costs more
-# than a smaller part of the table saves.
+# Maximum number of devices with different tokens that share a vocabulary table.
+# Each reads the hidden states of all of them; beyond this number that costs
+# more than a smaller table shard saves.
 VOCABULARY_GROUP = 64
 
 # Empty if the axis is not sharded.
@@ -24,7 +24,7 @@ MeshAxes = tuple[str, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-  """Mesh axes of every logical axis, the outermost first."""
+  """Mesh axes of every logical axis, outermost first."""
 
   # Parameters.
   embed: MeshAxes = ('fsdp',)
@@ -49,12 +49,12 @@ class Rules:
   act_heads: MeshAxes = ('tensor',)
   act_mlp: MeshAxes = ('tensor',)
   act_vocab: MeshAxes = ('tensor',)
-  # No axis of an array: the mesh axes that gradients of the layers' weights
-  # are summed over first (`ops.partition.sum_gradient_in_stages`).
+  # Not an array axis: mesh axes over which gradients of layer weights are
+  # summed first (`ops.partition.sum_gradient_in_stages`).
   summed_first: MeshAxes = ()
 
   def as_dict(self) -> dict[str, MeshAxes]:
-    """Returns the mapping that `ops.partition.use` takes."""
+    """Returns the mapping for `ops.partition.use`."""
     return dict(vars(self))
 
   def on(self, mesh: Mesh | AbstractMesh) -> partition.Partition:
@@ -64,17 +64,16 @@ class Rules:
   def for_sampling(
     self, sizes: Mapping[str, int], counts: Iterable[int]
   ) -> 'Rules':
-    """Returns the rules of a copy of the parameters that generates.
+    """Returns the rules for a copy of the parameters used for decoding.
 
-    Every step of decoding would gather parameters that are sharded by their
-    width. Heads, feed-forwards and vocabulary are divided over `fsdp` and
-    `tensor` instead, and rows over the other axes; a model that does not divide
-    so often is divided over `tensor`, and its copy is whole on each `fsdp`
-    group.
+    Every decoding step would gather parameters sharded by width. Instead,
+    heads, feed-forward layers and vocabulary are sharded over `fsdp` and
+    `tensor`, and rows over the other axes. A model that does not divide that
+    often is sharded over `tensor` only.
 
     Args:
       sizes: number of devices along each mesh axis, by name.
-      counts: heads, widths and rows of tables that have to divide.
+      counts: numbers of heads, widths and table rows, which must divide.
     """
     axes = self.mlp
     wide = ('fsdp', *axes)
@@ -83,7 +82,7 @@ class Rules:
       axes = wide
     divided = ('vocab', 'heads', 'kv_heads', 'mlp')
     divided += ('act_heads', 'act_mlp', 'act_vocab')
-    # A step has a single token per row, which no sequence axis divides.
+    # A decoding step has one token per row, so length is not sharded.
     whole = ('embed', 'table_embed', 'rank', 'length', 'kv_length')
     whole += ('summed_first',)
     return dataclasses.replace(
@@ -94,14 +93,14 @@ class Rules:
     )
 
   def check_vocabulary(self, sizes: Mapping[str, int]) -> None:
-    """Raises an error if the mesh splits the vocabulary too often.
+    """Checks that the mesh does not split the vocabulary too often.
 
     Args:
       sizes: number of devices along each mesh axis, by name.
 
     Raises:
       ValueError: more than `VOCABULARY_GROUP` devices with different tokens
-        share a table; says what is allowed.
+        share a table; names the limit.
     """
     shared = [a for a in self.vocab if a in self.batch + self.length]
     group = math.prod(sizes[axis] for axis in shared)
@@ -118,14 +117,14 @@ class Rules:
 
 # `fsdp`: parameters and batch over fsdp, heads and mlp over tensor; gradients
 # are summed over replica. For several slices, and for models with a state that
-# fits on the devices of an fsdp group.
-# `fsdp_replica`: everything but the tables also over replica, so that a device
-# holds less of the state. For a slice of more than `VOCABULARY_GROUP`
-# devices; between slices, gathering parameters would be slow.
-# `whole_slice`: the tables too, and gradients are summed inside the boxes of
-# fsdp first. For a slice with a state that needs all of its devices.
+# fits on an fsdp group.
+# `fsdp_replica`: also shards all parameters but the tables over replica. For a
+# slice of more than `VOCABULARY_GROUP` devices; between slices, gathering
+# parameters would be slow.
+# `whole_slice`: shards the tables too, and sums gradients inside the fsdp boxes
+# first. For a slice with a state that needs all of its devices.
 # `data_parallel`: parameters replicated, batch over every data axis. For
-# models that fit on each device.
+# models that fit on one device.
 RULES = {
   'fsdp': Rules(),
   'fsdp_replica': Rules(embed=('replica', 'fsdp'), rank=('replica', 'fsdp')),
