@@ -1,6 +1,6 @@
 """Text sources, and packed records made of them.
 
-`sources` and `seqio` read documents, `making` turns them into examples, packs
-these and writes shards, and `records` is what a training job reads.
-`data_section` holds the keys of `config.data`.
+`sources` and `seqio` read documents, `making` turns them into packed shards of
+examples, and `records` reads these for training. `data_section` holds the keys
+of `config.data`.
 """

@@ -19,7 +19,7 @@ from encdec_adapt.objectives import (
 )
 from encdec_adapt.tokenizers import chat_format, vocabulary_pair
 
-# A path that starts with this is below the work directory.
+# Prefix of paths below the work directory.
 WORKDIR = '{workdir}'
 
 
@@ -27,11 +27,10 @@ WORKDIR = '{workdir}'
 class DataConfig:
   """Keys of `config.data`.
 
-  Records are made from the text when they do not exist yet, by `python -m
-  encdec_adapt.materialize`.
+  `python -m encdec_adapt.materialize` makes missing records from the text.
 
   Attributes:
-    table_sizes: vocabulary size of the model, by stack.
+    table_sizes: vocabulary size of each stack.
     samples: whether the job continues the prompts of rows.
   """
 
@@ -182,7 +181,7 @@ class DataConfig:
     lengths = framing.Lengths(self.encoder_length, self.decoder_length)
     for objective in self.objectives:
       objective.check_lengths(lengths)
-    if self.source:  # A plan and a dry run need none: see `require_source`.
+    if self.source:  # Optional for plans and dry runs.
       self._check_sources()
     if self.eval_pack and self.development_rows:
       raise errors.UserError(
@@ -190,9 +189,9 @@ class DataConfig:
         f'{self.development_rows}, which chooses rows of one document; set one'
         ' of them to False or 0.'
       )
-    # Parsed for its errors, which come before any record is made.
+    # Parsed to raise its errors before any record is made.
     row_rates.parse(self.rates)
-    # The same file named twice is one vocabulary.
+    # Both keys may name the same file.
     if self.encoder_vocabulary not in ('', self.vocabulary):
       for objective in self.objectives:
         objective.check_vocabularies()
@@ -204,7 +203,7 @@ class DataConfig:
     source_kinds = set()
     for source, _ in mixtures.parse(self.source):
       kinds = text_sources.document_kinds(source, self.seqio_modules)
-      # A SeqIO task has text and pairs, whichever an objective reads.
+      # A SeqIO task has text or pairs, whichever the objective reads.
       source_kinds |= objective_kinds & kinds or kinds
     if source_kinds != objective_kinds:
       forms = [x for k in objective_kinds for x in text_sources.forms(k)]
@@ -217,15 +216,14 @@ class DataConfig:
       )
 
   def check_fields(self, fields: Mapping[str, bool], loss: str) -> None:
-    """Checks that the sources have the fields that a loss reads, and no more.
+    """Checks that the sources have exactly the fields read by a loss.
 
     Args:
-      fields: name of a field of sources, such as `scores` -> whether the loss
-        reads it.
+      fields: source field, such as `scores` -> whether the loss reads it.
       loss: `config.loss.kind`.
 
     Raises:
-      UserError: a field is not in the sources, or is there and not read.
+      UserError: a field is missing, or present and unused.
     """
     names = [
       text_sources.named_fields(source, self.seqio_modules)
@@ -243,10 +241,10 @@ class DataConfig:
       )
 
   def require_source(self) -> None:
-    """Refuses a configuration that names no text to make records of.
+    """Checks that the configuration names a text source.
 
     Raises:
-      UserError: names the key, with values for the objective.
+      UserError: names the key and the objective's kinds of sources.
     """
     if not self.source:
       forms = text_sources.forms(self.objectives[0].maker.documents)
@@ -257,16 +255,16 @@ class DataConfig:
 
   @functools.cached_property
   def objectives(self) -> tuple[example_maker.Objective, ...]:
-    """The objectives that share the training rows."""
+    """Objectives of the training rows."""
     return objective_names.parse(self.objective)
 
   def in_workdir(self, workdir: str) -> 'DataConfig':
-    """Returns the section with the paths of a job's work directory."""
+    """Returns the section with paths resolved in a work directory."""
     folder = self.folder or paths.join(workdir, 'records')
     return dataclasses.replace(
       self,
       folder=folder,
-      # The encoder's stays empty where it is the decoder's.
+      # Stays empty if both stacks share the decoder's vocabulary.
       vocabulary=_below(self.vocabulary, workdir)
       or paths.join(folder, 'vocabulary.model'),
       encoder_vocabulary=_below(self.encoder_vocabulary, workdir),
@@ -302,7 +300,7 @@ class DataConfig:
   def evaluation(self) -> record_sets.RecordSpec:
     """Spec of the held-out records."""
     # A held-out loss over several objectives would depend on their shares. A
-    # single pass, since a second would repeat its documents.
+    # second pass would repeat the documents.
     return self._spec(
       split='eval',
       objective=self.objectives[0].text,
@@ -329,7 +327,6 @@ class DataConfig:
 
 
 def _below(path: str, workdir: str) -> str:
-  """Resolves a path that may start with `WORKDIR`."""
   # Not `format`: other braces in a path are text.
   if path.startswith(WORKDIR):
     return paths.join(workdir, path.removeprefix(WORKDIR).lstrip('/'))

@@ -1,10 +1,9 @@
 """Batches of a record set as a pure function of the position.
 
-The saved state is the number of rows consumed, in all and of every part of a
+The saved state is the number of rows consumed, in total and per part of a
 mixture (`data/records/row_order.py`), so a job resumes exactly even with
-another batch size or another number of hosts. Every process makes only the rows
-of each global batch that its devices hold; rows on devices of several processes
-are made by each of them.
+another batch size or number of hosts. Each process makes only its devices' rows
+of a global batch; several processes may make the same row.
 
 Grain prefetches in a thread. This module imports neither TensorFlow nor SeqIO.
 """
@@ -29,13 +28,13 @@ class Loader:
   """Iterator over training batches.
 
   A batch has the fields of `objectives/framing.py` and `row` [B] int32, the row
-  numbers in the record set. Filler rows, of weight 0 and with the number
-  `row_order.FILLER`, complete the last batch of a stream.
+  numbers in the record set. Filler rows (weight 0, number `row_order.FILLER`)
+  complete the last batch.
 
   Attributes:
-    order: the order of the rows.
-    position: rows consumed by the batches returned so far; save it.
-    total: rows in the stream, None if it repeats without end.
+    order: order of the rows.
+    position: rows consumed by the batches returned so far, to be saved.
+    total: rows in the stream; None if it repeats forever.
   """
 
   def __init__(
@@ -59,25 +58,25 @@ class Loader:
 
     Args:
       record_set: rows to read.
-      lengths: S and T of the batch, which must equal those of the records.
+      lengths: S and T of the batch, equal to those of the records.
       batch_size: rows of the global batch.
       position: rows consumed before.
-      consumed: rows consumed of every part; see `row_order.Order`.
-      first_step: global step of the next batch, which decides MEAP's shared
-        masks and the phase of the rates.
-      seed: seed of the order of rows.
-      repeat: see `row_order.Order`; otherwise the stream ends after the last
-        pass.
-      rates: phases of a mixture; see `row_order.Order`.
+      consumed: rows consumed per part; see `row_order.Order`.
+      first_step: global step of the next batch; determines MEAP's shared masks
+        and the phase of the rates.
+      seed: seed of the row order.
+      repeat: whether to repeat forever (see `row_order.Order`) instead of
+        ending after the last pass.
+      rates: phases of mixture rates; see `row_order.Order`.
       teacher: whether to make the teacher's fields.
-      stored: a stored teacher, whose fields batches then have.
-      local: rows of the global batch that this process makes, each 0 to
+      stored: stored teacher; adds its fields to the batches.
+      local: indices of this process's rows in the global batch, each 0 to
         batch_size - 1 (`sharding.placement.RowShards.rows`); None for all.
       prefetch: batches made ahead; 0 makes none.
 
     Raises:
-      UserError: the records have other lengths or do not suit the rates, or
-        the position is beyond the end.
+      UserError: the lengths or rates do not match the records, or the position
+        is beyond the end.
     """
     _check_lengths(record_set, lengths)
     self.order = order = row_order.Order(
@@ -100,12 +99,12 @@ class Loader:
     self.position = position
     self._batch_size = batch_size
     slots = range(batch_size) if local is None else local
-    # Parsing refuses a mixture with shared masks, so the first objective
-    # speaks for all rows.
+    # Parsing rejects mixtures with shared masks, so the first objective
+    # represents all rows.
     share = shared_noise.share_of(record_set.spec.objectives[0])
 
-    # A function of the step alone: prefetched batches that a job never
-    # consumed leave no trace in the state that it saves.
+    # A pure function of the step: unconsumed prefetched batches do not affect
+    # the saved state.
     def make(step: int) -> framing.Batch:
       first = position + step * batch_size
       rows = [order.row(first + slot) for slot in slots]
@@ -114,13 +113,13 @@ class Loader:
         batch |= stored.fields(rows, lengths.decoder)
       if not share:
         return batch
-      # Masked here and not in the records: the published pattern depends on
-      # the step, which a stored row does not know.
+      # Masked here, not in the records: the published pattern depends on the
+      # step.
       return shared_noise.apply(
         batch, first_step + step, share, record_set.mask
       )
 
-    # Grain needs a length; no job comes to the end of the largest one.
+    # Grain needs a finite length; no job reaches this one.
     batches = sys.maxsize if self.remaining is None else self.remaining
     self._batches = _prefetched(make, batches, prefetch)
 
@@ -131,24 +130,24 @@ class Loader:
     """Returns the next batch.
 
     Raises:
-      StopIteration: the last pass is over.
+      StopIteration: the stream has ended.
     """
     batch = next(self._batches)
     self.position += self._batch_size
     if self.total is not None:
-      # The last batch may have filler, which is not a row of the records.
+      # The last batch may contain filler.
       self.position = min(self.position, self.total)
     return batch
 
   @property
   def remaining(self) -> int | None:
-    """Number of remaining batches, None if the stream repeats without end."""
+    """Number of remaining batches; None if the stream repeats forever."""
     if self.total is None:
       return None
     return -((self.position - self.total) // self._batch_size)
 
   def close(self) -> None:
-    """Ends the reading thread; the loader returns no more batches."""
+    """Stops the prefetch thread; the loader returns no more batches."""
     self._batches.close()
 
 
@@ -166,24 +165,23 @@ def evaluation_batches(
 
   Args:
     record_set: rows to read.
-    lengths: S and T of the batch, which must equal those of the records.
+    lengths: S and T of the batch, equal to those of the records.
     batch_size: rows of the global batch.
     teacher: whether to make the teacher's fields.
-    prefix_offset: if not 0, row i has the inputs of row (i + prefix_offset)
-      modulo the number of rows, so that targets follow the prefix of another
-      example. Needs rows of a single pair.
+    prefix_offset: if not 0, row i gets the inputs of row (i + prefix_offset)
+      modulo the number of rows: targets follow another example's prefix.
+      Requires one pair per row.
     local: see `Loader`.
     prefetch: batches made ahead; 0 makes none.
 
   Raises:
-    UserError: the records have other lengths, or prefixes cannot be
-      exchanged.
+    UserError: the lengths do not match, or prefixes cannot be exchanged.
   """
   _check_lengths(record_set, lengths)
   count = len(record_set)
   spec = record_set.spec
-  # In a packed row, or without an encoder, targets have no prefix to exchange;
-  # a multiple of the count would give every row its own prefix back.
+  # Packed rows and models without an encoder have no prefix to exchange; a
+  # multiple of the count would leave every row its own prefix.
   if prefix_offset and (
     spec.pack or not spec.encoder_length or prefix_offset % count == 0
   ):
@@ -215,7 +213,7 @@ def _read(
   if not offset:
     return rows
   donors = record_set.read([(i + offset) % len(record_set) for i in indices])
-  # The teacher reads `prefix`, so that it has to follow the inputs.
+  # The teacher reads `prefix`, so it must match the inputs.
   return [
     [pair._replace(inputs=donor.inputs, prefix=donor.prefix)]
     for (pair,), (donor,) in zip(rows, donors, strict=True)
@@ -241,11 +239,11 @@ def read_batch(
   Returns:
     The batch; see `Loader`.
   """
-  # All rows in a single call: ArrayRecord reads its shards in parallel.
+  # A single call, because ArrayRecord then reads its shards in parallel.
   numbers = [row for row in rows if row != row_order.FILLER]
   content = iter(_read(record_set, numbers, prefix_offset))
-  # Objectives of a set have the same stored fields (`objective_names.parse`),
-  # so that the first frames the rows of all.
+  # All objectives of a set have the same stored fields
+  # (`objective_names.parse`), so the first one frames all rows.
   frame = record_set.spec.objectives[0].rows.frame
   framed = [
     frame(
@@ -262,7 +260,7 @@ def read_batch(
 def _prefetched(
   make: Callable[[int], framing.Batch], batches: int, prefetch: int
 ) -> grain.DatasetIterator:
-  # One thread: framing holds the interpreter's lock, so more do not help.
+  # One thread: framing holds the GIL, so more would not help.
   options = grain.ReadOptions(
     num_threads=min(prefetch, 1), prefetch_buffer_size=prefetch
   )

@@ -1,4 +1,4 @@
-"""Summary of a record set for users: what is in it, and what was left out.
+"""Summary of a record set: its content and what was dropped.
 
 This module imports neither TensorFlow nor SeqIO.
 """
@@ -9,11 +9,11 @@ from typing import Any
 from encdec_adapt.base import errors
 from encdec_adapt.objectives import objective_names
 
-# Share of the examples or documents from which their loss is a warning.
+# Minimum share of dropped examples or documents for a warning.
 _WARNING = 0.1
 _UNMASKED = 'left without a masked copy'
-# Largest share of the examples with a loss, by its name, that is trained on
-# without config.data.lossy_targets='allow'.
+# Maximum tolerated share of examples by kind of loss, unless
+# config.data.lossy_targets='allow'.
 _TOLERATED = {'lossy_targets': 0.01, 'empty_targets': 0.5}
 # Losses that are counted as examples, too.
 _CUT = ('truncated', _UNMASKED, 'cut_documents', *_TOLERATED)
@@ -41,8 +41,8 @@ def describe(manifest: Mapping[str, Any]) -> str:
     manifest: content of its manifest.
 
   Returns:
-    A line with source, documents, tokens, fill and what was dropped or cut; a
-    line for each part of several, for each noise, and for each warning.
+    A line with source, documents, tokens, fill and dropped or truncated
+    examples; a line for each of several parts, each noise and each warning.
   """
   spec, totals, fill = (manifest[key] for key in ('spec', 'totals', 'fill'))
   sides = [side for side in fill if spec[f'{side}_length']]
@@ -51,8 +51,8 @@ def describe(manifest: Mapping[str, Any]) -> str:
   inputs *= 'encoder' in sides
   passes = len(manifest['passes'])
   counts = []
-  # Every objective and every pass reads them again. Manifests of earlier
-  # versions do not count them.
+  # Every objective and pass reads the same documents. Older manifests lack
+  # these counts.
   for unit in ('documents', 'passages'):
     parts = [part for part in manifest['parts'] if unit in part]
     numbers = {part['source']: part[unit] // passes for part in parts}
@@ -89,15 +89,14 @@ def describe(manifest: Mapping[str, Any]) -> str:
 
 
 def check_targets(manifest: Mapping[str, Any], rule: str) -> None:
-  """Refuses records of which too many targets lose text or are empty.
+  """Raises an error if too many targets lose text or are empty.
 
   Args:
-    manifest: content of their manifest; those of earlier versions do not count
-      such targets.
+    manifest: content of their manifest; older manifests lack these counts.
     rule: `config.data.lossy_targets`.
 
   Raises:
-    UserError: names the count, and the first of these targets.
+    UserError: names the count and the first such target.
   """
   totals = manifest['totals']
   for name, share in _TOLERATED.items():
@@ -123,7 +122,7 @@ def _hidden(part: Mapping[str, Any]) -> list[str]:
   windows = sum(part.get(f'{noise}: windows', 0) for noise in requested)
   lines = []
   for noise, (share, hidden) in requested.items():
-    # A noise of a small part may never have been drawn.
+    # In a small part, a noise may never be drawn.
     if count := part.get(f'{noise}: windows', 0):
       rate = part[f'{noise}: hidden'] / part[f'{noise}: tokens']
       target = '' if hidden is None else f' (asked {hidden:.1%})'

@@ -1,8 +1,8 @@
 """Local copies of record sets in buckets.
 
-ArrayRecord reads files only. Shards are copied below $XDG_CACHE_HOME (by
-default ~/.cache), once per machine, however many processes it runs. Existing
-shards that match the manifest stay, so that an interrupted copy resumes; a
+ArrayRecord reads local files only. Shards are cached below $XDG_CACHE_HOME (by
+default ~/.cache), once per machine, shared by all its processes. Existing
+shards that match the manifest are kept, so an interrupted copy resumes. A
 copied shard is verified before it is renamed to its final name.
 
 This module imports neither TensorFlow nor SeqIO.
@@ -21,7 +21,7 @@ from typing import Any
 from encdec_adapt.base import errors
 from encdec_adapt.files import disk, paths
 
-# Shards that are hashed or copied at the same time.
+# Shards hashed or copied concurrently.
 _THREADS = 8
 
 
@@ -29,7 +29,7 @@ def local_folder(folder: paths.Path) -> pathlib.Path:
   """Returns the folder itself if local, or the cache folder for a bucket."""
   if not paths.is_bucket(folder):
     return folder
-  # Names alone are ambiguous: every data folder has `train` and `eval`.
+  # Names are ambiguous: every data folder has `train` and `eval`.
   digest = hashlib.sha256(str(folder).encode()).hexdigest()[:16]
   name = f'{folder.parent.name}-{folder.name}-{digest}'
   return paths.user_cache('records') / name
@@ -38,18 +38,18 @@ def local_folder(folder: paths.Path) -> pathlib.Path:
 def fetch(
   folder: paths.Path, shards: Mapping[str, Mapping[str, Any]]
 ) -> pathlib.Path:
-  """Checks a local record set, or copies missing shards from its bucket.
+  """Verifies a local record set or copies missing shards from its bucket.
 
   Args:
     folder: folder of the record set.
-    shards: manifest entries by name below the folder, of all shards.
+    shards: manifest entries of all shards, by name below the folder.
 
   Returns:
     `local_folder(folder)`.
 
   Raises:
-    UserError: the disk has no room, or a shard is missing or does not match
-      the manifest.
+    UserError: the disk is full, or a shard is missing or differs from the
+      manifest.
   """
   target = local_folder(folder)
   if target == folder:
@@ -62,8 +62,8 @@ def fetch(
     return target
   disk.require_writable(target)
   with _locked(target), futures.ThreadPoolExecutor(_THREADS) as pool:
-    # Under the lock: a shard that another process copies now would look
-    # missing, and be copied a second time.
+    # Under the lock: a shard being copied by another process would look missing
+    # and be copied twice.
     damaged = pool.map(lambda name: damage(target / name, shards[name]), shards)
     missing = [*itertools.compress(shards, damaged)]
     nbytes = sum(shards[name]['bytes'] for name in missing)
@@ -74,15 +74,15 @@ def fetch(
         f' {disk.format_bytes(nbytes)}, from {folder} to {target}',
         flush=True,
       )
-    # `list` raises the errors of the copies; `map` alone would drop them.
+    # `list` raises the errors of the copies; `map` alone discards them.
     list(pool.map(lambda n: _copy(folder, target, n, shards[n]), missing))
   return target
 
 
 def damage(path: paths.Path, entry: Mapping[str, Any]) -> str:
-  """Returns how a shard differs from its manifest entry, '' if not.
+  """Describes how a shard differs from its manifest entry; '' if equal.
 
-  Only the size of an object is compared: its upload compared checksums.
+  For objects, only the size is compared: the upload verified the checksum.
   """
   try:
     size = paths.size(path)
@@ -95,7 +95,7 @@ def damage(path: paths.Path, entry: Mapping[str, Any]) -> str:
 
 
 def file_hash(path: str | os.PathLike) -> str:
-  """Returns the SHA-256 of a file in hexadecimal."""
+  """Returns the SHA-256 hex digest of a file."""
   with open(path, 'rb') as file:
     return hashlib.file_digest(file, 'sha256').hexdigest()
 
@@ -105,7 +105,7 @@ def _copy(
 ) -> None:
   path = target / name
   path.parent.mkdir(parents=True, exist_ok=True)
-  # A killed copy leaves this name, which nothing reads.
+  # A killed copy leaves this file, which nothing reads.
   draft = path.with_name(f'{path.name}.part')
   counts = pathlib.PurePosixPath(name).with_suffix('.json')
   try:
@@ -128,7 +128,7 @@ def _copy(
 
 @contextlib.contextmanager
 def _locked(target: pathlib.Path):
-  # `flock`, as the kernel releases it however a process ends.
+  # `flock`: the kernel releases it however a process ends.
   with open(target.with_name(f'{target.name}.lock'), 'ab') as file:
     fcntl.flock(file, fcntl.LOCK_EX)
     yield

@@ -8,13 +8,12 @@ A record set is a folder:
 
 A pass is one draw of masks, splits and packing over the whole source. A part
 holds the rows of one objective on one source; `data/records/row_order.py` mixes
-parts. Rows are numbered through all shards of all parts of all passes, in that
-order.
+parts. Row numbers run through passes, then parts, then shards.
 
-`data/records/record_writing.py` writes the shards, and the manifest of a
-finished set, which lists them. Reading refuses a manifest that does not match
-the configuration, and shards of another size or hash than it has: ArrayRecord
-itself reads a truncated file as an empty one.
+`data/records/record_writing.py` writes the shards and, last, the manifest. The
+reader rejects manifests that differ from the configuration and shards with a
+size or hash other than the manifest's: ArrayRecord itself reads a truncated
+file as an empty one.
 
 This module imports neither TensorFlow nor SeqIO.
 """
@@ -48,41 +47,43 @@ from encdec_adapt.objectives import (
 )
 from encdec_adapt.tokenizers import special_ids, vocabulary
 
-# Version of rows, file names, windows, packing and manifest. A change to a
-# single objective or source is a revision of it, so that other records stay
+# Version of rows, file names, windows, packing and manifest. Changes to a
+# single objective or source are revisions of it, which keep other records
 # valid.
 FORMAT = 7
 MANIFEST = 'manifest.json'
-# Fields of a spec that a configuration leaves empty. They are compared where
-# they are known only, as a job that reads records need not have their source.
+# Fields left empty by a configuration. They are compared only if known, because
+# training jobs need not have the source.
 _FILLED_IN = 'source_fingerprint vocabulary encoder_vocabulary opening'.split()
 
 
 @dataclasses.dataclass(frozen=True)
 class RecordSpec:
-  """All settings that the content of a record set depends on.
+  """Settings that determine the content of a record set.
 
   Attributes:
     source: sources and weights, see `data/sources/mixtures.py`.
     split: 'train' or 'eval'.
-    objective: name of the objective, such as 'prefix_lm', with its options;
-      several are separated by ' | '.
+    objective: objective, such as 'prefix_lm', with its options; ' | ' separates
+      several.
     encoder_length: S of the rows in tokens; 0 for a causal language model.
     decoder_length: T of the rows in tokens; 0 for an encoder-only model.
     passes: number of draws over the source, at least 1.
-    shards: files per part and pass; a shard is the unit of work and restart.
+    shards: files per part and pass, each a unit of work and restart.
     seed: seed of all draws.
-    pack: whether rows hold several pairs; otherwise a single pair, in order.
+    pack: whether to pack several pairs per row; otherwise one pair per row, in
+      order.
     sentinels: policy for windows with more spans than sentinels
       (`objectives/denoising.py`).
     eval_fraction: share of the documents held out for 'eval', 0 to 1.
-    seqio_modules: modules that register sources and SeqIO tasks, with commas.
+    seqio_modules: modules that register sources and SeqIO tasks,
+      comma-separated.
     bad_documents: 'fail', or 'skip' to leave out unreadable documents.
-    deduplicate: whether documents that repeat an earlier text are left out.
+    deduplicate: whether to drop documents that repeat an earlier text.
     max_bytes: bytes used of each source (`document_source.Source`); 0 for all.
-    max_rows: rows per pass, drawn from all of them; 0 for all.
-    source_fingerprint: digest of the text; '' in a configuration, which is
-      filled in when records are made and is not compared.
+    max_rows: rows sampled per pass; 0 for all.
+    source_fingerprint: digest of the text; '' in a configuration: filled in
+      when records are made, and not compared.
     vocabulary: fingerprint of the decoder's vocabulary; '' likewise.
     encoder_vocabulary: fingerprint of the encoder's vocabulary; '' likewise.
     opening: number of ids before inputs (`special_ids.SideIds.opening`); 0
@@ -131,7 +132,7 @@ class RecordSpec:
 
   @property
   def changes(self) -> dict[str, tuple[str, ...]]:
-    """Objectives and sources that have changed since `FORMAT`, and how."""
+    """Changes to objectives and sources since `FORMAT`."""
     revisions = {f'objective {x.text!r}': x.revisions for x in self.objectives}
     for source, _ in mixtures.parse(self.source):
       revisions[f'source {source!r}'] = text_sources.revisions(
@@ -141,14 +142,14 @@ class RecordSpec:
 
   @property
   def revisions(self) -> dict[str, int]:
-    """Revision number of the objectives and sources that have changed."""
+    """Revision numbers of changed objectives and sources."""
     return {name: len(changes) for name, changes in self.changes.items()}
 
   def shard_identity(self) -> dict[str, Any]:
-    """Returns the settings that a shard depends on: all but `passes`."""
+    """Returns the settings that determine a shard: all but `passes`."""
     fields = {**dataclasses.asdict(self), 'format': FORMAT}
     del fields['passes']
-    # Left out where nothing has changed, so that older shards stay valid.
+    # Omitted if nothing has changed, so that older shards stay valid.
     if not self.opening:
       del fields['opening']
     revisions = self.revisions
@@ -162,7 +163,7 @@ class Part:
   Attributes:
     objective: name and options of the objective.
     source: name of the source.
-    rate: rate by examples that a SeqIO mixture gives the source, else None.
+    rate: the source's rate by examples in a SeqIO mixture, else None.
   """
 
   objective: str
@@ -174,11 +175,11 @@ class Part:
 
 
 def read_manifest(folder: str | os.PathLike) -> dict[str, Any] | None:
-  """Returns the manifest of a finished record set, None if there is none.
+  """Returns the manifest of a finished record set, or None.
 
   Raises:
-    UserError: it cannot be parsed, has another format, or has an objective
-      that was removed.
+    UserError: it cannot be parsed, or has another format or a removed
+      objective.
   """
   path = paths.at(folder) / MANIFEST
   try:
@@ -200,15 +201,15 @@ def read_manifest(folder: str | os.PathLike) -> dict[str, Any] | None:
 
 
 class RecordSet:
-  """The rows of a finished record set, read by number.
+  """Reader of a finished record set, by row number.
 
   Attributes:
     folder: local folder of the shards.
-    spec: spec that the set was made from.
-    framing: special ids that rows are framed with.
+    spec: spec of the set.
+    framing: special ids for framing rows.
     manifest: content of the manifest.
-    parts: parts of the set, as the manifest has them.
-    ranges: first row and end of every pass of every part, [pass][part].
+    parts: parts of the set, from the manifest.
+    ranges: first row and end of every part in every pass, [pass][part].
   """
 
   def __init__(self, folder: pathlib.Path, manifest: dict[str, Any]):
@@ -220,8 +221,8 @@ class RecordSet:
     )
     self.manifest = manifest
     self.parts = manifest['parts']
-    # Rows have numbers in the order of passes, then of parts, so that a pass
-    # that is added later leaves those of the earlier passes as they are.
+    # Rows are numbered by pass, then by part, so that adding a pass does not
+    # renumber earlier rows.
     counts = [n for entry in manifest['passes'] for n in entry['rows']]
     bounds = list(itertools.pairwise(itertools.accumulate(counts, initial=0)))
     parts = len(self.parts)
@@ -240,13 +241,11 @@ class RecordSet:
     Hashing takes about a second per GB.
 
     Args:
-      folder: folder of the record set; shards in a bucket are copied to this
-        machine.
-      expect: spec to compare with; a fingerprint that is '' is not compared.
+      folder: folder of the record set; shards in a bucket are copied locally.
+      expect: spec to compare; empty fingerprints are not compared.
 
     Raises:
-      UserError: there are no records, or they are damaged, empty or of
-        another spec.
+      UserError: the records are missing, damaged, empty or of another spec.
     """
     folder = paths.at(folder)
     manifest = read_manifest(folder)
@@ -264,9 +263,9 @@ class RecordSet:
 
   @functools.cached_property
   def digests(self) -> list[str]:
-    """Hash of each pass; identifies the rows that a saved position refers to.
+    """Hash of each pass; identifies the rows of a saved position.
 
-    Added passes do not change the hashes of existing passes.
+    Adding passes does not change existing hashes.
     """
     return [
       hashlib.sha256(
@@ -304,13 +303,13 @@ class RecordSet:
     """
     objectives = self.spec.objectives
     masked = [x.text for x in objectives if x.masks_inputs]
-    # A batch has rows of all objectives, which a row does not name: each rule
-    # is as lenient as the most lenient of them needs.
+    # A row does not name its objective, so each rule is as lenient as the most
+    # lenient objective requires.
     objectives[0].rows.check(
       rows,
       self.framing,
       mask=noising.mask_token(masked[0], decoder) if masked else None,
-      # The EOS of some vocabularies ends a turn, and inputs have several.
+      # In some vocabularies EOS ends a turn, and inputs have several turns.
       eos_inside=any(
         x.options.get('concatenate') or x.rows.ends_turns for x in objectives
       ),
@@ -320,20 +319,20 @@ class RecordSet:
     """Reads rows by their numbers, in the order of `indices`."""
     if not len(indices):  # ArrayRecord refuses to read nothing.
       return []
-    # `__getitems__` reads the shards in parallel, indexing row by row.
+    # `__getitems__` reads shards in parallel; indexing reads row by row.
     records = self._source.__getitems__([self._rows[int(i)] for i in indices])
     layout = self.spec.objectives[0].rows
     return [row_codec.decode_row(record, layout) for record in records]
 
   def groups(self, indices: Sequence[int]) -> list[str]:
-    """Returns the group of documents that each example is of.
+    """Returns the document group of each example.
 
     Args:
-      indices: numbers of the examples' rows.
+      indices: row number of each example.
 
     Returns:
-      See `document_source.group`; empty if an example has documents of several
-      groups or no ids of documents, or rows have other numbers of examples.
+      See `document_source.group`; empty if an example has several groups or no
+      document ids, or the rows do not have `len(indices)` examples.
     """
     groups = [
       {document_source.group(name) for name in pair.documents}
@@ -345,13 +344,13 @@ class RecordSet:
     return [name for (name,) in groups]
 
   def development(self, rows: int) -> 'RecordSet':
-    """Returns the development part: these records with some rows alone.
+    """Returns a view of these records with development rows only.
 
     Args:
-      rows: most rows, evenly spaced among those of the part.
+      rows: maximum number of rows, evenly spaced.
 
     Raises:
-      UserError: no row is in the part.
+      UserError: the development part is empty.
     """
     groups = self.groups(range(len(self)))
     part = [
@@ -370,10 +369,10 @@ class RecordSet:
     return self._spaced(part, rows)
 
   def spaced(self, rows: int) -> 'RecordSet':
-    """Returns these records with some rows alone, evenly spaced.
+    """Returns a view of these records with evenly spaced rows.
 
     Args:
-      rows: most rows.
+      rows: maximum number of rows.
     """
     return self._spaced(self._rows, rows)
 
@@ -386,11 +385,11 @@ class RecordSet:
 def check_spec(
   folder: str | os.PathLike, manifest: Mapping[str, Any], expect: RecordSpec
 ) -> None:
-  """Raises an error if a manifest has another spec.
+  """Checks that a manifest has a given spec.
 
   Raises:
-    UserError: names every field that differs, and every objective or source
-      that has changed since.
+    UserError: names every different field and every changed objective or
+      source.
   """
   for name, changes in expect.changes.items():
     revision = manifest.get('revisions', {}).get(name, 0)
@@ -419,12 +418,12 @@ def check_framing(
   manifest: Mapping[str, Any],
   sides: Mapping[str, vocabulary.Vocabulary],
 ) -> None:
-  """Raises an error if vocabularies frame inputs otherwise than records do.
+  """Checks that vocabularies frame inputs like the records.
 
   Args:
     folder: folder of the records, for errors.
     manifest: their manifest.
-    sides: the vocabularies by name of the stack.
+    sides: vocabularies by stack name.
 
   Raises:
     UserError: names both framings.
@@ -444,7 +443,7 @@ def check_framing(
 
 
 def shards(manifest: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-  """Returns the entries of all shards by their names below the folder."""
+  """Returns all shard entries, by name below the folder."""
   return {
     entry['file']: entry
     for pass_entry in manifest['passes']

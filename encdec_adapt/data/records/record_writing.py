@@ -29,18 +29,17 @@ from encdec_adapt.data.records import (
 from encdec_adapt.files import atomic, paths
 from encdec_adapt.objectives import framing
 
-# Entries of finished shards that are read at the same time: in a bucket each
-# takes a round trip.
+# Shard entries read concurrently: each takes a round trip to a bucket.
 THREADS = 16
-# A row per chunk, as a chunk is decompressed for each of its rows that is read,
-# and training reads in random order. Level 1 reads fastest.
+# One row per chunk: training reads rows in random order, and each read
+# decompresses a whole chunk. Level 1 reads fastest.
 _WRITER_OPTIONS = 'group_size:1,zstd:1'
 
 Spec = record_sets.RecordSpec | stored_teacher.TeacherSpec
 
 
 class ShardKey(NamedTuple):
-  """The place of a shard in its record set.
+  """Position of a shard in its record set.
 
   Attributes:
     pass_index: 0 to spec.passes - 1.
@@ -56,7 +55,7 @@ class ShardKey(NamedTuple):
 def shard_keys(
   spec: record_sets.RecordSpec, parts: Sequence[record_sets.Part]
 ) -> list[ShardKey]:
-  """Returns the places of all shards of a set, in the order of their rows."""
+  """Returns the keys of all shards of a set, in row order."""
   sizes = spec.passes, len(parts), spec.shards
   return [ShardKey(*key) for key in itertools.product(*map(range, sizes))]
 
@@ -69,7 +68,7 @@ def shard_path(
   Args:
     folder: folder of the record set.
     spec: spec of the record set.
-    key: place of the shard in the set.
+    key: position of the shard in the set.
   """
   parent = paths.at(folder) / f'pass-{key[0]:05d}' / f'part-{key[1]:03d}'
   return parent / f'shard-{key[2]:05d}-of-{spec.shards:05d}.array_record'
@@ -78,16 +77,16 @@ def shard_path(
 class ShardWriter(contextlib.AbstractContextManager):
   """Writes a shard: `write` each row, then `finish`.
 
-  Used as a context manager. An unfinished shard leaves no file behind.
+  A context manager. An unfinished shard leaves no file behind.
   """
 
   def __init__(self, folder: str | os.PathLike, spec: Spec, key: ShardKey):
     """Opens a temporary file next to the shard's path.
 
     Args:
-      folder: folder of the record set; made if missing.
+      folder: folder of the record set; created if missing.
       spec: spec of the record set, with its fingerprints.
-      key: place of the shard in the set.
+      key: position of the shard in the set.
     """
     self._spec = spec
     self._path = shard_path(folder, spec, key)
@@ -116,7 +115,7 @@ class ShardWriter(contextlib.AbstractContextManager):
       )
 
   def write_bytes(self, record: bytes) -> None:
-    """Appends a row that is serialised already.
+    """Appends a serialised row.
 
     Raises:
       UserError: the disk is full or fails.
@@ -140,8 +139,8 @@ class ShardWriter(contextlib.AbstractContextManager):
     """
     with self._disk_errors():
       self._writer.close()
-      # Before the rename, or a crash of the machine could leave the final name
-      # with an empty file.
+      # Synced before the rename: otherwise a machine crash could leave an empty
+      # file under the final name.
       paths.sync(self._temporary)
       entry = {
         **self._counts,
@@ -150,7 +149,7 @@ class ShardWriter(contextlib.AbstractContextManager):
         'sha256': record_copy.file_hash(self._temporary),
       }
       os.replace(self._temporary, self._path)
-      # Last: its presence says that the shard is complete.
+      # Written last: marks the shard as complete.
       atomic.write_json(
         self._path.with_suffix('.json'),
         {'identity': self._spec.shard_identity(), **entry},
@@ -180,7 +179,7 @@ def finished_shard(
   """Returns the manifest entry of a finished, undamaged shard of this spec.
 
   Returns:
-    None if the shard has to be made.
+    None if the shard must be made.
   """
   path = shard_path(folder, spec, key)
   try:
@@ -203,17 +202,17 @@ def write_manifest(
 
   Args:
     folder: folder of the record set.
-    spec: spec that the set was made from.
+    spec: spec of the set.
     parts: parts of the set, in order.
     entries: result of `ShardWriter.finish` by key.
-    vocabularies: description by `vocabulary_pair.Opened.describe`; rows are
-      framed with its special ids.
+    vocabularies: result of `vocabulary_pair.Opened.describe`, with the special
+      ids for framing.
 
   Returns:
-    The manifest: format, version of Python (whose text the source `python`
-    is), spec, revisions, vocabularies (fingerprints and special tokens), totals
-    of the shards' counts, fill of both sides (0 to 1), parts with their totals,
-    the first document of some losses, and per pass the rows of each part and
+    The manifest: format, Python version (which determines the source `python`),
+    spec, revisions, vocabularies (fingerprints and special tokens), totals of
+    the shards' counts, fill of both sides (0 to 1), parts with their totals,
+    the first document of some losses, and, per pass, the rows of each part and
     the shards' entries.
   """
   parts_totals = [collections.Counter[str]() for _ in parts]
@@ -223,7 +222,7 @@ def write_manifest(
   first_losses: dict[str, str] = {}
   for key in shard_keys(spec, parts):
     entry = entries[key]
-    # Shards of earlier versions have none.
+    # Older shards have none.
     first_losses = entry.get('first_losses', {}) | first_losses
     name = shard_path(folder, spec, key).relative_to(folder).as_posix()
     passes[key.pass_index]['shards'].append({'file': name, **entry})
@@ -232,7 +231,7 @@ def write_manifest(
     parts_totals[key.part].update(counts)
   totals = collections.Counter[str]()
   for counts in parts_totals:
-    # Unlike `+`, `update` keeps counts of 0, which readers look up.
+    # Unlike `+`, `update` keeps zero counts, which readers look up.
     totals.update(counts)
   rows, answers = max(totals['rows'], 1), spec.objectives[0].rows.answers
   manifest = {

@@ -1,11 +1,11 @@
-"""Serialisation of a row of examples by the stored fields of its kind.
+"""Serialisation of a row of examples, given its stored fields.
 
-Little-endian: four uint32 (bytes per token: 2, or 4 if some id needs it;
-number of examples; bit mask of the declared fields that the examples have;
-bytes of the documents' ids), then the lengths of all fields, example by
-example, as uint32, then the fields themselves as uint16 or uint32 (float32 as
-the bits of float16, JSON as its bytes), then the ids as JSON: a list per
-example. Framing happens when a row is read (`objectives/framing.py`).
+Little-endian: four uint32 (bytes per token: 2, or 4 if some id needs it; number
+of examples; bit mask of the present fields; bytes of the document ids), then
+the lengths of all fields, example by example, as uint32, then the fields
+themselves as uint16 or uint32 (float32 as the bits of float16, JSON as its
+bytes), then the ids as JSON: a list per example. Rows are framed when read
+(`objectives/framing.py`).
 
 This module imports neither TensorFlow nor SeqIO nor jax.
 """
@@ -26,13 +26,13 @@ def encode_row(examples: Sequence[Any], rows: row_fields.RowFields) -> bytes:
 
   Args:
     examples: examples of the row.
-    rows: the kind of the row.
+    rows: fields of the row.
 
   Raises:
     ValueError: the examples do not have the same fields.
   """
-  # A single mask of fields and a rectangle of lengths describe the row, so its
-  # examples must agree in their optional fields.
+  # The row has one field mask and a rectangular table of lengths, so its
+  # examples must have the same optional fields.
   present = [
     [field for field in rows.stored if getattr(x, field.name) is not None]
     for x in examples
@@ -47,7 +47,7 @@ def encode_row(examples: Sequence[Any], rows: row_fields.RowFields) -> bytes:
     for field in fields
   ]
   tokens = np.concatenate(arrays) if arrays else np.zeros(0, np.int32)
-  # Most vocabularies have ids below 65,536, which halves the row.
+  # Most vocabularies have ids below 65,536: half the bytes.
   width = 2 if tokens.max(initial=0) <= np.iinfo(np.uint16).max else 4
   documents = json.dumps([x.documents for x in examples], ensure_ascii=False)
   ids = documents.encode('utf-8')
@@ -66,8 +66,8 @@ def _to_integers(
   if field.form == 'json':
     return np.frombuffer(values.encode('utf-8'), np.uint8)
   if field.form == 'floats':
-    # Bits of 16 leave the width of the tokens at 2 bytes; weights of the
-    # objectives, 0 and 1, are exact in float16.
+    # Float16 bits keep the token width at 2 bytes; the objectives' weights, 0
+    # and 1, are exact in float16.
     return np.asarray(values, np.float16).view(np.uint16)
   return values
 
@@ -83,7 +83,7 @@ def decode_row(record: bytes, rows: row_fields.RowFields) -> list[Any]:
   width, count, mask, ids = header.tolist()
   fields = [field for i, field in enumerate(rows.stored) if mask >> i & 1]
   start = _START + 4 * count * len(fields)
-  # A bit beyond the declared fields is of another kind of rows.
+  # A bit beyond the declared fields indicates another kind of row.
   if width not in (2, 4) or mask >> len(rows.stored) or len(record) < start:
     raise ValueError(f'{len(record)} bytes are not a row of tokens')
   sizes = np.frombuffer(record, '<u4', count * len(fields), offset=_START)

@@ -1,10 +1,10 @@
-"""Rows of records as text, for people to read.
+"""Human-readable display of record rows.
 
-Each example of a row is shown with the ids of its documents and its stored
-fields (`row_fields.StoredField`) as the model reads them. In a terminal's
-colours special tokens (sentinels, modes, masks) are cyan and targets of weight
-0 dim; without colours special tokens have their names, and targets of weight 0
-are in braces.
+Each example is shown with its document ids and its stored fields
+(`row_fields.StoredField`) as the model reads them. With terminal colours,
+special tokens (sentinels, modes, masks) are cyan and targets of weight 0 are
+dim; without colours, special tokens are shown by name and targets of weight 0
+in braces.
 
 This module imports neither TensorFlow nor SeqIO nor jax.
 """
@@ -35,8 +35,8 @@ def describe(
   Args:
     record_set: the records.
     opened: vocabularies of the two sides.
-    rows: numbers of the rows.
-    colour: whether to use colours of a terminal.
+    rows: row numbers.
+    colour: whether to use terminal colours.
   """
   lines, stored = [], record_set.spec.objectives[0].rows.stored
   for number, row in zip(rows, record_set.read(rows), strict=True):
@@ -55,9 +55,9 @@ def _example(
 ) -> list[str]:
   names = ', '.join(example.documents) or 'unknown'
   lines = [f' segment {segment}, of {names}']
-  # An example may be of a class without weights.
+  # Some classes of examples have no weights.
   weights = getattr(example, 'weights', None)
-  # Targets come last, after the fields that the model reads.
+  # Targets come last, after the inputs.
   for field in sorted(stored, key=lambda f: f.name == 'targets'):
     value, title = getattr(example, field.name), field.title or field.name
     if value is None or not len(value):
@@ -92,11 +92,11 @@ def _text(
     for i, token in enumerate(ids.tolist())
   ]
   parts, start = [], 0
-  # Decoded by runs of a kind: decoding token by token would break characters
-  # that several tokens spell.
+  # Decoded in runs of one kind: decoding token by token would break characters
+  # spelt by several tokens.
   for (is_special, unweighted), run in itertools.groupby(kinds):
     stop = start + len(list(run))
-    # Llama 2 puts a space before a text, which only its first run may lose.
+    # Llama 2 prepends a space to a text; only the first run may drop it.
     text = vocabulary.decode(
       ids[start:stop], show_special=True, start=start == 0
     ).replace('\n', '\\n')

@@ -1,12 +1,11 @@
-"""The order of training rows: position -> row number.
+"""Order of training rows: position -> row number.
 
-A stream permutes the rows of pass after pass by a key of (seed, pass). Without
-rates, a single stream reads every row of the record set once in a pass. With
-rates (`data/records/row_rates.py`) every part of the set has a stream, and an
-interleaving assigns the positions to the streams. The order is a pure function
-of the position, so it is the same on any number of hosts. A job resumes exactly
-from the position and the number of rows read of every stream; later phases may
-then have other rates.
+A stream permutes the rows of each pass with a key of (seed, pass). Without
+rates, a single stream reads every row of the record set once per pass. With
+rates (`data/records/row_rates.py`), every part of the set has a stream, and an
+interleaving assigns positions to streams. The order is a pure function of the
+position, independent of the number of hosts. A job resumes exactly from the
+position and the rows read per stream; later phases may change their rates.
 
 This module imports neither TensorFlow nor SeqIO.
 """
@@ -26,8 +25,8 @@ from encdec_adapt.data.records import record_sets, row_rates
 
 FILLER = -1  # `row` of a row that only completes a batch; its weights are 0.
 _ROUNDS = 4  # Rounds of Grain's index shuffle (its default).
-# Positions of an interleaving that are computed together: sorting a block costs
-# less per position than finding each alone, and no saved state depends on it.
+# Positions of an interleaving computed together: sorting a block is cheaper
+# than finding each position alone. Saved state does not depend on it.
 _BLOCK = 4096
 
 
@@ -44,16 +43,16 @@ class _Stream:
     self.rows = None if repeat else self._ends[-1]
 
   def row(self, index: int) -> int:
-    """Returns the row number at an index of the stream."""
+    """Returns the row number at a stream index."""
     epoch, index = divmod(index, self._ends[-1])
     # `bisect_right` skips empty ranges: their end equals the preceding end.
     pass_index = bisect.bisect_right(self._ends, index)
     start, stop = self._ranges[pass_index]
-    # Hashed, as a sum of the three would give passes of neighbouring seeds the
-    # same order. The shuffle takes keys of 32 bits.
+    # Hashed, because sums would give passes of neighbouring seeds the same
+    # order. The shuffle takes 32-bit keys.
     key = f'order {self._seed} {epoch} {pass_index}'.encode()
-    # A bijection that is computed per index: no permutation is held in memory,
-    # and a resumed job need not replay it.
+    # A bijection computed per index: no permutation in memory, and no replay on
+    # resume.
     return start + experimental.index_shuffle(
       index=index - self._ends[pass_index] + stop - start,
       max_index=stop - start - 1,
@@ -65,28 +64,28 @@ class _Stream:
 class Interleaving:
   """Assigns positions to streams in proportion to their shares.
 
-  Turn k of a stream with share p has the time (k + 1/2) / p; positions are all
-  turns in the order of their times, and at equal times in that of the streams.
-  Any block of positions can be computed without those before it.
+  Turn k of a stream with share p has the time (k + 1/2) / p. Positions are all
+  turns sorted by time, then by stream. Any block of positions can be computed
+  independently of earlier ones.
   """
 
   def __init__(self, shares: Sequence[float]):
     """Defines the interleaving.
 
     Args:
-      shares: share of the positions of every stream; they sum to 1.
+      shares: each stream's share of the positions; they sum to 1.
     """
     self._shares = np.array(shares)
-    # Two blocks: a batch that crosses the end of a block reads both.
+    # Two blocks: a batch may cross the end of a block.
     self._block = functools.lru_cache(maxsize=2)(self._make_block)
 
   def _turns_until(self, time: float) -> np.ndarray:
     """Returns the number of turns of every stream before a time, [streams]."""
     with np.errstate(divide='ignore'):  # Streams without a share: no turns.
       counts = np.maximum(np.ceil(self._shares * time - 0.5), 0)
-      # The product is rounded, so that the count may be off by a turn. It is
-      # corrected by the quotient that `_make_block` sorts by: the two must
-      # agree to the last bit, or a turn would be in two blocks or in none.
+      # The product is rounded, so the count may be off by one. It is corrected
+      # with the quotient that `_make_block` sorts by: both must agree to the
+      # last bit, or a turn would be in two blocks or in none.
       counts += (counts + 0.5) / self._shares < time
       counts -= (counts > 0) & ((counts - 0.5) / self._shares >= time)
     return counts.astype(int)
@@ -100,8 +99,8 @@ class Interleaving:
       Streams and turns of the positions, [_BLOCK] each, and the turns of every
       stream before the block, [streams].
     """
-    # Shares sum to 1, so that about t turns have a time before t; each stream
-    # rounds its count by less than a turn. Widened by that many positions on
+    # Shares sum to 1, so about t turns have a time before t; each stream's
+    # rounding adds less than one turn. With one more position per stream on
     # both sides, the candidates include every turn of the block.
     slack = len(self._shares)
     first_turns = self._turns_until(index * _BLOCK - slack)
@@ -116,15 +115,15 @@ class Interleaving:
     )
     times = (turns + 0.5) / self._shares[streams]
     order = np.lexsort((streams, times))  # By time, then by stream.
-    # All turns before the candidates come before all candidates, so that their
-    # number is the position of the first candidate.
+    # All earlier turns come before all candidates, so their number is the
+    # position of the first candidate.
     start = index * _BLOCK - first_turns.sum()
     skipped = np.bincount(streams[order[:start]], minlength=slack)
     order = order[start : start + _BLOCK]
     return streams[order], turns[order], first_turns + skipped
 
   def turn(self, position: int) -> tuple[int, int]:
-    """Returns the stream of a position, and the number of its turn."""
+    """Returns the stream and turn of a position."""
     index, offset = divmod(position, _BLOCK)
     streams, turns, _ = self._block(index)
     return int(streams[offset]), int(turns[offset])
@@ -138,7 +137,7 @@ class Interleaving:
     )
 
   def position(self, stream: int, turn: int) -> float:
-    """Returns the position of a turn of a stream; infinite without a share."""
+    """Returns the position of a stream's turn; infinite without a share."""
     if not self._shares[stream]:
       return np.inf
     time = (turn + 0.5) / self._shares[stream]
@@ -150,14 +149,13 @@ class Interleaving:
 
 
 class _Phase(NamedTuple):
-  """An interleaving of turns of one or several rows, from a position on.
+  """An interleaving of turns of one or more rows, from a position on.
 
   Attributes:
     start: the first position; a turn begins there.
     turns: the interleaving.
     size: rows of a turn.
-    ahead: rows of every stream that are read ahead of its turns (negative:
-      behind).
+    ahead: rows each stream is ahead of its turns (negative: behind).
   """
 
   start: int
@@ -166,22 +164,22 @@ class _Phase(NamedTuple):
   ahead: np.ndarray
 
   def turn(self, position: int) -> tuple[int, int]:
-    """Returns the turn of a position, and the number of its row in it."""
+    """Returns the turn of a position and the row's index in it."""
     turn, offset = divmod(position - self.start, self.size)
     return turn + self.start // self.size, offset
 
   def first(self, stream: int, turn: int) -> float:
-    """Returns the first position of a stream's turn, which may be infinite."""
+    """Returns the first position of a stream's turn, possibly infinite."""
     number = self.turns.position(stream, turn)
     return self.start + (number - self.start // self.size) * self.size
 
 
 class Order:
-  """The order of a training stream: position -> row number.
+  """Order of a training stream: position -> row number.
 
   Attributes:
-    total: rows in the order: it ends before the first part that would start
-      over; None if parts repeat without end.
+    total: number of rows: the order ends before the first part that would start
+      over; None if parts repeat forever.
   """
 
   def __init__(
@@ -201,26 +199,25 @@ class Order:
     Args:
       record_set: the rows.
       seed: seed of the permutations.
-      repeat: whether parts start over after their last pass, permuted
-        differently.
-      rates: phases of the mixture; () for the rates of the records, if they
-        have any.
+      repeat: whether parts start over after their last pass, in a new
+        permutation.
+      rates: phases of the mixture; () for the rates of the records, if any.
       position: rows consumed before.
-      consumed: `consumed(position)` of the order that was saved; None
-        without rates, and at position 0.
-      step: step that the position belongs to.
+      consumed: `consumed(position)` of the saved order; None without rates and
+        at position 0.
+      step: step at the position.
       batch_size: rows of a step.
 
     Raises:
-      UserError: the rates do not suit the parts of the records, or the order
-        was saved with rates and is to continue without, or the reverse.
+      UserError: the rates do not match the parts of the records, or the order
+        was saved with rates and resumes without them, or the reverse.
     """
     rates = rates or _mixture_rates(record_set)
     if rates:
       ranges = [*zip(*record_set.ranges, strict=True)]
     else:
-      # Rows of the parts of a pass have consecutive numbers, so that a single
-      # range shuffles them together.
+      # Parts of a pass have consecutive row numbers, so one range shuffles them
+      # together.
       ranges = [[(parts[0][0], parts[-1][1]) for parts in record_set.ranges]]
     self._streams = [_Stream(passes, seed, repeat) for passes in ranges]
     if consumed is None:
@@ -234,16 +231,15 @@ class Order:
       )
     shares = [phase.row_shares(record_set.parts) for phase in rates] or [[1.0]]
     steps = [phase.step for phase in rates] or [0]
-    # An interleaving counts its turns from position 0, whatever earlier phases
-    # have read, so that a phase is the same however a job came to it.
+    # Interleavings count turns from position 0, independently of earlier
+    # phases.
     self._starts: list[int] = []
     self._phases: list[_Phase] = []
-    # Earlier phases are not rebuilt: a resumed job may not know their rates,
-    # and `consumed` says all that is left of them.
+    # Earlier phases are not rebuilt: `consumed` is their whole effect, and a
+    # resumed job may not know their rates.
     current = max(bisect.bisect_right(steps, step) - 1, 0)
     for phase in range(current, len(steps)):
-      # Steps to come are of the batch size that the job has now, whatever it
-      # was before.
+      # Future steps have the current batch size.
       start = position + max(steps[phase] - step, 0) * batch_size
       if self._starts:
         consumed = self.consumed(start)
@@ -258,12 +254,13 @@ class Order:
   def _end(self) -> int:
     phases = zip([*self._starts[1:], np.inf], self._phases, strict=True)
     for next_start, phase in phases:
-      # Leaves out a turn with missing rows.
+      # Drops incomplete turns.
       end = min(
         phase.first(i, (stream.rows - phase.ahead[i]) // phase.size)
         for i, stream in enumerate(self._streams)
       )
-      # A stream that runs out after the switch may not: the rates change.
+      # A stream that would end after the next phase's start may not: the rates
+      # change.
       if end < next_start:
         break
     return int(end)
@@ -272,10 +269,10 @@ class Order:
     return self._phases[max(bisect.bisect_right(self._starts, position) - 1, 0)]
 
   def consumed(self, position: int) -> np.ndarray:
-    """Returns the rows of every stream before a position, [streams].
+    """Returns the rows consumed of every stream before a position, [streams].
 
     Args:
-      position: at least the position that the order was defined from.
+      position: at least the initial position of the order.
     """
     phase = self._phase(position)
     turn, offset = phase.turn(position)
@@ -285,7 +282,7 @@ class Order:
     return counts
 
   def row(self, position: int) -> int:
-    """Returns the row at a position, `FILLER` after the end of the order."""
+    """Returns the row number at a position; `FILLER` after the end."""
     if self.total is not None and position >= self.total:
       return FILLER
     phase = self._phase(position)

@@ -1,16 +1,15 @@
-"""Rates of the parts of a mixture: how often training rows are of each.
+"""Mixture rates: how often training draws rows of each part.
 
     tokens:1,3
     examples:sizes,temperature=2,cap=10000
     tokens:1,0; 9000=tokens:0,1
 
-Phases are separated by semicolons; each but the first starts with its step and
-an equals sign. A phase has a unit (rows, examples, target tokens, or batches,
-which then have the rows of a single part each), and a number for every part of
-the record set, in its order; `sizes` stands for the sizes of the parts in that
-unit. `cap` limits the numbers, then they are raised
-to the power 1 / `temperature`, as in T5 (Raffel et al. 2020, section 3.5.2).
-They need not sum to 1.
+Semicolons separate phases; each but the first starts with its step and an
+equals sign. A phase has a unit (rows, examples, target tokens, or batches, each
+of which then has rows of one part) and a number for every part of the record
+set, in order; `sizes` stands for the sizes of the parts in that unit. The
+numbers are capped at `cap`, then raised to the power 1 / `temperature`, as in
+T5 (Raffel et al. 2020, section 3.5.2). They need not sum to 1.
 
 This module imports neither TensorFlow nor SeqIO nor jax.
 """
@@ -24,7 +23,7 @@ from encdec_adapt.base import errors, option_strings
 
 # Unit -> the count of a part in the manifest of its record set.
 UNITS = {'rows': 'rows', 'examples': 'pairs', 'tokens': 'target_tokens'}
-# Rates of whole batches, each with the rows of a single part.
+# Rates of whole batches, each with rows of one part.
 BATCHES = 'batches'
 UNITS[BATCHES] = 'rows'
 _SIZES = 'sizes'
@@ -37,9 +36,9 @@ class Phase:
   Attributes:
     step: first step.
     unit: key of `UNITS`.
-    rates: rate of every part, at least 0; None for the sizes of the parts.
+    rates: rate of every part, at least 0; None for the parts' sizes.
     temperature: above 0; 1 leaves the rates as they are.
-    cap: largest rate before the temperature applies.
+    cap: maximum rate, applied before the temperature.
   """
 
   step: int
@@ -63,18 +62,18 @@ class Phase:
     sizes = [part[UNITS[self.unit]] for part in parts]
     rates = sizes if self.rates is None else self.rates
     capped = [min(rate, self.cap) for rate in rates]
-    # Relative to the largest: at a low temperature the power of a count may
-    # exceed the range of a float.
+    # Normalised by the largest: at a low temperature, the power of a count may
+    # overflow.
     largest = max(capped) or 1.0
     mixed = [(rate / largest) ** (1 / self.temperature) for rate in capped]
-    # From shares of the unit to shares of rows, which are what the order deals
-    # out: rows of short examples hold more of them.
+    # Converts shares of the unit to shares of rows: rows of short examples hold
+    # more examples.
     shares = [
       rate * part['rows'] / size if rate else 0.0
       for rate, part, size in zip(mixed, parts, sizes, strict=True)
       if size or not rate
     ]
-    # Empty parts are missing from the list unless their rate is 0.
+    # Empty parts with a positive rate are missing from the list.
     if len(shares) < len(parts) or not any(shares):
       raise errors.UserError(
         f'config.data.rates draws from a part without {self.unit}; the parts'
@@ -83,10 +82,10 @@ class Phase:
     return [share / sum(shares) for share in shares]
 
   def check_parts(self, names: Sequence[str]) -> None:
-    """Checks that there is a rate for every part, given their names.
+    """Checks that every part has a rate.
 
     Raises:
-      UserError: there are more or fewer rates.
+      UserError: the number of rates differs.
     """
     if self.rates is not None and len(self.rates) != len(names):
       raise errors.UserError(
@@ -100,8 +99,7 @@ def parse(text: str) -> tuple[Phase, ...]:
   """Returns the phases of `config.data.rates`; none for ''.
 
   Raises:
-    UserError: names the phase that cannot be read, and the form it should
-      have.
+    UserError: names the malformed phase and the expected form.
   """
   return tuple(
     _phase(step, setting)

@@ -1,10 +1,10 @@
-"""A teacher's probabilities for the targets of a record set, on disk.
+"""Stored teacher probabilities for the targets of a record set.
 
-A folder like that of the record set: a file for each of its shards, in which
-record i belongs to row i, and a manifest, written last. A record has k token
-ids for every target of the row, then k weights: little-endian uint16, or uint32
-for ids of a vocabulary above 65,536; weights are numbers of draws, or the bits
-of float16 probabilities (`ops/sparse_teacher.py`).
+The folder mirrors the record set: one file per shard, with record i for row i,
+and a manifest, written last. A record has k token ids for every target of the
+row, then k weights, as little-endian uint16 (uint32 for ids of vocabularies
+above 65,536). Weights are counts of draws or the bits of float16 probabilities
+(`ops/sparse_teacher.py`).
 
 This module imports neither TensorFlow nor SeqIO nor jax.
 """
@@ -29,20 +29,20 @@ MANIFEST = 'teacher.json'
 
 @dataclasses.dataclass(frozen=True)
 class TeacherSpec:
-  """All settings that the content of a stored teacher depends on.
+  """Settings that determine the content of a stored teacher.
 
   Attributes:
     records: digests of the passes of the record set.
-    shards: files of a pass and part, as the record set has.
+    shards: files per pass and part, as in the record set.
     teacher: path of the teacher.
     fingerprint: fingerprint of the teacher
       (`model_on_disk.StoredModel.fingerprint`).
     form: form of the probabilities, one of `ops.sparse_teacher.FORMS`.
-    tokens: token ids k of each target.
-    vocab_size: tokens of the vocabulary.
+    tokens: token ids per target, k.
+    vocab_size: vocabulary size.
     seed: seed of the draws.
-    rows: rows that were computed together.
-    devices: kind of the devices, their mesh, and the dtypes on them.
+    rows: batch size of the computation.
+    devices: device kind, mesh and dtypes.
     format: version of the records.
   """
 
@@ -66,11 +66,11 @@ class TeacherSpec:
 
   @property
   def token_bytes(self) -> int:
-    """Bytes of a target, before compression."""
+    """Uncompressed bytes per target."""
     return self.tokens * sum(np.dtype(kind).itemsize for kind in self.dtypes)
 
   def shard_identity(self) -> dict[str, Any]:
-    """Returns the settings that a shard depends on."""
+    """Returns the settings that determine a shard."""
     return dataclasses.asdict(self)
 
   def encode(self, *arrays: np.ndarray) -> bytes:
@@ -84,7 +84,7 @@ class TeacherSpec:
     ids = np.frombuffer(record, self.dtypes[0], count)
     weights = np.frombuffer(record, self.dtypes[1], offset=ids.nbytes)
     weights = weights.astype(np.float32).reshape(-1, self.tokens)
-    # Rounding to float16 moves the sum of probabilities.
+    # Renormalised after rounding to float16.
     probabilities = weights / weights.sum(axis=1, keepdims=True)
     return ids.reshape(-1, self.tokens), probabilities
 
@@ -92,10 +92,10 @@ class TeacherSpec:
 def read_manifest(
   folder: str | os.PathLike,
 ) -> tuple[TeacherSpec, dict[str, dict[str, Any]]]:
-  """Returns the settings of a stored teacher, and its shards by name.
+  """Returns a stored teacher's spec and its shards by name.
 
   Raises:
-    UserError: the folder has none.
+    UserError: the folder has no stored teacher.
   """
   path = paths.at(folder) / MANIFEST
   if not path.exists():
@@ -108,7 +108,7 @@ def read_manifest(
 
 
 def filler(rows: int, length: int, tokens: int) -> dict[str, np.ndarray]:
-  """Returns the fields of B rows without targets, [B, T, k]."""
+  """Returns the fields of B rows of padding, [B, T, k]."""
   shape = rows, length, tokens
   return {
     framing.STORED_IDS: np.zeros(shape, np.int32),
@@ -117,17 +117,17 @@ def filler(rows: int, length: int, tokens: int) -> dict[str, np.ndarray]:
 
 
 class StoredTeacher:
-  """The probabilities of a finished stored teacher, read by row number.
+  """Reader of a finished stored teacher, by row number.
 
   Attributes:
     digest: digest of its shards.
   """
 
   def __init__(self, folder: str | os.PathLike, records: record_sets.RecordSet):
-    """Opens it and verifies its shards, as `record_sets.RecordSet.open`.
+    """Opens the folder and verifies its shards, like `RecordSet.open`.
 
     Raises:
-      UserError: there is none, it is damaged, or it is of other records.
+      UserError: it is missing, damaged or of other records.
     """
     self._spec, shards = read_manifest(folder)
     if self._spec.records != records.digests:
@@ -148,7 +148,7 @@ class StoredTeacher:
     """Reads the fields of a batch.
 
     Args:
-      rows: row numbers; of filler, negative.
+      rows: row numbers, negative for filler.
       length: decoder length T of the batch.
     """
     fields = filler(len(rows), length, self._spec.tokens)
@@ -156,7 +156,7 @@ class StoredTeacher:
     # ArrayRecord refuses to read nothing.
     records = slots and self._source.__getitems__([int(rows[i]) for i in slots])
     for slot, record in zip(slots, records, strict=True):
-      # The targets of a row stand at its beginning.
+      # A row's targets start at position 0.
       for name, values in zip(fields, self._spec.decode(record), strict=True):
         fields[name][slot, : len(values)] = values
     return fields
