@@ -1,5 +1,5 @@
-"""SeqIO: its registered tasks as sources, and our objectives as tasks.
+"""SeqIO: registered tasks as sources, and objectives as tasks.
 
-No other folder imports SeqIO. These modules are imported for sources
-`seqio:..`, never by a training job. README.md has a worked example.
+No other folder imports SeqIO. Sources `seqio:..` import these modules; training
+jobs never do. README.md has a worked example.
 """

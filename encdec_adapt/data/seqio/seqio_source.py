@@ -1,23 +1,22 @@
-"""Sources that are registered SeqIO tasks.
+"""Registered SeqIO tasks as sources.
 
-`seqio:NAME` or `seqio:NAME:SPLIT` (train) reads a task; a mixture is read task
-by task (`rates`), each a part of the records with the mixture's rate. An
-example gives its text: the feature `text`, or `inputs` and `targets` for the
-objective `pairs`. Features that the task has encoded are decoded with the
-task's vocabulary, and encoded again with the model's.
+`seqio:NAME[:SPLIT]` (default split: train) reads a task. A mixture is read task
+by task (`rates`): each task is a part of the records, at the mixture's rate.
+The text of an example is its feature `text`, or `inputs` and `targets` for the
+objective `pairs`. Encoded features are decoded with the task's vocabulary and
+re-encoded with the model's.
 
-A task is read file by file, in SeqIO's shards: as many as its source has
-files. Our shard i of n reads the files of numbers i modulo n, or, where files
-are fewer, its share of the examples of a file. An example is named
-TASK:SPLIT:FILE:ID by the number of its file and its feature `id`, or else its
-position in the file, so names are distinct and do not depend on the number of
-our shards. Preprocessors of a task that draw at random use SeqIO's seeds, which
-depend on the position in the file, and those that join examples join them
-within a file.
+A task is read file by file, as SeqIO shards, one per file of its source. Our
+shard i of n reads every file whose number is i modulo n or, if there are fewer
+files than shards, its share of one file's examples. Example names are
+TASK:SPLIT:FILE:ID, with the file number and the feature `id` or else the
+position in the file, so they are unique and independent of the number of our
+shards. Random preprocessors use SeqIO's seeds, which depend on the position in
+the file; preprocessors that join examples do so within a file.
 
-This module imports SeqIO and TensorFlow, and is imported when such a source is
-opened. The modules of `config.data.seqio_modules`, which register the task, are
-imported before the task is looked up.
+This module imports SeqIO and TensorFlow; opening such a source imports it. The
+modules of `config.data.seqio_modules`, which register tasks, are imported
+before the task is looked up.
 """
 
 from collections.abc import Iterator
@@ -33,12 +32,12 @@ from encdec_adapt.base import errors
 from encdec_adapt.data.seqio import seqio_tasks  # noqa: F401  Registers tasks.
 from encdec_adapt.data.sources import document_source
 
-# SeqIO would draw another seed for preprocessors in every process.
+# Otherwise SeqIO draws a preprocessor seed per process.
 _SEED = 0
 
 
 class SeqioSource(document_source.Source):
-  """A registered task; its documents are texts if they are divisible."""
+  """A registered task; its documents are texts if divisible, else pairs."""
 
   def __init__(self, name: str, max_bytes: int, *, pairs: bool):
     """Finds the task.
@@ -49,10 +48,9 @@ class SeqioSource(document_source.Source):
       pairs: whether documents are pairs of texts.
 
     Raises:
-      UserError: no such task is registered, it is a mixture, or it lacks the
-        split.
+      UserError: the task is not registered, is a mixture, or lacks the split.
     """
-    # Before the base class reads it, to decide whether documents are divisible.
+    # Set before the base class derives `divisible` from it.
     self.document_kind = 'pairs' if pairs else 'text'
     super().__init__(name, max_bytes)
     task, self._split = _parse(name)
@@ -67,22 +65,23 @@ class SeqioSource(document_source.Source):
   def entries(
     self, shard_index: int = 0, num_shards: int = 1
   ) -> Iterator[document_source.Entry]:
-    """Yields the examples of a shard: of whole files where there are enough."""
+    """Yields the examples of a shard: whole files if there are enough."""
     count = self._num_files
-    # The cap is on the text of all files in order, so every shard reads that.
+    # The cap applies to the text of all files in order, so every shard reads
+    # it.
     if self.max_bytes:
       entries = itertools.chain.from_iterable(map(self._file, range(count)))
       yield from self._every(entries, shard_index, num_shards)
       return
     for file in range(shard_index % count, count, num_shards):
-      # All shards that read this file, including this shard, take turns.
+      # The shards of a file, including this one, take turns.
       readers = range(file % num_shards, num_shards, count)
       turn = readers.index(shard_index)
       yield from itertools.islice(self._file(file), turn, None, len(readers))
 
   def _file(self, index: int) -> Iterator[document_source.Entry]:
-    # Neither shuffled nor trimmed: names have positions in the file, and
-    # objectives cut documents to the lengths of the rows.
+    # Neither shuffled nor trimmed: names contain positions in the file, and
+    # objectives fit documents to the row lengths.
     dataset = self._task.get_dataset(
       None,
       self._split,
@@ -95,13 +94,13 @@ class SeqioSource(document_source.Source):
       example = row.get('id', i)
       if isinstance(example, bytes):
         example = example.decode('utf-8', 'replace')
-      # A task's ids may repeat in another file.
+      # Ids may repeat across files.
       name = f'{self._task.name}:{self._split}:{index}:{example}'
       yield name.replace('::', ':_:'), functools.partial(self._read, row)
 
   def _read(self, row: dict[str, Any]) -> str:
     if self.divisible:
-      # Tasks of language modelling have the text as their targets.
+      # Language modelling tasks have the text in `targets`.
       return self._feature(row, 'text' if 'text' in row else 'targets')
     pair = [self._feature(row, name) for name in ('inputs', 'targets')]
     return json.dumps(pair, ensure_ascii=False)
@@ -113,12 +112,12 @@ class SeqioSource(document_source.Source):
         f' {sorted(row)}; objectives of text read text or targets, pairs read'
         ' inputs and targets'
       )
-    # Raw tasks have no preprocessor that encodes.
+    # Raw tasks do not encode.
     if isinstance(row[name], bytes):
       return document_source.decode(row[name], self.name, f'feature {name!r}')
     vocabulary = self._task.output_features[name].vocabulary
     ids = row[name].tolist()
-    # The token that ends a sequence is not a part of its text.
+    # EOS is not part of the text.
     if ids and ids[-1] == vocabulary.eos_id:
       ids.pop()
     return vocabulary.decode(ids)
@@ -127,7 +126,7 @@ class SeqioSource(document_source.Source):
     yield self._split
     yield self._num_files
     yield self._task.num_input_examples(self._split)
-    # A task has no version or checksum. A few examples show most changes of its
+    # Tasks have no version or checksum. A few examples reveal most changes to
     # preprocessors; reading all would cost a pass.
     for name, read_text in itertools.islice(self.entries(), 16):
       yield name
@@ -152,17 +151,17 @@ def _get(name: str) -> Any:
 
 
 def rates(name: str) -> dict[str, float | None]:
-  """Returns the tasks of a source and their rates in a mixture.
+  """Returns the tasks of a source with their mixture rates.
 
   Args:
     name: 'seqio:NAME[:SPLIT]', a task or a mixture.
 
   Returns:
-    Name of the source of every task with a rate above 0 -> its rate by
-    examples; None for a task that is named itself.
+    Source name of every task with a positive rate -> rate by examples; None if
+    NAME is a task.
 
   Raises:
-    UserError: nothing of the name is registered.
+    UserError: the name is not registered.
   """
   task, split = _parse(name)
   mixture = _get(task)
@@ -171,7 +170,7 @@ def rates(name: str) -> dict[str, float | None]:
   rates_of_tasks = {
     f'seqio:{task.name}:{split}': rate
     for task in mixture.tasks
-    # SeqIO too ignores tasks without the split.
+    # Like SeqIO, skips tasks without the split.
     if split in task.splits and (rate := float(mixture.get_rate(task)))
   }
   if not rates_of_tasks:

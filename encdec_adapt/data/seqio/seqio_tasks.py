@@ -1,8 +1,8 @@
 """SeqIO tasks: the definition of an example.
 
-A task reads the documents of a source in a split and a pass, and makes pairs
-by an objective. An objective is an ordinary preprocessor (`make_pairs`), which
-a user's task may have too:
+A task reads the documents of a source in a split and a pass and makes pairs
+with an objective. The objective is an ordinary preprocessor (`make_pairs`),
+available to users' tasks:
 
     seqio.TaskRegistry.add(
       'my_ul2',
@@ -11,18 +11,18 @@ a user's task may have too:
       objective='ul2')], output_features=seqio_tasks.features(vocabulary),
     )
 
-This module registers the task `encdec_adapt_OBJECTIVE` for every objective of
-text: the source `python` in bytes, with sentinels.
-`encdec_adapt_prefix_lm_and_ul2` is a mixture of two.
+This module registers the task `encdec_adapt_OBJECTIVE` for every text
+objective, on the source `python` with a byte vocabulary and sentinels, and
+`encdec_adapt_prefix_lm_and_ul2`, a mixture of two.
 
-Data sources have any number of virtual shards, each of which reads its share of
-a source (`data/sources/document_source.py`). An example depends only on the
-seed, the pass, the source and its id, so a shard always has the same examples,
-on every machine and in every run. Records (`data/making/shard_jobs.py`) are
-made from the same documents by the same objectives, without this module.
+Data sources have any number of virtual shards, each with its share of a source
+(`data/sources/document_source.py`). An example depends only on the seed, the
+pass, the source and its id, so a shard has the same examples on every machine
+and in every run. Records (`data/making/shard_jobs.py`) use the same documents
+and objectives, without this module.
 
-This module imports SeqIO and TensorFlow (about ten seconds, 800 MB). It is
-imported for sources `seqio:..`, and by users of the tasks.
+This module imports SeqIO and TensorFlow (about ten seconds, 800 MB). Sources
+`seqio:..` and users of the tasks import it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -46,20 +46,20 @@ from encdec_adapt.objectives import (
 from encdec_adapt.tokenizers import vocabulary as vocabulary_lib
 from encdec_adapt.tokenizers import vocabulary_pair
 
-# Documents in a batch. Windows of concatenated documents do not cross batches
-# in `make_pairs`, so the examples of a user's task depend on it.
+# Documents per batch. In `make_pairs`, windows of concatenated documents do not
+# cross batches, so this number changes the examples of users' tasks.
 _DOCUMENTS_AT_ONCE = 256
-# Sentinels of the registered tasks, as many as T5's vocabulary has.
+# Sentinels of the registered tasks, as in T5's vocabulary.
 _SENTINELS = 100
-# Features of a pair under SeqIO's names.
+# SeqIO features of a pair.
 _FIELDS: dict[str, Any] = {
   'inputs': np.int32,
   'targets': np.int32,
   'decoder_inputs': np.int32,
   'weights': np.float32,
 }
-# Types of the arrays that `_flatten` returns, which TensorFlow has to know
-# before it runs it: tokens and lengths of every field, and the documents' ids.
+# Dtypes of the results of `_flatten`, which TensorFlow needs in advance: tokens
+# and lengths of every field, and document ids.
 _FLAT_TYPES = (
   *(kind for dtype in _FIELDS.values() for kind in (dtype, np.int64)),
   tf.string,
@@ -67,19 +67,19 @@ _FLAT_TYPES = (
 
 
 class SeqioVocabulary(seqio.Vocabulary):
-  """Adapter from our vocabularies to SeqIO's, with the same ids.
+  """Adapter from our vocabularies to SeqIO vocabularies with the same ids.
 
   Attributes:
-    ours: vocabulary that is adapted.
+    ours: adapted vocabulary.
 
-  `seqio.SentencePieceVocabulary` encodes in TensorFlow, where a U+2581 in a
-  text becomes a space and the names of special pieces in Gemma's own files
-  match in text.
+  `seqio.SentencePieceVocabulary` encodes in TensorFlow, which turns U+2581 in a
+  text into a space and matches the names of special pieces of Gemma's own files
+  in text.
   """
 
   def __init__(self, ours: vocabulary_lib.Vocabulary):
-    # Sentinels count among our vocabulary's pieces; SeqIO would add them as
-    # extras.
+    # Our vocabulary's size includes sentinels, which SeqIO would add as extra
+    # ids.
     super().__init__(extra_ids=0)
     self.ours = ours
 
@@ -111,7 +111,7 @@ class SeqioVocabulary(seqio.Vocabulary):
 
   def _encode_tf(self, s: tf.Tensor) -> tf.Tensor:
     def encode(text: bytes) -> np.ndarray:
-      # Run eagerly, TensorFlow gives an array of rank 0.
+      # In eager mode, TensorFlow passes an array of rank 0.
       text = np.asarray(text, object).item()
       return self.ours.encode(text.decode('utf-8'))
 
@@ -126,8 +126,8 @@ class SeqioVocabulary(seqio.Vocabulary):
     text = tf.numpy_function(decode, [ids], tf.string, stateful=False)
     return tf.ensure_shape(text, [])
 
-  # SeqIO requires that the tasks of a mixture have equal vocabularies, which
-  # may have been opened separately.
+  # SeqIO requires equal vocabularies for the tasks of a mixture, even if opened
+  # separately.
   def __eq__(self, vocabulary: object) -> bool:
     return (
       isinstance(vocabulary, SeqioVocabulary)
@@ -139,10 +139,10 @@ class SeqioVocabulary(seqio.Vocabulary):
 
 
 class DocumentSource(seqio.DataSource):
-  """Documents of a source in a split and a pass: scalars 'id' and 'text'."""
+  """Documents of a split and pass of a source: scalars 'id' and 'text'."""
 
   def __init__(self, part: mixtures.Part, draw: mixtures.Draw):
-    # SeqIO finds a cache by the task's name, which does not have the pass.
+    # SeqIO keys its cache by the task's name, which lacks the pass.
     super().__init__(splits=(draw.split,), caching_permitted=False)
     self._part = part
     self._draw = draw
@@ -152,7 +152,7 @@ class DocumentSource(seqio.DataSource):
     return True
 
   def list_shards(self, split: str) -> Sequence[str]:
-    # The name of all is enough, as sources divide into any number of shards.
+    # One name suffices: sources divide into any number of shards.
     return [self._part.source.name]
 
   def get_dataset(
@@ -166,7 +166,7 @@ class DocumentSource(seqio.DataSource):
     """Returns the documents of a shard in the source's order.
 
     Raises:
-      ValueError: `shuffle` is set; rows are shuffled when they are read.
+      ValueError: `shuffle` is set; rows are shuffled on reading.
     """
     if shuffle:
       raise ValueError(
@@ -176,9 +176,10 @@ class DocumentSource(seqio.DataSource):
 
     def read():
       stream = self._part.documents(self._draw, *shard)
-      # Fetching them one by one would cost a multiple of reading them.
+      # Passing documents one by one would cost several times as much as reading
+      # them.
       while batch := list(itertools.islice(stream, _DOCUMENTS_AT_ONCE)):
-        # Bytes, as TensorFlow drops NUL from the end of a str.
+        # Bytes, because TensorFlow strips trailing NULs from a str.
         yield {
           'id': [document.id.encode('utf-8') for document in batch],
           'text': [document.text.encode('utf-8') for document in batch],
@@ -191,8 +192,8 @@ class DocumentSource(seqio.DataSource):
 
 
 def features(ours: vocabulary_lib.Vocabulary) -> dict[str, seqio.Feature]:
-  """Returns the output features of pairs in a vocabulary of this package."""
-  # Objectives append the end of a sequence where it belongs.
+  """Returns the output features of pairs in one of our vocabularies."""
+  # Objectives append EOS themselves.
   feature = seqio.Feature(SeqioVocabulary(ours), add_eos=False)
   return {'inputs': feature, 'targets': feature}
 
@@ -208,27 +209,27 @@ def make_pairs(
   seed: int = 0,
   pass_index: int = 0,
 ) -> tf.data.Dataset:
-  """SeqIO preprocessor that turns documents into the pairs of an objective.
+  """SeqIO preprocessor that turns documents into an objective's pairs.
 
-  An objective that concatenates documents does so with 256 of them.
+  Objectives that concatenate documents do so in batches of 256.
 
   Args:
-    dataset: examples with 'text', and 'id' if the source has names for them;
-      otherwise they are named by their position in the dataset, which makes
-      their random draws depend on the shards.
+    dataset: examples with 'text' and optionally 'id'; without 'id', the
+      position in the dataset is the name, so that random draws depend on the
+      sharding.
     sequence_length: length of 'inputs' and 'targets' in tokens; 0 or no entry
-      for a side that the objective does not fill.
+      for a side not used by the objective.
     output_features: 'inputs' and 'targets' with a vocabulary of this package.
     objective: name of the objective (`objectives/objective_names.py`).
     sentinels: policy for sentinels (`objectives/denoising.py`).
-    source: name of the source; part of the key of all random draws.
+    source: name of the source; part of every random key.
     seed: seed of all random draws.
-    pass_index: pass over the source; every pass draws again.
+    pass_index: pass over the source, with draws of its own.
 
   Returns:
     A dataset with 'inputs' and 'targets', int32 [n]; 'decoder_inputs' and
-    'weights', of the length of the targets or empty; and 'documents', the ids
-    of the documents.
+    'weights', as long as the targets or empty; and 'documents', the document
+    ids.
   """
   parsed = objective_names.parse_one(objective)
   if parsed.maker.documents != 'text' or not sequence_length:
@@ -256,7 +257,7 @@ def make_pairs(
   )
 
   def rows(batch: Mapping[str, tf.Tensor]) -> dict[str, Any]:
-    # Called with many documents, as each call has to wait for Python's lock.
+    # Called with many documents, because each call waits for the GIL.
     return _rows_from_flat(
       tf.numpy_function(
         flat_pairs, [batch['id'], batch['text']], _FLAT_TYPES, stateful=False
@@ -267,7 +268,7 @@ def make_pairs(
     dataset = dataset.enumerate().map(
       lambda i, example: example | {'id': tf.strings.as_string(i)}
     )
-  # Not in parallel: the generator of all documents is the same object.
+  # Not in parallel: all calls share one generator.
   return dataset.batch(_DOCUMENTS_AT_ONCE).map(rows).unbatch()
 
 
@@ -285,8 +286,8 @@ def _flat_pairs(
   )
 
   def generator(name: str) -> np.random.Generator:
-    # Windows over several documents are numbered in the batch, and batches are
-    # told apart by their first document.
+    # Windows over several documents are numbered within the batch; its first
+    # document identifies the batch.
     first = names[0].decode() if name.startswith('#') else ''
     return key(first + name)
 
@@ -297,12 +298,12 @@ def _flatten(pairs: Sequence[framing.Pair]) -> list[np.ndarray]:
   """Returns pairs as arrays for TensorFlow, in the order of `_FLAT_TYPES`.
 
   Returns:
-    For every field the tokens of all pairs and the length of each, and the ids
-    of their documents.
+    For every field, the tokens of all pairs and the length of each; then the
+    document ids.
   """
   columns = []
   for field, dtype in _FIELDS.items():
-    # An array of this type, as a batch may have no pair, and a pair no field.
+    # Fixes the dtype of batches without pairs and pairs without the field.
     empty = np.zeros(0, dtype)
     values = [getattr(pair, field) for pair in pairs]
     values = [empty if value is None else value for value in values]
@@ -315,7 +316,7 @@ def _flatten(pairs: Sequence[framing.Pair]) -> list[np.ndarray]:
 
 
 def _rows_from_flat(flat: Sequence[tf.Tensor]) -> dict[str, Any]:
-  # TensorFlow knows the types of a Python function's arrays, not their ranks.
+  # TensorFlow does not know the ranks of a Python function's results.
   *columns, ids = [tf.ensure_shape(column, [None]) for column in flat]
   result = {'documents': ids}
   for i, field in enumerate(_FIELDS):
@@ -332,9 +333,9 @@ def make_task(
   objective: str,
   **options: Any,
 ) -> seqio.Task:
-  """Makes the task of a source and an objective for a split and a pass.
+  """Builds the task of an objective on a source, for a split and a pass.
 
-  It is not added to SeqIO's registry.
+  The task is not registered.
 
   Args:
     part: source and weight.
@@ -344,8 +345,7 @@ def make_task(
     **options: further options of `make_pairs`.
   """
   source = part.source.name
-  # SeqIO allows few characters in names; the digest tells apart sources that
-  # become the same.
+  # SeqIO allows few characters in names; the digest disambiguates sources.
   name = re.sub(r'[^\w.]', '_', f'{objective}_{source}')
   return seqio.Task(
     f'{name}_{randomness.digest(source):032x}',
@@ -366,13 +366,13 @@ def make_task(
 
 
 def register() -> None:
-  """Registers the shipped tasks and mixtures (the module's docstring)."""
-  # Bytes need no file, so the tasks work wherever this module is imported.
+  """Registers the tasks and mixtures listed in the module's docstring."""
+  # Byte vocabularies need no file.
   vocabulary = vocabulary_pair.open_vocabulary(
     vocabulary_pair.BYTES, added_sentinels=_SENTINELS
   )
   for name, entry in objective_names.NAMES.items():
-    # A name that is parsed by itself, as `denoise` is, is nothing alone.
+    # Names with a parser of their own, such as `denoise`, need options.
     if entry.parse or entry.maker.documents != 'text':
       continue
     seqio.TaskRegistry.add(
@@ -396,7 +396,7 @@ def register() -> None:
 def _python_text(
   split: str, shuffle_files: bool, seed: int | None = None
 ) -> tf.data.Dataset:
-  del shuffle_files, seed  # The order of the source is that of hashes.
+  del shuffle_files, seed  # The source is ordered by hashes.
   part = mixtures.Part(text_sources.open_source('python'), 1.0)
   draw = mixtures.Draw(split, eval_fraction=0.04, seed=0)
   return DocumentSource(part, draw).get_dataset(split)
