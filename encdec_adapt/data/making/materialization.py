@@ -1,10 +1,10 @@
-"""Turns text sources into record sets, and opens the sets that a job reads.
+"""Turns text sources into record sets, and opens the sets of a job.
 
 A record set (`data/records/record_sets.py`) is made shard by shard. A shard
-reads its share of a source (`data/sources/document_source.py`), and the key of
-every random draw names what is drawn (`objectives/randomness.py`), so the bytes
-of a shard depend neither on the number of workers nor on restarts. Only shards
-that are missing or damaged are made.
+reads its share of a source (`data/sources/document_source.py`) and draws from
+keyed random generators (`objectives/randomness.py`), so its bytes depend
+neither on the number of workers nor on restarts. Only missing or damaged shards
+are made.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,7 +36,7 @@ from encdec_adapt.tokenizers import (
   vocabulary_training,
 )
 
-# Without buffering, so that progress shows in pipes too.
+# Unbuffered, so that progress shows in pipes too.
 _print = functools.partial(print, flush=True)
 
 
@@ -45,15 +45,15 @@ _print = functools.partial(print, flush=True)
 
 @dataclasses.dataclass
 class _Build:
-  """A record set that is being made.
+  """A record set in progress.
 
   Attributes:
     spec: spec of the record set, with fingerprints.
-    folder: folder where it is read.
-    shard_folder: folder where its shards are written: for a set in a bucket a
-      local folder, or the bucket itself if other machines make the shards.
+    folder: folder for readers.
+    shard_folder: folder of its shards: for a set in a bucket, a local folder,
+      or the bucket itself if other machines make the shards.
     parts: source and objective of each part.
-    entries: manifest entry of every shard; None for a shard to make.
+    entries: manifest entry of every shard; None for missing shards.
     manifest: None until the set is finished.
   """
 
@@ -65,10 +65,10 @@ class _Build:
   manifest: dict[str, Any] | None = None
 
   def finish(self, vocabularies: Mapping[str, Any]) -> None:
-    """Writes the manifest if all shards are there, uploads the set to a bucket.
+    """Writes the manifest once all shards exist, and uploads sets in buckets.
 
     Args:
-      vocabularies: description of the vocabularies for the manifest.
+      vocabularies: vocabulary descriptions for the manifest.
 
     Raises:
       UserError: the set has no rows.
@@ -76,8 +76,8 @@ class _Build:
     spec, folder, entries = self.spec, self.folder, self.entries
     if self.manifest is not None or None in entries.values():
       return
-    # Checked before the manifest is written: a set without rows stays
-    # unfinished, and more text can be added to it.
+    # Checked before the manifest is written: an empty set stays unfinished, so
+    # more text can be added.
     if not any(entry['rows'] for entry in entries.values()):
       _check_dropped(spec, entries)
       raise errors.UserError(
@@ -95,7 +95,7 @@ class _Build:
     self.report()
 
   def report(self) -> None:
-    """Prints what is in the finished set, and what is not."""
+    """Prints a summary of the finished set."""
     _print(f'{self.folder}: {manifest_summary.describe(self.manifest)}')
 
 
@@ -111,11 +111,10 @@ def materialize_sets(
   """Makes the missing shards and the manifests of record sets.
 
   Args:
-    sets: (spec, folder) pairs, made in this order; fingerprints of the specs
-      are filled in.
+    sets: (spec, folder) pairs, made in this order; fingerprints are filled in.
     choice: vocabularies of the model.
-    workers: number of processes; 1 makes the shards in this one.
-    beam: options of the Apache Beam pipeline that makes the shards instead.
+    workers: number of processes; 1 uses this process.
+    beam: options of an Apache Beam pipeline to make the shards with instead.
     refuse_long: see `shard_jobs.ShardJob`.
     reader: function that yields the examples of a shard; importable by name.
 
@@ -123,16 +122,16 @@ def materialize_sets(
     The manifests, in the order of `sets`.
 
   Raises:
-    UserError: the source is missing or gives no rows, a prompt is too long, a
-      folder has records of another spec, or another job is writing it.
+    UserError: the source is missing or yields no rows, a prompt is too long, or
+      a folder has records of another spec or is locked by another job.
   """
   opened = choice.open()
   described = opened.describe()
   for spec, _ in sets:
     for objective in objective_names.parse(spec.objective):
-      # Refuses lengths and vocabularies before any text is read.
+      # Checks lengths and vocabularies before any text is read.
       shard_jobs.make_maker(spec, objective, opened)
-  # Before the locks, which make the folders: a wrong source leaves no trace.
+  # Before the locks, which create the folders: a wrong source leaves no trace.
   fingerprints = [source_fingerprint(spec) for spec, _ in sets]
   with contextlib.ExitStack() as stack:
     for _, folder in sets:
@@ -155,11 +154,11 @@ def materialize_sets(
     for build in builds:
       if build.manifest is not None:
         build.report()
-    # A killed job may have left a set without a manifest, but all its shards.
+    # A killed job may leave all shards but no manifest.
     for build in builds:
       build.finish(described)
     count = 0
-    # Shards of held-out rows, which come first, say nothing about the others.
+    # Held-out shards, which come first, do not predict training shards' times.
     folders = [group.jobs[0].folder for group in groups]
     training = folders.count(folders[-1]) if groups else 0
     time_left = progress.TimeLeft(min(workers, training))
@@ -173,11 +172,11 @@ def materialize_sets(
       keys = (job.key for job in group.jobs)
       build.entries.update(zip(keys, entries, strict=True))
       count += len(entries)
-      if beam is None:  # A pipeline returns all its shards at its end.
+      if beam is None:  # A pipeline returns all shards at its end.
         left = time_left(done + 1, training)
         _print(f'records: {count}/{len(jobs)} shards{left}')
-      # At once, not after the last set: an empty set of held-out rows, which
-      # is made first, ends the job before the training rows are made.
+      # At once, not after the last set: an empty held-out set, made first, ends
+      # the job before training rows are made.
       build.finish(described)
     return [build.manifest for build in builds if build.manifest]
 
@@ -195,7 +194,7 @@ def _missing_shards(
   ]
   if not missing:
     return []
-  # Here, not in the workers: each would go through all sources.
+  # Here, not in the workers: each would scan all sources.
   left_out: Mapping[str, frozenset[str]] = {}
   if any(build.spec.deduplicate for build in builds):
     # Held-out rows may have fewer sources than training rows.
@@ -227,9 +226,9 @@ def _missing_shards(
 def _open_set(
   spec: record_sets.RecordSpec, folder: paths.Path, elsewhere: bool
 ) -> _Build:
-  """Finds the finished shards of a set, and removes unfinished ones.
+  """Finds the finished shards of a set and removes unfinished ones.
 
-  `elsewhere` says that other machines make the shards.
+  `elsewhere`: other machines make the shards.
 
   Raises:
     UserError: the folder has a finished set of another spec.
@@ -242,7 +241,7 @@ def _open_set(
       folder, manifest, dataclasses.replace(spec, passes=passes)
     )
   shard_folder = folder if elsewhere else record_copy.local_folder(folder)
-  # Passes may be added to a finished set: its shards have to be here for that.
+  # Adding passes to a finished set needs its shards locally.
   if manifest is not None and shard_folder != folder:
     record_copy.fetch(folder, record_sets.shards(manifest))
   for leftover in shard_folder.glob('pass-*/*/*.tmp'):  # From killed workers.
@@ -258,7 +257,7 @@ def _open_set(
 
 
 def list_parts(spec: record_sets.RecordSpec) -> list[record_sets.Part]:
-  """Returns the parts of a record set: every objective on its sources.
+  """Returns the parts of a record set: each objective on each of its sources.
 
   Raises:
     UserError: a source is missing or has no text.
@@ -271,7 +270,7 @@ def list_parts(spec: record_sets.RecordSpec) -> list[record_sets.Part]:
 
 
 def source_fingerprint(spec: record_sets.RecordSpec) -> str:
-  """Returns a digest of the text that the records of a spec are made of.
+  """Returns a digest of the source text of a spec.
 
   Raises:
     UserError: a source is missing or has no text.
@@ -281,7 +280,7 @@ def source_fingerprint(spec: record_sets.RecordSpec) -> str:
 
 
 def all_sources(spec: record_sets.RecordSpec) -> list[mixtures.Part]:
-  """Opens every source of a set once."""
+  """Opens each source of a set once."""
   sources = {
     part.source.name: part
     for objective in objective_names.parse(spec.objective)
@@ -294,7 +293,7 @@ def _check_dropped(
   spec: record_sets.RecordSpec,
   entries: Mapping[record_writing.ShardKey, Mapping[str, Any]],
 ) -> None:
-  # Every pass drops the same examples; the error is to count each once.
+  # Every pass drops the same examples; the error counts each once.
   shards = [entry for key, entry in entries.items() if not key.pass_index]
   dropped = sum(entry.get('dropped', 0) for entry in shards)
   if dropped and not any(entry['examples'] for entry in shards):
@@ -314,7 +313,7 @@ def _check_dropped(
 def set_folders(
   data: data_section.DataConfig,
 ) -> dict[str, tuple[record_sets.RecordSpec, paths.Path]]:
-  """Returns spec and folder of the sets 'train' and 'eval' of a DataConfig."""
+  """Returns spec and folder of a DataConfig's sets 'train' and 'eval'."""
   folder = paths.at(data.folder)
   return {
     'train': (data.train, folder / 'train'),
@@ -323,10 +322,10 @@ def set_folders(
 
 
 def is_missing(data: data_section.DataConfig) -> bool:
-  """Returns whether records of a DataConfig have yet to be made.
+  """Returns whether records of a DataConfig are missing.
 
-  Records of another spec do not count as missing: `open_sets` refuses them.
-  Another number of passes does, because passes can be added.
+  Records of another spec are not missing: `open_sets` rejects them. Records
+  with another number of passes are, because passes can be added.
   """
   return any(
     (manifest := record_sets.read_manifest(folder)) is None
@@ -341,12 +340,12 @@ def open_sets(
   """Opens the training and the held-out records of a DataConfig.
 
   Raises:
-    UserError: they are missing or damaged, were made with another
-      configuration or other vocabularies, or lose too many targets.
+    UserError: they are missing, damaged, made with another configuration or
+      other vocabularies, or lose too many targets.
   """
   sets = set_folders(data).values()
   for _, folder in sets:
-    # First: errors about fingerprints cannot say what differs.
+    # First, because fingerprint errors cannot name the difference.
     if manifest := record_sets.read_manifest(folder):
       record_sets.check_framing(folder, manifest, opened.sides)
   train, evaluation = (
@@ -360,16 +359,16 @@ def open_sets(
 
 
 def is_untrained(data: data_section.DataConfig) -> bool:
-  """Returns whether the decoder's vocabulary has yet to be trained.
+  """Returns whether the decoder's vocabulary must be trained first.
 
   Raises:
-    UserError: it is missing, and is not to be trained.
+    UserError: it is missing, and training it is not allowed.
   """
   path = data.vocabularies.decoder
   if vocabulary_pair.exists(path):
     return False
   if not data.train_vocabulary:
-    # Mostly a job that starts from a model whose folder has no tokenizer.
+    # Usually the folder of the initial model has no tokenizer.
     raise errors.UserError(
       f'the vocabulary {path} does not exist, and config.data.train_vocabulary'
       " is False; set config.data.vocabulary to the model's tokenizer.json or"
@@ -381,20 +380,20 @@ def is_untrained(data: data_section.DataConfig) -> bool:
 def open_vocabularies(data: data_section.DataConfig) -> vocabulary_pair.Opened:
   """Opens the vocabularies of a DataConfig; trains the decoder's if allowed.
 
-  It is trained on documents of the training split.
+  Training uses documents of the training split.
 
   Raises:
-    UserError: a vocabulary is missing and not to be trained, lacks the tokens
-      of the chat format, or has more tokens than the model's table has rows.
+    UserError: a vocabulary is missing and may not be trained, lacks tokens of
+      the chat format, or is larger than the model's vocabulary size.
   """
   choice = data.vocabularies
   if is_untrained(data):
-    # Opened first: sources are refused before the line below is printed.
+    # Opened first, to report bad sources before the line below is printed.
     documents = mixtures.interleaved_documents(
       all_sources(data.train), shard_jobs.make_draw(data.train, 0)
     )
     path = paths.at(choice.decoder)
-    # Trained vocabularies have mode tokens: only sentinels are added later.
+    # Trained vocabularies include mode tokens; only sentinels are added later.
     size = data.table_sizes['decoder'] - choice.added_sentinels
     _print(
       f'vocabulary: {path} does not exist, so a new one of {size:,} ids is'
@@ -414,11 +413,11 @@ def open_vocabularies(data: data_section.DataConfig) -> vocabulary_pair.Opened:
 
 
 def contamination_report(data: data_section.DataConfig, evaluation: str) -> str:
-  """Reports evaluation examples that occur in the training text.
+  """Reports evaluation examples found in the training text.
 
   Args:
     data: section `data` of the configuration.
-    evaluation: sources of evaluation sets, as in `config.data.source`.
+    evaluation: evaluation sources, in the form of `config.data.source`.
 
   Returns:
     A line for every set; see `contamination.report`.
@@ -427,7 +426,7 @@ def contamination_report(data: data_section.DataConfig, evaluation: str) -> str:
     UserError: a source is missing or has no text.
   """
   draw = shard_jobs.make_draw(data.train, 0)
-  # Each pass draws other documents if a weight is below 1: takes all.
+  # Takes all passes: with a weight below 1, each draws other documents.
   training = (
     part.source.plain(document)
     for part in all_sources(data.train)
@@ -440,7 +439,7 @@ def contamination_report(data: data_section.DataConfig, evaluation: str) -> str:
 def materialize(
   data: data_section.DataConfig, beam: Sequence[str] | None = None
 ) -> None:
-  """Makes the vocabulary and the records of a DataConfig that are missing.
+  """Makes the missing vocabulary and records of a DataConfig.
 
   Args:
     data: section `data` of the configuration.
@@ -450,14 +449,14 @@ def materialize(
     UserError: bad input, see `materialize_sets` and `open_vocabularies`.
   """
   opened = open_vocabularies(data)
-  # By path: both sides have the same vocabulary where only one is named.
+  # By path: both sides may share a vocabulary.
   for vocabulary in {x.path: x for x in opened.sides.values()}.values():
     if vocabulary.note:
       _print(f'note: the vocabulary {vocabulary.path} {vocabulary.note}')
   names = [str(part) for part in list_parts(data.train)]
   for phase in row_rates.parse(data.rates):
     phase.check_parts(names)
-  # Held-out records first: they are few, and show whether there are any.
+  # Held-out records first: they are few, and may be empty.
   folders = set_folders(data)
   sets = [folders['eval'], folders['train']]
   *_, train = materialize_sets(

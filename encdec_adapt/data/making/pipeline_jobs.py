@@ -1,12 +1,11 @@
 """Runs shard jobs on Apache Beam, for corpora beyond one machine.
 
-Every group of shards (`data/making/shard_jobs.py`) is an element of the
-pipeline. Its worker reads its share of the text and writes its shards to the
-folder of the set, which is a bucket unless the pipeline runs on this machine;
-the shards' entries are read from there, so that no result has to come back.
+Each pipeline element is a group of shards (`data/making/shard_jobs.py`). Its
+worker reads its share of the text and writes the shards to the set's folder, a
+bucket unless the pipeline runs locally. Shard entries are read from that
+folder, so workers return nothing.
 
-Apache Beam is imported when a pipeline is run: `pip install
-'encdec_adapt[beam]'`.
+Running a pipeline imports Apache Beam (`pip install 'encdec_adapt[beam]'`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,18 +21,18 @@ from encdec_adapt.files import paths
 def run_jobs(
   groups: Sequence[shard_jobs.ShardGroup], options: Sequence[str]
 ) -> Iterator[tuple[shard_jobs.ShardGroup, list[dict[str, Any]]]]:
-  """Writes the shards of all groups; yields all groups at the end.
+  """Makes the shards of all groups; yields all groups at the end.
 
   Args:
     groups: groups of shards.
-    options: options of the pipeline, such as --runner=DataflowRunner.
+    options: pipeline options, such as --runner=DataflowRunner.
 
   Yields:
-    Every group and the manifest entries of its shards.
+    (group, manifest entries of its shards) of every group.
 
   Raises:
-    UserError: Apache Beam is missing, or the shards of the workers are not in
-      the folders of the jobs.
+    UserError: Apache Beam is missing, or the workers' shards are not in the
+      jobs' folders.
   """
   packages.require('--runner=beam', 'beam', 'apache_beam')
   import apache_beam
@@ -51,8 +50,8 @@ def run_jobs(
   if groups:
     with apache_beam.Pipeline(options=parsed) as pipeline:
       listed = pipeline | apache_beam.Create(groups, reshuffle=False)
-      # Runners fuse steps: without a shuffle between them, the worker that
-      # lists the groups would make all of them.
+      # Runners fuse steps: without a shuffle, the worker that lists the groups
+      # would process them all.
       spread = listed | apache_beam.Reshuffle()
       _ = spread | 'WriteShards' >> apache_beam.Map(shard_jobs.write_shards)
   with futures.ThreadPoolExecutor(record_writing.THREADS) as pool:

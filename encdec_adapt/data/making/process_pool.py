@@ -1,11 +1,11 @@
 """Runs functions in fresh processes.
 
-`run_jobs` distributes jobs over worker processes; `run_in_subprocess` makes a
-single call, whose memory and imports (TensorFlow, for sources `tfds:` and
+`run_jobs` distributes jobs over worker processes. `run_in_subprocess` makes a
+single call, so that its memory and imports (TensorFlow, for sources `tfds:` and
 `seqio:`) end with its process.
 
-Neither runs the main module again, so that a script or a notebook that uses
-the package needs no `if __name__ == '__main__'`.
+Neither re-imports the main module, so scripts and notebooks need no `if
+__name__ == '__main__'`.
 
 This module imports neither TensorFlow nor SeqIO; the functions may.
 """
@@ -27,15 +27,15 @@ from encdec_adapt.cluster import parent_death
 def run_jobs(
   function: Callable[[Any], Any], jobs: Sequence[Any], workers: int
 ) -> Iterator[tuple[Any, Any]]:
-  """Calls `function(job)` for every job and yields (job, result) as it ends.
+  """Calls `function(job)` for every job; yields (job, result) on completion.
 
-  If a job raises, jobs that have not started are dropped and its error is
-  raised once the running ones have ended.
+  If a job raises, pending jobs are cancelled, and the error is raised after
+  running jobs have ended.
 
   Args:
     function: function to call, importable by name.
-    jobs: arguments, picklable, in the order in which they start.
-    workers: number of processes; 1 (or a single job) uses this one.
+    jobs: picklable arguments, in start order.
+    workers: number of processes; with 1, or a single job, this process.
 
   Raises:
     UserError: a worker process died.
@@ -47,9 +47,9 @@ def run_jobs(
     return
   with futures.ProcessPoolExecutor(
     workers,
-    # A forked copy of a process with threads may wait for their locks forever.
+    # A fork of a multi-threaded process may deadlock.
     multiprocessing.get_context('spawn'),
-    # Orphans would write the same shards as the next run of the command.
+    # Orphans would write the same shards as the next run.
     initializer=parent_death.end_with_parent,
   ) as pool:
     with _main_hidden(function):
@@ -58,7 +58,7 @@ def run_jobs(
       for future in futures.as_completed(pending):
         yield pending[future], future.result()
     except process_pool.BrokenProcessPool:
-      # The pool does not say which process died, nor on which job.
+      # The pool names neither the dead process nor its job.
       raise errors.UserError(
         f'a worker of {len(jobs)} jobs such as {jobs[0]} died; if it was'
         ' killed for lack of memory, use fewer workers. Run the same command'
@@ -69,13 +69,13 @@ def run_jobs(
 
 
 def run_in_subprocess(function: Callable[..., Any], *args: Any) -> None:
-  """Calls `function(*args)` in a fresh process and waits for its end.
+  """Calls `function(*args)` in a fresh process and waits for it.
 
   The subprocess ends with this process, even if this process is killed.
 
   Args:
     function: function to call, importable by name; its result is discarded.
-    *args: arguments that can be pickled.
+    *args: picklable arguments.
 
   Raises:
     UserError: the function raised it, or the process died.
@@ -85,12 +85,12 @@ def run_in_subprocess(function: Callable[..., Any], *args: Any) -> None:
   process = context.Process(target=_call, args=(sender, function, *args))
   with _main_hidden(function):
     process.start()
-  sender.close()  # Otherwise `recv` would not see that the process has ended.
+  sender.close()  # Otherwise `recv` would not detect the process's end.
   try:
     with contextlib.suppress(EOFError):
       raise receiver.recv()
     process.join()
-  except BaseException:  # Ctrl-C and SystemExit of a signal handler too.
+  except BaseException:  # Also Ctrl-C and SystemExit of signal handlers.
     process.terminate()
     process.join()
     raise
@@ -103,13 +103,13 @@ def run_in_subprocess(function: Callable[..., Any], *args: Any) -> None:
 
 @contextlib.contextmanager
 def _main_hidden(function: Callable[..., Any]) -> Iterator[None]:
-  """Keeps processes started in this context from importing the main module.
+  """Keeps processes started in the context from importing the main module.
 
   Args:
-    function: function that they call.
+    function: their function.
   """
   main = sys.modules['__main__']
-  # A function of the main module is found nowhere else.
+  # A function defined in the main module needs it.
   if function.__module__ != main.__name__:
     sys.modules['__main__'] = types.ModuleType(main.__name__)
   try:

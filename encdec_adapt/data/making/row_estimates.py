@@ -1,4 +1,4 @@
-"""Estimates how many rows training records will have, before they are made."""
+"""Estimates the number of training rows before records are made."""
 
 import collections
 from collections.abc import Iterable
@@ -18,34 +18,34 @@ from encdec_adapt.data.records import (
 from encdec_adapt.data.sources import document_source
 from encdec_adapt.files import paths
 
-# Text of each source that is made into rows.
+# Sampled text per source.
 _MOST_BYTES = 4 * 2**20
-# Into how many shards a shard that has more is divided.
+# Number of shards a larger shard is split into.
 _DIVISOR = 4
 
 
 def estimate(data: data_section.DataConfig) -> dict[str, Any]:
-  """Estimates the rows of training records from a part of their text.
+  """Estimates the rows of training records from a sample of their text.
 
-  A vocabulary that is to be trained is trained, and discarded with the rows.
-  Documents that are left out as duplicates count.
+  If the vocabulary must be trained, a temporary one is trained and discarded.
+  Duplicate documents count.
 
   Args:
     data: section with paths; its text exists.
 
   Returns:
-    'parts', each with the fields of `record_sets.Part` and its totals of all
-    passes, and 'passes', the number of these.
+    'parts', each with the fields of `record_sets.Part` and totals over all
+    passes, and 'passes', their number.
 
   Raises:
-    UserError: the text or the vocabulary is missing, or does not suit the
+    UserError: the text or vocabulary is missing or unsuitable for the
       objectives.
   """
   with tempfile.TemporaryDirectory() as folder:
     if materialization.is_untrained(data):
       path = paths.join(folder, 'vocabulary.model')
       data = dataclasses.replace(data, vocabulary=path)
-    # It would ask whether the path of the vocabulary is right.
+    # Hides the question whether the vocabulary's path is right.
     with contextlib.redirect_stdout(io.StringIO()):
       materialization.open_vocabularies(data)
     spec, parts = data.train, materialization.list_parts(data.train)
@@ -80,10 +80,10 @@ def estimate(data: data_section.DataConfig) -> dict[str, Any]:
 
 
 def _small_shards(spec: record_sets.RecordSpec) -> dict[str, tuple[int, int]]:
-  """Returns the number of shards of each source, and how many are made.
+  """Returns the number of shards per source, and how many to make.
 
-  All shards are made, as they will be packed, unless the source has more than 4
-  MiB; then only the first, with at most 4 MiB or a single document.
+  All shards of the real set, unless the source has more than 4 MiB; then only
+  the first of smaller ones, with at most 4 MiB or one document.
   """
   shards, draw = {}, shard_jobs.make_draw(spec, 0)
   for part in materialization.all_sources(spec):

@@ -1,11 +1,10 @@
 """Makes the shards of a record set: read, tokenise, make examples, pack, write.
 
-A job describes a shard. Passes over the same documents, and objectives that
-read the same source, form a group, which a single process makes so that their
+A job describes a shard. Jobs of the same documents (several passes, or
+objectives with a common source) form a group, made by one process so that the
 text is tokenised once.
 
-TensorFlow is imported only in a process that reads a source `tfds:` or
-`seqio:`.
+Only processes that read a source `tfds:` or `seqio:` import TensorFlow.
 """
 
 import collections
@@ -31,9 +30,8 @@ from encdec_adapt.objectives import (
 )
 from encdec_adapt.tokenizers import vocabulary_pair
 
-# Yields the examples of a shard; importable, as processes pass it by its name.
-# Its arguments are the job and the tokens of documents that another job of the
-# group has read, if any.
+# Yields the examples of a shard; importable, because it is pickled by name. Its
+# arguments are the job and the group's token cache, if any.
 Reader = Callable[['ShardJob', token_cache.TokenCache | None], Iterable[Any]]
 
 
@@ -46,14 +44,13 @@ class ShardJob:
     spec: spec of the record set with its fingerprints.
     choice: vocabularies of the model.
     parts: parts of the record set.
-    key: pass, part and number of the shard in the set.
-    reader: function that yields the examples of the shard.
-    refuse_long: whether a prompt that is longer than a row is an error, unless
-      the objective has the option too_long.
-    left_out: name of a source -> ids of documents that are not read.
-    cut: names of the sources of which pieces are held out; None: unknown.
-    counts: documents, and examples that were dropped or cut, filled in by
-      `reader`.
+    key: pass, part and number of the shard.
+    reader: yields the examples of the shard.
+    refuse_long: whether prompts longer than a row are an error, unless the
+      objective has the option too_long.
+    left_out: source name -> ids of skipped documents.
+    cut: names of sources with held-out pieces; None: unknown.
+    counts: documents and dropped or truncated examples, filled in by `reader`.
     first_losses: see `example_maker.ExampleMaker`; filled in likewise.
   """
 
@@ -75,7 +72,7 @@ class ShardJob:
 
   @property
   def part(self) -> record_sets.Part:
-    """The part that the shard belongs to."""
+    """Part of the shard."""
     return self.parts[self.key.part]
 
   def __str__(self) -> str:
@@ -87,10 +84,10 @@ class ShardJob:
 
 @dataclasses.dataclass(frozen=True)
 class ShardGroup:
-  """Shards of the same documents, made in turn by a single process.
+  """Shards of the same documents, made in turn by one process.
 
   Attributes:
-    jobs: jobs of the same record set, source and number of the shard.
+    jobs: jobs of the same record set, source and shard number.
   """
 
   jobs: Sequence[ShardJob]
@@ -100,7 +97,7 @@ class ShardGroup:
 
 
 def group_jobs(jobs: Iterable[ShardJob]) -> list[ShardGroup]:
-  """Groups jobs by the documents that they read, in order of their first."""
+  """Groups jobs by their documents, in order of first occurrence."""
   groups: dict[tuple[str, str, int], list[ShardJob]] = {}
   for job in jobs:
     key = job.folder, job.part.source, job.key.shard
@@ -114,13 +111,13 @@ def open_sources(
   left_out: Mapping[str, frozenset[str]] | None = None,
   cut: frozenset[str] | None = None,
 ) -> list[mixtures.Part]:
-  """Opens the sources that have the documents of an objective.
+  """Opens the sources of an objective.
 
   Args:
     spec: spec of the record set.
     objective: the objective.
-    left_out: name of a source -> ids of documents that are not read.
-    cut: names of the sources of which pieces are held out; None: unknown.
+    left_out: source name -> ids of skipped documents.
+    cut: names of sources with held-out pieces; None: unknown.
 
   Returns:
     The sources with their weights.
@@ -141,7 +138,7 @@ def open_sources(
 
 
 def make_draw(spec: record_sets.RecordSpec, pass_index: int) -> mixtures.Draw:
-  """Returns the draw of the documents that a pass over a source reads.
+  """Returns the selection of documents of a pass.
 
   Args:
     spec: spec of the record set.
@@ -155,10 +152,10 @@ def make_maker(
   objective: example_maker.Objective,
   opened: vocabulary_pair.Opened,
 ) -> example_maker.ExampleMaker:
-  """Makes the maker of an objective's examples for the rows of a spec.
+  """Builds the example maker of an objective for a spec.
 
   Raises:
-    UserError: the lengths or the vocabularies do not suit the objective.
+    UserError: the lengths or vocabularies do not fit the objective.
   """
   return objective.make(
     spec.lengths,
@@ -172,8 +169,8 @@ def read_examples(
   job: ShardJob, tokens: token_cache.TokenCache | None
 ) -> Iterable[Any]:
   """Yields the examples of a shard; see `Reader`."""
-  # Full collections would go through the pairs that wait to be packed again and
-  # again: a twentieth of the time on short documents.
+  # Full collections would repeatedly traverse the pairs waiting to be packed: a
+  # twentieth of the time on short documents.
   gc.set_threshold(100_000)
   spec, opened = job.spec, job.choice.open()
   objective = objective_names.parse_one(job.part.objective)
@@ -195,8 +192,8 @@ def read_examples(
   shard = job.key.shard
 
   def generator(name: str) -> np.random.Generator:
-    # Windows of concatenated documents have a number in the shard only, and
-    # those of different shards must not draw alike.
+    # Windows of concatenated documents are numbered within the shard; windows
+    # of different shards need different draws.
     if name.startswith('#'):
       name = f'shard {shard} of {spec.shards}{name}'
     return keyed(name)
@@ -215,11 +212,11 @@ def read_examples(
       content = content_of(document.text)
       if len(content):
         yield document.id, content
-      else:  # T5's vocabularies have no tokens for spaces alone.
+      else:  # T5's vocabularies encode whitespace as no tokens.
         job.counts['bad_documents'] += 1
 
   yield from maker.examples(documents(), generator, policy)
-  # The source and the maker count while they are read: complete only now.
+  # Source and maker count while they are read, so counts are complete now.
   job.counts.update(part.counts(draw, shard))
   job.counts.update(maker.counts)
   job.first_losses.update(maker.first_losses)
@@ -230,7 +227,7 @@ def write_shard(
 ) -> dict[str, Any]:
   """Makes a shard in a folder and returns its entry in the manifest."""
   spec = job.spec
-  # Every shard has both counts.
+  # Both counts exist in every shard.
   counts = {'examples': 0, denoising.SHARED_SPANS: 0}
 
   def examples():
@@ -242,8 +239,8 @@ def write_shard(
   objective = objective_names.parse_one(job.part.objective)
   rows = pack(examples(), objective.rows.capacity(spec.lengths))
   if spec.max_rows:
-    # Differences of rounded bounds: the shares of the shards differ by at most
-    # a row and sum to max_rows, without knowledge of each other.
+    # Differences of rounded bounds: the shards' shares differ by at most one
+    # row and sum to max_rows, computed independently.
     index = job.key.part * spec.shards + job.key.shard
     first, stop = (
       spec.max_rows * i // (spec.shards * len(job.parts))
@@ -257,30 +254,30 @@ def write_shard(
   with record_writing.ShardWriter(folder, spec, job.key) as writer:
     for row in rows:
       writer.write(row)
-    # Counts are final here only: rows are made while they are written.
+    # Counts are final only now: rows are made while they are written.
     return writer.finish(**counts | job.counts, first_losses=job.first_losses)
 
 
 def write_shards(group: ShardGroup) -> list[dict[str, Any]]:
   """Makes the shards of a group.
 
-  Shards that an earlier attempt finished are not made again.
+  Finished shards of an earlier attempt are kept.
 
   Returns:
     Their entries in the manifest.
   """
   folder = group.jobs[0].folder
   # Next to the records, which need space anyway: the system's temporary folder
-  # may be small, or in memory.
+  # may be small or in memory.
   cache_folder = None if paths.is_bucket(folder) else folder
   if cache_folder:
     os.makedirs(cache_folder, exist_ok=True)
   entries = []
   with token_cache.TokenCache(cache_folder) as cache:
-    # A group of a single job would only write tokens that nobody reads.
+    # A group of one job never reads cached tokens.
     tokens = cache if len(group.jobs) > 1 else None
     for job in group.jobs:
-      # Beam repeats a whole group when a worker fails.
+      # Beam retries the whole group if a worker fails.
       entry = record_writing.finished_shard(job.folder, job.spec, job.key)
       if entry is None:
         with paths.staged(job.folder) as staging:
@@ -292,19 +289,19 @@ def write_shards(group: ShardGroup) -> list[dict[str, Any]]:
 def sample_rows(
   rows: Iterable[Sequence[framing.Pair]], count: int, rng: np.random.Generator
 ) -> list[Sequence[framing.Pair]]:
-  """Draws rows in a single pass over them; the sample keeps their order.
+  """Samples rows uniformly in one pass; keeps their order.
 
   Args:
-    rows: rows to draw from, without replacement.
-    count: rows drawn, at least 0.
-    rng: generator of a number for every row.
+    rows: rows to sample from, without replacement.
+    count: sample size, at least 0.
+    rng: random generator; draws one number per row.
 
   Returns:
     `count` rows, or all if there are fewer.
   """
-  # The rows with the smallest of random numbers are a uniform sample, and a
-  # heap holds `count` rows at a time, however many there are.
+  # The rows with the smallest random numbers are a uniform sample, and the heap
+  # never holds more than `count` rows.
   keyed = ((rng.random(), i, row) for i, row in enumerate(rows))
-  # The indices differ, so rows themselves are never compared.
+  # Indices are unique, so rows are never compared.
   sample = heapq.nsmallest(count, keyed, key=lambda entry: entry[:2])
   return [row for _, _, row in sorted(sample, key=lambda entry: entry[1])]

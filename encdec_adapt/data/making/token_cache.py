@@ -1,10 +1,9 @@
 """Token ids of a shard's documents, cached between passes over them.
 
-A single process makes all passes over a shard, one after the other, so that the
-ids need not outlive it. They are in an unnamed temporary file beside the
-records, which vanishes with the process, even if it is killed. The digest of
-its text identifies a document: whatever a pass draws, each text is tokenised
-once.
+One process makes all passes over a shard in turn, so the ids need not outlive
+it. They are stored in an unnamed temporary file beside the records, which
+vanishes with the process, even if killed. The key is a digest of the text: each
+text is tokenised once, whatever a pass draws.
 
 This module imports neither TensorFlow nor SeqIO.
 """
@@ -21,13 +20,13 @@ from encdec_adapt.base import errors
 
 
 class TokenCache(contextlib.AbstractContextManager):
-  """Tokens of texts in a vocabulary; a context manager."""
+  """Cache of token ids by text; a context manager."""
 
   def __init__(self, folder: str | os.PathLike[str] | None):
     """Opens a temporary file.
 
     Args:
-      folder: local folder to write to; None for the system's temporary folder.
+      folder: local folder; None for the system's temporary folder.
     """
     self._file = tempfile.TemporaryFile(dir=folder)
     self._size = 0
@@ -40,18 +39,17 @@ class TokenCache(contextlib.AbstractContextManager):
 
     Args:
       text: text of a document.
-      encode: returns the tokens of a text, int32 [n]; called if it is new.
+      encode: returns the tokens of a text, int32 [n]; called for new texts.
 
     Raises:
       UserError: the disk is full or fails.
     """
-    # 16 bytes, so that the index of a shard stays small beside its texts; at
-    # that size no two texts collide.
+    # 16 bytes keep the index of a shard small and make collisions negligible.
     key = hashlib.blake2b(text.encode(), digest_size=16).digest()
     try:
       if key in self._slots:
         start, size = self._slots[key]
-        # `pread` bypasses the buffer of the file, which may still hold the ids.
+        # `pread` bypasses the file's buffer, which may still hold the ids.
         self._file.flush()
         data = os.pread(self._file.fileno(), size, start)
         return np.frombuffer(data, np.int32)
@@ -69,6 +67,6 @@ class TokenCache(contextlib.AbstractContextManager):
     return tokens
 
   def __exit__(self, *unused):
-    # Closing flushes: on a full disk it fails, but nobody reads the file again.
+    # Closing flushes, which fails on a full disk; the file is not read again.
     with contextlib.suppress(OSError):
       self._file.close()
