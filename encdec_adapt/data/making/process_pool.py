@@ -106,7 +106,7 @@ def _main_hidden(function: Callable[..., Any]) -> Iterator[None]:
   """Keeps processes started in the context from importing the main module.
 
   Args:
-    function: their function.
+    function: function called by the processes.
   """
   main = sys.modules['__main__']
   # A function defined in the main module needs it.

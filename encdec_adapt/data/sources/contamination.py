@@ -1,10 +1,9 @@
 """Overlap of training text with evaluation sets: duplicates and n-grams.
 
-`duplicates` finds documents with the same text, which
-`config.data.deduplicate` leaves out. `report` counts the evaluation examples
-that share a run of 13 words with training text, the rule of GPT-3
-(arXiv:2005.14165, appendix C): words are lower case, without punctuation, and
-an example of fewer words is compared entirely.
+`duplicates` finds documents with equal text, for `config.data.deduplicate`.
+`report` counts evaluation examples that share a 13-gram of words with training
+text, following GPT-3 (arXiv:2005.14165, appendix C): words are lower case,
+without punctuation, and shorter examples are compared as a whole.
 
 This module imports neither TensorFlow nor SeqIO nor jax.
 """
@@ -21,19 +20,19 @@ _WORD = re.compile(r'\w+')
 
 
 def duplicates(parts: Sequence[mixtures.Part]) -> dict[str, frozenset[str]]:
-  """Finds documents that repeat the text of an earlier document.
+  """Finds documents with the text of an earlier document.
 
   Args:
-    parts: sources; a text in two of them is kept in the first.
+    parts: sources; a text in several is kept in the first.
 
   Returns:
-    Name of a source -> ids of the documents to leave out.
+    Source name -> ids of the documents to drop.
 
   Raises:
     UserError: a source cannot be read.
   """
-  # Digests, since the texts of a large source would not fit in memory. 16 bytes
-  # make an accidental match, which would drop a document, improbable.
+  # Digests, because the texts of a large source do not fit in memory. 16 bytes
+  # make collisions, which would drop a document, negligible.
   digests: set[bytes] = set()
   repeated_ids: dict[str, frozenset[str]] = {}
   for part in parts:
@@ -44,7 +43,7 @@ def duplicates(parts: Sequence[mixtures.Part]) -> dict[str, frozenset[str]]:
         ids.add(document.id)
       digests.add(digest)
     repeated_ids[part.source.name] = frozenset(ids)
-    # Making the records reads the source again, and counts bad documents then.
+    # Making the records reads the source again and counts bad documents.
     part.source.counts.clear()
   return repeated_ids
 
@@ -53,21 +52,21 @@ def report(
   training: Iterable[document_source.Document],
   evaluation: Sequence[document_source.Source],
 ) -> str:
-  """Reports which evaluation examples occur in the training text.
+  """Reports evaluation examples found in the training text.
 
   Args:
-    training: documents that are trained on.
+    training: training documents.
     evaluation: sources of the evaluation sets.
 
   Returns:
-    A line for every set: the number of examples with a common run of words,
-    and the locations of the first five.
+    A line for every set: the number of examples with a common n-gram and the
+    locations of the first five.
 
   Raises:
     UserError: a source cannot be read, or has no text.
   """
-  # The evaluation sets are indexed and the training text is streamed, as only
-  # the former are sure to fit in memory.
+  # The evaluation sets are indexed and the training text is streamed: only the
+  # former surely fit in memory.
   examples_of_run = collections.defaultdict(set)
   ids: dict[str, list[str]] = {source.name: [] for source in evaluation}
   lengths = set()
@@ -82,15 +81,16 @@ def report(
   matches = set()
   for document in training:
     words = _WORD.findall(document.text.lower())
-    # Short examples are compared entirely, so training text is cut into runs of
-    # each of their lengths, too.
+    # Short examples are compared as a whole, so training text is also cut into
+    # n-grams of their lengths.
     for size in lengths:
       for run in _run_hashes(words, size):
         matches |= examples_of_run.get(run, set())
   lines = []
   for source in evaluation:
     examples = [i for i in ids[source.name] if (source.name, i) in matches]
-    # Several examples may share a location, such as a line in many templates.
+    # Several examples may share a location, such as a line in several
+    # templates.
     first = dict.fromkeys(map(source.locate, examples[:5]))
     lines.append(
       f'{source.name}: {len(examples)} of {len(ids[source.name])} examples'
@@ -101,7 +101,7 @@ def report(
 
 
 def _run_hashes(words: Sequence[str], size: int) -> Iterator[int]:
-  # A document without words would otherwise match every training document.
+  # Otherwise a document without words would match every training document.
   if size:
     for i in range(len(words) - size + 1):
       yield hash((size, *words[i : i + size]))

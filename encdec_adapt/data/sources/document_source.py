@@ -1,16 +1,16 @@
 """Documents, and the base class of their sources.
 
-A source is a subclass of `Source` that is registered under the kind with which
-names of it begin (`register`); `text_sources` opens sources by name.
+A source is a subclass of `Source`, registered under a kind, the prefix of its
+names (`register`). `text_sources` opens sources by name.
 
-Document ids depend neither on the machine nor on the reader, nor on the number
-of shards or workers. They decide the train/eval split (`in_split`): the part
-before the last '::' (`group`) is hashed, so that two documents made from one
-text (the docstrings and the source of a module) are on the same side.
+Document ids do not depend on the machine, the reader, or the number of shards
+or workers. They determine the train/eval split (`in_split`): the part before
+the last '::' (`group`) is hashed, so that two documents made from one text (the
+docstrings and the source of a module) are in the same split.
 
-A shard has its share of a source (`Source.entries`): for every number of
-shards each document is in exactly one of them, and a shard's documents are
-always the same, in the same order.
+Shards partition a source (`Source.entries`): for any number of shards, each
+document is in exactly one, and a shard always has the same documents in the
+same order.
 
 This module imports neither TensorFlow nor SeqIO nor jax.
 """
@@ -28,30 +28,30 @@ from encdec_adapt import configs
 from encdec_adapt.base import errors
 from encdec_adapt.objectives import randomness
 
-PASSAGE = 4000  # Characters after which `Pieces` cuts a document.
-# The id of a document, and a function that reads its text: the other split's
-# documents are listed without being read.
+PASSAGE = 4000  # Characters before a piece may end: `Pieces`.
+# Document id and a function that reads the text: documents of the other split
+# are listed, but not read.
 Entry = tuple[str, Callable[[], str]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-  """A document: its id, unique in its source, and its text, not empty."""
+  """A document: id, unique in its source, and text, not empty."""
 
   id: str
   text: str
 
 
 def group(document_id: str) -> str:
-  """Returns the group of documents that is held out as a whole."""
+  """Returns the document's group, which is held out as a whole."""
   return document_id.rpartition('::')[0] or document_id
 
 
 def is_development(name: str) -> bool:
   """Returns whether a held-out group is in the development part.
 
-  Every third group is, by digest: learning rates and checkpoints are chosen
-  there, and studies report the other groups. The digest is of the name alone,
+  Every third group is, by digest: learning rates and checkpoints are chosen on
+  it, and studies report the other groups. The digest depends on the name only,
   so that record sets of all objectives of a text agree.
 
   Args:
@@ -71,8 +71,8 @@ def in_split(
     eval_fraction: share of the documents in 'eval', in [0, 1].
     seed: seed of the split.
   """
-  # A hash, not a draw in order: a document stays on its side of the split when
-  # the source grows, or is read in other shards.
+  # A hash, not a sequential draw: a document keeps its split if the source
+  # grows or is sharded differently.
   uniform = randomness.digest('split', seed, group(document_id)) / 2**128
   return (uniform < eval_fraction) == (split == 'eval')
 
@@ -81,20 +81,20 @@ class Source(abc.ABC):
   """Documents in a fixed order.
 
   Attributes:
-    form: how a name of this source is written, for errors.
-    document_kind: kind of its documents, as objectives name it: 'text', or the
-      JSON of 'pairs', 'chat', 'preferences', 'labels' or 'embed'.
+    form: syntax of the source's name, for errors.
+    document_kind: kind of its documents, as in objectives: 'text', or the JSON
+      of 'pairs', 'chat', 'preferences', 'labels' or 'embed'.
     revisions: changes to the documents since record format 7, in order; see
       `example_maker.ExampleMaker.revisions`.
-    name: name that the source was opened by.
+    name: full name of the source.
     divisible: whether documents may be cut.
-    skips_bad: whether documents that cannot be read are left out.
-    counts: selected documents so far that could not be read
-      ('bad_documents') or were cut at the cap ('cut_documents').
-    max_bytes: only the beginning of the source is used, 0 for all of it: the
-      documents that lie within the first `max_bytes` bytes of the files, or,
-      for sources other than files, those before the UTF-8 text exceeds them.
-      A document that may be cut is used up to its last paragraph within.
+    skips_bad: whether unreadable documents are skipped.
+    counts: selected documents so far that were unreadable ('bad_documents') or
+      truncated at the cap ('cut_documents').
+    max_bytes: cap on the source, 0 for none: keeps the documents within the
+      first `max_bytes` bytes of the files or, for other sources, of the UTF-8
+      text. A divisible document is truncated to its last paragraph within the
+      cap.
   """
 
   form = ''
@@ -110,7 +110,7 @@ class Source(abc.ABC):
     """
     self.name = name
     self.max_bytes = max_bytes
-    # A piece of a JSON document does not parse.
+    # Pieces of a JSON document would not parse.
     self.divisible = self.document_kind == 'text'
     self.skips_bad = False
     self.counts: collections.Counter[str] = collections.Counter()
@@ -119,7 +119,7 @@ class Source(abc.ABC):
   def entries(
     self, shard_index: int = 0, num_shards: int = 1
   ) -> Iterator[Entry]:
-    """Yields ids and readers of the documents of a shard, within the cap."""
+    """Yields ids and readers of a shard's documents within the cap."""
 
   @abc.abstractmethod
   def _content(self) -> Iterator[object]:
@@ -137,12 +137,12 @@ class Source(abc.ABC):
       seed: seed of the split.
 
     Returns:
-      `document_source.in_split`, unless the source knows its own splits.
+      `document_source.in_split`, unless the source defines its own splits.
     """
     return in_split(document_id, split, eval_fraction, seed)
 
   def locate(self, document_id: str) -> str:
-    """Returns the location of a document for messages: by default its id."""
+    """Returns a document's location for messages, by default its id."""
     return document_id
 
   def documents(
@@ -151,21 +151,21 @@ class Source(abc.ABC):
     shard_index: int = 0,
     num_shards: int = 1,
   ) -> Iterator[Document]:
-    """Yields the documents of a shard that have text, in order.
+    """Yields a shard's documents with text, in order.
 
     Args:
-      keep: function of the id that selects documents; others are not read.
+      keep: predicate on ids; other documents are not read.
       shard_index: number of the shard, in [0, num_shards).
-      num_shards: number of shards that the source is divided into.
+      num_shards: number of shards of the source.
 
     Raises:
-      UserError: the source is missing, or has no text; a shard may have none.
+      UserError: the source is missing or has no text; a shard may have none.
     """
-    # A shard of many may have no text although the source has.
+    # One of several shards may have no text.
     empty = num_shards == 1
     for document_id, read_text in self.entries(shard_index, num_shards):
       if keep is not None and not keep(document_id):
-        # It is not read, so it may have text.
+        # Not read, so it may have text.
         empty = False
         continue
       try:
@@ -185,13 +185,13 @@ class Source(abc.ABC):
       )
 
   def plain(self, document: Document) -> Document:
-    """Returns a document with the bare text of its pair, messages or texts."""
+    """Returns a document with the plain text of its JSON content."""
     if self.document_kind == 'text':
       return document
     content = json.loads(document.text)
-    # Labels and further fields are left out, since they are not text that a
-    # training document could contain. Only texts of labelled examples, and
-    # messages with further fields, are a list in the list.
+    # Drops labels and further fields, which a training document could not
+    # contain. Only texts of labelled examples and messages with further fields
+    # are nested lists.
     if content and isinstance(content[0], list):
       content = content[0]
     elif self.document_kind == 'pairs':
@@ -201,31 +201,31 @@ class Source(abc.ABC):
   def fingerprint(self) -> str:
     """Returns a hex digest of the content and the cap.
 
-    It is computed from names, sizes and three samples of each local file, and
-    from the store's checksums of files in a bucket.
+    The digest covers name, size and three samples of each local file, and the
+    store's checksum of each file in a bucket.
     """
     parts = [self.max_bytes, *self._content()]
-    # Earlier versions left out the document that exceeds the cap.
+    # Earlier versions dropped the document that exceeds the cap.
     parts += ['cut'] if self.max_bytes > 0 and self.divisible else []
     return f'{randomness.digest(configs.portable(self.name), *parts):032x}'
 
   def _every(
     self, entries: Iterable[Entry], shard_index: int, num_shards: int
   ) -> Iterator[Entry]:
-    """Yields every n-th of all entries, for a source that has to be scanned."""
+    """Yields every n-th entry, for sources that must be scanned."""
     if self.max_bytes:
       entries = self._capped(entries)
     return itertools.islice(entries, shard_index, None, num_shards)
 
   def _capped(self, entries: Iterable[Entry]) -> Iterator[Entry]:
-    """Reads entries and yields them until their text exceeds the cap."""
+    """Yields entries until their text exceeds the cap; reads them all."""
     size = 0
     for document_id, read_text in entries:
       try:
         text = read_text()
       except errors.UserError:
-        # The reader raises again if the document's split is read, and only then
-        # is the document an error, or counted as skipped.
+        # The reader raises again if the document is selected; only then is it
+        # an error or counted as skipped.
         yield document_id, read_text
         continue
       room = self.max_bytes - size
@@ -234,7 +234,7 @@ class Source(abc.ABC):
         if self.divisible:
           yield document_id, functools.partial(self._cut, text, room)
         return
-      # The text was read to measure it; reading it twice would cost as much.
+      # Reuses the text, which was read to measure it.
       yield document_id, functools.partial(str, text)
 
   def _cut(self, text: str, room: int) -> str:
@@ -250,15 +250,15 @@ class Source(abc.ABC):
     return text
 
 
-# The registered classes by kind.
+# Registered classes by kind.
 KINDS: dict[str, type[Source]] = {}
 
 
 def register(kind: str) -> Callable[[type[Source]], type[Source]]:
-  """Registers a class of sources, as a decorator.
+  """Decorator that registers a source class.
 
   Args:
-    kind: names of the source are `kind`, or begin with `kind:`.
+    kind: names of the source are `kind` or start with `kind:`.
   """
 
   def decorate(source: type[Source]) -> type[Source]:
@@ -279,19 +279,17 @@ def _texts(content: object) -> Iterator[str]:
 
 
 class Pieces(Source):
-  """Wrapper that cuts the documents of a source into pieces.
+  """Wrapper that splits a source's documents into pieces.
 
   Piece i of document D has the id D:i. A piece ends at the first empty line
-  after 4,000 characters, or with the document. If neither follows within 8,000
-  more characters, it ends at the first end of a line after the 4,000, without
-  that at the first space, and in a text that has neither after 4,000
-  characters. Every shard reads all documents.
+  after 4,000 characters or at the document's end. If neither follows within
+  8,000 more characters, it ends at the first line end after the 4,000, else at
+  the first space, else after 4,000 characters. Every shard reads all documents.
   """
 
-  # The alternatives are tried in order. Each repeats the 4,000 characters, so
-  # that a later alternative matches only where no earlier one does. The split
-  # hashes the numbers of the pieces: another pattern would move text from the
-  # training side to the held-out side.
+  # Alternatives are tried in order. Each repeats the 4,000 characters, so that
+  # it matches only if all earlier ones fail. The split hashes piece numbers:
+  # another pattern would move text between the training and held-out splits.
   _PIECE = re.compile(
     r'.{4000}.{0,8000}?(?:\n\s*\n|\Z)'
     r'|.{4000}.{0,8000}?\n'
@@ -302,20 +300,20 @@ class Pieces(Source):
   )
 
   def __init__(self, source: Source):
-    """Takes the name and the cap of the source, which has texts."""
+    """Takes over the name and cap of a source of texts."""
     super().__init__(source.name, source.max_bytes)
     self._source = source
 
   def entries(
     self, shard_index: int = 0, num_shards: int = 1
   ) -> Iterator[Entry]:
-    """Yields every n-th piece; the documents are within the cap."""
+    """Yields every n-th piece of the documents within the cap."""
     pieces = (
       (f'{document.id}:{number}', match.group)
       for document in self._source.documents()
       for number, match in enumerate(self._PIECE.finditer(document.text), 1)
     )
-    # Not `_every`: it would apply the cap to the pieces a second time.
+    # Not `_every`, which would apply the cap again.
     return itertools.islice(pieces, shard_index, None, num_shards)
 
   def _content(self) -> Iterator[object]:
@@ -326,13 +324,13 @@ def decode(data: bytes, source: str, location: str | Callable[[], str]) -> str:
   """Decodes UTF-8.
 
   Args:
-    data: text; U+FEFF is a character like any other.
+    data: encoded text; U+FEFF is kept.
     source: name of the source, for the error.
-    location: location in the source, for the error; a function if it is slow
-      to find.
+    location: location in the source, for the error; a function if slow to
+      compute.
 
   Raises:
-    UserError: the data are not UTF-8; names the location and the byte.
+    UserError: the data are not UTF-8; names location and byte.
   """
   try:
     return data.decode('utf-8')
@@ -345,9 +343,9 @@ def decode(data: bytes, source: str, location: str | Callable[[], str]) -> str:
 
 
 def encodable(text: str) -> str:
-  """Replaces lone surrogates, which UTF-8 cannot hold, by U+FFFD."""
-  # Most texts are ASCII, which Python knows of a string without a scan.
+  """Replaces lone surrogates, invalid in UTF-8, with U+FFFD."""
+  # Most texts are ASCII, which Python stores as a flag.
   if text.isascii():
     return text
-  # Decoders replace by U+FFFD, while the encoder of UTF-8 would write '?'.
+  # Decoders replace with U+FFFD; the UTF-8 encoder would write '?'.
   return text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')

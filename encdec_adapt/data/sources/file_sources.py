@@ -1,17 +1,16 @@
-"""Sources that are files: ranges of their bytes, and plain text.
+"""File sources: byte ranges, and plain text.
 
-The files of a glob, ordered by name and concatenated, are a range of bytes, of
-which every shard reads an equal part: whole files where there are many, a part
-of a file where there are few. A document belongs to the shard that has its
-first byte (a paragraph: the first byte of the empty line before it). Its id is
-its file and the offset of its first byte there, or the file alone where that is
-one document. The byte-order mark of a file is dropped; elsewhere U+FEFF is
-text.
+The files of a glob, sorted by name and concatenated, form a range of bytes;
+every shard reads an equal part of it: whole files if there are many, parts of a
+file if there are few. A document belongs to the shard with its first byte (for
+a paragraph, the first byte of the preceding empty line). Its id is its file and
+the offset of its first byte, or the file alone if that is one document. A
+file's byte-order mark is dropped; elsewhere U+FEFF is text.
 
-Files that end in .gz or .zst are decompressed, by every shard from their
-beginning: a document stands where the compressed block of its first byte begins
-(`files/decompression.py`), and offsets in ids are those in the text. Files of
-JSON lines and parquet are in `row_sources.py`.
+Every shard decompresses .gz and .zst files from their start: a document's
+position is the start of the compressed block with its first byte
+(`files/decompression.py`), and offsets in ids refer to the text. JSON lines and
+parquet files are in `row_sources.py`.
 
 This module imports neither TensorFlow nor SeqIO nor jax.
 """
@@ -30,8 +29,8 @@ from encdec_adapt.base import errors, option_strings
 from encdec_adapt.data.sources import document_source
 from encdec_adapt.files import decompression, hub, paths
 
-# Bytes of each of the three samples of a fingerprint: reading all of a large
-# source would take minutes at every start.
+# Bytes of each of a fingerprint's three samples: reading a whole large source
+# would take minutes at every start.
 _SAMPLE_BYTES = 1 << 16
 
 
@@ -39,9 +38,9 @@ class _Line(NamedTuple):
   """A line of a file.
 
   Attributes:
-    begin: position in the file on disk; of a compressed file, of a block.
-    end: end of the line there, or of the block in which it ends.
-    offset: first byte in the text of the file.
+    begin: position in the file on disk; in a compressed file, its block's.
+    end: end of the line on disk, or of the block with its end.
+    offset: offset of the first byte in the file's text.
     data: content of the line.
   """
 
@@ -52,15 +51,15 @@ class _Line(NamedTuple):
 
 
 class Unit(NamedTuple):
-  """A part of a file that documents are made from.
+  """A part of a file, from which documents are made.
 
   Attributes:
     id: id of the unit.
-    data: content of the unit, a row of a parquet file as its fields; empty for
-      a file, which is read later.
+    data: content of the unit: bytes, or the fields of a parquet row; empty for
+      a whole file, which is read later.
     path: path of the file.
-    offset: first byte of the unit in the text of the file, or number of a row.
-    room: bytes of it within the cap, if it ends behind that.
+    offset: offset of the unit in the file's text, or row number.
+    room: bytes of the unit within the cap, if it exceeds the cap.
   """
 
   id: str
@@ -71,7 +70,7 @@ class Unit(NamedTuple):
 
 
 class FileSource(document_source.Source):
-  """Files that match a glob, each line of which is a document."""
+  """Files of a glob; each line is a document."""
 
   def __init__(self, name: str, max_bytes: int = 0):
     """Lists the files; see `document_source.Source`.
@@ -100,7 +99,7 @@ class FileSource(document_source.Source):
         f'source {self.name!r}: no file matches {self.pattern!r}; check the'
         f' path (from {os.getcwd()}), and quote the glob in the shell'
       )
-    # The split ignores the rest of an id after its last '::' (`in_split`).
+    # The split ignores the part of an id after its last '::' (`in_split`).
     self._ids = {
       path: _encodable(os.path.relpath(path, root)).replace('::', ':_:')
       for path in self._sizes
@@ -108,12 +107,12 @@ class FileSource(document_source.Source):
 
   @abc.abstractmethod
   def _take_fields(self, fields: option_strings.Part) -> None:
-    """Parses the part of a source's name that follows the #."""
+    """Parses the part of a source's name after the #."""
 
   def entries(
     self, shard_index: int = 0, num_shards: int = 1
   ) -> Iterator[document_source.Entry]:
-    """Yields the documents that begin in the shard's range of the files."""
+    """Yields the documents that start in the shard's range of the files."""
     for unit in self._units(shard_index, num_shards):
       yield from self._documents(unit)
 
@@ -125,11 +124,11 @@ class FileSource(document_source.Source):
     )
     position = 0  # Offset of the file's first byte in all files.
     for path, size in self._sizes.items():
-      # A shard opens, and downloads from a bucket, no other files.
+      # A shard opens or downloads no other files.
       if start < position + size and position < stop:
         first = max(start - position, 0)
         for offset, end, data in self._scan(path, first, stop - position):
-          # The last document begins within the cap, but may end behind it.
+          # The last document starts within the cap, but may end beyond it.
           room = cap - position - offset if position + end > cap else None
           if room is None or self.divisible:
             yield Unit(self._name(path, offset), data, path, offset, room)
@@ -151,7 +150,7 @@ class FileSource(document_source.Source):
 
   def locate(self, document_id: str) -> str:
     """Returns a document's file, and its line if the file has several."""
-    # A template's name, or the number of a draw, may follow the '::'.
+    # A template's name or a draw's number may follow the '::'.
     unit = document_id.partition('::')[0]
     files = {name: path for path, name in self._ids.items()}
     if unit in files:
@@ -169,12 +168,12 @@ class FileSource(document_source.Source):
 
   def _read(self, unit: Unit) -> str:
     """Returns the text of a document."""
-    # Lines are counted from the file's first byte, so only for an error.
+    # Counting lines reads the file from its start, so only for errors.
     location = functools.partial(self._line_location, unit.path, unit.offset)
     return document_source.decode(unit.data, self.name, location)
 
   def _line_location(self, path: str, offset: int) -> str:
-    if self.skips_bad:  # No message is printed, so no line is counted.
+    if self.skips_bad:  # No message, so no line count.
       return path
     line, remaining = 1, offset
     for _, block in decompression.blocks(path):
@@ -187,7 +186,7 @@ class FileSource(document_source.Source):
   def _content(self) -> Iterator[object]:
     for path in self._sizes:
       yield self._ids[path]
-      # A bucket's listing has a checksum of each file, which costs no request.
+      # A bucket's listing has file checksums, at no extra request.
       yield self._files[path].get('digest') or _sample(path)
 
 
@@ -210,7 +209,7 @@ class TextSource(FileSource):
     elif self._unit:
       yield from _paragraphs(path, start, stop)
     elif not start:
-      # Its bytes are read by `_read`, if its split is read at all.
+      # `_read` reads the bytes, if the split is read at all.
       yield 0, self._sizes[path], b''
 
   def _name(self, path: str, offset: int) -> str:
@@ -222,19 +221,19 @@ class TextSource(FileSource):
     data = decompression.read(unit.path, unit.room).removeprefix(
       codecs.BOM_UTF8
     )
-    if unit.room is not None:  # Without a character that is cut off.
+    if unit.room is not None:  # Drops a truncated character.
       data = re.sub(rb'[\xc0-\xff][\x80-\xbf]*\Z', b'', data)
     return document_source.decode(data, self.name, unit.path)
 
 
 def _lines(path: str, start: int) -> Iterator[_Line]:
-  """Yields the lines that begin at byte `start` of a file or later.
+  """Yields the lines of a file that start at byte `start` or later.
 
-  The first line of a file comes without a byte-order mark.
+  The first line of a file has no byte-order mark.
   """
   is_compressed = decompression.is_compressed(path)
-  # The byte before decides whether a line begins at `start` itself: what is
-  # read from there to the end of a line begins earlier.
+  # The byte before decides whether a line starts at `start` itself: a line read
+  # from there starts too early.
   offset = 0 if is_compressed else max(start - 1, 0)
   for begin, end, data in decompression.lines(path, offset):
     if not is_compressed:
@@ -250,9 +249,9 @@ def _paragraphs(
 ) -> Iterator[tuple[int, int, bytes]]:
   """Yields offset, end on disk and content of the paragraphs of a range.
 
-  The last empty line before a paragraph begins in the range, so a reader need
-  not look back to know whether a line begins a paragraph. The first paragraph
-  of a file is in the range that has the first byte.
+  A paragraph belongs to the range with the start of its preceding empty line,
+  so a reader need not look back to find the start of a paragraph. The first
+  paragraph of a file belongs to the range with the first byte.
   """
   paragraph: list[_Line] = []
 
@@ -260,7 +259,7 @@ def _paragraphs(
     data = b''.join(line.data for line in paragraph)
     return paragraph[0].offset, paragraph[-1].end, data
 
-  # Text before the range's first empty line belongs to the range before.
+  # Text before the range's first empty line belongs to the previous range.
   is_ours = not start
   for line in _lines(path, start):
     if line.data.strip():
@@ -270,8 +269,8 @@ def _paragraphs(
     if paragraph:
       yield joined()
       paragraph = []
-    # An empty line behind the range begins a paragraph of the next range, but
-    # it ended the last paragraph of this range above.
+    # An empty line after the range starts a paragraph of the next range, after
+    # ending this range's last paragraph above.
     if line.begin >= stop:
       return
     is_ours = True
@@ -284,7 +283,7 @@ def _encodable(path: str) -> str:
 
 
 def _fixed_folder(pattern: str) -> str:
-  # Ids are relative to it, so that they survive a move of the files.
+  # Ids are relative to this folder, so they survive a move of the files.
   folder = os.path.dirname(pattern)
   while glob.has_magic(folder):
     folder = os.path.dirname(folder)

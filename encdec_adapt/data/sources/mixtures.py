@@ -1,23 +1,23 @@
-"""Mixtures of text sources, and how often each document is drawn.
+"""Mixtures of text sources with weights.
 
     python@2 + jsonl:/data/*.jsonl@0.25
 
-Sources (`data/sources/text_sources.py`) are separated by ' + '. The number
-after the '@' is the source's weight (1 by default): how often a pass draws each
-of its documents. With 2 it draws all of them twice, with 0.25 a quarter of them
-(another one in every pass), with 1.5 all of them and half of them once more. So
-a pass is an epoch of a source of weight 1, no text is left out because another
-source ended, and the content of a pass is known before it is made. Held-out
-documents are drawn at most once.
+' + ' separates sources (`data/sources/text_sources.py`). The number after '@'
+is the source's weight (default 1): how often a pass draws each of its
+documents. Weight 2 draws all twice, 0.25 a quarter of them (a different one
+each pass), 1.5 all of them and half of them again. So a pass is an epoch of a
+source with weight 1, no text is dropped because another source is exhausted,
+and the content of a pass is known in advance. Held-out documents are drawn at
+most once.
 
-Where no document of a source would be held out, or fewer than `FEWEST` and some
+If no document of a source would be held out, or fewer than `FEWEST` and some
 document is longer than a passage, passages are held out instead
-(`document_source.Pieces`). Finding that out reads ids until so many, and the
-documents if they are fewer (`cut_sources`), which is done once for all shards.
+(`document_source.Pieces`). This check reads ids until it finds `FEWEST`, and
+the documents if there are fewer (`cut_sources`); it runs once for all shards.
 
-A fraction's documents are chosen by (seed, pass, source, document id). The
-second draw of a document in a pass has another id, the document's with '::1',
-so that its masks and splits differ.
+A fraction's documents are chosen by a hash of (seed, pass, source, document
+id). The second draw of a document in a pass gets '::1' appended to its id, so
+that its masks and splits differ.
 
 This module imports neither TensorFlow nor SeqIO nor jax.
 """
@@ -38,18 +38,18 @@ from encdec_adapt.data.sources import (
 )
 from encdec_adapt.objectives import randomness
 
-FEWEST = 10  # Held-out documents, below which passages are held out.
+FEWEST = 10  # Held-out documents; below it, passages are held out.
 
 
 @dataclasses.dataclass(frozen=True)
 class Draw:
-  """Selects the documents of a source: a split, and a pass over it.
+  """Selection of a source's documents: a split and a pass.
 
   Attributes:
     split: 'train' or 'eval'.
     eval_fraction: share of the documents in 'eval', in [0, 1].
     seed: seed of the split and of all draws.
-    pass_index: 0, 1, ..; every pass draws again within the same split.
+    pass_index: 0, 1, ..; each pass draws anew within the split.
   """
 
   split: str
@@ -70,11 +70,11 @@ class Part:
 
   Attributes:
     source: source of documents.
-    weight: how often a pass draws each document; positive.
-    rate: rate by examples that a SeqIO mixture gives the source, else None.
-    left_out: ids of documents that are not drawn (duplicates).
-    cut: whether pieces of the documents are held out; None to determine it
-      when the first document is drawn.
+    weight: draws of each document per pass; positive.
+    rate: the source's rate by examples in a SeqIO mixture, else None.
+    left_out: ids of dropped documents (duplicates).
+    cut: whether pieces of documents are held out; None to determine it at the
+      first draw.
   """
 
   source: document_source.Source
@@ -85,7 +85,7 @@ class Part:
 
   @functools.cache  # noqa: B019  Parts are few and live as long as the job.
   def is_cut(self, draw: Draw) -> bool:
-    """Returns whether pieces are held out, because few documents would be.
+    """Returns whether pieces are held out, for lack of documents.
 
     Args:
       draw: selection of documents; its split does not matter.
@@ -95,13 +95,12 @@ class Part:
     """
     if self.cut is not None:
       return self.cut
-    # Raises an error for a source without text, which a shard of several does
-    # not.
+    # Raises an error if the source has no text; one of several shards does not.
     next(self.source.documents())
     is_cut = False
     if draw.eval_fraction and self.source.divisible:
       is_cut = self.has_few(draw) or not self.held_out(draw)
-    # Documents are read again for the records, and counted then.
+    # Making the records reads and counts the documents again.
     self.source.counts.clear()
     return is_cut
 
@@ -112,34 +111,34 @@ class Part:
     return sum(itertools.islice(filter(None, held_out), FEWEST))
 
   def has_few(self, draw: Draw) -> bool:
-    """Returns whether few documents would be held out, and one has passages."""
+    """Returns whether few documents would be held out and one is long."""
     if not self.source.divisible or not 0 < self.held_out(draw) < FEWEST:
       return False
     sizes = (len(document.text) for document in self.source.documents())
     return any(size > document_source.PASSAGE for size in sizes)
 
   def fingerprint(self, draw: Draw) -> str:
-    """Returns the fingerprint of the source and of what is held out."""
-    # Earlier versions held out few documents as a whole.
+    """Returns the fingerprint of the source and its held-out unit."""
+    # Earlier versions held out whole documents even if few.
     return self.source.fingerprint() + (
       ' in passages' if self.has_few(draw) else ''
     )
 
   def counts(self, draw: Draw, shard_index: int) -> Mapping[str, int]:
     """Returns `Source.counts` of a shard."""
-    # Every shard reads all documents that are cut into pieces, so the counts of
-    # the first shard are those of all.
+    # Every shard reads all documents split into pieces, so the first shard
+    # counts for all.
     return {} if shard_index and self.is_cut(draw) else self.source.counts
 
   def documents(
     self, draw: Draw, shard_index: int = 0, num_shards: int = 1
   ) -> Iterator[document_source.Document]:
-    """Yields the drawn documents, all of the first draw before the second.
+    """Yields the drawn documents, the whole first draw before the second.
 
     Args:
       draw: selection of documents.
       shard_index: number of the shard, in [0, num_shards).
-      num_shards: number of shards that the source is divided into.
+      num_shards: number of shards of the source.
 
     Raises:
       UserError: the source is missing or has no text.
@@ -150,13 +149,13 @@ class Part:
     def document_id(name: str) -> str:
       return name.rpartition(':')[0] if cut else name
 
-    # A held-out document that counted twice would bias the held-out loss.
+    # Repeated held-out documents would bias the held-out loss.
     weight = self.weight if draw.split == 'train' else min(self.weight, 1.0)
     for number in range(math.ceil(weight)):
       share = weight - number  # 1 or more in all rounds but the last.
 
       def keep(name: str, share=share) -> bool:
-        # Duplicates are listed by document, before it is cut into pieces.
+        # Duplicates are whole documents, not pieces.
         return (
           draw.has(source, name)
           and document_id(name) not in self.left_out
@@ -166,7 +165,7 @@ class Part:
       counts = self.source.counts.copy()
       for document in source.documents(keep, shard_index, num_shards):
         if number:
-          # Randomness is keyed by ids: a new id gives new masks and splits.
+          # Random draws are keyed by id: a new id gives new masks and splits.
           name = f'{document.id}::{number}'
           document = dataclasses.replace(document, id=name)
         yield document
@@ -174,7 +173,7 @@ class Part:
         self.source.counts = counts  # Each document counts once.
 
   def _uniform(self, draw: Draw, document_id: str) -> float:
-    # Independent of the weight: a larger one adds documents.
+    # Independent of the weight: a larger weight adds documents.
     name = configs.portable(self.source.name)
     key = draw.seed, draw.pass_index, name, document_id
     return randomness.digest('draw', *key) / 2**128
@@ -183,7 +182,7 @@ class Part:
 def parse(text: str) -> list[tuple[str, float]]:
   """Returns the names and weights of the sources of a mixture.
 
-  Text after an '@' that is not a number belongs to the name.
+  Non-numeric text after an '@' belongs to the name.
 
   Raises:
     UserError: a weight is not positive, or a source is named twice.
@@ -227,12 +226,12 @@ def open_parts(
 
   Args:
     text: sources and weights, see the module's docstring.
-    max_bytes: bytes of text used of each source; 0 for all.
+    max_bytes: cap on the bytes of each source; 0 for none.
     seqio_modules: modules that register sources and SeqIO tasks.
     pairs: whether SeqIO tasks give pairs of texts.
-    skip_bad: whether documents that cannot be read are left out.
-    left_out: name of a source -> ids of documents that are not drawn.
-    cut: result of `cut_sources`; None to find it when documents are drawn.
+    skip_bad: whether unreadable documents are skipped.
+    left_out: source name -> ids of dropped documents.
+    cut: result of `cut_sources`; None to determine it at the first draw.
 
   Raises:
     UserError: the text cannot be parsed, or a source has no documents.
@@ -246,7 +245,7 @@ def open_parts(
     seqio_source = tensorflow_import.import_module(
       'encdec_adapt.data.seqio.seqio_source', f'source {name!r}'
     )
-    # These register the task or the mixture.
+    # Registers the task or mixture.
     text_sources.import_modules(seqio_modules)
     for task, rate in seqio_source.rates(name).items():
       source = seqio_source.SeqioSource(task, max_bytes, pairs=pairs)
@@ -267,7 +266,7 @@ def open_parts(
 
 
 def cut_sources(parts: Sequence[Part], draw: Draw) -> frozenset[str]:
-  """Returns the names of the sources of which pieces are held out.
+  """Returns the names of sources with held-out pieces.
 
   Raises:
     UserError: a source has no text.
@@ -293,10 +292,10 @@ def interleaved_documents(
 ) -> Iterator[document_source.Document]:
   """Yields a document of each source in turn until all are exhausted.
 
-  Those of pairs, conversations and labelled examples are their bare text.
+  Pairs, conversations and labelled examples are reduced to plain text.
   """
   for documents in itertools.zip_longest(
     *(map(p.source.plain, p.documents(draw)) for p in parts)
   ):
-    # Sources that are exhausted give None.
+    # Exhausted sources give None.
     yield from filter(None, documents)

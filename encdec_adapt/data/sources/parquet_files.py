@@ -1,11 +1,10 @@
-"""Rows of parquet files, of which a reader takes a part.
+"""Range reads of rows of parquet files.
 
-A row stands for an equal share of the bytes of its file, so that a range of
-bytes is a range of rows. Only the row groups of that range are read, one after
-another.
+Each row counts as an equal share of its file's bytes, so a range of bytes is a
+range of rows. Only row groups in that range are read, one at a time.
 
-This module imports `pyarrow` only when a file is read, and neither TensorFlow
-nor SeqIO nor jax.
+Reading a file imports `pyarrow`. This module imports neither TensorFlow nor
+SeqIO nor jax.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,13 +14,13 @@ from typing import Any
 from encdec_adapt.base import errors, packages
 from encdec_adapt.files import paths
 
-_ROWS = 1024  # Rows that are Python objects at a time.
+_ROWS = 1024  # Rows converted to Python objects at a time.
 
 
 def rows(
   path: str, start: int, stop: int, columns: Sequence[str] | None
 ) -> Iterator[tuple[int, int, dict[str, Any]]]:
-  """Yields number, end of bytes and fields of the rows that begin in a range.
+  """Yields number, end in bytes and fields of the rows starting in a range.
 
   Args:
     path: path of the file.
@@ -40,7 +39,7 @@ def rows(
     index = 0
     for group in range(file.metadata.num_row_groups):
       size = file.metadata.row_group(group).num_rows
-      # Row groups of other readers are not read.
+      # Skips row groups of other readers.
       if index + size <= first or index >= end:
         index += size
         continue
@@ -57,7 +56,7 @@ def check_schemas(files: Sequence[str], columns: Sequence[str] | None) -> None:
 
   Args:
     files: paths of the files.
-    columns: names of the columns that are read; None for all.
+    columns: names of the columns to read; None for all.
 
   Raises:
     UserError: two files differ; names both and their columns.
@@ -73,7 +72,7 @@ def check_schemas(files: Sequence[str], columns: Sequence[str] | None) -> None:
 
 def _schema(path: str, columns: Sequence[str] | None) -> dict[str, str]:
   with _opened(path, columns) as file:
-    # Some writers have offsets of 64 bits, which makes no other rows.
+    # 64-bit offsets of some writers do not change the rows.
     return {
       field.name: str(field.type).replace('large_', '')
       for field in file.schema_arrow
@@ -89,7 +88,7 @@ def _opened(path: str, columns: Sequence[str] | None) -> Iterator[Any]:
   with paths.open_to_read(path) as raw:
     try:
       file = parquet.ParquetFile(raw)
-    except ValueError as error:  # Arrow's errors of content are ValueErrors.
+    except ValueError as error:  # Arrow raises ValueErrors for bad content.
       raise errors.UserError(
         f'{path} is not a parquet file ({error})'
       ) from error

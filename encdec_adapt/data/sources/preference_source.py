@@ -1,4 +1,4 @@
-r"""The source `preferences:`: prompts with two answers, of which one is better.
+r"""The source `preferences:`: prompts with a chosen and a rejected answer.
 
 | fields                   | in each line                                      |
 |--------------------------|---------------------------------------------------|
@@ -12,8 +12,8 @@ r"""The source `preferences:`: prompts with two answers, of which one is better.
 | .., margin=FIELD         | a number that says how much better it is          |
 
 A message has `role` and `content`, or `from` (human, gpt) and `value`. A
-document is JSON: chosen answer, rejected answer, prompt (a text or messages)
-and margin (or null); that of a tie is an empty list.
+document is a JSON list: chosen answer, rejected answer, prompt (a text or
+messages) and margin (or null); a tie is an empty list.
 
 This module imports neither TensorFlow nor SeqIO nor jax.
 """
@@ -50,7 +50,7 @@ class PreferenceSource(row_sources.NamedFieldSource):
     try:
       return super()._read(unit)
     except errors.UserError:
-      raise  # The error names the line.
+      raise  # Already names the line.
     except ValueError as error:
       location = self._line_location(unit.path, unit.offset)
       raise errors.UserError(
@@ -127,10 +127,11 @@ def _answer(content: Any) -> str:
 def _parted(
   chosen: list[dict[str, str]], rejected: list[dict[str, str]]
 ) -> tuple[list[dict[str, str]], str, str]:
-  """Returns the common beginning of two dialogues, and their last turns.
+  """Returns the common prefix of two dialogues and their last turns.
 
   Raises:
-    ValueError: they differ before their last turns, which are the assistant's.
+    ValueError: they differ before their last turns, or these are not the
+      assistant's.
   """
   prompt = chosen[:-1]
   if not prompt or prompt != rejected[:-1]:

@@ -1,13 +1,11 @@
-"""Pairs from rows of JSONL and prompt templates in the form of P3.
+"""Pairs from JSONL rows and prompt templates in P3 format.
 
-`prompts:GLOB#TEMPLATES.yaml` renders every row of the files (JSON lines, or
-parquet) by every template of a promptsource file (arXiv:2202.01279), the form
-of T0's training mixture (P3). A template is Jinja; '|||' stands between inputs
-and targets, and `answer_choices` has its own choices, also divided by '|||'; in
-the fields of a row '|||' is text. A row whose targets a template leaves empty
-gives no
-example. The draws of `choice`, a filter of some templates, depend on the
-example alone.
+`prompts:GLOB#TEMPLATES.yaml` renders every row of the files (JSON lines or
+parquet) with every template of a promptsource file (arXiv:2202.01279), the
+format of T0's training mixture (P3). Templates are Jinja; '|||' separates
+inputs from targets, and the choices in `answer_choices`. In the fields of a
+row, '|||' is text. Empty targets give no example. Draws of the `choice` filter
+depend on the example alone.
 
 This module imports neither TensorFlow nor SeqIO nor jax.
 """
@@ -27,12 +25,11 @@ from encdec_adapt.data.sources import document_source, file_sources, row_sources
 from encdec_adapt.files import paths
 
 _BETWEEN = '|||'
-# Stands for '|||' in templates while they are rendered, as the fields of a row
-# may contain '|||'. These are noncharacters, which Unicode reserves for
-# internal use, so no filter such as `upper` changes them.
+# Replaces '|||' of templates during rendering, because a row's fields may
+# contain '|||'. Unicode noncharacters, reserved for internal use: filters such
+# as `upper` do not change them.
 _MARK = '\ufdd0\ufdd1\ufdd0'
-# Raised by a file that is absent, is not YAML, or lacks the fields of
-# templates.
+# Raised for missing files, invalid YAML and missing template fields.
 _ERRORS = (OSError, yaml.YAMLError, KeyError, TypeError, AttributeError)
 
 
@@ -43,8 +40,8 @@ class Template:
   Attributes:
     name: name of the template.
     jinja: text with the inputs, '|||' and the targets.
-    choices: answer choices, divided by '|||'; '' for none.
-    original: whether it asks what the data set asks.
+    choices: answer choices, separated by '|||'; '' for none.
+    original: whether it poses the data set's original task.
   """
 
   name: str
@@ -57,13 +54,13 @@ class Template:
 
     Args:
       row: fields of the row.
-      example_id: decides the draws of `choice`.
+      example_id: seed of the draws of `choice`.
 
     Raises:
       jinja2.TemplateError: the template cannot be rendered.
     """
     environment = _environment()
-    # Seeded by the id, so that a row's text is the same in every shard and run.
+    # Seeded by the id: a row's text is the same in every shard and run.
     environment.filters['choice'] = random.Random(example_id).choice
     if self.choices:
       row = row | {'answer_choices': self.render_choices(row)}
@@ -77,11 +74,11 @@ class Template:
 
 def _environment() -> Any:
   """Returns a Jinja environment without access to Python's internals."""
-  import jinja2  # Training from records does not need it.
+  import jinja2  # Not needed for training from records.
   from jinja2 import sandbox
 
   environment = sandbox.SandboxedEnvironment(undefined=jinja2.StrictUndefined)
-  # Published templates use these, which promptsource adds to Jinja.
+  # promptsource adds these to Jinja, and published templates use them.
   environment.globals['zip'] = zip
   environment.filters['most_frequent'] = statistics.multimode
   return environment
@@ -116,7 +113,7 @@ def read_templates(path: str) -> list[Template]:
       Template(
         fields['name'],
         fields['jinja'],
-        # The file has `answer_choices: null` for none.
+        # Files have `answer_choices: null` for none.
         fields.get('answer_choices') or '',
         bool(fields.get('metadata', {}).get('original_task', True)),
       )
@@ -127,7 +124,7 @@ def read_templates(path: str) -> list[Template]:
       f'{path} is not a file of prompt templates ({error!r:.200}); it must have'
       ' templates with a name and jinja, as promptsource writes them'
     ) from error
-  # The file is keyed by random identifiers, which order nothing.
+  # Files are keyed by random identifiers.
   return sorted(templates, key=lambda template: template.name)
 
 
@@ -150,7 +147,8 @@ class PromptSource(row_sources.RowSource):
     self, unit: file_sources.Unit
   ) -> Iterator[document_source.Entry]:
     for template in self._templates:
-      # The part before '::' is held out: a line in all templates or in none.
+      # The split hashes the part before '::': a line is held out in all
+      # templates or none.
       name = f'{unit.id}::{template.name.replace("::", ":_:")}'
       yield name, functools.partial(self._render, template, unit, name)
 
@@ -159,13 +157,13 @@ class PromptSource(row_sources.RowSource):
   ) -> str:
     try:
       pair = template.render(self._row(unit), example_id)
-    except Exception as error:  # Templates are a user's code.
+    except Exception as error:  # Templates are user code.
       location = self._line_location(unit.path, unit.offset)
       raise errors.UserError(
         f'source {self.name!r}: {location}: the template {template.name!r}'
         f' cannot be rendered ({error})'
       ) from error
-    # `documents` drops a document without text.
+    # `documents` drops empty documents.
     text = json.dumps(pair, ensure_ascii=False) if pair else ''
     return document_source.encodable(text)
 

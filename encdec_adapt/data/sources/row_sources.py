@@ -1,9 +1,9 @@
-"""Sources that are files of rows with fields: JSON lines and parquet.
+"""Sources of rows with fields: JSON lines and parquet files.
 
-`jsonl` and `parquet` have texts; the others have pairs, labelled texts and
-conversations (`preference_source` has preferences). A file is parquet where its
-name ends in .parquet. The id of a row is its file and the offset of its line,
-or the number of the row in a parquet file.
+`jsonl` and `parquet` have texts; the others have pairs, labelled texts,
+embedding examples and conversations (for preferences see `preference_source`).
+Files named *.parquet are parquet. A row's id is its file and the offset of its
+line, or the row number in a parquet file.
 
 This module imports neither TensorFlow nor SeqIO nor jax.
 """
@@ -21,16 +21,16 @@ from encdec_adapt.data.sources import (
   parquet_files,
 )
 
-# Types of a field of any kind: all but null.
+# Types of a field of any kind, except null.
 ANY = (str, int, float, list, dict)
 _TYPES = dict.fromkeys((int, float), 'a number') | {str: 'text', list: 'a list'}
 _TYPES |= {dict: 'an object', type(None): 'null'}
 
 
 class RowSource(file_sources.FileSource):
-  """Files of rows with fields: JSON lines, or parquet by their names."""
+  """Files of rows with fields: JSON lines, or parquet by file name."""
 
-  # Fields that are read; None for all.
+  # Fields to read; None for all.
   _columns: list[str] | None = None
 
   def _is_parquet(self, path: str) -> bool:
@@ -45,11 +45,11 @@ class RowSource(file_sources.FileSource):
       yield from super()._scan(path, start, stop)
 
   def _row(self, unit: file_sources.Unit) -> Any:
-    """Returns the fields of a row; columns of bytes are UTF-8.
+    """Returns the fields of a row; bytes columns are decoded as UTF-8.
 
     Raises:
       JSONDecodeError: a line is not JSON.
-      UserError: a column of bytes is not UTF-8; names the file and the row.
+      UserError: a bytes column is not UTF-8; names file and row.
     """
     if not isinstance(unit.data, dict):
       return json.loads(super()._read(unit))
@@ -68,18 +68,18 @@ class RowSource(file_sources.FileSource):
     return super()._line_location(path, offset)
 
   def _content(self) -> Iterator[object]:
-    # Once for a record set, before its shards are made.
+    # Runs once per record set, before its shards are made.
     files = [path for path in self._sizes if self._is_parquet(path)]
     parquet_files.check_schemas(files, self._columns)
     return super()._content()
 
 
 class FieldSource(RowSource):
-  """Each row has the text in a field.
+  """Rows with the text in a field.
 
   Attributes:
-    default_field: field that is read where none is named; '' for none.
-    field_counts: least and most fields that a name has.
+    default_field: field if the name has none; '' for no default.
+    field_counts: minimum and maximum number of fields in a name.
   """
 
   default_field = 'text'
@@ -99,15 +99,15 @@ class FieldSource(RowSource):
       row = error
     content = self._document(functools.partial(self._value, unit, row))
     if not isinstance(content, str):
-      # Without JSON's escapes, in which `encodable` would miss surrogates.
+      # Unescaped, or `encodable` would miss surrogates.
       content = json.dumps(content, ensure_ascii=False)
     return document_source.encodable(content)
 
   def _document(self, value: Callable[..., Any]) -> object:
-    """Returns a text, or a document that is written as JSON.
+    """Returns a text, or an object to serialise as JSON.
 
     Args:
-      value: returns the field of a name, which must have one of some types.
+      value: function of a field name and its allowed types; returns the field.
     """
     return value(self._columns[0], str)
 
@@ -121,8 +121,8 @@ class FieldSource(RowSource):
     """Returns a field of a row.
 
     Raises:
-      UserError: the row is no JSON object, or the field is missing or has
-        another type; names the file and the line.
+      UserError: the row is not a JSON object, or the field is missing or has
+        another type; names file and line.
     """
     value = row.get(field) if isinstance(row, dict) else None
     if not isinstance(value, kind):
@@ -155,14 +155,14 @@ class ParquetSource(FieldSource):
   form = 'parquet:GLOB[#FIELD]'
 
   def _is_parquet(self, path: str) -> bool:
-    return True  # Whatever its name.
+    return True  # Regardless of the file name.
 
 
 class ExampleSource(FieldSource):
-  """Each row has an example, and in further fields what is known of it.
+  """Rows with an example and further fields about it.
 
-  The document is a list of which the last part is an object with these fields,
-  if any are named.
+  The document is a list; its last item is an object with the further fields, if
+  any.
   """
 
   def _further(self, value: Callable[..., Any]) -> list[dict[str, Any]]:
@@ -188,8 +188,8 @@ class PairSource(ExampleSource):
 class LabelSource(FieldSource):
   """`labels:GLOB#TEXT[,TEXT],LABEL`: texts and their label in each line.
 
-  A text is a string, or a list of words, which has a list of labels instead of
-  a label. A label is a string or an integer.
+  A text is a string, or a list of words with a list of labels instead of a
+  label. A label is a string or an integer.
   """
 
   form = 'labels:GLOB#TEXT,LABEL'
@@ -206,10 +206,10 @@ class LabelSource(FieldSource):
 
 
 class NamedFieldSource(FieldSource):
-  """Each row has texts, and further fields by name: `TEXT,TEXT,NAME=FIELD`.
+  """Rows with texts and named further fields: `TEXT,TEXT,NAME=FIELD`.
 
   Attributes:
-    field_names: names that further fields may have.
+    field_names: allowed names of further fields.
   """
 
   field_names: tuple[str, ...] = ()
@@ -230,13 +230,13 @@ class NamedFieldSource(FieldSource):
 
 @document_source.register('embed')
 class EmbedSource(NamedFieldSource):
-  """A query, a text that it should find, and texts that it should not.
+  """A query, a positive text and negative texts.
 
-  A negative field is a text or a list of texts, and a row may lack it or have
-  null there. `scores` has the relevance of
-  the positive and of each negative by a teacher, a number each, and `vectors`
-  the embeddings of query, positive and negatives. A document is JSON: a list of
-  the texts, the scores and the vectors, null where they are not named.
+  A negative field is a text or a list of texts, and may be missing or null.
+  `scores` has a teacher's relevance of the positive and each negative, and
+  `vectors` the embeddings of query, positive and negatives. A document is a
+  JSON list of the texts, the scores and the vectors; scores and vectors are
+  null unless named.
   """
 
   form = 'embed:GLOB#QUERY,POSITIVE[,NEGATIVE..][,scores=FIELD][,vectors=FIELD]'

@@ -1,6 +1,6 @@
-"""Imports TensorFlow, for sources that are read with it: TFDS and SeqIO.
+"""TensorFlow import for TFDS and SeqIO sources.
 
-This module imports TensorFlow only when `import_module` is called.
+Only `import_module` imports TensorFlow.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ def import_module(name: str, purpose: str) -> ModuleType:
 
   Args:
     name: name of the module.
-    purpose: the source that needs it, the subject of the error.
+    purpose: source that needs it, for the error.
 
   Returns:
     The module.
@@ -26,13 +26,13 @@ def import_module(name: str, purpose: str) -> ModuleType:
   """
   modules = 'seqio', 'tensorflow', 'tensorflow_datasets'
   packages.require(purpose, 'seqio', *modules)
-  # TensorFlow reads it once, when it is loaded. Level 3 hides errors, too, as
-  # which it logs missing GPUs.
+  # Read once, when TensorFlow is loaded. Level 3 also hides errors, because
+  # TensorFlow logs missing GPUs as errors.
   os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')
   import tensorflow as tf
 
-  # TensorFlow would allocate all memory of a GPU, which JAX may need, unless
-  # the caller has used its devices before.
+  # TensorFlow would allocate all GPU memory, which JAX may need. The call fails
+  # if TensorFlow has already initialised its devices.
   with contextlib.suppress(RuntimeError):
     tf.config.set_visible_devices([], 'GPU')
   return importlib.import_module(name)

@@ -2,7 +2,7 @@
 
 | name                     | documents                                      |
 |--------------------------|------------------------------------------------|
-| python                   | the text that this Python carries              |
+| python                   | text shipped with this Python                    |
 |                          | (`python_source`)                              |
 | python:FILE              | the same, with a list of held-out documents    |
 | text:GLOB                | each file that matches is one document         |
@@ -30,34 +30,32 @@
 | tfds:NAME:SPLIT          | each example's feature `text`                  |
 | tfds:NAME:SPLIT:FIELD    | each example's feature FIELD                   |
 
-The text of a pair, a conversation or a labelled example is JSON: a list of two
-texts, of the messages, or of a list of texts and a label. They feed the
-objectives `pairs` and `chat` (`objectives/supervised.py`), and `classify` and
-`tag` (`objectives/labelled.py`); `embed` feeds `embed`
-(`objectives/embeddings.py`), preferences feed `preferences` and
-`chat_preferences` (`objectives/preferences.py`), texts all other objectives.
+Pairs, conversations and labelled examples are JSON: a list of two texts, a list
+of messages, or a list of a list of texts and a label. They feed the objectives
+`pairs` and `chat` (`objectives/supervised.py`), and `classify` and `tag`
+(`objectives/labelled.py`). `embed` feeds `embed` (`objectives/embeddings.py`),
+preferences feed `preferences` and `chat_preferences`
+(`objectives/preferences.py`), and texts feed all other objectives.
 
-The lines of `pairs`, `prompts`, `preferences`, `labels`, `embed` and `chat` are
-rows where a file ends in .parquet; text and JSON lines may be compressed (.gz,
-.zst).
+In .parquet files, the lines of `pairs`, `prompts`, `preferences`, `labels`,
+`embed` and `chat` are rows. Text and JSON lines may be compressed (.gz, .zst).
 
-A name with dividers (`#`, ` + `, a comma) is a JSON string in quotes, as in
-text:"/data/a + b/*.txt" (`option_strings`). Columns of bytes are UTF-8.
+A name with separators (`#`, ` + `, a comma) is a quoted JSON string, as in
+text:"/data/a + b/*.txt" (`option_strings`). Bytes columns are UTF-8.
 
-A GLOB may be in a bucket, gs://BUCKET/FOLDER/*.jsonl, or in a repository of the
-Hub, hf://datasets/ORG/NAME[@REVISION]/*.parquet, of which records keep the
-commit and the files that match are downloaded. A shard of the records reads
-its share of the files (`data/sources/file_sources.py`) or of a TFDS dataset.
-The source `python`, and documents that are cut into pieces, are scanned by
-every shard.
+A GLOB may be in a bucket, gs://BUCKET/FOLDER/*.jsonl, or in a Hub repository,
+hf://datasets/ORG/NAME[@REVISION]/*.parquet: records store its commit, and
+matching files are downloaded. Each shard of the records reads its share of the
+files (`data/sources/file_sources.py`) or of a TFDS dataset. Every shard scans
+the source `python` and documents split into pieces.
 
-A user's module adds a source: a subclass of `document_source.Source` that it
-registers under a new kind (`document_source.register`). It is named in
-`config.data.seqio_modules`, and imported where a source of a kind that is not
-known yet is opened, in worker processes too.
+Users add sources in modules of their own, as subclasses of
+`document_source.Source` registered under a new kind
+(`document_source.register`). Opening a source of an unknown kind imports the
+modules in `config.data.seqio_modules`, in worker processes too.
 
 This module imports neither TensorFlow nor SeqIO nor jax. Opening a source
-`tfds:..` or `seqio:..` imports TensorFlow, and needs the extra `seqio`; parquet
+`tfds:..` or `seqio:..` imports TensorFlow and needs the extra `seqio`; parquet
 and .zst files need the extra `data`.
 """
 
@@ -74,7 +72,7 @@ from encdec_adapt.data.sources import (
   tfds_source,
 )
 
-# Each registers its sources when it is imported.
+# Importing a module registers its sources.
 _MODULES = (
   file_sources,
   preference_source,
@@ -83,9 +81,9 @@ _MODULES = (
   row_sources,
   tfds_source,
 )
-# SeqIO's tasks have no class among them: importing it would bring TensorFlow
-# into training processes. Their features show only when they are read, so that
-# either kind of documents is possible before.
+# SeqIO tasks are not registered as a class, which would import TensorFlow in
+# training jobs. Their features are unknown until read, so either kind of
+# documents is possible.
 SEQIO = 'seqio:'
 _SEQIO_KINDS = frozenset(('text', 'pairs'))
 _SEQIO_REVISIONS = ('ids of examples have the task, the split and the file',)
@@ -94,12 +92,12 @@ _SEQIO_REVISIONS = ('ids of examples have the task, the split and the file',)
 def open_source(
   name: str, max_bytes: int = 0, modules: tuple[str, ...] = ()
 ) -> document_source.Source:
-  """Opens a source by its name (table in the module's docstring).
+  """Opens a source by name (see the table in the module's docstring).
 
   Args:
     name: name of the source.
     max_bytes: cap, see `document_source.Source`; 0 for none.
-    modules: the user's modules that register sources.
+    modules: users' modules that register sources.
 
   Raises:
     UserError: the name has no known form, or the source cannot be opened.
@@ -108,7 +106,7 @@ def open_source(
 
 
 def document_kinds(name: str, modules: tuple[str, ...] = ()) -> frozenset[str]:
-  """Returns the kinds of documents that a source has, see `document_source`.
+  """Returns the kinds of a source's documents; see `document_source`.
 
   Raises:
     UserError: the name has no known form.
@@ -121,10 +119,10 @@ def document_kinds(name: str, modules: tuple[str, ...] = ()) -> frozenset[str]:
 def named_fields(
   name: str, modules: tuple[str, ...] = ()
 ) -> frozenset[str] | None:
-  """Returns the names of a source's fields, as `scores` of `scores=FIELD`.
+  """Returns the names of a source's named fields (`scores` in `scores=FIELD`).
 
   Returns:
-    None for sources that do not tell.
+    The names; None for SeqIO and sources without named fields.
 
   Raises:
     UserError: the name has no known form.
@@ -137,20 +135,20 @@ def named_fields(
 
 
 def forms(kind: str) -> list[str]:
-  """Returns how sources with documents of a kind are written."""
+  """Returns the syntax of all sources with documents of a kind."""
   sources = document_source.KINDS.values()
   return [source.form for source in sources if source.document_kind == kind]
 
 
 def revisions(name: str, modules: tuple[str, ...] = ()) -> tuple[str, ...]:
-  """Returns the changes to the documents of a source since record format 7."""
+  """Returns the changes to a source's documents since record format 7."""
   if name.startswith(SEQIO):
     return _SEQIO_REVISIONS
   return _find(name, modules).revisions
 
 
 def import_modules(modules: tuple[str, ...]) -> None:
-  """Imports the user's modules that register sources or SeqIO tasks.
+  """Imports users' modules that register sources or SeqIO tasks.
 
   Args:
     modules: `config.data.seqio_modules`.
@@ -171,9 +169,10 @@ def _find(name: str, modules: tuple[str, ...]) -> type[document_source.Source]:
   kinds = document_source.KINDS
   kind, _, details = name.partition(':')
   if kind not in kinds:
-    # Only now, since modules of SeqIO tasks import TensorFlow.
+    # Only if needed: modules of SeqIO tasks import TensorFlow.
     import_modules(modules)
-  # A form such as 'text:GLOB' needs text behind the colon, 'python[:FILE]' not.
+  # Forms such as 'text:GLOB' need text after the colon; 'python[:FILE]' does
+  # not.
   if kind not in kinds or (
     not details and kinds[kind].form.startswith(f'{kind}:')
   ):

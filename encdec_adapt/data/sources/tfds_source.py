@@ -1,7 +1,7 @@
 """The source `tfds:NAME:SPLIT[:FIELD]`: a prepared TFDS dataset.
 
 A shard reads its examples by index. With a cap, every shard reads the capped
-beginning of the split.
+prefix of the split.
 
 This module imports no TensorFlow; opening a source does.
 """
@@ -21,7 +21,7 @@ _FORM = r'tfds:("[^"]+"|[^:]+(?::[\d.*]+)?):((?:[^:\[]|\[[^]]*\])+)(?::(\w+))?'
 
 @document_source.register('tfds')
 class TfdsSource(document_source.Source):
-  """Each example's feature `text`, or FIELD, in the order of the dataset."""
+  """Each example's feature `text`, or FIELD, in dataset order."""
 
   form = 'tfds:NAME:SPLIT[:FIELD]'
 
@@ -29,8 +29,8 @@ class TfdsSource(document_source.Source):
     """Opens the dataset; see `document_source.Source`.
 
     Raises:
-      UserError: the name has another form, TFDS cannot open the dataset, or
-        there is no such feature.
+      UserError: the name is malformed, TFDS cannot open the dataset, or the
+        feature does not exist.
     """
     super().__init__(name, max_bytes)
     match = re.fullmatch(_FORM, self.name)
@@ -45,13 +45,13 @@ class TfdsSource(document_source.Source):
       'tensorflow_datasets', f'source {self.name!r}'
     )
     try:
-      # A version's folder needs no code of its dataset, which may be a user's.
+      # A version's folder can be read without the dataset's code.
       if os.path.isdir(dataset):
         self._builder = self._tfds.builder_from_directory(dataset)
       else:
         self._builder = self._tfds.builder(dataset)
       self._examples = self._builder.info.splits[self._split].num_examples
-    except Exception as error:  # TFDS has no common class of errors.
+    except Exception as error:  # TFDS errors have no common class.
       raise errors.UserError(
         f'source {self.name!r}: TFDS cannot open it: {error}. Prepare it with'
         f' `tfds build {dataset}`, or set TFDS_DATA_DIR'
@@ -65,17 +65,17 @@ class TfdsSource(document_source.Source):
   def entries(
     self, shard_index: int = 0, num_shards: int = 1
   ) -> Iterator[document_source.Entry]:
-    """Yields the examples of a shard: a slice of the split, if not capped."""
+    """Yields the examples of a shard: a slice of the split unless capped."""
     if self.max_bytes:
       return self._every(self._read(self._split), shard_index, num_shards)
     if shard_index >= self._examples:
       return iter(())  # TFDS refuses an empty slice.
-    # Files outside of a slice are not opened.
+    # Files outside a slice are not opened.
     splits = self._tfds.even_splits(self._split, num_shards)
     return self._read(splits[shard_index])
 
   def _read(self, split: Any) -> Iterator[document_source.Entry]:
-    # Ordered reading: index i is the same example on every machine.
+    # Ordered: index i is the same example on every machine.
     config = self._tfds.ReadConfig(
       shuffle_seed=0, interleave_cycle_length=1, add_tfds_id=True
     )
@@ -88,7 +88,7 @@ class TfdsSource(document_source.Source):
       yield name, functools.partial(document_source.decode, *arguments)
 
   def _content(self) -> Iterator[object]:
-    # A version of a dataset never changes, by TFDS's rules.
+    # By TFDS's rules, a dataset version never changes.
     yield self._builder.info.full_name
     yield self._examples
     yield self._field
