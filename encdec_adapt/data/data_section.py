@@ -31,7 +31,7 @@ class DataConfig:
 
   Attributes:
     table_sizes: vocabulary size of each stack.
-    samples: whether the job continues the prompts of rows.
+    samples: whether the job samples completions of the rows' prompts.
   """
 
   source: str = keys.key(
@@ -169,8 +169,8 @@ class DataConfig:
     ' rows.',
     at_least=0,
   )
-  # No keys: `config` fills them in from the sections of model and loss, and
-  # sections that differ in them make the same records.
+  # Not keys: `config` fills them in from the model and loss sections, and
+  # comparisons ignore them.
   table_sizes: Mapping[str, int] = dataclasses.field(
     default_factory=dict, compare=False
   )

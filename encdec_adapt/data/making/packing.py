@@ -134,7 +134,7 @@ def _pack_best_fit(costs: np.ndarray, capacity: np.ndarray) -> list[list[int]]:
     least, slot = math.inf, None
     room, bits = need, occupied >> need  # Bit 0 of `bits` stands for `room`.
     while bits:
-      # `bits & -bits` is the lowest set bit: the least room of any row.
+      # `bits & -bits` is the lowest set bit: the least sufficient room.
       skip = (bits & -bits).bit_length()
       room, bits = room + skip - 1, bits >> skip
       waste = ((room - need) * weight) ** 2

@@ -4,8 +4,8 @@
 single call, so that its memory and imports (TensorFlow, for sources `tfds:` and
 `seqio:`) end with its process.
 
-Neither re-imports the main module, so scripts and notebooks need no `if
-__name__ == '__main__'`.
+Neither re-imports the main module, so scripts and notebooks need no
+`if __name__ == '__main__'`.
 
 This module imports neither TensorFlow nor SeqIO; the functions may.
 """

@@ -15,7 +15,7 @@ _UNMASKED = 'left without a masked copy'
 # Maximum tolerated share of examples by kind of loss, unless
 # config.data.lossy_targets='allow'.
 _TOLERATED = {'lossy_targets': 0.01, 'empty_targets': 0.5}
-# Losses that are counted as examples, too.
+# Losses of kept examples, which the totals include.
 _CUT = ('truncated', _UNMASKED, 'cut_documents', *_TOLERATED)
 _LOSSES = {
   'dropped': 'examples longer than a row were dropped',

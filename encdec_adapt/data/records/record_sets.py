@@ -124,7 +124,7 @@ class RecordSpec:
 
   @functools.cached_property
   def objectives(self) -> tuple[example_maker.Objective, ...]:
-    """The objectives of the rows, those of held-out rows without masks."""
+    """Objectives of the rows; held-out: no masks, one document per row."""
     objectives = objective_names.parse(self.objective)
     if self.split != 'eval':
       return objectives

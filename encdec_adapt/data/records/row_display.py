@@ -66,7 +66,7 @@ def _example(
     if field.form == 'json':
       count, text = '', value
     elif field.names:
-      # Targets without weight are padding and have no name.
+      # Targets of weight 0 are padding and have no name.
       if is_target and weights is not None:
         value = value[weights > 0]
       count, text = len(value), ' '.join(field.names[i] for i in value)

@@ -43,7 +43,6 @@ class _Stream:
     self.rows = None if repeat else self._ends[-1]
 
   def row(self, index: int) -> int:
-    """Returns the row number at a stream index."""
     epoch, index = divmod(index, self._ends[-1])
     # `bisect_right` skips empty ranges: their end equals the preceding end.
     pass_index = bisect.bisect_right(self._ends, index)

@@ -87,7 +87,7 @@ class Source(abc.ABC):
     revisions: changes to the documents since record format 7, in order; see
       `example_maker.ExampleMaker.revisions`.
     name: full name of the source.
-    divisible: whether documents may be cut.
+    divisible: whether documents may be split or truncated.
     skips_bad: whether unreadable documents are skipped.
     counts: selected documents so far that were unreadable ('bad_documents') or
       truncated at the cap ('cut_documents').

@@ -59,7 +59,7 @@ class Unit(NamedTuple):
       a whole file, which is read later.
     path: path of the file.
     offset: offset of the unit in the file's text, or row number.
-    room: bytes of the unit within the cap, if it exceeds the cap.
+    room: bytes of the unit within the cap, if it ends beyond the cap.
   """
 
   id: str
@@ -159,7 +159,6 @@ class FileSource(document_source.Source):
     return self._line_location(files[name], int(offset))
 
   def _documents(self, unit: Unit) -> Iterator[document_source.Entry]:
-    """Yields ids and readers of the documents of a unit."""
     yield unit.id, functools.partial(self._read_within, unit)
 
   def _read_within(self, unit: Unit) -> str:
@@ -167,7 +166,6 @@ class FileSource(document_source.Source):
     return text if unit.room is None else self._cut(text, unit.room)
 
   def _read(self, unit: Unit) -> str:
-    """Returns the text of a document."""
     # Counting lines reads the file from its start, so only for errors.
     location = functools.partial(self._line_location, unit.path, unit.offset)
     return document_source.decode(unit.data, self.name, location)
@@ -232,8 +230,8 @@ def _lines(path: str, start: int) -> Iterator[_Line]:
   The first line of a file has no byte-order mark.
   """
   is_compressed = decompression.is_compressed(path)
-  # The byte before decides whether a line starts at `start` itself: a line read
-  # from there starts too early.
+  # The byte before decides whether a line starts at `start` itself: the line
+  # read from that byte starts before the range.
   offset = 0 if is_compressed else max(start - 1, 0)
   for begin, end, data in decompression.lines(path, offset):
     if not is_compressed:

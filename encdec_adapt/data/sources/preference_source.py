@@ -3,13 +3,13 @@ r"""The source `preferences:`: prompts with a chosen and a rejected answer.
 | fields                   | in each line                                      |
 |--------------------------|---------------------------------------------------|
 | #PROMPT,CHOSEN,REJECTED  | a prompt and answers: texts, or a list of messages|
-|                          | and the assistant's messages that follow it       |
-| #CHOSEN,REJECTED         | whole dialogues, equal but for their last turn:   |
+|                          | and the assistant's replies to it                 |
+| #CHOSEN,REJECTED         | whole dialogues that differ in the last turn only:|
 |                          | lists of messages, or texts with turns after      |
 |                          | "\n\nHuman:" and "\n\nAssistant:" (HH)            |
 | .., label=FIELD          | the better answer is the first where FIELD is 1,  |
 |                          | the second where it is 2; a tie is 0 or "tie"     |
-| .., margin=FIELD         | a number that says how much better it is          |
+| .., margin=FIELD         | how much better it is, a number                   |
 
 A message has `role` and `content`, or `from` (human, gpt) and `value`. A
 document is a JSON list: chosen answer, rejected answer, prompt (a text or

@@ -5,9 +5,9 @@
 | python                   | text shipped with this Python                    |
 |                          | (`python_source`)                              |
 | python:FILE              | the same, with a list of held-out documents    |
-| text:GLOB                | each file that matches is one document         |
+| text:GLOB                | each matching file is one document             |
 | text:GLOB#paragraphs     | each paragraph (between empty lines)           |
-| text:GLOB#lines          | each line that is not empty                    |
+| text:GLOB#lines          | each non-empty line                            |
 | jsonl:GLOB               | each line's field `text`                       |
 | jsonl:GLOB#FIELD         | each line's field FIELD                        |
 | parquet:GLOB[#FIELD]     | each row's column `text`, or FIELD             |
@@ -19,8 +19,8 @@
 |   CHOSEN,REJECTED        | (`preference_source`)                          |
 | labels:GLOB#TEXT,LABEL   | each line's field TEXT, or several, and the    |
 |                          | last field, its label                          |
-| embed:GLOB#QUERY,        | each line's query, the text that it should     |
-|   POSITIVE[,NEGATIVE..]  | find, and texts that it should not; also       |
+| embed:GLOB#QUERY,        | each line's query, its positive text and its   |
+|   POSITIVE[,NEGATIVE..]  | negative texts; also                           |
 |                          | scores=FIELD, vectors=FIELD (`EmbedSource`)    |
 | chat:GLOB                | each line's field `messages`: a list of objects|
 |                          | with `role` and `content`                      |
