@@ -111,7 +111,7 @@ def options(section: type, *names: str) -> DefineFlags:
   types = typing.get_type_hints(section)
   definitions = []
   for name, _, key, default in keys.keys_of(section):
-    # The type of a field that may be None comes first.
+    # In a union with None, the field's type comes first.
     kind, *_ = typing.get_args(types[name]) or [types[name]]
     kind = 'multi_string' if default == () else _KINDS[kind]
     if name in (names or types):

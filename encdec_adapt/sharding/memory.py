@@ -6,7 +6,7 @@ versions.
 
 from jax.sharding import Mesh, NamedSharding
 
-# Page-locked host memory, which devices copy from directly.
+# Page-locked host memory, directly accessible to devices.
 HOST = 'pinned_host'
 
 
