@@ -1,6 +1,6 @@
 """Models on disk: the work directory of a run, or a Hugging Face folder.
 
-`huggingface` knows formats of other software, `checkpoints` arrays of runs;
-this folder opens either as one kind of model. It imports nothing of
-`evaluation`, `planner` or the commands.
+`huggingface` reads foreign formats and `checkpoints` the arrays of runs; this
+folder opens both as a `StoredModel`. It must not import `evaluation`, `planner`
+or the commands.
 """

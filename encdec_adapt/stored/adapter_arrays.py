@@ -1,6 +1,6 @@
-"""Arrays of a run of adapters: merged into its base, and digests of bases.
+"""Arrays of adapters merged into their base, and digests of bases.
 
-Holds no models: `model_on_disk` opens both, and passes their arrays.
+`model_on_disk` opens the models and passes their arrays.
 """
 
 from collections.abc import Mapping
@@ -23,16 +23,16 @@ _SAMPLES, _SAMPLE_BYTES = 64, 16 << 10
 def merged(
   adapters: adapters_lib.Adapters, base: Arrays, trained: Arrays
 ) -> dict[str, lazy_array.LazyArray]:
-  """Returns the parameters of the model, each computed when it is read.
+  """Returns the merged parameters, computed lazily.
 
   Args:
     adapters: the adapters.
-    base: path -> parameter of the base as it is stored.
+    base: path -> stored parameter of the base.
     trained: path -> trained parameter.
 
   Returns:
-    Path -> parameter in the order of the parameter table: those that trained
-    whole, W + scale A B in float32, and the others of the base.
+    Path -> parameter in the order of the parameter table: fully trained
+    parameters, W + scale A B in float32, and unchanged parameters of the base.
   """
 
   def read(path: str, index: tuple[slice, ...]) -> np.ndarray:
@@ -43,7 +43,7 @@ def merged(
     layers, rank = part.shape[:start], a.shape[-1]
     inputs = a.read_part(index[:middle] + rank_slice)
     outputs = b.read_part(index[:start] + rank_slice + index[middle:])
-    # In float32 whatever is stored: PEFT may have written float16.
+    # float32 for any stored dtype: PEFT may have written float16.
     update = np.matmul(
       np.asarray(inputs, np.float32).reshape(*layers, -1, rank),
       np.asarray(outputs, np.float32).reshape(*layers, rank, -1),
@@ -63,15 +63,14 @@ def merged(
 
 
 def checkpoint_digest(step: paths.Path) -> str:
-  """Returns the digest of a checkpoint's content: that of its checksums."""
+  """Returns the digest of a checkpoint: a hash of its checksum manifest."""
   return _digest([(step / checksums.FILE).read_bytes()])
 
 
 def folder_digest(folder: paths.Path) -> str:
-  """Returns digests of a folder's files of weights: of samples, and of all.
+  """Returns two digests of a folder's weight files: of samples, and in full.
 
-  Runs of earlier versions state the first alone: a digest agrees with theirs if
-  it starts with it.
+  Runs of earlier versions saved only the first, so compare by prefix.
   """
   parts, contents = [], []
   for file in sorted(folder.glob('*.safetensors')):
@@ -86,13 +85,10 @@ def folder_digest(folder: paths.Path) -> str:
 
 
 def _content_hash(file: paths.Path) -> str:
-  """Returns the hash of a file, cached by path, size and times.
-
-  The cache is a file in the user's cache folder.
-  """
+  """Returns the file's SHA-256, cached on disk by path, size and times."""
   version = paths.version(file)
   if not paths.is_bucket(file):
-    # Tools that copy a file may set its time of modification.
+    # Copy tools may preserve the mtime.
     version += f' {file.stat().st_ctime_ns}'
   name = _digest([str(paths.absolute(file)).encode(), version.encode()])
   entry = paths.user_cache('hashes') / name
@@ -100,7 +96,7 @@ def _content_hash(file: paths.Path) -> str:
     return entry.read_text()
   with paths.open_to_read(file) as content:
     digest = hashlib.file_digest(content, 'sha256').hexdigest()
-  with contextlib.suppress(OSError):  # The hash is computed again next time.
+  with contextlib.suppress(OSError):  # The cache is optional.
     paths.write(entry, digest.encode())
   return digest
 

@@ -1,9 +1,8 @@
-"""The optimizer state and step count of a source, carried to a new job.
+"""Carries the optimizer state and step count of a source over to a new job.
 
-An adaptation copies weights; where it copies all of them unchanged, the moments
-of the source are those of the new weights, and the schedule goes on by the
-source's step (Wang et al. 2022, arXiv 2204.05832: LM adaptation, non-causal
-adaptation).
+If an adaptation copies all weights unchanged, the source's moments remain
+valid, and the schedule continues from the source's step (Wang et al. 2022,
+arXiv 2204.05832: LM adaptation, non-causal adaptation).
 """
 
 from collections.abc import Mapping
@@ -32,13 +31,13 @@ def check(
   Args:
     source: the only source.
     placement: the source on the job's mesh.
-    coverage: how an adaptation fills every weight; None where the model is that
-      of the source.
+    coverage: how an adaptation fills every weight; None if source and model are
+      the same.
     job: the phases of the job.
 
   Raises:
-    UserError: the source is not a run, its optimizer is another, or a weight of
-      the model has no moments there.
+    UserError: the source is not a run, its optimizer differs, or it lacks the
+      moments of a weight.
   """
   if source.checkpoint is None:
     raise errors.UserError(
@@ -77,7 +76,7 @@ def read(
     `step` and `groups` of the job's state before its first step.
   """
   abstract = job.abstract(0)
-  # Saved under the name of the group of all weights, as the job's is.
+  # Both states use the name of the group of all weights.
   ((name, shape),) = abstract.groups.items()
   stored = source.checkpoint.restore(_abstract(placement, job), partial=True)
   if coverage is None:

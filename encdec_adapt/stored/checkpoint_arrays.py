@@ -1,6 +1,6 @@
-"""Arrays of a checkpoint, restored when they are read.
+"""Lazily restored arrays of a checkpoint.
 
-Holds no models: `model_on_disk` opens checkpoints.
+`model_on_disk` opens the checkpoints.
 """
 
 from collections.abc import Mapping
@@ -14,33 +14,33 @@ from encdec_adapt.files import lazy_array
 from encdec_adapt.models import parameters
 from encdec_adapt.training import state as state_lib
 
-# Bytes of a checkpoint that are restored at once: small arrays share the time
-# that opening it takes, and host memory stays small beside a large array.
+# Bytes to restore at once: small arrays share the cost of opening the
+# checkpoint, while host memory stays bounded.
 _GROUP_BYTES = 128 << 20
 
 
 def open_arrays(
   checkpoint: manager.Checkpoint, table: Mapping[str, parameters.ParamInfo]
 ) -> dict[str, lazy_array.LazyArray]:
-  """Returns the arrays of a checkpoint; restores a group of them at a time.
+  """Returns the arrays of a checkpoint, restored lazily in groups.
 
   Opening a checkpoint takes longer than restoring a small array.
 
   Args:
-    checkpoint: the checkpoint, which may have optimizer state as well.
-    table: path of every parameter in it to its shape.
+    checkpoint: the checkpoint; optimizer state is ignored.
+    table: path of every parameter -> its shape.
 
   Raises:
-    UserError: its parameters are others.
+    UserError: the checkpoint has other parameters.
   """
-  # Partial: there may be optimizer state. Differences are found before a
-  # conversion has written half of its output.
+  # Partial: there may be optimizer state. Checked here so that no conversion
+  # fails halfway through its output.
   checkpoint.require_same({'params': state_lib.unflatten(table)}, partial=True)
   folder = checkpoint.open_state()
   names = {path: f'params/{path}' for path in table}
-  # As if a group were full, so that the first name opens another.
+  # Start with a full group, so that the first name opens a new one.
   group_of, size = {}, _GROUP_BYTES
-  # By path, the order in which exports read: each group is restored once.
+  # Sorted by path, as exports read them: each group is restored once.
   for name in sorted(names.values()):
     shape, dtype = folder.arrays[name]
     nbytes = math.prod(shape) * dtype.itemsize
@@ -52,7 +52,7 @@ def open_arrays(
 
   def read(name: str, index: tuple[slice, ...]) -> np.ndarray:
     if name not in last:
-      last.clear()  # Before the next group: memory holds a single group.
+      last.clear()  # First, so that memory holds a single group.
       last.update(folder.read(group_of[name]))
     return last[name][index]
 

@@ -1,8 +1,8 @@
-"""The frozen base of a job that trains adapters, and what they start from.
+"""The frozen base of an adapter job, and the initial adapters.
 
-The base is a model on disk, or that of a run of adapters, which are trained
-further. It is read parameter by parameter: of a quantised base a device holds
-a single one in float32 at a time.
+The base is a model on disk, or the base of a run whose adapters are trained
+further. Parameters are read one by one, so that a device holds at most one
+parameter of a quantized base in float32.
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ class FrozenBase:
   """The base of adapters.
 
   Attributes:
-    source: the opened base, or the part of it that the model starts from.
+    source: the opened base, or the part of it used by the model.
     placement: the trained model and its mesh, with the adapters.
   """
 
@@ -36,12 +36,12 @@ class FrozenBase:
     return {'name': self.source.full_name, 'digest': self.source.digest}
 
   def read(self) -> dict[str, Any]:
-    """Reads the frozen parameters as they are held, nested and sharded."""
+    """Reads the frozen parameters, nested, sharded and possibly quantized."""
     placement, arrays, base = self.placement, self.source.arrays(), {}
     dtype = placement.model.compute.dtype
     shardings = dataclasses.replace(placement, adapters=None).parameters
     for path, shape in state_lib.flatten(placement.abstract_base()).items():
-      # Without a float32 copy, unless it is quantised from it.
+      # Only quantization needs a float32 copy.
       stored = getattr(shape, 'dtype', np.float32)
       array = model_on_disk.place(arrays[path], shardings[path], stored)
       base[path] = jax.jit(
@@ -53,12 +53,12 @@ class FrozenBase:
   def start(
     self, source: model_on_disk.StoredModel, seed: int | None = None
   ) -> dict[str, Any]:
-    """Returns what the adapters start from, nested.
+    """Returns the initial adapters, nested.
 
     Args:
       source: the stored model, or a run of adapters over it.
-      seed: seed of new adapters and of a new head; None to leave out adapters
-        whose update is zero.
+      seed: seed of new adapters and of a new head; None to omit adapters with
+        a zero update.
     """
     placement, rng, params = self.placement, jax.random.key(seed or 0), {}
     arrays = source.trained() if source.adapters else self.source.arrays()
@@ -68,7 +68,7 @@ class FrozenBase:
     return state_lib.unflatten(params)
 
   def shares(self, source: model_on_disk.StoredModel) -> bool:
-    """Returns whether a model is the base, or adapters like these over it."""
+    """Returns whether a model is the base, or has similar adapters over it."""
     theirs, ours = source.adapters, self.placement.adapters
     if (source.base or source).digest != self.source.digest:
       return False
@@ -78,7 +78,7 @@ class FrozenBase:
 def open_base(
   source: model_on_disk.StoredModel, placement: state_lib.Placement
 ) -> FrozenBase:
-  """Returns the base of the adapters that start from a source.
+  """Returns the base of adapters initialized from a source.
 
   Raises:
     UserError: adapters of the source differ from those of the job.
@@ -97,16 +97,16 @@ def open_base(
 def reopen(
   saved: Mapping[str, Any], moved: str, placement: state_lib.Placement
 ) -> FrozenBase:
-  """Opens the base that a checkpoint of adapters was trained over.
+  """Opens the base of a checkpoint of adapters.
 
   Args:
     saved: metadata of the checkpoint.
-    moved: `config.init.encoder`, which names the base if it was moved.
+    moved: `config.init.encoder`, the new name of a moved base.
     placement: the trained model and its mesh, with the adapters.
 
   Raises:
-    UserError: it is missing or was changed, or the adapters would have another
-      meaning in steps from here on.
+    UserError: the base is missing or has changed, or further steps would
+      interpret the adapters differently.
   """
   ours, target = placement.adapters, placement.model.config
   options = keys.make(adapters_lib.Options, saved['config']['train']['lora'])

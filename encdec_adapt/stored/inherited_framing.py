@@ -1,8 +1,8 @@
-"""Jobs frame prompts as the model that they start from did.
+"""Jobs inherit the prompt framing of their source model.
 
-An objective that states its own prefix or separator keeps it. What a job
-inherits becomes part of `config.data.objective`, so that its records, saved
-configuration and exports state it. Only the source's configuration is read.
+An explicit prefix or separator of an objective takes precedence. Inherited
+options are added to `config.data.objective`, and so to records, the saved
+configuration and exports. Only the source's configuration is read.
 """
 
 import ml_collections
@@ -20,20 +20,19 @@ from encdec_adapt.stored import model_on_disk, prompt_framing
 def inherit(
   config: ml_collections.ConfigDict, workdir: str
 ) -> ml_collections.ConfigDict:
-  """Returns a configuration that frames prompts as its source does.
+  """Returns a configuration with the prompt framing of its source.
 
-  Prints what is inherited, and where the objective states another framing. A
-  source that does not exist yet has nothing to inherit. All processes call it
-  together.
+  Prints inherited options and differences between objective and source. Does
+  nothing if the source does not exist yet. Must be called by all processes.
 
   Args:
     config: the configuration.
     workdir: work directory of the job.
 
   Raises:
-    UserError: the objective reads texts and the source was trained on
-      conversations, or the source has several prefixes, and the objective
-      states no prefix; or the source's configuration is damaged.
+    UserError: a text objective states no prefix, and the source was trained on
+      conversations or has several prefixes; or the source's configuration is
+      damaged.
   """
   source = config.init.encoder
   if config.init.mode == 'random' or not source:
@@ -51,7 +50,7 @@ def _inherited(text: str, source: str, workdir: str) -> str:
   file = paths.at(workdir) / config_lib.RUN_CONFIG
   saved = atomic.read_json(file) if workdir and file.exists() else {}
   if saved.get('init', {}).get('encoder') == source:
-    # A resumed job: its source may be gone.
+    # A resumed job: its source may no longer exist.
     framings = [
       prompt_framing.of_objectives([objective], architectures.CAUSAL_DECODER)
       for objective in objective_names.parse(saved['data']['objective'])
@@ -83,7 +82,7 @@ def _inheriting(
   framing: prompt_framing.PromptFraming,
   source: str,
 ) -> str:
-  """Returns an objective's text with inherited options, and prints these.
+  """Returns an objective with inherited options, and prints them.
 
   Raises:
     UserError: see `inherit`.
@@ -112,7 +111,7 @@ def _inheriting(
       and (any(texts) or name in options)
       and options.get(name, '') not in texts
     ):
-      # Set by the objective, or conversations, which have no prefix.
+      # Set by the objective, or a conversation (no prefix).
       print(
         f'objective {objective}: {name} {options.get(name, "")!r}, where'
         f' {source} was trained on {framing.describe()}'

@@ -43,8 +43,8 @@ from encdec_adapt.training import state as state_lib
 from encdec_adapt.training.metrics import held_out_metrics
 
 WINDOWS = ('exclusive', 'inclusive')  # Rules of an encoder's local layers.
-# Subfolder with the tokenizer of the decoder, if it is not the encoder's, which
-# is at the top: there `AutoTokenizer` finds the one that prompts need.
+# Subfolder of the decoder's tokenizer, if it differs from the encoder's. The
+# encoder's is at the top, where `AutoTokenizer` finds it for prompts.
 DECODER_TOKENIZER = 'decoder_tokenizer'
 # The tokenizer files of a folder.
 TOKENIZERS = (
@@ -52,7 +52,7 @@ TOKENIZERS = (
   *(f'{DECODER_TOKENIZER}/{name}' for name in vocabulary_pair.FILES),
 )
 CARD = 'README.md'
-# Files of a model on the Hub besides its weights.
+# Files to download from the Hub besides the weights.
 _FILES = (
   CARD,
   tensor_folder.CONFIG,
@@ -67,24 +67,23 @@ _FILES = (
 
 @dataclasses.dataclass(frozen=True)
 class StoredModel:
-  """A model on disk with unread parameters.
+  """A model on disk; parameters are read lazily.
 
   Attributes:
     path: the folder.
     model: config of the model.
     vocabularies: paths of its vocabularies; None if it has none.
-    arrays: returns path -> parameter, unread, in the order of the parameter
-      table.
+    arrays: returns path -> lazy parameter, in the order of the parameter table.
     checkpoint: the checkpoint of a run, see `open_checkpoint`; None for a
       folder.
-    unused: name of a stored tensor that the model does not use -> reason.
-    objectives: objectives that a run was trained with; () for a folder.
-    name: the path that it was opened by, such as RUN@STEP, or its address on
-      the Hub with the commit.
-    adapters: adapters that a run trained; None for other models. `arrays` are
-      then those of the base with the adapters merged into them.
-    base: the model that the adapters were trained over.
-    trained: returns path -> parameter that the run trained, unread.
+    unused: name of an unused stored tensor -> reason.
+    objectives: training objectives of a run; () for a folder.
+    name: the path it was opened with, such as RUN@STEP, or its address on the
+      Hub with the commit.
+    adapters: adapters trained by a run, merged into the base by `arrays`; None
+      for other models.
+    base: the base model of the adapters.
+    trained: returns path -> lazy parameter, of the trained parameters only.
   """
 
   path: paths_lib.Path
@@ -113,15 +112,15 @@ class StoredModel:
   def fingerprint(self) -> str:
     """Digest that changes with the configuration or the parameters.
 
-    Of a run it covers the configuration and the checksums of the checkpoint;
-    of a folder config.json, and sizes and times of the files of weights.
+    Hashes config.json and the checkpoint's checksum manifest of a run, or sizes
+    and times of a folder's weight and tokenizer files.
     """
     parts = [(self.path / tensor_folder.CONFIG).read_bytes()]
     if self.checkpoint:
-      # Steps without a manifest are never opened.
+      # Always exists: steps without a manifest are refused.
       parts.append((self.checkpoint.path / checksums.FILE).read_bytes())
     else:
-      # No digests: reading the weights of a large model takes minutes.
+      # Hashing the weights of a large model would take minutes.
       patterns = (
         '*.safetensors',
         'tokenizer*',
@@ -134,9 +133,9 @@ class StoredModel:
 
   @property
   def digest(self) -> str:
-    """Digest of the parameters, the same for a copy in another place.
+    """Digest of the parameters, equal for copies.
 
-    Of a folder, the files are read once (`adapter_arrays.folder_digest`).
+    Reads the files of a folder once (`adapter_arrays.folder_digest`).
     """
     if self.checkpoint:
       return adapter_arrays.checkpoint_digest(self.checkpoint.path)
@@ -144,7 +143,7 @@ class StoredModel:
 
   @property
   def full_name(self) -> str:
-    """Name by which the same parameters are opened from any folder."""
+    """Absolute name with the step, valid from any working directory."""
     if hub.is_address(self.name):
       return self.name
     step = '' if self.step is None else f'@{self.step}'
@@ -158,7 +157,7 @@ class StoredModel:
     """Opens the vocabularies.
 
     Raises:
-      UserError: there are none, or they have ids without a row in the model.
+      UserError: there are none, or they are larger than the model's tables.
     """
     opened = self.open_vocabularies()
     if opened is None:
@@ -172,12 +171,12 @@ class StoredModel:
 
   @property
   def prompt_side(self) -> str:
-    """Name of the stack that reads prompts, 'encoder' or 'decoder'."""
+    """The stack that reads prompts, 'encoder' or 'decoder'."""
     return self.model.architecture.prompt_stack
 
   @property
   def framing_side(self) -> str:
-    """Side that frames texts as that stack reads them; see `SideIds.edges`."""
+    """The side to frame prompts for; see `SideIds.edges`."""
     return self.model.architecture.framing_side
 
   @functools.cached_property
@@ -185,7 +184,7 @@ class StoredModel:
     """Text around the model's prompts.
 
     Raises:
-      UserError: the config.json of a folder states it wrongly.
+      UserError: the config.json of a folder is invalid.
     """
     if not self.objectives:
       return prompt_framing.in_file(self.path / tensor_folder.CONFIG)
@@ -196,7 +195,7 @@ class StoredModel:
   @property
   def prompts(self) -> Mapping[str, str]:
     """Text before queries and documents of an embedding model, by role."""
-    # Objectives of a run have rows of the same kind; a folder has none.
+    # All objectives of a run have the same kind of rows; a folder has none.
     options = self.objectives[0].options if self.objectives else {}
     prompts = embeddings.prompts(options)
     file = self.path / embedding_files.PROMPTS
@@ -208,8 +207,8 @@ class StoredModel:
     """Reads the parameters: nested, sharded, in the dtype of the placement.
 
     Args:
-      placement: placement of this model. Each process reads only the shards
-        of its devices.
+      placement: placement of this model. Each process reads only the shards of
+        its local devices.
     """
     if self.checkpoint and not self.adapters:
       return self.checkpoint.restore_params(placement.abstract_params())
@@ -225,7 +224,7 @@ class StoredModel:
 def place(
   array: lazy_array.LazyArray, sharding: jax.sharding.Sharding, dtype: Any
 ) -> jax.Array:
-  """Reads an array; each process only the shards of its devices."""
+  """Reads an array; each process reads only its local shards."""
   dtype = jnp.dtype(dtype)
   return jax.make_array_from_callback(
     array.shape,
@@ -247,17 +246,17 @@ def open_model(
   Args:
     path: the folder, RUN@STEP or an address on the Hub, see `resolve`.
     encoder_window: see `with_window`; None for the stored rule.
-    vocab_multiple: tables of a Hugging Face folder are padded to a multiple
-      of this many rows, to divide over a mesh; None for no padding. A run's
-      tables stay as they are.
+    vocab_multiple: multiple to pad the table rows of a Hugging Face folder to,
+      so that they divide over a mesh; None for no padding. The tables of runs
+      are never padded here.
 
   Raises:
-    UserError: it is neither, it is damaged, it has no such step or no such
-      window.
+    UserError: the path is neither, or the model is damaged or has no such step
+      or window.
   """
   given = name = os.fspath(path)
   if hub.is_address(given):
-    # Every process reads the commit that the first found.
+    # All processes read the commit resolved by process 0.
     name = distributed.from_lead(lambda: hub.pinned(given), 'commit')
   path, step = resolve(name)
   if is_folder(path):
@@ -269,8 +268,8 @@ def open_model(
     source = folder.ModelFolder(path, vocab_multiple=vocab_multiple)
     choice, unused = vocabularies_in(path), dict(source.unused)
     if choice and hub.is_address(given):
-      # No paths in the cache, which others do not have: a configuration that
-      # names the vocabularies is saved.
+      # No paths in the local cache: the configuration with these names is
+      # saved, and must be valid on other machines.
       names = (choice.decoder, choice.encoder)
       names = (x.replace(str(path), given.rstrip('/')) for x in names)
       choice = vocabulary_pair.Choice(*names)
@@ -286,22 +285,22 @@ def open_model(
 def embedding_model(
   stored: StoredModel, head: heads.Embedding | None = None
 ) -> StoredModel:
-  """Returns an embedding model, or the one in another model, without reading.
+  """Returns a view of a model as an embedding model, without reading it.
 
   Args:
     stored: the model.
-    head: head of the stack of another model that reads prompts; None for that
-      of an embedding model.
+    head: the head to put on the prompt-reading stack of another model; None for
+      an embedding model, which has one.
 
   Raises:
-    UserError: there is a head, and the model is an embedding model.
+    UserError: a head is given for an embedding model.
   """
   if head and isinstance(stored.model.decoder.head, heads.Embedding):
     raise errors.UserError(
       f'--embedding={head.pooling} is for a model without a head of embeddings,'
       f' and {stored.path} has one (config.model.head); leave it out.'
     )
-  # The temperature is for training alone.
+  # The temperature is used only in training.
   head = head or dataclasses.replace(stored.model.decoder.head, temperature=0.0)
   return _view(stored, model_config.prompt_model(stored.model, head))
 
@@ -309,15 +308,17 @@ def embedding_model(
 def view_for(
   stored: StoredModel, target: model_config.ModelConfig
 ) -> StoredModel:
-  """Returns the part of a model that another starts from, without reading.
+  """Returns a view of the part used to initialize another model.
+
+  Reads no arrays.
 
   Args:
-    stored: the model.
-    target: the model that starts from it, see `model_config.with_head_of`.
+    stored: the source model.
+    target: the model to initialize, see `model_config.with_head_of`.
 
   Returns:
-    The model itself if it has the head of the target and all of its stacks are
-    used; else `arrays` are those of the part, without those of a new head.
+    The model itself if its head matches and all stacks are used; otherwise a
+    view with the `arrays` of the part, without a new head.
   """
   model = model_config.with_head_of(stored.model, target)
   return stored if model == stored.model else _view(stored, model)
@@ -338,11 +339,12 @@ def read_or_draw(
   placement: state_lib.Placement,
   rng: jax.Array,
 ) -> state_lib.Flat:
-  """Reads stored parameters, in float32, and draws those of a new head.
+  """Reads stored parameters in float32, and initializes a new head.
 
   Args:
     arrays: path -> stored parameter.
-    placement: placement of the model, or of its adapters, which are not drawn.
+    placement: placement of the model, or of its adapters, which are not
+      initialized here.
     rng: the key that `parameters.init` would get.
   """
   params, new = {}, []
@@ -360,14 +362,14 @@ def read_or_draw(
 
 
 def resolve(name: str | os.PathLike[str]) -> tuple[paths_lib.Path, int | None]:
-  """Finds what the name of a model stands for.
+  """Resolves a model name to a folder and a step; downloads from the Hub.
 
   Args:
-    name: a folder; RUN@STEP, the work directory of a run and a step of it; or
-      hf://ORG/NAME[@REVISION], a model on the Hub, which is downloaded.
+    name: a folder; RUN@STEP, the work directory of a run and one of its steps;
+      or hf://ORG/NAME[@REVISION], a model on the Hub.
 
   Returns:
-    The folder, and the step that is named, if one is.
+    The folder, and the step; None without one.
 
   Raises:
     UserError: the Hub refuses or cannot be reached.
@@ -375,7 +377,7 @@ def resolve(name: str | os.PathLike[str]) -> tuple[paths_lib.Path, int | None]:
   if hub.is_address(name):
     return _download(os.fspath(name)), None
   run, _, step = os.fspath(name).rpartition('@')
-  # A folder may be called so itself.
+  # The name of a folder may itself contain '@'.
   if run and step.isdecimal() and not paths_lib.at(name).exists():
     return paths_lib.at(run), int(step)
   return paths_lib.at(name), None
@@ -390,7 +392,7 @@ def _download(address: str) -> paths_lib.Path:
 
 
 def title(name: str | os.PathLike[str]) -> str:
-  """Returns the name of a model without its location, for cards and users."""
+  """Returns the name of a model without its location, for model cards."""
   if hub.is_address(name):
     return hub.repository(os.fspath(name))
   # A relative path such as '.' has no name.
@@ -406,7 +408,7 @@ def _open_run(path: paths_lib.Path, step: int | None) -> StoredModel:
   table = parameters.parameter_table(settings.model)
   if adapters:
     table = adapters.table
-  # Called late: callers that need the config only never open the arrays.
+  # Lazy: callers that need only the config never open the arrays.
   trained = functools.partial(checkpoint_arrays.open_arrays, checkpoint, table)
   stored = StoredModel(
     path,
@@ -432,16 +434,15 @@ def _open_run(path: paths_lib.Path, step: int | None) -> StoredModel:
 def open_base(
   described: Mapping[str, str], moved: str, target: model_config.ModelConfig
 ) -> StoredModel:
-  """Opens the base of adapters, or the part of it that they adapt.
+  """Opens the base of adapters, or the adapted part of it.
 
   Args:
-    described: its name and digest in the metadata of a checkpoint.
-    moved: name of a copy of the base, or of adapters over it, which is opened
-      if the first name has no such model; '' for none.
+    described: name and digest of the base in a checkpoint's metadata.
+    moved: fallback name: a copy of the base, or adapters over it; '' for none.
     target: the model with the adapters, see `view_for`.
 
   Raises:
-    UserError: none of the two is the base; says why.
+    UserError: neither is the base; says why.
   """
   problems = []
   for name in dict.fromkeys(filter(None, (described['name'], moved))):
@@ -450,7 +451,7 @@ def open_base(
     except errors.UserError as error:
       problems.append(f'{name} cannot be opened ({error})')
       continue
-    # Adapters that are trained further start from a run of adapters.
+    # The name may be a run of adapters, to train them further.
     base = model.base or model
     if base.digest.startswith(described['digest']):
       return view_for(base, target)
@@ -467,17 +468,16 @@ def open_checkpoint(
   settings: config_lib.Settings,
   step: int | None = None,
 ) -> manager.Checkpoint:
-  """Opens the checkpoint by which a run is used; prints its step and loss.
+  """Opens the best or newest checkpoint of a run; prints its step and loss.
 
   Args:
     path: work directory of the run.
-    settings: configuration of the run. With `checkpoint.keep_best` the
-      undamaged checkpoint with the lowest held-out loss is opened, otherwise
-      the newest.
+    settings: configuration of the run. `checkpoint.keep_best` selects the
+      undamaged checkpoint with the lowest held-out loss instead of the newest.
     step: the step to open instead.
 
   Raises:
-    UserError: there is no undamaged checkpoint, or not that step.
+    UserError: there is no undamaged checkpoint, or no such step.
   """
   if step is not None:
     checkpoint = manager.open_step(path, step)
@@ -488,8 +488,7 @@ def open_checkpoint(
   if distributed.is_lead():
     rank, text = checkpoint.read_loss(), ''
     if rank is not None:
-      # Checkpoints store ranks, of which lower is better; `rank` applied twice
-      # is the value.
+      # Checkpoints store ranks (lower is better); `rank` is its own inverse.
       metrics = settings.recipe.metrics
       value = held_out_metrics.rank(metrics, rank)
       text = f', {held_out_metrics.describe(metrics, value)}'
@@ -497,9 +496,9 @@ def open_checkpoint(
   return checkpoint
 
 
-@functools.cache  # A job may open a run as its source and as its teacher.
+@functools.cache  # A run may be both source and teacher of a job.
 def _report_step(line: str) -> None:
-  # On standard error: the standard output of commands has their results.
+  # Standard output is for the results of commands.
   print(line, file=sys.stderr)
 
 
@@ -515,8 +514,7 @@ def with_window(
     name: name of the model in errors.
 
   Raises:
-    UserError: no such rule, or the model has no bidirectional encoder apart
-      from its decoder's attention.
+    UserError: no such rule, or the model has no separate bidirectional encoder.
   """
   if encoder_window is None:
     return model
@@ -525,8 +523,7 @@ def with_window(
       f'encoder_window is {encoder_window!r}; it must be one of'
       f' {", ".join(WINDOWS)}.'
     )
-  # An option without an effect is refused: scores would seem to be of a rule
-  # that the model does not have.
+  # Refuse an option without effect: scores would be attributed to it.
   encoder = model.stacks.get('encoder')
   if encoder is None or encoder.role != 'bidirectional':
     why = 'no bidirectional encoder'
@@ -543,28 +540,28 @@ def with_window(
 def open_vocabularies(
   checkpoint: manager.Checkpoint, choice: vocabulary_pair.Choice
 ) -> vocabulary_pair.Opened | None:
-  """Opens the vocabularies that a run was trained with.
+  """Opens the vocabularies of a run.
 
   Args:
-    checkpoint: checkpoint of the run; its metadata describes them.
+    checkpoint: checkpoint of the run; its metadata has their fingerprints.
     choice: paths of the vocabularies in the run's configuration.
 
   Returns:
-    None where the checkpoint describes none and there is none.
+    None if the run has no vocabulary.
 
   Raises:
     UserError: a vocabulary is missing, changed or damaged; names its path.
   """
   described = checkpoint.read_meta()['vocabularies']
   if not described:
-    # An import without a tokenizer; a user may have set a path since.
+    # Imported without a tokenizer; a user may have added a path later.
     return choice.open() if vocabulary_pair.exists(choice.decoder) else None
   sides = ('decoder', 'encoder')
   wrong = [s for s in sides if not vocabulary_pair.exists(choice.path(s))]
   if not wrong:
     opened = choice.open()
-    # Fingerprints and not paths: a run may have been moved, and a file with the
-    # right path may have been trained again.
+    # Compare fingerprints, not paths: a run may have been moved, and a file may
+    # have been retrained in place.
     wrong = [
       side
       for side in sides
@@ -597,10 +594,10 @@ def with_outside(
 
 
 def require_decoder_only(source: StoredModel) -> None:
-  """Checks the source of an adaptation.
+  """Checks that the source of an adaptation is decoder-only.
 
   Raises:
-    UserError: it is not a decoder-only model.
+    UserError: it is not.
   """
   if source.model.architecture.has_encoder:
     raise errors.UserError(
@@ -610,13 +607,12 @@ def require_decoder_only(source: StoredModel) -> None:
 
 
 def require_head(stored: StoredModel) -> None:
-  """Checks a model that is to be used as it is.
+  """Checks that a model was read with its head.
 
   Raises:
-    UserError: it is a folder of `sentence_transformers`, of which only the
-      stack is read.
+    UserError: it is a `sentence_transformers` folder, which is read without its
+      head.
   """
-  # Its own head of embeddings would be read.
   has_head = stored.checkpoint or not stored.model.decoder.head.predicts_tokens
   if not has_head and (stored.path / embedding_files.MODULES).exists():
     raise errors.UserError(
@@ -649,8 +645,8 @@ def is_folder(path: str | os.PathLike[str]) -> bool:
       f'{path} holds no model: it has no {tensor_folder.CONFIG}. {remedy}'
     )
   content = atomic.read_json(file)
-  # The configuration of a run has sections. Any other file passes for that of a
-  # folder: its reader names the supported model types.
+  # A run's configuration has sections. Take any other file for a folder's: its
+  # reader lists the supported model types.
   return 'model_type' in content or 'train' not in content
 
 
@@ -660,7 +656,7 @@ def vocabularies_in(path: paths_lib.Path) -> vocabulary_pair.Choice | None:
   if not (path / DECODER_TOKENIZER).is_dir():
     return vocabulary_pair.Choice(str(top)) if top else None
   decoder = vocabulary_pair.file_in(path / DECODER_TOKENIZER)
-  # The tokenizer of one side by itself encodes nothing for the other.
+  # A pair needs the tokenizers of both sides.
   if top is None or decoder is None:
     return None
   return vocabulary_pair.Choice(str(decoder), str(top))

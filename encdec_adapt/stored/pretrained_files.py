@@ -1,10 +1,10 @@
 """Hugging Face files of a run's source models, stored for a later export.
 
-A work directory stores their config.json, generation config and tokenizer
-files under hugging_face/decoder, and under hugging_face/encoder if the encoder
-came from another folder, each with base_model.json, what its README.md states
-for the model card; also the vision part of a T5Gemma 2 with its image
-processor. An export writes them into its folder. Parameters are not read here.
+A work directory stores config.json, generation config and tokenizer files under
+hugging_face/decoder, and under hugging_face/encoder if the encoder has another
+source, each with base_model.json (model card metadata of the source's
+README.md); also the vision part of a T5Gemma 2 with its image processor. No
+parameters are read here.
 """
 
 from collections.abc import Mapping
@@ -35,8 +35,8 @@ _CACHED = re.compile(r'models--(.+?)--([^/]+)/snapshots/')
 _CARRIED = (tensor_folder.GENERATION, *model_on_disk.TOKENIZERS)
 # Fields of a generation config that name the software that wrote it.
 _STAMPS = ('transformers_version', '_from_model_config', '_commit_hash')
-# Fields that choose caches for a class and version of transformers; the
-# exported model may be of another class.
+# Cache settings for a class and version of transformers; the exported model may
+# have another class.
 _CACHES = ('cache_implementation', 'cache_config', 'compile_config')
 
 Folders = Mapping[str, paths.Path]
@@ -49,7 +49,7 @@ def folders(path: str | os.PathLike[str]) -> Folders:
     path: a Hugging Face folder, or a work directory.
 
   Returns:
-    Stack -> folder; empty for a model that was not made from others.
+    Stack -> folder; empty for a model without sources.
   """
   path = paths.at(path)
   if model_on_disk.is_folder(path):
@@ -63,7 +63,7 @@ def tokenizer_folders(path: str | os.PathLike[str]) -> Folders:
   sources = folders(path)
   top = sources.get('decoder', paths.at(path))
   separate = top / model_on_disk.DECODER_TOKENIZER
-  # The files of an exported pair: the encoder's are at the top.
+  # An exported pair has the encoder's files at the top.
   if separate.is_dir():
     return {'encoder': top, 'decoder': separate}
   return sources
@@ -100,8 +100,7 @@ def check(sources: Folders) -> None:
       if file.name.endswith('.json'):
         atomic.read_json(file)
       with file.open('rb') as content:
-        # A clone without Git LFS has text files that begin with 'version'
-        # instead of large files.
+        # Without Git LFS, a clone has pointer files that begin with 'version'.
         if content.read(7) in (b'', b'version'):
           raise errors.UserError(
             f'{file} is empty, or a pointer of Git LFS; copy the file itself'
@@ -117,7 +116,7 @@ def keep(workdir: str | os.PathLike[str], sources: Folders) -> None:
     workdir: the work directory.
     sources: see `folders`.
   """
-  # All of them: a file that the new sources lack would describe another model.
+  # Remove all: a file missing from the new sources would be stale.
   paths.remove(paths.at(workdir) / FOLDER)
   for name, path in sources.items():
     folder = paths.at(workdir) / FOLDER / name
@@ -132,14 +131,14 @@ def keep(workdir: str | os.PathLike[str], sources: Folders) -> None:
 
 
 def base_models(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-  """Describes the models of other origin that a model was made from.
+  """Describes the pretrained models that a model was made from.
 
   Args:
     path: see `folders`.
 
   Returns:
-    For each `name`, whether it is `on_hub`, and as far as its README.md states
-    them `license`, `license_name`, `license_link` and `languages`.
+    `name` and `on_hub` of each, and `license`, `license_name`, `license_link`
+    and `languages` if its README.md states them.
   """
   bases = map(_base_model, folders(path).values())
   return [*{base['name']: base for base in bases}.values()]
@@ -176,15 +175,15 @@ def vision_part(
 
   Args:
     sources: see `folders`.
-    folder: model to take it from instead; the ids of images stay
-      those of `sources`.
+    folder: model to take it from instead; image ids are still those of
+      `sources`.
 
   Raises:
     UserError: it is incomplete, or `folder` has none.
   """
   if folder is None:
-    # A Gemma 3 may have a vision part too, but is adapted as a text model: only
-    # --vision takes it over.
+    # A Gemma 3 may have a vision part too, but is adapted as a text model
+    # unless --vision is given.
     has_part = reads_images(sources)
     return vision.open_vision(sources['decoder']) if has_part else None
   part = vision.open_vision(model_on_disk.resolve(folder)[0])
@@ -193,13 +192,13 @@ def vision_part(
       f'{folder} has no vision part: no tensor of a vision_tower. Give a'
       ' folder of T5Gemma 2, or of a Gemma 3 that reads images.'
     )
-  # The text model was trained with the ids of its source, not of `folder`.
+  # The text model was trained with the ids of its source.
   ids = vision.image_ids(_stored_json(sources, tensor_folder.CONFIG))
   return dataclasses.replace(part, fields={**part.fields, **ids})
 
 
 def reads_images(sources: Folders) -> bool:
-  """Returns whether the stored config.json is that of a T5Gemma 2."""
+  """Returns whether the stored config.json describes a T5Gemma 2."""
   config = _stored_json(sources, tensor_folder.CONFIG)
   return config.get('model_type') == vision.MODEL_TYPE
 
@@ -213,12 +212,11 @@ def _stored_json(sources: Folders, name: str) -> dict[str, Any]:
 def config_fields(
   sources: Folders, opened: vocabulary_pair.Opened | None = None
 ) -> dict[str, dict[str, Any]]:
-  """Collects the fields of config.json to carry over, by stack.
+  """Returns the fields of config.json to carry over, by stack.
 
   Args:
     sources: see `folders`.
-    opened: vocabularies of the model; their ids are used if no config.json is
-      stored.
+    opened: vocabularies of the model, for ids without a stored config.json.
 
   Raises:
     UserError: a stored file is damaged.
@@ -227,12 +225,12 @@ def config_fields(
   for name, vocabulary in opened.sides.items() if opened else ():
     if name == 'decoder' or opened.differ:
       fields[name] = _ids(vocabulary)
-  # Stored files replace the vocabulary's ids: they may list several EOS.
+  # Stored files take precedence: they may list several EOS ids.
   for name, path in sources.items():
     raw = atomic.read_json(path / tensor_folder.CONFIG)
     carried = config_json.carried_fields(raw)
-    # The folder of a pair has fields of both stacks. A decoder-only folder has
-    # its fields under 'decoder', also as the source of an encoder.
+    # A pair has fields of both stacks. A decoder-only source has its fields
+    # under 'decoder', even as the source of an encoder.
     fields |= {name: carried['decoder']} if len(carried) == 1 else carried
   return fields
 
@@ -247,22 +245,22 @@ def _ids(vocabulary: Any) -> dict[str, int | None]:
 def prompt_room(
   stored: model_on_disk.StoredModel, generated: int = 0
 ) -> int | None:
-  """Returns the most tokens of a prompt, by `max_position_embeddings`.
+  """Returns the maximum prompt length by `max_position_embeddings`.
 
   Args:
     stored: the model.
-    generated: tokens that follow the prompt; a decoder-only model has to hold
-      them, too.
+    generated: number of generated tokens, which share the context of a
+      decoder-only model.
 
   Returns:
-    None if the stored config.json states no limit.
+    Tokens; None if the stored config.json states no limit.
 
   Raises:
     UserError: there is no room for BOS and a token, or a stored file is
       damaged.
   """
   fields = config_fields(folders(stored.path))
-  # A pair made from a single folder has its fields under 'decoder' only.
+  # A pair with a single source has fields only under 'decoder'.
   side = stored.prompt_side
   limit = fields.get(side, fields['decoder']).get('max_position_embeddings')
   if limit is None:
@@ -278,7 +276,7 @@ def prompt_room(
 
 
 def stack_positions(stored: model_on_disk.StoredModel) -> dict[str, float]:
-  """Returns `max_position_embeddings` by stack, infinity if not stated.
+  """Returns `max_position_embeddings` by stack, infinity if missing.
 
   Raises:
     UserError: a stored file is damaged.
@@ -294,29 +292,28 @@ def stack_positions(stored: model_on_disk.StoredModel) -> dict[str, float]:
 def special_ids(
   sources: Folders, opened: vocabulary_pair.Opened | None
 ) -> dict[str, Any]:
-  """Finds the ids that frame a decoder's text.
+  """Returns the special ids of a decoder.
 
-  A vocabulary has a single EOS; a model tuned for conversations ends its turns
-  with others, which its config.json or generation config lists.
+  A vocabulary has a single EOS; config.json or the generation config lists
+  further end-of-turn ids of a chat model.
 
   Args:
     sources: see `folders`.
     opened: vocabularies of the model, if it has any.
 
   Returns:
-    `bos` and `pad`, ids; `eos`, a tuple of ids; `vocab_size`, the tokens of
-    the vocabulary. Only those that are stated.
+    Known ids: `bos`, `pad`, `eos` (a tuple), and the `vocab_size`.
 
   Raises:
     UserError: a stored file is damaged.
   """
   fields = config_fields(sources)['decoder']
   generation = _stored_json(sources, tensor_folder.GENERATION)
-  # The vocabulary first: the model was trained on texts that it framed.
+  # The vocabulary first: it framed the training texts.
   framing = opened.decoder if opened else None
 
   def tokens(stated: int | list[int] | None) -> list[int]:
-    # Old Llamas have -1 for none.
+    # Old Llamas use -1 for no token.
     listed = stated if isinstance(stated, list) else [stated]
     return [i for i in listed if i is not None and i >= 0]
 
@@ -331,7 +328,7 @@ def special_ids(
   ends = fields.get('eos_token_id'), generation.get('eos_token_id')
   if framing:
     ends = framing.eos, *ends
-  # All of them: generation must end at whichever the model emits.
+  # All EOS ids: generation must stop at any of them.
   if eos := tuple(dict.fromkeys(i for end in ends for i in tokens(end))):
     ids['eos'] = eos
   if framing:
@@ -347,30 +344,29 @@ def generation_config(
   is_pair: bool,
   end_of_turn: int | None = None,
 ) -> tuple[dict[str, Any], str]:
-  """Makes the content of an exported generation_config.json.
+  """Returns the content of an exported generation_config.json.
 
   Args:
     sources: see `folders`.
     fields: see `config_fields`.
-    opened: vocabularies of the model, for ids that no stored file has.
-    is_pair: whether the model is an encoder-decoder; its decoder starts from
-      the token that its source names (T5), else from BOS.
-    end_of_turn: id that ends an answer of a model that was trained on
-      conversations; None for others.
+    opened: vocabularies of the model, for ids missing from the stored files.
+    is_pair: whether the model is an encoder-decoder; its decoder starts with
+      the source's decoder start token (T5), otherwise with BOS.
+    end_of_turn: end-of-turn id of a chat model; None for others.
 
   Returns:
-    The content, and a note on stored fields that are left out, '' for none.
+    The content, and a note on omitted stored fields, '' for none.
   """
   ids = {**(_ids(opened.decoder) if opened else {}), **fields['decoder']}
   content = {key: ids[key] for key in config_json.TOKEN_IDS if key in ids}
   stored = _stored_json(sources, tensor_folder.GENERATION)
   content |= {k: stored[k] for k in stored if k not in (*_STAMPS, *_CACHES)}
-  # The files of decoder-only sources have no such field.
+  # Decoder-only sources lack this field.
   start = ids.get(t5_json.START, content.get('bos_token_id'))
   if is_pair and start is not None:
     content[t5_json.START] = start
   if end_of_turn is not None:
-    # Added and not put in place of EOS, which still ends plain text.
+    # Added to EOS, which still ends plain text.
     ends = content.get('eos_token_id', [])
     ends = ends if isinstance(ends, list) else [ends]
     content['eos_token_id'] = [*dict.fromkeys([*ends, end_of_turn])]

@@ -1,8 +1,8 @@
 """The text around a model's prompts: task prefix, separator, chat format.
 
-The objectives of a run state it. An export writes it into config.json, under
-`task_specific_params` as T5's files have their prefixes, or beside the adapters
-of PEFT. No model is opened here.
+The objectives of a run define it. An export writes it into config.json, under
+`task_specific_params` like T5's prefixes, or into a file beside PEFT adapters.
+No model is opened here.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,17 +15,17 @@ from encdec_adapt.models import architecture as architectures
 from encdec_adapt.objectives import example_maker
 
 _FIELD, _ENTRY = 'task_specific_params', 'encdec_adapt'
-PEFT = 'prompt_framing.json'  # In a folder of PEFT, whose files have no field.
+PEFT = 'prompt_framing.json'  # In a PEFT folder, as its config has no field.
 
 
 @dataclasses.dataclass(frozen=True)
 class PromptFraming:
-  """Text around the prompts that a model was trained on.
+  """Text around the prompts of a model, as in training.
 
   Attributes:
-    prefixes: texts before the inputs, one for each task of a mixture.
-    separator: text after the inputs of a decoder-only model; '' for models
-      that encode their prompts.
+    prefixes: texts before the inputs, one per task of a mixture.
+    separator: text after the inputs of a decoder-only model; '' for models with
+      an encoder.
     chats: whether prompts are conversations in the vocabulary's chat format.
   """
 
@@ -37,11 +37,11 @@ class PromptFraming:
     return any(self.prefixes) or bool(self.separator) or self.chats
 
   def fields(self) -> dict[str, Any]:
-    """Returns the fields of config.json that state it; none for plain texts."""
+    """Returns the framing as fields of config.json; empty for plain texts."""
     return {_FIELD: {_ENTRY: dataclasses.asdict(self)}} if self else {}
 
   def objective(self) -> str:
-    """Returns the objective that learns answers to such prompts."""
+    """Returns the objective to train on answers to such prompts."""
     separator = {'separator': self.separator} if self.separator else {}
     parts = [with_options('chat', separator)] if self.chats else []
     for prefix in self._text_prefixes:
@@ -49,13 +49,13 @@ class PromptFraming:
     return ' | '.join(parts)
 
   def prompt(self, prefix: str) -> str:
-    """Returns 'input' between the quoted texts around it, for readers."""
+    """Returns a readable form: 'input' between the quoted texts around it."""
     before = [repr(prefix)] if prefix else []
     after = [repr(self.separator)] if self.separator else []
     return ' + '.join([*before, 'input', *after])
 
   def describe(self) -> str:
-    """Returns all forms of its prompts, for readers."""
+    """Returns a readable list of all prompt forms."""
     forms = ['conversations'] if self.chats else []
     return ' or '.join([*forms, *map(self.prompt, self._text_prefixes)])
 
@@ -68,11 +68,11 @@ def of_objectives(
   objectives: Sequence[example_maker.Objective],
   architecture: architectures.Architecture,
 ) -> PromptFraming:
-  """Returns the framing of the prompts of a run.
+  """Returns the prompt framing of a run.
 
   Args:
-    objectives: the objectives that the run was trained with.
-    architecture: that of its model. An encoder reads no separator.
+    objectives: training objectives of the run.
+    architecture: architecture of its model; encoders read no separator.
   """
   prefixes = [
     x.options.get('prefix', '')
@@ -88,13 +88,13 @@ def of_objectives(
 
 
 def in_file(file: paths.Path) -> PromptFraming:
-  """Returns the framing that a file states; that of plain texts if none.
+  """Reads the framing from a file; plain texts if it has none.
 
   Args:
     file: a config.json, or `PEFT`; may be missing.
 
   Raises:
-    UserError: the file is damaged, or a field has another type.
+    UserError: the file is damaged, or a field has the wrong type.
   """
   tasks = atomic.read_json(file).get(_FIELD) if file.exists() else None
   entry = tasks.get(_ENTRY) if isinstance(tasks, Mapping) else None
@@ -112,7 +112,7 @@ def in_file(file: paths.Path) -> PromptFraming:
 
 
 def with_options(objective: str, options: Mapping[str, str]) -> str:
-  """Returns an objective with texts as further options, as JSON strings."""
+  """Returns an objective with added text options, as JSON strings."""
   name, _, rest = objective.partition(':')
   texts = [
     f'{key}={json.dumps(text, ensure_ascii=False)}'

@@ -1,8 +1,8 @@
 """Run artifacts: resolved config, coverage report, pretrained files, summary.
 
-They describe the checkpoints in the same work directory, so files of an earlier
-start are removed before they are out of date. Only process 0 calls these
-functions; checkpoints and metrics are written elsewhere.
+They describe the checkpoints of the work directory, so stale files of an
+earlier start are removed. Only process 0 calls these functions; checkpoints and
+metrics are written elsewhere.
 """
 
 from collections.abc import Mapping
@@ -35,16 +35,16 @@ def write_initial(
   Args:
     workdir: work directory of the job.
     coverage: how an adaptation fills every weight; None for other starts.
-    folders: folders of the sources' files that an export carries along.
+    folders: folders with the sources' files to store for an export.
     opened: vocabularies of the job.
   """
   remove_summary(workdir)
   path = paths.at(workdir) / work_directory.COVERAGE
-  # An earlier start may have adapted a model where this one begins at random.
+  # An earlier start may have adapted a model, and this one not.
   path.unlink(missing_ok=True)
   if coverage:
     atomic.write_json(path, coverage.to_json())
-  # Copies, so that an export needs no source, which may be moved or deleted.
+  # Copies, as the source may be moved or deleted before an export.
   pretrained_files.keep(workdir, folders)
   work_directory.keep_vocabularies(workdir, opened)
 
@@ -55,13 +55,13 @@ def write_config(
   environment: Mapping[str, Any],
   made_by: Mapping[str, str],
 ) -> None:
-  """Writes configuration, environment and command of the last start."""
+  """Writes configuration, environment and command line of this start."""
   config_lib.save(config, str(workdir), made_by)
   atomic.write_json(paths.join(workdir, ENVIRONMENT), environment)
 
 
 def remove_summary(workdir: str | os.PathLike[str]) -> None:
-  """Removes the summary of a finished job that trains further."""
+  """Removes the summary of a finished job before it trains further."""
   (paths.at(workdir) / compute_cost.SUMMARY).unlink(missing_ok=True)
 
 
@@ -77,15 +77,15 @@ def write_summary(
   Args:
     workdir: work directory of the job.
     settings: the validated configuration.
-    step: the step by which the run is used.
+    step: the selected step of the run.
     cost: totals of the job.
     sources: result of `compute_cost.read_sources` when the job started.
 
   Raises:
-    DivergedError: the last held-out loss, or without any the last training
-      loss, is not finite.
+    DivergedError: the last held-out loss (without any, the last training loss)
+      is not finite.
   """
-  # From the file and not from memory: step 0 may lie several starts back.
+  # Read from the file: step 0 may belong to an earlier start.
   records = metrics.read_metrics(workdir)
   losses = [r for r in records if r['kind'] == 'eval' and r['step'] <= step]
   entries = {
@@ -106,7 +106,7 @@ def write_summary(
     f'{workdir}: {step} steps, {cost.target_tokens:,.0f} target tokens,'
     f'{line} peak memory {disk.format_bytes(peak)}'
   )
-  # A single batch may be bad and its update skipped: held-out losses decide.
+  # Prefer held-out losses: a single bad batch may have been skipped.
   losses = losses or [r for r in records if r['kind'] == 'train']
   if losses and not math.isfinite(losses[-1]['loss']):
     raise errors.DivergedError(

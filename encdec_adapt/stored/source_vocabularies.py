@@ -1,7 +1,4 @@
-"""Vocabularies of the models that a model is made from.
-
-Whether this software reads them, and whether their ids mean the same text.
-"""
+"""Vocabularies of source models: supported kinds and equality of tokens."""
 
 import dataclasses
 
@@ -13,11 +10,11 @@ from encdec_adapt.tokenizers import vocabulary, vocabulary_pair
 def open_if_suitable(
   choice: vocabulary_pair.Choice | None,
 ) -> vocabulary_pair.Opened | None:
-  """Opens the tokenizers of a folder, which may be of an unsupported kind.
+  """Opens the tokenizers of a folder, unless their kind is unsupported.
 
   Returns:
-    None if there are none; also, after a note with the reason, if a tokenizer
-    is of such a kind.
+    None if there are none, or, after printing a note, if a tokenizer has an
+    unsupported kind.
 
   Raises:
     UserError: a tokenizer is damaged.
@@ -25,7 +22,7 @@ def open_if_suitable(
   try:
     return choice and choice.open()
   except vocabulary.DamagedError:
-    # Also a UserError, but a damaged file must not pass as unsupported.
+    # A subclass of UserError, but a damaged file is not an unsupported one.
     raise
   except errors.UserError as error:
     print(f'note: not used as a vocabulary: {error}')
@@ -42,13 +39,13 @@ def vocabularies_of_pair(
     decoder: decoder-only source of the decoder.
 
   Returns:
-    The decoder's, and the encoder's if its ids mean other text; None if the
-    decoder has none.
+    The decoder's, and the encoder's if its tokens differ; None if the decoder
+    has none.
 
   Raises:
     UserError: a tokenizer is damaged.
   """
-  # Both sources are decoder-only: the vocabularies of each are its decoder's.
+  # Both sources are decoder-only, with only a decoder vocabulary.
   targets, inputs = decoder.vocabularies, encoder.vocabularies
   if targets is None or inputs is None:
     return targets
@@ -61,8 +58,8 @@ def same_tokens(path_a: str, path_b: str) -> bool:
   """Returns whether ids mean the same text in the vocabularies at two paths."""
   if path_a == path_b:
     return True
-  # Tokens and not files: a tokenizer.json may be the conversion of the
-  # tokenizer.model that the other model has.
+  # Compare tokens, not files: a tokenizer.json may be a converted
+  # tokenizer.model.
   vocabularies = map(vocabulary_pair.open_vocabulary, (path_a, path_b))
   return len({vocab.tokens_digest for vocab in vocabularies}) == 1
 
@@ -70,22 +67,22 @@ def same_tokens(path_a: str, path_b: str) -> bool:
 def require_same_tokens(
   source: model_on_disk.StoredModel, side: str, path: str, name: str
 ) -> None:
-  """Checks that ids mean the same text to a source and to its target.
+  """Checks that a source and its target have the same tokens.
 
   Args:
-    source: the source, which has vocabularies.
-    side: stack of the target that is made from it.
+    source: the source; must have vocabularies.
+    side: stack of the target to be initialized.
     path: path of the target's vocabulary; may not exist yet.
     name: name of the target in the error.
 
   Raises:
     UserError: the vocabularies differ, or a vocabulary is damaged.
   """
-  # A decoder-only model has only 'decoder', even as the encoder's source.
+  # A decoder-only model has only 'decoder', even as the source of an encoder.
   theirs = source.vocabularies.path(
     side if side in source.model.stacks else 'decoder'
   )
-  # A vocabulary that is still to be trained differs from the source's.
+  # A vocabulary yet to be trained differs from the source's.
   if not vocabulary_pair.exists(path) or not same_tokens(path, theirs):
     key = 'encoder_vocabulary' if side == 'encoder' else 'vocabulary'
     raise errors.UserError(

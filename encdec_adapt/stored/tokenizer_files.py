@@ -1,11 +1,10 @@
 """Tokenizer files of an exported folder, compared with our vocabularies.
 
 A folder gets a tokenizer.json and a tokenizer_config.json, so that
-`transformers` encodes text as the model was trained on it. If the two stacks'
-differ, those of the encoder are at the top, and those of the decoder in
-decoder_tokenizer/. The files of a model without a vocabulary that this package
-can open are copied, with a note that nothing was compared. The conversion
-itself is in `tokenizers.tokenizer_writer`.
+`transformers` encodes text as in training. If the stacks have different
+tokenizers, the encoder's is at the top and the decoder's in decoder_tokenizer/.
+Unsupported tokenizers are copied, with a note that they were not compared. The
+conversion itself is in `tokenizers.tokenizer_writer`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,7 +16,7 @@ from encdec_adapt.files import paths
 from encdec_adapt.stored import model_on_disk, pretrained_files
 from encdec_adapt.tokenizers import tokenizer_writer, vocabulary_pair
 
-_RECORDS = 64  # Rows of a run's records for which text is compared.
+_RECORDS = 64  # Rows of a run's records to compare.
 
 
 def write(
@@ -32,14 +31,14 @@ def write(
     folder: an empty local folder.
     stored: the model.
     opened: vocabularies of the model; None if there are none.
-    reads: side of `opened` that a model of a single stack reads and writes.
+    reads: side of `opened` used by a single-stack model.
 
   Returns:
     Notes for the user.
 
   Raises:
-    UserError: a file is damaged, or encodes a text to other ids than our
-      vocabulary.
+    UserError: a file is damaged, or its ids of a text differ from our
+      vocabulary's.
   """
   sources = {
     stack: {
@@ -51,9 +50,9 @@ def write(
   }
   notes, decoder_files = [], sources.get('decoder', {})
   if opened is None and not decoder_files:
-    # Not the encoder's either: readers would take it for the decoder's.
+    # Omit the encoder's too: readers would use it for the decoder.
     return ['the decoder has no tokenizer, so none is written.']
-  # Contents and not paths: files of both stacks may be copies of the same.
+  # Compare contents, not paths: the stacks may have copies of one file.
   differ = (opened is not None and opened.differ) or any(
     name not in decoder_files
     or file.read_bytes() != decoder_files[name].read_bytes()
@@ -71,7 +70,7 @@ def write(
   for side, target in targets.items():
     files = sources.get(side, {})
     target.mkdir(exist_ok=True)
-    # First, as the writer completes the files that it finds.
+    # First, as the writer completes existing files.
     for name, file in files.items():
       paths.copy(file, target / name)
     if opened:
@@ -101,16 +100,16 @@ def _sample_texts(
   yield from tokenizer_writer.TEXTS
   if stored.checkpoint is None:
     return
-  # Held-out rows: real text in the languages and formats of the training.
+  # Held-out rows: real text in the languages and formats of training.
   folder = paths.at(config_lib.load_run(str(stored.path)).data.folder) / 'eval'
   if not (folder / record_sets.MANIFEST).exists():
     return
   records = record_sets.RecordSet.open(folder)
   spec, fingerprints = records.spec, opened.fingerprints
-  # Rows of an encoder-only model have their text in the inputs.
+  # Encoder-only models have their text in the inputs.
   reads = side == 'encoder' or spec.objectives[0].rows.sides == ('encoder',)
   if any(getattr(spec, name) != fingerprints[name] for name in fingerprints):
-    return  # The records were remade for another run.
+    return  # The records were rebuilt for another run.
   for row in records.read(range(min(_RECORDS, len(records)))):
     for pair in row:
       ids = pair.inputs if reads else pair.targets

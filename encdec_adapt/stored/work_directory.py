@@ -1,7 +1,7 @@
 """Writes work directories for imported, adapted and merged models.
 
-They have the layout of a training job's, with a checkpoint of step 0, and are
-written atomically. The commands compute the parameters; none is kept here.
+They have the layout of a training job with a checkpoint at step 0, and are
+written atomically. The parameters are computed by the commands.
 """
 
 from collections.abc import Mapping
@@ -50,11 +50,11 @@ class Contents:
     coverage: coverage report of an adaptation.
     can_extend: whether the command has flags for larger tables,
       `--model.SIDE.vocab_size`.
-    lora: options of adapters; above rank 0 these are the parameters.
-    base: name and digest of their base.
-    run: work directory of the run that trained the model, by whose objective
-      and loss a model with a head is known: labels, prompts, a temperature.
-    framing: framing of the prompts of a language model, read without `run`.
+    lora: options of adapters; with a rank above 0, the parameters are adapters.
+    base: name and digest of the base of adapters.
+    run: work directory of the run that trained the model; its objective and
+      loss define labels, prompts and temperature of a model with a head.
+    framing: prompt framing of a language model without `run`.
   """
 
   model: model_config.ModelConfig
@@ -76,29 +76,29 @@ def write(
   *,
   verb: str = 'written',
 ) -> None:
-  """Writes a work directory and prints the number of its parameters.
+  """Writes a work directory and prints its number of parameters.
 
-  Each array is read when it is written and keeps its stored dtype, since a
-  checkpoint is read as float32 anyway.
+  Arrays are read lazily and keep their stored dtype; checkpoints are restored
+  as float32 anyway.
 
   Args:
-    output: folder that does not exist or is empty; may be in a bucket.
+    output: new or empty folder; may be in a bucket.
     contents: contents other than the parameters.
-    arrays: path -> parameter, all of the model's.
+    arrays: path -> parameter, for all parameters of the model.
     verb: verb of the progress line, such as "read".
 
   Raises:
-    UserError: the folder is taken or cannot be written, a pretrained file is
-      damaged, or a vocabulary has more tokens than the table has rows.
-    CheckpointError: the checkpoint was not written.
+    UserError: the folder is not empty or cannot be written, a pretrained file
+      is damaged, or a vocabulary has more tokens than the table has rows.
+    CheckpointError: the checkpoint could not be written.
   """
   output = paths.at(output)
   step_folders.absolute(output)  # A bucket's draft has another path.
   pretrained_files.check(contents.sources)
   opened = _open_vocabularies(contents)
   config = _config(contents, opened)
-  # A field of the model that no key expresses would be lost when a job starts
-  # from the folder, long after this command.
+  # Fail now: a model field without a config key would be lost when a job starts
+  # from the folder.
   if (
     config_lib.load(config, str(output), sources=False).model != contents.model
   ):
@@ -114,7 +114,7 @@ def write(
     ),
   )
   with new_folder.new_folder(output) as draft:
-    # A bucket's draft is a local folder, which has to hold the model as well.
+    # A bucket's draft is local and needs space for the model too.
     remedy = ' ($TMPDIR)' if paths.is_bucket(output) else ''
     disk.require_space(
       draft.parent, nbytes, label='the parameters', remedy=remedy
@@ -164,7 +164,7 @@ def _save(folder: pathlib.Path, params: Any, meta: dict[str, Any]) -> None:
         0, {'params': params}, data=compute_cost.Cost().as_dict(), meta=meta
       )
   except manager.CheckpointError as error:
-    # A source that is read while it is saved may be damaged: a user error.
+    # Sources are read while saving; a damaged one is a user error.
     raise errors.user_error_behind(error) or error from error
 
 
@@ -181,13 +181,13 @@ def _config(contents: Contents, opened: vocabulary_pair.Opened | None) -> Any:
   elif contents.model.architecture.is_encoder:
     data.objective = 'bert'
     data.encoder_length, data.decoder_length = _LENGTH, 0
-  if contents.run:  # The model reads prompts as its run did.
+  if contents.run:  # Keeps the prompt framing of its run.
     saved = config_lib.saved(str(contents.run))
     data.update(saved.data)
     if not head.predicts_tokens:
       config.loss.update(saved.loss)
       config.teacher.update(saved.teacher)
-    else:  # A job that starts from here learns from single answers.
+    else:  # Further training is on single answers.
       objectives = objective_names.parse(data.objective)
       if objectives[0].rows.answers > 1:
         framing = prompt_framing.of_objectives(
@@ -197,15 +197,15 @@ def _config(contents: Contents, opened: vocabulary_pair.Opened | None) -> Any:
   elif contents.framing and head.predicts_tokens:
     data.objective, data.source = contents.framing.objective(), ''
     data.encoder_length = data.decoder_length = _LENGTH
-  # Rows of the tables are tokens of the sources: a new vocabulary would
-  # change their meaning.
+  # Table rows are tokens of the sources; a new vocabulary would change their
+  # meaning.
   data.train_vocabulary = False
   if opened:
     names = {'decoder': 'vocabulary', 'encoder': 'encoder_vocabulary'}
     for side, vocab in _distinct(opened).items():
       # Relative to the work directory, so that it can be moved.
       copy = f'{data_section.WORKDIR}/{config_lib.VOCABULARIES}/{side}'
-      # 'bytes' has no files and stays as it is.
+      # 'bytes' has no files.
       data[names[side]] = copy if vocab.files else contents.choice.path(side)
     data.add_sentinels = contents.choice.added_sentinels
   return config
@@ -224,7 +224,7 @@ def _open_vocabularies(contents: Contents) -> vocabulary_pair.Opened | None:
     )
   opened = source_vocabularies.open_if_suitable(contents.choice)
   for side, stack in contents.model.stacks.items() if opened else ():
-    # The error names a flag only where the command has it.
+    # Name a flag only if the command has it.
     key = f'--model.{side}.vocab_size' if contents.can_extend else ''
     vocab = opened.sides[side]
     if note := vocabulary_pair.check_size(
@@ -252,18 +252,18 @@ def keep_vocabularies(
     opened: the vocabularies.
   """
   distinct = _distinct(opened)
-  # Both sides, as an earlier start may have left an encoder's.
+  # Both sides: an earlier start may have left an encoder's.
   for side in opened.sides:
     folder = paths.at(workdir) / config_lib.VOCABULARIES / side
     sources = distinct[side].files if side in distinct else ()
-    # A SentencePiece model may have any name; folders are opened by this name.
+    # A SentencePiece model may have any name; this is the expected one.
     names = {
       file.name
       if file.suffix == '.json'
       else vocabulary_pair.SENTENCEPIECE: file
       for file in sources
     }
-    # Removing the folder would remove the files that are to be copied.
+    # Removing the folder would remove the files to copy.
     if any(paths.at(file).parent == folder for file in names.values()):
       continue
     paths.remove(folder)
