@@ -1,4 +1,4 @@
-"""Models between formats: import, export, adapt, merge and compare them.
+"""Imports, exports, adapts, merges and compares models.
 
-This folder imports nothing of `evaluation`, `planner` or the commands.
+This folder must not import `evaluation`, `planner` or the commands.
 """

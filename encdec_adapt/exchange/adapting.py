@@ -1,9 +1,9 @@
 """`convert adapt`: decoder-only models -> an encoder-decoder at step 0.
 
-The adaptation is planned from configs alone. Each array of the new model is
-then computed when it is written, so that host memory grows with the largest
-array only. The copy rules are in `adaptation`; this module imports no part of
-training beyond the format of its checkpoints.
+The adaptation is planned from configs alone. Arrays of the new model are
+computed lazily, so that host memory is bounded by the largest array. The copy
+rules are in `adaptation`; of training, this module imports only the checkpoint
+format.
 """
 
 from collections.abc import Callable
@@ -33,12 +33,12 @@ from encdec_adapt.stored import (
 
 
 def define_model(values: flags.FlagValues) -> None:
-  """Defines --model.KEY=VALUE for the keys of config.model, unset."""
+  """Defines --model.KEY=VALUE flags for the keys of config.model, unset."""
   keys = traverse_util.flatten_dict(model_section.defaults(), sep='.')
-  # Adaptation makes encoder-decoders only, so that there is no kind to choose.
+  # No --model.kind: adaptation only makes encoder-decoders.
   del keys['kind']
-  # Typed placeholders and not defaults: only the given keys may override the
-  # shapes of the sources.
+  # Typed placeholders instead of defaults: only given keys override the shapes
+  # of the sources.
   unset = {k: config_dict.placeholder(type(v)) for k, v in keys.items()}
   config_flags.DEFINE_config_dict(
     'model',
@@ -53,15 +53,15 @@ def define_model(values: flags.FlagValues) -> None:
 
 
 def adapt_models(values: flags.FlagValues, _: list[str]) -> int:
-  """Runs `convert adapt`: makes an encoder-decoder of decoder-only models.
+  """Runs `convert adapt`: adapts decoder-only models to an encoder-decoder.
 
   Raises:
     UserError: the output exists, a source is damaged or not decoder-only, or
-      the flags describe a model that the sources cannot fill.
+      the sources do not fit the model described by the flags.
   """
   command.require(values, 'encoder', *(() if values.dry_run else ('output',)))
   if not values.dry_run:
-    # First: opening the sources reads the headers of all their tensors.
+    # First: opening the sources reads all of their tensor headers.
     new_folder.require_free(values.output)
   names = [values.encoder] + ([values.decoder] if values.decoder else [])
   sources = [importing.open_model(name, values) for name in names]
@@ -76,14 +76,14 @@ def adapt_models(values: flags.FlagValues, _: list[str]) -> int:
     cross_attention=values.cross_attention,
     post_norm_gain=values.post_norm_gain,
   )
-  # make_plan sees configs only; these tensors are known from the files.
+  # make_plan sees only configs; these tensors are found in the files.
   coverage = model_on_disk.with_outside(coverage, encoder, decoder)
   choice = source_vocabularies.vocabularies_of_pair(encoder, decoder)
   if choice is not None and choice.encoder:
     _report_two_tokenizers(sources, shared=target.shared_table)
   print(coverage.table() if values.dry_run else coverage.summary())
-  # Keys and values read the encoder's width, so that the decoder's
-  # self-attention cannot be copied into cross-attention.
+  # Cross-attention keys and values have the encoder's width, so that the
+  # decoder's self-attention cannot be copied into them.
   if target.encoder.width != target.decoder.width:
     print(
       'the pair is unbalanced: its cross-attention is fresh. Warm it up alone,'
@@ -96,7 +96,7 @@ def adapt_models(values: flags.FlagValues, _: list[str]) -> int:
       ' was written'
     )
     return 0
-  # A source of both stacks is named once.
+  # Name a source of both stacks once.
   names = list(dict.fromkeys(source.name for source in sources))
   contents = work_directory.Contents(
     target,
@@ -121,7 +121,7 @@ def _target(
   overrides = {k: v for k, v in overrides.items() if v is not None}
   options = {}
   # pair_of checks that the token is below vocab_size; the default, 256000, may
-  # lie beyond the table of a small model.
+  # exceed a small model's vocabulary.
   if values.target == 't5gemma2' and 'eoi_token' in overrides:
     options['eoi_token'] = overrides['eoi_token']
   pair = config_json.pair_of(encoder, decoder, values.target or '', **options)
@@ -129,7 +129,7 @@ def _target(
   section.update_from_flattened_dict(overrides)
   target = model_section.model_from_section(section.to_dict())
   if values.target:
-    config_json.raw_from_model(target)  # Raises if it left the family.
+    config_json.raw_from_model(target)  # Raises if outside the family.
   return target
 
 
@@ -159,15 +159,15 @@ def _arrays(
   decoder: model_on_disk.StoredModel,
   seed: int,
 ) -> dict[str, lazy_array.LazyArray]:
-  # Both stacks of a single source share the mapping: a run's caches the group
-  # of arrays that it restored last.
+  # Stacks with the same source share the mapping, and so a run's cache of the
+  # last restored group of arrays.
   arrays = encoder.arrays()
   rng = jax.random.key(seed)
   trees = {
     'encoder_source': arrays,
     'decoder_source': arrays if decoder is encoder else decoder.arrays(),
-    # Draws only the fresh parameters, by path, with the values that a random
-    # model of this seed would have.
+    # Initializes only the fresh parameters, to the values of a random model
+    # with this seed.
     recipes.FRESH: {
       path: _lazy(info, parameters.init_one, target, rng, path)
       for path, info in parameters.parameter_table(target).items()
@@ -184,7 +184,7 @@ def _lazy(
   info: parameters.ParamInfo, make: Callable[..., Any], *args: Any
 ) -> lazy_array.LazyArray:
   dtype = np.dtype(info.dtype)
-  # Computed whole even for a part: checkpoints are written by whole arrays.
+  # Always computed in full, as checkpoints are written in full arrays.
   return lazy_array.LazyArray(
     tuple(info.shape), dtype, lambda index: np.asarray(make(*args))[index]
   )

@@ -21,9 +21,9 @@ from encdec_adapt.models import layer_leaves
 from encdec_adapt.stored import model_on_disk
 from encdec_adapt.tokenizers import tokenizer_writer
 
-# Lower ids are special in most vocabularies: padding, EOS, BOS, unknown.
+# In most vocabularies, lower ids are special: padding, EOS, BOS, unknown.
 _FIRST_DRAWN = 4
-_CONTINUED = 16  # Most tokens of a greedy continuation.
+_CONTINUED = 16  # Maximum length of a greedy continuation.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,8 +33,8 @@ class LeafDifference:
   Attributes:
     leaf: name of the parameter (`models.layer_leaves`).
     kinds: dtype and shape in each model, without padding rows of tables;
-      'absent' where a model has no such parameter.
-    largest: largest absolute difference, None where shapes differ.
+      'absent' if a model has no such parameter.
+    largest: maximum absolute difference; None if shapes differ.
   """
 
   leaf: str
@@ -56,13 +56,13 @@ def diff(
 
   Args:
     model_a: the first model.
-    model_b: the second; may have another config, stored in another pattern.
+    model_b: the second; may have another config or layer pattern.
 
   Yields:
-    The difference of every parameter of either model.
+    The difference of each parameter of either model.
   """
   sides = [_Leaves(model_a), _Leaves(model_b)]
-  # Both lists, first model first: a set would not keep the order of layers.
+  # Concatenated lists, as a set would lose the order of layers.
   for leaf in dict.fromkeys([*sides[0].leaves, *sides[1].leaves]):
     arrays = [side.leaf(leaf) for side in sides]
     kinds = tuple(
@@ -70,7 +70,7 @@ def diff(
     )
     largest = None
     if len({None if a is None else a.shape for a in arrays}) == 1:
-      # A bfloat16 export is compared by value: its dtype is shown beside it.
+      # Compares values across dtypes, which are reported separately.
       a, b = (np.asarray(array, np.float32) for array in arrays)
       largest = float(np.max(np.abs(a - b), initial=0.0))
     yield LeafDifference(leaf, kinds, largest)
@@ -91,7 +91,7 @@ class _Leaves:
     leaf = self.leaves[name]
     array = self._arrays[leaf.path]
     value = np.asarray(array) if leaf.index is None else array[leaf.index]
-    # The same model may be padded for different meshes; no token has the rows.
+    # The padding depends on the mesh; no token uses these rows.
     if name.endswith('/table'):
       value = value[: self._stacks[name.split('/')[0]].vocab_size]
     return value
@@ -103,9 +103,9 @@ class Agreement:
 
   Attributes:
     tokens: number of predictions compared.
-    largest: largest absolute difference of a logit.
-    kl: mean over predictions of KL(first || second), in nats.
-    top1: fraction of predictions with the same likeliest token.
+    largest: maximum absolute difference of logits.
+    kl: mean KL(first || second) per prediction, in nats.
+    top1: fraction of predictions with the same top-1 token.
   """
 
   tokens: int
@@ -129,17 +129,17 @@ def verify(
     model_a: the first model.
     model_b: the second.
     rows: number of rows.
-    length: tokens of a row.
+    length: tokens per row.
     seed: seed of the tokens.
-    with_transformers: whether `transformers` computes the second, which is a
-      local folder, and encodes and continues texts as the first does. It runs
-      the code that a folder of our layout carries.
+    with_transformers: whether to run the second model, a local folder, in
+      `transformers`, and to compare its token ids and continuations of texts.
+      Runs the code in a folder of the native layout.
 
   Raises:
     UserError: the models differ in stacks, vocabulary sizes, ids of a text or
       its continuation, or `transformers` cannot load the second.
   """
-  # Sizes of the vocabularies, not of tables, which may be padded differently.
+  # Vocabulary sizes, not table sizes: the padding may differ.
   sizes, sizes_b = (
     {name: stack.vocab_size for name, stack in stored.model.stacks.items()}
     for stored in (model_a, model_b)
@@ -154,18 +154,18 @@ def verify(
     name: rng.integers(min(_FIRST_DRAWN, size - 1), size, (rows, length), 'i4')
     for name, size in sizes.items()
   }
-  # One after the other: memory holds a single model, and the second twice while
-  # `transformers` continues a text, too. The second comes first, as
+  # One by one, so that memory holds a single model (two copies of the second
+  # while `transformers` continues a text). The second comes first, as
   # `transformers` may refuse it.
   compute = _logits
   if with_transformers:
     compute = functools.partial(_transformers_logits, model_a)
   second = compute(model_b, tokens)
   first = _logits(model_a, tokens)
-  if second.ndim == 2:  # Classes for sequences return the last output alone.
+  if second.ndim == 2:  # Sequence classifiers return only the last output.
     first = first[:, -1]
   outputs = first, second
-  # In float64: a KL near 0 is a difference of near numbers.
+  # In float64, as a KL near 0 suffers from cancellation.
   logits = [np.float64(x).reshape(-1, x.shape[-1]) for x in outputs]
   p, q = (x - np.logaddexp.reduce(x, axis=-1, keepdims=True) for x in logits)
   return Agreement(
@@ -180,7 +180,7 @@ def _logits(
   stored: model_on_disk.StoredModel, tokens: Mapping[str, np.ndarray]
 ) -> np.ndarray:
   model = model_in_memory.read(stored)
-  # By default TPUs and GPUs round the inputs of float32 products.
+  # By default, TPUs and GPUs round the inputs of float32 matmuls.
   with jax.default_matmul_precision('highest'):
     return np.asarray(model.logits(tokens['decoder'], tokens.get('encoder')))
 
@@ -190,9 +190,9 @@ def _transformers_logits(
   stored: model_on_disk.StoredModel,
   tokens: Mapping[str, np.ndarray],
 ) -> np.ndarray:
-  """Computes the same in torch, with the class that config.json names.
+  """Computes the logits in torch, with the class named in config.json.
 
-  Prints what else was compared, see `_compare_texts`.
+  Also prints the result of `_compare_texts`.
 
   Raises:
     UserError: the extra is not installed, transformers cannot load the model,
@@ -207,7 +207,7 @@ def _transformers_logits(
       f'{stored.path} has no code for transformers: {problem}.'
       ' Leave out --with.'
     )
-  # Here and not above: torch is a peer to compare with, not a dependency.
+  # Local import: torch is optional.
   import torch
   import transformers
 
@@ -241,11 +241,11 @@ def _transformers_logits(
 def _compare_texts(
   ours: model_on_disk.StoredModel, folder: model_on_disk.StoredModel, model: Any
 ) -> str:
-  """Compares ids of texts, and a greedy continuation, with transformers'.
+  """Compares token ids and a greedy continuation with transformers'.
 
   Args:
-    ours: the model whose vocabularies frame texts.
-    folder: the exported folder, whose parameters make both continuations.
+    ours: the model with the vocabularies that frame texts.
+    folder: the exported folder; both continuations use its parameters.
     model: the folder in torch.
 
   Returns:
@@ -266,7 +266,7 @@ def _compare_texts(
   prompt, rows = [], []  # Verb, text, our ids, transformers' ids.
   for text in ('', *tokenizer_writer.TEXTS):
     prompt = reader.encode(text).tolist()
-    # Qwen's frames no text; ours begins with BOS.
+    # Qwen's tokenizer adds no special tokens; ours adds BOS.
     if tokenizer('').input_ids or reader.ids.ends_with_eos:
       prompt = reader.ids.frame(prompt, ours.framing_side)
     rows.append(('encodes', text, prompt, tokenizer(text).input_ids))
@@ -274,7 +274,7 @@ def _compare_texts(
     options = {'max_new_tokens': _CONTINUED, 'do_sample': False, 'num_beams': 1}
     with torch.no_grad():
       theirs = model.generate(torch.tensor([prompt]), **options)[0].tolist()
-    # A decoder that reads prompts itself continues from their last token.
+    # A decoder-only model continues from the last token of the prompt.
     start = ours.model.architecture.frame(prompt, [0], writer.bos).tokens
     loaded = dataclasses.replace(model_in_memory.read(folder), stored=ours)
     request = engine_lib.Request(np.array(prompt, np.int32), _CONTINUED)
@@ -283,7 +283,7 @@ def _compare_texts(
     tokens = completion.tokens.tolist()
     rows.append(('continues', text, [*start, *tokens], theirs))
   for verb, text, ids, theirs in rows:
-    # Unigram segmentations of equal score differ in the order of ids.
+    # Unigram segmentations with equal scores may order ids differently.
     key = sorted if is_unigram and verb == 'encodes' else list
     if key(ids) != key(theirs):
       raise errors.UserError(

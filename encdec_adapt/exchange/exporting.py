@@ -1,7 +1,7 @@
 """`convert export` and `push`: a run -> a folder with a card -> the Hub.
 
-Bad input is refused before anything is written, and the folder appears whole
-or not at all. Tensor names and layouts are in `huggingface`.
+Bad input is refused before anything is written, and the folder is written
+atomically. Tensor names and layouts are in `huggingface`.
 """
 
 from collections.abc import Mapping
@@ -48,7 +48,7 @@ def export_folder(values: flags.FlagValues, _: list[str]) -> int:
 
   Raises:
     UserError: the output exists, the model or a pretrained file is missing or
-      damaged, or a tokenizer encodes text to other ids than our vocabulary.
+      damaged, or a tokenizer's ids differ from our vocabulary's.
   """
   command.require(values, 'checkpoint', 'output')
   new_folder.require_free(values.output)
@@ -59,7 +59,7 @@ def export_folder(values: flags.FlagValues, _: list[str]) -> int:
       _export(values, model_on_disk.open_model(values.checkpoint))
       return 0
     except Exception:
-      # A job in training may have deleted the step (`checkpoint.keep`).
+      # A running job may have deleted the step (`checkpoint.keep`).
       deleted = {*steps} - {*step_folders.steps(path / manager.FOLDER)}
       if step is not None or not deleted:
         raise
@@ -91,7 +91,7 @@ def _export(
     stored = model_on_disk.embedding_model(stored, head)
   native = _is_native(stored, values.layout)
   folders = pretrained_files.folders(stored.path)
-  # The tokenizer below needs these files: reports damage first.
+  # Report damage first: the tokenizer below needs these files.
   pretrained_files.check(folders)
   opened = source_vocabularies.open_if_suitable(stored.vocabularies)
   vision, image_notes = _vision(values.vision, stored.model, folders, native)
@@ -101,7 +101,7 @@ def _export(
     fields,
     opened,
     is_pair=stored.model.architecture.encodes_prompt,
-    # A vocabulary may have a chat format although the model read plain text.
+    # A vocabulary may have a chat format unused by the model.
     end_of_turn=chat_format.end_of_turn(opened.decoder)
     if opened and stored.framing.chats
     else None,
@@ -111,8 +111,8 @@ def _export(
   dtype = np.dtype(values.dtype) if values.dtype else None
   dtypes = {dtype or array.dtype for array in arrays.values()}
   name = ' and '.join(sorted(map(str, dtypes)))
-  # Writes and compares the tokenizer outside the output, so that a difference
-  # is refused before any of the output exists.
+  # Writes and compares the tokenizer in a scratch folder, so that a difference
+  # is refused before any output exists.
   with tempfile.TemporaryDirectory() as scratch:
     tokenizers = pathlib.Path(scratch)
     notes = [
@@ -127,7 +127,7 @@ def _export(
     for note in notes:
       print(f'note: {note}')
     print(f'tensors of {name}')
-    # Notes go into the card too: a user of the folder sees no terminal.
+    # Notes go into the model card too, for users of the folder.
     # Relative names: a decoder's tokenizer may be in a subfolder.
     files = {name: tokenizers / name for name in paths.tree(tokenizers)}
     card = model_card.write(
@@ -179,13 +179,13 @@ def _embedding_files(
 
 
 def push_folder(values: flags.FlagValues, operands: list[str]) -> int:
-  """Runs `convert push`: prints files, sizes and the address of an upload.
+  """Runs `convert push`: prints files, sizes and the address of the upload.
 
   Raises:
-    UserError: it is not a model folder, or damaged; see also `hub.push`.
+    UserError: the folder is damaged or has no model; see also `hub.push`.
   """
   command.require(values, 'repo')
-  stored = model_on_disk.open_model(operands[0])  # Checks its files' headers.
+  stored = model_on_disk.open_model(operands[0])  # Checks file headers.
   inspection.require_exported(stored)
   sizes = {x: paths.size(stored.path / x) for x in paths.tree(stored.path)}
   total = {f'to {values.repo}': sum(sizes.values())}
@@ -226,15 +226,15 @@ def _vision(
   folders: pretrained_files.Folders,
   native: bool,
 ) -> tuple[vision_lib.Vision | None, list[str]]:
-  """Opens the vision part of a T5Gemma 2; None for models without one.
+  """Opens the vision part of a T5Gemma 2, if it has one.
 
   Returns:
-    The part, and notes for users who give images to the model.
+    The part or None, and notes for users of images.
 
   Raises:
     UserError: the part does not fit the model.
   """
-  # Only T5Gemma 2, the family with a vision part, has the token.
+  # Only T5Gemma 2, the family with vision, has the token.
   if native or model.decoder.eoi_token is None:
     if folder:
       raise errors.UserError(
@@ -244,7 +244,7 @@ def _vision(
     return None, []
   part = pretrained_files.vision_part(folders, folder)
   if part is None:
-    # No error: the text model is complete, only images would be read wrongly.
+    # No error: the text model is complete, only images are affected.
     return None, [
       'only the text part is written: transformers reports as missing, and'
       f' initialises at random, {", ".join(vision_lib.MISSING)}. `export'
@@ -259,8 +259,8 @@ def _vision(
       f'the vision part came without {missing}, which transformers needs to'
       ' read images: copy them from the model of the vision part.'
     )
-  # The image ids of Gemma 3, which such a model may be adapted from, lie above
-  # the vocabulary of T5Gemma 2.
+  # The image ids of a Gemma 3, a possible source, are above the vocabulary of
+  # T5Gemma 2.
   elif folder and not pretrained_files.reads_images(folders):
     notes.append(
       'the image processor came with the vision part, the tokenizer did not:'
@@ -272,8 +272,8 @@ def _vision(
 
 def _window_note(model: model_config.ModelConfig, *, native: bool) -> str:
   encoder = model.stacks.get('encoder')
-  # T5Gemma 2 (merged attention) fixes its rule; only T5Gemma's differs
-  # between implementations.
+  # T5Gemma 2 (merged attention) has a fixed rule; T5Gemma's depends on the
+  # implementation.
   if native or encoder is None or model.decoder.cross_merged:
     return ''
   window = encoder.window

@@ -1,7 +1,7 @@
 """`convert import`: a model on disk -> a work directory at step 0.
 
-Bad input is refused before anything is written, and the work directory
-appears whole or not at all (`work_directory`).
+Bad input is refused before anything is written, and the work directory is
+written atomically (`work_directory`).
 """
 
 from absl import flags
@@ -25,8 +25,8 @@ from encdec_adapt.stored import model_on_disk, pretrained_files, work_directory
 def open_model(
   path: str, values: flags.FlagValues
 ) -> model_on_disk.StoredModel:
-  """Opens a model with the options of `model_on_disk` given as flags."""
-  # Subcommands that open models define different ones of these flags.
+  """Opens a model with the flags for `model_on_disk.open_model`."""
+  # Subcommands define different subsets of these flags.
   names = [n for n in ('encoder_window', 'vocab_multiple') if n in values]
   options = {name: values[name].value for name in names}
   return model_on_disk.open_model(path, **options)
@@ -36,7 +36,7 @@ def import_folder(values: flags.FlagValues, _: list[str]) -> int:
   """Runs `convert import`.
 
   Raises:
-    UserError: the output exists, or the source is damaged or no model folder.
+    UserError: the output exists, or the source is damaged or has no model.
   """
   command.require(values, 'source', 'output')
   new_folder.require_free(values.output)
@@ -50,10 +50,9 @@ def import_folder(values: flags.FlagValues, _: list[str]) -> int:
       ' has not; leave it out.'
     )
   has_config = (path / tensor_folder.CONFIG).exists()
-  # The authors' Flax folders have no Hugging Face files to carry along.
+  # The authors' Flax folders have no Hugging Face files to store.
   files: pretrained_files.Folders = {}
-  # With a config.json it is a Hugging Face folder or a run, whatever else it
-  # has.
+  # Any folder with a config.json is a Hugging Face folder or a run.
   if not has_config and orbax_folder.is_orbax_folder(path):
     source = _open_flax(path, values)
   else:
@@ -86,7 +85,7 @@ def import_folder(values: flags.FlagValues, _: list[str]) -> int:
 def _open_flax(
   path: paths.Path, values: flags.FlagValues
 ) -> model_on_disk.StoredModel:
-  """Opens a model as its authors' Flax code saves it; reads no arrays.
+  """Opens a model in its authors' Flax format; reads no arrays.
 
   Raises:
     UserError: the model is damaged, differs from --model, or has no such
@@ -97,7 +96,7 @@ def _open_flax(
     raw = atomic.read_json(values.model)
     model = config_json.model_from_raw(raw, values.model)[0]
   else:
-    # Such a folder has arrays only; shapes tell the released models apart.
+    # The folder has no config; shapes identify the released models.
     model = flax_folder.released_model(folder.arrays, name)
   model = model_on_disk.with_window(model, values.encoder_window, name)
   model = model_config.with_vocab_multiple(model, values.vocab_multiple)

@@ -1,6 +1,6 @@
 """Describes a model on disk as text, from its config and headers.
 
-`model_card` has the prose for an exported folder. No parameter is read here.
+`model_card` describes an exported folder in prose. No parameters are read here.
 """
 
 from collections import Counter
@@ -17,26 +17,25 @@ from encdec_adapt.stored import model_on_disk, pretrained_files
 
 
 def describe(stored: model_on_disk.StoredModel) -> str:
-  """Describes kind, sizes, dtypes, step and config of a model."""
+  """Returns kind, sizes, dtypes, step and config of a model as text."""
   return '\n'.join([*_head(stored), *_sizes(stored), *_config(stored)])
 
 
 def transformers_class(stored: model_on_disk.StoredModel) -> str | None:
-  """Returns the name of a model's class in transformers, None for none."""
-  # Writing the config.json is the only test: a family's limits are known to the
-  # code that expresses a model in it.
+  """Returns the name of a model's class in transformers; None without one."""
+  # Try to write the config.json: only that code knows a family's limits.
   try:
     raw, _ = config_json.raw_from_model(stored.model)
   except errors.UserError:
     return None
-  # Equal classes, such as T5's and mT5's, are told apart by the source.
+  # The source distinguishes equal classes such as T5's and mT5's.
   sources = pretrained_files.folders(stored.path)
   raw = config_json.with_fields(raw, pretrained_files.config_fields(sources))
   return raw['architectures'][0]
 
 
 def require_exported(stored: model_on_disk.StoredModel) -> None:
-  """Refuses a model that is not an exported folder on this machine."""
+  """Checks that a model is an exported folder on this machine."""
   if stored.checkpoint or paths.is_bucket(stored.path):
     raise errors.UserError(
       f'{stored.path} is not an exported folder on this machine; give the'
@@ -75,12 +74,12 @@ def _sizes(stored: model_on_disk.StoredModel) -> Iterator[str]:
     )
     yield f'  {name}: {part.total:,} ({split})'
   sizes = Counter()
-  # The stored dtypes, which may be mixed; reading gives float32 in any case.
+  # Stored dtypes, possibly mixed and other than the dtype after reading.
   for array in stored.arrays().values():
     sizes[str(array.dtype)] += array.nbytes
   for dtype, nbytes in sizes.items():
     yield f'stored in {dtype}: {disk.format_bytes(nbytes)}'
-  # By reason: the hundreds of tensors of a vision tower share a reason.
+  # Group by reason: a vision tower has hundreds of tensors.
   for reason, count in Counter(stored.unused.values()).items():
     yield f'{count} tensors unused: {reason}'
 
@@ -95,7 +94,7 @@ def _config(stored: model_on_disk.StoredModel) -> Iterator[str]:
   for name in dict.fromkeys(x for values in fields for x in values):
     rows.append((name, *(_text(values.get(name)) for values in fields)))
   for field in dataclasses.fields(stored.model):
-    # A model's fields are its stacks, listed above, and the pair's.
+    # Stacks are listed above; the other fields are the pair's.
     if field.name not in stacks:
       rows.append((field.name, str(getattr(stored.model, field.name))))
   width = max(len(row[0]) for row in rows)

@@ -1,9 +1,9 @@
-"""`convert merge`: several models of one shape -> a work directory at step 0.
+"""`convert merge`: models of the same shape -> a work directory at step 0.
 
-Models are averaged, or their task vectors (their differences from the model
-that they were trained from) are added to that model.
+Averages models, or adds their task vectors (differences from the model they
+were trained from) to that model.
 
-The work directory appears whole or not at all (`work_directory`).
+The work directory is written atomically (`work_directory`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ from encdec_adapt.stored import (
   work_directory,
 )
 
-# Other models differ in every parameter: a few show the reason.
+# Unrelated models differ in every parameter: a few show the reason.
 _DIFFERENCES_SHOWN = 5
 
 _Stored = model_on_disk.StoredModel
@@ -36,8 +36,8 @@ def merge_models(values: flags.FlagValues, operands: list[str]) -> int:
   """Runs `convert merge`.
 
   Raises:
-    UserError: the output exists, a run has not kept the steps, the models
-      differ in shape or vocabulary, or the weights do not suit them.
+    UserError: the output exists, a run lacks the steps, the models differ in
+      shape or vocabulary, or the weights do not match them.
   """
   command.require(values, 'output')
   new_folder.require_free(values.output)
@@ -46,7 +46,7 @@ def merge_models(values: flags.FlagValues, operands: list[str]) -> int:
   weights = _weights(values, operands)
   sources = [*operands, values.start] if values.start else operands
   first = model_on_disk.open_model(sources[0])
-  # Folders are padded as the first model is; runs keep the padding they have.
+  # Folders are padded like the first model; runs keep their padding.
   multiple = first.model.decoder.vocab_multiple
   models = [first] + [
     model_on_disk.open_model(path, vocab_multiple=multiple)
@@ -66,8 +66,8 @@ def merge_models(values: flags.FlagValues, operands: list[str]) -> int:
     framing=first.framing,
   )
   if values.start:
-    # The sum of weighted task vectors and the start is an average in which the
-    # start has the remaining weight.
+    # Start plus weighted task vectors is a weighted average; the start has the
+    # remaining weight.
     weights = [*weights, 1 - sum(weights)]
   merged = _merged(models, weights)
   work_directory.write(values.output, contents, merged, verb='averaged')
@@ -89,8 +89,8 @@ def _weights(values: flags.FlagValues, operands: Sequence[str]) -> list[float]:
   """Parses --weights; the default is equal weights.
 
   Raises:
-    UserError: the weights do not match the models in number, or do not sum to
-      1 without --start.
+    UserError: the number of weights differs from that of models, or their sum
+      without --start is not 1.
   """
   count = len(operands)
   if count < 2 and not values.start:
@@ -103,7 +103,7 @@ def _weights(values: flags.FlagValues, operands: Sequence[str]) -> list[float]:
   string = option_strings.Part('--weights', values.weights)
   weights = [part.read(float, 'a number') for part in string.divide(',')]
   total, form = sum(weights), ''
-  # These comparisons refuse nan.
+  # Both comparisons are False for nan.
   if values.start:
     right = math.isfinite(total)
   else:  # The tolerance allows for rounded thirds.
@@ -117,7 +117,7 @@ def _weights(values: flags.FlagValues, operands: Sequence[str]) -> list[float]:
 
 def _require_same_model(first: _Stored, model: _Stored) -> None:
   differences = model_config.differences(first.model, model.model)
-  # `differences` leaves padding out; averaged arrays must share it too.
+  # `differences` ignores padding, but arrays of one shape are needed here.
   if not differences and model.model != first.model:
     differences = ['their tables are padded to other multiples']
   if differences:
@@ -138,7 +138,7 @@ def _require_same_model(first: _Stored, model: _Stored) -> None:
       f' {"; ".join([*differences, *shapes])}. Only models of one config can be'
       ' merged; `convert adapt` makes pairs of decoders.'
     )
-  # Nothing is known of the ids of a model without a tokenizer.
+  # The tokens of a model without a tokenizer are unknown.
   if first.vocabularies and model.vocabularies:
     for side in first.model.stacks:
       path = first.vocabularies.path(side)
@@ -150,12 +150,12 @@ def _require_same_model(first: _Stored, model: _Stored) -> None:
 def _merged(
   models: Sequence[_Stored], weights: Sequence[float]
 ) -> dict[str, lazy_array.LazyArray]:
-  """Returns every merged parameter, computed when it is read."""
+  """Returns the merged parameters, computed lazily."""
   sources: list[Mapping[str, lazy_array.LazyArray]]
   sources = [model.arrays() for model in models]
 
   def read(path: str, index: tuple[slice, ...]) -> np.ndarray:
-    # In float32 whatever the sources have: a bfloat16 sum would lose bits.
+    # In float32 for all sources: a bfloat16 sum would lose bits.
     return sum(
       np.float32(weight) * np.asarray(arrays[path].read_part(index), np.float32)
       for weight, arrays in zip(weights, sources, strict=True)

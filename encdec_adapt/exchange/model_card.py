@@ -1,6 +1,6 @@
 """The model card (README.md) of an exported folder: metadata, shape, history.
 
-Reads the JSON files that runs leave; opens no model besides the exported one.
+Reads the JSON files of runs; opens no model besides the exported one.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -21,7 +21,7 @@ from encdec_adapt.models import parameters
 from encdec_adapt.stored import model_on_disk, pretrained_files, work_directory
 from encdec_adapt.telemetry import compute_cost, environment
 
-# Fields of a stack in the card's table: its sizes, without masks and norms.
+# Fields of a stack in the card's table: sizes, without masks and norms.
 _SIZES = (
   *('layers', 'width', 'mlp_width', 'heads', 'kv_heads', 'head_dim'),
   *('experts', 'vocab_size'),
@@ -49,15 +49,15 @@ def write(
     stored: the exported checkpoint or folder.
     native: whether it is written in the native layout.
     dtype: dtypes of the exported tensors.
-    notes: notes that the command printed.
+    notes: notes printed by the command.
     tokenizers: names of the exported tokenizer files.
-    languages: codes such as 'en'; without any, those of the base models.
-    evaluation: output folder of `evaluate` whose results of this model go into
-      the metadata; None for none.
+    languages: codes such as 'en'; by default those of the base models.
+    evaluation: output folder of `evaluate` with results for the metadata; None
+      for no results.
 
   Raises:
-    UserError: a file of the run is damaged, or the evaluation has no results of
-      this model.
+    UserError: a file of the run is damaged, or the evaluation has no results
+      for this model.
   """
   model = stored.model
   has_class = not (native and torch_export.problem(model))
@@ -111,7 +111,7 @@ def _metadata(
   )
   terms: dict[str, str] = {}
   bases = pretrained_files.base_models(stored.path)
-  # The license is 'other' where it has a name.
+  # A named license has the type 'other'.
   licenses = [x.get('license_name', x.get('license')) for x in bases]
   if len(set(licenses)) == 1:
     terms = {k: v for k, v in bases[0].items() if k.startswith('license')}
@@ -125,7 +125,7 @@ def _metadata(
   source = config.get('data', {}).get('source', '')
   scores = _evaluation(stored, evaluation) if evaluation else {}
   loss = summary.get('eval_loss', math.nan)
-  # Of the last step; JSON and the Hub lack YAML's non-finite numbers.
+  # Of the last step; JSON and the Hub do not support non-finite numbers.
   if math.isfinite(loss) and summary['steps'] == stored.step:
     scores = {f'held-out {_sources(source)}': {'loss': loss}, **scores}
   results = [
@@ -153,7 +153,7 @@ def _evaluation(
   records = text_lines.read_json(str(file)) if file.exists() else {}
   scores: dict[str, dict[str, float]] = {}
   for record in records.values():
-    # Later lines replace earlier ones; a value that is not finite is null.
+    # Later lines replace earlier ones; non-finite values are null.
     is_ours = record['fingerprint'] == stored.fingerprint
     if is_ours and record['value'] is not None:
       task = scores.setdefault(record['task'], {})
@@ -177,7 +177,7 @@ def _history(
   step: int | None,
   descendants: Sequence[paths_lib.Path] = (),
 ) -> Iterator[str]:
-  """Yields lines on how a run and its ancestors were made, newest first.
+  """Yields the history of a run and its ancestors, newest first.
 
   `step` is None for a folder; `descendants` are absolute paths of runs.
   """
@@ -187,8 +187,8 @@ def _history(
     return
   summary = _read(path / compute_cost.SUMMARY)
   coverage = _read(path / work_directory.COVERAGE)
-  # Only `convert` writes 'made_by'. A run that was killed has no summary, but
-  # always a configuration.
+  # Only `convert` writes 'made_by'. A killed run has no summary, but always a
+  # configuration.
   if made_by := summary.get('made_by'):
     sources = made_by['sources']
     weights = ', '.join(f'{weight:g}' for weight in made_by.get('weights', ()))
@@ -205,7 +205,7 @@ def _history(
     init = config['init']
     sources = [path for path in (init['encoder'], init['decoder']) if path]
     yield from _training(config, summary, step, sources)
-  # Counts only: the file has an entry for every parameter.
+  # Only counts: the file lists every parameter.
   if coverage:
     counts = coverage['parameters']
     yield (
@@ -216,23 +216,23 @@ def _history(
     for change in coverage['changes']:
       yield f'  - Differs from its source: {change}.'
   for name in dict.fromkeys(sources):
-    if hub.is_address(name):  # Its history is not downloaded.
+    if hub.is_address(name):  # No history is downloaded.
       continue
     source, source_step = model_on_disk.resolve(name)
-    # A descendant has replaced its ancestor, which is gone.
+    # A descendant has overwritten its ancestor.
     if paths_lib.absolute(source) in lineage:
       continue
-    # Sources that are finished runs and still exist.
+    # Only finished runs that still exist.
     if source_summary := _read(source / compute_cost.SUMMARY):
       yield f'- {_names([name])}:'
       if source_step is None:
         source_step = source_summary['steps']
       for line in _history(name, source, source_step, lineage):
-        yield f'  {line}'  # Indented: Markdown nests the list of an ancestor.
+        yield f'  {line}'  # Indented as a nested Markdown list.
 
 
 def _names(paths: Iterable[str]) -> str:
-  """Names folders without their locations: a card may become public."""
+  """Returns names without locations, as a card may become public."""
   return ' and '.join(f'`{model_on_disk.title(path)}`' for path in paths)
 
 
@@ -245,7 +245,7 @@ def _training(
   init, data = config['init'], config['data']
   if init['mode'] != 'random':
     yield f'- Started by `{init["mode"]}` from {_names(sources)}.'
-  # 0 where the records decided the length: then only the step is known.
+  # 0 if the length of the records decided: then only the step is known.
   steps = config['train']['steps']
   yield (
     f'- Trained to step {step}{f" of {steps}" if steps else ""}, with'
@@ -255,12 +255,12 @@ def _training(
     f' a peak rate of {config["optimizer"]["learning_rate"]:g}.'
   )
   yield f'- Data: `{_sources(data["source"]) or "records"}`.'
-  # Keys of the loss that were set, and the model that it reads.
+  # Non-default keys of the loss, and its frozen model.
   default = environment.flat(config_lib.defaults().loss.to_dict())
   changes = [
     f'{name} {value:g}' if isinstance(value, float) else f'{name} {value}'
     for name, value in environment.flat(config['loss']).items()
-    # The chunk changes memory only.
+    # The chunk affects only memory.
     if name != 'chunk' and value != default.get(name)
   ]
   line = f'- Loss: {", ".join(changes) or "cross-entropy to the data"}'

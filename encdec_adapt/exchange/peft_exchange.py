@@ -1,7 +1,8 @@
-"""Adapters to and from folders of PEFT, and merged into their base.
+"""Exports and imports PEFT folders, and merges adapters into their base.
 
-`convert export --layout=peft`, `convert import` of such a folder and `convert
-merge-lora`. Names of tensors and options are in `huggingface.peft_folder`.
+Implements `convert export --layout=peft`, `convert import` of PEFT folders and
+`convert merge-lora`. Names of tensors and options are in
+`huggingface.peft_folder`.
 """
 
 import json
@@ -36,11 +37,11 @@ def is_folder(path: paths.Path) -> bool:
 def export_adapters(
   values: flags.FlagValues, stored: model_on_disk.StoredModel
 ) -> None:
-  """Writes a folder that PEFT loads over the exported base.
+  """Writes a PEFT folder to load over the exported base.
 
   Raises:
-    UserError: the model is not a run of adapters, PEFT cannot hold them, or a
-      flag is of whole models.
+    UserError: the model is not a run of adapters, PEFT does not support them,
+      or a flag applies only to full models.
   """
   adapters, base = _require_adapters(stored), stored.base.full_name
   if differing := model_config.differences(stored.model, stored.base.model):
@@ -79,10 +80,10 @@ def export_adapters(
 
 
 def import_adapters(values: flags.FlagValues, path: paths.Path) -> None:
-  """Writes a work directory with the adapters of a folder of PEFT.
+  """Writes a work directory with the adapters of a PEFT folder.
 
   Raises:
-    UserError: the base is not given, or the adapters are of another model.
+    UserError: the base is not given, or does not fit the adapters.
   """
   config = atomic.read_json(path / peft_folder.CONFIG)
   name = values.base or config.get('base_model_name_or_path') or ''
@@ -97,8 +98,8 @@ def import_adapters(values: flags.FlagValues, path: paths.Path) -> None:
       ' whole model; merge it first (`convert merge-lora`).'
     )
   adapters, arrays = peft_folder.read(path, base.model, _layout(base.model))
-  # Prompts of the adapters where the folder states them, as ours do, else of
-  # the base; labels of a head are known by the base's run alone.
+  # The adapters' prompt framing if the folder has one, as ours do, otherwise
+  # the base's; only the base's run has the labels of a head.
   file = path / prompt_framing.PEFT
   is_stated = file.exists() and base.model.decoder.head.predicts_tokens
   contents = work_directory.Contents(
@@ -123,7 +124,7 @@ def import_adapters(values: flags.FlagValues, path: paths.Path) -> None:
 
 
 def merge_adapters(values: flags.FlagValues, _: list[str]) -> int:
-  """Runs `convert merge-lora`: W + scale A B of the base as it is stored.
+  """Runs `convert merge-lora`: W + scale A B over the stored base.
 
   Raises:
     UserError: the output exists, or the model is not a run of adapters.
