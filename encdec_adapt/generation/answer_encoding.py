@@ -1,9 +1,8 @@
-"""Prompts and answers as token ids, as a model read them in training.
+"""Encodes prompts and answers as token ids, as in training.
 
-A maker of the run's objective (`objectives`) encodes both together, so that
-prefix, separator, chat format and the end of an answer are those of training. A
-Hugging Face folder that states none of them reads plain texts that end with
-EOS, or conversations.
+The example maker of the run's objective (`objectives`) encodes both, with the
+prefix, separator, chat format and end of answer of training. A Hugging Face
+folder without these reads plain texts ending with EOS, or conversations.
 """
 
 from collections.abc import Sequence
@@ -19,18 +18,18 @@ from encdec_adapt.stored import model_on_disk, pretrained_files, prompt_framing
 from encdec_adapt.tokenizers import chat_format
 
 Prompt = str | chat_format.Messages
-_LONGEST = 1 << 30  # Tokens that a row has room for; `fits` checks them.
+_LONGEST = 1 << 30  # No limit on the tokens of a row; `fits` checks them.
 
 
 def maker(
   stored: model_on_disk.StoredModel, name: str, prompts: Sequence[Prompt]
 ) -> example_maker.ExampleMaker:
-  """Returns the maker of examples that a model reads, of any length.
+  """Returns the example maker of a model, without a length limit.
 
   Args:
     stored: the model.
     name: 'pairs' for answers, or 'preferences' for pairs of answers.
-    prompts: texts or conversations, which a folder's model reads as such.
+    prompts: texts or conversations; their type selects the format for a folder.
 
   Raises:
     UserError: the model has no vocabularies, or several prefixes.
@@ -54,11 +53,11 @@ def maker(
 def fits(
   stored: model_on_disk.StoredModel, sizes: Sequence[tuple[int, int]]
 ) -> list[bool]:
-  """Returns whether a model has the positions to read each example.
+  """Returns whether each example fits into the model's context length.
 
   Args:
     stored: the model.
-    sizes: tokens of the prompt and of the answer, with BOS each.
+    sizes: tokens of the prompt and of the answer, each including BOS.
   """
   limits = pretrained_files.stack_positions(stored)
   read = stored.model.architecture.positions
@@ -80,14 +79,14 @@ def score_texts(
 
   Args:
     loaded: a reward model.
-    prompts: texts, or conversations that end with a user.
+    prompts: texts, or conversations ending with a user turn.
     completions: the texts of the G completions of each prompt.
-    ended: whether each has an end: one that was cut short has none.
-    batch_size: prompts at a time.
+    ended: whether each completion is complete (False if truncated).
+    batch_size: prompts per batch.
 
   Raises:
-    UserError: the model is not a reward model, or has fewer positions than an
-      example.
+    UserError: the model is not a reward model, or an example exceeds its
+      context length.
   """
   stored = loaded.stored
   make = maker(stored, 'pairs', prompts)
@@ -99,7 +98,7 @@ def score_texts(
       if isinstance(prompt, str):
         messages = [{'role': 'user', 'content': prompt}]
       content = [*messages, {'role': 'assistant', 'content': answer}]
-    # Every assistant turn of a conversation is an example; nothing is drawn.
+    # Each assistant turn of a conversation is an example; nothing is random.
     documents = [(repr(answer), json.dumps(content))]
     *_, pair = make.examples(documents, np.random.default_rng)
     return pair if end else pair._replace(targets=pair.targets[:-1])

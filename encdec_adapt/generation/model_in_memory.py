@@ -1,6 +1,6 @@
 """`encdec_adapt.load`: a model as a Python object, for notebooks.
 
-Also how evaluation, generation and serving read models (`read_as_trained`).
+Evaluation, generation and serving also read models here (`read_as_trained`).
 The functions of a model are in `models`, the engine in `inference`.
 """
 
@@ -42,7 +42,7 @@ Tokens = Int[Array, 'B L']
 Mask = Bool[Array, 'B L']
 _RULES = 'fsdp'
 _GENERATION = tuple(x.name for x in dataclasses.fields(text_generation.Options))
-# Options of texts that are only read, and not continued.
+# Options of methods that encode texts without generating.
 _READING = ('prefix', 'mode', 'max_prompt', 'batch_size')
 
 
@@ -51,7 +51,7 @@ class Score(NamedTuple):
 
   Attributes:
     log_prob: sum of the natural log-probabilities of its tokens, without EOS.
-    tokens: their number.
+    tokens: number of tokens.
   """
 
   log_prob: float
@@ -62,15 +62,15 @@ class Score(NamedTuple):
 class LoadedModel:
   """A model with its parameters.
 
-  Masks are True at tokens and False at padding; None is all True. Positions
-  are 0, 1, .. from the left, padding included, as in the forward pass of
+  Masks are True at tokens and False at padding; None means all True. Positions
+  count from the left, including padding, as in the forward pass of
   transformers.
 
   Attributes:
     model: functions of parameters (`models.build`).
     params: the parameters, nested, fp32.
-    stored: the files it was read from.
-    rules: meaning of logical axes on the mesh of the parameters.
+    stored: the model on disk.
+    rules: sharding rules of logical axes on the parameters' mesh.
   """
 
   model: build.Model
@@ -100,19 +100,19 @@ class LoadedModel:
     return self.stored.require_vocabularies().decoder
 
   def generate(self, texts: Sequence[str], **options: Any) -> list[str]:
-    """Continues texts, as the command `generate` does.
+    """Continues texts, like the command `generate`.
 
     Args:
-      texts: the prompts; with `chat` a prompt may be a list of messages.
+      texts: the prompts; with `chat`, a prompt may be a list of messages.
       **options: fields of `text_generation.Options`, such as `max_tokens`,
-        `temperature`, `stop` and `beams`; greedy without.
+        `temperature`, `stop` and `beams`; greedy by default.
 
     Returns:
       The continuations, without special tokens.
 
     Raises:
-      UserError: an option is unknown, options do not go together, the model
-        generates no text, or a text is empty or too long.
+      UserError: an option is unknown, options are incompatible, the model is
+        not generative, or a text is empty or too long.
     """
     chosen = _options(options, _GENERATION)
     encoder, encoded = self._encode(texts, chosen, chosen.max_tokens)
@@ -127,12 +127,12 @@ class LoadedModel:
     """Returns the log-probability of each target after its input.
 
     Args:
-      inputs: texts, read as `generate` reads prompts.
-      targets: texts, none of them empty.
+      inputs: texts, encoded like the prompts of `generate`.
+      targets: nonempty texts.
       **options: `prefix`, `mode`, `max_prompt` and `batch_size` of `generate`.
 
     Raises:
-      UserError: there are not as many targets as inputs, or a text is empty or
+      UserError: the numbers of inputs and targets differ, or a text is empty or
         too long.
     """
     chosen = _options(options, _READING)
@@ -154,13 +154,13 @@ class LoadedModel:
   def embed(
     self, texts: Sequence[str], pooling: str | None = None, **options: Any
   ) -> Float[np.ndarray, 'B E']:
-    """Returns the vector of each text, or the encoder's states, pooled.
+    """Returns the embeddings of texts: pooled encoder states.
 
     Args:
-      texts: the texts; `prefix=model.stored.prompts['query']` makes queries of
-        them.
+      texts: the texts; for queries, pass
+        `prefix=model.stored.prompts['query']`.
       pooling: 'mean' over the tokens, or the state of the 'first' or 'last'
-        one; None for that of an embedding model, or else 'mean'.
+        token; None for the pooling of an embedding model, otherwise 'mean'.
       **options: see `score`.
 
     Raises:
@@ -175,9 +175,9 @@ class LoadedModel:
     return np.array([states[i] for i in range(len(encoded))])
 
   def embedding_model(self) -> 'LoadedModel':
-    """Returns an embedding model: this one, or the stack that reads prompts.
+    """Returns an embedding model: this one, or its prompt-reading stack.
 
-    Its states are pooled by their mean. A prefix decoder reads as an encoder.
+    The stack gets mean pooling. A prefix decoder attends like an encoder.
     """
     if isinstance(self.config.decoder.head, heads.Embedding):
       return self
@@ -193,12 +193,12 @@ class LoadedModel:
   def embed_texts(
     self, texts: Sequence[str], role: str, rows: int
   ) -> Float[np.ndarray, 'n E']:
-    """Embeds queries or documents, as the run has read them in training.
+    """Embeds queries or documents, framed as in training.
 
     Args:
       texts: the texts; longer texts are truncated to the model's context.
       role: 'query' or 'document'.
-      rows: texts at a time.
+      rows: texts per batch.
     """
     stored = self.stored
     reader = stored.require_vocabularies().sides[stored.prompt_side]
@@ -216,7 +216,7 @@ class LoadedModel:
   def _encode(
     self, texts: Sequence[str], options: text_generation.Options, generated: int
   ) -> tuple[prompt_encoding.PromptEncoder, list[np.ndarray]]:
-    # Its characters would be the texts.
+    # A string would be read as a list of characters.
     if isinstance(texts, str):
       raise errors.UserError(f'{texts!r:.60} is a text; give a list of texts.')
     prompts = {f'text {i}': text for i, text in enumerate(texts)}
@@ -225,10 +225,10 @@ class LoadedModel:
 
   @functools.cached_property
   def special_ids(self) -> engine_lib.SpecialIds:
-    """Ids that the decoder's vocabulary, or the model's files, state.
+    """Special ids of the decoder's vocabulary, or in the model's files.
 
     Raises:
-      UserError: some are stated nowhere.
+      UserError: an id is missing in both.
     """
     folders = pretrained_files.folders(self.stored.path)
     opened = self.stored.open_vocabularies()
@@ -272,8 +272,8 @@ class LoadedModel:
       decoder_mask: mask of the decoder's tokens.
 
     Raises:
-      UserError: encoder tokens are missing, there is no encoder, or see
-        `_framed`.
+      UserError: encoder tokens are missing, or given without an encoder; see
+        also `_framed`.
     """
     inputs = {'decoder': (decoder_tokens, decoder_mask)}
     if encoder_tokens is not None:
@@ -297,8 +297,8 @@ class LoadedModel:
     """Makes an inference engine; see `inference.engine.Engine`.
 
     Args:
-      decode: turns token ids into text; by default as the model's tokenizer
-        does, if it has one. Stop strings need it.
+      decode: decodes token ids to text, for stop strings; by default with the
+        model's tokenizer, if it has one.
       ids: special tokens; by default `special_ids`.
       **options: `rows`, `int8`, `steps`, `sizes` and `adapters` of `Engine`.
 
@@ -327,7 +327,7 @@ class LoadedModel:
     Args:
       pairs: contexts and continuations.
       bos: first token of an encoder-decoder's decoder.
-      batch_size: pairs at a time, rounded up to divide over the devices.
+      batch_size: pairs per batch, rounded up to divide over the devices.
     """
     return log_likelihoods.score(
       self.model,
@@ -346,12 +346,12 @@ class LoadedModel:
     pooling: str | None,
     batch_size: int = 8,
   ) -> Iterator[tuple[int, Float[np.ndarray, 'E']]]:
-    """Embeds texts and yields their indices; see `inference.pooling.embed`.
+    """Yields index and embedding of texts; see `inference.pooling.embed`.
 
     Args:
-      texts: token ids of each by its index, framed.
+      texts: index -> framed token ids.
       pooling: see `embed`.
-      batch_size: texts at a time, rounded up to divide over the devices.
+      batch_size: texts per batch, rounded up to divide over the devices.
     """
     indices = list(texts)
     for number, states in pooling_lib.embed(
@@ -367,9 +367,9 @@ class LoadedModel:
 
   @functools.cached_property
   def where(self) -> state_lib.Placement:
-    """The model with mesh and sharding rules of its parameters."""
-    # From the arrays: `dataclasses.replace` may have put others in their place,
-    # and an array on a single device has no mesh.
+    """The placement: model, mesh and sharding rules of the parameters."""
+    # Read from the arrays: `dataclasses.replace` may have replaced them, and
+    # arrays on a single device have no mesh.
     mesh = getattr(jax.tree.leaves(self.params)[0].sharding, 'mesh', None)
     return state_lib.Placement(self.model, mesh or _one_device(), self.rules)
 
@@ -386,14 +386,13 @@ class LoadedModel:
     Raises:
       UserError: tokens are not integers [B, L] below the stack's vocabulary
         size.
-      ValueError: the mask has another shape.
+      ValueError: the mask has the wrong shape.
     """
     tokens = _tokens(tokens, self.config.stacks[side].vocab_size, side)
-    # Masks of other software are integers or floats; all but 0 is True.
+    # Foreign masks are integers or floats; nonzero is True.
     mask = jnp.asarray(True if mask is None else mask) != 0
     segments = jnp.broadcast_to(mask, tokens.shape).astype(jnp.int32)
-    # Positions count padding, as transformers' forward pass does: left-padded
-    # rows then agree with it.
+    # Positions count padding, to agree with transformers on left-padded rows.
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     return tokens, segments, positions
 
@@ -401,14 +400,14 @@ class LoadedModel:
 def _options(
   values: Mapping[str, Any], names: Sequence[str]
 ) -> text_generation.Options:
-  """Makes the options of a call.
+  """Returns the options of a call.
 
   Args:
-    values: the keyword arguments of the call.
-    names: the options that have an effect on it.
+    values: keyword arguments.
+    names: the supported options.
 
   Raises:
-    UserError: an argument has no effect, or a wrong value.
+    UserError: an argument is unsupported or has a wrong value.
   """
   for name in values:
     if name not in names:
@@ -420,13 +419,13 @@ def _options(
 
 
 def read_as_trained(stored: model_on_disk.StoredModel) -> LoadedModel:
-  """Reads a model over all devices, to compute as its run does.
+  """Reads a model over all devices, with the compute dtype of its run.
 
   Args:
-    stored: the opened model; that of a folder computes in fp32.
+    stored: the opened model; a folder computes in fp32.
   """
-  # The run's dtype, so that scores agree with scores taken in training; a
-  # folder's config.json states a dtype of storage.
+  # The run's dtype, so that scores agree with training; the dtype in a folder's
+  # config.json is for storage.
   dtype = 'float32'
   mesh = inference_mesh(stored.model)
   if stored.step is not None:
@@ -436,18 +435,19 @@ def read_as_trained(stored: model_on_disk.StoredModel) -> LoadedModel:
 
 
 def inference_mesh(config: model_config.ModelConfig) -> Mesh:
-  """Returns a mesh of all devices for a model.
+  """Returns an inference mesh of all devices for a model.
 
-  Heads and feed-forwards are divided as often as possible, because a step of
-  decoding gathers parameters that are divided otherwise; then rows.
+  Prefers tensor parallelism over heads and MLPs, because a decode step would
+  have to gather parameters sharded otherwise; shards rows over the remaining
+  devices.
   """
-  # Query heads are a multiple of kv_heads, so that they divide as well.
+  # Query heads are a multiple of kv_heads, so they divide as well.
   sizes = [
     size
     for stack in config.stacks.values()
     for size in (stack.kv_heads, stack.mlp_width, stack.expert_width)
   ]
-  # A stack without experts has expert_width 0, which gcd ignores.
+  # gcd ignores the expert_width 0 of stacks without experts.
   tensor = math.gcd(jax.device_count(), *sizes)
   groups = mesh_lib.in_groups(
     jax.device_count() // tensor, rules_lib.VOCABULARY_GROUP
@@ -466,21 +466,21 @@ def load(
 
   Args:
     path: the folder.
-    dtype: dtype of activations and products.
+    dtype: compute dtype of activations and matmuls.
     mesh: mesh to shard the parameters over (`sharding.mesh.make_mesh`); None
       for this process's first device. A folder's tables are padded to divide.
-    encoder_window: window of the local layers of a bidirectional encoder,
+    encoder_window: window rule of the local layers of a bidirectional encoder,
       'exclusive' (the authors of T5Gemma) or 'inclusive' (transformers 5.23,
       eager). None for the rule of the run or of the folder's config.json; a
-      T5Gemma without a rule there is exclusive.
+      T5Gemma without a rule is exclusive.
 
   Raises:
-    UserError: there is no model, it is damaged or unsupported, it does not
-      divide over the mesh, or it has no such encoder; see also
+    UserError: the model is missing, damaged or unsupported, does not divide
+      over the mesh, or has no such encoder; see also
       `model_on_disk.require_head`.
   """
   multiple = None
-  # Tables must divide over the mesh, and folders have any number of rows.
+  # Tables must divide over the mesh; folders may have any number of rows.
   if mesh is not None:
     axes = rules_lib.RULES[_RULES].vocab
     multiple = math.prod(mesh.shape[axis] for axis in axes)
@@ -531,7 +531,7 @@ def _tokens(tokens: Any, size: int, side: str) -> jax.Array:
       f'tokens of the {side} are {tokens.dtype} of shape'
       f' {list(tokens.shape)}; give integers [rows, length].'
     )
-  # Lookups on devices do not check ids: a wrong id gives wrong states silently.
+  # Device lookups do not check ids: a wrong id gives wrong states silently.
   if tokens.size and not isinstance(tokens, jax.core.Tracer):
     lowest, highest = int(tokens.min()), int(tokens.max())
     if lowest < 0 or highest >= size:
@@ -542,8 +542,8 @@ def _tokens(tokens: Any, size: int, side: str) -> jax.Array:
   return jnp.asarray(tokens, jnp.int32)
 
 
-# Module-level functions with the model as a static argument: two objects of the
-# same model share compiled programs.
+# Module-level functions with the model as a static argument, so that objects
+# with equal models share compiled programs.
 @jax.jit(static_argnames='model')
 def _encode(model, params, fields):
   return model.architecture.encode(model, params, fields)

@@ -1,9 +1,9 @@
-"""Prompts as token ids, as a run's model read them in training.
+"""Encodes prompts as token ids, as in training.
 
-The text before all inputs (the task prefix of `pairs`) and after the inputs of
-a decoder-only model (the separator) are `StoredModel.framing`; the objectives
-of a run state the mode tokens that inputs begin with (UL2). `generate`,
-`serve`, `evaluate` and Python callers encode prompts here; conversations are
+`StoredModel.framing` has the text before all inputs (the task prefix of
+`pairs`) and after the inputs of a decoder-only model (the separator); the
+objectives of a run define the mode tokens before the inputs (UL2). `generate`,
+`serve`, `evaluate` and Python callers encode prompts here. Conversations are
 encoded by `tokenizers.chat_format` and framed here.
 """
 
@@ -29,16 +29,16 @@ def task_prefix(
 
   Args:
     stored: the model.
-    prefix: the text that a user wants, '' for none; None for the model's.
+    prefix: requested prefix, '' for none; None for the model's.
 
   Raises:
-    UserError: the model has several prefixes and none is chosen; lists them.
+    UserError: the model has several prefixes and none is selected; lists them.
   """
   if prefix is not None:
     return prefix
   prefixes = stored.framing.prefixes
   if len(prefixes) > 1:
-    # Quoted for a shell: a prefix mostly ends in a space.
+    # Quoted for the shell: prefixes often end with a space.
     flags = ', '.join(f'--prefix={shlex.quote(text)}' for text in prefixes)
     raise errors.UserError(
       f'{stored.path} was trained with {len(prefixes)} task prefixes; choose'
@@ -48,14 +48,14 @@ def task_prefix(
 
 
 def print_prefix(stored: model_on_disk.StoredModel, prefix: str | None) -> None:
-  """Prints the prefix of a model's prompts, if there is one, on process 0.
+  """Prints the prompt prefix of a model, if it has one, on process 0.
 
   Args:
     stored: the model.
     prefix: see `task_prefix`.
   """
   if (prefix := task_prefix(stored, prefix)) and distributed.is_lead():
-    # On standard error: the standard output of commands has their results.
+    # Standard output is for the results of commands.
     print(f'{stored.path}: prompts begin with {prefix!r}', file=sys.stderr)
 
 
@@ -80,13 +80,13 @@ class PromptEncoder:
     Args:
       stored: the model.
       prefix: see `task_prefix`.
-      mode: mode token of UL2 that prompts begin with; '' for none.
-      sentinels: whether names of sentinels in a text are read as tokens, and
-        shown in answers.
+      mode: mode token of UL2 to put before prompts; '' for none.
+      sentinels: whether to encode names of sentinels as tokens, and to show
+        them in answers.
 
     Raises:
       UserError: the model has no vocabularies, several prefixes, or was not
-        trained with such a mode; or its vocabulary lacks sentinels.
+        trained with the mode; or its vocabulary lacks sentinels.
     """
     opened = stored.require_vocabularies()
     self.reader = opened.sides[stored.prompt_side]
@@ -95,7 +95,7 @@ class PromptEncoder:
     self._separator = self._writer.encode(stored.framing.separator)
     self._edges = self.reader.ids.edges(stored.framing_side)
     self._head, self._tail = self._edges
-    if mode:  # As `objectives.denoising` puts it before the inputs.
+    if mode:  # Before the inputs, as in `objectives.denoising`.
       self._head = [*self._head, _mode_id(stored, self.reader, mode)]
     self._sentinels: dict[str, int] = {}
     if sentinels:
@@ -112,9 +112,9 @@ class PromptEncoder:
     """Encodes a prompt: mode, prefix, text and separator, framed.
 
     Args:
-      prompt: a text, or a conversation, which has no prefix.
-      room: most tokens; a longer prompt keeps those before the text, and its
-        last ones. None for all.
+      prompt: a text, or a conversation (without prefix).
+      room: maximum length; a longer prompt keeps the tokens before the text and
+        its last tokens. None for no limit.
 
     Raises:
       UserError: the prompt cannot be encoded, or the prefix leaves no room.
@@ -122,7 +122,7 @@ class PromptEncoder:
     if not isinstance(prompt, str):
       turns = chat_format.encode(prompt, self.reader, open_turn=True)
       return self.frame(turns.ids, room)
-    # Together, as in training: tokens may span the border.
+    # Encoded as one text, as in training: tokens may span the boundary.
     ids = self._read(self.prefix + prompt)
     start = len(self._read(self.prefix)) if self.prefix else 0
     return self.frame(ids, room, start=start)
@@ -134,17 +134,17 @@ class PromptEncoder:
     *,
     start: int = 0,
   ) -> np.ndarray:
-    """Returns ids between BOS and mode, and separator and EOS, int32 [n].
+    """Adds BOS and mode before ids, separator and EOS after them, int32 [n].
 
     A decoder reads BOS, an encoder BOS or EOS (`special_ids.SideIds.edges`).
 
     Args:
       ids: encoded prompt, without framing.
-      room: most tokens, see `encode`.
-      start: number of the first ids that a cut leaves, such as a prefix.
+      room: maximum length, see `encode`.
+      start: number of leading ids to keep when truncating, such as a prefix.
 
     Raises:
-      UserError: the ids that a cut leaves fill the room.
+      UserError: the leading ids leave no room.
     """
     ids = *self._head, *ids, *self._separator, *self._tail
     prompt = np.array(ids, np.int32)
@@ -156,18 +156,18 @@ class PromptEncoder:
         f'a prompt begins with {start} tokens ({self.prefix!r} among them) and'
         f' has room for {room}; raise --max_prompt.'
       )
-    # The last tokens: a continuation depends most on the text before it.
+    # Keep the last tokens: a continuation depends most on them.
     return np.concatenate([prompt[:start], prompt[start - room :]])
 
   def unframed(self, ids: Sequence[int]) -> Sequence[int]:
-    """Returns ids without the BOS or EOS that `frame` puts, if they have it."""
-    # A decoder's ids may end with EOS: of a text before the one to continue.
+    """Removes the BOS or EOS added by `frame`, if present."""
+    # A decoder's ids may end with the EOS of an earlier text, which stays.
     head, tail = self._edges
     ids = ids[len(head) :] if [*ids[: len(head)]] == head else ids
     return ids[:-1] if [*ids[-1:]] == tail else ids
 
   def answer_text(self, tokens: np.ndarray) -> str:
-    """Decodes generated tokens with the names of sentinels."""
+    """Decodes generated tokens, showing the names of sentinels."""
     names = set(self._writer.sentinels)
     hidden = set(self._writer.specials.values()) - names
     ids = [i for i in tokens if i not in hidden]
@@ -195,7 +195,7 @@ def _mode_id(
   modes = {
     name for x in stored.objectives for name in denoising.modes(x.options)
   }
-  # A folder says nothing about its training: its vocabulary decides.
+  # A folder has no objectives: its vocabulary decides.
   if not stored.objectives:
     modes = set(reader.mode_ids)
   if mode not in modes:

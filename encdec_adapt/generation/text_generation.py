@@ -1,7 +1,7 @@
-"""Texts in, completions out: what `generate` and Python callers share.
+"""Text generation for `generate` and Python callers.
 
-Prompts are encoded as the model read them in training (`prompt_encoding`), and
-continued by the engine or a beam search of `inference`.
+Prompts are encoded as in training (`prompt_encoding`), and continued by the
+engine or the beam search of `inference`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,17 +20,17 @@ from encdec_adapt.tokenizers import chat_format
 if typing.TYPE_CHECKING:
   from encdec_adapt.generation import model_in_memory
 
-# Source of a prompt, for messages -> a text, or with `chat` the messages of a
-# conversation.
+# Source of a prompt, for error messages -> text, or with `chat` the messages of
+# a conversation.
 Prompts = Mapping[str, str | chat_format.Messages]
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-  """Options of generation: flags of commands, and arguments in Python.
+  """Options of generation, as flags of commands and keyword arguments.
 
   Raises:
-    UserError: options do not go together, or a value is out of range.
+    UserError: options are incompatible, or a value is out of range.
   """
 
   max_tokens: int = keys.key(64, 'Maximum generated tokens.', at_least=1)
@@ -94,7 +94,7 @@ class Options:
 
   def __post_init__(self):
     keys.check(self, '--')
-    # SamplingConfig refuses values that are out of range or without effect.
+    # SamplingConfig refuses values out of range or without effect.
     sampling = self.sampling(0)
     if self.beams > 1 and (
       sampling.temperature or sampling.repetition_penalty != 1
@@ -112,7 +112,7 @@ class Options:
         raise errors.UserError(
           f'--chat does not work with --{name}; leave out one.'
         )
-    # A text would be read as a list of characters.
+    # A string would be read as a list of characters.
     if isinstance(self.stop, str) or not all(self.stop):
       raise errors.UserError(
         f'--stop is {self.stop!r}; give texts that are not empty, or leave it'
@@ -120,26 +120,29 @@ class Options:
       )
 
   def sampling(self, index: int) -> sampling_lib.SamplingConfig:
-    """Returns the sampling options of the prompt of an index."""
+    """Returns the sampling options of a prompt by index."""
     return sampling_lib.SamplingConfig(
       self.temperature,
       self.top_k,
       self.top_p,
       self.min_p,
       self.repetition_penalty,
-      # By index: draws depend neither on the batch nor on a restart.
+      # Seeded by index: independent of batching and restarts.
       sampling_lib.seed_of(self.seed, index),
     )
 
 
 def check(prompts: Prompts, *, chat: bool = False) -> Prompts:
-  """Returns prompts that are texts, or with `chat` conversations.
+  """Checks that prompts are texts, or with `chat` conversations.
+
+  Returns:
+    The same prompts.
 
   Raises:
-    UserError: a prompt is of another type, or empty.
+    UserError: a prompt has the wrong type, or is empty.
   """
   for origin, prompt in prompts.items():
-    # Messages are checked when they are encoded, by the chat format.
+    # The chat format checks messages when it encodes them.
     if chat and isinstance(prompt, list):
       continue
     if not isinstance(prompt, str):
@@ -163,22 +166,22 @@ def encode(
     prompts: the prompts.
     stored: the model.
     options: options of generation.
-    generated: most tokens that follow a prompt.
+    generated: maximum number of generated tokens.
 
   Returns:
     The encoder, and the token ids of each prompt, int32 [n], BOS first.
 
   Raises:
-    UserError: a vocabulary lacks the chat template that `chat` needs, or a
-      prompt cannot be encoded or is too long; names the prompt.
+    UserError: a vocabulary lacks the chat template for `chat`, or a prompt
+      cannot be encoded or is too long; names the prompt.
   """
   if options.chat:
-    # The encoder's reads the turns, the decoder's ends the answer.
+    # The encoder's vocabulary reads the turns, the decoder's ends the answer.
     for vocabulary in stored.require_vocabularies().sides.values():
       chat_format.template_of(vocabulary)
   encoder = prompt_encoding.PromptEncoder(
     stored,
-    # A turn is the user's alone, as in the conversations of training.
+    # User turns have no prefix, as in training.
     prefix='' if options.chat else options.prefix,
     mode=options.mode,
     sentinels=options.sentinels,
@@ -209,12 +212,12 @@ def complete(
   encoder: prompt_encoding.PromptEncoder,
   options: Options,
 ) -> Iterator[tuple[int, engine.Completion]]:
-  """Continues prompts and yields completions as they end.
+  """Continues prompts and yields completions as they finish.
 
   Args:
     loaded: the model.
-    encoded: token ids of each prompt, by its index.
-    encoder: encoder of the prompts, which decodes answers with sentinels.
+    encoded: index -> token ids of the prompt.
+    encoder: the prompt encoder; decodes answers with sentinels.
     options: options of generation.
   """
   indices, ids = list(encoded), loaded.special_ids
@@ -222,7 +225,7 @@ def complete(
     vocabulary = loaded.stored.require_vocabularies().decoder
     ends = *ids.eos, chat_format.end_of_turn(vocabulary)
     ids = dataclasses.replace(ids, eos=ends)
-  # Fewer rows for few prompts: every row costs time, used or not.
+  # No more rows than prompts: unused rows cost time too.
   count = max(1, len(encoded) * options.beams)
   rows = loaded.rows(min(options.batch_size, count))
   decode = encoder.answer_text if options.sentinels else None
@@ -244,6 +247,6 @@ def complete(
       )
       for i, tokens in encoded.items()
     )
-  # Both number the requests from 0, in the order in which they get them.
+  # Both number requests from 0 in the order of arrival.
   for number, completion in completions:
     yield indices[number], completion
